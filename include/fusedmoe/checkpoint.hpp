@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/tensor.hpp>
+#include <fusedmoe/weights.hpp>
+
+namespace fusedmoe {
+
+enum class IoMode : uint8_t { kAuto, kMmap, kPread };
+
+struct CheckpointOptions {
+  IoMode io = IoMode::kAuto;
+  /// "" decides by family; else "in_out", "out_in" (axis order of fused tensors), with ",interleaved" or ",chunked".
+  std::string expert_layout;
+  bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
+};
+
+/// One tensor of the checkpoint, as its header describes it.
+struct TensorInfo {
+  std::string name;
+  DType dtype = DType::kF32;
+  Shape shape;
+  std::string file;
+  int64_t bytes = 0;
+};
+
+/// The router of a layer and what goes with it. Tensors borrow from the checkpoint or own a converted copy.
+struct RouterWeights {
+  Tensor weight;                ///< [E, H], any float dtype
+  Tensor bias;                  ///< F32 [E], added to the logits; empty: none
+  Tensor correction_bias;       ///< F32 [E], selection only; empty: none
+  Tensor token_id_to_experts;   ///< hash routing table; empty: none
+};
+
+/// Experts that every token visits.
+struct SharedExpertWeights {
+  ExpertSource source;  ///< one expert
+  Tensor gate;          ///< F32 [H]: sigmoid(hidden . gate) scales the output; empty: none
+};
+
+/// What a layer is, read without touching its weights.
+struct LayerDescription {
+  int64_t layer = 0;
+  std::string family;  ///< row of the family table, e.g. "qwen3_moe"
+  MoeConfig config;
+  Scheme scheme;
+  std::string producer;  ///< "modelopt", "compressed-tensors", "none", ...
+  std::optional<Scheme> shared_scheme;
+  int64_t expert_bytes = 0;  ///< on disk, all experts
+};
+
+/// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata.
+/// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and errors
+/// name the file and the tensor.
+class Checkpoint {
+ public:
+  static Result<std::shared_ptr<const Checkpoint>> Open(const std::string& directory,
+                                                        const CheckpointOptions& options = {});
+  ~Checkpoint();
+
+  const std::string& directory() const;
+  const std::string& family() const;
+  const std::string& producer() const;
+  int64_t num_layers() const;
+  /// Layers that hold routed experts, ascending.
+  const std::vector<int64_t>& moe_layers() const;
+  /// Every tensor, by name.
+  const std::vector<TensorInfo>& tensors() const;
+  /// The data of one tensor, mapped or read.
+  Result<Tensor> Load(std::string_view tensor) const;
+
+  Result<LayerDescription> Describe(int64_t layer) const;
+  Result<RouterWeights> LoadRouter(int64_t layer) const;
+  /// The routed experts in canonical form. `parallel` selects this rank's share: a TP slice of the intermediate size,
+  /// or its experts of an EP placement (global ids in `global_ids`; empty: all, in order).
+  Result<ExpertSource> Experts(int64_t layer, const ParallelConfig& parallel = {},
+                               const std::vector<int64_t>& global_ids = {}) const;
+  /// Nothing when the layer has no shared expert.
+  Result<std::optional<SharedExpertWeights>> SharedExperts(int64_t layer, const ParallelConfig& parallel = {}) const;
+
+ private:
+  struct Impl;
+  explicit Checkpoint(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusedmoe

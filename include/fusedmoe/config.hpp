@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/dtype.hpp>
+#include <fusedmoe/parallel.hpp>
+#include <fusedmoe/routing.hpp>
+#include <fusedmoe/status.hpp>
+
+/// Every activation, once: enumerator, name, gated, formula. g = gate, u = up, x = the single input of ungated ones.
+#define FMOE_ACTIVATION_TABLE(X)                                                                             \
+  X(kSilu, "silu", true, "silu(g) * u; with limit L > 0: g = min(g, L), u = clamp(u, -L, L) first")          \
+  X(kGelu, "gelu", true, "gelu_erf(g) * u")                                                                  \
+  X(kGeluTanh, "gelu_tanh", true, "gelu_tanh(g) * u")                                                        \
+  X(kSwigluOai, "swigluoai", true, "g = min(g, L), u = clamp(u, -L, L); g * sigmoid(alpha g) * (u + beta)")  \
+  X(kSwigluStep, "swiglustep", true, "min(silu(g), L) * clamp(u, -L, L)")                                    \
+  X(kRelu2, "relu2", true, "relu(g)^2 * u")                                                                  \
+  X(kSiluNoMul, "silu_no_mul", false, "silu(x)")                                                             \
+  X(kGeluNoMul, "gelu_no_mul", false, "gelu_erf(x)")                                                         \
+  X(kGeluTanhNoMul, "gelu_tanh_no_mul", false, "gelu_tanh(x)")                                               \
+  X(kRelu2NoMul, "relu2_no_mul", false, "relu(x)^2")
+
+namespace fusedmoe {
+
+enum class ActivationKind : uint8_t {
+#define FMOE_ACTIVATION_ENUMERATOR(id, name, gated, formula) id,
+  FMOE_ACTIVATION_TABLE(FMOE_ACTIVATION_ENUMERATOR)
+#undef FMOE_ACTIVATION_ENUMERATOR
+};
+
+std::string_view ActivationName(ActivationKind kind);
+/// Accepts the names of the table and the aliases "gelu_pytorch_tanh", "swigluoai_uninterleave", "swiglu".
+std::optional<ActivationKind> ParseActivation(std::string_view name);
+
+constexpr bool IsGated(ActivationKind kind) {
+  switch (kind) {
+#define FMOE_ACTIVATION_GATED(id, name, gated, formula) \
+  case ActivationKind::id:                              \
+    return gated;
+    FMOE_ACTIVATION_TABLE(FMOE_ACTIVATION_GATED)
+#undef FMOE_ACTIVATION_GATED
+  }
+  return true;
+}
+
+/// The non-linearity between the two GEMMs with its parameters. Everything in fp32, one rounding at most, when the
+/// result is requantized.
+struct ActivationSpec {
+  ActivationKind kind = ActivationKind::kSilu;
+  float alpha = 1.0F;  ///< kSwigluOai
+  float beta = 0.0F;   ///< kSwigluOai
+  float limit = 0.0F;  ///< clamp L; 0: none
+  bool gated() const { return IsGated(kind); }
+  bool operator==(const ActivationSpec&) const = default;
+};
+
+enum class ActivationFormatKind : uint8_t {
+  kStandard,       ///< [M, H], experts by topk_ids
+  kBatchedExperts  ///< [E_local, max_tokens * num_dispatchers, H] with a count per expert
+};
+
+enum class Determinism : uint8_t { kRunToRun, kThreadInvariant, kBatchInvariant, kRankInvariant };
+std::string_view DeterminismName(Determinism level);
+std::optional<Determinism> ParseDeterminism(std::string_view name);
+
+/// The experts that every token visits, beside the routed ones.
+struct SharedExpertConfig {
+  int64_t intermediate = 0;  ///< 0: none; several shared experts count as one of their joint size
+  bool has_gate = false;     ///< output times sigmoid(hidden . gate)
+  bool operator==(const SharedExpertConfig&) const = default;
+};
+
+/// The sizes and rules of one layer of experts, as one rank sees it.
+struct MoeConfig {
+  int64_t num_experts = 0;        ///< E, global
+  int64_t num_local_experts = 0;  ///< on this rank
+  int64_t hidden = 0;             ///< H
+  int64_t intermediate = 0;       ///< I, on this rank
+  ActivationSpec activation;
+  bool has_bias = false;          ///< both projections carry a bias
+  DType dtype = DType::kBF16;     ///< of hidden states and output
+  RoutingConfig routing;
+  bool has_correction_bias = false;
+  bool has_router_bias = false;
+  /// The router weight multiplies the input of the experts instead of their output; needs top_k == 1.
+  bool apply_router_weight_on_input = false;
+  SharedExpertConfig shared;
+  ParallelConfig parallel;
+  ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
+  int64_t max_tokens = 8192;      ///< largest M of one forward
+  int64_t top_k() const { return routing.top_k; }
+};
+
+/// Checks sizes against each other and against what the library can index; errors name the field, its value and the
+/// values that would do.
+Status Validate(const MoeConfig& config);
+
+}  // namespace fusedmoe

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/plan.hpp>
+#include <fusedmoe/tensor.hpp>
+#include <fusedmoe/workspace.hpp>
+
+namespace fusedmoe {
+
+struct LayerOptions {
+  std::string device = "cpu";
+  std::string backend;  ///< empty: the first that can
+  std::string isa;      ///< empty: the best the machine has
+  std::string mode;     ///< empty: chosen by the token count; "latency" or "throughput" forces one
+  Determinism determinism = Determinism::kThreadInvariant;
+  ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
+  ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
+  bool shared_experts = true;
+  int64_t max_tokens = 8192;
+  int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
+  /// Threads that prepare the weights; the caller's pool may serve here and in Forward.
+  Executor executor;
+};
+
+/// One layer of experts, loaded and planned: immutable, callable from many threads at once, each with a workspace of
+/// its own. Forward does not allocate, log or decide.
+class MoeLayer {
+ public:
+  /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
+  static Result<std::unique_ptr<MoeLayer>> Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
+                                                const LayerOptions& options = {});
+  /// The same from weights that an engine already holds in canonical form.
+  static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
+                                                  const RouterWeights& router, const LayerOptions& options = {},
+                                                  const SharedExpertWeights* shared = nullptr);
+  ~MoeLayer();
+
+  const MoeConfig& config() const;
+  const Scheme& scheme() const;
+  const Plan& plan() const;
+  /// The plan together with every candidate that was refused, and why.
+  const Selection& selection() const;
+
+  /// Memory for one forward at a time of up to max_tokens tokens.
+  Result<Workspace> CreateWorkspace() const;
+
+  /// What one forward brings. `hidden` is [M, H] in BF16, F16 or F32, rows dense. Exactly one of the other forms, or
+  /// none: router_logits [M, E]; topk_ids (I32, ids of -1 are skipped) with topk_weights (F32), both [M, k]; nothing,
+  /// and the router of the checkpoint is applied.
+  struct Inputs {
+    TensorView hidden;
+    TensorView router_logits;
+    TensorView topk_ids;
+    TensorView topk_weights;
+    TensorView token_ids;  ///< [M], only for hash routing
+  };
+
+  /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32. The others may be empty.
+  struct Outputs {
+    MutableTensorView output;
+    MutableTensorView topk_ids;      ///< I32 [M, k]
+    MutableTensorView topk_weights;  ///< F32 [M, k]
+  };
+
+  /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or dtypes do
+  /// not fit the layer, with both values.
+  Status Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                 const Executor& executor = {}) const;
+
+  /// The short form: logits in, output out.
+  Status Forward(TensorView hidden, TensorView router_logits, MutableTensorView output, const Workspace& workspace,
+                 const Executor& executor = {}) const;
+
+ private:
+  struct Impl;
+  explicit MoeLayer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusedmoe

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+/// Instruction-set levels of the CPU kernels, once, best last: enumerator, name (as --isa takes it), what it needs.
+#define FMOE_ISA_TABLE(X)                                                                   \
+  X(kAvx2, "avx2", "AVX2, FMA, F16C")                                                       \
+  X(kAvx512, "avx512", "AVX-512 F, BW, DQ, VL")                                             \
+  X(kAvx512Vnni, "avx512_vnni", "avx512 and VNNI, VBMI")                                    \
+  X(kAvx512Bf16, "avx512_bf16", "avx512_vnni and AVX-512 BF16")                             \
+  X(kAvx512Fp16, "avx512_fp16", "avx512_vnni and AVX-512 FP16")                             \
+  X(kAmx, "amx", "avx512_fp16, AVX-512 BF16 and AMX tile, int8, bf16, with the permission") \
+  X(kNeon, "neon", "Armv8.2 with dot product")
+
+namespace fusedmoe {
+
+enum class Isa : uint8_t {
+#define FMOE_ISA_ENUMERATOR(id, name, needs) id,
+  FMOE_ISA_TABLE(FMOE_ISA_ENUMERATOR)
+#undef FMOE_ISA_ENUMERATOR
+};
+
+std::string_view IsaName(Isa isa);
+std::optional<Isa> ParseIsa(std::string_view name);
+
+/// The card of a CUDA machine.
+struct CudaDevice {
+  int index = 0;
+  std::string name;
+  int compute_major = 0, compute_minor = 0;
+  int64_t memory_bytes = 0;
+  int num_multiprocessors = 0;
+  int driver_version = 0;  ///< as the driver reports it: 12040 is 12.4
+};
+
+/// What verdicts need to know of the machine at hand. Plain data: tests make their own.
+struct Machine {
+  std::string cpu_name;
+  uint32_t isa_mask = 0;  ///< bit static_cast<int>(Isa) where its instructions exist and the system saves their state
+  int num_cores = 1;      ///< usable by this process
+  int num_numa_nodes = 1;
+  int64_t l1d_bytes = 32 << 10;
+  int64_t l2_bytes = 1 << 20;  ///< per core
+  int64_t l3_bytes = 0;        ///< shared; 0: unknown
+  int64_t memory_bytes = 0;
+  std::optional<CudaDevice> cuda;
+
+  bool Has(Isa isa) const { return (isa_mask >> static_cast<int>(isa) & 1U) != 0; }
+};
+
+/// The machine this process runs on; detected once, thread-safe.
+const Machine& HostMachine();
+
+}  // namespace fusedmoe

@@ -1,0 +1,101 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/dtype.hpp>
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+/// Rows x columns of a matrix that share one scale; -1 means "all". For activations rows are tokens, for weights
+/// output rows: {-1,-1} per tensor, {1,-1} per token or output channel, {1,g} groups of g along K, {128,128} blocks.
+struct GroupShape {
+  int64_t row = -1;
+  int64_t col = -1;
+  bool operator==(const GroupShape&) const = default;
+};
+
+inline constexpr GroupShape kPerTensor{-1, -1};
+inline constexpr GroupShape kPerRow{1, -1};  ///< per token (activations) or per output channel (weights)
+
+/// How a weight matrix is encoded: real = (code - zero) * block_scale * channel_scale * tensor_scale, with the
+/// factors that exist. Decoding always multiplies (docs/scales.md).
+struct WeightFormat {
+  DType element = DType::kBF16;
+  /// Extent of one block scale; {-1,-1} when there is none.
+  GroupShape block = kPerTensor;
+  DType block_scale_dtype = DType::kF32;
+  bool has_channel_scale = false;  ///< F32 [rows]
+  bool has_tensor_scale = false;   ///< one F32 for the matrix (gate, up and down have their own)
+  bool may_have_zero_point = false;
+  /// The code that means zero when no zero points are stored: 8 for kU4, 128 for kU8, else 0.
+  int implied_zero() const { return element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0; }
+  bool has_block_scale() const { return !(block == kPerTensor); }
+  bool quantized() const {
+    return element != DType::kF32 && element != DType::kF16 && element != DType::kBF16;
+  }
+  bool operator==(const WeightFormat&) const = default;
+};
+
+/// The exponent of an MX block scale, from the largest magnitude of the block (docs/scales.md, "MX rules").
+enum class MxScaleRule : uint8_t {
+  kEven,         ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax
+  kFloor,        ///< OCP text: floor(log2 amax) - emax
+  kCeil,         ///< ModelOpt: ceil(log2(amax / max element))
+  kNoElementMax  ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
+};
+
+enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };
+
+/// How scales and codes of activations come about. Set by the producer of a checkpoint; the defaults are the accurate
+/// definition (IEEE division, round to nearest even, no floor beyond what avoids 0/0).
+struct ActivationRule {
+  float amax_divisor = 0.0F;  ///< scale = amax / divisor; 0: the largest finite element (448, 127, 6 ...)
+  float scale_floor = 0.0F;   ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
+  bool multiply_by_reciprocal = false;  ///< codes from x * (1/scale) instead of x / scale
+  MxScaleRule mx_scale = MxScaleRule::kEven;
+  IntRounding int_rounding = IntRounding::kHalfEven;
+  bool round_to_bf16_first = false;  ///< rows are rounded to bf16 before their amax is taken
+  bool power_of_two_scale = false;   ///< scales rounded up to a power of two (UE8M0 mode of block FP8)
+  bool operator==(const ActivationRule&) const = default;
+};
+
+/// How the input of a GEMM is quantized; `element` empty: it is not.
+struct ActivationFormat {
+  std::optional<DType> element;
+  GroupShape group = kPerTensor;
+  DType scale_dtype = DType::kF32;
+  /// A stored F32 input scale is needed: the scale itself (FP8, INT8 per tensor, static) or the second level above
+  /// the block scales (NVFP4).
+  bool static_tensor_scale = false;
+  ActivationRule rule;
+  bool quantized() const { return element.has_value(); }
+  bool operator==(const ActivationFormat&) const = default;
+};
+
+/// A scheme: weights and activations with their scales.
+struct Scheme {
+  std::string name;  ///< "nvfp4_w4a4", "fp8_w8a8:block128"
+  WeightFormat weight;
+  ActivationFormat activation;  ///< both GEMMs quantize their input by this format
+};
+
+/// One line of the scheme table (src/quant/schemes.inc).
+struct SchemeInfo {
+  std::string_view name;           ///< without granularity
+  std::string_view granularities;  ///< accepted after the colon, comma-separated; empty: none
+  std::string_view what;
+};
+
+/// All schemes, in the order of the table.
+std::span<const SchemeInfo> SchemeTable();
+
+/// The scheme of that name, with granularity after a colon ("int4_w4a16:g128"). Unknown names: kUsage with the
+/// names that exist.
+Result<Scheme> ParseScheme(std::string_view name);
+
+}  // namespace fusedmoe

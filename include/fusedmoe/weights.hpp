@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/tensor.hpp>
+
+namespace fusedmoe {
+
+/// One projection of one expert in canonical form: [rows, cols] = [outputs, inputs], row-major codes,
+/// real = (code - zero) * block_scale * channel_scale * tensor_scale.
+///
+/// Blocks of scales may start before the first row or column (a slice of a larger matrix, as tensor parallelism
+/// makes them): element (r, c) uses block_scale[(scale_row_offset + r) / block.row, (scale_col_offset + c) / block.col],
+/// or, with a group_index, column group_index[c].
+struct CanonicalMatrix {
+  int64_t rows = 0;
+  int64_t cols = 0;
+  WeightFormat format;
+  Tensor codes;          ///< [rows, cols] of format.element
+  Tensor block_scale;    ///< [row blocks, column blocks] of format.block_scale_dtype
+  Tensor zero_point;     ///< U8, one a byte, shape of block_scale; empty: format.implied_zero()
+  Tensor channel_scale;  ///< F32 [rows]
+  std::optional<float> tensor_scale;
+  /// Decode multiplier of the input of this projection, where the checkpoint stores one.
+  std::optional<float> input_tensor_scale;
+  Tensor bias;             ///< F32 [rows]
+  Tensor group_index;      ///< I32 [cols]: scale column of each input channel (activation order)
+  Tensor pre_quant_scale;  ///< F32 [cols]: multiplies the input before it is quantized (AWQ smoothing)
+  int64_t scale_row_offset = 0;
+  int64_t scale_col_offset = 0;
+  bool empty() const { return rows == 0; }
+};
+
+/// One expert. `gate` is empty when the activation is not gated. Gate and up keep their own scales.
+struct CanonicalExpert {
+  CanonicalMatrix gate;  ///< [I, H]
+  CanonicalMatrix up;    ///< [I, H]
+  CanonicalMatrix down;  ///< [H, I]
+};
+
+/// The experts of a layer, one at a time, so that preparing them needs the memory of one.
+struct ExpertSource {
+  int64_t num_local_experts = 0;
+  Scheme scheme;
+  /// Loads local expert e. Callable from several threads at once.
+  std::function<Result<CanonicalExpert>(int64_t local_expert)> load;
+};
+
+}  // namespace fusedmoe

@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+/// A booked piece of a workspace: byte offset and size, fixed at plan time.
+struct WorkspaceSlot {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
+
+/// Adds up at plan time what a forward will need. Slots are 64-byte aligned and do not overlap.
+class WorkspaceBook {
+ public:
+  struct Entry {
+    std::string name;
+    WorkspaceSlot slot;
+  };
+
+  WorkspaceSlot Book(std::string_view name, int64_t bytes);
+  int64_t total_bytes() const { return total_bytes_; }
+  /// What was booked, in order, for `explain`.
+  std::span<const Entry> entries() const { return entries_; }
+
+ private:
+  std::vector<Entry> entries_;
+  int64_t total_bytes_ = 0;
+};
+
+/// The memory of one forward at a time. A thread that runs a layer brings its own.
+class Workspace {
+ public:
+  Workspace() = default;
+  /// 64-byte aligned; large ones ask the system for huge pages.
+  static Result<Workspace> Allocate(int64_t bytes);
+
+  int64_t bytes() const { return bytes_; }
+  /// The booked piece as T*. The slot must come from a book whose total is at most bytes().
+  template <typename T>
+  T* Get(const WorkspaceSlot& slot) const {
+    return reinterpret_cast<T*>(memory_.get() + slot.offset);
+  }
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const;
+  };
+  std::unique_ptr<std::byte, Free> memory_;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace fusedmoe

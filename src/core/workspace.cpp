@@ -1,0 +1,47 @@
+#include <fusedmoe/workspace.hpp>
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "core/checked_math.hpp"
+
+namespace fusedmoe {
+namespace {
+
+constexpr int64_t kSlotAlignment = 64;
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+}  // namespace
+
+WorkspaceSlot WorkspaceBook::Book(std::string_view name, int64_t bytes) {
+  const WorkspaceSlot slot{total_bytes_, bytes};
+  total_bytes_ += RoundUp(std::max<int64_t>(bytes, 0), kSlotAlignment);
+  entries_.push_back({std::string(name), slot});
+  return slot;
+}
+
+Result<Workspace> Workspace::Allocate(int64_t bytes) {
+  if (bytes < 0) {
+    return Status::Usage("a workspace of " + std::to_string(bytes) + " bytes was asked for; sizes are >= 0");
+  }
+  const int64_t alignment = bytes >= 2 * kHugePage ? kHugePage : kSlotAlignment;
+  const auto padded = static_cast<size_t>(RoundUp(std::max<int64_t>(bytes, 1), alignment));
+  void* memory = std::aligned_alloc(static_cast<size_t>(alignment), padded);
+  if (memory == nullptr) {
+    return Status::System("out of memory: " + std::to_string(padded) + " bytes of workspace")
+        .WithHint("lower max_tokens");
+  }
+  if (alignment == kHugePage) {
+    (void)madvise(memory, padded, MADV_HUGEPAGE);  // advice only: without huge pages everything still works
+  }
+  Workspace workspace;
+  workspace.memory_.reset(static_cast<std::byte*>(memory));
+  workspace.bytes_ = bytes;
+  return workspace;
+}
+
+void Workspace::Free::operator()(std::byte* memory) const { std::free(memory); }
+
+}  // namespace fusedmoe
