@@ -41,6 +41,8 @@ struct PreparedWeights {
   std::string layout_key;
   RecipeText recipe;
   std::vector<Named> tensors;
+  /// Backends that compute on the canonical form (reference, emulation) keep it here instead.
+  std::vector<CanonicalExpert> canonical;
 
   /// The tensor of that name; null when there is none.
   const Tensor* Find(std::string_view name) const;
