@@ -304,8 +304,10 @@ Result<std::vector<GoldenCase>> LoadTopic(const std::string& directory, const st
   if (!manifest.is_object()) {
     return Status::BadInput("is not a JSON object").WithFile(manifest_path.string());
   }
-  const auto data =
-      ReadData(std::filesystem::path(directory) / manifest.value("data", topic + ".safetensors"));
+  const auto named = manifest.find("data");
+  const bool has_name = named != manifest.end() && named->is_string();
+  const auto data = ReadData(std::filesystem::path(directory) /
+                             (has_name ? named->get<std::string>() : topic + ".safetensors"));
   std::vector<GoldenCase> cases;
   for (const auto& entry : manifest.value("cases", nlohmann::json::array())) {
     cases.emplace_back(manifest.value("topic", topic), entry, data);
