@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "oracle/select.hpp"
+
+namespace fusedmoe {
+namespace {
+
+std::vector<Verdict> Never(const MoeProblem&, const Machine&) {
+  return {{Reason::kIsa, "needs avx512", "avx2", "avx512"}, {Reason::kTopK, "top_k 9 exceeds 8", "9", "8"}};
+}
+std::vector<Verdict> Always(const MoeProblem&, const Machine&) {
+  return {};
+}
+Plan EmptyPlan(const MoeProblem&, const Machine&) {
+  return {};
+}
+void BookHundred(const MoeProblem&, const Machine&, WorkspaceBook& book) {
+  book.Book("rows", 100);
+}
+
+constexpr Backend kNever{"NEVER", Never, EmptyPlan, BookHundred, nullptr, nullptr};
+constexpr Backend kFast{"FAST", Always, EmptyPlan, BookHundred, nullptr, nullptr};
+constexpr Backend kSlow{"SLOW", Always, EmptyPlan, BookHundred, nullptr, nullptr};
+constexpr Backend kContract{"CONTRACT", Always, EmptyPlan, BookHundred, nullptr, nullptr};
+
+const std::vector<HostBackend>& Table() {
+  static const std::vector<HostBackend> table = {{"NEVER", &kNever, BackendChoice::kAutomatic, {}},
+                                                 {"CONTRACT", &kContract, BackendChoice::kByName, {}},
+                                                 {"FAST", &kFast, BackendChoice::kAutomatic, {}},
+                                                 {"SLOW", &kSlow, BackendChoice::kAutomatic, {}},
+                                                 {"ABSENT", nullptr, BackendChoice::kByName, "a layout"}};
+  return table;
+}
+
+Selection Select(const SelectionRequest& request) {
+  Result<Selection> selection = SelectFrom(Table(), MoeProblem{}, Machine{}, request);
+  EXPECT_TRUE(selection.ok()) << selection.status().ToString();
+  return selection.ok() ? *selection : Selection{};
+}
+
+TEST(HostSelection, FirstThatCan_IsChosenAndEveryOtherHasItsReasons) {
+  const Selection selection = Select({});
+  ASSERT_TRUE(selection.chosen);
+  EXPECT_EQ(selection.chosen->backend, "FAST");
+  EXPECT_EQ(selection.chosen->workspace_bytes, 128);  // 100 bytes, booked in lines of 64
+  ASSERT_EQ(selection.candidates.size(), Table().size());
+  EXPECT_EQ(selection.candidates[0].verdicts.size(), 2U) << "every failing check is kept";
+  EXPECT_FALSE(selection.candidates[0].supported);
+  EXPECT_TRUE(selection.candidates[1].supported);
+  EXPECT_EQ(selection.candidates[1].verdicts.at(0).reason, Reason::kNotNamed);
+  EXPECT_TRUE(selection.candidates[2].verdicts.empty());
+  EXPECT_EQ(selection.candidates[3].verdicts.at(0).reason, Reason::kNotFirst);
+  EXPECT_EQ(selection.candidates[3].verdicts.at(0).required, "FAST");
+  EXPECT_EQ(selection.candidates[4].verdicts.at(0).reason, Reason::kNotBuilt);
+}
+
+TEST(HostSelection, NamedBackend_IsHonouredAndTheListStaysWhole) {
+  SelectionRequest request;
+  request.backend = "contract";
+  const Selection selection = Select(request);
+  ASSERT_TRUE(selection.chosen);
+  EXPECT_EQ(selection.chosen->backend, "CONTRACT");
+  ASSERT_EQ(selection.candidates.size(), Table().size());
+  EXPECT_EQ(selection.candidates[2].verdicts.at(0).reason, Reason::kNotNamed);
+}
+
+TEST(HostSelection, NamedBackendThatCannot_IsNeverReplaced) {
+  SelectionRequest request;
+  request.backend = "NEVER";
+  const Selection selection = Select(request);
+  EXPECT_FALSE(selection.chosen);
+  const Status status = ToStatus(selection);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("needs avx512"), std::string::npos);
+  EXPECT_NE(status.message().find("top_k 9 exceeds 8"), std::string::npos);
+}
+
+TEST(HostSelection, UnknownName_IsAUsageErrorThatListsTheNames) {
+  SelectionRequest request;
+  request.backend = "FASTER";
+  Result<Selection> selection = SelectFrom(Table(), MoeProblem{}, Machine{}, request);
+  ASSERT_FALSE(selection.ok());
+  EXPECT_EQ(selection.status().code(), StatusCode::kUsage);
+  EXPECT_NE(selection.status().message().find("SLOW"), std::string::npos);
+}
+
+TEST(HostSelection, ContractNames_AreAllListed) {
+  Result<Selection> selection = SelectBackend(MoeProblem{}, Machine{});
+  ASSERT_TRUE(selection.ok());
+  for (const char* name : {"FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL", "VLLM_CUTLASS",
+                           "MARLIN", "EMULATION"}) {
+    const auto found = std::find_if(selection->candidates.begin(), selection->candidates.end(),
+                                    [name](const Candidate& candidate) { return candidate.backend == name; });
+    ASSERT_NE(found, selection->candidates.end()) << name;
+    EXPECT_FALSE(found->verdicts.empty()) << name;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
