@@ -11,8 +11,9 @@
 
 namespace fusedmoe {
 
-/// Rows x columns of a matrix that share one scale; -1 means "all". For activations rows are tokens, for weights
-/// output rows: {-1,-1} per tensor, {1,-1} per token or output channel, {1,g} groups of g along K, {128,128} blocks.
+/// Rows x columns of a matrix that share one scale; -1 means "all". For activations rows are tokens, for
+/// weights output rows: {-1,-1} per tensor, {1,-1} per token or output channel, {1,g} groups of g along K,
+/// {128,128} blocks.
 struct GroupShape {
   int64_t row = -1;
   int64_t col = -1;
@@ -22,8 +23,8 @@ struct GroupShape {
 inline constexpr GroupShape kPerTensor{-1, -1};
 inline constexpr GroupShape kPerRow{1, -1};  ///< per token (activations) or per output channel (weights)
 
-/// How a weight matrix is encoded: real = (code - zero) * block_scale * channel_scale * tensor_scale, with the
-/// factors that exist. Decoding always multiplies (docs/scales.md).
+/// How a weight matrix is encoded: real = (code - zero) * block_scale * channel_scale * tensor_scale, with
+/// the factors that exist. Decoding always multiplies (docs/scales.md).
 struct WeightFormat {
   DType element = DType::kBF16;
   /// Extent of one block scale; {-1,-1} when there is none.
@@ -43,19 +44,20 @@ struct WeightFormat {
 
 /// The exponent of an MX block scale, from the largest magnitude of the block (docs/scales.md, "MX rules").
 enum class MxScaleRule : uint8_t {
-  kEven,         ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax
-  kFloor,        ///< OCP text: floor(log2 amax) - emax
-  kCeil,         ///< ModelOpt: ceil(log2(amax / max element))
+  kEven,   ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax
+  kFloor,  ///< OCP text: floor(log2 amax) - emax
+  kCeil,   ///< ModelOpt: ceil(log2(amax / max element))
   kNoElementMax  ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
 };
 
 enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };
 
-/// How scales and codes of activations come about. Set by the producer of a checkpoint; the defaults are the accurate
-/// definition (IEEE division, round to nearest even, no floor beyond what avoids 0/0).
+/// How scales and codes of activations come about. Set by the producer of a checkpoint; the defaults are the
+/// accurate definition (IEEE division, round to nearest even, no floor beyond what avoids 0/0).
 struct ActivationRule {
   float amax_divisor = 0.0F;  ///< scale = amax / divisor; 0: the largest finite element (448, 127, 6 ...)
-  float scale_floor = 0.0F;   ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
+  float scale_floor =
+      0.0F;  ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
   bool multiply_by_reciprocal = false;  ///< codes from x * (1/scale) instead of x / scale
   MxScaleRule mx_scale = MxScaleRule::kEven;
   IntRounding int_rounding = IntRounding::kHalfEven;
@@ -69,8 +71,8 @@ struct ActivationFormat {
   std::optional<DType> element;
   GroupShape group = kPerTensor;
   DType scale_dtype = DType::kF32;
-  /// A stored F32 input scale is needed: the scale itself (FP8, INT8 per tensor, static) or the second level above
-  /// the block scales (NVFP4).
+  /// A stored F32 input scale is needed: the scale itself (FP8, INT8 per tensor, static) or the second level
+  /// above the block scales (NVFP4).
   bool static_tensor_scale = false;
   ActivationRule rule;
   bool quantized() const { return element.has_value(); }
@@ -94,8 +96,22 @@ struct SchemeInfo {
 /// All schemes, in the order of the table.
 std::span<const SchemeInfo> SchemeTable();
 
-/// The scheme of that name, with granularity after a colon ("int4_w4a16:g128"). Unknown names: kUsage with the
-/// names that exist.
+/// The scheme of that name, with granularity after a colon ("int4_w4a16:g128"). Unknown names: kUsage with
+/// the names that exist.
+///
+/// A bare "int4_w4a16" or "int4_w4a8" is the groups-of-128 form; where 128 does not divide the matrices at
+/// hand, use the second form, which takes the reduction sizes (hidden, intermediate) and falls back to 64,
+/// 32, then channel. A granularity that is named is never changed.
 Result<Scheme> ParseScheme(std::string_view name);
+Result<Scheme> ParseScheme(std::string_view name, std::span<const int64_t> reduction_sizes);
+
+/// The name under which ParseScheme finds these formats. Types of the scales (F32 or BF16), activation rules
+/// and the signedness of weight-only integers do not matter. kUnsupported when no line of the table describes
+/// the pair.
+Result<std::string> SchemeNameFor(const WeightFormat& weight, const ActivationFormat& activation);
+
+/// "e2m1, e4m3 scale per 1x16, F32 scale per matrix", for messages and listings.
+std::string Describe(const WeightFormat& format);
+std::string Describe(const ActivationFormat& format);
 
 }  // namespace fusedmoe
