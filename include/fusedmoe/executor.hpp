@@ -37,7 +37,8 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
 }
 
 /// Our own threads. They spin for some microseconds after a call before they sleep, so that the phases of one
-/// forward follow each other without system calls. Several callers may share a pool; their calls take turns.
+/// forward follow each other without system calls; with more threads than cores they do not spin. Several callers may
+/// share a pool; their calls take turns. A task must not use the pool that runs it.
 class ThreadPool {
  public:
   /// `num_threads` counts the calling thread; 0 takes one per core that this process may use.
@@ -49,8 +50,10 @@ class ThreadPool {
   const Executor& executor() const { return executor_; }
 
  private:
-  ThreadPool() = default;
+  struct Impl;
+  ThreadPool();
   Executor executor_;
+  std::unique_ptr<Impl> impl_;
 };
 
 }  // namespace fusedmoe

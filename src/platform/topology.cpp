@@ -1,0 +1,218 @@
+#include "platform/topology.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <limits>
+#include <set>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#include <unistd.h>
+#endif
+
+namespace fusedmoe {
+namespace {
+
+constexpr int kMaxCpus = 4096;
+
+/// First line of a file, or nothing.
+std::string ReadLine(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+/// The number a text begins with; `otherwise` when there is none ("max" in control groups).
+int64_t ParseNumber(std::string_view text, int64_t otherwise) {
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() ? value : otherwise;
+}
+
+struct Limits {
+  int cpus = std::numeric_limits<int>::max();
+  int64_t memory_bytes = std::numeric_limits<int64_t>::max();
+};
+
+void LimitCpus(Limits& limits, int64_t quota, int64_t period) {
+  if (quota > 0 && period > 0) {
+    // Rounded up: a quota of 2.5 processors keeps three threads busier than two.
+    const int64_t cpus = (quota + period - 1) / period;
+    limits.cpus = static_cast<int>(std::clamp<int64_t>(cpus, 1, limits.cpus));
+  }
+}
+
+void LimitMemory(Limits& limits, int64_t bytes) {
+  if (bytes > 0) {
+    limits.memory_bytes = std::min(limits.memory_bytes, bytes);
+  }
+}
+
+void ReadGroup(const std::string& folder, Limits& limits) {
+  // Version 2, then version 1; a file that is not there limits nothing.
+  const std::string cpu_max = ReadLine(folder + "/cpu.max");
+  if (const size_t space = cpu_max.find(' '); space != std::string::npos) {
+    LimitCpus(limits, ParseNumber(cpu_max, 0), ParseNumber(std::string_view(cpu_max).substr(space + 1), 0));
+  }
+  LimitMemory(limits, ParseNumber(ReadLine(folder + "/memory.max"), 0));
+  LimitCpus(limits, ParseNumber(ReadLine(folder + "/cpu.cfs_quota_us"), 0),
+            ParseNumber(ReadLine(folder + "/cpu.cfs_period_us"), 0));
+  LimitMemory(limits, ParseNumber(ReadLine(folder + "/memory.limit_in_bytes"), 0));
+}
+
+/// The tightest limits of the control groups of this process and of all groups above them.
+Limits ReadLimits(const std::string& root) {
+  Limits limits;
+  std::ifstream groups(root + "/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const size_t first = line.find(':');
+    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) {
+      continue;
+    }
+    const std::string controllers = line.substr(first + 1, second - first - 1);
+    const std::string mount = root + "/sys/fs/cgroup" + (controllers.empty() ? "" : "/" + controllers);
+    std::string path = line.substr(second + 1);
+    while (true) {
+      ReadGroup(mount + path, limits);
+      const size_t slash = path.rfind('/');
+      if (slash == std::string::npos || path == "/") {
+        break;
+      }
+      path.resize(slash);
+    }
+  }
+  return limits;
+}
+
+void ReadCaches(const std::string& cpu_folder, Topology& topology, std::set<std::string>& last_level_seen) {
+  constexpr int kMaxCaches = 8;
+  for (int index = 0; index < kMaxCaches; ++index) {
+    const std::string cache = cpu_folder + "/cache/index" + std::to_string(index);
+    const std::string type = ReadLine(cache + "/type");
+    if (type.empty()) {
+      break;
+    }
+    if (type == "Instruction") {
+      continue;
+    }
+    const int64_t bytes = ParseCacheSize(ReadLine(cache + "/size"));
+    switch (ParseNumber(ReadLine(cache + "/level"), 0)) {
+      case 1:
+        topology.l1d_bytes = bytes;
+        break;
+      case 2:
+        topology.l2_bytes = bytes;
+        break;
+      case 3:
+        topology.l3_bytes = bytes;
+        if (last_level_seen.insert(ReadLine(cache + "/shared_cpu_list")).second) {
+          topology.l3_total_bytes += bytes;
+        }
+        break;
+      default:
+        break;
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<int> ParseCpuList(std::string_view text) {
+  std::vector<int> cpus;
+  while (!text.empty()) {
+    const size_t comma = text.find(',');
+    const std::string_view part = text.substr(0, comma);
+    text = comma == std::string_view::npos ? std::string_view() : text.substr(comma + 1);
+    const size_t dash = part.find('-');
+    const int64_t first = ParseNumber(part, -1);
+    const int64_t last = dash == std::string_view::npos ? first : ParseNumber(part.substr(dash + 1), -1);
+    for (int64_t cpu = first; cpu >= 0 && cpu <= last && cpu < kMaxCpus; ++cpu) {
+      cpus.push_back(static_cast<int>(cpu));
+    }
+  }
+  return cpus;
+}
+
+int64_t ParseCacheSize(std::string_view text) {
+  constexpr int64_t kLargest = int64_t{1} << 40;
+  const int64_t value = ParseNumber(text, 0);
+  if (value <= 0 || value > kLargest) {
+    return 0;
+  }
+  const char unit = text.back();
+  return unit == 'K' ? value << 10 : unit == 'M' ? value << 20 : value;
+}
+
+Topology ReadTopology(const std::string& root, const std::vector<int>& cpus) {
+  Topology topology;
+  std::set<std::string> cores, last_level_caches;
+  for (const int cpu : cpus) {
+    const std::string folder = root + "/sys/devices/system/cpu/cpu" + std::to_string(cpu);
+    std::string siblings = ReadLine(folder + "/topology/thread_siblings_list");
+    // Two hardware threads of a core share its load ports: the kernels gain nothing from the second.
+    cores.insert(siblings.empty() ? "cpu" + std::to_string(cpu) : std::move(siblings));
+    ReadCaches(folder, topology, last_level_caches);
+  }
+  const Limits limits = ReadLimits(root);
+  topology.num_cores = std::max(1, std::min(static_cast<int>(cores.size()), limits.cpus));
+  const size_t nodes = ParseCpuList(ReadLine(root + "/sys/devices/system/node/has_cpu")).size();
+  topology.num_numa_nodes = std::max(1, static_cast<int>(nodes));
+  std::ifstream meminfo(root + "/proc/meminfo");
+  for (std::string word; meminfo >> word;) {
+    if (word == "MemTotal:" && meminfo >> word) {
+      topology.memory_bytes = ParseNumber(word, 0) * 1024;
+      break;
+    }
+  }
+  topology.memory_bytes = std::min(topology.memory_bytes, limits.memory_bytes);
+  return topology;
+}
+
+std::vector<int> AllowedCpus() {
+  std::vector<int> cpus;
+#if defined(__linux__)
+  cpu_set_t* set = CPU_ALLOC(kMaxCpus);
+  const size_t bytes = CPU_ALLOC_SIZE(kMaxCpus);
+  if (set != nullptr && sched_getaffinity(0, bytes, set) == 0) {
+    for (int cpu = 0; cpu < kMaxCpus; ++cpu) {
+      if (CPU_ISSET_S(cpu, bytes, set)) {
+        cpus.push_back(cpu);
+      }
+    }
+  }
+  CPU_FREE(set);
+#endif
+  if (cpus.empty()) {
+    const int count = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxCpus);
+    for (int cpu = 0; cpu < count; ++cpu) {
+      cpus.push_back(cpu);
+    }
+  }
+  return cpus;
+}
+
+const Topology& HostTopology() {
+  static const Topology topology = [] {
+    Topology found = ReadTopology("", AllowedCpus());
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    // Where the files are hidden (some sandboxes), the C library asks CPUID.
+    const auto fill = [](int64_t& bytes, int name) {
+      if (bytes == 0) {
+        bytes = std::max<int64_t>(0, sysconf(name));
+      }
+    };
+    fill(found.l1d_bytes, _SC_LEVEL1_DCACHE_SIZE);
+    fill(found.l2_bytes, _SC_LEVEL2_CACHE_SIZE);
+    fill(found.l3_bytes, _SC_LEVEL3_CACHE_SIZE);
+#endif
+    found.l3_total_bytes = std::max(found.l3_total_bytes, found.l3_bytes);
+    return found;
+  }();
+  return topology;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,138 @@
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/probe.hpp>
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "platform/cpu_features.hpp"
+
+namespace fusedmoe {
+namespace {
+
+constexpr uint32_t Mask(std::initializer_list<Isa> levels) {
+  uint32_t mask = 0;
+  for (const Isa isa : levels) {
+    mask |= 1U << static_cast<int>(isa);
+  }
+  return mask;
+}
+
+// Words as `cpuid -r` prints them on such processors.
+X86Features Haswell() {
+  return {.leaf1_ecx = 0x7ffafbffU, .leaf7_ebx = 0x000027abU, .xcr0 = 0x7};
+}
+X86Features SapphireRapids() {
+  return {.leaf1_ecx = 0x7ffefbffU,
+          .leaf7_ebx = 0xf3bfbfebU,
+          .leaf7_ecx = 0xfb417ffeU,
+          .leaf7_edx = 0xffdd4432U,
+          .leaf7_1_eax = 0x1c30,
+          .xcr0 = 0x602e7,
+          .amx_offered = true};
+}
+
+TEST(IsaNames, RoundTripAndUnknownIsNothing) {
+  std::set<std::string_view> names;
+#define FMOE_CHECK_NAME(id, text, needs) \
+  EXPECT_EQ(IsaName(Isa::id), text);     \
+  EXPECT_EQ(ParseIsa(text), Isa::id);    \
+  EXPECT_TRUE(names.insert(text).second);
+  FMOE_ISA_TABLE(FMOE_CHECK_NAME)
+#undef FMOE_CHECK_NAME
+  EXPECT_FALSE(ParseIsa("avx"));
+  EXPECT_FALSE(ParseIsa(""));
+  EXPECT_FALSE(ParseIsa("AVX2"));
+}
+
+TEST(IsaMaskOf, DescribedProcessorsHaveTheirLevels) {
+  EXPECT_EQ(IsaMask({}), 0U);
+  EXPECT_EQ(IsaMask(Haswell()), Mask({Isa::kAvx2}));
+  EXPECT_EQ(IsaMask(SapphireRapids()), Mask({Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16,
+                                             Isa::kAvx512Fp16, Isa::kAmx}));
+}
+
+TEST(IsaMaskOf, EachLevelNeedsTheStateThatTheSystemSaves) {
+  X86Features features = SapphireRapids();
+  features.amx_offered = false;
+  EXPECT_EQ(IsaMask(features) & Mask({Isa::kAmx}), 0U);
+  features = SapphireRapids();
+  features.xcr0 = 0xe7;  // no tiles
+  EXPECT_EQ(IsaMask(features) & Mask({Isa::kAmx}), 0U);
+  EXPECT_NE(IsaMask(features) & Mask({Isa::kAvx512Fp16}), 0U);
+  features.xcr0 = 0x7;  // no zmm
+  EXPECT_EQ(IsaMask(features), Mask({Isa::kAvx2}));
+  features.xcr0 = 0x3;  // no ymm
+  EXPECT_EQ(IsaMask(features), 0U);
+}
+
+TEST(IsaMaskOf, VnniWithoutVbmiIsPlainAvx512) {
+  X86Features cascade_lake = SapphireRapids();
+  cascade_lake.leaf7_ecx = 1U << 11;
+  EXPECT_EQ(IsaMask(cascade_lake), Mask({Isa::kAvx2, Isa::kAvx512}));
+}
+
+/// The words of a line of /proc/cpuinfo; empty where there is no such file or line.
+std::set<std::string> KernelFlags() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) == 0) {
+      std::istringstream words(line.substr(line.find(':') + 1));
+      return {std::istream_iterator<std::string>(words), {}};
+    }
+  }
+  return {};
+}
+
+TEST(HostMachine_, AgreesWithTheFlagsOfTheKernel) {
+  const std::set<std::string> flags = KernelFlags();
+  if (flags.empty()) {
+    GTEST_SKIP() << "no flags in /proc/cpuinfo";
+  }
+  const auto all = [&](std::initializer_list<const char*> names) {
+    return std::all_of(names.begin(), names.end(), [&](const char* name) { return flags.count(name) != 0; });
+  };
+  const Machine& machine = HostMachine();
+  const bool avx2 = all({"avx2", "fma", "f16c", "bmi2"});
+  const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
+  const bool vnni = avx512 && all({"avx512_vnni", "avx512vbmi"});
+  EXPECT_EQ(machine.Has(Isa::kAvx2), avx2);
+  EXPECT_EQ(machine.Has(Isa::kAvx512), avx512);
+  EXPECT_EQ(machine.Has(Isa::kAvx512Vnni), vnni);
+  EXPECT_EQ(machine.Has(Isa::kAvx512Bf16), vnni && all({"avx512_bf16"}));
+  EXPECT_EQ(machine.Has(Isa::kAvx512Fp16), vnni && all({"avx512_fp16"}));
+  EXPECT_FALSE(machine.Has(Isa::kAmx) && !all({"amx_tile", "amx_int8", "amx_bf16"}));
+  EXPECT_FALSE(machine.Has(Isa::kNeon));
+}
+
+TEST(HostMachine_, AmxPermissionIsGrantedWhereTheMaskPromisesIt) {
+  EXPECT_EQ(RequestAmxPermission().ok(), ReadX86Features().amx_offered);
+  if (HostMachine().Has(Isa::kAmx)) {
+    EXPECT_TRUE(RequestAmxPermission().ok());
+  }
+}
+
+TEST(HostMachine_, SizesArePlausibleAndTheSameEachTime) {
+  const Machine& machine = HostMachine();
+  EXPECT_EQ(&machine, &HostMachine());
+  EXPECT_GE(machine.num_cores, 1);
+  EXPECT_GE(machine.num_numa_nodes, 1);
+  EXPECT_GE(machine.l1d_bytes, 8 << 10);
+  EXPECT_LE(machine.l1d_bytes, 1 << 20);
+  EXPECT_GE(machine.l2_bytes, machine.l1d_bytes);
+  EXPECT_GT(machine.memory_bytes, int64_t{64} << 20);
+}
+
+TEST(ReadBandwidth, IsWithinWhatMemoriesDo) {
+  const double bytes_per_second = MeasureReadBandwidth(Executor{});
+  EXPECT_GT(bytes_per_second, 0.1e9);
+  EXPECT_LT(bytes_per_second, 1e12);  // one core; more means that the loads were optimized away
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,118 @@
+#include "platform/topology.hpp"
+
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include <gtest/gtest.h>
+
+namespace fusedmoe {
+namespace {
+
+/// A tree of files like the kernel's, below a folder of its own.
+class FakeSystem : public testing::Test {
+ protected:
+  FakeSystem()
+      : root_(std::filesystem::path(testing::TempDir()) /
+              ("topology_" + std::to_string(getpid()) + "_" +
+               testing::UnitTest::GetInstance()->current_test_info()->name())) {}
+  ~FakeSystem() override { std::filesystem::remove_all(root_); }
+
+  void Write(const std::string& path, const std::string& text) {
+    std::filesystem::create_directories((root_ / path).parent_path());
+    std::ofstream(root_ / path) << text << "\n";
+  }
+  void WriteCpu(int cpu, const std::string& siblings, const std::string& l3_shared_by) {
+    const std::string folder = "sys/devices/system/cpu/cpu" + std::to_string(cpu);
+    Write(folder + "/topology/thread_siblings_list", siblings);
+    const struct {
+      const char *type, *level, *size, *shared;
+    } caches[] = {{"Data", "1", "48K", siblings.c_str()},
+                  {"Instruction", "1", "32K", siblings.c_str()},
+                  {"Unified", "2", "2048K", siblings.c_str()},
+                  {"Unified", "3", "96M", l3_shared_by.c_str()}};
+    for (int i = 0; i < 4; ++i) {
+      const std::string cache = folder + "/cache/index" + std::to_string(i);
+      Write(cache + "/type", caches[i].type);
+      Write(cache + "/level", caches[i].level);
+      Write(cache + "/size", caches[i].size);
+      Write(cache + "/shared_cpu_list", caches[i].shared);
+    }
+  }
+  std::string root() const { return root_.string(); }
+
+ private:
+  std::filesystem::path root_;
+};
+
+TEST(CpuList, RangesAndSinglesAndNonsense) {
+  EXPECT_EQ(ParseCpuList("0-3,8"), (std::vector<int>{0, 1, 2, 3, 8}));
+  EXPECT_EQ(ParseCpuList("5"), (std::vector<int>{5}));
+  EXPECT_TRUE(ParseCpuList("").empty());
+  EXPECT_TRUE(ParseCpuList("a-b,-1,3-1").empty());
+  EXPECT_EQ(ParseCpuList("0-99999999").size(), 4096U);
+}
+
+TEST(CacheSize, UnitsAndNonsense) {
+  EXPECT_EQ(ParseCacheSize("32K"), 32768);
+  EXPECT_EQ(ParseCacheSize("96M"), 96 << 20);
+  EXPECT_EQ(ParseCacheSize("512"), 512);
+  EXPECT_EQ(ParseCacheSize(""), 0);
+  EXPECT_EQ(ParseCacheSize("K"), 0);
+  EXPECT_EQ(ParseCacheSize("-4K"), 0);
+  EXPECT_EQ(ParseCacheSize("99999999999999K"), 0);
+}
+
+TEST_F(FakeSystem, HardwareThreadsOfACoreCountOnceAndCachesPerGroup) {
+  for (int cpu = 0; cpu < 8; ++cpu) {
+    WriteCpu(cpu, std::to_string(cpu % 4) + "," + std::to_string(cpu % 4 + 4),
+             cpu % 4 < 2 ? "0-1,4-5" : "2-3,6-7");
+  }
+  Write("sys/devices/system/node/has_cpu", "0-1");
+  Write("proc/meminfo", "MemTotal:       1000 kB\nMemFree: 5 kB");
+  const Topology all = ReadTopology(root(), {0, 1, 2, 3, 4, 5, 6, 7});
+  EXPECT_EQ(all.num_cores, 4);
+  EXPECT_EQ(all.num_numa_nodes, 2);
+  EXPECT_EQ(all.l1d_bytes, 48 << 10);
+  EXPECT_EQ(all.l2_bytes, 2 << 20);
+  EXPECT_EQ(all.l3_bytes, 96 << 20);
+  EXPECT_EQ(all.l3_total_bytes, 2 * (96 << 20));
+  EXPECT_EQ(all.memory_bytes, 1000 * 1024);
+  const Topology some = ReadTopology(root(), {0, 4, 1});
+  EXPECT_EQ(some.num_cores, 2);
+  EXPECT_EQ(some.l3_total_bytes, 96 << 20);
+}
+
+TEST_F(FakeSystem, QuotaOfVersionTwoLimitsFromAnyLevel) {
+  Write("proc/self/cgroup", "0::/slice/leaf");
+  Write("proc/meminfo", "MemTotal: 1000000 kB");
+  Write("sys/fs/cgroup/slice/cpu.max", "250000 100000");
+  Write("sys/fs/cgroup/slice/leaf/cpu.max", "max 100000");
+  Write("sys/fs/cgroup/slice/leaf/memory.max", "4096");
+  const Topology topology = ReadTopology(root(), {0, 1, 2, 3, 4, 5});
+  EXPECT_EQ(topology.num_cores, 3);  // 2.5, rounded up
+  EXPECT_EQ(topology.memory_bytes, 4096);
+}
+
+TEST_F(FakeSystem, QuotaOfVersionOneLimits) {
+  Write("proc/self/cgroup", "3:cpu,cpuacct:/job\n2:memory:/\nnonsense");
+  Write("proc/meminfo", "MemTotal: 1000000 kB");
+  Write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us", "50000");
+  Write("sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us", "100000");
+  Write("sys/fs/cgroup/memory/memory.limit_in_bytes", "8192");
+  const Topology topology = ReadTopology(root(), {0, 1});
+  EXPECT_EQ(topology.num_cores, 1);
+  EXPECT_EQ(topology.memory_bytes, 8192);
+}
+
+TEST_F(FakeSystem, NothingToReadIsOneUnlimitedCoreEach) {
+  const Topology topology = ReadTopology(root(), {0, 1, 2});
+  EXPECT_EQ(topology.num_cores, 3);
+  EXPECT_EQ(topology.num_numa_nodes, 1);
+  EXPECT_EQ(topology.l3_total_bytes, 0);
+}
+
+}  // namespace
+}  // namespace fusedmoe
