@@ -10,17 +10,18 @@
 #include <fusedmoe/routing.hpp>
 #include <fusedmoe/status.hpp>
 
-/// Every activation, once: enumerator, name, gated, formula. g = gate, u = up, x = the single input of ungated ones.
-#define FMOE_ACTIVATION_TABLE(X)                                                                             \
-  X(kSilu, "silu", true, "silu(g) * u; with limit L > 0: g = min(g, L), u = clamp(u, -L, L) first")          \
-  X(kGelu, "gelu", true, "gelu_erf(g) * u")                                                                  \
-  X(kGeluTanh, "gelu_tanh", true, "gelu_tanh(g) * u")                                                        \
-  X(kSwigluOai, "swigluoai", true, "g = min(g, L), u = clamp(u, -L, L); g * sigmoid(alpha g) * (u + beta)")  \
-  X(kSwigluStep, "swiglustep", true, "min(silu(g), L) * clamp(u, -L, L)")                                    \
-  X(kRelu2, "relu2", true, "relu(g)^2 * u")                                                                  \
-  X(kSiluNoMul, "silu_no_mul", false, "silu(x)")                                                             \
-  X(kGeluNoMul, "gelu_no_mul", false, "gelu_erf(x)")                                                         \
-  X(kGeluTanhNoMul, "gelu_tanh_no_mul", false, "gelu_tanh(x)")                                               \
+/// Every activation, once: enumerator, name, gated, formula. g = gate, u = up, x = the single input of
+/// ungated ones.
+#define FMOE_ACTIVATION_TABLE(X)                                                                            \
+  X(kSilu, "silu", true, "silu(g) * u; with limit L > 0: g = min(g, L), u = clamp(u, -L, L) first")         \
+  X(kGelu, "gelu", true, "gelu_erf(g) * u")                                                                 \
+  X(kGeluTanh, "gelu_tanh", true, "gelu_tanh(g) * u")                                                       \
+  X(kSwigluOai, "swigluoai", true, "g = min(g, L), u = clamp(u, -L, L); g * sigmoid(alpha g) * (u + beta)") \
+  X(kSwigluStep, "swiglustep", true, "min(silu(g), L) * clamp(u, -L, L)")                                   \
+  X(kRelu2, "relu2", true, "relu(g)^2 * u")                                                                 \
+  X(kSiluNoMul, "silu_no_mul", false, "silu(x)")                                                            \
+  X(kGeluNoMul, "gelu_no_mul", false, "gelu_erf(x)")                                                        \
+  X(kGeluTanhNoMul, "gelu_tanh_no_mul", false, "gelu_tanh(x)")                                              \
   X(kRelu2NoMul, "relu2_no_mul", false, "relu(x)^2")
 
 namespace fusedmoe {
@@ -46,8 +47,12 @@ constexpr bool IsGated(ActivationKind kind) {
   return true;
 }
 
-/// The non-linearity between the two GEMMs with its parameters. Everything in fp32, one rounding at most, when the
-/// result is requantized.
+/// The ungated member of the same family: silu -> silu_no_mul; itself when ungated; nothing where there is
+/// none.
+std::optional<ActivationKind> WithoutMul(ActivationKind kind);
+
+/// The non-linearity between the two GEMMs with its parameters. Everything in fp32, one rounding at most,
+/// when the result is requantized.
 struct ActivationSpec {
   ActivationKind kind = ActivationKind::kSilu;
   float alpha = 1.0F;  ///< kSwigluOai
@@ -80,8 +85,8 @@ struct MoeConfig {
   int64_t hidden = 0;             ///< H
   int64_t intermediate = 0;       ///< I, on this rank
   ActivationSpec activation;
-  bool has_bias = false;          ///< both projections carry a bias
-  DType dtype = DType::kBF16;     ///< of hidden states and output
+  bool has_bias = false;       ///< both projections carry a bias
+  DType dtype = DType::kBF16;  ///< of hidden states and output
   RoutingConfig routing;
   bool has_correction_bias = false;
   bool has_router_bias = false;
@@ -90,12 +95,12 @@ struct MoeConfig {
   SharedExpertConfig shared;
   ParallelConfig parallel;
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
-  int64_t max_tokens = 8192;      ///< largest M of one forward
+  int64_t max_tokens = 8192;  ///< largest M of one forward
   int64_t top_k() const { return routing.top_k; }
 };
 
-/// Checks sizes against each other and against what the library can index; errors name the field, its value and the
-/// values that would do.
+/// Checks sizes against each other and against what the library can index; errors name the field, its value
+/// and the values that would do.
 Status Validate(const MoeConfig& config);
 
 }  // namespace fusedmoe
