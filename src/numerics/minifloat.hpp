@@ -1,0 +1,140 @@
+#pragma once
+
+#include <cstdint>
+
+#include "numerics/host_device.hpp"
+
+namespace fusedmoe {
+
+/// What a small float does with its topmost codes.
+enum class MinifloatKind : uint8_t {
+  kFinite,  ///< every code is a number (e2m1, e3m2, e2m3)
+  kFn,      ///< all ones is NaN, no infinity (e4m3fn)
+  kIeee,    ///< the last exponent holds infinity and NaN (e5m2, fp16)
+  kFnuz     ///< the code of -0 is NaN, nothing else is special
+};
+
+/// A binary float of 1 + ExponentBits + MantissaBits bits, at most 16, whose values are all normal as fp32.
+///
+/// Decode is exact. Encode rounds to nearest, ties to even, and comes in two forms: `EncodeSaturating` maps
+/// whatever exceeds the largest finite value, infinity included, to that value; `Encode` maps it to infinity,
+/// or to NaN where there is no infinity, or saturates where there is neither. The sign of zero is kept (fnuz
+/// has no -0 and gives +0). NaN gives the NaN code with its sign, and the largest finite value, positive, in
+/// formats without NaN, which is what the cvt.rn.satfinite instructions of NVIDIA GPUs give.
+///
+/// Works on bits, so that it is the same on every device, with any compiler flags, and vectorizes.
+template <int ExponentBits, int MantissaBits, int Bias, MinifloatKind Kind>
+struct Minifloat {
+  static constexpr int kExponentBits = ExponentBits;
+  static constexpr int kMantissaBits = MantissaBits;
+  static constexpr int kBias = Bias;
+  static constexpr int kBits = 1 + ExponentBits + MantissaBits;
+  static constexpr uint32_t kSignBit = uint32_t{1} << (kBits - 1);
+  static constexpr uint32_t kMagnitudeMask = kSignBit - 1;
+  static constexpr uint32_t kInfinityCode = ((uint32_t{1} << ExponentBits) - 1)
+                                            << MantissaBits;  // kIeee only
+  static constexpr uint32_t kLargestCode = Kind == MinifloatKind::kIeee ? kInfinityCode - 1
+                                           : Kind == MinifloatKind::kFn ? kMagnitudeMask - 1
+                                                                        : kMagnitudeMask;
+  static constexpr bool kHasNan = Kind != MinifloatKind::kFinite;
+  /// The quiet NaN with a positive sign.
+  static constexpr uint32_t kNanCode = Kind == MinifloatKind::kIeee
+                                           ? kInfinityCode | (1U << (MantissaBits - 1))
+                                       : Kind == MinifloatKind::kFn   ? kMagnitudeMask
+                                       : Kind == MinifloatKind::kFnuz ? kSignBit
+                                                                      : kLargestCode;
+
+  FMOE_HOST_DEVICE static constexpr float Decode(uint32_t code) {
+    const uint32_t sign = (code & kSignBit) << (32 - kBits);
+    const uint32_t magnitude = code & kMagnitudeMask;
+    if constexpr (Kind == MinifloatKind::kFnuz) {
+      if ((code & (kSignBit | kMagnitudeMask)) == kSignBit) {
+        return FloatFromBits(kFloatNan);
+      }
+    } else if constexpr (Kind == MinifloatKind::kFn) {
+      if (magnitude == kMagnitudeMask) {
+        return FloatFromBits(sign | kFloatNan);
+      }
+    } else if constexpr (Kind == MinifloatKind::kIeee) {
+      if (magnitude >= kInfinityCode) {
+        const uint32_t payload = (magnitude - kInfinityCode) << kShift;
+        return FloatFromBits(sign | kFloatInfinity | payload);
+      }
+    }
+    if (magnitude <
+        kFirstNormalCode) {  // 2^(1-bias) * (1 + f) - 2^(1-bias): exact, and no fp32 subnormal takes part
+      const float value =
+          FloatFromBits((magnitude << kShift) | kMinNormalBits) - FloatFromBits(kMinNormalBits);
+      return FloatFromBits(sign | FloatBits(value));
+    }
+    return FloatFromBits(sign | ((magnitude << kShift) + (uint32_t{127 - Bias} << 23)));
+  }
+
+  FMOE_HOST_DEVICE static constexpr uint32_t EncodeSaturating(float value) {
+    return EncodeWith(value, kLargestCode, kLargestCode);
+  }
+
+  FMOE_HOST_DEVICE static constexpr uint32_t Encode(float value) {
+    constexpr uint32_t kOverflow = Kind == MinifloatKind::kIeee     ? kInfinityCode
+                                   : Kind == MinifloatKind::kFinite ? kLargestCode
+                                                                    : kNanCode;
+    return EncodeWith(value, kOverflow, kOverflow);
+  }
+
+  /// The largest finite value.
+  FMOE_HOST_DEVICE static constexpr float Largest() { return Decode(kLargestCode); }
+  /// Exponent of the largest power of two ("emax" of the OCP MX text).
+  static constexpr int kMaxExponent = static_cast<int>(kLargestCode >> MantissaBits) - Bias;
+
+ private:
+  static constexpr int kShift = 23 - MantissaBits;
+  static constexpr uint32_t kFloatInfinity = 0x7f800000U;
+  static constexpr uint32_t kFloatNan = 0x7fc00000U;
+  static constexpr uint32_t kFirstNormalCode = uint32_t{1} << MantissaBits;
+  static constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(128 - Bias) << 23;
+
+  FMOE_HOST_DEVICE static constexpr uint32_t EncodeWith(float value, uint32_t overflow, uint32_t infinity) {
+    const uint32_t bits = FloatBits(value);
+    const uint32_t sign = (bits >> (32 - kBits)) & kSignBit;
+    const uint32_t magnitude = bits & 0x7fffffffU;
+    if (magnitude > kFloatInfinity) {
+      return Kind == MinifloatKind::kFinite || Kind == MinifloatKind::kFnuz ? kNanCode : sign | kNanCode;
+    }
+    if (magnitude == kFloatInfinity) {
+      return WithSign(sign, infinity);
+    }
+    uint32_t code = 0;
+    if (magnitude < kMinNormalBits) {
+      // Adding 2^(23 - MantissaBits) times the smallest normal value leaves the subnormal code, rounded to
+      // nearest even by the adder, in the low bits.
+      constexpr uint32_t kMagic = static_cast<uint32_t>(128 - Bias + 23 - MantissaBits) << 23;
+      code = FloatBits(FloatFromBits(magnitude) + FloatFromBits(kMagic)) - kMagic;
+    } else {
+      const uint32_t half_less_one = (uint32_t{1} << (kShift - 1)) - 1;
+      const uint32_t rounded = magnitude + half_less_one + ((magnitude >> kShift) & 1);
+      code = (rounded >> kShift) - (static_cast<uint32_t>(127 - Bias) << MantissaBits);
+      if (code > kLargestCode) {
+        return WithSign(sign, overflow);
+      }
+    }
+    return WithSign(sign, code);
+  }
+
+  FMOE_HOST_DEVICE static constexpr uint32_t WithSign(uint32_t sign, uint32_t code) {
+    if constexpr (Kind == MinifloatKind::kFnuz) {
+      return code == 0 || code == kNanCode ? code : sign | code;
+    }
+    return sign | code;
+  }
+};
+
+using E2m1 = Minifloat<2, 1, 1, MinifloatKind::kFinite>;
+using E3m2 = Minifloat<3, 2, 3, MinifloatKind::kFinite>;
+using E2m3 = Minifloat<2, 3, 1, MinifloatKind::kFinite>;
+using E4m3fn = Minifloat<4, 3, 7, MinifloatKind::kFn>;
+using E5m2 = Minifloat<5, 2, 15, MinifloatKind::kIeee>;
+using E4m3fnuz = Minifloat<4, 3, 8, MinifloatKind::kFnuz>;
+using E5m2fnuz = Minifloat<5, 2, 16, MinifloatKind::kFnuz>;
+using Fp16 = Minifloat<5, 10, 15, MinifloatKind::kIeee>;
+
+}  // namespace fusedmoe
