@@ -1,0 +1,103 @@
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "command.hpp"
+
+namespace fusedmoe::cli {
+
+#define FMOE_COMMAND(symbol, name, summary) Action Define##symbol(CLI::App& app);
+#include "commands.inc"
+#undef FMOE_COMMAND
+
+std::span<const Command> CommandTable() {
+  static constexpr Command kTable[] = {
+#define FMOE_COMMAND(symbol, name, summary) {name, summary, Define##symbol},
+#include "commands.inc"
+#undef FMOE_COMMAND
+  };
+  return kTable;
+}
+
+namespace {
+
+std::string CommandNames() {
+  std::string names;
+  for (const Command& command : CommandTable()) {
+    names += (names.empty() ? "" : ", ") + std::string(command.name);
+  }
+  return names;
+}
+
+// The parser's own words for a misspelt command speak of "arguments not expected"; name the commands instead.
+Status UsageError(const CLI::Error& error, int argc, char** argv) {
+  const auto is_command = [](std::string_view word) {
+    return std::any_of(CommandTable().begin(), CommandTable().end(),
+                       [word](const Command& command) { return command.name == word; });
+  };
+  if (argc > 1 && argv[1][0] != '-' && !is_command(argv[1])) {
+    return Status::Usage("command '" + std::string(argv[1]) + "' does not exist; there are " + CommandNames());
+  }
+  if (argc < 2) {
+    return Status::Usage("no command given; there are " + CommandNames());
+  }
+  return Status::Usage(error.what()).WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
+}
+
+int Run(int argc, char** argv) {
+  CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
+  app.name("fusedmoe");
+  app.require_subcommand(1);
+  app.footer("Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.");
+  // Known before parsing, so that a usage error finds its way to the reader that asked for JSON.
+  bool json = std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
+  std::vector<std::pair<CLI::App*, Action>> actions;
+  for (const Command& command : CommandTable()) {
+    CLI::App* parser = app.add_subcommand(std::string(command.name), std::string(command.summary));
+    parser->add_flag("--json", json, "Print one JSON document on stdout");
+    actions.emplace_back(parser, command.define(*parser));
+  }
+  Output output(json);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& success) {  // --help
+    return app.exit(success);
+  } catch (const CLI::Error& error) {
+    output.Failure(UsageError(error, argc, argv));
+    return static_cast<int>(StatusCode::kUsage);
+  }
+  Status status;
+  for (const auto& [parser, action] : actions) {
+    if (parser->parsed()) {
+      status = action(output);
+    }
+  }
+  if (!status.ok()) {
+    output.Failure(status);
+  }
+  if (std::fflush(stdout) != 0 && status.ok()) {
+    status = Status::System("cannot write to stdout");
+    output.Failure(status);
+  }
+  return static_cast<int>(status.code());
+}
+
+}  // namespace
+}  // namespace fusedmoe::cli
+
+int main(int argc, char** argv) {
+  // The library does not throw; the parser, JSON and the standard library may.
+  try {
+    return fusedmoe::cli::Run(argc, argv);
+  } catch (const std::bad_alloc&) {
+    std::fputs("fusedmoe: out of memory\n", stderr);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fusedmoe: %s\n", error.what());
+  }
+  return static_cast<int>(fusedmoe::StatusCode::kSystem);
+}
