@@ -41,7 +41,8 @@ Status UsageError(const CLI::Error& error, int argc, char** argv) {
                        [word](const Command& command) { return command.name == word; });
   };
   if (argc > 1 && argv[1][0] != '-' && !is_command(argv[1])) {
-    return Status::Usage("command '" + std::string(argv[1]) + "' does not exist; there are " + CommandNames());
+    return Status::Usage("command '" + std::string(argv[1]) + "' does not exist; there are " +
+                         CommandNames());
   }
   if (argc < 2) {
     return Status::Usage("no command given; there are " + CommandNames());

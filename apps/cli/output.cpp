@@ -41,7 +41,9 @@ void Output::Text(std::string_view text) {
   }
 }
 
-void Output::Log(std::string_view line) const { Put(stderr, OneLine(std::string(line)) + "\n"); }
+void Output::Log(std::string_view line) const {
+  Put(stderr, OneLine(std::string(line)) + "\n");
+}
 
 void Output::Failure(const Status& status) const {
   std::fflush(stdout);

@@ -1,0 +1,163 @@
+#include "describe.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include <fmt/format.h>
+
+namespace fusedmoe::cli {
+
+std::string_view ActivationFormatName(ActivationFormatKind kind) {
+  return kind == ActivationFormatKind::kStandard ? "standard" : "batched";
+}
+
+std::vector<std::string> IsaNames(const Machine& machine) {
+  std::vector<std::string> names;
+#define FMOE_CLI_ISA(id, name, needs) \
+  if (machine.Has(Isa::id)) {         \
+    names.emplace_back(name);         \
+  }
+  FMOE_ISA_TABLE(FMOE_CLI_ISA)
+#undef FMOE_CLI_ISA
+  return names;
+}
+
+Json ToJson(const Machine& machine) {
+  Json json = {{"cpu", machine.cpu_name},
+               {"isa", IsaNames(machine)},
+               {"cores", machine.num_cores},
+               {"numa_nodes", machine.num_numa_nodes},
+               {"l1d_bytes", machine.l1d_bytes},
+               {"l2_bytes", machine.l2_bytes},
+               {"l3_bytes", machine.l3_bytes},
+               {"memory_bytes", machine.memory_bytes},
+               {"cuda", nullptr}};
+  if (machine.cuda) {
+    json["cuda"] = {{"name", machine.cuda->name},
+                    {"compute_capability",
+                     fmt::format("{}.{}", machine.cuda->compute_major, machine.cuda->compute_minor)},
+                    {"memory_bytes", machine.cuda->memory_bytes},
+                    {"multiprocessors", machine.cuda->num_multiprocessors},
+                    {"driver_version", machine.cuda->driver_version}};
+  }
+  return json;
+}
+
+Json ToJson(const Plan& plan) {
+  Json json = {{"backend", plan.backend}};
+  if (!plan.isa.empty()) {
+    json["isa"] = plan.isa;
+  }
+  json.update(Json{{"mode", plan.mode},
+                   {"activation_format", ActivationFormatName(plan.activation_format)},
+                   {"activation", ActivationModeName(plan.activation)},
+                   {"prepare_finalize", plan.prepare_finalize},
+                   {"recipe", plan.recipe},
+                   {"intermediate_dtype", plan.intermediate_dtype},
+                   {"workspace_bytes", plan.workspace_bytes},
+                   {"weight_bytes", plan.weight_bytes},
+                   {"read_bytes", plan.read_bytes},
+                   {"flops", plan.flops},
+                   {"tokens", plan.tokens}});
+  if (plan.shared != nullptr) {
+    json["shared"] = ToJson(*plan.shared);
+  }
+  return json;
+}
+
+Json ToJson(const MoeConfig& config) {
+  Json json = {{"num_experts", config.num_experts},
+               {"num_local_experts", config.num_local_experts},
+               {"top_k", config.top_k()},
+               {"hidden", config.hidden},
+               {"intermediate", config.intermediate},
+               {"dtype", DTypeName(config.dtype)},
+               {"activation", ActivationName(config.activation.kind)},
+               {"gated", config.activation.gated()},
+               {"has_bias", config.has_bias},
+               {"routing",
+                {{"method", RoutingMethodName(config.routing.method)},
+                 {"renormalize", config.routing.renormalize},
+                 {"num_groups", config.routing.num_groups},
+                 {"topk_groups", config.routing.topk_groups},
+                 {"scaling_factor", config.routing.scaling_factor},
+                 {"has_correction_bias", config.has_correction_bias},
+                 {"has_router_bias", config.has_router_bias}}},
+               {"router_weight_on_input", config.apply_router_weight_on_input},
+               {"shared_intermediate", config.shared.intermediate}};
+  if (config.shared.intermediate > 0) {
+    json["shared_has_gate"] = config.shared.has_gate;
+  }
+  return json;
+}
+
+Json CandidatesToJson(const Selection& selection) {
+  Json candidates = Json::array();
+  for (const Candidate& candidate : selection.candidates) {
+    Json json = {{"backend", candidate.backend}, {"supported", candidate.supported}};
+    if (candidate.verdicts.empty()) {
+      json["code"] = ReasonCode(Reason::kNone);
+      json["reason"] = "chosen";
+    } else {
+      const Verdict& first = candidate.verdicts.front();
+      json["code"] = ReasonCode(first.reason);
+      std::string sentences;
+      for (const Verdict& verdict : candidate.verdicts) {
+        sentences += (sentences.empty() ? "" : "; ") + verdict.sentence;
+      }
+      json["reason"] = sentences;
+      if (!first.actual.empty()) {
+        json["actual"] = first.actual;
+      }
+      if (!first.required.empty()) {
+        json["required"] = first.required;
+      }
+      Json all = Json::array();
+      for (const Verdict& verdict : candidate.verdicts) {
+        all.push_back({{"code", ReasonCode(verdict.reason)},
+                       {"reason", verdict.sentence},
+                       {"actual", verdict.actual},
+                       {"required", verdict.required}});
+      }
+      json["verdicts"] = all;
+    }
+    candidates.push_back(json);
+  }
+  return candidates;
+}
+
+std::string Bytes(int64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+std::string Table(const std::vector<std::vector<std::string>>& rows) {
+  std::vector<size_t> widths;
+  for (const auto& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t column = 0; column < row.size(); ++column) {
+      widths[column] = std::max(widths[column], row[column].size());
+    }
+  }
+  std::string text;
+  for (const auto& row : rows) {
+    std::string line;
+    for (size_t column = 0; column < row.size(); ++column) {
+      line += column + 1 == row.size() ? row[column] : fmt::format("{:<{}}  ", row[column], widths[column]);
+    }
+    text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
+  }
+  return text;
+}
+
+std::string Join(const std::vector<std::string>& words) {
+  return fmt::format("{}", fmt::join(words, ", "));
+}
+
+}  // namespace fusedmoe::cli

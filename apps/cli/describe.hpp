@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/plan.hpp>
+
+#include "command.hpp"
+
+namespace fusedmoe::cli {
+
+/// The objects of docs/cli.md, "JSON".
+Json ToJson(const Machine& machine);
+Json ToJson(const Plan& plan);
+Json ToJson(const MoeConfig& config);
+/// The list behind a choice; a supported one that was not chosen carries the reason why.
+Json CandidatesToJson(const Selection& selection);
+
+std::string_view ActivationFormatName(ActivationFormatKind kind);  // "standard", "batched"
+std::vector<std::string> IsaNames(const Machine& machine);
+
+/// "1.5 GiB", "340 MiB": for people.
+std::string Bytes(int64_t bytes);
+/// Columns of equal width, the first row being the head.
+std::string Table(const std::vector<std::vector<std::string>>& rows);
+/// "a, b, c"
+std::string Join(const std::vector<std::string>& words);
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,96 @@
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/probe.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct DoctorOptions {
+  int threads = 0;
+  bool probe = true;
+};
+
+std::vector<std::string> Warnings(const Machine& machine, int threads, double read_gbps, bool probed) {
+  std::vector<std::string> warnings;
+  if (machine.isa_mask == 0) {
+    warnings.push_back("no instruction set of the fast CPU kernels is present; only the reference runs here");
+  } else if (!machine.Has(Isa::kAvx512Vnni) && !machine.Has(Isa::kNeon)) {
+    warnings.push_back("no AVX-512 VNNI: the quantized kernels run their slower AVX2 or AVX-512 forms");
+  }
+  if (threads > machine.num_cores) {
+    warnings.push_back(
+        fmt::format("{} threads on {} usable cores: they take turns, and every phase waits for the last",
+                    threads, machine.num_cores));
+  }
+  if (machine.num_numa_nodes > 1) {
+    warnings.push_back(
+        fmt::format("{} memory nodes: bind the process to one (numactl) for the full bandwidth of its "
+                    "threads",
+                    machine.num_numa_nodes));
+  }
+  if (probed && read_gbps == 0) {
+    warnings.push_back("the read bandwidth could not be measured: no memory for the probe");
+  }
+  return warnings;
+}
+
+Status Doctor(const DoctorOptions& options, Output& output) {
+  const Machine& machine = HostMachine();
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(options.threads));
+  const int threads = pool->executor().num_threads;
+  double read_gbps = 0;
+  if (options.probe) {
+    output.Log("measuring the read bandwidth");
+    read_gbps = MeasureReadBandwidth(pool->executor()) / 1e9;
+  }
+  const std::vector<std::string> warnings = Warnings(machine, threads, read_gbps, options.probe);
+  Json document = {{"machine", ToJson(machine)}, {"threads", threads}};
+  if (options.probe) {
+    document["read_gbps"] = read_gbps;
+  }
+  document["warnings"] = warnings;
+  output.Document(document);
+
+  std::vector<std::vector<std::string>> rows = {
+      {"cpu", machine.cpu_name},
+      {"isa", Join(IsaNames(machine))},
+      {"cores", fmt::format("{}", machine.num_cores)},
+      {"threads", fmt::format("{}", threads)},
+      {"numa nodes", fmt::format("{}", machine.num_numa_nodes)},
+      {"caches", fmt::format("L1d {}, L2 {}, L3 {}", Bytes(machine.l1d_bytes), Bytes(machine.l2_bytes),
+                             machine.l3_bytes == 0 ? "unknown" : Bytes(machine.l3_bytes))},
+      {"memory", Bytes(machine.memory_bytes)},
+      {"cuda", machine.cuda ? fmt::format("{}, sm{}{}, {}", machine.cuda->name, machine.cuda->compute_major,
+                                          machine.cuda->compute_minor, Bytes(machine.cuda->memory_bytes))
+                            : "none"}};
+  if (options.probe) {
+    rows.push_back({"read bandwidth", fmt::format("{:.1f} GB/s", read_gbps)});
+  }
+  for (const std::string& warning : warnings) {
+    rows.push_back({"warning", warning});
+  }
+  output.Text(Table(rows));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Action DefineDoctor(CLI::App& app) {
+  auto options = std::make_shared<DoctorOptions>();
+  AddThreads(app, options->threads);
+  app.add_flag("!--no-probe", options->probe, "Skip the bandwidth measurement (half a second, 2 GiB)");
+  return [options](Output& output) { return Doctor(*options, output); };
+}
+
+}  // namespace fusedmoe::cli

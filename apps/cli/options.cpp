@@ -1,0 +1,108 @@
+#include "options.hpp"
+
+#include <algorithm>
+#include <memory>
+
+#include <fusedmoe/machine.hpp>
+
+#include "describe.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+
+}  // namespace
+
+Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names) {
+  return Status::Usage(std::string(what) + " '" + std::string(value) + "' does not exist; there are " +
+                       Join(names));
+}
+
+void AddThreads(CLI::App& app, int& threads) {
+  app.add_option("--threads", threads, "Threads of the CPU kernels; 0: one per usable core")
+      ->check(CLI::Range(0, kMaxThreads))
+      ->envname("FUSEDMOE_THREADS");
+}
+
+void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required) {
+  app.add_option("checkpoint", flags.directory, "Directory with config.json and safetensors files")
+      ->required(required);
+  app.add_option("--io", flags.io, "How files are read: auto, mmap, pread");
+  app.add_option(
+      "--expert-layout", flags.expert_layout,
+      "Axes of fused expert tensors where the family is not enough: in_out or out_in, with ,interleaved or "
+      ",chunked");
+  app.add_flag("--allow-partial", flags.allow_partial, "Accept an index that names tensors no shard holds");
+}
+
+Result<CheckpointOptions> Resolve(const CheckpointFlags& flags) {
+  CheckpointOptions options;
+  if (flags.io == "mmap") {
+    options.io = IoMode::kMmap;
+  } else if (flags.io == "pread") {
+    options.io = IoMode::kPread;
+  } else if (flags.io != "auto") {
+    return UnknownName("io mode", flags.io, {"auto", "mmap", "pread"});
+  }
+  options.expert_layout = flags.expert_layout;
+  options.allow_partial = flags.allow_partial;
+  return options;
+}
+
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags) {
+  FMOE_ASSIGN_OR_RETURN(const CheckpointOptions options, Resolve(flags));
+  return Checkpoint::Open(flags.directory, options);
+}
+
+void AddPlan(CLI::App& app, PlanFlags& flags) {
+  app.add_option("--device", flags.device, "cpu or cuda");
+  app.add_option("--backend", flags.backend, "Use this backend or fail (fusedmoe backends lists them)");
+  app.add_option("--isa", flags.isa, "Force the instruction set of the CPU kernels");
+  app.add_option("--mode", flags.mode, "Force latency or throughput");
+  app.add_option("--determinism", flags.determinism,
+                 "run_to_run, thread_invariant, batch_invariant or rank_invariant");
+  app.add_option("--activation", flags.activation,
+                 "a8 lets weight-only int4 and int8 layers use int8 activations");
+  app.add_option("--activation-format", flags.activation_format, "standard or batched");
+}
+
+Result<LayerOptions> Resolve(const PlanFlags& flags) {
+  LayerOptions options;
+  if (flags.device != "cpu" && flags.device != "cuda") {
+    return UnknownName("device", flags.device, {"cpu", "cuda"});
+  }
+  options.device = flags.device;
+  options.backend = flags.backend;
+  if (!flags.isa.empty() && !ParseIsa(flags.isa)) {
+    std::vector<std::string> names;
+#define FMOE_CLI_ISA(id, name, needs) names.emplace_back(name);
+    FMOE_ISA_TABLE(FMOE_CLI_ISA)
+#undef FMOE_CLI_ISA
+    return UnknownName("isa", flags.isa, names);
+  }
+  options.isa = flags.isa;
+  if (!flags.mode.empty() && flags.mode != "latency" && flags.mode != "throughput") {
+    return UnknownName("mode", flags.mode, {"latency", "throughput"});
+  }
+  options.mode = flags.mode;
+  const std::optional<Determinism> determinism = ParseDeterminism(flags.determinism);
+  if (!determinism) {
+    return UnknownName("determinism level", flags.determinism,
+                       {"run_to_run", "thread_invariant", "batch_invariant", "rank_invariant"});
+  }
+  options.determinism = *determinism;
+  if (flags.activation == "a8") {
+    options.activation = ActivationMode::kA8;
+  } else if (flags.activation != "as_checkpoint") {
+    return UnknownName("activation", flags.activation, {"as_checkpoint", "a8"});
+  }
+  if (flags.activation_format == "batched") {
+    options.activation_format = ActivationFormatKind::kBatchedExperts;
+  } else if (flags.activation_format != "standard") {
+    return UnknownName("activation format", flags.activation_format, {"standard", "batched"});
+  }
+  return options;
+}
+
+}  // namespace fusedmoe::cli

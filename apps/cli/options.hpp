@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/parallel.hpp>
+
+#include "command.hpp"
+
+namespace fusedmoe::cli {
+
+/// Options that several commands share: each function adds them to a parser; names are resolved afterwards,
+/// so that an unknown one is a Status that lists what exists.
+
+/// --threads, or FUSEDMOE_THREADS.
+void AddThreads(CLI::App& app, int& threads);
+
+struct CheckpointFlags {
+  std::string directory;
+  std::string io = "auto";
+  std::string expert_layout;
+  bool allow_partial = false;
+};
+void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required);
+Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags);
+
+/// What a plan may be forced to.
+struct PlanFlags {
+  std::string device = "cpu";
+  std::string backend;
+  std::string isa;
+  std::string mode;
+  std::string determinism = "thread_invariant";
+  std::string activation = "as_checkpoint";
+  std::string activation_format = "standard";
+};
+void AddPlan(CLI::App& app, PlanFlags& flags);
+/// The layer options of these flags, with everything else at its default.
+Result<LayerOptions> Resolve(const PlanFlags& flags);
+
+/// kUsage "NAME 'value' does not exist; there are ...".
+Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names);
+
+}  // namespace fusedmoe::cli

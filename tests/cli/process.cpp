@@ -1,0 +1,75 @@
+#include "cli/process.hpp"
+
+#include <fcntl.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+#include <gtest/gtest.h>
+
+extern char** environ;
+
+namespace fusedmoe::test {
+namespace {
+
+std::string ReadAll(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+}  // namespace
+
+nlohmann::json ProcessResult::Json() const {
+  nlohmann::json json = nlohmann::json::parse(out, nullptr, false);
+  EXPECT_FALSE(json.is_discarded()) << "stdout is not one JSON document:\n" << out << "\nstderr:\n" << err;
+  return json.is_discarded() ? nlohmann::json() : json;
+}
+
+ProcessResult RunCommand(const std::vector<std::string>& arguments) {
+  // Through files rather than pipes: nothing to drain, nothing that can block.
+  const TemporaryDirectory directory;
+  const std::string out = directory / "out";
+  const std::string err = directory / "err";
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out.c_str(), O_WRONLY | O_CREAT, 0600);
+  posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err.c_str(), O_WRONLY | O_CREAT, 0600);
+  std::vector<std::string> words = {FMOE_CLI};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  std::vector<char*> argv;
+  for (std::string& word : words) {
+    argv.push_back(word.data());
+  }
+  argv.push_back(nullptr);
+  ProcessResult result;
+  pid_t pid = 0;
+  const int failure = posix_spawn(&pid, FMOE_CLI, &actions, nullptr, argv.data(), environ);
+  posix_spawn_file_actions_destroy(&actions);
+  EXPECT_EQ(failure, 0) << "cannot start " << FMOE_CLI;
+  int wait_status = 0;
+  if (failure == 0 && waitpid(pid, &wait_status, 0) == pid) {
+    result.exit_code = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
+  }
+  result.out = ReadAll(out);
+  result.err = ReadAll(err);
+  return result;
+}
+
+TemporaryDirectory::TemporaryDirectory() {
+  std::string name = (std::filesystem::temp_directory_path() / "fusedmoe_test_XXXXXX").string();
+  EXPECT_NE(mkdtemp(name.data()), nullptr);
+  path_ = name;
+}
+
+TemporaryDirectory::~TemporaryDirectory() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+}  // namespace fusedmoe::test

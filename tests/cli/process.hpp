@@ -1,0 +1,36 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+namespace fusedmoe::test {
+
+/// What a finished process left behind.
+struct ProcessResult {
+  int exit_code = -1;  ///< -1: killed by a signal, or not started
+  std::string out;
+  std::string err;
+  /// stdout as JSON; a test failure and null when it is none.
+  nlohmann::json Json() const;
+};
+
+/// Runs the built `fusedmoe` command with these arguments and waits for it.
+ProcessResult RunCommand(const std::vector<std::string>& arguments);
+
+/// An empty directory that goes away with the object.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory();
+  ~TemporaryDirectory();
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+  const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
+
+ private:
+  std::string path_;
+};
+
+}  // namespace fusedmoe::test
