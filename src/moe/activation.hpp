@@ -5,16 +5,13 @@
 
 #include <fusedmoe/config.hpp>
 
-#if defined(__CUDACC__)
-#define FMOE_HOST_DEVICE __host__ __device__
-#else
-#define FMOE_HOST_DEVICE
-#endif
+#include "numerics/host_device.hpp"
 
 namespace fusedmoe {
 
-/// The activations of FMOE_ACTIVATION_TABLE, once for host and device, with Real = float (what kernels compute) or
-/// double (what they are held against). Nothing is rounded between the factors. NaN passes through every clamp.
+/// The activations of FMOE_ACTIVATION_TABLE, once for host and device, with Real = float (what kernels
+/// compute) or double (what they are held against). Nothing is rounded between the factors. NaN passes
+/// through every clamp.
 namespace activation {
 
 template <typename Real>
@@ -38,8 +35,8 @@ FMOE_HOST_DEVICE inline Real Silu(Real x) {
   return Swish(x, Real(1));
 }
 
-/// x * Phi(x). In double the textbook form, which is the definition; in float with erfc, since 1 + erf would cancel and
-/// lose every digit below x = -5.
+/// x * Phi(x). In double the textbook form, which is the definition; in float with erfc, since 1 + erf would
+/// cancel and lose every digit below x = -5.
 template <typename Real>
 FMOE_HOST_DEVICE inline Real GeluErf(Real x) {
   constexpr Real kSqrtHalf = Real(0.70710678118654752440);
@@ -70,7 +67,8 @@ FMOE_HOST_DEVICE inline Real Relu2(Real x) {
 
 }  // namespace activation
 
-/// One output of the activation. Gated kinds take gate and up; the others take their input as `gate` and ignore `up`.
+/// One output of the activation. Gated kinds take gate and up; the others take their input as `gate` and
+/// ignore `up`.
 template <typename Real>
 FMOE_HOST_DEVICE inline Real Activate(const ActivationSpec& spec, Real gate, Real up) {
   const Real limit = Real(spec.limit);
@@ -116,8 +114,8 @@ enum class GateUpLayout : uint8_t {
   kInterleaved  ///< gate, up, gate, up: as gpt-oss checkpoints store it; the loader turns it into halves
 };
 
-/// A row of `width` outputs: reads 2 * width inputs where the kind is gated, else width. `output` may not overlap
-/// `input` unless the kind is ungated.
+/// A row of `width` outputs: reads 2 * width inputs where the kind is gated, else width. `output` may not
+/// overlap `input` unless the kind is ungated.
 template <typename Real>
 FMOE_HOST_DEVICE inline void ActivateRow(const ActivationSpec& spec, const Real* input, int64_t width,
                                          GateUpLayout layout, Real* output) {

@@ -25,10 +25,10 @@ std::optional<ActivationKind> KindOf(const std::string& name) {
   }
   // The longest name of the table wins: "silu_no_mul" before "silu".
   std::optional<ActivationKind> best;
-#define FMOE_MATCH(id, kind_name, gated, formula)                                              \
-  if (name.starts_with(kind_name) && (!best || std::string_view(kind_name).size() >            \
-                                                   ActivationName(*best).size())) {            \
-    best = ActivationKind::id;                                                                 \
+#define FMOE_MATCH(id, kind_name, gated, formula)                                     \
+  if (name.starts_with(kind_name) &&                                                  \
+      (!best || std::string_view(kind_name).size() > ActivationName(*best).size())) { \
+    best = ActivationKind::id;                                                        \
   }
   FMOE_ACTIVATION_TABLE(FMOE_MATCH)
 #undef FMOE_MATCH
