@@ -19,7 +19,8 @@ enum class IoMode : uint8_t { kAuto, kMmap, kPread };
 
 struct CheckpointOptions {
   IoMode io = IoMode::kAuto;
-  /// "" decides by family; else "in_out", "out_in" (axis order of fused tensors), with ",interleaved" or ",chunked".
+  /// "" decides by family; else "in_out", "out_in" (axis order of fused tensors), with ",interleaved" or
+  /// ",chunked".
   std::string expert_layout;
   bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
 };
@@ -35,10 +36,10 @@ struct TensorInfo {
 
 /// The router of a layer and what goes with it. Tensors borrow from the checkpoint or own a converted copy.
 struct RouterWeights {
-  Tensor weight;                ///< [E, H], any float dtype
-  Tensor bias;                  ///< F32 [E], added to the logits; empty: none
-  Tensor correction_bias;       ///< F32 [E], selection only; empty: none
-  Tensor token_id_to_experts;   ///< hash routing table; empty: none
+  Tensor weight;               ///< [E, H], any float dtype
+  Tensor bias;                 ///< F32 [E], added to the logits; empty: none
+  Tensor correction_bias;      ///< F32 [E], selection only; empty: none
+  Tensor token_id_to_experts;  ///< hash routing table; empty: none
 };
 
 /// Experts that every token visits.
@@ -59,8 +60,8 @@ struct LayerDescription {
 };
 
 /// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata.
-/// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and errors
-/// name the file and the tensor.
+/// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and
+/// errors name the file and the tensor.
 class Checkpoint {
  public:
   static Result<std::shared_ptr<const Checkpoint>> Open(const std::string& directory,
@@ -80,12 +81,13 @@ class Checkpoint {
 
   Result<LayerDescription> Describe(int64_t layer) const;
   Result<RouterWeights> LoadRouter(int64_t layer) const;
-  /// The routed experts in canonical form. `parallel` selects this rank's share: a TP slice of the intermediate size,
-  /// or its experts of an EP placement (global ids in `global_ids`; empty: all, in order).
+  /// The routed experts in canonical form. `parallel` selects this rank's share: a TP slice of the
+  /// intermediate size, or its experts of an EP placement (global ids in `global_ids`; empty: all, in order).
   Result<ExpertSource> Experts(int64_t layer, const ParallelConfig& parallel = {},
                                const std::vector<int64_t>& global_ids = {}) const;
   /// Nothing when the layer has no shared expert.
-  Result<std::optional<SharedExpertWeights>> SharedExperts(int64_t layer, const ParallelConfig& parallel = {}) const;
+  Result<std::optional<SharedExpertWeights>> SharedExperts(int64_t layer,
+                                                           const ParallelConfig& parallel = {}) const;
 
  private:
   struct Impl;

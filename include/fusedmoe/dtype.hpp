@@ -60,6 +60,8 @@ std::optional<DType> ParseDType(std::string_view name);
 
 /// Bytes that `count` consecutive elements occupy when packed without gaps, rounded up to whole bytes.
 /// `count` must be >= 0 and small enough not to overflow; untrusted sizes go through core/checked_math first.
-constexpr int64_t PackedBytes(DType dtype, int64_t count) { return (count * DTypeBits(dtype) + 7) / 8; }
+constexpr int64_t PackedBytes(DType dtype, int64_t count) {
+  return (count * DTypeBits(dtype) + 7) / 8;
+}
 
 }  // namespace fusedmoe

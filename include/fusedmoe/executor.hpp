@@ -8,16 +8,17 @@
 
 namespace fusedmoe {
 
-/// Where parallel work runs: the caller's threads, or a ThreadPool of ours. Plain data, so that an engine can lend
-/// its own pool without inheriting from anything.
+/// Where parallel work runs: the caller's threads, or a ThreadPool of ours. Plain data, so that an engine can
+/// lend its own pool without inheriting from anything.
 ///
-/// Contract of `parallel`: calls task(context, i) exactly once for each i in [0, count), from any threads and in any
-/// order, and returns when all calls have returned. Tasks never wait for one another, so running them one after
-/// another is a correct (slow) executor. Null means: serially, in the calling thread.
+/// Contract of `parallel`: calls task(context, i) exactly once for each i in [0, count), from any threads and
+/// in any order, and returns when all calls have returned. Tasks never wait for one another, so running them
+/// one after another is a correct (slow) executor. Null means: serially, in the calling thread.
 struct Executor {
   void* self = nullptr;
   int num_threads = 1;
-  void (*parallel)(void* self, int64_t count, void (*task)(void* context, int64_t index), void* context) = nullptr;
+  void (*parallel)(void* self, int64_t count, void (*task)(void* context, int64_t index),
+                   void* context) = nullptr;
 };
 
 /// Runs f(0) ... f(count - 1) on the executor; returns when all are done. Allocates nothing.
@@ -31,14 +32,13 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
   }
   using Function = std::remove_reference_t<F>;
   executor.parallel(
-      executor.self, count,
-      [](void* context, int64_t index) { (*static_cast<Function*>(context))(index); },
+      executor.self, count, [](void* context, int64_t index) { (*static_cast<Function*>(context))(index); },
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 
 /// Our own threads. They spin for some microseconds after a call before they sleep, so that the phases of one
-/// forward follow each other without system calls; with more threads than cores they do not spin. Several callers may
-/// share a pool; their calls take turns. A task must not use the pool that runs it.
+/// forward follow each other without system calls; with more threads than cores they do not spin. Several
+/// callers may share a pool; their calls take turns. A task must not use the pool that runs it.
 class ThreadPool {
  public:
   /// `num_threads` counts the calling thread; 0 takes one per core that this process may use.

@@ -29,8 +29,8 @@ struct LayerOptions {
   Executor executor;
 };
 
-/// One layer of experts, loaded and planned: immutable, callable from many threads at once, each with a workspace of
-/// its own. Forward does not allocate, log or decide.
+/// One layer of experts, loaded and planned: immutable, callable from many threads at once, each with a
+/// workspace of its own. Forward does not allocate, log or decide.
 class MoeLayer {
  public:
   /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
@@ -38,7 +38,8 @@ class MoeLayer {
                                                 const LayerOptions& options = {});
   /// The same from weights that an engine already holds in canonical form.
   static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
-                                                  const RouterWeights& router, const LayerOptions& options = {},
+                                                  const RouterWeights& router,
+                                                  const LayerOptions& options = {},
                                                   const SharedExpertWeights* shared = nullptr);
   ~MoeLayer();
 
@@ -51,9 +52,9 @@ class MoeLayer {
   /// Memory for one forward at a time of up to max_tokens tokens.
   Result<Workspace> CreateWorkspace() const;
 
-  /// What one forward brings. `hidden` is [M, H] in BF16, F16 or F32, rows dense. Exactly one of the other forms, or
-  /// none: router_logits [M, E]; topk_ids (I32, ids of -1 are skipped) with topk_weights (F32), both [M, k]; nothing,
-  /// and the router of the checkpoint is applied.
+  /// What one forward brings. `hidden` is [M, H] in BF16, F16 or F32, rows dense. Exactly one of the other
+  /// forms, or none: router_logits [M, E]; topk_ids (I32, ids of -1 are skipped) with topk_weights (F32),
+  /// both [M, k]; nothing, and the router of the checkpoint is applied.
   struct Inputs {
     TensorView hidden;
     TensorView router_logits;
@@ -69,14 +70,14 @@ class MoeLayer {
     MutableTensorView topk_weights;  ///< F32 [M, k]
   };
 
-  /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or dtypes do
-  /// not fit the layer, with both values.
+  /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or
+  /// dtypes do not fit the layer, with both values.
   Status Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                  const Executor& executor = {}) const;
 
   /// The short form: logits in, output out.
-  Status Forward(TensorView hidden, TensorView router_logits, MutableTensorView output, const Workspace& workspace,
-                 const Executor& executor = {}) const;
+  Status Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,
+                 const Workspace& workspace, const Executor& executor = {}) const;
 
  private:
   struct Impl;

@@ -5,7 +5,8 @@
 #include <string>
 #include <string_view>
 
-/// Instruction-set levels of the CPU kernels, once, best last: enumerator, name (as --isa takes it), what it needs.
+/// Instruction-set levels of the CPU kernels, once, best last: enumerator, name (as --isa takes it), what it
+/// needs.
 #define FMOE_ISA_TABLE(X)                                                                   \
   X(kAvx2, "avx2", "AVX2, FMA, F16C")                                                       \
   X(kAvx512, "avx512", "AVX-512 F, BW, DQ, VL")                                             \
@@ -39,8 +40,9 @@ struct CudaDevice {
 /// What verdicts need to know of the machine at hand. Plain data: tests make their own.
 struct Machine {
   std::string cpu_name;
-  uint32_t isa_mask = 0;  ///< bit static_cast<int>(Isa) where its instructions exist and the system saves their state
-  int num_cores = 1;      ///< usable by this process
+  uint32_t isa_mask =
+      0;  ///< bit static_cast<int>(Isa) where its instructions exist and the system saves their state
+  int num_cores = 1;  ///< usable by this process
   int num_numa_nodes = 1;
   int64_t l1d_bytes = 32 << 10;
   int64_t l2_bytes = 1 << 20;  ///< per core

@@ -11,36 +11,37 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/workspace.hpp>
 
-/// Every reason for which a backend may be refused, once: enumerator, code as JSON prints it, what is compared.
-#define FMOE_REASON_TABLE(X)                                                                     \
-  X(kNone, "supported", "nothing stands against it")                                             \
-  X(kDevice, "device", "the kind of device")                                                     \
-  X(kIsa, "isa", "instruction sets of the CPU, compute capability of the card")                  \
-  X(kNotBuilt, "not_built", "this build has no code for it")                                     \
-  X(kScheme, "scheme", "weight and activation format")                                           \
-  X(kActivation, "activation", "the non-linearity")                                              \
-  X(kActivationParameters, "activation_parameters", "its alpha, beta or limit")                  \
-  X(kNotGated, "not_gated", "experts without a gate projection")                                 \
-  X(kBias, "bias", "biases of the projections")                                                  \
-  X(kZeroPoint, "zero_point", "zero points or activation order of the weights")                  \
-  X(kParallel, "parallel", "the parallel configuration")                                         \
-  X(kAllToAll, "all2all", "the all-to-all backend")                                              \
-  X(kRouting, "routing", "the routing method")                                                   \
-  X(kRouterLogitsDtype, "router_logits_dtype", "dtype of the router logits")                     \
-  X(kHiddenSize, "hidden", "range or alignment of the hidden size")                              \
-  X(kIntermediateSize, "intermediate", "range or alignment of the intermediate size")            \
-  X(kTopK, "top_k", "experts per token")                                                         \
-  X(kNumExperts, "num_experts", "number of experts")                                             \
-  X(kExpertMap, "expert_map", "how local experts are described")                                 \
-  X(kActivationFormat, "activation_format", "Standard or BatchedExperts")                        \
-  X(kRouterWeightOnInput, "router_weight_on_input", "router weights multiplied into the input")  \
-  X(kDtype, "dtype", "dtype of hidden states")                                                   \
-  X(kDeterminism, "determinism", "the determinism level asked for")                              \
-  X(kLora, "lora", "LoRA adapters")                                                              \
-  X(kEplb, "eplb", "expert load balancing")                                                      \
-  X(kSwitch, "switch", "an environment switch removed it")                                       \
-  X(kNotNamed, "not_named", "chosen only by name, or another backend was named")                 \
-  X(kNotFirst, "not_first", "supported, but an earlier candidate was chosen")                    \
+/// Every reason for which a backend may be refused, once: enumerator, code as JSON prints it, what is
+/// compared.
+#define FMOE_REASON_TABLE(X)                                                                    \
+  X(kNone, "supported", "nothing stands against it")                                            \
+  X(kDevice, "device", "the kind of device")                                                    \
+  X(kIsa, "isa", "instruction sets of the CPU, compute capability of the card")                 \
+  X(kNotBuilt, "not_built", "this build has no code for it")                                    \
+  X(kScheme, "scheme", "weight and activation format")                                          \
+  X(kActivation, "activation", "the non-linearity")                                             \
+  X(kActivationParameters, "activation_parameters", "its alpha, beta or limit")                 \
+  X(kNotGated, "not_gated", "experts without a gate projection")                                \
+  X(kBias, "bias", "biases of the projections")                                                 \
+  X(kZeroPoint, "zero_point", "zero points or activation order of the weights")                 \
+  X(kParallel, "parallel", "the parallel configuration")                                        \
+  X(kAllToAll, "all2all", "the all-to-all backend")                                             \
+  X(kRouting, "routing", "the routing method")                                                  \
+  X(kRouterLogitsDtype, "router_logits_dtype", "dtype of the router logits")                    \
+  X(kHiddenSize, "hidden", "range or alignment of the hidden size")                             \
+  X(kIntermediateSize, "intermediate", "range or alignment of the intermediate size")           \
+  X(kTopK, "top_k", "experts per token")                                                        \
+  X(kNumExperts, "num_experts", "number of experts")                                            \
+  X(kExpertMap, "expert_map", "how local experts are described")                                \
+  X(kActivationFormat, "activation_format", "Standard or BatchedExperts")                       \
+  X(kRouterWeightOnInput, "router_weight_on_input", "router weights multiplied into the input") \
+  X(kDtype, "dtype", "dtype of hidden states")                                                  \
+  X(kDeterminism, "determinism", "the determinism level asked for")                             \
+  X(kLora, "lora", "LoRA adapters")                                                             \
+  X(kEplb, "eplb", "expert load balancing")                                                     \
+  X(kSwitch, "switch", "an environment switch removed it")                                      \
+  X(kNotNamed, "not_named", "chosen only by name, or another backend was named")                \
+  X(kNotFirst, "not_first", "supported, but an earlier candidate was chosen")                   \
   X(kMemory, "memory", "bytes needed and available")
 
 namespace fusedmoe {
@@ -70,10 +71,12 @@ enum class ActivationMode : uint8_t {
 };
 std::string_view ActivationModeName(ActivationMode mode);
 
-/// A named step of a layout recipe with its parameters, as `explain` and prepared files print it: "pad_rows(96 -> 128)".
+/// A named step of a layout recipe with its parameters, as `explain` and prepared files print it:
+/// "pad_rows(96 -> 128)".
 using RecipeText = std::vector<std::string>;
 
-/// What will run, and what it is expected to cost. `mode` is "latency", "throughput", "masked" or "reference".
+/// What will run, and what it is expected to cost. `mode` is "latency", "throughput", "masked" or
+/// "reference".
 struct Plan {
   std::string backend;
   std::string isa;  ///< empty where it does not apply
@@ -82,7 +85,8 @@ struct Plan {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   std::string prepare_finalize;
   RecipeText recipe;
-  std::string intermediate_dtype;  ///< what the values between the GEMMs are held in before they are requantized
+  std::string
+      intermediate_dtype;  ///< what the values between the GEMMs are held in before they are requantized
   std::vector<WorkspaceBook::Entry> workspace;
   int64_t workspace_bytes = 0;
   int64_t weight_bytes = 0;  ///< prepared weights of this rank

@@ -10,7 +10,8 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
-/// Every routing method, once: enumerator, name, what is selected and how it is weighted (x = logits in fp32).
+/// Every routing method, once: enumerator, name, what is selected and how it is weighted (x = logits in
+/// fp32).
 #define FMOE_ROUTING_METHOD_TABLE(X)                                                                        \
   X(kDefault, "Default", "top-k of softmax(x); weights p")                                                  \
   X(kRenormalize, "Renormalize", "top-k of x; softmax over the k selected logits")                          \
@@ -43,8 +44,8 @@ std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name);
 enum class ScoreFunction : uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 
 /// Ids and weights of one token batch are written in descending weight order, equal weights by ascending id.
-using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k, bool renormalize,
-                                         int32_t* topk_ids, float* topk_weights)>;
+using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
+                                         bool renormalize, int32_t* topk_ids, float* topk_weights)>;
 
 /// Which experts a token goes to, and with what weight.
 struct RoutingConfig {
@@ -52,12 +53,12 @@ struct RoutingConfig {
   int64_t top_k = 1;
   ScoreFunction score = ScoreFunction::kSoftmax;  ///< for kGroupedTopK and biased methods
   bool renormalize = true;
-  int64_t num_groups = 1;   ///< expert groups; 1: none
-  int64_t topk_groups = 1;  ///< groups kept
-  float scaling_factor = 1.0F;  ///< routed scaling, applied to the weights, exactly once
-  float norm_epsilon = 0.0F;    ///< added to the sum that renormalization divides by
-  float logit_softcap = 0.0F;   ///< x -> cap * tanh(x / cap) first; 0: none (Grok)
-  float jitter = 0.01F;         ///< kSparseMixer's neighbourhood half-width
+  int64_t num_groups = 1;        ///< expert groups; 1: none
+  int64_t topk_groups = 1;       ///< groups kept
+  float scaling_factor = 1.0F;   ///< routed scaling, applied to the weights, exactly once
+  float norm_epsilon = 0.0F;     ///< added to the sum that renormalization divides by
+  float logit_softcap = 0.0F;    ///< x -> cap * tanh(x / cap) first; 0: none (Grok)
+  float jitter = 0.01F;          ///< kSparseMixer's neighbourhood half-width
   int64_t num_zero_experts = 0;  ///< identity experts whose ids follow the real ones (LongCat)
   std::string simulation;        ///< kSimulated: "uniform_random" or "normal_routing"
   uint64_t simulation_seed = 0;
@@ -66,17 +67,18 @@ struct RoutingConfig {
 
 /// What one call may bring besides the logits. All optional, all borrowed.
 struct RoutingInputs {
-  TensorView router_logits;     ///< [M, E] F32, F16 or BF16; read as fp32
-  TensorView correction_bias;   ///< [E], selection only
-  TensorView hidden;            ///< [M, H], for kCustom
-  TensorView token_ids;         ///< [M] I32 or I64, for hash routing
+  TensorView router_logits;        ///< [M, E] F32, F16 or BF16; read as fp32
+  TensorView correction_bias;      ///< [E], selection only
+  TensorView hidden;               ///< [M, H], for kCustom
+  TensorView token_ids;            ///< [M] I32 or I64, for hash routing
   TensorView token_id_to_experts;  ///< [vocabulary, top_k] integer table of hash routing
 };
 
 /// Chooses experts for M tokens. `topk_ids` [M, k] I32 and `topk_weights` [M, k] F32 are dense and written in
-/// descending weight order (ties: lower id). fp32 throughout; a NaN or infinite score counts as 0 (docs/routing.md).
-/// Allocates nothing for E <= 1024; the result does not depend on the executor. Errors: kUnsupported or kUsage when
-/// the configuration cannot be met (top_k > E, groups that do not divide E), naming both values.
+/// descending weight order (ties: lower id). fp32 throughout; a NaN or infinite score counts as 0
+/// (docs/routing.md). Allocates nothing for E <= 1024; the result does not depend on the executor. Errors:
+/// kUnsupported or kUsage when the configuration cannot be met (top_k > E, groups that do not divide E),
+/// naming both values.
 Status Route(const RoutingConfig& config, const RoutingInputs& inputs, int32_t* topk_ids, float* topk_weights,
              const Executor& executor = {});
 

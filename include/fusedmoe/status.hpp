@@ -36,8 +36,8 @@ class [[nodiscard]] Status {
   }
   static Status System(std::string message) { return Status(StatusCode::kSystem, std::move(message)); }
 
-  /// Adds the file, the tensor or the remedy to a failure; no effect on success. The first value given stays, so
-  /// that the innermost function, which knows best, wins.
+  /// Adds the file, the tensor or the remedy to a failure; no effect on success. The first value given stays,
+  /// so that the innermost function, which knows best, wins.
   Status WithFile(std::string_view file) &&;
   Status WithTensor(std::string_view tensor) &&;
   Status WithHint(std::string_view hint) &&;
@@ -66,7 +66,8 @@ class [[nodiscard]] Status {
   std::shared_ptr<const Detail> detail_;  // shared: a Status is copied into plans and per-rank reports
 };
 
-/// A value, or the Status that explains why there is none. Reading the value of a failure is a programming error.
+/// A value, or the Status that explains why there is none. Reading the value of a failure is a programming
+/// error.
 template <typename T>
 class [[nodiscard]] Result {
  public:
@@ -88,23 +89,25 @@ class [[nodiscard]] Result {
   Status status_;
 };
 
-/// The stable word of a code, as it stands in JSON: "ok", "no", "usage", "bad_input", "unsupported", "system".
+/// The stable word of a code, as it stands in JSON: "ok", "no", "usage", "bad_input", "unsupported",
+/// "system".
 std::string_view StatusCodeName(StatusCode code);
 
 }  // namespace fusedmoe
 
 /// Leaves the function with the failure of `expression`, if it failed.
-#define FMOE_RETURN_IF_ERROR(expression)                            \
-  do {                                                              \
+#define FMOE_RETURN_IF_ERROR(expression)                                    \
+  do {                                                                      \
     if (::fusedmoe::Status fmoe_status = (expression); !fmoe_status.ok()) { \
-      return fmoe_status;                                           \
-    }                                                               \
+      return fmoe_status;                                                   \
+    }                                                                       \
   } while (false)
 
 #define FMOE_CONCAT_INNER(a, b) a##b
 #define FMOE_CONCAT(a, b) FMOE_CONCAT_INNER(a, b)
 
-/// `FMOE_ASSIGN_OR_RETURN(auto x, F());` binds the value of a Result, or leaves the function with its failure.
+/// `FMOE_ASSIGN_OR_RETURN(auto x, F());` binds the value of a Result, or leaves the function with its
+/// failure.
 #define FMOE_ASSIGN_OR_RETURN(declaration, expression) \
   FMOE_ASSIGN_OR_RETURN_INNER(FMOE_CONCAT(fmoe_result_, __LINE__), declaration, expression)
 #define FMOE_ASSIGN_OR_RETURN_INNER(result, declaration, expression) \

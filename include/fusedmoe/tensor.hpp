@@ -38,9 +38,9 @@ class Shape {
   int rank_ = 0;
 };
 
-/// A typed, non-owning window on memory: dtype, logical shape (in elements, also where elements are packed several
-/// to a byte) and the byte stride of every axis but the last. Along the last axis elements are always contiguous.
-/// Trivially copyable. `Byte` is `std::byte` or `const std::byte`.
+/// A typed, non-owning window on memory: dtype, logical shape (in elements, also where elements are packed
+/// several to a byte) and the byte stride of every axis but the last. Along the last axis elements are always
+/// contiguous. Trivially copyable. `Byte` is `std::byte` or `const std::byte`.
 template <typename Byte>
 class BasicTensorView {
  public:
@@ -55,8 +55,8 @@ class BasicTensorView {
   }
   /// A mutable view reads as a constant one.
   template <typename Other>
-    requires(std::is_same_v<Byte, const Other> && !std::is_const_v<Other>)
-  BasicTensorView(const BasicTensorView<Other>& other)
+  requires(std::is_same_v<Byte, const Other> && !std::is_const_v<Other>)
+      BasicTensorView(const BasicTensorView<Other>& other)
       : data_(other.data()), dtype_(other.dtype()), shape_(other.shape()), stride_bytes_(other.strides()) {}
 
   bool empty() const { return data_ == nullptr; }
@@ -71,7 +71,9 @@ class BasicTensorView {
   const std::array<int64_t, kMaxRank>& strides() const { return stride_bytes_; }
   void set_stride_bytes(int axis, int64_t stride) { stride_bytes_[static_cast<size_t>(axis)] = stride; }
   /// Bytes of one packed row of the last axis.
-  int64_t row_bytes() const { return rank() == 0 ? PackedBytes(dtype_, 1) : PackedBytes(dtype_, dim(rank() - 1)); }
+  int64_t row_bytes() const {
+    return rank() == 0 ? PackedBytes(dtype_, 1) : PackedBytes(dtype_, dim(rank() - 1));
+  }
   /// True when rows follow one another without gaps, so that [data, data + total_bytes) is the tensor.
   bool dense() const;
   /// Bytes of the tensor when dense.

@@ -12,9 +12,9 @@ namespace fusedmoe {
 /// One projection of one expert in canonical form: [rows, cols] = [outputs, inputs], row-major codes,
 /// real = (code - zero) * block_scale * channel_scale * tensor_scale.
 ///
-/// Blocks of scales may start before the first row or column (a slice of a larger matrix, as tensor parallelism
-/// makes them): element (r, c) uses block_scale[(scale_row_offset + r) / block.row, (scale_col_offset + c) / block.col],
-/// or, with a group_index, column group_index[c].
+/// Blocks of scales may start before the first row or column (a slice of a larger matrix, as tensor
+/// parallelism makes them): element (r, c) uses block_scale[(scale_row_offset + r) / block.row,
+/// (scale_col_offset + c) / block.col], or, with a group_index, column group_index[c].
 struct CanonicalMatrix {
   int64_t rows = 0;
   int64_t cols = 0;

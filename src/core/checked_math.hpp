@@ -26,7 +26,11 @@ std::optional<int64_t> CheckedElementCount(std::span<const int64_t> shape);
 std::optional<int64_t> CheckedTensorBytes(DType dtype, std::span<const int64_t> shape);
 
 /// Both need a >= 0 and b > 0.
-constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+constexpr int64_t CeilDiv(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+constexpr int64_t RoundUp(int64_t a, int64_t b) {
+  return CeilDiv(a, b) * b;
+}
 
 }  // namespace fusedmoe

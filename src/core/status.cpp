@@ -49,10 +49,18 @@ Status Status::WithContext(std::string_view context) && {
   return std::move(*this);
 }
 
-const std::string& Status::message() const { return ok() ? EmptyString() : detail_->message; }
-const std::string& Status::file() const { return ok() ? EmptyString() : detail_->file; }
-const std::string& Status::tensor() const { return ok() ? EmptyString() : detail_->tensor; }
-const std::string& Status::hint() const { return ok() ? EmptyString() : detail_->hint; }
+const std::string& Status::message() const {
+  return ok() ? EmptyString() : detail_->message;
+}
+const std::string& Status::file() const {
+  return ok() ? EmptyString() : detail_->file;
+}
+const std::string& Status::tensor() const {
+  return ok() ? EmptyString() : detail_->tensor;
+}
+const std::string& Status::hint() const {
+  return ok() ? EmptyString() : detail_->hint;
+}
 
 std::string Status::ToString() const {
   if (ok()) {

@@ -14,7 +14,8 @@ constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
 
 }  // namespace
 
-Shape::Shape(std::initializer_list<int64_t> dims) : Shape(std::span<const int64_t>(dims.begin(), dims.size())) {}
+Shape::Shape(std::initializer_list<int64_t> dims)
+    : Shape(std::span<const int64_t>(dims.begin(), dims.size())) {}
 
 Shape::Shape(std::span<const int64_t> dims) : rank_(static_cast<int>(dims.size())) {
   assert(dims.size() <= static_cast<size_t>(kMaxRank));
@@ -109,7 +110,8 @@ Result<Tensor> Tensor::Allocate(DType dtype, const Shape& shape) {
   Tensor tensor;
   tensor.mutable_data_ = static_cast<std::byte*>(memory);
   tensor.view_ = TensorView(tensor.mutable_data_, dtype, shape);
-  tensor.owner_ = std::shared_ptr<const void>(memory, [](const void* data) { std::free(const_cast<void*>(data)); });
+  tensor.owner_ =
+      std::shared_ptr<const void>(memory, [](const void* data) { std::free(const_cast<void*>(data)); });
   return tensor;
 }
 

@@ -42,6 +42,8 @@ Result<Workspace> Workspace::Allocate(int64_t bytes) {
   return workspace;
 }
 
-void Workspace::Free::operator()(std::byte* memory) const { std::free(memory); }
+void Workspace::Free::operator()(std::byte* memory) const {
+  std::free(memory);
+}
 
 }  // namespace fusedmoe

@@ -31,8 +31,8 @@ struct MoeProblem {
   int num_threads = 1;
 };
 
-/// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which layout
-/// this is, so that another backend's file is refused. Immutable; shared by all who run it.
+/// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which
+/// layout this is, so that another backend's file is refused. Immutable; shared by all who run it.
 struct PreparedWeights {
   struct Named {
     std::string name;
@@ -49,22 +49,25 @@ struct PreparedWeights {
   int64_t total_bytes() const;
 };
 
-/// An implementation of the experts step, as data: one constant of this type a backend, one line in the oracle's table.
+/// An implementation of the experts step, as data: one constant of this type a backend, one line in the
+/// oracle's table.
 struct Backend {
   std::string_view name;
   /// Every objection; empty when it can run the problem here.
   std::vector<Verdict> (*supports)(const MoeProblem& problem, const Machine& machine);
   /// The plan without its workspace: mode, isa, recipe, bytes and FLOPs. Only asked when supported.
   Plan (*plan)(const MoeProblem& problem, const Machine& machine);
-  /// Books what Apply will use, in a fixed order: called once to size a plan, and by `create` to find the slots again.
+  /// Books what Apply will use, in a fixed order: called once to size a plan, and by `create` to find the
+  /// slots again.
   void (*book_workspace)(const MoeProblem& problem, const Machine& machine, WorkspaceBook& book);
-  /// Canonical weights to this backend's layout: a pure function, streamed expert by expert (peak memory: the result and
-  /// one expert per thread).
-  Result<PreparedWeights> (*prepare)(const MoeProblem& problem, const Machine& machine, const ExpertSource& source,
-                                     const Executor& executor);
+  /// Canonical weights to this backend's layout: a pure function, streamed expert by expert (peak memory: the
+  /// result and one expert per thread).
+  Result<PreparedWeights> (*prepare)(const MoeProblem& problem, const Machine& machine,
+                                     const ExpertSource& source, const Executor& executor);
   /// Slots are booked in `book`, behind whatever stands there.
   Result<std::unique_ptr<Experts>> (*create)(const MoeProblem& problem, const Machine& machine,
-                                             std::shared_ptr<const PreparedWeights> weights, WorkspaceBook& book);
+                                             std::shared_ptr<const PreparedWeights> weights,
+                                             WorkspaceBook& book);
 };
 
 }  // namespace fusedmoe

@@ -14,7 +14,8 @@ namespace fusedmoe {
 /// Activations as the prepare step hands them on: either plain rows, or codes with their scales.
 struct ActivationRows {
   /// Plain rows in the dtype of the model, or codes of the scheme's activation element.
-  /// Standard: [M, H]; BatchedExperts: [E_local, rows, H], where rows beyond the count of an expert are never read.
+  /// Standard: [M, H]; BatchedExperts: [E_local, rows, H], where rows beyond the count of an expert are never
+  /// read.
   TensorView values;
   TensorView block_scale;  ///< linear (never swizzled): [M, groups] or [E_local, rows, groups]; empty: none
   /// The second scale level, or the only one of per-tensor schemes. Null: none.
@@ -26,12 +27,12 @@ struct ActivationRows {
 struct ExpertsInput {
   int64_t num_tokens = 0;  ///< M of the Standard format
   ActivationRows rows;
-  const int32_t* topk_ids = nullptr;    ///< [M, k] global ids; -1 is skipped
-  const float* topk_weights = nullptr;  ///< [M, k]
+  const int32_t* topk_ids = nullptr;           ///< [M, k] global ids; -1 is skipped
+  const float* topk_weights = nullptr;         ///< [M, k]
   const int32_t* expert_num_tokens = nullptr;  ///< [E_local], BatchedExperts only
-  const int32_t* expert_map = nullptr;  ///< [E] global -> local or -1; null: ids are local
-  bool router_weight_on_input = false;  ///< the input already carries the weights: do not weight again
-  const RoutingInputs* routing = nullptr;  ///< monolithic implementations route themselves
+  const int32_t* expert_map = nullptr;         ///< [E] global -> local or -1; null: ids are local
+  bool router_weight_on_input = false;         ///< the input already carries the weights: do not weight again
+  const RoutingInputs* routing = nullptr;      ///< monolithic implementations route themselves
 };
 
 /// Who weights and reduces what an experts implementation leaves behind.
@@ -56,8 +57,9 @@ class Experts {
  public:
   virtual ~Experts() = default;
   virtual const ExpertsTraits& traits() const = 0;
-  /// Writes every element of `output`: F32, or, with kNoOp, F32 or the dtype of the rows. Rows whose token has no local
-  /// expert become zero. BatchedExperts: rows beyond the counts are left alone. Allocates nothing.
+  /// Writes every element of `output`: F32, or, with kNoOp, F32 or the dtype of the rows. Rows whose token
+  /// has no local expert become zero. BatchedExperts: rows beyond the counts are left alone. Allocates
+  /// nothing.
   virtual Status Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
                        const Executor& executor) const = 0;
 };
