@@ -1,0 +1,194 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
+#include "weights/dequantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Status WrongShape(const char* field, const Tensor& tensor, DType dtype, const std::string& required) {
+  return Status::BadInput(fmt::format(
+      "{} is {} {}; {} {} is required", field, tensor.empty() ? "missing," : DTypeName(tensor.dtype()),
+      tensor.empty() ? "" : tensor.shape().ToString(), DTypeName(dtype), required));
+}
+
+Status CheckMatrix(const char* field, const Tensor& tensor, DType dtype, int64_t rows, int64_t cols) {
+  const bool fits = !tensor.empty() && tensor.dtype() == dtype && tensor.shape() == Shape{rows, cols};
+  return fits ? Status::Ok() : WrongShape(field, tensor, dtype, Shape{rows, cols}.ToString());
+}
+
+Status CheckVector(const char* field, const Tensor& tensor, DType dtype, int64_t count) {
+  const bool fits =
+      !tensor.empty() && tensor.dtype() == dtype && tensor.shape().count() == count && tensor.view().dense();
+  return fits ? Status::Ok() : WrongShape(field, tensor, dtype, Shape{count}.ToString());
+}
+
+Status CheckValues(const char* field, const float* values, int64_t count, bool zero_allowed) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (!std::isfinite(values[i]) || values[i] < 0.0F || (!zero_allowed && values[i] == 0.0F)) {
+      return Status::BadInput(fmt::format("{}[{}] is {}; finite and {} 0 is required", field, i, values[i],
+                                          zero_allowed ? ">=" : ">"));
+    }
+  }
+  return Status::Ok();
+}
+
+Status CheckScalar(const char* field, std::optional<float> value) {
+  if (value && !(std::isfinite(*value) && *value > 0.0F)) {
+    return Status::BadInput(fmt::format("{} is {}; finite and > 0 is required", field, *value));
+  }
+  return Status::Ok();
+}
+
+/// Codes, not values, decide: -0 is a sign bit, and e8m0 0xff decodes to NaN.
+Status CheckBlockScales(const CanonicalMatrix& matrix) {
+  const TensorView scales = matrix.block_scale.view();
+  const DType dtype = matrix.format.block_scale_dtype;
+  constexpr int64_t kChunk = 256;
+  float values[kChunk];
+  for (int64_t row = 0; row < scales.dim(0); ++row) {
+    const std::byte* data = scales.data() + row * scales.stride_bytes(0);
+    for (int64_t begin = 0; begin < scales.dim(1); begin += kChunk) {
+      const int64_t count = std::min(kChunk, scales.dim(1) - begin);
+      DecodeRow(dtype, data, begin, count, values);
+      for (int64_t i = 0; i < count; ++i) {
+        if (!std::isfinite(values[i]) || std::signbit(values[i])) {
+          return Status::BadInput(fmt::format("block_scale[{}, {}] is {} ({}); finite and >= 0 is required",
+                                              row, begin + i, values[i], DTypeName(dtype)));
+        }
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Status CheckZeroPoints(const CanonicalMatrix& matrix) {
+  const Tensor& zeros = matrix.zero_point;
+  const DType element = matrix.format.element;
+  if (element != DType::kU4 && element != DType::kU8) {
+    return Status::BadInput(
+        fmt::format("zero_point is given for {} codes; only U4 and U8 have zero points", DTypeName(element)));
+  }
+  if (matrix.block_scale.empty()) {
+    return Status::BadInput("zero_point is given without block_scale, whose groups it shares");
+  }
+  FMOE_RETURN_IF_ERROR(
+      CheckMatrix("zero_point", zeros, DType::kU8, matrix.block_scale.dim(0), matrix.block_scale.dim(1)));
+  const int largest = element == DType::kU4 ? 15 : 255;
+  for (int64_t row = 0; row < zeros.dim(0); ++row) {
+    const auto* codes =
+        reinterpret_cast<const uint8_t*>(zeros.view().data()) + row * zeros.view().stride_bytes(0);
+    for (int64_t col = 0; col < zeros.dim(1); ++col) {
+      if (codes[col] > largest) {
+        return Status::BadInput(
+            fmt::format("zero_point[{}, {}] is {}; at most {} is possible", row, col, codes[col], largest));
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Status CheckBlocks(const CanonicalMatrix& matrix) {
+  const WeightFormat& format = matrix.format;
+  if (!format.has_block_scale()) {
+    return matrix.block_scale.empty()
+               ? Status::Ok()
+               : Status::BadInput("block_scale is given, but the format has no blocks");
+  }
+  if (matrix.scale_row_offset < 0 || matrix.scale_col_offset < 0) {
+    return Status::BadInput(fmt::format("scale offsets are {} and {}; >= 0 is required",
+                                        matrix.scale_row_offset, matrix.scale_col_offset));
+  }
+  const auto blocks = [](int64_t offset, int64_t size, int64_t block) -> std::optional<int64_t> {
+    const auto end = CheckedAdd(offset, size);
+    return block <= 0 ? std::optional<int64_t>(1) : end ? std::optional(CeilDiv(*end, block)) : std::nullopt;
+  };
+  const auto row_blocks = blocks(matrix.scale_row_offset, matrix.rows, format.block.row);
+  const auto col_blocks = matrix.group_index.empty()
+                              ? blocks(matrix.scale_col_offset, matrix.cols, format.block.col)
+                              : std::optional<int64_t>(1);
+  const Tensor& scale = matrix.block_scale;
+  // A slice may share the scales of the whole matrix, so more blocks than needed are fine.
+  const bool fits = !scale.empty() && scale.dtype() == format.block_scale_dtype && scale.view().rank() == 2 &&
+                    row_blocks && col_blocks && scale.dim(0) >= *row_blocks && scale.dim(1) >= *col_blocks;
+  if (!fits) {
+    return WrongShape("block_scale", scale, format.block_scale_dtype,
+                      fmt::format("[>= {}, >= {}]", row_blocks.value_or(0), col_blocks.value_or(0)));
+  }
+  FMOE_RETURN_IF_ERROR(CheckBlockScales(matrix));
+  if (!matrix.group_index.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckVector("group_index", matrix.group_index, DType::kI32, matrix.cols));
+    const auto* index = matrix.group_index.view().as<int32_t>();
+    for (int64_t col = 0; col < matrix.cols; ++col) {
+      if (index[col] < 0 || index[col] >= scale.dim(1)) {
+        return Status::BadInput(
+            fmt::format("group_index[{}] is {}; 0 to {} is required", col, index[col], scale.dim(1) - 1));
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status ValidateCanonical(const CanonicalMatrix& matrix) {
+  if (matrix.rows <= 0 || matrix.cols <= 0) {
+    return Status::BadInput(
+        fmt::format("a matrix of {} rows and {} columns; both must be > 0", matrix.rows, matrix.cols));
+  }
+  const WeightFormat& format = matrix.format;
+  if (!IsNumeric(format.element)) {
+    return Status::BadInput(fmt::format("codes of {} cannot be decoded", DTypeName(format.element)));
+  }
+  FMOE_RETURN_IF_ERROR(CheckMatrix("codes", matrix.codes, format.element, matrix.rows, matrix.cols));
+  if (format.has_block_scale() && !IsNumeric(format.block_scale_dtype)) {
+    return Status::BadInput(
+        fmt::format("block scales of {} cannot be decoded", DTypeName(format.block_scale_dtype)));
+  }
+  FMOE_RETURN_IF_ERROR(CheckBlocks(matrix));
+  if (!matrix.zero_point.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckZeroPoints(matrix));
+  }
+  if (!format.has_block_scale() && !matrix.group_index.empty()) {
+    return Status::BadInput("group_index is given, but the format has no blocks");
+  }
+  if (format.has_channel_scale != !matrix.channel_scale.empty()) {
+    return Status::BadInput(fmt::format("channel_scale is {}, but the format {} one",
+                                        format.has_channel_scale ? "missing" : "given",
+                                        format.has_channel_scale ? "has" : "does not have"));
+  }
+  if (format.has_channel_scale) {
+    FMOE_RETURN_IF_ERROR(CheckVector("channel_scale", matrix.channel_scale, DType::kF32, matrix.rows));
+    FMOE_RETURN_IF_ERROR(CheckValues("channel_scale", matrix.channel_scale.view().as<float>(), matrix.rows,
+                                     /*zero_allowed=*/true));
+  }
+  if (format.has_tensor_scale != matrix.tensor_scale.has_value()) {
+    return Status::BadInput(fmt::format("tensor_scale is {}, but the format {} one",
+                                        format.has_tensor_scale ? "missing" : "given",
+                                        format.has_tensor_scale ? "has" : "does not have"));
+  }
+  FMOE_RETURN_IF_ERROR(CheckScalar("tensor_scale", matrix.tensor_scale));
+  FMOE_RETURN_IF_ERROR(CheckScalar("input_tensor_scale", matrix.input_tensor_scale));
+  if (!matrix.pre_quant_scale.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckVector("pre_quant_scale", matrix.pre_quant_scale, DType::kF32, matrix.cols));
+    FMOE_RETURN_IF_ERROR(CheckValues("pre_quant_scale", matrix.pre_quant_scale.view().as<float>(),
+                                     matrix.cols,
+                                     /*zero_allowed=*/false));
+  }
+  if (!matrix.bias.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckVector("bias", matrix.bias, DType::kF32, matrix.rows));
+    const auto* bias = matrix.bias.view().as<float>();
+    for (int64_t row = 0; row < matrix.rows; ++row) {
+      if (!std::isfinite(bias[row])) {
+        return Status::BadInput(fmt::format("bias[{}] is {}; finite is required", row, bias[row]));
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe
