@@ -42,12 +42,13 @@ struct WeightFormat {
   bool operator==(const WeightFormat&) const = default;
 };
 
-/// The exponent of an MX block scale, from the largest magnitude of the block (docs/scales.md, "MX rules").
+/// The exponent of an MX block scale, from the largest magnitude of the block (docs/numerics.md, "MX rules").
 enum class MxScaleRule : uint8_t {
   kEven,   ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax
   kFloor,  ///< OCP text: floor(log2 amax) - emax
   kCeil,   ///< ModelOpt: ceil(log2(amax / max element))
-  kNoElementMax  ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
+  kNoElementMax,    ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
+  kFloorOfQuotient  ///< vLLM's CUDA experts quantizer: floor(log2(amax / max element))
 };
 
 enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };
@@ -63,6 +64,9 @@ struct ActivationRule {
   IntRounding int_rounding = IntRounding::kHalfEven;
   bool round_to_bf16_first = false;  ///< rows are rounded to bf16 before their amax is taken
   bool power_of_two_scale = false;   ///< scales rounded up to a power of two (UE8M0 mode of block FP8)
+  float amax_upper_bound = 0.0F;     ///< larger amax count as this, and their values saturate (0: no bound)
+  float zero_scale = 0.0F;           ///< stored in place of a scale that is, or rounds to, zero
+  bool ties_toward_zero = false;     ///< F4 codes: every tie goes down and zero is code 8 (ModelOpt's MXFP4)
   bool operator==(const ActivationRule&) const = default;
 };
 
