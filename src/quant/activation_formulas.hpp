@@ -77,6 +77,9 @@ FMOE_HOST_DEVICE constexpr float BoundedAmax(const ActivationRule& rule, float a
 /// A real-valued scale, amax / divisor: of a tensor, a token or a group. Not finite when amax is not.
 FMOE_HOST_DEVICE constexpr float RealScale(const ActivationRule& rule, float divisor, float amax) {
   float scale = BoundedAmax(rule, amax) / divisor;
+  if (FloatBits(scale) == 0) {
+    scale = rule.zero_scale;
+  }
   if (scale < rule.scale_floor) {
     scale = rule.scale_floor;
   }
@@ -84,7 +87,7 @@ FMOE_HOST_DEVICE constexpr float RealScale(const ActivationRule& rule, float div
   if (rule.power_of_two_scale && bits != 0 && bits < 0x7f800000U) {
     scale = PowerOfTwo(CeilLog2(scale));
   }
-  return bits == 0 ? rule.zero_scale : scale;
+  return scale;
 }
 
 /// The e4m3 block scale of a two-level format: amax / divisor in units of the tensor scale, to nearest even,
@@ -98,6 +101,9 @@ FMOE_HOST_DEVICE constexpr uint8_t TwoLevelScaleCode(const ActivationRule& rule,
   }
   float scale = rule.multiply_by_reciprocal ? (1.0F / tensor_scale) * (amax * (1.0F / divisor))
                                             : amax / divisor / tensor_scale;
+  if (FloatBits(scale) == 0) {
+    scale = rule.zero_scale;
+  }
   if (scale < rule.scale_floor) {
     scale = rule.scale_floor;
   }
