@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/executor.hpp>
@@ -12,7 +13,7 @@
 namespace fusedmoe {
 
 /// Activations as the prepare step hands them on: either plain rows, or codes with their scales.
-struct ActivationRows {
+struct ExpertRows {
   /// Plain rows in the dtype of the model, or codes of the scheme's activation element.
   /// Standard: [M, H]; BatchedExperts: [E_local, rows, H], where rows beyond the count of an expert are never
   /// read.
@@ -26,7 +27,7 @@ struct ActivationRows {
 /// What one call of an experts implementation reads.
 struct ExpertsInput {
   int64_t num_tokens = 0;  ///< M of the Standard format
-  ActivationRows rows;
+  ExpertRows rows;
   const int32_t* topk_ids = nullptr;           ///< [M, k] global ids; -1 is skipped
   const float* topk_weights = nullptr;         ///< [M, k]
   const int32_t* expert_num_tokens = nullptr;  ///< [E_local], BatchedExperts only
@@ -49,6 +50,8 @@ struct ExpertsTraits {
   bool monolithic = false;                  ///< takes router logits, routes itself
   bool expects_unquantized_inputs = false;  ///< quantization is deferred to it
   WeightAndReduceKind weight_and_reduce = WeightAndReduceKind::kNoOp;
+  /// The stored input scale that all local experts share, for prepare steps that quantize by one.
+  std::optional<float> input_tensor_scale;
 };
 
 /// The middle step: permute, GEMM1, activation, requantize, GEMM2, and what weight_and_reduce says.

@@ -1,0 +1,121 @@
+#include "experts/reference/reference_backend.hpp"
+
+#include <atomic>
+#include <utility>
+
+#include "experts/reference/reference_experts.hpp"
+#include "moe/cost.hpp"
+#include "weights/dequantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+bool ScalesOverBatch(const MoeProblem& problem) {
+  const ActivationFormat& activation = problem.scheme.activation;
+  return activation.quantized() && activation.group == kPerTensor && !activation.static_tensor_scale;
+}
+
+std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machine*/) {
+  std::vector<Verdict> verdicts;
+  if (problem.config.apply_router_weight_on_input && problem.config.top_k() != 1) {
+    verdicts.push_back({Reason::kRouterWeightOnInput,
+                        "router weights on the input need one expert per token, this layer has top_k = " +
+                            std::to_string(problem.config.top_k()),
+                        std::to_string(problem.config.top_k()), "1"});
+  }
+  if (problem.determinism >= Determinism::kBatchInvariant && ScalesOverBatch(problem)) {
+    verdicts.push_back(
+        {Reason::kDeterminism,
+         "the scheme takes one activation scale over the whole batch, so a token's result depends "
+         "on its neighbours by definition",
+         std::string(DeterminismName(problem.determinism)), "thread_invariant"});
+  }
+  if (problem.activation == ActivationMode::kA8 || problem.activation == ActivationMode::kMaxExpanded) {
+    verdicts.push_back({Reason::kScheme,
+                        "the reference executes the scheme as it is written, not with activations " +
+                            std::string(ActivationModeName(problem.activation)),
+                        std::string(ActivationModeName(problem.activation)), "as_checkpoint or weight_only"});
+  }
+  if (!problem.isa.empty()) {
+    verdicts.push_back({Reason::kIsa, "the reference has one portable code path, no instruction-set levels",
+                        problem.isa, "none"});
+  }
+  if (!problem.mode.empty() && problem.mode != "reference") {
+    verdicts.push_back({Reason::kIsa, "the reference has one mode", problem.mode, "reference"});
+  }
+  return verdicts;
+}
+
+Plan MakePlan(const MoeProblem& problem, const Machine& /*machine*/) {
+  Plan plan;
+  plan.backend = std::string(kReferenceBackend.name);
+  plan.mode = "reference";
+  plan.activation_format = problem.config.activation_format;
+  plan.activation = problem.activation;
+  plan.recipe = {"canonical"};
+  plan.intermediate_dtype = "F32";
+  plan.tokens = problem.plan_tokens;
+  plan.flops = ForwardFlops(problem.config, problem.plan_tokens);
+  const int64_t expert_bytes = ExpertBytes(problem.config, problem.scheme.weight);
+  plan.weight_bytes = problem.config.num_local_experts * expert_bytes;
+  plan.read_bytes = static_cast<int64_t>(ExpectedExperts(problem.config, problem.plan_tokens) *
+                                         static_cast<double>(expert_bytes));
+  return plan;
+}
+
+Status ValidateExpert(const CanonicalExpert& expert) {
+  for (const auto& [name, matrix] :
+       {std::pair("gate", &expert.gate), std::pair("up", &expert.up), std::pair("down", &expert.down)}) {
+    if (!matrix->empty()) {
+      if (Status status = ValidateCanonical(*matrix); !status.ok()) {
+        return std::move(status).WithContext(name);
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+void BookWorkspace(const MoeProblem& problem, const Machine& /*machine*/, WorkspaceBook& book) {
+  WorkspaceSlot block, mid, lists;
+  ReferenceExperts::BookWorkspace(problem, book, &block, &mid, &lists);
+}
+
+Result<PreparedWeights> Prepare(const MoeProblem& /*problem*/, const Machine& /*machine*/,
+                                const ExpertSource& source, const Executor& executor) {
+  PreparedWeights prepared;
+  prepared.layout_key = "canonical";
+  prepared.recipe = {"canonical"};
+  prepared.canonical.resize(static_cast<size_t>(source.num_local_experts));
+  std::vector<Status> statuses(static_cast<size_t>(source.num_local_experts));
+  ParallelFor(executor, source.num_local_experts, [&](int64_t expert) {
+    const auto index = static_cast<size_t>(expert);
+    Result<CanonicalExpert> loaded = source.load(expert);
+    if (!loaded.ok()) {
+      statuses[index] = loaded.status();
+      return;
+    }
+    statuses[index] = ValidateExpert(*loaded);
+    prepared.canonical[index] = *std::move(loaded);
+  });
+  for (size_t expert = 0; expert < statuses.size(); ++expert) {
+    if (!statuses[expert].ok()) {
+      return std::move(statuses[expert]).WithContext("expert " + std::to_string(expert));
+    }
+  }
+  return prepared;
+}
+
+Result<std::unique_ptr<Experts>> Create(const MoeProblem& problem, const Machine& /*machine*/,
+                                        std::shared_ptr<const PreparedWeights> weights, WorkspaceBook& book) {
+  if (weights->layout_key != "canonical") {
+    return Status::Unsupported("REFERENCE reads canonical weights, these are in layout '" +
+                               weights->layout_key + "'");
+  }
+  return std::unique_ptr<Experts>(new ReferenceExperts(problem, std::move(weights), book));
+}
+
+}  // namespace
+
+const Backend kReferenceBackend = {"REFERENCE", &Supports, &MakePlan, &BookWorkspace, &Prepare, &Create};
+
+}  // namespace fusedmoe

@@ -1,0 +1,38 @@
+#include "moe/backend.hpp"
+
+namespace fusedmoe {
+namespace {
+
+int64_t Bytes(const Tensor& tensor) {
+  return tensor.empty() ? 0 : tensor.view().total_bytes();
+}
+
+int64_t Bytes(const CanonicalMatrix& matrix) {
+  return Bytes(matrix.codes) + Bytes(matrix.block_scale) + Bytes(matrix.zero_point) +
+         Bytes(matrix.channel_scale) + Bytes(matrix.bias) + Bytes(matrix.group_index) +
+         Bytes(matrix.pre_quant_scale);
+}
+
+}  // namespace
+
+const Tensor* PreparedWeights::Find(std::string_view name) const {
+  for (const Named& named : tensors) {
+    if (named.name == name) {
+      return &named.tensor;
+    }
+  }
+  return nullptr;
+}
+
+int64_t PreparedWeights::total_bytes() const {
+  int64_t bytes = 0;
+  for (const Named& named : tensors) {
+    bytes += Bytes(named.tensor);
+  }
+  for (const CanonicalExpert& expert : canonical) {
+    bytes += Bytes(expert.gate) + Bytes(expert.up) + Bytes(expert.down);
+  }
+  return bytes;
+}
+
+}  // namespace fusedmoe

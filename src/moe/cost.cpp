@@ -1,0 +1,48 @@
+#include "moe/cost.hpp"
+
+#include <cmath>
+
+#include "core/checked_math.hpp"
+
+namespace fusedmoe {
+
+int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols) {
+  int64_t bytes = rows * PackedBytes(format.element, cols);
+  if (format.has_block_scale()) {
+    const int64_t row_blocks = format.block.row < 0 ? 1 : CeilDiv(rows, format.block.row);
+    const int64_t col_blocks = format.block.col < 0 ? 1 : CeilDiv(cols, format.block.col);
+    bytes += PackedBytes(format.block_scale_dtype, row_blocks * col_blocks);
+    bytes += format.may_have_zero_point ? row_blocks * col_blocks : 0;
+  }
+  bytes += format.has_channel_scale ? rows * 4 : 0;
+  bytes += format.has_tensor_scale ? 4 : 0;
+  return bytes;
+}
+
+int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format) {
+  const int64_t inputs = config.activation.gated() ? 2 : 1;
+  return inputs * EncodedBytes(format, config.intermediate, config.hidden) +
+         EncodedBytes(format, config.hidden, config.intermediate);
+}
+
+double ExpectedExperts(const MoeConfig& config, int64_t num_tokens) {
+  if (config.num_experts == 0) {
+    return 0.0;
+  }
+  const double miss = 1.0 - static_cast<double>(config.top_k()) / static_cast<double>(config.num_experts);
+  return static_cast<double>(config.num_local_experts) *
+         (1.0 - std::pow(miss, static_cast<double>(num_tokens)));
+}
+
+int64_t ForwardFlops(const MoeConfig& config, int64_t num_tokens) {
+  if (config.num_experts == 0) {
+    return 0;
+  }
+  const int64_t projections = config.activation.gated() ? 3 : 2;
+  const double share =
+      static_cast<double>(config.num_local_experts) / static_cast<double>(config.num_experts);
+  return static_cast<int64_t>(share * 2.0 * static_cast<double>(num_tokens * config.top_k() * projections) *
+                              static_cast<double>(config.hidden) * static_cast<double>(config.intermediate));
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,71 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/routing.hpp>
+#include <fusedmoe/tensor.hpp>
+#include <fusedmoe/workspace.hpp>
+
+#include "moe/experts.hpp"
+#include "moe/prepare_finalize.hpp"
+
+namespace fusedmoe {
+
+/// What one forward of the kernel reads. Modular experts need ids and weights, monolithic ones the routing
+/// inputs.
+struct KernelInput {
+  TensorView hidden;                    ///< [M, H]
+  const int32_t* topk_ids = nullptr;    ///< [M, k]
+  const float* topk_weights = nullptr;  ///< [M, k], with the routed scaling in them: nobody scales again
+  const RoutingInputs* routing = nullptr;
+};
+
+/// Composes prepare, experts and finalize, and owns their order:
+///
+///   prepare ─► experts ─► finalize (start ─► shared experts ─► wait, where it is asynchronous) ─► + shared
+///   ─► round
+///
+/// Immutable after creation; Forward may run in several threads at once, each with a workspace of its own.
+class MoeKernel {
+ public:
+  struct Parts {
+    MoeConfig config;
+    std::unique_ptr<PrepareFinalize> prepare_finalize;
+    std::unique_ptr<Experts> experts;
+    ExpertMap expert_map;  ///< empty: all experts are local
+    /// Experts that every token visits: a kernel of one expert. Null: none.
+    std::unique_ptr<MoeKernel> shared;
+    Tensor shared_gate;  ///< F32 [H]; empty: the shared output is added as it is
+  };
+
+  /// Checks that the activation formats of the parts agree and that a modular prepare step meets modular
+  /// experts. Books what Forward needs beyond what the parts have booked.
+  static Result<std::unique_ptr<MoeKernel>> Create(Parts parts, WorkspaceBook& book);
+
+  /// Writes `output` [M, H], F32 or 16-bit, M <= max_tokens: rounded once. Allocates nothing.
+  Status Forward(const KernelInput& input, MutableTensorView output, const Workspace& workspace,
+                 const Executor& executor) const;
+
+  const MoeConfig& config() const { return parts_.config; }
+  const Experts& experts() const { return *parts_.experts; }
+
+ private:
+  explicit MoeKernel(Parts parts) : parts_(std::move(parts)) {}
+  Status RunExperts(const KernelInput& input, const PrepareOutput& prepared, MutableTensorView target,
+                    const Workspace& workspace, const Executor& executor) const;
+  Status RunShared(TensorView hidden, MutableTensorView shared_output, float* gates,
+                   const Workspace& workspace, const Executor& executor) const;
+  MutableTensorView ExpertOutput(int64_t num_tokens, const Workspace& workspace) const;
+
+  Parts parts_;
+  WorkspaceSlot expert_output_;
+  WorkspaceSlot routed_;
+  WorkspaceSlot shared_output_;
+  WorkspaceSlot shared_gates_;
+  std::vector<int32_t> shared_ids_;    // every token goes to the only shared expert ...
+  std::vector<float> shared_weights_;  // ... with weight 1
+};
+
+}  // namespace fusedmoe

@@ -1,0 +1,19 @@
+#include <fusedmoe/plan.hpp>
+
+namespace fusedmoe {
+
+std::string_view ActivationModeName(ActivationMode mode) {
+  switch (mode) {
+    case ActivationMode::kAsCheckpoint:
+      return "as_checkpoint";
+    case ActivationMode::kWeightOnly:
+      return "weight_only";
+    case ActivationMode::kMaxExpanded:
+      return "max_expanded";
+    case ActivationMode::kA8:
+      return "a8";
+  }
+  return "?";
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,54 @@
+#include "moe/rows.hpp"
+
+#include <algorithm>
+
+#include "numerics/rows.hpp"
+
+namespace fusedmoe {
+namespace {
+
+constexpr int64_t kChunk = 512;  // floats on the stack, so that values are rounded while they are in L1
+
+}  // namespace
+
+void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out) {
+  DecodeRow(dtype, row, 0, count, out);
+  for (int64_t col = 0; col < count; ++col) {
+    out[col] *= weight;
+  }
+}
+
+void AddRows(TensorView first, TensorView second, const float* gates, MutableTensorView output,
+             const Executor& executor) {
+  const int64_t hidden = output.dim(1);
+  ParallelFor(executor, output.dim(0), [&](int64_t token) {
+    const float gate = gates == nullptr ? 1.0F : gates[token];
+    const auto* a = reinterpret_cast<const float*>(first.data() + token * first.stride_bytes(0));
+    const auto* b = reinterpret_cast<const float*>(second.data() + token * second.stride_bytes(0));
+    std::byte* target = output.data() + token * output.stride_bytes(0);
+    float sum[kChunk];
+    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
+      const int64_t count = std::min(kChunk, hidden - begin);
+      for (int64_t col = 0; col < count; ++col) {
+        sum[col] = a[begin + col] + gate * b[begin + col];
+      }
+      EncodeRow(output.dtype(), sum, count, target + PackedBytes(output.dtype(), begin));
+    }
+  });
+}
+
+void ConvertRows(TensorView source, MutableTensorView target, const Executor& executor) {
+  const int64_t hidden = target.dim(1);
+  ParallelFor(executor, target.dim(0), [&](int64_t token) {
+    const std::byte* from = source.data() + token * source.stride_bytes(0);
+    std::byte* to = target.data() + token * target.stride_bytes(0);
+    float values[kChunk];
+    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
+      const int64_t count = std::min(kChunk, hidden - begin);
+      DecodeRow(source.dtype(), from, begin, count, values);
+      EncodeRow(target.dtype(), values, count, to + PackedBytes(target.dtype(), begin));
+    }
+  });
+}
+
+}  // namespace fusedmoe

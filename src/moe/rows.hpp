@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/tensor.hpp>
+
+namespace fusedmoe {
+
+/// Whether hidden states and outputs may have this dtype.
+constexpr bool IsActivationDType(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32;
+}
+
+/// out = weight * row, in fp32.
+void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out);
+
+/// output[m] = round(first[m] + gate[m] * second[m]): F32 matrices [M, H], added in fp32 and rounded once to
+/// the dtype of `output`. `gates` null: every gate is 1.
+void AddRows(TensorView first, TensorView second, const float* gates, MutableTensorView output,
+             const Executor& executor);
+
+/// Copies [M, H] rows between dtypes, rounding once.
+void ConvertRows(TensorView source, MutableTensorView target, const Executor& executor);
+
+}  // namespace fusedmoe

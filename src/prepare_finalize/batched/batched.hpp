@@ -1,0 +1,22 @@
+#pragma once
+
+#include <memory>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/workspace.hpp>
+
+#include "moe/prepare_finalize.hpp"
+
+namespace fusedmoe {
+
+/// Prepare and finalize in the BatchedExperts format on one rank: each expert gets a batch [max_tokens, H]
+/// whose first rows are the tokens that chose it, in token order; afterwards the weighted rows are gathered
+/// back in slot order. Rows beyond the counts are never written.
+Result<std::unique_ptr<PrepareFinalize>> MakeBatchedPrepareFinalize(const MoeConfig& config,
+                                                                    const ActivationFormat& activation,
+                                                                    const ExpertsTraits& traits,
+                                                                    const ExpertMap& expert_map,
+                                                                    WorkspaceBook& book);
+
+}  // namespace fusedmoe
