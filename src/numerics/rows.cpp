@@ -213,6 +213,9 @@ bool IsNumeric(DType dtype) {
 }
 
 void DecodeRow(DType dtype, const std::byte* row, int64_t first_element, int64_t count, float* out) {
+  if (count <= 0) {
+    return;  // an empty row may have no address, which memcpy does not accept
+  }
   const auto from_table = [&](const auto& table) {
     DecodeWords<uint8_t>(row, first_element, count, out, [&table](uint8_t code) { return table[code]; });
   };
@@ -265,6 +268,9 @@ void DecodeRow(DType dtype, const std::byte* row, int64_t first_element, int64_t
 }
 
 void EncodeRow(DType dtype, const float* values, int64_t count, std::byte* out) {
+  if (count <= 0) {
+    return;  // an empty row may have no address, which memcpy does not accept
+  }
   switch (dtype) {
     case DType::kF32:
       std::memcpy(out, values, static_cast<size_t>(count) * 4);
