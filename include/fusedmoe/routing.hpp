@@ -40,24 +40,77 @@ enum class RoutingMethod : uint8_t {
 
 std::string_view RoutingMethodName(RoutingMethod method);
 std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name);
+/// "Default, Renormalize, ...", for messages.
+std::string RoutingMethodNames();
 
 enum class ScoreFunction : uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
+/// "softmax", "sigmoid", "sqrtsoftplus", as configuration files spell them.
+std::string_view ScoreFunctionName(ScoreFunction score);
+std::optional<ScoreFunction> ParseScoreFunction(std::string_view name);
 
+<<<<<<< HEAD
 /// Ids and weights of one token batch are written in descending weight order, equal weights by ascending id.
 using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
                                          bool renormalize, int32_t* topk_ids, float* topk_weights)>;
+=======
+/// vLLM's list of methods grew, and old numbers changed their meaning: which list is meant.
+enum class RoutingEra : uint8_t {
+  kSeed,       ///< April 2026: Custom 6, Simulated 7, Unspecified 8
+  kHead,       ///< May 2026: SigmoidRenorm 6, MiniMax2 7, Unspecified 8, the rest from 100
+  kNewest,     ///< later: as kHead, with Sigmoid 8 and Unspecified 9
+  kFlashInfer  ///< FlashInfer's own enumeration: as kNewest without the hundreds, Unspecified 10
+};
+/// The number of a method in that list; nothing where the list does not know it. Files of ours hold names
+/// only.
+std::optional<int> RoutingMethodValue(RoutingMethod method, RoutingEra era);
+std::optional<RoutingMethod> RoutingMethodOfValue(int value, RoutingEra era);
+>>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
 
-/// Which experts a token goes to, and with what weight.
+/// What a model's configuration says of its router.
+struct RouterDescription {
+  /// Nothing: a function that no method here has.
+  std::optional<ScoreFunction> score = ScoreFunction::kSoftmax;
+  int64_t top_k = 1;
+  bool renormalize = false;
+  int64_t num_expert_groups = 0;  ///< 0: none given
+  bool has_correction_bias = false;
+  float scaling_factor = 1.0F;  ///< looked at by kNewest only
+};
+/// The label that vLLM of that era gives the router. It decides which kernels may route by themselves; it
+/// ignores groups of routers without a bias, so kUnspecified and the softmax labels do not say that there are
+/// none.
+RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra era = RoutingEra::kHead);
+
+/// Fills [M, top_k] ids and weights of a whole batch, in any order. Called once a batch, from the calling
+/// thread.
+using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
+                                         bool renormalize, int32_t* topk_ids, float* topk_weights)>;
+
+/// Which experts a token goes to, and with what weight. Groups and the scaling factor act with every method;
+/// the fields that only some methods read say so.
 struct RoutingConfig {
   RoutingMethod method = RoutingMethod::kRenormalize;
   int64_t top_k = 1;
-  ScoreFunction score = ScoreFunction::kSoftmax;  ///< for kGroupedTopK and biased methods
+  ScoreFunction score = ScoreFunction::kSoftmax;  ///< kGroupedTopK and kUnspecified
+  /// Weights divided by their sum: kDeepSeekV3, kMiniMax2, kGroupedTopK, kSoftmaxBias, kDeepseekV4,
+  /// kUnspecified, kSimulated; handed to kCustom. The other methods say it by their name.
   bool renormalize = true;
+<<<<<<< HEAD
   int64_t num_groups = 1;        ///< expert groups; 1: none
   int64_t topk_groups = 1;       ///< groups kept
   float scaling_factor = 1.0F;   ///< routed scaling, applied to the weights, exactly once
   float norm_epsilon = 0.0F;     ///< added to the sum that renormalization divides by
   float logit_softcap = 0.0F;    ///< x -> cap * tanh(x / cap) first; 0: none (Grok)
+=======
+  int64_t num_groups = 1;       ///< expert groups; 1: none
+  int64_t topk_groups = 1;      ///< groups kept
+  float scaling_factor = 1.0F;  ///< routed scaling, applied to the weights, exactly once
+  float norm_epsilon = 0.0F;    ///< added to the sum that renormalization divides by
+  float logit_softcap = 0.0F;   ///< x -> cap * tanh(x / cap) first; 0: none (Grok)
+  /// kDefault: take the top-k of x and weights exp(x - logsumexp(x)): the same where no probability
+  /// underflows.
+  bool select_on_logits = false;
+>>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
   float jitter = 0.01F;          ///< kSparseMixer's neighbourhood half-width
   int64_t num_zero_experts = 0;  ///< identity experts whose ids follow the real ones (LongCat)
   std::string simulation;        ///< kSimulated: "uniform_random" or "normal_routing"
@@ -74,12 +127,26 @@ struct RoutingInputs {
   TensorView token_id_to_experts;  ///< [vocabulary, top_k] integer table of hash routing
 };
 
+/// The most experts that Route handles.
+inline constexpr int64_t kMaxRoutedExperts = 2048;
+
 /// Chooses experts for M tokens. `topk_ids` [M, k] I32 and `topk_weights` [M, k] F32 are dense and written in
+<<<<<<< HEAD
 /// descending weight order (ties: lower id). fp32 throughout; a NaN or infinite score counts as 0
 /// (docs/routing.md). Allocates nothing for E <= 1024; the result does not depend on the executor. Errors:
 /// kUnsupported or kUsage when the configuration cannot be met (top_k > E, groups that do not divide E),
 /// naming both values.
+=======
+/// descending weight order (ties: lower id), except that hash routing keeps the order of its table. fp32
+/// throughout; a NaN or infinite score counts as 0 (docs/routing.md). Allocates nothing unless it fails; the
+/// result does not depend on the executor. Errors: kUsage when the configuration cannot be met (top_k > E,
+/// groups that do not divide E, a bias that the method does not have), naming both values; kBadInput for ids
+/// out of range from a table or callback.
+>>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
 Status Route(const RoutingConfig& config, const RoutingInputs& inputs, int32_t* topk_ids, float* topk_weights,
              const Executor& executor = {});
+
+/// What Route would object to, whatever the tokens. `num_experts` counts zero experts.
+Status ValidateRouting(const RoutingConfig& config, int64_t num_experts);
 
 }  // namespace fusedmoe

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "core/divisors.hpp"
 #include "parallel/eplb.hpp"
 
 namespace fusedmoe {
@@ -10,16 +11,6 @@ namespace {
 
 size_t At(int64_t index) {
   return static_cast<size_t>(index);
-}
-
-std::string DivisorsOf(int64_t size) {
-  std::string list;
-  for (int64_t divisor = 1; divisor <= std::min<int64_t>(size, 4096); ++divisor) {
-    if (size % divisor == 0) {
-      list += (list.empty() ? "" : ", ") + std::to_string(divisor);
-    }
-  }
-  return list;
 }
 
 /// Sums runs of `run` consecutive loads.
@@ -135,11 +126,11 @@ Status CheckEplbShape(const EplbShape& shape) {
   }
   if (shape.num_physical % shape.num_ranks != 0) {
     return Status::Usage(fmt::format("{} expert slots cannot be shared equally by {} ranks; they can by {}",
-                                     shape.num_physical, shape.num_ranks, DivisorsOf(shape.num_physical)));
+                                     shape.num_physical, shape.num_ranks, DivisorList(shape.num_physical)));
   }
   if (shape.num_experts % shape.num_groups != 0) {
     return Status::Usage(fmt::format("{} experts cannot be split into {} equal groups; they can into {}",
-                                     shape.num_experts, shape.num_groups, DivisorsOf(shape.num_experts)));
+                                     shape.num_experts, shape.num_groups, DivisorList(shape.num_experts)));
   }
   return Status::Ok();
 }

@@ -5,6 +5,7 @@
 #include <fusedmoe/parallel.hpp>
 
 #include "core/checked_math.hpp"
+#include "core/divisors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -22,19 +23,6 @@ Status CheckPlacement(int64_t num_experts, int64_t ep_size, int64_t ep_rank) {
                     ep_rank, ep_size));
   }
   return Status::Ok();
-}
-
-/// The parts into which `size` can be split so that each is a multiple of `multiple`: "1, 2, 4, 8".
-std::string SplitsOf(int64_t size, int64_t multiple) {
-  constexpr int kMostListed = 24;
-  std::string list;
-  int listed = 0;
-  for (int64_t parts = 1; parts * multiple <= size && parts <= 4096 && listed < kMostListed; ++parts) {
-    if (size % parts == 0 && size / parts % multiple == 0) {
-      list += (listed++ == 0 ? "" : ", ") + std::to_string(parts);
-    }
-  }
-  return list;
 }
 
 }  // namespace
@@ -158,12 +146,11 @@ Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_expe
                                      intermediate, intermediate_multiple, config.tp_size));
   }
   if (intermediate % config.tp_size != 0 || intermediate / config.tp_size % intermediate_multiple != 0) {
-    const std::string splits = SplitsOf(intermediate, intermediate_multiple);
     const std::string grain =
         intermediate_multiple == 1 ? "" : fmt::format(" into multiples of {}", intermediate_multiple);
-    return Status::Usage(fmt::format(
-        "intermediate size {} cannot be split over {} tensor-parallel ranks{}; it can be split over {}",
-        intermediate, config.tp_size, grain, splits.empty() ? "no number of ranks" : splits));
+    return Status::Usage(
+        fmt::format("intermediate size {} cannot be split over {} tensor-parallel ranks{}; ranks could be {}",
+                    intermediate, config.tp_size, grain, DivisorList(intermediate, intermediate_multiple)));
   }
   const int64_t physical = num_experts + config.num_redundant_experts;
   if (config.enable_eplb && physical % config.ep_size != 0) {
@@ -172,7 +159,7 @@ Result<RankSizes> DeriveRankSizes(const ParallelConfig& config, int64_t num_expe
         "{} experts and {} redundant ones cannot be shared equally by {} ranks, as load balancing needs; "
         "redundant experts could be {}, {}, {}; ranks could be {}",
         num_experts, config.num_redundant_experts, config.ep_size, fitting, fitting + config.ep_size,
-        fitting + 2 * config.ep_size, SplitsOf(physical, 1)));
+        fitting + 2 * config.ep_size, DivisorList(physical)));
   }
   return RankSizes{.num_physical_experts = physical,
                    .num_local_experts = NumLocalExperts(physical, config.ep_size, config.ep_rank),
