@@ -48,11 +48,6 @@ enum class ScoreFunction : uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 std::string_view ScoreFunctionName(ScoreFunction score);
 std::optional<ScoreFunction> ParseScoreFunction(std::string_view name);
 
-<<<<<<< HEAD
-/// Ids and weights of one token batch are written in descending weight order, equal weights by ascending id.
-using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
-                                         bool renormalize, int32_t* topk_ids, float* topk_weights)>;
-=======
 /// vLLM's list of methods grew, and old numbers changed their meaning: which list is meant.
 enum class RoutingEra : uint8_t {
   kSeed,       ///< April 2026: Custom 6, Simulated 7, Unspecified 8
@@ -64,7 +59,6 @@ enum class RoutingEra : uint8_t {
 /// only.
 std::optional<int> RoutingMethodValue(RoutingMethod method, RoutingEra era);
 std::optional<RoutingMethod> RoutingMethodOfValue(int value, RoutingEra era);
->>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
 
 /// What a model's configuration says of its router.
 struct RouterDescription {
@@ -95,13 +89,6 @@ struct RoutingConfig {
   /// Weights divided by their sum: kDeepSeekV3, kMiniMax2, kGroupedTopK, kSoftmaxBias, kDeepseekV4,
   /// kUnspecified, kSimulated; handed to kCustom. The other methods say it by their name.
   bool renormalize = true;
-<<<<<<< HEAD
-  int64_t num_groups = 1;        ///< expert groups; 1: none
-  int64_t topk_groups = 1;       ///< groups kept
-  float scaling_factor = 1.0F;   ///< routed scaling, applied to the weights, exactly once
-  float norm_epsilon = 0.0F;     ///< added to the sum that renormalization divides by
-  float logit_softcap = 0.0F;    ///< x -> cap * tanh(x / cap) first; 0: none (Grok)
-=======
   int64_t num_groups = 1;       ///< expert groups; 1: none
   int64_t topk_groups = 1;      ///< groups kept
   float scaling_factor = 1.0F;  ///< routed scaling, applied to the weights, exactly once
@@ -110,7 +97,6 @@ struct RoutingConfig {
   /// kDefault: take the top-k of x and weights exp(x - logsumexp(x)): the same where no probability
   /// underflows.
   bool select_on_logits = false;
->>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
   float jitter = 0.01F;          ///< kSparseMixer's neighbourhood half-width
   int64_t num_zero_experts = 0;  ///< identity experts whose ids follow the real ones (LongCat)
   std::string simulation;        ///< kSimulated: "uniform_random" or "normal_routing"
@@ -131,18 +117,11 @@ struct RoutingInputs {
 inline constexpr int64_t kMaxRoutedExperts = 2048;
 
 /// Chooses experts for M tokens. `topk_ids` [M, k] I32 and `topk_weights` [M, k] F32 are dense and written in
-<<<<<<< HEAD
-/// descending weight order (ties: lower id). fp32 throughout; a NaN or infinite score counts as 0
-/// (docs/routing.md). Allocates nothing for E <= 1024; the result does not depend on the executor. Errors:
-/// kUnsupported or kUsage when the configuration cannot be met (top_k > E, groups that do not divide E),
-/// naming both values.
-=======
 /// descending weight order (ties: lower id), except that hash routing keeps the order of its table. fp32
 /// throughout; a NaN or infinite score counts as 0 (docs/routing.md). Allocates nothing unless it fails; the
 /// result does not depend on the executor. Errors: kUsage when the configuration cannot be met (top_k > E,
 /// groups that do not divide E, a bias that the method does not have), naming both values; kBadInput for ids
 /// out of range from a table or callback.
->>>>>>> 76f48fd (routing: every method, derived labels, packed ids, replica choice)
 Status Route(const RoutingConfig& config, const RoutingInputs& inputs, int32_t* topk_ids, float* topk_weights,
              const Executor& executor = {});
 

@@ -14,7 +14,9 @@ std::string DivisorList(int64_t size, int64_t multiple) {
   int listed = 0;
   for (int64_t parts = 1; parts <= std::min(size / multiple, kLargest) && listed < kMostListed; ++parts) {
     if (size % parts == 0 && size / parts % multiple == 0) {
-      list += listed++ == 0 ? "" : ", ";
+      if (listed++ > 0) {
+        list.append(", ");
+      }
       list += std::to_string(parts);
     }
   }

@@ -292,7 +292,9 @@ TEST(Routing, ImpossibleConfigurationsNameBothValues) {
   refusal([](auto& c) { c.scaling_factor = kNan; });
   refusal([](auto& c) { c.norm_epsilon = -1.0F; });
   refusal([](auto& c) { c.method = RoutingMethod::kCustom; });
-  EXPECT_NE(refusal([](auto& c) { c.method = RoutingMethod::kSimulated, c.simulation = "x"; }).find("'x'"),
+  EXPECT_NE(refusal([](auto& c) {
+              c.method = RoutingMethod::kSimulated, c.simulation.assign("gaussian");
+            }).find("'gaussian'"),
             std::string::npos);
   refusal([](auto& c) { c.method = RoutingMethod::kSparseMixer, c.num_groups = 4, c.topk_groups = 2; });
   refusal([](auto& c) { c.method = RoutingMethod::kMiniMax2; }, std::vector<float>(11, 0.0F));
