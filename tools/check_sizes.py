@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
+import check_layers
 import source_tree
 
 MOST_LINES = 800
 MOST_README_LINES = 40
-UNDESCRIBED = ("src/config", "src/parallel", "src/quant", "src/routing", "src/weights", "src/checkpoint", "src/layer",
-               "src/prepare_finalize", "src/experts")
 CAPPED = (*source_tree.CPP_SUFFIXES, ".py", ".cmake", ".sh", "CMakeLists.txt", "Makefile")
 
 
@@ -18,13 +17,15 @@ def check(root):
             lines = source_tree.read(root, name).count("\n")
             if lines > MOST_LINES:
                 found.append(f"{name}: {lines} lines (at most {MOST_LINES}; split it by what its parts do)")
-    modules = {"/".join(name.split("/")[:2]) for name in source_tree.cpp_files(root, ("src",)) if name.count("/") > 1}
+    table = Path(root) / "tools" / "layers.txt"
+    layers = check_layers.Table(table.read_text() if table.exists() else "")
+    modules = {layers.module_of(name[len("src/"):]) for name in source_tree.cpp_files(root, ("src",))} - {None}
     for name in source_tree.files(root):
         if name.startswith("src/") and name.endswith("/README.md"):
             lines = source_tree.read(root, name).count("\n")
             if lines > MOST_README_LINES:
                 found.append(f"{name}: {lines} lines (at most {MOST_README_LINES})")
     for module in sorted(modules):
-        if module not in UNDESCRIBED and not (Path(root) / module / "README.md").exists():
-            found.append(f"{module}: no README.md (purpose, what it may include, where to enter, how to extend)")
+        if not (Path(root) / "src" / module / "README.md").exists():
+            found.append(f"src/{module}: no README.md (purpose, what it may include, where to enter, how to extend)")
     return found

@@ -125,7 +125,7 @@ std::string CpuName() {
   std::string name;
 #if defined(__x86_64__)
   std::array<uint32_t, 12> words = {};
-  if (__get_cpuid_max(0x80000000U, nullptr) >= 0x80000004U) {
+  if (static_cast<uint32_t>(__get_cpuid_max(0x80000000U, nullptr)) >= 0x80000004U) {
     for (uint32_t leaf = 0; leaf < 3; ++leaf) {
       uint32_t* out = words.data() + 4 * leaf;
       __get_cpuid(0x80000002U + leaf, out, out + 1, out + 2, out + 3);
