@@ -30,8 +30,10 @@ struct TensorInfo {
   std::string name;
   DType dtype = DType::kF32;
   Shape shape;
-  std::string file;
+  std::string file;  ///< relative to the directory
   int64_t bytes = 0;
+  /// Why Load refuses it (a dtype or rank that this library does not know); empty: it does not.
+  std::string problem;
 };
 
 /// The router of a layer and what goes with it. Tensors borrow from the checkpoint or own a converted copy.

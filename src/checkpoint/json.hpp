@@ -1,0 +1,108 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe::checkpoint {
+
+/// A pull parser over JSON text that outlives it: the caller asks for what it expects next, nothing is built. The
+/// first mistake ends the parse; afterwards every call returns false and `status` says where and why. Depth is bounded.
+/// Accepts what Python's json module writes (NaN, Infinity, -Infinity as numbers).
+class JsonReader {
+ public:
+  enum class Kind : uint8_t { kObject, kArray, kString, kNumber, kBool, kNull, kInvalid };
+
+  explicit JsonReader(std::string_view text) : text_(text) {}
+
+  Kind Peek();
+  bool EnterObject();
+  /// The next key of the current object; false at its end (which is consumed) or after a mistake.
+  bool NextKey(std::string_view* key);
+  bool EnterArray();
+  /// True when another element follows; false at the end of the array (consumed) or after a mistake.
+  bool NextElement();
+  /// The string's characters, unescaped. The view stays valid as long as the reader.
+  bool String(std::string_view* value);
+  /// A number without fraction or exponent that fits in 64 bits.
+  bool Integer(int64_t* value);
+  /// Any number; `integer` is set when it is one.
+  bool Number(double* value, std::optional<int64_t>* integer);
+  bool Bool(bool* value);
+  bool Null();
+  bool Skip();
+  /// True when nothing but white space follows.
+  bool Finish();
+
+  bool ok() const { return error_.ok(); }
+  const Status& status() const { return error_; }
+  size_t position() const { return position_; }
+  /// Records a mistake of the caller's own at the current position.
+  bool Fail(std::string message);
+
+ private:
+  void SkipSpace();
+  bool Expect(char c);
+  bool Literal(std::string_view word);
+  bool Enter(char open);
+  bool StringSlow(size_t begin, std::string_view* value);
+  bool HexQuad(uint32_t* value);
+
+  std::string_view text_;
+  size_t position_ = 0;
+  std::vector<char> open_;   // closing bracket of each open container
+  bool first_ = false;       // no element of the current container was seen yet
+  std::deque<std::string> unescaped_;
+  Status error_;
+};
+
+/// A parsed document: for configuration files, which are small. Object members keep their order; duplicate keys are
+/// refused.
+class JsonValue {
+ public:
+  using Kind = JsonReader::Kind;
+
+  static Result<JsonValue> Parse(std::string_view text);
+
+  Kind kind() const { return kind_; }
+  bool is_null() const { return kind_ == Kind::kNull; }
+  bool is_object() const { return kind_ == Kind::kObject; }
+  bool is_array() const { return kind_ == Kind::kArray; }
+  bool is_string() const { return kind_ == Kind::kString; }
+  bool is_number() const { return kind_ == Kind::kNumber; }
+  bool is_bool() const { return kind_ == Kind::kBool; }
+
+  /// Empty unless the value is a string.
+  const std::string& string() const { return string_; }
+  bool boolean() const { return boolean_; }
+  double number() const { return number_; }
+  /// Set when the number is an integer (also when it was written as 128.0).
+  std::optional<int64_t> integer() const;
+  const std::vector<JsonValue>& items() const { return items_; }
+  const std::vector<std::pair<std::string, JsonValue>>& members() const { return members_; }
+
+  /// The member of that name; null when there is none, when it is JSON null, or when this is no object.
+  const JsonValue* Find(std::string_view key) const;
+
+  /// How the value would be written, shortened: for messages.
+  std::string ToString() const;
+
+ private:
+  static bool Build(JsonReader& reader, JsonValue* value);
+
+  Kind kind_ = Kind::kNull;
+  bool boolean_ = false;
+  double number_ = 0.0;
+  std::optional<int64_t> integer_;
+  std::string string_;
+  std::vector<JsonValue> items_;
+  std::vector<std::pair<std::string, JsonValue>> members_;
+};
+
+}  // namespace fusedmoe::checkpoint

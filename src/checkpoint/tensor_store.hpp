@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/tensor.hpp>
+
+#include "platform/file.hpp"
+
+namespace fusedmoe::checkpoint {
+
+/// The tensors of a directory: one safetensors file, or shards with an index. Knows names, shapes and places; says
+/// nothing about what the tensors mean. Immutable; safe from many threads.
+class TensorStore {
+ public:
+  static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory, const CheckpointOptions& options);
+
+  const std::vector<TensorInfo>& tensors() const { return tensors_; }
+  /// Null when there is no tensor of that name.
+  const TensorInfo* Find(std::string_view name) const;
+  bool Has(std::string_view name) const { return Find(name) != nullptr; }
+
+  /// kBadInput when the tensor is missing or cannot be used.
+  Result<Tensor> Load(std::string_view name) const;
+  /// Rows [first, first + count) of the first axis; only these bytes are read. The rank is kept.
+  Result<Tensor> LoadRows(std::string_view name, int64_t first, int64_t count) const;
+  /// The sub-tensor at `index` of the first axis, one dimension less.
+  Result<Tensor> LoadItem(std::string_view name, int64_t index) const;
+
+  /// Puts the file of a tensor, when it is known, and its name into a failure.
+  Status Blame(Status status, std::string_view name) const;
+
+ private:
+  struct Place {
+    int32_t file = 0;
+    int64_t begin = 0;
+  };
+
+  Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
+  Result<size_t> Require(std::string_view name) const;
+  Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
+
+  std::string source_;  // the index, or the directory: where a missing tensor should have been
+  std::vector<TensorInfo> tensors_;
+  std::vector<Place> places_;  // parallel to tensors_
+  std::vector<std::shared_ptr<const platform::InputFile>> files_;
+  std::unordered_map<std::string_view, size_t> by_name_;
+};
+
+/// The path of `name` in `directory`, refused (kBadInput) when it leaves the directory: absolute, with "..", or through a
+/// symbolic link (links into the blobs of a Hugging Face cache are its normal form, and accepted).
+Result<std::string> ResolveInside(const std::string& directory, std::string_view name);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,232 @@
+#include "platform/file.hpp"
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace fusedmoe::platform {
+namespace {
+
+// Linux transfers at most 0x7ffff000 bytes in one call.
+constexpr int64_t kLargestTransfer = int64_t{1} << 30;
+
+std::string ErrorText(int error) { return std::strerror(error); }
+
+class Descriptor {
+ public:
+  explicit Descriptor(int value) : value_(value) {}
+  ~Descriptor() {
+    if (value_ >= 0) close(value_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return value_; }
+
+ private:
+  int value_;
+};
+
+Status WriteAll(int descriptor, int64_t offset, std::span<const std::byte> bytes, const std::string& path) {
+  int64_t done = 0;
+  const auto total = static_cast<int64_t>(bytes.size());
+  while (done < total) {
+    const auto want = static_cast<size_t>(std::min(total - done, kLargestTransfer));
+    const ssize_t wrote = pwrite(descriptor, bytes.data() + done, want, offset + done);
+    if (wrote < 0) {
+      if (errno == EINTR) continue;
+      return Status::System(fmt::format("cannot write {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
+          .WithFile(path);
+    }
+    done += wrote;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size) {
+  constexpr int64_t kAlignment = 64;
+  if (size < 0 || size > INT64_MAX - kAlignment) {
+    return Status::System(fmt::format("cannot allocate {} bytes", size));
+  }
+  const int64_t rounded = (std::max<int64_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(rounded));
+  if (memory == nullptr) {
+    return Status::System(fmt::format("cannot allocate {} bytes of memory", size));
+  }
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); });
+}
+
+Result<int> InputFile::OpenDescriptor(const std::string& path) {
+  int descriptor = -1;
+  do {
+    // Non-blocking, so that a FIFO in the place of a file cannot hang us; regular files ignore it.
+    descriptor = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  } while (descriptor < 0 && errno == EINTR);
+  if (descriptor < 0) {
+    const int error = errno;
+    std::string message = fmt::format("cannot open the file: {}", ErrorText(error));
+    const bool absent = error == ENOENT || error == ENOTDIR || error == ELOOP || error == ENAMETOOLONG;
+    return (absent ? Status::BadInput(std::move(message)) : Status::System(std::move(message))).WithFile(path);
+  }
+  return descriptor;
+}
+
+Result<InputFile::Identity> InputFile::Identify(int descriptor, const std::string& path) {
+  struct stat status {};
+  if (fstat(descriptor, &status) != 0) {
+    return Status::System(fmt::format("cannot read the file's status: {}", ErrorText(errno))).WithFile(path);
+  }
+  if (!S_ISREG(status.st_mode)) {
+    return Status::BadInput("not a regular file").WithFile(path);
+  }
+  return Identity{static_cast<uint64_t>(status.st_dev), static_cast<uint64_t>(status.st_ino),
+                  static_cast<int64_t>(status.st_size), static_cast<int64_t>(status.st_mtim.tv_sec),
+                  static_cast<int64_t>(status.st_mtim.tv_nsec)};
+}
+
+Result<std::shared_ptr<const InputFile>> InputFile::Open(const std::string& path, FileAccess access) {
+  FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path));
+  const Descriptor descriptor(raw);
+  FMOE_ASSIGN_OR_RETURN(const Identity identity, Identify(descriptor.get(), path));
+  std::shared_ptr<InputFile> file(new InputFile(path, identity));
+  if (access == FileAccess::kMap && identity.size > 0) {
+    const auto length = static_cast<size_t>(identity.size);
+    void* address = mmap(nullptr, length, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
+    if (address == MAP_FAILED) {
+      return Status::System(fmt::format("cannot map {} bytes: {}", length, ErrorText(errno)))
+          .WithFile(path)
+          .WithHint("read the file instead (--io pread)");
+    }
+    file->mapping_ = std::shared_ptr<const void>(address, [length](const void* p) { munmap(const_cast<void*>(p), length); });
+  }
+  return std::shared_ptr<const InputFile>(std::move(file));
+}
+
+InputFile::~InputFile() = default;
+
+Status InputFile::CheckRange(int64_t offset, int64_t count) const {
+  if (offset < 0 || count < 0 || offset > identity_.size || count > identity_.size - offset) {
+    return Status::BadInput(
+               fmt::format("bytes [{}, {} + {}) lie outside the file of {} bytes", offset, offset, count, identity_.size))
+        .WithFile(path_);
+  }
+  return Status::Ok();
+}
+
+Status InputFile::CheckUnchanged(int descriptor) const {
+  FMOE_ASSIGN_OR_RETURN(const Identity now, Identify(descriptor, path_));
+  if (now == identity_) return Status::Ok();
+  return Status::BadInput(fmt::format("the file changed while it was in use: {} bytes when opened, {} now{}", identity_.size,
+                                      now.size, now.size == identity_.size ? ", with another inode or time" : ""))
+      .WithFile(path_)
+      .WithHint("open the checkpoint again when its writer is done");
+}
+
+Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) const {
+  const auto count = static_cast<int64_t>(destination.size());
+  FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
+  FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path_));
+  const Descriptor descriptor(raw);
+  FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
+  int64_t done = 0;
+  while (done < count) {
+    const auto want = static_cast<size_t>(std::min(count - done, kLargestTransfer));
+    const ssize_t got = pread(descriptor.get(), destination.data() + done, want, offset + done);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) {
+      return Status::System(fmt::format("cannot read {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
+          .WithFile(path_);
+    }
+    if (got == 0) {
+      return Status::BadInput(fmt::format("the file ended at byte {} while {} were expected", offset + done, identity_.size))
+          .WithFile(path_)
+          .WithHint("it shrank while it was read");
+    }
+    done += got;
+  }
+  return CheckUnchanged(descriptor.get());
+}
+
+Result<FileBytes> InputFile::Read(int64_t offset, int64_t count) const {
+  FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
+  if (mapping_ != nullptr) {
+    // A page beyond the end of a file that shrank raises SIGBUS; the check narrows that window to the use itself.
+    FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path_));
+    const Descriptor descriptor(raw);
+    FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
+    return FileBytes{static_cast<const std::byte*>(mapping_.get()) + offset, count, mapping_};
+  }
+  FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, AllocateBytes(count));
+  FMOE_RETURN_IF_ERROR(ReadInto(offset, {memory.get(), static_cast<size_t>(count)}));
+  const std::byte* data = memory.get();
+  return FileBytes{data, count, std::move(memory)};
+}
+
+Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
+  FMOE_ASSIGN_OR_RETURN(auto file, InputFile::Open(path, FileAccess::kRead));
+  if (file->size() > limit) {
+    return Status::BadInput(fmt::format("the file has {} bytes; at most {} are accepted", file->size(), limit)).WithFile(path);
+  }
+  std::string text(static_cast<size_t>(file->size()), '\0');
+  FMOE_RETURN_IF_ERROR(file->ReadInto(0, std::as_writable_bytes(std::span<char>(text))));
+  return text;
+}
+
+Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
+  std::string temporary = path + ".XXXXXX";
+  const int descriptor = mkostemp(temporary.data(), O_CLOEXEC);
+  if (descriptor < 0) {
+    return Status::System(fmt::format("cannot create a file beside it: {}", ErrorText(errno))).WithFile(path);
+  }
+  // mkostemp makes files that only the owner can read; a checkpoint gets what the umask leaves of 0666.
+  const mode_t mask = umask(0);
+  umask(mask);
+  fchmod(descriptor, 0666 & ~mask);
+  return std::unique_ptr<OutputFile>(new OutputFile(descriptor, path, std::move(temporary)));
+}
+
+OutputFile::~OutputFile() {
+  if (descriptor_ < 0) return;
+  close(descriptor_);
+  unlink(temporary_.c_str());
+}
+
+Status OutputFile::Resize(int64_t size) {
+  if (ftruncate(descriptor_, size) != 0) {
+    return Status::System(fmt::format("cannot reserve {} bytes: {}", size, ErrorText(errno))).WithFile(path_);
+  }
+  return Status::Ok();
+}
+
+Status OutputFile::Append(std::span<const std::byte> bytes) {
+  FMOE_RETURN_IF_ERROR(WriteAll(descriptor_, position_, bytes, path_));
+  position_ += static_cast<int64_t>(bytes.size());
+  return Status::Ok();
+}
+
+Status OutputFile::WriteAt(int64_t offset, std::span<const std::byte> bytes) {
+  return WriteAll(descriptor_, offset, bytes, path_);
+}
+
+Status OutputFile::Commit() {
+  int result = fsync(descriptor_);
+  if (result == 0 || errno == EINVAL) {
+    result = close(descriptor_);
+    descriptor_ = -1;
+    if (result == 0) result = rename(temporary_.c_str(), path_.c_str());
+  }
+  if (result == 0) return Status::Ok();
+  const int error = errno;
+  if (descriptor_ < 0) unlink(temporary_.c_str());
+  return Status::System(fmt::format("cannot finish the file: {}", ErrorText(error))).WithFile(path_);
+}
+
+}  // namespace fusedmoe::platform

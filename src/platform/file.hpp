@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe::platform {
+
+enum class FileAccess : uint8_t {
+  kRead,  ///< every read copies: a file that shrinks meanwhile is an error, never a signal
+  kMap    ///< reads borrow from a private mapping, whose size is checked against the file at each read
+};
+
+/// Bytes of a file and what keeps them alive. The memory is 64-byte aligned when it was copied.
+struct FileBytes {
+  const std::byte* data = nullptr;
+  int64_t size = 0;
+  std::shared_ptr<const void> owner;
+};
+
+/// A regular file opened for reading, with the identity (device, inode, size, modification time) that it had then. Every
+/// read compares the file with that identity before and after, so that a file that was replaced, truncated or
+/// rewritten meanwhile gives an error (kBadInput) instead of a mixture of old and new bytes. Immutable; reads are safe
+/// from many threads. No descriptor is kept between reads: a checkpoint may have more shards than a process may have
+/// open files.
+class InputFile {
+ public:
+  /// Fails (kSystem) when the file cannot be opened, and (kBadInput) when it is not a regular file.
+  static Result<std::shared_ptr<const InputFile>> Open(const std::string& path, FileAccess access);
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  int64_t size() const { return identity_.size; }
+
+  /// Bytes [offset, offset + count), copied or borrowed. The range must lie in the file (kBadInput otherwise).
+  Result<FileBytes> Read(int64_t offset, int64_t count) const;
+  /// The same, always copied, into memory of the caller.
+  Status ReadInto(int64_t offset, std::span<std::byte> destination) const;
+
+ private:
+  struct Identity {
+    uint64_t device = 0, inode = 0;
+    int64_t size = 0, modified_seconds = 0, modified_nanoseconds = 0;
+    bool operator==(const Identity&) const = default;
+  };
+
+  InputFile(std::string path, Identity identity) : path_(std::move(path)), identity_(identity) {}
+  Status CheckRange(int64_t offset, int64_t count) const;
+  Status CheckUnchanged(int descriptor) const;
+  static Result<int> OpenDescriptor(const std::string& path);
+  static Result<Identity> Identify(int descriptor, const std::string& path);
+
+  std::string path_;
+  Identity identity_;
+  std::shared_ptr<const void> mapping_;  // null unless mapped
+};
+
+/// The whole file as text. Refuses files above `limit` bytes (kBadInput).
+Result<std::string> ReadTextFile(const std::string& path, int64_t limit);
+
+/// Memory for `size` bytes, 64-byte aligned, uninitialised. Fails (kSystem) when it cannot be had.
+Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size);
+
+/// Writes a file under a temporary name in the directory of `path` and renames it in Commit, so that nobody ever sees
+/// a half-written file and existing mappings of an older one stay whole. Without Commit the destructor removes it.
+class OutputFile {
+ public:
+  static Result<std::unique_ptr<OutputFile>> Create(const std::string& path);
+  ~OutputFile();
+  OutputFile(const OutputFile&) = delete;
+  OutputFile& operator=(const OutputFile&) = delete;
+
+  /// Reserves the final size, so that a full disk shows before hours of work.
+  Status Resize(int64_t size);
+  Status Append(std::span<const std::byte> bytes);
+  Status WriteAt(int64_t offset, std::span<const std::byte> bytes);
+  /// Flushes to the device and moves the file to its final name.
+  Status Commit();
+
+ private:
+  OutputFile(int descriptor, std::string path, std::string temporary)
+      : descriptor_(descriptor), path_(std::move(path)), temporary_(std::move(temporary)) {}
+
+  int descriptor_ = -1;
+  std::string path_, temporary_;
+  int64_t position_ = 0;
+};
+
+}  // namespace fusedmoe::platform
