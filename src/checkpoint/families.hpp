@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/routing.hpp>
+
+/// The families of models, as data: where a layer keeps its tensors and what its numbers mean. families.inc has a row
+/// for each; lists are words separated by spaces, in order of preference.
+namespace fusedmoe::checkpoint {
+
+/// How a fused tensor [E, x, y] lies; per-expert tensors are always [out, in].
+enum class FusedLayout : uint8_t {
+  kOutIn,             ///< [E, 2I, H] gate rows first; [E, H, I]
+  kInOut,             ///< [E, H, 2I] gate columns first; [E, I, H]
+  kInOutInterleaved,  ///< [E, H, 2I] gate at even columns; [E, I, H]
+  kOutInInterleaved,  ///< [E, 2I, H] gate at even rows; [E, H, I]
+  kByShape            ///< in-out when the shape says so alone, else out-in (Qwen3-VL-MoE: both circulate)
+};
+
+enum class Renormalize : uint8_t {
+  kAlways,
+  kNever,
+  kConfigTrue,  ///< by the configuration; silent means yes
+  kConfigFalse  ///< by the configuration; silent means no
+};
+
+/// What of routing is a property of the family; the rest comes from the configuration.
+struct FamilyRouting {
+  ScoreFunction score = ScoreFunction::kSoftmax;  ///< unless the configuration names another
+  Renormalize renormalize = Renormalize::kConfigFalse;
+  /// A method that scores and bias alone do not tell; kUnspecified: derived from them (DeriveMethod).
+  RoutingMethod method = RoutingMethod::kUnspecified;
+  float norm_epsilon = 0.0F;
+  bool ignore_groups = false;      ///< the configuration's groups mean something else, or nothing
+  bool ignore_score_key = false;   ///< the configuration's scoring_func is not the router's
+  float default_scaling = 1.0F;    ///< when the configuration has no routed scaling
+  bool ignore_scaling = false;
+};
+
+struct FamilyActivation {
+  ActivationKind kind = ActivationKind::kSilu;  ///< when the configuration is silent or `fixed`
+  bool fixed = false;                           ///< hidden_act of the configuration does not apply to experts
+  bool gated = true;
+  float alpha = 1.0F, beta = 0.0F, limit = 0.0F;  ///< limit: unless the configuration has swiglu_limit
+};
+
+struct Family {
+  std::string_view name;
+  std::string_view model_types;
+  /// Module of a layer that holds router and experts.
+  std::string_view blocks = "mlp";
+  /// Below the block.
+  std::string_view router = "gate.weight";
+  std::string_view correction_bias = "gate.e_score_correction_bias";
+  std::string_view shared = "shared_experts shared_expert";
+  std::string_view shared_gate = "";
+  FusedLayout fused = FusedLayout::kOutIn;
+  FamilyRouting routing;
+  FamilyActivation activation;
+  /// Configuration keys that this family spells unlike all others, before the common ones.
+  std::string_view experts_keys = "";
+  std::string_view top_k_keys = "";
+  std::string_view intermediate_keys = "";
+  /// Keys of the same name that must not be taken.
+  bool intermediate_size_is_dense = false;
+  /// Why layers of this family are refused (kUnsupported); empty: they are not.
+  std::string_view refused = "";
+};
+
+/// All rows, in the order of the table.
+std::span<const Family> FamilyTable();
+/// The row whose model_types list has the name, or null.
+const Family* FindFamily(std::string_view model_type);
+
+}  // namespace fusedmoe::checkpoint
