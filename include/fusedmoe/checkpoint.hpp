@@ -61,6 +61,16 @@ struct LayerDescription {
   int64_t expert_bytes = 0;  ///< on disk, all experts
 };
 
+/// Columns [begin, end) of the intermediate size that a rank has.
+struct IntermediateRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// The share of a tensor-parallel rank: whole blocks of the scheme, as even as they come, so that any intermediate size
+/// works; smaller units where there are fewer blocks than ranks. kUnsupported when even these do not go round.
+Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
+
 /// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata.
 /// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and
 /// errors name the file and the tensor.

@@ -44,7 +44,8 @@ struct FamilyActivation {
   ActivationKind kind = ActivationKind::kSilu;  ///< when the configuration is silent or `fixed`
   bool fixed = false;                           ///< hidden_act of the configuration does not apply to experts
   bool gated = true;
-  float alpha = 1.0F, beta = 0.0F, limit = 0.0F;  ///< limit: unless the configuration has swiglu_limit
+  float alpha = 1.0F, beta = 0.0F, limit = 0.0F;  ///< defaults of the configuration's swiglu_alpha, swiglu_limit
+  bool has_limit = false;                         ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
 };
 
 struct Family {
@@ -61,11 +62,9 @@ struct Family {
   FamilyRouting routing;
   FamilyActivation activation;
   /// Configuration keys that this family spells unlike all others, before the common ones.
-  std::string_view experts_keys = "";
-  std::string_view top_k_keys = "";
   std::string_view intermediate_keys = "";
-  /// Keys of the same name that must not be taken.
-  bool intermediate_size_is_dense = false;
+  /// [H] in the block, added to the output (JetMoE: its weights sum to 1, so that it is a bias of the down projection).
+  std::string_view output_bias = "";
   /// Why layers of this family are refused (kUnsupported); empty: they are not.
   std::string_view refused = "";
 };

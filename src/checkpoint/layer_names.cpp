@@ -215,6 +215,7 @@ std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family&
       names.router_bias = FirstPresent(store, names.block, "", kRouterBiases);
       if (names.router_bias == names.correction_bias) names.router_bias.clear();
       names.hash_table = FirstPresent(store, names.block, "", kHashTables);
+      names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
       FindShared(store, family, &names);
       return names;
     }

@@ -45,6 +45,7 @@ struct LayerNames {
   std::string router_bias;
   std::string correction_bias;
   std::string hash_table;
+  std::string output_bias;
   ExpertNames experts;
   std::string shared_gate_proj, shared_up, shared_down;  ///< names up to the suffix; gate empty when not gated
   std::string shared_weight_suffix = ".weight";

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/parallel.hpp>
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/weights.hpp>
+
+#include "checkpoint/layer_spec.hpp"
+
+namespace fusedmoe::checkpoint {
+
+/// What every loader of a layer shares; kept alive by the sources that it hands out.
+struct LayerContext {
+  std::shared_ptr<const TensorStore> store;
+  std::shared_ptr<const QuantRules> rules;
+  LayerSpec spec;
+};
+
+/// The scheme of the routed experts. kUnsupported when gate, up and down differ.
+Result<Scheme> RoutedScheme(const LayerContext& context);
+
+/// Experts `global_ids` (empty: all) in canonical form, this rank's columns of I.
+Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel,
+                                   const std::vector<int64_t>& global_ids);
+
+/// The joint size of the shared experts; 0: none.
+Result<int64_t> SharedIntermediate(const LayerContext& context);
+Result<Scheme> SharedScheme(const LayerContext& context);
+Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel);
+
+/// Bytes of all routed experts on disk.
+int64_t ExpertBytes(const LayerContext& context);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+#include "checkpoint/linear_format.hpp"
+
+/// The parts that the producers' readers put formats together from.
+namespace fusedmoe::checkpoint {
+
+inline WeightFormat Fp8Weight() { return {.element = DType::kF8E4M3}; }
+
+inline WeightFormat NvFp4Weight(int64_t group) {
+  return {.element = DType::kF4E2M1, .block = {1, group}, .block_scale_dtype = DType::kF8E4M3, .has_tensor_scale = true};
+}
+
+inline WeightFormat MxWeight(DType element) {
+  return {.element = element, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
+}
+
+/// Weight-only integers with optional zero points; group -1: one scale for each output row.
+inline WeightFormat IntegerWeight(int bits, int64_t group) {
+  return {.element = bits == 4 ? DType::kU4 : DType::kU8,
+          .block = {1, group},
+          .block_scale_dtype = DType::kBF16,
+          .may_have_zero_point = true};
+}
+
+inline ActivationFormat StaticFp8() { return {.element = DType::kF8E4M3, .group = kPerTensor, .static_tensor_scale = true}; }
+inline ActivationFormat TokenFp8() { return {.element = DType::kF8E4M3, .group = kPerRow}; }
+inline ActivationFormat BlockFp8(int64_t group) { return {.element = DType::kF8E4M3, .group = {1, group}}; }
+
+inline ActivationFormat NvFp4Input() {
+  return {.element = DType::kF4E2M1, .group = {1, 16}, .scale_dtype = DType::kF8E4M3, .static_tensor_scale = true};
+}
+
+inline ActivationFormat MxInput(DType element, MxScaleRule rule) {
+  ActivationFormat format{.element = element, .group = {1, 32}, .scale_dtype = DType::kF8E8M0};
+  format.rule.mx_scale = rule;
+  return format;
+}
+
+}  // namespace fusedmoe::checkpoint

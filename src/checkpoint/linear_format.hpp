@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe::checkpoint {
+
+/// How the codes of a matrix [out, in] lie in its tensor.
+enum class Packing : uint8_t {
+  kDirect,   ///< [out, in], sub-byte elements two a byte along `in` (stored as F4, U8 or I8)
+  kBits,     ///< compressed-tensors: I32 [out, ceil(in * bits / 32)], a bit stream of value + 2^(bits-1)
+  kGptq,     ///< I32 [in * bits / 32, out]
+  kAwq,      ///< I32 [in, out * bits / 32], nibbles in AWQ's order
+  kRowPairs  ///< ModelOpt INT4: U8 [out / 2, in], output rows 2j and 2j + 1 in one byte
+};
+
+/// How a module that multiplies by a matrix is stored: which tensors, and what they mean. Suffixes follow the module's
+/// name; empty ones do not exist. The first scale has the extent that `weight` says: blocks, rows or the matrix.
+struct LinearFormat {
+  WeightFormat weight;
+  ActivationFormat activation;
+  Packing packing = Packing::kDirect;
+  int bits = 0;  ///< of an integer code; 0 for floats
+  std::string_view codes = ".weight";
+  std::string_view scale;         ///< the first level
+  std::string_view second_scale;  ///< F32 of the matrix above blocks
+  std::string_view input_scale;
+  std::string_view zero_point;
+  std::string_view group_index;
+  std::string_view pre_quant_scale;
+  std::string_view shape;    ///< I64 [2]: rows and columns, to be compared
+  bool reciprocal = false;   ///< second_scale and input_scale are stored as 1 / scale
+  bool zero_plus_one = false;      ///< stored zero points are one too small (GPTQ v1)
+  bool twos_complement = false;    ///< packed integers are signed (Quark int4)
+  bool scale_is_in_out = false;    ///< scale and zero points are [in / group, out]
+  bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
+  bool quantized() const { return weight.quantized(); }
+};
+
+/// Everything that a format's readers fill in of a scheme: the name from the scheme table.
+Result<Scheme> SchemeOf(const LinearFormat& format);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,298 @@
+// compressed-tensors: groups of modules by class name, exact name or regular expression, each with a description of
+// weights and input activations; a list of modules to ignore.
+#include <algorithm>
+#include <regex>
+
+#include <fmt/format.h>
+
+#include "checkpoint/formats.hpp"
+#include "checkpoint/quant_rules.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+// std::regex recurses on its input; names and patterns beyond this are refused rather than risked.
+constexpr size_t kMaxPattern = 1024;
+constexpr size_t kMaxName = 1024;
+
+// What a scheme object ("weights", "input_activations") says.
+struct Args {
+  std::string type;  // "float", "int"
+  int64_t bits = 0;
+  std::string strategy;
+  int64_t group = 0;
+  int64_t block_rows = 0, block_cols = 0;
+  bool symmetric = true;
+  bool dynamic = false;
+  bool static_global = false;  // dynamic: "local": dynamic groups below a stored scale
+  bool e8m0 = false;
+};
+
+class Target {
+ public:
+  static Result<Target> Make(const std::string& text, const std::string& path) {
+    Target target;
+    target.text_ = text;
+    if (!text.starts_with("re:")) return target;
+    if (text.size() > kMaxPattern) {
+      return Status::BadInput(fmt::format("a pattern of {} characters; at most {} are accepted", text.size(), kMaxPattern)).WithFile(path);
+    }
+    // std::regex reports mistakes by exception only; this is where it is turned into a Status.
+    try {
+      target.regex_ = std::regex(text.substr(3), std::regex::ECMAScript | std::regex::optimize);
+    } catch (const std::regex_error&) {
+      return Status::BadInput(fmt::format("'{}' is no regular expression", text.substr(0, 200))).WithFile(path);
+    }
+    return target;
+  }
+  // Patterns are anchored at the beginning only, as Python's re.match does it.
+  bool Matches(const std::string& module) const {
+    if (regex_) {
+      if (module.size() > kMaxName) return false;
+      try {
+        return std::regex_search(module, *regex_, std::regex_constants::match_continuous);
+      } catch (const std::regex_error&) {
+        return false;  // too complex for the matcher
+      }
+    }
+    // Class names: experts and shared experts are all linear modules.
+    return text_ == module || text_ == "Linear";
+  }
+  bool is_class() const { return text_ == "Linear"; }
+
+ private:
+  std::string text_;
+  std::optional<std::regex> regex_;
+};
+
+struct Group {
+  std::vector<Target> targets;
+  Result<LinearFormat> format = LinearFormat{};
+};
+
+struct CtRules {
+  std::vector<Group> groups;
+  std::vector<Target> ignored;
+};
+
+Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
+  Args args;
+  const auto wrong = [&](std::string_view key, std::string_view wanted) {
+    const JsonValue* value = spec.Find(key);
+    return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key, value == nullptr ? "missing" : value->ToString(), wanted))
+        .WithFile(path);
+  };
+  if (!spec.is_object()) return Status::BadInput("a quantization scheme must be an object").WithFile(path);
+  const JsonValue* bits = spec.Find("num_bits");
+  if (bits == nullptr || !bits->integer() || *bits->integer() < 1 || *bits->integer() > 16) return wrong("num_bits", "1 to 16");
+  args.bits = *bits->integer();
+  const JsonValue* type = spec.Find("type");
+  args.type = type == nullptr ? "int" : type->string();
+  if (args.type != "int" && args.type != "float") return wrong("type", "\"int\" or \"float\"");
+  if (const JsonValue* symmetric = spec.Find("symmetric"); symmetric != nullptr) {
+    if (!symmetric->is_bool()) return wrong("symmetric", "true or false");
+    args.symmetric = symmetric->boolean();
+  }
+  if (const JsonValue* group = spec.Find("group_size"); group != nullptr) {
+    if (!group->integer() || *group->integer() < -1 || *group->integer() == 0 || *group->integer() > 65536) {
+      return wrong("group_size", "-1 or 1 to 65536");
+    }
+    args.group = *group->integer();
+  }
+  if (const JsonValue* strategy = spec.Find("strategy"); strategy != nullptr) {
+    if (!strategy->is_string()) return wrong("strategy", "a string");
+    args.strategy = strategy->string();
+  } else {
+    args.strategy = args.group > 0 ? "group" : args.group == -1 ? "channel" : "tensor";
+  }
+  if (const JsonValue* block = spec.Find("block_structure"); block != nullptr) {
+    const auto extent = [&](size_t i) {
+      return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
+    };
+    args.block_rows = extent(0);
+    args.block_cols = extent(1);
+    if (args.block_rows < 1 || args.block_cols < 1 || args.block_rows > 65536 || args.block_cols > 65536) {
+      return wrong("block_structure", "two sizes");
+    }
+  }
+  if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr) {
+    args.static_global = dynamic->is_string() && dynamic->string() == "local";
+    if (!dynamic->is_bool() && !args.static_global) return wrong("dynamic", "true, false or \"local\"");
+    args.dynamic = args.static_global || dynamic->boolean();
+  }
+  if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr) args.e8m0 = scale->string() == "torch.uint8";
+  return args;
+}
+
+std::string Words(const Args& args) {
+  return fmt::format("{} of {} bits, strategy {}{}", args.type, args.bits, args.strategy,
+                     args.group > 0 ? fmt::format(" {}", args.group) : "");
+}
+
+Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weights, const std::string& path) {
+  const bool is_float = args.type == "float";
+  const auto refuse = [&] {
+    return Status::Unsupported(fmt::format("input activations as {} are not supported", Words(args))).WithFile(path);
+  };
+  if (!args.symmetric) return refuse();
+  if (is_float && args.bits == 4 && args.strategy == "tensor_group" && args.group == 16) {
+    ActivationFormat format = NvFp4Input();
+    // A zero scale becomes 0.125 there: an all-zero group, whose codes are zero either way.
+    return format;
+  }
+  if (is_float && args.strategy == "group" && args.group == 32 && (args.bits == 4 || (args.bits == 8 && args.e8m0))) {
+    return MxInput(args.bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3, MxScaleRule::kEven);
+  }
+  if (args.bits != 8) return refuse();
+  ActivationFormat format;
+  format.element = is_float ? DType::kF8E4M3 : DType::kI8;
+  // The range is taken as 255 steps wide there, so that 8-bit integers divide by 127.5.
+  if (!is_float) format.rule.amax_divisor = 127.5F;
+  if (!args.dynamic) {
+    if (args.strategy != "tensor") return refuse();
+    format.static_tensor_scale = true;
+  } else if (args.strategy == "token") {
+    format.group = kPerRow;
+  } else if (args.strategy == "group" && args.group > 0) {
+    format.group = {1, args.group};
+  } else if (args.strategy == "block") {
+    format.group = {1, weights.weight.block.col};
+  } else if (args.strategy != "tensor") {
+    return refuse();
+  }
+  return format;
+}
+
+Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view outer_format, const std::string& path) {
+  const JsonValue* weights_spec = group.Find("weights");
+  if (weights_spec == nullptr) return LinearFormat{};
+  FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
+  const JsonValue* own_format = group.Find("format");
+  const std::string name(own_format != nullptr && own_format->is_string() ? std::string_view(own_format->string()) : outer_format);
+  const auto refuse = [&] {
+    return Status::Unsupported(fmt::format("weights as {} in format '{}' are not supported", Words(weights), name)).WithFile(path);
+  };
+  LinearFormat format;
+  format.scale = ".weight_scale";
+  const bool is_float = weights.type == "float";
+  if (name == "nvfp4-pack-quantized") {
+    if (!is_float || weights.bits != 4 || (weights.group != 16 && weights.group != 0)) return refuse();
+    format.codes = ".weight_packed";
+    format.weight = NvFp4Weight(16);
+    format.second_scale = ".weight_global_scale";
+    format.input_scale = ".input_global_scale";
+    format.reciprocal = true;
+  } else if (name == "mxfp4-pack-quantized") {
+    if (!is_float || weights.bits != 4 || weights.group != 32) return refuse();
+    format.codes = ".weight_packed";
+    format.weight = MxWeight(DType::kF4E2M1);
+  } else if (name == "mxfp8-quantized" || (name == "float-quantized" && weights.e8m0)) {
+    if (!is_float || weights.bits != 8 || weights.group != 32) return refuse();
+    format.weight = MxWeight(DType::kF8E4M3);
+  } else if (name == "pack-quantized") {
+    if (is_float || (weights.bits != 4 && weights.bits != 8)) return refuse();
+    if (weights.strategy != "group" && weights.strategy != "channel") return refuse();
+    format.codes = ".weight_packed";
+    format.packing = Packing::kBits;
+    format.bits = static_cast<int>(weights.bits);
+    format.weight = IntegerWeight(format.bits, weights.strategy == "group" ? weights.group : -1);
+    format.shape = ".weight_shape";
+    format.group_index = ".weight_g_idx";
+    if (!weights.symmetric) format.zero_point = ".weight_zero_point";
+  } else if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized") {
+    if (!weights.symmetric) return refuse();
+    if (is_float && weights.bits == 8) {
+      format.weight.element = DType::kF8E4M3;
+    } else if (!is_float && (weights.bits == 8 || weights.bits == 4)) {
+      format.weight.element = weights.bits == 8 ? DType::kI8 : DType::kI4;
+      format.bits = static_cast<int>(weights.bits);
+    } else {
+      return refuse();
+    }
+    format.input_scale = ".input_scale";
+    if (weights.strategy == "tensor") {
+      format.weight.has_tensor_scale = true;
+    } else if (weights.strategy == "channel") {
+      format.weight.has_channel_scale = true;
+    } else if (weights.strategy == "block" && weights.block_rows > 0) {
+      format.weight.block = {weights.block_rows, weights.block_cols};
+    } else if (weights.strategy == "group" && weights.group > 0) {
+      format.weight.block = {1, weights.group};
+      format.weight.block_scale_dtype = DType::kBF16;
+    } else {
+      return refuse();
+    }
+  } else if (name == "dense") {
+    return LinearFormat{};
+  } else {
+    return refuse();
+  }
+  if (const JsonValue* input_spec = group.Find("input_activations"); input_spec != nullptr) {
+    FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
+    FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));
+  }
+  if (!format.activation.static_tensor_scale) format.input_scale = "";
+  return format;
+}
+
+Result<std::vector<Target>> Targets(const JsonValue* list, std::string_view key, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const std::vector<std::string> words, StringList(list, key, path));
+  std::vector<Target> targets;
+  for (const std::string& word : words) {
+    FMOE_ASSIGN_OR_RETURN(Target target, Target::Make(word, path));
+    targets.push_back(std::move(target));
+  }
+  return targets;
+}
+
+bool AnyMatches(const std::vector<Target>& targets, const std::string& module, bool classes) {
+  return std::any_of(targets.begin(), targets.end(),
+                     [&](const Target& target) { return target.is_class() == classes && target.Matches(module); });
+}
+
+}  // namespace
+
+Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path) {
+  const JsonValue* format = spec.Find("format");
+  const std::string outer = format != nullptr ? format->string() : "dense";
+  const JsonValue* groups = spec.Find("config_groups");
+  if (groups == nullptr || !groups->is_object() || groups->members().empty()) {
+    return Status::BadInput("compressed-tensors needs 'config_groups'").WithFile(path);
+  }
+  if (const JsonValue* sparsity = spec.Find("sparsity_config"); sparsity != nullptr) {
+    const JsonValue* kind = sparsity->Find("format");
+    if (kind != nullptr && kind->string() != "dense") {
+      return Status::Unsupported(fmt::format("sparsity of format '{}' is not supported", kind->string())).WithFile(path);
+    }
+  }
+  auto rules = std::make_shared<CtRules>();
+  FMOE_ASSIGN_OR_RETURN(rules->ignored, Targets(spec.Find("ignore"), "ignore", path));
+  for (const auto& [name, group] : groups->members()) {
+    Group parsed;
+    FMOE_ASSIGN_OR_RETURN(parsed.targets, Targets(group.Find("targets"), "targets", path));
+    // A group that this library cannot run matters only when a module of the experts is in it; malformed ones always do.
+    parsed.format = FormatOfGroup(group, outer, path);
+    if (parsed.format.status().code() == StatusCode::kBadInput) return parsed.format.status();
+    rules->groups.push_back(std::move(parsed));
+  }
+  QuantRules result;
+  result.producer = "compressed-tensors";
+  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
+    const size_t none = rules->groups.size();
+    const auto find = [&] {
+      if (AnyMatches(rules->ignored, module, false)) return none;
+      // Names and patterns come before classes, whatever the order of the groups.
+      for (const bool classes : {false, true}) {
+        for (size_t i = 0; i < none; ++i) {
+          if (AnyMatches(rules->groups[i].targets, module, classes)) return i;
+        }
+      }
+      return none;
+    };
+    const size_t index = find();
+    return index == none ? Result<LinearFormat>(LinearFormat{}) : rules->groups[index].format;
+  };
+  return result;
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,178 @@
+// ModelOpt: quant_algo names the format; excluded modules are wildcards; MIXED_PRECISION lists modules one by one.
+#include <algorithm>
+#include <map>
+
+#include <fmt/format.h>
+
+#include "checkpoint/formats.hpp"
+#include "checkpoint/quant_rules.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+std::string Upper(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  return text;
+}
+
+// ModelOpt floors E4M3 scales of activations at the smallest subnormal.
+constexpr float kSmallestE4m3 = 0x1p-9F;
+
+Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group, const std::string& path) {
+  LinearFormat format;
+  format.scale = ".weight_scale";
+  format.input_scale = ".input_scale";
+  format.pre_quant_scale = ".pre_quant_scale";
+  const auto needs_group = [&](int64_t expected) -> Status {
+    if (!group || *group == expected) return Status::Ok();
+    return Status::BadInput(fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group)).WithFile(path);
+  };
+  if (algorithm == "NVFP4" || algorithm == "NVFP4_AWQ") {
+    FMOE_RETURN_IF_ERROR(needs_group(16));
+    format.weight = NvFp4Weight(16);
+    format.activation = NvFp4Input();
+    format.activation.rule.scale_floor = kSmallestE4m3;
+    format.second_scale = ".weight_scale_2";
+  } else if (algorithm == "W4A16_NVFP4") {
+    FMOE_RETURN_IF_ERROR(needs_group(16));
+    format.weight = NvFp4Weight(16);
+    format.second_scale = ".weight_scale_2";
+    format.input_scale = "";
+  } else if (algorithm == "W4A8_NVFP4_FP8") {
+    // Written with groups of 32; older files say 16.
+    const int64_t size = group.value_or(32);
+    if (size != 16 && size != 32) FMOE_RETURN_IF_ERROR(needs_group(32));
+    format.weight = NvFp4Weight(size);
+    format.activation = StaticFp8();
+    format.second_scale = ".weight_scale_2";
+  } else if (algorithm == "FP8") {
+    format.weight = Fp8Weight();
+    format.weight.has_tensor_scale = true;
+    format.activation = StaticFp8();
+  } else if (algorithm == "FP8_PER_CHANNEL_PER_TOKEN") {
+    format.weight = Fp8Weight();
+    format.weight.has_channel_scale = true;
+    format.activation = TokenFp8();
+    format.input_scale = "";
+  } else if (algorithm == "FP8_PB_WO" || algorithm == "FP8_PB_REAL") {
+    format.weight = Fp8Weight();
+    format.weight.block = {128, 128};
+    format.input_scale = "";
+  } else if (algorithm == "MXFP8") {
+    format.weight = MxWeight(DType::kF8E4M3);
+    format.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+    format.input_scale = "";
+  } else if (algorithm == "W4A8_MXFP4_FP8") {
+    format.weight = MxWeight(DType::kF4E2M1);
+    format.activation = StaticFp8();
+    format.input_scale_optional = true;
+  } else if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {
+    format.weight = {.element = DType::kI4, .block = {1, group.value_or(128)}, .block_scale_dtype = DType::kBF16};
+    format.packing = Packing::kRowPairs;
+    format.bits = 4;
+    if (algorithm == "W4A8_AWQ") {
+      format.activation = StaticFp8();
+      format.second_scale = ".weight_scale_2";
+      format.weight.has_tensor_scale = true;
+    } else {
+      format.input_scale = "";
+    }
+  } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
+    format.weight = {.element = DType::kI8, .has_channel_scale = true};
+    format.bits = 8;
+    if (algorithm == "W8A16") {
+      format.input_scale = "";
+    } else {
+      format.activation = {.element = DType::kI8, .group = kPerTensor, .static_tensor_scale = true};
+    }
+  } else {
+    return Status::Unsupported(fmt::format("ModelOpt's quant_algo '{}' is not supported", algorithm))
+        .WithFile(path)
+        .WithHint(
+            "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, W4A8_MXFP4_FP8, "
+            "W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
+  }
+  return format;
+}
+
+struct ModelOptRules {
+  std::optional<LinearFormat> all;
+  std::map<std::string, LinearFormat> by_module;
+  std::vector<std::string> excluded;
+};
+
+// Exact name, then part of the name, then wildcard: as the servers that load these files do it.
+bool Excluded(const std::vector<std::string>& patterns, const std::string& module) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    if (pattern.find_first_of("*?") != std::string::npos) return MatchesWildcard(pattern, module);
+    // "model.layers.1" must not exclude "model.layers.10".
+    return module == pattern || module.starts_with(pattern + ".");
+  });
+}
+
+Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
+  const JsonValue* value = spec.Find("group_size");
+  if (value == nullptr) return std::optional<int64_t>();
+  const std::optional<int64_t> size = value->integer();
+  if (!size || *size < 1 || *size > 65536) {
+    return Status::BadInput(fmt::format("'group_size' is {}; an integer from 1 to 65536 is needed", value->ToString())).WithFile(path);
+  }
+  return size;
+}
+
+}  // namespace
+
+Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path) {
+  // hf_quant_config.json nests what config.json has at the top.
+  const JsonValue* inner = spec.Find("quantization");
+  const JsonValue& source = inner != nullptr && inner->is_object() ? *inner : spec;
+  const JsonValue* algorithm = source.Find("quant_algo");
+  if (algorithm == nullptr || !algorithm->is_string()) {
+    return Status::BadInput("ModelOpt's 'quant_algo' is missing or no string").WithFile(path);
+  }
+  auto rules = std::make_shared<ModelOptRules>();
+  for (const char* key : {"exclude_modules", "ignore"}) {
+    FMOE_ASSIGN_OR_RETURN(std::vector<std::string> patterns, StringList(source.Find(key), key, path));
+    rules->excluded.insert(rules->excluded.end(), patterns.begin(), patterns.end());
+  }
+  FMOE_ASSIGN_OR_RETURN(std::optional<int64_t> group, GroupSize(source, path));
+  if (const JsonValue* groups = source.Find("config_groups"); !group && groups != nullptr && groups->members().size() == 1) {
+    if (const JsonValue* weights = groups->members()[0].second.Find("weights"); weights != nullptr) {
+      FMOE_ASSIGN_OR_RETURN(group, GroupSize(*weights, path));
+    }
+  }
+  const std::string name = Upper(algorithm->string());
+  if (name == "MIXED_PRECISION") {
+    const JsonValue* layers = source.Find("quantized_layers");
+    if (layers == nullptr || !layers->is_object()) {
+      return Status::BadInput("MIXED_PRECISION needs 'quantized_layers'").WithFile(path);
+    }
+    for (const auto& [module, entry] : layers->members()) {
+      const JsonValue* own = entry.Find("quant_algo");
+      if (own == nullptr || !own->is_string()) {
+        return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module)).WithFile(path);
+      }
+      FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
+      FMOE_ASSIGN_OR_RETURN(LinearFormat format, FormatOfAlgorithm(Upper(own->string()), own_group, path));
+      rules->by_module.emplace(module, std::move(format));
+    }
+  } else {
+    FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
+  }
+  QuantRules result;
+  result.producer = "modelopt";
+  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
+    if (Excluded(rules->excluded, module)) return LinearFormat{};
+    if (rules->all) return *rules->all;
+    // A fused module is listed by its own name, or by that of the block around it.
+    for (std::string name = module; !name.empty();) {
+      if (const auto it = rules->by_module.find(name); it != rules->by_module.end()) return it->second;
+      const size_t dot = name.rfind('.');
+      name.resize(dot == std::string::npos ? 0 : dot);
+    }
+    return LinearFormat{};
+  };
+  return result;
+}
+
+}  // namespace fusedmoe::checkpoint

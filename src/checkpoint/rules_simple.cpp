@@ -1,0 +1,234 @@
+// The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4, AWQ, GPTQ,
+// auto-round.
+#include <algorithm>
+#include <memory>
+
+#include <fmt/format.h>
+
+#include "checkpoint/formats.hpp"
+#include "checkpoint/quant_rules.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path) {
+  return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key, value == nullptr ? "missing" : value->ToString(), wanted))
+      .WithFile(path);
+}
+
+Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high, std::optional<int64_t> fallback,
+                     const std::string& path) {
+  const JsonValue* value = spec.Find(key);
+  if (value == nullptr && fallback) return *fallback;
+  const std::optional<int64_t> size = value == nullptr ? std::nullopt : value->integer();
+  if (!size || *size < low || *size > high) return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
+  return *size;
+}
+
+Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {
+  const JsonValue* value = spec.Find(key);
+  if (value == nullptr) return fallback;
+  if (!value->is_bool()) return Wrong(key, value, "true or false", path);
+  return value->boolean();
+}
+
+bool IsRegexLike(const std::string& pattern) { return pattern.find_first_of("\\^$(|") != std::string::npos; }
+
+// Lists of modules to leave alone hold full names, last components ("lm_head", "gate"), and wildcards.
+bool Listed(const std::vector<std::string>& patterns, const std::string& module) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    if (pattern.find('*') != std::string::npos && !IsRegexLike(pattern)) {
+      return MatchesWildcard(pattern, module) || MatchesWildcard(pattern + ".*", module);
+    }
+    if (module == pattern || module.starts_with(pattern + ".")) return true;
+    // A part of the name, bounded by dots on both sides.
+    for (size_t at = module.find(pattern); at != std::string::npos && !pattern.empty(); at = module.find(pattern, at + 1)) {
+      const size_t end = at + pattern.size();
+      if ((at == 0 || module[at - 1] == '.') && (end == module.size() || module[end] == '.')) return true;
+    }
+    return false;
+  });
+}
+
+Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped) {
+  auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format), std::move(skipped));
+  QuantRules rules;
+  rules.producer = std::move(producer);
+  rules.format_of = [shared](const std::string& module) -> Result<LinearFormat> {
+    return Listed(shared->second, module) ? LinearFormat{} : shared->first;
+  };
+  return rules;
+}
+
+Result<std::vector<std::string>> Skipped(const JsonValue& spec, const std::string& path) {
+  std::vector<std::string> all;
+  for (const char* key : {"modules_to_not_convert", "ignored_layers", "ignore", "modules_to_skip"}) {
+    FMOE_ASSIGN_OR_RETURN(const std::vector<std::string> some, StringList(spec.Find(key), key, path));
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
+}  // namespace
+
+Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path, const ModelConfig& config) {
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
+  const JsonValue* kind = spec.Find("fmt");
+  if (kind != nullptr && kind->string() != "e4m3") {
+    return Status::Unsupported(fmt::format("fp8 with fmt {} is not supported; e4m3 is", kind->ToString())).WithFile(path);
+  }
+  const JsonValue* scheme = spec.Find("activation_scheme");
+  const std::string activation = scheme == nullptr ? "dynamic" : scheme->string();
+  if (activation != "dynamic" && activation != "static") return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
+  LinearFormat format;
+  format.weight = Fp8Weight();
+  if (const JsonValue* block = spec.Find("weight_block_size"); block != nullptr) {
+    const auto extent = [&](size_t i) {
+      return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
+    };
+    const int64_t rows = extent(0), cols = extent(1);
+    if (rows < 1 || cols < 1 || rows > 65536 || cols > 65536) return Wrong("weight_block_size", block, "two sizes", path);
+    format.weight.block = {rows, cols};
+    format.scale = ".weight_scale_inv";
+    format.activation = BlockFp8(cols);
+    // Rounded up to powers of two where the weights' scales are.
+    const JsonValue* scale = spec.Find("scale_fmt");
+    format.activation.rule.power_of_two_scale = scale != nullptr && scale->string() == "ue8m0";
+    if (activation == "static") return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
+  } else {
+    format.weight.has_tensor_scale = true;
+    format.scale = ".weight_scale";
+    format.activation = StaticFp8();
+    format.activation.static_tensor_scale = activation == "static";
+    if (activation == "static") format.input_scale = ".input_scale";
+  }
+  auto routed = format;
+  bool fp4_experts = false;
+  // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under shorter names.
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
+  if (expert_dtype == "fp4") {
+    fp4_experts = true;
+    routed.weight = MxWeight(DType::kF4E2M1);
+    routed.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+  }
+  auto shared = std::make_shared<std::vector<std::string>>(std::move(skipped));
+  QuantRules rules;
+  rules.producer = "fp8";
+  rules.format_of = [=](const std::string& module) -> Result<LinearFormat> {
+    if (Listed(*shared, module)) return LinearFormat{};
+    return fp4_experts && module.find(".experts.") != std::string::npos ? routed : format;
+  };
+  return rules;
+}
+
+Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
+  LinearFormat format;
+  format.codes = "_blocks";
+  format.scale = "_scales";
+  format.weight = MxWeight(DType::kF4E2M1);
+  return Uniform("mxfp4", format, std::move(skipped));
+}
+
+Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, spec.Find("bits") != nullptr ? "bits" : "w_bit", 1, 16, std::nullopt, path));
+  const char* group_key = spec.Find("group_size") != nullptr ? "group_size" : "q_group_size";
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, group_key, -1, 65536, 128, path));
+  FMOE_ASSIGN_OR_RETURN(const bool zero_point, Flag(spec, "zero_point", true, path));
+  const JsonValue* version = spec.Find("version");
+  std::string layout = version == nullptr ? "gemm" : version->string();
+  std::transform(layout.begin(), layout.end(), layout.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (layout != "gemm") {
+    return Status::Unsupported(fmt::format("AWQ of version '{}' is not supported; gemm is", layout)).WithFile(path);
+  }
+  if (bits != 4) return Status::Unsupported(fmt::format("AWQ with {} bits is not supported; 4 are", bits)).WithFile(path);
+  if (group == 0) return Wrong(group_key, spec.Find(group_key), "-1 or at least 1", path);
+  LinearFormat format;
+  format.packing = Packing::kAwq;
+  format.bits = 4;
+  format.weight = IntegerWeight(4, group);
+  format.codes = ".qweight";
+  format.scale = ".scales";
+  format.scale_is_in_out = true;
+  if (zero_point) format.zero_point = ".qzeros";
+  return Uniform("awq", format, std::move(skipped));
+}
+
+Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
+  FMOE_ASSIGN_OR_RETURN(const bool reordered, Flag(spec, "desc_act", false, path));
+  (void)reordered;  // g_idx says it, and is read whenever it is there
+  const JsonValue* key = spec.Find("checkpoint_format");
+  const std::string layout = key == nullptr ? "gptq" : key->string();
+  if (layout != "gptq" && layout != "gptq_v2") {
+    return Status::Unsupported(fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq and gptq_v2 are", layout)).WithFile(path);
+  }
+  if (bits != 4 && bits != 8) {
+    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits)).WithFile(path);
+  }
+  if (group == 0) return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
+  if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr && !dynamic->members().empty()) {
+    return Status::Unsupported("GPTQ with 'dynamic' rules for single modules is not supported").WithFile(path);
+  }
+  LinearFormat format;
+  format.packing = Packing::kGptq;
+  format.bits = static_cast<int>(bits);
+  format.weight = IntegerWeight(format.bits, group);
+  format.codes = ".qweight";
+  format.scale = ".scales";
+  format.zero_point = ".qzeros";
+  format.group_index = ".g_idx";
+  format.scale_is_in_out = true;
+  format.zero_plus_one = layout == "gptq";
+  return Uniform("gptq", format, std::move(skipped));
+}
+
+Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
+  const JsonValue* key = spec.Find("packing_format");
+  const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
+  const JsonValue* type = spec.Find("data_type");
+  if (type != nullptr && type->string() != "int") {
+    return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" is", type->ToString())).WithFile(path);
+  }
+  if ((bits != 4 && bits != 8) || group == 0) {
+    return Status::Unsupported(fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group)).WithFile(path);
+  }
+  LinearFormat format;
+  format.bits = static_cast<int>(bits);
+  format.weight = IntegerWeight(format.bits, group);
+  format.codes = ".qweight";
+  format.scale = ".scales";
+  format.zero_point = ".qzeros";
+  format.scale_is_in_out = true;
+  if (layout.find("gptq") != std::string::npos || layout == "auto_round") {
+    format.packing = Packing::kGptq;
+    format.group_index = ".g_idx";
+    format.zero_plus_one = layout.find("gptq") != std::string::npos;
+  } else if (layout.find("awq") != std::string::npos && bits == 4) {
+    format.packing = Packing::kAwq;
+  } else {
+    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout)).WithFile(path);
+  }
+  // Modules with settings of their own; 16 bits means untouched.
+  std::vector<std::string> skipped;
+  if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
+    for (const auto& [module, own] : extra->members()) {
+      const JsonValue* own_bits = own.Find("bits");
+      const int64_t count = own_bits == nullptr ? bits : own_bits->integer().value_or(0);
+      const bool expert = module.find("experts") != std::string::npos;
+      if (count >= 16 && !IsRegexLike(module)) skipped.push_back(module);
+      if (expert && (count != bits || (own.Find("group_size") != nullptr && own.Find("group_size")->integer() != group))) {
+        return Status::Unsupported(fmt::format("auto-round's extra_config for '{}' is not supported: experts share one format", module))
+            .WithFile(path);
+      }
+    }
+  }
+  return Uniform("auto-round", format, std::move(skipped));
+}
+
+}  // namespace fusedmoe::checkpoint

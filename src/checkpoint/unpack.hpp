@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/tensor.hpp>
+
+#include "checkpoint/linear_format.hpp"
+
+/// From packed storage to canonical codes: [rows, cols] of the format's element, [rows, groups] of zero points.
+namespace fusedmoe::checkpoint {
+
+/// A dense copy with the axes exchanged; elements of whole bytes.
+Result<Tensor> Transpose(const Tensor& matrix);
+
+/// I8 [rows, cols] of -8 .. 7 as I4.
+Result<Tensor> PackSigned4(const Tensor& codes);
+
+/// Codes packed by `format.packing` (not kDirect).
+Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols);
+
+/// U8 [rows, groups], one zero point a byte.
+Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t groups);
+
+}  // namespace fusedmoe::checkpoint
