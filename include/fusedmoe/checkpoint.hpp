@@ -67,9 +67,11 @@ struct IntermediateRange {
   int64_t end = 0;
 };
 
-/// The share of a tensor-parallel rank: whole blocks of the scheme, as even as they come, so that any intermediate size
-/// works; smaller units where there are fewer blocks than ranks. kUnsupported when even these do not go round.
-Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
+/// The share of a tensor-parallel rank: whole blocks of the scheme, as even as they come, so that any
+/// intermediate size works; smaller units where there are fewer blocks than ranks. kUnsupported when even
+/// these do not go round.
+Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
+                                            const Scheme& scheme);
 
 /// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata.
 /// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and

@@ -40,18 +40,20 @@ struct TensorSpec {
   Shape shape;
 };
 
-/// Writes one file tensor by tensor, in bounded memory: the header goes first, then each tensor to its place, in any
-/// order. The bytes depend on specs, metadata and data only: tensors lie by falling dtype order, then by name. Nothing
-/// stands under the final name until Finish. Not thread-safe.
+/// Writes one file tensor by tensor, in bounded memory: the header goes first, then each tensor to its place,
+/// in any order. The bytes depend on specs, metadata and data only: tensors lie by falling dtype order, then
+/// by name. Nothing stands under the final name until Finish. Not thread-safe.
 class SafetensorsWriter {
  public:
-  /// Refuses (kUsage) empty or repeated names, names with control characters, dtypes that safetensors does not know and
-  /// headers above 100 MB.
-  static Result<std::unique_ptr<SafetensorsWriter>> Create(const std::string& path, std::vector<TensorSpec> specs,
+  /// Refuses (kUsage) empty or repeated names, names with control characters, dtypes that safetensors does
+  /// not know and headers above 100 MB.
+  static Result<std::unique_ptr<SafetensorsWriter>> Create(const std::string& path,
+                                                           std::vector<TensorSpec> specs,
                                                            const SafetensorsMetadata& metadata = {});
   ~SafetensorsWriter();
 
-  /// Dense or strided; dtype and shape must be those of the spec, and each tensor is written once (kUsage otherwise).
+  /// Dense or strided; dtype and shape must be those of the spec, and each tensor is written once (kUsage
+  /// otherwise).
   Status Write(std::string_view name, TensorView tensor);
   /// Fails (kUsage) when a tensor is missing. Moves the file to its final name.
   Status Finish();

@@ -41,11 +41,14 @@ namespace {
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
   for (const std::string& type : config.model_types()) {
     if (const checkpoint::Family* family = checkpoint::FindFamily(type); family != nullptr) {
-      if (family->refused.empty()) return family;
-      return Status::Unsupported(fmt::format("model_type '{}' is not supported: {}", type, family->refused)).WithFile(config.path());
+      if (family->refused.empty())
+        return family;
+      return Status::Unsupported(fmt::format("model_type '{}' is not supported: {}", type, family->refused))
+          .WithFile(config.path());
     }
   }
-  if (config.model_types().empty()) return Status::BadInput("'model_type' is missing").WithFile(config.path());
+  if (config.model_types().empty())
+    return Status::BadInput("'model_type' is missing").WithFile(config.path());
   return Status::Unsupported(fmt::format("model_type '{}' is unknown", config.model_types().front()))
       .WithFile(config.path())
       .WithHint("docs/checkpoints.md lists the families, and how to add one");
@@ -56,14 +59,18 @@ Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& co
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Checkpoint::~Checkpoint() = default;
 
-Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& directory, const CheckpointOptions& options) {
+Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& directory,
+                                                           const CheckpointOptions& options) {
   auto impl = std::make_unique<Impl>();
   impl->directory = directory;
   impl->options = options;
-  if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok()) return std::move(layout).status();
+  if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok())
+    return std::move(layout).status();
   std::error_code error;
   if (!std::filesystem::is_directory(directory, error)) {
-    return Status::BadInput("not a directory").WithFile(directory).WithHint("give the folder that holds config.json");
+    return Status::BadInput("not a directory")
+        .WithFile(directory)
+        .WithHint("give the folder that holds config.json");
   }
   FMOE_ASSIGN_OR_RETURN(impl->config, checkpoint::ModelConfig::Open(directory));
   FMOE_ASSIGN_OR_RETURN(impl->family, ChooseFamily(impl->config));
@@ -75,31 +82,48 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   FMOE_ASSIGN_OR_RETURN(impl->num_layers, impl->config.NumLayers());
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
   for (const auto& [layer, prefix] : impl->prefixes) {
-    if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix)) impl->moe_layers.push_back(layer);
+    if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix))
+      impl->moe_layers.push_back(layer);
   }
   return std::shared_ptr<const Checkpoint>(new Checkpoint(std::move(impl)));
 }
 
-const std::string& Checkpoint::directory() const { return impl_->directory; }
-const std::string& Checkpoint::family() const { return impl_->family_name; }
-const std::string& Checkpoint::producer() const { return impl_->rules->producer; }
-int64_t Checkpoint::num_layers() const { return impl_->num_layers; }
-const std::vector<int64_t>& Checkpoint::moe_layers() const { return impl_->moe_layers; }
-const std::vector<TensorInfo>& Checkpoint::tensors() const { return impl_->store->tensors(); }
-Result<Tensor> Checkpoint::Load(std::string_view tensor) const { return impl_->store->Load(tensor); }
+const std::string& Checkpoint::directory() const {
+  return impl_->directory;
+}
+const std::string& Checkpoint::family() const {
+  return impl_->family_name;
+}
+const std::string& Checkpoint::producer() const {
+  return impl_->rules->producer;
+}
+int64_t Checkpoint::num_layers() const {
+  return impl_->num_layers;
+}
+const std::vector<int64_t>& Checkpoint::moe_layers() const {
+  return impl_->moe_layers;
+}
+const std::vector<TensorInfo>& Checkpoint::tensors() const {
+  return impl_->store->tensors();
+}
+Result<Tensor> Checkpoint::Load(std::string_view tensor) const {
+  return impl_->store->Load(tensor);
+}
 
 Result<std::shared_ptr<const LayerContext>> Checkpoint::Impl::Context(int64_t layer) const {
   const auto prefix = prefixes.find(layer);
   if (prefix == prefixes.end()) {
-    Status status = layer >= 0 && layer < num_layers ? Status::BadInput(fmt::format("no tensor of layer {} is there", layer))
-                                                     : Status::Usage(fmt::format("layer {} is asked for; the model has 0 to {}", layer, num_layers - 1));
+    Status status = layer >= 0 && layer < num_layers
+                        ? Status::BadInput(fmt::format("no tensor of layer {} is there", layer))
+                        : Status::Usage(fmt::format("layer {} is asked for; the model has 0 to {}", layer,
+                                                    num_layers - 1));
     return std::move(status).WithFile(directory);
   }
   auto context = std::make_shared<LayerContext>();
   context->store = store;
   context->rules = rules;
-  FMOE_ASSIGN_OR_RETURN(context->spec,
-                        checkpoint::ResolveLayer(*store, config, *family, prefix->second, layer, options.expert_layout));
+  FMOE_ASSIGN_OR_RETURN(context->spec, checkpoint::ResolveLayer(*store, config, *family, prefix->second,
+                                                                layer, options.expert_layout));
   return std::shared_ptr<const LayerContext>(std::move(context));
 }
 
@@ -121,17 +145,21 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
 }
 
 // An F32 vector of the router, [count] or with dimensions of 1 around it; finite.
-Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const std::string& name, int64_t count) const {
+Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const std::string& name,
+                                              int64_t count) const {
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, context.store->Load(name));
   Result<Tensor> values = checkpoint::ToF32(stored);
-  if (!values.ok()) return context.store->Blame(std::move(values).status(), name);
+  if (!values.ok())
+    return context.store->Blame(std::move(values).status(), name);
   if (stored.shape().count() != count) {
-    return context.store->Blame(Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), count)), name);
+    return context.store->Blame(
+        Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), count)), name);
   }
   const auto* data = values->view().as<float>();
   for (int64_t i = 0; i < count; ++i) {
     if (!std::isfinite(data[i])) {
-      return context.store->Blame(Status::BadInput(fmt::format("element {} is {}; finite is required", i, data[i])), name);
+      return context.store->Blame(
+          Status::BadInput(fmt::format("element {} is {}; finite is required", i, data[i])), name);
     }
   }
   return Tensor::Borrow(TensorView(values->view().data(), DType::kF32, Shape{count}), values->owner());
@@ -146,26 +174,32 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   FMOE_ASSIGN_OR_RETURN(router.weight, context->store->Load(names.router));
   const DType dtype = router.weight.dtype();
   if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
-    return context->store->Blame(Status::BadInput(fmt::format("the router is {}; BF16, F16 or F32 is needed", DTypeName(dtype))), names.router);
+    return context->store->Blame(
+        Status::BadInput(fmt::format("the router is {}; BF16, F16 or F32 is needed", DTypeName(dtype))),
+        names.router);
   }
   if (!(router.weight.shape() == Shape{outputs, config.hidden})) {
     return context->store->Blame(
-        Status::BadInput(fmt::format("the router is {}; [{}, {}] is needed", router.weight.shape().ToString(), outputs, config.hidden)),
+        Status::BadInput(fmt::format("the router is {}; [{}, {}] is needed", router.weight.shape().ToString(),
+                                     outputs, config.hidden)),
         names.router);
   }
   if (!names.router_bias.empty()) {
     FMOE_ASSIGN_OR_RETURN(router.bias, impl_->RouterVector(*context, names.router_bias, outputs));
   }
   if (!names.correction_bias.empty()) {
-    FMOE_ASSIGN_OR_RETURN(router.correction_bias, impl_->RouterVector(*context, names.correction_bias, outputs));
+    FMOE_ASSIGN_OR_RETURN(router.correction_bias,
+                          impl_->RouterVector(*context, names.correction_bias, outputs));
   }
   if (!names.hash_table.empty()) {
     FMOE_ASSIGN_OR_RETURN(router.token_id_to_experts, context->store->Load(names.hash_table));
     const Tensor& table = router.token_id_to_experts;
-    if ((table.dtype() != DType::kI32 && table.dtype() != DType::kI64) || table.shape().rank() != 2 || table.dim(1) != config.top_k()) {
-      return context->store->Blame(Status::BadInput(fmt::format("{} {}; I32 or I64 [vocabulary, {}] is needed", DTypeName(table.dtype()),
-                                                                table.shape().ToString(), config.top_k())),
-                                   names.hash_table);
+    if ((table.dtype() != DType::kI32 && table.dtype() != DType::kI64) || table.shape().rank() != 2 ||
+        table.dim(1) != config.top_k()) {
+      return context->store->Blame(
+          Status::BadInput(fmt::format("{} {}; I32 or I64 [vocabulary, {}] is needed",
+                                       DTypeName(table.dtype()), table.shape().ToString(), config.top_k())),
+          names.hash_table);
     }
     const int64_t width = DTypeBits(table.dtype()) / 8;
     for (int64_t i = 0; i < table.shape().count(); ++i) {
@@ -178,7 +212,8 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
         std::memcpy(&id, table.view().data() + i * width, sizeof(id));
       }
       if (id < 0 || id >= config.num_experts) {
-        return context->store->Blame(Status::BadInput(fmt::format("entry {} is expert {}; 0 to {} exist", i, id, config.num_experts - 1)),
+        return context->store->Blame(Status::BadInput(fmt::format("entry {} is expert {}; 0 to {} exist", i,
+                                                                  id, config.num_experts - 1)),
                                      names.hash_table);
       }
     }
@@ -186,43 +221,56 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   return router;
 }
 
-Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& parallel, const std::vector<int64_t>& global_ids) const {
+Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& parallel,
+                                         const std::vector<int64_t>& global_ids) const {
   FMOE_ASSIGN_OR_RETURN(auto context, impl_->Context(layer));
   return checkpoint::RoutedExperts(std::move(context), parallel, global_ids);
 }
 
-Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t layer, const ParallelConfig& parallel) const {
+Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t layer,
+                                                                     const ParallelConfig& parallel) const {
   FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
-  if (context->spec.names.shared_up.empty()) return std::optional<SharedExpertWeights>();
+  if (context->spec.names.shared_up.empty())
+    return std::optional<SharedExpertWeights>();
   SharedExpertWeights shared;
   FMOE_ASSIGN_OR_RETURN(shared.source, checkpoint::SharedExpert(context, parallel));
   if (!context->spec.names.shared_gate.empty()) {
-    FMOE_ASSIGN_OR_RETURN(shared.gate, impl_->RouterVector(*context, context->spec.names.shared_gate, context->spec.config.hidden));
+    FMOE_ASSIGN_OR_RETURN(shared.gate, impl_->RouterVector(*context, context->spec.names.shared_gate,
+                                                           context->spec.config.hidden));
   }
   return std::optional<SharedExpertWeights>(std::move(shared));
 }
 
-Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
+Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
+                                            const Scheme& scheme) {
   if (parallel.tp_size < 1 || parallel.tp_rank < 0 || parallel.tp_rank >= parallel.tp_size) {
     return Status::Usage(fmt::format("tensor-parallel rank {} of {}", parallel.tp_rank, parallel.tp_size));
   }
-  if (parallel.tp_size == 1) return IntermediateRange{0, intermediate};
-  // Blocks stay whole where there are enough of them: then the activations between the two GEMMs are quantized in the
-  // same groups as on one rank. Otherwise smaller units, down to whole bytes of packed codes.
+  if (parallel.tp_size == 1)
+    return IntermediateRange{0, intermediate};
+  // Blocks stay whole where there are enough of them: then the activations between the two GEMMs are
+  // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
+  // codes.
   int64_t unit = 1;
-  for (const int64_t extent : {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
-    if (extent > 1) unit = std::lcm(unit, extent);
+  for (const int64_t extent :
+       {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
+    if (extent > 1)
+      unit = std::lcm(unit, extent);
   }
   const int bits = DTypeBits(scheme.weight.element);
   const int64_t least = bits == 4 ? 2 : bits == 6 ? 4 : 1;
-  while (unit > least && intermediate / unit < parallel.tp_size) unit = unit % 2 == 0 ? unit / 2 : least;
+  while (unit > least && intermediate / unit < parallel.tp_size)
+    unit = unit % 2 == 0 ? unit / 2 : least;
   unit = std::max(unit, least);
   const int64_t units = (intermediate + unit - 1) / unit;
   if (units < parallel.tp_size) {
     return Status::Unsupported(
-        fmt::format("{} columns of the intermediate do not go round {} tensor-parallel ranks in units of {}", intermediate, parallel.tp_size, unit));
+        fmt::format("{} columns of the intermediate do not go round {} tensor-parallel ranks in units of {}",
+                    intermediate, parallel.tp_size, unit));
   }
-  const auto bound = [&](int64_t rank) { return std::min(intermediate, units * rank / parallel.tp_size * unit); };
+  const auto bound = [&](int64_t rank) {
+    return std::min(intermediate, units * rank / parallel.tp_size * unit);
+  };
   return IntermediateRange{bound(parallel.tp_rank), bound(parallel.tp_rank + 1)};
 }
 

@@ -28,9 +28,12 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
   located.cols = down ? spec.config.intermediate : spec.config.hidden;
   MatrixPlace& place = located.place;
   place.weight_suffix = names.weight_suffix;
-  place.base = down ? names.Down(expert) : projection == Projection::kUp || names.gate.empty() ? names.Up(expert) : names.Gate(expert);
+  place.base = down                                                  ? names.Down(expert)
+               : projection == Projection::kUp || names.gate.empty() ? names.Up(expert)
+                                                                     : names.Gate(expert);
   place.needs_bias = spec.config.has_bias && spec.names.output_bias.empty();
-  if (names.form == ExpertForm::kPerExpert) return located;
+  if (names.form == ExpertForm::kPerExpert)
+    return located;
   place.item = expert;
   place.num_items = spec.config.num_experts;
   place.flattened = names.flattened;
@@ -44,7 +47,8 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
 }
 
 std::vector<Projection> Projections(const LayerContext& context) {
-  if (context.spec.config.activation.gated()) return {Projection::kGate, Projection::kUp, Projection::kDown};
+  if (context.spec.config.activation.gated())
+    return {Projection::kGate, Projection::kUp, Projection::kDown};
   return {Projection::kUp, Projection::kDown};
 }
 
@@ -54,24 +58,33 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, int64_t expert, P
 }
 
 // The types of scales may differ from tensor to tensor (BF16 here, F32 there); the scheme does not.
-bool SameScheme(const Scheme& a, const Scheme& b) { return a.name == b.name && a.activation == b.activation; }
+bool SameScheme(const Scheme& a, const Scheme& b) {
+  return a.name == b.name && a.activation == b.activation;
+}
 
-Status Different(const LayerContext& context, const std::string& base, const Scheme& found, const Scheme& first) {
+Status Different(const LayerContext& context, const std::string& base, const Scheme& found,
+                 const Scheme& first) {
   return context.store->Blame(
-      Status::Unsupported(fmt::format("stored as {}, while other projections are {}: one scheme a layer is supported", found.name, first.name)),
+      Status::Unsupported(
+          fmt::format("stored as {}, while other projections are {}: one scheme a layer is supported",
+                      found.name, first.name)),
       base);
 }
 
 // The columns of I that this rank has.
-Result<std::pair<int64_t, int64_t>> Share(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
+Result<std::pair<int64_t, int64_t>> Share(int64_t intermediate, const ParallelConfig& parallel,
+                                          const Scheme& scheme) {
   FMOE_ASSIGN_OR_RETURN(const IntermediateRange range, IntermediateShare(intermediate, parallel, scheme));
   return std::make_pair(range.begin, range.end);
 }
 
-Result<CanonicalExpert> Slice(CanonicalExpert expert, int64_t intermediate, std::pair<int64_t, int64_t> share, bool first_rank) {
+Result<CanonicalExpert> Slice(CanonicalExpert expert, int64_t intermediate, std::pair<int64_t, int64_t> share,
+                              bool first_rank) {
   const auto [begin, end] = share;
-  if (begin == 0 && end == intermediate) return expert;
-  if (!expert.gate.empty()) expert.gate = SliceRows(expert.gate, begin, end);
+  if (begin == 0 && end == intermediate)
+    return expert;
+  if (!expert.gate.empty())
+    expert.gate = SliceRows(expert.gate, begin, end);
   expert.up = SliceRows(expert.up, begin, end);
   expert.down = SliceColumns(expert.down, begin, end);
   if (!first_rank && !expert.down.bias.empty()) {
@@ -85,23 +98,28 @@ Status CheckFinite(const LayerContext& context, const Tensor& bias, const std::s
   const auto* values = bias.view().as<float>();
   for (int64_t i = 0; i < bias.shape().count(); ++i) {
     if (!std::isfinite(values[i])) {
-      return context.store->Blame(Status::BadInput(fmt::format("element {} is {}; finite is required", i, values[i])), name);
+      return context.store->Blame(
+          Status::BadInput(fmt::format("element {} is {}; finite is required", i, values[i])), name);
     }
   }
   return Status::Ok();
 }
 
-// JetMoE: one bias behind all experts. The weights of a token sum to 1, so it may as well be each down projection's.
+// JetMoE: one bias behind all experts. The weights of a token sum to 1, so it may as well be each down
+// projection's.
 Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
   const std::string& name = context.spec.names.output_bias;
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, context.store->Load(name));
   if (!(stored.shape() == Shape{context.spec.config.hidden})) {
-    return context.store->Blame(Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), context.spec.config.hidden)), name);
+    return context.store->Blame(Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(),
+                                                             context.spec.config.hidden)),
+                                name);
   }
   FMOE_ASSIGN_OR_RETURN(expert->down.bias, ToF32(stored));
   FMOE_RETURN_IF_ERROR(CheckFinite(context, expert->down.bias, name));
   for (CanonicalMatrix* matrix : {&expert->gate, &expert->up}) {
-    if (matrix->empty()) continue;
+    if (matrix->empty())
+      continue;
     FMOE_ASSIGN_OR_RETURN(matrix->bias, Tensor::Allocate(DType::kF32, Shape{matrix->rows}));
   }
   return Status::Ok();
@@ -111,27 +129,35 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
   CanonicalExpert loaded;
   for (const Projection projection : Projections(context)) {
     const Located located = Locate(context, expert, projection);
-    FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
-                          FormatAt(*context.store, *context.rules, located.place.base, located.place.weight_suffix));
+    FMOE_ASSIGN_OR_RETURN(
+        const LinearFormat format,
+        FormatAt(*context.store, *context.rules, located.place.base, located.place.weight_suffix));
     FMOE_ASSIGN_OR_RETURN(const Scheme own, SchemeOf(format));
-    if (!SameScheme(own, scheme)) return Different(context, located.place.base, own, scheme);
-    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix, ReadMatrix(*context.store, format, located.place, located.rows, located.cols));
-    CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate : projection == Projection::kUp ? loaded.up : loaded.down;
+    if (!SameScheme(own, scheme))
+      return Different(context, located.place.base, own, scheme);
+    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
+                          ReadMatrix(*context.store, format, located.place, located.rows, located.cols));
+    CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate
+                            : projection == Projection::kUp ? loaded.up
+                                                            : loaded.down;
     slot = std::move(matrix);
   }
-  if (!context.spec.names.output_bias.empty()) FMOE_RETURN_IF_ERROR(AddOutputBias(context, &loaded));
+  if (!context.spec.names.output_bias.empty())
+    FMOE_RETURN_IF_ERROR(AddOutputBias(context, &loaded));
   return loaded;
 }
 
 // Per-expert tensors: the last expert must be there, and none behind it.
 Status CheckExpertCount(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
-  if (names.form != ExpertForm::kPerExpert) return Status::Ok();
+  if (names.form != ExpertForm::kPerExpert)
+    return Status::Ok();
   const int64_t count = context.spec.config.num_experts;
   const std::string beyond = names.Down(count);
   for (const char* suffix : {".weight", ".weight_packed", ".qweight"}) {
     if (context.store->Has(beyond + suffix)) {
-      return context.store->Blame(Status::BadInput(fmt::format("an expert too many: config.json says {}", count)), beyond + suffix);
+      return context.store->Blame(
+          Status::BadInput(fmt::format("an expert too many: config.json says {}", count)), beyond + suffix);
     }
   }
   return Status::Ok();
@@ -159,23 +185,30 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
     add(Projection::kGate, names.shared_up, 0, 2);
     add(Projection::kUp, names.shared_up, 1, 2);
   } else {
-    if (!names.shared_gate_proj.empty()) add(Projection::kGate, names.shared_gate_proj, 0, 1);
+    if (!names.shared_gate_proj.empty())
+      add(Projection::kGate, names.shared_gate_proj, 0, 1);
     add(Projection::kUp, names.shared_up, 0, 1);
   }
   add(Projection::kDown, names.shared_down, 0, 1);
-  // Its size stands in the configuration under a dozen names, or as a multiple of the routed one; the tensors know.
-  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, FormatAt(*context.store, *context.rules, names.shared_up, suffix));
+  // Its size stands in the configuration under a dozen names, or as a multiple of the routed one; the tensors
+  // know.
+  FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
+                        FormatAt(*context.store, *context.rules, names.shared_up, suffix));
   const std::string name = names.shared_up + std::string(format.codes);
   const TensorInfo* info = context.store->Find(name);
   if (info == nullptr || info->shape.rank() != 2) {
     return context.store->Blame(Status::BadInput("the shared experts' tensor is missing or no matrix"), name);
   }
   int64_t out = info->shape[0];
-  if (format.packing == Packing::kGptq) out = info->shape[1];
-  if (format.packing == Packing::kAwq) out = info->shape[1] * 32 / format.bits;
-  if (format.packing == Packing::kRowPairs) out = info->shape[0] * 2;
+  if (format.packing == Packing::kGptq)
+    out = info->shape[1];
+  if (format.packing == Packing::kAwq)
+    out = info->shape[1] * 32 / format.bits;
+  if (format.packing == Packing::kRowPairs)
+    out = info->shape[0] * 2;
   plan.intermediate = names.shared_fused ? out / 2 : out;
-  if (plan.intermediate < 1) return context.store->Blame(Status::BadInput(info->shape.ToString() + " has no rows"), name);
+  if (plan.intermediate < 1)
+    return context.store->Blame(Status::BadInput(info->shape.ToString() + " has no rows"), name);
   return plan;
 }
 
@@ -190,17 +223,19 @@ Result<Scheme> RoutedScheme(const LayerContext& context) {
       first = std::move(scheme);
       continue;
     }
-    if (!SameScheme(*first, scheme)) return Different(context, Locate(context, 0, projection).place.base, scheme, *first);
+    if (!SameScheme(*first, scheme))
+      return Different(context, Locate(context, 0, projection).place.base, scheme, *first);
   }
   // The element of unquantized weights is that of the file.
   const Located up = Locate(context, 0, Projection::kUp);
   const TensorInfo* info = context.store->Find(up.place.base + up.place.weight_suffix);
-  if (!first->weight.quantized() && info != nullptr) first->weight.element = info->dtype;
+  if (!first->weight.quantized() && info != nullptr)
+    first->weight.element = info->dtype;
   return *std::move(first);
 }
 
-Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel,
-                                   const std::vector<int64_t>& global_ids) {
+Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context,
+                                   const ParallelConfig& parallel, const std::vector<int64_t>& global_ids) {
   FMOE_RETURN_IF_ERROR(CheckExpertCount(*context));
   const int64_t num_experts = context->spec.config.num_experts;
   for (const int64_t id : global_ids) {
@@ -227,7 +262,8 @@ Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context, 
 }
 
 Result<int64_t> SharedIntermediate(const LayerContext& context) {
-  if (context.spec.names.shared_up.empty()) return int64_t{0};
+  if (context.spec.names.shared_up.empty())
+    return int64_t{0};
   FMOE_ASSIGN_OR_RETURN(const SharedPlan plan, PlanShared(context));
   return plan.intermediate;
 }
@@ -236,18 +272,23 @@ Result<Scheme> SharedScheme(const LayerContext& context) {
   FMOE_ASSIGN_OR_RETURN(const SharedPlan plan, PlanShared(context));
   std::optional<Scheme> first;
   for (const auto& [projection, place] : plan.places) {
-    FMOE_ASSIGN_OR_RETURN(const LinearFormat format, FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
+    FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
+                          FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
     FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeOf(format));
-    if (const TensorInfo* info = context.store->Find(place.base + place.weight_suffix); info != nullptr && !format.quantized()) {
+    if (const TensorInfo* info = context.store->Find(place.base + place.weight_suffix);
+        info != nullptr && !format.quantized()) {
       scheme.weight.element = info->dtype;
     }
-    if (first && !SameScheme(*first, scheme)) return Different(context, place.base, scheme, *first);
-    if (!first) first = std::move(scheme);
+    if (first && !SameScheme(*first, scheme))
+      return Different(context, place.base, scheme, *first);
+    if (!first)
+      first = std::move(scheme);
   }
   return *std::move(first);
 }
 
-Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel) {
+Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
+                                  const ParallelConfig& parallel) {
   FMOE_ASSIGN_OR_RETURN(const SharedPlan plan, PlanShared(*context));
   ExpertSource source;
   source.num_local_experts = 1;
@@ -255,15 +296,20 @@ Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context, c
   FMOE_ASSIGN_OR_RETURN(const auto share, Share(plan.intermediate, parallel, source.scheme));
   const bool first_rank = parallel.tp_rank == 0;
   source.load = [context, plan, share, first_rank](int64_t local) -> Result<CanonicalExpert> {
-    if (local != 0) return Status::Usage(fmt::format("shared expert {} is asked for; they count as one", local));
+    if (local != 0)
+      return Status::Usage(fmt::format("shared expert {} is asked for; they count as one", local));
     CanonicalExpert loaded;
     for (const auto& [projection, place] : plan.places) {
       const bool down = projection == Projection::kDown;
-      FMOE_ASSIGN_OR_RETURN(const LinearFormat format, FormatAt(*context->store, *context->rules, place.base, place.weight_suffix));
-      FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
-                            ReadMatrix(*context->store, format, place, down ? context->spec.config.hidden : plan.intermediate,
-                                       down ? plan.intermediate : context->spec.config.hidden));
-      CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate : projection == Projection::kUp ? loaded.up : loaded.down;
+      FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
+                            FormatAt(*context->store, *context->rules, place.base, place.weight_suffix));
+      FMOE_ASSIGN_OR_RETURN(
+          CanonicalMatrix matrix,
+          ReadMatrix(*context->store, format, place, down ? context->spec.config.hidden : plan.intermediate,
+                     down ? plan.intermediate : context->spec.config.hidden));
+      CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate
+                              : projection == Projection::kUp ? loaded.up
+                                                              : loaded.down;
       slot = std::move(matrix);
     }
     return Slice(std::move(loaded), plan.intermediate, share, first_rank);
@@ -275,12 +321,16 @@ int64_t ExpertBytes(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
   std::vector<std::string> stems;
   for (const std::string& name : {names.gate, names.up, names.down}) {
-    if (!name.empty()) stems.push_back(name.substr(0, name.find("{e}")));
+    if (!name.empty())
+      stems.push_back(name.substr(0, name.find("{e}")));
   }
   int64_t bytes = 0;
   for (const TensorInfo& info : context.store->tensors()) {
-    if (!info.name.starts_with(context.spec.names.block)) continue;
-    if (std::any_of(stems.begin(), stems.end(), [&](const std::string& stem) { return info.name.starts_with(stem); })) bytes += info.bytes;
+    if (!info.name.starts_with(context.spec.names.block))
+      continue;
+    if (std::any_of(stems.begin(), stems.end(),
+                    [&](const std::string& stem) { return info.name.starts_with(stem); }))
+      bytes += info.bytes;
   }
   return bytes;
 }

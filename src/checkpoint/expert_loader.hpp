@@ -25,13 +25,14 @@ struct LayerContext {
 Result<Scheme> RoutedScheme(const LayerContext& context);
 
 /// Experts `global_ids` (empty: all) in canonical form, this rank's columns of I.
-Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel,
-                                   const std::vector<int64_t>& global_ids);
+Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context,
+                                   const ParallelConfig& parallel, const std::vector<int64_t>& global_ids);
 
 /// The joint size of the shared experts; 0: none.
 Result<int64_t> SharedIntermediate(const LayerContext& context);
 Result<Scheme> SharedScheme(const LayerContext& context);
-Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context, const ParallelConfig& parallel);
+Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
+                                  const ParallelConfig& parallel);
 
 /// Bytes of all routed experts on disk.
 int64_t ExpertBytes(const LayerContext& context);

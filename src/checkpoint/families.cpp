@@ -26,8 +26,12 @@ constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
                                      .ignore_groups = true};
 // clamp(gate), clamp(up), then silu(gate) * up.
 constexpr FamilyActivation kClampedSilu{.has_limit = true};
-constexpr FamilyActivation kSwigluOai{
-    .kind = ActivationKind::kSwigluOai, .fixed = true, .alpha = 1.702F, .beta = 1.0F, .limit = 7.0F, .has_limit = true};
+constexpr FamilyActivation kSwigluOai{.kind = ActivationKind::kSwigluOai,
+                                      .fixed = true,
+                                      .alpha = 1.702F,
+                                      .beta = 1.0F,
+                                      .limit = 7.0F,
+                                      .has_limit = true};
 
 constexpr Family kFamilies[] = {
 #include "checkpoint/families.inc"
@@ -35,12 +39,15 @@ constexpr Family kFamilies[] = {
 
 }  // namespace
 
-std::span<const Family> FamilyTable() { return kFamilies; }
+std::span<const Family> FamilyTable() {
+  return kFamilies;
+}
 
 const Family* FindFamily(std::string_view model_type) {
   for (const Family& family : kFamilies) {
     const auto types = SplitWords(family.model_types);
-    if (std::find(types.begin(), types.end(), model_type) != types.end()) return &family;
+    if (std::find(types.begin(), types.end(), model_type) != types.end())
+      return &family;
   }
   return nullptr;
 }

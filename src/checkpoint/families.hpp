@@ -7,8 +7,8 @@
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/routing.hpp>
 
-/// The families of models, as data: where a layer keeps its tensors and what its numbers mean. families.inc has a row
-/// for each; lists are words separated by spaces, in order of preference.
+/// The families of models, as data: where a layer keeps its tensors and what its numbers mean. families.inc
+/// has a row for each; lists are words separated by spaces, in order of preference.
 namespace fusedmoe::checkpoint {
 
 /// How a fused tensor [E, x, y] lies; per-expert tensors are always [out, in].
@@ -34,9 +34,9 @@ struct FamilyRouting {
   /// A method that scores and bias alone do not tell; kUnspecified: derived from them (DeriveMethod).
   RoutingMethod method = RoutingMethod::kUnspecified;
   float norm_epsilon = 0.0F;
-  bool ignore_groups = false;      ///< the configuration's groups mean something else, or nothing
-  bool ignore_score_key = false;   ///< the configuration's scoring_func is not the router's
-  float default_scaling = 1.0F;    ///< when the configuration has no routed scaling
+  bool ignore_groups = false;     ///< the configuration's groups mean something else, or nothing
+  bool ignore_score_key = false;  ///< the configuration's scoring_func is not the router's
+  float default_scaling = 1.0F;   ///< when the configuration has no routed scaling
   bool ignore_scaling = false;
 };
 
@@ -44,8 +44,9 @@ struct FamilyActivation {
   ActivationKind kind = ActivationKind::kSilu;  ///< when the configuration is silent or `fixed`
   bool fixed = false;                           ///< hidden_act of the configuration does not apply to experts
   bool gated = true;
-  float alpha = 1.0F, beta = 0.0F, limit = 0.0F;  ///< defaults of the configuration's swiglu_alpha, swiglu_limit
-  bool has_limit = false;                         ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
+  float alpha = 1.0F, beta = 0.0F,
+        limit = 0.0F;      ///< defaults of the configuration's swiglu_alpha, swiglu_limit
+  bool has_limit = false;  ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
 };
 
 struct Family {
@@ -63,7 +64,8 @@ struct Family {
   FamilyActivation activation;
   /// Configuration keys that this family spells unlike all others, before the common ones.
   std::string_view intermediate_keys = "";
-  /// [H] in the block, added to the output (JetMoE: its weights sum to 1, so that it is a bias of the down projection).
+  /// [H] in the block, added to the output (JetMoE: its weights sum to 1, so that it is a bias of the down
+  /// projection).
   std::string_view output_bias = "";
   /// Why layers of this family are refused (kUnsupported); empty: they are not.
   std::string_view refused = "";

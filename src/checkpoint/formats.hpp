@@ -7,10 +7,15 @@
 /// The parts that the producers' readers put formats together from.
 namespace fusedmoe::checkpoint {
 
-inline WeightFormat Fp8Weight() { return {.element = DType::kF8E4M3}; }
+inline WeightFormat Fp8Weight() {
+  return {.element = DType::kF8E4M3};
+}
 
 inline WeightFormat NvFp4Weight(int64_t group) {
-  return {.element = DType::kF4E2M1, .block = {1, group}, .block_scale_dtype = DType::kF8E4M3, .has_tensor_scale = true};
+  return {.element = DType::kF4E2M1,
+          .block = {1, group},
+          .block_scale_dtype = DType::kF8E4M3,
+          .has_tensor_scale = true};
 }
 
 inline WeightFormat MxWeight(DType element) {
@@ -25,12 +30,21 @@ inline WeightFormat IntegerWeight(int bits, int64_t group) {
           .may_have_zero_point = true};
 }
 
-inline ActivationFormat StaticFp8() { return {.element = DType::kF8E4M3, .group = kPerTensor, .static_tensor_scale = true}; }
-inline ActivationFormat TokenFp8() { return {.element = DType::kF8E4M3, .group = kPerRow}; }
-inline ActivationFormat BlockFp8(int64_t group) { return {.element = DType::kF8E4M3, .group = {1, group}}; }
+inline ActivationFormat StaticFp8() {
+  return {.element = DType::kF8E4M3, .group = kPerTensor, .static_tensor_scale = true};
+}
+inline ActivationFormat TokenFp8() {
+  return {.element = DType::kF8E4M3, .group = kPerRow};
+}
+inline ActivationFormat BlockFp8(int64_t group) {
+  return {.element = DType::kF8E4M3, .group = {1, group}};
+}
 
 inline ActivationFormat NvFp4Input() {
-  return {.element = DType::kF4E2M1, .group = {1, 16}, .scale_dtype = DType::kF8E4M3, .static_tensor_scale = true};
+  return {.element = DType::kF4E2M1,
+          .group = {1, 16},
+          .scale_dtype = DType::kF8E4M3,
+          .static_tensor_scale = true};
 }
 
 inline ActivationFormat MxInput(DType element, MxScaleRule rule) {

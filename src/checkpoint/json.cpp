@@ -42,15 +42,18 @@ bool JsonReader::Fail(std::string message) {
 void JsonReader::SkipSpace() {
   while (position_ < text_.size()) {
     const char c = text_[position_];
-    if (c != ' ' && c != '\n' && c != '\r' && c != '\t') return;
+    if (c != ' ' && c != '\n' && c != '\r' && c != '\t')
+      return;
     ++position_;
   }
 }
 
 JsonReader::Kind JsonReader::Peek() {
-  if (!ok()) return Kind::kInvalid;
+  if (!ok())
+    return Kind::kInvalid;
   SkipSpace();
-  if (position_ >= text_.size()) return Kind::kInvalid;
+  if (position_ >= text_.size())
+    return Kind::kInvalid;
   switch (text_[position_]) {
     case '{':
       return Kind::kObject;
@@ -69,27 +72,37 @@ JsonReader::Kind JsonReader::Peek() {
 }
 
 bool JsonReader::Expect(char c) {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
-  if (position_ >= text_.size()) return Fail(fmt::format("the text ends where '{}' is expected", c));
-  if (text_[position_] != c) return Fail(fmt::format("'{}' is expected", c));
+  if (position_ >= text_.size())
+    return Fail(fmt::format("the text ends where '{}' is expected", c));
+  if (text_[position_] != c)
+    return Fail(fmt::format("'{}' is expected", c));
   ++position_;
   return true;
 }
 
 bool JsonReader::Enter(char open) {
-  if (!Expect(open)) return false;
-  if (open_.size() >= kMaxDepth) return Fail(fmt::format("more than {} nested values", kMaxDepth));
+  if (!Expect(open))
+    return false;
+  if (open_.size() >= kMaxDepth)
+    return Fail(fmt::format("more than {} nested values", kMaxDepth));
   open_.push_back(open == '{' ? '}' : ']');
   first_ = true;
   return true;
 }
 
-bool JsonReader::EnterObject() { return Enter('{'); }
-bool JsonReader::EnterArray() { return Enter('['); }
+bool JsonReader::EnterObject() {
+  return Enter('{');
+}
+bool JsonReader::EnterArray() {
+  return Enter('[');
+}
 
 bool JsonReader::NextElement() {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
   const char close = open_.back();
   if (position_ < text_.size() && text_[position_] == close) {
@@ -98,7 +111,8 @@ bool JsonReader::NextElement() {
     first_ = false;
     return false;
   }
-  if (!first_ && !Expect(',')) return false;
+  if (!first_ && !Expect(','))
+    return false;
   first_ = false;
   return true;
 }
@@ -108,7 +122,8 @@ bool JsonReader::NextKey(std::string_view* key) {
 }
 
 bool JsonReader::String(std::string_view* value) {
-  if (!Expect('"')) return false;
+  if (!Expect('"'))
+    return false;
   const size_t begin = position_;
   while (position_ < text_.size()) {
     const char c = text_[position_];
@@ -117,18 +132,22 @@ bool JsonReader::String(std::string_view* value) {
       ++position_;
       return true;
     }
-    if (c == '\\') return StringSlow(begin, value);
-    if (static_cast<unsigned char>(c) < 0x20) return Fail("a control character inside a string");
+    if (c == '\\')
+      return StringSlow(begin, value);
+    if (static_cast<unsigned char>(c) < 0x20)
+      return Fail("a control character inside a string");
     ++position_;
   }
   return Fail("the text ends inside a string");
 }
 
 bool JsonReader::HexQuad(uint32_t* value) {
-  if (text_.size() - position_ < 4) return Fail("the text ends inside a \\u escape");
+  if (text_.size() - position_ < 4)
+    return Fail("the text ends inside a \\u escape");
   const char* begin = text_.data() + position_;
   const auto [end, error] = std::from_chars(begin, begin + 4, *value, 16);
-  if (error != std::errc() || end != begin + 4) return Fail("a \\u escape needs four hexadecimal digits");
+  if (error != std::errc() || end != begin + 4)
+    return Fail("a \\u escape needs four hexadecimal digits");
   position_ += 4;
   return true;
 }
@@ -142,27 +161,34 @@ bool JsonReader::StringSlow(size_t begin, std::string_view* value) {
       *value = unescaped_.back();
       return true;
     }
-    if (static_cast<unsigned char>(c) < 0x20) return Fail("a control character inside a string");
+    if (static_cast<unsigned char>(c) < 0x20)
+      return Fail("a control character inside a string");
     if (c != '\\') {
       out.push_back(c);
       continue;
     }
-    if (position_ >= text_.size()) break;
+    if (position_ >= text_.size())
+      break;
     const char escape = text_[position_++];
     constexpr std::string_view kCodes = "\"\\/bfnrt", kMeanings = "\"\\/\b\f\n\r\t";
     if (const size_t index = kCodes.find(escape); index != std::string_view::npos) {
       out.push_back(kMeanings[index]);
       continue;
     }
-    if (escape != 'u') return Fail("an unknown escape in a string");
+    if (escape != 'u')
+      return Fail("an unknown escape in a string");
     uint32_t code = 0;
-    if (!HexQuad(&code)) return false;
+    if (!HexQuad(&code))
+      return false;
     if (code >= 0xD800 && code < 0xDC00) {
       uint32_t low = 0;
-      if (text_.substr(position_, 2) != "\\u") return Fail("half a surrogate pair in a string");
+      if (text_.substr(position_, 2) != "\\u")
+        return Fail("half a surrogate pair in a string");
       position_ += 2;
-      if (!HexQuad(&low)) return false;
-      if (low < 0xDC00 || low > 0xDFFF) return Fail("half a surrogate pair in a string");
+      if (!HexQuad(&low))
+        return false;
+      if (low < 0xDC00 || low > 0xDFFF)
+        return Fail("half a surrogate pair in a string");
       code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
     } else if (code >= 0xDC00 && code < 0xE000) {
       return Fail("half a surrogate pair in a string");
@@ -173,18 +199,21 @@ bool JsonReader::StringSlow(size_t begin, std::string_view* value) {
 }
 
 bool JsonReader::Literal(std::string_view word) {
-  if (text_.substr(position_, word.size()) != word) return false;
+  if (text_.substr(position_, word.size()) != word)
+    return false;
   position_ += word.size();
   return true;
 }
 
 bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
   integer->reset();
   const size_t begin = position_;
   const bool negative = position_ < text_.size() && text_[position_] == '-';
-  if (negative) ++position_;
+  if (negative)
+    ++position_;
   if (Literal("Infinity")) {
     *value = negative ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity();
     return true;
@@ -195,24 +224,30 @@ bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
   }
   const auto digits = [&] {
     const size_t start = position_;
-    while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9') ++position_;
+    while (position_ < text_.size() && text_[position_] >= '0' && text_[position_] <= '9')
+      ++position_;
     return position_ - start;
   };
   const size_t whole_begin = position_;
   const size_t whole = digits();
-  if (whole == 0) return Fail("a value is expected");
-  if (whole > 1 && text_[whole_begin] == '0') return Fail("a number starts with 0");
+  if (whole == 0)
+    return Fail("a value is expected");
+  if (whole > 1 && text_[whole_begin] == '0')
+    return Fail("a number starts with 0");
   bool is_integer = true;
   if (position_ < text_.size() && text_[position_] == '.') {
     ++position_;
     is_integer = false;
-    if (digits() == 0) return Fail("a digit is expected behind the decimal point");
+    if (digits() == 0)
+      return Fail("a digit is expected behind the decimal point");
   }
   if (position_ < text_.size() && (text_[position_] == 'e' || text_[position_] == 'E')) {
     ++position_;
     is_integer = false;
-    if (position_ < text_.size() && (text_[position_] == '+' || text_[position_] == '-')) ++position_;
-    if (digits() == 0) return Fail("a digit is expected in the exponent");
+    if (position_ < text_.size() && (text_[position_] == '+' || text_[position_] == '-'))
+      ++position_;
+    if (digits() == 0)
+      return Fail("a digit is expected in the exponent");
   }
   const char* from = text_.data() + begin;
   const char* to = text_.data() + position_;
@@ -227,7 +262,8 @@ bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
   if (is_integer) {
     int64_t exact = 0;
     const auto result = std::from_chars(from, to, exact);
-    if (result.ec == std::errc()) *integer = exact;
+    if (result.ec == std::errc())
+      *integer = exact;
   }
   return true;
 }
@@ -235,18 +271,22 @@ bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
 bool JsonReader::Integer(int64_t* value) {
   double number = 0.0;
   std::optional<int64_t> integer;
-  if (Peek() != Kind::kNumber) return Fail("an integer is expected");
+  if (Peek() != Kind::kNumber)
+    return Fail("an integer is expected");
   const size_t begin = position_;
-  if (!Number(&number, &integer)) return false;
+  if (!Number(&number, &integer))
+    return false;
   if (!integer) {
-    return Fail(fmt::format("{} is no integer of 64 bits", text_.substr(begin, std::min<size_t>(40, position_ - begin))));
+    return Fail(fmt::format("{} is no integer of 64 bits",
+                            text_.substr(begin, std::min<size_t>(40, position_ - begin))));
   }
   *value = *integer;
   return true;
 }
 
 bool JsonReader::Bool(bool* value) {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
   if (Literal("true")) {
     *value = true;
@@ -260,7 +300,8 @@ bool JsonReader::Bool(bool* value) {
 }
 
 bool JsonReader::Null() {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
   return Literal("null") || Fail("null is expected");
 }
@@ -292,34 +333,41 @@ bool JsonReader::Skip() {
       case Kind::kInvalid: {
         double ignored = 0.0;
         std::optional<int64_t> also_ignored;
-        if (ok()) Number(&ignored, &also_ignored);
+        if (ok())
+          Number(&ignored, &also_ignored);
         break;
       }
     }
-    if (!ok()) return false;
+    if (!ok())
+      return false;
     // Walk to the next value inside the containers that this value opened.
     while (open_.size() > base) {
       std::string_view key;
       const bool more = open_.back() == '}' ? NextKey(&key) : NextElement();
-      if (!ok()) return false;
-      if (more) break;
+      if (!ok())
+        return false;
+      if (more)
+        break;
     }
   } while (open_.size() > base);
   return true;
 }
 
 bool JsonReader::Finish() {
-  if (!ok()) return false;
+  if (!ok())
+    return false;
   SkipSpace();
   return position_ == text_.size() || Fail("text behind the end of the document");
 }
 
 Result<JsonValue> JsonValue::Parse(std::string_view text) {
   // A byte order mark is not JSON, but editors leave it.
-  if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
+  if (text.starts_with("\xEF\xBB\xBF"))
+    text.remove_prefix(3);
   JsonReader reader(text);
   JsonValue value;
-  if (!Build(reader, &value) || !reader.Finish()) return reader.status();
+  if (!Build(reader, &value) || !reader.Finish())
+    return reader.status();
   return value;
 }
 
@@ -327,25 +375,31 @@ bool JsonValue::Build(JsonReader& reader, JsonValue* value) {
   value->kind_ = reader.Peek();
   switch (value->kind_) {
     case Kind::kObject: {
-      if (!reader.EnterObject()) return false;
+      if (!reader.EnterObject())
+        return false;
       std::unordered_set<std::string> seen;
       for (std::string_view key; reader.NextKey(&key);) {
-        if (!seen.emplace(key).second) return reader.Fail(fmt::format("the key '{}' occurs twice", key));
+        if (!seen.emplace(key).second)
+          return reader.Fail(fmt::format("the key '{}' occurs twice", key));
         value->members_.emplace_back(std::string(key), JsonValue());
-        if (!Build(reader, &value->members_.back().second)) return false;
+        if (!Build(reader, &value->members_.back().second))
+          return false;
       }
       return reader.ok();
     }
     case Kind::kArray:
-      if (!reader.EnterArray()) return false;
+      if (!reader.EnterArray())
+        return false;
       while (reader.NextElement()) {
         value->items_.emplace_back();
-        if (!Build(reader, &value->items_.back())) return false;
+        if (!Build(reader, &value->items_.back()))
+          return false;
       }
       return reader.ok();
     case Kind::kString: {
       std::string_view text;
-      if (!reader.String(&text)) return false;
+      if (!reader.String(&text))
+        return false;
       value->string_ = text;
       return true;
     }
@@ -362,17 +416,21 @@ bool JsonValue::Build(JsonReader& reader, JsonValue* value) {
 }
 
 std::optional<int64_t> JsonValue::integer() const {
-  if (kind_ != Kind::kNumber) return std::nullopt;
-  if (integer_) return integer_;
+  if (kind_ != Kind::kNumber)
+    return std::nullopt;
+  if (integer_)
+    return integer_;
   // 2^53: beyond it a double no longer tells neighbours apart.
   constexpr double kExact = 9007199254740992.0;
-  if (std::abs(number_) <= kExact && number_ == std::trunc(number_)) return static_cast<int64_t>(number_);
+  if (std::abs(number_) <= kExact && number_ == std::trunc(number_))
+    return static_cast<int64_t>(number_);
   return std::nullopt;
 }
 
 const JsonValue* JsonValue::Find(std::string_view key) const {
   for (const auto& [name, value] : members_) {
-    if (name == key) return value.is_null() ? nullptr : &value;
+    if (name == key)
+      return value.is_null() ? nullptr : &value;
   }
   return nullptr;
 }
@@ -387,7 +445,8 @@ std::string JsonValue::ToString() const {
       return boolean_ ? "true" : "false";
     case Kind::kArray: {
       std::string out = "[";
-      for (size_t i = 0; i < items_.size() && i < 6; ++i) out += (i == 0 ? "" : ", ") + items_[i].ToString();
+      for (size_t i = 0; i < items_.size() && i < 6; ++i)
+        out += (i == 0 ? "" : ", ") + items_[i].ToString();
       return out + (items_.size() > 6 ? ", ...]" : "]");
     }
     case Kind::kObject:

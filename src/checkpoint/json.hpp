@@ -12,9 +12,9 @@
 
 namespace fusedmoe::checkpoint {
 
-/// A pull parser over JSON text that outlives it: the caller asks for what it expects next, nothing is built. The
-/// first mistake ends the parse; afterwards every call returns false and `status` says where and why. Depth is bounded.
-/// Accepts what Python's json module writes (NaN, Infinity, -Infinity as numbers).
+/// A pull parser over JSON text that outlives it: the caller asks for what it expects next, nothing is built.
+/// The first mistake ends the parse; afterwards every call returns false and `status` says where and why.
+/// Depth is bounded. Accepts what Python's json module writes (NaN, Infinity, -Infinity as numbers).
 class JsonReader {
  public:
   enum class Kind : uint8_t { kObject, kArray, kString, kNumber, kBool, kNull, kInvalid };
@@ -56,14 +56,14 @@ class JsonReader {
 
   std::string_view text_;
   size_t position_ = 0;
-  std::vector<char> open_;   // closing bracket of each open container
-  bool first_ = false;       // no element of the current container was seen yet
+  std::vector<char> open_;  // closing bracket of each open container
+  bool first_ = false;      // no element of the current container was seen yet
   std::deque<std::string> unescaped_;
   Status error_;
 };
 
-/// A parsed document: for configuration files, which are small. Object members keep their order; duplicate keys are
-/// refused.
+/// A parsed document: for configuration files, which are small. Object members keep their order; duplicate
+/// keys are refused.
 class JsonValue {
  public:
   using Kind = JsonReader::Kind;

@@ -9,20 +9,25 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-// What follows the module name of a weight, in every format. Unquantized parameters of fused tensors have no suffix.
-constexpr std::string_view kWeightSuffixes[] = {".weight", ".weight_packed", ".qweight", "", "_blocks", ".blocks",
-                                                ".quantized_weight"};
+// What follows the module name of a weight, in every format. Unquantized parameters of fused tensors have no
+// suffix.
+constexpr std::string_view kWeightSuffixes[] = {".weight", ".weight_packed", ".qweight",         "",
+                                                "_blocks", ".blocks",        ".quantized_weight"};
 
-constexpr std::string_view kCommonBlocks = "mlp block_sparse_moe feed_forward ffn moe mixer sparse_moe moe_block";
+constexpr std::string_view kCommonBlocks =
+    "mlp block_sparse_moe feed_forward ffn moe mixer sparse_moe moe_block";
 
 struct PerExpertSpelling {
   std::string_view list, gate, up, down;
 };
 // Gate, up and down of one expert. Without a gate the activation is not gated.
 constexpr PerExpertSpelling kPerExpert[] = {
-    {"experts", "gate_proj", "up_proj", "down_proj"}, {"experts", "w1", "w3", "w2"},
-    {"experts", "linear", "linear_v", "linear_1"},    {"experts", "fc1", "fc3", "fc2"},
-    {"experts", "", "up_proj", "down_proj"},          {"local_experts", "gate_proj", "up_proj", "down_proj"},
+    {"experts", "gate_proj", "up_proj", "down_proj"},
+    {"experts", "w1", "w3", "w2"},
+    {"experts", "linear", "linear_v", "linear_1"},
+    {"experts", "fc1", "fc3", "fc2"},
+    {"experts", "", "up_proj", "down_proj"},
+    {"local_experts", "gate_proj", "up_proj", "down_proj"},
     {"experts", "gate", "up", "down"},
 };
 
@@ -44,20 +49,24 @@ constexpr FusedSpelling kFused[] = {
 };
 
 constexpr std::string_view kCommonRouters =
-    "gate.weight router.weight gate.wg.weight router.layer.weight router.classifier.weight router.gate.weight gate.gate.weight "
+    "gate.weight router.weight gate.wg.weight router.layer.weight router.classifier.weight "
+    "router.gate.weight gate.gate.weight "
     "router.proj.weight gate";
 constexpr std::string_view kRouterBiases =
     "router.bias gate.bias gate.wg.bias router.layer.bias router.classifier.bias router.proj.bias";
 constexpr std::string_view kCorrectionBiases =
-    "gate.e_score_correction_bias e_score_correction_bias gate.expert_bias expert_bias router.e_score_correction_bias "
-    "moe_statics.e_score_correction_bias gate.moe_statics.e_score_correction_bias router_bias experts.e_score_correction_bias "
+    "gate.e_score_correction_bias e_score_correction_bias gate.expert_bias expert_bias "
+    "router.e_score_correction_bias "
+    "moe_statics.e_score_correction_bias gate.moe_statics.e_score_correction_bias router_bias "
+    "experts.e_score_correction_bias "
     "router.expert_bias";
 constexpr std::string_view kHashTables = "gate.tid2eid";
 
 std::optional<std::string_view> WeightSuffix(const TensorStore& store, const std::string& base) {
   for (const std::string_view suffix : kWeightSuffixes) {
     const TensorInfo* info = store.Find(base + std::string(suffix));
-    if (info != nullptr) return suffix;
+    if (info != nullptr)
+      return suffix;
   }
   return std::nullopt;
 }
@@ -80,27 +89,34 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
     names.gate = spelling.gate.empty() ? "" : stem + std::string(spelling.gate);
     names.up = stem + std::string(spelling.up);
     names.down = stem + std::string(spelling.down);
-    // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a gated
-    // spelling needs a gate, since ungated experts share the other two names.
+    // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a
+    // gated spelling needs a gate, since ungated experts share the other two names.
     std::optional<std::string_view> suffix, gate_suffix;
     for (const int64_t expert : {0, 1}) {
-      if (!gate_suffix && !names.gate.empty()) gate_suffix = WeightSuffix(store, names.Gate(expert));
-      if (!suffix) suffix = WeightSuffix(store, names.Down(expert));
-      if (!suffix) suffix = WeightSuffix(store, names.Up(expert));
+      if (!gate_suffix && !names.gate.empty())
+        gate_suffix = WeightSuffix(store, names.Gate(expert));
+      if (!suffix)
+        suffix = WeightSuffix(store, names.Down(expert));
+      if (!suffix)
+        suffix = WeightSuffix(store, names.Up(expert));
     }
-    if (!names.gate.empty()) suffix = gate_suffix;
-    if (!suffix) continue;
+    if (!names.gate.empty())
+      suffix = gate_suffix;
+    if (!suffix)
+      continue;
     names.weight_suffix = suffix->empty() ? "" : ".weight";
     return names;
   }
   for (const FusedSpelling& spelling : kFused) {
     const std::string up = block + std::string(spelling.up);
     const auto suffix = WeightSuffix(store, up);
-    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened)) continue;
+    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened))
+      continue;
     ExpertNames names;
     names.form = spelling.form;
     names.gate = spelling.gate.empty() ? "" : block + std::string(spelling.gate);
-    if (!names.gate.empty() && !WeightSuffix(store, names.gate)) continue;
+    if (!names.gate.empty() && !WeightSuffix(store, names.gate))
+      continue;
     names.up = up;
     names.down = block + std::string(spelling.down);
     names.weight_suffix = suffix->starts_with(".weight") ? ".weight" : "";
@@ -110,11 +126,13 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
   return std::nullopt;
 }
 
-std::string FirstPresent(const TensorStore& store, const std::string& block, std::string_view family, std::string_view common) {
+std::string FirstPresent(const TensorStore& store, const std::string& block, std::string_view family,
+                         std::string_view common) {
   for (const std::string_view list : {family, common}) {
     for (const std::string_view word : SplitWords(list)) {
       std::string name = block + std::string(word);
-      if (store.Has(name)) return name;
+      if (store.Has(name))
+        return name;
     }
   }
   return "";
@@ -132,10 +150,13 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
       for (const PerExpertSpelling& spelling : kShared) {
         const bool gated = !spelling.gate.empty();
         const auto up_suffix = WeightSuffix(store, stem + std::string(spelling.up));
-        const auto gate_suffix = gated ? WeightSuffix(store, stem + std::string(spelling.gate)) : std::nullopt;
+        const auto gate_suffix =
+            gated ? WeightSuffix(store, stem + std::string(spelling.gate)) : std::nullopt;
         const auto down_suffix = WeightSuffix(store, stem + std::string(spelling.down));
-        if (gated ? !gate_suffix : !up_suffix) continue;
-        if (!up_suffix && !down_suffix) continue;
+        if (gated ? !gate_suffix : !up_suffix)
+          continue;
+        if (!up_suffix && !down_suffix)
+          continue;
         names->shared_gate_proj = gated ? stem + std::string(spelling.gate) : "";
         names->shared_up = stem + std::string(spelling.up);
         names->shared_down = stem + std::string(spelling.down);
@@ -149,9 +170,10 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
 
 // Names that hold layers of something else than the language model.
 bool IsForeign(std::string_view prefix) {
-  for (const std::string_view word :
-       {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder", "code2wav", "speech", "resampler", "eagle"}) {
-    if (prefix.find(word) != std::string_view::npos) return true;
+  for (const std::string_view word : {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder",
+                                      "code2wav", "speech", "resampler", "eagle"}) {
+    if (prefix.find(word) != std::string_view::npos)
+      return true;
   }
   return false;
 }
@@ -160,7 +182,8 @@ bool IsForeign(std::string_view prefix) {
 std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
   for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer."}) {
     for (size_t at = name.find(word); at != std::string_view::npos; at = name.find(word, at + 1)) {
-      if (at != 0 && name[at - 1] != '.') continue;
+      if (at != 0 && name[at - 1] != '.')
+        continue;
       const size_t digits = at + word.size();
       int64_t layer = 0;
       const char* end = name.data() + name.size();
@@ -175,9 +198,15 @@ std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
 
 }  // namespace
 
-std::string ExpertNames::Gate(int64_t expert) const { return Substitute(gate, expert); }
-std::string ExpertNames::Up(int64_t expert) const { return Substitute(up, expert); }
-std::string ExpertNames::Down(int64_t expert) const { return Substitute(down, expert); }
+std::string ExpertNames::Gate(int64_t expert) const {
+  return Substitute(gate, expert);
+}
+std::string ExpertNames::Up(int64_t expert) const {
+  return Substitute(up, expert);
+}
+std::string ExpertNames::Down(int64_t expert) const {
+  return Substitute(down, expert);
+}
 
 std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
   // Tensors of a layer follow one another in most files, so the last answer is usually this one too.
@@ -185,35 +214,42 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
   std::string_view last;
   for (const TensorInfo& info : store.tensors()) {
     const std::string_view name = info.name;
-    if (!last.empty() && name.starts_with(last)) continue;
+    if (!last.empty() && name.starts_with(last))
+      continue;
     const auto end = LayerEnd(name);
-    if (!end) continue;
+    if (!end)
+      continue;
     last = name.substr(0, end->first);
     const std::string_view stem = last.substr(0, last.size() - 1 - std::to_string(end->second).size());
-    if (IsForeign(stem)) continue;
+    if (IsForeign(stem))
+      continue;
     by_stem[std::string(stem)].emplace(end->second, std::string(last));
   }
   // The stack with the most layers is the model; others add layers that it lacks (none, as a rule).
   const std::map<int64_t, std::string>* largest = nullptr;
   for (const auto& [stem, layers] : by_stem) {
-    if (largest == nullptr || layers.size() > largest->size()) largest = &layers;
+    if (largest == nullptr || layers.size() > largest->size())
+      largest = &layers;
   }
   return largest == nullptr ? std::map<int64_t, std::string>() : *largest;
 }
 
-std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family, const std::string& prefix) {
+std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
+                                         const std::string& prefix) {
   for (const std::string_view list : {family.blocks, kCommonBlocks}) {
     for (const std::string_view word : SplitWords(list)) {
       LayerNames names;
       names.prefix = prefix;
       names.block = word == "." ? prefix : prefix + std::string(word) + ".";
       const auto experts = FindExperts(store, names.block);
-      if (!experts) continue;
+      if (!experts)
+        continue;
       names.experts = *experts;
       names.router = FirstPresent(store, names.block, family.router, kCommonRouters);
       names.correction_bias = FirstPresent(store, names.block, family.correction_bias, kCorrectionBiases);
       names.router_bias = FirstPresent(store, names.block, "", kRouterBiases);
-      if (names.router_bias == names.correction_bias) names.router_bias.clear();
+      if (names.router_bias == names.correction_bias)
+        names.router_bias.clear();
       names.hash_table = FirstPresent(store, names.block, "", kHashTables);
       names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
       FindShared(store, family, &names);

@@ -11,9 +11,9 @@
 #include "checkpoint/families.hpp"
 #include "checkpoint/tensor_store.hpp"
 
-/// Finds the tensors of a MoE layer. Families say where they put them, but the tools that rewrite checkpoints rename as
-/// they like (reference: quantizers write Mixtral with gate_proj, under mlp, ...), so that the names present decide among
-/// all spellings known, those of the family first.
+/// Finds the tensors of a MoE layer. Families say where they put them, but the tools that rewrite checkpoints
+/// rename as they like (reference: quantizers write Mixtral with gate_proj, under mlp, ...), so that the
+/// names present decide among all spellings known, those of the family first.
 namespace fusedmoe::checkpoint {
 
 /// How the three projections of the experts are kept.
@@ -25,8 +25,8 @@ enum class ExpertForm : uint8_t {
 
 struct ExpertNames {
   ExpertForm form = ExpertForm::kPerExpert;
-  /// Names up to the suffix that the quantization adds; {e} stands for the expert. `gate` is empty without gating and
-  /// in the fused form, where `up` names the tensor of both.
+  /// Names up to the suffix that the quantization adds; {e} stands for the expert. `gate` is empty without
+  /// gating and in the fused form, where `up` names the tensor of both.
   std::string gate, up, down;
   /// Suffix of unquantized weights: ".weight", or "" for parameters that are tensors themselves.
   std::string weight_suffix = ".weight";
@@ -47,7 +47,8 @@ struct LayerNames {
   std::string hash_table;
   std::string output_bias;
   ExpertNames experts;
-  std::string shared_gate_proj, shared_up, shared_down;  ///< names up to the suffix; gate empty when not gated
+  std::string shared_gate_proj, shared_up,
+      shared_down;  ///< names up to the suffix; gate empty when not gated
   std::string shared_weight_suffix = ".weight";
   bool shared_fused = false;  ///< shared_up holds gate and up rows (Granite: input_linear)
   std::string shared_gate;    ///< tensor of the sigmoid gate
@@ -57,6 +58,7 @@ struct LayerNames {
 std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store);
 
 /// The names of a layer, or nothing when it has no routed experts.
-std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family, const std::string& prefix);
+std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
+                                         const std::string& prefix);
 
 }  // namespace fusedmoe::checkpoint

@@ -34,13 +34,14 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
                                const std::string& prefix, int64_t layer, const std::string& expert_layout);
 
 /// Routing of a family under a configuration.
-Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& family, int64_t layer, bool has_correction_bias);
+Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& family, int64_t layer,
+                                     bool has_correction_bias);
 
 /// `text` as CheckpointOptions::expert_layout has it; kUsage otherwise.
 Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text);
 
-/// The format of a module, adapted to the tensors that are there. Contradictions between metadata and tensors are
-/// kBadInput, with both.
+/// The format of a module, adapted to the tensors that are there. Contradictions between metadata and tensors
+/// are kBadInput, with both.
 Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules, const std::string& base,
                               const std::string& weight_suffix);
 

@@ -18,8 +18,9 @@ enum class Packing : uint8_t {
   kRowPairs  ///< ModelOpt INT4: U8 [out / 2, in], output rows 2j and 2j + 1 in one byte
 };
 
-/// How a module that multiplies by a matrix is stored: which tensors, and what they mean. Suffixes follow the module's
-/// name; empty ones do not exist. The first scale has the extent that `weight` says: blocks, rows or the matrix.
+/// How a module that multiplies by a matrix is stored: which tensors, and what they mean. Suffixes follow the
+/// module's name; empty ones do not exist. The first scale has the extent that `weight` says: blocks, rows or
+/// the matrix.
 struct LinearFormat {
   WeightFormat weight;
   ActivationFormat activation;
@@ -32,11 +33,12 @@ struct LinearFormat {
   std::string_view zero_point;
   std::string_view group_index;
   std::string_view pre_quant_scale;
-  std::string_view shape;    ///< I64 [2]: rows and columns, to be compared
-  bool reciprocal = false;   ///< second_scale and input_scale are stored as 1 / scale
-  bool zero_plus_one = false;      ///< stored zero points are one too small (GPTQ v1)
-  bool twos_complement = false;    ///< packed integers are signed (Quark int4)
-  bool scale_is_in_out = false;    ///< scale and zero points are [in / group, out]
+  std::string_view shape;             ///< I64 [2]: rows and columns, to be compared
+  bool reciprocal = false;            ///< second_scale and input_scale are stored as 1 / scale
+  bool zero_plus_one = false;         ///< stored zero points are one too small (GPTQ v1)
+  bool twos_complement = false;       ///< packed integers are signed (Quark int4)
+  bool scale_is_in_out = false;       ///< scale and zero points are [in / group, out]
+  bool negative_scales = false;       ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
 };

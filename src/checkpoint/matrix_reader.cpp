@@ -17,7 +17,8 @@ namespace {
 // One matrix and what is known about its storage while it is read.
 class Reader {
  public:
-  Reader(const TensorStore& store, const LinearFormat& format, const MatrixPlace& place, int64_t rows, int64_t cols)
+  Reader(const TensorStore& store, const LinearFormat& format, const MatrixPlace& place, int64_t rows,
+         int64_t cols)
       : store_(store), format_(format), place_(place), rows_(rows), cols_(cols) {}
 
   Result<CanonicalMatrix> Read();
@@ -29,6 +30,7 @@ class Reader {
   Result<Tensor> Half(Tensor tensor, const std::string& name, int64_t block) const;
   Result<Tensor> ReadCodes();
   Status ReadScale(CanonicalMatrix* matrix);
+  Status RefuseNegative(const Tensor& scale, const std::string& name) const;
   Status ReadZeroPoints(CanonicalMatrix* matrix);
   Status ReadGroupIndex(CanonicalMatrix* matrix) const;
   Result<float> ReadScalar(std::string_view suffix) const;
@@ -46,17 +48,22 @@ class Reader {
 
 std::string Reader::NameOf(std::string_view suffix) const {
   const std::string plain = place_.base + std::string(suffix);
-  if (place_.weight_suffix == ".weight") return plain;
-  // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale" (ModelOpt),
-  // "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
-  if (suffix == ".weight") return place_.base;
+  if (place_.weight_suffix == ".weight")
+    return plain;
+  // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
+  // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
+  if (suffix == ".weight")
+    return place_.base;
   std::string_view word = suffix;
-  if (word.starts_with('.')) word.remove_prefix(1);
+  if (word.starts_with('.'))
+    word.remove_prefix(1);
   const std::string with_underscore = place_.base + "_" + std::string(word);
-  if (store_.Has(with_underscore)) return with_underscore;
+  if (store_.Has(with_underscore))
+    return with_underscore;
   if (word.starts_with("weight_")) {
     const std::string shorter = place_.base + "_" + std::string(word.substr(7));
-    if (store_.Has(shorter)) return shorter;
+    if (store_.Has(shorter))
+      return shorter;
   }
   return store_.Has(plain) ? plain : with_underscore;
 }
@@ -69,13 +76,17 @@ Status Reader::Wrong(const std::string& name, const Tensor& tensor, std::string_
 
 Result<Tensor> Reader::LoadRole(std::string_view suffix) const {
   const std::string name = NameOf(suffix);
-  if (place_.item < 0) return store_.Load(name);
+  if (place_.item < 0)
+    return store_.Load(name);
   const TensorInfo* info = store_.Find(name);
-  if (info == nullptr) return store_.Load(name);  // the error that names it
+  if (info == nullptr)
+    return store_.Load(name);  // the error that names it
   if (place_.flattened) {
     const int64_t length = info->shape.rank() == 2 ? info->shape[0] : 0;
     if (length == 0 || length % place_.num_items != 0) {
-      return store_.Blame(Status::BadInput(fmt::format("{}; rows for {} experts are needed", info->shape.ToString(), place_.num_items)), name);
+      return store_.Blame(Status::BadInput(fmt::format("{}; rows for {} experts are needed",
+                                                       info->shape.ToString(), place_.num_items)),
+                          name);
     }
     const int64_t each = length / place_.num_items;
     return store_.LoadRows(name, place_.item * each, each);
@@ -84,30 +95,36 @@ Result<Tensor> Reader::LoadRole(std::string_view suffix) const {
     return store_.Load(name);  // one number for all experts
   }
   if (info->shape[0] != place_.num_items) {
-    return store_.Blame(Status::BadInput(fmt::format("{}; the first dimension must be the {} experts", info->shape.ToString(),
-                                                     place_.num_items)),
+    return store_.Blame(Status::BadInput(fmt::format("{}; the first dimension must be the {} experts",
+                                                     info->shape.ToString(), place_.num_items)),
                         name);
   }
   return store_.LoadItem(name, place_.item);
 }
 
-// From a 2-D tensor over all outputs of the module to [outputs of this part, columns]; `block` outputs share a row.
+// From a 2-D tensor over all outputs of the module to [outputs of this part, columns]; `block` outputs share
+// a row.
 Result<Tensor> Reader::Half(Tensor tensor, const std::string& name, int64_t block) const {
-  if (tensor.shape().rank() != 2) return Wrong(name, tensor, "a matrix");
+  if (tensor.shape().rank() != 2)
+    return Wrong(name, tensor, "a matrix");
   if (place_.in_out) {
     FMOE_ASSIGN_OR_RETURN(tensor, Transpose(tensor));
   }
-  if (place_.parts == 1) return tensor;
+  if (place_.parts == 1)
+    return tensor;
   const TensorView view = tensor.view();
   if (place_.interleaved) {
-    if (block != 1 || view.dim(0) % 2 != 0) return Wrong(name, tensor, "an even number of rows, alternating gate and up");
-    TensorView half(view.data() + place_.part * view.stride_bytes(0), view.dtype(), Shape{view.dim(0) / 2, view.dim(1)});
+    if (block != 1 || view.dim(0) % 2 != 0)
+      return Wrong(name, tensor, "an even number of rows, alternating gate and up");
+    TensorView half(view.data() + place_.part * view.stride_bytes(0), view.dtype(),
+                    Shape{view.dim(0) / 2, view.dim(1)});
     half.set_stride_bytes(0, 2 * view.stride_bytes(0));
     return Tensor::Borrow(half, tensor.owner());
   }
   const int64_t first = place_.part * rows_ / block;
   const int64_t count = CeilDiv((place_.part + 1) * rows_, block) - first;
-  if (view.dim(0) != CeilDiv(2 * rows_, block)) return Wrong(name, tensor, fmt::format("{} rows", CeilDiv(2 * rows_, block)));
+  if (view.dim(0) != CeilDiv(2 * rows_, block))
+    return Wrong(name, tensor, fmt::format("{} rows", CeilDiv(2 * rows_, block)));
   return Tensor::Borrow(view.Rows(first, count), tensor.owner());
 }
 
@@ -117,7 +134,8 @@ Result<Tensor> Reader::ReadCodes() {
   const DType element = format_.weight.element;
   if (format_.packing != Packing::kDirect) {
     Result<Tensor> unpacked = UnpackCodes(format_, stored, rows_ * place_.parts, cols_);
-    if (!unpacked.ok()) return store_.Blame(std::move(unpacked).status(), name);
+    if (!unpacked.ok())
+      return store_.Blame(std::move(unpacked).status(), name);
     return Half(*std::move(unpacked), name, 1);
   }
   // gpt-oss keeps the bytes of a group in an axis of their own.
@@ -125,18 +143,24 @@ Result<Tensor> Reader::ReadCodes() {
     const Shape flat{stored.dim(0), stored.dim(1) * stored.dim(2)};
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), flat), stored.owner());
   }
-  if (stored.shape().rank() != 2) return Wrong(name, stored, "a matrix");
+  if (stored.shape().rank() != 2)
+    return Wrong(name, stored, "a matrix");
   const int bits = DTypeBits(element);
   const DType found = stored.dtype();
   const bool packed_bytes = bits < 8 && (found == DType::kU8 || found == DType::kI8);
   const bool same = found == element;
-  const bool plain = !format_.quantized() && (found == DType::kF32 || found == DType::kF16 || found == DType::kBF16);
+  const bool plain =
+      !format_.quantized() && (found == DType::kF32 || found == DType::kF16 || found == DType::kBF16);
   const bool widened = format_.bits == 4 && found == DType::kI8 && element == DType::kI4;
   if (!packed_bytes && !same && !plain && !widened) {
-    return Wrong(name, stored, fmt::format("{}", bits < 8 ? "U8" : format_.quantized() ? DTypeName(element) : "BF16, F16 or F32"));
+    return Wrong(name, stored,
+                 fmt::format("{}", bits < 8              ? "U8"
+                                   : format_.quantized() ? DTypeName(element)
+                                                         : "BF16, F16 or F32"));
   }
   const bool nibbles = packed_bytes && !widened;
-  if (nibbles) stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, stored.shape()), stored.owner());
+  if (nibbles)
+    stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, stored.shape()), stored.owner());
   if (same && bits < 8) {
     const Shape bytes{stored.dim(0), stored.view().row_bytes()};
     stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, bytes), stored.owner());
@@ -147,8 +171,10 @@ Result<Tensor> Reader::ReadCodes() {
   if (half.dim(0) != rows_ || half.dim(1) != width || (in_bytes && cols_ * bits % 8 != 0)) {
     return Wrong(name, half, fmt::format("[{}, {}]", rows_, width));
   }
-  if (widened) return PackSigned4(half);
-  if (!in_bytes) return half;
+  if (widened)
+    return PackSigned4(half);
+  if (!in_bytes)
+    return half;
   TensorView view(half.view().data(), element, Shape{rows_, cols_});
   view.set_stride_bytes(0, half.view().stride_bytes(0));
   return Tensor::Borrow(view, half.owner());
@@ -158,9 +184,11 @@ Result<Tensor> Reader::ReadCodes() {
 Tensor AsMatrix(const Tensor& tensor, bool column) {
   std::vector<int64_t> dims;
   for (const int64_t dim : tensor.shape().dims()) {
-    if (dim != 1) dims.push_back(dim);
+    if (dim != 1)
+      dims.push_back(dim);
   }
-  if (tensor.shape().rank() == 2) return tensor;
+  if (tensor.shape().rank() == 2)
+    return tensor;
   Shape shape{1, 1};
   if (dims.size() == 2) {
     shape = Shape{dims[0], dims[1]};
@@ -188,10 +216,14 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
   const bool float16up = found == DType::kF32 || found == DType::kF16 || found == DType::kBF16;
   const bool wide = weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
                     weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF16;
-  const bool fits = e8m0 ? found == DType::kU8 || found == DType::kF8E8M0
+  const bool fits = e8m0   ? found == DType::kU8 || found == DType::kF8E8M0
                     : wide ? float16up || found == DType::kF8E8M0
                            : found == weight.block_scale_dtype;
-  if (!fits) return Wrong(name, stored, e8m0 ? "U8 or F8_E8M0" : wide ? "F32, BF16 or F16" : DTypeName(weight.block_scale_dtype));
+  if (!fits)
+    return Wrong(name, stored,
+                 e8m0   ? "U8 or F8_E8M0"
+                 : wide ? "F32, BF16 or F16"
+                        : DTypeName(weight.block_scale_dtype));
   if (format_.scale_is_in_out) {
     FMOE_ASSIGN_OR_RETURN(stored, Transpose(AsMatrix(stored, false)));
   } else {
@@ -204,10 +236,12 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
   if (half.dim(0) != want_rows || half.dim(1) != want_cols) {
     return Wrong(name, half, fmt::format("[{}, {}]", want_rows, want_cols));
   }
-  if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 || (wide && found == DType::kF8E8M0)) {
+  if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
+      (wide && found == DType::kF8E8M0)) {
     FMOE_ASSIGN_OR_RETURN(half, ToF32(half));
     if (weight.has_channel_scale) {
-      matrix->channel_scale = Tensor::Borrow(TensorView(half.view().data(), DType::kF32, Shape{rows_}), half.owner());
+      matrix->channel_scale =
+          Tensor::Borrow(TensorView(half.view().data(), DType::kF32, Shape{rows_}), half.owner());
       return Status::Ok();
     }
     matrix->format.block_scale_dtype = DType::kF32;
@@ -218,27 +252,50 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
     half = Tensor::Borrow(view, half.owner());
     matrix->format.block_scale_dtype = as;
   }
+  if (format_.weight.may_have_zero_point && !format_.negative_scales)
+    FMOE_RETURN_IF_ERROR(RefuseNegative(half, name));
   matrix->block_scale = std::move(half);
   matrix->scale_row_offset = scale_row_offset_;
   return Status::Ok();
 }
 
+Status Reader::RefuseNegative(const Tensor& scale, const std::string& name) const {
+  const TensorView& view = scale.view();
+  std::vector<float> values(static_cast<size_t>(view.dim(1)));
+  for (int64_t r = 0; r < view.dim(0); ++r) {
+    DecodeRow(view.dtype(), view.data() + r * view.stride_bytes(0), 0, view.dim(1), values.data());
+    for (int64_t c = 0; c < view.dim(1); ++c) {
+      const float value = values[static_cast<size_t>(c)];
+      if (!std::signbit(value) && std::isfinite(value))
+        continue;
+      return store_.Blame(Status::BadInput(fmt::format(
+                              "the scale at [{}, {}] is {}; finite and >= 0 is required", r, c, value)),
+                          name);
+    }
+  }
+  return Status::Ok();
+}
+
 Status Reader::ReadZeroPoints(CanonicalMatrix* matrix) {
   const std::string name = NameOf(format_.zero_point);
-  if (!store_.Has(name)) return Status::Ok();
+  if (!store_.Has(name))
+    return Status::Ok();
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadRole(format_.zero_point));
   const int64_t groups = matrix->block_scale.dim(1);
   Result<Tensor> zeros = UnpackZeroPoints(format_, stored, rows_ * place_.parts, groups);
-  if (!zeros.ok()) return store_.Blame(std::move(zeros).status(), name);
+  if (!zeros.ok())
+    return store_.Blame(std::move(zeros).status(), name);
   FMOE_ASSIGN_OR_RETURN(matrix->zero_point, Half(*std::move(zeros), name, 1));
   return Status::Ok();
 }
 
 Status Reader::ReadGroupIndex(CanonicalMatrix* matrix) const {
   const std::string name = NameOf(format_.group_index);
-  if (!store_.Has(name)) return Status::Ok();
+  if (!store_.Has(name))
+    return Status::Ok();
   FMOE_ASSIGN_OR_RETURN(Tensor index, LoadRole(format_.group_index));
-  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{cols_})) return Wrong(name, index, fmt::format("I32 [{}]", cols_));
+  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{cols_}))
+    return Wrong(name, index, fmt::format("I32 [{}]", cols_));
   // An index in order is the plain grouping, which kernels like better.
   const auto* values = index.view().as<int32_t>();
   const int64_t group = matrix->format.block.col;
@@ -248,7 +305,8 @@ Status Reader::ReadGroupIndex(CanonicalMatrix* matrix) const {
     std::memcpy(&value, values + c, sizeof(value));
     plain = value == c / group;
   }
-  if (!plain) matrix->group_index = std::move(index);
+  if (!plain)
+    matrix->group_index = std::move(index);
   return Status::Ok();
 }
 
@@ -261,13 +319,15 @@ Result<float> Reader::ReadScalar(std::string_view suffix) const {
     return both.view().as<float>()[place_.part];
   }
   const DType found = stored.dtype();
-  if (stored.shape().count() != 1 || (found != DType::kF32 && found != DType::kBF16 && found != DType::kF16)) {
+  if (stored.shape().count() != 1 ||
+      (found != DType::kF32 && found != DType::kBF16 && found != DType::kF16)) {
     return Wrong(name, stored, "one F32, BF16 or F16");
   }
   float value = 0.0F;
   DecodeRow(found, stored.view().data(), 0, 1, &value);
   if (!std::isfinite(value) || value <= 0.0F) {
-    return store_.Blame(Status::BadInput(fmt::format("the scale is {}; finite and > 0 is required", value)), name);
+    return store_.Blame(Status::BadInput(fmt::format("the scale is {}; finite and > 0 is required", value)),
+                        name);
   }
   return value;
 }
@@ -289,7 +349,8 @@ Status Reader::ReadBias(CanonicalMatrix* matrix) const {
   FMOE_ASSIGN_OR_RETURN(Tensor half, Tensor::Allocate(DType::kF32, Shape{rows_}));
   const auto* from = bias.view().as<float>();
   auto* to = half.mutable_view().as<float>();
-  for (int64_t r = 0; r < rows_; ++r) to[r] = place_.interleaved ? from[2 * r + place_.part] : from[place_.part * rows_ + r];
+  for (int64_t r = 0; r < rows_; ++r)
+    to[r] = place_.interleaved ? from[2 * r + place_.part] : from[place_.part * rows_ + r];
   matrix->bias = std::move(half);
   return Status::Ok();
 }
@@ -297,12 +358,14 @@ Status Reader::ReadBias(CanonicalMatrix* matrix) const {
 Status Reader::CheckShapeTensor() const {
   const std::string name = NameOf(format_.shape);
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadRole(format_.shape));
-  if (stored.dtype() != DType::kI64 || stored.shape().count() != 2) return Wrong(name, stored, "I64 [2]");
+  if (stored.dtype() != DType::kI64 || stored.shape().count() != 2)
+    return Wrong(name, stored, "I64 [2]");
   int64_t shape[2] = {0, 0};
   std::memcpy(shape, stored.view().data(), sizeof(shape));
-  if (shape[0] == rows_ * place_.parts && shape[1] == cols_) return Status::Ok();
-  return store_.Blame(Status::BadInput(fmt::format("says [{}, {}], but the matrix is [{}, {}]", shape[0], shape[1],
-                                                   rows_ * place_.parts, cols_)),
+  if (shape[0] == rows_ * place_.parts && shape[1] == cols_)
+    return Status::Ok();
+  return store_.Blame(Status::BadInput(fmt::format("says [{}, {}], but the matrix is [{}, {}]", shape[0],
+                                                   shape[1], rows_ * place_.parts, cols_)),
                       name);
 }
 
@@ -311,13 +374,17 @@ Status Reader::BlameField(Status status) const {
   const std::string_view message = status.message();
   const bool first_is_tensor = !format_.weight.has_block_scale() && !format_.weight.has_channel_scale;
   const std::pair<std::string_view, std::string_view> fields[] = {
-      {"block_scale", format_.scale},        {"channel_scale", format_.scale},
+      {"block_scale", format_.scale},
+      {"channel_scale", format_.scale},
       {"tensor_scale", first_is_tensor ? format_.scale : format_.second_scale},
-      {"input_tensor_scale", format_.input_scale}, {"zero_point", format_.zero_point},
-      {"group_index", format_.group_index},  {"pre_quant_scale", format_.pre_quant_scale},
+      {"input_tensor_scale", format_.input_scale},
+      {"zero_point", format_.zero_point},
+      {"group_index", format_.group_index},
+      {"pre_quant_scale", format_.pre_quant_scale},
       {"bias", ".bias"}};
   for (const auto& [field, suffix] : fields) {
-    if (message.starts_with(field)) return store_.Blame(std::move(status), NameOf(suffix));
+    if (message.starts_with(field))
+      return store_.Blame(std::move(status), NameOf(suffix));
   }
   return store_.Blame(std::move(status), NameOf(format_.codes));
 }
@@ -328,16 +395,22 @@ Result<CanonicalMatrix> Reader::Read() {
   matrix.cols = cols_;
   matrix.format = format_.weight;
   FMOE_ASSIGN_OR_RETURN(matrix.codes, ReadCodes());
-  if (!format_.quantized()) matrix.format.element = matrix.codes.dtype();
-  if (!format_.shape.empty()) FMOE_RETURN_IF_ERROR(CheckShapeTensor());
-  if (!format_.scale.empty()) FMOE_RETURN_IF_ERROR(ReadScale(&matrix));
+  if (!format_.quantized())
+    matrix.format.element = matrix.codes.dtype();
+  if (!format_.shape.empty())
+    FMOE_RETURN_IF_ERROR(CheckShapeTensor());
+  if (!format_.scale.empty())
+    FMOE_RETURN_IF_ERROR(ReadScale(&matrix));
   if (!format_.second_scale.empty()) {
     FMOE_ASSIGN_OR_RETURN(const float stored, ReadScalar(format_.second_scale));
     matrix.tensor_scale = format_.reciprocal ? 1.0F / stored : stored;
   }
-  if (!format_.zero_point.empty()) FMOE_RETURN_IF_ERROR(ReadZeroPoints(&matrix));
-  if (!format_.group_index.empty()) FMOE_RETURN_IF_ERROR(ReadGroupIndex(&matrix));
-  if (!format_.input_scale.empty() && (!format_.input_scale_optional || store_.Has(NameOf(format_.input_scale)))) {
+  if (!format_.zero_point.empty())
+    FMOE_RETURN_IF_ERROR(ReadZeroPoints(&matrix));
+  if (!format_.group_index.empty())
+    FMOE_RETURN_IF_ERROR(ReadGroupIndex(&matrix));
+  if (!format_.input_scale.empty() &&
+      (!format_.input_scale_optional || store_.Has(NameOf(format_.input_scale)))) {
     FMOE_ASSIGN_OR_RETURN(const float stored, ReadScalar(format_.input_scale));
     matrix.input_tensor_scale = format_.reciprocal ? 1.0F / stored : stored;
   }
@@ -345,38 +418,45 @@ Result<CanonicalMatrix> Reader::Read() {
     const std::string name = NameOf(format_.pre_quant_scale);
     FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadRole(format_.pre_quant_scale));
     FMOE_ASSIGN_OR_RETURN(matrix.pre_quant_scale, ToF32(stored));
-    if (!(stored.shape() == Shape{cols_})) return Wrong(name, stored, fmt::format("[{}]", cols_));
+    if (!(stored.shape() == Shape{cols_}))
+      return Wrong(name, stored, fmt::format("[{}]", cols_));
   }
   FMOE_RETURN_IF_ERROR(ReadBias(&matrix));
-  if (Status status = ValidateCanonical(matrix); !status.ok()) return BlameField(std::move(status));
+  if (Status status = ValidateCanonical(matrix); !status.ok())
+    return BlameField(std::move(status));
   return matrix;
 }
 
 Tensor SliceTensorRows(const Tensor& tensor, int64_t begin, int64_t count) {
-  if (tensor.empty()) return tensor;
+  if (tensor.empty())
+    return tensor;
   const TensorView& view = tensor.view();
-  if (view.rank() >= 2) return Tensor::Borrow(view.Rows(begin, count), tensor.owner());
+  if (view.rank() >= 2)
+    return Tensor::Borrow(view.Rows(begin, count), tensor.owner());
   const int64_t width = DTypeBits(view.dtype()) / 8;
   return Tensor::Borrow(TensorView(view.data() + begin * width, view.dtype(), Shape{count}), tensor.owner());
 }
 
 Tensor SliceTensorColumns(const Tensor& tensor, int64_t begin, int64_t count) {
-  if (tensor.empty()) return tensor;
+  if (tensor.empty())
+    return tensor;
   const TensorView& view = tensor.view();
-  TensorView slice(view.data() + begin * DTypeBits(view.dtype()) / 8, view.dtype(), Shape{view.dim(0), count});
+  TensorView slice(view.data() + begin * DTypeBits(view.dtype()) / 8, view.dtype(),
+                   Shape{view.dim(0), count});
   slice.set_stride_bytes(0, view.stride_bytes(0));
   return Tensor::Borrow(slice, tensor.owner());
 }
 
 }  // namespace
 
-Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format, const MatrixPlace& place,
-                                   int64_t rows, int64_t cols) {
+Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
+                                   const MatrixPlace& place, int64_t rows, int64_t cols) {
   return Reader(store, format, place, rows, cols).Read();
 }
 
 Result<Tensor> ToF32(const Tensor& tensor) {
-  if (tensor.dtype() == DType::kF32 && tensor.view().dense()) return tensor;
+  if (tensor.dtype() == DType::kF32 && tensor.view().dense())
+    return tensor;
   if (!IsFloat(tensor.dtype())) {
     return Status::BadInput(fmt::format("{}; a float type is needed", DTypeName(tensor.dtype())));
   }

@@ -14,20 +14,21 @@ namespace fusedmoe::checkpoint {
 
 /// Which matrix of which tensors.
 struct MatrixPlace {
-  std::string base;           ///< name up to the suffix
-  std::string weight_suffix = ".weight";  ///< "" for parameters that are tensors themselves ("experts.gate_up_proj")
-  int64_t item = -1;          ///< index in the first axis of stacks of experts; -1: the tensors hold one matrix
-  int64_t num_items = 0;      ///< length of that axis
-  bool in_out = false;        ///< the last two axes are [in, out]
-  bool flattened = false;     ///< the stack is 2-D: [items * rows, cols]
-  int part = 0, parts = 1;    ///< half of the output: 0 gate, 1 up
-  bool interleaved = false;   ///< the halves alternate instead of following one another
+  std::string base;  ///< name up to the suffix
+  std::string weight_suffix =
+      ".weight";            ///< "" for parameters that are tensors themselves ("experts.gate_up_proj")
+  int64_t item = -1;        ///< index in the first axis of stacks of experts; -1: the tensors hold one matrix
+  int64_t num_items = 0;    ///< length of that axis
+  bool in_out = false;      ///< the last two axes are [in, out]
+  bool flattened = false;   ///< the stack is 2-D: [items * rows, cols]
+  int part = 0, parts = 1;  ///< half of the output: 0 gate, 1 up
+  bool interleaved = false;  ///< the halves alternate instead of following one another
   bool needs_bias = false;
 };
 
 /// Reads one matrix [rows, cols] into canonical form and checks it, scales included; errors name the tensor.
-Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format, const MatrixPlace& place,
-                                   int64_t rows, int64_t cols);
+Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
+                                   const MatrixPlace& place, int64_t rows, int64_t cols);
 
 /// Rows [begin, end) of a matrix, sharing its memory.
 CanonicalMatrix SliceRows(const CanonicalMatrix& matrix, int64_t begin, int64_t end);

@@ -15,10 +15,11 @@
 
 namespace fusedmoe::checkpoint {
 
-/// config.json with the questions that a MoE layer asks of it. Models spell one concept in many ways and nest it (in
-/// text_config and the like): every question takes a list of spellings, separated by spaces, of which the first that
-/// the file has answers. "ffn_config.moe_top_k" looks inside an object. A list answers per layer. JSON null counts as
-/// absent. Wrong types and sizes that make no sense are errors that name the key and its value.
+/// config.json with the questions that a MoE layer asks of it. Models spell one concept in many ways and nest
+/// it (in text_config and the like): every question takes a list of spellings, separated by spaces, of which
+/// the first that the file has answers. "ffn_config.moe_top_k" looks inside an object. A list answers per
+/// layer. JSON null counts as absent. Wrong types and sizes that make no sense are errors that name the key
+/// and its value.
 class ModelConfig {
  public:
   static Result<ModelConfig> Open(const std::string& directory);
@@ -34,7 +35,8 @@ class ModelConfig {
   const JsonValue* Find(std::string_view keys, std::string_view* found = nullptr) const;
 
   /// An integer in [low, high]. `layer` picks from a list; -1 refuses lists.
-  Result<std::optional<int64_t>> Integer(std::string_view keys, int64_t layer, int64_t low, int64_t high) const;
+  Result<std::optional<int64_t>> Integer(std::string_view keys, int64_t layer, int64_t low,
+                                         int64_t high) const;
   /// The same, required.
   Result<int64_t> RequiredInteger(std::string_view keys, int64_t layer, int64_t low, int64_t high) const;
   /// A finite number.
@@ -42,7 +44,8 @@ class ModelConfig {
   Result<std::optional<bool>> Boolean(std::string_view keys) const;
   Result<std::optional<std::string>> Text(std::string_view keys) const;
 
-  /// What the file says of layer `layer`: true and false for routed experts and dense, nothing when it is silent.
+  /// What the file says of layer `layer`: true and false for routed experts and dense, nothing when it is
+  /// silent.
   std::optional<bool> SaysMoe(int64_t layer) const;
   Result<int64_t> NumLayers() const;
   /// torch_dtype, BF16 when absent or not a float.

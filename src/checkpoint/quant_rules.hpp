@@ -15,19 +15,21 @@ namespace fusedmoe::checkpoint {
 
 /// What the quantization metadata says of every module. Thread-safe once built.
 struct QuantRules {
-  std::string producer = "none";  ///< "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq", "quark", "auto-round"
+  std::string producer =
+      "none";  ///< "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq", "quark", "auto-round"
   /// The format of the linear module of that name ("model.layers.0.mlp.experts.3.up_proj").
   std::function<Result<LinearFormat>(const std::string& module)> format_of;
 };
 
-/// Reads config.json's quantization_config, hf_quant_config.json, quantize_config.json or quant_config.json; without
-/// any, nothing is quantized. An unknown quant_method is kUnsupported, by name.
+/// Reads config.json's quantization_config, hf_quant_config.json, quantize_config.json or quant_config.json;
+/// without any, nothing is quantized. An unknown quant_method is kUnsupported, by name.
 Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfig& config);
 
 /// The parsers of the producers: `spec` is the object that holds quant_method, `path` its file.
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path);
-Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path, const ModelConfig& config);
+Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
+                                     const ModelConfig& config);
 Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path);
@@ -37,6 +39,7 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
 /// Shell wildcards: '*' any characters, '?' one.
 bool MatchesWildcard(std::string_view pattern, std::string_view text);
 /// The strings of a list; other entries are errors.
-Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key, const std::string& path);
+Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key,
+                                            const std::string& path);
 
 }  // namespace fusedmoe::checkpoint

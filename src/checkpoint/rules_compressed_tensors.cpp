@@ -1,5 +1,5 @@
-// compressed-tensors: groups of modules by class name, exact name or regular expression, each with a description of
-// weights and input activations; a list of modules to ignore.
+// compressed-tensors: groups of modules by class name, exact name or regular expression, each with a
+// description of weights and input activations; a list of modules to ignore.
 #include <algorithm>
 #include <regex>
 
@@ -33,22 +33,27 @@ class Target {
   static Result<Target> Make(const std::string& text, const std::string& path) {
     Target target;
     target.text_ = text;
-    if (!text.starts_with("re:")) return target;
+    if (!text.starts_with("re:"))
+      return target;
     if (text.size() > kMaxPattern) {
-      return Status::BadInput(fmt::format("a pattern of {} characters; at most {} are accepted", text.size(), kMaxPattern)).WithFile(path);
+      return Status::BadInput(
+                 fmt::format("a pattern of {} characters; at most {} are accepted", text.size(), kMaxPattern))
+          .WithFile(path);
     }
     // std::regex reports mistakes by exception only; this is where it is turned into a Status.
     try {
       target.regex_ = std::regex(text.substr(3), std::regex::ECMAScript | std::regex::optimize);
     } catch (const std::regex_error&) {
-      return Status::BadInput(fmt::format("'{}' is no regular expression", text.substr(0, 200))).WithFile(path);
+      return Status::BadInput(fmt::format("'{}' is no regular expression", text.substr(0, 200)))
+          .WithFile(path);
     }
     return target;
   }
   // Patterns are anchored at the beginning only, as Python's re.match does it.
   bool Matches(const std::string& module) const {
     if (regex_) {
-      if (module.size() > kMaxName) return false;
+      if (module.size() > kMaxName)
+        return false;
       try {
         return std::regex_search(module, *regex_, std::regex_constants::match_continuous);
       } catch (const std::regex_error&) {
@@ -79,18 +84,23 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
   Args args;
   const auto wrong = [&](std::string_view key, std::string_view wanted) {
     const JsonValue* value = spec.Find(key);
-    return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key, value == nullptr ? "missing" : value->ToString(), wanted))
+    return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key,
+                                        value == nullptr ? "missing" : value->ToString(), wanted))
         .WithFile(path);
   };
-  if (!spec.is_object()) return Status::BadInput("a quantization scheme must be an object").WithFile(path);
+  if (!spec.is_object())
+    return Status::BadInput("a quantization scheme must be an object").WithFile(path);
   const JsonValue* bits = spec.Find("num_bits");
-  if (bits == nullptr || !bits->integer() || *bits->integer() < 1 || *bits->integer() > 16) return wrong("num_bits", "1 to 16");
+  if (bits == nullptr || !bits->integer() || *bits->integer() < 1 || *bits->integer() > 16)
+    return wrong("num_bits", "1 to 16");
   args.bits = *bits->integer();
   const JsonValue* type = spec.Find("type");
   args.type = type == nullptr ? "int" : type->string();
-  if (args.type != "int" && args.type != "float") return wrong("type", "\"int\" or \"float\"");
+  if (args.type != "int" && args.type != "float")
+    return wrong("type", "\"int\" or \"float\"");
   if (const JsonValue* symmetric = spec.Find("symmetric"); symmetric != nullptr) {
-    if (!symmetric->is_bool()) return wrong("symmetric", "true or false");
+    if (!symmetric->is_bool())
+      return wrong("symmetric", "true or false");
     args.symmetric = symmetric->boolean();
   }
   if (const JsonValue* group = spec.Find("group_size"); group != nullptr) {
@@ -100,7 +110,8 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
     args.group = *group->integer();
   }
   if (const JsonValue* strategy = spec.Find("strategy"); strategy != nullptr) {
-    if (!strategy->is_string()) return wrong("strategy", "a string");
+    if (!strategy->is_string())
+      return wrong("strategy", "a string");
     args.strategy = strategy->string();
   } else {
     args.strategy = args.group > 0 ? "group" : args.group == -1 ? "channel" : "tensor";
@@ -117,10 +128,12 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
   }
   if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr) {
     args.static_global = dynamic->is_string() && dynamic->string() == "local";
-    if (!dynamic->is_bool() && !args.static_global) return wrong("dynamic", "true, false or \"local\"");
+    if (!dynamic->is_bool() && !args.static_global)
+      return wrong("dynamic", "true, false or \"local\"");
     args.dynamic = args.static_global || dynamic->boolean();
   }
-  if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr) args.e8m0 = scale->string() == "torch.uint8";
+  if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr)
+    args.e8m0 = scale->string() == "torch.uint8";
   return args;
 }
 
@@ -132,24 +145,30 @@ std::string Words(const Args& args) {
 Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weights, const std::string& path) {
   const bool is_float = args.type == "float";
   const auto refuse = [&] {
-    return Status::Unsupported(fmt::format("input activations as {} are not supported", Words(args))).WithFile(path);
+    return Status::Unsupported(fmt::format("input activations as {} are not supported", Words(args)))
+        .WithFile(path);
   };
-  if (!args.symmetric) return refuse();
+  if (!args.symmetric)
+    return refuse();
   if (is_float && args.bits == 4 && args.strategy == "tensor_group" && args.group == 16) {
     ActivationFormat format = NvFp4Input();
     // A zero scale becomes 0.125 there: an all-zero group, whose codes are zero either way.
     return format;
   }
-  if (is_float && args.strategy == "group" && args.group == 32 && (args.bits == 4 || (args.bits == 8 && args.e8m0))) {
+  if (is_float && args.strategy == "group" && args.group == 32 &&
+      (args.bits == 4 || (args.bits == 8 && args.e8m0))) {
     return MxInput(args.bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3, MxScaleRule::kEven);
   }
-  if (args.bits != 8) return refuse();
+  if (args.bits != 8)
+    return refuse();
   ActivationFormat format;
   format.element = is_float ? DType::kF8E4M3 : DType::kI8;
   // The range is taken as 255 steps wide there, so that 8-bit integers divide by 127.5.
-  if (!is_float) format.rule.amax_divisor = 127.5F;
+  if (!is_float)
+    format.rule.amax_divisor = 127.5F;
   if (!args.dynamic) {
-    if (args.strategy != "tensor") return refuse();
+    if (args.strategy != "tensor")
+      return refuse();
     format.static_tensor_scale = true;
   } else if (args.strategy == "token") {
     format.group = kPerRow;
@@ -163,44 +182,57 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
   return format;
 }
 
-Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view outer_format, const std::string& path) {
+Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view outer_format,
+                                   const std::string& path) {
   const JsonValue* weights_spec = group.Find("weights");
-  if (weights_spec == nullptr) return LinearFormat{};
+  if (weights_spec == nullptr)
+    return LinearFormat{};
   FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
   const JsonValue* own_format = group.Find("format");
-  const std::string name(own_format != nullptr && own_format->is_string() ? std::string_view(own_format->string()) : outer_format);
+  const std::string name(own_format != nullptr && own_format->is_string()
+                             ? std::string_view(own_format->string())
+                             : outer_format);
   const auto refuse = [&] {
-    return Status::Unsupported(fmt::format("weights as {} in format '{}' are not supported", Words(weights), name)).WithFile(path);
+    return Status::Unsupported(
+               fmt::format("weights as {} in format '{}' are not supported", Words(weights), name))
+        .WithFile(path);
   };
   LinearFormat format;
   format.scale = ".weight_scale";
   const bool is_float = weights.type == "float";
   if (name == "nvfp4-pack-quantized") {
-    if (!is_float || weights.bits != 4 || (weights.group != 16 && weights.group != 0)) return refuse();
+    if (!is_float || weights.bits != 4 || (weights.group != 16 && weights.group != 0))
+      return refuse();
     format.codes = ".weight_packed";
     format.weight = NvFp4Weight(16);
     format.second_scale = ".weight_global_scale";
     format.input_scale = ".input_global_scale";
     format.reciprocal = true;
   } else if (name == "mxfp4-pack-quantized") {
-    if (!is_float || weights.bits != 4 || weights.group != 32) return refuse();
+    if (!is_float || weights.bits != 4 || weights.group != 32)
+      return refuse();
     format.codes = ".weight_packed";
     format.weight = MxWeight(DType::kF4E2M1);
   } else if (name == "mxfp8-quantized" || (name == "float-quantized" && weights.e8m0)) {
-    if (!is_float || weights.bits != 8 || weights.group != 32) return refuse();
+    if (!is_float || weights.bits != 8 || weights.group != 32)
+      return refuse();
     format.weight = MxWeight(DType::kF8E4M3);
   } else if (name == "pack-quantized") {
-    if (is_float || (weights.bits != 4 && weights.bits != 8)) return refuse();
-    if (weights.strategy != "group" && weights.strategy != "channel") return refuse();
+    if (is_float || (weights.bits != 4 && weights.bits != 8))
+      return refuse();
+    if (weights.strategy != "group" && weights.strategy != "channel")
+      return refuse();
     format.codes = ".weight_packed";
     format.packing = Packing::kBits;
     format.bits = static_cast<int>(weights.bits);
     format.weight = IntegerWeight(format.bits, weights.strategy == "group" ? weights.group : -1);
     format.shape = ".weight_shape";
     format.group_index = ".weight_g_idx";
-    if (!weights.symmetric) format.zero_point = ".weight_zero_point";
+    if (!weights.symmetric)
+      format.zero_point = ".weight_zero_point";
   } else if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized") {
-    if (!weights.symmetric) return refuse();
+    if (!weights.symmetric)
+      return refuse();
     if (is_float && weights.bits == 8) {
       format.weight.element = DType::kF8E4M3;
     } else if (!is_float && (weights.bits == 8 || weights.bits == 4)) {
@@ -231,7 +263,8 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
     FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
     FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));
   }
-  if (!format.activation.static_tensor_scale) format.input_scale = "";
+  if (!format.activation.static_tensor_scale)
+    format.input_scale = "";
   return format;
 }
 
@@ -246,8 +279,9 @@ Result<std::vector<Target>> Targets(const JsonValue* list, std::string_view key,
 }
 
 bool AnyMatches(const std::vector<Target>& targets, const std::string& module, bool classes) {
-  return std::any_of(targets.begin(), targets.end(),
-                     [&](const Target& target) { return target.is_class() == classes && target.Matches(module); });
+  return std::any_of(targets.begin(), targets.end(), [&](const Target& target) {
+    return target.is_class() == classes && target.Matches(module);
+  });
 }
 
 }  // namespace
@@ -262,7 +296,8 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   if (const JsonValue* sparsity = spec.Find("sparsity_config"); sparsity != nullptr) {
     const JsonValue* kind = sparsity->Find("format");
     if (kind != nullptr && kind->string() != "dense") {
-      return Status::Unsupported(fmt::format("sparsity of format '{}' is not supported", kind->string())).WithFile(path);
+      return Status::Unsupported(fmt::format("sparsity of format '{}' is not supported", kind->string()))
+          .WithFile(path);
     }
   }
   auto rules = std::make_shared<CtRules>();
@@ -270,9 +305,11 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   for (const auto& [name, group] : groups->members()) {
     Group parsed;
     FMOE_ASSIGN_OR_RETURN(parsed.targets, Targets(group.Find("targets"), "targets", path));
-    // A group that this library cannot run matters only when a module of the experts is in it; malformed ones always do.
+    // A group that this library cannot run matters only when a module of the experts is in it; malformed ones
+    // always do.
     parsed.format = FormatOfGroup(group, outer, path);
-    if (parsed.format.status().code() == StatusCode::kBadInput) return parsed.format.status();
+    if (parsed.format.status().code() == StatusCode::kBadInput)
+      return parsed.format.status();
     rules->groups.push_back(std::move(parsed));
   }
   QuantRules result;
@@ -280,11 +317,13 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
     const size_t none = rules->groups.size();
     const auto find = [&] {
-      if (AnyMatches(rules->ignored, module, false)) return none;
+      if (AnyMatches(rules->ignored, module, false))
+        return none;
       // Names and patterns come before classes, whatever the order of the groups.
       for (const bool classes : {false, true}) {
         for (size_t i = 0; i < none; ++i) {
-          if (AnyMatches(rules->groups[i].targets, module, classes)) return i;
+          if (AnyMatches(rules->groups[i].targets, module, classes))
+            return i;
         }
       }
       return none;

@@ -1,4 +1,5 @@
-// ModelOpt: quant_algo names the format; excluded modules are wildcards; MIXED_PRECISION lists modules one by one.
+// ModelOpt: quant_algo names the format; excluded modules are wildcards; MIXED_PRECISION lists modules one by
+// one.
 #include <algorithm>
 #include <map>
 
@@ -11,21 +12,26 @@ namespace fusedmoe::checkpoint {
 namespace {
 
 std::string Upper(std::string text) {
-  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
   return text;
 }
 
 // ModelOpt floors E4M3 scales of activations at the smallest subnormal.
 constexpr float kSmallestE4m3 = 0x1p-9F;
 
-Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group, const std::string& path) {
+Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group,
+                                       const std::string& path) {
   LinearFormat format;
   format.scale = ".weight_scale";
   format.input_scale = ".input_scale";
   format.pre_quant_scale = ".pre_quant_scale";
   const auto needs_group = [&](int64_t expected) -> Status {
-    if (!group || *group == expected) return Status::Ok();
-    return Status::BadInput(fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group)).WithFile(path);
+    if (!group || *group == expected)
+      return Status::Ok();
+    return Status::BadInput(
+               fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group))
+        .WithFile(path);
   };
   if (algorithm == "NVFP4" || algorithm == "NVFP4_AWQ") {
     FMOE_RETURN_IF_ERROR(needs_group(16));
@@ -41,7 +47,8 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
   } else if (algorithm == "W4A8_NVFP4_FP8") {
     // Written with groups of 32; older files say 16.
     const int64_t size = group.value_or(32);
-    if (size != 16 && size != 32) FMOE_RETURN_IF_ERROR(needs_group(32));
+    if (size != 16 && size != 32)
+      FMOE_RETURN_IF_ERROR(needs_group(32));
     format.weight = NvFp4Weight(size);
     format.activation = StaticFp8();
     format.second_scale = ".weight_scale_2";
@@ -67,7 +74,8 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
     format.activation = StaticFp8();
     format.input_scale_optional = true;
   } else if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {
-    format.weight = {.element = DType::kI4, .block = {1, group.value_or(128)}, .block_scale_dtype = DType::kBF16};
+    format.weight = {
+        .element = DType::kI4, .block = {1, group.value_or(128)}, .block_scale_dtype = DType::kBF16};
     format.packing = Packing::kRowPairs;
     format.bits = 4;
     if (algorithm == "W4A8_AWQ") {
@@ -89,7 +97,8 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
     return Status::Unsupported(fmt::format("ModelOpt's quant_algo '{}' is not supported", algorithm))
         .WithFile(path)
         .WithHint(
-            "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, W4A8_MXFP4_FP8, "
+            "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
+            "MXFP8, W4A8_MXFP4_FP8, "
             "W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
   }
   return format;
@@ -104,7 +113,8 @@ struct ModelOptRules {
 // Exact name, then part of the name, then wildcard: as the servers that load these files do it.
 bool Excluded(const std::vector<std::string>& patterns, const std::string& module) {
   return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
-    if (pattern.find_first_of("*?") != std::string::npos) return MatchesWildcard(pattern, module);
+    if (pattern.find_first_of("*?") != std::string::npos)
+      return MatchesWildcard(pattern, module);
     // "model.layers.1" must not exclude "model.layers.10".
     return module == pattern || module.starts_with(pattern + ".");
   });
@@ -112,10 +122,13 @@ bool Excluded(const std::vector<std::string>& patterns, const std::string& modul
 
 Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
   const JsonValue* value = spec.Find("group_size");
-  if (value == nullptr) return std::optional<int64_t>();
+  if (value == nullptr)
+    return std::optional<int64_t>();
   const std::optional<int64_t> size = value->integer();
   if (!size || *size < 1 || *size > 65536) {
-    return Status::BadInput(fmt::format("'group_size' is {}; an integer from 1 to 65536 is needed", value->ToString())).WithFile(path);
+    return Status::BadInput(
+               fmt::format("'group_size' is {}; an integer from 1 to 65536 is needed", value->ToString()))
+        .WithFile(path);
   }
   return size;
 }
@@ -136,7 +149,8 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
     rules->excluded.insert(rules->excluded.end(), patterns.begin(), patterns.end());
   }
   FMOE_ASSIGN_OR_RETURN(std::optional<int64_t> group, GroupSize(source, path));
-  if (const JsonValue* groups = source.Find("config_groups"); !group && groups != nullptr && groups->members().size() == 1) {
+  if (const JsonValue* groups = source.Find("config_groups");
+      !group && groups != nullptr && groups->members().size() == 1) {
     if (const JsonValue* weights = groups->members()[0].second.Find("weights"); weights != nullptr) {
       FMOE_ASSIGN_OR_RETURN(group, GroupSize(*weights, path));
     }
@@ -150,7 +164,8 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
     for (const auto& [module, entry] : layers->members()) {
       const JsonValue* own = entry.Find("quant_algo");
       if (own == nullptr || !own->is_string()) {
-        return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module)).WithFile(path);
+        return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module))
+            .WithFile(path);
       }
       FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
       FMOE_ASSIGN_OR_RETURN(LinearFormat format, FormatOfAlgorithm(Upper(own->string()), own_group, path));
@@ -162,13 +177,16 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
   QuantRules result;
   result.producer = "modelopt";
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
-    if (Excluded(rules->excluded, module)) return LinearFormat{};
-    if (rules->all) return *rules->all;
+    if (Excluded(rules->excluded, module))
+      return LinearFormat{};
+    if (rules->all)
+      return *rules->all;
     // A fused module is listed by its own name, or by that of the block around it.
-    for (std::string name = module; !name.empty();) {
-      if (const auto it = rules->by_module.find(name); it != rules->by_module.end()) return it->second;
-      const size_t dot = name.rfind('.');
-      name.resize(dot == std::string::npos ? 0 : dot);
+    for (std::string part = module; !part.empty();) {
+      if (const auto it = rules->by_module.find(part); it != rules->by_module.end())
+        return it->second;
+      const size_t dot = part.rfind('.');
+      part.resize(dot == std::string::npos ? 0 : dot);
     }
     return LinearFormat{};
   };

@@ -18,15 +18,18 @@ struct Level {
 
 Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& path) {
   std::vector<Level> levels;
-  if (spec == nullptr) return levels;
+  if (spec == nullptr)
+    return levels;
   std::vector<const JsonValue*> objects;
   if (spec->is_array()) {
-    for (const JsonValue& item : spec->items()) objects.push_back(&item);
+    for (const JsonValue& item : spec->items())
+      objects.push_back(&item);
   } else {
     objects.push_back(spec);
   }
   for (const JsonValue* object : objects) {
-    if (!object->is_object()) return Status::BadInput("a Quark tensor description must be an object").WithFile(path);
+    if (!object->is_object())
+      return Status::BadInput("a Quark tensor description must be an object").WithFile(path);
     const auto text = [&](const char* key) {
       const JsonValue* value = object->Find(key);
       return value == nullptr ? std::string() : value->string();
@@ -41,7 +44,8 @@ Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& 
     }
     if (const JsonValue* group = object->Find("group_size"); group != nullptr) {
       if (!group->integer() || *group->integer() < 1 || *group->integer() > 65536) {
-        return Status::BadInput(fmt::format("'group_size' is {}; 1 to 65536 is needed", group->ToString())).WithFile(path);
+        return Status::BadInput(fmt::format("'group_size' is {}; 1 to 65536 is needed", group->ToString()))
+            .WithFile(path);
       }
       level.group = *group->integer();
     }
@@ -64,62 +68,81 @@ std::string Words(const std::vector<Level>& levels) {
 }
 
 MxScaleRule RuleOf(const Level& level) {
-  return level.scale_mode == "floor" ? MxScaleRule::kFloor : level.scale_mode == "ceil" ? MxScaleRule::kCeil : MxScaleRule::kEven;
+  return level.scale_mode == "floor"  ? MxScaleRule::kFloor
+         : level.scale_mode == "ceil" ? MxScaleRule::kCeil
+                                      : MxScaleRule::kEven;
 }
 
 std::optional<DType> MxElement(const Level& level) {
-  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32) return std::nullopt;
-  if (level.dtype == "fp4") return DType::kF4E2M1;
-  if (level.dtype == "fp8_e4m3") return DType::kF8E4M3;
-  if (level.dtype == "fp6_e3m2") return DType::kF6E3M2;
-  if (level.dtype == "fp6_e2m3") return DType::kF6E2M3;
+  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32)
+    return std::nullopt;
+  if (level.dtype == "fp4")
+    return DType::kF4E2M1;
+  if (level.dtype == "fp8_e4m3")
+    return DType::kF8E4M3;
+  if (level.dtype == "fp6_e3m2")
+    return DType::kF6E3M2;
+  if (level.dtype == "fp6_e2m3")
+    return DType::kF6E2M3;
   return std::nullopt;
 }
 
 bool IsNvFp4(const std::vector<Level>& levels) {
-  return levels.size() == 2 && levels[0].dtype == "fp4" && levels[0].group == 16 && levels[1].dtype == "fp8_e4m3";
+  return levels.size() == 2 && levels[0].dtype == "fp4" && levels[0].group == 16 &&
+         levels[1].dtype == "fp8_e4m3";
 }
 
 Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
-  if (weight.empty()) return LinearFormat{};
+  if (weight.empty())
+    return LinearFormat{};
   LinearFormat format;
   format.scale = ".weight_scale";
   const auto refuse = [&] {
-    return Status::Unsupported(fmt::format("Quark weights {} with inputs {} are not supported", Words(weight), Words(input))).WithFile(path);
+    return Status::Unsupported(
+               fmt::format("Quark weights {} with inputs {} are not supported", Words(weight), Words(input)))
+        .WithFile(path);
   };
   if (IsNvFp4(weight)) {
     format.weight = NvFp4Weight(16);
     format.second_scale = ".weight_scale_2";
-    if (!input.empty() && !IsNvFp4(input)) return refuse();
+    if (!input.empty() && !IsNvFp4(input))
+      return refuse();
     if (!input.empty()) {
       format.activation = NvFp4Input();
       format.input_scale = ".input_scale_2";
     }
     return format;
   }
-  if (weight.size() != 1 || input.size() > 1) return refuse();
+  if (weight.size() != 1 || input.size() > 1)
+    return refuse();
   const Level& w = weight[0];
   if (const std::optional<DType> element = MxElement(w)) {
     // The order of FP6 bits stands in no file format; it would be a guess.
-    if (DTypeBits(*element) == 6) return refuse();
+    if (DTypeBits(*element) == 6)
+      return refuse();
     format.weight = MxWeight(*element);
-    if (input.empty()) return format;
+    if (input.empty())
+      return format;
     if (const std::optional<DType> input_element = MxElement(input[0])) {
       format.activation = MxInput(*input_element, RuleOf(input[0]));
       return format;
     }
-    if (input[0].dtype != "fp8_e4m3" || input[0].qscheme != "per_tensor") return refuse();
+    if (input[0].dtype != "fp8_e4m3" || input[0].qscheme != "per_tensor")
+      return refuse();
     format.activation = StaticFp8();
     format.activation.static_tensor_scale = !input[0].dynamic;
-    if (!input[0].dynamic) format.input_scale = ".input_scale";
+    if (!input[0].dynamic)
+      format.input_scale = ".input_scale";
     return format;
   }
   if ((w.dtype == "int4" || w.dtype == "uint4") && (w.qscheme == "per_group" || w.qscheme == "per_channel")) {
-    if (!input.empty()) return refuse();
+    if (!input.empty())
+      return refuse();
     format.packing = Packing::kAwq;
-    if (!awq_order) return refuse();
+    if (!awq_order)
+      return refuse();
     format.bits = 4;
     format.weight = IntegerWeight(4, w.qscheme == "per_group" ? w.group : -1);
     format.scale_is_in_out = true;
@@ -127,10 +150,13 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
     format.zero_point = ".weight_zero_point";
     return format;
   }
-  if (w.dtype != "fp8_e4m3" && w.dtype != "int8") return refuse();
+  if (w.dtype != "fp8_e4m3" && w.dtype != "int8")
+    return refuse();
   format.weight.element = w.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
-  if (w.dtype == "int8") format.bits = 8;
-  if (!w.symmetric) return refuse();
+  if (w.dtype == "int8")
+    format.bits = 8;
+  if (!w.symmetric)
+    return refuse();
   if (w.qscheme == "per_tensor") {
     format.weight.has_tensor_scale = true;
   } else if (w.qscheme == "per_channel") {
@@ -138,15 +164,18 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
   } else {
     return refuse();
   }
-  if (input.empty()) return format;
+  if (input.empty())
+    return format;
   const Level& a = input[0];
-  if (a.dtype != w.dtype || !a.symmetric) return refuse();
+  if (a.dtype != w.dtype || !a.symmetric)
+    return refuse();
   format.activation.element = format.weight.element;
   if (a.qscheme == "per_channel" && a.dynamic) {
     format.activation.group = kPerRow;  // one scale for each token
   } else if (a.qscheme == "per_tensor") {
     format.activation.static_tensor_scale = !a.dynamic;
-    if (!a.dynamic) format.input_scale = ".input_scale";
+    if (!a.dynamic)
+      format.input_scale = ".input_scale";
   } else {
     return refuse();
   }
@@ -160,7 +189,8 @@ struct QuarkRules {
 };
 
 bool Matches(const std::string& pattern, const std::string& module) {
-  if (pattern.find('*') != std::string::npos) return MatchesWildcard(pattern, module);
+  if (pattern.find('*') != std::string::npos)
+    return MatchesWildcard(pattern, module);
   return module == pattern || module.starts_with(pattern + ".");
 }
 
@@ -168,20 +198,24 @@ bool Matches(const std::string& pattern, const std::string& module) {
 
 Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path) {
   const JsonValue* global = spec.Find("global_quant_config");
-  if (global == nullptr || !global->is_object()) return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
+  if (global == nullptr || !global->is_object())
+    return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
   bool awq_order = true;
   if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
     const JsonValue* method = exported->Find("pack_method");
     awq_order = method == nullptr || method->string() == "reorder";
   }
   auto rules = std::make_shared<QuarkRules>();
-  // What this library cannot run is an error only where a module of the experts has it; malformed metadata always is.
+  // What this library cannot run is an error only where a module of the experts has it; malformed metadata
+  // always is.
   rules->all = FormatOf(*global, awq_order, path);
-  if (rules->all.status().code() == StatusCode::kBadInput) return rules->all.status();
+  if (rules->all.status().code() == StatusCode::kBadInput)
+    return rules->all.status();
   if (const JsonValue* layers = spec.Find("layer_quant_config"); layers != nullptr) {
     for (const auto& [pattern, own] : layers->members()) {
       Result<LinearFormat> format = FormatOf(own, awq_order, path);
-      if (format.status().code() == StatusCode::kBadInput) return format.status();
+      if (format.status().code() == StatusCode::kBadInput)
+        return format.status();
       rules->by_pattern.emplace_back(pattern, std::move(format));
     }
   }
@@ -190,10 +224,12 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   result.producer = "quark";
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
     for (const std::string& pattern : rules->excluded) {
-      if (Matches(pattern, module)) return LinearFormat{};
+      if (Matches(pattern, module))
+        return LinearFormat{};
     }
     for (const auto& [pattern, format] : rules->by_pattern) {
-      if (Matches(pattern, module)) return format;
+      if (Matches(pattern, module))
+        return format;
     }
     return rules->all;
   };

@@ -1,5 +1,5 @@
-// The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4, AWQ, GPTQ,
-// auto-round.
+// The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4, AWQ,
+// GPTQ, auto-round.
 #include <algorithm>
 #include <memory>
 
@@ -12,27 +12,34 @@ namespace fusedmoe::checkpoint {
 namespace {
 
 Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path) {
-  return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key, value == nullptr ? "missing" : value->ToString(), wanted))
+  return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key,
+                                      value == nullptr ? "missing" : value->ToString(), wanted))
       .WithFile(path);
 }
 
-Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high, std::optional<int64_t> fallback,
-                     const std::string& path) {
+Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
+                     std::optional<int64_t> fallback, const std::string& path) {
   const JsonValue* value = spec.Find(key);
-  if (value == nullptr && fallback) return *fallback;
+  if (value == nullptr && fallback)
+    return *fallback;
   const std::optional<int64_t> size = value == nullptr ? std::nullopt : value->integer();
-  if (!size || *size < low || *size > high) return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
+  if (!size || *size < low || *size > high)
+    return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
   return *size;
 }
 
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {
   const JsonValue* value = spec.Find(key);
-  if (value == nullptr) return fallback;
-  if (!value->is_bool()) return Wrong(key, value, "true or false", path);
+  if (value == nullptr)
+    return fallback;
+  if (!value->is_bool())
+    return Wrong(key, value, "true or false", path);
   return value->boolean();
 }
 
-bool IsRegexLike(const std::string& pattern) { return pattern.find_first_of("\\^$(|") != std::string::npos; }
+bool IsRegexLike(const std::string& pattern) {
+  return pattern.find_first_of("\\^$(|") != std::string::npos;
+}
 
 // Lists of modules to leave alone hold full names, last components ("lm_head", "gate"), and wildcards.
 bool Listed(const std::vector<std::string>& patterns, const std::string& module) {
@@ -40,18 +47,22 @@ bool Listed(const std::vector<std::string>& patterns, const std::string& module)
     if (pattern.find('*') != std::string::npos && !IsRegexLike(pattern)) {
       return MatchesWildcard(pattern, module) || MatchesWildcard(pattern + ".*", module);
     }
-    if (module == pattern || module.starts_with(pattern + ".")) return true;
+    if (module == pattern || module.starts_with(pattern + "."))
+      return true;
     // A part of the name, bounded by dots on both sides.
-    for (size_t at = module.find(pattern); at != std::string::npos && !pattern.empty(); at = module.find(pattern, at + 1)) {
+    for (size_t at = module.find(pattern); at != std::string::npos && !pattern.empty();
+         at = module.find(pattern, at + 1)) {
       const size_t end = at + pattern.size();
-      if ((at == 0 || module[at - 1] == '.') && (end == module.size() || module[end] == '.')) return true;
+      if ((at == 0 || module[at - 1] == '.') && (end == module.size() || module[end] == '.'))
+        return true;
     }
     return false;
   });
 }
 
 Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped) {
-  auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format), std::move(skipped));
+  auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format),
+                                                                                    std::move(skipped));
   QuantRules rules;
   rules.producer = std::move(producer);
   rules.format_of = [shared](const std::string& module) -> Result<LinearFormat> {
@@ -71,15 +82,18 @@ Result<std::vector<std::string>> Skipped(const JsonValue& spec, const std::strin
 
 }  // namespace
 
-Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path, const ModelConfig& config) {
+Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
+                                     const ModelConfig& config) {
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
   const JsonValue* kind = spec.Find("fmt");
   if (kind != nullptr && kind->string() != "e4m3") {
-    return Status::Unsupported(fmt::format("fp8 with fmt {} is not supported; e4m3 is", kind->ToString())).WithFile(path);
+    return Status::Unsupported(fmt::format("fp8 with fmt {} is not supported; e4m3 is", kind->ToString()))
+        .WithFile(path);
   }
   const JsonValue* scheme = spec.Find("activation_scheme");
   const std::string activation = scheme == nullptr ? "dynamic" : scheme->string();
-  if (activation != "dynamic" && activation != "static") return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
+  if (activation != "dynamic" && activation != "static")
+    return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
   LinearFormat format;
   format.weight = Fp8Weight();
   if (const JsonValue* block = spec.Find("weight_block_size"); block != nullptr) {
@@ -87,24 +101,28 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
       return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
     };
     const int64_t rows = extent(0), cols = extent(1);
-    if (rows < 1 || cols < 1 || rows > 65536 || cols > 65536) return Wrong("weight_block_size", block, "two sizes", path);
+    if (rows < 1 || cols < 1 || rows > 65536 || cols > 65536)
+      return Wrong("weight_block_size", block, "two sizes", path);
     format.weight.block = {rows, cols};
     format.scale = ".weight_scale_inv";
     format.activation = BlockFp8(cols);
     // Rounded up to powers of two where the weights' scales are.
     const JsonValue* scale = spec.Find("scale_fmt");
     format.activation.rule.power_of_two_scale = scale != nullptr && scale->string() == "ue8m0";
-    if (activation == "static") return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
+    if (activation == "static")
+      return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
   } else {
     format.weight.has_tensor_scale = true;
     format.scale = ".weight_scale";
     format.activation = StaticFp8();
     format.activation.static_tensor_scale = activation == "static";
-    if (activation == "static") format.input_scale = ".input_scale";
+    if (activation == "static")
+      format.input_scale = ".input_scale";
   }
   auto routed = format;
   bool fp4_experts = false;
-  // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under shorter names.
+  // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
+  // shorter names.
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
   if (expert_dtype == "fp4") {
     fp4_experts = true;
@@ -115,7 +133,8 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   QuantRules rules;
   rules.producer = "fp8";
   rules.format_of = [=](const std::string& module) -> Result<LinearFormat> {
-    if (Listed(*shared, module)) return LinearFormat{};
+    if (Listed(*shared, module))
+      return LinearFormat{};
     return fp4_experts && module.find(".experts.") != std::string::npos ? routed : format;
   };
   return rules;
@@ -132,18 +151,23 @@ Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path
 
 Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, spec.Find("bits") != nullptr ? "bits" : "w_bit", 1, 16, std::nullopt, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, spec.Find("bits") != nullptr ? "bits" : "w_bit", 1, 16,
+                                                 std::nullopt, path));
   const char* group_key = spec.Find("group_size") != nullptr ? "group_size" : "q_group_size";
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, group_key, -1, 65536, 128, path));
   FMOE_ASSIGN_OR_RETURN(const bool zero_point, Flag(spec, "zero_point", true, path));
   const JsonValue* version = spec.Find("version");
   std::string layout = version == nullptr ? "gemm" : version->string();
-  std::transform(layout.begin(), layout.end(), layout.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  std::transform(layout.begin(), layout.end(), layout.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   if (layout != "gemm") {
-    return Status::Unsupported(fmt::format("AWQ of version '{}' is not supported; gemm is", layout)).WithFile(path);
+    return Status::Unsupported(fmt::format("AWQ of version '{}' is not supported; gemm is", layout))
+        .WithFile(path);
   }
-  if (bits != 4) return Status::Unsupported(fmt::format("AWQ with {} bits is not supported; 4 are", bits)).WithFile(path);
-  if (group == 0) return Wrong(group_key, spec.Find(group_key), "-1 or at least 1", path);
+  if (bits != 4)
+    return Status::Unsupported(fmt::format("AWQ with {} bits is not supported; 4 are", bits)).WithFile(path);
+  if (group == 0)
+    return Wrong(group_key, spec.Find(group_key), "-1 or at least 1", path);
   LinearFormat format;
   format.packing = Packing::kAwq;
   format.bits = 4;
@@ -151,7 +175,8 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) 
   format.codes = ".qweight";
   format.scale = ".scales";
   format.scale_is_in_out = true;
-  if (zero_point) format.zero_point = ".qzeros";
+  if (zero_point)
+    format.zero_point = ".qzeros";
   return Uniform("awq", format, std::move(skipped));
 }
 
@@ -164,14 +189,19 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
   const JsonValue* key = spec.Find("checkpoint_format");
   const std::string layout = key == nullptr ? "gptq" : key->string();
   if (layout != "gptq" && layout != "gptq_v2") {
-    return Status::Unsupported(fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq and gptq_v2 are", layout)).WithFile(path);
+    return Status::Unsupported(
+               fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq and gptq_v2 are", layout))
+        .WithFile(path);
   }
   if (bits != 4 && bits != 8) {
-    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits)).WithFile(path);
+    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits))
+        .WithFile(path);
   }
-  if (group == 0) return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
+  if (group == 0)
+    return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
   if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr && !dynamic->members().empty()) {
-    return Status::Unsupported("GPTQ with 'dynamic' rules for single modules is not supported").WithFile(path);
+    return Status::Unsupported("GPTQ with 'dynamic' rules for single modules is not supported")
+        .WithFile(path);
   }
   LinearFormat format;
   format.packing = Packing::kGptq;
@@ -193,10 +223,14 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
   const JsonValue* type = spec.Find("data_type");
   if (type != nullptr && type->string() != "int") {
-    return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" is", type->ToString())).WithFile(path);
+    return Status::Unsupported(
+               fmt::format("auto-round with data_type {} is not supported; \"int\" is", type->ToString()))
+        .WithFile(path);
   }
   if ((bits != 4 && bits != 8) || group == 0) {
-    return Status::Unsupported(fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group)).WithFile(path);
+    return Status::Unsupported(
+               fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group))
+        .WithFile(path);
   }
   LinearFormat format;
   format.bits = static_cast<int>(bits);
@@ -212,8 +246,10 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
   } else if (layout.find("awq") != std::string::npos && bits == 4) {
     format.packing = Packing::kAwq;
   } else {
-    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout)).WithFile(path);
+    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
+        .WithFile(path);
   }
+  format.negative_scales = true;
   // Modules with settings of their own; 16 bits means untouched.
   std::vector<std::string> skipped;
   if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
@@ -221,9 +257,14 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
       const JsonValue* own_bits = own.Find("bits");
       const int64_t count = own_bits == nullptr ? bits : own_bits->integer().value_or(0);
       const bool expert = module.find("experts") != std::string::npos;
-      if (count >= 16 && !IsRegexLike(module)) skipped.push_back(module);
-      if (expert && (count != bits || (own.Find("group_size") != nullptr && own.Find("group_size")->integer() != group))) {
-        return Status::Unsupported(fmt::format("auto-round's extra_config for '{}' is not supported: experts share one format", module))
+      if (count >= 16 && !IsRegexLike(module))
+        skipped.push_back(module);
+      if (expert && (count != bits ||
+                     (own.Find("group_size") != nullptr && own.Find("group_size")->integer() != group))) {
+        return Status::Unsupported(
+                   fmt::format(
+                       "auto-round's extra_config for '{}' is not supported: experts share one format",
+                       module))
             .WithFile(path);
       }
     }

@@ -13,8 +13,8 @@
 
 namespace fusedmoe::checkpoint {
 
-/// One entry of a safetensors header. An entry that this library cannot compute on (unknown dtype, too many dimensions)
-/// is kept with the reason in `problem`, so that the other tensors of the file stay usable.
+/// One entry of a safetensors header. An entry that this library cannot compute on (unknown dtype, too many
+/// dimensions) is kept with the reason in `problem`, so that the other tensors of the file stay usable.
 struct HeaderEntry {
   std::string name;
   DType dtype = DType::kU8;

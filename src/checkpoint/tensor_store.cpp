@@ -1,6 +1,7 @@
 #include "checkpoint/tensor_store.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -25,20 +26,24 @@ struct Index {
 };
 
 Status ParseIndex(Index* index) {
-  if (!IsUtf8(index->text)) return Status::BadInput("the index is not valid UTF-8");
+  if (!IsUtf8(index->text))
+    return Status::BadInput("the index is not valid UTF-8");
   index->reader = std::make_unique<JsonReader>(index->text);
   JsonReader& json = *index->reader;
   bool has_map = false;
   std::map<std::string_view, bool> seen_files;
-  if (json.Peek() != JsonReader::Kind::kObject) return Status::BadInput("the index is no JSON object");
+  if (json.Peek() != JsonReader::Kind::kObject)
+    return Status::BadInput("the index is no JSON object");
   json.EnterObject();
   for (std::string_view key; json.NextKey(&key);) {
     if (key != "weight_map") {
       json.Skip();
       continue;
     }
-    if (std::exchange(has_map, true)) return Status::BadInput("'weight_map' occurs twice");
-    if (json.Peek() != JsonReader::Kind::kObject) return Status::BadInput("'weight_map' is no object");
+    if (std::exchange(has_map, true))
+      return Status::BadInput("'weight_map' occurs twice");
+    if (json.Peek() != JsonReader::Kind::kObject)
+      return Status::BadInput("'weight_map' is no object");
     json.EnterObject();
     index->file_of.reserve(index->text.size() / 100);
     for (std::string_view tensor; json.NextKey(&tensor);) {
@@ -46,15 +51,19 @@ Status ParseIndex(Index* index) {
       if (json.Peek() != JsonReader::Kind::kString) {
         return Status::BadInput("'weight_map' must give a file name").WithTensor(tensor);
       }
-      if (!json.String(&file)) break;
+      if (!json.String(&file))
+        break;
       if (!index->file_of.emplace(tensor, file).second) {
         return Status::BadInput("the name occurs twice in 'weight_map'").WithTensor(tensor);
       }
-      if (seen_files.emplace(file, true).second) index->files.emplace_back(file);
+      if (seen_files.emplace(file, true).second)
+        index->files.emplace_back(file);
     }
   }
-  if (!json.Finish()) return json.status();
-  if (!has_map) return Status::BadInput("the index has no 'weight_map'");
+  if (!json.Finish())
+    return json.status();
+  if (!has_map)
+    return Status::BadInput("the index has no 'weight_map'");
   return Status::Ok();
 }
 
@@ -68,16 +77,20 @@ Result<std::vector<std::string>> FindFiles(const std::string& directory, std::st
       return std::vector<std::string>{};
     }
     const std::string single = fmt::format("{}.safetensors", stem);
-    if (fs::exists(fs::path(directory) / single, error)) return std::vector<std::string>{single};
+    if (fs::exists(fs::path(directory) / single, error))
+      return std::vector<std::string>{single};
   }
   std::vector<std::string> files;
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
-    if (name.ends_with(".safetensors.index.json")) *index_name = name;
-    if (name.ends_with(".safetensors")) files.push_back(name);
+    if (name.ends_with(".safetensors.index.json"))
+      *index_name = name;
+    if (name.ends_with(".safetensors"))
+      files.push_back(name);
   }
   if (error) {
-    return Status::BadInput(fmt::format("cannot list the directory: {}", error.message())).WithFile(directory);
+    return Status::BadInput(fmt::format("cannot list the directory: {}", error.message()))
+        .WithFile(directory);
   }
   if (files.empty() && index_name->empty()) {
     return Status::BadInput("no safetensors file in the directory")
@@ -90,7 +103,8 @@ Result<std::vector<std::string>> FindFiles(const std::string& directory, std::st
 
 std::string Sample(const std::vector<std::string_view>& names) {
   std::string out;
-  for (size_t i = 0; i < names.size() && i < 3; ++i) out += fmt::format("{}'{}'", i == 0 ? "" : ", ", names[i]);
+  for (size_t i = 0; i < names.size() && i < 3; ++i)
+    out += fmt::format("{}'{}'", i == 0 ? "" : ", ", names[i]);
   return names.size() > 3 ? out + fmt::format(" and {} more", names.size() - 3) : out;
 }
 
@@ -99,23 +113,31 @@ std::string Sample(const std::vector<std::string_view>& names) {
 Result<std::string> ResolveInside(const std::string& directory, std::string_view name) {
   const fs::path relative{std::string(name)};
   const auto refuse = [&](std::string_view why) {
-    return Status::BadInput(fmt::format("the file name '{}' {}", std::string(name.substr(0, 200)), why)).WithFile(directory);
+    return Status::BadInput(fmt::format("the file name '{}' {}", std::string(name.substr(0, 200)), why))
+        .WithFile(directory);
   };
-  if (name.empty() || name.find('\0') != std::string_view::npos) return refuse("is no file name");
-  if (relative.is_absolute()) return refuse("is absolute; shards lie in the checkpoint's directory");
+  if (name.empty() || name.find('\0') != std::string_view::npos)
+    return refuse("is no file name");
+  if (relative.is_absolute())
+    return refuse("is absolute; shards lie in the checkpoint's directory");
   for (const fs::path& part : relative) {
-    if (part == "..") return refuse("leaves the checkpoint's directory");
+    if (part == "..")
+      return refuse("leaves the checkpoint's directory");
   }
   const fs::path path = fs::path(directory) / relative;
   std::error_code error;
   const fs::path root = fs::canonical(directory, error);
-  if (error) return Status::BadInput(fmt::format("cannot open the directory: {}", error.message())).WithFile(directory);
+  if (error)
+    return Status::BadInput(fmt::format("cannot open the directory: {}", error.message()))
+        .WithFile(directory);
   const fs::path target = fs::weakly_canonical(path, error);
-  if (error) return refuse(fmt::format("cannot be resolved: {}", error.message()));
+  if (error)
+    return refuse(fmt::format("cannot be resolved: {}", error.message()));
   const auto lies_in = [&](const fs::path& parent) {
     return std::mismatch(parent.begin(), parent.end(), target.begin(), target.end()).first == parent.end();
   };
-  if (lies_in(root)) return path.string();
+  if (lies_in(root))
+    return path.string();
   // The Hugging Face cache: <repository>/snapshots/<revision>/<name> -> ../../blobs/<hash>.
   if (root.parent_path().filename() == "snapshots" && lies_in(root.parent_path().parent_path() / "blobs")) {
     return path.string();
@@ -123,26 +145,31 @@ Result<std::string> ResolveInside(const std::string& directory, std::string_view
   return refuse("is a symbolic link that leaves the checkpoint's directory");
 }
 
-Status TensorStore::AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options) {
+Status TensorStore::AddFile(const std::string& directory, const std::string& name,
+                            const CheckpointOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const std::string path, ResolveInside(directory, name));
-  // Reading copies, and that is what makes a shrinking file an error instead of a signal, on network file systems too.
-  // Mapping is there for those who ask for it.
+  // Reading copies, and that is what makes a shrinking file an error instead of a signal, on network file
+  // systems too. Mapping is there for those who ask for it.
   const auto access = options.io == IoMode::kMmap ? platform::FileAccess::kMap : platform::FileAccess::kRead;
   FMOE_ASSIGN_OR_RETURN(auto file, platform::InputFile::Open(path, access));
   FMOE_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(*file));
   const auto file_index = static_cast<int32_t>(files_.size());
   files_.push_back(std::move(file));
   for (HeaderEntry& entry : header.entries) {
-    tensors_.push_back({std::move(entry.name), entry.dtype, entry.shape, name, entry.end - entry.begin, std::move(entry.problem)});
+    tensors_.push_back({std::move(entry.name), entry.dtype, entry.shape, name, entry.end - entry.begin,
+                        std::move(entry.problem)});
     places_.push_back({file_index, entry.begin});
   }
   return Status::Ok();
 }
 
-Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& directory, const CheckpointOptions& options) {
+Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& directory,
+                                                             const CheckpointOptions& options) {
   std::error_code error;
   if (!fs::is_directory(directory, error)) {
-    return Status::BadInput("not a directory").WithFile(directory).WithHint("give the folder that holds config.json");
+    return Status::BadInput("not a directory")
+        .WithFile(directory)
+        .WithHint("give the folder that holds config.json");
   }
   std::string index_name;
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> files, FindFiles(directory, &index_name));
@@ -151,11 +178,13 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
   if (!index_name.empty()) {
     FMOE_ASSIGN_OR_RETURN(index_path, ResolveInside(directory, index_name));
     FMOE_ASSIGN_OR_RETURN(index.text, platform::ReadTextFile(index_path, kMaxIndexBytes));
-    if (Status status = ParseIndex(&index); !status.ok()) return std::move(status).WithFile(index_path);
+    if (Status status = ParseIndex(&index); !status.ok())
+      return std::move(status).WithFile(index_path);
     files = index.files;
     for (const std::string& file : files) {
       if (!file.ends_with(".safetensors")) {
-        return Status::BadInput(fmt::format("the index names '{}', which is no safetensors file", file.substr(0, 200)))
+        return Status::BadInput(
+                   fmt::format("the index names '{}', which is no safetensors file", file.substr(0, 200)))
             .WithFile(index_path);
       }
     }
@@ -167,8 +196,10 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
       if (Result<std::string> path = ResolveInside(directory, file); !path.ok()) {
         return Status::BadInput(path.status().message()).WithFile(index_path);
       } else if (!fs::exists(*path, error)) {
-        if (options.allow_partial) continue;
-        return Status::BadInput(fmt::format("the shard '{}', which the index names, is missing", file)).WithFile(index_path);
+        if (options.allow_partial)
+          continue;
+        return Status::BadInput(fmt::format("the shard '{}', which the index names, is missing", file))
+            .WithFile(index_path);
       }
     }
     FMOE_RETURN_IF_ERROR(store->AddFile(directory, file, options));
@@ -178,20 +209,25 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
     const TensorInfo& info = store->tensors_[i];
     const auto [it, added] = store->by_name_.emplace(info.name, i);
     if (!added) {
-      return Status::BadInput(fmt::format("the tensor stands in two files, the other is '{}'", store->tensors_[it->second].file))
+      return Status::BadInput(fmt::format("the tensor stands in two files, the other is '{}'",
+                                          store->tensors_[it->second].file))
           .WithFile((fs::path(directory) / info.file).string())
           .WithTensor(info.name);
     }
-    if (index_name.empty()) continue;
+    if (index_name.empty())
+      continue;
     const auto entry = index.file_of.find(info.name);
     if (entry == index.file_of.end()) {
-      if (options.allow_partial) continue;
-      return Status::BadInput(fmt::format("the shard '{}' holds a tensor that the index does not name", info.file))
+      if (options.allow_partial)
+        continue;
+      return Status::BadInput(
+                 fmt::format("the shard '{}' holds a tensor that the index does not name", info.file))
           .WithFile(index_path)
           .WithTensor(info.name);
     }
     if (entry->second != info.file) {
-      return Status::BadInput(fmt::format("the index places it in '{}', but '{}' holds it", entry->second, info.file))
+      return Status::BadInput(
+                 fmt::format("the index places it in '{}', but '{}' holds it", entry->second, info.file))
           .WithFile(index_path)
           .WithTensor(info.name);
     }
@@ -199,11 +235,13 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
   if (!options.allow_partial && !index_name.empty()) {
     std::vector<std::string_view> missing;
     for (const auto& [tensor, file] : index.file_of) {
-      if (!store->Has(tensor)) missing.push_back(tensor);
+      if (!store->Has(tensor))
+        missing.push_back(tensor);
     }
     if (!missing.empty()) {
       std::sort(missing.begin(), missing.end());
-      return Status::BadInput(fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)))
+      return Status::BadInput(
+                 fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)))
           .WithFile(index_path)
           .WithTensor(missing.front())
           .WithHint("--allow-partial goes on without them");
@@ -228,8 +266,10 @@ Status TensorStore::Blame(Status status, std::string_view name) const {
 
 Result<size_t> TensorStore::Require(std::string_view name) const {
   const auto it = by_name_.find(name);
-  if (it == by_name_.end()) return Blame(Status::BadInput("the tensor is missing"), name);
-  if (!tensors_[it->second].problem.empty()) return Blame(Status::BadInput(tensors_[it->second].problem), name);
+  if (it == by_name_.end())
+    return Blame(Status::BadInput("the tensor is missing"), name);
+  if (!tensors_[it->second].problem.empty())
+    return Blame(Status::BadInput(tensors_[it->second].problem), name);
   return it->second;
 }
 
@@ -237,7 +277,16 @@ Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, 
   const Place& place = places_[index];
   const auto& file = files_[static_cast<size_t>(place.file)];
   Result<platform::FileBytes> read = file->Read(place.begin + offset, bytes);
-  if (!read.ok()) return Blame(std::move(read).status(), tensors_[index].name);
+  if (!read.ok())
+    return Blame(std::move(read).status(), tensors_[index].name);
+  // Only the start of the data is aligned in a file; a mapped tensor that would be misread by type is copied.
+  const auto width = static_cast<uintptr_t>(std::max(1, DTypeBits(tensors_[index].dtype) / 8));
+  if (reinterpret_cast<uintptr_t>(read->data) % width != 0) {
+    FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, platform::AllocateBytes(bytes));
+    std::memcpy(copy.get(), read->data, static_cast<size_t>(bytes));
+    read->data = copy.get();
+    read->owner = std::move(copy);
+  }
   return Tensor::Borrow(TensorView(read->data, tensors_[index].dtype, shape), std::move(read->owner));
 }
 
@@ -251,7 +300,8 @@ Result<Tensor> TensorStore::LoadRows(std::string_view name, int64_t first, int64
   const TensorInfo& info = tensors_[index];
   const int64_t rows = info.shape.rank() == 0 ? 0 : info.shape[0];
   if (first < 0 || count < 0 || count > rows - first || rows == 0) {
-    return Blame(Status::BadInput(fmt::format("rows [{}, {}) are needed of a tensor {}", first, first + count, info.shape.ToString())),
+    return Blame(Status::BadInput(fmt::format("rows [{}, {}) are needed of a tensor {}", first, first + count,
+                                              info.shape.ToString())),
                  name);
   }
   Shape shape = info.shape;

@@ -15,11 +15,12 @@
 
 namespace fusedmoe::checkpoint {
 
-/// The tensors of a directory: one safetensors file, or shards with an index. Knows names, shapes and places; says
-/// nothing about what the tensors mean. Immutable; safe from many threads.
+/// The tensors of a directory: one safetensors file, or shards with an index. Knows names, shapes and places;
+/// says nothing about what the tensors mean. Immutable; safe from many threads.
 class TensorStore {
  public:
-  static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory, const CheckpointOptions& options);
+  static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
+                                                         const CheckpointOptions& options);
 
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
   /// Null when there is no tensor of that name.
@@ -53,8 +54,9 @@ class TensorStore {
   std::unordered_map<std::string_view, size_t> by_name_;
 };
 
-/// The path of `name` in `directory`, refused (kBadInput) when it leaves the directory: absolute, with "..", or through a
-/// symbolic link (links into the blobs of a Hugging Face cache are its normal form, and accepted).
+/// The path of `name` in `directory`, refused (kBadInput) when it leaves the directory: absolute, with "..",
+/// or through a symbolic link (links into the blobs of a Hugging Face cache are its normal form, and
+/// accepted).
 Result<std::string> ResolveInside(const std::string& directory, std::string_view name);
 
 }  // namespace fusedmoe::checkpoint

@@ -13,8 +13,8 @@ namespace {
 constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 Status WrongStorage(const Tensor& stored, DType dtype, const Shape& shape) {
-  return Status::BadInput(fmt::format("{} {}; {} {} is needed", DTypeName(stored.dtype()), stored.shape().ToString(),
-                                      DTypeName(dtype), shape.ToString()));
+  return Status::BadInput(fmt::format("{} {}; {} {} is needed", DTypeName(stored.dtype()),
+                                      stored.shape().ToString(), DTypeName(dtype), shape.ToString()));
 }
 
 // 32-bit words of a stored tensor, whatever their alignment.
@@ -41,7 +41,8 @@ void PutCode(std::byte* row, int64_t column, int bits, uint32_t code) {
   }
 }
 
-// Field `index` of a stream of fields of `bits` that fills words from their low end; fields never straddle words.
+// Field `index` of a stream of fields of `bits` that fills words from their low end; fields never straddle
+// words.
 template <typename Word>
 uint32_t Field(const Word& word_at, int64_t index, int bits) {
   const int64_t per_word = 32 / bits;
@@ -50,7 +51,8 @@ uint32_t Field(const Word& word_at, int64_t index, int bits) {
 }
 
 Status CheckBits(const LinearFormat& format) {
-  if (format.bits == 4 || format.bits == 8) return Status::Ok();
+  if (format.bits == 4 || format.bits == 8)
+    return Status::Ok();
   return Status::Unsupported(fmt::format("packed integers of {} bits; 4 and 8 are supported", format.bits));
 }
 
@@ -132,7 +134,8 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
           code = Field([&](int64_t w) { return word(w, r); }, c, bits);
           break;
         case Packing::kAwq:
-          code = bits == 4 ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U : Field([&](int64_t w) { return word(c, w); }, r, bits);
+          code = bits == 4 ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
+                           : Field([&](int64_t w) { return word(c, w); }, r, bits);
           break;
         case Packing::kBits:
           code = Field([&](int64_t w) { return word(r, w); }, c, bits);
@@ -147,13 +150,15 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
   return out;
 }
 
-Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t groups) {
+Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
+                                int64_t groups) {
   FMOE_RETURN_IF_ERROR(CheckBits(format));
   const int bits = format.bits;
   const int64_t per_word = 32 / bits;
   const Shape wanted = format.packing == Packing::kBits ? Shape{CeilDiv(rows, per_word), groups}
                                                         : Shape{groups, CeilDiv(rows, per_word)};
-  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted)) return WrongStorage(stored, DType::kI32, wanted);
+  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted))
+    return WrongStorage(stored, DType::kI32, wanted);
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
   auto* to = out.mutable_view().as<uint8_t>();
   const Words word(stored);
@@ -170,7 +175,8 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
         zero = Field([&](int64_t w) { return word(g, w); }, r, bits);
       }
       // Unpacked first: one added to the whole word would carry into the next field.
-      if (format.zero_plus_one) zero = (zero + 1) & mask;
+      if (format.zero_plus_one)
+        zero = (zero + 1) & mask;
       to[r * groups + g] = static_cast<uint8_t>(zero ^ flip);
     }
   }

@@ -7,7 +7,8 @@
 
 #include "checkpoint/linear_format.hpp"
 
-/// From packed storage to canonical codes: [rows, cols] of the format's element, [rows, groups] of zero points.
+/// From packed storage to canonical codes: [rows, cols] of the format's element, [rows, groups] of zero
+/// points.
 namespace fusedmoe::checkpoint {
 
 /// A dense copy with the axes exchanged; elements of whole bytes.
@@ -20,6 +21,7 @@ Result<Tensor> PackSigned4(const Tensor& codes);
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols);
 
 /// U8 [rows, groups], one zero point a byte.
-Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t groups);
+Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
+                                int64_t groups);
 
 }  // namespace fusedmoe::checkpoint

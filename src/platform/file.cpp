@@ -17,13 +17,16 @@ namespace {
 // Linux transfers at most 0x7ffff000 bytes in one call.
 constexpr int64_t kLargestTransfer = int64_t{1} << 30;
 
-std::string ErrorText(int error) { return std::strerror(error); }
+std::string ErrorText(int error) {
+  return std::strerror(error);
+}
 
 class Descriptor {
  public:
   explicit Descriptor(int value) : value_(value) {}
   ~Descriptor() {
-    if (value_ >= 0) close(value_);
+    if (value_ >= 0)
+      close(value_);
   }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
@@ -40,8 +43,10 @@ Status WriteAll(int descriptor, int64_t offset, std::span<const std::byte> bytes
     const auto want = static_cast<size_t>(std::min(total - done, kLargestTransfer));
     const ssize_t wrote = pwrite(descriptor, bytes.data() + done, want, offset + done);
     if (wrote < 0) {
-      if (errno == EINTR) continue;
-      return Status::System(fmt::format("cannot write {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
+      if (errno == EINTR)
+        continue;
+      return Status::System(
+                 fmt::format("cannot write {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
           .WithFile(path);
     }
     done += wrote;
@@ -74,7 +79,8 @@ Result<int> InputFile::OpenDescriptor(const std::string& path) {
     const int error = errno;
     std::string message = fmt::format("cannot open the file: {}", ErrorText(error));
     const bool absent = error == ENOENT || error == ENOTDIR || error == ELOOP || error == ENAMETOOLONG;
-    return (absent ? Status::BadInput(std::move(message)) : Status::System(std::move(message))).WithFile(path);
+    return (absent ? Status::BadInput(std::move(message)) : Status::System(std::move(message)))
+        .WithFile(path);
   }
   return descriptor;
 }
@@ -105,7 +111,8 @@ Result<std::shared_ptr<const InputFile>> InputFile::Open(const std::string& path
           .WithFile(path)
           .WithHint("read the file instead (--io pread)");
     }
-    file->mapping_ = std::shared_ptr<const void>(address, [length](const void* p) { munmap(const_cast<void*>(p), length); });
+    file->mapping_ = std::shared_ptr<const void>(
+        address, [length](const void* p) { munmap(const_cast<void*>(p), length); });
   }
   return std::shared_ptr<const InputFile>(std::move(file));
 }
@@ -114,8 +121,8 @@ InputFile::~InputFile() = default;
 
 Status InputFile::CheckRange(int64_t offset, int64_t count) const {
   if (offset < 0 || count < 0 || offset > identity_.size || count > identity_.size - offset) {
-    return Status::BadInput(
-               fmt::format("bytes [{}, {} + {}) lie outside the file of {} bytes", offset, offset, count, identity_.size))
+    return Status::BadInput(fmt::format("bytes [{}, {} + {}) lie outside the file of {} bytes", offset,
+                                        offset, count, identity_.size))
         .WithFile(path_);
   }
   return Status::Ok();
@@ -123,9 +130,11 @@ Status InputFile::CheckRange(int64_t offset, int64_t count) const {
 
 Status InputFile::CheckUnchanged(int descriptor) const {
   FMOE_ASSIGN_OR_RETURN(const Identity now, Identify(descriptor, path_));
-  if (now == identity_) return Status::Ok();
-  return Status::BadInput(fmt::format("the file changed while it was in use: {} bytes when opened, {} now{}", identity_.size,
-                                      now.size, now.size == identity_.size ? ", with another inode or time" : ""))
+  if (now == identity_)
+    return Status::Ok();
+  return Status::BadInput(fmt::format("the file changed while it was in use: {} bytes when opened, {} now{}",
+                                      identity_.size, now.size,
+                                      now.size == identity_.size ? ", with another inode or time" : ""))
       .WithFile(path_)
       .WithHint("open the checkpoint again when its writer is done");
 }
@@ -140,13 +149,16 @@ Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) con
   while (done < count) {
     const auto want = static_cast<size_t>(std::min(count - done, kLargestTransfer));
     const ssize_t got = pread(descriptor.get(), destination.data() + done, want, offset + done);
-    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EINTR)
+      continue;
     if (got < 0) {
-      return Status::System(fmt::format("cannot read {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
+      return Status::System(
+                 fmt::format("cannot read {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
           .WithFile(path_);
     }
     if (got == 0) {
-      return Status::BadInput(fmt::format("the file ended at byte {} while {} were expected", offset + done, identity_.size))
+      return Status::BadInput(fmt::format("the file ended at byte {} while {} were expected", offset + done,
+                                          identity_.size))
           .WithFile(path_)
           .WithHint("it shrank while it was read");
     }
@@ -158,7 +170,8 @@ Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) con
 Result<FileBytes> InputFile::Read(int64_t offset, int64_t count) const {
   FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
   if (mapping_ != nullptr) {
-    // A page beyond the end of a file that shrank raises SIGBUS; the check narrows that window to the use itself.
+    // A page beyond the end of a file that shrank raises SIGBUS; the check narrows that window to the use
+    // itself.
     FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path_));
     const Descriptor descriptor(raw);
     FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
@@ -173,7 +186,9 @@ Result<FileBytes> InputFile::Read(int64_t offset, int64_t count) const {
 Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
   FMOE_ASSIGN_OR_RETURN(auto file, InputFile::Open(path, FileAccess::kRead));
   if (file->size() > limit) {
-    return Status::BadInput(fmt::format("the file has {} bytes; at most {} are accepted", file->size(), limit)).WithFile(path);
+    return Status::BadInput(
+               fmt::format("the file has {} bytes; at most {} are accepted", file->size(), limit))
+        .WithFile(path);
   }
   std::string text(static_cast<size_t>(file->size()), '\0');
   FMOE_RETURN_IF_ERROR(file->ReadInto(0, std::as_writable_bytes(std::span<char>(text))));
@@ -194,7 +209,8 @@ Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) 
 }
 
 OutputFile::~OutputFile() {
-  if (descriptor_ < 0) return;
+  if (descriptor_ < 0)
+    return;
   close(descriptor_);
   unlink(temporary_.c_str());
 }
@@ -221,11 +237,14 @@ Status OutputFile::Commit() {
   if (result == 0 || errno == EINVAL) {
     result = close(descriptor_);
     descriptor_ = -1;
-    if (result == 0) result = rename(temporary_.c_str(), path_.c_str());
+    if (result == 0)
+      result = rename(temporary_.c_str(), path_.c_str());
   }
-  if (result == 0) return Status::Ok();
+  if (result == 0)
+    return Status::Ok();
   const int error = errno;
-  if (descriptor_ < 0) unlink(temporary_.c_str());
+  if (descriptor_ < 0)
+    unlink(temporary_.c_str());
   return Status::System(fmt::format("cannot finish the file: {}", ErrorText(error))).WithFile(path_);
 }
 

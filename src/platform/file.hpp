@@ -23,11 +23,11 @@ struct FileBytes {
   std::shared_ptr<const void> owner;
 };
 
-/// A regular file opened for reading, with the identity (device, inode, size, modification time) that it had then. Every
-/// read compares the file with that identity before and after, so that a file that was replaced, truncated or
-/// rewritten meanwhile gives an error (kBadInput) instead of a mixture of old and new bytes. Immutable; reads are safe
-/// from many threads. No descriptor is kept between reads: a checkpoint may have more shards than a process may have
-/// open files.
+/// A regular file opened for reading, with the identity (device, inode, size, modification time) that it had
+/// then. Every read compares the file with that identity before and after, so that a file that was replaced,
+/// truncated or rewritten meanwhile gives an error (kBadInput) instead of a mixture of old and new bytes.
+/// Immutable; reads are safe from many threads. No descriptor is kept between reads: a checkpoint may have
+/// more shards than a process may have open files.
 class InputFile {
  public:
   /// Fails (kSystem) when the file cannot be opened, and (kBadInput) when it is not a regular file.
@@ -39,7 +39,8 @@ class InputFile {
   const std::string& path() const { return path_; }
   int64_t size() const { return identity_.size; }
 
-  /// Bytes [offset, offset + count), copied or borrowed. The range must lie in the file (kBadInput otherwise).
+  /// Bytes [offset, offset + count), copied or borrowed. The range must lie in the file (kBadInput
+  /// otherwise).
   Result<FileBytes> Read(int64_t offset, int64_t count) const;
   /// The same, always copied, into memory of the caller.
   Status ReadInto(int64_t offset, std::span<std::byte> destination) const;
@@ -68,8 +69,9 @@ Result<std::string> ReadTextFile(const std::string& path, int64_t limit);
 /// Memory for `size` bytes, 64-byte aligned, uninitialised. Fails (kSystem) when it cannot be had.
 Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size);
 
-/// Writes a file under a temporary name in the directory of `path` and renames it in Commit, so that nobody ever sees
-/// a half-written file and existing mappings of an older one stay whole. Without Commit the destructor removes it.
+/// Writes a file under a temporary name in the directory of `path` and renames it in Commit, so that nobody
+/// ever sees a half-written file and existing mappings of an older one stay whole. Without Commit the
+/// destructor removes it.
 class OutputFile {
  public:
   static Result<std::unique_ptr<OutputFile>> Create(const std::string& path);

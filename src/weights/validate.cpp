@@ -48,6 +48,11 @@ Status CheckScalar(const char* field, std::optional<float> value) {
 Status CheckBlockScales(const CanonicalMatrix& matrix) {
   const TensorView scales = matrix.block_scale.view();
   const DType dtype = matrix.format.block_scale_dtype;
+  // auto-round turns the sign of a group whose largest weight is positive, to use the code -8: 16-bit scales
+  // of integer groups may be negative. Everywhere else a sign is a damaged file.
+  const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
+  const bool may_be_negative =
+      integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);
   constexpr int64_t kChunk = 256;
   float values[kChunk];
   for (int64_t row = 0; row < scales.dim(0); ++row) {
@@ -56,9 +61,10 @@ Status CheckBlockScales(const CanonicalMatrix& matrix) {
       const int64_t count = std::min(kChunk, scales.dim(1) - begin);
       DecodeRow(dtype, data, begin, count, values);
       for (int64_t i = 0; i < count; ++i) {
-        if (!std::isfinite(values[i]) || std::signbit(values[i])) {
-          return Status::BadInput(fmt::format("block_scale[{}, {}] is {} ({}); finite and >= 0 is required",
-                                              row, begin + i, values[i], DTypeName(dtype)));
+        if (!std::isfinite(values[i]) || (std::signbit(values[i]) && !may_be_negative)) {
+          return Status::BadInput(fmt::format("block_scale[{}, {}] is {} ({}); finite{} is required", row,
+                                              begin + i, values[i], DTypeName(dtype),
+                                              may_be_negative ? "" : " and >= 0"));
         }
       }
     }
