@@ -69,9 +69,11 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
     }
     kernel->expert_output_ = book.Book("expert_output", expert_rows * hidden * kFloatBytes);
   }
-  if (own.shared != nullptr) {
-    const int64_t max_tokens = own.config.max_tokens;
+  const int64_t max_tokens = own.config.max_tokens;
+  if (own.shared != nullptr || own.config.routing.num_zero_experts > 0) {
     kernel->routed_ = book.Book("routed_output", max_tokens * hidden * kFloatBytes);
+  }
+  if (own.shared != nullptr) {
     kernel->shared_output_ = book.Book("shared_output", max_tokens * hidden * kFloatBytes);
     kernel->shared_gates_ = book.Book("shared_gates", max_tokens * kFloatBytes);
     kernel->shared_ids_.assign(static_cast<size_t>(max_tokens), 0);
@@ -141,7 +143,7 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   const bool has_shared = parts_.shared != nullptr;
   const int64_t hidden = parts_.config.hidden;
   MutableTensorView routed = output;
-  if (has_shared) {
+  if (has_shared || input.identity_weights != nullptr) {
     routed = MutableTensorView(workspace.Get<std::byte>(routed_), DType::kF32, {num_tokens, hidden});
   }
   const bool direct =
@@ -158,7 +160,11 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   finalize.num_tokens = num_tokens;
   finalize.router_weight_on_input = parts_.config.apply_router_weight_on_input;
   if (!has_shared) {
-    return outer.Finalize(finalize, routed, workspace, executor);
+    FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
+    if (input.identity_weights != nullptr) {
+      AddRows(routed, input.hidden, input.identity_weights, output, executor);
+    }
+    return Status::Ok();
   }
 
   const MutableTensorView shared(workspace.Get<std::byte>(shared_output_), DType::kF32, {num_tokens, hidden});
@@ -172,6 +178,9 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   } else {
     FMOE_RETURN_IF_ERROR(RunShared(input.hidden, shared, gates, workspace, executor));
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
+  }
+  if (input.identity_weights != nullptr) {
+    AddRows(routed, input.hidden, input.identity_weights, routed, executor);
   }
   AddRows(routed, shared, parts_.shared_gate.empty() ? nullptr : gates, output, executor);
   return Status::Ok();

@@ -20,6 +20,8 @@ struct KernelInput {
   const int32_t* topk_ids = nullptr;    ///< [M, k]
   const float* topk_weights = nullptr;  ///< [M, k], with the routed scaling in them: nobody scales again
   const RoutingInputs* routing = nullptr;
+  /// [M]: summed weights of each token's identity experts, whose output is their input; null: none.
+  const float* identity_weights = nullptr;
 };
 
 /// Composes prepare, experts and finalize, and owns their order:

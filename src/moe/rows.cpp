@@ -23,14 +23,16 @@ void AddRows(TensorView first, TensorView second, const float* gates, MutableTen
   const int64_t hidden = output.dim(1);
   ParallelFor(executor, output.dim(0), [&](int64_t token) {
     const float gate = gates == nullptr ? 1.0F : gates[token];
-    const auto* a = reinterpret_cast<const float*>(first.data() + token * first.stride_bytes(0));
-    const auto* b = reinterpret_cast<const float*>(second.data() + token * second.stride_bytes(0));
+    const std::byte* a = first.data() + token * first.stride_bytes(0);
+    const std::byte* b = second.data() + token * second.stride_bytes(0);
     std::byte* target = output.data() + token * output.stride_bytes(0);
-    float sum[kChunk];
+    float sum[kChunk], addend[kChunk];
     for (int64_t begin = 0; begin < hidden; begin += kChunk) {
       const int64_t count = std::min(kChunk, hidden - begin);
+      DecodeRow(first.dtype(), a, begin, count, sum);
+      DecodeRow(second.dtype(), b, begin, count, addend);
       for (int64_t col = 0; col < count; ++col) {
-        sum[col] = a[begin + col] + gate * b[begin + col];
+        sum[col] += gate * addend[col];
       }
       EncodeRow(output.dtype(), sum, count, target + PackedBytes(output.dtype(), begin));
     }

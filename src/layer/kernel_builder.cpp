@@ -1,0 +1,120 @@
+#include "layer/kernel_builder.hpp"
+
+#include <utility>
+
+#include <fmt/format.h>
+#include <fusedmoe/machine.hpp>
+
+#include "oracle/host_table.hpp"
+#include "oracle/select.hpp"
+#include "prepare_finalize/batched/batched.hpp"
+#include "prepare_finalize/no_ep/no_ep.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Result<std::unique_ptr<PrepareFinalize>> MakePrepareFinalize(const MoeProblem& problem,
+                                                             const ExpertsTraits& traits,
+                                                             const ExpertMap& expert_map,
+                                                             WorkspaceBook& book) {
+  const ActivationFormat& activation = problem.scheme.activation;
+  if (traits.activation_format == ActivationFormatKind::kBatchedExperts) {
+    return MakeBatchedPrepareFinalize(problem.config, activation, traits, expert_map, book);
+  }
+  return MakeNoEpPrepareFinalize(problem.config, activation, traits, expert_map, book);
+}
+
+// The shared expert as a layer of its own: one expert that every token visits with weight 1.
+MoeConfig SharedConfig(const MoeConfig& config) {
+  MoeConfig shared = config;
+  shared.num_experts = shared.num_local_experts = 1;
+  shared.intermediate = config.shared.intermediate;
+  shared.routing = RoutingConfig{};
+  shared.has_bias = shared.has_correction_bias = shared.has_router_bias = false;
+  shared.apply_router_weight_on_input = false;
+  shared.shared = SharedExpertConfig{};
+  shared.parallel = ParallelConfig{};
+  return shared;
+}
+
+Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeights& shared,
+                                const LayerOptions& options, WorkspaceBook& book,
+                                std::vector<std::string>& notes) {
+  LayerOptions shared_options = options;
+  shared_options.shared_experts = false;
+  shared_options.activation_format = ActivationFormatKind::kStandard;
+  auto built = BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
+  if (built.ok() || options.backend.empty() || built.status().code() != StatusCode::kUnsupported) {
+    return built;
+  }
+  // The named backend is for the routed experts; shared ones often keep 16-bit weights that it does not read.
+  notes.push_back(fmt::format("{} cannot run the shared expert ({}); it is planned on its own",
+                              options.backend, shared.source.scheme.name));
+  shared_options.backend.clear();
+  return BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
+}
+
+}  // namespace
+
+Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
+                               const LayerOptions& options) {
+  if (options.device != "cpu") {
+    return Status::Unsupported(
+        fmt::format("device '{}': this build runs layers on 'cpu' only", options.device));
+  }
+  MoeProblem problem;
+  problem.config = config;
+  problem.config.max_tokens = options.max_tokens;
+  problem.config.activation_format = options.activation_format;
+  FMOE_RETURN_IF_ERROR(Validate(problem.config));
+  problem.scheme = source.scheme;
+  problem.determinism = options.determinism;
+  problem.activation = options.activation;
+  problem.isa = options.isa;
+  problem.mode = options.mode;
+  problem.plan_tokens = options.plan_tokens;
+  problem.num_threads = options.executor.num_threads;
+  if (source.num_local_experts > 0) {
+    FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(0));
+    for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();
+      problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
+    }
+  }
+  return problem;
+}
+
+Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,
+                                const LayerOptions& options, const SharedExpertWeights* shared,
+                                WorkspaceBook& book) {
+  FMOE_ASSIGN_OR_RETURN(const MoeProblem problem, MakeProblem(config, source, options));
+  SelectionRequest request;
+  request.backend = options.backend;
+  BuiltKernel built;
+  FMOE_ASSIGN_OR_RETURN(built.selection, SelectBackend(problem, HostMachine(), request));
+  FMOE_RETURN_IF_ERROR(ToStatus(built.selection));
+  Plan& plan = *built.selection.chosen;
+  const Backend* backend = FindBackend(plan.backend);
+
+  MoeKernel::Parts parts;
+  parts.config = problem.config;
+  FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
+                        backend->prepare(problem, HostMachine(), source, options.executor));
+  plan.weight_bytes = prepared.total_bytes();
+  auto weights = std::make_shared<const PreparedWeights>(std::move(prepared));
+  FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
+  FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
+                        MakePrepareFinalize(problem, parts.experts->traits(), parts.expert_map, book));
+  plan.prepare_finalize = parts.prepare_finalize->name();
+  if (shared != nullptr && options.shared_experts) {
+    FMOE_ASSIGN_OR_RETURN(BuiltKernel shared_built,
+                          BuildShared(problem.config, *shared, options, book, built.selection.notes));
+    parts.shared = std::move(shared_built.kernel);
+    parts.shared_gate = shared->gate;
+    plan.shared = std::make_shared<const Plan>(*shared_built.selection.chosen);
+  }
+  FMOE_ASSIGN_OR_RETURN(built.kernel, MoeKernel::Create(std::move(parts), book));
+  return built;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <memory>
+
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/weights.hpp>
+#include <fusedmoe/workspace.hpp>
+
+#include "moe/backend.hpp"
+#include "moe/moe_kernel.hpp"
+
+namespace fusedmoe {
+
+/// A kernel that is ready to run, with the answer of the oracle that led to it.
+struct BuiltKernel {
+  std::unique_ptr<MoeKernel> kernel;
+  Selection selection;
+};
+
+/// The question that a layer of this configuration, scheme and options puts to the oracle. Looks at the first
+/// expert to learn whether the weights carry zero points or an activation order.
+Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
+                               const LayerOptions& options);
+
+/// Selects a backend, prepares the weights for it, and composes the kernel; all workspace is booked in
+/// `book`. `shared` (may be null) is planned on its own, through the same table.
+Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,
+                                const LayerOptions& options, const SharedExpertWeights* shared,
+                                WorkspaceBook& book);
+
+}  // namespace fusedmoe

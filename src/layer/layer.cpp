@@ -1,0 +1,269 @@
+#include <fusedmoe/layer.hpp>
+
+#include <cstring>
+#include <utility>
+
+#include <fmt/format.h>
+#include <fusedmoe/routing.hpp>
+
+#include "layer/kernel_builder.hpp"
+#include "moe/moe_kernel.hpp"
+#include "numerics/rows.hpp"
+#include "routing/router_gemm.hpp"
+
+namespace fusedmoe {
+
+struct MoeLayer::Impl {
+  MoeConfig config;
+  Scheme scheme;
+  Selection selection;
+  RouterWeights router;
+  std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
+  std::unique_ptr<MoeKernel> kernel;
+  int64_t workspace_bytes = 0;
+  WorkspaceSlot logits, ids, weights;
+  WorkspaceSlot real_ids, identity_weights;  // only with identity experts
+
+  int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
+  Status CheckInputs(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace) const;
+  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor) const;
+  void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
+};
+
+namespace {
+
+// A matrix of exactly this shape, in one of these dtypes.
+Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t cols,
+                   std::initializer_list<DType> accepted) {
+  if (view.rank() != 2 || view.dim(0) != rows || view.dim(1) != cols) {
+    return Status::Usage(
+        fmt::format("{} has shape {}, the layer needs [{}, {}]", name, view.shape().ToString(), rows, cols));
+  }
+  std::string names;
+  for (const DType dtype : accepted) {
+    if (view.dtype() == dtype) {
+      return Status::Ok();
+    }
+    names += (names.empty() ? "" : ", ") + std::string(DTypeName(dtype));
+  }
+  return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));
+}
+
+// Ids of the caller: I32 or I64, -1 skips a slot.
+Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
+  const int64_t top_k = source.dim(1);
+  for (int64_t token = 0; token < source.dim(0); ++token) {
+    const std::byte* row = source.data() + token * source.stride_bytes(0);
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      int64_t id = 0;
+      if (source.dtype() == DType::kI32) {
+        id = reinterpret_cast<const int32_t*>(row)[slot];
+      } else {
+        id = reinterpret_cast<const int64_t*>(row)[slot];
+      }
+      if (id < -1 || id >= num_experts) {
+        return Status::Usage(fmt::format("topk_ids[{}, {}] is {}, experts are 0..{} (-1 skips a slot)", token,
+                                         slot, id, num_experts - 1));
+      }
+      ids[token * top_k + slot] = static_cast<int32_t>(id);
+    }
+  }
+  return Status::Ok();
+}
+
+// Dense copy of [M, k] values that are four bytes wide.
+void CopyChosen(const void* source, MutableTensorView target) {
+  if (!target.empty()) {
+    const auto row_bytes = static_cast<size_t>(target.row_bytes());
+    for (int64_t token = 0; token < target.dim(0); ++token) {
+      std::memcpy(target.data() + token * target.stride_bytes(0),
+                  static_cast<const std::byte*>(source) + static_cast<size_t>(token) * row_bytes, row_bytes);
+    }
+  }
+}
+
+}  // namespace
+
+MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+MoeLayer::~MoeLayer() = default;
+const MoeConfig& MoeLayer::config() const {
+  return impl_->config;
+}
+const Scheme& MoeLayer::scheme() const {
+  return impl_->scheme;
+}
+const Plan& MoeLayer::plan() const {
+  return *impl_->selection.chosen;
+}
+const Selection& MoeLayer::selection() const {
+  return impl_->selection;
+}
+
+Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
+                                                 const LayerOptions& options) {
+  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
+  FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
+  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
+  std::optional<SharedExpertWeights> shared;
+  if (options.shared_experts) {
+    FMOE_ASSIGN_OR_RETURN(shared, checkpoint->SharedExperts(layer));
+  }
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded,
+                        Create(description.config, experts, router, options, shared ? &*shared : nullptr));
+  loaded->impl_->checkpoint = std::move(checkpoint);
+  return loaded;
+}
+
+Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, const ExpertSource& experts,
+                                                   const RouterWeights& router, const LayerOptions& options,
+                                                   const SharedExpertWeights* shared) {
+  if (options.max_tokens < 1) {
+    return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
+  }
+  auto impl = std::make_unique<Impl>();
+  impl->scheme = experts.scheme;
+  impl->router = router;
+  impl->config = config;
+  WorkspaceBook book;
+  const int64_t slots = options.max_tokens * config.top_k();
+  impl->ids = book.Book("topk_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
+  impl->weights = book.Book("topk_weights", slots * static_cast<int64_t>(sizeof(float)));
+  impl->logits = book.Book("router_logits",
+                           options.max_tokens * impl->num_logits() * static_cast<int64_t>(sizeof(float)));
+  if (config.routing.num_zero_experts > 0) {
+    impl->real_ids = book.Book("real_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
+    impl->identity_weights =
+        book.Book("identity_weights", options.max_tokens * static_cast<int64_t>(sizeof(float)));
+  }
+  FMOE_ASSIGN_OR_RETURN(BuiltKernel built, BuildKernel(config, experts, options, shared, book));
+  impl->config = built.kernel->config();
+  impl->kernel = std::move(built.kernel);
+  impl->selection = std::move(built.selection);
+  impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
+  impl->selection.chosen->workspace_bytes = impl->workspace_bytes = book.total_bytes();
+  return std::unique_ptr<MoeLayer>(new MoeLayer(std::move(impl)));
+}
+
+Result<Workspace> MoeLayer::CreateWorkspace() const {
+  return Workspace::Allocate(impl_->workspace_bytes);
+}
+
+Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs,
+                                   const Workspace& workspace) const {
+  const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
+  const int64_t num_tokens = inputs.hidden.rank() == 2 ? inputs.hidden.dim(0) : 0;
+  FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
+  FMOE_RETURN_IF_ERROR(
+      CheckMatrix("output", outputs.output, num_tokens, config.hidden, {inputs.hidden.dtype(), DType::kF32}));
+  if (!outputs.topk_ids.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_ids", outputs.topk_ids, num_tokens, config.top_k(), {DType::kI32}));
+  }
+  if (!outputs.topk_weights.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
+  }
+  if (num_tokens > config.max_tokens) {
+    return Status::Usage(
+        fmt::format("{} tokens, but the layer was loaded with max_tokens={}", num_tokens, config.max_tokens));
+  }
+  if (workspace.bytes() < workspace_bytes) {
+    return Status::Usage(fmt::format("the workspace holds {} bytes, the layer needs {}", workspace.bytes(),
+                                     workspace_bytes))
+        .WithHint("MoeLayer::CreateWorkspace makes one");
+  }
+  const bool has_ids = !inputs.topk_ids.empty();
+  if (has_ids != !inputs.topk_weights.empty()) {
+    return Status::Usage("topk_ids and topk_weights come together; one of them is missing");
+  }
+  if (has_ids && !inputs.router_logits.empty()) {
+    return Status::Usage("both router_logits and topk_ids are given; give one of them");
+  }
+  if (has_ids) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("topk_ids", inputs.topk_ids, num_tokens, config.top_k(), {DType::kI32, DType::kI64}));
+    return CheckMatrix("topk_weights", inputs.topk_weights, num_tokens, config.top_k(), floats);
+  }
+  if (!inputs.router_logits.empty()) {
+    return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), floats);
+  }
+  if (router.weight.empty()) {
+    return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
+  }
+  return Status::Ok();
+}
+
+// Fills the ids and weights of the workspace: from the caller, or by routing.
+Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
+                              const Executor& executor) const {
+  auto* chosen_ids = workspace.Get<int32_t>(ids);
+  auto* chosen_weights = workspace.Get<float>(weights);
+  const int64_t num_tokens = inputs.hidden.dim(0);
+  if (!inputs.topk_ids.empty()) {
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      const std::byte* row = inputs.topk_weights.data() + token * inputs.topk_weights.stride_bytes(0);
+      DecodeRow(inputs.topk_weights.dtype(), row, 0, config.top_k(), chosen_weights + token * config.top_k());
+    }
+    return TakeIds(inputs.topk_ids, num_logits(), chosen_ids);
+  }
+  RoutingInputs routing;
+  routing.router_logits = inputs.router_logits;
+  if (inputs.router_logits.empty()) {
+    auto* own_logits = workspace.Get<float>(logits);
+    RouterGemm(inputs.hidden, router.weight.view(), router.bias.view(), own_logits, executor);
+    routing.router_logits =
+        TensorView(reinterpret_cast<const std::byte*>(own_logits), DType::kF32, {num_tokens, num_logits()});
+  }
+  routing.correction_bias = router.correction_bias.view();
+  routing.hidden = inputs.hidden;
+  routing.token_ids = inputs.token_ids;
+  routing.token_id_to_experts = router.token_id_to_experts.view();
+  return Route(config.routing, routing, chosen_ids, chosen_weights, executor);
+}
+
+// Identity experts have ids behind the real ones: their slots are skipped by the experts, and their weights summed.
+void MoeLayer::Impl::SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace,
+                                          KernelInput& input) const {
+  auto* kept = workspace.Get<int32_t>(real_ids);
+  auto* identity = workspace.Get<float>(identity_weights);
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    identity[token] = 0.0F;
+    for (int64_t slot = token * config.top_k(); slot < (token + 1) * config.top_k(); ++slot) {
+      const bool is_identity = input.topk_ids[slot] >= config.num_experts;
+      kept[slot] = is_identity ? -1 : input.topk_ids[slot];
+      identity[token] += is_identity ? input.topk_weights[slot] : 0.0F;
+    }
+  }
+  input.topk_ids = kept;
+  input.identity_weights = identity;
+}
+
+Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                         const Executor& executor) const {
+  const Impl& impl = *impl_;
+  FMOE_RETURN_IF_ERROR(impl.CheckInputs(inputs, outputs, workspace));
+  FMOE_RETURN_IF_ERROR(impl.Choose(inputs, workspace, executor));
+  KernelInput input;
+  input.hidden = inputs.hidden;
+  input.topk_ids = workspace.Get<int32_t>(impl.ids);
+  input.topk_weights = workspace.Get<float>(impl.weights);
+  CopyChosen(input.topk_ids, outputs.topk_ids);
+  CopyChosen(input.topk_weights, outputs.topk_weights);
+  if (impl.config.routing.num_zero_experts > 0) {
+    impl.SplitIdentityExperts(inputs.hidden.dim(0), workspace, input);
+  }
+  FMOE_RETURN_IF_ERROR(impl.kernel->Forward(input, outputs.output, workspace, executor));
+  return Status::Ok();
+}
+
+Status MoeLayer::Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,
+                         const Workspace& workspace, const Executor& executor) const {
+  Inputs inputs;
+  inputs.hidden = hidden;
+  inputs.router_logits = router_logits;
+  Outputs outputs;
+  outputs.output = output;
+  return Forward(inputs, outputs, workspace, executor);
+}
+
+}  // namespace fusedmoe

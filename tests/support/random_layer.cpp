@@ -1,0 +1,103 @@
+#include "support/random_layer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "numerics/rows.hpp"
+#include "weights/quantize.hpp"
+
+namespace fusedmoe::testing_support {
+namespace {
+
+Tensor Normal(int64_t rows, int64_t cols, float sigma, std::mt19937_64& random) {
+  std::normal_distribution<float> normal(0.0F, sigma);
+  Tensor tensor = *Tensor::Allocate(DType::kF32, {rows, cols});
+  std::generate_n(tensor.mutable_view().as<float>(), rows * cols, [&] { return normal(random); });
+  return tensor;
+}
+
+CanonicalMatrix RandomMatrix(int64_t rows, int64_t cols, const Scheme& scheme, bool has_bias, float gain,
+                             std::mt19937_64& random) {
+  const Tensor weights = Normal(rows, cols, gain / std::sqrt(static_cast<float>(cols)), random);
+  WeightQuantizerOptions options;
+  options.symmetric = !scheme.weight.may_have_zero_point;
+  CanonicalMatrix matrix = *QuantizeMatrix(weights.view(), scheme.weight, options);
+  if (scheme.activation.static_tensor_scale) {
+    // Activations stay within about eight standard deviations; scales differ a little between experts.
+    const float spread = 1.0F + 0.25F * std::uniform_real_distribution<float>()(random);
+    const float codes = scheme.activation.element == DType::kF4E2M1 ? 6.0F * 448.0F
+                        : scheme.activation.element == DType::kI8   ? 127.0F
+                                                                    : 448.0F;
+    matrix.input_tensor_scale = 8.0F * spread / codes;
+  }
+  if (has_bias) {
+    Tensor bias = *Tensor::Allocate(DType::kF32, {rows});
+    std::normal_distribution<float> normal(0.0F, 0.1F);
+    std::generate_n(bias.mutable_view().as<float>(), rows, [&] { return normal(random); });
+    matrix.bias = std::move(bias);
+  }
+  return matrix;
+}
+
+}  // namespace
+
+RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme_name, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  config.num_local_experts = config.num_local_experts == 0 ? config.num_experts : config.num_local_experts;
+  const Scheme scheme = *ParseScheme(scheme_name);
+  auto experts = std::make_shared<std::vector<CanonicalExpert>>();
+  for (int64_t expert = 0; expert < config.num_local_experts; ++expert) {
+    CanonicalExpert drawn;
+    if (config.activation.gated()) {
+      drawn.gate = RandomMatrix(config.intermediate, config.hidden, scheme, config.has_bias, 1.0F, random);
+    }
+    drawn.up = RandomMatrix(config.intermediate, config.hidden, scheme, config.has_bias, 3.0F, random);
+    drawn.down = RandomMatrix(config.hidden, config.intermediate, scheme, config.has_bias, 1.0F, random);
+    experts->push_back(std::move(drawn));
+  }
+  RandomLayer layer;
+  layer.config = config;
+  layer.source.num_local_experts = config.num_local_experts;
+  layer.source.scheme = scheme;
+  layer.source.load = [experts](int64_t expert) -> Result<CanonicalExpert> {
+    return (*experts)[static_cast<size_t>(expert)];
+  };
+  return layer;
+}
+
+Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Tensor values = Normal(rows, cols, 1.0F, random);
+  auto* data = values.mutable_view().as<float>();
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t col = 5; col < cols; col += 61) {
+      data[row * cols + col] *= 6.0F;
+    }
+  }
+  Tensor rounded = *Tensor::Allocate(dtype, {rows, cols});
+  for (int64_t row = 0; row < rows; ++row) {
+    EncodeRow(dtype, data + row * cols, cols, rounded.mutable_view().data() + row * PackedBytes(dtype, cols));
+  }
+  return rounded;
+}
+
+RandomRouting MakeRandomRouting(int64_t num_tokens, int64_t top_k, int64_t num_experts, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  RandomRouting routing;
+  std::vector<int32_t> all(static_cast<size_t>(num_experts));
+  std::iota(all.begin(), all.end(), 0);
+  std::uniform_real_distribution<float> weight(0.2F, 1.8F);
+  for (int64_t token = 0; token < num_tokens; ++token) {
+    std::shuffle(all.begin(), all.end(), random);
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      routing.ids.push_back(all[static_cast<size_t>(slot)]);
+      routing.weights.push_back(weight(random) / static_cast<float>(top_k));
+    }
+  }
+  return routing;
+}
+
+}  // namespace fusedmoe::testing_support
