@@ -7,28 +7,12 @@
 #include <fusedmoe/routing.hpp>
 
 #include "layer/kernel_builder.hpp"
+#include "layer/layer_impl.hpp"
 #include "moe/moe_kernel.hpp"
 #include "numerics/rows.hpp"
 #include "routing/router_gemm.hpp"
 
 namespace fusedmoe {
-
-struct MoeLayer::Impl {
-  MoeConfig config;
-  Scheme scheme;
-  Selection selection;
-  RouterWeights router;
-  std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
-  std::unique_ptr<MoeKernel> kernel;
-  int64_t workspace_bytes = 0;
-  WorkspaceSlot logits, ids, weights;
-  WorkspaceSlot real_ids, identity_weights;  // only with identity experts
-
-  int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
-  Status CheckInputs(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace) const;
-  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor) const;
-  void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
-};
 
 namespace {
 
@@ -99,21 +83,6 @@ const Selection& MoeLayer::selection() const {
   return impl_->selection;
 }
 
-Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
-                                                 const LayerOptions& options) {
-  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
-  FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
-  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
-  std::optional<SharedExpertWeights> shared;
-  if (options.shared_experts) {
-    FMOE_ASSIGN_OR_RETURN(shared, checkpoint->SharedExperts(layer));
-  }
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded,
-                        Create(description.config, experts, router, options, shared ? &*shared : nullptr));
-  loaded->impl_->checkpoint = std::move(checkpoint);
-  return loaded;
-}
-
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, const ExpertSource& experts,
                                                    const RouterWeights& router, const LayerOptions& options,
                                                    const SharedExpertWeights* shared) {
@@ -172,6 +141,9 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs,
                                      workspace_bytes))
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
+  if (num_tokens == 0) {
+    return Status::Ok();  // a rank without tokens still takes part; its views may be null
+  }
   const bool has_ids = !inputs.topk_ids.empty();
   if (has_ids != !inputs.topk_weights.empty()) {
     return Status::Usage("topk_ids and topk_weights come together; one of them is missing");
@@ -199,6 +171,9 @@ Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
   auto* chosen_ids = workspace.Get<int32_t>(ids);
   auto* chosen_weights = workspace.Get<float>(weights);
   const int64_t num_tokens = inputs.hidden.dim(0);
+  if (num_tokens == 0) {
+    return Status::Ok();
+  }
   if (!inputs.topk_ids.empty()) {
     for (int64_t token = 0; token < num_tokens; ++token) {
       const std::byte* row = inputs.topk_weights.data() + token * inputs.topk_weights.stride_bytes(0);
@@ -221,7 +196,8 @@ Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
   return Route(config.routing, routing, chosen_ids, chosen_weights, executor);
 }
 
-// Identity experts have ids behind the real ones: their slots are skipped by the experts, and their weights summed.
+// Identity experts have ids behind the real ones: their slots are skipped by the experts, and their weights
+// summed.
 void MoeLayer::Impl::SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace,
                                           KernelInput& input) const {
   auto* kept = workspace.Get<int32_t>(real_ids);

@@ -1,35 +1,16 @@
 #include <fusedmoe/layer.hpp>
 
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "layer/count_allocations.hpp"
 #include "numerics/rows.hpp"
 #include "support/random_layer.hpp"
-
-namespace {
-
-// Counts every allocation of the process, so that a forward can be shown to make none.
-std::atomic<int64_t> g_allocations{0};
-
-}  // namespace
-
-void* operator new(size_t bytes) {
-  ++g_allocations;
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes); memory != nullptr) {
-    return memory;
-  }
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
 namespace fusedmoe {
 namespace {
@@ -56,6 +37,10 @@ struct Case {
   std::string backend;
   std::string scheme;
 };
+
+void PrintTo(const Case& instance, std::ostream* stream) {
+  *stream << instance.backend << " " << instance.scheme;
+}
 
 std::vector<Case> Cases() {
   std::vector<Case> cases;
@@ -87,7 +72,8 @@ class LayerRuns : public testing::TestWithParam<Case> {
     Tensor output = *Tensor::Allocate(output_dtype, hidden.shape());
     MoeLayer::Inputs inputs;
     inputs.hidden = hidden.view();
-    inputs.topk_ids = TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {tokens, k});
+    inputs.topk_ids =
+        TensorView(reinterpret_cast<const std::byte*>(routing.ids.data()), DType::kI32, {tokens, k});
     inputs.topk_weights =
         TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {tokens, k});
     MoeLayer::Outputs outputs;
@@ -116,9 +102,9 @@ TEST_P(LayerRuns, ForwardAllocatesNothing) {
       TensorView(reinterpret_cast<const std::byte*>(routing.weights.data()), DType::kF32, {kTokens, 3});
   MoeLayer::Outputs outputs;
   outputs.output = output.mutable_view();
-  const int64_t before = g_allocations.load();
+  const int64_t before = CountAllocations();
   const Status status = layer->Forward(inputs, outputs, workspace, pool->executor());
-  const int64_t after = g_allocations.load();
+  const int64_t after = CountAllocations();
   ASSERT_TRUE(status.ok()) << status.ToString();
   EXPECT_EQ(after - before, 0);
 }
@@ -188,7 +174,8 @@ TEST_P(LayerRuns, NoTokensAndSkippedSlotsGiveNothingAndZero) {
   const auto layer = Make(SmallConfig(), Options());
   ASSERT_NE(layer, nullptr);
   const Workspace workspace = *layer->CreateWorkspace();
-  EXPECT_TRUE(Run(*layer, *Tensor::Allocate(DType::kBF16, {0, 96}), RandomRouting{}, workspace, Executor{}).empty());
+  EXPECT_TRUE(
+      Run(*layer, *Tensor::Allocate(DType::kBF16, {0, 96}), RandomRouting{}, workspace, Executor{}).empty());
   const Tensor hidden = RandomRows(2, 96, DType::kBF16, 5);
   const RandomRouting skipped{{-1, -1, -1, 2, -1, -1}, {1, 1, 1, 0.5F, 1, 1}};
   const std::vector<float> output = Run(*layer, hidden, skipped, workspace, Executor{});
@@ -220,8 +207,9 @@ TEST_P(LayerRuns, RouterWeightOnInputActsExactlyOnce) {
   EXPECT_EQ(expected, produced);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, LayerRuns, testing::ValuesIn(Cases()), [](const auto& info) {
-  return (info.param.backend.empty() ? "chosen" : info.param.backend) + std::string("_") + info.param.scheme;
+INSTANTIATE_TEST_SUITE_P(Backends, LayerRuns, testing::ValuesIn(Cases()), [](const auto& instance) {
+  const Case& param = instance.param;
+  return (param.backend.empty() ? "chosen" : param.backend) + "_" + param.scheme;
 });
 
 TEST(LayerInputs, AreCheckedAgainstTheLayer) {

@@ -10,8 +10,9 @@
 
 namespace fusedmoe::testing_support {
 
-/// A layer whose weights are drawn from a seeded normal distribution and quantized by `scheme`. Gate and up get tensor
-/// scales of their own; static input scales fit activations of about unit variance and differ between experts.
+/// A layer whose weights are drawn from a seeded normal distribution and quantized by `scheme`. Gate and up
+/// get tensor scales of their own; static input scales fit activations of about unit variance and differ
+/// between experts.
 struct RandomLayer {
   MoeConfig config;
   ExpertSource source;

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <memory>
+
+#include <fusedmoe/layer.hpp>
+
+#include "moe/moe_kernel.hpp"
+
+namespace fusedmoe {
+
+/// What a layer holds once it is loaded; nothing of it changes afterwards.
+struct MoeLayer::Impl {
+  MoeConfig config;
+  Scheme scheme;
+  Selection selection;
+  RouterWeights router;
+  std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
+  std::unique_ptr<MoeKernel> kernel;
+  int64_t workspace_bytes = 0;
+  WorkspaceSlot logits, ids, weights;
+  WorkspaceSlot real_ids, identity_weights;  // only with identity experts
+
+  int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
+  Status CheckInputs(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace) const;
+  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor) const;
+  void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
+};
+
+}  // namespace fusedmoe
