@@ -1,5 +1,7 @@
-"""Every header compiles alone, C headers also as C. Results are kept by the contents of the header and of all project
-headers below it, so that a second run takes no time."""
+"""Every header compiles alone and may be included twice, C headers also as C.
+
+A header that some source includes before anything else is tried by the build. The others are tried here; results are kept
+by the contents of the header and of all project headers below it, so that a second run takes no time."""
 
 import os
 import re
@@ -15,6 +17,7 @@ from check_layers import includes
 KERNEL_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
                 "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-int8",
                 "-mamx-bf16", "-DFMOE_ISA_NS=header_check"]
+GUARD = re.compile(r"^[ \t]*#[ \t]*(pragma once\b|ifndef \w+\s*\n[ \t]*#[ \t]*define )", re.M)
 
 
 def _compiler():
@@ -64,21 +67,37 @@ def _flags(root, name, text):
     return flags
 
 
+def _tried_by_the_build(root):
+    """Headers that are the first include of a source."""
+    found = set()
+    for name in source_tree.cpp_files(root, ("src", "apps", "tests"), (".cpp",)):
+        first = next(includes(source_tree.read(root, name)), None)
+        if first:
+            found.add(_resolve(root, name, first[1], first[2]))
+    return found
+
+
 def check(root):
     names = [name for name in source_tree.cpp_files(root, ("include", "src", "apps", "tests"), (".hpp", ".h"))]
     compiler = _compiler()
     if compiler is None:
         return ["no C++ compiler to try headers with (tools/setup installs one)"] if names else []
     memory = {}
+    tried = _tried_by_the_build(root)
     passed = source_tree.Passed(root, "headers")
 
     def one(name):
+        text = source_tree.read(root, name)
+        if not GUARD.search(text):
+            return [f"{name}: does not start with #pragma once"]
+        if name in tried and not name.endswith(".h"):
+            return []
         closure = _closure(root, name, memory)
         whole = "\n".join(memory[part][1] for part in closure)
         key = passed.key(compiler, Path(__file__).read_bytes(), *(part for c in closure for part in (c, memory[c][1])))
         if key in passed:
             return []
-        source = f'#include "{Path(root) / name}"\n#include "{Path(root) / name}"\n'
+        source = f'#include "{Path(root) / name}"\n'
         languages = [["-x", "c++", "-std=c++20"]]
         if name.endswith(".h") and name.startswith("include/"):
             languages.append(["-x", "c", "-std=c11", "-Wno-unknown-warning-option"])

@@ -185,7 +185,14 @@ class Headers(CheckTest):
 
     def test_missing_guard(self):
         self.write("src/core/a.hpp", "struct A {};\n")
-        self.expect("headers", "does not compile alone")
+        self.expect("headers", "src/core/a.hpp: does not start with #pragma once")
+
+    def test_header_that_the_build_tries_is_left_to_it(self):
+        self.write("src/core/a.hpp", "#pragma once\nstd::string F();\n")
+        self.write("src/core/b.cpp", '#include <string>\n#include "core/a.hpp"\n')
+        self.expect("headers", "src/core/a.hpp: does not compile alone")
+        self.write("src/core/a.cpp", '#include "core/a.hpp"\n')
+        self.expect_clean("headers")
 
     def test_change_below_is_seen(self):
         self.write("src/core/a.hpp", "#pragma once\nusing Word = int;\n")
