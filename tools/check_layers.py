@@ -11,7 +11,7 @@ SIBLING_FOLDERS = ("experts", "prepare_finalize")
 ONLY_PUBLIC = ("capi",)
 # Third-party headers by the first part of their path, and the modules whose .cpp files may include them.
 THIRD_PARTY = {
-    "nlohmann": ("checkpoint", "jobs"),
+    "nlohmann": ("config", "checkpoint", "jobs"),  # config: problem descriptions
     "fmt": None,  # any module
     "mpi.h": ("parallel",),
     "CLI": (),

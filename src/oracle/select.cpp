@@ -1,44 +1,23 @@
 #include "oracle/select.hpp"
 
-#include <cctype>
-#include <string>
-#include <string_view>
-#include <vector>
+#include <algorithm>
 
 #include <fmt/format.h>
 
+#include "oracle/choose.hpp"
+#include "oracle/described.hpp"
+#include "oracle/platforms.hpp"
+
 namespace fusedmoe {
 namespace {
-
-std::string Upper(std::string_view text) {
-  std::string upper(text);
-  for (char& letter : upper) {
-    letter = static_cast<char>(std::toupper(static_cast<unsigned char>(letter)));
-  }
-  return upper;
-}
-
-std::string NamesOf(std::span<const HostBackend> table) {
-  std::string names;
-  for (const HostBackend& row : table) {
-    names += fmt::format("{}{}", names.empty() ? "" : ", ", row.name);
-  }
-  return names;
-}
-
-const HostBackend* FindRow(std::span<const HostBackend> table, std::string_view name) {
-  for (const HostBackend& row : table) {
-    if (Upper(row.name) == Upper(name)) {
-      return &row;
-    }
-  }
-  return nullptr;
-}
 
 Plan PlanFor(const Backend& backend, const MoeProblem& problem, const Machine& machine) {
   Plan plan = backend.plan(problem, machine);
   plan.backend = backend.name;
   plan.tokens = problem.plan_tokens;
+  if (plan.prepare_finalize.empty()) {
+    plan.prepare_finalize = "no_ep";
+  }
   WorkspaceBook book;
   backend.book_workspace(problem, machine, book);
   plan.workspace.assign(book.entries().begin(), book.entries().end());
@@ -46,46 +25,66 @@ Plan PlanFor(const Backend& backend, const MoeProblem& problem, const Machine& m
   return plan;
 }
 
+/// Switches that name backends of upstream only decide here when this build has one of them; otherwise a
+/// variable that somebody exports for another program would leave nothing to run.
+Overrides HostOverrides(std::span<const HostBackend> table, SchemeFamily family, const Switches& switches) {
+  Overrides overrides = ApplySwitches(family, switches, Platform{.name = "host"});
+  const bool known = !overrides.only || std::any_of(table.begin(), table.end(), [&](const HostBackend& row) {
+    return std::find(overrides.only->begin(), overrides.only->end(), row.name) != overrides.only->end();
+  });
+  if (!known) {
+    overrides.only.reset();
+    overrides.notes.push_back(
+        fmt::format("{}, and this build has none of them: not followed", overrides.only_verdict.sentence));
+  }
+  return overrides;
+}
+
+Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProblem& asked_problem,
+                             const Machine& machine, const SelectionRequest& request,
+                             const Switches& switches) {
+  MoeProblem problem = asked_problem;
+  if (switches.IsTrue("VLLM_BATCH_INVARIANT")) {
+    problem.determinism = std::max(problem.determinism, Determinism::kBatchInvariant);
+  }
+  std::vector<Asked> asked;
+  for (const HostBackend& row : table) {
+    Asked candidate{row.name, {}, {}, row.choice, row.backend != nullptr, {}};
+    if (row.backend != nullptr) {
+      candidate.objections = row.backend->supports(problem, machine);
+    } else {
+      candidate.objections.push_back({Reason::kNotBuilt,
+                                      fmt::format("this build has no code for {} ({})", row.name, row.what),
+                                      "absent", "built"});
+    }
+    if (request.lora) {
+      candidate.objections.push_back({Reason::kLora, "has no place for LoRA adapters", "LoRA", "no LoRA"});
+    }
+    asked.push_back(std::move(candidate));
+  }
+  const SchemeFamily family =
+      SchemeFamilyOf(problem.scheme, problem.config.activation.kind == ActivationKind::kSwigluOai);
+  FMOE_ASSIGN_OR_RETURN(Choice choice, Choose(asked, request.backend, problem.config.activation_format,
+                                              HostOverrides(table, family, switches)));
+  if (choice.index >= 0) {
+    choice.selection.chosen = PlanFor(*table[static_cast<size_t>(choice.index)].backend, problem, machine);
+  }
+  return std::move(choice.selection);
+}
+
 }  // namespace
 
 Result<Selection> SelectFrom(std::span<const HostBackend> table, const MoeProblem& problem,
                              const Machine& machine, const SelectionRequest& request) {
-  const HostBackend* named = nullptr;
-  if (!request.backend.empty()) {
-    named = FindRow(table, request.backend);
-    if (named == nullptr) {
-      return Status::Usage(
-          fmt::format("backend '{}' does not exist; this build knows {}", request.backend, NamesOf(table)));
-    }
-  }
-  Selection selection;
-  for (const HostBackend& row : table) {
-    Candidate candidate;
-    candidate.backend = row.name;
-    if (row.backend == nullptr) {
-      candidate.verdicts.push_back({Reason::kNotBuilt,
-                                    fmt::format("this build has no code for {} ({})", row.name, row.what),
-                                    "absent", "built"});
-    } else {
-      candidate.verdicts = row.backend->supports(problem, machine);
-    }
-    candidate.supported = candidate.verdicts.empty();
-    if (named != nullptr && named != &row) {
-      candidate.verdicts.push_back({Reason::kNotNamed, fmt::format("{} was asked for by name", named->name),
-                                    std::string(row.name), std::string(named->name)});
-    } else if (named == nullptr && row.choice == BackendChoice::kByName) {
-      candidate.verdicts.push_back({Reason::kNotNamed,
-                                    "chosen only by name, since it computes a contract of its own",
-                                    "not named", "named"});
-    } else if (candidate.supported && selection.chosen) {
-      candidate.verdicts.push_back(
-          {Reason::kNotFirst, fmt::format("could run, but {} comes before it", selection.chosen->backend),
-           std::string(row.name), selection.chosen->backend});
-    } else if (candidate.supported) {
-      selection.chosen = PlanFor(*row.backend, problem, machine);
-    }
-    selection.candidates.push_back(std::move(candidate));
-  }
+  FMOE_ASSIGN_OR_RETURN(const Switches switches, Switches::Parse(request.env));
+  FMOE_ASSIGN_OR_RETURN(Selection selection, SelectOnce(table, problem, machine, request, switches));
+  const auto again = [&](const Switches& other) {
+    Result<Selection> result = SelectOnce(table, problem, machine, request, other);
+    return result.ok() ? *std::move(result) : Selection{};
+  };
+  const SchemeFamily family =
+      SchemeFamilyOf(problem.scheme, problem.config.activation.kind == ActivationKind::kSwigluOai);
+  ReportSwitches(switches, family, !request.backend.empty(), again, selection);
   return selection;
 }
 

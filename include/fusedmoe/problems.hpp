@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+/// The experts layer of a published model, described without its weights. Sizes are those of the whole layer:
+/// one rank, nothing split.
+struct Problem {
+  std::string name;
+  std::string source;      ///< where the sizes were read
+  std::string scheme;      ///< the scheme of the published checkpoint, e.g. "fp8_w8a8:block128"
+  int64_t num_layers = 0;  ///< layers of experts in the model
+  MoeConfig config;
+};
+
+/// The problems compiled in (problems/*.json), by name.
+std::span<const Problem> Problems();
+
+/// A problem by its name, or from the text of a JSON object of the same form (problems/README.md). Errors:
+/// kUsage for an unknown name, with those that exist; kBadInput for malformed text, naming the field, its
+/// value and what it may be.
+Result<Problem> ParseProblem(std::string_view name_or_json);
+
+/// `config` of the whole layer with `parallel` applied, as the rank of `parallel` sees it: intermediate
+/// divided by tp_size, num_local_experts by ep_size (the first ranks take the remainder). Errors: kUsage when
+/// intermediate cannot be divided, with the sizes that could.
+Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel);
+
+}  // namespace fusedmoe

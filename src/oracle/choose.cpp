@@ -1,0 +1,207 @@
+#include "oracle/choose.hpp"
+
+#include <algorithm>
+#include <cctype>
+
+#include <fmt/format.h>
+
+namespace fusedmoe {
+namespace {
+
+std::string Join(const std::vector<std::string_view>& names) {
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+const std::string_view* FindName(const std::vector<std::string_view>& names, std::string_view name) {
+  const auto found = std::find_if(names.begin(), names.end(), [name](std::string_view known) {
+    return UpperCase(known) == UpperCase(name);
+  });
+  return found == names.end() ? nullptr : &*found;
+}
+
+/// Which rows a name stands for here, in table order. A row of its own name means itself, or its batched twin
+/// where rows arrive batched; an upstream word means all its rows of the right form.
+std::vector<std::string_view> RowsNamed(const std::vector<Asked>& asked, std::string_view named,
+                                        ActivationFormatKind format, std::vector<std::string>& notes) {
+  const bool batched = format == ActivationFormatKind::kBatchedExperts;
+  const auto twin_of = [&asked](std::string_view name) {
+    return std::find_if(asked.begin(), asked.end(),
+                        [name](const Asked& row) { return row.batched_of == name; });
+  };
+  const std::string upper = UpperCase(named);
+  std::vector<std::string_view> rows;
+  for (const Asked& row : asked) {
+    if (UpperCase(row.name) == upper) {
+      const auto twin = twin_of(row.name);
+      if (batched && twin != asked.end()) {
+        notes.push_back(fmt::format("{} means {} where rows arrive batched", row.name, twin->name));
+        return {twin->name};
+      }
+      return {row.name};
+    }
+  }
+  for (const Asked& row : asked) {
+    const bool has_twin = twin_of(row.name) != asked.end();
+    const bool right_form = batched ? !has_twin : row.batched_of.empty();
+    if (UpperCase(row.word) == upper && right_form) {
+      rows.push_back(row.name);
+    }
+  }
+  return rows;
+}
+
+bool In(const std::vector<std::string_view>& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+/// What forbids the choice of a row; kNone: nothing.
+Verdict Exclusion(const Asked& row, const std::optional<std::vector<std::string_view>>& only,
+                  const Verdict& only_verdict, bool named, const Overrides& overrides) {
+  if (only) {
+    return In(*only, row.name) ? Verdict{} : only_verdict;
+  }
+  if (!named) {
+    for (const Overrides::Removed& removed : overrides.removed) {
+      if (removed.backend == row.name) {
+        return removed.verdict;
+      }
+    }
+  }
+  if (row.choice == BackendChoice::kByName) {
+    return {Reason::kNotNamed, "chosen only by name", "not named", std::string(row.name)};
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string UpperCase(std::string_view text) {
+  std::string upper(text);
+  std::transform(upper.begin(), upper.end(), upper.begin(),
+                 [](unsigned char letter) { return static_cast<char>(std::toupper(letter)); });
+  return upper;
+}
+
+Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, ActivationFormatKind format,
+                      const Overrides& overrides) {
+  Choice choice;
+  choice.selection.notes = overrides.notes;
+  std::optional<std::vector<std::string_view>> only = overrides.only;
+  Verdict only_verdict = overrides.only_verdict;
+  std::vector<Candidate> strangers;
+  if (!named.empty()) {
+    choice.selection.notes.clear();
+    only = RowsNamed(asked, named, format, choice.selection.notes);
+    only_verdict = {Reason::kNotNamed, fmt::format("{} was asked for by name", UpperCase(named)), "not named",
+                    UpperCase(named)};
+    if (only->empty()) {
+      std::vector<std::string_view> names = AllBackendNames();
+      for (const Asked& row : asked) {
+        if (!In(names, row.name)) {
+          names.push_back(row.name);
+        }
+      }
+      const std::vector<std::string_view> words = AllBackendWords();
+      const std::string_view* known = FindName(names, named);
+      if (known == nullptr) {
+        known = FindName(words, named);
+      }
+      if (known == nullptr) {
+        return Status::Usage(fmt::format("backend '{}' does not exist; known: {}; or as a word: {}", named,
+                                         Join(names), Join(words)));
+      }
+      strangers.push_back(
+          {std::string(*known),
+           false,
+           {{Reason::kNotBuilt, fmt::format("{} has no row in the table that was asked", *known),
+             std::string(*known), "a row of the table"}}});
+    }
+  }
+  std::vector<size_t> order;
+  for (size_t index = 0; index < asked.size(); ++index) {
+    order.push_back(index);
+  }
+  if (only && named.empty()) {  // a switch may try them in an order of its own
+    std::stable_sort(order.begin(), order.end(), [&](size_t left, size_t right) {
+      const auto place = [&](size_t index) {
+        return std::find(only->begin(), only->end(), asked[index].name);
+      };
+      return place(left) < place(right);
+    });
+  }
+  std::vector<Verdict> exclusions;
+  for (const Asked& row : asked) {
+    exclusions.push_back(Exclusion(row, only, only_verdict, !named.empty(), overrides));
+  }
+  for (const size_t index : order) {
+    if (asked[index].objections.empty() && exclusions[index].reason == Reason::kNone) {
+      choice.index = static_cast<int>(index);
+      break;
+    }
+  }
+  for (size_t index = 0; index < asked.size(); ++index) {
+    const Asked& row = asked[index];
+    Candidate candidate{std::string(row.name), row.objections.empty(), row.objections};
+    if (exclusions[index].reason != Reason::kNone) {
+      // That a name has no code here says more than that it was not named.
+      candidate.verdicts.insert(row.built ? candidate.verdicts.begin() : candidate.verdicts.end(),
+                                exclusions[index]);
+    } else if (candidate.supported && choice.index != static_cast<int>(index)) {
+      const std::string first(asked[static_cast<size_t>(choice.index)].name);
+      candidate.verdicts.push_back({Reason::kNotFirst,
+                                    fmt::format("could run, but {} comes before it", first),
+                                    std::string(row.name), first});
+    }
+    choice.selection.candidates.push_back(std::move(candidate));
+  }
+  choice.selection.candidates.insert(choice.selection.candidates.end(), strangers.begin(), strangers.end());
+  return choice;
+}
+
+namespace {
+
+bool SameVerdicts(const Selection& first, const Selection& second) {
+  return std::equal(first.candidates.begin(), first.candidates.end(), second.candidates.begin(),
+                    second.candidates.end(), [](const Candidate& left, const Candidate& right) {
+                      return left.backend == right.backend &&
+                             std::equal(left.verdicts.begin(), left.verdicts.end(), right.verdicts.begin(),
+                                        right.verdicts.end(), [](const Verdict& one, const Verdict& other) {
+                                          return one.reason == other.reason;
+                                        });
+                    });
+}
+
+std::string ChosenName(const Selection& selection) {
+  return selection.chosen ? selection.chosen->backend : std::string("none");
+}
+
+}  // namespace
+
+void ReportSwitches(const Switches& switches, SchemeFamily family, bool named,
+                    const std::function<Selection(const Switches&)>& again, Selection& selection) {
+  for (const Switches::Given& given : switches.given()) {
+    const SwitchInfo* info = FindSwitch(given.name);
+    const std::string text = fmt::format("{}={}", given.name, given.value);
+    if (info == nullptr) {
+      selection.notes.push_back(fmt::format("{}: no switch of that name is known; no effect", text));
+      continue;
+    }
+    if (info->families.empty()) {
+      selection.notes.push_back(fmt::format("{}: no effect on the choice ({})", text, info->what));
+      continue;
+    }
+    if (!Concerns(*info, family)) {
+      selection.notes.push_back(
+          fmt::format("{}: no effect, it concerns {} and this is {}", text, info->families, Name(family)));
+      continue;
+    }
+    const Selection without = again(switches.Without(given.name));
+    if (SameVerdicts(selection, without)) {
+      selection.notes.push_back(fmt::format("{}: no effect{}", text, named ? ", a backend was named" : ""));
+    } else if (ChosenName(selection) == ChosenName(without)) {
+      selection.notes.push_back(fmt::format("{}: changed verdicts, not the choice", text));
+    }
+  }
+}
+
+}  // namespace fusedmoe

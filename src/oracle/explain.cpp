@@ -1,0 +1,122 @@
+#include "oracle/explain.hpp"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/problems.hpp>
+
+#include "oracle/changes.hpp"
+#include "oracle/costs.hpp"
+#include "oracle/described.hpp"
+#include "oracle/select.hpp"
+
+namespace fusedmoe {
+namespace {
+
+MoeProblem HostProblem(const Question& question, const ExplainRequest& request) {
+  MoeProblem problem;
+  problem.config = question.config;
+  problem.config.activation_format = question.format;
+  problem.scheme = question.scheme;
+  problem.determinism = question.determinism;
+  problem.activation = question.activation_mode;
+  problem.weights_have_zero_points = question.weights_have_zero_points;
+  problem.weights_have_group_index = question.weights_have_group_index;
+  problem.isa = request.isa;
+  problem.mode = request.mode;
+  problem.plan_tokens = request.tokens;
+  problem.num_threads = request.num_threads;
+  return problem;
+}
+
+Status CheckRange(std::string_view what, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most) {
+    return Status::Usage(fmt::format("{} is {}; {} to {} would do", what, value, least, most));
+  }
+  return Status::Ok();
+}
+
+/// Keeps every product of sizes below 2^63, so that costs need no checked arithmetic.
+Status CheckSizes(const MoeConfig& config, int64_t tokens) {
+  constexpr int64_t kMaxTokens = int64_t{1} << 24;
+  FMOE_RETURN_IF_ERROR(CheckRange("hidden", config.hidden, 1, 1 << 16));
+  FMOE_RETURN_IF_ERROR(CheckRange("intermediate", config.intermediate, 1, 1 << 18));
+  FMOE_RETURN_IF_ERROR(CheckRange("num_experts", config.num_experts, 1, 1 << 13));
+  FMOE_RETURN_IF_ERROR(CheckRange("top_k", config.routing.top_k, 1, config.num_experts));
+  const ParallelConfig& parallel = config.parallel;
+  FMOE_RETURN_IF_ERROR(CheckRange("dp size", parallel.dp_size, 1, 1 << 12));
+  FMOE_RETURN_IF_ERROR(CheckRange("tp size", parallel.tp_size, 1, 1 << 16));
+  FMOE_RETURN_IF_ERROR(CheckRange("ep size", parallel.ep_size, 1, 1 << 16));
+  FMOE_RETURN_IF_ERROR(CheckRange("redundant experts", parallel.num_redundant_experts, 0, 1 << 13));
+  return CheckRange("tokens", tokens, 1, std::min(config.max_tokens, kMaxTokens / parallel.dp_size));
+}
+
+}  // namespace
+
+Result<Question> MakeQuestion(const ExplainRequest& request) {
+  Question question;
+  FMOE_RETURN_IF_ERROR(CheckSizes(request.config, request.tokens));
+  const ParallelConfig& parallel = request.config.parallel;
+  if (!ParseAllToAll(parallel.all2all)) {
+    return Status::Usage(
+        fmt::format("all2all backend '{}' does not exist; known: {}", parallel.all2all, AllToAllNames()));
+  }
+  FMOE_ASSIGN_OR_RETURN(question.config, PerRank(request.config, parallel));
+  FMOE_ASSIGN_OR_RETURN(question.platform, FindPlatform(request.platform));
+  FMOE_ASSIGN_OR_RETURN(question.switches, Switches::Parse(request.selection.env));
+  question.scheme = request.scheme;
+  question.weight = WeightKeyOf(request.scheme.weight);
+  question.activation = ActivationKeyOf(request.scheme.activation);
+  question.family =
+      SchemeFamilyOf(request.scheme, request.config.activation.kind == ActivationKind::kSwigluOai);
+  question.platform_bit = BitOf(question.platform);
+  question.format = request.activation_format.value_or(UseBatchedActivationFormat(parallel)
+                                                           ? ActivationFormatKind::kBatchedExperts
+                                                           : request.config.activation_format);
+  question.determinism = request.determinism;
+  question.activation_mode = request.activation;
+  question.weights_have_zero_points = request.weights_have_zero_points;
+  question.weights_have_group_index = request.weights_have_group_index;
+  question.lora = request.selection.lora;
+  question.router_logits_dtype = request.selection.router_logits_dtype;
+  question.allow_vllm_cutlass = request.selection.allow_vllm_cutlass.value_or(
+      question.weight == WeightKey::kFp8Channel && question.activation == ActivationKey::kFp8Token);
+  return question;
+}
+
+Result<Selection> SelectFor(const Question& question, const ExplainRequest& request) {
+  if (question.platform.runs_this_build) {
+    return SelectBackend(HostProblem(question, request), question.platform.machine, request.selection);
+  }
+  return SelectDescribed(question, request.selection, request.tokens);
+}
+
+Result<Explanation> Explain(const ExplainRequest& request) {
+  FMOE_ASSIGN_OR_RETURN(const Question question, MakeQuestion(request));
+  Explanation explanation;
+  explanation.request = request;
+  explanation.rank_config = question.config;
+  explanation.platform = question.platform;
+  explanation.family = question.platform.runs_this_build ? "this build" : std::string(Name(question.family));
+  FMOE_ASSIGN_OR_RETURN(explanation.selection, SelectFor(question, request));
+  explanation.prepare_finalize = SelectPrepareFinalize(question);
+  std::optional<Plan>& chosen = explanation.selection.chosen;
+  if (chosen) {
+    chosen->prepare_finalize =
+        explanation.prepare_finalize.chosen ? explanation.prepare_finalize.chosen->backend : std::string();
+    if (!explanation.prepare_finalize.chosen) {
+      explanation.selection.notes.push_back(
+          "no prepare and finalize step can serve this deployment: see its candidates");
+    }
+  }
+  explanation.costs =
+      EstimateCosts(question, request.tokens, chosen ? chosen->activation : request.activation,
+                    chosen ? chosen->workspace_bytes : 0);
+  if (!chosen) {
+    explanation.alternatives = Alternatives(request, explanation.selection);
+  }
+  return explanation;
+}
+
+}  // namespace fusedmoe

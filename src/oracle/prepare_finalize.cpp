@@ -1,0 +1,132 @@
+#include <algorithm>
+#include <array>
+
+#include <fmt/format.h>
+
+#include "oracle/choose.hpp"
+#include "oracle/described.hpp"
+
+namespace fusedmoe {
+namespace {
+
+/// The step around the experts: which all-to-all backend asks for it, and where it runs.
+struct Step {
+  std::string_view name;
+  std::optional<AllToAllBackend> exchange;  ///< none: no exchange, or the gather of plain data parallelism
+  PlatformMask platforms = kAny32;
+  bool built = false;      ///< in this build
+  int64_t max_hidden = 0;  ///< 0: any
+  std::string_view what;
+
+  static constexpr PlatformMask kAny32 = ~PlatformMask{0};
+};
+
+constexpr PlatformMask kDeepEp = on::kSm90 | on::kSm100Family;
+// The kernels of deepep_low_latency exist for fixed row lengths; longer rows than the last have none.
+constexpr std::array<int64_t, 8> kDeepEpRows = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192};
+
+constexpr Step kSteps[] = {
+    {"no_ep", std::nullopt, Step::kAny32, true, 0, "quantize; nothing travels"},
+    {"batched", std::nullopt, Step::kAny32, true, 0, "rows copied to each of their experts; nothing travels"},
+    {"gather_scatter", AllToAllBackend::kAllGatherReduceScatter, Step::kAny32, false, 0,
+     "quantize, gather all rows, reduce and scatter outputs"},
+    {"deepep_high_throughput", AllToAllBackend::kDeepEpHighThroughput, kDeepEp, false, 0,
+     "one copy of a row to each rank that owns one of its experts"},
+    {"deepep_low_latency", AllToAllBackend::kDeepEpLowLatency, kDeepEp, false, kDeepEpRows.back(),
+     "one copy of a row to each of its experts, batched"},
+    {"mori", AllToAllBackend::kMori, on::kAmd, false, 0, "as deepep_high_throughput, on ROCm"},
+    {"nixl_ep", AllToAllBackend::kNixlEp, kDeepEp, false, 0, "as deepep_low_latency, elastic ranks"},
+    {"flashinfer_nvlink_two_sided", AllToAllBackend::kFlashInferNvlinkTwoSided, kDeepEp, false, 0,
+     "rows over NVLink, with a handshake"},
+    {"flashinfer_nvlink_one_sided", AllToAllBackend::kFlashInferNvlinkOneSided, kDeepEp, false, 0,
+     "rows over NVLink, written by the sender"},
+};
+
+/// Which step the deployment asks for. Upstream: without data parallelism none; without EP, or behind an
+/// exchange that is a gather, the gather; otherwise the named one.
+std::string_view Wanted(const ParallelConfig& parallel, ActivationFormatKind format) {
+  if (parallel.dp_size <= 1) {
+    return format == ActivationFormatKind::kStandard ? "no_ep" : "batched";
+  }
+  const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
+  if (!UseAllToAll(parallel) || !backend) {
+    return "gather_scatter";
+  }
+  for (const Step& step : kSteps) {
+    if (step.exchange == RunsAs(*backend)) {
+      return step.name;
+    }
+  }
+  return "gather_scatter";
+}
+
+std::vector<Verdict> Objections(const Step& step, std::string_view wanted, const Question& question) {
+  std::vector<Verdict> objections;
+  const ParallelConfig& parallel = question.config.parallel;
+  if (step.name != wanted) {
+    const bool exchange = parallel.dp_size > 1;
+    objections.push_back(
+        {exchange ? Reason::kAllToAll : Reason::kParallel,
+         exchange ? fmt::format("the deployment exchanges rows by {}", wanted)
+                  : fmt::format("without data parallelism rows stay, as {}", FormatName(question.format)),
+         std::string(wanted), std::string(step.name)});
+  }
+  if (question.platform.runs_this_build) {
+    if (!step.built) {
+      objections.push_back(
+          {Reason::kNotBuilt, fmt::format("this build has no code for {}", step.name), "absent", "built"});
+    }
+  } else if ((step.platforms & question.platform_bit) == 0) {
+    objections.push_back({Reason::kDevice, fmt::format("does not exist for {}", question.platform.name),
+                          question.platform.name, NamesIn(step.platforms)});
+  }
+  if (step.max_hidden > 0 && question.config.hidden > step.max_hidden) {
+    objections.push_back(
+        {Reason::kHiddenSize, fmt::format("hidden {} exceeds its longest row", question.config.hidden),
+         std::to_string(question.config.hidden), fmt::format("at most {}", step.max_hidden)});
+  }
+  if (question.config.apply_router_weight_on_input && question.config.top_k() != 1) {
+    objections.push_back({Reason::kRouterWeightOnInput,
+                          "router weights go into the input for one expert per token only",
+                          fmt::format("top_k {}", question.config.top_k()), "top_k 1"});
+  }
+  return objections;
+}
+
+}  // namespace
+
+Selection SelectPrepareFinalize(const Question& question) {
+  const std::string_view wanted = Wanted(question.config.parallel, question.format);
+  Selection selection;
+  for (const Step& step : kSteps) {
+    Candidate candidate{std::string(step.name), false, Objections(step, wanted, question)};
+    candidate.supported = candidate.verdicts.empty();
+    if (candidate.supported) {
+      selection.chosen = Plan{};
+      selection.chosen->backend = step.name;
+      selection.chosen->prepare_finalize = step.name;
+      selection.chosen->activation_format = question.format;
+    }
+    selection.candidates.push_back(std::move(candidate));
+  }
+  if (wanted == "deepep_low_latency" && selection.chosen) {
+    const auto* row = std::lower_bound(kDeepEpRows.begin(), kDeepEpRows.end(), question.config.hidden);
+    if (row != kDeepEpRows.end() && *row != question.config.hidden) {
+      selection.notes.push_back(
+          fmt::format("rows of {} are sent as rows of {}", question.config.hidden, *row));
+    }
+  }
+  const ParallelConfig& parallel = question.config.parallel;
+  if (UseAllToAll(parallel)) {
+    const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
+    if (backend && RunsAs(*backend) != *backend) {
+      selection.notes.push_back(
+          fmt::format("{} runs as {}", parallel.all2all, AllToAllName(RunsAs(*backend))));
+    }
+  } else if (parallel.dp_size > 1) {
+    selection.notes.push_back(fmt::format("without expert parallelism {} is not used", parallel.all2all));
+  }
+  return selection;
+}
+
+}  // namespace fusedmoe

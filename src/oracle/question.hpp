@@ -1,0 +1,37 @@
+#pragma once
+
+#include <fusedmoe/oracle.hpp>
+#include <fusedmoe/parallel.hpp>
+
+#include "oracle/platforms.hpp"
+#include "oracle/scheme_key.hpp"
+#include "oracle/switches.hpp"
+
+namespace fusedmoe {
+
+/// What a capability record is compared with: the request with everything derived that checks look at.
+struct Question {
+  MoeConfig config;  ///< as one rank sees it
+  Scheme scheme;
+  WeightKey weight = WeightKey::kNone;
+  ActivationKey activation = ActivationKey::kNone;
+  SchemeFamily family = SchemeFamily::kUnquantized;
+  Platform platform;
+  PlatformMask platform_bit = 0;
+  ActivationFormatKind format = ActivationFormatKind::kStandard;
+  Determinism determinism = Determinism::kThreadInvariant;
+  ActivationMode activation_mode = ActivationMode::kAsCheckpoint;
+  bool weights_have_zero_points = false;
+  bool weights_have_group_index = false;
+  bool lora = false;
+  DType router_logits_dtype = DType::kF32;
+  bool allow_vllm_cutlass = false;
+  Switches switches;
+};
+
+std::string_view FormatName(ActivationFormatKind format);
+
+/// "tp 1, dp 8, ep 8, deepep_low_latency"
+std::string ParallelText(const ParallelConfig& config);
+
+}  // namespace fusedmoe

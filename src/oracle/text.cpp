@@ -1,0 +1,238 @@
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "oracle/explain.hpp"
+
+namespace fusedmoe {
+namespace {
+
+std::string Bytes(int64_t bytes) {
+  constexpr int64_t kKilo = 1000;
+  constexpr double kMega = 1e6;
+  constexpr double kGiga = 1e9;
+  const double value = static_cast<double>(bytes);
+  return bytes < kKilo   ? fmt::format("{} B", bytes)
+         : value < kMega ? fmt::format("{:.1f} kB", value / kKilo)
+         : value < kGiga ? fmt::format("{:.1f} MB", value / kMega)
+                         : fmt::format("{:.2f} GB", value / kGiga);
+}
+
+std::string Seconds(double seconds) {
+  return seconds <= 0     ? std::string("unknown rate")
+         : seconds < 1e-3 ? fmt::format("{:.1f} us", seconds * 1e6)
+                          : fmt::format("{:.2f} ms", seconds * 1e3);
+}
+
+/// The candidates of a selection, one line a verdict.
+std::string Candidates(const Selection& selection) {
+  size_t width = 0;
+  for (const Candidate& candidate : selection.candidates) {
+    width = std::max(width, candidate.backend.size());
+  }
+  std::string text;
+  for (const Candidate& candidate : selection.candidates) {
+    if (candidate.verdicts.empty()) {
+      text += fmt::format("  {:<{}}  chosen\n", candidate.backend, width);
+    }
+    bool first = true;
+    for (const Verdict& verdict : candidate.verdicts) {
+      text += fmt::format("  {:<{}}  {}: {}", first ? candidate.backend : std::string(), width,
+                          ReasonCode(verdict.reason), verdict.sentence);
+      if (!verdict.required.empty()) {
+        text += fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
+      }
+      text += '\n';
+      first = false;
+    }
+  }
+  return text;
+}
+
+std::string Problem(const Explanation& explanation) {
+  const MoeConfig& config = explanation.rank_config;
+  return fmt::format(
+      "problem   {}{}{} experts ({} here), top {}, hidden {}, intermediate {}, {}, {} routing, {}\n"
+      "          {}, {} tokens, {}\n",
+      explanation.request.problem, explanation.request.problem.empty() ? "" : ": ", config.num_experts,
+      config.num_local_experts, config.top_k(), config.hidden, config.intermediate,
+      ActivationName(config.activation.kind), RoutingMethodName(config.routing.method),
+      explanation.request.scheme.name, ParallelText(config.parallel), explanation.request.tokens,
+      DeterminismName(explanation.request.determinism));
+}
+
+std::string MachineLine(const Platform& platform) {
+  std::string rates;
+  const auto rate = [&rates](double value, std::string_view unit) {
+    if (value > 0) {
+      rates += fmt::format(", {} {}", value, unit);
+    }
+  };
+  rate(platform.memory_gbps, "GB/s");
+  rate(platform.f16_tflops, "TFLOP/s f16");
+  rate(platform.fp8_tflops, "TFLOP/s fp8");
+  rate(platform.fp4_tflops, "TFLOP/s fp4");
+  rate(platform.int8_tops, "TOP/s int8");
+  return fmt::format("machine   {} ({}){}, {}\n", platform.name, platform.model, rates,
+                     Bytes(platform.memory_bytes));
+}
+
+std::string ChosenLine(const Explanation& explanation) {
+  const std::optional<Plan>& plan = explanation.selection.chosen;
+  if (!plan) {
+    std::string text = "chosen    none\n";
+    for (const std::string& alternative : explanation.alternatives) {
+      text += fmt::format("instead   {}\n", alternative);
+    }
+    return text;
+  }
+  return fmt::format("chosen    {}{}{}, {} mode, rows {}, activations {}, prepare and finalize by {}\n",
+                     plan->backend, plan->isa.empty() ? "" : " ", plan->isa, plan->mode,
+                     FormatName(plan->activation_format), ActivationModeName(plan->activation),
+                     plan->prepare_finalize.empty() ? "nothing" : plan->prepare_finalize);
+}
+
+std::string CostLines(const Explanation& explanation) {
+  const Costs& costs = explanation.costs;
+  std::string text;
+  if (explanation.selection.chosen) {
+    const RecipeText& recipe = explanation.selection.chosen->recipe;
+    text += fmt::format("recipe    {}\n",
+                        recipe.empty() ? "rows as they are" : fmt::format("{}", fmt::join(recipe, ", ")));
+  }
+  text += fmt::format("weights   {} on this rank, {:.1f} experts active, {} read per forward\n",
+                      Bytes(costs.weight_bytes), costs.active_experts, Bytes(costs.read_bytes));
+  text += fmt::format("work      {:.3f} GFLOP, workspace {}, exchanged {}\n",
+                      static_cast<double>(costs.flops) / 1e9, Bytes(costs.workspace_bytes),
+                      Bytes(costs.exchange_bytes));
+  text += fmt::format("memory    {} on this rank\n", Bytes(costs.memory_bytes));
+  text += fmt::format("time      at least {}{}\n", Seconds(costs.seconds),
+                      costs.rate.empty() ? "" : fmt::format(" at {}", costs.rate));
+  return text;
+}
+
+}  // namespace
+
+std::string ToString(const Explanation& explanation) {
+  std::string text = Problem(explanation) + MachineLine(explanation.platform) + ChosenLine(explanation) +
+                     CostLines(explanation);
+  text += fmt::format("backends ({})\n{}", explanation.family, Candidates(explanation.selection));
+  text += fmt::format("prepare and finalize\n{}", Candidates(explanation.prepare_finalize));
+  for (const std::string& note : explanation.selection.notes) {
+    text += fmt::format("note      {}\n", note);
+  }
+  for (const std::string& note : explanation.prepare_finalize.notes) {
+    text += fmt::format("note      {}\n", note);
+  }
+  return text;
+}
+
+std::string ToString(const WhyNotAnswer& answer) {
+  if (answer.chosen_already) {
+    return fmt::format("{} is the choice\n", answer.backend);
+  }
+  std::string text = fmt::format("{} is not chosen:\n", answer.backend);
+  for (const Verdict& verdict : answer.verdicts) {
+    text += fmt::format("  {}: {}\n", ReasonCode(verdict.reason), verdict.sentence);
+  }
+  text += answer.reachable ? "it would be chosen with all of:\n" : "these changes bring it nearer:\n";
+  for (const std::string& change : answer.changes) {
+    text += fmt::format("  {}\n", change);
+  }
+  if (!answer.reachable) {
+    text += "and this would still stand against it:\n";
+    for (const Verdict& verdict : answer.remaining) {
+      text += fmt::format("  {}: {}\n", ReasonCode(verdict.reason), verdict.sentence);
+    }
+  }
+  return text;
+}
+
+std::string ToString(std::span<const Difference> differences) {
+  if (differences.empty()) {
+    return "no difference\n";
+  }
+  std::string text;
+  for (const Difference& difference : differences) {
+    text += fmt::format("{}\n  - {}\n  + {}\n", difference.field, difference.first, difference.second);
+  }
+  return text;
+}
+
+namespace {
+
+std::string Verdicts(const Candidate& candidate) {
+  std::string text = candidate.verdicts.empty() ? "chosen" : "";
+  for (const Verdict& verdict : candidate.verdicts) {
+    text += fmt::format("{}{}: {}", text.empty() ? "" : "; ", ReasonCode(verdict.reason), verdict.sentence);
+  }
+  return text;
+}
+
+/// Every candidate of either side, by name.
+void DiffCandidates(std::string_view what, const Selection& first, const Selection& second,
+                    std::vector<Difference>& out) {
+  const auto find = [](const Selection& selection, const std::string& name) {
+    const auto found =
+        std::find_if(selection.candidates.begin(), selection.candidates.end(),
+                     [&name](const Candidate& candidate) { return candidate.backend == name; });
+    return found == selection.candidates.end() ? std::string("not in the table") : Verdicts(*found);
+  };
+  std::vector<std::string> names;
+  for (const Selection* selection : {&first, &second}) {
+    for (const Candidate& candidate : selection->candidates) {
+      if (std::find(names.begin(), names.end(), candidate.backend) == names.end()) {
+        names.push_back(candidate.backend);
+      }
+    }
+  }
+  for (const std::string& name : names) {
+    std::string left = find(first, name);
+    std::string right = find(second, name);
+    if (left != right) {
+      out.push_back({fmt::format("{} {}", what, name), std::move(left), std::move(right)});
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<Difference> Diff(const Explanation& first, const Explanation& second) {
+  std::vector<Difference> differences;
+  const auto compare = [&differences](std::string_view field, std::string left, std::string right) {
+    if (left != right) {
+      differences.push_back({std::string(field), std::move(left), std::move(right)});
+    }
+  };
+  const auto chosen = [](const Explanation& explanation) {
+    return explanation.selection.chosen ? explanation.selection.chosen->backend : std::string("none");
+  };
+  const auto step = [](const Explanation& explanation) {
+    return explanation.prepare_finalize.chosen ? explanation.prepare_finalize.chosen->backend
+                                               : std::string("none");
+  };
+  const auto recipe = [](const Explanation& explanation) {
+    return explanation.selection.chosen
+               ? fmt::format("{}", fmt::join(explanation.selection.chosen->recipe, ", "))
+               : std::string();
+  };
+  compare("chosen", chosen(first), chosen(second));
+  compare("prepare_finalize", step(first), step(second));
+  compare("platform", first.platform.name, second.platform.name);
+  compare("model", first.platform.model, second.platform.model);
+  compare("scheme", first.request.scheme.name, second.request.scheme.name);
+  compare("deployment", ParallelText(first.rank_config.parallel), ParallelText(second.rank_config.parallel));
+  compare("recipe", recipe(first), recipe(second));
+  compare("memory bandwidth", fmt::format("{} GB/s", first.platform.memory_gbps),
+          fmt::format("{} GB/s", second.platform.memory_gbps));
+  compare("weights of a rank", Bytes(first.costs.weight_bytes), Bytes(second.costs.weight_bytes));
+  compare("read per forward", Bytes(first.costs.read_bytes), Bytes(second.costs.read_bytes));
+  compare("workspace", Bytes(first.costs.workspace_bytes), Bytes(second.costs.workspace_bytes));
+  compare("exchanged", Bytes(first.costs.exchange_bytes), Bytes(second.costs.exchange_bytes));
+  compare("time at least", Seconds(first.costs.seconds), Seconds(second.costs.seconds));
+  DiffCandidates("candidate", first.selection, second.selection, differences);
+  DiffCandidates("prepare_finalize", first.prepare_finalize, second.prepare_finalize, differences);
+  return differences;
+}
+
+}  // namespace fusedmoe
