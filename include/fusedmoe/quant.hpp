@@ -60,6 +60,8 @@ struct ActivationRule {
   float scale_floor =
       0.0F;  ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
   bool multiply_by_reciprocal = false;  ///< codes from x * (1/scale) instead of x / scale
+  bool multiply_by_divisor_over_amax =
+      false;  ///< codes from x * (divisor * (1/amax)), scales of tokens and groups
   MxScaleRule mx_scale = MxScaleRule::kEven;
   IntRounding int_rounding = IntRounding::kHalfEven;
   bool round_to_bf16_first = false;  ///< rows are rounded to bf16 before their amax is taken

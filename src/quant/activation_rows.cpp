@@ -1,5 +1,6 @@
 #include "quant/activation_rows.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "numerics/integer_codecs.hpp"
@@ -99,6 +100,17 @@ void EncodeChunk(const ActivationFormat& format, const EncodeStep& step, float* 
   EncodeRow(element, values, count, codes);
 }
 
+/// `amax` is read where the rule forms the multiplier from it instead of from the rounded scale.
+EncodeStep StepOfGroup(const ActivationFormat& format, float scale, float amax) {
+  const ActivationRule& rule = format.rule;
+  if (!rule.multiply_by_divisor_over_amax || IsPerTensor(format) || scale == 0.0F || !std::isfinite(scale)) {
+    return StepFor(rule, scale);
+  }
+  const float divisor = DivisorOf(format);
+  const float multiplier = divisor * (1.0F / std::max(BoundedAmax(rule, amax), rule.scale_floor * divisor));
+  return std::isfinite(multiplier) ? EncodeStep{multiplier, true} : StepFor(rule, scale);
+}
+
 void Quantize(const ActivationFormat& format, float tensor_scale, const Source& source, int64_t count,
               std::byte* codes, const ScaleTarget& scales) {
   const bool per_tensor = IsPerTensor(format);
@@ -108,10 +120,11 @@ void Quantize(const ActivationFormat& format, float tensor_scale, const Source& 
   float buffer[kChunk];
   for (int64_t first = 0, index = 0; first < count; first += group, ++index) {
     const int64_t length = std::min(group, count - first);
-    const float scale = per_tensor ? tensor_scale
-                                   : StoreGroupScale(format, tensor_scale, source.Amax(first, length),
-                                                     scales.At(index, scale_bytes));
-    const EncodeStep step = StepFor(format.rule, scale);
+    const float amax = per_tensor ? 0.0F : source.Amax(first, length);
+    const float scale = per_tensor
+                            ? tensor_scale
+                            : StoreGroupScale(format, tensor_scale, amax, scales.At(index, scale_bytes));
+    const EncodeStep step = StepOfGroup(format, scale, amax);
     for (int64_t i = 0; i < length; i += kChunk) {
       const int64_t part = std::min(kChunk, length - i);
       source.Chunk(first + i, part, buffer);
@@ -130,9 +143,9 @@ void FakeQuantize(const ActivationFormat& format, float tensor_scale, const Sour
   std::byte stored[8];
   for (int64_t first = 0; first < count; first += group) {
     const int64_t length = std::min(group, count - first);
-    const float scale =
-        per_tensor ? tensor_scale : StoreGroupScale(format, tensor_scale, source.Amax(first, length), stored);
-    const EncodeStep step = StepFor(format.rule, scale);
+    const float amax = per_tensor ? 0.0F : source.Amax(first, length);
+    const float scale = per_tensor ? tensor_scale : StoreGroupScale(format, tensor_scale, amax, stored);
+    const EncodeStep step = StepOfGroup(format, scale, amax);
     for (int64_t i = 0; i < length; i += kChunk) {
       const int64_t part = std::min(kChunk, length - i);
       source.Chunk(first + i, part, buffer);

@@ -10,6 +10,7 @@
 #include "numerics/codecs.hpp"
 #include "numerics/integer_codecs.hpp"
 #include "numerics/rows.hpp"
+#include "quant/activation_formulas.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -53,37 +54,18 @@ Status LoadRow(const Job& job, int64_t row, float* values) {
   return Status::Ok();
 }
 
-/// The e8m0 code of a group (docs/scales.md, "MX rules"); amax is finite and > 0.
-template <typename Codec>
-uint8_t MxCodeOf(MxScaleRule rule, float amax) {
-  switch (rule) {
-    case MxScaleRule::kEven: {
-      // Half a unit of the element's last mantissa bit, so that a maximum which would round up counts as
-      // rounded up.
-      const float bumped = FloatFromBits(FloatBits(amax) + (uint32_t{1} << (22 - Codec::kMantissaBits)));
-      return EncodeE8m0Exponent((std::isfinite(bumped) ? FloorLog2(bumped) : 128) - Codec::kMaxExponent);
-    }
-    case MxScaleRule::kCeil:
-      return EncodeE8m0Ceil(amax / Codec::Largest());
-    case MxScaleRule::kNoElementMax:
-      return EncodeE8m0Exponent(FloorLog2(amax));
-    default:
-      return EncodeE8m0Exponent(FloorLog2(amax) - Codec::kMaxExponent);
-  }
-}
-
-uint8_t MxCode(DType element, MxScaleRule rule, float amax) {
+ElementRange RangeOfElement(DType element) {
   switch (element) {
     case DType::kF4E2M1:
-      return MxCodeOf<E2m1>(rule, amax);
+      return RangeOf<E2m1>();
     case DType::kF6E3M2:
-      return MxCodeOf<E3m2>(rule, amax);
+      return RangeOf<E3m2>();
     case DType::kF6E2M3:
-      return MxCodeOf<E2m3>(rule, amax);
+      return RangeOf<E2m3>();
     case DType::kF8E5M2:
-      return MxCodeOf<E5m2>(rule, amax);
+      return RangeOf<E5m2>();
     default:
-      return MxCodeOf<E4m3fn>(rule, amax);
+      return RangeOf<E4m3fn>();
   }
 }
 
@@ -273,8 +255,9 @@ class Quantizer {
       const float amax = extremes_[block].amax();
       const auto index = static_cast<int64_t>(block);
       if (format.block_scale_dtype == DType::kF8E8M0 && format.block.row == 1) {
-        const uint8_t code =
-            amax == 0.0F ? uint8_t{127} : MxCode(format.element, *job_.options.mx_scale, amax);
+        const uint8_t code = amax == 0.0F
+                                 ? uint8_t{127}
+                                 : MxScaleCode(*job_.options.mx_scale, RangeOfElement(format.element), amax);
         StoreCode(DType::kF8E8M0, scale_row, index, code);
         divisors_[block] = DecodeE8m0(code);
       } else if (format.has_tensor_scale) {
