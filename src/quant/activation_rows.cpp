@@ -15,7 +15,9 @@ void RoundIntegers(DType element, IntRounding rounding, float* values, int64_t c
   const float low = element == DType::kI8 || element == DType::kI4 ? -high - 1.0F : 0.0F;
   for (int64_t i = 0; i < count; ++i) {
     const float clamped = ClampToRange(values[i], low, high);
-    values[i] = rounding == IntRounding::kHalfAway ? RoundHalfAway(clamped) : Truncate(clamped);
+    values[i] = rounding == IntRounding::kHalfAway         ? RoundHalfAway(clamped)
+                : rounding == IntRounding::kHalfTowardZero ? RoundHalfTowardZero(clamped)
+                                                           : Truncate(clamped);
   }
 }
 
@@ -107,7 +109,7 @@ EncodeStep StepOfGroup(const ActivationFormat& format, float scale, float amax) 
     return StepFor(rule, scale);
   }
   const float divisor = DivisorOf(format);
-  const float multiplier = divisor * (1.0F / std::max(BoundedAmax(rule, amax), rule.scale_floor * divisor));
+  const float multiplier = divisor / std::max(BoundedAmax(rule, amax), rule.scale_floor * divisor);
   return std::isfinite(multiplier) ? EncodeStep{multiplier, true} : StepFor(rule, scale);
 }
 
