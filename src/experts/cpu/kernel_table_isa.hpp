@@ -1,0 +1,196 @@
+#pragma once
+
+#include <stdint.h>
+
+/// What an instruction-set file exports, in plain C terms: these headers are compiled once for each instruction set,
+/// so nothing in them may have external linkage (docs/kernels.md, "One file an instruction set").
+namespace fusedmoe::cpu {
+
+/// How the codes of a panel become numbers. One micro-kernel each; order as in kPanelKernels of kernels.cpp.
+enum WeightKernel : int {
+  kWeightF32,
+  kWeightBf16,
+  kWeightF16,
+  kWeightE4m3,
+  kWeightE4m3Scaled,  ///< fp32 scale per row and 64 k
+  kWeightMxfp8,       ///< e4m3 with e8m0 per 32
+  kWeightE5m2,
+  kWeightNvfp4,  ///< e2m1 with e4m3 per 16
+  kWeightMxfp4,  ///< e2m1 with e8m0 per 32
+  kWeightU4,
+  kWeightU4Group32,  ///< fp32 scale and zero point per group
+  kWeightU4Group64,
+  kWeightU4Group128,
+  kWeightU8,
+  kWeightU8Group32,
+  kWeightU8Group64,
+  kWeightU8Group128,
+  kNumWeightKernels
+};
+
+/// How a tile holds its activations.
+enum TileKind : int {
+  kTileF32,  ///< fp32 as they are: for weights that become fp32
+  kTileA16,  ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
+  kTileA8,   ///< one plane of int8, a scale per 64
+  kTileA4,   ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
+  kNumTileKinds
+};
+
+/// Tokens of a tile. Every kernel exists for these heights, and gives a token the same bits in each of them.
+constexpr int kNumHeights = 5;
+constexpr int kHeights[kNumHeights] = {1, 2, 4, 8, 16};
+constexpr int kMaxHeight = 16;
+
+/// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
+///
+///   kTileF32   codes[k][token]                                          floats
+///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
+///              correction[k/correction group][token]                    see CorrectionGroup
+///              scale[k/64][token], kTileA4: scale[k/weight group][token]
+struct TileView {
+  void* codes;
+  int32_t* correction;
+  float* scale;
+};
+
+/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant zero the
+/// accumulator starts at minus that (int32, one value per group of `k`); with zero points of their own the kernel needs
+/// the sums themselves (fp32, exact integers).
+struct Correction {
+  int group;     ///< k; 0: none
+  int zero;      ///< the constant zero; 0: the sums are stored instead
+};
+
+static constexpr Correction CorrectionOf(WeightKernel kernel) {
+  switch (kernel) {
+    case kWeightNvfp4:
+      return {16, 12};  // codes of e2m1 are doubled and shifted to 0..24
+    case kWeightMxfp4:
+      return {32, 12};
+    case kWeightU4:
+      return {64, 8};
+    case kWeightU8:
+      return {64, 128};
+    case kWeightU4Group32:
+    case kWeightU8Group32:
+      return {32, 0};
+    case kWeightU4Group64:
+    case kWeightU4Group128:
+    case kWeightU8Group64:
+    case kWeightU8Group128:
+      return {64, 0};
+    default:
+      return {0, 0};
+  }
+}
+
+/// The group of kTileA4 scales.
+static constexpr int WeightGroup(WeightKernel kernel) { return kernel == kWeightNvfp4 ? 16 : 32; }
+
+/// k that share an activation scale.
+static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
+  return kind == kTileA4 ? WeightGroup(kernel) : 64;
+}
+
+static constexpr int Planes(TileKind kind) { return kind == kTileA16 ? 2 : 1; }
+
+/// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction, scale.
+static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
+  if (kind == kTileF32) {
+    return padded_k * 4;
+  }
+  const Correction correction = CorrectionOf(kernel);
+  return padded_k * Planes(kind) + padded_k / correction.group * 4 + padded_k / ActivationGroup(kernel, kind) * 4;
+}
+
+static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
+                                       int height) {
+  TileView view = {memory, 0, 0};
+  if (kind != kTileF32) {
+    char* at = (char*)memory + padded_k * Planes(kind) * height;
+    view.correction = (int32_t*)at;
+    view.scale = (float*)(at + padded_k / CorrectionOf(kernel).group * 4 * height);
+  }
+  return view;
+}
+
+/// out[stripe][token][16] = rows of `num_stripes` consecutive stripes times the tokens of the tile, before row scales.
+/// Reads exactly num_stripes * blocks * block bytes, and prefetches beyond.
+typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                          float* out);
+
+/// Quantizes `units` pieces of 64 values of one token and puts them into its column of the tile.
+struct PackArguments {
+  TileView tile;
+  Correction correction;
+  int activation_group;
+  int height;
+  int token;           ///< column of the tile
+  int64_t first_unit;  ///< in K / 64
+  int64_t units;
+  const float* values;      ///< 64 * units
+  const float* row_scale;   ///< kTileA8: null, or the scale that the whole row shares; its codes are x / scale
+  float tensor_scale;       ///< kTileA4 with e4m3 scales: decode multiplier above them
+};
+typedef void (*PackKernel)(const PackArguments* arguments);
+
+/// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts equality.
+enum ActivationCode : int {
+  kActSilu,
+  kActGelu,
+  kActGeluTanh,
+  kActSwigluOai,
+  kActSwigluStep,
+  kActRelu2,
+  kActSiluNoMul,
+  kActGeluNoMul,
+  kActGeluTanhNoMul,
+  kActRelu2NoMul,
+};
+
+/// mid[token][16] = activation(gate * gate_scale + gate_bias, up * up_scale + up_bias). Ungated: gate is null.
+struct ActivateArguments {
+  const float* gate;  ///< [token][16], from DotKernel
+  const float* up;
+  const float* gate_row_scale;  ///< [16]
+  const float* up_row_scale;
+  const float* gate_bias;  ///< [16] or null
+  const float* up_bias;
+  int activation;
+  float alpha, beta, limit;
+  int tokens;
+  float* mid;
+  int64_t mid_stride;  ///< floats
+};
+typedef void (*ActivateKernel)(const ActivateArguments* arguments);
+
+/// rows[token][0..15] += weight[token] * (dot[token] * row_scale + bias); `first` writes instead of adding.
+struct AccumulateArguments {
+  const float* dot;  ///< [token][16]
+  const float* row_scale;
+  const float* bias;  ///< or null
+  int tokens;
+  float* const* rows;
+  const float* weights;
+};
+typedef void (*AccumulateKernel)(const AccumulateArguments* arguments);
+
+/// Rows of hidden states to fp32 and back (16-bit types round to nearest even; NaN stays NaN).
+typedef void (*ToFloatKernel)(const void* values, int64_t count, float* out);
+typedef void (*FromFloatKernel)(const float* values, int64_t count, void* out);
+
+enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
+
+struct KernelTable {
+  const char* isa;
+  DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];  ///< null where the pair makes no sense
+  PackKernel pack[kNumTileKinds];
+  PackKernel pack_mx4;  ///< kTileA4 with e8m0 scales is packed from values that are already on the grid
+  ActivateKernel activate;
+  AccumulateKernel accumulate;
+  ToFloatKernel to_float[kNumRowTypes];
+  FromFloatKernel from_float[kNumRowTypes];
+};
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,12 @@
+#define FMOE_ISA_NS avx512
+
+#include "experts/cpu/simd_avx512_isa.hpp"
+#include "experts/cpu/table_isa.hpp"
+
+namespace fusedmoe::cpu {
+
+extern const KernelTable kKernelTableAvx512;
+constexpr KernelTable kTable = avx512::MakeTable("avx512");
+const KernelTable kKernelTableAvx512 = kTable;
+
+}  // namespace fusedmoe::cpu

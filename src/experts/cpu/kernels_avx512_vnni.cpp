@@ -1,0 +1,12 @@
+#define FMOE_ISA_NS avx512_vnni
+
+#include "experts/cpu/simd_avx512_isa.hpp"
+#include "experts/cpu/table_isa.hpp"
+
+namespace fusedmoe::cpu {
+
+extern const KernelTable kKernelTableAvx512Vnni;
+constexpr KernelTable kTable = avx512_vnni::MakeTable("avx512_vnni");
+const KernelTable kKernelTableAvx512Vnni = kTable;
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,72 @@
+#pragma once
+
+#include "experts/cpu/dot_isa.hpp"
+#include "experts/cpu/epilogue_isa.hpp"
+#include "experts/cpu/pack_isa.hpp"
+
+/// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+template <WeightKernel kWeight, TileKind kKind>
+constexpr void SetIntegerDots(KernelTable& table) {
+  table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
+  table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
+  table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
+  table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
+  table.dot[kWeight][kKind][4] = &IntegerDot<kWeight, kKind, 16>;
+}
+
+template <WeightKernel kWeight>
+constexpr void SetInteger(KernelTable& table) {
+  SetIntegerDots<kWeight, kTileA16>(table);
+  SetIntegerDots<kWeight, kTileA8>(table);
+}
+
+template <WeightKernel kWeight>
+constexpr void SetFloat(KernelTable& table) {
+  table.dot[kWeight][kTileF32][0] = &FloatDot<kWeight, 1>;
+  table.dot[kWeight][kTileF32][1] = &FloatDot<kWeight, 2>;
+  table.dot[kWeight][kTileF32][2] = &FloatDot<kWeight, 4>;
+  table.dot[kWeight][kTileF32][3] = &FloatDot<kWeight, 8>;
+  table.dot[kWeight][kTileF32][4] = &FloatDot<kWeight, 16>;
+}
+
+constexpr KernelTable MakeTable(const char* isa) {
+  KernelTable table = {};
+  table.isa = isa;
+  SetFloat<kWeightF32>(table);
+  SetFloat<kWeightBf16>(table);
+  SetFloat<kWeightF16>(table);
+  SetFloat<kWeightE4m3>(table);
+  SetFloat<kWeightE4m3Scaled>(table);
+  SetFloat<kWeightMxfp8>(table);
+  SetFloat<kWeightE5m2>(table);
+  SetInteger<kWeightNvfp4>(table);
+  SetInteger<kWeightMxfp4>(table);
+  SetIntegerDots<kWeightNvfp4, kTileA4>(table);
+  SetIntegerDots<kWeightMxfp4, kTileA4>(table);
+  SetInteger<kWeightU4>(table);
+  SetInteger<kWeightU4Group32>(table);
+  SetInteger<kWeightU4Group64>(table);
+  SetInteger<kWeightU4Group128>(table);
+  SetInteger<kWeightU8>(table);
+  SetInteger<kWeightU8Group32>(table);
+  SetInteger<kWeightU8Group64>(table);
+  SetInteger<kWeightU8Group128>(table);
+  table.pack[kTileF32] = &PackF32;
+  table.pack[kTileA16] = &PackIntegers<kTileA16>;
+  table.pack[kTileA8] = &PackIntegers<kTileA8>;
+  table.activate = &Activate;
+  table.accumulate = &Accumulate;
+  table.to_float[kRowF32] = &CopyFloats;
+  table.to_float[kRowBf16] = &Bf16ToFloat;
+  table.to_float[kRowF16] = &F16ToFloat;
+  table.from_float[kRowF32] = &CopyFloatsOut;
+  table.from_float[kRowBf16] = &FloatToBf16;
+  table.from_float[kRowF16] = &FloatToF16;
+  return table;
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,462 @@
+#include "weights/panel.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "core/checked_math.hpp"
+#include "numerics/codecs.hpp"
+#include "numerics/rows.hpp"
+
+namespace fusedmoe {
+namespace {
+
+int64_t ScaleValueBytes(PanelScale scale) {
+  switch (scale) {
+    case PanelScale::kNone:
+      return 0;
+    case PanelScale::kE4M3:
+    case PanelScale::kE8M0:
+      return 1;
+    case PanelScale::kF32:
+    case PanelScale::kF32Zero:
+      return 4;
+  }
+  return 0;
+}
+
+const char* ScaleName(PanelScale scale) {
+  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "F32+zero"};
+  return kNames[static_cast<int>(scale)];
+}
+
+bool IsInteger(DType dtype) {
+  return dtype == DType::kU4 || dtype == DType::kI4 || dtype == DType::kU8 || dtype == DType::kI8;
+}
+
+/// Scale blocks that span all of K (or all rows) are written with -1.
+int64_t GroupColumns(const WeightFormat& format) { return format.block.col; }
+
+/// The scale column that source column c uses.
+int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
+  if (!matrix.group_index.empty()) {
+    return matrix.group_index.view().as<int32_t>()[col];
+  }
+  const int64_t group = GroupColumns(matrix.format);
+  return group <= 0 ? 0 : (matrix.scale_col_offset + col) / group;
+}
+
+int64_t ScaleRow(const CanonicalMatrix& matrix, int64_t row) {
+  const int64_t group = matrix.format.block.row;
+  return group <= 0 ? 0 : (matrix.scale_row_offset + row) / group;
+}
+
+const std::byte* ScaleRowData(const Tensor& tensor, int64_t row) {
+  const TensorView& view = tensor.view();
+  return view.rank() < 2 ? view.data() : view.data() + row * view.stride_bytes(0);
+}
+
+/// The code of a source element as the panel stores it: integers unsigned, MXFP6 as the e4m3 of the same value.
+uint32_t PanelCode(DType source, uint32_t code) {
+  switch (source) {
+    case DType::kI4:
+      return code ^ 8U;
+    case DType::kI8:
+      return code ^ 128U;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x| <= 28
+      return EncodeE4m3RneSaturating(DecodeCode(source, code));
+    default:
+      return code;
+  }
+}
+
+/// Codes of one source row in packed order, one code in each element of `out` (a byte up to 8 bits, else the width).
+template <typename Code>
+void GatherCodes(const CanonicalMatrix& matrix, std::span<const int32_t> columns, int64_t row, Code* out) {
+  const std::byte* source = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
+  const DType element = matrix.format.element;
+  const auto count = static_cast<int64_t>(columns.size());
+  if constexpr (sizeof(Code) > 1) {
+    const auto* codes = reinterpret_cast<const Code*>(source);
+    for (int64_t k = 0; k < count; ++k) {
+      Code code = 0;
+      if (columns[static_cast<size_t>(k)] >= 0) {
+        std::memcpy(&code, codes + columns[static_cast<size_t>(k)], sizeof(Code));
+      }
+      out[k] = code;
+    }
+  } else {
+    for (int64_t k = 0; k < count; ++k) {
+      const int32_t col = columns[static_cast<size_t>(k)];
+      out[k] = col < 0 ? Code{0} : static_cast<Code>(PanelCode(element, LoadCode(element, source, col)));
+    }
+  }
+}
+
+/// The same for columns in their own order, a loop that compilers turn into vectors.
+void CopyNibbles(const std::byte* source, int64_t cols, uint32_t flip, uint8_t* out) {
+  const auto* bytes = reinterpret_cast<const uint8_t*>(source);
+  for (int64_t i = 0; i < cols / 2; ++i) {
+    const uint8_t pair = static_cast<uint8_t>(bytes[i] ^ (flip | flip << 4));
+    out[2 * i] = pair & 15;
+    out[2 * i + 1] = pair >> 4;
+  }
+  if (cols % 2 != 0) {
+    out[cols - 1] = static_cast<uint8_t>((bytes[cols / 2] ^ flip) & 15);
+  }
+}
+
+void CopyBytes(const std::byte* source, int64_t cols, uint32_t flip, uint8_t* out) {
+  for (int64_t i = 0; i < cols; ++i) {
+    out[i] = static_cast<uint8_t>(static_cast<uint8_t>(source[i]) ^ flip);
+  }
+}
+
+void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> columns, bool identity, int64_t row,
+                   uint8_t* out) {
+  const DType element = matrix.format.element;
+  const bool nibbles = DTypeBits(element) == 4;
+  if (!identity || DTypeBits(element) == 6) {
+    GatherCodes(matrix, columns, row, out);
+    return;
+  }
+  const std::byte* source = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
+  const uint32_t flip = PanelCode(element, 0);
+  if (nibbles) {
+    CopyNibbles(source, matrix.cols, flip, out);
+  } else {
+    CopyBytes(source, matrix.cols, flip, out);
+  }
+  std::fill(out + matrix.cols, out + columns.size(), uint8_t{0});
+}
+
+/// Byte offset of the code of (row, k) in its block, k < block; for nibbles the byte that holds it.
+int64_t CodeOffset(DType code, int64_t row, int64_t k) {
+  switch (DTypeBits(code)) {
+    case 4:
+      return k / 8 * 64 + row * 4 + k % 4;
+    case 8:
+      return IsInteger(code) ? k / 4 * 64 + row * 4 + k % 4 : k / 4 * 64 + k % 4 / 2 * 32 + row * 2 + k % 2;
+    case 16:
+      return code == DType::kF16 ? k * 32 + row * 2 : k / 2 * 64 + row * 4 + k % 2 * 2;
+    default:
+      return k * 64 + row * 4;
+  }
+}
+
+/// Spreads one row of codes over the blocks of its stripe.
+void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, int64_t row, std::byte* stripe) {
+  const int64_t block_bytes = format.block_bytes();
+  for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
+    const uint8_t* in = codes + first;
+    auto* out = reinterpret_cast<uint8_t*>(stripe);
+    if (DTypeBits(format.code) == 4) {
+      for (int64_t v = 0; v < format.block / 8; ++v) {
+        uint32_t low = 0, high = 0;
+        std::memcpy(&low, in + 8 * v, 4);
+        std::memcpy(&high, in + 8 * v + 4, 4);
+        low |= high << 4;
+        std::memcpy(out + v * 64 + row * 4, &low, 4);
+      }
+    } else if (IsInteger(format.code)) {
+      for (int64_t v = 0; v < format.block / 4; ++v) {
+        std::memcpy(out + v * 64 + row * 4, in + 4 * v, 4);
+      }
+    } else {
+      for (int64_t pair = 0; pair < format.block / 2; ++pair) {
+        std::memcpy(out + pair * 32 + row * 2, in + 2 * pair, 2);
+      }
+    }
+  }
+}
+
+template <typename Code>
+void ScatterWide(const PanelFormat& format, const Code* codes, int64_t count, int64_t row, std::byte* stripe) {
+  const int64_t block_bytes = format.block_bytes();
+  constexpr int64_t kPerLane = 4 / static_cast<int64_t>(sizeof(Code));
+  if (format.code == DType::kF16) {
+    for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
+      for (int64_t k = 0; k < format.block; ++k) {
+        std::memcpy(stripe + k * 32 + row * 2, codes + first + k, 2);
+      }
+    }
+    return;
+  }
+  for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
+    for (int64_t v = 0; v < format.block / kPerLane; ++v) {
+      std::memcpy(stripe + v * 64 + row * 4, codes + first + v * kPerLane, 4);
+    }
+  }
+}
+
+/// The scale of one group as its panel code in the low bytes.
+uint32_t PanelScaleCode(const CanonicalMatrix& matrix, PanelScale kind, int64_t row, int64_t col) {
+  const int64_t scale_row = ScaleRow(matrix, row), scale_col = ScaleColumn(matrix, col);
+  if (matrix.block_scale.empty()) {  // zero points alone: a matrix whose channel scales stand elsewhere
+    return std::bit_cast<uint32_t>(1.0F) | static_cast<uint32_t>(matrix.format.implied_zero());
+  }
+  const uint32_t code =
+      matrix.block_scale.dtype() == DType::kF32
+          ? 0
+          : LoadCode(matrix.block_scale.dtype(), ScaleRowData(matrix.block_scale, scale_row), scale_col);
+  if (kind == PanelScale::kE4M3) {
+    return code & 0x7fU;
+  }
+  if (kind == PanelScale::kE8M0) {
+    return std::max(code, 1U);
+  }
+  float scale = 0;
+  if (matrix.block_scale.dtype() == DType::kF32) {
+    std::memcpy(&scale, ScaleRowData(matrix.block_scale, scale_row) + scale_col * 4, 4);
+  } else {
+    scale = DecodeCode(matrix.block_scale.dtype(), code);
+  }
+  uint32_t bits = std::bit_cast<uint32_t>(scale);
+  if (kind == PanelScale::kF32) {
+    return bits;
+  }
+  bits = (bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU;  // to nearest even in 15 mantissa bits
+  const uint32_t zero = matrix.zero_point.empty()
+                            ? static_cast<uint32_t>(matrix.format.implied_zero())
+                            : static_cast<uint32_t>(ScaleRowData(matrix.zero_point, scale_row)[scale_col]);
+  const bool is_signed = matrix.format.element == DType::kI4 || matrix.format.element == DType::kI8;
+  return bits | (is_signed ? PanelCode(matrix.format.element, zero & 0xffU) & 0xffU : zero);
+}
+
+/// Scales of one row; a group takes the scale of its first real column.
+void PackScales(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
+                int64_t row, int64_t lane, std::byte* stripe) {
+  const int64_t value_bytes = ScaleValueBytes(format.scale);
+  const auto count = static_cast<int64_t>(columns.size());
+  for (int64_t first = 0; first < count; first += format.group) {
+    const int32_t col = columns[static_cast<size_t>(first)];
+    const uint32_t code = col < 0 ? 0 : PanelScaleCode(matrix, format.scale, row, col);
+    std::byte* block = stripe + first / format.block * format.block_bytes() + format.code_bytes();
+    const int64_t group = first % format.block / format.group;
+    std::memcpy(block + (group * kPanelRows + lane) * value_bytes, &code, static_cast<size_t>(value_bytes));
+  }
+}
+
+}  // namespace
+
+int64_t PanelFormat::scale_bytes() const {
+  return scale == PanelScale::kNone ? 0 : block / group * kPanelRows * ScaleValueBytes(scale);
+}
+
+std::string PanelFormat::ToString() const {
+  const std::string scales = scale == PanelScale::kNone ? "" : fmt::format(", {} per {}", ScaleName(scale), group);
+  return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
+}
+
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
+  PanelFormat panel;
+  const int64_t group = format.has_block_scale() ? format.block.col : 0;
+  switch (format.element) {
+    case DType::kF32:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+      panel.code = format.element;
+      break;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+      panel.code = DType::kF8E4M3;
+      break;
+    case DType::kF4E2M1:
+      panel.code = DType::kF4E2M1;
+      break;
+    case DType::kI4:
+    case DType::kU4:
+      panel.code = DType::kU4;
+      break;
+    case DType::kI8:
+    case DType::kU8:
+      panel.code = DType::kU8;
+      break;
+    default:
+      return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
+  }
+  if (!format.has_block_scale()) {
+    return panel;
+  }
+  const bool one_row = format.block.row == 1;
+  if (panel.code == DType::kF4E2M1 && one_row && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&
+      group % 16 == 0) {
+    panel.scale = PanelScale::kE4M3;
+    panel.group = 16;
+  } else if (format.block_scale_dtype == DType::kF8E8M0 && one_row && group > 0 && group % 32 == 0 &&
+             (panel.code == DType::kF4E2M1 || panel.code == DType::kF8E4M3)) {
+    panel.scale = PanelScale::kE8M0;
+    panel.group = 32;
+  } else if (IsInteger(panel.code)) {
+    panel.scale = PanelScale::kF32Zero;
+    panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+    panel.block = std::max(kPanelUnit, panel.group);
+  } else if (panel.code == DType::kF8E4M3) {
+    panel.scale = PanelScale::kF32;
+    panel.group = 64;
+  } else {
+    return Status::Unsupported(fmt::format("panels hold no {} weights with {} scales per {} x {}",
+                                           DTypeName(format.element), DTypeName(format.block_scale_dtype),
+                                           format.block.row, format.block.col));
+  }
+  return panel;
+}
+
+std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format) {
+  std::vector<int32_t> order(static_cast<size_t>(matrix.cols));
+  for (int64_t col = 0; col < matrix.cols; ++col) {
+    order[static_cast<size_t>(col)] = static_cast<int32_t>(col);
+  }
+  if (!matrix.group_index.empty()) {
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return ScaleColumn(matrix, a) < ScaleColumn(matrix, b); });
+  }
+  std::vector<int32_t> columns;
+  columns.reserve(order.size() + static_cast<size_t>(format.block));
+  int64_t current = -1;
+  for (const int32_t col : order) {
+    const int64_t scale_col = format.group == 0 ? 0 : ScaleColumn(matrix, col);
+    if (scale_col != current && format.group != 0) {
+      columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), format.group)), -1);
+    }
+    current = scale_col;
+    columns.push_back(col);
+  }
+  columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), format.block)), -1);
+  return columns;
+}
+
+bool PanelColumnsAreIdentity(std::span<const int32_t> columns) {
+  int64_t real = 0;
+  for (size_t k = 0; k < columns.size(); ++k) {
+    if (columns[k] >= 0 && (columns[k] != static_cast<int32_t>(k) || real != static_cast<int64_t>(k))) {
+      return false;
+    }
+    real += columns[k] >= 0 ? 1 : 0;
+  }
+  return true;
+}
+
+int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols, bool reordered) {
+  const int64_t group = weight.has_block_scale() ? weight.block.col : 0;
+  const bool aligned = format.group == 0 || group <= 0 || group % format.group == 0;
+  int64_t bound = cols;
+  if (!aligned || reordered) {
+    // Every group may end inside one of ours; a slice has one more than its columns would fill.
+    const int64_t groups = group <= 0 ? 1 : CeilDiv(cols, group) + 1;
+    bound += groups * (std::max<int64_t>(format.group, 1) - 1);
+  }
+  return RoundUp(bound, format.block);
+}
+
+void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
+                     int64_t stripe, std::byte* out) {
+  const auto count = static_cast<int64_t>(columns.size());
+  const int64_t first_row = stripe * kPanelRows;
+  const int64_t num_rows = std::clamp<int64_t>(matrix.rows - first_row, 0, kPanelRows);
+  if (num_rows < kPanelRows) {
+    std::memset(out, 0, static_cast<size_t>(count / format.block * format.block_bytes()));
+  }
+  const bool identity = PanelColumnsAreIdentity(columns);
+  const int bits = DTypeBits(format.code);
+  std::vector<uint32_t> buffer(static_cast<size_t>(CeilDiv(count * std::max(bits, 8), 32)));
+  for (int64_t lane = 0; lane < num_rows; ++lane) {
+    const int64_t row = first_row + lane;
+    if (bits <= 8) {
+      auto* codes = reinterpret_cast<uint8_t*>(buffer.data());
+      LoadByteCodes(matrix, columns, identity, row, codes);
+      ScatterRow(format, codes, count, lane, out);
+    } else if (bits == 16) {
+      auto* codes = reinterpret_cast<uint16_t*>(buffer.data());
+      GatherCodes(matrix, columns, row, codes);
+      ScatterWide(format, codes, count, lane, out);
+    } else {
+      GatherCodes(matrix, columns, row, buffer.data());
+      ScatterWide(format, buffer.data(), count, lane, out);
+    }
+    if (format.scale != PanelScale::kNone) {
+      PackScales(matrix, format, columns, row, lane, out);
+    }
+  }
+}
+
+void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out) {
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    const int64_t row = stripe * kPanelRows + lane;
+    float scale = row < matrix.rows ? matrix.tensor_scale.value_or(1.0F) : 0.0F;
+    if (row < matrix.rows && !matrix.channel_scale.empty()) {
+      scale *= matrix.channel_scale.view().as<float>()[row];
+    }
+    out[lane] = scale;
+  }
+}
+
+float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row, int64_t packed_col) {
+  const std::byte* block = stripe + packed_col / format.block * format.block_bytes();
+  const int64_t k = packed_col % format.block;
+  const std::byte* at = block + CodeOffset(format.code, row, k);
+  uint32_t code = 0;
+  std::memcpy(&code, at, static_cast<size_t>(std::max(1, DTypeBits(format.code) / 8)));
+  if (DTypeBits(format.code) == 4) {
+    code = k / 4 % 2 == 0 ? code & 15U : code >> 4;
+  }
+  float value = 0;
+  if (format.code == DType::kF32) {
+    value = std::bit_cast<float>(code);
+  } else {
+    value = DecodeCode(format.code, code);
+  }
+  if (format.scale == PanelScale::kNone) {
+    return format.code == DType::kU4 ? value - 8.0F : format.code == DType::kU8 ? value - 128.0F : value;
+  }
+  uint32_t scale = 0;
+  const int64_t value_bytes = ScaleValueBytes(format.scale);
+  std::memcpy(&scale, block + format.code_bytes() + (k / format.group * kPanelRows + row) * value_bytes,
+              static_cast<size_t>(value_bytes));
+  switch (format.scale) {
+    case PanelScale::kE4M3:
+      return value * DecodeE4m3(static_cast<uint8_t>(scale));
+    case PanelScale::kE8M0:
+      return value * DecodeE8m0(static_cast<uint8_t>(scale));
+    case PanelScale::kF32:
+      return value * std::bit_cast<float>(scale);
+    default:
+      return (value - static_cast<float>(scale & 0xffU)) * std::bit_cast<float>(scale & ~0xffU);
+  }
+}
+
+void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std::span<const int32_t> columns,
+                      const std::byte* stripes, int64_t rows, std::byte* codes, int64_t row_bytes) {
+  const auto count = static_cast<int64_t>(columns.size());
+  const int64_t stripe_bytes = count / format.block * format.block_bytes();
+  for (int64_t row = 0; row < rows; ++row) {
+    const std::byte* stripe = stripes + row / kPanelRows * stripe_bytes;
+    for (int64_t k = 0; k < count; ++k) {
+      const int32_t col = columns[static_cast<size_t>(k)];
+      if (col < 0) {
+        continue;
+      }
+      const std::byte* at = stripe + k / format.block * format.block_bytes() +
+                            CodeOffset(format.code, row % kPanelRows, k % format.block);
+      if (DTypeBits(format.code) > 8) {
+        std::memcpy(codes + row * row_bytes + col * DTypeBits(format.code) / 8, at,
+                    static_cast<size_t>(DTypeBits(format.code) / 8));
+        continue;
+      }
+      auto code = static_cast<uint32_t>(*at);
+      if (DTypeBits(format.code) == 4) {
+        code = k / 4 % 2 == 0 ? code & 15U : code >> 4;
+      }
+      const bool six = DTypeBits(weight.element) == 6;
+      code = six ? EncodeCode(weight.element, DecodeE4m3(static_cast<uint8_t>(code))) : PanelCode(weight.element, code);
+      StoreCode(weight.element, codes + row * row_bytes, col, code);
+    }
+  }
+}
+
+}  // namespace fusedmoe
