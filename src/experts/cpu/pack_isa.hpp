@@ -33,12 +33,12 @@ FMOE_INLINE void StoreStep(const int8_t* bytes, int32_t* words, int height) {
 /// What the kernel subtracts for each group: -zero * sum as int32, or the sum itself as fp32.
 FMOE_INLINE void StoreCorrections(const PackArguments* a, const int32_t* sums16, int64_t unit) {
   const int group16 = a->correction.group / 16;
-  const int64_t groups = 4 / group16;
-  int32_t* out = a->tile.correction + unit * groups * a->height + a->token;
-  for (int64_t group = 0; group < groups; ++group, out += a->height) {
-    int32_t sum = 0;
-    for (int i = 0; i < group16; ++i) {
-      sum += sums16[group * group16 + i];
+  int32_t* out = a->tile.correction + unit * (4 / group16) * a->height + a->token;
+  int32_t sum = 0;
+  for (int i = 0; i < 4; ++i) {
+    sum += sums16[i];
+    if ((i + 1) % group16 != 0) {
+      continue;
     }
     if (a->correction.zero != 0) {
       *out = -a->correction.zero * sum;
@@ -46,6 +46,8 @@ FMOE_INLINE void StoreCorrections(const PackArguments* a, const int32_t* sums16,
       const float value = (float)sum;
       memcpy(out, &value, 4);
     }
+    out += a->height;
+    sum = 0;
   }
 }
 

@@ -1,6 +1,11 @@
 #pragma once
 
+// GCC 12 takes the deliberately undefined operands of its own AVX-512 intrinsics for a mistake of ours.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #include <stdint.h>
 
 #include "experts/cpu/unroll_isa.hpp"

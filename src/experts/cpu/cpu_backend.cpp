@@ -1,0 +1,45 @@
+#include "experts/cpu/cpu_backend.hpp"
+
+#include "experts/cpu/cpu_experts.hpp"
+#include "experts/cpu/cpu_plan.hpp"
+#include "experts/cpu/cpu_weights.hpp"
+#include "moe/cost.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
+  const cpu::CpuPlan cpu_plan = cpu::MakeCpuPlan(problem, machine);
+  const MoeConfig& config = problem.config;
+  Plan plan;
+  plan.backend = std::string(kCpuFusedBackend.name);
+  plan.isa = std::string(IsaName(cpu_plan.isa));
+  plan.mode = std::string(cpu::ModeName(cpu_plan.mode));
+  plan.activation_format = config.activation_format;
+  plan.activation = problem.activation;
+  plan.recipe = cpu::LayoutRecipe(cpu_plan);
+  plan.intermediate_dtype = "F32";
+  const int64_t expert_bytes = cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes();
+  plan.weight_bytes = cpu_plan.num_local_experts * expert_bytes;
+  plan.tokens = problem.plan_tokens;
+  plan.read_bytes =
+      static_cast<int64_t>(ExpectedExperts(config, plan.tokens) * static_cast<double>(expert_bytes));
+  plan.flops = ForwardFlops(config, plan.tokens);
+  return plan;
+}
+
+void BookWorkspace(const MoeProblem& problem, const Machine& machine, WorkspaceBook& book) {
+  cpu::BookCpuSlots(cpu::MakeCpuPlan(problem, machine), book);
+}
+
+Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machine, const ExpertSource& source,
+                                const Executor& executor) {
+  return cpu::PrepareCpuWeights(cpu::MakeCpuPlan(problem, machine), source, executor);
+}
+
+}  // namespace
+
+const Backend kCpuFusedBackend = {"CPU_FUSED",    &cpu::CpuObjections, &MakePlan,
+                                  &BookWorkspace, &Prepare,            &cpu::CpuExperts::Create};
+
+}  // namespace fusedmoe

@@ -1,0 +1,488 @@
+#include "experts/cpu/cpu_experts.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/checked_math.hpp"
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+// The kernels know activations by these numbers.
+static_assert(kActSilu == static_cast<int>(ActivationKind::kSilu) &&
+              kActSwigluStep == static_cast<int>(ActivationKind::kSwigluStep) &&
+              kActRelu2NoMul == static_cast<int>(ActivationKind::kRelu2NoMul));
+
+/// Work below this many values is not worth waking threads for: a row of 64 K values takes some 10 us.
+constexpr int64_t kSerialValues = 64 << 10;
+/// More tasks than threads, so that a thread that lost its core for a while does not hold up the others.
+constexpr int64_t kTasksPerThread = 4;
+/// Output sums of one task stay in half of an L2 of 1 MiB while all experts pass over them.
+constexpr int64_t kOutputBytesPerTask = 512 << 10;
+
+RowType RowTypeOf(DType dtype) {
+  return dtype == DType::kBF16 ? kRowBf16 : dtype == DType::kF16 ? kRowF16 : kRowF32;
+}
+
+bool IsRowType(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32; }
+
+template <typename T>
+bool SameValues(const T* a, const T* b, int64_t count) {
+  return a == b || std::equal(a, a + count, b);
+}
+
+bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTransform& b) {
+  return a.tensor_scale == b.tensor_scale && SameValues(a.columns, b.columns, shape.padded_cols) &&
+         SameValues(a.pre_quant_scale, b.pre_quant_scale, shape.cols);
+}
+
+}  // namespace
+
+/// One call of Apply: pointers into the workspace, and the piece of the batch that is being worked on.
+struct CpuExperts::Run {
+  const ExpertsInput* input;
+  MutableTensorView output;
+  const Executor* executor;
+  // Where rows come from and go to.
+  const std::byte* rows;
+  int64_t row_bytes;
+  RowType row_type;
+  int64_t output_row_bytes;
+  RowType output_type;
+  int64_t first_output = 0, num_outputs = 0;  // output rows of this piece
+  bool batched = false;
+  // Workspace.
+  int32_t* offsets;
+  int32_t* cursors;
+  int32_t* slot_rows;     // input row of each slot
+  int32_t* slot_outputs;  // output row, counted from first_output; batched: the slot itself
+  float* slot_weights;
+  Tile* tiles;
+  float* row_buffers;
+  std::byte* input_tiles;
+  float* mid;
+  std::byte* mid_tiles;
+  float* sums;
+  int64_t num_slots = 0, num_tiles = 0;
+};
+
+Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, const Machine& machine,
+                                                    std::shared_ptr<const PreparedWeights> weights,
+                                                    WorkspaceBook& book) {
+  std::unique_ptr<CpuExperts> experts(new CpuExperts);
+  experts->problem_ = problem;
+  experts->plan_ = MakeCpuPlan(problem, machine);
+  experts->table_ = FindKernelTable(experts->plan_.isa);
+  FMOE_ASSIGN_OR_RETURN(experts->experts_, ViewCpuWeights(experts->plan_, *weights));
+  experts->weights_ = std::move(weights);
+  if (experts->plan_.fake_quantize) {
+    experts->activation_ = problem.scheme.activation;
+  }
+  for (const ExpertPanels& expert : experts->experts_) {
+    experts->separate_inputs_ =
+        experts->separate_inputs_ || !SameInput(experts->plan_.gate_up, expert.input[0], expert.input[1]);
+  }
+  experts->slots_ = BookCpuSlots(experts->plan_, book);
+  const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
+  experts->traits_.activation_format = problem.config.activation_format;
+  experts->traits_.expects_unquantized_inputs = true;
+  experts->traits_.weight_and_reduce = batched ? WeightAndReduceKind::kNaiveBatched : WeightAndReduceKind::kNoOp;
+  return std::unique_ptr<Experts>(std::move(experts));
+}
+
+Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView& output) const {
+  const TensorView& rows = input.rows.values;
+  if (input.rows.quantized) {
+    return Status::Usage("CPU experts quantize for themselves and take plain rows");
+  }
+  if (!IsRowType(rows.dtype()) || !IsRowType(output.dtype())) {
+    return Status::Usage(fmt::format("rows are {} and output is {}; F32, BF16 or F16 is required",
+                                     DTypeName(rows.dtype()), DTypeName(output.dtype())));
+  }
+  const bool batched = traits_.activation_format == ActivationFormatKind::kBatchedExperts;
+  const int rank = batched ? 3 : 2;
+  const int64_t hidden = problem_.config.hidden;
+  if (rows.rank() != rank || rows.dim(rank - 1) != hidden || !(output.shape() == rows.shape())) {
+    return Status::Usage(fmt::format("rows are {} and output {}; both must be [{}{}]", rows.shape().ToString(),
+                                     output.shape().ToString(), batched ? "experts, rows, " : "tokens, ", hidden));
+  }
+  if (batched && (rows.dim(0) != plan_.num_local_experts || input.expert_num_tokens == nullptr)) {
+    return Status::Usage(fmt::format("batched rows need {} experts with their counts, got {}", plan_.num_local_experts,
+                                     rows.dim(0)));
+  }
+  if (!batched && rows.dim(0) != input.num_tokens) {
+    return Status::Usage(fmt::format("{} rows for {} tokens", rows.dim(0), input.num_tokens));
+  }
+  return Status::Ok();
+}
+
+Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+                         const Executor& executor) const {
+  FMOE_RETURN_IF_ERROR(CheckInput(input, output));
+  Run run{};
+  run.input = &input;
+  run.output = output;
+  run.executor = &executor;
+  const int row_axis = input.rows.values.rank() - 2;
+  run.rows = input.rows.values.data();
+  run.row_bytes = input.rows.values.stride_bytes(row_axis);
+  run.row_type = RowTypeOf(input.rows.values.dtype());
+  run.output_row_bytes = output.stride_bytes(row_axis);
+  run.output_type = RowTypeOf(output.dtype());
+  run.batched = traits_.activation_format == ActivationFormatKind::kBatchedExperts;
+  run.offsets = workspace.Get<int32_t>(slots_.offsets);
+  run.cursors = run.offsets + plan_.num_local_experts + 1;
+  run.slot_rows = workspace.Get<int32_t>(slots_.slot_rows);
+  run.slot_outputs = workspace.Get<int32_t>(slots_.slot_outputs);
+  run.slot_weights = workspace.Get<float>(slots_.slot_weights);
+  run.tiles = workspace.Get<Tile>(slots_.tiles);
+  run.row_buffers = workspace.Get<float>(slots_.row_buffers);
+  run.input_tiles = workspace.Get<std::byte>(slots_.input_tiles);
+  run.mid = workspace.Get<float>(slots_.mid);
+  run.mid_tiles = workspace.Get<std::byte>(slots_.mid_tiles);
+  run.sums = workspace.Get<float>(slots_.output);
+  if (run.batched) {
+    for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
+      const int32_t count = input.expert_num_tokens[expert];
+      if (count < 0 || count > input.rows.values.dim(1)) {
+        return Status::Usage(fmt::format("expert {} has a count of {}; its slab holds 0..{} rows", expert, count,
+                                         input.rows.values.dim(1)));
+      }
+    }
+    int64_t expert = 0, row = 0;
+    while (true) {
+      TakeBatchedRows(input, expert, row, run);
+      if (run.num_slots == 0) {
+        return Status::Ok();
+      }
+      RunPiece(run);
+    }
+  }
+  // Equal pieces: the last one should not be short of tokens per expert.
+  const int64_t pieces = CeilDiv(input.num_tokens, std::max<int64_t>(plan_.max_rows, 1));
+  for (int64_t piece = 0; piece < pieces; ++piece) {
+    const int64_t first = input.num_tokens * piece / pieces;
+    const int64_t end = input.num_tokens * (piece + 1) / pieces;
+    FMOE_RETURN_IF_ERROR(SortTokens(input, first, end - first, run));
+    RunPiece(run);
+  }
+  return Status::Ok();
+}
+
+/// Counting sort of the piece's (token, position) slots by local expert; within an expert tokens ascend.
+Status CpuExperts::SortTokens(const ExpertsInput& input, int64_t first_token, int64_t count, Run& run) const {
+  const int64_t top_k = plan_.top_k;
+  const int32_t* ids = input.topk_ids + first_token * top_k;
+  const float* weights = input.topk_weights + first_token * top_k;
+  const int64_t limit = input.expert_map != nullptr ? problem_.config.num_experts : plan_.num_local_experts;
+  const auto local = [&](int64_t slot) -> int32_t {
+    const int32_t id = ids[slot];
+    return id < 0 || input.expert_map == nullptr ? id : input.expert_map[id];
+  };
+  std::fill_n(run.offsets, plan_.num_local_experts + 1, 0);
+  for (int64_t slot = 0; slot < count * top_k; ++slot) {
+    if (ids[slot] < -1 || ids[slot] >= limit) {
+      return Status::Usage(fmt::format("expert id {} of token {} is outside -1..{}", ids[slot],
+                                       first_token + slot / top_k, limit - 1));
+    }
+    const int32_t expert = local(slot);
+    if (expert >= plan_.num_local_experts) {
+      return Status::Usage(fmt::format("the expert map sends id {} to local expert {} of {}", ids[slot], expert,
+                                       plan_.num_local_experts));
+    }
+    if (expert >= 0) {
+      ++run.offsets[expert + 1];
+    }
+  }
+  for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
+    run.cursors[expert] = run.offsets[expert];
+    run.offsets[expert + 1] += run.offsets[expert];
+  }
+  for (int64_t slot = 0; slot < count * top_k; ++slot) {
+    const int32_t expert = local(slot);
+    if (expert < 0) {
+      continue;
+    }
+    const int32_t at = run.cursors[expert]++;
+    run.slot_rows[at] = static_cast<int32_t>(first_token + slot / top_k);
+    run.slot_outputs[at] = static_cast<int32_t>(slot / top_k);
+    run.slot_weights[at] = input.router_weight_on_input ? 1.0F : weights[slot];
+  }
+  run.num_slots = run.offsets[plan_.num_local_experts];
+  run.first_output = first_token;
+  run.num_outputs = count;
+  return Status::Ok();
+}
+
+/// The next rows of a batched input that fit a piece, continuing at (expert, row).
+void CpuExperts::TakeBatchedRows(const ExpertsInput& input, int64_t& expert, int64_t& row, Run& run) const {
+  const int64_t slab = input.rows.values.dim(1);
+  std::fill_n(run.offsets, plan_.num_local_experts + 1, 0);
+  int64_t taken = 0;
+  while (expert < plan_.num_local_experts && taken < plan_.max_slots) {
+    const int64_t count = std::min(input.expert_num_tokens[expert] - row, plan_.max_slots - taken);
+    for (int64_t i = 0; i < count; ++i) {
+      run.slot_rows[taken + i] = static_cast<int32_t>(expert * slab + row + i);
+      run.slot_outputs[taken + i] = static_cast<int32_t>(taken + i);
+      run.slot_weights[taken + i] = 1.0F;
+    }
+    taken += count;
+    row += count;
+    run.offsets[expert + 1] = static_cast<int32_t>(count);
+    if (row == input.expert_num_tokens[expert]) {
+      ++expert;
+      row = 0;
+    }
+  }
+  for (int64_t e = 0; e < plan_.num_local_experts; ++e) {
+    run.offsets[e + 1] += run.offsets[e];
+  }
+  run.num_slots = taken;
+  run.num_outputs = taken;
+}
+
+void CpuExperts::MakeTiles(Run& run) const {
+  int64_t count = 0, rows = 0;
+  for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
+    int32_t slot = run.offsets[expert];
+    const int32_t end = run.offsets[expert + 1];
+    while (slot < end) {
+      uint8_t heights[4];  // full tiles one at a time, then the cover of the rest
+      const int64_t step = end - slot >= kMaxHeight ? kMaxHeight : end - slot;
+      const int64_t cut = CutIntoTiles(step, heights);
+      for (int64_t i = 0; i < cut; ++i) {
+        const int height = kHeights[heights[i]];
+        const int32_t tokens = std::min<int32_t>(height, end - slot);
+        run.tiles[count++] = {static_cast<int32_t>(expert), slot, tokens, heights[i], rows};
+        rows += height;
+        slot += tokens;
+      }
+    }
+  }
+  run.num_tiles = count;
+}
+
+void CpuExperts::RunPiece(Run& run) const {
+  MakeTiles(run);
+  PackTiles(run, plan_.gate_up, 0);
+  GateUp(run);
+  PackTiles(run, plan_.down, 2);
+  Down(run);
+}
+
+void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
+  const int64_t tasks = std::min(kPackTasks, run.num_tiles);
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const Executor serial;
+  const bool small = run.num_slots * shape.padded_cols <= kSerialValues;
+  ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
+    float* buffer = run.row_buffers + task * 2 * widest;
+    for (int64_t tile = run.num_tiles * task / tasks; tile < run.num_tiles * (task + 1) / tasks; ++tile) {
+      PackTile(run, shape, part, run.tiles[tile], buffer);
+    }
+  });
+}
+
+/// One row of activations in packed order, `padded_cols` values. Uses both halves of the buffer.
+const float* CpuExperts::LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
+                                 float* buffer) const {
+  if (&shape == &plan_.gate_up) {
+    table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, buffer);
+  } else {
+    std::memcpy(buffer, run.mid + slot * plan_.gate_up.padded_rows(), static_cast<size_t>(shape.cols) * 4);
+  }
+  if (transform.pre_quant_scale != nullptr) {
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      buffer[k] *= transform.pre_quant_scale[k];
+    }
+  }
+  if (activation_.quantized()) {
+    FakeQuantizeRow(activation_, transform.tensor_scale, buffer, shape.cols);
+  }
+  if (transform.columns == nullptr) {
+    std::fill(buffer + shape.cols, buffer + shape.padded_cols, 0.0F);
+    return buffer;
+  }
+  float* packed = buffer + shape.padded_cols;
+  for (int64_t k = 0; k < shape.padded_cols; ++k) {
+    packed[k] = transform.columns[k] < 0 ? 0.0F : buffer[transform.columns[k]];
+  }
+  return packed;
+}
+
+void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, float* row_buffer) const {
+  const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
+  const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
+  std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
+  std::byte* memory = tiles + tile.first_row * shape.tile_row_bytes;
+  PackArguments arguments{};
+  arguments.height = kHeights[tile.height_index];
+  arguments.tile = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, arguments.height);
+  arguments.correction = CorrectionOf(plan_.kernel);
+  arguments.activation_group = ActivationGroup(plan_.kernel, plan_.tile);
+  arguments.units = shape.padded_cols / kPanelUnit;
+  if (tile.count < arguments.height) {  // tokens that do not exist multiply zeros
+    std::memset(memory, 0, static_cast<size_t>(arguments.height * shape.tile_row_bytes));
+  }
+  for (int token = 0; token < tile.count; ++token) {
+    arguments.token = token;
+    arguments.values = LoadRow(run, shape, transform, tile.first_slot + token, row_buffer);
+    table_->pack[plan_.tile](&arguments);
+  }
+}
+
+void CpuExperts::GateUp(Run& run) const {
+  if (run.num_tiles == 0) {
+    return;
+  }
+  // Tasks are ranges of stripes; where threads outnumber stripes, experts are divided as well.
+  const int64_t wanted = run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads;
+  const int64_t ranges = std::min(wanted, plan_.gate_up.stripes);
+  const int64_t expert_groups = std::min(CeilDiv(wanted, ranges), plan_.num_local_experts);
+  const int passes = separate_inputs_ ? 2 : 1;
+  for (int pass = 0; pass < passes; ++pass) {
+    if (pass == 1) {
+      PackTiles(run, plan_.gate_up, 1);
+    }
+    ParallelFor(*run.executor, ranges * expert_groups, [&](int64_t task) {
+      const int64_t range = task % ranges, group = task / ranges;
+      const int64_t first = plan_.gate_up.stripes * range / ranges;
+      const int64_t end = plan_.gate_up.stripes * (range + 1) / ranges;
+      for (int64_t tile = 0; tile < run.num_tiles;) {
+        int64_t tile_end = tile;
+        const int32_t expert = run.tiles[tile].expert;
+        while (tile_end < run.num_tiles && run.tiles[tile_end].expert == expert) {
+          ++tile_end;
+        }
+        if (expert % expert_groups == group) {
+          for (int64_t stripe = first; stripe < end; ++stripe) {
+            GateUpStripe(run, tile, tile_end, stripe, separate_inputs_ ? pass : -1);
+          }
+        }
+        tile = tile_end;
+      }
+    });
+  }
+}
+
+/// Gate and up of 16 columns for all tokens of an expert, and the activation. `pass` 0 computes gate alone and leaves it
+/// in mid, 1 computes up and finishes, -1 does both at once.
+void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int pass) const {
+  const GemmShape& shape = plan_.gate_up;
+  const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile_begin].expert)];
+  const ActivationSpec& spec = problem_.config.activation;
+  const bool gated = shape.parts == 2;
+  const int64_t first_part = pass == 1 ? 1 : 0;
+  const int64_t num_parts = pass < 0 ? shape.parts : 1;
+  const uint8_t* weights = expert.gate_up + (stripe * shape.parts + first_part) * shape.stripe_bytes;
+  const int64_t side = stripe * shape.parts * kPanelRows;
+  alignas(64) float dots[2 * kMaxHeight * kPanelRows];
+  ActivateArguments arguments{};
+  arguments.gate_row_scale = expert.gate_up_scale + side;
+  arguments.up_row_scale = arguments.gate_row_scale + (gated ? kPanelRows : 0);
+  if (expert.gate_up_bias != nullptr) {
+    arguments.gate_bias = expert.gate_up_bias + side;
+    arguments.up_bias = arguments.gate_bias + (gated ? kPanelRows : 0);
+  }
+  arguments.activation = static_cast<int>(spec.kind);
+  arguments.alpha = spec.alpha;
+  arguments.beta = spec.beta;
+  arguments.limit = spec.limit;
+  arguments.mid_stride = shape.padded_rows();
+  for (int64_t index = tile_begin; index < tile_end; ++index) {
+    const Tile& tile = run.tiles[index];
+    const int height = kHeights[tile.height_index];
+    const TileView view = ViewTile(run.input_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, plan_.tile,
+                                   shape.padded_cols, height);
+    float* mid = run.mid + tile.first_slot * shape.padded_rows() + stripe * kPanelRows;
+    table_->dot[plan_.kernel][plan_.tile][tile.height_index](weights, num_parts, shape.blocks, &view, dots);
+    if (pass == 0 && gated) {
+      for (int token = 0; token < tile.count; ++token) {
+        std::memcpy(mid + token * shape.padded_rows(), dots + token * kPanelRows, kPanelRows * sizeof(float));
+      }
+      continue;
+    }
+    const float* up = dots;
+    if (pass < 0 && gated) {
+      arguments.gate = dots;
+      up = dots + height * kPanelRows;
+    } else if (gated) {  // the gate sums of pass 0 move out of the way of the results
+      float* gate = dots + height * kPanelRows;
+      for (int token = 0; token < tile.count; ++token) {
+        std::memcpy(gate + token * kPanelRows, mid + token * shape.padded_rows(), kPanelRows * sizeof(float));
+      }
+      arguments.gate = gate;
+    }
+    arguments.up = up;
+    arguments.tokens = tile.count;
+    arguments.mid = mid;
+    table_->activate(&arguments);
+  }
+}
+
+void CpuExperts::Down(Run& run) const {
+  const GemmShape& shape = plan_.down;
+  const int64_t stripe_sums = std::max<int64_t>(run.num_outputs * kPanelRows * 4, 1);
+  const int64_t wanted = std::max(run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads,
+                                  CeilDiv(shape.stripes * stripe_sums, kOutputBytesPerTask));
+  const int64_t tasks = std::min(wanted, shape.stripes);
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    DownColumns(run, shape.stripes * task / tasks, shape.stripes * (task + 1) / tasks);
+  });
+}
+
+/// Columns of the output for all experts, from zero to the caller's dtype.
+void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const {
+  const GemmShape& shape = plan_.down;
+  const int64_t row_floats = shape.padded_rows();
+  const int64_t first_col = first_stripe * kPanelRows;
+  for (int64_t row = 0; row < run.num_outputs; ++row) {
+    std::fill_n(run.sums + row * row_floats + first_col, (end_stripe - first_stripe) * kPanelRows, 0.0F);
+  }
+  alignas(64) float dots[2 * kMaxHeight * kPanelRows];
+  float* rows[kMaxHeight];
+  AccumulateArguments arguments{};
+  arguments.rows = rows;
+  for (int64_t begin = 0, end = 0; begin < run.num_tiles; begin = end) {
+    const int32_t expert_index = run.tiles[begin].expert;
+    while (end < run.num_tiles && run.tiles[end].expert == expert_index) {
+      ++end;
+    }
+    const ExpertPanels& expert = experts_[static_cast<size_t>(expert_index)];
+    for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += 2) {
+      const int64_t count = std::min<int64_t>(2, end_stripe - stripe);
+      for (int64_t index = begin; index < end; ++index) {
+        const Tile& tile = run.tiles[index];
+        const int height = kHeights[tile.height_index];
+        const TileView view = ViewTile(run.mid_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, plan_.tile,
+                                       shape.padded_cols, height);
+        table_->dot[plan_.kernel][plan_.tile][tile.height_index](expert.down + stripe * shape.stripe_bytes, count,
+                                                                 shape.blocks, &view, dots);
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t col = (stripe + i) * kPanelRows;
+          for (int token = 0; token < tile.count; ++token) {
+            rows[token] = run.sums + run.slot_outputs[tile.first_slot + token] * row_floats + col;
+          }
+          arguments.dot = dots + i * height * kPanelRows;
+          arguments.row_scale = expert.down_scale + col;
+          arguments.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col;
+          arguments.tokens = tile.count;
+          arguments.weights = run.slot_weights + tile.first_slot;
+          table_->accumulate(&arguments);
+        }
+      }
+    }
+  }
+  const int64_t columns = std::min(end_stripe * kPanelRows, shape.rows) - first_col;
+  const int64_t value_bytes = DTypeBits(run.output.dtype()) / 8;
+  for (int64_t row = 0; row < run.num_outputs; ++row) {
+    const int64_t target = run.batched ? run.slot_rows[row] : run.first_output + row;
+    table_->from_float[run.output_type](run.sums + row * row_floats + first_col, columns,
+                                        run.output.data() + target * run.output_row_bytes + first_col * value_bytes);
+  }
+}
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,240 @@
+#include "experts/cpu/cpu_plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "core/checked_math.hpp"
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Bytes of activations that may be in flight. Below it a piece has enough tokens per expert to be bound by arithmetic
+/// with the largest layers in use (DeepSeek-V3 at 1024 tokens: 240 MB); far above it pieces only cost memory.
+constexpr int64_t kInFlightBytes = int64_t{256} << 20;
+constexpr int64_t kFewestTokens = 64;
+
+bool IsFloatKernel(WeightKernel kernel) { return kernel < kWeightNvfp4; }
+
+/// The activation format that counts for the kernels: none when only weights are quantized.
+ActivationFormat ActivationOf(const MoeProblem& problem) {
+  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
+}
+
+TileKind ChooseTile(const MoeProblem& problem, WeightKernel kernel) {
+  if (IsFloatKernel(kernel)) {
+    return kTileF32;
+  }
+  return problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16;
+}
+
+GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows, int64_t cols, int64_t parts) {
+  GemmShape shape;
+  shape.rows = rows;
+  shape.cols = cols;
+  shape.parts = parts;
+  shape.stripes = CeilDiv(rows, kPanelRows);
+  shape.padded_cols =
+      PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index);
+  shape.blocks = shape.padded_cols / plan.panel.block;
+  shape.stripe_bytes = shape.blocks * plan.panel.block_bytes();
+  shape.tile_row_bytes = RoundUp(TileRowBytes(plan.kernel, plan.tile, shape.padded_cols), 64);
+  return shape;
+}
+
+Verdict Objection(Reason reason, std::string sentence, std::string actual, std::string required) {
+  return {reason, std::move(sentence), std::move(actual), std::move(required)};
+}
+
+void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Verdict>& verdicts) {
+  if (problem.isa.empty()) {
+    if (!BestIsa(machine)) {
+      verdicts.push_back(Objection(Reason::kIsa, "the kernels need AVX2, FMA and F16C at least, this CPU lacks them",
+                                   machine.cpu_name, "avx2"));
+    }
+    return;
+  }
+  const std::optional<Isa> isa = ParseIsa(problem.isa);
+  if (!isa || FindKernelTable(*isa) == nullptr) {
+    verdicts.push_back(Objection(Reason::kNotBuilt,
+                                 fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
+                                 problem.isa, "avx2, avx512 or avx512_vnni"));
+  } else if (!machine.Has(*isa)) {
+    const auto best = BestIsa(machine);
+    verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
+                                 best ? std::string(IsaName(*best)) : "none", problem.isa));
+  }
+}
+
+bool ScalesOverBatch(const ActivationFormat& activation) {
+  return activation.quantized() && activation.group == kPerTensor && !activation.static_tensor_scale;
+}
+
+void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const ActivationFormat activation = ActivationOf(problem);
+  if (problem.activation == ActivationMode::kMaxExpanded) {
+    verdicts.push_back(Objection(Reason::kScheme,
+                                 "the activation scales of the experts stay their own; one scale for all experts is "
+                                 "a contract of other backends",
+                                 "max_expanded", "as_checkpoint, weight_only or a8"));
+  }
+  if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
+    verdicts.push_back(Objection(Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
+                                 problem.scheme.name, "a weight-only scheme"));
+  }
+  if (const Status status = CheckActivationFormat(activation); !status.ok()) {
+    verdicts.push_back(Objection(Reason::kScheme, status.message(), problem.scheme.name, ""));
+  }
+  if (ScalesOverBatch(activation)) {
+    verdicts.push_back(Objection(Reason::kScheme,
+                                 "one activation scale over the whole batch is not implemented here",
+                                 problem.scheme.name, "static, per token or per group scales"));
+  }
+}
+
+}  // namespace
+
+std::string_view ModeName(Mode mode) {
+  constexpr std::string_view kNames[] = {"latency", "throughput", "masked"};
+  return kNames[static_cast<int>(mode)];
+}
+
+Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens) {
+  if (problem.config.activation_format == ActivationFormatKind::kBatchedExperts) {
+    return Mode::kMasked;
+  }
+  if (problem.mode == ModeName(Mode::kLatency)) {
+    return Mode::kLatency;
+  }
+  if (problem.mode == ModeName(Mode::kThroughput)) {
+    return Mode::kThroughput;
+  }
+  constexpr int64_t kLatencyTokensPerExpert = 4;
+  const int64_t experts = std::max<int64_t>(problem.config.num_experts, 1);
+  return num_tokens * problem.config.top_k() <= kLatencyTokensPerExpert * experts ? Mode::kLatency
+                                                                                  : Mode::kThroughput;
+}
+
+int64_t CutIntoTiles(int64_t tokens, uint8_t* heights) {
+  // The rest after full tiles of 16, as kHeights indices. A pass over a stripe costs about as much as two tokens
+  // (decoding), so padding up to two tokens is cheaper than another tile.
+  struct Cover {
+    uint8_t count;
+    uint8_t heights[3];
+  };
+  static constexpr std::array<Cover, kMaxHeight> kCovers = {{{0, {}},
+                                                             {1, {0}},
+                                                             {1, {1}},
+                                                             {1, {2}},
+                                                             {1, {2}},
+                                                             {2, {2, 0}},
+                                                             {1, {3}},
+                                                             {1, {3}},
+                                                             {1, {3}},
+                                                             {2, {3, 0}},
+                                                             {2, {3, 1}},
+                                                             {2, {3, 2}},
+                                                             {2, {3, 2}},
+                                                             {1, {4}},
+                                                             {1, {4}},
+                                                             {1, {4}}}};
+  int64_t count = 0;
+  for (; tokens >= kMaxHeight; tokens -= kMaxHeight) {
+    heights[count++] = kNumHeights - 1;
+  }
+  const Cover& cover = kCovers[static_cast<size_t>(tokens)];
+  for (int i = 0; i < cover.count; ++i) {
+    heights[count++] = cover.heights[i];
+  }
+  return count;
+}
+
+CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
+  const MoeConfig& config = problem.config;
+  CpuPlan plan;
+  plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2) : ParseIsa(problem.isa).value_or(Isa::kAvx2);
+  plan.mode = ChooseMode(problem, problem.plan_tokens);
+  plan.panel = *ChoosePanelFormat(problem.scheme.weight);
+  plan.kernel = KernelFor(plan.panel);
+  plan.tile = ChooseTile(problem, plan.kernel);
+  plan.fake_quantize = ActivationOf(problem).quantized();
+  plan.num_local_experts = config.num_local_experts;
+  plan.top_k = config.top_k();
+  plan.gate_up = MakeGemm(plan, problem, config.intermediate, config.hidden, config.activation.gated() ? 2 : 1);
+  plan.down = MakeGemm(plan, problem, config.hidden, config.intermediate, 1);
+
+  const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  const int64_t most_tokens = std::max<int64_t>(config.max_tokens, 1);
+  const int64_t slots_per_token = batched ? plan.num_local_experts : plan.top_k;
+  const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes + plan.gate_up.padded_rows() * 4 +
+                             (batched ? plan.down.padded_rows() * 4 : 0);
+  const int64_t token_bytes = std::max<int64_t>(1, slots_per_token * slot_bytes);
+  const int64_t tokens = std::clamp(kInFlightBytes / token_bytes, kFewestTokens, most_tokens < kFewestTokens
+                                                                                    ? kFewestTokens
+                                                                                    : most_tokens);
+  const int64_t piece = std::min(tokens, most_tokens);
+  plan.max_slots = piece * slots_per_token;
+  plan.max_rows = batched ? plan.max_slots : piece;
+  const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
+  plan.max_tiles = plan.max_slots / kMaxHeight + 2 * active;
+  plan.max_tile_rows = plan.max_slots + 3 * active;  // the largest padding of CutIntoTiles is 13 -> 16
+  return plan;
+}
+
+std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine) {
+  std::vector<Verdict> verdicts;
+  const MoeConfig& config = problem.config;
+  CheckIsa(problem, machine, verdicts);
+  const Result<PanelFormat> panel = ChoosePanelFormat(problem.scheme.weight);
+  if (!panel.ok()) {
+    verdicts.push_back(Objection(Reason::kScheme, panel.status().message(), problem.scheme.name,
+                                 "F32, F16, BF16, FP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights"));
+  } else if (KernelFor(*panel) == kNumWeightKernels) {
+    verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
+                                 problem.scheme.name, ""));
+  } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel))) {
+    verdicts.push_back(Objection(Reason::kScheme, "int8 activations need 4-bit or int8 weights", problem.scheme.name,
+                                 "NVFP4, MXFP4, INT4 or INT8 weights"));
+  }
+  CheckActivations(problem, verdicts);
+  if (config.apply_router_weight_on_input && config.top_k() != 1) {
+    verdicts.push_back(Objection(Reason::kRouterWeightOnInput,
+                                 "router weights on the input need one expert per token",
+                                 std::to_string(config.top_k()), "1"));
+  }
+  const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  const bool known_mode = problem.mode.empty() || (problem.mode == "masked") == batched;
+  const bool any_mode = problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput" ||
+                        problem.mode == "masked";
+  if (!any_mode || !known_mode) {
+    verdicts.push_back(Objection(Reason::kActivationFormat,
+                                 fmt::format("mode '{}' does not exist for this activation format", problem.mode),
+                                 problem.mode, batched ? "masked" : "latency or throughput"));
+  }
+  if (problem.determinism >= Determinism::kRankInvariant) {
+    verdicts.push_back(Objection(Reason::kDeterminism,
+                                 "the slots of a token are added before they could travel to another rank",
+                                 std::string(DeterminismName(problem.determinism)), "batch_invariant"));
+  }
+  return verdicts;
+}
+
+CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
+  CpuSlots slots;
+  const int64_t widest = std::max(plan.gate_up.padded_cols, plan.down.padded_cols);
+  slots.offsets = book.Book("expert_offsets", (plan.num_local_experts + 1) * 8);
+  slots.slot_rows = book.Book("slot_rows", plan.max_slots * 4);
+  slots.slot_outputs = book.Book("slot_outputs", plan.max_slots * 4);
+  slots.slot_weights = book.Book("slot_weights", plan.max_slots * 4);
+  slots.tiles = book.Book("tiles", plan.max_tiles * static_cast<int64_t>(sizeof(Tile)));
+  slots.row_buffers = book.Book("row_buffers", std::min(kPackTasks, plan.max_tiles) * 2 * widest * 4);
+  slots.input_tiles = book.Book("input_tiles", plan.max_tile_rows * plan.gate_up.tile_row_bytes);
+  slots.mid = book.Book("mid", plan.max_slots * plan.gate_up.padded_rows() * 4);
+  slots.mid_tiles = book.Book("mid_tiles", plan.max_tile_rows * plan.down.tile_row_bytes);
+  slots.output = book.Book("output_sums", plan.max_rows * plan.down.padded_rows() * 4);
+  return slots;
+}
+
+}  // namespace fusedmoe::cpu

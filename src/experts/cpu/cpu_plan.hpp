@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/plan.hpp>
+
+#include "experts/cpu/kernels.hpp"
+#include "moe/backend.hpp"
+#include "weights/panel.hpp"
+
+namespace fusedmoe::cpu {
+
+/// How a forward walks through its work (docs/kernels.md, "Modes").
+enum class Mode : uint8_t {
+  kLatency,     ///< few tokens: bound by reading the weights
+  kThroughput,  ///< many tokens: bound by arithmetic
+  kMasked       ///< BatchedExperts: rows stand where their experts expect them
+};
+std::string_view ModeName(Mode mode);
+
+/// One of the two GEMMs: [rows, cols] of one expert in stripes.
+struct GemmShape {
+  int64_t rows = 0, cols = 0;
+  int64_t parts = 1;        ///< 2: gate and up stripes alternate
+  int64_t stripes = 0;      ///< of one part
+  int64_t padded_cols = 0;  ///< K of the kernels
+  int64_t blocks = 0;
+  int64_t stripe_bytes = 0;
+  int64_t tile_row_bytes = 0;  ///< activations of one token
+  int64_t expert_bytes() const { return parts * stripes * stripe_bytes; }
+  int64_t padded_rows() const { return stripes * kPanelRows; }
+};
+
+/// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
+struct CpuPlan {
+  Isa isa = Isa::kAvx2;
+  Mode mode = Mode::kLatency;
+  PanelFormat panel;
+  WeightKernel kernel = kNumWeightKernels;
+  TileKind tile = kTileF32;
+  /// Rows are quantized and dequantized in fp32 before they enter tiles that do not hold their format.
+  bool fake_quantize = false;
+  GemmShape gate_up, down;
+  int64_t num_local_experts = 0;
+  int64_t top_k = 1;
+  /// Slots (token, expert) that go through the layer together; more are cut into pieces.
+  int64_t max_slots = 0;
+  int64_t max_rows = 0;       ///< of output accumulated at a time
+  int64_t max_tiles = 0;
+  int64_t max_tile_rows = 0;  ///< padding included
+};
+
+/// What the backend computes for a problem that it supports.
+CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine);
+
+/// Everything that stands against running the problem.
+std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine);
+
+/// Latency up to this many tokens per expert; above, arithmetic takes longer than reading 4-bit weights.
+Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens);
+
+/// Cuts the tokens of an expert into tiles: writes indices into kHeights, returns their number (at most
+/// tokens / 16 + 3). The last tiles are the cheapest cover of the rest by TileCost.
+int64_t CutIntoTiles(int64_t tokens, uint8_t* heights);
+
+/// Where the pieces of a workspace lie.
+struct CpuSlots {
+  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, input_tiles, mid, mid_tiles,
+      output;
+};
+CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
+
+/// A tile of the slots of one expert.
+struct Tile {
+  int32_t expert = 0;
+  int32_t first_slot = 0;
+  int32_t count = 0;
+  int32_t height_index = 0;
+  int64_t first_row = 0;  ///< tile rows (padding included) before it
+};
+
+/// Pieces of row buffers that packing tasks use, one each; more tasks would not help, fewer would starve threads.
+inline constexpr int64_t kPackTasks = 64;
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,300 @@
+#include "experts/cpu/cpu_weights.hpp"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/checked_math.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+/// Memory of the system that is zero and belongs to whoever touches it first (NUMA), in huge pages where they can be
+/// had: they are worth 2 to 9 % of the read bandwidth.
+Result<Tensor> AllocatePages(DType dtype, const Shape& shape, std::byte** data) {
+  const int64_t bytes = std::max<int64_t>(PackedBytes(dtype, shape.count()), 1);
+  const auto mapped = static_cast<size_t>(RoundUp(bytes, kHugePage) + kHugePage);
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    return Status::System(fmt::format("out of memory: {} bytes of prepared weights", bytes));
+  }
+  std::shared_ptr<void> owner(memory, [mapped](void* pages) { munmap(pages, mapped); });
+  auto* first = static_cast<std::byte*>(memory);
+  first += RoundUp(static_cast<int64_t>(reinterpret_cast<uintptr_t>(first)), kHugePage) -
+           static_cast<int64_t>(reinterpret_cast<uintptr_t>(first));
+  if (bytes >= kHugePage) {
+    (void)madvise(first, static_cast<size_t>(RoundUp(bytes, kHugePage)), MADV_HUGEPAGE);  // advice only
+  }
+  *data = first;
+  return Tensor::Borrow(TensorView(first, dtype, shape), std::move(owner));
+}
+
+/// What an expert has beside its panels, kept until all are known.
+struct Extras {
+  std::vector<int32_t> columns[3];  // gate (or up), up, down; empty: identity
+  std::vector<float> pre_quant_scale[3];
+  float tensor_scale[3] = {1.0F, 1.0F, 1.0F};
+  bool has_bias = false;
+  Status status;
+};
+
+struct Matrix {
+  const CanonicalMatrix* canonical;
+  const GemmShape* shape;
+  int part;   // position among the stripes of the shape
+  int index;  // of Extras
+  const char* name;
+};
+
+struct Targets {
+  std::byte* panels[2];     // gate_up, down
+  float* row_scale[2];
+  float* bias[2];
+};
+
+Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
+  const CanonicalMatrix& canonical = *matrix.canonical;
+  if (canonical.rows != matrix.shape->rows || canonical.cols != matrix.shape->cols) {
+    return Status::BadInput(fmt::format("{} is {} x {}; the layer needs {} x {}", matrix.name, canonical.rows,
+                                        canonical.cols, matrix.shape->rows, matrix.shape->cols));
+  }
+  const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format);
+  FMOE_RETURN_IF_ERROR(panel.status());
+  if (!(*panel == plan.panel)) {
+    return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name, panel->ToString(),
+                                        plan.panel.ToString()));
+  }
+  return Status::Ok();
+}
+
+Status PackMatrix(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert, Extras& extras) {
+  FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
+  const CanonicalMatrix& canonical = *matrix.canonical;
+  const GemmShape& shape = *matrix.shape;
+  std::vector<int32_t> columns = PanelColumns(canonical, plan.panel);
+  if (static_cast<int64_t>(columns.size()) > shape.padded_cols) {
+    return Status::Unsupported(fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
+                                           "{} are planned",
+                                           matrix.name, shape.cols, columns.size(), shape.padded_cols))
+        .WithHint("scale groups that a slice cuts need activation order to be declared");
+  }
+  columns.resize(static_cast<size_t>(shape.padded_cols), -1);
+  const int target = matrix.shape == &plan.down ? 1 : 0;
+  std::byte* panels = targets.panels[target] + expert * shape.expert_bytes();
+  const int64_t side = shape.parts * shape.stripes * kPanelRows;
+  float* row_scale = targets.row_scale[target] + expert * side;
+  float* bias = targets.bias[target] + expert * side;
+  const float output_scale = KernelOutputScale(plan.kernel);
+  for (int64_t stripe = 0; stripe < shape.stripes; ++stripe) {
+    const int64_t position = stripe * shape.parts + matrix.part;
+    PackPanelStripe(canonical, plan.panel, columns, stripe, panels + position * shape.stripe_bytes);
+    float* scales = row_scale + position * kPanelRows;
+    PanelRowScales(canonical, stripe, scales);
+    for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+      scales[lane] *= output_scale;
+      const int64_t row = stripe * kPanelRows + lane;
+      if (!canonical.bias.empty() && row < canonical.rows) {
+        bias[position * kPanelRows + lane] = canonical.bias.view().as<float>()[row];
+      }
+    }
+  }
+  extras.has_bias = extras.has_bias || !canonical.bias.empty();
+  extras.tensor_scale[matrix.index] = canonical.input_tensor_scale.value_or(1.0F);
+  if (!PanelColumnsAreIdentity(columns)) {
+    extras.columns[matrix.index] = std::move(columns);
+  }
+  if (!canonical.pre_quant_scale.empty()) {
+    const float* scale = canonical.pre_quant_scale.view().as<float>();
+    extras.pre_quant_scale[matrix.index].assign(scale, scale + canonical.cols);
+  }
+  return Status::Ok();
+}
+
+Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Targets& targets, int64_t index,
+                  Extras& extras) {
+  const bool gated = plan.gate_up.parts == 2;
+  if (gated != !expert.gate.empty()) {
+    return Status::BadInput(gated ? "the activation is gated and there is no gate projection"
+                                  : "there is a gate projection and the activation takes none");
+  }
+  if (gated) {
+    FMOE_RETURN_IF_ERROR(PackMatrix(plan, {&expert.gate, &plan.gate_up, 0, 0, "gate"}, targets, index, extras));
+  }
+  FMOE_RETURN_IF_ERROR(PackMatrix(plan, {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"}, targets, index, extras));
+  if (!gated) {
+    extras.columns[0] = extras.columns[1];
+    extras.pre_quant_scale[0] = extras.pre_quant_scale[1];
+    extras.tensor_scale[0] = extras.tensor_scale[1];
+  }
+  return PackMatrix(plan, {&expert.down, &plan.down, 0, 2, "down"}, targets, index, extras);
+}
+
+template <typename T>
+Status AddRows(PreparedWeights& weights, const char* name, DType dtype, int64_t cols, int64_t row_length,
+               const std::vector<Extras>& extras, std::vector<T> (Extras::*member)[3], int first, int count) {
+  const bool any = std::any_of(extras.begin(), extras.end(), [&](const Extras& expert) {
+    return std::any_of(expert.*member + first, expert.*member + first + count,
+                       [](const std::vector<T>& row) { return !row.empty(); });
+  });
+  if (!any) {
+    return Status::Ok();
+  }
+  const Shape shape{static_cast<int64_t>(extras.size()), count, row_length};
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(dtype, shape));
+  T* out = tensor.mutable_view().as<T>();
+  for (const Extras& expert : extras) {
+    for (int i = first; i < first + count; ++i, out += row_length) {
+      const std::vector<T>& row = (expert.*member)[i];
+      for (int64_t k = 0; k < row_length; ++k) {
+        // Absent ones become what changes nothing: the identity, or a factor of one.
+        const T neutral = std::is_same_v<T, float> ? T{1} : static_cast<T>(k < cols ? k : -1);
+        out[k] = row.empty() ? neutral : row[static_cast<size_t>(k)];
+      }
+    }
+  }
+  weights.tensors.push_back({name, std::move(tensor)});
+  return Status::Ok();
+}
+
+Status AddTensorScales(PreparedWeights& weights, const std::vector<Extras>& extras) {
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor,
+                        Tensor::Allocate(DType::kF32, Shape{static_cast<int64_t>(extras.size()), 3}));
+  float* out = tensor.mutable_view().as<float>();
+  for (const Extras& expert : extras) {
+    out = std::copy(expert.tensor_scale, expert.tensor_scale + 3, out);
+  }
+  weights.tensors.push_back({"input_tensor_scale", std::move(tensor)});
+  return Status::Ok();
+}
+
+template <typename T>
+const T* FindData(const PreparedWeights& weights, std::string_view name) {
+  const Tensor* tensor = weights.Find(name);
+  return tensor == nullptr ? nullptr : tensor->view().as<T>();
+}
+
+}  // namespace
+
+std::string LayoutKey(const CpuPlan& plan) {
+  return fmt::format("{}/{}x{}x{}/{}", plan.panel.ToString(), plan.num_local_experts, plan.gate_up.cols,
+                     plan.gate_up.rows, plan.gate_up.parts == 2 ? "gated" : "ungated");
+}
+
+RecipeText LayoutRecipe(const CpuPlan& plan) {
+  RecipeText recipe;
+  const auto pad = [&](const char* what, int64_t from, int64_t to) {
+    if (from != to) {
+      recipe.push_back(fmt::format("pad_{}({} -> {})", what, from, to));
+    }
+  };
+  pad("intermediate", plan.gate_up.rows, plan.gate_up.padded_rows());
+  pad("hidden_k", plan.gate_up.cols, plan.gate_up.padded_cols);
+  pad("intermediate_k", plan.down.cols, plan.down.padded_cols);
+  if (plan.gate_up.parts == 2) {
+    recipe.push_back("interleave_gate_up(16)");
+  }
+  recipe.push_back("panel(" + plan.panel.ToString() + ")");
+  return recipe;
+}
+
+Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source, const Executor& executor) {
+  const int64_t experts = source.num_local_experts;
+  if (experts != plan.num_local_experts) {
+    return Status::BadInput(
+        fmt::format("the source has {} experts; the layer has {}", experts, plan.num_local_experts));
+  }
+  PreparedWeights weights;
+  weights.layout_key = LayoutKey(plan);
+  weights.recipe = LayoutRecipe(plan);
+  const GemmShape* shapes[2] = {&plan.gate_up, &plan.down};
+  const char* names[2][3] = {{"gate_up", "gate_up_row_scale", "gate_up_bias"}, {"down", "down_row_scale", "down_bias"}};
+  Targets targets{};
+  Tensor bias[2];
+  for (int i = 0; i < 2; ++i) {
+    const GemmShape& shape = *shapes[i];
+    std::byte* data = nullptr;
+    FMOE_ASSIGN_OR_RETURN(Tensor panels, AllocatePages(DType::kU8, Shape{experts, shape.expert_bytes()}, &data));
+    targets.panels[i] = data;
+    weights.tensors.push_back({names[i][0], std::move(panels)});
+    const Shape side{experts, shape.stripes, shape.parts, kPanelRows};
+    FMOE_ASSIGN_OR_RETURN(Tensor row_scale, AllocatePages(DType::kF32, side, &data));
+    targets.row_scale[i] = reinterpret_cast<float*>(data);
+    weights.tensors.push_back({names[i][1], std::move(row_scale)});
+    FMOE_ASSIGN_OR_RETURN(bias[i], AllocatePages(DType::kF32, side, &data));
+    targets.bias[i] = reinterpret_cast<float*>(data);
+  }
+  std::vector<Extras> extras(static_cast<size_t>(experts));
+  ParallelFor(executor, experts, [&](int64_t expert) {
+    Extras& mine = extras[static_cast<size_t>(expert)];
+    const Result<CanonicalExpert> loaded = source.load(expert);
+    mine.status = loaded.ok() ? PackExpert(plan, *loaded, targets, expert, mine) : loaded.status();
+  });
+  bool has_bias = false;
+  for (size_t expert = 0; expert < extras.size(); ++expert) {
+    if (!extras[expert].status.ok()) {
+      return std::move(extras[expert].status).WithContext(fmt::format("expert {}", expert));
+    }
+    has_bias = has_bias || extras[expert].has_bias;
+  }
+  if (has_bias) {
+    weights.tensors.push_back({names[0][2], bias[0]});
+    weights.tensors.push_back({names[1][2], bias[1]});
+  }
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_columns", DType::kI32, plan.gate_up.cols, plan.gate_up.padded_cols, extras,
+                               &Extras::columns, 0, 2));
+  FMOE_RETURN_IF_ERROR(
+      AddRows(weights, "mid_columns", DType::kI32, plan.down.cols, plan.down.padded_cols, extras, &Extras::columns, 2, 1));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_pre_quant_scale", DType::kF32, plan.gate_up.cols, plan.gate_up.cols, extras,
+                               &Extras::pre_quant_scale, 0, 2));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_pre_quant_scale", DType::kF32, plan.down.cols, plan.down.cols, extras,
+                               &Extras::pre_quant_scale, 2, 1));
+  FMOE_RETURN_IF_ERROR(AddTensorScales(weights, extras));
+  return weights;
+}
+
+Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const PreparedWeights& weights) {
+  if (weights.layout_key != LayoutKey(plan)) {
+    return Status::Unsupported(fmt::format("the weights are in layout '{}'; this backend needs '{}'",
+                                           weights.layout_key, LayoutKey(plan)));
+  }
+  const auto* gate_up = FindData<uint8_t>(weights, "gate_up");
+  const auto* down = FindData<uint8_t>(weights, "down");
+  const auto* gate_up_scale = FindData<float>(weights, "gate_up_row_scale");
+  const auto* down_scale = FindData<float>(weights, "down_row_scale");
+  const auto* tensor_scale = FindData<float>(weights, "input_tensor_scale");
+  if (gate_up == nullptr || down == nullptr || gate_up_scale == nullptr || down_scale == nullptr ||
+      tensor_scale == nullptr) {
+    return Status::BadInput("prepared weights lack one of gate_up, down, their row scales, input_tensor_scale");
+  }
+  const auto* gate_up_bias = FindData<float>(weights, "gate_up_bias");
+  const auto* down_bias = FindData<float>(weights, "down_bias");
+  const auto* input_columns = FindData<int32_t>(weights, "input_columns");
+  const auto* mid_columns = FindData<int32_t>(weights, "mid_columns");
+  const auto* input_factor = FindData<float>(weights, "input_pre_quant_scale");
+  const auto* mid_factor = FindData<float>(weights, "mid_pre_quant_scale");
+  const auto at = [](const auto* base, int64_t offset) { return base == nullptr ? base : base + offset; };
+  std::vector<ExpertPanels> experts(static_cast<size_t>(plan.num_local_experts));
+  const int64_t gate_up_side = plan.gate_up.parts * plan.gate_up.padded_rows();
+  for (int64_t e = 0; e < plan.num_local_experts; ++e) {
+    ExpertPanels& expert = experts[static_cast<size_t>(e)];
+    expert.gate_up = gate_up + e * plan.gate_up.expert_bytes();
+    expert.down = down + e * plan.down.expert_bytes();
+    expert.gate_up_scale = gate_up_scale + e * gate_up_side;
+    expert.gate_up_bias = at(gate_up_bias, e * gate_up_side);
+    expert.down_scale = down_scale + e * plan.down.padded_rows();
+    expert.down_bias = at(down_bias, e * plan.down.padded_rows());
+    for (int64_t part = 0; part < 2; ++part) {
+      expert.input[part] = {at(input_columns, (2 * e + part) * plan.gate_up.padded_cols),
+                            at(input_factor, (2 * e + part) * plan.gate_up.cols), tensor_scale[3 * e + part]};
+    }
+    expert.mid = {at(mid_columns, e * plan.down.padded_cols), at(mid_factor, e * plan.down.cols),
+                  tensor_scale[3 * e + 2]};
+  }
+  return experts;
+}
+
+}  // namespace fusedmoe::cpu

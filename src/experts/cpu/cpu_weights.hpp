@@ -1,0 +1,44 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/status.hpp>
+
+#include "experts/cpu/cpu_plan.hpp"
+#include "moe/backend.hpp"
+
+namespace fusedmoe::cpu {
+
+/// What happens to a row before it meets a projection, where that differs from doing nothing.
+struct InputTransform {
+  const int32_t* columns = nullptr;     ///< [padded_cols] source column of each packed k, -1: zero; null: identity
+  const float* pre_quant_scale = nullptr;  ///< [cols]
+  float tensor_scale = 1.0F;            ///< of the activation format
+  bool operator==(const InputTransform&) const = default;
+};
+
+/// One expert as the kernels see it. Pointers live in the prepared weights.
+struct ExpertPanels {
+  const uint8_t* gate_up = nullptr;
+  const uint8_t* down = nullptr;
+  const float* gate_up_scale = nullptr;  ///< [stripe][part][16]
+  const float* gate_up_bias = nullptr;   ///< the same, or null
+  const float* down_scale = nullptr;     ///< [stripe][16]
+  const float* down_bias = nullptr;
+  InputTransform input[2];  ///< of gate and up (ungated: the second is the first)
+  InputTransform mid;
+};
+
+/// Canonical experts to panels, one after the other, in parallel.
+Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source, const Executor& executor);
+
+/// Finds the tensors again; kUnsupported when they are not in the layout of the plan.
+Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const PreparedWeights& weights);
+
+/// "n16k64(F4, E4M3 per 16)/2048x768/gated": which layout, so that other weights are refused.
+std::string LayoutKey(const CpuPlan& plan);
+RecipeText LayoutRecipe(const CpuPlan& plan);
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <optional>
+
+#include <fusedmoe/machine.hpp>
+
+#include "experts/cpu/kernel_table_isa.hpp"
+#include "weights/panel.hpp"
+
+namespace fusedmoe::cpu {
+
+/// The kernels of an instruction set, or null when this build has none for it.
+const KernelTable* FindKernelTable(Isa isa);
+
+/// The best level that this build has kernels for and the machine can run; nothing below AVX2.
+std::optional<Isa> BestIsa(const Machine& machine);
+
+/// The micro-kernel that reads such panels.
+WeightKernel KernelFor(const PanelFormat& format);
+
+/// What a kernel leaves out of its decoding and row scales must make up for: e4m3 read as f16 is 2^-8 of its value,
+/// e2m1 is doubled.
+float KernelOutputScale(WeightKernel kernel);
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,131 @@
+#include <gtest/gtest.h>
+
+#include <string>
+#include <tuple>
+
+#include "cpu_layer.hpp"
+#include "experts/cpu/cpu_experts.hpp"
+
+namespace fusedmoe::cpu_test {
+
+std::vector<std::string> HostIsas() {
+  std::vector<std::string> names;
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni}) {
+    if (HostMachine().Has(isa)) {
+      names.emplace_back(IsaName(isa));
+    }
+  }
+  return names;
+}
+
+namespace {
+
+// Relative L2 errors of a layer, derived from how activations are held.
+//
+// fp32: sums of n products carry at most about sqrt(n) * 2^-24, here n <= 300, in three GEMMs and an activation whose
+// slope is near one: 4 * 17 * 6e-8 = 4e-6.
+constexpr double kFp32Bound = 4e-6;
+// 15 bits with a scale per 64: a value errs by a uniform +-d/2, d = amax/16256. At worst the amax of 64 is 8 times their
+// rms, 8 / 16256 / sqrt(12) = 1.4e-4 a GEMM; gate and up err together (2x), down once: sqrt(5) * 1.4e-4 = 3.2e-4.
+constexpr double kA16Bound = 3.2e-4;
+// The same with d = amax/127.
+constexpr double kA8Bound = kA16Bound * 128;
+
+double BoundOf(const LayerSpec& spec) {
+  if (spec.mode == ActivationMode::kA8) {
+    return kA8Bound;
+  }
+  const Result<PanelFormat> panel = ChoosePanelFormat(ParseScheme(spec.scheme)->weight);
+  const DType code = panel->code;
+  const bool integer = code == DType::kF4E2M1 || code == DType::kU4 || code == DType::kU8;
+  return integer ? kA16Bound : kFp32Bound;
+}
+
+class EveryIsa : public testing::TestWithParam<std::string> {};
+
+void ExpectClose(LayerSpec spec, const std::string& isa, std::initializer_list<int64_t> token_counts) {
+  Layer layer = MakeLayer(spec);
+  layer.problem.isa = isa;
+  const Definition definition(layer);
+  const Runner runner = MakeRunner(layer);
+  for (const int64_t tokens : token_counts) {
+    const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
+    const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
+    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " " << isa << " tokens=" << tokens << " hidden=" << spec.hidden
+                                    << " intermediate=" << spec.intermediate;
+  }
+}
+
+TEST_P(EveryIsa, UnquantizedLayersOfAnySize_AgreeWithFp64) {
+  for (const DType weight : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const auto& [hidden, intermediate] : {std::pair{1, 1}, {17, 33}, {64, 16}, {130, 70}, {200, 129}}) {
+      ExpectClose({.hidden = hidden, .intermediate = intermediate, .experts = 3, .weight_dtype = weight}, GetParam(),
+                  {1, 2, 5, 19});
+    }
+  }
+}
+
+TEST_P(EveryIsa, WeightOnlySchemes_AgreeWithFp64) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128",
+                             "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32", "int8_w8a16:g64",
+                             "int8_w8a16:g128", "fp8_w8a16:tensor", "fp8_w8a16:channel", "fp8_w8a16:block128",
+                             "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
+    ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3}, GetParam(), {1, 4, 23});
+    ExpectClose({.scheme = scheme, .hidden = 384, .intermediate = 256, .experts = 4, .top_k = 4, .bias = true},
+                GetParam(), {3, 16});
+  }
+}
+
+TEST_P(EveryIsa, GroupsThatEndInsideABlock_AgreeWithFp64) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "mxfp8_w8a16"}) {
+    ExpectClose({.scheme = scheme, .hidden = 96, .intermediate = 32, .experts = 3}, GetParam(), {1, 7});
+  }
+  ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 16, .intermediate = 48, .experts = 2}, GetParam(), {1, 40});
+  ExpectClose({.scheme = "fp8_w8a16:block128", .hidden = 200, .intermediate = 130, .experts = 2}, GetParam(), {2, 9});
+}
+
+TEST_P(EveryIsa, ZeroPoints_AreSubtracted) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel",
+                             "int8_w8a16:g128", "int8_w8a16:channel"}) {
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true}, GetParam(),
+                {1, 11});
+  }
+}
+
+TEST_P(EveryIsa, EightBitActivations_StayWithinTheirBound) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel"}) {
+    ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .mode = ActivationMode::kA8}, GetParam(),
+                {1, 13});
+  }
+}
+
+TEST_P(EveryIsa, EveryActivation_AgreesWithFp64) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kRelu2NoMul); ++kind) {
+    for (const float limit : {0.0F, 0.5F}) {
+      ExpectClose({.hidden = 70,
+                   .intermediate = 40,
+                   .activation = {static_cast<ActivationKind>(kind), 1.702F, 1.0F, limit},
+                   .bias = true,
+                   .weight_dtype = DType::kF32},
+                  GetParam(), {6});
+    }
+  }
+}
+
+TEST_P(EveryIsa, TopKOfAllExperts_AgreesWithFp64) {
+  ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 5, .top_k = 5}, GetParam(),
+              {1, 8, 33});
+}
+
+TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
+  Layer layer = MakeLayer({});
+  layer.problem.isa = GetParam();
+  const Runner runner = MakeRunner(layer);
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).table().isa, GetParam());
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, HostMachine()).isa, GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(Host, EveryIsa, testing::ValuesIn(HostIsas()), [](const auto& each) { return each.param; });
+
+}  // namespace
+}  // namespace fusedmoe::cpu_test

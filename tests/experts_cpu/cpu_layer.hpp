@@ -1,0 +1,308 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/machine.hpp>
+
+#include "experts/cpu/cpu_backend.hpp"
+#include "moe/activation.hpp"
+#include "moe/experts.hpp"
+#include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/quantize.hpp"
+
+/// A random layer of experts, the backend on it, and the same layer written out in fp64.
+namespace fusedmoe::cpu_test {
+
+struct LayerSpec {
+  std::string scheme = "unquantized";
+  int64_t hidden = 64, intermediate = 32, experts = 4, top_k = 2;
+  ActivationSpec activation{};
+  bool bias = false;
+  bool zero_points = false;
+  bool different_scales = false;  ///< gate and up quantized apart, each with an input scale of its own
+  DType dtype = DType::kBF16;     ///< of hidden states
+  DType weight_dtype = DType::kBF16;
+  int64_t max_tokens = 64;
+  ActivationMode mode = ActivationMode::kAsCheckpoint;
+  uint32_t seed = 1;
+};
+
+struct Layer {
+  LayerSpec spec;
+  Scheme scheme;
+  std::vector<CanonicalExpert> experts;
+  MoeProblem problem;
+
+  ExpertSource Source() const {
+    return {static_cast<int64_t>(experts.size()), scheme,
+            [this](int64_t e) -> Result<CanonicalExpert> { return experts[static_cast<size_t>(e)]; }};
+  }
+};
+
+inline Tensor RandomTensor(DType dtype, const Shape& shape, std::mt19937& random, float sigma) {
+  Tensor tensor = *Tensor::Allocate(dtype, shape);
+  std::normal_distribution<float> normal(0.0F, sigma);
+  std::vector<float> values(static_cast<size_t>(shape.count()));
+  for (float& value : values) {
+    value = normal(random);
+  }
+  EncodeRow(dtype, values.data(), shape.count(), tensor.mutable_view().data());
+  return tensor;
+}
+
+inline CanonicalMatrix RandomMatrix(const Layer& layer, int64_t rows, int64_t cols, std::mt19937& random) {
+  const Tensor values = RandomTensor(layer.spec.weight_dtype, Shape{rows, cols}, random,
+                                     1.0F / std::sqrt(static_cast<float>(cols)));
+  WeightFormat format = layer.scheme.weight;
+  WeightQuantizerOptions options;
+  options.symmetric = !layer.spec.zero_points;
+  CanonicalMatrix matrix;
+  if (format.quantized()) {
+    Result<CanonicalMatrix> quantized = QuantizeMatrix(values.view(), format, options);
+    EXPECT_TRUE(quantized.ok()) << quantized.status().ToString();
+    matrix = *std::move(quantized);
+  } else {
+    format.element = layer.spec.weight_dtype;
+    matrix.rows = rows;
+    matrix.cols = cols;
+    matrix.format = format;
+    matrix.codes = values;
+  }
+  if (layer.spec.bias) {
+    matrix.bias = RandomTensor(DType::kF32, Shape{rows}, random, 0.1F);
+  }
+  if (layer.scheme.activation.static_tensor_scale) {
+    std::uniform_real_distribution<float> factor(0.7F, 1.4F);
+    // About 4 sigma of normal rows at the largest code.
+    const float largest = LargestValue(*layer.scheme.activation.element);
+    const bool two_level = layer.scheme.activation.scale_dtype == DType::kF8E4M3;
+    matrix.input_tensor_scale = factor(random) * 4.0F / largest / (two_level ? 448.0F : 1.0F);
+  }
+  return matrix;
+}
+
+inline Layer MakeLayer(const LayerSpec& spec) {
+  Layer layer;
+  layer.spec = spec;
+  Result<Scheme> scheme = ParseScheme(spec.scheme);
+  EXPECT_TRUE(scheme.ok()) << scheme.status().ToString();
+  layer.scheme = *std::move(scheme);
+  if (!layer.scheme.weight.quantized()) {
+    layer.scheme.weight.element = spec.weight_dtype;
+  }
+  std::mt19937 random(spec.seed);
+  for (int64_t e = 0; e < spec.experts; ++e) {
+    CanonicalExpert expert;
+    if (spec.activation.gated()) {
+      expert.gate = RandomMatrix(layer, spec.intermediate, spec.hidden, random);
+    }
+    expert.up = RandomMatrix(layer, spec.intermediate, spec.hidden, random);
+    if (spec.activation.gated() && !spec.different_scales) {
+      expert.up.input_tensor_scale = expert.gate.input_tensor_scale;
+    }
+    expert.down = RandomMatrix(layer, spec.hidden, spec.intermediate, random);
+    layer.experts.push_back(std::move(expert));
+  }
+  MoeProblem& problem = layer.problem;
+  problem.config.num_experts = problem.config.num_local_experts = spec.experts;
+  problem.config.hidden = spec.hidden;
+  problem.config.intermediate = spec.intermediate;
+  problem.config.activation = spec.activation;
+  problem.config.has_bias = spec.bias;
+  problem.config.dtype = spec.dtype;
+  problem.config.routing.top_k = spec.top_k;
+  problem.config.max_tokens = spec.max_tokens;
+  problem.scheme = layer.scheme;
+  problem.activation = spec.mode;
+  problem.weights_have_zero_points = spec.zero_points;
+  return layer;
+}
+
+/// Tokens with their routing.
+struct Batch {
+  int64_t tokens = 0;
+  Tensor hidden;
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+
+inline Batch MakeBatch(const LayerSpec& spec, int64_t tokens, uint32_t seed) {
+  std::mt19937 random(seed);
+  Batch batch;
+  batch.tokens = tokens;
+  batch.hidden = RandomTensor(spec.dtype, Shape{tokens, spec.hidden}, random, 1.0F);
+  std::uniform_real_distribution<float> weight(0.05F, 1.0F);
+  std::vector<int32_t> order(static_cast<size_t>(spec.experts));
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (size_t e = 0; e < order.size(); ++e) {
+      order[e] = static_cast<int32_t>(e);
+    }
+    std::shuffle(order.begin(), order.end(), random);
+    for (int64_t k = 0; k < spec.top_k; ++k) {
+      batch.ids.push_back(order[static_cast<size_t>(k)]);
+      batch.weights.push_back(weight(random));
+    }
+  }
+  return batch;
+}
+
+/// The layer in fp64, row by row: the definition, with nothing of the kernels in it. Where the scheme quantizes
+/// activations, rows go through FakeQuantizeRow in fp32.
+class Definition {
+ public:
+  explicit Definition(const Layer& layer) : layer_(layer) {
+    for (const CanonicalExpert& expert : layer.experts) {
+      gate_.push_back(Decode(expert.gate));
+      up_.push_back(Decode(expert.up));
+      down_.push_back(Decode(expert.down));
+    }
+  }
+
+  std::vector<double> ExpertRow(int64_t expert, const std::vector<double>& row) const {
+    const auto e = static_cast<size_t>(expert);
+    const CanonicalExpert& canonical = layer_.experts[e];
+    const std::vector<double> up = Multiply(canonical.up, up_[e], row);
+    std::vector<double> mid = up;
+    if (layer_.spec.activation.gated()) {
+      const std::vector<double> gate = Multiply(canonical.gate, gate_[e], row);
+      for (size_t i = 0; i < mid.size(); ++i) {
+        mid[i] = Activate<double>(layer_.spec.activation, gate[i], up[i]);
+      }
+    } else {
+      for (double& value : mid) {
+        value = Activate<double>(layer_.spec.activation, value, 0.0);
+      }
+    }
+    return Multiply(canonical.down, down_[e], mid);
+  }
+
+  std::vector<double> Forward(const Batch& batch) const {
+    const LayerSpec& spec = layer_.spec;
+    std::vector<double> out(static_cast<size_t>(batch.tokens * spec.hidden), 0.0);
+    for (int64_t t = 0; t < batch.tokens; ++t) {
+      const std::vector<double> row = Row(batch, t);
+      for (int64_t k = 0; k < spec.top_k; ++k) {
+        const auto slot = static_cast<size_t>(t * spec.top_k + k);
+        if (batch.ids[slot] < 0) {
+          continue;
+        }
+        const std::vector<double> result = ExpertRow(batch.ids[slot], row);
+        for (int64_t i = 0; i < spec.hidden; ++i) {
+          out[static_cast<size_t>(t * spec.hidden + i)] +=
+              static_cast<double>(batch.weights[slot]) * result[static_cast<size_t>(i)];
+        }
+      }
+    }
+    return out;
+  }
+
+  std::vector<double> Row(const Batch& batch, int64_t token) const {
+    std::vector<float> row(static_cast<size_t>(layer_.spec.hidden));
+    DecodeRow(layer_.spec.dtype, batch.hidden.view().data() + token * batch.hidden.view().stride_bytes(0), 0,
+              layer_.spec.hidden, row.data());
+    return {row.begin(), row.end()};
+  }
+
+ private:
+  static std::vector<double> Decode(const CanonicalMatrix& matrix) {
+    std::vector<double> values(static_cast<size_t>(matrix.rows * matrix.cols));
+    if (!matrix.empty()) {
+      const RowDecoder decoder(matrix);
+      for (int64_t row = 0; row < matrix.rows; ++row) {
+        decoder.Decode(row, 0, matrix.cols, values.data() + row * matrix.cols);
+      }
+    }
+    return values;
+  }
+
+  std::vector<double> Multiply(const CanonicalMatrix& matrix, const std::vector<double>& values,
+                               std::vector<double> x) const {
+    if (!matrix.pre_quant_scale.empty()) {
+      for (size_t k = 0; k < x.size(); ++k) {
+        x[k] *= static_cast<double>(matrix.pre_quant_scale.view().as<float>()[k]);
+      }
+    }
+    if (layer_.scheme.activation.quantized() && layer_.spec.mode == ActivationMode::kAsCheckpoint) {
+      std::vector<float> rounded(x.begin(), x.end());
+      FakeQuantizeRow(layer_.scheme.activation, matrix.input_tensor_scale.value_or(1.0F), rounded.data(),
+                      matrix.cols);
+      x.assign(rounded.begin(), rounded.end());
+    }
+    std::vector<double> out(static_cast<size_t>(matrix.rows), 0.0);
+    for (int64_t row = 0; row < matrix.rows; ++row) {
+      double sum = matrix.bias.empty() ? 0.0 : static_cast<double>(matrix.bias.view().as<float>()[row]);
+      for (int64_t k = 0; k < matrix.cols; ++k) {
+        sum += values[static_cast<size_t>(row * matrix.cols + k)] * x[static_cast<size_t>(k)];
+      }
+      out[static_cast<size_t>(row)] = sum;
+    }
+    return out;
+  }
+
+  const Layer& layer_;
+  std::vector<std::vector<double>> gate_, up_, down_;
+};
+
+/// The backend on a layer, ready to run.
+struct Runner {
+  std::shared_ptr<const PreparedWeights> weights;
+  std::unique_ptr<Experts> experts;
+  Workspace workspace;
+};
+
+inline Runner MakeRunner(const Layer& layer, const Executor& executor = {}) {
+  const Backend& backend = kCpuFusedBackend;
+  const Machine& machine = HostMachine();
+  for (const Verdict& verdict : backend.supports(layer.problem, machine)) {
+    ADD_FAILURE() << verdict.sentence;
+  }
+  Runner runner;
+  Result<PreparedWeights> weights = backend.prepare(layer.problem, machine, layer.Source(), executor);
+  EXPECT_TRUE(weights.ok()) << weights.status().ToString();
+  runner.weights = std::make_shared<const PreparedWeights>(*std::move(weights));
+  WorkspaceBook book;
+  Result<std::unique_ptr<Experts>> experts = backend.create(layer.problem, machine, runner.weights, book);
+  EXPECT_TRUE(experts.ok()) << experts.status().ToString();
+  runner.experts = *std::move(experts);
+  runner.workspace = *Workspace::Allocate(book.total_bytes());
+  return runner;
+}
+
+inline std::vector<float> RunBatch(const Layer& layer, const Runner& runner, const Batch& batch,
+                                   const Executor& executor = {}) {
+  ExpertsInput input;
+  input.num_tokens = batch.tokens;
+  input.rows.values = batch.hidden.view();
+  input.topk_ids = batch.ids.data();
+  input.topk_weights = batch.weights.data();
+  std::vector<float> out(static_cast<size_t>(batch.tokens * layer.spec.hidden), std::nanf(""));
+  const MutableTensorView view(reinterpret_cast<std::byte*>(out.data()), DType::kF32,
+                               Shape{batch.tokens, layer.spec.hidden});
+  const Status status = runner.experts->Apply(input, view, runner.workspace, executor);
+  EXPECT_TRUE(status.ok()) << status.ToString();
+  return out;
+}
+
+inline double RelativeL2(const std::vector<float>& actual, const std::vector<double>& expected) {
+  double difference = 0, norm = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double d = static_cast<double>(actual[i]) - expected[i];
+    difference += d * d;
+    norm += expected[i] * expected[i];
+  }
+  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+}
+
+/// Instruction sets of this machine that have kernels.
+std::vector<std::string> HostIsas();
+
+}  // namespace fusedmoe::cpu_test
