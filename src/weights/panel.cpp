@@ -37,7 +37,9 @@ bool IsInteger(DType dtype) {
 }
 
 /// Scale blocks that span all of K (or all rows) are written with -1.
-int64_t GroupColumns(const WeightFormat& format) { return format.block.col; }
+int64_t GroupColumns(const WeightFormat& format) {
+  return format.block.col;
+}
 
 /// The scale column that source column c uses.
 int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
@@ -58,7 +60,8 @@ const std::byte* ScaleRowData(const Tensor& tensor, int64_t row) {
   return view.rank() < 2 ? view.data() : view.data() + row * view.stride_bytes(0);
 }
 
-/// The code of a source element as the panel stores it: integers unsigned, MXFP6 as the e4m3 of the same value.
+/// The code of a source element as the panel stores it: integers unsigned, MXFP6 as the e4m3 of the same
+/// value.
 uint32_t PanelCode(DType source, uint32_t code) {
   switch (source) {
     case DType::kI4:
@@ -66,14 +69,16 @@ uint32_t PanelCode(DType source, uint32_t code) {
     case DType::kI8:
       return code ^ 128U;
     case DType::kF6E2M3:
-    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x| <= 28
+    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
+                          // <= 28
       return EncodeE4m3RneSaturating(DecodeCode(source, code));
     default:
       return code;
   }
 }
 
-/// Codes of one source row in packed order, one code in each element of `out` (a byte up to 8 bits, else the width).
+/// Codes of one source row in packed order, one code in each element of `out` (a byte up to 8 bits, else the
+/// width).
 template <typename Code>
 void GatherCodes(const CanonicalMatrix& matrix, std::span<const int32_t> columns, int64_t row, Code* out) {
   const std::byte* source = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
@@ -115,8 +120,8 @@ void CopyBytes(const std::byte* source, int64_t cols, uint32_t flip, uint8_t* ou
   }
 }
 
-void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> columns, bool identity, int64_t row,
-                   uint8_t* out) {
+void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> columns, bool identity,
+                   int64_t row, uint8_t* out) {
   const DType element = matrix.format.element;
   const bool nibbles = DTypeBits(element) == 4;
   if (!identity || DTypeBits(element) == 6) {
@@ -148,7 +153,8 @@ int64_t CodeOffset(DType code, int64_t row, int64_t k) {
 }
 
 /// Spreads one row of codes over the blocks of its stripe.
-void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, int64_t row, std::byte* stripe) {
+void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, int64_t row,
+                std::byte* stripe) {
   const int64_t block_bytes = format.block_bytes();
   for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
     const uint8_t* in = codes + first;
@@ -174,7 +180,8 @@ void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, 
 }
 
 template <typename Code>
-void ScatterWide(const PanelFormat& format, const Code* codes, int64_t count, int64_t row, std::byte* stripe) {
+void ScatterWide(const PanelFormat& format, const Code* codes, int64_t count, int64_t row,
+                 std::byte* stripe) {
   const int64_t block_bytes = format.block_bytes();
   constexpr int64_t kPerLane = 4 / static_cast<int64_t>(sizeof(Code));
   if (format.code == DType::kF16) {
@@ -247,7 +254,8 @@ int64_t PanelFormat::scale_bytes() const {
 }
 
 std::string PanelFormat::ToString() const {
-  const std::string scales = scale == PanelScale::kNone ? "" : fmt::format(", {} per {}", ScaleName(scale), group);
+  const std::string scales =
+      scale == PanelScale::kNone ? "" : fmt::format(", {} per {}", ScaleName(scale), group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 
@@ -342,7 +350,8 @@ bool PanelColumnsAreIdentity(std::span<const int32_t> columns) {
   return true;
 }
 
-int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols, bool reordered) {
+int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols,
+                          bool reordered) {
   const int64_t group = weight.has_block_scale() ? weight.block.col : 0;
   const bool aligned = format.group == 0 || group <= 0 || group % format.group == 0;
   int64_t bound = cols;
@@ -354,8 +363,8 @@ int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format,
   return RoundUp(bound, format.block);
 }
 
-void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
-                     int64_t stripe, std::byte* out) {
+void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
+                     std::span<const int32_t> columns, int64_t stripe, std::byte* out) {
   const auto count = static_cast<int64_t>(columns.size());
   const int64_t first_row = stripe * kPanelRows;
   const int64_t num_rows = std::clamp<int64_t>(matrix.rows - first_row, 0, kPanelRows);
@@ -453,7 +462,8 @@ void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std
         code = k / 4 % 2 == 0 ? code & 15U : code >> 4;
       }
       const bool six = DTypeBits(weight.element) == 6;
-      code = six ? EncodeCode(weight.element, DecodeE4m3(static_cast<uint8_t>(code))) : PanelCode(weight.element, code);
+      code = six ? EncodeCode(weight.element, DecodeE4m3(static_cast<uint8_t>(code)))
+                 : PanelCode(weight.element, code);
       StoreCode(weight.element, codes + row * row_bytes, col, code);
     }
   }

@@ -11,22 +11,21 @@
 
 /// The panel layout "N16K64": weights as the CPU kernels read them.
 ///
-/// A stripe is 16 output rows over all of K, one contiguous stream of blocks of 64 (or 128) k. Everything that a block
-/// needs lies inside it, so that decoding follows one pointer and one prefetch stream:
+/// A stripe is 16 output rows over all of K, one contiguous stream of blocks of 64 (or 128) k. Everything
+/// that a block needs lies inside it, so that decoding follows one pointer and one prefetch stream:
 ///
-///     matrix  | stripe 0 | stripe 1 | ...                      rows 0-15, rows 16-31, ...; missing rows are zero
-///     stripe  | block 0 | block 1 | ...                        k 0-63, k 64-127, ...; missing columns are zero
-///     block   | 64-byte vectors of codes | 16 scales a group | lane n of a vector belongs to row n
+///     matrix  | stripe 0 | stripe 1 | ...                      rows 0-15, rows 16-31, ...; missing rows are
+///     zero stripe  | block 0 | block 1 | ...                        k 0-63, k 64-127, ...; missing columns
+///     are zero block   | 64-byte vectors of codes | 16 scales a group | lane n of a vector belongs to row n
 ///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
-///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (words, for f16 conversions)
-///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
-///     f16     vector v = 2 k: word 16j+n holds k = 2v+j
-///     32 bit  vector v = 1 k: float n
+///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (words, for f16
+///     conversions) bf16    vector v = 2 k: word 2n+j holds k = 2v+j f16     vector v = 2 k: word 16j+n holds
+///     k = 2v+j 32 bit  vector v = 1 k: float n
 ///
-/// A dot product instruction that adds four products a lane takes 4-bit (after one table look-up) and int8 vectors as
-/// they are. The weights of a block also form the rows of an AMX tile.
+/// A dot product instruction that adds four products a lane takes 4-bit (after one table look-up) and int8
+/// vectors as they are. The weights of a block also form the rows of an AMX tile.
 namespace fusedmoe {
 
 inline constexpr int64_t kPanelRows = 16;
@@ -39,13 +38,14 @@ enum class PanelScale : uint8_t {
   kE4M3,    ///< one byte; sign bit clear
   kE8M0,    ///< one byte; the code 0 (2^-127, not a normal float) is stored as 1
   kF32,     ///< four bytes
-  kF32Zero  ///< four bytes: fp32 rounded to 15 mantissa bits, and the zero point in the low 8 bits. 16-bit scales fit.
+  kF32Zero  ///< four bytes: fp32 rounded to 15 mantissa bits, and the zero point in the low 8 bits. 16-bit
+            ///< scales fit.
 };
 
 struct PanelFormat {
   DType code = DType::kBF16;  ///< kF4E2M1, kU4, kU8, kF8E4M3, kF8E5M2, kBF16, kF16, kF32
   PanelScale scale = PanelScale::kNone;
-  int64_t group = 0;          ///< k of one group of scales: 16, 32, 64 or 128
+  int64_t group = 0;           ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;  ///< k of a block
   bool operator==(const PanelFormat&) const = default;
 
@@ -59,20 +59,21 @@ struct PanelFormat {
 /// The panel format that holds such weights without loss, or why there is none.
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format);
 
-/// The position of every packed k in the source matrix; -1 is padding. Groups of scales start on multiples of the
-/// panel's group: activation order is undone here, and a slice that starts inside a group pads before it.
+/// The position of every packed k in the source matrix; -1 is padding. Groups of scales start on multiples of
+/// the panel's group: activation order is undone here, and a slice that starts inside a group pads before it.
 std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format);
 /// True when PanelColumns is 0, 1, 2, ... and then padding.
 bool PanelColumnsAreIdentity(std::span<const int32_t> columns);
 
-/// Largest number of columns that PanelColumns can give for a matrix of `cols` columns, and what kernels are run with.
-/// `reordered`: the matrix has a group_index or may start inside a group.
-int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols, bool reordered);
+/// Largest number of columns that PanelColumns can give for a matrix of `cols` columns, and what kernels are
+/// run with. `reordered`: the matrix has a group_index or may start inside a group.
+int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols,
+                          bool reordered);
 
 /// Writes stripe `stripe` (rows 16 * stripe ...) of the matrix: `columns.size() / format.block` blocks.
 /// Columns must be a multiple of format.block, as PanelColumns rounds them.
-void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
-                     int64_t stripe, std::byte* out);
+void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
+                     std::span<const int32_t> columns, int64_t stripe, std::byte* out);
 
 /// The factor of each of the 16 rows that the kernels apply at the end: channel scale times tensor scale.
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
@@ -80,7 +81,8 @@ void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
 /// The inverse: the real value of element (row of the stripe, packed k), without row scales.
 float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row, int64_t packed_col);
 
-/// The inverse step: the codes of a matrix (as `weight.element`) back from its stripes; scales are not touched.
+/// The inverse step: the codes of a matrix (as `weight.element`) back from its stripes; scales are not
+/// touched.
 void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std::span<const int32_t> columns,
                       const std::byte* stripes, int64_t rows, std::byte* codes, int64_t row_bytes);
 

@@ -22,11 +22,12 @@ namespace {
 
 // Relative L2 errors of a layer, derived from how activations are held.
 //
-// fp32: sums of n products carry at most about sqrt(n) * 2^-24, here n <= 300, in three GEMMs and an activation whose
-// slope is near one: 4 * 17 * 6e-8 = 4e-6.
+// fp32: sums of n products carry at most about sqrt(n) * 2^-24, here n <= 300, in three GEMMs and an
+// activation whose slope is near one: 4 * 17 * 6e-8 = 4e-6.
 constexpr double kFp32Bound = 4e-6;
-// 15 bits with a scale per 64: a value errs by a uniform +-d/2, d = amax/16256. At worst the amax of 64 is 8 times their
-// rms, 8 / 16256 / sqrt(12) = 1.4e-4 a GEMM; gate and up err together (2x), down once: sqrt(5) * 1.4e-4 = 3.2e-4.
+// 15 bits with a scale per 64: a value errs by a uniform +-d/2, d = amax/16256. At worst the amax of 64 is 8
+// times their rms, 8 / 16256 / sqrt(12) = 1.4e-4 a GEMM; gate and up err together (2x), down once: sqrt(5)
+// * 1.4e-4 = 3.2e-4.
 constexpr double kA16Bound = 3.2e-4;
 // The same with d = amax/127.
 constexpr double kA8Bound = kA16Bound * 128;
@@ -51,28 +52,29 @@ void ExpectClose(LayerSpec spec, const std::string& isa, std::initializer_list<i
   for (const int64_t tokens : token_counts) {
     const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
     const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
-    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " " << isa << " tokens=" << tokens << " hidden=" << spec.hidden
-                                    << " intermediate=" << spec.intermediate;
+    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " " << isa << " tokens=" << tokens
+                                    << " hidden=" << spec.hidden << " intermediate=" << spec.intermediate;
   }
 }
 
 TEST_P(EveryIsa, UnquantizedLayersOfAnySize_AgreeWithFp64) {
   for (const DType weight : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const auto& [hidden, intermediate] : {std::pair{1, 1}, {17, 33}, {64, 16}, {130, 70}, {200, 129}}) {
-      ExpectClose({.hidden = hidden, .intermediate = intermediate, .experts = 3, .weight_dtype = weight}, GetParam(),
-                  {1, 2, 5, 19});
+      ExpectClose({.hidden = hidden, .intermediate = intermediate, .experts = 3, .weight_dtype = weight},
+                  GetParam(), {1, 2, 5, 19});
     }
   }
 }
 
 TEST_P(EveryIsa, WeightOnlySchemes_AgreeWithFp64) {
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128",
-                             "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32", "int8_w8a16:g64",
-                             "int8_w8a16:g128", "fp8_w8a16:tensor", "fp8_w8a16:channel", "fp8_w8a16:block128",
-                             "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "int4_w4a16:g64",
+                             "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32",
+                             "int8_w8a16:g64", "int8_w8a16:g128", "fp8_w8a16:tensor", "fp8_w8a16:channel",
+                             "fp8_w8a16:block128", "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3}, GetParam(), {1, 4, 23});
-    ExpectClose({.scheme = scheme, .hidden = 384, .intermediate = 256, .experts = 4, .top_k = 4, .bias = true},
-                GetParam(), {3, 16});
+    ExpectClose(
+        {.scheme = scheme, .hidden = 384, .intermediate = 256, .experts = 4, .top_k = 4, .bias = true},
+        GetParam(), {3, 16});
   }
 }
 
@@ -81,21 +83,22 @@ TEST_P(EveryIsa, GroupsThatEndInsideABlock_AgreeWithFp64) {
     ExpectClose({.scheme = scheme, .hidden = 96, .intermediate = 32, .experts = 3}, GetParam(), {1, 7});
   }
   ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 16, .intermediate = 48, .experts = 2}, GetParam(), {1, 40});
-  ExpectClose({.scheme = "fp8_w8a16:block128", .hidden = 200, .intermediate = 130, .experts = 2}, GetParam(), {2, 9});
+  ExpectClose({.scheme = "fp8_w8a16:block128", .hidden = 200, .intermediate = 130, .experts = 2}, GetParam(),
+              {2, 9});
 }
 
 TEST_P(EveryIsa, ZeroPoints_AreSubtracted) {
   for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel",
                              "int8_w8a16:g128", "int8_w8a16:channel"}) {
-    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true}, GetParam(),
-                {1, 11});
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true},
+                GetParam(), {1, 11});
   }
 }
 
 TEST_P(EveryIsa, EightBitActivations_StayWithinTheirBound) {
   for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel"}) {
-    ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .mode = ActivationMode::kA8}, GetParam(),
-                {1, 13});
+    ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .mode = ActivationMode::kA8},
+                GetParam(), {1, 13});
   }
 }
 
@@ -113,8 +116,8 @@ TEST_P(EveryIsa, EveryActivation_AgreesWithFp64) {
 }
 
 TEST_P(EveryIsa, TopKOfAllExperts_AgreesWithFp64) {
-  ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 5, .top_k = 5}, GetParam(),
-              {1, 8, 33});
+  ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 5, .top_k = 5},
+              GetParam(), {1, 8, 33});
 }
 
 TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
@@ -125,7 +128,8 @@ TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, HostMachine()).isa, GetParam());
 }
 
-INSTANTIATE_TEST_SUITE_P(Host, EveryIsa, testing::ValuesIn(HostIsas()), [](const auto& each) { return each.param; });
+INSTANTIATE_TEST_SUITE_P(Host, EveryIsa, testing::ValuesIn(HostIsas()),
+                         [](const auto& each) { return each.param; });
 
 }  // namespace
 }  // namespace fusedmoe::cpu_test

@@ -27,8 +27,12 @@ __attribute__((noinline)) void* operator new(size_t size) {
   }
   return memory;
 }
-__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
-__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept {
+  std::free(memory);
+}
 
 namespace fusedmoe::cpu_test {
 namespace {
@@ -69,7 +73,8 @@ TEST(CpuExperts_ATokenAmongOthers, HasTheBitsItHasAlone) {
       one.tokens = 1;
       one.hidden = Tensor::Borrow(batch.hidden.view().Rows(t, 1), batch.hidden.owner());
       one.ids.assign(batch.ids.begin() + t * spec.top_k, batch.ids.begin() + (t + 1) * spec.top_k);
-      one.weights.assign(batch.weights.begin() + t * spec.top_k, batch.weights.begin() + (t + 1) * spec.top_k);
+      one.weights.assign(batch.weights.begin() + t * spec.top_k,
+                         batch.weights.begin() + (t + 1) * spec.top_k);
       const std::vector<float> alone = RunBatch(layer, runner, one);
       EXPECT_EQ(0, std::memcmp(alone.data(), together.data() + t * spec.hidden, alone.size() * sizeof(float)))
           << scheme << " token " << t;
@@ -103,10 +108,12 @@ TEST(CpuExperts_Apply, AllocatesNothing) {
       input.topk_ids = batch.ids.data();
       input.topk_weights = batch.weights.data();
       Tensor output = *Tensor::Allocate(DType::kBF16, Shape{tokens, spec.hidden});
-      ASSERT_TRUE(runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor()).ok());
+      ASSERT_TRUE(
+          runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor()).ok());
       allocations = 0;
       counting = true;
-      const Status status = runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor());
+      const Status status =
+          runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor());
       counting = false;
       EXPECT_TRUE(status.ok());
       EXPECT_EQ(allocations.load(), 0) << scheme << " tokens=" << tokens;
@@ -126,7 +133,8 @@ TEST(CpuExperts_SkippedIds, ContributeNothing) {
   const Runner runner = MakeRunner(layer);
   Batch batch = MakeBatch(spec, 9, 4);
   for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
-    batch.ids[slot] = slot % 2 == 0 || slot < 3 ? -1 : batch.ids[slot];  // the first token has no expert at all
+    batch.ids[slot] =
+        slot % 2 == 0 || slot < 3 ? -1 : batch.ids[slot];  // the first token has no expert at all
   }
   const std::vector<float> out = RunBatch(layer, runner, batch);
   EXPECT_LE(RelativeL2(out, Definition(layer).Forward(batch)), 3.2e-4);
@@ -231,7 +239,8 @@ TEST(CpuExperts_SixteenBitOutput, IsTheFp32SumRoundedOnce) {
     Tensor output = *Tensor::Allocate(dtype, Shape{5, spec.hidden});
     ASSERT_TRUE(runner.experts->Apply(input, output.mutable_view(), runner.workspace, {}).ok());
     std::vector<uint16_t> expected(sums.size());
-    EncodeRow(dtype, sums.data(), static_cast<int64_t>(sums.size()), reinterpret_cast<std::byte*>(expected.data()));
+    EncodeRow(dtype, sums.data(), static_cast<int64_t>(sums.size()),
+              reinterpret_cast<std::byte*>(expected.data()));
     EXPECT_EQ(0, std::memcmp(expected.data(), output.view().data(), expected.size() * 2));
   }
 }
@@ -272,7 +281,8 @@ TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
         auto copy = std::make_shared<Guarded>(bytes);
         std::memcpy(copy->data(), named.tensor.view().data(), bytes);
         moved.tensors.push_back(
-            {named.name, Tensor::Borrow(TensorView(copy->data(), named.tensor.dtype(), named.tensor.shape()), copy)});
+            {named.name,
+             Tensor::Borrow(TensorView(copy->data(), named.tensor.dtype(), named.tensor.shape()), copy)});
       }
       WorkspaceBook book;
       auto weights = std::make_shared<const PreparedWeights>(std::move(moved));
@@ -310,8 +320,8 @@ TEST(CpuExperts_BatchedRows, EqualStandardOnesAndRespectTheCounts) {
     float* out = output.mutable_view().as<float>();
     std::fill_n(out, output.shape().count(), -7.0F);
     for (int64_t e = 0; e < 6; ++e) {  // rows beyond the count would spoil everything
-      std::fill(values + (e * 8 + counts[static_cast<size_t>(e)]) * spec.hidden, values + (e + 1) * 8 * spec.hidden,
-                std::nanf(""));
+      std::fill(values + (e * 8 + counts[static_cast<size_t>(e)]) * spec.hidden,
+                values + (e + 1) * 8 * spec.hidden, std::nanf(""));
     }
     ExpertsInput input;
     input.rows.values = hidden.view();

@@ -155,8 +155,8 @@ inline Batch MakeBatch(const LayerSpec& spec, int64_t tokens, uint32_t seed) {
   return batch;
 }
 
-/// The layer in fp64, row by row: the definition, with nothing of the kernels in it. Where the scheme quantizes
-/// activations, rows go through FakeQuantizeRow in fp32.
+/// The layer in fp64, row by row: the definition, with nothing of the kernels in it. Where the scheme
+/// quantizes activations, rows go through FakeQuantizeRow in fp32.
 class Definition {
  public:
   explicit Definition(const Layer& layer) : layer_(layer) {

@@ -39,7 +39,7 @@ Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machin
 
 }  // namespace
 
-const Backend kCpuFusedBackend = {"CPU_FUSED",    &cpu::CpuObjections, &MakePlan,
-                                  &BookWorkspace, &Prepare,            &cpu::CpuExperts::Create};
+const Backend kCpuFusedBackend = {"CPU_FUSED", &cpu::CpuObjections,     &MakePlan, &BookWorkspace,
+                                  &Prepare,    &cpu::CpuExperts::Create};
 
 }  // namespace fusedmoe

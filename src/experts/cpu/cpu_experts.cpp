@@ -27,7 +27,9 @@ RowType RowTypeOf(DType dtype) {
   return dtype == DType::kBF16 ? kRowBf16 : dtype == DType::kF16 ? kRowF16 : kRowF32;
 }
 
-bool IsRowType(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32; }
+bool IsRowType(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32;
+}
 
 template <typename T>
 bool SameValues(const T* a, const T* b, int64_t count) {
@@ -89,7 +91,8 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
   experts->traits_.activation_format = problem.config.activation_format;
   experts->traits_.expects_unquantized_inputs = true;
-  experts->traits_.weight_and_reduce = batched ? WeightAndReduceKind::kNaiveBatched : WeightAndReduceKind::kNoOp;
+  experts->traits_.weight_and_reduce =
+      batched ? WeightAndReduceKind::kNaiveBatched : WeightAndReduceKind::kNoOp;
   return std::unique_ptr<Experts>(std::move(experts));
 }
 
@@ -106,12 +109,13 @@ Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView
   const int rank = batched ? 3 : 2;
   const int64_t hidden = problem_.config.hidden;
   if (rows.rank() != rank || rows.dim(rank - 1) != hidden || !(output.shape() == rows.shape())) {
-    return Status::Usage(fmt::format("rows are {} and output {}; both must be [{}{}]", rows.shape().ToString(),
-                                     output.shape().ToString(), batched ? "experts, rows, " : "tokens, ", hidden));
+    return Status::Usage(fmt::format("rows are {} and output {}; both must be [{}{}]",
+                                     rows.shape().ToString(), output.shape().ToString(),
+                                     batched ? "experts, rows, " : "tokens, ", hidden));
   }
   if (batched && (rows.dim(0) != plan_.num_local_experts || input.expert_num_tokens == nullptr)) {
-    return Status::Usage(fmt::format("batched rows need {} experts with their counts, got {}", plan_.num_local_experts,
-                                     rows.dim(0)));
+    return Status::Usage(fmt::format("batched rows need {} experts with their counts, got {}",
+                                     plan_.num_local_experts, rows.dim(0)));
   }
   if (!batched && rows.dim(0) != input.num_tokens) {
     return Status::Usage(fmt::format("{} rows for {} tokens", rows.dim(0), input.num_tokens));
@@ -148,8 +152,8 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
     for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
       const int32_t count = input.expert_num_tokens[expert];
       if (count < 0 || count > input.rows.values.dim(1)) {
-        return Status::Usage(fmt::format("expert {} has a count of {}; its slab holds 0..{} rows", expert, count,
-                                         input.rows.values.dim(1)));
+        return Status::Usage(fmt::format("expert {} has a count of {}; its slab holds 0..{} rows", expert,
+                                         count, input.rows.values.dim(1)));
       }
     }
     int64_t expert = 0, row = 0;
@@ -190,8 +194,8 @@ Status CpuExperts::SortTokens(const ExpertsInput& input, int64_t first_token, in
     }
     const int32_t expert = local(slot);
     if (expert >= plan_.num_local_experts) {
-      return Status::Usage(fmt::format("the expert map sends id {} to local expert {} of {}", ids[slot], expert,
-                                       plan_.num_local_experts));
+      return Status::Usage(fmt::format("the expert map sends id {} to local expert {} of {}", ids[slot],
+                                       expert, plan_.num_local_experts));
     }
     if (expert >= 0) {
       ++run.offsets[expert + 1];
@@ -287,8 +291,8 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
 }
 
 /// One row of activations in packed order, `padded_cols` values. Uses both halves of the buffer.
-const float* CpuExperts::LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
-                                 float* buffer) const {
+const float* CpuExperts::LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform,
+                                 int64_t slot, float* buffer) const {
   if (&shape == &plan_.gate_up) {
     table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, buffer);
   } else {
@@ -313,7 +317,8 @@ const float* CpuExperts::LoadRow(Run& run, const GemmShape& shape, const InputTr
   return packed;
 }
 
-void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, float* row_buffer) const {
+void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile,
+                          float* row_buffer) const {
   const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
   const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
   std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
@@ -368,9 +373,10 @@ void CpuExperts::GateUp(Run& run) const {
   }
 }
 
-/// Gate and up of 16 columns for all tokens of an expert, and the activation. `pass` 0 computes gate alone and leaves it
-/// in mid, 1 computes up and finishes, -1 does both at once.
-void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int pass) const {
+/// Gate and up of 16 columns for all tokens of an expert, and the activation. `pass` 0 computes gate alone
+/// and leaves it in mid, 1 computes up and finishes, -1 does both at once.
+void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
+                              int pass) const {
   const GemmShape& shape = plan_.gate_up;
   const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile_begin].expert)];
   const ActivationSpec& spec = problem_.config.activation;
@@ -395,8 +401,8 @@ void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, in
   for (int64_t index = tile_begin; index < tile_end; ++index) {
     const Tile& tile = run.tiles[index];
     const int height = kHeights[tile.height_index];
-    const TileView view = ViewTile(run.input_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, plan_.tile,
-                                   shape.padded_cols, height);
+    const TileView view = ViewTile(run.input_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel,
+                                   plan_.tile, shape.padded_cols, height);
     float* mid = run.mid + tile.first_slot * shape.padded_rows() + stripe * kPanelRows;
     table_->dot[plan_.kernel][plan_.tile][tile.height_index](weights, num_parts, shape.blocks, &view, dots);
     if (pass == 0 && gated) {
@@ -426,8 +432,9 @@ void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, in
 void CpuExperts::Down(Run& run) const {
   const GemmShape& shape = plan_.down;
   const int64_t stripe_sums = std::max<int64_t>(run.num_outputs * kPanelRows * 4, 1);
-  const int64_t wanted = std::max(run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads,
-                                  CeilDiv(shape.stripes * stripe_sums, kOutputBytesPerTask));
+  const int64_t wanted =
+      std::max(run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads,
+               CeilDiv(shape.stripes * stripe_sums, kOutputBytesPerTask));
   const int64_t tasks = std::min(wanted, shape.stripes);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     DownColumns(run, shape.stripes * task / tasks, shape.stripes * (task + 1) / tasks);
@@ -457,10 +464,10 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
       for (int64_t index = begin; index < end; ++index) {
         const Tile& tile = run.tiles[index];
         const int height = kHeights[tile.height_index];
-        const TileView view = ViewTile(run.mid_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, plan_.tile,
-                                       shape.padded_cols, height);
-        table_->dot[plan_.kernel][plan_.tile][tile.height_index](expert.down + stripe * shape.stripe_bytes, count,
-                                                                 shape.blocks, &view, dots);
+        const TileView view = ViewTile(run.mid_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel,
+                                       plan_.tile, shape.padded_cols, height);
+        table_->dot[plan_.kernel][plan_.tile][tile.height_index](expert.down + stripe * shape.stripe_bytes,
+                                                                 count, shape.blocks, &view, dots);
         for (int64_t i = 0; i < count; ++i) {
           const int64_t col = (stripe + i) * kPanelRows;
           for (int token = 0; token < tile.count; ++token) {
@@ -480,8 +487,9 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
   const int64_t value_bytes = DTypeBits(run.output.dtype()) / 8;
   for (int64_t row = 0; row < run.num_outputs; ++row) {
     const int64_t target = run.batched ? run.slot_rows[row] : run.first_output + row;
-    table_->from_float[run.output_type](run.sums + row * row_floats + first_col, columns,
-                                        run.output.data() + target * run.output_row_bytes + first_col * value_bytes);
+    table_->from_float[run.output_type](
+        run.sums + row * row_floats + first_col, columns,
+        run.output.data() + target * run.output_row_bytes + first_col * value_bytes);
   }
 }
 

@@ -11,14 +11,17 @@ namespace fusedmoe::cpu {
 
 /// The experts of a layer on panels:
 ///
-///   slots sorted by expert ─► tiles of 1-16 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─► weighted sum
+///   slots sorted by expert ─► tiles of 1-16 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─►
+///   weighted sum
 ///
-/// Both GEMMs are split by output columns: a task computes its columns for all experts, so that tasks are equal however
-/// tokens are distributed, and every output is added up by one task in ascending order of experts.
+/// Both GEMMs are split by output columns: a task computes its columns for all experts, so that tasks are
+/// equal however tokens are distributed, and every output is added up by one task in ascending order of
+/// experts.
 class CpuExperts final : public Experts {
  public:
   static Result<std::unique_ptr<Experts>> Create(const MoeProblem& problem, const Machine& machine,
-                                                 std::shared_ptr<const PreparedWeights> weights, WorkspaceBook& book);
+                                                 std::shared_ptr<const PreparedWeights> weights,
+                                                 WorkspaceBook& book);
 
   const ExpertsTraits& traits() const override { return traits_; }
   Status Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
@@ -41,7 +44,8 @@ class CpuExperts final : public Experts {
   const float* LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                        float* buffer) const;
   void GateUp(Run& run) const;
-  void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe, int pass) const;
+  void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,
+                    int pass) const;
   void Down(Run& run) const;
   void DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const;
 

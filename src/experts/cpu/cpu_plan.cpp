@@ -11,12 +11,15 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Bytes of activations that may be in flight. Below it a piece has enough tokens per expert to be bound by arithmetic
-/// with the largest layers in use (DeepSeek-V3 at 1024 tokens: 240 MB); far above it pieces only cost memory.
+/// Bytes of activations that may be in flight. Below it a piece has enough tokens per expert to be bound by
+/// arithmetic with the largest layers in use (DeepSeek-V3 at 1024 tokens: 240 MB); far above it pieces only
+/// cost memory.
 constexpr int64_t kInFlightBytes = int64_t{256} << 20;
 constexpr int64_t kFewestTokens = 64;
 
-bool IsFloatKernel(WeightKernel kernel) { return kernel < kWeightNvfp4; }
+bool IsFloatKernel(WeightKernel kernel) {
+  return kernel < kWeightNvfp4;
+}
 
 /// The activation format that counts for the kernels: none when only weights are quantized.
 ActivationFormat ActivationOf(const MoeProblem& problem) {
@@ -30,7 +33,8 @@ TileKind ChooseTile(const MoeProblem& problem, WeightKernel kernel) {
   return problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16;
 }
 
-GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows, int64_t cols, int64_t parts) {
+GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows, int64_t cols,
+                   int64_t parts) {
   GemmShape shape;
   shape.rows = rows;
   shape.cols = cols;
@@ -51,16 +55,17 @@ Verdict Objection(Reason reason, std::string sentence, std::string actual, std::
 void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Verdict>& verdicts) {
   if (problem.isa.empty()) {
     if (!BestIsa(machine)) {
-      verdicts.push_back(Objection(Reason::kIsa, "the kernels need AVX2, FMA and F16C at least, this CPU lacks them",
+      verdicts.push_back(Objection(Reason::kIsa,
+                                   "the kernels need AVX2, FMA and F16C at least, this CPU lacks them",
                                    machine.cpu_name, "avx2"));
     }
     return;
   }
   const std::optional<Isa> isa = ParseIsa(problem.isa);
   if (!isa || FindKernelTable(*isa) == nullptr) {
-    verdicts.push_back(Objection(Reason::kNotBuilt,
-                                 fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
-                                 problem.isa, "avx2, avx512 or avx512_vnni"));
+    verdicts.push_back(Objection(
+        Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
+        problem.isa, "avx2, avx512 or avx512_vnni"));
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
     verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
@@ -75,13 +80,15 @@ bool ScalesOverBatch(const ActivationFormat& activation) {
 void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const ActivationFormat activation = ActivationOf(problem);
   if (problem.activation == ActivationMode::kMaxExpanded) {
-    verdicts.push_back(Objection(Reason::kScheme,
-                                 "the activation scales of the experts stay their own; one scale for all experts is "
-                                 "a contract of other backends",
-                                 "max_expanded", "as_checkpoint, weight_only or a8"));
+    verdicts.push_back(
+        Objection(Reason::kScheme,
+                  "the activation scales of the experts stay their own; one scale for all experts is "
+                  "a contract of other backends",
+                  "max_expanded", "as_checkpoint, weight_only or a8"));
   }
   if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
-    verdicts.push_back(Objection(Reason::kScheme, "a8 replaces 16-bit activations; this scheme quantizes its own",
+    verdicts.push_back(Objection(Reason::kScheme,
+                                 "a8 replaces 16-bit activations; this scheme quantizes its own",
                                  problem.scheme.name, "a weight-only scheme"));
   }
   if (const Status status = CheckActivationFormat(activation); !status.ok()) {
@@ -118,8 +125,8 @@ Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens) {
 }
 
 int64_t CutIntoTiles(int64_t tokens, uint8_t* heights) {
-  // The rest after full tiles of 16, as kHeights indices. A pass over a stripe costs about as much as two tokens
-  // (decoding), so padding up to two tokens is cheaper than another tile.
+  // The rest after full tiles of 16, as kHeights indices. A pass over a stripe costs about as much as two
+  // tokens (decoding), so padding up to two tokens is cheaper than another tile.
   struct Cover {
     uint8_t count;
     uint8_t heights[3];
@@ -154,7 +161,8 @@ int64_t CutIntoTiles(int64_t tokens, uint8_t* heights) {
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CpuPlan plan;
-  plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2) : ParseIsa(problem.isa).value_or(Isa::kAvx2);
+  plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2)
+                                 : ParseIsa(problem.isa).value_or(Isa::kAvx2);
   plan.mode = ChooseMode(problem, problem.plan_tokens);
   plan.panel = *ChoosePanelFormat(problem.scheme.weight);
   plan.kernel = KernelFor(plan.panel);
@@ -162,18 +170,18 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.fake_quantize = ActivationOf(problem).quantized();
   plan.num_local_experts = config.num_local_experts;
   plan.top_k = config.top_k();
-  plan.gate_up = MakeGemm(plan, problem, config.intermediate, config.hidden, config.activation.gated() ? 2 : 1);
+  plan.gate_up =
+      MakeGemm(plan, problem, config.intermediate, config.hidden, config.activation.gated() ? 2 : 1);
   plan.down = MakeGemm(plan, problem, config.hidden, config.intermediate, 1);
 
   const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
   const int64_t most_tokens = std::max<int64_t>(config.max_tokens, 1);
   const int64_t slots_per_token = batched ? plan.num_local_experts : plan.top_k;
-  const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes + plan.gate_up.padded_rows() * 4 +
-                             (batched ? plan.down.padded_rows() * 4 : 0);
+  const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes +
+                             plan.gate_up.padded_rows() * 4 + (batched ? plan.down.padded_rows() * 4 : 0);
   const int64_t token_bytes = std::max<int64_t>(1, slots_per_token * slot_bytes);
-  const int64_t tokens = std::clamp(kInFlightBytes / token_bytes, kFewestTokens, most_tokens < kFewestTokens
-                                                                                    ? kFewestTokens
-                                                                                    : most_tokens);
+  const int64_t tokens = std::clamp(kInFlightBytes / token_bytes, kFewestTokens,
+                                    most_tokens < kFewestTokens ? kFewestTokens : most_tokens);
   const int64_t piece = std::min(tokens, most_tokens);
   plan.max_slots = piece * slots_per_token;
   plan.max_rows = batched ? plan.max_slots : piece;
@@ -195,8 +203,13 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
     verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
                                  problem.scheme.name, ""));
   } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel))) {
-    verdicts.push_back(Objection(Reason::kScheme, "int8 activations need 4-bit or int8 weights", problem.scheme.name,
-                                 "NVFP4, MXFP4, INT4 or INT8 weights"));
+    verdicts.push_back(Objection(Reason::kScheme, "int8 activations need 4-bit or int8 weights",
+                                 problem.scheme.name, "NVFP4, MXFP4, INT4 or INT8 weights"));
+  }
+  if (panel.ok() && ActivationOf(problem).quantized() && !IsFloatKernel(KernelFor(*panel))) {
+    verdicts.push_back(Objection(Reason::kScheme,
+                                 "integer kernels have no tiles for this activation format yet",
+                                 problem.scheme.name, "a weight-only scheme"));
   }
   CheckActivations(problem, verdicts);
   if (config.apply_router_weight_on_input && config.top_k() != 1) {
@@ -209,9 +222,10 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
   const bool any_mode = problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput" ||
                         problem.mode == "masked";
   if (!any_mode || !known_mode) {
-    verdicts.push_back(Objection(Reason::kActivationFormat,
-                                 fmt::format("mode '{}' does not exist for this activation format", problem.mode),
-                                 problem.mode, batched ? "masked" : "latency or throughput"));
+    verdicts.push_back(
+        Objection(Reason::kActivationFormat,
+                  fmt::format("mode '{}' does not exist for this activation format", problem.mode),
+                  problem.mode, batched ? "masked" : "latency or throughput"));
   }
   if (problem.determinism >= Determinism::kRankInvariant) {
     verdicts.push_back(Objection(Reason::kDeterminism,

@@ -49,7 +49,7 @@ struct CpuPlan {
   int64_t top_k = 1;
   /// Slots (token, expert) that go through the layer together; more are cut into pieces.
   int64_t max_slots = 0;
-  int64_t max_rows = 0;       ///< of output accumulated at a time
+  int64_t max_rows = 0;  ///< of output accumulated at a time
   int64_t max_tiles = 0;
   int64_t max_tile_rows = 0;  ///< padding included
 };
@@ -69,8 +69,8 @@ int64_t CutIntoTiles(int64_t tokens, uint8_t* heights);
 
 /// Where the pieces of a workspace lie.
 struct CpuSlots {
-  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, input_tiles, mid, mid_tiles,
-      output;
+  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, input_tiles, mid,
+      mid_tiles, output;
 };
 CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
 
@@ -83,7 +83,8 @@ struct Tile {
   int64_t first_row = 0;  ///< tile rows (padding included) before it
 };
 
-/// Pieces of row buffers that packing tasks use, one each; more tasks would not help, fewer would starve threads.
+/// Pieces of row buffers that packing tasks use, one each; more tasks would not help, fewer would starve
+/// threads.
 inline constexpr int64_t kPackTasks = 64;
 
 }  // namespace fusedmoe::cpu

@@ -13,12 +13,13 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
-/// Memory of the system that is zero and belongs to whoever touches it first (NUMA), in huge pages where they can be
-/// had: they are worth 2 to 9 % of the read bandwidth.
+/// Memory of the system that is zero and belongs to whoever touches it first (NUMA), in huge pages where they
+/// can be had: they are worth 2 to 9 % of the read bandwidth.
 Result<Tensor> AllocatePages(DType dtype, const Shape& shape, std::byte** data) {
   const int64_t bytes = std::max<int64_t>(PackedBytes(dtype, shape.count()), 1);
   const auto mapped = static_cast<size_t>(RoundUp(bytes, kHugePage) + kHugePage);
-  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     return Status::System(fmt::format("out of memory: {} bytes of prepared weights", bytes));
   }
@@ -51,7 +52,7 @@ struct Matrix {
 };
 
 struct Targets {
-  std::byte* panels[2];     // gate_up, down
+  std::byte* panels[2];  // gate_up, down
   float* row_scale[2];
   float* bias[2];
 };
@@ -65,21 +66,23 @@ Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
   const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format);
   FMOE_RETURN_IF_ERROR(panel.status());
   if (!(*panel == plan.panel)) {
-    return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name, panel->ToString(),
-                                        plan.panel.ToString()));
+    return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name,
+                                        panel->ToString(), plan.panel.ToString()));
   }
   return Status::Ok();
 }
 
-Status PackMatrix(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert, Extras& extras) {
+Status PackMatrix(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert,
+                  Extras& extras) {
   FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
   const CanonicalMatrix& canonical = *matrix.canonical;
   const GemmShape& shape = *matrix.shape;
   std::vector<int32_t> columns = PanelColumns(canonical, plan.panel);
   if (static_cast<int64_t>(columns.size()) > shape.padded_cols) {
-    return Status::Unsupported(fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
-                                           "{} are planned",
-                                           matrix.name, shape.cols, columns.size(), shape.padded_cols))
+    return Status::Unsupported(
+               fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
+                           "{} are planned",
+                           matrix.name, shape.cols, columns.size(), shape.padded_cols))
         .WithHint("scale groups that a slice cuts need activation order to be declared");
   }
   columns.resize(static_cast<size_t>(shape.padded_cols), -1);
@@ -122,9 +125,11 @@ Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Targ
                                   : "there is a gate projection and the activation takes none");
   }
   if (gated) {
-    FMOE_RETURN_IF_ERROR(PackMatrix(plan, {&expert.gate, &plan.gate_up, 0, 0, "gate"}, targets, index, extras));
+    FMOE_RETURN_IF_ERROR(
+        PackMatrix(plan, {&expert.gate, &plan.gate_up, 0, 0, "gate"}, targets, index, extras));
   }
-  FMOE_RETURN_IF_ERROR(PackMatrix(plan, {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"}, targets, index, extras));
+  FMOE_RETURN_IF_ERROR(
+      PackMatrix(plan, {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"}, targets, index, extras));
   if (!gated) {
     extras.columns[0] = extras.columns[1];
     extras.pre_quant_scale[0] = extras.pre_quant_scale[1];
@@ -201,7 +206,8 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   return recipe;
 }
 
-Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source, const Executor& executor) {
+Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source,
+                                          const Executor& executor) {
   const int64_t experts = source.num_local_experts;
   if (experts != plan.num_local_experts) {
     return Status::BadInput(
@@ -211,13 +217,15 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
   weights.layout_key = LayoutKey(plan);
   weights.recipe = LayoutRecipe(plan);
   const GemmShape* shapes[2] = {&plan.gate_up, &plan.down};
-  const char* names[2][3] = {{"gate_up", "gate_up_row_scale", "gate_up_bias"}, {"down", "down_row_scale", "down_bias"}};
+  const char* names[2][3] = {{"gate_up", "gate_up_row_scale", "gate_up_bias"},
+                             {"down", "down_row_scale", "down_bias"}};
   Targets targets{};
   Tensor bias[2];
   for (int i = 0; i < 2; ++i) {
     const GemmShape& shape = *shapes[i];
     std::byte* data = nullptr;
-    FMOE_ASSIGN_OR_RETURN(Tensor panels, AllocatePages(DType::kU8, Shape{experts, shape.expert_bytes()}, &data));
+    FMOE_ASSIGN_OR_RETURN(Tensor panels,
+                          AllocatePages(DType::kU8, Shape{experts, shape.expert_bytes()}, &data));
     targets.panels[i] = data;
     weights.tensors.push_back({names[i][0], std::move(panels)});
     const Shape side{experts, shape.stripes, shape.parts, kPanelRows};
@@ -244,14 +252,14 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
     weights.tensors.push_back({names[0][2], bias[0]});
     weights.tensors.push_back({names[1][2], bias[1]});
   }
-  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_columns", DType::kI32, plan.gate_up.cols, plan.gate_up.padded_cols, extras,
-                               &Extras::columns, 0, 2));
-  FMOE_RETURN_IF_ERROR(
-      AddRows(weights, "mid_columns", DType::kI32, plan.down.cols, plan.down.padded_cols, extras, &Extras::columns, 2, 1));
-  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_pre_quant_scale", DType::kF32, plan.gate_up.cols, plan.gate_up.cols, extras,
-                               &Extras::pre_quant_scale, 0, 2));
-  FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_pre_quant_scale", DType::kF32, plan.down.cols, plan.down.cols, extras,
-                               &Extras::pre_quant_scale, 2, 1));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_columns", DType::kI32, plan.gate_up.cols,
+                               plan.gate_up.padded_cols, extras, &Extras::columns, 0, 2));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_columns", DType::kI32, plan.down.cols, plan.down.padded_cols,
+                               extras, &Extras::columns, 2, 1));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "input_pre_quant_scale", DType::kF32, plan.gate_up.cols,
+                               plan.gate_up.cols, extras, &Extras::pre_quant_scale, 0, 2));
+  FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_pre_quant_scale", DType::kF32, plan.down.cols, plan.down.cols,
+                               extras, &Extras::pre_quant_scale, 2, 1));
   FMOE_RETURN_IF_ERROR(AddTensorScales(weights, extras));
   return weights;
 }
@@ -268,7 +276,8 @@ Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const Prep
   const auto* tensor_scale = FindData<float>(weights, "input_tensor_scale");
   if (gate_up == nullptr || down == nullptr || gate_up_scale == nullptr || down_scale == nullptr ||
       tensor_scale == nullptr) {
-    return Status::BadInput("prepared weights lack one of gate_up, down, their row scales, input_tensor_scale");
+    return Status::BadInput(
+        "prepared weights lack one of gate_up, down, their row scales, input_tensor_scale");
   }
   const auto* gate_up_bias = FindData<float>(weights, "gate_up_bias");
   const auto* down_bias = FindData<float>(weights, "down_bias");

@@ -13,9 +13,10 @@ namespace fusedmoe::cpu {
 
 /// What happens to a row before it meets a projection, where that differs from doing nothing.
 struct InputTransform {
-  const int32_t* columns = nullptr;     ///< [padded_cols] source column of each packed k, -1: zero; null: identity
+  const int32_t* columns =
+      nullptr;  ///< [padded_cols] source column of each packed k, -1: zero; null: identity
   const float* pre_quant_scale = nullptr;  ///< [cols]
-  float tensor_scale = 1.0F;            ///< of the activation format
+  float tensor_scale = 1.0F;               ///< of the activation format
   bool operator==(const InputTransform&) const = default;
 };
 
@@ -32,7 +33,8 @@ struct ExpertPanels {
 };
 
 /// Canonical experts to panels, one after the other, in parallel.
-Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source, const Executor& executor);
+Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source,
+                                          const Executor& executor);
 
 /// Finds the tensors again; kUnsupported when they are not in the layout of the plan.
 Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const PreparedWeights& weights);

@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "experts/cpu/kernel_table_isa.hpp"
+#include "experts/cpu/simd_isa.hpp"
 
 /// The micro-kernels: 16 rows of weights times a tile of 1 to 16 tokens, K innermost.
 ///
@@ -11,13 +12,14 @@
 ///     tile     [64 k x tokens ] [64 k x tokens ] ...      broadcast, from L1 or L2
 ///     result   [token][16 rows]                           registers until the stripe ends
 ///
-/// Included after a simd_<width>_isa.hpp. Every format decodes in registers and every token runs through the same
-/// sequence of operations whatever the height of its tile, so that neighbours never change its bits.
+/// Every format decodes in registers and every token runs through the
+/// same sequence of operations whatever the height of its tile, so that neighbours never change its bits.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-// Distances of the two prefetches along the stripe, in bytes. The near one moves lines from L2 to L1, the far one from
-// memory to L2, which can wait for more of them at a time. Measured with NVFP4 at one token: docs/kernels.md.
+// Distances of the two prefetches along the stripe, in bytes. The near one moves lines from L2 to L1, the far
+// one from memory to L2, which can wait for more of them at a time. Measured with NVFP4 at one token:
+// docs/kernels.md.
 constexpr int64_t kPrefetchNear = 2304;
 constexpr int64_t kPrefetchFar = 9216;
 /// Tiles above this height are bound by arithmetic; a far prefetch would only take load slots.
@@ -33,7 +35,8 @@ FMOE_INLINE void PrefetchBlock(const uint8_t* block) {
   }
 }
 
-// ------------------------------------------------------------------------------------------------- integer formats
+// ------------------------------------------------------------------------------------------------- integer
+// formats
 
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
@@ -68,8 +71,8 @@ struct IntegerPanel {
 template <int kLargestCode, int kCount>
 FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
   if constexpr (kHasByteDot) {
-    // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting operations and
-    // ran at 60-90 % of this order (Emerald Rapids).
+    // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
+    // operations and ran at 60-90 % of this order (Emerald Rapids).
     Unroll<4>([&](auto q) {
       Unroll<kCount>([&](auto t) { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
     });
@@ -101,11 +104,12 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   }
 }
 
-/// Tokens whose sums live in registers at the same time. Two planes need two sums each; groups below 64 also keep fp32
-/// sums of the unit for every token.
+/// Tokens whose sums live in registers at the same time. Two planes need two sums each; groups below 64 also
+/// keep fp32 sums of the unit for every token.
 template <TileKind kKind, int kGroup, int kHeight>
 constexpr int TokensAtOnce() {
-  constexpr int kRegisters = kHalves == 1 ? (kKind == kTileA16 && kGroup < 64 ? 4 : 8) : (kKind == kTileA16 ? 2 : 4);
+  constexpr int kRegisters =
+      kHalves == 1 ? (kKind == kTileA16 && kGroup < 64 ? 4 : 8) : (kKind == kTileA16 ? 2 : 4);
   return kHeight < kRegisters ? kHeight : kRegisters;
 }
 
@@ -139,13 +143,15 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token].
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int half, Ints table, const int32_t* words,
-                             const int32_t* correction, const float* activation_scale, Floats* accumulators) {
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int half, Ints table,
+                             const int32_t* words, const int32_t* correction, const float* activation_scale,
+                             Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
   constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
-  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
+  constexpr bool kUnitSums =
+      kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
   Floats unit_sums[kHeight];
   if constexpr (kUnitSums) {
     Unroll<kHeight>([&](auto t) { unit_sums[t] = Zero(); });
@@ -202,7 +208,8 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
 }
 
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * kHeight;
@@ -219,8 +226,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
       Unroll<Panel::kUnits>([&](auto unit) {
         Unroll<kHalves>([&](auto half) {
           IntegerUnit<kWeight, kKind, kHeight>(stripes + unit * Panel::kUnitBytes,
-                                               stripes + Panel::kUnits * Panel::kUnitBytes, half, table, words,
-                                               correction, scale, accumulators[half]);
+                                               stripes + Panel::kUnits * Panel::kUnitBytes, half, table,
+                                               words, correction, scale, accumulators[half]);
         });
         words += kUnitWords;
         correction += kUnitCorrections;
@@ -234,12 +241,15 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
   }
 }
 
-// --------------------------------------------------------------------------------------------------- float formats
+// --------------------------------------------------------------------------------------------------- float
+// formats
 
 template <WeightKernel kWeight>
 struct FloatPanel {
   /// k in one 64-byte vector.
-  static constexpr int kVectorK = kWeight == kWeightF32 ? 1 : kWeight == kWeightBf16 || kWeight == kWeightF16 ? 2 : 4;
+  static constexpr int kVectorK = kWeight == kWeightF32                             ? 1
+                                  : kWeight == kWeightBf16 || kWeight == kWeightF16 ? 2
+                                                                                    : 4;
   static constexpr int kCodeBytes = 64 * 64 / kVectorK;
   /// k after which sums are scaled; 0: not before the end.
   static constexpr int kGroup = kWeight == kWeightE4m3Scaled ? 64 : kWeight == kWeightMxfp8 ? 32 : 0;
@@ -268,7 +278,8 @@ struct FloatPanel {
   }
 };
 
-/// Even and odd k have sums of their own: one chain of additions would leave an FMA unit idle for most of its latency.
+/// Even and odd k have sums of their own: one chain of additions would leave an FMA unit idle for most of its
+/// latency.
 constexpr int kChains = 2;
 
 /// Tokens whose sums live in registers at the same time.
@@ -280,8 +291,8 @@ constexpr int FloatTokensAtOnce() {
 
 /// One group of k of one block: sums[stripe][token][chain] += weights * values for tokens [0, kCount).
 template <WeightKernel kWeight, int kHeight, int kCount, int kStripes>
-FMOE_INLINE void FloatGroup(const uint8_t* vectors, int64_t stripe_bytes, int count, int half, const float* values,
-                            Floats (&sums)[kStripes][kCount][kChains]) {
+FMOE_INLINE void FloatGroup(const uint8_t* vectors, int64_t stripe_bytes, int count, int half,
+                            const float* values, Floats (&sums)[kStripes][kCount][kChains]) {
   using Panel = FloatPanel<kWeight>;
   constexpr int kStep = Panel::kVectorK == 1 ? 2 : 1;  // vectors at a time, so that chains are constants
   constexpr int kStepK = kStep * Panel::kVectorK;
@@ -328,9 +339,9 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t blocks, const Tile
       constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
       Unroll<64 / kGroupK>([&](auto group) {
         auto& group_sums = sums[half][part];
-        FloatGroup<kWeight, kHeight, kCount, kStripes>(block + group * kGroupVectors * 64, stripe_bytes,
-                                                       kGroupVectors, half,
-                                                       values + group * kGroupK * kHeight + part * kCount, group_sums);
+        FloatGroup<kWeight, kHeight, kCount, kStripes>(
+            block + group * kGroupVectors * 64, stripe_bytes, kGroupVectors, half,
+            values + group * kGroupK * kHeight + part * kCount, group_sums);
         if constexpr (kScaled) {
           Unroll<kStripes>([&](auto s) {
             const Floats scale = Panel::Scale(block + s * stripe_bytes, group, half);
@@ -363,11 +374,13 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
   int64_t stripe = 0;
   if constexpr (kHeight <= 4) {
     for (; stripe + 2 <= num_stripes; stripe += 2) {
-      FloatStripes<kWeight, kHeight, 2>(stripes + stripe * stripe_bytes, blocks, tile, out + stripe * kHeight * 16);
+      FloatStripes<kWeight, kHeight, 2>(stripes + stripe * stripe_bytes, blocks, tile,
+                                        out + stripe * kHeight * 16);
     }
   }
   for (; stripe < num_stripes; ++stripe) {
-    FloatStripes<kWeight, kHeight, 1>(stripes + stripe * stripe_bytes, blocks, tile, out + stripe * kHeight * 16);
+    FloatStripes<kWeight, kHeight, 1>(stripes + stripe * stripe_bytes, blocks, tile,
+                                      out + stripe * kHeight * 16);
   }
 }
 

@@ -3,20 +3,23 @@
 #include <stdint.h>
 
 #include "experts/cpu/kernel_table_isa.hpp"
+#include "experts/cpu/simd_isa.hpp"
 
-/// What happens to the sums of a micro-kernel: row scale, bias, the non-linearity, the weighted sum over experts.
-/// All in fp32; the formulas are those of src/moe/activation.hpp.
+/// What happens to the sums of a micro-kernel: row scale, bias, the non-linearity, the weighted sum over
+/// experts. All in fp32; the formulas are those of src/moe/activation.hpp.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 /// e^x to 2 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7 for e^r (its remainder
 /// r^8/8! is below 6e-9), scaled by 2^n. Beyond the range of fp32: 0 and infinity. NaN stays.
 FMOE_INLINE Floats Exp(Floats x) {
-  // Larger arguments give infinity, smaller ones zero, as at these bounds; NaN is the second operand and passes.
+  // Larger arguments give infinity, smaller ones zero, as at these bounds; NaN is the second operand and
+  // passes.
   x = Min(Set(89.0F), x);
   x = Max(Set(-104.0F), x);
   const Floats n = RoundEven(Multiply(x, Set(1.44269504F)));
-  Floats r = NegativeMultiplyAdd(n, Set(0.693145752F), x);  // ln 2 in two pieces, the first with few bits: n * it is exact
+  Floats r = NegativeMultiplyAdd(n, Set(0.693145752F),
+                                 x);  // ln 2 in two pieces, the first with few bits: n * it is exact
   r = NegativeMultiplyAdd(n, Set(1.42860677e-6F), r);
   Floats p = Set(1.0F / 5040.0F);
   p = MultiplyAdd(p, r, Set(1.0F / 720.0F));
@@ -29,12 +32,18 @@ FMOE_INLINE Floats Exp(Floats x) {
   return ScaleByPowerOfTwo(p, n);
 }
 
-FMOE_INLINE Floats Negate(Floats x) { return Subtract(Zero(), x); }
+FMOE_INLINE Floats Negate(Floats x) {
+  return Subtract(Zero(), x);
+}
 
 /// x / (1 + e^(-k x)). Where the exponential overflows the quotient is -0, its limit.
-FMOE_INLINE Floats TimesSigmoid(Floats x, Floats kx) { return Divide(x, Add(Set(1.0F), Exp(Negate(kx)))); }
+FMOE_INLINE Floats TimesSigmoid(Floats x, Floats kx) {
+  return Divide(x, Add(Set(1.0F), Exp(Negate(kx))));
+}
 
-FMOE_INLINE Floats Silu(Floats x) { return TimesSigmoid(x, x); }
+FMOE_INLINE Floats Silu(Floats x) {
+  return TimesSigmoid(x, x);
+}
 
 /// x/2 (1 + tanh(y)) = x sigmoid(2y), y = sqrt(2/pi) (x + 0.044715 x^3)
 FMOE_INLINE Floats GeluTanh(Floats x) {
@@ -43,8 +52,8 @@ FMOE_INLINE Floats GeluTanh(Floats x) {
   return TimesSigmoid(x, Add(y, y));
 }
 
-/// x/2 erfc(-x / sqrt 2). erfc by the Chebyshev fit of W. J. Cody's form erfc(z) = t exp(-z^2 + P(t)), t = 1/(1 + z/2),
-/// in the version of Numerical Recipes (erfcc): relative error below 1.2e-7 for every z >= 0.
+/// x/2 erfc(-x / sqrt 2). erfc by the Chebyshev fit of W. J. Cody's form erfc(z) = t exp(-z^2 + P(t)), t =
+/// 1/(1 + z/2), in the version of Numerical Recipes (erfcc): relative error below 1.2e-7 for every z >= 0.
 FMOE_INLINE Floats Gelu(Floats x) {
   const Floats z = Multiply(Absolute(x), Set(0.707106781F));
   const Floats t = Divide(Set(1.0F), MultiplyAdd(Set(0.5F), z, Set(1.0F)));
@@ -68,7 +77,9 @@ FMOE_INLINE Floats Relu2(Floats x) {
   return Multiply(positive, positive);
 }
 
-FMOE_INLINE Floats Clamp(Floats x, float limit) { return Max(Set(-limit), Min(Set(limit), x)); }
+FMOE_INLINE Floats Clamp(Floats x, float limit) {
+  return Max(Set(-limit), Min(Set(limit), x));
+}
 
 FMOE_INLINE Floats Activated(const ActivateArguments* a, Floats gate, Floats up) {
   switch (a->activation) {
@@ -117,7 +128,8 @@ void Activate(const ActivateArguments* a) {
   for (int token = 0; token < a->tokens; ++token) {
     for (int row = 0; row < 16; row += kLanes) {
       const int at = token * 16 + row;
-      const Floats up = ScaledRow(a->up + at, a->up_row_scale + row, a->up_bias == nullptr ? nullptr : a->up_bias + row);
+      const Floats up =
+          ScaledRow(a->up + at, a->up_row_scale + row, a->up_bias == nullptr ? nullptr : a->up_bias + row);
       Floats gate = up;
       if (a->gate != nullptr) {
         gate = ScaledRow(a->gate + at, a->gate_row_scale + row,
@@ -132,8 +144,8 @@ void Accumulate(const AccumulateArguments* a) {
   for (int token = 0; token < a->tokens; ++token) {
     const Floats weight = Set(a->weights[token]);
     for (int row = 0; row < 16; row += kLanes) {
-      const Floats value =
-          ScaledRow(a->dot + token * 16 + row, a->row_scale + row, a->bias == nullptr ? nullptr : a->bias + row);
+      const Floats value = ScaledRow(a->dot + token * 16 + row, a->row_scale + row,
+                                     a->bias == nullptr ? nullptr : a->bias + row);
       float* out = a->rows[token] + row;
       Store(out, MultiplyAdd(weight, value, Load(out)));
     }

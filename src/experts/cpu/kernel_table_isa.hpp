@@ -2,8 +2,9 @@
 
 #include <stdint.h>
 
-/// What an instruction-set file exports, in plain C terms: these headers are compiled once for each instruction set,
-/// so nothing in them may have external linkage (docs/kernels.md, "One file an instruction set").
+/// What an instruction-set file exports, in plain C terms: these headers are compiled once for each
+/// instruction set, so nothing in them may have external linkage (docs/kernels.md, "One file an instruction
+/// set").
 namespace fusedmoe::cpu {
 
 /// How the codes of a panel become numbers. One micro-kernel each; order as in kPanelKernels of kernels.cpp.
@@ -54,12 +55,12 @@ struct TileView {
   float* scale;
 };
 
-/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant zero the
-/// accumulator starts at minus that (int32, one value per group of `k`); with zero points of their own the kernel needs
-/// the sums themselves (fp32, exact integers).
+/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
+/// zero the accumulator starts at minus that (int32, one value per group of `k`); with zero points of their
+/// own the kernel needs the sums themselves (fp32, exact integers).
 struct Correction {
-  int group;     ///< k; 0: none
-  int zero;      ///< the constant zero; 0: the sums are stored instead
+  int group;  ///< k; 0: none
+  int zero;   ///< the constant zero; 0: the sums are stored instead
 };
 
 static constexpr Correction CorrectionOf(WeightKernel kernel) {
@@ -86,26 +87,32 @@ static constexpr Correction CorrectionOf(WeightKernel kernel) {
 }
 
 /// The group of kTileA4 scales.
-static constexpr int WeightGroup(WeightKernel kernel) { return kernel == kWeightNvfp4 ? 16 : 32; }
+static constexpr int WeightGroup(WeightKernel kernel) {
+  return kernel == kWeightNvfp4 ? 16 : 32;
+}
 
 /// k that share an activation scale.
 static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
   return kind == kTileA4 ? WeightGroup(kernel) : 64;
 }
 
-static constexpr int Planes(TileKind kind) { return kind == kTileA16 ? 2 : 1; }
+static constexpr int Planes(TileKind kind) {
+  return kind == kTileA16 ? 2 : 1;
+}
 
-/// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction, scale.
+/// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction,
+/// scale.
 static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
   if (kind == kTileF32) {
     return padded_k * 4;
   }
   const Correction correction = CorrectionOf(kernel);
-  return padded_k * Planes(kind) + padded_k / correction.group * 4 + padded_k / ActivationGroup(kernel, kind) * 4;
+  return padded_k * Planes(kind) + padded_k / correction.group * 4 +
+         padded_k / ActivationGroup(kernel, kind) * 4;
 }
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
-                                       int height) {
+                                int height) {
   TileView view = {memory, 0, 0};
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * Planes(kind) * height;
@@ -115,8 +122,8 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
   return view;
 }
 
-/// out[stripe][token][16] = rows of `num_stripes` consecutive stripes times the tokens of the tile, before row scales.
-/// Reads exactly num_stripes * blocks * block bytes, and prefetches beyond.
+/// out[stripe][token][16] = rows of `num_stripes` consecutive stripes times the tokens of the tile, before
+/// row scales. Reads exactly num_stripes * blocks * block bytes, and prefetches beyond.
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
@@ -129,13 +136,14 @@ struct PackArguments {
   int token;           ///< column of the tile
   int64_t first_unit;  ///< in K / 64
   int64_t units;
-  const float* values;      ///< 64 * units
-  const float* row_scale;   ///< kTileA8: null, or the scale that the whole row shares; its codes are x / scale
-  float tensor_scale;       ///< kTileA4 with e4m3 scales: decode multiplier above them
+  const float* values;     ///< 64 * units
+  const float* row_scale;  ///< kTileA8: null, or the scale that the whole row shares; its codes are x / scale
+  float tensor_scale;      ///< kTileA4 with e4m3 scales: decode multiplier above them
 };
 typedef void (*PackKernel)(const PackArguments* arguments);
 
-/// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts equality.
+/// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts
+/// equality.
 enum ActivationCode : int {
   kActSilu,
   kActGelu,
@@ -149,7 +157,8 @@ enum ActivationCode : int {
   kActRelu2NoMul,
 };
 
-/// mid[token][16] = activation(gate * gate_scale + gate_bias, up * up_scale + up_bias). Ungated: gate is null.
+/// mid[token][16] = activation(gate * gate_scale + gate_bias, up * up_scale + up_bias). Ungated: gate is
+/// null.
 struct ActivateArguments {
   const float* gate;  ///< [token][16], from DotKernel
   const float* up;

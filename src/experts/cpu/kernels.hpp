@@ -18,8 +18,8 @@ std::optional<Isa> BestIsa(const Machine& machine);
 /// The micro-kernel that reads such panels.
 WeightKernel KernelFor(const PanelFormat& format);
 
-/// What a kernel leaves out of its decoding and row scales must make up for: e4m3 read as f16 is 2^-8 of its value,
-/// e2m1 is doubled.
+/// What a kernel leaves out of its decoding and row scales must make up for: e4m3 read as f16 is 2^-8 of its
+/// value, e2m1 is doubled.
 float KernelOutputScale(WeightKernel kernel);
 
 }  // namespace fusedmoe::cpu

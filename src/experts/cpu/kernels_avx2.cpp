@@ -1,6 +1,5 @@
 #define FMOE_ISA_NS avx2
 
-#include "experts/cpu/simd_avx2_isa.hpp"
 #include "experts/cpu/table_isa.hpp"
 
 namespace fusedmoe::cpu {

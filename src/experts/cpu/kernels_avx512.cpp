@@ -1,6 +1,5 @@
 #define FMOE_ISA_NS avx512
 
-#include "experts/cpu/simd_avx512_isa.hpp"
 #include "experts/cpu/table_isa.hpp"
 
 namespace fusedmoe::cpu {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/kernel_table_isa.hpp"
+#include "experts/cpu/simd_isa.hpp"
 
 /// Values of one token into its column of a tile (layout: TileView), 64 at a time.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -12,7 +13,8 @@ namespace {
 constexpr int kUnitVectors = 64 / kLanes;
 
 void PackF32(const PackArguments* arguments) {
-  float* out = (float*)arguments->tile.codes + arguments->first_unit * 64 * arguments->height + arguments->token;
+  float* out =
+      (float*)arguments->tile.codes + arguments->first_unit * 64 * arguments->height + arguments->token;
   const int64_t count = arguments->units * 64;
   if (arguments->height == 1) {
     memcpy(out, arguments->values, (size_t)count * sizeof(float));
@@ -60,7 +62,8 @@ FMOE_INLINE uint32_t LargestBits(const Floats* x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000;
 constexpr uint32_t kNanBits = 0x7fc00000;
-/// 2^-110: the reciprocal of a scale below it would overflow. Such a unit counts as zero; it is 2^-100 of any weight.
+/// 2^-110: the reciprocal of a scale below it would overflow. Such a unit counts as zero; it is 2^-100 of any
+/// weight.
 constexpr uint32_t kTinyBits = (127 - 110) << 23;
 
 FMOE_INLINE float FloatOfBits(uint32_t bits) {
@@ -69,8 +72,8 @@ FMOE_INLINE float FloatOfBits(uint32_t bits) {
   return value;
 }
 
-/// Scale and its reciprocal for codes up to `largest_code`. A unit with NaN or infinity gets a NaN scale, which spoils
-/// its own token and no other.
+/// Scale and its reciprocal for codes up to `largest_code`. A unit with NaN or infinity gets a NaN scale,
+/// which spoils its own token and no other.
 struct UnitScale {
   float scale, encode_multiplier;
 };
@@ -135,7 +138,8 @@ void PackIntegers(const PackArguments* a) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------- rows of hidden states
+// ---------------------------------------------------------------------------------------------- rows of
+// hidden states
 
 void Bf16ToFloat(const void* values, int64_t count, float* out) {
   const uint16_t* in = (const uint16_t*)values;
@@ -159,12 +163,15 @@ void F16ToFloat(const void* values, int64_t count, float* out) {
   }
 }
 
-void CopyFloats(const void* values, int64_t count, float* out) { memcpy(out, values, (size_t)count * sizeof(float)); }
+void CopyFloats(const void* values, int64_t count, float* out) {
+  memcpy(out, values, (size_t)count * sizeof(float));
+}
 void CopyFloatsOut(const float* values, int64_t count, void* out) {
   memcpy(out, values, (size_t)count * sizeof(float));
 }
 
-/// To nearest even: adds half a unit less one, plus the last bit that stays. NaN becomes the quiet NaN 0x7fc0.
+/// To nearest even: adds half a unit less one, plus the last bit that stays. NaN becomes the quiet NaN
+/// 0x7fc0.
 FMOE_INLINE Ints Bf16Of(Floats x) {
   const Ints bits = Bits(x);
   const Ints odd = IntAnd(ShiftRight16(bits), IntSet(1));

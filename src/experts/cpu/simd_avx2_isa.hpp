@@ -16,18 +16,42 @@ constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = false;
 
-FMOE_INLINE Floats Zero() { return _mm256_setzero_ps(); }
-FMOE_INLINE Floats Set(float x) { return _mm256_set1_ps(x); }
-FMOE_INLINE Floats Load(const float* p) { return _mm256_loadu_ps(p); }
-FMOE_INLINE void Store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-FMOE_INLINE Floats Add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
-FMOE_INLINE Floats Subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
-FMOE_INLINE Floats Multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-FMOE_INLINE Floats Divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
-FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) { return _mm256_fnmadd_ps(a, b, c); }
-FMOE_INLINE Floats Min(Floats a, Floats b) { return _mm256_min_ps(a, b); }
-FMOE_INLINE Floats Max(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+FMOE_INLINE Floats Zero() {
+  return _mm256_setzero_ps();
+}
+FMOE_INLINE Floats Set(float x) {
+  return _mm256_set1_ps(x);
+}
+FMOE_INLINE Floats Load(const float* p) {
+  return _mm256_loadu_ps(p);
+}
+FMOE_INLINE void Store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x);
+}
+FMOE_INLINE Floats Add(Floats a, Floats b) {
+  return _mm256_add_ps(a, b);
+}
+FMOE_INLINE Floats Subtract(Floats a, Floats b) {
+  return _mm256_sub_ps(a, b);
+}
+FMOE_INLINE Floats Multiply(Floats a, Floats b) {
+  return _mm256_mul_ps(a, b);
+}
+FMOE_INLINE Floats Divide(Floats a, Floats b) {
+  return _mm256_div_ps(a, b);
+}
+FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm256_fnmadd_ps(a, b, c);
+}
+FMOE_INLINE Floats Min(Floats a, Floats b) {
+  return _mm256_min_ps(a, b);
+}
+FMOE_INLINE Floats Max(Floats a, Floats b) {
+  return _mm256_max_ps(a, b);
+}
 FMOE_INLINE Floats RoundEven(Floats x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -38,23 +62,53 @@ FMOE_INLINE Floats Absolute(Floats x) {
   return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
 }
 
-FMOE_INLINE Ints IntZero() { return _mm256_setzero_si256(); }
-FMOE_INLINE Ints IntSet(int32_t x) { return _mm256_set1_epi32(x); }
-FMOE_INLINE Ints IntAdd(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-FMOE_INLINE Ints IntSubtract(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-FMOE_INLINE Ints IntAnd(Ints a, Ints b) { return _mm256_and_si256(a, b); }
-FMOE_INLINE Ints IntOr(Ints a, Ints b) { return _mm256_or_si256(a, b); }
-FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
+FMOE_INLINE Ints IntZero() {
+  return _mm256_setzero_si256();
+}
+FMOE_INLINE Ints IntSet(int32_t x) {
+  return _mm256_set1_epi32(x);
+}
+FMOE_INLINE Ints IntAdd(Ints a, Ints b) {
+  return _mm256_add_epi32(a, b);
+}
+FMOE_INLINE Ints IntSubtract(Ints a, Ints b) {
+  return _mm256_sub_epi32(a, b);
+}
+FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
+  return _mm256_and_si256(a, b);
+}
+FMOE_INLINE Ints IntOr(Ints a, Ints b) {
+  return _mm256_or_si256(a, b);
+}
+FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
+  return _mm256_max_epu32(a, b);
+}
 template <int kBits>
-FMOE_INLINE Ints ShiftLeft(Ints x) { return _mm256_slli_epi32(x, kBits); }
+FMOE_INLINE Ints ShiftLeft(Ints x) {
+  return _mm256_slli_epi32(x, kBits);
+}
 template <int kBits>
-FMOE_INLINE Ints ShiftRightSigned(Ints x) { return _mm256_srai_epi32(x, kBits); }
-FMOE_INLINE Ints ShiftRight16(Ints x) { return _mm256_srli_epi32(x, 16); }
-FMOE_INLINE Ints LoadInts(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-FMOE_INLINE Floats ToFloats(Ints x) { return _mm256_cvtepi32_ps(x); }
-FMOE_INLINE Ints ToIntsEven(Floats x) { return _mm256_cvtps_epi32(x); }
-FMOE_INLINE Ints Bits(Floats x) { return _mm256_castps_si256(x); }
-FMOE_INLINE Floats FromBits(Ints x) { return _mm256_castsi256_ps(x); }
+FMOE_INLINE Ints ShiftRightSigned(Ints x) {
+  return _mm256_srai_epi32(x, kBits);
+}
+FMOE_INLINE Ints ShiftRight16(Ints x) {
+  return _mm256_srli_epi32(x, 16);
+}
+FMOE_INLINE Ints LoadInts(const void* p) {
+  return _mm256_loadu_si256((const __m256i*)p);
+}
+FMOE_INLINE Floats ToFloats(Ints x) {
+  return _mm256_cvtepi32_ps(x);
+}
+FMOE_INLINE Ints ToIntsEven(Floats x) {
+  return _mm256_cvtps_epi32(x);
+}
+FMOE_INLINE Ints Bits(Floats x) {
+  return _mm256_castps_si256(x);
+}
+FMOE_INLINE Floats FromBits(Ints x) {
+  return _mm256_castsi256_ps(x);
+}
 FMOE_INLINE int32_t SumOf(Ints x) {
   __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
@@ -66,7 +120,8 @@ FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
   return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 FMOE_INLINE __m128i PackWords(Ints x) {
-  const __m256i words = _mm256_packus_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)), _mm256_setzero_si256());
+  const __m256i words =
+      _mm256_packus_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)), _mm256_setzero_si256());
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08));
 }
 FMOE_INLINE void StoreBytes(int8_t* p, Ints x) {
@@ -77,8 +132,12 @@ FMOE_INLINE void StoreBytes(int8_t* p, Ints x) {
 FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
   return FromBits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-FMOE_INLINE Floats LoadF16(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) { _mm_storeu_si128((__m128i*)p, PackWords(low_words)); }
+FMOE_INLINE Floats LoadF16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
+  _mm_storeu_si128((__m128i*)p, PackWords(low_words));
+}
 FMOE_INLINE void StoreF16(uint16_t* p, Floats x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -87,21 +146,30 @@ FMOE_INLINE Ints SelectNan(Floats x, Ints if_nan, Ints otherwise) {
 }
 
 FMOE_INLINE Floats LoadE4m3Scales(const uint8_t* p, int half) {
-  return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 7));
+  return _mm256_cvtph_ps(
+      _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 7));
 }
 FMOE_INLINE Floats LoadE8m0Scales(const uint8_t* p, int half) {
-  return FromBits(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 23));
+  return FromBits(
+      _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 23));
 }
-FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int half) { return Load((const float*)p + 8 * half); }
+FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int half) {
+  return Load((const float*)p + 8 * half);
+}
 
 FMOE_INLINE Ints E2m1Table() {
-  return _mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  return _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
-FMOE_INLINE Ints LowNibbles(Ints x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+FMOE_INLINE Ints LowNibbles(Ints x) {
+  return _mm256_and_si256(x, _mm256_set1_epi8(15));
+}
 FMOE_INLINE Ints HighNibbles(Ints x) {
   return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
 }
-FMOE_INLINE Ints LoadBytes(const uint8_t* p, int half) { return LoadInts(p + 32 * half); }
+FMOE_INLINE Ints LoadBytes(const uint8_t* p, int half) {
+  return LoadInts(p + 32 * half);
+}
 FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
   const Ints x = LoadBytes(p, half);
   out[0] = LowNibbles(x);
@@ -144,10 +212,18 @@ FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
   ConvertPairs(_mm256_slli_epi16(x, 8), _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00)), out);
 }
 
-FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) { return _mm256_maddubs_epi16(u, s); }
-FMOE_INLINE Ints AddWords(Ints a, Ints b) { return _mm256_add_epi16(a, b); }
-FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) { return _mm256_madd_epi16(a, _mm256_set1_epi16(factor)); }
-FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) { return sum; }
+FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) {
+  return _mm256_maddubs_epi16(u, s);
+}
+FMOE_INLINE Ints AddWords(Ints a, Ints b) {
+  return _mm256_add_epi16(a, b);
+}
+FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
+  return _mm256_madd_epi16(a, _mm256_set1_epi16(factor));
+}
+FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
+  return sum;
+}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
@@ -159,8 +235,12 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
   return _mm256_mul_ps(_mm256_mul_ps(x, a), b);
 }
 
-FMOE_INLINE void Prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-FMOE_INLINE void PrefetchFar(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+FMOE_INLINE void Prefetch(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+}
+FMOE_INLINE void PrefetchFar(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T1);
+}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

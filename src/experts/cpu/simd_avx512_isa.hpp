@@ -10,8 +10,8 @@
 
 #include "experts/cpu/unroll_isa.hpp"
 
-/// 512-bit registers: one register holds all 16 rows of a stripe. With VBMI a table look-up needs no masking, with VNNI
-/// four products are one instruction; without them AVX-512BW does the same work in more steps.
+/// 512-bit registers: one register holds all 16 rows of a stripe. With VBMI a table look-up needs no masking,
+/// with VNNI four products are one instruction; without them AVX-512BW does the same work in more steps.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -25,19 +25,43 @@ constexpr bool kHasByteDot = true;
 constexpr bool kHasByteDot = false;
 #endif
 
-FMOE_INLINE Floats Zero() { return _mm512_setzero_ps(); }
-FMOE_INLINE Floats Set(float x) { return _mm512_set1_ps(x); }
-FMOE_INLINE Floats Load(const float* p) { return _mm512_loadu_ps(p); }
-FMOE_INLINE void Store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-FMOE_INLINE Floats Add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
-FMOE_INLINE Floats Subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
-FMOE_INLINE Floats Multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-FMOE_INLINE Floats Divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
-FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }
+FMOE_INLINE Floats Zero() {
+  return _mm512_setzero_ps();
+}
+FMOE_INLINE Floats Set(float x) {
+  return _mm512_set1_ps(x);
+}
+FMOE_INLINE Floats Load(const float* p) {
+  return _mm512_loadu_ps(p);
+}
+FMOE_INLINE void Store(float* p, Floats x) {
+  _mm512_storeu_ps(p, x);
+}
+FMOE_INLINE Floats Add(Floats a, Floats b) {
+  return _mm512_add_ps(a, b);
+}
+FMOE_INLINE Floats Subtract(Floats a, Floats b) {
+  return _mm512_sub_ps(a, b);
+}
+FMOE_INLINE Floats Multiply(Floats a, Floats b) {
+  return _mm512_mul_ps(a, b);
+}
+FMOE_INLINE Floats Divide(Floats a, Floats b) {
+  return _mm512_div_ps(a, b);
+}
+FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm512_fnmadd_ps(a, b, c);
+}
 /// The second operand where either is NaN.
-FMOE_INLINE Floats Min(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-FMOE_INLINE Floats Max(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+FMOE_INLINE Floats Min(Floats a, Floats b) {
+  return _mm512_min_ps(a, b);
+}
+FMOE_INLINE Floats Max(Floats a, Floats b) {
+  return _mm512_max_ps(a, b);
+}
 FMOE_INLINE Floats RoundEven(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -48,32 +72,70 @@ FMOE_INLINE Floats Absolute(Floats x) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
 }
 
-FMOE_INLINE Ints IntZero() { return _mm512_setzero_si512(); }
-FMOE_INLINE Ints IntSet(int32_t x) { return _mm512_set1_epi32(x); }
-FMOE_INLINE Ints IntAdd(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-FMOE_INLINE Ints IntSubtract(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
-FMOE_INLINE Ints IntAnd(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-FMOE_INLINE Ints IntOr(Ints a, Ints b) { return _mm512_or_si512(a, b); }
-FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+FMOE_INLINE Ints IntZero() {
+  return _mm512_setzero_si512();
+}
+FMOE_INLINE Ints IntSet(int32_t x) {
+  return _mm512_set1_epi32(x);
+}
+FMOE_INLINE Ints IntAdd(Ints a, Ints b) {
+  return _mm512_add_epi32(a, b);
+}
+FMOE_INLINE Ints IntSubtract(Ints a, Ints b) {
+  return _mm512_sub_epi32(a, b);
+}
+FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
+  return _mm512_and_si512(a, b);
+}
+FMOE_INLINE Ints IntOr(Ints a, Ints b) {
+  return _mm512_or_si512(a, b);
+}
+FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
+  return _mm512_max_epu32(a, b);
+}
 template <int kBits>
-FMOE_INLINE Ints ShiftLeft(Ints x) { return _mm512_slli_epi32(x, kBits); }
+FMOE_INLINE Ints ShiftLeft(Ints x) {
+  return _mm512_slli_epi32(x, kBits);
+}
 template <int kBits>
-FMOE_INLINE Ints ShiftRightSigned(Ints x) { return _mm512_srai_epi32(x, kBits); }
-FMOE_INLINE Ints ShiftRight16(Ints x) { return _mm512_srli_epi32(x, 16); }
-FMOE_INLINE Ints LoadInts(const void* p) { return _mm512_loadu_si512(p); }
-FMOE_INLINE Floats ToFloats(Ints x) { return _mm512_cvtepi32_ps(x); }
-FMOE_INLINE Ints ToIntsEven(Floats x) { return _mm512_cvtps_epi32(x); }
-FMOE_INLINE Ints Bits(Floats x) { return _mm512_castps_si512(x); }
-FMOE_INLINE Floats FromBits(Ints x) { return _mm512_castsi512_ps(x); }
-FMOE_INLINE int32_t SumOf(Ints x) { return _mm512_reduce_add_epi32(x); }
-FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) { return _mm512_reduce_max_epu32(x); }
+FMOE_INLINE Ints ShiftRightSigned(Ints x) {
+  return _mm512_srai_epi32(x, kBits);
+}
+FMOE_INLINE Ints ShiftRight16(Ints x) {
+  return _mm512_srli_epi32(x, 16);
+}
+FMOE_INLINE Ints LoadInts(const void* p) {
+  return _mm512_loadu_si512(p);
+}
+FMOE_INLINE Floats ToFloats(Ints x) {
+  return _mm512_cvtepi32_ps(x);
+}
+FMOE_INLINE Ints ToIntsEven(Floats x) {
+  return _mm512_cvtps_epi32(x);
+}
+FMOE_INLINE Ints Bits(Floats x) {
+  return _mm512_castps_si512(x);
+}
+FMOE_INLINE Floats FromBits(Ints x) {
+  return _mm512_castsi512_ps(x);
+}
+FMOE_INLINE int32_t SumOf(Ints x) {
+  return _mm512_reduce_add_epi32(x);
+}
+FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
+  return _mm512_reduce_max_epu32(x);
+}
 /// Low bytes of the lanes.
-FMOE_INLINE void StoreBytes(int8_t* p, Ints x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
+FMOE_INLINE void StoreBytes(int8_t* p, Ints x) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x));
+}
 
 FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
   return FromBits(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-FMOE_INLINE Floats LoadF16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+FMOE_INLINE Floats LoadF16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
 FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(low_words));
 }
@@ -91,9 +153,12 @@ FMOE_INLINE Floats LoadE4m3Scales(const uint8_t* p, int) {
 FMOE_INLINE Floats LoadE8m0Scales(const uint8_t* p, int) {
   return FromBits(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23));
 }
-FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int) { return Load((const float*)p); }
+FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int) {
+  return Load((const float*)p);
+}
 
-/// Doubled e2m1 values plus 12: unsigned, 0..24. The table repeats so that the upper bits of an index do not matter.
+/// Doubled e2m1 values plus 12: unsigned, 0..24. The table repeats so that the upper bits of an index do not
+/// matter.
 FMOE_INLINE Ints E2m1Table() {
   const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
   return _mm512_broadcast_i32x4(table);
@@ -119,7 +184,9 @@ FMOE_INLINE void DecodeU4(const uint8_t* p, int, Ints* out) {
   out[1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
 }
 
-FMOE_INLINE Ints LoadBytes(const uint8_t* p, int) { return _mm512_loadu_si512(p); }
+FMOE_INLINE Ints LoadBytes(const uint8_t* p, int) {
+  return _mm512_loadu_si512(p);
+}
 
 /// One vector of a block as fp32, k after k.
 FMOE_INLINE void DecodeBf16(const uint8_t* p, int, Floats* out) {
@@ -131,8 +198,8 @@ FMOE_INLINE void DecodeF16(const uint8_t* p, int, Floats* out) {
   out[0] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
   out[1] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(p + 32)));
 }
-/// e4m3 through f16 bits (times 2^-8): conversions take f16 subnormals at full speed, whereas shifting e4m3 bits to fp32
-/// makes fp32 subnormals, which cost a microcode assist for each product on many CPUs.
+/// e4m3 through f16 bits (times 2^-8): conversions take f16 subnormals at full speed, whereas shifting e4m3
+/// bits to fp32 makes fp32 subnormals, which cost a microcode assist for each product on many CPUs.
 FMOE_INLINE void DecodeE4m3(const uint8_t* p, int, Floats* out) {
   const Ints x = _mm512_loadu_si512(p);
   const Ints mask = _mm512_set1_epi16((short)0xbf80);
@@ -154,24 +221,42 @@ FMOE_INLINE void DecodeE5m2(const uint8_t* p, int, Floats* out) {
   out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
 }
 
-FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) { return _mm512_maddubs_epi16(u, s); }
-FMOE_INLINE Ints AddWords(Ints a, Ints b) { return _mm512_add_epi16(a, b); }
-FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) { return _mm512_madd_epi16(a, _mm512_set1_epi16(factor)); }
-FMOE_INLINE Ints LowNibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) {
+  return _mm512_maddubs_epi16(u, s);
+}
+FMOE_INLINE Ints AddWords(Ints a, Ints b) {
+  return _mm512_add_epi16(a, b);
+}
+FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
+  return _mm512_madd_epi16(a, _mm512_set1_epi16(factor));
+}
+FMOE_INLINE Ints LowNibbles(Ints x) {
+  return _mm512_and_si512(x, _mm512_set1_epi8(15));
+}
 FMOE_INLINE Ints HighNibbles(Ints x) {
   return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15));
 }
 #if defined(__AVX512VNNI__)
-FMOE_INLINE Ints ByteDot(Ints sum, Ints u, Ints s) { return _mm512_dpbusd_epi32(sum, u, s); }
+FMOE_INLINE Ints ByteDot(Ints sum, Ints u, Ints s) {
+  return _mm512_dpbusd_epi32(sum, u, s);
+}
 #else
-FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) { return sum; }
+FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
+  return sum;
+}
 #endif
 
 /// 2^n for |n| <= 127, n an integer in fp32.
-FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) { return _mm512_scalef_ps(x, n); }
+FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
+  return _mm512_scalef_ps(x, n);
+}
 
-FMOE_INLINE void Prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-FMOE_INLINE void PrefetchFar(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+FMOE_INLINE void Prefetch(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+}
+FMOE_INLINE void PrefetchFar(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T1);
+}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS
