@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <memory>
 
+#include <fmt/format.h>
+
 #include <fusedmoe/machine.hpp>
 
 #include "describe.hpp"
@@ -53,6 +55,19 @@ Result<CheckpointOptions> Resolve(const CheckpointFlags& flags) {
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags) {
   FMOE_ASSIGN_OR_RETURN(const CheckpointOptions options, Resolve(flags));
   return Checkpoint::Open(flags.directory, options);
+}
+
+Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoint& checkpoint) {
+  const std::vector<int64_t>& layers = checkpoint.moe_layers();
+  if (!layer && layers.size() == 1) {
+    return layers.front();
+  }
+  if (layer && std::find(layers.begin(), layers.end(), *layer) != layers.end()) {
+    return *layer;
+  }
+  const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
+  return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))
+                     : Status::Usage(fmt::format("--layer is required; {}", have));
 }
 
 void AddPlan(CLI::App& app, PlanFlags& flags) {

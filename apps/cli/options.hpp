@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +29,9 @@ struct CheckpointFlags {
 void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required);
 Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags);
+
+/// The layer that was asked for, or the only one with experts. kUsage with those that exist.
+Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoint& checkpoint);
 
 /// What a plan may be forced to.
 struct PlanFlags {

@@ -1,0 +1,128 @@
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/checkpoint.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+std::string SharedText(const LayerDescription& description) {
+  const SharedExpertConfig& shared = description.config.shared;
+  if (shared.intermediate == 0) {
+    return "-";
+  }
+  return fmt::format("{}{}{}", shared.intermediate, shared.has_gate ? " gated" : "",
+                     description.shared_scheme ? " " + description.shared_scheme->name : "");
+}
+
+std::string RouterText(const MoeConfig& config) {
+  std::string text(RoutingMethodName(config.routing.method));
+  if (config.routing.num_groups > 1) {
+    text += fmt::format(" {}/{} groups", config.routing.topk_groups, config.routing.num_groups);
+  }
+  if (config.has_correction_bias) {
+    text += " +bias";
+  }
+  if (config.routing.scaling_factor != 1.0F) {
+    text += fmt::format(" x{}", config.routing.scaling_factor);
+  }
+  return text;
+}
+
+Json LayerToJson(const LayerDescription& description) {
+  Json json = {{"layer", description.layer},
+               {"scheme", description.scheme.name},
+               {"producer", description.producer},
+               {"expert_bytes", description.expert_bytes},
+               {"config", ToJson(description.config)}};
+  if (description.shared_scheme) {
+    json["shared_scheme"] = description.shared_scheme->name;
+  }
+  return json;
+}
+
+Status Inspect(const CheckpointFlags& flags, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags));
+  std::vector<LayerDescription> layers;
+  for (const int64_t layer : checkpoint->moe_layers()) {
+    FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
+    layers.push_back(std::move(description));
+  }
+  struct Amount {
+    int64_t tensors = 0, bytes = 0;
+  };
+  std::map<std::string, Amount> dtypes, files;
+  int64_t bytes = 0;
+  for (const TensorInfo& tensor : checkpoint->tensors()) {
+    for (Amount* amount : {&dtypes[std::string(DTypeName(tensor.dtype))], &files[tensor.file]}) {
+      ++amount->tensors;
+      amount->bytes += tensor.bytes;
+    }
+    bytes += tensor.bytes;
+  }
+  const auto amounts = [](const std::map<std::string, Amount>& all) {
+    Json json = Json::object();
+    for (const auto& [name, amount] : all) {
+      json[name] = {{"tensors", amount.tensors}, {"bytes", amount.bytes}};
+    }
+    return json;
+  };
+  Json list = Json::array();
+  std::vector<std::string> schemes;
+  for (const LayerDescription& layer : layers) {
+    list.push_back(LayerToJson(layer));
+    if (std::find(schemes.begin(), schemes.end(), layer.scheme.name) == schemes.end()) {
+      schemes.push_back(layer.scheme.name);
+    }
+  }
+  output.Document({{"checkpoint", checkpoint->directory()},
+                   {"family", checkpoint->family()},
+                   {"producer", checkpoint->producer()},
+                   {"num_layers", checkpoint->num_layers()},
+                   {"moe_layers", checkpoint->moe_layers()},
+                   {"schemes", schemes},
+                   {"tensors", checkpoint->tensors().size()},
+                   {"bytes", bytes},
+                   {"dtypes", amounts(dtypes)},
+                   {"files", amounts(files)},
+                   {"layers", list}});
+
+  output.Text(fmt::format("{}: {}, quantized by {}, {} layers, {} with experts, {} tensors, {}\n",
+                          checkpoint->directory(), checkpoint->family(), checkpoint->producer(),
+                          checkpoint->num_layers(), layers.size(), checkpoint->tensors().size(), Bytes(bytes)));
+  std::vector<std::vector<std::string>> rows = {
+      {"layer", "scheme", "experts", "top_k", "hidden", "intermediate", "activation", "router", "shared", "bytes"}};
+  for (const LayerDescription& layer : layers) {
+    const MoeConfig& config = layer.config;
+    rows.push_back({fmt::format("{}", layer.layer), layer.scheme.name, fmt::format("{}", config.num_experts),
+                    fmt::format("{}", config.top_k()), fmt::format("{}", config.hidden),
+                    fmt::format("{}", config.intermediate), std::string(ActivationName(config.activation.kind)),
+                    RouterText(config), SharedText(layer), Bytes(layer.expert_bytes)});
+  }
+  output.Text(Table(rows));
+  rows = {{"dtype", "tensors", "bytes"}};
+  for (const auto& [name, amount] : dtypes) {
+    rows.push_back({name, fmt::format("{}", amount.tensors), Bytes(amount.bytes)});
+  }
+  output.Text("\n" + Table(rows));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Action DefineInspect(CLI::App& app) {
+  auto flags = std::make_shared<CheckpointFlags>();
+  AddCheckpoint(app, *flags, true);
+  return [flags](Output& output) { return Inspect(*flags, output); };
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,272 @@
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/probe.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct RunFlags {
+  CheckpointFlags checkpoint;
+  PlanFlags plan;
+  std::optional<int64_t> layer;
+  std::string input;
+  std::string output;
+  int threads = 0;
+  int64_t repeat = 1;
+  bool check = false;
+  bool shared_experts = true;
+};
+
+double Seconds(std::chrono::steady_clock::time_point since) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - since).count();
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
+}
+
+/// The tensors of the input file that a forward takes, with the shapes and dtypes that the layer needs.
+class InputFile {
+ public:
+  static Result<InputFile> Read(const std::string& path, const MoeConfig& config) {
+    InputFile input;
+    FMOE_ASSIGN_OR_RETURN(input.file_, ReadSafetensors(path));
+    const Status status = input.Bind(config);
+    if (!status.ok()) {
+      return Status(status).WithFile(path);
+    }
+    return input;
+  }
+  const MoeLayer::Inputs& tensors() const { return inputs_; }
+  int64_t num_tokens() const { return inputs_.hidden.dim(0); }
+
+ private:
+  Status Bind(const MoeConfig& config) {
+    const Tensor* hidden = file_.Find("hidden_states");
+    if (hidden == nullptr) {
+      return Status::BadInput("the file has no hidden_states [tokens, hidden]").WithTensor("hidden_states");
+    }
+    const std::initializer_list<DType> floats = {DType::kBF16, DType::kF16, DType::kF32};
+    const std::initializer_list<DType> ids = {DType::kI32, DType::kI64};
+    const int64_t num_tokens = hidden->shape().rank() == 2 ? hidden->dim(0) : 0;
+    if (num_tokens < 1) {
+      return Status::BadInput(fmt::format("shape {} has no rows; [tokens, {}] is required",
+                                          hidden->shape().ToString(), config.hidden))
+          .WithTensor("hidden_states");
+    }
+    FMOE_RETURN_IF_ERROR(Take("hidden_states", {num_tokens, config.hidden}, floats, inputs_.hidden));
+    FMOE_RETURN_IF_ERROR(Take("router_logits", {num_tokens, config.num_experts}, floats, inputs_.router_logits));
+    FMOE_RETURN_IF_ERROR(Take("topk_ids", {num_tokens, config.top_k()}, ids, inputs_.topk_ids));
+    FMOE_RETURN_IF_ERROR(Take("topk_weights", {num_tokens, config.top_k()}, {DType::kF32}, inputs_.topk_weights));
+    FMOE_RETURN_IF_ERROR(Take("input_ids", {num_tokens}, ids, inputs_.token_ids));
+    if (inputs_.topk_ids.empty() != inputs_.topk_weights.empty()) {
+      return Status::BadInput("topk_ids and topk_weights belong together; only one is there")
+          .WithTensor(inputs_.topk_ids.empty() ? "topk_ids" : "topk_weights");
+    }
+    if (!inputs_.topk_ids.empty() && !inputs_.router_logits.empty()) {
+      return Status::BadInput("router_logits and topk_ids both say where tokens go; one of them must be left out")
+          .WithTensor("router_logits");
+    }
+    return Status::Ok();
+  }
+
+  Status Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes, TensorView& out) const {
+    const Tensor* tensor = file_.Find(name);
+    if (tensor == nullptr) {
+      return Status::Ok();
+    }
+    std::vector<std::string> names;
+    for (const DType dtype : dtypes) {
+      names.emplace_back(DTypeName(dtype));
+    }
+    if (!(tensor->shape() == shape) || std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
+      return Status::BadInput(fmt::format("is {} {}, the layer needs {} of {}", DTypeName(tensor->dtype()),
+                                          tensor->shape().ToString(), shape.ToString(), Join(names)))
+          .WithTensor(name);
+    }
+    out = tensor->view();
+    return Status::Ok();
+  }
+
+  SafetensorsFile file_;
+  MoeLayer::Inputs inputs_;
+};
+
+/// What a run computed and how long it took.
+struct Forward {
+  Tensor output, topk_ids, topk_weights;
+  std::vector<double> seconds;
+};
+
+Result<Forward> RunLayer(const MoeLayer& layer, const InputFile& input, const RunFlags& flags,
+                         const Executor& executor) {
+  Forward forward;
+  const int64_t num_tokens = input.num_tokens();
+  const int64_t top_k = layer.config().top_k();
+  FMOE_ASSIGN_OR_RETURN(forward.output,
+                        Tensor::Allocate(input.tensors().hidden.dtype(), {num_tokens, layer.config().hidden}));
+  FMOE_ASSIGN_OR_RETURN(forward.topk_ids, Tensor::Allocate(DType::kI32, {num_tokens, top_k}));
+  FMOE_ASSIGN_OR_RETURN(forward.topk_weights, Tensor::Allocate(DType::kF32, {num_tokens, top_k}));
+  FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer.CreateWorkspace());
+  const MoeLayer::Outputs outputs{forward.output.mutable_view(), forward.topk_ids.mutable_view(),
+                                  forward.topk_weights.mutable_view()};
+  for (int64_t round = 0; round < flags.repeat; ++round) {
+    const auto start = std::chrono::steady_clock::now();
+    const Status status = layer.Forward(input.tensors(), outputs, workspace, executor);
+    if (status.code() == StatusCode::kUsage) {  // what the layer was called with stands in the file
+      return Status::BadInput(status.message()).WithFile(flags.input);
+    }
+    FMOE_RETURN_IF_ERROR(status);
+    forward.seconds.push_back(Seconds(start));
+  }
+  return forward;
+}
+
+/// Bytes of weights that the tokens of a run touched: prepared bytes an expert, times experts visited.
+int64_t BytesRead(const MoeLayer& layer, const Forward& forward) {
+  std::set<int32_t> visited;
+  const auto* ids = forward.topk_ids.view().as<int32_t>();
+  for (int64_t slot = 0; slot < forward.topk_ids.view().count(); ++slot) {
+    if (ids[slot] >= 0) {
+      visited.insert(ids[slot]);
+    }
+  }
+  const Plan& plan = layer.plan();
+  const int64_t experts = std::max<int64_t>(layer.config().num_local_experts, 1);
+  return plan.weight_bytes / experts * static_cast<int64_t>(visited.size()) +
+         (plan.shared == nullptr ? 0 : plan.shared->weight_bytes);
+}
+
+Json CheckToJson(const CheckReport& report) {
+  return {{"against", report.against},
+          {"tokens", report.tokens},
+          {"rel_l2", report.rel_l2},
+          {"max_row_error", report.max_row_error},
+          {"bound", report.bound.value()},
+          {"bound_terms",
+           {{"output_rounding", report.bound.output_rounding},
+            {"input_rounding", report.bound.input_rounding},
+            {"mid_rounding", report.bound.mid_rounding},
+            {"accumulation", report.bound.accumulation},
+            {"requantization", report.bound.requantization},
+            {"factor", report.bound.factor}}},
+          {"ok", report.ok}};
+}
+
+Status Run(const RunFlags& flags, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const int64_t layer_index, ResolveLayer(flags.layer, *checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer_index));
+  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
+  const Executor& executor = pool->executor();
+  options.shared_experts = flags.shared_experts;
+  options.max_tokens = options.plan_tokens = input.num_tokens();
+  options.executor = executor;
+
+  const auto start = std::chrono::steady_clock::now();
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> layer, MoeLayer::Load(checkpoint, layer_index, options));
+  const double load_seconds = Seconds(start);
+  FMOE_ASSIGN_OR_RETURN(const Forward forward, RunLayer(*layer, input, flags, executor));
+  const double seconds = Median(forward.seconds);
+  const double tokens_per_second = static_cast<double>(input.num_tokens()) / seconds;
+
+  Json document = {{"checkpoint", checkpoint->directory()},
+                   {"layer", layer_index},
+                   {"family", checkpoint->family()},
+                   {"scheme", layer->scheme().name},
+                   {"tokens", input.num_tokens()},
+                   {"plan", ToJson(layer->plan())},
+                   {"threads", executor.num_threads},
+                   {"repeat", flags.repeat},
+                   {"load_seconds", load_seconds},
+                   {"seconds", seconds},
+                   {"tokens_per_second", tokens_per_second}};
+  std::string text = ToString(layer->plan());
+  if (!text.empty() && text.back() != '\n') {
+    text += '\n';
+  }
+  std::optional<CheckReport> check;
+  if (flags.check) {
+    CheckOptions check_options;
+    check_options.shared_experts = flags.shared_experts;
+    check_options.executor = executor;
+    FMOE_ASSIGN_OR_RETURN(
+        check, CheckAgainstReference(checkpoint, layer_index, *layer, input.tensors().hidden, forward.topk_ids.view(),
+                                     forward.topk_weights.view(), forward.output.view(), check_options));
+    document["check"] = CheckToJson(*check);
+    text += fmt::format("check: relative L2 {:.2e} against the reference on {} tokens, bound {:.2e}: {}\n",
+                        check->rel_l2, check->tokens, check->bound.value(), check->ok ? "ok" : "FAILED");
+  }
+  text += fmt::format("{} tokens in {:.3f} ms on {} threads, {:.1f} tokens/s", input.num_tokens(), seconds * 1e3,
+                      executor.num_threads, tokens_per_second);
+  const int64_t bytes_read = BytesRead(*layer, forward);
+  const double read_gbps = static_cast<double>(bytes_read) / seconds / 1e9;
+  document["weight_bytes_read"] = bytes_read;
+  document["weight_read_gbps"] = read_gbps;
+  text += fmt::format("; {} of weights read at {:.1f} GB/s", Bytes(bytes_read), read_gbps);
+  if (flags.repeat > 1) {  // somebody measures
+    const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
+    document["machine_read_gbps"] = machine_gbps;
+    if (machine_gbps > 0) {
+      document["share_of_read_bandwidth"] = read_gbps / machine_gbps;
+      text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads", 100 * read_gbps / machine_gbps,
+                          machine_gbps);
+    }
+  }
+  text += "\n";
+  const bool failed = check && !check->ok;
+  if (!failed) {
+    const NamedTensor tensors[] = {{"output", forward.output},
+                                   {"topk_ids", forward.topk_ids},
+                                   {"topk_weights", forward.topk_weights}};
+    FMOE_RETURN_IF_ERROR(WriteSafetensors(flags.output, tensors));
+  }
+  output.Document(document);
+  output.Text(text);
+  return failed ? Status::No(fmt::format("relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output "
+                                         "was written",
+                                         check->rel_l2, check->bound.value()))
+                : Status::Ok();
+}
+
+}  // namespace
+
+Action DefineRun(CLI::App& app) {
+  auto flags = std::make_shared<RunFlags>();
+  AddCheckpoint(app, flags->checkpoint, true);
+  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  app.add_option("--input", flags->input,
+                 "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "
+                 "topk_weights, or input_ids")
+      ->required();
+  app.add_option("--output", flags->output, "safetensors to write: output, topk_ids, topk_weights")->required();
+  AddPlan(app, flags->plan);
+  AddThreads(app, flags->threads);
+  app.add_flag("--check", flags->check, "Compare with the reference backend; exit 1 beyond the bound");
+  app.add_option("--repeat", flags->repeat, "Run N times, report the median; with N > 1 also the bandwidth share")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
+  app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
+  return [flags](Output& output) { return Run(*flags, output); };
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,281 @@
+#include "jobs/sample/families.hpp"
+
+#include <vector>
+
+namespace fusedmoe::sample {
+namespace {
+
+// The keys of config.json that differ between families; those that all share are added by the caller.
+
+void ConfigQwen(Json& json, const Sizes& sizes) {
+  json["num_experts"] = sizes.num_experts;
+  json["moe_intermediate_size"] = sizes.intermediate;
+  json["intermediate_size"] = sizes.intermediate * 8;
+  json["norm_topk_prob"] = true;
+  json["decoder_sparse_step"] = 1;
+  json["mlp_only_layers"] = Json::array();
+}
+
+void ConfigQwen2(Json& json, const Sizes& sizes) {
+  ConfigQwen(json, sizes);
+  json["norm_topk_prob"] = false;
+  json["shared_expert_intermediate_size"] = sizes.intermediate * 4;
+}
+
+void ConfigQwen3Next(Json& json, const Sizes& sizes) {
+  ConfigQwen(json, sizes);
+  json["shared_expert_intermediate_size"] = sizes.intermediate;
+}
+
+void ConfigMixtral(Json& json, const Sizes& sizes) {
+  json["num_local_experts"] = sizes.num_experts;
+  json["intermediate_size"] = sizes.intermediate;
+}
+
+void ConfigOlmoe(Json& json, const Sizes& sizes) {
+  json["num_experts"] = sizes.num_experts;
+  json["intermediate_size"] = sizes.intermediate;
+  json["norm_topk_prob"] = false;
+}
+
+// Groups only where they divide: a small sample keeps the family but not the eight groups of the real model.
+void Groups(Json& json, const Sizes& sizes, int64_t groups, int64_t kept) {
+  const bool divides = sizes.num_experts % groups == 0 && sizes.num_experts / groups >= 2 &&
+                       sizes.num_experts / groups * kept >= sizes.top_k;
+  json["n_group"] = divides ? groups : 1;
+  json["topk_group"] = divides ? kept : 1;
+}
+
+void ConfigDeepSeek(Json& json, const Sizes& sizes) {
+  json["n_routed_experts"] = sizes.num_experts;
+  json["moe_intermediate_size"] = sizes.intermediate;
+  json["intermediate_size"] = sizes.intermediate * 9;
+  json["first_k_dense_replace"] = 0;
+  json["moe_layer_freq"] = 1;
+}
+
+void ConfigDeepSeekV2(Json& json, const Sizes& sizes) {
+  ConfigDeepSeek(json, sizes);
+  json["n_shared_experts"] = 2;
+  Groups(json, sizes, 8, 3);
+  json["topk_method"] = "group_limited_greedy";
+  json["scoring_func"] = "softmax";
+  json["norm_topk_prob"] = false;
+  json["routed_scaling_factor"] = 16.0;
+}
+
+void ConfigDeepSeekV3(Json& json, const Sizes& sizes) {
+  ConfigDeepSeek(json, sizes);
+  json["n_shared_experts"] = 1;
+  Groups(json, sizes, 8, 4);
+  json["topk_method"] = "noaux_tc";
+  json["scoring_func"] = "sigmoid";
+  json["norm_topk_prob"] = true;
+  json["routed_scaling_factor"] = 2.5;
+}
+
+void ConfigGlm(Json& json, const Sizes& sizes) {
+  json["n_routed_experts"] = sizes.num_experts;
+  json["moe_intermediate_size"] = sizes.intermediate;
+  json["intermediate_size"] = sizes.intermediate * 8;
+  json["first_k_dense_replace"] = 0;
+  json["n_shared_experts"] = 1;
+  json["n_group"] = 1;
+  json["topk_group"] = 1;
+  json["norm_topk_prob"] = true;
+  json["routed_scaling_factor"] = 1.0;
+}
+
+void ConfigLlama4(Json& json, const Sizes& sizes) {
+  ConfigMixtral(json, sizes);
+  json["intermediate_size_mlp"] = sizes.intermediate * 2;
+  json["interleave_moe_layer_step"] = 1;
+  Json layers = Json::array();
+  for (int64_t layer = 0; layer < sizes.num_layers; ++layer) {
+    layers.push_back(layer);
+  }
+  json["moe_layers"] = layers;
+}
+
+void ConfigGptOss(Json& json, const Sizes& sizes) {
+  ConfigMixtral(json, sizes);
+  json["swiglu_alpha"] = 1.702;
+  json["swiglu_limit"] = 7.0;
+}
+
+void ConfigMiniMax(Json& json, const Sizes& sizes) {
+  ConfigMixtral(json, sizes);
+  json["scoring_func"] = "sigmoid";
+  json["use_routing_bias"] = true;
+}
+
+void ConfigPhi(Json& json, const Sizes& sizes) {
+  ConfigMixtral(json, sizes);
+  json["router_jitter_noise"] = 0.01;
+}
+
+}  // namespace
+
+std::span<const FamilyRow> FamilyTable() {
+  static constexpr std::string_view kBias = "gate.e_score_correction_bias";
+  static constexpr FamilyRow kTable[] = {
+      {.family = {"qwen3_moe", "Qwen3-30B-A3B", 2048, 768, 128, 8},
+       .architecture = "Qwen3MoeForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .config = ConfigQwen},
+      {.family = {"qwen2_moe", "Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4},
+       .architecture = "Qwen2MoeForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_expert",
+       .shared_factor = 4,
+       .shared_gate = true,
+       .config = ConfigQwen2},
+      {.family = {"qwen3_next", "Qwen3-Next-80B-A3B", 2048, 512, 512, 10},
+       .architecture = "Qwen3NextForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_expert",
+       .shared_factor = 1,
+       .shared_gate = true,
+       .config = ConfigQwen3Next},
+      {.family = {"mixtral", "Mixtral-8x7B", 4096, 14336, 8, 2},
+       .architecture = "MixtralForCausalLM",
+       .block = "block_sparse_moe",
+       .router = "gate",
+       .gate = "w1",
+       .up = "w3",
+       .down = "w2",
+       .config = ConfigMixtral},
+      {.family = {"deepseek_v2", "DeepSeek-V2", 5120, 1536, 160, 6},
+       .architecture = "DeepseekV2ForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_experts",
+       .shared_factor = 2,
+       .config = ConfigDeepSeekV2},
+      {.family = {"deepseek_v3", "DeepSeek-V3", 7168, 2048, 256, 8},
+       .architecture = "DeepseekV3ForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .correction_bias = kBias,
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_experts",
+       .shared_factor = 1,
+       .config = ConfigDeepSeekV3},
+      {.family = {"llama4_text", "Llama-4-Scout", 5120, 8192, 16, 1},
+       .architecture = "Llama4ForCausalLM",
+       .block = "feed_forward",
+       .router = "router",
+       .form = ExpertForm::kFusedInOut,
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_expert",
+       .shared_factor = 1,
+       .compressed_tensors = true,
+       .config = ConfigLlama4},
+      {.family = {"gpt_oss", "gpt-oss-20b", 2880, 2880, 32, 4},
+       .architecture = "GptOssForCausalLM",
+       .block = "mlp",
+       .router = "router",
+       .router_bias = true,
+       .expert_bias = true,
+       .form = ExpertForm::kFusedInOut,
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .compressed_tensors = true,
+       .config = ConfigGptOss},
+      {.family = {"glm4_moe", "GLM-4.5", 5120, 1536, 160, 8},
+       .architecture = "Glm4MoeForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .correction_bias = kBias,
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .shared = "shared_experts",
+       .shared_factor = 1,
+       .config = ConfigGlm},
+      {.family = {"olmoe", "OLMoE-1B-7B", 2048, 1024, 64, 8},
+       .architecture = "OlmoeForCausalLM",
+       .block = "mlp",
+       .router = "gate",
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .config = ConfigOlmoe},
+      {.family = {"minimax_m2", "MiniMax-M2", 3072, 1536, 256, 8},
+       .architecture = "MiniMaxM2ForCausalLM",
+       .block = "block_sparse_moe",
+       .router = "gate",
+       .correction_bias = "e_score_correction_bias",
+       .gate = "w1",
+       .up = "w3",
+       .down = "w2",
+       .config = ConfigMiniMax},
+      {.family = {"granitemoe", "granite-3.1-3b-a800m", 1536, 512, 40, 8},
+       .architecture = "GraniteMoeForCausalLM",
+       .block = "block_sparse_moe",
+       .router = "router.layer",
+       .form = ExpertForm::kFusedOutIn,
+       .gate = "gate_proj",
+       .up = "up_proj",
+       .down = "down_proj",
+       .compressed_tensors = true,
+       .config = ConfigMixtral},
+      {.family = {"phimoe", "Phi-3.5-MoE", 4096, 6400, 16, 2},
+       .architecture = "PhiMoEForCausalLM",
+       .block = "block_sparse_moe",
+       .router = "gate",
+       .gate = "w1",
+       .up = "w3",
+       .down = "w2",
+       .config = ConfigPhi},
+  };
+  return kTable;
+}
+
+const FamilyRow* FindFamily(std::string_view name) {
+  // The text part of a multimodal family goes by the name of the whole.
+  const std::string_view wanted = name == "llama4" ? "llama4_text" : name;
+  for (const FamilyRow& row : FamilyTable()) {
+    if (row.family.name == wanted) {
+      return &row;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace fusedmoe::sample
+
+namespace fusedmoe {
+
+std::span<const SampleFamily> SampleFamilies() {
+  static const std::vector<SampleFamily> families = [] {
+    std::vector<SampleFamily> list;
+    for (const sample::FamilyRow& row : sample::FamilyTable()) {
+      list.push_back(row.family);
+    }
+    return list;
+  }();
+  return families;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,508 @@
+#include <fusedmoe/jobs/sample.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+#include "core/checked_math.hpp"
+#include "jobs/sample/families.hpp"
+#include "jobs/sample/random.hpp"
+#include "jobs/sample/storage.hpp"
+#include "numerics/rows.hpp"
+#include "platform/file.hpp"
+#include "quant/weight_quantizer.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using sample::ExpertForm;
+using sample::FamilyRow;
+using sample::Json;
+using sample::NormalStream;
+using sample::Sizes;
+using sample::StorageRow;
+
+// A size that no model has, and whose products with the others stay far from overflow.
+constexpr int64_t kLargestSize = int64_t{1} << 20;
+// Rows of a random tensor are made in pieces of this many values.
+constexpr int64_t kPiece = 4096;
+
+/// Tensors that are made together: one expert, or one tensor of the layer.
+struct Unit {
+  std::vector<TensorSpec> specs;
+  std::function<Result<std::vector<NamedTensor>>(const Executor& executor)> make;
+  bool large = false;  ///< made alone, by all threads
+  int64_t bytes() const {
+    int64_t sum = 0;
+    for (const TensorSpec& spec : specs) {
+      sum += PackedBytes(spec.dtype, spec.shape.count());
+    }
+    return sum;
+  }
+};
+
+/// Normal values of that deviation around `mean`, rounded to the dtype. The same bytes for any executor.
+Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, const Shape& shape, float deviation,
+                            const Executor& executor = {}, float mean = 0.0F) {
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(dtype, shape));
+  std::byte* data = tensor.mutable_view().data();
+  const int64_t count = shape.count();
+  const NormalStream stream(NormalStream::Key(seed, name));
+  ParallelFor(executor, CeilDiv(count, kPiece), [&](int64_t piece) {
+    float values[kPiece];
+    const int64_t begin = piece * kPiece;
+    const int64_t here = std::min(kPiece, count - begin);
+    stream.Fill(begin, here, deviation, values);
+    if (mean != 0.0F) {
+      std::for_each(values, values + here, [mean](float& value) { value += mean; });
+    }
+    EncodeRow(dtype, values, here, data + PackedBytes(dtype, begin));
+  });
+  return tensor;
+}
+
+float FanIn(int64_t inputs) { return 1.0F / std::sqrt(static_cast<float>(inputs)); }
+
+/// Builds the list of units of a checkpoint.
+class Plan {
+ public:
+  Plan(const SampleOptions& options, const FamilyRow& family, const Sizes& sizes, const Scheme& scheme,
+       const StorageRow* storage)
+      : options_(options), family_(family), sizes_(sizes), scheme_(scheme), storage_(storage) {}
+
+  std::vector<Unit> Units() {
+    for (int64_t layer = 0; layer < sizes_.num_layers; ++layer) {
+      const std::string block = fmt::format("model.layers.{}.{}", layer, family_.block);
+      AddRouter(block);
+      AddShared(block);
+      if (storage_ == nullptr && family_.form == ExpertForm::kFusedInOut) {
+        AddFusedInOut(block);
+      } else if (storage_ == nullptr && family_.form == ExpertForm::kFusedOutIn) {
+        AddFusedOutIn(block);
+      } else {
+        for (int64_t expert = 0; expert < sizes_.num_experts; ++expert) {
+          AddExpert(fmt::format("{}.experts.{}", block, expert), sizes_.intermediate, family_.expert_bias);
+        }
+      }
+    }
+    return std::move(units_);
+  }
+
+ private:
+  void AddTensor(const std::string& name, DType dtype, const Shape& shape, float deviation, float mean = 0.0F) {
+    Unit unit;
+    unit.specs = {{name, dtype, shape}};
+    unit.large = true;
+    unit.make = [=, seed = options_.seed](const Executor& executor) -> Result<std::vector<NamedTensor>> {
+      FMOE_ASSIGN_OR_RETURN(Tensor tensor, RandomTensor(seed, name, dtype, shape, deviation, executor, mean));
+      return std::vector<NamedTensor>{{name, std::move(tensor)}};
+    };
+    units_.push_back(std::move(unit));
+  }
+
+  void AddRouter(const std::string& block) {
+    // Logits spread enough that experts differ, and not so much that one takes all.
+    AddTensor(fmt::format("{}.{}.weight", block, family_.router), options_.dtype,
+              {sizes_.num_experts, sizes_.hidden}, 1.5F * FanIn(sizes_.hidden));
+    if (family_.router_bias) {
+      AddTensor(fmt::format("{}.{}.bias", block, family_.router), options_.dtype, {sizes_.num_experts}, 0.1F);
+    }
+    if (!family_.correction_bias.empty()) {
+      AddTensor(fmt::format("{}.{}", block, family_.correction_bias), DType::kF32, {sizes_.num_experts}, 0.05F);
+    }
+  }
+
+  void AddShared(const std::string& block) {
+    if (family_.shared.empty()) {
+      return;
+    }
+    AddExpert(fmt::format("{}.{}", block, family_.shared), sizes_.intermediate * family_.shared_factor, false);
+    if (family_.shared_gate) {
+      AddTensor(fmt::format("{}.{}_gate.weight", block, family_.shared), options_.dtype, {1, sizes_.hidden},
+                FanIn(sizes_.hidden));
+    }
+  }
+
+  void AddFusedInOut(const std::string& block) {
+    const int64_t experts = sizes_.num_experts;
+    AddTensor(block + ".experts.gate_up_proj", options_.dtype, {experts, sizes_.hidden, 2 * sizes_.intermediate},
+              FanIn(sizes_.hidden));
+    AddTensor(block + ".experts.down_proj", options_.dtype, {experts, sizes_.intermediate, sizes_.hidden},
+              FanIn(sizes_.intermediate));
+    if (family_.expert_bias) {
+      AddTensor(block + ".experts.gate_up_proj_bias", options_.dtype, {experts, 2 * sizes_.intermediate}, 0.1F);
+      AddTensor(block + ".experts.down_proj_bias", options_.dtype, {experts, sizes_.hidden}, 0.1F);
+    }
+  }
+
+  void AddFusedOutIn(const std::string& block) {
+    AddTensor(block + ".input_linear.weight", options_.dtype,
+              {sizes_.num_experts, 2 * sizes_.intermediate, sizes_.hidden}, FanIn(sizes_.hidden));
+    AddTensor(block + ".output_linear.weight", options_.dtype,
+              {sizes_.num_experts, sizes_.hidden, sizes_.intermediate}, FanIn(sizes_.intermediate));
+  }
+
+  void AddExpert(const std::string& name, int64_t intermediate, bool bias) {
+    struct Projection {
+      std::string name;
+      int64_t rows, cols;
+      float input_amax;
+    };
+    // compressed-tensors spells the projections alike in every family (docs/checkpoints.md). Inputs are normal, so five
+    // deviations are about their largest; the same for the product of gate and up.
+    const bool renamed = storage_ != nullptr && storage_->producer == "compressed-tensors";
+    const auto spelt = [&name, renamed](std::string_view own, std::string_view common) {
+      return fmt::format("{}.{}", name, renamed ? common : own);
+    };
+    constexpr float kLargest = 5.0F;
+    const float mid = kLargest / (1.0F + std::exp(-kLargest)) * kLargest * 0.5F;
+    const std::vector<Projection> projections = {
+        {spelt(family_.gate, "gate_proj"), intermediate, sizes_.hidden, kLargest},
+        {spelt(family_.up, "up_proj"), intermediate, sizes_.hidden, kLargest},
+        {spelt(family_.down, "down_proj"), sizes_.hidden, intermediate, mid}};
+    Unit unit;
+    for (const Projection& projection : projections) {
+      if (storage_ == nullptr) {
+        unit.specs.push_back({projection.name + ".weight", options_.dtype, {projection.rows, projection.cols}});
+      } else {
+        for (TensorSpec& spec :
+             sample::SpecsOf(*storage_, scheme_, projection.name, projection.rows, projection.cols)) {
+          unit.specs.push_back(std::move(spec));
+        }
+      }
+      if (bias) {
+        unit.specs.push_back({projection.name + ".bias", options_.dtype, {projection.rows}});
+      }
+    }
+    unit.make = [projections, bias, this](const Executor& executor) -> Result<std::vector<NamedTensor>> {
+      std::vector<NamedTensor> tensors;
+      for (const Projection& projection : projections) {
+        FMOE_RETURN_IF_ERROR(
+            MakeProjection(projection.name, projection.rows, projection.cols, projection.input_amax, executor, tensors));
+        if (bias) {
+          const std::string bias_name = projection.name + ".bias";
+          FMOE_ASSIGN_OR_RETURN(Tensor tensor, RandomTensor(options_.seed, bias_name, options_.dtype,
+                                                            {projection.rows}, 0.1F, executor));
+          tensors.push_back({bias_name, std::move(tensor)});
+        }
+      }
+      return tensors;
+    };
+    units_.push_back(std::move(unit));
+  }
+
+  Status MakeProjection(const std::string& name, int64_t rows, int64_t cols, float input_amax,
+                        const Executor& executor, std::vector<NamedTensor>& out) const {
+    FMOE_ASSIGN_OR_RETURN(Tensor weights, RandomTensor(options_.seed, name + ".weight", options_.dtype, {rows, cols},
+                                                       FanIn(cols), executor));
+    if (storage_ == nullptr) {
+      out.push_back({name + ".weight", std::move(weights)});
+      return Status::Ok();
+    }
+    WeightQuantizerOptions quantizer;
+    quantizer.recipe = storage_->producer == "compressed-tensors" ? WeightRecipe::kCompressedTensors
+                                                                  : WeightRecipe::kModelOpt;
+    auto matrix = QuantizeWeights(weights.view(), scheme_.weight, quantizer);
+    if (!matrix.ok()) {
+      return std::move(matrix).status().WithTensor(name);
+    }
+    FMOE_ASSIGN_OR_RETURN(std::vector<NamedTensor> tensors,
+                          sample::Store(*storage_, *matrix, input_amax / InputRange(), name));
+    std::move(tensors.begin(), tensors.end(), std::back_inserter(out));
+    return Status::Ok();
+  }
+
+  // amax / range is the stored scale: one level, or the second above e4m3 block scales.
+  float InputRange() const {
+    const ActivationFormat& format = scheme_.activation;
+    if (!format.quantized()) {
+      return 1.0F;
+    }
+    return LargestValue(*format.element) * (format.scale_dtype == DType::kF8E4M3 ? 448.0F : 1.0F);
+  }
+
+  const SampleOptions& options_;
+  const FamilyRow& family_;
+  const Sizes sizes_;
+  const Scheme& scheme_;
+  const StorageRow* storage_;
+  std::vector<Unit> units_;
+};
+
+/// The files of a directory under construction; those already there go away again unless Keep is called.
+class Directory {
+ public:
+  explicit Directory(std::string path) : path_(std::move(path)) {}
+  ~Directory() {
+    std::error_code ignored;
+    for (auto entry = made_.rbegin(); entry != made_.rend(); ++entry) {
+      std::filesystem::remove(*entry, ignored);  // a directory only when it is empty
+    }
+  }
+  Directory(const Directory&) = delete;
+  Directory& operator=(const Directory&) = delete;
+
+  Status Prepare(bool overwrite) {
+    std::error_code error;
+    if (std::filesystem::exists(path_, error)) {
+      if (!std::filesystem::is_directory(path_, error)) {
+        return Status::Usage("is no directory").WithFile(path_);
+      }
+      if (!overwrite && !std::filesystem::is_empty(path_, error)) {
+        return Status::Usage("the directory is not empty").WithFile(path_).WithHint("--force overwrites");
+      }
+    }
+    return MakeDirectory(std::filesystem::path(path_) / "io");
+  }
+
+  std::string Path(const std::string& file) const { return path_ + "/" + file; }
+
+  void Made(const std::string& file) {
+    made_.push_back(Path(file));
+    files_.push_back(file);
+  }
+
+  Status WriteJson(const std::string& file, const Json& json) {
+    const std::string text = json.dump(2) + "\n";
+    FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(Path(file)));
+    FMOE_RETURN_IF_ERROR(output->Append(std::as_bytes(std::span(text))));
+    FMOE_RETURN_IF_ERROR(output->Commit());
+    Made(file);
+    return Status::Ok();
+  }
+
+  std::vector<std::string> Keep() {
+    made_.clear();
+    return std::move(files_);
+  }
+
+ private:
+  Status MakeDirectory(const std::filesystem::path& path) {
+    std::error_code error;
+    if (std::filesystem::is_directory(path, error)) {
+      return Status::Ok();
+    }
+    if (path.has_parent_path() && path.parent_path() != path) {
+      FMOE_RETURN_IF_ERROR(MakeDirectory(path.parent_path()));
+    }
+    if (!std::filesystem::create_directory(path, error) && error) {
+      return Status::System("cannot create the directory: " + error.message()).WithFile(path.string());
+    }
+    made_.push_back(path);
+    return Status::Ok();
+  }
+
+  std::string path_;
+  std::vector<std::filesystem::path> made_;
+  std::vector<std::string> files_;
+};
+
+/// Makes the units of one file and writes them. Experts in parallel, large tensors one by one.
+Status WriteFile(const std::string& path, std::span<const Unit> units, const Executor& executor) {
+  std::vector<TensorSpec> specs;
+  for (const Unit& unit : units) {
+    specs.insert(specs.end(), unit.specs.begin(), unit.specs.end());
+  }
+  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, std::move(specs), {{"format", "pt"}}));
+  std::mutex mutex;
+  Status first_failure;
+  const auto run = [&](const Unit& unit, const Executor& threads) {
+    {
+      const std::lock_guard lock(mutex);
+      if (!first_failure.ok()) {
+        return;
+      }
+    }
+    auto tensors = unit.make(threads);
+    const std::lock_guard lock(mutex);
+    if (!first_failure.ok()) {
+      return;
+    }
+    if (!tensors.ok()) {
+      first_failure = tensors.status();
+      return;
+    }
+    for (const NamedTensor& tensor : *tensors) {
+      if (Status status = writer->Write(tensor.name, tensor.tensor.view()); !status.ok()) {
+        first_failure = std::move(status);
+        return;
+      }
+    }
+  };
+  std::vector<const Unit*> small;
+  for (const Unit& unit : units) {
+    if (unit.large) {
+      run(unit, executor);
+    } else {
+      small.push_back(&unit);
+    }
+  }
+  ParallelFor(executor, static_cast<int64_t>(small.size()),
+              [&](int64_t index) { run(*small[static_cast<size_t>(index)], Executor{}); });
+  FMOE_RETURN_IF_ERROR(first_failure);
+  return writer->Finish();
+}
+
+/// Writes all units, in one file or in shards with their index. Returns the bytes of the files.
+Result<int64_t> WriteWeights(Directory& directory, const std::vector<Unit>& units, const SampleOptions& options) {
+  std::vector<std::span<const Unit>> shards;
+  int64_t total = 0;
+  for (size_t begin = 0; begin < units.size();) {
+    size_t end = begin;
+    int64_t bytes = 0;
+    while (end < units.size() && (end == begin || bytes + units[end].bytes() <= options.max_shard_bytes)) {
+      bytes += units[end++].bytes();
+    }
+    shards.push_back(std::span(units).subspan(begin, end - begin));
+    total += bytes;
+    begin = end;
+  }
+  Json weight_map = Json::object();
+  int64_t file_bytes = 0;
+  for (size_t shard = 0; shard < shards.size(); ++shard) {
+    const std::string file = shards.size() == 1
+                                 ? "model.safetensors"
+                                 : fmt::format("model-{:05}-of-{:05}.safetensors", shard + 1, shards.size());
+    FMOE_RETURN_IF_ERROR(WriteFile(directory.Path(file), shards[shard], options.executor));
+    directory.Made(file);
+    std::error_code ignored;
+    file_bytes += static_cast<int64_t>(std::filesystem::file_size(directory.Path(file), ignored));
+    for (const Unit& unit : shards[shard]) {
+      for (const TensorSpec& spec : unit.specs) {
+        weight_map[spec.name] = file;
+      }
+    }
+  }
+  if (shards.size() > 1) {
+    FMOE_RETURN_IF_ERROR(directory.WriteJson("model.safetensors.index.json",
+                                             {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}}));
+  }
+  return file_bytes;
+}
+
+std::string_view TorchName(DType dtype) {
+  return dtype == DType::kF32 ? "float32" : dtype == DType::kF16 ? "float16" : "bfloat16";
+}
+
+std::vector<std::string> Unquantized(const FamilyRow& family, int64_t num_layers) {
+  std::vector<std::string> modules = {"lm_head", "model.embed_tokens"};
+  for (int64_t layer = 0; layer < num_layers; ++layer) {
+    modules.push_back(fmt::format("model.layers.{}.{}.{}", layer, family.block, family.router));
+    if (family.shared_gate) {
+      modules.push_back(fmt::format("model.layers.{}.{}.{}_gate", layer, family.block, family.shared));
+    }
+  }
+  return modules;
+}
+
+Json ConfigOf(const SampleOptions& options, const FamilyRow& family, const Sizes& sizes, const Scheme& scheme,
+              const StorageRow* storage) {
+  Json json = {{"architectures", {std::string(family.architecture)}},
+               {"model_type", family.family.name},
+               {"dtype", TorchName(options.dtype)},
+               {"hidden_act", "silu"},
+               {"hidden_size", sizes.hidden},
+               {"num_hidden_layers", sizes.num_layers},
+               {"num_experts_per_tok", sizes.top_k},
+               {"vocab_size", 32}};
+  family.config(json, sizes);
+  if (storage != nullptr) {
+    json["quantization_config"] = storage->config(scheme, Unquantized(family, sizes.num_layers));
+  }
+  return json;
+}
+
+Status CheckSize(std::string_view name, int64_t value, int64_t smallest = 1) {
+  if (value < smallest || value > kLargestSize) {
+    return Status::Usage(fmt::format("{}={} is outside {}..{}", name, value, smallest, kLargestSize));
+  }
+  return Status::Ok();
+}
+
+Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) {
+  const auto pick = [](int64_t given, int64_t own) { return given == 0 ? own : given; };
+  Sizes sizes{pick(options.hidden, family.hidden), pick(options.intermediate, family.intermediate),
+              pick(options.num_experts, family.num_experts), pick(options.top_k, family.top_k), options.num_layers};
+  FMOE_RETURN_IF_ERROR(CheckSize("hidden", sizes.hidden));
+  FMOE_RETURN_IF_ERROR(CheckSize("intermediate", sizes.intermediate));
+  FMOE_RETURN_IF_ERROR(CheckSize("experts", sizes.num_experts));
+  FMOE_RETURN_IF_ERROR(CheckSize("layers", sizes.num_layers));
+  FMOE_RETURN_IF_ERROR(CheckSize("tokens", options.num_tokens));
+  if (options.top_k == 0) {
+    sizes.top_k = std::min(sizes.top_k, sizes.num_experts);
+  }
+  if (sizes.top_k < 1 || sizes.top_k > sizes.num_experts) {
+    return Status::Usage(fmt::format("top_k={} is outside 1..{}, the number of experts", sizes.top_k,
+                                     sizes.num_experts));
+  }
+  return sizes;
+}
+
+Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& family) {
+  if (scheme.name == "unquantized") {
+    return nullptr;
+  }
+  const StorageRow* row = sample::FindStorage(scheme.name, family.compressed_tensors ? "compressed-tensors" : "modelopt");
+  if (row == nullptr) {
+    return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}", scheme.name,
+                                           sample::StorableSchemes()));
+  }
+  return row;
+}
+
+}  // namespace
+
+Result<SampleReport> WriteSample(const SampleOptions& options) {
+  const FamilyRow* family = sample::FindFamily(options.family);
+  if (family == nullptr) {
+    std::string names;
+    for (const SampleFamily& known : SampleFamilies()) {
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", known.name);
+    }
+    return Status::Usage(fmt::format("family '{}' does not exist; there are {}", options.family, names));
+  }
+  if (options.dtype != DType::kBF16 && options.dtype != DType::kF16 && options.dtype != DType::kF32) {
+    return Status::Usage(fmt::format("dtype {} is none of BF16, F16, F32", DTypeName(options.dtype)));
+  }
+  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(options.scheme));
+  FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
+  FMOE_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options, family->family));
+
+  Plan plan(options, *family, sizes, scheme, storage);
+  const std::vector<Unit> units = plan.Units();
+  Directory directory(options.directory);
+  FMOE_RETURN_IF_ERROR(directory.Prepare(options.overwrite));
+  FMOE_RETURN_IF_ERROR(directory.WriteJson("config.json", ConfigOf(options, *family, sizes, scheme, storage)));
+  if (storage != nullptr && storage->side_file != nullptr) {
+    FMOE_RETURN_IF_ERROR(directory.WriteJson(
+        "hf_quant_config.json", storage->side_file(scheme, Unquantized(*family, sizes.num_layers))));
+  }
+  SampleReport report;
+  FMOE_ASSIGN_OR_RETURN(report.bytes, WriteWeights(directory, units, options));
+  report.input_file = "io/input.safetensors";
+  FMOE_ASSIGN_OR_RETURN(Tensor hidden, RandomTensor(options.seed, "hidden_states", options.dtype,
+                                                    {options.num_tokens, sizes.hidden}, 1.0F, options.executor));
+  const NamedTensor input{"hidden_states", std::move(hidden)};
+  FMOE_RETURN_IF_ERROR(WriteSafetensors(directory.Path(report.input_file), std::span(&input, 1)));
+  directory.Made(report.input_file);
+  report.files = directory.Keep();
+  report.producer = storage == nullptr ? "none" : storage->producer;
+  report.hidden = sizes.hidden;
+  report.intermediate = sizes.intermediate;
+  report.num_experts = sizes.num_experts;
+  report.top_k = sizes.top_k;
+  return report;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,110 @@
+#include <fusedmoe/jobs/verify.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "numerics/rows.hpp"
+
+namespace fusedmoe {
+namespace {
+
+// Rows `tokens` of a dense matrix, copied.
+Result<Tensor> Gather(TensorView source, const std::vector<int64_t>& tokens) {
+  FMOE_ASSIGN_OR_RETURN(Tensor rows, Tensor::Allocate(source.dtype(),
+                                                      {static_cast<int64_t>(tokens.size()), source.dim(1)}));
+  const auto bytes = static_cast<size_t>(source.row_bytes());
+  std::byte* out = rows.mutable_view().data();
+  for (const int64_t token : tokens) {
+    std::memcpy(out, source.data() + token * source.stride_bytes(0), bytes);
+    out += bytes;
+  }
+  return rows;
+}
+
+std::vector<int64_t> SampleTokens(int64_t num_tokens, int64_t wanted) {
+  const int64_t count = std::min(num_tokens, wanted);
+  std::vector<int64_t> tokens;
+  for (int64_t index = 0; index < count; ++index) {
+    tokens.push_back(index * num_tokens / count);
+  }
+  return tokens;
+}
+
+bool ScaleSpansBatch(const Scheme& scheme) {
+  return scheme.activation.quantized() && scheme.activation.group == kPerTensor && !scheme.activation.static_tensor_scale;
+}
+
+struct Distance {
+  double difference = 0, norm = 0;
+  // Values that are not finite must be so on both sides; they carry no distance.
+  void Take(float actual, float expected) {
+    if (actual == expected || (std::isnan(actual) && std::isnan(expected))) {
+      if (std::isfinite(expected)) {
+        norm += static_cast<double>(expected) * expected;
+      }
+      return;
+    }
+    const double delta = static_cast<double>(actual) - expected;
+    difference += delta * delta;
+    norm += static_cast<double>(expected) * expected;
+  }
+  // Against an expected zero every difference is infinitely large.
+  double relative() const { return difference == 0 ? 0.0 : std::sqrt(difference / norm); }
+};
+
+}  // namespace
+
+Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint>& checkpoint, int64_t layer_index,
+                                          const MoeLayer& layer, TensorView hidden, TensorView topk_ids,
+                                          TensorView topk_weights, TensorView output, const CheckOptions& options) {
+  CheckReport report;
+  const MoeConfig& config = layer.config();
+  const std::vector<int64_t> tokens =
+      SampleTokens(hidden.dim(0), ScaleSpansBatch(layer.scheme()) ? hidden.dim(0) : options.max_tokens);
+  report.tokens = static_cast<int64_t>(tokens.size());
+  report.against = "REFERENCE";
+  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate);
+  LayerOptions reference_options;
+  reference_options.backend = report.against;
+  // The reference follows the rule of the backend that it judges.
+  reference_options.activation = layer.plan().activation;
+  reference_options.shared_experts = options.shared_experts;
+  reference_options.max_tokens = std::max<int64_t>(report.tokens, 1);
+  reference_options.plan_tokens = reference_options.max_tokens;
+  reference_options.executor = options.executor;
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference,
+                        MoeLayer::Load(checkpoint, layer_index, reference_options));
+  FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
+  FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
+  FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));
+  FMOE_ASSIGN_OR_RETURN(const Tensor some_weights, Gather(topk_weights, tokens));
+  FMOE_ASSIGN_OR_RETURN(Tensor expected, Tensor::Allocate(DType::kF32, {report.tokens, hidden.dim(1)}));
+  MoeLayer::Inputs inputs;
+  inputs.hidden = some_hidden.view();
+  inputs.topk_ids = some_ids.view();
+  inputs.topk_weights = some_weights.view();
+  MoeLayer::Outputs outputs;
+  outputs.output = expected.mutable_view();
+  FMOE_RETURN_IF_ERROR(reference->Forward(inputs, outputs, workspace, options.executor));
+
+  Distance whole;
+  std::vector<float> row(static_cast<size_t>(hidden.dim(1)));
+  for (size_t index = 0; index < tokens.size(); ++index) {
+    DecodeRow(output.dtype(), output.data() + tokens[index] * output.stride_bytes(0), 0, output.dim(1), row.data());
+    const float* wanted = expected.view().as<float>() + index * row.size();
+    Distance one;
+    for (size_t column = 0; column < row.size(); ++column) {
+      one.Take(row[column], wanted[column]);
+    }
+    report.max_row_error = std::max(report.max_row_error, one.relative());
+    whole.difference += one.difference;
+    whole.norm += one.norm;
+  }
+  report.rel_l2 = whole.relative();
+  report.ok = report.rel_l2 <= report.bound.value();  // false for NaN
+  return report;
+}
+
+}  // namespace fusedmoe
