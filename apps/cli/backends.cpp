@@ -20,7 +20,8 @@ struct BackendsFlags {
   std::string platform = "host";
 };
 
-/// A layer that objects to nothing but what is asked about: sizes that every group and tile divides, SiLU, no bias.
+/// A layer that objects to nothing but what is asked about: sizes that every group and tile divides, SiLU, no
+/// bias.
 ExplainRequest Question(const Scheme& scheme, ActivationFormatKind format, const std::string& platform) {
   ExplainRequest request;
   request.problem = "support matrix";
@@ -36,7 +37,9 @@ ExplainRequest Question(const Scheme& scheme, ActivationFormatKind format, const
 }
 
 // Only refusals count here, not that another backend came first.
-bool Supported(const Candidate& candidate) { return candidate.supported; }
+bool Supported(const Candidate& candidate) {
+  return candidate.supported;
+}
 
 std::vector<std::string> SchemeNames() {
   std::vector<std::string> names;
@@ -111,7 +114,8 @@ Status ListBackends(const BackendsFlags& flags, Output& output) {
   std::vector<std::vector<std::string>> schemes;
   std::vector<std::string> objections;
   for (const std::string& scheme : SchemeNames()) {
-    for (const ActivationFormatKind format : {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
+    for (const ActivationFormatKind format :
+         {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
       FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> candidates, Ask(scheme, format, flags.platform));
       for (const Candidate& candidate : candidates) {
         auto found = std::find(names.begin(), names.end(), candidate.backend);
@@ -140,7 +144,8 @@ Status ListBackends(const BackendsFlags& flags, Output& output) {
       json["reason"] = objections[index];
     }
     list.push_back(json);
-    rows.push_back({names[index], schemes[index].empty() ? "none: " + objections[index] : Join(schemes[index])});
+    rows.push_back(
+        {names[index], schemes[index].empty() ? "none: " + objections[index] : Join(schemes[index])});
   }
   output.Document({{"platform", flags.platform}, {"backends", list}});
   output.Text(Table(rows));

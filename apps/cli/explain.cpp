@@ -53,7 +53,8 @@ Result<Problem> ReadProblem(const std::string& name) {
 // The layer in question, from a checkpoint or described.
 Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   if (flags.checkpoint.directory.empty() == flags.problem.empty()) {
-    return Status::Usage("either a checkpoint or --problem is required").WithHint("see fusedmoe explain --help");
+    return Status::Usage("either a checkpoint or --problem is required")
+        .WithHint("see fusedmoe explain --help");
   }
   if (flags.checkpoint.directory.empty()) {
     FMOE_ASSIGN_OR_RETURN(const Problem problem, ReadProblem(flags.problem));
@@ -116,11 +117,16 @@ Json MachineJson(const Platform& platform) {
 }
 
 Json CostsJson(const Costs& costs) {
-  return {{"active_experts", costs.active_experts}, {"weight_bytes", costs.weight_bytes},
-          {"read_bytes", costs.read_bytes},         {"flops", costs.flops},
-          {"workspace_bytes", costs.workspace_bytes}, {"exchange_bytes", costs.exchange_bytes},
-          {"memory_bytes", costs.memory_bytes},     {"read_seconds", costs.read_seconds},
-          {"compute_seconds", costs.compute_seconds}, {"seconds", costs.seconds},
+  return {{"active_experts", costs.active_experts},
+          {"weight_bytes", costs.weight_bytes},
+          {"read_bytes", costs.read_bytes},
+          {"flops", costs.flops},
+          {"workspace_bytes", costs.workspace_bytes},
+          {"exchange_bytes", costs.exchange_bytes},
+          {"memory_bytes", costs.memory_bytes},
+          {"read_seconds", costs.read_seconds},
+          {"compute_seconds", costs.compute_seconds},
+          {"seconds", costs.seconds},
           {"rate", costs.rate}};
 }
 
@@ -164,12 +170,9 @@ Status ExplainLayer(const ExplainFlags& flags, Output& output) {
   std::string text = ToString(explanation);
   if (!flags.why_not.empty()) {
     FMOE_ASSIGN_OR_RETURN(const WhyNotAnswer answer, WhyNot(request, flags.why_not));
-    document["why_not"] = {{"backend", answer.backend},
-                           {"chosen_already", answer.chosen_already},
-                           {"reachable", answer.reachable},
-                           {"verdicts", VerdictsJson(answer.verdicts)},
-                           {"changes", answer.changes},
-                           {"remaining", VerdictsJson(answer.remaining)}};
+    document["why_not"] = {{"backend", answer.backend},     {"chosen_already", answer.chosen_already},
+                           {"reachable", answer.reachable}, {"verdicts", VerdictsJson(answer.verdicts)},
+                           {"changes", answer.changes},     {"remaining", VerdictsJson(answer.remaining)}};
     text += "\n" + ToString(answer);
   }
   if (!flags.diff.empty()) {
@@ -179,7 +182,8 @@ Status ExplainLayer(const ExplainFlags& flags, Output& output) {
     const std::vector<Difference> differences = Diff(explanation, second);
     Json list = Json::array();
     for (const Difference& difference : differences) {
-      list.push_back({{"field", difference.field}, {"first", difference.first}, {"second", difference.second}});
+      list.push_back(
+          {{"field", difference.field}, {"first", difference.first}, {"second", difference.second}});
     }
     document["diff"] = {{"platform", flags.diff}, {"differences", list}};
     text += fmt::format("\n{} against {}\n", request.platform, flags.diff) + ToString(differences);
@@ -195,10 +199,14 @@ Action DefineExplain(CLI::App& app) {
   auto flags = std::make_shared<ExplainFlags>();
   AddCheckpoint(app, flags->checkpoint, false);
   app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
-  app.add_option("--problem", flags->problem, "A described layer instead of a checkpoint: its name, or a JSON file");
-  app.add_option("--scheme", flags->scheme, "Scheme of a described layer; without it that of the published model");
-  app.add_option("--platform", flags->platform, "host, or a described platform such as sm90, gfx942, cpu-amx");
-  app.add_option("--tokens", flags->tokens, "Tokens of one forward")->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
+  app.add_option("--problem", flags->problem,
+                 "A described layer instead of a checkpoint: its name, or a JSON file");
+  app.add_option("--scheme", flags->scheme,
+                 "Scheme of a described layer; without it that of the published model");
+  app.add_option("--platform", flags->platform,
+                 "host, or a described platform such as sm90, gfx942, cpu-amx");
+  app.add_option("--tokens", flags->tokens, "Tokens of one forward")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30));
   AddPlan(app, flags->plan);
   flags->plan.activation_format.clear();  // the all-to-all backend decides
   AddThreads(app, flags->threads);
@@ -207,7 +215,8 @@ Action DefineExplain(CLI::App& app) {
   app.add_option("--dp", flags->parallel.dp, "Data-parallel size")->check(size);
   app.add_option("--pcp", flags->parallel.pcp, "Prefill-context-parallel size")->check(size);
   app.add_flag("--ep", flags->parallel.enable_expert_parallel, "Split by experts instead of by columns");
-  app.add_flag("--sp", flags->sequence_parallel, "Sequence-parallel experts, where the deployment allows them");
+  app.add_flag("--sp", flags->sequence_parallel,
+               "Sequence-parallel experts, where the deployment allows them");
   app.add_option("--all2all", flags->parallel.all2all, "All-to-all backend: " + AllToAllNames());
   app.add_flag("--eplb", flags->parallel.enable_eplb, "Expert load balancing");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");

@@ -98,15 +98,17 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
 
   output.Text(fmt::format("{}: {}, quantized by {}, {} layers, {} with experts, {} tensors, {}\n",
                           checkpoint->directory(), checkpoint->family(), checkpoint->producer(),
-                          checkpoint->num_layers(), layers.size(), checkpoint->tensors().size(), Bytes(bytes)));
-  std::vector<std::vector<std::string>> rows = {
-      {"layer", "scheme", "experts", "top_k", "hidden", "intermediate", "activation", "router", "shared", "bytes"}};
+                          checkpoint->num_layers(), layers.size(), checkpoint->tensors().size(),
+                          Bytes(bytes)));
+  std::vector<std::vector<std::string>> rows = {{"layer", "scheme", "experts", "top_k", "hidden",
+                                                 "intermediate", "activation", "router", "shared", "bytes"}};
   for (const LayerDescription& layer : layers) {
     const MoeConfig& config = layer.config;
     rows.push_back({fmt::format("{}", layer.layer), layer.scheme.name, fmt::format("{}", config.num_experts),
                     fmt::format("{}", config.top_k()), fmt::format("{}", config.hidden),
-                    fmt::format("{}", config.intermediate), std::string(ActivationName(config.activation.kind)),
-                    RouterText(config), SharedText(layer), Bytes(layer.expert_bytes)});
+                    fmt::format("{}", config.intermediate),
+                    std::string(ActivationName(config.activation.kind)), RouterText(config),
+                    SharedText(layer), Bytes(layer.expert_bytes)});
   }
   output.Text(Table(rows));
   rows = {{"dtype", "tensors", "bytes"}};

@@ -67,7 +67,7 @@ Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoi
   }
   const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
   return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))
-                     : Status::Usage(fmt::format("--layer is required; {}", have));
+               : Status::Usage(fmt::format("--layer is required; {}", have));
 }
 
 void AddPlan(CLI::App& app, PlanFlags& flags) {

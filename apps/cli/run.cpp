@@ -73,22 +73,26 @@ class InputFile {
           .WithTensor("hidden_states");
     }
     FMOE_RETURN_IF_ERROR(Take("hidden_states", {num_tokens, config.hidden}, floats, inputs_.hidden));
-    FMOE_RETURN_IF_ERROR(Take("router_logits", {num_tokens, config.num_experts}, floats, inputs_.router_logits));
+    FMOE_RETURN_IF_ERROR(
+        Take("router_logits", {num_tokens, config.num_experts}, floats, inputs_.router_logits));
     FMOE_RETURN_IF_ERROR(Take("topk_ids", {num_tokens, config.top_k()}, ids, inputs_.topk_ids));
-    FMOE_RETURN_IF_ERROR(Take("topk_weights", {num_tokens, config.top_k()}, {DType::kF32}, inputs_.topk_weights));
+    FMOE_RETURN_IF_ERROR(
+        Take("topk_weights", {num_tokens, config.top_k()}, {DType::kF32}, inputs_.topk_weights));
     FMOE_RETURN_IF_ERROR(Take("input_ids", {num_tokens}, ids, inputs_.token_ids));
     if (inputs_.topk_ids.empty() != inputs_.topk_weights.empty()) {
       return Status::BadInput("topk_ids and topk_weights belong together; only one is there")
           .WithTensor(inputs_.topk_ids.empty() ? "topk_ids" : "topk_weights");
     }
     if (!inputs_.topk_ids.empty() && !inputs_.router_logits.empty()) {
-      return Status::BadInput("router_logits and topk_ids both say where tokens go; one of them must be left out")
+      return Status::BadInput(
+                 "router_logits and topk_ids both say where tokens go; one of them must be left out")
           .WithTensor("router_logits");
     }
     return Status::Ok();
   }
 
-  Status Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes, TensorView& out) const {
+  Status Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes,
+              TensorView& out) const {
     const Tensor* tensor = file_.Find(name);
     if (tensor == nullptr) {
       return Status::Ok();
@@ -97,7 +101,8 @@ class InputFile {
     for (const DType dtype : dtypes) {
       names.emplace_back(DTypeName(dtype));
     }
-    if (!(tensor->shape() == shape) || std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
+    if (!(tensor->shape() == shape) ||
+        std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
       return Status::BadInput(fmt::format("is {} {}, the layer needs {} of {}", DTypeName(tensor->dtype()),
                                           tensor->shape().ToString(), shape.ToString(), Join(names)))
           .WithTensor(name);
@@ -121,8 +126,8 @@ Result<Forward> RunLayer(const MoeLayer& layer, const InputFile& input, const Ru
   Forward forward;
   const int64_t num_tokens = input.num_tokens();
   const int64_t top_k = layer.config().top_k();
-  FMOE_ASSIGN_OR_RETURN(forward.output,
-                        Tensor::Allocate(input.tensors().hidden.dtype(), {num_tokens, layer.config().hidden}));
+  FMOE_ASSIGN_OR_RETURN(
+      forward.output, Tensor::Allocate(input.tensors().hidden.dtype(), {num_tokens, layer.config().hidden}));
   FMOE_ASSIGN_OR_RETURN(forward.topk_ids, Tensor::Allocate(DType::kI32, {num_tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(forward.topk_weights, Tensor::Allocate(DType::kF32, {num_tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer.CreateWorkspace());
@@ -184,22 +189,18 @@ Status Run(const RunFlags& flags, Output& output) {
   options.executor = executor;
 
   const auto start = std::chrono::steady_clock::now();
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> layer, MoeLayer::Load(checkpoint, layer_index, options));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> layer,
+                        MoeLayer::Load(checkpoint, layer_index, options));
   const double load_seconds = Seconds(start);
   FMOE_ASSIGN_OR_RETURN(const Forward forward, RunLayer(*layer, input, flags, executor));
   const double seconds = Median(forward.seconds);
   const double tokens_per_second = static_cast<double>(input.num_tokens()) / seconds;
 
-  Json document = {{"checkpoint", checkpoint->directory()},
-                   {"layer", layer_index},
-                   {"family", checkpoint->family()},
-                   {"scheme", layer->scheme().name},
-                   {"tokens", input.num_tokens()},
-                   {"plan", ToJson(layer->plan())},
-                   {"threads", executor.num_threads},
-                   {"repeat", flags.repeat},
-                   {"load_seconds", load_seconds},
-                   {"seconds", seconds},
+  Json document = {{"checkpoint", checkpoint->directory()}, {"layer", layer_index},
+                   {"family", checkpoint->family()},        {"scheme", layer->scheme().name},
+                   {"tokens", input.num_tokens()},          {"plan", ToJson(layer->plan())},
+                   {"threads", executor.num_threads},       {"repeat", flags.repeat},
+                   {"load_seconds", load_seconds},          {"seconds", seconds},
                    {"tokens_per_second", tokens_per_second}};
   std::string text = ToString(layer->plan());
   if (!text.empty() && text.back() != '\n') {
@@ -210,15 +211,16 @@ Status Run(const RunFlags& flags, Output& output) {
     CheckOptions check_options;
     check_options.shared_experts = flags.shared_experts;
     check_options.executor = executor;
-    FMOE_ASSIGN_OR_RETURN(
-        check, CheckAgainstReference(checkpoint, layer_index, *layer, input.tensors().hidden, forward.topk_ids.view(),
-                                     forward.topk_weights.view(), forward.output.view(), check_options));
+    FMOE_ASSIGN_OR_RETURN(check,
+                          CheckAgainstReference(checkpoint, layer_index, *layer, input.tensors().hidden,
+                                                forward.topk_ids.view(), forward.topk_weights.view(),
+                                                forward.output.view(), check_options));
     document["check"] = CheckToJson(*check);
     text += fmt::format("check: relative L2 {:.2e} against the reference on {} tokens, bound {:.2e}: {}\n",
                         check->rel_l2, check->tokens, check->bound.value(), check->ok ? "ok" : "FAILED");
   }
-  text += fmt::format("{} tokens in {:.3f} ms on {} threads, {:.1f} tokens/s", input.num_tokens(), seconds * 1e3,
-                      executor.num_threads, tokens_per_second);
+  text += fmt::format("{} tokens in {:.3f} ms on {} threads, {:.1f} tokens/s", input.num_tokens(),
+                      seconds * 1e3, executor.num_threads, tokens_per_second);
   const int64_t bytes_read = BytesRead(*layer, forward);
   const double read_gbps = static_cast<double>(bytes_read) / seconds / 1e9;
   document["weight_bytes_read"] = bytes_read;
@@ -229,23 +231,23 @@ Status Run(const RunFlags& flags, Output& output) {
     document["machine_read_gbps"] = machine_gbps;
     if (machine_gbps > 0) {
       document["share_of_read_bandwidth"] = read_gbps / machine_gbps;
-      text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads", 100 * read_gbps / machine_gbps,
-                          machine_gbps);
+      text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads",
+                          100 * read_gbps / machine_gbps, machine_gbps);
     }
   }
   text += "\n";
   const bool failed = check && !check->ok;
   if (!failed) {
-    const NamedTensor tensors[] = {{"output", forward.output},
-                                   {"topk_ids", forward.topk_ids},
-                                   {"topk_weights", forward.topk_weights}};
+    const NamedTensor tensors[] = {
+        {"output", forward.output}, {"topk_ids", forward.topk_ids}, {"topk_weights", forward.topk_weights}};
     FMOE_RETURN_IF_ERROR(WriteSafetensors(flags.output, tensors));
   }
   output.Document(document);
   output.Text(text);
-  return failed ? Status::No(fmt::format("relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output "
-                                         "was written",
-                                         check->rel_l2, check->bound.value()))
+  return failed ? Status::No(fmt::format(
+                      "relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output "
+                      "was written",
+                      check->rel_l2, check->bound.value()))
                 : Status::Ok();
 }
 
@@ -255,15 +257,18 @@ Action DefineRun(CLI::App& app) {
   auto flags = std::make_shared<RunFlags>();
   AddCheckpoint(app, flags->checkpoint, true);
   app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
-  app.add_option("--input", flags->input,
-                 "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "
-                 "topk_weights, or input_ids")
+  app.add_option(
+         "--input", flags->input,
+         "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "
+         "topk_weights, or input_ids")
       ->required();
-  app.add_option("--output", flags->output, "safetensors to write: output, topk_ids, topk_weights")->required();
+  app.add_option("--output", flags->output, "safetensors to write: output, topk_ids, topk_weights")
+      ->required();
   AddPlan(app, flags->plan);
   AddThreads(app, flags->threads);
   app.add_flag("--check", flags->check, "Compare with the reference backend; exit 1 beyond the bound");
-  app.add_option("--repeat", flags->repeat, "Run N times, report the median; with N > 1 also the bandwidth share")
+  app.add_option("--repeat", flags->repeat,
+                 "Run N times, report the median; with N > 1 also the bandwidth share")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
   app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
   return [flags](Output& output) { return Run(*flags, output); };

@@ -44,11 +44,12 @@ Status Sample(const SampleFlags& flags, Output& output) {
                    {"files", report.files},
                    {"input", report.input_file},
                    {"seconds", seconds}});
-  output.Text(fmt::format("{}: {} {}, {} layers of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
-                          "run it: fusedmoe run {} --layer 0 --input {}/{} --output out.safetensors\n",
-                          options.directory, options.family, options.scheme, options.num_layers, report.num_experts,
-                          report.top_k, report.hidden, report.intermediate, Bytes(report.bytes), seconds,
-                          options.directory, options.directory, report.input_file));
+  output.Text(
+      fmt::format("{}: {} {}, {} layers of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
+                  "run it: fusedmoe run {} --layer 0 --input {}/{} --output out.safetensors\n",
+                  options.directory, options.family, options.scheme, options.num_layers, report.num_experts,
+                  report.top_k, report.hidden, report.intermediate, Bytes(report.bytes), seconds,
+                  options.directory, options.directory, report.input_file));
   return Status::Ok();
 }
 
@@ -62,11 +63,13 @@ Action DefineSample(CLI::App& app) {
   app.add_option("--scheme", options.scheme, "Scheme of the experts")->required();
   app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
   app.add_option("--hidden", options.hidden, "Hidden size; 0: that of the family's model")->check(size);
-  app.add_option("--intermediate", options.intermediate, "Intermediate size of one expert; 0: as above")->check(size);
+  app.add_option("--intermediate", options.intermediate, "Intermediate size of one expert; 0: as above")
+      ->check(size);
   app.add_option("--experts", options.num_experts, "Experts of a layer; 0: as above")->check(size);
   app.add_option("--top-k", options.top_k, "Experts of a token; 0: as above")->check(size);
   app.add_option("--layers", options.num_layers, "Layers to write")->check(CLI::Range(1, 1024));
-  app.add_option("--tokens", options.num_tokens, "Rows of io/input.safetensors")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--tokens", options.num_tokens, "Rows of io/input.safetensors")
+      ->check(CLI::Range(1, 1 << 20));
   app.add_option("--seed", options.seed, "Seed of all values")->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--dtype", flags->dtype, "BF16, F16 or F32: hidden states and what is not quantized");
   app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")

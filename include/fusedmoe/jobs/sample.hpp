@@ -45,16 +45,18 @@ struct SampleOptions {
 struct SampleReport {
   std::vector<std::string> files;  ///< relative to the directory, in the order of writing
   int64_t bytes = 0;
-  std::string producer;  ///< whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none"
+  std::string
+      producer;  ///< whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none"
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0;
   std::string input_file;  ///< io/input.safetensors with hidden_states [M, H]
 };
 
-/// Writes a Hugging Face checkpoint with seeded random weights (normal, standard deviation 1/sqrt(inputs)), as the
-/// tools that quantize real models lay it out, and hidden states to run it on. The bytes depend on the options only,
-/// not on the number of threads. Holds one expert a thread in memory, or one fused tensor. On failure nothing stays.
-/// Errors: kUsage for unknown names, impossible sizes or a directory that is not empty; kUnsupported for a scheme that
-/// no producer writes for this family, or sizes that its groups do not divide; kSystem when writing fails.
+/// Writes a Hugging Face checkpoint with seeded random weights (normal, standard deviation 1/sqrt(inputs)),
+/// as the tools that quantize real models lay it out, and hidden states to run it on. The bytes depend on the
+/// options only, not on the number of threads. Holds one expert a thread in memory, or one fused tensor. On
+/// failure nothing stays. Errors: kUsage for unknown names, impossible sizes or a directory that is not
+/// empty; kUnsupported for a scheme that no producer writes for this family, or sizes that its groups do not
+/// divide; kSystem when writing fails.
 Result<SampleReport> WriteSample(const SampleOptions& options);
 
 }  // namespace fusedmoe

@@ -2,8 +2,12 @@
 
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
 namespace fusedmoe::sample {
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 // The keys of config.json that differ between families; those that all share are added by the caller.
 
@@ -114,6 +118,13 @@ void ConfigPhi(Json& json, const Sizes& sizes) {
   json["router_jitter_noise"] = 0.01;
 }
 
+template <void (*kAdd)(Json& json, const Sizes& sizes)>
+std::string Text(const Sizes& sizes) {
+  Json json = Json::object();
+  kAdd(json, sizes);
+  return json.dump();
+}
+
 }  // namespace
 
 std::span<const FamilyRow> FamilyTable() {
@@ -126,7 +137,7 @@ std::span<const FamilyRow> FamilyTable() {
        .gate = "gate_proj",
        .up = "up_proj",
        .down = "down_proj",
-       .config = ConfigQwen},
+       .config = Text<ConfigQwen>},
       {.family = {"qwen2_moe", "Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4},
        .architecture = "Qwen2MoeForCausalLM",
        .block = "mlp",
@@ -137,7 +148,7 @@ std::span<const FamilyRow> FamilyTable() {
        .shared = "shared_expert",
        .shared_factor = 4,
        .shared_gate = true,
-       .config = ConfigQwen2},
+       .config = Text<ConfigQwen2>},
       {.family = {"qwen3_next", "Qwen3-Next-80B-A3B", 2048, 512, 512, 10},
        .architecture = "Qwen3NextForCausalLM",
        .block = "mlp",
@@ -148,7 +159,7 @@ std::span<const FamilyRow> FamilyTable() {
        .shared = "shared_expert",
        .shared_factor = 1,
        .shared_gate = true,
-       .config = ConfigQwen3Next},
+       .config = Text<ConfigQwen3Next>},
       {.family = {"mixtral", "Mixtral-8x7B", 4096, 14336, 8, 2},
        .architecture = "MixtralForCausalLM",
        .block = "block_sparse_moe",
@@ -156,7 +167,7 @@ std::span<const FamilyRow> FamilyTable() {
        .gate = "w1",
        .up = "w3",
        .down = "w2",
-       .config = ConfigMixtral},
+       .config = Text<ConfigMixtral>},
       {.family = {"deepseek_v2", "DeepSeek-V2", 5120, 1536, 160, 6},
        .architecture = "DeepseekV2ForCausalLM",
        .block = "mlp",
@@ -166,7 +177,7 @@ std::span<const FamilyRow> FamilyTable() {
        .down = "down_proj",
        .shared = "shared_experts",
        .shared_factor = 2,
-       .config = ConfigDeepSeekV2},
+       .config = Text<ConfigDeepSeekV2>},
       {.family = {"deepseek_v3", "DeepSeek-V3", 7168, 2048, 256, 8},
        .architecture = "DeepseekV3ForCausalLM",
        .block = "mlp",
@@ -177,7 +188,7 @@ std::span<const FamilyRow> FamilyTable() {
        .down = "down_proj",
        .shared = "shared_experts",
        .shared_factor = 1,
-       .config = ConfigDeepSeekV3},
+       .config = Text<ConfigDeepSeekV3>},
       {.family = {"llama4_text", "Llama-4-Scout", 5120, 8192, 16, 1},
        .architecture = "Llama4ForCausalLM",
        .block = "feed_forward",
@@ -189,7 +200,7 @@ std::span<const FamilyRow> FamilyTable() {
        .shared = "shared_expert",
        .shared_factor = 1,
        .compressed_tensors = true,
-       .config = ConfigLlama4},
+       .config = Text<ConfigLlama4>},
       {.family = {"gpt_oss", "gpt-oss-20b", 2880, 2880, 32, 4},
        .architecture = "GptOssForCausalLM",
        .block = "mlp",
@@ -201,7 +212,7 @@ std::span<const FamilyRow> FamilyTable() {
        .up = "up_proj",
        .down = "down_proj",
        .compressed_tensors = true,
-       .config = ConfigGptOss},
+       .config = Text<ConfigGptOss>},
       {.family = {"glm4_moe", "GLM-4.5", 5120, 1536, 160, 8},
        .architecture = "Glm4MoeForCausalLM",
        .block = "mlp",
@@ -212,7 +223,7 @@ std::span<const FamilyRow> FamilyTable() {
        .down = "down_proj",
        .shared = "shared_experts",
        .shared_factor = 1,
-       .config = ConfigGlm},
+       .config = Text<ConfigGlm>},
       {.family = {"olmoe", "OLMoE-1B-7B", 2048, 1024, 64, 8},
        .architecture = "OlmoeForCausalLM",
        .block = "mlp",
@@ -220,7 +231,7 @@ std::span<const FamilyRow> FamilyTable() {
        .gate = "gate_proj",
        .up = "up_proj",
        .down = "down_proj",
-       .config = ConfigOlmoe},
+       .config = Text<ConfigOlmoe>},
       {.family = {"minimax_m2", "MiniMax-M2", 3072, 1536, 256, 8},
        .architecture = "MiniMaxM2ForCausalLM",
        .block = "block_sparse_moe",
@@ -229,7 +240,7 @@ std::span<const FamilyRow> FamilyTable() {
        .gate = "w1",
        .up = "w3",
        .down = "w2",
-       .config = ConfigMiniMax},
+       .config = Text<ConfigMiniMax>},
       {.family = {"granitemoe", "granite-3.1-3b-a800m", 1536, 512, 40, 8},
        .architecture = "GraniteMoeForCausalLM",
        .block = "block_sparse_moe",
@@ -239,7 +250,7 @@ std::span<const FamilyRow> FamilyTable() {
        .up = "up_proj",
        .down = "down_proj",
        .compressed_tensors = true,
-       .config = ConfigMixtral},
+       .config = Text<ConfigMixtral>},
       {.family = {"phimoe", "Phi-3.5-MoE", 4096, 6400, 16, 2},
        .architecture = "PhiMoEForCausalLM",
        .block = "block_sparse_moe",
@@ -247,7 +258,7 @@ std::span<const FamilyRow> FamilyTable() {
        .gate = "w1",
        .up = "w3",
        .down = "w2",
-       .config = ConfigPhi},
+       .config = Text<ConfigPhi>},
   };
   return kTable;
 }

@@ -5,16 +5,12 @@
 #include <string>
 #include <string_view>
 
-#include <nlohmann/json.hpp>
-
 #include <fusedmoe/jobs/sample.hpp>
 
 namespace fusedmoe::sample {
 
-using Json = nlohmann::ordered_json;
-
-/// How unquantized experts lie on disk. Quantized ones are always one tensor a projection and expert, as quantizers
-/// write them.
+/// How unquantized experts lie on disk. Quantized ones are always one tensor a projection and expert, as
+/// quantizers write them.
 enum class ExpertForm : uint8_t {
   kPerExpert,
   kFusedInOut,  ///< experts.gate_up_proj [E, H, 2I], experts.down_proj [E, I, H]
@@ -30,9 +26,9 @@ struct Sizes {
 struct FamilyRow {
   SampleFamily family;
   std::string_view architecture;
-  std::string_view block;           ///< "mlp"
-  std::string_view router;          ///< below the block: "gate"
-  std::string_view correction_bias; ///< below the block; empty: none
+  std::string_view block;            ///< "mlp"
+  std::string_view router;           ///< below the block: "gate"
+  std::string_view correction_bias;  ///< below the block; empty: none
   bool router_bias = false;
   bool expert_bias = false;
   ExpertForm form = ExpertForm::kPerExpert;
@@ -41,7 +37,8 @@ struct FamilyRow {
   int64_t shared_factor = 0;        ///< its size in units of intermediate
   bool shared_gate = false;
   bool compressed_tensors = false;  ///< what quantizes it in practice; else ModelOpt
-  void (*config)(Json& json, const Sizes& sizes);
+  /// The keys of config.json that are its own, as a JSON object.
+  std::string (*config)(const Sizes& sizes);
 };
 
 std::span<const FamilyRow> FamilyTable();

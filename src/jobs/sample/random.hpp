@@ -9,9 +9,9 @@
 
 namespace fusedmoe::sample {
 
-/// Normal deviates by the million: position i of a stream depends on (key, i) only, so that any part of a tensor can
-/// be made by any thread. Drawn from a fixed table of 2^15 deviates; 1.5 ns a value against 15 of Box-Muller, and the
-/// tails end at about four standard deviations.
+/// Normal deviates by the million: position i of a stream depends on (key, i) only, so that any part of a
+/// tensor can be made by any thread. Drawn from a fixed table of 2^15 deviates; 1.5 ns a value against 15 of
+/// Box-Muller, and the tails end at about four standard deviations.
 class NormalStream {
  public:
   explicit NormalStream(uint64_t key) : key_(Mix(key)) {}

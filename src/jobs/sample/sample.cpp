@@ -11,6 +11,7 @@
 #include <utility>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/safetensors.hpp>
@@ -26,9 +27,9 @@
 namespace fusedmoe {
 namespace {
 
+using Json = nlohmann::ordered_json;
 using sample::ExpertForm;
 using sample::FamilyRow;
-using sample::Json;
 using sample::NormalStream;
 using sample::Sizes;
 using sample::StorageRow;
@@ -53,8 +54,8 @@ struct Unit {
 };
 
 /// Normal values of that deviation around `mean`, rounded to the dtype. The same bytes for any executor.
-Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, const Shape& shape, float deviation,
-                            const Executor& executor = {}, float mean = 0.0F) {
+Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, const Shape& shape,
+                            float deviation, const Executor& executor = {}, float mean = 0.0F) {
   FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(dtype, shape));
   std::byte* data = tensor.mutable_view().data();
   const int64_t count = shape.count();
@@ -72,7 +73,9 @@ Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, c
   return tensor;
 }
 
-float FanIn(int64_t inputs) { return 1.0F / std::sqrt(static_cast<float>(inputs)); }
+float FanIn(int64_t inputs) {
+  return 1.0F / std::sqrt(static_cast<float>(inputs));
+}
 
 /// Builds the list of units of a checkpoint.
 class Plan {
@@ -100,7 +103,8 @@ class Plan {
   }
 
  private:
-  void AddTensor(const std::string& name, DType dtype, const Shape& shape, float deviation, float mean = 0.0F) {
+  void AddTensor(const std::string& name, DType dtype, const Shape& shape, float deviation,
+                 float mean = 0.0F) {
     Unit unit;
     unit.specs = {{name, dtype, shape}};
     unit.large = true;
@@ -119,7 +123,8 @@ class Plan {
       AddTensor(fmt::format("{}.{}.bias", block, family_.router), options_.dtype, {sizes_.num_experts}, 0.1F);
     }
     if (!family_.correction_bias.empty()) {
-      AddTensor(fmt::format("{}.{}", block, family_.correction_bias), DType::kF32, {sizes_.num_experts}, 0.05F);
+      AddTensor(fmt::format("{}.{}", block, family_.correction_bias), DType::kF32, {sizes_.num_experts},
+                0.05F);
     }
   }
 
@@ -127,7 +132,8 @@ class Plan {
     if (family_.shared.empty()) {
       return;
     }
-    AddExpert(fmt::format("{}.{}", block, family_.shared), sizes_.intermediate * family_.shared_factor, false);
+    AddExpert(fmt::format("{}.{}", block, family_.shared), sizes_.intermediate * family_.shared_factor,
+              false);
     if (family_.shared_gate) {
       AddTensor(fmt::format("{}.{}_gate.weight", block, family_.shared), options_.dtype, {1, sizes_.hidden},
                 FanIn(sizes_.hidden));
@@ -136,12 +142,13 @@ class Plan {
 
   void AddFusedInOut(const std::string& block) {
     const int64_t experts = sizes_.num_experts;
-    AddTensor(block + ".experts.gate_up_proj", options_.dtype, {experts, sizes_.hidden, 2 * sizes_.intermediate},
-              FanIn(sizes_.hidden));
+    AddTensor(block + ".experts.gate_up_proj", options_.dtype,
+              {experts, sizes_.hidden, 2 * sizes_.intermediate}, FanIn(sizes_.hidden));
     AddTensor(block + ".experts.down_proj", options_.dtype, {experts, sizes_.intermediate, sizes_.hidden},
               FanIn(sizes_.intermediate));
     if (family_.expert_bias) {
-      AddTensor(block + ".experts.gate_up_proj_bias", options_.dtype, {experts, 2 * sizes_.intermediate}, 0.1F);
+      AddTensor(block + ".experts.gate_up_proj_bias", options_.dtype, {experts, 2 * sizes_.intermediate},
+                0.1F);
       AddTensor(block + ".experts.down_proj_bias", options_.dtype, {experts, sizes_.hidden}, 0.1F);
     }
   }
@@ -159,8 +166,8 @@ class Plan {
       int64_t rows, cols;
       float input_amax;
     };
-    // compressed-tensors spells the projections alike in every family (docs/checkpoints.md). Inputs are normal, so five
-    // deviations are about their largest; the same for the product of gate and up.
+    // compressed-tensors spells the projections alike in every family (docs/checkpoints.md). Inputs are
+    // normal, so five deviations are about their largest; the same for the product of gate and up.
     const bool renamed = storage_ != nullptr && storage_->producer == "compressed-tensors";
     const auto spelt = [&name, renamed](std::string_view own, std::string_view common) {
       return fmt::format("{}.{}", name, renamed ? common : own);
@@ -174,7 +181,8 @@ class Plan {
     Unit unit;
     for (const Projection& projection : projections) {
       if (storage_ == nullptr) {
-        unit.specs.push_back({projection.name + ".weight", options_.dtype, {projection.rows, projection.cols}});
+        unit.specs.push_back(
+            {projection.name + ".weight", options_.dtype, {projection.rows, projection.cols}});
       } else {
         for (TensorSpec& spec :
              sample::SpecsOf(*storage_, scheme_, projection.name, projection.rows, projection.cols)) {
@@ -188,8 +196,8 @@ class Plan {
     unit.make = [projections, bias, this](const Executor& executor) -> Result<std::vector<NamedTensor>> {
       std::vector<NamedTensor> tensors;
       for (const Projection& projection : projections) {
-        FMOE_RETURN_IF_ERROR(
-            MakeProjection(projection.name, projection.rows, projection.cols, projection.input_amax, executor, tensors));
+        FMOE_RETURN_IF_ERROR(MakeProjection(projection.name, projection.rows, projection.cols,
+                                            projection.input_amax, executor, tensors));
         if (bias) {
           const std::string bias_name = projection.name + ".bias";
           FMOE_ASSIGN_OR_RETURN(Tensor tensor, RandomTensor(options_.seed, bias_name, options_.dtype,
@@ -204,8 +212,8 @@ class Plan {
 
   Status MakeProjection(const std::string& name, int64_t rows, int64_t cols, float input_amax,
                         const Executor& executor, std::vector<NamedTensor>& out) const {
-    FMOE_ASSIGN_OR_RETURN(Tensor weights, RandomTensor(options_.seed, name + ".weight", options_.dtype, {rows, cols},
-                                                       FanIn(cols), executor));
+    FMOE_ASSIGN_OR_RETURN(Tensor weights, RandomTensor(options_.seed, name + ".weight", options_.dtype,
+                                                       {rows, cols}, FanIn(cols), executor));
     if (storage_ == nullptr) {
       out.push_back({name + ".weight", std::move(weights)});
       return Status::Ok();
@@ -314,7 +322,8 @@ Status WriteFile(const std::string& path, std::span<const Unit> units, const Exe
   for (const Unit& unit : units) {
     specs.insert(specs.end(), unit.specs.begin(), unit.specs.end());
   }
-  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(path, std::move(specs), {{"format", "pt"}}));
+  FMOE_ASSIGN_OR_RETURN(const auto writer,
+                        SafetensorsWriter::Create(path, std::move(specs), {{"format", "pt"}}));
   std::mutex mutex;
   Status first_failure;
   const auto run = [&](const Unit& unit, const Executor& threads) {
@@ -355,7 +364,8 @@ Status WriteFile(const std::string& path, std::span<const Unit> units, const Exe
 }
 
 /// Writes all units, in one file or in shards with their index. Returns the bytes of the files.
-Result<int64_t> WriteWeights(Directory& directory, const std::vector<Unit>& units, const SampleOptions& options) {
+Result<int64_t> WriteWeights(Directory& directory, const std::vector<Unit>& units,
+                             const SampleOptions& options) {
   std::vector<std::span<const Unit>> shards;
   int64_t total = 0;
   for (size_t begin = 0; begin < units.size();) {
@@ -385,8 +395,8 @@ Result<int64_t> WriteWeights(Directory& directory, const std::vector<Unit>& unit
     }
   }
   if (shards.size() > 1) {
-    FMOE_RETURN_IF_ERROR(directory.WriteJson("model.safetensors.index.json",
-                                             {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}}));
+    FMOE_RETURN_IF_ERROR(directory.WriteJson(
+        "model.safetensors.index.json", {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}}));
   }
   return file_bytes;
 }
@@ -416,9 +426,9 @@ Json ConfigOf(const SampleOptions& options, const FamilyRow& family, const Sizes
                {"num_hidden_layers", sizes.num_layers},
                {"num_experts_per_tok", sizes.top_k},
                {"vocab_size", 32}};
-  family.config(json, sizes);
+  json.update(Json::parse(family.config(sizes)));
   if (storage != nullptr) {
-    json["quantization_config"] = storage->config(scheme, Unquantized(family, sizes.num_layers));
+    json["quantization_config"] = Json::parse(storage->config(scheme, Unquantized(family, sizes.num_layers)));
   }
   return json;
 }
@@ -433,7 +443,8 @@ Status CheckSize(std::string_view name, int64_t value, int64_t smallest = 1) {
 Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) {
   const auto pick = [](int64_t given, int64_t own) { return given == 0 ? own : given; };
   Sizes sizes{pick(options.hidden, family.hidden), pick(options.intermediate, family.intermediate),
-              pick(options.num_experts, family.num_experts), pick(options.top_k, family.top_k), options.num_layers};
+              pick(options.num_experts, family.num_experts), pick(options.top_k, family.top_k),
+              options.num_layers};
   FMOE_RETURN_IF_ERROR(CheckSize("hidden", sizes.hidden));
   FMOE_RETURN_IF_ERROR(CheckSize("intermediate", sizes.intermediate));
   FMOE_RETURN_IF_ERROR(CheckSize("experts", sizes.num_experts));
@@ -443,8 +454,8 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
     sizes.top_k = std::min(sizes.top_k, sizes.num_experts);
   }
   if (sizes.top_k < 1 || sizes.top_k > sizes.num_experts) {
-    return Status::Usage(fmt::format("top_k={} is outside 1..{}, the number of experts", sizes.top_k,
-                                     sizes.num_experts));
+    return Status::Usage(
+        fmt::format("top_k={} is outside 1..{}, the number of experts", sizes.top_k, sizes.num_experts));
   }
   return sizes;
 }
@@ -453,10 +464,11 @@ Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& fami
   if (scheme.name == "unquantized") {
     return nullptr;
   }
-  const StorageRow* row = sample::FindStorage(scheme.name, family.compressed_tensors ? "compressed-tensors" : "modelopt");
+  const StorageRow* row =
+      sample::FindStorage(scheme.name, family.compressed_tensors ? "compressed-tensors" : "modelopt");
   if (row == nullptr) {
-    return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}", scheme.name,
-                                           sample::StorableSchemes()));
+    return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}",
+                                           scheme.name, sample::StorableSchemes()));
   }
   return row;
 }
@@ -483,16 +495,19 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   const std::vector<Unit> units = plan.Units();
   Directory directory(options.directory);
   FMOE_RETURN_IF_ERROR(directory.Prepare(options.overwrite));
-  FMOE_RETURN_IF_ERROR(directory.WriteJson("config.json", ConfigOf(options, *family, sizes, scheme, storage)));
+  FMOE_RETURN_IF_ERROR(
+      directory.WriteJson("config.json", ConfigOf(options, *family, sizes, scheme, storage)));
   if (storage != nullptr && storage->side_file != nullptr) {
-    FMOE_RETURN_IF_ERROR(directory.WriteJson(
-        "hf_quant_config.json", storage->side_file(scheme, Unquantized(*family, sizes.num_layers))));
+    FMOE_RETURN_IF_ERROR(
+        directory.WriteJson("hf_quant_config.json",
+                            Json::parse(storage->side_file(scheme, Unquantized(*family, sizes.num_layers)))));
   }
   SampleReport report;
   FMOE_ASSIGN_OR_RETURN(report.bytes, WriteWeights(directory, units, options));
   report.input_file = "io/input.safetensors";
-  FMOE_ASSIGN_OR_RETURN(Tensor hidden, RandomTensor(options.seed, "hidden_states", options.dtype,
-                                                    {options.num_tokens, sizes.hidden}, 1.0F, options.executor));
+  FMOE_ASSIGN_OR_RETURN(Tensor hidden,
+                        RandomTensor(options.seed, "hidden_states", options.dtype,
+                                     {options.num_tokens, sizes.hidden}, 1.0F, options.executor));
   const NamedTensor input{"hidden_states", std::move(hidden)};
   FMOE_RETURN_IF_ERROR(WriteSafetensors(directory.Path(report.input_file), std::span(&input, 1)));
   directory.Made(report.input_file);

@@ -3,11 +3,14 @@
 #include <cstring>
 
 #include <fmt/format.h>
+#include <nlohmann/json.hpp>
 
 #include "core/checked_math.hpp"
 
 namespace fusedmoe::sample {
 namespace {
+
+using Json = nlohmann::ordered_json;
 
 // ---- what stands in config.json (field lists: docs/checkpoints.md) ----
 
@@ -19,7 +22,8 @@ Json ModelOptFloat(int64_t bits, std::optional<int64_t> group) {
   return json;
 }
 
-Json ModelOptConfig(std::string_view algorithm, Json weights, Json inputs, const std::vector<std::string>& ignored) {
+Json ModelOptConfig(std::string_view algorithm, Json weights, Json inputs,
+                    const std::vector<std::string>& ignored) {
   Json group = {{"weights", std::move(weights)}, {"targets", {"Linear"}}};
   group["input_activations"] = std::move(inputs);
   return {{"config_groups", {{"group_0", group}}},
@@ -57,12 +61,18 @@ Json ModelOptFp8SideFile(const Scheme&, const std::vector<std::string>& ignored)
   return ModelOptSideFile("FP8", std::nullopt, ignored);
 }
 
-Json CompressedArguments(std::string_view type, int64_t bits, std::string_view strategy, Json group, Json dynamic) {
-  return {{"num_bits", bits},         {"type", type},  {"symmetric", true}, {"strategy", strategy},
-          {"group_size", std::move(group)}, {"dynamic", std::move(dynamic)}};
+Json CompressedArguments(std::string_view type, int64_t bits, std::string_view strategy, Json group,
+                         Json dynamic) {
+  return {{"num_bits", bits},
+          {"type", type},
+          {"symmetric", true},
+          {"strategy", strategy},
+          {"group_size", std::move(group)},
+          {"dynamic", std::move(dynamic)}};
 }
 
-Json CompressedConfig(std::string_view format, Json weights, Json inputs, const std::vector<std::string>& ignored) {
+Json CompressedConfig(std::string_view format, Json weights, Json inputs,
+                      const std::vector<std::string>& ignored) {
   Json group = {{"format", format}, {"targets", {"Linear"}}};
   group["weights"] = std::move(weights);
   group["input_activations"] = std::move(inputs);
@@ -105,8 +115,9 @@ Json CompressedInt8(const Scheme&, const std::vector<std::string>& ignored) {
 }
 
 Json CompressedInt4(const Scheme& scheme, const std::vector<std::string>& ignored) {
-  return CompressedConfig("pack-quantized", CompressedArguments("int", 4, "group", scheme.weight.block.col, false),
-                          nullptr, ignored);
+  return CompressedConfig("pack-quantized",
+                          CompressedArguments("int", 4, "group", scheme.weight.block.col, false), nullptr,
+                          ignored);
 }
 
 Json DeepSeekFp8(const Scheme&, const std::vector<std::string>& ignored) {
@@ -144,20 +155,25 @@ constexpr Part kCompressedInt4Group[] = {{"weight_packed", Source::kCodes, DType
                                          {"weight_scale", Source::kBlockScale, DType::kBF16},
                                          {"weight_shape", Source::kMatrixShape, DType::kI64}};
 
+template <Json (*kMake)(const Scheme& scheme, const std::vector<std::string>& ignored)>
+std::string Text(const Scheme& scheme, const std::vector<std::string>& ignored) {
+  return kMake(scheme, ignored).dump();
+}
+
 constexpr StorageRow kStorage[] = {
-    {"nvfp4_w4a4", "modelopt", kModelOptNvfp4A4, ModelOptNvfp4, ModelOptNvfp4SideFile},
-    {"nvfp4_w4a4", "compressed-tensors", kCompressedNvfp4A4, CompressedNvfp4, nullptr},
-    {"nvfp4_w4a16", "modelopt", kModelOptNvfp4A16, ModelOptNvfp4, ModelOptNvfp4SideFile},
-    {"nvfp4_w4a16", "compressed-tensors", kCompressedNvfp4A16, CompressedNvfp4, nullptr},
-    {"mxfp4_w4a4", "compressed-tensors", kCompressedMx4, CompressedMxfp4, nullptr},
-    {"mxfp4_w4a16", "compressed-tensors", kCompressedMx4, CompressedMxfp4, nullptr},
-    {"fp8_w8a8:channel", "compressed-tensors", kCompressedFp8Channel, CompressedFp8, nullptr},
-    {"fp8_w8a8:tensor_static", "modelopt", kModelOptFp8Tensor, ModelOptFp8, ModelOptFp8SideFile},
-    {"fp8_w8a8:block128", "deepseek", kDeepSeekBlock, DeepSeekFp8, nullptr},
-    {"int8_w8a8:channel", "compressed-tensors", kCompressedInt8Channel, CompressedInt8, nullptr},
-    {"int4_w4a16:g128", "compressed-tensors", kCompressedInt4Group, CompressedInt4, nullptr},
-    {"int4_w4a16:g64", "compressed-tensors", kCompressedInt4Group, CompressedInt4, nullptr},
-    {"int4_w4a16:g32", "compressed-tensors", kCompressedInt4Group, CompressedInt4, nullptr},
+    {"nvfp4_w4a4", "modelopt", kModelOptNvfp4A4, Text<ModelOptNvfp4>, Text<ModelOptNvfp4SideFile>},
+    {"nvfp4_w4a4", "compressed-tensors", kCompressedNvfp4A4, Text<CompressedNvfp4>, nullptr},
+    {"nvfp4_w4a16", "modelopt", kModelOptNvfp4A16, Text<ModelOptNvfp4>, Text<ModelOptNvfp4SideFile>},
+    {"nvfp4_w4a16", "compressed-tensors", kCompressedNvfp4A16, Text<CompressedNvfp4>, nullptr},
+    {"mxfp4_w4a4", "compressed-tensors", kCompressedMx4, Text<CompressedMxfp4>, nullptr},
+    {"mxfp4_w4a16", "compressed-tensors", kCompressedMx4, Text<CompressedMxfp4>, nullptr},
+    {"fp8_w8a8:channel", "compressed-tensors", kCompressedFp8Channel, Text<CompressedFp8>, nullptr},
+    {"fp8_w8a8:tensor_static", "modelopt", kModelOptFp8Tensor, Text<ModelOptFp8>, Text<ModelOptFp8SideFile>},
+    {"fp8_w8a8:block128", "deepseek", kDeepSeekBlock, Text<DeepSeekFp8>, nullptr},
+    {"int8_w8a8:channel", "compressed-tensors", kCompressedInt8Channel, Text<CompressedInt8>, nullptr},
+    {"int4_w4a16:g128", "compressed-tensors", kCompressedInt4Group, Text<CompressedInt4>, nullptr},
+    {"int4_w4a16:g64", "compressed-tensors", kCompressedInt4Group, Text<CompressedInt4>, nullptr},
+    {"int4_w4a16:g32", "compressed-tensors", kCompressedInt4Group, Text<CompressedInt4>, nullptr},
 };
 
 Shape ShapeOf(const Part& part, const WeightFormat& format, int64_t rows, int64_t cols) {
@@ -186,7 +202,8 @@ Result<Tensor> SingleValue(float value, const Shape& shape) {
   return tensor;
 }
 
-Result<Tensor> DataOf(const Part& part, const QuantizedMatrix& matrix, float input_scale, const Shape& shape) {
+Result<Tensor> DataOf(const Part& part, const QuantizedMatrix& matrix, float input_scale,
+                      const Shape& shape) {
   // The same bytes under the dtype and shape that the file gives them.
   const auto as_stored = [&part, &shape](const Tensor& tensor) {
     return Tensor::Borrow(TensorView(tensor.view().data(), part.dtype, shape), tensor.owner());
@@ -249,14 +266,15 @@ std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, std
   return specs;
 }
 
-Result<std::vector<NamedTensor>> Store(const StorageRow& row, const QuantizedMatrix& matrix, float input_scale,
-                                       std::string_view projection) {
+Result<std::vector<NamedTensor>> Store(const StorageRow& row, const QuantizedMatrix& matrix,
+                                       float input_scale, std::string_view projection) {
   std::vector<NamedTensor> tensors;
   for (const Part& part : row.parts) {
     const Shape shape = ShapeOf(part, matrix.format, matrix.rows, matrix.cols);
     FMOE_ASSIGN_OR_RETURN(Tensor tensor, DataOf(part, matrix, input_scale, shape));
     if (tensor.empty() || tensor.view().total_bytes() != PackedBytes(part.dtype, shape.count())) {
-      return Status::Unsupported("the quantizer made no tensor for this part").WithTensor(NameOf(projection, part));
+      return Status::Unsupported("the quantizer made no tensor for this part")
+          .WithTensor(NameOf(projection, part));
     }
     tensors.push_back({NameOf(projection, part), std::move(tensor)});
   }

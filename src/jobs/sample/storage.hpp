@@ -7,16 +7,12 @@
 #include <string_view>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "quant/weight_quantizer.hpp"
 
 namespace fusedmoe::sample {
-
-using Json = nlohmann::ordered_json;
 
 /// Where the bytes of a stored tensor come from.
 enum class Source : uint8_t {
@@ -43,10 +39,10 @@ struct StorageRow {
   std::string_view scheme;    ///< name with granularity, as Scheme::name has it
   std::string_view producer;  ///< "modelopt", "compressed-tensors", "deepseek"
   std::span<const Part> parts;
-  /// quantization_config of config.json. `ignored`: modules that stay unquantized.
-  Json (*config)(const Scheme& scheme, const std::vector<std::string>& ignored);
+  /// quantization_config of config.json, as a JSON object. `ignored`: modules that stay unquantized.
+  std::string (*config)(const Scheme& scheme, const std::vector<std::string>& ignored);
   /// hf_quant_config.json; null: the tool writes none.
-  Json (*side_file)(const Scheme& scheme, const std::vector<std::string>& ignored);
+  std::string (*side_file)(const Scheme& scheme, const std::vector<std::string>& ignored);
 };
 
 /// The row for a scheme, by the tool that is preferred if it stores this scheme; null when nobody does.
@@ -55,10 +51,10 @@ const StorageRow* FindStorage(std::string_view scheme, std::string_view preferre
 std::string StorableSchemes();
 
 /// The tensors of a projection of rows x cols, as they will be written.
-std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, std::string_view projection, int64_t rows,
-                                int64_t cols);
+std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, std::string_view projection,
+                                int64_t rows, int64_t cols);
 /// The same with their data, from a quantized matrix and the decode multiplier of its input.
-Result<std::vector<NamedTensor>> Store(const StorageRow& row, const QuantizedMatrix& matrix, float input_scale,
-                                       std::string_view projection);
+Result<std::vector<NamedTensor>> Store(const StorageRow& row, const QuantizedMatrix& matrix,
+                                       float input_scale, std::string_view projection);
 
 }  // namespace fusedmoe::sample

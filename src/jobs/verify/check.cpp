@@ -12,8 +12,8 @@ namespace {
 
 // Rows `tokens` of a dense matrix, copied.
 Result<Tensor> Gather(TensorView source, const std::vector<int64_t>& tokens) {
-  FMOE_ASSIGN_OR_RETURN(Tensor rows, Tensor::Allocate(source.dtype(),
-                                                      {static_cast<int64_t>(tokens.size()), source.dim(1)}));
+  FMOE_ASSIGN_OR_RETURN(
+      Tensor rows, Tensor::Allocate(source.dtype(), {static_cast<int64_t>(tokens.size()), source.dim(1)}));
   const auto bytes = static_cast<size_t>(source.row_bytes());
   std::byte* out = rows.mutable_view().data();
   for (const int64_t token : tokens) {
@@ -33,7 +33,8 @@ std::vector<int64_t> SampleTokens(int64_t num_tokens, int64_t wanted) {
 }
 
 bool ScaleSpansBatch(const Scheme& scheme) {
-  return scheme.activation.quantized() && scheme.activation.group == kPerTensor && !scheme.activation.static_tensor_scale;
+  return scheme.activation.quantized() && scheme.activation.group == kPerTensor &&
+         !scheme.activation.static_tensor_scale;
 }
 
 struct Distance {
@@ -56,9 +57,10 @@ struct Distance {
 
 }  // namespace
 
-Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint>& checkpoint, int64_t layer_index,
-                                          const MoeLayer& layer, TensorView hidden, TensorView topk_ids,
-                                          TensorView topk_weights, TensorView output, const CheckOptions& options) {
+Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint>& checkpoint,
+                                          int64_t layer_index, const MoeLayer& layer, TensorView hidden,
+                                          TensorView topk_ids, TensorView topk_weights, TensorView output,
+                                          const CheckOptions& options) {
   CheckReport report;
   const MoeConfig& config = layer.config();
   const std::vector<int64_t> tokens =
@@ -92,7 +94,8 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
   Distance whole;
   std::vector<float> row(static_cast<size_t>(hidden.dim(1)));
   for (size_t index = 0; index < tokens.size(); ++index) {
-    DecodeRow(output.dtype(), output.data() + tokens[index] * output.stride_bytes(0), 0, output.dim(1), row.data());
+    DecodeRow(output.dtype(), output.data() + tokens[index] * output.stride_bytes(0), 0, output.dim(1),
+              row.data());
     const float* wanted = expected.view().as<float>() + index * row.size();
     Distance one;
     for (size_t column = 0; column < row.size(); ++column) {

@@ -6,8 +6,9 @@
 namespace fusedmoe {
 namespace {
 
-// Expected relative error of one rounding to nearest: ulp / sqrt(12) over values that are uniform in their logarithm,
-// which is 0.74 * 2^-p with p significant bits, rounded up to 2^-(p + 1) * 1.48 -> 2^-p (bf16: p = 8, measured 2^-9.2).
+// Expected relative error of one rounding to nearest: ulp / sqrt(12) over values that are uniform in their
+// logarithm, which is 0.74 * 2^-p with p significant bits, rounded up to 2^-(p + 1) * 1.48 -> 2^-p (bf16: p =
+// 8, measured 2^-9.2).
 double RoundingOf(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -19,7 +20,8 @@ double RoundingOf(DType dtype) {
   }
 }
 
-// The step of a quantized element relative to the values that matter: those near the root mean square of a group.
+// The step of a quantized element relative to the values that matter: those near the root mean square of a
+// group.
 double StepOf(DType element) {
   switch (element) {
     case DType::kF4E2M1:
@@ -45,7 +47,8 @@ double ErrorBound::value() const {
   return factor * std::sqrt(sum);
 }
 
-ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate) {
+ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden,
+                   int64_t intermediate) {
   ErrorBound bound;
   bound.output_rounding = RoundingOf(output);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -53,23 +56,25 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   const double gemm2 = std::sqrt(static_cast<double>(intermediate)) * 0x1p-24;
   bound.accumulation = std::sqrt(gemm1 * gemm1 + gemm2 * gemm2);
   const bool mid_is_short = plan.intermediate_dtype == "BF16" || plan.intermediate_dtype == "F16";
-  const double mid = mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : 0.0;
+  const double mid =
+      mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : 0.0;
 
   const bool a8 = plan.activation == ActivationMode::kA8;
-  const bool quantizes = a8 || (scheme.activation.quantized() && plan.activation != ActivationMode::kWeightOnly);
+  const bool quantizes =
+      a8 || (scheme.activation.quantized() && plan.activation != ActivationMode::kWeightOnly);
   if (!quantizes) {
     bound.mid_rounding = mid;
-    // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest) or in bf16
-    // (which loses bits of F16 and F32). Unquantized weights meet activations of their own dtype.
+    // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest)
+    // or in bf16 (which loses bits of F16 and F32). Unquantized weights meet activations of their own dtype.
     if (scheme.weight.quantized()) {
       bound.input_rounding = output == DType::kBF16 ? 0x1p-13 : 0x1p-9;
       bound.mid_rounding = std::max(mid, 0x1p-13);
     }
     return bound;
   }
-  // The same rule quantizes the same input to the same codes in both kernels; what differs is the input of the second
-  // GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels are apart: a share
-  // delta / step of all values, each of which then is wrong by one step.
+  // The same rule quantizes the same input to the same codes in both kernels; what differs is the input of
+  // the second GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels
+  // are apart: a share delta / step of all values, each of which then is wrong by one step.
   const DType element = a8 ? DType::kI8 : *scheme.activation.element;
   const double delta = std::max(mid, gemm1);
   bound.requantization = std::sqrt(delta * StepOf(element));
