@@ -15,14 +15,14 @@
 extern char** environ;
 
 namespace fusedmoe::test {
-namespace {
-
-std::string ReadAll(const std::string& path) {
+std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
 }
 
-}  // namespace
+void WriteFile(const std::string& path, const std::string& contents) {
+  std::ofstream(path, std::ios::binary) << contents;
+}
 
 nlohmann::json ProcessResult::Json() const {
   nlohmann::json json = nlohmann::json::parse(out, nullptr, false);
@@ -56,8 +56,8 @@ ProcessResult RunCommand(const std::vector<std::string>& arguments) {
   if (failure == 0 && waitpid(pid, &wait_status, 0) == pid) {
     result.exit_code = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
   }
-  result.out = ReadAll(out);
-  result.err = ReadAll(err);
+  result.out = ReadFile(out);
+  result.err = ReadFile(err);
   return result;
 }
 

@@ -19,6 +19,9 @@ struct ProcessResult {
 /// Runs the built `fusedmoe` command with these arguments and waits for it.
 ProcessResult RunCommand(const std::vector<std::string>& arguments);
 
+std::string ReadFile(const std::string& path);
+void WriteFile(const std::string& path, const std::string& contents);
+
 /// An empty directory that goes away with the object.
 class TemporaryDirectory {
  public:

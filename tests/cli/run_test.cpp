@@ -1,0 +1,234 @@
+#include <algorithm>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <fusedmoe/jobs/sample.hpp>
+
+#include "cli/checkpoint_fixture.hpp"
+#include "cli/process.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+struct Case {
+  std::string family;
+  std::string scheme;
+};
+
+std::vector<Case> AllCases() {
+  std::vector<Case> cases;
+  for (const SampleFamily& family : SampleFamilies()) {
+    for (const char* scheme : {"unquantized", "nvfp4_w4a4", "nvfp4_w4a16"}) {
+      cases.push_back({std::string(family.name), scheme});
+    }
+  }
+  return cases;
+}
+
+class SampleRun : public testing::TestWithParam<Case> {};
+
+INSTANTIATE_TEST_SUITE_P(Families, SampleRun, testing::ValuesIn(AllCases()),
+                         [](const auto& info) { return info.param.family + "_" + info.param.scheme; });
+
+TEST_P(SampleRun, PassesItsCheckAndWritesWhatItSays) {
+  const bool one_expert = GetParam().family == "llama4_text";  // its router chooses one
+  const SampleCheckpoint checkpoint(
+      GetParam().family, GetParam().scheme,
+      one_expert ? std::vector<std::string>{"--top-k", "1"} : std::vector<std::string>{});
+  const ProcessResult result = checkpoint.Run({"--check", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const nlohmann::json json = result.Json();
+  EXPECT_EQ(json.at("schema_version"), 1);
+  EXPECT_EQ(json.at("layer"), 0);
+  EXPECT_EQ(json.at("scheme"), GetParam().scheme);
+  EXPECT_EQ(json.at("tokens"), 5);
+  EXPECT_GT(json.at("seconds").get<double>(), 0.0);
+  EXPECT_GT(json.at("tokens_per_second").get<double>(), 0.0);
+  EXPECT_TRUE(json.at("plan").at("backend").is_string());
+  EXPECT_TRUE(json.at("plan").at("recipe").is_array());
+  EXPECT_TRUE(json.at("check").at("ok").get<bool>());
+  EXPECT_LE(json.at("check").at("rel_l2").get<double>(), json.at("check").at("bound").get<double>());
+  const Result<SafetensorsFile> file = ReadSafetensors(checkpoint.output());
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  ASSERT_NE(file->Find("output"), nullptr);
+  EXPECT_EQ(file->Find("output")->dtype(), DType::kBF16);
+  EXPECT_EQ(file->Find("output")->shape(), (Shape{5, 128}));
+  const int64_t top_k = one_expert ? 1 : 2;
+  EXPECT_EQ(file->Find("topk_ids")->shape(), (Shape{5, top_k}));
+  EXPECT_EQ(file->Find("topk_weights")->dtype(), DType::kF32);
+}
+
+TEST(Run, Reference_IsChosenByName) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  const ProcessResult result = checkpoint.Run({"--backend", "reference", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.Json().at("plan").at("backend"), "REFERENCE");
+}
+
+TEST(Run, UnknownNames_ExitTwoAndListWhatExists) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const auto refused = [&checkpoint](const std::vector<std::string>& more, const std::string& listed) {
+    const ProcessResult result = checkpoint.Run(more);
+    EXPECT_EQ(result.exit_code, 2) << more[0] << ": " << result.err;
+    EXPECT_NE(result.err.find(listed), std::string::npos) << result.err;
+    EXPECT_FALSE(std::filesystem::exists(checkpoint.output()));
+  };
+  refused({"--backend", "FASTEST"}, "REFERENCE");
+  refused({"--isa", "avx3"}, "avx512");
+  refused({"--device", "tpu"}, "cuda");
+  refused({"--mode", "fast"}, "latency");
+  refused({"--determinism", "sometimes"}, "batch_invariant");
+  refused({"--activation", "a2"}, "a8");
+  refused({"--activation-format", "striped"}, "batched");
+  refused({"--io", "floppy"}, "pread");
+}
+
+TEST(Run, LayerWithoutExperts_ExitsTwo) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const ProcessResult result = RunCommand({"run", checkpoint.path(), "--layer", "7", "--input",
+                                           checkpoint.input(), "--output", checkpoint.output()});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("layers with experts: 0"), std::string::npos) << result.err;
+}
+
+TEST(Run, KnownBackendThatCannot_ExitsFour) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const ProcessResult result = checkpoint.Run({"--backend", "FLASHINFER_CUTEDSL", "--json"});
+  EXPECT_EQ(result.exit_code, 4) << result.err;
+  EXPECT_EQ(result.Json().at("error").at("code"), "unsupported");
+  EXPECT_FALSE(std::filesystem::exists(checkpoint.output()));
+}
+
+TEST(Run, MissingFiles_FailWithTheirNames) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const ProcessResult no_checkpoint =
+      RunCommand({"run", checkpoint.path() + "x", "--input", "a", "--output", "b"});
+  EXPECT_GE(no_checkpoint.exit_code, 3);
+  EXPECT_NE(no_checkpoint.err.find(checkpoint.path() + "x"), std::string::npos);
+  const ProcessResult no_input = RunCommand(
+      {"run", checkpoint.path(), "--input", "/nonexistent.safetensors", "--output", checkpoint.output()});
+  EXPECT_GE(no_input.exit_code, 3);
+  EXPECT_NE(no_input.err.find("/nonexistent.safetensors"), std::string::npos);
+  const ProcessResult no_target = RunCommand(
+      {"run", checkpoint.path(), "--input", checkpoint.input(), "--output", "/nonexistent/out.safetensors"});
+  EXPECT_EQ(no_target.exit_code, 5) << no_target.err;
+}
+
+TEST(Run, Threads_DoNotChangeTheBits) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  ASSERT_EQ(checkpoint.Run({"--threads", "1"}).exit_code, 0);
+  const std::string one = ReadFile(checkpoint.output());
+  for (const char* threads : {"2", "3", "7"}) {
+    ASSERT_EQ(checkpoint.Run({"--threads", threads}).exit_code, 0);
+    EXPECT_EQ(ReadFile(checkpoint.output()), one) << threads << " threads";
+  }
+}
+
+TEST(Run, GivenExperts_AreUsedAndReturned) {
+  const SampleCheckpoint checkpoint("mixtral", "unquantized");
+  ASSERT_EQ(checkpoint.Run().exit_code, 0);
+  const std::string routed = ReadFile(checkpoint.output());
+  const Result<SafetensorsFile> file = ReadSafetensors(checkpoint.output());
+  ASSERT_TRUE(file.ok());
+  // The router's own choice handed back must give the same bytes.
+  checkpoint.Rewrite("io/input.safetensors", [&file](std::vector<NamedTensor>& tensors) {
+    tensors.push_back({"topk_ids", *file->Find("topk_ids")});
+    tensors.push_back({"topk_weights", *file->Find("topk_weights")});
+  });
+  ASSERT_EQ(checkpoint.Run({"--check"}).exit_code, 0);
+  EXPECT_EQ(ReadFile(checkpoint.output()), routed);
+}
+
+TEST(Run, SharedExperts_CountUnlessLeftOut) {
+  const SampleCheckpoint checkpoint("qwen2_moe", "unquantized");
+  ASSERT_EQ(checkpoint.Run({"--check"}).exit_code, 0);
+  const std::string with = ReadFile(checkpoint.output());
+  const ProcessResult result = checkpoint.Run({"--check", "--no-shared-experts", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_FALSE(result.Json().at("plan").contains("shared"));
+  EXPECT_NE(ReadFile(checkpoint.output()), with);
+}
+
+TEST(Sample, DirectoryThatIsNotEmpty_IsLeftAlone) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const std::string before = ReadFile(checkpoint.path() + "/config.json");
+  const ProcessResult result =
+      RunCommand({"sample", "--family", "mixtral", "--scheme", "unquantized", "--output", checkpoint.path()});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_EQ(ReadFile(checkpoint.path() + "/config.json"), before);
+}
+
+TEST(Inspect, ListsEveryLayer) {
+  const SampleCheckpoint checkpoint("deepseek_v3", "nvfp4_w4a4", {"--layers", "3"});
+  const ProcessResult result = RunCommand({"inspect", checkpoint.path(), "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const nlohmann::json json = result.Json();
+  EXPECT_EQ(json.at("family"), "deepseek_v3");
+  EXPECT_EQ(json.at("producer"), "modelopt");
+  EXPECT_EQ(json.at("moe_layers"), (std::vector<int>{0, 1, 2}));
+  ASSERT_EQ(json.at("layers").size(), 3U);
+  EXPECT_EQ(json.at("layers")[2].at("scheme"), "nvfp4_w4a4");
+  EXPECT_EQ(json.at("layers")[2].at("config").at("shared_intermediate"), 128);
+  EXPECT_NE(RunCommand({"inspect", checkpoint.path()}).out.find("DeepSeekV3"), std::string::npos);
+}
+
+TEST(Explain, Checkpoint_ListsEveryBackendWithItsVerdict) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  const ProcessResult result = RunCommand({"explain", checkpoint.path(), "--layer", "0", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const nlohmann::json json = result.Json();
+  EXPECT_TRUE(json.at("chosen").at("backend").is_string());
+  std::vector<std::string> names;
+  for (const nlohmann::json& candidate : json.at("candidates")) {
+    names.push_back(candidate.at("backend"));
+    EXPECT_FALSE(candidate.at("code").get<std::string>().empty());
+    EXPECT_FALSE(candidate.at("reason").get<std::string>().empty());
+  }
+  for (const char* name : {"FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL", "VLLM_CUTLASS",
+                           "MARLIN", "EMULATION", "REFERENCE"}) {
+    EXPECT_NE(std::find(names.begin(), names.end(), name), names.end()) << name;
+  }
+}
+
+TEST(Explain, NothingChosen_ExitsFourWithTheObject) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const ProcessResult result =
+      RunCommand({"explain", checkpoint.path(), "--backend", "FLASHINFER_CUTEDSL", "--json"});
+  EXPECT_EQ(result.exit_code, 4) << result.err;
+  const nlohmann::json json = result.Json();
+  EXPECT_TRUE(json.at("chosen").is_null());
+  EXPECT_GT(json.at("candidates").size(), 3U);
+}
+
+TEST(Explain, UnknownBackendOrProblem_ExitsTwo) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  EXPECT_EQ(RunCommand({"explain", checkpoint.path(), "--backend", "X"}).exit_code, 2);
+  EXPECT_EQ(RunCommand({"explain", "--problem", "gpt-2"}).exit_code, 2);
+  EXPECT_EQ(RunCommand({"explain"}).exit_code, 2);
+}
+
+TEST(Explain, Problem_OnADescribedPlatform) {
+  const ProcessResult result = RunCommand({"explain", "--problem", "deepseek-v3", "--scheme", "nvfp4_w4a4",
+                                           "--platform", "sm100", "--tokens", "64", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_FALSE(result.Json().at("chosen").is_null());
+}
+
+TEST(Backends, Matrix_NamesTheReferenceForEveryScheme) {
+  const ProcessResult result = RunCommand({"backends", "--schemes", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  for (const char* scheme : {"unquantized", "nvfp4_w4a4", "nvfp4_w4a16"}) {
+    bool found = false;
+    for (const nlohmann::json& cell : result.Json().at("matrix")) {
+      found = found || (cell.at("scheme") == scheme && cell.at("backend") == "REFERENCE" &&
+                        cell.at("supported").get<bool>());
+    }
+    EXPECT_TRUE(found) << scheme;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::test

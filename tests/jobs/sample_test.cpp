@@ -1,0 +1,133 @@
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/sample.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+namespace fusedmoe {
+namespace {
+
+namespace fs = std::filesystem;
+
+class SampleTest : public testing::Test {
+ protected:
+  SampleTest() {
+    std::string name = (fs::temp_directory_path() / "fusedmoe_sample_XXXXXX").string();
+    EXPECT_NE(mkdtemp(name.data()), nullptr);
+    root_ = name;
+  }
+  ~SampleTest() override { fs::remove_all(root_); }
+
+  SampleOptions Tiny(const std::string& directory) const {
+    SampleOptions options;
+    options.directory = root_ / directory;
+    options.hidden = 128;
+    options.intermediate = 64;
+    options.num_experts = 6;
+    options.top_k = 2;
+    options.num_tokens = 3;
+    return options;
+  }
+  std::string Bytes(const std::string& file) const {
+    std::ifstream stream(root_ / file, std::ios::binary);
+    EXPECT_TRUE(stream.good()) << file;
+    return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  }
+
+  fs::path root_;
+};
+
+TEST_F(SampleTest, Bytes_DependOnTheSeedAndNotOnThreads) {
+  const auto pool = ThreadPool::Create(3);
+  ASSERT_TRUE(pool.ok());
+  SampleOptions options = Tiny("serial");
+  ASSERT_TRUE(WriteSample(options).ok());
+  options.directory = root_ / "threads";
+  options.executor = (*pool)->executor();
+  ASSERT_TRUE(WriteSample(options).ok());
+  options.directory = root_ / "seed";
+  options.seed = 1;
+  ASSERT_TRUE(WriteSample(options).ok());
+  EXPECT_EQ(Bytes("serial/model.safetensors"), Bytes("threads/model.safetensors"));
+  EXPECT_EQ(Bytes("serial/io/input.safetensors"), Bytes("threads/io/input.safetensors"));
+  EXPECT_NE(Bytes("serial/model.safetensors"), Bytes("seed/model.safetensors"));
+}
+
+TEST_F(SampleTest, Nvfp4_HasTheTensorsOfTheProducer) {
+  SampleOptions options = Tiny("x");
+  const auto report = WriteSample(options);
+  ASSERT_TRUE(report.ok()) << report.status().ToString();
+  EXPECT_EQ(report->producer, "modelopt");
+  const auto file = ReadSafetensors((root_ / "x/model.safetensors").string());
+  ASSERT_TRUE(file.ok());
+  const std::string up = "model.layers.0.mlp.experts.5.up_proj.";
+  ASSERT_NE(file->Find(up + "weight"), nullptr);
+  EXPECT_EQ(file->Find(up + "weight")->shape(), (Shape{64, 64}));
+  EXPECT_EQ(file->Find(up + "weight")->dtype(), DType::kU8);
+  EXPECT_EQ(file->Find(up + "weight_scale")->shape(), (Shape{64, 8}));
+  EXPECT_EQ(file->Find(up + "weight_scale")->dtype(), DType::kF8E4M3);
+  EXPECT_EQ(file->Find(up + "weight_scale_2")->shape().rank(), 0);
+  EXPECT_GT(*file->Find(up + "input_scale")->view().as<float>(), 0.0F);
+  EXPECT_EQ(file->tensors.size(), 6U * 3 * 4 + 1)
+      << "six experts, three projections of four tensors, a router";
+}
+
+TEST_F(SampleTest, SmallShards_AreIndexed) {
+  SampleOptions options = Tiny("x");
+  options.max_shard_bytes = 30000;
+  const auto report = WriteSample(options);
+  ASSERT_TRUE(report.ok()) << report.status().ToString();
+  EXPECT_FALSE(fs::exists(root_ / "x/model.safetensors"));
+  EXPECT_TRUE(fs::exists(root_ / "x/model.safetensors.index.json"));
+  EXPECT_NE(Bytes("x/model.safetensors.index.json").find("experts.5.up_proj.weight_scale_2"),
+            std::string::npos);
+}
+
+TEST_F(SampleTest, Refusals_LeaveNothing) {
+  const auto refused = [this](const SampleOptions& options, StatusCode code) {
+    const auto report = WriteSample(options);
+    ASSERT_FALSE(report.ok());
+    EXPECT_EQ(report.status().code(), code) << report.status().ToString();
+    EXPECT_FALSE(fs::exists(root_ / "x"));
+  };
+  SampleOptions options = Tiny("x");
+  options.family = "gpt2";
+  refused(options, StatusCode::kUsage);
+  options = Tiny("x");
+  options.scheme = "nvfp5";
+  refused(options, StatusCode::kUsage);
+  options = Tiny("x");
+  options.scheme = "w_mxfp6_e3m2";  // no tool writes it
+  refused(options, StatusCode::kUnsupported);
+  options = Tiny("x");
+  options.hidden = 120;  // 120 is no multiple of 16
+  refused(options, StatusCode::kUnsupported);
+  options = Tiny("x");
+  options.top_k = 7;
+  refused(options, StatusCode::kUsage);
+  options = Tiny("x");
+  options.num_tokens = -1;
+  refused(options, StatusCode::kUsage);
+}
+
+TEST_F(SampleTest, Families_AreWrittenInEveryForm) {
+  for (const SampleFamily& family : SampleFamilies()) {
+    for (const char* scheme :
+         {"unquantized", "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a16", "fp8_w8a8:channel", "fp8_w8a8:block128",
+          "fp8_w8a8:tensor_static", "int8_w8a8:channel", "int4_w4a16:g64"}) {
+      SampleOptions options = Tiny(std::string(family.name) + scheme);
+      options.family = family.name;
+      options.scheme = scheme;
+      const auto report = WriteSample(options);
+      EXPECT_TRUE(report.ok()) << family.name << " " << scheme << ": " << report.status().ToString();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
