@@ -65,6 +65,22 @@ Json ToJson(const Plan& plan) {
   return json;
 }
 
+std::string PlanText(const Plan& plan) {
+  std::string text = fmt::format(
+      "plan: {}{}, {} mode, {} format, activations {}, {} between the GEMMs; weights {}, workspace {}\n",
+      plan.backend, plan.isa.empty() ? "" : " " + plan.isa, plan.mode,
+      ActivationFormatName(plan.activation_format), ActivationModeName(plan.activation),
+      plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, Bytes(plan.weight_bytes),
+      Bytes(plan.workspace_bytes));
+  if (!plan.recipe.empty()) {
+    text += fmt::format("layout: {}\n", fmt::join(plan.recipe, ", "));
+  }
+  if (plan.shared != nullptr) {
+    text += "shared experts, " + PlanText(*plan.shared);
+  }
+  return text;
+}
+
 Json ToJson(const MoeConfig& config) {
   Json json = {{"num_experts", config.num_experts},
                {"num_local_experts", config.num_local_experts},

@@ -19,6 +19,9 @@ Json ToJson(const MoeConfig& config);
 /// The list behind a choice; a supported one that was not chosen carries the reason why.
 Json CandidatesToJson(const Selection& selection);
 
+/// The same for people, one line and one for the shared experts.
+std::string PlanText(const Plan& plan);
+
 std::string_view ActivationFormatName(ActivationFormatKind kind);  // "standard", "batched"
 std::vector<std::string> IsaNames(const Machine& machine);
 

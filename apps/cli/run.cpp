@@ -202,10 +202,7 @@ Status Run(const RunFlags& flags, Output& output) {
                    {"threads", executor.num_threads},       {"repeat", flags.repeat},
                    {"load_seconds", load_seconds},          {"seconds", seconds},
                    {"tokens_per_second", tokens_per_second}};
-  std::string text = ToString(layer->plan());
-  if (!text.empty() && text.back() != '\n') {
-    text += '\n';
-  }
+  std::string text = PlanText(layer->plan());
   std::optional<CheckReport> check;
   if (flags.check) {
     CheckOptions check_options;

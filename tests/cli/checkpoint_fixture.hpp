@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -13,17 +14,20 @@
 namespace fusedmoe::test {
 
 /// Sizes small enough for a process per test, large enough for every group (16, 32, 128) to divide them.
-inline const std::vector<std::string> kTinySizes = {
-    "--hidden", "128", "--intermediate", "128", "--experts", "8", "--top-k", "2", "--tokens", "5"};
+inline const std::vector<std::string> kTinySizes = {"--hidden",  "128", "--intermediate", "128",
+                                                    "--experts", "8",   "--tokens",       "5"};
 
 /// A sample checkpoint of tiny sizes in a directory of its own, to be run and to be damaged.
 class SampleCheckpoint {
  public:
-  SampleCheckpoint(const std::string& family, const std::string& scheme, std::vector<std::string> more = {}) {
+  SampleCheckpoint(const std::string& family, const std::string& scheme,
+                   const std::vector<std::string>& more = {}) {
     std::vector<std::string> arguments = {"sample", "--family", family, "--scheme",
                                           scheme,   "--output", path()};
-    for (const std::vector<std::string>* part : {&kTinySizes, &more}) {
-      arguments.insert(arguments.end(), part->begin(), part->end());
+    arguments.insert(arguments.end(), kTinySizes.begin(), kTinySizes.end());
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    if (std::find(more.begin(), more.end(), "--top-k") == more.end()) {
+      arguments.insert(arguments.end(), {"--top-k", "2"});
     }
     const ProcessResult result = RunCommand(arguments);
     EXPECT_EQ(result.exit_code, 0) << result.err;

@@ -6,9 +6,8 @@
 namespace fusedmoe {
 namespace {
 
-// Expected relative error of one rounding to nearest: ulp / sqrt(12) over values that are uniform in their
-// logarithm, which is 0.74 * 2^-p with p significant bits, rounded up to 2^-(p + 1) * 1.48 -> 2^-p (bf16: p =
-// 8, measured 2^-9.2).
+// Expected relative error of one rounding to nearest with p significant bits: 2^(1 - p) / sqrt(12) over the mantissa,
+// which is 0.42 * 2^-p for values uniform in their logarithm (docs/accuracy.md); rounded up to 2^-(p + 1).
 double RoundingOf(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
