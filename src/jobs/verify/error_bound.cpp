@@ -6,8 +6,9 @@
 namespace fusedmoe {
 namespace {
 
-// Expected relative error of one rounding to nearest with p significant bits: 2^(1 - p) / sqrt(12) over the mantissa,
-// which is 0.42 * 2^-p for values uniform in their logarithm (docs/accuracy.md); rounded up to 2^-(p + 1).
+// Expected relative error of one rounding to nearest with p significant bits: 2^(1 - p) / sqrt(12) over the
+// mantissa, which is 0.42 * 2^-p for values uniform in their logarithm (docs/accuracy.md); rounded up to
+// 2^-(p + 1).
 double RoundingOf(DType dtype) {
   switch (dtype) {
     case DType::kBF16:
@@ -66,8 +67,8 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
     // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest)
     // or in bf16 (which loses bits of F16 and F32). Unquantized weights meet activations of their own dtype.
     if (scheme.weight.quantized()) {
-      bound.input_rounding = output == DType::kBF16 ? 0x1p-13 : 0x1p-9;
-      bound.mid_rounding = std::max(mid, 0x1p-13);
+      bound.input_rounding = output == DType::kBF16 ? 0x1p-12 : 0x1p-9;
+      bound.mid_rounding = std::max(mid, 0x1p-12);
     }
     return bound;
   }
