@@ -185,7 +185,8 @@ Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
   routing.router_logits = inputs.router_logits;
   if (inputs.router_logits.empty()) {
     auto* own_logits = workspace.Get<float>(logits);
-    RouterGemm(inputs.hidden, router.weight.view(), router.bias.view(), own_logits, executor);
+    FMOE_RETURN_IF_ERROR(
+        RouterGemm(inputs.hidden, router.weight.view(), router.bias.view(), own_logits, executor));
     routing.router_logits =
         TensorView(reinterpret_cast<const std::byte*>(own_logits), DType::kF32, {num_tokens, num_logits()});
   }

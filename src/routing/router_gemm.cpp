@@ -2,83 +2,104 @@
 
 #include <algorithm>
 
+#include <fmt/format.h>
+#include <fusedmoe/machine.hpp>
+
 #include "core/checked_math.hpp"
-#include "numerics/rows.hpp"
+#include "routing/load_row.hpp"
 
 namespace fusedmoe {
 namespace {
 
-constexpr int kLanes = 16;
-constexpr int64_t kTokenBlock = 8;
-constexpr int64_t kExpertBlock = 16;
-constexpr int64_t kChunk = 512;  // columns decoded at a time: 8 rows of them are 16 KiB, half of L1
+/// One task: few enough rows that the weights of a group of four experts stay in the first-level cache while
+/// the tokens pass by, and that one token over 128 experts still makes eight tasks.
+constexpr int64_t kTaskTokens = 32;
+constexpr int64_t kTaskExperts = 16;
 
-// Without contraction every clone multiplies and adds in the same order with the same roundings: same bits
-// everywhere.
-#if defined(__x86_64__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && \
-    !defined(__SANITIZE_ADDRESS__)
-__attribute__((target_clones("avx512f", "avx2", "default")))
+RouterElement ElementOf(DType dtype) {
+  return dtype == DType::kF16    ? RouterElement::kF16
+         : dtype == DType::kBF16 ? RouterElement::kBF16
+                                 : RouterElement::kF32;
+}
+
+const RouterKernels& HostKernels() {
+#if defined(__x86_64__)
+  const Machine& machine = HostMachine();
+  if (machine.Has(Isa::kAvx512)) {
+    return kRouterKernelsAvx512;
+  }
+  if (machine.Has(Isa::kAvx2)) {
+    return kRouterKernelsAvx2;
+  }
 #endif
-void AddProducts(const float* a, const float* b, int64_t count, float* sums) {
-  int64_t index = 0;
-  for (; index + kLanes <= count; index += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {
-      sums[lane] += a[index + lane] * b[index + lane];
-    }
-  }
-  for (int lane = 0; index < count; ++index, ++lane) {
-    sums[lane] += a[index] * b[index];
-  }
+  return kRouterKernelsPortable;
 }
 
-float AddLanes(const float* sums) {
-  float folded[kLanes];
-  std::copy(sums, sums + kLanes, folded);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) {
-      folded[lane] += folded[lane + width];
-    }
-  }
-  return folded[0];
+float ElementAt(const TensorView& vector, int64_t index) {
+  float value = 0.0F;
+  LoadRow(vector.data() + index * DTypeBits(vector.dtype()) / 8, vector.dtype(), 1, &value);
+  return value;
 }
 
-const std::byte* Row(TensorView view, int64_t row) {
-  return view.data() + row * view.stride_bytes(0);
+/// Where a row of four starts; past the end the last row again.
+void FillRows(const TensorView& tensor, int64_t first, const std::byte* (&rows)[4]) {
+  for (int64_t row = 0; row < 4; ++row) {
+    rows[row] = tensor.data() + std::min(first + row, tensor.dim(0) - 1) * tensor.stride_bytes(0);
+  }
 }
 
 }  // namespace
 
-void RouterGemm(TensorView hidden, TensorView weight, TensorView bias, float* logits,
-                const Executor& executor) {
-  const int64_t num_tokens = hidden.dim(0), width = hidden.dim(1), num_experts = weight.dim(0);
-  const int64_t expert_blocks = CeilDiv(num_experts, kExpertBlock);
-  ParallelFor(executor, CeilDiv(num_tokens, kTokenBlock) * expert_blocks, [&](int64_t task) {
-    const int64_t first_token = task / expert_blocks * kTokenBlock;
-    const int64_t first_expert = task % expert_blocks * kExpertBlock;
-    const int64_t tokens = std::min(kTokenBlock, num_tokens - first_token);
-    const int64_t experts = std::min(kExpertBlock, num_experts - first_expert);
-    float sums[kExpertBlock][kTokenBlock][kLanes] = {};
-    float rows[kTokenBlock][kChunk], columns[kChunk];
-    for (int64_t begin = 0; begin < width; begin += kChunk) {
-      const int64_t count = std::min(kChunk, width - begin);
-      for (int64_t token = 0; token < tokens; ++token) {
-        DecodeRow(hidden.dtype(), Row(hidden, first_token + token), begin, count, rows[token]);
-      }
-      for (int64_t expert = 0; expert < experts; ++expert) {
-        DecodeRow(weight.dtype(), Row(weight, first_expert + expert), begin, count, columns);
-        for (int64_t token = 0; token < tokens; ++token) {
-          AddProducts(rows[token], columns, count, sums[expert][token]);
+Status RouterGemmWith(const RouterKernels& kernels, TensorView hidden, TensorView weight, TensorView bias,
+                      float* logits, const Executor& executor) {
+  if (hidden.rank() != 2 || weight.rank() != 2 || !IsFloating(hidden.dtype()) ||
+      !IsFloating(weight.dtype()) || hidden.dim(1) != weight.dim(1)) {
+    return Status::Usage(
+        fmt::format("router: hidden {} {} and weight {} {}; they must be [tokens, hidden] and [experts, "
+                    "hidden] of F32, F16 or "
+                    "BF16",
+                    DTypeName(hidden.dtype()), hidden.shape().ToString(), DTypeName(weight.dtype()),
+                    weight.shape().ToString()));
+  }
+  const int64_t num_tokens = hidden.dim(0);
+  const int64_t num_experts = weight.dim(0);
+  if (!bias.empty() && (bias.count() != num_experts || !IsFloating(bias.dtype()))) {
+    return Status::Usage(fmt::format("router: bias {} {}; it must be F32, F16 or BF16 [{}]",
+                                     DTypeName(bias.dtype()), bias.shape().ToString(), num_experts));
+  }
+  const int64_t expert_tasks = CeilDiv(num_experts, kTaskExperts);
+  ParallelFor(executor, CeilDiv(num_tokens, kTaskTokens) * expert_tasks, [&](int64_t task) {
+    const int64_t first_token = task / expert_tasks * kTaskTokens;
+    const int64_t first_expert = task % expert_tasks * kTaskExperts;
+    const int64_t end_token = std::min(num_tokens, first_token + kTaskTokens);
+    const int64_t end_expert = std::min(num_experts, first_expert + kTaskExperts);
+    float sums[16];
+    RouterTile tile{};
+    tile.hidden_element = ElementOf(hidden.dtype());
+    tile.weight_element = ElementOf(weight.dtype());
+    tile.width = hidden.dim(1);
+    tile.sums = sums;
+    for (int64_t expert = first_expert; expert < end_expert; expert += 4) {
+      FillRows(weight, expert, tile.weight);
+      for (int64_t token = first_token; token < end_token; token += 4) {
+        FillRows(hidden, token, tile.hidden);
+        tile.num_tokens = static_cast<int>(std::min<int64_t>(4, end_token - token));
+        kernels.tile(tile);
+        for (int64_t row = 0; row < tile.num_tokens; ++row) {
+          for (int64_t column = 0; column < std::min<int64_t>(4, end_expert - expert); ++column) {
+            const float addend = bias.empty() ? 0.0F : ElementAt(bias, expert + column);
+            logits[(token + row) * num_experts + expert + column] = sums[row * 4 + column] + addend;
+          }
         }
       }
     }
-    for (int64_t token = 0; token < tokens; ++token) {
-      for (int64_t expert = 0; expert < experts; ++expert) {
-        const float shift = bias.empty() ? 0.0F : bias.as<float>()[first_expert + expert];
-        logits[(first_token + token) * num_experts + first_expert + expert] =
-            AddLanes(sums[expert][token]) + shift;
-      }
-    }
   });
+  return Status::Ok();
+}
+
+Status RouterGemm(TensorView hidden, TensorView weight, TensorView bias, float* logits,
+                  const Executor& executor) {
+  return RouterGemmWith(HostKernels(), hidden, weight, bias, logits, executor);
 }
 
 }  // namespace fusedmoe

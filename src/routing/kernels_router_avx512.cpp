@@ -1,0 +1,50 @@
+#if defined(__x86_64__)
+
+// GCC 12 takes the undefined sources inside its own conversion intrinsics for ours.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "routing/router_kernels.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using Lanes = __m512;
+
+inline Lanes Zero() {
+  return _mm512_setzero_ps();
+}
+
+inline Lanes MultiplyAdd(Lanes a, Lanes b, Lanes sum) {
+  return _mm512_fmadd_ps(a, b, sum);
+}
+
+inline void Store(Lanes lanes, float* to) {
+  _mm512_storeu_ps(to, lanes);
+}
+
+template <RouterElement element>
+inline Lanes Load(const std::byte* row, int64_t column) {
+  if constexpr (element == RouterElement::kF32) {
+    return _mm512_loadu_ps(row + column * 4);
+  } else {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + column * 2));
+    if constexpr (element == RouterElement::kF16) {
+      return _mm512_cvtph_ps(codes);
+    } else {
+      return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(codes), 16));
+    }
+  }
+}
+
+#include "routing/router_tile.inc"
+
+}  // namespace
+
+const RouterKernels kRouterKernelsAvx512 = {Tile};
+
+}  // namespace fusedmoe
+
+#endif

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fusedmoe {
+
+/// Element types of the router's operands, as kernels number them.
+enum class RouterElement : uint8_t { kF32, kF16, kBF16 };
+
+/// A tile of the router GEMM: up to 4 tokens by up to 4 experts.
+struct RouterTile {
+  const std::byte* hidden[4];  ///< rows; where there are fewer tokens, the last one again
+  const std::byte* weight[4];
+  RouterElement hidden_element;
+  RouterElement weight_element;
+  int64_t width;  ///< columns
+  int num_tokens;
+  float* sums;  ///< [4][4], tokens by experts; rows beyond num_tokens are left alone
+};
+
+/// The kernels of one instruction set. All sets give the same bits.
+struct RouterKernels {
+  void (*tile)(const RouterTile& tile);
+};
+
+extern const RouterKernels kRouterKernelsPortable;
+#if defined(__x86_64__)
+extern const RouterKernels kRouterKernelsAvx2;
+extern const RouterKernels kRouterKernelsAvx512;
+#endif
+
+}  // namespace fusedmoe
