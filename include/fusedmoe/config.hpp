@@ -99,8 +99,15 @@ struct MoeConfig {
   int64_t top_k() const { return routing.top_k; }
 };
 
-/// Checks sizes against each other and against what the library can index; errors name the field, its value
-/// and the values that would do.
+/// Checks sizes against each other and against what the library can index; errors (kBadInput) name the field,
+/// its value and the values that would do. A method kCustom may still be without its callback.
 Status Validate(const MoeConfig& config);
+
+/// The part of one rank: `whole` describes the layer on one rank, `parallel` the deployment. Splits experts
+/// (EP) or the intermediate sizes (TP) and takes the activation format that the all-to-all backend delivers.
+/// `intermediate_multiple`: what each part must be a multiple of (a quantization group). kUsage names the
+/// sizes that could be split.
+Result<MoeConfig> ConfigOfRank(const MoeConfig& whole, const ParallelConfig& parallel,
+                               int64_t intermediate_multiple = 1);
 
 }  // namespace fusedmoe

@@ -1,0 +1,138 @@
+#include <fusedmoe/config.hpp>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include <gtest/gtest.h>
+
+namespace fusedmoe {
+namespace {
+
+MoeConfig Sound() {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 128;
+  config.hidden = 2048;
+  config.intermediate = 768;
+  config.routing.top_k = 8;
+  return config;
+}
+
+std::string Refusal(const std::function<void(MoeConfig&)>& change) {
+  MoeConfig config = Sound();
+  change(config);
+  const Status status = Validate(config);
+  EXPECT_EQ(status.code(), StatusCode::kBadInput) << status.ToString();
+  return status.message();
+}
+
+TEST(MoeConfig_, SoundOnePasses) {
+  EXPECT_TRUE(Validate(Sound()).ok()) << Validate(Sound()).ToString();
+  MoeConfig custom = Sound();
+  custom.routing.method = RoutingMethod::kCustom;
+  EXPECT_TRUE(Validate(custom).ok());
+}
+
+TEST(MoeConfig_, EveryFieldOutOfRangeIsNamedWithItsValue) {
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  const auto names = [](const std::string& message, const std::string& part) {
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  };
+  for (const int64_t bad : {int64_t{0}, int64_t{-1}, kHuge}) {
+    const std::string value = std::to_string(bad);
+    names(Refusal([&](auto& c) { c.num_experts = bad; }), "num_experts is " + value);
+    names(Refusal([&](auto& c) { c.hidden = bad; }), "hidden is " + value);
+    names(Refusal([&](auto& c) { c.intermediate = bad; }), "intermediate is " + value);
+    names(Refusal([&](auto& c) { c.routing.top_k = bad; }), "top_k is " + value);
+    names(Refusal([&](auto& c) { c.max_tokens = bad; }), "max_tokens is " + value);
+    names(Refusal([&](auto& c) { c.parallel.dp_size = bad == kHuge ? -7 : bad; }), "dp rank is 0 of");
+  }
+  names(Refusal([](auto& c) { c.routing.top_k = 129; }), "between 1 and 128");
+  names(Refusal([](auto& c) { c.num_local_experts = 64; }), "num_local_experts is 64; rank 0 of 1 has 128");
+  names(Refusal([](auto& c) { c.dtype = DType::kF64; }), "F64");
+  names(Refusal([](auto& c) { c.shared.has_gate = true; }), "gate");
+  names(Refusal([](auto& c) { c.shared.intermediate = -1; }), "shared.intermediate is -1");
+  names(Refusal([](auto& c) { c.apply_router_weight_on_input = true; }), "top_k 8");
+  names(Refusal([](auto& c) { c.has_correction_bias = true; }), "Renormalize");
+  names(Refusal([](auto& c) { c.activation.kind = ActivationKind::kGelu, c.activation.limit = 7.0F; }),
+        "gelu");
+  names(Refusal([](auto& c) { c.activation.limit = NAN; }), "limit");
+  names(Refusal([](auto& c) { c.parallel.all2all = "carrier_pigeon"; }), "carrier_pigeon");
+  names(Refusal([](auto& c) { c.parallel.tp_size = 2, c.parallel.use_ep = true; }), "one way");
+  names(Refusal([](auto& c) { c.routing.num_groups = 3; }), "3 groups");
+}
+
+TEST(MoeConfig_, EveryRankOfEverySplitIsSoundAndThePartsAddUp) {
+  for (const bool expert_parallel : {false, true}) {
+    for (const int64_t tp : {1, 2, 4}) {
+      for (const int64_t dp : {1, 3}) {
+        ParallelSizes sizes;
+        sizes.tp = tp;
+        sizes.dp = dp;
+        sizes.enable_expert_parallel = expert_parallel;
+        int64_t experts = 0;
+        int64_t columns = 0;
+        for (int64_t rank = 0; rank < tp * dp; ++rank) {
+          const auto parallel = MakeParallelConfig(sizes, *RanksOf(sizes, rank));
+          ASSERT_TRUE(parallel.ok());
+          const auto part = ConfigOfRank(Sound(), *parallel);
+          ASSERT_TRUE(part.ok()) << part.status().ToString();
+          EXPECT_TRUE(Validate(*part).ok()) << Validate(*part).ToString();
+          experts += part->num_local_experts;
+          columns += part->intermediate;
+        }
+        const bool split_experts = expert_parallel && tp * dp > 1;
+        EXPECT_EQ(experts, split_experts ? 128 : 128 * tp * dp);
+        EXPECT_EQ(columns, split_experts ? 768 * tp * dp : 768);
+      }
+    }
+  }
+}
+
+TEST(MoeConfig_, SizesThatCannotBeSplitAreRefusedWithThoseThatCould) {
+  ParallelSizes sizes;
+  sizes.tp = 5;
+  const auto refused = ConfigOfRank(Sound(), *MakeParallelConfig(sizes));
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().message().find("768 cannot be split over 5"), std::string::npos);
+  EXPECT_NE(refused.status().message().find("1, 2, 3, 4, 6, 8"), std::string::npos);
+  sizes.tp = 4;
+  const auto grouped = ConfigOfRank(Sound(), *MakeParallelConfig(sizes), 128);
+  ASSERT_FALSE(grouped.ok());
+  EXPECT_NE(grouped.status().message().find("multiples of 128; ranks could be 1, 2, 3, 6"), std::string::npos)
+      << grouped.status().message();
+  MoeConfig shared = Sound();
+  shared.shared.intermediate = 6;
+  EXPECT_EQ(ConfigOfRank(shared, *MakeParallelConfig(sizes)).status().message().rfind("shared experts", 0),
+            0U);
+}
+
+TEST(MoeConfig_, BatchedAllToAllGivesBatchedFormat) {
+  ParallelSizes sizes;
+  sizes.dp = 2;
+  sizes.enable_expert_parallel = true;
+  sizes.all2all = "deepep_low_latency";
+  EXPECT_EQ(ConfigOfRank(Sound(), *MakeParallelConfig(sizes))->activation_format,
+            ActivationFormatKind::kBatchedExperts);
+}
+
+TEST(Names, OfActivationsAndDeterminismAreReadBack) {
+#define FMOE_CHECK(id, name, gated, formula)            \
+  EXPECT_EQ(ParseActivation(name), ActivationKind::id); \
+  EXPECT_EQ(ActivationName(ActivationKind::id), name);  \
+  EXPECT_EQ(IsGated(ActivationKind::id), gated);
+  FMOE_ACTIVATION_TABLE(FMOE_CHECK)
+#undef FMOE_CHECK
+  EXPECT_EQ(ParseActivation("gelu_pytorch_tanh"), ActivationKind::kGeluTanh);
+  EXPECT_EQ(ParseActivation("swigluoai_uninterleave"), ActivationKind::kSwigluOai);
+  EXPECT_FALSE(ParseActivation("SILU"));
+  EXPECT_FALSE(ParseActivation(""));
+  for (const Determinism level : {Determinism::kRunToRun, Determinism::kThreadInvariant,
+                                  Determinism::kBatchInvariant, Determinism::kRankInvariant}) {
+    EXPECT_EQ(ParseDeterminism(DeterminismName(level)), level);
+  }
+  EXPECT_FALSE(ParseDeterminism("sometimes"));
+}
+
+}  // namespace
+}  // namespace fusedmoe
