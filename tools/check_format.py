@@ -43,7 +43,7 @@ def _text_findings(root, name):
 def check(root):
     found = []
     for name in source_tree.files(root):
-        if name.endswith(TEXT_SUFFIXES) and not name.startswith("tests/golden/"):
+        if name.endswith(TEXT_SUFFIXES) and not name.startswith(source_tree.DATA_FOLDERS):
             found += _text_findings(root, name)
     names = formatted_files(root)
     program = formatter()

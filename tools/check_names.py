@@ -61,7 +61,7 @@ def _file_name(name):
 def check(root):
     table, found = _exceptions(root)
     for name in source_tree.files(root):
-        if name.split("/")[0] in source_tree.SOURCE_FOLDERS and not name.startswith("tests/golden/"):
+        if name.split("/")[0] in source_tree.SOURCE_FOLDERS and not name.startswith(source_tree.DATA_FOLDERS):
             found += _file_name(name)
     for name in source_tree.cpp_files(root):
         top = name.split("/")[0]

@@ -29,7 +29,7 @@ def _is_python(root, name):
 
 def check(root):
     found = []
-    names = [name for name in source_tree.files(root) if not name.startswith("tests/golden/")]
+    names = [name for name in source_tree.files(root) if not name.startswith(source_tree.DATA_FOLDERS)]
     for name in names:
         if _is_python(root, name):
             try:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CPP_SUFFIXES = (".hpp", ".cpp", ".h", ".inc", ".cu", ".cuh")
+DATA_FOLDERS = ("tests/golden/", "tests/fuzz/seeds/")  # not ours to format or name
 SOURCE_FOLDERS = ("include", "src", "apps", "examples", "python", "tests", "bench")
 
 
@@ -28,7 +29,7 @@ def files(root):
 
 def cpp_files(root, folders=SOURCE_FOLDERS, suffixes=CPP_SUFFIXES):
     return [name for name in files(root)
-            if name.endswith(suffixes) and name.split("/")[0] in folders and not name.startswith("tests/golden/")]
+            if name.endswith(suffixes) and name.split("/")[0] in folders and not name.startswith(DATA_FOLDERS)]
 
 
 def read(root, name):
