@@ -114,7 +114,7 @@ Result<LayerOptions> Resolve(const PlanFlags& flags) {
   }
   if (flags.activation_format == "batched") {
     options.activation_format = ActivationFormatKind::kBatchedExperts;
-  } else if (flags.activation_format != "standard") {
+  } else if (!flags.activation_format.empty() && flags.activation_format != "standard") {
     return UnknownName("activation format", flags.activation_format, {"standard", "batched"});
   }
   return options;

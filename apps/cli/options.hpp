@@ -41,7 +41,7 @@ struct PlanFlags {
   std::string mode;
   std::string determinism = "thread_invariant";
   std::string activation = "as_checkpoint";
-  std::string activation_format = "standard";
+  std::string activation_format = "standard";  ///< empty: not asked for
 };
 void AddPlan(CLI::App& app, PlanFlags& flags);
 /// The layer options of these flags, with everything else at its default.

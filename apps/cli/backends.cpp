@@ -1,0 +1,196 @@
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/oracle.hpp>
+#include <fusedmoe/quant.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct BackendsFlags {
+  bool schemes = false;
+  bool markdown = false;
+  std::string platform;
+};
+
+// The page in docs/ must not depend on the machine that writes it: the richest described CPU stands for all.
+constexpr const char* kPagePlatform = "cpu-amx";
+
+/// A layer that objects to nothing but what is asked about: sizes that every group and tile divides, SiLU, no
+/// bias.
+ExplainRequest Question(const Scheme& scheme, ActivationFormatKind format, const std::string& platform) {
+  ExplainRequest request;
+  request.problem = "support matrix";
+  request.config.num_experts = request.config.num_local_experts = 16;
+  request.config.hidden = 2048;
+  request.config.intermediate = 1024;
+  request.config.routing.top_k = 2;
+  request.config.activation_format = format;
+  request.scheme = scheme;
+  request.platform = platform;
+  request.activation_format = format;
+  return request;
+}
+
+// Only refusals count here, not that another backend came first.
+bool Supported(const Candidate& candidate) {
+  return candidate.supported;
+}
+
+std::vector<std::string> SchemeNames() {
+  std::vector<std::string> names;
+  for (const SchemeInfo& info : SchemeTable()) {
+    std::string_view rest = info.granularities;
+    if (rest.empty()) {
+      names.emplace_back(info.name);
+    }
+    while (!rest.empty()) {
+      const size_t comma = std::min(rest.find(','), rest.size());
+      names.push_back(fmt::format("{}:{}", info.name, rest.substr(0, comma)));
+      rest.remove_prefix(std::min(comma + 1, rest.size()));
+    }
+  }
+  return names;
+}
+
+Result<std::vector<Candidate>> Ask(const std::string& scheme_name, ActivationFormatKind format,
+                                   const std::string& platform) {
+  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(scheme_name));
+  FMOE_ASSIGN_OR_RETURN(const Explanation explanation, Explain(Question(scheme, format, platform)));
+  return explanation.selection.candidates;
+}
+
+std::string MatrixPage(const std::vector<std::vector<std::string>>& rows) {
+  std::string page = fmt::format(
+      "# Schemes and backends\n\n"
+      "Written by `fusedmoe backends --schemes --markdown` (`make tables`): what each backend answers when "
+      "asked for a layer\n"
+      "with SiLU, no bias and sizes that all groups divide, on the described platform `{}`. `both`: the "
+      "Standard and the\n"
+      "BatchedExperts format. Other layers, and this machine: `fusedmoe explain`.\n\n",
+      kPagePlatform);
+  for (size_t row = 0; row < rows.size(); ++row) {
+    page += fmt::format("| {} |\n", fmt::join(rows[row], " | "));
+    if (row == 0) {
+      for (size_t column = 0; column < rows[0].size(); ++column) {
+        page += "|---";
+      }
+      page += "|\n";
+    }
+  }
+  return page;
+}
+
+Status ListMatrix(const BackendsFlags& flags, Output& output) {
+  Json matrix = Json::array();
+  std::vector<std::vector<std::string>> rows;
+  for (const std::string& name : SchemeNames()) {
+    std::vector<std::string> row = {name};
+    std::vector<std::string> head = {"scheme"};
+    FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> standard,
+                          Ask(name, ActivationFormatKind::kStandard, flags.platform));
+    FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> batched,
+                          Ask(name, ActivationFormatKind::kBatchedExperts, flags.platform));
+    for (size_t index = 0; index < standard.size(); ++index) {
+      const bool one = standard[index].supported;
+      const bool other = index < batched.size() && batched[index].supported;
+      head.push_back(standard[index].backend);
+      row.push_back(one && other ? "both" : one ? "standard" : other ? "batched" : "-");
+    }
+    const auto add = [&matrix, &name](const std::vector<Candidate>& candidates, std::string_view format) {
+      for (const Candidate& candidate : candidates) {
+        Json cell = {{"scheme", name},
+                     {"backend", candidate.backend},
+                     {"activation_format", format},
+                     {"supported", candidate.supported}};
+        if (!candidate.supported && !candidate.verdicts.empty()) {
+          cell["code"] = ReasonCode(candidate.verdicts.front().reason);
+          cell["reason"] = candidate.verdicts.front().sentence;
+        }
+        matrix.push_back(cell);
+      }
+    };
+    add(standard, "standard");
+    add(batched, "batched");
+    if (rows.empty()) {
+      rows.push_back(head);
+    }
+    rows.push_back(row);
+  }
+  output.Document({{"platform", flags.platform}, {"matrix", matrix}});
+  output.Text(flags.markdown ? MatrixPage(rows) : Table(rows));
+  return Status::Ok();
+}
+
+Status ListBackends(const BackendsFlags& flags, Output& output) {
+  if (flags.schemes) {
+    return ListMatrix(flags, output);
+  }
+  // A backend is listed with every scheme that it runs in one format or the other.
+  std::vector<std::string> names;
+  std::vector<std::vector<std::string>> schemes;
+  std::vector<std::string> objections;
+  for (const std::string& scheme : SchemeNames()) {
+    for (const ActivationFormatKind format :
+         {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
+      FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> candidates, Ask(scheme, format, flags.platform));
+      for (const Candidate& candidate : candidates) {
+        auto found = std::find(names.begin(), names.end(), candidate.backend);
+        if (found == names.end()) {
+          names.push_back(candidate.backend);
+          schemes.emplace_back();
+          objections.emplace_back();
+          found = names.end() - 1;
+        }
+        const auto index = static_cast<size_t>(found - names.begin());
+        if (!candidate.supported) {
+          if (objections[index].empty() && !candidate.verdicts.empty()) {
+            objections[index] = candidate.verdicts.front().sentence;
+          }
+        } else if (schemes[index].empty() || schemes[index].back() != scheme) {
+          schemes[index].push_back(scheme);
+        }
+      }
+    }
+  }
+  Json list = Json::array();
+  std::vector<std::vector<std::string>> rows = {{"backend", "schemes"}};
+  for (size_t index = 0; index < names.size(); ++index) {
+    Json json = {{"backend", names[index]}, {"schemes", schemes[index]}};
+    if (schemes[index].empty()) {
+      json["reason"] = objections[index];
+    }
+    list.push_back(json);
+    rows.push_back(
+        {names[index], schemes[index].empty() ? "none: " + objections[index] : Join(schemes[index])});
+  }
+  output.Document({{"platform", flags.platform}, {"backends", list}});
+  output.Text(Table(rows));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Action DefineBackends(CLI::App& app) {
+  auto flags = std::make_shared<BackendsFlags>();
+  app.add_flag("--schemes", flags->schemes, "The matrix of schemes, backends and activation formats");
+  app.add_option("--platform", flags->platform, "host (the default), or a described platform");
+  app.add_flag("--markdown", flags->markdown,
+               "With --schemes: the page of docs/, for one described platform");
+  return [flags](Output& output) {
+    if (flags->platform.empty()) {
+      flags->platform = flags->markdown ? kPagePlatform : "host";
+    }
+    return ListBackends(*flags, output);
+  };
+}
+
+}  // namespace fusedmoe::cli
