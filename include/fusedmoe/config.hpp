@@ -75,6 +75,10 @@ std::optional<Determinism> ParseDeterminism(std::string_view name);
 struct SharedExpertConfig {
   int64_t intermediate = 0;  ///< 0: none; several shared experts count as one of their joint size
   bool has_gate = false;     ///< output times sigmoid(hidden . gate)
+  bool has_bias = false;     ///< its projections carry biases
+  float weight = 1.0F;       ///< of its output in the sum (Cohere averages: 0.5)
+  /// Where it differs from that of the routed experts (a clamp of its own, or none).
+  std::optional<ActivationSpec> activation;
   bool operator==(const SharedExpertConfig&) const = default;
 };
 

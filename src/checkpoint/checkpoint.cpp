@@ -79,8 +79,9 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   impl->rules = std::make_shared<const checkpoint::QuantRules>(std::move(rules));
   FMOE_ASSIGN_OR_RETURN(auto store, checkpoint::TensorStore::Open(directory, options));
   impl->store = std::move(store);
-  FMOE_ASSIGN_OR_RETURN(impl->num_layers, impl->config.NumLayers());
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
+  impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);
   for (const auto& [layer, prefix] : impl->prefixes) {
     if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix))
       impl->moe_layers.push_back(layer);
@@ -138,6 +139,7 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
   FMOE_ASSIGN_OR_RETURN(description.config.shared.intermediate, checkpoint::SharedIntermediate(*context));
   if (description.config.shared.intermediate > 0) {
     description.config.shared.has_gate = !context->spec.names.shared_gate.empty();
+    description.config.shared.has_bias = impl_->store->Has(context->spec.names.shared_down + ".bias");
     FMOE_ASSIGN_OR_RETURN(description.shared_scheme, checkpoint::SharedScheme(*context));
   }
   description.expert_bytes = checkpoint::ExpertBytes(*context);

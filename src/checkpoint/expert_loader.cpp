@@ -1,7 +1,7 @@
 #include "checkpoint/expert_loader.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <cmath>
 
 #include <fmt/format.h>
 
@@ -36,6 +36,7 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
     return located;
   place.item = expert;
   place.num_items = spec.config.num_experts;
+  place.spare_items = spec.config.routing.num_zero_experts;
   place.flattened = names.flattened;
   place.in_out = names.flattened ? down : spec.axes.in_out;
   if (names.form == ExpertForm::kFused && !down) {

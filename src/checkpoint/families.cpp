@@ -19,13 +19,15 @@ constexpr FamilyRouting kDeepSeek{.score = ScoreFunction::kSigmoid,
                                   .renormalize = Renormalize::kConfigTrue,
                                   .method = RoutingMethod::kDeepSeekV3,
                                   .norm_epsilon = 1e-20F};
+constexpr FamilyRouting kDeepSeekByConfig{.score = ScoreFunction::kSigmoid,
+                                          .renormalize = Renormalize::kConfigFalse,
+                                          .method = RoutingMethod::kDeepSeekV3,
+                                          .norm_epsilon = 1e-20F};
 constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
                                      .renormalize = Renormalize::kAlways,
                                      .method = RoutingMethod::kDeepSeekV3,
                                      .norm_epsilon = 1e-20F,
                                      .ignore_groups = true};
-// clamp(gate), clamp(up), then silu(gate) * up.
-constexpr FamilyActivation kClampedSilu{.has_limit = true};
 constexpr FamilyActivation kSwigluOai{.kind = ActivationKind::kSwigluOai,
                                       .fixed = true,
                                       .alpha = 1.702F,

@@ -36,8 +36,8 @@ struct FamilyRouting {
   float norm_epsilon = 0.0F;
   bool ignore_groups = false;     ///< the configuration's groups mean something else, or nothing
   bool ignore_score_key = false;  ///< the configuration's scoring_func is not the router's
-  float default_scaling = 1.0F;   ///< when the configuration has no routed scaling
-  bool ignore_scaling = false;
+  bool single_group = false;      ///< only one group is understood; more are refused
+  float softcap = 0.0F;           ///< when the configuration has no softcap of the logits
 };
 
 struct FamilyActivation {
@@ -45,8 +45,9 @@ struct FamilyActivation {
   bool fixed = false;                           ///< hidden_act of the configuration does not apply to experts
   bool gated = true;
   float alpha = 1.0F, beta = 0.0F,
-        limit = 0.0F;      ///< defaults of the configuration's swiglu_alpha, swiglu_limit
-  bool has_limit = false;  ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
+        limit = 0.0F;             ///< defaults of the configuration's swiglu_alpha, swiglu_limit
+  bool has_limit = false;         ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
+  bool shared_unclamped = false;  ///< the limit is the routed experts' alone
 };
 
 struct Family {

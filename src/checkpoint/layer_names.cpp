@@ -139,28 +139,26 @@ std::string FirstPresent(const TensorStore& store, const std::string& block, std
 }
 
 void FindShared(const TensorStore& store, const Family& family, LayerNames* names) {
-  static constexpr PerExpertSpelling kShared[] = {{"", "gate_proj", "up_proj", "down_proj"},
-                                                  {"", "w1", "w3", "w2"},
-                                                  {"", "", "input_linear", "output_linear"},
-                                                  {"", "", "gate_up_proj", "down_proj"},
-                                                  {"", "", "up_proj", "down_proj"}};
+  static constexpr PerExpertSpelling kShared[] = {
+      {"", "gate_proj", "up_proj", "down_proj"},   {"", "w1", "w3", "w2"},
+      {"", "linear_gate", "up_proj", "down_proj"}, {"", "", "input_linear", "output_linear"},
+      {"", "", "gate_up_proj", "down_proj"},       {"", "", "up_proj", "down_proj"}};
   for (const std::string& parent : {names->block, names->prefix}) {
     for (const std::string_view module : SplitWords(family.shared)) {
       const std::string stem = parent + std::string(module) + ".";
       for (const PerExpertSpelling& spelling : kShared) {
         const bool gated = !spelling.gate.empty();
-        const auto up_suffix = WeightSuffix(store, stem + std::string(spelling.up));
-        const auto gate_suffix =
-            gated ? WeightSuffix(store, stem + std::string(spelling.gate)) : std::nullopt;
-        const auto down_suffix = WeightSuffix(store, stem + std::string(spelling.down));
-        if (gated ? !gate_suffix : !up_suffix)
+        const bool fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
+        // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
+        const bool whole = gated || fused || !family.activation.gated;
+        const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
+        if (whole ? !WeightSuffix(store, telling) : !WeightSuffix(store, stem + "up_proj")) {
           continue;
-        if (!up_suffix && !down_suffix)
-          continue;
-        names->shared_gate_proj = gated ? stem + std::string(spelling.gate) : "";
+        }
+        names->shared_gate_proj = gated ? telling : whole ? "" : stem + "gate_proj";
         names->shared_up = stem + std::string(spelling.up);
         names->shared_down = stem + std::string(spelling.down);
-        names->shared_fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
+        names->shared_fused = fused;
         names->shared_gate = FirstPresent(store, names->block, family.shared_gate, "");
         return;
       }

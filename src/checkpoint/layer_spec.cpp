@@ -29,7 +29,7 @@ constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
     "moe_routed_scaling_factor";
 constexpr std::string_view kActivationKeys =
-    "hidden_act mlp_hidden_act hidden_activation activation_function ffn_config.ffn_act_fn.name";
+    "mlp_hidden_act hidden_act hidden_activation activation_function ffn_config.ffn_act_fn.name";
 
 Result<ScoreFunction> ResolveScore(const ModelConfig& config, const FamilyRouting& routing) {
   if (routing.ignore_score_key)
@@ -68,6 +68,13 @@ RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
       return routing.renormalize ? RoutingMethod::kRenormalize : RoutingMethod::kDefault;
   }
   return RoutingMethod::kUnspecified;
+}
+
+// A swiglustep that clamps nothing is silu.
+ActivationSpec WithoutLimit(ActivationSpec spec) {
+  if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F)
+    spec.kind = ActivationKind::kSilu;
+  return spec;
 }
 
 Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
@@ -115,7 +122,23 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
           .WithFile(config.path());
     }
   }
-  return spec;
+  return WithoutLimit(spec);
+}
+
+// The shared expert's activation where it is not that of the routed ones.
+Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig& config, const Family& family,
+                                                              int64_t layer, const ActivationSpec& routed) {
+  std::optional<ActivationSpec> own;
+  if (family.activation.shared_unclamped) {
+    own = routed;
+    own->limit = 0.0F;
+  } else if (family.activation.kind == ActivationKind::kSwigluStep) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number("swiglu_limits_shared", layer));
+    ActivationSpec spec{.kind = ActivationKind::kSwigluStep,
+                        .limit = static_cast<float>(limit.value_or(0.0))};
+    own = WithoutLimit(spec);
+  }
+  return own == routed ? std::nullopt : own;
 }
 
 // The axes of fused tensors; shapes decide only where the family leaves it to them.
@@ -139,6 +162,24 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   if (forced)
     axes = *forced;
   return axes;
+}
+
+// Switches that change what a layer computes, in ways that no part of this library does.
+Status CheckOddities(const ModelConfig& config) {
+  const auto refuse = [&](std::string_view key, std::string_view why) {
+    return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
+        .WithFile(config.path());
+  };
+  if (config.Find("moe_latent_size") != nullptr)
+    return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
+  if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
+      value != nullptr && value->boolean())
+    return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
+  const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
+  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0))
+    return refuse("ffn_config.moe_normalize_expert_weights",
+                  "router weights are normalized to a sum of 1, or not at all");
+  return Status::Ok();
 }
 
 }  // namespace
@@ -167,7 +208,16 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   FMOE_ASSIGN_OR_RETURN(routing.top_k, config.RequiredInteger(kTopKKeys, layer, 1, kMaxTopK));
   FMOE_ASSIGN_OR_RETURN(routing.score, ResolveScore(config, row));
   FMOE_ASSIGN_OR_RETURN(const std::optional<bool> renormalize, config.Boolean(kRenormalizeKeys));
-  switch (row.renormalize) {
+  Renormalize rule = row.renormalize;
+  // DBRX: an explicit null means that nothing is normalized.
+  const JsonValue* ffn = config.Find("ffn_config");
+  const bool explicit_null =
+      ffn != nullptr && std::any_of(ffn->members().begin(), ffn->members().end(), [](const auto& member) {
+        return member.first == "moe_normalize_expert_weights" && member.second.is_null();
+      });
+  if (explicit_null)
+    rule = Renormalize::kNever;
+  switch (rule) {
     case Renormalize::kAlways:
       routing.renormalize = true;
       break;
@@ -176,7 +226,7 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
       break;
     case Renormalize::kConfigTrue:
     case Renormalize::kConfigFalse:
-      routing.renormalize = renormalize.value_or(row.renormalize == Renormalize::kConfigTrue);
+      routing.renormalize = renormalize.value_or(rule == Renormalize::kConfigTrue);
       break;
   }
   if (!row.ignore_groups) {
@@ -195,16 +245,11 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
           .WithFile(config.path());
     }
   }
-  routing.scaling_factor = row.default_scaling;
-  if (!row.ignore_scaling) {
-    FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
-    if (scaling)
-      routing.scaling_factor = static_cast<float>(*scaling);
-  }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
+  routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,
                         config.Number("router_logit_softcapping moe_router_logit_softcapping", -1));
-  if (softcap)
-    routing.logit_softcap = static_cast<float>(*softcap);
+  routing.logit_softcap = softcap ? static_cast<float>(*softcap) : row.softcap;
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> jitter, config.Number("router_jitter_noise", -1));
   if (jitter && row.method == RoutingMethod::kSparseMixer)
     routing.jitter = static_cast<float>(*jitter);
@@ -213,9 +258,17 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   routing.num_zero_experts = zero_experts.value_or(0);
   routing.norm_epsilon = row.norm_epsilon;
   routing.method = row.method;
-  // Only a true group-limited choice needs the grouped method.
+  if (row.single_group && routing.num_groups > 1) {
+    return Status::Unsupported(
+               fmt::format("{} expert groups are not supported for {}: its groups rank by the sum of "
+                           "two softmax scores",
+                           routing.num_groups, family.name))
+        .WithFile(config.path());
+  }
+  // Only a true group-limited choice needs the grouped method, and that of DeepSeek-V3 means sigmoid scores.
   if (row.method == RoutingMethod::kUnspecified ||
-      (row.method == RoutingMethod::kGroupedTopK && routing.num_groups == 1)) {
+      (row.method == RoutingMethod::kGroupedTopK && routing.num_groups == 1) ||
+      (row.method == RoutingMethod::kDeepSeekV3 && routing.score != ScoreFunction::kSigmoid)) {
     routing.method = DeriveMethod(routing, has_correction_bias);
   }
   return routing;
@@ -287,6 +340,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
   FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
   moe.dtype = config.ComputeType();
+  FMOE_RETURN_IF_ERROR(CheckOddities(config));
   const ExpertNames& experts = spec.names.experts;
   const bool fused = experts.form == ExpertForm::kFused;
   const bool has_gate = !experts.gate.empty() || (fused && family.activation.gated);
@@ -317,6 +371,15 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   if (spec.names.router.empty()) {
     return store.Blame(Status::BadInput("the router's weight is missing"),
                        spec.names.block + std::string(SplitWords(family.router)[0]));
+  }
+  FMOE_ASSIGN_OR_RETURN(moe.shared.activation,
+                        ResolveSharedActivation(config, family, layer, moe.activation));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
+                        config.Text("shared_expert_combination_strategy"));
+  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
+  if (averages && !spec.names.shared_up.empty()) {
+    moe.shared.weight = 0.5F;
+    moe.routing.scaling_factor *= 0.5F;
   }
   FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));
   return spec;

@@ -94,7 +94,7 @@ Result<Tensor> Reader::LoadRole(std::string_view suffix) const {
   if (info->shape.rank() == 0 || (info->shape.rank() == 1 && info->shape[0] == 1 && place_.num_items != 1)) {
     return store_.Load(name);  // one number for all experts
   }
-  if (info->shape[0] != place_.num_items) {
+  if (info->shape[0] != place_.num_items && info->shape[0] != place_.num_items + place_.spare_items) {
     return store_.Blame(Status::BadInput(fmt::format("{}; the first dimension must be the {} experts",
                                                      info->shape.ToString(), place_.num_items)),
                         name);

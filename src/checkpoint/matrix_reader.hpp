@@ -18,6 +18,7 @@ struct MatrixPlace {
   std::string weight_suffix =
       ".weight";            ///< "" for parameters that are tensors themselves ("experts.gate_up_proj")
   int64_t item = -1;        ///< index in the first axis of stacks of experts; -1: the tensors hold one matrix
+  int64_t spare_items = 0;  ///< more of them that some writers append for experts without weights
   int64_t num_items = 0;    ///< length of that axis
   bool in_out = false;      ///< the last two axes are [in, out]
   bool flattened = false;   ///< the stack is 2-D: [items * rows, cols]

@@ -172,8 +172,8 @@ Result<std::optional<std::string>> ModelConfig::Text(std::string_view keys) cons
   return std::optional<std::string>(value->string());
 }
 
-Result<int64_t> ModelConfig::NumLayers() const {
-  return RequiredInteger("num_hidden_layers n_layers num_layers n_layer", -1, 1, kMaxLayers);
+Result<std::optional<int64_t>> ModelConfig::NumLayers() const {
+  return Integer("num_hidden_layers n_layers num_layers n_layer", -1, 1, kMaxLayers);
 }
 
 std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {

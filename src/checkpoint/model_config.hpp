@@ -47,7 +47,8 @@ class ModelConfig {
   /// What the file says of layer `layer`: true and false for routed experts and dense, nothing when it is
   /// silent.
   std::optional<bool> SaysMoe(int64_t layer) const;
-  Result<int64_t> NumLayers() const;
+  /// The number of layers, or nothing where the file has only lists with an entry each.
+  Result<std::optional<int64_t>> NumLayers() const;
   /// torch_dtype, BF16 when absent or not a float.
   DType ComputeType() const;
 

@@ -30,7 +30,9 @@ MoeConfig SharedConfig(const MoeConfig& config) {
   shared.num_experts = shared.num_local_experts = 1;
   shared.intermediate = config.shared.intermediate;
   shared.routing = RoutingConfig{};
-  shared.has_bias = shared.has_correction_bias = shared.has_router_bias = false;
+  shared.has_bias = config.shared.has_bias;
+  shared.has_correction_bias = shared.has_router_bias = false;
+  shared.activation = config.shared.activation.value_or(config.activation);
   shared.apply_router_weight_on_input = false;
   shared.shared = SharedExpertConfig{};
   shared.parallel = ParallelConfig{};

@@ -77,7 +77,7 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
     kernel->shared_output_ = book.Book("shared_output", max_tokens * hidden * kFloatBytes);
     kernel->shared_gates_ = book.Book("shared_gates", max_tokens * kFloatBytes);
     kernel->shared_ids_.assign(static_cast<size_t>(max_tokens), 0);
-    kernel->shared_weights_.assign(static_cast<size_t>(max_tokens), 1.0F);
+    kernel->shared_weights_.assign(static_cast<size_t>(max_tokens), own.config.shared.weight);
   }
   return kernel;
 }

@@ -110,8 +110,8 @@ TEST_P(GoldenCheckpoint, OpensAndLoadsEveryExpert) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& info) {
-  std::string name = info.param;
+INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& parameter) {
+  std::string name = parameter.param;
   std::replace_if(
       name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
   return name;

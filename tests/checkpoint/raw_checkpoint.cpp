@@ -1,0 +1,274 @@
+#include "checkpoint/raw_checkpoint.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <fstream>
+
+namespace fusedmoe::testing_support {
+namespace {
+
+std::string Layer(const std::string& rest) {
+  return "model.layers.0.mlp." + rest;
+}
+
+int64_t Count(const std::vector<int64_t>& shape) {
+  int64_t count = 1;
+  for (const int64_t dim : shape)
+    count *= dim;
+  return count;
+}
+
+nlohmann::ordered_json CtGroup(const nlohmann::ordered_json& weights, const nlohmann::ordered_json& inputs,
+                               const std::string& format) {
+  return {{"quant_method", "compressed-tensors"},
+          {"format", format},
+          {"config_groups",
+           {{"group_0", {{"targets", {"Linear"}}, {"weights", weights}, {"input_activations", inputs}}}}},
+          {"ignore", {"lm_head", "re:.*mlp.gate$"}}};
+}
+
+// The tensors of one projection [rows, cols].
+std::vector<RawTensor> Projection(const std::string& format, const std::string& name, int64_t rows,
+                                  int64_t cols) {
+  const auto at = [&](const char* suffix) { return name + suffix; };
+  if (format == "modelopt_nvfp4") {
+    return {Bytes(at(".weight"), "U8", {rows, cols / 2}, 1, 0x21),
+            Bytes(at(".weight_scale"), "F8_E4M3", {rows, cols / 16}, 1, 0x38),
+            Floats(at(".weight_scale_2"), {}, 0.5F), Floats(at(".input_scale"), {}, 0.25F)};
+  }
+  if (format == "modelopt_fp8") {
+    return {Bytes(at(".weight"), "F8_E4M3", {rows, cols}, 1, 0x38), Floats(at(".weight_scale"), {}, 0.5F),
+            Floats(at(".input_scale"), {}, 0.25F)};
+  }
+  if (format == "ct_nvfp4") {
+    return {Bytes(at(".weight_packed"), "U8", {rows, cols / 2}, 1, 0x21),
+            Bytes(at(".weight_scale"), "F8_E4M3", {rows, cols / 16}, 1, 0x38),
+            Floats(at(".weight_global_scale"), {1}, 2.0F), Floats(at(".input_global_scale"), {1}, 4.0F)};
+  }
+  if (format == "ct_mxfp4") {
+    return {Bytes(at(".weight_packed"), "U8", {rows, cols / 2}, 1, 0x21),
+            Bytes(at(".weight_scale"), "U8", {rows, cols / 32}, 1, 127)};
+  }
+  if (format == "ct_int4") {
+    return {Bytes(at(".weight_packed"), "I32", {rows, cols / 8}, 4, 0x97),
+            Bf16(at(".weight_scale"), {rows, cols / 32}, 0.5F), Longs(at(".weight_shape"), {rows, cols})};
+  }
+  if (format == "ct_int8") {
+    return {Bytes(at(".weight"), "I8", {rows, cols}, 1, 3), Bf16(at(".weight_scale"), {rows, 1}, 0.5F)};
+  }
+  if (format == "fp8_block") {
+    return {Bytes(at(".weight"), "F8_E4M3", {rows, cols}, 1, 0x38),
+            Floats(at(".weight_scale_inv"), {(rows + 15) / 16, (cols + 15) / 16}, 0.5F)};
+  }
+  if (format == "gptq" || format == "autoround") {
+    std::vector<RawTensor> tensors = {Bytes(at(".qweight"), "I32", {cols / 8, rows}, 4, 0x97),
+                                      Bytes(at(".qzeros"), "I32", {cols / 32, rows / 8}, 4, 0x77),
+                                      Bf16(at(".scales"), {cols / 32, rows}, 0.5F)};
+    if (format == "gptq") {
+      std::vector<int32_t> groups(static_cast<size_t>(cols));
+      for (int64_t c = 0; c < cols; ++c)
+        groups[static_cast<size_t>(c)] = static_cast<int32_t>((cols - 1 - c) / 32);
+      tensors.push_back(Ints(at(".g_idx"), {cols}, groups));
+    }
+    return tensors;
+  }
+  if (format == "awq") {
+    return {Bytes(at(".qweight"), "I32", {cols, rows / 8}, 4, 0x97),
+            Bytes(at(".qzeros"), "I32", {cols / 32, rows / 8}, 4, 0x77),
+            Bf16(at(".scales"), {cols / 32, rows}, 0.5F)};
+  }
+  if (format == "quark_mxfp4") {
+    return {Bytes(at(".weight"), "U8", {rows, cols / 2}, 1, 0x21),
+            Bytes(at(".weight_scale"), "U8", {rows, cols / 32}, 1, 127)};
+  }
+  return {Bf16(at(".weight"), {rows, cols}, 0.5F)};
+}
+
+nlohmann::ordered_json QuantizationConfig(const std::string& format) {
+  const nlohmann::ordered_json none = nullptr;
+  if (format == "modelopt_nvfp4")
+    return {{"quant_method", "modelopt"},
+            {"quant_algo", "NVFP4"},
+            {"group_size", 16},
+            {"ignore", {"lm_head", "*mlp.gate"}}};
+  if (format == "modelopt_fp8")
+    return {{"quant_method", "modelopt"}, {"quant_algo", "FP8"}, {"ignore", {"lm_head", "*mlp.gate"}}};
+  const nlohmann::ordered_json fp4 = {
+      {"num_bits", 4}, {"type", "float"}, {"strategy", "tensor_group"}, {"group_size", 16}};
+  if (format == "ct_nvfp4") {
+    nlohmann::ordered_json local = fp4;
+    local["dynamic"] = "local";
+    return CtGroup(fp4, local, "nvfp4-pack-quantized");
+  }
+  if (format == "ct_mxfp4") {
+    return CtGroup({{"num_bits", 4}, {"type", "float"}, {"strategy", "group"}, {"group_size", 32}}, none,
+                   "mxfp4-pack-quantized");
+  }
+  if (format == "ct_int4")
+    return CtGroup({{"num_bits", 4}, {"type", "int"}, {"strategy", "group"}, {"group_size", 32}}, none,
+                   "pack-quantized");
+  if (format == "ct_int8") {
+    return CtGroup({{"num_bits", 8}, {"type", "int"}, {"strategy", "channel"}},
+                   {{"num_bits", 8}, {"type", "int"}, {"strategy", "token"}, {"dynamic", true}},
+                   "int-quantized");
+  }
+  if (format == "fp8_block")
+    return {{"quant_method", "fp8"}, {"activation_scheme", "dynamic"}, {"weight_block_size", {16, 16}}};
+  if (format == "gptq")
+    return {{"quant_method", "gptq"},
+            {"bits", 4},
+            {"group_size", 32},
+            {"desc_act", true},
+            {"checkpoint_format", "gptq"}};
+  if (format == "autoround")
+    return {{"quant_method", "auto-round"},
+            {"bits", 4},
+            {"group_size", 32},
+            {"sym", true},
+            {"packing_format", "auto_round:auto_gptq"}};
+  if (format == "awq")
+    return {
+        {"quant_method", "awq"}, {"bits", 4}, {"group_size", 32}, {"zero_point", true}, {"version", "gemm"}};
+  if (format == "quark_mxfp4") {
+    return {{"quant_method", "quark"},
+            {"global_quant_config",
+             {{"weight",
+               {{"dtype", "fp4"}, {"qscheme", "per_group"}, {"group_size", 32}, {"scale_format", "e8m0"}}}}},
+            {"exclude", {"*.mlp.gate"}}};
+  }
+  return none;
+}
+
+}  // namespace
+
+ScratchFolder::ScratchFolder() {
+  static std::atomic<int> counter{0};
+  path_ = std::filesystem::temp_directory_path() /
+          ("fusedmoe_" + std::to_string(getpid()) + "_" + std::to_string(counter++));
+  std::filesystem::remove_all(path_);
+  std::filesystem::create_directories(path_);
+}
+
+ScratchFolder::~ScratchFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
+}
+
+void ScratchFolder::Write(const std::string& name, const std::string& bytes) const {
+  std::ofstream(path_ / name, std::ios::binary) << bytes;
+}
+
+std::string Container(const std::string& header, const std::string& data) {
+  const auto length = static_cast<uint64_t>(header.size());
+  std::string file(8, '\0');
+  std::memcpy(file.data(), &length, 8);
+  return file + header + data;
+}
+
+nlohmann::ordered_json Header(const std::vector<RawTensor>& tensors) {
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  int64_t offset = 0;
+  for (const RawTensor& tensor : tensors) {
+    const int64_t end = offset + static_cast<int64_t>(tensor.bytes.size());
+    header[tensor.name] = {{"dtype", tensor.dtype}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
+    offset = end;
+  }
+  return header;
+}
+
+std::string Safetensors(const std::vector<RawTensor>& tensors) {
+  std::string data;
+  for (const RawTensor& tensor : tensors)
+    data += tensor.bytes;
+  return Container(Header(tensors).dump(), data);
+}
+
+RawTensor Floats(std::string name, std::vector<int64_t> shape, float value) {
+  RawTensor tensor{std::move(name), "F32", std::move(shape), ""};
+  for (int64_t i = 0; i < Count(tensor.shape); ++i)
+    tensor.bytes.append(reinterpret_cast<const char*>(&value), 4);
+  return tensor;
+}
+
+RawTensor Bf16(std::string name, std::vector<int64_t> shape, float value) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &value, 4);
+  const auto code = static_cast<uint16_t>(bits >> 16);
+  RawTensor tensor{std::move(name), "BF16", std::move(shape), ""};
+  for (int64_t i = 0; i < Count(tensor.shape); ++i)
+    tensor.bytes.append(reinterpret_cast<const char*>(&code), 2);
+  return tensor;
+}
+
+RawTensor Bytes(std::string name, std::string dtype, std::vector<int64_t> shape, int64_t element_bytes,
+                unsigned char byte) {
+  RawTensor tensor{std::move(name), std::move(dtype), std::move(shape), ""};
+  tensor.bytes.assign(static_cast<size_t>(Count(tensor.shape) * element_bytes), static_cast<char>(byte));
+  return tensor;
+}
+
+RawTensor Ints(std::string name, std::vector<int64_t> shape, const std::vector<int32_t>& values) {
+  return {std::move(name), "I32", std::move(shape),
+          std::string(reinterpret_cast<const char*>(values.data()), values.size() * 4)};
+}
+
+RawTensor Longs(std::string name, const std::vector<int64_t>& values) {
+  return {std::move(name),
+          "I64",
+          {static_cast<int64_t>(values.size())},
+          std::string(reinterpret_cast<const char*>(values.data()), values.size() * 8)};
+}
+
+TinyModel::TinyModel(const std::string& format) {
+  config = {{"model_type", "qwen3_moe"}, {"hidden_size", kHidden},   {"moe_intermediate_size", kIntermediate},
+            {"num_experts", kExperts},   {"num_experts_per_tok", 1}, {"num_hidden_layers", 1},
+            {"hidden_act", "silu"},      {"norm_topk_prob", true},   {"torch_dtype", "bfloat16"}};
+  if (const auto quantization = QuantizationConfig(format); !quantization.is_null())
+    config["quantization_config"] = quantization;
+  tensors.push_back(Bf16(Layer("gate.weight"), {kExperts, kHidden}, 0.1F));
+  for (int64_t e = 0; e < kExperts; ++e) {
+    for (const std::string projection : {"gate_proj", "up_proj", "down_proj"}) {
+      const bool down = projection == "down_proj";
+      const std::string name = Layer("experts." + std::to_string(e) + "." + projection);
+      for (RawTensor& tensor :
+           Projection(format, name, down ? kHidden : kIntermediate, down ? kIntermediate : kHidden)) {
+        tensors.push_back(std::move(tensor));
+      }
+    }
+  }
+}
+
+RawTensor& TinyModel::Find(const std::string& name) {
+  const auto it = std::find_if(tensors.begin(), tensors.end(),
+                               [&](const RawTensor& tensor) { return tensor.name == name; });
+  if (it == tensors.end())
+    throw std::runtime_error("the test asks for a tensor that it did not make: " + name);
+  return *it;
+}
+
+void TinyModel::Drop(const std::string& name) {
+  std::erase_if(tensors, [&](const RawTensor& tensor) { return tensor.name == name; });
+}
+
+void TinyModel::WriteTo(const ScratchFolder& folder) const {
+  folder.Write("config.json", config.dump());
+  folder.Write("model.safetensors", Safetensors(tensors));
+}
+
+Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options) {
+  FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(folder.string(), options));
+  FMOE_RETURN_IF_ERROR(checkpoint->Describe(0).status());
+  FMOE_RETURN_IF_ERROR(checkpoint->LoadRouter(0).status());
+  FMOE_ASSIGN_OR_RETURN(const ExpertSource source, checkpoint->Experts(0));
+  for (int64_t e = 0; e < source.num_local_experts; ++e)
+    FMOE_RETURN_IF_ERROR(source.load(e).status());
+  FMOE_ASSIGN_OR_RETURN(const auto shared, checkpoint->SharedExperts(0));
+  if (shared)
+    FMOE_RETURN_IF_ERROR(shared->source.load(0).status());
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe::testing_support

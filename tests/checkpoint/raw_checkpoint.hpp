@@ -1,0 +1,71 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include <fusedmoe/checkpoint.hpp>
+
+/// Checkpoints made in the test, sound ones and damaged ones: files are written byte by byte, so that headers
+/// can lie.
+namespace fusedmoe::testing_support {
+
+/// One tensor of a file under construction.
+struct RawTensor {
+  std::string name;
+  std::string dtype = "F32";
+  std::vector<int64_t> shape;
+  std::string bytes;
+};
+
+/// A folder below the temporary directory that goes away with the object.
+class ScratchFolder {
+ public:
+  ScratchFolder();
+  ~ScratchFolder();
+  ScratchFolder(const ScratchFolder&) = delete;
+  ScratchFolder& operator=(const ScratchFolder&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+  void Write(const std::string& name, const std::string& bytes) const;
+
+ private:
+  std::filesystem::path path_;
+};
+
+/// Length, header and data as a safetensors file has them.
+std::string Container(const std::string& header, const std::string& data);
+/// A valid file of these tensors, in the order given.
+std::string Safetensors(const std::vector<RawTensor>& tensors);
+/// The header of such a file.
+nlohmann::ordered_json Header(const std::vector<RawTensor>& tensors);
+
+RawTensor Floats(std::string name, std::vector<int64_t> shape, float value);
+RawTensor Bf16(std::string name, std::vector<int64_t> shape, float value);
+/// `count` elements of any type, every byte `byte`.
+RawTensor Bytes(std::string name, std::string dtype, std::vector<int64_t> shape, int64_t element_bytes,
+                unsigned char byte);
+RawTensor Ints(std::string name, std::vector<int64_t> shape, const std::vector<int32_t>& values);
+RawTensor Longs(std::string name, const std::vector<int64_t>& values);
+
+inline constexpr int64_t kHidden = 64, kIntermediate = 32, kExperts = 2;
+
+/// A Qwen3-MoE layer of two experts in one of the formats: "bf16", "modelopt_nvfp4", "modelopt_fp8",
+/// "ct_nvfp4", "ct_mxfp4", "ct_int4", "ct_int8", "fp8_block", "gptq", "awq", "quark_mxfp4", "autoround".
+struct TinyModel {
+  explicit TinyModel(const std::string& format);
+  nlohmann::ordered_json config;
+  std::vector<RawTensor> tensors;
+  RawTensor& Find(const std::string& name);
+  void Drop(const std::string& name);
+  /// Writes config.json and model.safetensors.
+  void WriteTo(const ScratchFolder& folder) const;
+};
+
+/// Opens the folder and loads all of layer 0: the first failure, or ok.
+Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options = {});
+
+}  // namespace fusedmoe::testing_support
