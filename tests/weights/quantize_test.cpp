@@ -131,5 +131,149 @@ TEST(QuantizeWeights_NormalData, HasTheErrorOfTheFormat) {
   }
 }
 
+/// The largest error of an element, in units of the largest magnitude that shares its scale.
+double ErrorBound(const WeightFormat& format) {
+  switch (format.element) {
+    case DType::kF4E2M1:
+      return 0.25;  // half of the step from 4 to 6, or saturation below a scale that was rounded down
+    case DType::kF6E3M2:
+    case DType::kF8E5M2:
+      return 0.13;
+    case DType::kF6E2M3:
+    case DType::kF8E4M3:
+      return 0.126;  // the floor rule of MX lets 512 saturate at 448
+    case DType::kU4:
+    case DType::kI4:
+      return 0.075;
+    case DType::kU8:
+    case DType::kI8:
+      return 0.006;
+    default:
+      return 0.01;
+  }
+}
+
+TEST(QuantizeWeights_EverySchemeAtRandomSizes, IsValidCloseAndDeterministic) {
+  std::mt19937 generator(17);
+  for (const SchemeInfo& info : SchemeTable()) {
+    for (int repeat = 0; repeat < 4; ++repeat) {
+      const auto scheme = ParseScheme(info.name);
+      ASSERT_TRUE(scheme.ok());
+      const WeightFormat& format = scheme->weight;
+      const int64_t step = std::max<int64_t>(format.block.col, 1);
+      const int64_t cols =
+          step * (1 + static_cast<int64_t>(generator() % (300 / static_cast<uint32_t>(step))));
+      const int64_t rows = 1 + static_cast<int64_t>(generator() % 40);
+      const Tensor weights =
+          Normal(rows, cols, generator(), std::ldexp(1.0F, static_cast<int>(generator() % 40) - 20));
+      const auto matrix = QuantizeMatrix(weights.view(), format);
+      ASSERT_TRUE(matrix.ok()) << info.name << ": " << matrix.status().ToString();
+      const auto decoded = DequantizeMatrix(*matrix);
+      ASSERT_TRUE(decoded.ok()) << info.name << ": " << decoded.status().ToString();
+      const float amax = *WeightAmax(weights.view());
+      for (int64_t i = 0; i < rows * cols; ++i) {
+        const float value = weights.view().as<float>()[i];
+        ASSERT_LE(std::fabs(value - decoded->view().as<float>()[i]),
+                  ErrorBound(format) * static_cast<double>(amax))
+            << info.name << " at " << i;
+      }
+      const auto again = QuantizeMatrix(weights.view(), format);
+      EXPECT_EQ(Hex(matrix->codes), Hex(again->codes));
+      // Values that the grid holds keep it: decoding what was decoded and quantized again changes little.
+      const auto twice = QuantizeMatrix(decoded->view(), format);
+      ASSERT_TRUE(twice.ok());
+      EXPECT_LT(RelativeError(*decoded, *twice), 0.12) << info.name;
+    }
+  }
+}
+
+TEST(QuantizeWeights_FloatsThatTheGridHolds, ComeBackUnchanged) {
+  // Scales that are powers of two, or e4m3 exactly, keep values on the grid where they are.
+  for (const char* name : {"mxfp4_w4a16", "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
+    const auto scheme = ParseScheme(name);
+    const Tensor weights = Normal(8, 128, 5);
+    const Tensor once = *DequantizeMatrix(*QuantizeMatrix(weights.view(), scheme->weight));
+    const auto twice = QuantizeMatrix(once.view(), scheme->weight);
+    ASSERT_TRUE(twice.ok()) << twice.status().ToString();
+    EXPECT_EQ(RelativeError(once, *twice), 0.0) << name;
+  }
+}
+
+TEST(QuantizeWeights_PartialBlocks, HaveTheirOwnScales) {
+  const auto scheme = ParseScheme("fp8_w8a8:block128");
+  for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 1}, {129, 127}, {130, 257}, {200, 130}}) {
+    const Tensor weights = Normal(rows, cols, 9);
+    const auto matrix = QuantizeMatrix(weights.view(), scheme->weight);
+    ASSERT_TRUE(matrix.ok()) << matrix.status().ToString();
+    EXPECT_EQ(matrix->block_scale.shape(), (Shape{(rows + 127) / 128, (cols + 127) / 128}));
+    EXPECT_LT(RelativeError(weights, *matrix), 0.04) << rows << " x " << cols;
+  }
+}
+
+TEST(QuantizeWeights_PartialGroups, AreRefusedWithTheirSizes) {
+  for (const char* name : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32"}) {
+    const auto matrix = QuantizeMatrix(Normal(2, 40, 1).view(), ParseScheme(name)->weight);
+    ASSERT_FALSE(matrix.ok()) << name;
+    EXPECT_EQ(matrix.status().code(), StatusCode::kUnsupported);
+    EXPECT_NE(matrix.status().message().find("40 columns"), std::string::npos) << matrix.status().message();
+  }
+}
+
+TEST(QuantizeWeights_AllZero, HasUsableScales) {
+  for (const SchemeInfo& info : SchemeTable()) {
+    const Tensor zeros = Matrix(3, 256, std::vector<float>(3 * 256, 0.0F));
+    const auto matrix = QuantizeMatrix(zeros.view(), ParseScheme(info.name)->weight);
+    ASSERT_TRUE(matrix.ok()) << info.name;
+    const auto decoded = DequantizeMatrix(*matrix);
+    ASSERT_TRUE(decoded.ok()) << info.name << ": " << decoded.status().ToString();
+    for (int64_t i = 0; i < 3 * 256; ++i) {
+      ASSERT_EQ(decoded->view().as<float>()[i], 0.0F) << info.name;
+    }
+  }
+}
+
+TEST(QuantizeWeights_NotFinite, IsRefusedWithItsPlace) {
+  for (const float bad : {NAN, INFINITY, -INFINITY}) {
+    for (const char* name : {"nvfp4_w4a16", "fp8_w8a8", "int4_w4a16", "fp8_w8a8:block128"}) {
+      Tensor weights = Normal(3, 128, 2);
+      weights.mutable_view().as<float>()[2 * 128 + 5] = bad;
+      const auto matrix = QuantizeMatrix(weights.view(), ParseScheme(name)->weight);
+      ASSERT_FALSE(matrix.ok()) << name;
+      EXPECT_EQ(matrix.status().code(), StatusCode::kBadInput);
+      EXPECT_NE(matrix.status().message().find("weight[2, 5]"), std::string::npos)
+          << matrix.status().message();
+    }
+  }
+}
+
+TEST(QuantizeWeights_Asymmetric, UsesTheWholeRange) {
+  // Shifted data: with its own zero the error is that of the range, without it that of twice the largest
+  // magnitude.
+  Tensor weights = Normal(16, 256, 3, 0.1F);
+  for (int64_t i = 0; i < 16 * 256; ++i) {
+    weights.mutable_view().as<float>()[i] += 0.4F;
+  }
+  for (const char* name : {"int4_w4a16:g64", "int8_w8a16:g64"}) {
+    const auto scheme = ParseScheme(name);
+    const auto symmetric = QuantizeMatrix(weights.view(), scheme->weight);
+    const auto asymmetric = QuantizeMatrix(weights.view(), scheme->weight, {.symmetric = false});
+    ASSERT_TRUE(asymmetric.ok()) << asymmetric.status().ToString();
+    EXPECT_FALSE(asymmetric->zero_point.empty());
+    EXPECT_LT(RelativeError(weights, *asymmetric), 0.7 * RelativeError(weights, *symmetric)) << name;
+  }
+  EXPECT_FALSE(QuantizeMatrix(weights.view(), ParseScheme("fp8_w8a8")->weight, {.symmetric = false}).ok());
+}
+
+TEST(QuantizeExpert_GateAndUp, ShareTheTensorScale) {
+  const Tensor gate = Normal(32, 64, 1, 0.1F);
+  const Tensor up = Normal(32, 64, 2, 0.02F);
+  const auto expert =
+      QuantizeExpert(gate.view(), up.view(), Normal(64, 32, 3).view(), ParseScheme("nvfp4_w4a16")->weight);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  EXPECT_EQ(*expert->gate.tensor_scale, *expert->up.tensor_scale);
+  EXPECT_EQ(*expert->gate.tensor_scale, *WeightAmax(gate.view()) / 2688.0F);
+  EXPECT_LT(RelativeError(up, expert->up), 0.11);
+}
+
 }  // namespace
 }  // namespace fusedmoe
