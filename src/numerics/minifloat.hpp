@@ -47,38 +47,32 @@ struct Minifloat {
   FMOE_HOST_DEVICE static constexpr float Decode(uint32_t code) {
     const uint32_t sign = (code & kSignBit) << (32 - kBits);
     const uint32_t magnitude = code & kMagnitudeMask;
-    if constexpr (Kind == MinifloatKind::kFnuz) {
-      if ((code & (kSignBit | kMagnitudeMask)) == kSignBit) {
+    const uint32_t widened = magnitude << kShift;
+    // 2^(1-bias) * (1 + f) - 2^(1-bias): exact, and no fp32 subnormal takes part.
+    const float subnormal = FloatFromBits(widened | kMinNormalBits) - FloatFromBits(kMinNormalBits);
+    const uint32_t normal = widened + (static_cast<uint32_t>(127 - Bias) << 23);
+    uint32_t bits = SelectLess(magnitude, kFirstNormalCode, FloatBits(subnormal), normal);
+    if constexpr (Kind == MinifloatKind::kIeee) {
+      bits = SelectLess(magnitude, kInfinityCode, bits, widened | kFloatInfinity);  // payloads of NaN stay
+    } else if constexpr (Kind == MinifloatKind::kFn) {
+      bits = SelectLess(magnitude, kMagnitudeMask, bits, kFloatNan);
+    } else if constexpr (Kind == MinifloatKind::kFnuz) {
+      if (sign != 0 && magnitude == 0) {
         return FloatFromBits(kFloatNan);
       }
-    } else if constexpr (Kind == MinifloatKind::kFn) {
-      if (magnitude == kMagnitudeMask) {
-        return FloatFromBits(sign | kFloatNan);
-      }
-    } else if constexpr (Kind == MinifloatKind::kIeee) {
-      if (magnitude >= kInfinityCode) {
-        const uint32_t payload = (magnitude - kInfinityCode) << kShift;
-        return FloatFromBits(sign | kFloatInfinity | payload);
-      }
     }
-    if (magnitude <
-        kFirstNormalCode) {  // 2^(1-bias) * (1 + f) - 2^(1-bias): exact, and no fp32 subnormal takes part
-      const float value =
-          FloatFromBits((magnitude << kShift) | kMinNormalBits) - FloatFromBits(kMinNormalBits);
-      return FloatFromBits(sign | FloatBits(value));
-    }
-    return FloatFromBits(sign | ((magnitude << kShift) + (uint32_t{127 - Bias} << 23)));
+    return FloatFromBits(sign | bits);
   }
 
   FMOE_HOST_DEVICE static constexpr uint32_t EncodeSaturating(float value) {
-    return EncodeWith(value, kLargestCode, kLargestCode);
+    return EncodeWith(value, kLargestCode);
   }
 
   FMOE_HOST_DEVICE static constexpr uint32_t Encode(float value) {
     constexpr uint32_t kOverflow = Kind == MinifloatKind::kIeee     ? kInfinityCode
                                    : Kind == MinifloatKind::kFinite ? kLargestCode
                                                                     : kNanCode;
-    return EncodeWith(value, kOverflow, kOverflow);
+    return EncodeWith(value, kOverflow);
   }
 
   /// The largest finite value.
@@ -93,31 +87,31 @@ struct Minifloat {
   static constexpr uint32_t kFirstNormalCode = uint32_t{1} << MantissaBits;
   static constexpr uint32_t kMinNormalBits = static_cast<uint32_t>(128 - Bias) << 23;
 
-  FMOE_HOST_DEVICE static constexpr uint32_t EncodeWith(float value, uint32_t overflow, uint32_t infinity) {
+  /// a < b ? yes : no for a, b < 2^31, as masks: with branches, compilers keep the float operations of one
+  /// side conditional (they might trap) and do not vectorize loops over this.
+  FMOE_HOST_DEVICE static constexpr uint32_t SelectLess(uint32_t a, uint32_t b, uint32_t yes, uint32_t no) {
+    const auto mask = static_cast<uint32_t>(static_cast<int32_t>(a - b) >> 31);
+    return (yes & mask) | (no & ~mask);
+  }
+
+  /// `overflow`: the magnitude code of whatever rounds beyond the largest finite value, infinity included.
+  FMOE_HOST_DEVICE static constexpr uint32_t EncodeWith(float value, uint32_t overflow) {
     const uint32_t bits = FloatBits(value);
     const uint32_t sign = (bits >> (32 - kBits)) & kSignBit;
     const uint32_t magnitude = bits & 0x7fffffffU;
-    if (magnitude > kFloatInfinity) {
-      return Kind == MinifloatKind::kFinite || Kind == MinifloatKind::kFnuz ? kNanCode : sign | kNanCode;
+    // Adding 2^(23 - MantissaBits) times the smallest normal value leaves the subnormal code, rounded to
+    // nearest even by the adder, in the low bits.
+    constexpr uint32_t kMagic = static_cast<uint32_t>(128 - Bias + 23 - MantissaBits) << 23;
+    const uint32_t subnormal = FloatBits(FloatFromBits(magnitude) + FloatFromBits(kMagic)) - kMagic;
+    const uint32_t half_less_one = (uint32_t{1} << (kShift - 1)) - 1;
+    const uint32_t rounded = magnitude + half_less_one + ((magnitude >> kShift) & 1);
+    const uint32_t normal = (rounded >> kShift) - (static_cast<uint32_t>(127 - Bias) << MantissaBits);
+    uint32_t code = SelectLess(magnitude, kMinNormalBits, subnormal, normal);
+    code = SelectLess(kLargestCode, code, overflow, code);
+    if constexpr (Kind == MinifloatKind::kFinite || Kind == MinifloatKind::kFnuz) {
+      return SelectLess(kFloatInfinity, magnitude, kNanCode, WithSign(sign, code));
     }
-    if (magnitude == kFloatInfinity) {
-      return WithSign(sign, infinity);
-    }
-    uint32_t code = 0;
-    if (magnitude < kMinNormalBits) {
-      // Adding 2^(23 - MantissaBits) times the smallest normal value leaves the subnormal code, rounded to
-      // nearest even by the adder, in the low bits.
-      constexpr uint32_t kMagic = static_cast<uint32_t>(128 - Bias + 23 - MantissaBits) << 23;
-      code = FloatBits(FloatFromBits(magnitude) + FloatFromBits(kMagic)) - kMagic;
-    } else {
-      const uint32_t half_less_one = (uint32_t{1} << (kShift - 1)) - 1;
-      const uint32_t rounded = magnitude + half_less_one + ((magnitude >> kShift) & 1);
-      code = (rounded >> kShift) - (static_cast<uint32_t>(127 - Bias) << MantissaBits);
-      if (code > kLargestCode) {
-        return WithSign(sign, overflow);
-      }
-    }
-    return WithSign(sign, code);
+    return WithSign(sign, SelectLess(kFloatInfinity, magnitude, kNanCode, code));
   }
 
   FMOE_HOST_DEVICE static constexpr uint32_t WithSign(uint32_t sign, uint32_t code) {

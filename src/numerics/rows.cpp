@@ -66,6 +66,8 @@ void Store(std::byte* address, T value) {
   std::memcpy(address, &value, sizeof(T));
 }
 
+// The element functions come as lambdas, not as function pointers, so that each gets a loop of its own,
+// inlined.
 template <typename T, typename F>
 void DecodeWords(const std::byte* row, int64_t first, int64_t count, float* out, F decode) {
   const std::byte* source = row + first * static_cast<int64_t>(sizeof(T));
@@ -100,10 +102,19 @@ void DecodeNibbles(const std::array<float, 16>& table, const std::byte* row, int
 
 template <typename F>
 void EncodeNibbles(const float* values, int64_t count, std::byte* out, F encode) {
-  for (int64_t i = 0; i < count; i += 2) {
-    const uint32_t low = encode(values[i]);
-    const uint32_t high = i + 1 < count ? encode(values[i + 1]) : 0;
-    out[i / 2] = static_cast<std::byte>(low | high << 4);
+  constexpr int64_t kChunk = 256;
+  uint8_t codes[kChunk];
+  for (int64_t first = 0; first < count; first += kChunk) {
+    const int64_t length = std::min(kChunk, count - first);
+    for (int64_t i = 0; i < length; ++i) {
+      codes[i] = static_cast<uint8_t>(encode(values[first + i]));
+    }
+    if (length % 2 != 0) {
+      codes[length] = 0;  // an odd count is below kChunk
+    }
+    for (int64_t i = 0; i < length; i += 2) {
+      out[(first + i) / 2] = static_cast<std::byte>(codes[i] | codes[i + 1] << 4);
+    }
   }
 }
 
@@ -133,16 +144,38 @@ void StoreSixBits(std::byte* row, int64_t index, uint32_t code) {
 
 void DecodeSixBits(const std::array<float, 64>& table, const std::byte* row, int64_t first, int64_t count,
                    float* out) {
-  for (int64_t i = 0; i < count; ++i) {
+  int64_t i = 0;
+  for (; i < count && (first + i) % 4 != 0; ++i) {
+    out[i] = table[LoadSixBits(row, first + i)];
+  }
+  for (const std::byte* source = row + (first + i) / 4 * 3; i + 4 <= count; i += 4, source += 3) {
+    const uint32_t word = static_cast<uint32_t>(source[0]) | static_cast<uint32_t>(source[1]) << 8 |
+                          static_cast<uint32_t>(source[2]) << 16;
+    for (int lane = 0; lane < 4; ++lane) {
+      out[i + lane] = table[word >> 6 * lane & 0x3f];
+    }
+  }
+  for (; i < count; ++i) {
     out[i] = table[LoadSixBits(row, first + i)];
   }
 }
 
 template <typename Codec>
 void EncodeSixBits(const float* values, int64_t count, std::byte* out) {
-  std::memset(out, 0, static_cast<size_t>((count * 6 + 7) / 8));
-  for (int64_t i = 0; i < count; ++i) {
-    StoreSixBits(out, i, Codec::EncodeSaturating(values[i]));
+  const int64_t whole = count / 4 * 4;
+  for (int64_t i = 0; i < whole; i += 4) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < 4; ++lane) {
+      word |= Codec::EncodeSaturating(values[i + lane]) << 6 * lane;
+    }
+    for (int byte = 0; byte < 3; ++byte) {
+      *out++ = static_cast<std::byte>(word >> 8 * byte & 0xff);
+    }
+  }
+  const int64_t rest = count - whole;
+  std::memset(out, 0, static_cast<size_t>((rest * 6 + 7) / 8));
+  for (int64_t i = 0; i < rest; ++i) {
+    StoreSixBits(out, i, Codec::EncodeSaturating(values[whole + i]));
   }
 }
 
@@ -225,9 +258,11 @@ void DecodeRow(DType dtype, const std::byte* row, int64_t first_element, int64_t
       std::memcpy(out, row + first_element * 4, static_cast<size_t>(count) * 4);
       return;
     case DType::kBF16:
-      return DecodeWords<uint16_t>(row, first_element, count, out, DecodeBf16);
+      return DecodeWords<uint16_t>(row, first_element, count, out,
+                                   [](uint16_t code) { return DecodeBf16(code); });
     case DType::kF16:
-      return DecodeWords<uint16_t>(row, first_element, count, out, DecodeFp16);
+      return DecodeWords<uint16_t>(row, first_element, count, out,
+                                   [](uint16_t code) { return DecodeFp16(code); });
     case DType::kF8E4M3:
       return from_table(kE4m3Table);
     case DType::kF8E5M2:
@@ -278,37 +313,43 @@ void EncodeRow(DType dtype, const float* values, int64_t count, std::byte* out) 
     case DType::kF64:
       return EncodeWords<double>(values, count, out, [](float value) { return value; });
     case DType::kI32:
-      return EncodeWords<int32_t>(values, count, out, EncodeInt32);
+      return EncodeWords<int32_t>(values, count, out, [](float value) { return EncodeInt32(value); });
     case DType::kU32:
-      return EncodeWords<uint32_t>(values, count, out, EncodeUint32);
+      return EncodeWords<uint32_t>(values, count, out, [](float value) { return EncodeUint32(value); });
     case DType::kBF16:
-      return EncodeWords<uint16_t>(values, count, out, EncodeBf16Rne);
+      return EncodeWords<uint16_t>(values, count, out, [](float value) { return EncodeBf16Rne(value); });
     case DType::kF16:
-      return EncodeWords<uint16_t>(values, count, out, EncodeFp16Rne);
+      return EncodeWords<uint16_t>(values, count, out, [](float value) { return EncodeFp16Rne(value); });
     case DType::kI16:
     case DType::kU16:
       return EncodeWords<uint16_t>(values, count, out,
                                    [dtype](float value) { return EncodeWideInteger(dtype, value); });
     case DType::kF8E4M3:
-      return EncodeWords<uint8_t>(values, count, out, EncodeE4m3RneSaturating);
+      return EncodeWords<uint8_t>(values, count, out,
+                                  [](float value) { return EncodeE4m3RneSaturating(value); });
     case DType::kF8E5M2:
-      return EncodeWords<uint8_t>(values, count, out, EncodeE5m2RneSaturating);
+      return EncodeWords<uint8_t>(values, count, out,
+                                  [](float value) { return EncodeE5m2RneSaturating(value); });
     case DType::kF8E4M3Fnuz:
-      return EncodeWords<uint8_t>(values, count, out, E4m3fnuz::EncodeSaturating);
+      return EncodeWords<uint8_t>(values, count, out,
+                                  [](float value) { return E4m3fnuz::EncodeSaturating(value); });
     case DType::kF8E5M2Fnuz:
-      return EncodeWords<uint8_t>(values, count, out, E5m2fnuz::EncodeSaturating);
+      return EncodeWords<uint8_t>(values, count, out,
+                                  [](float value) { return E5m2fnuz::EncodeSaturating(value); });
     case DType::kF8E8M0:
-      return EncodeWords<uint8_t>(values, count, out, EncodeE8m0Nearest);
+      return EncodeWords<uint8_t>(values, count, out, [](float value) { return EncodeE8m0Nearest(value); });
     case DType::kI8:
-      return EncodeWords<int8_t>(values, count, out, EncodeInt8RneSaturating);
+      return EncodeWords<int8_t>(values, count, out,
+                                 [](float value) { return EncodeInt8RneSaturating(value); });
     case DType::kU8:
-      return EncodeWords<uint8_t>(values, count, out, EncodeUint8RneSaturating);
+      return EncodeWords<uint8_t>(values, count, out,
+                                  [](float value) { return EncodeUint8RneSaturating(value); });
     case DType::kF4E2M1:
-      return EncodeNibbles(values, count, out, EncodeE2m1RneSaturating);
+      return EncodeNibbles(values, count, out, [](float value) { return EncodeE2m1RneSaturating(value); });
     case DType::kI4:
-      return EncodeNibbles(values, count, out, EncodeInt4RneSaturating);
+      return EncodeNibbles(values, count, out, [](float value) { return EncodeInt4RneSaturating(value); });
     case DType::kU4:
-      return EncodeNibbles(values, count, out, EncodeUint4RneSaturating);
+      return EncodeNibbles(values, count, out, [](float value) { return EncodeUint4RneSaturating(value); });
     case DType::kF6E2M3:
       return EncodeSixBits<E2m3>(values, count, out);
     case DType::kF6E3M2:

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <iterator>
 #include <set>
 #include <string>
 
@@ -23,6 +25,21 @@ TEST(ActivationRules, Names_AreUniqueAndFound) {
   const auto unknown = ActivationRuleByName("exakt");
   EXPECT_EQ(unknown.status().code(), StatusCode::kUsage);
   EXPECT_NE(unknown.status().hint().find("compressed_tensors_int8"), std::string::npos);
+}
+
+TEST(ActivationRules, Documentation_ListsThemInThisOrder) {
+  std::ifstream stream(FMOE_GOLDEN_DIR "/../../docs/numerics.md");
+  const std::string page{std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
+  size_t at = page.find("### Named rules");
+  ASSERT_NE(at, std::string::npos);
+  for (const NamedActivationRule& entry : ActivationRuleTable()) {
+    std::string quoted = "`";
+    quoted.append(entry.name).append("`");
+    const size_t found = page.find(quoted, at);
+    ASSERT_NE(found, std::string::npos)
+        << entry.name << " is not in docs/numerics.md, or not in the order of the table";
+    at = found;
+  }
 }
 
 TEST(ActivationRules, Scales_FollowTheirProducers) {
