@@ -172,6 +172,7 @@ Json CheckToJson(const CheckReport& report) {
             {"mid_rounding", report.bound.mid_rounding},
             {"accumulation", report.bound.accumulation},
             {"requantization", report.bound.requantization},
+            {"activation_rounding", report.bound.activation_rounding},
             {"factor", report.bound.factor}}},
           {"ok", report.ok}};
 }

@@ -147,6 +147,17 @@ TEST(Run, GivenExperts_AreUsedAndReturned) {
   EXPECT_EQ(ReadFile(checkpoint.output()), routed);
 }
 
+TEST(Run, Int8Activations_AreOptInAndNamed) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");
+  const ProcessResult result = checkpoint.Run({"--activation", "a8", "--check", "--json"});
+  if (result.exit_code == 4) {
+    GTEST_SKIP() << "no kernel with int8 activations on this machine: " << result.err;
+  }
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.Json().at("plan").at("activation"), "a8");
+  EXPECT_GT(result.Json().at("check").at("rel_l2").get<double>(), 0.004) << "that is not what int8 costs";
+}
+
 TEST(Run, SharedExperts_CountUnlessLeftOut) {
   const SampleCheckpoint checkpoint("qwen2_moe", "unquantized");
   ASSERT_EQ(checkpoint.Run({"--check"}).exit_code, 0);

@@ -51,8 +51,14 @@ TEST(ErrorBound, WeightOnly_HasNoRequantization) {
   Plan plan = PlanWith("F32");
   plan.activation = ActivationMode::kWeightOnly;
   EXPECT_EQ(BoundOf(plan, SchemeOf("nvfp4_w4a4"), DType::kBF16, 128, 64).requantization, 0);
+}
+
+TEST(ErrorBound, A8_AllowsWhatInt8ActivationsCost) {
+  Plan plan = PlanWith("F32");
   plan.activation = ActivationMode::kA8;
-  EXPECT_GT(BoundOf(plan, SchemeOf("nvfp4_w4a16"), DType::kBF16, 128, 64).requantization, 0);
+  const double allowed = BoundOf(plan, SchemeOf("nvfp4_w4a16"), DType::kBF16, 128, 64).value();
+  EXPECT_GT(allowed, 0.03);
+  EXPECT_LT(allowed, 0.06);
 }
 
 }  // namespace

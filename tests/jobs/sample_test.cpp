@@ -128,9 +128,9 @@ TEST_F(SampleTest, Families_AreWrittenPlainAndQuantized) {
 }
 
 TEST_F(SampleTest, Schemes_AreWritten) {
-  for (const char* scheme :
-       {"nvfp4_w4a16", "mxfp4_w4a16", "mxfp4_w4a4", "fp8_w8a8:channel", "fp8_w8a8:block128",
-        "fp8_w8a8:tensor_static", "int8_w8a8:channel", "int4_w4a16:g64"}) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "mxfp4_w4a4", "fp8_w8a8:channel",
+                             "fp8_w8a8:block128", "fp8_w8a8:tensor_static", "int8_w8a8:channel",
+                             "int4_w4a16:g64", "int4_w4a16", "fp8_w8a8", "int8_w8a8"}) {
     SampleOptions options = Tiny(scheme);
     options.scheme = scheme;
     const auto report = WriteSample(options);

@@ -22,6 +22,8 @@ struct ErrorBound {
   double accumulation = 0;     ///< fp32 sums over hidden and intermediate
   double requantization =
       0;  ///< values that fall on the other side of a rounding threshold of the second GEMM's input
+  double activation_rounding =
+      0;              ///< int8 activations that the scheme does not ask for (a8): both GEMMs' inputs
   double factor = 4;  ///< from the expected error to the bound
   /// factor * sqrt(sum of squares).
   double value() const;
@@ -48,10 +50,11 @@ struct CheckReport {
   bool ok = false;
 };
 
-/// Compares what `layer` computed with the reference backend, by the same experts and router weights.
-/// `hidden` and `output` are [M, H], `topk_ids` I32 and `topk_weights` F32 [M, k], all dense, as Forward took
-/// and left them. Loads the layer a second time. Errors: those of MoeLayer::Load and Forward; that the bound
-/// is exceeded is an answer (ok).
+/// Compares what `layer` computed with the reference backend, by the same experts and router weights. The
+/// reference executes the scheme under the plan's rule for activations; int8 activations (a8) are compared
+/// with the scheme itself, and the bound allows what their rounding costs. `hidden` and `output` are [M, H],
+/// `topk_ids` I32 and `topk_weights` F32 [M, k], all dense, as Forward took and left them. Loads the layer a
+/// second time. Errors: those of MoeLayer::Load and Forward; that the bound is exceeded is an answer (ok).
 Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint>& checkpoint,
                                           int64_t layer_index, const MoeLayer& layer, TensorView hidden,
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,

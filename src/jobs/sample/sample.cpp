@@ -460,12 +460,24 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
   return sizes;
 }
 
+// Bare "int4_w4a16" means groups of 128, or the largest that divides both sizes.
+Result<Scheme> SchemeFor(const std::string& name, const Sizes& sizes) {
+  if (name == "int4_w4a16") {
+    for (const int64_t group : {128, 64, 32}) {
+      if (sizes.hidden % group == 0 && sizes.intermediate % group == 0) {
+        return ParseScheme(fmt::format("{}:g{}", name, group));
+      }
+    }
+  }
+  return ParseScheme(name);
+}
+
 Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& family) {
   if (scheme.name == "unquantized") {
     return nullptr;
   }
   const StorageRow* row =
-      sample::FindStorage(scheme.name, family.compressed_tensors ? "compressed-tensors" : "modelopt");
+      sample::FindStorage(scheme, family.compressed_tensors ? "compressed-tensors" : "modelopt");
   if (row == nullptr) {
     return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}",
                                            scheme.name, sample::StorableSchemes()));
@@ -487,9 +499,9 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   if (options.dtype != DType::kBF16 && options.dtype != DType::kF16 && options.dtype != DType::kF32) {
     return Status::Usage(fmt::format("dtype {} is none of BF16, F16, F32", DTypeName(options.dtype)));
   }
-  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(options.scheme));
-  FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
   FMOE_ASSIGN_OR_RETURN(const Sizes sizes, SizesOf(options, family->family));
+  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, SchemeFor(options.scheme, sizes));
+  FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
 
   Plan plan(options, *family, sizes, scheme, storage);
   const std::vector<Unit> units = plan.Units();

@@ -235,10 +235,13 @@ Result<Tensor> DataOf(const Part& part, const QuantizedMatrix& matrix, float inp
 
 }  // namespace
 
-const StorageRow* FindStorage(std::string_view scheme, std::string_view preferred_producer) {
+const StorageRow* FindStorage(const Scheme& scheme, std::string_view preferred_producer) {
   const StorageRow* found = nullptr;
   for (const StorageRow& row : kStorage) {
-    if (row.scheme == scheme && (found == nullptr || row.producer == preferred_producer)) {
+    // By formats, not by name: "fp8_w8a8" and "fp8_w8a8:channel" are one scheme.
+    const Result<Scheme> stored = ParseScheme(row.scheme);
+    if (stored.ok() && stored->weight == scheme.weight && stored->activation == scheme.activation &&
+        (found == nullptr || row.producer == preferred_producer)) {
       found = &row;
     }
   }

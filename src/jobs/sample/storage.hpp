@@ -46,7 +46,7 @@ struct StorageRow {
 };
 
 /// The row for a scheme, by the tool that is preferred if it stores this scheme; null when nobody does.
-const StorageRow* FindStorage(std::string_view scheme, std::string_view preferred_producer);
+const StorageRow* FindStorage(const Scheme& scheme, std::string_view preferred_producer);
 /// Schemes that can be stored, for messages.
 std::string StorableSchemes();
 

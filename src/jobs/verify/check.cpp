@@ -70,8 +70,9 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
   report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate);
   LayerOptions reference_options;
   reference_options.backend = report.against;
-  // The reference follows the rule of the backend that it judges.
-  reference_options.activation = layer.plan().activation;
+  // The reference follows the rule of the backend that it judges; a8 is judged by what it costs.
+  const ActivationMode rule = layer.plan().activation;
+  reference_options.activation = rule == ActivationMode::kA8 ? ActivationMode::kAsCheckpoint : rule;
   reference_options.shared_experts = options.shared_experts;
   reference_options.max_tokens = std::max<int64_t>(report.tokens, 1);
   reference_options.plan_tokens = reference_options.max_tokens;

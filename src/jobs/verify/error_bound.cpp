@@ -41,7 +41,8 @@ double StepOf(DType element) {
 
 double ErrorBound::value() const {
   double sum = 0;
-  for (const double term : {output_rounding, input_rounding, mid_rounding, accumulation, requantization}) {
+  for (const double term :
+       {output_rounding, input_rounding, mid_rounding, accumulation, requantization, activation_rounding}) {
     sum += term * term;
   }
   return factor * std::sqrt(sum);
@@ -59,10 +60,12 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   const double mid =
       mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : 0.0;
 
-  const bool a8 = plan.activation == ActivationMode::kA8;
-  const bool quantizes =
-      a8 || (scheme.activation.quantized() && plan.activation != ActivationMode::kWeightOnly);
-  if (!quantizes) {
+  if (plan.activation == ActivationMode::kA8) {
+    // A step is 1/127 of the largest value of a group of 64, about four times its root mean square; twice.
+    bound.activation_rounding = std::sqrt(2.0) * 4.0 / 127.0 / std::sqrt(12.0);
+    return bound;
+  }
+  if (!scheme.activation.quantized() || plan.activation == ActivationMode::kWeightOnly) {
     bound.mid_rounding = mid;
     // Weight-only kernels hold activations in 15 bits under a scale (BF16 inputs keep all but the smallest)
     // or in bf16 (which loses bits of F16 and F32). Unquantized weights meet activations of their own dtype.
@@ -75,9 +78,8 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   // The same rule quantizes the same input to the same codes in both kernels; what differs is the input of
   // the second GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
-  const DType element = a8 ? DType::kI8 : *scheme.activation.element;
   const double delta = std::max(mid, gemm1);
-  bound.requantization = std::sqrt(delta * StepOf(element));
+  bound.requantization = std::sqrt(delta * StepOf(*scheme.activation.element));
   return bound;
 }
 
