@@ -5,12 +5,11 @@
 
 #include <fmt/format.h>
 
+#include "core/checked_math.hpp"
+#include "moe/cost.hpp"
+
 namespace fusedmoe {
 namespace {
-
-int64_t CeilDiv(int64_t value, int64_t divisor) {
-  return (value + divisor - 1) / divisor;
-}
 
 /// Tokens whose routes this rank may have to compute: under data parallelism every group brings its own.
 int64_t TokensSeen(const MoeConfig& config, int64_t tokens) {
@@ -102,40 +101,20 @@ int64_t ExchangeBytes(const Question& question, int64_t tokens) {
 
 }  // namespace
 
-int64_t WeightBytes(const WeightFormat& format, int64_t rows, int64_t cols) {
-  int64_t bytes = rows * PackedBytes(format.element, cols);
-  if (format.has_block_scale()) {
-    const int64_t block_rows = format.block.row > 0 ? CeilDiv(rows, format.block.row) : 1;
-    const int64_t block_cols = format.block.col > 0 ? CeilDiv(cols, format.block.col) : 1;
-    bytes += PackedBytes(format.block_scale_dtype, block_rows * block_cols);
-  }
-  if (format.has_channel_scale) {
-    bytes += rows * 4;
-  }
-  return bytes + (format.has_tensor_scale ? 4 : 0);
-}
-
 Costs EstimateCosts(const Question& question, int64_t tokens, ActivationMode activation,
                     int64_t workspace_bytes) {
   const MoeConfig& config = question.config;
-  const WeightFormat& format = question.scheme.weight;
-  const int64_t expert_bytes = WeightBytes(format, UpRows(config), config.hidden) +
-                               WeightBytes(format, config.hidden, config.intermediate);
-  const double seen = static_cast<double>(TokensSeen(config, tokens));
-  const double chance = config.num_experts > 0
-                            ? static_cast<double>(config.top_k()) / static_cast<double>(config.num_experts)
-                            : 0.0;
-  const double local = static_cast<double>(config.num_local_experts);
+  WeightFormat format = question.scheme.weight;
+  format.may_have_zero_point = question.weights_have_zero_points;
+  const int64_t expert_bytes = ExpertBytes(config, format);
+  const int64_t seen = TokensSeen(config, tokens);
   Costs costs;
-  costs.active_experts = local * (1.0 - std::pow(1.0 - std::min(chance, 1.0), seen));
+  costs.active_experts = ExpectedExperts(config, seen);
   costs.weight_bytes = config.num_local_experts * expert_bytes;
   const int64_t row_bytes = PackedBytes(config.dtype, config.hidden);
   costs.read_bytes =
       static_cast<int64_t>(costs.active_experts * static_cast<double>(expert_bytes)) + 2 * tokens * row_bytes;
-  const double routes = seen * chance * local;  // slots that land on this rank's experts
-  const double per_route =
-      2.0 * static_cast<double>(config.hidden) * static_cast<double>(UpRows(config) + config.intermediate);
-  costs.flops = static_cast<int64_t>(routes * per_route);
+  costs.flops = ForwardFlops(config, seen);
   costs.workspace_bytes = workspace_bytes;
   costs.exchange_bytes = ExchangeBytes(question, tokens);
   costs.memory_bytes = costs.weight_bytes + workspace_bytes + 2 * tokens * row_bytes;

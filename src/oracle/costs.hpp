@@ -4,9 +4,6 @@
 
 namespace fusedmoe {
 
-/// Bytes of `rows` x `cols` weights with their scales.
-int64_t WeightBytes(const WeightFormat& format, int64_t rows, int64_t cols);
-
 /// What one forward of `tokens` tokens of this rank moves and computes; `workspace_bytes` is taken as given.
 Costs EstimateCosts(const Question& question, int64_t tokens, ActivationMode activation,
                     int64_t workspace_bytes);

@@ -43,6 +43,7 @@ Status CheckSizes(const MoeConfig& config, int64_t tokens) {
   FMOE_RETURN_IF_ERROR(CheckRange("hidden", config.hidden, 1, 1 << 16));
   FMOE_RETURN_IF_ERROR(CheckRange("intermediate", config.intermediate, 1, 1 << 18));
   FMOE_RETURN_IF_ERROR(CheckRange("num_experts", config.num_experts, 1, 1 << 13));
+  FMOE_RETURN_IF_ERROR(CheckRange("shared intermediate", config.shared.intermediate, 0, 1 << 18));
   FMOE_RETURN_IF_ERROR(CheckRange("top_k", config.routing.top_k, 1, config.num_experts));
   const ParallelConfig& parallel = config.parallel;
   FMOE_RETURN_IF_ERROR(CheckRange("dp size", parallel.dp_size, 1, 1 << 12));
@@ -50,6 +51,22 @@ Status CheckSizes(const MoeConfig& config, int64_t tokens) {
   FMOE_RETURN_IF_ERROR(CheckRange("ep size", parallel.ep_size, 1, 1 << 16));
   FMOE_RETURN_IF_ERROR(CheckRange("redundant experts", parallel.num_redundant_experts, 0, 1 << 13));
   return CheckRange("tokens", tokens, 1, std::min(config.max_tokens, kMaxTokens / parallel.dp_size));
+}
+
+/// The shared experts as a layer of one expert that every token visits, planned on their own.
+std::shared_ptr<const Plan> PlanShared(const Question& question, const ExplainRequest& request) {
+  Question shared = question;
+  shared.config = MoeConfig{};
+  shared.config.num_experts = 1;
+  shared.config.num_local_experts = 1;
+  shared.config.hidden = question.config.hidden;
+  shared.config.intermediate = question.config.shared.intermediate;
+  shared.config.activation = question.config.activation;
+  shared.config.dtype = question.config.dtype;
+  shared.config.max_tokens = question.config.max_tokens;
+  shared.format = ActivationFormatKind::kStandard;
+  Result<Selection> selection = SelectFor(shared, request);
+  return selection.ok() && selection->chosen ? std::make_shared<const Plan>(*selection->chosen) : nullptr;
 }
 
 }  // namespace
@@ -103,6 +120,9 @@ Result<Explanation> Explain(const ExplainRequest& request) {
   explanation.prepare_finalize = SelectPrepareFinalize(question);
   std::optional<Plan>& chosen = explanation.selection.chosen;
   if (chosen) {
+    if (question.platform.runs_this_build && question.config.shared.intermediate > 0) {
+      chosen->shared = PlanShared(question, request);
+    }
     chosen->prepare_finalize =
         explanation.prepare_finalize.chosen ? explanation.prepare_finalize.chosen->backend : std::string();
     if (!explanation.prepare_finalize.chosen) {

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "moe/cost.hpp"
 #include "oracle/choose.hpp"
 #include "oracle/described.hpp"
 #include "oracle/platforms.hpp"
@@ -47,6 +48,8 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
   if (switches.IsTrue("VLLM_BATCH_INVARIANT")) {
     problem.determinism = std::max(problem.determinism, Determinism::kBatchInvariant);
   }
+  const int64_t weight_bytes =
+      problem.config.num_local_experts * ExpertBytes(problem.config, problem.scheme.weight);
   std::vector<Asked> asked;
   for (const HostBackend& row : table) {
     Asked candidate{row.name, {}, {}, row.choice, row.backend != nullptr, {}};
@@ -56,6 +59,11 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
       candidate.objections.push_back({Reason::kNotBuilt,
                                       fmt::format("this build has no code for {} ({})", row.name, row.what),
                                       "absent", "built"});
+    }
+    if (row.backend != nullptr && machine.memory_bytes > 0 && weight_bytes > machine.memory_bytes) {
+      candidate.objections.push_back(
+          {Reason::kMemory, "the weights of this rank exceed the memory of the machine",
+           fmt::format("{} bytes", weight_bytes), fmt::format("at most {} bytes", machine.memory_bytes)});
     }
     if (request.lora) {
       candidate.objections.push_back({Reason::kLora, "has no place for LoRA adapters", "LoRA", "no LoRA"});

@@ -71,8 +71,8 @@ TEST(Explain, Costs_MatchTheRooflineOfTheLayer) {
   EXPECT_NEAR(plain.costs.seconds, static_cast<double>(plain.costs.read_bytes) / 4.8e12, 1e-12);
   EXPECT_EQ(plain.costs.rate, "4800 GB/s");
   const Explanation four = Answer(Named("qwen3-30b-a3b", "nvfp4_w4a4", "sm90"));
-  // gate and up as one matrix of 2 I rows, each matrix with one F32 above its block scales
-  EXPECT_EQ(four.costs.weight_bytes, int64_t{128} * (int64_t{3} * 2048 * 768 * 9 / 16 + 2 * 4));
+  // gate, up and down each have one F32 above their block scales
+  EXPECT_EQ(four.costs.weight_bytes, int64_t{128} * (int64_t{3} * 2048 * 768 * 9 / 16 + 3 * 4));
 }
 
 TEST(Explain, ManyTokens_AreBoundByTheArithmeticAndKnowItsRate) {
