@@ -94,6 +94,8 @@ struct ExplainRequest {
   std::string mode;  ///< forced by name; empty: by token count
   /// Asked for by name; empty: what the all-to-all backend hands over.
   std::optional<ActivationFormatKind> activation_format;
+  /// Read bandwidth of the host in GB/s where the caller has measured it (probe.hpp); 0: unknown.
+  double host_memory_gbps = 0;
   SelectionRequest selection;
 };
 

@@ -81,6 +81,9 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   }
   FMOE_ASSIGN_OR_RETURN(question.config, PerRank(request.config, parallel));
   FMOE_ASSIGN_OR_RETURN(question.platform, FindPlatform(request.platform));
+  if (question.platform.name == "host") {
+    question.platform.memory_gbps = request.host_memory_gbps;
+  }
   FMOE_ASSIGN_OR_RETURN(question.switches, Switches::Parse(request.selection.env));
   question.scheme = request.scheme;
   question.weight = WeightKeyOf(request.scheme.weight);

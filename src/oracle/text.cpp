@@ -19,7 +19,7 @@ std::string Bytes(int64_t bytes) {
 }
 
 std::string Seconds(double seconds) {
-  return seconds <= 0     ? std::string("unknown rate")
+  return seconds <= 0     ? std::string("unknown")
          : seconds < 1e-3 ? fmt::format("{:.1f} us", seconds * 1e6)
                           : fmt::format("{:.2f} ms", seconds * 1e3);
 }
@@ -106,8 +106,8 @@ std::string CostLines(const Explanation& explanation) {
                       static_cast<double>(costs.flops) / 1e9, Bytes(costs.workspace_bytes),
                       Bytes(costs.exchange_bytes));
   text += fmt::format("memory    {} on this rank\n", Bytes(costs.memory_bytes));
-  text += fmt::format("time      at least {}{}\n", Seconds(costs.seconds),
-                      costs.rate.empty() ? "" : fmt::format(" at {}", costs.rate));
+  text += costs.seconds > 0 ? fmt::format("time      at least {} at {}\n", Seconds(costs.seconds), costs.rate)
+                            : std::string("time      unknown: nobody gave the rates of this machine\n");
   return text;
 }
 
