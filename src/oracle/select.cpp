@@ -31,7 +31,8 @@ Plan PlanFor(const Backend& backend, const MoeProblem& problem, const Machine& m
 Overrides HostOverrides(std::span<const HostBackend> table, SchemeFamily family, const Switches& switches) {
   Overrides overrides = ApplySwitches(family, switches, Platform{.name = "host"});
   const bool known = !overrides.only || std::any_of(table.begin(), table.end(), [&](const HostBackend& row) {
-    return std::find(overrides.only->begin(), overrides.only->end(), row.name) != overrides.only->end();
+    return row.backend != nullptr &&
+           std::find(overrides.only->begin(), overrides.only->end(), row.name) != overrides.only->end();
   });
   if (!known) {
     overrides.only.reset();

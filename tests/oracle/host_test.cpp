@@ -87,6 +87,27 @@ TEST(HostSelection, UnknownName_IsAUsageErrorThatListsTheNames) {
   EXPECT_NE(selection.status().message().find("SLOW"), std::string::npos);
 }
 
+TEST(HostSelection, ASwitch_IsFollowedOnlyWhereThisBuildRunsWhatItNames) {
+  constexpr Backend kMarlin{"MARLIN", Always, EmptyPlan, BookHundred, nullptr, nullptr};
+  std::vector<HostBackend> table = {{"FAST", &kFast, BackendChoice::kAutomatic, {}},
+                                    {"MARLIN", &kMarlin, BackendChoice::kByName, {}}};
+  MoeProblem problem;
+  problem.scheme = *ParseScheme("nvfp4_w4a4");
+  SelectionRequest request;
+  request.env = {"VLLM_TEST_FORCE_FP8_MARLIN=1"};
+  Result<Selection> built = SelectFrom(table, problem, Machine{}, request);
+  ASSERT_TRUE(built.ok());
+  ASSERT_TRUE(built->chosen);
+  EXPECT_EQ(built->chosen->backend, "MARLIN");
+  EXPECT_EQ(built->candidates[0].verdicts.at(0).reason, Reason::kSwitch);
+  table[1].backend = nullptr;
+  Result<Selection> absent = SelectFrom(table, problem, Machine{}, request);
+  ASSERT_TRUE(absent.ok());
+  ASSERT_TRUE(absent->chosen);
+  EXPECT_EQ(absent->chosen->backend, "FAST");
+  EXPECT_FALSE(absent->notes.empty()) << "and it says so";
+}
+
 TEST(HostSelection, ContractNames_AreAllListed) {
   Result<Selection> selection = SelectBackend(MoeProblem{}, Machine{});
   ASSERT_TRUE(selection.ok());
