@@ -62,7 +62,7 @@ struct IntegerPanel {
       DecodeU4(unit + step * 128, half, out);
       DecodeU4(unit + step * 128 + 64, half, out + 2);
     } else {
-      Unroll<4>([&](auto q) { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
+      Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
     }
   }
 };
@@ -73,14 +73,14 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   if constexpr (kHasByteDot) {
     // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
     // operations and ran at 60-90 % of this order (Emerald Rapids).
-    Unroll<4>([&](auto q) {
-      Unroll<kCount>([&](auto t) { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<kCount>([&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
     });
   } else if constexpr (kLargestCode <= 24) {
     // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
-    Unroll<kCount>([&](auto t) {
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
       Ints words16 = MultiplyAddPairs(weights[0], IntSet(words[t]));
-      Unroll<3>([&](auto q) {
+      Unroll<3>([&](auto q) FMOE_FLAT {
         words16 = AddWords(words16, MultiplyAddPairs(weights[q + 1], IntSet(words[(q + 1) * height + t])));
       });
       sums[t] = IntAdd(sums[t], MultiplyAddWords(words16, 1));
@@ -88,14 +88,14 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   } else {
     // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
     Ints low[4], high[4];
-    Unroll<4>([&](auto q) {
+    Unroll<4>([&](auto q) FMOE_FLAT {
       low[q] = LowNibbles(weights[q]);
       high[q] = HighNibbles(weights[q]);
     });
-    Unroll<kCount>([&](auto t) {
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
       Ints sum_low = MultiplyAddPairs(low[0], IntSet(words[t]));
       Ints sum_high = MultiplyAddPairs(high[0], IntSet(words[t]));
-      Unroll<3>([&](auto q) {
+      Unroll<3>([&](auto q) FMOE_FLAT {
         sum_low = AddWords(sum_low, MultiplyAddPairs(low[q + 1], IntSet(words[(q + 1) * height + t])));
         sum_high = AddWords(sum_high, MultiplyAddPairs(high[q + 1], IntSet(words[(q + 1) * height + t])));
       });
@@ -121,11 +121,11 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
   Ints low[kCount], high[kCount];
-  Unroll<kCount>([&](auto t) {
+  Unroll<kCount>([&](auto t) FMOE_FLAT {
     low[t] = Panel::kZeroPoints ? IntZero() : IntSet(correction[first + t]);
     high[t] = IntZero();
   });
-  Unroll<kSteps>([&](auto step) {
+  Unroll<kSteps>([&](auto step) FMOE_FLAT {
     Ints weights[4];
     Panel::Decode(unit, group * kSteps + step, half, table, weights);
     const int32_t* at = words + step * kStepWords + first;
@@ -136,7 +136,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
       Dot16<Panel::kLargestCode, kCount>(low, weights, at, kHeight);
     }
   });
-  Unroll<kCount>([&](auto t) {
+  Unroll<kCount>([&](auto t) FMOE_FLAT {
     sums[t] = ToFloats(kKind == kTileA16 ? IntAdd(ShiftLeft<7>(high[t]), low[t]) : low[t]);
   });
 }
@@ -154,9 +154,9 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
       kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
   Floats unit_sums[kHeight];
   if constexpr (kUnitSums) {
-    Unroll<kHeight>([&](auto t) { unit_sums[t] = Zero(); });
+    Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
-  auto one_group = [&](auto group) __attribute__((always_inline)) {
+  auto one_group = [&](auto group) FMOE_FLAT {
     Floats scale = Set(1.0F), zero = Zero();
     if constexpr (kWeight == kWeightNvfp4) {
       scale = LoadE4m3Scales(scales + group * 16, half);
@@ -168,12 +168,12 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
       zero = ToFloats(IntAnd(bits, IntSet(255)));
     }
     const int32_t* group_correction = correction + group * kHeight;
-    Unroll<kHeight / kCount>([&](auto part) {
+    Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
       GroupSums<kWeight, kKind, kHeight, kCount>(unit, group, half, table, words + group * kGroupWords,
                                                  group_correction, kFirst, sums);
-      Unroll<kCount>([&](auto i) {
+      Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
         if constexpr (Panel::kZeroPoints) {
@@ -201,7 +201,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
     }
   }
   if constexpr (kUnitSums) {
-    Unroll<kHeight>([&](auto t) {
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
       accumulators[t] = MultiplyAdd(unit_sums[t], Set(activation_scale[t]), accumulators[t]);
     });
   }
@@ -220,11 +220,11 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     const int32_t* correction = tile->correction;
     const float* scale = tile->scale;
     Floats accumulators[kHalves][kHeight];
-    Unroll<kHalves>([&](auto half) { Unroll<kHeight>([&](auto t) { accumulators[half][t] = Zero(); }); });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT { Unroll<kHeight>([&](auto t) { accumulators[half][t] = Zero(); }); });
     for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
       PrefetchBlock<kHeight, Panel::kBlockBytes>(stripes);
-      Unroll<Panel::kUnits>([&](auto unit) {
-        Unroll<kHalves>([&](auto half) {
+      Unroll<Panel::kUnits>([&](auto unit) FMOE_FLAT {
+        Unroll<kHalves>([&](auto half) FMOE_FLAT {
           IntegerUnit<kWeight, kKind, kHeight>(stripes + unit * Panel::kUnitBytes,
                                                stripes + Panel::kUnits * Panel::kUnitBytes, half, table,
                                                words, correction, scale, accumulators[half]);
@@ -234,8 +234,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
         scale += kUnitScales;
       });
     }
-    Unroll<kHalves>([&](auto half) {
-      Unroll<kHeight>([&](auto t) { Store(out + t * 16 + half * kLanes, accumulators[half][t]); });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16 + half * kLanes, accumulators[half][t]); });
     });
     out += kHeight * 16;
   }
@@ -298,15 +298,15 @@ FMOE_INLINE void FloatGroup(const uint8_t* vectors, int64_t stripe_bytes, int co
   constexpr int kStepK = kStep * Panel::kVectorK;
   for (int vector = 0; vector < count; vector += kStep, vectors += kStep * 64, values += kStepK * kHeight) {
     Floats weights[kStripes][kStepK];
-    Unroll<kStripes>([&](auto s) {
-      Unroll<kStep>([&](auto v) {
+    Unroll<kStripes>([&](auto s) FMOE_FLAT {
+      Unroll<kStep>([&](auto v) FMOE_FLAT {
         Panel::Decode(vectors + s * stripe_bytes + v * 64, half, weights[s] + v * Panel::kVectorK);
       });
     });
-    Unroll<kStepK>([&](auto k) {
-      Unroll<kCount>([&](auto t) {
+    Unroll<kStepK>([&](auto k) FMOE_FLAT {
+      Unroll<kCount>([&](auto t) FMOE_FLAT {
         const Floats value = Set(values[k * kHeight + t]);
-        Unroll<kStripes>([&](auto s) {
+        Unroll<kStripes>([&](auto s) FMOE_FLAT {
           sums[s][t][k % kChains] = MultiplyAdd(weights[s][k], value, sums[s][t][k % kChains]);
         });
       });
@@ -327,25 +327,25 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t blocks, const Tile
   const float* values = (const float*)tile->codes;
   Floats sums[kHalves][kParts][kStripes][kCount][kChains];
   Floats totals[kHalves][kParts][kStripes][kCount];
-  Unroll<kHalves * kParts * kStripes * kCount>([&](auto i) {
+  Unroll<kHalves * kParts * kStripes * kCount>([&](auto i) FMOE_FLAT {
     (&totals[0][0][0][0])[i] = Zero();
     (&sums[0][0][0][0][0])[2 * i] = Zero();
     (&sums[0][0][0][0][0])[2 * i + 1] = Zero();
   });
   const uint8_t* block = stripes;
   for (int64_t index = 0; index < blocks; ++index, block += Panel::kBlockBytes, values += 64 * kHeight) {
-    Unroll<kStripes>([&](auto s) { PrefetchBlock<kHeight, Panel::kBlockBytes>(block + s * stripe_bytes); });
-    Unroll<kHalves * kParts>([&](auto which) {
+    Unroll<kStripes>([&](auto s) FMOE_FLAT { PrefetchBlock<kHeight, Panel::kBlockBytes>(block + s * stripe_bytes); });
+    Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
       constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-      Unroll<64 / kGroupK>([&](auto group) {
+      Unroll<64 / kGroupK>([&](auto group) FMOE_FLAT {
         auto& group_sums = sums[half][part];
         FloatGroup<kWeight, kHeight, kCount, kStripes>(
             block + group * kGroupVectors * 64, stripe_bytes, kGroupVectors, half,
             values + group * kGroupK * kHeight + part * kCount, group_sums);
         if constexpr (kScaled) {
-          Unroll<kStripes>([&](auto s) {
+          Unroll<kStripes>([&](auto s) FMOE_FLAT {
             const Floats scale = Panel::Scale(block + s * stripe_bytes, group, half);
-            Unroll<kCount>([&](auto t) {
+            Unroll<kCount>([&](auto t) FMOE_FLAT {
               Floats& total = totals[half][part][s][t];
               total = MultiplyAdd(Add(group_sums[s][t][0], group_sums[s][t][1]), scale, total);
               group_sums[s][t][0] = Zero();
@@ -356,10 +356,10 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t blocks, const Tile
       });
     });
   }
-  Unroll<kHalves * kParts>([&](auto which) {
+  Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
     constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-    Unroll<kStripes>([&](auto s) {
-      Unroll<kCount>([&](auto t) {
+    Unroll<kStripes>([&](auto s) FMOE_FLAT {
+      Unroll<kCount>([&](auto t) FMOE_FLAT {
         const Floats sum = Add(sums[half][part][s][t][0], sums[half][part][s][t][1]);
         Store(out + (s * kHeight + part * kCount + t) * 16 + half * kLanes,
               kScaled ? totals[half][part][s][t] : sum);

@@ -56,7 +56,7 @@ FMOE_INLINE void StoreCorrections(const PackArguments* a, const int32_t* sums16,
 /// |x| as integers: larger floats have larger bits, and NaN and infinity stand above all of them.
 FMOE_INLINE uint32_t LargestBits(const Floats* x) {
   Ints largest = IntZero();
-  Unroll<kUnitVectors>([&](auto v) { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
+  Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
   return MaxUnsignedOf(largest);
 }
 
@@ -97,14 +97,14 @@ void PackIntegers(const PackArguments* a) {
     const int64_t unit = a->first_unit + i;
     const float* values = a->values + 64 * i;
     Floats x[kUnitVectors];
-    Unroll<kUnitVectors>([&](auto v) { x[v] = Load(values + v * kLanes); });
+    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(values + v * kLanes); });
     const uint32_t amax = LargestBits(x);
     UnitScale unit_scale = ScaleOf(amax, kLargestCode);
     int32_t sums16[4] = {0, 0, 0, 0};
     alignas(64) int8_t high[64], low[64];
     const bool usable = unit_scale.encode_multiplier > 0.0F;
     const bool shared = !kTwoPlanes && a->row_scale != nullptr;
-    Unroll<kUnitVectors>([&](auto v) {
+    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
       Ints code = IntZero();
       if (usable) {
         Floats scaled;
