@@ -7,27 +7,28 @@
 
 #include <fusedmoe/executor.hpp>
 
-/// Peak rates of the arithmetic units, measured now with the threads of the executor: fourteen independent chains of one
-/// instruction, nothing else. Compiled for the machine that builds.
+/// Peak rates of the arithmetic units, measured now with the threads of the executor: fourteen independent
+/// chains of one instruction, nothing else. Compiled for the machine that builds.
 namespace fusedmoe::bench {
 
 inline double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-#define FMOE_PEAK(name, Register, instruction)                                                                  \
-  __attribute__((noinline)) inline void name(int64_t rounds) {                                                  \
-    Register x{}, y{}, a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{}, k{}, l{};                              \
-    for (int64_t r = 0; r < rounds; ++r) {                                                                      \
-      __asm__ volatile(instruction " %12, %13, %0\n" instruction " %12, %13, %1\n" instruction " %12, %13, %2\n"  \
-                       instruction " %12, %13, %3\n" instruction " %12, %13, %4\n" instruction " %12, %13, %5\n"  \
-                       instruction " %12, %13, %6\n" instruction " %12, %13, %7\n" instruction " %12, %13, %8\n"  \
-                       instruction " %12, %13, %9\n" instruction " %12, %13, %10\n" instruction                   \
-                       " %12, %13, %11\n"                                                                         \
-                       : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j), \
-                         "+v"(k), "+v"(l)                                                                       \
-                       : "v"(x), "v"(y));                                                                       \
-    }                                                                                                           \
+#define FMOE_PEAK(name, Register, instruction)                                                            \
+  __attribute__((noinline)) inline void name(int64_t rounds) {                                            \
+    Register x{}, y{}, a{}, b{}, c{}, d{}, e{}, f{}, g{}, h{}, i{}, j{}, k{}, l{};                        \
+    for (int64_t r = 0; r < rounds; ++r) {                                                                \
+      __asm__ volatile(instruction " %12, %13, %0\n" instruction " %12, %13, %1\n" instruction            \
+                                   " %12, %13, %2\n" instruction " %12, %13, %3\n" instruction            \
+                                   " %12, %13, %4\n" instruction " %12, %13, %5\n" instruction            \
+                                   " %12, %13, %6\n" instruction " %12, %13, %7\n" instruction            \
+                                   " %12, %13, %8\n" instruction " %12, %13, %9\n" instruction            \
+                                   " %12, %13, %10\n" instruction " %12, %13, %11\n"                      \
+                       : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), \
+                         "+v"(j), "+v"(k), "+v"(l)                                                        \
+                       : "v"(x), "v"(y));                                                                 \
+    }                                                                                                     \
   }
 
 #if defined(__AVX512VNNI__)

@@ -1,5 +1,5 @@
-// The micro-kernels alone, one thread, by its CPU time: operations a second with weights in L2, bytes a second with
-// weights from memory.
+// The micro-kernels alone, one thread, by its CPU time: operations a second with weights in L2, bytes a
+// second with weights from memory.
 //
 //   kernel_bench [KERNELS] [isa=NAME] [k=2048]      kernel_bench nvfp4,u4g128 isa=avx2
 #include <time.h>
@@ -110,7 +110,8 @@ int Main(int argc, char** argv) {
       which = "," + word + ",";
     }
   }
-  const Isa level = isa.empty() ? BestIsa(HostMachine()).value_or(Isa::kAvx2) : ParseIsa(isa).value_or(Isa::kAvx2);
+  const Isa level =
+      isa.empty() ? BestIsa(HostMachine()).value_or(Isa::kAvx2) : ParseIsa(isa).value_or(Isa::kAvx2);
   const KernelTable* table = FindKernelTable(level);
   constexpr int64_t kBytes = int64_t{512} << 20;
   const Workspace memory = *Workspace::Allocate(kBytes);

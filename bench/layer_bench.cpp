@@ -3,7 +3,8 @@
 //   layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] [a8]
 //   layer_bench nvfp4_w4a16,int8_w8a16 1,4,256 1,2
 //
-// Weights are cold: random routings rotate over more experts than the caches hold. Prints the median of the samples.
+// Weights are cold: random routings rotate over more experts than the caches hold. Prints the median of the
+// samples.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -134,12 +135,14 @@ void Measure(const Options& options, const std::string& scheme, const Prepared& 
   const double seconds = samples[samples.size() / 2];
   const double read = std::max(read_before, MeasureReadBandwidth(executor));
   const Plan plan = kCpuFusedBackend.plan(problem, HostMachine());
-  const double bytes = touched * static_cast<double>(plan.weight_bytes) / static_cast<double>(options.experts);
+  const double bytes =
+      touched * static_cast<double>(plan.weight_bytes) / static_cast<double>(options.experts);
   const double flops = static_cast<double>(plan.flops);
-  std::printf("%-22s %-12s %-10s M=%-5ld thr=%d  %9.3f ms (min %.3f) %9.0f tok/s  %6.2f GB/s = %3.0f%% of %.1f",
-              scheme.c_str(), plan.isa.c_str(), plan.mode.c_str(), static_cast<long>(tokens), executor.num_threads,
-              seconds * 1e3, samples.front() * 1e3, static_cast<double>(tokens) / seconds, bytes / seconds / 1e9,
-              100 * bytes / seconds / read, read / 1e9);
+  std::printf(
+      "%-22s %-12s %-10s M=%-5ld thr=%d  %9.3f ms (min %.3f) %9.0f tok/s  %6.2f GB/s = %3.0f%% of %.1f",
+      scheme.c_str(), plan.isa.c_str(), plan.mode.c_str(), static_cast<long>(tokens), executor.num_threads,
+      seconds * 1e3, samples.front() * 1e3, static_cast<double>(tokens) / seconds, bytes / seconds / 1e9,
+      100 * bytes / seconds / read, read / 1e9);
 #if defined(__AVX512VNNI__)
   const double dot = MeasurePeak(executor, &SpinByteDot, kByteDotOps);
   std::printf("  %7.1f GFLOP/s = %3.0f%% VNNI", flops / seconds / 1e9, 100 * flops / seconds / dot);
@@ -151,7 +154,9 @@ void Measure(const Options& options, const std::string& scheme, const Prepared& 
 
 int Main(int argc, char** argv) {
   if (argc < 4) {
-    std::printf("layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] [a8]\n");
+    std::printf(
+        "layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] "
+        "[a8]\n");
     return 2;
   }
   Options options;

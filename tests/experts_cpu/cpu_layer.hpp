@@ -167,42 +167,53 @@ class Definition {
     }
   }
 
-  std::vector<double> ExpertRow(int64_t expert, const std::vector<double>& row) const {
+  std::vector<double> Mid(int64_t expert, const std::vector<double>& row, float batch_scale = 1.0F) const {
     const auto e = static_cast<size_t>(expert);
     const CanonicalExpert& canonical = layer_.experts[e];
-    const std::vector<double> up = Multiply(canonical.up, up_[e], row);
-    std::vector<double> mid = up;
+    std::vector<double> mid = Multiply(canonical.up, up_[e], row, batch_scale);
+    std::vector<double> gate = mid;
     if (layer_.spec.activation.gated()) {
-      const std::vector<double> gate = Multiply(canonical.gate, gate_[e], row);
-      for (size_t i = 0; i < mid.size(); ++i) {
-        mid[i] = Activate<double>(layer_.spec.activation, gate[i], up[i]);
-      }
-    } else {
-      for (double& value : mid) {
-        value = Activate<double>(layer_.spec.activation, value, 0.0);
-      }
+      gate = Multiply(canonical.gate, gate_[e], row, batch_scale);
     }
-    return Multiply(canonical.down, down_[e], mid);
+    for (size_t i = 0; i < mid.size(); ++i) {
+      mid[i] = Activate<double>(layer_.spec.activation, gate[i], mid[i]);
+    }
+    return mid;
+  }
+
+  std::vector<double> ExpertRow(int64_t expert, const std::vector<double>& row) const {
+    const auto e = static_cast<size_t>(expert);
+    return Multiply(layer_.experts[e].down, down_[e], Mid(expert, row), 1.0F);
   }
 
   std::vector<double> Forward(const Batch& batch) const {
     const LayerSpec& spec = layer_.spec;
+    std::vector<std::vector<double>> mids(batch.ids.size());
+    const float input_scale = BatchScale(batch, [&](size_t slot) { return RowOfSlot(batch, slot); });
+    for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
+      if (batch.ids[slot] >= 0) {
+        mids[slot] = Mid(batch.ids[slot], RowOfSlot(batch, slot), input_scale);
+      }
+    }
+    const float mid_scale = BatchScale(batch, [&](size_t slot) { return mids[slot]; });
     std::vector<double> out(static_cast<size_t>(batch.tokens * spec.hidden), 0.0);
-    for (int64_t t = 0; t < batch.tokens; ++t) {
-      const std::vector<double> row = Row(batch, t);
-      for (int64_t k = 0; k < spec.top_k; ++k) {
-        const auto slot = static_cast<size_t>(t * spec.top_k + k);
-        if (batch.ids[slot] < 0) {
-          continue;
-        }
-        const std::vector<double> result = ExpertRow(batch.ids[slot], row);
-        for (int64_t i = 0; i < spec.hidden; ++i) {
-          out[static_cast<size_t>(t * spec.hidden + i)] +=
-              static_cast<double>(batch.weights[slot]) * result[static_cast<size_t>(i)];
-        }
+    for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
+      if (batch.ids[slot] < 0) {
+        continue;
+      }
+      const auto e = static_cast<size_t>(batch.ids[slot]);
+      const std::vector<double> result = Multiply(layer_.experts[e].down, down_[e], mids[slot], mid_scale);
+      const int64_t token = static_cast<int64_t>(slot) / spec.top_k;
+      for (int64_t i = 0; i < spec.hidden; ++i) {
+        out[static_cast<size_t>(token * spec.hidden + i)] +=
+            static_cast<double>(batch.weights[slot]) * result[static_cast<size_t>(i)];
       }
     }
     return out;
+  }
+
+  std::vector<double> RowOfSlot(const Batch& batch, size_t slot) const {
+    return Row(batch, static_cast<int64_t>(slot) / layer_.spec.top_k);
   }
 
   std::vector<double> Row(const Batch& batch, int64_t token) const {
@@ -213,6 +224,23 @@ class Definition {
   }
 
  private:
+  template <typename Rows>
+  float BatchScale(const Batch& batch, Rows rows) const {
+    const ActivationFormat& activation = layer_.scheme.activation;
+    if (!activation.quantized() || !NeedsTensorScale(activation) || activation.static_tensor_scale) {
+      return 1.0F;
+    }
+    float amax = 0.0F;
+    for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
+      if (batch.ids[slot] >= 0) {
+        for (const double value : rows(slot)) {
+          amax = std::max(amax, std::fabs(static_cast<float>(value)));
+        }
+      }
+    }
+    return DynamicTensorScale(activation, amax);
+  }
+
   static std::vector<double> Decode(const CanonicalMatrix& matrix) {
     std::vector<double> values(static_cast<size_t>(matrix.rows * matrix.cols));
     if (!matrix.empty()) {
@@ -225,7 +253,7 @@ class Definition {
   }
 
   std::vector<double> Multiply(const CanonicalMatrix& matrix, const std::vector<double>& values,
-                               std::vector<double> x) const {
+                               std::vector<double> x, float batch_scale) const {
     if (!matrix.pre_quant_scale.empty()) {
       for (size_t k = 0; k < x.size(); ++k) {
         x[k] *= static_cast<double>(matrix.pre_quant_scale.view().as<float>()[k]);
@@ -233,7 +261,9 @@ class Definition {
     }
     if (layer_.scheme.activation.quantized() && layer_.spec.mode == ActivationMode::kAsCheckpoint) {
       std::vector<float> rounded(x.begin(), x.end());
-      FakeQuantizeRow(layer_.scheme.activation, matrix.input_tensor_scale.value_or(1.0F), rounded.data(),
+      const bool is_static = layer_.scheme.activation.static_tensor_scale;
+      FakeQuantizeRow(layer_.scheme.activation,
+                      is_static ? matrix.input_tensor_scale.value_or(1.0F) : batch_scale, rounded.data(),
                       matrix.cols);
       x.assign(rounded.begin(), rounded.end());
     }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {
@@ -69,6 +70,7 @@ struct CpuExperts::Run {
   std::byte* mid_tiles;
   float* sums;
   int64_t num_slots = 0, num_tiles = 0;
+  float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
 };
 
 Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, const Machine& machine,
@@ -80,12 +82,17 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   experts->table_ = FindKernelTable(experts->plan_.isa);
   FMOE_ASSIGN_OR_RETURN(experts->experts_, ViewCpuWeights(experts->plan_, *weights));
   experts->weights_ = std::move(weights);
-  if (experts->plan_.fake_quantize) {
+  if (experts->plan_.rows != RowRule::kAsTheyAre) {
     experts->activation_ = problem.scheme.activation;
   }
   for (const ExpertPanels& expert : experts->experts_) {
     experts->separate_inputs_ =
         experts->separate_inputs_ || !SameInput(experts->plan_.gate_up, expert.input[0], expert.input[1]);
+    if (experts->plan_.tile == kTileA4 &&
+        (expert.input[0].columns != nullptr || expert.mid.columns != nullptr)) {
+      return Status::Unsupported("the scale groups of a slice start inside groups of its activations")
+          .WithHint("slice at multiples of the group, or choose the REFERENCE backend");
+    }
   }
   experts->slots_ = BookCpuSlots(experts->plan_, book);
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
@@ -278,6 +285,9 @@ void CpuExperts::RunPiece(Run& run) const {
 }
 
 void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
+  if (ScalesOverBatch(activation_)) {
+    run.batch_scale = BatchScale(run, shape);
+  }
   const int64_t tasks = std::min(kPackTasks, run.num_tiles);
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const Executor serial;
@@ -290,29 +300,96 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
   });
 }
 
-/// One row of activations in packed order, `padded_cols` values. Uses both halves of the buffer.
-const float* CpuExperts::LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform,
-                                 int64_t slot, float* buffer) const {
-  if (&shape == &plan_.gate_up) {
-    table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, buffer);
-  } else {
-    std::memcpy(buffer, run.mid + slot * plan_.gate_up.padded_rows(), static_cast<size_t>(shape.cols) * 4);
-  }
-  if (transform.pre_quant_scale != nullptr) {
-    for (int64_t k = 0; k < shape.cols; ++k) {
-      buffer[k] *= transform.pre_quant_scale[k];
+/// The scale that the finite values of all rows ask for.
+float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
+  const int64_t tasks = std::min(kPackTasks, run.num_tiles);
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  float largest[kPackTasks] = {};
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    float* row = run.row_buffers + task * 2 * widest;
+    for (int64_t slot = run.num_slots * task / tasks; slot < run.num_slots * (task + 1) / tasks; ++slot) {
+      LoadRow(run, shape, slot, row);
+      largest[task] = std::max(largest[task], RowFiniteAmax(row, shape.cols));
     }
+  });
+  return DynamicTensorScale(activation_, *std::max_element(largest, largest + kPackTasks));
+}
+
+/// The input of a slot as fp32: a hidden state, or what the activation left.
+void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const {
+  if (&shape == &plan_.gate_up) {
+    table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, row);
+  } else {
+    std::memcpy(row, run.mid + slot * plan_.gate_up.row_stride(),
+                static_cast<size_t>(shape.cols) * sizeof(float));
   }
-  if (activation_.quantized()) {
-    FakeQuantizeRow(activation_, transform.tensor_scale, buffer, shape.cols);
+}
+
+/// Fills the code, scale and unit fields of `arguments` from a row. `buffer` holds 4 * `width` bytes.
+void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                 const float* row, std::byte* buffer, PackCodesArguments& arguments) const {
+  const int64_t width = shape.padded_cols;
+  auto* codes = reinterpret_cast<int8_t*>(buffer);
+  std::byte* stored = buffer + width;
+  auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
+  std::byte* stored_scales = buffer + 3 * width;
+  const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  QuantizeRow(activation_, tensor_scale, row, shape.cols, stored, stored_scales);
+  const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
+  if (plan_.tile == kTileA4) {
+    static constexpr int8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      codes[k] = kDoubled[k % 2 == 0 ? bytes[k / 2] & 15 : bytes[k / 2] >> 4];
+    }
+  } else if (transform.columns != nullptr) {
+    for (int64_t k = 0; k < width; ++k) {
+      codes[k] = transform.columns[k] < 0 ? int8_t{0} : static_cast<int8_t>(bytes[transform.columns[k]]);
+    }
+  } else {
+    std::memcpy(codes, bytes, static_cast<size_t>(shape.cols));
   }
   if (transform.columns == nullptr) {
-    std::fill(buffer + shape.cols, buffer + shape.padded_cols, 0.0F);
-    return buffer;
+    std::fill(codes + shape.cols, codes + width, int8_t{0});
   }
-  float* packed = buffer + shape.padded_cols;
+  const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
+  const float halved = plan_.tile == kTileA4 ? 0.5F : 1.0F;
+  const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
+  for (int64_t g = 0; g < width / group; ++g) {
+    float scale = tensor_scale;
+    if (!IsPerTensor(activation_)) {
+      const int64_t index = activation_.group.col > 0 ? std::min(last, g * group / activation_.group.col) : 0;
+      const uint32_t code = activation_.scale_dtype == DType::kF32
+                                ? 0
+                                : LoadCode(activation_.scale_dtype, stored_scales, index);
+      if (activation_.scale_dtype == DType::kF32) {
+        std::memcpy(&scale, stored_scales + index * 4, 4);
+      } else {
+        scale = DecodeCode(activation_.scale_dtype, code) * (IsTwoLevel(activation_) ? tensor_scale : 1.0F);
+      }
+    }
+    scales[g] = scale * halved;
+  }
+  arguments.units = width / kPanelUnit;
+  arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
+  arguments.codes = codes;
+  arguments.scales = scales;
+}
+
+/// The row as the tile takes it, `padded_cols` floats in packed order, in one of the two halves of `row`'s
+/// buffer.
+const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                   float* row) const {
+  if (plan_.rows == RowRule::kFakeQuantized) {
+    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    FakeQuantizeRow(activation_, tensor_scale, row, shape.cols);
+  }
+  if (transform.columns == nullptr) {
+    std::fill(row + shape.cols, row + shape.padded_cols, 0.0F);
+    return row;
+  }
+  float* packed = row + shape.padded_cols;
   for (int64_t k = 0; k < shape.padded_cols; ++k) {
-    packed[k] = transform.columns[k] < 0 ? 0.0F : buffer[transform.columns[k]];
+    packed[k] = transform.columns[k] < 0 ? 0.0F : row[transform.columns[k]];
   }
   return packed;
 }
@@ -323,19 +400,30 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
   const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
   std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
   std::byte* memory = tiles + tile.first_row * shape.tile_row_bytes;
-  PackArguments arguments{};
-  arguments.height = kHeights[tile.height_index];
-  arguments.tile = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, arguments.height);
-  arguments.correction = CorrectionOf(plan_.kernel);
-  arguments.activation_group = ActivationGroup(plan_.kernel, plan_.tile);
-  arguments.units = shape.padded_cols / kPanelUnit;
-  if (tile.count < arguments.height) {  // tokens that do not exist multiply zeros
-    std::memset(memory, 0, static_cast<size_t>(arguments.height * shape.tile_row_bytes));
+  const int height = kHeights[tile.height_index];
+  const TileView view = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, height);
+  const Correction correction = CorrectionOf(plan_.kernel);
+  if (tile.count < height) {  // tokens that do not exist multiply zeros
+    std::memset(memory, 0, static_cast<size_t>(height * shape.tile_row_bytes));
   }
   for (int token = 0; token < tile.count; ++token) {
-    arguments.token = token;
-    arguments.values = LoadRow(run, shape, transform, tile.first_slot + token, row_buffer);
-    table_->pack[plan_.tile](&arguments);
+    LoadRow(run, shape, tile.first_slot + token, row_buffer);
+    if (transform.pre_quant_scale != nullptr) {
+      for (int64_t k = 0; k < shape.cols; ++k) {
+        row_buffer[k] *= transform.pre_quant_scale[k];
+      }
+    }
+    if (plan_.rows == RowRule::kCodes) {
+      PackCodesArguments codes{.tile = view, .correction = correction, .height = height, .token = token};
+      QuantizeToCodes(run, shape, transform, row_buffer,
+                      reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
+      table_->pack_codes(&codes);
+    } else {
+      PackArguments values{.tile = view, .correction = correction, .height = height, .token = token};
+      values.units = shape.padded_cols / kPanelUnit;
+      values.values = FinishRow(run, shape, transform, row_buffer);
+      table_->pack[plan_.tile](&values);
+    }
   }
 }
 
@@ -397,17 +485,17 @@ void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, in
   arguments.alpha = spec.alpha;
   arguments.beta = spec.beta;
   arguments.limit = spec.limit;
-  arguments.mid_stride = shape.padded_rows();
+  arguments.mid_stride = shape.row_stride();
   for (int64_t index = tile_begin; index < tile_end; ++index) {
     const Tile& tile = run.tiles[index];
     const int height = kHeights[tile.height_index];
     const TileView view = ViewTile(run.input_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel,
                                    plan_.tile, shape.padded_cols, height);
-    float* mid = run.mid + tile.first_slot * shape.padded_rows() + stripe * kPanelRows;
+    float* mid = run.mid + tile.first_slot * shape.row_stride() + stripe * kPanelRows;
     table_->dot[plan_.kernel][plan_.tile][tile.height_index](weights, num_parts, shape.blocks, &view, dots);
     if (pass == 0 && gated) {
       for (int token = 0; token < tile.count; ++token) {
-        std::memcpy(mid + token * shape.padded_rows(), dots + token * kPanelRows, kPanelRows * sizeof(float));
+        std::memcpy(mid + token * shape.row_stride(), dots + token * kPanelRows, kPanelRows * sizeof(float));
       }
       continue;
     }
@@ -418,7 +506,7 @@ void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, in
     } else if (gated) {  // the gate sums of pass 0 move out of the way of the results
       float* gate = dots + height * kPanelRows;
       for (int token = 0; token < tile.count; ++token) {
-        std::memcpy(gate + token * kPanelRows, mid + token * shape.padded_rows(), kPanelRows * sizeof(float));
+        std::memcpy(gate + token * kPanelRows, mid + token * shape.row_stride(), kPanelRows * sizeof(float));
       }
       arguments.gate = gate;
     }
@@ -444,7 +532,7 @@ void CpuExperts::Down(Run& run) const {
 /// Columns of the output for all experts, from zero to the caller's dtype.
 void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const {
   const GemmShape& shape = plan_.down;
-  const int64_t row_floats = shape.padded_rows();
+  const int64_t row_floats = shape.row_stride();
   const int64_t first_col = first_stripe * kPanelRows;
   for (int64_t row = 0; row < run.num_outputs; ++row) {
     std::fill_n(run.sums + row * row_floats + first_col, (end_stripe - first_stripe) * kPanelRows, 0.0F);

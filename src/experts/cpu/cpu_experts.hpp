@@ -41,8 +41,12 @@ class CpuExperts final : public Experts {
   void MakeTiles(Run& run) const;
   void PackTiles(Run& run, const GemmShape& shape, int part) const;
   void PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, float* row_buffer) const;
-  const float* LoadRow(Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
-                       float* buffer) const;
+  float BatchScale(Run& run, const GemmShape& shape) const;
+  void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
+  const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                         float* row) const;
+  void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                       const float* row, std::byte* buffer, PackCodesArguments& arguments) const;
   void GateUp(Run& run) const;
   void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,
                     int pass) const;

@@ -22,6 +22,13 @@ enum class Mode : uint8_t {
 };
 std::string_view ModeName(Mode mode);
 
+/// What happens to a row of activations before it enters a tile.
+enum class RowRule : uint8_t {
+  kAsTheyAre,     ///< the tile quantizes for itself, or not at all
+  kCodes,         ///< quantized by the scheme; codes and scales go into the tile, products are exact
+  kFakeQuantized  ///< quantized by the scheme and back in fp32: for tiles that cannot hold the scheme's codes
+};
+
 /// One of the two GEMMs: [rows, cols] of one expert in stripes.
 struct GemmShape {
   int64_t rows = 0, cols = 0;
@@ -32,6 +39,8 @@ struct GemmShape {
   int64_t stripe_bytes = 0;
   int64_t tile_row_bytes = 0;  ///< activations of one token
   int64_t expert_bytes() const { return parts * stripes * stripe_bytes; }
+  /// Floats between rows of results. Not a multiple of 4 KiB: such rows would share a few sets of the caches.
+  int64_t row_stride() const { return padded_rows() + 16; }
   int64_t padded_rows() const { return stripes * kPanelRows; }
 };
 
@@ -42,8 +51,8 @@ struct CpuPlan {
   PanelFormat panel;
   WeightKernel kernel = kNumWeightKernels;
   TileKind tile = kTileF32;
-  /// Rows are quantized and dequantized in fp32 before they enter tiles that do not hold their format.
-  bool fake_quantize = false;
+  /// How rows are brought into tiles.
+  RowRule rows = RowRule::kAsTheyAre;
   GemmShape gate_up, down;
   int64_t num_local_experts = 0;
   int64_t top_k = 1;
@@ -59,6 +68,9 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine);
 
 /// Everything that stands against running the problem.
 std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine);
+
+/// True when the scheme takes one activation scale from the whole batch.
+bool ScalesOverBatch(const ActivationFormat& activation);
 
 /// Latency up to this many tokens per expert; above, arithmetic takes longer than reading 4-bit weights.
 Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens);

@@ -74,7 +74,8 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
     // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
     // operations and ran at 60-90 % of this order (Emerald Rapids).
     Unroll<4>([&](auto q) FMOE_FLAT {
-      Unroll<kCount>([&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
+      Unroll<kCount>(
+          [&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
     });
   } else if constexpr (kLargestCode <= 24) {
     // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
@@ -108,8 +109,11 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
 /// keep fp32 sums of the unit for every token.
 template <TileKind kKind, int kGroup, int kHeight>
 constexpr int TokensAtOnce() {
-  constexpr int kRegisters =
-      kHalves == 1 ? (kKind == kTileA16 && kGroup < 64 ? 4 : 8) : (kKind == kTileA16 ? 2 : 4);
+  constexpr int kPlanes = Planes(kKind);
+  constexpr int kRegisters = kHalves == 1 ? (kPlanes > 1 && kGroup < 64 ? 4
+                                             : kPlanes == 3             ? 4
+                                                                        : 8)
+                                          : (kPlanes > 1 ? 2 : 4);
   return kHeight < kRegisters ? kHeight : kRegisters;
 }
 
@@ -120,24 +124,34 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
-  Ints low[kCount], high[kCount];
+  Ints sum[Planes(kKind)][kCount];  // of each plane, the highest first
   Unroll<kCount>([&](auto t) FMOE_FLAT {
-    low[t] = Panel::kZeroPoints ? IntZero() : IntSet(correction[first + t]);
-    high[t] = IntZero();
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[plane][t] = IntZero(); });
+    if constexpr (!Panel::kZeroPoints) {
+      sum[Planes(kKind) - 1][t] = IntSet(correction[first + t]);
+      if constexpr (kKind == kTileA24) {
+        sum[0][t] = IntSet(correction[kHeight + first + t]);
+      }
+    }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
     Ints weights[4];
     Panel::Decode(unit, group * kSteps + step, half, table, weights);
     const int32_t* at = words + step * kStepWords + first;
-    if constexpr (kKind == kTileA16) {
-      Dot16<Panel::kLargestCode, kCount>(high, weights, at, kHeight);
-      Dot16<Panel::kLargestCode, kCount>(low, weights, at + 4 * kHeight, kHeight);
-    } else {
-      Dot16<Panel::kLargestCode, kCount>(low, weights, at, kHeight);
-    }
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
+      Dot16<Panel::kLargestCode, kCount>(sum[plane], weights, at + plane * 4 * kHeight, kHeight);
+    });
   });
   Unroll<kCount>([&](auto t) FMOE_FLAT {
-    sums[t] = ToFloats(kKind == kTileA16 ? IntAdd(ShiftLeft<7>(high[t]), low[t]) : low[t]);
+    constexpr int kLast = Planes(kKind) - 1;
+    Ints low = sum[kLast][t];
+    if constexpr (kLast > 0) {
+      low = IntAdd(ShiftLeft<7>(sum[kLast - 1][t]), low);
+    }
+    sums[t] = ToFloats(low);
+    if constexpr (kKind == kTileA24) {  // three planes in 32 bits would overflow
+      sums[t] = MultiplyAdd(ToFloats(sum[0][t]), Set(16384.0F), sums[t]);
+    }
   });
 }
 
@@ -167,7 +181,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
       scale = FromBits(IntAnd(bits, IntSet(~255)));
       zero = ToFloats(IntAnd(bits, IntSet(255)));
     }
-    const int32_t* group_correction = correction + group * kHeight;
+    const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
@@ -212,7 +226,7 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
                 float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
-  constexpr int kUnitCorrections = 64 / Panel::kGroup * kHeight;
+  constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
   const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
@@ -220,7 +234,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     const int32_t* correction = tile->correction;
     const float* scale = tile->scale;
     Floats accumulators[kHalves][kHeight];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT { Unroll<kHeight>([&](auto t) { accumulators[half][t] = Zero(); }); });
+    Unroll<kHalves>([&](auto half)
+                        FMOE_FLAT { Unroll<kHeight>([&](auto t) { accumulators[half][t] = Zero(); }); });
     for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
       PrefetchBlock<kHeight, Panel::kBlockBytes>(stripes);
       Unroll<Panel::kUnits>([&](auto unit) FMOE_FLAT {
@@ -334,7 +349,8 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t blocks, const Tile
   });
   const uint8_t* block = stripes;
   for (int64_t index = 0; index < blocks; ++index, block += Panel::kBlockBytes, values += 64 * kHeight) {
-    Unroll<kStripes>([&](auto s) FMOE_FLAT { PrefetchBlock<kHeight, Panel::kBlockBytes>(block + s * stripe_bytes); });
+    Unroll<kStripes>([&](auto s)
+                         FMOE_FLAT { PrefetchBlock<kHeight, Panel::kBlockBytes>(block + s * stripe_bytes); });
     Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
       constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
       Unroll<64 / kGroupK>([&](auto group) FMOE_FLAT {

@@ -32,6 +32,7 @@ enum WeightKernel : int {
 /// How a tile holds its activations.
 enum TileKind : int {
   kTileF32,  ///< fp32 as they are: for weights that become fp32
+  kTileA24,  ///< three planes of int8, x = scale * (16384 h + 128 m + l): 22 bits, as good as fp32
   kTileA16,  ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
   kTileA8,   ///< one plane of int8, a scale per 64
   kTileA4,   ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
@@ -47,7 +48,10 @@ constexpr int kMaxHeight = 16;
 ///
 ///   kTileF32   codes[k][token]                                          floats
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
-///              correction[k/correction group][token]                    see CorrectionGroup
+///              correction[k/correction group][which][token]             see CorrectionOf; kTileA24: which =
+///              0 for the
+///                                                                       lower planes, 1 for the highest;
+///                                                                       else one
 ///              scale[k/64][token], kTileA4: scale[k/weight group][token]
 struct TileView {
   void* codes;
@@ -97,7 +101,11 @@ static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
 }
 
 static constexpr int Planes(TileKind kind) {
-  return kind == kTileA16 ? 2 : 1;
+  return kind == kTileA24 ? 3 : kind == kTileA16 ? 2 : 1;
+}
+/// Corrections of a token and group.
+static constexpr int Corrections(TileKind kind) {
+  return kind == kTileA24 ? 2 : 1;
 }
 
 /// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction,
@@ -107,7 +115,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
     return padded_k * 4;
   }
   const Correction correction = CorrectionOf(kernel);
-  return padded_k * Planes(kind) + padded_k / correction.group * 4 +
+  return padded_k * Planes(kind) + padded_k / correction.group * 4 * Corrections(kind) +
          padded_k / ActivationGroup(kernel, kind) * 4;
 }
 
@@ -117,7 +125,7 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * Planes(kind) * height;
     view.correction = (int32_t*)at;
-    view.scale = (float*)(at + padded_k / CorrectionOf(kernel).group * 4 * height);
+    view.scale = (float*)(at + padded_k / CorrectionOf(kernel).group * 4 * Corrections(kind) * height);
   }
   return view;
 }
@@ -131,16 +139,25 @@ typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t b
 struct PackArguments {
   TileView tile;
   Correction correction;
-  int activation_group;
   int height;
-  int token;           ///< column of the tile
-  int64_t first_unit;  ///< in K / 64
+  int token;  ///< column of the tile
   int64_t units;
-  const float* values;     ///< 64 * units
-  const float* row_scale;  ///< kTileA8: null, or the scale that the whole row shares; its codes are x / scale
-  float tensor_scale;      ///< kTileA4 with e4m3 scales: decode multiplier above them
+  const float* values;  ///< 64 * units
 };
 typedef void (*PackKernel)(const PackArguments* arguments);
+
+/// The same for values that are quantized already: kTileA8, kTileA4.
+struct PackCodesArguments {
+  TileView tile;
+  Correction correction;
+  int height;
+  int token;
+  int64_t units;
+  int scales_per_unit;  ///< 64 / ActivationGroup
+  const int8_t* codes;  ///< 64 * units; e2m1 doubled
+  const float* scales;  ///< scales_per_unit * units
+};
+typedef void (*PackCodesKernel)(const PackCodesArguments* arguments);
 
 /// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts
 /// equality.
@@ -194,8 +211,8 @@ enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 struct KernelTable {
   const char* isa;
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];  ///< null where the pair makes no sense
-  PackKernel pack[kNumTileKinds];
-  PackKernel pack_mx4;  ///< kTileA4 with e8m0 scales is packed from values that are already on the grid
+  PackKernel pack[kNumTileKinds];                                ///< null for kTileA4
+  PackCodesKernel pack_codes;
   ActivateKernel activate;
   AccumulateKernel accumulate;
   ToFloatKernel to_float[kNumRowTypes];

@@ -13,8 +13,7 @@ namespace {
 constexpr int kUnitVectors = 64 / kLanes;
 
 void PackF32(const PackArguments* arguments) {
-  float* out =
-      (float*)arguments->tile.codes + arguments->first_unit * 64 * arguments->height + arguments->token;
+  float* out = (float*)arguments->tile.codes + arguments->token;
   const int64_t count = arguments->units * 64;
   if (arguments->height == 1) {
     memcpy(out, arguments->values, (size_t)count * sizeof(float));
@@ -32,23 +31,24 @@ FMOE_INLINE void StoreStep(const int8_t* bytes, int32_t* words, int height) {
   }
 }
 
-/// What the kernel subtracts for each group: -zero * sum as int32, or the sum itself as fp32.
-FMOE_INLINE void StoreCorrections(const PackArguments* a, const int32_t* sums16, int64_t unit) {
-  const int group16 = a->correction.group / 16;
-  int32_t* out = a->tile.correction + unit * (4 / group16) * a->height + a->token;
+/// What the kernel subtracts for each group of a unit: -zero * sum as int32, or the sum itself as fp32.
+/// `out` is the correction of the unit's first group; groups stand `stride` words apart.
+FMOE_INLINE void StoreCorrections(Correction correction, const int32_t* sums16, int32_t* out,
+                                  int64_t stride) {
+  const int group16 = correction.group / 16;
   int32_t sum = 0;
   for (int i = 0; i < 4; ++i) {
     sum += sums16[i];
     if ((i + 1) % group16 != 0) {
       continue;
     }
-    if (a->correction.zero != 0) {
-      *out = -a->correction.zero * sum;
+    if (correction.zero != 0) {
+      *out = -correction.zero * sum;
     } else {
       const float value = (float)sum;
       memcpy(out, &value, 4);
     }
-    out += a->height;
+    out += stride;
     sum = 0;
   }
 }
@@ -88,53 +88,86 @@ FMOE_INLINE UnitScale ScaleOf(uint32_t amax_bits, float largest_code) {
   return {amax / largest_code, largest_code / amax};
 }
 
+/// Splits codes into planes of 7 bits, the highest first: code = 16384 h + 128 m + l, or 128 h + l.
+template <TileKind kKind>
+FMOE_INLINE void SplitPlanes(Ints code, Ints* planes) {
+  if constexpr (kKind == kTileA24) {
+    planes[0] = ShiftRightSigned<14>(IntAdd(code, IntSet(8192)));
+    code = IntSubtract(code, ShiftLeft<14>(planes[0]));
+  }
+  if constexpr (kKind != kTileA8) {
+    constexpr int kUpper = Planes(kKind) - 2;
+    planes[kUpper] = ShiftRightSigned<7>(IntAdd(code, IntSet(64)));
+    code = IntSubtract(code, ShiftLeft<7>(planes[kUpper]));
+  }
+  planes[Planes(kKind) - 1] = code;
+}
+
 template <TileKind kKind>
 void PackIntegers(const PackArguments* a) {
-  constexpr bool kTwoPlanes = kKind == kTileA16;
-  constexpr float kLargestCode = kTwoPlanes ? 16256.0F : 127.0F;  // 16256 = 127 * 128
-  const int step_words = Planes(kKind) * 4 * a->height;
-  for (int64_t i = 0; i < a->units; ++i) {
-    const int64_t unit = a->first_unit + i;
-    const float* values = a->values + 64 * i;
+  constexpr int kPlanes = Planes(kKind);
+  constexpr float kLargestCode = kPlanes == 3 ? 127.0F * 16384.0F : kPlanes == 2 ? 127.0F * 128.0F : 127.0F;
+  const int step_words = kPlanes * 4 * a->height;
+  const int64_t groups = 64 / a->correction.group;
+  const int64_t stride = (int64_t)Corrections(kKind) * a->height;
+  int32_t* words = (int32_t*)a->tile.codes + a->token;
+  for (int64_t unit = 0; unit < a->units; ++unit) {
     Floats x[kUnitVectors];
-    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(values + v * kLanes); });
-    const uint32_t amax = LargestBits(x);
-    UnitScale unit_scale = ScaleOf(amax, kLargestCode);
-    int32_t sums16[4] = {0, 0, 0, 0};
-    alignas(64) int8_t high[64], low[64];
-    const bool usable = unit_scale.encode_multiplier > 0.0F;
-    const bool shared = !kTwoPlanes && a->row_scale != nullptr;
+    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
+    const UnitScale scale = ScaleOf(LargestBits(x), kLargestCode);
+    const Floats multiplier = Set(scale.encode_multiplier);
+    const bool usable = scale.encode_multiplier > 0.0F;
+    alignas(64) int8_t bytes[kPlanes][64];
+    int32_t sums16[4] = {0, 0, 0, 0}, high_sums16[4] = {0, 0, 0, 0};
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
-      Ints code = IntZero();
-      if (usable) {
-        Floats scaled;
-        if (shared) {
-          scaled = Divide(x[v], Set(*a->row_scale));
-          scaled = Max(Set(-128.0F), Min(Set(127.0F), scaled));
-        } else {
-          scaled = Multiply(x[v], Set(unit_scale.encode_multiplier));
-        }
-        code = ToIntsEven(scaled);
-      }
-      sums16[v * kLanes / 16] += SumOf(code);
-      if constexpr (kTwoPlanes) {
-        const Ints upper = ShiftRightSigned<7>(IntAdd(code, IntSet(64)));
-        StoreBytes(high + v * kLanes, upper);
-        StoreBytes(low + v * kLanes, IntSubtract(code, ShiftLeft<7>(upper)));
+      constexpr int kStep = decltype(v)() * kLanes / 16;
+      const Ints code = usable ? ToIntsEven(Multiply(x[v], multiplier)) : IntZero();
+      Ints planes[kPlanes];
+      SplitPlanes<kKind>(code, planes);
+      Unroll<kPlanes>([&](auto p) FMOE_FLAT { StoreBytes(bytes[p] + v * kLanes, planes[p]); });
+      if (kKind == kTileA24 && a->correction.zero != 0) {
+        const int32_t high = SumOf(planes[0]);
+        high_sums16[kStep] += high;
+        sums16[kStep] += SumOf(code) - 16384 * high;
       } else {
-        StoreBytes(high + v * kLanes, code);
+        sums16[kStep] += SumOf(code);
       }
     });
-    int32_t* words = (int32_t*)a->tile.codes + unit * 4 * step_words + a->token;
     for (int step = 0; step < 4; ++step, words += step_words) {
-      StoreStep(high + 16 * step, words, a->height);
-      if constexpr (kTwoPlanes) {
-        StoreStep(low + 16 * step, words + 4 * a->height, a->height);
-      }
+      Unroll<kPlanes>(
+          [&](auto p) FMOE_FLAT { StoreStep(bytes[p] + 16 * step, words + p * 4 * a->height, a->height); });
     }
-    StoreCorrections(a, sums16, unit);
-    a->tile.scale[unit * a->height + a->token] =
-        shared && amax < kInfinityBits ? *a->row_scale : unit_scale.scale;
+    int32_t* correction = a->tile.correction + unit * groups * stride + a->token;
+    StoreCorrections(a->correction, sums16, correction, stride);
+    if constexpr (kKind == kTileA24) {
+      StoreCorrections(a->correction, high_sums16, correction + a->height, stride);
+    }
+    a->tile.scale[unit * a->height + a->token] = scale.scale;
+  }
+}
+
+/// Codes that come with their scales.
+void PackCodes(const PackCodesArguments* a) {
+  const int step_words = 4 * a->height;
+  const int64_t groups = 64 / a->correction.group;
+  int32_t* words = (int32_t*)a->tile.codes + a->token;
+  float* scale = a->tile.scale + a->token;
+  for (int64_t unit = 0; unit < a->units; ++unit) {
+    const int8_t* codes = a->codes + 64 * unit;
+    int32_t sums16[4];
+    for (int step = 0; step < 4; ++step, words += step_words) {
+      StoreStep(codes + 16 * step, words, a->height);
+      int32_t sum = 0;
+      for (int i = 0; i < 16; ++i) {
+        sum += codes[16 * step + i];
+      }
+      sums16[step] = sum;
+    }
+    StoreCorrections(a->correction, sums16, a->tile.correction + unit * groups * a->height + a->token,
+                     a->height);
+    for (int i = 0; i < a->scales_per_unit; ++i, scale += a->height) {
+      *scale = a->scales[unit * a->scales_per_unit + i];
+    }
   }
 }
 

@@ -19,6 +19,7 @@ constexpr void SetIntegerDots(KernelTable& table) {
 
 template <WeightKernel kWeight>
 constexpr void SetInteger(KernelTable& table) {
+  SetIntegerDots<kWeight, kTileA24>(table);
   SetIntegerDots<kWeight, kTileA16>(table);
   SetIntegerDots<kWeight, kTileA8>(table);
 }
@@ -55,8 +56,10 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetInteger<kWeightU8Group64>(table);
   SetInteger<kWeightU8Group128>(table);
   table.pack[kTileF32] = &PackF32;
+  table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
   table.pack[kTileA8] = &PackIntegers<kTileA8>;
+  table.pack_codes = &PackCodes;
   table.activate = &Activate;
   table.accumulate = &Accumulate;
   table.to_float[kRowF32] = &CopyFloats;
