@@ -51,7 +51,7 @@ enum class MxScaleRule : uint8_t {
   kFloorOfQuotient  ///< vLLM's CUDA experts quantizer: floor(log2(amax / max element))
 };
 
-enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kHalfTowardZero, kTruncate };
+enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };
 
 /// How scales and codes of activations come about. Set by the producer of a checkpoint; the defaults are the
 /// accurate definition (IEEE division, round to nearest even, no floor beyond what avoids 0/0).
@@ -60,7 +60,7 @@ struct ActivationRule {
   float scale_floor =
       0.0F;  ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
   bool multiply_by_reciprocal = false;         ///< codes from x * (1/scale) instead of x / scale
-  bool multiply_by_divisor_over_amax = false;  ///< codes from x * (divisor/amax), scales of tokens and groups
+  bool multiply_by_divisor_over_amax = false;  ///< integer codes from x * (1/amax * divisor), in fp64
   MxScaleRule mx_scale = MxScaleRule::kEven;
   IntRounding int_rounding = IntRounding::kHalfEven;
   bool round_to_bf16_first = false;  ///< rows are rounded to bf16 before their amax is taken

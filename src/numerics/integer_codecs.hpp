@@ -21,13 +21,6 @@ FMOE_HOST_DEVICE constexpr float RoundHalfAway(float value) {
   return truncated + (rest >= 0.5F ? 1.0F : rest <= -0.5F ? -1.0F : 0.0F);
 }
 
-/// To nearest, ties toward zero; |value| below 2^22.
-FMOE_HOST_DEVICE constexpr float RoundHalfTowardZero(float value) {
-  const float truncated = static_cast<float>(static_cast<int32_t>(value));
-  const float rest = value - truncated;  // exact
-  return truncated + (rest > 0.5F ? 1.0F : rest < -0.5F ? -1.0F : 0.0F);
-}
-
 FMOE_HOST_DEVICE constexpr float Truncate(float value) {
   return static_cast<float>(static_cast<int32_t>(value));
 }

@@ -117,6 +117,9 @@ FMOE_HOST_DEVICE constexpr uint8_t TwoLevelScaleCode(const ActivationRule& rule,
 struct EncodeStep {
   float factor = 0.0F;
   bool multiply = false;
+  /// Not 0: integer codes are the product with this, formed and rounded in fp64
+  /// (multiply_by_divisor_over_amax).
+  double wide_factor = 0.0;
 
   FMOE_HOST_DEVICE constexpr float Apply(float value) const {
     return multiply ? value * factor : value / factor;

@@ -15,9 +15,7 @@ void RoundIntegers(DType element, IntRounding rounding, float* values, int64_t c
   const float low = element == DType::kI8 || element == DType::kI4 ? -high - 1.0F : 0.0F;
   for (int64_t i = 0; i < count; ++i) {
     const float clamped = ClampToRange(values[i], low, high);
-    values[i] = rounding == IntRounding::kHalfAway         ? RoundHalfAway(clamped)
-                : rounding == IntRounding::kHalfTowardZero ? RoundHalfTowardZero(clamped)
-                                                           : Truncate(clamped);
+    values[i] = rounding == IntRounding::kHalfAway ? RoundHalfAway(clamped) : Truncate(clamped);
   }
 }
 
@@ -79,7 +77,14 @@ void EncodeChunk(const ActivationFormat& format, const EncodeStep& step, float* 
                  std::byte* codes) {
   const DType element = *format.element;
   const ActivationRule& rule = format.rule;
-  if (step.multiply) {
+  if (step.wide_factor != 0.0) {
+    for (int64_t i = 0; i < count; ++i) {
+      const double product = static_cast<double>(values[i]) * step.wide_factor;
+      values[i] = static_cast<float>(rule.int_rounding == IntRounding::kHalfAway   ? std::round(product)
+                                     : rule.int_rounding == IntRounding::kTruncate ? std::trunc(product)
+                                                                                   : std::nearbyint(product));
+    }
+  } else if (step.multiply) {
     for (int64_t i = 0; i < count; ++i) {
       values[i] *= step.factor;
     }
@@ -108,9 +113,13 @@ EncodeStep StepOfGroup(const ActivationFormat& format, float scale, float amax) 
   if (!rule.multiply_by_divisor_over_amax || IsPerTensor(format) || scale == 0.0F || !std::isfinite(scale)) {
     return StepFor(rule, scale);
   }
-  const float divisor = DivisorOf(format);
-  const float multiplier = divisor / std::max(BoundedAmax(rule, amax), rule.scale_floor * divisor);
-  return std::isfinite(multiplier) ? EncodeStep{multiplier, true} : StepFor(rule, scale);
+  // torch evaluates divisor / amax as reciprocal(amax) * divisor; in fp64 that decides the ties (x = amax /
+  // 2) that a correctly rounded quotient would leave exact.
+  const double divisor = DivisorOf(format);
+  const double bounded = std::max<double>(BoundedAmax(rule, amax), rule.scale_floor * divisor);
+  EncodeStep step = StepFor(rule, scale);
+  step.wide_factor = 1.0 / bounded * divisor;
+  return step;
 }
 
 void Quantize(const ActivationFormat& format, float tensor_scale, const Source& source, int64_t count,

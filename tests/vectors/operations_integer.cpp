@@ -237,10 +237,8 @@ Outcome RunInteger(const GoldenCase& golden_case) {
   if (name.starts_with("int8_token")) {
     ActivationFormat format = Int8(kPerRow, "exact");
     format.rule.multiply_by_reciprocal = true;
-    // Where x * (127 / amax) is a tie in fp32 (x = amax / 2), these vectors hold the code toward zero.
-    ActivationFormat device = Int8(kPerRow, "vllm_int8_token");
-    device.rule.int_rounding = IntRounding::kHalfTowardZero;
-    return Int8Activations(golden_case, format, std::nullopt, device, "codes_half_away");
+    return Int8Activations(golden_case, format, std::nullopt, Int8(kPerRow, "vllm_int8_token"),
+                           "codes_half_away");
   }
   if (name.starts_with("int8_tensor_static")) {
     ActivationFormat format = Int8(kPerTensor, "exact");
