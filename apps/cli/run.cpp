@@ -16,6 +16,7 @@
 
 #include "command.hpp"
 #include "describe.hpp"
+#include "input_file.hpp"
 #include "options.hpp"
 
 namespace fusedmoe::cli {
@@ -42,78 +43,6 @@ double Median(std::vector<double> values) {
   const size_t middle = values.size() / 2;
   return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
 }
-
-/// The tensors of the input file that a forward takes, with the shapes and dtypes that the layer needs.
-class InputFile {
- public:
-  static Result<InputFile> Read(const std::string& path, const MoeConfig& config) {
-    InputFile input;
-    FMOE_ASSIGN_OR_RETURN(input.file_, ReadSafetensors(path));
-    const Status status = input.Bind(config);
-    if (!status.ok()) {
-      return Status(status).WithFile(path);
-    }
-    return input;
-  }
-  const MoeLayer::Inputs& tensors() const { return inputs_; }
-  int64_t num_tokens() const { return inputs_.hidden.dim(0); }
-
- private:
-  Status Bind(const MoeConfig& config) {
-    const Tensor* hidden = file_.Find("hidden_states");
-    if (hidden == nullptr) {
-      return Status::BadInput("the file has no hidden_states [tokens, hidden]").WithTensor("hidden_states");
-    }
-    const std::initializer_list<DType> floats = {DType::kBF16, DType::kF16, DType::kF32};
-    const std::initializer_list<DType> ids = {DType::kI32, DType::kI64};
-    const int64_t num_tokens = hidden->shape().rank() == 2 ? hidden->dim(0) : 0;
-    if (num_tokens < 1) {
-      return Status::BadInput(fmt::format("shape {} has no rows; [tokens, {}] is required",
-                                          hidden->shape().ToString(), config.hidden))
-          .WithTensor("hidden_states");
-    }
-    FMOE_RETURN_IF_ERROR(Take("hidden_states", {num_tokens, config.hidden}, floats, inputs_.hidden));
-    FMOE_RETURN_IF_ERROR(
-        Take("router_logits", {num_tokens, config.num_experts}, floats, inputs_.router_logits));
-    FMOE_RETURN_IF_ERROR(Take("topk_ids", {num_tokens, config.top_k()}, ids, inputs_.topk_ids));
-    FMOE_RETURN_IF_ERROR(
-        Take("topk_weights", {num_tokens, config.top_k()}, {DType::kF32}, inputs_.topk_weights));
-    FMOE_RETURN_IF_ERROR(Take("input_ids", {num_tokens}, ids, inputs_.token_ids));
-    if (inputs_.topk_ids.empty() != inputs_.topk_weights.empty()) {
-      return Status::BadInput("topk_ids and topk_weights belong together; only one is there")
-          .WithTensor(inputs_.topk_ids.empty() ? "topk_ids" : "topk_weights");
-    }
-    if (!inputs_.topk_ids.empty() && !inputs_.router_logits.empty()) {
-      return Status::BadInput(
-                 "router_logits and topk_ids both say where tokens go; one of them must be left out")
-          .WithTensor("router_logits");
-    }
-    return Status::Ok();
-  }
-
-  Status Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes,
-              TensorView& out) const {
-    const Tensor* tensor = file_.Find(name);
-    if (tensor == nullptr) {
-      return Status::Ok();
-    }
-    std::vector<std::string> names;
-    for (const DType dtype : dtypes) {
-      names.emplace_back(DTypeName(dtype));
-    }
-    if (!(tensor->shape() == shape) ||
-        std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
-      return Status::BadInput(fmt::format("is {} {}, the layer needs {} of {}", DTypeName(tensor->dtype()),
-                                          tensor->shape().ToString(), shape.ToString(), Join(names)))
-          .WithTensor(name);
-    }
-    out = tensor->view();
-    return Status::Ok();
-  }
-
-  SafetensorsFile file_;
-  MoeLayer::Inputs inputs_;
-};
 
 /// What a run computed and how long it took.
 struct Forward {

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/executor.hpp>
@@ -59,5 +61,68 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
                                           int64_t layer_index, const MoeLayer& layer, TensorView hidden,
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,
                                           const CheckOptions& options = {});
+
+struct VerifyOptions {
+  /// The backend that is judged, and how it is to run. Executor included.
+  LayerOptions layer;
+  /// Absent: the checkpoint itself, through the reference backend. Else another checkpoint with the same
+  /// sizes, through the reference backend: what quantization or conversion changed.
+  std::shared_ptr<const Checkpoint> against;
+  int64_t against_layer = -1;  ///< -1: the layer of the same number
+  /// What the layer is run on; hidden empty: `tokens` rows of normal numbers from `seed`, in BF16.
+  MoeLayer::Inputs inputs;
+  int64_t tokens = 16;
+  uint64_t seed = 0;
+  /// Relative L2 that is still ok; absent: BoundOf, or with `against` QuantizationBound.
+  std::optional<double> bound;
+  int64_t worst_rows = 5;
+};
+
+/// What one expert contributed, over the tokens that chose it.
+struct ExpertError {
+  int64_t expert = 0;
+  int64_t tokens = 0;
+  double rel_l2 = 0;
+};
+
+/// A token and the experts that it went to.
+struct RowError {
+  int64_t token = 0;
+  double rel_l2 = 0;
+  std::vector<int32_t> experts;
+};
+
+struct VerifyReport {
+  bool ok = false;
+  int64_t rows = 0;
+  double rel_l2 = 0;
+  double max_row_error = 0;
+  double bound = 0;
+  std::string backend;
+  std::string against;  ///< "REFERENCE", or the other checkpoint's directory
+  std::string scheme, against_scheme;
+  std::vector<ExpertError> experts;  ///< those that were visited, ascending
+  std::vector<RowError> worst_rows;  ///< by falling error
+  /// Relative error of each patch of the output, [map_rows, map_cols], against the norm of its row.
+  int64_t map_rows = 0, map_cols = 0;
+  std::vector<float> error_map;
+};
+
+/// How far the outputs of a layer in two formats may lie apart when both were quantized from the same weights
+/// by rounding to nearest: the expected relative errors of weights and activations of both GEMMs, added up as
+/// independent, times 2 (docs/accuracy.md).
+double QuantizationBound(const Scheme& scheme, const Scheme& against);
+
+/// Runs a layer by the backend that is judged and by the reference, on the same tokens with the same experts,
+/// and says where they differ: as a whole, by token, by expert. Experts are judged by their own contribution:
+/// the layer is run once for each slot with the other slots left out. Errors: kUsage when the checkpoints do
+/// not have the same sizes; those of MoeLayer::Load and Forward. Beyond the bound is an answer (ok), and so
+/// are outputs that are not finite.
+Result<VerifyReport> VerifyLayer(const std::shared_ptr<const Checkpoint>& checkpoint, int64_t layer,
+                                 const VerifyOptions& options = {});
+
+/// The error map as an SVG picture: a row for each token (or bundle of tokens), colours by the decimal
+/// exponent of the error, and the bar of every visited expert.
+std::string ErrorMapSvg(const VerifyReport& report);
 
 }  // namespace fusedmoe

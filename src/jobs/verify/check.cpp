@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "jobs/verify/distance.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {
@@ -36,24 +37,6 @@ bool ScaleSpansBatch(const Scheme& scheme) {
   return scheme.activation.quantized() && scheme.activation.group == kPerTensor &&
          !scheme.activation.static_tensor_scale;
 }
-
-struct Distance {
-  double difference = 0, norm = 0;
-  // Values that are not finite must be so on both sides; they carry no distance.
-  void Take(float actual, float expected) {
-    if (actual == expected || (std::isnan(actual) && std::isnan(expected))) {
-      if (std::isfinite(expected)) {
-        norm += static_cast<double>(expected) * expected;
-      }
-      return;
-    }
-    const double delta = static_cast<double>(actual) - expected;
-    difference += delta * delta;
-    norm += static_cast<double>(expected) * expected;
-  }
-  // Against an expected zero every difference is infinitely large.
-  double relative() const { return difference == 0 ? 0.0 : std::sqrt(difference / norm); }
-};
 
 }  // namespace
 

@@ -1,0 +1,30 @@
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+namespace fusedmoe::cli {
+
+/// The tensors of the input file that a forward takes, with the shapes and dtypes that the layer needs.
+class InputFile {
+ public:
+  static Result<InputFile> Read(const std::string& path, const MoeConfig& config);
+  const MoeLayer::Inputs& tensors() const { return inputs_; }
+  int64_t num_tokens() const { return inputs_.hidden.dim(0); }
+
+ private:
+  Status Bind(const MoeConfig& config);
+  Status Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes,
+              TensorView& out) const;
+
+  SafetensorsFile file_;
+  MoeLayer::Inputs inputs_;
+};
+
+}  // namespace fusedmoe::cli

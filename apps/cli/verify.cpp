@@ -1,0 +1,133 @@
+#include <fstream>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/verify.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "input_file.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct VerifyFlags {
+  CheckpointFlags checkpoint;
+  PlanFlags plan;
+  std::optional<int64_t> layer;
+  std::string input;
+  std::string against;
+  std::string plot;
+  std::optional<double> bound;
+  int64_t tokens = 16;
+  int64_t seed = 0;
+  int64_t worst = 5;
+  int threads = 0;
+  bool shared_experts = true;
+};
+
+Json ToJson(const VerifyReport& report, int64_t layer) {
+  Json experts = Json::array(), worst = Json::array();
+  for (const ExpertError& expert : report.experts) {
+    experts.push_back({{"expert", expert.expert}, {"tokens", expert.tokens}, {"rel_l2", expert.rel_l2}});
+  }
+  for (const RowError& row : report.worst_rows) {
+    worst.push_back({{"token", row.token}, {"rel_l2", row.rel_l2}, {"experts", row.experts}});
+  }
+  return {{"ok", report.ok},           {"rows", report.rows},
+          {"rel_l2", report.rel_l2},   {"max_row_error", report.max_row_error},
+          {"bound", report.bound},     {"experts", experts},
+          {"worst_rows", worst},       {"layer", layer},
+          {"backend", report.backend}, {"scheme", report.scheme},
+          {"against", report.against}, {"against_scheme", report.against_scheme}};
+}
+
+std::string ToText(const VerifyReport& report) {
+  std::string text =
+      fmt::format("{} {} against {} {}: relative L2 {:.3e}, worst token {:.3e}, bound {:.3e}: {}\n",
+                  report.backend, report.scheme, report.against, report.against_scheme, report.rel_l2,
+                  report.max_row_error, report.bound, report.ok ? "ok" : "FAILED");
+  std::vector<std::vector<std::string>> table = {{"token", "rel. L2", "experts"}};
+  for (const RowError& row : report.worst_rows) {
+    table.push_back({fmt::format("{}", row.token), fmt::format("{:.3e}", row.rel_l2),
+                     fmt::format("{}", fmt::join(row.experts, " "))});
+  }
+  text += Table(table);
+  table = {{"expert", "tokens", "rel. L2"}};
+  for (const ExpertError& expert : report.experts) {
+    table.push_back({fmt::format("{}", expert.expert), fmt::format("{}", expert.tokens),
+                     fmt::format("{:.3e}", expert.rel_l2)});
+  }
+  return text + Table(table);
+}
+
+Status WritePlot(const std::string& path, const std::string& svg) {
+  std::ofstream stream(path, std::ios::binary | std::ios::trunc);
+  stream << svg;
+  stream.close();
+  return stream ? Status::Ok() : Status::System("cannot write the plot").WithFile(path);
+}
+
+Status Verify(const VerifyFlags& flags, Output& output) {
+  VerifyOptions options;
+  FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
+  std::optional<InputFile> input;
+  if (!flags.input.empty()) {
+    FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
+    FMOE_ASSIGN_OR_RETURN(input, InputFile::Read(flags.input, description.config));
+    options.inputs = input->tensors();
+  }
+  if (!flags.against.empty()) {
+    CheckpointFlags other = flags.checkpoint;
+    other.directory = flags.against;
+    FMOE_ASSIGN_OR_RETURN(options.against, OpenCheckpoint(other));
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
+  options.layer.executor = pool->executor();
+  options.layer.shared_experts = flags.shared_experts;
+  options.tokens = flags.tokens;
+  options.seed = static_cast<uint64_t>(flags.seed);
+  options.bound = flags.bound;
+  options.worst_rows = flags.worst;
+  FMOE_ASSIGN_OR_RETURN(const VerifyReport report, VerifyLayer(checkpoint, layer, options));
+  if (!flags.plot.empty()) {
+    FMOE_RETURN_IF_ERROR(WritePlot(flags.plot, ErrorMapSvg(report)));
+  }
+  output.Document(ToJson(report, layer));
+  output.Text(ToText(report));
+  return report.ok ? Status::Ok()
+                   : Status::No(fmt::format("relative L2 {:.3e} against {} exceeds the bound {:.3e}",
+                                            report.rel_l2, report.against, report.bound));
+}
+
+}  // namespace
+
+Action DefineVerify(CLI::App& app) {
+  auto flags = std::make_shared<VerifyFlags>();
+  AddCheckpoint(app, flags->checkpoint, true);
+  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  app.add_option("--input", flags->input, "safetensors as `run` takes it; without it random hidden states");
+  app.add_option("--against", flags->against,
+                 "Compare with this checkpoint of the same sizes through the reference, not with itself");
+  app.add_option("--bound", flags->bound, "Relative L2 that is still ok, instead of the derived one")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--plot", flags->plot, "Write the error map as SVG");
+  app.add_option("--tokens", flags->tokens, "Random hidden states, without --input")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+  app.add_option("--seed", flags->seed, "Seed of the random hidden states")
+      ->check(CLI::Range(int64_t{0}, INT64_MAX));
+  app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
+  AddPlan(app, flags->plan);
+  AddThreads(app, flags->threads);
+  app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
+  return [flags](Output& output) { return Verify(*flags, output); };
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,89 @@
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include "cli/checkpoint_fixture.hpp"
+#include "cli/process.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+ProcessResult Verify(const SampleCheckpoint& checkpoint, std::vector<std::string> more) {
+  std::vector<std::string> arguments = {"verify", checkpoint.path(), "--json"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return RunCommand(arguments);
+}
+
+TEST(Verify, OwnBackend_IsWithinItsBoundAndEveryTokenIsCounted) {
+  for (const char* family : {"qwen3_moe", "qwen2_moe", "gpt_oss"}) {
+    for (const char* scheme : {"unquantized", "nvfp4_w4a4"}) {
+      const SampleCheckpoint checkpoint(family, scheme);
+      const ProcessResult result = Verify(checkpoint, {"--input", checkpoint.input(), "--layer", "0"});
+      ASSERT_EQ(result.exit_code, 0) << family << scheme << result.err;
+      const nlohmann::json json = result.Json();
+      EXPECT_TRUE(json.at("ok").get<bool>());
+      EXPECT_EQ(json.at("rows"), 5);
+      EXPECT_LE(json.at("rel_l2").get<double>(), json.at("bound").get<double>());
+      EXPECT_GE(json.at("max_row_error").get<double>(), json.at("rel_l2").get<double>() * 0.999);
+      int64_t tokens = 0;
+      for (const auto& expert : json.at("experts")) {
+        tokens += expert.at("tokens").get<int64_t>();
+        EXPECT_LE(expert.at("rel_l2").get<double>(), 4 * json.at("bound").get<double>());
+      }
+      EXPECT_EQ(tokens, 5 * 2);
+      EXPECT_EQ(json.at("worst_rows").size(), 5U);
+    }
+  }
+}
+
+TEST(Verify, BoundZero_ExitsOne) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  const ProcessResult result = Verify(checkpoint, {"--bound", "0"});
+  EXPECT_EQ(result.exit_code, 1) << result.err;
+  EXPECT_FALSE(result.Json().at("ok").get<bool>());
+}
+
+TEST(Verify, AgainstTheOriginal_BlamesTheExpertThatWasChanged) {
+  const SampleCheckpoint original("qwen3_moe", "unquantized");
+  const SampleCheckpoint damaged("qwen3_moe", "unquantized");
+  ASSERT_EQ(Verify(original, {"--against", damaged.path()}).exit_code, 0);
+  damaged.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    for (NamedTensor& tensor : tensors) {
+      if (tensor.name == "model.layers.0.mlp.experts.3.down_proj.weight") {
+        Tensor copy = *Tensor::Allocate(tensor.tensor.dtype(), tensor.tensor.shape());  // zeros
+        tensor.tensor = copy;
+      }
+    }
+  });
+  const ProcessResult result = Verify(damaged, {"--against", original.path(), "--tokens", "64"});
+  EXPECT_EQ(result.exit_code, 1) << result.err;
+  const nlohmann::json json = result.Json();
+  bool seen = false;
+  for (const auto& expert : json.at("experts")) {
+    const bool changed = expert.at("expert") == 3;
+    seen |= changed;
+    EXPECT_EQ(expert.at("rel_l2").get<double>() > 0.5, changed) << expert;
+  }
+  EXPECT_TRUE(seen) << "64 tokens left an expert of eight without any";
+  for (const auto& row : json.at("worst_rows")) {
+    EXPECT_TRUE(row.at("experts").at(0) == 3 || row.at("experts").at(1) == 3) << row;
+  }
+}
+
+TEST(Verify, OtherSizes_AreRefused) {
+  const SampleCheckpoint one("qwen3_moe", "unquantized"), other("qwen3_moe", "unquantized", {"--top-k", "3"});
+  EXPECT_EQ(Verify(one, {"--against", other.path()}).exit_code, 2);
+}
+
+TEST(Verify, Plot_IsAPicture) {
+  const SampleCheckpoint checkpoint("mixtral", "nvfp4_w4a16");
+  const TemporaryDirectory directory;
+  const ProcessResult result = Verify(checkpoint, {"--plot", directory / "map.svg"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const std::string svg = ReadFile(directory / "map.svg");
+  EXPECT_TRUE(svg.starts_with("<svg"));
+  EXPECT_NE(svg.find("</svg>"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace fusedmoe::test
