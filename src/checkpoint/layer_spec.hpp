@@ -37,6 +37,13 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
 Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& family, int64_t layer,
                                      bool has_correction_bias);
 
+/// The non-linearity of the routed experts; `has_gate`: the checkpoint has gate projections.
+Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
+                                         bool has_gate);
+/// That of the shared expert, where it differs.
+Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig& config, const Family& family,
+                                                              int64_t layer, const ActivationSpec& routed);
+
 /// `text` as CheckpointOptions::expert_layout has it; kUsage otherwise.
 Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text);
 

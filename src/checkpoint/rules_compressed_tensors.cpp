@@ -1,19 +1,15 @@
 // compressed-tensors: groups of modules by class name, exact name or regular expression, each with a
 // description of weights and input activations; a list of modules to ignore.
 #include <algorithm>
-#include <regex>
 
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
+#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
-
-// std::regex recurses on its input; names and patterns beyond this are refused rather than risked.
-constexpr size_t kMaxPattern = 1024;
-constexpr size_t kMaxName = 1024;
 
 // What a scheme object ("weights", "input_activations") says.
 struct Args {
@@ -35,31 +31,15 @@ class Target {
     target.text_ = text;
     if (!text.starts_with("re:"))
       return target;
-    if (text.size() > kMaxPattern) {
-      return Status::BadInput(
-                 fmt::format("a pattern of {} characters; at most {} are accepted", text.size(), kMaxPattern))
-          .WithFile(path);
-    }
-    // std::regex reports mistakes by exception only; this is where it is turned into a Status.
-    try {
-      target.regex_ = std::regex(text.substr(3), std::regex::ECMAScript | std::regex::optimize);
-    } catch (const std::regex_error&) {
-      return Status::BadInput(fmt::format("'{}' is no regular expression", text.substr(0, 200)))
-          .WithFile(path);
-    }
+    Result<Pattern> pattern = Pattern::Compile(std::string_view(text).substr(3));
+    if (!pattern.ok())
+      return std::move(pattern).status().WithFile(path);
+    target.pattern_ = *std::move(pattern);
     return target;
   }
-  // Patterns are anchored at the beginning only, as Python's re.match does it.
   bool Matches(const std::string& module) const {
-    if (regex_) {
-      if (module.size() > kMaxName)
-        return false;
-      try {
-        return std::regex_search(module, *regex_, std::regex_constants::match_continuous);
-      } catch (const std::regex_error&) {
-        return false;  // too complex for the matcher
-      }
-    }
+    if (pattern_)
+      return pattern_->MatchesPrefix(module);
     // Class names: experts and shared experts are all linear modules.
     return text_ == module || text_ == "Linear";
   }
@@ -67,7 +47,7 @@ class Target {
 
  private:
   std::string text_;
-  std::optional<std::regex> regex_;
+  std::optional<Pattern> pattern_;
 };
 
 struct Group {

@@ -1,0 +1,211 @@
+// What the configuration and the family together say of routing and activation.
+#include <algorithm>
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "checkpoint/layer_spec.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+constexpr int64_t kMaxExperts = 65536;
+constexpr int64_t kMaxTopK = 1024;
+constexpr std::string_view kTopKKeys =
+    "num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k top_k_experts num_selected_experts "
+    "ffn_config.moe_top_k";
+constexpr std::string_view kScoreKeys =
+    "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn";
+constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight";
+constexpr std::string_view kScalingKeys =
+    "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
+    "moe_routed_scaling_factor";
+constexpr std::string_view kActivationKeys =
+    "mlp_hidden_act hidden_act hidden_activation activation_function ffn_config.ffn_act_fn.name";
+
+Result<ScoreFunction> ResolveScore(const ModelConfig& config, const FamilyRouting& routing) {
+  if (routing.ignore_score_key)
+    return routing.score;
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kScoreKeys));
+  if (!word)
+    return routing.score;
+  if (*word == "softmax")
+    return ScoreFunction::kSoftmax;
+  if (*word == "sigmoid")
+    return ScoreFunction::kSigmoid;
+  if (*word == "sqrtsoftplus")
+    return ScoreFunction::kSqrtSoftplus;
+  return Status::Unsupported(
+             fmt::format("router scores by '{}' are not supported; softmax, sigmoid and sqrtsoftplus are",
+                         *word))
+      .WithFile(config.path());
+}
+
+RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
+  const bool grouped = routing.num_groups > 1;
+  switch (routing.score) {
+    case ScoreFunction::kSqrtSoftplus:
+      return RoutingMethod::kDeepseekV4;
+    case ScoreFunction::kSigmoid:
+      if (has_bias)
+        return RoutingMethod::kDeepSeekV3;
+      if (grouped)
+        return RoutingMethod::kGroupedTopK;
+      return routing.renormalize ? RoutingMethod::kSigmoidRenorm : RoutingMethod::kSigmoid;
+    case ScoreFunction::kSoftmax:
+      if (has_bias)
+        return RoutingMethod::kSoftmaxBias;
+      if (grouped)
+        return RoutingMethod::kGroupedTopK;
+      return routing.renormalize ? RoutingMethod::kRenormalize : RoutingMethod::kDefault;
+  }
+  return RoutingMethod::kUnspecified;
+}
+
+// A swiglustep that clamps nothing is silu.
+ActivationSpec WithoutLimit(ActivationSpec spec) {
+  if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F)
+    spec.kind = ActivationKind::kSilu;
+  return spec;
+}
+
+}  // namespace
+
+Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
+                                         bool has_gate) {
+  const FamilyActivation& row = family.activation;
+  ActivationSpec spec;
+  spec.kind = row.kind;
+  spec.alpha = row.alpha;
+  spec.beta = row.beta;
+  spec.limit = row.limit;
+  if (!row.fixed) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kActivationKeys));
+    if (word) {
+      const std::optional<ActivationKind> kind = ParseActivation(*word);
+      if (!kind) {
+        return Status::Unsupported(fmt::format("the activation '{}' is not supported", *word))
+            .WithFile(config.path());
+      }
+      spec.kind = *kind;
+    }
+  }
+  if (!has_gate) {
+    const std::optional<ActivationKind> ungated =
+        ParseActivation(std::string(ActivationName(spec.kind)) + "_no_mul");
+    if (ungated)
+      spec.kind = *ungated;
+  }
+  if (spec.gated() != has_gate) {
+    return Status::Unsupported(
+               fmt::format("the activation {} {} a gate projection, and the checkpoint has {}",
+                           ActivationName(spec.kind), spec.gated() ? "needs" : "has no use for",
+                           has_gate ? "one" : "none"))
+        .WithFile(config.path());
+  }
+  if (row.has_limit) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
+                          config.Number("swiglu_limit swiglu_limits", layer));
+    if (alpha)
+      spec.alpha = static_cast<float>(*alpha);
+    if (limit)
+      spec.limit = static_cast<float>(*limit);
+    if (spec.limit < 0.0F) {
+      return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
+          .WithFile(config.path());
+    }
+  }
+  return WithoutLimit(spec);
+}
+
+// The shared expert's activation where it is not that of the routed ones.
+Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig& config, const Family& family,
+                                                              int64_t layer, const ActivationSpec& routed) {
+  std::optional<ActivationSpec> own;
+  if (family.activation.shared_unclamped) {
+    own = routed;
+    own->limit = 0.0F;
+  } else if (family.activation.kind == ActivationKind::kSwigluStep) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number("swiglu_limits_shared", layer));
+    ActivationSpec spec{.kind = ActivationKind::kSwigluStep,
+                        .limit = static_cast<float>(limit.value_or(0.0))};
+    own = WithoutLimit(spec);
+  }
+  return own == routed ? std::nullopt : own;
+}
+
+Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& family, int64_t layer,
+                                     bool has_correction_bias) {
+  const FamilyRouting& row = family.routing;
+  RoutingConfig routing;
+  FMOE_ASSIGN_OR_RETURN(routing.top_k, config.RequiredInteger(kTopKKeys, layer, 1, kMaxTopK));
+  FMOE_ASSIGN_OR_RETURN(routing.score, ResolveScore(config, row));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> renormalize, config.Boolean(kRenormalizeKeys));
+  Renormalize rule = row.renormalize;
+  // DBRX: an explicit null means that nothing is normalized.
+  const JsonValue* ffn = config.Find("ffn_config");
+  const bool explicit_null =
+      ffn != nullptr && std::any_of(ffn->members().begin(), ffn->members().end(), [](const auto& member) {
+        return member.first == "moe_normalize_expert_weights" && member.second.is_null();
+      });
+  if (explicit_null)
+    rule = Renormalize::kNever;
+  switch (rule) {
+    case Renormalize::kAlways:
+      routing.renormalize = true;
+      break;
+    case Renormalize::kNever:
+      routing.renormalize = false;
+      break;
+    case Renormalize::kConfigTrue:
+    case Renormalize::kConfigFalse:
+      routing.renormalize = renormalize.value_or(rule == Renormalize::kConfigTrue);
+      break;
+  }
+  if (!row.ignore_groups) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> groups,
+                          config.Integer("n_group num_expert_group", -1, 0, kMaxExperts));
+    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> kept,
+                          config.Integer("topk_group", -1, 0, kMaxExperts));
+    FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
+    routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
+    routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
+    if (how == "greedy")
+      routing.num_groups = routing.topk_groups = 1;
+    if (routing.topk_groups > routing.num_groups) {
+      return Status::BadInput(fmt::format("'topk_group' is {}, but there are {} groups", routing.topk_groups,
+                                          routing.num_groups))
+          .WithFile(config.path());
+    }
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
+  routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,
+                        config.Number("router_logit_softcapping moe_router_logit_softcapping", -1));
+  routing.logit_softcap = softcap ? static_cast<float>(*softcap) : row.softcap;
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> jitter, config.Number("router_jitter_noise", -1));
+  if (jitter && row.method == RoutingMethod::kSparseMixer)
+    routing.jitter = static_cast<float>(*jitter);
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> zero_experts,
+                        config.Integer("zero_expert_num", -1, 0, kMaxExperts));
+  routing.num_zero_experts = zero_experts.value_or(0);
+  routing.norm_epsilon = row.norm_epsilon;
+  routing.method = row.method;
+  if (row.single_group && routing.num_groups > 1) {
+    return Status::Unsupported(
+               fmt::format("{} expert groups are not supported for {}: its groups rank by the sum of "
+                           "two softmax scores",
+                           routing.num_groups, family.name))
+        .WithFile(config.path());
+  }
+  // Only a true group-limited choice needs the grouped method, and that of DeepSeek-V3 means sigmoid scores.
+  if (row.method == RoutingMethod::kUnspecified ||
+      (row.method == RoutingMethod::kGroupedTopK && routing.num_groups == 1) ||
+      (row.method == RoutingMethod::kDeepSeekV3 && routing.score != ScoreFunction::kSigmoid)) {
+    routing.method = DeriveMethod(routing, has_correction_bias);
+  }
+  return routing;
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,41 @@
+#pragma once
+
+#include <bitset>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe::checkpoint {
+
+/// Regular expressions of quantization metadata ("re:.*mlp.gate$"), which come from files that nobody vouches
+/// for: matching takes time in proportion to pattern times text, whatever they are, and no recursion over the
+/// text. Literals,
+/// ., classes, \d \w \s \b, ^ $, groups, alternatives, repetition (greedy or not: only whether it matches is
+/// asked), and look-ahead. Back references and look-behind are kUnsupported, mistakes kBadInput.
+class Pattern {
+ public:
+  static Result<Pattern> Compile(std::string_view text);
+  /// True when the pattern matches from the beginning of `text` on, not necessarily to its end (Python's
+  /// re.match).
+  bool MatchesPrefix(std::string_view text) const;
+
+ private:
+  friend class PatternCompiler;
+  enum class Op : uint8_t { kClass, kSplit, kJump, kBegin, kEnd, kWordBoundary, kLook, kMatch };
+  struct Instruction {
+    Op op = Op::kMatch;
+    int32_t x = 0, y = 0;  // class index or targets; kLook: where its program starts, and where to go on
+    bool negated = false;
+  };
+  struct Threads;
+
+  bool Run(int32_t start, std::string_view text, size_t position) const;
+  void Add(Threads& threads, int32_t start, std::string_view text, size_t position) const;
+
+  std::vector<Instruction> program_;
+  std::vector<std::bitset<256>> classes_;
+};
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,115 @@
+// Each family of tests/golden/families through the whole library: names, layouts, routing, activation, shared
+// experts.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <set>
+
+#include <nlohmann/json.hpp>
+
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+#include "checkpoint/families.hpp"
+#include "checkpoint/model_config.hpp"
+
+namespace fusedmoe {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path Root() {
+  return fs::path(FMOE_GOLDEN_DIR) / "families";
+}
+
+std::vector<std::string> Cases() {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(Root())) {
+    if (entry.is_directory())
+      names.push_back(entry.path().filename().string());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+class Families : public testing::TestWithParam<std::string> {};
+
+TEST_P(Families, Layer_ComputesWhatTransformersDoes) {
+  const fs::path directory = Root() / GetParam();
+  const int64_t layer = nlohmann::json::parse(std::ifstream(directory / "case.json"))["layer"].get<int64_t>();
+  const auto checkpoint = Checkpoint::Open(directory.string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  ASSERT_EQ((*checkpoint)->moe_layers(), std::vector<int64_t>{layer});
+  const auto io = ReadSafetensors((directory / "io" / "m5.safetensors").string());
+  ASSERT_TRUE(io.ok()) << io.status().ToString();
+  LayerOptions options;
+  options.backend = "REFERENCE";
+  options.max_tokens = 5;
+  const auto loaded = MoeLayer::Load(*checkpoint, layer, options);
+  ASSERT_TRUE(loaded.ok()) << loaded.status().ToString();
+  auto output = Tensor::Allocate(DType::kF32, io->Find("expected_output")->shape());
+  auto workspace = (*loaded)->CreateWorkspace();
+  ASSERT_TRUE(output.ok() && workspace.ok());
+  MoeLayer::Inputs inputs{.hidden = io->Find("hidden_states")->view()};
+  const auto router = (*checkpoint)->LoadRouter(layer);
+  ASSERT_TRUE(router.ok());
+  if (!router->token_id_to_experts.empty())
+    inputs.token_ids = io->Find("input_ids")->view();
+  const Status status = (*loaded)->Forward(inputs, {.output = output->mutable_view()}, *workspace);
+  ASSERT_TRUE(status.ok()) << status.ToString();
+  const auto* expected = io->Find("expected_output")->view().as<float>();
+  const auto* computed = output->view().as<float>();
+  double error = 0.0, norm = 0.0;
+  for (int64_t i = 0; i < output->shape().count(); ++i) {
+    error += std::pow(static_cast<double>(computed[i]) - expected[i], 2);
+    norm += std::pow(static_cast<double>(expected[i]), 2);
+  }
+  // Both sides round in fp32: a dot product of at most 48 terms, an exponential and two more products, 2^-24
+  // each.
+  EXPECT_LT(std::sqrt(error / norm), 5e-6);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), [](const auto& parameter) {
+  std::string name = parameter.param;
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
+  return name;
+});
+
+TEST(FamilyTable, ModelTypes_BelongToOneRow) {
+  std::set<std::string> seen, names;
+  for (const checkpoint::Family& family : checkpoint::FamilyTable()) {
+    EXPECT_TRUE(names.insert(std::string(family.name)).second) << family.name;
+    EXPECT_FALSE(checkpoint::SplitWords(family.model_types).empty()) << family.name;
+    for (const std::string_view type : checkpoint::SplitWords(family.model_types)) {
+      EXPECT_TRUE(seen.insert(std::string(type)).second) << type;
+      EXPECT_EQ(checkpoint::FindFamily(type), &family);
+    }
+  }
+}
+
+// Rows whose models transformers cannot write; their names and rules come from the models' own code.
+TEST(FamilyTable, Rows_HaveAGoldenLayerOrAReason) {
+  const std::set<std::string> without = {"grok", "arctic", "bailing_moe", "bailing_moe_v2"};
+  std::set<std::string> covered;
+  for (const std::string& name : Cases()) {
+    const auto config = checkpoint::ModelConfig::Open((Root() / name).string());
+    ASSERT_TRUE(config.ok());
+    const checkpoint::Family* family = checkpoint::FindFamily(config->model_types().front());
+    ASSERT_NE(family, nullptr) << name;
+    covered.insert(std::string(family->name));
+  }
+  for (const checkpoint::Family& family : checkpoint::FamilyTable()) {
+    const std::string name(family.name);
+    const bool elsewhere =
+        name == "qwen2_moe" || name == "qwen3_moe" || name == "deepseek_v3";  // golden/checkpoints
+    EXPECT_TRUE(!family.refused.empty() || without.contains(name) || elsewhere || covered.contains(name))
+        << name;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,97 @@
+// Headers of the size of the largest models: 276,000 tensors in 61 shards, data in holes of sparse files.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include <sys/resource.h>
+
+#include "checkpoint/raw_checkpoint.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+constexpr int kLayers = 60, kManyExperts = 384;
+
+// One layer in ModelOpt NVFP4: four tensors for each of three projections of each expert.
+int64_t WriteShard(const ScratchFolder& folder, const std::string& file, int layer, std::string* weight_map) {
+  struct Role {
+    const char* suffix;
+    const char* dtype;
+    const char* shape;
+    int64_t bytes;
+  };
+  constexpr Role kRoles[] = {{"weight", "U8", "[2048,3584]", 2048 * 3584},
+                             {"weight_scale", "F8_E4M3", "[2048,448]", 2048 * 448},
+                             {"weight_scale_2", "F32", "[]", 4},
+                             {"input_scale", "F32", "[]", 4}};
+  std::string header = "{";
+  int64_t offset = 0, count = 0;
+  char entry[256];
+  for (int e = 0; e < kManyExperts; ++e) {
+    for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+      for (const Role& role : kRoles) {
+        std::snprintf(entry, sizeof(entry),
+                      "%s\"model.layers.%d.mlp.experts.%d.%s.%s\":", count == 0 ? "" : ",", layer, e,
+                      projection, role.suffix);
+        header += entry;
+        weight_map->append(weight_map->back() == '{' && count == 0 ? entry
+                           : count == 0                            ? std::string(",") + entry
+                                                                   : std::string(entry));
+        weight_map->append("\"" + file + "\"");
+        std::snprintf(entry, sizeof(entry), "{\"dtype\":\"%s\",\"shape\":%s,\"data_offsets\":[%lld,%lld]}",
+                      role.dtype, role.shape, static_cast<long long>(offset),
+                      static_cast<long long>(offset + role.bytes));
+        header += entry;
+        offset += role.bytes;
+        ++count;
+      }
+    }
+  }
+  header += "}";
+  folder.Write(file, Container(header, ""));
+  std::filesystem::resize_file(folder.path() / file, 8 + header.size() + static_cast<uint64_t>(offset));
+  return count;
+}
+
+TEST(LargeIndex, QuarterOfAMillionTensors_OpenInTwoSeconds) {
+  const ScratchFolder folder;
+  std::string weight_map = "{";
+  int64_t tensors = 0;
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const std::string file = "model-" + std::to_string(layer) + ".safetensors";
+    tensors += WriteShard(folder, file, layer, &weight_map);
+  }
+  folder.Write("model.safetensors.index.json", "{\"metadata\":{},\"weight_map\":" + weight_map + "}}");
+  folder.Write(
+      "config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":7168,"moe_intermediate_size":2048,"n_routed_experts":384,"num_experts_per_tok":8,)"
+      R"("num_hidden_layers":60,"quantization_config":{"quant_method":"modelopt","quant_algo":"NVFP4","group_size":16}})");
+  ASSERT_EQ(tensors, 276480);
+  rusage before{};
+  getrusage(RUSAGE_SELF, &before);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto checkpoint = Checkpoint::Open(folder.path().string());
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  rusage after{};
+  getrusage(RUSAGE_SELF, &after);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  EXPECT_EQ((*checkpoint)->tensors().size(), static_cast<size_t>(tensors));
+  EXPECT_EQ((*checkpoint)->moe_layers().size(), static_cast<size_t>(kLayers));
+  RecordProperty("seconds", std::to_string(seconds.count()));
+  RecordProperty("megabytes", std::to_string((after.ru_maxrss - before.ru_maxrss) / 1024));
+  std::printf("[   INFO   ] %.2f s, %ld MB more than before\n", seconds.count(),
+              (after.ru_maxrss - before.ru_maxrss) / 1024);
+  EXPECT_LT(after.ru_maxrss - before.ru_maxrss, 1L << 20) << "KiB";
+#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  EXPECT_LT(seconds.count(), 2.0);
+#endif
+}
+
+}  // namespace
+}  // namespace fusedmoe
