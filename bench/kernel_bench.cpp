@@ -68,7 +68,7 @@ double Time(DotKernel dot, const uint8_t* weights, int64_t count, int64_t stripe
 void Run(const Named& named, const KernelTable& table, int64_t k, const uint8_t* weights, int64_t bytes) {
   const int64_t blocks = k / named.panel.block;
   const int64_t stripe_bytes = blocks * named.panel.block_bytes();
-  static const char* const kTiles[] = {"f32", "a16", "a8", "a4"};
+  static const char* const kTiles[] = {"f32", "a24", "a16", "a8", "a4"};
   Workspace memory = *Workspace::Allocate(4 << 20);
   const WorkspaceSlot all{0, 4 << 20};
   std::memset(memory.Get<char>(all), 0, 4 << 20);

@@ -20,7 +20,7 @@ namespace {
 // Distances of the two prefetches along the stripe, in bytes. The near one moves lines from L2 to L1, the far
 // one from memory to L2, which can wait for more of them at a time. Measured with NVFP4 at one token:
 // docs/kernels.md.
-constexpr int64_t kPrefetchNear = 2304;
+constexpr int64_t kPrefetchNear = 4608;
 constexpr int64_t kPrefetchFar = 9216;
 /// Tiles above this height are bound by arithmetic; a far prefetch would only take load slots.
 constexpr int kFarPrefetchHeight = 4;
@@ -293,110 +293,121 @@ struct FloatPanel {
   }
 };
 
-/// Even and odd k have sums of their own: one chain of additions would leave an FMA unit idle for most of its
-/// latency.
+/// Even and odd k, in even and odd blocks, have sums of their own: a single chain of additions would leave an
+/// FMA unit idle for most of its latency. Four sums a token at every height, so that bits do not depend on
+/// it.
 constexpr int kChains = 2;
+constexpr int kBlockChains = 2;
 
-/// Tokens whose sums live in registers at the same time.
-template <int kHeight>
-constexpr int FloatTokensAtOnce() {
-  constexpr int kRegisters = kHalves == 1 ? 8 : 4;
-  return kHeight < kRegisters ? kHeight : kRegisters;
-}
+/// Tokens whose sums live in registers at the same time, and up to which two blocks run side by side.
+constexpr int kFloatTokens = kHalves == 1 ? 8 : 4;
+constexpr int kSideBySideTokens = kHalves == 1 ? 4 : 2;
 
-/// One group of k of one block: sums[stripe][token][chain] += weights * values for tokens [0, kCount).
-template <WeightKernel kWeight, int kHeight, int kCount, int kStripes>
-FMOE_INLINE void FloatGroup(const uint8_t* vectors, int64_t stripe_bytes, int count, int half,
-                            const float* values, Floats (&sums)[kStripes][kCount][kChains]) {
+/// One group of k of kBlocks adjacent blocks: sums[block][token][chain] += weights * values for kCount
+/// tokens.
+template <WeightKernel kWeight, int kHeight, int kCount, int kBlocks>
+FMOE_INLINE void FloatGroup(const uint8_t* vectors, int count, int half, const float* values,
+                            Floats (*sums)[kCount][kChains]) {
   using Panel = FloatPanel<kWeight>;
   constexpr int kStep = Panel::kVectorK == 1 ? 2 : 1;  // vectors at a time, so that chains are constants
   constexpr int kStepK = kStep * Panel::kVectorK;
   for (int vector = 0; vector < count; vector += kStep, vectors += kStep * 64, values += kStepK * kHeight) {
-    Floats weights[kStripes][kStepK];
-    Unroll<kStripes>([&](auto s) FMOE_FLAT {
+    Floats weights[kBlocks][kStepK];
+    Unroll<kBlocks>([&](auto b) FMOE_FLAT {
       Unroll<kStep>([&](auto v) FMOE_FLAT {
-        Panel::Decode(vectors + s * stripe_bytes + v * 64, half, weights[s] + v * Panel::kVectorK);
+        Panel::Decode(vectors + b * Panel::kBlockBytes + v * 64, half, weights[b] + v * Panel::kVectorK);
       });
     });
     Unroll<kStepK>([&](auto k) FMOE_FLAT {
-      Unroll<kCount>([&](auto t) FMOE_FLAT {
-        const Floats value = Set(values[k * kHeight + t]);
-        Unroll<kStripes>([&](auto s) FMOE_FLAT {
-          sums[s][t][k % kChains] = MultiplyAdd(weights[s][k], value, sums[s][t][k % kChains]);
+      Unroll<kBlocks>([&](auto b) FMOE_FLAT {
+        Unroll<kCount>([&](auto t) FMOE_FLAT {
+          const Floats value = Set(values[(b * 64 + k) * kHeight + t]);
+          sums[b][t][k % kChains] = MultiplyAdd(weights[b][k], value, sums[b][t][k % kChains]);
         });
       });
     });
   }
 }
 
-/// kStripes adjacent stripes at a time; short tiles need the additional chains of a second one.
-template <WeightKernel kWeight, int kHeight, int kStripes>
-FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t blocks, const TileView* tile, float* out) {
+/// kBlocks blocks from `block` on, for one half of the rows and kCount tokens. Formats with scales empty
+/// their sums into `totals` after each group.
+template <WeightKernel kWeight, int kHeight, int kCount, int kBlocks>
+FMOE_INLINE void FloatBlocks(const uint8_t* block, int half, const float* values,
+                             Floats (*sums)[kCount][kChains], Floats* totals) {
   using Panel = FloatPanel<kWeight>;
-  constexpr int kCount = FloatTokensAtOnce<kHeight>();
-  constexpr int kParts = kHeight / kCount;
   constexpr bool kScaled = Panel::kGroup != 0;
   constexpr int kGroupK = kScaled ? Panel::kGroup : 64;
-  constexpr int kGroupVectors = kGroupK / Panel::kVectorK;
-  const int64_t stripe_bytes = blocks * Panel::kBlockBytes;
-  const float* values = (const float*)tile->codes;
-  Floats sums[kHalves][kParts][kStripes][kCount][kChains];
-  Floats totals[kHalves][kParts][kStripes][kCount];
-  Unroll<kHalves * kParts * kStripes * kCount>([&](auto i) FMOE_FLAT {
-    (&totals[0][0][0][0])[i] = Zero();
-    (&sums[0][0][0][0][0])[2 * i] = Zero();
-    (&sums[0][0][0][0][0])[2 * i + 1] = Zero();
-  });
-  const uint8_t* block = stripes;
-  for (int64_t index = 0; index < blocks; ++index, block += Panel::kBlockBytes, values += 64 * kHeight) {
-    Unroll<kStripes>([&](auto s)
-                         FMOE_FLAT { PrefetchBlock<kHeight, Panel::kBlockBytes>(block + s * stripe_bytes); });
-    Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
-      constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-      Unroll<64 / kGroupK>([&](auto group) FMOE_FLAT {
-        auto& group_sums = sums[half][part];
-        FloatGroup<kWeight, kHeight, kCount, kStripes>(
-            block + group * kGroupVectors * 64, stripe_bytes, kGroupVectors, half,
-            values + group * kGroupK * kHeight + part * kCount, group_sums);
-        if constexpr (kScaled) {
-          Unroll<kStripes>([&](auto s) FMOE_FLAT {
-            const Floats scale = Panel::Scale(block + s * stripe_bytes, group, half);
-            Unroll<kCount>([&](auto t) FMOE_FLAT {
-              Floats& total = totals[half][part][s][t];
-              total = MultiplyAdd(Add(group_sums[s][t][0], group_sums[s][t][1]), scale, total);
-              group_sums[s][t][0] = Zero();
-              group_sums[s][t][1] = Zero();
-            });
-          });
-        }
+  constexpr int kVectors = kGroupK / Panel::kVectorK;
+  Floats scaled[kBlocks][kCount];  // totals of the later blocks wait, so that additions keep their order
+  Unroll<64 / kGroupK>([&](auto group) FMOE_FLAT {
+    FloatGroup<kWeight, kHeight, kCount, kBlocks>(block + group * kVectors * 64, kVectors, half,
+                                                  values + group * kGroupK * kHeight, sums);
+    if constexpr (kScaled) {
+      Unroll<kBlocks>([&](auto b) FMOE_FLAT {
+        const Floats scale = Panel::Scale(block + b * Panel::kBlockBytes, group, half);
+        Unroll<kCount>([&](auto t) FMOE_FLAT {
+          const Floats sum = Add(sums[b][t][0], sums[b][t][1]);
+          scaled[b][t] = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, scaled[b][t]);
+          sums[b][t][0] = Zero();
+          sums[b][t][1] = Zero();
+        });
       });
+    }
+  });
+  if constexpr (kScaled) {
+    Unroll<kBlocks>([&](auto b) FMOE_FLAT {
+      Unroll<kCount>([&](auto t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[b][t]); });
     });
   }
-  Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
-    constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-    Unroll<kStripes>([&](auto s) FMOE_FLAT {
-      Unroll<kCount>([&](auto t) FMOE_FLAT {
-        const Floats sum = Add(sums[half][part][s][t][0], sums[half][part][s][t][1]);
-        Store(out + (s * kHeight + part * kCount + t) * 16 + half * kLanes,
-              kScaled ? totals[half][part][s][t] : sum);
-      });
-    });
-  });
 }
 
 template <WeightKernel kWeight, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
-  const int64_t stripe_bytes = blocks * FloatPanel<kWeight>::kBlockBytes;
-  int64_t stripe = 0;
-  if constexpr (kHeight <= 4) {
-    for (; stripe + 2 <= num_stripes; stripe += 2) {
-      FloatStripes<kWeight, kHeight, 2>(stripes + stripe * stripe_bytes, blocks, tile,
-                                        out + stripe * kHeight * 16);
+  using Panel = FloatPanel<kWeight>;
+  constexpr int kCount = kHeight < kFloatTokens ? kHeight : kFloatTokens;
+  constexpr int kParts = kHeight / kCount;
+  constexpr int64_t kBytes = Panel::kBlockBytes;
+  for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
+    const float* values = (const float*)tile->codes;
+    Floats sums[kHalves * kParts][kBlockChains][kCount][kChains];
+    Floats totals[kHalves * kParts][kCount];
+    Unroll<kHalves * kParts * kCount>([&](auto i) FMOE_FLAT {
+      (&totals[0][0])[i] = Zero();
+      Unroll<kBlockChains * kChains>([&](auto c) FMOE_FLAT { (&sums[0][0][0][0])[4 * i + c] = Zero(); });
+    });
+    int64_t block = 0;
+    for (; block + 2 <= blocks; block += 2, stripes += 2 * kBytes, values += 2 * 64 * kHeight) {
+      PrefetchBlock<kHeight, 2 * kBytes>(stripes);
+      Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
+        constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
+        if constexpr (kHeight <= kSideBySideTokens) {
+          FloatBlocks<kWeight, kHeight, kCount, 2>(stripes, half, values + part * kCount, sums[which],
+                                                   totals[which]);
+        } else {
+          FloatBlocks<kWeight, kHeight, kCount, 1>(stripes, half, values + part * kCount, sums[which],
+                                                   totals[which]);
+          FloatBlocks<kWeight, kHeight, kCount, 1>(
+              stripes + kBytes, half, values + 64 * kHeight + part * kCount, sums[which] + 1, totals[which]);
+        }
+      });
     }
-  }
-  for (; stripe < num_stripes; ++stripe) {
-    FloatStripes<kWeight, kHeight, 1>(stripes + stripe * stripe_bytes, blocks, tile,
-                                      out + stripe * kHeight * 16);
+    if (block < blocks) {
+      Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
+        constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
+        FloatBlocks<kWeight, kHeight, kCount, 1>(stripes, half, values + part * kCount, sums[which],
+                                                 totals[which]);
+      });
+      stripes += kBytes;
+    }
+    Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
+      constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
+      Unroll<kCount>([&](auto t) FMOE_FLAT {
+        const Floats even = Add(sums[which][0][t][0], sums[which][0][t][1]);
+        const Floats odd = Add(sums[which][1][t][0], sums[which][1][t][1]);
+        Store(out + (part * kCount + t) * 16 + half * kLanes,
+              Panel::kGroup != 0 ? totals[which][t] : Add(even, odd));
+      });
+    });
   }
 }
 
