@@ -427,6 +427,20 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
   }
 }
 
+/// Tiles from `begin` on that meet a stripe one after the other: of one expert, and small enough to stay in
+/// L2 until the next stripe comes.
+int64_t CpuExperts::EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const {
+  const Tile& first = run.tiles[begin];
+  int64_t end = begin + 1;
+  while (end < run.num_tiles && run.tiles[end].expert == first.expert &&
+         (run.tiles[end].first_row + kHeights[run.tiles[end].height_index] - first.first_row) *
+                 shape.tile_row_bytes <=
+             plan_.tile_batch_bytes) {
+    ++end;
+  }
+  return end;
+}
+
 void CpuExperts::GateUp(Run& run) const {
   if (run.num_tiles == 0) {
     return;
@@ -444,18 +458,13 @@ void CpuExperts::GateUp(Run& run) const {
       const int64_t range = task % ranges, group = task / ranges;
       const int64_t first = plan_.gate_up.stripes * range / ranges;
       const int64_t end = plan_.gate_up.stripes * (range + 1) / ranges;
-      for (int64_t tile = 0; tile < run.num_tiles;) {
-        int64_t tile_end = tile;
-        const int32_t expert = run.tiles[tile].expert;
-        while (tile_end < run.num_tiles && run.tiles[tile_end].expert == expert) {
-          ++tile_end;
-        }
-        if (expert % expert_groups == group) {
+      for (int64_t tile = 0, tile_end = 0; tile < run.num_tiles; tile = tile_end) {
+        tile_end = EndOfBatch(run, plan_.gate_up, tile);
+        if (run.tiles[tile].expert % expert_groups == group) {
           for (int64_t stripe = first; stripe < end; ++stripe) {
             GateUpStripe(run, tile, tile_end, stripe, separate_inputs_ ? pass : -1);
           }
         }
-        tile = tile_end;
       }
     });
   }
@@ -542,11 +551,8 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
   AccumulateArguments arguments{};
   arguments.rows = rows;
   for (int64_t begin = 0, end = 0; begin < run.num_tiles; begin = end) {
-    const int32_t expert_index = run.tiles[begin].expert;
-    while (end < run.num_tiles && run.tiles[end].expert == expert_index) {
-      ++end;
-    }
-    const ExpertPanels& expert = experts_[static_cast<size_t>(expert_index)];
+    end = EndOfBatch(run, shape, begin);
+    const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[begin].expert)];
     for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += 2) {
       const int64_t count = std::min<int64_t>(2, end_stripe - stripe);
       for (int64_t index = begin; index < end; ++index) {

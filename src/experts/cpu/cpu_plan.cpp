@@ -213,6 +213,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_rows = batched ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
   plan.max_tiles = plan.max_slots / kMaxHeight + 2 * active;
+  plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   plan.max_tile_rows = plan.max_slots + 3 * active;  // the largest padding of CutIntoTiles is 13 -> 16
   return plan;
 }

@@ -60,7 +60,8 @@ struct CpuPlan {
   int64_t max_slots = 0;
   int64_t max_rows = 0;  ///< of output accumulated at a time
   int64_t max_tiles = 0;
-  int64_t max_tile_rows = 0;  ///< padding included
+  int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
+  int64_t max_tile_rows = 0;     ///< padding included
 };
 
 /// What the backend computes for a problem that it supports.
