@@ -92,6 +92,16 @@ bool MatchesWildcard(std::string_view pattern, std::string_view text) {
   return p == pattern.size();
 }
 
+bool HasComponents(std::string_view name, std::string_view part) {
+  for (size_t at = name.find(part); at != std::string_view::npos && !part.empty();
+       at = name.find(part, at + 1)) {
+    const size_t end = at + part.size();
+    if ((at == 0 || name[at - 1] == '.') && (end == name.size() || name[end] == '.'))
+      return true;
+  }
+  return false;
+}
+
 Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key,
                                             const std::string& path) {
   std::vector<std::string> strings;

@@ -38,6 +38,8 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
 
 /// Shell wildcards: '*' any characters, '?' one.
 bool MatchesWildcard(std::string_view pattern, std::string_view text);
+/// True when `part` is `name`, or a run of whole components of it ("mlp.gate" of "model.layers.0.mlp.gate").
+bool HasComponents(std::string_view name, std::string_view part);
 /// The strings of a list; other entries are errors.
 Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key,
                                             const std::string& path);

@@ -110,13 +110,12 @@ struct ModelOptRules {
   std::vector<std::string> excluded;
 };
 
-// Exact name, then part of the name, then wildcard: as the servers that load these files do it.
+// Wildcards for the whole name; without one, the name itself or whole components of it: "shared_expert"
+// leaves every such module alone, but "model.layers.1" does not touch layer 10.
 bool Excluded(const std::vector<std::string>& patterns, const std::string& module) {
   return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
-    if (pattern.find_first_of("*?") != std::string::npos)
-      return MatchesWildcard(pattern, module);
-    // "model.layers.1" must not exclude "model.layers.10".
-    return module == pattern || module.starts_with(pattern + ".");
+    return pattern.find_first_of("*?") != std::string::npos ? MatchesWildcard(pattern, module)
+                                                            : HasComponents(module, pattern);
   });
 }
 

@@ -47,16 +47,7 @@ bool Listed(const std::vector<std::string>& patterns, const std::string& module)
     if (pattern.find('*') != std::string::npos && !IsRegexLike(pattern)) {
       return MatchesWildcard(pattern, module) || MatchesWildcard(pattern + ".*", module);
     }
-    if (module == pattern || module.starts_with(pattern + "."))
-      return true;
-    // A part of the name, bounded by dots on both sides.
-    for (size_t at = module.find(pattern); at != std::string::npos && !pattern.empty();
-         at = module.find(pattern, at + 1)) {
-      const size_t end = at + pattern.size();
-      if ((at == 0 || module[at - 1] == '.') && (end == module.size() || module[end] == '.'))
-        return true;
-    }
-    return false;
+    return HasComponents(module, pattern);
   });
 }
 

@@ -59,6 +59,13 @@ int64_t WriteShard(const ScratchFolder& folder, const std::string& file, int lay
   return count;
 }
 
+[[maybe_unused]] double Seconds(const rusage& usage) {
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
 TEST(LargeIndex, QuarterOfAMillionTensors_OpenInTwoSeconds) {
   const ScratchFolder folder;
   std::string weight_map = "{";
@@ -89,7 +96,8 @@ TEST(LargeIndex, QuarterOfAMillionTensors_OpenInTwoSeconds) {
               (after.ru_maxrss - before.ru_maxrss) / 1024);
   EXPECT_LT(after.ru_maxrss - before.ru_maxrss, 1L << 20) << "KiB";
 #if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  EXPECT_LT(seconds.count(), 2.0);
+  // Processor time: what else runs on the machine does not count.
+  EXPECT_LT(Seconds(after) - Seconds(before), 2.0);
 #endif
 }
 
