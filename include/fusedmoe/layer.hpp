@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/communicator.hpp>
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/plan.hpp>
@@ -27,6 +28,13 @@ struct LayerOptions {
   int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
   /// Threads that prepare the weights; the caller's pool may serve here and in Forward.
   Executor executor;
+  /// How the layer is spread over ranks, and the place of this one (MakeParallelConfig). With more than one
+  /// rank `communicator` joins them all: every rank loads, then forwards, in step with the others.
+  /// `max_tokens` and all other options must be equal on all ranks; tokens of one forward need not.
+  ParallelConfig parallel;
+  std::shared_ptr<Communicator> communicator;
+  /// Of anything else that must be equal on all ranks; they compare it when they load.
+  uint64_t fingerprint = 0;
 };
 
 /// One layer of experts, loaded and planned: immutable, callable from many threads at once, each with a
@@ -36,7 +44,9 @@ class MoeLayer {
   /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
   static Result<std::unique_ptr<MoeLayer>> Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                 const LayerOptions& options = {});
-  /// The same from weights that an engine already holds in canonical form.
+  /// The same from weights that an engine already holds in canonical form. `config` describes the whole
+  /// layer; on several ranks `experts` are those of this rank (its slices, with tensor parallelism), `shared`
+  /// is whole.
   static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
                                                   const RouterWeights& router,
                                                   const LayerOptions& options = {},
@@ -81,6 +91,14 @@ class MoeLayer {
 
  private:
   struct Impl;
+  static Result<std::unique_ptr<MoeLayer>> CreateAlone(const MoeConfig& config, const ExpertSource& experts,
+                                                       const RouterWeights& router,
+                                                       const LayerOptions& options,
+                                                       const SharedExpertWeights* shared);
+  static Result<std::unique_ptr<MoeLayer>> LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
+                                                     int64_t layer, const LayerOptions& options);
+  static Result<std::unique_ptr<MoeLayer>> AgreeOn(Result<std::unique_ptr<MoeLayer>> layer,
+                                                   const LayerOptions& options);
   explicit MoeLayer(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };

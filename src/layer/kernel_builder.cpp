@@ -5,8 +5,10 @@
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
 
+#include "layer/rank_plan.hpp"
 #include "oracle/host_table.hpp"
 #include "oracle/select.hpp"
+#include "prepare_finalize/all_to_all/all_to_all.hpp"
 #include "prepare_finalize/batched/batched.hpp"
 #include "prepare_finalize/no_ep/no_ep.hpp"
 
@@ -45,6 +47,8 @@ Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeigh
   LayerOptions shared_options = options;
   shared_options.shared_experts = false;
   shared_options.activation_format = ActivationFormatKind::kStandard;
+  shared_options.parallel = ParallelConfig{};  // every rank runs it on its own tokens
+  shared_options.communicator = nullptr;
   auto built = BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
   if (built.ok() || options.backend.empty() || built.status().code() != StatusCode::kUnsupported) {
     return built;
@@ -86,10 +90,26 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   return problem;
 }
 
-Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,
-                                const LayerOptions& options, const SharedExpertWeights* shared,
+Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& source,
+                                const LayerOptions& asked_options, const SharedExpertWeights* shared,
                                 WorkspaceBook& book) {
-  FMOE_ASSIGN_OR_RETURN(const MoeProblem problem, MakeProblem(config, source, options));
+  LayerOptions options = asked_options;
+  RankPlan rank;
+  rank.config = whole;
+  const bool spread = IsSpread(options);
+  if (spread) {
+    if (options.communicator == nullptr) {
+      return Status::Usage("the layer is spread over ranks, but there is no communicator to join them");
+    }
+    FMOE_ASSIGN_OR_RETURN(rank, PlanRank(whole, source.scheme, options.parallel));
+    options.activation_format = rank.config.activation_format;
+  }
+  FMOE_ASSIGN_OR_RETURN(MoeProblem problem, MakeProblem(rank.config, source, options));
+  const MoeConfig config = problem.config;  // experts see the tokens of all ranks, the layer its own
+  if (spread) {
+    problem.config.max_tokens = MaxDispatchedTokens(options.parallel, config.max_tokens);
+    problem.config.num_experts = rank.num_physical_experts;
+  }
   SelectionRequest request;
   request.backend = options.backend;
   BuiltKernel built;
@@ -99,18 +119,36 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& sou
   const Backend* backend = FindBackend(plan.backend);
 
   MoeKernel::Parts parts;
-  parts.config = problem.config;
+  parts.config = config;
   FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
                         backend->prepare(problem, HostMachine(), source, options.executor));
   plan.weight_bytes = prepared.total_bytes();
   auto weights = std::make_shared<const PreparedWeights>(std::move(prepared));
   FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
-  FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
-                        MakePrepareFinalize(problem, parts.experts->traits(), parts.expert_map, book));
+  if (spread) {
+    parts.expert_map = rank.expert_map;
+    built.fingerprint = LayerFingerprint(whole, source.scheme, options, plan.backend);
+    AllToAllParts exchange;
+    exchange.config = problem.config;
+    exchange.config.max_tokens = config.max_tokens;
+    exchange.activation = problem.scheme.activation;
+    exchange.traits = parts.experts->traits();
+    exchange.expert_map = rank.expert_map;
+    exchange.owners = rank.owners;
+    exchange.replicas = rank.replicas;
+    exchange.replica_begin = rank.replica_begin;
+    exchange.slot_rows = options.determinism == Determinism::kRankInvariant;
+    exchange.fingerprint = built.fingerprint;
+    exchange.communicator = options.communicator;
+    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize, MakeAllToAllPrepareFinalize(std::move(exchange), book));
+  } else {
+    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
+                          MakePrepareFinalize(problem, parts.experts->traits(), parts.expert_map, book));
+  }
   plan.prepare_finalize = parts.prepare_finalize->name();
   if (shared != nullptr && options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(BuiltKernel shared_built,
-                          BuildShared(problem.config, *shared, options, book, built.selection.notes));
+                          BuildShared(config, *shared, options, book, built.selection.notes));
     parts.shared = std::move(shared_built.kernel);
     parts.shared_gate = shared->gate;
     plan.shared = std::make_shared<const Plan>(*shared_built.selection.chosen);

@@ -15,6 +15,7 @@ namespace fusedmoe {
 struct BuiltKernel {
   std::unique_ptr<MoeKernel> kernel;
   Selection selection;
+  uint64_t fingerprint = 0;  ///< of what must be equal on all ranks; 0 on one
 };
 
 /// The question that a layer of this configuration, scheme and options puts to the oracle. Looks at the first

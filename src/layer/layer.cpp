@@ -83,9 +83,27 @@ const Selection& MoeLayer::selection() const {
   return impl_->selection;
 }
 
+// Ranks compare what they have loaded before the first forward: what one of them lacks, all report.
+Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLayer>> layer,
+                                                    const LayerOptions& options) {
+  if (options.communicator == nullptr || options.communicator->size() == 1) {
+    return layer;
+  }
+  FMOE_RETURN_IF_ERROR(
+      Agree(*options.communicator, "load", layer.status(), layer.ok() ? (*layer)->impl_->fingerprint : 0));
+  return layer;
+}
+
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, const ExpertSource& experts,
                                                    const RouterWeights& router, const LayerOptions& options,
                                                    const SharedExpertWeights* shared) {
+  return AgreeOn(CreateAlone(config, experts, router, options, shared), options);
+}
+
+Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config, const ExpertSource& experts,
+                                                        const RouterWeights& router,
+                                                        const LayerOptions& options,
+                                                        const SharedExpertWeights* shared) {
   if (options.max_tokens < 1) {
     return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
   }
@@ -107,6 +125,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
   FMOE_ASSIGN_OR_RETURN(BuiltKernel built, BuildKernel(config, experts, options, shared, book));
   impl->config = built.kernel->config();
   impl->kernel = std::move(built.kernel);
+  impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
   impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
   impl->selection.chosen->workspace_bytes = impl->workspace_bytes = book.total_bytes();
@@ -117,8 +136,7 @@ Result<Workspace> MoeLayer::CreateWorkspace() const {
   return Workspace::Allocate(impl_->workspace_bytes);
 }
 
-Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs,
-                                   const Workspace& workspace) const {
+Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
   const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
   const int64_t num_tokens = inputs.hidden.rank() == 2 ? inputs.hidden.dim(0) : 0;
   FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
@@ -135,11 +153,6 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs,
   if (num_tokens > config.max_tokens) {
     return Status::Usage(
         fmt::format("{} tokens, but the layer was loaded with max_tokens={}", num_tokens, config.max_tokens));
-  }
-  if (workspace.bytes() < workspace_bytes) {
-    return Status::Usage(fmt::format("the workspace holds {} bytes, the layer needs {}", workspace.bytes(),
-                                     workspace_bytes))
-        .WithHint("MoeLayer::CreateWorkspace makes one");
   }
   if (num_tokens == 0) {
     return Status::Ok();  // a rank without tokens still takes part; its views may be null
@@ -218,8 +231,18 @@ void MoeLayer::Impl::SplitIdentityExperts(int64_t num_tokens, const Workspace& w
 Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                          const Executor& executor) const {
   const Impl& impl = *impl_;
-  FMOE_RETURN_IF_ERROR(impl.CheckInputs(inputs, outputs, workspace));
-  FMOE_RETURN_IF_ERROR(impl.Choose(inputs, workspace, executor));
+  if (workspace.bytes() < impl.workspace_bytes) {
+    return Status::Usage(fmt::format("the workspace holds {} bytes, the layer needs {}", workspace.bytes(),
+                                     impl.workspace_bytes))
+        .WithHint("MoeLayer::CreateWorkspace makes one");
+  }
+  Status ready = impl.CheckInputs(inputs, outputs);
+  if (ready.ok()) {
+    ready = impl.Choose(inputs, workspace, executor);
+  }
+  if (!ready.ok()) {
+    return impl.kernel->Abandon(ready, workspace);
+  }
   KernelInput input;
   input.hidden = inputs.hidden;
   input.topk_ids = workspace.Get<int32_t>(impl.ids);

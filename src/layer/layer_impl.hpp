@@ -17,11 +17,12 @@ struct MoeLayer::Impl {
   std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
   std::unique_ptr<MoeKernel> kernel;
   int64_t workspace_bytes = 0;
+  uint64_t fingerprint = 0;  // of what must be equal on all ranks
   WorkspaceSlot logits, ids, weights;
   WorkspaceSlot real_ids, identity_weights;  // only with identity experts
 
   int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
-  Status CheckInputs(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace) const;
+  Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
   Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor) const;
   void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
 };

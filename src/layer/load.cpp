@@ -4,20 +4,34 @@
 #include <fusedmoe/layer.hpp>
 
 #include "layer/layer_impl.hpp"
+#include "layer/rank_plan.hpp"
 
 namespace fusedmoe {
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                  const LayerOptions& options) {
+  return AgreeOn(LoadAlone(std::move(checkpoint), layer, options), options);
+}
+
+Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
+                                                      int64_t layer, const LayerOptions& asked_options) {
+  LayerOptions options = asked_options;
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
   FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
-  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
+  std::vector<int64_t> local_experts;  // empty: all
+  if (IsSpread(options)) {
+    FMOE_ASSIGN_OR_RETURN(RankPlan plan, PlanRank(description.config, description.scheme, options.parallel));
+    local_experts = std::move(plan.local_experts);
+    options.fingerprint ^= CheckpointFingerprint(*checkpoint, router);
+  }
+  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts,
+                        checkpoint->Experts(layer, options.parallel, local_experts));
   std::optional<SharedExpertWeights> shared;
   if (options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(shared, checkpoint->SharedExperts(layer));
   }
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded,
-                        Create(description.config, experts, router, options, shared ? &*shared : nullptr));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded, CreateAlone(description.config, experts, router,
+                                                                      options, shared ? &*shared : nullptr));
   loaded->impl_->checkpoint = std::move(checkpoint);
   return loaded;
 }

@@ -149,7 +149,9 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   const bool direct =
       traits.weight_and_reduce == WeightAndReduceKind::kNoOp && outer.experts_may_write_output();
   const MutableTensorView target = direct ? routed : ExpertOutput(prepared.num_tokens, workspace);
-  FMOE_RETURN_IF_ERROR(RunExperts(input, prepared, target, workspace, executor));
+  if (const Status status = RunExperts(input, prepared, target, workspace, executor); !status.ok()) {
+    return outer.Abandon(status, true, workspace);
+  }
 
   FinalizeInput finalize;
   finalize.expert_output = target;

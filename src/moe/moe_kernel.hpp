@@ -50,6 +50,11 @@ class MoeKernel {
   Status Forward(const KernelInput& input, MutableTensorView output, const Workspace& workspace,
                  const Executor& executor) const;
 
+  /// Reports that this rank cannot begin a forward that other ranks may be in; see PrepareFinalize::Abandon.
+  Status Abandon(const Status& status, const Workspace& workspace) const {
+    return parts_.prepare_finalize->Abandon(status, false, workspace);
+  }
+
   const MoeConfig& config() const { return parts_.config; }
   const Experts& experts() const { return *parts_.experts; }
 

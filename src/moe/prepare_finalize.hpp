@@ -76,6 +76,12 @@ class PrepareFinalize {
   /// already is `output`, nothing is left to do.
   virtual Status Finalize(const FinalizeInput& input, MutableTensorView output, const Workspace& workspace,
                           const Executor& executor) const = 0;
+  /// Something failed on this rank alone: before Prepare (`prepared` false), or between Prepare and Finalize.
+  /// Where other ranks wait for this one, they are told, so that all of them fail alike; returns what to
+  /// report.
+  virtual Status Abandon(const Status& status, bool /*prepared*/, const Workspace& /*workspace*/) const {
+    return status;
+  }
 };
 
 }  // namespace fusedmoe

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+/// Rows from every rank to every rank. All arrays have one entry a rank; counts and offsets are in rows of
+/// `row_bytes`. Regions of the send buffer may overlap (the same rows to several ranks), those of the receive
+/// buffer must not. What a rank sends to itself is copied.
+struct RowExchange {
+  std::string_view operation;  ///< named in errors: "dispatch rows"
+  int64_t row_bytes = 0;
+  const std::byte* send = nullptr;
+  std::span<const int64_t> send_rows;
+  std::span<const int64_t> send_offsets;
+  std::byte* receive = nullptr;
+  std::span<const int64_t> receive_rows;
+  std::span<const int64_t> receive_offsets;
+};
+
+/// The ranks that run one layer together. Every rank makes the same calls in the same order. Counts are not
+/// negotiated here: both sides must have agreed on them, in exchanges of fixed size, before rows move.
+///
+/// A call that fails (a peer that does not answer within the deadline, an error of the transport) poisons the
+/// communicator: it refuses everything afterwards with the first error, and the transport may still write to
+/// the buffers of the call that failed, so they must stay where they are until Abort or the end of the
+/// process.
+///
+/// One call at a time; not for use from several threads.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual std::string_view name() const = 0;  ///< "single", "in_process", "mpi"
+  virtual int64_t rank() const = 0;
+  virtual int64_t size() const = 0;
+  /// Exchanges begun so far: equal on all ranks that are in step.
+  virtual int64_t sequence() const = 0;
+  /// Bytes sent to other ranks so far.
+  virtual int64_t bytes_sent() const = 0;
+  /// Begins an exchange; at most one is under way. All memory must stay until Wait has returned.
+  virtual Status Start(const RowExchange& exchange) = 0;
+  /// Completes it. kSystem names the operation and the ranks that were waited for.
+  virtual Status Wait() = 0;
+  /// Ends the processes of all ranks with this exit code, where the transport can; returns otherwise.
+  virtual void Abort(int exit_code) = 0;
+
+  /// Start and Wait.
+  Status Exchange(const RowExchange& exchange);
+};
+
+struct CommunicatorOptions {
+  double deadline_seconds = 60;  ///< of every exchange
+  /// When it becomes true, a waiting exchange fails at once (a launcher that takes the job down). May be
+  /// null.
+  const std::atomic<bool>* interrupted = nullptr;
+};
+
+/// One rank: what it sends to itself is copied.
+std::shared_ptr<Communicator> SingleCommunicator();
+
+/// `size` ranks in one process, one thread each: element r serves rank r. For tests and simulations.
+Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
+    int64_t size, const CommunicatorOptions& options = {});
+
+/// The ranks that mpirun started this process among. `plugin` is the shared module libfusedmoe_mpi.so: this
+/// library itself does not need MPI. Initialises MPI unless somebody did, and finalises it, when it did, once
+/// the communicator is destroyed in good health. kUnsupported when the module or MPI cannot be loaded,
+/// kSystem when MPI fails.
+Result<std::shared_ptr<Communicator>> MpiCommunicator(const std::string& plugin,
+                                                      const CommunicatorOptions& options = {});
+
+/// Agrees on the outcome of something that every rank did for itself: ok when all report ok and the same
+/// `fingerprint`; else the same error on all ranks, that of the lowest rank that failed. Every rank must
+/// call, whatever its own status.
+Status Agree(Communicator& communicator, std::string_view operation, const Status& status,
+             uint64_t fingerprint = 0);
+
+}  // namespace fusedmoe

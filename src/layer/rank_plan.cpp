@@ -1,0 +1,98 @@
+#include "layer/rank_plan.hpp"
+
+#include <fmt/format.h>
+#include <fusedmoe/parallel.hpp>
+
+#include "parallel/agreement.hpp"
+#include "parallel/eplb.hpp"
+#include "prepare_finalize/all_to_all/all_to_all.hpp"
+
+namespace fusedmoe {
+namespace {
+
+uint64_t FingerprintOf(const Tensor& tensor, uint64_t seed) {
+  return tensor.empty() ? seed : Fingerprint(tensor.view().data(), tensor.view().total_bytes(), seed);
+}
+
+Status PlaceExperts(const ParallelConfig& parallel, int64_t num_experts, RankPlan& plan) {
+  std::vector<int32_t> physical_to_logical;
+  if (parallel.enable_eplb) {
+    physical_to_logical = InitialPhysicalToLogical(num_experts, parallel.num_redundant_experts);
+    FMOE_ASSIGN_OR_RETURN(const EplbMaps maps, MakeEplbMaps(physical_to_logical, num_experts));
+    plan.replica_begin.push_back(0);
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+      const auto* row = maps.logical_to_physical.data() + expert * maps.max_replicas;
+      plan.replicas.insert(plan.replicas.end(), row, row + maps.replica_count[static_cast<size_t>(expert)]);
+      plan.replica_begin.push_back(static_cast<int32_t>(plan.replicas.size()));
+    }
+  }
+  plan.num_physical_experts = num_experts + parallel.num_redundant_experts;
+  plan.owners.resize(static_cast<size_t>(plan.num_physical_experts));
+  for (int64_t rank = 0; rank < parallel.ep_size; ++rank) {
+    FMOE_ASSIGN_OR_RETURN(const Placement placement,
+                          DetermineExpertPlacement(plan.num_physical_experts, parallel.ep_size, rank));
+    for (const int32_t expert : placement.local_experts) {
+      plan.owners[static_cast<size_t>(expert)] = static_cast<int32_t>(rank);
+    }
+    if (rank == parallel.ep_rank) {
+      plan.expert_map = placement.expert_map;
+      for (const int32_t expert : placement.local_experts) {
+        plan.local_experts.push_back(
+            physical_to_logical.empty() ? expert : physical_to_logical[static_cast<size_t>(expert)]);
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+bool IsSpread(const LayerOptions& options) {
+  return TokenLayoutOf(options.parallel).ranks > 1;
+}
+
+Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel) {
+  RankPlan plan;
+  plan.config = whole;
+  plan.config.parallel = parallel;
+  plan.num_physical_experts = whole.num_experts;
+  if (parallel.use_ep) {
+    FMOE_RETURN_IF_ERROR(DeriveRankSizes(parallel, whole.num_experts, whole.intermediate).status());
+    FMOE_RETURN_IF_ERROR(PlaceExperts(parallel, whole.num_experts, plan));
+    plan.config.num_local_experts = static_cast<int64_t>(plan.local_experts.size());
+  } else {
+    FMOE_ASSIGN_OR_RETURN(const IntermediateRange range,
+                          IntermediateShare(whole.intermediate, parallel, scheme));
+    plan.config.intermediate = range.end - range.begin;
+  }
+  plan.config.activation_format = ProtocolOf(parallel) == WireProtocol::kExpertRows
+                                      ? ActivationFormatKind::kBatchedExperts
+                                      : ActivationFormatKind::kStandard;
+  return plan;
+}
+
+uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,
+                          std::string_view backend) {
+  const ParallelConfig& parallel = options.parallel;
+  const std::string text = fmt::format(
+      "{} {} {} {} {} {} {} | {} {} {} | tp {} pcp {} dp {} ep {} sp {} {} {} {} | {} {}", whole.num_experts,
+      whole.hidden, whole.intermediate, whole.top_k(), ActivationName(whole.activation.kind), whole.has_bias,
+      whole.apply_router_weight_on_input, scheme.name, backend, DeterminismName(options.determinism),
+      parallel.tp_size, parallel.pcp_size, parallel.dp_size, parallel.ep_size, parallel.sp_size,
+      parallel.all2all, parallel.enable_eplb, parallel.num_redundant_experts, options.max_tokens,
+      static_cast<int>(options.activation));
+  return Fingerprint(text, options.fingerprint);
+}
+
+uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, const RouterWeights& router) {
+  uint64_t hash = Fingerprint(checkpoint.family(), 0);
+  for (const TensorInfo& tensor : checkpoint.tensors()) {
+    hash = Fingerprint(fmt::format("{} {} {} {}", tensor.name, DTypeName(tensor.dtype),
+                                   tensor.shape.ToString(), tensor.file),
+                       hash);
+  }
+  hash = FingerprintOf(router.weight, hash);
+  return FingerprintOf(router.correction_bias, FingerprintOf(router.bias, hash));
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/quant.hpp>
+
+namespace fusedmoe {
+
+/// The part of one rank in a layer: what it holds, and where everything else is.
+struct RankPlan {
+  MoeConfig config;                    ///< as this rank sees the layer
+  std::vector<int64_t> local_experts;  ///< logical ids of its experts, in local order
+  ExpertMap expert_map;                ///< physical expert -> local; empty: all are local
+  std::vector<int32_t> owners;         ///< physical expert -> rank; empty: every rank has a slice
+  std::vector<int32_t> replicas;       ///< physical experts by logical one; empty: one each
+  std::vector<int32_t> replica_begin;  ///< [E + 1] into replicas
+  int64_t num_physical_experts = 0;
+};
+
+/// Whether a layer of these options is spread over several ranks.
+bool IsSpread(const LayerOptions& options);
+
+/// Splits `whole` as `parallel` says. Errors: those of DetermineExpertPlacement and IntermediateShare.
+Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel);
+
+/// One number for everything that must be equal on all ranks.
+uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,
+                          std::string_view backend);
+/// The same for a checkpoint: every tensor's name, type, shape and place, and the bytes of the router.
+uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, const RouterWeights& router);
+
+}  // namespace fusedmoe

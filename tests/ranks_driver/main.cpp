@@ -1,0 +1,224 @@
+// Runs under mpirun: cells of the rank matrix, long runs of random sizes, and faults. Every rank runs this
+// program.
+//   fusedmoe_ranks PLUGIN cells FIRST STEP          every STEP-th cell from FIRST
+//   fusedmoe_ranks PLUGIN steps COUNT               COUNT forwards of random sizes, memory watched
+//   fusedmoe_ranks PLUGIN fault NAME DEADLINE       rank 1 misbehaves in the third forward
+#include <signal.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "parallel/agreement.hpp"
+#include "support/rank_cells.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using testing_support::RankCell;
+using testing_support::RankCells;
+using testing_support::RunRankCell;
+
+constexpr int64_t kFaultyRank = 1;
+constexpr int64_t kFaultyForward = 3;
+std::atomic<bool> stopped{false};
+
+// The launcher sends SIGTERM before it kills: time to say where this rank was.
+void OnTerminate(int) {
+  stopped.store(true);
+}
+
+[[noreturn]] void Fail(Communicator& communicator, const std::string& text) {
+  // The first rank to speak ends the job: one line, not one a rank.
+  std::this_thread::sleep_for(std::chrono::milliseconds(200) * communicator.rank());
+  std::fprintf(stderr, "ranks: %s\n", text.c_str());
+  communicator.Abort(5);
+  std::_Exit(5);
+}
+
+/// Passes everything on, and spoils what rank 1 sends in one exchange.
+class Tampering final : public Communicator {
+ public:
+  Tampering(std::shared_ptr<Communicator> inner, std::string fault)
+      : inner_(std::move(inner)), fault_(std::move(fault)) {}
+  std::string_view name() const override { return inner_->name(); }
+  int64_t rank() const override { return inner_->rank(); }
+  int64_t size() const override { return inner_->size(); }
+  int64_t sequence() const override { return inner_->sequence(); }
+  int64_t bytes_sent() const override { return inner_->bytes_sent(); }
+  void Abort(int exit_code) override { inner_->Abort(exit_code); }
+  Status Wait() override { return inner_->Wait(); }
+  Status Start(const RowExchange& exchange) override {
+    if (rank() != kFaultyRank || exchange.operation != "dispatch header" || ++forwards_ != kFaultyForward) {
+      return inner_->Start(exchange);
+    }
+    if (fault_ == "kill") {
+      raise(SIGKILL);
+    } else if (fault_ == "stop") {
+      raise(SIGSTOP);
+    } else if (fault_ == "exit0") {
+      std::_Exit(0);
+    } else if (fault_ == "exit3") {
+      std::_Exit(3);
+    } else if (fault_ == "throw") {
+      throw std::runtime_error("a fault for the test");
+    } else if (fault_ == "late") {
+      std::this_thread::sleep_for(std::chrono::hours(1));
+    }
+    spoiled_.assign(exchange.send, exchange.send + exchange.row_bytes * size());
+    for (int64_t peer = 0; peer < size(); ++peer) {
+      WireHeader header;
+      std::memcpy(&header, spoiled_.data() + peer * exchange.row_bytes, sizeof(header));
+      if (fault_ == "header") {
+        header.magic ^= 0x40;
+      } else if (fault_ == "epoch") {
+        ++header.epoch;
+      } else if (fault_ == "count") {
+        header.rows = int64_t{1} << 30;
+      } else if (fault_ == "negative") {
+        header.rows = -1;
+      }
+      std::memcpy(spoiled_.data() + peer * exchange.row_bytes, &header, sizeof(header));
+    }
+    RowExchange changed = exchange;
+    changed.send = spoiled_.data();
+    return inner_->Start(changed);
+  }
+
+ private:
+  std::shared_ptr<Communicator> inner_;
+  std::string fault_;
+  int64_t forwards_ = 0;
+  std::vector<std::byte> spoiled_;
+};
+
+int64_t ResidentBytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t pages = 0, resident = 0;
+  file >> pages >> resident;
+  return resident * sysconf(_SC_PAGESIZE);
+}
+
+RankCell PlainCell(int64_t ranks) {
+  RankCell cell;
+  cell.sizes.dp = ranks;
+  cell.sizes.enable_expert_parallel = true;
+  cell.sizes.all2all = "deepep_high_throughput";
+  return cell;
+}
+
+int RunCells(const std::shared_ptr<Communicator>& communicator, size_t first, size_t step) {
+  const std::vector<RankCell> cells = RankCells(communicator->size());
+  int64_t ran = 0, wrong = 0;
+  for (size_t index = first; index < cells.size(); index += step, ++ran) {
+    const std::string text = RunRankCell(communicator, cells[index]);
+    if (!text.empty()) {
+      std::fprintf(stderr, "cell %zu, %s, rank %lld of %lld: %s\n", index, cells[index].Name().c_str(),
+                   static_cast<long long>(communicator->rank()), static_cast<long long>(communicator->size()),
+                   text.c_str());
+    }
+    const Status all = Agree(*communicator, "cell", text.empty() ? Status::Ok() : Status::No(text));
+    if (!all.ok() && all.code() != StatusCode::kNo) {
+      Fail(*communicator, all.ToString());
+    }
+    wrong += all.ok() ? 0 : 1;
+  }
+  if (communicator->rank() == 0) {
+    std::printf("%lld cells, %lld wrong\n", static_cast<long long>(ran), static_cast<long long>(wrong));
+  }
+  return wrong == 0 && ran > 0 ? 0 : 1;
+}
+
+int RunManySteps(const std::shared_ptr<Communicator>& communicator, int64_t count) {
+  const char* const names[] = {"allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"};
+  constexpr int64_t kRounds = 4;
+  int64_t settled = 0;
+  for (int64_t round = 0; round < kRounds; ++round) {
+    for (const char* name : names) {
+      RankCell cell = PlainCell(communicator->size());
+      cell.sizes.all2all = name;
+      cell.seed = static_cast<uint64_t>(round + 1);
+      const std::string text = RunRankCell(communicator, cell, count / kRounds / 3 + 1);
+      const Status all = Agree(*communicator, "steps", text.empty() ? Status::Ok() : Status::No(text));
+      if (!all.ok()) {
+        Fail(*communicator, all.ToString());
+      }
+    }
+    if (round == 0) {
+      settled = ResidentBytes();
+    }
+  }
+  const int64_t grown = ResidentBytes() - settled;
+  // What the first round has allocated suffices for all; the allocator's own slack is less than this.
+  const Status flat = grown < (int64_t{4} << 20)
+                          ? Status::Ok()
+                          : Status::No("resident memory grew by " + std::to_string(grown) + " bytes");
+  const Status all = Agree(*communicator, "memory", flat);
+  if (!all.ok()) {
+    Fail(*communicator, all.ToString());
+  }
+  if (communicator->rank() == 0) {
+    std::printf("%lld steps\n", static_cast<long long>(count));
+  }
+  return 0;
+}
+
+int RunFault(const std::shared_ptr<Communicator>& communicator, const std::string& fault) {
+  RankCell cell = PlainCell(communicator->size());
+  const bool faulty = communicator->rank() == kFaultyRank;
+  if (fault == "absent" && faulty) {
+    std::this_thread::sleep_for(std::chrono::hours(1));
+  }
+  if (fault == "options" && faulty) {
+    cell.sizes.all2all = "mori";
+  }
+  if (fault == "layer" && faulty) {
+    cell.top_k = 2;
+  }
+  const auto tampering = std::make_shared<Tampering>(communicator, fault);
+  const std::string text = RunRankCell(tampering, cell, 1000);
+  if (!text.empty()) {
+    Fail(*communicator, text);
+  }
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  if (argc < 4) {
+    std::fprintf(stderr, "usage: fusedmoe_ranks PLUGIN cells|steps|fault ...\n");
+    return 2;
+  }
+  signal(SIGTERM, OnTerminate);
+  const std::string what = argv[2];
+  CommunicatorOptions options;
+  options.interrupted = &stopped;
+  options.deadline_seconds = what == "fault" && argc > 4 ? std::atof(argv[4]) : 120;
+  auto communicator = MpiCommunicator(argv[1], options);
+  if (!communicator.ok()) {
+    std::fprintf(stderr, "%s\n", communicator.status().ToString().c_str());
+    return 5;
+  }
+  if (what == "cells" && argc > 4) {
+    return RunCells(*communicator, static_cast<size_t>(std::atoll(argv[3])),
+                    static_cast<size_t>(std::atoll(argv[4])));
+  }
+  if (what == "steps") {
+    return RunManySteps(*communicator, std::atoll(argv[3]));
+  }
+  return RunFault(*communicator, argv[3]);
+}
+
+}  // namespace
+}  // namespace fusedmoe
+
+int main(int argc, char** argv) {
+  return fusedmoe::Main(argc, argv);
+}
