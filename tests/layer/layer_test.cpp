@@ -8,8 +8,8 @@
 
 #include <gtest/gtest.h>
 
-#include "layer/count_allocations.hpp"
 #include "numerics/rows.hpp"
+#include "support/count_allocations.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {

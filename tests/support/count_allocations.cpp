@@ -1,4 +1,4 @@
-#include "layer/count_allocations.hpp"
+#include "support/count_allocations.hpp"
 
 #include <atomic>
 #include <cstdlib>
