@@ -18,6 +18,7 @@
 #include "describe.hpp"
 #include "input_file.hpp"
 #include "options.hpp"
+#include "ranks.hpp"
 
 namespace fusedmoe::cli {
 namespace {
@@ -25,6 +26,7 @@ namespace {
 struct RunFlags {
   CheckpointFlags checkpoint;
   PlanFlags plan;
+  RankFlags ranks;
   std::optional<int64_t> layer;
   std::string input;
   std::string output;
@@ -44,19 +46,30 @@ double Median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
 }
 
+/// The part of the input that one rank runs.
+MoeLayer::Inputs RowsOf(MoeLayer::Inputs inputs, const TokenSlice& slice) {
+  for (TensorView* view : {&inputs.hidden, &inputs.router_logits, &inputs.topk_ids, &inputs.topk_weights}) {
+    *view = view->empty() ? *view : view->Rows(slice.begin, slice.count);
+  }
+  if (TensorView& ids = inputs.token_ids; !ids.empty()) {
+    ids = TensorView(ids.data() + slice.begin * PackedBytes(ids.dtype(), 1), ids.dtype(), {slice.count});
+  }
+  return inputs;
+}
+
 /// What a run computed and how long it took.
 struct Forward {
   Tensor output, topk_ids, topk_weights;
   std::vector<double> seconds;
 };
 
-Result<Forward> RunLayer(const MoeLayer& layer, const InputFile& input, const RunFlags& flags,
+Result<Forward> RunLayer(const MoeLayer& layer, const MoeLayer::Inputs& inputs, const RunFlags& flags,
                          const Executor& executor) {
   Forward forward;
-  const int64_t num_tokens = input.num_tokens();
+  const int64_t num_tokens = inputs.hidden.dim(0);
   const int64_t top_k = layer.config().top_k();
-  FMOE_ASSIGN_OR_RETURN(
-      forward.output, Tensor::Allocate(input.tensors().hidden.dtype(), {num_tokens, layer.config().hidden}));
+  FMOE_ASSIGN_OR_RETURN(forward.output,
+                        Tensor::Allocate(inputs.hidden.dtype(), {num_tokens, layer.config().hidden}));
   FMOE_ASSIGN_OR_RETURN(forward.topk_ids, Tensor::Allocate(DType::kI32, {num_tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(forward.topk_weights, Tensor::Allocate(DType::kF32, {num_tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer.CreateWorkspace());
@@ -64,7 +77,7 @@ Result<Forward> RunLayer(const MoeLayer& layer, const InputFile& input, const Ru
                                   forward.topk_weights.mutable_view()};
   for (int64_t round = 0; round < flags.repeat; ++round) {
     const auto start = std::chrono::steady_clock::now();
-    const Status status = layer.Forward(input.tensors(), outputs, workspace, executor);
+    const Status status = layer.Forward(inputs, outputs, workspace, executor);
     if (status.code() == StatusCode::kUsage) {  // what the layer was called with stands in the file
       return Status::BadInput(status.message()).WithFile(flags.input);
     }
@@ -106,25 +119,37 @@ Json CheckToJson(const CheckReport& report) {
           {"ok", report.ok}};
 }
 
-Status Run(const RunFlags& flags, Output& output) {
+Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
   FMOE_ASSIGN_OR_RETURN(const int64_t layer_index, ResolveLayer(flags.layer, *checkpoint));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer_index));
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
+                        ThreadPool::Create(ranks.Threads(flags.threads)));
   const Executor& executor = pool->executor();
   options.shared_experts = flags.shared_experts;
-  options.max_tokens = options.plan_tokens = input.num_tokens();
+  const int64_t num_tokens = input.num_tokens();
+  options.max_tokens = options.plan_tokens = ranks.MaxSlice(num_tokens);
   options.executor = executor;
+  options.parallel = ranks.parallel();
+  options.communicator = ranks.communicator();
+  options.fingerprint = static_cast<uint64_t>(num_tokens * 1000003 + flags.repeat);
 
   const auto start = std::chrono::steady_clock::now();
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> layer,
                         MoeLayer::Load(checkpoint, layer_index, options));
   const double load_seconds = Seconds(start);
-  FMOE_ASSIGN_OR_RETURN(const Forward forward, RunLayer(*layer, input, flags, executor));
+  FMOE_ASSIGN_OR_RETURN(Forward forward,
+                        RunLayer(*layer, RowsOf(input.tensors(), ranks.Slice(num_tokens)), flags, executor));
+  for (Tensor* rows : {&forward.output, &forward.topk_ids, &forward.topk_weights}) {
+    FMOE_ASSIGN_OR_RETURN(*rows, ranks.Collect(*rows, num_tokens));
+  }
+  if (!ranks.leads()) {
+    return Status::Ok();  // rank 0 has all rows, checks and writes them
+  }
   const double seconds = Median(forward.seconds);
-  const double tokens_per_second = static_cast<double>(input.num_tokens()) / seconds;
+  const double tokens_per_second = static_cast<double>(num_tokens) / seconds;
 
   Json document = {{"checkpoint", checkpoint->directory()}, {"layer", layer_index},
                    {"family", checkpoint->family()},        {"scheme", layer->scheme().name},
@@ -148,12 +173,18 @@ Status Run(const RunFlags& flags, Output& output) {
   }
   text += fmt::format("{} tokens in {:.3f} ms on {} threads, {:.1f} tokens/s", input.num_tokens(),
                       seconds * 1e3, executor.num_threads, tokens_per_second);
-  const int64_t bytes_read = BytesRead(*layer, forward);
+  if (ranks.size() > 1) {
+    document["ranks"] = ranks.ToJson();
+    text += fmt::format(" on each of {} ranks", ranks.size());
+  }
+  const int64_t bytes_read = ranks.size() > 1 ? 0 : BytesRead(*layer, forward);
   const double read_gbps = static_cast<double>(bytes_read) / seconds / 1e9;
-  document["weight_bytes_read"] = bytes_read;
-  document["weight_read_gbps"] = read_gbps;
-  text += fmt::format("; {} of weights read at {:.1f} GB/s", Bytes(bytes_read), read_gbps);
-  if (flags.repeat > 1) {  // somebody measures
+  if (ranks.size() == 1) {  // with several, rank 0 does not know what the others read
+    document["weight_bytes_read"] = bytes_read;
+    document["weight_read_gbps"] = read_gbps;
+    text += fmt::format("; {} of weights read at {:.1f} GB/s", Bytes(bytes_read), read_gbps);
+  }
+  if (ranks.size() == 1 && flags.repeat > 1) {  // somebody measures
     const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
     document["machine_read_gbps"] = machine_gbps;
     if (machine_gbps > 0) {
@@ -178,6 +209,15 @@ Status Run(const RunFlags& flags, Output& output) {
                 : Status::Ok();
 }
 
+Status Run(const RunFlags& flags, Output& output) {
+  const Result<RankGroup> ranks = RankGroup::Open(flags.ranks);
+  const Status status = ranks.ok() ? RunOnRank(flags, *ranks, output) : ranks.status();
+  if (!status.ok() && status.code() != StatusCode::kNo) {
+    EndJob(ranks.ok() ? &*ranks : nullptr, status, output);
+  }
+  return status;
+}
+
 }  // namespace
 
 Action DefineRun(CLI::App& app) {
@@ -193,6 +233,7 @@ Action DefineRun(CLI::App& app) {
       ->required();
   AddPlan(app, flags->plan);
   AddThreads(app, flags->threads);
+  AddRanks(app, flags->ranks);
   app.add_flag("--check", flags->check, "Compare with the reference backend; exit 1 beyond the bound");
   app.add_option("--repeat", flags->repeat,
                  "Run N times, report the median; with N > 1 also the bandwidth share")

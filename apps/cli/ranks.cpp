@@ -1,0 +1,184 @@
+#include "ranks.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fmt/format.h>
+
+namespace fusedmoe::cli {
+namespace {
+
+constexpr int64_t kMostRanks = 1 << 20;
+
+std::atomic<bool> terminated{false};
+
+// The launcher says SIGTERM before it kills: time to say where this rank was waiting.
+void OnTerminate(int /*signal*/) {
+  terminated.store(true);
+}
+
+// What Open MPI tells the processes that it starts; 1 and 0 where it did not.
+int64_t FromLauncher(const char* name, int64_t otherwise) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoll(value);
+}
+
+// The module lies beside the command in a build tree, in lib beside bin where it is installed.
+std::string ModulePath() {
+  std::error_code error;
+  const std::filesystem::path command = std::filesystem::read_symlink("/proc/self/exe", error);
+  const char* const name = "libfusedmoe_mpi.so";
+  const std::filesystem::path installed = command.parent_path().parent_path() / "lib" / name;
+  return std::filesystem::exists(installed, error) ? installed.string()
+                                                   : (command.parent_path() / name).string();
+}
+
+}  // namespace
+
+void AddRanks(CLI::App& app, RankFlags& flags) {
+  const CLI::Range size(int64_t{1}, kMostRanks);
+  app.add_option("--tp", flags.sizes.tp, "Tensor-parallel size")->check(size);
+  app.add_option("--dp", flags.sizes.dp, "Data-parallel size")->check(size);
+  app.add_option("--pcp", flags.sizes.pcp, "Prefill-context-parallel size")->check(size);
+  app.add_flag("--ep", flags.sizes.enable_expert_parallel, "Split by experts instead of by columns");
+  app.add_flag("--sp", flags.sequence_parallel,
+               "Sequence-parallel experts, where the deployment allows them");
+  app.add_option("--all2all", flags.sizes.all2all, "All-to-all backend: " + AllToAllNames());
+  app.add_flag("--eplb", flags.sizes.enable_eplb, "Expert load balancing: experts may have replicas");
+  app.add_option("--redundant-experts", flags.sizes.num_redundant_experts, "Replicas, in all; needs --eplb");
+  app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
+      ->check(CLI::Range(0.1, 1e6));
+}
+
+Result<RankGroup> RankGroup::Open(const RankFlags& flags) {
+  ParallelSizes sizes = flags.sizes;
+  if (flags.sequence_parallel) {
+    sizes.sp = SequenceParallelSize(sizes);
+  }
+  RankGroup group;
+  FMOE_RETURN_IF_ERROR(MakeParallelConfig(sizes).status());
+  const int64_t wanted = sizes.tp * sizes.pcp * sizes.dp;
+  const int64_t started = FromLauncher("OMPI_COMM_WORLD_SIZE", 1);
+  if (wanted != started) {
+    return Status::Usage(fmt::format("tp {} x pcp {} x dp {} are {} ranks, this job has {}", sizes.tp,
+                                     sizes.pcp, sizes.dp, wanted, started))
+        .WithHint(fmt::format("mpirun -n {} fusedmoe run ...", wanted));
+  }
+  if (started > 1) {
+    CommunicatorOptions options;
+    options.deadline_seconds = flags.deadline_seconds;
+    options.interrupted = &terminated;
+    std::signal(SIGTERM, OnTerminate);
+    FMOE_ASSIGN_OR_RETURN(group.communicator_, MpiCommunicator(ModulePath(), options));
+    if (group.communicator_->size() != wanted) {
+      return Status::System(
+          fmt::format("MPI has {} ranks, the launcher started {}", group.communicator_->size(), started));
+    }
+    group.rank_ = group.communicator_->rank();
+  }
+  FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(sizes, group.rank_));
+  FMOE_ASSIGN_OR_RETURN(group.parallel_, MakeParallelConfig(sizes, place));
+  group.tp_ = sizes.tp;
+  group.shares_tokens_ = sizes.tp > 1 && !IsSequenceParallel(group.parallel_);
+  return group;
+}
+
+TokenSlice RankGroup::SliceOf(int64_t num_tokens, int64_t rank) const {
+  const int64_t group = rank / tp_, groups = size() / tp_;
+  TokenSlice slice;
+  slice.begin = num_tokens * group / groups;
+  slice.count = num_tokens * (group + 1) / groups - slice.begin;
+  if (tp_ > 1 && !shares_tokens_) {
+    const int64_t part = rank % tp_, whole = slice.count;
+    slice.count = whole * (part + 1) / tp_ - whole * part / tp_;
+    slice.begin += whole * part / tp_;
+  }
+  return slice;
+}
+
+int64_t RankGroup::MaxSlice(int64_t num_tokens) const {
+  int64_t most = 1;
+  for (int64_t rank = 0; rank < size(); ++rank) {
+    most = std::max(most, SliceOf(num_tokens, rank).count);
+  }
+  return most;
+}
+
+Result<Tensor> RankGroup::Collect(Tensor rows, int64_t num_tokens) const {
+  if (size() == 1) {
+    return rows;
+  }
+  const auto ranks = static_cast<size_t>(size());
+  std::vector<int64_t> send(ranks, 0), receive(ranks, 0), zeros(ranks, 0), offsets(ranks, 0);
+  const bool sends = !shares_tokens_ || rank_ % tp_ == 0;
+  send[0] = sends ? Slice(num_tokens).count : 0;
+  Tensor all = rows;
+  if (leads()) {
+    FMOE_ASSIGN_OR_RETURN(all, Tensor::Allocate(rows.dtype(), {num_tokens, rows.dim(1)}));
+    for (int64_t rank = 0; rank < size(); ++rank) {
+      const TokenSlice slice = SliceOf(num_tokens, rank);
+      receive[static_cast<size_t>(rank)] = !shares_tokens_ || rank % tp_ == 0 ? slice.count : 0;
+      offsets[static_cast<size_t>(rank)] = slice.begin;
+    }
+  }
+  RowExchange exchange;
+  exchange.operation = "collect rows";
+  exchange.row_bytes = rows.view().row_bytes();
+  exchange.send = rows.view().data();
+  exchange.receive = leads() ? all.mutable_view().data() : nullptr;
+  exchange.send_rows = send;
+  exchange.send_offsets = zeros;
+  exchange.receive_rows = receive;
+  exchange.receive_offsets = offsets;
+  FMOE_RETURN_IF_ERROR(communicator_->Exchange(exchange));
+  return all;
+}
+
+int RankGroup::Threads(int asked) const {
+  const int64_t beside = FromLauncher("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
+  if (asked > 0 || size() == 1 || beside <= 1) {
+    return asked;
+  }
+  const auto cores = static_cast<int64_t>(std::thread::hardware_concurrency());
+  return static_cast<int>(std::max<int64_t>(1, cores / beside));
+}
+
+Json RankGroup::ToJson() const {
+  return {{"size", size()},
+          {"tp_size", parallel_.tp_size},
+          {"pcp_size", parallel_.pcp_size},
+          {"dp_size", parallel_.dp_size},
+          {"ep_size", parallel_.ep_size},
+          {"sp_size", parallel_.sp_size},
+          {"use_ep", parallel_.use_ep},
+          {"all2all", parallel_.all2all},
+          {"redundant_experts", parallel_.num_redundant_experts},
+          {"bytes_sent", communicator_ == nullptr ? 0 : communicator_->bytes_sent()}};
+}
+
+void EndJob(const RankGroup* group, const Status& status, const Output& output) {
+  if (FromLauncher("OMPI_COMM_WORLD_SIZE", 1) <= 1) {
+    return;
+  }
+  // All ranks often fail alike: the first to speak ends the job before the next one does.
+  const int64_t rank = std::min<int64_t>(FromLauncher("OMPI_COMM_WORLD_RANK", 0), 10);
+  std::this_thread::sleep_for(std::chrono::milliseconds(200) * rank);
+  output.Failure(status);
+  std::fflush(nullptr);
+  const int exit_code = static_cast<int>(status.code());
+  if (group != nullptr && group->communicator() != nullptr) {
+    group->communicator()->Abort(exit_code);
+  }
+  std::_Exit(exit_code);
+}
+
+}  // namespace fusedmoe::cli
