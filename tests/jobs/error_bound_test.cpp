@@ -53,6 +53,18 @@ TEST(ErrorBound, WeightOnly_HasNoRequantization) {
   EXPECT_EQ(BoundOf(plan, SchemeOf("nvfp4_w4a4"), DType::kBF16, 128, 64).requantization, 0);
 }
 
+TEST(ErrorBound, SlicesOfRows_CostARoundingOnlyWhereScalesSpanRows) {
+  const auto extra = [](const char* scheme) {
+    const Plan plan = PlanWith("F32");
+    return BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, true).value() -
+           BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, false).value();
+  };
+  EXPECT_GT(extra("fp8_w8a8:channel"), 0.1);
+  EXPECT_EQ(extra("fp8_w8a8:block128"), 0);
+  EXPECT_EQ(extra("nvfp4_w4a4"), 0);
+  EXPECT_EQ(extra("int4_w4a16"), 0);
+}
+
 TEST(ErrorBound, A8_AllowsWhatInt8ActivationsCost) {
   Plan plan = PlanWith("F32");
   plan.activation = ActivationMode::kA8;

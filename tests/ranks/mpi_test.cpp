@@ -1,22 +1,14 @@
-#include <dirent.h>
-#include <fcntl.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <chrono>
-#include <cstdlib>
-#include <fstream>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
-extern char** environ;
+#include "ranks/mpirun.hpp"
 
 namespace fusedmoe {
 namespace {
+
+using test::Job;
 
 #ifdef FMOE_ALL_RANK_TESTS
 constexpr bool kAll = true;
@@ -24,99 +16,24 @@ constexpr bool kAll = true;
 constexpr bool kAll = false;
 #endif
 
-struct Finished {
-  int exit_code = -1;
-  double seconds = 0;
-  std::string text;  // stdout and stderr
-};
-
-std::string Read(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  text << file.rdbuf();
-  return text.str();
-}
-
-/// Processes whose command line holds `word`, this one excepted.
-int64_t ProcessesWith(const std::string& word) {
-  int64_t count = 0;
-  DIR* directory = opendir("/proc");
-  while (const dirent* entry = readdir(directory)) {
-    const int64_t pid = std::atoll(entry->d_name);
-    if (pid > 0 && pid != getpid() &&
-        Read(std::string("/proc/") + entry->d_name + "/cmdline").find(word) != std::string::npos) {
-      ++count;
-    }
-  }
-  closedir(directory);
-  return count;
-}
-
-class MpiRanks : public testing::Test {
+class MpiRanks : public test::MpiTest {
  protected:
-  void SetUp() override {
-    if (std::string(FMOE_RANKS_DRIVER).empty() || std::system("mpirun --version >/dev/null 2>&1") != 0) {
-      GTEST_SKIP() << "needs Open MPI: apt-get install openmpi-bin libopenmpi-dev";
-    }
-    // Tests run as root in containers; whoever runs mpirun otherwise is asked by mpirun itself.
-    setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
-    setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
-  }
-
-  /// mpirun -n `ranks` of the driver. `mark_` names the processes of this run.
-  Finished Run(int64_t ranks, std::vector<std::string> arguments) {
-    mark_ = "mark-" + std::to_string(getpid()) + "-" + std::to_string(++runs_);
-    std::vector<std::string> words = {"mpirun",    "-n",   std::to_string(ranks), "--oversubscribe",
-                                      "--bind-to", "none", FMOE_RANKS_DRIVER,     FMOE_MPI_PLUGIN};
-    words.insert(words.end(), arguments.begin(), arguments.end());
-    words.push_back(mark_);
-    std::vector<char*> argv;
-    for (std::string& word : words) {
-      argv.push_back(word.data());
-    }
-    argv.push_back(nullptr);
-    const std::string out = testing::TempDir() + "/" + mark_;
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
-    posix_spawn_file_actions_addopen(&actions, 1, out.c_str(), O_WRONLY | O_CREAT | O_APPEND, 0600);
-    posix_spawn_file_actions_adddup2(&actions, 1, 2);
-    const auto start = std::chrono::steady_clock::now();
-    pid_t pid = 0;
-    Finished finished;
-    const int failure = posix_spawnp(&pid, "mpirun", &actions, nullptr, argv.data(), environ);
-    posix_spawn_file_actions_destroy(&actions);
-    int wait_status = 0;
-    if (failure == 0 && waitpid(pid, &wait_status, 0) == pid) {
-      finished.exit_code = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
-    }
-    finished.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    finished.text = Read(out);
-    unlink(out.c_str());
-    return finished;
+  static Job RunDriver(int64_t ranks, const std::vector<std::string>& arguments) {
+    std::vector<std::string> command = {FMOE_RANKS_DRIVER, FMOE_MPI_PLUGIN};
+    command.insert(command.end(), arguments.begin(), arguments.end());
+    return Run(ranks, command);
   }
 
   /// Runs a fault and checks how the job ends.
   void ExpectCleanEnd(const std::string& fault, const std::vector<std::string>& words) {
     constexpr double kDeadline = 2, kStart = 3;
-    const Finished finished = Run(3, {"fault", fault, std::to_string(kDeadline)});
-    EXPECT_NE(finished.exit_code, 0) << finished.text;
-    EXPECT_LT(finished.seconds, kStart + kDeadline + 5) << finished.text;
-    bool said = false;
-    std::istringstream lines(finished.text);
-    for (std::string line; std::getline(lines, line);) {
-      bool all = true;
-      for (const std::string& word : words) {
-        all = all && line.find(word) != std::string::npos;
-      }
-      said = said || all;
-    }
-    EXPECT_TRUE(said) << fault << ": no line says what happened:\n" << finished.text;
-    EXPECT_EQ(ProcessesWith(mark_), 0) << fault;
+    const std::string mark = Mark();
+    const Job job = RunDriver(3, {"fault", fault, std::to_string(kDeadline), mark});
+    EXPECT_NE(job.exit_code, 0) << job.text;
+    EXPECT_LT(job.seconds, kStart + kDeadline + 5) << job.text;
+    EXPECT_TRUE(job.Says(words)) << fault << ": no line says what happened:\n" << job.text;
+    EXPECT_EQ(ProcessesWith(mark), 0) << fault;
   }
-
-  std::string mark_;
-  int64_t runs_ = 0;
 };
 
 class MpiCells : public MpiRanks, public testing::WithParamInterface<int64_t> {};
@@ -125,16 +42,16 @@ TEST_P(MpiCells, EqualOneRank) {
   const int64_t ranks = GetParam();
   // One launch runs all its cells. The sample steps through the matrix by a number that shares no factor with
   // its inner loops.
-  const Finished finished = Run(ranks, {"cells", kAll ? "0" : std::to_string(ranks), kAll ? "1" : "53"});
-  EXPECT_EQ(finished.exit_code, 0) << finished.text;
-  EXPECT_NE(finished.text.find(" cells, 0 wrong"), std::string::npos) << finished.text;
+  const Job job = RunDriver(ranks, {"cells", kAll ? "0" : std::to_string(ranks), kAll ? "1" : "53"});
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  EXPECT_NE(job.text.find(" cells, 0 wrong"), std::string::npos) << job.text;
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, MpiCells, testing::Values(1, 2, 4, 8));
 
 TEST_F(MpiRanks, ManyStepsOfRandomSizes_NoMismatchAndFlatMemory) {
-  const Finished finished = Run(2, {"steps", kAll ? "10000" : "200", "-"});
-  EXPECT_EQ(finished.exit_code, 0) << finished.text;
+  const Job job = RunDriver(2, {"steps", kAll ? "10000" : "200", "-"});
+  EXPECT_EQ(job.exit_code, 0) << job.text;
 }
 
 TEST_F(MpiRanks, KilledRank_EndsJob) {

@@ -24,17 +24,18 @@ struct ErrorBound {
   double accumulation = 0;     ///< fp32 sums over hidden and intermediate
   double requantization =
       0;  ///< values that fall on the other side of a rounding threshold of the second GEMM's input
-  double activation_rounding =
-      0;              ///< int8 activations that the scheme does not ask for (a8): both GEMMs' inputs
-  double factor = 4;  ///< from the expected error to the bound
+  double activation_rounding = 0;  ///< int8 activations that the scheme does not ask for (a8), or scales of
+                                   ///< whole rows taken over slices
+  double factor = 4;               ///< from the expected error to the bound
   /// factor * sqrt(sum of squares).
   double value() const;
 };
 
 /// The bound for a backend that runs by `plan` against the reference, which computes in fp32 and better and
-/// returns F32. `output` is the dtype of the result that is compared.
-ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden,
-                   int64_t intermediate);
+/// returns F32. `output` is the dtype of the result that is compared. `sliced`: tensor parallelism splits the
+/// values between the GEMMs.
+ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
+                   bool sliced = false);
 
 struct CheckOptions {
   int64_t max_tokens =

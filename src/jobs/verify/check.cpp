@@ -50,7 +50,8 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
       SampleTokens(hidden.dim(0), ScaleSpansBatch(layer.scheme()) ? hidden.dim(0) : options.max_tokens);
   report.tokens = static_cast<int64_t>(tokens.size());
   report.against = "REFERENCE";
-  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate);
+  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate,
+                         config.parallel.tp_size > 1);
   LayerOptions reference_options;
   reference_options.backend = report.against;
   // The reference follows the rule of the backend that it judges; a8 is judged by what it costs.

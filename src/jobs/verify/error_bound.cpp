@@ -48,8 +48,8 @@ double ErrorBound::value() const {
   return factor * std::sqrt(sum);
 }
 
-ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden,
-                   int64_t intermediate) {
+ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
+                   bool sliced) {
   ErrorBound bound;
   bound.output_rounding = RoundingOf(output);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -80,6 +80,11 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
   const double delta = std::max(mid, gemm1);
   bound.requantization = std::sqrt(delta * StepOf(*scheme.activation.element));
+  if (sliced && !scheme.activation.static_tensor_scale && scheme.activation.group.col < 0) {
+    // A rank takes the scale of a row (or of all rows) over its slice of the columns: other codes than those
+    // of the whole row, each wrong by a rounding of its own.
+    bound.activation_rounding = std::sqrt(2.0) * StepOf(*scheme.activation.element) / std::sqrt(12.0);
+  }
   return bound;
 }
 

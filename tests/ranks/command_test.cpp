@@ -1,0 +1,131 @@
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "ranks/mpirun.hpp"
+
+#ifdef FMOE_CLI
+namespace fusedmoe {
+namespace {
+
+using test::Job;
+
+std::string Bytes(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+/// `fusedmoe run` as users start it.
+class RunOnRanks : public test::MpiTest {
+ protected:
+  void SetUp() override {
+    MpiTest::SetUp();
+    directory_ = testing::TempDir() + "/" + Mark();
+  }
+  void TearDown() override {
+    std::error_code ignored;
+    std::filesystem::remove_all(directory_, ignored);
+  }
+
+  void Sample(const std::string& scheme, const std::string& name = "checkpoint",
+              const std::string& hidden = "128") {
+    const Job job = Run(1, {FMOE_CLI, "sample", "--family", "qwen3_moe", "--scheme", scheme, "--output",
+                            directory_ + "/" + name, "--hidden", hidden, "--intermediate", "128", "--experts",
+                            "10", "--top-k", "3", "--tokens", "7"});
+    ASSERT_EQ(job.exit_code, 0) << job.text;
+  }
+  std::vector<std::string> Command(const std::string& name, const std::vector<std::string>& more) const {
+    std::vector<std::string> command = {FMOE_CLI,
+                                        "run",
+                                        directory_ + "/" + name,
+                                        "--layer",
+                                        "0",
+                                        "--input",
+                                        directory_ + "/checkpoint/io/input.safetensors",
+                                        "--output",
+                                        Output()};
+    command.insert(command.end(), more.begin(), more.end());
+    return command;
+  }
+  std::string Output() const { return directory_ + "/out.safetensors"; }
+
+  std::string directory_;
+};
+
+TEST_F(RunOnRanks, RankInvariant_WritesTheFileOfOneRank) {
+  Sample("nvfp4_w4a4");
+  const std::vector<std::string> invariant = {"--determinism", "rank_invariant"};
+  const Job alone = Run(1, Command("checkpoint", invariant));
+  ASSERT_EQ(alone.exit_code, 0) << alone.text;
+  const std::string expected = Bytes(Output());
+  ASSERT_FALSE(expected.empty());
+  for (const std::vector<std::string>& deployment : std::vector<std::vector<std::string>>{
+           {"--dp", "2", "--ep"},
+           {"--tp", "2", "--ep"},
+           {"--dp", "2", "--ep", "--all2all", "deepep_high_throughput"},
+           {"--dp", "2", "--ep", "--all2all", "deepep_low_latency", "--eplb", "--redundant-experts", "2"}}) {
+    std::filesystem::remove(Output());
+    std::vector<std::string> more = invariant;
+    more.insert(more.end(), deployment.begin(), deployment.end());
+    const Job job = Run(2, Command("checkpoint", more));
+    EXPECT_EQ(job.exit_code, 0) << job.text;
+    EXPECT_EQ(Bytes(Output()), expected) << deployment.front();
+  }
+}
+
+TEST_F(RunOnRanks, Check_PassesOnTensorAndDataParallelRanks) {
+  Sample("fp8_w8a8");
+  const Job job = Run(4, Command("checkpoint", {"--tp", "2", "--dp", "2", "--check"}));
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  EXPECT_TRUE(job.Says({"check:", ": ok"})) << job.text;
+}
+
+TEST_F(RunOnRanks, WrongNumberOfRanks_IsAUsageError) {
+  Sample("unquantized");
+  const Job job = Run(2, Command("checkpoint", {"--dp", "4", "--ep"}));
+  EXPECT_EQ(job.exit_code, 2) << job.text;
+  EXPECT_TRUE(job.Says({"are 4 ranks, this job has 2", "mpirun -n 4"})) << job.text;
+}
+
+TEST_F(RunOnRanks, OtherCheckpointOnOneRank_EndsTheJobBeforeItRuns) {
+  Sample("unquantized");
+  Sample("int4_w4a16", "other");
+  const std::vector<std::string> more = {"--dp", "2", "--ep", "--deadline", "10"};
+  std::vector<std::string> arguments = {"-n", "1"};
+  for (const std::string& word : Command("checkpoint", more)) {
+    arguments.push_back(word);
+  }
+  arguments.insert(arguments.end(), {":", "-n", "1"});
+  for (const std::string& word : Command("other", more)) {
+    arguments.push_back(word);
+  }
+  const Job job = Launch(arguments);
+  EXPECT_EQ(job.exit_code, 5) << job.text;
+  EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
+  EXPECT_FALSE(std::filesystem::exists(Output()));
+}
+
+TEST_F(RunOnRanks, MissingInputOnOneRank_EndsTheJobWithItsExitCode) {
+  Sample("unquantized");
+  const std::vector<std::string> good = Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "10"});
+  std::vector<std::string> bad = good;
+  bad[6] = directory_ + "/absent.safetensors";
+  std::vector<std::string> arguments = {"-n", "1"};
+  arguments.insert(arguments.end(), good.begin(), good.end());
+  arguments.insert(arguments.end(), {":", "-n", "1"});
+  arguments.insert(arguments.end(), bad.begin(), bad.end());
+  const Job job = Launch(arguments);
+  EXPECT_EQ(job.exit_code, 3) << job.text;
+  EXPECT_TRUE(job.Says({"absent.safetensors"})) << job.text;
+}
+
+}  // namespace
+}  // namespace fusedmoe
+#endif
