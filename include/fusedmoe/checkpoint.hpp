@@ -15,6 +15,10 @@
 
 namespace fusedmoe {
 
+namespace checkpoint {
+struct Access;
+}
+
 enum class IoMode : uint8_t { kAuto, kMmap, kPread };
 
 struct CheckpointOptions {
@@ -104,6 +108,7 @@ class Checkpoint {
                                                            const ParallelConfig& parallel = {}) const;
 
  private:
+  friend struct checkpoint::Access;
   struct Impl;
   explicit Checkpoint(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/access.hpp"
 #include "checkpoint/expert_loader.hpp"
 #include "checkpoint/families.hpp"
 #include "checkpoint/layer_spec.hpp"
@@ -126,6 +127,17 @@ Result<std::shared_ptr<const LayerContext>> Checkpoint::Impl::Context(int64_t la
   FMOE_ASSIGN_OR_RETURN(context->spec, checkpoint::ResolveLayer(*store, config, *family, prefix->second,
                                                                 layer, options.expert_layout));
   return std::shared_ptr<const LayerContext>(std::move(context));
+}
+
+Result<std::shared_ptr<const LayerContext>> checkpoint::Access::Context(const Checkpoint& checkpoint,
+                                                                        int64_t layer) {
+  return checkpoint.impl_->Context(layer);
+}
+const checkpoint::TensorStore& checkpoint::Access::Store(const Checkpoint& checkpoint) {
+  return *checkpoint.impl_->store;
+}
+const checkpoint::ModelConfig& checkpoint::Access::Config(const Checkpoint& checkpoint) {
+  return checkpoint.impl_->config;
 }
 
 Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {

@@ -9,15 +9,6 @@
 #include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {
-namespace {
-
-enum class Projection : uint8_t { kGate, kUp, kDown };
-
-// Where one projection of one routed expert is, and its size.
-struct Located {
-  MatrixPlace place;
-  int64_t rows = 0, cols = 0;
-};
 
 Located Locate(const LayerContext& context, int64_t expert, Projection projection) {
   const LayerSpec& spec = context.spec;
@@ -52,6 +43,8 @@ std::vector<Projection> Projections(const LayerContext& context) {
     return {Projection::kGate, Projection::kUp, Projection::kDown};
   return {Projection::kUp, Projection::kDown};
 }
+
+namespace {
 
 Result<LinearFormat> RoutedFormat(const LayerContext& context, int64_t expert, Projection projection) {
   const Located located = Locate(context, expert, projection);

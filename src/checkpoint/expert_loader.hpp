@@ -11,6 +11,7 @@
 #include <fusedmoe/weights.hpp>
 
 #include "checkpoint/layer_spec.hpp"
+#include "checkpoint/matrix_reader.hpp"
 
 namespace fusedmoe::checkpoint {
 
@@ -20,6 +21,17 @@ struct LayerContext {
   std::shared_ptr<const QuantRules> rules;
   LayerSpec spec;
 };
+
+enum class Projection : uint8_t { kGate, kUp, kDown };
+
+/// Where one projection of one routed expert is, and its size.
+struct Located {
+  MatrixPlace place;
+  int64_t rows = 0, cols = 0;
+};
+Located Locate(const LayerContext& context, int64_t expert, Projection projection);
+/// Gate (where the activation is gated), up, down.
+std::vector<Projection> Projections(const LayerContext& context);
 
 /// The scheme of the routed experts. kUnsupported when gate, up and down differ.
 Result<Scheme> RoutedScheme(const LayerContext& context);

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include <fusedmoe/checkpoint.hpp>
+
+#include "checkpoint/expert_loader.hpp"
+#include "checkpoint/model_config.hpp"
+#include "checkpoint/tensor_store.hpp"
+
+namespace fusedmoe::checkpoint {
+
+/// The inside of an opened checkpoint, for jobs that judge or rewrite one: which tensor is which.
+struct Access {
+  static Result<std::shared_ptr<const LayerContext>> Context(const Checkpoint& checkpoint, int64_t layer);
+  static const TensorStore& Store(const Checkpoint& checkpoint);
+  static const ModelConfig& Config(const Checkpoint& checkpoint);
+};
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,195 @@
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <set>
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include <fusedmoe/jobs/lint.hpp>
+
+#include "cli/checkpoint_fixture.hpp"
+#include "cli/process.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+const std::string kExpert = "model.layers.0.mlp.experts.3.";
+
+ProcessResult RunLint(const SampleCheckpoint& checkpoint) {
+  return RunCommand({"lint", checkpoint.path(), "--json"});
+}
+
+// The findings of one code.
+std::vector<nlohmann::json> Of(const nlohmann::json& report, const std::string& code) {
+  std::vector<nlohmann::json> found;
+  for (const auto& finding : report.at("findings")) {
+    if (finding.at("code") == code) {
+      found.push_back(finding);
+    }
+  }
+  return found;
+}
+
+void Change(const SampleCheckpoint& checkpoint, const std::string& name,
+            const std::function<void(Tensor&)>& change) {
+  checkpoint.Rewrite("model.safetensors", [&](std::vector<NamedTensor>& tensors) {
+    bool found = false;
+    for (NamedTensor& tensor : tensors) {
+      if (tensor.name != name) {
+        continue;
+      }
+      found = true;
+      Tensor copy = *Tensor::Allocate(tensor.tensor.dtype(), tensor.tensor.shape());
+      std::memcpy(copy.mutable_view().data(), tensor.tensor.view().data(),
+                  static_cast<size_t>(copy.view().total_bytes()));
+      change(copy);
+      tensor.tensor = copy;
+    }
+    ASSERT_TRUE(found) << name;
+  });
+}
+
+void SetFloat(Tensor& tensor, float value) {
+  *tensor.mutable_view().as<float>() = value;
+}
+
+struct Damage {
+  std::string name, code, severity;
+  std::string tensor;  // ends so
+  std::function<void(const SampleCheckpoint&)> make;
+};
+
+void Drop(const SampleCheckpoint& checkpoint, const std::string& ending) {
+  checkpoint.Rewrite("model.safetensors", [&](std::vector<NamedTensor>& tensors) {
+    std::erase_if(tensors, [&](const NamedTensor& tensor) { return tensor.name.ends_with(ending); });
+  });
+}
+
+std::vector<Damage> Damages() {
+  const std::string up = kExpert + "up_proj";
+  const auto scale = [](const std::string& suffix, float value) {
+    return [suffix, value](const SampleCheckpoint& checkpoint) {
+      Change(checkpoint, kExpert + suffix, [value](Tensor& tensor) { SetFloat(tensor, value); });
+    };
+  };
+  const auto fill = [](const std::string& suffix, int byte) {
+    return [suffix, byte](const SampleCheckpoint& checkpoint) {
+      Change(checkpoint, kExpert + suffix, [byte](Tensor& tensor) {
+        std::memset(tensor.mutable_view().data(), byte, static_cast<size_t>(tensor.view().total_bytes()));
+      });
+    };
+  };
+  return {
+      {"NanTensorScale", "scale_invalid", "error", "up_proj.weight_scale_2",
+       scale("up_proj.weight_scale_2", std::numeric_limits<float>::quiet_NaN())},
+      {"ZeroTensorScale", "scale_invalid", "error", "up_proj.weight_scale_2",
+       scale("up_proj.weight_scale_2", 0.0F)},
+      {"NegativeInputScale", "scale_invalid", "error", "down_proj.input_scale",
+       scale("down_proj.input_scale", -1.0F)},
+      {"NanBlockScale", "scale_invalid", "error", "up_proj.weight_scale", fill("up_proj.weight_scale", 0x7f)},
+      {"NegativeBlockScale", "scale_invalid", "error", "up_proj.weight_scale",
+       fill("up_proj.weight_scale", 0xb8)},
+      {"MissingInputScale", "input_scale_missing", "error", "3.up_proj.input_scale",
+       [](const SampleCheckpoint& checkpoint) { Drop(checkpoint, "3.up_proj.input_scale"); }},
+      {"MissingWeight", "tensor_refused", "error", "3.down_proj.weight",
+       [](const SampleCheckpoint& checkpoint) { Drop(checkpoint, "3.down_proj.weight"); }},
+      {"MissingRouter", "layer_refused", "error", "gate.weight",
+       [](const SampleCheckpoint& checkpoint) { Drop(checkpoint, "mlp.gate.weight"); }},
+      {"OtherTensorScale", "gate_up_scale_mismatch", "warning", "3.gate_proj",
+       scale("up_proj.weight_scale_2", 0.25F)},
+      {"OtherInputScale", "gate_up_input_scale_mismatch", "warning", "3.gate_proj",
+       scale("up_proj.input_scale", 0.25F)},
+      {"FarInputScale", "expert_uncalibrated", "warning", "3.down_proj",
+       scale("down_proj.input_scale", 1e-9F)},
+      {"Saturated", "blocks_saturated", "warning", "3.up_proj", fill("up_proj.weight_scale", 0x7e)},
+      {"Zeros", "weights_zero", "warning", "3.up_proj", fill("up_proj.weight", 0)},
+      {"SmallCodes", "code_order", "warning", "3.up_proj", fill("up_proj.weight", 0x11)},
+      {"Leftover", "unused_tensor", "warning", "3.up_proj.k_scale",
+       [](const SampleCheckpoint& checkpoint) {
+         checkpoint.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+           tensors.push_back({kExpert + "up_proj.k_scale", *Tensor::Allocate(DType::kF32, {})});
+         });
+       }},
+  };
+}
+
+class LintDamage : public testing::TestWithParam<Damage> {};
+INSTANTIATE_TEST_SUITE_P(All, LintDamage, testing::ValuesIn(Damages()),
+                         [](const auto& entry) { return entry.param.name; });
+
+TEST_P(LintDamage, IsFoundWithItsCodeAndTensor) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  ASSERT_TRUE(Of(RunLint(checkpoint).Json(), GetParam().code).empty() ||
+              GetParam().code == "gate_up_scale_mismatch");
+  GetParam().make(checkpoint);
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, GetParam().severity == "error" ? 1 : 0) << result.out << result.err;
+  bool named = false;
+  for (const auto& finding : Of(result.Json(), GetParam().code)) {
+    EXPECT_EQ(finding.at("severity"), GetParam().severity);
+    EXPECT_FALSE(finding.at("message").get<std::string>().empty());
+    named |= finding.at("tensor").get<std::string>().ends_with(GetParam().tensor);
+  }
+  EXPECT_TRUE(named) << result.out;
+}
+
+TEST(Lint, WhatIsAnError_IsWhatRunRefuses) {
+  for (const Damage& damage : Damages()) {
+    const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+    damage.make(checkpoint);
+    EXPECT_EQ(checkpoint.Run().exit_code != 0, damage.severity == "error") << damage.name;
+  }
+}
+
+TEST(Lint, NanWeights_AreAnError) {
+  const SampleCheckpoint checkpoint("mixtral", "unquantized");
+  EXPECT_EQ(RunLint(checkpoint).exit_code, 0);
+  Change(checkpoint, "model.layers.0.block_sparse_moe.experts.1.w2.weight",
+         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+}
+
+TEST(Lint, SizesThatDoNotSplit_AreAWarning) {
+  const SampleCheckpoint whole("qwen3_moe", "nvfp4_w4a16");
+  EXPECT_TRUE(Of(RunLint(whole).Json(), "tp_shard").empty()) << "128 columns in groups of 16 over 8 ranks";
+  const TemporaryDirectory directory;
+  const std::string odd = directory / "odd";
+  ASSERT_EQ(RunCommand({"sample", "--family", "qwen3_moe", "--scheme", "nvfp4_w4a16", "--output", odd,
+                        "--hidden", "128", "--intermediate", "96", "--experts", "2", "--top-k", "1"})
+                .exit_code,
+            0);
+  EXPECT_EQ(Of(RunCommand({"lint", odd, "--json"}).Json(), "tp_shard").size(), 1U);
+}
+
+TEST(Lint, FusedRowsInTheWrongOrder_AreSuspected) {
+  // gpt-oss keeps gate and up in alternating columns. With up twenty times as large, the right reading has no
+  // pattern within either, and reading halves has.
+  const SampleCheckpoint checkpoint("gpt_oss", "unquantized");
+  Change(checkpoint, "model.layers.0.mlp.experts.gate_up_proj", [](Tensor& tensor) {
+    auto* values = tensor.mutable_view().as<uint16_t>();
+    for (int64_t index = 1; index < tensor.view().count(); index += 2) {
+      values[index] = static_cast<uint16_t>(values[index] + (4U << 7));  // times 16
+    }
+  });
+  EXPECT_TRUE(Of(RunLint(checkpoint).Json(), "interleaving").empty());
+  const ProcessResult wrong =
+      RunCommand({"lint", checkpoint.path(), "--json", "--expert-layout", "in_out,chunked"});
+  EXPECT_FALSE(Of(wrong.Json(), "interleaving").empty()) << wrong.out;
+}
+
+TEST(Lint, Codes_AreListedOnceEach) {
+  const ProcessResult result = RunCommand({"lint", "--codes", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  std::set<std::string> codes;
+  const nlohmann::json json = result.Json();
+  for (const auto& row : json.at("codes")) {
+    EXPECT_TRUE(codes.insert(row.at("code").get<std::string>()).second) << row;
+  }
+  EXPECT_EQ(codes.size(), LintTable().size());
+}
+
+}  // namespace
+}  // namespace fusedmoe::test
