@@ -81,14 +81,14 @@ std::vector<Damage> Damages() {
     };
   };
   return {
-      {"NanTensorScale", "scale_invalid", "error", "up_proj.weight_scale_2",
+      {"NanTensorScale", "invalid_scale", "error", "up_proj.weight_scale_2",
        scale("up_proj.weight_scale_2", std::numeric_limits<float>::quiet_NaN())},
-      {"ZeroTensorScale", "scale_invalid", "error", "up_proj.weight_scale_2",
+      {"ZeroTensorScale", "invalid_scale", "error", "up_proj.weight_scale_2",
        scale("up_proj.weight_scale_2", 0.0F)},
-      {"NegativeInputScale", "scale_invalid", "error", "down_proj.input_scale",
+      {"NegativeInputScale", "invalid_scale", "error", "down_proj.input_scale",
        scale("down_proj.input_scale", -1.0F)},
-      {"NanBlockScale", "scale_invalid", "error", "up_proj.weight_scale", fill("up_proj.weight_scale", 0x7f)},
-      {"NegativeBlockScale", "scale_invalid", "error", "up_proj.weight_scale",
+      {"NanBlockScale", "invalid_scale", "error", "up_proj.weight_scale", fill("up_proj.weight_scale", 0x7f)},
+      {"NegativeBlockScale", "invalid_scale", "error", "up_proj.weight_scale",
        fill("up_proj.weight_scale", 0xb8)},
       {"MissingInputScale", "input_scale_missing", "error", "3.up_proj.input_scale",
        [](const SampleCheckpoint& checkpoint) { Drop(checkpoint, "3.up_proj.input_scale"); }},

@@ -18,7 +18,7 @@
     "the layer cannot be described: configuration, metadata and tensors contradict each other; run refuses") \
   X(kTensorRefused, "tensor_refused", kError,                                                                \
     "a tensor is missing, malformed or of the wrong shape or type; run refuses")                             \
-  X(kScaleInvalid, "scale_invalid", kError,                                                                  \
+  X(kScaleInvalid, "invalid_scale", kError,                                                                  \
     "a scale is NaN, infinite, negative or, above block scales, zero; run refuses; quantize again")          \
   X(kInputScaleMissing, "input_scale_missing", kError,                                                       \
     "the scheme quantizes activations by a stored scale that is not there; calibrate, or declare it "        \

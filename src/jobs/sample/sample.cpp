@@ -16,23 +16,24 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "checkpoint/storage.hpp"
 #include "core/checked_math.hpp"
 #include "jobs/sample/families.hpp"
 #include "jobs/sample/random.hpp"
-#include "jobs/sample/storage.hpp"
 #include "numerics/rows.hpp"
 #include "platform/file.hpp"
-#include "quant/weight_quantizer.hpp"
+#include "weights/quantize.hpp"
 
 namespace fusedmoe {
 namespace {
 
 using Json = nlohmann::ordered_json;
+using checkpoint::StorageOptions;
+using checkpoint::StorageRow;
 using sample::ExpertForm;
 using sample::FamilyRow;
 using sample::NormalStream;
 using sample::Sizes;
-using sample::StorageRow;
 
 // A size that no model has, and whose products with the others stay far from overflow.
 constexpr int64_t kLargestSize = int64_t{1} << 20;
@@ -184,8 +185,8 @@ class Plan {
         unit.specs.push_back(
             {projection.name + ".weight", options_.dtype, {projection.rows, projection.cols}});
       } else {
-        for (TensorSpec& spec :
-             sample::SpecsOf(*storage_, scheme_, projection.name, projection.rows, projection.cols)) {
+        for (TensorSpec& spec : checkpoint::SpecsOf(*storage_, scheme_, StorageOptions{}, projection.name,
+                                                    projection.rows, projection.cols)) {
           unit.specs.push_back(std::move(spec));
         }
       }
@@ -221,12 +222,13 @@ class Plan {
     WeightQuantizerOptions quantizer;
     quantizer.recipe = storage_->producer == "compressed-tensors" ? WeightRecipe::kCompressedTensors
                                                                   : WeightRecipe::kModelOpt;
-    auto matrix = QuantizeWeights(weights.view(), scheme_.weight, quantizer);
+    auto matrix = QuantizeMatrix(weights.view(), scheme_.weight, quantizer);
     if (!matrix.ok()) {
       return std::move(matrix).status().WithTensor(name);
     }
+    matrix->input_tensor_scale = input_amax / InputRange();
     FMOE_ASSIGN_OR_RETURN(std::vector<NamedTensor> tensors,
-                          sample::Store(*storage_, *matrix, input_amax / InputRange(), name));
+                          checkpoint::Store(*storage_, *matrix, StorageOptions{}, name));
     std::move(tensors.begin(), tensors.end(), std::back_inserter(out));
     return Status::Ok();
   }
@@ -428,7 +430,8 @@ Json ConfigOf(const SampleOptions& options, const FamilyRow& family, const Sizes
                {"vocab_size", 32}};
   json.update(Json::parse(family.config(sizes)));
   if (storage != nullptr) {
-    json["quantization_config"] = Json::parse(storage->config(scheme, Unquantized(family, sizes.num_layers)));
+    json["quantization_config"] =
+        Json::parse(storage->config(scheme, {.ignored = Unquantized(family, sizes.num_layers)}));
   }
   return json;
 }
@@ -477,10 +480,10 @@ Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& fami
     return nullptr;
   }
   const StorageRow* row =
-      sample::FindStorage(scheme, family.compressed_tensors ? "compressed-tensors" : "modelopt");
+      checkpoint::FindStorage(scheme, family.compressed_tensors ? "compressed-tensors" : "modelopt");
   if (row == nullptr) {
     return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}",
-                                           scheme.name, sample::StorableSchemes()));
+                                           scheme.name, checkpoint::StorableSchemes()));
   }
   return row;
 }
@@ -510,9 +513,9 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   FMOE_RETURN_IF_ERROR(
       directory.WriteJson("config.json", ConfigOf(options, *family, sizes, scheme, storage)));
   if (storage != nullptr && storage->side_file != nullptr) {
-    FMOE_RETURN_IF_ERROR(
-        directory.WriteJson("hf_quant_config.json",
-                            Json::parse(storage->side_file(scheme, Unquantized(*family, sizes.num_layers)))));
+    FMOE_RETURN_IF_ERROR(directory.WriteJson(
+        "hf_quant_config.json",
+        Json::parse(storage->side_file(scheme, {.ignored = Unquantized(*family, sizes.num_layers)}))));
   }
   SampleReport report;
   FMOE_ASSIGN_OR_RETURN(report.bytes, WriteWeights(directory, units, options));
