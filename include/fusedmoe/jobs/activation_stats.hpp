@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+/// What calibration saw of the inputs of each expert's projections: largest magnitudes, and how many tokens
+/// they come from. Vectors have an entry for each expert.
+struct LayerActivationStats {
+  std::vector<float> gate_up_amax;  ///< input of gate and up; 0 where no token came
+  std::vector<float> down_amax;     ///< input of down
+  std::vector<int64_t> tokens;
+};
+
+/// Statistics of some layers, by number.
+struct ActivationStats {
+  std::map<int64_t, LayerActivationStats> layers;
+  /// Takes the larger amax and adds the counts of another calibration. kUsage when the experts differ in
+  /// number.
+  Status Merge(const ActivationStats& other);
+};
+
+/// A safetensors file with layers.N.gate_up_amax and layers.N.down_amax (F32 [E]) and layers.N.tokens
+/// (I64 [E]). Reading refuses (kBadInput) values that are negative or not finite, and layers that are not
+/// whole.
+Result<ActivationStats> ReadActivationStats(const std::string& path);
+Status WriteActivationStats(const std::string& path, const ActivationStats& stats);
+
+}  // namespace fusedmoe

@@ -1,0 +1,122 @@
+#include <fusedmoe/jobs/activation_stats.hpp>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/safetensors.hpp>
+
+namespace fusedmoe {
+namespace {
+
+constexpr std::string_view kPrefix = "layers.";
+
+template <typename T>
+Result<std::vector<T>> Column(const SafetensorsFile& file, const std::string& name, DType dtype) {
+  const Tensor* tensor = file.Find(name);
+  if (tensor == nullptr || tensor->dtype() != dtype || tensor->shape().rank() != 1 || tensor->dim(0) < 1) {
+    return Status::BadInput(fmt::format("{} [experts] is needed, {}", DTypeName(dtype),
+                                        tensor == nullptr ? "it is missing"
+                                                          : std::string(DTypeName(tensor->dtype())) + " " +
+                                                                tensor->shape().ToString() + " is there"))
+        .WithTensor(name);
+  }
+  const T* values = tensor->view().as<T>();
+  std::vector<T> column(values, values + tensor->dim(0));
+  for (const T value : column) {
+    if (!(value >= 0) || !std::isfinite(static_cast<double>(value))) {
+      return Status::BadInput(fmt::format("{} is no statistic: finite and not negative is required", value))
+          .WithTensor(name);
+    }
+  }
+  return column;
+}
+
+template <typename T>
+Result<NamedTensor> ToTensor(const std::string& name, DType dtype, const std::vector<T>& column) {
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(dtype, {static_cast<int64_t>(column.size())}));
+  std::memcpy(tensor.mutable_view().data(), column.data(), column.size() * sizeof(T));
+  return NamedTensor{name, std::move(tensor)};
+}
+
+}  // namespace
+
+Status ActivationStats::Merge(const ActivationStats& other) {
+  for (const auto& [layer, from] : other.layers) {
+    const auto [at, is_new] = layers.try_emplace(layer, from);
+    if (is_new) {
+      continue;
+    }
+    LayerActivationStats& to = at->second;
+    if (to.tokens.size() != from.tokens.size()) {
+      return Status::Usage(fmt::format("layer {} has {} experts in one file and {} in the other", layer,
+                                       to.tokens.size(), from.tokens.size()));
+    }
+    for (size_t expert = 0; expert < to.tokens.size(); ++expert) {
+      to.gate_up_amax[expert] = std::max(to.gate_up_amax[expert], from.gate_up_amax[expert]);
+      to.down_amax[expert] = std::max(to.down_amax[expert], from.down_amax[expert]);
+      to.tokens[expert] += from.tokens[expert];
+    }
+  }
+  return Status::Ok();
+}
+
+Result<ActivationStats> ReadActivationStats(const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const SafetensorsFile file, ReadSafetensors(path));
+  ActivationStats stats;
+  for (const NamedTensor& tensor : file.tensors) {
+    constexpr std::string_view kSuffix = ".tokens";
+    if (!tensor.name.starts_with(kPrefix) || !tensor.name.ends_with(kSuffix)) {
+      continue;
+    }
+    const char* begin = tensor.name.data() + kPrefix.size();
+    const char* end = tensor.name.data() + tensor.name.size() - kSuffix.size();
+    int64_t layer = -1;
+    if (std::from_chars(begin, end, layer).ptr != end || layer < 0) {
+      return Status::BadInput("no layer number stands in the name").WithTensor(tensor.name).WithFile(path);
+    }
+    const std::string stem = fmt::format("{}{}.", kPrefix, layer);
+    const auto read = [&]() -> Result<LayerActivationStats> {
+      LayerActivationStats columns;
+      FMOE_ASSIGN_OR_RETURN(columns.tokens, Column<int64_t>(file, stem + "tokens", DType::kI64));
+      FMOE_ASSIGN_OR_RETURN(columns.gate_up_amax, Column<float>(file, stem + "gate_up_amax", DType::kF32));
+      FMOE_ASSIGN_OR_RETURN(columns.down_amax, Column<float>(file, stem + "down_amax", DType::kF32));
+      if (columns.gate_up_amax.size() != columns.tokens.size() ||
+          columns.down_amax.size() != columns.tokens.size()) {
+        return Status::BadInput("its tensors have different numbers of experts").WithTensor(tensor.name);
+      }
+      return columns;
+    };
+    auto columns = read();
+    if (!columns.ok()) {
+      return std::move(columns).status().WithFile(path);
+    }
+    stats.layers.emplace(layer, *std::move(columns));
+  }
+  if (stats.layers.empty()) {
+    return Status::BadInput("the file has no layers.N.tokens: it holds no activation statistics")
+        .WithFile(path)
+        .WithHint("fusedmoe calibrate writes them");
+  }
+  return stats;
+}
+
+Status WriteActivationStats(const std::string& path, const ActivationStats& stats) {
+  std::vector<NamedTensor> tensors;
+  for (const auto& [layer, columns] : stats.layers) {
+    const std::string stem = fmt::format("{}{}.", kPrefix, layer);
+    FMOE_ASSIGN_OR_RETURN(NamedTensor tokens, ToTensor(stem + "tokens", DType::kI64, columns.tokens));
+    FMOE_ASSIGN_OR_RETURN(NamedTensor first,
+                          ToTensor(stem + "gate_up_amax", DType::kF32, columns.gate_up_amax));
+    FMOE_ASSIGN_OR_RETURN(NamedTensor second, ToTensor(stem + "down_amax", DType::kF32, columns.down_amax));
+    for (NamedTensor* tensor : {&tokens, &first, &second}) {
+      tensors.push_back(std::move(*tensor));
+    }
+  }
+  return WriteSafetensors(path, tensors, {{"format", "fusedmoe.activation_stats"}});
+}
+
+}  // namespace fusedmoe

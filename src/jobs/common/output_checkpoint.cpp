@@ -1,0 +1,258 @@
+#include "jobs/common/output_checkpoint.hpp"
+
+#include <filesystem>
+#include <mutex>
+#include <span>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "jobs/common/sha256.hpp"
+#include "platform/file.hpp"
+
+namespace fusedmoe::jobs {
+namespace {
+
+namespace fs = std::filesystem;
+// Tells a directory that a killed run left behind from one that somebody else put there.
+constexpr std::string_view kMarker = ".fusedmoe-incomplete";
+constexpr int64_t kLargestSideFile = int64_t{256} << 20;
+
+bool IsSideFile(const std::string& name) {
+  static constexpr std::string_view kOurs[] = {
+      "config.json",       "hf_quant_config.json",     "quantize_config.json",
+      "quant_config.json", "quantization_report.json", "conversion_report.json"};
+  static constexpr std::string_view kWeights[] = {".safetensors", ".safetensors.index.json",
+                                                  ".bin",         ".bin.index.json",
+                                                  ".pt",          ".pth",
+                                                  ".gguf",        ".onnx",
+                                                  ".h5",          ".msgpack"};
+  for (const std::string_view own : kOurs) {
+    if (name == own) {
+      return false;
+    }
+  }
+  for (const std::string_view ending : kWeights) {
+    if (name.ends_with(ending)) {
+      return false;
+    }
+  }
+  return !name.starts_with('.');
+}
+
+std::string HashOf(const NamedTensor& tensor) {
+  Sha256 hash;
+  const std::string head =
+      fmt::format("{} {} ", DTypeName(tensor.tensor.dtype()), tensor.tensor.shape().ToString());
+  hash.Add(std::as_bytes(std::span(head)));
+  const TensorView view = tensor.tensor.view();
+  hash.Add(std::span(view.data(), static_cast<size_t>(view.total_bytes())));
+  return hash.Finish();
+}
+
+}  // namespace
+
+int64_t Unit::bytes() const {
+  int64_t sum = 0;
+  for (const TensorSpec& spec : specs) {
+    sum += PackedBytes(spec.dtype, spec.shape.count());
+  }
+  return sum;
+}
+
+Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::string& directory,
+                                                                   bool overwrite) {
+  std::error_code error;
+  fs::path final_path = fs::path(directory).lexically_normal();
+  if (!final_path.has_filename()) {
+    final_path = final_path.parent_path();  // "DIR/"
+  }
+  if (final_path.empty() || final_path.filename() == "." || final_path.filename() == "..") {
+    return Status::Usage(fmt::format("'{}' cannot be made: a name for a new directory is needed", directory));
+  }
+  if (fs::exists(final_path, error)) {
+    if (!fs::is_directory(final_path, error)) {
+      return Status::Usage("is no directory").WithFile(directory);
+    }
+    if (!overwrite && !fs::is_empty(final_path, error)) {
+      return Status::Usage("the directory is not empty").WithFile(directory).WithHint("--force replaces it");
+    }
+  }
+  const fs::path temporary =
+      final_path.parent_path() / ("." + final_path.filename().string() + ".incomplete");
+  if (fs::exists(temporary, error)) {
+    if (!fs::exists(temporary / kMarker, error)) {
+      return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+    }
+    fs::remove_all(temporary, error);
+  }
+  if (!fs::create_directories(temporary, error) || error) {
+    return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
+  }
+  std::unique_ptr<OutputCheckpoint> output(
+      new OutputCheckpoint(final_path.string(), temporary.string(), overwrite));
+  FMOE_RETURN_IF_ERROR(output->WriteText(std::string(kMarker), ""));
+  output->files_.clear();
+  return output;
+}
+
+OutputCheckpoint::~OutputCheckpoint() {
+  if (!committed_) {
+    std::error_code ignored;
+    fs::remove_all(temporary_, ignored);
+  }
+}
+
+Status OutputCheckpoint::WriteText(const std::string& file, const std::string& text) {
+  FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(temporary_ + "/" + file));
+  FMOE_RETURN_IF_ERROR(output->Append(std::as_bytes(std::span(text))));
+  FMOE_RETURN_IF_ERROR(output->Commit());
+  files_.push_back(file);
+  return Status::Ok();
+}
+
+Status OutputCheckpoint::CopySideFiles(const std::string& source) {
+  std::error_code error;
+  std::vector<fs::path> found;
+  for (fs::directory_iterator entry(source, error), end; !error && entry != end; entry.increment(error)) {
+    if (entry->is_regular_file(error) && IsSideFile(entry->path().filename().string()) &&
+        static_cast<int64_t>(entry->file_size(error)) <= kLargestSideFile) {
+      found.push_back(entry->path());
+    }
+  }
+  for (const fs::path& path : found) {
+    const std::string name = path.filename().string();
+    if (!fs::copy_file(path, temporary_ + "/" + name, error)) {
+      return Status::System("cannot copy the file: " + error.message()).WithFile(path.string());
+    }
+    files_.push_back(name);
+  }
+  return Status::Ok();
+}
+
+Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, int64_t count,
+                                    const WriteOptions& options, int64_t& done, int64_t total) {
+  std::vector<TensorSpec> specs;
+  for (int64_t index = 0; index < count; ++index) {
+    specs.insert(specs.end(), units[index].specs.begin(), units[index].specs.end());
+  }
+  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(temporary_ + "/" + file,
+                                                                     std::move(specs), {{"format", "pt"}}));
+  std::mutex mutex;
+  // The failure of the first unit in order, so that the message does not depend on the threads.
+  int64_t failed_index = count;
+  Status failure;
+  ParallelFor(options.executor, count, [&](int64_t index) {
+    {
+      const std::lock_guard lock(mutex);
+      if (failed_index < index) {
+        return;
+      }
+    }
+    Status status;
+    std::vector<std::string> hashes;
+    auto tensors = units[index].make();
+    if (tensors.ok()) {
+      for (const NamedTensor& tensor : *tensors) {
+        hashes.push_back(HashOf(tensor));
+      }
+    } else {
+      status = tensors.status();
+    }
+    const std::lock_guard lock(mutex);
+    for (size_t i = 0; status.ok() && i < hashes.size(); ++i) {
+      const NamedTensor& tensor = (*tensors)[i];
+      tensor_hashes_[tensor.name] = hashes[i];
+      status = writer->Write(tensor.name, tensor.tensor.view());
+    }
+    if (!status.ok() && index < failed_index) {
+      failed_index = index;
+      failure = std::move(status);
+    }
+    ++done;
+    if (options.progress) {
+      options.progress(done, total);
+    }
+  });
+  FMOE_RETURN_IF_ERROR(failure);
+  bytes_ += writer->file_bytes();
+  FMOE_RETURN_IF_ERROR(writer->Finish());
+  files_.push_back(file);
+  return Status::Ok();
+}
+
+Status OutputCheckpoint::WriteWeights(const std::vector<Unit>& units, const WriteOptions& options) {
+  std::vector<std::pair<size_t, size_t>> shards;
+  int64_t tensor_bytes = 0;
+  for (size_t begin = 0; begin < units.size();) {
+    size_t end = begin;
+    int64_t bytes = 0;
+    while (end < units.size() && (end == begin || bytes + units[end].bytes() <= options.max_shard_bytes)) {
+      bytes += units[end++].bytes();
+    }
+    shards.emplace_back(begin, end);
+    tensor_bytes += bytes;
+    begin = end;
+  }
+  nlohmann::ordered_json weight_map = nlohmann::ordered_json::object();
+  int64_t done = 0;
+  for (size_t shard = 0; shard < shards.size(); ++shard) {
+    const auto [begin, end] = shards[shard];
+    const std::string file = shards.size() == 1
+                                 ? "model.safetensors"
+                                 : fmt::format("model-{:05}-of-{:05}.safetensors", shard + 1, shards.size());
+    FMOE_RETURN_IF_ERROR(WriteShard(file, units.data() + begin, static_cast<int64_t>(end - begin), options,
+                                    done, static_cast<int64_t>(units.size())));
+    for (size_t unit = begin; unit < end; ++unit) {
+      for (const TensorSpec& spec : units[unit].specs) {
+        weight_map[spec.name] = file;
+      }
+    }
+  }
+  if (shards.size() < 2) {
+    return Status::Ok();
+  }
+  const nlohmann::ordered_json index = {{"metadata", {{"total_size", tensor_bytes}}},
+                                        {"weight_map", weight_map}};
+  return WriteText("model.safetensors.index.json", index.dump(2) + "\n");
+}
+
+std::string OutputCheckpoint::ContentHash() const {
+  Sha256 hash;
+  for (const auto& [name, tensor_hash] : tensor_hashes_) {
+    const std::string line = name + " " + tensor_hash + "\n";
+    hash.Add(std::as_bytes(std::span(line)));
+  }
+  return hash.Finish();
+}
+
+Status OutputCheckpoint::Commit() {
+  std::error_code error;
+  const auto failed = [&](std::string_view what) {
+    return Status::System(fmt::format("cannot {}: {}", what, error.message())).WithFile(final_);
+  };
+  fs::remove(temporary_ + "/" + std::string(kMarker), error);
+  fs::path old;
+  if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {
+    old = temporary_ + ".old";
+    fs::rename(final_, old, error);
+    if (error) {
+      return failed("move the old directory away");
+    }
+  }
+  fs::rename(temporary_, final_, error);
+  if (error) {
+    const Status status = failed("move the directory to its name");
+    if (!old.empty()) {
+      fs::rename(old, final_, error);
+    }
+    return status;
+  }
+  committed_ = true;
+  if (!old.empty()) {
+    fs::remove_all(old, error);
+  }
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe::jobs

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+namespace fusedmoe::jobs {
+
+/// Tensors that are made together, in one call, and then written.
+struct Unit {
+  std::vector<TensorSpec> specs;
+  /// Called once, from any thread.
+  std::function<Result<std::vector<NamedTensor>>()> make;
+  int64_t bytes() const;
+};
+
+struct WriteOptions {
+  int64_t max_shard_bytes = 5'000'000'000;
+  Executor executor;
+  /// Units done and in all; one call at a time. May be empty.
+  std::function<void(int64_t done, int64_t total)> progress;
+};
+
+/// A checkpoint directory under construction, next to its final place under another name: nothing stands
+/// under the final name until Commit, and a run that was killed leaves at most the other directory, which the
+/// next run clears away.
+class OutputCheckpoint {
+ public:
+  /// kUsage when `directory` is no directory, or holds something and `overwrite` is not set.
+  static Result<std::unique_ptr<OutputCheckpoint>> Create(const std::string& directory, bool overwrite);
+  ~OutputCheckpoint();
+  OutputCheckpoint(const OutputCheckpoint&) = delete;
+  OutputCheckpoint& operator=(const OutputCheckpoint&) = delete;
+
+  /// Where the files are until Commit.
+  const std::string& path() const { return temporary_; }
+  Status WriteText(const std::string& file, const std::string& text);
+  /// Copies the small files of another checkpoint: tokenizer, generation settings, licence. Weights,
+  /// config.json and quantization metadata are left out.
+  Status CopySideFiles(const std::string& source);
+  /// Makes and writes all units, in one file or in shards with an index; as many units at a time as there are
+  /// threads. The bytes do not depend on their number.
+  Status WriteWeights(const std::vector<Unit>& units, const WriteOptions& options);
+  /// Over names, types, shapes and bytes of all tensors written.
+  std::string ContentHash() const;
+  int64_t bytes() const { return bytes_; }
+  const std::vector<std::string>& files() const { return files_; }
+  /// Moves the directory to its final name.
+  Status Commit();
+
+ private:
+  OutputCheckpoint(std::string directory, std::string temporary, bool overwrite)
+      : final_(std::move(directory)), temporary_(std::move(temporary)), overwrite_(overwrite) {}
+  Status WriteShard(const std::string& file, const Unit* units, int64_t count, const WriteOptions& options,
+                    int64_t& done, int64_t total);
+
+  std::string final_, temporary_;
+  bool overwrite_ = false, committed_ = false;
+  int64_t bytes_ = 0;
+  std::vector<std::string> files_;
+  std::map<std::string, std::string> tensor_hashes_;
+};
+
+}  // namespace fusedmoe::jobs

@@ -1,0 +1,415 @@
+#include <fusedmoe/jobs/quantize.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+
+#include <fmt/format.h>
+#include <nlohmann/json.hpp>
+
+#include "jobs/common/experts_rewriter.hpp"
+#include "jobs/quantize/scale_search.hpp"
+#include "numerics/rows.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/quantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using checkpoint::Projection;
+using checkpoint::StorageOptions;
+using checkpoint::StorageRow;
+using jobs::ExpertsRewriter;
+using jobs::SourceLayer;
+using Json = nlohmann::ordered_json;
+
+// Sums behind the numbers of a report.
+struct Power {
+  double noise = 0, signal = 0;
+  void Add(const Power& other) {
+    noise += other.noise;
+    signal += other.signal;
+  }
+  double rel_l2() const { return noise == 0 ? 0.0 : std::sqrt(noise / signal); }
+  // Exact matrices have no finite ratio; 999 dB stands for it, so that the report stays JSON.
+  double sqnr_db() const { return noise == 0 ? 999.0 : 10 * std::log10(signal / noise); }
+};
+
+Power NoiseOf(TensorView weights, const CanonicalMatrix& matrix) {
+  Power power;
+  const RowDecoder decoder(matrix);
+  std::vector<float> original(static_cast<size_t>(matrix.cols)), decoded(original.size());
+  for (int64_t row = 0; row < matrix.rows; ++row) {
+    DecodeRow(weights.dtype(), weights.data() + row * weights.stride_bytes(0), 0, matrix.cols,
+              original.data());
+    decoder.Decode(row, 0, matrix.cols, decoded.data());
+    for (size_t col = 0; col < original.size(); ++col) {
+      const double delta = static_cast<double>(original[col]) - decoded[col];
+      power.noise += delta * delta;
+      power.signal += static_cast<double>(original[col]) * original[col];
+    }
+  }
+  return power;
+}
+
+// The last step of an element type below its largest value, as a share of that value.
+float LastStep(DType element) {
+  switch (element) {
+    case DType::kF4E2M1:
+      return 2.0F / 6.0F;
+    case DType::kF8E4M3:
+      return 32.0F / 448.0F;
+    default:
+      return 1.0F / LargestValue(element);
+  }
+}
+
+struct Measured {
+  QuantizedTensor tensor;
+  Power power;
+};
+
+Measured Measure(TensorView weights, const CanonicalMatrix& matrix) {
+  Measured measured;
+  QuantizedTensor& tensor = measured.tensor;
+  measured.power = NoiseOf(weights, matrix);
+  tensor.rel_l2 = measured.power.rel_l2();
+  tensor.sqnr_db = measured.power.sqnr_db();
+  const WeightFormat& format = matrix.format;
+  const int64_t block_rows = format.has_block_scale() && format.block.row > 0 ? format.block.row
+                             : format.has_channel_scale                       ? 1
+                                                                              : matrix.rows;
+  const int64_t block_cols =
+      format.has_block_scale() && format.block.col > 0 ? format.block.col : matrix.cols;
+  const RowDecoder decoder(matrix);
+  const int64_t across = (matrix.cols + block_cols - 1) / block_cols;
+  std::vector<float> original(static_cast<size_t>(matrix.cols)), decoded(original.size());
+  struct Block {
+    float amax = 0, kept = 0;
+  };
+  std::vector<Block> blocks;
+  const float slack = 0.5F * LastStep(format.element);
+  for (int64_t row = 0; row < matrix.rows; ++row) {
+    if (row % block_rows == 0) {
+      blocks.assign(static_cast<size_t>(across), {});
+    }
+    DecodeRow(weights.dtype(), weights.data() + row * weights.stride_bytes(0), 0, matrix.cols,
+              original.data());
+    decoder.Decode(row, 0, matrix.cols, decoded.data());
+    for (int64_t col = 0; col < matrix.cols; ++col) {
+      const float value = std::fabs(original[static_cast<size_t>(col)]);
+      const float kept = std::fabs(decoded[static_cast<size_t>(col)]);
+      Block& block = blocks[static_cast<size_t>(col / block_cols)];
+      block.amax = std::max(block.amax, value);
+      block.kept = std::max(block.kept, kept);
+      tensor.max_abs_error =
+          std::max(tensor.max_abs_error, std::fabs(static_cast<double>(original[static_cast<size_t>(col)]) -
+                                                   decoded[static_cast<size_t>(col)]));
+    }
+    if ((row + 1) % block_rows == 0 || row + 1 == matrix.rows) {
+      for (const Block& block : blocks) {
+        ++tensor.blocks;
+        tensor.zero_blocks += block.amax > 0 && block.kept == 0;
+        tensor.saturated_blocks += block.kept > 0 && block.amax > block.kept * (1 + slack);
+      }
+    }
+  }
+  return measured;
+}
+
+class Job {
+ public:
+  Job(ExpertsRewriter rewriter, const QuantizeOptions& options, Scheme scheme, const StorageRow& row)
+      : rewriter_(std::move(rewriter)), options_(options), scheme_(std::move(scheme)), row_(row) {}
+
+  Result<QuantizeReport> Run();
+
+ private:
+  struct Slot {
+    std::vector<Measured> measured;  // gate, up, down
+    std::vector<Power> before;
+  };
+
+  Status CheckSource() const;
+  Status CheckSizes() const;
+  Status ResolveInputs();
+  Result<std::vector<NamedTensor>> MakeExpert(size_t layer, int64_t expert, Slot& slot) const;
+  std::string ReportText(const QuantizeReport& report) const;
+  WeightQuantizerOptions Quantizer() const;
+
+  ExpertsRewriter rewriter_;
+  const QuantizeOptions& options_;
+  Scheme scheme_;
+  const StorageRow& row_;
+  StorageOptions storage_;
+  // By layer: input scales of gate/up and of down for each expert; empty where the scheme has none.
+  std::vector<std::vector<std::pair<float, float>>> input_scales_;
+  std::vector<std::string> uncalibrated_;
+};
+
+Status Job::CheckSource() const {
+  for (const SourceLayer& layer : rewriter_.layers()) {
+    if (layer.experts.scheme.weight.quantized()) {
+      return Status::Unsupported(fmt::format("the experts of layer {} are quantized already ({})",
+                                             layer.layer, layer.experts.scheme.name))
+          .WithFile(rewriter_.checkpoint().directory())
+          .WithHint("quantize the original; `convert` rewrites quantized experts");
+    }
+  }
+  return Status::Ok();
+}
+
+// Groups along the reduction must divide it: no partial group is written.
+Status Job::CheckSizes() const {
+  const WeightFormat& format = scheme_.weight;
+  const int64_t group = format.has_block_scale() && format.block.row == 1 ? format.block.col : 1;
+  for (const SourceLayer& layer : rewriter_.layers()) {
+    for (const Projection projection : Projections(*layer.context)) {
+      const auto located = Locate(*layer.context, 0, projection);
+      const int64_t multiple = std::max<int64_t>(group, DTypeBits(format.element) == 4 ? 8 : 1);
+      if (located.cols % multiple != 0) {
+        return Status::Unsupported(fmt::format("{} columns are no multiple of {}, which {} needs",
+                                               located.cols, multiple, scheme_.name))
+            .WithTensor(TargetModule(layer, 0, projection) + ".weight");
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Status Job::ResolveInputs() {
+  input_scales_.resize(rewriter_.layers().size());
+  if (!scheme_.activation.static_tensor_scale) {
+    return Status::Ok();
+  }
+  if (!options_.activation_stats) {
+    return Status::Usage(
+               fmt::format("{} stores a scale of the inputs of every expert, which needs activation "
+                           "statistics",
+                           scheme_.name))
+        .WithHint("--act-stats FILE; fusedmoe calibrate writes it");
+  }
+  // One level, or the second above e4m3 block scales.
+  const float range =
+      LargestValue(*scheme_.activation.element) *
+      (scheme_.activation.scale_dtype == DType::kF8E4M3 ? LargestValue(DType::kF8E4M3) : 1.0F);
+  for (size_t index = 0; index < rewriter_.layers().size(); ++index) {
+    const SourceLayer& layer = rewriter_.layers()[index];
+    const auto found = options_.activation_stats->layers.find(layer.layer);
+    if (found == options_.activation_stats->layers.end()) {
+      return Status::Usage(fmt::format("the activation statistics lack layer {}", layer.layer))
+          .WithHint("fusedmoe calibrate --merge adds a layer to a file");
+    }
+    const LayerActivationStats& stats = found->second;
+    const int64_t num_experts = layer.context->spec.config.num_experts;
+    if (static_cast<int64_t>(stats.tokens.size()) != num_experts) {
+      return Status::Usage(fmt::format("the activation statistics of layer {} have {} experts, the layer {}",
+                                       layer.layer, stats.tokens.size(), num_experts));
+    }
+    const float largest_in = *std::max_element(stats.gate_up_amax.begin(), stats.gate_up_amax.end());
+    const float largest_mid = *std::max_element(stats.down_amax.begin(), stats.down_amax.end());
+    if (!(largest_in > 0) || !(largest_mid > 0)) {
+      return Status::Usage(
+          fmt::format("no expert of layer {} was calibrated: every amax is zero", layer.layer));
+    }
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+      const auto at = static_cast<size_t>(expert);
+      const bool calibrated =
+          stats.tokens[at] >= options_.min_tokens && stats.gate_up_amax[at] > 0 && stats.down_amax[at] > 0;
+      if (!calibrated) {
+        uncalibrated_.push_back(TargetModule(layer, expert, Projection::kUp));
+      }
+      input_scales_[index].emplace_back((calibrated ? stats.gate_up_amax[at] : largest_in) / range,
+                                        (calibrated ? stats.down_amax[at] : largest_mid) / range);
+    }
+  }
+  return Status::Ok();
+}
+
+WeightQuantizerOptions Job::Quantizer() const {
+  WeightQuantizerOptions quantizer;
+  quantizer.recipe =
+      row_.producer == "compressed-tensors" ? WeightRecipe::kCompressedTensors : WeightRecipe::kModelOpt;
+  quantizer.mx_scale = options_.mx_scale;
+  return quantizer;
+}
+
+Result<std::vector<NamedTensor>> Job::MakeExpert(size_t layer_index, int64_t expert, Slot& slot) const {
+  const SourceLayer& layer = rewriter_.layers()[layer_index];
+  FMOE_ASSIGN_OR_RETURN(const CanonicalExpert source, layer.experts.load(expert));
+  const TensorView gate = source.gate.empty() ? TensorView() : source.gate.codes.view();
+  const TensorView up = source.up.codes.view(), down = source.down.codes.view();
+  auto made = QuantizeExpert(gate, up, down, scheme_.weight, Quantizer());
+  if (!made.ok()) {
+    return std::move(made).status().WithTensor(TargetModule(layer, expert, Projection::kUp) + ".weight");
+  }
+  CanonicalExpert& quantized = *made;
+  for (const Projection projection : Projections(*layer.context)) {
+    const bool is_down = projection == Projection::kDown, is_gate = projection == Projection::kGate;
+    CanonicalMatrix& matrix = is_down ? quantized.down : is_gate ? quantized.gate : quantized.up;
+    const CanonicalMatrix& original = is_down ? source.down : is_gate ? source.gate : source.up;
+    const TensorView weights = original.codes.view();
+    matrix.bias = original.bias;
+    if (!input_scales_[layer_index].empty()) {
+      const auto& [in, mid] = input_scales_[layer_index][static_cast<size_t>(expert)];
+      matrix.input_tensor_scale = is_down ? mid : in;
+    }
+    Power before;
+    if (options_.scale_search) {
+      before = NoiseOf(weights, matrix);
+      jobs::SearchScales(weights, matrix);
+    }
+    Measured measured = Measure(weights, matrix);
+    measured.tensor.module = TargetModule(layer, expert, projection);
+    measured.tensor.rel_l2_before_search = before.rel_l2();
+    slot.measured.push_back(std::move(measured));
+    slot.before.push_back(before);
+  }
+  return StoreExpert(layer, expert, row_, quantized, storage_);
+}
+
+std::string Job::ReportText(const QuantizeReport& report) const {
+  Json json = {{"schema_version", 1},
+               {"scheme", report.scheme},
+               {"format", report.format},
+               {"layers", report.layers},
+               {"experts", report.experts},
+               {"rel_l2", report.rel_l2},
+               {"sqnr_db", report.sqnr_db},
+               {"content_hash", report.content_hash},
+               {"uncalibrated", report.uncalibrated}};
+  if (options_.scale_search) {
+    json["rel_l2_before_search"] = report.rel_l2_before_search;
+  }
+  if (options_.activation_stats && scheme_.activation.static_tensor_scale) {
+    Json histogram = Json::object();
+    for (const SourceLayer& layer : rewriter_.layers()) {
+      histogram[std::to_string(layer.layer)] = options_.activation_stats->layers.at(layer.layer).tokens;
+    }
+    json["calibration_tokens"] = histogram;
+  }
+  std::string text = json.dump(2);
+  text.resize(text.size() - 2);  // room for the list before the closing brace
+  text += ",\n  \"tensors\": [";
+  bool first = true;
+  for (const QuantizedTensor& tensor : report.tensors) {
+    Json line = {{"module", tensor.module},          {"rel_l2", tensor.rel_l2},
+                 {"sqnr_db", tensor.sqnr_db},        {"max_abs_error", tensor.max_abs_error},
+                 {"blocks", tensor.blocks},          {"saturated_blocks", tensor.saturated_blocks},
+                 {"zero_blocks", tensor.zero_blocks}};
+    if (options_.scale_search) {
+      line["rel_l2_before_search"] = tensor.rel_l2_before_search;
+    }
+    text += fmt::format("{}\n    {}", first ? "" : ",",
+                        line.dump(-1, ' ', false, Json::error_handler_t::replace));
+    first = false;
+  }
+  return text + "\n  ]\n}\n";
+}
+
+Result<QuantizeReport> Job::Run() {
+  FMOE_RETURN_IF_ERROR(CheckSource());
+  FMOE_RETURN_IF_ERROR(CheckSizes());
+  FMOE_RETURN_IF_ERROR(ResolveInputs());
+  storage_.ignored = rewriter_.UnquantizedModules();
+  FMOE_ASSIGN_OR_RETURN(const auto output,
+                        jobs::OutputCheckpoint::Create(options_.directory, options_.overwrite));
+  FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(row_.config(scheme_, storage_)));
+  FMOE_RETURN_IF_ERROR(output->WriteText("config.json", config));
+  if (row_.side_file != nullptr) {
+    const std::string text = Json::parse(row_.side_file(scheme_, storage_)).dump(2) + "\n";
+    FMOE_RETURN_IF_ERROR(output->WriteText("hf_quant_config.json", text));
+  }
+  FMOE_RETURN_IF_ERROR(output->CopySideFiles(rewriter_.checkpoint().directory()));
+
+  QuantizeReport report;
+  report.scheme = scheme_.name;
+  report.format = row_.producer;
+  report.uncalibrated = uncalibrated_;
+  std::vector<jobs::Unit> units = rewriter_.CopiedUnits();
+  std::vector<std::unique_ptr<Slot>> slots;
+  for (size_t index = 0; index < rewriter_.layers().size(); ++index) {
+    const SourceLayer& layer = rewriter_.layers()[index];
+    ++report.layers;
+    for (int64_t expert = 0; expert < layer.context->spec.config.num_experts; ++expert) {
+      ++report.experts;
+      slots.push_back(std::make_unique<Slot>());
+      jobs::Unit unit;
+      unit.specs = ExpertSpecs(layer, expert, row_, scheme_, storage_);
+      unit.make = [this, index, expert, slot = slots.back().get()] {
+        return MakeExpert(index, expert, *slot);
+      };
+      units.push_back(std::move(unit));
+    }
+  }
+  jobs::WriteOptions write{options_.max_shard_bytes, options_.executor, options_.progress};
+  FMOE_RETURN_IF_ERROR(output->WriteWeights(units, write));
+  Power all, before;
+  for (const auto& slot : slots) {
+    for (size_t i = 0; i < slot->measured.size(); ++i) {
+      report.tensors.push_back(slot->measured[i].tensor);
+      all.Add(slot->measured[i].power);
+      before.Add(slot->before[i]);
+    }
+  }
+  report.rel_l2 = all.rel_l2();
+  report.sqnr_db = all.sqnr_db();
+  report.rel_l2_before_search = before.rel_l2();
+  report.content_hash = output->ContentHash();
+  report.bytes = output->bytes();
+  FMOE_RETURN_IF_ERROR(output->WriteText("quantization_report.json", ReportText(report)));
+
+  // Whoever loads it must find what was meant.
+  FMOE_ASSIGN_OR_RETURN(const auto written, Checkpoint::Open(output->path()));
+  for (const SourceLayer& layer : rewriter_.layers()) {
+    FMOE_ASSIGN_OR_RETURN(const LayerDescription found, written->Describe(layer.layer));
+    const Result<std::string> wanted = SchemeNameFor(scheme_.weight, scheme_.activation);
+    const Result<std::string> name = SchemeNameFor(found.scheme.weight, found.scheme.activation);
+    if (!wanted.ok() || !name.ok() || *wanted != *name) {
+      return Status::Unsupported(fmt::format("layer {} of the files written reads as {} instead of {}: {} "
+                                             "cannot hold experts in this form",
+                                             layer.layer, found.scheme.name, scheme_.name, row_.producer))
+          .WithFile(options_.directory);
+    }
+  }
+  report.files = output->files();
+  FMOE_RETURN_IF_ERROR(output->Commit());
+  return report;
+}
+
+}  // namespace
+
+Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
+                                const QuantizeOptions& options) {
+  FMOE_ASSIGN_OR_RETURN(ExpertsRewriter rewriter, ExpertsRewriter::Open(source));
+  std::vector<int64_t> reductions;
+  for (const SourceLayer& layer : rewriter.layers()) {
+    reductions.push_back(layer.context->spec.config.hidden);
+    reductions.push_back(layer.context->spec.config.intermediate);
+  }
+  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(options.scheme, reductions));
+  if (!scheme.weight.quantized()) {
+    return Status::Usage(fmt::format("'{}' is not a scheme to quantize to", options.scheme));
+  }
+  if (options.scale_search && !jobs::CanSearchScales(scheme.weight)) {
+    return Status::Usage(fmt::format(
+        "no search of scales is known for {}; e2m1 and 4-bit integers in groups have one", scheme.name));
+  }
+  if (!options.format.empty() && options.format != "modelopt" && options.format != "compressed-tensors" &&
+      options.format != "deepseek") {
+    return Status::Usage(
+        fmt::format("format '{}' does not exist; there are modelopt, compressed-tensors, "
+                    "deepseek",
+                    options.format));
+  }
+  const StorageRow* row = options.format.empty() ? checkpoint::FindStorage(scheme, "")
+                                                 : checkpoint::FindStorageOf(scheme, options.format);
+  if (row == nullptr) {
+    return Status::Unsupported(fmt::format("{} does not store {}; it has {}",
+                                           options.format.empty() ? "no tool here" : options.format,
+                                           scheme.name, checkpoint::StorableSchemes(options.format)));
+  }
+  return Job(std::move(rewriter), options, scheme, *row).Run();
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,221 @@
+#include <filesystem>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <fusedmoe/checkpoint.hpp>
+
+#include "cli/checkpoint_fixture.hpp"
+#include "cli/process.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+ProcessResult Quantize(const std::string& source, const std::string& scheme, const std::string& output,
+                       std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments = {"quantize", source, "--scheme", scheme, "--output", output, "--json"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return RunCommand(arguments);
+}
+
+std::string Calibrate(const SampleCheckpoint& checkpoint, const std::string& file,
+                      std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments = {
+      "calibrate", checkpoint.path(), "--input", checkpoint.input(), "--output", file, "--layer", "0"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  const ProcessResult result = RunCommand(arguments);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  return file;
+}
+
+struct Row {
+  std::string scheme, format;
+  double low, high;  // relative L2 of normal weights
+};
+
+// What rounding does to normal numbers, with a tenth of slack on both sides for small matrices.
+std::vector<Row> Rows() {
+  return {
+      {"nvfp4_w4a16", "modelopt", 0.085, 0.105},
+      {"nvfp4_w4a16", "compressed-tensors", 0.085, 0.105},
+      {"nvfp4_w4a4", "modelopt", 0.085, 0.105},
+      {"nvfp4_w4a4", "compressed-tensors", 0.085, 0.105},
+      {"mxfp4_w4a16", "", 0.1, 0.125},
+      {"mxfp4_w4a4", "", 0.1, 0.125},
+      {"mxfp8_w8a8", "compressed-tensors", 0.022, 0.033},
+      {"mxfp8_w8a8", "modelopt", 0.022, 0.033},
+      {"fp8_w8a8", "", 0.022, 0.03},
+      {"fp8_w8a8", "modelopt", 0.022, 0.03},
+      {"fp8_w8a8:tensor", "", 0.022, 0.03},
+      {"fp8_w8a8:tensor_static", "modelopt", 0.022, 0.03},
+      {"fp8_w8a8:tensor_static", "compressed-tensors", 0.022, 0.03},
+      {"fp8_w8a8:block128", "deepseek", 0.022, 0.03},
+      {"fp8_w8a8:block128", "compressed-tensors", 0.022, 0.03},
+      {"fp8_w8a16", "", 0.022, 0.03},
+      {"int8_w8a8", "", 0.005, 0.009},
+      {"int8_w8a16:g64", "", 0.005, 0.009},
+      {"int4_w4a16", "", 0.1, 0.125},
+      {"int4_w4a16:g32", "", 0.085, 0.105},
+      {"int4_w4a16:channel", "", 0.1, 0.125},
+  };
+}
+
+class QuantizeScheme : public testing::TestWithParam<Row> {};
+INSTANTIATE_TEST_SUITE_P(All, QuantizeScheme, testing::ValuesIn(Rows()), [](const auto& entry) {
+  std::string name = entry.param.scheme + "_" + entry.param.format;
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
+  return name;
+});
+
+TEST_P(QuantizeScheme, RunsReadsBackAndHasTheErrorOfItsFormat) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string output = directory / "quantized";
+  std::vector<std::string> more = {"--act-stats", Calibrate(source, directory / "stats.safetensors")};
+  if (!GetParam().format.empty()) {
+    more.insert(more.end(), {"--format", GetParam().format});
+  }
+  const ProcessResult result = Quantize(source.path(), GetParam().scheme, output, more);
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  const nlohmann::json json = result.Json();
+  EXPECT_GT(json.at("rel_l2").get<double>(), GetParam().low);
+  EXPECT_LT(json.at("rel_l2").get<double>(), GetParam().high);
+  EXPECT_EQ(json.at("zero_blocks"), 0);
+  EXPECT_EQ(json.at("content_hash").get<std::string>().size(), 64U);
+
+  const nlohmann::json report = nlohmann::json::parse(ReadFile(output + "/quantization_report.json"));
+  EXPECT_EQ(report.at("tensors").size(), 8U * 3);
+  EXPECT_EQ(report.at("content_hash"), json.at("content_hash"));
+  const ProcessResult run = RunCommand({"run", output, "--layer", "0", "--input", source.input(), "--output",
+                                        directory / "out.safetensors", "--check", "--json"});
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const ProcessResult verify = RunCommand({"verify", output, "--against", source.path(), "--json"});
+  EXPECT_EQ(verify.exit_code, 0) << verify.out << verify.err;
+  const ProcessResult lint = RunCommand({"lint", output, "--json"});
+  EXPECT_EQ(lint.exit_code, 0) << lint.out;
+  const nlohmann::json findings = lint.Json().at("findings");
+  for (const auto& finding : findings) {
+    const std::string code = finding.at("code").get<std::string>();
+    EXPECT_TRUE(code == "tp_shard" || code == "expert_uncalibrated") << finding;
+  }
+}
+
+TEST(Quantize, EveryFamily_KeepsItsNamesOrSplitsItsTensors) {
+  for (const char* family : {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe", "llama4_text"}) {
+    const SampleCheckpoint source(family, "unquantized", {"--top-k", "1"});
+    const TemporaryDirectory directory;
+    const std::string output = directory / "quantized";
+    const ProcessResult result = Quantize(source.path(), "nvfp4_w4a16", output);
+    ASSERT_EQ(result.exit_code, 0) << family << result.err;
+    const ProcessResult verify = RunCommand({"verify", output, "--against", source.path(), "--json"});
+    EXPECT_EQ(verify.exit_code, 0) << family << verify.out << verify.err;
+    EXPECT_GT(verify.Json().at("rel_l2").get<double>(), 0.03) << family << ": nothing was quantized";
+    // What is not an expert is there as it was.
+    const auto before = ReadSafetensors(source.path() + "/model.safetensors");
+    const auto after = ReadSafetensors(output + "/model.safetensors");
+    ASSERT_TRUE(before.ok() && after.ok());
+    for (const NamedTensor& tensor : before->tensors) {
+      if (tensor.name.find("experts") == std::string::npos) {
+        ASSERT_NE(after->Find(tensor.name), nullptr) << tensor.name;
+        EXPECT_EQ(after->Find(tensor.name)->dtype(), tensor.tensor.dtype()) << tensor.name;
+      }
+    }
+  }
+}
+
+TEST(Quantize, Bytes_AreTheSameForAnyThreads) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized", {"--layers", "2"});
+  const TemporaryDirectory directory;
+  std::set<std::string> hashes;
+  for (const char* threads : {"1", "3"}) {
+    const std::string output = directory / (std::string("out") + threads);
+    const ProcessResult result =
+        Quantize(source.path(), "nvfp4_w4a16", output, {"--threads", threads, "--max-shard-bytes", "200000"});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    hashes.insert(result.Json().at("content_hash").get<std::string>());
+  }
+  EXPECT_EQ(hashes.size(), 1U);
+  int compared = 0;
+  for (const auto& entry : fs::directory_iterator(directory / "out1")) {
+    const std::string other = (directory / "out3") + "/" + entry.path().filename().string();
+    if (entry.is_regular_file()) {
+      EXPECT_EQ(ReadFile(entry.path()), ReadFile(other)) << other;
+      ++compared;
+    }
+  }
+  EXPECT_GE(compared, 5) << "shards, index, config, report";
+}
+
+TEST(Quantize, ScaleSearch_LeavesLessError) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  // Powers of two leave a search little to choose from.
+  const std::pair<const char*, double> kGains[] = {
+      {"nvfp4_w4a16", 0.9}, {"mxfp4_w4a16", 0.998}, {"int4_w4a16:g32", 0.98}};
+  for (const auto& [scheme, gain] : kGains) {
+    const ProcessResult result = Quantize(source.path(), scheme, directory / scheme, {"--scale-search"});
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    const nlohmann::json json = result.Json();
+    EXPECT_LT(json.at("rel_l2").get<double>(), gain * json.at("rel_l2_before_search").get<double>())
+        << scheme;
+  }
+}
+
+TEST(Quantize, Refusals_HaveTheirCodesAndLeaveNothing) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized"), quantized("qwen3_moe", "nvfp4_w4a16");
+  const TemporaryDirectory directory;
+  const std::string output = directory / "out";
+  EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a4", output).exit_code, 2) << "no statistics";
+  EXPECT_EQ(Quantize(source.path(), "no_such_scheme", output).exit_code, 2);
+  EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", output, {"--format", "nobody"}).exit_code, 2);
+  EXPECT_EQ(Quantize(source.path(), "int8_w8a8", output, {"--format", "modelopt"}).exit_code, 4);
+  EXPECT_EQ(Quantize(quantized.path(), "nvfp4_w4a16", output).exit_code, 4) << "quantized already";
+  EXPECT_EQ(Quantize(source.path(), "fp8_w8a8", output, {"--scale-search"}).exit_code, 2);
+  EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", source.path()).exit_code, 2) << "not empty";
+  EXPECT_TRUE(fs::is_empty(directory.path())) << "a failing command leaves nothing";
+}
+
+TEST(Quantize, SizesThatGroupsDoNotDivide_AreRefusedByName) {
+  const TemporaryDirectory directory;
+  const std::string source = directory / "odd";
+  ASSERT_EQ(RunCommand({"sample", "--family", "qwen3_moe", "--scheme", "unquantized", "--output", source,
+                        "--hidden", "64", "--intermediate", "40", "--experts", "2", "--top-k", "1"})
+                .exit_code,
+            0);
+  const ProcessResult result = Quantize(source, "nvfp4_w4a16", directory / "out");
+  EXPECT_EQ(result.exit_code, 4);
+  EXPECT_EQ(result.Json().at("error").at("tensor"), "model.layers.0.mlp.experts.0.down_proj.weight");
+  EXPECT_FALSE(fs::exists(directory / "out"));
+}
+
+TEST(Calibrate, CountsTokensAndMerges) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string file = Calibrate(source, directory / "stats.safetensors");
+  const auto once = ReadSafetensors(file);
+  ASSERT_TRUE(once.ok());
+  int64_t tokens = 0;
+  const Tensor* counts = once->Find("layers.0.tokens");
+  ASSERT_NE(counts, nullptr);
+  for (int64_t expert = 0; expert < 8; ++expert) {
+    const int64_t count = counts->view().as<int64_t>()[expert];
+    tokens += count;
+    EXPECT_EQ(once->Find("layers.0.gate_up_amax")->view().as<float>()[expert] > 0, count > 0);
+    EXPECT_EQ(once->Find("layers.0.down_amax")->view().as<float>()[expert] > 0, count > 0);
+  }
+  EXPECT_EQ(tokens, 5 * 2);
+  Calibrate(source, file, {"--merge"});
+  const auto twice = ReadSafetensors(file);
+  for (int64_t expert = 0; expert < 8; ++expert) {
+    EXPECT_EQ(twice->Find("layers.0.tokens")->view().as<int64_t>()[expert],
+              2 * counts->view().as<int64_t>()[expert]);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::test
