@@ -10,6 +10,8 @@ set(FUSEDMOE_ISA_FLAGS_avx512_bf16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512bf1
 set(FUSEDMOE_ISA_FLAGS_avx512_fp16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512fp16)
 set(FUSEDMOE_ISA_FLAGS_amx ${FUSEDMOE_ISA_FLAGS_avx512_fp16} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16)
 
+# Kernels carry no sanitizers: instrumented vectors take minutes and gigabytes to compile, and their reads and writes are
+# tested at guard pages (tests/experts_cpu).
 function(fusedmoe_set_isa_flags)
   foreach(source IN LISTS ARGN)
     get_filename_component(stem "${source}" NAME_WE)
@@ -17,7 +19,8 @@ function(fusedmoe_set_isa_flags)
       string(REGEX REPLACE "^kernels_" "" isa "${stem}")
       string(REGEX REPLACE "^.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$" "\\1" isa "${isa}")
       set_source_files_properties("${source}" PROPERTIES
-        COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}}" SKIP_PRECOMPILE_HEADERS ON)
+        COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}};$<$<BOOL:${FMOE_SANITIZE}>:-fno-sanitize=all>"
+        SKIP_PRECOMPILE_HEADERS ON)
     endif()
   endforeach()
 endfunction()

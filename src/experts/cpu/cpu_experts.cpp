@@ -261,9 +261,9 @@ void CpuExperts::MakeTiles(Run& run) const {
     int32_t slot = run.offsets[expert];
     const int32_t end = run.offsets[expert + 1];
     while (slot < end) {
-      uint8_t heights[4];  // full tiles one at a time, then the cover of the rest
-      const int64_t step = end - slot >= kMaxHeight ? kMaxHeight : end - slot;
-      const int64_t cut = CutIntoTiles(step, heights);
+      uint8_t heights[4];  // one full tile at a time, then the cover of the rest
+      const int64_t step = std::min<int64_t>(kHeights[plan_.max_height_index], end - slot);
+      const int64_t cut = CutIntoTiles(step, plan_.max_height_index, heights);
       for (int64_t i = 0; i < cut; ++i) {
         const int height = kHeights[heights[i]];
         const int32_t tokens = std::min<int32_t>(height, end - slot);
@@ -327,13 +327,23 @@ void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, f
 
 /// Fills the code, scale and unit fields of `arguments` from a row. `buffer` holds 4 * `width` bytes.
 void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                                 const float* row, std::byte* buffer, PackCodesArguments& arguments) const {
+                                 float* row, std::byte* buffer, PackCodesArguments& arguments) const {
   const int64_t width = shape.padded_cols;
   auto* codes = reinterpret_cast<int8_t*>(buffer);
   std::byte* stored = buffer + width;
   auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
   std::byte* stored_scales = buffer + 3 * width;
+  const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
   const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  arguments.units = width / kPanelUnit;
+  arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
+  arguments.codes = codes;
+  arguments.scales = scales;
+  if (plan_.tile == kTileA4 && IsTwoLevel(activation_) && activation_.rule == ActivationRule{}) {
+    std::fill(row + shape.cols, row + width, 0.0F);
+    table_->quantize_nvfp4(row, arguments.units, tensor_scale, codes, scales);
+    return;
+  }
   QuantizeRow(activation_, tensor_scale, row, shape.cols, stored, stored_scales);
   const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
   if (plan_.tile == kTileA4) {
@@ -351,7 +361,6 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   if (transform.columns == nullptr) {
     std::fill(codes + shape.cols, codes + width, int8_t{0});
   }
-  const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
   const float halved = plan_.tile == kTileA4 ? 0.5F : 1.0F;
   const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
   for (int64_t g = 0; g < width / group; ++g) {
@@ -369,10 +378,6 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
     }
     scales[g] = scale * halved;
   }
-  arguments.units = width / kPanelUnit;
-  arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
-  arguments.codes = codes;
-  arguments.scales = scales;
 }
 
 /// The row as the tile takes it, `padded_cols` floats in packed order, in one of the two halves of `row`'s

@@ -148,38 +148,30 @@ Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens) {
                                                                                   : Mode::kThroughput;
 }
 
-int64_t CutIntoTiles(int64_t tokens, uint8_t* heights) {
-  // The rest after full tiles of 16, as kHeights indices. A pass over a stripe costs about as much as two
-  // tokens (decoding), so padding up to two tokens is cheaper than another tile.
-  struct Cover {
-    uint8_t count;
-    uint8_t heights[3];
-  };
-  static constexpr std::array<Cover, kMaxHeight> kCovers = {{{0, {}},
-                                                             {1, {0}},
-                                                             {1, {1}},
-                                                             {1, {2}},
-                                                             {1, {2}},
-                                                             {2, {2, 0}},
-                                                             {1, {3}},
-                                                             {1, {3}},
-                                                             {1, {3}},
-                                                             {2, {3, 0}},
-                                                             {2, {3, 1}},
-                                                             {2, {3, 2}},
-                                                             {2, {3, 2}},
-                                                             {1, {4}},
-                                                             {1, {4}},
-                                                             {1, {4}}}};
+int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights) {
+  // A pass over a stripe costs about as much as two tokens (decoding), so padding by one or two is cheaper
+  // than another tile: the last tile of 3 has height 4, of 6 and 7 height 8; 5 is 4 + 1.
   int64_t count = 0;
-  for (; tokens >= kMaxHeight; tokens -= kMaxHeight) {
-    heights[count++] = kNumHeights - 1;
-  }
-  const Cover& cover = kCovers[static_cast<size_t>(tokens)];
-  for (int i = 0; i < cover.count; ++i) {
-    heights[count++] = cover.heights[i];
+  while (tokens > 0) {
+    int index = max_height_index;
+    while (index > 0 && kHeights[index - 1] >= tokens) {
+      --index;
+    }
+    if (kHeights[index] - tokens > 2) {
+      --index;
+    }
+    heights[count++] = static_cast<uint8_t>(index);
+    tokens -= kHeights[index];
   }
   return count;
+}
+
+int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile) {
+  int index = kNumHeights - 1;
+  while (index > 0 && table.dot[kernel][tile][index] == nullptr) {
+    --index;
+  }
+  return index;
 }
 
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
@@ -212,9 +204,12 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_slots = piece * slots_per_token;
   plan.max_rows = batched ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
-  plan.max_tiles = plan.max_slots / kMaxHeight + 2 * active;
+  const KernelTable* table = FindKernelTable(plan.isa);
+  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
+  // CutIntoTiles ends an expert with at most two tiles that are not full, and pads by at most two tokens.
+  plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
+  plan.max_tile_rows = plan.max_slots + 2 * active;
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
-  plan.max_tile_rows = plan.max_slots + 3 * active;  // the largest padding of CutIntoTiles is 13 -> 16
   return plan;
 }
 

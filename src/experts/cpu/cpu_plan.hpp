@@ -58,7 +58,8 @@ struct CpuPlan {
   int64_t top_k = 1;
   /// Slots (token, expert) that go through the layer together; more are cut into pieces.
   int64_t max_slots = 0;
-  int64_t max_rows = 0;  ///< of output accumulated at a time
+  int64_t max_rows = 0;      ///< of output accumulated at a time
+  int max_height_index = 0;  ///< of kHeights: the tallest tile that the kernels take
   int64_t max_tiles = 0;
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
@@ -76,9 +77,9 @@ bool ScalesOverBatch(const ActivationFormat& activation);
 /// Latency up to this many tokens per expert; above, arithmetic takes longer than reading 4-bit weights.
 Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens);
 
-/// Cuts the tokens of an expert into tiles: writes indices into kHeights, returns their number (at most
-/// tokens / 16 + 3). The last tiles are the cheapest cover of the rest by TileCost.
-int64_t CutIntoTiles(int64_t tokens, uint8_t* heights);
+/// Cuts the tokens of an expert into tiles of at most kHeights[max_height_index]: writes indices into
+/// kHeights, returns their number.
+int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights);
 
 /// Where the pieces of a workspace lie.
 struct CpuSlots {

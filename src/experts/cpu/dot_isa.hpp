@@ -234,23 +234,26 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     const int32_t* correction = tile->correction;
     const float* scale = tile->scale;
     Floats accumulators[kHalves][kHeight];
-    Unroll<kHalves>([&](auto half)
-                        FMOE_FLAT { Unroll<kHeight>([&](auto t) { accumulators[half][t] = Zero(); }); });
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
       PrefetchBlock<kHeight, Panel::kBlockBytes>(stripes);
-      Unroll<Panel::kUnits>([&](auto unit) FMOE_FLAT {
-        Unroll<kHalves>([&](auto half) FMOE_FLAT {
-          IntegerUnit<kWeight, kKind, kHeight>(stripes + unit * Panel::kUnitBytes,
-                                               stripes + Panel::kUnits * Panel::kUnitBytes, half, table,
-                                               words, correction, scale, accumulators[half]);
-        });
+      const uint8_t* unit = stripes;
+      for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
+        for (int half = 0; half < kHalves; ++half) {
+          Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
+          Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
+          IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kUnits * Panel::kUnitBytes, half, table,
+                                               words, correction, scale, sums);
+          Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
+        }
         words += kUnitWords;
         correction += kUnitCorrections;
         scale += kUnitScales;
-      });
+      }
     }
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16 + half * kLanes, accumulators[half][t]); });
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
     });
     out += kHeight * 16;
   }
@@ -299,15 +302,14 @@ struct FloatPanel {
 constexpr int kChains = 2;
 constexpr int kBlockChains = 2;
 
-/// Tokens whose sums live in registers at the same time, and up to which two blocks run side by side.
-constexpr int kFloatTokens = kHalves == 1 ? 8 : 4;
+/// Up to this height two blocks run side by side; above, their sums would not fit the registers.
 constexpr int kSideBySideTokens = kHalves == 1 ? 4 : 2;
 
-/// One group of k of kBlocks adjacent blocks: sums[block][token][chain] += weights * values for kCount
+/// One group of k of kBlocks adjacent blocks: sums[block][token][chain] += weights * values for kHeight
 /// tokens.
-template <WeightKernel kWeight, int kHeight, int kCount, int kBlocks>
+template <WeightKernel kWeight, int kHeight, int kBlocks>
 FMOE_INLINE void FloatGroup(const uint8_t* vectors, int count, int half, const float* values,
-                            Floats (*sums)[kCount][kChains]) {
+                            Floats (*sums)[kHeight][kChains]) {
   using Panel = FloatPanel<kWeight>;
   constexpr int kStep = Panel::kVectorK == 1 ? 2 : 1;  // vectors at a time, so that chains are constants
   constexpr int kStepK = kStep * Panel::kVectorK;
@@ -320,7 +322,7 @@ FMOE_INLINE void FloatGroup(const uint8_t* vectors, int count, int half, const f
     });
     Unroll<kStepK>([&](auto k) FMOE_FLAT {
       Unroll<kBlocks>([&](auto b) FMOE_FLAT {
-        Unroll<kCount>([&](auto t) FMOE_FLAT {
+        Unroll<kHeight>([&](auto t) FMOE_FLAT {
           const Floats value = Set(values[(b * 64 + k) * kHeight + t]);
           sums[b][t][k % kChains] = MultiplyAdd(weights[b][k], value, sums[b][t][k % kChains]);
         });
@@ -329,23 +331,23 @@ FMOE_INLINE void FloatGroup(const uint8_t* vectors, int count, int half, const f
   }
 }
 
-/// kBlocks blocks from `block` on, for one half of the rows and kCount tokens. Formats with scales empty
+/// kBlocks blocks from `block` on, for one half of the rows and kHeight tokens. Formats with scales empty
 /// their sums into `totals` after each group.
-template <WeightKernel kWeight, int kHeight, int kCount, int kBlocks>
+template <WeightKernel kWeight, int kHeight, int kBlocks>
 FMOE_INLINE void FloatBlocks(const uint8_t* block, int half, const float* values,
-                             Floats (*sums)[kCount][kChains], Floats* totals) {
+                             Floats (*sums)[kHeight][kChains], Floats* totals) {
   using Panel = FloatPanel<kWeight>;
   constexpr bool kScaled = Panel::kGroup != 0;
   constexpr int kGroupK = kScaled ? Panel::kGroup : 64;
   constexpr int kVectors = kGroupK / Panel::kVectorK;
-  Floats scaled[kBlocks][kCount];  // totals of the later blocks wait, so that additions keep their order
+  Floats scaled[kBlocks][kHeight];  // totals of the later blocks wait, so that additions keep their order
   Unroll<64 / kGroupK>([&](auto group) FMOE_FLAT {
-    FloatGroup<kWeight, kHeight, kCount, kBlocks>(block + group * kVectors * 64, kVectors, half,
-                                                  values + group * kGroupK * kHeight, sums);
+    FloatGroup<kWeight, kHeight, kBlocks>(block + group * kVectors * 64, kVectors, half,
+                                          values + group * kGroupK * kHeight, sums);
     if constexpr (kScaled) {
       Unroll<kBlocks>([&](auto b) FMOE_FLAT {
         const Floats scale = Panel::Scale(block + b * Panel::kBlockBytes, group, half);
-        Unroll<kCount>([&](auto t) FMOE_FLAT {
+        Unroll<kHeight>([&](auto t) FMOE_FLAT {
           const Floats sum = Add(sums[b][t][0], sums[b][t][1]);
           scaled[b][t] = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, scaled[b][t]);
           sums[b][t][0] = Zero();
@@ -356,57 +358,72 @@ FMOE_INLINE void FloatBlocks(const uint8_t* block, int half, const float* values
   });
   if constexpr (kScaled) {
     Unroll<kBlocks>([&](auto b) FMOE_FLAT {
-      Unroll<kCount>([&](auto t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[b][t]); });
+      Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[b][t]); });
     });
   }
+}
+
+/// The running sums of a stripe for one half of its rows.
+template <int kHeight>
+struct FloatSums {
+  Floats sums[kBlockChains][kHeight][kChains];
+  Floats totals[kHeight];
+};
+
+template <int kHeight>
+FMOE_INLINE void CopySums(const FloatSums<kHeight>& from, FloatSums<kHeight>& to) {
+  Unroll<kHeight>([&](auto t) FMOE_FLAT {
+    to.totals[t] = from.totals[t];
+    Unroll<kBlockChains>([&](auto b) FMOE_FLAT {
+      Unroll<kChains>([&](auto c) FMOE_FLAT { to.sums[b][t][c] = from.sums[b][t][c]; });
+    });
+  });
 }
 
 template <WeightKernel kWeight, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight>;
-  constexpr int kCount = kHeight < kFloatTokens ? kHeight : kFloatTokens;
-  constexpr int kParts = kHeight / kCount;
   constexpr int64_t kBytes = Panel::kBlockBytes;
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const float* values = (const float*)tile->codes;
-    Floats sums[kHalves * kParts][kBlockChains][kCount][kChains];
-    Floats totals[kHalves * kParts][kCount];
-    Unroll<kHalves * kParts * kCount>([&](auto i) FMOE_FLAT {
-      (&totals[0][0])[i] = Zero();
-      Unroll<kBlockChains * kChains>([&](auto c) FMOE_FLAT { (&sums[0][0][0][0])[4 * i + c] = Zero(); });
+    FloatSums<kHeight> all[kHalves];
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHeight>([&](auto t) FMOE_FLAT {
+        all[half].totals[t] = Zero();
+        Unroll<kBlockChains>([&](auto b) FMOE_FLAT {
+          Unroll<kChains>([&](auto c) FMOE_FLAT { all[half].sums[b][t][c] = Zero(); });
+        });
+      });
     });
     int64_t block = 0;
     for (; block + 2 <= blocks; block += 2, stripes += 2 * kBytes, values += 2 * 64 * kHeight) {
       PrefetchBlock<kHeight, 2 * kBytes>(stripes);
-      Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
-        constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
+      for (int half = 0; half < kHalves; ++half) {
+        FloatSums<kHeight> mine;  // a copy, since registers cannot be indexed by a half
+        CopySums(all[half], mine);
         if constexpr (kHeight <= kSideBySideTokens) {
-          FloatBlocks<kWeight, kHeight, kCount, 2>(stripes, half, values + part * kCount, sums[which],
-                                                   totals[which]);
+          FloatBlocks<kWeight, kHeight, 2>(stripes, half, values, mine.sums, mine.totals);
         } else {
-          FloatBlocks<kWeight, kHeight, kCount, 1>(stripes, half, values + part * kCount, sums[which],
-                                                   totals[which]);
-          FloatBlocks<kWeight, kHeight, kCount, 1>(
-              stripes + kBytes, half, values + 64 * kHeight + part * kCount, sums[which] + 1, totals[which]);
+          FloatBlocks<kWeight, kHeight, 1>(stripes, half, values, mine.sums, mine.totals);
+          FloatBlocks<kWeight, kHeight, 1>(stripes + kBytes, half, values + 64 * kHeight, mine.sums + 1,
+                                           mine.totals);
         }
-      });
+        CopySums(mine, all[half]);
+      }
     }
     if (block < blocks) {
-      Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
-        constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-        FloatBlocks<kWeight, kHeight, kCount, 1>(stripes, half, values + part * kCount, sums[which],
-                                                 totals[which]);
-      });
+      for (int half = 0; half < kHalves; ++half) {
+        FloatBlocks<kWeight, kHeight, 1>(stripes, half, values, all[half].sums, all[half].totals);
+      }
       stripes += kBytes;
     }
-    Unroll<kHalves * kParts>([&](auto which) FMOE_FLAT {
-      constexpr int half = decltype(which)() / kParts, part = decltype(which)() % kParts;
-      Unroll<kCount>([&](auto t) FMOE_FLAT {
-        const Floats even = Add(sums[which][0][t][0], sums[which][0][t][1]);
-        const Floats odd = Add(sums[which][1][t][0], sums[which][1][t][1]);
-        Store(out + (part * kCount + t) * 16 + half * kLanes,
-              Panel::kGroup != 0 ? totals[which][t] : Add(even, odd));
-      });
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      const auto& sums = all[kHalf].sums;
+      const Floats even = Add(sums[0][kToken][0], sums[0][kToken][1]);
+      const Floats odd = Add(sums[1][kToken][0], sums[1][kToken][1]);
+      Store(out + kToken * 16 + kHalf * kLanes,
+            Panel::kGroup != 0 ? all[kHalf].totals[kToken] : Add(even, odd));
     });
   }
 }

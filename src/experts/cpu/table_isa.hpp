@@ -8,13 +8,17 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
+/// Eight tokens need the 32 registers of AVX-512.
+constexpr bool kHasEight = kHalves == 1;
+
 template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
   table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
-  table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
-  table.dot[kWeight][kKind][4] = &IntegerDot<kWeight, kKind, 16>;
+  if constexpr (kHasEight && kKind != kTileA24) {
+    table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
+  }
 }
 
 template <WeightKernel kWeight>
@@ -29,8 +33,9 @@ constexpr void SetFloat(KernelTable& table) {
   table.dot[kWeight][kTileF32][0] = &FloatDot<kWeight, 1>;
   table.dot[kWeight][kTileF32][1] = &FloatDot<kWeight, 2>;
   table.dot[kWeight][kTileF32][2] = &FloatDot<kWeight, 4>;
-  table.dot[kWeight][kTileF32][3] = &FloatDot<kWeight, 8>;
-  table.dot[kWeight][kTileF32][4] = &FloatDot<kWeight, 16>;
+  if constexpr (kHasEight) {
+    table.dot[kWeight][kTileF32][3] = &FloatDot<kWeight, 8>;
+  }
 }
 
 constexpr KernelTable MakeTable(const char* isa) {
@@ -60,6 +65,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
   table.pack[kTileA8] = &PackIntegers<kTileA8>;
   table.pack_codes = &PackCodes;
+  table.quantize_nvfp4 = &QuantizeNvfp4;
   table.activate = &Activate;
   table.accumulate = &Accumulate;
   table.to_float[kRowF32] = &CopyFloats;
