@@ -1,9 +1,12 @@
+#include <charconv>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include <fmt/format.h>
@@ -29,7 +32,7 @@ struct ExplainFlags {
   std::string problem;
   std::string scheme;
   std::string platform = "host";
-  std::string diff;
+  std::vector<std::string> diff;
   std::string why_not;
   std::vector<std::string> env;
   int64_t tokens = 1;
@@ -72,6 +75,21 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   request.problem = fmt::format("{} layer {}", checkpoint->directory(), layer);
   request.config = description.config;
   request.scheme = description.scheme;
+  // Zero points and activation order are a matter of the tensors; every expert has them or none.
+  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
+  FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, experts.load(0));
+  for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+    request.weights_have_zero_points = request.weights_have_zero_points || !matrix->zero_point.empty();
+    request.weights_have_group_index = request.weights_have_group_index || !matrix->group_index.empty();
+  }
+  return Status::Ok();
+}
+
+Status SetParallel(ParallelSizes sizes, bool sequence_parallel, ExplainRequest& request) {
+  if (sequence_parallel) {
+    sizes.sp = SequenceParallelSize(sizes);
+  }
+  FMOE_ASSIGN_OR_RETURN(request.config.parallel, MakeParallelConfig(sizes));
   return Status::Ok();
 }
 
@@ -79,11 +97,7 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   ExplainRequest request;
   FMOE_ASSIGN_OR_RETURN(const LayerOptions plan, Resolve(flags.plan));
   FMOE_RETURN_IF_ERROR(TakeLayer(flags, request));
-  ParallelSizes sizes = flags.parallel;
-  if (flags.sequence_parallel) {
-    sizes.sp = SequenceParallelSize(sizes);
-  }
-  FMOE_ASSIGN_OR_RETURN(request.config.parallel, MakeParallelConfig(sizes));
+  FMOE_RETURN_IF_ERROR(SetParallel(flags.parallel, flags.sequence_parallel, request));
   request.platform = flags.platform;
   request.tokens = flags.tokens;
   request.num_threads = flags.threads == 0 ? HostMachine().num_cores : flags.threads;
@@ -97,6 +111,101 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   request.selection.backend = plan.backend;
   request.selection.env = flags.env;
   return request;
+}
+
+// One side of --diff: the question with another platform, deployment, or both, as "sm90", "dp=8,ep" or
+// "sm90,dp=8,ep,all2all=deepep_low_latency". A word of a deployment replaces that of the options.
+Result<ExplainRequest> Side(const ExplainFlags& flags, const ExplainRequest& question,
+                            const std::string& text) {
+  ExplainRequest side = question;
+  ParallelSizes sizes = flags.parallel;
+  bool sequence_parallel = flags.sequence_parallel;
+  std::istringstream words(text);
+  for (std::string word; std::getline(words, word, ',');) {
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
+    int64_t* size = name == "tp"    ? &sizes.tp
+                    : name == "dp"  ? &sizes.dp
+                    : name == "pcp" ? &sizes.pcp
+                                    : nullptr;
+    if (size != nullptr) {
+      const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), *size);
+      if (error != std::errc() || end != value.data() + value.size() || *size < 1 || *size > 1 << 20) {
+        return Status::Usage(fmt::format("--diff: '{}' needs a size, as in {}=8", word, name));
+      }
+    } else if (name == "all2all" && !value.empty()) {
+      sizes.all2all = value;
+    } else if (word == "ep" || word == "no-ep") {
+      sizes.enable_expert_parallel = word == "ep";
+    } else if (word == "eplb") {
+      sizes.enable_eplb = true;
+    } else if (word == "sp") {
+      sequence_parallel = true;
+    } else if (FindPlatform(word).ok()) {
+      side.platform = word;
+    } else {
+      std::vector<std::string> names = {"tp=N", "dp=N", "pcp=N",        "ep",  "no-ep",
+                                        "sp",   "eplb", "all2all=NAME", "host"};
+      for (const Platform& platform : DescribedPlatforms()) {
+        names.push_back(platform.name);
+      }
+      return UnknownName("--diff", word, names);
+    }
+  }
+  FMOE_RETURN_IF_ERROR(SetParallel(sizes, sequence_parallel, side));
+  return side;
+}
+
+// `--diff A` holds the question's own answer against A, `--diff A B` holds A against B.
+Status AddDiff(const ExplainFlags& flags, const Explanation& own, Json& document, std::string& text) {
+  Explanation first = own;
+  std::string first_name = own.request.platform;
+  if (flags.diff.size() == 2) {
+    first_name = flags.diff.front();
+    FMOE_ASSIGN_OR_RETURN(const ExplainRequest request, Side(flags, own.request, first_name));
+    FMOE_ASSIGN_OR_RETURN(first, Explain(request));
+  }
+  FMOE_ASSIGN_OR_RETURN(const ExplainRequest request, Side(flags, own.request, flags.diff.back()));
+  FMOE_ASSIGN_OR_RETURN(const Explanation second, Explain(request));
+  const std::vector<Difference> differences = Diff(first, second);
+  Json list = Json::array();
+  for (const Difference& difference : differences) {
+    list.push_back({{"field", difference.field}, {"first", difference.first}, {"second", difference.second}});
+  }
+  document["diff"] = {{"first", first_name},
+                      {"second", flags.diff.back()},
+                      {"platform", request.platform},
+                      {"differences", list}};
+  text += fmt::format("\n{} against {}\n", first_name, flags.diff.back()) + ToString(differences);
+  return Status::Ok();
+}
+
+// What the options of explain mean, word by word, from the tables that decide.
+std::string Words() {
+  std::string problems, platforms, switches;
+  for (const Problem& problem : Problems()) {
+    problems += (problems.empty() ? "" : ", ") + problem.name;
+  }
+  for (const Platform& platform : DescribedPlatforms()) {
+    platforms += (platforms.empty() ? "host, " : ", ") + platform.name;
+  }
+  for (const SwitchInfo& info : SwitchTable()) {
+    switches += fmt::format("  {} (default '{}'; {})\n      {}\n", info.name, info.default_value,
+                            info.families.empty()  ? "no scheme"
+                            : info.families == "*" ? "all schemes"
+                                                   : info.families,
+                            info.what);
+  }
+  return fmt::format(
+      "Problems: {}\n\nPlatforms: {}\n\n--diff A [B]: a platform, a deployment, or both, as sm90 or "
+      "sm100,dp=8,ep,all2all=deepep_low_latency\n\nSwitches for --env (set and true are two questions):\n{}\n"
+      "Codes of the verdicts, order of the tables, switches: docs/oracle.md. Words of scales, here and "
+      "upstream: "
+      "docs/scales.md. All options and the JSON: docs/cli.md.\nExit codes: 0 ok, 2 usage, 3 bad input, 4 "
+      "nothing can "
+      "be chosen, 5 system.",
+      problems, platforms, switches);
 }
 
 Json MachineJson(const Platform& platform) {
@@ -183,17 +292,7 @@ Status ExplainLayer(const ExplainFlags& flags, Output& output) {
     text += "\n" + ToString(answer);
   }
   if (!flags.diff.empty()) {
-    ExplainRequest other = request;
-    other.platform = flags.diff;
-    FMOE_ASSIGN_OR_RETURN(const Explanation second, Explain(other));
-    const std::vector<Difference> differences = Diff(explanation, second);
-    Json list = Json::array();
-    for (const Difference& difference : differences) {
-      list.push_back(
-          {{"field", difference.field}, {"first", difference.first}, {"second", difference.second}});
-    }
-    document["diff"] = {{"platform", flags.diff}, {"differences", list}};
-    text += fmt::format("\n{} against {}\n", request.platform, flags.diff) + ToString(differences);
+    FMOE_RETURN_IF_ERROR(AddDiff(flags, explanation, document, text));
   }
   output.Document(document);
   output.Text(text);
@@ -228,8 +327,18 @@ Action DefineExplain(CLI::App& app) {
   app.add_flag("--eplb", flags->parallel.enable_eplb, "Expert load balancing");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");
   app.add_option("--why-not", flags->why_not, "What would have to change for this backend to be chosen");
-  app.add_option("--diff", flags->diff, "Compare with the answer on this platform");
-  return [flags](Output& output) { return ExplainLayer(*flags, output); };
+  app.add_option("--diff", flags->diff,
+                 "Compare with the answer on this platform or deployment, or two with each other")
+      ->expected(1, 2);
+  app.footer(Words());
+  return [flags](Output& output) {
+    // `--diff A DIRECTORY`: the option takes two words when it can; the second was meant as the checkpoint.
+    if (flags->checkpoint.directory.empty() && flags->problem.empty() && flags->diff.size() == 2) {
+      flags->checkpoint.directory = flags->diff.back();
+      flags->diff.pop_back();
+    }
+    return ExplainLayer(*flags, output);
+  };
 }
 
 }  // namespace fusedmoe::cli

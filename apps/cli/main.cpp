@@ -54,7 +54,11 @@ int Run(int argc, char** argv) {
   CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
   app.name("fusedmoe");
   app.require_subcommand(1);
-  app.footer("Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.");
+  app.footer(
+      "Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.\n"
+      "Options, inputs and JSON: docs/cli.md. Why a backend: docs/oracle.md. Words of scales: "
+      "docs/scales.md. All "
+      "pages: docs/README.md.");
   // Known before parsing, so that a usage error finds its way to the reader that asked for JSON.
   bool json = std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
   std::vector<std::pair<CLI::App*, Action>> actions;

@@ -79,7 +79,7 @@ Result<Forward> RunLayer(const MoeLayer& layer, const MoeLayer::Inputs& inputs, 
     const auto start = std::chrono::steady_clock::now();
     const Status status = layer.Forward(inputs, outputs, workspace, executor);
     if (status.code() == StatusCode::kUsage) {  // what the layer was called with stands in the file
-      return Status::BadInput(status.message()).WithFile(flags.input);
+      return Status::BadInput(status.message()).WithFile(flags.input).WithTensor(status.tensor());
     }
     FMOE_RETURN_IF_ERROR(status);
     forward.seconds.push_back(Seconds(start));

@@ -47,7 +47,8 @@ Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
       }
       if (id < -1 || id >= num_experts) {
         return Status::Usage(fmt::format("topk_ids[{}, {}] is {}, experts are 0..{} (-1 skips a slot)", token,
-                                         slot, id, num_experts - 1));
+                                         slot, id, num_experts - 1))
+            .WithTensor("topk_ids");
       }
       ids[token * top_k + slot] = static_cast<int32_t>(id);
     }

@@ -1,8 +1,12 @@
 #include <algorithm>
+#include <filesystem>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include <fusedmoe/oracle.hpp>
+#include <fusedmoe/problems.hpp>
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
@@ -50,6 +54,52 @@ TEST(Explain, Problem_OnADescribedPlatform) {
                                            "--platform", "sm100", "--tokens", "64", "--json"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_FALSE(result.Json().at("chosen").is_null());
+}
+
+TEST(Explain, Diff_TakesPlatformsAndDeployments) {
+  const std::vector<std::string> question = {"explain",    "--problem",  "deepseek-v3", "--scheme",
+                                             "nvfp4_w4a4", "--platform", "sm100",       "--json"};
+  const auto chosen = [&](const std::vector<std::string>& sides) {
+    std::vector<std::string> words = question;
+    words.emplace_back("--diff");
+    words.insert(words.end(), sides.begin(), sides.end());
+    const ProcessResult result = RunCommand(words);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    const nlohmann::json differences = result.Json().at("diff").at("differences");
+    for (const nlohmann::json& difference : differences) {
+      if (difference.at("field") == "chosen") {
+        return difference.at("first").get<std::string>() + " " + difference.at("second").get<std::string>();
+      }
+    }
+    return std::string("the same");
+  };
+  EXPECT_EQ(chosen({"sm90"}), "FLASHINFER_TRTLLM MARLIN");
+  EXPECT_EQ(chosen({"sm90", "sm80"}), "the same");
+  EXPECT_EQ(chosen({"dp=8,ep", "dp=8,ep,all2all=deepep_low_latency"}),
+            "FLASHINFER_TRTLLM FLASHINFER_CUTEDSL");
+  EXPECT_EQ(chosen({"sm90,tp=2", "sm100,tp=2"}), "MARLIN FLASHINFER_TRTLLM");
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  EXPECT_EQ(RunCommand({"explain", "--diff", "sm90", checkpoint.path()}).exit_code, 0);
+  std::vector<std::string> wrong = question;
+  wrong.insert(wrong.end(), {"--diff", "sm90,dp=x"});
+  EXPECT_EQ(RunCommand(wrong).exit_code, 2);
+  wrong.back() = "sm999";
+  EXPECT_EQ(RunCommand(wrong).exit_code, 2);
+}
+
+TEST(Explain, Help_NamesEverySwitchAndThePagesWithTheWords) {
+  const std::string help = RunCommand({"explain", "--help"}).out;
+  for (const SwitchInfo& info : SwitchTable()) {
+    EXPECT_NE(help.find(info.name), std::string::npos) << info.name;
+  }
+  for (const Problem& problem : Problems()) {
+    EXPECT_NE(help.find(problem.name), std::string::npos) << problem.name;
+  }
+  for (const std::string page : {"docs/oracle.md", "docs/scales.md", "docs/cli.md"}) {
+    EXPECT_NE(help.find(page), std::string::npos) << page;
+    EXPECT_NE(RunCommand({"--help"}).out.find(page), std::string::npos) << page;
+    EXPECT_TRUE(std::filesystem::exists(std::string(FMOE_GOLDEN_DIR) + "/../../" + page)) << page;
+  }
 }
 
 TEST(Backends, Matrix_NamesTheReferenceForEveryScheme) {

@@ -209,7 +209,7 @@ TEST(Malformed, InputFile_IsRefusedByNameAndTensor) {
         tensors.push_back({"topk_ids", ids});
         tensors.push_back({"topk_weights", *Tensor::Allocate(DType::kF32, {5, 2})});
       },
-      "topk_ids");
+      "tensor 'topk_ids'");
 }
 
 TEST(Malformed, UnknownModelType_ExitsFour) {
