@@ -7,6 +7,7 @@
 #include <fstream>
 #include <map>
 #include <sstream>
+#include <stdexcept>
 
 namespace fusedmoe::golden {
 
@@ -29,6 +30,9 @@ std::shared_ptr<const DataFile> ReadData(const std::filesystem::path& path) {
   buffer << stream.rdbuf();
   file->bytes = std::move(buffer).str();
   uint64_t header_bytes = 0;
+  if (file->bytes.size() < sizeof header_bytes) {
+    throw std::out_of_range(path.string() + " is shorter than a header length");
+  }
   std::memcpy(&header_bytes, file->bytes.data(), sizeof header_bytes);
   const auto header = nlohmann::json::parse(file->bytes.substr(8, header_bytes));
   const char* data = file->bytes.data() + 8 + header_bytes;
@@ -38,7 +42,11 @@ std::shared_ptr<const DataFile> ReadData(const std::filesystem::path& path) {
     }
     const auto dtype = ParseDType(entry["dtype"].get<std::string>());
     const auto dims = entry["shape"].get<std::vector<int64_t>>();
-    const auto begin = entry["data_offsets"][0].get<int64_t>();
+    const auto begin = entry["data_offsets"][0].get<uint64_t>(),
+               end = entry["data_offsets"][1].get<uint64_t>();
+    if (begin > end || end > file->bytes.size() - 8 - header_bytes) {
+      throw std::out_of_range(path.string() + ": " + name + " lies outside the file");
+    }
     file->tensors.emplace(name, TensorView(reinterpret_cast<const std::byte*>(data + begin), dtype.value(),
                                            Shape(std::span<const int64_t>(dims))));
   }
@@ -165,7 +173,11 @@ TensorView GoldenCase::ByKey(const std::string& key) const {
 
 TensorView GoldenCase::Input(std::string_view tensor) const {
   const auto& entry = manifest_.at("tensors").at(std::string(tensor));
-  return ByKey(entry.value("key", name_ + "." + std::string(tensor)));
+  const std::string key = entry.value("key", name_ + "." + std::string(tensor));
+  if (data_->tensors.find(key) == data_->tensors.end()) {
+    throw std::out_of_range("the data file has no tensor " + key);  // RunCase makes it the case's failure
+  }
+  return ByKey(key);
 }
 
 std::vector<float> GoldenCase::Floats(std::string_view tensor) const {
@@ -294,8 +306,11 @@ Outcome GoldenCase::Compare(std::string_view tensor, TensorView produced,
   return std::nullopt;
 }
 
-Result<std::vector<GoldenCase>> LoadTopic(const std::string& directory, const std::string& topic) {
-  const std::filesystem::path manifest_path = std::filesystem::path(directory) / (topic + ".json");
+namespace {
+
+// Throws what the JSON parser throws: LoadTopic turns it into an answer.
+Result<std::vector<GoldenCase>> ReadTopic(const std::filesystem::path& manifest_path,
+                                          const std::string& directory, const std::string& topic) {
   std::ifstream stream(manifest_path);
   if (!stream) {
     return Status::BadInput("cannot be opened").WithFile(manifest_path.string());
@@ -317,6 +332,18 @@ Result<std::vector<GoldenCase>> LoadTopic(const std::string& directory, const st
     cases.push_back(GoldenCase::Table(manifest.value("topic", topic), name, table, data));
   }
   return cases;
+}
+
+}  // namespace
+
+Result<std::vector<GoldenCase>> LoadTopic(const std::string& directory, const std::string& topic) {
+  const std::filesystem::path manifest_path = std::filesystem::path(directory) / (topic + ".json");
+  try {
+    return ReadTopic(manifest_path, directory, topic);
+  } catch (const std::exception& error) {
+    return Status::BadInput(std::string("the manifest or its data cannot be read: ") + error.what())
+        .WithFile(manifest_path.string());
+  }
 }
 
 std::vector<std::string> TopicsIn(const std::string& directory) {

@@ -1,3 +1,5 @@
+#include <filesystem>
+
 #include <gtest/gtest.h>
 
 #include "support/golden.hpp"
@@ -37,6 +39,34 @@ std::string CaseName(const testing::TestParamInfo<GoldenCase>& info) {
     letter = std::isalnum(static_cast<unsigned char>(letter)) != 0 ? letter : '_';
   }
   return name + (info.param.is_table() ? "_table" : "");
+}
+
+TEST(GoldenFolder, ThatIsDamaged_IsAFailureAndNoCrash) {
+  namespace fs = std::filesystem;
+  const fs::path folder = fs::path(testing::TempDir()) / "fusedmoe_damaged_vectors";
+  const fs::path source = fs::path(FMOE_GOLDEN_DIR) / "vectors";
+  fs::remove_all(folder);
+  fs::create_directory(folder);
+  for (const std::string topic : {"routing", "nvfp4", "layers"}) {
+    fs::copy_file(source / (topic + ".json"), folder / (topic + ".json"));
+    // Without data every case fails by itself.
+    auto cases = LoadTopic(folder.string(), topic);
+    ASSERT_TRUE(cases.ok()) << cases.status().ToString();
+    for (const GoldenCase& golden_case : *cases) {
+      if (!golden_case.is_table()) {
+        EXPECT_TRUE(RunCase(golden_case).has_value()) << golden_case.name();
+      }
+    }
+    fs::copy_file(source / (topic + ".safetensors"), folder / (topic + ".safetensors"));
+    fs::permissions(folder / (topic + ".safetensors"), fs::perms::owner_all);
+    const uintmax_t size = fs::file_size(folder / (topic + ".safetensors"));
+    for (const uintmax_t left :
+         {size - 1, uintmax_t{3000}, uintmax_t{7}}) {  // in the data, in the header, before it
+      fs::resize_file(folder / (topic + ".safetensors"), left);
+      EXPECT_FALSE(LoadTopic(folder.string(), topic).ok()) << topic << " of " << left << " bytes";
+    }
+  }
+  fs::remove_all(folder);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GoldenVectors, testing::ValuesIn(AllCases()), CaseName);

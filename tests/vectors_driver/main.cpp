@@ -26,6 +26,7 @@ int main(int argc, char** argv) {
       continue;
     }
     for (const GoldenCase& golden_case : *cases) {
+      std::fflush(stdout);  // what is known by now stays, whatever the next case does
       const Outcome outcome = RunCase(golden_case);
       if (outcome) {
         std::printf("FAIL %s/%s: %s\n", golden_case.topic().c_str(), golden_case.name().c_str(),
