@@ -328,6 +328,9 @@ std::vector<RankCell> RankCells(int64_t ranks) {
   for (const bool expert_parallel : {false, true}) {
     for (int64_t tp = 1; tp <= ranks; tp *= 2) {
       for (int64_t pcp = 1; tp * pcp <= ranks; pcp *= 2) {
+        if (ranks % (tp * pcp) != 0) {
+          continue;
+        }
         for (const char* scheme : {"unquantized", "nvfp4_w4a4", "int4_w4a16"}) {
           for (const TokenPattern tokens : all_tokens) {
             RankCell cell;
@@ -358,11 +361,16 @@ std::vector<RankCell> RankCells(int64_t ranks) {
       cell.scheme = "int4_w4a16";
       cell.determinism = Determinism::kBatchInvariant;
       add(cell);
+      for (const char* scheme : {"nvfp4_w4a4", "fp8_w8a8:block128", "int4_w4a16", "unquantized"}) {
+        cell.determinism = Determinism::kRankInvariant;
+        cell.scheme = scheme;
+        add(cell);
+      }
       cell.backend = "REFERENCE";
       cell.scheme = "nvfp4_w4a4";
       cell.determinism = Determinism::kRankInvariant;
       cell.sizes.enable_eplb = true;
-      cell.sizes.num_redundant_experts = ranks;
+      cell.sizes.num_redundant_experts = ranks - cell.num_experts % ranks;  // equal shares
       add(cell);
     }
   }

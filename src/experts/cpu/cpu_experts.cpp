@@ -98,8 +98,9 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
   experts->traits_.activation_format = problem.config.activation_format;
   experts->traits_.expects_unquantized_inputs = true;
-  experts->traits_.weight_and_reduce =
-      batched ? WeightAndReduceKind::kNaiveBatched : WeightAndReduceKind::kNoOp;
+  experts->traits_.weight_and_reduce = batched                      ? WeightAndReduceKind::kNaiveBatched
+                                       : experts->plan_.slots_apart ? WeightAndReduceKind::kContiguous
+                                                                    : WeightAndReduceKind::kNoOp;
   return std::unique_ptr<Experts>(std::move(experts));
 }
 
@@ -115,7 +116,9 @@ Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView
   const bool batched = traits_.activation_format == ActivationFormatKind::kBatchedExperts;
   const int rank = batched ? 3 : 2;
   const int64_t hidden = problem_.config.hidden;
-  if (rows.rank() != rank || rows.dim(rank - 1) != hidden || !(output.shape() == rows.shape())) {
+  const Shape wanted =
+      plan_.slots_apart && rows.rank() == 2 ? Shape{rows.dim(0), plan_.top_k, hidden} : rows.shape();
+  if (rows.rank() != rank || rows.dim(rank - 1) != hidden || !(output.shape() == wanted)) {
     return Status::Usage(fmt::format("rows are {} and output {}; both must be [{}{}]",
                                      rows.shape().ToString(), output.shape().ToString(),
                                      batched ? "experts, rows, " : "tokens, ", hidden));
@@ -141,7 +144,7 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.rows = input.rows.values.data();
   run.row_bytes = input.rows.values.stride_bytes(row_axis);
   run.row_type = RowTypeOf(input.rows.values.dtype());
-  run.output_row_bytes = output.stride_bytes(row_axis);
+  run.output_row_bytes = output.stride_bytes(output.rank() - 2);
   run.output_type = RowTypeOf(output.dtype());
   run.batched = traits_.activation_format == ActivationFormatKind::kBatchedExperts;
   run.offsets = workspace.Get<int32_t>(slots_.offsets);
@@ -173,7 +176,8 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
     }
   }
   // Equal pieces: the last one should not be short of tokens per expert.
-  const int64_t pieces = CeilDiv(input.num_tokens, std::max<int64_t>(plan_.max_rows, 1));
+  const int64_t outputs_per_token = plan_.slots_apart ? plan_.top_k : 1;
+  const int64_t pieces = CeilDiv(input.num_tokens, std::max<int64_t>(plan_.max_rows / outputs_per_token, 1));
   for (int64_t piece = 0; piece < pieces; ++piece) {
     const int64_t first = input.num_tokens * piece / pieces;
     const int64_t end = input.num_tokens * (piece + 1) / pieces;
@@ -219,12 +223,13 @@ Status CpuExperts::SortTokens(const ExpertsInput& input, int64_t first_token, in
     }
     const int32_t at = run.cursors[expert]++;
     run.slot_rows[at] = static_cast<int32_t>(first_token + slot / top_k);
-    run.slot_outputs[at] = static_cast<int32_t>(slot / top_k);
-    run.slot_weights[at] = input.router_weight_on_input ? 1.0F : weights[slot];
+    run.slot_outputs[at] = static_cast<int32_t>(plan_.slots_apart ? slot : slot / top_k);
+    run.slot_weights[at] = plan_.slots_apart || input.router_weight_on_input ? 1.0F : weights[slot];
   }
   run.num_slots = run.offsets[plan_.num_local_experts];
-  run.first_output = first_token;
-  run.num_outputs = count;
+  const int64_t outputs_per_token = plan_.slots_apart ? top_k : 1;
+  run.first_output = first_token * outputs_per_token;
+  run.num_outputs = count * outputs_per_token;
   return Status::Ok();
 }
 

@@ -192,17 +192,20 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.down = MakeGemm(plan, problem, config.hidden, config.intermediate, 1);
 
   const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  plan.slots_apart = !batched && problem.determinism >= Determinism::kRankInvariant;
+  const bool output_by_slot = batched || plan.slots_apart;
   const int64_t most_tokens = std::max<int64_t>(config.max_tokens, 1);
   const int64_t slots_per_token = batched ? plan.num_local_experts : plan.top_k;
   const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes +
-                             plan.gate_up.row_stride() * 4 + (batched ? plan.down.row_stride() * 4 : 0);
+                             plan.gate_up.row_stride() * 4 +
+                             (output_by_slot ? plan.down.row_stride() * 4 : 0);
   const int64_t token_bytes = std::max<int64_t>(1, slots_per_token * slot_bytes);
   const int64_t tokens = std::clamp(kInFlightBytes / token_bytes, kFewestTokens,
                                     most_tokens < kFewestTokens ? kFewestTokens : most_tokens);
   // A scale over the batch needs all of it at once.
   const int64_t piece = ScalesOverBatch(ActivationOf(problem)) ? most_tokens : std::min(tokens, most_tokens);
   plan.max_slots = piece * slots_per_token;
-  plan.max_rows = batched ? plan.max_slots : piece;
+  plan.max_rows = output_by_slot ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
   const KernelTable* table = FindKernelTable(plan.isa);
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
@@ -243,11 +246,6 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
         Objection(Reason::kActivationFormat,
                   fmt::format("mode '{}' does not exist for this activation format", problem.mode),
                   problem.mode, batched ? "masked" : "latency or throughput"));
-  }
-  if (problem.determinism >= Determinism::kRankInvariant) {
-    verdicts.push_back(Objection(Reason::kDeterminism,
-                                 "the slots of a token are added before they could travel to another rank",
-                                 std::string(DeterminismName(problem.determinism)), "batch_invariant"));
   }
   return verdicts;
 }

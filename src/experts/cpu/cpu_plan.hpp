@@ -60,6 +60,9 @@ struct CpuPlan {
   int64_t max_slots = 0;
   int64_t max_rows = 0;      ///< of output accumulated at a time
   int max_height_index = 0;  ///< of kHeights: the tallest tile that the kernels take
+  /// rank_invariant: the slots of a token are left apart, unweighted, so that whoever has all of them adds
+  /// them up in slot order.
+  bool slots_apart = false;
   int64_t max_tiles = 0;
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
