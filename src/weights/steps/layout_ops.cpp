@@ -1,0 +1,339 @@
+#include "weights/steps/layout_ops.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "numerics/rows.hpp"
+#include "quant/packing.hpp"
+#include "quant/swizzle.hpp"
+#include "weights/marlin.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Status WrongSize(const char* step, const TensorView& matrix, const std::string& required) {
+  return Status::BadInput(fmt::format("{}: the matrix is {} {}, {} is required", step,
+                                      DTypeName(matrix.dtype()), matrix.shape().ToString(), required));
+}
+
+void CopyBytes(std::byte* to, const std::byte* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+BlockScaleLayout LayoutOf(int64_t tile_rows) {
+  return tile_rows == 128 ? BlockScaleLayout::k128x4 : BlockScaleLayout::k8x4;
+}
+
+/// Copies `rows` rows of each part, from parts `in_rows` apart to parts `out_rows` apart.
+Result<Tensor> MoveParts(TensorView matrix, int64_t parts, int64_t in_rows, int64_t out_rows) {
+  const int64_t bytes = matrix.row_bytes();
+  FMOE_ASSIGN_OR_RETURN(Tensor result,
+                        Tensor::Allocate(matrix.dtype(), Shape{parts * out_rows, matrix.dim(1)}));
+  std::byte* out = result.mutable_view().data();
+  for (int64_t part = 0; part < parts; ++part) {
+    CopyBytes(out + part * out_rows * bytes, matrix.data() + part * in_rows * bytes,
+              std::min(in_rows, out_rows) * bytes);
+  }
+  return result;
+}
+
+Result<Tensor> MoveColumns(TensorView matrix, int64_t in_columns, int64_t out_columns) {
+  const int64_t bits = DTypeBits(matrix.dtype());
+  if (matrix.dim(1) != in_columns || in_columns * bits % 8 != 0 || out_columns * bits % 8 != 0) {
+    return WrongSize("padding columns", matrix, fmt::format("{} columns of whole bytes", in_columns));
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(matrix.dtype(), Shape{matrix.dim(0), out_columns}));
+  const int64_t in_bytes = in_columns * bits / 8;
+  const int64_t out_bytes = out_columns * bits / 8;
+  std::byte* out = result.mutable_view().data();
+  for (int64_t row = 0; row < matrix.dim(0); ++row) {
+    CopyBytes(out + row * out_bytes, matrix.data() + row * in_bytes, std::min(in_bytes, out_bytes));
+  }
+  return result;
+}
+
+/// 4-bit codes one a byte; 8-bit codes of any type as they are.
+Result<Tensor> CodesAsBytes(TensorView weights) {
+  const int bits = DTypeBits(weights.dtype());
+  if (bits == 4) {
+    const TensorView nibbles(weights.data(), DType::kU4, weights.shape());
+    return WidenCodes(nibbles);
+  }
+  if (bits != 8) {
+    return WrongSize("Marlin's repack", weights, "a 4- or 8-bit type");
+  }
+  return Tensor::Borrow(TensorView(weights.data(), DType::kU8, weights.shape()), nullptr);
+}
+
+}  // namespace
+
+Result<Tensor> PadRows(TensorView matrix, int64_t parts, int64_t from, int64_t to) {
+  if (matrix.dim(0) != parts * from || to < from) {
+    return WrongSize("padding rows", matrix, fmt::format("{} parts of {} rows", parts, from));
+  }
+  return MoveParts(matrix, parts, from, to);
+}
+
+Result<Tensor> UnpadRows(TensorView matrix, int64_t parts, int64_t from, int64_t to) {
+  if (matrix.dim(0) != parts * to || to < from) {
+    return WrongSize("dropping padded rows", matrix, fmt::format("{} parts of {} rows", parts, to));
+  }
+  return MoveParts(matrix, parts, to, from);
+}
+
+Result<Tensor> PadColumns(TensorView matrix, int64_t from, int64_t to) {
+  return MoveColumns(matrix, from, to);
+}
+
+Result<Tensor> UnpadColumns(TensorView matrix, int64_t from, int64_t to) {
+  return MoveColumns(matrix, to, from);
+}
+
+Result<Tensor> ToBlockMajor(TensorView matrix, int64_t block) {
+  const int64_t bytes = matrix.row_bytes();
+  if (DTypeBits(matrix.dtype()) != 8 || block < 1 || bytes % block != 0) {
+    return WrongSize("block-major K", matrix, fmt::format("one-byte rows of a multiple of {}", block));
+  }
+  const int64_t rows = matrix.dim(0);
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(matrix.dtype(), Shape{bytes / block, rows, block}));
+  std::byte* out = result.mutable_view().data();
+  for (int64_t index = 0; index < bytes / block; ++index) {
+    for (int64_t row = 0; row < rows; ++row, out += block) {
+      CopyBytes(out, matrix.data() + row * bytes + index * block, block);
+    }
+  }
+  return result;
+}
+
+Result<Tensor> FromBlockMajor(TensorView blocks) {
+  if (blocks.rank() != 3) {
+    return WrongSize("block-major K", blocks, "[K / block, M, block]");
+  }
+  const int64_t rows = blocks.dim(1), block = blocks.dim(2), bytes = blocks.dim(0) * block;
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(blocks.dtype(), Shape{rows, bytes}));
+  std::byte* out = result.mutable_view().data();
+  const std::byte* in = blocks.data();
+  for (int64_t index = 0; index < blocks.dim(0); ++index) {
+    for (int64_t row = 0; row < rows; ++row, in += block) {
+      CopyBytes(out + row * bytes + index * block, in, block);
+    }
+  }
+  return result;
+}
+
+Result<Tensor> SwizzleScaleMatrix(TensorView scales, int64_t tile_rows) {
+  if (DTypeBits(scales.dtype()) != 8 || (tile_rows != 128 && tile_rows != 8)) {
+    return WrongSize("swizzling scales", scales, "one-byte scales and tiles of 128 or 8 rows");
+  }
+  const BlockScaleLayout layout = LayoutOf(tile_rows);
+  const int64_t rows = scales.dim(0), columns = scales.dim(1);
+  FMOE_ASSIGN_OR_RETURN(Tensor result,
+                        Tensor::Allocate(scales.dtype(), Shape{PaddedScaleRows(layout, rows),
+                                                               PaddedScaleColumns(layout, columns)}));
+  SwizzleBlockScales(layout, scales.data(), 1, rows, columns, result.mutable_view().data());
+  return result;
+}
+
+Result<Tensor> UnswizzleScaleMatrix(TensorView swizzled, int64_t tile_rows, int64_t rows, int64_t columns) {
+  const BlockScaleLayout layout = LayoutOf(tile_rows);
+  if (swizzled.total_bytes() != BlockScaleBytes(layout, rows, columns)) {
+    return WrongSize("the inverse of the scale swizzle", swizzled, fmt::format("{} x {}", rows, columns));
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(swizzled.dtype(), Shape{rows, columns}));
+  UnswizzleBlockScales(layout, swizzled.data(), 1, rows, columns, result.mutable_view().data());
+  return result;
+}
+
+Result<Tensor> ScaleMmaView(TensorView swizzled) {
+  if (swizzled.rank() != 3 || swizzled.dim(1) % 128 != 0 || swizzled.dim(2) % 4 != 0) {
+    return WrongSize("the MMA view of scales", swizzled, "[E, a multiple of 128, a multiple of 4]");
+  }
+  const int64_t experts = swizzled.dim(0);
+  const int64_t row_tiles = swizzled.dim(1) / 128;
+  const int64_t column_tiles = swizzled.dim(2) / 4;
+  FMOE_ASSIGN_OR_RETURN(
+      Tensor result, Tensor::Allocate(swizzled.dtype(), Shape{32, 4, row_tiles, 4, column_tiles, experts}));
+  std::byte* out = result.mutable_view().data();
+  for (int64_t lane = 0; lane < 32; ++lane) {
+    for (int64_t quarter = 0; quarter < 4; ++quarter) {
+      for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {
+        for (int64_t column = 0; column < 4; ++column) {
+          for (int64_t column_tile = 0; column_tile < column_tiles; ++column_tile) {
+            for (int64_t expert = 0; expert < experts; ++expert) {
+              const int64_t tile = (expert * row_tiles + row_tile) * column_tiles + column_tile;
+              *out++ = swizzled.data()[tile * 512 + lane * 16 + quarter * 4 + column];
+            }
+          }
+        }
+      }
+    }
+  }
+  return result;
+}
+
+Result<Tensor> RepeatRows(TensorView matrix, int64_t parts, int64_t times, int64_t from, int64_t to) {
+  if (matrix.dim(0) != parts * from || times < 1 || to > from * times) {
+    return WrongSize("repeating rows", matrix, fmt::format("{} parts of {} rows", parts, from));
+  }
+  const int64_t bytes = matrix.row_bytes();
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(matrix.dtype(), Shape{parts * to, matrix.dim(1)}));
+  std::byte* out = result.mutable_view().data();
+  for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t row = 0; row < to; ++row, out += bytes) {
+      CopyBytes(out, matrix.data() + (part * from + row / times) * bytes, bytes);
+    }
+  }
+  return result;
+}
+
+Result<Tensor> UnrepeatRows(TensorView matrix, int64_t parts, int64_t times, int64_t from, int64_t to) {
+  if (matrix.dim(0) != parts * to || times < 1 || (from - 1) * times >= to) {
+    return WrongSize("the inverse of repeated rows", matrix, fmt::format("{} parts of {} rows", parts, to));
+  }
+  const int64_t bytes = matrix.row_bytes();
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(matrix.dtype(), Shape{parts * from, matrix.dim(1)}));
+  std::byte* out = result.mutable_view().data();
+  for (int64_t part = 0; part < parts; ++part) {
+    for (int64_t row = 0; row < from; ++row, out += bytes) {
+      CopyBytes(out, matrix.data() + (part * to + row * times) * bytes, bytes);
+    }
+  }
+  return result;
+}
+
+Result<Tensor> FlipSigns(TensorView codes, DType element) {
+  const bool known =
+      element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
+  if (!known || DTypeBits(element) != DTypeBits(codes.dtype())) {
+    return WrongSize("flipping signs", codes, "4- or 8-bit integers");
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(element, codes.shape()));
+  const auto mask = static_cast<std::byte>(DTypeBits(element) == 4 ? 0x88 : 0x80);
+  std::byte* out = result.mutable_view().data();
+  for (int64_t index = 0; index < codes.total_bytes(); ++index) {
+    out[index] = codes.data()[index] ^ mask;
+  }
+  return result;
+}
+
+Result<Tensor> ClampScales(TensorView scales) {
+  if (scales.dtype() != DType::kF32) {
+    return WrongSize("clamping scales", scales, "F32");
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, scales.shape()));
+  auto* out = result.mutable_view().as<float>();
+  for (int64_t index = 0; index < scales.count(); ++index) {
+    out[index] = std::max(scales.as<float>()[index], 1e-10F);
+  }
+  return result;
+}
+
+Result<Tensor> ToMarlinWeights(TensorView weights) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor codes, CodesAsBytes(weights));
+  FMOE_ASSIGN_OR_RETURN(const Tensor inputs_first, Transpose(codes.view()));
+  return MarlinPackWeights(inputs_first.view(), {DTypeBits(weights.dtype()), 16});
+}
+
+Result<Tensor> FromMarlinWeights(TensorView words, DType element) {
+  const int bits = DTypeBits(element);
+  FMOE_ASSIGN_OR_RETURN(const Tensor inputs_first, MarlinUnpackWeights(words, {bits, 16}));
+  FMOE_ASSIGN_OR_RETURN(const Tensor codes, Transpose(inputs_first.view()));
+  if (bits == 8) {
+    return Tensor::Borrow(TensorView(codes.view().data(), element, codes.shape()), codes.owner());
+  }
+  FMOE_ASSIGN_OR_RETURN(const Tensor packed, NarrowCodes(codes.view(), DType::kU4));
+  return Tensor::Borrow(TensorView(packed.view().data(), element, packed.shape()), packed.owner());
+}
+
+Result<Tensor> ToMarlinScales(TensorView scales, bool grouped) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor transposed, Transpose(scales));
+  return MarlinPermuteScales(transposed.view(), grouped);
+}
+
+Result<Tensor> FromMarlinScales(TensorView scales, bool grouped) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor restored, MarlinRestoreScales(scales, grouped));
+  return Transpose(restored.view());
+}
+
+Result<Tensor> SwapInFours(TensorView scales) {
+  const int64_t width = DTypeBits(scales.dtype()) / 8;
+  if (scales.dim(1) % 4 != 0 || width < 1) {
+    return WrongSize("Marlin's order of four", scales, "rows of a multiple of 4 whole bytes");
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(scales.dtype(), scales.shape()));
+  constexpr int64_t kOrder[4] = {0, 2, 1, 3};
+  std::byte* out = result.mutable_view().data();
+  for (int64_t index = 0; index < scales.count(); ++index) {
+    CopyBytes(out + index * width, scales.data() + (index - index % 4 + kOrder[index % 4]) * width, width);
+  }
+  return result;
+}
+
+Result<Tensor> ToMarlinZeroPoints(TensorView zero_points, DType element) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor transposed, Transpose(zero_points));
+  return MarlinPackZeroPoints(transposed.view(), {DTypeBits(element), 16});
+}
+
+Result<Tensor> FromMarlinZeroPoints(TensorView words, DType element) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor codes, MarlinUnpackZeroPoints(words, {DTypeBits(element), 16}));
+  return Transpose(codes.view());
+}
+
+int MarlinNvfp4Factor(float largest_scale, DType activation) {
+  const float largest = largest_scale * 128.0F;
+  const float limit = 448.0F * 128.0F;
+  if (activation == DType::kF16 || !(largest > 0.0F) || largest >= limit) {
+    return 0;
+  }
+  return static_cast<int>(std::floor(std::log2(limit / largest)));
+}
+
+Result<Tensor> MarlinNvfp4Scales(TensorView scales, int factor) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor fours, SwapInFours(scales));
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kU8, scales.shape()));
+  auto* out = result.mutable_view().as<uint8_t>();
+  std::vector<float> row(static_cast<size_t>(scales.dim(1)));
+  std::vector<std::byte> halves(row.size() * 2);
+  const float multiplier = std::ldexp(1.0F, factor + 7);
+  for (int64_t index = 0; index < scales.dim(0); ++index) {
+    DecodeRow(scales.dtype(), fours.view().data() + index * scales.row_bytes(), 0, scales.dim(1), row.data());
+    for (float& value : row) {
+      value *= multiplier;
+    }
+    EncodeRow(DType::kF16, row.data(), scales.dim(1), halves.data());
+    for (size_t column = 0; column < row.size(); ++column) {
+      // The sign is always 0, so that the exponent and three bits of the mantissa fit a byte.
+      const uint32_t bits =
+          row[column] < 2.0F ? 0 : LoadCode(DType::kF16, halves.data(), static_cast<int64_t>(column));
+      *out++ = static_cast<uint8_t>(bits << 1 >> 8);
+    }
+  }
+  return result;
+}
+
+float DecodeS0E5M3(uint8_t code) {
+  return DecodeCode(DType::kF16, static_cast<uint32_t>(code) << 7);
+}
+
+int MarlinNvfp4TensorExponent(int factor, DType activation) {
+  return MarlinE2m1Bias(activation) - 7 - factor;
+}
+
+Result<Tensor> MarlinMxfp4ScalesFor8Bit(TensorView scales) {
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(scales.dtype(), scales.shape()));
+  for (int64_t index = 0; index < scales.count(); ++index) {
+    const uint8_t code = scales.as<uint8_t>()[index];
+    if (code > 249) {
+      return Status::Unsupported(
+          fmt::format("an E8M0 scale of {} leaves no room for 8-bit activations; 249 is the largest", code));
+    }
+    result.mutable_view().as<uint8_t>()[index] = static_cast<uint8_t>(code + 6);
+  }
+  return result;
+}
+
+}  // namespace fusedmoe

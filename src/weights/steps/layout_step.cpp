@@ -1,0 +1,440 @@
+#include "weights/steps/layout_step.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "numerics/rows.hpp"
+#include "weights/steps/layout_ops.hpp"
+#include "weights/steps/row_maps.hpp"
+
+namespace fusedmoe {
+namespace {
+
+std::vector<std::string_view> Split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  while (!text.empty()) {
+    const size_t end = text.find(separator);
+    std::string_view part = text.substr(0, end);
+    while (part.starts_with(' ')) {
+      part.remove_prefix(1);
+    }
+    parts.push_back(part);
+    text = end == std::string_view::npos ? std::string_view() : text.substr(end + 1);
+  }
+  return parts;
+}
+
+std::optional<int64_t> ParseValue(std::string_view name, std::string_view text) {
+  if (name == "element") {
+    const std::optional<DType> dtype = ParseDType(text);
+    return dtype ? std::optional(static_cast<int64_t>(*dtype)) : std::nullopt;
+  }
+  int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = error == std::errc() && end == text.data() + text.size() && !text.empty();
+  return whole ? std::optional(value) : std::nullopt;
+}
+
+Result<LayoutStep> ParseStep(std::string_view text) {
+  const Status unreadable =
+      Status::BadInput(fmt::format("'{}' is no layout step; \"name(tensor, parameter=value)\" is", text));
+  const size_t open = text.find('(');
+  if (open == std::string_view::npos || !text.ends_with(')')) {
+    return unreadable;
+  }
+  const std::string_view name = text.substr(0, open);
+  const auto info = std::find_if(LayoutStepTable().begin(), LayoutStepTable().end(),
+                                 [&](const LayoutStepInfo& row) { return row.name == name; });
+  const std::vector<std::string_view> fields = Split(text.substr(open + 1, text.size() - open - 2), ',');
+  if (info == LayoutStepTable().end() || fields.empty()) {
+    return unreadable;
+  }
+  const std::vector<std::string_view> names = Split(info->parameters, ',');
+  if (fields.size() != names.size() + 1) {
+    return unreadable;
+  }
+  LayoutStep step{info->op, std::string(fields[0]), {}};
+  for (size_t index = 0; index < names.size(); ++index) {
+    const std::string_view field = fields[index + 1];
+    const size_t equals = field.find('=');
+    if (equals == std::string_view::npos || field.substr(0, equals) != names[index]) {
+      return unreadable;
+    }
+    const std::optional<int64_t> value = ParseValue(names[index], field.substr(equals + 1));
+    if (!value) {
+      return unreadable;
+    }
+    step.values[index] = *value;
+  }
+  return step;
+}
+
+std::string TextOf(const LayoutStep& step) {
+  const LayoutStepInfo& info = InfoOf(step.op);
+  std::string text = fmt::format("{}({}", info.name, step.tensor);
+  const std::vector<std::string_view> names = Split(info.parameters, ',');
+  for (size_t index = 0; index < names.size(); ++index) {
+    const int64_t value = step.values[index];
+    text += names[index] == "element" ? fmt::format(", element={}", DTypeName(static_cast<DType>(value)))
+                                      : fmt::format(", {}={}", names[index], value);
+  }
+  return text + ")";
+}
+
+Result<std::vector<int32_t>> RowMap(const LayoutStep& step, int64_t rows) {
+  switch (step.op) {
+    case LayoutOp::kSwapHalves:
+      return SwappedHalves(rows);
+    case LayoutOp::kInterleaveRows:
+      return InterleavedGroups(rows, step.values[0]);
+    default:
+      return ShuffledRows(rows, step.values[0]);
+  }
+}
+
+Tensor Scalars(std::initializer_list<float> values) {
+  Result<Tensor> tensor = Tensor::Allocate(DType::kF32, Shape{1, static_cast<int64_t>(values.size())});
+  if (!tensor.ok()) {
+    return {};
+  }
+  std::copy(values.begin(), values.end(), tensor->mutable_view().as<float>());
+  return *std::move(tensor);
+}
+
+std::vector<float> FloatsOf(const Tensor& tensor) {
+  const auto* values = tensor.view().as<float>();
+  return {values, values + tensor.view().count()};
+}
+
+Status Missing(const LayoutStep& step, std::string_view tensor) {
+  return Status::BadInput(fmt::format("{} needs the tensor {}, which is not there", TextOf(step), tensor))
+      .WithTensor(tensor);
+}
+
+/// The element codes (kF8E4M3) of [first, first + count) times `factor`, rounded again.
+void Rescale(std::byte* codes, int64_t first, int64_t count, float factor) {
+  constexpr int64_t kChunk = 256;
+  float values[kChunk];
+  for (int64_t begin = first; begin < first + count; begin += kChunk) {
+    const int64_t length = std::min(kChunk, first + count - begin);
+    DecodeRow(DType::kF8E4M3, codes, begin, length, values);
+    for (int64_t index = 0; index < length; ++index) {
+      values[index] *= factor;
+    }
+    EncodeRow(DType::kF8E4M3, values, length, codes + begin);
+  }
+}
+
+/// Gate and up get the larger of their two tensor scales; the e4m3 codes below it (block scales, or the
+/// weights where there are none) take the quotient, at most 1, upon themselves.
+Status FoldTensorScale(const LayoutStep& step, ExpertTensors& expert) {
+  const Tensor* scale = expert.Find("gate_up_tensor_scale");
+  const Tensor* target = expert.Find(step.tensor);
+  if (scale == nullptr || target == nullptr || scale->view().count() != 2) {
+    return Missing(step, scale == nullptr ? "gate_up_tensor_scale" : step.tensor);
+  }
+  if (target->dtype() != DType::kF8E4M3) {
+    return Status::Unsupported(
+        fmt::format("{}: {} codes cannot take a factor", TextOf(step), DTypeName(target->dtype())));
+  }
+  const std::vector<float> scales = FloatsOf(*scale);
+  const float larger = std::max(scales[0], scales[1]);
+  FMOE_ASSIGN_OR_RETURN(Tensor folded, Tensor::Allocate(target->dtype(), target->shape()));
+  std::byte* codes = folded.mutable_view().data();
+  const int64_t half = target->view().count() / 2;
+  std::copy_n(target->view().data(), 2 * half, codes);
+  for (size_t part = 0; part < 2; ++part) {
+    if (scales[part] != larger) {
+      Rescale(codes, static_cast<int64_t>(part) * half, half, scales[part] / larger);
+    }
+  }
+  expert.Set(step.tensor, std::move(folded));
+  expert.Set("gate_up_tensor_scale", Scalars({larger, larger}));
+  return Status::Ok();
+}
+
+Status OneInputScale(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
+  const Tensor* scale = expert.Find(step.tensor);
+  if (scale == nullptr) {
+    return Missing(step, step.tensor);
+  }
+  const std::vector<float> values = FloatsOf(*scale);
+  float one = *std::max_element(values.begin(), values.end());
+  if (step.op == LayoutOp::kMaxExpand) {
+    one = step.tensor == "mid_tensor_scale" ? globals.mid_tensor_scale : globals.input_tensor_scale;
+  }
+  if (step.op == LayoutOp::kDropInputScale) {
+    expert.Erase(step.tensor);
+  } else {
+    expert.Set(step.tensor, Scalars({one}));
+  }
+  return Status::Ok();
+}
+
+/// gate_up_output_scale = input * gate_up tensor scale; down_output_scale = mid * down tensor scale.
+Status MakeOutputScale(const LayoutStep& step, ExpertTensors& expert) {
+  const bool down = step.tensor == "down_output_scale";
+  const Tensor* input = expert.Find(down ? "mid_tensor_scale" : "input_tensor_scale");
+  const Tensor* weight = expert.Find(down ? "down_tensor_scale" : "gate_up_tensor_scale");
+  if (input == nullptr || weight == nullptr) {
+    return Missing(step, input == nullptr ? "input scale" : "weight scale");
+  }
+  expert.Set(step.tensor, Scalars({input->view().as<float>()[0] * weight->view().as<float>()[0]}));
+  return Status::Ok();
+}
+
+Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
+  switch (step.op) {
+    case LayoutOp::kFoldTensorScale:
+      return FoldTensorScale(step, expert);
+    case LayoutOp::kMaxInputScale:
+    case LayoutOp::kMaxExpand:
+    case LayoutOp::kDropInputScale:
+      return OneInputScale(step, globals, expert);
+    case LayoutOp::kOutputScale:
+      return MakeOutputScale(step, expert);
+    default:
+      break;
+  }
+  const Tensor* tensor = expert.Find(step.tensor);
+  if (tensor == nullptr) {
+    return Missing(step, step.tensor);
+  }
+  const Tensor before = *tensor;
+  FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, before.view()));
+  expert.Set(step.tensor, std::move(after));
+  return Status::Ok();
+}
+
+/// The tensors that lossy steps replace: they are kept whole, from before the first step.
+std::vector<std::string> ReplacedTensors(const LayoutRecipe& recipe) {
+  std::vector<std::string> names;
+  for (const LayoutStep& step : recipe.steps) {
+    if (InfoOf(step.op).lossless) {
+      continue;
+    }
+    names.push_back(step.tensor);
+    if (step.op == LayoutOp::kFoldTensorScale) {
+      names.emplace_back("gate_up_tensor_scale");
+    }
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
+}
+
+Status InvertOn(const LayoutStep& step, ExpertTensors& expert) {
+  if (step.op == LayoutOp::kOutputScale) {
+    expert.Erase(step.tensor);
+    return Status::Ok();
+  }
+  const Tensor* tensor = expert.Find(step.tensor);
+  if (tensor == nullptr) {
+    return Missing(step, step.tensor);
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor before, InvertStep(step, tensor->view()));
+  expert.Set(step.tensor, std::move(before));
+  return Status::Ok();
+}
+
+int MarlinTensorExponent(const LayoutStep& step) {
+  return MarlinNvfp4TensorExponent(static_cast<int>(step.values[0]),
+                                   step.values[1] != 0 ? DType::kF16 : DType::kBF16);
+}
+
+Result<Tensor> TimesPowerOfTwo(TensorView values, int exponent) {
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(DType::kF32, values.shape()));
+  for (int64_t index = 0; index < values.count(); ++index) {
+    result.mutable_view().as<float>()[index] = std::ldexp(values.as<float>()[index], exponent);
+  }
+  return result;
+}
+
+Status NeedsWholeExpert(const LayoutStep& step) {
+  return Status::Usage(fmt::format("{} acts on a whole expert, not on one matrix", TextOf(step)));
+}
+
+}  // namespace
+
+std::span<const LayoutStepInfo> LayoutStepTable() {
+  static constexpr LayoutStepInfo kTable[] = {
+#define FMOE_LAYOUT_INFO(id, name, parameters, lossless, what) \
+  {LayoutOp::id, name, parameters, lossless, what},
+      FMOE_LAYOUT_STEP_TABLE(FMOE_LAYOUT_INFO)
+#undef FMOE_LAYOUT_INFO
+  };
+  return kTable;
+}
+
+const LayoutStepInfo& InfoOf(LayoutOp op) {
+  return LayoutStepTable()[static_cast<size_t>(op)];
+}
+
+std::string CanonicalName(std::string_view tensor) {
+  return "canonical." + std::string(tensor);
+}
+
+Tensor* ExpertTensors::Find(std::string_view name) {
+  const auto found =
+      std::find_if(tensors.begin(), tensors.end(), [&](const auto& e) { return e.first == name; });
+  return found == tensors.end() ? nullptr : &found->second;
+}
+
+const Tensor* ExpertTensors::Find(std::string_view name) const {
+  return const_cast<ExpertTensors*>(this)->Find(name);
+}
+
+void ExpertTensors::Set(std::string_view name, Tensor tensor) {
+  if (Tensor* present = Find(name); present != nullptr) {
+    *present = std::move(tensor);
+  } else {
+    tensors.emplace_back(name, std::move(tensor));
+  }
+}
+
+void ExpertTensors::Erase(std::string_view name) {
+  std::erase_if(tensors, [&](const auto& entry) { return entry.first == name; });
+}
+
+void LayoutRecipe::Add(LayoutOp op, std::string_view tensor, std::array<int64_t, 4> values) {
+  steps.push_back({op, std::string(tensor), values});
+}
+
+std::vector<std::string> LayoutRecipe::ToText() const {
+  std::vector<std::string> text;
+  for (const LayoutStep& step : steps) {
+    text.push_back(TextOf(step));
+  }
+  return text;
+}
+
+Result<LayoutRecipe> LayoutRecipe::Parse(std::span<const std::string> text) {
+  LayoutRecipe recipe;
+  for (const std::string& line : text) {
+    FMOE_ASSIGN_OR_RETURN(LayoutStep step, ParseStep(line));
+    recipe.steps.push_back(std::move(step));
+  }
+  return recipe;
+}
+
+Status LayoutRecipe::Apply(const LayoutGlobals& globals, ExpertTensors& expert) const {
+  for (const std::string& name : ReplacedTensors(*this)) {
+    if (const Tensor* tensor = expert.Find(name); tensor != nullptr) {
+      expert.Set(CanonicalName(name), Tensor(*tensor));
+    }
+  }
+  for (const LayoutStep& step : steps) {
+    if (Status status = ApplyTo(step, globals, expert); !status.ok()) {
+      return std::move(status).WithContext(TextOf(step));
+    }
+  }
+  return Status::Ok();
+}
+
+Status LayoutRecipe::Invert(ExpertTensors& expert) const {
+  const std::vector<std::string> replaced = ReplacedTensors(*this);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (std::binary_search(replaced.begin(), replaced.end(), step->tensor)) {
+      continue;
+    }
+    if (Status status = InvertOn(*step, expert); !status.ok()) {
+      return std::move(status).WithContext(TextOf(*step));
+    }
+  }
+  for (const std::string& name : replaced) {
+    const Tensor* kept = expert.Find(CanonicalName(name));
+    if (kept == nullptr) {
+      return Status::BadInput("the tensor that a step with a loss replaced is not there")
+          .WithTensor(CanonicalName(name));
+    }
+    expert.Set(name, Tensor(*kept));
+  }
+  std::erase_if(expert.tensors, [](const auto& entry) { return entry.first.starts_with("canonical."); });
+  return Status::Ok();
+}
+
+Result<Tensor> ApplyStep(const LayoutStep& step, TensorView matrix) {
+  if (matrix.empty() || matrix.rank() != 2 || !matrix.dense() || matrix.dim(0) < 1) {
+    return Status::BadInput(fmt::format("{}: a dense matrix is required, the shape is {}", TextOf(step),
+                                        matrix.shape().ToString()));
+  }
+  const auto& v = step.values;
+  switch (step.op) {
+    case LayoutOp::kPadRows:
+      return PadRows(matrix, v[0], v[1], v[2]);
+    case LayoutOp::kPadColumns:
+      return PadColumns(matrix, v[0], v[1]);
+    case LayoutOp::kSwapHalves:
+    case LayoutOp::kInterleaveRows:
+    case LayoutOp::kShuffleRows: {
+      FMOE_ASSIGN_OR_RETURN(const std::vector<int32_t> gather, RowMap(step, matrix.dim(0)));
+      return GatherRows(matrix, gather);
+    }
+    case LayoutOp::kBlockMajorK:
+      return ToBlockMajor(matrix, v[0]);
+    case LayoutOp::kSwizzleScales:
+      return SwizzleScaleMatrix(matrix, v[0]);
+    case LayoutOp::kRepeatRows:
+      return RepeatRows(matrix, v[0], v[1], v[2], v[3]);
+    case LayoutOp::kFlipSign:
+      return FlipSigns(matrix, DTypeBits(matrix.dtype()) == 4 ? DType::kU4 : DType::kU8);
+    case LayoutOp::kMarlinWeights:
+      return ToMarlinWeights(matrix);
+    case LayoutOp::kMarlinScales:
+      return ToMarlinScales(matrix, v[0] != 0);
+    case LayoutOp::kMarlinFours:
+      return SwapInFours(matrix);
+    case LayoutOp::kMarlinZeroPoints:
+      return ToMarlinZeroPoints(matrix, static_cast<DType>(v[0]));
+    case LayoutOp::kMarlinNvfp4Scales:
+      return MarlinNvfp4Scales(matrix, static_cast<int>(v[0]));
+    case LayoutOp::kMarlinTensorScale:
+      return TimesPowerOfTwo(matrix, MarlinTensorExponent(step));
+    case LayoutOp::kClampScales:
+      return ClampScales(matrix);
+    default:
+      return NeedsWholeExpert(step);
+  }
+}
+
+Result<Tensor> InvertStep(const LayoutStep& step, TensorView matrix) {
+  const auto& v = step.values;
+  switch (step.op) {
+    case LayoutOp::kPadRows:
+      return UnpadRows(matrix, v[0], v[1], v[2]);
+    case LayoutOp::kPadColumns:
+      return UnpadColumns(matrix, v[0], v[1]);
+    case LayoutOp::kSwapHalves:
+    case LayoutOp::kInterleaveRows:
+    case LayoutOp::kShuffleRows: {
+      FMOE_ASSIGN_OR_RETURN(const std::vector<int32_t> gather, RowMap(step, matrix.dim(0)));
+      return GatherRows(matrix, InverseOf(gather));
+    }
+    case LayoutOp::kBlockMajorK:
+      return FromBlockMajor(matrix);
+    case LayoutOp::kSwizzleScales:
+      return UnswizzleScaleMatrix(matrix, v[0], v[1], v[2]);
+    case LayoutOp::kRepeatRows:
+      return UnrepeatRows(matrix, v[0], v[1], v[2], v[3]);
+    case LayoutOp::kFlipSign:
+      return FlipSigns(matrix, static_cast<DType>(v[0]));
+    case LayoutOp::kMarlinWeights:
+      return FromMarlinWeights(matrix, static_cast<DType>(v[0]));
+    case LayoutOp::kMarlinScales:
+      return FromMarlinScales(matrix, v[0] != 0);
+    case LayoutOp::kMarlinFours:
+      return SwapInFours(matrix);
+    case LayoutOp::kMarlinZeroPoints:
+      return FromMarlinZeroPoints(matrix, static_cast<DType>(v[0]));
+    case LayoutOp::kMarlinTensorScale:
+      return TimesPowerOfTwo(matrix, -MarlinTensorExponent(step));
+    default:
+      return NeedsWholeExpert(step);
+  }
+}
+
+}  // namespace fusedmoe
