@@ -67,6 +67,7 @@ enum class ActivationMode : uint8_t {
   kAsCheckpoint,  ///< as the scheme says
   kWeightOnly,    ///< activation scales are ignored; 15 bits, bf16 or better
   kMaxExpanded,   ///< one activation scale, the maximum over all experts
+  kMaxGateUp,     ///< one activation scale an expert, the larger of gate's and up's
   kA8             ///< int8 activations per 64 for weight-only schemes, opt-in
 };
 std::string_view ActivationModeName(ActivationMode mode);
@@ -89,9 +90,10 @@ struct Plan {
       intermediate_dtype;  ///< what the values between the GEMMs are held in before they are requantized
   std::vector<WorkspaceBook::Entry> workspace;
   int64_t workspace_bytes = 0;
-  int64_t weight_bytes = 0;  ///< prepared weights of this rank
-  int64_t read_bytes = 0;    ///< weight bytes one forward of `tokens` is expected to read
-  int64_t flops = 0;         ///< of one forward of `tokens`, two per multiply-add
+  double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square
+  int64_t weight_bytes = 0;   ///< prepared weights of this rank
+  int64_t read_bytes = 0;     ///< weight bytes one forward of `tokens` is expected to read
+  int64_t flops = 0;          ///< of one forward of `tokens`, two per multiply-add
   int64_t tokens = 0;
   std::shared_ptr<const Plan> shared;  ///< plan of the shared expert, when there is one
 };

@@ -1,5 +1,6 @@
 #include "layer/kernel_builder.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include <fmt/format.h>
@@ -24,6 +25,12 @@ Result<std::unique_ptr<PrepareFinalize>> MakePrepareFinalize(const MoeProblem& p
     return MakeBatchedPrepareFinalize(problem.config, activation, traits, expert_map, book);
   }
   return MakeNoEpPrepareFinalize(problem.config, activation, traits, expert_map, book);
+}
+
+// Gate and up of some expert differ in their input scales, and the layout keeps one.
+bool TakesLargerInputScale(const RecipeText& recipe) {
+  return std::any_of(recipe.begin(), recipe.end(),
+                     [](const std::string& step) { return step.starts_with("max_input_scale("); });
 }
 
 // The shared expert as a layer of its own: one expert that every token visits with weight 1.
@@ -123,6 +130,13 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
                         backend->prepare(problem, HostMachine(), source, options.executor));
   plan.weight_bytes = prepared.total_bytes();
+  plan.layout_error = prepared.layout_error;
+  if (!prepared.recipe.empty()) {
+    plan.recipe = prepared.recipe;  // with the steps that depend on the values of the weights
+  }
+  if (plan.activation == ActivationMode::kAsCheckpoint && TakesLargerInputScale(prepared.recipe)) {
+    plan.activation = ActivationMode::kMaxGateUp;
+  }
   auto weights = std::make_shared<const PreparedWeights>(std::move(prepared));
   FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
   if (spread) {

@@ -10,6 +10,8 @@ std::string_view ActivationModeName(ActivationMode mode) {
       return "weight_only";
     case ActivationMode::kMaxExpanded:
       return "max_expanded";
+    case ActivationMode::kMaxGateUp:
+      return "max_gate_up";
     case ActivationMode::kA8:
       return "a8";
   }

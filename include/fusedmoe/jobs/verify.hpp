@@ -26,6 +26,7 @@ struct ErrorBound {
       0;  ///< values that fall on the other side of a rounding threshold of the second GEMM's input
   double activation_rounding = 0;  ///< int8 activations that the scheme does not ask for (a8), or scales of
                                    ///< whole rows taken over slices
+  double layout = 0;               ///< weights that the layout changed (folded scales)
   double factor = 4;               ///< from the expected error to the bound
   /// factor * sqrt(sum of squares).
   double value() const;

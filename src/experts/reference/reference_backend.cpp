@@ -30,11 +30,12 @@ std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machin
          "on its neighbours by definition",
          std::string(DeterminismName(problem.determinism)), "thread_invariant"});
   }
-  if (problem.activation == ActivationMode::kA8 || problem.activation == ActivationMode::kMaxExpanded) {
+  if (problem.activation == ActivationMode::kA8) {
     verdicts.push_back({Reason::kScheme,
                         "the reference executes the scheme as it is written, not with activations " +
                             std::string(ActivationModeName(problem.activation)),
-                        std::string(ActivationModeName(problem.activation)), "as_checkpoint or weight_only"});
+                        std::string(ActivationModeName(problem.activation)),
+                        "as_checkpoint, weight_only, max_expanded or max_gate_up"});
   }
   if (!problem.isa.empty()) {
     verdicts.push_back({Reason::kIsa, "the reference has one portable code path, no instruction-set levels",
@@ -80,7 +81,29 @@ void BookWorkspace(const MoeProblem& problem, const Machine& /*machine*/, Worksp
   ReferenceExperts::BookWorkspace(problem, book, &block, &mid, &lists);
 }
 
-Result<PreparedWeights> Prepare(const MoeProblem& /*problem*/, const Machine& /*machine*/,
+// The rules of backends that keep one stored input scale: for all experts, or for gate and up of each.
+void ShareInputScales(ActivationMode mode, std::vector<CanonicalExpert>& experts) {
+  const auto larger = [](std::optional<float> a, std::optional<float> b) {
+    return !a || (b && *b > *a) ? b : a;
+  };
+  std::optional<float> input, mid;
+  for (CanonicalExpert& expert : experts) {
+    const std::optional<float> own = larger(expert.gate.input_tensor_scale, expert.up.input_tensor_scale);
+    input = larger(input, own);
+    mid = larger(mid, expert.down.input_tensor_scale);
+    if (mode == ActivationMode::kMaxGateUp) {
+      expert.gate.input_tensor_scale = expert.up.input_tensor_scale = own;
+    }
+  }
+  if (mode == ActivationMode::kMaxExpanded) {
+    for (CanonicalExpert& expert : experts) {
+      expert.gate.input_tensor_scale = expert.up.input_tensor_scale = input;
+      expert.down.input_tensor_scale = mid;
+    }
+  }
+}
+
+Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& /*machine*/,
                                 const ExpertSource& source, const Executor& executor) {
   PreparedWeights prepared;
   prepared.layout_key = "canonical";
@@ -102,6 +125,7 @@ Result<PreparedWeights> Prepare(const MoeProblem& /*problem*/, const Machine& /*
       return std::move(statuses[expert]).WithContext("expert " + std::to_string(expert));
     }
   }
+  ShareInputScales(problem.activation, prepared.canonical);
   return prepared;
 }
 

@@ -41,8 +41,8 @@ double StepOf(DType element) {
 
 double ErrorBound::value() const {
   double sum = 0;
-  for (const double term :
-       {output_rounding, input_rounding, mid_rounding, accumulation, requantization, activation_rounding}) {
+  for (const double term : {output_rounding, input_rounding, mid_rounding, accumulation, requantization,
+                            activation_rounding, layout}) {
     sum += term * term;
   }
   return factor * std::sqrt(sum);
@@ -60,6 +60,7 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   const double mid =
       mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : 0.0;
 
+  bound.layout = plan.layout_error;
   if (plan.activation == ActivationMode::kA8) {
     // A step is 1/127 of the largest value of a group of 64, about four times its root mean square; twice.
     bound.activation_rounding = std::sqrt(2.0) * 4.0 / 127.0 / std::sqrt(12.0);
@@ -78,7 +79,7 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   // The same rule quantizes the same input to the same codes in both kernels; what differs is the input of
   // the second GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
-  const double delta = std::max(mid, gemm1);
+  const double delta = std::max({mid, gemm1, plan.layout_error});
   bound.requantization = std::sqrt(delta * StepOf(*scheme.activation.element));
   if (sliced && !scheme.activation.static_tensor_scale && scheme.activation.group.col < 0) {
     // A rank takes the scale of a row (or of all rows) over its slice of the columns: other codes than those

@@ -116,9 +116,9 @@ Status Missing(const LayoutStep& step, std::string_view tensor) {
 }
 
 /// The element codes (kF8E4M3) of [first, first + count) times `factor`, rounded again.
-void Rescale(std::byte* codes, int64_t first, int64_t count, float factor) {
+void Rescale(std::byte* codes, int64_t first, int64_t count, float factor, ExpertTensors& expert) {
   constexpr int64_t kChunk = 256;
-  float values[kChunk];
+  float values[kChunk], rounded[kChunk];
   for (int64_t begin = first; begin < first + count; begin += kChunk) {
     const int64_t length = std::min(kChunk, first + count - begin);
     DecodeRow(DType::kF8E4M3, codes, begin, length, values);
@@ -126,6 +126,12 @@ void Rescale(std::byte* codes, int64_t first, int64_t count, float factor) {
       values[index] *= factor;
     }
     EncodeRow(DType::kF8E4M3, values, length, codes + begin);
+    DecodeRow(DType::kF8E4M3, codes, begin, length, rounded);
+    for (int64_t index = 0; index < length; ++index) {
+      const double wanted = values[index];
+      expert.squared_norm += wanted * wanted;
+      expert.squared_error += (rounded[index] - wanted) * (rounded[index] - wanted);
+    }
   }
 }
 
@@ -149,7 +155,7 @@ Status FoldTensorScale(const LayoutStep& step, ExpertTensors& expert) {
   std::copy_n(target->view().data(), 2 * half, codes);
   for (size_t part = 0; part < 2; ++part) {
     if (scales[part] != larger) {
-      Rescale(codes, static_cast<int64_t>(part) * half, half, scales[part] / larger);
+      Rescale(codes, static_cast<int64_t>(part) * half, half, scales[part] / larger, expert);
     }
   }
   expert.Set(step.tensor, std::move(folded));
@@ -187,6 +193,17 @@ Status MakeOutputScale(const LayoutStep& step, ExpertTensors& expert) {
   return Status::Ok();
 }
 
+/// Scales that are too small for S0E5M3 become 0; all others are kept exactly.
+void AddFlushed(TensorView scales, int factor, ExpertTensors& expert) {
+  std::vector<float> values(static_cast<size_t>(scales.count()));
+  DecodeRow(scales.dtype(), scales.data(), 0, scales.count(), values.data());
+  for (const float value : values) {
+    const double square = static_cast<double>(value) * value;
+    expert.squared_norm += square;
+    expert.squared_error += std::ldexp(value, factor + 7) < 2.0F ? square : 0.0;
+  }
+}
+
 Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
   switch (step.op) {
     case LayoutOp::kFoldTensorScale:
@@ -206,6 +223,9 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
   }
   const Tensor before = *tensor;
   FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, before.view()));
+  if (step.op == LayoutOp::kMarlinNvfp4Scales) {
+    AddFlushed(before.view(), static_cast<int>(step.values[0]), expert);
+  }
   expert.Set(step.tensor, std::move(after));
   return Status::Ok();
 }
@@ -276,6 +296,10 @@ const LayoutStepInfo& InfoOf(LayoutOp op) {
 
 std::string CanonicalName(std::string_view tensor) {
   return "canonical." + std::string(tensor);
+}
+
+double ExpertTensors::relative_error() const {
+  return squared_norm > 0.0 ? std::sqrt(squared_error / squared_norm) : 0.0;
 }
 
 Tensor* ExpertTensors::Find(std::string_view name) {

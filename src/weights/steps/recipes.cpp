@@ -261,7 +261,9 @@ LayoutRecipe MarlinRecipe(const LayoutProblem& problem) {
   const bool is_signed = format.element == DType::kI4 || format.element == DType::kI8;
   Builder builder(problem, sizes);
   LayoutRecipe& recipe = builder.recipe;
-  builder.FoldTensorScales(FoldTarget(format));
+  if (IsNvfp4(format)) {  // elsewhere each half keeps its own
+    builder.FoldTensorScales(FoldTarget(format));
+  }
   for (const std::string name : {"gate_up", "down"}) {
     const bool down = Builder::IsDown(name);
     const int64_t inputs = down ? sizes.intermediate : sizes.hidden;

@@ -1,0 +1,442 @@
+#include "experts/contracts/common/contract_experts.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "moe/activation.hpp"
+#include "moe/expert_slots.hpp"
+#include "moe/rows.hpp"
+#include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
+#include "weights/steps/layout_ops.hpp"
+
+namespace fusedmoe {
+namespace {
+
+constexpr int64_t kTokenBlock = 64;     // rows of an expert that share a decoded weight row
+constexpr int64_t kColumnBlock = 1024;  // weights decoded at a time: stays in L1
+constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
+constexpr int64_t kIndexBytes = static_cast<int64_t>(sizeof(int32_t));
+
+// Eight partial sums, so that the compiler may use vectors; their order is fixed.
+double Dot(const float* a, const float* b, int64_t count) {
+  double partial[8] = {};
+  int64_t index = 0;
+  for (; index + 8 <= count; index += 8) {
+    for (int lane = 0; lane < 8; ++lane) {
+      partial[lane] += static_cast<double>(a[index + lane]) * static_cast<double>(b[index + lane]);
+    }
+  }
+  for (; index < count; ++index) {
+    partial[0] += static_cast<double>(a[index]) * static_cast<double>(b[index]);
+  }
+  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
+
+bool NeedsBatchScale(const ActivationFormat& format) {
+  return format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale;
+}
+
+int64_t BookedRows(const MoeConfig& config) {
+  return config.activation_format == ActivationFormatKind::kStandard
+             ? config.max_tokens * config.top_k()
+             : config.max_tokens * config.num_local_experts;
+}
+
+ActivationFormat ActivationOf(const Contract& contract, const MoeProblem& problem) {
+  const bool plain = contract.weight_only || problem.activation == ActivationMode::kWeightOnly;
+  return plain ? ActivationFormat{} : problem.scheme.activation;
+}
+
+int64_t CodeBytes(const ActivationFormat& format, const MoeConfig& config) {
+  if (!format.quantized()) {
+    return 0;
+  }
+  const int64_t width = std::max(config.hidden, config.intermediate);
+  // Codes and, on a boundary of 8 bytes behind them, scales.
+  return (CodeRowBytes(format, width) + 7) / 8 * 8 + (ScaleRowBytes(format, width) + 7) / 8 * 8;
+}
+
+// Values [E, 1, n] of a stacked tensor of scalars, column `column` of each expert.
+std::vector<float> Column(const Tensor* stacked, int64_t column) {
+  std::vector<float> values;
+  if (stacked != nullptr) {
+    const int64_t width = stacked->view().count() / stacked->dim(0);
+    for (int64_t expert = 0; expert < stacked->dim(0); ++expert) {
+      values.push_back(stacked->view().as<float>()[expert * width + std::min(column, width - 1)]);
+    }
+  }
+  return values;
+}
+
+float At(const std::vector<float>& values, int64_t expert) {
+  return values.empty() ? 1.0F : values[static_cast<size_t>(expert)];
+}
+
+}  // namespace
+
+struct ContractExperts::Batch {
+  int32_t* offsets = nullptr;  // [E_local + 1]
+  int32_t* rows = nullptr;     // slots (Standard) or rows of the batched format, by expert
+  const ExpertRows* source = nullptr;
+  const float* weights = nullptr;  // by slot; null: 1
+  const int32_t* ids = nullptr;
+  int64_t rows_per_token = 1;
+  int64_t num_tokens = 0;
+  bool weight_input = false;
+  float input_scale = 1.0F, mid_scale = 1.0F;  // of the batch, where the scheme has one
+};
+
+void ContractExperts::BookWorkspace(const Contract& contract, const MoeProblem& problem, WorkspaceBook& book,
+                                    Slots& slots) {
+  const MoeConfig& config = problem.config;
+  const int64_t rows = BookedRows(config);
+  const ActivationFormat activation = ActivationOf(contract, problem);
+  slots.lists = book.Book("contract.lists", (rows + config.num_local_experts + 1) * kIndexBytes);
+  if (contract.routes_inside) {
+    slots.ids = book.Book("contract.topk_ids", rows * kIndexBytes);
+    slots.weights = book.Book("contract.topk_weights", rows * kFloatBytes);
+  }
+  slots.input = book.Book("contract.block",
+                          kTokenBlock * std::max(2 * config.hidden, config.intermediate) * kFloatBytes);
+  slots.codes = book.Book("contract.codes", kTokenBlock * CodeBytes(activation, config));
+  slots.mid = book.Book("contract.mid", rows * config.intermediate * kFloatBytes);
+  if (config.activation_format == ActivationFormatKind::kStandard) {
+    slots.sums = book.Book("contract.sums", config.max_tokens * config.hidden * kFloatBytes);
+  }
+}
+
+ContractExperts::ContractExperts(const Contract& contract, const MoeProblem& problem,
+                                 std::shared_ptr<const PreparedWeights> weights)
+    : contract_(contract),
+      config_(problem.config),
+      activation_(ActivationOf(contract, problem)),
+      format_(problem.scheme.weight),
+      weights_(std::move(weights)),
+      code_bytes_(CodeBytes(activation_, problem.config)) {
+  if (contract.sixteen_bit) {
+    sixteen_bit_ = config_.dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
+  }
+  const bool standard = config_.activation_format == ActivationFormatKind::kStandard;
+  traits_.activation_format = config_.activation_format;
+  traits_.monolithic = contract.routes_inside;
+  traits_.expects_unquantized_inputs = true;
+  traits_.weight_and_reduce = standard ? WeightAndReduceKind::kNoOp : WeightAndReduceKind::kDelegate;
+}
+
+Status ContractExperts::TakeScales() {
+  for (int part = 0; part < 2; ++part) {
+    tensor_scale_[part] = Column(weights_->Find("gate_up_tensor_scale"), part);
+    input_scale_[part] = Column(weights_->Find("input_tensor_scale"), part);
+  }
+  tensor_scale_[2] = Column(weights_->Find("down_tensor_scale"), 0);
+  input_scale_[2] = Column(weights_->Find("mid_tensor_scale"), 0);
+  output_scale_[0] = Column(weights_->Find("gate_up_output_scale"), 0);
+  output_scale_[1] = Column(weights_->Find("down_output_scale"), 0);
+  one_input_ = input_scale_[0] == input_scale_[1];
+  if (activation_.quantized() && activation_.static_tensor_scale &&
+      (input_scale_[0].empty() || input_scale_[2].empty())) {
+    return Status::BadInput(
+               fmt::format("{} needs stored input scales; the prepared weights have none", contract_.name))
+        .WithTensor("input_tensor_scale");
+  }
+  for (const std::vector<float>* scales : {&input_scale_[0], &input_scale_[1], &input_scale_[2]}) {
+    for (const float scale : *scales) {
+      if (!(std::isfinite(scale) && scale > 0.0F)) {
+        return Status::BadInput(fmt::format("an input scale is {}; finite and > 0 is required", scale))
+            .WithTensor("input_tensor_scale");
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Result<std::unique_ptr<Experts>> ContractExperts::Create(const Contract& contract, const MoeProblem& problem,
+                                                         std::shared_ptr<const PreparedWeights> weights,
+                                                         WorkspaceBook& book) {
+  std::unique_ptr<ContractExperts> experts(new ContractExperts(contract, problem, std::move(weights)));
+  if (problem.config.num_local_experts > 0) {
+    FMOE_ASSIGN_OR_RETURN(const LayoutRecipe recipe, LayoutRecipe::Parse(experts->weights_->recipe));
+    const FusedShape shape = FusedShapeOf(problem);
+    FMOE_ASSIGN_OR_RETURN(experts->gate_up_,
+                          WeightRows::Create(*experts->weights_, recipe, shape, "gate_up"));
+    FMOE_ASSIGN_OR_RETURN(experts->down_, WeightRows::Create(*experts->weights_, recipe, shape, "down"));
+    FMOE_RETURN_IF_ERROR(experts->TakeScales());
+    if (experts->gate_up_.num_experts() != problem.config.num_local_experts) {
+      return Status::BadInput(fmt::format("the prepared weights hold {} experts, the layer has {}",
+                                          experts->gate_up_.num_experts(), problem.config.num_local_experts));
+    }
+    const auto is_marlin = [](const LayoutStep& step) { return step.op == LayoutOp::kMarlinNvfp4Scales; };
+    if (std::any_of(recipe.steps.begin(), recipe.steps.end(), is_marlin)) {
+      // The kernel's decoding of e2m1 leaves 2^-bias, which the stored tensor scales make up for.
+      const int bias = MarlinE2m1Bias(problem.config.dtype);
+      for (std::vector<float>& scales : experts->tensor_scale_) {
+        for (float& scale : scales) {
+          scale = std::ldexp(scale, -bias);
+        }
+      }
+    }
+  }
+  BookWorkspace(contract, problem, book, experts->slots_);
+  return std::unique_ptr<Experts>(std::move(experts));
+}
+
+float ContractExperts::Rounded(double value) const {
+  auto rounded = static_cast<float>(value);
+  if (sixteen_bit_ != DType::kF32) {
+    RoundRow(sixteen_bit_, &rounded, 1);
+  }
+  return rounded;
+}
+
+void ContractExperts::LoadRow(const Batch& batch, int32_t row, float* out) const {
+  const TensorView values = batch.source->values;
+  const int64_t index = row / batch.rows_per_token;
+  const std::byte* data = values.rank() == 3
+                              ? values.data() + index / values.dim(1) * values.stride_bytes(0) +
+                                    index % values.dim(1) * values.stride_bytes(1)
+                              : values.data() + index * values.stride_bytes(0);
+  DecodeRow(values.dtype(), data, 0, config_.hidden, out);
+  if (batch.weight_input) {
+    for (int64_t col = 0; col < config_.hidden; ++col) {
+      out[col] *= batch.weights[row];
+    }
+  }
+}
+
+void ContractExperts::Quantize(int64_t expert, int projection, float batch_scale, int64_t count,
+                               std::byte* codes, float* values) const {
+  if (!activation_.quantized()) {
+    if (sixteen_bit_ != DType::kF32) {
+      RoundRow(sixteen_bit_, values, count);
+    }
+    return;
+  }
+  const float scale = activation_.static_tensor_scale ? At(input_scale_[projection], expert) : batch_scale;
+  if (sixteen_bit_ != DType::kF32) {
+    FakeQuantizeRow(activation_, scale, values, count);
+    RoundRow(sixteen_bit_, values, count);
+    return;
+  }
+  // Codes times block scales; the tensor scale comes with the factor behind the sum, as kernels have it.
+  std::byte* scales = codes + (CodeRowBytes(activation_, count) + 7) / 8 * 8;
+  QuantizeRow(activation_, scale, values, count, codes, scales);
+  DequantizeRow(activation_, 1.0F, codes, scales, count, values);
+}
+
+double ContractExperts::Factor(int64_t expert, int projection, float batch_scale) const {
+  if (sixteen_bit_ != DType::kF32) {
+    return 1.0;  // all scales are in the rounded operands
+  }
+  const std::vector<float>& products = output_scale_[projection == 2 ? 1 : 0];
+  if (!products.empty() && activation_.quantized()) {
+    return At(products, expert);
+  }
+  double factor = At(tensor_scale_[projection], expert);
+  if (activation_.quantized() && NeedsTensorScale(activation_)) {
+    factor *= static_cast<double>(activation_.static_tensor_scale ? At(input_scale_[projection], expert)
+                                                                  : batch_scale);
+  }
+  return factor;
+}
+
+void ContractExperts::MultiplyRow(const WeightRows& weights, int64_t expert, int64_t row, float tensor_scale,
+                                  const float* inputs, int64_t count, double factor, double* sums) const {
+  float values[kColumnBlock];
+  std::fill(sums, sums + count, 0.0);
+  for (int64_t begin = 0; begin < weights.cols(); begin += kColumnBlock) {
+    const int64_t length = std::min(kColumnBlock, weights.cols() - begin);
+    weights.Decode(expert, row, begin, length, values);
+    if (sixteen_bit_ != DType::kF32) {
+      for (int64_t col = 0; col < length; ++col) {
+        values[col] *= tensor_scale;
+      }
+      RoundRow(sixteen_bit_, values, length);
+    }
+    for (int64_t token = 0; token < count; ++token) {
+      sums[token] += Dot(values, inputs + token * weights.cols() + begin, length);
+    }
+  }
+  const float* bias = weights.bias(expert);
+  for (int64_t token = 0; token < count; ++token) {
+    sums[token] = sums[token] * factor + (bias == nullptr ? 0.0 : static_cast<double>(bias[row]));
+  }
+}
+
+void ContractExperts::GateUp(int64_t expert, const Batch& batch, const Workspace& workspace,
+                             const Executor& executor) const {
+  const bool gated = config_.activation.gated();
+  const int64_t hidden = config_.hidden, width = config_.intermediate;
+  auto* gate_rows = workspace.Get<float>(slots_.input);
+  float* up_rows = one_input_ ? gate_rows : gate_rows + kTokenBlock * hidden;
+  auto* codes = workspace.Get<std::byte>(slots_.codes);
+  auto* mid = workspace.Get<float>(slots_.mid);
+  for (int64_t begin = batch.offsets[expert]; begin < batch.offsets[expert + 1]; begin += kTokenBlock) {
+    const int64_t count = std::min<int64_t>(kTokenBlock, batch.offsets[expert + 1] - begin);
+    const int32_t* rows = batch.rows + begin;
+    ParallelFor(executor, count, [&](int64_t index) {
+      float* row = gate_rows + index * hidden;
+      LoadRow(batch, rows[index], row);
+      if (!one_input_) {
+        float* up_row = up_rows + index * hidden;
+        std::memcpy(up_row, row, static_cast<size_t>(hidden * kFloatBytes));
+        Quantize(expert, 1, batch.input_scale, hidden, codes + index * code_bytes_, up_row);
+      }
+      Quantize(expert, 0, batch.input_scale, hidden, codes + index * code_bytes_, row);
+    });
+    const double gate_factor = Factor(expert, 0, batch.input_scale);
+    const double up_factor = Factor(expert, gated ? 1 : 0, batch.input_scale);
+    ParallelFor(executor, width, [&](int64_t col) {
+      double gate[kTokenBlock], up[kTokenBlock];
+      MultiplyRow(gate_up_, expert, col, At(tensor_scale_[0], expert), gate_rows, count, gate_factor, gate);
+      if (gated) {
+        MultiplyRow(gate_up_, expert, width + col, At(tensor_scale_[1], expert), up_rows, count, up_factor,
+                    up);
+      }
+      for (int64_t index = 0; index < count; ++index) {
+        double g = gate[index], u = gated ? up[index] : 0.0;
+        if (sixteen_bit_ != DType::kF32) {
+          g = static_cast<double>(Rounded(g));
+          u = static_cast<double>(Rounded(u));
+        }
+        mid[rows[index] * width + col] = Rounded(Activate(config_.activation, g, u));
+      }
+    });
+  }
+}
+
+void ContractExperts::Down(int64_t expert, const Batch& batch, MutableTensorView output,
+                           const Workspace& workspace, const Executor& executor) const {
+  const bool standard = config_.activation_format == ActivationFormatKind::kStandard;
+  const int64_t hidden = config_.hidden, width = config_.intermediate;
+  auto* block = workspace.Get<float>(slots_.input);
+  auto* codes = workspace.Get<std::byte>(slots_.codes);
+  const auto* mid = workspace.Get<float>(slots_.mid);
+  float* out = standard ? workspace.Get<float>(slots_.sums) : output.as<float>();
+  for (int64_t begin = batch.offsets[expert]; begin < batch.offsets[expert + 1]; begin += kTokenBlock) {
+    const int64_t count = std::min<int64_t>(kTokenBlock, batch.offsets[expert + 1] - begin);
+    const int32_t* rows = batch.rows + begin;
+    ParallelFor(executor, count, [&](int64_t index) {
+      float* row = block + index * width;
+      std::memcpy(row, mid + rows[index] * width, static_cast<size_t>(width * kFloatBytes));
+      Quantize(expert, 2, batch.mid_scale, width, codes + index * code_bytes_, row);
+    });
+    const double factor = Factor(expert, 2, batch.mid_scale);
+    ParallelFor(executor, hidden, [&](int64_t col) {
+      double sums[kTokenBlock];
+      MultiplyRow(down_, expert, col, At(tensor_scale_[2], expert), block, count, factor, sums);
+      for (int64_t index = 0; index < count; ++index) {
+        if (!standard) {
+          out[rows[index] * hidden + col] = static_cast<float>(sums[index]);
+          continue;
+        }
+        const float weight =
+            batch.weights == nullptr || batch.weight_input ? 1.0F : batch.weights[rows[index]];
+        out[rows[index] / batch.rows_per_token * hidden + col] += weight * static_cast<float>(sums[index]);
+      }
+    });
+  }
+}
+
+Status ContractExperts::Route(const ExpertsInput& input, Batch& batch, const Workspace& workspace,
+                              const Executor& executor) const {
+  batch.ids = input.topk_ids;
+  batch.weights = input.topk_weights;
+  // Monolithic: nobody has multiplied the input, since the weights are known here first.
+  batch.weight_input = contract_.routes_inside && input.router_weight_on_input;
+  if (!contract_.routes_inside || input.routing == nullptr || input.routing->router_logits.empty()) {
+    if (input.topk_ids == nullptr && input.num_tokens > 0) {
+      return Status::Usage(
+          fmt::format("{} needs router logits, or topk_ids with topk_weights", contract_.name));
+    }
+    if (!contract_.routes_inside && input.router_weight_on_input) {
+      batch.weights = nullptr;  // the rows carry them already
+    }
+    return Status::Ok();
+  }
+  auto* ids = workspace.Get<int32_t>(slots_.ids);
+  auto* weights = workspace.Get<float>(slots_.weights);
+  batch.ids = ids;
+  batch.weights = weights;
+  return fusedmoe::Route(config_.routing, *input.routing, ids, weights, executor);
+}
+
+Status ContractExperts::FillBatch(const ExpertsInput& input, int64_t rows_per_expert, Batch& batch,
+                                  const Workspace& workspace) const {
+  const int64_t num_experts = config_.num_local_experts;
+  batch.offsets = workspace.Get<int32_t>(slots_.lists);
+  batch.rows = batch.offsets + num_experts + 1;
+  batch.source = &input.rows;
+  batch.num_tokens = input.num_tokens;
+  if (config_.activation_format == ActivationFormatKind::kStandard) {
+    batch.rows_per_token = config_.top_k();
+    return SortSlotsByExpert(
+        {batch.ids, input.expert_map, input.num_tokens, config_.top_k(), config_.num_experts, num_experts},
+        batch.offsets, batch.rows);
+  }
+  batch.offsets[0] = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    const int32_t count = input.expert_num_tokens[expert];
+    if (count < 0 || count > rows_per_expert) {
+      return Status::Usage(
+          fmt::format("expert {} is said to hold {} rows of a batch of {}", expert, count, rows_per_expert));
+    }
+    for (int32_t index = 0; index < count; ++index) {
+      batch.rows[batch.offsets[expert] + index] = static_cast<int32_t>(expert * rows_per_expert + index);
+    }
+    batch.offsets[expert + 1] = batch.offsets[expert] + count;
+  }
+  return Status::Ok();
+}
+
+// One scale over all rows that some local expert computes; `mid` null: the input rows.
+float ContractExperts::BatchScale(const Batch& batch, int64_t width, const float* mid, float* scratch) const {
+  float amax = 0.0F;
+  for (int32_t index = 0; index < batch.offsets[config_.num_local_experts]; ++index) {
+    const float* row = scratch;
+    if (mid == nullptr) {
+      LoadRow(batch, batch.rows[index], scratch);
+    } else {
+      row = mid + batch.rows[index] * width;
+    }
+    amax = std::max(amax, RowFiniteAmax(row, width));
+  }
+  return DynamicTensorScale(activation_, amax);
+}
+
+Status ContractExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+                              const Executor& executor) const {
+  const bool standard = config_.activation_format == ActivationFormatKind::kStandard;
+  Batch batch;
+  if (standard) {
+    FMOE_RETURN_IF_ERROR(Route(input, batch, workspace, executor));
+    std::memset(workspace.Get<float>(slots_.sums), 0,
+                static_cast<size_t>(input.num_tokens * config_.hidden * kFloatBytes));
+  }
+  FMOE_RETURN_IF_ERROR(FillBatch(input, standard ? 0 : output.dim(1), batch, workspace));
+  const bool batch_scale = NeedsBatchScale(activation_);
+  if (batch_scale) {
+    batch.input_scale = BatchScale(batch, config_.hidden, nullptr, workspace.Get<float>(slots_.input));
+  }
+  for (int64_t expert = 0; expert < config_.num_local_experts; ++expert) {
+    GateUp(expert, batch, workspace, executor);
+  }
+  if (batch_scale) {
+    batch.mid_scale = BatchScale(batch, config_.intermediate, workspace.Get<float>(slots_.mid), nullptr);
+  }
+  for (int64_t expert = 0; expert < config_.num_local_experts; ++expert) {
+    Down(expert, batch, output, workspace, executor);
+  }
+  if (standard) {
+    const TensorView sums(workspace.Get<std::byte>(slots_.sums), DType::kF32,
+                          {input.num_tokens, config_.hidden});
+    ConvertRows(sums, output, executor);
+  }
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe

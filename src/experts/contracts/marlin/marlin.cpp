@@ -1,0 +1,37 @@
+#include "experts/contracts/marlin/marlin.hpp"
+
+#include "experts/contracts/common/contract.hpp"
+
+namespace fusedmoe {
+namespace {
+
+bool IsInteger(const WeightFormat& format) {
+  const DType element = format.element;
+  const bool integer =
+      element == DType::kU4 || element == DType::kU8 || element == DType::kI4 || element == DType::kI8;
+  // Two-level scales (e4m3 below a channel) belong to the FP8-activation kernels.
+  return integer && !(format.has_block_scale() && format.has_channel_scale) && format.block.row <= 1;
+}
+
+void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const WeightFormat& weight = problem.scheme.weight;
+  const bool mx = IsMx(weight) && (weight.element == DType::kF4E2M1 || weight.element == DType::kF8E4M3);
+  const bool fp8 = IsFp8PerTensor(weight) || IsFp8PerChannel(weight) || IsFp8Block128(weight);
+  if (!IsNvfp4(weight) && !mx && !fp8 && !IsInteger(weight)) {
+    RefuseScheme(verdicts, problem, "INT4, INT8, FP8, NVFP4, MXFP4, MXFP8 weights");
+  }
+}
+
+constexpr Contract kContract = {.name = "MARLIN",
+                                .layout_key = "marlin/1",
+                                .mode = "throughput",
+                                .recipe = &MarlinRecipe,
+                                .objections = &Objections,
+                                .batched = true,
+                                .weight_only = true};
+
+}  // namespace
+
+const Backend kMarlinBackend = MakeContractBackend<kContract>();
+
+}  // namespace fusedmoe

@@ -1,0 +1,28 @@
+#include "experts/emulation/emulation.hpp"
+
+#include "experts/contracts/common/contract.hpp"
+
+namespace fusedmoe {
+namespace {
+
+void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  if (!IsNvfp4(problem.scheme.weight) && !IsMx(problem.scheme.weight)) {
+    RefuseScheme(verdicts, problem, "NVFP4 and OCP-MX weights");
+  }
+  if (problem.config.activation.kind == ActivationKind::kRelu2) {
+    Refuse(verdicts, Reason::kActivation, "there is no gated relu2 in it", "relu2", "another activation");
+  }
+  RefuseZeroPoints(verdicts, problem);
+}
+
+constexpr Contract kContract = {.name = "EMULATION",
+                                .layout_key = "emulation/1",
+                                .mode = "throughput",
+                                .objections = &Objections,
+                                .sixteen_bit = true};
+
+}  // namespace
+
+const Backend kEmulationBackend = MakeContractBackend<kContract>();
+
+}  // namespace fusedmoe
