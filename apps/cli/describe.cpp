@@ -55,6 +55,7 @@ Json ToJson(const Plan& plan) {
                    {"recipe", plan.recipe},
                    {"intermediate_dtype", plan.intermediate_dtype},
                    {"workspace_bytes", plan.workspace_bytes},
+                   {"layout_error", plan.layout_error},
                    {"weight_bytes", plan.weight_bytes},
                    {"read_bytes", plan.read_bytes},
                    {"flops", plan.flops},

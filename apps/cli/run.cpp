@@ -115,6 +115,7 @@ Json CheckToJson(const CheckReport& report) {
             {"accumulation", report.bound.accumulation},
             {"requantization", report.bound.requantization},
             {"activation_rounding", report.bound.activation_rounding},
+            {"layout", report.bound.layout},
             {"factor", report.bound.factor}}},
           {"ok", report.ok}};
 }

@@ -180,8 +180,8 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
 }
 
 // Fills the ids and weights of the workspace: from the caller, or by routing.
-Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
-                              const Executor& executor) const {
+Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor,
+                              RoutingInputs& routing) const {
   auto* chosen_ids = workspace.Get<int32_t>(ids);
   auto* chosen_weights = workspace.Get<float>(weights);
   const int64_t num_tokens = inputs.hidden.dim(0);
@@ -195,7 +195,6 @@ Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace,
     }
     return TakeIds(inputs.topk_ids, num_logits(), chosen_ids);
   }
-  RoutingInputs routing;
   routing.router_logits = inputs.router_logits;
   if (inputs.router_logits.empty()) {
     auto* own_logits = workspace.Get<float>(logits);
@@ -237,9 +236,10 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
                                      impl.workspace_bytes))
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
+  RoutingInputs routing;
   Status ready = impl.CheckInputs(inputs, outputs);
   if (ready.ok()) {
-    ready = impl.Choose(inputs, workspace, executor);
+    ready = impl.Choose(inputs, workspace, executor, routing);
   }
   if (!ready.ok()) {
     return impl.kernel->Abandon(ready, workspace);
@@ -248,6 +248,8 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
   input.hidden = inputs.hidden;
   input.topk_ids = workspace.Get<int32_t>(impl.ids);
   input.topk_weights = workspace.Get<float>(impl.weights);
+  // Ids and weights are results of the layer, whoever routes.
+  input.routing = impl.kernel->experts().traits().monolithic ? &routing : nullptr;
   CopyChosen(input.topk_ids, outputs.topk_ids);
   CopyChosen(input.topk_weights, outputs.topk_weights);
   if (impl.config.routing.num_zero_experts > 0) {

@@ -23,7 +23,9 @@ struct MoeLayer::Impl {
 
   int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
-  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor) const;
+  /// `routing` keeps what experts need that route for themselves; empty where the caller brings ids.
+  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor,
+                RoutingInputs& routing) const;
   void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
 };
 

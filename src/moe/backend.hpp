@@ -41,8 +41,8 @@ struct PreparedWeights {
   std::string layout_key;
   RecipeText recipe;
   std::vector<Named> tensors;
-  /// Root mean square of what steps with a loss changed, relative to the scales or codes that they touched;
-  /// the largest of all experts.
+  /// Root mean square of what steps with a loss changed, relative to the scales or codes of the matrix; the
+  /// largest of all experts.
   double layout_error = 0.0;
   /// Backends that compute on the canonical form (reference, emulation) keep it here instead.
   std::vector<CanonicalExpert> canonical;

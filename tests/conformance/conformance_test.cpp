@@ -93,7 +93,8 @@ double AllowedError(const DrawnCase& drawn, const MoeLayer& layer) {
   const double bound =
       BoundOf(layer.plan(), layer.scheme(), drawn.dtype, config.hidden, config.intermediate).value();
   const ActivationFormat& activation = layer.scheme().activation;
-  if (!activation.quantized() || layer.plan().activation != ActivationMode::kAsCheckpoint) {
+  const ActivationMode mode = layer.plan().activation;
+  if (!activation.quantized() || mode == ActivationMode::kWeightOnly || mode == ActivationMode::kA8) {
     return bound;
   }
   const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;

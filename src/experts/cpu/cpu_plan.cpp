@@ -99,12 +99,13 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
 
 void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const ActivationFormat activation = ActivationOf(problem);
-  if (problem.activation == ActivationMode::kMaxExpanded) {
+  if (problem.activation == ActivationMode::kMaxExpanded ||
+      problem.activation == ActivationMode::kMaxGateUp) {
     verdicts.push_back(
         Objection(Reason::kScheme,
-                  "the activation scales of the experts stay their own; one scale for all experts is "
-                  "a contract of other backends",
-                  "max_expanded", "as_checkpoint, weight_only or a8"));
+                  "the activation scales of the experts stay their own; shared scales are a contract of "
+                  "other backends",
+                  std::string(ActivationModeName(problem.activation)), "as_checkpoint, weight_only or a8"));
   }
   if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
     verdicts.push_back(Objection(Reason::kScheme,

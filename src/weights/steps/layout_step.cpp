@@ -115,10 +115,12 @@ Status Missing(const LayoutStep& step, std::string_view tensor) {
       .WithTensor(tensor);
 }
 
-/// The element codes (kF8E4M3) of [first, first + count) times `factor`, rounded again.
-void Rescale(std::byte* codes, int64_t first, int64_t count, float factor, ExpertTensors& expert) {
+/// The element codes (kF8E4M3) of [first, first + count) times `factor`, rounded again. Returns the mean
+/// square of the change, relative to that of the values.
+double Rescale(std::byte* codes, int64_t first, int64_t count, float factor) {
   constexpr int64_t kChunk = 256;
   float values[kChunk], rounded[kChunk];
+  double error = 0.0, norm = 0.0;
   for (int64_t begin = first; begin < first + count; begin += kChunk) {
     const int64_t length = std::min(kChunk, first + count - begin);
     DecodeRow(DType::kF8E4M3, codes, begin, length, values);
@@ -129,10 +131,11 @@ void Rescale(std::byte* codes, int64_t first, int64_t count, float factor, Exper
     DecodeRow(DType::kF8E4M3, codes, begin, length, rounded);
     for (int64_t index = 0; index < length; ++index) {
       const double wanted = values[index];
-      expert.squared_norm += wanted * wanted;
-      expert.squared_error += (rounded[index] - wanted) * (rounded[index] - wanted);
+      norm += wanted * wanted;
+      error += (rounded[index] - wanted) * (rounded[index] - wanted);
     }
   }
+  return norm > 0.0 ? error / norm : 0.0;
 }
 
 /// Gate and up get the larger of their two tensor scales; the e4m3 codes below it (block scales, or the
@@ -155,7 +158,7 @@ Status FoldTensorScale(const LayoutStep& step, ExpertTensors& expert) {
   std::copy_n(target->view().data(), 2 * half, codes);
   for (size_t part = 0; part < 2; ++part) {
     if (scales[part] != larger) {
-      Rescale(codes, static_cast<int64_t>(part) * half, half, scales[part] / larger, expert);
+      expert.squared_error += Rescale(codes, static_cast<int64_t>(part) * half, half, scales[part] / larger);
     }
   }
   expert.Set(step.tensor, std::move(folded));
@@ -193,15 +196,24 @@ Status MakeOutputScale(const LayoutStep& step, ExpertTensors& expert) {
   return Status::Ok();
 }
 
-/// Scales that are too small for S0E5M3 become 0; all others are kept exactly.
-void AddFlushed(TensorView scales, int factor, ExpertTensors& expert) {
+/// Scales [groups, outputs] that are too small for S0E5M3 become 0; all others are kept exactly. The mean
+/// over outputs of the share that is lost.
+double FlushedShare(TensorView scales, int factor) {
+  const int64_t outputs = scales.dim(1);
   std::vector<float> values(static_cast<size_t>(scales.count()));
   DecodeRow(scales.dtype(), scales.data(), 0, scales.count(), values.data());
-  for (const float value : values) {
-    const double square = static_cast<double>(value) * value;
-    expert.squared_norm += square;
-    expert.squared_error += std::ldexp(value, factor + 7) < 2.0F ? square : 0.0;
+  double share = 0.0;
+  for (int64_t output = 0; output < outputs; ++output) {
+    double lost = 0.0, norm = 0.0;
+    for (int64_t group = 0; group < scales.dim(0); ++group) {
+      const float value = values[static_cast<size_t>(group * outputs + output)];
+      const double square = static_cast<double>(value) * value;
+      norm += square;
+      lost += std::ldexp(value, factor + 7) < 2.0F ? square : 0.0;
+    }
+    share += norm > 0.0 ? lost / norm : 0.0;
   }
+  return share / static_cast<double>(outputs);
 }
 
 Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
@@ -224,7 +236,8 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
   const Tensor before = *tensor;
   FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, before.view()));
   if (step.op == LayoutOp::kMarlinNvfp4Scales) {
-    AddFlushed(before.view(), static_cast<int>(step.values[0]), expert);
+    const double matrices = step.tensor.starts_with("gate_up") ? 2.0 : 1.0;
+    expert.squared_error += matrices * FlushedShare(before.view(), static_cast<int>(step.values[0]));
   }
   expert.Set(step.tensor, std::move(after));
   return Status::Ok();
@@ -296,10 +309,6 @@ const LayoutStepInfo& InfoOf(LayoutOp op) {
 
 std::string CanonicalName(std::string_view tensor) {
   return "canonical." + std::string(tensor);
-}
-
-double ExpertTensors::relative_error() const {
-  return squared_norm > 0.0 ? std::sqrt(squared_error / squared_norm) : 0.0;
 }
 
 Tensor* ExpertTensors::Find(std::string_view name) {

@@ -69,11 +69,10 @@ struct LayoutStep {
 /// two axes; scalars are [1, n].
 struct ExpertTensors {
   std::vector<std::pair<std::string, Tensor>> tensors;
-  /// What steps with a loss changed: sums of squares over the scales (or codes) that they touched.
-  double squared_error = 0.0, squared_norm = 0.0;
+  /// Mean squares of what steps with a loss changed, relative to the scales (or codes) of the matrix that
+  /// they touched; gate, up and down add up.
+  double squared_error = 0.0;
 
-  /// The root of their quotient; 0 where nothing was lost.
-  double relative_error() const;
   Tensor* Find(std::string_view name);
   const Tensor* Find(std::string_view name) const;
   /// Replaces or appends.

@@ -213,7 +213,7 @@ Result<PreparedWeights> ContractPrepare(const Contract& contract, const MoeProbl
       prepared.tensors.push_back({name, std::move(stacked)});
     }
     CopyInto(first, 0, prepared);
-    errors[0] = first.relative_error();
+    errors[0] = std::sqrt(first.squared_error);
     return Status::Ok();
   });
   FMOE_RETURN_IF_ERROR(moved);
@@ -221,7 +221,7 @@ Result<PreparedWeights> ContractPrepare(const Contract& contract, const MoeProbl
     FMOE_ASSIGN_OR_RETURN(const ExpertTensors expert, expert_of(index));
     FMOE_RETURN_IF_ERROR(SameAs(expert, prepared));
     CopyInto(expert, index, prepared);
-    errors[static_cast<size_t>(index)] = expert.relative_error();
+    errors[static_cast<size_t>(index)] = std::sqrt(expert.squared_error);
     return Status::Ok();
   });
   FMOE_RETURN_IF_ERROR(moved);

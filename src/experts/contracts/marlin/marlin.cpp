@@ -20,6 +20,10 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   if (!IsNvfp4(weight) && !mx && !fp8 && !IsInteger(weight)) {
     RefuseScheme(verdicts, problem, "INT4, INT8, FP8, NVFP4, MXFP4, MXFP8 weights");
   }
+  if (DTypeBits(weight.element) == 4) {  // rows of codes are padded by whole bytes
+    RequireMultiple(verdicts, Reason::kHiddenSize, "hidden", problem.config.hidden, 2);
+    RequireMultiple(verdicts, Reason::kIntermediateSize, "intermediate", problem.config.intermediate, 2);
+  }
 }
 
 constexpr Contract kContract = {.name = "MARLIN",
