@@ -1,0 +1,79 @@
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/convert.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+#include "progress.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct ConvertFlags {
+  CheckpointFlags checkpoint;
+  ConvertOptions options;
+  int threads = 0;
+};
+
+Status RunConvert(const ConvertFlags& flags, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
+  ConvertOptions options = flags.options;
+  options.executor = pool->executor();
+  options.progress = Progress("convert");
+  FMOE_ASSIGN_OR_RETURN(const ConvertReport report, Convert(checkpoint, options));
+  output.Document(
+      {{"output", options.directory},
+       {"from_scheme", report.from_scheme},
+       {"to_scheme", report.to_scheme},
+       {"format", report.format},
+       {"lossless", report.lossless},
+       {"values", report.values},
+       {"different", report.different},
+       {"max_relative_difference",
+        std::isfinite(report.max_relative_difference) ? Json(report.max_relative_difference) : Json(nullptr)},
+       {"rel_l2", report.rel_l2},
+       {"first_difference", report.first_difference},
+       {"layers", report.layers},
+       {"experts", report.experts},
+       {"other_modules", report.other_modules},
+       {"content_hash", report.content_hash},
+       {"bytes", report.bytes},
+       {"files", report.files}});
+  std::string text = fmt::format("{}: {} to {} as {} writes it, {} experts and {} other matrices, {}\n",
+                                 options.directory, report.from_scheme, report.to_scheme, report.format,
+                                 report.experts, report.other_modules, Bytes(report.bytes));
+  text += report.lossless
+              ? fmt::format("lossless: {} values compared, {} differ, at most by {:.1e} of themselves\n",
+                            report.values, report.different, report.max_relative_difference)
+              : fmt::format("{} of {} values changed, relative L2 {:.4e}; the first: {}\n", report.different,
+                            report.values, report.rel_l2, report.first_difference);
+  output.Text(text);
+  return Status::Ok();
+}
+
+}  // namespace
+
+Action DefineConvert(CLI::App& app) {
+  auto flags = std::make_shared<ConvertFlags>();
+  AddCheckpoint(app, flags->checkpoint, true);
+  ConvertOptions& options = flags->options;
+  app.add_option("--to", options.to, "modelopt, compressed-tensors, deepseek; bf16, f16 or f32 dequantize")
+      ->required();
+  app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
+  app.add_option("--scheme", options.scheme, "Scheme of the result, instead of that of the source");
+  app.add_flag("--allow-lossy", options.allow_lossy, "Accept that values change");
+  app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
+      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+  app.add_flag("--force", options.overwrite, "Replace a directory that is not empty");
+  AddThreads(app, flags->threads);
+  return [flags](Output& output) { return RunConvert(*flags, output); };
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/status.hpp>
+
+namespace fusedmoe {
+
+struct ConvertOptions {
+  /// "modelopt", "compressed-tensors", "deepseek": whose layout; "bf16", "f16", "f32": dequantized.
+  std::string to;
+  /// Scheme of the result; empty: that of the source.
+  std::string scheme;
+  /// Created; must be absent or empty unless `overwrite`.
+  std::string directory;
+  /// Accept results that do not decode to the same values.
+  bool allow_lossy = false;
+  int64_t max_shard_bytes = 5'000'000'000;
+  bool overwrite = false;
+  Executor executor;
+  std::function<void(int64_t done, int64_t total)> progress;
+};
+
+struct ConvertReport {
+  std::string from_scheme, to_scheme, format;
+  /// Every weight, bias and input scale decodes to the same value: bit by bit, or, where a format stores
+  /// reciprocals of tensor scales and one has no exact reciprocal, within one rounding of fp32.
+  bool lossless = false;
+  int64_t values = 0;     ///< weights compared
+  int64_t different = 0;  ///< of these, not equal bit by bit
+  double max_relative_difference = 0;
+  double rel_l2 = 0;
+  std::string first_difference;  ///< module, place and both values; empty: none
+  int64_t layers = 0, experts = 0, other_modules = 0;
+  int64_t bytes = 0;
+  std::string content_hash;
+  std::vector<std::string> files;
+};
+
+/// Rewrites a quantized checkpoint in the format of another tool, or dequantized: the routed experts and
+/// every other quantized matrix; the rest is copied. The result is read again from the disk and all its
+/// values are compared with the source before it gets its name. Integers keep their zero points and
+/// activation order; MXFP4 becomes NVFP4 exactly where the exponents of a matrix lie within 17 of each other.
+/// Errors: kUsage for unknown names; kUnsupported when the tool does not store the scheme, when other modules
+/// have another scheme, and, without allow_lossy, when a value would change (the first one is named).
+Result<ConvertReport> Convert(const std::shared_ptr<const Checkpoint>& checkpoint,
+                              const ConvertOptions& options);
+
+}  // namespace fusedmoe

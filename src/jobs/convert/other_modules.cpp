@@ -1,0 +1,80 @@
+#include "jobs/convert/other_modules.hpp"
+
+#include <algorithm>
+
+namespace fusedmoe::jobs {
+namespace {
+
+using checkpoint::LinearFormat;
+using checkpoint::Packing;
+
+// Rows and columns from the shape of the codes.
+void SizeOf(const LinearFormat& format, const Shape& shape, OtherModule& module) {
+  const int64_t per_word = format.bits > 0 ? 32 / format.bits : 1;
+  module.rows = shape[0];
+  module.cols = shape[1];
+  switch (format.packing) {
+    case Packing::kDirect:
+      break;  // below: stored bytes hold one or two codes
+    case Packing::kBits:
+      module.cols *= per_word;
+      return;
+    case Packing::kGptq:
+      module.rows = shape[1];
+      module.cols = shape[0] * per_word;
+      return;
+    case Packing::kAwq:
+      module.rows = shape[1] * per_word;
+      module.cols = shape[0];
+      return;
+    case Packing::kRowPairs:
+      module.rows *= 2;
+      return;
+  }
+}
+
+}  // namespace
+
+Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext& any_layer,
+                                                  const std::vector<TensorSpec>& copied) {
+  std::vector<OtherModule> modules;
+  for (const TensorSpec& spec : copied) {
+    if (spec.shape.rank() != 2) {
+      continue;
+    }
+    for (const std::string_view suffix : {".weight_packed", ".qweight", ".weight"}) {
+      if (!spec.name.ends_with(suffix)) {
+        continue;
+      }
+      OtherModule module;
+      module.module = spec.name.substr(0, spec.name.size() - suffix.size());
+      auto format = FormatAt(*any_layer.store, *any_layer.rules, module.module, ".weight");
+      if (!format.ok() || !format->quantized() || format->codes != suffix) {
+        break;  // not quantized, or something that only its own layer knows how to read
+      }
+      if (!format->scale.empty() && !any_layer.store->Has(module.module + std::string(format->scale))) {
+        break;
+      }
+      SizeOf(*format, spec.shape, module);
+      const bool two_a_byte = format->packing == Packing::kDirect && DTypeBits(format->weight.element) == 4 &&
+                              DTypeBits(spec.dtype) == 8;
+      module.cols *= two_a_byte ? 2 : 1;
+      FMOE_ASSIGN_OR_RETURN(module.scheme, SchemeOf(*format));
+      for (const std::string_view part :
+           {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
+            format->group_index, format->pre_quant_scale, format->shape, std::string_view(".g_idx")}) {
+        if (!part.empty()) {
+          module.tensors.insert(module.module + std::string(part));
+        }
+      }
+      module.format = *std::move(format);
+      modules.push_back(std::move(module));
+      break;
+    }
+  }
+  std::sort(modules.begin(), modules.end(),
+            [](const OtherModule& a, const OtherModule& b) { return a.module < b.module; });
+  return modules;
+}
+
+}  // namespace fusedmoe::jobs

@@ -1,0 +1,270 @@
+#include "jobs/convert/transform.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <optional>
+
+#include <fmt/format.h>
+
+#include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
+#include "quant/packing.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/quantize.hpp"
+
+namespace fusedmoe::jobs {
+namespace {
+
+Result<Tensor> Dense(const Tensor& tensor) {
+  if (tensor.empty() || tensor.view().dense()) {
+    return tensor;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor copy, Tensor::Allocate(tensor.dtype(), tensor.shape()));
+  for (int64_t row = 0; row < tensor.dim(0); ++row) {
+    std::memcpy(copy.mutable_view().data() + row * copy.view().stride_bytes(0),
+                tensor.view().data() + row * tensor.view().stride_bytes(0),
+                static_cast<size_t>(tensor.view().row_bytes()));
+  }
+  return copy;
+}
+
+// Scales in another float type; the caller has seen to it that it holds them.
+Result<Tensor> Recode(const Tensor& tensor, DType dtype) {
+  if (tensor.empty() || tensor.dtype() == dtype) {
+    return tensor;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(dtype, tensor.shape()));
+  std::vector<float> row(static_cast<size_t>(tensor.shape().count()));
+  DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.shape().count(), row.data());
+  EncodeRow(dtype, row.data(), tensor.shape().count(), out.mutable_view().data());
+  return out;
+}
+
+int64_t GroupOf(const CanonicalMatrix& matrix) {
+  return matrix.format.block.col < 0 ? matrix.cols : matrix.format.block.col;
+}
+
+// Zero points and indices that were left out on one matrix and stand on another of the checkpoint.
+Status Complete(const checkpoint::StorageOptions& storage, CanonicalMatrix& matrix) {
+  if (storage.zero_points && matrix.zero_point.empty()) {
+    FMOE_ASSIGN_OR_RETURN(matrix.zero_point, Tensor::Allocate(DType::kU8, matrix.block_scale.shape()));
+    std::memset(matrix.zero_point.mutable_view().data(), matrix.format.implied_zero(),
+                static_cast<size_t>(matrix.zero_point.shape().count()));
+  }
+  if (storage.group_index && matrix.group_index.empty()) {
+    FMOE_ASSIGN_OR_RETURN(matrix.group_index, Tensor::Allocate(DType::kI32, {matrix.cols}));
+    for (int64_t col = 0; col < matrix.cols; ++col) {
+      matrix.group_index.mutable_view().as<int32_t>()[col] = static_cast<int32_t>(col / GroupOf(matrix));
+    }
+  }
+  if ((!storage.zero_points && NeedsZeroPoints(matrix)) ||
+      (!storage.group_index && NeedsGroupIndex(matrix))) {
+    return Status::Unsupported("zero points or an activation order stand here, but not in the first experts");
+  }
+  return Status::Ok();
+}
+
+Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& target) {
+  if (from.scale_row_offset != 0 || from.scale_col_offset != 0) {
+    return Status::Unsupported("its blocks start before its first row or column");
+  }
+  CanonicalMatrix to = from;
+  to.format = target.format;
+  FMOE_ASSIGN_OR_RETURN(to.codes, Dense(from.codes));
+  if (from.format.element == DType::kI4 && target.format.element == DType::kU4) {
+    FMOE_ASSIGN_OR_RETURN(to.codes, FlipNibbleSigns(to.codes.view()));
+  }
+  FMOE_ASSIGN_OR_RETURN(to.block_scale, Dense(from.block_scale));
+  FMOE_ASSIGN_OR_RETURN(to.block_scale, Recode(to.block_scale, target.format.block_scale_dtype));
+  FMOE_ASSIGN_OR_RETURN(to.zero_point, Dense(from.zero_point));
+  FMOE_RETURN_IF_ERROR(Complete(target.storage, to));
+  return to;
+}
+
+// MXFP4 as NVFP4: the tensor scale takes the largest exponent of all blocks down to what e4m3 reaches (2^8),
+// each block of 32 becomes two of 16. Powers of two from 2^8 to 2^-9 are e4m3 codes.
+std::optional<std::vector<CanonicalMatrix>> MxAsNvfp4(std::span<const CanonicalMatrix* const> matrices,
+                                                      const Target& target) {
+  constexpr int kBias = 127, kHighest = 8, kLowest = -9;
+  const auto used = [](const CanonicalMatrix& matrix, int64_t row, int64_t block) {
+    const std::byte* codes =
+        matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0) + block * 16;
+    return std::any_of(codes, codes + 16,
+                       [](std::byte pair) { return (pair & std::byte{0x77}) != std::byte{0}; });
+  };
+  const auto exponent = [](const CanonicalMatrix& matrix, int64_t row, int64_t block) {
+    const TensorView view = matrix.block_scale.view();
+    return static_cast<int>(view.data()[row * view.stride_bytes(0) + block]) - kBias;
+  };
+  int highest = -1000;
+  for (const CanonicalMatrix* matrix : matrices) {
+    for (int64_t row = 0; row < matrix->rows; ++row) {
+      for (int64_t block = 0; block < matrix->cols / 32; ++block) {
+        if (used(*matrix, row, block)) {
+          highest = std::max(highest, exponent(*matrix, row, block));
+        }
+      }
+    }
+  }
+  if (highest == -1000) {
+    highest = 0;
+  }
+  const int shift = highest - kHighest;
+  std::vector<CanonicalMatrix> result;
+  for (const CanonicalMatrix* matrix : matrices) {
+    CanonicalMatrix to = *matrix;
+    to.format = target.format;
+    to.tensor_scale = std::ldexp(1.0F, shift);
+    auto codes = Dense(matrix->codes);
+    auto scales = Tensor::Allocate(DType::kF8E4M3, {matrix->rows, matrix->cols / 16});
+    if (!codes.ok() || !scales.ok() || !(*to.tensor_scale >= 0x1p-126F)) {
+      return std::nullopt;
+    }
+    for (int64_t row = 0; row < matrix->rows; ++row) {
+      for (int64_t block = 0; block < matrix->cols / 32; ++block) {
+        const int own = used(*matrix, row, block) ? exponent(*matrix, row, block) - shift : 0;
+        if (own < kLowest || own > kHighest) {
+          return std::nullopt;
+        }
+        const uint32_t code = EncodeCode(DType::kF8E4M3, std::ldexp(1.0F, own));
+        for (int64_t half = 0; half < 2; ++half) {
+          StoreCode(DType::kF8E4M3, scales->mutable_view().data() + row * (matrix->cols / 16),
+                    2 * block + half, code);
+        }
+      }
+    }
+    to.codes = *std::move(codes);
+    to.block_scale = *std::move(scales);
+    result.push_back(std::move(to));
+  }
+  return result;
+}
+
+Result<CanonicalMatrix> Plain(const CanonicalMatrix& from, const Target& target) {
+  CanonicalMatrix to;
+  to.rows = from.rows;
+  to.cols = from.cols;
+  to.format = target.format;
+  to.bias = from.bias;
+  FMOE_ASSIGN_OR_RETURN(to.codes, Tensor::Allocate(target.format.element, {from.rows, from.cols}));
+  const RowDecoder decoder(from);
+  std::vector<float> row(static_cast<size_t>(from.cols));
+  for (int64_t r = 0; r < from.rows; ++r) {
+    decoder.Decode(r, 0, from.cols, row.data());
+    EncodeRow(target.format.element, row.data(), from.cols,
+              to.codes.mutable_view().data() + r * to.codes.view().stride_bytes(0));
+  }
+  return to;
+}
+
+Result<std::vector<CanonicalMatrix>> Requantize(std::span<const CanonicalMatrix* const> matrices,
+                                                const Target& target) {
+  std::vector<Tensor> decoded;
+  WeightQuantizerOptions quantizer;
+  quantizer.recipe = target.recipe;
+  float amax = 0;
+  for (const CanonicalMatrix* matrix : matrices) {
+    FMOE_ASSIGN_OR_RETURN(Tensor values, DequantizeMatrix(*matrix));
+    FMOE_ASSIGN_OR_RETURN(const float own, WeightAmax(values.view()));
+    amax = std::max(amax, own);
+    decoded.push_back(std::move(values));
+  }
+  if (target.format.has_tensor_scale) {
+    quantizer.shared_amax = amax;
+  }
+  std::vector<CanonicalMatrix> result;
+  for (size_t index = 0; index < matrices.size(); ++index) {
+    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to,
+                          QuantizeMatrix(decoded[index].view(), target.format, quantizer));
+    to.bias = matrices[index]->bias;
+    to.input_tensor_scale = matrices[index]->input_tensor_scale;
+    FMOE_RETURN_IF_ERROR(Complete(target.storage, to));
+    result.push_back(std::move(to));
+  }
+  return result;
+}
+
+}  // namespace
+
+bool SameCodes(const WeightFormat& from, const WeightFormat& to) {
+  const bool same_element =
+      from.element == to.element || (from.element == DType::kI4 && to.element == DType::kU4);
+  const bool scales_fit = !from.has_block_scale() || from.block_scale_dtype == to.block_scale_dtype ||
+                          (to.block_scale_dtype == DType::kF32 &&
+                           (from.block_scale_dtype == DType::kBF16 || from.block_scale_dtype == DType::kF16));
+  return same_element && scales_fit && from.block == to.block &&
+         from.has_channel_scale == to.has_channel_scale && from.has_tensor_scale == to.has_tensor_scale;
+}
+
+bool NeedsZeroPoints(const CanonicalMatrix& matrix) {
+  if (matrix.zero_point.empty()) {
+    return false;
+  }
+  const TensorView view = matrix.zero_point.view();
+  for (int64_t row = 0; row < view.dim(0); ++row) {
+    const auto* values = reinterpret_cast<const uint8_t*>(view.data() + row * view.stride_bytes(0));
+    for (int64_t group = 0; group < view.dim(1); ++group) {
+      if (values[group] != matrix.format.implied_zero()) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool NeedsGroupIndex(const CanonicalMatrix& matrix) {
+  if (matrix.group_index.empty()) {
+    return false;
+  }
+  const auto* index = matrix.group_index.view().as<int32_t>();
+  for (int64_t col = 0; col < matrix.cols; ++col) {
+    if (index[col] != col / GroupOf(matrix)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Result<std::vector<CanonicalMatrix>> Transform(std::span<const CanonicalMatrix* const> matrices,
+                                               const Target& target) {
+  const CanonicalMatrix& first = *matrices.front();
+  for (const CanonicalMatrix* matrix : matrices) {
+    if (!matrix->pre_quant_scale.empty()) {
+      return Status::Unsupported(
+          "its input is multiplied by a scale of each channel, which no other format has");
+    }
+  }
+  std::vector<CanonicalMatrix> result;
+  if (!target.format.quantized()) {
+    for (const CanonicalMatrix* matrix : matrices) {
+      FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, Plain(*matrix, target));
+      result.push_back(std::move(to));
+    }
+    return result;
+  }
+  if (SameCodes(first.format, target.format)) {
+    for (const CanonicalMatrix* matrix : matrices) {
+      FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, KeepCodes(*matrix, target));
+      result.push_back(std::move(to));
+    }
+    return result;
+  }
+  const bool mx_to_nvfp4 =
+      first.format.element == DType::kF4E2M1 && first.format.block_scale_dtype == DType::kF8E8M0 &&
+      target.format.element == DType::kF4E2M1 && target.format.block == GroupShape{1, 16};
+  if (mx_to_nvfp4) {
+    if (auto exact = MxAsNvfp4(matrices, target)) {
+      return *std::move(exact);
+    }
+  }
+  if (!target.allow_lossy) {
+    return Status::Unsupported(fmt::format("{} cannot become {} without rounding again{}",
+                                           Describe(first.format), Describe(target.format),
+                                           mx_to_nvfp4 ? ": its exponents lie more than 17 apart" : ""))
+        .WithHint("--allow-lossy accepts it and states the error");
+  }
+  return Requantize(matrices, target);
+}
+
+}  // namespace fusedmoe::jobs

@@ -1,0 +1,75 @@
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "cli/checkpoint_fixture.hpp"
+#include "cli/process.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+ProcessResult Convert(const std::string& source, const std::string& to, const std::string& output,
+                      std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments = {"convert", source, "--to", to, "--output", output, "--json"};
+  arguments.insert(arguments.end(), more.begin(), more.end());
+  return RunCommand(arguments);
+}
+
+TEST(Convert, ThereAndBack_GivesTheSameValues) {
+  const SampleCheckpoint source("qwen3_moe", "nvfp4_w4a4");
+  const TemporaryDirectory directory;
+  const ProcessResult there = Convert(source.path(), "compressed-tensors", directory / "ct");
+  ASSERT_EQ(there.exit_code, 0) << there.err;
+  const nlohmann::json json = there.Json();
+  EXPECT_TRUE(json.at("lossless").get<bool>());
+  EXPECT_EQ(json.at("values"), 8 * 3 * 128 * 128);
+  const ProcessResult back = Convert(directory / "ct", "modelopt", directory / "mo");
+  ASSERT_EQ(back.exit_code, 0) << back.err;
+  EXPECT_TRUE(back.Json().at("lossless").get<bool>());
+  const ProcessResult run = RunCommand({"run", directory / "mo", "--layer", "0", "--input", source.input(),
+                                        "--output", directory / "out.safetensors", "--check"});
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+}
+
+TEST(Convert, MxBecomesNvfp4Exactly) {
+  const SampleCheckpoint source("qwen3_moe", "mxfp4_w4a16");
+  const TemporaryDirectory directory;
+  const ProcessResult result =
+      Convert(source.path(), "modelopt", directory / "out", {"--scheme", "nvfp4_w4a16"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_TRUE(result.Json().at("lossless").get<bool>());
+  EXPECT_EQ(result.Json().at("different"), 0);
+}
+
+TEST(Convert, LossyOnes_NeedLeaveAndStateTheError) {
+  const SampleCheckpoint source("qwen3_moe", "fp8_w8a8:block128");
+  const TemporaryDirectory directory;
+  const ProcessResult refused = Convert(source.path(), "bf16", directory / "out");
+  EXPECT_EQ(refused.exit_code, 4) << refused.err;
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  const ProcessResult allowed = Convert(source.path(), "bf16", directory / "out", {"--allow-lossy"});
+  ASSERT_EQ(allowed.exit_code, 0) << allowed.err;
+  const nlohmann::json json = allowed.Json();
+  EXPECT_FALSE(json.at("lossless").get<bool>());
+  EXPECT_GT(json.at("rel_l2").get<double>(), 5e-4);
+  EXPECT_LT(json.at("rel_l2").get<double>(), 4e-3);
+  EXPECT_FALSE(json.at("first_difference").get<std::string>().empty());
+  EXPECT_EQ(Convert(source.path(), "f32", directory / "f32").exit_code, 0) << "fp32 holds every product";
+}
+
+TEST(Convert, Refusals_HaveTheirCodes) {
+  const SampleCheckpoint source("qwen3_moe", "nvfp4_w4a16"), plain("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string output = directory / "out";
+  EXPECT_EQ(Convert(source.path(), "nobody", output).exit_code, 2);
+  EXPECT_EQ(Convert(source.path(), "deepseek", output).exit_code, 4);
+  EXPECT_EQ(Convert(source.path(), "modelopt", output, {"--scheme", "nvfp4_w4a4"}).exit_code, 4);
+  EXPECT_EQ(Convert(source.path(), "compressed-tensors", output, {"--scheme", "mxfp4_w4a16"}).exit_code, 4);
+  EXPECT_EQ(Convert(plain.path(), "modelopt", output).exit_code, 2);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+}
+
+}  // namespace
+}  // namespace fusedmoe::test
