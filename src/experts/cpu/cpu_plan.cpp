@@ -64,8 +64,12 @@ GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows,
   shape.cols = cols;
   shape.parts = parts;
   shape.stripes = CeilDiv(rows, kPanelRows);
+  // Tensor parallelism cuts the intermediate, which is K of the second GEMM, maybe inside a group of scales.
+  const int64_t group = problem.scheme.weight.block.col;
+  const bool cut =
+      problem.config.parallel.tp_size > 1 && group > 0 && problem.config.intermediate % group != 0;
   shape.padded_cols =
-      PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index);
+      PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index || cut);
   shape.blocks = shape.padded_cols / plan.panel.block;
   shape.stripe_bytes = shape.blocks * plan.panel.block_bytes();
   shape.tile_row_bytes = RoundUp(TileRowBytes(plan.kernel, plan.tile, shape.padded_cols), 64);

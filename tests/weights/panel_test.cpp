@@ -1,0 +1,188 @@
+#include "weights/panel.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "numerics/rows.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/quantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Tensor Normal(int64_t rows, int64_t cols, uint32_t seed) {
+  Tensor tensor = *Tensor::Allocate(DType::kF32, Shape{rows, cols});
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0F, 0.1F);
+  std::generate_n(tensor.mutable_view().as<float>(), rows * cols, [&] { return normal(random); });
+  return tensor;
+}
+
+CanonicalMatrix Quantized(const std::string& scheme, int64_t rows, int64_t cols, bool symmetric = true) {
+  WeightQuantizerOptions options;
+  options.symmetric = symmetric;
+  Result<CanonicalMatrix> matrix =
+      QuantizeMatrix(Normal(rows, cols, 7).view(), ParseScheme(scheme)->weight, options);
+  EXPECT_TRUE(matrix.ok()) << matrix.status().ToString();
+  return *std::move(matrix);
+}
+
+struct Panels {
+  PanelFormat format;
+  std::vector<int32_t> columns;
+  std::vector<std::byte> bytes;
+  int64_t stripe_bytes = 0;
+};
+
+Panels Pack(const CanonicalMatrix& matrix) {
+  Panels panels;
+  panels.format = *ChoosePanelFormat(matrix.format);
+  panels.columns = PanelColumns(matrix, panels.format);
+  panels.stripe_bytes =
+      static_cast<int64_t>(panels.columns.size()) / panels.format.block * panels.format.block_bytes();
+  const int64_t stripes = (matrix.rows + kPanelRows - 1) / kPanelRows;
+  panels.bytes.resize(static_cast<size_t>(stripes * panels.stripe_bytes), std::byte{0xa5});
+  for (int64_t stripe = 0; stripe < stripes; ++stripe) {
+    PackPanelStripe(matrix, panels.format, panels.columns, stripe,
+                    panels.bytes.data() + stripe * panels.stripe_bytes);
+  }
+  return panels;
+}
+
+/// Every element of the panels, times its row scale, is the element of the matrix that the columns name.
+void ExpectSameValues(const CanonicalMatrix& matrix, const Panels& panels, const std::string& what) {
+  std::vector<float> row(static_cast<size_t>(matrix.cols));
+  std::vector<int> seen(static_cast<size_t>(matrix.cols), 0);
+  const RowDecoder decoder(matrix);
+  for (int64_t r = 0; r < matrix.rows; ++r) {
+    decoder.Decode(r, 0, matrix.cols, row.data());
+    float row_scale[kPanelRows];
+    PanelRowScales(matrix, r / kPanelRows, row_scale);
+    for (size_t k = 0; k < panels.columns.size(); ++k) {
+      if (panels.columns[k] < 0) {
+        continue;
+      }
+      const float value =
+          PanelValue(panels.format, panels.bytes.data() + r / kPanelRows * panels.stripe_bytes,
+                     r % kPanelRows, static_cast<int64_t>(k)) *
+          row_scale[r % kPanelRows];
+      const float expected = row[static_cast<size_t>(panels.columns[k])];
+      // Scales with zero points beside them keep 15 mantissa bits: 2^-16; everything else is exact but for
+      // the order of two products.
+      const float bound = panels.format.scale == PanelScale::kF32Zero ? 1.6e-5F : 1.2e-7F;
+      ASSERT_LE(std::fabs(value - expected), bound * std::fabs(expected))
+          << what << " row " << r << " k " << k;
+      seen[static_cast<size_t>(panels.columns[k])] += r == 0 ? 1 : 0;
+    }
+  }
+  EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](int n) { return n == 1; }))
+      << what << ": a column is missing";
+}
+
+void ExpectSameCodes(const CanonicalMatrix& matrix, const Panels& panels, const std::string& what) {
+  const auto bytes = static_cast<size_t>(matrix.codes.view().total_bytes());
+  std::vector<std::byte> codes(bytes, std::byte{0});
+  UnpackPanelCodes(matrix.format, panels.format, panels.columns, panels.bytes.data(), matrix.rows,
+                   codes.data(), matrix.codes.view().row_bytes());
+  EXPECT_EQ(0, std::memcmp(codes.data(), matrix.codes.view().data(), bytes)) << what;
+}
+
+const char* const kSchemes[] = {
+    "nvfp4_w4a16",      "nvfp4_w4a8:g32",     "mxfp4_w4a16",      "mxfp8_w8a16",        "w_mxfp6_e3m2",
+    "w_mxfp6_e2m3",     "int4_w4a16:g32",     "int4_w4a16:g64",   "int4_w4a16:g128",    "int4_w4a16:channel",
+    "int4_w4a8:g128",   "int4_w4afp8:g64",    "int8_w8a16:g32",   "int8_w8a16:channel", "int8_w8a8:channel",
+    "int8_w8a8:tensor", "int8_w8a8:block128", "fp8_w8a16:tensor", "fp8_w8a16:channel",  "fp8_w8a16:block128"};
+
+TEST(Panel_EveryScheme, HoldsTheValuesAndGivesTheCodesBack) {
+  for (const char* scheme : kSchemes) {
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{16, 128}, {37, 256}, {130, 384}}) {
+      const CanonicalMatrix matrix = Quantized(scheme, rows, cols);
+      const Panels panels = Pack(matrix);
+      ExpectSameValues(matrix, panels, scheme);
+      ExpectSameCodes(matrix, panels, scheme);
+    }
+  }
+}
+
+TEST(Panel_ZeroPoints, AreKept) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:g64"}) {
+    const CanonicalMatrix matrix = Quantized(scheme, 20, 256, /*symmetric=*/false);
+    ASSERT_FALSE(matrix.zero_point.empty());
+    ExpectSameValues(matrix, Pack(matrix), scheme);
+  }
+}
+
+TEST(Panel_PlainWeightsOfAnySize, AreKept) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 1}, {17, 63}, {16, 65}, {40, 130}}) {
+      const Tensor values = Normal(rows, cols, 3);
+      CanonicalMatrix matrix;
+      matrix.rows = rows;
+      matrix.cols = cols;
+      matrix.format.element = dtype;
+      matrix.codes = *Tensor::Allocate(dtype, Shape{rows, cols});
+      auto codes = matrix.codes.mutable_view();
+      EncodeRow(dtype, values.view().as<float>(), rows * cols, codes.data());
+      const Panels panels = Pack(matrix);
+      ExpectSameValues(matrix, panels, std::string(DTypeName(dtype)));
+      ExpectSameCodes(matrix, panels, std::string(DTypeName(dtype)));
+    }
+  }
+}
+
+TEST(Panel_ActivationOrder, IsUndone) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
+    CanonicalMatrix matrix = Quantized(scheme, 20, 256, /*symmetric=*/false);
+    const int64_t group = matrix.format.block.col;
+    std::vector<int32_t> index(256);
+    for (size_t k = 0; k < index.size(); ++k) {
+      index[k] = static_cast<int32_t>(static_cast<int64_t>(k) / group);
+    }
+    std::shuffle(index.begin(), index.end(), std::mt19937(5));
+    matrix.group_index = *Tensor::Allocate(DType::kI32, Shape{256});
+    std::copy(index.begin(), index.end(), matrix.group_index.mutable_view().as<int32_t>());
+    const Panels panels = Pack(matrix);
+    EXPECT_FALSE(PanelColumnsAreIdentity(panels.columns));
+    EXPECT_LE(static_cast<int64_t>(panels.columns.size()),
+              PanelColumnsBound(matrix.format, panels.format, 256, /*reordered=*/true));
+    ExpectSameValues(matrix, panels, scheme);
+    ExpectSameCodes(matrix, panels, scheme);
+  }
+}
+
+TEST(Panel_SlicesThatBeginInsideABlock, KeepTheirScales) {
+  // Rows 40.. and columns 96.. of a matrix with blocks of 128 x 128.
+  const CanonicalMatrix whole = Quantized("fp8_w8a16:block128", 200, 300);
+  CanonicalMatrix slice = whole;
+  slice.rows = 160;
+  slice.cols = 204;
+  slice.codes = *Tensor::Allocate(DType::kF8E4M3, Shape{160, 204});
+  for (int64_t row = 0; row < 160; ++row) {
+    std::memcpy(slice.codes.mutable_view().data() + row * 204,
+                whole.codes.view().data() + (row + 40) * 300 + 96, 204);
+  }
+  slice.scale_row_offset = 40;
+  slice.scale_col_offset = 96;
+  const Panels panels = Pack(slice);
+  EXPECT_FALSE(PanelColumnsAreIdentity(panels.columns));
+  ExpectSameValues(slice, panels, "slice");
+  ExpectSameCodes(slice, panels, "slice");
+}
+
+TEST(Panel_FormatsWithoutPanels, AreRefusedByName) {
+  WeightFormat format;
+  format.element = DType::kF8E4M3Fnuz;
+  const Result<PanelFormat> panel = ChoosePanelFormat(format);
+  ASSERT_FALSE(panel.ok());
+  EXPECT_NE(panel.status().message().find("F8_E4M3FNUZ"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace fusedmoe
