@@ -54,6 +54,7 @@ Json ToJson(const Plan& plan) {
                    {"prepare_finalize", plan.prepare_finalize},
                    {"recipe", plan.recipe},
                    {"intermediate_dtype", plan.intermediate_dtype},
+                   {"arithmetic", plan.arithmetic},
                    {"workspace_bytes", plan.workspace_bytes},
                    {"layout_error", plan.layout_error},
                    {"weight_bytes", plan.weight_bytes},

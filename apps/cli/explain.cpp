@@ -1,7 +1,4 @@
 #include <charconv>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -38,20 +35,6 @@ struct ExplainFlags {
   int64_t tokens = 1;
   int threads = 0;
 };
-
-Result<Problem> ReadProblem(const std::string& name) {
-  std::error_code ignored;
-  if (!std::filesystem::is_regular_file(name, ignored)) {
-    return ParseProblem(name);
-  }
-  std::ifstream file(name, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) {
-    return Status::System("cannot be read").WithFile(name);
-  }
-  Result<Problem> problem = ParseProblem(text);
-  return problem.ok() ? std::move(problem) : Result<Problem>(std::move(problem).status().WithFile(name));
-}
 
 // The layer in question, from a checkpoint or described.
 Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {

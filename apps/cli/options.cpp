@@ -1,6 +1,9 @@
 #include "options.hpp"
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <memory>
 
 #include <fmt/format.h>
@@ -68,6 +71,20 @@ Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoi
   const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
   return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))
                : Status::Usage(fmt::format("--layer is required; {}", have));
+}
+
+Result<Problem> ReadProblem(const std::string& name) {
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(name, ignored)) {
+    return ParseProblem(name);
+  }
+  std::ifstream file(name, std::ios::binary);
+  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+  if (!file) {
+    return Status::System("cannot be read").WithFile(name);
+  }
+  Result<Problem> problem = ParseProblem(text);
+  return problem.ok() ? std::move(problem) : Result<Problem>(std::move(problem).status().WithFile(name));
 }
 
 void AddPlan(CLI::App& app, PlanFlags& flags) {

@@ -88,6 +88,7 @@ struct Plan {
   RecipeText recipe;
   std::string
       intermediate_dtype;  ///< what the values between the GEMMs are held in before they are requantized
+  std::string arithmetic;  ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
   std::vector<WorkspaceBook::Entry> workspace;
   int64_t workspace_bytes = 0;
   double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square

@@ -67,6 +67,18 @@ Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeigh
   return BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
 }
 
+// What only the prepared weights know.
+void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
+  plan.weight_bytes = weights.total_bytes();
+  plan.layout_error = weights.layout_error;
+  if (!weights.recipe.empty()) {
+    plan.recipe = weights.recipe;  // with the steps that depend on the values of the weights
+  }
+  if (plan.activation == ActivationMode::kAsCheckpoint && TakesLargerInputScale(weights.recipe)) {
+    plan.activation = ActivationMode::kMaxGateUp;
+  }
+}
+
 }  // namespace
 
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
@@ -97,6 +109,19 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   return problem;
 }
 
+Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backend& backend,
+                                         std::shared_ptr<const PreparedWeights> weights, Plan& plan,
+                                         WorkspaceBook& book) {
+  MoeKernel::Parts parts;
+  parts.config = problem.config;
+  DescribeWeights(*weights, plan);
+  FMOE_ASSIGN_OR_RETURN(parts.experts, backend.create(problem, HostMachine(), std::move(weights), book));
+  FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
+                        MakePrepareFinalize(problem, parts.experts->traits(), parts.expert_map, book));
+  plan.prepare_finalize = parts.prepare_finalize->name();
+  return parts;
+}
+
 Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& source,
                                 const LayerOptions& asked_options, const SharedExpertWeights* shared,
                                 WorkspaceBook& book) {
@@ -125,21 +150,13 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   Plan& plan = *built.selection.chosen;
   const Backend* backend = FindBackend(plan.backend);
 
-  MoeKernel::Parts parts;
-  parts.config = config;
   FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
                         backend->prepare(problem, HostMachine(), source, options.executor));
-  plan.weight_bytes = prepared.total_bytes();
-  plan.layout_error = prepared.layout_error;
-  if (!prepared.recipe.empty()) {
-    plan.recipe = prepared.recipe;  // with the steps that depend on the values of the weights
-  }
-  if (plan.activation == ActivationMode::kAsCheckpoint && TakesLargerInputScale(prepared.recipe)) {
-    plan.activation = ActivationMode::kMaxGateUp;
-  }
   auto weights = std::make_shared<const PreparedWeights>(std::move(prepared));
-  FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
+  MoeKernel::Parts parts;
   if (spread) {
+    DescribeWeights(*weights, plan);
+    FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
     parts.expert_map = rank.expert_map;
     built.fingerprint = LayerFingerprint(whole, source.scheme, options, plan.backend);
     AllToAllParts exchange;
@@ -155,11 +172,11 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     exchange.fingerprint = built.fingerprint;
     exchange.communicator = options.communicator;
     FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize, MakeAllToAllPrepareFinalize(std::move(exchange), book));
+    plan.prepare_finalize = parts.prepare_finalize->name();
   } else {
-    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
-                          MakePrepareFinalize(problem, parts.experts->traits(), parts.expert_map, book));
+    FMOE_ASSIGN_OR_RETURN(parts, MakeKernelParts(problem, *backend, std::move(weights), plan, book));
   }
-  plan.prepare_finalize = parts.prepare_finalize->name();
+  parts.config = config;
   if (shared != nullptr && options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(BuiltKernel shared_built,
                           BuildShared(config, *shared, options, book, built.selection.notes));

@@ -23,6 +23,12 @@ struct BuiltKernel {
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
                                const LayerOptions& options);
 
+/// The kernel of one backend over weights that were prepared for it (several kernels may share them), without
+/// shared experts. Books its workspace and names the prepare step in `plan`.
+Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backend& backend,
+                                         std::shared_ptr<const PreparedWeights> weights, Plan& plan,
+                                         WorkspaceBook& book);
+
 /// Selects a backend, prepares the weights for it, and composes the kernel; all workspace is booked in
 /// `book`. `shared` (may be null) is planned on its own, through the same table.
 Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,

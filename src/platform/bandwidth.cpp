@@ -1,19 +1,22 @@
+#include "platform/ceilings.hpp"
+
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <vector>
+#include <utility>
 
+#include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
-#include <fusedmoe/probe.hpp>
 
 #include "platform/topology.hpp"
 
 namespace fusedmoe {
 namespace {
+
+constexpr int64_t kChunk = int64_t{1} << 20;
 
 // One line of the cache; compilers lower it to whatever registers the target has.
 using Line = uint64_t __attribute__((vector_size(64)));
@@ -76,25 +79,19 @@ int64_t BufferBytes() {
   return memory > 0 ? std::clamp(wanted, kSmallest, std::max(kSmallest, memory / 8)) : wanted;
 }
 
-struct Unmap {
-  int64_t bytes = 0;
-  void operator()(void* memory) const { munmap(memory, static_cast<size_t>(bytes)); }
-};
-
 }  // namespace
 
-double MeasureReadBandwidth(const Executor& executor) {
-  constexpr int64_t kChunk = int64_t{1} << 20;
-  constexpr std::chrono::milliseconds kBudget{400};
-  constexpr int kFewestPasses = 3, kMostPasses = 200;
+Result<ReadProbe> ReadProbe::Create(const Executor& executor) {
   const int64_t num_chunks = BufferBytes() / kChunk;
   const int64_t bytes = num_chunks * kChunk;
   void* memory =
       mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
-    return 0;
+    return Status::System(fmt::format("no memory for the bandwidth probe: {} bytes", bytes));
   }
-  const std::unique_ptr<void, Unmap> owner(memory, Unmap{bytes});
+  ReadProbe probe;
+  probe.memory_ =
+      std::shared_ptr<void>(memory, [bytes](void* mapped) { munmap(mapped, static_cast<size_t>(bytes)); });
 #if defined(MADV_HUGEPAGE)
   madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);
 #endif
@@ -103,24 +100,54 @@ double MeasureReadBandwidth(const Executor& executor) {
   // zeros.
   ParallelFor(executor, num_chunks,
               [&](int64_t chunk) { std::fill_n(data + chunk * kChunk, kChunk, std::byte{1}); });
+  probe.sums_.resize(static_cast<size_t>(num_chunks));
+  return probe;
+}
+
+int64_t ReadProbe::bytes() const {
+  return static_cast<int64_t>(sums_.size()) * kChunk;
+}
+
+double ReadProbe::Sample(const Executor& executor, int64_t bytes) {
+  const auto total = static_cast<int64_t>(sums_.size());
+  const int64_t count = bytes <= 0 ? total : std::clamp<int64_t>(bytes / kChunk, 1, total);
   const Sum sum = BestSum();
-  std::vector<uint64_t> sums(static_cast<size_t>(num_chunks));
+  const auto* data = static_cast<const std::byte*>(memory_.get());
+  const int64_t first = next_chunk_;
+  const auto begin = std::chrono::steady_clock::now();
+  ParallelFor(executor, count, [&](int64_t index) {
+    const int64_t chunk = (first + index) % total;
+    sums_[static_cast<size_t>(index)] = sum(data + chunk * kChunk, kChunk);
+  });
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+  next_chunk_ = (first + count) % total;
+  // Every chunk holds bytes of one, so that every sum is known: a pass that skipped its loads would show.
+  constexpr uint64_t kExpected = static_cast<uint64_t>(kChunk / 8) * 0x0101010101010101U;
+  const bool read =
+      std::all_of(sums_.begin(), sums_.begin() + count, [](uint64_t value) { return value == kExpected; });
+  return read ? static_cast<double>(count * kChunk) / std::max(seconds.count(), 1e-9) : 0.0;
+}
+
+double MeasureReadBandwidth(const Executor& executor) {
+  constexpr std::chrono::milliseconds kBudget{400};
+  constexpr int kFewestPasses = 3, kMostPasses = 200;
+  Result<ReadProbe> probe = ReadProbe::Create(executor);
+  if (!probe.ok()) {
+    return 0;
+  }
   double best = 0;
   const auto start = std::chrono::steady_clock::now();
   for (int pass = 0; pass < kMostPasses; ++pass) {
-    const auto begin = std::chrono::steady_clock::now();
-    if (pass >= kFewestPasses && begin - start > kBudget) {
+    if (pass >= kFewestPasses && std::chrono::steady_clock::now() - start > kBudget) {
       break;
     }
-    ParallelFor(executor, num_chunks, [&](int64_t chunk) {
-      sums[static_cast<size_t>(chunk)] = sum(data + chunk * kChunk, kChunk);
-    });
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-    best = std::max(best, static_cast<double>(bytes) / std::max(seconds.count(), 1e-9));
+    const double rate = probe->Sample(executor);
+    if (rate == 0) {
+      return 0;
+    }
+    best = std::max(best, rate);
   }
-  // Every chunk holds bytes of one, so that every sum is known: a pass that skipped its loads would show.
-  constexpr uint64_t kExpected = static_cast<uint64_t>(kChunk / 8) * 0x0101010101010101U;
-  return std::all_of(sums.begin(), sums.end(), [](uint64_t value) { return value == kExpected; }) ? best : 0;
+  return best;
 }
 
 }  // namespace fusedmoe

@@ -134,5 +134,18 @@ TEST(ReadBandwidth, IsWithinWhatMemoriesDo) {
   EXPECT_LT(bytes_per_second, 1e12);  // one core; more means that the loads were optimized away
 }
 
+TEST(Peak, EveryUnitOfThisMachine_IsWithinWhatCoresDo_AndOthersAreZero) {
+  for (const ComputeUnitInfo& info : ComputeUnits()) {
+    EXPECT_EQ(ParseComputeUnit(info.name), info.unit);
+    const double rate = MeasurePeak(info.unit, Executor{});
+    if (HostMachine().Has(info.isa)) {
+      EXPECT_GT(rate, 1e9) << info.name;
+      EXPECT_LT(rate, info.isa == Isa::kAmx ? 50e12 : 5e12) << info.name;  // more: nothing was computed
+    } else {
+      EXPECT_EQ(rate, 0.0) << info.name;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -8,6 +8,14 @@
 namespace fusedmoe {
 namespace {
 
+/// The unit (probe.hpp) that the micro-kernels keep busy: integer tiles run on byte dot products.
+std::string_view ArithmeticOf(const cpu::CpuPlan& plan) {
+  if (plan.tile == cpu::kTileF32) {
+    return plan.isa == Isa::kAvx2 ? "avx2_f32_fma" : "f32_fma";
+  }
+  return plan.isa == Isa::kAvx2 ? "avx2_int8" : plan.isa == Isa::kAvx512 ? "avx512_int8" : "vnni_int8";
+}
+
 Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const cpu::CpuPlan cpu_plan = cpu::MakeCpuPlan(problem, machine);
   const MoeConfig& config = problem.config;
@@ -19,6 +27,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
   plan.intermediate_dtype = "F32";
+  plan.arithmetic = std::string(ArithmeticOf(cpu_plan));
   const int64_t expert_bytes = cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes();
   plan.weight_bytes = cpu_plan.num_local_experts * expert_bytes;
   plan.tokens = problem.plan_tokens;

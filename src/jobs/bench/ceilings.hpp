@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/bench.hpp>
+#include <fusedmoe/probe.hpp>
+
+#include "platform/ceilings.hpp"
+
+namespace fusedmoe::bench {
+
+/// Values of repeated measurements. Those during which the system gave a core to somebody else count only
+/// when there are no more than a few others.
+class Samples {
+ public:
+  void Add(double value, bool quiet) { (quiet ? quiet_ : disturbed_).push_back(value); }
+
+  /// Values that count, ascending.
+  std::vector<double> Sorted() const;
+  /// The middle one (the upper of two); 0 of nothing.
+  double Median() const;
+  int64_t num_quiet() const { return static_cast<int64_t>(quiet_.size()); }
+  int64_t num_disturbed() const { return static_cast<int64_t>(disturbed_.size()); }
+
+ private:
+  std::vector<double> quiet_, disturbed_;
+};
+
+/// Samples of the ceilings of this run, taken between those of the rows: what else runs on the machine then
+/// slows both alike.
+class CeilingSampler {
+ public:
+  static Result<CeilingSampler> Create(const Executor& executor);
+
+  /// One sample of a few milliseconds, remembered here and added to those of a row.
+  void Read(Samples* row = nullptr);
+  void Peak(ComputeUnit unit, Samples* row = nullptr);
+  /// Medians of everything sampled.
+  BenchCeilings ceilings() const;
+
+ private:
+  explicit CeilingSampler(ReadProbe probe, const Executor& executor)
+      : probe_(std::move(probe)), executor_(executor) {}
+  ReadProbe probe_;
+  Executor executor_;
+  Samples reads_;
+  std::vector<Samples> peaks_;  // by unit
+};
+
+}  // namespace fusedmoe::bench

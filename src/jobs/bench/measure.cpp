@@ -1,0 +1,198 @@
+#include "jobs/bench/measure.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include <fusedmoe/jobs/verify.hpp>
+
+#include "numerics/rows.hpp"
+
+namespace fusedmoe::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double Since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+/// The unit that counts as the ceiling of arithmetic: that of the plan, or plain fp32.
+ComputeUnit UnitOf(const Plan& plan) {
+  const ComputeUnit plain = HostMachine().Has(Isa::kAvx512) ? ComputeUnit::kF32Fma : ComputeUnit::kAvx2Fma;
+  return ParseComputeUnit(plan.arithmetic).value_or(plain);
+}
+
+std::string_view NameOf(ComputeUnit unit) {
+  return ComputeUnits()[static_cast<size_t>(unit)].name;
+}
+
+/// Hidden states and choices of some tokens of a call, as a call of their own.
+struct SmallBatch {
+  Tensor hidden;
+  Routing routing;
+};
+
+Result<SmallBatch> TakeTokens(TensorView hidden, const Routing& routing, int64_t top_k,
+                              const std::vector<int64_t>& tokens) {
+  SmallBatch batch;
+  FMOE_ASSIGN_OR_RETURN(
+      batch.hidden, Tensor::Allocate(hidden.dtype(), {static_cast<int64_t>(tokens.size()), hidden.dim(1)}));
+  std::byte* out = batch.hidden.mutable_view().data();
+  for (const int64_t token : tokens) {
+    std::memcpy(out, hidden.data() + token * hidden.stride_bytes(0), static_cast<size_t>(hidden.row_bytes()));
+    out += hidden.row_bytes();
+    const int64_t first = token * top_k;
+    batch.routing.ids.insert(batch.routing.ids.end(), routing.ids.begin() + first,
+                             routing.ids.begin() + first + top_k);
+    batch.routing.weights.insert(batch.routing.weights.end(), routing.weights.begin() + first,
+                                 routing.weights.begin() + first + top_k);
+  }
+  return batch;
+}
+
+}  // namespace
+
+Status Measurement::DrawInputs() {
+  if (!hidden_.empty()) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(hidden_, Tensor::Allocate(config_.dtype, {config_.max_tokens, config_.hidden}));
+  FMOE_ASSIGN_OR_RETURN(output_, Tensor::Allocate(config_.dtype, {config_.max_tokens, config_.hidden}));
+  std::mt19937_64 random(options_.seed + 5);
+  std::normal_distribution<float> normal;
+  std::vector<float> row(static_cast<size_t>(config_.hidden));
+  for (int64_t token = 0; token < config_.max_tokens; ++token) {
+    std::generate(row.begin(), row.end(), [&] { return normal(random); });
+    EncodeRow(config_.dtype, row.data(), config_.hidden,
+              hidden_.mutable_view().data() + token * hidden_.view().row_bytes());
+  }
+  return Status::Ok();
+}
+
+Status Measurement::Forward(const LayerRotation& rotation, int64_t layer, int64_t num_tokens,
+                            TensorView hidden, const Routing& routing) {
+  KernelInput input;
+  input.hidden = hidden.Rows(0, num_tokens);
+  input.topk_ids = routing.ids.data();
+  input.topk_weights = routing.weights.data();
+  return rotation.kernel(layer).Forward(input, output_.mutable_view().Rows(0, num_tokens),
+                                        rotation.workspace(), options_.executor);
+}
+
+Status Measurement::Check(const LayerRotation& rotation, const Routing& routing, BenchRow& row) {
+  const int64_t count = std::min(row.tokens, kCheckedTokens);
+  std::vector<int64_t> tokens;
+  for (int64_t index = 0; index < count; ++index) {
+    tokens.push_back(index * row.tokens / count);
+  }
+  const ActivationMode rule =
+      row.plan.activation == ActivationMode::kA8 ? ActivationMode::kAsCheckpoint : row.plan.activation;
+  ReferenceRows& reference =
+      references_.try_emplace(rule, config_, rotation.first_source(), rule).first->second;
+  FMOE_RETURN_IF_ERROR(reference.Compute(tokens, hidden_.view(), routing, options_.executor));
+  // One scale over the batch: these tokens are a batch of their own for both.
+  const bool alone = ScaleSpansBatch(scheme_);
+  if (alone) {
+    FMOE_ASSIGN_OR_RETURN(const SmallBatch batch,
+                          TakeTokens(hidden_.view(), routing, config_.top_k(), tokens));
+    FMOE_RETURN_IF_ERROR(Forward(rotation, 0, count, batch.hidden.view(), batch.routing));
+  } else {
+    FMOE_RETURN_IF_ERROR(Forward(rotation, 0, row.tokens, hidden_.view(), routing));
+  }
+  double difference = 0, norm = 0;
+  std::vector<float> actual(static_cast<size_t>(config_.hidden));
+  for (int64_t index = 0; index < count; ++index) {
+    const int64_t token = tokens[static_cast<size_t>(index)];
+    const TensorView output = output_.view();
+    DecodeRow(output.dtype(), output.data() + (alone ? index : token) * output.row_bytes(), 0, config_.hidden,
+              actual.data());
+    const std::vector<float>& expected = reference.Row(token);
+    for (size_t column = 0; column < actual.size(); ++column) {
+      const double delta = static_cast<double>(actual[column]) - expected[column];
+      difference += delta * delta;
+      norm += static_cast<double>(expected[column]) * expected[column];
+    }
+  }
+  row.checked_tokens = count;
+  row.rel_l2 = difference == 0 ? 0.0 : std::sqrt(difference / norm);
+  row.error_bound = BoundOf(row.plan, scheme_, config_.dtype, config_.hidden, config_.intermediate).value();
+  row.ok = row.rel_l2 <= row.error_bound;  // false for NaN
+  return Status::Ok();
+}
+
+Status Measurement::Time(const LayerRotation& rotation, const std::vector<Routing>& routings, BenchRow& row) {
+  constexpr double kShortestSample = 3e-3;
+  constexpr int64_t kFewestSamples = 5, kFewestSlowSamples = 3, kMostCalls = 256;
+  const ComputeUnit unit = UnitOf(row.plan);
+  int64_t next = 1;
+  const auto call = [&]() -> Status {
+    const auto routing = static_cast<size_t>(next % static_cast<int64_t>(routings.size()));
+    const int64_t layer = next++ % rotation.num_layers();
+    return Forward(rotation, layer, row.tokens, hidden_.view(), routings[routing]);
+  };
+  Clock::time_point begin = Clock::now();
+  FMOE_RETURN_IF_ERROR(call());
+  const auto calls =
+      std::clamp<int64_t>(static_cast<int64_t>(std::ceil(kShortestSample / Since(begin))), 1, kMostCalls);
+  Samples samples, reads, peaks;
+  double spent = 0;
+  while (true) {
+    ceilings_.Read(&reads);
+    ceilings_.Peak(unit, &peaks);
+    // On a busy machine the search for undisturbed samples goes on for four times as long.
+    const bool enough = spent >= options_.seconds_per_row && samples.num_quiet() >= kFewestSamples;
+    if (enough || (spent >= 4 * options_.seconds_per_row &&
+                   samples.num_quiet() + samples.num_disturbed() >= kFewestSlowSamples)) {
+      break;
+    }
+    const int64_t preempted = TimesPreempted();
+    begin = Clock::now();
+    for (int64_t i = 0; i < calls; ++i) {
+      FMOE_RETURN_IF_ERROR(call());
+    }
+    const double seconds = Since(begin);
+    spent += seconds;
+    samples.Add(seconds / static_cast<double>(calls), TimesPreempted() == preempted);
+  }
+  const std::vector<double> counted = samples.Sorted();
+  row.seconds = {counted.front(), samples.Median(), counted.back()};
+  row.samples = static_cast<int64_t>(counted.size());
+  row.disturbed_samples = samples.num_disturbed();
+  const double read = reads.Median(), peak = peaks.Median();
+  const double reading = read > 0 ? row.bytes / read : 0.0;
+  const double computing = peak > 0 ? row.flops / peak : 0.0;
+  const bool reads_longer = reading >= computing;
+  row.bound = reads_longer ? "read" : std::string(NameOf(unit));
+  row.ceiling = reads_longer ? read : peak;
+  row.share_of_bound = std::max(reading, computing) / row.seconds.median;
+  return Status::Ok();
+}
+
+Status Measurement::Run(const LayerRotation& rotation, BenchRow& row) {
+  FMOE_RETURN_IF_ERROR(DrawInputs());
+  const int64_t wanted = row.tokens <= 16 ? 24 : row.tokens <= 256 ? 8 : 4;
+  std::vector<Routing> routings;
+  double slots = 0, experts = 0;
+  for (int64_t index = 0; index < wanted; ++index) {
+    routings.push_back(DrawRouting(options_, row.tokens, config_.top_k(), config_.num_experts, index));
+    slots += static_cast<double>(routings.back().slots);
+    experts += static_cast<double>(routings.back().experts);
+  }
+  slots /= static_cast<double>(wanted);
+  experts /= static_cast<double>(wanted);
+  const double projections = config_.activation.gated() ? 3 : 2;
+  row.tokens_per_expert = experts > 0 ? slots / experts : 0.0;
+  row.bytes = experts * static_cast<double>(rotation.expert_bytes());
+  row.prepared_bytes = experts * rotation.prepared_expert_bytes();
+  row.flops = slots * projections * 2.0 * static_cast<double>(config_.hidden) *
+              static_cast<double>(config_.intermediate);
+  row.num_layers = rotation.num_layers();
+  row.cold = rotation.cold();
+  FMOE_RETURN_IF_ERROR(Check(rotation, routings.front(), row));
+  return row.ok ? Time(rotation, routings, row) : Status::Ok();
+}
+
+}  // namespace fusedmoe::bench

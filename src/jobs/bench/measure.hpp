@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include <fusedmoe/jobs/bench.hpp>
+#include <fusedmoe/tensor.hpp>
+
+#include "jobs/bench/ceilings.hpp"
+#include "jobs/bench/layer_rotation.hpp"
+#include "jobs/bench/reference_rows.hpp"
+#include "jobs/bench/routings.hpp"
+
+namespace fusedmoe::bench {
+
+inline constexpr int64_t kMostBenchTokens = int64_t{1} << 16;
+inline constexpr int64_t kCheckedTokens = 16;
+
+/// Checks and times the kernels of one problem in one scheme.
+class Measurement {
+ public:
+  Measurement(const MoeConfig& config, const Scheme& scheme, const BenchOptions& options,
+              CeilingSampler& ceilings)
+      : config_(config), scheme_(scheme), options_(options), ceilings_(ceilings) {}
+
+  /// Fills everything of `row` behind its plan.
+  Status Run(const LayerRotation& rotation, BenchRow& row);
+
+ private:
+  Status DrawInputs();
+  Status Check(const LayerRotation& rotation, const Routing& routing, BenchRow& row);
+  Status Time(const LayerRotation& rotation, const std::vector<Routing>& routings, BenchRow& row);
+  Status Forward(const LayerRotation& rotation, int64_t layer, int64_t num_tokens, TensorView hidden,
+                 const Routing& routing);
+
+  MoeConfig config_;
+  Scheme scheme_;
+  const BenchOptions& options_;
+  CeilingSampler& ceilings_;
+  Tensor hidden_, output_;
+  std::map<ActivationMode, ReferenceRows> references_;
+};
+
+}  // namespace fusedmoe::bench

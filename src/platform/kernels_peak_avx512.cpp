@@ -1,0 +1,20 @@
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "platform/peak_kernels.hpp"
+#include "platform/peak_loop.inc"
+
+namespace fusedmoe {
+
+#define FMOE_FMA(k) "vfmadd231ps %12, %13, %" k "\n"
+FMOE_PEAK(SpinFmaAvx512, __m512, FMOE_FMA)
+
+// What a dot product of bytes takes without VNNI: products in pairs, pairs to quadruples, the sum.
+#define FMOE_DOT(k) \
+  "vpmaddubsw %12, %13, %%zmm14\nvpmaddwd %%zmm14, %13, %%zmm14\nvpaddd %%zmm14, %" k ", %" k "\n"
+FMOE_PEAK(SpinInt8Avx512, __m512i, FMOE_DOT)
+
+}  // namespace fusedmoe
+
+#endif
