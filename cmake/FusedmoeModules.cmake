@@ -13,13 +13,17 @@ set(FUSEDMOE_ISA_FLAGS_amx ${FUSEDMOE_ISA_FLAGS_avx512_fp16} -mavx512bf16 -mamx-
 # Kernels carry no sanitizers: instrumented vectors take minutes and gigabytes to compile, and their reads and writes are
 # tested at guard pages (tests/experts_cpu).
 function(fusedmoe_set_isa_flags)
+  set(plain "")
+  if(FMOE_SANITIZE)
+    set(plain -fno-sanitize=all)
+  endif()
   foreach(source IN LISTS ARGN)
     get_filename_component(stem "${source}" NAME_WE)
     if(stem MATCHES "_(avx2|avx512|avx512_vnni|avx512_bf16|avx512_fp16|amx)$" AND stem MATCHES "^kernels_")
       string(REGEX REPLACE "^kernels_" "" isa "${stem}")
       string(REGEX REPLACE "^.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$" "\\1" isa "${isa}")
       set_source_files_properties("${source}" PROPERTIES
-        COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}};$<$<BOOL:${FMOE_SANITIZE}>:-fno-sanitize=all>"
+        COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}};${plain}"
         SKIP_PRECOMPILE_HEADERS ON)
     endif()
   endforeach()
