@@ -1,0 +1,73 @@
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/jobs/prepare.hpp>
+
+#include "command.hpp"
+#include "describe.hpp"
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+namespace {
+
+struct PrepareFlags {
+  std::string source;
+  std::optional<int64_t> layer;
+  std::string backend;
+  std::string output;
+  bool batched = false;
+  bool invert = false;
+  int threads = 0;
+};
+
+Status Prepare(const PrepareFlags& flags, Output& output) {
+  PrepareReport report;
+  if (flags.invert) {
+    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source, flags.output));
+  } else {
+    if (flags.backend.empty()) {
+      return Status::Usage("--backend says for which layout to prepare; it is missing");
+    }
+    FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, Checkpoint::Open(flags.source));
+    FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
+    FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
+    LayerOptions options;
+    options.backend = flags.backend;
+    options.executor = pool->executor();
+    options.activation_format =
+        flags.batched ? ActivationFormatKind::kBatchedExperts : ActivationFormatKind::kStandard;
+    FMOE_ASSIGN_OR_RETURN(report, WritePrepared(*checkpoint, layer, options, flags.output));
+  }
+  output.Document({{"output", flags.output},
+                   {"backend", report.backend},
+                   {"layout_key", report.layout_key},
+                   {"recipe", report.recipe},
+                   {"layout_error", report.layout_error},
+                   {"tensors", report.tensors},
+                   {"prepared_bytes", report.prepared_bytes},
+                   {"canonical_bytes", report.canonical_bytes},
+                   {"expert_bytes", report.expert_bytes},
+                   {"peak_bytes", report.peak_bytes}});
+  output.Text(fmt::format("{}: layout {}, {} steps, {} tensors, {}\n", flags.output, report.layout_key,
+                          report.recipe.size(), report.tensors, Bytes(report.prepared_bytes)));
+  return Status::Ok();
+}
+
+}  // namespace
+
+Action DefinePrepare(CLI::App& app) {
+  auto flags = std::make_shared<PrepareFlags>();
+  app.add_option("source", flags->source, "Checkpoint directory; with --invert a prepared file")->required();
+  app.add_option("--layer", flags->layer, "Layer; the first with experts when absent");
+  app.add_option("--backend", flags->backend, "Backend for whose layout to prepare");
+  app.add_option("--output", flags->output, "File to write")->required();
+  app.add_flag("--batched", flags->batched, "For rows in the BatchedExperts format");
+  app.add_flag("--invert", flags->invert, "Write the canonical tensors of a prepared file");
+  AddThreads(app, flags->threads);
+  return [flags](Output& output) { return Prepare(*flags, output); };
+}
+
+}  // namespace fusedmoe::cli
