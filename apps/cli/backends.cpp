@@ -40,11 +40,6 @@ ExplainRequest Question(const Scheme& scheme, ActivationFormatKind format, const
   return request;
 }
 
-// Only refusals count here, not that another backend came first.
-bool Supported(const Candidate& candidate) {
-  return candidate.supported;
-}
-
 std::vector<std::string> SchemeNames() {
   std::vector<std::string> names;
   for (const SchemeInfo& info : SchemeTable()) {

@@ -122,8 +122,8 @@ TEST_P(GoldenCheckpoint, Run_ComesAsCloseAsItsCaseAsks) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GoldenCheckpoint);
-INSTANTIATE_TEST_SUITE_P(Tools, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& info) {
-  std::string name = info.param;
+INSTANTIATE_TEST_SUITE_P(Tools, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& drawn) {
+  std::string name = drawn.param;
   std::replace_if(
       name.begin(), name.end(),
       [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; }, '_');

@@ -36,7 +36,7 @@ std::vector<Case> AllCases() {
 class SampleRun : public testing::TestWithParam<Case> {};
 
 INSTANTIATE_TEST_SUITE_P(Families, SampleRun, testing::ValuesIn(AllCases()),
-                         [](const auto& info) { return info.param.family + "_" + info.param.scheme; });
+                         [](const auto& drawn) { return drawn.param.family + "_" + drawn.param.scheme; });
 
 TEST_P(SampleRun, PassesItsCheckAndWritesWhatItSays) {
   const bool one_expert = GetParam().family == "llama4_text";  // its router chooses one

@@ -79,7 +79,7 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
     }
   }
   const fs::path temporary =
-      final_path.parent_path() / ("." + final_path.filename().string() + ".incomplete");
+      final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
   if (fs::exists(temporary, error)) {
     if (!fs::exists(temporary / kMarker, error)) {
       return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
