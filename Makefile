@@ -31,7 +31,8 @@ test-ranks: setup
 	@tools/run_tests --label ranks mpi
 
 test-interop: setup
-	@tools/run_tests --label interop interop
+	@tools/setup interop
+	@tools/run_tests --label interop release
 
 test-cuda: setup
 	@tools/run_tests --label cuda cuda
