@@ -53,8 +53,15 @@ void AddRanks(CLI::App& app, RankFlags& flags) {
   app.add_flag("--sp", flags.sequence_parallel,
                "Sequence-parallel experts, where the deployment allows them");
   app.add_option("--all2all", flags.sizes.all2all, "All-to-all backend: " + AllToAllNames());
-  app.add_flag("--eplb", flags.sizes.enable_eplb, "Expert load balancing: experts may have replicas");
+  app.add_flag("--eplb", flags.sizes.enable_eplb,
+               "Expert load balancing: experts may have replicas, and move where load is");
   app.add_option("--redundant-experts", flags.sizes.num_redundant_experts, "Replicas, in all; needs --eplb");
+  const CLI::Range steps(int64_t{1}, int64_t{1} << 20);
+  app.add_option("--eplb-window", flags.eplb.window_steps, "Steps (--repeat) whose load counts")
+      ->check(steps);
+  app.add_option("--eplb-interval", flags.eplb.interval_steps,
+                 "Steps between placements; the first comes after a quarter of it")
+      ->check(steps);
   app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
       ->check(CLI::Range(0.1, 1e6));
 }

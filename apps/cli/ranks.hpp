@@ -4,6 +4,7 @@
 #include <memory>
 
 #include <fusedmoe/communicator.hpp>
+#include <fusedmoe/layer.hpp>
 #include <fusedmoe/parallel.hpp>
 #include <fusedmoe/tensor.hpp>
 
@@ -15,6 +16,7 @@ namespace fusedmoe::cli {
 struct RankFlags {
   ParallelSizes sizes;
   bool sequence_parallel = false;
+  EplbOptions eplb;
   double deadline_seconds = 60;
 };
 void AddRanks(CLI::App& app, RankFlags& flags);

@@ -57,13 +57,48 @@ MoeLayer::Inputs RowsOf(MoeLayer::Inputs inputs, const TokenSlice& slice) {
   return inputs;
 }
 
+/// What load balancing did in the course of a run.
+struct EplbTotals {
+  EplbStep last;  // of those that ended an interval
+  int64_t plans = 0, switches = 0, experts_received = 0, bytes_received = 0;
+  double seconds = 0;
+};
+
 /// What a run computed and how long it took.
 struct Forward {
   Tensor output, topk_ids, topk_weights;
   std::vector<double> seconds;
+  EplbTotals eplb;
 };
 
-Result<Forward> RunLayer(const MoeLayer& layer, const MoeLayer::Inputs& inputs, const RunFlags& flags,
+Status EndStep(MoeLayer& layer, EplbTotals& totals) {
+  const auto start = std::chrono::steady_clock::now();
+  FMOE_ASSIGN_OR_RETURN(const EplbStep step, layer.EndStep());
+  if (step.planned) {
+    totals.last = step;
+    ++totals.plans;
+    totals.switches += step.switched ? 1 : 0;
+    totals.experts_received += step.experts_received;
+    totals.bytes_received += step.bytes_received;
+    totals.seconds += Seconds(start);
+  }
+  return Status::Ok();
+}
+
+Json EplbJson(const EplbTotals& totals) {
+  return {{"epoch", totals.last.epoch},
+          {"plans", totals.plans},
+          {"switches", totals.switches},
+          {"kept", totals.last.kept},
+          {"slots_changed", totals.last.slots_changed},
+          {"balancedness", totals.last.balancedness},
+          {"planned_balancedness", totals.last.planned_balancedness},
+          {"experts_received", totals.experts_received},
+          {"bytes_received", totals.bytes_received},
+          {"seconds", totals.seconds}};
+}
+
+Result<Forward> RunLayer(MoeLayer& layer, const MoeLayer::Inputs& inputs, const RunFlags& flags,
                          const Executor& executor) {
   Forward forward;
   const int64_t num_tokens = inputs.hidden.dim(0);
@@ -83,6 +118,9 @@ Result<Forward> RunLayer(const MoeLayer& layer, const MoeLayer::Inputs& inputs, 
     }
     FMOE_RETURN_IF_ERROR(status);
     forward.seconds.push_back(Seconds(start));
+    if (flags.ranks.sizes.enable_eplb && layer.config().parallel.use_ep) {
+      FMOE_RETURN_IF_ERROR(EndStep(layer, forward.eplb));
+    }
   }
   return forward;
 }
@@ -135,11 +173,11 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   options.executor = executor;
   options.parallel = ranks.parallel();
   options.communicator = ranks.communicator();
+  options.eplb = flags.ranks.eplb;
   options.fingerprint = static_cast<uint64_t>(num_tokens * 1000003 + flags.repeat);
 
   const auto start = std::chrono::steady_clock::now();
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> layer,
-                        MoeLayer::Load(checkpoint, layer_index, options));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> layer, MoeLayer::Load(checkpoint, layer_index, options));
   const double load_seconds = Seconds(start);
   FMOE_ASSIGN_OR_RETURN(Forward forward,
                         RunLayer(*layer, RowsOf(input.tensors(), ranks.Slice(num_tokens)), flags, executor));
@@ -176,6 +214,15 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
                       seconds * 1e3, executor.num_threads, tokens_per_second);
   if (ranks.size() > 1) {
     document["ranks"] = ranks.ToJson();
+    if (forward.eplb.plans > 0) {
+      document["eplb"] = EplbJson(forward.eplb);
+      text += fmt::format(
+          "placement {}: {} of {} plans carried out{}{}, balancedness {:.2f} before and {:.2f} after "
+          "the last\n",
+          forward.eplb.last.epoch, forward.eplb.switches, forward.eplb.plans,
+          forward.eplb.last.kept.empty() ? "" : "; kept: ", forward.eplb.last.kept,
+          forward.eplb.last.balancedness, forward.eplb.last.planned_balancedness);
+    }
     text += fmt::format(" on each of {} ranks", ranks.size());
   }
   const int64_t bytes_read = ranks.size() > 1 ? 0 : BytesRead(*layer, forward);

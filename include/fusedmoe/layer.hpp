@@ -15,6 +15,25 @@
 
 namespace fusedmoe {
 
+/// When experts are placed anew (parallel.enable_eplb).
+struct EplbOptions {
+  int64_t window_steps = 1000;    ///< steps whose load counts
+  int64_t interval_steps = 3000;  ///< between plans; the first comes after a quarter of it
+};
+
+/// What the end of a step did to the placement of experts. Equal on all ranks, but for what was received.
+struct EplbStep {
+  int64_t epoch = 0;      ///< of the placement now in force: 0 at first, one more after each switch
+  bool planned = false;   ///< an interval ended with this step
+  bool switched = false;  ///< a new placement is in force
+  std::string kept;       ///< why the old one stayed, where a plan was not carried out
+  int64_t slots_changed = 0;
+  int64_t experts_received = 0;  ///< by this rank, from others
+  int64_t bytes_received = 0;
+  double balancedness = 1;          ///< of the window's load on the old placement: mean / busiest rank
+  double planned_balancedness = 1;  ///< the same on the new one
+};
+
 struct LayerOptions {
   std::string device = "cpu";
   std::string backend;  ///< empty: the first that can
@@ -33,12 +52,13 @@ struct LayerOptions {
   /// `max_tokens` and all other options must be equal on all ranks; tokens of one forward need not.
   ParallelConfig parallel;
   std::shared_ptr<Communicator> communicator;
+  EplbOptions eplb;
   /// Of anything else that must be equal on all ranks; they compare it when they load.
   uint64_t fingerprint = 0;
 };
 
-/// One layer of experts, loaded and planned: immutable, callable from many threads at once, each with a
-/// workspace of its own. Forward does not allocate, log or decide.
+/// One layer of experts, loaded and planned: immutable (but for EndStep), callable from many threads at once,
+/// each with a workspace of its own. Forward does not allocate, log or decide.
 class MoeLayer {
  public:
   /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
@@ -88,6 +108,14 @@ class MoeLayer {
   /// The short form: logits in, output out.
   Status Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,
                  const Workspace& workspace, const Executor& executor = {}) const;
+
+  /// Ends a step of a layer with load balancing (parallel.enable_eplb): all ranks call it, in step, between
+  /// forwards; no forward may be under way on any of them, and workspaces stay valid. At the end of an
+  /// interval the ranks add up what they have measured, make the same plan, send one another the experts that
+  /// move, build the new placement beside the old one, and vote: all switch before the next forward, or none
+  /// does, and the old placement goes on. Until the vote is won nothing of the old placement is touched, so
+  /// no token is lost. Errors: kUsage without load balancing; kSystem when a rank does not answer.
+  Result<EplbStep> EndStep();
 
  private:
   struct Impl;

@@ -124,7 +124,7 @@ Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backen
 
 Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& source,
                                 const LayerOptions& asked_options, const SharedExpertWeights* shared,
-                                WorkspaceBook& book) {
+                                WorkspaceBook& book, const ExpertPlacement& placement) {
   LayerOptions options = asked_options;
   RankPlan rank;
   rank.config = whole;
@@ -133,7 +133,8 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     if (options.communicator == nullptr) {
       return Status::Usage("the layer is spread over ranks, but there is no communicator to join them");
     }
-    FMOE_ASSIGN_OR_RETURN(rank, PlanRank(whole, source.scheme, options.parallel));
+    FMOE_ASSIGN_OR_RETURN(rank,
+                          PlanRank(whole, source.scheme, options.parallel, placement.physical_to_logical));
     options.activation_format = rank.config.activation_format;
   }
   FMOE_ASSIGN_OR_RETURN(MoeProblem problem, MakeProblem(rank.config, source, options));
@@ -170,6 +171,8 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     exchange.replica_begin = rank.replica_begin;
     exchange.slot_rows = options.determinism == Determinism::kRankInvariant;
     exchange.fingerprint = built.fingerprint;
+    exchange.epoch = placement.epoch;
+    exchange.load = placement.load;
     exchange.communicator = options.communicator;
     FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize, MakeAllToAllPrepareFinalize(std::move(exchange), book));
     plan.prepare_finalize = parts.prepare_finalize->name();

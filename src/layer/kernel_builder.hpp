@@ -1,6 +1,9 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include <fusedmoe/layer.hpp>
 #include <fusedmoe/weights.hpp>
@@ -29,10 +32,17 @@ Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backen
                                          std::shared_ptr<const PreparedWeights> weights, Plan& plan,
                                          WorkspaceBook& book);
 
+/// Where experts are, when load balancing has moved them.
+struct ExpertPlacement {
+  std::vector<int32_t> physical_to_logical;  ///< empty: as they are at first
+  int64_t epoch = 0;
+  std::shared_ptr<std::atomic<int64_t>[]> load;  ///< [slots] counted in every forward; null: not counted
+};
+
 /// Selects a backend, prepares the weights for it, and composes the kernel; all workspace is booked in
 /// `book`. `shared` (may be null) is planned on its own, through the same table.
 Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,
                                 const LayerOptions& options, const SharedExpertWeights* shared,
-                                WorkspaceBook& book);
+                                WorkspaceBook& book, const ExpertPlacement& placement = {});
 
 }  // namespace fusedmoe

@@ -8,6 +8,7 @@
 
 #include "layer/kernel_builder.hpp"
 #include "layer/layer_impl.hpp"
+#include "layer/rank_plan.hpp"
 #include "moe/moe_kernel.hpp"
 #include "numerics/rows.hpp"
 #include "routing/router_gemm.hpp"
@@ -67,6 +68,23 @@ void CopyChosen(const void* source, MutableTensorView target) {
   }
 }
 
+/// A placement must not change under a forward: they are counted where it could.
+class ForwardUnderWay {
+ public:
+  explicit ForwardUnderWay(LayerBalance* balance) : balance_(balance) { Add(1); }
+  ~ForwardUnderWay() { Add(-1); }
+  ForwardUnderWay(const ForwardUnderWay&) = delete;
+  ForwardUnderWay& operator=(const ForwardUnderWay&) = delete;
+
+ private:
+  void Add(int64_t count) const {
+    if (balance_ != nullptr) {
+      balance_->forwards.fetch_add(count, std::memory_order_acq_rel);
+    }
+  }
+  LayerBalance* balance_;
+};
+
 }  // namespace
 
 MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -112,25 +130,37 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   impl->scheme = experts.scheme;
   impl->router = router;
   impl->config = config;
+  impl->config.max_tokens = options.max_tokens;
   WorkspaceBook book;
-  const int64_t slots = options.max_tokens * config.top_k();
-  impl->ids = book.Book("topk_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
-  impl->weights = book.Book("topk_weights", slots * static_cast<int64_t>(sizeof(float)));
-  impl->logits = book.Book("router_logits",
-                           options.max_tokens * impl->num_logits() * static_cast<int64_t>(sizeof(float)));
-  if (config.routing.num_zero_experts > 0) {
-    impl->real_ids = book.Book("real_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
-    impl->identity_weights =
-        book.Book("identity_weights", options.max_tokens * static_cast<int64_t>(sizeof(float)));
+  impl->Book(book);
+  if (IsSpread(options) && options.parallel.enable_eplb) {
+    FMOE_ASSIGN_OR_RETURN(impl->balance, MakeBalance(config, experts, options, shared));
   }
-  FMOE_ASSIGN_OR_RETURN(BuiltKernel built, BuildKernel(config, experts, options, shared, book));
+  FMOE_ASSIGN_OR_RETURN(BuiltKernel built,
+                        BuildKernel(config, experts, options, shared, book,
+                                    impl->balance ? impl->balance->Placement() : ExpertPlacement{}));
   impl->config = built.kernel->config();
   impl->kernel = std::move(built.kernel);
   impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
   impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
   impl->selection.chosen->workspace_bytes = impl->workspace_bytes = book.total_bytes();
+  if (impl->balance) {
+    impl->balance->options.backend = impl->selection.chosen->backend;  // wherever experts are
+    impl->balance->fingerprint = impl->fingerprint;
+  }
   return std::unique_ptr<MoeLayer>(new MoeLayer(std::move(impl)));
+}
+
+void MoeLayer::Impl::Book(WorkspaceBook& book) {
+  const int64_t slots = config.max_tokens * config.top_k();
+  ids = book.Book("topk_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
+  weights = book.Book("topk_weights", slots * static_cast<int64_t>(sizeof(float)));
+  logits = book.Book("router_logits", config.max_tokens * num_logits() * static_cast<int64_t>(sizeof(float)));
+  if (config.routing.num_zero_experts > 0) {
+    real_ids = book.Book("real_ids", slots * static_cast<int64_t>(sizeof(int32_t)));
+    identity_weights = book.Book("identity_weights", config.max_tokens * static_cast<int64_t>(sizeof(float)));
+  }
 }
 
 Result<Workspace> MoeLayer::CreateWorkspace() const {
@@ -236,6 +266,7 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
                                      impl.workspace_bytes))
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
+  const ForwardUnderWay under_way(impl.balance.get());
   RoutingInputs routing;
   Status ready = impl.CheckInputs(inputs, outputs);
   if (ready.ok()) {

@@ -4,11 +4,12 @@
 
 #include <fusedmoe/layer.hpp>
 
+#include "layer/balance.hpp"
 #include "moe/moe_kernel.hpp"
 
 namespace fusedmoe {
 
-/// What a layer holds once it is loaded; nothing of it changes afterwards.
+/// What a layer holds once it is loaded; only EndStep changes any of it afterwards.
 struct MoeLayer::Impl {
   MoeConfig config;
   Scheme scheme;
@@ -16,12 +17,15 @@ struct MoeLayer::Impl {
   RouterWeights router;
   std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
   std::unique_ptr<MoeKernel> kernel;
+  std::unique_ptr<LayerBalance> balance;  // null: experts stay where they are
   int64_t workspace_bytes = 0;
   uint64_t fingerprint = 0;  // of what must be equal on all ranks
   WorkspaceSlot logits, ids, weights;
   WorkspaceSlot real_ids, identity_weights;  // only with identity experts
 
   int64_t num_logits() const { return config.num_experts + config.routing.num_zero_experts; }
+  /// Books what the layer itself needs: the same slots each time.
+  void Book(WorkspaceBook& book);
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
   /// `routing` keeps what experts need that route for themselves; empty where the caller brings ids.
   Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor,

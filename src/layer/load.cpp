@@ -32,6 +32,12 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
   }
   FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded, CreateAlone(description.config, experts, router,
                                                                       options, shared ? &*shared : nullptr));
+  if (LayerBalance* balance = loaded->impl_->balance.get()) {
+    // Experts that moved are read from their files from then on; what was sent need not be kept.
+    balance->reload = [checkpoint, layer, parallel = options.parallel](const std::vector<int64_t>& local) {
+      return checkpoint->Experts(layer, parallel, local);
+    };
+  }
   loaded->impl_->checkpoint = std::move(checkpoint);
   return loaded;
 }

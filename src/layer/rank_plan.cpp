@@ -1,5 +1,7 @@
 #include "layer/rank_plan.hpp"
 
+#include <utility>
+
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
 
@@ -14,10 +16,12 @@ uint64_t FingerprintOf(const Tensor& tensor, uint64_t seed) {
   return tensor.empty() ? seed : Fingerprint(tensor.view().data(), tensor.view().total_bytes(), seed);
 }
 
-Status PlaceExperts(const ParallelConfig& parallel, int64_t num_experts, RankPlan& plan) {
-  std::vector<int32_t> physical_to_logical;
+Status PlaceExperts(const ParallelConfig& parallel, int64_t num_experts,
+                    std::vector<int32_t> physical_to_logical, RankPlan& plan) {
   if (parallel.enable_eplb) {
-    physical_to_logical = InitialPhysicalToLogical(num_experts, parallel.num_redundant_experts);
+    if (physical_to_logical.empty()) {
+      physical_to_logical = InitialPhysicalToLogical(num_experts, parallel.num_redundant_experts);
+    }
     FMOE_ASSIGN_OR_RETURN(const EplbMaps maps, MakeEplbMaps(physical_to_logical, num_experts));
     plan.replica_begin.push_back(0);
     for (int64_t expert = 0; expert < num_experts; ++expert) {
@@ -51,14 +55,15 @@ bool IsSpread(const LayerOptions& options) {
   return TokenLayoutOf(options.parallel).ranks > 1;
 }
 
-Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel) {
+Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel,
+                          std::vector<int32_t> physical_to_logical) {
   RankPlan plan;
   plan.config = whole;
   plan.config.parallel = parallel;
   plan.num_physical_experts = whole.num_experts;
   if (parallel.use_ep) {
     FMOE_RETURN_IF_ERROR(DeriveRankSizes(parallel, whole.num_experts, whole.intermediate).status());
-    FMOE_RETURN_IF_ERROR(PlaceExperts(parallel, whole.num_experts, plan));
+    FMOE_RETURN_IF_ERROR(PlaceExperts(parallel, whole.num_experts, std::move(physical_to_logical), plan));
     plan.config.num_local_experts = static_cast<int64_t>(plan.local_experts.size());
   } else {
     FMOE_ASSIGN_OR_RETURN(const IntermediateRange range,
@@ -74,13 +79,14 @@ Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const Pa
 uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,
                           std::string_view backend) {
   const ParallelConfig& parallel = options.parallel;
-  const std::string text = fmt::format(
-      "{} {} {} {} {} {} {} | {} {} {} | tp {} pcp {} dp {} ep {} sp {} {} {} {} | {} {}", whole.num_experts,
-      whole.hidden, whole.intermediate, whole.top_k(), ActivationName(whole.activation.kind), whole.has_bias,
-      whole.apply_router_weight_on_input, scheme.name, backend, DeterminismName(options.determinism),
-      parallel.tp_size, parallel.pcp_size, parallel.dp_size, parallel.ep_size, parallel.sp_size,
-      parallel.all2all, parallel.enable_eplb, parallel.num_redundant_experts, options.max_tokens,
-      static_cast<int>(options.activation));
+  const std::string text =
+      fmt::format("{} {} {} {} {} {} {} | {} {} {} | tp {} pcp {} dp {} ep {} sp {} {} {} {} {} {} | {} {}",
+                  whole.num_experts, whole.hidden, whole.intermediate, whole.top_k(),
+                  ActivationName(whole.activation.kind), whole.has_bias, whole.apply_router_weight_on_input,
+                  scheme.name, backend, DeterminismName(options.determinism), parallel.tp_size,
+                  parallel.pcp_size, parallel.dp_size, parallel.ep_size, parallel.sp_size, parallel.all2all,
+                  parallel.enable_eplb, parallel.num_redundant_experts, options.eplb.window_steps,
+                  options.eplb.interval_steps, options.max_tokens, static_cast<int>(options.activation));
   return Fingerprint(text, options.fingerprint);
 }
 

@@ -23,8 +23,10 @@ struct RankPlan {
 /// Whether a layer of these options is spread over several ranks.
 bool IsSpread(const LayerOptions& options);
 
-/// Splits `whole` as `parallel` says. Errors: those of DetermineExpertPlacement and IntermediateShare.
-Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel);
+/// Splits `whole` as `parallel` says. `physical_to_logical`: what each expert slot holds, with EPLB; empty:
+/// as it is at first. Errors: those of DetermineExpertPlacement and IntermediateShare.
+Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const ParallelConfig& parallel,
+                          std::vector<int32_t> physical_to_logical = {});
 
 /// One number for everything that must be equal on all ranks.
 uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,

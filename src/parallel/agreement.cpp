@@ -1,6 +1,7 @@
 #include "parallel/agreement.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -50,10 +51,8 @@ Status CheckHeader(const WireHeader& header, const WireHeader& own, const RowAgr
     return Wrong(peer, "exchange", header.sequence, own.sequence);
   }
   if (header.fingerprint != own.fingerprint) {
-    return Status::System(
-        fmt::format("rank {} runs with another layer, checkpoint or options: fingerprint "
-                    "{:016x}, {:016x} is required",
-                    peer, header.fingerprint, own.fingerprint));
+    return Status::System(fmt::format("rank {} {}: fingerprint {:016x}, {:016x} is required", peer,
+                                      agreement.other_fingerprint, header.fingerprint, own.fingerprint));
   }
   if (header.epoch != own.epoch) {
     return Wrong(peer, "placement epoch", header.epoch, own.epoch);
@@ -66,6 +65,10 @@ Status CheckHeader(const WireHeader& header, const WireHeader& own, const RowAgr
     return Status::System(fmt::format("the header of rank {} announces {} rows, {}{} {}", peer, header.rows,
                                       agreement.exact_rows ? "" : "at most ", limit,
                                       agreement.exact_rows ? "are due" : "fit"));
+  }
+  if (agreement.same_amax && header.amax != own.amax) {
+    return Status::System(
+        fmt::format("rank {} has the stored input scale {}, {} is required", peer, header.amax, own.amax));
   }
   if (peer >= agreement.same_tokens_begin && peer < agreement.same_tokens_end &&
       header.tokens != own.tokens) {
@@ -128,6 +131,13 @@ AgreementMemory AgreementMemoryOf(const AgreementSlots& slots, int64_t ranks, co
 
 Status AgreeOnRows(Communicator& communicator, const RowAgreement& agreement, const Status& own,
                    const AgreementMemory& memory, std::span<int64_t> receive_rows) {
+  Status verdict;
+  FMOE_RETURN_IF_ERROR(ExchangeVerdicts(communicator, agreement, own, memory, receive_rows, verdict));
+  return verdict;
+}
+
+Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreement, const Status& own,
+                        const AgreementMemory& memory, std::span<int64_t> receive_rows, Status& agreed) {
   const int64_t ranks = communicator.size();
   const auto count = static_cast<size_t>(ranks);
   WireHeader header;
@@ -167,14 +177,16 @@ Status AgreeOnRows(Communicator& communicator, const RowAgreement& agreement, co
                                           Bytes(memory.verdicts), memory.zeros, memory, count)));
   for (int64_t peer = 0; peer < ranks; ++peer) {
     if (memory.verdicts[peer].code != 0) {
-      return StatusOf(memory.verdicts[peer]).WithContext(agreement.verdict_operation);
+      agreed = StatusOf(memory.verdicts[peer]).WithContext(agreement.verdict_operation);
+      return Status::Ok();
     }
   }
+  agreed = Status::Ok();
   return Status::Ok();
 }
 
-Status Agree(Communicator& communicator, std::string_view operation, const Status& status,
-             uint64_t fingerprint) {
+Status Vote(Communicator& communicator, std::string_view operation, RowAgreement agreement, const Status& own,
+            Status& verdict) {
   const auto ranks = static_cast<size_t>(communicator.size());
   std::vector<WireHeader> headers(2 * ranks);
   std::vector<WireVerdict> verdicts(ranks + 1);
@@ -186,10 +198,41 @@ Status Agree(Communicator& communicator, std::string_view operation, const Statu
   memory.ones = numbers.data();
   memory.ascending = memory.ones + ranks;
   memory.zeros = memory.ascending + ranks;
-  RowAgreement agreement;
   agreement.header_operation = agreement.verdict_operation = operation;
+  return ExchangeVerdicts(communicator, agreement, own, memory, {}, verdict);
+}
+
+Status Agree(Communicator& communicator, std::string_view operation, const Status& status,
+             uint64_t fingerprint) {
+  RowAgreement agreement;
   agreement.fingerprint = fingerprint;
-  return AgreeOnRows(communicator, agreement, status, memory, {});
+  Status verdict;
+  FMOE_RETURN_IF_ERROR(Vote(communicator, operation, agreement, status, verdict));
+  return verdict;
+}
+
+// Four lanes of 64 bits, each a multiply and a rotation a word: the multiplications overlap.
+uint64_t Digest(const void* data, int64_t bytes, uint64_t seed) {
+  constexpr uint64_t kFactor = 0x9e3779b185ebca87ULL;
+  const auto mix = [](uint64_t hash, uint64_t word) {
+    return std::rotl(hash ^ (word * kFactor), 29) * 5 + 1;
+  };
+  uint64_t lanes[4] = {seed, seed + kFactor, seed ^ kFactor, ~seed};
+  const auto* byte = static_cast<const unsigned char*>(data);
+  int64_t done = 0;
+  for (; done + 32 <= bytes; done += 32) {
+    for (size_t lane = 0; lane < 4; ++lane) {
+      uint64_t word = 0;
+      std::memcpy(&word, byte + done + 8 * lane, 8);
+      lanes[lane] = mix(lanes[lane], word);
+    }
+  }
+  uint64_t hash = static_cast<uint64_t>(bytes);
+  for (const uint64_t lane : lanes) {
+    hash = mix(hash, lane) * kFactor;
+    hash ^= hash >> 32;
+  }
+  return done == bytes ? hash : Fingerprint(byte + done, bytes - done, hash);
 }
 
 uint64_t Fingerprint(const void* data, int64_t bytes, uint64_t seed) {

@@ -67,6 +67,9 @@ struct RowAgreement {
   bool exact_rows = false;             ///< each rank must send just that
   int64_t same_tokens_begin = 0;       ///< ranks [begin, end) must have as many tokens as we have
   int64_t same_tokens_end = 0;
+  bool same_amax = false;  ///< it is a stored scale that all ranks must share
+  /// What a rank did whose fingerprint is another: "rank 1 ...".
+  std::string_view other_fingerprint = "runs with another layer, checkpoint or options";
 };
 
 /// Tells the others what comes and hears what they will send: `receive_rows` [ranks]. `own` is what went
@@ -74,6 +77,19 @@ struct RowAgreement {
 /// failure every rank returns the same Status, that of the lowest rank that is not content.
 Status AgreeOnRows(Communicator& communicator, const RowAgreement& agreement, const Status& own,
                    const AgreementMemory& memory, std::span<int64_t> receive_rows);
+
+/// The same, but tells a failed communication (returned) from ranks that are not content (`verdict`, the same
+/// on all of them): after the latter all may go on together.
+Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreement, const Status& own,
+                        const AgreementMemory& memory, std::span<int64_t> receive_rows, Status& verdict);
+
+/// ExchangeVerdicts without rows, in memory of its own: every rank says whether it is content and brings a
+/// value (`agreement.fingerprint`) that all must share. Both operations of `agreement` are `operation`.
+Status Vote(Communicator& communicator, std::string_view operation, RowAgreement agreement, const Status& own,
+            Status& verdict);
+
+/// A digest of many bytes, 64 bits, about as fast as memory: for content, against accidents, not attackers.
+uint64_t Digest(const void* data, int64_t bytes, uint64_t seed = 0);
 
 /// FNV-1a, 64 bits, continued from `seed`.
 uint64_t Fingerprint(const void* data, int64_t bytes, uint64_t seed = 0xcbf29ce484222325ULL);

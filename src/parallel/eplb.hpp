@@ -103,6 +103,8 @@ class EplbState {
   /// Plans every layer from `logical_load` [num_layers, num_experts], keeps slots, and starts the interval
   /// again. Returns the slots whose expert changed, over all layers.
   Result<int64_t> Rearrange(std::span<const double> logical_load);
+  /// Starts the interval again without a new plan.
+  void Postpone() { step_ = 0; }
 
  private:
   EplbShape shape_;

@@ -80,6 +80,21 @@ TEST_F(RunOnRanks, RankInvariant_WritesTheFileOfOneRank) {
   }
 }
 
+TEST_F(RunOnRanks, Eplb_MovesExpertsWhileItRuns) {
+  Sample("nvfp4_w4a4");
+  const Job alone = Run(1, Command("checkpoint", {"--determinism", "rank_invariant"}));
+  ASSERT_EQ(alone.exit_code, 0) << alone.text;
+  const std::string expected = Bytes(Output());
+  std::filesystem::remove(Output());
+  const Job job = Run(2, Command("checkpoint", {"--determinism", "rank_invariant", "--dp", "2", "--ep",
+                                                "--eplb", "--redundant-experts", "2", "--eplb-interval", "4",
+                                                "--repeat", "6", "--all2all", "deepep_high_throughput"}));
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  EXPECT_TRUE(job.Says({"placement ", "of 2 plans carried out"})) << job.text;
+  EXPECT_FALSE(job.Says({"placement 0"})) << job.text;
+  EXPECT_EQ(Bytes(Output()), expected);
+}
+
 TEST_F(RunOnRanks, Check_PassesOnTensorAndDataParallelRanks) {
   Sample("fp8_w8a8");
   const Job job = Run(4, Command("checkpoint", {"--tp", "2", "--dp", "2", "--check"}));

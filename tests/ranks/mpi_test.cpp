@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <cctype>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,14 @@ TEST_F(MpiRanks, ManyStepsOfRandomSizes_NoMismatchAndFlatMemory) {
   EXPECT_EQ(job.exit_code, 0) << job.text;
 }
 
+TEST_F(MpiRanks, ExpertsMoveInTheMiddleOfARun_OutputsStay) {
+  for (const int64_t ranks : kAll ? std::vector<int64_t>{2, 4, 8} : std::vector<int64_t>{2}) {
+    const Job job = RunDriver(ranks, {"eplb", kAll ? "12" : "4"});
+    EXPECT_EQ(job.exit_code, 0) << ranks << " ranks: " << job.text;
+    EXPECT_TRUE(job.Says({"switches", ", 0 wrong"})) << job.text;
+  }
+}
+
 TEST_F(MpiRanks, KilledRank_EndsJob) {
   ExpectCleanEnd("kill", {"rank 1", "signal 9"});
 }
@@ -86,9 +96,20 @@ INSTANTIATE_TEST_SUITE_P(
                     std::vector<std::string>{"count", "dispatch agreement",
                                              "rank 1 announces 1073741824 rows"},
                     std::vector<std::string>{"negative", "dispatch agreement", "rank 1 announces -1 rows"},
+                    std::vector<std::string>{"kill@eplb loads", "eplb loads", "rank 1"},
+                    std::vector<std::string>{"kill@eplb plan", "eplb plan", "rank 1"},
+                    std::vector<std::string>{"kill@eplb experts", "eplb experts", "rank 1"},
+                    std::vector<std::string>{"kill@eplb vote", "eplb vote", "rank 1"},
+                    std::vector<std::string>{"stop@eplb experts", "eplb experts", "has waited", "rank 1"},
+                    std::vector<std::string>{"stop@eplb vote", "eplb vote", "has waited", "rank 1"},
                     std::vector<std::string>{"options", "load", "rank 1 runs with another"},
                     std::vector<std::string>{"layer", "load", "rank 1 runs with another"}),
-    [](const auto& instance) { return instance.param.front(); });
+    [](const auto& instance) {
+      std::string name = instance.param.front();
+      std::replace_if(
+          name.begin(), name.end(), [](char letter) { return std::isalnum(letter) == 0; }, '_');
+      return name;
+    });
 #else
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(MpiFaults);
 #endif

@@ -2,7 +2,10 @@
 // program.
 //   fusedmoe_ranks PLUGIN cells FIRST STEP          every STEP-th cell from FIRST
 //   fusedmoe_ranks PLUGIN steps COUNT               COUNT forwards of random sizes, memory watched
-//   fusedmoe_ranks PLUGIN fault NAME DEADLINE       rank 1 misbehaves in the third forward
+//   fusedmoe_ranks PLUGIN eplb COUNT                COUNT steps a cell, experts move meanwhile
+//   fusedmoe_ranks PLUGIN fault NAME DEADLINE       rank 1 misbehaves in the third forward; NAME@OPERATION:
+//   in
+//                                                   the first exchange of that name ("kill@eplb vote")
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -47,8 +50,13 @@ void OnTerminate(int) {
 /// Passes everything on, and spoils what rank 1 sends in one exchange.
 class Tampering final : public Communicator {
  public:
-  Tampering(std::shared_ptr<Communicator> inner, std::string fault)
-      : inner_(std::move(inner)), fault_(std::move(fault)) {}
+  Tampering(std::shared_ptr<Communicator> inner, const std::string& fault)
+      : inner_(std::move(inner)), fault_(fault.substr(0, fault.find('@'))) {
+    if (const size_t at = fault.find('@'); at != std::string::npos) {
+      operation_ = fault.substr(at + 1);
+      skipped_ = 0;
+    }
+  }
   std::string_view name() const override { return inner_->name(); }
   int64_t rank() const override { return inner_->rank(); }
   int64_t size() const override { return inner_->size(); }
@@ -57,7 +65,7 @@ class Tampering final : public Communicator {
   void Abort(int exit_code) override { inner_->Abort(exit_code); }
   Status Wait() override { return inner_->Wait(); }
   Status Start(const RowExchange& exchange) override {
-    if (rank() != kFaultyRank || exchange.operation != "dispatch header" || ++forwards_ != kFaultyForward) {
+    if (rank() != kFaultyRank || exchange.operation != operation_ || skipped_-- != 0) {
       return inner_->Start(exchange);
     }
     if (fault_ == "kill") {
@@ -96,7 +104,8 @@ class Tampering final : public Communicator {
  private:
   std::shared_ptr<Communicator> inner_;
   std::string fault_;
-  int64_t forwards_ = 0;
+  std::string operation_ = "dispatch header";
+  int64_t skipped_ = kFaultyForward - 1;
   std::vector<std::byte> spoiled_;
 };
 
@@ -171,8 +180,45 @@ int RunManySteps(const std::shared_ptr<Communicator>& communicator, int64_t coun
   return 0;
 }
 
+RankCell BalancedCell(int64_t ranks) {
+  RankCell cell = PlainCell(ranks);
+  cell.sizes.enable_eplb = true;
+  cell.sizes.num_redundant_experts = ranks + (ranks - cell.num_experts % ranks) % ranks;
+  cell.eplb_interval = 3;
+  return cell;
+}
+
+int RunBalanced(const std::shared_ptr<Communicator>& communicator, int64_t steps) {
+  int64_t switches = 0, received = 0;
+  for (const char* name : {"allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"}) {
+    for (const char* scheme : {"nvfp4_w4a4", "int4_w4a16", "fp8_w8a8:block128", "unquantized"}) {
+      for (const auto ids : {testing_support::IdPattern::kUniform, testing_support::IdPattern::kOneExpert}) {
+        RankCell cell = BalancedCell(communicator->size());
+        cell.sizes.all2all = name;
+        cell.scheme = scheme;
+        cell.ids = ids;
+        testing_support::RankCellReport report;
+        const std::string text = RunRankCell(communicator, cell, steps, report);
+        const Status all = Agree(*communicator, "cell", text.empty() ? Status::Ok() : Status::No(text),
+                                 static_cast<uint64_t>(report.epoch));
+        if (!all.ok()) {
+          Fail(*communicator, cell.Name() + ": " + all.ToString());
+        }
+        switches += report.switches;
+        received += report.received;
+      }
+    }
+  }
+  if (communicator->rank() == 0) {
+    std::printf("%lld switches, %lld experts received by rank 0, 0 wrong\n", static_cast<long long>(switches),
+                static_cast<long long>(received));
+  }
+  return switches > 0 ? 0 : 1;
+}
+
 int RunFault(const std::shared_ptr<Communicator>& communicator, const std::string& fault) {
-  RankCell cell = PlainCell(communicator->size());
+  const bool balanced = fault.find("@eplb") != std::string::npos;
+  RankCell cell = balanced ? BalancedCell(communicator->size()) : PlainCell(communicator->size());
   const bool faulty = communicator->rank() == kFaultyRank;
   if (fault == "absent" && faulty) {
     std::this_thread::sleep_for(std::chrono::hours(1));
@@ -193,7 +239,7 @@ int RunFault(const std::shared_ptr<Communicator>& communicator, const std::strin
 
 int Main(int argc, char** argv) {
   if (argc < 4) {
-    std::fprintf(stderr, "usage: fusedmoe_ranks PLUGIN cells|steps|fault ...\n");
+    std::fprintf(stderr, "usage: fusedmoe_ranks PLUGIN cells|steps|eplb|fault ...\n");
     return 2;
   }
   signal(SIGTERM, OnTerminate);
@@ -212,6 +258,9 @@ int Main(int argc, char** argv) {
   }
   if (what == "steps") {
     return RunManySteps(*communicator, std::atoll(argv[3]));
+  }
+  if (what == "eplb") {
+    return RunBalanced(*communicator, std::atoll(argv[3]));
   }
   return RunFault(*communicator, argv[3]);
 }

@@ -211,7 +211,7 @@ std::string CompareWithin(const std::vector<float>& actual, const std::vector<fl
 }
 
 Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
-                             int64_t steps) {
+                             int64_t steps, RankCellReport& report, const SourceHook& hook) {
   FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(cell.sizes, communicator->rank()));
   FMOE_ASSIGN_OR_RETURN(const ParallelConfig parallel, MakeParallelConfig(cell.sizes, place));
   const RandomLayer& random = LayerOf(cell);
@@ -229,7 +229,11 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   options.determinism = cell.determinism;
   options.parallel = parallel;
   options.communicator = communicator;
-  FMOE_ASSIGN_OR_RETURN(const ExpertSource source, SourceOfRank(random, parallel));
+  options.eplb = {4, std::max<int64_t>(cell.eplb_interval, 1)};
+  FMOE_ASSIGN_OR_RETURN(ExpertSource source, SourceOfRank(random, parallel));
+  if (hook) {
+    hook(source);
+  }
   FMOE_ASSIGN_OR_RETURN(
       const std::unique_ptr<MoeLayer> layer,
       MoeLayer::Create(with_shared.config, source, RouterWeights{}, options, shared_weights));
@@ -259,7 +263,15 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
       wrong = CompareWithin(actual, expected, bound.value());
     }
     if (!wrong.empty()) {
-      return fmt::format("step {}: {}", step, wrong);
+      return fmt::format("step {}, placement {}: {}", step, report.epoch, wrong);
+    }
+    if (cell.eplb_interval > 0) {
+      FMOE_ASSIGN_OR_RETURN(const EplbStep end, layer->EndStep());
+      report.epoch = end.epoch;
+      report.switches += end.switched ? 1 : 0;
+      report.received += end.experts_received;
+      report.kept = end.kept.empty() ? report.kept : end.kept;
+      report.kept_count += end.kept.empty() ? 0 : 1;
     }
   }
   return std::string();
@@ -270,17 +282,23 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
 std::string RankCell::Name() const {
   static const char* const kTokenNames[] = {"equal", "descending", "zero_on_one", "zero_on_all", "one_token"};
   static const char* const kIdNames[] = {"uniform", "one_expert", "one_rank", "holes"};
-  return fmt::format("tp{} pcp{} dp{} sp{}{}{} {} {} {} {} {} E{} k{} {}{}", sizes.tp, sizes.pcp, sizes.dp,
-                     sizes.sp, sizes.enable_expert_parallel ? " ep" : "",
-                     sizes.enable_eplb ? fmt::format(" eplb+{}", sizes.num_redundant_experts) : "",
-                     sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)],
-                     scheme, backend, num_experts, top_k, DeterminismName(determinism),
-                     shared ? " shared" : "");
+  return fmt::format(
+      "tp{} pcp{} dp{} sp{}{}{} {} {} {} {} {} E{} k{} {}{}", sizes.tp, sizes.pcp, sizes.dp, sizes.sp,
+      sizes.enable_expert_parallel ? " ep" : "",
+      sizes.enable_eplb ? fmt::format(" eplb+{}/{}", sizes.num_redundant_experts, eplb_interval) : "",
+      sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme, backend,
+      num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "");
 }
 
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
                         int64_t steps) {
-  const Result<std::string> wrong = RunSteps(communicator, cell, steps);
+  RankCellReport report;
+  return RunRankCell(communicator, cell, steps, report);
+}
+
+std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
+                        int64_t steps, RankCellReport& report, const SourceHook& hook) {
+  const Result<std::string> wrong = RunSteps(communicator, cell, steps, report, hook);
   return wrong.ok() ? *wrong : wrong.status().ToString();
 }
 

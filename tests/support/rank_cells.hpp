@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ struct RankCell {
   int64_t num_experts = 8;
   int64_t top_k = 3;
   bool shared = false;
+  int64_t eplb_interval = 0;  ///< steps between plans of the placement; 0: it stays
   uint64_t seed = 1;
   std::string Name() const;
 };
@@ -36,6 +38,19 @@ struct RankCell {
 /// parallelism and fused batched experts: within the derived bound.
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
                         int64_t steps = 1);
+
+/// What went on during a cell, for those who want to know.
+struct RankCellReport {
+  int64_t epoch = 0;     ///< of the placement at the end
+  int64_t switches = 0;  ///< of the placement
+  int64_t received = 0;  ///< experts that came to this rank
+  std::string kept;      ///< why the placement was kept the last time
+  int64_t kept_count = 0;
+};
+using SourceHook = std::function<void(ExpertSource&)>;
+/// RunRankCell with a look inside. `hook`, when given, may change how this rank loads its experts.
+std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
+                        int64_t steps, RankCellReport& report, const SourceHook& hook = {});
 
 /// Every cell for this many ranks.
 std::vector<RankCell> RankCells(int64_t ranks);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -54,6 +55,9 @@ struct AllToAllParts {
   bool slot_rows = false;
   uint64_t fingerprint = 0;
   int64_t epoch = 0;  ///< of the placement
+  /// Slots that the tokens of this rank sent to each physical expert, counted in every forward; null: nobody
+  /// wants to know.
+  std::shared_ptr<std::atomic<int64_t>[]> load;
   std::shared_ptr<Communicator> communicator;
 };
 

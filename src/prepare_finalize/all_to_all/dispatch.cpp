@@ -64,6 +64,9 @@ void AllToAllPrepareFinalize::TranslateIds(const PrepareInput& input, const Exch
       const int32_t count = parts_.replica_begin[static_cast<size_t>(source[slot]) + 1] - begin;
       ids[slot] = parts_.replicas[static_cast<size_t>(begin + (slot + tokens_.rank) % count)];
     }
+    if (ids[slot] >= 0 && parts_.load != nullptr) {
+      parts_.load[static_cast<size_t>(ids[slot])].fetch_add(1, std::memory_order_relaxed);
+    }
   }
 }
 
