@@ -32,6 +32,9 @@ Json ToJson(const Machine& machine) {
                {"l3_bytes", machine.l3_bytes},
                {"memory_bytes", machine.memory_bytes},
                {"cuda", nullptr}};
+  if (!machine.cuda_missing.empty()) {
+    json["cuda_missing"] = machine.cuda_missing;
+  }
   if (machine.cuda) {
     json["cuda"] = {{"name", machine.cuda->name},
                     {"compute_capability",

@@ -45,6 +45,51 @@ std::vector<std::string> Warnings(const Machine& machine, int threads, double re
   return warnings;
 }
 
+std::string OrUnknown(double value, std::string_view unit) {
+  return value < 0 ? "unknown" : fmt::format("{:.0f} {}", value, unit);
+}
+
+/// The card: what it is, what it does now, and, probed, what it can.
+Status DescribeCard(const Machine& machine, bool probe, Output& output, Json& document,
+                    std::vector<std::vector<std::string>>& rows) {
+  if (!machine.cuda) {
+    rows.push_back({"cuda", "none: " + machine.cuda_missing});
+    return Status::Ok();
+  }
+  const CudaDevice& card = *machine.cuda;
+  const CardState state = ReadCardState();
+  document["card"] = {{"driver", state.driver},           {"sm_mhz", state.sm_mhz},
+                      {"max_sm_mhz", state.max_sm_mhz},   {"memory_mhz", state.memory_mhz},
+                      {"power_watts", state.power_watts}, {"power_limit_watts", state.power_limit_watts}};
+  rows.push_back({"card", fmt::format("{}, compute capability {}.{}, {} multiprocessors, {}", card.name,
+                                      card.compute_major, card.compute_minor, card.num_multiprocessors,
+                                      Bytes(card.memory_bytes))});
+  rows.push_back({"driver", fmt::format("{}, CUDA {}.{}", state.driver.empty() ? "unknown" : state.driver,
+                                        card.driver_version / 1000, card.driver_version % 1000 / 10)});
+  rows.push_back(
+      {"clocks", fmt::format("SM {} of {}, memory {}", OrUnknown(state.sm_mhz, "MHz"),
+                             OrUnknown(state.max_sm_mhz, "MHz"), OrUnknown(state.memory_mhz, "MHz"))});
+  rows.push_back({"power", fmt::format("{} of {}", OrUnknown(state.power_watts, "W"),
+                                       OrUnknown(state.power_limit_watts, "W"))});
+  if (!probe) {
+    return Status::Ok();
+  }
+  output.Log("measuring the card");
+  const Result<CardCeilings> ceilings = MeasureCard();
+  if (!ceilings.ok()) {
+    rows.push_back({"warning", "the card cannot be used: " + ceilings.status().message()});
+    document["warnings"].push_back(rows.back()[1]);
+    return Status::Ok();
+  }
+  document["card"]["read_gbps"] = ceilings->read_bytes / 1e9;
+  document["card"]["bf16_gflops"] = ceilings->bf16_operations / 1e9;
+  document["card"]["upload_gbps"] = ceilings->upload_bytes / 1e9;
+  rows.push_back({"card reads", fmt::format("{:.0f} GB/s", ceilings->read_bytes / 1e9)});
+  rows.push_back({"card computes", fmt::format("{:.0f} TFLOP/s bf16", ceilings->bf16_operations / 1e12)});
+  rows.push_back({"upload", fmt::format("{:.1f} GB/s", ceilings->upload_bytes / 1e9)});
+  return Status::Ok();
+}
+
 Status Doctor(const DoctorOptions& options, Output& output) {
   const Machine& machine = HostMachine();
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(options.threads));
@@ -60,8 +105,6 @@ Status Doctor(const DoctorOptions& options, Output& output) {
     document["read_gbps"] = read_gbps;
   }
   document["warnings"] = warnings;
-  output.Document(document);
-
   std::vector<std::vector<std::string>> rows = {
       {"cpu", machine.cpu_name},
       {"isa", Join(IsaNames(machine))},
@@ -70,16 +113,15 @@ Status Doctor(const DoctorOptions& options, Output& output) {
       {"numa nodes", fmt::format("{}", machine.num_numa_nodes)},
       {"caches", fmt::format("L1d {}, L2 {}, L3 {}", Bytes(machine.l1d_bytes), Bytes(machine.l2_bytes),
                              machine.l3_bytes == 0 ? "unknown" : Bytes(machine.l3_bytes))},
-      {"memory", Bytes(machine.memory_bytes)},
-      {"cuda", machine.cuda ? fmt::format("{}, sm{}{}, {}", machine.cuda->name, machine.cuda->compute_major,
-                                          machine.cuda->compute_minor, Bytes(machine.cuda->memory_bytes))
-                            : "none"}};
+      {"memory", Bytes(machine.memory_bytes)}};
   if (options.probe) {
     rows.push_back({"read bandwidth", fmt::format("{:.1f} GB/s", read_gbps)});
   }
+  FMOE_RETURN_IF_ERROR(DescribeCard(machine, options.probe, output, document, rows));
   for (const std::string& warning : warnings) {
     rows.push_back({"warning", warning});
   }
+  output.Document(document);
   output.Text(Table(rows));
   return Status::Ok();
 }

@@ -19,6 +19,9 @@ struct Executor {
   int num_threads = 1;
   void (*parallel)(void* self, int64_t count, void (*task)(void* context, int64_t index),
                    void* context) = nullptr;
+  /// The CUDA stream (cudaStream_t) in whose order a layer on a card runs; null: the default stream. Layers
+  /// on the CPU ignore it.
+  void* stream = nullptr;
 };
 
 /// Runs f(0) ... f(count - 1) on the executor; returns when all are done. Allocates nothing.

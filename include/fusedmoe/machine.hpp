@@ -27,14 +27,17 @@ enum class Isa : uint8_t {
 std::string_view IsaName(Isa isa);
 std::optional<Isa> ParseIsa(std::string_view name);
 
-/// The card of a CUDA machine.
+/// The card of a CUDA machine: the first that the process may use.
 struct CudaDevice {
   int index = 0;
   std::string name;
+  std::string bus_address;  ///< on the PCI bus
   int compute_major = 0, compute_minor = 0;
   int64_t memory_bytes = 0;
+  int64_t l2_bytes = 0;
   int num_multiprocessors = 0;
-  int driver_version = 0;  ///< as the driver reports it: 12040 is 12.4
+  int64_t shared_bytes_per_block = 0;  ///< the most that one block may ask for
+  int driver_version = 0;              ///< as the driver reports it: 12040 is 12.4
 };
 
 /// What verdicts need to know of the machine at hand. Plain data: tests make their own.
@@ -49,11 +52,22 @@ struct Machine {
   int64_t l3_bytes = 0;        ///< shared; 0: unknown
   int64_t memory_bytes = 0;
   std::optional<CudaDevice> cuda;
+  std::string cuda_missing;  ///< why `cuda` is empty, with figures; empty where it is not
 
   bool Has(Isa isa) const { return (isa_mask >> static_cast<int>(isa) & 1U) != 0; }
 };
 
 /// The machine this process runs on; detected once, thread-safe.
 const Machine& HostMachine();
+
+/// What a card does now; -1: not told. Its driver tells (NVML), where that library is installed.
+struct CardState {
+  int sm_mhz = -1, max_sm_mhz = -1, memory_mhz = -1;
+  double power_watts = -1, power_limit_watts = -1;
+  int temperature_celsius = -1;
+  std::string driver;  ///< "580.159.04"; empty: not told
+};
+/// Reads the state of the card that HostMachine names; thread-safe. All -1 without a card.
+CardState ReadCardState();
 
 }  // namespace fusedmoe

@@ -7,6 +7,7 @@
 
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/status.hpp>
 
 /// The arithmetic units that kernels can be bound by, once: enumerator, name (as `bench` prints a bound), the
 /// ceiling it is measured as, the instruction-set level that has it, the instruction.
@@ -48,5 +49,16 @@ std::optional<ComputeUnit> ParseComputeUnit(std::string_view name);
 /// but issue that instruction on registers, measured now: the best of several samples, a few milliseconds
 /// each. 0 where the machine lacks the unit.
 double MeasurePeak(ComputeUnit unit, const Executor& executor);
+
+/// What the card of HostMachine does at most, measured now.
+struct CardCeilings {
+  double read_bytes = 0;       ///< bytes a second that a kernel reads from its memory
+  double bf16_operations = 0;  ///< a second, tensor cores: bf16 inputs, fp32 sums, two per multiply-add
+  double upload_bytes = 0;     ///< bytes a second from pinned host memory
+};
+
+/// Takes about a tenth of a second and up to 2 GiB of the card's memory while it runs. kUnsupported, with the
+/// reason, where there is no card that this build can run on; kSystem when the card fails.
+Result<CardCeilings> MeasureCard();
 
 }  // namespace fusedmoe

@@ -43,6 +43,12 @@ class Workspace {
   /// 64-byte aligned; large ones ask the system for huge pages.
   static Result<Workspace> Allocate(int64_t bytes);
 
+  /// Memory of somebody else, a card's for instance, given back by `release` when the workspace goes. At
+  /// least 64-byte aligned.
+  static Workspace Adopt(std::byte* memory, int64_t bytes, bool on_device, void (*release)(std::byte*));
+
+  /// True when the pieces are addresses of a card, which the CPU must not touch.
+  bool on_device() const { return on_device_; }
   int64_t bytes() const { return bytes_; }
   /// The booked piece as T*. The slot must come from a book whose total is at most bytes().
   template <typename T>
@@ -51,11 +57,13 @@ class Workspace {
   }
 
  private:
-  struct Free {
-    void operator()(std::byte* memory) const;
+  struct Release {
+    void (*release)(std::byte*);
+    void operator()(std::byte* memory) const { release(memory); }
   };
-  std::unique_ptr<std::byte, Free> memory_;
+  std::unique_ptr<std::byte, Release> memory_;
   int64_t bytes_ = 0;
+  bool on_device_ = false;
 };
 
 }  // namespace fusedmoe

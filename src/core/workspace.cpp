@@ -36,14 +36,15 @@ Result<Workspace> Workspace::Allocate(int64_t bytes) {
   if (alignment == kHugePage) {
     (void)madvise(memory, padded, MADV_HUGEPAGE);  // advice only: without huge pages everything still works
   }
-  Workspace workspace;
-  workspace.memory_.reset(static_cast<std::byte*>(memory));
-  workspace.bytes_ = bytes;
-  return workspace;
+  return Adopt(static_cast<std::byte*>(memory), bytes, false, [](std::byte* own) { std::free(own); });
 }
 
-void Workspace::Free::operator()(std::byte* memory) const {
-  std::free(memory);
+Workspace Workspace::Adopt(std::byte* memory, int64_t bytes, bool on_device, void (*release)(std::byte*)) {
+  Workspace workspace;
+  workspace.memory_ = std::unique_ptr<std::byte, Release>(memory, Release{release});
+  workspace.bytes_ = bytes;
+  workspace.on_device_ = on_device;
+  return workspace;
 }
 
 }  // namespace fusedmoe

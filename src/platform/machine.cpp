@@ -1,6 +1,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "platform/cpu_features.hpp"
+#include "platform/cuda/card.hpp"
 #include "platform/topology.hpp"
 
 namespace fusedmoe {
@@ -21,6 +22,7 @@ Machine Detect() {
   }
   machine.l3_bytes = topology.l3_bytes;
   machine.memory_bytes = topology.memory_bytes;
+  cuda::DetectCard(machine);
   return machine;
 }
 

@@ -1,0 +1,253 @@
+#include "platform/cuda/card.hpp"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "platform/cuda/error.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+std::string Version(int number) {
+  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
+std::string Count(int64_t bytes) {
+  return std::to_string(bytes) + " bytes";
+}
+
+bool HasDriver() {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
+  if (driver == nullptr) {
+    return false;
+  }
+  dlclose(driver);
+  return true;
+}
+
+}  // namespace
+
+std::string_view WhyNotBuilt() {
+  return {};
+}
+
+void DetectCard(Machine& machine) {
+  if (!HasDriver()) {
+    machine.cuda_missing = "no NVIDIA driver is installed (libcuda.so.1 was not found)";
+    return;
+  }
+  int driver = 0, runtime = 0, count = 0;
+  (void)cudaDriverGetVersion(&driver);
+  (void)cudaRuntimeGetVersion(&runtime);
+  const cudaError_t counted = cudaGetDeviceCount(&count);
+  if (counted == cudaErrorInsufficientDriver) {
+    machine.cuda_missing = "the driver supports CUDA " + Version(driver) +
+                           ", this build needs at least CUDA " + std::to_string(runtime / 1000) + ".0";
+  } else if (counted == cudaErrorNoDevice || (counted == cudaSuccess && count == 0)) {
+    machine.cuda_missing = "the driver is there, but no card is visible (0 devices)";
+  } else if (counted != cudaSuccess) {
+    machine.cuda_missing = ToStatus(counted, "counting the cards").message();
+  }
+  (void)cudaGetLastError();  // detection leaves no error behind
+  if (!machine.cuda_missing.empty()) {
+    return;
+  }
+  CudaDevice card;
+  (void)cudaGetDevice(&card.index);
+  cudaDeviceProp properties{};
+  if (const cudaError_t error = cudaGetDeviceProperties(&properties, card.index); error != cudaSuccess) {
+    machine.cuda_missing = ToStatus(error, "reading the properties of the card").message();
+    (void)cudaGetLastError();
+    return;
+  }
+  card.name = properties.name;
+  char address[32] = {};
+  (void)cudaDeviceGetPCIBusId(address, sizeof(address), card.index);
+  card.bus_address = address;
+  card.compute_major = properties.major;
+  card.compute_minor = properties.minor;
+  card.memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+  card.l2_bytes = properties.l2CacheSize;
+  card.num_multiprocessors = properties.multiProcessorCount;
+  card.shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
+  card.driver_version = driver;
+  machine.cuda = card;
+}
+
+Status CheckCard(const Machine& machine) {
+  if (!machine.cuda) {
+    return Status::Unsupported(machine.cuda_missing.empty() ? "no card was detected" : machine.cuda_missing);
+  }
+  const CudaDevice& card = *machine.cuda;
+  if (card.compute_major != 9 || card.compute_minor != 0) {
+    return Status::Unsupported(card.name + " has compute capability " + std::to_string(card.compute_major) +
+                               "." + std::to_string(card.compute_minor) +
+                               ", the kernels are for Hopper: 9.0");
+  }
+  return Status::Ok();
+}
+
+Result<MemoryFigures> ReadMemory() {
+  size_t free_bytes = 0, total_bytes = 0;
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "reading the card's free memory"));
+  return MemoryFigures{static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
+}
+
+Result<std::shared_ptr<std::byte>> AllocateOnDevice(int64_t bytes, std::string_view what) {
+  void* memory = nullptr;
+  const cudaError_t error = cudaMalloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 1)));
+  if (error == cudaErrorMemoryAllocation) {
+    (void)cudaGetLastError();
+    const Result<MemoryFigures> figures = ReadMemory();
+    return Status::System("the card has too little memory for " + std::string(what) + ": needed " +
+                          Count(bytes) + ", free " + (figures.ok() ? Count(figures->free_bytes) : "unknown") +
+                          (figures.ok() ? " of " + Count(figures->total_bytes) : ""));
+  }
+  FMOE_RETURN_IF_ERROR(ToStatus(error, "allocating " + std::string(what)));
+  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory),
+                                    [](std::byte* own) { (void)cudaFree(own); });
+}
+
+Result<Workspace> AllocateWorkspace(int64_t bytes) {
+  if (bytes < 0) {
+    return Status::Usage("a workspace of " + Count(bytes) + " was asked for; sizes are >= 0");
+  }
+  void* memory = nullptr;
+  const auto size = static_cast<size_t>(std::max<int64_t>(bytes, 1));
+  if (cudaMalloc(&memory, size) != cudaSuccess) {
+    (void)cudaGetLastError();
+    // Says it with figures, and again where something else was wrong.
+    const auto again = AllocateOnDevice(bytes, "the workspace");
+    return again.ok() ? Status::System("allocating the workspace failed once; try again") : again.status();
+  }
+  Workspace workspace = Workspace::Adopt(static_cast<std::byte*>(memory), bytes, true,
+                                         [](std::byte* own) { (void)cudaFree(own); });
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaMemset(memory, 0, size), "clearing the workspace"));
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "clearing the workspace"));
+  return Result<Workspace>(std::move(workspace));
+}
+
+Status CopyToDevice(void* device, const void* host, int64_t bytes, void* stream) {
+  return ToStatus(
+      cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, ToStream(stream)),
+      "copying to the card");
+}
+
+Status CopyToHost(void* host, const void* device, int64_t bytes, void* stream) {
+  FMOE_RETURN_IF_ERROR(ToStatus(
+      cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, ToStream(stream)),
+      "copying from the card"));
+  return Synchronize(stream);
+}
+
+Status CopyRowsToDevice(void* device, int64_t device_stride, const void* host, int64_t host_stride,
+                        int64_t row_bytes, int64_t rows, void* stream) {
+  if (rows == 0 || row_bytes == 0) {
+    return Status::Ok();
+  }
+  return ToStatus(cudaMemcpy2DAsync(device, static_cast<size_t>(device_stride), host,
+                                    static_cast<size_t>(host_stride), static_cast<size_t>(row_bytes),
+                                    static_cast<size_t>(rows), cudaMemcpyHostToDevice, ToStream(stream)),
+                  "copying rows to the card");
+}
+
+Status CopyRowsToHost(void* host, int64_t host_stride, const void* device, int64_t device_stride,
+                      int64_t row_bytes, int64_t rows, void* stream) {
+  if (rows == 0 || row_bytes == 0) {
+    return Status::Ok();
+  }
+  FMOE_RETURN_IF_ERROR(
+      ToStatus(cudaMemcpy2DAsync(host, static_cast<size_t>(host_stride), device,
+                                 static_cast<size_t>(device_stride), static_cast<size_t>(row_bytes),
+                                 static_cast<size_t>(rows), cudaMemcpyDeviceToHost, ToStream(stream)),
+               "copying rows from the card"));
+  return Synchronize(stream);
+}
+
+Status CopyOnDevice(void* target, const void* source, int64_t bytes, void* stream) {
+  return ToStatus(
+      cudaMemcpyAsync(target, source, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, ToStream(stream)),
+      "copying on the card");
+}
+
+Status FillZero(void* device, int64_t bytes, void* stream) {
+  return ToStatus(cudaMemsetAsync(device, 0, static_cast<size_t>(bytes), ToStream(stream)),
+                  "clearing memory of the card");
+}
+
+Status Synchronize(void* stream) {
+  return ToStatus(cudaStreamSynchronize(ToStream(stream)), "waiting for the card");
+}
+
+Status CheckLaunch(std::string_view kernel) {
+  return ToStatus(cudaGetLastError(), "launching " + std::string(kernel));
+}
+
+struct Uploader::Impl {
+  std::byte* buffer[2] = {nullptr, nullptr};
+  cudaEvent_t sent[2] = {nullptr, nullptr};
+  cudaStream_t stream = nullptr;
+  int64_t piece_bytes = 0;
+  int current = 1;
+
+  ~Impl() {
+    if (stream != nullptr) {
+      (void)cudaStreamSynchronize(stream);
+      (void)cudaStreamDestroy(stream);
+    }
+    for (int side = 0; side < 2; ++side) {
+      if (sent[side] != nullptr) {
+        (void)cudaEventDestroy(sent[side]);
+      }
+      (void)cudaFreeHost(buffer[side]);
+    }
+  }
+};
+
+Uploader::Uploader() = default;
+Uploader::~Uploader() = default;
+
+Result<std::unique_ptr<Uploader>> Uploader::Create(int64_t piece_bytes) {
+  std::unique_ptr<Uploader> uploader(new Uploader());
+  uploader->impl_ = std::make_unique<Impl>();
+  Impl& impl = *uploader->impl_;
+  impl.piece_bytes = std::max<int64_t>(piece_bytes, 1);
+  FMOE_RETURN_IF_ERROR(
+      ToStatus(cudaStreamCreateWithFlags(&impl.stream, cudaStreamNonBlocking), "creating the upload stream"));
+  for (int side = 0; side < 2; ++side) {
+    void* memory = nullptr;
+    FMOE_RETURN_IF_ERROR(ToStatus(cudaHostAlloc(&memory, static_cast<size_t>(impl.piece_bytes), 0),
+                                  "allocating " + Count(impl.piece_bytes) + " of pinned memory"));
+    impl.buffer[side] = static_cast<std::byte*>(memory);
+    FMOE_RETURN_IF_ERROR(ToStatus(cudaEventCreateWithFlags(&impl.sent[side], cudaEventDisableTiming),
+                                  "creating an upload event"));
+  }
+  return Result<std::unique_ptr<Uploader>>(std::move(uploader));
+}
+
+Result<std::byte*> Uploader::NextBuffer() {
+  FMOE_RETURN_IF_ERROR(
+      ToStatus(cudaEventRecord(impl_->sent[impl_->current], impl_->stream), "marking an upload"));
+  impl_->current ^= 1;
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(impl_->sent[impl_->current]), "waiting for an upload"));
+  return impl_->buffer[impl_->current];
+}
+
+Status Uploader::Send(void* device, int64_t offset, int64_t bytes) {
+  if (offset < 0 || bytes < 0 || offset + bytes > impl_->piece_bytes) {
+    return Status::Usage("an upload of bytes " + std::to_string(offset) + " to " +
+                         std::to_string(offset + bytes) + " from a buffer of " + Count(impl_->piece_bytes));
+  }
+  return ToStatus(cudaMemcpyAsync(device, impl_->buffer[impl_->current] + offset, static_cast<size_t>(bytes),
+                                  cudaMemcpyHostToDevice, impl_->stream),
+                  "uploading weights");
+}
+
+Status Uploader::Finish() {
+  return ToStatus(cudaStreamSynchronize(impl_->stream), "uploading weights");
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,111 @@
+// Compiled where nvcc is not there: the same interface, which refuses.
+
+#include <string>
+
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/probe.hpp"
+
+#ifndef FMOE_CUDA_MISSING
+#define FMOE_CUDA_MISSING "nvcc was not found"
+#endif
+
+namespace fusedmoe::cuda {
+namespace {
+
+Status NotBuilt() {
+  return Status::Unsupported(std::string(WhyNotBuilt()));
+}
+
+}  // namespace
+
+std::string_view WhyNotBuilt() {
+  return "this build has no CUDA (" FMOE_CUDA_MISSING ")";
+}
+
+void DetectCard(Machine& machine) {
+  machine.cuda_missing = WhyNotBuilt();
+}
+
+Status CheckCard(const Machine& /*machine*/) {
+  return NotBuilt();
+}
+
+Result<MemoryFigures> ReadMemory() {
+  return NotBuilt();
+}
+
+Result<std::shared_ptr<std::byte>> AllocateOnDevice(int64_t /*bytes*/, std::string_view /*what*/) {
+  return NotBuilt();
+}
+
+Result<Workspace> AllocateWorkspace(int64_t /*bytes*/) {
+  return NotBuilt();
+}
+
+Status CopyToDevice(void* /*device*/, const void* /*host*/, int64_t /*bytes*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status CopyToHost(void* /*host*/, const void* /*device*/, int64_t /*bytes*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status CopyRowsToDevice(void* /*device*/, int64_t /*device_stride*/, const void* /*host*/,
+                        int64_t /*host_stride*/, int64_t /*row_bytes*/, int64_t /*rows*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status CopyRowsToHost(void* /*host*/, int64_t /*host_stride*/, const void* /*device*/,
+                      int64_t /*device_stride*/, int64_t /*row_bytes*/, int64_t /*rows*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status CopyOnDevice(void* /*target*/, const void* /*source*/, int64_t /*bytes*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status FillZero(void* /*device*/, int64_t /*bytes*/, void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status Synchronize(void* /*stream*/) {
+  return NotBuilt();
+}
+
+Status CheckLaunch(std::string_view /*kernel*/) {
+  return NotBuilt();
+}
+
+struct Uploader::Impl {};
+Uploader::Uploader() = default;
+Uploader::~Uploader() = default;
+
+Result<std::unique_ptr<Uploader>> Uploader::Create(int64_t /*piece_bytes*/) {
+  return NotBuilt();
+}
+
+Result<std::byte*> Uploader::NextBuffer() {
+  return NotBuilt();
+}
+
+Status Uploader::Send(void* /*device*/, int64_t /*offset*/, int64_t /*bytes*/) {
+  return NotBuilt();
+}
+
+Status Uploader::Finish() {
+  return NotBuilt();
+}
+
+Result<double> MeasureReadBandwidth() {
+  return NotBuilt();
+}
+
+Result<double> MeasureBf16Peak() {
+  return NotBuilt();
+}
+
+Result<double> MeasureUploadBandwidth() {
+  return NotBuilt();
+}
+
+}  // namespace fusedmoe::cuda
