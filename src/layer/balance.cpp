@@ -130,7 +130,8 @@ class Rebalancing {
       own = Status::System(fmt::format("the new placement needs a workspace of {} bytes, there are {}",
                                        book_.total_bytes(), workspace_bytes));
     }
-    return VoteOn("eplb vote", own, 1);
+    FMOE_RETURN_IF_ERROR(VoteOn("eplb vote", own, 1));
+    return accepted_ ? ChooseWire(communicator_, *built_.wire) : Status::Ok();
   }
 
   Status BuildShadow() {
@@ -225,6 +226,7 @@ Result<EplbStep> MoeLayer::EndStep() {
   }
   // The vote is won on every rank: from here on nothing can fail.
   impl_->kernel = std::move(next.built().kernel);
+  impl_->wire = std::move(next.built().wire);
   next.built().selection.chosen->workspace.assign(next.book().entries().begin(), next.book().entries().end());
   next.built().selection.chosen->workspace_bytes = impl_->workspace_bytes;
   impl_->selection = std::move(next.built().selection);

@@ -165,6 +165,11 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     exchange.config.max_tokens = config.max_tokens;
     exchange.activation = problem.scheme.activation;
     exchange.traits = parts.experts->traits();
+    built.wire = std::make_shared<WireChoice>();
+    built.wire->possible = exchange.activation.quantized() && exchange.traits.takes_codes;
+    built.wire->any = config.num_local_experts == 0;
+    built.wire->scale = exchange.traits.input_tensor_scale.value_or(0.0F);
+    exchange.wire = built.wire;
     exchange.expert_map = rank.expert_map;
     exchange.owners = rank.owners;
     exchange.replicas = rank.replicas;

@@ -11,6 +11,7 @@
 
 #include "moe/backend.hpp"
 #include "moe/moe_kernel.hpp"
+#include "prepare_finalize/all_to_all/all_to_all.hpp"
 
 namespace fusedmoe {
 
@@ -19,6 +20,8 @@ struct BuiltKernel {
   std::unique_ptr<MoeKernel> kernel;
   Selection selection;
   uint64_t fingerprint = 0;  ///< of what must be equal on all ranks; 0 on one
+  /// How rows travel: for all ranks to decide (ChooseWire) before the first forward; null on one rank.
+  std::shared_ptr<WireChoice> wire;
 };
 
 /// The question that a layer of this configuration, scheme and options puts to the oracle. Looks at the first

@@ -110,6 +110,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLa
   }
   FMOE_RETURN_IF_ERROR(
       Agree(*options.communicator, "load", layer.status(), layer.ok() ? (*layer)->impl_->fingerprint : 0));
+  if ((*layer)->impl_->wire != nullptr) {
+    FMOE_RETURN_IF_ERROR(ChooseWire(*options.communicator, *(*layer)->impl_->wire));
+  }
   return layer;
 }
 
@@ -141,6 +144,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
                                     impl->balance ? impl->balance->Placement() : ExpertPlacement{}));
   impl->config = built.kernel->config();
   impl->kernel = std::move(built.kernel);
+  impl->wire = std::move(built.wire);
   impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
   impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());

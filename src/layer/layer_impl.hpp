@@ -17,6 +17,7 @@ struct MoeLayer::Impl {
   RouterWeights router;
   std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
   std::unique_ptr<MoeKernel> kernel;
+  std::shared_ptr<WireChoice> wire;       // null on one rank
   std::unique_ptr<LayerBalance> balance;  // null: experts stay where they are
   int64_t workspace_bytes = 0;
   uint64_t fingerprint = 0;  // of what must be equal on all ranks

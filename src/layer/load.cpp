@@ -22,7 +22,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
   if (IsSpread(options)) {
     FMOE_ASSIGN_OR_RETURN(RankPlan plan, PlanRank(description.config, description.scheme, options.parallel));
     local_experts = std::move(plan.local_experts);
-    options.fingerprint ^= CheckpointFingerprint(*checkpoint, router);
+    options.fingerprint ^= CheckpointFingerprint(*checkpoint, layer, router);
   }
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts,
                         checkpoint->Experts(layer, options.parallel, local_experts));

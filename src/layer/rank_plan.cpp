@@ -1,6 +1,9 @@
 #include "layer/rank_plan.hpp"
 
+#include <algorithm>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 #include <fusedmoe/parallel.hpp>
@@ -14,6 +17,40 @@ namespace {
 
 uint64_t FingerprintOf(const Tensor& tensor, uint64_t seed) {
   return tensor.empty() ? seed : Fingerprint(tensor.view().data(), tensor.view().total_bytes(), seed);
+}
+
+constexpr int64_t kWholeBytes = 16 << 10;  // a tensor up to this size counts with every byte
+constexpr int64_t kSamples = 5, kSampleBytes = 512;
+constexpr int64_t kMostTensors = 8192;
+
+uint64_t SampleOf(const TensorView& view, uint64_t seed) {
+  const int64_t bytes = view.empty() ? 0 : view.total_bytes();
+  if (bytes <= kWholeBytes) {
+    return Digest(view.data(), bytes, seed);
+  }
+  for (int64_t sample = 0; sample < kSamples; ++sample) {
+    seed = Digest(view.data() + (bytes - kSampleBytes) * sample / (kSamples - 1), kSampleBytes, seed);
+  }
+  return seed;
+}
+
+uint64_t FingerprintOfLayer(const Checkpoint& checkpoint, int64_t layer, uint64_t seed) {
+  const std::string mark = fmt::format(".{}.", layer);
+  std::vector<const TensorInfo*> tensors;
+  for (const TensorInfo& tensor : checkpoint.tensors()) {
+    if (tensor.name.find(mark) != std::string::npos && tensor.problem.empty()) {
+      tensors.push_back(&tensor);
+    }
+  }
+  const auto count = static_cast<int64_t>(tensors.size());
+  const int64_t taken = std::min(count, kMostTensors);
+  for (int64_t index = 0; index < taken; ++index) {
+    const TensorInfo& tensor = *tensors[static_cast<size_t>(index * count / taken)];
+    if (const Result<Tensor> data = checkpoint.Load(tensor.name); data.ok()) {
+      seed = SampleOf(data->view(), seed);
+    }
+  }
+  return seed;
 }
 
 Status PlaceExperts(const ParallelConfig& parallel, int64_t num_experts,
@@ -90,13 +127,14 @@ uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const La
   return Fingerprint(text, options.fingerprint);
 }
 
-uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, const RouterWeights& router) {
+uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, int64_t layer, const RouterWeights& router) {
   uint64_t hash = Fingerprint(checkpoint.family(), 0);
   for (const TensorInfo& tensor : checkpoint.tensors()) {
     hash = Fingerprint(fmt::format("{} {} {} {}", tensor.name, DTypeName(tensor.dtype),
                                    tensor.shape.ToString(), tensor.file),
                        hash);
   }
+  hash = FingerprintOfLayer(checkpoint, layer, hash);
   hash = FingerprintOf(router.weight, hash);
   return FingerprintOf(router.correction_bias, FingerprintOf(router.bias, hash));
 }

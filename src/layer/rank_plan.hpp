@@ -31,7 +31,9 @@ Result<RankPlan> PlanRank(const MoeConfig& whole, const Scheme& scheme, const Pa
 /// One number for everything that must be equal on all ranks.
 uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const LayerOptions& options,
                           std::string_view backend);
-/// The same for a checkpoint: every tensor's name, type, shape and place, and the bytes of the router.
-uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, const RouterWeights& router);
+/// The same for a layer of a checkpoint: every tensor's name, type, shape and place, the bytes of the router,
+/// and of the layer's tensors all bytes of small ones, and samples from everywhere in large ones: enough to
+/// tell another checkpoint or quantization, at the price of a few pages a tensor.
+uint64_t CheckpointFingerprint(const Checkpoint& checkpoint, int64_t layer, const RouterWeights& router);
 
 }  // namespace fusedmoe

@@ -49,6 +49,10 @@ struct ExpertsTraits {
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   bool monolithic = false;                  ///< takes router logits, routes itself
   bool expects_unquantized_inputs = false;  ///< quantization is deferred to it
+  /// Reads codes as well, with the same results: one quantization of a row serves all local experts (by
+  /// `input_tensor_scale` where the scheme stores one). Prepare steps that send rows to other ranks can then
+  /// send codes.
+  bool takes_codes = false;
   WeightAndReduceKind weight_and_reduce = WeightAndReduceKind::kNoOp;
   /// The stored input scale that all local experts share, for prepare steps that quantize by one.
   std::optional<float> input_tensor_scale;

@@ -1,4 +1,6 @@
+#include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -112,6 +114,41 @@ TEST_F(RunOnRanks, WrongNumberOfRanks_IsAUsageError) {
 TEST_F(RunOnRanks, OtherCheckpointOnOneRank_EndsTheJobBeforeItRuns) {
   Sample("unquantized");
   Sample("int4_w4a16", "other");
+  const std::vector<std::string> more = {"--dp", "2", "--ep", "--deadline", "10"};
+  std::vector<std::string> arguments = {"-n", "1"};
+  for (const std::string& word : Command("checkpoint", more)) {
+    arguments.push_back(word);
+  }
+  arguments.insert(arguments.end(), {":", "-n", "1"});
+  for (const std::string& word : Command("other", more)) {
+    arguments.push_back(word);
+  }
+  const Job job = Launch(arguments);
+  EXPECT_EQ(job.exit_code, 5) << job.text;
+  EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
+  EXPECT_FALSE(std::filesystem::exists(Output()));
+}
+
+TEST_F(RunOnRanks, OtherWeightsOnOneRank_EndTheJobBeforeItRuns) {
+  Sample("unquantized");
+  // The same names, shapes and router; one expert's weights differ.
+  std::filesystem::copy(directory_ + "/checkpoint", directory_ + "/other",
+                        std::filesystem::copy_options::recursive);
+  for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/other")) {
+    if (entry.path().extension() == ".safetensors") {
+      std::string bytes = Bytes(entry.path());
+      const size_t name = bytes.find("experts.4.down_proj.weight");
+      if (name == std::string::npos) {
+        continue;
+      }
+      const size_t offsets =
+          bytes.find("\"data_offsets\":[", name) + std::string("\"data_offsets\":[").size();
+      uint64_t header = 0;
+      std::memcpy(&header, bytes.data(), sizeof(header));
+      bytes[8 + header + static_cast<size_t>(std::stoll(bytes.substr(offsets)))] ^= 4;
+      std::ofstream(entry.path(), std::ios::binary) << bytes;
+    }
+  }
   const std::vector<std::string> more = {"--dp", "2", "--ep", "--deadline", "10"};
   std::vector<std::string> arguments = {"-n", "1"};
   for (const std::string& word : Command("checkpoint", more)) {

@@ -29,7 +29,8 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   static std::mutex mutex;  // ranks may be threads
   static std::map<std::string, RandomLayer> drawn;
   const std::lock_guard lock(mutex);
-  const std::string key = fmt::format("{} {} {}", cell.scheme, cell.num_experts, cell.top_k);
+  const std::string key =
+      fmt::format("{} {} {} {}", cell.scheme, cell.num_experts, cell.top_k, cell.same_input_scale);
   const auto found = drawn.find(key);
   if (found != drawn.end()) {
     return found->second;
@@ -41,7 +42,16 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   config.routing.top_k = cell.top_k;
   config.dtype = DType::kBF16;
   config.max_tokens = kMaxTokens;
-  return drawn.emplace(key, MakeRandomLayer(config, cell.scheme, 5)).first->second;
+  RandomLayer layer = MakeRandomLayer(config, cell.scheme, 5);
+  if (cell.same_input_scale) {
+    layer.source.load = [load = layer.source.load](int64_t expert) -> Result<CanonicalExpert> {
+      FMOE_ASSIGN_OR_RETURN(CanonicalExpert loaded, load(expert));
+      FMOE_ASSIGN_OR_RETURN(const CanonicalExpert first, load(0));
+      loaded.gate.input_tensor_scale = loaded.up.input_tensor_scale = first.gate.input_tensor_scale;
+      return loaded;
+    };
+  }
+  return drawn.emplace(key, std::move(layer)).first->second;
 }
 
 /// What this rank holds of the layer.
@@ -283,11 +293,12 @@ std::string RankCell::Name() const {
   static const char* const kTokenNames[] = {"equal", "descending", "zero_on_one", "zero_on_all", "one_token"};
   static const char* const kIdNames[] = {"uniform", "one_expert", "one_rank", "holes"};
   return fmt::format(
-      "tp{} pcp{} dp{} sp{}{}{} {} {} {} {} {} E{} k{} {}{}", sizes.tp, sizes.pcp, sizes.dp, sizes.sp,
-      sizes.enable_expert_parallel ? " ep" : "",
-      sizes.enable_eplb ? fmt::format(" eplb+{}/{}", sizes.num_redundant_experts, eplb_interval) : "",
-      sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme, backend,
-      num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "");
+             "tp{} pcp{} dp{} sp{}{}{} {} {} {} {} {} E{} k{} {}{}", sizes.tp, sizes.pcp, sizes.dp, sizes.sp,
+             sizes.enable_expert_parallel ? " ep" : "",
+             sizes.enable_eplb ? fmt::format(" eplb+{}/{}", sizes.num_redundant_experts, eplb_interval) : "",
+             sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme,
+             backend, num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "") +
+         (same_input_scale ? " same_scale" : "");
 }
 
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
@@ -383,6 +394,17 @@ std::vector<RankCell> RankCells(int64_t ranks) {
         cell.determinism = Determinism::kRankInvariant;
         cell.scheme = scheme;
         add(cell);
+      }
+      for (const char* backend : {"REFERENCE", "CPU_FUSED"}) {
+        cell.backend = backend;
+        for (const char* scheme : {"int8_w8a8", "mxfp8_w8a8", "mxfp4_w4a4"}) {
+          cell.scheme = scheme;
+          add(cell);
+        }
+        cell.scheme = "nvfp4_w4a4";  // as codes: one stored scale for all experts
+        cell.same_input_scale = true;
+        add(cell);
+        cell.same_input_scale = false;
       }
       cell.backend = "REFERENCE";
       cell.scheme = "nvfp4_w4a4";

@@ -53,6 +53,9 @@ struct CpuExperts::Run {
   const std::byte* rows;
   int64_t row_bytes;
   RowType row_type;
+  bool coded = false;  // rows are codes with their scales
+  const std::byte* row_scales = nullptr;
+  int64_t row_scale_bytes = 0;
   int64_t output_row_bytes;
   RowType output_type;
   int64_t first_output = 0, num_outputs = 0;  // output rows of this piece
@@ -98,6 +101,17 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
   experts->traits_.activation_format = problem.config.activation_format;
   experts->traits_.expects_unquantized_inputs = true;
+  experts->traits_.takes_codes = experts->activation_.quantized();
+  for (const ExpertPanels& expert : experts->experts_) {
+    for (const InputTransform& input : expert.input) {
+      experts->traits_.takes_codes = experts->traits_.takes_codes && input.pre_quant_scale == nullptr &&
+                                     input.tensor_scale == experts->experts_.front().input[0].tensor_scale;
+    }
+  }
+  if (experts->traits_.takes_codes && experts->activation_.static_tensor_scale &&
+      !experts->experts_.empty()) {
+    experts->traits_.input_tensor_scale = experts->experts_.front().input[0].tensor_scale;
+  }
   experts->traits_.weight_and_reduce = batched                      ? WeightAndReduceKind::kNaiveBatched
                                        : experts->plan_.slots_apart ? WeightAndReduceKind::kContiguous
                                                                     : WeightAndReduceKind::kNoOp;
@@ -106,10 +120,10 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
 
 Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView& output) const {
   const TensorView& rows = input.rows.values;
-  if (input.rows.quantized) {
-    return Status::Usage("CPU experts quantize for themselves and take plain rows");
+  if (input.rows.quantized && !traits_.takes_codes) {
+    return Status::Usage("these experts quantize for themselves and take plain rows");
   }
-  if (!IsRowType(rows.dtype()) || !IsRowType(output.dtype())) {
+  if ((!input.rows.quantized && !IsRowType(rows.dtype())) || !IsRowType(output.dtype())) {
     return Status::Usage(fmt::format("rows are {} and output is {}; F32, BF16 or F16 is required",
                                      DTypeName(rows.dtype()), DTypeName(output.dtype())));
   }
@@ -144,6 +158,11 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.rows = input.rows.values.data();
   run.row_bytes = input.rows.values.stride_bytes(row_axis);
   run.row_type = RowTypeOf(input.rows.values.dtype());
+  run.coded = input.rows.quantized;
+  if (!input.rows.block_scale.empty()) {
+    run.row_scales = input.rows.block_scale.data();
+    run.row_scale_bytes = input.rows.block_scale.stride_bytes(row_axis);
+  }
   run.output_row_bytes = output.stride_bytes(output.rank() - 2);
   run.output_type = RowTypeOf(output.dtype());
   run.batched = traits_.activation_format == ActivationFormatKind::kBatchedExperts;
@@ -291,7 +310,8 @@ void CpuExperts::RunPiece(Run& run) const {
 
 void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
   if (ScalesOverBatch(activation_)) {
-    run.batch_scale = BatchScale(run, shape);
+    const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
+    run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
   }
   const int64_t tasks = std::min(kPackTasks, run.num_tiles);
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
@@ -322,7 +342,12 @@ float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
 
 /// The input of a slot as fp32: a hidden state, or what the activation left.
 void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const {
-  if (&shape == &plan_.gate_up) {
+  if (&shape == &plan_.gate_up && run.coded) {
+    const int64_t source = run.slot_rows[slot];
+    DequantizeRow(activation_, run.batch_scale, run.rows + source * run.row_bytes,
+                  run.row_scales == nullptr ? nullptr : run.row_scales + source * run.row_scale_bytes,
+                  shape.cols, row);
+  } else if (&shape == &plan_.gate_up) {
     table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, row);
   } else {
     std::memcpy(row, run.mid + slot * plan_.gate_up.row_stride(),
@@ -332,24 +357,30 @@ void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, f
 
 /// Fills the code, scale and unit fields of `arguments` from a row. `buffer` holds 4 * `width` bytes.
 void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                                 float* row, std::byte* buffer, PackCodesArguments& arguments) const {
+                                 int64_t slot, float* row, std::byte* buffer,
+                                 PackCodesArguments& arguments) const {
   const int64_t width = shape.padded_cols;
+  const bool coded = run.coded && &shape == &plan_.gate_up;
   auto* codes = reinterpret_cast<int8_t*>(buffer);
-  std::byte* stored = buffer + width;
   auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
-  std::byte* stored_scales = buffer + 3 * width;
+  const std::byte* stored = buffer + width;
+  const std::byte* stored_scales = buffer + 3 * width;
   const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
   const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
   arguments.units = width / kPanelUnit;
   arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
   arguments.codes = codes;
   arguments.scales = scales;
-  if (plan_.tile == kTileA4 && IsTwoLevel(activation_) && activation_.rule == ActivationRule{}) {
+  if (coded) {
+    stored = run.rows + run.slot_rows[slot] * run.row_bytes;
+    stored_scales = run.row_scales + run.slot_rows[slot] * run.row_scale_bytes;
+  } else if (plan_.tile == kTileA4 && IsTwoLevel(activation_) && activation_.rule == ActivationRule{}) {
     std::fill(row + shape.cols, row + width, 0.0F);
     table_->quantize_nvfp4(row, arguments.units, tensor_scale, codes, scales);
     return;
+  } else {
+    QuantizeRow(activation_, tensor_scale, row, shape.cols, buffer + width, buffer + 3 * width);
   }
-  QuantizeRow(activation_, tensor_scale, row, shape.cols, stored, stored_scales);
   const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
   if (plan_.tile == kTileA4) {
     static constexpr int8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
@@ -389,7 +420,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
 /// buffer.
 const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                                    float* row) const {
-  if (plan_.rows == RowRule::kFakeQuantized) {
+  if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
     const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
     FakeQuantizeRow(activation_, tensor_scale, row, shape.cols);
   }
@@ -417,7 +448,9 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
     std::memset(memory, 0, static_cast<size_t>(height * shape.tile_row_bytes));
   }
   for (int token = 0; token < tile.count; ++token) {
-    LoadRow(run, shape, tile.first_slot + token, row_buffer);
+    if (!(run.coded && part != 2 && plan_.rows == RowRule::kCodes)) {
+      LoadRow(run, shape, tile.first_slot + token, row_buffer);
+    }
     if (transform.pre_quant_scale != nullptr) {
       for (int64_t k = 0; k < shape.cols; ++k) {
         row_buffer[k] *= transform.pre_quant_scale[k];
@@ -425,7 +458,7 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
     }
     if (plan_.rows == RowRule::kCodes) {
       PackCodesArguments codes{.tile = view, .correction = correction, .height = height, .token = token};
-      QuantizeToCodes(run, shape, transform, row_buffer,
+      QuantizeToCodes(run, shape, transform, tile.first_slot + token, row_buffer,
                       reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
       table_->pack_codes(&codes);
     } else {

@@ -45,8 +45,8 @@ class CpuExperts final : public Experts {
   void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
   const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          float* row) const;
-  void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, float* row,
-                       std::byte* buffer, PackCodesArguments& arguments) const;
+  void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
+                       float* row, std::byte* buffer, PackCodesArguments& arguments) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
   void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,

@@ -148,6 +148,21 @@ ReferenceExperts::ReferenceExperts(const MoeProblem& problem, std::shared_ptr<co
   // Static scales belong to each expert, and gate may have another than up: one quantized copy of the input
   // cannot serve all. Smoothing factors, likewise, act before quantization and belong to the projection.
   traits_.expects_unquantized_inputs = true;
+  traits_.takes_codes = activation_format_.quantized();
+  for (const CanonicalExpert& expert : weights_->canonical) {
+    for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up}) {
+      if (matrix->empty()) {
+        continue;
+      }
+      if (activation_format_.static_tensor_scale && !traits_.input_tensor_scale) {
+        traits_.input_tensor_scale = matrix->input_tensor_scale;
+      }
+      traits_.takes_codes = traits_.takes_codes && matrix->pre_quant_scale.empty() &&
+                            (!activation_format_.static_tensor_scale ||
+                             matrix->input_tensor_scale == traits_.input_tensor_scale);
+    }
+  }
+  traits_.input_tensor_scale = traits_.takes_codes ? traits_.input_tensor_scale : std::nullopt;
   BookWorkspace(problem, book, &input_rows_, &mid_rows_, &lists_);
 }
 

@@ -1,6 +1,8 @@
 #include "prepare_finalize/all_to_all/all_to_all.hpp"
 
 #include <algorithm>
+#include <numeric>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -85,7 +87,8 @@ AllToAllPrepareFinalize::AllToAllPrepareFinalize(AllToAllParts parts, WorkspaceB
   counts_ = book.Book("ranks.counts", 4 * kNumCounts * ranks() * static_cast<int64_t>(sizeof(int64_t)));
   ids_ = book.Book("ranks.ids", max_share_ * slots * kIndexBytes);
   list_ = book.Book("ranks.list", max_sent_ * kIndexBytes);
-  if (parts_.activation.quantized() && !parts_.traits.expects_unquantized_inputs) {
+  if (parts_.activation.quantized() &&
+      (parts_.wire != nullptr || !parts_.traits.expects_unquantized_inputs)) {
     codes_ = book.Book("ranks.codes", max_share_ * Record(DType::kF32, true).ids_offset);
   }
   send_ = book.Book("ranks.send", max_sent_ * record.bytes);
@@ -127,6 +130,39 @@ bool AllToAllPrepareFinalize::Contributes(const int32_t* ids, int64_t rank) cons
   }
   return std::any_of(ids, ids + top_k(),
                      [&](int32_t id) { return id >= 0 && parts_.owners[static_cast<size_t>(id)] == rank; });
+}
+
+Status ChooseWire(Communicator& communicator, WireChoice& choice) {
+  struct Offer {
+    int32_t possible = 0, any = 0;
+    float scale = 0;
+    int32_t reserved = 0;
+  };
+  const auto ranks = static_cast<size_t>(communicator.size());
+  const Offer own{choice.possible ? 1 : 0, choice.any ? 1 : 0, choice.scale, 0};
+  std::vector<Offer> offers(ranks);
+  std::vector<int64_t> ones(ranks, 1), zeros(ranks, 0), ascending(ranks);
+  std::iota(ascending.begin(), ascending.end(), 0);
+  RowExchange exchange;
+  exchange.operation = "load scales";
+  exchange.row_bytes = sizeof(Offer);
+  exchange.send = reinterpret_cast<const std::byte*>(&own);
+  exchange.receive = reinterpret_cast<std::byte*>(offers.data());
+  exchange.send_rows = exchange.receive_rows = ones;
+  exchange.send_offsets = zeros;
+  exchange.receive_offsets = ascending;
+  FMOE_RETURN_IF_ERROR(communicator.Exchange(exchange));
+  const Offer* first = nullptr;
+  choice.codes = true;
+  for (const Offer& offer : offers) {
+    if (offer.any == 0) {
+      first = first == nullptr ? &offer : first;
+      choice.codes = choice.codes && offer.possible != 0 && offer.scale == first->scale;
+    }
+  }
+  choice.codes = choice.codes && first != nullptr;
+  choice.scale = choice.codes ? first->scale : choice.scale;
+  return Status::Ok();
 }
 
 Result<std::unique_ptr<PrepareFinalize>> MakeAllToAllPrepareFinalize(AllToAllParts parts,

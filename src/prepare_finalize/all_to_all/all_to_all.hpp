@@ -38,6 +38,17 @@ WireProtocol ProtocolOf(const ParallelConfig& parallel);
 /// brings more than `max_tokens`: the max_tokens to plan experts for.
 int64_t MaxDispatchedTokens(const ParallelConfig& parallel, int64_t max_tokens);
 
+/// Whether rows travel as codes: all ranks decide together, once they have loaded.
+struct WireChoice {
+  bool possible = false;  ///< the experts of this rank take codes
+  bool any = false;       ///< this rank has no experts: as the others like
+  float scale = 0;        ///< the stored input scale of its experts, where the scheme has one
+  bool codes = false;     ///< the decision; `scale` is then that of all ranks
+};
+/// Codes when every rank can take them and all stored scales are the same; else rows travel as they are, and
+/// each expert quantizes by a scale of its own.
+Status ChooseWire(Communicator& communicator, WireChoice& choice);
+
 /// What an exchange of rows is made of. Everything but the communicator, the expert map and the rank in
 /// `config.parallel` is equal on all ranks.
 struct AllToAllParts {
@@ -53,6 +64,8 @@ struct AllToAllParts {
   std::vector<int32_t> replicas, replica_begin;
   /// Outputs travel as unreduced fp32 rows and are added at home in slot order: the bits of one rank.
   bool slot_rows = false;
+  /// Read by every forward; null: rows travel plain when the experts defer their quantization.
+  std::shared_ptr<const WireChoice> wire;
   uint64_t fingerprint = 0;
   int64_t epoch = 0;  ///< of the placement
   /// Slots that the tokens of this rank sent to each physical expert, counted in every forward; null: nobody

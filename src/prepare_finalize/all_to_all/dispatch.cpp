@@ -70,11 +70,15 @@ void AllToAllPrepareFinalize::TranslateIds(const PrepareInput& input, const Exch
   }
 }
 
-// The largest finite magnitude of the share.
+// The largest finite magnitude of the rows of the share that some expert computes.
 float AllToAllPrepareFinalize::ShareAmax(const PrepareInput& input, const ExchangeState& state) const {
   float largest = 0.0F;
   float values[kChunk];
   for (int64_t token = state.share_begin; token < state.share_begin + state.share; ++token) {
+    const int32_t* ids = input.topk_ids + token * top_k();
+    if (std::all_of(ids, ids + top_k(), [](int32_t id) { return id < 0; })) {
+      continue;
+    }
     const float weight = input.router_weight_on_input ? input.topk_weights[token] : 1.0F;
     for (int64_t begin = 0; begin < parts_.config.hidden; begin += kChunk) {
       const int64_t count = std::min(kChunk, parts_.config.hidden - begin);
@@ -180,7 +184,8 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
   auto* list = workspace.Get<int32_t>(list_);
   auto* send = workspace.Get<std::byte>(send_);
   RankCounts counts = Counts(kDispatchCounts, workspace);
-  const bool quantize = parts_.activation.quantized() && !input.defer_quantization;
+  const bool send_codes = parts_.wire != nullptr && parts_.wire->codes;
+  const bool quantize = parts_.activation.quantized() && (send_codes || !input.defer_quantization);
   const DType dtype = input.router_weight_on_input ? DType::kF32 : input.hidden.dtype();
   const RecordLayout record = Record(dtype, quantize);
 
@@ -189,7 +194,9 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
   state.num_tokens = own.ok() ? input.hidden.dim(0) : 0;
   state.share_begin = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank);
   state.share = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank + 1) - state.share_begin;
-  state.tensor_scale = parts_.traits.input_tensor_scale.value_or(1.0F);
+  state.tensor_scale = send_codes && parts_.activation.static_tensor_scale
+                           ? parts_.wire->scale
+                           : parts_.traits.input_tensor_scale.value_or(1.0F);
   TranslateIds(input, state, ids);
   ListRecords(state, ids, counts, list);
   RankCounts limits = Counts(kCombineCounts, workspace);  // not needed before the way back
@@ -207,7 +214,8 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
   // A dynamic scale of the whole batch belongs to the rows of all ranks: it is compared before they go.
   const bool shares_scale =
       quantize && NeedsTensorScale(parts_.activation) && !parts_.activation.static_tensor_scale;
-  agreement.amax = shares_scale ? ShareAmax(input, state) : 0.0F;
+  agreement.amax = shares_scale ? ShareAmax(input, state) : quantize ? state.tensor_scale : 0.0F;
+  agreement.same_amax = quantize && !shares_scale;  // a stored scale, or the 1 of formats without one
   if (tokens_.shares_tokens && own.ok()) {
     agreement.same_tokens_begin = tokens_.rank - tokens_.tp_rank;
     agreement.same_tokens_end = agreement.same_tokens_begin + tokens_.tp;
