@@ -11,6 +11,7 @@
 #include "checkpoint/access.hpp"
 #include "checkpoint/expert_loader.hpp"
 #include "checkpoint/families.hpp"
+#include "checkpoint/gguf_model.hpp"
 #include "checkpoint/layer_spec.hpp"
 #include "checkpoint/matrix_reader.hpp"
 #include "checkpoint/model_config.hpp"
@@ -33,6 +34,8 @@ struct Checkpoint::Impl {
   std::vector<int64_t> moe_layers;
   int64_t num_layers = 0;
 
+  Status OpenDirectory();
+  Status OpenGguf();
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
   Result<Tensor> RouterVector(const LayerContext& context, const std::string& name, int64_t count) const;
 };
@@ -57,6 +60,32 @@ Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& co
 
 }  // namespace
 
+Status Checkpoint::Impl::OpenDirectory() {
+  std::error_code error;
+  if (!std::filesystem::is_directory(directory, error)) {
+    return Status::BadInput("neither a directory nor a GGUF file")
+        .WithFile(directory)
+        .WithHint("give the folder that holds config.json");
+  }
+  FMOE_ASSIGN_OR_RETURN(config, checkpoint::ModelConfig::Open(directory));
+  FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
+  family_name = family->name;
+  FMOE_ASSIGN_OR_RETURN(checkpoint::QuantRules read, checkpoint::ReadQuantRules(directory, config));
+  rules = std::make_shared<const checkpoint::QuantRules>(std::move(read));
+  FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::Open(directory, options));
+  return Status::Ok();
+}
+
+Status Checkpoint::Impl::OpenGguf() {
+  checkpoint::GgufHeader header;
+  FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::OpenGguf(directory, options, &header));
+  FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, directory));
+  FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
+  family_name = family->name;
+  rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::GgufRules(store));
+  return Status::Ok();
+}
+
 Checkpoint::Checkpoint(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Checkpoint::~Checkpoint() = default;
 
@@ -67,19 +96,7 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   impl->options = options;
   if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok())
     return std::move(layout).status();
-  std::error_code error;
-  if (!std::filesystem::is_directory(directory, error)) {
-    return Status::BadInput("not a directory")
-        .WithFile(directory)
-        .WithHint("give the folder that holds config.json");
-  }
-  FMOE_ASSIGN_OR_RETURN(impl->config, checkpoint::ModelConfig::Open(directory));
-  FMOE_ASSIGN_OR_RETURN(impl->family, ChooseFamily(impl->config));
-  impl->family_name = impl->family->name;
-  FMOE_ASSIGN_OR_RETURN(checkpoint::QuantRules rules, checkpoint::ReadQuantRules(directory, impl->config));
-  impl->rules = std::make_shared<const checkpoint::QuantRules>(std::move(rules));
-  FMOE_ASSIGN_OR_RETURN(auto store, checkpoint::TensorStore::Open(directory, options));
-  impl->store = std::move(store);
+  FMOE_RETURN_IF_ERROR(checkpoint::IsGgufFile(directory) ? impl->OpenGguf() : impl->OpenDirectory());
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
   impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);

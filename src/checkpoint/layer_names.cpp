@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 
+#include "checkpoint/gguf_model.hpp"
 #include "checkpoint/model_config.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -25,6 +26,7 @@ constexpr PerExpertSpelling kPerExpert[] = {
     {"experts", "gate_proj", "up_proj", "down_proj"},
     {"experts", "w1", "w3", "w2"},
     {"experts", "linear", "linear_v", "linear_1"},
+    {"experts", "linear_gate", "up_proj", "down_proj"},
     {"experts", "fc1", "fc3", "fc2"},
     {"experts", "", "up_proj", "down_proj"},
     {"local_experts", "gate_proj", "up_proj", "down_proj"},
@@ -178,7 +180,7 @@ bool IsForeign(std::string_view prefix) {
 
 // The end of "...layers.N." in a name and the number, or nothing.
 std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
-  for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer."}) {
+  for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer.", "blk."}) {
     for (size_t at = name.find(word); at != std::string_view::npos; at = name.find(word, at + 1)) {
       if (at != 0 && name[at - 1] != '.')
         continue;
@@ -234,6 +236,8 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
 
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
                                          const std::string& prefix) {
+  if (store.is_gguf())
+    return FindGgufLayerNames(store, prefix);
   for (const std::string_view list : {family.blocks, kCommonBlocks}) {
     for (const std::string_view word : SplitWords(list)) {
       LayerNames names;

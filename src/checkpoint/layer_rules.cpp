@@ -90,11 +90,19 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
       spec.kind = *kind;
     }
   }
-  if (!has_gate) {
+  // Of models whose experts have gates, a checkpoint without them has lost them, or spells them in a new way.
+  if (!has_gate && !row.gated) {
     const std::optional<ActivationKind> ungated =
         ParseActivation(std::string(ActivationName(spec.kind)) + "_no_mul");
     if (ungated)
       spec.kind = *ungated;
+  }
+  if (spec.gated() && !has_gate && row.gated) {
+    return Status::BadInput(
+               fmt::format("the gate projections of the experts are missing: a tensor of a name that is not "
+                           "known, perhaps; the activation {} of {} needs them",
+                           ActivationName(spec.kind), family.name))
+        .WithFile(config.path());
   }
   if (spec.gated() != has_gate) {
     return Status::Unsupported(

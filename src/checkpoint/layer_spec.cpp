@@ -25,6 +25,8 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   FMOE_ASSIGN_OR_RETURN(const std::optional<FusedAxes> forced, ParseExpertLayout(override_text));
   if (names.experts.form == ExpertForm::kPerExpert)
     return FusedAxes{};
+  if (store.is_gguf() && !forced)
+    return FusedAxes{};  // one order for all architectures
   FusedAxes axes;
   axes.in_out = family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved;
   axes.interleaved =

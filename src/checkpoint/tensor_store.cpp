@@ -204,18 +204,10 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
     }
     FMOE_RETURN_IF_ERROR(store->AddFile(directory, file, options));
   }
-  store->by_name_.reserve(store->tensors_.size());
-  for (size_t i = 0; i < store->tensors_.size(); ++i) {
-    const TensorInfo& info = store->tensors_[i];
-    const auto [it, added] = store->by_name_.emplace(info.name, i);
-    if (!added) {
-      return Status::BadInput(fmt::format("the tensor stands in two files, the other is '{}'",
-                                          store->tensors_[it->second].file))
-          .WithFile((fs::path(directory) / info.file).string())
-          .WithTensor(info.name);
-    }
+  FMOE_RETURN_IF_ERROR(store->IndexNames());
+  for (const TensorInfo& info : store->tensors_) {
     if (index_name.empty())
-      continue;
+      break;
     const auto entry = index.file_of.find(info.name);
     if (entry == index.file_of.end()) {
       if (options.allow_partial)
@@ -250,6 +242,20 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
   return std::unique_ptr<const TensorStore>(std::move(store));
 }
 
+Status TensorStore::IndexNames() {
+  by_name_.reserve(tensors_.size());
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const auto [it, added] = by_name_.emplace(tensors_[i].name, i);
+    if (added)
+      continue;
+    return Status::BadInput(
+               fmt::format("the tensor stands in two files, the other is '{}'", tensors_[it->second].file))
+        .WithFile(files_[static_cast<size_t>(places_[i].file)]->path())
+        .WithTensor(tensors_[i].name);
+  }
+  return Status::Ok();
+}
+
 const TensorInfo* TensorStore::Find(std::string_view name) const {
   const auto it = by_name_.find(name);
   return it == by_name_.end() ? nullptr : &tensors_[it->second];
@@ -276,7 +282,8 @@ Result<size_t> TensorStore::Require(std::string_view name) const {
 Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const {
   const Place& place = places_[index];
   const auto& file = files_[static_cast<size_t>(place.file)];
-  Result<platform::FileBytes> read = file->Read(place.begin + offset, bytes);
+  Result<platform::FileBytes> read =
+      place.part == nullptr ? file->Read(place.begin + offset, bytes) : ReadParts(place, offset, bytes);
   if (!read.ok())
     return Blame(std::move(read).status(), tensors_[index].name);
   // Only the start of the data is aligned in a file; a mapped tensor that would be misread by type is copied.

@@ -11,18 +11,30 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
+#include "checkpoint/gguf_blocks.hpp"
+#include "checkpoint/gguf_header.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::checkpoint {
 
-/// The tensors of a directory: one safetensors file, or shards with an index. Knows names, shapes and places;
-/// says nothing about what the tensors mean. Immutable; safe from many threads.
+/// The tensors of a directory: one safetensors file, or shards with an index; or those of a GGUF file. Knows
+/// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
 class TensorStore {
  public:
   static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
                                                          const CheckpointOptions& options);
 
+  /// A GGUF file, and those beside it that its metadata counts ("-00001-of-00003.gguf"). `header` becomes
+  /// that of the first. A quantized tensor "X.weight" is listed as the tensors that it holds: "X.weight" with
+  /// its codes, "X.weight_scale" with its scales.
+  static Result<std::unique_ptr<const TensorStore>> OpenGguf(const std::string& path,
+                                                             const CheckpointOptions& options,
+                                                             GgufHeader* header);
+
   const std::vector<TensorInfo>& tensors() const { return tensors_; }
+  bool is_gguf() const { return gguf_; }
+  /// The block type of a matrix "X.weight" of a GGUF file; null when there is none.
+  const BlockType* BlockTypeOf(std::string_view name) const;
   /// Null when there is no tensor of that name.
   const TensorInfo* Find(std::string_view name) const;
   bool Has(std::string_view name) const { return Find(name) != nullptr; }
@@ -41,9 +53,15 @@ class TensorStore {
   struct Place {
     int32_t file = 0;
     int64_t begin = 0;
+    const BlockType* type =
+        nullptr;  // the tensor is a part of the blocks of this type; null: bytes as they are
+    const BlockPart* part = nullptr;
   };
 
   Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
+  Status AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header);
+  Status IndexNames();
+  Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
   Result<size_t> Require(std::string_view name) const;
   Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
 
@@ -52,6 +70,7 @@ class TensorStore {
   std::vector<Place> places_;  // parallel to tensors_
   std::vector<std::shared_ptr<const platform::InputFile>> files_;
   std::unordered_map<std::string_view, size_t> by_name_;
+  bool gguf_ = false;
 };
 
 /// The path of `name` in `directory`, refused (kBadInput) when it leaves the directory: absolute, with "..",

@@ -53,6 +53,11 @@ std::string TargetModule(const SourceLayer& layer, int64_t expert, Projection pr
 
 Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> source) {
   ExpertsRewriter rewriter;
+  if (source->producer() == "gguf") {
+    return Status::Unsupported("GGUF files are not rewritten")
+        .WithFile(source->directory())
+        .WithHint("start from the checkpoint that it was made of");
+  }
   if (source->moe_layers().empty()) {
     return Status::Usage("no layer with routed experts was found").WithFile(source->directory());
   }

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include <fusedmoe/dtype.hpp>
+
+/// The tensor types of GGUF: blocks that hold codes and scales side by side. A reader sees each such tensor
+/// as the tensors that other formats store apart (codes, scales); the blocks are taken to pieces when they
+/// are read.
+namespace fusedmoe::checkpoint {
+
+/// What one block of a tensor gives to one of these tensors.
+struct BlockPart {
+  std::string_view suffix;  ///< in place of ".weight"
+  DType dtype = DType::kU8;
+  int64_t elements = 0;  ///< from one block
+  int64_t bytes = 0;     ///< of these elements
+  /// Writes `bytes` bytes from the block. Null: the bytes of the file as they are.
+  void (*decode)(const std::byte* block, std::byte* out) = nullptr;
+};
+
+struct BlockType {
+  uint32_t id = 0;
+  std::string_view name;
+  int64_t elements = 1;  ///< of a row, in one block
+  int64_t bytes = 1;     ///< of a block
+  /// Empty: a type that is known and not read.
+  std::span<const BlockPart> parts;
+};
+
+/// Null for a number that no type has.
+const BlockType* FindBlockType(uint32_t id);
+
+/// The number one, for scales that a file leaves out: a part that reads nothing.
+const BlockPart& UnitScalePart();
+
+/// Numbers that the formats are told by.
+inline constexpr uint32_t kGgufQ4_0 = 2, kGgufQ8_0 = 8, kGgufMxfp4 = 39, kGgufNvfp4 = 40;
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,351 @@
+// GGUF files made byte by byte: what sound ones decode to, and how damaged ones are refused.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "checkpoint/raw_checkpoint.hpp"
+#include "weights/dequantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+constexpr uint32_t kUint8 = 0, kUint32 = 4, kFloat32 = 6, kBoolean = 7, kText = 8, kArray = 9, kUint64 = 10;
+constexpr uint32_t kTypeF32 = 0, kTypeQ4_0 = 2, kTypeQ8_0 = 8, kTypeIq2Xs = 17, kTypeMxfp4 = 39,
+                   kTypeNvfp4 = 40;
+constexpr int64_t kHiddenSize = 64, kMiddle = 64;
+
+template <typename T>
+std::string Raw(T value) {
+  return std::string(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+std::string Text(const std::string& text) {
+  return Raw<uint64_t>(text.size()) + text;
+}
+
+struct RawGguf {
+  struct Tensor {
+    std::string name;
+    std::vector<uint64_t> dims;  // fastest first
+    uint32_t type = kTypeF32;
+    std::string bytes;
+    int64_t offset_error = 0;
+  };
+  std::string magic = "GGUF";
+  uint32_t version = 3;
+  uint64_t more_tensors = 0, more_values = 0;  // lies about the counts
+  std::vector<std::pair<std::string, std::string>> values;
+  std::vector<Tensor> tensors;
+  std::string tail;
+  size_t alignment = 32;
+
+  void Value(const std::string& key, uint32_t type, const std::string& bytes) {
+    values.emplace_back(key, Raw(type) + bytes);
+  }
+  Tensor& Find(const std::string& name) {
+    for (Tensor& tensor : tensors) {
+      if (tensor.name == name)
+        return tensor;
+    }
+    ADD_FAILURE() << name;
+    return tensors.front();
+  }
+
+  std::string Bytes() const {
+    std::string out = magic + Raw(version) + Raw<uint64_t>(tensors.size() + more_tensors) +
+                      Raw<uint64_t>(values.size() + more_values);
+    for (const auto& [key, bytes] : values)
+      out += Text(key) + bytes;
+    std::string data;
+    const auto pad = [&](std::string* bytes) {
+      bytes->resize((bytes->size() + alignment - 1) / alignment * alignment, '\0');
+    };
+    for (const Tensor& tensor : tensors) {
+      out += Text(tensor.name) + Raw<uint32_t>(static_cast<uint32_t>(tensor.dims.size()));
+      for (const uint64_t dim : tensor.dims)
+        out += Raw(dim);
+      out += Raw(tensor.type) + Raw<uint64_t>(data.size() + static_cast<uint64_t>(tensor.offset_error));
+      data += tensor.bytes;
+      pad(&data);
+    }
+    pad(&out);
+    return out + data + tail;
+  }
+};
+
+// A block of that type whose element j has the code j (mod 16); scales of 0.5.
+std::string Block(uint32_t type) {
+  std::string block;
+  if (type == kTypeF32)
+    return Raw(0.25F);
+  if (type == kTypeQ4_0 || type == kTypeQ8_0)
+    block = Raw<uint16_t>(0x3800);
+  if (type == kTypeMxfp4)
+    block = Raw<uint8_t>(126);
+  if (type == kTypeNvfp4)
+    block = std::string(4, '\x30');
+  if (type == kTypeQ8_0) {
+    for (int j = 0; j < 32; ++j)
+      block += static_cast<char>(j - 16);
+    return block;
+  }
+  if (type == kTypeIq2Xs)
+    return std::string(74, '\0');
+  // Nibbles: element j below element j + half; halves of 16 (of 8 in NVFP4).
+  const int half = type == kTypeNvfp4 ? 8 : 16;
+  const int groups = type == kTypeNvfp4 ? 4 : 1;
+  for (int group = 0; group < groups; ++group) {
+    for (int j = 0; j < half; ++j)
+      block += static_cast<char>((j % 16) | ((j + half) % 16) << 4);
+  }
+  return block;
+}
+
+int64_t ElementsOf(uint32_t type) {
+  return type == kTypeF32 ? 1 : type == kTypeNvfp4 ? 64 : type == kTypeIq2Xs ? 256 : 32;
+}
+
+RawGguf::Tensor Stack(const std::string& name, std::vector<uint64_t> dims, uint32_t type) {
+  uint64_t count = 1;
+  for (const uint64_t dim : dims)
+    count *= dim;
+  RawGguf::Tensor tensor{name, std::move(dims), type, "", 0};
+  for (uint64_t i = 0; i < count / static_cast<uint64_t>(ElementsOf(type)); ++i)
+    tensor.bytes += Block(type);
+  return tensor;
+}
+
+RawGguf Model(uint32_t type) {
+  RawGguf model;
+  model.Value("general.architecture", kText, Text("qwen3moe"));
+  model.Value("general.name", kText, Text("tiny"));
+  model.Value("qwen3moe.block_count", kUint32, Raw<uint32_t>(1));
+  model.Value("qwen3moe.embedding_length", kUint32, Raw<uint32_t>(kHiddenSize));
+  model.Value("qwen3moe.expert_feed_forward_length", kUint32, Raw<uint32_t>(kMiddle));
+  model.Value("qwen3moe.expert_count", kUint32, Raw<uint32_t>(2));
+  model.Value("qwen3moe.expert_used_count", kUint32, Raw<uint32_t>(1));
+  model.Value("tokenizer.ggml.tokens", kArray, Raw(kText) + Raw<uint64_t>(2) + Text("a") + Text("bc"));
+  model.Value("tokenizer.ggml.scores", kArray, Raw(kFloat32) + Raw<uint64_t>(2) + Raw(1.0F) + Raw(2.0F));
+  model.tensors = {Stack("blk.0.ffn_gate_inp.weight", {kHiddenSize, 2}, kTypeF32),
+                   Stack("blk.0.ffn_gate_exps.weight", {kHiddenSize, kMiddle, 2}, type),
+                   Stack("blk.0.ffn_up_exps.weight", {kHiddenSize, kMiddle, 2}, type),
+                   Stack("blk.0.ffn_down_exps.weight", {kMiddle, kHiddenSize, 2}, type)};
+  return model;
+}
+
+Status Load(const RawGguf& model) {
+  const ScratchFolder folder;
+  folder.Write("a.gguf", model.Bytes());
+  return LoadEverything(folder.path() / "a.gguf");
+}
+
+TEST(Gguf, Blocks_DecodeToTheirValues) {
+  static constexpr float kE2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.0F, -.5, -1, -1.5, -2, -3, -4, -6};
+  for (const uint32_t type : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4, kTypeNvfp4}) {
+    const ScratchFolder folder;
+    folder.Write("a.gguf", Model(type).Bytes());
+    const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    EXPECT_EQ((*checkpoint)->producer(), "gguf");
+    EXPECT_EQ((*checkpoint)->family(), "qwen3_moe");
+    const auto experts = (*checkpoint)->Experts(0);
+    ASSERT_TRUE(experts.ok()) << experts.status().ToString();
+    const auto expert = experts->load(1);
+    ASSERT_TRUE(expert.ok()) << type << expert.status().ToString();
+    const auto values = DequantizeMatrix(expert->down);
+    ASSERT_TRUE(values.ok()) << values.status().ToString();
+    for (int64_t i = 0; i < kMiddle * kHiddenSize; ++i) {
+      const auto j = static_cast<size_t>(i % 32);
+      const float wanted = type == kTypeF32    ? 0.25F
+                           : type == kTypeQ4_0 ? 0.5F * (static_cast<float>(j % 16) - 8)
+                           : type == kTypeQ8_0 ? 0.5F * (static_cast<float>(j) - 16)
+                                               : 0.5F * kE2m1[j % 16];
+      ASSERT_EQ(values->view().as<float>()[i], wanted) << "type " << type << ", element " << i;
+    }
+  }
+}
+
+TEST(Gguf, NegativeScalesOfQ4_0_AreItsNature) {
+  RawGguf model = Model(kTypeQ4_0);
+  RawGguf::Tensor& tensor = model.Find("blk.0.ffn_up_exps.weight");
+  tensor.bytes.replace(0, 2, Raw<uint16_t>(0xb800));
+  EXPECT_TRUE(Load(model).ok()) << Load(model).ToString();
+  tensor.bytes.replace(0, 2, Raw<uint16_t>(0x7c00));
+  const Status infinite = Load(model);
+  EXPECT_EQ(infinite.code(), StatusCode::kBadInput);
+  EXPECT_EQ(infinite.tensor(), "blk.0.ffn_up_exps.weight_scale");
+}
+
+TEST(Gguf, SideScale_MultipliesItsExpert) {
+  RawGguf model = Model(kTypeNvfp4);
+  RawGguf::Tensor side{"blk.0.ffn_up_exps.scale", {2}, kTypeF32, Raw(2.0F) + Raw(3.0F), 0};
+  model.tensors.push_back(side);
+  const ScratchFolder folder;
+  folder.Write("a.gguf", model.Bytes());
+  const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+  ASSERT_TRUE(checkpoint.ok());
+  for (const int64_t expert : {0, 1}) {
+    const auto loaded = (*checkpoint)->Experts(0)->load(expert);
+    ASSERT_TRUE(loaded.ok()) << loaded.status().ToString();
+    EXPECT_EQ(loaded->up.tensor_scale, expert == 0 ? 2.0F : 3.0F);
+    EXPECT_EQ(loaded->gate.tensor_scale, 1.0F);
+  }
+}
+
+struct Damage {
+  std::string what;
+  std::function<void(RawGguf&)> apply;
+  StatusCode code = StatusCode::kBadInput;
+};
+
+std::vector<Damage> Damages() {
+  using enum StatusCode;
+  const std::string up = "blk.0.ffn_up_exps.weight";
+  const auto dim = [up](size_t axis, uint64_t value) {
+    return [=](RawGguf& m) { m.Find(up).dims[axis] = value; };
+  };
+  const auto replace = [](const std::string& key, uint32_t type, const std::string& bytes) {
+    return [=](RawGguf& m) {
+      std::erase_if(m.values, [&](const auto& value) { return value.first == key; });
+      m.Value(key, type, bytes);
+    };
+  };
+  const auto add = [](const std::string& key, uint32_t type, const std::string& bytes) {
+    return [=](RawGguf& m) { m.Value(key, type, bytes); };
+  };
+  std::vector<Damage> damages = {
+      {"version 1", [](RawGguf& m) { m.version = 1; }, kUnsupported},
+      {"version 4", [](RawGguf& m) { m.version = 4; }, kUnsupported},
+      {"big endian", [](RawGguf& m) { m.version = 0x03000000; }, kUnsupported},
+      {"one tensor more than there is", [](RawGguf& m) { m.more_tensors = 1; }},
+      {"2^63 tensors", [](RawGguf& m) { m.more_tensors = uint64_t{1} << 63; }},
+      {"2^64 - 5 tensors", [](RawGguf& m) { m.more_tensors = ~uint64_t{8}; }},
+      {"one value more than there is", [](RawGguf& m) { m.more_values = 1; }},
+      {"2^62 values", [](RawGguf& m) { m.more_values = uint64_t{1} << 62; }},
+      {"bytes behind the data", [](RawGguf& m) { m.tail = std::string(33, 'x'); }},
+      {"a list of lists", add("a.b", kArray, Raw(kArray) + Raw<uint64_t>(1) + Raw(kUint8) + Raw<uint64_t>(0))},
+      {"an unknown value type", add("a.b", 13, Raw<uint64_t>(0))},
+      {"an unknown element type", add("a.b", kArray, Raw<uint32_t>(99) + Raw<uint64_t>(1) + Raw<uint64_t>(0))},
+      {"a list of 2^60", add("a.b", kArray, Raw(kUint64) + Raw<uint64_t>(uint64_t{1} << 60))},
+      {"2^61 strings", add("a.b", kArray, Raw(kText) + Raw<uint64_t>(uint64_t{1} << 61))},
+      {"a string of 2^63", add("a.b", kText, Raw<uint64_t>(uint64_t{1} << 63))},
+      {"a boolean of 2", add("a.b", kBoolean, Raw<uint8_t>(2))},
+      {"a key twice", add("general.name", kText, Text("again"))},
+      {"an empty key", add("", kUint8, Raw<uint8_t>(1))},
+      {"a key with a zero byte", add(std::string("a\0b", 3), kUint8, Raw<uint8_t>(1))},
+      {"a key of no UTF-8", add("a\xff", kUint8, Raw<uint8_t>(1))},
+      {"a key of 5000 bytes", add(std::string(5000, 'k'), kUint8, Raw<uint8_t>(1))},
+      {"alignment 0", add("general.alignment", kUint32, Raw<uint32_t>(0))},
+      {"alignment 24", add("general.alignment", kUint32, Raw<uint32_t>(24))},
+      {"alignment 2^31", add("general.alignment", kUint32, Raw<uint32_t>(1U << 31))},
+      {"another alignment than the data have", add("general.alignment", kUint32, Raw<uint32_t>(4096))},
+      {"alignment as text", add("general.alignment", kText, Text("32"))},
+      {"no architecture", [](RawGguf& m) { m.values.erase(m.values.begin()); }},
+      {"architecture as number", replace("general.architecture", kUint32, Raw<uint32_t>(1))},
+      {"a dense architecture", replace("general.architecture", kText, Text("qwen3")), kUnsupported},
+      {"no expert_count", [](RawGguf& m) { m.values.erase(m.values.begin() + 5); }},
+      {"expert_count as text", replace("qwen3moe.expert_count", kText, Text("2"))},
+      {"expert_count 0", replace("qwen3moe.expert_count", kUint32, Raw<uint32_t>(0))},
+      {"expert_count 3", replace("qwen3moe.expert_count", kUint32, Raw<uint32_t>(3))},
+      {"expert_count 2^63", replace("qwen3moe.expert_count", kUint64, Raw<uint64_t>(uint64_t{1} << 63))},
+      {"expert_count 2.5", replace("qwen3moe.expert_count", kFloat32, Raw(2.5F))},
+      {"expert_used_count 3", replace("qwen3moe.expert_used_count", kUint32, Raw<uint32_t>(3))},
+      {"embedding_length 32", replace("qwen3moe.embedding_length", kUint32, Raw<uint32_t>(32))},
+      {"embedding_length NaN", replace("qwen3moe.embedding_length", kFloat32, Raw(std::nanf("")))},
+      {"scores of kind 9", add("qwen3moe.expert_gating_func", kUint32, Raw<uint32_t>(9)), kUnsupported},
+      {"infinite weights scale", add("qwen3moe.expert_weights_scale", kFloat32, Raw(INFINITY))},
+      {"3 files", add("split.count", kUint32, Raw<uint32_t>(3))},
+      {"2^31 files", add("split.count", kUint32, Raw<uint32_t>(1U << 31))},
+      {"type 200", [up](RawGguf& m) { m.Find(up).type = 200; }, kUnsupported},
+      {"an unread type",
+       [up](RawGguf& m) {
+         m.tensors.pop_back();
+         m.tensors.push_back(Stack("blk.0.ffn_down_exps.weight", {256, kHiddenSize, 2}, kTypeIq2Xs));
+       },
+       kUnsupported},
+      {"no dimension", [up](RawGguf& m) { m.Find(up).dims.clear(); }},
+      {"five dimensions", [up](RawGguf& m) { m.Find(up).dims = {32, 1, 1, 1, 1}; }},
+      {"a dimension of 0", dim(2, 0)},
+      {"rows of 33", dim(0, 33)},
+      {"a dimension of 2^63", dim(1, uint64_t{1} << 63)},
+      {"dimensions whose product overflows", dim(1, uint64_t{1} << 58)},
+      {"more experts than bytes", dim(2, 4000)},
+      {"an offset too large", [up](RawGguf& m) { m.Find(up).offset_error = 32; }},
+      {"an offset too small", [up](RawGguf& m) { m.Find(up).offset_error = -32; }},
+      {"an offset not aligned", [up](RawGguf& m) { m.Find(up).offset_error = 1; }},
+      {"a tensor twice", [up](RawGguf& m) { m.tensors.push_back(m.Find(up)); }},
+      {"a name of nothing", [up](RawGguf& m) { m.Find(up).name = ""; }},
+      {"a name with a line feed", [up](RawGguf& m) { m.Find(up).name = "a\nb"; }},
+      {"no router", [](RawGguf& m) { m.tensors.erase(m.tensors.begin()); }},
+      {"no down projection", [](RawGguf& m) { m.tensors.pop_back(); }},
+      {"no gate", [](RawGguf& m) { m.tensors.erase(m.tensors.begin() + 1); }},
+      {"a scale of NaN", [up](RawGguf& m) { m.Find(up).bytes[0] = '\xff'; }},
+  };
+  return damages;
+}
+
+TEST(Gguf, DamagedFiles_AreRefused) {
+  ASSERT_TRUE(Load(Model(kTypeMxfp4)).ok()) << Load(Model(kTypeMxfp4)).ToString();
+  for (const Damage& damage : Damages()) {
+    SCOPED_TRACE(damage.what);
+    RawGguf model = Model(kTypeMxfp4);
+    damage.apply(model);
+    const Status status = Load(model);
+    EXPECT_EQ(status.code(), damage.code) << status.ToString();
+    EXPECT_FALSE(status.file().empty()) << status.ToString();
+  }
+}
+
+TEST(Gguf, TruncatedFiles_AreRefused) {
+  const std::string whole = Model(kTypeQ4_0).Bytes();
+  const ScratchFolder folder;
+  for (size_t size = 0; size < whole.size(); size += size < 1100 ? 1 : 509) {
+    folder.Write("a.gguf", whole.substr(0, size));
+    const Status status = LoadEverything(folder.path() / "a.gguf");
+    ASSERT_EQ(status.code(), StatusCode::kBadInput) << size << ": " << status.ToString();
+  }
+}
+
+TEST(Gguf, FlippedBytesOfTheHeader_NeverCrash) {
+  const std::string whole = Model(kTypeNvfp4).Bytes();
+  const ScratchFolder folder;
+  for (size_t at = 4; at < 1000; ++at) {
+    std::string bytes = whole;
+    bytes[at] = static_cast<char>(bytes[at] ^ 0x80);
+    folder.Write("a.gguf", bytes);
+    // Some bytes are padding, or letters of a name that nobody asks for.
+    const Status status = LoadEverything(folder.path() / "a.gguf");
+    ASSERT_TRUE(status.ok() || status.code() == StatusCode::kBadInput ||
+                status.code() == StatusCode::kUnsupported || status.code() == StatusCode::kUsage)
+        << at << ": " << status.ToString();
+  }
+}
+
+TEST(Gguf, SplitFiles_AreReadTogether) {
+  RawGguf first = Model(kTypeMxfp4), second;
+  const auto count = [](RawGguf& file, uint32_t number) {
+    file.Value("split.count", kUint32, Raw<uint32_t>(2));
+    file.Value("split.no", kUint32, Raw(number));
+  };
+  second.tensors = {first.tensors.back()};
+  first.tensors.pop_back();
+  count(first, 0);
+  count(second, 1);
+  const ScratchFolder folder;
+  folder.Write("m-00001-of-00002.gguf", first.Bytes());
+  const auto path = folder.path() / "m-00001-of-00002.gguf";
+  EXPECT_EQ(LoadEverything(path).code(), StatusCode::kBadInput) << "the second file is missing";
+  folder.Write("m-00002-of-00002.gguf", second.Bytes());
+  EXPECT_TRUE(LoadEverything(path).ok()) << LoadEverything(path).ToString();
+  second.values.pop_back();
+  count(second, 0);
+  folder.Write("m-00002-of-00002.gguf", second.Bytes());
+  EXPECT_EQ(LoadEverything(path).code(), StatusCode::kBadInput) << "the same file twice";
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,226 @@
+"""GGUF files as the gguf package writes them, run here; the values to compare with are those of its own decoder."""
+
+import unittest
+
+from support import MISSING, Case, save_file
+
+if not MISSING:
+    import gguf
+    import numpy as np
+    import torch
+    from gguf import GGMLQuantizationType as Type
+    from safetensors.torch import load_file
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYER, TOKENS = 256, 512, 4, 2, 1, 9
+QUANTIZED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+             "IQ4_NL", "MXFP4", "NVFP4"]
+REFUSED = ["IQ2_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0"]
+
+
+def encode(generator, shape, kind):
+    """Random weights as (array for the writer, values). Where the package only decodes, random codes get small scales."""
+    values = (generator.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+    try:
+        data = gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        data = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
+        scales = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
+                  Type.IQ4_NL: (0,)}.get(kind, ())
+        for at in scales:
+            small = generator.uniform(1e-4, 4e-4, data.shape[:-1]).astype(np.float16)
+            data[..., at:at + 2] = small[..., None].view(np.uint8)
+        if kind == Type.MXFP4:
+            data[..., 0] = generator.integers(118, 124, data.shape[:-1])
+        if kind == Type.NVFP4:
+            data[..., :4] = generator.integers(8, 40, (*data.shape[:-1], 4))
+        data = data.reshape(*shape[:-1], -1)
+    return data, gguf.quants.dequantize(data, kind).reshape(shape) if kind.name not in REFUSED else values
+
+
+class Model:
+    """One layer of a GGUF model: tensors by name, as they decode."""
+
+    def __init__(self, path, arch, keys, seed=1):
+        self.generator = np.random.default_rng(seed)
+        self.path, self.values = path, {}
+        self.writer = gguf.GGUFWriter(path, arch)
+        self.writer.add_block_count(LAYER + 1)
+        self.writer.add_embedding_length(HIDDEN)
+        self.writer.add_expert_count(EXPERTS)
+        self.writer.add_expert_used_count(TOP_K)
+        self.writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(300)])
+        for key, value in keys.items():
+            getattr(self.writer, f"add_{key}")(value)
+        self.add("token_embd.weight", (8, HIDDEN), "F16")
+
+    def add(self, name, shape, kind="F32"):
+        data, values = encode(self.generator, shape, Type[kind])
+        self.values[name] = values
+        # F32 and F16 lie as numbers, all else as bytes.
+        self.writer.add_tensor(name, data, raw_dtype=None if kind in ("F32", "F16") else Type[kind])
+
+    def constant(self, name, values):
+        self.values[name] = np.asarray(values, np.float32)
+        self.writer.add_tensor(name, self.values[name])
+
+    def write(self):
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+
+    def __getitem__(self, name):
+        return self.values[f"blk.{LAYER}.{name}"].astype(np.float64)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+class Gguf(Case):
+    def check(self, model, hidden, expected, *more, bound=2e-6):
+        save_file({"hidden_states": torch.from_numpy(hidden)}, self.folder / "in.safetensors")
+        out = self.folder / "out.safetensors"
+        for backend, limit in (("REFERENCE", bound), ("CPU_FUSED", 1e-3)):
+            self.run_command("run", model.path, "--layer", LAYER, "--input", self.folder / "in.safetensors", "--output",
+                             out, "--backend", backend, *more)
+            output = load_file(out)["output"].double().numpy()
+            error = np.linalg.norm(output - expected) / np.linalg.norm(expected)
+            self.assertLess(error, limit, backend)
+
+    def softmax_model(self, name, kinds, fused=False, side=None):
+        """A Qwen3 layer, its input and output."""
+        model = Model(self.folder / f"{name}.gguf", "qwen3moe", {"expert_feed_forward_length": INTERMEDIATE})
+        block = f"blk.{LAYER}."
+        model.add(block + "ffn_gate_inp.weight", (EXPERTS, HIDDEN))
+        if fused:
+            model.add(block + "ffn_gate_up_exps.weight", (EXPERTS, 2 * INTERMEDIATE, HIDDEN), kinds[0])
+        else:
+            model.add(block + "ffn_gate_exps.weight", (EXPERTS, INTERMEDIATE, HIDDEN), kinds[0])
+            model.add(block + "ffn_up_exps.weight", (EXPERTS, INTERMEDIATE, HIDDEN), kinds[0])
+        model.add(block + "ffn_down_exps.weight", (EXPERTS, HIDDEN, INTERMEDIATE), kinds[1])
+        if side:
+            for projection in ("gate", "up", "down"):
+                model.constant(f"{block}ffn_{projection}_exps.scale", side)
+        model.write()
+        hidden = model.generator.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+        logits = hidden.astype(np.float64) @ model["ffn_gate_inp.weight"].T
+        scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+        expected = np.zeros((TOKENS, HIDDEN))
+        for token in range(TOKENS):
+            chosen = np.argsort(-scores[token])[:TOP_K]
+            for expert in chosen:
+                if fused:
+                    both = model["ffn_gate_up_exps.weight"][expert]
+                    gate, up = both[:INTERMEDIATE], both[INTERMEDIATE:]
+                else:
+                    gate, up = model["ffn_gate_exps.weight"][expert], model["ffn_up_exps.weight"][expert]
+                factor = side[expert] if side else 1.0
+                x = hidden[token].astype(np.float64)
+                middle = silu(factor * (gate @ x)) * (factor * (up @ x))
+                expected[token] += (scores[token, expert] / scores[token, chosen].sum() * factor
+                                    * (model["ffn_down_exps.weight"][expert] @ middle))
+        return model, hidden, expected
+
+    def test_gate_and_up_in_one_tensor(self):
+        self.check(*self.softmax_model("fused", ("Q8_0", "Q8_0"), fused=True))
+
+    def test_mixture_of_k_types(self):
+        self.check(*self.softmax_model("mixture", ("Q4_K", "Q6_K")))
+
+    def test_nvfp4_side_scales(self):
+        model, hidden, expected = self.softmax_model("side", ("NVFP4", "NVFP4"), side=[0.5, 1.5, 0.75, 3.0])
+        self.check(model, hidden, expected)
+
+    def test_inspect_lint_and_verify(self):
+        model, _, _ = self.softmax_model("tools", ("MXFP4", "MXFP4"))
+        document = self.run_command("inspect", model.path)
+        self.assertEqual(document["producer"], "gguf")
+        self.assertEqual(document["moe_layers"], [LAYER])
+        self.run_command("lint", model.path)
+        self.assertTrue(self.run_command("verify", model.path, "--layer", LAYER)["ok"])
+
+    def test_quantize_and_convert_refuse_it_by_name(self):
+        model, _, _ = self.softmax_model("rewrite", ("MXFP4", "MXFP4"))
+        for command in (("quantize", "--scheme", "nvfp4_w4a16"), ("convert", "--to", "f32")):
+            error = self.run_command(command[0], model.path, *command[1:], "--output", self.folder / "no", expect=4)
+            self.assertIn("GGUF", error["error"]["message"])
+
+    def test_deepseek_bias_groups_and_shared_experts(self):
+        model = Model(self.folder / "deepseek.gguf", "deepseek2", {
+            "expert_feed_forward_length": INTERMEDIATE, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID, "expert_shared_count": 1})
+        block = f"blk.{LAYER}."
+        model.add(block + "ffn_gate_inp.weight", (EXPERTS, HIDDEN))
+        model.constant(block + "exp_probs_b.bias", [0.3, -0.2, 0.1, 0.0])
+        for projection, rows, columns in (("gate", INTERMEDIATE, HIDDEN), ("up", INTERMEDIATE, HIDDEN),
+                                          ("down", HIDDEN, INTERMEDIATE)):
+            model.add(f"{block}ffn_{projection}_exps.weight", (EXPERTS, rows, columns), "Q4_0")
+            model.add(f"{block}ffn_{projection}_shexp.weight", (rows, columns), "Q8_0")
+        model.write()
+        hidden = model.generator.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+        scores = 1 / (1 + np.exp(-(hidden.astype(np.float64) @ model["ffn_gate_inp.weight"].T)))
+        expected = np.zeros((TOKENS, HIDDEN))
+        for token in range(TOKENS):
+            x = hidden[token].astype(np.float64)
+            chosen = np.argsort(-(scores[token] + model["exp_probs_b.bias"]))[:TOP_K]
+
+            def mlp(suffix, at):
+                gate, up, down = (at(model[f"ffn_{projection}_{suffix}.weight"]) for projection in ("gate", "up", "down"))
+                return down @ (silu(gate @ x) * (up @ x))
+
+            for expert in chosen:
+                weight = 2.5 * scores[token, expert] / scores[token, chosen].sum()
+                expected[token] += weight * mlp("exps", lambda tensor, expert=expert: tensor[expert])
+            expected[token] += mlp("shexp", lambda tensor: tensor)
+        self.check(model, hidden, expected)
+
+    def test_gpt_oss_biases(self):
+        model = Model(self.folder / "oss.gguf", "gpt-oss", {"expert_feed_forward_length": INTERMEDIATE})
+        block = f"blk.{LAYER}."
+        model.add(block + "ffn_gate_inp.weight", (EXPERTS, HIDDEN))
+        model.add(block + "ffn_gate_inp.bias", (EXPERTS,))
+        for projection, rows, columns in (("gate", INTERMEDIATE, HIDDEN), ("up", INTERMEDIATE, HIDDEN),
+                                          ("down", HIDDEN, INTERMEDIATE)):
+            model.add(f"{block}ffn_{projection}_exps.weight", (EXPERTS, rows, columns), "MXFP4")
+            model.add(f"{block}ffn_{projection}_exps.bias", (EXPERTS, rows))
+        model.write()
+        hidden = model.generator.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
+        logits = hidden.astype(np.float64) @ model["ffn_gate_inp.weight"].T + model["ffn_gate_inp.bias"]
+        expected = np.zeros((TOKENS, HIDDEN))
+        for token in range(TOKENS):
+            x = hidden[token].astype(np.float64)
+            chosen = np.argsort(-logits[token])[:TOP_K]
+            weights = np.exp(logits[token, chosen] - logits[token, chosen].max())
+            for weight, expert in zip(weights / weights.sum(), chosen):
+                gate = model["ffn_gate_exps.weight"][expert] @ x + model["ffn_gate_exps.bias"][expert]
+                up = model["ffn_up_exps.weight"][expert] @ x + model["ffn_up_exps.bias"][expert]
+                gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                middle = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+                expected[token] += weight * (model["ffn_down_exps.weight"][expert] @ middle
+                                             + model["ffn_down_exps.bias"][expert])
+        self.check(model, hidden, expected)
+
+
+def add_tests():
+    def reads(kind):
+        return lambda self: self.check(*self.softmax_model(kind, (kind, kind)))
+
+    def refuses(kind):
+        def test(self):
+            model, _, _ = self.softmax_model(kind, (kind, kind))
+            error = self.run_command("run", model.path, "--layer", LAYER, "--input", "none", "--output", "none", expect=4)
+            self.assertIn(kind, error["error"]["message"])
+        return test
+
+    for kind in QUANTIZED:
+        setattr(Gguf, f"test_reads_{kind}", reads(kind))
+    for kind in REFUSED:
+        setattr(Gguf, f"test_refuses_{kind}", refuses(kind))
+
+
+add_tests()
+
+if __name__ == "__main__":
+    unittest.main()
