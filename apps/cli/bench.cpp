@@ -86,9 +86,7 @@ Status TakeNames(const BenchFlags& flags, BenchOptions& options) {
     one.mode = mode;
     FMOE_RETURN_IF_ERROR(Resolve(one).status());
   }
-  if (flags.device != "cpu") {
-    return Status::Unsupported("device '" + flags.device + "': this build measures 'cpu' only");
-  }
+  options.device = resolved.device;
   options.backend = resolved.backend;
   options.activation = resolved.activation;
   if (flags.routing == "uniform") {
@@ -189,7 +187,14 @@ Json ReportJson(const BenchReport& report) {
                        {"tokens", refusal.tokens},
                        {"reason", refusal.status.message()}});
   }
-  return {{"machine", ToJson(HostMachine())},
+  Json machine = ToJson(HostMachine());
+  if (report.card.sm_mhz >= 0) {
+    machine["card"] = {{"sm_mhz", report.card.sm_mhz},
+                       {"memory_mhz", report.card.memory_mhz},
+                       {"power_watts", report.card.power_watts},
+                       {"power_limit_watts", report.card.power_limit_watts}};
+  }
+  return {{"machine", machine},
           {"threads", report.num_threads},
           {"ceilings", CeilingsJson(report.ceilings)},
           {"results", results},
@@ -202,6 +207,10 @@ std::string ReportText(const BenchReport& report) {
       fmt::format("{} threads; read {:.1f} GB/s", report.num_threads, report.ceilings.read / 1e9);
   for (const BenchCeilings::Peak& peak : report.ceilings.peaks) {
     ceilings += fmt::format(", {} {:.0f} G/s", peak.unit, peak.rate / 1e9);
+  }
+  if (report.card.sm_mhz >= 0) {
+    ceilings += fmt::format("; SM {} MHz, {:.0f} of {:.0f} W after the last row", report.card.sm_mhz,
+                            report.card.power_watts, report.card.power_limit_watts);
   }
   std::vector<std::vector<std::string>> rows = {{"problem", "scheme", "tokens", "per expert", "backend",
                                                  "isa", "mode", "ms", "spread", "tokens/s", "GB/s", "GFLOP/s",
@@ -292,7 +301,7 @@ Action DefineBench(CLI::App& app) {
                  "a8 lets weight-only int4 and int8 layers use int8 activations");
   app.add_option("--routing", flags->routing,
                  "uniform, skewed (nine tokens of ten share an expert), or a safetensors file with topk_ids");
-  app.add_option("--device", flags->device, "cpu");
+  app.add_option("--device", flags->device, "cpu or cuda");
   app.add_option("--experts", flags->experts, "Measure layers with this many experts")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
   app.add_option("--layers", flags->layers,

@@ -112,7 +112,7 @@ Result<Forward> RunLayer(MoeLayer& layer, const MoeLayer::Inputs& inputs, const 
                                   forward.topk_weights.mutable_view()};
   for (int64_t round = 0; round < flags.repeat; ++round) {
     const auto start = std::chrono::steady_clock::now();
-    const Status status = layer.Forward(inputs, outputs, workspace, executor);
+    const Status status = layer.ForwardFromHost(inputs, outputs, workspace, executor);
     if (status.code() == StatusCode::kUsage) {  // what the layer was called with stands in the file
       return Status::BadInput(status.message()).WithFile(flags.input).WithTensor(status.tensor());
     }

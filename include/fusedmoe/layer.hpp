@@ -35,6 +35,7 @@ struct EplbStep {
 };
 
 struct LayerOptions {
+  /// "cpu", or "cuda": on the card of HostMachine. Then Forward and all it is given lie there.
   std::string device = "cpu";
   std::string backend;  ///< empty: the first that can
   std::string isa;      ///< empty: the best the machine has
@@ -79,7 +80,10 @@ class MoeLayer {
   /// The plan together with every candidate that was refused, and why.
   const Selection& selection() const;
 
-  /// Memory for one forward at a time of up to max_tokens tokens.
+  /// True for a layer on a card.
+  bool on_device() const;
+
+  /// Memory for one forward at a time of up to max_tokens tokens, on the device of the layer.
   Result<Workspace> CreateWorkspace() const;
 
   /// What one forward brings. `hidden` is [M, H] in BF16, F16 or F32, rows dense. Exactly one of the other
@@ -102,8 +106,17 @@ class MoeLayer {
 
   /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or
   /// dtypes do not fit the layer, with both values.
+  ///
+  /// On a card all views are addresses of the card, and Forward only launches kernels in the order of
+  /// executor.stream: it neither allocates nor waits, and a CUDA graph can capture it. Ids and token ids out
+  /// of range, which nobody reads before they are used, skip their slot.
   Status Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                  const Executor& executor = {}) const;
+
+  /// Forward with all views in host memory, wherever the layer runs: on a card it copies in and out, and
+  /// returns when the results are there. Ids out of range are kUsage.
+  Status ForwardFromHost(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                         const Executor& executor = {}) const;
 
   /// The short form: logits in, output out.
   Status Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,

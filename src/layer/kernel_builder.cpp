@@ -21,6 +21,9 @@ Result<std::unique_ptr<PrepareFinalize>> MakePrepareFinalize(const MoeProblem& p
                                                              const ExpertMap& expert_map,
                                                              WorkspaceBook& book) {
   const ActivationFormat& activation = problem.scheme.activation;
+  if (traits.activation_format == ActivationFormatKind::kBatchedExperts && problem.device != "cpu") {
+    return MakeBatchedOnDevice(problem.config, book);
+  }
   if (traits.activation_format == ActivationFormatKind::kBatchedExperts) {
     return MakeBatchedPrepareFinalize(problem.config, activation, traits, expert_map, book);
   }
@@ -83,9 +86,8 @@ void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
 
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
                                const LayerOptions& options) {
-  if (options.device != "cpu") {
-    return Status::Unsupported(
-        fmt::format("device '{}': this build runs layers on 'cpu' only", options.device));
+  if (options.device != "cpu" && options.device != "cuda") {
+    return Status::Unsupported(fmt::format("device '{}': layers run on 'cpu' or 'cuda'", options.device));
   }
   MoeProblem problem;
   problem.config = config;
@@ -96,6 +98,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   problem.determinism = options.determinism;
   problem.activation = options.activation;
   problem.isa = options.isa;
+  problem.device = options.device;
   problem.mode = options.mode;
   problem.plan_tokens = options.plan_tokens;
   problem.num_threads = options.executor.num_threads;
@@ -114,6 +117,7 @@ Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backen
                                          WorkspaceBook& book) {
   MoeKernel::Parts parts;
   parts.config = problem.config;
+  parts.on_device = backend.device != "cpu";
   DescribeWeights(*weights, plan);
   FMOE_ASSIGN_OR_RETURN(parts.experts, backend.create(problem, HostMachine(), std::move(weights), book));
   FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,

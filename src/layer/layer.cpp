@@ -6,11 +6,13 @@
 #include <fmt/format.h>
 #include <fusedmoe/routing.hpp>
 
+#include "layer/device_forward.hpp"
 #include "layer/kernel_builder.hpp"
 #include "layer/layer_impl.hpp"
 #include "layer/rank_plan.hpp"
 #include "moe/moe_kernel.hpp"
 #include "numerics/rows.hpp"
+#include "platform/cuda/card.hpp"
 #include "routing/router_gemm.hpp"
 
 namespace fusedmoe {
@@ -34,7 +36,7 @@ Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t
   return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));
 }
 
-// Ids of the caller: I32 or I64, -1 skips a slot.
+// Ids of the caller: I32 or I64, -1 skips a slot. Null `ids`: only checked.
 Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
   const int64_t top_k = source.dim(1);
   for (int64_t token = 0; token < source.dim(0); ++token) {
@@ -51,7 +53,9 @@ Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
                                          slot, id, num_experts - 1))
             .WithTensor("topk_ids");
       }
-      ids[token * top_k + slot] = static_cast<int32_t>(id);
+      if (ids != nullptr) {
+        ids[token * top_k + slot] = static_cast<int32_t>(id);
+      }
     }
   }
   return Status::Ok();
@@ -87,6 +91,10 @@ class ForwardUnderWay {
 
 }  // namespace
 
+Status CheckIds(TensorView ids, int64_t num_experts) {
+  return TakeIds(ids, num_experts, nullptr);
+}
+
 MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 MoeLayer::~MoeLayer() = default;
 const MoeConfig& MoeLayer::config() const {
@@ -100,6 +108,10 @@ const Plan& MoeLayer::plan() const {
 }
 const Selection& MoeLayer::selection() const {
   return impl_->selection;
+}
+
+bool MoeLayer::on_device() const {
+  return impl_->device_router != nullptr;
 }
 
 // Ranks compare what they have loaded before the first forward: what one of them lacks, all report.
@@ -147,6 +159,10 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   impl->wire = std::move(built.wire);
   impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
+  if (options.device == "cuda") {
+    FMOE_ASSIGN_OR_RETURN(impl->device_router,
+                          MakeDeviceRouter(router, impl->config, impl->num_logits(), options.max_tokens));
+  }
   impl->selection.chosen->workspace.assign(book.entries().begin(), book.entries().end());
   impl->selection.chosen->workspace_bytes = impl->workspace_bytes = book.total_bytes();
   if (impl->balance) {
@@ -168,7 +184,8 @@ void MoeLayer::Impl::Book(WorkspaceBook& book) {
 }
 
 Result<Workspace> MoeLayer::CreateWorkspace() const {
-  return Workspace::Allocate(impl_->workspace_bytes);
+  return on_device() ? cuda::AllocateWorkspace(impl_->workspace_bytes)
+                     : Workspace::Allocate(impl_->workspace_bytes);
 }
 
 Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
@@ -244,6 +261,39 @@ Status MoeLayer::Impl::Choose(const Inputs& inputs, const Workspace& workspace, 
   return Route(config.routing, routing, chosen_ids, chosen_weights, executor);
 }
 
+// The same on a card: what the CPU does with loops, launches do.
+Status MoeLayer::Impl::ChooseOnDevice(const Inputs& inputs, const Outputs& outputs,
+                                      const Workspace& workspace, void* stream) const {
+  auto* chosen_ids = workspace.Get<int32_t>(ids);
+  auto* chosen_weights = workspace.Get<float>(weights);
+  const int64_t num_tokens = inputs.hidden.dim(0);
+  if (num_tokens == 0) {
+    return Status::Ok();
+  }
+  if (!inputs.topk_ids.empty()) {
+    FMOE_RETURN_IF_ERROR(cuda::TakeChoice(inputs.topk_ids, inputs.topk_weights, num_logits(), chosen_ids,
+                                          chosen_weights, stream));
+  } else {
+    TensorView routed_by = inputs.router_logits;
+    if (routed_by.empty()) {
+      auto* own_logits = workspace.Get<float>(logits);
+      FMOE_RETURN_IF_ERROR(device_router->Logits(inputs.hidden, own_logits, stream));
+      routed_by =
+          TensorView(reinterpret_cast<const std::byte*>(own_logits), DType::kF32, {num_tokens, num_logits()});
+    }
+    FMOE_RETURN_IF_ERROR(
+        device_router->Choose(num_tokens, routed_by, inputs.token_ids, chosen_ids, chosen_weights, stream));
+  }
+  const auto copy = [&](const void* source, const MutableTensorView& target) -> Status {
+    return target.empty()
+               ? Status::Ok()
+               : cuda::CopyRowsOnDevice(target.data(), target.stride_bytes(0), source, target.row_bytes(),
+                                        target.row_bytes(), num_tokens, stream);
+  };
+  FMOE_RETURN_IF_ERROR(copy(chosen_ids, outputs.topk_ids));
+  return copy(chosen_weights, outputs.topk_weights);
+}
+
 // Identity experts have ids behind the real ones: their slots are skipped by the experts, and their weights
 // summed.
 void MoeLayer::Impl::SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace,
@@ -271,10 +321,18 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
   const ForwardUnderWay under_way(impl.balance.get());
+  const bool on_card = on_device();
+  if (workspace.on_device() != on_card) {
+    return Status::Usage(fmt::format("the layer runs on {}, the workspace lies on {}",
+                                     on_card ? "a card" : "the CPU",
+                                     workspace.on_device() ? "a card" : "the host"))
+        .WithHint("MoeLayer::CreateWorkspace makes one");
+  }
   RoutingInputs routing;
   Status ready = impl.CheckInputs(inputs, outputs);
   if (ready.ok()) {
-    ready = impl.Choose(inputs, workspace, executor, routing);
+    ready = on_card ? impl.ChooseOnDevice(inputs, outputs, workspace, executor.stream)
+                    : impl.Choose(inputs, workspace, executor, routing);
   }
   if (!ready.ok()) {
     return impl.kernel->Abandon(ready, workspace);
@@ -285,13 +343,32 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
   input.topk_weights = workspace.Get<float>(impl.weights);
   // Ids and weights are results of the layer, whoever routes.
   input.routing = impl.kernel->experts().traits().monolithic ? &routing : nullptr;
-  CopyChosen(input.topk_ids, outputs.topk_ids);
-  CopyChosen(input.topk_weights, outputs.topk_weights);
-  if (impl.config.routing.num_zero_experts > 0) {
+  if (!on_card) {
+    CopyChosen(input.topk_ids, outputs.topk_ids);
+    CopyChosen(input.topk_weights, outputs.topk_weights);
+  }
+  if (impl.config.routing.num_zero_experts > 0 && on_card) {
+    auto* kept = workspace.Get<int32_t>(impl.real_ids);
+    auto* identity = workspace.Get<float>(impl.identity_weights);
+    FMOE_RETURN_IF_ERROR(cuda::SplitIdentity(inputs.hidden.dim(0), impl.config.top_k(),
+                                             impl.config.num_experts, input.topk_ids, input.topk_weights,
+                                             kept, identity, executor.stream));
+    input.topk_ids = kept;
+    input.identity_weights = identity;
+  } else if (impl.config.routing.num_zero_experts > 0) {
     impl.SplitIdentityExperts(inputs.hidden.dim(0), workspace, input);
   }
   FMOE_RETURN_IF_ERROR(impl.kernel->Forward(input, outputs.output, workspace, executor));
   return Status::Ok();
+}
+
+Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                                 const Executor& executor) const {
+  if (!on_device()) {
+    return Forward(inputs, outputs, workspace, executor);
+  }
+  FMOE_RETURN_IF_ERROR(impl_->CheckInputs(inputs, outputs));
+  return ForwardThroughHost(*this, impl_->num_logits(), inputs, outputs, workspace, executor);
 }
 
 Status MoeLayer::Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,

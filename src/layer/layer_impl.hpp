@@ -6,6 +6,7 @@
 
 #include "layer/balance.hpp"
 #include "moe/moe_kernel.hpp"
+#include "routing/cuda/device_router.hpp"
 
 namespace fusedmoe {
 
@@ -17,8 +18,9 @@ struct MoeLayer::Impl {
   RouterWeights router;
   std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive
   std::unique_ptr<MoeKernel> kernel;
-  std::shared_ptr<WireChoice> wire;       // null on one rank
-  std::unique_ptr<LayerBalance> balance;  // null: experts stay where they are
+  std::shared_ptr<WireChoice> wire;                   // null on one rank
+  std::unique_ptr<LayerBalance> balance;              // null: experts stay where they are
+  std::unique_ptr<cuda::DeviceRouter> device_router;  // of a layer on a card; null on the CPU
   int64_t workspace_bytes = 0;
   uint64_t fingerprint = 0;  // of what must be equal on all ranks
   WorkspaceSlot logits, ids, weights;
@@ -31,7 +33,12 @@ struct MoeLayer::Impl {
   /// `routing` keeps what experts need that route for themselves; empty where the caller brings ids.
   Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor,
                 RoutingInputs& routing) const;
+  Status ChooseOnDevice(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                        void* stream) const;
   void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
 };
+
+/// kUsage where an id (I32 or I64 [M, k], on the host) is neither an expert nor -1.
+Status CheckIds(TensorView ids, int64_t num_experts);
 
 }  // namespace fusedmoe

@@ -29,6 +29,7 @@ struct MoeProblem {
   std::string mode;  ///< forced by name; empty: by token count
   int64_t plan_tokens = 1;
   int num_threads = 1;
+  std::string device = "cpu";  ///< where hidden states lie and the layer runs: "cpu" or "cuda"
 };
 
 /// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which
@@ -71,6 +72,7 @@ struct Backend {
   Result<std::unique_ptr<Experts>> (*create)(const MoeProblem& problem, const Machine& machine,
                                              std::shared_ptr<const PreparedWeights> weights,
                                              WorkspaceBook& book);
+  std::string_view device = "cpu";  ///< where its experts read and write
 };
 
 }  // namespace fusedmoe

@@ -53,6 +53,7 @@ struct ExpertsTraits {
   /// `input_tensor_scale` where the scheme stores one). Prepare steps that send rows to other ranks can then
   /// send codes.
   bool takes_codes = false;
+  bool weights_own_input = false;  ///< multiplies its input by the router weights where the layer asks for it
   WeightAndReduceKind weight_and_reduce = WeightAndReduceKind::kNoOp;
   /// The stored input scale that all local experts share, for prepare steps that quantize by one.
   std::optional<float> input_tensor_scale;

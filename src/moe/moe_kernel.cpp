@@ -5,8 +5,10 @@
 
 #include <fmt/format.h>
 
+#include "moe/cuda/row_ops.hpp"
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"
+#include "platform/cuda/card.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -78,8 +80,37 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
     kernel->shared_gates_ = book.Book("shared_gates", max_tokens * kFloatBytes);
     kernel->shared_ids_.assign(static_cast<size_t>(max_tokens), 0);
     kernel->shared_weights_.assign(static_cast<size_t>(max_tokens), own.config.shared.weight);
+    FMOE_RETURN_IF_ERROR(kernel->MoveSharedToDevice());
   }
   return kernel;
+}
+
+Status MoeKernel::MoveSharedToDevice() {
+  if (!parts_.on_device) {
+    return Status::Ok();
+  }
+  const auto move = [](const void* host, int64_t bytes, std::shared_ptr<std::byte>& device) -> Status {
+    FMOE_ASSIGN_OR_RETURN(device, cuda::AllocateOnDevice(bytes, "the shared expert's routing"));
+    FMOE_RETURN_IF_ERROR(cuda::CopyToDevice(device.get(), host, bytes, nullptr));
+    return cuda::Synchronize(nullptr);
+  };
+  const auto count = static_cast<int64_t>(shared_ids_.size());
+  FMOE_RETURN_IF_ERROR(move(shared_ids_.data(), count * 4, device_shared_ids_));
+  FMOE_RETURN_IF_ERROR(move(shared_weights_.data(), count * 4, device_shared_weights_));
+  if (!parts_.shared_gate.empty()) {
+    const TensorView gate = parts_.shared_gate.view();
+    FMOE_RETURN_IF_ERROR(move(gate.data(), gate.total_bytes(), device_shared_gate_));
+  }
+  return Status::Ok();
+}
+
+Status MoeKernel::Add(TensorView first, TensorView second, const float* gates, MutableTensorView output,
+                      const Executor& executor) const {
+  if (parts_.on_device) {
+    return cuda::AddRows(first, second, gates, output, executor.stream);
+  }
+  AddRows(first, second, gates, output, executor);
+  return Status::Ok();
 }
 
 MutableTensorView MoeKernel::ExpertOutput(int64_t num_tokens, const Workspace& workspace) const {
@@ -117,7 +148,15 @@ Status MoeKernel::RunShared(TensorView hidden, MutableTensorView shared_output, 
   shared_input.hidden = hidden;
   shared_input.topk_ids = shared_ids_.data();
   shared_input.topk_weights = shared_weights_.data();
+  if (parts_.on_device) {
+    shared_input.topk_ids = reinterpret_cast<const int32_t*>(device_shared_ids_.get());
+    shared_input.topk_weights = reinterpret_cast<const float*>(device_shared_weights_.get());
+  }
   FMOE_RETURN_IF_ERROR(parts_.shared->Forward(shared_input, shared_output, workspace, executor));
+  if (parts_.on_device && device_shared_gate_ != nullptr) {
+    return cuda::SharedGates(hidden, reinterpret_cast<const float*>(device_shared_gate_.get()), gates,
+                             executor.stream);
+  }
   if (!parts_.shared_gate.empty()) {
     SharedGates(hidden, parts_.shared_gate.view(), gates, executor);
   }
@@ -135,7 +174,8 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   prepare.topk_ids = input.topk_ids;
   prepare.topk_weights = input.topk_weights;
   // A monolithic implementation knows the weights only after it has routed: it multiplies its input itself.
-  prepare.router_weight_on_input = parts_.config.apply_router_weight_on_input && !traits.monolithic;
+  prepare.router_weight_on_input =
+      parts_.config.apply_router_weight_on_input && !traits.monolithic && !traits.weights_own_input;
   prepare.defer_quantization = traits.expects_unquantized_inputs;
   PrepareOutput prepared;
   FMOE_RETURN_IF_ERROR(outer.Prepare(prepare, prepared, workspace, executor));
@@ -164,7 +204,7 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   if (!has_shared) {
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
     if (input.identity_weights != nullptr) {
-      AddRows(routed, input.hidden, input.identity_weights, output, executor);
+      return Add(routed, input.hidden, input.identity_weights, output, executor);
     }
     return Status::Ok();
   }
@@ -182,10 +222,9 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
   }
   if (input.identity_weights != nullptr) {
-    AddRows(routed, input.hidden, input.identity_weights, routed, executor);
+    FMOE_RETURN_IF_ERROR(Add(routed, input.hidden, input.identity_weights, routed, executor));
   }
-  AddRows(routed, shared, parts_.shared_gate.empty() ? nullptr : gates, output, executor);
-  return Status::Ok();
+  return Add(routed, shared, parts_.shared_gate.empty() ? nullptr : gates, output, executor);
 }
 
 }  // namespace fusedmoe

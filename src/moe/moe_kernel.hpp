@@ -40,6 +40,9 @@ class MoeKernel {
     /// Experts that every token visits: a kernel of one expert. Null: none.
     std::unique_ptr<MoeKernel> shared;
     Tensor shared_gate;  ///< F32 [H]; empty: the shared output is added as it is
+    /// Everything that Forward is given lies on a card, and Forward only launches, in the order of the
+    /// executor's stream.
+    bool on_device = false;
   };
 
   /// Checks that the activation formats of the parts agree and that a modular prepare step meets modular
@@ -64,6 +67,9 @@ class MoeKernel {
                     const Workspace& workspace, const Executor& executor) const;
   Status RunShared(TensorView hidden, MutableTensorView shared_output, float* gates,
                    const Workspace& workspace, const Executor& executor) const;
+  Status MoveSharedToDevice();
+  Status Add(TensorView first, TensorView second, const float* gates, MutableTensorView output,
+             const Executor& executor) const;
   MutableTensorView ExpertOutput(int64_t num_tokens, const Workspace& workspace) const;
 
   Parts parts_;
@@ -73,6 +79,7 @@ class MoeKernel {
   WorkspaceSlot shared_gates_;
   std::vector<int32_t> shared_ids_;    // every token goes to the only shared expert ...
   std::vector<float> shared_weights_;  // ... with weight 1
+  std::shared_ptr<std::byte> device_shared_ids_, device_shared_weights_, device_shared_gate_;  // on a card
 };
 
 }  // namespace fusedmoe

@@ -61,7 +61,16 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
                                       fmt::format("this build has no code for {} ({})", row.name, row.what),
                                       "absent", "built"});
     }
-    if (row.backend != nullptr && machine.memory_bytes > 0 && weight_bytes > machine.memory_bytes) {
+    const bool here = row.backend == nullptr || row.backend->device == problem.device;
+    if (!here) {
+      candidate.objections.insert(
+          candidate.objections.begin(),
+          {Reason::kDevice,
+           fmt::format("runs on {}, the layer is asked for on {}", row.backend->device, problem.device),
+           std::string(row.backend->device), problem.device});
+    }
+    if (row.backend != nullptr && row.backend->device == "cpu" && machine.memory_bytes > 0 &&
+        weight_bytes > machine.memory_bytes) {
       candidate.objections.push_back(
           {Reason::kMemory, "the weights of this rank exceed the memory of the machine",
            fmt::format("{} bytes", weight_bytes), fmt::format("at most {} bytes", machine.memory_bytes)});

@@ -141,8 +141,7 @@ void RouteToken(const Batch& batch, int64_t token, TokenScratch& scratch, int32_
     LoadRow(logits.data() + token * logits.stride_bytes(0), logits.dtype(), batch.num_experts, scratch.logit);
     if (config.logit_softcap > 0.0F) {
       for (int64_t expert = 0; expert < batch.num_experts; ++expert) {
-        scratch.logit[expert] =
-            config.logit_softcap * std::tanh(scratch.logit[expert] / config.logit_softcap);
+        scratch.logit[expert] = ScoreSoftcap(scratch.logit[expert], config.logit_softcap);
       }
     }
     if (config.method == RoutingMethod::kSparseMixer) {

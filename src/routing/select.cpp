@@ -8,17 +8,19 @@ namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-float Sigmoid(float x) {
-  return 1.0F / (1.0F + std::exp(-x));
-}
-
-/// sqrt(log(1 + exp(x))); beyond 20 the logarithm is x itself in fp32.
-float SqrtSoftplus(float x) {
-  return std::sqrt(x > 20.0F ? x : std::log1p(std::exp(x)));
-}
-
-float ZeroUnlessFinite(float value) {
-  return std::isfinite(value) ? value : 0.0F;
+/// The sum of term(0) ... term(num_experts - 1) in lanes (score_math.hpp).
+template <typename Term>
+double AddInLanes(int64_t num_experts, Term&& term) {
+  double lanes[kScoreLanes] = {};
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    lanes[expert % kScoreLanes] += term(expert);
+  }
+  for (int distance = kScoreLanes / 2; distance > 0; distance /= 2) {
+    for (int lane = 0; lane < distance; ++lane) {
+      lanes[lane] += lanes[lane + distance];
+    }
+  }
+  return lanes[0];
 }
 
 float Largest(const float* values, int64_t count) {
@@ -32,12 +34,12 @@ float Largest(const float* values, int64_t count) {
 /// Softmax of the logits. A row with a NaN or +inf, or of nothing but -inf, has no softmax: all scores are 0.
 void Softmax(int64_t num_experts, TokenScratch& scratch) {
   const float largest = Largest(scratch.logit, num_experts);
-  double sum = 0.0;  // of fp32 terms; fp32 would lose two digits over hundreds of experts
   for (int64_t expert = 0; expert < num_experts; ++expert) {
-    scratch.score[expert] = std::exp(scratch.logit[expert] - largest);
-    sum += scratch.score[expert];
+    scratch.score[expert] = ScoreExp(scratch.logit[expert] - largest);
   }
-  const auto divisor = static_cast<float>(sum);
+  // In fp64: fp32 would lose two digits over hundreds of experts.
+  const auto divisor = static_cast<float>(
+      AddInLanes(num_experts, [&](int64_t expert) { return static_cast<double>(scratch.score[expert]); }));
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     scratch.score[expert] = ZeroUnlessFinite(scratch.score[expert] / divisor);
   }
@@ -103,12 +105,12 @@ void ComputeScores(Score score, int64_t num_experts, TokenScratch& scratch) {
       return;
     case Score::kSigmoid:
       for (int64_t expert = 0; expert < num_experts; ++expert) {
-        scratch.score[expert] = ZeroUnlessFinite(Sigmoid(scratch.logit[expert]));
+        scratch.score[expert] = ZeroUnlessFinite(ScoreSigmoid(scratch.logit[expert]));
       }
       return;
     case Score::kSqrtSoftplus:
       for (int64_t expert = 0; expert < num_experts; ++expert) {
-        scratch.score[expert] = ZeroUnlessFinite(SqrtSoftplus(scratch.logit[expert]));
+        scratch.score[expert] = ZeroUnlessFinite(std::sqrt(ScoreSoftplus(scratch.logit[expert])));
       }
       return;
   }
@@ -169,7 +171,7 @@ void ComputeWeights(Weighting weighting, int64_t num_experts, int64_t top_k, flo
       return;
     case Weighting::kSigmoid:
       for (int64_t slot = 0; slot < top_k; ++slot) {
-        weights[slot] = Sigmoid(scratch.score[ids[slot]]);
+        weights[slot] = ScoreSigmoid(scratch.score[ids[slot]]);
       }
       return;
     case Weighting::kSoftmax:
@@ -182,16 +184,15 @@ void ComputeWeights(Weighting weighting, int64_t num_experts, int64_t top_k, flo
         return;
       }
       for (int64_t slot = 0; slot < top_k; ++slot) {
-        weights[slot] = std::exp(scratch.logit[ids[slot]] - largest);
+        weights[slot] = ScoreExp(scratch.logit[ids[slot]] - largest);
       }
       if (weighting == Weighting::kSoftmax) {
         Renormalize(top_k, epsilon, weights);
         return;
       }
-      double sum = 0.0;
-      for (int64_t expert = 0; expert < num_experts; ++expert) {
-        sum += std::exp(scratch.logit[expert] - largest);
-      }
+      const double sum = AddInLanes(num_experts, [&](int64_t expert) {
+        return static_cast<double>(ScoreExp(scratch.logit[expert] - largest));
+      });
       for (int64_t slot = 0; slot < top_k; ++slot) {
         weights[slot] = weights[slot] / static_cast<float>(sum);
       }
@@ -215,14 +216,13 @@ void SelectSparseMixer(int64_t num_experts, int64_t top_k, float jitter, TokenSc
     ids[slot] = static_cast<int32_t>(best);
     weights[slot] = 0.0F;
     if (largest > kMinusInfinity) {
-      double sum = 0.0;
-      for (int64_t expert = 0; expert < num_experts; ++expert) {
+      const double sum = AddInLanes(num_experts, [&](int64_t expert) {
         const float x = scratch.choice[expert];
         const float magnitude = std::fabs(x) > largest ? std::fabs(x) : largest;
         // 0/0, where the maximum and x are 0, is no distance: written so that it keeps the expert.
         const bool far = (largest - x) / magnitude > 2.0F * jitter;
-        sum += far || std::isnan(x) || x == kMinusInfinity ? 0.0 : static_cast<double>(std::exp(x - largest));
-      }
+        return far || std::isnan(x) || x == kMinusInfinity ? 0.0 : static_cast<double>(ScoreExp(x - largest));
+      });
       weights[slot] = static_cast<float>(1.0 / sum);
     }
     // NaN marks the taken; -inf logits stay selectable when nothing else is left.

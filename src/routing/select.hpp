@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "routing/methods.hpp"
+#include "routing/score_math.hpp"
 
 namespace fusedmoe {
 
@@ -13,12 +14,6 @@ struct TokenScratch {
   float choice[kMaxRoutedExperts];  ///< what decides: biased, -inf outside of the groups kept
   float chosen[kMaxRoutedExperts];  ///< choices of the selected, in descending order
 };
-
-/// The order of everything here: larger values first, equal values by lower index. -0 equals 0; no NaN gets
-/// here.
-inline bool Before(float value, int64_t index, float other, int64_t other_index) {
-  return value > other || (value == other && index < other_index);
-}
 
 /// `scratch.score` from `scratch.logit`. NaN and infinite scores become 0, except that a logit of -inf keeps
 /// its meaning "never" where logits are the scores.

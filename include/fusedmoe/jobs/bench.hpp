@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <fusedmoe/executor.hpp>
+#include <fusedmoe/machine.hpp>
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/problems.hpp>
 #include <fusedmoe/status.hpp>
@@ -29,6 +30,7 @@ struct BenchOptions {
   std::vector<int64_t> tokens = {1, 4, 16, 64, 256, 1024};
   std::vector<std::string> isas;   ///< forced one after another; empty: the plan's choice
   std::vector<std::string> modes;  ///< the same
+  std::string device = "cpu";      ///< "cpu" or "cuda"
   std::string backend;             ///< empty: the oracle's choice
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   BenchRouting routing = BenchRouting::kUniform;
@@ -99,6 +101,7 @@ struct BenchRefusal {
 
 struct BenchReport {
   int num_threads = 1;
+  CardState card;  ///< after the last row; all -1 on the CPU
   BenchCeilings ceilings;
   std::vector<BenchRow> rows;
   std::vector<BenchRefusal> refusals;
@@ -106,8 +109,9 @@ struct BenchReport {
 
 /// Draws weights for each problem and scheme, checks each result against the reference on at most 16 tokens,
 /// and times calls of the layer's kernel (prepare, experts, finalize; no router, no shared experts) on cold
-/// weights. That some combination cannot run is part of the report; errors: kUsage for unknown names and
-/// sizes that do not go together, kSystem when memory runs out.
+/// weights. On a card calls are timed as one CUDA graph that rotates over layers and routings, and the
+/// ceilings are the card's. That some combination cannot run is part of the report; errors: kUsage for
+/// unknown names and sizes that do not go together, kSystem when memory runs out.
 Result<BenchReport> RunBench(const BenchOptions& options);
 
 /// The rows under the ceilings of the report: operations a second over operations per byte of weights, as an

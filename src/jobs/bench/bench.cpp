@@ -9,6 +9,7 @@
 #include "jobs/bench/layer_rotation.hpp"
 #include "jobs/bench/measure.hpp"
 #include "jobs/bench/routings.hpp"
+#include "platform/cuda/card.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -108,6 +109,7 @@ class SchemeRun {
       options_.progress(fmt::format("{} {}, {} tokens", row.problem, row.scheme, row.tokens));
     }
     LayerOptions layer_options;
+    layer_options.device = options_.device;
     layer_options.backend = options_.backend;
     layer_options.isa = isa;
     layer_options.mode = mode;
@@ -137,7 +139,12 @@ Result<BenchReport> RunBench(const BenchOptions& options) {
   for (const std::string& scheme : options.schemes) {
     FMOE_RETURN_IF_ERROR(ParseScheme(scheme).status());
   }
-  FMOE_ASSIGN_OR_RETURN(CeilingSampler ceilings, CeilingSampler::Create(options.executor));
+  const bool on_card = options.device != "cpu";
+  if (on_card) {
+    FMOE_RETURN_IF_ERROR(cuda::CheckCard(HostMachine()));
+  }
+  FMOE_ASSIGN_OR_RETURN(CeilingSampler ceilings,
+                        on_card ? CeilingSampler::CreateForCard() : CeilingSampler::Create(options.executor));
   BenchReport report;
   report.num_threads = options.executor.num_threads;
   for (const Problem& problem : options.problems) {
@@ -148,6 +155,9 @@ Result<BenchReport> RunBench(const BenchOptions& options) {
     }
   }
   report.ceilings = ceilings.ceilings();
+  if (on_card) {
+    report.card = ReadCardState();
+  }
   return report;
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "platform/cuda/probe.hpp"
+
 namespace fusedmoe::bench {
 
 std::vector<double> Samples::Sorted() const {
@@ -33,11 +35,28 @@ Result<CeilingSampler> CeilingSampler::Create(const Executor& executor) {
   return sampler;
 }
 
+Result<CeilingSampler> CeilingSampler::CreateForCard() {
+  CeilingSampler sampler;
+  Samples reads, products;
+  FMOE_RETURN_IF_ERROR(sampler.SampleCard(&reads, &products));
+  return sampler;
+}
+
+Status CeilingSampler::SampleCard(Samples* reads, Samples* products) {
+  FMOE_ASSIGN_OR_RETURN(const double read, cuda::MeasureReadBandwidth());
+  FMOE_ASSIGN_OR_RETURN(const double product, cuda::MeasureBf16Peak());
+  reads_.Add(read, true);
+  products_.Add(product, true);
+  reads->Add(read, true);
+  products->Add(product, true);
+  return Status::Ok();
+}
+
 void CeilingSampler::Read(Samples* row) {
   // The window moves on through a buffer of several last-level caches, so that it is always cold.
   constexpr int64_t kWindow = int64_t{32} << 20;
   const int64_t before = TimesPreempted();
-  const double rate = probe_.Sample(executor_, kWindow);
+  const double rate = probe_->Sample(executor_, kWindow);
   const bool quiet = TimesPreempted() == before;
   reads_.Add(rate, quiet);
   if (row != nullptr) {
@@ -58,6 +77,10 @@ void CeilingSampler::Peak(ComputeUnit unit, Samples* row) {
 BenchCeilings CeilingSampler::ceilings() const {
   BenchCeilings ceilings;
   ceilings.read = reads_.Median();
+  if (!probe_) {
+    ceilings.peaks.push_back({std::string(kCardUnit), "bf16_gflops", products_.Median()});
+    return ceilings;
+  }
   for (const ComputeUnitInfo& info : ComputeUnits()) {
     const double rate = peaks_[static_cast<size_t>(info.unit)].Median();
     if (rate > 0) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 #include <fusedmoe/executor.hpp>
@@ -10,6 +12,9 @@
 #include "platform/ceilings.hpp"
 
 namespace fusedmoe::bench {
+
+/// The unit of the card's kernels, as plans and rows name it.
+inline constexpr std::string_view kCardUnit = "tensor_bf16";
 
 /// Values of repeated measurements. Those during which the system gave a core to somebody else count only
 /// when there are no more than a few others.
@@ -34,6 +39,12 @@ class CeilingSampler {
  public:
   static Result<CeilingSampler> Create(const Executor& executor);
 
+  /// The same of the card: all its kernels run on the tensor cores, so that there is one unit.
+  static Result<CeilingSampler> CreateForCard();
+
+  /// Samples both ceilings of the card, remembered here and added to those of a row.
+  Status SampleCard(Samples* reads, Samples* products);
+
   /// One sample of a few milliseconds, remembered here and added to those of a row.
   void Read(Samples* row = nullptr);
   void Peak(ComputeUnit unit, Samples* row = nullptr);
@@ -41,12 +52,14 @@ class CeilingSampler {
   BenchCeilings ceilings() const;
 
  private:
+  CeilingSampler() = default;
   explicit CeilingSampler(ReadProbe probe, const Executor& executor)
       : probe_(std::move(probe)), executor_(executor) {}
-  ReadProbe probe_;
+  std::optional<ReadProbe> probe_;  // none for a card
   Executor executor_;
   Samples reads_;
   std::vector<Samples> peaks_;  // by unit
+  Samples products_;            // of a card
 };
 
 }  // namespace fusedmoe::bench

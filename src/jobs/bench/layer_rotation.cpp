@@ -12,6 +12,7 @@
 #include "moe/cost.hpp"
 #include "oracle/host_table.hpp"
 #include "oracle/select.hpp"
+#include "platform/cuda/card.hpp"
 #include "platform/topology.hpp"
 
 namespace fusedmoe::bench {
@@ -28,8 +29,19 @@ int64_t StoredBytes(const CanonicalExpert& expert) {
   return bytes;
 }
 
+bool OnCard(const BenchOptions& options) {
+  return options.device != "cpu" && HostMachine().cuda.has_value();
+}
+
 int64_t MostBytes(const BenchOptions& options) {
-  return options.max_bytes > 0 ? options.max_bytes : HostMachine().memory_bytes / 4;
+  if (options.max_bytes > 0) {
+    return options.max_bytes;
+  }
+  return OnCard(options) ? HostMachine().cuda->memory_bytes / 2 : HostMachine().memory_bytes / 4;
+}
+
+int64_t LastCacheBytes(const BenchOptions& options) {
+  return OnCard(options) ? HostMachine().cuda->l2_bytes : HostTopology().l3_total_bytes;
 }
 
 }  // namespace
@@ -40,7 +52,7 @@ int64_t LayerRotation::LayersWanted() const {
   }
   // Between two calls of a layer at least twice the last-level cache is read, and all layers together hold
   // more than eight times as much: what a random routing finds again by chance is below an eighth of that.
-  const int64_t cache = std::max<int64_t>(HostTopology().l3_total_bytes, int64_t{1} << 20);
+  const int64_t cache = std::max<int64_t>(LastCacheBytes(options_), int64_t{1} << 20);
   const int64_t fewest = *std::min_element(options_.tokens.begin(), options_.tokens.end());
   const auto call =
       static_cast<int64_t>(ExpectedExperts(config_, fewest) * static_cast<double>(expert_bytes_));
@@ -100,7 +112,8 @@ Status LayerRotation::Build() {
     plan_->workspace_bytes = workspace_bytes = book.total_bytes();
   }
   if (workspace_.bytes() < workspace_bytes) {
-    FMOE_ASSIGN_OR_RETURN(workspace_, Workspace::Allocate(workspace_bytes));
+    FMOE_ASSIGN_OR_RETURN(workspace_, backend_->device == "cpu" ? Workspace::Allocate(workspace_bytes)
+                                                                : cuda::AllocateWorkspace(workspace_bytes));
   }
   return Status::Ok();
 }
@@ -110,7 +123,7 @@ double LayerRotation::prepared_expert_bytes() const {
 }
 
 bool LayerRotation::cold() const {
-  return num_layers() * config_.num_experts * expert_bytes_ > 8 * HostTopology().l3_total_bytes;
+  return num_layers() * config_.num_experts * expert_bytes_ > 8 * LastCacheBytes(options_);
 }
 
 }  // namespace fusedmoe::bench

@@ -34,6 +34,7 @@ class LayerRotation {
   /// Bytes of one expert: codes and scales as stored, and in the layout of the backend.
   int64_t expert_bytes() const { return expert_bytes_; }
   double prepared_expert_bytes() const;
+  bool on_device() const { return workspace_.on_device(); }
   /// More than eight last-level caches are in rotation.
   bool cold() const;
 

@@ -9,6 +9,8 @@
 #include <fusedmoe/jobs/verify.hpp>
 
 #include "numerics/rows.hpp"
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/graph.hpp"
 
 namespace fusedmoe::bench {
 namespace {
@@ -74,12 +76,91 @@ Status Measurement::DrawInputs() {
 
 Status Measurement::Forward(const LayerRotation& rotation, int64_t layer, int64_t num_tokens,
                             TensorView hidden, const Routing& routing) {
+  if (rotation.on_device()) {
+    // Only results are wanted here: everything goes there and back.
+    FMOE_RETURN_IF_ERROR(MoveToCard({routing}));
+    FMOE_RETURN_IF_ERROR(
+        cuda::CopyToDevice(card_hidden_.get(), hidden.data(), num_tokens * hidden.row_bytes(), nullptr));
+    FMOE_RETURN_IF_ERROR(ForwardOnCard(rotation, layer, num_tokens, 0, nullptr));
+    return cuda::CopyToHost(output_.mutable_view().data(), card_output_.get(),
+                            num_tokens * output_.view().row_bytes(), nullptr);
+  }
   KernelInput input;
   input.hidden = hidden.Rows(0, num_tokens);
   input.topk_ids = routing.ids.data();
   input.topk_weights = routing.weights.data();
   return rotation.kernel(layer).Forward(input, output_.mutable_view().Rows(0, num_tokens),
                                         rotation.workspace(), options_.executor);
+}
+
+Status Measurement::MoveToCard(const std::vector<Routing>& routings) {
+  if (card_hidden_ == nullptr) {
+    FMOE_ASSIGN_OR_RETURN(card_hidden_,
+                          cuda::AllocateOnDevice(hidden_.view().total_bytes(), "hidden states"));
+    FMOE_ASSIGN_OR_RETURN(card_output_, cuda::AllocateOnDevice(output_.view().total_bytes(), "outputs"));
+  }
+  FMOE_RETURN_IF_ERROR(
+      cuda::CopyToDevice(card_hidden_.get(), hidden_.view().data(), hidden_.view().total_bytes(), nullptr));
+  card_ids_.clear();
+  card_weights_.clear();
+  for (const Routing& routing : routings) {
+    const auto bytes = static_cast<int64_t>(routing.ids.size() * sizeof(int32_t));
+    FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> ids, cuda::AllocateOnDevice(bytes, "a routing"));
+    FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> weights, cuda::AllocateOnDevice(bytes, "a routing"));
+    FMOE_RETURN_IF_ERROR(cuda::CopyToDevice(ids.get(), routing.ids.data(), bytes, nullptr));
+    FMOE_RETURN_IF_ERROR(cuda::CopyToDevice(weights.get(), routing.weights.data(), bytes, nullptr));
+    card_ids_.push_back(std::move(ids));
+    card_weights_.push_back(std::move(weights));
+  }
+  return cuda::Synchronize(nullptr);
+}
+
+Status Measurement::ForwardOnCard(const LayerRotation& rotation, int64_t layer, int64_t num_tokens,
+                                  int64_t routing, void* stream) {
+  const auto at = static_cast<size_t>(routing);
+  KernelInput input;
+  input.hidden = TensorView(card_hidden_.get(), hidden_.dtype(), {num_tokens, config_.hidden});
+  input.topk_ids = reinterpret_cast<const int32_t*>(card_ids_[at].get());
+  input.topk_weights = reinterpret_cast<const float*>(card_weights_[at].get());
+  Executor executor = options_.executor;
+  executor.stream = stream;
+  return rotation.kernel(layer).Forward(
+      input, MutableTensorView(card_output_.get(), output_.dtype(), {num_tokens, config_.hidden}),
+      rotation.workspace(), executor);
+}
+
+Status Measurement::TimeOnCard(const LayerRotation& rotation, const std::vector<Routing>& routings,
+                               BenchRow& row) {
+  constexpr int64_t kFewestReplays = 5;
+  FMOE_RETURN_IF_ERROR(MoveToCard(routings));
+  // One graph goes over all layers and all routings: no call finds its weights in the cache.
+  const auto count = static_cast<int64_t>(routings.size());
+  const int64_t calls = std::max(count, rotation.num_layers());
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<cuda::Graph> graph, cuda::Graph::Capture([&](void* stream) {
+                          for (int64_t call = 0; call < calls; ++call) {
+                            FMOE_RETURN_IF_ERROR(ForwardOnCard(rotation, call % rotation.num_layers(),
+                                                               row.tokens, call % count, stream));
+                          }
+                          return Status::Ok();
+                        }));
+  FMOE_RETURN_IF_ERROR(graph->Run().status());
+  Samples samples, reads, products;
+  FMOE_RETURN_IF_ERROR(ceilings_.SampleCard(&reads, &products));
+  double spent = 0;
+  while (spent < options_.seconds_per_row || samples.num_quiet() < kFewestReplays) {
+    FMOE_ASSIGN_OR_RETURN(const double seconds, graph->Run());
+    spent += seconds;
+    samples.Add(seconds / static_cast<double>(calls), true);
+  }
+  FMOE_RETURN_IF_ERROR(ceilings_.SampleCard(&reads, &products));
+  const std::vector<double> counted = samples.Sorted();
+  row.seconds = {counted.front(), samples.Median(), counted.back()};
+  row.samples = static_cast<int64_t>(counted.size());
+  const double reading = row.bytes / reads.Median(), computing = row.flops / products.Median();
+  row.bound = reading >= computing ? "read" : std::string(kCardUnit);
+  row.ceiling = reading >= computing ? reads.Median() : products.Median();
+  row.share_of_bound = std::max(reading, computing) / row.seconds.median;
+  return Status::Ok();
 }
 
 Status Measurement::Check(const LayerRotation& rotation, const Routing& routing, BenchRow& row) {
@@ -192,7 +273,10 @@ Status Measurement::Run(const LayerRotation& rotation, BenchRow& row) {
   row.num_layers = rotation.num_layers();
   row.cold = rotation.cold();
   FMOE_RETURN_IF_ERROR(Check(rotation, routings.front(), row));
-  return row.ok ? Time(rotation, routings, row) : Status::Ok();
+  if (!row.ok) {
+    return Status::Ok();
+  }
+  return rotation.on_device() ? TimeOnCard(rotation, routings, row) : Time(rotation, routings, row);
 }
 
 }  // namespace fusedmoe::bench

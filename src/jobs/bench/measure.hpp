@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include <fusedmoe/jobs/bench.hpp>
@@ -31,6 +32,10 @@ class Measurement {
   Status DrawInputs();
   Status Check(const LayerRotation& rotation, const Routing& routing, BenchRow& row);
   Status Time(const LayerRotation& rotation, const std::vector<Routing>& routings, BenchRow& row);
+  Status TimeOnCard(const LayerRotation& rotation, const std::vector<Routing>& routings, BenchRow& row);
+  Status MoveToCard(const std::vector<Routing>& routings);
+  Status ForwardOnCard(const LayerRotation& rotation, int64_t layer, int64_t num_tokens, int64_t routing,
+                       void* stream);
   Status Forward(const LayerRotation& rotation, int64_t layer, int64_t num_tokens, TensorView hidden,
                  const Routing& routing);
 
@@ -40,6 +45,8 @@ class Measurement {
   CeilingSampler& ceilings_;
   Tensor hidden_, output_;
   std::map<ActivationMode, ReferenceRows> references_;
+  std::shared_ptr<std::byte> card_hidden_, card_output_;
+  std::vector<std::shared_ptr<std::byte>> card_ids_, card_weights_;  // by routing
 };
 
 }  // namespace fusedmoe::bench

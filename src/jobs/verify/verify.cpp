@@ -73,7 +73,7 @@ struct Runner {
     inputs.topk_weights = weights;
     MoeLayer::Outputs outputs;
     outputs.output = output.mutable_view();
-    FMOE_RETURN_IF_ERROR(layer->Forward(inputs, outputs, workspace, executor));
+    FMOE_RETURN_IF_ERROR(layer->ForwardFromHost(inputs, outputs, workspace, executor));
     return output;
   }
 };
@@ -90,7 +90,7 @@ Result<Routed> Route(const Runner& runner, const MoeLayer::Inputs& inputs, Tenso
   FMOE_ASSIGN_OR_RETURN(routed.weights, Tensor::Allocate(DType::kF32, {tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(*output, Tensor::Allocate(inputs.hidden.dtype(), inputs.hidden.shape()));
   MoeLayer::Outputs outputs{output->mutable_view(), routed.ids.mutable_view(), routed.weights.mutable_view()};
-  FMOE_RETURN_IF_ERROR(runner.layer->Forward(inputs, outputs, runner.workspace, runner.executor));
+  FMOE_RETURN_IF_ERROR(runner.layer->ForwardFromHost(inputs, outputs, runner.workspace, runner.executor));
   return routed;
 }
 

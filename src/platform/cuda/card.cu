@@ -173,6 +173,14 @@ Status CopyOnDevice(void* target, const void* source, int64_t bytes, void* strea
       "copying on the card");
 }
 
+Status CopyRowsOnDevice(void* target, int64_t target_stride, const void* source, int64_t source_stride,
+                        int64_t row_bytes, int64_t rows, void* stream) {
+  return ToStatus(cudaMemcpy2DAsync(target, static_cast<size_t>(target_stride), source,
+                                    static_cast<size_t>(source_stride), static_cast<size_t>(row_bytes),
+                                    static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, ToStream(stream)),
+                  "copying rows on the card");
+}
+
 Status FillZero(void* device, int64_t bytes, void* stream) {
   return ToStatus(cudaMemsetAsync(device, 0, static_cast<size_t>(bytes), ToStream(stream)),
                   "clearing memory of the card");

@@ -47,6 +47,8 @@ Status CopyRowsToHost(void* host, int64_t host_stride, const void* device, int64
                       int64_t row_bytes, int64_t rows, void* stream);
 /// In the order of the stream, without waiting.
 Status CopyOnDevice(void* target, const void* source, int64_t bytes, void* stream);
+Status CopyRowsOnDevice(void* target, int64_t target_stride, const void* source, int64_t source_stride,
+                        int64_t row_bytes, int64_t rows, void* stream);
 Status FillZero(void* device, int64_t bytes, void* stream);
 Status Synchronize(void* stream);
 

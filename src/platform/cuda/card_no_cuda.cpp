@@ -3,6 +3,7 @@
 #include <string>
 
 #include "platform/cuda/card.hpp"
+#include "platform/cuda/graph.hpp"
 #include "platform/cuda/probe.hpp"
 
 #ifndef FMOE_CUDA_MISSING
@@ -64,6 +65,12 @@ Status CopyOnDevice(void* /*target*/, const void* /*source*/, int64_t /*bytes*/,
   return NotBuilt();
 }
 
+Status CopyRowsOnDevice(void* /*target*/, int64_t /*target_stride*/, const void* /*source*/,
+                        int64_t /*source_stride*/, int64_t /*row_bytes*/, int64_t /*rows*/,
+                        void* /*stream*/) {
+  return NotBuilt();
+}
+
 Status FillZero(void* /*device*/, int64_t /*bytes*/, void* /*stream*/) {
   return NotBuilt();
 }
@@ -93,6 +100,18 @@ Status Uploader::Send(void* /*device*/, int64_t /*offset*/, int64_t /*bytes*/) {
 }
 
 Status Uploader::Finish() {
+  return NotBuilt();
+}
+
+struct Graph::Impl {};
+Graph::Graph() = default;
+Graph::~Graph() = default;
+
+Result<std::unique_ptr<Graph>> Graph::Capture(const std::function<Status(void* stream)>& /*body*/) {
+  return NotBuilt();
+}
+
+Result<double> Graph::Run() {
   return NotBuilt();
 }
 

@@ -19,4 +19,7 @@ Result<std::unique_ptr<PrepareFinalize>> MakeBatchedPrepareFinalize(const MoeCon
                                                                     const ExpertMap& expert_map,
                                                                     WorkspaceBook& book);
 
+/// The same for experts on a card that quantize for themselves.
+std::unique_ptr<PrepareFinalize> MakeBatchedOnDevice(const MoeConfig& config, WorkspaceBook& book);
+
 }  // namespace fusedmoe

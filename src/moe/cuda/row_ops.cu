@@ -1,0 +1,105 @@
+#include "moe/cuda/row_ops.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/error.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct Rows {
+  const std::byte* data;
+  int64_t stride_bytes;
+  DType dtype;
+};
+
+__device__ inline float Load(const Rows& rows, int64_t row, int64_t col) {
+  const std::byte* at = rows.data + row * rows.stride_bytes;
+  switch (rows.dtype) {
+    case DType::kBF16:
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(at)[col]);
+    case DType::kF16:
+      return __half2float(reinterpret_cast<const __half*>(at)[col]);
+    default:
+      return reinterpret_cast<const float*>(at)[col];
+  }
+}
+
+__device__ inline void Store(DType dtype, std::byte* row, int64_t col, float value) {
+  switch (dtype) {
+    case DType::kBF16:
+      reinterpret_cast<__nv_bfloat16*>(row)[col] = __float2bfloat16_rn(value);
+      return;
+    case DType::kF16:
+      reinterpret_cast<__half*>(row)[col] = __float2half_rn(value);
+      return;
+    default:
+      reinterpret_cast<float*>(row)[col] = value;
+  }
+}
+
+__global__ void AddRowsKernel(Rows first, Rows second, const float* gates, std::byte* output,
+                              int64_t output_stride, DType output_dtype, int64_t num_rows, int64_t cols) {
+  for (int64_t row = blockIdx.y; row < num_rows; row += gridDim.y) {
+    const float gate = gates == nullptr ? 1.0F : gates[row];
+    for (int64_t col = int64_t{blockIdx.x} * kThreads + threadIdx.x; col < cols;
+         col += int64_t{gridDim.x} * kThreads) {
+      const float sum = Load(first, row, col) + gate * Load(second, row, col);
+      Store(output_dtype, output + row * output_stride, col, sum);
+    }
+  }
+}
+
+__global__ void SharedGatesKernel(Rows hidden, int64_t cols, const float* gate, float* gates) {
+  __shared__ double sums[kThreads];
+  double sum = 0.0;
+  for (int64_t col = threadIdx.x; col < cols; col += kThreads) {
+    sum += static_cast<double>(Load(hidden, blockIdx.x, col)) * gate[col];
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (unsigned distance = kThreads / 2; distance > 0; distance /= 2) {
+    if (threadIdx.x < distance) {
+      sums[threadIdx.x] += sums[threadIdx.x + distance];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    gates[blockIdx.x] = static_cast<float>(1.0 / (1.0 + exp(-sums[0])));
+  }
+}
+
+Rows RowsOf(TensorView view) {
+  return {view.data(), view.stride_bytes(0), view.dtype()};
+}
+
+}  // namespace
+
+Status AddRows(TensorView first, TensorView second, const float* gates, MutableTensorView output,
+               void* stream) {
+  const int64_t rows = output.dim(0), cols = output.dim(1);
+  if (rows == 0 || cols == 0) {
+    return Status::Ok();
+  }
+  constexpr int64_t kMostRows = 65535;  // of a grid's second axis
+  const dim3 grid(static_cast<unsigned>((cols + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(rows < kMostRows ? rows : kMostRows));
+  AddRowsKernel<<<grid, kThreads, 0, ToStream(stream)>>>(RowsOf(first), RowsOf(second), gates, output.data(),
+                                                         output.stride_bytes(0), output.dtype(), rows, cols);
+  return CheckLaunch("AddRowsKernel");
+}
+
+Status SharedGates(TensorView hidden, const float* gate, float* gates, void* stream) {
+  if (hidden.dim(0) == 0) {
+    return Status::Ok();
+  }
+  SharedGatesKernel<<<static_cast<unsigned>(hidden.dim(0)), kThreads, 0, ToStream(stream)>>>(
+      RowsOf(hidden), hidden.dim(1), gate, gates);
+  return CheckLaunch("SharedGatesKernel");
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,155 @@
+#include "prepare_finalize/batched/cuda/batched_rows.hpp"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/error.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ inline float Load(const std::byte* row, DType dtype, int64_t col) {
+  switch (dtype) {
+    case DType::kBF16:
+      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[col]);
+    case DType::kF16:
+      return __half2float(reinterpret_cast<const __half*>(row)[col]);
+    default:
+      return reinterpret_cast<const float*>(row)[col];
+  }
+}
+
+__device__ inline void Store(std::byte* row, DType dtype, int64_t col, float value) {
+  switch (dtype) {
+    case DType::kBF16:
+      reinterpret_cast<__nv_bfloat16*>(row)[col] = __float2bfloat16_rn(value);
+      return;
+    case DType::kF16:
+      reinterpret_cast<__half*>(row)[col] = __float2half_rn(value);
+      return;
+    default:
+      reinterpret_cast<float*>(row)[col] = value;
+  }
+}
+
+/// A block an expert goes over all slots in order and numbers its own.
+__global__ void AssignKernel(const BatchPlaces places) {
+  __shared__ int warp_counts[kThreads / 32];
+  const int expert = static_cast<int>(blockIdx.x);
+  const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5);
+  int seen = 0;
+  for (int64_t first = 0; first < places.num_slots; first += kThreads) {
+    const int64_t slot = first + threadIdx.x;
+    const bool mine = slot < places.num_slots && places.topk_ids[slot] == expert;
+    const unsigned votes = __ballot_sync(0xffffffffU, mine);
+    if (lane == 0) {
+      warp_counts[warp] = __popc(votes);
+    }
+    __syncthreads();
+    int before = seen, all = 0;
+    for (int other = 0; other < kThreads / 32; ++other) {
+      before += other < warp ? warp_counts[other] : 0;
+      all += warp_counts[other];
+    }
+    if (mine) {
+      const int row = before + __popc(votes & ((1U << lane) - 1U));
+      places.batch_rows[slot] = row < places.max_rows ? row : -1;
+    }
+    seen += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    places.counts[expert] = seen < places.max_rows ? seen : static_cast<int>(places.max_rows);
+  }
+}
+
+struct Dispatch {
+  BatchPlaces places;
+  int64_t top_k, cols;
+  const std::byte* hidden;
+  int64_t hidden_stride;
+  DType hidden_dtype;
+  const float* weights;
+  std::byte* batches;
+  DType batch_dtype;
+  int64_t batch_row_bytes;
+};
+
+__device__ inline bool HasRow(const BatchPlaces& places, int64_t slot) {
+  const int32_t id = places.topk_ids[slot];
+  return id >= 0 && id < places.num_experts && places.batch_rows[slot] >= 0;
+}
+
+__global__ void DispatchKernel(const Dispatch call) {
+  const int64_t slot = blockIdx.x;
+  if (!HasRow(call.places, slot)) {
+    return;
+  }
+  const std::byte* source = call.hidden + slot / call.top_k * call.hidden_stride;
+  const int64_t row = call.places.topk_ids[slot] * call.places.max_rows + call.places.batch_rows[slot];
+  const float weight = call.weights == nullptr ? 1.0F : call.weights[slot];
+  for (int64_t col = threadIdx.x; col < call.cols; col += kThreads) {
+    const float value = Load(source, call.hidden_dtype, col);
+    Store(call.batches + row * call.batch_row_bytes, call.batch_dtype, col,
+          call.weights == nullptr ? value : value * weight);
+  }
+}
+
+struct Combine {
+  BatchPlaces places;
+  int64_t top_k, cols;
+  const float* expert_output;
+  const float* weights;
+  std::byte* output;
+  int64_t output_stride;
+  DType output_dtype;
+};
+
+__global__ void CombineKernel(const Combine call) {
+  const int64_t token = blockIdx.x;
+  for (int64_t col = threadIdx.x; col < call.cols; col += kThreads) {
+    float sum = 0.0F;
+    for (int64_t slot = token * call.top_k; slot < (token + 1) * call.top_k; ++slot) {
+      if (HasRow(call.places, slot)) {
+        const int64_t row = call.places.topk_ids[slot] * call.places.max_rows + call.places.batch_rows[slot];
+        const float weight = call.weights == nullptr ? 1.0F : call.weights[slot];
+        sum += weight * call.expert_output[row * call.cols + col];
+      }
+    }
+    Store(call.output + token * call.output_stride, call.output_dtype, col, sum);
+  }
+}
+
+}  // namespace
+
+Status AssignBatchRows(const BatchPlaces& places, void* stream) {
+  AssignKernel<<<static_cast<unsigned>(places.num_experts), kThreads, 0, ToStream(stream)>>>(places);
+  return CheckLaunch("AssignKernel");
+}
+
+Status DispatchRows(const BatchPlaces& places, int64_t top_k, TensorView hidden, const float* weights,
+                    MutableTensorView batches, void* stream) {
+  if (places.num_slots == 0) {
+    return Status::Ok();
+  }
+  const Dispatch call{places,         top_k,   hidden.dim(1),  hidden.data(),   hidden.stride_bytes(0),
+                      hidden.dtype(), weights, batches.data(), batches.dtype(), batches.row_bytes()};
+  DispatchKernel<<<static_cast<unsigned>(places.num_slots), kThreads, 0, ToStream(stream)>>>(call);
+  return CheckLaunch("DispatchKernel");
+}
+
+Status CombineRows(const BatchPlaces& places, int64_t top_k, TensorView expert_output, const float* weights,
+                   MutableTensorView output, void* stream) {
+  if (output.dim(0) == 0) {
+    return Status::Ok();
+  }
+  const Combine call{places,  top_k,         output.dim(1),          expert_output.as<float>(),
+                     weights, output.data(), output.stride_bytes(0), output.dtype()};
+  CombineKernel<<<static_cast<unsigned>(output.dim(0)), kThreads, 0, ToStream(stream)>>>(call);
+  return CheckLaunch("CombineKernel");
+}
+
+}  // namespace fusedmoe::cuda

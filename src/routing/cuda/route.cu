@@ -1,0 +1,573 @@
+// Routing, a warp a token. Everything that is compared is computed by score_math.hpp as the CPU computes it;
+// a warp only changes who computes what: maxima and the order of experts do not depend on that, and sums have
+// an order that a warp keeps.
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/error.hpp"
+#include "routing/cuda/device_router.hpp"
+#include "routing/cuda/router_kernels.cuh"
+#include "routing/methods.hpp"
+#include "routing/score_math.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAll = 0xffffffffU;
+
+struct RouteArguments {
+  FloatRows logits;
+  const float* bias = nullptr;
+  Score score = Score::kSoftmax;
+  Weighting weighting = Weighting::kScore;
+  bool groups_by_two = false, sparse_mixer = false, hashed = false;
+  int num_experts = 0, top_k = 0, num_groups = 1, topk_groups = 1;
+  float scaling_factor = 1, epsilon = 0, softcap = 0, jitter = 0;
+  int64_t num_tokens = 0;
+  const std::byte* token_ids = nullptr;
+  DType token_id_dtype = DType::kI32;
+  const int32_t* table = nullptr;  ///< [vocabulary, k]
+  int64_t vocabulary = 0;
+  int32_t* ids = nullptr;
+  float* weights = nullptr;
+};
+
+/// Room of a token in shared memory.
+struct TokenRoom {
+  float *logit, *score, *choice, *group, *weight;
+  int32_t* id;
+};
+
+__device__ inline double AddLanes(double value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    value += __shfl_down_sync(kAll, value, distance);
+  }
+  return __shfl_sync(kAll, value, 0);
+}
+
+/// The largest of each lane's value; NaN is passed over.
+__device__ inline float MaxLanes(float value) {
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const float other = __shfl_xor_sync(kAll, value, distance);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+__device__ inline float MinusInfinity() {
+  return FloatFromBits(0xff800000U);
+}
+
+__device__ float Largest(const float* values, int count, int lane) {
+  float largest = MinusInfinity();
+  for (int expert = lane; expert < count; expert += kWarp) {
+    largest = values[expert] > largest ? values[expert] : largest;
+  }
+  return MaxLanes(largest);
+}
+
+__device__ void ComputeScores(Score score, const RouteArguments& call, const TokenRoom& room, int lane) {
+  const int count = call.num_experts;
+  if (score == Score::kSoftmax) {
+    // A NaN anywhere makes the sum NaN and all scores 0, as it does when the maximum starts from it.
+    const float largest = Largest(room.logit, count, lane);
+    double sum = 0.0;
+    for (int expert = lane; expert < count; expert += kWarp) {
+      room.score[expert] = ScoreExp(room.logit[expert] - largest);
+      sum += room.score[expert];
+    }
+    const auto divisor = static_cast<float>(AddLanes(sum));
+    for (int expert = lane; expert < count; expert += kWarp) {
+      room.score[expert] = ZeroUnlessFinite(room.score[expert] / divisor);
+    }
+  } else {
+    for (int expert = lane; expert < count; expert += kWarp) {
+      const float x = room.logit[expert];
+      room.score[expert] = score == Score::kLogit     ? (x == MinusInfinity() ? x : ZeroUnlessFinite(x))
+                           : score == Score::kSigmoid ? ZeroUnlessFinite(ScoreSigmoid(x))
+                                                      : ZeroUnlessFinite(sqrtf(ScoreSoftplus(x)));
+    }
+  }
+  __syncwarp();
+}
+
+__device__ void MaskGroups(const RouteArguments& call, const TokenRoom& room, int lane) {
+  const int size = call.num_experts / call.num_groups;
+  for (int group = lane; group < call.num_groups; group += kWarp) {
+    float first = MinusInfinity(), second = MinusInfinity();
+    for (int index = 0; index < size; ++index) {
+      const float value = room.choice[group * size + index];
+      if (value > first) {
+        second = first;
+        first = value;
+      } else if (value > second) {
+        second = value;
+      }
+    }
+    room.group[group] = call.groups_by_two && size > 1 ? first + second : first;
+  }
+  __syncwarp();
+  for (int group = lane; group < call.num_groups; group += kWarp) {
+    int better = 0;
+    for (int other = 0; other < call.num_groups && better < call.topk_groups; ++other) {
+      better += Before(room.group[other], other, room.group[group], group) ? 1 : 0;
+    }
+    for (int expert = group * size; better >= call.topk_groups && expert < (group + 1) * size; ++expert) {
+      room.choice[expert] = MinusInfinity();
+    }
+  }
+  __syncwarp();
+}
+
+__device__ void ComputeChoices(const RouteArguments& call, const TokenRoom& room, int lane) {
+  for (int expert = lane; expert < call.num_experts; expert += kWarp) {
+    const float choice = room.score[expert] + (call.bias == nullptr ? 0.0F : call.bias[expert]);
+    room.choice[expert] = choice != choice ? 0.0F : choice;
+  }
+  __syncwarp();
+  if (call.topk_groups < call.num_groups) {
+    MaskGroups(call, room, lane);
+  }
+}
+
+/// The first of the experts not taken, by Before; bit i of `taken` is the lane's i-th expert.
+__device__ int BestLeft(const float* values, int count, uint64_t taken, int lane) {
+  float best = MinusInfinity();
+  int index = 0x7fffffff;
+  int step = 0;
+  for (int expert = lane; expert < count; expert += kWarp, ++step) {
+    const float value = values[expert];
+    if ((taken >> step & 1U) == 0 && Before(value, expert, best, index)) {
+      best = value;
+      index = expert;
+    }
+  }
+#pragma unroll
+  for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+    const float other = __shfl_xor_sync(kAll, best, distance);
+    const int other_index = __shfl_xor_sync(kAll, index, distance);
+    if (Before(other, other_index, best, index)) {
+      best = other;
+      index = other_index;
+    }
+  }
+  return index;
+}
+
+__device__ void SelectTopK(const RouteArguments& call, const TokenRoom& room, int lane) {
+  uint64_t taken = 0;
+  for (int slot = 0; slot < call.top_k; ++slot) {
+    const int best = BestLeft(room.choice, call.num_experts, taken, lane);
+    if (best % kWarp == lane) {
+      taken |= uint64_t{1} << (best / kWarp);
+    }
+    if (lane == 0) {
+      room.id[slot] = best;
+    }
+  }
+  __syncwarp();
+}
+
+/// By lane 0: a token has few slots, and their sum is in slot order.
+__device__ void Renormalize(const RouteArguments& call, const TokenRoom& room) {
+  double sum = 0.0;
+  for (int slot = 0; slot < call.top_k; ++slot) {
+    sum += room.weight[slot];
+  }
+  sum += call.epsilon;
+  const float divisor = sum > 0.0 ? static_cast<float>(sum) : 1.0F;
+  for (int slot = 0; slot < call.top_k; ++slot) {
+    room.weight[slot] = room.weight[slot] / divisor;
+  }
+}
+
+__device__ void ComputeWeights(const RouteArguments& call, const TokenRoom& room, int lane) {
+  const int count = call.num_experts;
+  const bool softmax = call.weighting == Weighting::kSoftmax || call.weighting == Weighting::kSoftmaxAll;
+  float largest = 0.0F;
+  bool exists = true;
+  double sum = 0.0;
+  if (softmax) {
+    largest = Largest(room.logit, count, lane);
+    bool finite = true;
+    for (int expert = lane; expert < count; expert += kWarp) {
+      finite = finite && room.logit[expert] < FloatFromBits(0x7f800000U);  // false for NaN, too
+    }
+    exists = __all_sync(kAll, finite) && largest > MinusInfinity();
+    if (call.weighting == Weighting::kSoftmaxAll && exists) {
+      for (int expert = lane; expert < count; expert += kWarp) {
+        sum += ScoreExp(room.logit[expert] - largest);
+      }
+      sum = AddLanes(sum);
+    }
+  }
+  for (int slot = lane; slot < call.top_k; slot += kWarp) {
+    const int id = room.id[slot];
+    float weight = 0.0F;
+    if (id < 0) {
+      weight = 0.0F;
+    } else if (softmax) {
+      weight = exists ? ScoreExp(room.logit[id] - largest) : 0.0F;
+      if (call.weighting == Weighting::kSoftmaxAll && exists) {
+        weight = weight / static_cast<float>(sum);
+      }
+    } else if (call.weighting == Weighting::kSigmoid) {
+      weight = ScoreSigmoid(room.score[id]);
+    } else {
+      weight = ZeroUnlessFinite(room.score[id]);
+    }
+    room.weight[slot] = weight;
+  }
+  __syncwarp();
+  if (lane == 0 && (call.weighting == Weighting::kSum || (call.weighting == Weighting::kSoftmax && exists))) {
+    Renormalize(call, room);
+  }
+  __syncwarp();
+}
+
+__device__ void SelectSparseMixer(const RouteArguments& call, const TokenRoom& room, int lane) {
+  uint64_t taken = 0;
+  for (int slot = 0; slot < call.top_k; ++slot) {
+    const int best = BestLeft(room.score, call.num_experts, taken, lane);
+    const float largest = room.score[best];
+    float weight = 0.0F;
+    if (largest > MinusInfinity()) {
+      double sum = 0.0;
+      int step = 0;
+      for (int expert = lane; expert < call.num_experts; expert += kWarp, ++step) {
+        const float x = room.score[expert];
+        const float magnitude = fabsf(x) > largest ? fabsf(x) : largest;
+        const bool far = (largest - x) / magnitude > 2.0F * call.jitter;
+        const bool out = far || (taken >> step & 1U) != 0 || x == MinusInfinity();
+        sum += out ? 0.0 : static_cast<double>(ScoreExp(x - largest));
+      }
+      weight = static_cast<float>(1.0 / AddLanes(sum));
+    }
+    if (best % kWarp == lane) {
+      taken |= uint64_t{1} << (best / kWarp);
+    }
+    if (lane == 0) {
+      room.id[slot] = best;
+      room.weight[slot] = weight;
+    }
+  }
+  __syncwarp();
+}
+
+__device__ void SortByWeight(const RouteArguments& call, const TokenRoom& room) {
+  for (int slot = 1; slot < call.top_k; ++slot) {
+    const int32_t id = room.id[slot];
+    const float weight = room.weight[slot];
+    int place = slot;
+    for (; place > 0 && Before(weight, id, room.weight[place - 1], room.id[place - 1]); --place) {
+      room.id[place] = room.id[place - 1];
+      room.weight[place] = room.weight[place - 1];
+    }
+    room.id[place] = id;
+    room.weight[place] = weight;
+  }
+}
+
+__host__ __device__ inline int RoomWords(int num_experts, int top_k) {
+  return 4 * num_experts + 2 * top_k;
+}
+
+__global__ void RouteKernel(const RouteArguments call) {
+  extern __shared__ float memory[];
+  const int lane = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t token = int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp;
+  if (token >= call.num_tokens) {
+    return;  // whole warps: nobody waits for it
+  }
+  float* own = memory + warp * RoomWords(call.num_experts, call.top_k);
+  const int count = call.num_experts;
+  const TokenRoom room{own,
+                       own + count,
+                       own + 2 * count,
+                       own + 3 * count,
+                       own + 4 * count,
+                       reinterpret_cast<int32_t*>(own + 4 * count + call.top_k)};
+  const std::byte* row = call.logits.data + token * call.logits.stride_bytes;
+  for (int expert = lane; expert < count; expert += kWarp) {
+    const float x = LoadFloat(row, call.logits.dtype, expert);
+    room.logit[expert] = call.softcap > 0.0F ? ScoreSoftcap(x, call.softcap) : x;
+  }
+  __syncwarp();
+  if (call.sparse_mixer) {
+    ComputeScores(Score::kLogit, call, room, lane);
+    SelectSparseMixer(call, room, lane);
+  } else {
+    ComputeScores(call.score, call, room, lane);
+    if (call.hashed) {
+      const int64_t id = LoadInteger(call.token_ids, call.token_id_dtype, token);
+      for (int slot = lane; slot < call.top_k; slot += kWarp) {
+        room.id[slot] = id >= 0 && id < call.vocabulary ? call.table[id * call.top_k + slot] : -1;
+      }
+      __syncwarp();
+    } else {
+      ComputeChoices(call, room, lane);
+      SelectTopK(call, room, lane);
+    }
+    ComputeWeights(call, room, lane);
+  }
+  if (lane == 0) {
+    for (int slot = 0; slot < call.top_k; ++slot) {
+      room.weight[slot] *= call.scaling_factor;
+    }
+    if (!call.hashed) {
+      SortByWeight(call, room);
+    }
+  }
+  __syncwarp();
+  for (int slot = lane; slot < call.top_k; slot += kWarp) {
+    call.ids[token * call.top_k + slot] = room.id[slot];
+    call.weights[token * call.top_k + slot] = room.weight[slot];
+  }
+}
+
+struct ChoiceArguments {
+  const std::byte* ids;
+  int64_t id_stride;
+  DType id_dtype;
+  FloatRows weights;
+  int64_t num_slots, top_k, num_experts;
+  int32_t* out_ids;
+  float* out_weights;
+};
+
+__global__ void TakeChoiceKernel(const ChoiceArguments call) {
+  const int64_t slot = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (slot >= call.num_slots) {
+    return;
+  }
+  const int64_t token = slot / call.top_k, position = slot % call.top_k;
+  const int64_t id = LoadInteger(call.ids + token * call.id_stride, call.id_dtype, position);
+  call.out_ids[slot] = id >= 0 && id < call.num_experts ? static_cast<int32_t>(id) : -1;
+  call.out_weights[slot] =
+      LoadFloat(call.weights.data + token * call.weights.stride_bytes, call.weights.dtype, position);
+}
+
+__global__ void SplitIdentityKernel(int64_t num_tokens, int64_t top_k, int64_t num_real_experts,
+                                    const int32_t* ids, const float* weights, int32_t* kept,
+                                    float* identity_weights) {
+  const int64_t token = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (token >= num_tokens) {
+    return;
+  }
+  float sum = 0.0F;
+  for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
+    const bool identity = ids[slot] >= num_real_experts;
+    sum += identity ? weights[slot] : 0.0F;
+    kept[slot] = identity ? -1 : ids[slot];
+  }
+  identity_weights[token] = sum;
+}
+
+constexpr int kThreads = 256;
+
+unsigned Blocks(int64_t count, int threads) {
+  return static_cast<unsigned>((count + threads - 1) / threads);
+}
+
+FloatRows RowsOf(TensorView view) {
+  return {view.data(), view.rank() == 2 ? view.stride_bytes(0) : 0, view.dtype()};
+}
+
+/// A dense copy on the card; null for an empty view.
+Result<std::shared_ptr<std::byte>> Upload(TensorView view, std::string_view what) {
+  if (view.empty()) {
+    return std::shared_ptr<std::byte>();
+  }
+  const int64_t rows = view.rank() == 2 ? view.dim(0) : 1;
+  const int64_t row_bytes = view.row_bytes();
+  FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, AllocateOnDevice(rows * row_bytes, what));
+  FMOE_RETURN_IF_ERROR(CopyRowsToDevice(memory.get(), row_bytes, view.data(),
+                                        view.rank() == 2 ? view.stride_bytes(0) : row_bytes, row_bytes, rows,
+                                        nullptr));
+  FMOE_RETURN_IF_ERROR(Synchronize(nullptr));
+  return Result<std::shared_ptr<std::byte>>(std::move(memory));
+}
+
+}  // namespace
+
+struct DeviceRouter::Impl {
+  RoutingConfig config;
+  RoutingRule rule;
+  int64_t num_logits = 0, max_tokens = 0;
+  std::shared_ptr<std::byte> weight, bias, correction_bias, table, drawn_ids, drawn_weights;
+  TensorView weight_view, bias_view;
+  int64_t vocabulary = 0;
+};
+
+DeviceRouter::DeviceRouter() = default;
+DeviceRouter::~DeviceRouter() = default;
+
+Result<std::unique_ptr<DeviceRouter>> DeviceRouter::Create(const RoutingConfig& config, int64_t num_logits,
+                                                           int64_t max_tokens, const RouterTables& tables) {
+  if (config.method != RoutingMethod::kCustom) {
+    FMOE_RETURN_IF_ERROR(ValidateRouting(config, num_logits));
+  }
+  std::unique_ptr<DeviceRouter> router(new DeviceRouter());
+  router->impl_ = std::make_unique<Impl>();
+  Impl& impl = *router->impl_;
+  impl.config = config;
+  impl.rule = RuleOf(config);
+  impl.num_logits = num_logits;
+  impl.max_tokens = max_tokens;
+  FMOE_ASSIGN_OR_RETURN(impl.weight, Upload(tables.weight, "the router"));
+  FMOE_ASSIGN_OR_RETURN(impl.bias, Upload(tables.bias, "the router's bias"));
+  const auto on_card = [](const std::shared_ptr<std::byte>& memory, TensorView host) {
+    return memory == nullptr ? TensorView() : TensorView(memory.get(), host.dtype(), host.shape());
+  };
+  impl.weight_view = on_card(impl.weight, tables.weight);
+  impl.bias_view = on_card(impl.bias, tables.bias);
+  if (!tables.correction_bias.empty()) {
+    const TensorView& bias = tables.correction_bias;
+    if (bias.count() != num_logits) {
+      return Status::Usage("the correction bias has " + std::to_string(bias.count()) + " values for " +
+                           std::to_string(num_logits) + " experts");
+    }
+    FMOE_ASSIGN_OR_RETURN(Tensor row, Tensor::Allocate(DType::kF32, {num_logits}));
+    for (int64_t expert = 0; expert < num_logits; ++expert) {
+      float value = 0.0F;
+      if (bias.dtype() == DType::kF32) {
+        value = bias.as<float>()[expert];
+      } else {
+        const uint16_t code = bias.as<uint16_t>()[expert];
+        value = bias.dtype() == DType::kF16 ? DecodeFp16(code) : DecodeBf16(code);
+      }
+      row.mutable_view().as<float>()[expert] = value;
+    }
+    FMOE_ASSIGN_OR_RETURN(impl.correction_bias, Upload(row.view(), "the correction bias"));
+  }
+  if (const TensorView& table = tables.token_id_to_experts; !table.empty()) {
+    impl.vocabulary = table.dim(0);
+    if (table.dim(1) != config.top_k) {
+      return Status::Usage("the table of hash routing has rows of " + std::to_string(table.dim(1)) +
+                           ", top_k is " + std::to_string(config.top_k));
+    }
+    FMOE_ASSIGN_OR_RETURN(Tensor dense, Tensor::Allocate(DType::kI32, {impl.vocabulary, config.top_k}));
+    auto* out = dense.mutable_view().as<int32_t>();
+    for (int64_t token = 0; token < impl.vocabulary; ++token) {
+      const std::byte* row = table.data() + token * table.stride_bytes(0);
+      for (int64_t slot = 0; slot < config.top_k; ++slot) {
+        const int64_t id = table.dtype() == DType::kI64 ? reinterpret_cast<const int64_t*>(row)[slot]
+                                                        : reinterpret_cast<const int32_t*>(row)[slot];
+        if (id < 0 || id >= num_logits) {
+          return Status::BadInput("the table of hash routing sends token id " + std::to_string(token) +
+                                  " to expert " + std::to_string(id) + " of " + std::to_string(num_logits));
+        }
+        *out++ = static_cast<int32_t>(id);
+      }
+    }
+    FMOE_ASSIGN_OR_RETURN(impl.table, Upload(dense.view(), "the table of hash routing"));
+  }
+  if (config.method == RoutingMethod::kSimulated) {
+    // Ids and weights depend on nothing but the token's place: drawn once, by the code that the CPU draws by.
+    FMOE_ASSIGN_OR_RETURN(Tensor logits, Tensor::Allocate(DType::kF32, {max_tokens, num_logits}));
+    FMOE_ASSIGN_OR_RETURN(Tensor ids, Tensor::Allocate(DType::kI32, {max_tokens, config.top_k}));
+    FMOE_ASSIGN_OR_RETURN(Tensor weights, Tensor::Allocate(DType::kF32, {max_tokens, config.top_k}));
+    RoutingInputs inputs;
+    inputs.router_logits = logits.view();
+    FMOE_RETURN_IF_ERROR(
+        Route(config, inputs, ids.mutable_view().as<int32_t>(), weights.mutable_view().as<float>()));
+    FMOE_ASSIGN_OR_RETURN(impl.drawn_ids, Upload(ids.view(), "the simulated routing"));
+    FMOE_ASSIGN_OR_RETURN(impl.drawn_weights, Upload(weights.view(), "the simulated routing"));
+  }
+  return Result<std::unique_ptr<DeviceRouter>>(std::move(router));
+}
+
+Status DeviceRouter::Logits(TensorView hidden, float* logits, void* stream) const {
+  if (impl_->weight == nullptr) {
+    return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
+  }
+  RouterProduct product;
+  product.hidden = RowsOf(hidden);
+  product.weight = RowsOf(impl_->weight_view);
+  product.bias = RowsOf(impl_->bias_view);
+  product.num_tokens = hidden.dim(0);
+  product.num_experts = impl_->weight_view.dim(0);
+  product.width = hidden.dim(1);
+  product.logits = logits;
+  return ToStatus(LaunchRouterProduct(product, ToStream(stream)), "launching the router's product");
+}
+
+Status DeviceRouter::Choose(int64_t num_tokens, TensorView router_logits, TensorView token_ids,
+                            int32_t* topk_ids, float* topk_weights, void* stream) const {
+  const RoutingConfig& config = impl_->config;
+  if (config.method == RoutingMethod::kCustom) {
+    return Status::Unsupported(
+        "routing method Custom calls back on the host; on a card give topk_ids and topk_weights");
+  }
+  if (num_tokens == 0) {
+    return Status::Ok();
+  }
+  if (config.method == RoutingMethod::kSimulated) {
+    const int64_t bytes = num_tokens * config.top_k * 4;
+    FMOE_RETURN_IF_ERROR(CopyOnDevice(topk_ids, impl_->drawn_ids.get(), bytes, stream));
+    return CopyOnDevice(topk_weights, impl_->drawn_weights.get(), bytes, stream);
+  }
+  RouteArguments call;
+  call.hashed = impl_->table != nullptr;
+  if (call.hashed && (token_ids.empty() || token_ids.rank() != 1 || token_ids.dim(0) != num_tokens)) {
+    return Status::Usage("hash routing of " + std::to_string(num_tokens) + " tokens needs as many token ids");
+  }
+  call.logits = RowsOf(router_logits);
+  call.bias = reinterpret_cast<const float*>(impl_->correction_bias.get());
+  call.score = impl_->rule.score;
+  call.weighting = impl_->rule.weighting;
+  call.groups_by_two = impl_->rule.groups_by_two || call.bias != nullptr;
+  call.sparse_mixer = config.method == RoutingMethod::kSparseMixer;
+  call.num_experts = static_cast<int>(impl_->num_logits);
+  call.top_k = static_cast<int>(config.top_k);
+  call.num_groups = static_cast<int>(config.num_groups);
+  call.topk_groups = static_cast<int>(config.topk_groups);
+  call.scaling_factor = config.scaling_factor;
+  call.epsilon = config.norm_epsilon;
+  call.softcap = config.logit_softcap;
+  call.jitter = config.jitter;
+  call.num_tokens = num_tokens;
+  call.token_ids = token_ids.data();
+  call.token_id_dtype = token_ids.dtype();
+  call.table = reinterpret_cast<const int32_t*>(impl_->table.get());
+  call.vocabulary = impl_->vocabulary;
+  call.ids = topk_ids;
+  call.weights = topk_weights;
+  const int room_bytes = RoomWords(call.num_experts, call.top_k) * 4;
+  constexpr int kSharedBytes =
+      48 << 10;  // what a launch may ask for without an attribute; 2048 experts: 48 KiB at most
+  const int warps = std::clamp(kSharedBytes / room_bytes, 1, 4);
+  RouteKernel<<<Blocks(num_tokens, warps), static_cast<unsigned>(warps * kWarp),
+                static_cast<size_t>(warps * room_bytes), ToStream(stream)>>>(call);
+  return CheckLaunch("RouteKernel");
+}
+
+Status TakeChoice(TensorView ids, TensorView weights, int64_t num_experts, int32_t* topk_ids,
+                  float* topk_weights, void* stream) {
+  const ChoiceArguments call{ids.data(), ids.stride_bytes(0), ids.dtype(), RowsOf(weights), ids.count(),
+                             ids.dim(1), num_experts,         topk_ids,    topk_weights};
+  if (call.num_slots == 0) {
+    return Status::Ok();
+  }
+  TakeChoiceKernel<<<Blocks(call.num_slots, kThreads), kThreads, 0, ToStream(stream)>>>(call);
+  return CheckLaunch("TakeChoiceKernel");
+}
+
+Status SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, const int32_t* topk_ids,
+                     const float* topk_weights, int32_t* kept, float* identity_weights, void* stream) {
+  if (num_tokens == 0) {
+    return Status::Ok();
+  }
+  SplitIdentityKernel<<<Blocks(num_tokens, kThreads), kThreads, 0, ToStream(stream)>>>(
+      num_tokens, top_k, num_real_experts, topk_ids, topk_weights, kept, identity_weights);
+  return CheckLaunch("SplitIdentityKernel");
+}
+
+}  // namespace fusedmoe::cuda
