@@ -1,0 +1,170 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/dtype.hpp>
+#include <fusedmoe/status.hpp>
+
+#include "weights/fragment.hpp"
+
+/// What the host gives to the kernels of this folder. Plain C++: no CUDA header is needed to fill these
+/// structs, to plan, or to test the plans.
+namespace fusedmoe::cuda {
+
+inline constexpr int64_t kMaxTopK = 32;
+inline constexpr int64_t kMaxExperts = 512;
+
+/// The device as plans see it.
+struct DeviceLimits {
+  int num_sms = 132;
+  int64_t shared_memory_per_block = 232448;  ///< opt-in maximum: 227 KiB on sm_90
+  bool operator==(const DeviceLimits&) const = default;
+};
+
+/// A layer as the kernels see it. Sizes are the logical ones; padding follows from the fragment layout.
+struct LayerShape {
+  int64_t hidden = 0;
+  int64_t intermediate = 0;
+  int64_t num_local_experts = 0;
+  int64_t num_experts = 0;  ///< global; length of an expert map
+  int64_t top_k = 1;
+  ActivationSpec activation;
+  FragmentFormat format = FragmentFormat::kBf16;
+  bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
+
+  bool gated() const { return activation.gated(); }
+  int64_t hidden_cols() const { return FragmentCols(format, hidden); }  ///< K of the first GEMM, stored
+  int64_t mid_cols() const { return FragmentCols(format, intermediate); }
+  int64_t mid_rows() const { return FragmentIntermediate(intermediate); }  ///< outputs of the first GEMM
+  int64_t gate_up_blocks() const { return GateUpBlocks(intermediate, gated()); }
+  int64_t down_blocks() const { return DownBlocks(hidden); }
+  int64_t down_rows() const { return down_blocks() * kFragmentRows; }
+  int64_t gate_up_expert_bytes() const { return gate_up_blocks() * FragmentBlockBytes(format, hidden); }
+  int64_t down_expert_bytes() const { return down_blocks() * FragmentBlockBytes(format, intermediate); }
+  int parts() const { return gated() ? 2 : 1; }
+  bool operator==(const LayerShape&) const = default;
+};
+
+/// One GEMM's weights on the device. `parts` of the first GEMM: gate then up (ungated: up alone); of the
+/// second: one.
+struct DeviceProjection {
+  const uint8_t* blocks = nullptr;  ///< [E] fragment layout, expert_bytes apart
+  /// F32 [E][parts]: the tensor scale of the matrix (1 where there is none) times what the layout's codes
+  /// leave to it (FragmentFactor), times the static input scale of the expert where activations have one.
+  const float* tensor_scale = nullptr;
+  const float* row_scale = nullptr;  ///< F32 [E][parts][mid_rows or down_rows]: channel scales; null: none
+  const float* bias = nullptr;       ///< F32, same shape; null: none
+};
+
+struct DeviceWeights {
+  DeviceProjection gate_up;
+  DeviceProjection down;
+  bool half_scale_is_f16 = false;  ///< what FragmentScale::kHalf scales are; both projections alike
+};
+
+/// The token operand of a GEMM: what the tensor cores multiply. The element is BF16, or F16 for
+/// FragmentFormat::kF16 weights.
+struct TokenRows {
+  const void* values = nullptr;  ///< [rows][row_stride], K padded with zeros to hidden_cols / mid_cols
+  int64_t row_stride = 0;        ///< elements; rows start on 16 bytes
+  /// One row a route (slot = token * top_k + position) instead of one a token: where the quantization of the
+  /// input depends on the expert.
+  bool by_route = false;
+  const float* row_scale = nullptr;    ///< F32 [rows]: dynamic scale a row; null: 1
+  const float* group_scale = nullptr;  ///< F32 [rows][cols / 128]: scale a group of 128 k; null: none
+};
+
+/// One forward of the experts.
+struct ExpertsCall {
+  int64_t num_tokens = 0;  ///< M; batched: num_local_experts * rows_per_expert
+  TokenRows hidden;
+  const int32_t* topk_ids = nullptr;    ///< [M][top_k] global ids; below 0 or beyond the range: skipped
+  const float* topk_weights = nullptr;  ///< [M][top_k]
+  const int32_t* expert_map = nullptr;  ///< [num_experts] global -> local or -1; null: ids are local
+  bool router_weight_on_input = false;  ///< the input carries the weights: do not weight again
+  const int32_t* expert_num_tokens = nullptr;  ///< batched: [E_local]; rows beyond the counts are never read
+  int64_t rows_per_expert = 0;                 ///< batched
+  void* output = nullptr;             ///< [M][hidden]; batched: rows beyond the counts are left alone
+  DType output_dtype = DType::kBF16;  ///< F32, BF16 or F16
+  std::byte* scratch = nullptr;       ///< plan.scratch_bytes, 256-byte aligned
+  /// kCounterBytes: zero before the first launch that uses them, and zero again after every launch. Calls
+  /// that may overlap need counters of their own.
+  uint32_t* counters = nullptr;
+  void* stream = nullptr;  ///< cudaStream_t
+};
+
+inline constexpr int64_t kCounterBytes = (512 + 64) * 4;
+
+/// How the input of the second GEMM comes about.
+enum class MidKind : uint8_t {
+  kRounded,   ///< the activation's output, rounded to the element of the operand: W*A16
+  kQuantized  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
+};
+
+enum class ExecutionMode : uint8_t { kDecode, kPrefill };
+
+/// Which kernels run. Decode where it fits (PlanDecode) and where its rate is the better one.
+ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, const DeviceLimits& limits);
+
+/// Everything the decode kernel is launched with that is not an address. A pure function of its arguments.
+struct DecodePlan {
+  bool fits = false;
+  std::string why_not;  ///< when it does not fit: actual and required values
+
+  int token_tile = 1;     ///< MMA columns / 8: 8 or 16 tokens a list
+  int slabs = 4;          ///< slabs of a chunk (one bulk copy)
+  int slots = 2;          ///< ring slots of a warp
+  int list_tokens = 8;    ///< tokens of a list; an expert with more has several
+  int splits = 1;         ///< cuts of the second GEMM's K
+  bool by_token = false;  ///< all tokens stay in shared memory during the first GEMM
+  int grid = 0;
+  int64_t rows_bytes = 0;    ///< shared memory for token rows
+  int64_t shared_bytes = 0;  ///< all of it
+  /// Scratch, in this order, each 256-byte aligned.
+  int64_t mid_offset = 0;      ///< [routes][mid_cols] of the operand's element, or F32 (MidKind::kQuantized)
+  int64_t partial_offset = 0;  ///< F32 [routes][splits][hidden]
+  int64_t scratch_bytes = 0;
+  bool operator==(const DecodePlan&) const = default;
+};
+
+/// `num_tokens`: tokens of the call; batched: all rows of the slabs.
+DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits);
+
+/// Which GEMMs of a decode launch run: both, or one, when the intermediate is quantized between them.
+enum class DecodePhases : uint8_t { kGateUp = 1, kDown = 2, kBoth = 3 };
+
+/// Enqueues the decode kernel. No allocation, no synchronization, capturable in a graph. kGateUp leaves the
+/// intermediate as F32 [routes][mid_cols] at plan.mid_offset, row = slot (token * top_k + position; batched:
+/// the row); kDown reads `mid` (one row a slot) and ends with the output.
+Status LaunchDecode(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
+                    const DecodePlan& plan, DecodePhases phases = DecodePhases::kBoth,
+                    const TokenRows& mid = {});
+
+/// Everything the prefill kernels are launched with that is not an address. A pure function.
+struct PrefillPlan {
+  bool fits = false;
+  std::string why_not;
+  int tile_tokens = 64;    ///< 64 or 128
+  int64_t panel_rows = 0;  ///< rows of the token panels: routes, every expert padded to 8
+  int grid = 0;
+  int64_t shared_bytes = 0;  ///< of the GEMM kernels
+  /// Scratch, each 256-byte aligned.
+  int64_t offsets_offset = 0;   ///< int32 [E] first panel row
+  int64_t counts_offset = 0;    ///< int32 [E]
+  int64_t position_offset = 0;  ///< int32 [routes] panel row, -1: no local expert
+  int64_t panel_offset = 0;     ///< token panel of the first GEMM
+  int64_t mid_offset = 0;       ///< of the second
+  int64_t rows_offset = 0;      ///< BF16 or F32 [panel_rows][hidden] outputs before the reduction
+  int64_t scratch_bytes = 0;
+  bool operator==(const PrefillPlan&) const = default;
+};
+
+PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits);
+
+/// Enqueues map, gather, gate-up, down and combine.
+Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
+                     const PrefillPlan& plan);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/dtype.hpp>
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/status.hpp>
+
+#include "experts/cuda/launch.hpp"
+
+namespace fusedmoe::cuda {
+
+/// Rows of activations to the operand of a GEMM: converted, weighted, smoothed, quantized as the scheme says
+/// and kept as the exact values of their codes (e2m1, e4m3, int8 and e2m1 * e4m3 are all exact in BF16),
+/// padded with zeros. Layers whose rows are BF16 already, with hidden a multiple of the unit and no
+/// quantization, need none of this.
+struct OperandRowsCall {
+  const void* source = nullptr;  ///< [source rows][cols]
+  DType source_dtype = DType::kBF16;
+  int64_t source_row_stride = 0;  ///< elements
+  int64_t cols = 0;
+  int64_t padded_cols = 0;
+  int64_t num_rows = 0;  ///< rows of the result
+  int64_t rows_per_token =
+      1;  ///< result row r reads source row r / rows_per_token (top_k for TokenRows.by_route)
+  DType element = DType::kBF16;  ///< of the result: BF16, or F16 for F16 weights
+  ActivationFormat activation;   ///< not quantized: conversion only
+  /// Whose row it is, where scales depend on the expert: slot r's id (null: batched, expert r /
+  /// rows_per_expert).
+  const int32_t* topk_ids = nullptr;
+  const int32_t* expert_map = nullptr;
+  int64_t num_experts = 0;  ///< global
+  int64_t num_local_experts = 0;
+  const int32_t* expert_num_tokens = nullptr;  ///< batched: rows beyond the counts are not read
+  int64_t rows_per_expert = 0;
+  const float* tensor_scale = nullptr;     ///< F32 [E]: static input scale, as a decode multiplier
+  const float* pre_quant_scale = nullptr;  ///< F32 [E][cols]: multiplies the input first
+  const float* row_weight = nullptr;       ///< F32 [rows of the source]: router weight on the input
+  void* values = nullptr;                  ///< [num_rows][padded_cols]
+  float* row_scale = nullptr;              ///< F32 [num_rows]: dynamic scales, where the format has them
+  float* group_scale = nullptr;            ///< F32 [num_rows][padded_cols / 128]
+  void* stream = nullptr;
+};
+
+Status LaunchOperandRows(const OperandRowsCall& call);
+
+}  // namespace fusedmoe::cuda

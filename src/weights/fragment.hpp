@@ -1,0 +1,168 @@
+#pragma once
+
+#include <cstdint>
+
+/// The fragment layout: weights as the tensor-core kernels read them, one layout for decode and prefill.
+///
+///     expert | row block 0 | row block 1 | ...          16 fragment rows each, see GateUpSource / DownSource
+///     row block | unit 0 | unit 1 | ...                 a unit is 64 (or 128) k: whole groups of scales
+///     unit | slab 0 codes | (slab 1 codes) | scales     a slab is 64 k of 16 rows
+///
+/// A lane of a warp, lane = 4 r + q (r = 0..7, q = 0..3), owns 16 consecutive k of rows r and r + 8 in a
+/// slab. The A fragment of k-step j (0..3) of a slab is, for that lane,
+///
+///     a0 = (row r, k = 16q + 4j + 0,1)     a1 = (row r+8, same k)
+///     a2 = (row r, k = 16q + 4j + 2,3)     a3 = (row r+8, same k)
+///
+/// so K is permuted inside a slab, alike for weights and tokens: the tensor core sums over all of it. A lane
+/// then needs two scales for 32 weights, and a token is read in natural order, 16 values at a time.
+///
+///     4 bit    512 B a slab: lane's 16 bytes = words j = 0..3, word j = a0..a3 of k-step j
+///     8 bit   1024 B: piece p (k-steps 2p, 2p+1) = 32 lanes x 16 bytes, words {a0 a1}, {a2 a3} a k-step
+///     16 bit  2048 B: piece j (k-step j) = 32 lanes x 16 bytes, words a0, a1, a2, a3
+///
+/// How the codes sit in a word is the business of fragment_codes.hpp; scales stand as FragmentScale says.
+/// Rows and columns that the matrix lacks decode to zero.
+namespace fusedmoe {
+
+inline constexpr int kFragmentRows = 16;
+inline constexpr int kFragmentSlab = 64;
+
+/// What stands behind the codes of a unit.
+enum class FragmentScale : uint8_t {
+  kNone,      ///< nothing: scales of rows and of the matrix stand beside the blocks
+  kE4M3,      ///< lane's two bytes (rows r, r+8) a slab; unsigned e5m3, so that every e4m3 value is normal
+  kE8M0,      ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
+  kHalf,      ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
+  kF32Zero,   ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
+  kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of the block), padded to 16 bytes
+};
+
+enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
+
+/// Every format, once: enumerator, name, code, bits, scale, k of a group (0: none).
+#define FMOE_FRAGMENT_FORMATS(X)                             \
+  X(kNvfp4, "nvfp4", kE2M1, 4, kE4M3, 16)                    \
+  X(kMxfp4, "mxfp4", kE2M1, 4, kE8M0, 32)                    \
+  X(kInt4, "int4", kInt4, 4, kNone, 0)                       \
+  X(kInt4Half128, "int4_g128", kInt4, 4, kHalf, 128)         \
+  X(kInt4Zero128, "int4_g128_zero", kInt4, 4, kF32Zero, 128) \
+  X(kInt4Zero64, "int4_g64_zero", kInt4, 4, kF32Zero, 64)    \
+  X(kInt4Zero32, "int4_g32_zero", kInt4, 4, kF32Zero, 32)    \
+  X(kFp8, "fp8", kE4M3, 8, kNone, 0)                         \
+  X(kFp8Block, "fp8_block128", kE4M3, 8, kF32Halves, 128)    \
+  X(kMxfp8, "mxfp8", kE4M3, 8, kE8M0, 32)                    \
+  X(kInt8, "int8", kInt8, 8, kNone, 0)                       \
+  X(kInt8Zero128, "int8_g128_zero", kInt8, 8, kF32Zero, 128) \
+  X(kInt8Zero32, "int8_g32_zero", kInt8, 8, kF32Zero, 32)    \
+  X(kBf16, "bf16", kBF16, 16, kNone, 0)                      \
+  X(kF16, "f16", kF16, 16, kNone, 0)
+
+enum class FragmentFormat : uint8_t {
+#define FMOE_FRAGMENT_ENUMERATOR(id, name, code, bits, scale, group) id,
+  FMOE_FRAGMENT_FORMATS(FMOE_FRAGMENT_ENUMERATOR)
+#undef FMOE_FRAGMENT_ENUMERATOR
+};
+
+/// The sizes of a format, usable in constant expressions on host and device.
+struct FragmentTraits {
+  const char* name;
+  FragmentCode code;
+  int code_bits;
+  FragmentScale scale;
+  int group;
+
+  /// Slabs of a unit: groups are never cut.
+  constexpr int unit_slabs() const { return group > kFragmentSlab ? group / kFragmentSlab : 1; }
+  constexpr int slab_code_bytes() const { return kFragmentRows * kFragmentSlab * code_bits / 8; }
+  constexpr int scale_bytes() const {
+    const int groups = group == 0 ? 0 : unit_slabs() * kFragmentSlab / group;
+    switch (scale) {
+      case FragmentScale::kNone:
+        return 0;
+      case FragmentScale::kE4M3:
+      case FragmentScale::kE8M0:
+        return groups * kFragmentRows;
+      case FragmentScale::kHalf:
+        return groups * kFragmentRows * 2;
+      case FragmentScale::kF32Zero:
+        return groups * kFragmentRows * 4;
+      case FragmentScale::kF32Halves:
+        return 16;
+    }
+    return 0;
+  }
+  constexpr int scale_offset() const { return unit_slabs() * slab_code_bytes(); }
+  constexpr int unit_bytes() const { return scale_offset() + scale_bytes(); }
+};
+
+constexpr FragmentTraits FragmentTraitsOf(FragmentFormat format) {
+  switch (format) {
+#define FMOE_FRAGMENT_TRAITS(id, name, code, bits, scale, group) \
+  case FragmentFormat::id:                                       \
+    return {name, FragmentCode::code, bits, FragmentScale::scale, group};
+    FMOE_FRAGMENT_FORMATS(FMOE_FRAGMENT_TRAITS)
+#undef FMOE_FRAGMENT_TRAITS
+  }
+  return {};
+}
+
+/// K of a matrix as stored: whole units (64 or 128).
+constexpr int64_t FragmentCols(FragmentFormat format, int64_t cols) {
+  const int64_t unit = int64_t{FragmentTraitsOf(format).unit_slabs()} * kFragmentSlab;
+  return (cols + unit - 1) / unit * unit;
+}
+
+/// Bytes of one row block (16 rows, all of K) of `cols` columns.
+constexpr int64_t FragmentBlockBytes(FragmentFormat format, int64_t cols) {
+  const FragmentTraits traits = FragmentTraitsOf(format);
+  return FragmentCols(format, cols) / (kFragmentSlab * traits.unit_slabs()) * traits.unit_bytes();
+}
+
+/// Outputs of the first GEMM as stored: whole slabs of the second GEMM's K (its own unit may be 128: the
+/// columns above are then padding of the second operand only).
+constexpr int64_t FragmentIntermediate(int64_t intermediate) {
+  return (intermediate + kFragmentSlab - 1) / kFragmentSlab * kFragmentSlab;
+}
+
+/// Row blocks of the first GEMM (gate and up, or up alone) and of the second.
+constexpr int64_t GateUpBlocks(int64_t intermediate, bool gated) {
+  return FragmentIntermediate(intermediate) / (gated ? 8 : 16);
+}
+constexpr int64_t DownBlocks(int64_t hidden) {
+  return (hidden + kFragmentRows - 1) / kFragmentRows;
+}
+
+/// The intermediate column of fragment row r (0..7) of row block b of a gated first GEMM: gate rows are
+/// fragment rows 0..7, the up rows of the same columns 8..15, so the activation happens in registers. Eight
+/// row blocks in a row fill one slab of the second GEMM's K in the permuted order that its tensor-core
+/// operand wants (TokenPosition), so that an epilogue stores whole 16-byte pieces.
+constexpr int64_t IntermediateColumn(int64_t b, int r) {
+  return (b >> 3) * 64 + 16 * (r >> 1) + 4 * (b >> 1 & 3) + 2 * (b & 1) + (r & 1);
+}
+
+/// Where fragment row `row` (0..15) of row block `b` comes from.
+struct FragmentSource {
+  bool up = false;     ///< of the up projection (ungated layers have only that one)
+  int64_t column = 0;  ///< intermediate column, or hidden row of the second GEMM; may be beyond the matrix
+};
+
+/// First GEMM. Ungated: block b holds what the gated blocks 2b and 2b+1 would hold of one projection.
+constexpr FragmentSource GateUpSource(int64_t b, int row, bool gated) {
+  if (gated) {
+    return {row >= 8, IntermediateColumn(b, row & 7)};
+  }
+  return {true, IntermediateColumn(2 * b + (row >> 3), row & 7)};
+}
+/// Second GEMM: rows in their own order.
+constexpr FragmentSource DownSource(int64_t b, int row) {
+  return {false, b * kFragmentRows + row};
+}
+
+/// Where k (0..63) of a slab stands in a token operand in shared memory (wgmma): k-step j, lane q own
+/// k = 16q + 4j + {0..3}; 0,1 are the first and 2,3 the second pair of the core matrix.
+constexpr int TokenPosition(int k) {
+  return (k >> 2 & 3) * 16 + (k >> 1 & 1) * 8 + (k >> 4) * 2 + (k & 1);
+}
+
+}  // namespace fusedmoe

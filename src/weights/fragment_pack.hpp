@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/weights.hpp>
+
+#include "weights/fragment.hpp"
+
+namespace fusedmoe {
+
+/// How weights of a canonical format are held by the fragment layout.
+struct FragmentSpec {
+  FragmentFormat format = FragmentFormat::kBf16;
+  DType half_scale = DType::kBF16;  ///< of FragmentScale::kHalf: BF16 or F16
+  bool row_scale = false;           ///< channel scales stand beside the blocks, F32 a row
+  bool operator==(const FragmentSpec&) const = default;
+  /// "fragment(nvfp4, 576 bytes a unit of 64)"
+  std::string ToString() const;
+};
+
+/// The spec that holds such weights without loss, or why there is none. `has_zero_points`: stored ones.
+/// Integer scales are held to 15 mantissa bits where a zero point stands beside them (16-bit scales exactly).
+Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points);
+
+/// Why this matrix cannot be packed by the spec: activation order, or a slice that starts inside a group.
+Status CheckFragmentMatrix(const CanonicalMatrix& matrix, const FragmentSpec& spec);
+
+/// Bytes and factors of one expert.
+struct FragmentSizes {
+  int64_t gate_up_bytes = 0;
+  int64_t down_bytes = 0;
+  int64_t gate_up_rows = 0;  ///< of row scales and biases, a part
+  int64_t down_rows = 0;
+  int parts = 1;
+};
+FragmentSizes FragmentSizesOf(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
+
+/// Where one expert goes. Row scales and biases may be null when the layer has none; rows beyond the matrix
+/// get scale 0 and bias 0.
+struct FragmentOutput {
+  uint8_t* gate_up = nullptr;
+  uint8_t* down = nullptr;
+  float* gate_up_tensor_scale = nullptr;  ///< [parts]: tensor scale times the factor of the layout
+  float* down_tensor_scale = nullptr;     ///< [1]
+  float* gate_up_row_scale = nullptr;     ///< [parts][gate_up_rows]
+  float* down_row_scale = nullptr;        ///< [down_rows]
+  float* gate_up_bias = nullptr;
+  float* down_bias = nullptr;
+};
+
+/// Packs one expert. A pure function; scratch of a few rows. kUnsupported as CheckFragmentMatrix says.
+Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spec, const FragmentOutput& out);
+
+/// The inverse: codes and block scales (and zero points) of one expert back into matrices whose tensors are
+/// allocated and whose shapes are set. Codes of NVFP4 blocks with scale zero come back as zero.
+Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
+
+}  // namespace fusedmoe
