@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "numerics/host_device.hpp"
+
 /// The fragment layout: weights as the tensor-core kernels read them, one layout for decode and prefill.
 ///
 ///     expert | row block 0 | row block 1 | ...          16 fragment rows each, see GateUpSource / DownSource
@@ -73,9 +75,13 @@ struct FragmentTraits {
   int group;
 
   /// Slabs of a unit: groups are never cut.
-  constexpr int unit_slabs() const { return group > kFragmentSlab ? group / kFragmentSlab : 1; }
-  constexpr int slab_code_bytes() const { return kFragmentRows * kFragmentSlab * code_bits / 8; }
-  constexpr int scale_bytes() const {
+  FMOE_HOST_DEVICE constexpr int unit_slabs() const {
+    return group > kFragmentSlab ? group / kFragmentSlab : 1;
+  }
+  FMOE_HOST_DEVICE constexpr int slab_code_bytes() const {
+    return kFragmentRows * kFragmentSlab * code_bits / 8;
+  }
+  FMOE_HOST_DEVICE constexpr int scale_bytes() const {
     const int groups = group == 0 ? 0 : unit_slabs() * kFragmentSlab / group;
     switch (scale) {
       case FragmentScale::kNone:
@@ -92,11 +98,11 @@ struct FragmentTraits {
     }
     return 0;
   }
-  constexpr int scale_offset() const { return unit_slabs() * slab_code_bytes(); }
-  constexpr int unit_bytes() const { return scale_offset() + scale_bytes(); }
+  FMOE_HOST_DEVICE constexpr int scale_offset() const { return unit_slabs() * slab_code_bytes(); }
+  FMOE_HOST_DEVICE constexpr int unit_bytes() const { return scale_offset() + scale_bytes(); }
 };
 
-constexpr FragmentTraits FragmentTraitsOf(FragmentFormat format) {
+FMOE_HOST_DEVICE constexpr FragmentTraits FragmentTraitsOf(FragmentFormat format) {
   switch (format) {
 #define FMOE_FRAGMENT_TRAITS(id, name, code, bits, scale, group) \
   case FragmentFormat::id:                                       \
@@ -108,28 +114,28 @@ constexpr FragmentTraits FragmentTraitsOf(FragmentFormat format) {
 }
 
 /// K of a matrix as stored: whole units (64 or 128).
-constexpr int64_t FragmentCols(FragmentFormat format, int64_t cols) {
+FMOE_HOST_DEVICE constexpr int64_t FragmentCols(FragmentFormat format, int64_t cols) {
   const int64_t unit = int64_t{FragmentTraitsOf(format).unit_slabs()} * kFragmentSlab;
   return (cols + unit - 1) / unit * unit;
 }
 
 /// Bytes of one row block (16 rows, all of K) of `cols` columns.
-constexpr int64_t FragmentBlockBytes(FragmentFormat format, int64_t cols) {
+FMOE_HOST_DEVICE constexpr int64_t FragmentBlockBytes(FragmentFormat format, int64_t cols) {
   const FragmentTraits traits = FragmentTraitsOf(format);
   return FragmentCols(format, cols) / (kFragmentSlab * traits.unit_slabs()) * traits.unit_bytes();
 }
 
 /// Outputs of the first GEMM as stored: whole slabs of the second GEMM's K (its own unit may be 128: the
 /// columns above are then padding of the second operand only).
-constexpr int64_t FragmentIntermediate(int64_t intermediate) {
+FMOE_HOST_DEVICE constexpr int64_t FragmentIntermediate(int64_t intermediate) {
   return (intermediate + kFragmentSlab - 1) / kFragmentSlab * kFragmentSlab;
 }
 
 /// Row blocks of the first GEMM (gate and up, or up alone) and of the second.
-constexpr int64_t GateUpBlocks(int64_t intermediate, bool gated) {
+FMOE_HOST_DEVICE constexpr int64_t GateUpBlocks(int64_t intermediate, bool gated) {
   return FragmentIntermediate(intermediate) / (gated ? 8 : 16);
 }
-constexpr int64_t DownBlocks(int64_t hidden) {
+FMOE_HOST_DEVICE constexpr int64_t DownBlocks(int64_t hidden) {
   return (hidden + kFragmentRows - 1) / kFragmentRows;
 }
 
@@ -137,7 +143,7 @@ constexpr int64_t DownBlocks(int64_t hidden) {
 /// fragment rows 0..7, the up rows of the same columns 8..15, so the activation happens in registers. Eight
 /// row blocks in a row fill one slab of the second GEMM's K in the permuted order that its tensor-core
 /// operand wants (TokenPosition), so that an epilogue stores whole 16-byte pieces.
-constexpr int64_t IntermediateColumn(int64_t b, int r) {
+FMOE_HOST_DEVICE constexpr int64_t IntermediateColumn(int64_t b, int r) {
   return (b >> 3) * 64 + 16 * (r >> 1) + 4 * (b >> 1 & 3) + 2 * (b & 1) + (r & 1);
 }
 
@@ -148,20 +154,20 @@ struct FragmentSource {
 };
 
 /// First GEMM. Ungated: block b holds what the gated blocks 2b and 2b+1 would hold of one projection.
-constexpr FragmentSource GateUpSource(int64_t b, int row, bool gated) {
+FMOE_HOST_DEVICE constexpr FragmentSource GateUpSource(int64_t b, int row, bool gated) {
   if (gated) {
     return {row >= 8, IntermediateColumn(b, row & 7)};
   }
   return {true, IntermediateColumn(2 * b + (row >> 3), row & 7)};
 }
 /// Second GEMM: rows in their own order.
-constexpr FragmentSource DownSource(int64_t b, int row) {
+FMOE_HOST_DEVICE constexpr FragmentSource DownSource(int64_t b, int row) {
   return {false, b * kFragmentRows + row};
 }
 
 /// Where k (0..63) of a slab stands in a token operand in shared memory (wgmma): k-step j, lane q own
 /// k = 16q + 4j + {0..3}; 0,1 are the first and 2,3 the second pair of the core matrix.
-constexpr int TokenPosition(int k) {
+FMOE_HOST_DEVICE constexpr int TokenPosition(int k) {
   return (k >> 2 & 3) * 16 + (k >> 1 & 1) * 8 + (k >> 4) * 2 + (k & 1);
 }
 

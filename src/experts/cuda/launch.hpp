@@ -67,8 +67,11 @@ struct DeviceWeights {
 /// The token operand of a GEMM: what the tensor cores multiply. The element is BF16, or F16 for
 /// FragmentFormat::kF16 weights.
 struct TokenRows {
-  const void* values = nullptr;  ///< [rows][row_stride], K padded with zeros to hidden_cols / mid_cols
-  int64_t row_stride = 0;        ///< elements; rows start on 16 bytes
+  const void* values = nullptr;  ///< [rows][row_stride], starting on 16 bytes
+  int64_t row_stride = 0;        ///< elements; a multiple of 8
+  /// Columns that stand in memory: a multiple of 8 (the logical K rounded up, zeros there). Kernels take
+  /// zeros from here to hidden_cols / mid_cols.
+  int64_t cols = 0;
   /// One row a route (slot = token * top_k + position) instead of one a token: where the quantization of the
   /// input depends on the expert.
   bool by_route = false;
@@ -124,7 +127,7 @@ struct DecodePlan {
   int64_t shared_bytes = 0;  ///< all of it
   /// Scratch, in this order, each 256-byte aligned.
   int64_t mid_offset = 0;      ///< [routes][mid_cols] of the operand's element, or F32 (MidKind::kQuantized)
-  int64_t partial_offset = 0;  ///< F32 [routes][splits][hidden]
+  int64_t partial_offset = 0;  ///< F32 [routes][splits][down_rows]
   int64_t scratch_bytes = 0;
   bool operator==(const DecodePlan&) const = default;
 };

@@ -1,0 +1,176 @@
+#pragma once
+
+#include <cstdint>
+
+#include "experts/cuda/ptx.cuh"
+#include "weights/fragment.hpp"
+
+/// Packed codes to tensor-core fragments: one policy a format, shared by decode and prefill. Expansion is
+/// exact except where it says so.
+///
+///   e2m1   16-bit half of a word: s0 e0 e0 m0  ...  the sign and "eem" of three pairs lie under one mask at
+///          shifts 0, 3, 6; the fourth pair is in the bits left over. As BF16 that is value * 2^-126
+///          (subnormals are honored by mul.bf16x2), and the block scale carries the factor back: 11 bit
+///          operations and 4 multiplies for 8 weights.
+///            bit  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+///                 sA sD mD sB  eD   sC   eeA..   (see PairBits in weights/fragment_pack.cpp)
+///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
+///   e4m3   pair A under the mask 0x87f0, pair B in the bits left over; as BF16 value * 2^-120
+///   int8   low seven bits as 128 + b; minus 128 or 256 by the top bit: q - 128, exact
+///   16 bit as they are
+namespace fusedmoe::cuda {
+
+/// Where the scales of a group act.
+enum class ScalePlace : uint8_t {
+  kNone,         ///< there are none
+  kFragment,     ///< on the weights; exact for FP4 and MX, rounded to BF16 for integer groups of 32
+  kAccumulator,  ///< on the sums of a group, in fp32; prefill may fold 16-bit ones into the weights
+};
+
+/// The scales of rows r and r + 8 for what a lane holds of a slab.
+struct LaneScales {
+  uint32_t pair[2] = {};  ///< kFragment: BF16 twice
+  float row[2] = {};      ///< kAccumulator
+  uint32_t zero[2] = {};  ///< integers with zero points: BF16 of what is subtracted, twice
+};
+
+template <FragmentFormat kFormat>
+struct Fragments {
+  static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
+  static constexpr FragmentCode kCode = kTraits.code;
+  static constexpr FragmentScale kScale = kTraits.scale;
+  static constexpr int kPieces = kTraits.code_bits / 4;  ///< 16-byte pieces of a lane and slab
+  static constexpr int kUnitSlabs = kTraits.unit_slabs();
+  static constexpr int kUnitBytes = kTraits.unit_bytes();
+  static constexpr bool kF16 = kCode == FragmentCode::kF16;
+  static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
+  /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
+  static constexpr ScalePlace kPlace = kScale == FragmentScale::kNone  ? ScalePlace::kNone
+                                       : kTraits.group < kFragmentSlab ? ScalePlace::kFragment
+                                                                       : ScalePlace::kAccumulator;
+  static constexpr int kGroupSlabs = kPlace == ScalePlace::kAccumulator ? kTraits.group / kFragmentSlab : 0;
+
+  using Codes = uint4[kPieces];
+
+  /// `units`: the first unit of a chunk; `slab` counts from there.
+  __device__ __forceinline__ static void LoadCodes(const uint8_t* units, int slab, int lane, Codes& codes) {
+    const uint8_t* at =
+        units + slab / kUnitSlabs * kUnitBytes + slab % kUnitSlabs * kTraits.slab_code_bytes() + lane * 16;
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      codes[p] = *reinterpret_cast<const uint4*>(at + p * 512);
+    }
+  }
+
+  /// `half_is_f16`: FragmentScale::kHalf only. kFold: accumulator scales are wanted on the weights, as BF16.
+  template <bool kFold>
+  __device__ __forceinline__ static void LoadScales(const uint8_t* units, int slab, int lane,
+                                                    bool half_is_f16, LaneScales& s) {
+    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.scale_offset();
+    if constexpr (kScale == FragmentScale::kE4M3) {
+      // e5m3 to BF16 by one multiply-add: the scale times 2^118
+      const uint32_t bytes = *reinterpret_cast<const uint16_t*>(at + lane * 2);
+      s.pair[0] = (bytes & 0xffU) * 0x00100010U + 0x75807580U;
+      s.pair[1] = (bytes >> 8) * 0x00100010U + 0x75807580U;
+    } else if constexpr (kScale == FragmentScale::kE8M0) {
+      const uint32_t bytes = *reinterpret_cast<const uint16_t*>(at + (lane >> 1 & 1) * 16 + (lane >> 2) * 2);
+      s.pair[0] = (bytes & 0xffU) * 0x00800080U;
+      s.pair[1] = (bytes >> 8) * 0x00800080U;
+    } else if constexpr (kScale == FragmentScale::kHalf) {
+      const uint32_t word = *reinterpret_cast<const uint32_t*>(at + (lane >> 2) * 4);
+      float low = __uint_as_float(word << 16), high = __uint_as_float(word & 0xffff0000U);
+      if (half_is_f16) {
+        low = __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
+        high = __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
+      }
+      PutRows<kFold>(low, high, s);
+    } else if constexpr (kScale == FragmentScale::kF32Zero) {
+      const int group = kTraits.group == 32 ? lane >> 1 & 1 : 0;
+      const uint2 words = *reinterpret_cast<const uint2*>(at + (group * 8 + (lane >> 2)) * 8);
+      s.zero[0] = ZeroPair(words.x & 0xffU);
+      s.zero[1] = ZeroPair(words.y & 0xffU);
+      PutRows<kFold || kPlace == ScalePlace::kFragment>(__uint_as_float(words.x & 0xffffff00U),
+                                                        __uint_as_float(words.y & 0xffffff00U), s);
+    } else if constexpr (kScale == FragmentScale::kF32Halves) {
+      const float2 halves = *reinterpret_cast<const float2*>(at);
+      PutRows<false>(halves.x, halves.y, s);
+    }
+  }
+
+  /// The fragment of k-step j. kFold as above. Values are the weights times Factor()
+  /// (weights/fragment_pack.hpp) over the scales that do not act here.
+  template <bool kFold>
+  __device__ __forceinline__ static void Expand(const Codes& codes, int j, const LaneScales& s,
+                                                uint32_t (&a)[4]) {
+    constexpr bool kScaled = kPlace == ScalePlace::kFragment || (kFold && kPlace == ScalePlace::kAccumulator);
+    if constexpr (kCode == FragmentCode::kE2M1) {
+      const uint32_t x = Word(codes[0], j);
+      constexpr uint32_t kMask = 0x81C081C0U;
+      a[0] = MulBf16x2(x & kMask, s.pair[0]);
+      a[1] = MulBf16x2((x << 3) & kMask, s.pair[1]);
+      a[2] = MulBf16x2((x << 6) & kMask, s.pair[0]);
+      a[3] = MulBf16x2(((x << 1) & 0x80008000U) | ((x >> 3) & 0x01800180U) | ((x >> 7) & 0x00400040U),
+                       s.pair[1]);
+    } else if constexpr (kCode == FragmentCode::kInt4) {
+      const uint32_t x = Word(codes[0], j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] =
+            SubBf16x2(AndOr<0x000F000FU>(x >> (4 * i), 0x43004300U), kHasZero ? s.zero[i & 1] : 0x43084308U);
+        if constexpr (kScaled) {
+          a[i] = MulBf16x2(a[i], s.pair[i & 1]);
+        }
+      }
+    } else if constexpr (kCode == FragmentCode::kE4M3) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + h);
+        const uint32_t low = x & 0x87F087F0U;
+        const uint32_t high = AndOr<0x80008000U>(x << 1, AndOr<0x07000700U>(x >> 3, (x << 4) & 0x00F000F0U));
+        a[2 * h] = MulBf16x2(low, kScaled ? s.pair[0] : 0x7B807B80U);  // 2^120
+        a[2 * h + 1] = MulBf16x2(high, kScaled ? s.pair[1] : 0x7B807B80U);
+      }
+    } else if constexpr (kCode == FragmentCode::kInt8) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i >> 1)) >> (8 * (i & 1));
+        a[i] = SubBf16x2(AndOr<0x007F007FU>(x, 0x43004300U), AndXor<0x00800080U>(x, 0x43804380U));
+        if constexpr (kHasZero) {
+          a[i] = SubBf16x2(a[i], s.zero[i & 1]);
+        }
+        if constexpr (kScaled) {
+          a[i] = MulBf16x2(a[i], s.pair[i & 1]);
+        }
+      }
+    } else {
+      const uint4 piece = codes[j];
+      a[0] = piece.x, a[1] = piece.y, a[2] = piece.z, a[3] = piece.w;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t Word(const uint4& piece, int i) {
+    return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
+  }
+  template <bool kAsPair>
+  __device__ __forceinline__ static void PutRows(float low, float high, LaneScales& s) {
+    if constexpr (kAsPair) {
+      s.pair[0] = PackBf16x2(low, low);
+      s.pair[1] = PackBf16x2(high, high);
+    } else {
+      s.row[0] = low;
+      s.row[1] = high;
+    }
+  }
+  /// What is subtracted from the expanded code: 128 + zero of 4-bit codes, zero - 128 of 8-bit ones.
+  __device__ __forceinline__ static uint32_t ZeroPair(uint32_t zero) {
+    if constexpr (kCode == FragmentCode::kInt4) {
+      return (zero * 0x00010001U) | 0x43004300U;
+    } else {
+      const float value = static_cast<float>(static_cast<int>(zero) - 128);
+      return PackBf16x2(value, value);
+    }
+  }
+};
+
+}  // namespace fusedmoe::cuda
