@@ -58,4 +58,8 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
 /// allocated and whose shapes are set. Codes of NVFP4 blocks with scale zero come back as zero.
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
 
+/// What the kernels decode from a row block: the weight of fragment row `row`, column k, without row and
+/// tensor scales (the tensor scale of FragmentOutput carries the rest of the factor).
+float FragmentValue(const FragmentSpec& spec, const uint8_t* block, int row, int64_t k);
+
 }  // namespace fusedmoe

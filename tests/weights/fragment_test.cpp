@@ -1,0 +1,266 @@
+#include "weights/fragment.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "canonical.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/fragment_pack.hpp"
+
+namespace fusedmoe {
+namespace {
+
+struct Case {
+  std::string scheme;
+  FragmentFormat format;
+  bool zero_points = false;
+  DType scale = DType::kBF16;  ///< of integer groups
+};
+
+std::vector<Case> Cases() {
+  return {{"unquantized", FragmentFormat::kBf16},
+          {"fp8_w8a8:channel", FragmentFormat::kFp8},
+          {"fp8_w8a8:tensor", FragmentFormat::kFp8},
+          {"fp8_w8a8:block128", FragmentFormat::kFp8Block},
+          {"int8_w8a8:channel", FragmentFormat::kInt8},
+          {"int8_w8a8:block128", FragmentFormat::kInt8Zero128},
+          {"int8_w8a16:g32", FragmentFormat::kInt8Zero32},
+          {"int8_w8a16:g128", FragmentFormat::kInt8Zero128, true},
+          {"int4_w4a16:g128", FragmentFormat::kInt4Half128},
+          {"int4_w4a16:g128", FragmentFormat::kInt4Half128, false, DType::kF16},
+          {"int4_w4a16:g128", FragmentFormat::kInt4Zero128, false, DType::kF32},
+          {"int4_w4a16:g128", FragmentFormat::kInt4Zero128, true},
+          {"int4_w4a16:g64", FragmentFormat::kInt4Zero64, true},
+          {"int4_w4a16:g32", FragmentFormat::kInt4Zero32},
+          {"int4_w4a16:channel", FragmentFormat::kInt4},
+          {"int4_w4afp8:g128", FragmentFormat::kInt4Half128, false, DType::kF8E4M3},
+          {"nvfp4_w4a16", FragmentFormat::kNvfp4},
+          {"nvfp4_w4a8:g32", FragmentFormat::kNvfp4},
+          {"mxfp8_w8a8", FragmentFormat::kMxfp8},
+          {"mxfp4_w4a16", FragmentFormat::kMxfp4},
+          {"w_mxfp6_e3m2", FragmentFormat::kMxfp8},
+          {"w_mxfp6_e2m3", FragmentFormat::kMxfp8}};
+}
+
+WeightFormat FormatOf(const Case& c) {
+  WeightFormat format = ParseScheme(c.scheme)->weight;
+  if (c.scheme.starts_with("int4") && format.has_block_scale()) {
+    format.block_scale_dtype = c.scale;
+  }
+  return format;
+}
+
+struct Packed {
+  std::vector<uint8_t> gate_up, down;
+  std::vector<float> gate_up_tensor, down_tensor, gate_up_row, down_row, gate_up_bias, down_bias;
+  FragmentSizes sizes;
+  FragmentOutput view() {
+    return {gate_up.data(),     down.data(),     gate_up_tensor.data(), down_tensor.data(),
+            gate_up_row.data(), down_row.data(), gate_up_bias.data(),   down_bias.data()};
+  }
+};
+
+Packed Allocate(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated) {
+  Packed packed;
+  packed.sizes = FragmentSizesOf(spec, hidden, intermediate, gated);
+  const auto rows = static_cast<size_t>(packed.sizes.gate_up_rows * packed.sizes.parts);
+  packed.gate_up.assign(static_cast<size_t>(packed.sizes.gate_up_bytes), 0xa5);
+  packed.down.assign(static_cast<size_t>(packed.sizes.down_bytes), 0xa5);
+  packed.gate_up_tensor.resize(2);
+  packed.down_tensor.resize(1);
+  packed.gate_up_row.assign(rows, NAN);
+  packed.gate_up_bias.assign(rows, NAN);
+  packed.down_row.assign(static_cast<size_t>(packed.sizes.down_rows), NAN);
+  packed.down_bias.assign(static_cast<size_t>(packed.sizes.down_rows), NAN);
+  return packed;
+}
+
+CanonicalExpert RandomExpert(const Case& c, int64_t hidden, int64_t intermediate, bool gated,
+                             std::mt19937& generator) {
+  MatrixOptions options;
+  options.zero_points = c.zero_points;
+  CanonicalExpert expert;
+  const WeightFormat format = FormatOf(c);
+  if (gated) {
+    expert.gate = RandomMatrix(intermediate, hidden, format, generator, options);
+    expert.gate.bias = RandomFloats(DType::kF32, Shape{intermediate}, generator, -1, 1);
+  }
+  expert.up = RandomMatrix(intermediate, hidden, format, generator, options);
+  expert.up.bias = RandomFloats(DType::kF32, Shape{intermediate}, generator, -1, 1);
+  expert.down = RandomMatrix(hidden, intermediate, format, generator, options);
+  return expert;
+}
+
+/// One weight of the packed form with all its scales; 0 and true for padding that decodes to zero.
+void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const uint8_t* block, int row,
+               int64_t matrix_row, float tensor, float row_scale, float bias, const std::string& what) {
+  const int64_t padded = FragmentCols(spec.format, matrix.cols);
+  std::vector<float> expected(static_cast<size_t>(padded), 0.0F);
+  if (matrix_row < matrix.rows) {
+    DequantizeRow(matrix, matrix_row, expected.data());
+    const bool has_bias = !matrix.bias.empty();
+    ASSERT_EQ(bias, has_bias ? matrix.bias.view().as<float>()[matrix_row] : 0.0F) << what;
+  } else {
+    ASSERT_EQ(bias, 0.0F) << what;
+    row_scale = 1.0F;
+  }
+  // Scales beside zero points keep 15 mantissa bits; otherwise only the order of two products differs.
+  const float bound = FragmentTraitsOf(spec.format).scale == FragmentScale::kF32Zero ? 1.6e-5F : 2.4e-7F;
+  for (int64_t k = 0; k < padded; ++k) {
+    const float want = expected[static_cast<size_t>(k)];
+    const float value = FragmentValue(spec, block, row, k) * row_scale * tensor;
+    ASSERT_LE(std::fabs(value - want), bound * std::fabs(want))
+        << what << " row " << matrix_row << " column " << k << ": " << value << " for " << want;
+  }
+}
+
+void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) {
+  const std::string what = c.scheme + (c.zero_points ? " with zero points" : "") + (gated ? "" : " ungated") +
+                           " " + std::to_string(hidden) + "x" + std::to_string(intermediate);
+  std::mt19937 generator(17);
+  const CanonicalExpert expert = RandomExpert(c, hidden, intermediate, gated, generator);
+  const Result<FragmentSpec> spec = ChooseFragmentSpec(expert.up.format, c.zero_points);
+  ASSERT_TRUE(spec.ok()) << what << ": " << spec.status().ToString();
+  ASSERT_EQ(spec->format, c.format) << what << ": " << spec->ToString();
+  Packed packed = Allocate(*spec, hidden, intermediate, gated);
+  const Status status = PackFragmentExpert(expert, *spec, packed.view());
+  ASSERT_TRUE(status.ok()) << what << ": " << status.ToString();
+
+  const int64_t gate_up_block = FragmentBlockBytes(spec->format, hidden);
+  std::vector<int> seen(static_cast<size_t>(intermediate), 0);
+  for (int64_t b = 0; b < GateUpBlocks(intermediate, gated); ++b) {
+    for (int row = 0; row < 16; ++row) {
+      const FragmentSource source = GateUpSource(b, row, gated);
+      const size_t part = gated && source.up ? 1 : 0;
+      const auto at =
+          part * static_cast<size_t>(packed.sizes.gate_up_rows) + static_cast<size_t>(source.column);
+      if (source.column < intermediate) {
+        seen[static_cast<size_t>(source.column)] += source.up ? 1 : 16;
+      }
+      ExpectRow(source.up ? expert.up : expert.gate, *spec, packed.gate_up.data() + b * gate_up_block, row,
+                source.column, packed.gate_up_tensor[part], packed.gate_up_row[at], packed.gate_up_bias[at],
+                what + (source.up ? " up" : " gate"));
+    }
+  }
+  for (const int count : seen) {
+    ASSERT_EQ(count, gated ? 17 : 1) << what << ": every row once";
+  }
+  const int64_t down_block = FragmentBlockBytes(spec->format, intermediate);
+  for (int64_t row = 0; row < DownBlocks(hidden) * 16; ++row) {
+    ExpectRow(expert.down, *spec, packed.down.data() + row / 16 * down_block, static_cast<int>(row % 16), row,
+              packed.down_tensor[0], packed.down_row[static_cast<size_t>(row)],
+              packed.down_bias[static_cast<size_t>(row)], what + " down");
+  }
+
+  // And back: other numbers in every tensor first.
+  std::mt19937 other(99);
+  CanonicalExpert back = RandomExpert(c, hidden, intermediate, gated, other);
+  const auto copy_scalars = [](const CanonicalMatrix& from, CanonicalMatrix& to) {
+    to.tensor_scale = from.tensor_scale;
+  };
+  copy_scalars(expert.gate, back.gate);
+  copy_scalars(expert.up, back.up);
+  copy_scalars(expert.down, back.down);
+  ASSERT_TRUE(UnpackFragmentExpert(*spec, packed.view(), back).ok());
+  const auto expect_same = [&](const CanonicalMatrix& a, const CanonicalMatrix& b, const char* name) {
+    if (a.empty()) {
+      return;
+    }
+    ASSERT_EQ(std::memcmp(a.codes.view().data(), b.codes.view().data(),
+                          static_cast<size_t>(a.codes.view().total_bytes())),
+              0)
+        << what << " codes of " << name;
+    const bool rounded =
+        c.scale == DType::kF32 || FormatOf(c).block_scale_dtype == DType::kF32;  // F32 scales keep 15 bits
+    const bool held = FragmentTraitsOf(spec->format).group > 0;
+    if (held && !rounded) {
+      ASSERT_EQ(std::memcmp(a.block_scale.view().data(), b.block_scale.view().data(),
+                            static_cast<size_t>(a.block_scale.view().total_bytes())),
+                0)
+          << what << " scales of " << name;
+    }
+    if (!a.zero_point.empty()) {
+      ASSERT_EQ(std::memcmp(a.zero_point.view().data(), b.zero_point.view().data(),
+                            static_cast<size_t>(a.zero_point.view().total_bytes())),
+                0)
+          << what << " zero points of " << name;
+    }
+  };
+  expect_same(expert.gate, back.gate, "gate");
+  expect_same(expert.up, back.up, "up");
+  expect_same(expert.down, back.down, "down");
+}
+
+TEST(Fragment, EveryFormat_PackedValueIsTheDefinitionAndUnpackGivesItBack) {
+  for (const Case& c : Cases()) {
+    CheckCase(c, 256, 128, true);
+  }
+}
+
+TEST(Fragment, SizesWithTails_PaddingIsZero) {
+  for (const Case& c : Cases()) {
+    // K tails: hidden cuts a slab, intermediate a slab and its group; rows that are no multiple of 16.
+    const bool grouped =
+        FormatOf(c).has_block_scale() && FormatOf(c).block.row == 1 && FormatOf(c).block.col > 0;
+    const int64_t group = grouped ? FormatOf(c).block.col : 2;
+    CheckCase(c, 5 * group + (group < 64 ? 64 : 0), 3 * group, true);
+    CheckCase(c, 3 * group, group, false);
+  }
+}
+
+TEST(Fragment, ZeroNvfp4Scale_ClearsItsBlock) {
+  const Case c{"nvfp4_w4a16", FragmentFormat::kNvfp4};
+  std::mt19937 generator(3);
+  CanonicalExpert expert = RandomExpert(c, 64, 64, true, generator);
+  expert.down.block_scale.mutable_view().data()[5] = std::byte{0};
+  expert.down.block_scale.mutable_view().data()[6] = std::byte{1};  // the smallest subnormal
+  const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, false);
+  Packed packed = Allocate(spec, 64, 64, true);
+  ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok());
+  std::vector<float> row(64);
+  DequantizeRow(expert.down, 1, row.data());
+  for (int64_t k = 0; k < 64; ++k) {
+    const float value = FragmentValue(spec, packed.down.data(), 1, k) * packed.down_tensor[0];
+    EXPECT_FLOAT_EQ(value, row[static_cast<size_t>(k)]) << "column " << k;
+    if (k >= 16 && k < 32) {
+      EXPECT_EQ(value, 0.0F) << "column " << k;
+    }
+  }
+}
+
+TEST(Fragment, WhatItCannotHold_IsRefusedWithReason) {
+  const WeightFormat int4 = ParseScheme("int4_w4a16:g128")->weight;
+  std::mt19937 generator(5);
+  MatrixOptions options;
+  options.group_index = true;
+  const FragmentSpec spec = *ChooseFragmentSpec(int4, false);
+  EXPECT_EQ(CheckFragmentMatrix(RandomMatrix(16, 128, int4, generator, options), spec).code(),
+            StatusCode::kUnsupported);
+  options = {};
+  options.col_offset = 64;
+  const Status cut = CheckFragmentMatrix(RandomMatrix(16, 128, int4, generator, options), spec);
+  EXPECT_NE(cut.message().find("column 64"), std::string::npos) << cut.message();
+  EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF32}, false).ok());
+  EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF8E5M2}, false).ok());
+}
+
+TEST(Fragment, TokenPosition_IsAPermutationThatMatchesTheFragments) {
+  std::vector<int> seen(64, 0);
+  for (int k = 0; k < 64; ++k) {
+    ++seen[static_cast<size_t>(TokenPosition(k))];
+    // k-step j holds positions 16 j .. 16 j + 15; lane q's pairs stand at 2 q and 8 + 2 q.
+    const int j = k % 16 / 4, q = k / 16;
+    EXPECT_EQ(TokenPosition(k), 16 * j + (k % 4 < 2 ? 2 * q + k % 2 : 8 + 2 * q + k % 2)) << k;
+  }
+  for (const int count : seen) {
+    EXPECT_EQ(count, 1);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
