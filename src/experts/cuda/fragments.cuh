@@ -50,6 +50,9 @@ struct Fragments {
                                                                        : ScalePlace::kAccumulator;
   static constexpr int kGroupSlabs = kPlace == ScalePlace::kAccumulator ? kTraits.group / kFragmentSlab : 0;
 
+  /// Tokens may carry scales of groups of 128 (schemes with 128 x 128 blocks).
+  static constexpr bool kTokenGroups = kTraits.group == 128 && kTraits.code_bits == 8;
+
   using Codes = uint4[kPieces];
 
   /// `units`: the first unit of a chunk; `slab` counts from there.

@@ -32,6 +32,7 @@ struct LayerShape {
   int64_t top_k = 1;
   ActivationSpec activation;
   FragmentFormat format = FragmentFormat::kBf16;
+  bool group_scales = false;  ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
   bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
 
   bool gated() const { return activation.gated(); }

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/status.hpp>
+
+#include "experts/cuda/fast_div.hpp"
+#include "experts/cuda/launch.hpp"
+
+/// What the decode kernel gets, and the constants that its plan needs. Host code without CUDA headers.
+namespace fusedmoe::cuda {
+
+inline constexpr int kDecodeWarps = 16;
+inline constexpr int kDecodeThreads = kDecodeWarps * 32;
+/// The sort of the routes is one pass of a CTA.
+inline constexpr int kMaxRoutes = 512;
+inline constexpr int kMaxSegments = 48;   ///< of a CTA and GEMM
+inline constexpr int kSegmentLists = 16;  ///< lists whose token rows a segment stages
+inline constexpr int kSegmentRows = 256;
+
+/// One GEMM. A list is at most list_tokens routes of one expert; a block is 16 weight rows; K is cut in
+/// `splits`, a block and split in `chunks` of DecodePlan.slabs slabs, the last one shorter (or missing, in
+/// the last split).
+struct DecodePhase {
+  const uint8_t* blocks = nullptr;
+  const float* tensor_scale = nullptr;
+  const float* row_scale = nullptr;
+  const float* bias = nullptr;
+  int64_t expert_bytes = 0;
+  FastDiv blocks_per_expert, chunks, splits;
+  int block_bytes = 0;
+  int total_chunks = 0;  ///< of a block, all splits
+  int tail_slabs = 0;    ///< of the last chunk of a block
+  int split_k = 0;       ///< k that a split stages
+  int padded_rows = 0;   ///< of row_scale and bias, a part
+  // The token operand.
+  const void* rows = nullptr;
+  int row_stride = 0;                  ///< elements
+  int cols = 0;                        ///< that stand in memory
+  const float* token_scale = nullptr;  ///< [rows]
+  const float* group_scale = nullptr;  ///< [rows][group_stride]
+  int group_stride = 0;
+  int group_bytes = 0;  ///< of a staged row: 0, or a multiple of 128
+};
+
+/// Byte offsets in a CTA's shared memory: rings first (128-byte aligned), then token rows, then the map.
+struct DecodeShared {
+  int rows, partial_sums, barriers, row_source, row_pieces, segments, route_of, lists, expert_first,
+      histogram, valid, scalars, bytes;
+};
+
+struct DecodeArguments {
+  DecodePhase phase[2];
+  const int32_t* topk_ids = nullptr;
+  const float* topk_weights = nullptr;  ///< null: every route counts once
+  const int32_t* expert_map = nullptr;
+  const int32_t* expert_num_tokens = nullptr;  ///< batched, else null
+  FastDiv rows_per_expert;                     ///< batched
+  FastDiv top_k, grid;
+  FastDiv routes_per_row;  ///< of the first GEMM's token rows: top_k, or 1 (TokenRows.by_route)
+  int num_tokens = 0, num_experts = 0, num_local_experts = 0;
+  int list_tokens = 8;
+  bool by_token = false;
+  int phases = 3;
+  bool half_is_f16 = false;
+  bool gated = true;
+  bool plain_silu = true;  ///< gated, silu, no limit: what nearly every model has
+  ActivationSpec activation;
+  void* mid = nullptr;  ///< [routes][mid_stride]: BF16 or F16, or F32 where only the first GEMM runs
+  int mid_stride = 0;
+  float* partial = nullptr;  ///< F32 [routes][splits][partial_stride]
+  int partial_stride = 0;
+  void* output = nullptr;
+  int hidden = 0;
+  DType output_dtype = DType::kBF16;
+  uint32_t* counters = nullptr;
+  DecodeShared shared{};
+  int slots = 2;
+  int rows_bytes = 0;
+  long long* stamps = nullptr;  ///< profiling builds only
+};
+
+/// `routes`: upper bound. `chunk_bytes`, `token_tile`: of the kernel.
+FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_bytes, int routes, int experts,
+                                                         int chunk_bytes, int token_tile) {
+  const int padded = (routes + 31) / 32 * 32;
+  DecodeShared at{};
+  at.rows = kDecodeWarps * slots * chunk_bytes;
+  at.partial_sums = at.rows + rows_bytes;  // F32 [warp][token_tile * 4][lane]
+  at.barriers = at.partial_sums + kDecodeWarps * token_tile * 512;
+  at.row_source = at.barriers + kDecodeWarps * slots * 8;         // u32, 16-byte units
+  at.row_pieces = at.row_source + kSegmentRows * 4;               // u16, pieces that stand in memory
+  at.segments = at.row_pieces + kSegmentRows * 2;                 // int [3][2][kMaxSegments]
+  at.route_of = at.segments + 3 * 2 * kMaxSegments * 4;           // u16 [padded], sorted position -> route
+  at.lists = at.route_of + padded * 2;                            // u16 [3][padded]: expert, first, count
+  at.expert_first = at.lists + 3 * padded * 2;                    // u16 [experts], sorted position
+  at.histogram = at.expert_first + (experts + 1) / 2 * 4;         // u16 [padded / 32][experts]
+  at.valid = at.histogram + (padded / 32 * experts + 1) / 2 * 4;  // u32 [kMaxRoutes / 32]
+  at.scalars = at.valid + kMaxRoutes / 8;                         // int [8], then row_off [kSegmentLists + 1]
+  at.bytes = (at.scalars + (8 + kSegmentLists + 8) * 4 + 15) / 16 * 16;
+  return at;
+}
+
+/// Slabs of a chunk of this format: about 2 KB, so that 16 warps keep 70 to 110 KB in flight. `second`: the
+/// other kernel that exists, for K whose slabs five divides and four does not (2880 of gpt-oss: 45); 0: none.
+struct ChunkSlabs {
+  int first, second;
+};
+constexpr ChunkSlabs DecodeChunkSlabs(FragmentFormat format) {
+  switch (FragmentTraitsOf(format).code_bits) {
+    case 4:
+      return {4, FragmentTraitsOf(format).code == FragmentCode::kE2M1 ? 5 : 0};
+    case 8:
+      return {2, 0};
+    default:
+      return {2, 0};
+  }
+}
+
+#ifdef FMOE_DECODE_STAMPS
+/// Profiling builds: where the next launches leave the timeline of their CTAs, [grid][8] nanoseconds.
+extern long long* g_decode_stamps;
+#endif
+
+/// The arguments of LaunchDecode as the kernel wants them.
+DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights& weights,
+                                    const ExpertsCall& call, const DecodePlan& plan, DecodePhases phases,
+                                    const TokenRows& mid);
+
+/// Starts the kernel of that format; `token_tile` and `slabs` as planned. One instantiation a .cu file.
+template <FragmentFormat kFormat>
+Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "experts/cuda/decode_arguments.hpp"
+#include "experts/cuda/decode_sm90.cuh"
+
+namespace fusedmoe::cuda {
+
+template <FragmentFormat kFormat, int kSlabs, int kTokenTile>
+Status LaunchOneDecode(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
+  const auto kernel = &DecodeKernel<kFormat, kSlabs, kTokenTile>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(plan.shared_bytes));
+  if (error == cudaSuccess) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(plan.grid));
+    config.blockDim = dim3(kDecodeThreads);
+    config.dynamicSmemBytes = static_cast<size_t>(plan.shared_bytes);
+    config.stream = static_cast<cudaStream_t>(stream);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, arguments);
+  }
+  if (error == cudaSuccess) {
+    return Status::Ok();
+  }
+  return Status::System(std::string("launch of the decode kernel for ") + FragmentTraitsOf(kFormat).name +
+                        ": CUDA says " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
+}
+
+template <FragmentFormat kFormat>
+Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
+  constexpr ChunkSlabs kSlabs = DecodeChunkSlabs(kFormat);
+  if constexpr (kSlabs.second != 0) {
+    if (plan.slabs == kSlabs.second) {
+      return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kSlabs.second, 1>(arguments, plan, stream)
+                                  : LaunchOneDecode<kFormat, kSlabs.second, 2>(arguments, plan, stream);
+    }
+  }
+  return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kSlabs.first, 1>(arguments, plan, stream)
+                              : LaunchOneDecode<kFormat, kSlabs.first, 2>(arguments, plan, stream);
+}
+
+}  // namespace fusedmoe::cuda

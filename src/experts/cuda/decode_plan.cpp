@@ -1,0 +1,134 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "core/checked_math.hpp"
+#include "experts/cuda/decode_arguments.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int64_t kAlign = 256;
+/// Token rows may take this much without costing ring slots.
+constexpr int64_t kEasyRows = 64 << 10;
+constexpr int64_t kFewestRows = 32 << 10;
+
+/// Bytes of a token row of `cols` in shared memory: 16 mod 128, so that rows fall on different banks.
+int64_t RowStride(int64_t cols, bool group_scales) {
+  return cols * 2 + 16 + (group_scales ? RoundUp(cols / 128 * 4, 128) : 0);
+}
+
+/// Five slabs a chunk where that leaves no shorter chunk and four would.
+int ChooseSlabs(const LayerShape& shape) {
+  const ChunkSlabs choice = DecodeChunkSlabs(shape.format);
+  const int64_t hidden = shape.hidden_cols() / kFragmentSlab, mid = shape.mid_cols() / kFragmentSlab;
+  const auto divides = [&](int slabs) { return hidden % slabs == 0 && mid % slabs == 0; };
+  return choice.second != 0 && !divides(choice.first) && divides(choice.second) ? choice.second
+                                                                                : choice.first;
+}
+
+DecodePlan Refuse(std::string why) {
+  DecodePlan plan;
+  plan.why_not = std::move(why);
+  return plan;
+}
+
+}  // namespace
+
+DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits) {
+  const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
+  if (routes > kMaxRoutes) {
+    return Refuse(fmt::format("{} routes; the sort of the decode kernel holds {}", routes, kMaxRoutes));
+  }
+  if (shape.num_local_experts > kMaxExperts) {
+    return Refuse(fmt::format("{} local experts; {} at most", shape.num_local_experts, kMaxExperts));
+  }
+  const FragmentTraits traits = FragmentTraitsOf(shape.format);
+  if (shape.group_scales && (traits.group != 128 || traits.code_bits != 8)) {
+    return Refuse(fmt::format(
+        "activation scales of groups of 128 need 8-bit weights of groups of 128, not {}", traits.name));
+  }
+  DecodePlan plan;
+  plan.slabs = ChooseSlabs(shape);
+  plan.token_tile = num_tokens <= 8 ? 1 : 2;
+  plan.grid = limits.num_sms;
+  const int64_t chunk_bytes = int64_t{plan.slabs} / traits.unit_slabs() * traits.unit_bytes();
+  const auto shared = [&](int64_t slots, int64_t rows_bytes) -> int64_t {
+    return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes), static_cast<int>(routes),
+                            static_cast<int>(shape.num_local_experts), static_cast<int>(chunk_bytes),
+                            plan.token_tile)
+        .bytes;
+  };
+  const int64_t most = limits.shared_memory_per_block;
+  const int64_t most_rows = (most - shared(2, 0)) / 128 * 128;
+  // Rows of the largest list that the batch is likely to have, and one of zeros.
+  const int64_t rows = std::min<int64_t>(8 * plan.token_tile, std::max<int64_t>(num_tokens, 1)) + 1;
+  const int64_t row = RowStride(shape.hidden_cols(), shape.group_scales);
+  int64_t need = std::min(rows * row, std::max<int64_t>(most_rows, 0));
+
+  const int64_t chunks = CeilDiv(shape.mid_cols() / kFragmentSlab, plan.slabs);
+  const auto split_row = [&](int64_t splits) {
+    const int64_t cols =
+        splits == 1 ? shape.mid_cols() : CeilDiv(chunks, splits) * plan.slabs * kFragmentSlab;
+    return RowStride(cols, shape.group_scales);
+  };
+  int64_t splits = 1;
+  while (splits < chunks && (split_row(splits) * rows > std::max(need, kEasyRows) ||
+                             (splits - 1) * CeilDiv(chunks, splits) >= chunks)) {
+    ++splits;
+  }
+  if (num_tokens == 1) {  // several experts of the one token at a time
+    need = std::max(need, std::min(9 * split_row(splits), kEasyRows));
+  }
+  need = std::max({need, split_row(splits) * rows, kFewestRows});
+  need = std::min(RoundUp(need, 128), most_rows);
+  plan.rows_bytes = need;
+  plan.splits = static_cast<int>(splits);
+  plan.list_tokens =
+      static_cast<int>(std::min<int64_t>(8 * plan.token_tile, need / std::max(row, split_row(splits)) - 1));
+  if (plan.list_tokens < 1) {
+    return Refuse(
+        fmt::format("a token row of {} bytes beside the weight rings; {} bytes of shared memory are left",
+                    row, most_rows));
+  }
+  // A CTA's share of the lists, each cut at both ends, must fit its table of segments.
+  if (CeilDiv(routes * splits, plan.grid) + 2 > kMaxSegments) {
+    return Refuse(fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes, splits,
+                              plan.grid, kMaxSegments));
+  }
+  const int64_t work = routes * splits * std::max(shape.gate_up_blocks(), shape.down_blocks());
+  if (work >= (int64_t{1} << 24) || work * plan.grid >= (int64_t{1} << 31) ||
+      shape.gate_up_blocks() * CeilDiv(shape.hidden_cols() / kFragmentSlab, plan.slabs) >=
+          (int64_t{1} << 20)) {
+    return Refuse(fmt::format("{} row blocks are beyond the index range of the kernel", work));
+  }
+  const int64_t slots = (most - shared(0, need)) / (kDecodeWarps * (chunk_bytes + 8));
+  plan.slots = static_cast<int>(std::min<int64_t>(slots, num_tokens <= 8 ? 2 : 3));
+  while (plan.slots > 0 && shared(plan.slots, need) > most) {
+    --plan.slots;
+  }
+  if (plan.slots < 2) {
+    return Refuse(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
+                              shared(2, need), most));
+  }
+  plan.shared_bytes = shared(plan.slots, need);
+  plan.by_token = !shape.batched && (num_tokens + 1) * row <= need;
+
+  const int64_t mid_bytes = routes * shape.mid_cols() * (mid == MidKind::kQuantized ? 4 : 2);
+  plan.partial_offset = RoundUp(mid_bytes, kAlign);
+  plan.scratch_bytes = RoundUp(plan.partial_offset + routes * splits * shape.down_rows() * 4, kAlign);
+  plan.fits = true;
+  return plan;
+}
+
+ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, const DeviceLimits& limits) {
+  // Up to eight routes an expert the layer is bound by reading weights, which decode does once. Batched calls
+  // hold at most num_tokens rows.
+  const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
+  constexpr int64_t kRoutesPerExpert = 8;
+  const bool few = routes <= std::max<int64_t>(kRoutesPerExpert * shape.num_local_experts, 64);
+  return few && PlanDecode(shape, num_tokens, MidKind::kRounded, limits).fits ? ExecutionMode::kDecode
+                                                                              : ExecutionMode::kPrefill;
+}
+
+}  // namespace fusedmoe::cuda
