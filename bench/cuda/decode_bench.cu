@@ -459,7 +459,7 @@ const std::pair<const char*, const char*> kBenchFormats[] = {
     {"fp8", "fp8_w8a16:tensor"}, {"fp8block", "fp8_w8a16:block128"}, {"int8", "int8_w8a8:channel"},
     {"bf16", "unquantized"}};
 
-/// The routings of gpu-baselines: a linear congruential generator, so that other programs can use the same.
+/// Uniform routings of a linear congruential generator: the same in every program that times these layers.
 struct Routings {
   uint64_t state;
   std::vector<int32_t> ids;

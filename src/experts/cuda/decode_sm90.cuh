@@ -8,28 +8,27 @@
 
 /// Decode: the whole layer in one persistent launch, one CTA of 16 warps an SM, weights read once.
 ///
-///   route map      every CTA sorts the routes by expert (a counting sort, 1 us, cheaper than a launch
-///   before)
-///                  lists = up to list_tokens routes of one expert
-///   gate-up        CTA: a contiguous range of (list, row block);  warp: an even share of its chunks
-///   hand-over      one counter a list: only CTAs that share an expert wait for each other
-///   down           the same over (list, split, row block)
-///   combine        one barrier of the grid, then a sum in route order
+///   route map   every CTA sorts the routes by expert: a counting sort of 1 us is cheaper than a launch
+///   before
+///               lists = up to list_tokens routes of one expert
+///   gate-up     CTA: a contiguous range of (list, row block);  warp: an even share of its chunks
+///   hand-over   one counter a list: only CTAs that share an expert wait for each other
+///   down        the same over (list, split of K, row block)
+///   combine     one barrier of the grid, then the sum over routes
 ///
-///   warp:  ring slot 0 | chunk | slot 1 | chunk | ...        chunk = SPC slabs of a row block, one bulk copy
-///          lane 0 refills the slot just read; the ring runs over blocks, experts and from gate-up into down,
-///          so that the stream never stops: down weights arrive while the CTA waits for activations
-///   MMA    16 x 8 x 16: rows are weights, columns tokens; unused columns read a row of zeros (repeating a
-///   token
-///          instead cost 10-14 % through power: H200, dsv3 M=8 175 -> 203 us)
+///   warp:  ring  | slot 0: chunk | slot 1: chunk | ...   chunk = SPC slabs of a row block, one bulk copy
+///          Lane 0 refills the slot just read. The ring runs over blocks, experts and from gate-up into down,
+///          so the stream never stops: down weights arrive while the CTA waits for activations.
+///   MMA    16 x 8 x 16: rows are weights, columns tokens. Unused columns read a row of zeros: repeating a
+///          token instead cost 10-14 % through power (H200, dsv3 M=8: 175 -> 203 us).
 ///
 /// A row block that a warp boundary cuts is added in warp order through shared memory: results do not depend
 /// on timing. All CTAs must be resident: the grid is at most one CTA an SM.
 ///
-/// Measured choices (H200, NVFP4, prototype of this kernel): 16 warps (8: 151, 12: 129, 16: 118 us, qwen3-30b
-/// M=64); 2 ring slots up to 8 tokens (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only lengthens the
-/// queue that token rows wait in), 3 above; one slot in flight before the token rows are fetched, the rest
-/// behind them (M=1: 20.0 -> 15.6 us).
+/// Measured choices (H200, NVFP4, on the first form of this kernel): 16 warps (8: 151, 12: 129, 16: 118 us,
+/// qwen3-30b M=64); 2 ring slots up to 8 tokens (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only
+/// lengthens the queue that token rows wait in), 3 above; one slot in flight before the token rows are
+/// fetched, the rest behind them (M=1: 20.0 -> 15.6 us).
 namespace fusedmoe::cuda {
 
 template <FragmentFormat kFormat, int SPC, int NT>

@@ -1,0 +1,161 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "core/checked_math.hpp"
+#include "experts/cuda/decode_arguments.hpp"
+#include "experts/cuda/launch.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+LayerShape Shape(FragmentFormat format, int64_t hidden, int64_t intermediate, int64_t experts,
+                 int64_t top_k) {
+  LayerShape shape;
+  shape.format = format;
+  shape.hidden = hidden;
+  shape.intermediate = intermediate;
+  shape.num_local_experts = shape.num_experts = experts;
+  shape.top_k = top_k;
+  return shape;
+}
+
+const std::vector<FragmentFormat>& AllFormats() {
+  static const std::vector<FragmentFormat> kFormats = {
+#define FMOE_FORMAT(id, name, code, bits, scale, group) FragmentFormat::id,
+      FMOE_FRAGMENT_FORMATS(FMOE_FORMAT)
+#undef FMOE_FORMAT
+  };
+  return kFormats;
+}
+
+/// What the kernel relies on and does not check.
+void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& limits,
+                 const std::string& what) {
+  const DecodePlan plan = PlanDecode(shape, tokens, MidKind::kRounded, limits);
+  if (!plan.fits) {
+    EXPECT_FALSE(plan.why_not.empty()) << what;
+    return;
+  }
+  EXPECT_LE(plan.shared_bytes, limits.shared_memory_per_block) << what;
+  EXPECT_GE(plan.slots, 2) << what;
+  EXPECT_EQ(plan.grid, limits.num_sms) << what;
+  EXPECT_LE(plan.list_tokens, 8 * plan.token_tile) << what;
+  DeviceWeights weights;
+  ExpertsCall call;
+  call.num_tokens = tokens;
+  call.rows_per_expert = shape.batched ? tokens / shape.num_local_experts : 0;
+  const DecodeArguments arguments = MakeDecodeArguments(shape, weights, call, plan, DecodePhases::kBoth, {});
+  EXPECT_EQ(arguments.shared.bytes, plan.shared_bytes) << what;
+  for (int i = 0; i < 2; ++i) {
+    const DecodePhase& phase = arguments.phase[i];
+    const int64_t slabs = (i == 0 ? shape.hidden_cols() : shape.mid_cols()) / kFragmentSlab;
+    const int64_t row = int64_t{phase.split_k} * 2 + 16 + phase.group_bytes;
+    EXPECT_EQ(row % 128, 16) << what << ": rows on different banks";
+    // A list's rows and the row of zeros fit, so that every segment takes at least one list.
+    EXPECT_LE((plan.list_tokens + 1) * row, plan.rows_bytes) << what;
+    EXPECT_EQ((phase.total_chunks - 1) * plan.slabs + phase.tail_slabs, slabs) << what;
+    EXPECT_GT(phase.tail_slabs, 0) << what;
+    EXPECT_LE(phase.tail_slabs, plan.slabs) << what;
+    EXPECT_EQ(phase.tail_slabs % FragmentTraitsOf(shape.format).unit_slabs(), 0) << what << ": whole units";
+    // Every split has a chunk, all splits have all of them.
+    EXPECT_LT((phase.splits.divisor - 1) * phase.chunks.divisor, phase.total_chunks) << what;
+    EXPECT_GE(phase.splits.divisor * phase.chunks.divisor, phase.total_chunks) << what;
+    EXPECT_GE(int64_t{phase.split_k} * phase.splits.divisor, slabs * kFragmentSlab) << what;
+  }
+  if (plan.by_token) {
+    EXPECT_LE((tokens + 1) * (int64_t{arguments.phase[0].split_k} * 2 + 16), plan.rows_bytes) << what;
+  }
+}
+
+TEST(DecodePlan, AnyShape_WhatTheKernelReliesOnHolds) {
+  for (const FragmentFormat format : AllFormats()) {
+    for (const int64_t hidden : {8, 64, 130, 1000, 2048, 2880, 4096, 7168, 16384}) {
+      for (const int64_t intermediate : {1, 256, 768, 2880, 7936, 14336, 28672}) {
+        for (const int64_t tokens : {1, 2, 8, 9, 37, 64, 256}) {
+          for (const int64_t top_k : {1, 2, 8, 32}) {
+            const LayerShape shape = Shape(format, hidden, intermediate, 64, top_k);
+            const std::string what = std::string(FragmentTraitsOf(format).name) + " " +
+                                     std::to_string(hidden) + "x" + std::to_string(intermediate) + " M" +
+                                     std::to_string(tokens) + " k" + std::to_string(top_k);
+            ExpectSound(shape, tokens, {}, what);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(DecodePlan, LayersInUse_FitUpTo64Tokens) {
+  const DeviceLimits hopper;
+  for (const FragmentFormat format : AllFormats()) {
+    for (const auto& [hidden, intermediate, experts, top_k] :
+         {std::array<int64_t, 4>{2048, 768, 128, 8}, std::array<int64_t, 4>{2880, 2880, 128, 4},
+          std::array<int64_t, 4>{7168, 2048, 32, 8}, std::array<int64_t, 4>{4096, 14336, 8, 2},
+          std::array<int64_t, 4>{4096, 1536, 128, 8}, std::array<int64_t, 4>{5120, 8192, 16, 1}}) {
+      for (const int64_t tokens : {1, 8, 64}) {
+        const DecodePlan plan = PlanDecode(Shape(format, hidden, intermediate, experts, top_k), tokens,
+                                           MidKind::kRounded, hopper);
+        EXPECT_TRUE(plan.fits) << FragmentTraitsOf(format).name << " " << hidden << "x" << intermediate
+                               << " M" << tokens << ": " << plan.why_not;
+      }
+    }
+  }
+}
+
+TEST(DecodePlan, MoreRoutesThanTheSortHolds_IsRefusedWithBothNumbers) {
+  const LayerShape shape = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
+  EXPECT_TRUE(PlanDecode(shape, 64, MidKind::kRounded, {}).fits);
+  const DecodePlan plan = PlanDecode(shape, 65, MidKind::kRounded, {});
+  EXPECT_FALSE(plan.fits);
+  EXPECT_NE(plan.why_not.find("520"), std::string::npos) << plan.why_not;
+  EXPECT_NE(plan.why_not.find("512"), std::string::npos) << plan.why_not;
+  EXPECT_EQ(ChooseMode(shape, 65, {}), ExecutionMode::kPrefill);
+}
+
+TEST(DecodePlan, SmallSharedMemory_IsRefusedNotOverrun) {
+  DeviceLimits small;
+  for (const int64_t bytes : {16 << 10, 48 << 10, 100 << 10, 164 << 10}) {
+    small.shared_memory_per_block = bytes;
+    for (const FragmentFormat format : AllFormats()) {
+      ExpectSound(Shape(format, 7168, 2048, 32, 8), 8, small, std::to_string(bytes));
+    }
+  }
+}
+
+TEST(DecodePlan, Batched_NeverStagesAllRows) {
+  LayerShape shape = Shape(FragmentFormat::kFp8Block, 512, 256, 8, 1);
+  shape.batched = true;
+  shape.group_scales = true;
+  const DecodePlan plan = PlanDecode(shape, 8 * 4, MidKind::kQuantized, {});
+  ASSERT_TRUE(plan.fits) << plan.why_not;
+  EXPECT_FALSE(plan.by_token) << "rows beyond the counts may not be read";
+  ExpectSound(shape, 8 * 4, {}, "batched");
+}
+
+TEST(DecodePlan, Mode_FollowsRoutesPerExpert) {
+  const DeviceLimits hopper;
+  const LayerShape fine = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
+  const LayerShape coarse = Shape(FragmentFormat::kNvfp4, 4096, 14336, 8, 2);
+  EXPECT_EQ(ChooseMode(fine, 1, hopper), ExecutionMode::kDecode);
+  EXPECT_EQ(ChooseMode(fine, 64, hopper), ExecutionMode::kDecode);
+  EXPECT_EQ(ChooseMode(fine, 512, hopper), ExecutionMode::kPrefill);
+  EXPECT_EQ(ChooseMode(coarse, 8, hopper), ExecutionMode::kDecode);
+  EXPECT_EQ(ChooseMode(coarse, 64, hopper), ExecutionMode::kPrefill);
+}
+
+TEST(FastDiv, EveryQuotientOfTheKernelsRange_IsExact) {
+  for (const int divisor : {1, 2, 3, 5, 7, 11, 96, 132, 180, 257, 896, 1023, 4095}) {
+    const FastDiv fast = FastDiv::By(divisor);
+    for (int64_t n = 0; n < (1 << 24); n += 1 + n / 1000) {
+      for (const int64_t m : {n, n / divisor * divisor, n / divisor * divisor + divisor - 1}) {
+        ASSERT_EQ(fast.Div(static_cast<int>(m)), m / divisor) << m << " / " << divisor;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
