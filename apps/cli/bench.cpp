@@ -11,6 +11,7 @@
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "bench_ranks.hpp"
 #include "command.hpp"
 #include "describe.hpp"
 #include "options.hpp"
@@ -32,6 +33,9 @@ struct BenchFlags {
   int64_t experts = 0, layers = 0, max_bytes = 0;
   double seconds = 1;
   uint64_t seed = 1;
+  bool on_ranks = false;
+  RankFlags ranks;
+  std::string determinism = "thread_invariant";
 };
 
 std::vector<std::string> SplitList(const std::string& text) {
@@ -270,6 +274,15 @@ Status Verdict(const BenchReport& report) {
 
 Status Bench(const BenchFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(BenchOptions options, OptionsOf(flags));
+  if (flags.on_ranks) {
+    PlanFlags plan;
+    plan.determinism = flags.determinism;
+    FMOE_ASSIGN_OR_RETURN(const LayerOptions resolved, Resolve(plan));
+    return BenchOnRanks(options, flags.ranks, flags.threads, resolved.determinism, output);
+  }
+  if (flags.ranks.sizes.tp * flags.ranks.sizes.pcp * flags.ranks.sizes.dp > 1) {
+    return Status::Usage("--tp, --dp and --pcp go with --ranks, under mpirun");
+  }
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   options.executor = pool->executor();
   options.progress = [&output](std::string_view line) { output.Log(line); };
@@ -312,6 +325,12 @@ Action DefineBench(CLI::App& app) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
   app.add_option("--seconds", flags->seconds, "Timed calls of each row")->check(CLI::Range(0.0, 3600.0));
   app.add_option("--seed", flags->seed, "Of weights, inputs and routings");
+  app.add_flag(
+      "--ranks", flags->on_ranks,
+      "Under mpirun: the layer on its ranks, and the bytes each of them sends; without sizes --dp N --ep");
+  AddRanks(app, flags->ranks);
+  app.add_option("--determinism", flags->determinism,
+                 "With --ranks: rank_invariant sends every slot's row home");
   app.add_option("--plot", flags->plot, "Write the rows under the roofline as an SVG file");
   return [flags](Output& output) { return Bench(*flags, output); };
 }

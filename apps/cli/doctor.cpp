@@ -11,12 +11,16 @@
 
 #include "command.hpp"
 #include "describe.hpp"
+#include "doctor_ranks.hpp"
 #include "options.hpp"
+#include "ranks.hpp"
 
 namespace fusedmoe::cli {
 namespace {
 
 struct DoctorOptions {
+  bool ranks = false;
+  RankFlags rank_flags;
   int threads = 0;
   bool probe = true;
 };
@@ -91,6 +95,9 @@ Status DescribeCard(const Machine& machine, bool probe, Output& output, Json& do
 }
 
 Status Doctor(const DoctorOptions& options, Output& output) {
+  if (options.ranks) {
+    return ExamineRanks(options.rank_flags.deadline_seconds, output);
+  }
   const Machine& machine = HostMachine();
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(options.threads));
   const int threads = pool->executor().num_threads;
@@ -131,6 +138,12 @@ Status Doctor(const DoctorOptions& options, Output& output) {
 Action DefineDoctor(CLI::App& app) {
   auto options = std::make_shared<DoctorOptions>();
   AddThreads(app, options->threads);
+  app.add_flag(
+      "--ranks", options->ranks,
+      "Print the settings of mpirun that jobs on ranks need; under mpirun, hold its settings against them");
+  app.add_option("--deadline", options->rank_flags.deadline_seconds,
+                 "Seconds in which all ranks must have come")
+      ->check(CLI::Range(0.1, 1e6));
   app.add_flag("!--no-probe", options->probe, "Skip the bandwidth measurement (half a second, 2 GiB)");
   return [options](Output& output) { return Doctor(*options, output); };
 }

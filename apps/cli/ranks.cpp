@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <csignal>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -42,7 +45,62 @@ std::string ModulePath() {
                                                    : (command.parent_path() / name).string();
 }
 
+/// Ends this process when something takes longer than it may that offers no deadline of its own: MPI_Init and
+/// MPI_Finalize wait for ever for a rank that does not come.
+class Watchdog {
+ public:
+  Watchdog(double seconds, std::string what)
+      : thread_([this, seconds, what = std::move(what)] {
+          std::unique_lock lock(mutex_);
+          if (!done_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return over_; })) {
+            std::fprintf(stderr, "fusedmoe: %s within %g s\n", what.c_str(), seconds);
+            std::fflush(nullptr);
+            std::_Exit(static_cast<int>(StatusCode::kSystem));
+          }
+        }) {}
+  ~Watchdog() {
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+    }
+    done_.notify_all();
+    thread_.join();
+  }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable done_;
+  bool over_ = false;
+  std::thread thread_;
+};
+
+/// Joins the ranks, and leaves them when the last owner is gone, both under a watchdog.
+Result<std::shared_ptr<Communicator>> Join(const CommunicatorOptions& options) {
+  const int64_t rank = FromLauncher("OMPI_COMM_WORLD_RANK", 0);
+  std::shared_ptr<Communicator> joined;
+  {
+    const Watchdog watchdog(
+        options.deadline_seconds,
+        fmt::format("start: rank {} has waited for the other ranks to start: not all came", rank));
+    FMOE_ASSIGN_OR_RETURN(joined, MpiCommunicator(ModulePath(), options));
+  }
+  // Rank 0 may compute for long (--check) while the others have nothing left to do but to wait for it.
+  const double patience = rank == 0 ? options.deadline_seconds : std::max(600.0, options.deadline_seconds);
+  Communicator* raw = joined.get();
+  return std::shared_ptr<Communicator>(raw, [joined, rank, patience](Communicator*) mutable {
+    const Watchdog watchdog(
+        patience, fmt::format("end: rank {} has waited for the other ranks to end: not all did", rank));
+    joined.reset();
+  });
+}
+
 }  // namespace
+
+int64_t RankGroup::Started() {
+  return FromLauncher("OMPI_COMM_WORLD_SIZE", 1);
+}
 
 void AddRanks(CLI::App& app, RankFlags& flags) {
   const CLI::Range size(int64_t{1}, kMostRanks);
@@ -74,7 +132,7 @@ Result<RankGroup> RankGroup::Open(const RankFlags& flags) {
   RankGroup group;
   FMOE_RETURN_IF_ERROR(MakeParallelConfig(sizes).status());
   const int64_t wanted = sizes.tp * sizes.pcp * sizes.dp;
-  const int64_t started = FromLauncher("OMPI_COMM_WORLD_SIZE", 1);
+  const int64_t started = Started();
   if (wanted != started) {
     return Status::Usage(fmt::format("tp {} x pcp {} x dp {} are {} ranks, this job has {}", sizes.tp,
                                      sizes.pcp, sizes.dp, wanted, started))
@@ -85,7 +143,7 @@ Result<RankGroup> RankGroup::Open(const RankFlags& flags) {
     options.deadline_seconds = flags.deadline_seconds;
     options.interrupted = &terminated;
     std::signal(SIGTERM, OnTerminate);
-    FMOE_ASSIGN_OR_RETURN(group.communicator_, MpiCommunicator(ModulePath(), options));
+    FMOE_ASSIGN_OR_RETURN(group.communicator_, Join(options));
     if (group.communicator_->size() != wanted) {
       return Status::System(
           fmt::format("MPI has {} ranks, the launcher started {}", group.communicator_->size(), started));
@@ -173,7 +231,7 @@ Json RankGroup::ToJson() const {
 }
 
 void EndJob(const RankGroup* group, const Status& status, const Output& output) {
-  if (FromLauncher("OMPI_COMM_WORLD_SIZE", 1) <= 1) {
+  if (RankGroup::Started() <= 1) {
     return;
   }
   // All ranks often fail alike: the first to speak ends the job before the next one does.

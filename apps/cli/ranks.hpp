@@ -32,6 +32,8 @@ class RankGroup {
  public:
   /// Joins the ranks that mpirun has started (Open MPI). kUsage when their number is not tp x pcp x dp.
   static Result<RankGroup> Open(const RankFlags& flags);
+  /// The ranks that the launcher has started; 1 without one.
+  static int64_t Started();
 
   const ParallelConfig& parallel() const { return parallel_; }
   const std::shared_ptr<Communicator>& communicator() const { return communicator_; }

@@ -46,6 +46,8 @@ class Communicator {
   virtual int64_t sequence() const = 0;
   /// Bytes sent to other ranks so far.
   virtual int64_t bytes_sent() const = 0;
+  /// The machine that a rank runs on: equal numbers share memory.
+  virtual int64_t node_of(int64_t /*rank*/) const { return 0; }
   /// Begins an exchange; at most one is under way. All memory must stay until Wait has returned.
   virtual Status Start(const RowExchange& exchange) = 0;
   /// Completes it. kSystem names the operation and the ranks that were waited for.

@@ -1,6 +1,7 @@
 #include "layer/balance.hpp"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include <fmt/format.h>
@@ -190,6 +191,11 @@ Result<std::unique_ptr<LayerBalance>> MakeBalance(const MoeConfig& whole, const 
   shape.num_physical = whole.num_experts + options.parallel.num_redundant_experts;
   shape.num_groups = std::max<int64_t>(1, whole.routing.num_groups);
   shape.num_ranks = options.parallel.ep_size;
+  std::set<int64_t> nodes;
+  for (int64_t rank = 0; rank < shape.num_ranks; ++rank) {
+    nodes.insert(options.communicator->node_of(rank));
+  }
+  shape.num_nodes = static_cast<int64_t>(nodes.size());
   EplbState::Options times;
   times.window_steps = options.eplb.window_steps;
   times.interval_steps = options.eplb.interval_steps;

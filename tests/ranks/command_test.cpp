@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include "ranks/mpirun.hpp"
 
@@ -127,6 +128,51 @@ TEST_F(RunOnRanks, OtherCheckpointOnOneRank_EndsTheJobBeforeItRuns) {
   EXPECT_EQ(job.exit_code, 5) << job.text;
   EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
   EXPECT_FALSE(std::filesystem::exists(Output()));
+}
+
+TEST_F(RunOnRanks, RankThatNeverStarts_EndsJobAtDeadline) {
+  Sample("unquantized");
+  std::vector<std::string> arguments = {"-n", "1"};
+  for (const std::string& word : Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "2"})) {
+    arguments.push_back(word);
+  }
+  arguments.insert(arguments.end(), {":", "-n", "1", "sleep", "86.5"});
+  const Job job = Launch(arguments);
+  EXPECT_EQ(job.exit_code, 5) << job.text;
+  EXPECT_LT(job.seconds, 3 + 2 + 5) << job.text;
+  EXPECT_TRUE(job.Says({"start: rank 0 has waited", "within 2 s"})) << job.text;
+  EXPECT_EQ(ProcessesWith("86.5"), 0);
+}
+
+TEST_F(RunOnRanks, Bench_SendsLittleMoreThanTheProtocolMust) {
+  for (const char* all2all : {"allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"}) {
+    const Job job = Run(
+        2, {FMOE_CLI, "bench", "--ranks", "olmoe-1b-7b", "--experts", "16", "--scheme", "fp8_w8a8:block128",
+            "--tokens", "16", "--seconds", "0", "--dp", "2", "--ep", "--all2all", all2all, "--json"});
+    EXPECT_EQ(job.exit_code, 0) << job.text;
+    const size_t begin = job.text.find("{\n");
+    ASSERT_NE(begin, std::string::npos) << job.text;
+    const auto document = nlohmann::json::parse(job.text.substr(begin), nullptr, false);
+    ASSERT_TRUE(document.is_object()) << job.text;
+    const auto& row = document["results"][0];
+    EXPECT_EQ(row["wire"], "codes");
+    ASSERT_EQ(row["ranks"].size(), 2U);
+    for (const auto& rank : row["ranks"]) {
+      EXPECT_GT(rank["minimum_bytes"].get<double>(), 16 * 2048.0) << all2all;
+      EXPECT_GE(rank["overhead"].get<double>(), 0) << all2all;
+      EXPECT_LT(rank["overhead"].get<double>(), 0.02) << all2all;
+      EXPECT_EQ(rank["remote_bytes"].get<double>(), 0) << "one machine";
+    }
+  }
+}
+
+TEST_F(RunOnRanks, Doctor_RefusesRecoveryAndPrintsTheCommand) {
+  const Job alone = Run(1, {FMOE_CLI, "doctor", "--ranks"});
+  EXPECT_EQ(alone.exit_code, 0) << alone.text;
+  EXPECT_TRUE(alone.Says({"mpirun -n N", "--mca oob_tcp_keepalive_time 2", "--bind-to none"})) << alone.text;
+  // What mpirun itself returns cannot be relied on: that is the fault of the setting.
+  const Job job = Launch({"--mca", "orte_enable_recovery", "1", "-n", "2", FMOE_CLI, "doctor", "--ranks"});
+  EXPECT_TRUE(job.Says({"error: --enable-recovery"})) << job.text;
 }
 
 TEST_F(RunOnRanks, OtherWeightsOnOneRank_EndTheJobBeforeItRuns) {

@@ -25,6 +25,9 @@ class EngineCommunicator final : public Communicator {
   int64_t size() const override { return engine_.size; }
   int64_t sequence() const override { return sequence_; }
   int64_t bytes_sent() const override { return bytes_sent_; }
+  int64_t node_of(int64_t rank) const override {
+    return engine_.nodes == nullptr ? 0 : engine_.nodes[static_cast<size_t>(rank)];
+  }
   Status Start(const RowExchange& exchange) override;
   Status Wait() override;
   void Abort(int exit_code) override;

@@ -10,6 +10,7 @@ typedef struct {
   MPI_Comm comm;
   MPI_Request* requests; /* [2 * size] */
   int64_t* bytes;        /* expected by the receive of a slot; -1: a send */
+  int32_t* nodes;        /* [size] */
   int finalize;
 } State;
 
@@ -77,8 +78,23 @@ static void Close(void* self) {
   MPI_Comm_free(&state->comm);
   free(state->requests);
   free(state->bytes);
+  free(state->nodes);
   free(state);
   if (finalize) MPI_Finalize();
+}
+
+/* The lowest rank on the machine of each rank. */
+static int FindNodes(State* state, int rank, int size) {
+  MPI_Comm node;
+  int32_t lowest = rank;
+  state->nodes = malloc((size_t)size * sizeof(int32_t));
+  if (state->nodes == NULL) return MPI_ERR_NO_MEM;
+  int error = MPI_Comm_split_type(state->comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
+  if (error != MPI_SUCCESS) return error;
+  error = MPI_Bcast(&lowest, 1, MPI_INT32_T, 0, node);
+  MPI_Comm_free(&node);
+  return error != MPI_SUCCESS ? error
+                              : MPI_Allgather(&lowest, 1, MPI_INT32_T, state->nodes, 1, MPI_INT32_T, state->comm);
 }
 
 __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engine* engine, char* text,
@@ -108,11 +124,16 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
   state->requests = malloc(2 * (size_t)size * sizeof(MPI_Request));
   state->bytes = malloc(2 * (size_t)size * sizeof(int64_t));
   if (state->requests == NULL || state->bytes == NULL) return 1;
+  if (FindNodes(state, rank, size) != MPI_SUCCESS) {
+    snprintf(text, (size_t)capacity, "the ranks of one machine cannot be found");
+    return 1;
+  }
   for (int slot = 0; slot < 2 * size; ++slot) state->requests[slot] = MPI_REQUEST_NULL;
   engine->abi_version = FMOE_RANK_ENGINE_ABI;
   engine->rank = rank;
   engine->size = size;
   engine->self = state;
+  engine->nodes = state->nodes;
   engine->send = &Send;
   engine->receive = &Receive;
   engine->test = &Test;

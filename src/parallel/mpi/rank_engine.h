@@ -8,13 +8,15 @@
 extern "C" {
 #endif
 
-#define FMOE_RANK_ENGINE_ABI 1
+#define FMOE_RANK_ENGINE_ABI 2
 
 typedef struct fmoe_rank_engine {
   int32_t abi_version;
   int32_t rank;
   int32_t size;
   void* self;
+  /* [size] the lowest rank on the same machine; null: all share one. Lives until close. */
+  const int32_t* nodes;
   /* Begins to send or receive `rows` rows of `row_bytes`. Slots 0 .. 2 * size - 1 name what is under way.
    * Every function returns 0, or an error that describe() turns into text. */
   int (*send)(void* self, int32_t slot, const void* data, int64_t rows, int64_t row_bytes, int32_t peer,

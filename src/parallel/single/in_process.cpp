@@ -132,6 +132,7 @@ Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
                                      static_cast<int32_t>(rank),
                                      static_cast<int32_t>(size),
                                      self,
+                                     nullptr,
                                      &Send,
                                      &Receive,
                                      &Test,

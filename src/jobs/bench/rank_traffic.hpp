@@ -1,0 +1,79 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/communicator.hpp>
+#include <fusedmoe/jobs/bench_ranks.hpp>
+
+#include "prepare_finalize/all_to_all/all_to_all.hpp"
+
+namespace fusedmoe::bench {
+
+/// Passes exchanges on, and counts what this rank sends to others.
+class CountingCommunicator final : public Communicator {
+ public:
+  explicit CountingCommunicator(std::shared_ptr<Communicator> inner) : inner_(std::move(inner)) {}
+  std::string_view name() const override { return inner_->name(); }
+  int64_t rank() const override { return inner_->rank(); }
+  int64_t size() const override { return inner_->size(); }
+  int64_t sequence() const override { return inner_->sequence(); }
+  int64_t bytes_sent() const override { return inner_->bytes_sent(); }
+  int64_t node_of(int64_t rank) const override { return inner_->node_of(rank); }
+  void Abort(int exit_code) override { inner_->Abort(exit_code); }
+  Status Wait() override { return inner_->Wait(); }
+  Status Start(const RowExchange& exchange) override;
+
+  void Reset() { sent_ = RankTraffic{}; }
+  /// Since the last Reset.
+  const RankTraffic& sent() const { return sent_; }
+  int64_t dispatch_row_bytes() const { return dispatch_row_bytes_; }
+  int64_t combine_row_bytes() const { return combine_row_bytes_; }
+
+ private:
+  std::shared_ptr<Communicator> inner_;
+  RankTraffic sent_;
+  int64_t dispatch_row_bytes_ = 0, combine_row_bytes_ = 0;
+};
+
+/// Sizes of one row, without padding.
+struct RowSizes {
+  int64_t values = 0;  ///< and scales, on the way to the experts
+  int64_t slot = 8;    ///< an id and a weight
+  int64_t back = 0;    ///< fp32, on the way home
+  int64_t output = 0;  ///< between ranks that share tokens
+};
+
+/// The bytes that rank `layout.rank` must send to others in one forward: from the ids of all groups of
+/// tokens (`ids[group]`, [tokens, top_k]), which ranks have which expert (`owners`; empty: all have a
+/// slice), and whether slots return apart.
+double MinimumTraffic(const TokenLayout& layout, WireProtocol protocol, std::span<const int32_t> owners,
+                      bool slots_apart, int64_t top_k, const std::vector<std::vector<int32_t>>& ids,
+                      const RowSizes& sizes);
+
+/// Collects one record of every rank.
+template <typename T>
+Result<std::vector<T>> GatherFromRanks(Communicator& communicator, std::string_view operation, const T& own) {
+  const auto ranks = static_cast<size_t>(communicator.size());
+  std::vector<T> all(ranks);
+  std::vector<int64_t> ones(ranks, 1), zeros(ranks, 0), ascending(ranks);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    ascending[rank] = static_cast<int64_t>(rank);
+  }
+  RowExchange exchange;
+  exchange.operation = operation;
+  exchange.row_bytes = sizeof(T);
+  exchange.send = reinterpret_cast<const std::byte*>(&own);
+  exchange.receive = reinterpret_cast<std::byte*>(all.data());
+  exchange.send_rows = exchange.receive_rows = ones;
+  exchange.send_offsets = zeros;
+  exchange.receive_offsets = ascending;
+  FMOE_RETURN_IF_ERROR(communicator.Exchange(exchange));
+  return all;
+}
+
+}  // namespace fusedmoe::bench
