@@ -30,9 +30,8 @@ void AddThreads(CLI::App& app, int& threads) {
       ->envname("FUSEDMOE_THREADS");
 }
 
-void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required) {
-  app.add_option("checkpoint", flags.directory, "Directory with config.json and safetensors files")
-      ->required(required);
+void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required, const std::string& about) {
+  app.add_option("checkpoint", flags.directory, about)->required(required);
   app.add_option("--io", flags.io, "How files are read: auto, mmap, pread");
   app.add_option(
       "--expert-layout", flags.expert_layout,

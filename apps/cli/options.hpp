@@ -27,7 +27,8 @@ struct CheckpointFlags {
   std::string expert_layout;
   bool allow_partial = false;
 };
-void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required);
+void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required,
+                   const std::string& about = "Directory with config.json and safetensors files");
 Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags);
 

@@ -20,13 +20,13 @@ struct PrepareFlags {
   std::string output;
   bool batched = false;
   bool invert = false;
-  int threads = 0;
+  int threads = 1;
 };
 
 Status Prepare(const PrepareFlags& flags, Output& output) {
   PrepareReport report;
   if (flags.invert) {
-    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source, flags.output));
+    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source, flags.output, flags.backend));
   } else {
     if (flags.backend.empty()) {
       return Status::Usage("--backend says for which layout to prepare; it is missing");
@@ -50,9 +50,11 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
                    {"prepared_bytes", report.prepared_bytes},
                    {"canonical_bytes", report.canonical_bytes},
                    {"expert_bytes", report.expert_bytes},
-                   {"peak_bytes", report.peak_bytes}});
-  output.Text(fmt::format("{}: layout {}, {} steps, {} tensors, {}\n", flags.output, report.layout_key,
-                          report.recipe.size(), report.tensors, Bytes(report.prepared_bytes)));
+                   {"peak_bytes", report.peak_bytes},
+                   {"experts_at_a_time", report.experts_at_a_time}});
+  output.Text(fmt::format("{}: layout {}, {} steps, {} tensors, {}; peak {}\n", flags.output,
+                          report.layout_key, report.recipe.size(), report.tensors,
+                          Bytes(report.prepared_bytes), Bytes(report.peak_bytes)));
   return Status::Ok();
 }
 
@@ -62,11 +64,13 @@ Action DefinePrepare(CLI::App& app) {
   auto flags = std::make_shared<PrepareFlags>();
   app.add_option("source", flags->source, "Checkpoint directory; with --invert a prepared file")->required();
   app.add_option("--layer", flags->layer, "Layer; the first with experts when absent");
-  app.add_option("--backend", flags->backend, "Backend for whose layout to prepare");
+  app.add_option("--backend", flags->backend,
+                 "Backend for whose layout to prepare; with --invert the one that the file must be for");
   app.add_option("--output", flags->output, "File to write")->required();
   app.add_flag("--batched", flags->batched, "For rows in the BatchedExperts format");
   app.add_flag("--invert", flags->invert, "Write the canonical tensors of a prepared file");
-  AddThreads(app, flags->threads);
+  app.add_option("--threads", flags->threads, "Experts that are moved at a time, each in memory of its own")
+      ->check(CLI::Range(1, 1024));
   return [flags](Output& output) { return Prepare(*flags, output); };
 }
 

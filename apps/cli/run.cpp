@@ -19,6 +19,7 @@
 #include "input_file.hpp"
 #include "options.hpp"
 #include "ranks.hpp"
+#include "subject.hpp"
 
 namespace fusedmoe::cli {
 namespace {
@@ -160,10 +161,9 @@ Json CheckToJson(const CheckReport& report) {
 
 Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
-  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
-  FMOE_ASSIGN_OR_RETURN(const int64_t layer_index, ResolveLayer(flags.layer, *checkpoint));
-  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer_index));
-  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
+  FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
+  subject.Complete(flags.plan, options);
+  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
                         ThreadPool::Create(ranks.Threads(flags.threads)));
   const Executor& executor = pool->executor();
@@ -177,7 +177,7 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   options.fingerprint = static_cast<uint64_t>(num_tokens * 1000003 + flags.repeat);
 
   const auto start = std::chrono::steady_clock::now();
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> layer, MoeLayer::Load(checkpoint, layer_index, options));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> layer, subject.Load(options));
   const double load_seconds = Seconds(start);
   FMOE_ASSIGN_OR_RETURN(Forward forward,
                         RunLayer(*layer, RowsOf(input.tensors(), ranks.Slice(num_tokens)), flags, executor));
@@ -190,8 +190,8 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   const double seconds = Median(forward.seconds);
   const double tokens_per_second = static_cast<double>(num_tokens) / seconds;
 
-  Json document = {{"checkpoint", checkpoint->directory()}, {"layer", layer_index},
-                   {"family", checkpoint->family()},        {"scheme", layer->scheme().name},
+  Json document = {{"checkpoint", subject.path()},          {"layer", subject.layer()},
+                   {"family", subject.description.family},  {"scheme", layer->scheme().name},
                    {"tokens", input.num_tokens()},          {"plan", ToJson(layer->plan())},
                    {"threads", executor.num_threads},       {"repeat", flags.repeat},
                    {"load_seconds", load_seconds},          {"seconds", seconds},
@@ -202,10 +202,10 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
     CheckOptions check_options;
     check_options.shared_experts = flags.shared_experts;
     check_options.executor = executor;
-    FMOE_ASSIGN_OR_RETURN(check,
-                          CheckAgainstReference(checkpoint, layer_index, *layer, input.tensors().hidden,
-                                                forward.topk_ids.view(), forward.topk_weights.view(),
-                                                forward.output.view(), check_options));
+    const LayerLoader load = [&](const LayerOptions& other) { return subject.LoadCanonical(other); };
+    FMOE_ASSIGN_OR_RETURN(
+        check, CheckAgainstReference(load, *layer, input.tensors().hidden, forward.topk_ids.view(),
+                                     forward.topk_weights.view(), forward.output.view(), check_options));
     document["check"] = CheckToJson(*check);
     text += fmt::format("check: relative L2 {:.2e} against the reference on {} tokens, bound {:.2e}: {}\n",
                         check->rel_l2, check->tokens, check->bound.value(), check->ok ? "ok" : "FAILED");
@@ -270,8 +270,10 @@ Status Run(const RunFlags& flags, Output& output) {
 
 Action DefineRun(CLI::App& app) {
   auto flags = std::make_shared<RunFlags>();
-  AddCheckpoint(app, flags->checkpoint, true);
-  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  AddCheckpoint(app, flags->checkpoint, true,
+                "Directory with config.json and safetensors files, or a file that `prepare` wrote");
+  app.add_option("--layer", flags->layer,
+                 "Decoder layer; may be left out when only one has experts, and with a prepared file");
   app.add_option(
          "--input", flags->input,
          "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "
@@ -279,6 +281,7 @@ Action DefineRun(CLI::App& app) {
       ->required();
   app.add_option("--output", flags->output, "safetensors to write: output, topk_ids, topk_weights")
       ->required();
+  flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
   AddThreads(app, flags->threads);
   AddRanks(app, flags->ranks);

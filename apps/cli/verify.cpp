@@ -12,6 +12,7 @@
 #include "describe.hpp"
 #include "input_file.hpp"
 #include "options.hpp"
+#include "subject.hpp"
 
 namespace fusedmoe::cli {
 namespace {
@@ -31,7 +32,11 @@ struct VerifyFlags {
   bool shared_experts = true;
 };
 
-Json ToJson(const VerifyReport& report, int64_t layer) {
+std::string ExpertName(const DamagedTensor& damaged) {
+  return damaged.expert < 0 ? std::string("no expert") : fmt::format("expert {}", damaged.expert);
+}
+
+Json ToJson(const VerifyReport& report, const Subject& subject) {
   Json experts = Json::array(), worst = Json::array();
   for (const ExpertError& expert : report.experts) {
     experts.push_back({{"expert", expert.expert}, {"tokens", expert.tokens}, {"rel_l2", expert.rel_l2}});
@@ -39,12 +44,21 @@ Json ToJson(const VerifyReport& report, int64_t layer) {
   for (const RowError& row : report.worst_rows) {
     worst.push_back({{"token", row.token}, {"rel_l2", row.rel_l2}, {"experts", row.experts}});
   }
-  return {{"ok", report.ok},           {"rows", report.rows},
-          {"rel_l2", report.rel_l2},   {"max_row_error", report.max_row_error},
-          {"bound", report.bound},     {"experts", experts},
-          {"worst_rows", worst},       {"layer", layer},
-          {"backend", report.backend}, {"scheme", report.scheme},
-          {"against", report.against}, {"against_scheme", report.against_scheme}};
+  Json json = {{"ok", report.ok},           {"rows", report.rows},
+               {"rel_l2", report.rel_l2},   {"max_row_error", report.max_row_error},
+               {"bound", report.bound},     {"experts", experts},
+               {"worst_rows", worst},       {"layer", subject.layer()},
+               {"backend", report.backend}, {"scheme", report.scheme},
+               {"against", report.against}, {"against_scheme", report.against_scheme}};
+  if (subject.prepared) {
+    Json damaged = Json::array();
+    for (const DamagedTensor& one : report.damaged) {
+      damaged.push_back({{"expert", one.expert}, {"tensor", one.tensor}, {"what", one.what}});
+    }
+    json["layout_key"] = subject.prepared->layout_key();
+    json["damaged"] = damaged;
+  }
+  return json;
 }
 
 std::string ToText(const VerifyReport& report) {
@@ -52,6 +66,9 @@ std::string ToText(const VerifyReport& report) {
       fmt::format("{} {} against {} {}: relative L2 {:.3e}, worst token {:.3e}, bound {:.3e}: {}\n",
                   report.backend, report.scheme, report.against, report.against_scheme, report.rel_l2,
                   report.max_row_error, report.bound, report.ok ? "ok" : "FAILED");
+  for (const DamagedTensor& one : report.damaged) {
+    text += fmt::format("damaged: {}, {}: {}\n", ExpertName(one), one.tensor, one.what);
+  }
   std::vector<std::vector<std::string>> table = {{"token", "rel. L2", "experts"}};
   for (const RowError& row : report.worst_rows) {
     table.push_back({fmt::format("{}", row.token), fmt::format("{:.3e}", row.rel_l2),
@@ -76,12 +93,11 @@ Status WritePlot(const std::string& path, const std::string& svg) {
 Status Verify(const VerifyFlags& flags, Output& output) {
   VerifyOptions options;
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
-  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
-  FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
+  subject.Complete(flags.plan, options.layer);
   std::optional<InputFile> input;
   if (!flags.input.empty()) {
-    FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
-    FMOE_ASSIGN_OR_RETURN(input, InputFile::Read(flags.input, description.config));
+    FMOE_ASSIGN_OR_RETURN(input, InputFile::Read(flags.input, subject.description.config));
     options.inputs = input->tensors();
   }
   if (!flags.against.empty()) {
@@ -96,12 +112,23 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   options.seed = static_cast<uint64_t>(flags.seed);
   options.bound = flags.bound;
   options.worst_rows = flags.worst;
-  FMOE_ASSIGN_OR_RETURN(const VerifyReport report, VerifyLayer(checkpoint, layer, options));
+  FMOE_ASSIGN_OR_RETURN(const VerifyReport report,
+                        subject.prepared ? VerifyPrepared(subject.prepared, options)
+                                         : VerifyLayer(subject.checkpoint, subject.layer(), options));
   if (!flags.plot.empty()) {
     FMOE_RETURN_IF_ERROR(WritePlot(flags.plot, ErrorMapSvg(report)));
   }
-  output.Document(ToJson(report, layer));
+  output.Document(ToJson(report, subject));
   output.Text(ToText(report));
+  if (!report.damaged.empty()) {
+    const DamagedTensor& first = report.damaged.front();
+    return Status::No(fmt::format("{}: {}{}", ExpertName(first), first.what,
+                                  report.damaged.size() == 1
+                                      ? std::string()
+                                      : fmt::format("; {} more", report.damaged.size() - 1)))
+        .WithFile(subject.path())
+        .WithTensor(first.tensor);
+  }
   return report.ok ? Status::Ok()
                    : Status::No(fmt::format("relative L2 {:.3e} against {} exceeds the bound {:.3e}",
                                             report.rel_l2, report.against, report.bound));
@@ -111,8 +138,10 @@ Status Verify(const VerifyFlags& flags, Output& output) {
 
 Action DefineVerify(CLI::App& app) {
   auto flags = std::make_shared<VerifyFlags>();
-  AddCheckpoint(app, flags->checkpoint, true);
-  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  AddCheckpoint(app, flags->checkpoint, true,
+                "Directory with config.json and safetensors files, or a file that `prepare` wrote");
+  app.add_option("--layer", flags->layer,
+                 "Decoder layer; may be left out when only one has experts, and with a prepared file");
   app.add_option("--input", flags->input, "safetensors as `run` takes it; without it random hidden states");
   app.add_option("--against", flags->against,
                  "Compare with this checkpoint of the same sizes through the reference, not with itself");
@@ -124,6 +153,7 @@ Action DefineVerify(CLI::App& app) {
   app.add_option("--seed", flags->seed, "Seed of the random hidden states")
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
+  flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
   AddThreads(app, flags->threads);
   app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");

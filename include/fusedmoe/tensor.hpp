@@ -101,6 +101,12 @@ class BasicTensorView {
 using TensorView = BasicTensorView<const std::byte>;
 using MutableTensorView = BasicTensorView<std::byte>;
 
+/// Bytes of all tensors of this process that Tensor::Allocate made and that still live, and the most there
+/// ever were since the last reset. Thread-safe; two measurements at the same time see each other.
+int64_t TensorBytes();
+int64_t PeakTensorBytes();
+void ResetPeakTensorBytes();
+
 /// A view together with what keeps its memory alive: own memory, or somebody else's (a mapped file).
 /// Copies share the memory. Empty by default.
 class Tensor {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 
 #include <fusedmoe/quant.hpp>
@@ -41,12 +42,18 @@ struct CanonicalExpert {
   CanonicalMatrix down;  ///< [H, I]
 };
 
+/// Weights in the layout of a backend; what it is made of is the library's business.
+struct PreparedWeights;
+
 /// The experts of a layer, one at a time, so that preparing them needs the memory of one.
 struct ExpertSource {
   int64_t num_local_experts = 0;
   Scheme scheme;
   /// Loads local expert e. Callable from several threads at once.
   std::function<Result<CanonicalExpert>(int64_t local_expert)> load;
+  /// The same experts as a backend's layout, where somebody prepared them before (PreparedLayer): that
+  /// backend takes them as they are, every other one is refused. Null: canonical only.
+  std::shared_ptr<const PreparedWeights> prepared;
 };
 
 }  // namespace fusedmoe

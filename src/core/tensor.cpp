@@ -1,6 +1,7 @@
 #include <fusedmoe/tensor.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cstdlib>
 #include <cstring>
@@ -11,6 +12,16 @@ namespace fusedmoe {
 namespace {
 
 constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
+
+// What tensors take, for jobs that promise how much memory they need. Relaxed: a statistic, not a lock.
+std::atomic<int64_t> g_bytes{0}, g_peak_bytes{0};
+
+void Count(int64_t bytes) {
+  const int64_t now = g_bytes.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+  int64_t peak = g_peak_bytes.load(std::memory_order_relaxed);
+  while (now > peak && !g_peak_bytes.compare_exchange_weak(peak, now, std::memory_order_relaxed)) {
+  }
+}
 
 }  // namespace
 
@@ -110,9 +121,24 @@ Result<Tensor> Tensor::Allocate(DType dtype, const Shape& shape) {
   Tensor tensor;
   tensor.mutable_data_ = static_cast<std::byte*>(memory);
   tensor.view_ = TensorView(tensor.mutable_data_, dtype, shape);
-  tensor.owner_ =
-      std::shared_ptr<const void>(memory, [](const void* data) { std::free(const_cast<void*>(data)); });
+  Count(*bytes);
+  tensor.owner_ = std::shared_ptr<const void>(memory, [size = *bytes](const void* data) {
+    std::free(const_cast<void*>(data));
+    Count(-size);
+  });
   return tensor;
+}
+
+int64_t TensorBytes() {
+  return g_bytes.load(std::memory_order_relaxed);
+}
+
+int64_t PeakTensorBytes() {
+  return g_peak_bytes.load(std::memory_order_relaxed);
+}
+
+void ResetPeakTensorBytes() {
+  g_peak_bytes.store(TensorBytes(), std::memory_order_relaxed);
 }
 
 Tensor Tensor::Borrow(TensorView view, std::shared_ptr<const void> owner) {

@@ -70,6 +70,39 @@ Result<BuiltKernel> BuildShared(const MoeConfig& config, const SharedExpertWeigh
   return BuildKernel(SharedConfig(config), shared.source, shared_options, nullptr, book);
 }
 
+Status AnotherLayout(const PreparedWeights& weights, const Backend& backend) {
+  return Status::Unsupported(fmt::format("the weights are prepared in the layout '{}'; {} reads '{}'",
+                                         weights.layout_key, backend.name, backend.layout_key))
+      .WithHint("prepare the checkpoint for this backend, or name the one that the file was prepared for");
+}
+
+// A backend that was named for weights in another's layout: said at once, before all its other refusals.
+Status CheckNamedLayout(const ExpertSource& source, const LayerOptions& options) {
+  if (source.prepared == nullptr) {
+    return Status::Ok();
+  }
+  const Backend* backend = FindBackend(options.backend);
+  if (backend != nullptr && backend->layout_key != source.prepared->layout_key) {
+    return AnotherLayout(*source.prepared, *backend);
+  }
+  return IsSpread(options) ? Status::Unsupported("a prepared layer is whole and runs on one rank")
+                                 .WithHint("ranks prepare their shares of a checkpoint")
+                           : Status::Ok();
+}
+
+Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend, const MoeProblem& problem,
+                                                          const ExpertSource& source,
+                                                          const Executor& executor) {
+  if (source.prepared != nullptr) {
+    if (source.prepared->layout_key != backend.layout_key) {
+      return AnotherLayout(*source.prepared, backend);
+    }
+    return source.prepared;
+  }
+  FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared, backend.prepare(problem, HostMachine(), source, executor));
+  return std::make_shared<const PreparedWeights>(std::move(prepared));
+}
+
 // What only the prepared weights know.
 void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
   plan.weight_bytes = weights.total_bytes();
@@ -107,6 +140,8 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
     for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
       problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();
       problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
+      problem.weights_have_pre_quant_scale =
+          problem.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();
     }
   }
   return problem;
@@ -129,6 +164,7 @@ Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backen
 Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& source,
                                 const LayerOptions& asked_options, const SharedExpertWeights* shared,
                                 WorkspaceBook& book, const ExpertPlacement& placement) {
+  FMOE_RETURN_IF_ERROR(CheckNamedLayout(source, asked_options));
   LayerOptions options = asked_options;
   RankPlan rank;
   rank.config = whole;
@@ -155,9 +191,8 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   Plan& plan = *built.selection.chosen;
   const Backend* backend = FindBackend(plan.backend);
 
-  FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
-                        backend->prepare(problem, HostMachine(), source, options.executor));
-  auto weights = std::make_shared<const PreparedWeights>(std::move(prepared));
+  FMOE_ASSIGN_OR_RETURN(std::shared_ptr<const PreparedWeights> weights,
+                        PrepareFor(*backend, problem, source, options.executor));
   MoeKernel::Parts parts;
   if (spread) {
     DescribeWeights(*weights, plan);

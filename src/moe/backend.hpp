@@ -25,6 +25,7 @@ struct MoeProblem {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
+  bool weights_have_pre_quant_scale = false;
   std::string isa;   ///< forced by name; empty: free
   std::string mode;  ///< forced by name; empty: by token count
   int64_t plan_tokens = 1;
@@ -73,6 +74,11 @@ struct Backend {
                                              std::shared_ptr<const PreparedWeights> weights,
                                              WorkspaceBook& book);
   std::string_view device = "cpu";  ///< where its experts read and write
+  /// PreparedWeights::layout_key of what `prepare` makes. Backends whose layout follows the machine give the
+  /// name of its family.
+  std::string_view layout_key;
+  /// One stored input scale, the largest of all experts, serves them all.
+  bool one_input_scale = false;
 };
 
 }  // namespace fusedmoe

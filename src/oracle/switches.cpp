@@ -131,29 +131,24 @@ std::string_view FlashInferWish(const Override& rule, const Switches& switches, 
                                 Overrides& out) {
   constexpr std::string_view kName = "VLLM_FLASHINFER_MOE_BACKEND";
   const std::string_view wish = switches.Value(kName);
-  std::string_view backend;
-  if (wish == "throughput") {
-    backend = "FLASHINFER_CUTLASS";
-  } else if (wish == "latency") {
-    backend = (platform & on::kSm100Family) != 0 ? "FLASHINFER_TRTLLM" : "FLASHINFER_CUTLASS";
-    if (backend == "FLASHINFER_CUTLASS") {
-      out.notes.push_back(
-          fmt::format("{}=latency means FLASHINFER_TRTLLM only on the sm100 family; here it falls back to "
-                      "FLASHINFER_CUTLASS",
-                      kName));
-    }
-  } else if (wish == "masked_gemm") {
-    backend = "FLASHINFER_CUTEDSL";
-  } else if (platform == on::kSm90) {
-    backend = "FLASHINFER_CUTLASS";
+  const bool sm100 = (platform & on::kSm100Family) != 0;
+  const std::string_view backend = FlashInferBackendOf(wish, sm100 ? 100 : platform == on::kSm90 ? 90 : 0);
+  if (wish == "latency" && !sm100) {
+    out.notes.push_back(
+        fmt::format("{}=latency means FLASHINFER_TRTLLM only on the sm100 family; here it falls back to "
+                    "FLASHINFER_CUTLASS",
+                    kName));
+  }
+  if (backend.empty()) {
+    out.notes.push_back(
+        fmt::format("{}={} is none of throughput, latency, masked_gemm: nothing can be chosen", kName, wish));
+    return {};
+  }
+  if (wish != "throughput" && wish != "latency" && wish != "masked_gemm") {
     out.notes.push_back(
         fmt::format("{}={} is none of throughput, latency, masked_gemm; on sm90 upstream then takes "
                     "FLASHINFER_CUTLASS",
                     kName, wish));
-  } else {
-    out.notes.push_back(
-        fmt::format("{}={} is none of throughput, latency, masked_gemm: nothing can be chosen", kName, wish));
-    return {};
   }
   if (std::find(std::begin(rule.backends), std::end(rule.backends), backend) == std::end(rule.backends)) {
     out.notes.push_back(
@@ -244,6 +239,16 @@ void Apply(const Override& rule, const Switches& switches, PlatformMask platform
 }
 
 }  // namespace
+
+std::string_view FlashInferBackendOf(std::string_view wish, int capability) {
+  if (wish == "masked_gemm") {
+    return "FLASHINFER_CUTEDSL";
+  }
+  if (wish == "latency" && capability / 10 == 10) {
+    return "FLASHINFER_TRTLLM";
+  }
+  return wish == "latency" || wish == "throughput" || capability == 90 ? "FLASHINFER_CUTLASS" : "";
+}
 
 std::span<const SwitchInfo> SwitchTable() {
   static const std::vector<SwitchInfo> table = [] {

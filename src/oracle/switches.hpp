@@ -57,6 +57,11 @@ struct Overrides {
 /// those that only remove add up.
 Overrides ApplySwitches(SchemeFamily family, const Switches& switches, const Platform& platform);
 
+/// The backend that a word of VLLM_FLASHINFER_MOE_BACKEND means on a compute capability (90, 100 ...):
+/// latency is FLASHINFER_TRTLLM on the sm100 family and FLASHINFER_CUTLASS elsewhere; any word is the latter
+/// on sm90. Empty: the word means nothing there.
+std::string_view FlashInferBackendOf(std::string_view wish, int capability);
+
 /// True when the switch concerns the family at all.
 bool Concerns(const SwitchInfo& info, SchemeFamily family);
 const SwitchInfo* FindSwitch(std::string_view name);

@@ -177,6 +177,57 @@ Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
   return codes;
 }
 
+Result<Tensor> MarlinPackStored(TensorView weights) {
+  const int bits = DTypeBits(weights.dtype());
+  const MarlinKind kind{bits, 16};
+  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  const int64_t outputs = weights.dim(0), inputs = weights.dim(1);
+  FMOE_RETURN_IF_ERROR(CheckWeightShape(inputs, outputs, kind));
+  FMOE_ASSIGN_OR_RETURN(Tensor packed,
+                        Tensor::Allocate(DType::kI32, Shape{inputs / kTile, outputs * bits / 2}));
+  // Words are little-endian and filled from their lowest bits, so codes follow one another as in any row.
+  auto* out = packed.mutable_view().as<uint8_t>();
+  const auto* in = weights.as<uint8_t>();
+  const int64_t row_bytes = weights.stride_bytes(0);
+  ForEachCode(inputs, outputs, kind, [&](int64_t position, int64_t source) {
+    const int64_t row = source % outputs, column = source / outputs;
+    if (bits == 8) {
+      out[position] = in[row * row_bytes + column];
+    } else {
+      const int code = in[row * row_bytes + column / 2] >> (column % 2 * 4) & 0xF;
+      out[position / 2] = static_cast<uint8_t>(out[position / 2] | code << (position % 2 * 4));
+    }
+  });
+  return packed;
+}
+
+Result<Tensor> MarlinUnpackStored(TensorView packed, DType element) {
+  const int bits = DTypeBits(element);
+  const MarlinKind kind{bits, 16};
+  FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
+  if (packed.empty() || packed.rank() != 2 || !packed.dense() || DTypeBits(packed.dtype()) != 32) {
+    return Status::BadInput("Marlin weights must be a dense matrix of words");
+  }
+  const int64_t inputs = packed.dim(0) * kTile;
+  const int64_t outputs = packed.dim(1) * 2 / bits;
+  FMOE_RETURN_IF_ERROR(CheckWeightShape(inputs, outputs, kind));
+  FMOE_ASSIGN_OR_RETURN(Tensor weights, Tensor::Allocate(element, Shape{outputs, inputs}));
+  auto* out = weights.mutable_view().as<uint8_t>();
+  const auto* in = packed.as<uint8_t>();
+  const int64_t row_bytes = weights.view().stride_bytes(0);
+  ForEachCode(inputs, outputs, kind, [&](int64_t position, int64_t source) {
+    const int64_t row = source % outputs, column = source / outputs;
+    if (bits == 8) {
+      out[row * row_bytes + column] = in[position];
+    } else {
+      const int code = in[position / 2] >> (position % 2 * 4) & 0xF;
+      uint8_t& byte = out[row * row_bytes + column / 2];
+      byte = static_cast<uint8_t>(byte | code << (column % 2 * 4));
+    }
+  });
+  return weights;
+}
+
 bool MarlinScalesAreGrouped(int64_t inputs, int64_t group_size, MarlinKind kind) {
   return group_size != -1 && group_size < inputs && kind.activation_bits != 8;
 }

@@ -33,6 +33,11 @@ std::vector<int32_t> MarlinSingleScalePermutation();
 Result<Tensor> MarlinPackWeights(TensorView codes, MarlinKind kind);
 Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind);
 
+/// The same from and to weights as they are stored, [outputs, inputs] of any 4- or 8-bit type (`element`),
+/// without copies in between.
+Result<Tensor> MarlinPackStored(TensorView weights);
+Result<Tensor> MarlinUnpackStored(TensorView packed, DType element);
+
 /// [groups, outputs], elements of 1, 2 or 4 bytes. Grouped: more than one group a column and 16-bit
 /// activations.
 Result<Tensor> MarlinPermuteScales(TensorView scales, bool grouped);

@@ -35,6 +35,15 @@ TEST(Slips, FlashInferSwitchAlone_ChecksEachBackendInsteadOfTakingTheFirst) {
       << "where it can run, it is the first of the switch's own list";
 }
 
+TEST(FlashInferBackendOf, Words_MeanWhatUpstreamMakesOfThem) {
+  EXPECT_EQ(FlashInferBackendOf("throughput", 120), "FLASHINFER_CUTLASS");
+  EXPECT_EQ(FlashInferBackendOf("latency", 103), "FLASHINFER_TRTLLM");
+  EXPECT_EQ(FlashInferBackendOf("latency", 110), "FLASHINFER_CUTLASS");
+  EXPECT_EQ(FlashInferBackendOf("masked_gemm", 80), "FLASHINFER_CUTEDSL");
+  EXPECT_EQ(FlashInferBackendOf("swift", 90), "FLASHINFER_CUTLASS");
+  EXPECT_EQ(FlashInferBackendOf("swift", 100), "");
+}
+
 TEST(Slips, TrtllmReachedByTheGenericBranch_IsChosenNotRaised) {
   // Upstream raised NotImplementedError when one of the generic branches came to TRTLLM.
   ExplainRequest request = Request("nvfp4_w4a4", "sm100");

@@ -149,6 +149,58 @@ TEST(UpstreamSlips, GateAndUpScales_AreFoldedNotDropped) {
   EXPECT_TRUE(SameBytes(*expert.Find("gate_up_tensor_scale"), *before.Find("gate_up_tensor_scale")));
 }
 
+TEST(PrepareFp8, PlainFunction_TakesTheStepsOfTheRecipes) {
+  LayoutProblem problem;
+  problem.format = {.element = DType::kF8E4M3, .has_tensor_scale = true};
+  for (const bool gated : {true, false}) {
+    for (const bool trtllm : {true, false}) {
+      for (const bool blocks : {true, false}) {
+        problem.gated = gated;
+        problem.hidden = blocks ? 256 : 64;
+        problem.intermediate = blocks ? 128 : 20;
+        problem.format.block = blocks ? GroupShape{128, 128} : kPerTensor;
+        problem.format.has_tensor_scale = !blocks;
+        const int64_t rows = problem.parts() * problem.intermediate;
+        const Tensor gate_up = RandomMatrix(DType::kF8E4M3, {1, rows, problem.hidden}, 7);
+        const Tensor down = RandomMatrix(DType::kF8E4M3, {1, problem.hidden, problem.intermediate}, 8);
+        Tensor scale, down_scale;
+        if (blocks) {
+          scale = RandomMatrix(DType::kF32, {1, rows / 128, problem.hidden / 128}, 9);
+          down_scale = *Tensor::Allocate(DType::kF32, {1, problem.hidden / 128, 1});  // zeros are clamped
+        }
+        const auto made = PrepareFp8ForFlashInfer(gate_up.view(), down.view(), scale.view(),
+                                                  down_scale.view(), gated, trtllm);
+        ASSERT_TRUE(made.ok()) << made.status().ToString();
+        ExpertTensors expert;
+        const auto set = [&](const char* name, const Tensor& stacked) {
+          if (!stacked.empty()) {
+            expert.Set(name, Tensor::Borrow(stacked.view()[0], stacked.owner()));
+          }
+        };
+        set("gate_up", gate_up);
+        set("down", down);
+        set("gate_up_block_scale", scale);
+        set("down_block_scale", down_scale);
+        const LayoutRecipe recipe =
+            trtllm ? FlashInferTrtllmRecipe(problem) : FlashInferCutlassRecipe(problem);
+        ASSERT_TRUE(recipe.Apply({}, expert).ok());
+        const auto same = [&](const char* name, const Tensor& ours) {
+          const TensorView theirs = expert.Find(name)->view();
+          return ours.view().total_bytes() == theirs.total_bytes() &&
+                 std::memcmp(ours.view().data(), theirs.data(), static_cast<size_t>(theirs.total_bytes())) ==
+                     0;
+        };
+        EXPECT_TRUE(same("gate_up", made->gate_up)) << gated << trtllm << blocks;
+        EXPECT_TRUE(same("down", made->down)) << gated << trtllm << blocks;
+        if (blocks) {
+          EXPECT_TRUE(same("gate_up_block_scale", made->gate_up_block_scale));
+          EXPECT_TRUE(same("down_block_scale", made->down_block_scale));
+        }
+      }
+    }
+  }
+}
+
 TEST(RotateWeights, Trtllm_InterleavesTheHalvesThenShuffles) {
   const Tensor gate_up = RandomMatrix(DType::kF8E4M3, {2, 64, 4}, 4);
   const Tensor down = RandomMatrix(DType::kF8E4M3, {2, 32, 32}, 5);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/executor.hpp>
+#include <fusedmoe/jobs/prepare.hpp>
 #include <fusedmoe/layer.hpp>
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/quant.hpp>
@@ -64,6 +66,13 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,
                                           const CheckOptions& options = {});
 
+/// Loads the layer that is compared with, by other options.
+using LayerLoader = std::function<Result<std::unique_ptr<MoeLayer>>(const LayerOptions& options)>;
+/// The same for a layer that comes from elsewhere (a prepared file): `load` gives the reference.
+Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLayer& layer, TensorView hidden,
+                                          TensorView topk_ids, TensorView topk_weights, TensorView output,
+                                          const CheckOptions& options = {});
+
 struct VerifyOptions {
   /// The backend that is judged, and how it is to run. Executor included.
   LayerOptions layer;
@@ -103,6 +112,9 @@ struct VerifyReport {
   std::string backend;
   std::string against;  ///< "REFERENCE", or the other checkpoint's directory
   std::string scheme, against_scheme;
+  /// Prepared files only: tensors that are not what their digests, or the preparation of the original, make
+  /// them. Not ok when there are any; when they keep the layer from running, rows is 0.
+  std::vector<DamagedTensor> damaged;
   std::vector<ExpertError> experts;  ///< those that were visited, ascending
   std::vector<RowError> worst_rows;  ///< by falling error
   /// Relative error of each patch of the output, [map_rows, map_cols], against the norm of its row.
@@ -122,6 +134,14 @@ double QuantizationBound(const Scheme& scheme, const Scheme& against);
 /// are outputs that are not finite.
 Result<VerifyReport> VerifyLayer(const std::shared_ptr<const Checkpoint>& checkpoint, int64_t layer,
                                  const VerifyOptions& options = {});
+
+/// Judges a prepared file: the digest of every tensor, every byte against a preparation anew, and what it
+/// computes against the reference. With `options.against`, the checkpoint that it was made from, the
+/// preparation and the reference start there; a checkpoint of another scheme is compared by its outputs only.
+/// Without, both start from the canonical form that the file leads back to. Damage is an answer (ok) and
+/// names expert and tensor.
+Result<VerifyReport> VerifyPrepared(const std::shared_ptr<const PreparedLayer>& prepared,
+                                    const VerifyOptions& options = {});
 
 /// The error map as an SVG picture: a row for each token (or bundle of tokens), colours by the decimal
 /// exponent of the error, and the bar of every visited expert.

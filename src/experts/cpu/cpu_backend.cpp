@@ -48,7 +48,7 @@ Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machin
 
 }  // namespace
 
-const Backend kCpuFusedBackend = {"CPU_FUSED", &cpu::CpuObjections,     &MakePlan, &BookWorkspace,
-                                  &Prepare,    &cpu::CpuExperts::Create};
+const Backend kCpuFusedBackend = {"CPU_FUSED", &cpu::CpuObjections,      &MakePlan, &BookWorkspace,
+                                  &Prepare,    &cpu::CpuExperts::Create, "cpu",     "cpu_panels"};
 
 }  // namespace fusedmoe

@@ -53,7 +53,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& /*machine*/) {
   plan.mode = "reference";
   plan.activation_format = problem.config.activation_format;
   plan.activation = problem.activation;
-  plan.recipe = {"canonical"};
+  plan.recipe = {"cpu", "canonical"};
   plan.intermediate_dtype = "F32";
   plan.tokens = problem.plan_tokens;
   plan.flops = ForwardFlops(problem.config, problem.plan_tokens);
@@ -107,7 +107,7 @@ Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& /*mach
                                 const ExpertSource& source, const Executor& executor) {
   PreparedWeights prepared;
   prepared.layout_key = "canonical";
-  prepared.recipe = {"canonical"};
+  prepared.recipe = {"cpu", "canonical"};
   prepared.canonical.resize(static_cast<size_t>(source.num_local_experts));
   std::vector<Status> statuses(static_cast<size_t>(source.num_local_experts));
   ParallelFor(executor, source.num_local_experts, [&](int64_t expert) {
@@ -140,6 +140,7 @@ Result<std::unique_ptr<Experts>> Create(const MoeProblem& problem, const Machine
 
 }  // namespace
 
-const Backend kReferenceBackend = {"REFERENCE", &Supports, &MakePlan, &BookWorkspace, &Prepare, &Create};
+const Backend kReferenceBackend = {"REFERENCE", &Supports, &MakePlan, &BookWorkspace,
+                                   &Prepare,    &Create,   "cpu",     "canonical"};
 
 }  // namespace fusedmoe

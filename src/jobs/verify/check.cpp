@@ -44,6 +44,15 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
                                           int64_t layer_index, const MoeLayer& layer, TensorView hidden,
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,
                                           const CheckOptions& options) {
+  const LayerLoader load = [&](const LayerOptions& reference) {
+    return MoeLayer::Load(checkpoint, layer_index, reference);
+  };
+  return CheckAgainstReference(load, layer, hidden, topk_ids, topk_weights, output, options);
+}
+
+Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLayer& layer, TensorView hidden,
+                                          TensorView topk_ids, TensorView topk_weights, TensorView output,
+                                          const CheckOptions& options) {
   CheckReport report;
   const MoeConfig& config = layer.config();
   const std::vector<int64_t> tokens =
@@ -61,8 +70,7 @@ Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint
   reference_options.max_tokens = std::max<int64_t>(report.tokens, 1);
   reference_options.plan_tokens = reference_options.max_tokens;
   reference_options.executor = options.executor;
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference,
-                        MoeLayer::Load(checkpoint, layer_index, reference_options));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));

@@ -29,4 +29,17 @@ struct RotatedWeights {
 /// first.
 Result<RotatedWeights> RotateWeightsForTrtllmFp8(TensorView gate_up, TensorView down, bool gated);
 
+struct FlashInferFp8Weights {
+  Tensor gate_up, down;
+  Tensor gate_up_block_scale, down_block_scale;  ///< F32; empty: one scale per tensor
+  int64_t intermediate = 0;                      ///< as the kernels see it
+};
+
+/// All of an FP8 layer for FlashInfer: pads (one scale per tensor only), puts up first, and for TRTLLM
+/// rotates, or, with block scales [E, rows / 128, columns / 128], shuffles by 64 and puts blocks of K first.
+/// Block scales are at least 1e-10. The same steps as FlashInferCutlassRecipe and FlashInferTrtllmRecipe.
+Result<FlashInferFp8Weights> PrepareFp8ForFlashInfer(TensorView gate_up, TensorView down,
+                                                     TensorView gate_up_block_scale,
+                                                     TensorView down_block_scale, bool gated, bool trtllm);
+
 }  // namespace fusedmoe

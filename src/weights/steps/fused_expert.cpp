@@ -1,17 +1,17 @@
 #include "weights/steps/fused_expert.hpp"
 
 #include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "weights/steps/layout_shapes.hpp"
 
 namespace fusedmoe {
 namespace {
-
-int64_t Blocks(int64_t size, int64_t block) {
-  return block < 0 ? 1 : CeilDiv(size, block);
-}
 
 /// The first block row and column of a slice; whole blocks only.
 Status FirstBlock(const CanonicalMatrix& matrix, int64_t* row, int64_t* col) {
@@ -35,89 +35,71 @@ void CopyMatrix(TensorView source, int64_t row, int64_t col_bytes, int64_t rows,
   }
 }
 
-/// The part of `pick(matrix)` of each projection, one above the other.
-template <typename Pick>
-Result<Tensor> Stack(std::initializer_list<const CanonicalMatrix*> parts, bool blocks, Pick pick) {
-  const CanonicalMatrix& first = **parts.begin();
-  const GroupShape& block = first.format.block;
-  const int64_t rows = blocks ? Blocks(first.rows, block.row) : first.rows;
-  const int64_t cols = blocks ? Blocks(first.cols, block.col) : first.cols;
-  const DType dtype = pick(first).dtype();
-  FMOE_ASSIGN_OR_RETURN(Tensor stacked,
-                        Tensor::Allocate(dtype, Shape{rows * static_cast<int64_t>(parts.size()), cols}));
-  const int64_t bytes = PackedBytes(dtype, cols);
-  std::byte* out = stacked.mutable_view().data();
-  for (const CanonicalMatrix* part : parts) {
-    int64_t row = 0, col = 0;
-    if (blocks) {
-      FMOE_RETURN_IF_ERROR(FirstBlock(*part, &row, &col));
-    }
-    CopyMatrix(pick(*part).view(), row, PackedBytes(dtype, col), rows, bytes, out);
-    out += rows * bytes;
+/// The projections whose tensors stand one above the other under this name.
+std::vector<const CanonicalMatrix*> PartsUnder(const CanonicalExpert& expert, std::string_view tensor) {
+  if (tensor.starts_with("down") || tensor == "mid_tensor_scale") {
+    return {&expert.down};
   }
-  return stacked;
+  return expert.gate.empty() ? std::vector<const CanonicalMatrix*>{&expert.up}
+                             : std::vector<const CanonicalMatrix*>{&expert.gate, &expert.up};
 }
 
-Result<Tensor> StackVectors(std::initializer_list<const CanonicalMatrix*> parts,
-                            Tensor CanonicalMatrix::*member) {
-  const int64_t rows = (*parts.begin())->rows;
-  FMOE_ASSIGN_OR_RETURN(Tensor stacked,
-                        Tensor::Allocate(DType::kF32, Shape{rows * static_cast<int64_t>(parts.size()), 1}));
-  auto* out = stacked.mutable_view().as<float>();
-  for (const CanonicalMatrix* part : parts) {
-    std::memcpy(out, (part->*member).view().data(), static_cast<size_t>(rows) * sizeof(float));
-    out += rows;
+/// What of a matrix stands under this name of a fused tensor.
+std::string_view FieldOf(std::string_view tensor) {
+  if (tensor == "input_tensor_scale" || tensor == "mid_tensor_scale") {
+    return "input_tensor_scale";
   }
-  return stacked;
+  tensor.remove_prefix(tensor.starts_with("down") ? 4 : 7);  // "down", "gate_up"
+  return tensor.empty() ? tensor : tensor.substr(1);
 }
 
-Result<Tensor> StackScalars(std::initializer_list<const CanonicalMatrix*> parts,
-                            std::optional<float> CanonicalMatrix::*member) {
-  FMOE_ASSIGN_OR_RETURN(Tensor stacked,
-                        Tensor::Allocate(DType::kF32, Shape{1, static_cast<int64_t>(parts.size())}));
-  auto* out = stacked.mutable_view().as<float>();
-  for (const CanonicalMatrix* part : parts) {
-    *out++ = (part->*member).value_or(1.0F);
-  }
-  return stacked;
-}
-
-Status FuseMatrices(const std::string& name, const char* input_scale,
-                    std::initializer_list<const CanonicalMatrix*> parts, ExpertTensors& out) {
-  const CanonicalMatrix& first = **parts.begin();
-  for (const CanonicalMatrix* part : parts) {
-    if (!part->group_index.empty() || !part->pre_quant_scale.empty()) {
-      return Status::Unsupported(
-          fmt::format("{} carries {}, which no prepared layout has a place for", name,
-                      part->group_index.empty() ? "smoothing factors" : "an activation order"));
-    }
-  }
+const Tensor* TensorOf(const CanonicalMatrix& matrix, std::string_view field) {
   using Matrix = CanonicalMatrix;
-  FMOE_ASSIGN_OR_RETURN(Tensor codes, Stack(parts, false, [](const Matrix& m) { return m.codes; }));
-  out.Set(name, std::move(codes));
-  if (first.format.has_block_scale()) {
-    FMOE_ASSIGN_OR_RETURN(Tensor scale, Stack(parts, true, [](const Matrix& m) { return m.block_scale; }));
-    out.Set(name + "_block_scale", std::move(scale));
+  static constexpr std::pair<std::string_view, Tensor Matrix::*> kFields[] = {
+      {"", &Matrix::codes},
+      {"block_scale", &Matrix::block_scale},
+      {"zero_point", &Matrix::zero_point},
+      {"channel_scale", &Matrix::channel_scale},
+      {"bias", &Matrix::bias},
+      {"group_index", &Matrix::group_index}};
+  for (const auto& [name, member] : kFields) {
+    if (name == field) {
+      return &(matrix.*member);
+    }
   }
-  if (!first.zero_point.empty()) {
-    FMOE_ASSIGN_OR_RETURN(Tensor zeros, Stack(parts, true, [](const Matrix& m) { return m.zero_point; }));
-    out.Set(name + "_zero_point", std::move(zeros));
-  }
-  if (first.format.has_channel_scale) {
-    FMOE_ASSIGN_OR_RETURN(Tensor scale, StackVectors(parts, &Matrix::channel_scale));
-    out.Set(name + "_channel_scale", std::move(scale));
-  }
-  if (!first.bias.empty()) {
-    FMOE_ASSIGN_OR_RETURN(Tensor bias, StackVectors(parts, &Matrix::bias));
-    out.Set(name + "_bias", std::move(bias));
-  }
-  if (first.format.has_tensor_scale) {
-    FMOE_ASSIGN_OR_RETURN(Tensor scale, StackScalars(parts, &Matrix::tensor_scale));
-    out.Set(name + "_tensor_scale", std::move(scale));
-  }
-  if (first.input_tensor_scale) {
-    FMOE_ASSIGN_OR_RETURN(Tensor scale, StackScalars(parts, &Matrix::input_tensor_scale));
-    out.Set(input_scale, std::move(scale));
+  return nullptr;
+}
+
+bool SameBytes(const Tensor& a, const Tensor& b) {
+  return a.view().total_bytes() == b.view().total_bytes() &&
+         std::memcmp(a.view().data(), b.view().data(), static_cast<size_t>(a.view().total_bytes())) == 0;
+}
+
+/// What no fused tensor can say.
+Status CheckProjection(const std::string& name, std::initializer_list<const CanonicalMatrix*> parts) {
+  const CanonicalMatrix& first = **parts.begin();
+  for (const CanonicalMatrix* part : parts) {
+    if (!part->pre_quant_scale.empty()) {
+      return Status::Unsupported(
+          fmt::format("{} carries smoothing factors, which no prepared layout has a place for", name));
+    }
+    const bool alike = part->rows == first.rows && part->cols == first.cols && part->format == first.format &&
+                       part->zero_point.empty() == first.zero_point.empty() &&
+                       part->bias.empty() == first.bias.empty() &&
+                       part->input_tensor_scale.has_value() == first.input_tensor_scale.has_value() &&
+                       part->group_index.empty() == first.group_index.empty();
+    if (!alike) {
+      return Status::Unsupported(
+          "gate and up differ in size, format, zero points, bias, stored input scale or activation order; a "
+          "fused layout needs them alike");
+    }
+    if (!part->group_index.empty() && !SameBytes(part->group_index, first.group_index)) {
+      return Status::Unsupported(
+          "gate and up have activation orders of their own; kernels read both by one list of groups");
+    }
+    if (!part->group_index.empty() && part->scale_col_offset != 0) {
+      return Status::Unsupported("a slice of the inputs with an activation order has no prepared layout");
+    }
   }
   return Status::Ok();
 }
@@ -156,6 +138,10 @@ CanonicalMatrix SplitMatrix(const FusedShape& shape, const ExpertTensors& tensor
   matrix.zero_point = RowsOf(tensors.Find(name + "_zero_point"), part, parts);
   matrix.channel_scale = VectorOf(tensors.Find(name + "_channel_scale"), part, parts);
   matrix.bias = VectorOf(tensors.Find(name + "_bias"), part, parts);
+  if (const Tensor* groups = tensors.Find(name + "_group_index"); groups != nullptr) {
+    matrix.group_index = Tensor::Borrow(
+        TensorView(groups->view().data(), DType::kI32, Shape{groups->view().count()}), groups->owner());
+  }
   matrix.tensor_scale = ScalarOf(tensors.Find(name + "_tensor_scale"), part);
   matrix.input_tensor_scale = ScalarOf(tensors.Find(input_scale), part);
   return matrix;
@@ -163,14 +149,78 @@ CanonicalMatrix SplitMatrix(const FusedShape& shape, const ExpertTensors& tensor
 
 }  // namespace
 
-Result<ExpertTensors> FuseExpert(const CanonicalExpert& expert) {
-  ExpertTensors fused;
+Status CheckFusable(const CanonicalExpert& expert) {
   if (expert.gate.empty()) {
-    FMOE_RETURN_IF_ERROR(FuseMatrices("gate_up", "input_tensor_scale", {&expert.up}, fused));
+    FMOE_RETURN_IF_ERROR(CheckProjection("gate_up", {&expert.up}));
   } else {
-    FMOE_RETURN_IF_ERROR(FuseMatrices("gate_up", "input_tensor_scale", {&expert.gate, &expert.up}, fused));
+    FMOE_RETURN_IF_ERROR(CheckProjection("gate_up", {&expert.gate, &expert.up}));
   }
-  FMOE_RETURN_IF_ERROR(FuseMatrices("down", "mid_tensor_scale", {&expert.down}, fused));
+  return CheckProjection("down", {&expert.down});
+}
+
+Status FuseTensor(const CanonicalExpert& expert, const TensorPlan& plan, std::byte* out) {
+  const std::string_view field = FieldOf(plan.name);
+  const std::vector<const CanonicalMatrix*> parts = PartsUnder(expert, plan.name);
+  const int64_t bytes = plan.bytes() / static_cast<int64_t>(parts.size());
+  for (const CanonicalMatrix* part : parts) {
+    if (field == "tensor_scale" || field == "input_tensor_scale") {
+      const float value =
+          (field == "tensor_scale" ? part->tensor_scale : part->input_tensor_scale).value_or(1.0F);
+      std::memcpy(out, &value, sizeof(value));
+      out += sizeof(value);
+      continue;
+    }
+    const Tensor* tensor = TensorOf(*part, field);
+    if (tensor == nullptr || tensor->empty() || tensor->dtype() != plan.dtype) {
+      return Status::BadInput(fmt::format("{} is missing, {} is required", plan.name, DTypeName(plan.dtype)))
+          .WithTensor(plan.name);
+    }
+    if (field == "group_index") {  // one for both
+      std::memcpy(out, tensor->view().data(), static_cast<size_t>(plan.bytes()));
+      return Status::Ok();
+    }
+    const int64_t columns = plan.shape[1];
+    const int64_t rows = plan.shape[0] / static_cast<int64_t>(parts.size());
+    if (field == "channel_scale" || field == "bias") {
+      std::memcpy(out, tensor->view().data(), static_cast<size_t>(bytes));
+    } else {
+      int64_t row = 0, col = 0;
+      if (!field.empty()) {
+        FMOE_RETURN_IF_ERROR(FirstBlock(*part, &row, &col));
+      }
+      if (tensor->dim(0) < row + rows || tensor->dim(1) < col + columns) {
+        return Status::BadInput(fmt::format("{} is {}, {} x {} are required", plan.name,
+                                            tensor->shape().ToString(), rows, columns))
+            .WithTensor(plan.name);
+      }
+      CopyMatrix(tensor->view(), row, PackedBytes(plan.dtype, col), rows, PackedBytes(plan.dtype, columns),
+                 out);
+    }
+    out += bytes;
+  }
+  return Status::Ok();
+}
+
+void ReleaseTensor(CanonicalExpert& expert, std::string_view name) {
+  for (const CanonicalMatrix* part : PartsUnder(expert, name)) {
+    if (const Tensor* tensor = TensorOf(*part, FieldOf(name)); tensor != nullptr) {
+      *const_cast<Tensor*>(tensor) = Tensor();
+    }
+  }
+}
+
+FusedShape ShapeOf(const CanonicalExpert& expert) {
+  return {expert.up.cols, expert.up.rows, !expert.gate.empty(), expert.up.format};
+}
+
+Result<ExpertTensors> FuseExpert(const CanonicalExpert& expert) {
+  FMOE_RETURN_IF_ERROR(CheckFusable(expert));
+  ExpertTensors fused;
+  for (const TensorPlan& plan : FusedTensors(ShapeOf(expert), PartsOf(expert))) {
+    FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(plan.dtype, plan.shape));
+    FMOE_RETURN_IF_ERROR(FuseTensor(expert, plan, tensor.mutable_view().data()));
+    fused.Set(plan.name, std::move(tensor));
+  }
   return fused;
 }
 

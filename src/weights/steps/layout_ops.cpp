@@ -56,19 +56,6 @@ Result<Tensor> MoveColumns(TensorView matrix, int64_t in_columns, int64_t out_co
   return result;
 }
 
-/// 4-bit codes one a byte; 8-bit codes of any type as they are.
-Result<Tensor> CodesAsBytes(TensorView weights) {
-  const int bits = DTypeBits(weights.dtype());
-  if (bits == 4) {
-    const TensorView nibbles(weights.data(), DType::kU4, weights.shape());
-    return WidenCodes(nibbles);
-  }
-  if (bits != 8) {
-    return WrongSize("Marlin's repack", weights, "a 4- or 8-bit type");
-  }
-  return Tensor::Borrow(TensorView(weights.data(), DType::kU8, weights.shape()), nullptr);
-}
-
 }  // namespace
 
 Result<Tensor> PadRows(TensorView matrix, int64_t parts, int64_t from, int64_t to) {
@@ -91,6 +78,30 @@ Result<Tensor> PadColumns(TensorView matrix, int64_t from, int64_t to) {
 
 Result<Tensor> UnpadColumns(TensorView matrix, int64_t from, int64_t to) {
   return MoveColumns(matrix, to, from);
+}
+
+Result<Tensor> GatherColumns(TensorView matrix, std::span<const int32_t> order) {
+  const int bits = DTypeBits(matrix.dtype());
+  const auto count = static_cast<int64_t>(order.size());
+  if ((bits != 4 && bits % 8 != 0) || matrix.dim(1) != count) {
+    return WrongSize("reordering columns", matrix, fmt::format("{} columns of 4 bits or whole bytes", count));
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(matrix.dtype(), matrix.shape()));
+  const int64_t row_bytes = matrix.row_bytes();
+  for (int64_t row = 0; row < matrix.dim(0); ++row) {
+    const std::byte* in = matrix.data() + row * row_bytes;
+    std::byte* out = result.mutable_view().data() + row * row_bytes;
+    for (int64_t column = 0; column < count; ++column) {
+      const int64_t from = order[static_cast<size_t>(column)];
+      if (bits == 4) {
+        const auto nibble = static_cast<uint8_t>(in[from / 2]) >> (from % 2 * 4) & 0xF;
+        out[column / 2] |= static_cast<std::byte>(nibble << (column % 2 * 4));
+      } else {
+        CopyBytes(out + column * bits / 8, in + from * bits / 8, bits / 8);
+      }
+    }
+  }
+  return result;
 }
 
 Result<Tensor> ToBlockMajor(TensorView matrix, int64_t block) {
@@ -233,20 +244,11 @@ Result<Tensor> ClampScales(TensorView scales) {
 }
 
 Result<Tensor> ToMarlinWeights(TensorView weights) {
-  FMOE_ASSIGN_OR_RETURN(const Tensor codes, CodesAsBytes(weights));
-  FMOE_ASSIGN_OR_RETURN(const Tensor inputs_first, Transpose(codes.view()));
-  return MarlinPackWeights(inputs_first.view(), {DTypeBits(weights.dtype()), 16});
+  return MarlinPackStored(weights);
 }
 
 Result<Tensor> FromMarlinWeights(TensorView words, DType element) {
-  const int bits = DTypeBits(element);
-  FMOE_ASSIGN_OR_RETURN(const Tensor inputs_first, MarlinUnpackWeights(words, {bits, 16}));
-  FMOE_ASSIGN_OR_RETURN(const Tensor codes, Transpose(inputs_first.view()));
-  if (bits == 8) {
-    return Tensor::Borrow(TensorView(codes.view().data(), element, codes.shape()), codes.owner());
-  }
-  FMOE_ASSIGN_OR_RETURN(const Tensor packed, NarrowCodes(codes.view(), DType::kU4));
-  return Tensor::Borrow(TensorView(packed.view().data(), element, packed.shape()), packed.owner());
+  return MarlinUnpackStored(words, element);
 }
 
 Result<Tensor> ToMarlinScales(TensorView scales, bool grouped) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
@@ -15,6 +16,9 @@ Result<Tensor> UnpadRows(TensorView matrix, int64_t parts, int64_t from, int64_t
 /// Rows of `from` elements grow to `to`, behind their end; whole bytes on both sides.
 Result<Tensor> PadColumns(TensorView matrix, int64_t from, int64_t to);
 Result<Tensor> UnpadColumns(TensorView matrix, int64_t from, int64_t to);
+
+/// New column c is old column order[c]; any element of 4 bits or whole bytes. `order` must hold columns.
+Result<Tensor> GatherColumns(TensorView matrix, std::span<const int32_t> order);
 
 /// Bytes [M, K] to [K / block, M, block]. K must be a multiple of `block`.
 Result<Tensor> ToBlockMajor(TensorView matrix, int64_t block);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <numeric>
 #include <optional>
 
 #include <fmt/format.h>
@@ -199,21 +200,48 @@ Status MakeOutputScale(const LayoutStep& step, ExpertTensors& expert) {
 /// Scales [groups, outputs] that are too small for S0E5M3 become 0; all others are kept exactly. The mean
 /// over outputs of the share that is lost.
 double FlushedShare(TensorView scales, int factor) {
-  const int64_t outputs = scales.dim(1);
-  std::vector<float> values(static_cast<size_t>(scales.count()));
-  DecodeRow(scales.dtype(), scales.data(), 0, scales.count(), values.data());
-  double share = 0.0;
-  for (int64_t output = 0; output < outputs; ++output) {
-    double lost = 0.0, norm = 0.0;
-    for (int64_t group = 0; group < scales.dim(0); ++group) {
-      const float value = values[static_cast<size_t>(group * outputs + output)];
-      const double square = static_cast<double>(value) * value;
-      norm += square;
-      lost += std::ldexp(value, factor + 7) < 2.0F ? square : 0.0;
+  const auto outputs = static_cast<size_t>(scales.dim(1));
+  std::vector<float> values(outputs);
+  std::vector<double> lost(outputs), norm(outputs);
+  for (int64_t group = 0; group < scales.dim(0); ++group) {
+    DecodeRow(scales.dtype(), scales.data() + group * scales.stride_bytes(0), 0, scales.dim(1),
+              values.data());
+    for (size_t output = 0; output < outputs; ++output) {
+      const double square = static_cast<double>(values[output]) * values[output];
+      norm[output] += square;
+      lost[output] += std::ldexp(values[output], factor + 7) < 2.0F ? square : 0.0;
     }
-    share += norm > 0.0 ? lost / norm : 0.0;
+  }
+  double share = 0.0;
+  for (size_t output = 0; output < outputs; ++output) {
+    share += norm[output] > 0.0 ? lost[output] / norm[output] : 0.0;
   }
   return share / static_cast<double>(outputs);
+}
+
+/// Columns by ascending group; those of one group keep their order. Codes and group index move together, and
+/// the order stays beside them: stored column c is canonical column order[c].
+Status SortInputs(const LayoutStep& step, ExpertTensors& expert) {
+  const Tensor* codes = expert.Find(step.tensor);
+  const Tensor* groups = expert.Find(step.tensor + "_group_index");
+  if (codes == nullptr || groups == nullptr || groups->view().count() != codes->dim(1)) {
+    return Missing(step, step.tensor + "_group_index");
+  }
+  const auto* group = groups->view().as<int32_t>();
+  FMOE_ASSIGN_OR_RETURN(Tensor order, Tensor::Allocate(DType::kI32, groups->shape()));
+  FMOE_ASSIGN_OR_RETURN(Tensor sorted, Tensor::Allocate(DType::kI32, groups->shape()));
+  auto* from = order.mutable_view().as<int32_t>();
+  const auto count = static_cast<int32_t>(groups->view().count());
+  std::iota(from, from + count, 0);
+  std::stable_sort(from, from + count, [&](int32_t a, int32_t b) { return group[a] < group[b]; });
+  for (int32_t index = 0; index < count; ++index) {
+    sorted.mutable_view().as<int32_t>()[index] = group[from[index]];
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor moved, GatherColumns(codes->view(), {from, static_cast<size_t>(count)}));
+  expert.Set(step.tensor, std::move(moved));
+  expert.Set(step.tensor + "_group_index", std::move(sorted));
+  expert.Set(step.tensor + "_input_order", std::move(order));
+  return Status::Ok();
 }
 
 Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
@@ -226,6 +254,8 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
       return OneInputScale(step, globals, expert);
     case LayoutOp::kOutputScale:
       return MakeOutputScale(step, expert);
+    case LayoutOp::kSortInputs:
+      return SortInputs(step, expert);
     default:
       break;
   }
@@ -233,37 +263,50 @@ Status ApplyTo(const LayoutStep& step, const LayoutGlobals& globals, ExpertTenso
   if (tensor == nullptr) {
     return Missing(step, step.tensor);
   }
-  const Tensor before = *tensor;
-  FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, before.view()));
   if (step.op == LayoutOp::kMarlinNvfp4Scales) {
     const double matrices = step.tensor.starts_with("gate_up") ? 2.0 : 1.0;
-    expert.squared_error += matrices * FlushedShare(before.view(), static_cast<int>(step.values[0]));
+    expert.squared_error += matrices * FlushedShare(tensor->view(), static_cast<int>(step.values[0]));
   }
+  FMOE_ASSIGN_OR_RETURN(Tensor after, ApplyStep(step, tensor->view()));
   expert.Set(step.tensor, std::move(after));
   return Status::Ok();
 }
 
-/// The tensors that lossy steps replace: they are kept whole, from before the first step.
-std::vector<std::string> ReplacedTensors(const LayoutRecipe& recipe) {
-  std::vector<std::string> names;
-  for (const LayoutStep& step : recipe.steps) {
-    if (InfoOf(step.op).lossless) {
-      continue;
-    }
-    names.push_back(step.tensor);
-    if (step.op == LayoutOp::kFoldTensorScale) {
-      names.emplace_back("gate_up_tensor_scale");
-    }
+Status UnsortInputs(const LayoutStep& step, ExpertTensors& expert) {
+  const Tensor* codes = expert.Find(step.tensor);
+  const Tensor* groups = expert.Find(step.tensor + "_group_index");
+  const Tensor* order = expert.Find(step.tensor + "_input_order");
+  if (codes == nullptr || groups == nullptr || order == nullptr) {
+    return Missing(step, step.tensor + "_input_order");
   }
-  std::sort(names.begin(), names.end());
-  names.erase(std::unique(names.begin(), names.end()), names.end());
-  return names;
+  const auto count = static_cast<size_t>(order->view().count());
+  const auto* from = order->view().as<int32_t>();
+  std::vector<int32_t> back(count, -1);
+  for (size_t index = 0; index < count; ++index) {
+    if (from[index] < 0 || from[index] >= static_cast<int32_t>(count) ||
+        back[static_cast<size_t>(from[index])] >= 0) {
+      return Status::BadInput(
+                 fmt::format("the order of inputs holds {} at {}; each of 0..{} must stand there once",
+                             from[index], index, count - 1))
+          .WithTensor(step.tensor + "_input_order");
+    }
+    back[static_cast<size_t>(from[index])] = static_cast<int32_t>(index);
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor moved, GatherColumns(codes->view(), back));
+  FMOE_ASSIGN_OR_RETURN(Tensor unsorted, GatherColumns(groups->view(), back));
+  expert.Set(step.tensor, std::move(moved));
+  expert.Set(step.tensor + "_group_index", std::move(unsorted));
+  expert.Erase(step.tensor + "_input_order");
+  return Status::Ok();
 }
 
 Status InvertOn(const LayoutStep& step, ExpertTensors& expert) {
   if (step.op == LayoutOp::kOutputScale) {
     expert.Erase(step.tensor);
     return Status::Ok();
+  }
+  if (step.op == LayoutOp::kSortInputs) {
+    return UnsortInputs(step, expert);
   }
   const Tensor* tensor = expert.Find(step.tensor);
   if (tensor == nullptr) {
@@ -305,6 +348,22 @@ std::span<const LayoutStepInfo> LayoutStepTable() {
 
 const LayoutStepInfo& InfoOf(LayoutOp op) {
   return LayoutStepTable()[static_cast<size_t>(op)];
+}
+
+std::vector<std::string> ReplacedTensors(const LayoutRecipe& recipe) {
+  std::vector<std::string> names;
+  for (const LayoutStep& step : recipe.steps) {
+    if (InfoOf(step.op).lossless) {
+      continue;
+    }
+    names.push_back(step.tensor);
+    if (step.op == LayoutOp::kFoldTensorScale) {
+      names.emplace_back("gate_up_tensor_scale");
+    }
+  }
+  std::sort(names.begin(), names.end());
+  names.erase(std::unique(names.begin(), names.end()), names.end());
+  return names;
 }
 
 std::string CanonicalName(std::string_view tensor) {
@@ -354,6 +413,11 @@ Result<LayoutRecipe> LayoutRecipe::Parse(std::span<const std::string> text) {
   return recipe;
 }
 
+Status LayoutRecipe::ApplyOne(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
+  Status status = ApplyTo(step, globals, expert);
+  return status.ok() ? status : std::move(status).WithContext(TextOf(step));
+}
+
 Status LayoutRecipe::Apply(const LayoutGlobals& globals, ExpertTensors& expert) const {
   for (const std::string& name : ReplacedTensors(*this)) {
     if (const Tensor* tensor = expert.Find(name); tensor != nullptr) {
@@ -361,9 +425,7 @@ Status LayoutRecipe::Apply(const LayoutGlobals& globals, ExpertTensors& expert) 
     }
   }
   for (const LayoutStep& step : steps) {
-    if (Status status = ApplyTo(step, globals, expert); !status.ok()) {
-      return std::move(status).WithContext(TextOf(step));
-    }
+    FMOE_RETURN_IF_ERROR(ApplyOne(step, globals, expert));
   }
   return Status::Ok();
 }

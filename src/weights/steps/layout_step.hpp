@@ -35,6 +35,7 @@
   X(kFoldTensorScale, "fold_tensor_scale", "", false, "one tensor scale for gate and up")                  \
   X(kMaxInputScale, "max_input_scale", "", false, "one input scale for gate and up, the larger")           \
   X(kMaxExpand, "max_expand", "", false, "one input scale for all experts, the largest")                   \
+  X(kSortInputs, "sort_inputs", "", true, "columns by ascending group, their order beside them")           \
   X(kDropInputScale, "drop_input_scale", "", false, "activations are not quantized")                       \
   X(kOutputScale, "output_scale", "", true, "product of input and weight tensor scales, derived")
 
@@ -89,6 +90,11 @@ struct LayoutGlobals {
 /// The name under which a lossy step keeps what it replaces.
 std::string CanonicalName(std::string_view tensor);
 
+class LayoutRecipe;
+/// The tensors that lossy steps of a recipe replace, by name: they are kept whole, from before the first
+/// step.
+std::vector<std::string> ReplacedTensors(const LayoutRecipe& recipe);
+
 /// The steps that turn canonical tensors of an expert into what a kernel reads. A value: printed, parsed,
 /// compared.
 class LayoutRecipe {
@@ -100,8 +106,10 @@ class LayoutRecipe {
   std::vector<std::string> ToText() const;
   /// The inverse of ToText; kBadInput names the step that cannot be read.
   static Result<LayoutRecipe> Parse(std::span<const std::string> text);
-  /// All steps in order. Errors name the step.
+  /// All steps in order, on all tensors at once. Errors name the step.
   Status Apply(const LayoutGlobals& globals, ExpertTensors& expert) const;
+  /// One step, without keeping what it replaces.
+  static Status ApplyOne(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert);
   /// All steps backwards; lossy ones take what they replaced from "canonical.*" (kBadInput when it is
   /// missing).
   Status Invert(ExpertTensors& expert) const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -18,23 +19,35 @@ Status CheckScale(const char* name, float value) {
 
 }  // namespace
 
+Result<Fp8GemmScales> MakeFp8GemmScales(std::span<const float> gate_up_tensor_scale, float input_tensor_scale,
+                                        std::span<const float> down_tensor_scale, float mid_tensor_scale) {
+  FMOE_RETURN_IF_ERROR(CheckScale("input_tensor_scale", input_tensor_scale));
+  FMOE_RETURN_IF_ERROR(CheckScale("mid_tensor_scale", mid_tensor_scale));
+  Fp8GemmScales products;
+  for (const float scale : gate_up_tensor_scale) {
+    FMOE_RETURN_IF_ERROR(CheckScale("gate_up_tensor_scale", scale));
+    products.gate_up.push_back(scale * input_tensor_scale);
+  }
+  for (const float scale : down_tensor_scale) {
+    FMOE_RETURN_IF_ERROR(CheckScale("down_tensor_scale", scale));
+    products.down.push_back(scale * mid_tensor_scale);
+  }
+  return products;
+}
+
 Result<Fp8OutputScales> MakeFp8OutputScales(std::span<const float> gate_up_tensor_scale,
                                             float input_tensor_scale,
                                             std::span<const float> down_tensor_scale,
                                             float mid_tensor_scale) {
-  FMOE_RETURN_IF_ERROR(CheckScale("input_tensor_scale", input_tensor_scale));
-  FMOE_RETURN_IF_ERROR(CheckScale("mid_tensor_scale", mid_tensor_scale));
+  FMOE_ASSIGN_OR_RETURN(Fp8GemmScales products, MakeFp8GemmScales(gate_up_tensor_scale, input_tensor_scale,
+                                                                  down_tensor_scale, mid_tensor_scale));
   Fp8OutputScales scales;
   scales.mid_encode_multiplier = 1.0F / mid_tensor_scale;
-  for (const float scale : gate_up_tensor_scale) {
-    FMOE_RETURN_IF_ERROR(CheckScale("gate_up_tensor_scale", scale));
-    scales.gate_output_scale.push_back(scale * input_tensor_scale);
-    scales.requantized_output_scale.push_back(scales.gate_output_scale.back() * scales.mid_encode_multiplier);
+  for (const float product : products.gate_up) {
+    scales.requantized_output_scale.push_back(product * scales.mid_encode_multiplier);
   }
-  for (const float scale : down_tensor_scale) {
-    FMOE_RETURN_IF_ERROR(CheckScale("down_tensor_scale", scale));
-    scales.down_output_scale.push_back(scale * mid_tensor_scale);
-  }
+  scales.gate_output_scale = std::move(products.gate_up);
+  scales.down_output_scale = std::move(products.down);
   return scales;
 }
 

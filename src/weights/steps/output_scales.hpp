@@ -8,6 +8,14 @@
 
 namespace fusedmoe {
 
+/// What the sums of both GEMMs of each expert are multiplied by: weight scale * input scale.
+struct Fp8GemmScales {
+  std::vector<float> gate_up, down;  ///< [E]
+};
+/// kBadInput unless every scale is finite and > 0.
+Result<Fp8GemmScales> MakeFp8GemmScales(std::span<const float> gate_up_tensor_scale, float input_tensor_scale,
+                                        std::span<const float> down_tensor_scale, float mid_tensor_scale);
+
 /// The factors that FP8 kernels with one scale per tensor multiply their sums by. All decode by
 /// multiplication except the one named so.
 struct Fp8OutputScales {

@@ -269,6 +269,9 @@ LayoutRecipe MarlinRecipe(const LayoutProblem& problem) {
     const int64_t inputs = down ? sizes.intermediate : sizes.hidden;
     const int64_t outputs = down ? problem.hidden : problem.intermediate;
     DType element = format.element;
+    if (problem.has_group_index) {
+      recipe.Add(LayoutOp::kSortInputs, name);
+    }
     if (is_signed) {
       recipe.Add(LayoutOp::kFlipSign, name, {static_cast<int64_t>(element)});
       element = element == DType::kI4 ? DType::kU4 : DType::kU8;

@@ -17,6 +17,7 @@ struct LayoutProblem {
   WeightFormat format;
   bool has_bias = false;
   bool has_zero_points = false;
+  bool has_group_index = false;   ///< activation order
   bool has_input_scales = false;  ///< stored, of both GEMMs
   bool fold = false;              ///< gate and up differ in their tensor scales
   bool max_gate_up = false;       ///< gate and up differ in their input scales

@@ -29,9 +29,14 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
     Refuse(verdicts, Reason::kScheme, "the contract itself says how activations are treated",
            ActivationModeName(problem.activation), ActivationModeName(own));
   }
-  if (problem.weights_have_group_index) {
+  if (problem.weights_have_group_index && !contract.activation_order) {
     Refuse(verdicts, Reason::kZeroPoint, "the layout has no place for an activation order (g_idx)",
            "activation order", "none");
+  }
+  if (problem.weights_have_pre_quant_scale) {
+    Refuse(verdicts, Reason::kScheme,
+           "the kernels multiply no smoothing factors (pre_quant_scale) into their input", "pre_quant_scale",
+           "none");
   }
   if (!problem.isa.empty()) {
     Refuse(verdicts, Reason::kIsa, "the contract has one portable code path, no instruction-set levels",
@@ -183,6 +188,7 @@ Plan ContractPlan(const Contract& contract, const MoeProblem& problem) {
   layout.format = problem.scheme.weight;
   layout.has_bias = problem.config.has_bias;
   layout.has_zero_points = problem.weights_have_zero_points;
+  layout.has_group_index = problem.weights_have_group_index;
   layout.has_input_scales = problem.scheme.activation.static_tensor_scale;
   layout.activation = problem.config.dtype;
   plan.recipe = contract.recipe == nullptr ? RecipeText{"canonical"} : contract.recipe(layout).ToText();

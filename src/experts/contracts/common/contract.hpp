@@ -22,9 +22,10 @@ struct Contract {
   bool standard = true;
   bool batched = false;
   bool routes_inside = false;
-  bool weight_only = false;      ///< activation scales are ignored
-  bool one_input_scale = false;  ///< stored input scales: the largest of all experts serves all
-  bool sixteen_bit = false;      ///< operands and the rows between the GEMMs are rounded to 16 bits
+  bool weight_only = false;       ///< activation scales are ignored
+  bool one_input_scale = false;   ///< stored input scales: the largest of all experts serves all
+  bool activation_order = false;  ///< reads inputs in the order of their groups (g_idx)
+  bool sixteen_bit = false;       ///< operands and the rows between the GEMMs are rounded to 16 bits
 };
 
 /// The Backend of a contract. `contract` must be a constant with static storage.
@@ -89,6 +90,9 @@ constexpr Backend MakeContractBackend() {
       },
       [](const MoeProblem& problem, const Machine&, std::shared_ptr<const PreparedWeights> weights,
          WorkspaceBook& book) { return ContractCreate(contract, problem, std::move(weights), book); },
+      "cpu",
+      contract.layout_key,
+      contract.one_input_scale,
   };
 }
 

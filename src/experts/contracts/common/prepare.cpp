@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <mutex>
@@ -10,6 +9,7 @@
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/steps/layout_ops.hpp"
+#include "weights/steps/layout_shapes.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -21,6 +21,7 @@ struct Survey {
   bool max_gate_up = false;
   bool has_bias = false;
   bool has_zero_points = false;
+  bool has_group_index = false;
   float largest_gate_up_scale = 0.0F;
   float largest_down_scale = 0.0F;
 };
@@ -76,6 +77,7 @@ void Take(const CanonicalExpert& expert, bool fold_rescales, Survey& survey) {
   take(expert.down.input_tensor_scale, survey.globals.mid_tensor_scale);
   survey.has_bias = survey.has_bias || !expert.up.bias.empty();
   survey.has_zero_points = survey.has_zero_points || !expert.up.zero_point.empty();
+  survey.has_group_index = survey.has_group_index || !expert.up.group_index.empty();
   float gate_factor = 1.0F, up_factor = 1.0F;
   if (!expert.gate.empty()) {
     survey.fold = survey.fold || expert.gate.tensor_scale != expert.up.tensor_scale;
@@ -99,14 +101,12 @@ void Take(const CanonicalExpert& expert, bool fold_rescales, Survey& survey) {
 
 /// Runs `visit(e)` for all experts; the failure of the lowest one, with its number.
 template <typename Visit>
-Status ForEachExpert(const Executor& executor, int64_t first, int64_t count, Visit visit) {
-  std::vector<Status> statuses(static_cast<size_t>(std::max<int64_t>(count - first, 0)));
-  ParallelFor(executor, count - first,
-              [&](int64_t index) { statuses[static_cast<size_t>(index)] = visit(first + index); });
+Status ForEachExpert(const Executor& executor, int64_t count, Visit visit) {
+  std::vector<Status> statuses(static_cast<size_t>(count));
+  ParallelFor(executor, count, [&](int64_t index) { statuses[static_cast<size_t>(index)] = visit(index); });
   for (size_t index = 0; index < statuses.size(); ++index) {
     if (!statuses[index].ok()) {
-      return std::move(statuses[index])
-          .WithContext("expert " + std::to_string(first + static_cast<int64_t>(index)));
+      return std::move(statuses[index]).WithContext("expert " + std::to_string(index));
     }
   }
   return Status::Ok();
@@ -117,7 +117,7 @@ Result<Survey> Look(const ExpertSource& source, const Executor& executor) {
       source.scheme.weight.has_block_scale() && source.scheme.weight.block_scale_dtype == DType::kF8E4M3;
   Survey survey;
   std::mutex mutex;
-  const Status looked = ForEachExpert(executor, 0, source.num_local_experts, [&](int64_t e) -> Status {
+  const Status looked = ForEachExpert(executor, source.num_local_experts, [&](int64_t e) -> Status {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(e));
     FMOE_RETURN_IF_ERROR(Validate(expert, source.scheme));
     Survey own;
@@ -127,6 +127,7 @@ Result<Survey> Look(const ExpertSource& source, const Executor& executor) {
     survey.max_gate_up = survey.max_gate_up || own.max_gate_up;
     survey.has_bias = survey.has_bias || own.has_bias;
     survey.has_zero_points = survey.has_zero_points || own.has_zero_points;
+    survey.has_group_index = survey.has_group_index || own.has_group_index;
     survey.globals.input_tensor_scale =
         std::max(survey.globals.input_tensor_scale, own.globals.input_tensor_scale);
     survey.globals.mid_tensor_scale = std::max(survey.globals.mid_tensor_scale, own.globals.mid_tensor_scale);
@@ -146,6 +147,7 @@ LayoutProblem LayoutOf(const MoeProblem& problem, const Survey& survey) {
   layout.format = problem.scheme.weight;
   layout.has_bias = survey.has_bias;
   layout.has_zero_points = survey.has_zero_points;
+  layout.has_group_index = survey.has_group_index;
   layout.has_input_scales = problem.scheme.activation.static_tensor_scale;
   layout.fold = survey.fold;
   layout.max_gate_up = survey.max_gate_up;
@@ -161,25 +163,143 @@ Shape StackedShape(int64_t num_experts, const Shape& shape) {
   return Shape(std::span<const int64_t>(dims));
 }
 
-void CopyInto(const ExpertTensors& expert, int64_t index, PreparedWeights& prepared) {
-  for (size_t tensor = 0; tensor < expert.tensors.size(); ++tensor) {
-    const TensorView from = expert.tensors[tensor].second.view();
-    std::memcpy(prepared.tensors[tensor].tensor.mutable_view().data() + index * from.total_bytes(),
-                from.data(), static_cast<size_t>(from.total_bytes()));
+/// Moves experts into the layout one tensor at a time. The place of the result serves as one of the two
+/// buffers that a step needs, so that beside the result there is never more than what is left of the loaded
+/// expert and one tensor, together at most one expert.
+class Mover {
+ public:
+  static Result<Mover> Create(const LayoutRecipe& recipe, const LayoutGlobals& globals,
+                              const ExpertSource& source) {
+    Mover mover(recipe, globals);
+    {
+      FMOE_ASSIGN_OR_RETURN(const CanonicalExpert first, source.load(0));
+      FMOE_RETURN_IF_ERROR(CheckFusable(first));
+      mover.fused_ = FusedTensors(ShapeOf(first), PartsOf(first));
+    }
+    FMOE_ASSIGN_OR_RETURN(mover.planned_, PlannedTensors(recipe, mover.fused_));
+    for (const TensorPlan& plan : mover.planned_) {
+      FMOE_ASSIGN_OR_RETURN(Tensor stacked,
+                            Tensor::Allocate(plan.dtype, StackedShape(source.num_local_experts, plan.shape)));
+      mover.places_.push_back(stacked.mutable_view().data());
+      mover.tensors_.push_back({plan.name, std::move(stacked)});
+    }
+    return mover;
   }
-}
 
-Status SameAs(const ExpertTensors& expert, const PreparedWeights& prepared) {
-  bool same = expert.tensors.size() == prepared.tensors.size();
-  for (size_t index = 0; same && index < expert.tensors.size(); ++index) {
-    const PreparedWeights::Named& first = prepared.tensors[index];
-    same = first.name == expert.tensors[index].first &&
-           first.tensor.dtype() == expert.tensors[index].second.dtype() &&
-           first.tensor.shape() == StackedShape(first.tensor.dim(0), expert.tensors[index].second.shape());
+  /// Experts may be moved in any order and from several threads. The root mean square of what lossy steps
+  /// changed comes back.
+  Result<double> Move(const ExpertSource& source, int64_t index) const {
+    FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, source.load(index));
+    FMOE_RETURN_IF_ERROR(CheckFusable(expert));
+    if (FusedTensors(ShapeOf(expert), PartsOf(expert)) != fused_) {
+      return Status::BadInput("has other tensors or shapes than expert 0; all must be alike");
+    }
+    ExpertTensors work;
+    for (const TensorPlan& plan : fused_) {
+      if (!IsLarge(plan)) {
+        FMOE_RETURN_IF_ERROR(Take(expert, plan, index, work));
+      }
+    }
+    for (const TensorPlan& plan : fused_) {
+      if (IsLarge(plan)) {
+        FMOE_RETURN_IF_ERROR(MoveLarge(expert, plan, index, work));
+      }
+    }
+    for (const LayoutStep& step : recipe_.steps) {
+      if (!IsLargeName(step.tensor)) {
+        FMOE_RETURN_IF_ERROR(LayoutRecipe::ApplyOne(step, globals_, work));
+      }
+    }
+    for (const auto& [name, tensor] : work.tensors) {
+      std::byte* place = PlaceOf(name, index);
+      if (place == nullptr) {
+        return Status::BadInput("was not planned").WithTensor(name);
+      }
+      std::memcpy(place, tensor.view().data(), static_cast<size_t>(tensor.view().total_bytes()));
+    }
+    return std::sqrt(work.squared_error);
   }
-  return same ? Status::Ok()
-              : Status::BadInput("has other tensors or shapes than expert 0; all must be alike");
-}
+
+  std::vector<PreparedWeights::Named> Finish() { return std::move(tensors_); }
+
+ private:
+  Mover(const LayoutRecipe& recipe, const LayoutGlobals& globals) : recipe_(recipe), globals_(globals) {}
+
+  /// Everything but scalars and lists of groups, which other tensors' steps look at.
+  static bool IsLargeName(std::string_view name) {
+    return !name.ends_with("tensor_scale") && !name.ends_with("_output_scale") &&
+           !name.ends_with("_group_index") && !name.ends_with("_input_order");
+  }
+  static bool IsLarge(const TensorPlan& plan) { return IsLargeName(plan.name); }
+
+  const TensorPlan* PlanOf(std::string_view name) const {
+    const auto found = std::find_if(planned_.begin(), planned_.end(),
+                                    [&](const TensorPlan& plan) { return plan.name == name; });
+    return found == planned_.end() ? nullptr : &*found;
+  }
+  std::byte* PlaceOf(std::string_view name, int64_t index) const {
+    const TensorPlan* plan = PlanOf(name);
+    return plan == nullptr ? nullptr
+                           : places_[static_cast<size_t>(plan - planned_.data())] + index * plan->bytes();
+  }
+
+  /// A copy for "canonical.*", where one is planned.
+  void Keep(const std::string& name, int64_t index, const std::byte* data, int64_t bytes) const {
+    if (std::byte* kept = PlaceOf(CanonicalName(name), index); kept != nullptr) {
+      std::memcpy(kept, data, static_cast<size_t>(bytes));
+    }
+  }
+
+  Status Take(const CanonicalExpert& expert, const TensorPlan& plan, int64_t index,
+              ExpertTensors& work) const {
+    FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(plan.dtype, plan.shape));
+    FMOE_RETURN_IF_ERROR(FuseTensor(expert, plan, tensor.mutable_view().data()));
+    Keep(plan.name, index, tensor.view().data(), plan.bytes());
+    work.Set(plan.name, std::move(tensor));
+    return Status::Ok();
+  }
+
+  Status MoveLarge(CanonicalExpert& expert, const TensorPlan& plan, int64_t index,
+                   ExpertTensors& work) const {
+    const TensorPlan* planned = PlanOf(plan.name);
+    std::byte* place = PlaceOf(plan.name, index);
+    if (place == nullptr) {
+      return Status::BadInput("was not planned").WithTensor(plan.name);
+    }
+    Tensor first = Tensor::Borrow(TensorView(place, plan.dtype, plan.shape), nullptr);
+    std::byte* begin = place;
+    if (planned->bytes() < plan.bytes()) {  // zero points, which are packed on the way
+      FMOE_ASSIGN_OR_RETURN(first, Tensor::Allocate(plan.dtype, plan.shape));
+      begin = first.mutable_view().data();
+    }
+    FMOE_RETURN_IF_ERROR(FuseTensor(expert, plan, begin));
+    ReleaseTensor(expert, plan.name);
+    Keep(plan.name, index, begin, plan.bytes());
+    work.Set(plan.name, std::move(first));
+    for (const LayoutStep& step : recipe_.steps) {
+      if (step.tensor != plan.name) {
+        continue;
+      }
+      FMOE_RETURN_IF_ERROR(LayoutRecipe::ApplyOne(step, globals_, work));
+      Tensor& moved = *work.Find(plan.name);
+      if (const int64_t bytes = moved.view().total_bytes(); bytes <= planned->bytes()) {
+        std::memcpy(place, moved.view().data(), static_cast<size_t>(bytes));
+        moved = Tensor::Borrow(TensorView(place, moved.dtype(), moved.shape()), nullptr);
+      }
+    }
+    const bool same =
+        work.Find(plan.name)->dtype() == planned->dtype && work.Find(plan.name)->shape() == planned->shape;
+    work.Erase(plan.name);
+    return same ? Status::Ok()
+                : Status::BadInput("the steps leave another shape than planned").WithTensor(plan.name);
+  }
+
+  const LayoutRecipe& recipe_;
+  LayoutGlobals globals_;
+  std::vector<TensorPlan> fused_, planned_;
+  std::vector<PreparedWeights::Named> tensors_;
+  std::vector<std::byte*> places_;
+};
 
 }  // namespace
 
@@ -196,35 +316,13 @@ Result<PreparedWeights> ContractPrepare(const Contract& contract, const MoeProbl
     recipe = contract.recipe(LayoutOf(problem, survey));
   }
   prepared.recipe = recipe.ToText();
-  const auto expert_of = [&](int64_t index) -> Result<ExpertTensors> {
-    FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(index));
-    FMOE_ASSIGN_OR_RETURN(ExpertTensors fused, FuseExpert(expert));
-    FMOE_RETURN_IF_ERROR(recipe.Apply(survey.globals, fused));
-    return fused;
-  };
-  // The first expert tells the shapes; from then on each goes to its place as soon as it is done.
+  FMOE_ASSIGN_OR_RETURN(Mover mover, Mover::Create(recipe, survey.globals, source));
   std::vector<double> errors(static_cast<size_t>(source.num_local_experts));
-  Status moved = ForEachExpert({}, 0, 1, [&](int64_t index) -> Status {
-    FMOE_ASSIGN_OR_RETURN(const ExpertTensors first, expert_of(index));
-    for (const auto& [name, tensor] : first.tensors) {
-      FMOE_ASSIGN_OR_RETURN(
-          Tensor stacked,
-          Tensor::Allocate(tensor.dtype(), StackedShape(source.num_local_experts, tensor.shape())));
-      prepared.tensors.push_back({name, std::move(stacked)});
-    }
-    CopyInto(first, 0, prepared);
-    errors[0] = std::sqrt(first.squared_error);
+  FMOE_RETURN_IF_ERROR(ForEachExpert(executor, source.num_local_experts, [&](int64_t index) -> Status {
+    FMOE_ASSIGN_OR_RETURN(errors[static_cast<size_t>(index)], mover.Move(source, index));
     return Status::Ok();
-  });
-  FMOE_RETURN_IF_ERROR(moved);
-  moved = ForEachExpert(executor, 1, source.num_local_experts, [&](int64_t index) -> Status {
-    FMOE_ASSIGN_OR_RETURN(const ExpertTensors expert, expert_of(index));
-    FMOE_RETURN_IF_ERROR(SameAs(expert, prepared));
-    CopyInto(expert, index, prepared);
-    errors[static_cast<size_t>(index)] = std::sqrt(expert.squared_error);
-    return Status::Ok();
-  });
-  FMOE_RETURN_IF_ERROR(moved);
+  }));
+  prepared.tensors = mover.Finish();
   prepared.layout_error = *std::max_element(errors.begin(), errors.end());
   return prepared;
 }

@@ -192,7 +192,37 @@ Result<WeightRows> WeightRows::Create(const PreparedWeights& weights, const Layo
     reader.scales_.at = std::move(at);
   }
   FMOE_RETURN_IF_ERROR(reader.TakeVectors(weights, recipe, name));
+  if (HasStep(recipe, name, LayoutOp::kSortInputs)) {
+    FMOE_RETURN_IF_ERROR(reader.TakeOrder(weights, name));
+  }
   return reader;
+}
+
+Status WeightRows::TakeOrder(const PreparedWeights& weights, const std::string& name) {
+  const Tensor* order = weights.Find(name + "_input_order");
+  const Tensor* groups = weights.Find(name + "_group_index");
+  for (const auto& [tensor, suffix] : {std::pair(order, "_input_order"), std::pair(groups, "_group_index")}) {
+    if (tensor == nullptr || tensor->view().count() != num_experts_ * cols_) {
+      return WrongBytes(name + suffix, tensor, cols_ * 4);
+    }
+  }
+  stored_column_.assign(static_cast<size_t>(num_experts_ * cols_), -1);
+  group_of_.assign(stored_column_.size(), 0);
+  for (int64_t place = 0; place < num_experts_ * cols_; ++place) {
+    const int32_t column = order->view().as<int32_t>()[place];
+    const int32_t group = groups->view().as<int32_t>()[place];
+    const int64_t expert = place / cols_;
+    if (column < 0 || column >= cols_ || stored_column_[static_cast<size_t>(expert * cols_ + column)] >= 0 ||
+        group < 0 || group >= groups_) {
+      return Status::BadInput(fmt::format("expert {}: input {} in group {} at {}; each of {} inputs must be "
+                                          "there once, groups are 0..{}",
+                                          expert, column, group, place % cols_, cols_, groups_ - 1))
+          .WithTensor(name + "_input_order");
+    }
+    stored_column_[static_cast<size_t>(expert * cols_ + column)] = static_cast<int32_t>(place % cols_);
+    group_of_[static_cast<size_t>(expert * cols_ + column)] = group;
+  }
+  return Status::Ok();
 }
 
 void WeightRows::DecodeCodes(int64_t expert, int64_t row, int64_t begin, int64_t count, float* out) const {
@@ -213,10 +243,12 @@ void WeightRows::DecodeCodes(int64_t expert, int64_t row, int64_t begin, int64_t
       const DType byte_type = DTypeBits(codes_.dtype) == 4 ? DType::kU4 : DType::kU8;
       const int64_t band = 16 * codes_.stored_rows;  // codes of 16 inputs
       const int64_t column = stored / 16 * 256 + stored % 16;
-      for (int64_t k = begin; k < begin + count; ++k) {
+      const int32_t* order = stored_column_.empty() ? nullptr : stored_column_.data() + expert * cols_;
+      for (int64_t col = begin; col < begin + count; ++col) {
+        const int64_t k = order == nullptr ? col : order[col];
         const int64_t tiled = k / 16 * band + column + k % 16 * 16;
         const int64_t place = tiled - tiled % 1024 + fragment_[static_cast<size_t>(tiled % 1024)];
-        out[k - begin] = value_of_[LoadCode(byte_type, base, place)];
+        out[col - begin] = value_of_[LoadCode(byte_type, base, place)];
       }
       return;
     }
@@ -253,9 +285,10 @@ void WeightRows::Decode(int64_t expert, int64_t row, int64_t begin, int64_t coun
     }
     return;
   }
+  const int32_t* groups = group_of_.empty() ? nullptr : group_of_.data() + expert * cols_;
   for (int64_t col = begin; col < begin + count;) {
-    const int64_t group = col / block_cols_;
-    const int64_t end = std::min(begin + count, (group + 1) * block_cols_);
+    const int64_t group = groups == nullptr ? col / block_cols_ : groups[col];
+    const int64_t end = groups == nullptr ? std::min(begin + count, (group + 1) * block_cols_) : col + 1;
     const float zero = zero_points_.empty()
                            ? implied_zero_
                            : static_cast<float>(zero_points_[static_cast<size_t>(slot * groups_ + group)]);

@@ -49,6 +49,7 @@ class WeightRows {
   static Result<Located> Locate(const PreparedWeights& weights, const LayoutRecipe& recipe,
                                 const std::string& name, int64_t rows, int64_t columns);
   Status TakeVectors(const PreparedWeights& weights, const LayoutRecipe& recipe, const std::string& name);
+  Status TakeOrder(const PreparedWeights& weights, const std::string& name);
   void DecodeCodes(int64_t expert, int64_t row, int64_t begin, int64_t count, float* out) const;
   float ScaleAt(int64_t expert, int64_t row, int64_t group) const;
 
@@ -58,6 +59,8 @@ class WeightRows {
   std::vector<float> value_of_;    // of each 4- or 8-bit code
   bool scale_is_s0e5m3_ = false;
   float implied_zero_ = 0.0F;
+  // Activation order, [experts, cols]: where each canonical column is stored, and its group. Empty: in order.
+  std::vector<int32_t> stored_column_, group_of_;
   std::vector<uint8_t> zero_points_;          // [experts, rows, groups]
   std::vector<float> channel_scales_, bias_;  // [experts, rows]
 };

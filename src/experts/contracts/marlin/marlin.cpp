@@ -1,5 +1,8 @@
 #include "experts/contracts/marlin/marlin.hpp"
 
+#include <algorithm>
+#include <numeric>
+
 #include "experts/contracts/common/contract.hpp"
 
 namespace fusedmoe {
@@ -24,6 +27,13 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     RequireMultiple(verdicts, Reason::kHiddenSize, "hidden", problem.config.hidden, 2);
     RequireMultiple(verdicts, Reason::kIntermediateSize, "intermediate", problem.config.intermediate, 2);
   }
+  if (problem.weights_have_group_index) {  // columns behind the last group would belong to none
+    const int64_t multiple = std::lcm(int64_t{64}, std::max<int64_t>(weight.block.col, 1));
+    RequireMultiple(verdicts, Reason::kHiddenSize, "hidden of an activation order", problem.config.hidden,
+                    multiple);
+    RequireMultiple(verdicts, Reason::kIntermediateSize, "intermediate of an activation order",
+                    problem.config.intermediate, multiple);
+  }
 }
 
 constexpr Contract kContract = {.name = "MARLIN",
@@ -32,7 +42,8 @@ constexpr Contract kContract = {.name = "MARLIN",
                                 .recipe = &MarlinRecipe,
                                 .objections = &Objections,
                                 .batched = true,
-                                .weight_only = true};
+                                .weight_only = true,
+                                .activation_order = true};
 
 }  // namespace
 

@@ -1,0 +1,42 @@
+#include "subject.hpp"
+
+#include <filesystem>
+
+#include <fmt/format.h>
+
+namespace fusedmoe::cli {
+
+Result<std::unique_ptr<MoeLayer>> Subject::Load(const LayerOptions& options) const {
+  return checkpoint ? MoeLayer::Load(checkpoint, description.layer, options) : prepared->Load(options);
+}
+
+Result<std::unique_ptr<MoeLayer>> Subject::LoadCanonical(const LayerOptions& options) const {
+  return checkpoint ? MoeLayer::Load(checkpoint, description.layer, options)
+                    : prepared->LoadCanonical(options);
+}
+
+void Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
+  if (prepared && flags.activation_format.empty()) {
+    options.activation_format = description.config.activation_format;
+  }
+}
+
+Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer) {
+  Subject subject;
+  std::error_code ignored;
+  if (!std::filesystem::is_regular_file(flags.directory, ignored)) {
+    FMOE_ASSIGN_OR_RETURN(subject.checkpoint, OpenCheckpoint(flags));
+    FMOE_ASSIGN_OR_RETURN(const int64_t index, ResolveLayer(layer, *subject.checkpoint));
+    FMOE_ASSIGN_OR_RETURN(subject.description, subject.checkpoint->Describe(index));
+    return subject;
+  }
+  FMOE_ASSIGN_OR_RETURN(subject.prepared, PreparedLayer::Open(flags.directory));
+  subject.description = subject.prepared->description();
+  if (layer && *layer != subject.layer()) {
+    return Status::Usage(
+        fmt::format("--layer {}: the prepared file holds layer {}", *layer, subject.layer()));
+  }
+  return subject;
+}
+
+}  // namespace fusedmoe::cli

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/jobs/prepare.hpp>
+#include <fusedmoe/layer.hpp>
+
+#include "options.hpp"
+
+namespace fusedmoe::cli {
+
+/// The layer that a command is about: one of a checkpoint, or that of a prepared file. One of the two is set.
+struct Subject {
+  std::shared_ptr<const Checkpoint> checkpoint;
+  std::shared_ptr<const PreparedLayer> prepared;
+  LayerDescription description;
+
+  const std::string& path() const { return checkpoint ? checkpoint->directory() : prepared->path(); }
+  int64_t layer() const { return description.layer; }
+  Result<std::unique_ptr<MoeLayer>> Load(const LayerOptions& options) const;
+  /// For the reference: from the checkpoint, or from what the prepared file leads back to.
+  Result<std::unique_ptr<MoeLayer>> LoadCanonical(const LayerOptions& options) const;
+  /// What a prepared file says about its backend, where nothing else was asked for.
+  void Complete(const PlanFlags& flags, LayerOptions& options) const;
+};
+
+/// Opens a directory as a checkpoint and a file as a prepared layer, whose own layer number is the only one
+/// that `layer` may name.
+Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer);
+
+}  // namespace fusedmoe::cli
