@@ -25,6 +25,7 @@ struct ExplainFlags {
   PlanFlags plan;
   ParallelSizes parallel;
   bool sequence_parallel = false;
+  int64_t rank = 0;
   std::optional<int64_t> layer;
   std::string problem;
   std::string scheme;
@@ -68,11 +69,13 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   return Status::Ok();
 }
 
-Status SetParallel(ParallelSizes sizes, bool sequence_parallel, ExplainRequest& request) {
+Status SetParallel(ParallelSizes sizes, bool sequence_parallel, int64_t rank, ExplainRequest& request) {
   if (sequence_parallel) {
     sizes.sp = SequenceParallelSize(sizes);
   }
-  FMOE_ASSIGN_OR_RETURN(request.config.parallel, MakeParallelConfig(sizes));
+  FMOE_RETURN_IF_ERROR(MakeParallelConfig(sizes).status());
+  FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(sizes, rank));
+  FMOE_ASSIGN_OR_RETURN(request.config.parallel, MakeParallelConfig(sizes, place));
   return Status::Ok();
 }
 
@@ -80,7 +83,7 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   ExplainRequest request;
   FMOE_ASSIGN_OR_RETURN(const LayerOptions plan, Resolve(flags.plan));
   FMOE_RETURN_IF_ERROR(TakeLayer(flags, request));
-  FMOE_RETURN_IF_ERROR(SetParallel(flags.parallel, flags.sequence_parallel, request));
+  FMOE_RETURN_IF_ERROR(SetParallel(flags.parallel, flags.sequence_parallel, flags.rank, request));
   request.platform = flags.platform;
   request.tokens = flags.tokens;
   request.num_threads = flags.threads == 0 ? HostMachine().num_cores : flags.threads;
@@ -136,7 +139,7 @@ Result<ExplainRequest> Side(const ExplainFlags& flags, const ExplainRequest& que
       return UnknownName("--diff", word, names);
     }
   }
-  FMOE_RETURN_IF_ERROR(SetParallel(sizes, sequence_parallel, side));
+  FMOE_RETURN_IF_ERROR(SetParallel(sizes, sequence_parallel, 0, side));
   return side;
 }
 
@@ -308,6 +311,9 @@ Action DefineExplain(CLI::App& app) {
                "Sequence-parallel experts, where the deployment allows them");
   app.add_option("--all2all", flags->parallel.all2all, "All-to-all backend: " + AllToAllNames());
   app.add_flag("--eplb", flags->parallel.enable_eplb, "Expert load balancing");
+  app.add_option("--redundant-experts", flags->parallel.num_redundant_experts,
+                 "Replicas, in all; needs --eplb");
+  app.add_option("--rank", flags->rank, "The plan of this rank of the deployment; shares may be uneven");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");
   app.add_option("--why-not", flags->why_not, "What would have to change for this backend to be chosen");
   app.add_option("--diff", flags->diff,

@@ -7,13 +7,15 @@
 
 #include "core/checked_math.hpp"
 #include "moe/cost.hpp"
+#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
 namespace {
 
-/// Tokens whose routes this rank may have to compute: under data parallelism every group brings its own.
+/// Tokens whose routes this rank may have to compute: under data and context parallelism every group brings
+/// its own.
 int64_t TokensSeen(const MoeConfig& config, int64_t tokens) {
-  return tokens * std::max<int64_t>(config.parallel.dp_size, 1);
+  return tokens * std::max<int64_t>(config.parallel.dp_size * config.parallel.pcp_size, 1);
 }
 
 /// Projections that read hidden states: two when gated.
@@ -69,10 +71,47 @@ int64_t RowBytes(const Question& question) {
   return PackedBytes(dtype, question.config.hidden);
 }
 
+/// What one rank of this build sends to others: rows as they travel, results in fp32, and outputs to the
+/// ranks that were given the same tokens. Headers and padding are left out.
+int64_t ExchangeBytesHere(const Question& question, int64_t tokens) {
+  const MoeConfig& config = question.config;
+  const ParallelConfig& parallel = config.parallel;
+  const auto ranks = static_cast<double>(NumRanks(parallel));
+  const auto groups = static_cast<double>(std::max<int64_t>(1, parallel.dp_size * parallel.pcp_size));
+  const double sharing =
+      parallel.sp_size > 1 ? 1 : std::max(1.0, ranks / groups);  // ranks with the same tokens
+  const double share = static_cast<double>(tokens) / sharing;
+  const auto top_k = static_cast<double>(config.top_k());
+  const ActivationFormat& format = question.scheme.activation;
+  const bool codes = format.quantized() && !format.static_tensor_scale &&
+                     question.activation_mode != ActivationMode::kWeightOnly;
+  const int64_t values = codes ? CodeRowBytes(format, config.hidden) + ScaleRowBytes(format, config.hidden)
+                               : PackedBytes(config.dtype, config.hidden);
+  const double slots = top_k * (ranks - 1) / ranks;  // of a token, on other ranks
+  const double met = (ranks - 1) * (1 - std::pow((ranks - 1) / ranks, top_k));
+  double out = ranks - 1, back = parallel.use_ep ? met : ranks - 1, ids = top_k;
+  if (WireOf(parallel) == WireProtocol::kExpertRows) {
+    out = back = slots;
+    ids = 1;
+  } else if (WireOf(parallel) == WireProtocol::kRankRows) {
+    out = met;
+  }
+  if (question.determinism == Determinism::kRankInvariant) {
+    back = slots;
+  }
+  const auto hidden = static_cast<double>(config.hidden);
+  return static_cast<int64_t>(
+      share * (out * (static_cast<double>(values) + 8 * ids) + back * 4 * hidden +
+               (sharing - 1) * static_cast<double>(PackedBytes(config.dtype, config.hidden))));
+}
+
 /// Rows out and back, of one rank.
 int64_t ExchangeBytes(const Question& question, int64_t tokens) {
   const MoeConfig& config = question.config;
   const ParallelConfig& parallel = config.parallel;
+  if (question.platform.runs_this_build) {
+    return NumRanks(parallel) > 1 ? ExchangeBytesHere(question, tokens) : 0;
+  }
   const int64_t row_out = RowBytes(question);
   const int64_t row_back = PackedBytes(config.dtype, config.hidden);
   int64_t bytes = 0;

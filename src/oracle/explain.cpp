@@ -6,6 +6,8 @@
 
 #include <fusedmoe/problems.hpp>
 
+#include "core/checked_math.hpp"
+
 #include "oracle/changes.hpp"
 #include "oracle/costs.hpp"
 #include "oracle/described.hpp"
@@ -18,6 +20,14 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   MoeProblem problem;
   problem.config = question.config;
   problem.config.activation_format = question.format;
+  const ParallelConfig& parallel = question.config.parallel;
+  if (const int64_t ranks = NumRanks(parallel); ranks > 1) {
+    // The experts see the tokens of all ranks; those that were given the same tokens bring in a share each.
+    const int64_t groups = std::max<int64_t>(1, parallel.dp_size * parallel.pcp_size);
+    const int64_t sharing = parallel.sp_size > 1 ? 1 : std::max<int64_t>(1, ranks / groups);
+    problem.config.max_tokens = ranks * CeilDiv(problem.config.max_tokens, sharing);
+    problem.config.num_experts += parallel.num_redundant_experts;
+  }
   problem.scheme = question.scheme;
   problem.determinism = question.determinism;
   problem.activation = question.activation_mode;
@@ -91,9 +101,11 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   question.family =
       SchemeFamilyOf(request.scheme, request.config.activation.kind == ActivationKind::kSwigluOai);
   question.platform_bit = BitOf(question.platform);
-  question.format = request.activation_format.value_or(UseBatchedActivationFormat(parallel)
-                                                           ? ActivationFormatKind::kBatchedExperts
-                                                           : request.config.activation_format);
+  // Here pplx runs by its own protocol; upstream it has become a gather.
+  const bool batches = question.platform.runs_this_build ? WireOf(parallel) == WireProtocol::kExpertRows
+                                                         : UseBatchedActivationFormat(parallel);
+  question.format = request.activation_format.value_or(batches ? ActivationFormatKind::kBatchedExperts
+                                                               : request.config.activation_format);
   question.determinism = request.determinism;
   question.activation_mode = request.activation;
   question.weights_have_zero_points = request.weights_have_zero_points;

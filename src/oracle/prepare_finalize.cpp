@@ -44,7 +44,7 @@ constexpr Step kSteps[] = {
 
 /// Which step the deployment asks for. Upstream: without data parallelism none; without EP, or behind an
 /// exchange that is a gather, the gather; otherwise the named one.
-std::string_view Wanted(const ParallelConfig& parallel, ActivationFormatKind format) {
+std::string_view WantedUpstream(const ParallelConfig& parallel, ActivationFormatKind format) {
   if (parallel.dp_size <= 1) {
     return format == ActivationFormatKind::kStandard ? "no_ep" : "batched";
   }
@@ -60,18 +60,42 @@ std::string_view Wanted(const ParallelConfig& parallel, ActivationFormatKind for
   return "gather_scatter";
 }
 
+/// Here ranks exchange rows whenever there are several; every backend has one of three protocols.
+std::string_view WantedHere(const ParallelConfig& parallel, ActivationFormatKind format) {
+  if (NumRanks(parallel) <= 1) {
+    return format == ActivationFormatKind::kStandard ? "no_ep" : "batched";
+  }
+  const WireProtocol wire = WireOf(parallel);
+  if (wire == WireProtocol::kGather) {
+    return "gather_scatter";
+  }
+  const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
+  for (const Step& step : kSteps) {
+    if (step.exchange == RunsAs(*backend) && WireProtocolOf(*step.exchange) == wire) {
+      return step.name;
+    }
+  }
+  return wire == WireProtocol::kExpertRows ? "deepep_low_latency" : "deepep_high_throughput";
+}
+
+std::string_view Wanted(const Question& question) {
+  return question.platform.runs_this_build ? WantedHere(question.config.parallel, question.format)
+                                           : WantedUpstream(question.config.parallel, question.format);
+}
+
 std::vector<Verdict> Objections(const Step& step, std::string_view wanted, const Question& question) {
   std::vector<Verdict> objections;
-  const ParallelConfig& parallel = question.config.parallel;
+  const bool here = question.platform.runs_this_build;
   if (step.name != wanted) {
-    const bool exchange = parallel.dp_size > 1;
+    const bool exchange = wanted != "no_ep" && wanted != "batched";
     objections.push_back(
         {exchange ? Reason::kAllToAll : Reason::kParallel,
          exchange ? fmt::format("the deployment exchanges rows by {}", wanted)
-                  : fmt::format("without data parallelism rows stay, as {}", FormatName(question.format)),
+                  : fmt::format("without {} rows stay, as {}", here ? "other ranks" : "data parallelism",
+                                FormatName(question.format)),
          std::string(wanted), std::string(step.name)});
   }
-  if (question.platform.runs_this_build) {
+  if (here) {
     if (!step.built) {
       objections.push_back(
           {Reason::kNotBuilt, fmt::format("this build has no code for {}", step.name), "absent", "built"});
@@ -80,7 +104,7 @@ std::vector<Verdict> Objections(const Step& step, std::string_view wanted, const
     objections.push_back({Reason::kDevice, fmt::format("does not exist for {}", question.platform.name),
                           question.platform.name, NamesIn(step.platforms)});
   }
-  if (step.max_hidden > 0 && question.config.hidden > step.max_hidden) {
+  if (!here && step.max_hidden > 0 && question.config.hidden > step.max_hidden) {
     objections.push_back(
         {Reason::kHiddenSize, fmt::format("hidden {} exceeds its longest row", question.config.hidden),
          std::to_string(question.config.hidden), fmt::format("at most {}", step.max_hidden)});
@@ -95,8 +119,14 @@ std::vector<Verdict> Objections(const Step& step, std::string_view wanted, const
 
 }  // namespace
 
+WireProtocol WireOf(const ParallelConfig& parallel) {
+  const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
+  return UseAllToAll(parallel) && backend ? WireProtocolOf(*backend) : WireProtocol::kGather;
+}
+
 Selection SelectPrepareFinalize(const Question& question) {
-  const std::string_view wanted = Wanted(question.config.parallel, question.format);
+  const std::string_view wanted = Wanted(question);
+  const bool here = question.platform.runs_this_build;
   Selection selection;
   for (const Step& step : kSteps) {
     Candidate candidate{std::string(step.name), false, Objections(step, wanted, question)};
@@ -109,7 +139,7 @@ Selection SelectPrepareFinalize(const Question& question) {
     }
     selection.candidates.push_back(std::move(candidate));
   }
-  if (wanted == "deepep_low_latency" && selection.chosen) {
+  if (!here && wanted == "deepep_low_latency" && selection.chosen) {
     const auto* row = std::lower_bound(kDeepEpRows.begin(), kDeepEpRows.end(), question.config.hidden);
     if (row != kDeepEpRows.end() && *row != question.config.hidden) {
       selection.notes.push_back(
@@ -119,11 +149,11 @@ Selection SelectPrepareFinalize(const Question& question) {
   const ParallelConfig& parallel = question.config.parallel;
   if (UseAllToAll(parallel)) {
     const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
-    if (backend && RunsAs(*backend) != *backend) {
+    if (!here && backend && RunsAs(*backend) != *backend) {
       selection.notes.push_back(
           fmt::format("{} runs as {}", parallel.all2all, AllToAllName(RunsAs(*backend))));
     }
-  } else if (parallel.dp_size > 1) {
+  } else if (parallel.dp_size > 1 && WireOf(parallel) == WireProtocol::kGather) {
     selection.notes.push_back(fmt::format("without expert parallelism {} is not used", parallel.all2all));
   }
   return selection;

@@ -29,6 +29,13 @@ struct Question {
   Switches switches;
 };
 
+/// Ranks that share the experts.
+inline int64_t NumRanks(const ParallelConfig& parallel) {
+  return parallel.use_ep ? parallel.ep_size : parallel.tp_size;
+}
+/// How this build exchanges rows: by the protocol of the named backend, where upstream would use one.
+WireProtocol WireOf(const ParallelConfig& parallel);
+
 std::string_view FormatName(ActivationFormatKind format);
 
 /// "tp 1, dp 8, ep 8, deepep_low_latency"

@@ -1,3 +1,7 @@
+#include <cmath>
+
+#include <fmt/format.h>
+
 #include "oracle/support.hpp"
 
 namespace fusedmoe {
@@ -72,6 +76,65 @@ TEST(PrepareFinalize, LowLatencyRows_AreRoundedUpOrRefused) {
   request.config.hidden = 16384;
   EXPECT_NE(FindVerdict(Answer(request).prepare_finalize, "deepep_low_latency", Reason::kHiddenSize),
             nullptr);
+}
+
+// What ranks of this build do: the same as MoeLayer decides when it loads.
+TEST(PrepareFinalize, Here_EveryDeploymentHasTheStepThatRuns) {
+  struct Row {
+    int64_t tp, pcp, dp;
+    bool ep;
+    const char* all2all;
+    const char* step;
+    bool batched;
+  };
+  const Row rows[] = {
+      {1, 1, 1, false, "deepep_low_latency", "no_ep", false},
+      {2, 1, 1, false, "allgather_reducescatter", "gather_scatter", false},
+      {4, 1, 1, true, "deepep_low_latency", "gather_scatter", false},  // an exchange needs data parallelism
+      {1, 2, 1, true, "naive", "gather_scatter", false},
+      {1, 1, 4, false, "deepep_high_throughput", "gather_scatter", false},
+      {1, 1, 4, true, "naive", "gather_scatter", false},
+      {1, 1, 4, true, "allgather_reducescatter", "gather_scatter", false},
+      {1, 1, 4, true, "deepep_high_throughput", "deepep_high_throughput", false},
+      {2, 1, 4, true, "mori", "mori", false},
+      {1, 2, 2, true, "flashinfer_all2allv", "flashinfer_nvlink_two_sided", false},
+      {1, 1, 2, true, "deepep_low_latency", "deepep_low_latency", true},
+      {1, 1, 2, true, "nixl_ep", "nixl_ep", true},
+      {2, 1, 2, true, "pplx", "deepep_low_latency", true},  // by the same protocol
+  };
+  for (const Row& row : rows) {
+    ParallelSizes sizes;
+    sizes.tp = row.tp;
+    sizes.pcp = row.pcp;
+    sizes.dp = row.dp;
+    sizes.enable_expert_parallel = row.ep;
+    sizes.all2all = row.all2all;
+    ExplainRequest request = Request("fp8_w8a8:block128", "host");
+    request.config.parallel = *MakeParallelConfig(sizes);
+    const Explanation answer = Answer(request);
+    const std::string what =
+        fmt::format("tp {} pcp {} dp {} ep {} {}", row.tp, row.pcp, row.dp, row.ep, row.all2all);
+    EXPECT_EQ(Chosen(answer.prepare_finalize), row.step) << what;
+    ASSERT_TRUE(answer.selection.chosen) << what;
+    EXPECT_EQ(answer.selection.chosen->activation_format == ActivationFormatKind::kBatchedExperts,
+              row.batched)
+        << what;
+    EXPECT_EQ(answer.costs.exchange_bytes > 0, row.tp * row.pcp * row.dp > 1) << what;
+  }
+}
+
+TEST(PrepareFinalize, Here_ExchangedBytesAreThoseOfRowsAsTheyTravel) {
+  ParallelSizes sizes;
+  sizes.dp = 2;
+  sizes.enable_expert_parallel = true;
+  ExplainRequest request = Request("fp8_w8a8:block128", "host");
+  request.tokens = 16;
+  request.config.parallel = *MakeParallelConfig(sizes);
+  const auto hidden = request.config.hidden;
+  const double missed = std::pow(0.5, static_cast<double>(request.config.top_k()));
+  const double expected = 16 * (static_cast<double>(hidden + hidden / 128 * 4 + 8 * request.config.top_k()) +
+                                (1 - missed) * 4 * static_cast<double>(hidden));
+  EXPECT_NEAR(static_cast<double>(Answer(request).costs.exchange_bytes), expected, 1);
 }
 
 }  // namespace

@@ -31,12 +31,33 @@ class Watching final : public Communicator {
   int64_t sequence() const override { return inner_->sequence(); }
   int64_t bytes_sent() const override { return inner_->bytes_sent(); }
   void Abort(int exit_code) override { inner_->Abort(exit_code); }
-  Status Wait() override { return inner_->Wait(); }
+  Status Wait() override {
+    results_travel = false;
+    return inner_->Wait();
+  }
   Status Start(const RowExchange& exchange) override {
     row_bytes[std::string(exchange.operation)] = exchange.row_bytes;
-    return inner_->Start(exchange);
+    FMOE_RETURN_IF_ERROR(inner_->Start(exchange));
+    results_travel = exchange.operation == "combine rows";
+    return Status::Ok();
   }
   std::map<std::string, int64_t> row_bytes;
+  bool results_travel = false;  // from the moment they are sent until they are waited for
+  int64_t tasks_meanwhile = 0;
+  /// Runs tasks one after the other, and counts those that run while results travel.
+  Executor Counting() {
+    Executor executor;
+    executor.self = this;
+    executor.num_threads = 2;
+    executor.parallel = [](void* self, int64_t count, void (*task)(void*, int64_t), void* context) {
+      auto* own = static_cast<Watching*>(self);
+      own->tasks_meanwhile += own->results_travel ? count : 0;
+      for (int64_t index = 0; index < count; ++index) {
+        task(context, index);
+      }
+    };
+    return executor;
+  }
 
  private:
   std::shared_ptr<Communicator> inner_;
@@ -108,6 +129,71 @@ TEST(Wire, StoredScales_TravelAsCodesOnlyWhereAllExpertsShareThem) {
     cell.backend = "CPU_FUSED";
     EXPECT_EQ(DispatchedRowBytes(cell), 64 + 16 + Tail(name));
   }
+}
+
+/// Tasks that rank 0 runs while its results travel.
+int64_t TasksWhileResultsTravel(bool shared_experts) {
+  constexpr int64_t kHidden = 128, kTokens = 4;
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 4;
+  config.hidden = config.intermediate = kHidden;
+  config.routing.top_k = 2;
+  config.max_tokens = kTokens;
+  config.shared.intermediate = shared_experts ? kHidden : 0;
+  const RandomLayer layer = testing_support::MakeRandomLayer(config, "unquantized", 3);
+  SharedExpertWeights shared{layer.source, {}};
+  shared.source.num_local_experts = 1;
+  const Tensor hidden = testing_support::RandomRows(kTokens, kHidden, DType::kBF16, 1);
+  const testing_support::RandomRouting routing = testing_support::MakeRandomRouting(kTokens, 2, 4, 2);
+  CommunicatorOptions communicator_options;
+  communicator_options.deadline_seconds = 20;
+  const auto communicators = *InProcessCommunicators(2, communicator_options);
+  std::vector<std::shared_ptr<Watching>> watching;
+  std::vector<std::thread> threads;
+  for (size_t rank = 0; rank < 2; ++rank) {
+    watching.push_back(std::make_shared<Watching>(communicators[rank]));
+  }
+  for (int64_t rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      ParallelSizes sizes;
+      sizes.dp = 2;
+      sizes.enable_expert_parallel = true;
+      sizes.all2all = "deepep_high_throughput";
+      LayerOptions options;
+      options.max_tokens = kTokens;
+      options.parallel = *MakeParallelConfig(sizes, *RanksOf(sizes, rank));
+      options.communicator = watching[static_cast<size_t>(rank)];
+      ExpertSource source = layer.source;
+      source.num_local_experts = 2;
+      source.load = [load = layer.source.load, rank](int64_t expert) { return load(2 * rank + expert); };
+      const auto made =
+          MoeLayer::Create(config, source, RouterWeights{}, options, shared_experts ? &shared : nullptr);
+      ASSERT_TRUE(made.ok()) << made.status().ToString();
+      const auto workspace = (*made)->CreateWorkspace();
+      Tensor output = *Tensor::Allocate(DType::kBF16, {kTokens, kHidden});
+      const auto view = [&](const void* data, DType dtype) {
+        return TensorView(static_cast<const std::byte*>(data), dtype, {kTokens, 2});
+      };
+      MoeLayer::Inputs inputs;
+      inputs.hidden = hidden.view();
+      inputs.topk_ids = view(routing.ids.data(), DType::kI32);
+      inputs.topk_weights = view(routing.weights.data(), DType::kF32);
+      MoeLayer::Outputs outputs;
+      outputs.output = output.mutable_view();
+      const Status status =
+          (*made)->Forward(inputs, outputs, *workspace, watching[static_cast<size_t>(rank)]->Counting());
+      EXPECT_TRUE(status.ok()) << status.ToString();
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  return watching[0]->tasks_meanwhile;
+}
+
+TEST(Wire, SharedExperts_RunWhileResultsTravel) {
+  EXPECT_GT(TasksWhileResultsTravel(true), 0);
+  EXPECT_EQ(TasksWhileResultsTravel(false), 0);
 }
 
 // Two tokens of very different size, both for expert 0: one scale over both is what one rank would take.

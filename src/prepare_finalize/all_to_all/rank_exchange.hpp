@@ -37,7 +37,9 @@ class AllToAllPrepareFinalize final : public PrepareFinalize {
  public:
   AllToAllPrepareFinalize(AllToAllParts parts, WorkspaceBook& book);
 
-  std::string_view name() const override { return parts_.config.parallel.all2all; }
+  std::string_view name() const override {
+    return protocol_ == WireProtocol::kGather ? "gather_scatter" : parts_.config.parallel.all2all;
+  }
   ActivationFormatKind activation_format() const override { return format_; }
   int64_t max_rows() const override { return max_rows_; }
   bool supports_async() const override { return true; }
