@@ -526,6 +526,19 @@ __global__ void ReadProbe(const uint4* from, size_t count, uint32_t* sink) {
     *sink = sum;
 }
 
+/// Other codes for every expert; scales stay.
+__global__ void RandomCodes(uint8_t* blocks, size_t bytes, int unit_bytes, int scale_offset, uint64_t seed) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < bytes / 4;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+    if (static_cast<int>(i * 4 % static_cast<size_t>(unit_bytes)) < scale_offset) {
+      uint64_t x = i + seed;
+      x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+      x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+      reinterpret_cast<uint32_t*>(blocks)[i] = static_cast<uint32_t>((x ^ (x >> 31)) >> 16);
+    }
+  }
+}
+
 double ReadRate() {
   const size_t bytes = size_t{2} << 30;
   const DeviceArray<uint8_t> buffer(bytes);
@@ -579,25 +592,31 @@ double TimeGraph(int rounds, int rest_ms, const std::function<void(int, cudaStre
 }
 
 #ifdef FMOE_DECODE_STAMPS
-/// Microseconds since the start of each CTA, mean and largest: map, gate-up begin and end, down begin and
-/// end, barrier, end.
+/// Microseconds since each CTA's wait for the grid before: the end of the launch before, entry, then map,
+/// gate-up begin and end, down begin and end, barrier, end; mean and largest over CTAs.
 template <typename Call>
 void PrintStamps(const Call& call) {
-  const int sms = Limits().num_sms;
-  const DeviceArray<long long> stamps(static_cast<size_t>(sms) * 8);
-  g_decode_stamps = stamps.data;
-  for (int i = 3; i < 8; ++i)
+  const auto sms = static_cast<size_t>(Limits().num_sms);
+  const DeviceArray<long long> stamps(2 * sms * kDecodeStamps);
+  for (int i = 2; i < 8; ++i) {
+    g_decode_stamps = stamps.data + static_cast<size_t>(i % 2) * sms * kDecodeStamps;
     call(i, nullptr);
+  }
   Check(cudaDeviceSynchronize(), "stamps");
   g_decode_stamps = nullptr;
-  std::vector<long long> v(static_cast<size_t>(sms) * 8);
+  std::vector<long long> v(2 * sms * kDecodeStamps);
   Check(cudaMemcpy(v.data(), stamps.data, v.size() * 8, cudaMemcpyDeviceToHost), "stamps");
+  const long long* last = v.data() + sms * kDecodeStamps;
+  long long before = 0;
+  for (size_t c = 0; c < sms; ++c)
+    before = std::max(before, v[c * kDecodeStamps + 7]);
   std::printf("  stamps us (mean/max):");
-  for (size_t j = 1; j < 8; ++j) {
-    double mean = 0, most = 0;
-    for (size_t c = 0; c < static_cast<size_t>(sms); ++c) {
-      const double us = static_cast<double>(v[c * 8 + j] - v[c * 8]) / 1e3;
-      mean += us / sms, most = std::max(most, us);
+  for (const int j : {-1, 8, 1, 2, 3, 4, 5, 6, 7}) {
+    double mean = 0, most = -1e9;
+    for (size_t c = 0; c < sms; ++c) {
+      const long long* at = last + c * kDecodeStamps;
+      const double us = static_cast<double>((j < 0 ? before : at[j]) - at[0]) / 1e3;
+      mean += us / static_cast<double>(sms), most = std::max(most, us);
     }
     std::printf("  %.2f/%.2f", mean, most);
   }
@@ -636,6 +655,17 @@ void Bench(const BenchShape& s, const std::string& format_name, const std::strin
       Check(cudaMemcpy(w2.back().data + e * packed.down.size(), host ? packed.down.data() : w2[0].data,
                        packed.down.size(), cudaMemcpyDefault),
             "weights");
+    }
+  }
+  const FragmentTraits traits = FragmentTraitsOf(shape.format);
+  if (traits.code_bits == 4) {
+    for (int copy = 0; copy < kCopies; ++copy) {
+      RandomCodes<<<1024, 256>>>(w1[static_cast<size_t>(copy)].data, n * packed.gate_up.size(),
+                                 traits.unit_bytes(), traits.scale_offset(),
+                                 0x9E3779B97F4A7C15ULL * static_cast<uint64_t>(copy + 1));
+      RandomCodes<<<1024, 256>>>(w2[static_cast<size_t>(copy)].data, n * packed.down.size(),
+                                 traits.unit_bytes(), traits.scale_offset(),
+                                 0x9E3779B97F4A7C15ULL * static_cast<uint64_t>(copy + 7));
     }
   }
   const DeviceArray<float> t0(std::vector<float>(2 * n, 1e-3F)), t1(std::vector<float>(n, 1e-3F));

@@ -17,6 +17,7 @@ inline constexpr int kMaxRoutes = 512;
 inline constexpr int kMaxSegments = 48;   ///< of a CTA and GEMM
 inline constexpr int kSegmentLists = 16;  ///< lists whose token rows a segment stages
 inline constexpr int kSegmentRows = 256;
+inline constexpr int kDecodeStamps = 9;  ///< of a CTA, in profiling builds
 
 /// One GEMM. A list is at most list_tokens routes of one expert; a block is 16 weight rows; K is cut in
 /// `splits`, a block and split in `chunks` of DecodePlan.slabs slabs, the last one shorter (or missing, in
@@ -118,7 +119,8 @@ constexpr ChunkSlabs DecodeChunkSlabs(FragmentFormat format) {
 }
 
 #ifdef FMOE_DECODE_STAMPS
-/// Profiling builds: where the next launches leave the timeline of their CTAs, [grid][8] nanoseconds.
+/// Profiling builds: where the next launches leave the timeline of their CTAs, [grid][kDecodeStamps]
+/// nanoseconds.
 extern long long* g_decode_stamps;
 #endif
 

@@ -12,7 +12,7 @@ __device__ __forceinline__ void Stamp(const DecodeArguments& args, int index) {
   if (threadIdx.x == 0 && args.stamps != nullptr) {
     long long now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    args.stamps[blockIdx.x * 8 + index] = now;
+    args.stamps[blockIdx.x * kDecodeStamps + index] = now;
   }
 }
 #else

@@ -52,7 +52,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   float* const sums = reinterpret_cast<float*>(shared + at.partial_sums);
   const uint32_t barriers = SharedAddress(shared + at.barriers) + warp * args.slots * 8;
 
+  Stamp(args, 8);
   if (lane == 0) {
+#pragma unroll 1
     for (int s = 0; s < args.slots; ++s) {
       BarrierInit(barriers + 8 * s, 1);
     }
@@ -212,10 +214,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       block += block0;
       int list = f.blocks_per_expert.Div(block);
       block -= list * f.blocks_per_expert.divisor;
-      bool own = chunk == 0;                   // this warp has the first chunk of the row block
-      float acc[NT][4] = {}, odd[NT][4] = {};  // even and odd k-steps: two MMA chains
+      bool own = chunk == 0;  // this warp has the first chunk of the row block
+      float acc[NT][4] = {};
+      [[maybe_unused]] float odd[NT][4] = {};  // even and odd k-steps: two MMA chains; groups have one
       const uint8_t* x[NT];
       int count = 0, last_chunk = 0, last_slabs = SPC;
+      // What the epilogues of a list want, loaded when the list is opened: at the end of a row block they
+      // would be a chain of latencies.
+      float list_scale[2] = {}, factor[NT][2];
+      uint32_t list_routes[NT];         // of this lane's two columns, 16 bits each
       const auto row_of = [&](int n) {  // staged row of the list's token n
         const int l = f.splits.Div(list0 + list);
         return n >= count ? zero_row
@@ -231,11 +238,30 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
           x[t] = xs + row_of(r + 8 * t) * stride + q * 32;
+          const int first = map.list_first[l];
+          uint32_t route[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            route[c] = map.route_of[first + min(8 * t + 2 * q + c, count - 1)];
+            factor[t][c] = 1.0F;
+          }
+          list_routes[t] = route[0] | route[1] << 16;
+          const float* factors = phase == 1 ? args.topk_weights : f.token_scale;
+          if (factors != nullptr) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              factor[t][c] = __ldg(factors + (phase == 1 ? static_cast<int>(route[c])
+                                                         : routes_per_row.Div(static_cast<int>(route[c]))));
+            }
+          }
         }
+        const int expert = map.list_expert[l], parts = phase == 0 && args.gated ? 2 : 1;
+        list_scale[0] = __ldg(f.tensor_scale + expert * parts);
+        list_scale[1] = __ldg(f.tensor_scale + expert * parts + parts - 1);
       };
       const auto epilogue = [&]() {
         const int l = f.splits.Div(list0 + list), split = list0 + list - l * f.splits.divisor;
-        const int expert = map.list_expert[l], first = map.list_first[l];
+        const int expert = map.list_expert[l];
         const bool gated = phase == 0 && args.gated;
         const int parts = gated ? 2 : 1;
         // Rows r and r + 8 of the block: which part, which row of the matrix.
@@ -245,8 +271,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         const int row_b = phase == 1 ? row_a + 8
                           : gated    ? row_a
                                      : static_cast<int>(IntermediateColumn(2 * block + 1, r));
-        float scale_a = __ldg(f.tensor_scale + expert * parts);
-        float scale_b = gated ? __ldg(f.tensor_scale + expert * parts + 1) : scale_a;
+        float scale_a = list_scale[0], scale_b = list_scale[1];
         const int64_t at_a = static_cast<int64_t>(expert) * parts * f.padded_rows + row_a;
         const int64_t at_b = static_cast<int64_t>(expert * parts + parts - 1) * f.padded_rows + row_b;
         float bias_a = 0, bias_b = 0;
@@ -258,46 +283,33 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           bias_a = __ldg(f.bias + at_a);
           bias_b = __ldg(f.bias + at_b);
         }
-        // Eight tokens at a time; their loads first, none behind a branch: one after the other they are a
-        // chain of latencies.
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
           if (8 * t >= count) {
             break;
           }
-          int route[2];
-          float token[2] = {1.0F, 1.0F}, value[4];
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            route[c] = map.route_of[first + min(8 * t + 2 * q + c, count - 1)];
-          }
-          if (f.token_scale != nullptr) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              token[c] = __ldg(f.token_scale + routes_per_row.Div(route[c]));
-            }
-          }
+          const int route[2] = {static_cast<int>(list_routes[t] & 0xffffU),
+                                static_cast<int>(list_routes[t] >> 16)};
+          float value[4];
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
-            value[c] = acc[t][c] * ((c < 2 ? scale_a : scale_b) * token[c % 2]) + (c < 2 ? bias_a : bias_b);
+            float scale = c < 2 ? scale_a : scale_b;
+            if (phase == 0) {
+              scale *= factor[t][c % 2];
+            } else if (f.token_scale != nullptr) {
+              scale *= __ldg(f.token_scale + route[c % 2]);
+            }
+            value[c] = acc[t][c] * scale + (c < 2 ? bias_a : bias_b);
           }
           if (phase == 1) {
-            if (args.topk_weights != nullptr) {
-#pragma unroll
-              for (int c = 0; c < 2; ++c) {
-                const float weight = __ldg(args.topk_weights + route[c]);
-                value[c] *= weight;
-                value[c + 2] *= weight;
-              }
-            }
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
               if (8 * t + 2 * q + c < count) {
                 float* const to =
                     args.partial +
                     static_cast<int64_t>(route[c] * f.splits.divisor + split) * args.partial_stride + row_a;
-                to[0] = value[c];
-                to[8] = value[c + 2];
+                to[0] = value[c] * factor[t][c];
+                to[8] = value[c + 2] * factor[t][c];
               }
             }
             continue;
@@ -310,9 +322,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           } else {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              value[c] = ActivateFast(args.activation, value[c], gated ? value[c + 2] : 0.0F);
+              value[c] = ActivateAny(args.activation, value[c], gated ? value[c + 2] : 0.0F);
               if (!gated) {
-                value[c + 2] = ActivateFast(args.activation, value[c + 2], 0.0F);
+                value[c + 2] = ActivateAny(args.activation, value[c + 2], 0.0F);
               }
             }
           }
@@ -329,11 +341,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
       };
       const auto fold = [&]() {
+        if constexpr (!kGrouped) {
 #pragma unroll
-        for (int t = 0; t < NT; ++t) {
+          for (int t = 0; t < NT; ++t) {
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            acc[t][j] += odd[t][j], odd[t][j] = 0.0F;
+            for (int j = 0; j < 4; ++j) {
+              acc[t][j] += odd[t][j], odd[t][j] = 0.0F;
+            }
           }
         }
       };
@@ -371,7 +385,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
               for (int t = 0; t < nt; ++t) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                  group[t][c] = odd[t][c] = 0.0F;
+                  group[t][c] = 0.0F;
                 }
               }
             }
@@ -383,7 +397,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll
             for (int t = 0; t < nt; ++t) {
               const uint4& v = b[t][j / 2];
-              float(&sum)[4] = *(j % 2 != 0 ? &odd[t] : kGrouped ? &group[t] : &acc[t]);
+              float(&sum)[4] = *(kGrouped ? &group[t] : j % 2 != 0 ? &odd[t] : &acc[t]);
               Mma16816<Format::kF16>(sum, a, j % 2 != 0 ? v.z : v.x, j % 2 != 0 ? v.w : v.y);
             }
           }
@@ -401,8 +415,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
             }
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              acc[t][c] += (group[t][c] + odd[t][c]) * (scales.row[c / 2] * token[c % 2]);
-              odd[t][c] = 0.0F;
+              acc[t][c] += group[t][c] * (scales.row[c / 2] * token[c % 2]);
             }
           }
         }
@@ -477,8 +490,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll
           for (int t = 0; t < NT; ++t) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-              acc[t][c] += sums[(w * NT * 4 + t * 4 + c) * 32 + lane];
+            for (int i = 0; i < 4; ++i) {
+              acc[t][i] += sums[(w * NT * 4 + t * 4 + i) * 32 + lane];
             }
           }
         }
