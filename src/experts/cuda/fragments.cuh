@@ -96,7 +96,7 @@ struct Fragments {
                                                         __uint_as_float(words.y & 0xffffff00U), s);
     } else if constexpr (kScale == FragmentScale::kF32Halves) {
       const float2 halves = *reinterpret_cast<const float2*>(at);
-      PutRows<false>(halves.x, halves.y, s);
+      PutRows<kFold>(halves.x, halves.y, s);
     }
   }
 
@@ -130,8 +130,14 @@ struct Fragments {
         const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + h);
         const uint32_t low = x & 0x87F087F0U;
         const uint32_t high = AndOr<0x80008000U>(x << 1, AndOr<0x07000700U>(x >> 3, (x << 4) & 0x00F000F0U));
-        a[2 * h] = MulBf16x2(low, kScaled ? s.pair[0] : 0x7B807B80U);  // 2^120
-        a[2 * h + 1] = MulBf16x2(high, kScaled ? s.pair[1] : 0x7B807B80U);
+        // The codes' 2^-120 is in MX scales, but not in real ones: 2^120 times those may be too large.
+        constexpr bool kFactorInScale = kScale == FragmentScale::kE8M0;
+        a[2 * h] = MulBf16x2(low, kFactorInScale ? s.pair[0] : 0x7B807B80U);  // 2^120
+        a[2 * h + 1] = MulBf16x2(high, kFactorInScale ? s.pair[1] : 0x7B807B80U);
+        if constexpr (kScaled && !kFactorInScale) {
+          a[2 * h] = MulBf16x2(a[2 * h], s.pair[0]);
+          a[2 * h + 1] = MulBf16x2(a[2 * h + 1], s.pair[1]);
+        }
       }
     } else if constexpr (kCode == FragmentCode::kInt8) {
 #pragma unroll

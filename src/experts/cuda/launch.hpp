@@ -5,6 +5,7 @@
 
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/dtype.hpp>
+#include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 
 #include "weights/fragment.hpp"
@@ -104,7 +105,8 @@ inline constexpr int64_t kCounterBytes = (512 + 64) * 4;
 /// How the input of the second GEMM comes about.
 enum class MidKind : uint8_t {
   kRounded,   ///< the activation's output, rounded to the element of the operand: W*A16
-  kQuantized  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
+  kQuantized,  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
+  kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one pass
 };
 
 enum class ExecutionMode : uint8_t { kDecode, kPrefill };
@@ -146,29 +148,43 @@ Status LaunchDecode(const LayerShape& shape, const DeviceWeights& weights, const
                     const DecodePlan& plan, DecodePhases phases = DecodePhases::kBoth,
                     const TokenRows& mid = {});
 
-/// Everything the prefill kernels are launched with that is not an address. A pure function.
+/// Everything the prefill kernels are launched with that is not an address. A pure function of its arguments.
 struct PrefillPlan {
   bool fits = false;
-  std::string why_not;
-  int tile_tokens = 64;    ///< 64 or 128
-  int64_t panel_rows = 0;  ///< rows of the token panels: routes, every expert padded to 8
+  std::string why_not;  ///< when it does not fit: actual and required values
+
+  int tile_tokens = 64;       ///< 64 or 128
+  int64_t chunk_tokens = 0;   ///< tokens of one pass; a call with more takes several
+  int64_t panel_rows = 0;     ///< rows of the token panels of a pass: routes, every expert padded to 8
+  bool fused_mid = false;     ///< the first GEMM activates and writes the panel of the second itself
+  bool rows_f32 = false;      ///< the second GEMM's rows are F32, not BF16
   int grid = 0;
   int64_t shared_bytes = 0;  ///< of the GEMM kernels
   /// Scratch, each 256-byte aligned.
-  int64_t offsets_offset = 0;   ///< int32 [E] first panel row
-  int64_t counts_offset = 0;    ///< int32 [E]
-  int64_t position_offset = 0;  ///< int32 [routes] panel row, -1: no local expert
-  int64_t panel_offset = 0;     ///< token panel of the first GEMM
-  int64_t mid_offset = 0;       ///< of the second
-  int64_t rows_offset = 0;      ///< BF16 or F32 [panel_rows][hidden] outputs before the reduction
+  int64_t map_offset = 0;          ///< int32 first panel row [E], count [E], chunk counts; expert, panel row [routes]
+  int64_t panel_scale_offset = 0;  ///< F32 [panel_rows] of the first GEMM, then of the second
+  int64_t group_scale_offset = 0;  ///< F32 [hidden_cols / 128][panel_rows], then [mid_cols / 128][panel_rows]
+  int64_t amax_offset = 0;         ///< one word
+  int64_t panel_offset = 0;        ///< token panel of the first GEMM
+  int64_t mid_offset = 0;          ///< of the second
+  int64_t rows_offset = 0;         ///< rows before the activation (F32), then rows before the reduction
   int64_t scratch_bytes = 0;
   bool operator==(const PrefillPlan&) const = default;
 };
 
+/// `num_tokens` as for PlanDecode.
 PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits);
 
-/// Enqueues map, gather, gate-up, down and combine.
+/// How the input of the second GEMM is quantized.
+struct MidOperand {
+  ActivationFormat format;                 ///< must have passed CheckOperandFormat (operand_format.hpp)
+  const float* tensor_scale = nullptr;     ///< F32 [E]: static scales
+  const float* pre_quant_scale = nullptr;  ///< F32 [E][intermediate]: multiplies the intermediate first
+};
+
+/// Enqueues map, gather, gate-up, (mid,) down and combine. `mid` must be given exactly when the plan was made for a
+/// quantized intermediate. No allocation, no synchronization, capturable in a graph.
 Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
-                     const PrefillPlan& plan);
+                     const PrefillPlan& plan, const MidOperand* mid = nullptr);
 
 }  // namespace fusedmoe::cuda

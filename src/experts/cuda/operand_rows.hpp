@@ -7,6 +7,7 @@
 #include <fusedmoe/status.hpp>
 
 #include "experts/cuda/launch.hpp"
+#include "experts/cuda/operand_format.hpp"
 
 namespace fusedmoe::cuda {
 
@@ -28,6 +29,9 @@ struct OperandRowsCall {
   /// Whose row it is, where scales depend on the expert: slot r's id (null: batched, expert r /
   /// rows_per_expert).
   const int32_t* topk_ids = nullptr;
+  /// Ids that belong to a row: 1 where rows are slots, top_k where they are tokens. A row without a local
+  /// expert is neither read nor written, and does not count for a dynamic tensor scale.
+  int64_t ids_per_row = 1;
   const int32_t* expert_map = nullptr;
   int64_t num_experts = 0;  ///< global
   int64_t num_local_experts = 0;
@@ -39,9 +43,11 @@ struct OperandRowsCall {
   void* values = nullptr;                  ///< [num_rows][padded_cols]
   float* row_scale = nullptr;              ///< F32 [num_rows]: dynamic scales, where the format has them
   float* group_scale = nullptr;            ///< F32 [num_rows][padded_cols / 128]
+  uint32_t* amax_bits = nullptr;           ///< one word of scratch: dynamic tensor scales only
   void* stream = nullptr;
 };
 
+/// Enqueues the kernels: one, or three with a dynamic tensor scale. No allocation, no synchronization.
 Status LaunchOperandRows(const OperandRowsCall& call);
 
 }  // namespace fusedmoe::cuda

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+#include <string_view>
+
+#include <fusedmoe/status.hpp>
+
+#include "platform/cuda/error.hpp"
+
+namespace fusedmoe::cuda {
+
+/// Enqueues a kernel by its name and says what the launch said. The kernel may start before those ahead of it
+/// in the stream have ended (programmatic dependent launch): it calls GridWait before it touches what they
+/// write.
+template <typename Params>
+Status LaunchKernel(std::string_view name, void (*kernel)(const Params), unsigned grid, unsigned threads,
+                    size_t shared_bytes, cudaStream_t stream, const Params& params) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return ToStatus(cudaLaunchKernelEx(&config, kernel, params), std::string("launch of ") + std::string(name));
+}
+
+inline int CurrentSmCount() {
+  int device = 0;
+  int count = 1;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    return 1;
+  }
+  return count;
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/quant.hpp>
+#include <fusedmoe/status.hpp>
+
+#include "quant/activation_formulas.hpp"
+
+namespace fusedmoe::cuda {
+
+/// An ActivationFormat with everything resolved that does not depend on values: what device code quantizes
+/// by.
+struct DeviceQuantizer {
+  enum class Kind : uint8_t {
+    kNone,       ///< rounded only
+    kPerTensor,  ///< one scale, static or dynamic
+    kPerRow,     ///< one a row
+    kRealGroup,  ///< fp32 (or BF16, F16) scales of groups of 128
+    kTwoLevel,   ///< e4m3 scales of groups below a tensor scale
+    kMx          ///< e8m0 scales of groups
+  };
+  Kind kind = Kind::kNone;
+  DType element = DType::kBF16;
+  DType scale_dtype = DType::kF32;
+  bool dynamic_tensor_scale = false;
+  int group = 0;  ///< elements that share a block scale: 16, 32, 64 or 128
+  float divisor = 1.0F;
+  ElementRange range;
+  ActivationRule rule;
+};
+
+/// Ok when device code quantizes by this format: kUnsupported names what it lacks.
+Status CheckOperandFormat(const ActivationFormat& format);
+/// The format must have passed CheckOperandFormat.
+DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format);
+
+/// True when each group of 128 has a scale of its own beside the rows (TokenRows::group_scale).
+bool HasGroupScale(const ActivationFormat& format);
+/// True when a row has one (TokenRows::row_scale).
+bool HasRowScale(const ActivationFormat& format);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,153 @@
+#pragma once
+
+#include "experts/cuda/ptx.cuh"
+#include "experts/cuda/quantize_sm90.cuh"
+
+/// A row of activations in the hands of a warp: a lane holds 16 consecutive k, a warp 512 (a part).
+///
+///     lane l: k = 512 part + 16 l .. + 15        groups of 16: a lane; 32, 64, 128: 2, 4, 8 neighbouring
+///     lanes
+///
+/// Four lanes make a slab of 64 k. In a panel (panel.cuh) piece c of a slab holds the pairs k = 16 q + 2 c +
+/// {0, 1} of its four lanes q, so that a transposition among four lanes turns natural order into whole
+/// 16-byte pieces.
+namespace fusedmoe::cuda {
+
+inline constexpr int kLaneValues = 16;
+inline constexpr int kPartValues = 32 * kLaneValues;
+
+/// 16 values of a row of F32, BF16 or F16 from `k` on; zero from `cols` on. `aligned`: base and stride of the
+/// rows are multiples of 16 bytes.
+__device__ inline void LoadLane(const void* row, DType dtype, int64_t k, int64_t cols, bool aligned,
+                                float (&v)[kLaneValues]) {
+  if (dtype == DType::kF32) {
+    const auto* x = static_cast<const float*>(row) + k;
+    if (aligned && k + kLaneValues <= cols) {
+#pragma unroll
+      for (int i = 0; i < kLaneValues; i += 4) {
+        const float4 four = __ldg(reinterpret_cast<const float4*>(x + i));
+        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      v[i] = k + i < cols ? __ldg(x + i) : 0.0F;
+    }
+    return;
+  }
+  const auto* x = static_cast<const uint16_t*>(row) + k;
+  uint32_t words[kLaneValues / 2];
+  if (aligned && k + kLaneValues <= cols) {
+    const uint4 low = __ldg(reinterpret_cast<const uint4*>(x));
+    const uint4 high = __ldg(reinterpret_cast<const uint4*>(x) + 1);
+    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
+    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLaneValues / 2; ++i) {
+      const uint32_t first = k + 2 * i < cols ? __ldg(x + 2 * i) : 0;
+      const uint32_t second = k + 2 * i + 1 < cols ? __ldg(x + 2 * i + 1) : 0;
+      words[i] = first | second << 16;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneValues / 2; ++i) {
+    if (dtype == DType::kBF16) {
+      v[2 * i] = __uint_as_float(words[i] << 16);
+      v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000U);
+    } else {
+      v[2 * i] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i])));
+      v[2 * i + 1] = __half2float(__ushort_as_half(static_cast<uint16_t>(words[i] >> 16)));
+    }
+  }
+}
+
+/// Largest magnitude as bits: of all values (NaN above all), or of the finite ones.
+__device__ inline uint32_t LaneAmaxBits(const float (&v)[kLaneValues], bool finite_only) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const uint32_t bits = __float_as_uint(v[i]) & 0x7fffffffU;
+    amax = max(amax, finite_only && bits >= 0x7f800000U ? 0U : bits);
+  }
+  return amax;
+}
+
+/// The maximum over the lanes of a group.
+__device__ inline uint32_t GroupAmaxBits(uint32_t amax, int group) {
+  for (int lanes = 1; lanes * kLaneValues < group; lanes <<= 1) {
+    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+  }
+  return amax;
+}
+
+/// 16 values to 8 words of two operand elements, in order.
+__device__ inline void PackLane(const float (&v)[kLaneValues], DType element, uint32_t (&words)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    words[i] =
+        element == DType::kF16 ? PackF16x2(v[2 * i], v[2 * i + 1]) : PackBf16x2(v[2 * i], v[2 * i + 1]);
+  }
+}
+
+/// Quantizes the values of a lane in place and returns what is left to multiply with.
+__device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& step,
+                                     float (&v)[kLaneValues]) {
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    v[i] = QuantizeElement(q, step.encode, v[i]) * step.value_scale;
+  }
+  return step.left_scale;
+}
+
+/// Where a row of operand values goes: rows in natural order, or a panel.
+struct RowSink {
+  uint16_t* values;
+  int64_t stride;
+  __device__ void Store(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[8]) const {
+    if (k < padded_cols) {
+      auto* out = reinterpret_cast<uint4*>(values + row * stride + k);
+      out[0] = make_uint4(words[0], words[1], words[2], words[3]);
+      out[1] = make_uint4(words[4], words[5], words[6], words[7]);
+    }
+  }
+};
+
+/// Transposes 4 x 4 words among four neighbouring lanes: word i of lane q becomes word q of lane i.
+__device__ inline void TransposeQuad(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int q) {
+  const bool odd = (q & 1) != 0;
+  const uint32_t a = __shfl_xor_sync(kAllLanes, odd ? w0 : w1, 1);
+  const uint32_t b = __shfl_xor_sync(kAllLanes, odd ? w2 : w3, 1);
+  w0 = odd ? a : w0, w1 = odd ? w1 : a;
+  w2 = odd ? b : w2, w3 = odd ? w3 : b;
+  const bool high = (q & 2) != 0;
+  const uint32_t c = __shfl_xor_sync(kAllLanes, high ? w0 : w2, 2);
+  const uint32_t d = __shfl_xor_sync(kAllLanes, high ? w1 : w3, 2);
+  w0 = high ? c : w0, w2 = high ? w2 : c;
+  w1 = high ? d : w1, w3 = high ? w3 : d;
+}
+
+/// Panels: [slab of 64 k][row][8 pieces of 16 bytes], piece c at c ^ (row & 7), see prefill_gemm_sm90.cuh.
+/// All lanes of a warp call Store together; `row` below 0: nothing is stored.
+struct PanelSink {
+  uint4* panel;
+  int64_t rows;
+  __device__ void Store(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[8]) const {
+    const int q = static_cast<int>(threadIdx.x) & 3;
+    uint32_t w[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      w[i] = words[i];
+    }
+    TransposeQuad(w[0], w[1], w[2], w[3], q);
+    TransposeQuad(w[4], w[5], w[6], w[7], q);
+    if (row >= 0 && k < padded_cols) {
+      uint4* out = panel + ((k >> 6) * rows + row) * 8;
+      out[q ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);
+      out[(q + 4) ^ (row & 7)] = make_uint4(w[4], w[5], w[6], w[7]);
+    }
+  }
+};
+
+}  // namespace fusedmoe::cuda

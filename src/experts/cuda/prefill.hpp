@@ -1,0 +1,173 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include <fusedmoe/config.hpp>
+#include <fusedmoe/status.hpp>
+
+#include "experts/cuda/launch.hpp"
+#include "experts/cuda/operand_format.hpp"
+
+/// What the kernels of prefill are given. Plain data; device addresses are plain pointers, streams are void*.
+///
+///     ids ─ route map ─┐
+///     hidden ─ gather ─┴► panel ─ GEMM 1 + activation ─► panel ─ GEMM 2 ─► rows ─ combine ─► output
+///                                └ quantized, or another activation: F32 rows ─ mid panel ┘
+namespace fusedmoe::cuda {
+
+/// Routes of one CTA of the map.
+inline constexpr int64_t kRouteChunk = 4096;
+
+/// Where every route went. A route is a token and one of its choices, or, batched, a row of the expert slabs.
+struct RouteMap {
+  int32_t* first_row = nullptr;  ///< [E] panel row of the expert's first route, a multiple of 8
+  int32_t* counts = nullptr;     ///< [E]
+  int32_t* expert_of = nullptr;  ///< [routes] local expert; -1: skipped
+  int32_t* panel_row = nullptr;  ///< [routes]; -1: skipped
+};
+
+struct RouteMapParams {
+  RouteMap map;
+  int64_t num_routes = 0;
+  int num_local_experts = 0;
+  int num_experts = 0;
+  const int32_t* topk_ids = nullptr;
+  const int32_t* expert_map = nullptr;
+  const int32_t* expert_num_tokens = nullptr;  ///< batched
+  int64_t rows_per_expert = 1;
+  int32_t* chunk_counts = nullptr;  ///< scratch [RouteChunks(routes)][E]
+};
+constexpr int64_t RouteChunks(int64_t num_routes) {
+  return (num_routes + kRouteChunk - 1) / kRouteChunk;
+}
+Status LaunchRouteMap(const RouteMapParams& params, void* stream);
+
+/// Token rows into the panel of the first GEMM.
+struct GatherParams {
+  TokenRows rows;
+  const int32_t* panel_row = nullptr;
+  int64_t num_routes = 0;
+  int64_t top_k = 1;
+  int64_t padded_cols = 0;
+  int64_t panel_rows = 0;
+  uint8_t* panel = nullptr;
+  float* panel_scale = nullptr;  ///< [panel_rows]: the rows' row_scale; null when they have none
+  float* panel_group_scale =
+      nullptr;  ///< [padded_cols / 128][panel_rows]: their group_scale; null: folded into BF16
+};
+Status LaunchGather(const GatherParams& params, void* stream);
+
+/// The gated activations that the first GEMM applies itself, as one formula:
+/// min(g / (1 + 2^(slope g)), swish_limit) * (clamp(u) + beta), g = min(gate, gate_limit).
+struct SwishParams {
+  float slope_log2 = 0.0F;
+  float gate_limit = 0.0F;
+  float up_limit = 0.0F;
+  float swish_limit = 0.0F;
+  float beta = 0.0F;
+};
+bool IsSwish(const ActivationSpec& activation);
+SwishParams SwishOf(const ActivationSpec& activation);
+
+/// What the rows of a GEMM are.
+enum class PrefillRows : uint8_t { kGateUp, kUp, kDown };
+
+struct PrefillGemmParams {
+  const uint8_t* panel = nullptr;
+  const int32_t* first_row = nullptr;
+  const int32_t* counts = nullptr;
+  const uint8_t* blocks = nullptr;  ///< weights in the fragment layout
+  int64_t expert_bytes = 0;
+  int64_t block_bytes = 0;
+  const float* tensor_scale = nullptr;  ///< as DeviceProjection
+  const float* row_scale = nullptr;
+  const float* bias = nullptr;
+  const float* panel_scale = nullptr;  ///< kRowsF32 only: F32 [panel_rows]
+  const float* panel_group_scale =
+      nullptr;  ///< kRowsF32 of PromotesGroups formats: F32 [groups of k][panel_rows]
+  void* out = nullptr;
+  int64_t scale_rows = 0;  ///< rows of row_scale and bias, a part
+  int64_t panel_rows = 0;
+  int64_t ld = 0;  ///< elements of an output row; panels: columns
+  int num_experts = 0;
+  int num_slabs = 0;
+  int num_blocks = 0;  ///< row blocks of an expert
+  int row_tiles = 0;   ///< tiles of 16 row blocks
+  int last_piece_bytes = 0;
+  PrefillRows rows = PrefillRows::kDown;
+  bool wait_for_map = false;  ///< the kernel ahead may not have waited for the map
+  bool half_scale_is_f16 = false;
+  SwishParams swish;
+};
+
+/// F32 rows of the first GEMM, activated and quantized, into the panel of the second.
+///
+///     gated: [panel row][slab of 64 columns][gate 64 | up 64]       ungated: [panel row][slab][64]
+///     inside 64: column IntermediateColumn(b, r) at 8 (b & 7) + r, as the accumulators leave it
+struct MidPanelParams {
+  const float* rows = nullptr;
+  int64_t ld = 0;
+  const int32_t* panel_row = nullptr;
+  const int32_t* expert_of = nullptr;
+  int64_t num_routes = 0;
+  int64_t intermediate = 0;
+  int64_t mid_rows = 0;
+  int64_t mid_cols = 0;
+  int64_t panel_rows = 0;
+  ActivationSpec activation;
+  DeviceQuantizer quantizer;
+  const float* tensor_scale = nullptr;  ///< [E] static scales
+  const float* smoothing = nullptr;     ///< [E][intermediate]
+  bool f16 = false;
+  uint8_t* panel = nullptr;
+  float* panel_scale = nullptr;  ///< [panel_rows], where the format has row scales
+  float* panel_group_scale =
+      nullptr;                    ///< [mid_cols / 128][panel_rows], groups of 128; null: folded into BF16
+  uint32_t* amax_bits = nullptr;  ///< dynamic tensor scales
+};
+Status LaunchMidPanel(const MidPanelParams& params, void* stream);
+
+/// output[m] = sum over j of weight[m][j] * rows[panel_row[m][j]], fp32, in the order of j.
+struct CombineParams {
+  const void* rows = nullptr;  ///< BF16 or F32 [panel_rows][ld]
+  bool rows_f32 = false;
+  bool batched = false;  ///< rows beyond the counts are left alone
+  int64_t ld = 0;
+  const int32_t* panel_row = nullptr;
+  const float* topk_weights = nullptr;  ///< null: 1
+  int64_t num_tokens = 0;
+  int64_t top_k = 1;
+  int64_t hidden = 0;
+  void* output = nullptr;
+  DType output_dtype = DType::kBF16;
+};
+Status LaunchCombine(const CombineParams& params, void* stream);
+
+/// Formats whose groups of scales can act on the sums of 64 or 128 k: kRowsF32 does so, in tiles of 64 tokens
+/// only (a second set of accumulators).
+constexpr bool PromotesGroups(FragmentFormat format) {
+  const FragmentTraits traits = FragmentTraitsOf(format);
+  return traits.group >= kFragmentSlab && traits.scale != FragmentScale::kE4M3 &&
+         traits.scale != FragmentScale::kE8M0;
+}
+
+/// The GEMM kernels of a format.
+struct PrefillKernels {
+  using Kernel = void (*)(const PrefillGemmParams);
+  struct Tile {
+    Kernel panel = nullptr;
+    Kernel rows16 = nullptr;
+    Kernel rows_f32 = nullptr;
+    int threads = 0;
+    int shared_bytes = 0;
+    int slabs = 0;  ///< of a weight slot
+  };
+  Tile small;  ///< 64 tokens
+  Tile large;  ///< 128
+};
+#define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
+FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)
+#undef FMOE_PREFILL_DECLARE
+
+}  // namespace fusedmoe::cuda

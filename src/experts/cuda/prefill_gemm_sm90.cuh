@@ -1,0 +1,588 @@
+#pragma once
+
+#include <type_traits>
+
+#include "experts/cuda/fragments.cuh"
+#include "experts/cuda/prefill.hpp"
+#include "experts/cuda/ptx.cuh"
+#include "experts/cuda/ptx_panel.cuh"
+#include "experts/cuda/wgmma.cuh"
+
+/// The grouped GEMM of prefill: out[token][row] = W[expert][row] . token, one persistent CTA an SM.
+///
+///     panel     [slab of 64 k][panel row][8 pieces of 16 bytes]      rows sorted by expert, each expert from
+///     a multiple
+///               of 8 on; K in the order of TokenPosition; piece c stands at c ^ (row & 7). That is the image
+///               of the 128-byte-swizzled shared memory operand: the tokens of a tile and slab are one
+///               contiguous bulk copy.
+///     tile      256 weight rows (16 row blocks) x N tokens of one expert; N fitted to the expert in steps of
+///     16, an
+///               expert with more tokens than a tile is cut evenly. Tiles of an expert run token-first, so
+///               that CTAs that run together share weights in L2.
+///
+///     warp 0         token stages:  empty ─► bulk copy ─► full
+///     warps 1-3      weight slots:  w_empty ─► 16 bulk copies (a warp issues them lane by lane, 50 clocks
+///     each) ─► w_full 2 or 4 warpgroups, each warp 16 rows of each of its blocks of 64:
+///        codes, scales ─► registers ─► expand to BF16 ─► wgmma (A = registers, B = stage) ─► ... ─► epilogue
+///                         the next k-steps expand while the last ones multiply: at most one group is in
+///                         flight
+///
+/// 64-token tiles (up to 48 tokens an expert): four warpgroups of 64 rows hide the latency of expansion; 128:
+/// two of 128 rows, so that a weight is expanded once for 128 tokens. Both in one kernel is more than ptxas
+/// can allocate for wgmma (it then serializes it: warning C7512).
+namespace fusedmoe::cuda {
+
+/// What becomes of the accumulators.
+enum class PrefillEpilogue {
+  kPanel,   ///< first GEMM, gated swish kinds, unquantized: activated into the panel of the second
+  kRows16,  ///< second GEMM: BF16 [panel row][ld]
+  kRowsF32  ///< either: F32 [panel row][ld], the first GEMM's outputs before the activation
+};
+
+template <FragmentFormat kFormat, int kTileTokens>
+struct PrefillShape {
+  static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
+  static constexpr int kWarpgroups = kTileTokens == 64 ? 4 : 2;
+  static constexpr int kRowGroups = 4 / kWarpgroups;  ///< blocks of 64 rows a warpgroup
+  static constexpr int kThreads = 128 + 128 * kWarpgroups;
+  static constexpr int kMinSlabs = kTraits.unit_slabs();
+  /// Slabs of a weight slot: 32-36 KB for the small tile (235B M=64: 2 slabs of 4 bit 502 us, 4 slabs 462),
+  /// half of it for the large one.
+  static constexpr int kWantSlabs = (kTileTokens == 64 ? 16 : 8) / kTraits.code_bits;
+  static constexpr int kSlabs = kWantSlabs < kMinSlabs ? kMinSlabs : kWantSlabs;
+  static constexpr int kUnits = kSlabs / kMinSlabs;
+  static constexpr int kPieceBytes = kUnits * kTraits.unit_bytes();
+  static constexpr int kSlotBytes = 16 * kPieceBytes;
+  static constexpr int kStages = kTraits.code_bits == 16 && kTileTokens == 128 ? 5 : 6;
+  static constexpr int kStageBytes = kTileTokens * 128;
+  static constexpr int kEpilogueBytes = 32768;
+  static constexpr int kTableBytes = (3 * (static_cast<int>(kMaxExperts) + 1)) * 4;
+  static constexpr int kSharedBytes = 232448;
+  static constexpr int kSlots =
+      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
+  static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
+  static constexpr int kBytes = 1024 + kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
+                                (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
+  static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
+  /// Slabs that share a token stage: small tiles put several into one.
+  static constexpr int StageSlabs(int tokens) {
+    return kTileTokens == 128 ? (tokens <= 64 ? 2 : 1) : tokens <= 16 ? 4 : tokens <= 32 ? 2 : 1;
+  }
+};
+
+/// gate * sigmoid(alpha gate) * (up + beta) with the clamps of FMOE_ACTIVATION_TABLE; see SwishOf in
+/// prefill.hpp.
+__device__ __forceinline__ float GatedSwish(const SwishParams& s, float gate, float up) {
+  gate = MinNan(gate, s.gate_limit);
+  up = MaxNan(MinNan(up, s.up_limit), -s.up_limit);
+  const float swish = __fdividef(gate, 1.0F + exp2f(s.slope_log2 * gate));
+  return MinNan(swish, s.swish_limit) * (up + s.beta);
+}
+
+/// Scale and bias of the two weight rows (fragment rows r and r + 8 of a block) that a lane holds.
+struct RowPair {
+  float scale[2];
+  float bias[2];
+};
+
+__device__ __forceinline__ RowPair LoadRowPair(const PrefillGemmParams& p, int expert, int64_t low,
+                                               int64_t high, bool two_parts) {
+  RowPair rows;
+  const int parts = two_parts ? 2 : 1;
+  rows.scale[0] = __ldg(p.tensor_scale + expert * parts);
+  rows.scale[1] = two_parts ? __ldg(p.tensor_scale + expert * parts + 1) : rows.scale[0];
+  const int64_t first = static_cast<int64_t>(expert) * parts * p.scale_rows;
+  const int64_t second = first + (two_parts ? p.scale_rows : 0);
+  if (p.row_scale != nullptr) {
+    rows.scale[0] *= __ldg(p.row_scale + first + low);
+    rows.scale[1] *= __ldg(p.row_scale + second + high);
+  }
+  rows.bias[0] = p.bias == nullptr ? 0.0F : __ldg(p.bias + first + low);
+  rows.bias[1] = p.bias == nullptr ? 0.0F : __ldg(p.bias + second + high);
+  return rows;
+}
+
+template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens>
+__global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 1)
+    PrefillGemm(const __grid_constant__ PrefillGemmParams p) {
+  using S = PrefillShape<kFormat, kTileTokens>;
+  using F = Fragments<kFormat>;
+  constexpr int kWarpgroups = S::kWarpgroups;
+  constexpr int kGroups = S::kRowGroups;
+  // Quantized activations times groups with real scales: the scales act on sums, so that nothing is rounded
+  // twice and the next quantization sees what the definition gives. (Folded into BF16, 5 % of the e4m3 codes
+  // flip: error 1.4e-2.)
+  constexpr bool kPromote = kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
+  constexpr MmaType kMma = F::kF16 ? MmaType::kF16 : MmaType::kBf16;
+  extern __shared__ uint8_t shared_raw[];
+  uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
+  uint8_t* const stages = shared;
+  uint8_t* const staging = stages + S::kStages * S::kStageBytes;
+  uint8_t* const slots = staging + S::kEpilogueBytes;
+  uint8_t* const barriers = slots + S::kSlots * S::kSlotBytes;
+  const uint32_t full = SharedAddress(barriers);
+  const uint32_t empty = full + 8 * S::kStages;
+  const uint32_t w_full = empty + 8 * S::kStages;
+  const uint32_t w_empty = w_full + 8 * S::kSlots;
+  int* const first_row = reinterpret_cast<int*>(barriers + (2 * S::kStages + 2 * S::kSlots) * 8);
+  int* const counts = first_row + p.num_experts;
+  int* const first_tile = counts + p.num_experts;  // [E + 1]
+  const int tid = static_cast<int>(threadIdx.x);
+  const int warp = tid >> 5;
+  const int lane = tid & 31;
+
+  if (tid == 0) {
+    for (int s = 0; s < S::kStages; ++s) {
+      BarrierInit(full + 8 * s, 1);
+      BarrierInit(empty + 8 * s, 4 * kWarpgroups);
+    }
+    for (int s = 0; s < S::kSlots; ++s) {
+      BarrierInit(w_full + 8 * s, 3);
+      BarrierInit(w_empty + 8 * s, 4 * kWarpgroups);
+    }
+    BarrierInitFence();
+  }
+  // The map is ready once the first GEMM (or the kernel between the two) runs, so that the second may read it
+  // and fetch weights before its tokens are there.
+  if (p.wait_for_map) {
+    GridWait();
+    GridLaunchNext();
+  }
+  for (int e = tid; e < p.num_experts; e += S::kThreads) {
+    first_row[e] = p.first_row[e];
+    counts[e] = p.counts[e];
+  }
+  __syncthreads();
+  if (warp == 0) {  // tiles before each expert
+    const int per_lane = (p.num_experts + 31) / 32;
+    int own = 0;
+    for (int j = 0; j < per_lane; ++j) {
+      const int e = lane * per_lane + j;
+      own += e < p.num_experts ? (counts[e] + kTileTokens - 1) / kTileTokens : 0;
+    }
+    int inclusive = own;
+    for (int step = 1; step < 32; step <<= 1) {
+      const int other = __shfl_up_sync(kAllLanes, inclusive, step);
+      inclusive += lane >= step ? other : 0;
+    }
+    int at = inclusive - own;
+    for (int j = 0; j < per_lane; ++j) {
+      const int e = lane * per_lane + j;
+      if (e < p.num_experts) {
+        first_tile[e] = at * p.row_tiles;
+        at += (counts[e] + kTileTokens - 1) / kTileTokens;
+        if (e == p.num_experts - 1) {
+          first_tile[e + 1] = at * p.row_tiles;
+        }
+      }
+    }
+  }
+  __syncthreads();
+
+  struct Tile {
+    int expert, row, token, tokens;
+  };
+  const int num_tiles = first_tile[p.num_experts];
+  auto locate = [&](int t, Tile& tile) {
+    while (t >= first_tile[tile.expert + 1]) {
+      ++tile.expert;
+    }
+    const int index = t - first_tile[tile.expert];
+    const int count = counts[tile.expert];
+    const int pieces = (count + kTileTokens - 1) / kTileTokens;
+    const int step = ((count + pieces - 1) / pieces + 7) & ~7;
+    tile.row = index / pieces;
+    const int piece = index - tile.row * pieces;
+    tile.token = first_row[tile.expert] + piece * step;
+    tile.tokens = min(step, count - piece * step);
+  };
+  const int num_slabs = p.num_slabs;
+  const int num_chunks = (num_slabs + S::kSlabs - 1) / S::kSlabs;
+
+  if (warp < 4) {
+    // The pool is what the launch took: 640 x 96 = 128 x 32 + 512 x 112, 384 x 168 = 128 x 40 + 256 x 232.
+    RegistersDown<kWarpgroups == 4 ? 32 : 40>();
+    Tile tile{0, 0, 0, 0};
+    if (warp == 0) {  // ---- tokens
+      if (!p.wait_for_map) {
+        GridWait();
+      }
+      FenceAsyncProxy();
+      if (lane == 0) {
+        const uint64_t policy = EvictLastPolicy();
+        int stage = 0;
+        int phase = 0;
+        for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+          locate(t, tile);
+          const int per_stage = S::StageSlabs(tile.tokens);
+          const int bytes = (tile.tokens + 7) / 8 * 1024;
+          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128;
+          for (int s = 0; s < num_slabs;) {
+            BarrierWait(empty + 8 * stage, phase ^ 1);
+            uint32_t to = SharedAddress(stages) + stage * S::kStageBytes;
+            const int end = min(s + per_stage, num_slabs);
+            BarrierExpect(full + 8 * stage, bytes * (end - s));
+            for (; s < end; ++s, to += S::kStageBytes / per_stage) {
+              BulkLoad(to, source + s * p.panel_rows * 128, bytes, full + 8 * stage, policy);
+            }
+            if (++stage == S::kStages) {
+              stage = 0;
+              phase ^= 1;
+            }
+          }
+        }
+      }
+    } else {  // ---- weights
+      const uint64_t policy = EvictFirstPolicy();
+      const int piece = warp - 1 + 3 * lane;
+      const int pieces = warp == 1 ? 6 : 5;
+      int slot = 0;
+      int phase = 0;
+      for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+        locate(t, tile);
+        const uint8_t* source =
+            p.blocks + tile.expert * p.expert_bytes +
+            static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
+        for (int c = 0; c < num_chunks; ++c) {
+          const int bytes = c + 1 < num_chunks ? S::kPieceBytes : p.last_piece_bytes;
+          const uint32_t barrier = w_full + 8 * slot;
+          BarrierWait(w_empty + 8 * slot, phase ^ 1);
+          if (lane == 0) {
+            BarrierExpect(barrier, pieces * bytes);
+          }
+          __syncwarp();
+          if (lane < pieces) {
+            BulkLoad(SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes, source, bytes,
+                     barrier, policy);
+          }
+          source += S::kPieceBytes;
+          if (++slot == S::kSlots) {
+            slot = 0;
+            phase ^= 1;
+          }
+        }
+      }
+    }
+    return;
+  }
+
+  // ---- the warps that multiply
+  RegistersUp<kWarpgroups == 4 ? 112 : 232>();
+  const int row_warp = warp & 3;
+  const int warpgroup = (warp >> 2) - 1;
+  int slot = 0;
+  int slot_phase = 0;
+  int stage = 0;
+  int phase = 0;
+  const uint32_t descriptor0 = SharedDescriptorLow(SharedAddress(stages));
+  Tile tile{0, 0, 0, 0};
+  auto run = [&](auto tokens_constant) {
+    constexpr int N = decltype(tokens_constant)::value;
+    constexpr int kPerStage = S::StageSlabs(N);
+    // k-steps of a group of wgmma: more hide more, where registers allow it
+    constexpr int kBatch = kWarpgroups == 4 && N == 16 && F::kTraits.code_bits == 4 ? 4 : N <= 96 ? 2 : 1;
+    float acc[kGroups][N / 2];
+    float part[kPromote ? kGroups : 1][kPromote ? N / 2 : 1];  // sums of a group of scales
+    auto clear = [](auto& sums) {
+#pragma unroll
+      for (auto& row : sums) {
+#pragma unroll
+        for (float& sum : row) {
+          sum = 0.0F;  // left undefined under scale-d they stay live across tiles: 224 registers
+        }
+      }
+    };
+    clear(acc);
+    clear(part);
+    int sub = 0;
+    int release = -1;
+    // One slab of a slot. `left`: slabs from this one to the end. kDrain leaves no wgmma under way.
+    auto multiply = [&](const uint8_t* piece, int s, int left, auto drain) {
+      constexpr bool kByStep =
+          F::kTraits.code_bits == 16;  // fragments as they are: no slab of them in registers
+      typename F::Codes codes[kGroups];
+      LaneScales scales[kGroups];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        if constexpr (!kByStep) {
+          F::LoadCodes(piece + 4 * g * S::kPieceBytes, s, lane, codes[g]);
+          F::template LoadScales<!kPromote>(piece + 4 * g * S::kPieceBytes, s, lane, p.half_scale_is_f16,
+                                            scales[g]);
+        }
+      }
+      const uint32_t descriptor =
+          descriptor0 + stage * (S::kStageBytes / 16) + sub * (S::kStageBytes / kPerStage / 16);
+#pragma unroll
+      for (int j0 = 0; j0 < 4; j0 += kBatch) {
+        uint32_t a[kGroups][kBatch][4];
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            if constexpr (kByStep) {
+              const uint4 step = *reinterpret_cast<const uint4*>(piece + 4 * g * S::kPieceBytes +
+                                                                 (s * 4 + j0 + j) * 512 + lane * 16);
+              a[g][j][0] = step.x, a[g][j][1] = step.y, a[g][j][2] = step.z, a[g][j][3] = step.w;
+            } else {
+              F::template Expand<!kPromote>(codes[g], j0 + j, scales[g], a[g][j]);
+            }
+          }
+        }
+        if (j0 == 0 && sub == 0) {
+          BarrierWait(full + 8 * stage, phase);
+        }
+        WgmmaFence();
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            if constexpr (kPromote) {
+              Wgmma<kMma, N>::Mma(part[g], a[g][j], SharedDescriptor(descriptor + 2 * (j0 + j)));
+            } else {
+              Wgmma<kMma, N>::Mma(acc[g], a[g][j], SharedDescriptor(descriptor + 2 * (j0 + j)));
+            }
+          }
+        }
+        WgmmaCommit();
+        // The group before is complete: its fragments are free, and its stage, if it was the last of one.
+        WgmmaWait<decltype(drain)::value ? 0 : 1>();
+        if (j0 == 0 && release >= 0) {
+          if (lane == 0) {
+            BarrierArrive(empty + 8 * release);
+          }
+          release = -1;
+        }
+      }
+      if constexpr (kPromote) {
+        if ((s + 1) % F::kGroupSlabs == 0) {  // the group is complete: its scales in fp32, on the sums
+          WgmmaWait<0>();
+          const float* token_scale = nullptr;
+          if (p.panel_group_scale != nullptr) {
+            const int group = (num_slabs - left) / F::kGroupSlabs;
+            token_scale = p.panel_group_scale + group * p.panel_rows + tile.token + 2 * (lane & 3);
+          }
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) {
+              asm volatile("" : "+f"(part[g][i])::"memory");
+            }
+#pragma unroll
+            for (int i = 0; i < N / 8; ++i) {
+              float2 factor = make_float2(1.0F, 1.0F);
+              if (token_scale != nullptr && 8 * i < tile.tokens) {  // rows of a panel come in eights
+                factor = __ldg(reinterpret_cast<const float2*>(token_scale + 8 * i));
+              }
+#pragma unroll
+              for (int v = 0; v < 4; ++v) {
+                const float scale = scales[g].row[v >> 1] * ((v & 1) != 0 ? factor.y : factor.x);
+                acc[g][4 * i + v] = fmaf(part[g][4 * i + v], scale, acc[g][4 * i + v]);
+              }
+            }
+          }
+          clear(part);
+        }
+      }
+      if (++sub == kPerStage || left == 1) {
+        sub = 0;
+        release = stage;
+        if (++stage == S::kStages) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+    };
+    auto next_slot = [&] {
+      __syncwarp();
+      if (lane == 0) {
+        BarrierArrive(w_empty + 8 * slot);
+      }
+      if (++slot == S::kSlots) {
+        slot = 0;
+        slot_phase ^= 1;
+      }
+    };
+    const uint8_t* const own_pieces = slots + (warpgroup * kGroups * 4 + row_warp) * S::kPieceBytes;
+    int left = num_slabs;
+#pragma unroll 1
+    for (; left >= S::kSlabs; left -= S::kSlabs) {
+      BarrierWait(w_full + 8 * slot, slot_phase);
+      const uint8_t* piece = own_pieces + slot * S::kSlotBytes;
+#pragma unroll
+      for (int s = 0; s < S::kSlabs; ++s) {
+        multiply(piece, s, left - s, std::false_type{});
+      }
+      next_slot();
+    }
+    // The rest of K that does not fill a slot. A branch inside the loop above would make ptxas serialize all
+    // of it.
+    if (S::kSlabs > S::kMinSlabs && left > 0) {
+      BarrierWait(w_full + 8 * slot, slot_phase);
+      const uint8_t* piece = own_pieces + slot * S::kSlotBytes;
+#pragma unroll 1
+      for (int s = 0; s < left; ++s) {
+        multiply(piece, s, left - s, std::true_type{});
+      }
+      next_slot();
+    }
+    WgmmaWait<0>();
+    if (lane == 0) {
+      BarrierArrive(empty + 8 * release);
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) {
+        asm volatile("" : "+f"(acc[g][i])::"memory");
+      }
+    }
+
+    // ---- epilogue. acc[g][4 i + 0, 1]: fragment row r, tokens 8 i + 2 q + 0, 1; [4 i + 2, 3]: row r + 8.
+    int tile_row = lane & 7;
+    int tile_index = lane >> 3;
+    asm volatile("" : "+r"(tile_row), "+r"(tile_index));  // addresses are made here, not before the tile loop
+    const int r = lane >> 2;
+    if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
+      // 64 columns are 8 row blocks: of one warpgroup, or of two
+      constexpr int kShare = 128 * (2 / kGroups);
+      const int half = kGroups == 2 ? warpgroup : warpgroup >> 1;
+      const int slab = tile.row * 2 + half;
+      const uint32_t buffer = SharedAddress(staging) + half * 16384;
+      const bool leader = (tid & (kShare - 1)) == (kShare == 256 ? 128 : 0);
+      if (leader) {
+        BulkStoreReadDone();
+      }
+      NamedBarrier(1 + half, kShare);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int piece =
+            (kGroups == 2 ? g * 4 : (warpgroup & 1) * 4) + row_warp;  // row block within the slab
+        const int64_t column = min(IntermediateColumn(slab * 8 + piece, r), p.scale_rows - 1);
+        const RowPair rows = LoadRowPair(p, tile.expert, column, column, true);
+#pragma unroll
+        for (int i = 0; i < N / 8; i += 2) {
+          float h[4];
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const float gate = fmaf(acc[g][4 * i + (v >> 1) * 4 + (v & 1)], rows.scale[0], rows.bias[0]);
+            const float up = fmaf(acc[g][4 * i + (v >> 1) * 4 + (v & 1) + 2], rows.scale[1], rows.bias[1]);
+            h[v] = GatedSwish(p.swish, gate, up);
+          }
+          const int n = 8 * (i + (tile_index & 1)) + tile_row;
+          const uint32_t low = F::kF16 ? PackF16x2(h[0], h[1]) : PackBf16x2(h[0], h[1]);
+          const uint32_t high = F::kF16 ? PackF16x2(h[2], h[3]) : PackBf16x2(h[2], h[3]);
+          StoreTiles2(buffer + n * 128 + ((piece ^ tile_row) << 4), low, high);
+        }
+      }
+      FenceAsyncProxy();
+      NamedBarrier(1 + half, kShare);
+      if (leader && slab * 64 < p.ld) {
+        BulkStore(
+            static_cast<uint8_t*>(p.out) + (static_cast<int64_t>(slab) * p.panel_rows + tile.token) * 128,
+            buffer, (tile.tokens + 7) / 8 * 1024);
+      }
+    } else if constexpr (kEpilogue == PrefillEpilogue::kRows16) {
+      constexpr int kBufferBytes = S::kEpilogueBytes / kWarpgroups;
+      const uint32_t buffer = SharedAddress(staging) + warpgroup * kBufferBytes;
+      const uint8_t* const staged = staging + warpgroup * kBufferBytes;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int64_t row = min((tile.row * 16 + (warpgroup * kGroups + g) * 4 + row_warp) * 16 + r,
+                                static_cast<int>(p.scale_rows) - 9);
+        const RowPair rows = LoadRowPair(p, tile.expert, row, row + 8, false);
+#pragma unroll
+        for (int i = 0; i < N / 8; i += 2) {
+          const float* v = &acc[g][4 * i];
+          const int n = 8 * (i + (tile_index >> 1)) + tile_row;
+          StoreTiles4(
+              buffer + n * 128 + (((2 * row_warp + (tile_index & 1)) ^ tile_row) << 4),
+              PackBf16x2(fmaf(v[0], rows.scale[0], rows.bias[0]), fmaf(v[1], rows.scale[0], rows.bias[0])),
+              PackBf16x2(fmaf(v[2], rows.scale[1], rows.bias[1]), fmaf(v[3], rows.scale[1], rows.bias[1])),
+              PackBf16x2(fmaf(v[4], rows.scale[0], rows.bias[0]), fmaf(v[5], rows.scale[0], rows.bias[0])),
+              PackBf16x2(fmaf(v[6], rows.scale[1], rows.bias[1]), fmaf(v[7], rows.scale[1], rows.bias[1])));
+        }
+        NamedBarrier(1 + warpgroup, 128);
+        int thread = tid & 127;
+        asm volatile("" : "+r"(thread));
+        const int column = tile.row * 256 + (warpgroup * kGroups + g) * 64 + (thread & 7) * 8;
+        if (column < p.ld) {
+          for (int n = thread >> 3; n < tile.tokens; n += 16) {
+            *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (tile.token + n) * p.ld + column) =
+                *reinterpret_cast<const uint4*>(staged + n * 128 + (((thread & 7) ^ (n & 7)) << 4));
+          }
+        }
+        NamedBarrier(1 + warpgroup, 128);
+      }
+    } else {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int block = tile.row * 16 + (warpgroup * kGroups + g) * 4 + row_warp;
+        if (block < p.num_blocks) {
+          // Where the two rows of the lane stand among the scales, and in the row of outputs.
+          int64_t low = static_cast<int64_t>(block) * 16 + r;
+          int64_t high = low + 8;
+          int64_t out_low = low;
+          int64_t out_high = high;
+          if (p.rows == PrefillRows::kGateUp) {
+            low = high = IntermediateColumn(block, r);
+            out_low = (block >> 3) * 128 + (block & 7) * 8 + r;
+            out_high = out_low + 64;
+          } else if (p.rows == PrefillRows::kUp) {
+            low = IntermediateColumn(2 * block, r);
+            high = IntermediateColumn(2 * block + 1, r);
+          }
+          const RowPair rows = LoadRowPair(p, tile.expert, low, high, p.rows == PrefillRows::kGateUp);
+          // Eight rows of the block side by side: a store fills whole 32-byte sectors.
+          int token = 2 * (lane & 3);
+          asm volatile("" : "+r"(token));
+          float* out = static_cast<float*>(p.out) + (tile.token + token) * p.ld;
+          const float* token_scale = p.panel_scale == nullptr ? nullptr : p.panel_scale + tile.token + token;
+#pragma unroll
+          for (int i = 0; i < N / 8; ++i) {
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+              if (token + 8 * i + v < tile.tokens) {
+                const float factor = token_scale == nullptr ? 1.0F : __ldg(token_scale + 8 * i + v);
+                out[out_low] = fmaf(acc[g][4 * i + v] * factor, rows.scale[0], rows.bias[0]);
+                out[out_high] = fmaf(acc[g][4 * i + 2 + v] * factor, rows.scale[1], rows.bias[1]);
+              }
+              out += v == 0 ? p.ld : 7 * p.ld;
+            }
+          }
+        }
+      }
+    }
+  };
+  for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+    locate(t, tile);
+    const int sixteens = (tile.tokens + 15) / 16;
+    if constexpr (kTileTokens == 64) {
+      if (sixteens == 1) {
+        run(std::integral_constant<int, 16>{});
+      } else if (sixteens == 2) {
+        run(std::integral_constant<int, 32>{});
+      } else if (sixteens == 3) {
+        run(std::integral_constant<int, 48>{});
+      } else {
+        run(std::integral_constant<int, 64>{});
+      }
+    } else {
+      if (sixteens <= 4) {
+        run(std::integral_constant<int, 64>{});
+      } else if (sixteens == 5) {
+        run(std::integral_constant<int, 80>{});
+      } else if (sixteens == 6) {
+        run(std::integral_constant<int, 96>{});
+      } else if (sixteens == 7) {
+        run(std::integral_constant<int, 112>{});
+      } else {
+        run(std::integral_constant<int, 128>{});
+      }
+    }
+  }
+  if (kEpilogue == PrefillEpilogue::kPanel) {
+    BulkStoreDone();  // the second GEMM may read the panel once this grid has ended
+  }
+}
+
+}  // namespace fusedmoe::cuda

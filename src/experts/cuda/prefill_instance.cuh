@@ -1,0 +1,31 @@
+#pragma once
+
+#include "experts/cuda/prefill_gemm_sm90.cuh"
+
+/// One format's GEMM kernels; each format has a file of its own (prefill_<name>.cu), so that they compile
+/// apart.
+namespace fusedmoe::cuda {
+
+template <FragmentFormat kFormat, int kTileTokens>
+PrefillKernels::Tile PrefillTileOf() {
+  using S = PrefillShape<kFormat, kTileTokens>;
+  PrefillKernels::Tile tile;
+  tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens>;
+  tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens>;
+  if constexpr (kTileTokens == 64 || !PromotesGroups(kFormat)) {
+    tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens>;
+  }
+  tile.threads = S::kThreads;
+  tile.shared_bytes = S::kBytes;
+  tile.slabs = S::kSlabs;
+  return tile;
+}
+
+}  // namespace fusedmoe::cuda
+
+#define FMOE_PREFILL_KERNELS(id)                                                                \
+  namespace fusedmoe::cuda {                                                                    \
+  PrefillKernels PrefillKernels_##id() {                                                        \
+    return {PrefillTileOf<FragmentFormat::id, 64>(), PrefillTileOf<FragmentFormat::id, 128>()}; \
+  }                                                                                             \
+  }

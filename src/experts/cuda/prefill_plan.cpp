@@ -1,0 +1,128 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/checked_math.hpp"
+#include "experts/cuda/prefill.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+/// Scratch above this makes passes of fewer tokens: weights are read again for every pass, which costs little
+/// when a pass has thousands of tokens.
+constexpr int64_t kScratchTarget = int64_t{2} << 30;
+/// Passes are cut to whole multiples of this.
+constexpr int64_t kChunkUnit = 256;
+/// Tokens an expert up to which the 64-token tiles are faster (at 32: 677 us against 785).
+constexpr int64_t kSmallTileTokens = 48;
+
+int64_t Align256(int64_t bytes) {
+  return (bytes + 255) / 256 * 256;
+}
+
+int64_t RoutesOf(const LayerShape& shape, int64_t num_tokens) {
+  return shape.batched ? num_tokens : num_tokens * shape.top_k;
+}
+
+/// Columns of an F32 row before the activation.
+int64_t MidRowWidth(const LayerShape& shape) {
+  return shape.parts() * shape.mid_rows();
+}
+
+/// Everything of the plan that depends on the tokens of a pass.
+void PlaceScratch(const LayerShape& shape, MidKind mid, int64_t chunk_tokens, PrefillPlan& plan) {
+  const int64_t routes = RoutesOf(shape, chunk_tokens);
+  plan.chunk_tokens = chunk_tokens;
+  plan.panel_rows = (routes + 7 * std::min(shape.num_local_experts, routes) + 7) / 8 * 8;
+  int64_t at = 0;
+  const auto place = [&at](int64_t bytes) {
+    const int64_t offset = at;
+    at += Align256(bytes);
+    return offset;
+  };
+  plan.map_offset = place(4 * (shape.num_local_experts * (2 + RouteChunks(routes)) + 2 * routes));
+  plan.panel_scale_offset = place(2 * 4 * plan.panel_rows);
+  plan.group_scale_offset = place(
+      mid == MidKind::kRounded ? 0 : 4 * plan.panel_rows * (shape.hidden_cols() + shape.mid_cols()) / 128);
+  plan.amax_offset = place(4);
+  plan.panel_offset = place(plan.panel_rows * shape.hidden_cols() * 2);
+  plan.mid_offset = place(plan.panel_rows * shape.mid_cols() * 2);
+  const int64_t before_activation = plan.fused_mid ? 0 : plan.panel_rows * MidRowWidth(shape) * 4;
+  const int64_t before_reduction = plan.panel_rows * shape.down_rows() * (plan.rows_f32 ? 4 : 2);
+  plan.rows_offset = place(std::max(before_activation, before_reduction));
+  plan.scratch_bytes = at;
+}
+
+}  // namespace
+
+bool IsSwish(const ActivationSpec& activation) {
+  return activation.kind == ActivationKind::kSilu || activation.kind == ActivationKind::kSwigluOai ||
+         activation.kind == ActivationKind::kSwigluStep;
+}
+
+SwishParams SwishOf(const ActivationSpec& activation) {
+  constexpr float kLog2E = 1.44269504F;
+  constexpr float kNoLimit = std::numeric_limits<float>::infinity();
+  const bool oai = activation.kind == ActivationKind::kSwigluOai;
+  const bool step = activation.kind == ActivationKind::kSwigluStep;
+  const float limit = activation.limit > 0.0F ? activation.limit : kNoLimit;
+  SwishParams swish;
+  swish.slope_log2 = -(oai ? activation.alpha : 1.0F) * kLog2E;
+  swish.gate_limit = step ? kNoLimit : limit;
+  swish.up_limit = limit;
+  swish.swish_limit = step ? limit : kNoLimit;
+  swish.beta = oai ? activation.beta : 0.0F;
+  return swish;
+}
+
+PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid,
+                        const DeviceLimits& limits) {
+  PrefillPlan plan;
+  if (shape.num_local_experts > kMaxExperts) {
+    plan.why_not =
+        fmt::format("{} local experts; at most {} are supported", shape.num_local_experts, kMaxExperts);
+    return plan;
+  }
+  if (shape.top_k > kMaxTopK) {
+    plan.why_not = fmt::format("top_k = {}; at most {} is supported", shape.top_k, kMaxTopK);
+    return plan;
+  }
+  constexpr int64_t kSharedBytes = 232448;
+  if (limits.shared_memory_per_block < kSharedBytes) {
+    plan.why_not = fmt::format("{} bytes of shared memory a block; {} are required",
+                               limits.shared_memory_per_block, kSharedBytes);
+    return plan;
+  }
+  const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);
+  plan.tile_tokens = RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens ? 64 : 128;
+  plan.fused_mid = mid == MidKind::kRounded && shape.gated() && IsSwish(shape.activation);
+  plan.rows_f32 = mid != MidKind::kRounded || shape.format == FragmentFormat::kF16 || shape.batched;
+  if (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid)) {
+    plan.tile_tokens = 64;
+  }
+  plan.grid = limits.num_sms;
+  plan.shared_bytes = kSharedBytes;
+
+  PlaceScratch(shape, mid, num_tokens, plan);
+  const bool may_cut = !shape.batched && mid != MidKind::kQuantizedByBatch;
+  if (may_cut && plan.scratch_bytes > kScratchTarget && num_tokens > kChunkUnit) {
+    // Scratch grows evenly with tokens: passes of equal size, as many as the target asks for.
+    int64_t passes = CeilDiv(plan.scratch_bytes, kScratchTarget);
+    int64_t chunk = num_tokens;
+    do {
+      chunk = CeilDiv(CeilDiv(num_tokens, passes), kChunkUnit) * kChunkUnit;
+      PlaceScratch(shape, mid, chunk, plan);
+      ++passes;
+    } while (plan.scratch_bytes > kScratchTarget && chunk > kChunkUnit);
+  }
+  if (plan.panel_rows > std::numeric_limits<int32_t>::max()) {
+    plan.why_not =
+        fmt::format("{} routes in one pass; fewer than 2^31 are required", RoutesOf(shape, num_tokens));
+    return plan;
+  }
+  plan.fits = true;
+  return plan;
+}
+
+}  // namespace fusedmoe::cuda

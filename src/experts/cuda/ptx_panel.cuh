@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+
+/// Instructions of sm_90 that the grouped GEMM needs beside ptx.cuh: barriers of some warps, register shares
+/// of warps, and the way of a tile from registers through shared memory to global memory.
+namespace fusedmoe::cuda {
+
+/// Barrier `id` (1..15) of `threads` threads of the CTA.
+__device__ __forceinline__ void NamedBarrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+/// Registers a thread of this warpgroup may use. What all warpgroups hold together may not exceed what the
+/// launch took: asking for more waits forever.
+template <int kRegisters>
+__device__ __forceinline__ void RegistersDown() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void RegistersUp() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// What threads wrote becomes visible to bulk copies, and the other way round.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+/// Contiguous bytes from shared to global memory by the copy engine, a group of its own.
+__device__ __forceinline__ void BulkStore(void* to, uint32_t from, uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+/// The thread's bulk stores have read their shared memory; have arrived.
+__device__ __forceinline__ void BulkStoreReadDone() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+__device__ __forceinline__ void BulkStoreDone() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/// 8 x 8 tiles of an accumulator stored transposed: a memory row is a token, with 8 weight rows side by side.
+/// Lane l gives the address of row l % 8 of tile l / 8.
+__device__ __forceinline__ void StoreTiles2(uint32_t address, uint32_t a, uint32_t b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
+               : "memory");
+}
+__device__ __forceinline__ void StoreTiles4(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                            uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+/// The smaller one; NaN where either is.
+__device__ __forceinline__ float MinNan(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+__device__ __forceinline__ float MaxNan(float a, float b) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+}  // namespace fusedmoe::cuda

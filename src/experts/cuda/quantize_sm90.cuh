@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/quant.hpp>
+
+#include "experts/cuda/operand_format.hpp"
+#include "numerics/codecs.hpp"
+#include "numerics/integer_codecs.hpp"
+#include "quant/activation_formulas.hpp"
+
+/// Quantization of activations on the device: the formulas of quant/activation_formulas.hpp, the same bits as
+/// quant/activation_rows.cpp. Results are BF16 numbers (see operand_rows.hpp) and the fp32 scale that is
+/// left. Compile with --fmad=false: a product that is fused with the addition of a rounding constant would
+/// round once less.
+namespace fusedmoe::cuda {
+
+/// What codes of a group are made with, and what their BF16 values are multiplied with.
+struct GroupStep {
+  EncodeStep encode;
+  float value_scale = 1.0F;  ///< a BF16 value is code * value_scale
+  float left_scale = 1.0F;   ///< the fp32 scale beside it
+};
+
+__device__ inline float TensorScaleFromAmax(const DeviceQuantizer& q, float finite_amax) {
+  if (q.kind == DeviceQuantizer::Kind::kTwoLevel) {
+    const float scale = __fdiv_rn(finite_amax, q.divisor * 448.0F);  // 448: largest e4m3
+    return scale > 0.0F ? scale : 1.0F;
+  }
+  return RealScale(q.rule, q.divisor, finite_amax);
+}
+
+/// `amax_bits`: largest magnitude of the group as a bit pattern; NaN is above all.
+__device__ inline GroupStep StepOf(const DeviceQuantizer& q, float tensor_scale, uint32_t amax_bits) {
+  const float amax = FloatFromBits(amax_bits);
+  GroupStep step;
+  switch (q.kind) {
+    case DeviceQuantizer::Kind::kNone:
+      return step;
+    case DeviceQuantizer::Kind::kPerTensor:
+      step.encode = StepFor(q.rule, tensor_scale);
+      step.left_scale = tensor_scale;
+      return step;
+    case DeviceQuantizer::Kind::kTwoLevel: {
+      const float block = DecodeE4m3(TwoLevelScaleCode(q.rule, q.divisor, tensor_scale, amax));
+      step.encode = StepFor(q.rule, block * tensor_scale);
+      step.value_scale = block;
+      step.left_scale = tensor_scale;
+      return step;
+    }
+    case DeviceQuantizer::Kind::kMx:
+      step.value_scale = DecodeE8m0(MxScaleCode(q.rule.mx_scale, q.range, BoundedAmax(q.rule, amax)));
+      step.encode = StepFor(q.rule, step.value_scale);
+      return step;
+    case DeviceQuantizer::Kind::kPerRow:
+    case DeviceQuantizer::Kind::kRealGroup: {
+      float scale = RealScale(q.rule, q.divisor, amax);
+      scale = q.scale_dtype == DType::kBF16  ? RoundToBf16(scale)
+              : q.scale_dtype == DType::kF16 ? RoundToFp16(scale)
+              : q.scale_dtype == DType::kF8E8M0
+                  ? DecodeE8m0(EncodeE8m0Ceil(scale))  // power_of_two_scale: scale is one already
+                  : scale;
+      step.encode = StepFor(q.rule, scale);
+      step.left_scale = scale;
+      if (q.rule.multiply_by_divisor_over_amax && scale != 0.0F && FloatBits(scale) < 0x7f800000U) {
+        // As quant/activation_rows.cpp: torch evaluates divisor / amax as reciprocal(amax) * divisor.
+        const double divisor = q.divisor;
+        const double floor = static_cast<double>(q.rule.scale_floor) * divisor;
+        const double bounded = BoundedAmax(q.rule, amax);
+        step.encode.wide_factor = 1.0 / (bounded < floor ? floor : bounded) * divisor;
+      }
+      return step;
+    }
+  }
+  return step;
+}
+
+/// The value of the code of one element.
+__device__ inline float QuantizeElement(const DeviceQuantizer& q, const EncodeStep& step, float value) {
+  if (step.wide_factor != 0.0) {
+    const double product = static_cast<double>(value) * step.wide_factor;
+    value = static_cast<float>(q.rule.int_rounding == IntRounding::kHalfAway   ? round(product)
+                               : q.rule.int_rounding == IntRounding::kTruncate ? trunc(product)
+                                                                               : rint(product));
+  } else {
+    value = step.multiply ? __fmul_rn(value, step.factor) : __fdiv_rn(value, step.factor);
+  }
+  switch (q.element) {
+    case DType::kF4E2M1:
+      return DecodeE2m1(q.rule.ties_toward_zero ? EncodeE2m1TiesTowardZero(value)
+                                                : EncodeE2m1RneSaturating(value));
+    case DType::kF8E4M3:
+      return DecodeE4m3(EncodeE4m3RneSaturating(value));
+    case DType::kF8E5M2:
+      return DecodeE5m2(EncodeE5m2RneSaturating(value));
+    case DType::kF6E2M3:
+      return DecodeE2m3(EncodeE2m3RneSaturating(value));
+    case DType::kF6E3M2:
+      return DecodeE3m2(EncodeE3m2RneSaturating(value));
+    case DType::kI8: {
+      const float clamped = ClampToRange(value, -128.0F, 127.0F);
+      return q.rule.int_rounding == IntRounding::kHalfEven   ? RoundHalfEven(clamped)
+             : q.rule.int_rounding == IntRounding::kHalfAway ? RoundHalfAway(clamped)
+                                                             : Truncate(clamped);
+    }
+    default:
+      return value;
+  }
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,177 @@
+// The two ends of prefill that move rows: tokens into the panel of the first GEMM, and the outputs of the
+// second into the sums of the tokens.
+#include <algorithm>
+
+#include "experts/cuda/host_launch.cuh"
+#include "experts/cuda/operand_lanes.cuh"
+#include "experts/cuda/prefill.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarpSize;
+
+/// A warp moves 512 columns of a source row to the panel rows of its routes: a token is read once for all its
+/// choices.
+__global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ GatherParams p) {
+  GridLaunchNext();
+  GridWait();
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int64_t parts = (p.padded_cols + kPartValues - 1) / kPartValues;
+  const int64_t routes_per_row = p.rows.by_route ? 1 : p.top_k;
+  const int64_t num_rows = p.num_routes / routes_per_row;
+  const PanelSink sink{reinterpret_cast<uint4*>(p.panel), p.panel_rows};
+  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize; unit < num_rows * parts;
+       unit += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const int64_t row = unit / parts;
+    const int64_t k = (unit - row * parts) * kPartValues + lane * kLaneValues;
+    // One lane a choice looks up where the row goes; rows that go nowhere are not read.
+    const int target = lane < routes_per_row ? __ldg(p.panel_row + row * routes_per_row + lane) : -1;
+    if (__all_sync(kAllLanes, target < 0)) {
+      continue;
+    }
+    const auto* source = static_cast<const uint16_t*>(p.rows.values) + row * p.rows.row_stride + k;
+    uint4 low = make_uint4(0, 0, 0, 0);
+    uint4 high = low;
+    if (k < p.rows.cols) {
+      low = __ldg(reinterpret_cast<const uint4*>(source));
+    }
+    if (k + 8 < p.rows.cols) {
+      high = __ldg(reinterpret_cast<const uint4*>(source) + 1);
+    }
+    uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float group_scale = p.rows.group_scale == nullptr || k >= p.padded_cols
+                                  ? 1.0F
+                                  : __ldg(p.rows.group_scale + row * (p.padded_cols / 128) + k / 128);
+    if (p.rows.group_scale != nullptr && p.panel_group_scale == nullptr) {  // folded into BF16: one rounding
+#pragma unroll
+      for (uint32_t& word : words) {
+        word = PackBf16x2(__uint_as_float(word << 16) * group_scale,
+                          __uint_as_float(word & 0xffff0000U) * group_scale);
+      }
+    }
+    const float row_scale = p.panel_scale != nullptr ? __ldg(p.rows.row_scale + row) : 1.0F;
+    for (int choice = 0; choice < routes_per_row; ++choice) {
+      const int to = __shfl_sync(kAllLanes, target, choice);
+      if (to >= 0) {
+        sink.Store(to, k, p.padded_cols, words);
+        if (p.panel_scale != nullptr && k == 0) {
+          p.panel_scale[to] = row_scale;
+        }
+        if (p.panel_group_scale != nullptr && k % 128 == 0 && k < p.padded_cols) {
+          p.panel_group_scale[k / 128 * p.panel_rows + to] = group_scale;
+        }
+      }
+    }
+  }
+}
+
+template <bool kRowsF32>
+__device__ __forceinline__ void LoadEight(const void* row, int64_t column, float (&v)[8]) {
+  if constexpr (kRowsF32) {
+    const auto* from = reinterpret_cast<const float4*>(static_cast<const float*>(row) + column);
+    const float4 low = __ldcs(from);
+    const float4 high = __ldcs(from + 1);
+    v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+    v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+  } else {
+    const uint4 eight = __ldcs(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(row) + column));
+    const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = __uint_as_float(words[i] << 16);
+      v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000U);
+    }
+  }
+}
+
+__device__ __forceinline__ void StoreEight(const CombineParams& p, int64_t token, int64_t column,
+                                           const float (&v)[8]) {
+  const int64_t at = token * p.hidden + column;
+  const bool whole = p.hidden % 8 == 0;
+  if (p.output_dtype == DType::kF32) {
+    auto* out = static_cast<float*>(p.output) + at;
+    if (whole) {
+      reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
+      reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+      for (int i = 0; i < 8 && column + i < p.hidden; ++i) {
+        out[i] = v[i];
+      }
+    }
+    return;
+  }
+  const bool f16 = p.output_dtype == DType::kF16;
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = f16 ? PackF16x2(v[2 * i], v[2 * i + 1]) : PackBf16x2(v[2 * i], v[2 * i + 1]);
+  }
+  auto* out = static_cast<uint16_t*>(p.output) + at;
+  if (whole) {
+    *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+  } else {
+    for (int i = 0; i < 8 && column + i < p.hidden; ++i) {
+      out[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
+    }
+  }
+}
+
+template <bool kRowsF32>
+__global__ void __launch_bounds__(kThreads) Combine(const __grid_constant__ CombineParams p) {
+  GridLaunchNext();
+  GridWait();
+  const int64_t eights = (p.hidden + 7) / 8;
+  constexpr int64_t kElementBytes = kRowsF32 ? 4 : 2;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < p.num_tokens * eights;
+       i += gridDim.x * int64_t{kThreads}) {
+    const int64_t token = i / eights;
+    const int64_t column = (i - token * eights) * 8;
+    float sum[8] = {};
+    bool any = false;
+#pragma unroll 4
+    for (int j = 0; j < p.top_k; ++j) {
+      const int row = __ldg(p.panel_row + token * p.top_k + j);
+      if (row >= 0) {
+        any = true;
+        const float weight = p.topk_weights == nullptr ? 1.0F : __ldg(p.topk_weights + token * p.top_k + j);
+        float v[8];
+        LoadEight<kRowsF32>(static_cast<const std::byte*>(p.rows) + row * p.ld * kElementBytes, column, v);
+#pragma unroll
+        for (int d = 0; d < 8; ++d) {
+          sum[d] = fmaf(weight, v[d], sum[d]);
+        }
+      }
+    }
+    if (any || !p.batched) {
+      StoreEight(p, token, column, sum);
+    }
+  }
+}
+
+}  // namespace
+
+Status LaunchGather(const GatherParams& params, void* stream) {
+  if (params.num_routes == 0) {
+    return Status::Ok();
+  }
+  const int64_t rows = params.rows.by_route ? params.num_routes : params.num_routes / params.top_k;
+  const int64_t units = rows * ((params.padded_cols + kPartValues - 1) / kPartValues);
+  const auto grid =
+      static_cast<unsigned>(std::min<int64_t>(8 * int64_t{CurrentSmCount()}, (units + kWarps - 1) / kWarps));
+  return LaunchKernel("Gather", Gather, grid, kThreads, 0, static_cast<cudaStream_t>(stream), params);
+}
+
+Status LaunchCombine(const CombineParams& params, void* stream) {
+  const int64_t eights = params.num_tokens * ((params.hidden + 7) / 8);
+  if (eights == 0) {
+    return Status::Ok();
+  }
+  const auto grid = static_cast<unsigned>(
+      std::min<int64_t>(8 * int64_t{CurrentSmCount()}, (eights + kThreads - 1) / kThreads));
+  return LaunchKernel("Combine", params.rows_f32 ? Combine<true> : Combine<false>, grid, kThreads, 0,
+                      static_cast<cudaStream_t>(stream), params);
+}
+
+}  // namespace fusedmoe::cuda
