@@ -8,6 +8,7 @@
 #include <string>
 #include <thread>
 
+#include "experts/cuda/prefill.hpp"
 #include "moe/activation.hpp"
 #include "numerics/rows.hpp"
 #include "prefill_layer.hpp"
@@ -439,7 +440,7 @@ void RunCase(const Case& c) {
   if (!plan.fits) {
     return Fail(c, plan.why_not);
   }
-  if (c.tile != 0) {
+  if (c.tile != 0 && HasLargeTiles(spec.format)) {
     plan.tile_tokens = c.tile;
   }
   DeviceArray<std::byte> scratch(plan.scratch_bytes);

@@ -155,7 +155,7 @@ struct PrefillPlan {
 
   int tile_tokens = 64;       ///< 64 or 128
   int64_t chunk_tokens = 0;   ///< tokens of one pass; a call with more takes several
-  int64_t panel_rows = 0;     ///< rows of the token panels of a pass: routes, every expert padded to 8
+  int64_t panel_rows = 0;     ///< rows of the token panels of a pass: routes, and 8 for every expert
   bool fused_mid = false;     ///< the first GEMM activates and writes the panel of the second itself
   bool rows_f32 = false;      ///< the second GEMM's rows are F32, not BF16
   int grid = 0;

@@ -74,11 +74,12 @@ __global__ void __launch_bounds__(kThreads) MidParts(const __grid_constant__ Mid
   GridWait();
   GridLaunchNext();  // after the wait: the GEMM behind reads the map before it waits
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t parts = (p.mid_cols + kPartValues - 1) / kPartValues;
-  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize; unit < p.num_routes * parts;
-       unit += static_cast<int64_t>(gridDim.x) * kWarps) {
+  const auto parts = static_cast<uint32_t>((p.mid_cols + kPartValues - 1) / kPartValues);
+  for (uint32_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+       unit < static_cast<uint32_t>(p.num_routes) * parts; unit += gridDim.x * kWarps) {
     const int64_t route = unit / parts;
-    const int64_t k = (unit - route * parts) * kPartValues + lane * kLaneValues;
+    const int64_t k =
+        static_cast<int64_t>(unit - static_cast<uint32_t>(route) * parts) * kPartValues + lane * kLaneValues;
     const int row = __ldg(p.panel_row + route);
     if (row < 0) {
       continue;
@@ -150,15 +151,17 @@ __global__ void __launch_bounds__(kThreads) MidAmax(const __grid_constant__ MidP
   GridWait();
   GridLaunchNext();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t parts = (p.mid_cols + kPartValues - 1) / kPartValues;
+  const auto parts = static_cast<uint32_t>((p.mid_cols + kPartValues - 1) / kPartValues);
   uint32_t amax = 0;
-  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize; unit < p.num_routes * parts;
-       unit += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (uint32_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+       unit < static_cast<uint32_t>(p.num_routes) * parts; unit += gridDim.x * kWarps) {
     const int64_t route = unit / parts;
     const int row = __ldg(p.panel_row + route);
     if (row >= 0) {
       float v[kLaneValues];
-      LoadMid(p, row, __ldg(p.expert_of + route), (unit - route * parts) * kPartValues + lane * kLaneValues,
+      LoadMid(p, row, __ldg(p.expert_of + route),
+              static_cast<int64_t>(unit - static_cast<uint32_t>(route) * parts) * kPartValues +
+                  lane * kLaneValues,
               v);
       amax = max(amax, LaneAmaxBits(v, true));
     }

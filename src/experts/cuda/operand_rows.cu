@@ -98,11 +98,12 @@ __global__ void __launch_bounds__(kThreads) MakeParts(const __grid_constant__ Ro
   GridWait();
   const OperandRowsCall& call = p.call;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t parts = (call.padded_cols + kPartValues - 1) / kPartValues;
-  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize; unit < call.num_rows * parts;
-       unit += static_cast<int64_t>(gridDim.x) * kWarps) {
+  const auto parts = static_cast<uint32_t>((call.padded_cols + kPartValues - 1) / kPartValues);
+  for (uint32_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+       unit < static_cast<uint32_t>(call.num_rows) * parts; unit += gridDim.x * kWarps) {
     const int64_t row = unit / parts;
-    const int64_t k = (unit - row * parts) * kPartValues + lane * kLaneValues;
+    const int64_t k =
+        static_cast<int64_t>(unit - static_cast<uint32_t>(row) * parts) * kPartValues + lane * kLaneValues;
     const int expert = ExpertOfRow(call, row);
     if (expert < 0) {
       continue;
@@ -178,15 +179,18 @@ __global__ void __launch_bounds__(kThreads) RowsAmax(const __grid_constant__ Row
   GridWait();
   const OperandRowsCall& call = p.call;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int64_t parts = (call.padded_cols + kPartValues - 1) / kPartValues;
+  const auto parts = static_cast<uint32_t>((call.padded_cols + kPartValues - 1) / kPartValues);
   uint32_t amax = 0;
-  for (int64_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize; unit < call.num_rows * parts;
-       unit += static_cast<int64_t>(gridDim.x) * kWarps) {
+  for (uint32_t unit = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+       unit < static_cast<uint32_t>(call.num_rows) * parts; unit += gridDim.x * kWarps) {
     const int64_t row = unit / parts;
     const int expert = ExpertOfRow(call, row);
     if (expert >= 0) {
       float v[kLaneValues];
-      LoadOperand(p, row, expert, (unit - row * parts) * kPartValues + lane * kLaneValues, v);
+      LoadOperand(
+          p, row, expert,
+          static_cast<int64_t>(unit - static_cast<uint32_t>(row) * parts) * kPartValues + lane * kLaneValues,
+          v);
       amax = max(amax, LaneAmaxBits(v, true));
     }
   }
@@ -209,7 +213,7 @@ Status LaunchOperandRows(const OperandRowsCall& call) {
       reinterpret_cast<uintptr_t>(call.source) % 16 == 0 && call.source_row_stride * element_bytes % 16 == 0;
   p.has_group_scale = HasGroupScale(call.activation);
   auto* stream = static_cast<cudaStream_t>(call.stream);
-  const int64_t parts = (call.padded_cols + kPartValues - 1) / kPartValues;
+  const auto parts = static_cast<uint32_t>((call.padded_cols + kPartValues - 1) / kPartValues);
   const int64_t limit = 8 * int64_t{CurrentSmCount()};
   const auto part_grid =
       static_cast<unsigned>(std::min(limit, (call.num_rows * parts + kWarps - 1) / kWarps));

@@ -51,6 +51,7 @@ struct GatherParams {
   int64_t top_k = 1;
   int64_t padded_cols = 0;
   int64_t panel_rows = 0;
+  int64_t choice_split = 1;  ///< warps that share the choices of a token
   uint8_t* panel = nullptr;
   float* panel_scale = nullptr;  ///< [panel_rows]: the rows' row_scale; null when they have none
   float* panel_group_scale =
@@ -152,6 +153,12 @@ constexpr bool PromotesGroups(FragmentFormat format) {
          traits.scale != FragmentScale::kE8M0;
 }
 
+/// Formats that run in 128-token tiles: 8-bit codes with zero points need more registers than those leave.
+constexpr bool HasLargeTiles(FragmentFormat format) {
+  const FragmentTraits traits = FragmentTraitsOf(format);
+  return traits.code_bits != 8 || traits.scale != FragmentScale::kF32Zero;
+}
+
 /// The GEMM kernels of a format.
 struct PrefillKernels {
   using Kernel = void (*)(const PrefillGemmParams);
@@ -164,7 +171,7 @@ struct PrefillKernels {
     int slabs = 0;  ///< of a weight slot
   };
   Tile small;  ///< 64 tokens
-  Tile large;  ///< 128
+  Tile large;  ///< 128; HasLargeTiles formats only
 };
 #define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
 FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)

@@ -10,14 +10,16 @@ template <FragmentFormat kFormat, int kTileTokens>
 PrefillKernels::Tile PrefillTileOf() {
   using S = PrefillShape<kFormat, kTileTokens>;
   PrefillKernels::Tile tile;
-  tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens>;
-  tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens>;
-  if constexpr (kTileTokens == 64 || !PromotesGroups(kFormat)) {
-    tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens>;
+  if constexpr (kTileTokens == 64 || HasLargeTiles(kFormat)) {
+    tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens>;
+    tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens>;
+    if constexpr (kTileTokens == 64 || !PromotesGroups(kFormat)) {
+      tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens>;
+    }
+    tile.threads = S::kThreads;
+    tile.shared_bytes = S::kBytes;
+    tile.slabs = S::kSlabs;
   }
-  tile.threads = S::kThreads;
-  tile.shared_bytes = S::kBytes;
-  tile.slabs = S::kSlabs;
   return tile;
 }
 

@@ -34,7 +34,7 @@ int64_t MidRowWidth(const LayerShape& shape) {
 void PlaceScratch(const LayerShape& shape, MidKind mid, int64_t chunk_tokens, PrefillPlan& plan) {
   const int64_t routes = RoutesOf(shape, chunk_tokens);
   plan.chunk_tokens = chunk_tokens;
-  plan.panel_rows = (routes + 7 * std::min(shape.num_local_experts, routes) + 7) / 8 * 8;
+  plan.panel_rows = (routes + 8 * shape.num_local_experts + 15) / 8 * 8;
   int64_t at = 0;
   const auto place = [&at](int64_t bytes) {
     const int64_t offset = at;
@@ -98,7 +98,7 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   plan.tile_tokens = RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens ? 64 : 128;
   plan.fused_mid = mid == MidKind::kRounded && shape.gated() && IsSwish(shape.activation);
   plan.rows_f32 = mid != MidKind::kRounded || shape.format == FragmentFormat::kF16 || shape.batched;
-  if (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid)) {
+  if (!HasLargeTiles(shape.format) || (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid))) {
     plan.tile_tokens = 64;
   }
   plan.grid = limits.num_sms;

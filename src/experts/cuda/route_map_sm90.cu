@@ -5,10 +5,13 @@
 //                  first_row [E], counts [E]
 //
 // Rows of an expert are consecutive, in route order, and start on a multiple of 8 (the swizzle of a panel has
-// a period of 8 rows), so that the result depends on the ids alone. A CTA takes kChunkRoutes routes: for up
-// to that many, which is 512 tokens of 8 choices, one launch does everything; beyond it a first launch counts
-// the chunks. A sort in which every expert's CTA reads all routes needs one launch, but reads E times the
-// ids: at 512 experts and 16384 tokens that is 300 MB.
+// a period of 8 rows), so that the result depends on the ids alone. Two ways, by the work:
+//
+//   by expert   one launch, one CTA an expert, which reads all ids twice: shortest while experts x routes is
+//   small by chunk    a CTA counts kRouteChunk routes; a second launch sums the chunks and places. 512
+//   experts of 16384
+//               tokens read 1 MB so, not 500 MB. (In use for all sizes, it cost 20 us more at 64 and 512
+//               tokens.)
 #include "experts/cuda/host_launch.cuh"
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/ptx.cuh"
@@ -18,6 +21,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+constexpr int kByExpertThreads = 512;
+/// Experts x routes up to which the map is made by expert.
+constexpr int64_t kByExpertReads = int64_t{1} << 22;
 constexpr int kRoutesPerWarp = static_cast<int>(kRouteChunk) / kWarps;
 static_assert(kRouteChunk % kThreads == 0, "every warp takes whole rounds of 32 routes");
 constexpr int kExpertLimit = static_cast<int>(kMaxExperts);
@@ -55,10 +61,64 @@ __device__ void CountChunk(const RouteMapParams& p, uint16_t* histogram, int64_t
   __syncthreads();
 }
 
+/// CTA e: first row, count and places of expert e.
+__global__ void __launch_bounds__(kByExpertThreads) MapByExpert(const __grid_constant__ RouteMapParams p) {
+  constexpr int kByExpertWarps = kByExpertThreads / 32;
+  __shared__ int less_of[kByExpertWarps];
+  __shared__ int own_of[kByExpertWarps];
+  GridLaunchNext();
+  GridWait();
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int self = static_cast<int>(blockIdx.x);
+  const auto routes = static_cast<int>(p.num_routes);
+  const int segment = (routes + kByExpertThreads - 1) / kByExpertThreads * 32;
+  const int begin = warp * segment;
+  const int end = min(routes, begin + segment);
+  int less = 0;
+  int own = 0;
+#pragma unroll 8
+  for (int route = begin + lane; route < end; route += 32) {
+    const int expert = LocalExpert(p, route);
+    less += expert >= 0 && expert < self ? 1 : 0;
+    own += expert == self ? 1 : 0;
+  }
+  less = __reduce_add_sync(~0U, less);
+  own = __reduce_add_sync(~0U, own);
+  if (lane == 0) {
+    less_of[warp] = less;
+    own_of[warp] = own;
+  }
+  __syncthreads();
+  int before = 0;
+  int total = 0;
+  int rank = 0;
+  for (int w = 0; w < kByExpertWarps; ++w) {
+    before += less_of[w];
+    total += own_of[w];
+    rank += w < warp ? own_of[w] : 0;
+  }
+  const int first = ((before + 7) & ~7) + 8 * self;  // room for every expert to start on a multiple of 8
+  if (threadIdx.x == 0) {
+    p.map.first_row[self] = first;
+    p.map.counts[self] = total;
+  }
+#pragma unroll 4
+  for (int route = begin + lane; route - lane < end; route += 32) {
+    const int expert = route < end ? LocalExpert(p, route) : -2;
+    const uint32_t mine = __ballot_sync(~0U, expert == self);
+    if (expert == self || (expert == -1 && self == 0)) {
+      p.map.expert_of[route] = expert;
+      p.map.panel_row[route] = expert < 0 ? -1 : first + rank + __popc(mine & ((1U << lane) - 1));
+    }
+    rank += __popc(mine);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads, 1) CountRoutes(const __grid_constant__ RouteMapParams p) {
   extern __shared__ uint16_t histogram[];
-  GridWait();
   GridLaunchNext();
+  GridWait();
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kRouteChunk;
   CountChunk(p, histogram, begin, min(p.num_routes, begin + kRouteChunk));
   for (int expert = static_cast<int>(threadIdx.x); expert < p.num_local_experts; expert += kThreads) {
@@ -77,8 +137,8 @@ __global__ void __launch_bounds__(kThreads, 1) PlaceRoutes(const __grid_constant
   const int tid = static_cast<int>(threadIdx.x);
   const int warp = tid / 32;
   const int lane = tid % 32;
-  GridWait();
   GridLaunchNext();
+  GridWait();
   const int64_t begin = static_cast<int64_t>(blockIdx.x) * kRouteChunk;
   const int64_t end = min(p.num_routes, begin + kRouteChunk);
   CountChunk(p, histogram, begin, end);
@@ -154,6 +214,10 @@ Status LaunchRouteMap(const RouteMapParams& params, void* stream) {
     return Status::Ok();
   }
   auto* queue = static_cast<cudaStream_t>(stream);
+  if (params.num_local_experts * params.num_routes <= kByExpertReads) {
+    return LaunchKernel("MapByExpert", MapByExpert, static_cast<unsigned>(params.num_local_experts),
+                        kByExpertThreads, 0, queue, params);
+  }
   const auto chunks = static_cast<unsigned>(RouteChunks(params.num_routes));
   const size_t shared = sizeof(uint16_t) * kWarps * static_cast<size_t>(params.num_local_experts);
   if (chunks > 1) {
