@@ -56,11 +56,35 @@ std::vector<std::string> SchemeNames() {
   return names;
 }
 
+/// Only the machine or the build stands against it.
+bool LacksOnlyTheCard(const Candidate& candidate) {
+  return std::all_of(candidate.verdicts.begin(), candidate.verdicts.end(), [](const Verdict& verdict) {
+    return verdict.reason == Reason::kDevice || verdict.reason == Reason::kNotBuilt;
+  });
+}
+
+/// Each backend is asked for a layer on the device that it runs on. `any_card`: as if there were a card and
+/// CUDA in this build.
 Result<std::vector<Candidate>> Ask(const std::string& scheme_name, ActivationFormatKind format,
-                                   const std::string& platform) {
+                                   const std::string& platform, bool any_card) {
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(scheme_name));
-  FMOE_ASSIGN_OR_RETURN(const Explanation explanation, Explain(Question(scheme, format, platform)));
-  return explanation.selection.candidates;
+  ExplainRequest request = Question(scheme, format, platform);
+  FMOE_ASSIGN_OR_RETURN(Explanation explanation, Explain(request));
+  request.device = "cuda";
+  FMOE_ASSIGN_OR_RETURN(const Explanation on_card, Explain(request));
+  std::vector<Candidate>& candidates = explanation.selection.candidates;
+  for (size_t index = 0; index < candidates.size(); ++index) {
+    const std::vector<Verdict>& verdicts = candidates[index].verdicts;
+    if (!candidates[index].supported && !verdicts.empty() && verdicts.front().reason == Reason::kDevice &&
+        verdicts.front().actual == "cuda" && index < on_card.selection.candidates.size()) {
+      candidates[index] = on_card.selection.candidates[index];
+      if (any_card && LacksOnlyTheCard(candidates[index])) {
+        candidates[index].supported = true;
+        candidates[index].verdicts.clear();
+      }
+    }
+  }
+  return candidates;
 }
 
 std::string MatrixPage(const std::vector<std::vector<std::string>>& rows) {
@@ -70,7 +94,9 @@ std::string MatrixPage(const std::vector<std::vector<std::string>>& rows) {
       "asked for a layer\n"
       "with SiLU, no bias and sizes that all groups divide, on the described platform `{}`. `both`: the "
       "Standard and the\n"
-      "BatchedExperts format. Other layers, and this machine: `fusedmoe explain`.\n\n",
+      "BatchedExperts format. `CUDA_FUSED`: with `--device cuda`, on a Hopper card. Other layers, and this "
+      "machine: "
+      "`fusedmoe explain`.\n\n",
       kPagePlatform);
   for (size_t row = 0; row < rows.size(); ++row) {
     page += fmt::format("| {} |\n", fmt::join(rows[row], " | "));
@@ -91,9 +117,9 @@ Status ListMatrix(const BackendsFlags& flags, Output& output) {
     std::vector<std::string> row = {name};
     std::vector<std::string> head = {"scheme"};
     FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> standard,
-                          Ask(name, ActivationFormatKind::kStandard, flags.platform));
+                          Ask(name, ActivationFormatKind::kStandard, flags.platform, flags.markdown));
     FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> batched,
-                          Ask(name, ActivationFormatKind::kBatchedExperts, flags.platform));
+                          Ask(name, ActivationFormatKind::kBatchedExperts, flags.platform, flags.markdown));
     for (size_t index = 0; index < standard.size(); ++index) {
       const bool one = standard[index].supported;
       const bool other = index < batched.size() && batched[index].supported;
@@ -136,7 +162,8 @@ Status ListBackends(const BackendsFlags& flags, Output& output) {
   for (const std::string& scheme : SchemeNames()) {
     for (const ActivationFormatKind format :
          {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
-      FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> candidates, Ask(scheme, format, flags.platform));
+      FMOE_ASSIGN_OR_RETURN(const std::vector<Candidate> candidates,
+                            Ask(scheme, format, flags.platform, false));
       for (const Candidate& candidate : candidates) {
         auto found = std::find(names.begin(), names.end(), candidate.backend);
         if (found == names.end()) {

@@ -85,6 +85,7 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   FMOE_RETURN_IF_ERROR(TakeLayer(flags, request));
   FMOE_RETURN_IF_ERROR(SetParallel(flags.parallel, flags.sequence_parallel, flags.rank, request));
   request.platform = flags.platform;
+  request.device = plan.device;
   request.tokens = flags.tokens;
   request.num_threads = flags.threads == 0 ? HostMachine().num_cores : flags.threads;
   request.determinism = plan.determinism;

@@ -90,8 +90,9 @@ struct ExplainRequest {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
-  std::string isa;   ///< forced by name; empty: free
-  std::string mode;  ///< forced by name; empty: by token count
+  std::string isa;             ///< forced by name; empty: free
+  std::string mode;            ///< forced by name; empty: by token count
+  std::string device = "cpu";  ///< "cpu" or "cuda": where the layer would run on a host
   /// Asked for by name; empty: what the all-to-all backend hands over.
   std::optional<ActivationFormatKind> activation_format;
   /// Read bandwidth of the host in GB/s where the caller has measured it (probe.hpp); 0: unknown.

@@ -34,6 +34,7 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.weights_have_zero_points = question.weights_have_zero_points;
   problem.weights_have_group_index = question.weights_have_group_index;
   problem.isa = request.isa;
+  problem.device = request.device;
   problem.mode = request.mode;
   problem.plan_tokens = request.tokens;
   problem.num_threads = request.num_threads;

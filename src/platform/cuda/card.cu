@@ -191,7 +191,8 @@ Status Synchronize(void* stream) {
 }
 
 Status CheckLaunch(std::string_view kernel) {
-  return ToStatus(cudaGetLastError(), "launching " + std::string(kernel));
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? Status::Ok() : ToStatus(error, "launching " + std::string(kernel));
 }
 
 struct Uploader::Impl {

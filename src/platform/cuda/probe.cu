@@ -197,7 +197,8 @@ Result<double> MeasureBf16Peak() {
                "preparing ProductKernel"));
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> sink, AllocateOnDevice(256, "the product probe"));
   const auto blocks = static_cast<unsigned>(HostMachine().cuda->num_multiprocessors);
-  constexpr int64_t kSteps = 2000;
+  constexpr int64_t kSteps =
+      20000;  // ten milliseconds: as long as a large layer, and the clocks have settled
   const double operations = 2.0 * 128 * 256 * 64 * kSteps * blocks;
   Timer timer;
   FMOE_RETURN_IF_ERROR(timer.Create());

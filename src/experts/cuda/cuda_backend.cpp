@@ -1,0 +1,49 @@
+#include "experts/cuda/cuda_backend.hpp"
+
+#include "experts/cuda/cuda_experts.hpp"
+#include "experts/cuda/cuda_plan.hpp"
+#include "experts/cuda/cuda_weights.hpp"
+#include "moe/cost.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
+  const cuda::CudaPlan cuda_plan = cuda::MakeCudaPlan(problem, machine);
+  const MoeConfig& config = problem.config;
+  Plan plan;
+  plan.backend = std::string(kCudaFusedBackend.name);
+  plan.isa = "sm90a";
+  plan.activation_format = config.activation_format;
+  plan.activation = problem.activation;
+  plan.recipe = cuda::CudaRecipe(cuda_plan);
+  const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
+  plan.intermediate_dtype = quantized ? "F32" : std::string(DTypeName(cuda_plan.element));
+  plan.arithmetic = "tensor_bf16";
+  plan.tokens = problem.plan_tokens;
+  const int64_t rows = cuda_plan.shape.batched ? cuda_plan.max_rows : std::max<int64_t>(plan.tokens, 1);
+  plan.mode = std::string(cuda::ModeName(cuda_plan, rows));
+  plan.weight_bytes = cuda::DeviceWeightBytes(cuda_plan);
+  const double expert_bytes = static_cast<double>(plan.weight_bytes) /
+                              static_cast<double>(std::max<int64_t>(config.num_local_experts, 1));
+  plan.read_bytes = static_cast<int64_t>(ExpectedExperts(config, plan.tokens) * expert_bytes);
+  plan.flops = ForwardFlops(config, plan.tokens);
+  return plan;
+}
+
+void BookWorkspace(const MoeProblem& problem, const Machine& machine, WorkspaceBook& book) {
+  // Whether rows are quantized by expert is known only with the weights: for most layers they are not.
+  (void)cuda::BookCudaSlots(cuda::MakeCudaPlan(problem, machine), false, book);
+}
+
+Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machine, const ExpertSource& source,
+                                const Executor& executor) {
+  return cuda::PrepareCudaWeights(cuda::MakeCudaPlan(problem, machine), source, executor);
+}
+
+}  // namespace
+
+const Backend kCudaFusedBackend = {"CUDA_FUSED", &cuda::CudaObjections,      &MakePlan, &BookWorkspace,
+                                   &Prepare,     &cuda::CudaExperts::Create, "cuda"};
+
+}  // namespace fusedmoe

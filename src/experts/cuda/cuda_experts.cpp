@@ -1,0 +1,187 @@
+#include "experts/cuda/cuda_experts.hpp"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "experts/cuda/operand_format.hpp"
+#include "experts/cuda/operand_rows.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr uintptr_t kAlignment = 256;
+
+/// A piece as BookCudaSlots booked it, with room to align.
+template <typename T>
+T* Piece(const Workspace& workspace, const WorkspaceSlot& slot) {
+  if (slot.bytes == 0) {
+    return nullptr;
+  }
+  const auto address = reinterpret_cast<uintptr_t>(workspace.Get<std::byte>(slot));
+  return reinterpret_cast<T*>((address + kAlignment - 1) / kAlignment * kAlignment);
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, const Machine& machine,
+                                                     std::shared_ptr<const PreparedWeights> weights,
+                                                     WorkspaceBook& book) {
+  std::unique_ptr<CudaExperts> experts(new CudaExperts());
+  experts->plan_ = MakeCudaPlan(problem, machine);
+  FMOE_ASSIGN_OR_RETURN(experts->weights_, FindCudaWeights(experts->plan_, *weights));
+  const bool smooths =
+      experts->weights_.input_smoothing != nullptr || experts->weights_.mid_smoothing != nullptr;
+  if (smooths && experts->plan_.mid == MidKind::kQuantizedByBatch) {
+    return Status::Unsupported(
+        "CUDA_FUSED takes one activation scale over the batch before experts smooth it; this layer smooths "
+        "by expert "
+        "(pre_quant_scale) and scales by batch");
+  }
+  if (experts->weights_.mid_smoothing != nullptr && experts->plan_.mid == MidKind::kRounded) {
+    experts->plan_.mid =
+        MidKind::kQuantized;  // the intermediate passes through the operand kernel to be smoothed
+  }
+  experts->prepared_ = std::move(weights);
+  experts->slots_ = BookCudaSlots(experts->plan_, experts->weights_.input_by_expert, book);
+  experts->traits_.activation_format = problem.config.activation_format;
+  experts->traits_.expects_unquantized_inputs = true;
+  experts->traits_.weights_own_input = !experts->plan_.shape.batched;  // batches arrive weighted
+  experts->traits_.weight_and_reduce =
+      experts->plan_.shape.batched ? WeightAndReduceKind::kDelegate : WeightAndReduceKind::kNoOp;
+  return std::unique_ptr<Experts>(std::move(experts));
+}
+
+/// Rows that the tensor cores can take as they stand need no operand of their own.
+bool CudaExperts::NeedsOperand(TensorView values) const {
+  const int64_t stride = values.stride_bytes(values.rank() - 2);
+  const bool aligned = reinterpret_cast<uintptr_t>(values.data()) % 16 == 0 && stride % 16 == 0;
+  const bool weighted = plan_.weights_input && !plan_.shape.batched;
+  return plan_.activation.quantized() || weights_.input_smoothing != nullptr || weighted || !aligned ||
+         values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0;
+}
+
+Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
+                                void* stream) const {
+  const TensorView& values = input.rows.values;
+  const int64_t element_bytes = DTypeBits(values.dtype()) / 8;
+  const int64_t stride = values.stride_bytes(values.rank() - 2) / element_bytes;
+  const LayerShape& shape = plan_.shape;
+  if (!NeedsOperand(values)) {
+    call.hidden.values = values.data();
+    call.hidden.row_stride = stride;
+    call.hidden.cols = shape.hidden;
+    return Status::Ok();
+  }
+  const bool by_route = weights_.input_by_expert && !shape.batched;
+  OperandRowsCall rows;
+  rows.source = values.data();
+  rows.source_dtype = values.dtype();
+  rows.source_row_stride = stride;
+  rows.cols = shape.hidden;
+  rows.padded_cols = shape.hidden_cols();
+  rows.num_rows = call.num_tokens * (by_route ? shape.top_k : 1);
+  rows.rows_per_token = by_route ? shape.top_k : 1;
+  rows.element = plan_.element;
+  rows.activation = plan_.activation;
+  rows.topk_ids = call.topk_ids;
+  rows.ids_per_row = by_route || shape.batched ? 1 : shape.top_k;
+  rows.expert_map = call.expert_map;
+  rows.num_experts = shape.num_experts;
+  rows.num_local_experts = shape.num_local_experts;
+  rows.expert_num_tokens = call.expert_num_tokens;
+  rows.rows_per_expert = call.rows_per_expert;
+  rows.tensor_scale = weights_.input_scale;
+  rows.pre_quant_scale = weights_.input_smoothing;
+  rows.row_weight = plan_.weights_input && !shape.batched ? call.topk_weights : nullptr;
+  rows.values = Piece<std::byte>(workspace, slots_.operand);
+  rows.row_scale = Piece<float>(workspace, slots_.operand_row_scale);
+  rows.group_scale = Piece<float>(workspace, slots_.operand_group_scale);
+  rows.amax_bits = Piece<uint32_t>(workspace, slots_.amax);
+  rows.stream = stream;
+  FMOE_RETURN_IF_ERROR(LaunchOperandRows(rows));
+  call.hidden = {rows.values, rows.padded_cols, rows.padded_cols, by_route, rows.row_scale, rows.group_scale};
+  return Status::Ok();
+}
+
+Status CudaExperts::Decode(const ExpertsCall& call, const Workspace& workspace) const {
+  const LayerShape& shape = plan_.shape;
+  const DecodePlan decode = PlanDecode(shape, call.num_tokens, DecodeMid(plan_), plan_.limits);
+  if (plan_.mid == MidKind::kRounded) {
+    return LaunchDecode(shape, weights_.kernels, call, decode);
+  }
+  FMOE_RETURN_IF_ERROR(LaunchDecode(shape, weights_.kernels, call, decode, DecodePhases::kGateUp));
+  OperandRowsCall rows;
+  rows.source = call.scratch + decode.mid_offset;
+  rows.source_dtype = DType::kF32;
+  rows.source_row_stride = shape.mid_cols();
+  rows.cols = shape.intermediate;
+  rows.padded_cols = shape.mid_cols();
+  rows.num_rows = call.num_tokens * (shape.batched ? 1 : shape.top_k);
+  rows.element = plan_.element;
+  rows.activation = plan_.activation;
+  rows.topk_ids = call.topk_ids;
+  rows.expert_map = call.expert_map;
+  rows.num_experts = shape.num_experts;
+  rows.num_local_experts = shape.num_local_experts;
+  rows.expert_num_tokens = call.expert_num_tokens;
+  rows.rows_per_expert = call.rows_per_expert;
+  rows.tensor_scale = weights_.mid_scale;
+  rows.pre_quant_scale = weights_.mid_smoothing;
+  rows.values = Piece<std::byte>(workspace, slots_.mid);
+  rows.row_scale = Piece<float>(workspace, slots_.mid_row_scale);
+  rows.group_scale = Piece<float>(workspace, slots_.mid_group_scale);
+  rows.amax_bits = Piece<uint32_t>(workspace, slots_.amax);
+  rows.stream = call.stream;
+  FMOE_RETURN_IF_ERROR(LaunchOperandRows(rows));
+  // One row a slot already, in the order that by_route asks for.
+  const TokenRows mid{rows.values,    rows.padded_cols, rows.padded_cols,
+                      !shape.batched, rows.row_scale,   rows.group_scale};
+  return LaunchDecode(shape, weights_.kernels, call, decode, DecodePhases::kDown, mid);
+}
+
+Status CudaExperts::Prefill(const ExpertsCall& call) const {
+  const PrefillPlan prefill = PlanPrefill(plan_.shape, call.num_tokens, plan_.mid, plan_.limits);
+  if (plan_.mid == MidKind::kRounded) {
+    return LaunchPrefill(plan_.shape, weights_.kernels, call, prefill);
+  }
+  MidOperand mid;
+  mid.format = plan_.activation;
+  mid.tensor_scale = weights_.mid_scale;
+  mid.pre_quant_scale = weights_.mid_smoothing;
+  return LaunchPrefill(plan_.shape, weights_.kernels, call, prefill, &mid);
+}
+
+Status CudaExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+                          const Executor& executor) const {
+  const LayerShape& shape = plan_.shape;
+  ExpertsCall call;
+  call.num_tokens = shape.batched ? shape.num_local_experts * input.rows.values.dim(1) : input.num_tokens;
+  if (call.num_tokens == 0) {
+    return Status::Ok();
+  }
+  if (call.num_tokens > plan_.max_rows) {
+    return Status::Usage(
+        fmt::format("{} rows, the layer was planned for {}", call.num_tokens, plan_.max_rows));
+  }
+  if (output.stride_bytes(output.rank() - 2) != output.row_bytes()) {
+    return Status::Usage(
+        fmt::format("output rows {} bytes apart; on a card they must follow each other, {} bytes apart",
+                    output.stride_bytes(output.rank() - 2), output.row_bytes()));
+  }
+  call.topk_ids = shape.batched ? nullptr : input.topk_ids;
+  call.topk_weights = input.topk_weights;
+  call.expert_map = input.expert_map;
+  call.router_weight_on_input = input.router_weight_on_input;
+  call.expert_num_tokens = input.expert_num_tokens;
+  call.rows_per_expert = shape.batched ? input.rows.values.dim(1) : 0;
+  call.output = output.data();
+  call.output_dtype = output.dtype();
+  call.scratch = Piece<std::byte>(workspace, slots_.scratch);
+  call.counters = Piece<uint32_t>(workspace, slots_.counters);
+  call.stream = executor.stream;
+  FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, executor.stream));
+  return ChooseKernels(plan_, call.num_tokens) == Kernels::kDecode ? Decode(call, workspace) : Prefill(call);
+}
+
+}  // namespace fusedmoe::cuda

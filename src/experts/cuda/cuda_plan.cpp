@@ -1,0 +1,275 @@
+#include "experts/cuda/cuda_plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "core/checked_math.hpp"
+#include "experts/cuda/operand_format.hpp"
+#include "platform/cuda/card.hpp"
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr int64_t kAlignment = 256;
+
+ActivationFormat ActivationOf(const MoeProblem& problem) {
+  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
+}
+
+bool ScalesOverBatch(const ActivationFormat& activation) {
+  return activation.quantized() && NeedsTensorScale(activation) && !activation.static_tensor_scale;
+}
+
+DeviceLimits LimitsOf(const Machine& machine) {
+  DeviceLimits limits;
+  if (machine.cuda && machine.cuda->num_multiprocessors > 0) {
+    limits.num_sms = machine.cuda->num_multiprocessors;
+  }
+  if (machine.cuda && machine.cuda->shared_bytes_per_block > 0) {
+    limits.shared_memory_per_block = machine.cuda->shared_bytes_per_block;
+  }
+  return limits;
+}
+
+int64_t VectorBytes(const CudaPlan& plan, const FragmentSizes& sizes) {
+  const int64_t rows = sizes.parts * sizes.gate_up_rows + sizes.down_rows;
+  const int64_t vectors = (plan.spec.row_scale ? 1 : 0) + (plan.has_bias ? 1 : 0);
+  return 4 * (rows * vectors + sizes.parts + 1);
+}
+
+FragmentSizes SizesOf(const CudaPlan& plan) {
+  return FragmentSizesOf(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated());
+}
+
+void Refuse(std::vector<Verdict>& verdicts, Reason reason, std::string sentence, std::string actual,
+            std::string required) {
+  verdicts.push_back({reason, std::move(sentence), std::move(actual), std::move(required)});
+}
+
+void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
+  if (!WhyNotBuilt().empty()) {
+    Refuse(verdicts, Reason::kNotBuilt, std::string(WhyNotBuilt()), "absent",
+           "nvcc when the build is configured");
+    return;
+  }
+  if (!machine.cuda) {
+    Refuse(verdicts, Reason::kDevice,
+           machine.cuda_missing.empty() ? "no card was detected" : machine.cuda_missing, "none",
+           "a Hopper card");
+    return;
+  }
+  if (const Status status = CheckCard(machine); !status.ok()) {
+    Refuse(verdicts, Reason::kIsa, status.message(),
+           fmt::format("{}.{}", machine.cuda->compute_major, machine.cuda->compute_minor), "9.0");
+  }
+}
+
+void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const Result<FragmentSpec> spec =
+      ChooseFragmentSpec(problem.scheme.weight, problem.weights_have_zero_points);
+  if (!spec.ok()) {
+    Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
+           "BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
+  }
+  if (problem.weights_have_group_index) {
+    Refuse(verdicts, Reason::kZeroPoint, "weights in activation order have no fragment layout",
+           "activation order", "groups of neighbouring columns");
+  }
+  if (problem.activation != ActivationMode::kAsCheckpoint &&
+      problem.activation != ActivationMode::kWeightOnly && problem.activation != ActivationMode::kMaxGateUp) {
+    Refuse(verdicts, Reason::kScheme,
+           "the kernels quantize activations as the checkpoint says, or not at all",
+           std::string(ActivationModeName(problem.activation)), "as_checkpoint or weight_only");
+  }
+  if (const Status status = CheckOperandFormat(ActivationOf(problem)); !status.ok()) {
+    Refuse(verdicts, Reason::kScheme, status.message(), problem.scheme.name,
+           "FP4, FP6, FP8 or INT8 activations with scales per row, per tensor, or per group of 16 to 128");
+  }
+}
+
+void CheckSizes(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const MoeConfig& config = problem.config;
+  if (config.top_k() > kMaxTopK) {
+    Refuse(verdicts, Reason::kTopK, fmt::format("the kernels take up to {} experts a token", kMaxTopK),
+           std::to_string(config.top_k()), fmt::format("at most {}", kMaxTopK));
+  }
+  if (config.num_experts > kMaxExperts || config.num_local_experts > kMaxExperts) {
+    Refuse(verdicts, Reason::kNumExperts,
+           fmt::format("the kernels sort routes of up to {} experts", kMaxExperts),
+           std::to_string(std::max(config.num_experts, config.num_local_experts)),
+           fmt::format("at most {}", kMaxExperts));
+  }
+  if (config.apply_router_weight_on_input && config.top_k() != 1) {
+    Refuse(verdicts, Reason::kRouterWeightOnInput, "router weights on the input need one expert per token",
+           std::to_string(config.top_k()), "1");
+  }
+  const ParallelConfig& parallel = config.parallel;
+  if (parallel.tp_size > 1 || parallel.dp_size > 1 || parallel.ep_size > 1) {
+    Refuse(
+        verdicts, Reason::kParallel, "ranks exchange rows through host memory; a layer on a card runs alone",
+        fmt::format("tp {}, dp {}, ep {}", parallel.tp_size, parallel.dp_size, parallel.ep_size), "one rank");
+  }
+}
+
+}  // namespace
+
+CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
+  const MoeConfig& config = problem.config;
+  CudaPlan plan;
+  if (const Result<FragmentSpec> spec =
+          ChooseFragmentSpec(problem.scheme.weight, problem.weights_have_zero_points);
+      spec.ok()) {
+    plan.spec = *spec;
+  }
+  plan.limits = LimitsOf(machine);
+  plan.activation = ActivationOf(problem);
+  plan.shape.hidden = config.hidden;
+  plan.shape.intermediate = config.intermediate;
+  plan.shape.num_local_experts = config.num_local_experts;
+  plan.shape.num_experts = config.num_experts;
+  plan.shape.top_k = config.top_k();
+  plan.shape.activation = config.activation;
+  plan.shape.format = plan.spec.format;
+  plan.shape.batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  plan.shape.group_scales = plan.activation.quantized() && HasGroupScale(plan.activation);
+  plan.element = plan.spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
+  plan.mid = !plan.activation.quantized()       ? MidKind::kRounded
+             : ScalesOverBatch(plan.activation) ? MidKind::kQuantizedByBatch
+                                                : MidKind::kQuantized;
+  if (problem.mode == "latency") {
+    plan.forced = Kernels::kDecode;
+  } else if (problem.mode == "throughput") {
+    plan.forced = Kernels::kPrefill;
+  }
+  plan.has_bias = config.has_bias;
+  plan.weights_input = config.apply_router_weight_on_input;
+  const int64_t tokens = std::max<int64_t>(config.max_tokens, 1);
+  plan.rows_per_expert = plan.shape.batched ? tokens : 0;
+  plan.max_rows = plan.shape.batched ? tokens * config.num_local_experts : tokens;
+  return plan;
+}
+
+std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& machine) {
+  std::vector<Verdict> verdicts;
+  CheckMachine(machine, verdicts);
+  CheckScheme(problem, verdicts);
+  CheckSizes(problem, verdicts);
+  const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
+  const bool known = batched
+                         ? problem.mode.empty() || problem.mode == "masked"
+                         : problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput";
+  if (!known) {
+    Refuse(verdicts, Reason::kActivationFormat,
+           fmt::format("mode '{}' does not exist for this activation format", problem.mode), problem.mode,
+           batched ? "masked" : "latency or throughput");
+  }
+  if (!problem.isa.empty()) {
+    Refuse(verdicts, Reason::kIsa, "instruction sets of the CPU are no choice on a card", problem.isa,
+           "none");
+  }
+  if (problem.determinism >= Determinism::kBatchInvariant) {
+    Refuse(verdicts, Reason::kDeterminism,
+           "the token count chooses between kernels that add in different orders, so a token depends on its "
+           "batch",
+           std::string(DeterminismName(problem.determinism)), "thread_invariant");
+  }
+  if (!verdicts.empty()) {
+    return verdicts;
+  }
+  const CudaPlan plan = MakeCudaPlan(problem, machine);
+  const PrefillPlan prefill = PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits);
+  if (!prefill.fits) {
+    Refuse(verdicts, Reason::kHiddenSize, prefill.why_not, fmt::format("hidden {}", plan.shape.hidden),
+           "sizes whose tiles fit");
+  }
+  if (plan.forced == Kernels::kDecode) {
+    const DecodePlan decode =
+        PlanDecode(plan.shape, std::max<int64_t>(problem.plan_tokens, 1), DecodeMid(plan), plan.limits);
+    if (!decode.fits) {
+      Refuse(verdicts, Reason::kHiddenSize, "latency: " + decode.why_not,
+             fmt::format("{} tokens", problem.plan_tokens), "sizes that fit");
+    }
+  }
+  const int64_t needed = DeviceWeightBytes(plan) + prefill.scratch_bytes;
+  if (machine.cuda->memory_bytes > 0 && needed > machine.cuda->memory_bytes) {
+    Refuse(verdicts, Reason::kMemory, "weights and workspace exceed the memory of the card",
+           fmt::format("{} bytes", needed), fmt::format("at most {} bytes", machine.cuda->memory_bytes));
+  }
+  return verdicts;
+}
+
+Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
+  if (num_rows > kMostDecodeRows || plan.forced == Kernels::kPrefill) {
+    return Kernels::kPrefill;
+  }
+  if (!PlanDecode(plan.shape, num_rows, DecodeMid(plan), plan.limits).fits) {
+    return Kernels::kPrefill;
+  }
+  if (plan.forced == Kernels::kDecode) {
+    return Kernels::kDecode;
+  }
+  return ChooseMode(plan.shape, num_rows, plan.limits) == ExecutionMode::kDecode ? Kernels::kDecode
+                                                                                 : Kernels::kPrefill;
+}
+
+int64_t DeviceWeightBytes(const CudaPlan& plan) {
+  const FragmentSizes sizes = SizesOf(plan);
+  return plan.shape.num_local_experts * (sizes.gate_up_bytes + sizes.down_bytes + VectorBytes(plan, sizes));
+}
+
+CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook& book) {
+  const auto aligned = [&book](std::string_view name, int64_t bytes) {
+    return book.Book(name, bytes == 0 ? 0 : bytes + kAlignment);
+  };
+  CudaSlots slots;
+  const LayerShape& shape = plan.shape;
+  const int64_t routes_per_row = shape.batched ? 1 : shape.top_k;
+  const int64_t rows = plan.max_rows * (input_by_route ? routes_per_row : 1);
+  const bool row_scale = plan.activation.quantized() && HasRowScale(plan.activation);
+  slots.operand = aligned("input_operand", rows * shape.hidden_cols() * 2);
+  slots.operand_row_scale = aligned("input_row_scale", row_scale ? rows * 4 : 0);
+  slots.operand_group_scale =
+      aligned("input_group_scale", shape.group_scales ? rows * CeilDiv(shape.hidden_cols(), 128) * 4 : 0);
+
+  int64_t decode_rows = 0;
+  for (int64_t count = 1; count <= std::min(plan.max_rows, kMostDecodeRows); ++count) {
+    if (ChooseKernels(plan, count) == Kernels::kDecode) {
+      decode_rows = count;
+      slots.scratch_bytes =
+          std::max(slots.scratch_bytes, PlanDecode(shape, count, DecodeMid(plan), plan.limits).scratch_bytes);
+    }
+  }
+  for (int64_t count = 1;; count = std::min(count * 2, plan.max_rows)) {
+    if (ChooseKernels(plan, count) == Kernels::kPrefill) {
+      slots.scratch_bytes =
+          std::max(slots.scratch_bytes, PlanPrefill(shape, count, plan.mid, plan.limits).scratch_bytes);
+    }
+    if (count == plan.max_rows) {
+      break;
+    }
+  }
+  const int64_t mid_rows = plan.mid == MidKind::kRounded ? 0 : decode_rows * routes_per_row;
+  slots.mid = aligned("mid_operand", mid_rows * shape.mid_cols() * 2);
+  slots.mid_row_scale = aligned("mid_row_scale", row_scale ? mid_rows * 4 : 0);
+  slots.mid_group_scale =
+      aligned("mid_group_scale", shape.group_scales ? mid_rows * CeilDiv(shape.mid_cols(), 128) * 4 : 0);
+  slots.amax = aligned("amax", 4);
+  slots.counters = aligned("counters", kCounterBytes);
+  slots.scratch = aligned("scratch", slots.scratch_bytes);
+  return slots;
+}
+
+RecipeText CudaRecipe(const CudaPlan& plan) {
+  return {plan.spec.ToString()};
+}
+
+std::string_view ModeName(const CudaPlan& plan, int64_t num_rows) {
+  if (plan.shape.batched) {
+    return "masked";
+  }
+  return ChooseKernels(plan, num_rows) == Kernels::kDecode ? "latency" : "throughput";
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/plan.hpp>
+
+#include "experts/cuda/launch.hpp"
+#include "moe/backend.hpp"
+#include "weights/fragment_pack.hpp"
+
+namespace fusedmoe::cuda {
+
+/// Which kernels compute a call, and why: few tokens are bound by reading the weights, many by arithmetic.
+enum class Kernels : uint8_t { kDecode, kPrefill };
+
+/// What follows from the problem and the card; chosen at plan time, tested without a card.
+struct CudaPlan {
+  LayerShape shape;
+  FragmentSpec spec;
+  DeviceLimits limits;
+  ActivationFormat activation;   ///< that counts: not quantized where only weights are
+  DType element = DType::kBF16;  ///< of both token operands
+  MidKind mid = MidKind::kRounded;
+  std::optional<Kernels> forced;
+  bool has_bias = false;
+  bool weights_input = false;   ///< the router weight multiplies the input
+  int64_t max_rows = 0;         ///< of a call: tokens; batched: rows of all experts
+  int64_t rows_per_expert = 0;  ///< batched
+};
+
+/// The plan of a problem that CudaObjections does not refuse.
+CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine);
+
+/// Everything that stands against running the problem.
+std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& machine);
+
+/// The kernels for a call of `num_rows` rows: those forced, else by rate, where the decode kernel fits.
+Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows);
+
+/// How the decode kernel sees the intermediate: one scale over the batch is to it a quantization like any
+/// other.
+inline MidKind DecodeMid(const CudaPlan& plan) {
+  return plan.mid == MidKind::kRounded ? MidKind::kRounded : MidKind::kQuantized;
+}
+
+/// Decode takes at most this many rows; beyond, nothing is asked of its plan.
+inline constexpr int64_t kMostDecodeRows = 512;
+
+/// Bytes of the prepared weights on the card.
+int64_t DeviceWeightBytes(const CudaPlan& plan);
+
+/// Where the pieces of a workspace lie. Pieces that kernels want on 256 bytes are booked with room to align.
+struct CudaSlots {
+  WorkspaceSlot operand, operand_row_scale, operand_group_scale;
+  WorkspaceSlot mid, mid_row_scale, mid_group_scale;
+  WorkspaceSlot amax, counters, scratch;
+  int64_t scratch_bytes = 0;
+};
+/// `input_by_route`: a row of operands for each slot, since its quantization depends on the expert.
+CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook& book);
+
+/// The layout, in words of a recipe.
+RecipeText CudaRecipe(const CudaPlan& plan);
+
+/// "latency", "throughput" or "masked".
+std::string_view ModeName(const CudaPlan& plan, int64_t num_rows);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <memory>
+
+#include "experts/cuda/cuda_plan.hpp"
+#include "moe/backend.hpp"
+
+namespace fusedmoe::cuda {
+
+/// Packs expert after expert on the host and sends each to the card while the next ones are packed: host
+/// memory holds two sets of as many experts as threads pack. The tensors of the result lie on the card;
+/// total_bytes counts them. kSystem, with bytes needed and free, when the card is too small.
+Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSource& source,
+                                           const Executor& executor);
+
+/// What kernels and their callers find in prepared weights.
+struct CudaWeights {
+  DeviceWeights kernels;
+  const float* input_scale = nullptr;  ///< F32 [E]: static scale of the first GEMM's input; null: none
+  const float* mid_scale = nullptr;    ///< of the second
+  const float* input_smoothing =
+      nullptr;  ///< F32 [E][hidden]: multiplies the input before it is quantized; null: none
+  const float* mid_smoothing = nullptr;  ///< F32 [E][intermediate]
+  bool input_by_expert = false;          ///< scales or smoothing of the input differ between experts
+};
+/// kUnsupported when the weights were prepared for another layout.
+Result<CudaWeights> FindCudaWeights(const CudaPlan& plan, const PreparedWeights& weights);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,166 @@
+// The golden checkpoints through the card: routing with the bits of the CPU, outputs as close as each case
+// asks.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include <nlohmann/json.hpp>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/safetensors.hpp>
+
+#include "cuda/card.hpp"
+#include "cuda/on_card.hpp"
+#include "numerics/rows.hpp"
+
+namespace fusedmoe {
+namespace {
+
+namespace fs = std::filesystem;
+
+/// A machine with a card may have the sources elsewhere than the one that built them.
+fs::path Root() {
+  const char* root = std::getenv("FMOE_GOLDEN_ROOT");
+  return root == nullptr ? fs::path(FMOE_GOLDEN_DIR) : fs::path(root);
+}
+
+std::vector<std::string> Cases() {
+  std::vector<std::string> names;
+  for (const char* kind : {"checkpoints", "families"}) {
+    std::error_code ignored;
+    for (const fs::directory_entry& entry : fs::directory_iterator(Root() / kind, ignored)) {
+      if (fs::exists(entry.path() / "case.json")) {
+        names.push_back(std::string(kind) + "/" + entry.path().filename().string());
+      }
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+struct Produced {
+  Tensor output, ids, weights;
+};
+
+Result<Produced> ForwardOf(const MoeLayer& layer, const MoeLayer::Inputs& inputs) {
+  const int64_t tokens = inputs.hidden.dim(0), k = layer.config().top_k();
+  Produced produced;
+  FMOE_ASSIGN_OR_RETURN(produced.output, Tensor::Allocate(inputs.hidden.dtype(), inputs.hidden.shape()));
+  FMOE_ASSIGN_OR_RETURN(produced.ids, Tensor::Allocate(DType::kI32, {tokens, k}));
+  FMOE_ASSIGN_OR_RETURN(produced.weights, Tensor::Allocate(DType::kF32, {tokens, k}));
+  FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer.CreateWorkspace());
+  const MoeLayer::Outputs outputs{produced.output.mutable_view(), produced.ids.mutable_view(),
+                                  produced.weights.mutable_view()};
+  FMOE_RETURN_IF_ERROR(layer.ForwardFromHost(inputs, outputs, workspace));
+  return produced;
+}
+
+template <typename T>
+std::vector<T> ValuesOf(const Tensor& tensor) {
+  const auto* values = tensor.view().as<T>();
+  return {values, values + tensor.view().count()};
+}
+
+double RelativeL2(const Tensor& actual, const Tensor& expected) {
+  const auto floats = [](const Tensor& tensor) {
+    std::vector<float> values(static_cast<size_t>(tensor.view().count()));
+    DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
+    return values;
+  };
+  const std::vector<float> left = floats(actual), right = floats(expected);
+  double difference = 0, norm = 0;
+  for (size_t index = 0; index < right.size(); ++index) {
+    difference += std::pow(static_cast<double>(left[index]) - right[index], 2);
+    norm += std::pow(static_cast<double>(right[index]), 2);
+  }
+  return difference == 0 ? 0 : std::sqrt(difference / norm);
+}
+
+MoeLayer::Inputs InputsOf(const SafetensorsFile& file) {
+  const auto view = [&](const char* name) {
+    const Tensor* tensor = file.Find(name);
+    return tensor == nullptr ? TensorView() : tensor->view();
+  };
+  MoeLayer::Inputs inputs;
+  inputs.hidden = view("hidden_states");
+  inputs.router_logits = view("router_logits");
+  inputs.topk_ids = view("topk_ids");
+  inputs.topk_weights = view("topk_weights");
+  inputs.token_ids = view("input_ids");
+  return inputs;
+}
+
+class CudaGolden : public testing::TestWithParam<std::string> {};
+
+TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const fs::path directory = Root() / GetParam();
+  std::ifstream text(directory / "case.json");
+  const nlohmann::json info = nlohmann::json::parse(text);
+  const int64_t number = info.at("layer").get<int64_t>();
+  auto checkpoint = Checkpoint::Open(directory);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  for (const fs::directory_entry& io : fs::directory_iterator(directory / "io")) {
+    SCOPED_TRACE(io.path().filename().string());
+    const Result<SafetensorsFile> file = ReadSafetensors(io.path());
+    ASSERT_TRUE(file.ok()) << file.status().ToString();
+    const MoeLayer::Inputs inputs = InputsOf(*file);
+    LayerOptions options;
+    options.device = "cuda";
+    options.max_tokens = options.plan_tokens = inputs.hidden.dim(0);
+    const auto layer = MoeLayer::Load(*checkpoint, number, options);
+    if (!layer.ok() && layer.status().code() == StatusCode::kUnsupported) {
+      GTEST_SKIP() << layer.status().message();
+    }
+    ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+    LayerOptions cpu_options;
+    cpu_options.backend = "REFERENCE";
+    cpu_options.max_tokens = options.max_tokens;
+    cpu_options.activation = (*layer)->plan().activation;
+    const auto cpu = MoeLayer::Load(*checkpoint, number, cpu_options);
+    ASSERT_TRUE(cpu.ok()) << cpu.status().ToString();
+    const Result<Produced> actual = ForwardOf(**layer, inputs), wanted = ForwardOf(**cpu, inputs);
+    ASSERT_TRUE(actual.ok()) << actual.status().ToString();
+    ASSERT_TRUE(wanted.ok()) << wanted.status().ToString();
+    EXPECT_TRUE(SameBits(ValuesOf<int32_t>(actual->ids), ValuesOf<int32_t>(wanted->ids))) << "other experts";
+    EXPECT_TRUE(SameBits(ValuesOf<float>(actual->weights), ValuesOf<float>(wanted->weights)))
+        << "other weights";
+    const Plan& plan = (*layer)->plan();
+    const MoeConfig& config = (*layer)->config();
+    double bound =
+        BoundOf(plan, (*layer)->scheme(), inputs.hidden.dtype(), config.hidden, config.intermediate).value();
+    // Operands are 16-bit whatever the hidden states are, and both results are rounded.
+    bound = std::hypot(bound, 4 * std::sqrt(2.0) * 0x1p-9);
+    EXPECT_LE(RelativeL2(actual->output, wanted->output), bound) << plan.mode << " against the reference";
+    const char* rounded = "tolerance_rel_l2_if_intermediate_is_rounded_to_bf16_first";
+    const Tensor* expected = file->Find("expected_output");
+    if (expected != nullptr && info.contains("tolerance_rel_l2")) {
+      const bool short_mid =
+          plan.intermediate_dtype != "F32" && info.contains(rounded) && info.at(rounded).is_number();
+      double tolerance = info.at(short_mid ? rounded : "tolerance_rel_l2").get<double>();
+      if (inputs.hidden.dtype() == DType::kF16 && plan.intermediate_dtype == "BF16") {
+        tolerance =
+            std::hypot(tolerance, 4 * 0x1p-9);  // theirs is for operands of eleven bits, these have eight
+      }
+      EXPECT_LE(RelativeL2(actual->output, *expected), tolerance)
+          << plan.mode << " against the golden output";
+    }
+  }
+}
+
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaGolden);
+INSTANTIATE_TEST_SUITE_P(Tools, CudaGolden, testing::ValuesIn(Cases()), [](const auto& drawn) {
+  std::string name = drawn.param;
+  std::replace_if(
+      name.begin(), name.end(),
+      [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; }, '_');
+  return name;
+});
+
+}  // namespace
+}  // namespace fusedmoe

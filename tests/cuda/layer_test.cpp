@@ -1,0 +1,293 @@
+// Layers on the card against the reference on the CPU: every scheme, drawn shapes with tails, both kinds of
+// kernels, twice.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/layer.hpp>
+
+#include "conformance/drawn_case.hpp"
+#include "cuda/card.hpp"
+#include "cuda/on_card.hpp"
+#include "platform/cuda/graph.hpp"
+#include "support/count_allocations.hpp"
+#include "support/random_layer.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using conformance::Draw;
+using conformance::DrawnCase;
+using testing_support::MakeRandomLayer;
+using testing_support::MakeRandomRouting;
+using testing_support::RandomRouting;
+using testing_support::RandomRows;
+
+#ifdef FMOE_ALL_CUDA_TESTS
+constexpr uint64_t kRounds = 12;
+#else
+constexpr uint64_t kRounds = 2;
+#endif
+
+struct Batch {
+  Tensor hidden;
+  RandomRouting routing;
+};
+
+std::vector<float> Run(const MoeLayer& layer, const Batch& batch) {
+  const int64_t tokens = batch.hidden.dim(0), k = layer.config().top_k();
+  auto workspace = layer.CreateWorkspace();
+  EXPECT_TRUE(workspace.ok()) << workspace.status().message();
+  Tensor output = *Tensor::Allocate(DType::kF32, {tokens, layer.config().hidden});
+  MoeLayer::Inputs inputs;
+  inputs.hidden = batch.hidden.view();
+  inputs.topk_ids =
+      TensorView(reinterpret_cast<const std::byte*>(batch.routing.ids.data()), DType::kI32, {tokens, k});
+  inputs.topk_weights =
+      TensorView(reinterpret_cast<const std::byte*>(batch.routing.weights.data()), DType::kF32, {tokens, k});
+  MoeLayer::Outputs outputs;
+  outputs.output = output.mutable_view();
+  const Status status = layer.ForwardFromHost(inputs, outputs, *workspace);
+  EXPECT_TRUE(status.ok()) << status.message();
+  const auto* values = output.view().as<float>();
+  return {values, values + output.view().count()};
+}
+
+double RelativeL2(const std::vector<float>& actual, const std::vector<float>& expected) {
+  double difference = 0, norm = 0;
+  for (size_t index = 0; index < expected.size(); ++index) {
+    const double delta = static_cast<double>(actual[index]) - expected[index];
+    difference += delta * delta;
+    norm += static_cast<double>(expected[index]) * expected[index];
+  }
+  return difference == 0 ? 0 : std::sqrt(difference / norm);
+}
+
+/// The bound of verify, and the one event that a small batch cannot average out (tests/conformance says
+/// more).
+double AllowedError(const MoeLayer& layer, DType dtype, int64_t tokens) {
+  const MoeConfig& config = layer.config();
+  double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate).value();
+  // Operands are BF16 or F16 whatever the hidden states are.
+  bound = std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);
+  const ActivationFormat& activation = layer.scheme().activation;
+  if (!activation.quantized()) {
+    return bound;
+  }
+  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
+  const auto values = static_cast<double>(tokens * config.top_k() * config.intermediate);
+  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
+  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
+}
+
+/// Compares one drawn problem in one format and mode. False where the backend refuses it.
+bool Check(const DrawnCase& drawn, ActivationFormatKind format, const std::string& mode) {
+  Batch batch{
+      RandomRows(drawn.tokens, drawn.config.hidden, drawn.dtype, drawn.seed + 1),
+      MakeRandomRouting(drawn.tokens, drawn.config.top_k(), drawn.config.num_experts, drawn.seed + 2)};
+  for (size_t slot = 0; slot < batch.routing.ids.size(); ++slot) {
+    if (drawn.seed % 3 == 0 && slot % 7 == 3) {
+      batch.routing.ids[slot] = -1;
+    }
+  }
+  LayerOptions options;
+  options.device = "cuda";
+  options.mode = mode;
+  options.activation_format = format;
+  options.max_tokens = options.plan_tokens = drawn.tokens;
+  const auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
+  if (!layer.ok()) {
+    EXPECT_EQ(layer.status().code(), StatusCode::kUnsupported) << layer.status().message();
+    return false;
+  }
+  LayerOptions reference_options;
+  reference_options.backend = "REFERENCE";
+  reference_options.max_tokens = drawn.tokens;
+  reference_options.activation = (*layer)->plan().activation;
+  const auto reference = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, reference_options);
+  EXPECT_TRUE(reference.ok());
+  const std::vector<float> expected = Run(**reference, batch), produced = Run(**layer, batch);
+  const int64_t values =
+      drawn.tokens * std::min(drawn.config.hidden, drawn.config.top_k() * drawn.config.intermediate);
+  if (values >= 8) {  // fewer often nearly cancel: a relative error says nothing there
+    EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, drawn.dtype, drawn.tokens))
+        << (*layer)->plan().mode << " " << (*layer)->plan().recipe.front();
+  }
+  EXPECT_TRUE(SameBits(produced, Run(**layer, batch)))
+      << (*layer)->plan().mode << ": a second run gives other bits";
+  return true;
+}
+
+class CudaScheme : public testing::TestWithParam<std::string> {};
+
+TEST_P(CudaScheme, DrawnShapes_WithinTheBoundOfTheReference) {
+  FMOE_SKIP_WITHOUT_CARD();
+  int ran = 0;
+  for (uint64_t seed = 1; seed <= kRounds; ++seed) {
+    const DrawnCase drawn = Draw(GetParam(), seed);
+    SCOPED_TRACE(testing::Message() << drawn);
+    for (const std::string mode : {"latency", "throughput"}) {
+      ran += Check(drawn, ActivationFormatKind::kStandard, mode) ? 1 : 0;
+    }
+    ran += Check(drawn, ActivationFormatKind::kBatchedExperts, "") ? 1 : 0;
+  }
+  RecordProperty("ran", ran);
+}
+
+INSTANTIATE_TEST_SUITE_P(Table, CudaScheme, testing::ValuesIn(conformance::SchemeNames()),
+                         [](const auto& instance) {
+                           std::string name = instance.param;
+                           std::replace(name.begin(), name.end(), ':', '_');
+                           return name;
+                         });
+
+struct SizedCase {
+  const char* scheme;
+  int64_t tokens, experts, top_k, hidden, intermediate;
+};
+
+class CudaSizes : public testing::TestWithParam<SizedCase> {};
+
+/// Sizes like those of models, and tokens on both sides of the change of kernels; half of the tokens on one
+/// expert.
+TEST_P(CudaSizes, ModelLikeLayers_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const SizedCase& sizes = GetParam();
+  DrawnCase drawn;
+  drawn.scheme = sizes.scheme;
+  drawn.seed = 11;
+  drawn.config.num_experts = drawn.config.num_local_experts = sizes.experts;
+  drawn.config.routing.top_k = sizes.top_k;
+  drawn.config.hidden = sizes.hidden;
+  drawn.config.intermediate = sizes.intermediate;
+  drawn.tokens = sizes.tokens;
+  drawn.source = MakeRandomLayer(drawn.config, sizes.scheme, 5).source;
+  EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, ""));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, CudaSizes,
+    testing::Values(
+        SizedCase{"nvfp4_w4a16", 1, 16, 8, 1024, 768}, SizedCase{"nvfp4_w4a16", 37, 16, 8, 1024, 768},
+        SizedCase{"nvfp4_w4a16", 300, 16, 4, 512, 384}, SizedCase{"nvfp4_w4a4", 64, 16, 8, 512, 768},
+        SizedCase{"nvfp4_w4a4", 200, 8, 2, 1024, 256}, SizedCase{"mxfp4_w4a16", 8, 32, 4, 2880, 320},
+        SizedCase{"mxfp4_w4a8", 150, 8, 4, 512, 512}, SizedCase{"int4_w4a16:g128", 20, 8, 2, 1024, 512},
+        SizedCase{"fp8_w8a8:block128", 130, 8, 4, 512, 384},
+        SizedCase{"fp8_w8a8:channel", 64, 8, 4, 512, 256}, SizedCase{"int8_w8a8:channel", 64, 8, 4, 512, 256},
+        SizedCase{"unquantized", 250, 8, 2, 512, 384}),
+    [](const auto& instance) {
+      std::string name = std::string(instance.param.scheme) + "_" + std::to_string(instance.param.tokens);
+      std::replace(name.begin(), name.end(), ':', '_');
+      return name;
+    });
+
+/// A layer with a router, everything on the card.
+struct CardLayer {
+  std::unique_ptr<MoeLayer> layer;
+  RouterWeights router;
+};
+
+CardLayer MakeCardLayer(int64_t max_tokens) {
+  MoeConfig config;
+  config.num_experts = 16;
+  config.routing.top_k = 4;
+  config.hidden = 512;
+  config.intermediate = 256;
+  auto random = MakeRandomLayer(config, "nvfp4_w4a16", 3);
+  CardLayer made;
+  made.router.weight = RandomRows(16, 512, DType::kBF16, 4);
+  LayerOptions options;
+  options.device = "cuda";
+  options.max_tokens = max_tokens;
+  auto layer = MoeLayer::Create(random.config, random.source, made.router, options);
+  EXPECT_TRUE(layer.ok()) << layer.status().message();
+  made.layer = *std::move(layer);
+  return made;
+}
+
+TEST(CudaLayer, Graph_CapturesForwardAndGivesTheSameBits) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const int64_t tokens : {3, 200}) {
+    const CardLayer made = MakeCardLayer(tokens);
+    const Workspace workspace = *made.layer->CreateWorkspace();
+    const Tensor hidden = RandomRows(tokens, 512, DType::kBF16, 9);
+    const auto* codes = hidden.view().as<uint16_t>();
+    const OnCard<uint16_t> card_hidden(std::vector<uint16_t>(codes, codes + tokens * 512));
+    const OnCard<uint16_t> direct(std::vector<uint16_t>(static_cast<size_t>(tokens * 512), 1));
+    const OnCard<uint16_t> replayed(std::vector<uint16_t>(static_cast<size_t>(tokens * 512), 2));
+    MoeLayer::Inputs inputs;
+    inputs.hidden = card_hidden.View(DType::kBF16, {tokens, 512});
+    MoeLayer::Outputs outputs;
+    outputs.output = direct.MutableView(DType::kBF16, {tokens, 512});
+    ASSERT_TRUE(made.layer->Forward(inputs, outputs, workspace).ok());
+    const int64_t before = CountAllocations();
+    ASSERT_TRUE(made.layer->Forward(inputs, outputs, workspace).ok());
+    EXPECT_EQ(CountAllocations() - before, 0) << "Forward allocates on the host";
+    ASSERT_TRUE(cuda::Synchronize(nullptr).ok());
+    outputs.output = replayed.MutableView(DType::kBF16, {tokens, 512});
+    auto graph = cuda::Graph::Capture([&](void* stream) {
+      Executor executor;
+      executor.stream = stream;
+      return made.layer->Forward(inputs, outputs, workspace, executor);
+    });
+    ASSERT_TRUE(graph.ok()) << graph.status().message();
+    for (int round = 0; round < 3; ++round) {
+      ASSERT_TRUE((*graph)->Run().ok());
+      EXPECT_TRUE(SameBits(replayed.Read(), direct.Read())) << tokens << " tokens, round " << round;
+    }
+  }
+}
+
+TEST(CudaLayer, Forward_HostWorkspace_Refused) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const CardLayer made = MakeCardLayer(4);
+  const Workspace workspace = *Workspace::Allocate(made.layer->plan().workspace_bytes);
+  const Tensor hidden = RandomRows(1, 512, DType::kBF16, 9);
+  Tensor output = *Tensor::Allocate(DType::kBF16, {1, 512});
+  MoeLayer::Inputs inputs;
+  inputs.hidden = hidden.view();
+  MoeLayer::Outputs outputs;
+  outputs.output = output.mutable_view();
+  EXPECT_EQ(made.layer->ForwardFromHost(inputs, outputs, workspace).code(), StatusCode::kUsage);
+}
+
+TEST(CudaLayer, NoTokens_NothingHappens) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const CardLayer made = MakeCardLayer(4);
+  const Workspace workspace = *made.layer->CreateWorkspace();
+  MoeLayer::Inputs inputs;
+  inputs.hidden = TensorView(nullptr, DType::kBF16, {0, 512});
+  MoeLayer::Outputs outputs;
+  outputs.output = MutableTensorView(nullptr, DType::kBF16, {0, 512});
+  const Status status = made.layer->ForwardFromHost(inputs, outputs, workspace);
+  EXPECT_TRUE(status.ok()) << status.message();
+}
+
+TEST(CudaLayer, WithoutACard_LoadListsEveryRefusal) {
+  if (cuda::CheckCard(HostMachine()).ok()) {
+    GTEST_SKIP() << "there is a card";
+  }
+  MoeConfig config;
+  config.num_experts = 4;
+  config.routing.top_k = 2;
+  config.hidden = 64;
+  config.intermediate = 32;
+  auto random = MakeRandomLayer(config, "nvfp4_w4a16", 3);
+  LayerOptions options;
+  options.device = "cuda";
+  const auto layer = MoeLayer::Create(random.config, random.source, RouterWeights{}, options);
+  ASSERT_FALSE(layer.ok());
+  EXPECT_EQ(layer.status().code(), StatusCode::kUnsupported);
+  EXPECT_NE(layer.status().message().find("CUDA_FUSED"), std::string::npos);
+  EXPECT_NE(layer.status().message().find(HostMachine().cuda_missing), std::string::npos)
+      << layer.status().message();
+  EXPECT_NE(layer.status().message().find("CPU_FUSED: runs on cpu"), std::string::npos)
+      << layer.status().message();
+}
+
+}  // namespace
+}  // namespace fusedmoe

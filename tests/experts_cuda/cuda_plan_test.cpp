@@ -1,0 +1,147 @@
+// What the backend answers and plans, without a card.
+
+#include "experts/cuda/cuda_plan.hpp"
+
+#include <algorithm>
+
+#include <gtest/gtest.h>
+
+#include "platform/cuda/card.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+Machine Hopper() {
+  Machine machine;
+  machine.cuda = CudaDevice{.name = "Some Hopper", .compute_major = 9, .compute_minor = 0};
+  machine.cuda->memory_bytes = int64_t{80} << 30;
+  machine.cuda->num_multiprocessors = 132;
+  machine.cuda->shared_bytes_per_block = 232448;
+  return machine;
+}
+
+MoeProblem Problem(const char* scheme) {
+  MoeProblem problem;
+  problem.device = "cuda";
+  problem.scheme = *ParseScheme(scheme);
+  problem.config.num_experts = problem.config.num_local_experts = 128;
+  problem.config.routing.top_k = 8;
+  problem.config.hidden = 2048;
+  problem.config.intermediate = 768;
+  problem.config.max_tokens = 4096;
+  return problem;
+}
+
+bool Has(const std::vector<Verdict>& verdicts, Reason reason) {
+  return std::any_of(verdicts.begin(), verdicts.end(),
+                     [&](const Verdict& one) { return one.reason == reason; });
+}
+
+/// Verdicts but the one that this build has no CUDA, so that the rest is tested everywhere.
+std::vector<Verdict> Objections(const MoeProblem& problem, const Machine& machine) {
+  std::vector<Verdict> verdicts = CudaObjections(problem, machine);
+  std::erase_if(verdicts, [](const Verdict& one) { return one.reason == Reason::kNotBuilt; });
+  return verdicts;
+}
+
+TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "int4_w4a16:g128", "int4_w4a16:g32",
+        "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
+    EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
+        << scheme << ": " << Objections(Problem(scheme), Hopper()).front().sentence;
+  }
+}
+
+TEST(CudaPlan, Objections_EachWithActualAndRequired) {
+  if (WhyNotBuilt().empty()) {
+    Machine none;
+    none.cuda_missing = "no driver";
+    EXPECT_TRUE(Has(CudaObjections(Problem("nvfp4_w4a16"), none), Reason::kDevice));
+    Machine ampere = Hopper();
+    ampere.cuda->compute_major = 8;
+    const auto verdicts = CudaObjections(Problem("nvfp4_w4a16"), ampere);
+    ASSERT_TRUE(Has(verdicts, Reason::kIsa));
+    EXPECT_EQ(verdicts.front().actual, "8.0");
+    EXPECT_EQ(verdicts.front().required, "9.0");
+    Machine small = Hopper();
+    small.cuda->memory_bytes = 1 << 20;
+    EXPECT_TRUE(Has(CudaObjections(Problem("nvfp4_w4a16"), small), Reason::kMemory));
+  } else {
+    EXPECT_TRUE(Has(CudaObjections(Problem("nvfp4_w4a16"), Hopper()), Reason::kNotBuilt));
+  }
+  MoeProblem problem = Problem("nvfp4_w4a16");
+  problem.config.routing.top_k = 33;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kTopK));
+  problem = Problem("nvfp4_w4a16");
+  problem.config.num_experts = 513;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kNumExperts));
+  problem = Problem("nvfp4_w4a16");
+  problem.determinism = Determinism::kBatchInvariant;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism));
+  problem = Problem("int4_w4a16:g128");
+  problem.weights_have_group_index = true;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kZeroPoint));
+  problem = Problem("int4_w4a16:g128");
+  problem.activation = ActivationMode::kA8;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kScheme));
+  problem = Problem("nvfp4_w4a16");
+  problem.config.parallel.tp_size = 2;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kParallel));
+  problem = Problem("nvfp4_w4a16");
+  problem.isa = "avx2";
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kIsa));
+  problem = Problem("nvfp4_w4a16");
+  problem.mode = "masked";
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kActivationFormat))
+      << "masked is for the batched format";
+}
+
+TEST(CudaPlan, Mode_ByTokens_ForcedByName_MaskedWhenBatched) {
+  const CudaPlan free = MakeCudaPlan(Problem("nvfp4_w4a16"), Hopper());
+  EXPECT_EQ(ModeName(free, 1), "latency");
+  EXPECT_EQ(ModeName(free, 4096), "throughput");
+  MoeProblem problem = Problem("nvfp4_w4a16");
+  problem.mode = "throughput";
+  EXPECT_EQ(ModeName(MakeCudaPlan(problem, Hopper()), 1), "throughput");
+  problem.mode = "latency";
+  EXPECT_EQ(ModeName(MakeCudaPlan(problem, Hopper()), 4096), "throughput") << "decode takes at most 512 rows";
+  problem = Problem("nvfp4_w4a16");
+  problem.config.activation_format = ActivationFormatKind::kBatchedExperts;
+  EXPECT_EQ(ModeName(MakeCudaPlan(problem, Hopper()), 1), "masked");
+}
+
+TEST(CudaPlan, Operands_AsTheSchemeSays) {
+  EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a16"), Hopper()).mid, MidKind::kRounded);
+  EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a4"), Hopper()).mid, MidKind::kQuantized);
+  EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:tensor"), Hopper()).mid, MidKind::kQuantizedByBatch);
+  EXPECT_TRUE(MakeCudaPlan(Problem("fp8_w8a8:block128"), Hopper()).shape.group_scales);
+  MoeProblem f16 = Problem("unquantized");
+  f16.scheme.weight.element = DType::kF16;
+  EXPECT_EQ(MakeCudaPlan(f16, Hopper()).element, DType::kF16);
+}
+
+// A forward must find room whatever its token count is.
+TEST(CudaPlan, Workspace_CoversEveryTokenCount) {
+  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "fp8_w8a8:tensor", "fp8_w8a8:block128"}) {
+    for (const bool batched : {false, true}) {
+      MoeProblem problem = Problem(scheme);
+      problem.config.num_experts = problem.config.num_local_experts = 8;
+      problem.config.max_tokens = batched ? 40 : 300;
+      problem.config.activation_format =
+          batched ? ActivationFormatKind::kBatchedExperts : ActivationFormatKind::kStandard;
+      const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+      WorkspaceBook book;
+      const CudaSlots slots = BookCudaSlots(plan, false, book);
+      for (int64_t rows = 1; rows <= plan.max_rows; ++rows) {
+        const int64_t needed = ChooseKernels(plan, rows) == Kernels::kDecode
+                                   ? PlanDecode(plan.shape, rows, DecodeMid(plan), plan.limits).scratch_bytes
+                                   : PlanPrefill(plan.shape, rows, plan.mid, plan.limits).scratch_bytes;
+        ASSERT_LE(needed, slots.scratch_bytes) << scheme << " " << rows << " rows";
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
