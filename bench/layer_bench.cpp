@@ -1,7 +1,7 @@
 // One layer of experts on CPU_FUSED against the ceilings of this machine, measured in the same run.
 //
 //   layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] [a8]
-//   layer_bench nvfp4_w4a16,int8_w8a16 1,4,256 1,2
+//   [skewed] layer_bench nvfp4_w4a16,int8_w8a16 1,4,256 1,2
 //
 // Weights are cold: random routings rotate over more experts than the caches hold. Prints the median of the
 // samples.
@@ -42,6 +42,7 @@ struct Options {
   int64_t hidden = 2048, intermediate = 768, experts = 128, top_k = 8;
   std::string isa, mode;
   bool a8 = false;
+  bool skewed = false;  // nine tokens of ten choose expert 0 first
 };
 
 struct Prepared {
@@ -118,6 +119,12 @@ void Measure(const Options& options, const std::string& scheme, const Prepared& 
   double touched = 0;
   for (int i = 0; i < kRoutings; ++i) {
     routings.push_back(testing_support::MakeRandomRouting(tokens, options.top_k, options.experts, 100 + i));
+    for (int64_t token = 0; options.skewed && token < tokens; ++token) {
+      int32_t* chosen = routings.back().ids.data() + token * options.top_k;
+      if (token % 10 != 9 && std::find(chosen, chosen + options.top_k, 0) == chosen + options.top_k) {
+        chosen[0] = 0;
+      }
+    }
     std::vector<int32_t> ids = routings.back().ids;
     std::sort(ids.begin(), ids.end());
     touched += static_cast<double>(std::unique(ids.begin(), ids.end()) - ids.begin()) / kRoutings;
@@ -168,7 +175,7 @@ int Main(int argc, char** argv) {
   if (argc < 4) {
     std::printf(
         "layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] "
-        "[a8]\n");
+        "[a8] [skewed]\n");
     return 2;
   }
   Options options;
@@ -181,6 +188,8 @@ int Main(int argc, char** argv) {
     const std::string word = argv[i];
     if (word == "a8") {
       options.a8 = true;
+    } else if (word == "skewed") {
+      options.skewed = true;
     } else if (word.starts_with("isa=")) {
       options.isa = word.substr(4);
     } else if (word.starts_with("mode=")) {

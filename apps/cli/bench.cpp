@@ -23,7 +23,7 @@ struct BenchFlags {
   std::vector<std::string> problems;
   std::string schemes;
   std::string tokens = "1,4,16,64,256,1024";
-  std::string isas, modes;
+  std::string isas, modes, pack_cache;
   std::string routing = "uniform";
   std::string device = "cpu";
   std::string backend;
@@ -106,6 +106,7 @@ Status TakeNames(const BenchFlags& flags, BenchOptions& options) {
 
 Result<BenchOptions> OptionsOf(const BenchFlags& flags) {
   BenchOptions options;
+  options.pack_cache = flags.pack_cache;
   for (const std::string& name : flags.problems) {
     FMOE_ASSIGN_OR_RETURN(Problem problem, ReadProblem(name));
     options.problems.push_back(std::move(problem));
@@ -310,6 +311,7 @@ Action DefineBench(CLI::App& app) {
   app.add_option("--isa", flags->isas, "Force instruction sets, separated by commas");
   app.add_option("--mode", flags->modes, "Force modes, separated by commas");
   app.add_option("--backend", flags->backend, "Use this backend or fail");
+  AddPackCache(app, flags->pack_cache);
   app.add_option("--activation", flags->activation,
                  "a8 lets weight-only int4 and int8 layers use int8 activations");
   app.add_option("--routing", flags->routing,

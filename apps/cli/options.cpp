@@ -98,8 +98,14 @@ void AddPlan(CLI::App& app, PlanFlags& flags) {
   app.add_option("--activation-format", flags.activation_format, "standard or batched");
 }
 
+void AddPackCache(CLI::App& app, std::string& directory) {
+  app.add_option("--pack-cache", directory,
+                 "Keep packed weights in this folder, and map them from there the next time");
+}
+
 Result<LayerOptions> Resolve(const PlanFlags& flags) {
   LayerOptions options;
+  options.pack_cache = flags.pack_cache;
   if (flags.device != "cpu" && flags.device != "cuda") {
     return UnknownName("device", flags.device, {"cpu", "cuda"});
   }

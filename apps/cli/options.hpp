@@ -47,8 +47,11 @@ struct PlanFlags {
   std::string determinism = "thread_invariant";
   std::string activation = "as_checkpoint";
   std::string activation_format = "standard";  ///< empty: not asked for
+  std::string pack_cache;
 };
 void AddPlan(CLI::App& app, PlanFlags& flags);
+/// --pack-cache, of commands that load weights.
+void AddPackCache(CLI::App& app, std::string& directory);
 /// The layer options of these flags, with everything else at its default.
 Result<LayerOptions> Resolve(const PlanFlags& flags);
 

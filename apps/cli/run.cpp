@@ -197,6 +197,10 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
                    {"load_seconds", load_seconds},          {"seconds", seconds},
                    {"tokens_per_second", tokens_per_second}};
   std::string text = PlanText(layer->plan());
+  if (const std::vector<std::string>& notes = layer->selection().notes; !notes.empty()) {
+    document["notes"] = notes;
+    text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
+  }
   std::optional<CheckReport> check;
   if (flags.check) {
     CheckOptions check_options;
@@ -283,6 +287,7 @@ Action DefineRun(CLI::App& app) {
       ->required();
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
+  AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
   AddRanks(app, flags->ranks);
   app.add_flag("--check", flags->check, "Compare with the reference backend; exit 1 beyond the bound");

@@ -155,6 +155,7 @@ Action DefineVerify(CLI::App& app) {
   app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
+  AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
   app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
   return [flags](Output& output) { return Verify(*flags, output); };

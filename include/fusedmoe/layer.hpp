@@ -46,6 +46,10 @@ struct LayerOptions {
   bool shared_experts = true;
   int64_t max_tokens = 8192;
   int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
+  /// Folder in which weights of a checkpoint are kept as the backend packs them, to be mapped the next time;
+  /// made when it does not exist. Empty: nothing is kept. What was found there, written or refused stands in
+  /// selection().notes.
+  std::string pack_cache;
   /// Threads that prepare the weights; the caller's pool may serve here and in Forward.
   Executor executor;
   /// How the layer is spread over ranks, and the place of this one (MakeParallelConfig). With more than one

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/tensor.hpp>
@@ -54,6 +55,9 @@ struct ExpertSource {
   /// The same experts as a backend's layout, where somebody prepared them before (PreparedLayer): that
   /// backend takes them as they are, every other one is refused. Null: canonical only.
   std::shared_ptr<const PreparedWeights> prepared;
+  /// What the weights are, as text: sources with equal texts load equal weights. Empty: not known, and
+  /// nothing made from them is kept (LayerOptions::pack_cache).
+  std::string identity = {};
 };
 
 }  // namespace fusedmoe

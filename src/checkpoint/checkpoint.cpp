@@ -17,6 +17,8 @@
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/quant_rules.hpp"
 #include "checkpoint/tensor_store.hpp"
+#include "parallel/agreement.hpp"
+#include "platform/file.hpp"
 
 namespace fusedmoe {
 
@@ -37,6 +39,7 @@ struct Checkpoint::Impl {
   Status OpenDirectory();
   Status OpenGguf();
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
+  std::string Identity(const std::string& what, const std::string& prefix) const;
   Result<Tensor> RouterVector(const LayerContext& context, const std::string& name, int64_t count) const;
 };
 
@@ -255,7 +258,25 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
 Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& parallel,
                                          const std::vector<int64_t>& global_ids) const {
   FMOE_ASSIGN_OR_RETURN(auto context, impl_->Context(layer));
-  return checkpoint::RoutedExperts(std::move(context), parallel, global_ids);
+  const std::string& block = context->spec.names.block;
+  FMOE_ASSIGN_OR_RETURN(ExpertSource source, checkpoint::RoutedExperts(context, parallel, global_ids));
+  source.identity = impl_->Identity(fmt::format("{} experts {} tp {}/{}", block, fmt::join(global_ids, ","),
+                                                parallel.tp_rank, parallel.tp_size),
+                                    block);
+  return source;
+}
+
+// What the files are, and how they are read: a hash of their versions and of all that configures the reader.
+std::string Checkpoint::Impl::Identity(const std::string& what, const std::string& prefix) const {
+  std::string text = store->Version(prefix) + family_name + " " + options.expert_layout + "\n";
+  for (const char* name :
+       {"config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json"}) {
+    constexpr int64_t kMostBytes = int64_t{64} << 20;
+    const auto content =
+        platform::ReadTextFile((std::filesystem::path(directory) / name).string(), kMostBytes);
+    text += content.ok() ? *content : std::string(name) + " is not there\n";
+  }
+  return fmt::format("{} of {:016x}{:016x}", what, Fingerprint(text, 1), Fingerprint(text, 2));
 }
 
 Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t layer,
@@ -265,6 +286,9 @@ Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t lay
     return std::optional<SharedExpertWeights>();
   SharedExpertWeights shared;
   FMOE_ASSIGN_OR_RETURN(shared.source, checkpoint::SharedExpert(context, parallel));
+  const std::string& block = context->spec.names.block;
+  shared.source.identity = impl_->Identity(
+      fmt::format("{} shared experts tp {}/{}", block, parallel.tp_rank, parallel.tp_size), block);
   if (!context->spec.names.shared_gate.empty()) {
     FMOE_ASSIGN_OR_RETURN(shared.gate, impl_->RouterVector(*context, context->spec.names.shared_gate,
                                                            context->spec.config.hidden));

@@ -270,6 +270,21 @@ Status TensorStore::Blame(Status status, std::string_view name) const {
   return std::move(status).WithTensor(name);
 }
 
+std::string TensorStore::Version(std::string_view prefix) const {
+  std::string text;
+  for (const auto& file : files_) {
+    text += fmt::format("{}: {}\n", fs::path(file->path()).filename().string(), file->Version());
+  }
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const TensorInfo& info = tensors_[i];
+    if (info.name.starts_with(prefix)) {
+      text += fmt::format("{} {} {} {}@{}\n", info.name, DTypeName(info.dtype), info.shape.ToString(),
+                          places_[i].file, places_[i].begin);
+    }
+  }
+  return text;
+}
+
 Result<size_t> TensorStore::Require(std::string_view name) const {
   const auto it = by_name_.find(name);
   if (it == by_name_.end())

@@ -46,6 +46,10 @@ class TensorStore {
   /// The sub-tensor at `index` of the first axis, one dimension less.
   Result<Tensor> LoadItem(std::string_view name, int64_t index) const;
 
+  /// All that the data of tensors whose names begin with `prefix` depends on, without reading it: files with
+  /// sizes and times, tensors with types and places.
+  std::string Version(std::string_view prefix) const;
+
   /// Puts the file of a tensor, when it is known, and its name into a failure.
   Status Blame(Status status, std::string_view name) const;
 

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>
 
+#include "layer/pack_cache.hpp"
 #include "layer/rank_plan.hpp"
 #include "oracle/host_table.hpp"
 #include "oracle/select.hpp"
@@ -90,16 +91,19 @@ Status CheckNamedLayout(const ExpertSource& source, const LayerOptions& options)
                            : Status::Ok();
 }
 
-Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend, const MoeProblem& problem,
+Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend, const Plan& plan,
+                                                          const MoeProblem& problem,
                                                           const ExpertSource& source,
-                                                          const Executor& executor) {
+                                                          const LayerOptions& options,
+                                                          std::vector<std::string>& notes) {
   if (source.prepared != nullptr) {
     if (source.prepared->layout_key != backend.layout_key) {
       return AnotherLayout(*source.prepared, backend);
     }
     return source.prepared;
   }
-  FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared, backend.prepare(problem, HostMachine(), source, executor));
+  FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared, PrepareCached(backend, plan, problem, HostMachine(), source,
+                                                                options.executor, options.pack_cache, notes));
   return std::make_shared<const PreparedWeights>(std::move(prepared));
 }
 
@@ -192,7 +196,7 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   const Backend* backend = FindBackend(plan.backend);
 
   FMOE_ASSIGN_OR_RETURN(std::shared_ptr<const PreparedWeights> weights,
-                        PrepareFor(*backend, problem, source, options.executor));
+                        PrepareFor(*backend, plan, problem, source, options, built.selection.notes));
   MoeKernel::Parts parts;
   if (spread) {
     DescribeWeights(*weights, plan);

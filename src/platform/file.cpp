@@ -119,6 +119,11 @@ Result<std::shared_ptr<const InputFile>> InputFile::Open(const std::string& path
 
 InputFile::~InputFile() = default;
 
+std::string InputFile::Version() const {
+  return fmt::format("{} bytes of {}.{:09d}", identity_.size, identity_.modified_seconds,
+                     identity_.modified_nanoseconds);
+}
+
 Status InputFile::CheckRange(int64_t offset, int64_t count) const {
   if (offset < 0 || count < 0 || offset > identity_.size || count > identity_.size - offset) {
     return Status::BadInput(fmt::format("bytes [{}, {} + {}) lie outside the file of {} bytes", offset,

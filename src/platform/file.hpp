@@ -38,6 +38,8 @@ class InputFile {
 
   const std::string& path() const { return path_; }
   int64_t size() const { return identity_.size; }
+  /// Size and modification time in nanoseconds, as text.
+  std::string Version() const;
 
   /// Bytes [offset, offset + count), copied or borrowed. The range must lie in the file (kBadInput
   /// otherwise).

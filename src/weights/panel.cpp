@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <numeric>
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
@@ -199,51 +200,21 @@ void ScatterWide(const PanelFormat& format, const Code* codes, int64_t count, in
   }
 }
 
-/// The scale of one group as its panel code in the low bytes.
-uint32_t PanelScaleCode(const CanonicalMatrix& matrix, PanelScale kind, int64_t row, int64_t col) {
-  const int64_t scale_row = ScaleRow(matrix, row), scale_col = ScaleColumn(matrix, col);
-  if (matrix.block_scale.empty()) {  // zero points alone: a matrix whose channel scales stand elsewhere
-    return std::bit_cast<uint32_t>(1.0F) | static_cast<uint32_t>(matrix.format.implied_zero());
-  }
-  const uint32_t code =
-      matrix.block_scale.dtype() == DType::kF32
-          ? 0
-          : LoadCode(matrix.block_scale.dtype(), ScaleRowData(matrix.block_scale, scale_row), scale_col);
-  if (kind == PanelScale::kE4M3) {
-    return code & 0x7fU;
-  }
-  if (kind == PanelScale::kE8M0) {
-    return std::max(code, 1U);
-  }
-  float scale = 0;
-  if (matrix.block_scale.dtype() == DType::kF32) {
-    std::memcpy(&scale, ScaleRowData(matrix.block_scale, scale_row) + scale_col * 4, 4);
-  } else {
-    scale = DecodeCode(matrix.block_scale.dtype(), code);
-  }
-  uint32_t bits = std::bit_cast<uint32_t>(scale);
-  if (kind == PanelScale::kF32) {
-    return bits;
-  }
-  bits = (bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU;  // to nearest even in 15 mantissa bits
-  const uint32_t zero = matrix.zero_point.empty()
-                            ? static_cast<uint32_t>(matrix.format.implied_zero())
-                            : static_cast<uint32_t>(ScaleRowData(matrix.zero_point, scale_row)[scale_col]);
-  const bool is_signed = matrix.format.element == DType::kI4 || matrix.format.element == DType::kI8;
-  return bits | (is_signed ? PanelCode(matrix.format.element, zero & 0xffU) & 0xffU : zero);
+/// fp32 rounded to nearest even in 15 mantissa bits, with a zero point below.
+uint32_t WithZero(float scale, uint32_t zero) {
+  const auto bits = std::bit_cast<uint32_t>(scale);
+  return ((bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU) | zero;
 }
 
-/// Scales of one row; a group takes the scale of its first real column.
-void PackScales(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
-                int64_t row, int64_t lane, std::byte* stripe) {
+/// Scales of one row to their places in a stripe.
+void PackScales(const PanelFormat& format, std::span<const uint32_t> codes, int64_t lane, std::byte* stripe) {
   const int64_t value_bytes = ScaleValueBytes(format.scale);
-  const auto count = static_cast<int64_t>(columns.size());
-  for (int64_t first = 0; first < count; first += format.group) {
-    const int32_t col = columns[static_cast<size_t>(first)];
-    const uint32_t code = col < 0 ? 0 : PanelScaleCode(matrix, format.scale, row, col);
+  for (size_t g = 0; g < codes.size(); ++g) {
+    const int64_t first = static_cast<int64_t>(g) * format.group;
     std::byte* block = stripe + first / format.block * format.block_bytes() + format.code_bytes();
     const int64_t group = first % format.block / format.group;
-    std::memcpy(block + (group * kPanelRows + lane) * value_bytes, &code, static_cast<size_t>(value_bytes));
+    std::memcpy(block + (group * kPanelRows + lane) * value_bytes, &codes[g],
+                static_cast<size_t>(value_bytes));
   }
 }
 
@@ -316,26 +287,39 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
 }
 
 std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format) {
-  std::vector<int32_t> order(static_cast<size_t>(matrix.cols));
-  for (int64_t col = 0; col < matrix.cols; ++col) {
-    order[static_cast<size_t>(col)] = static_cast<int32_t>(col);
-  }
-  if (!matrix.group_index.empty()) {
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t a, int32_t b) { return ScaleColumn(matrix, a) < ScaleColumn(matrix, b); });
-  }
   std::vector<int32_t> columns;
-  columns.reserve(order.size() + static_cast<size_t>(format.block));
+  columns.reserve(static_cast<size_t>(matrix.cols + format.block));
+  const auto fill_to = [&](int64_t multiple) {
+    columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), multiple)), -1);
+  };
+  if (matrix.group_index.empty()) {
+    const int64_t group = format.group == 0 ? 0 : GroupColumns(matrix.format);
+    for (int64_t col = 0; col < matrix.cols;) {
+      const int64_t end = group <= 0
+                              ? matrix.cols
+                              : std::min(matrix.cols, col + group - (matrix.scale_col_offset + col) % group);
+      fill_to(std::max<int64_t>(format.group, 1));
+      for (; col < end; ++col) {
+        columns.push_back(static_cast<int32_t>(col));
+      }
+    }
+    fill_to(format.block);
+    return columns;
+  }
+  std::vector<int32_t> order(static_cast<size_t>(matrix.cols));
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int32_t a, int32_t b) { return ScaleColumn(matrix, a) < ScaleColumn(matrix, b); });
   int64_t current = -1;
   for (const int32_t col : order) {
     const int64_t scale_col = format.group == 0 ? 0 : ScaleColumn(matrix, col);
     if (scale_col != current && format.group != 0) {
-      columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), format.group)), -1);
+      fill_to(format.group);
     }
     current = scale_col;
     columns.push_back(col);
   }
-  columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), format.block)), -1);
+  fill_to(format.block);
   return columns;
 }
 
@@ -363,6 +347,74 @@ int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format,
   return RoundUp(bound, format.block);
 }
 
+const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row) {
+  return ScaleRowData(matrix.block_scale, ScaleRow(matrix, row));
+}
+
+std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const PanelFormat& format,
+                                       std::span<const int32_t> columns) {
+  std::vector<int32_t> scale_columns;
+  for (size_t first = 0; format.group > 0 && first < columns.size();
+       first += static_cast<size_t>(format.group)) {
+    const int32_t col = columns[first];
+    scale_columns.push_back(col < 0 ? -1 : static_cast<int32_t>(ScaleColumn(matrix, col)));
+  }
+  return scale_columns;
+}
+
+void PanelScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
+                     int64_t row, uint32_t* codes) {
+  const size_t count = scale_columns.size();
+  const DType element = matrix.format.element;
+  const bool is_signed = element == DType::kI4 || element == DType::kI8;
+  const auto implied_zero = static_cast<uint32_t>(matrix.format.implied_zero());
+  const uint32_t sign = is_signed ? PanelCode(element, 0) : 0;
+  if (matrix.block_scale.empty()) {  // zero points alone: a matrix whose channel scales stand elsewhere
+    for (size_t g = 0; g < count; ++g) {
+      codes[g] = scale_columns[g] < 0 ? 0 : WithZero(1.0F, implied_zero ^ sign);
+    }
+    return;
+  }
+  const DType dtype = matrix.block_scale.dtype();
+  const std::byte* scales = PanelScaleRow(matrix, row);
+  const std::byte* zeros =
+      matrix.zero_point.empty() ? nullptr : ScaleRowData(matrix.zero_point, ScaleRow(matrix, row));
+  const auto each = [&](auto code_of) {
+    for (size_t g = 0; g < count; ++g) {
+      codes[g] = scale_columns[g] < 0 ? 0 : code_of(int64_t{scale_columns[g]});
+    }
+  };
+  const auto word = [&](auto scale_of) {
+    if (kind == PanelScale::kF32) {
+      each([&](int64_t col) { return std::bit_cast<uint32_t>(scale_of(col)); });
+    } else if (zeros == nullptr) {
+      each([&](int64_t col) { return WithZero(scale_of(col), implied_zero ^ sign); });
+    } else {
+      each([&](int64_t col) { return WithZero(scale_of(col), static_cast<uint32_t>(zeros[col]) ^ sign); });
+    }
+  };
+  const auto* bytes = reinterpret_cast<const uint8_t*>(scales);
+  if (kind == PanelScale::kE4M3) {
+    each([&](int64_t col) { return bytes[col] & 0x7fU; });
+  } else if (kind == PanelScale::kE8M0) {
+    each([&](int64_t col) { return std::max<uint32_t>(bytes[col], 1); });
+  } else if (dtype == DType::kF32) {
+    word([&](int64_t col) {
+      float scale = 0;
+      std::memcpy(&scale, scales + col * 4, 4);
+      return scale;
+    });
+  } else if (dtype == DType::kBF16) {
+    word([&](int64_t col) {
+      uint16_t code = 0;
+      std::memcpy(&code, scales + col * 2, 2);
+      return std::bit_cast<float>(uint32_t{code} << 16);
+    });
+  } else {
+    word([&](int64_t col) { return DecodeCode(dtype, LoadCode(dtype, scales, col)); });
+  }
+}
+
 void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> columns, int64_t stripe, std::byte* out) {
   const auto count = static_cast<int64_t>(columns.size());
@@ -373,6 +425,8 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
   const bool identity = PanelColumnsAreIdentity(columns);
   const int bits = DTypeBits(format.code);
+  const std::vector<int32_t> scale_columns = PanelScaleColumns(matrix, format, columns);
+  std::vector<uint32_t> scale_codes(scale_columns.size());
   std::vector<uint32_t> buffer(static_cast<size_t>(CeilDiv(count * std::max(bits, 8), 32)));
   for (int64_t lane = 0; lane < num_rows; ++lane) {
     const int64_t row = first_row + lane;
@@ -389,7 +443,8 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
       ScatterWide(format, buffer.data(), count, lane, out);
     }
     if (format.scale != PanelScale::kNone) {
-      PackScales(matrix, format, columns, row, lane, out);
+      PanelScaleCodes(matrix, format.scale, scale_columns, row, scale_codes.data());
+      PackScales(format, scale_codes, lane, out);
     }
   }
 }

@@ -75,6 +75,16 @@ int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format,
 void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> columns, int64_t stripe, std::byte* out);
 
+/// The scale column of every packed group, -1 where it has no columns; a group takes that of its first one.
+/// Empty for formats without scales.
+std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const PanelFormat& format,
+                                       std::span<const int32_t> columns);
+/// Block scales of the row that a row of the matrix uses.
+const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row);
+/// The scale of each group of a row as its panel code in the low bytes; 0 where the group has no columns.
+void PanelScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
+                     int64_t row, uint32_t* codes);
+
 /// The factor of each of the 16 rows that the kernels apply at the end: channel scale times tensor scale.
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
 

@@ -32,6 +32,7 @@ struct BenchOptions {
   std::vector<std::string> modes;  ///< the same
   std::string device = "cpu";      ///< "cpu" or "cuda"
   std::string backend;             ///< empty: the oracle's choice
+  std::string pack_cache;          ///< as LayerOptions::pack_cache
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   BenchRouting routing = BenchRouting::kUniform;
   Tensor topk_ids;             ///< I32 [rows, top_k], for kGiven

@@ -21,6 +21,8 @@ static_assert(kActSilu == static_cast<int>(ActivationKind::kSilu) &&
 constexpr int64_t kSerialValues = 64 << 10;
 /// More tasks than threads, so that a thread that lost its core for a while does not hold up the others.
 constexpr int64_t kTasksPerThread = 4;
+/// PackTile's input where the tokens have been packed already.
+constexpr int kSharedPart = 3;
 /// Output sums of one task stay in half of an L2 of 1 MiB while all experts pass over them.
 constexpr int64_t kOutputBytesPerTask = 512 << 10;
 
@@ -67,7 +69,12 @@ struct CpuExperts::Run {
   int32_t* slot_outputs;  // output row, counted from first_output; batched: the slot itself
   float* slot_weights;
   Tile* tiles;
-  float* row_buffers;
+  float* row_buffers;      // of the packing tasks
+  std::byte* tile_rows;    // the same, tiles of one token
+  int32_t* token_places;   // number of each token among those that visit an expert here, or -1
+  int32_t* place_slots;    // a slot of each of them
+  std::byte* token_tiles;  // and its tile
+  int64_t first_token = 0, num_tokens = 0;
   std::byte* input_tiles;
   float* mid;
   std::byte* mid_tiles;
@@ -91,6 +98,11 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   for (const ExpertPanels& expert : experts->experts_) {
     experts->separate_inputs_ =
         experts->separate_inputs_ || !SameInput(experts->plan_.gate_up, expert.input[0], expert.input[1]);
+    for (int part = 0; part < 2; ++part) {
+      experts->shared_inputs_[part] =
+          experts->shared_inputs_[part] &&
+          SameInput(experts->plan_.gate_up, expert.input[part], experts->experts_[0].input[part]);
+    }
     if (experts->plan_.tile == kTileA4 &&
         (expert.input[0].columns != nullptr || expert.mid.columns != nullptr)) {
       return Status::Unsupported("the scale groups of a slice start inside groups of its activations")
@@ -173,6 +185,10 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.slot_weights = workspace.Get<float>(slots_.slot_weights);
   run.tiles = workspace.Get<Tile>(slots_.tiles);
   run.row_buffers = workspace.Get<float>(slots_.row_buffers);
+  run.tile_rows = workspace.Get<std::byte>(slots_.tile_rows);
+  run.token_places = workspace.Get<int32_t>(slots_.token_places);
+  run.place_slots = run.token_places + plan_.max_tokens;
+  run.token_tiles = workspace.Get<std::byte>(slots_.token_tiles);
   run.input_tiles = workspace.Get<std::byte>(slots_.input_tiles);
   run.mid = workspace.Get<float>(slots_.mid);
   run.mid_tiles = workspace.Get<std::byte>(slots_.mid_tiles);
@@ -246,6 +262,8 @@ Status CpuExperts::SortTokens(const ExpertsInput& input, int64_t first_token, in
     run.slot_weights[at] = plan_.slots_apart || input.router_weight_on_input ? 1.0F : weights[slot];
   }
   run.num_slots = run.offsets[plan_.num_local_experts];
+  run.first_token = first_token;
+  run.num_tokens = count;
   const int64_t outputs_per_token = plan_.slots_apart ? top_k : 1;
   run.first_output = first_token * outputs_per_token;
   run.num_outputs = count * outputs_per_token;
@@ -313,14 +331,39 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
     const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
     run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
   }
+  const bool shared = part != 2 && !run.batched && shared_inputs_[part];
+  if (shared) {
+    PackTokens(run, shape, part);
+  }
   const int64_t tasks = std::min(kPackTasks, run.num_tiles);
-  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const Executor serial;
   const bool small = run.num_slots * shape.padded_cols <= kSerialValues;
   ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
-    float* buffer = run.row_buffers + task * 2 * widest;
     for (int64_t tile = run.num_tiles * task / tasks; tile < run.num_tiles * (task + 1) / tasks; ++tile) {
-      PackTile(run, shape, part, run.tiles[tile], buffer);
+      PackTile(run, shape, shared ? kSharedPart : part, run.tiles[tile], task);
+    }
+  });
+}
+
+/// Every token that visits an expert here, once: tiles of one token.
+void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
+  std::fill_n(run.token_places, run.num_tokens, -1);
+  int32_t places = 0;
+  for (int64_t slot = 0; slot < run.num_slots; ++slot) {
+    int32_t& place = run.token_places[run.slot_rows[slot] - run.first_token];
+    if (place < 0) {
+      run.place_slots[places] = static_cast<int32_t>(slot);
+      place = places++;
+    }
+  }
+  const int64_t tasks = std::min<int64_t>(kPackTasks, places);
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const Executor serial;
+  const bool small = places * shape.padded_cols <= kSerialValues;
+  ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
+    for (int64_t place = places * task / tasks; place < places * (task + 1) / tasks; ++place) {
+      PackRow(run, shape, experts_[0].input[part], run.place_slots[place],
+              run.row_buffers + task * 2 * widest, run.token_tiles + place * shape.tile_row_bytes);
     }
   });
 }
@@ -435,39 +478,58 @@ const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const
   return packed;
 }
 
-void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile,
-                          float* row_buffer) const {
-  const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
-  const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
-  std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
-  std::byte* memory = tiles + tile.first_row * shape.tile_row_bytes;
-  const int height = kHeights[tile.height_index];
-  const TileView view = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, height);
+/// A row as a tile of one token.
+void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                         int64_t slot, float* row_buffer, std::byte* out) const {
+  const TileView view = ViewTile(out, plan_.kernel, plan_.tile, shape.padded_cols, 1);
   const Correction correction = CorrectionOf(plan_.kernel);
-  if (tile.count < height) {  // tokens that do not exist multiply zeros
-    std::memset(memory, 0, static_cast<size_t>(height * shape.tile_row_bytes));
+  // Whether `slot` is of gate and up or of down is for LoadRow to know; only the former may come as codes.
+  if (!(run.coded && &shape == &plan_.gate_up && plan_.rows == RowRule::kCodes)) {
+    LoadRow(run, shape, slot, row_buffer);
   }
-  for (int token = 0; token < tile.count; ++token) {
-    if (!(run.coded && part != 2 && plan_.rows == RowRule::kCodes)) {
-      LoadRow(run, shape, tile.first_slot + token, row_buffer);
+  if (transform.pre_quant_scale != nullptr) {
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      row_buffer[k] *= transform.pre_quant_scale[k];
     }
-    if (transform.pre_quant_scale != nullptr) {
-      for (int64_t k = 0; k < shape.cols; ++k) {
-        row_buffer[k] *= transform.pre_quant_scale[k];
-      }
-    }
-    if (plan_.rows == RowRule::kCodes) {
-      PackCodesArguments codes{.tile = view, .correction = correction, .height = height, .token = token};
-      QuantizeToCodes(run, shape, transform, tile.first_slot + token, row_buffer,
-                      reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
-      table_->pack_codes(&codes);
+  }
+  if (plan_.rows == RowRule::kCodes) {
+    PackCodesArguments codes{.tile = view, .correction = correction};
+    QuantizeToCodes(run, shape, transform, slot, row_buffer,
+                    reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
+    table_->pack_codes(&codes);
+  } else {
+    PackArguments values{.tile = view, .correction = correction};
+    values.units = shape.padded_cols / kPanelUnit;
+    values.values = FinishRow(run, shape, transform, row_buffer);
+    table_->pack[plan_.tile](&values);
+  }
+}
+
+/// The tokens of a tile side by side; tokens that do not exist multiply zeros.
+void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, int64_t task) const {
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const int64_t row_bytes = shape.tile_row_bytes;
+  const int64_t most_bytes = std::max(plan_.gate_up.tile_row_bytes, plan_.down.tile_row_bytes);
+  std::byte* rows = run.tile_rows + task * kHeights[plan_.max_height_index] * most_bytes;
+  const int height = kHeights[tile.height_index];
+  const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
+  const int32_t* tokens[kMaxHeight];
+  for (int token = 0; token < height; ++token) {
+    const int64_t slot = tile.first_slot + token;
+    std::byte* row = rows + token * row_bytes;
+    if (token >= tile.count) {
+      std::memset(row, 0, static_cast<size_t>(row_bytes));
+    } else if (part == kSharedPart) {
+      row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
     } else {
-      PackArguments values{.tile = view, .correction = correction, .height = height, .token = token};
-      values.units = shape.padded_cols / kPanelUnit;
-      values.values = FinishRow(run, shape, transform, row_buffer);
-      table_->pack[plan_.tile](&values);
+      PackRow(run, shape, part == 2 ? expert.mid : expert.input[part], slot,
+              run.row_buffers + task * 2 * widest, row);
     }
+    tokens[token] = reinterpret_cast<const int32_t*>(row);
   }
+  std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
+  table_->interleave(tokens, row_bytes / 4, height,
+                     reinterpret_cast<int32_t*>(tiles + tile.first_row * row_bytes));
 }
 
 /// Tiles from `begin` on that meet a stripe one after the other: of one expert, and small enough to stay in
@@ -482,6 +544,21 @@ int64_t CpuExperts::EndOfBatch(const Run& run, const GemmShape& shape, int64_t b
     ++end;
   }
   return end;
+}
+
+/// The beginning of what a task reads next: prefetches of the kernels end where a stripe's neighbours end.
+void CpuExperts::PrefetchStripes(const uint8_t* stripes) const {
+  const int64_t bytes = std::max(plan_.prefetch_near, plan_.prefetch_far);
+  for (int64_t line = 0; line < bytes; line += 64) {
+    __builtin_prefetch(stripes + line, 0, 2);
+  }
+}
+
+TileView CpuExperts::View(const GemmShape& shape, std::byte* memory, int height) const {
+  TileView view = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, height);
+  view.prefetch_near = plan_.prefetch_near;
+  view.prefetch_far = plan_.prefetch_far;
+  return view;
 }
 
 void CpuExperts::GateUp(Run& run) const {
@@ -505,6 +582,10 @@ void CpuExperts::GateUp(Run& run) const {
         tile_end = EndOfBatch(run, plan_.gate_up, tile);
         if (run.tiles[tile].expert % expert_groups == group) {
           for (int64_t stripe = first; stripe < end; ++stripe) {
+            if (stripe + 1 == end && tile_end < run.num_tiles) {
+              PrefetchStripes(experts_[static_cast<size_t>(run.tiles[tile_end].expert)].gate_up +
+                              first * plan_.gate_up.parts * plan_.gate_up.stripe_bytes);
+            }
             GateUpStripe(run, tile, tile_end, stripe, separate_inputs_ ? pass : -1);
           }
         }
@@ -541,8 +622,7 @@ void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, in
   for (int64_t index = tile_begin; index < tile_end; ++index) {
     const Tile& tile = run.tiles[index];
     const int height = kHeights[tile.height_index];
-    const TileView view = ViewTile(run.input_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel,
-                                   plan_.tile, shape.padded_cols, height);
+    const TileView view = View(shape, run.input_tiles + tile.first_row * shape.tile_row_bytes, height);
     float* mid = run.mid + tile.first_slot * shape.row_stride() + stripe * kPanelRows;
     table_->dot[plan_.kernel][plan_.tile][tile.height_index](weights, num_parts, shape.blocks, &view, dots);
     if (pass == 0 && gated) {
@@ -598,11 +678,14 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
     const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[begin].expert)];
     for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += 2) {
       const int64_t count = std::min<int64_t>(2, end_stripe - stripe);
+      if (stripe + 2 >= end_stripe && end < run.num_tiles) {
+        PrefetchStripes(experts_[static_cast<size_t>(run.tiles[end].expert)].down +
+                        first_stripe * shape.stripe_bytes);
+      }
       for (int64_t index = begin; index < end; ++index) {
         const Tile& tile = run.tiles[index];
         const int height = kHeights[tile.height_index];
-        const TileView view = ViewTile(run.mid_tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel,
-                                       plan_.tile, shape.padded_cols, height);
+        const TileView view = View(shape, run.mid_tiles + tile.first_row * shape.tile_row_bytes, height);
         table_->dot[plan_.kernel][plan_.tile][tile.height_index](expert.down + stripe * shape.stripe_bytes,
                                                                  count, shape.blocks, &view, dots);
         for (int64_t i = 0; i < count; ++i) {

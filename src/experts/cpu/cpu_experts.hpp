@@ -40,13 +40,18 @@ class CpuExperts final : public Experts {
   void TakeBatchedRows(const ExpertsInput& input, int64_t& expert, int64_t& row, Run& run) const;
   void MakeTiles(Run& run) const;
   void PackTiles(Run& run, const GemmShape& shape, int part) const;
-  void PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, float* row_buffer) const;
+  void PackTokens(Run& run, const GemmShape& shape, int part) const;
+  void PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, int64_t task) const;
+  void PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
+               float* row_buffer, std::byte* out) const;
   float BatchScale(Run& run, const GemmShape& shape) const;
   void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
   const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          float* row) const;
   void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                        float* row, std::byte* buffer, PackCodesArguments& arguments) const;
+  TileView View(const GemmShape& shape, std::byte* memory, int height) const;
+  void PrefetchStripes(const uint8_t* stripes) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
   void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,
@@ -63,6 +68,8 @@ class CpuExperts final : public Experts {
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay
   /// Gate and up see different inputs in some expert: they are multiplied one after the other.
   bool separate_inputs_ = false;
+  /// All experts see the same input of gate, and of up: a token is packed once, not once an expert.
+  bool shared_inputs_[2] = {true, true};
   ExpertsTraits traits_;
 };
 

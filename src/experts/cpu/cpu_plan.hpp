@@ -58,6 +58,7 @@ struct CpuPlan {
   int64_t top_k = 1;
   /// Slots (token, expert) that go through the layer together; more are cut into pieces.
   int64_t max_slots = 0;
+  int64_t max_tokens = 0;    ///< that they belong to; 0 for batched rows
   int64_t max_rows = 0;      ///< of output accumulated at a time
   int max_height_index = 0;  ///< of kHeights: the tallest tile that the kernels take
   /// rank_invariant: the slots of a token are left apart, unweighted, so that whoever has all of them adds
@@ -66,6 +67,8 @@ struct CpuPlan {
   int64_t max_tiles = 0;
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
+  /// How far ahead a short tile asks for weights, in bytes: into L1, and into L2 (0: not).
+  int64_t prefetch_near = 0, prefetch_far = 0;
 };
 
 /// What the backend computes for a problem that it supports.
@@ -86,8 +89,8 @@ int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights);
 
 /// Where the pieces of a workspace lie.
 struct CpuSlots {
-  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, input_tiles, mid,
-      mid_tiles, output;
+  WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
+      token_tiles, input_tiles, mid, mid_tiles, output;
 };
 CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
 
@@ -100,8 +103,8 @@ struct Tile {
   int64_t first_row = 0;  ///< tile rows (padding included) before it
 };
 
-/// Pieces of row buffers that packing tasks use, one each; more tasks would not help, fewer would starve
-/// threads.
+/// Pieces of the buffers for rows that packing tasks use, one each; more tasks would not help, fewer would
+/// starve threads.
 inline constexpr int64_t kPackTasks = 64;
 
 }  // namespace fusedmoe::cpu

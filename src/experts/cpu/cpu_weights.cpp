@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "core/checked_math.hpp"
+#include "experts/cpu/panel_packer.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -72,70 +74,159 @@ Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
   return Status::Ok();
 }
 
-Status PackMatrix(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert,
-                  Extras& extras) {
-  FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
-  const CanonicalMatrix& canonical = *matrix.canonical;
-  const GemmShape& shape = *matrix.shape;
-  std::vector<int32_t> columns = PanelColumns(canonical, plan.panel);
-  if (static_cast<int64_t>(columns.size()) > shape.padded_cols) {
-    return Status::Unsupported(
-               fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
-                           "{} are planned",
-                           matrix.name, shape.cols, columns.size(), shape.padded_cols))
-        .WithHint("scale groups that a slice cuts need activation order to be declared");
+/// Which stripes of every matrix of an expert a task packs; the first share also fills what stands beside
+/// them.
+struct Share {
+  int64_t index = 0, count = 1;
+};
+
+/// One matrix on its way to panels.
+class MatrixPacking {
+ public:
+  Status Begin(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert) {
+    FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
+    matrix_ = &matrix;
+    const GemmShape& shape = *matrix.shape;
+    columns_ = PanelColumns(*matrix.canonical, plan.panel);
+    if (static_cast<int64_t>(columns_.size()) > shape.padded_cols) {
+      return Status::Unsupported(
+                 fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
+                             "{} are planned",
+                             matrix.name, shape.cols, columns_.size(), shape.padded_cols))
+          .WithHint("scale groups that a slice cuts need activation order to be declared");
+    }
+    columns_.resize(static_cast<size_t>(shape.padded_cols), -1);
+    const int target = matrix.shape == &plan.down ? 1 : 0;
+    const int64_t side = shape.parts * shape.stripes * kPanelRows;
+    panels_ = targets.panels[target] + expert * shape.expert_bytes();
+    row_scale_ = targets.row_scale[target] + expert * side;
+    bias_ = targets.bias[target] + expert * side;
+    output_scale_ = KernelOutputScale(plan.kernel);
+    packer_.emplace(*matrix.canonical, plan.panel, columns_, *FindKernelTable(plan.isa));
+    return Status::Ok();
   }
-  columns.resize(static_cast<size_t>(shape.padded_cols), -1);
-  const int target = matrix.shape == &plan.down ? 1 : 0;
-  std::byte* panels = targets.panels[target] + expert * shape.expert_bytes();
-  const int64_t side = shape.parts * shape.stripes * kPanelRows;
-  float* row_scale = targets.row_scale[target] + expert * side;
-  float* bias = targets.bias[target] + expert * side;
-  const float output_scale = KernelOutputScale(plan.kernel);
-  for (int64_t stripe = 0; stripe < shape.stripes; ++stripe) {
-    const int64_t position = stripe * shape.parts + matrix.part;
-    PackPanelStripe(canonical, plan.panel, columns, stripe, panels + position * shape.stripe_bytes);
-    float* scales = row_scale + position * kPanelRows;
+
+  void Pack(int64_t stripe) const {
+    const CanonicalMatrix& canonical = *matrix_->canonical;
+    const int64_t position = stripe * matrix_->shape->parts + matrix_->part;
+    packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes);
+    float* scales = row_scale_ + position * kPanelRows;
     PanelRowScales(canonical, stripe, scales);
     for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-      scales[lane] *= output_scale;
+      scales[lane] *= output_scale_;
       const int64_t row = stripe * kPanelRows + lane;
       if (!canonical.bias.empty() && row < canonical.rows) {
-        bias[position * kPanelRows + lane] = canonical.bias.view().as<float>()[row];
+        bias_[position * kPanelRows + lane] = canonical.bias.view().as<float>()[row];
       }
     }
   }
-  extras.has_bias = extras.has_bias || !canonical.bias.empty();
-  extras.tensor_scale[matrix.index] = canonical.input_tensor_scale.value_or(1.0F);
-  if (!PanelColumnsAreIdentity(columns)) {
-    extras.columns[matrix.index] = std::move(columns);
+
+  /// What stands beside the panels.
+  void End(Extras& extras) {
+    const CanonicalMatrix& canonical = *matrix_->canonical;
+    extras.has_bias = extras.has_bias || !canonical.bias.empty();
+    extras.tensor_scale[matrix_->index] = canonical.input_tensor_scale.value_or(1.0F);
+    if (!PanelColumnsAreIdentity(columns_)) {
+      extras.columns[matrix_->index] = std::move(columns_);
+    }
+    if (!canonical.pre_quant_scale.empty()) {
+      const float* scale = canonical.pre_quant_scale.view().as<float>();
+      extras.pre_quant_scale[matrix_->index].assign(scale, scale + canonical.cols);
+    }
   }
-  if (!canonical.pre_quant_scale.empty()) {
-    const float* scale = canonical.pre_quant_scale.view().as<float>();
-    extras.pre_quant_scale[matrix.index].assign(scale, scale + canonical.cols);
-  }
-  return Status::Ok();
-}
+
+ private:
+  const Matrix* matrix_ = nullptr;
+  std::vector<int32_t> columns_;
+  std::byte* panels_ = nullptr;
+  float* row_scale_ = nullptr;
+  float* bias_ = nullptr;
+  float output_scale_ = 1.0F;
+  std::optional<PanelPacker> packer_;
+};
 
 Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Targets& targets, int64_t index,
-                  Extras& extras) {
+                  Share share, Extras& extras) {
   const bool gated = plan.gate_up.parts == 2;
   if (gated != !expert.gate.empty()) {
     return Status::BadInput(gated ? "the activation is gated and there is no gate projection"
                                   : "there is a gate projection and the activation takes none");
   }
-  if (gated) {
-    FMOE_RETURN_IF_ERROR(
-        PackMatrix(plan, {&expert.gate, &plan.gate_up, 0, 0, "gate"}, targets, index, extras));
+  const Matrix matrices[3] = {{&expert.gate, &plan.gate_up, 0, 0, "gate"},
+                              {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"},
+                              {&expert.down, &plan.down, 0, 2, "down"}};
+  MatrixPacking packings[3];
+  for (int i = gated ? 0 : 1; i < 3; ++i) {
+    FMOE_RETURN_IF_ERROR(packings[i].Begin(plan, matrices[i], targets, index));
   }
-  FMOE_RETURN_IF_ERROR(
-      PackMatrix(plan, {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"}, targets, index, extras));
+  // Gate and up in turn: they are neighbours in the panels, whose pages are touched once.
+  const auto pack = [&](int first, int end, int64_t stripes) {
+    for (int64_t stripe = stripes * share.index / share.count;
+         stripe < stripes * (share.index + 1) / share.count; ++stripe) {
+      for (int i = first; i < end; ++i) {
+        packings[i].Pack(stripe);
+      }
+    }
+  };
+  pack(gated ? 0 : 1, 2, plan.gate_up.stripes);
+  pack(2, 3, plan.down.stripes);
+  if (share.index > 0) {
+    return Status::Ok();
+  }
+  for (int i = gated ? 0 : 1; i < 3; ++i) {
+    packings[i].End(extras);
+  }
   if (!gated) {
     extras.columns[0] = extras.columns[1];
     extras.pre_quant_scale[0] = extras.pre_quant_scale[1];
     extras.tensor_scale[0] = extras.tensor_scale[1];
   }
-  return PackMatrix(plan, {&expert.down, &plan.down, 0, 2, "down"}, targets, index, extras);
+  return Status::Ok();
+}
+
+/// All experts, streamed: besides the result there is never more than one expert for each thread. Where there
+/// are too few experts to keep the threads busy, those of one round are loaded together and packed in shares.
+void PackExperts(const CpuPlan& plan, const ExpertSource& source, const Executor& executor,
+                 const Targets& targets, std::vector<Extras>& extras) {
+  const int64_t experts = source.num_local_experts;
+  const int64_t threads = std::max(executor.num_threads, 1);
+  constexpr int64_t kExpertsPerThread = 4;
+  if (threads == 1 || experts >= kExpertsPerThread * threads) {
+    ParallelFor(executor, experts, [&](int64_t expert) {
+      Extras& mine = extras[static_cast<size_t>(expert)];
+      const Result<CanonicalExpert> loaded = source.load(expert);
+      mine.status = loaded.ok() ? PackExpert(plan, *loaded, targets, expert, {}, mine) : loaded.status();
+    });
+    return;
+  }
+  for (int64_t first = 0; first < experts; first += threads) {
+    const int64_t count = std::min(threads, experts - first);
+    std::vector<CanonicalExpert> loaded(static_cast<size_t>(count));
+    ParallelFor(executor, count, [&](int64_t i) {
+      Result<CanonicalExpert> expert = source.load(first + i);
+      if (expert.ok()) {
+        loaded[static_cast<size_t>(i)] = *std::move(expert);
+      } else {
+        extras[static_cast<size_t>(first + i)].status = expert.status();
+      }
+    });
+    const int64_t shares = CeilDiv(kExpertsPerThread * threads, count);
+    std::vector<Extras> others(
+        static_cast<size_t>(count * shares));  // their status is that of the first share
+    ParallelFor(executor, count * shares, [&](int64_t task) {
+      const int64_t i = task / shares;
+      Extras& mine =
+          task % shares == 0 ? extras[static_cast<size_t>(first + i)] : others[static_cast<size_t>(task)];
+      if (loaded[static_cast<size_t>(i)].up.empty()) {
+        return;  // was not loaded
+      }
+      Status status =
+          PackExpert(plan, loaded[static_cast<size_t>(i)], targets, first + i, {task % shares, shares}, mine);
+      if (task % shares == 0) {
+        mine.status = std::move(status);
+      }
+    });
+  }
 }
 
 template <typename T>
@@ -236,11 +327,7 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
     targets.bias[i] = reinterpret_cast<float*>(data);
   }
   std::vector<Extras> extras(static_cast<size_t>(experts));
-  ParallelFor(executor, experts, [&](int64_t expert) {
-    Extras& mine = extras[static_cast<size_t>(expert)];
-    const Result<CanonicalExpert> loaded = source.load(expert);
-    mine.status = loaded.ok() ? PackExpert(plan, *loaded, targets, expert, mine) : loaded.status();
-  });
+  PackExperts(plan, source, executor, targets, extras);
   bool has_bias = false;
   for (size_t expert = 0; expert < extras.size(); ++expert) {
     if (!extras[expert].status.ok()) {

@@ -58,6 +58,9 @@ struct TileView {
   void* codes;
   int32_t* correction;
   float* scale;
+  /// How far ahead of the stripe's blocks lines are asked for, in bytes: into L1, and into L2 (0: not).
+  int64_t prefetch_near;
+  int64_t prefetch_far;
 };
 
 /// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
@@ -122,7 +125,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {memory, 0, 0};
+  TileView view = {memory, 0, 0, 0, 0};
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * Planes(kind) * height;
     view.correction = (int32_t*)at;
@@ -136,12 +139,10 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
-/// Quantizes `units` pieces of 64 values of one token and puts them into its column of the tile.
+/// Quantizes `units` pieces of 64 values into a tile of one token.
 struct PackArguments {
   TileView tile;
   Correction correction;
-  int height;
-  int token;  ///< column of the tile
   int64_t units;
   const float* values;  ///< 64 * units
 };
@@ -151,14 +152,17 @@ typedef void (*PackKernel)(const PackArguments* arguments);
 struct PackCodesArguments {
   TileView tile;
   Correction correction;
-  int height;
-  int token;
   int64_t units;
   int scales_per_unit;  ///< 64 / ActivationGroup
   const int8_t* codes;  ///< 64 * units; e2m1 doubled
   const float* scales;  ///< scales_per_unit * units
 };
 typedef void (*PackCodesKernel)(const PackCodesArguments* arguments);
+
+/// Whatever a tile holds, each 32-bit word of one token is `height` words, one of each token: a tile of
+/// several tokens is out[w * height + t] = tokens[t][w]. `words` is a multiple of kTileWords.
+typedef void (*InterleaveKernel)(const int32_t* const* tokens, int64_t words, int height, int32_t* out);
+constexpr int kTileWords = 64;
 
 /// The input of NVFP4 W4A4 by the default rule (quant/activation_formulas.hpp): for each 16 of 64 * units
 /// values the scale e4m3(amax / 6 / tensor_scale), and codes e2m1(x / (scale * tensor_scale)), doubled.
@@ -213,6 +217,31 @@ typedef void (*AccumulateKernel)(const AccumulateArguments* arguments);
 typedef void (*ToFloatKernel)(const void* values, int64_t count, float* out);
 typedef void (*FromFloatKernel)(const float* values, int64_t count, void* out);
 
+/// How rows of codes become lines of a panel.
+enum PanelTransform : int {
+  kPanelNibbles,    ///< 4-bit codes
+  kPanelBytes,      ///< int8
+  kPanelHalfLanes,  ///< fp8: the words of a lane stand apart
+  kPanelWords,      ///< bf16
+  kPanelHalfWords,  ///< f16: as fp8
+  kPanelFloats,     ///< f32
+  kPanelScales16,   ///< bytes of scales per 16 k
+  kPanelScales32,   ///< per 32 k
+  kNumPanelTransforms
+};
+
+/// `units` pieces of 64 k of sixteen rows; each row holds all of them, scales up to the next 32 bytes.
+struct PanelArguments {
+  const uint8_t* rows[16];
+  int64_t units;
+  int64_t units_per_block;
+  int64_t block_bytes;
+  int32_t flip;          ///< exclusive-or of codes; for scales the bits that stay
+  const uint8_t* ahead;  ///< where the next rows begin: as many bytes from there are prefetched as are packed
+  uint8_t* out;          ///< scales: those of the first block
+};
+typedef void (*PackPanelKernel)(const PanelArguments* arguments);
+
 enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 
 struct KernelTable {
@@ -221,11 +250,13 @@ struct KernelTable {
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;
+  InterleaveKernel interleave;
   QuantizeNvfp4Kernel quantize_nvfp4;
   ActivateKernel activate;
   AccumulateKernel accumulate;
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
+  PackPanelKernel pack_panel[kNumPanelTransforms];
 };
 
 }  // namespace fusedmoe::cpu

@@ -6,28 +6,51 @@
 #include "experts/cpu/kernel_table_isa.hpp"
 #include "experts/cpu/simd_isa.hpp"
 
-/// Values of one token into its column of a tile (layout: TileView), 64 at a time.
+/// Values of one token into a tile of its own (layout: TileView), 64 at a time, and tiles of one token into
+/// tiles of several.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 constexpr int kUnitVectors = 64 / kLanes;
 
 void PackF32(const PackArguments* arguments) {
-  float* out = (float*)arguments->tile.codes + arguments->token;
-  const int64_t count = arguments->units * 64;
-  if (arguments->height == 1) {
-    memcpy(out, arguments->values, (size_t)count * sizeof(float));
-    return;
-  }
-  for (int64_t k = 0; k < count; ++k, out += arguments->height) {
-    *out = arguments->values[k];
+  memcpy(arguments->tile.codes, arguments->values, (size_t)arguments->units * 64 * sizeof(float));
+}
+
+/// Eight words of 16 / kHeight stretches of each token are the sixteen rows of a transposition.
+template <int kHeight>
+void InterleaveTokens(const int32_t* const* tokens, int64_t words, int32_t* out) {
+  constexpr int kStretches = 16 / kHeight;
+  alignas(64) int32_t lines[8 * 16];
+  for (int64_t w = 0; w < words; w += 8 * kStretches, out += 8 * kStretches * kHeight) {
+    const uint8_t* rows[16];
+    Unroll<16>([&](auto i)
+                   FMOE_FLAT { rows[i] = (const uint8_t*)(tokens[i % kHeight] + w + 8 * (i / kHeight)); });
+    Ints line[8 * kHalves];
+    LoadTransposed(rows, 0, line);
+    Unroll<8>([&](auto v) FMOE_FLAT { StoreLine<false>((uint8_t*)(lines + 16 * v), line + v * kHalves); });
+    Unroll<8>([&](auto v) FMOE_FLAT {
+      Unroll<kStretches>([&](auto s) FMOE_FLAT {
+        memcpy(out + (8 * s + v) * kHeight, lines + 16 * v + s * kHeight, kHeight * sizeof(int32_t));
+      });
+    });
   }
 }
 
-/// Sixteen bytes, four k a word, to the words of one plane of a step.
-FMOE_INLINE void StoreStep(const int8_t* bytes, int32_t* words, int height) {
-  for (int q = 0; q < 4; ++q) {
-    memcpy(words + q * height, bytes + 4 * q, 4);
+void Interleave(const int32_t* const* tokens, int64_t words, int height, int32_t* out) {
+  switch (height) {
+    case 1:
+      memcpy(out, tokens[0], (size_t)words * sizeof(int32_t));
+      break;
+    case 2:
+      InterleaveTokens<2>(tokens, words, out);
+      break;
+    case 4:
+      InterleaveTokens<4>(tokens, words, out);
+      break;
+    default:
+      InterleaveTokens<8>(tokens, words, out);
+      break;
   }
 }
 
@@ -107,24 +130,24 @@ template <TileKind kKind>
 void PackIntegers(const PackArguments* a) {
   constexpr int kPlanes = Planes(kKind);
   constexpr float kLargestCode = kPlanes == 3 ? 127.0F * 16384.0F : kPlanes == 2 ? 127.0F * 128.0F : 127.0F;
-  const int step_words = kPlanes * 4 * a->height;
   const int64_t groups = 64 / a->correction.group;
-  const int64_t stride = (int64_t)Corrections(kKind) * a->height;
-  int32_t* words = (int32_t*)a->tile.codes + a->token;
+  const int64_t stride = Corrections(kKind);
+  int8_t* codes = (int8_t*)a->tile.codes;
   for (int64_t unit = 0; unit < a->units; ++unit) {
     Floats x[kUnitVectors];
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
     const UnitScale scale = ScaleOf(LargestBits(x), kLargestCode);
     const Floats multiplier = Set(scale.encode_multiplier);
     const bool usable = scale.encode_multiplier > 0.0F;
-    alignas(64) int8_t bytes[kPlanes][64];
     int32_t sums16[4] = {0, 0, 0, 0}, high_sums16[4] = {0, 0, 0, 0};
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
       constexpr int kStep = decltype(v)() * kLanes / 16;
       const Ints code = usable ? ToIntsEven(Multiply(x[v], multiplier)) : IntZero();
       Ints planes[kPlanes];
       SplitPlanes<kKind>(code, planes);
-      Unroll<kPlanes>([&](auto p) FMOE_FLAT { StoreBytes(bytes[p] + v * kLanes, planes[p]); });
+      Unroll<kPlanes>([&](auto p) FMOE_FLAT {
+        StoreBytes(codes + (kStep * kPlanes + p) * 16 + v * kLanes % 16, planes[p]);
+      });
       if (kKind == kTileA24 && a->correction.zero != 0) {
         const int32_t high = SumOf(planes[0]);
         high_sums16[kStep] += high;
@@ -133,41 +156,32 @@ void PackIntegers(const PackArguments* a) {
         sums16[kStep] += SumOf(code);
       }
     });
-    for (int step = 0; step < 4; ++step, words += step_words) {
-      Unroll<kPlanes>(
-          [&](auto p) FMOE_FLAT { StoreStep(bytes[p] + 16 * step, words + p * 4 * a->height, a->height); });
-    }
-    int32_t* correction = a->tile.correction + unit * groups * stride + a->token;
+    codes += 64 * kPlanes;
+    int32_t* correction = a->tile.correction + unit * groups * stride;
     StoreCorrections(a->correction, sums16, correction, stride);
     if constexpr (kKind == kTileA24) {
-      StoreCorrections(a->correction, high_sums16, correction + a->height, stride);
+      StoreCorrections(a->correction, high_sums16, correction + 1, stride);
     }
-    a->tile.scale[unit * a->height + a->token] = scale.scale;
+    a->tile.scale[unit] = scale.scale;
   }
 }
 
 /// Codes that come with their scales.
 void PackCodes(const PackCodesArguments* a) {
-  const int step_words = 4 * a->height;
   const int64_t groups = 64 / a->correction.group;
-  int32_t* words = (int32_t*)a->tile.codes + a->token;
-  float* scale = a->tile.scale + a->token;
+  memcpy(a->tile.codes, a->codes, (size_t)a->units * 64);
+  memcpy(a->tile.scale, a->scales, (size_t)(a->units * a->scales_per_unit) * sizeof(float));
   for (int64_t unit = 0; unit < a->units; ++unit) {
     const int8_t* codes = a->codes + 64 * unit;
     int32_t sums16[4];
-    for (int step = 0; step < 4; ++step, words += step_words) {
-      StoreStep(codes + 16 * step, words, a->height);
+    for (int step = 0; step < 4; ++step) {
       int32_t sum = 0;
       for (int i = 0; i < 16; ++i) {
         sum += codes[16 * step + i];
       }
       sums16[step] = sum;
     }
-    StoreCorrections(a->correction, sums16, a->tile.correction + unit * groups * a->height + a->token,
-                     a->height);
-    for (int i = 0; i < a->scales_per_unit; ++i, scale += a->height) {
-      *scale = a->scales[unit * a->scales_per_unit + i];
-    }
+    StoreCorrections(a->correction, sums16, a->tile.correction + unit * groups, 1);
   }
 }
 

@@ -80,6 +80,9 @@ FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
 FMOE_INLINE Ints IntOr(Ints a, Ints b) {
   return _mm256_or_si256(a, b);
 }
+FMOE_INLINE Ints IntXor(Ints a, Ints b) {
+  return _mm256_xor_si256(a, b);
+}
 FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
   return _mm256_max_epu32(a, b);
 }
@@ -90,6 +93,10 @@ FMOE_INLINE Ints ShiftLeft(Ints x) {
 template <int kBits>
 FMOE_INLINE Ints ShiftRightSigned(Ints x) {
   return _mm256_srai_epi32(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRight(Ints x) {
+  return _mm256_srli_epi32(x, kBits);
 }
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return _mm256_srli_epi32(x, 16);
@@ -233,6 +240,58 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
   const Floats a = FromBits(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
   const Floats b = FromBits(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
   return _mm256_mul_ps(_mm256_mul_ps(x, a), b);
+}
+
+/// An 8 x 8 transposition for each half of the rows.
+FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    Ints x[8], y[8];
+    Unroll<8>([&](auto r) FMOE_FLAT { x[r] = LoadInts(rows[8 * half + r] + at); });
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      y[2 * i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    });
+    Unroll<2>([&](auto i) FMOE_FLAT {
+      Unroll<2>([&](auto j) FMOE_FLAT {
+        x[4 * i + 2 * j] = _mm256_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
+        x[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
+      });
+    });
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      line[2 * i + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+      line[2 * (i + 4) + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+    });
+  });
+}
+
+/// kSplit: the low words of all lanes, then the high ones.
+template <bool kSplit>
+FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
+  if constexpr (kSplit) {
+    Unroll<2>([&](auto half) FMOE_FLAT {
+      _mm_storeu_si128((__m128i*)(p + 16 * half), PackWords(line[half]));
+      _mm_storeu_si128((__m128i*)(p + 32 + 16 * half), PackWords(_mm256_srli_epi32(line[half], 16)));
+    });
+  } else {
+    _mm256_storeu_si256((__m256i*)p, line[0]);
+    _mm256_storeu_si256((__m256i*)(p + 32), line[1]);
+  }
+}
+
+/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows, with `mask` applied.
+FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask) {
+  const Ints order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  Ints x[2];
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    x[half] = _mm256_and_si256(LoadInts(p + 32 * half), _mm256_set1_epi32(mask));
+    x[half] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x[half], order), lanes);
+  });
+  // Each half now has 8 bytes of its rows for each of the four: they alternate.
+  const Ints low = _mm256_unpacklo_epi64(x[0], x[1]), high = _mm256_unpackhi_epi64(x[0], x[1]);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256((__m256i*)(p + 32), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
 FMOE_INLINE void Prefetch(const uint8_t* p) {

@@ -90,6 +90,9 @@ FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
 FMOE_INLINE Ints IntOr(Ints a, Ints b) {
   return _mm512_or_si512(a, b);
 }
+FMOE_INLINE Ints IntXor(Ints a, Ints b) {
+  return _mm512_xor_si512(a, b);
+}
 FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
   return _mm512_max_epu32(a, b);
 }
@@ -100,6 +103,10 @@ FMOE_INLINE Ints ShiftLeft(Ints x) {
 template <int kBits>
 FMOE_INLINE Ints ShiftRightSigned(Ints x) {
   return _mm512_srai_epi32(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRight(Ints x) {
+  return _mm512_srli_epi32(x, kBits);
 }
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return _mm512_srli_epi32(x, 16);
@@ -249,6 +256,52 @@ FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
 /// 2^n for |n| <= 127, n an integer in fp32.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
   return _mm512_scalef_ps(x, n);
+}
+
+/// Eight words of rows r and r + 8 share a register, so that an 8 x 8 transposition inside its halves leaves
+/// whole lines of sixteen rows.
+FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
+  Ints x[8], y[8];
+  Unroll<8>([&](auto r) FMOE_FLAT {
+    x[r] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[r] + at))),
+                              _mm256_loadu_si256((const __m256i*)(rows[r + 8] + at)), 1);
+  });
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+    y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+  });
+  Unroll<2>([&](auto i) FMOE_FLAT {
+    Unroll<2>([&](auto j) FMOE_FLAT {
+      x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
+      x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
+    });
+  });
+  const Ints low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
+  const Ints high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    line[i] = _mm512_permutex2var_epi64(x[i], low, x[i + 4]);
+    line[i + 4] = _mm512_permutex2var_epi64(x[i], high, x[i + 4]);
+  });
+}
+
+/// kSplit: the low words of all lanes, then the high ones.
+template <bool kSplit>
+FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
+  Ints x = line[0];
+  if constexpr (kSplit) {
+    x = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x)),
+                           _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)), 1);
+  }
+  _mm512_storeu_si512(p, x);
+}
+
+/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows, with `mask` applied.
+FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask) {
+  const Ints x = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(mask));
+  const Ints order =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(x, order)));
 }
 
 FMOE_INLINE void Prefetch(const uint8_t* p) {

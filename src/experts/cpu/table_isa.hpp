@@ -3,6 +3,7 @@
 #include "experts/cpu/dot_isa.hpp"
 #include "experts/cpu/epilogue_isa.hpp"
 #include "experts/cpu/pack_isa.hpp"
+#include "experts/cpu/panel_isa.hpp"
 
 /// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -65,6 +66,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
   table.pack[kTileA8] = &PackIntegers<kTileA8>;
   table.pack_codes = &PackCodes;
+  table.interleave = &Interleave;
   table.quantize_nvfp4 = &QuantizeNvfp4;
   table.activate = &Activate;
   table.accumulate = &Accumulate;
@@ -74,6 +76,14 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.from_float[kRowF32] = &CopyFloatsOut;
   table.from_float[kRowBf16] = &FloatToBf16;
   table.from_float[kRowF16] = &FloatToF16;
+  table.pack_panel[kPanelNibbles] = &PackPanel<1, true, false>;
+  table.pack_panel[kPanelBytes] = &PackPanel<2, false, false>;
+  table.pack_panel[kPanelHalfLanes] = &PackPanel<2, false, true>;
+  table.pack_panel[kPanelWords] = &PackPanel<4, false, false>;
+  table.pack_panel[kPanelHalfWords] = &PackPanel<4, false, true>;
+  table.pack_panel[kPanelFloats] = &PackPanel<8, false, false>;
+  table.pack_panel[kPanelScales16] = &PackPanelScales<4>;
+  table.pack_panel[kPanelScales32] = &PackPanelScales<2>;
   return table;
 }
 

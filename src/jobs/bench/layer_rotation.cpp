@@ -9,6 +9,7 @@
 #include "core/checked_math.hpp"
 #include "jobs/bench/random_weights.hpp"
 #include "layer/kernel_builder.hpp"
+#include "layer/pack_cache.hpp"
 #include "moe/cost.hpp"
 #include "oracle/host_table.hpp"
 #include "oracle/select.hpp"
@@ -92,11 +93,18 @@ Status LayerRotation::Build() {
   if (prepared_for_ != plan_->backend || prepared_recipe_ != plan_->recipe) {
     weights_.clear();
     const int64_t layers = LayersWanted();
+    std::vector<std::string> notes;
     for (int64_t layer = 0; layer < layers; ++layer) {
       FMOE_ASSIGN_OR_RETURN(const ExpertSource source, RandomExperts(config_, scheme_, options_.seed, layer));
       FMOE_ASSIGN_OR_RETURN(PreparedWeights prepared,
-                            backend_->prepare(problem_, HostMachine(), source, options_.executor));
+                            PrepareCached(*backend_, *plan_, problem_, HostMachine(), source,
+                                          options_.executor, options_.pack_cache, notes));
       weights_.push_back(std::make_shared<const PreparedWeights>(std::move(prepared)));
+    }
+    for (const std::string& note : notes) {
+      if (options_.progress) {
+        options_.progress(note);
+      }
     }
     prepared_for_ = plan_->backend;
     prepared_recipe_ = plan_->recipe;

@@ -175,6 +175,8 @@ Result<ExpertSource> RandomExperts(const MoeConfig& config, const Scheme& scheme
   ExpertSource source;
   source.num_local_experts = config.num_local_experts;
   source.scheme = scheme;
+  source.identity = fmt::format("random weights 1, seed {}, layer {}, {} biases", seed, layer,
+                                config.has_bias ? "with" : "without");
   const Recipe inner = RecipeFor(scheme.weight, config.hidden);
   const Recipe down = RecipeFor(scheme.weight, config.intermediate);
   const uint64_t layer_key = Mix(Mix(seed) + static_cast<uint64_t>(layer));

@@ -1,0 +1,359 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/dot_prefetch_isa.hpp"
+#include "experts/cpu/kernel_table_isa.hpp"
+
+/// Micro-kernels of formats that become bytes: e2m1, 4-bit and 8-bit integers (dot_isa.hpp).
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Where things stand in a block of an integer format.
+template <WeightKernel kWeight>
+struct IntegerPanel {
+  static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
+  static constexpr bool kNibbles = kWeight < kWeightU8;
+  static constexpr bool kZeroPoints = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
+  static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
+  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
+  static constexpr int kGroup = kWeight == kWeightNvfp4 ? 16 : kWeight == kWeightMxfp4 || kGroup32 ? 32 : 64;
+  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
+  static constexpr int kScaleBytes = kE2m1 ? 16 * 64 / kGroup : !kZeroPoints ? 0 : kGroup32 ? 128 : 64;
+  static constexpr int kBlockBytes = kUnits * kUnitBytes + kScaleBytes;
+  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
+
+  /// 16 k as four vectors of unsigned bytes.
+  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
+    if constexpr (kE2m1) {
+      DecodeE2m1(unit + step * 128, half, table, out);
+      DecodeE2m1(unit + step * 128 + 64, half, table, out + 2);
+    } else if constexpr (kNibbles) {
+      DecodeU4(unit + step * 128, half, out);
+      DecodeU4(unit + step * 128 + 64, half, out + 2);
+    } else {
+      Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
+    }
+  }
+};
+
+/// sums[t] += four vectors of weights times 16 k of token t, for kCount tokens `height` words apart.
+template <int kLargestCode, int kCount>
+FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
+  if constexpr (kHasByteDot) {
+    // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
+    // operations and ran at 60-90 % of this order (Emerald Rapids).
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<kCount>(
+          [&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
+    });
+  } else if constexpr (kLargestCode <= 24) {
+    // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints words16 = MultiplyAddPairs(weights[0], IntSet(words[t]));
+      Unroll<3>([&](auto q) FMOE_FLAT {
+        words16 = AddWords(words16, MultiplyAddPairs(weights[q + 1], IntSet(words[(q + 1) * height + t])));
+      });
+      sums[t] = IntAdd(sums[t], MultiplyAddWords(words16, 1));
+    });
+  } else {
+    // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
+    Ints low[4], high[4];
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      low[q] = LowNibbles(weights[q]);
+      high[q] = HighNibbles(weights[q]);
+    });
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints sum_low = MultiplyAddPairs(low[0], IntSet(words[t]));
+      Ints sum_high = MultiplyAddPairs(high[0], IntSet(words[t]));
+      Unroll<3>([&](auto q) FMOE_FLAT {
+        sum_low = AddWords(sum_low, MultiplyAddPairs(low[q + 1], IntSet(words[(q + 1) * height + t])));
+        sum_high = AddWords(sum_high, MultiplyAddPairs(high[q + 1], IntSet(words[(q + 1) * height + t])));
+      });
+      sums[t] = IntAdd(sums[t], IntAdd(MultiplyAddWords(sum_low, 1), MultiplyAddWords(sum_high, 16)));
+    });
+  }
+}
+
+/// Tokens whose sums live in registers at the same time. Two planes need two sums each; groups below 64 also
+/// keep fp32 sums of the unit for every token.
+template <TileKind kKind, int kGroup, int kHeight>
+constexpr int TokensAtOnce() {
+  constexpr int kPlanes = Planes(kKind);
+  constexpr int kRegisters = kHalves == 1 ? (kPlanes > 1 && kGroup < 64 ? 4
+                                             : kPlanes == 3             ? 4
+                                                                        : 8)
+                                          : (kPlanes > 1 ? 2 : 4);
+  return kHeight < kRegisters ? kHeight : kRegisters;
+}
+
+/// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
+FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
+                           const int32_t* correction, int first, Floats* sums) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kSteps = Panel::kGroup / 16;
+  constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
+  Ints sum[Planes(kKind)][kCount];  // of each plane, the highest first
+  Unroll<kCount>([&](auto t) FMOE_FLAT {
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[plane][t] = IntZero(); });
+    if constexpr (!Panel::kZeroPoints) {
+      sum[Planes(kKind) - 1][t] = IntSet(correction[first + t]);
+      if constexpr (kKind == kTileA24) {
+        sum[0][t] = IntSet(correction[kHeight + first + t]);
+      }
+    }
+  });
+  Unroll<kSteps>([&](auto step) FMOE_FLAT {
+    Ints weights[4];
+    Panel::Decode(unit, group * kSteps + step, half, table, weights);
+    const int32_t* at = words + step * kStepWords + first;
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
+      Dot16<Panel::kLargestCode, kCount>(sum[plane], weights, at + plane * 4 * kHeight, kHeight);
+    });
+  });
+  Unroll<kCount>([&](auto t) FMOE_FLAT {
+    constexpr int kLast = Planes(kKind) - 1;
+    Ints low = sum[kLast][t];
+    if constexpr (kLast > 0) {
+      low = IntAdd(ShiftLeft<7>(sum[kLast - 1][t]), low);
+    }
+    sums[t] = ToFloats(low);
+    if constexpr (kKind == kTileA24) {  // three planes in 32 bits would overflow
+      sums[t] = MultiplyAdd(ToFloats(sum[0][t]), Set(16384.0F), sums[t]);
+    }
+  });
+}
+
+/// Scale and zero point of a group; 1 and 0 where the panel has none.
+template <WeightKernel kWeight>
+FMOE_INLINE void LoadGroupScale(const uint8_t* scales, int group, int half, Floats& scale, Floats& zero) {
+  scale = Set(1.0F);
+  zero = Zero();
+  if constexpr (kWeight == kWeightNvfp4) {
+    scale = LoadE4m3Scales(scales + group * 16, half);
+  } else if constexpr (kWeight == kWeightMxfp4) {
+    scale = LoadE8m0Scales(scales + group * 16, half);
+  } else if constexpr (IntegerPanel<kWeight>::kZeroPoints) {
+    const Ints bits = Bits(LoadFloatScales(scales + group * 64, half));
+    scale = FromBits(IntAnd(bits, IntSet(~255)));
+    zero = ToFloats(IntAnd(bits, IntSet(255)));
+  }
+}
+
+/// One unit of 64 k for one half of the rows: adds to accumulators[token].
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int half, Ints table,
+                             const int32_t* words, const int32_t* correction, const float* activation_scale,
+                             Floats* accumulators) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kGroups = 64 / Panel::kGroup;
+  constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
+  constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
+  constexpr bool kUnitSums =
+      kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
+  Floats unit_sums[kHeight];
+  if constexpr (kUnitSums) {
+    Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
+  }
+  auto one_group = [&](auto group) FMOE_FLAT {
+    Floats scale, zero;
+    LoadGroupScale<kWeight>(scales, group, half, scale, zero);
+    const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
+    Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
+      constexpr int kFirst = decltype(part)() * kCount;
+      Floats sums[kCount];
+      GroupSums<kWeight, kKind, kHeight, kCount>(unit, group, half, table, words + group * kGroupWords,
+                                                 group_correction, kFirst, sums);
+      Unroll<kCount>([&](auto i) FMOE_FLAT {
+        constexpr int t = kFirst + decltype(i)();
+        Floats sum = sums[i];
+        if constexpr (Panel::kZeroPoints) {
+          sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
+        }
+        if constexpr (kKind == kTileA4) {
+          const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
+          accumulators[t] = MultiplyAdd(sum, both, accumulators[t]);
+        } else if constexpr (kUnitSums) {
+          unit_sums[t] = MultiplyAdd(sum, scale, unit_sums[t]);
+        } else {
+          if constexpr (Panel::kZeroPoints) {
+            sum = Multiply(sum, scale);
+          }
+          accumulators[t] = MultiplyAdd(sum, Set(activation_scale[t]), accumulators[t]);
+        }
+      });
+    });
+  };
+  if constexpr (kHeight <= 2) {
+    Unroll<kGroups>(one_group);
+  } else {
+    for (int group = 0; group < kGroups; ++group) {
+      one_group(group);
+    }
+  }
+  if constexpr (kUnitSums) {
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      accumulators[t] = MultiplyAdd(unit_sums[t], Set(activation_scale[t]), accumulators[t]);
+    });
+  }
+}
+
+/// Tall tiles of e2m1 weights meet two stripes at a time: each word of activations is broadcast once for 32
+/// rows, since one load for every multiplication is what held them up. Weights from memory, Zen 5, GOP/s with
+/// one stripe -> two: NVFP4 669 -> 704 at 16 tokens, 683 -> 715 at 64. INT4 and INT8 lose (755 -> 697, 651 ->
+/// 526 at 16 tokens: two streams of more bytes); two planes of activations do not fit the registers.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool IsPaired() {
+  return kHasByteDot && kHalves == 1 && kHeight > kPairTokens && Planes(kKind) == 1 &&
+         IntegerPanel<kWeight>::kE2m1;
+}
+
+/// One group of two stripes for kTokens tokens: integer sums as fp32.
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kTokens>
+FMOE_INLINE void GroupSumsPair(const uint8_t* unit, int64_t stripe_bytes, int group, Ints table,
+                               const int32_t* words, const int32_t* correction, int first,
+                               Floats (*sums)[kTokens]) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kSteps = Panel::kGroup / 16;
+  Ints sum[2][kTokens];
+  Unroll<kTokens>([&](auto t) FMOE_FLAT { sum[0][t] = sum[1][t] = IntSet(correction[first + t]); });
+  Unroll<kSteps>([&](auto step) FMOE_FLAT {
+    Ints weights[2][4];
+    Unroll<2>([&](auto s) FMOE_FLAT {
+      Panel::Decode(unit + s * stripe_bytes, group * kSteps + step, 0, table, weights[s]);
+    });
+    const int32_t* at = words + step * 4 * kHeight + first;
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        const Ints word = IntSet(at[q * kHeight + t]);
+        Unroll<2>([&](auto s) FMOE_FLAT { sum[s][t] = ByteDot(sum[s][t], weights[s][q], word); });
+      });
+    });
+  });
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = ToFloats((&sum[0][0])[i]); });
+}
+
+/// One unit of two stripes for kTokens tokens from `first` on: adds to accumulators[stripe][token].
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kTokens>
+FMOE_INLINE void IntegerUnitPair(const uint8_t* unit, const uint8_t* scales, int64_t stripe_bytes, Ints table,
+                                 const int32_t* words, const int32_t* correction,
+                                 const float* activation_scale, int first, Floats (*accumulators)[kTokens]) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kGroups = 64 / Panel::kGroup;
+  constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
+  constexpr bool kUnitSums = kKind != kTileA4;
+  Floats unit_sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&unit_sums[0][0])[i] = Zero(); });
+  for (int group = 0; group < kGroups; ++group) {
+    Floats weight_scale[2], zero[2], sums[2][kTokens];
+    Unroll<2>([&](auto s) FMOE_FLAT {
+      LoadGroupScale<kWeight>(scales + s * stripe_bytes, group, 0, weight_scale[s], zero[s]);
+    });
+    GroupSumsPair<kWeight, kKind, kHeight, kTokens>(unit, stripe_bytes, group, table,
+                                                    words + group * kGroupWords, correction + group * kHeight,
+                                                    first, sums);
+    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      Unroll<2>([&](auto s) FMOE_FLAT {
+        if constexpr (kUnitSums) {
+          unit_sums[s][t] = MultiplyAdd(sums[s][t], weight_scale[s], unit_sums[s][t]);
+        } else {
+          const Floats both = Multiply(weight_scale[s], Set(activation_scale[group * kHeight + first + t]));
+          accumulators[s][t] = MultiplyAdd(sums[s][t], both, accumulators[s][t]);
+        }
+      });
+    });
+  }
+  if constexpr (kUnitSums) {
+    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      Unroll<2>([&](auto s) FMOE_FLAT {
+        accumulators[s][t] =
+            MultiplyAdd(unit_sums[s][t], Set(activation_scale[first + t]), accumulators[s][t]);
+      });
+    });
+  }
+}
+
+/// Two stripes, four tokens after four in each block, with the additions of IntegerDot in their order.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile, float* out) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kTokens = kPairTokens, kParts = kHeight / kTokens;
+  constexpr int kGroups = 64 / Panel::kGroup;
+  const int64_t stripe_bytes = blocks * Panel::kBlockBytes;
+  const Ints table = E2m1Table();
+  const int32_t* words = (const int32_t*)tile->codes;
+  const int32_t* correction = tile->correction;
+  const float* scale = tile->scale;
+  Floats kept[kParts][2][kTokens];
+  Unroll<2 * kHeight>([&](auto i) FMOE_FLAT { (&kept[0][0][0])[i] = Zero(); });
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t offset = block * Panel::kBlockBytes;
+    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile->prefetch_near / 2);
+    for (int part = 0; part < kParts; ++part) {
+      Floats sums[2][kTokens];  // a copy, since registers cannot be indexed
+      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = (&kept[part][0][0])[i]; });
+      IntegerUnitPair<kWeight, kKind, kHeight, kTokens>(
+          stripes + offset, stripes + offset + Panel::kUnitBytes, stripe_bytes, table, words, correction,
+          scale, part * kTokens, sums);
+      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&kept[part][0][0])[i] = (&sums[0][0])[i]; });
+    }
+    words += 16 * kHeight;
+    correction += kGroups * kHeight;
+    scale += (kKind == kTileA4 ? kGroups : 1) * kHeight;
+  }
+  Unroll<2 * kHeight>([&](auto i) FMOE_FLAT {
+    constexpr int kPart = decltype(i)() / (2 * kTokens), kStripe = decltype(i)() / kTokens % 2;
+    constexpr int kToken = decltype(i)() % kTokens;
+    Store(out + (kStripe * kHeight + kPart * kTokens + kToken) * 16, kept[kPart][kStripe][kToken]);
+  });
+}
+
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
+  constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
+  constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
+  const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
+  const int64_t near = tile->prefetch_near, far = tile->prefetch_far;
+  if constexpr (IsPaired<kWeight, kKind, kHeight>()) {
+    if (num_stripes == 2) {
+      IntegerDotPair<kWeight, kKind, kHeight>(stripes, blocks, tile, out);
+      return;
+    }
+  }
+  for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
+    const int32_t* words = (const int32_t*)tile->codes;
+    const int32_t* correction = tile->correction;
+    const float* scale = tile->scale;
+    Floats accumulators[kHalves][kHeight];
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
+    for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
+      PrefetchBlock<kHeight, Panel::kBlockBytes>(stripes, near, far);
+      const uint8_t* unit = stripes;
+      for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
+        for (int half = 0; half < kHalves; ++half) {
+          Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
+          Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
+          IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kUnits * Panel::kUnitBytes, half, table,
+                                               words, correction, scale, sums);
+          Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
+        }
+        words += kUnitWords;
+        correction += kUnitCorrections;
+        scale += kUnitScales;
+      }
+    }
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
+    });
+    out += kHeight * 16;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
