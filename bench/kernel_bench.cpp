@@ -1,12 +1,14 @@
-// The micro-kernels alone, one thread, by its CPU time: operations a second with weights in L2, bytes a
-// second with weights from memory.
+// The kernels alone, one thread, by its CPU time: every micro-kernel with each kind and height of tile,
+// weights in L2 and from memory, and the kernels that make tiles. `ops` are two for each multiply-add,
+// `share` those of the peak of the unit that the kernel runs on, measured in the same run; `bytes_per_second`
+// are those of the weights.
 //
-//   kernel_bench [KERNELS] [isa=NAME] [k=2048]      kernel_bench nvfp4,u4g128 isa=avx2
-#include <time.h>
+//   kernel_bench [--benchmark_filter=nvfp4] [--isa=avx2] [--k=2048]
+#include <benchmark/benchmark.h>
 
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,7 @@ const Named kKernels[] = {
     {"e4m3", kWeightE4m3, {DType::kF8E4M3}},
     {"e4m3_scaled", kWeightE4m3Scaled, {DType::kF8E4M3, PanelScale::kF32, 64}},
     {"mxfp8", kWeightMxfp8, {DType::kF8E4M3, PanelScale::kE8M0, 32}},
+    {"e5m2", kWeightE5m2, {DType::kF8E5M2}},
     {"nvfp4", kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {"mxfp4", kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
     {"u4", kWeightU4, {DType::kU4}},
@@ -39,95 +42,145 @@ const Named kKernels[] = {
     {"u4g64", kWeightU4Group64, {DType::kU4, PanelScale::kF32Zero, 64}},
     {"u4g128", kWeightU4Group128, {DType::kU4, PanelScale::kF32Zero, 128, 128}},
     {"u8", kWeightU8, {DType::kU8}},
+    {"u8g32", kWeightU8Group32, {DType::kU8, PanelScale::kF32Zero, 32}},
+    {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kF32Zero, 64}},
     {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kF32Zero, 128, 128}},
 };
+constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4"};
 
-double CpuSeconds() {
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-}
+constexpr int64_t kBytes = int64_t{512} << 20;  // of weights, more than caches hold
+constexpr int64_t kTileBytes = int64_t{4} << 20;
 
-/// Seconds of CPU time for one pass over `count` stripes; the least of seven.
-double Time(DotKernel dot, const uint8_t* weights, int64_t count, int64_t stripe_bytes, int64_t blocks,
-            const TileView& tile, int64_t passes) {
-  alignas(64) static float out[2 * kMaxHeight * 16];
-  double best = 1e9;
-  for (int sample = 0; sample < 7; ++sample) {
-    const double begin = CpuSeconds();
-    for (int64_t pass = 0; pass < passes; ++pass) {
-      for (int64_t stripe = 0; stripe + 2 <= count; stripe += 2) {
-        dot(weights + stripe * stripe_bytes, 2, blocks, &tile, out);
-      }
-    }
-    best = std::min(best, (CpuSeconds() - begin) / static_cast<double>(passes));
-  }
-  return best;
-}
+/// What all benchmarks share.
+struct Bench {
+  const KernelTable* table = nullptr;
+  int64_t k = 2048;
+  Workspace memory;
+  uint8_t* weights = nullptr;
+  char* tile = nullptr;
+  double int_peak = 1, float_peak = 1;
+};
 
-void Run(const Named& named, const KernelTable& table, int64_t k, const uint8_t* weights, int64_t bytes) {
-  const int64_t blocks = k / named.panel.block;
+/// Passes over `count` stripes, two at a time, as the layer walks.
+void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int height_index,
+         bool cold) {
+  const int64_t blocks = bench.k / named.panel.block;
   const int64_t stripe_bytes = blocks * named.panel.block_bytes();
-  static const char* const kTiles[] = {"f32", "a24", "a16", "a8", "a4"};
-  Workspace memory = *Workspace::Allocate(4 << 20);
-  const WorkspaceSlot all{0, 4 << 20};
-  std::memset(memory.Get<char>(all), 0, 4 << 20);
-  for (int tile = 0; tile < kNumTileKinds; ++tile) {
-    for (int h = 0; h < kNumHeights; ++h) {
-      const DotKernel dot = table.dot[named.kernel][tile][h];
-      if (dot == nullptr) {
-        continue;
-      }
-      const int height = kHeights[h];
-      const TileView view =
-          ViewTile(memory.Get<char>(all), named.kernel, static_cast<TileKind>(tile), k, height);
-      const int64_t near = std::max<int64_t>(2, (384 << 10) / stripe_bytes / 2 * 2);
-      const double in_l2 = Time(dot, weights, near, stripe_bytes, blocks, view, 40);
-      const double ops = 2.0 * static_cast<double>(near * 16 * k * height);
-      std::printf("%-12s %-4s tokens=%-2d  L2 %7.1f GOP/s %6.1f GB/s", named.name, kTiles[tile], height,
-                  ops / in_l2 / 1e9, static_cast<double>(near * stripe_bytes) / in_l2 / 1e9);
-      if (height <= 4) {
-        const int64_t far = bytes / stripe_bytes;
-        const double cold = Time(dot, weights, far, stripe_bytes, blocks, view, 1);
-        std::printf("   memory %6.2f GB/s", static_cast<double>(far * stripe_bytes) / cold / 1e9);
-      }
-      std::printf("\n");
-      std::fflush(stdout);
+  const int64_t bytes = cold ? kBytes - (int64_t{1} << 20) : int64_t{384} << 10;
+  const int64_t count = std::max<int64_t>(2, bytes / stripe_bytes / 2 * 2);
+  const int height = kHeights[height_index];
+  TileView view = ViewTile(bench.tile, named.kernel, kind, bench.k, height);
+  view.prefetch_near = 7680;
+  const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
+  alignas(64) static float out[2 * kMaxHeight * 16];
+  for (auto _ : state) {
+    for (int64_t stripe = 0; stripe < count; stripe += 2) {
+      dot(bench.weights + stripe * stripe_bytes, 2, blocks, &view, out);
     }
+    benchmark::ClobberMemory();
+  }
+  const auto passes = static_cast<double>(state.iterations());
+  const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * height);
+  const double peak = kind == kTileF32 ? bench.float_peak : bench.int_peak;
+  state.counters["ops"] = benchmark::Counter(ops, benchmark::Counter::kIsRate);
+  state.counters["share"] = benchmark::Counter(ops / peak, benchmark::Counter::kIsRate);
+  state.SetBytesProcessed(static_cast<int64_t>(passes) * count * stripe_bytes);
+}
+
+/// One row of activations to a tile of one token.
+void Pack(benchmark::State& state, const Bench& bench, TileKind kind) {
+  std::vector<float> values(static_cast<size_t>(bench.k));
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(i * 7 % 64) - 31.5F;
+  }
+  PackArguments arguments{};
+  arguments.tile = ViewTile(bench.tile, kWeightNvfp4, kind, bench.k, 1);
+  arguments.correction = CorrectionOf(kWeightNvfp4);
+  arguments.units = bench.k / kPanelUnit;
+  arguments.values = values.data();
+  for (auto _ : state) {
+    bench.table->pack[kind](&arguments);
+    benchmark::ClobberMemory();
+  }
+  state.SetItemsProcessed(state.iterations() * bench.k);
+}
+
+/// Tiles of one token to a tile of several.
+void Interleave(benchmark::State& state, const Bench& bench, int height) {
+  const int32_t* tokens[kMaxHeight];
+  auto* base = reinterpret_cast<int32_t*>(bench.tile);
+  for (int t = 0; t < kMaxHeight; ++t) {
+    tokens[t] = base + t * bench.k;
+  }
+  for (auto _ : state) {
+    bench.table->interleave(tokens, bench.k, height, base + kMaxHeight * bench.k);
+    benchmark::ClobberMemory();
+  }
+  state.SetBytesProcessed(state.iterations() * bench.k * height * 4);
+}
+
+void Register(const Bench& bench) {
+  const std::string isa = bench.table->isa;
+  for (const Named& named : kKernels) {
+    for (int kind = 0; kind < kNumTileKinds; ++kind) {
+      for (int h = 0; h < kNumHeights; ++h) {
+        if (bench.table->dot[named.kernel][kind][h] == nullptr) {
+          continue;
+        }
+        for (const bool cold : {false, true}) {
+          const std::string name = "dot/" + isa + "/" + named.name + "/" + kTiles[kind] +
+                                   "/tokens:" + std::to_string(kHeights[h]) + (cold ? "/memory" : "/l2");
+          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, h,
+                                                      cold](benchmark::State& state) {
+            Dot(state, bench, named, static_cast<TileKind>(kind), h, cold);
+          })->MinTime(0.2);
+        }
+      }
+    }
+  }
+  for (int kind = 0; kind < kNumTileKinds; ++kind) {
+    if (bench.table->pack[kind] != nullptr) {
+      benchmark::RegisterBenchmark(
+          ("pack/" + isa + "/" + kTiles[kind]).c_str(),
+          [&bench, kind](benchmark::State& state) { Pack(state, bench, static_cast<TileKind>(kind)); });
+    }
+  }
+  for (const int height : {2, 4, 8}) {
+    benchmark::RegisterBenchmark(
+        ("interleave/" + isa + "/tokens:" + std::to_string(height)).c_str(),
+        [&bench, height](benchmark::State& state) { Interleave(state, bench, height); });
   }
 }
 
 int Main(int argc, char** argv) {
-  std::string which, isa;
-  int64_t k = 2048;
+  benchmark::Initialize(&argc, argv);
+  static Bench bench;
+  Isa level = BestIsa(HostMachine()).value_or(Isa::kAvx2);
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
-    if (word.starts_with("isa=")) {
-      isa = word.substr(4);
-    } else if (word.starts_with("k=")) {
-      k = std::atol(argv[i] + 2);
-    } else {
-      which = "," + word + ",";
+    if (word.starts_with("--isa=") && ParseIsa(word.substr(6))) {
+      level = *ParseIsa(word.substr(6));
+    } else if (word.starts_with("--k=")) {
+      bench.k = std::max<int64_t>(128, std::atol(argv[i] + 4) / 128 * 128);
     }
   }
-  const Isa level =
-      isa.empty() ? BestIsa(HostMachine()).value_or(Isa::kAvx2) : ParseIsa(isa).value_or(Isa::kAvx2);
-  const KernelTable* table = FindKernelTable(level);
-  constexpr int64_t kBytes = int64_t{512} << 20;
-  const Workspace memory = *Workspace::Allocate(kBytes);
-  auto* weights = memory.Get<uint8_t>(WorkspaceSlot{0, kBytes});
+  bench.table = FindKernelTable(level);
+  if (bench.table == nullptr) {
+    return 2;
+  }
+  bench.memory = *Workspace::Allocate(kBytes + kTileBytes);
+  bench.weights = bench.memory.Get<uint8_t>(WorkspaceSlot{0, kBytes});
+  bench.tile = bench.memory.Get<char>(WorkspaceSlot{kBytes, kTileBytes});
   for (int64_t i = 0; i < kBytes; ++i) {
-    weights[i] = static_cast<uint8_t>(48 + (i * 7 + i / 64) % 16);  // ordinary numbers in every format
+    bench.weights[i] = static_cast<uint8_t>(48 + (i * 7 + i / 64) % 16);  // ordinary numbers in every format
   }
+  std::memset(bench.tile, 0, static_cast<size_t>(kTileBytes));
 #if defined(__AVX512VNNI__)
-  std::printf("vpdpbusd peak %.1f GOP/s, ", MeasurePeak({}, &SpinByteDot, kByteDotOps) / 1e9);
+  bench.int_peak = MeasurePeak({}, &SpinByteDot, kByteDotOps);
 #endif
-  std::printf("fma peak %.1f GFLOP/s, %s\n", MeasurePeak({}, &SpinFma, kFmaOps) / 1e9, table->isa);
-  for (const Named& named : kKernels) {
-    if (which.empty() || which.find("," + std::string(named.name) + ",") != std::string::npos) {
-      Run(named, *table, k, weights, kBytes - (1 << 20));
-    }
-  }
+  bench.float_peak = MeasurePeak({}, &SpinFma, kFmaOps);
+  Register(bench);
+  benchmark::RunSpecifiedBenchmarks();
   return 0;
 }
 

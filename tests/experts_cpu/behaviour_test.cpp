@@ -356,5 +356,36 @@ TEST(CpuExperts_WeightsOfAnotherLayout, AreRefused) {
   EXPECT_EQ(created.status().code(), StatusCode::kUnsupported);
 }
 
+TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
+  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  Machine machine = HostMachine();
+  machine.num_numa_nodes = 1;
+  machine.cpu_name = "AMD EPYC 9755";
+  const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
+  EXPECT_EQ(amd.weight_nodes, 1);
+  EXPECT_EQ(amd.prefetch_far, 0);
+  EXPECT_GT(amd.prefetch_near, 0);
+  machine.num_numa_nodes = 4;
+  machine.cpu_name = "INTEL(R) XEON(R)";
+  const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
+  EXPECT_EQ(intel.weight_nodes, 4);
+  EXPECT_GT(intel.prefetch_far, intel.prefetch_near);
+}
+
+/// A system with one node refuses to spread pages over four, and weights are the same.
+TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
+  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  Machine machine = HostMachine();
+  const PreparedWeights here = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
+  machine.num_numa_nodes = 4;
+  const PreparedWeights there = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
+  ASSERT_EQ(here.tensors.size(), there.tensors.size());
+  for (size_t i = 0; i < here.tensors.size(); ++i) {
+    const TensorView& a = here.tensors[i].tensor.view();
+    EXPECT_EQ(0, std::memcmp(a.data(), there.tensors[i].tensor.view().data(),
+                             static_cast<size_t>(a.total_bytes())));
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe::cpu_test

@@ -233,6 +233,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + 2 * active;
   SetPrefetch(machine, plan);
+  plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;
 }

@@ -67,9 +67,14 @@ struct CpuPlan {
   int64_t max_tiles = 0;
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
+  /// Memory nodes over which pages of weights are spread in turn; 1: wherever they are touched first.
+  int weight_nodes = 1;
   /// How far ahead a short tile asks for weights, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near = 0, prefetch_far = 0;
 };
+
+/// Bits of the mask that the system takes.
+inline constexpr int kMostMemoryNodes = 64;
 
 /// What the backend computes for a problem that it supports.
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine);
