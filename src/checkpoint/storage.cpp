@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
 #include "quant/packing_formats.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -287,10 +288,20 @@ Result<Tensor> SingleValue(float value, const Shape& shape) {
 }
 
 // The number whose reciprocal, rounded, is `scale`, if there is one among the neighbours; else the nearest.
+// Several may share it: then the one that compressed-tensors makes of 16-bit weights, (6 * 448) / amax, goes
+// first.
 float ReciprocalOf(float scale) {
+  constexpr float kRange = 6.0F * 448.0F;
   const float nearest = 1.0F / scale;
-  for (const float candidate :
-       {nearest, std::nextafterf(nearest, 0.0F), std::nextafterf(nearest, INFINITY)}) {
+  const float candidates[] = {nearest, std::nextafterf(nearest, 0.0F), std::nextafterf(nearest, INFINITY)};
+  for (const float candidate : candidates) {
+    float amax = kRange / candidate;
+    RoundRow(DType::kBF16, &amax, 1);
+    if (1.0F / candidate == scale && kRange / amax == candidate) {
+      return candidate;
+    }
+  }
+  for (const float candidate : candidates) {
     if (1.0F / candidate == scale) {
       return candidate;
     }

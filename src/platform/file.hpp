@@ -12,11 +12,12 @@
 namespace fusedmoe::platform {
 
 enum class FileAccess : uint8_t {
-  kRead,  ///< every read copies: a file that shrinks meanwhile is an error, never a signal
-  kMap    ///< reads borrow from a private mapping, whose size is checked against the file at each read
+  kRead,  ///< every read copies from the file
+  kMap    ///< every read copies from a private mapping of it, without touching its pages from here
 };
 
-/// Bytes of a file and what keeps them alive. The memory is 64-byte aligned when it was copied.
+/// Bytes of a file and what keeps them alive: a copy, 64-byte aligned, that no change of the file reaches. A
+/// file that shrinks meanwhile is an error either way, never a signal.
 struct FileBytes {
   const std::byte* data = nullptr;
   int64_t size = 0;
@@ -41,7 +42,7 @@ class InputFile {
   /// Size and modification time in nanoseconds, as text.
   std::string Version() const;
 
-  /// Bytes [offset, offset + count), copied or borrowed. The range must lie in the file (kBadInput
+  /// Bytes [offset, offset + count). The range must lie in the file (kBadInput
   /// otherwise).
   Result<FileBytes> Read(int64_t offset, int64_t count) const;
   /// The same, always copied, into memory of the caller.
@@ -55,6 +56,7 @@ class InputFile {
   };
 
   InputFile(std::string path, Identity identity) : path_(std::move(path)), identity_(identity) {}
+  Status CopyMapped(int64_t offset, std::span<std::byte> destination) const;
   Status CheckRange(int64_t offset, int64_t count) const;
   Status CheckUnchanged(int descriptor) const;
   static Result<int> OpenDescriptor(const std::string& path);

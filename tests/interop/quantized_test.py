@@ -2,6 +2,7 @@
 
 The values to compare with are those of `fusedmoe convert --to f32`, which decodes by our own readers."""
 
+import json
 import unittest
 
 from support import MISSING, ROOT, Case, config_of, modules_of, save_file, save_model, tensors_of
@@ -12,8 +13,9 @@ if not MISSING:
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
     from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
-    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config, Qwen3MoeConfig
 
 GOLDEN = ROOT / "tests" / "golden" / "checkpoints"
 HIDDEN, INTERMEDIATE, EXPERTS = 256, 128, 4
@@ -74,8 +76,7 @@ class Quantized(Case):
 
     def assert_compressed_tensors(self, folder, ours):
         """Every expert through the decompressor that the configuration names."""
-        config = QuantizationConfig.model_validate(
-            {key: value for key, value in config_of(folder)["quantization_config"].items() if key != "quant_method"})
+        config = self.configuration(folder)
         scheme = next(iter(config.config_groups.values()))
         compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
         tensors = tensors_of(folder)
@@ -154,6 +155,102 @@ class Quantized(Case):
             self.assertTrue(torch.equal(second, tensors[module + ".weight_scale_2"]))
             self.assertTrue(torch.equal(scale.view(torch.uint8), tensors[module + ".weight_scale"].view(torch.uint8)))
             self.assertTrue(torch.equal(packed._quantized_data, tensors[module + ".weight"]))
+
+    def test_compressed_tensors_bytes(self):
+        """Codes and scales as the library computes them from the same weights, in F32 as observers do."""
+        source = tensors_of(self.source)
+        for scheme in ("mxfp4_w4a16", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "nvfp4_w4a16"):
+            folder, _ = self.quantize(scheme, "compressed-tensors")
+            tensors, config = tensors_of(folder), self.configuration(folder)
+            arguments = next(iter(config.config_groups.values())).weights
+            compressor = BaseCompressor.get_value_from_registry(config.format)
+            for module in modules_of(tensors, "weight_scale"):
+                weight = source[module + ".weight"].float()
+                state = {"weight": weight}
+                if arguments.strategy == "tensor_group":  # block scales in the type of the weights, the rest in F32
+                    stem = module.rsplit(".", 1)[0]
+                    fused = [module] if module.endswith("down_proj") else [stem + ".gate_proj", stem + ".up_proj"]
+                    parts = [source[part + ".weight"].float() for part in fused]
+                    # torch divides a number by a tensor by way of the reciprocal: two roundings instead of one.
+                    theirs = generate_gparam(min(part.min() for part in parts), max(part.max() for part in parts))
+                    ours = tensors[module + ".weight_global_scale"]
+                    self.assertLess((theirs / ours - 1).abs().item(), 2**-22)
+                    state["weight_global_scale"] = ours
+                    groups = source[module + ".weight"].reshape(weight.shape[0], -1, arguments.group_size)
+                    low, high = groups.amin(-1), groups.amax(-1)
+                elif arguments.strategy == "group":
+                    groups = weight.reshape(weight.shape[0], -1, arguments.group_size)
+                    low, high = groups.amin(-1), groups.amax(-1)
+                elif arguments.strategy == "channel":
+                    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+                else:
+                    rows, columns = arguments.block_structure
+                    blocks = weight.reshape(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
+                    low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+                state["weight_scale"], state["weight_zero_point"] = calculate_qparams(
+                    low, high, arguments, global_scale=state.get("weight_global_scale"))
+                made = compressor.compress(state, next(iter(config.config_groups.values())))
+                for suffix in ("weight", "weight_packed", "weight_scale"):
+                    if suffix == "weight_packed" and "weight_global_scale" in state:
+                        continue  # its quotients depend on the device there
+                    if suffix in made:
+                        ours = tensors[f"{module}.{suffix}"]
+                        self.assertEqual(ours.dtype, made[suffix].dtype, suffix)
+                        self.assertTrue(torch.equal(ours.contiguous().view(torch.uint8),
+                                                    made[suffix].contiguous().view(torch.uint8)),
+                                        f"{scheme} {module}.{suffix}")
+
+    def test_layers_of_different_schemes(self):
+        """One config group a layer, each with a format of its own."""
+        first, ours = self.quantize("int4_w4a16:g32", "compressed-tensors")
+        second, theirs = self.quantize("fp8_w8a8:channel", "compressed-tensors")
+        folder = self.folder / "mixed"
+        folder.mkdir(exist_ok=True)
+        config, groups = config_of(first), {}
+        for number, other in enumerate((first, second)):
+            group = next(iter(config_of(other)["quantization_config"]["config_groups"].values()))
+            groups[f"group_{number}"] = {**group, "targets": [f"re:.*layers\\.{number}\\.mlp\\.experts\\..*"]}
+        config["quantization_config"].update(config_groups=groups, format="mixed-precision")
+        (folder / "config.json").write_text(json.dumps(config))
+        before, after = tensors_of(first), tensors_of(second)
+        save_file({name: tensor for name, tensor in before.items() if ".layers.1." not in name}
+                  | {name: tensor for name, tensor in after.items() if ".layers.1." in name},
+                  folder / "model.safetensors")
+        layers = self.run_command("inspect", folder)["layers"]
+        self.assertEqual([layer["scheme"] for layer in layers], ["int4_w4a16:g32", "fp8_w8a8"])
+        for layer in (0, 1):
+            self.run_command("run", folder, "--layer", layer, "--input", self.folder / "hidden.safetensors", "--output",
+                             self.folder / "mixed.safetensors", "--check")
+        self.assertFalse(set(ours) ^ set(theirs))
+
+    def test_convert_gpt_oss_form(self):
+        """From compressed-tensors back to the bytes of the released layout, which transformers dequantizes."""
+        original = GOLDEN / "gpt_oss-mxfp4"
+        there, plain = self.convert(original, "compressed-tensors")
+        back, _ = self.convert(there, "gpt-oss")
+        before, after = tensors_of(original), tensors_of(back)
+        for name in before:
+            if ".experts." in name:
+                self.assertTrue(torch.equal(before[name], after[name]), name)
+        model, info = AutoModelForCausalLM.from_pretrained(back, quantization_config=Mxfp4Config(dequantize=True),
+                                                           dtype=torch.float32, output_loading_info=True)
+        self.assertFalse(info["missing_keys"])
+        experts = model.model.layers[0].mlp.experts
+        stem = "model.layers.0.mlp.experts.{}.{}.weight"
+        for expert in range(experts.gate_up_proj.shape[0]):
+            self.assert_same(experts.gate_up_proj[expert, :, 0::2].T.detach(), plain[stem.format(expert, "gate_proj")], "gate")
+            self.assert_same(experts.gate_up_proj[expert, :, 1::2].T.detach(), plain[stem.format(expert, "up_proj")], "up")
+            self.assert_same(experts.down_proj[expert].T.detach(), plain[stem.format(expert, "down_proj")], "down")
+
+    def test_convert_refuses_negative_scales(self):
+        source = GOLDEN / "qwen3_moe-autoround-w4a16"
+        error = self.run_command("convert", source, "--to", "compressed-tensors", "--output", self.folder / "no", expect=4)
+        self.assertIn("negative", error["error"]["message"])
+        self.run_command("convert", source, "--to", "f32", "--output", self.folder / "yes")
+
+    def configuration(self, folder):
+        return QuantizationConfig.model_validate(
+            {key: value for key, value in config_of(folder)["quantization_config"].items() if key != "quant_method"})
 
     def convert(self, source, form, *more):
         """The folder of the converted checkpoint and the values of its source."""

@@ -13,7 +13,8 @@
 namespace fusedmoe {
 
 struct ConvertOptions {
-  /// "modelopt", "compressed-tensors", "deepseek": whose layout; "bf16", "f16", "f32": dequantized.
+  /// "modelopt", "compressed-tensors", "deepseek", "gpt-oss": whose layout; "bf16", "f16", "f32":
+  /// dequantized.
   std::string to;
   /// Scheme of the result; empty: that of the source.
   std::string scheme;

@@ -81,8 +81,12 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
   const fs::path temporary =
       final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
   if (fs::exists(temporary, error)) {
-    if (!fs::exists(temporary / kMarker, error)) {
-      return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+    // A run that was killed at once has left the directory without its mark, or with a part of it.
+    for (fs::directory_iterator entry(temporary, error), end; !error && entry != end;
+         entry.increment(error)) {
+      if (!fs::exists(temporary / kMarker) && !entry->path().filename().string().starts_with(kMarker)) {
+        return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+      }
     }
     fs::remove_all(temporary, error);
   }
@@ -231,7 +235,6 @@ Status OutputCheckpoint::Commit() {
   const auto failed = [&](std::string_view what) {
     return Status::System(fmt::format("cannot {}: {}", what, error.message())).WithFile(final_);
   };
-  fs::remove(temporary_ + "/" + std::string(kMarker), error);
   fs::path old;
   if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {
     old = temporary_ + ".old";
@@ -249,6 +252,8 @@ Status OutputCheckpoint::Commit() {
     return status;
   }
   committed_ = true;
+  // Last, so that a run killed here has left either a marked directory or a complete one.
+  fs::remove(final_ + "/" + std::string(kMarker), error);
   if (!old.empty()) {
     fs::remove_all(old, error);
   }

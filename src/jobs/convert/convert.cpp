@@ -11,6 +11,7 @@
 
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/convert/compare.hpp"
+#include "jobs/convert/gpt_oss.hpp"
 #include "jobs/convert/other_modules.hpp"
 #include "jobs/convert/transform.hpp"
 
@@ -57,6 +58,8 @@ class Job {
  private:
   Status ChooseTarget();
   Status LookAtSource();
+  Status ChooseGptOss();
+  Result<CanonicalExpert> TransformExpert(const SourceLayer& layer, int64_t expert) const;
   Result<std::vector<NamedTensor>> MakeExpert(const SourceLayer& layer, int64_t expert) const;
   Result<std::vector<NamedTensor>> MakeOther(const OtherModule& module) const;
   std::vector<jobs::Unit> Units() const;
@@ -68,7 +71,8 @@ class Job {
   ExpertsRewriter rewriter_;
   const ConvertOptions& options_;
   Scheme source_, scheme_;
-  const StorageRow* row_ = nullptr;  // null: plain matrices
+  const StorageRow* row_ = nullptr;  // null: plain matrices, or the form of gpt-oss
+  bool gpt_oss_ = false;
   Target target_;
   std::vector<OtherModule> others_;
 };
@@ -80,6 +84,29 @@ WeightFormat Job::FormatFor(const Scheme& source) const {
     format.block_scale_dtype = source.weight.block_scale_dtype;
   }
   return format;
+}
+
+// All experts of a layer in one tensor, which only models of that family load.
+Status Job::ChooseGptOss() {
+  if (!options_.scheme.empty() && options_.scheme != "mxfp4_w4a16") {
+    return Status::Usage(fmt::format("gpt-oss files hold mxfp4_w4a16; '{}' was asked for", options_.scheme));
+  }
+  for (const SourceLayer& layer : rewriter_.layers()) {
+    const checkpoint::LayerSpec& spec = layer.context->spec;
+    if (spec.family->name != "gpt_oss") {
+      return Status::Unsupported(fmt::format(
+          "only models of the family gpt_oss are stored in its form; this one is {}", spec.family->name));
+    }
+    if (spec.config.hidden % 32 != 0 || spec.config.intermediate % 32 != 0) {
+      return Status::Unsupported(fmt::format("rows of {} and {} are no whole blocks of 32",
+                                             spec.config.hidden, spec.config.intermediate))
+          .WithTensor(TargetModule(layer, 0, Projection::kDown) + ".weight");
+    }
+  }
+  FMOE_ASSIGN_OR_RETURN(scheme_, ParseScheme("mxfp4_w4a16"));
+  target_.format = scheme_.weight;
+  gpt_oss_ = true;
+  return Status::Ok();
 }
 
 Status Job::ChooseTarget() {
@@ -103,10 +130,14 @@ Status Job::ChooseTarget() {
     target_.format = scheme_.weight;
     return Status::Ok();
   }
+  if (options_.to == "gpt-oss") {
+    return ChooseGptOss();
+  }
   if (options_.to != "modelopt" && options_.to != "compressed-tensors" && options_.to != "deepseek") {
-    return Status::Usage(fmt::format(
-        "format '{}' does not exist; there are modelopt, compressed-tensors, deepseek, bf16, f16, f32",
-        options_.to));
+    return Status::Usage(
+        fmt::format("format '{}' does not exist; there are modelopt, compressed-tensors, deepseek, gpt-oss, "
+                    "bf16, f16, f32",
+                    options_.to));
   }
   scheme_ = source_;
   if (!options_.scheme.empty()) {
@@ -159,7 +190,7 @@ Status Job::LookAtSource() {
   std::set<std::string> quantized;
   for (const OtherModule& module : others_) {
     const Result<std::string> own = SchemeNameFor(module.scheme.weight, module.scheme.activation);
-    if (row_ != nullptr && (!own.ok() || !routed.ok() || *own != *routed)) {
+    if (gpt_oss_ || (row_ != nullptr && (!own.ok() || !routed.ok() || *own != *routed))) {
       return Status::Unsupported(
                  fmt::format("the module is {}, the experts are {}: one scheme a checkpoint is "
                              "converted",
@@ -176,7 +207,7 @@ Status Job::LookAtSource() {
   return Status::Ok();
 }
 
-Result<std::vector<NamedTensor>> Job::MakeExpert(const SourceLayer& layer, int64_t expert) const {
+Result<CanonicalExpert> Job::TransformExpert(const SourceLayer& layer, int64_t expert) const {
   FMOE_ASSIGN_OR_RETURN(const CanonicalExpert source, layer.experts.load(expert));
   const auto blame = [&](Status status) {
     return std::move(status).WithTensor(TargetModule(layer, expert, Projection::kUp));
@@ -201,6 +232,11 @@ Result<std::vector<NamedTensor>> Job::MakeExpert(const SourceLayer& layer, int64
     made.gate = std::move(gate_up->front());
   }
   made.down = std::move(down->front());
+  return made;
+}
+
+Result<std::vector<NamedTensor>> Job::MakeExpert(const SourceLayer& layer, int64_t expert) const {
+  FMOE_ASSIGN_OR_RETURN(const CanonicalExpert made, TransformExpert(layer, expert));
   if (row_ != nullptr) {
     return StoreExpert(layer, expert, *row_, made, target_.storage);
   }
@@ -246,6 +282,11 @@ std::vector<jobs::Unit> Job::Units() const {
     units.push_back(std::move(unit));
   }
   for (const SourceLayer& layer : rewriter_.layers()) {
+    if (gpt_oss_) {
+      units.push_back(
+          jobs::GptOssUnit(layer, [this, &layer](int64_t expert) { return TransformExpert(layer, expert); }));
+      continue;
+    }
     for (int64_t expert = 0; expert < layer.context->spec.config.num_experts; ++expert) {
       jobs::Unit unit;
       unit.specs = row_ == nullptr ? PlainSpecs(layer, expert, target_.format.element)
@@ -347,7 +388,9 @@ Result<ConvertReport> Job::Run() {
   FMOE_RETURN_IF_ERROR(LookAtSource());
   FMOE_ASSIGN_OR_RETURN(const auto output,
                         jobs::OutputCheckpoint::Create(options_.directory, options_.overwrite));
-  const std::string quantization = row_ == nullptr ? "" : row_->config(scheme_, target_.storage);
+  const std::string quantization = gpt_oss_          ? jobs::GptOssConfig(target_.storage.ignored)
+                                   : row_ == nullptr ? ""
+                                                     : row_->config(scheme_, target_.storage);
   FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(quantization));
   FMOE_RETURN_IF_ERROR(output->WriteText("config.json", config));
   if (row_ != nullptr && row_->side_file != nullptr) {

@@ -45,6 +45,22 @@ int64_t GroupOf(const CanonicalMatrix& matrix) {
   return matrix.format.block.col < 0 ? matrix.cols : matrix.format.block.col;
 }
 
+// auto-round gives a group a negative scale to use its code -8; no other tool reads that.
+bool HasNegativeScale(const Tensor& scale) {
+  if (scale.empty() || DTypeBits(scale.dtype()) < 16) {
+    return false;
+  }
+  std::vector<float> row(static_cast<size_t>(scale.dim(1)));
+  for (int64_t r = 0; r < scale.dim(0); ++r) {
+    DecodeRow(scale.dtype(), scale.view().data() + r * scale.view().stride_bytes(0), 0, scale.dim(1),
+              row.data());
+    if (std::any_of(row.begin(), row.end(), [](float value) { return std::signbit(value); })) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // Zero points and indices that were left out on one matrix and stand on another of the checkpoint.
 Status Complete(const checkpoint::StorageOptions& storage, CanonicalMatrix& matrix) {
   if (storage.zero_points && matrix.zero_point.empty()) {
@@ -68,6 +84,11 @@ Status Complete(const checkpoint::StorageOptions& storage, CanonicalMatrix& matr
 Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& target) {
   if (from.scale_row_offset != 0 || from.scale_col_offset != 0) {
     return Status::Unsupported("its blocks start before its first row or column");
+  }
+  if (HasNegativeScale(from.block_scale)) {
+    return Status::Unsupported(
+               "groups have negative scales, as auto-round writes them, and the target reads none")
+        .WithHint("--to bf16 or f32 keeps the values");
   }
   CanonicalMatrix to = from;
   to.format = target.format;
