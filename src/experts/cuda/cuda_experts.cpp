@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "experts/cuda/operand_format.hpp"
@@ -44,6 +45,16 @@ Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, 
   }
   experts->prepared_ = std::move(weights);
   experts->slots_ = BookCudaSlots(experts->plan_, experts->weights_.input_by_expert, book);
+  // Plans come with words where something does not fit: made here, so that a forward neither decides nor
+  // allocates.
+  const int64_t most = std::min(experts->plan_.max_rows, kMostDecodeRows);
+  experts->decode_plans_.resize(static_cast<size_t>(most + 1));
+  for (int64_t rows = 1; rows <= most; ++rows) {
+    if (ChooseKernels(experts->plan_, rows) == Kernels::kDecode) {
+      experts->decode_plans_[static_cast<size_t>(rows)] =
+          PlanDecode(experts->plan_.shape, rows, DecodeMid(experts->plan_), experts->plan_.limits);
+    }
+  }
   experts->traits_.activation_format = problem.config.activation_format;
   experts->traits_.expects_unquantized_inputs = true;
   experts->traits_.weights_own_input = !experts->plan_.shape.batched;  // batches arrive weighted
@@ -104,9 +115,9 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   return Status::Ok();
 }
 
-Status CudaExperts::Decode(const ExpertsCall& call, const Workspace& workspace) const {
+Status CudaExperts::Decode(const ExpertsCall& call, const DecodePlan& decode,
+                           const Workspace& workspace) const {
   const LayerShape& shape = plan_.shape;
-  const DecodePlan decode = PlanDecode(shape, call.num_tokens, DecodeMid(plan_), plan_.limits);
   if (plan_.mid == MidKind::kRounded) {
     return LaunchDecode(shape, weights_.kernels, call, decode);
   }
@@ -181,7 +192,9 @@ Status CudaExperts::Apply(const ExpertsInput& input, MutableTensorView output, c
   call.counters = Piece<uint32_t>(workspace, slots_.counters);
   call.stream = executor.stream;
   FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, executor.stream));
-  return ChooseKernels(plan_, call.num_tokens) == Kernels::kDecode ? Decode(call, workspace) : Prefill(call);
+  const auto rows = static_cast<size_t>(call.num_tokens);
+  const bool decodes = rows < decode_plans_.size() && decode_plans_[rows].fits;
+  return decodes ? Decode(call, decode_plans_[rows], workspace) : Prefill(call);
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "experts/cuda/cuda_plan.hpp"
 #include "experts/cuda/cuda_weights.hpp"
@@ -25,7 +26,7 @@ class CudaExperts final : public Experts {
   bool NeedsOperand(TensorView values) const;
   Status MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
                      void* stream) const;
-  Status Decode(const ExpertsCall& call, const Workspace& workspace) const;
+  Status Decode(const ExpertsCall& call, const DecodePlan& decode, const Workspace& workspace) const;
   Status Prefill(const ExpertsCall& call) const;
 
   CudaPlan plan_;
@@ -33,6 +34,7 @@ class CudaExperts final : public Experts {
   CudaWeights weights_;
   CudaSlots slots_;
   ExpertsTraits traits_;
+  std::vector<DecodePlan> decode_plans_;  // by rows of a call; those that prefill takes do not fit
 };
 
 }  // namespace fusedmoe::cuda
