@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cpu_layer.hpp"
+#include "experts/cpu/cpu_plan.hpp"
 
 // Counts allocations of the whole program while `counting` is set.
 namespace {
