@@ -64,7 +64,8 @@ Action DefineConvert(CLI::App& app) {
   auto flags = std::make_shared<ConvertFlags>();
   AddCheckpoint(app, flags->checkpoint, true);
   ConvertOptions& options = flags->options;
-  app.add_option("--to", options.to, "modelopt, compressed-tensors, deepseek, gpt-oss; bf16, f16 or f32 dequantize")
+  app.add_option("--to", options.to,
+                 "modelopt, compressed-tensors, deepseek, gpt-oss; bf16, f16 or f32 dequantize")
       ->required();
   app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
   app.add_option("--scheme", options.scheme, "Scheme of the result, instead of that of the source");

@@ -104,9 +104,10 @@ inline constexpr int64_t kCounterBytes = (512 + 64) * 4;
 
 /// How the input of the second GEMM comes about.
 enum class MidKind : uint8_t {
-  kRounded,   ///< the activation's output, rounded to the element of the operand: W*A16
+  kRounded,    ///< the activation's output, rounded to the element of the operand: W*A16
   kQuantized,  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
-  kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one pass
+  kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one
+                     ///< pass
 };
 
 enum class ExecutionMode : uint8_t { kDecode, kPrefill };
@@ -153,15 +154,15 @@ struct PrefillPlan {
   bool fits = false;
   std::string why_not;  ///< when it does not fit: actual and required values
 
-  int tile_tokens = 64;       ///< 64 or 128
-  int64_t chunk_tokens = 0;   ///< tokens of one pass; a call with more takes several
-  int64_t panel_rows = 0;     ///< rows of the token panels of a pass: routes, and 8 for every expert
-  bool fused_mid = false;     ///< the first GEMM activates and writes the panel of the second itself
-  bool rows_f32 = false;      ///< the second GEMM's rows are F32, not BF16
+  int tile_tokens = 64;      ///< 64 or 128
+  int64_t chunk_tokens = 0;  ///< tokens of one pass; a call with more takes several
+  int64_t panel_rows = 0;    ///< rows of the token panels of a pass: routes, and 8 for every expert
+  bool fused_mid = false;    ///< the first GEMM activates and writes the panel of the second itself
+  bool rows_f32 = false;     ///< the second GEMM's rows are F32, not BF16
   int grid = 0;
   int64_t shared_bytes = 0;  ///< of the GEMM kernels
   /// Scratch, each 256-byte aligned.
-  int64_t map_offset = 0;          ///< int32 first panel row [E], count [E], chunk counts; expert, panel row [routes]
+  int64_t map_offset = 0;  ///< int32 first panel row [E], count [E], chunk counts; expert, panel row [routes]
   int64_t panel_scale_offset = 0;  ///< F32 [panel_rows] of the first GEMM, then of the second
   int64_t group_scale_offset = 0;  ///< F32 [hidden_cols / 128][panel_rows], then [mid_cols / 128][panel_rows]
   int64_t amax_offset = 0;         ///< one word
@@ -182,8 +183,8 @@ struct MidOperand {
   const float* pre_quant_scale = nullptr;  ///< F32 [E][intermediate]: multiplies the intermediate first
 };
 
-/// Enqueues map, gather, gate-up, (mid,) down and combine. `mid` must be given exactly when the plan was made for a
-/// quantized intermediate. No allocation, no synchronization, capturable in a graph.
+/// Enqueues map, gather, gate-up, (mid,) down and combine. `mid` must be given exactly when the plan was made
+/// for a quantized intermediate. No allocation, no synchronization, capturable in a graph.
 Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
                      const PrefillPlan& plan, const MidOperand* mid = nullptr);
 

@@ -7,8 +7,8 @@ Status LaunchOperandRows(const OperandRowsCall& /*call*/) {
   return Status::Unsupported("this build has no CUDA kernels");
 }
 
-Status LaunchPrefill(const LayerShape& /*shape*/, const DeviceWeights& /*weights*/, const ExpertsCall& /*call*/,
-                     const PrefillPlan& /*plan*/, const MidOperand* /*mid*/) {
+Status LaunchPrefill(const LayerShape& /*shape*/, const DeviceWeights& /*weights*/,
+                     const ExpertsCall& /*call*/, const PrefillPlan& /*plan*/, const MidOperand* /*mid*/) {
   return Status::Unsupported("this build has no CUDA kernels");
 }
 
