@@ -1,0 +1,124 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "experts/cuda/prefill.hpp"
+#include "moe/activation.hpp"
+#include "quant/activation_quantizer.hpp"
+#include "quant/activation_rules.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+LayerShape Shape(FragmentFormat format, int64_t hidden, int64_t intermediate, int64_t experts,
+                 int64_t top_k) {
+  LayerShape shape;
+  shape.format = format;
+  shape.hidden = hidden;
+  shape.intermediate = intermediate;
+  shape.num_local_experts = shape.num_experts = experts;
+  shape.top_k = top_k;
+  return shape;
+}
+
+TEST(PrefillPlan, AnyTokenCount_PassesCoverTheCallAndScratchStaysNearTheTarget) {
+  const LayerShape shape = Shape(FragmentFormat::kNvfp4, 7168, 2048, 32, 8);
+  for (const int64_t tokens :
+       {int64_t{0}, int64_t{1}, int64_t{64}, int64_t{4096}, int64_t{16384}, int64_t{262144}}) {
+    for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {
+      const PrefillPlan plan = PlanPrefill(shape, tokens, mid, {});
+      ASSERT_TRUE(plan.fits) << plan.why_not;
+      EXPECT_GE(plan.panel_rows, plan.chunk_tokens * shape.top_k + 7 * shape.num_local_experts) << tokens;
+      EXPECT_EQ(plan.panel_rows % 8, 0) << tokens;
+      EXPECT_LE(plan.chunk_tokens, tokens) << tokens;
+      EXPECT_LE(plan.scratch_bytes, int64_t{2} << 30) << tokens;
+    }
+  }
+}
+
+TEST(PrefillPlan, ScaleOverTheBatch_TakesOnePass) {
+  const LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
+  EXPECT_EQ(PlanPrefill(shape, 65536, MidKind::kQuantizedByBatch, {}).chunk_tokens, 65536);
+  EXPECT_LT(PlanPrefill(shape, 65536, MidKind::kQuantized, {}).chunk_tokens, 65536);
+}
+
+TEST(PrefillPlan, TileFollowsTokensAnExpert) {
+  const LayerShape shape = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
+  EXPECT_EQ(PlanPrefill(shape, 512, MidKind::kRounded, {}).tile_tokens, 64);
+  EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens, 128);
+}
+
+TEST(PrefillPlan, EveryFormat_TakesATileThatHasAKernel) {
+#define FMOE_CHECK_TILE(id, name, code, bits, scale, group)                                            \
+  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {                                 \
+    for (const ActivationKind kind : {ActivationKind::kSilu, ActivationKind::kGelu}) {                 \
+      LayerShape shape = Shape(FragmentFormat::id, 1024, 512, 8, 2);                                   \
+      shape.activation.kind = kind;                                                                    \
+      const PrefillPlan plan = PlanPrefill(shape, 4096, mid, {});                                      \
+      const bool f32 = plan.rows_f32 || !plan.fused_mid;                                               \
+      EXPECT_TRUE(plan.tile_tokens == 64 ||                                                            \
+                  (HasLargeTiles(FragmentFormat::id) && !(f32 && PromotesGroups(FragmentFormat::id)))) \
+          << name;                                                                                     \
+    }                                                                                                  \
+  }
+  FMOE_FRAGMENT_FORMATS(FMOE_CHECK_TILE)
+#undef FMOE_CHECK_TILE
+}
+
+TEST(PrefillPlan, BeyondTheLimits_SaysWhichAndByHowMuch) {
+  EXPECT_NE(PlanPrefill(Shape(FragmentFormat::kNvfp4, 512, 512, 513, 2), 8, MidKind::kRounded, {})
+                .why_not.find("513"),
+            std::string::npos);
+  EXPECT_NE(PlanPrefill(Shape(FragmentFormat::kNvfp4, 512, 512, 64, 33), 8, MidKind::kRounded, {})
+                .why_not.find("33"),
+            std::string::npos);
+  const DeviceLimits small{.num_sms = 108, .shared_memory_per_block = 166912};
+  EXPECT_NE(PlanPrefill(Shape(FragmentFormat::kNvfp4, 512, 512, 64, 2), 8, MidKind::kRounded, small)
+                .why_not.find("166912"),
+            std::string::npos);
+}
+
+TEST(SwishOf, EverySwishKind_IsTheActivationByOneFormula) {
+  std::mt19937 generator(11);
+  std::normal_distribution<float> normal(0.0F, 3.0F);
+  for (const ActivationKind kind :
+       {ActivationKind::kSilu, ActivationKind::kSwigluOai, ActivationKind::kSwigluStep}) {
+    for (const float limit : {0.0F, 1.5F, 7.0F}) {
+      const ActivationSpec spec{.kind = kind, .alpha = 1.702F, .beta = 1.0F, .limit = limit};
+      ASSERT_TRUE(IsSwish(spec));
+      const SwishParams s = SwishOf(spec);
+      for (int i = 0; i < 200; ++i) {
+        const float gate = normal(generator), up = normal(generator);
+        const float g = std::fmin(gate, s.gate_limit);
+        const float u = std::fmax(std::fmin(up, s.up_limit), -s.up_limit);
+        const float swish = g / (1.0F + std::exp2(s.slope_log2 * g));
+        const float want = Activate(spec, gate, up);
+        // exp2 of a rounded product: |slope gate| <= 20 units in the last place
+        EXPECT_NEAR(std::fmin(swish, s.swish_limit) * (u + s.beta), want, 4e-6F * (1.0F + std::fabs(want)))
+            << static_cast<int>(kind) << " " << limit << " " << gate << " " << up;
+      }
+    }
+  }
+}
+
+TEST(OperandFormat, SchemesOfTheTable_AreQuantizedOnTheDevice) {
+  for (const SchemeInfo& info : SchemeTable()) {
+    const auto scheme = ParseScheme(info.name);
+    ASSERT_TRUE(scheme.ok()) << info.name;
+    EXPECT_TRUE(CheckOperandFormat(scheme->activation).ok()) << info.name;
+    const DeviceQuantizer quantizer = MakeDeviceQuantizer(scheme->activation);
+    EXPECT_EQ(quantizer.kind == DeviceQuantizer::Kind::kNone, !scheme->activation.quantized()) << info.name;
+    EXPECT_FALSE(HasGroupScale(scheme->activation) && HasRowScale(scheme->activation)) << info.name;
+  }
+}
+
+TEST(OperandFormat, GroupsThatNoLaneHolds_AreRefusedWithTheirSize) {
+  const ActivationFormat format{.element = DType::kF8E4M3, .group = {1, 256}};
+  const Status status = CheckOperandFormat(format);
+  EXPECT_FALSE(status.ok());
+  EXPECT_NE(status.message().find("256"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
