@@ -5,6 +5,7 @@
 #include "experts/cuda/host_launch.cuh"
 #include "experts/cuda/operand_lanes.cuh"
 #include "experts/cuda/prefill.hpp"
+#include "experts/cuda/ptx_panel.cuh"
 #include "moe/activation.hpp"
 
 namespace fusedmoe::cuda {
@@ -13,8 +14,21 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 
+struct MidKernelParams : MidPanelParams {
+  bool is_swish = false;
+  SwishParams swish;
+};
+
+/// The swish kinds in one formula (SwishOf). The fast exponential errs by 2^-20: far below what moves a code.
+__device__ __forceinline__ float FastGatedSwish(const SwishParams& s, float gate, float up) {
+  gate = MinNan(gate, s.gate_limit);
+  up = MaxNan(MinNan(up, s.up_limit), -s.up_limit);
+  const float swish = __fdividef(gate, 1.0F + exp2f(s.slope_log2 * gate));
+  return MinNan(swish, s.swish_limit) * (up + s.beta);
+}
+
 /// 16 activated columns from `k` on.
-__device__ void LoadMid(const MidPanelParams& p, int64_t row, int expert, int64_t k,
+__device__ void LoadMid(const MidKernelParams& p, int64_t row, int expert, int64_t k,
                         float (&v)[kLaneValues]) {
   const bool gated = IsGated(p.activation.kind);
   const int q = static_cast<int>(k >> 4) & 3;
@@ -29,13 +43,12 @@ __device__ void LoadMid(const MidPanelParams& p, int64_t row, int expert, int64_
         up = __ldg(reinterpret_cast<const float2*>(slab + 8 * c + 64));
       }
     }
-    v[2 * c] = gate.x, v[2 * c + 1] = gate.y;
-    if (gated) {
+    if (p.is_swish) {
+      v[2 * c] = FastGatedSwish(p.swish, gate.x, up.x);
+      v[2 * c + 1] = FastGatedSwish(p.swish, gate.y, up.y);
+    } else {
       v[2 * c] = Activate(p.activation, gate.x, up.x);
       v[2 * c + 1] = Activate(p.activation, gate.y, up.y);
-    } else {
-      v[2 * c] = Activate(p.activation, gate.x, 0.0F);
-      v[2 * c + 1] = Activate(p.activation, gate.y, 0.0F);
     }
   }
 #pragma unroll
@@ -50,7 +63,7 @@ __device__ void LoadMid(const MidPanelParams& p, int64_t row, int expert, int64_
   }
 }
 
-__device__ __forceinline__ void StoreMid(const MidPanelParams& p, int64_t row, int64_t k,
+__device__ __forceinline__ void StoreMid(const MidKernelParams& p, int64_t row, int64_t k,
                                          const GroupStep& step, float (&v)[kLaneValues]) {
   if (p.quantizer.kind != DeviceQuantizer::Kind::kNone) {
     QuantizeLane(p.quantizer, step, v);
@@ -70,7 +83,7 @@ __device__ __forceinline__ void StoreMid(const MidPanelParams& p, int64_t row, i
   PanelSink{reinterpret_cast<uint4*>(p.panel), p.panel_rows}.Store(row, k, p.mid_cols, words);
 }
 
-__global__ void __launch_bounds__(kThreads) MidParts(const __grid_constant__ MidPanelParams p) {
+__global__ void __launch_bounds__(kThreads) MidParts(const __grid_constant__ MidKernelParams p) {
   GridWait();
   GridLaunchNext();  // after the wait: the GEMM behind reads the map before it waits
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -104,12 +117,13 @@ __global__ void __launch_bounds__(kThreads) MidParts(const __grid_constant__ Mid
   }
 }
 
-__global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidPanelParams p) {
+__global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidKernelParams p) {
   __shared__ uint32_t warp_amax[2][kWarps];
   GridWait();
   GridLaunchNext();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;  // as many as a row has parts, up to kWarps
   int turn = 0;
   for (int64_t route = blockIdx.x; route < p.num_routes; route += gridDim.x) {
     const int row = __ldg(p.panel_row + route);
@@ -119,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidP
     const int expert = __ldg(p.expert_of + route);
     float v[kLaneValues];
     uint32_t amax = 0;
-    for (int64_t base = warp * kPartValues; base < p.mid_cols; base += kWarps * kPartValues) {
+    for (int64_t base = warp * kPartValues; base < p.mid_cols; base += warps * kPartValues) {
       LoadMid(p, row, expert, base + lane * kLaneValues, v);
       amax = max(amax, LaneAmaxBits(v, false));
     }
@@ -128,7 +142,7 @@ __global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidP
       warp_amax[turn][warp] = amax;
     }
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       amax = max(amax, warp_amax[turn][w]);
     }
     turn ^= 1;  // the next row writes the other set: one barrier a row is enough
@@ -136,8 +150,8 @@ __global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidP
     if (threadIdx.x == 0) {
       p.panel_scale[row] = step.left_scale;
     }
-    const bool once = p.mid_cols <= kWarps * kPartValues;  // the values are still in registers
-    for (int64_t base = warp * kPartValues; base < p.mid_cols; base += kWarps * kPartValues) {
+    const bool once = p.mid_cols <= warps * kPartValues;  // the values are still in registers
+    for (int64_t base = warp * kPartValues; base < p.mid_cols; base += warps * kPartValues) {
       const int64_t k = base + lane * kLaneValues;
       if (!once) {
         LoadMid(p, row, expert, k, v);
@@ -147,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) MidRows(const __grid_constant__ MidP
   }
 }
 
-__global__ void __launch_bounds__(kThreads) MidAmax(const __grid_constant__ MidPanelParams p) {
+__global__ void __launch_bounds__(kThreads) MidAmax(const __grid_constant__ MidKernelParams p) {
   GridWait();
   GridLaunchNext();
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -178,18 +192,23 @@ Status LaunchMidPanel(const MidPanelParams& params, void* stream) {
   if (params.num_routes == 0) {
     return Status::Ok();
   }
+  MidKernelParams p;
+  static_cast<MidPanelParams&>(p) = params;
+  p.is_swish = IsSwish(params.activation);
+  p.swish = SwishOf(params.activation);
   auto* queue = static_cast<cudaStream_t>(stream);
   const int64_t limit = 8 * int64_t{CurrentSmCount()};
   const int64_t parts = (params.mid_cols + kPartValues - 1) / kPartValues;
   const auto grid = static_cast<unsigned>(std::min(limit, (params.num_routes * parts + kWarps - 1) / kWarps));
   if (params.quantizer.dynamic_tensor_scale) {
-    FMOE_RETURN_IF_ERROR(LaunchKernel("MidAmax", MidAmax, grid, kThreads, 0, queue, params));
+    FMOE_RETURN_IF_ERROR(LaunchKernel("MidAmax", MidAmax, grid, kThreads, 0, queue, p));
   }
   if (params.quantizer.kind == DeviceQuantizer::Kind::kPerRow) {
-    const auto row_grid = static_cast<unsigned>(std::min(limit, params.num_routes));
-    return LaunchKernel("MidRows", MidRows, row_grid, kThreads, 0, queue, params);
+    const int64_t warps = std::min<int64_t>(kWarps, parts);
+    const auto row_grid = static_cast<unsigned>(std::min(limit * kWarps / warps, params.num_routes));
+    return LaunchKernel("MidRows", MidRows, row_grid, static_cast<unsigned>(warps * kWarpSize), 0, queue, p);
   }
-  return LaunchKernel("MidParts", MidParts, grid, kThreads, 0, queue, params);
+  return LaunchKernel("MidParts", MidParts, grid, kThreads, 0, queue, p);
 }
 
 }  // namespace fusedmoe::cuda

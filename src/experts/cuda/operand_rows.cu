@@ -134,6 +134,7 @@ __global__ void __launch_bounds__(kThreads) MakeRows(const __grid_constant__ Row
   const OperandRowsCall& call = p.call;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  const int warps = static_cast<int>(blockDim.x) / kWarpSize;  // as many as a row has parts, up to kWarps
   int turn = 0;
   for (int64_t row = blockIdx.x; row < call.num_rows; row += gridDim.x) {
     const int expert = ExpertOfRow(call, row);
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) MakeRows(const __grid_constant__ Row
     float v[kLaneValues];
     uint32_t amax = 0;
     int64_t k = 0;
-    for (int64_t base = warp * kPartValues; base < call.padded_cols; base += kWarps * kPartValues) {
+    for (int64_t base = warp * kPartValues; base < call.padded_cols; base += warps * kPartValues) {
       k = base + lane * kLaneValues;
       LoadOperand(p, row, expert, k, v);
       amax = max(amax, LaneAmaxBits(v, false));
@@ -153,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) MakeRows(const __grid_constant__ Row
       warp_amax[turn][warp] = amax;
     }
     __syncthreads();
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < warps; ++w) {
       amax = max(amax, warp_amax[turn][w]);
     }
     turn ^= 1;  // the next row writes the other set: one barrier a row is enough
@@ -161,8 +162,8 @@ __global__ void __launch_bounds__(kThreads) MakeRows(const __grid_constant__ Row
     if (threadIdx.x == 0) {
       call.row_scale[row] = step.left_scale;
     }
-    const bool once = call.padded_cols <= kWarps * kPartValues;  // the values are still in registers
-    for (int64_t base = warp * kPartValues; base < call.padded_cols; base += kWarps * kPartValues) {
+    const bool once = call.padded_cols <= warps * kPartValues;  // the values are still in registers
+    for (int64_t base = warp * kPartValues; base < call.padded_cols; base += warps * kPartValues) {
       k = base + lane * kLaneValues;
       if (!once) {
         LoadOperand(p, row, expert, k, v);
@@ -222,8 +223,9 @@ Status LaunchOperandRows(const OperandRowsCall& call) {
     FMOE_RETURN_IF_ERROR(LaunchKernel("RowsAmax", RowsAmax, part_grid, kThreads, 0, stream, p));
   }
   if (p.quantizer.kind == DeviceQuantizer::Kind::kPerRow) {
-    const auto grid = static_cast<unsigned>(std::min(limit, call.num_rows));
-    return LaunchKernel("MakeRows", MakeRows, grid, kThreads, 0, stream, p);
+    const int64_t warps = std::min<int64_t>(kWarps, parts);
+    const auto grid = static_cast<unsigned>(std::min(limit * kWarps / warps, call.num_rows));
+    return LaunchKernel("MakeRows", MakeRows, grid, static_cast<unsigned>(warps * kWarpSize), 0, stream, p);
   }
   return LaunchKernel("MakeParts", MakeParts, part_grid, kThreads, 0, stream, p);
 }

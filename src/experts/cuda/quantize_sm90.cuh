@@ -75,6 +75,27 @@ __device__ inline GroupStep StepOf(const DeviceQuantizer& q, float tensor_scale,
   return step;
 }
 
+/// Decode(EncodeSaturating(value)) of a minifloat without the code between: 10 operations, not 40. The same
+/// rounding as numerics/minifloat.hpp, by the same additions.
+template <typename Codec>
+__device__ __forceinline__ float RoundToElement(float value) {
+  constexpr int kShift = 23 - Codec::kMantissaBits;
+  constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - Codec::kBias) << 23;
+  constexpr uint32_t kMagic = static_cast<uint32_t>(128 - Codec::kBias + kShift) << 23;
+  const uint32_t bits = __float_as_uint(value);
+  const uint32_t magnitude = bits & 0x7fffffffU;
+  const float subnormal =
+      __fsub_rn(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(kMagic)), __uint_as_float(kMagic));
+  const uint32_t even = magnitude + ((1U << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);
+  const float normal = __uint_as_float(even & ~((1U << kShift) - 1));
+  float rounded = magnitude < kMinNormal ? subnormal : normal;
+  rounded = rounded > Codec::Largest() ? Codec::Largest() : rounded;
+  if (magnitude > 0x7f800000U) {
+    return Codec::kHasNan ? value : Codec::Largest();
+  }
+  return __uint_as_float(__float_as_uint(rounded) | (bits & 0x80000000U));
+}
+
 /// The value of the code of one element.
 __device__ inline float QuantizeElement(const DeviceQuantizer& q, const EncodeStep& step, float value) {
   if (step.wide_factor != 0.0) {
@@ -87,16 +108,16 @@ __device__ inline float QuantizeElement(const DeviceQuantizer& q, const EncodeSt
   }
   switch (q.element) {
     case DType::kF4E2M1:
-      return DecodeE2m1(q.rule.ties_toward_zero ? EncodeE2m1TiesTowardZero(value)
-                                                : EncodeE2m1RneSaturating(value));
+      return q.rule.ties_toward_zero ? DecodeE2m1(EncodeE2m1TiesTowardZero(value))
+                                     : RoundToElement<E2m1>(value);
     case DType::kF8E4M3:
-      return DecodeE4m3(EncodeE4m3RneSaturating(value));
+      return RoundToElement<E4m3fn>(value);
     case DType::kF8E5M2:
-      return DecodeE5m2(EncodeE5m2RneSaturating(value));
+      return RoundToElement<E5m2>(value);
     case DType::kF6E2M3:
-      return DecodeE2m3(EncodeE2m3RneSaturating(value));
+      return RoundToElement<E2m3>(value);
     case DType::kF6E3M2:
-      return DecodeE3m2(EncodeE3m2RneSaturating(value));
+      return RoundToElement<E3m2>(value);
     case DType::kI8: {
       const float clamped = ClampToRange(value, -128.0F, 127.0F);
       return q.rule.int_rounding == IntRounding::kHalfEven   ? RoundHalfEven(clamped)

@@ -23,7 +23,7 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kByExpertThreads = 512;
 /// Experts x routes up to which the map is made by expert.
-constexpr int64_t kByExpertReads = int64_t{1} << 22;
+constexpr int64_t kByExpertReads = int64_t{1} << 20;
 constexpr int kRoutesPerWarp = static_cast<int>(kRouteChunk) / kWarps;
 static_assert(kRouteChunk % kThreads == 0, "every warp takes whole rounds of 32 routes");
 constexpr int kExpertLimit = static_cast<int>(kMaxExperts);
