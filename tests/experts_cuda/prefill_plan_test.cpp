@@ -37,6 +37,20 @@ TEST(PrefillPlan, AnyTokenCount_PassesCoverTheCallAndScratchStaysNearTheTarget) 
   }
 }
 
+TEST(PrefillPlan, MoreTokens_NeverTakeLessScratch) {
+  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized, MidKind::kQuantizedByBatch}) {
+    const LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
+    int64_t last = 0;
+    for (int64_t tokens = 1; tokens <= 40000; tokens += 1 + tokens / 37) {
+      const PrefillPlan plan = PlanPrefill(shape, tokens, mid, {});
+      ASSERT_TRUE(plan.fits) << plan.why_not;
+      EXPECT_GE(plan.scratch_bytes, last) << tokens;
+      EXPECT_GE(plan.chunk_tokens * ((tokens + plan.chunk_tokens - 1) / plan.chunk_tokens), tokens);
+      last = plan.scratch_bytes;
+    }
+  }
+}
+
 TEST(PrefillPlan, ScaleOverTheBatch_TakesOnePass) {
   const LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
   EXPECT_EQ(PlanPrefill(shape, 65536, MidKind::kQuantizedByBatch, {}).chunk_tokens, 65536);

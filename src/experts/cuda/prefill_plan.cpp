@@ -107,14 +107,21 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   PlaceScratch(shape, mid, num_tokens, plan);
   const bool may_cut = !shape.batched && mid != MidKind::kQuantizedByBatch;
   if (may_cut && plan.scratch_bytes > kScratchTarget && num_tokens > kChunkUnit) {
-    // Scratch grows evenly with tokens: passes of equal size, as many as the target asks for.
-    int64_t passes = CeilDiv(plan.scratch_bytes, kScratchTarget);
-    int64_t chunk = num_tokens;
-    do {
-      chunk = CeilDiv(CeilDiv(num_tokens, passes), kChunkUnit) * kChunkUnit;
-      PlaceScratch(shape, mid, chunk, plan);
-      ++passes;
-    } while (plan.scratch_bytes > kScratchTarget && chunk > kChunkUnit);
+    // The largest pass within the target does not depend on the tokens of the call; passes are of equal size,
+    // and scratch is the target. So scratch never shrinks when tokens grow: what is booked for the most
+    // tokens of a layer serves every call.
+    int64_t fits = 1;
+    int64_t fits_not = CeilDiv(num_tokens, kChunkUnit);
+    while (fits_not - fits > 1) {
+      const int64_t middle = (fits + fits_not) / 2;
+      PlaceScratch(shape, mid, middle * kChunkUnit, plan);
+      (plan.scratch_bytes <= kScratchTarget ? fits : fits_not) = middle;
+    }
+    PlaceScratch(shape, mid, fits * kChunkUnit, plan);
+    const int64_t largest_bytes = plan.scratch_bytes;
+    const int64_t passes = CeilDiv(num_tokens, fits * kChunkUnit);
+    PlaceScratch(shape, mid, CeilDiv(CeilDiv(num_tokens, passes), kChunkUnit) * kChunkUnit, plan);
+    plan.scratch_bytes = std::max(kScratchTarget, largest_bytes);
   }
   if (plan.panel_rows > std::numeric_limits<int32_t>::max()) {
     plan.why_not =
