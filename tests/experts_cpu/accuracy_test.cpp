@@ -10,7 +10,7 @@ namespace fusedmoe::cpu_test {
 
 std::vector<std::string> HostIsas() {
   std::vector<std::string> names;
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni}) {
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
     if (HostMachine().Has(isa)) {
       names.emplace_back(IsaName(isa));
     }
@@ -37,9 +37,15 @@ constexpr double kA8Bound = kA16Bound * 128;
 // one place. Rows here have some 10^4 intermediate values.
 constexpr double kRequantizedBound = 8e-4;
 
-double BoundOf(const LayerSpec& spec) {
+// A matrix unit takes activations in bf16, each wrong by at most 2^-8 of itself (tiles_test.cpp).
+constexpr double kBf16Bound = 0x1p-8;
+
+double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (ParseScheme(spec.scheme)->activation.quantized()) {
     return kRequantizedBound;
+  }
+  if (isa == "amx") {
+    return std::max(kBf16Bound, spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
   }
   if (spec.mode == ActivationMode::kA8) {
     return kA8Bound;
@@ -60,8 +66,9 @@ void ExpectClose(LayerSpec spec, const std::string& isa, std::initializer_list<i
   for (const int64_t tokens : token_counts) {
     const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
     const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
-    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " " << isa << " tokens=" << tokens
-                                    << " hidden=" << spec.hidden << " intermediate=" << spec.intermediate;
+    EXPECT_LE(error, BoundOf(spec, isa))
+        << spec.scheme << " " << isa << " tokens=" << tokens << " hidden=" << spec.hidden
+        << " intermediate=" << spec.intermediate;
   }
 }
 
@@ -160,7 +167,12 @@ TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
   Layer layer = MakeLayer({});
   layer.problem.isa = GetParam();
   const Runner runner = MakeRunner(layer);
-  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).table().isa, GetParam());
+  const auto& experts = static_cast<const cpu::CpuExperts&>(*runner.experts);
+  if (GetParam() == "amx") {
+    EXPECT_STREQ(experts.tiles()->name, "amx");
+  } else {
+    EXPECT_EQ(experts.table().isa, GetParam());
+  }
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, HostMachine()).isa, GetParam());
 }
 

@@ -1,5 +1,7 @@
 #include "experts/cpu/cpu_backend.hpp"
 
+#include <algorithm>
+
 #include "experts/cpu/cpu_experts.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/cpu_weights.hpp"
@@ -9,11 +11,16 @@ namespace fusedmoe {
 namespace {
 
 /// The unit (probe.hpp) that the micro-kernels keep busy: integer tiles run on byte dot products.
-std::string_view ArithmeticOf(const cpu::CpuPlan& plan) {
-  if (plan.tile == cpu::kTileF32) {
-    return plan.isa == Isa::kAvx2 ? "avx2_f32_fma" : "f32_fma";
+std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert) {
+  if (plan.tiles.enabled && tokens_per_expert >= static_cast<double>(plan.tiles.from_tokens)) {
+    return plan.tiles.int8 ? "amx_int8" : "amx_bf16";
   }
-  return plan.isa == Isa::kAvx2 ? "avx2_int8" : plan.isa == Isa::kAvx512 ? "avx512_int8" : "vnni_int8";
+  if (plan.tile == cpu::kTileF32) {
+    return plan.vector_isa == Isa::kAvx2 ? "avx2_f32_fma" : "f32_fma";
+  }
+  return plan.vector_isa == Isa::kAvx2     ? "avx2_int8"
+         : plan.vector_isa == Isa::kAvx512 ? "avx512_int8"
+                                           : "vnni_int8";
 }
 
 Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
@@ -26,13 +33,14 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation_format = config.activation_format;
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
-  plan.intermediate_dtype = "F32";
-  plan.arithmetic = std::string(ArithmeticOf(cpu_plan));
+  plan.intermediate_dtype = cpu_plan.tiles.enabled && !cpu_plan.tiles.codes ? "BF16" : "F32";
   const int64_t expert_bytes = cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes();
   plan.weight_bytes = cpu_plan.num_local_experts * expert_bytes;
   plan.tokens = problem.plan_tokens;
-  plan.read_bytes =
-      static_cast<int64_t>(ExpectedExperts(config, plan.tokens) * static_cast<double>(expert_bytes));
+  const double experts = ExpectedExperts(config, plan.tokens);
+  plan.read_bytes = static_cast<int64_t>(experts * static_cast<double>(expert_bytes));
+  const double slots = static_cast<double>(plan.tokens * config.top_k());
+  plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));
   plan.flops = ForwardFlops(config, plan.tokens);
   return plan;
 }

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "experts/cpu/cpu_run.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -39,49 +40,12 @@ bool SameValues(const T* a, const T* b, int64_t count) {
   return a == b || std::equal(a, a + count, b);
 }
 
+}  // namespace
+
 bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTransform& b) {
   return a.tensor_scale == b.tensor_scale && SameValues(a.columns, b.columns, shape.padded_cols) &&
          SameValues(a.pre_quant_scale, b.pre_quant_scale, shape.cols);
 }
-
-}  // namespace
-
-/// One call of Apply: pointers into the workspace, and the piece of the batch that is being worked on.
-struct CpuExperts::Run {
-  const ExpertsInput* input;
-  MutableTensorView output;
-  const Executor* executor;
-  // Where rows come from and go to.
-  const std::byte* rows;
-  int64_t row_bytes;
-  RowType row_type;
-  bool coded = false;  // rows are codes with their scales
-  const std::byte* row_scales = nullptr;
-  int64_t row_scale_bytes = 0;
-  int64_t output_row_bytes;
-  RowType output_type;
-  int64_t first_output = 0, num_outputs = 0;  // output rows of this piece
-  bool batched = false;
-  // Workspace.
-  int32_t* offsets;
-  int32_t* cursors;
-  int32_t* slot_rows;     // input row of each slot
-  int32_t* slot_outputs;  // output row, counted from first_output; batched: the slot itself
-  float* slot_weights;
-  Tile* tiles;
-  float* row_buffers;      // of the packing tasks
-  std::byte* tile_rows;    // the same, tiles of one token
-  int32_t* token_places;   // number of each token among those that visit an expert here, or -1
-  int32_t* place_slots;    // a slot of each of them
-  std::byte* token_tiles;  // and its tile
-  int64_t first_token = 0, num_tokens = 0;
-  std::byte* input_tiles;
-  float* mid;
-  std::byte* mid_tiles;
-  float* sums;
-  int64_t num_slots = 0, num_tiles = 0;
-  float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
-};
 
 Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, const Machine& machine,
                                                     std::shared_ptr<const PreparedWeights> weights,
@@ -89,7 +53,7 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   std::unique_ptr<CpuExperts> experts(new CpuExperts);
   experts->problem_ = problem;
   experts->plan_ = MakeCpuPlan(problem, machine);
-  experts->table_ = FindKernelTable(experts->plan_.isa);
+  experts->table_ = FindKernelTable(experts->plan_.vector_isa);
   FMOE_ASSIGN_OR_RETURN(experts->experts_, ViewCpuWeights(experts->plan_, *weights));
   experts->weights_ = std::move(weights);
   if (experts->plan_.rows != RowRule::kAsTheyAre) {
@@ -109,6 +73,7 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
           .WithHint("slice at multiples of the group, or choose the REFERENCE backend");
     }
   }
+  FMOE_RETURN_IF_ERROR(experts->ChooseTiles());
   experts->slots_ = BookCpuSlots(experts->plan_, book);
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
   experts->traits_.activation_format = problem.config.activation_format;
@@ -193,6 +158,15 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.mid = workspace.Get<float>(slots_.mid);
   run.mid_tiles = workspace.Get<std::byte>(slots_.mid_tiles);
   run.sums = workspace.Get<float>(slots_.output);
+  if (plan_.tiles.enabled) {
+    run.jobs = workspace.Get<TileJob>(slots_.jobs);
+    run.tokens = workspace.Get<std::byte>(slots_.tokens);
+    run.sides = workspace.Get<float>(slots_.sides);
+    run.token_rows = workspace.Get<std::byte>(slots_.token_rows);
+    run.token_sides = workspace.Get<float>(slots_.token_sides);
+    run.job_rows = workspace.Get<float>(slots_.job_rows);
+    run.scratch = workspace.Get<uint8_t>(slots_.scratch);
+  }
   if (run.batched) {
     for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
       const int32_t count = input.expert_num_tokens[expert];
@@ -302,6 +276,9 @@ void CpuExperts::MakeTiles(Run& run) const {
   for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
     int32_t slot = run.offsets[expert];
     const int32_t end = run.offsets[expert + 1];
+    if (plan_.tiles.enabled && end - slot >= plan_.tiles.from_tokens) {
+      continue;  // a job for the matrix unit
+    }
     while (slot < end) {
       uint8_t heights[4];  // one full tile at a time, then the cover of the rest
       const int64_t step = std::min<int64_t>(kHeights[plan_.max_height_index], end - slot);
@@ -320,16 +297,24 @@ void CpuExperts::MakeTiles(Run& run) const {
 
 void CpuExperts::RunPiece(Run& run) const {
   MakeTiles(run);
+  MakeJobs(run);
   PackTiles(run, plan_.gate_up, 0);
+  PackJobs(run, plan_.gate_up, 0);
   GateUp(run);
+  GateUpJobs(run);
   PackTiles(run, plan_.down, 2);
+  PackJobs(run, plan_.down, 2);
+  DownJobs(run);
   Down(run);
 }
 
 void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
-  if (ScalesOverBatch(activation_)) {
+  if (ScalesOverBatch(activation_) && run.num_slots > 0) {
     const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
     run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
+  }
+  if (run.num_tiles == 0) {
+    return;
   }
   const bool shared = part != 2 && !run.batched && shared_inputs_[part];
   if (shared) {
@@ -370,7 +355,7 @@ void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
 
 /// The scale that the finite values of all rows ask for.
 float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
-  const int64_t tasks = std::min(kPackTasks, run.num_tiles);
+  const int64_t tasks = std::min({kPackTasks, plan_.max_tiles, run.num_slots});
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   float largest[kPackTasks] = {};
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
@@ -675,7 +660,7 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
   const GemmShape& shape = plan_.down;
   const int64_t row_floats = shape.row_stride();
   const int64_t first_col = first_stripe * kPanelRows;
-  for (int64_t row = 0; row < run.num_outputs; ++row) {
+  for (int64_t row = 0; run.num_jobs == 0 && row < run.num_outputs; ++row) {  // jobs started the sums
     std::fill_n(run.sums + row * row_floats + first_col, (end_stripe - first_stripe) * kPanelRows, 0.0F);
   }
   alignas(64) float dots[2 * kMaxHeight * kPanelRows];

@@ -9,6 +9,9 @@
 
 namespace fusedmoe::cpu {
 
+/// True when both make the same of a row.
+bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTransform& b);
+
 /// The experts of a layer on panels:
 ///
 ///   slots sorted by expert ─► tiles of 1-16 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─►
@@ -29,6 +32,7 @@ class CpuExperts final : public Experts {
 
   /// The kernel table that runs, for tests: forcing an instruction set must show here.
   const KernelTable& table() const { return *table_; }
+  const TileKernels* tiles() const { return tiles_; }
 
  private:
   struct Run;  // one Apply
@@ -57,12 +61,42 @@ class CpuExperts final : public Experts {
   void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,
                     int pass) const;
   void Down(Run& run) const;
+  // The matrix unit: cpu_tiles.cpp.
+  Status ChooseTiles();
+  void MakeJobs(Run& run) const;
+  void PackJobs(Run& run, const GemmShape& shape, int part) const;
+  void PackJobTokens(Run& run) const;
+  struct PackTarget {
+    uint8_t* token;
+    int64_t step_bytes;
+    float *scales, *sums;
+    int64_t stride;
+    const std::byte *codes, *code_scales;  ///< of a row that comes quantized
+  };
+  void PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                  const PackTarget& target, float* buffer) const;
+  void PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job, int64_t token,
+                  float* buffer) const;
+  void GateUpJobs(Run& run) const;
+  void DownJobs(Run& run) const;
+  void FinishGateUp(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
+                    int64_t tokens, const float* sums) const;
+  void FinishDown(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
+                  int64_t tokens, const float* sums) const;
+  void StoreMid(const Run& run, const TileJob& job, int64_t stripe, int64_t first_token, int64_t tokens,
+                float* values) const;
+  void RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
+               int64_t end_pair, TileFinish finish) const;
   void DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const;
 
   MoeProblem problem_;
   CpuPlan plan_;
   CpuSlots slots_;
   const KernelTable* table_ = nullptr;
+  const TileKernels* tiles_ = nullptr;  ///< null: no matrix unit, or not for this problem
+  TileFormat tile_format_{};
+  bool shared_rows_ = false;  ///< every expert sees the same rows
+  bool direct_mid_ = false;   ///< the activation writes the tiles of the second GEMM
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay

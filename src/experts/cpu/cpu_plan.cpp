@@ -93,7 +93,7 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
   if (!isa || FindKernelTable(*isa) == nullptr) {
     verdicts.push_back(Objection(
         Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
-        problem.isa, "avx2, avx512 or avx512_vnni"));
+        problem.isa, "avx2, avx512, avx512_vnni or amx"));
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
     verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
@@ -126,7 +126,73 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   }
 }
 
+/// Whether and how the matrix unit multiplies experts with many tokens.
+TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan) {
+  TilePlan tiles;
+  if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency)) {
+    return tiles;
+  }
+  const bool forced = problem.mode == ModeName(Mode::kThroughput);
+  // The number of neighbours must not choose the kernel.
+  if (problem.determinism >= Determinism::kBatchInvariant && !forced) {
+    return tiles;
+  }
+  const ActivationFormat activation = ActivationOf(problem);
+  const bool reordered = problem.weights_have_group_index || problem.config.parallel.tp_size > 1;
+  const GroupShape group = activation.group;
+  const bool whole_rows = group == kPerTensor || group == kPerRow;
+  tiles.codes = activation.quantized();
+  if (!tiles.codes && !problem.scheme.weight.quantized() && problem.config.dtype != DType::kBF16) {
+    return tiles;  // bf16 tokens would lose bits that such a layer keeps
+  }
+  tiles.int8 = activation.element == DType::kI8 && plan.kernel == kWeightU8 && whole_rows;
+  const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8);
+  if (format == nullptr) {
+    return tiles;
+  }
+  if (tiles.codes && activation.scale_dtype == DType::kF32 && !whole_rows) {
+    const bool fits = format->scale_group > 0 && group.row == 1 && (group.col == 64 || group.col == 128) &&
+                      group.col % format->scale_group == 0;
+    if (!fits || reordered) {
+      return tiles;
+    }
+    tiles.scale_group = group.col;
+  }
+  tiles.weight_group = problem.scheme.weight.block.col % 128 == 0 && !reordered ? 128 : 64;
+  const GemmShape* shapes[2] = {&plan.gate_up, &plan.down};
+  for (int i = 0; i < 2; ++i) {
+    const int64_t k = shapes[i]->padded_cols;
+    tiles.row_bytes[i] = tiles.int8 ? k : 2 * k;
+    const int64_t scales = tiles.scale_group > 0 ? CeilDiv(k, tiles.scale_group) : 1;
+    const int64_t sums = tiles.int8 ? 1 : format->sum_group > 0 ? k / format->sum_group : 0;
+    tiles.sides[i] = scales + sums;
+    tiles.num_sums[i] = sums;
+  }
+  tiles.from_tokens = forced ? 1 : TileCrossover(plan.kernel, tiles.int8);
+  tiles.num_scratch =
+      std::clamp<int64_t>(std::max(problem.num_threads, machine.num_cores), 1, kMaxTileScratch);
+  tiles.enabled = true;
+  return tiles;
+}
+
 }  // namespace
+
+int64_t TileCrossover(WeightKernel kernel, bool int8) {
+  switch (kernel) {
+    case kWeightBf16:
+    case kWeightE4m3:
+    case kWeightE4m3Scaled:
+    case kWeightMxfp8:
+      return 3;
+    case kWeightU8:
+      return int8 ? 6 : 8;
+    case kWeightNvfp4:
+    case kWeightMxfp4:
+      return 12;
+    default:
+      return 16;
+  }
+}
 
 bool ScalesOverBatch(const ActivationFormat& activation) {
   return activation.quantized() && NeedsTensorScale(activation) && !activation.static_tensor_scale;
@@ -198,6 +264,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   CpuPlan plan;
   plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2)
                                  : ParseIsa(problem.isa).value_or(Isa::kAvx2);
+  plan.vector_isa = VectorIsa(plan.isa, machine);
   plan.mode = ChooseMode(problem, problem.plan_tokens);
   plan.panel = *ChoosePanelFormat(problem.scheme.weight);
   plan.kernel = KernelFor(plan.panel);
@@ -218,8 +285,11 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes +
                              plan.gate_up.row_stride() * 4 +
                              (output_by_slot ? plan.down.row_stride() * 4 : 0);
+  plan.tiles = PlanTiles(problem, machine, plan);
+  const TilePlan& tiles = plan.tiles;
   const int64_t token_bytes = std::max<int64_t>(1, slots_per_token * slot_bytes);
-  const int64_t tokens = std::clamp(kInFlightBytes / token_bytes, kFewestTokens,
+  const int64_t in_flight = tiles.enabled ? 2 * kInFlightBytes : kInFlightBytes;
+  const int64_t tokens = std::clamp(in_flight / token_bytes, kFewestTokens,
                                     most_tokens < kFewestTokens ? kFewestTokens : most_tokens);
   // A scale over the batch needs all of it at once.
   const int64_t piece = ScalesOverBatch(ActivationOf(problem)) ? most_tokens : std::min(tokens, most_tokens);
@@ -227,13 +297,19 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tokens = batched ? 0 : piece;
   plan.max_rows = output_by_slot ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
-  const KernelTable* table = FindKernelTable(plan.isa);
+  const KernelTable* table = FindKernelTable(plan.vector_isa);
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
   // CutIntoTiles ends an expert with at most two tiles that are not full, and pads by at most two tokens.
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + 2 * active;
   SetPrefetch(machine, plan);
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
+  if (tiles.enabled) {
+    const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));
+    plan.tiles.max_jobs = jobs + plan.max_slots / kMaxJobTokens;
+    plan.tiles.shared_rows = batched ? 0 : piece;
+    plan.tiles.max_rows = plan.max_slots + 15 * plan.tiles.max_jobs;
+  }
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;
 }
@@ -291,6 +367,16 @@ CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
   slots.mid = book.Book("mid", plan.max_slots * plan.gate_up.row_stride() * 4);
   slots.mid_tiles = book.Book("mid_tiles", plan.max_tile_rows * plan.down.tile_row_bytes);
   slots.output = book.Book("output_sums", plan.max_rows * plan.down.row_stride() * 4);
+  const TilePlan& tiles = plan.tiles;
+  if (tiles.enabled) {
+    slots.jobs = book.Book("tile_jobs", 2 * tiles.max_jobs * static_cast<int64_t>(sizeof(TileJob)));
+    slots.tokens = book.Book("tile_tokens", tiles.max_rows * (tiles.row_bytes[0] + tiles.row_bytes[1]));
+    slots.sides = book.Book("tile_sides", tiles.max_rows * (tiles.sides[0] + tiles.sides[1]) * 4);
+    slots.token_rows = book.Book("token_rows", tiles.shared_rows * tiles.row_bytes[0]);
+    slots.token_sides = book.Book("token_sides", tiles.shared_rows * tiles.sides[0] * 4);
+    slots.job_rows = book.Book("job_rows", kPackTasks * 3 * widest * 4);
+    slots.scratch = book.Book("tile_scratch", tiles.num_scratch * kTileScratchBytes);
+  }
   return slots;
 }
 

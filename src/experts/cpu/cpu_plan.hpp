@@ -44,9 +44,31 @@ struct GemmShape {
   int64_t padded_rows() const { return stripes * kPanelRows; }
 };
 
+/// The matrix unit's part of a plan: experts with enough tokens.
+struct TilePlan {
+  bool enabled = false;
+  bool int8 = false;          ///< tokens in int8 instead of bf16
+  bool codes = false;         ///< rows are quantized by the scheme; else rounded to bf16
+  int64_t from_tokens = 0;    ///< of an expert, from which on tiles are faster than vectors
+  int64_t scale_group = 0;    ///< k that share a scale of a token; 0: the row
+  int64_t weight_group = 0;   ///< k that share a scale of a row of weights, where sums are scaled in groups
+  int64_t row_bytes[2] = {};  ///< of a token, in gate_up and down
+  int64_t sides[2] = {};      ///< floats of a token: scales and sums
+  int64_t num_sums[2] = {};   ///< of them
+  int64_t shared_rows = 0;    ///< tokens that several experts of a piece share
+  int64_t max_jobs = 0;
+  int64_t max_rows = 0;  ///< padding included
+  int64_t num_scratch = 0;
+};
+inline constexpr int64_t kMaxTileScratch = 256;
+
+/// Tokens of an expert from which on tiles are faster than the micro-kernels.
+int64_t TileCrossover(WeightKernel kernel, bool int8);
+
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {
   Isa isa = Isa::kAvx2;
+  Isa vector_isa = Isa::kAvx2;  ///< of the micro-kernels
   Mode mode = Mode::kLatency;
   PanelFormat panel;
   WeightKernel kernel = kNumWeightKernels;
@@ -71,6 +93,7 @@ struct CpuPlan {
   int weight_nodes = 1;
   /// How far ahead a short tile asks for weights, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near = 0, prefetch_far = 0;
+  TilePlan tiles;
 };
 
 /// Bits of the mask that the system takes.
@@ -96,6 +119,7 @@ int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights);
 struct CpuSlots {
   WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
       token_tiles, input_tiles, mid, mid_tiles, output;
+  WorkspaceSlot jobs, tokens, sides, token_rows, token_sides, job_rows, scratch;
 };
 CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
 

@@ -2,11 +2,17 @@
 
 #include <optional>
 
+#include "platform/cpu_features.hpp"
+
 namespace fusedmoe::cpu {
 
 extern const KernelTable kKernelTableAvx2;
 extern const KernelTable kKernelTableAvx512;
 extern const KernelTable kKernelTableAvx512Vnni;
+extern const TileKernels kTileKernelsEmulated;
+#if defined(__x86_64__)
+extern const TileKernels kTileKernelsAmx;
+#endif
 
 namespace {
 
@@ -17,6 +23,7 @@ struct Level {
 
 /// Best first.
 constexpr Level kLevels[] = {
+    {Isa::kAmx, &kKernelTableAvx512Vnni},  // with tile kernels for experts with many tokens
     {Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
     {Isa::kAvx512, &kKernelTableAvx512},
     {Isa::kAvx2, &kKernelTableAvx2},
@@ -67,6 +74,32 @@ std::optional<Isa> BestIsa(const Machine& machine) {
     }
   }
   return std::nullopt;
+}
+
+Isa VectorIsa(Isa isa, const Machine& machine) {
+  if (isa != Isa::kAmx) {
+    return isa;
+  }
+  for (const Level& level : kLevels) {
+    if (level.isa != Isa::kAmx && machine.Has(level.isa)) {
+      return level.isa;
+    }
+  }
+  return Isa::kAvx2;
+}
+
+const TileKernels& HostTileKernels() {
+#if defined(__x86_64__)
+  if (HostMachine().Has(Isa::kAmx) && RequestAmxPermission().ok()) {
+    return kTileKernelsAmx;
+  }
+#endif
+  return kTileKernelsEmulated;
+}
+
+const TileFormat* FindTileFormat(WeightKernel kernel, bool int8) {
+  const TileFormat& format = int8 ? kTileKernelsEmulated.int8[kernel] : kTileKernelsEmulated.bf16[kernel];
+  return format.gemm == nullptr ? nullptr : &format;
 }
 
 WeightKernel KernelFor(const PanelFormat& format) {

@@ -5,6 +5,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "experts/cpu/kernel_table_isa.hpp"
+#include "experts/cpu/tile_table_isa.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe::cpu {
@@ -14,6 +15,15 @@ const KernelTable* FindKernelTable(Isa isa);
 
 /// The best level that this build has kernels for and the machine can run; nothing below AVX2.
 std::optional<Isa> BestIsa(const Machine& machine);
+
+/// The level whose micro-kernels work beside the matrix unit of `isa`; `isa` itself where it has none.
+Isa VectorIsa(Isa isa, const Machine& machine);
+
+/// The kernels of the matrix unit of this host. Where it has none (a plan for a machine that was described),
+/// the emulation, which is slow and gives the same bits up to the order inside an instruction.
+const TileKernels& HostTileKernels();
+/// What does not depend on the host: null where no tile kernel reads such panels.
+const TileFormat* FindTileFormat(WeightKernel kernel, bool int8);
 
 /// The micro-kernel that reads such panels.
 WeightKernel KernelFor(const PanelFormat& format);

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <atomic>
+
+#include "experts/cpu/cpu_experts.hpp"
+
+namespace fusedmoe::cpu {
+
+/// One call of Apply: pointers into the workspace, and the piece of the batch that is being worked on.
+struct CpuExperts::Run {
+  const ExpertsInput* input;
+  MutableTensorView output;
+  const Executor* executor;
+  // Where rows come from and go to.
+  const std::byte* rows;
+  int64_t row_bytes;
+  RowType row_type;
+  bool coded = false;  // rows are codes with their scales
+  const std::byte* row_scales = nullptr;
+  int64_t row_scale_bytes = 0;
+  int64_t output_row_bytes;
+  RowType output_type;
+  int64_t first_output = 0, num_outputs = 0;  // output rows of this piece
+  bool batched = false;
+  // Workspace.
+  int32_t* offsets;
+  int32_t* cursors;
+  int32_t* slot_rows;     // input row of each slot
+  int32_t* slot_outputs;  // output row, counted from first_output; batched: the slot itself
+  float* slot_weights;
+  Tile* tiles;
+  float* row_buffers;      // of the packing tasks
+  std::byte* tile_rows;    // the same, tiles of one token
+  int32_t* token_places;   // number of each token among those that visit an expert here, or -1
+  int32_t* place_slots;    // a slot of each of them
+  std::byte* token_tiles;  // and its tile
+  int64_t first_token = 0, num_tokens = 0;
+  std::byte* input_tiles;
+  float* mid;
+  std::byte* mid_tiles;
+  float* sums;
+  // Experts with many tokens, where the machine has a matrix unit (cpu_tiles.cpp).
+  TileJob* jobs;      // of gate and up; those of down follow
+  std::byte* tokens;  // tiles of both
+  float* sides;
+  float* job_rows;
+  std::byte* token_rows;  // tokens from first_token_row on, packed
+  float* token_sides;
+  int64_t first_token_row = 0;
+  uint8_t* scratch;
+  std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};
+  int64_t num_jobs = 0;
+  int64_t num_slots = 0, num_tiles = 0;
+  float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
+};
+
+}  // namespace fusedmoe::cpu

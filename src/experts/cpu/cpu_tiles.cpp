@@ -1,0 +1,512 @@
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "core/checked_math.hpp"
+#include "experts/cpu/cpu_run.hpp"
+#include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
+
+/// The experts that go to the matrix unit: those with many tokens. Each is a job, whose tokens are packed
+/// once and then meet pairs of stripes: gate and up of 16 columns, or 32 columns of down.
+namespace fusedmoe::cpu {
+namespace {
+
+/// Tasks for each thread: enough to level out, few enough that each has several steps to overlap.
+constexpr int64_t kTasksPerThread = 4;
+
+/// Scratch of a task while it runs. Tasks that run at the same time are at most as many as threads; where
+/// these outnumber the scratches, some wait.
+class Scratch {
+ public:
+  Scratch(uint8_t* memory, std::atomic<uint8_t>* taken, int64_t count) : taken_(taken) {
+    for (;; std::this_thread::yield()) {
+      for (int64_t i = 0; i < count; ++i) {
+        if (taken[i].load(std::memory_order_relaxed) == 0 &&
+            taken[i].exchange(1, std::memory_order_acquire) == 0) {
+          index_ = i;
+          data_ = memory + i * kTileScratchBytes;
+          return;
+        }
+      }
+    }
+  }
+  ~Scratch() { taken_[index_].store(0, std::memory_order_release); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  uint8_t* data() const { return data_; }
+
+ private:
+  std::atomic<uint8_t>* taken_;
+  int64_t index_ = 0;
+  uint8_t* data_ = nullptr;
+};
+
+/// What TileFinish gets back.
+template <typename Experts, typename Run>
+struct FinishContext {
+  const Experts* experts;
+  const Run* run;
+};
+
+/// NVFP4 by the default rule, for which the kernels have a quantizer of their own.
+bool IsPlainNvfp4(const ActivationFormat& activation) {
+  return IsTwoLevel(activation) && activation.element == DType::kF4E2M1 &&
+         activation.group == GroupShape{1, 16} && activation.rule == ActivationRule{};
+}
+
+}  // namespace
+
+/// After the weights and the activation format are known.
+Status CpuExperts::ChooseTiles() {
+  TilePlan& tiles = plan_.tiles;
+  bool grouped_columns = true;
+  bool plain_mid = true;
+  shared_rows_ = plan_.top_k > 1 && problem_.config.activation_format == ActivationFormatKind::kStandard &&
+                 !experts_.empty();
+  for (const ExpertPanels& expert : experts_) {
+    grouped_columns = grouped_columns && expert.input[0].columns == nullptr && expert.mid.columns == nullptr;
+    shared_rows_ = shared_rows_ && SameInput(plan_.gate_up, expert.input[0], experts_.front().input[0]);
+    plain_mid = plain_mid && expert.mid.columns == nullptr && expert.mid.pre_quant_scale == nullptr;
+  }
+  if (!tiles.enabled || separate_inputs_ || (tiles.scale_group > 0 && !grouped_columns)) {
+    tiles.enabled = false;
+    return Status::Ok();
+  }
+  if (!grouped_columns) {
+    tiles.weight_group = 64;
+  }
+  tiles_ = &HostTileKernels();
+  tile_format_ = tiles.int8 ? tiles_->int8[plan_.kernel] : tiles_->bf16[plan_.kernel];
+  if (tiles.codes) {
+    activation_ = problem_.scheme.activation;
+  }
+  const bool direct_codes = IsPlainNvfp4(activation_) && !ScalesOverBatch(activation_);
+  direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
+  return Status::Ok();
+}
+
+void CpuExperts::MakeJobs(Run& run) const {
+  run.num_jobs = 0;
+  const TilePlan& tiles = plan_.tiles;
+  if (!tiles.enabled) {
+    return;
+  }
+  const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
+  int64_t rows = 0, count = 0;
+  for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
+    const int32_t end = run.offsets[expert + 1];
+    int32_t slot = run.offsets[expert];
+    if (end - slot < tiles.from_tokens) {
+      continue;
+    }
+    while (slot < end) {
+      const int64_t tokens = std::min<int64_t>(kMaxJobTokens, end - slot);
+      const int64_t job_rows = TileRows(tokens);
+      for (int i = 0; i < 2; ++i) {
+        const ExpertPanels& panels = experts_[static_cast<size_t>(expert)];
+        TileJob job{};
+        job.weights = i == 0 ? panels.gate_up : panels.down;
+        const std::byte* region = run.tokens + (i == 0 ? 0 : tiles.max_rows * tiles.row_bytes[0]);
+        job.tokens = reinterpret_cast<const uint8_t*>(region + rows * tiles.row_bytes[i]);
+        float* sides = run.sides + (i == 0 ? 0 : tiles.max_rows * tiles.sides[0]) + rows * tiles.sides[i];
+        const int64_t scales = tiles.scale_group > 0 ? CeilDiv(shapes[i]->padded_cols, tiles.scale_group) : 1;
+        job.scale = tiles.codes ? sides : nullptr;
+        job.sum = sides + scales * job_rows;
+        job.num_tokens = tokens;
+        job.rows = job_rows;
+        job.expert = expert;
+        job.first_slot = slot;
+        job.index = count;
+        run.jobs[i * tiles.max_jobs + count] = job;
+      }
+      ++count;
+      rows += job_rows;
+      slot += static_cast<int32_t>(tokens);
+    }
+  }
+  run.num_jobs = count;
+}
+
+/// Hidden states to tokens of tiles once each, in rows of their own; slots then copy lines instead of
+/// quantizing a token again for each of its experts.
+void CpuExperts::PackJobTokens(Run& run) const {
+  if (run.num_jobs == 0 || !shared_rows_) {
+    return;
+  }
+  const TilePlan& tiles = plan_.tiles;
+  const int64_t first = *std::min_element(run.slot_rows, run.slot_rows + run.num_slots);
+  const int64_t last = *std::max_element(run.slot_rows, run.slot_rows + run.num_slots);
+  run.first_token_row = first;
+  const int64_t count = last - first + 1;
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const int64_t tasks = std::min(kPackTasks, count);
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    float* buffer = run.job_rows + task * 3 * widest;
+    for (int64_t token = count * task / tasks; token < count * (task + 1) / tasks; ++token) {
+      if (!run.coded) {
+        table_->to_float[run.row_type](run.rows + (first + token) * run.row_bytes, plan_.gate_up.cols,
+                                       buffer);
+      }
+      PackTarget target{};
+      target.token = reinterpret_cast<uint8_t*>(run.token_rows) + token * tiles.row_bytes[0];
+      target.step_bytes = 64;
+      target.scales = run.token_sides + token * tiles.sides[0];
+      target.sums = target.scales + tiles.sides[0] - tiles.num_sums[0];
+      target.stride = 1;
+      if (run.coded) {
+        target.codes = run.rows + (first + token) * run.row_bytes;
+        target.code_scales = run.row_scales + (first + token) * run.row_scale_bytes;
+      }
+      PackForJob(run, plan_.gate_up, experts_.front().input[0], target, buffer);
+    }
+  });
+}
+
+/// Rows of hidden states (part 0) or intermediate values (2) into the tiles of their jobs.
+void CpuExperts::PackJobs(Run& run, const GemmShape& shape, int part) const {
+  if (run.num_jobs == 0 || (part == 2 && direct_mid_)) {
+    return;
+  }
+  if (part == 0) {  // PackTiles found the scale of the batch, where there is one
+    PackJobTokens(run);
+  }
+  const TileJob* jobs = run.jobs + (part == 2 ? plan_.tiles.max_jobs : 0);
+  int64_t total = 0;
+  for (int64_t i = 0; i < run.num_jobs; ++i) {
+    total += jobs[i].num_tokens;
+  }
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const int64_t tasks = std::min(kPackTasks, total);
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    float* buffer = run.job_rows + task * 3 * widest;
+    int64_t token = total * task / tasks, left = total * (task + 1) / tasks - token;
+    const TileJob* job = jobs;
+    while (token >= job->num_tokens) {
+      token -= job->num_tokens;
+      ++job;
+    }
+    for (; left > 0; --left) {
+      PackJobRow(run, shape, part, *job, token, buffer);
+      if (++token == job->num_tokens) {
+        token = 0;
+        ++job;
+      }
+    }
+  });
+}
+
+void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job,
+                            int64_t token, float* buffer) const {
+  const TilePlan& tiles = plan_.tiles;
+  const int i = part / 2;
+  PackTarget target{};
+  target.token = const_cast<uint8_t*>(job.tokens) + TileTokenOffset(tiles.row_bytes[i], token);
+  target.step_bytes = TileStepBytes(job.num_tokens, token);
+  target.scales = const_cast<float*>(job.scale) + (tiles.codes ? token : 0);
+  target.sums = const_cast<float*>(job.sum) + token;
+  target.stride = job.rows;
+  if (part == 0 && shared_rows_) {
+    const int64_t row = run.slot_rows[job.first_slot + token] - run.first_token_row;
+    const std::byte* from = run.token_rows + row * tiles.row_bytes[0];
+    for (int64_t step = 0; step < tiles.row_bytes[0] / 64; ++step) {
+      std::memcpy(target.token + step * target.step_bytes, from + step * 64, 64);
+    }
+    const float* sides = run.token_sides + row * tiles.sides[0];
+    const int64_t scales = tiles.sides[0] - tiles.num_sums[0];
+    for (int64_t g = 0; tiles.codes && g < scales; ++g) {
+      target.scales[g * job.rows] = sides[g];
+    }
+    for (int64_t g = 0; g < tiles.num_sums[0]; ++g) {
+      target.sums[g * job.rows] = sides[scales + g];
+    }
+    return;
+  }
+  const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+  if (part == 0 && run.coded) {
+    const int64_t row = run.slot_rows[job.first_slot + token];
+    target.codes = run.rows + row * run.row_bytes;
+    target.code_scales = run.row_scales + row * run.row_scale_bytes;
+  } else {
+    LoadRow(run, shape, job.first_slot + token, buffer);
+  }
+  PackForJob(run, shape, part == 2 ? expert.mid : expert.input[0], target, buffer);
+}
+
+/// A row in fp32, in the first third of `buffer`, into its place.
+void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                            const PackTarget& target, float* buffer) const {
+  const TilePlan& tiles = plan_.tiles;
+  const int64_t width = shape.padded_cols;
+  float* row = buffer;
+  if (transform.pre_quant_scale != nullptr) {  // never with codes: ExpertsTraits::takes_codes
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      row[k] *= transform.pre_quant_scale[k];
+    }
+  }
+  float* scales = target.scales;
+  float* values = row;
+  if (tiles.codes) {
+    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    values = row + width;
+    auto* quantized = reinterpret_cast<std::byte*>(row + 2 * width);
+    if (target.codes == nullptr && IsPlainNvfp4(activation_)) {
+      auto* codes = reinterpret_cast<int8_t*>(quantized);
+      float* halves = row + 2 * width + width / 4;
+      std::fill(row + shape.cols, row + width, 0.0F);
+      table_->quantize_nvfp4(row, width / kPanelUnit, tensor_scale, codes, halves);
+      // The block scale has 4 bits and the code 2: rounding to bf16 restores their exact product.
+      const float decode_multiplier = 1.0F / tensor_scale;
+      for (int64_t k = 0; k < width; ++k) {
+        values[k] = static_cast<float>(codes[k]) * (halves[k / 16] * decode_multiplier);
+      }
+      scales[0] = tensor_scale;
+    } else {
+      const std::byte* stored = target.codes;
+      const std::byte* stored_scales = target.code_scales;
+      if (stored == nullptr) {
+        QuantizeRow(activation_, tensor_scale, row, shape.cols, quantized, quantized + width);
+        stored = quantized;
+        stored_scales = quantized + width;
+      }
+      DecodeRow(*activation_.element, stored, 0, shape.cols, values);
+      if (activation_.scale_dtype != DType::kF32) {
+        for (int64_t k = 0; k < shape.cols; ++k) {
+          values[k] *= DecodeCode(activation_.scale_dtype, LoadCode(activation_.scale_dtype, stored_scales,
+                                                                    k / activation_.group.col));
+        }
+        scales[0] = IsTwoLevel(activation_) ? tensor_scale : 1.0F;
+      } else if (IsPerTensor(activation_)) {
+        scales[0] = tensor_scale;
+      } else {
+        const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
+        const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
+        for (int64_t g = 0; g < groups; ++g) {
+          std::memcpy(scales + g * target.stride, stored_scales + std::min(g, stored_count - 1) * 4, 4);
+        }
+      }
+    }
+  }
+  if (transform.columns != nullptr) {
+    float* packed = values + width;
+    for (int64_t k = 0; k < width; ++k) {
+      packed[k] = transform.columns[k] < 0 ? 0.0F : values[transform.columns[k]];
+    }
+    values = packed;
+  } else {
+    std::fill(values + shape.cols, values + width, 0.0F);
+  }
+  if (tiles.int8) {
+    float sum = 0;
+    for (int64_t k = 0; k < width; k += kPanelUnit) {
+      int8_t codes[kPanelUnit];
+      int32_t unit_sum = 0;
+      for (int64_t i = 0; i < kPanelUnit; ++i) {
+        codes[i] = static_cast<int8_t>(values[k + i]);
+        unit_sum += codes[i];
+      }
+      std::memcpy(target.token + k / kPanelUnit * target.step_bytes, codes, kPanelUnit);
+      sum += static_cast<float>(unit_sum);
+    }
+    target.sums[0] = sum;
+    return;
+  }
+  TilePack pack{};
+  pack.values = values;
+  pack.count = width;
+  pack.token = target.token;
+  pack.step_bytes = target.step_bytes;
+  pack.shift = tile_format_.shift;
+  pack.permuted = tile_format_.permuted;
+  if (tile_format_.sum_group > 0) {
+    pack.sum = target.sums;
+    pack.sum_group = tile_format_.sum_group;
+    pack.sum_stride = target.stride;
+  }
+  tiles_->pack(&pack);
+}
+
+void CpuExperts::RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs,
+                         int64_t first_pair, int64_t end_pair, TileFinish finish) const {
+  const Scratch scratch(run.scratch, run.scratch_taken, plan_.tiles.num_scratch);
+  FinishContext<CpuExperts, Run> context{this, &run};
+  TileGemm gemm{};
+  gemm.jobs = jobs;
+  gemm.num_jobs = num_jobs;
+  gemm.blocks = shape.blocks;
+  gemm.stripe_bytes = shape.stripe_bytes;
+  gemm.num_stripes = shape.parts * shape.stripes;
+  gemm.first_pair = first_pair;
+  gemm.end_pair = end_pair;
+  gemm.scale_group = plan_.tiles.scale_group;
+  gemm.weight_group = plan_.tiles.weight_group;
+  gemm.scratch = scratch.data();
+  gemm.finish = finish;
+  gemm.context = &context;
+  tile_format_.gemm(&gemm);
+}
+
+void CpuExperts::GateUpJobs(Run& run) const {
+  if (run.num_jobs == 0) {
+    return;
+  }
+  const GemmShape& shape = plan_.gate_up;
+  const int64_t pairs = CeilDiv(shape.parts * shape.stripes, 2);
+  const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
+                               int64_t tokens, const float* sums) {
+    const auto* to = static_cast<const FinishContext<CpuExperts, Run>*>(context);
+    to->experts->FinishGateUp(*to->run, *job, first_stripe, first_token, tokens, sums);
+  };
+  const int64_t threads = run.executor->num_threads;
+  if (threads <= 1) {
+    RunJobs(run, shape, run.jobs, run.num_jobs, 0, pairs, finish);
+    return;
+  }
+  const int64_t parts = std::clamp<int64_t>(CeilDiv(kTasksPerThread * threads, run.num_jobs), 1, pairs);
+  ParallelFor(*run.executor, run.num_jobs * parts, [&](int64_t task) {
+    const int64_t job = task / parts, part = task % parts;
+    RunJobs(run, shape, run.jobs + job, 1, pairs * part / parts, pairs * (part + 1) / parts, finish);
+  });
+}
+
+/// Biases, row scales and the activation, then the tiles (or fp32 rows) of the second GEMM.
+void CpuExperts::FinishGateUp(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
+                              int64_t tokens, const float* sums) const {
+  const GemmShape& shape = plan_.gate_up;
+  const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+  const ActivationSpec& spec = problem_.config.activation;
+  const bool gated = shape.parts == 2;
+  const int64_t count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
+  alignas(64) float row_scale[2 * kPanelRows];
+  const float* stored_scale = expert.gate_up_scale + first_stripe * kPanelRows;
+  for (int64_t i = 0; i < (gated ? 2 : count) * kPanelRows; ++i) {
+    row_scale[i] = stored_scale[i] * tile_format_.post;
+  }
+  const float* bias =
+      expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
+  alignas(64) float values[16 * kPanelRows];
+  ActivateArguments arguments{};
+  arguments.activation = static_cast<int>(spec.kind);
+  arguments.alpha = spec.alpha;
+  arguments.beta = spec.beta;
+  arguments.limit = spec.limit;
+  for (int64_t done = 0; done < tokens; done += 16) {
+    const float* block = sums + done / 16 * 512;
+    arguments.tokens = static_cast<int>(std::min<int64_t>(16, tokens - done));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t stripe = gated ? first_stripe / 2 : first_stripe + i;
+      const int64_t up = gated ? 1 : i;
+      arguments.gate = gated ? block : nullptr;
+      arguments.gate_row_scale = row_scale;
+      arguments.gate_bias = bias;
+      arguments.up = block + up * 256;
+      arguments.up_row_scale = row_scale + up * kPanelRows;
+      arguments.up_bias = bias == nullptr ? nullptr : bias + up * kPanelRows;
+      if (direct_mid_) {
+        arguments.mid = values;
+        arguments.mid_stride = kPanelRows;
+        table_->activate(&arguments);
+        StoreMid(run, job, stripe, first_token + done, arguments.tokens, values);
+      } else {
+        arguments.mid_stride = shape.row_stride();
+        arguments.mid =
+            run.mid + (job.first_slot + first_token + done) * shape.row_stride() + stripe * kPanelRows;
+        table_->activate(&arguments);
+      }
+    }
+  }
+}
+
+/// Sixteen columns of intermediate values of up to 16 tokens, straight into the tiles of the second GEMM.
+void CpuExperts::StoreMid(const Run& run, const TileJob& job, int64_t stripe, int64_t first_token,
+                          int64_t tokens, float* values) const {
+  const TileJob& down = run.jobs[plan_.tiles.max_jobs + job.index];
+  const int64_t step_bytes = TileStepBytes(down.num_tokens, first_token);
+  uint8_t* first = const_cast<uint8_t*>(down.tokens) + TileTokenOffset(plan_.tiles.row_bytes[1], first_token);
+  if (plan_.tiles.codes) {
+    const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+    const float tensor_scale = activation_.static_tensor_scale ? expert.mid.tensor_scale : 1.0F;
+    int8_t codes[16 * kPanelRows];
+    float halves[16];
+    std::fill(values + tokens * kPanelRows, values + 16 * kPanelRows, 0.0F);
+    table_->quantize_nvfp4(values, 4, tensor_scale, codes, halves);
+    auto* scales = const_cast<float*>(down.scale);
+    const float decode_multiplier = 1.0F / tensor_scale;
+    for (int64_t token = 0; token < tokens; ++token) {
+      const float scale = halves[token] * decode_multiplier;
+      for (int64_t i = 0; i < kPanelRows; ++i) {
+        values[token * kPanelRows + i] = static_cast<float>(codes[token * kPanelRows + i]) * scale;
+      }
+      if (stripe == 0) {
+        scales[first_token + token] = tensor_scale;
+      }
+    }
+  }
+  const auto put = [&](int64_t k) {
+    tiles_->pack_block(values, tokens, first + k / 32 * step_bytes, k, tile_format_.shift,
+                       tile_format_.permuted);
+  };
+  put(stripe * kPanelRows);
+  if (stripe + 1 == plan_.gate_up.stripes) {  // padding of K
+    std::fill_n(values, tokens * kPanelRows, 0.0F);
+    for (int64_t k = plan_.gate_up.padded_rows(); k < plan_.down.padded_cols; k += kPanelRows) {
+      put(k);
+    }
+  }
+}
+
+/// Columns of the output, from zero, for the experts of the matrix unit; the others follow in DownColumns.
+void CpuExperts::DownJobs(Run& run) const {
+  if (run.num_jobs == 0) {
+    return;
+  }
+  const GemmShape& shape = plan_.down;
+  const int64_t pairs = CeilDiv(shape.stripes, 2);
+  const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
+                               int64_t tokens, const float* sums) {
+    const auto* to = static_cast<const FinishContext<CpuExperts, Run>*>(context);
+    to->experts->FinishDown(*to->run, *job, first_stripe, first_token, tokens, sums);
+  };
+  const int64_t threads = run.executor->num_threads;
+  const int64_t tasks = threads <= 1 ? 1 : std::min(pairs, kTasksPerThread * threads);
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    const int64_t first = pairs * task / tasks, end = pairs * (task + 1) / tasks;
+    const int64_t begin = 2 * first * kPanelRows;
+    const int64_t columns = std::min(2 * end, shape.stripes) * kPanelRows - begin;
+    for (int64_t row = 0; row < run.num_outputs; ++row) {
+      std::fill_n(run.sums + row * shape.row_stride() + begin, columns, 0.0F);
+    }
+    RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs, run.num_jobs, first, end, finish);
+  });
+}
+
+void CpuExperts::FinishDown(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
+                            int64_t tokens, const float* sums) const {
+  const GemmShape& shape = plan_.down;
+  const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+  const int64_t count = std::min<int64_t>(2, shape.stripes - first_stripe);
+  const int64_t col = first_stripe * kPanelRows;
+  alignas(64) float row_scale[2 * kPanelRows];
+  for (int64_t i = 0; i < count * kPanelRows; ++i) {
+    row_scale[i] = expert.down_scale[col + i] * tile_format_.post;
+  }
+  float* rows[16];
+  AccumulateArguments arguments{};
+  arguments.rows = rows;
+  for (int64_t done = 0; done < tokens; done += 16) {
+    const int64_t slot = job.first_slot + first_token + done;
+    arguments.tokens = static_cast<int>(std::min<int64_t>(16, tokens - done));
+    arguments.weights = run.slot_weights + slot;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int token = 0; token < arguments.tokens; ++token) {
+        rows[token] = run.sums + run.slot_outputs[slot + token] * shape.row_stride() + col + i * kPanelRows;
+      }
+      arguments.dot = sums + (done / 16 * 2 + i) * 256;
+      arguments.row_scale = row_scale + i * kPanelRows;
+      arguments.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col + i * kPanelRows;
+      table_->accumulate(&arguments);
+    }
+  }
+}
+
+}  // namespace fusedmoe::cpu

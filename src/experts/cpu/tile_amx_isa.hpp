@@ -1,0 +1,182 @@
+#pragma once
+
+// GCC 12 takes the deliberately undefined operands of its own AVX-512 intrinsics for a mistake of ours.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#pragma GCC diagnostic pop
+#include <stdint.h>
+
+#include "experts/cpu/unroll_isa.hpp"
+
+/// The machine of the tile kernels: tile registers of 16 rows of 64 bytes, and 512-bit vectors beside them.
+/// tile_emulated_isa.hpp has the same names in portable code.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+// ------------------------------------------------------------------------------------------------- tiles
+//
+// Own assembly: GCC's intrinsics for tile loads tell the compiler nothing about the memory they read, so that
+// it may store decoded weights behind them.
+
+/// Palette 1: every tile 16 rows of 64 bytes. The layout is that of the processor's manual.
+struct alignas(64) TileShape {
+  uint8_t palette = 1;
+  uint8_t start_row = 0;
+  uint8_t reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+/// The tile registers of this thread while it lives. The system saves 8 KiB more at a switch of a thread that
+/// uses tiles, so they are released before anything may wait.
+struct Tiles {
+  FMOE_INLINE void Configure() {
+    TileShape shape;
+    asm volatile("ldtilecfg %0" ::"m"(shape));
+  }
+  FMOE_INLINE void Release() { asm volatile("tilerelease" ::: "memory"); }
+  template <int kTile>
+  FMOE_INLINE void Zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+  }
+  template <int kTile>
+  FMOE_INLINE void Load(const void* p) {
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(64L), "i"(kTile) : "memory");
+  }
+  /// Past the L1, which belongs to the other operand (measured: 74 to 99 % of the peak).
+  template <int kTile>
+  FMOE_INLINE void Stream(const void* p) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(64L), "i"(kTile) : "memory");
+  }
+  template <int kTile>
+  FMOE_INLINE void Store(void* p) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(64L), "i"(kTile) : "memory");
+  }
+  /// sums += tokens (rows) x weights (columns), pairs of bf16 or quadruples of s8 x u8.
+  template <int kSum, int kTokens, int kWeights>
+  FMOE_INLINE void DotBf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kTokens), "i"(kWeights));
+  }
+  template <int kSum, int kTokens, int kWeights>
+  FMOE_INLINE void DotInt8() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kTokens), "i"(kWeights));
+  }
+};
+
+// ----------------------------------------------------------------------------------------------- vectors
+
+using Words = __m512i;  // 32 words, or 16 double words
+using Reals = __m512;
+
+FMOE_INLINE Words LoadWords(const void* p) {
+  return _mm512_loadu_si512(p);
+}
+FMOE_INLINE void StoreWords(void* p, Words x) {
+  _mm512_store_si512(p, x);
+}
+FMOE_INLINE Words SetWords(uint16_t x) {
+  return _mm512_set1_epi16((short)x);
+}
+/// table[index mod 32]
+FMOE_INLINE Words LookUp(Words index, Words table) {
+  return _mm512_permutexvar_epi16(index, table);
+}
+template <int kBits>
+FMOE_INLINE Words ShiftRight(Words x) {
+  return _mm512_srli_epi16(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Words ShiftRightArithmetic(Words x) {
+  return _mm512_srai_epi16(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Words ShiftLeft(Words x) {
+  return _mm512_slli_epi16(x, kBits);
+}
+FMOE_INLINE Words And(Words a, Words b) {
+  return _mm512_and_si512(a, b);
+}
+FMOE_INLINE Words SubtractSaturated(Words a, Words b) {
+  return _mm512_subs_epu16(a, b);
+}
+/// x + y where x, but for its sign, is not zero.
+FMOE_INLINE Words AddToNonZero(Words x, Words y) {
+  return _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, y);
+}
+FMOE_INLINE Words SubtractWords(Words a, Words b) {
+  return _mm512_sub_epi16(a, b);
+}
+FMOE_INLINE Words MinSigned(Words a, Words b) {
+  return _mm512_min_epi16(a, b);
+}
+FMOE_INLINE Words MaxSigned(Words a, Words b) {
+  return _mm512_max_epi16(a, b);
+}
+/// f16 arithmetic.
+FMOE_INLINE Words MultiplyHalves(Words a, Words b) {
+  return (Words)_mm512_mul_ph((__m512h)a, (__m512h)b);
+}
+FMOE_INLINE Words SubtractHalves(Words a, Words b) {
+  return (Words)_mm512_sub_ph((__m512h)a, (__m512h)b);
+}
+FMOE_INLINE Words IntegersToHalves(Words x) {
+  return (Words)_mm512_cvtepu16_ph(x);
+}
+/// Sixteen bytes to double words, each in both of its words.
+FMOE_INLINE Words SpreadBytes(const uint8_t* p) {
+  const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
+
+FMOE_INLINE Reals LoadReals(const float* p) {
+  return _mm512_loadu_ps(p);
+}
+FMOE_INLINE void StoreReals(float* p, Reals x) {
+  _mm512_storeu_ps(p, x);
+}
+FMOE_INLINE Reals SetReals(float x) {
+  return _mm512_set1_ps(x);
+}
+FMOE_INLINE Reals MultiplyReals(Reals a, Reals b) {
+  return _mm512_mul_ps(a, b);
+}
+FMOE_INLINE Reals MultiplyAddReals(Reals a, Reals b, Reals c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
+FMOE_INLINE Reals NegativeMultiplyAddReals(Reals a, Reals b, Reals c) {
+  return _mm512_fnmadd_ps(a, b, c);
+}
+/// fp32 and the zero point that share a word (PanelScale::kF32Zero).
+FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  *scale = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(~255)));
+  *zero = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+}
+/// (integers + add) as fp32
+FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(add)));
+}
+/// Sixteen values to bf16, to nearest even; kPermuted: every four in the order 0, 2, 1, 3. Adds what is
+/// stored.
+template <bool kPermuted>
+FMOE_INLINE Reals StoreBf16(void* p, Reals x, Reals sums, float back) {
+  __m256i words = (__m256i)_mm512_cvtneps_pbh(x);
+  const Reals stored = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+  if constexpr (kPermuted) {
+    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+    words = _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order));
+  }
+  _mm256_store_si256((__m256i*)p, words);
+  return _mm512_fmadd_ps(stored, _mm512_set1_ps(back), sums);
+}
+FMOE_INLINE float SumReals(Reals x) {
+  return _mm512_reduce_add_ps(x);
+}
+FMOE_INLINE void PrefetchToL2(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T1);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

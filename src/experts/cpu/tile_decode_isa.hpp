@@ -1,0 +1,167 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/tile_table_isa.hpp"
+#include "experts/cpu/tile_unit_isa.hpp"
+
+/// Panels to the rows of weight tiles. A row of a tile holds a pair of k (bf16) or four k (int8) of all 16
+/// weight rows. Panels keep four k of a row in 32 bits, so that decoded words are the pairs (0, 2) and (1, 3)
+/// of every four; tokens are packed in that order instead of shuffling weights.
+///
+///   f16 to bf16 without a conversion: (bits >> 3) keeps sign, exponent and 7 bits of mantissa, and read as
+///   bf16 it is the value times 2^-112. Tokens carry 2^96 and the end 2^16: exact, and nothing is subnormal
+///   on the way, which matrix units take for zero. Tokens must stay below 2^31.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Where things stand in a panel, and what becomes of them.
+template <WeightKernel kWeight>
+struct TilePanel {
+  static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kWeight < kWeightU8;
+  static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
+  static constexpr bool kU8 = kWeight >= kWeightU8;
+  static constexpr bool kBf16 = kWeight == kWeightBf16;
+  static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
+  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
+  static constexpr bool kZeroPoints = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
+  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
+  static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
+                                     : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
+                                     : kGroup32                                           ? 128
+                                     : kZeroPoints || kWeight == kWeightE4m3Scaled        ? 64
+                                                                                          : 0;
+  static constexpr int kBlockBytes = kUnits * kUnitBytes + kScaleBytes;
+  /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
+  static constexpr int kFlush = kGroup32                                      ? 32
+                                : kGroup128                                   ? 128
+                                : kZeroPoints || kWeight == kWeightE4m3Scaled ? 64
+                                                                              : 0;
+};
+
+/// f16 bits as bf16, times 2^-112.
+FMOE_INLINE Words HalvesToBf16(Words halves) {
+  return And(ShiftRightArithmetic<3>(halves), SetWords(0x8fff));
+}
+
+/// Row `row` of the two tiles that hold 64 k: tiles of two stripes alternate.
+FMOE_INLINE void PutRow(uint8_t* tiles, int row, Words values) {
+  StoreWords(tiles + row / 16 * 2048 + row % 16 * 64, values);
+}
+
+/// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
+/// `scales`; units come in ascending order.
+template <WeightKernel kWeight, bool kBytes>
+struct TileDecoder {
+  using Panel = TilePanel<kWeight>;
+  static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
+                                  kWeight == kWeightE4m3Scaled || (Panel::kU8 && !kBytes);
+  static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
+  static constexpr int kShift = kHalves ? 96 : 0;
+  /// Of a decoded value: times this it is what the vector kernels decode to (KernelOutputScale).
+  static constexpr float kPost = kWeight == kWeightNvfp4                                  ? 65536.0F / 128
+                                 : kWeight == kWeightMxfp4                                ? 2.0F
+                                 : kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ? 4096.0F / 256
+                                 : kWeight == kWeightMxfp8                                ? 1.0F / 256
+                                 : kHalves                                                ? 65536.0F
+                                                                                          : 1.0F;
+  Words table, scale;
+
+  FMOE_INLINE void Start(TileDecoder& d) {
+    alignas(64) uint16_t words[32] = {};
+    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 (-8..7) as bf16.
+    constexpr uint16_t kE2m1Halves[8] = {0, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600};
+    constexpr uint16_t kE2m1Bf16[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    constexpr uint16_t kIntegers[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    for (int i = 0; i < 32; ++i) {
+      const int magnitude = i & 7, sign = (i & 8) << 12;
+      if constexpr (kWeight == kWeightNvfp4) {
+        words[i] = (uint16_t)(kE2m1Halves[magnitude] | (magnitude == 0 ? 0 : sign));
+      } else if constexpr (kWeight == kWeightMxfp4) {
+        words[i] = magnitude == 0 ? 0 : (uint16_t)((kE2m1Bf16[magnitude] + (125 << 7)) | sign);
+      } else if constexpr (kWeight == kWeightU4) {
+        const int value = (i & 15) - 8;
+        words[i] = (uint16_t)(value < 0 ? kIntegers[-value] | 0x8000 : kIntegers[value]);
+      } else if constexpr (Panel::kU4) {
+        words[i] = kIntegers[i & 15];
+      } else if constexpr (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
+                           kWeight == kWeightMxfp8) {
+        words[i] = (uint16_t)(i / 2 + 16 * (i & 1));  // the first two k of a row beside its last two
+      }
+    }
+    d.table = LoadWords(words);
+    d.scale = d.table;
+  }
+
+  template <int kUnit>
+  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
+    if constexpr (Panel::kBf16) {
+      Unroll<4>([&](auto i)
+                    FMOE_FLAT { PutRow(tiles, kUnit * 4 + i, LoadWords(codes + kUnit * 256 + i * 64)); });
+    } else if constexpr (kBytes) {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        StoreWords(tiles + (kUnit * 2 + i) * 64, LoadWords(codes + kUnit * 128 + i * 64));
+      });
+    } else if constexpr (Panel::kNibbles) {
+      if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
+        // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
+        d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));
+      } else if constexpr (kWeight == kWeightMxfp4 && kUnit % 4 == 0) {
+        // What the table is too large by. Larger scales than 2^125 would take 6 beyond fp32.
+        const Words exponent = MinSigned(SpreadBytes(scales + kUnit / 4 * 16), SetWords(252));
+        d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
+      }
+      const Words x = LoadWords(codes + kUnit * 64);
+      auto row = [&](int i, Words index) FMOE_FLAT {
+        Words value = LookUp(index, d.table);
+        if constexpr (kWeight == kWeightNvfp4) {
+          value = HalvesToBf16(MultiplyHalves(value, d.scale));
+        } else if constexpr (kWeight == kWeightMxfp4) {
+          value = SubtractSaturated(value, d.scale);  // zero stays zero
+        }
+        PutRow(tiles, kUnit * 4 + i, value);
+      };
+      row(0, x);
+      row(1, ShiftRight<8>(x));
+      row(2, ShiftRight<4>(x));
+      row(3, ShiftRight<12>(x));
+    } else if constexpr (Panel::kU8) {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        auto row = [&](int r, Words integers) FMOE_FLAT {
+          Words halves = IntegersToHalves(integers);
+          if constexpr (!Panel::kZeroPoints) {
+            halves = SubtractHalves(halves, SetWords(0x5800));  // 128
+          }
+          PutRow(tiles, kUnit * 4 + 2 * i + r, HalvesToBf16(halves));
+        };
+        row(0, And(x, SetWords(0x00ff)));
+        row(1, ShiftRight<8>(x));
+      });
+    } else {
+      if constexpr (kWeight == kWeightMxfp8 && kUnit % 4 == 0) {
+        // Exponents of the decoded values lie from 10 to 27 for 2^-9 to 448.
+        const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
+        d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
+      }
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LookUp(d.table, LoadWords(codes + kUnit * 128 + i * 64));
+        auto row = [&](int r, Words halves) FMOE_FLAT {
+          // times 2^12: e4m3 subnormals become normal
+          Words value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
+          if constexpr (kWeight == kWeightMxfp8) {
+            value = AddToNonZero(value, d.scale);
+          }
+          PutRow(tiles, kUnit * 4 + 2 * i + r, value);
+        };
+        row(0, And(ShiftRightArithmetic<1>(ShiftLeft<8>(x)), SetWords(0xbf80)));
+        row(1, And(ShiftRightArithmetic<1>(x), SetWords(0xbf80)));
+      });
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,576 @@
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "experts/cpu/tile_decode_isa.hpp"
+
+/// The product of all tokens of an expert with pairs of stripes, on matrix units.
+///
+///            32 weight rows (a pair of stripes)
+///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a buffer of 16 or 32 KiB
+///   [tile 4] [ sum 0 ][ sum 1 ]
+///   [tile 5] [ sum 2 ][ sum 3 ]   32 tokens, streamed from L2
+///
+/// A step is (pair, K block). While a step is multiplied with all its tokens, the next one is decoded into
+/// the other buffer between the tile instructions: the matrix unit and the vector ports work at the same
+/// time; the one after is fetched into L2. Decoded rows are stored in the order in which tiles will be read,
+/// since loads that agree with a recent store in their low 12 bits wait for it.
+///
+/// Sums of a token run through ascending k in the same order whatever its neighbours and the size of K
+/// blocks.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Work beside the inner loop, called from many places of it: inlined, it took minutes to compile.
+#define FMOE_APART __attribute__((noinline))
+
+/// Token tiles of an expert that should stay in L2 beside everything else; above, K blocks are the outer
+/// loop.
+constexpr int64_t kTokenBytesInL2 = 1 << 20;
+
+template <WeightKernel kWeight, bool kBytes>
+struct TileEngine {
+  using Panel = TilePanel<kWeight>;
+  using Decoder = TileDecoder<kWeight, kBytes>;
+  static constexpr int kStepsPerUnit = kBytes ? 1 : 2;  // of 64 bytes, in 64 k
+  static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
+  static constexpr bool kFlush = Panel::kFlush != 0;
+  static constexpr bool kSums = Panel::kZeroPoints;
+
+  /// Where a job stands: chunk of pairs, K block, pair.
+  struct Cursor {
+    int64_t job, chunk, unit, pair;
+    // of the job
+    int64_t blocks, chunk_pairs, k_units;
+    bool valid;
+  };
+
+  /// Decodes the units of a step, and fetches those of the step after.
+  struct Feed {
+    const uint8_t *codes[2], *ahead[2];
+    uint8_t* out;
+    int64_t left = 0;  // units
+    int second;        // of the two units of a block
+  };
+
+  /// Sums of a group of k that wait for their scales.
+  struct Pending {
+    float* sums;  // [tile][16 tokens][16]; null: nothing waits
+    float* results;
+    const uint8_t* scales[2];
+    const float *token_scale, *token_sum;
+    int next, chunks;
+    bool first;
+  };
+
+  const TileGemm& g;
+  Tiles tiles;
+  Decoder decoder;
+  Feed feed;
+  Pending pending;
+  uint8_t* buffers[2];
+  float* group_sums[2];
+  float* results;
+  int current = 0, current_sums = 0;
+  int64_t units;
+
+  explicit TileEngine(const TileGemm& gemm) : g(gemm) {
+    buffers[0] = gemm.scratch;
+    buffers[1] = gemm.scratch + kTileWeightBytes;
+    group_sums[0] = (float*)(gemm.scratch + 2 * kTileWeightBytes);
+    group_sums[1] = group_sums[0] + kTileSumBytes / 4;
+    results = (float*)(gemm.scratch + 2 * kTileWeightBytes + 2 * kTileSumBytes);
+    units = gemm.blocks * Panel::kUnits;
+    pending.sums = nullptr;
+    Decoder::Start(decoder);
+  }
+
+  // ------------------------------------------------------------------------------------------ steps
+
+  FMOE_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  void Enter(Cursor& c, int64_t job) const {
+    c.valid = job < g.num_jobs;
+    if (!c.valid) {
+      return;
+    }
+    c.job = job;
+    c.blocks = (g.jobs[job].num_tokens + kTileTokens - 1) / kTileTokens;
+    const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
+    c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max1(kTileResultBytes / (c.blocks * 4096));
+    // 16 KiB of weights stay in L1 beside what is decoded; with many tokens 32 KiB save passes over the sums.
+    const int64_t most = (c.blocks <= 4 ? kTileWeightBytes / 2 : kTileWeightBytes) / kUnitTileBytes;
+    const int64_t k_blocks = (units + most - 1) / most;
+    c.k_units = (units + k_blocks - 1) / k_blocks;
+    c.k_units += c.k_units % 2;  // blocks and groups of scales have up to 128 k
+    c.chunk = c.pair = g.first_pair;
+    c.unit = 0;
+  }
+  FMOE_INLINE int64_t Max1(int64_t a) { return a > 1 ? a : 1; }
+
+  void Advance(Cursor& c) const {
+    if (!c.valid) {
+      return;
+    }
+    const int64_t end = Min(c.chunk + c.chunk_pairs, g.end_pair);
+    if (++c.pair < end) {
+      return;
+    }
+    c.unit += c.k_units;
+    if (c.unit < units) {
+      c.pair = c.chunk;
+      return;
+    }
+    if (end < g.end_pair) {
+      c.chunk = c.pair = end;
+      c.unit = 0;
+      return;
+    }
+    Enter(c, c.job + 1);
+  }
+
+  int64_t UnitsOf(const Cursor& c) const { return Min(c.k_units, units - c.unit); }
+
+  const uint8_t* Codes(const Cursor& c, int half) const {
+    const int64_t stripe = Min(2 * c.pair + half, g.num_stripes - 1);
+    return g.jobs[c.job].weights + stripe * g.stripe_bytes + c.unit / Panel::kUnits * Panel::kBlockBytes;
+  }
+
+  // --------------------------------------------------------------------------------- beside the tiles
+
+  void StartFeed(const Cursor& next, const Cursor& after) {
+    feed.left = next.valid ? UnitsOf(next) : 0;
+    if (feed.left == 0) {
+      return;
+    }
+    for (int half = 0; half < 2; ++half) {
+      feed.codes[half] = Codes(next, half);
+      feed.ahead[half] = Codes(after.valid ? after : next, half);
+    }
+    feed.out = buffers[current ^ 1];
+    feed.second = 0;
+  }
+
+  /// One sixteenth of the work on a unit: 8 k of one stripe, in the order of the tiles.
+  ///
+  /// `f` and `d` are copies on the stack of a pass: as members they would be loaded again after every tile
+  /// instruction, and loads are what the matrix unit itself is short of.
+  template <int kPart>
+  FMOE_INLINE void FeedPart(const Feed& f, Decoder& d) {
+    constexpr int kStripe = kBytes ? kPart / 8 : kPart / 4 % 2;
+    constexpr int kSlice = kBytes ? kPart % 8 : kPart / 8 * 4 + kPart % 4;
+    constexpr int64_t kBytesAhead = Panel::kBlockBytes / Panel::kUnits;
+    constexpr int64_t kFirstLine = (kBytesAhead * kSlice / 8 + 63) / 64;
+    constexpr int64_t kEndLine = (kBytesAhead * (kSlice + 1) / 8 + 63) / 64;
+    Unroll<(int)(kEndLine - kFirstLine)>(
+        [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
+    const uint8_t* codes = f.codes[kStripe];
+    Decoder::template Unit<kSlice>(d, codes, codes + Panel::kUnitBytes, f.out + kStripe * 1024);
+  }
+
+  FMOE_INLINE void EndFeedUnit(Feed& f) {
+    int64_t step = Panel::kBlockBytes;
+    if constexpr (Panel::kUnits == 2) {
+      step = f.second ? Panel::kBlockBytes - Panel::kUnitBytes : Panel::kUnitBytes;
+      f.second ^= 1;
+    }
+    for (int half = 0; half < 2; ++half) {
+      f.codes[half] += step;
+      f.ahead[half] += Panel::kBlockBytes / Panel::kUnits;
+    }
+    f.out += kUnitTileBytes;
+    --f.left;
+  }
+
+  void FinishFeed() {
+    Feed f = feed;
+    Decoder d = decoder;
+    while (f.left > 0) {
+      Unroll<16>([&](auto part) FMOE_FLAT { FeedPart<decltype(part){}>(f, d); });
+      EndFeedUnit(f);
+    }
+    feed.left = 0;
+  }
+
+  /// Scales the sums of 16 tokens with one stripe and adds them to the results.
+  static FMOE_APART void FlushChunk(Pending& p) {
+    const int chunk = p.next++;
+    const uint8_t* at = p.scales[chunk & 1];
+    Reals scale, zero = SetReals(0.0F);
+    if constexpr (kSums) {
+      LoadScaleAndZero(at, &scale, &zero);
+    } else {
+      scale = LoadReals((const float*)at);
+    }
+    const float* sums = p.sums + chunk * 256;
+    float* out = p.results + chunk * 256;
+    const float* token_sum = kSums ? p.token_sum + chunk / 2 * 16 : nullptr;
+    const float* token_scale = p.token_scale == nullptr ? nullptr : p.token_scale + chunk / 2 * 16;
+    if (p.first) {
+      memset(out, 0, 1024);
+    }
+    for (int token = 0; token < 16; ++token) {
+      Reals x = LoadReals(sums + token * 16), factor = scale;
+      if constexpr (kSums) {
+        x = NegativeMultiplyAddReals(zero, SetReals(token_sum[token]), x);
+      }
+      if (token_scale != nullptr) {
+        factor = MultiplyReals(scale, SetReals(token_scale[token]));
+      }
+      StoreReals(out + token * 16, MultiplyAddReals(x, factor, LoadReals(out + token * 16)));
+    }
+  }
+
+  void Drain() {
+    if (pending.sums != nullptr) {
+      while (pending.next < pending.chunks) {
+        FlushChunk(pending);
+      }
+      pending.sums = nullptr;
+    }
+  }
+
+  // ------------------------------------------------------------------------------------- inner loop
+
+  template <int kSum, int kTokens, int kWeights>
+  FMOE_INLINE void Dot(Tiles& t) {
+    if constexpr (kBytes) {
+      t.template DotInt8<kSum, kTokens, kWeights>();
+    } else {
+      t.template DotBf16<kSum, kTokens, kWeights>();
+    }
+  }
+
+  template <int kTokenTiles>
+  FMOE_INLINE void ZeroSums(Tiles& t) {
+    t.template Zero<0>();
+    t.template Zero<1>();
+    if constexpr (kTokenTiles == 2) {
+      t.template Zero<2>();
+      t.template Zero<3>();
+    }
+  }
+  template <int kTokenTiles>
+  FMOE_INLINE void StoreSums(Tiles& t, float* to) {
+    t.template Store<0>(to);
+    t.template Store<1>(to + 256);
+    if constexpr (kTokenTiles == 2) {
+      t.template Store<2>(to + 512);
+      t.template Store<3>(to + 768);
+    }
+  }
+
+  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
+  template <int kTokenTiles, int kFirstPart, int kParts>
+  FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* weights) {
+    t.template Load<6>(weights);
+    t.template Stream<4>(tokens);
+    Dot<0, 4, 6>(t);
+    Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
+    t.template Load<7>(weights + 1024);
+    Dot<1, 4, 7>(t);
+    if constexpr (kTokenTiles == 2) {
+      t.template Stream<5>(tokens + 1024);
+      Dot<2, 5, 6>(t);
+      Dot<3, 5, 7>(t);
+    }
+    Unroll<kParts - kParts / 2>([&](auto i)
+                                    FMOE_FLAT { FeedPart<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
+  }
+
+  /// What a pass over one block of tokens and one K block needs.
+  struct Pass {
+    const uint8_t *tokens, *weights;
+    int64_t steps;
+    float* out;  // results of the block
+    bool load, store, zero;
+    // flush
+    const uint8_t* scales[2];
+    const float *token_scale, *token_sum;
+    int64_t scale_stride, sum_stride, steps_per_scale;
+    int64_t flush_steps;  // a power of two
+    bool first;
+  };
+
+  /// Hands the sums of a group over and works on those of the group before, a piece at a time.
+  template <int kTokenTiles>
+  static FMOE_APART void Group(TileEngine& e, const Pass& pass, int64_t step) {
+    const int64_t in_group = step & (pass.flush_steps - 1);
+    Pending& p = e.pending;
+    if (p.sums != nullptr) {
+      while (p.next < p.chunks && p.next * pass.flush_steps < (in_group + 1) * p.chunks) {
+        FlushChunk(p);
+      }
+    }
+    if (in_group + 1 != pass.flush_steps && step + 1 != pass.steps) {
+      return;
+    }
+    e.Drain();
+    p.sums = e.group_sums[e.current_sums];
+    e.current_sums ^= 1;
+    StoreSums<kTokenTiles>(e.tiles, p.sums);
+    ZeroSums<kTokenTiles>(e.tiles);
+    const int64_t k = step / pass.flush_steps * pass.flush_steps;  // first step of the group
+    constexpr int64_t kScaleSteps = Panel::kFlush / 32;
+    for (int half = 0; half < 2; ++half) {
+      const int64_t group = k / (kScaleSteps > 0 ? kScaleSteps : 1);
+      if constexpr (Panel::kGroup32) {
+        p.scales[half] = pass.scales[half] + group / 2 * Panel::kBlockBytes + group % 2 * 64;
+      } else {
+        p.scales[half] = pass.scales[half] + group * Panel::kBlockBytes;
+      }
+    }
+    p.token_scale = pass.token_scale == nullptr
+                        ? nullptr
+                        : pass.token_scale + k / pass.steps_per_scale * pass.scale_stride;
+    p.token_sum =
+        kSums ? pass.token_sum + k / (kScaleSteps > 0 ? kScaleSteps : 1) * pass.sum_stride : nullptr;
+    p.results = pass.out;
+    p.first = pass.first && k == 0;
+    p.next = 0;
+    p.chunks = 2 * kTokenTiles;
+  }
+
+  template <int kTokenTiles, int kParts>
+  void RunPass(const Pass& pass) {
+    constexpr int64_t kTokenStep = kTokenTiles * 1024;
+    const uint8_t *a = pass.tokens, *b = pass.weights;
+    if (kFlush || pass.zero) {
+      ZeroSums<kTokenTiles>(tiles);
+    } else if (pass.load) {
+      tiles.template Load<0>(pass.out);
+      tiles.template Load<1>(pass.out + 256);
+      if constexpr (kTokenTiles == 2) {
+        tiles.template Load<2>(pass.out + 512);
+        tiles.template Load<3>(pass.out + 768);
+      }
+    }
+    Feed f = feed;
+    Decoder d = decoder;
+    int64_t step = 0;
+    if constexpr (kParts > 0) {
+      constexpr int kStepsPerFeed = 16 / kParts;
+      for (; step + kStepsPerFeed <= pass.steps && f.left > 0; step += kStepsPerFeed) {
+        Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
+          Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b);
+          if constexpr (kFlush) {
+            Group<kTokenTiles>(*this, pass, step + i);
+          }
+          a += kTokenStep;
+          b += 2048;
+        });
+        EndFeedUnit(f);
+      }
+    }
+    for (; step < pass.steps; ++step, a += kTokenStep, b += 2048) {
+      Step<kTokenTiles, 0, 0>(tiles, f, d, a, b);
+      if constexpr (kFlush) {
+        Group<kTokenTiles>(*this, pass, step);
+      }
+    }
+    feed = f;  // scales of the decoder are loaded again by the next unit
+    if (!kFlush && pass.store) {
+      StoreSums<kTokenTiles>(tiles, pass.out);
+    }
+  }
+
+  template <int kTokenTiles>
+  void RunPassWith(const Pass& pass, int64_t parts) {
+    if (parts <= 0) {
+      RunPass<kTokenTiles, 0>(pass);
+    } else if (parts <= 2) {
+      RunPass<kTokenTiles, 2>(pass);
+    } else if (parts <= 4) {
+      RunPass<kTokenTiles, 4>(pass);
+    } else if (parts <= 8) {
+      RunPass<kTokenTiles, 8>(pass);
+    } else {
+      RunPass<kTokenTiles, 16>(pass);
+    }
+  }
+
+  // ---------------------------------------------------------------------------------------- results
+
+  /// Sums to what the caller sees: integers corrected and converted, scales of whole rows applied.
+  void FinishBlock(const TileJob& job, int64_t first_token, int64_t tokens, float* sums) {
+    const bool scaled = job.scale != nullptr && (!kFlush || g.scale_group == 0);
+    if (!kBytes && !scaled) {
+      return;
+    }
+    for (int64_t token = 0; token < tokens; ++token) {
+      const Reals scale = SetReals(scaled ? job.scale[first_token + token] : 1.0F);
+      for (int half = 0; half < 2; ++half) {
+        float* row = sums + (token / 16 * 2 + half) * 256 + token % 16 * 16;
+        Reals x;
+        if constexpr (kBytes) {
+          x = IntegersToReals(row, -128 * (int32_t)job.sum[first_token + token]);
+        } else {
+          x = LoadReals(row);
+        }
+        StoreReals(row, MultiplyReals(x, scale));
+      }
+    }
+  }
+
+  void RunStep(const Cursor& c) {
+    const TileJob& job = g.jobs[c.job];
+    const int64_t steps = UnitsOf(c) * kStepsPerUnit;
+    const bool last = c.unit + c.k_units >= units;
+    // One block of tokens alone keeps its sums in the tiles from one K block to the next.
+    const bool stays = c.blocks == 1 && c.chunk_pairs == 1;
+    const int64_t slots = steps * c.blocks;
+    const int64_t parts = (feed.left * 16 + slots - 1) / slots;
+    Pass pass = {};
+    pass.weights = buffers[current];
+    pass.steps = steps;
+    if constexpr (kFlush) {
+      constexpr int64_t kLeast = Panel::kFlush / 32;
+      pass.flush_steps =
+          kWeight == kWeightE4m3Scaled && g.weight_group == 128 && g.scale_group % 128 == 0 ? 4 : kLeast;
+      pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / 32 : 1;
+      for (int half = 0; half < 2; ++half) {
+        pass.scales[half] = Codes(c, half) + Panel::kUnits * Panel::kUnitBytes;
+      }
+      pass.scale_stride = pass.sum_stride = job.rows;
+    }
+    const int64_t first_step = c.unit * kStepsPerUnit;
+    for (int64_t block = 0; block < c.blocks; ++block) {
+      const int64_t first_token = block * kTileTokens;
+      const int64_t tokens = Min(kTileTokens, job.num_tokens - first_token);
+      const bool two = tokens > 16;
+      pass.tokens = job.tokens + first_token * units * kStepsPerUnit * 64 + first_step * (two ? 2048 : 1024);
+      pass.out = results + ((c.pair - c.chunk) * c.blocks + block) * 1024;
+      pass.zero = c.unit == 0;
+      pass.load = !stays;
+      pass.store = !stays || last;
+      if constexpr (kFlush) {
+        pass.first = c.unit == 0;
+        pass.token_scale = g.scale_group == 0 || job.scale == nullptr
+                               ? nullptr
+                               : job.scale + first_step / pass.steps_per_scale * job.rows + first_token;
+        pass.token_sum =
+            kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
+      }
+      if (two) {
+        RunPassWith<2>(pass, parts);
+      } else {
+        RunPassWith<1>(pass, parts);
+      }
+      if (last) {
+        if constexpr (kFlush) {
+          Drain();
+        }
+        FinishBlock(job, first_token, tokens, pass.out);
+        g.finish(g.context, &job, 2 * c.pair, first_token, tokens, pass.out);
+      }
+    }
+    FinishFeed();
+    current ^= 1;
+  }
+
+  void Run() {
+    Cursor now, next, after;
+    Enter(now, 0);
+    if (!now.valid || g.first_pair >= g.end_pair) {
+      return;
+    }
+    next = now;
+    Advance(next);
+    after = next;
+    Advance(after);
+    current = 1;
+    StartFeed(now, next);
+    FinishFeed();
+    current = 0;
+    tiles.Configure();
+    while (now.valid) {
+      StartFeed(next, after);
+      RunStep(now);
+      now = next;
+      next = after;
+      Advance(after);
+    }
+    tiles.Release();
+  }
+};
+
+template <WeightKernel kWeight, bool kBytes>
+void RunTileGemm(const TileGemm* gemm) {
+  TileEngine<kWeight, kBytes> engine(*gemm);
+  engine.Run();
+}
+
+template <bool kPermuted>
+void PackTileRow(const TilePack* p) {
+  // Weights carry 2^-112 where tokens carry a shift: sums of tokens do as well.
+  const float factor = p->shift != 0 ? 0x1p96F : 1.0F, back = p->shift != 0 ? 0x1p-112F : 1.0F;
+  uint8_t* out = p->token + p->k / 32 * p->step_bytes + p->k % 32 * 2;
+  Reals sums = SetReals(0.0F);
+  for (int64_t i = 0; i < p->count; i += 16) {
+    const Reals x = MultiplyReals(LoadReals(p->values + i), SetReals(factor));
+    sums = StoreBf16<kPermuted>(out, x, sums, back);
+    const int64_t k = p->k + i + 16;
+    out += k % 32 == 0 ? p->step_bytes - 32 : 32;
+    if (p->sum != nullptr && k % p->sum_group == 0) {
+      p->sum[(k / p->sum_group - 1) * p->sum_stride] = SumReals(sums);
+      sums = SetReals(0.0F);
+    }
+  }
+}
+
+void PackTile(const TilePack* p) {
+  p->permuted ? PackTileRow<true>(p) : PackTileRow<false>(p);
+}
+
+void PackTileBlock(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift, int permuted) {
+  const Reals factor = SetReals(shift != 0 ? 0x1p96F : 1.0F), none = SetReals(0.0F);
+  uint8_t* out = tile + k % 32 * 2;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const Reals x = MultiplyReals(LoadReals(values + token * 16), factor);
+    if (permuted) {
+      StoreBf16<true>(out + token * 64, x, none, 1.0F);
+    } else {
+      StoreBf16<false>(out + token * 64, x, none, 1.0F);
+    }
+  }
+}
+
+template <WeightKernel kWeight, bool kBytes>
+constexpr TileFormat MakeTileFormat() {
+  using Engine = TileEngine<kWeight, kBytes>;
+  TileFormat format = {};
+  format.gemm = &RunTileGemm<kWeight, kBytes>;
+  format.shift = kBytes ? 0 : Engine::Decoder::kShift;
+  format.permuted = Engine::Decoder::kPermuted;
+  format.post = kBytes ? 1.0F : Engine::Decoder::kPost;
+  format.sum_group = Engine::kSums ? Engine::Panel::kFlush : 0;
+  format.scale_group = Engine::Panel::kFlush;
+  return format;
+}
+
+constexpr TileKernels MakeTileKernels(const char* name) {
+  TileKernels kernels = {};
+  kernels.name = name;
+  kernels.bf16[kWeightBf16] = MakeTileFormat<kWeightBf16, false>();
+  kernels.bf16[kWeightE4m3] = MakeTileFormat<kWeightE4m3, false>();
+  kernels.bf16[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false>();
+  kernels.bf16[kWeightMxfp8] = MakeTileFormat<kWeightMxfp8, false>();
+  kernels.bf16[kWeightNvfp4] = MakeTileFormat<kWeightNvfp4, false>();
+  kernels.bf16[kWeightMxfp4] = MakeTileFormat<kWeightMxfp4, false>();
+  kernels.bf16[kWeightU4] = MakeTileFormat<kWeightU4, false>();
+  kernels.bf16[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false>();
+  kernels.bf16[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false>();
+  kernels.bf16[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false>();
+  kernels.bf16[kWeightU8] = MakeTileFormat<kWeightU8, false>();
+  kernels.bf16[kWeightU8Group32] = MakeTileFormat<kWeightU8Group32, false>();
+  kernels.bf16[kWeightU8Group64] = MakeTileFormat<kWeightU8Group64, false>();
+  kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
+  kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
+  kernels.pack = &PackTile;
+  kernels.pack_block = &PackTileBlock;
+  return kernels;
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,251 @@
+#pragma once
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "experts/cpu/unroll_isa.hpp"
+
+/// The names of tile_amx_isa.hpp in portable code, so that everything above them is tested on machines
+/// without a matrix unit. Tiles follow the pseudo code of the processor's manual, vectors are loops over
+/// arrays.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+struct Words {
+  uint16_t at[32];
+};
+struct Reals {
+  float at[16];
+};
+
+FMOE_INLINE float FloatOf(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+FMOE_INLINE uint32_t BitsOf(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+/// A matrix unit takes subnormal operands for zero.
+FMOE_INLINE float Bf16Operand(uint16_t word) {
+  return (word & 0x7f80) == 0 ? 0.0F : FloatOf((uint32_t)word << 16);
+}
+
+struct Tiles {
+  alignas(64) uint8_t at[8][1024];
+
+  void Configure() { memset(at, 0, sizeof(at)); }
+  /// What a kernel reads after it must not look like data.
+  void Release() { memset(at, 0xff, sizeof(at)); }
+  template <int kTile>
+  void Zero() {
+    memset(at[kTile], 0, 1024);
+  }
+  template <int kTile>
+  void Load(const void* p) {
+    memcpy(at[kTile], p, 1024);
+  }
+  template <int kTile>
+  void Stream(const void* p) {
+    memcpy(at[kTile], p, 1024);
+  }
+  template <int kTile>
+  void Store(void* p) {
+    memcpy(p, at[kTile], 1024);
+  }
+  template <int kSum, int kTokens, int kWeights>
+  void DotBf16() {
+    uint16_t tokens[16][32], weights[16][32];
+    float sums[16][16];
+    memcpy(tokens, at[kTokens], 1024);
+    memcpy(weights, at[kWeights], 1024);
+    memcpy(sums, at[kSum], 1024);
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 16; ++n) {
+        float even = 0, odd = 0;
+        for (int k = 0; k < 16; ++k) {
+          even = fmaf(Bf16Operand(tokens[m][2 * k]), Bf16Operand(weights[k][2 * n]), even);
+          odd = fmaf(Bf16Operand(tokens[m][2 * k + 1]), Bf16Operand(weights[k][2 * n + 1]), odd);
+        }
+        sums[m][n] += even + odd;
+      }
+    }
+    memcpy(at[kSum], sums, 1024);
+  }
+  template <int kSum, int kTokens, int kWeights>
+  void DotInt8() {
+    int8_t tokens[16][64];
+    int32_t sums[16][16];
+    memcpy(tokens, at[kTokens], 1024);
+    memcpy(sums, at[kSum], 1024);
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 16; ++n) {
+        for (int k = 0; k < 64; ++k) {
+          sums[m][n] += tokens[m][k] * at[kWeights][k / 4 * 64 + 4 * n + k % 4];
+        }
+      }
+    }
+    memcpy(at[kSum], sums, 1024);
+  }
+};
+
+template <typename Body>
+FMOE_INLINE Words EachWord(Body body) {
+  Words out;
+  for (int i = 0; i < 32; ++i) {
+    out.at[i] = (uint16_t)body(i);
+  }
+  return out;
+}
+template <typename Body>
+FMOE_INLINE Reals EachReal(Body body) {
+  Reals out;
+  for (int i = 0; i < 16; ++i) {
+    out.at[i] = body(i);
+  }
+  return out;
+}
+
+FMOE_INLINE Words LoadWords(const void* p) {
+  Words out;
+  memcpy(out.at, p, 64);
+  return out;
+}
+FMOE_INLINE void StoreWords(void* p, const Words& x) {
+  memcpy(p, x.at, 64);
+}
+FMOE_INLINE Words SetWords(uint16_t x) {
+  return EachWord([&](int) { return x; });
+}
+FMOE_INLINE Words LookUp(const Words& index, const Words& table) {
+  return EachWord([&](int i) { return table.at[index.at[i] & 31]; });
+}
+template <int kBits>
+FMOE_INLINE Words ShiftRight(const Words& x) {
+  return EachWord([&](int i) { return x.at[i] >> kBits; });
+}
+template <int kBits>
+FMOE_INLINE Words ShiftRightArithmetic(const Words& x) {
+  return EachWord([&](int i) { return (int16_t)x.at[i] >> kBits; });
+}
+template <int kBits>
+FMOE_INLINE Words ShiftLeft(const Words& x) {
+  return EachWord([&](int i) { return x.at[i] << kBits; });
+}
+FMOE_INLINE Words And(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return a.at[i] & b.at[i]; });
+}
+FMOE_INLINE Words SubtractSaturated(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return a.at[i] > b.at[i] ? a.at[i] - b.at[i] : 0; });
+}
+FMOE_INLINE Words AddToNonZero(const Words& x, const Words& y) {
+  return EachWord([&](int i) { return (x.at[i] & 0x7fff) != 0 ? x.at[i] + y.at[i] : x.at[i]; });
+}
+FMOE_INLINE Words SubtractWords(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return a.at[i] - b.at[i]; });
+}
+FMOE_INLINE Words MinSigned(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return (int16_t)a.at[i] < (int16_t)b.at[i] ? a.at[i] : b.at[i]; });
+}
+FMOE_INLINE Words MaxSigned(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return (int16_t)a.at[i] > (int16_t)b.at[i] ? a.at[i] : b.at[i]; });
+}
+
+/// f16 of every value that the kernels meet: finite, and results exact in f16 (the kernels rely on that).
+FMOE_INLINE float HalfToFloat(uint16_t half) {
+  const float sign = (half & 0x8000) != 0 ? -1.0F : 1.0F;
+  const int exponent = half >> 10 & 31, mantissa = half & 1023;
+  return sign *
+         (exponent == 0 ? ldexpf((float)mantissa, -24) : ldexpf((float)(1024 + mantissa), exponent - 25));
+}
+FMOE_INLINE uint16_t FloatToHalf(float value) {
+  const uint16_t sign = (uint16_t)(BitsOf(value) >> 16 & 0x8000);
+  const float magnitude = fabsf(value);
+  if (magnitude < ldexpf(1.0F, -14)) {
+    return (uint16_t)(sign | (uint16_t)ldexpf(magnitude, 24));
+  }
+  const uint32_t bits = BitsOf(magnitude);
+  return (uint16_t)(sign | (((bits >> 23) - 112) << 10) | (bits >> 13 & 1023));
+}
+FMOE_INLINE Words MultiplyHalves(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return FloatToHalf(HalfToFloat(a.at[i]) * HalfToFloat(b.at[i])); });
+}
+FMOE_INLINE Words SubtractHalves(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return FloatToHalf(HalfToFloat(a.at[i]) - HalfToFloat(b.at[i])); });
+}
+FMOE_INLINE Words IntegersToHalves(const Words& x) {
+  return EachWord([&](int i) { return FloatToHalf((float)x.at[i]); });
+}
+FMOE_INLINE Words SpreadBytes(const uint8_t* p) {
+  return EachWord([&](int i) { return p[i / 2]; });
+}
+
+FMOE_INLINE Reals LoadReals(const float* p) {
+  Reals out;
+  memcpy(out.at, p, 64);
+  return out;
+}
+FMOE_INLINE void StoreReals(float* p, const Reals& x) {
+  memcpy(p, x.at, 64);
+}
+FMOE_INLINE Reals SetReals(float x) {
+  return EachReal([&](int) { return x; });
+}
+FMOE_INLINE Reals MultiplyReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] * b.at[i]; });
+}
+FMOE_INLINE Reals MultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
+  return EachReal([&](int i) { return fmaf(a.at[i], b.at[i], c.at[i]); });
+}
+FMOE_INLINE Reals NegativeMultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
+  return EachReal([&](int i) { return fmaf(-a.at[i], b.at[i], c.at[i]); });
+}
+FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
+  uint32_t bits[16];
+  memcpy(bits, p, 64);
+  *scale = EachReal([&](int i) { return FloatOf(bits[i] & ~255U); });
+  *zero = EachReal([&](int i) { return (float)(bits[i] & 255U); });
+}
+FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
+  int32_t integers[16];
+  memcpy(integers, p, 64);
+  return EachReal([&](int i) { return (float)(integers[i] + add); });
+}
+/// To nearest even; NaN becomes quiet, subnormals zero, as by the instruction.
+FMOE_INLINE uint16_t RoundToBf16(float value) {
+  const uint32_t bits = BitsOf(value);
+  if (isnan(value)) {
+    return (uint16_t)(bits >> 16 | 64);
+  }
+  if ((bits & 0x7f800000) == 0) {
+    return (uint16_t)(bits >> 16 & 0x8000);
+  }
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+template <bool kPermuted>
+FMOE_INLINE Reals StoreBf16(void* p, const Reals& x, const Reals& sums, float back) {
+  uint16_t words[16];
+  Reals out = sums;
+  for (int i = 0; i < 16; ++i) {
+    const uint16_t word = RoundToBf16(x.at[i]);
+    const int place = kPermuted ? (i & ~3) | (i & 1) << 1 | (i >> 1 & 1) : i;
+    words[place] = word;
+    out.at[i] = fmaf(FloatOf((uint32_t)word << 16), back, sums.at[i]);
+  }
+  memcpy(p, words, 32);
+  return out;
+}
+FMOE_INLINE float SumReals(const Reals& x) {
+  float sum = 0;
+  for (int i = 0; i < 16; ++i) {
+    sum += x.at[i];
+  }
+  return sum;
+}
+FMOE_INLINE void PrefetchToL2(const uint8_t*) {}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,112 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernel_table_isa.hpp"
+
+/// What the tile kernels (matrix units: AMX, or its emulation) export: the product of all tokens of an expert
+/// with pairs of stripes, beside the micro-kernels of KernelTable, on the same panels.
+namespace fusedmoe::cpu {
+
+/// Tokens whose sums stand in the tile registers together: two tiles of 16.
+constexpr int kTileTokens = 32;
+/// Tokens of one job: their sums of one pair of stripes fit the scratch.
+constexpr int64_t kMaxJobTokens = 4096;
+/// Memory of one running TileGemm: decoded weights twice, unscaled sums twice, sums.
+constexpr int64_t kTileWeightBytes = 32 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
+constexpr int64_t kTileScratchBytes = 2 * kTileWeightBytes + 2 * kTileSumBytes + kTileResultBytes;
+
+/// How tokens stand in tiles ("A"): blocks of 32 tokens, the last of 16 where that is enough:
+///
+///   block | step 0 | step 1 | ...                       step: 64 bytes of K of every token
+///   step  | tokens 0-15 (16 x 64 bytes) | tokens 16-31 |
+///
+/// A step is 32 k in bf16 or 64 k in int8. Where weights are decoded four k of a row at a time, every four k
+/// of a token stand in the order 0, 2, 1, 3.
+static inline int64_t TileTokenOffset(int64_t row_bytes, int64_t token) {
+  const int64_t block = token / kTileTokens, in_block = token % kTileTokens;
+  return block * kTileTokens * row_bytes + in_block / 16 * 1024 + in_block % 16 * 64;
+}
+/// Bytes from one step of a token to the next.
+static inline int64_t TileStepBytes(int64_t num_tokens, int64_t token) {
+  const int64_t left = num_tokens - token / kTileTokens * kTileTokens;
+  return left > 16 ? 2048 : 1024;
+}
+/// Rows of memory that `num_tokens` tokens take.
+static inline int64_t TileRows(int64_t num_tokens) {
+  return (num_tokens + 15) / 16 * 16;
+}
+
+/// The tokens of one expert, and its weights.
+struct TileJob {
+  const uint8_t* weights;  ///< first stripe
+  const uint8_t* tokens;
+  /// [scale group][rows]: factors of each token; null: one.
+  const float* scale;
+  /// [weight group][rows]: sums of the activations of the group, where weights have zero points.
+  const float* sum;
+  int64_t num_tokens;
+  int64_t rows;  ///< stride of the arrays above
+  // Of the caller:
+  int64_t expert, first_slot, index;
+};
+
+/// Sums of a block of tokens with a pair of stripes: sums[token / 16][stripe][token % 16][16 rows].
+typedef void (*TileFinish)(void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
+                           int64_t tokens, const float* sums);
+
+struct TileGemm {
+  const TileJob* jobs;
+  int64_t num_jobs;
+  int64_t blocks;        ///< of a stripe
+  int64_t stripe_bytes;  ///< from a stripe to the next
+  int64_t num_stripes;   ///< of the matrix; where it is odd, the last one has no partner
+  int64_t first_pair, end_pair;
+  int64_t scale_group;   ///< k that share a TileJob::scale; 0: all of K
+  int64_t weight_group;  ///< kWeightE4m3Scaled: 128 where pairs of its groups of 64 share a scale
+  uint8_t* scratch;      ///< kTileScratchBytes, aligned to 64
+  TileFinish finish;
+  void* context;
+};
+typedef void (*TileGemmKernel)(const TileGemm* gemm);
+
+/// `count` (a multiple of 16) values of one token, from k on, into tiles: rounded to bf16 after
+/// multiplication with 2^shift. `sum`: adds up groups of `sum_group` values (as rounded) at stride
+/// `sum_stride`; may be null.
+struct TilePack {
+  const float* values;
+  int64_t count;
+  int64_t k;
+  uint8_t* token;      ///< its row in the first step
+  int64_t step_bytes;  ///< TileStepBytes
+  int shift;
+  int permuted;  ///< order 0, 2, 1, 3
+  float* sum;
+  int64_t sum_group, sum_stride;
+};
+typedef void (*TilePackKernel)(const TilePack* pack);
+
+/// The same for 16 values, from a multiple of 16 on, of each of up to 16 tokens: values[token][16] to
+/// `tile`, the tile of their step.
+typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift,
+                                    int permuted);
+
+/// The kernel of a weight format.
+struct TileFormat {
+  TileGemmKernel gemm;  ///< null: none
+  int shift;            ///< of TilePack
+  int permuted;
+  float post;       ///< what sums must be multiplied with, beside row scales (which hold KernelOutputScale)
+  int sum_group;    ///< k of TileJob::sum; 0: not used
+  int scale_group;  ///< smallest k of TileJob::scale; 0: only scales over all of K
+};
+
+struct TileKernels {
+  const char* name;
+  TileFormat bf16[kNumWeightKernels];
+  TileFormat int8[kNumWeightKernels];  ///< tokens in int8: `sum` holds sums of codes over all of K
+  TilePackKernel pack;
+  TilePackBlockKernel pack_block;
+};
+
+}  // namespace fusedmoe::cpu

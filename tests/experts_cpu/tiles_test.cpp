@@ -1,0 +1,232 @@
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "cpu_layer.hpp"
+#include "experts/cpu/cpu_experts.hpp"
+
+/// The kernels for matrix units, on the unit of this machine or on its emulation in portable code.
+namespace fusedmoe::cpu_test {
+namespace {
+
+/// This machine with a matrix unit: where it has none, the kernels run on the emulation.
+Machine MachineWithTiles() {
+  Machine machine = HostMachine();
+  machine.isa_mask |= 1U << static_cast<int>(Isa::kAmx);
+  return machine;
+}
+
+Layer TileLayer(const LayerSpec& spec, const std::string& mode = "throughput") {
+  Layer layer = MakeLayer(spec);
+  layer.problem.isa = "amx";
+  layer.problem.mode = mode;
+  return layer;
+}
+
+Runner MakeTileRunner(const Layer& layer) {
+  const Backend& backend = kCpuFusedBackend;
+  const Machine machine = MachineWithTiles();
+  for (const Verdict& verdict : backend.supports(layer.problem, machine)) {
+    ADD_FAILURE() << verdict.sentence;
+  }
+  Runner runner;
+  runner.weights = std::make_shared<const PreparedWeights>(
+      *backend.prepare(layer.problem, machine, layer.Source(), Executor{}));
+  WorkspaceBook book;
+  Result<std::unique_ptr<Experts>> experts = backend.create(layer.problem, machine, runner.weights, book);
+  EXPECT_TRUE(experts.ok()) << experts.status().ToString();
+  runner.experts = *std::move(experts);
+  runner.workspace = *Workspace::Allocate(book.total_bytes());
+  return runner;
+}
+
+// Weights and codes of activations enter the tiles without loss, so that only sums in fp32 stand between such
+// a kernel and the definition: the bound of the vector kernels (accuracy_test.cpp).
+constexpr double kRequantizedBound = 8e-4;
+// Activations that the scheme leaves alone are rounded to bf16, each by at most 2^-8 of itself. The hidden
+// states of these layers are bf16 already; the intermediate is rounded once, and its errors pass the second
+// GEMM like the values themselves.
+constexpr double kBf16Bound = 0x1p-8;
+
+double BoundOf(const LayerSpec& spec) {
+  return ParseScheme(spec.scheme)->activation.quantized() ? kRequantizedBound : kBf16Bound;
+}
+
+void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_counts, bool tiles = true) {
+  const Layer layer = TileLayer(spec);
+  const Definition definition(layer);
+  const Runner runner = MakeTileRunner(layer);
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).tiles() != nullptr, tiles) << spec.scheme;
+  for (const int64_t tokens : token_counts) {
+    const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
+    const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
+    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " tokens=" << tokens << " hidden=" << spec.hidden
+                                    << " intermediate=" << spec.intermediate;
+  }
+}
+
+TEST(Tiles, WeightOnlySchemes_AgreeWithFp64) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "int4_w4a16:g64",
+                             "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32",
+                             "int8_w8a16:g64", "int8_w8a16:g128", "fp8_w8a16:tensor", "fp8_w8a16:channel",
+                             "fp8_w8a16:block128", "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23});
+    ExpectClose(
+        {.scheme = scheme, .hidden = 384, .intermediate = 128, .experts = 2, .top_k = 2, .bias = true}, {18});
+  }
+}
+
+TEST(Tiles, UnquantizedLayersOfAnySize_AgreeWithFp64) {
+  for (const auto& [hidden, intermediate] : {std::pair{1, 1}, {17, 33}, {64, 16}, {130, 70}, {200, 129}}) {
+    ExpectClose({.hidden = hidden, .intermediate = intermediate, .experts = 3}, {1, 5, 19});
+  }
+  // Over 1024 k: several K blocks, and all sums stay in the tiles.
+  ExpectClose({.hidden = 1100, .intermediate = 600, .experts = 2}, {9});
+}
+
+TEST(Tiles, GroupsThatEndInsideABlock_AgreeWithFp64) {
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "mxfp8_w8a16"}) {
+    ExpectClose({.scheme = scheme, .hidden = 96, .intermediate = 32, .experts = 3}, {1, 7});
+  }
+  ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 16, .intermediate = 48, .experts = 2}, {1, 40});
+  ExpectClose({.scheme = "fp8_w8a16:block128", .hidden = 200, .intermediate = 130, .experts = 2}, {2, 9});
+}
+
+TEST(Tiles, ZeroPoints_AreSubtracted) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel",
+                             "int8_w8a16:g128", "int8_w8a16:channel"}) {
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true},
+                {1, 21});
+  }
+}
+
+TEST(Tiles, QuantizedActivations_AgreeWithTheScheme) {
+  for (const char* scheme :
+       {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp4_w4a8:dynamic",
+        "int8_w8a8:channel", "int8_w8a8:tensor", "int8_w8a8:channel_static", "int8_w8a8:block128",
+        "int4_w4a8:g128", "fp8_w8a8:channel", "fp8_w8a8:tensor", "fp8_w8a8:tensor_static",
+        "fp8_w8a8:block128", "mxfp8_w8a8", "w_mxfp4_a_mxfp6_e3m2"}) {
+    ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2}, {1, 9});
+    ExpectClose(
+        {.scheme = scheme, .hidden = 128, .intermediate = 128, .bias = true, .different_scales = true}, {6},
+        !ParseScheme(scheme)->activation.static_tensor_scale);
+  }
+}
+
+TEST(Tiles, EveryActivation_AgreesWithFp64) {
+  for (int kind = 0; kind <= static_cast<int>(ActivationKind::kRelu2NoMul); ++kind) {
+    ExpectClose({.hidden = 70,
+                 .intermediate = 40,
+                 .activation = {static_cast<ActivationKind>(kind), 1.702F, 1.0F, 0.5F},
+                 .bias = true},
+                {6});
+  }
+}
+
+TEST(Tiles, AllTokensOnOneExpert_FillSeveralBlocksOfTiles) {
+  for (const char* scheme : {"nvfp4_w4a16", "int4_w4a16:g64", "int8_w8a8:channel"}) {
+    ExpectClose(
+        {.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 1, .top_k = 1, .max_tokens = 200},
+        {16, 17, 32, 33, 48, 49, 200});
+  }
+}
+
+TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {
+  // 2 MiB of tokens are more than L2 should hold: K blocks become the outer loop.
+  ExpectClose({.scheme = "mxfp4_w4a16",
+               .hidden = 1600,
+               .intermediate = 32,
+               .experts = 1,
+               .top_k = 1,
+               .max_tokens = 350},
+              {350});
+}
+
+TEST(Tiles, CountsOnBothSidesOfTheCrossover_MeetInOneForward) {
+  const LayerSpec spec{.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 4, .top_k = 1};
+  const Layer layer = TileLayer(spec, "");
+  const Definition definition(layer);
+  const Runner runner = MakeTileRunner(layer);
+  Batch batch = MakeBatch(spec, 60, 5);
+  for (size_t token = 0; token < batch.ids.size(); ++token) {
+    batch.ids[token] = token < 30 ? 1 : token < 32 ? 0 : token < 57 ? 3 : 2;
+  }
+  EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), kBf16Bound);
+}
+
+TEST(Tiles, AnyNumberOfThreads_GivesTheSameBits) {
+  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16:g128", "fp8_w8a8:block128"}) {
+    const LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3};
+    const Layer layer = TileLayer(spec);
+    const Runner runner = MakeTileRunner(layer);
+    const Batch batch = MakeBatch(spec, 50, 3);
+    const std::vector<float> one = RunBatch(layer, runner, batch);
+    for (const int threads : {2, 3, 7}) {
+      const auto pool = *ThreadPool::Create(threads);
+      EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << scheme << " " << threads;
+    }
+  }
+}
+
+TEST(Tiles, ThroughputMode_IsBatchInvariant) {
+  for (const char* scheme : {"nvfp4_w4a16", "int4_w4a16:g64", "int8_w8a8:channel", "unquantized"}) {
+    const LayerSpec spec{.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 3};
+    Layer layer = TileLayer(spec);
+    layer.problem.determinism = Determinism::kBatchInvariant;
+    const Runner runner = MakeTileRunner(layer);
+    const Batch batch = MakeBatch(spec, 45, 3);
+    const std::vector<float> all = RunBatch(layer, runner, batch);
+    Batch alone = batch;
+    for (const int64_t token : {0, 17, 44}) {
+      alone.tokens = 1;
+      alone.ids.assign(batch.ids.begin() + token * spec.top_k, batch.ids.begin() + (token + 1) * spec.top_k);
+      alone.weights.assign(batch.weights.begin() + token * spec.top_k,
+                           batch.weights.begin() + (token + 1) * spec.top_k);
+      alone.hidden = *Tensor::Allocate(spec.dtype, Shape{1, spec.hidden});
+      std::memcpy(alone.hidden.mutable_view().data(),
+                  batch.hidden.view().data() + token * batch.hidden.view().stride_bytes(0),
+                  static_cast<size_t>(batch.hidden.view().row_bytes()));
+      const std::vector<float> row = RunBatch(layer, runner, alone);
+      EXPECT_TRUE(std::equal(row.begin(), row.end(), all.begin() + token * spec.hidden)) << scheme;
+    }
+  }
+}
+
+TEST(Tiles, BatchInvarianceAndLatencyMode_PinTheVectorKernels) {
+  Layer layer = TileLayer({.scheme = "nvfp4_w4a16"}, "");
+  layer.problem.determinism = Determinism::kBatchInvariant;
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).tiles(), nullptr);
+  layer = TileLayer({.scheme = "nvfp4_w4a16"}, "latency");
+  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*MakeTileRunner(layer).experts).tiles(), nullptr);
+}
+
+TEST(Tiles, NanOfOneToken_StaysInItsRow) {
+  const LayerSpec spec{
+      .scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 2, .dtype = DType::kF32};
+  const Layer layer = TileLayer(spec);
+  const Runner runner = MakeTileRunner(layer);
+  Batch batch = MakeBatch(spec, 20, 3);
+  reinterpret_cast<float*>(batch.hidden.mutable_view().data())[7 * spec.hidden + 5] = std::nanf("");
+  const std::vector<float> out = RunBatch(layer, runner, batch);
+  for (int64_t token = 0; token < 20; ++token) {
+    EXPECT_EQ(std::isnan(out[static_cast<size_t>(token * spec.hidden)]), token == 7) << token;
+  }
+}
+
+TEST(Tiles, Plan_NamesTheUnit) {
+  Layer layer = MakeLayer({.scheme = "nvfp4_w4a16", .experts = 4, .top_k = 2});
+  layer.problem.isa = "amx";
+  layer.problem.plan_tokens = 64;
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_bf16");
+  layer.problem.plan_tokens = 2;
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).isa, "amx");
+  EXPECT_NE(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_bf16");
+  layer = MakeLayer({.scheme = "int8_w8a8:channel"});
+  layer.problem.isa = "amx";
+  layer.problem.plan_tokens = 64;
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_int8");
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu_test
