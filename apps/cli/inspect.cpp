@@ -50,12 +50,48 @@ Json LayerToJson(const LayerDescription& description) {
   return json;
 }
 
+// What config.json says of sizes is only believed once an expert has them: one of the first layer is read.
+Status CheckSizes(const Checkpoint& checkpoint) {
+  if (checkpoint.moe_layers().empty()) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint.Experts(checkpoint.moe_layers().front()));
+  return experts.load(0).status();
+}
+
+/// Bytes of the routed experts of all layers that the fullest of `ranks` ranks holds: whole experts (EP), or
+/// an even share of each (TP). As the checkpoint stores them; routers and shared experts are on every rank.
+struct RankShare {
+  int64_t ranks = 1, expert_parallel = 0, tensor_parallel = 0;
+};
+
+std::vector<RankShare> SharesOf(const std::vector<LayerDescription>& layers) {
+  int64_t most_experts = 1;
+  for (const LayerDescription& layer : layers) {
+    most_experts = std::max(most_experts, layer.config.num_experts);
+  }
+  std::vector<RankShare> shares;
+  for (int64_t ranks = 1; ranks <= std::min<int64_t>(most_experts, 64); ranks *= 2) {
+    RankShare share{ranks};
+    for (const LayerDescription& layer : layers) {
+      const int64_t experts = std::max<int64_t>(layer.config.num_experts, 1);
+      share.expert_parallel += layer.expert_bytes / experts * ((experts + ranks - 1) / ranks);
+      share.tensor_parallel += (layer.expert_bytes + ranks - 1) / ranks;
+    }
+    shares.push_back(share);
+  }
+  return shares;
+}
+
 Status Inspect(const CheckpointFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags));
   std::vector<LayerDescription> layers;
   for (const int64_t layer : checkpoint->moe_layers()) {
     FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
     layers.push_back(std::move(description));
+  }
+  if (!flags.allow_partial) {
+    FMOE_RETURN_IF_ERROR(CheckSizes(*checkpoint));
   }
   struct Amount {
     int64_t tensors = 0, bytes = 0;
@@ -84,6 +120,12 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
       schemes.push_back(layer.scheme.name);
     }
   }
+  const std::vector<RankShare> shares = SharesOf(layers);
+  Json per_rank = Json::array();
+  for (const RankShare& share : shares) {
+    per_rank.push_back(
+        {{"ranks", share.ranks}, {"ep", share.expert_parallel}, {"tp", share.tensor_parallel}});
+  }
   output.Document({{"checkpoint", checkpoint->directory()},
                    {"family", checkpoint->family()},
                    {"producer", checkpoint->producer()},
@@ -94,6 +136,7 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
                    {"bytes", bytes},
                    {"dtypes", amounts(dtypes)},
                    {"files", amounts(files)},
+                   {"expert_bytes_per_rank", per_rank},
                    {"layers", list}});
 
   output.Text(fmt::format("{}: {}, quantized by {}, {} layers, {} with experts, {} tensors, {}\n",
@@ -114,6 +157,12 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
   rows = {{"dtype", "tensors", "bytes"}};
   for (const auto& [name, amount] : dtypes) {
     rows.push_back({name, fmt::format("{}", amount.tensors), Bytes(amount.bytes)});
+  }
+  output.Text("\n" + Table(rows));
+  rows = {{"ranks", "experts a rank, EP", "TP"}};
+  for (const RankShare& share : shares) {
+    rows.push_back(
+        {fmt::format("{}", share.ranks), Bytes(share.expert_parallel), Bytes(share.tensor_parallel)});
   }
   output.Text("\n" + Table(rows));
   return Status::Ok();

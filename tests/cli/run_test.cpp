@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -189,6 +190,27 @@ TEST(Inspect, ListsEveryLayer) {
   EXPECT_EQ(json.at("layers")[2].at("scheme"), "nvfp4_w4a4");
   EXPECT_EQ(json.at("layers")[2].at("config").at("shared_intermediate"), 128);
   EXPECT_NE(RunCommand({"inspect", checkpoint.path()}).out.find("DeepSeekV3"), std::string::npos);
+
+  int64_t bytes = 0;
+  for (const nlohmann::json& layer : json.at("layers")) {
+    bytes += layer.at("expert_bytes").get<int64_t>();
+  }
+  const nlohmann::json& shares = json.at("expert_bytes_per_rank");
+  EXPECT_EQ(shares[0], (nlohmann::json{{"ranks", 1}, {"ep", bytes}, {"tp", bytes}}));
+  EXPECT_EQ(shares[1], (nlohmann::json{{"ranks", 2}, {"ep", bytes / 2}, {"tp", bytes / 2}}));
+}
+
+TEST(Inspect, ConfigThatContradictsItsTensors_ExitsWith3) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const std::string path = checkpoint.path() + "/config.json";
+  nlohmann::json config = nlohmann::json::parse(ReadFile(path));
+  config["hidden_size"] = config.at("hidden_size").get<int64_t>() * 2;
+  std::ofstream(path) << config;
+  for (const char* command : {"inspect", "explain"}) {
+    const ProcessResult result = RunCommand({command, checkpoint.path(), "--json"});
+    EXPECT_EQ(result.exit_code, 3) << command << result.out;
+    EXPECT_NE(result.err.find("experts.0."), std::string::npos) << result.err;
+  }
 }
 
 }  // namespace

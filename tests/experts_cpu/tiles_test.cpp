@@ -5,6 +5,7 @@
 
 #include "cpu_layer.hpp"
 #include "experts/cpu/cpu_experts.hpp"
+#include "experts/cpu/cpu_plan.hpp"
 
 /// The kernels for matrix units, on the unit of this machine or on its emulation in portable code.
 namespace fusedmoe::cpu_test {
@@ -225,7 +226,24 @@ TEST(Tiles, Plan_NamesTheUnit) {
   layer = MakeLayer({.scheme = "int8_w8a8:channel"});
   layer.problem.isa = "amx";
   layer.problem.plan_tokens = 64;
+  layer.problem.mode = "throughput";
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_int8");
+}
+
+/// Tiles are chosen by themselves only where they were measured to be the faster path.
+TEST(Tiles_WithoutAMode, TakeOnlyWhatIsKnownToBeFaster) {
+  const auto tiles = [](const std::string& scheme, const std::string& mode) {
+    return cpu::MakeCpuPlan(TileLayer({.scheme = scheme, .hidden = 128, .intermediate = 128}, mode).problem,
+                            MachineWithTiles())
+        .tiles.enabled;
+  };
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16", "fp8_w8a16", "unquantized"}) {
+    EXPECT_TRUE(tiles(scheme, "")) << scheme;
+  }
+  for (const char* scheme : {"nvfp4_w4a4", "int8_w8a8"}) {
+    EXPECT_FALSE(tiles(scheme, "")) << scheme;
+    EXPECT_TRUE(tiles(scheme, "throughput")) << scheme;
+  }
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ struct TilePlan {
 inline constexpr int64_t kMaxTileScratch = 256;
 
 /// Tokens of an expert from which on tiles are faster than the micro-kernels.
-int64_t TileCrossover(WeightKernel kernel, bool int8);
+int64_t TileCrossover(WeightKernel kernel);
 
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {

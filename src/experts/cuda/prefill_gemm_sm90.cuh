@@ -307,13 +307,13 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
     clear(acc);
     clear(part);
     int release = -1;
-    int group = 0;
+    [[maybe_unused]] int group = 0;
     // Slab `s` of a slot, at `sub` of its stage. kDrain leaves no wgmma under way.
     auto multiply = [&](const uint8_t* piece, int s, int sub, bool ends_stage, auto drain) {
       constexpr bool kByStep =
           F::kTraits.code_bits == 16;  // fragments as they are: no slab of them in registers
-      typename F::Codes codes[kGroups];
-      LaneScales scales[kGroups];
+      [[maybe_unused]] typename F::Codes codes[kGroups];
+      [[maybe_unused]] LaneScales scales[kGroups];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         if constexpr (!kByStep) {
