@@ -74,7 +74,7 @@ FMOE_INLINE Words LoadWords(const void* p) {
   return _mm512_loadu_si512(p);
 }
 FMOE_INLINE void StoreWords(void* p, Words x) {
-  _mm512_store_si512(p, x);
+  _mm512_storeu_si512(p, x);
 }
 FMOE_INLINE Words SetWords(uint16_t x) {
   return _mm512_set1_epi16((short)x);
@@ -168,7 +168,7 @@ FMOE_INLINE Reals StoreBf16(void* p, Reals x, Reals sums, float back) {
     const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
     words = _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(order));
   }
-  _mm256_store_si256((__m256i*)p, words);
+  _mm256_storeu_si256((__m256i*)p, words);
   return _mm512_fmadd_ps(stored, _mm512_set1_ps(back), sums);
 }
 FMOE_INLINE float SumReals(Reals x) {
