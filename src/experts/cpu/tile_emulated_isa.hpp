@@ -6,6 +6,9 @@
 
 #include "experts/cpu/unroll_isa.hpp"
 
+/// Called, not inlined: the kernels unroll these hundreds of times, and inlined they take minutes to compile.
+#define FMOE_EMULATED static inline __attribute__((noinline))
+
 /// The names of tile_amx_isa.hpp in portable code, so that everything above them is tested on machines
 /// without a matrix unit. Tiles follow the pseudo code of the processor's manual, vectors are loops over
 /// arrays.
@@ -93,7 +96,7 @@ struct Tiles {
 };
 
 template <typename Body>
-FMOE_INLINE Words EachWord(Body body) {
+FMOE_EMULATED Words EachWord(Body body) {
   Words out;
   for (int i = 0; i < 32; ++i) {
     out.at[i] = (uint16_t)body(i);
@@ -101,7 +104,7 @@ FMOE_INLINE Words EachWord(Body body) {
   return out;
 }
 template <typename Body>
-FMOE_INLINE Reals EachReal(Body body) {
+FMOE_EMULATED Reals EachReal(Body body) {
   Reals out;
   for (int i = 0; i < 16; ++i) {
     out.at[i] = body(i);
@@ -109,59 +112,59 @@ FMOE_INLINE Reals EachReal(Body body) {
   return out;
 }
 
-FMOE_INLINE Words LoadWords(const void* p) {
+FMOE_EMULATED Words LoadWords(const void* p) {
   Words out;
   memcpy(out.at, p, 64);
   return out;
 }
-FMOE_INLINE void StoreWords(void* p, const Words& x) {
+FMOE_EMULATED void StoreWords(void* p, const Words& x) {
   memcpy(p, x.at, 64);
 }
-FMOE_INLINE Words SetWords(uint16_t x) {
+FMOE_EMULATED Words SetWords(uint16_t x) {
   return EachWord([&](int) { return x; });
 }
-FMOE_INLINE Words LookUp(const Words& index, const Words& table) {
+FMOE_EMULATED Words LookUp(const Words& index, const Words& table) {
   return EachWord([&](int i) { return table.at[index.at[i] & 31]; });
 }
 template <int kBits>
-FMOE_INLINE Words ShiftRight(const Words& x) {
+FMOE_EMULATED Words ShiftRight(const Words& x) {
   return EachWord([&](int i) { return x.at[i] >> kBits; });
 }
 template <int kBits>
-FMOE_INLINE Words ShiftRightArithmetic(const Words& x) {
+FMOE_EMULATED Words ShiftRightArithmetic(const Words& x) {
   return EachWord([&](int i) { return (int16_t)x.at[i] >> kBits; });
 }
 template <int kBits>
-FMOE_INLINE Words ShiftLeft(const Words& x) {
+FMOE_EMULATED Words ShiftLeft(const Words& x) {
   return EachWord([&](int i) { return x.at[i] << kBits; });
 }
-FMOE_INLINE Words And(const Words& a, const Words& b) {
+FMOE_EMULATED Words And(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] & b.at[i]; });
 }
-FMOE_INLINE Words SubtractSaturated(const Words& a, const Words& b) {
+FMOE_EMULATED Words SubtractSaturated(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] > b.at[i] ? a.at[i] - b.at[i] : 0; });
 }
-FMOE_INLINE Words AddToNonZero(const Words& x, const Words& y) {
+FMOE_EMULATED Words AddToNonZero(const Words& x, const Words& y) {
   return EachWord([&](int i) { return (x.at[i] & 0x7fff) != 0 ? x.at[i] + y.at[i] : x.at[i]; });
 }
-FMOE_INLINE Words SubtractWords(const Words& a, const Words& b) {
+FMOE_EMULATED Words SubtractWords(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] - b.at[i]; });
 }
-FMOE_INLINE Words MinSigned(const Words& a, const Words& b) {
+FMOE_EMULATED Words MinSigned(const Words& a, const Words& b) {
   return EachWord([&](int i) { return (int16_t)a.at[i] < (int16_t)b.at[i] ? a.at[i] : b.at[i]; });
 }
-FMOE_INLINE Words MaxSigned(const Words& a, const Words& b) {
+FMOE_EMULATED Words MaxSigned(const Words& a, const Words& b) {
   return EachWord([&](int i) { return (int16_t)a.at[i] > (int16_t)b.at[i] ? a.at[i] : b.at[i]; });
 }
 
 /// f16 of every value that the kernels meet: finite, and results exact in f16 (the kernels rely on that).
-FMOE_INLINE float HalfToFloat(uint16_t half) {
+FMOE_EMULATED float HalfToFloat(uint16_t half) {
   const float sign = (half & 0x8000) != 0 ? -1.0F : 1.0F;
   const int exponent = half >> 10 & 31, mantissa = half & 1023;
   return sign *
          (exponent == 0 ? ldexpf((float)mantissa, -24) : ldexpf((float)(1024 + mantissa), exponent - 25));
 }
-FMOE_INLINE uint16_t FloatToHalf(float value) {
+FMOE_EMULATED uint16_t FloatToHalf(float value) {
   const uint16_t sign = (uint16_t)(BitsOf(value) >> 16 & 0x8000);
   const float magnitude = fabsf(value);
   if (magnitude < ldexpf(1.0F, -14)) {
@@ -170,52 +173,52 @@ FMOE_INLINE uint16_t FloatToHalf(float value) {
   const uint32_t bits = BitsOf(magnitude);
   return (uint16_t)(sign | (((bits >> 23) - 112) << 10) | (bits >> 13 & 1023));
 }
-FMOE_INLINE Words MultiplyHalves(const Words& a, const Words& b) {
+FMOE_EMULATED Words MultiplyHalves(const Words& a, const Words& b) {
   return EachWord([&](int i) { return FloatToHalf(HalfToFloat(a.at[i]) * HalfToFloat(b.at[i])); });
 }
-FMOE_INLINE Words SubtractHalves(const Words& a, const Words& b) {
+FMOE_EMULATED Words SubtractHalves(const Words& a, const Words& b) {
   return EachWord([&](int i) { return FloatToHalf(HalfToFloat(a.at[i]) - HalfToFloat(b.at[i])); });
 }
-FMOE_INLINE Words IntegersToHalves(const Words& x) {
+FMOE_EMULATED Words IntegersToHalves(const Words& x) {
   return EachWord([&](int i) { return FloatToHalf((float)x.at[i]); });
 }
-FMOE_INLINE Words SpreadBytes(const uint8_t* p) {
+FMOE_EMULATED Words SpreadBytes(const uint8_t* p) {
   return EachWord([&](int i) { return p[i / 2]; });
 }
 
-FMOE_INLINE Reals LoadReals(const float* p) {
+FMOE_EMULATED Reals LoadReals(const float* p) {
   Reals out;
   memcpy(out.at, p, 64);
   return out;
 }
-FMOE_INLINE void StoreReals(float* p, const Reals& x) {
+FMOE_EMULATED void StoreReals(float* p, const Reals& x) {
   memcpy(p, x.at, 64);
 }
-FMOE_INLINE Reals SetReals(float x) {
+FMOE_EMULATED Reals SetReals(float x) {
   return EachReal([&](int) { return x; });
 }
-FMOE_INLINE Reals MultiplyReals(const Reals& a, const Reals& b) {
+FMOE_EMULATED Reals MultiplyReals(const Reals& a, const Reals& b) {
   return EachReal([&](int i) { return a.at[i] * b.at[i]; });
 }
-FMOE_INLINE Reals MultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
+FMOE_EMULATED Reals MultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
   return EachReal([&](int i) { return fmaf(a.at[i], b.at[i], c.at[i]); });
 }
-FMOE_INLINE Reals NegativeMultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
+FMOE_EMULATED Reals NegativeMultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
   return EachReal([&](int i) { return fmaf(-a.at[i], b.at[i], c.at[i]); });
 }
-FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
+FMOE_EMULATED void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
   uint32_t bits[16];
   memcpy(bits, p, 64);
   *scale = EachReal([&](int i) { return FloatOf(bits[i] & ~255U); });
   *zero = EachReal([&](int i) { return (float)(bits[i] & 255U); });
 }
-FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
+FMOE_EMULATED Reals IntegersToReals(const void* p, int32_t add) {
   int32_t integers[16];
   memcpy(integers, p, 64);
   return EachReal([&](int i) { return (float)(integers[i] + add); });
 }
 /// To nearest even; NaN becomes quiet, subnormals zero, as by the instruction.
-FMOE_INLINE uint16_t RoundToBf16(float value) {
+FMOE_EMULATED uint16_t RoundToBf16(float value) {
   const uint32_t bits = BitsOf(value);
   if (isnan(value)) {
     return (uint16_t)(bits >> 16 | 64);
@@ -226,7 +229,7 @@ FMOE_INLINE uint16_t RoundToBf16(float value) {
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 template <bool kPermuted>
-FMOE_INLINE Reals StoreBf16(void* p, const Reals& x, const Reals& sums, float back) {
+FMOE_EMULATED Reals StoreBf16(void* p, const Reals& x, const Reals& sums, float back) {
   uint16_t words[16];
   Reals out = sums;
   for (int i = 0; i < 16; ++i) {
@@ -238,14 +241,14 @@ FMOE_INLINE Reals StoreBf16(void* p, const Reals& x, const Reals& sums, float ba
   memcpy(p, words, 32);
   return out;
 }
-FMOE_INLINE float SumReals(const Reals& x) {
+FMOE_EMULATED float SumReals(const Reals& x) {
   float sum = 0;
   for (int i = 0; i < 16; ++i) {
     sum += x.at[i];
   }
   return sum;
 }
-FMOE_INLINE void PrefetchToL2(const uint8_t*) {}
+FMOE_EMULATED void PrefetchToL2(const uint8_t*) {}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS
