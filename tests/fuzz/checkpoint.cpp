@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "fuzz/scratch_folder.hpp"
+#include "fuzz/visit_checkpoint.hpp"
 
 /// A checkpoint of any bytes: config.json, a zero byte, model.safetensors. An error, or a description of its
 /// layers and experts that load or say why not.
@@ -18,23 +19,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const size_t split = std::min(bytes.find('\0'), bytes.size());
   folder.Write("config.json", bytes.substr(0, split));
   folder.Write("model.safetensors", bytes.substr(std::min(split + 1, bytes.size())));
-  const auto checkpoint = fusedmoe::Checkpoint::Open(folder.path());
-  if (!checkpoint.ok()) {
-    return 0;
-  }
-  constexpr size_t kMostLayers = 4;
-  const auto& layers = (*checkpoint)->moe_layers();
-  for (size_t i = 0; i < std::min(layers.size(), kMostLayers); ++i) {
-    if (!(*checkpoint)->Describe(layers[i]).ok()) {
-      continue;
-    }
-    static_cast<void>((*checkpoint)->LoadRouter(layers[i]).ok());
-    const auto experts = (*checkpoint)->Experts(layers[i]);
-    for (int64_t expert = 0; experts.ok() && expert < std::min<int64_t>(experts->num_local_experts, 2);
-         ++expert) {
-      static_cast<void>(experts->load(expert).ok());
-    }
-    static_cast<void>((*checkpoint)->SharedExperts(layers[i]).ok());
-  }
+  fusedmoe::VisitCheckpoint(fusedmoe::Checkpoint::Open(folder.path()));
   return 0;
 }

@@ -271,13 +271,13 @@ class Sizes(CheckTest):
 
 class Words(CheckTest):
     def test_clean(self):
-        self.write("docs/a.md", "[b](b.md#part) and [web](https://example.org); build/work/x, $HOME/root/\n")
+        self.write("docs/a.md", "[b](b.md#part) and [web](https://example.org); build/mnt/x, $HOME/mnt/\n")
         self.write("docs/b.md", "b\n")
         self.expect_clean("words")
 
     def test_paths_words_links(self):
-        self.write("src/core/a.cpp", '// see /work/x/y\n')
-        self.expect("words", "src/core/a.cpp:1: '/work/'")
+        self.write("src/core/a.cpp", '// see /mnt/x/y\n')
+        self.expect("words", "src/core/a.cpp:1: '/mnt/'")
         for word in ("session", "helper", "agents"):
             self.write("docs/a.md", f"made by a {word}\n")
             self.expect("words", f"docs/a.md:1: '{word}'")
