@@ -114,6 +114,8 @@ struct Selection {
 };
 
 /// The table as a person reads it: the choice, then every candidate with its verdicts.
+/// The candidates of a selection, one line a verdict.
+std::string CandidateLines(const Selection& selection);
 std::string ToString(const Selection& selection);
 std::string ToString(const Plan& plan);
 

@@ -37,13 +37,12 @@ std::string ToString(const Plan& plan) {
   return text;
 }
 
-std::string ToString(const Selection& selection) {
+std::string CandidateLines(const Selection& selection) {
   size_t width = 0;
   for (const Candidate& candidate : selection.candidates) {
     width = std::max(width, candidate.backend.size());
   }
-  std::string text =
-      selection.chosen ? fmt::format("chosen: {}", ToString(*selection.chosen)) : "chosen: none\n";
+  std::string text;
   for (const Candidate& candidate : selection.candidates) {
     if (candidate.verdicts.empty()) {
       text +=
@@ -60,6 +59,13 @@ std::string ToString(const Selection& selection) {
       first = false;
     }
   }
+  return text;
+}
+
+std::string ToString(const Selection& selection) {
+  std::string text =
+      selection.chosen ? fmt::format("chosen: {}", ToString(*selection.chosen)) : "chosen: none\n";
+  text += CandidateLines(selection);
   for (const std::string& note : selection.notes) {
     text += fmt::format("  note: {}\n", note);
   }

@@ -491,4 +491,19 @@ float RowFiniteAmax(const float* values, int64_t count) {
   return FloatFromBits(largest);
 }
 
+double DotRows(const float* a, const float* b, int64_t count) {
+  double partial[8] = {};
+  int64_t index = 0;
+  for (; index + 8 <= count; index += 8) {
+    for (int lane = 0; lane < 8; ++lane) {
+      partial[lane] += static_cast<double>(a[index + lane]) * static_cast<double>(b[index + lane]);
+    }
+  }
+  for (; index < count; ++index) {
+    partial[0] += static_cast<double>(a[index]) * static_cast<double>(b[index]);
+  }
+  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
+         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
+}
+
 }  // namespace fusedmoe

@@ -47,4 +47,7 @@ float RowAmax(const float* values, int64_t count);
 /// The same over the finite elements only.
 float RowFiniteAmax(const float* values, int64_t count);
 
+/// Inner product in fp64: eight partial sums, so that compilers may use vectors, added in a fixed order.
+double DotRows(const float* a, const float* b, int64_t count);
+
 }  // namespace fusedmoe

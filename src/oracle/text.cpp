@@ -24,31 +24,6 @@ std::string Seconds(double seconds) {
                           : fmt::format("{:.2f} ms", seconds * 1e3);
 }
 
-/// The candidates of a selection, one line a verdict.
-std::string Candidates(const Selection& selection) {
-  size_t width = 0;
-  for (const Candidate& candidate : selection.candidates) {
-    width = std::max(width, candidate.backend.size());
-  }
-  std::string text;
-  for (const Candidate& candidate : selection.candidates) {
-    if (candidate.verdicts.empty()) {
-      text += fmt::format("  {:<{}}  chosen\n", candidate.backend, width);
-    }
-    bool first = true;
-    for (const Verdict& verdict : candidate.verdicts) {
-      text += fmt::format("  {:<{}}  {}: {}", first ? candidate.backend : std::string(), width,
-                          ReasonCode(verdict.reason), verdict.sentence);
-      if (!verdict.required.empty()) {
-        text += fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
-      }
-      text += '\n';
-      first = false;
-    }
-  }
-  return text;
-}
-
 std::string Problem(const Explanation& explanation) {
   const MoeConfig& config = explanation.rank_config;
   return fmt::format(
@@ -116,8 +91,8 @@ std::string CostLines(const Explanation& explanation) {
 std::string ToString(const Explanation& explanation) {
   std::string text = Problem(explanation) + MachineLine(explanation.platform) + ChosenLine(explanation) +
                      CostLines(explanation);
-  text += fmt::format("backends ({})\n{}", explanation.family, Candidates(explanation.selection));
-  text += fmt::format("prepare and finalize\n{}", Candidates(explanation.prepare_finalize));
+  text += fmt::format("backends ({})\n{}", explanation.family, CandidateLines(explanation.selection));
+  text += fmt::format("prepare and finalize\n{}", CandidateLines(explanation.prepare_finalize));
   for (const std::string& note : explanation.selection.notes) {
     text += fmt::format("note      {}\n", note);
   }

@@ -42,6 +42,11 @@ inline bool IsTwoLevel(const ActivationFormat& format) {
 inline bool NeedsTensorScale(const ActivationFormat& format) {
   return IsPerTensor(format) || IsTwoLevel(format);
 }
+/// True when that scale follows from the values: all rows of a call have to be seen before the first is
+/// quantized.
+inline bool NeedsDynamicTensorScale(const ActivationFormat& format) {
+  return format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale;
+}
 
 /// Elements that share one scale in a row of `columns`.
 int64_t GroupColumns(const ActivationFormat& format, int64_t columns);

@@ -210,5 +210,17 @@ TEST(Rows, Wide_IntegersRoundHalfEvenAndSaturate) {
   EXPECT_EQ(out[5], 8388609);
 }
 
+TEST(Rows, DotRowsOfEveryLengthIsTheExactSum) {
+  // Small integers: every partial sum is exact, so the order of additions cannot hide a lost element.
+  std::vector<float> a, b;
+  double expected = 0.0;
+  for (int64_t count = 0; count <= 40; ++count) {
+    EXPECT_EQ(DotRows(a.data(), b.data(), count), expected) << "length " << count;
+    a.push_back(static_cast<float>(count + 1));
+    b.push_back(static_cast<float>(3 - 2 * count));
+    expected += static_cast<double>(a.back()) * static_cast<double>(b.back());
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -17,22 +17,6 @@ constexpr int64_t kTokenBlock = 64;     // rows of one expert that share a decod
 constexpr int64_t kColumnBlock = 1024;  // weights decoded at a time: 4 KiB of stack, stays in L1
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
-// Eight partial sums, so that the compiler may use vectors; their order is fixed.
-double Dot(const float* a, const float* b, int64_t count) {
-  double partial[8] = {};
-  int64_t index = 0;
-  for (; index + 8 <= count; index += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      partial[lane] += static_cast<double>(a[index + lane]) * static_cast<double>(b[index + lane]);
-    }
-  }
-  for (; index < count; ++index) {
-    partial[0] += static_cast<double>(a[index]) * static_cast<double>(b[index]);
-  }
-  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
-}
-
 // sums[t] = row `row` of the matrix times inputs[t], for the rows of a token block.
 void RowTimesTokens(const CanonicalMatrix& matrix, int64_t row, const float* inputs, int64_t num_rows,
                     double* sums) {
@@ -43,7 +27,7 @@ void RowTimesTokens(const CanonicalMatrix& matrix, int64_t row, const float* inp
     const int64_t count = std::min(kColumnBlock, matrix.cols - begin);
     decoder.Decode(row, begin, begin + count, weights);
     for (int64_t token = 0; token < num_rows; ++token) {
-      sums[token] += Dot(weights, inputs + token * matrix.cols + begin, count);
+      sums[token] += DotRows(weights, inputs + token * matrix.cols + begin, count);
     }
   }
   if (!matrix.bias.empty()) {
@@ -71,10 +55,6 @@ void QuantizeForProjection(const ActivationFormat& format, const CanonicalMatrix
 }
 
 // One scale over the rows of the whole batch, taken from their largest finite magnitude.
-bool NeedsBatchScale(const ActivationFormat& format) {
-  return format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale;
-}
-
 // Row `index` of plain or quantized rows, as floats. BatchedExperts rows count through all experts.
 void LoadRow(const ExpertRows& rows, const ActivationFormat& format, int64_t index, int64_t width,
              float* out) {
@@ -267,7 +247,7 @@ Status ReferenceExperts::Apply(const ExpertsInput& input, MutableTensorView outp
     }
   }
   auto* scratch = workspace.Get<float>(input_rows_);
-  if (NeedsBatchScale(activation_format_) && !input.rows.quantized) {
+  if (NeedsDynamicTensorScale(activation_format_) && !input.rows.quantized) {
     slots.input_batch_scale =
         slots.BatchScale(activation_format_, num_experts, config_.hidden, [&](int64_t row, int64_t width) {
           LoadRow(input.rows, activation_format_, row / slots.rows_per_token, width, scratch);
@@ -277,7 +257,7 @@ Status ReferenceExperts::Apply(const ExpertsInput& input, MutableTensorView outp
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     GateUp(expert, input, slots, workspace, executor);
   }
-  if (NeedsBatchScale(activation_format_)) {
+  if (NeedsDynamicTensorScale(activation_format_)) {
     const auto* mid = workspace.Get<float>(mid_rows_);
     slots.mid_batch_scale =
         slots.BatchScale(activation_format_, num_experts, config_.intermediate,

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cmath>
 #include <optional>
-#include <random>
 #include <utility>
 
 #include <fmt/format.h>
@@ -134,16 +133,9 @@ class RankMeasurement {
   }
 
   Status DrawInputs() {
-    FMOE_ASSIGN_OR_RETURN(hidden_, Tensor::Allocate(config_.dtype, {row_.tokens, config_.hidden}));
+    const uint64_t seed = options_.seed + 5 + static_cast<uint64_t>(Group(layout_.rank));
+    FMOE_ASSIGN_OR_RETURN(hidden_, DrawHidden(config_.dtype, row_.tokens, config_.hidden, seed));
     FMOE_ASSIGN_OR_RETURN(output_, Tensor::Allocate(config_.dtype, {row_.tokens, config_.hidden}));
-    std::mt19937_64 random(options_.seed + 5 + static_cast<uint64_t>(Group(layout_.rank)));
-    std::normal_distribution<float> normal;
-    std::vector<float> values(static_cast<size_t>(config_.hidden));
-    for (int64_t token = 0; token < row_.tokens; ++token) {
-      std::generate(values.begin(), values.end(), [&] { return normal(random); });
-      EncodeRow(config_.dtype, values.data(), config_.hidden,
-                hidden_.mutable_view().data() + token * hidden_.view().row_bytes());
-    }
     return Status::Ok();
   }
 

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <random>
 
 #include <fusedmoe/jobs/verify.hpp>
 
@@ -61,16 +60,9 @@ Status Measurement::DrawInputs() {
   if (!hidden_.empty()) {
     return Status::Ok();
   }
-  FMOE_ASSIGN_OR_RETURN(hidden_, Tensor::Allocate(config_.dtype, {config_.max_tokens, config_.hidden}));
+  FMOE_ASSIGN_OR_RETURN(hidden_,
+                        DrawHidden(config_.dtype, config_.max_tokens, config_.hidden, options_.seed + 5));
   FMOE_ASSIGN_OR_RETURN(output_, Tensor::Allocate(config_.dtype, {config_.max_tokens, config_.hidden}));
-  std::mt19937_64 random(options_.seed + 5);
-  std::normal_distribution<float> normal;
-  std::vector<float> row(static_cast<size_t>(config_.hidden));
-  for (int64_t token = 0; token < config_.max_tokens; ++token) {
-    std::generate(row.begin(), row.end(), [&] { return normal(random); });
-    EncodeRow(config_.dtype, row.data(), config_.hidden,
-              hidden_.mutable_view().data() + token * hidden_.view().row_bytes());
-  }
   return Status::Ok();
 }
 

@@ -7,6 +7,8 @@
 
 #include <fmt/format.h>
 
+#include "numerics/rows.hpp"
+
 namespace fusedmoe::bench {
 namespace {
 
@@ -54,6 +56,18 @@ Routing DrawRouting(const BenchOptions& options, int64_t num_tokens, int64_t top
   }
   Count(num_experts, routing);
   return routing;
+}
+
+Result<Tensor> DrawHidden(DType dtype, int64_t rows, int64_t cols, uint64_t seed) {
+  FMOE_ASSIGN_OR_RETURN(Tensor hidden, Tensor::Allocate(dtype, {rows, cols}));
+  std::mt19937_64 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(cols));
+  for (int64_t row = 0; row < rows; ++row) {
+    std::generate(values.begin(), values.end(), [&] { return normal(random); });
+    EncodeRow(dtype, values.data(), cols, hidden.mutable_view().data() + row * hidden.view().row_bytes());
+  }
+  return hidden;
 }
 
 Status CheckGivenIds(const Tensor& topk_ids, int64_t top_k, int64_t num_experts) {

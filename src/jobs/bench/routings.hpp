@@ -20,6 +20,9 @@ struct Routing {
 Routing DrawRouting(const BenchOptions& options, int64_t num_tokens, int64_t top_k, int64_t num_experts,
                     int64_t index);
 
+/// Hidden states [rows, cols] from a normal distribution, rounded to `dtype`.
+Result<Tensor> DrawHidden(DType dtype, int64_t rows, int64_t cols, uint64_t seed);
+
 /// kUsage when the given ids do not fit the layer.
 Status CheckGivenIds(const Tensor& topk_ids, int64_t top_k, int64_t num_experts);
 

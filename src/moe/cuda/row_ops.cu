@@ -1,8 +1,6 @@
 #include "moe/cuda/row_ops.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "numerics/cuda_rows.cuh"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/error.hpp"
 
@@ -18,28 +16,7 @@ struct Rows {
 };
 
 __device__ inline float Load(const Rows& rows, int64_t row, int64_t col) {
-  const std::byte* at = rows.data + row * rows.stride_bytes;
-  switch (rows.dtype) {
-    case DType::kBF16:
-      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(at)[col]);
-    case DType::kF16:
-      return __half2float(reinterpret_cast<const __half*>(at)[col]);
-    default:
-      return reinterpret_cast<const float*>(at)[col];
-  }
-}
-
-__device__ inline void Store(DType dtype, std::byte* row, int64_t col, float value) {
-  switch (dtype) {
-    case DType::kBF16:
-      reinterpret_cast<__nv_bfloat16*>(row)[col] = __float2bfloat16_rn(value);
-      return;
-    case DType::kF16:
-      reinterpret_cast<__half*>(row)[col] = __float2half_rn(value);
-      return;
-    default:
-      reinterpret_cast<float*>(row)[col] = value;
-  }
+  return LoadElement(rows.dtype, rows.data + row * rows.stride_bytes, col);
 }
 
 __global__ void AddRowsKernel(Rows first, Rows second, const float* gates, std::byte* output,
@@ -49,7 +26,7 @@ __global__ void AddRowsKernel(Rows first, Rows second, const float* gates, std::
     for (int64_t col = int64_t{blockIdx.x} * kThreads + threadIdx.x; col < cols;
          col += int64_t{gridDim.x} * kThreads) {
       const float sum = Load(first, row, col) + gate * Load(second, row, col);
-      Store(output_dtype, output + row * output_stride, col, sum);
+      StoreElement(output_dtype, output + row * output_stride, col, sum);
     }
   }
 }

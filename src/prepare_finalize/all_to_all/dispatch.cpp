@@ -212,8 +212,7 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
   agreement.send_rows = counts.send;
   agreement.max_rows = limits.receive;
   // A dynamic scale of the whole batch belongs to the rows of all ranks: it is compared before they go.
-  const bool shares_scale =
-      quantize && NeedsTensorScale(parts_.activation) && !parts_.activation.static_tensor_scale;
+  const bool shares_scale = quantize && NeedsDynamicTensorScale(parts_.activation);
   agreement.amax = shares_scale ? ShareAmax(input, state) : quantize ? state.tensor_scale : 0.0F;
   agreement.same_amax = quantize && !shares_scale;  // a stored scale, or the 1 of formats without one
   if (tokens_.shares_tokens && own.ok()) {

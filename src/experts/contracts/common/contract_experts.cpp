@@ -21,26 +21,6 @@ constexpr int64_t kColumnBlock = 1024;  // weights decoded at a time: stays in L
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 constexpr int64_t kIndexBytes = static_cast<int64_t>(sizeof(int32_t));
 
-// Eight partial sums, so that the compiler may use vectors; their order is fixed.
-double Dot(const float* a, const float* b, int64_t count) {
-  double partial[8] = {};
-  int64_t index = 0;
-  for (; index + 8 <= count; index += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      partial[lane] += static_cast<double>(a[index + lane]) * static_cast<double>(b[index + lane]);
-    }
-  }
-  for (; index < count; ++index) {
-    partial[0] += static_cast<double>(a[index]) * static_cast<double>(b[index]);
-  }
-  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
-}
-
-bool NeedsBatchScale(const ActivationFormat& format) {
-  return format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale;
-}
-
 int64_t BookedRows(const MoeConfig& config) {
   return config.activation_format == ActivationFormatKind::kStandard
              ? config.max_tokens * config.top_k()
@@ -258,7 +238,7 @@ void ContractExperts::MultiplyRow(const WeightRows& weights, int64_t expert, int
       RoundRow(sixteen_bit_, values, length);
     }
     for (int64_t token = 0; token < count; ++token) {
-      sums[token] += Dot(values, inputs + token * weights.cols() + begin, length);
+      sums[token] += DotRows(values, inputs + token * weights.cols() + begin, length);
     }
   }
   const float* bias = weights.bias(expert);
@@ -418,7 +398,7 @@ Status ContractExperts::Apply(const ExpertsInput& input, MutableTensorView outpu
                 static_cast<size_t>(input.num_tokens * config_.hidden * kFloatBytes));
   }
   FMOE_RETURN_IF_ERROR(FillBatch(input, standard ? 0 : output.dim(1), batch, workspace));
-  const bool batch_scale = NeedsBatchScale(activation_);
+  const bool batch_scale = NeedsDynamicTensorScale(activation_);
   if (batch_scale) {
     batch.input_scale = BatchScale(batch, config_.hidden, nullptr, workspace.Get<float>(slots_.input));
   }

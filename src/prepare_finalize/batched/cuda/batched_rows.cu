@@ -1,8 +1,6 @@
 #include "prepare_finalize/batched/cuda/batched_rows.hpp"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "numerics/cuda_rows.cuh"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/error.hpp"
 
@@ -10,30 +8,6 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-__device__ inline float Load(const std::byte* row, DType dtype, int64_t col) {
-  switch (dtype) {
-    case DType::kBF16:
-      return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(row)[col]);
-    case DType::kF16:
-      return __half2float(reinterpret_cast<const __half*>(row)[col]);
-    default:
-      return reinterpret_cast<const float*>(row)[col];
-  }
-}
-
-__device__ inline void Store(std::byte* row, DType dtype, int64_t col, float value) {
-  switch (dtype) {
-    case DType::kBF16:
-      reinterpret_cast<__nv_bfloat16*>(row)[col] = __float2bfloat16_rn(value);
-      return;
-    case DType::kF16:
-      reinterpret_cast<__half*>(row)[col] = __float2half_rn(value);
-      return;
-    default:
-      reinterpret_cast<float*>(row)[col] = value;
-  }
-}
 
 /// A block an expert goes over all slots in order and numbers its own.
 __global__ void AssignKernel(const BatchPlaces places) {
@@ -92,9 +66,9 @@ __global__ void DispatchKernel(const Dispatch call) {
   const int64_t row = call.places.topk_ids[slot] * call.places.max_rows + call.places.batch_rows[slot];
   const float weight = call.weights == nullptr ? 1.0F : call.weights[slot];
   for (int64_t col = threadIdx.x; col < call.cols; col += kThreads) {
-    const float value = Load(source, call.hidden_dtype, col);
-    Store(call.batches + row * call.batch_row_bytes, call.batch_dtype, col,
-          call.weights == nullptr ? value : value * weight);
+    const float value = LoadElement(call.hidden_dtype, source, col);
+    StoreElement(call.batch_dtype, call.batches + row * call.batch_row_bytes, col,
+                 call.weights == nullptr ? value : value * weight);
   }
 }
 
@@ -119,7 +93,7 @@ __global__ void CombineKernel(const Combine call) {
         sum += weight * call.expert_output[row * call.cols + col];
       }
     }
-    Store(call.output + token * call.output_stride, call.output_dtype, col, sum);
+    StoreElement(call.output_dtype, call.output + token * call.output_stride, col, sum);
   }
 }
 
