@@ -228,6 +228,17 @@ float DynamicTensorScale(const ActivationFormat& format, float finite_amax) {
   return scale > 0.0F ? scale : 1.0F;
 }
 
+GroupScale ScaleOfGroup(const ActivationFormat& format, float tensor_scale, float amax) {
+  GroupScale group{.scale = tensor_scale, .multiplier = tensor_scale};
+  if (!IsPerTensor(format)) {
+    std::byte stored[8] = {};
+    group.multiplier = quant_rows::StoreGroupScale(format, tensor_scale, amax, stored);
+    group.scale = IsTwoLevel(format) ? DecodeE4m3(static_cast<uint8_t>(stored[0])) : group.multiplier;
+  }
+  group.step = quant_rows::StepOfGroup(format, group.multiplier, amax);
+  return group;
+}
+
 void QuantizeRow(const ActivationFormat& format, float tensor_scale, const float* x, int64_t count,
                  std::byte* codes, std::byte* scales) {
   const Source source = SourceOf(format, DType::kF32, reinterpret_cast<const std::byte*>(x));

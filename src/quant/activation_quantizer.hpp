@@ -10,6 +10,7 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
+#include "quant/activation_formulas.hpp"
 #include "quant/swizzle.hpp"
 
 /// Dynamic quantization of the input of a GEMM: rows of codes and scales (real form), or values that went
@@ -60,6 +61,17 @@ int64_t ScaleRowBytes(const ActivationFormat& format, int64_t columns);
 /// when all is zero); two-level amax / (largest element * 448), and 1 when all is zero. 1 for formats without
 /// one.
 float DynamicTensorScale(const ActivationFormat& format, float finite_amax);
+
+/// A group of a row between its amax and its codes: for code that rounds many values at once and must give
+/// the bits of QuantizeRow.
+struct GroupScale {
+  float scale = 0.0F;  ///< decoded as it is stored: e8m0, e4m3 (without the tensor scale), F32 ...
+  float multiplier =
+      0.0F;         ///< what a code is multiplied with: scale, times the tensor scale where there is one
+  EncodeStep step;  ///< how values become codes
+};
+/// `amax`: the group's largest magnitude, NaN where it has one; not read per tensor.
+GroupScale ScaleOfGroup(const ActivationFormat& format, float tensor_scale, float amax);
 
 /// One row of fp32: CodeRowBytes bytes of codes, ScaleRowBytes bytes of linear scales (null per tensor). The
 /// format must have passed CheckActivationFormat. `tensor_scale` is read when NeedsTensorScale. Allocates

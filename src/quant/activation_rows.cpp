@@ -107,7 +107,6 @@ void EncodeChunk(const ActivationFormat& format, const EncodeStep& step, float* 
   EncodeRow(element, values, count, codes);
 }
 
-/// `amax` is read where the rule forms the multiplier from it instead of from the rounded scale.
 EncodeStep StepOfGroup(const ActivationFormat& format, float scale, float amax) {
   const ActivationRule& rule = format.rule;
   if (!rule.multiply_by_divisor_over_amax || IsPerTensor(format) || scale == 0.0F || !std::isfinite(scale)) {

@@ -71,6 +71,10 @@ float StoreGroupScale(const ActivationFormat& format, float tensor_scale, float 
 /// The same multiplier from a stored code.
 float LoadGroupScale(const ActivationFormat& format, float tensor_scale, const std::byte* stored);
 
+/// How the values of a group become codes. `amax` is read where the rule forms the factor from it instead of
+/// from the rounded scale.
+EncodeStep StepOfGroup(const ActivationFormat& format, float scale, float amax);
+
 /// Codes of `count` (<= kChunk) values, in place scaled by `step`, into whole bytes at `codes`.
 void EncodeChunk(const ActivationFormat& format, const EncodeStep& step, float* values, int64_t count,
                  std::byte* codes);

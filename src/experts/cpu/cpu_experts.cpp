@@ -7,6 +7,7 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_run.hpp"
+#include "experts/cpu/row_quantizer.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -362,7 +363,7 @@ float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
     float* row = run.row_buffers + task * 2 * widest;
     for (int64_t slot = run.num_slots * task / tasks; slot < run.num_slots * (task + 1) / tasks; ++slot) {
       LoadRow(run, shape, slot, row);
-      largest[task] = std::max(largest[task], RowFiniteAmax(row, shape.cols));
+      largest[task] = std::max(largest[task], FiniteAmaxOfRow(*table_, row, shape.cols));
     }
   });
   return DynamicTensorScale(activation_, *std::max_element(largest, largest + kPackTasks));
@@ -402,9 +403,23 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   if (coded) {
     stored = run.rows + run.slot_rows[slot] * run.row_bytes;
     stored_scales = run.row_scales + run.slot_rows[slot] * run.row_scale_bytes;
-  } else if (plan_.tile == kTileA4 && IsTwoLevel(activation_) && activation_.rule == ActivationRule{}) {
-    std::fill(row + shape.cols, row + width, 0.0F);
-    table_->quantize_nvfp4(row, arguments.units, tensor_scale, codes, scales);
+  } else if (CanRoundRows(activation_)) {
+    int8_t* rounded = transform.columns == nullptr ? codes : reinterpret_cast<int8_t*>(buffer + width);
+    QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, rounded, scales);
+    for (int64_t k = 0; transform.columns != nullptr && k < width; ++k) {
+      codes[k] = transform.columns[k] < 0 ? int8_t{0} : rounded[transform.columns[k]];
+    }
+    if (transform.columns == nullptr) {
+      std::fill(codes + shape.cols, codes + width, int8_t{0});
+    }
+    // From scales of the scheme's groups to those of the tile's, from the back: none is read after it
+    // changed.
+    const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
+    for (int64_t g = width / group; g-- > 0;) {
+      scales[g] =
+          scales[activation_.group.col > 0 ? std::min(stored_count - 1, g * group / activation_.group.col)
+                                           : 0];
+    }
     return;
   } else {
     QuantizeRow(activation_, tensor_scale, row, shape.cols, buffer + width, buffer + 3 * width);
@@ -450,7 +465,7 @@ const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const
                                    float* row) const {
   if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
     const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
-    FakeQuantizeRow(activation_, tensor_scale, row, shape.cols);
+    RoundRowInPlace(*table_, activation_, tensor_scale, row, shape.cols);
   }
   if (transform.columns == nullptr) {
     std::fill(row + shape.cols, row + shape.padded_cols, 0.0F);

@@ -170,6 +170,51 @@ constexpr int kTileWords = 64;
 typedef void (*QuantizeNvfp4Kernel)(const float* values, int64_t units, float tensor_scale, int8_t* codes,
                                     float* scales);
 
+/// The grids on which schemes round activations: integers by their rounding, and the small floats, to nearest
+/// even.
+enum CodeGrid : int {
+  kGridInt8Even,
+  kGridInt8Away,
+  kGridInt8Truncate,
+  kGridE2m1,
+  kGridE2m3,
+  kGridE3m2,
+  kGridE4m3,
+  kGridE5m2,
+  kNumCodeGrids
+};
+
+/// largest[g] = bits of the largest magnitude of values[g * group ...], NaN above infinity above numbers; 0
+/// where nothing counts. `count` may end inside a group. finite_only: NaN and infinities do not count.
+struct AmaxArguments {
+  const float* values;
+  int64_t count;
+  int64_t group;
+  bool finite_only;
+  uint32_t* largest;
+};
+typedef void (*AmaxKernel)(const AmaxArguments* arguments);
+
+/// How a group is rounded: code = grid(x * factor) or grid(x / factor).
+struct RoundStep {
+  float factor;
+  bool multiply;
+  float multiplier;  ///< of codes, where values are wanted
+};
+
+/// Rounds `count` values, each group by its step, to codes with the bits of QuantizeRow (quant/), and writes
+/// what is not null.
+struct RoundArguments {
+  const float* values;
+  int64_t count;
+  int64_t group;
+  const RoundStep* steps;
+  int grid;       ///< CodeGrid
+  float* out;     ///< code * multiplier; may be `values`
+  int8_t* codes;  ///< int8 grids: the code; e2m1: twice its value. Other grids have none
+};
+typedef void (*RoundKernel)(const RoundArguments* arguments);
+
 /// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts
 /// equality.
 enum ActivationCode : int {
@@ -252,6 +297,8 @@ struct KernelTable {
   PackCodesKernel pack_codes;
   InterleaveKernel interleave;
   QuantizeNvfp4Kernel quantize_nvfp4;
+  AmaxKernel amax;
+  RoundKernel round;
   ActivateKernel activate;
   AccumulateKernel accumulate;
   ToFloatKernel to_float[kNumRowTypes];

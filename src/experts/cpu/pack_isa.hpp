@@ -172,73 +172,15 @@ void PackCodes(const PackCodesArguments* a) {
   memcpy(a->tile.codes, a->codes, (size_t)a->units * 64);
   memcpy(a->tile.scale, a->scales, (size_t)(a->units * a->scales_per_unit) * sizeof(float));
   for (int64_t unit = 0; unit < a->units; ++unit) {
-    const int8_t* codes = a->codes + 64 * unit;
-    int32_t sums16[4];
+    int32_t sums4[16], sums16[4];
+    Unroll<kHalves>([&](auto h) FMOE_FLAT {
+      const Ints codes = LoadInts(a->codes + 64 * unit + 64 / kHalves * h);
+      StoreInts(sums4 + kLanes * h, MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), codes), 1));
+    });
     for (int step = 0; step < 4; ++step) {
-      int32_t sum = 0;
-      for (int i = 0; i < 16; ++i) {
-        sum += codes[16 * step + i];
-      }
-      sums16[step] = sum;
+      sums16[step] = sums4[4 * step] + sums4[4 * step + 1] + sums4[4 * step + 2] + sums4[4 * step + 3];
     }
     StoreCorrections(a->correction, sums16, a->tile.correction + unit * groups, 1);
-  }
-}
-
-/// The value of the e4m3 code nearest to x >= 0, ties to even, at most 448.
-FMOE_INLINE float RoundToE4m3(float x) {
-  if (x >= 448.0F) {
-    return 448.0F;
-  }
-  if (x < 0.015625F) {  // subnormal: multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer
-    return ((x * 512.0F + 12582912.0F) - 12582912.0F) * (1.0F / 512.0F);
-  }
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  bits += 0x7ffffU + (bits >> 20 & 1U);  // three mantissa bits stay
-  return FloatOfBits(bits & 0xfff00000U);
-}
-
-/// Twice the nearest e2m1 magnitude of |x| as an integer in fp32: steps of 1/2 below 2, of 1 below 4, of 2
-/// above, ties to the even code, at most 6. Halving and doubling are exact, so each range is one rounding to
-/// an integer.
-FMOE_INLINE Floats DoubledE2m1(Floats magnitude) {
-  const Floats fine = RoundEven(Add(magnitude, magnitude));
-  const Floats whole = RoundEven(magnitude);
-  const Floats coarse = RoundEven(Multiply(magnitude, Set(0.5F)));
-  Floats result = Multiply(coarse, Set(4.0F));
-  result = SelectLess(magnitude, Set(4.0F), Add(whole, whole), result);
-  result = SelectLess(magnitude, Set(2.0F), fine, result);
-  return Min(Set(12.0F), result);
-}
-
-void QuantizeNvfp4(const float* values, int64_t units, float tensor_scale, int8_t* codes, float* scales) {
-  constexpr int kVectors = 16 / kLanes;
-  for (int64_t group = 0; group < units * 4; ++group, values += 16, codes += 16) {
-    Floats x[kVectors];
-    Ints largest = IntZero();
-    Unroll<kVectors>([&](auto v) FMOE_FLAT {
-      x[v] = Load(values + v * kLanes);
-      largest = IntMaxUnsigned(largest, Bits(Absolute(x[v])));
-    });
-    const uint32_t amax_bits = MaxUnsignedOf(largest);
-    if (amax_bits >= kInfinityBits) {
-      memset(codes, 0, 16);
-      scales[group] = FloatOfBits(kNanBits);
-      continue;
-    }
-    const float scale = RoundToE4m3(FloatOfBits(amax_bits) / 6.0F / tensor_scale) * tensor_scale;
-    scales[group] = 0.5F * scale;
-    if (scale == 0.0F) {
-      memset(codes, 0, 16);
-      continue;
-    }
-    Unroll<kVectors>([&](auto v) FMOE_FLAT {
-      const Floats quotient = Divide(x[v], Set(scale));
-      const Floats magnitude = DoubledE2m1(Absolute(quotient));
-      const Floats code = SelectLess(quotient, Zero(), Subtract(Zero(), magnitude), magnitude);
-      StoreBytes(codes + v * kLanes, ToIntsEven(code));
-    });
   }
 }
 

@@ -55,6 +55,9 @@ FMOE_INLINE Floats Max(Floats a, Floats b) {
 FMOE_INLINE Floats RoundEven(Floats x) {
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+FMOE_INLINE Floats Truncate(Floats x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
 FMOE_INLINE Floats SelectLess(Floats a, Floats b, Floats then, Floats otherwise) {
   return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
@@ -103,6 +106,9 @@ FMOE_INLINE Ints ShiftRight16(Ints x) {
 }
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm256_loadu_si256((const __m256i*)p);
+}
+FMOE_INLINE void StoreInts(void* p, Ints x) {
+  _mm256_storeu_si256((__m256i*)p, x);
 }
 FMOE_INLINE Floats ToFloats(Ints x) {
   return _mm256_cvtepi32_ps(x);

@@ -65,6 +65,9 @@ FMOE_INLINE Floats Max(Floats a, Floats b) {
 FMOE_INLINE Floats RoundEven(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+FMOE_INLINE Floats Truncate(Floats x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
 FMOE_INLINE Floats SelectLess(Floats a, Floats b, Floats then, Floats otherwise) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
 }
@@ -113,6 +116,9 @@ FMOE_INLINE Ints ShiftRight16(Ints x) {
 }
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm512_loadu_si512(p);
+}
+FMOE_INLINE void StoreInts(void* p, Ints x) {
+  _mm512_storeu_si512(p, x);
 }
 FMOE_INLINE Floats ToFloats(Ints x) {
   return _mm512_cvtepi32_ps(x);

@@ -4,6 +4,7 @@
 #include "experts/cpu/epilogue_isa.hpp"
 #include "experts/cpu/pack_isa.hpp"
 #include "experts/cpu/panel_isa.hpp"
+#include "experts/cpu/quantize_isa.hpp"
 
 /// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -68,6 +69,8 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_codes = &PackCodes;
   table.interleave = &Interleave;
   table.quantize_nvfp4 = &QuantizeNvfp4;
+  table.amax = &Amax;
+  table.round = &Round;
   table.activate = &Activate;
   table.accumulate = &Accumulate;
   table.to_float[kRowF32] = &CopyFloats;

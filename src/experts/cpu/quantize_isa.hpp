@@ -1,0 +1,228 @@
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "experts/cpu/kernel_table_isa.hpp"
+#include "experts/cpu/pack_isa.hpp"
+#include "experts/cpu/simd_isa.hpp"
+
+/// Activations to the grids of schemes, many at once, with the bits of QuantizeRow (quant/). Scales of groups
+/// are few and stay with the scalar formulas; here is what happens to every value: the largest magnitudes,
+/// and the rounding.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+// ------------------------------------------------------------------------------------------- magnitudes
+
+FMOE_INLINE Ints MagnitudeBits(Floats x, bool finite_only) {
+  const Floats magnitude = Absolute(x);
+  // Comparisons with NaN are false.
+  return finite_only
+             ? Bits(SelectLess(magnitude, FromBits(IntSet((int32_t)kInfinityBits)), magnitude, Zero()))
+             : Bits(magnitude);
+}
+
+FMOE_INLINE uint32_t LargestOf(const float* values, int64_t count, bool finite_only) {
+  Ints a = IntZero(), b = IntZero();
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    a = IntMaxUnsigned(a, MagnitudeBits(Load(values + i), finite_only));
+    b = IntMaxUnsigned(b, MagnitudeBits(Load(values + i + kLanes), finite_only));
+  }
+  for (; i < count; i += kLanes) {
+    if (i + kLanes <= count) {
+      a = IntMaxUnsigned(a, MagnitudeBits(Load(values + i), finite_only));
+    } else {
+      float last[kLanes] = {};
+      memcpy(last, values + i, (size_t)(count - i) * sizeof(float));
+      a = IntMaxUnsigned(a, MagnitudeBits(Load(last), finite_only));
+    }
+  }
+  return MaxUnsignedOf(IntMaxUnsigned(a, b));
+}
+
+void Amax(const AmaxArguments* a) {
+  for (int64_t first = 0, g = 0; first < a->count; first += a->group, ++g) {
+    const int64_t left = a->count - first;
+    a->largest[g] = LargestOf(a->values + first, left < a->group ? left : a->group, a->finite_only);
+  }
+}
+
+// --------------------------------------------------------------------------------------------- rounding
+
+/// A small float: its mantissa bits, the exponent of its smallest normal value, its largest value.
+template <int kGrid>
+struct SmallFloat {
+  static constexpr int kMantissaBits = kGrid == kGridE2m1                         ? 1
+                                       : kGrid == kGridE3m2 || kGrid == kGridE5m2 ? 2
+                                                                                  : 3;
+  static constexpr int kMinExponent = kGrid == kGridE2m1 || kGrid == kGridE2m3 ? 0
+                                      : kGrid == kGridE3m2                     ? -2
+                                      : kGrid == kGridE4m3                     ? -6
+                                                                               : -14;
+  static constexpr float kLargest = kGrid == kGridE2m1   ? 6.0F
+                                    : kGrid == kGridE2m3 ? 7.5F
+                                    : kGrid == kGridE3m2 ? 28.0F
+                                    : kGrid == kGridE4m3 ? 448.0F
+                                                         : 57344.0F;
+  static constexpr bool kHasNan = kGrid == kGridE4m3 || kGrid == kGridE5m2;
+};
+
+/// |x| on the grid, saturating; NaN stays where the grid has one and is the largest value elsewhere.
+///
+/// Steps of the grid are 2^(e - M) in the binade 2^e of x, and those of the smallest normal below it. Adding
+/// 2^(e - M + 23) leaves the nearest step to the adder of fp32, ties to the even one; subtracting it is
+/// exact.
+template <int kGrid>
+FMOE_INLINE Floats MagnitudeOnGrid(Floats x) {
+  using Grid = SmallFloat<kGrid>;
+  const Floats largest = Set(Grid::kLargest);
+  const Floats magnitude = Grid::kHasNan ? Min(largest, Absolute(x)) : Min(Absolute(x), largest);
+  const Ints binade = IntMaxUnsigned(IntAnd(Bits(magnitude), IntSet((int32_t)kInfinityBits)),
+                                     IntSet((127 + Grid::kMinExponent) << 23));
+  const Floats shifter = FromBits(IntAdd(binade, IntSet((23 - Grid::kMantissaBits) << 23)));
+  return Subtract(Add(magnitude, shifter), shifter);
+}
+
+template <int kGrid>
+FMOE_INLINE Floats OnGrid(Floats x) {
+  const Ints magnitude = Bits(MagnitudeOnGrid<kGrid>(x));
+  const Ints sign = IntAnd(Bits(x), IntSet((int32_t)0x80000000));
+  if constexpr (SmallFloat<kGrid>::kHasNan) {
+    return FromBits(IntOr(magnitude, sign));
+  } else {
+    return FromBits(SelectNan(x, magnitude, IntOr(magnitude, sign)));  // NaN has no sign there
+  }
+}
+
+/// int8 from floats, saturating; NaN is 0.
+template <int kGrid>
+FMOE_INLINE Ints IntegerOf(Floats x) {
+  Floats rounded = Max(Set(-128.0F), Min(Set(127.0F), x));
+  if constexpr (kGrid == kGridInt8Away) {
+    const Floats whole = Truncate(rounded);
+    const Floats rest = Absolute(Subtract(rounded, whole));
+    const Floats away = SelectLess(rounded, Zero(), Set(-1.0F), Set(1.0F));
+    rounded = SelectLess(rest, Set(0.5F), whole, Add(whole, away));
+  } else if constexpr (kGrid == kGridInt8Truncate) {
+    rounded = Truncate(rounded);
+  }
+  return SelectNan(x, IntZero(), ToIntsEven(rounded));
+}
+
+template <int kGrid>
+FMOE_INLINE void RoundVector(Floats x, const RoundStep& step, float* out, int8_t* codes) {
+  x = step.multiply ? Multiply(x, Set(step.factor)) : Divide(x, Set(step.factor));
+  Floats value;
+  if constexpr (kGrid <= kGridInt8Truncate) {
+    const Ints code = IntegerOf<kGrid>(x);
+    if (codes != 0) {
+      StoreBytes(codes, code);
+    }
+    value = ToFloats(code);
+  } else {
+    value = OnGrid<kGrid>(x);
+    if (kGrid == kGridE2m1 && codes != 0) {
+      StoreBytes(codes, ToIntsEven(Add(value, value)));
+    }
+  }
+  if (out != 0) {
+    Store(out, Multiply(value, Set(step.multiplier)));
+  }
+}
+
+template <int kGrid>
+void RoundOn(const RoundArguments* a) {
+  for (int64_t first = 0, g = 0; first < a->count; first += a->group, ++g) {
+    const RoundStep step = a->steps[g];
+    const int64_t left = a->count - first;
+    const int64_t end = first + (left < a->group ? left : a->group);
+    int64_t i = first;
+    for (; i + kLanes <= end; i += kLanes) {
+      RoundVector<kGrid>(Load(a->values + i), step, a->out == 0 ? 0 : a->out + i,
+                         a->codes == 0 ? 0 : a->codes + i);
+    }
+    if (i < end) {
+      float last[kLanes] = {};
+      int8_t last_codes[kLanes];
+      memcpy(last, a->values + i, (size_t)(end - i) * sizeof(float));
+      RoundVector<kGrid>(Load(last), step, last, last_codes);
+      if (a->out != 0) {
+        memcpy(a->out + i, last, (size_t)(end - i) * sizeof(float));
+      }
+      if (a->codes != 0) {
+        memcpy(a->codes + i, last_codes, (size_t)(end - i));
+      }
+    }
+  }
+}
+
+void Round(const RoundArguments* a) {
+  switch (a->grid) {
+    case kGridInt8Even:
+      return RoundOn<kGridInt8Even>(a);
+    case kGridInt8Away:
+      return RoundOn<kGridInt8Away>(a);
+    case kGridInt8Truncate:
+      return RoundOn<kGridInt8Truncate>(a);
+    case kGridE2m1:
+      return RoundOn<kGridE2m1>(a);
+    case kGridE2m3:
+      return RoundOn<kGridE2m3>(a);
+    case kGridE3m2:
+      return RoundOn<kGridE3m2>(a);
+    case kGridE4m3:
+      return RoundOn<kGridE4m3>(a);
+    default:
+      return RoundOn<kGridE5m2>(a);
+  }
+}
+
+// ------------------------------------------------------------------------------------ NVFP4 in one pass
+
+/// The value of the e4m3 code nearest to x >= 0, ties to even, at most 448.
+FMOE_INLINE float RoundToE4m3(float x) {
+  if (x >= 448.0F) {
+    return 448.0F;
+  }
+  if (x < 0.015625F) {  // subnormal: multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer
+    return ((x * 512.0F + 12582912.0F) - 12582912.0F) * (1.0F / 512.0F);
+  }
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  bits += 0x7ffffU + (bits >> 20 & 1U);  // three mantissa bits stay
+  return FloatOfBits(bits & 0xfff00000U);
+}
+
+void QuantizeNvfp4(const float* values, int64_t units, float tensor_scale, int8_t* codes, float* scales) {
+  constexpr int kVectors = 16 / kLanes;
+  for (int64_t group = 0; group < units * 4; ++group, values += 16, codes += 16) {
+    Floats x[kVectors];
+    Ints largest = IntZero();
+    Unroll<kVectors>([&](auto v) FMOE_FLAT {
+      x[v] = Load(values + v * kLanes);
+      largest = IntMaxUnsigned(largest, Bits(Absolute(x[v])));
+    });
+    const uint32_t amax_bits = MaxUnsignedOf(largest);
+    if (amax_bits >= kInfinityBits) {
+      memset(codes, 0, 16);
+      scales[group] = FloatOfBits(kNanBits);
+      continue;
+    }
+    const float scale = RoundToE4m3(FloatOfBits(amax_bits) / 6.0F / tensor_scale) * tensor_scale;
+    scales[group] = 0.5F * scale;
+    if (scale == 0.0F) {
+      memset(codes, 0, 16);
+      continue;
+    }
+    Unroll<kVectors>([&](auto v) FMOE_FLAT {
+      const Floats quotient = Divide(x[v], Set(scale));
+      const Floats code = OnGrid<kGridE2m1>(quotient);
+      StoreBytes(codes + v * kLanes, ToIntsEven(Add(code, code)));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

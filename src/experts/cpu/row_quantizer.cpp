@@ -1,0 +1,120 @@
+#include "experts/cpu/row_quantizer.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Groups whose scales are worked out before their values are rounded: independent of each other, so that
+/// divisions overlap.
+constexpr int64_t kGroupsAtOnce = 64;
+
+std::optional<CodeGrid> GridOf(const ActivationFormat& format) {
+  const ActivationRule& rule = format.rule;
+  if (!format.element || rule.round_to_bf16_first ||
+      (rule.multiply_by_divisor_over_amax && !IsPerTensor(format))) {
+    return std::nullopt;
+  }
+  switch (*format.element) {
+    case DType::kI8:
+      return rule.int_rounding == IntRounding::kHalfAway   ? kGridInt8Away
+             : rule.int_rounding == IntRounding::kTruncate ? kGridInt8Truncate
+                                                           : kGridInt8Even;
+    case DType::kF4E2M1:
+      return rule.ties_toward_zero ? std::nullopt : std::optional(kGridE2m1);
+    case DType::kF6E2M3:
+      return kGridE2m3;
+    case DType::kF6E3M2:
+      return kGridE3m2;
+    case DType::kF8E4M3:
+      return kGridE4m3;
+    case DType::kF8E5M2:
+      return kGridE5m2;
+    default:
+      return std::nullopt;
+  }
+}
+
+/// Rounds a row in stretches of groups. `choose(group, scale)` returns what codes of the group are multiplied
+/// with in `out`.
+template <typename Choose>
+void RoundRow(const KernelTable& table, const ActivationFormat& format, float tensor_scale, const float* row,
+              int64_t count, float* out, int8_t* codes, Choose&& choose) {
+  const int64_t group = std::min(GroupColumns(format, count), std::max<int64_t>(count, 1));
+  RoundArguments round{};
+  round.group = group;
+  round.grid = *GridOf(format);
+  for (int64_t first = 0, index = 0; first < count; first += kGroupsAtOnce * group) {
+    const int64_t length = std::min(kGroupsAtOnce * group, count - first);
+    uint32_t largest[kGroupsAtOnce] = {};
+    if (!IsPerTensor(format)) {
+      const AmaxArguments amax{row + first, length, group, false, largest};
+      table.amax(&amax);
+    }
+    RoundStep steps[kGroupsAtOnce];
+    for (int64_t g = 0; g * group < length; ++g, ++index) {
+      const GroupScale scale = ScaleOfGroup(format, tensor_scale, FloatFromBits(largest[g]));
+      steps[g] = {scale.step.factor, scale.step.multiply, choose(index, scale)};
+    }
+    round.values = row + first;
+    round.count = length;
+    round.steps = steps;
+    round.out = out == nullptr ? nullptr : out + first;
+    round.codes = codes == nullptr ? nullptr : codes + first;
+    table.round(&round);
+  }
+}
+
+}  // namespace
+
+bool CanRoundRows(const ActivationFormat& format) {
+  return GridOf(format).has_value();
+}
+
+void RoundRowInPlace(const KernelTable& table, const ActivationFormat& format, float tensor_scale, float* row,
+                     int64_t count) {
+  if (!CanRoundRows(format)) {
+    FakeQuantizeRow(format, tensor_scale, row, count);
+    return;
+  }
+  RoundRow(table, format, tensor_scale, row, count, row, nullptr,
+           [](int64_t, const GroupScale& scale) { return scale.multiplier; });
+}
+
+void QuantizeRowToCodes(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
+                        const float* row, int64_t count, int8_t* codes, float* scales) {
+  const float halved = *format.element == DType::kF4E2M1 ? 0.5F : 1.0F;
+  RoundRow(table, format, tensor_scale, row, count, nullptr, codes,
+           [&](int64_t index, const GroupScale& scale) {
+             scales[index] = scale.multiplier * halved;
+             return 1.0F;
+           });
+}
+
+void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
+                         const float* row, int64_t count, float* values, float* scales, int64_t stride) {
+  const bool apart = format.scale_dtype == DType::kF32;
+  RoundRow(table, format, tensor_scale, row, count, values, nullptr,
+           [&](int64_t index, const GroupScale& scale) {
+             if (apart) {
+               scales[index * stride] = scale.multiplier;
+             }
+             return apart ? 1.0F : scale.scale;
+           });
+  if (!apart) {
+    scales[0] = IsTwoLevel(format) ? tensor_scale : 1.0F;
+  }
+}
+
+float FiniteAmaxOfRow(const KernelTable& table, const float* row, int64_t count) {
+  uint32_t largest = 0;
+  const AmaxArguments amax{row, count, std::max<int64_t>(count, 1), true, &largest};
+  table.amax(&amax);
+  return FloatFromBits(largest);
+}
+
+}  // namespace fusedmoe::cpu
