@@ -44,12 +44,30 @@ std::vector<Projection> Projections(const LayerContext& context) {
   return {Projection::kUp, Projection::kDown};
 }
 
-namespace {
-
-Result<LinearFormat> RoutedFormat(const LayerContext& context, int64_t expert, Projection projection) {
-  const Located located = Locate(context, expert, projection);
-  return FormatAt(*context.store, *context.rules, located.place.base, located.place.weight_suffix);
+Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located) {
+  const MatrixPlace& place = located.place;
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format,
+                        FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
+  // ModelOpt quantizes fused experts [E, in, out] as they lie; of all formats, NVFP4 alone is turned first.
+  GroupShape& block = format.weight.block;
+  if (!place.in_out || place.item < 0 || !format.weight.has_block_scale() || format.scale.empty())
+    return format;
+  const TensorInfo* scale = context.store->Find(RoleName(*context.store, place, format.scale));
+  const bool along_out = block.row == 1 && block.col > 1 && scale != nullptr && scale->shape.rank() == 3 &&
+                         scale->shape[1] == located.cols;
+  if (along_out) {
+    block = {block.col, 1};
+    format.codes_along_out = DTypeBits(format.weight.element) == 4;
+  }
+  // Where gate and up alternate, 16 of 32 outputs are the gate's; the layer has one size of block.
+  if (context.spec.axes.interleaved && block.row > 1 && block.row % 2 == 0) {
+    format.stored_block_rows = block.row;
+    block.row /= 2;
+  }
+  return format;
 }
+
+namespace {
 
 // The types of scales may differ from tensor to tensor (BF16 here, F32 there); the scheme does not.
 bool SameScheme(const Scheme& a, const Scheme& b) {
@@ -123,9 +141,7 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
   CanonicalExpert loaded;
   for (const Projection projection : Projections(context)) {
     const Located located = Locate(context, expert, projection);
-    FMOE_ASSIGN_OR_RETURN(
-        const LinearFormat format,
-        FormatAt(*context.store, *context.rules, located.place.base, located.place.weight_suffix));
+    FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, located));
     FMOE_ASSIGN_OR_RETURN(const Scheme own, SchemeOf(format));
     if (!SameScheme(own, scheme))
       return Different(context, located.place.base, own, scheme);
@@ -211,7 +227,7 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
 Result<Scheme> RoutedScheme(const LayerContext& context) {
   std::optional<Scheme> first;
   for (const Projection projection : Projections(context)) {
-    FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, 0, projection));
+    FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, Locate(context, 0, projection)));
     FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeOf(format));
     if (!first) {
       first = std::move(scheme);

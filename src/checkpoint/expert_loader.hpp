@@ -30,6 +30,8 @@ struct Located {
   int64_t rows = 0, cols = 0;
 };
 Located Locate(const LayerContext& context, int64_t expert, Projection projection);
+/// How it is stored, with the blocks of fused tensors turned the way they lie.
+Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located);
 /// Gate (where the activation is gated), up, down.
 std::vector<Projection> Projections(const LayerContext& context);
 

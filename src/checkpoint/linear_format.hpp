@@ -33,12 +33,14 @@ struct LinearFormat {
   std::string_view zero_point;
   std::string_view group_index;
   std::string_view pre_quant_scale;
-  std::string_view shape;             ///< I64 [2]: rows and columns, to be compared
-  bool reciprocal = false;            ///< second_scale and input_scale are stored as 1 / scale
-  bool zero_plus_one = false;         ///< stored zero points are one too small (GPTQ v1)
-  bool twos_complement = false;       ///< packed integers are signed (Quark int4)
-  bool scale_is_in_out = false;       ///< scale and zero points are [in / group, out]
-  bool negative_scales = false;       ///< the writer uses them (auto-round); elsewhere they are refused
+  std::string_view shape;         ///< I64 [2]: rows and columns, to be compared
+  bool reciprocal = false;        ///< second_scale and input_scale are stored as 1 / scale
+  bool zero_plus_one = false;     ///< stored zero points are one too small (GPTQ v1)
+  bool twos_complement = false;   ///< packed integers are signed (Quark int4)
+  int64_t stored_block_rows = 0;  ///< of a stored block, where it is more than weight.block.row
+  bool codes_along_out = false;   ///< of [in, out] tensors: the nibbles of a byte are neighbouring outputs
+  bool scale_is_in_out = false;   ///< scale and zero points are [in / group, out]
+  bool negative_scales = false;   ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
 };

@@ -1,5 +1,6 @@
 #include "checkpoint/matrix_reader.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -12,6 +13,28 @@
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe::checkpoint {
+std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix) {
+  const std::string plain = place.base + std::string(suffix);
+  if (place.weight_suffix == ".weight")
+    return plain;
+  // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
+  // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
+  if (suffix == ".weight")
+    return place.base;
+  std::string_view word = suffix;
+  if (word.starts_with('.'))
+    word.remove_prefix(1);
+  const std::string with_underscore = place.base + "_" + std::string(word);
+  if (store.Has(with_underscore))
+    return with_underscore;
+  if (word.starts_with("weight_")) {
+    const std::string shorter = place.base + "_" + std::string(word.substr(7));
+    if (store.Has(shorter))
+      return shorter;
+  }
+  return store.Has(plain) ? plain : with_underscore;
+}
+
 namespace {
 
 // One matrix and what is known about its storage while it is read.
@@ -25,10 +48,11 @@ class Reader {
 
  private:
   // The tensor that holds the role of `suffix`; its preferred spelling when there is none.
-  std::string NameOf(std::string_view suffix) const;
+  std::string NameOf(std::string_view suffix) const { return RoleName(store_, place_, suffix); }
   Result<Tensor> LoadRole(std::string_view suffix) const;
   Result<Tensor> Half(Tensor tensor, const std::string& name, int64_t block) const;
   Result<Tensor> ReadCodes();
+  Result<Tensor> CodesAlongOut(const Tensor& stored, const std::string& name) const;
   Status ReadScale(CanonicalMatrix* matrix);
   Status RefuseNegative(const Tensor& scale, const std::string& name) const;
   Status ReadZeroPoints(CanonicalMatrix* matrix);
@@ -45,28 +69,6 @@ class Reader {
   int64_t rows_, cols_;
   int64_t scale_row_offset_ = 0;
 };
-
-std::string Reader::NameOf(std::string_view suffix) const {
-  const std::string plain = place_.base + std::string(suffix);
-  if (place_.weight_suffix == ".weight")
-    return plain;
-  // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
-  // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
-  if (suffix == ".weight")
-    return place_.base;
-  std::string_view word = suffix;
-  if (word.starts_with('.'))
-    word.remove_prefix(1);
-  const std::string with_underscore = place_.base + "_" + std::string(word);
-  if (store_.Has(with_underscore))
-    return with_underscore;
-  if (word.starts_with("weight_")) {
-    const std::string shorter = place_.base + "_" + std::string(word.substr(7));
-    if (store_.Has(shorter))
-      return shorter;
-  }
-  return store_.Has(plain) ? plain : with_underscore;
-}
 
 Status Reader::Wrong(const std::string& name, const Tensor& tensor, std::string_view wanted) const {
   return store_.Blame(Status::BadInput(fmt::format("{} {}; {} is needed", DTypeName(tensor.dtype()),
@@ -114,7 +116,9 @@ Result<Tensor> Reader::Half(Tensor tensor, const std::string& name, int64_t bloc
     return tensor;
   const TensorView view = tensor.view();
   if (place_.interleaved) {
-    if (block != 1 || view.dim(0) % 2 != 0)
+    if (block != 1)
+      return tensor;  // blocks hold rows of both
+    if (view.dim(0) % 2 != 0)
       return Wrong(name, tensor, "an even number of rows, alternating gate and up");
     TensorView half(view.data() + place_.part * view.stride_bytes(0), view.dtype(),
                     Shape{view.dim(0) / 2, view.dim(1)});
@@ -165,6 +169,8 @@ Result<Tensor> Reader::ReadCodes() {
     const Shape bytes{stored.dim(0), stored.view().row_bytes()};
     stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, bytes), stored.owner());
   }
+  if (nibbles && format_.codes_along_out)
+    return CodesAlongOut(stored, name);
   FMOE_ASSIGN_OR_RETURN(Tensor half, Half(std::move(stored), name, 1));
   const bool in_bytes = nibbles || (same && bits < 8);
   const int64_t width = in_bytes ? PackedBytes(element, cols_) : cols_;
@@ -180,6 +186,16 @@ Result<Tensor> Reader::ReadCodes() {
   return Tensor::Borrow(view, half.owner());
 }
 
+// U8 [in, out / 2], two neighbouring outputs a byte, as nibbles along the input.
+Result<Tensor> Reader::CodesAlongOut(const Tensor& stored, const std::string& name) const {
+  FMOE_ASSIGN_OR_RETURN(Tensor bytes, UnpackNibbles(stored));
+  FMOE_ASSIGN_OR_RETURN(const Tensor half, Half(std::move(bytes), name, 1));
+  if (half.dim(0) != rows_ || half.dim(1) != cols_ || cols_ % 2 != 0) {
+    return Wrong(name, stored, fmt::format("[{}, {}]", cols_, rows_ * place_.parts / 2));
+  }
+  return PackNibbles(half, format_.weight.element);
+}
+
 // The extents that a tensor of scales may leave out: [n, 1, k, 1] is [n, k], [n] is [n, 1], [] is [1, 1].
 Tensor AsMatrix(const Tensor& tensor, bool column) {
   std::vector<int64_t> dims;
@@ -187,10 +203,13 @@ Tensor AsMatrix(const Tensor& tensor, bool column) {
     if (dim != 1)
       dims.push_back(dim);
   }
-  if (tensor.shape().rank() == 2)
+  const Shape& stored = tensor.shape();
+  if (stored.rank() == 2)
     return tensor;
   Shape shape{1, 1};
-  if (dims.size() == 2) {
+  if (stored.rank() == 4 && stored[1] == 1 && stored[3] == 1) {
+    shape = Shape{stored[0], stored[2]};
+  } else if (dims.size() == 2) {
     shape = Shape{dims[0], dims[1]};
   } else if (dims.size() == 1) {
     shape = column ? Shape{dims[0], 1} : Shape{1, dims[0]};
@@ -224,12 +243,31 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
                  e8m0   ? "U8 or F8_E8M0"
                  : wide ? "F32, BF16 or F16"
                         : DTypeName(weight.block_scale_dtype));
+  if (weight.has_channel_scale && place_.item >= 0 && stored.shape().count() == 1) {
+    // ModelOpt's fused experts: the "channel" of a stack is the expert.
+    FMOE_ASSIGN_OR_RETURN(const Tensor one, ToF32(stored));
+    FMOE_ASSIGN_OR_RETURN(matrix->channel_scale, Tensor::Allocate(DType::kF32, Shape{rows_}));
+    std::fill_n(matrix->channel_scale.mutable_view().as<float>(), rows_, *one.view().as<float>());
+    return Status::Ok();
+  }
+  const int64_t stored_rows = std::max(format_.stored_block_rows, block_rows);
+  if (place_.in_out && stored.shape().rank() == 4) {
+    // ModelOpt's 2-D blocks of fused experts: computed as [out, 1, in, 1], then used in the same order as
+    // [in, out], so that the codes need them that way.
+    const Shape blocks{CeilDiv(cols_, block_cols), CeilDiv(rows_ * place_.parts, stored_rows)};
+    if (blocks.count() != stored.shape().count())
+      return Wrong(name, stored, fmt::format("{} blocks", blocks.count()));
+    stored = Tensor::Borrow(TensorView(stored.view().data(), found, blocks), stored.owner());
+  }
   if (format_.scale_is_in_out) {
     FMOE_ASSIGN_OR_RETURN(stored, Transpose(AsMatrix(stored, false)));
   } else {
     stored = AsMatrix(stored, !place_.in_out);
   }
   FMOE_ASSIGN_OR_RETURN(Tensor half, Half(std::move(stored), name, block_rows));
+  if (stored_rows > block_rows && place_.parts == 1) {
+    FMOE_ASSIGN_OR_RETURN(half, RepeatRows(half, stored_rows / block_rows, CeilDiv(rows_, block_rows)));
+  }
   scale_row_offset_ = place_.parts == 2 && !place_.interleaved ? place_.part * rows_ % block_rows : 0;
   const int64_t want_rows = CeilDiv(scale_row_offset_ + rows_, block_rows);
   const int64_t want_cols = CeilDiv(cols_, block_cols);

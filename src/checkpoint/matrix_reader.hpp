@@ -27,6 +27,9 @@ struct MatrixPlace {
   bool needs_bias = false;
 };
 
+/// The tensor that has the role of `suffix` there; its preferred spelling when there is none.
+std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix);
+
 /// Reads one matrix [rows, cols] into canonical form and checks it, scales included; errors name the tensor.
 Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
                                    const MatrixPlace& place, int64_t rows, int64_t cols);

@@ -91,6 +91,18 @@ Result<Tensor> Transpose(const Tensor& matrix) {
   return out;
 }
 
+Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows) {
+  const TensorView& from = matrix.view();
+  const int64_t count = std::min(rows, from.dim(0) * times);
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(from.dtype(), Shape{count, from.dim(1)}));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < count; ++r) {
+    std::memcpy(to.data() + r * to.stride_bytes(0), from.data() + r / times * from.stride_bytes(0),
+                static_cast<size_t>(from.row_bytes()));
+  }
+  return out;
+}
+
 Result<Tensor> PackSigned4(const Tensor& codes) {
   const TensorView& from = codes.view();
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kI4, from.shape()));
@@ -102,6 +114,32 @@ Result<Tensor> PackSigned4(const Tensor& codes) {
         return Status::BadInput(fmt::format("the code at [{}, {}] is {}; 4 bits hold -8 to 7", r, c, value));
       }
       PutCode(to.data() + r * to.stride_bytes(0), c, 4, static_cast<uint32_t>(value) & 15U);
+    }
+  }
+  return out;
+}
+
+Result<Tensor> UnpackNibbles(const Tensor& packed) {
+  const TensorView& from = packed.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{from.dim(0), 2 * from.dim(1)}));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < 2 * from.dim(1); ++c) {
+      to.data()[r * to.stride_bytes(0) + c] =
+          from.data()[r * from.stride_bytes(0) + c / 2] >> (c % 2 * 4) & std::byte{15};
+    }
+  }
+  return out;
+}
+
+Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
+  const TensorView& from = codes.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, from.shape()));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < from.dim(1); ++c) {
+      PutCode(to.data() + r * to.stride_bytes(0), c, 4,
+              std::to_integer<uint32_t>(from.data()[r * from.stride_bytes(0) + c]));
     }
   }
   return out;

@@ -14,8 +14,17 @@ namespace fusedmoe::checkpoint {
 /// A dense copy with the axes exchanged; elements of whole bytes.
 Result<Tensor> Transpose(const Tensor& matrix);
 
+/// A copy of `rows` rows: each of the matrix `times` times, the last perhaps less often; elements of whole
+/// bytes. Fewer rows where the matrix has not enough.
+Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows);
+
 /// I8 [rows, cols] of -8 .. 7 as I4.
 Result<Tensor> PackSigned4(const Tensor& codes);
+
+/// U8 [rows, cols / 2], first element in the low nibble, as one code a byte; and back, as `element` of 4
+/// bits.
+Result<Tensor> UnpackNibbles(const Tensor& packed);
+Result<Tensor> PackNibbles(const Tensor& codes, DType element);
 
 /// Codes packed by `format.packing` (not kDirect).
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols);

@@ -61,6 +61,10 @@ std::optional<GroupShape> ParseWeightWord(std::string_view word) {
     const auto cols = x == std::string_view::npos ? rows : ParseSize(word.substr(x + 1));
     return rows && cols ? std::optional(GroupShape{*rows, *cols}) : std::nullopt;
   }
+  if (word.starts_with("out")) {
+    const auto rows = ParseSize(word.substr(3));
+    return rows ? std::optional(GroupShape{*rows, 1}) : std::nullopt;
+  }
   if (word.starts_with("g")) {
     const auto size = ParseSize(word.substr(1));
     return size ? std::optional(GroupShape{1, *size}) : std::nullopt;
@@ -77,6 +81,9 @@ std::string WeightWord(GroupShape shape) {
   }
   if (shape.row == 1) {
     return fmt::format("g{}", shape.col);
+  }
+  if (shape.col == 1) {
+    return fmt::format("out{}", shape.row);
   }
   return shape.row == shape.col ? fmt::format("block{}", shape.row)
                                 : fmt::format("block{}x{}", shape.row, shape.col);
@@ -108,7 +115,8 @@ void SetWeightGranularity(GroupShape shape, WeightFormat& weight) {
 }
 
 void SetActivationGranularity(GroupShape weight_shape, ActivationFormat& activation) {
-  if (!activation.quantized() || activation.static_tensor_scale) {
+  const bool own_groups = activation.scale_dtype == DType::kF8E8M0;  // MX: 32, however the weights lie
+  if (!activation.quantized() || activation.static_tensor_scale || own_groups) {
     return;
   }
   const bool blocks = weight_shape.row > 1;

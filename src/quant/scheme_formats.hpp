@@ -50,6 +50,15 @@ constexpr WeightFormat Mx(DType element) {
   return {.element = element, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
 }
 
+/// Block scales of a type; the granularity says how the blocks lie.
+constexpr WeightFormat Scaled(DType element, DType scale) {
+  return {.element = element, .block_scale_dtype = scale};
+}
+/// The same below one F32 for the matrix.
+constexpr WeightFormat ScaledTwice(DType element, DType scale) {
+  return {.element = element, .block_scale_dtype = scale, .has_tensor_scale = true};
+}
+
 constexpr ActivationFormat None() {
   return {};
 }

@@ -21,12 +21,13 @@ struct SchemeRow {
 ///   tensor        one F32 scale for the matrix; activations: one dynamic scale for the batch
 ///   channel       one scale for each output row; activations: one for each token
 ///   gN            groups of N along the reduction; activations: one scale for each token
+///   outN          blocks of N output rows by one column
 ///   blockRxC      R rows by C columns, blockN for N x N; activations: groups of C
 ///   static        (alone or as a suffix) the activations have one stored scale
 ///   token/tensor/dynamic  the activations have a dynamic scale for each token / for the batch / for the
 ///   batch
-/// Where a table lists one gN or blockN, every N is understood. "token" and "block" alone stand for "channel"
-/// and "block128".
+/// Where a table lists one gN, outN or blockN, every N is understood. "token" and "block" alone stand for
+/// "channel" and "block128".
 Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view name);
 
 /// The lookup of SchemeNameFor over any table.

@@ -263,6 +263,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
     return panel;
   }
   const bool one_row = format.block.row == 1;
+  const bool one_column = format.block.col == 1 && !one_row;
   if (panel.code == DType::kF4E2M1 && one_row && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&
       group % 16 == 0) {
     panel.scale = PanelScale::kE4M3;
@@ -275,7 +276,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
     panel.scale = PanelScale::kF32Zero;
     panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
     panel.block = std::max(kPanelUnit, panel.group);
-  } else if (panel.code == DType::kF8E4M3) {
+  } else if (panel.code == DType::kF8E4M3 && !one_column) {
     panel.scale = PanelScale::kF32;
     panel.group = 64;
   } else {

@@ -113,7 +113,7 @@ void Linter::LintMatrix(const LayerContext& context, int64_t expert, Projection 
                         MatrixNote& note) {
   const Located located = Locate(context, expert, projection);
   note.base = located.place.base;
-  const auto format = FormatAt(*context.store, *context.rules, note.base, located.place.weight_suffix);
+  const auto format = RoutedFormat(context, located);
   if (!format.ok()) {
     AddRefusal(LintCode::kTensorRefused, note.base, format.status());
     return;
@@ -272,8 +272,7 @@ void Linter::LintUnused(const LayerContext& context) {
       if (used.contains(located.place.base)) {
         continue;
       }
-      const auto format =
-          FormatAt(*context.store, *context.rules, located.place.base, located.place.weight_suffix);
+      const auto format = RoutedFormat(context, located);
       std::set<std::string>& suffixes = used[located.place.base];
       if (!format.ok()) {
         return;  // reported already, and what belongs here is not known
