@@ -1,4 +1,3 @@
-#include <cmath>
 #include <memory>
 #include <string>
 
@@ -28,24 +27,11 @@ Status RunConvert(const ConvertFlags& flags, Output& output) {
   options.executor = pool->executor();
   options.progress = Progress("convert");
   FMOE_ASSIGN_OR_RETURN(const ConvertReport report, Convert(checkpoint, options));
-  output.Document(
-      {{"output", options.directory},
-       {"from_scheme", report.from_scheme},
-       {"to_scheme", report.to_scheme},
-       {"format", report.format},
-       {"lossless", report.lossless},
-       {"values", report.values},
-       {"different", report.different},
-       {"max_relative_difference",
-        std::isfinite(report.max_relative_difference) ? Json(report.max_relative_difference) : Json(nullptr)},
-       {"rel_l2", report.rel_l2},
-       {"first_difference", report.first_difference},
-       {"layers", report.layers},
-       {"experts", report.experts},
-       {"other_modules", report.other_modules},
-       {"content_hash", report.content_hash},
-       {"bytes", report.bytes},
-       {"files", report.files}});
+  Json document = {{"output", options.directory}};
+  document.update(Json::parse(ReportJson(report)));
+  document["bytes"] = report.bytes;
+  document["files"] = report.files;
+  output.Document(std::move(document));
   std::string text = fmt::format("{}: {} to {} as {} writes it, {} experts and {} other matrices, {}\n",
                                  options.directory, report.from_scheme, report.to_scheme, report.format,
                                  report.experts, report.other_modules, Bytes(report.bytes));
@@ -54,6 +40,9 @@ Status RunConvert(const ConvertFlags& flags, Output& output) {
                             report.values, report.different, report.max_relative_difference)
               : fmt::format("{} of {} values changed, relative L2 {:.4e}; the first: {}\n", report.different,
                             report.values, report.rel_l2, report.first_difference);
+  if (report.left_out > 0) {
+    text += fmt::format("{} tensors outside of MoE layers were left out\n", report.left_out);
+  }
   output.Text(text);
   return Status::Ok();
 }
@@ -65,9 +54,11 @@ Action DefineConvert(CLI::App& app) {
   AddCheckpoint(app, flags->checkpoint, true);
   ConvertOptions& options = flags->options;
   app.add_option("--to", options.to,
-                 "modelopt, compressed-tensors, deepseek, gpt-oss; bf16, f16 or f32 dequantize")
+                 "modelopt, compressed-tensors, deepseek, gpt-oss, gguf; bf16, f16 or f32 dequantize")
       ->required();
-  app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
+  app.add_option("--output", options.directory,
+                 "Directory to write; created when absent (gguf: or a file *.gguf)")
+      ->required();
   app.add_option("--scheme", options.scheme, "Scheme of the result, instead of that of the source");
   app.add_flag("--allow-lossy", options.allow_lossy, "Accept that values change");
   app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")

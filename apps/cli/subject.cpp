@@ -24,7 +24,7 @@ void Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
 Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer) {
   Subject subject;
   std::error_code ignored;
-  if (!std::filesystem::is_regular_file(flags.directory, ignored)) {
+  if (!std::filesystem::is_regular_file(flags.directory, ignored) || Checkpoint::IsFile(flags.directory)) {
     FMOE_ASSIGN_OR_RETURN(subject.checkpoint, OpenCheckpoint(flags));
     FMOE_ASSIGN_OR_RETURN(const int64_t index, ResolveLayer(layer, *subject.checkpoint));
     FMOE_ASSIGN_OR_RETURN(subject.description, subject.checkpoint->Describe(index));

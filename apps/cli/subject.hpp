@@ -27,8 +27,8 @@ struct Subject {
   void Complete(const PlanFlags& flags, LayerOptions& options) const;
 };
 
-/// Opens a directory as a checkpoint and a file as a prepared layer, whose own layer number is the only one
-/// that `layer` may name.
+/// Opens a directory or a GGUF file as a checkpoint and any other file as a prepared layer, whose own layer
+/// number is the only one that `layer` may name.
 Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer);
 
 }  // namespace fusedmoe::cli

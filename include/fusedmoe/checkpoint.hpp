@@ -77,7 +77,8 @@ struct IntermediateRange {
 Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
                                             const Scheme& scheme);
 
-/// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata.
+/// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata;
+/// or a GGUF file (also the only one in a directory without config.json).
 /// Immutable after Open; all calls are safe from many threads. Untrusted input: everything is validated, and
 /// errors name the file and the tensor.
 class Checkpoint {
@@ -85,6 +86,9 @@ class Checkpoint {
   static Result<std::shared_ptr<const Checkpoint>> Open(const std::string& directory,
                                                         const CheckpointOptions& options = {});
   ~Checkpoint();
+
+  /// True for a file that Open takes: one that begins like a GGUF file, or has its name.
+  static bool IsFile(const std::string& path);
 
   const std::string& directory() const;
   const std::string& family() const;

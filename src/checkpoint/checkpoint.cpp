@@ -61,6 +61,27 @@ Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& co
       .WithHint("docs/checkpoints.md lists the families, and how to add one");
 }
 
+// The GGUF file that stands in a directory without config.json, or the first of several parts; "" when there
+// is none, or more than one model.
+std::string GgufInside(const std::string& directory) {
+  namespace fs = std::filesystem;
+  std::error_code error;
+  std::string found;
+  if (!fs::is_directory(directory, error) || fs::exists(fs::path(directory) / "config.json", error))
+    return "";
+  for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool later_part =
+        name.find("-of-") != std::string::npos && name.find("-00001-of-") == std::string::npos;
+    if (!name.ends_with(".gguf") || name.starts_with('.') || later_part)
+      continue;
+    if (!found.empty())
+      return "";
+    found = entry->path().string();
+  }
+  return found;
+}
+
 }  // namespace
 
 Status Checkpoint::Impl::OpenDirectory() {
@@ -96,10 +117,12 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
                                                            const CheckpointOptions& options) {
   auto impl = std::make_unique<Impl>();
   impl->directory = directory;
+  if (std::string inside = GgufInside(directory); !inside.empty())
+    impl->directory = std::move(inside);
   impl->options = options;
   if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok())
     return std::move(layout).status();
-  FMOE_RETURN_IF_ERROR(checkpoint::IsGgufFile(directory) ? impl->OpenGguf() : impl->OpenDirectory());
+  FMOE_RETURN_IF_ERROR(checkpoint::IsGgufFile(impl->directory) ? impl->OpenGguf() : impl->OpenDirectory());
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
   impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);
@@ -108,6 +131,12 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
       impl->moe_layers.push_back(layer);
   }
   return std::shared_ptr<const Checkpoint>(new Checkpoint(std::move(impl)));
+}
+
+bool Checkpoint::IsFile(const std::string& path) {
+  std::error_code error;
+  return checkpoint::IsGgufFile(path) ||
+         (path.ends_with(".gguf") && std::filesystem::is_regular_file(path, error));
 }
 
 const std::string& Checkpoint::directory() const {

@@ -38,6 +38,7 @@ const BlockType* FindBlockType(uint32_t id);
 const BlockPart& UnitScalePart();
 
 /// Numbers that the formats are told by.
-inline constexpr uint32_t kGgufQ4_0 = 2, kGgufQ8_0 = 8, kGgufMxfp4 = 39, kGgufNvfp4 = 40;
+inline constexpr uint32_t kGgufF32 = 0, kGgufF16 = 1, kGgufQ4_0 = 2, kGgufQ8_0 = 8, kGgufBf16 = 30,
+                          kGgufMxfp4 = 39, kGgufNvfp4 = 40;
 
 }  // namespace fusedmoe::checkpoint

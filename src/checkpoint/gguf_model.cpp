@@ -186,6 +186,106 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
   return rules;
 }
 
+std::string_view GgufArchitectureOf(const Family& family) {
+  if (family.name == "deepseek_v3")
+    return "deepseek2";
+  for (const Architecture& row : kArchitectures) {
+    // "deepseek" holds the first generation alone.
+    if (row.name != "deepseek" && FindFamily(row.model_type) == &family)
+      return row.name;
+  }
+  return "";
+}
+
+Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelConfig& config,
+                                            int64_t num_layers, std::span<const GgufLayer> layers) {
+  const std::string_view architecture = GgufArchitectureOf(family);
+  if (architecture.empty()) {
+    return Status::Unsupported(
+               fmt::format("no architecture of GGUF holds models of the family {}", family.name))
+        .WithFile(config.path());
+  }
+  const MoeConfig& first = layers.front().config;
+  const RoutingConfig& routing = first.routing;
+  std::vector<GgufEntry> entries = {{"general.architecture", std::string(architecture)},
+                                    {"general.type", std::string("model")},
+                                    {"general.quantization_version", uint32_t{2}}};
+  const auto add = [&](std::string_view key, auto value) {
+    entries.push_back({fmt::format("{}.{}", architecture, key), value});
+  };
+  const auto integer = [&](std::string_view key, int64_t value) { add(key, static_cast<uint32_t>(value)); };
+  integer("block_count", num_layers);
+  integer("embedding_length", first.hidden);
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> dense,
+                        config.Integer("intermediate_size", -1, 0, int64_t{1} << 31));
+  if (dense && *dense > 0)
+    integer("feed_forward_length", *dense);
+  integer("expert_feed_forward_length", first.intermediate);
+  integer("expert_count", first.num_experts);
+  integer("expert_used_count", routing.top_k);
+  if (first.shared.intermediate > 0) {
+    integer("expert_shared_feed_forward_length", first.shared.intermediate);
+    integer("expert_shared_count", std::max<int64_t>(1, first.shared.intermediate / first.intermediate));
+  }
+  if (routing.num_groups > 1) {
+    integer("expert_group_count", routing.num_groups);
+    integer("expert_group_used_count", routing.topk_groups);
+  }
+  if (routing.scaling_factor != 1.0F)
+    add("expert_weights_scale", routing.scaling_factor);
+  add("expert_weights_norm", routing.renormalize);
+  integer("expert_gating_func", family.name == "gpt_oss"                   ? kSoftmaxOfChosen
+                                : routing.score == ScoreFunction::kSigmoid ? kSigmoidScores
+                                                                           : kSoftmaxScores);
+  if (routing.logit_softcap != 0.0F)
+    add("router_logit_softcapping", routing.logit_softcap);
+  if (family.activation.kind == ActivationKind::kSwigluStep) {
+    std::vector<float> routed(static_cast<size_t>(num_layers)), shared(routed.size());
+    for (const GgufLayer& layer : layers) {
+      routed[static_cast<size_t>(layer.layer)] = layer.config.activation.limit;
+      if (layer.config.shared.activation)
+        shared[static_cast<size_t>(layer.layer)] = layer.config.shared.activation->limit;
+    }
+    add("swiglu_clamp_exp", std::move(routed));
+    add("swiglu_clamp_shexp", std::move(shared));
+  }
+  return entries;
+}
+
+LayerNames HuggingFaceNames(const LayerSpec& spec) {
+  const LayerNames& own = spec.names;
+  const Family& family = *spec.family;
+  const auto first_word = [](std::string_view words) { return std::string(SplitWords(words).front()); };
+  LayerNames names;
+  names.prefix = fmt::format("model.layers.{}.", spec.layer);
+  names.block = names.prefix + first_word(family.blocks) + ".";
+  names.router = names.block + first_word(family.router);
+  if (!own.router_bias.empty())
+    names.router_bias = names.router.substr(0, names.router.rfind('.')) + ".bias";
+  if (!own.correction_bias.empty())
+    names.correction_bias = names.block + first_word(family.correction_bias);
+  const std::string stem = names.block + "experts.{e}.";
+  const bool gated = !own.experts.gate.empty() || own.experts.form == ExpertForm::kFused;
+  if (gated)
+    names.experts.gate = stem + "gate_proj";
+  names.experts.up = stem + "up_proj";
+  names.experts.down = stem + "down_proj";
+  if (!own.shared_up.empty()) {
+    // A gate of its own goes with the singular.
+    const std::string shared =
+        names.block +
+        (family.shared_gate.starts_with("shared_expert_gate") ? "shared_expert" : first_word(family.shared)) +
+        ".";
+    if (!own.shared_gate_proj.empty())
+      names.shared_gate_proj = shared + "gate_proj";
+    names.shared_up = shared + "up_proj";
+    names.shared_down = shared + "down_proj";
+    if (!own.shared_gate.empty())
+      names.shared_gate = names.block + first_word(family.shared_gate);
+  }
+  return names;
+}
+
 std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std::string& prefix) {
   const auto present = [&](std::string_view name) {
     std::string full = prefix + std::string(name);

@@ -1,12 +1,17 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include <fusedmoe/status.hpp>
 
 #include "checkpoint/gguf_header.hpp"
+#include "checkpoint/gguf_writer.hpp"
 #include "checkpoint/layer_names.hpp"
+#include "checkpoint/layer_spec.hpp"
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/quant_rules.hpp"
 #include "checkpoint/tensor_store.hpp"
@@ -23,5 +28,24 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store);
 
 /// The names of a layer ("blk.3."), or nothing when it has no routed experts.
 std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std::string& prefix);
+
+// ---- the way out ----
+
+/// The architecture under which models of a family are stored; empty: there is none.
+std::string_view GgufArchitectureOf(const Family& family);
+
+/// A layer to be written, with its shared experts in `config`.
+struct GgufLayer {
+  int64_t layer = 0;
+  MoeConfig config;
+};
+/// The metadata from which GgufConfig makes the same layers again, as far as there are keys for what they
+/// are: whoever writes them reads them back and compares. kUnsupported when no architecture holds the family.
+Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelConfig& config,
+                                            int64_t num_layers, std::span<const GgufLayer> layers);
+
+/// Names that a directory of safetensors files has for a layer of a GGUF file: those of its family, a tensor
+/// for each expert. Only what the layer has.
+LayerNames HuggingFaceNames(const LayerSpec& spec);
 
 }  // namespace fusedmoe::checkpoint

@@ -1,5 +1,6 @@
 #include "checkpoint/storage.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -46,14 +47,18 @@ Json ModelOptSideFile(std::string_view algorithm, std::optional<int64_t> group,
   return {{"producer", {{"name", "modelopt"}, {"version", "0.47.0"}}}, {"quantization", quantization}};
 }
 
+std::string_view Nvfp4Algorithm(const Scheme& scheme, const StorageOptions& options) {
+  return !scheme.activation.quantized() ? "W4A16_NVFP4" : options.smoothing ? "NVFP4_AWQ" : "NVFP4";
+}
+
 Json ModelOptNvfp4(const Scheme& scheme, const StorageOptions& options) {
   const bool quantizes = scheme.activation.quantized();
-  return ModelOptConfig(quantizes ? "NVFP4" : "W4A16_NVFP4", ModelOptFloat(4, 16),
+  return ModelOptConfig(Nvfp4Algorithm(scheme, options), ModelOptFloat(4, 16),
                         quantizes ? ModelOptFloat(4, 16) : Json(nullptr), options.ignored);
 }
 
 Json ModelOptNvfp4SideFile(const Scheme& scheme, const StorageOptions& options) {
-  return ModelOptSideFile(scheme.activation.quantized() ? "NVFP4" : "W4A16_NVFP4", 16, options.ignored);
+  return ModelOptSideFile(Nvfp4Algorithm(scheme, options), 16, options.ignored);
 }
 
 Json ModelOptFp8(const Scheme&, const StorageOptions& options) {
@@ -169,8 +174,9 @@ Json DeepSeekFp8(const Scheme&, const StorageOptions& options) {
 constexpr Part kModelOptNvfp4A4[] = {{"weight", Source::kCodes, DType::kU8},
                                      {"weight_scale", Source::kBlockScale, DType::kF8E4M3},
                                      {"weight_scale_2", Source::kTensorScale, DType::kF32, true},
+                                     {"pre_quant_scale", Source::kPreQuantScale, DType::kF32},
                                      {"input_scale", Source::kInputScale, DType::kF32, true}};
-constexpr std::span<const Part> kModelOptNvfp4A16 = std::span(kModelOptNvfp4A4).first(3);
+constexpr std::span<const Part> kModelOptNvfp4A16 = std::span(kModelOptNvfp4A4).first(4);
 constexpr Part kCompressedNvfp4A4[] = {{"weight_packed", Source::kCodes, DType::kU8},
                                        {"weight_scale", Source::kBlockScale, DType::kF8E4M3},
                                        {"weight_global_scale", Source::kTensorScaleReciprocal, DType::kF32},
@@ -251,9 +257,10 @@ DType DTypeOf(const Part& part, const WeightFormat& format) {
 }
 
 bool Exists(const Part& part, const StorageOptions& options) {
-  return part.source == Source::kZeroPoint    ? options.zero_points
-         : part.source == Source::kGroupIndex ? options.group_index
-                                              : true;
+  return part.source == Source::kZeroPoint       ? options.zero_points
+         : part.source == Source::kGroupIndex    ? options.group_index
+         : part.source == Source::kPreQuantScale ? options.smoothing
+                                                 : true;
 }
 
 Shape ShapeOf(const Part& part, const WeightFormat& format, int64_t rows, int64_t cols) {
@@ -269,6 +276,7 @@ Shape ShapeOf(const Part& part, const WeightFormat& format, int64_t rows, int64_
       return {CeilDiv(rows * DTypeBits(format.element), 32),
               CeilDiv(cols, format.block.col < 0 ? cols : format.block.col)};
     case Source::kGroupIndex:
+    case Source::kPreQuantScale:
       return {cols};
     case Source::kMatrixShape:
       return {2};
@@ -344,6 +352,8 @@ Result<Tensor> DataOf(const Part& part, const CanonicalMatrix& matrix, const Sha
       return PackCompressedTensorsZeroPoints(matrix.zero_point.view(), DTypeBits(matrix.format.element));
     case Source::kGroupIndex:
       return as_stored(matrix.group_index);
+    case Source::kPreQuantScale:
+      return as_stored(matrix.pre_quant_scale);
   }
   return Tensor();
 }
@@ -368,6 +378,11 @@ const StorageRow* FindStorage(const Scheme& scheme, std::string_view preferred_p
 const StorageRow* FindStorageOf(const Scheme& scheme, std::string_view producer) {
   const StorageRow* row = FindStorage(scheme, producer);
   return row != nullptr && row->producer == producer ? row : nullptr;
+}
+
+bool StoresSmoothing(const StorageRow& row) {
+  return std::any_of(row.parts.begin(), row.parts.end(),
+                     [](const Part& part) { return part.source == Source::kPreQuantScale; });
 }
 
 std::string StorableSchemes(std::string_view producer) {

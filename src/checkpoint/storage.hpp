@@ -23,9 +23,10 @@ enum class Source : uint8_t {
   kTensorScaleReciprocal,
   kInputScale,
   kInputScaleReciprocal,
-  kMatrixShape,  ///< I64 [2]: rows and columns before packing
-  kZeroPoint,    ///< I32, packed along the rows; only where the matrices have zero points
-  kGroupIndex    ///< I32 [cols]; only where the matrices have one
+  kMatrixShape,    ///< I64 [2]: rows and columns before packing
+  kPreQuantScale,  ///< F32 [cols]; only where the matrices have smoothing factors
+  kZeroPoint,      ///< I32, packed along the rows; only where the matrices have zero points
+  kGroupIndex      ///< I32 [cols]; only where the matrices have one
 };
 
 /// One tensor of a quantized projection: "<projection>.<suffix>".
@@ -41,6 +42,7 @@ struct Part {
 struct StorageOptions {
   bool zero_points = false;
   bool group_index = false;
+  bool smoothing = false;  ///< factors of the input (AWQ)
   /// Modules that stay unquantized.
   std::vector<std::string> ignored;
 };
@@ -55,6 +57,23 @@ struct StorageRow {
   /// hf_quant_config.json; null: the tool writes none.
   std::string (*side_file)(const Scheme& scheme, const StorageOptions& options);
 };
+
+/// True when the tool has a place for smoothing factors beside this scheme.
+bool StoresSmoothing(const StorageRow& row);
+
+/// Modules that are stored alike, where a checkpoint mixes schemes.
+struct StorageGroup {
+  const StorageRow* row = nullptr;
+  Scheme scheme;
+  StorageOptions options;  ///< `ignored` is not looked at
+  /// Modules by name and, for compressed-tensors, patterns ("re:...").
+  std::vector<std::string> modules;
+};
+/// quantization_config of config.json for several groups of one producer; empty where that producer knows
+/// one scheme a checkpoint (deepseek).
+std::string MixedConfig(std::span<const StorageGroup> groups, const std::vector<std::string>& ignored);
+/// hf_quant_config.json; empty: that producer writes none.
+std::string MixedSideFile(std::span<const StorageGroup> groups, const std::vector<std::string>& ignored);
 
 /// The row for a scheme (by its formats: types of scales and activation rules do not matter), by the tool
 /// that is preferred if it stores this scheme; null when nobody does.

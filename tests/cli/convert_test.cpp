@@ -43,6 +43,30 @@ TEST(Convert, MxBecomesNvfp4Exactly) {
   EXPECT_EQ(result.Json().at("different"), 0);
 }
 
+TEST(Convert, Gguf_IsReadAndRunsAndComesBack) {
+  const SampleCheckpoint source("deepseek_v3", "nvfp4_w4a16");
+  const TemporaryDirectory directory;
+  const ProcessResult there = Convert(source.path(), "gguf", directory / "out.gguf");
+  ASSERT_EQ(there.exit_code, 0) << there.err;
+  EXPECT_TRUE(there.Json().at("lossless").get<bool>());
+  EXPECT_EQ(there.Json().at("left_out"), 0);
+  EXPECT_EQ(there.Json().at("files"), nlohmann::json({"out.gguf"}));
+  const auto distance = [&](const std::string& path) {
+    const ProcessResult verify =
+        RunCommand({"verify", path, "--against", source.path(), "--backend", "REFERENCE", "--json"});
+    EXPECT_EQ(verify.exit_code, 0) << verify.err;
+    return verify.Json().at("rel_l2").get<double>();
+  };
+  const double own = distance(source.path());  // outputs in BF16 against outputs in F32
+  EXPECT_EQ(distance(directory / "out.gguf"), own) << "the same weights and the same routing";
+  const ProcessResult back = Convert(directory / "out.gguf", "modelopt", directory / "back");
+  ASSERT_EQ(back.exit_code, 0) << back.err;
+  EXPECT_EQ(distance(directory / "back"), own);
+  const ProcessResult quantized = RunCommand(
+      {"quantize", directory / "out.gguf", "--scheme", "mxfp4_w4a16", "--output", directory / "no"});
+  EXPECT_EQ(quantized.exit_code, 4) << "quantized already";
+}
+
 TEST(Convert, LossyOnes_NeedLeaveAndStateTheError) {
   const SampleCheckpoint source("qwen3_moe", "fp8_w8a8:block128");
   const TemporaryDirectory directory;

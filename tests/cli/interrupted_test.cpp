@@ -96,6 +96,13 @@ TEST(Interrupted, Convert_LeavesNothingHalfWritten) {
                  directory / "out");
 }
 
+TEST(Interrupted, ConvertToGguf_LeavesNothingHalfWritten) {
+  const SampleCheckpoint source("qwen3_moe", "nvfp4_w4a16", {"--layers", "2"});
+  const TemporaryDirectory directory;
+  KillEverywhere({"convert", source.path(), "--to", "gguf", "--output", directory / "out.gguf"},
+                 directory / "out.gguf");
+}
+
 TEST(Interrupted, CalibrateAndPrepare_LeaveNothingHalfWritten) {
   const SampleCheckpoint source("qwen3_moe", "nvfp4_w4a16");
   const TemporaryDirectory directory;

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "checkpoint/gguf_model.hpp"
 #include "numerics/rows.hpp"
 #include "platform/file.hpp"
 
@@ -41,9 +42,37 @@ bool Belongs(std::string_view name, const std::string& module, bool fused) {
   return rest.empty() || rest.front() == '.' || (fused && rest.front() == '_');
 }
 
+Json AsJson(const checkpoint::JsonValue& value) {
+  if (value.is_object()) {
+    Json object = Json::object();
+    for (const auto& [key, member] : value.members()) {
+      object[key] = AsJson(member);
+    }
+    return object;
+  }
+  if (value.is_array()) {
+    Json list = Json::array();
+    for (const auto& item : value.items()) {
+      list.push_back(AsJson(item));
+    }
+    return list;
+  }
+  return value.is_string()   ? Json(value.string())
+         : value.is_bool()   ? Json(value.boolean())
+         : value.integer()   ? Json(*value.integer())
+         : value.is_number() ? Json(value.number())
+                             : Json(nullptr);
+}
+
 }  // namespace
 
 std::string TargetModule(const SourceLayer& layer, int64_t expert, Projection projection) {
+  if (layer.renamed) {
+    const checkpoint::ExpertNames& renamed = layer.renamed->experts;
+    return projection == Projection::kGate ? renamed.Gate(expert)
+           : projection == Projection::kUp ? renamed.Up(expert)
+                                           : renamed.Down(expert);
+  }
   const checkpoint::LayerNames& names = layer.context->spec.names;
   if (names.experts.form == ExpertForm::kPerExpert) {
     return Locate(*layer.context, expert, projection).place.base;
@@ -51,13 +80,41 @@ std::string TargetModule(const SourceLayer& layer, int64_t expert, Projection pr
   return fmt::format("{}experts.{}.{}", names.block, expert, CommonName(projection));
 }
 
+std::string ExpertStem(const SourceLayer& layer) {
+  const std::string first = TargetModule(layer, 0, Projection::kUp);
+  return first.substr(0, first.rfind(".0.") + 1);
+}
+
+// Router, biases and shared experts of a layer of a GGUF file.
+void ExpertsRewriter::Rename(SourceLayer& layer) {
+  const checkpoint::LayerNames& from = layer.context->spec.names;
+  const checkpoint::LayerNames to = checkpoint::HuggingFaceNames(layer.context->spec);
+  const std::pair<std::string, std::string> pairs[] = {{from.router, to.router},
+                                                       {from.router_bias, to.router_bias},
+                                                       {from.correction_bias, to.correction_bias},
+                                                       {from.shared_gate, to.shared_gate}};
+  for (const auto& [old_name, new_name] : pairs) {
+    if (!old_name.empty() && !new_name.empty()) {
+      renames_[old_name] = new_name;
+    }
+  }
+  const std::pair<std::string, std::string> modules[] = {{from.shared_gate_proj, to.shared_gate_proj},
+                                                         {from.shared_up, to.shared_up},
+                                                         {from.shared_down, to.shared_down}};
+  for (const auto& [old_name, new_name] : modules) {
+    for (const char* suffix : {".weight", ".bias"}) {
+      if (!old_name.empty() && Access::Store(*checkpoint_).Has(old_name + suffix)) {
+        renames_[old_name + suffix] = new_name + suffix;
+      }
+    }
+  }
+  layer.renamed = to;
+}
+
 Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> source) {
   ExpertsRewriter rewriter;
-  if (source->producer() == "gguf") {
-    return Status::Unsupported("GGUF files are not rewritten")
-        .WithFile(source->directory())
-        .WithHint("start from the checkpoint that it was made of");
-  }
+  rewriter.checkpoint_ = source;
+  rewriter.gguf_ = source->producer() == "gguf";
   if (source->moe_layers().empty()) {
     return Status::Usage("no layer with routed experts was found").WithFile(source->directory());
   }
@@ -91,37 +148,56 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
         }
       }
     }
+    if (rewriter.gguf_) {
+      rewriter.Rename(layer);
+    }
     rewriter.layers_.push_back(std::move(layer));
   }
-  rewriter.checkpoint_ = std::move(source);
   return rewriter;
 }
 
-std::vector<Unit> ExpertsRewriter::CopiedUnits() const {
-  std::vector<Unit> units;
+std::vector<CopiedTensor> ExpertsRewriter::Copied() const {
+  std::vector<CopiedTensor> copied;
   for (const TensorInfo& info : checkpoint_->tensors()) {
     if (expert_tensors_.contains(info.name)) {
       continue;
     }
+    if (!gguf_) {
+      copied.push_back({&info, info.name});
+    } else if (const auto renamed = renames_.find(info.name); renamed != renames_.end()) {
+      copied.push_back({&info, renamed->second});
+    }
+  }
+  std::sort(copied.begin(), copied.end(),
+            [](const CopiedTensor& a, const CopiedTensor& b) { return a.name < b.name; });
+  return copied;
+}
+
+int64_t ExpertsRewriter::left_out() const {
+  return static_cast<int64_t>(checkpoint_->tensors().size() - expert_tensors_.size() - Copied().size());
+}
+
+std::vector<Unit> ExpertsRewriter::CopiedUnits() const {
+  std::vector<Unit> units;
+  for (const CopiedTensor& copied : Copied()) {
     Unit unit;
-    unit.specs.push_back({info.name, info.dtype, info.shape});
-    unit.make = [source = checkpoint_, name = info.name]() -> Result<std::vector<NamedTensor>> {
-      FMOE_ASSIGN_OR_RETURN(Tensor tensor, source->Load(name));
-      return std::vector<NamedTensor>{{name, std::move(tensor)}};
+    unit.specs.push_back({copied.name, copied.info->dtype, copied.info->shape});
+    unit.make = [source = checkpoint_, from = copied.info->name,
+                 to = copied.name]() -> Result<std::vector<NamedTensor>> {
+      FMOE_ASSIGN_OR_RETURN(Tensor tensor, source->Load(from));
+      return std::vector<NamedTensor>{{to, std::move(tensor)}};
     };
     units.push_back(std::move(unit));
   }
-  std::sort(units.begin(), units.end(),
-            [](const Unit& a, const Unit& b) { return a.specs[0].name < b.specs[0].name; });
   return units;
 }
 
 std::vector<std::string> ExpertsRewriter::UnquantizedModules() const {
   constexpr std::string_view kSuffix = ".weight";
   std::vector<std::string> modules = {"lm_head"};
-  for (const TensorInfo& info : checkpoint_->tensors()) {
-    if (!expert_tensors_.contains(info.name) && info.name.ends_with(kSuffix) && info.shape.rank() == 2) {
-      modules.push_back(info.name.substr(0, info.name.size() - kSuffix.size()));
+  for (const CopiedTensor& copied : Copied()) {
+    if (copied.name.ends_with(kSuffix) && copied.info->shape.rank() == 2) {
+      modules.push_back(copied.name.substr(0, copied.name.size() - kSuffix.size()));
     }
   }
   std::sort(modules.begin(), modules.end());
@@ -130,11 +206,16 @@ std::vector<std::string> ExpertsRewriter::UnquantizedModules() const {
 }
 
 Result<std::string> ExpertsRewriter::ConfigWith(const std::string& quantization) const {
-  const std::string path = checkpoint_->directory() + "/config.json";
-  FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, kLargestConfig));
-  Json json = Json::parse(text, nullptr, false);
-  if (!json.is_object()) {
-    return Status::BadInput("is no JSON object").WithFile(path);
+  Json json;
+  if (gguf_) {
+    json = AsJson(Access::Config(*checkpoint_).root());
+  } else {
+    const std::string path = checkpoint_->directory() + "/config.json";
+    FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, kLargestConfig));
+    json = Json::parse(text, nullptr, false);
+    if (!json.is_object()) {
+      return Status::BadInput("is no JSON object").WithFile(path);
+    }
   }
   json.erase("quantization_config");
   json.erase("compression_config");

@@ -2,7 +2,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -25,30 +27,52 @@ struct SourceLayer {
   bool has_bias = false;
   /// Dtype of bias tensors; F32 where biases of experts were cut out of a fused tensor of another dtype.
   DType bias_dtype = DType::kF32;
+  /// Of GGUF files: the names that the layer gets.
+  std::optional<checkpoint::LayerNames> renamed;
 };
 
 /// The module of one projection in the new checkpoint: that of the source where each expert has its own;
 /// "<block>.experts.<e>.gate_proj" and so on where the source keeps them in one tensor.
 std::string TargetModule(const SourceLayer& layer, int64_t expert, checkpoint::Projection projection);
+/// What the modules of all its experts begin with: "model.layers.3.mlp.experts.".
+std::string ExpertStem(const SourceLayer& layer);
 
-/// The experts of a checkpoint and all that is beside them.
+/// A tensor that belongs to no routed expert, and its name in the new checkpoint.
+struct CopiedTensor {
+  const TensorInfo* info = nullptr;
+  std::string name;
+};
+
+/// The experts of a checkpoint and all that is beside them. Of a GGUF file: its MoE layers alone, under the
+/// names that Hugging Face has for them; attention, embeddings and vocabulary are left out.
 class ExpertsRewriter {
  public:
   static Result<ExpertsRewriter> Open(std::shared_ptr<const Checkpoint> checkpoint);
 
   const std::vector<SourceLayer>& layers() const { return layers_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
-  /// Units that copy every tensor which belongs to no routed expert.
+  bool from_gguf() const { return gguf_; }
+  /// Every tensor which belongs to no routed expert, by its new name; those of a GGUF file that are left out
+  /// are not among them.
+  std::vector<CopiedTensor> Copied() const;
+  /// Units that copy them.
   std::vector<Unit> CopiedUnits() const;
+  /// Tensors that the new checkpoint lacks.
+  int64_t left_out() const;
   /// Matrices that stay as they are, as modules: routers, attention, shared experts, embeddings.
   std::vector<std::string> UnquantizedModules() const;
-  /// config.json of the source with this JSON object as its quantization_config (empty: without one).
+  /// config.json of the source (of a GGUF file: what its metadata say) with this JSON object as its
+  /// quantization_config (empty: without one).
   Result<std::string> ConfigWith(const std::string& quantization) const;
 
  private:
+  void Rename(SourceLayer& layer);
+
   std::shared_ptr<const Checkpoint> checkpoint_;
   std::vector<SourceLayer> layers_;
   std::set<std::string_view> expert_tensors_;
+  bool gguf_ = false;
+  std::map<std::string, std::string, std::less<>> renames_;  // of GGUF: tensors that are copied
 };
 
 /// The tensors of an expert as they will be written, and their data.

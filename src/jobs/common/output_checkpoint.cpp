@@ -70,7 +70,11 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
   if (final_path.empty() || final_path.filename() == "." || final_path.filename() == "..") {
     return Status::Usage(fmt::format("'{}' cannot be made: a name for a new directory is needed", directory));
   }
-  if (fs::exists(final_path, error)) {
+  const bool single_file = final_path.extension() == ".gguf" && !fs::is_directory(final_path, error);
+  if (single_file && !overwrite && fs::exists(final_path, error)) {
+    return Status::Usage("the file exists").WithFile(directory).WithHint("--force replaces it");
+  }
+  if (!single_file && fs::exists(final_path, error)) {
     if (!fs::is_directory(final_path, error)) {
       return Status::Usage("is no directory").WithFile(directory);
     }
@@ -95,6 +99,10 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
   }
   std::unique_ptr<OutputCheckpoint> output(
       new OutputCheckpoint(final_path.string(), temporary.string(), overwrite));
+  if (single_file) {
+    output->single_file_ = true;
+    output->gguf_name_ = final_path.filename().string();
+  }
   FMOE_RETURN_IF_ERROR(output->WriteText(std::string(kMarker), ""));
   output->files_.clear();
   return output;
@@ -134,14 +142,9 @@ Status OutputCheckpoint::CopySideFiles(const std::string& source) {
   return Status::Ok();
 }
 
-Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, int64_t count,
-                                    const WriteOptions& options, int64_t& done, int64_t total) {
-  std::vector<TensorSpec> specs;
-  for (int64_t index = 0; index < count; ++index) {
-    specs.insert(specs.end(), units[index].specs.begin(), units[index].specs.end());
-  }
-  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(temporary_ + "/" + file,
-                                                                     std::move(specs), {{"format", "pt"}}));
+Status OutputCheckpoint::MakeUnits(const Unit* units, int64_t count, const WriteOptions& options,
+                                   int64_t& done, int64_t total,
+                                   const std::function<Status(const Unit&, const NamedTensor&)>& write) {
   std::mutex mutex;
   // The failure of the first unit in order, so that the message does not depend on the threads.
   int64_t failed_index = count;
@@ -166,8 +169,10 @@ Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, 
     const std::lock_guard lock(mutex);
     for (size_t i = 0; status.ok() && i < hashes.size(); ++i) {
       const NamedTensor& tensor = (*tensors)[i];
-      tensor_hashes_[tensor.name] = hashes[i];
-      status = writer->Write(tensor.name, tensor.tensor.view());
+      tensor_hashes_[units[index].part == 0 ? tensor.name
+                                            : fmt::format("{} part {}", tensor.name, units[index].part)] =
+          hashes[i];
+      status = write(units[index], tensor);
     }
     if (!status.ok() && index < failed_index) {
       failed_index = index;
@@ -178,7 +183,21 @@ Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, 
       options.progress(done, total);
     }
   });
-  FMOE_RETURN_IF_ERROR(failure);
+  return failure;
+}
+
+Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, int64_t count,
+                                    const WriteOptions& options, int64_t& done, int64_t total) {
+  std::vector<TensorSpec> specs;
+  for (int64_t index = 0; index < count; ++index) {
+    specs.insert(specs.end(), units[index].specs.begin(), units[index].specs.end());
+  }
+  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(temporary_ + "/" + file,
+                                                                     std::move(specs), {{"format", "pt"}}));
+  FMOE_RETURN_IF_ERROR(
+      MakeUnits(units, count, options, done, total, [&](const Unit&, const NamedTensor& tensor) {
+        return writer->Write(tensor.name, tensor.tensor.view());
+      }));
   bytes_ += writer->file_bytes();
   FMOE_RETURN_IF_ERROR(writer->Finish());
   files_.push_back(file);
@@ -221,6 +240,24 @@ Status OutputCheckpoint::WriteWeights(const std::vector<Unit>& units, const Writ
   return WriteText("model.safetensors.index.json", index.dump(2) + "\n");
 }
 
+Status OutputCheckpoint::WriteGguf(const std::vector<checkpoint::GgufEntry>& entries,
+                                   const std::vector<checkpoint::GgufSpec>& specs,
+                                   const std::vector<Unit>& units, const WriteOptions& options) {
+  FMOE_ASSIGN_OR_RETURN(const auto writer, checkpoint::GgufWriter::Create(gguf_path(), entries, specs));
+  int64_t done = 0;
+  const auto total = static_cast<int64_t>(units.size());
+  FMOE_RETURN_IF_ERROR(
+      MakeUnits(units.data(), total, options, done, total, [&](const Unit& unit, const NamedTensor& tensor) {
+        const TensorView view = tensor.tensor.view();
+        return writer->Write(tensor.name, unit.part,
+                             std::span(view.data(), static_cast<size_t>(view.total_bytes())));
+      }));
+  bytes_ += writer->file_bytes();
+  FMOE_RETURN_IF_ERROR(writer->Finish());
+  files_.push_back(gguf_name_);
+  return Status::Ok();
+}
+
 std::string OutputCheckpoint::ContentHash() const {
   Sha256 hash;
   for (const auto& [name, tensor_hash] : tensor_hashes_) {
@@ -235,6 +272,14 @@ Status OutputCheckpoint::Commit() {
   const auto failed = [&](std::string_view what) {
     return Status::System(fmt::format("cannot {}: {}", what, error.message())).WithFile(final_);
   };
+  if (single_file_) {
+    fs::rename(gguf_path(), final_, error);
+    if (error) {
+      return failed("move the file to its name");
+    }
+    files_ = {gguf_name_};
+    return Status::Ok();  // the destructor removes the rest
+  }
   fs::path old;
   if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {
     old = temporary_ + ".old";

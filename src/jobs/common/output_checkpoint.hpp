@@ -10,6 +10,8 @@
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "checkpoint/gguf_writer.hpp"
+
 namespace fusedmoe::jobs {
 
 /// Tensors that are made together, in one call, and then written.
@@ -17,6 +19,7 @@ struct Unit {
   std::vector<TensorSpec> specs;
   /// Called once, from any thread.
   std::function<Result<std::vector<NamedTensor>>()> make;
+  int64_t part = 0;  ///< WriteGguf: which part of its tensors they are
   int64_t bytes() const;
 };
 
@@ -29,10 +32,12 @@ struct WriteOptions {
 
 /// A checkpoint directory under construction, next to its final place under another name: nothing stands
 /// under the final name until Commit, and a run that was killed leaves at most the other directory, which the
-/// next run clears away.
+/// next run clears away. A name that ends in ".gguf" is that of a single file: the only one that Commit
+/// keeps.
 class OutputCheckpoint {
  public:
-  /// kUsage when `directory` is no directory, or holds something and `overwrite` is not set.
+  /// kUsage when `directory` is no directory, or holds something and `overwrite` is not set; of a file, when
+  /// it exists.
   static Result<std::unique_ptr<OutputCheckpoint>> Create(const std::string& directory, bool overwrite);
   ~OutputCheckpoint();
   OutputCheckpoint(const OutputCheckpoint&) = delete;
@@ -47,6 +52,11 @@ class OutputCheckpoint {
   /// Makes and writes all units, in one file or in shards with an index; as many units at a time as there are
   /// threads. The bytes do not depend on their number.
   Status WriteWeights(const std::vector<Unit>& units, const WriteOptions& options);
+  /// The same as one GGUF file, of which each unit makes pieces; its path is gguf_path().
+  Status WriteGguf(const std::vector<checkpoint::GgufEntry>& entries,
+                   const std::vector<checkpoint::GgufSpec>& specs, const std::vector<Unit>& units,
+                   const WriteOptions& options);
+  std::string gguf_path() const { return temporary_ + "/" + gguf_name_; }
   /// Over names, types, shapes and bytes of all tensors written.
   std::string ContentHash() const;
   int64_t bytes() const { return bytes_; }
@@ -59,9 +69,12 @@ class OutputCheckpoint {
       : final_(std::move(directory)), temporary_(std::move(temporary)), overwrite_(overwrite) {}
   Status WriteShard(const std::string& file, const Unit* units, int64_t count, const WriteOptions& options,
                     int64_t& done, int64_t total);
+  // Makes units and hands what they made to `write`, one tensor at a time.
+  Status MakeUnits(const Unit* units, int64_t count, const WriteOptions& options, int64_t& done,
+                   int64_t total, const std::function<Status(const Unit&, const NamedTensor&)>& write);
 
-  std::string final_, temporary_;
-  bool overwrite_ = false, committed_ = false;
+  std::string final_, temporary_, gguf_name_ = "model.gguf";
+  bool overwrite_ = false, committed_ = false, single_file_ = false;
   int64_t bytes_ = 0;
   std::vector<std::string> files_;
   std::map<std::string, std::string> tensor_hashes_;

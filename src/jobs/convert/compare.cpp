@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "jobs/convert/transform.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe::jobs {
@@ -56,6 +57,8 @@ Difference Compare(const CanonicalMatrix& before, const CanonicalMatrix& after, 
   for (int64_t row = 0; row < before.rows; ++row) {
     left.Decode(row, 0, before.cols, a.data());
     right.Decode(row, 0, before.cols, b.data());
+    Smooth(before, a.data());
+    Smooth(after, b.data());
     for (size_t col = 0; col < a.size(); ++col) {
       ++difference.values;
       difference.signal += static_cast<double>(a[col]) * a[col];
@@ -81,7 +84,9 @@ Difference Compare(const CanonicalMatrix& before, const CanonicalMatrix& after, 
     }
   }
   if (input_scales) {
-    const float in = before.input_tensor_scale.value_or(0.0F), out = after.input_tensor_scale.value_or(0.0F);
+    // Those of inputs before they are smoothed, where one factor does that.
+    const float in = before.input_tensor_scale.value_or(0.0F) / UniformSmoothing(before).value_or(1.0F);
+    const float out = after.input_tensor_scale.value_or(0.0F) / UniformSmoothing(after).value_or(1.0F);
     if (Relative(in, out) > 0x1p-22) {
       difference.sides = true;
       note(fmt::format("input scale {:.9g} became {:.9g}", in, out));

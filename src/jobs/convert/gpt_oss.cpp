@@ -42,7 +42,7 @@ void PutRows(const CanonicalMatrix& matrix, int64_t first, int64_t step, DType b
 Unit GptOssUnit(const SourceLayer& layer, std::function<Result<CanonicalExpert>(int64_t expert)> expert) {
   const MoeConfig& config = layer.context->spec.config;
   const int64_t experts = config.num_experts, hidden = config.hidden, middle = config.intermediate;
-  const std::string stem = layer.context->spec.names.block + "experts.";
+  const std::string stem = ExpertStem(layer);
   Unit unit;
   unit.specs = {
       {stem + "gate_up_proj_blocks", DType::kU8, Shape{experts, 2 * middle, hidden / kBlock, kBlock / 2}},

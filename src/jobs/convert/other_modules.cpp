@@ -36,9 +36,10 @@ void SizeOf(const LinearFormat& format, const Shape& shape, OtherModule& module)
 }  // namespace
 
 Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext& any_layer,
-                                                  const std::vector<TensorSpec>& copied) {
+                                                  const std::vector<CopiedTensor>& copied) {
   std::vector<OtherModule> modules;
-  for (const TensorSpec& spec : copied) {
+  for (const CopiedTensor& tensor : copied) {
+    const TensorInfo& spec = *tensor.info;
     if (spec.shape.rank() != 2) {
       continue;
     }
@@ -48,6 +49,7 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
       }
       OtherModule module;
       module.module = spec.name.substr(0, spec.name.size() - suffix.size());
+      module.target = tensor.name.substr(0, tensor.name.size() - suffix.size());
       auto format = FormatAt(*any_layer.store, *any_layer.rules, module.module, ".weight");
       if (!format.ok() || !format->quantized() || format->codes != suffix) {
         break;  // not quantized, or something that only its own layer knows how to read

@@ -29,15 +29,45 @@ Result<Tensor> Dense(const Tensor& tensor) {
   return copy;
 }
 
-// Scales in another float type; the caller has seen to it that it holds them.
+// Scales in another float type; empty when it does not hold one of them.
 Result<Tensor> Recode(const Tensor& tensor, DType dtype) {
   if (tensor.empty() || tensor.dtype() == dtype) {
     return tensor;
   }
+  const int64_t count = tensor.shape().count();
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(dtype, tensor.shape()));
-  std::vector<float> row(static_cast<size_t>(tensor.shape().count()));
-  DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.shape().count(), row.data());
-  EncodeRow(dtype, row.data(), tensor.shape().count(), out.mutable_view().data());
+  std::vector<float> values(static_cast<size_t>(count)), kept(values.size());
+  DecodeRow(tensor.dtype(), tensor.view().data(), 0, count, values.data());
+  EncodeRow(dtype, values.data(), count, out.mutable_view().data());
+  DecodeRow(dtype, out.view().data(), 0, count, kept.data());
+  return kept == values ? std::move(out) : Tensor();
+}
+
+// Column j of the result is column j * from / to of a [rows, groups] tensor: each group becomes several.
+Result<Tensor> RepeatColumns(const Tensor& tensor, int64_t from, int64_t to, int64_t cols) {
+  if (tensor.empty() || from == to) {
+    return tensor;
+  }
+  const int64_t width = DTypeBits(tensor.dtype()) / 8, groups = cols / to;
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(tensor.dtype(), {tensor.dim(0), groups}));
+  for (int64_t row = 0; row < tensor.dim(0); ++row) {
+    const std::byte* source = tensor.view().data() + row * tensor.view().stride_bytes(0);
+    std::byte* target = out.mutable_view().data() + row * groups * width;
+    for (int64_t group = 0; group < groups; ++group) {
+      std::memcpy(target + group * width, source + group * to / from * width, static_cast<size_t>(width));
+    }
+  }
+  return out;
+}
+
+// Signed integers as unsigned ones around 128.
+Result<Tensor> FlipByteSigns(const Tensor& tensor) {
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, tensor.shape()));
+  const std::byte* from = tensor.view().data();
+  std::byte* to = out.mutable_view().data();
+  for (int64_t i = 0; i < tensor.shape().count(); ++i) {
+    to[i] = from[i] ^ std::byte{0x80};
+  }
   return out;
 }
 
@@ -74,31 +104,80 @@ Status Complete(const checkpoint::StorageOptions& storage, CanonicalMatrix& matr
       matrix.group_index.mutable_view().as<int32_t>()[col] = static_cast<int32_t>(col / GroupOf(matrix));
     }
   }
-  if ((!storage.zero_points && NeedsZeroPoints(matrix)) ||
-      (!storage.group_index && NeedsGroupIndex(matrix))) {
-    return Status::Unsupported("zero points or an activation order stand here, but not in the first experts");
+  if (storage.smoothing && matrix.pre_quant_scale.empty()) {
+    FMOE_ASSIGN_OR_RETURN(matrix.pre_quant_scale, Tensor::Allocate(DType::kF32, {matrix.cols}));
+    std::fill_n(matrix.pre_quant_scale.mutable_view().as<float>(), matrix.cols, 1.0F);
   }
   return Status::Ok();
 }
 
-Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& target) {
+// Multiplies inputs by one power of two in the scales instead.
+void FoldSmoothing(float factor, CanonicalMatrix& matrix) {
+  matrix.pre_quant_scale = Tensor();
+  if (matrix.tensor_scale) {
+    *matrix.tensor_scale *= factor;
+  }
+  if (matrix.input_tensor_scale) {
+    *matrix.input_tensor_scale /= factor;
+  }
+}
+
+// Why codes that are the same cannot stay; empty: they can.
+std::string WhyNotKept(const CanonicalMatrix& from, const Target& target) {
   if (from.scale_row_offset != 0 || from.scale_col_offset != 0) {
-    return Status::Unsupported("its blocks start before its first row or column");
+    return "its blocks start before its first row or column";
   }
-  if (HasNegativeScale(from.block_scale)) {
-    return Status::Unsupported(
-               "groups have negative scales, as auto-round writes them, and the target reads none")
-        .WithHint("--to bf16 or f32 keeps the values");
+  if (!target.negative_scales && HasNegativeScale(from.block_scale)) {
+    return "groups have negative scales, as auto-round and GGUF use them, and the target reads none";
   }
+  if (!target.storage.zero_points && NeedsZeroPoints(from)) {
+    return "it has zero points, which the target or the first experts lack";
+  }
+  if (!target.storage.group_index && NeedsGroupIndex(from)) {
+    return "it has an activation order, which the target or the first experts lack";
+  }
+  if (target.format.has_block_scale() && target.format.block.row == 1) {
+    const int64_t into = target.format.block.col < 0 ? from.cols : target.format.block.col;
+    if (from.cols % into != 0) {
+      return fmt::format("{} columns are no multiple of {}", from.cols, into);
+    }
+    if (GroupOf(from) != into && !from.group_index.empty()) {
+      return fmt::format("groups of {} in an activation order do not become groups of {}", GroupOf(from),
+                         into);
+    }
+  }
+  return "";
+}
+
+// Empty when the float type of the target's scales does not hold those that are there.
+Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& target) {
   CanonicalMatrix to = from;
   to.format = target.format;
   FMOE_ASSIGN_OR_RETURN(to.codes, Dense(from.codes));
   if (from.format.element == DType::kI4 && target.format.element == DType::kU4) {
     FMOE_ASSIGN_OR_RETURN(to.codes, FlipNibbleSigns(to.codes.view()));
+  } else if (from.format.element == DType::kI8 && target.format.element == DType::kU8) {
+    FMOE_ASSIGN_OR_RETURN(to.codes, FlipByteSigns(to.codes));
   }
+  int64_t group = GroupOf(from);
   FMOE_ASSIGN_OR_RETURN(to.block_scale, Dense(from.block_scale));
-  FMOE_ASSIGN_OR_RETURN(to.block_scale, Recode(to.block_scale, target.format.block_scale_dtype));
   FMOE_ASSIGN_OR_RETURN(to.zero_point, Dense(from.zero_point));
+  if (from.format.has_channel_scale && !target.format.has_channel_scale) {
+    const Shape column{from.rows, 1};
+    to.block_scale = Tensor::Borrow(TensorView(from.channel_scale.view().data(), DType::kF32, column),
+                                    from.channel_scale.owner());
+    to.channel_scale = Tensor();
+    group = from.cols;
+  }
+  if (target.format.has_block_scale() && target.format.block.row == 1) {
+    const int64_t into = GroupOf(to);
+    FMOE_ASSIGN_OR_RETURN(to.block_scale, RepeatColumns(to.block_scale, group, into, from.cols));
+    FMOE_ASSIGN_OR_RETURN(to.zero_point, RepeatColumns(to.zero_point, group, into, from.cols));
+    FMOE_ASSIGN_OR_RETURN(to.block_scale, Recode(to.block_scale, target.format.block_scale_dtype));
+    if (to.block_scale.empty()) {
+      return CanonicalMatrix();
+    }
+  }
   FMOE_RETURN_IF_ERROR(Complete(target.storage, to));
   return to;
 }
@@ -173,6 +252,7 @@ Result<CanonicalMatrix> Plain(const CanonicalMatrix& from, const Target& target)
   std::vector<float> row(static_cast<size_t>(from.cols));
   for (int64_t r = 0; r < from.rows; ++r) {
     decoder.Decode(r, 0, from.cols, row.data());
+    Smooth(from, row.data());
     EncodeRow(target.format.element, row.data(), from.cols,
               to.codes.mutable_view().data() + r * to.codes.view().stride_bytes(0));
   }
@@ -187,6 +267,9 @@ Result<std::vector<CanonicalMatrix>> Requantize(std::span<const CanonicalMatrix*
   float amax = 0;
   for (const CanonicalMatrix* matrix : matrices) {
     FMOE_ASSIGN_OR_RETURN(Tensor values, DequantizeMatrix(*matrix));
+    for (int64_t row = 0; row < matrix->rows && !matrix->pre_quant_scale.empty(); ++row) {
+      Smooth(*matrix, values.mutable_view().as<float>() + row * matrix->cols);
+    }
     FMOE_ASSIGN_OR_RETURN(const float own, WeightAmax(values.view()));
     amax = std::max(amax, own);
     decoded.push_back(std::move(values));
@@ -209,13 +292,25 @@ Result<std::vector<CanonicalMatrix>> Requantize(std::span<const CanonicalMatrix*
 }  // namespace
 
 bool SameCodes(const WeightFormat& from, const WeightFormat& to) {
-  const bool same_element =
-      from.element == to.element || (from.element == DType::kI4 && to.element == DType::kU4);
+  const bool same_element = from.element == to.element ||
+                            (from.element == DType::kI4 && to.element == DType::kU4) ||
+                            (from.element == DType::kI8 && to.element == DType::kU8);
+  const auto is_float = [](const WeightFormat& format) { return DTypeBits(format.block_scale_dtype) >= 16; };
+  const bool rows_to_groups = from.has_channel_scale && !from.has_block_scale() && !to.has_channel_scale &&
+                              to.block.row == 1 && is_float(to);
+  if (!same_element || from.has_tensor_scale != to.has_tensor_scale ||
+      (from.has_channel_scale != to.has_channel_scale && !rows_to_groups)) {
+    return false;
+  }
+  if (rows_to_groups) {
+    return true;
+  }
   const bool scales_fit = !from.has_block_scale() || from.block_scale_dtype == to.block_scale_dtype ||
-                          (to.block_scale_dtype == DType::kF32 &&
-                           (from.block_scale_dtype == DType::kBF16 || from.block_scale_dtype == DType::kF16));
-  return same_element && scales_fit && from.block == to.block &&
-         from.has_channel_scale == to.has_channel_scale && from.has_tensor_scale == to.has_tensor_scale;
+                          (is_float(from) && is_float(to));
+  const bool groups = from.block.row == 1 && to.block.row == 1;
+  const bool several = groups && to.block.col > 0 &&
+                       (from.block.col < 0 || (from.block.col > 0 && from.block.col % to.block.col == 0));
+  return scales_fit && (from.block == to.block || several);
 }
 
 bool NeedsZeroPoints(const CanonicalMatrix& matrix) {
@@ -247,43 +342,90 @@ bool NeedsGroupIndex(const CanonicalMatrix& matrix) {
   return false;
 }
 
-Result<std::vector<CanonicalMatrix>> Transform(std::span<const CanonicalMatrix* const> matrices,
-                                               const Target& target) {
-  const CanonicalMatrix& first = *matrices.front();
-  for (const CanonicalMatrix* matrix : matrices) {
-    if (!matrix->pre_quant_scale.empty()) {
-      return Status::Unsupported(
-          "its input is multiplied by a scale of each channel, which no other format has");
+void Smooth(const CanonicalMatrix& matrix, float* row) {
+  if (!matrix.pre_quant_scale.empty()) {
+    const auto* factors = matrix.pre_quant_scale.view().as<float>();
+    for (int64_t col = 0; col < matrix.cols; ++col) {
+      row[col] *= factors[col];
     }
   }
+}
+
+std::optional<float> UniformSmoothing(const CanonicalMatrix& matrix) {
+  if (matrix.pre_quant_scale.empty()) {
+    return 1.0F;
+  }
+  const auto* factors = matrix.pre_quant_scale.view().as<float>();
+  int exponent = 0;
+  const bool uniform =
+      std::all_of(factors, factors + matrix.cols, [&](float factor) { return factor == factors[0]; }) &&
+      std::frexp(factors[0], &exponent) == 0.5F;
+  return uniform ? std::optional(factors[0]) : std::nullopt;
+}
+
+Result<std::vector<CanonicalMatrix>> Transform(std::span<const CanonicalMatrix* const> given,
+                                               const Target& target) {
   std::vector<CanonicalMatrix> result;
   if (!target.format.quantized()) {
-    for (const CanonicalMatrix* matrix : matrices) {
+    for (const CanonicalMatrix* matrix : given) {
       FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, Plain(*matrix, target));
       result.push_back(std::move(to));
     }
     return result;
   }
-  if (SameCodes(first.format, target.format)) {
+  std::vector<CanonicalMatrix> folded(given.size());
+  std::vector<const CanonicalMatrix*> matrices(given.begin(), given.end());
+  bool smoothed = false;
+  for (size_t index = 0; index < given.size() && !target.storage.smoothing; ++index) {
+    const std::optional<float> factor = UniformSmoothing(*given[index]);
+    // Without a tensor scale only the factor 1 goes anywhere.
+    const bool folds = factor && (*factor == 1.0F || given[index]->tensor_scale);
+    smoothed |= !folds;
+    if (folds && !given[index]->pre_quant_scale.empty()) {
+      folded[index] = *given[index];
+      FoldSmoothing(*factor, folded[index]);
+      matrices[index] = &folded[index];
+    }
+  }
+  const WeightFormat& format = matrices.front()->format;
+  std::string why = smoothed ? "its inputs are multiplied by factors of each channel" : "";
+  if (!smoothed && SameCodes(format, target.format)) {
     for (const CanonicalMatrix* matrix : matrices) {
+      why = WhyNotKept(*matrix, target);
+      if (!why.empty()) {
+        break;
+      }
       FMOE_ASSIGN_OR_RETURN(CanonicalMatrix to, KeepCodes(*matrix, target));
+      if (to.empty()) {
+        why = "the target's type of scales does not hold those that are there";
+        break;
+      }
       result.push_back(std::move(to));
     }
-    return result;
+    if (result.size() == matrices.size()) {
+      return result;
+    }
   }
   const bool mx_to_nvfp4 =
-      first.format.element == DType::kF4E2M1 && first.format.block_scale_dtype == DType::kF8E8M0 &&
+      !smoothed && format.element == DType::kF4E2M1 && format.block_scale_dtype == DType::kF8E8M0 &&
       target.format.element == DType::kF4E2M1 && target.format.block == GroupShape{1, 16};
   if (mx_to_nvfp4) {
     if (auto exact = MxAsNvfp4(matrices, target)) {
       return *std::move(exact);
     }
+    why = "its exponents lie more than 17 apart";
+  }
+  if (smoothed && matrices.front()->input_tensor_scale) {
+    return Status::Unsupported(
+        "its inputs are multiplied by factors of each channel, which the target has no place for, and its "
+        "input scale is that of the product");
   }
   if (!target.allow_lossy) {
-    return Status::Unsupported(fmt::format("{} cannot become {} without rounding again{}",
-                                           Describe(first.format), Describe(target.format),
-                                           mx_to_nvfp4 ? ": its exponents lie more than 17 apart" : ""))
-        .WithHint("--allow-lossy accepts it and states the error");
+    return Status::Unsupported(fmt::format("{} cannot become {} without rounding again{}{}", Describe(format),
+                                           Describe(target.format), why.empty() ? "" : ": ", why))
+        .WithHint(why.find("negative") == std::string::npos
+                      ? "--allow-lossy accepts it and states the error"
+                      : "--to bf16 or f32 keeps the values; --allow-lossy rounds again and states the error");
   }
   return Requantize(matrices, target);
 }
