@@ -23,8 +23,11 @@ static_assert(kActSilu == static_cast<int>(ActivationKind::kSilu) &&
 constexpr int64_t kSerialValues = 64 << 10;
 /// More tasks than threads, so that a thread that lost its core for a while does not hold up the others.
 constexpr int64_t kTasksPerThread = 4;
-/// PackTile's input where the tokens have been packed already.
-constexpr int kSharedPart = 3;
+/// Columns (in units of 16) of a short tile that are computed in one call, of gate and up each or of down;
+/// and the sums of a call: those, or two stripes of a tall tile.
+constexpr int64_t kShortTileStripes = 4;
+constexpr int64_t kMostSums = 2 * kMaxHeight * kPanelRows;
+static_assert(2 * kShortTileStripes * kHeights[1] <= 2 * kMaxHeight);
 /// Output sums of one task stay in half of an L2 of 1 MiB while all experts pass over them.
 constexpr int64_t kOutputBytesPerTask = 512 << 10;
 
@@ -74,6 +77,7 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
           .WithHint("slice at multiples of the group, or choose the REFERENCE backend");
     }
   }
+  experts->plan_.input_sets = experts->separate_inputs_ ? 2 : 1;
   FMOE_RETURN_IF_ERROR(experts->ChooseTiles());
   experts->slots_ = BookCpuSlots(experts->plan_, book);
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
@@ -299,7 +303,9 @@ void CpuExperts::MakeTiles(Run& run) const {
 void CpuExperts::RunPiece(Run& run) const {
   MakeTiles(run);
   MakeJobs(run);
-  PackTiles(run, plan_.gate_up, 0);
+  for (int part = 0; part < plan_.input_sets; ++part) {
+    PackTiles(run, plan_.gate_up, part);
+  }
   PackJobs(run, plan_.gate_up, 0);
   GateUp(run);
   GateUpJobs(run);
@@ -326,7 +332,7 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
   const bool small = run.num_slots * shape.padded_cols <= kSerialValues;
   ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
     for (int64_t tile = run.num_tiles * task / tasks; tile < run.num_tiles * (task + 1) / tasks; ++tile) {
-      PackTile(run, shape, shared ? kSharedPart : part, run.tiles[tile], task);
+      PackTile(run, shape, part, shared, run.tiles[tile], task);
     }
   });
 }
@@ -505,8 +511,10 @@ void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTran
   }
 }
 
-/// The tokens of a tile side by side; tokens that do not exist multiply zeros.
-void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, int64_t task) const {
+/// The tokens of a tile side by side; tokens that do not exist multiply zeros. `shared`: PackTokens has been
+/// there.
+void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, bool shared, const Tile& tile,
+                          int64_t task) const {
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const int64_t row_bytes = shape.tile_row_bytes;
   const int64_t most_bytes = std::max(plan_.gate_up.tile_row_bytes, plan_.down.tile_row_bytes);
@@ -519,7 +527,7 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
     std::byte* row = rows + token * row_bytes;
     if (token >= tile.count) {
       std::memset(row, 0, static_cast<size_t>(row_bytes));
-    } else if (part == kSharedPart) {
+    } else if (shared) {
       row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
     } else {
       PackRow(run, shape, part == 2 ? expert.mid : expert.input[part], slot,
@@ -527,7 +535,7 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, const Tile
     }
     tokens[token] = reinterpret_cast<const int32_t*>(row);
   }
-  std::byte* tiles = part == 2 ? run.mid_tiles : run.input_tiles;
+  std::byte* tiles = part == 2 ? run.mid_tiles : run.InputTiles(plan_, part);
   table_->interleave(tokens, row_bytes / 4, height,
                      reinterpret_cast<int32_t*>(tiles + tile.first_row * row_bytes));
 }
@@ -554,6 +562,18 @@ void CpuExperts::PrefetchStripes(const uint8_t* stripes) const {
   }
 }
 
+/// Scales and biases of the rows of stripes that come next: a line each, far apart from the stripes, which
+/// cost 7 % of decode when they were waited for (NVFP4, Qwen3-30B-A3B, one token).
+void CpuExperts::PrefetchSides(const float* scales, const float* biases, int64_t stripe,
+                               int64_t count) const {
+  for (int64_t i = stripe; i < stripe + count; ++i) {
+    __builtin_prefetch(scales + i * kPanelRows, 0, 3);
+    if (biases != nullptr) {
+      __builtin_prefetch(biases + i * kPanelRows, 0, 3);
+    }
+  }
+}
+
 TileView CpuExperts::View(const GemmShape& shape, std::byte* memory, int height) const {
   TileView view = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, height);
   view.prefetch_near = plan_.prefetch_near;
@@ -565,96 +585,87 @@ void CpuExperts::GateUp(Run& run) const {
   if (run.num_tiles == 0) {
     return;
   }
+  const GemmShape& shape = plan_.gate_up;
   // Tasks are ranges of stripes; where threads outnumber stripes, experts are divided as well.
   const int64_t wanted = run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads;
-  const int64_t ranges = std::min(wanted, plan_.gate_up.stripes);
+  const int64_t ranges = std::min(wanted, shape.stripes);
   const int64_t expert_groups = std::min(CeilDiv(wanted, ranges), plan_.num_local_experts);
-  const int passes = separate_inputs_ ? 2 : 1;
-  for (int pass = 0; pass < passes; ++pass) {
-    if (pass == 1) {
-      PackTiles(run, plan_.gate_up, 1);
-    }
-    ParallelFor(*run.executor, ranges * expert_groups, [&](int64_t task) {
-      const int64_t range = task % ranges, group = task / ranges;
-      const int64_t first = plan_.gate_up.stripes * range / ranges;
-      const int64_t end = plan_.gate_up.stripes * (range + 1) / ranges;
-      for (int64_t tile = 0, tile_end = 0; tile < run.num_tiles; tile = tile_end) {
-        tile_end = EndOfBatch(run, plan_.gate_up, tile);
-        if (run.tiles[tile].expert % expert_groups == group) {
-          for (int64_t stripe = first; stripe < end; ++stripe) {
-            if (stripe + 1 == end && tile_end < run.num_tiles) {
-              PrefetchStripes(experts_[static_cast<size_t>(run.tiles[tile_end].expert)].gate_up +
-                              first * plan_.gate_up.parts * plan_.gate_up.stripe_bytes);
-            }
-            GateUpStripe(run, tile, tile_end, stripe, separate_inputs_ ? pass : -1);
-          }
-        }
+  ParallelFor(*run.executor, ranges * expert_groups, [&](int64_t task) {
+    const int64_t range = task % ranges, group = task / ranges;
+    const int64_t first = shape.stripes * range / ranges;
+    const int64_t end = shape.stripes * (range + 1) / ranges;
+    for (int64_t tile = 0, tile_end = 0; tile < run.num_tiles; tile = tile_end) {
+      tile_end = EndOfBatch(run, shape, tile);
+      if (run.tiles[tile].expert % expert_groups != group) {
+        continue;
       }
-    });
-  }
+      const int64_t step = StripesAtOnce(run, tile, tile_end, 1);
+      for (int64_t stripe = first; stripe < end; stripe += step) {
+        if (stripe + step >= end && tile_end < run.num_tiles) {
+          const ExpertPanels& next = experts_[static_cast<size_t>(run.tiles[tile_end].expert)];
+          PrefetchStripes(next.gate_up + first * shape.parts * shape.stripe_bytes);
+          PrefetchSides(next.gate_up_scale, next.gate_up_bias, first * shape.parts, step * shape.parts);
+        }
+        GateUpStripes(run, tile, tile_end, stripe, std::min(step, end - stripe));
+      }
+    }
+  });
 }
 
-/// Gate and up of 16 columns for all tokens of an expert, and the activation. `pass` 0 computes gate alone
-/// and leaves it in mid, 1 computes up and finishes, -1 does both at once.
-void CpuExperts::GateUpStripe(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
-                              int pass) const {
+/// Output columns that a micro-kernel computes before its sums are worked on: for one short tile, whose sums
+/// wait for the last products of their stripe, several.
+int64_t CpuExperts::StripesAtOnce(const Run& run, int64_t tile_begin, int64_t tile_end, int64_t least) const {
+  const bool is_short = tile_end - tile_begin == 1 && run.tiles[tile_begin].height_index <= 1;
+  return is_short ? kShortTileStripes : least;
+}
+
+/// Gate and up of 16 * num_stripes columns for all tokens of an expert, and the activation.
+void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
+                               int64_t num_stripes) const {
   const GemmShape& shape = plan_.gate_up;
   const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile_begin].expert)];
   const ActivationSpec& spec = problem_.config.activation;
   const bool gated = shape.parts == 2;
-  const int64_t first_part = pass == 1 ? 1 : 0;
-  const int64_t num_parts = pass < 0 ? shape.parts : 1;
-  const uint8_t* weights = expert.gate_up + (stripe * shape.parts + first_part) * shape.stripe_bytes;
-  const int64_t side = stripe * shape.parts * kPanelRows;
-  alignas(64) float dots[2 * kMaxHeight * kPanelRows];
+  const uint8_t* weights = expert.gate_up + stripe * shape.parts * shape.stripe_bytes;
+  alignas(64) float dots[kMostSums];
   ActivateArguments arguments{};
-  arguments.gate_row_scale = expert.gate_up_scale + side;
-  arguments.up_row_scale = arguments.gate_row_scale + (gated ? kPanelRows : 0);
-  if (expert.gate_up_bias != nullptr) {
-    arguments.gate_bias = expert.gate_up_bias + side;
-    arguments.up_bias = arguments.gate_bias + (gated ? kPanelRows : 0);
-  }
   arguments.activation = static_cast<int>(spec.kind);
   arguments.alpha = spec.alpha;
   arguments.beta = spec.beta;
   arguments.limit = spec.limit;
   arguments.mid_stride = shape.row_stride();
-  if (gated && num_parts == 1) {
-    PrefetchStripes(weights + 2 * shape.stripe_bytes);
-  }
+  PrefetchSides(expert.gate_up_scale, expert.gate_up_bias, (stripe + num_stripes) * shape.parts,
+                num_stripes * shape.parts);
   for (int64_t index = tile_begin; index < tile_end; ++index) {
     const Tile& tile = run.tiles[index];
     const int height = kHeights[tile.height_index];
-    TileView view = View(shape, run.input_tiles + tile.first_row * shape.tile_row_bytes, height);
-    if (gated && num_parts == 1) {
-      // Every other stripe: a distant prefetch would bring half of what this pass does not read.
-      constexpr int64_t kShort = 2304;
-      view.prefetch_near = std::min(view.prefetch_near, kShort);
-      view.prefetch_far = 0;
-    }
-    float* mid = run.mid + tile.first_slot * shape.row_stride() + stripe * kPanelRows;
-    table_->dot[plan_.kernel][plan_.tile][tile.height_index](weights, num_parts, shape.blocks, &view, dots);
-    if (pass == 0 && gated) {
-      for (int token = 0; token < tile.count; ++token) {
-        std::memcpy(mid + token * shape.row_stride(), dots + token * kPanelRows, kPanelRows * sizeof(float));
+    const DotKernel dot = table_->dot[plan_.kernel][plan_.tile][tile.height_index];
+    const int64_t tile_offset = tile.first_row * shape.tile_row_bytes;
+    const TileView view = View(shape, run.input_tiles + tile_offset, height);
+    if (separate_inputs_) {  // still one stream of weights: each stripe meets the tile of its part
+      const TileView of_up = View(shape, run.InputTiles(plan_, 1) + tile_offset, height);
+      for (int64_t i = 0; i < num_stripes * shape.parts; ++i) {
+        dot(weights + i * shape.stripe_bytes, 1, shape.blocks, i % shape.parts == 0 ? &view : &of_up,
+            dots + i * height * kPanelRows);
       }
-      continue;
+    } else {
+      dot(weights, num_stripes * shape.parts, shape.blocks, &view, dots);
     }
-    const float* up = dots;
-    if (pass < 0 && gated) {
-      arguments.gate = dots;
-      up = dots + height * kPanelRows;
-    } else if (gated) {  // the gate sums of pass 0 move out of the way of the results
-      float* gate = dots + height * kPanelRows;
-      for (int token = 0; token < tile.count; ++token) {
-        std::memcpy(gate + token * kPanelRows, mid + token * shape.row_stride(), kPanelRows * sizeof(float));
-      }
-      arguments.gate = gate;
-    }
-    arguments.up = up;
     arguments.tokens = tile.count;
-    arguments.mid = mid;
-    table_->activate(&arguments);
+    for (int64_t i = 0; i < num_stripes; ++i) {
+      const int64_t side = (stripe + i) * shape.parts * kPanelRows;
+      const float* sums = dots + i * shape.parts * height * kPanelRows;
+      arguments.gate = gated ? sums : nullptr;
+      arguments.up = gated ? sums + height * kPanelRows : sums;
+      arguments.gate_row_scale = expert.gate_up_scale + side;
+      arguments.up_row_scale = arguments.gate_row_scale + (gated ? kPanelRows : 0);
+      if (expert.gate_up_bias != nullptr) {
+        arguments.gate_bias = expert.gate_up_bias + side;
+        arguments.up_bias = arguments.gate_bias + (gated ? kPanelRows : 0);
+      }
+      arguments.mid = run.mid + tile.first_slot * shape.row_stride() + (stripe + i) * kPanelRows;
+      table_->activate(&arguments);
+    }
   }
 }
 
@@ -678,19 +689,22 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
   for (int64_t row = 0; run.num_jobs == 0 && row < run.num_outputs; ++row) {  // jobs started the sums
     std::fill_n(run.sums + row * row_floats + first_col, (end_stripe - first_stripe) * kPanelRows, 0.0F);
   }
-  alignas(64) float dots[2 * kMaxHeight * kPanelRows];
+  alignas(64) float dots[kMostSums];
   float* rows[kMaxHeight];
   AccumulateArguments arguments{};
   arguments.rows = rows;
   for (int64_t begin = 0, end = 0; begin < run.num_tiles; begin = end) {
     end = EndOfBatch(run, shape, begin);
     const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[begin].expert)];
-    for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += 2) {
-      const int64_t count = std::min<int64_t>(2, end_stripe - stripe);
-      if (stripe + 2 >= end_stripe && end < run.num_tiles) {
-        PrefetchStripes(experts_[static_cast<size_t>(run.tiles[end].expert)].down +
-                        first_stripe * shape.stripe_bytes);
+    const int64_t step = StripesAtOnce(run, begin, end, 2);
+    for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += step) {
+      const int64_t count = std::min(step, end_stripe - stripe);
+      if (stripe + step >= end_stripe && end < run.num_tiles) {
+        const ExpertPanels& next = experts_[static_cast<size_t>(run.tiles[end].expert)];
+        PrefetchStripes(next.down + first_stripe * shape.stripe_bytes);
+        PrefetchSides(next.down_scale, next.down_bias, first_stripe, step);
       }
+      PrefetchSides(expert.down_scale, expert.down_bias, stripe + step, step);
       for (int64_t index = begin; index < end; ++index) {
         const Tile& tile = run.tiles[index];
         const int height = kHeights[tile.height_index];

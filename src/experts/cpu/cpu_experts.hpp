@@ -45,7 +45,8 @@ class CpuExperts final : public Experts {
   void MakeTiles(Run& run) const;
   void PackTiles(Run& run, const GemmShape& shape, int part) const;
   void PackTokens(Run& run, const GemmShape& shape, int part) const;
-  void PackTile(Run& run, const GemmShape& shape, int part, const Tile& tile, int64_t task) const;
+  void PackTile(Run& run, const GemmShape& shape, int part, bool shared, const Tile& tile,
+                int64_t task) const;
   void PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                float* row_buffer, std::byte* out) const;
   float BatchScale(Run& run, const GemmShape& shape) const;
@@ -56,10 +57,12 @@ class CpuExperts final : public Experts {
                        float* row, std::byte* buffer, PackCodesArguments& arguments) const;
   TileView View(const GemmShape& shape, std::byte* memory, int height) const;
   void PrefetchStripes(const uint8_t* stripes) const;
+  void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
-  void GateUpStripe(Run& run, int64_t expert_tile_begin, int64_t expert_tile_end, int64_t stripe,
-                    int pass) const;
+  int64_t StripesAtOnce(const Run& run, int64_t tile_begin, int64_t tile_end, int64_t least) const;
+  void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
+                     int64_t num_stripes) const;
   void Down(Run& run) const;
   // The matrix unit: cpu_tiles.cpp.
   Status ChooseTiles();
@@ -100,7 +103,7 @@ class CpuExperts final : public Experts {
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay
-  /// Gate and up see different inputs in some expert: they are multiplied one after the other.
+  /// Gate and up see different inputs in some expert: each has tiles of its own.
   bool separate_inputs_ = false;
   /// All experts see the same input of gate, and of up: a token is packed once, not once an expert.
   bool shared_inputs_[2] = {true, true};

@@ -89,6 +89,7 @@ struct CpuPlan {
   int64_t max_tiles = 0;
   int64_t tile_batch_bytes = 0;  ///< of activations that a stripe meets before the next one; half of L2
   int64_t max_tile_rows = 0;     ///< padding included
+  int input_sets = 1;            ///< 2: gate and up see different inputs (known with the weights)
   /// Memory nodes over which pages of weights are spread in turn; 1: wherever they are touched first.
   int weight_nodes = 1;
   /// How far ahead a short tile asks for weights, in bytes: into L1, and into L2 (0: not).

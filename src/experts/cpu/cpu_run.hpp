@@ -35,7 +35,10 @@ struct CpuExperts::Run {
   int32_t* place_slots;    // a slot of each of them
   std::byte* token_tiles;  // and its tile
   int64_t first_token = 0, num_tokens = 0;
-  std::byte* input_tiles;
+  std::byte* input_tiles;  // of gate; where up sees another input, its tiles follow
+  std::byte* InputTiles(const CpuPlan& plan, int part) const {
+    return input_tiles + part * plan.max_tile_rows * plan.gate_up.tile_row_bytes;
+  }
   float* mid;
   std::byte* mid_tiles;
   float* sums;

@@ -212,15 +212,13 @@ void FloatDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile, 
   });
 }
 
-template <WeightKernel kWeight, int kHeight>
-void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+/// Stripes one after the other.
+template <WeightKernel kWeight, int kHeight, FarPrefetch kFar>
+FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
+                              const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight>;
   constexpr int64_t kBytes = Panel::kBlockBytes;
   const int64_t near = tile->prefetch_near, far = tile->prefetch_far;
-  if (kHalves == 1 && kHeight > kPairTokens && num_stripes == 2) {
-    FloatDotPair<kWeight, kHeight>(stripes, blocks, tile, out);
-    return;
-  }
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const float* values = (const float*)tile->codes;
     FloatSums<kHeight> all[kHalves];
@@ -234,7 +232,7 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
     });
     int64_t block = 0;
     for (; block + 2 <= blocks; block += 2, stripes += 2 * kBytes, values += 2 * 64 * kHeight) {
-      PrefetchBlock<kHeight, 2 * kBytes>(stripes, near, far);
+      PrefetchBlock<kFar, 2 * kBytes>(stripes, near, far);
       for (int half = 0; half < kHalves; ++half) {
         FloatSums<kHeight> mine;  // a copy, since registers cannot be indexed by a half
         CopySums(all[half], mine);
@@ -262,6 +260,24 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
       Store(out + kToken * 16 + kHalf * kLanes,
             Panel::kGroup != 0 ? all[kHalf].totals[kToken] : Add(even, odd));
     });
+  }
+}
+
+template <WeightKernel kWeight, int kHeight>
+void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+  if (kHalves == 1 && kHeight > kPairTokens && num_stripes == 2) {
+    FloatDotPair<kWeight, kHeight>(stripes, blocks, tile, out);
+    return;
+  }
+  if constexpr (kHeight <= kTwoLoopsHeight) {
+    if (tile->prefetch_far != 0) {
+      FloatStripes<kWeight, kHeight, FarPrefetch::kAlways>(stripes, num_stripes, blocks, tile, out);
+    } else {
+      FloatStripes<kWeight, kHeight, FarPrefetch::kNever>(stripes, num_stripes, blocks, tile, out);
+    }
+  } else {
+    constexpr FarPrefetch kFar = kHeight <= kFarPrefetchHeight ? FarPrefetch::kAsked : FarPrefetch::kNever;
+    FloatStripes<kWeight, kHeight, kFar>(stripes, num_stripes, blocks, tile, out);
   }
 }
 

@@ -310,21 +310,16 @@ void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile
   });
 }
 
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
-                float* out) {
+/// Stripes one after the other.
+template <WeightKernel kWeight, TileKind kKind, int kHeight, FarPrefetch kFar>
+FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
+                                const TileView* tile, float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
   const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
   const int64_t near = tile->prefetch_near, far = tile->prefetch_far;
-  if constexpr (IsPaired<kWeight, kKind, kHeight>()) {
-    if (num_stripes == 2) {
-      IntegerDotPair<kWeight, kKind, kHeight>(stripes, blocks, tile, out);
-      return;
-    }
-  }
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
     const int32_t* words = (const int32_t*)tile->codes;
     const int32_t* correction = tile->correction;
@@ -332,7 +327,7 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
-      PrefetchBlock<kHeight, Panel::kBlockBytes>(stripes, near, far);
+      PrefetchBlock<kFar, Panel::kBlockBytes>(stripes, near, far);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         for (int half = 0; half < kHalves; ++half) {
@@ -352,6 +347,27 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
       Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
     });
     out += kHeight * 16;
+  }
+}
+
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
+  if constexpr (IsPaired<kWeight, kKind, kHeight>()) {
+    if (num_stripes == 2) {
+      IntegerDotPair<kWeight, kKind, kHeight>(stripes, blocks, tile, out);
+      return;
+    }
+  }
+  if constexpr (kHeight <= kTwoLoopsHeight) {
+    if (tile->prefetch_far != 0) {
+      IntegerStripes<kWeight, kKind, kHeight, FarPrefetch::kAlways>(stripes, num_stripes, blocks, tile, out);
+    } else {
+      IntegerStripes<kWeight, kKind, kHeight, FarPrefetch::kNever>(stripes, num_stripes, blocks, tile, out);
+    }
+  } else {
+    constexpr FarPrefetch kFar = kHeight <= kFarPrefetchHeight ? FarPrefetch::kAsked : FarPrefetch::kNever;
+    IntegerStripes<kWeight, kKind, kHeight, kFar>(stripes, num_stripes, blocks, tile, out);
   }
 }
 
