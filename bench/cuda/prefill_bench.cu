@@ -92,6 +92,7 @@ void Run(const Model& model, const std::string& scheme_name, const Options& opti
   shape.top_k = model.top_k;
   shape.format = spec->format;
   const ActivationFormat& activation = scheme.activation;
+  shape.e4m3_tokens = activation.quantized() && IsE4m3Operand(activation);
   const bool static_scale = activation.static_tensor_scale;
   std::vector<DeviceArray<uint8_t>> gate_up, down;
   for (int i = 0; i < options.copies; ++i) {
@@ -143,17 +144,15 @@ void Run(const Model& model, const std::string& scheme_name, const Options& opti
     const DeviceArray<int32_t> d_ids(ids);
     const DeviceArray<float> d_weights(topk_weights);
     const DeviceArray<uint16_t> y(m * model.hidden);
-    const DeviceArray<uint16_t> operand(m * shape.hidden_cols());
-    const DeviceArray<float> row_scale(m), group_scale(m * (shape.hidden_cols() / 128 + 1));
-    const DeviceArray<uint32_t> amax(1);
-    const bool by_batch = activation.quantized() && NeedsTensorScale(activation) && !static_scale;
-    const MidKind kind = !activation.quantized() ? MidKind::kRounded
-                         : by_batch              ? MidKind::kQuantizedByBatch
-                                                 : MidKind::kQuantized;
+    const MidKind kind = MidKindOf(activation);
     PrefillPlan plan = PlanPrefill(shape, m, kind, limits);
     if (options.tile != 0) {
       plan.tile_tokens = options.tile;
     }
+    const int64_t operand_cols = plan.codes ? plan.hidden_cols : shape.hidden_cols();
+    const DeviceArray<uint16_t> operand(m * operand_cols);
+    const DeviceArray<float> row_scale(m), group_scale(m * (operand_cols / 128 + 1));
+    const DeviceArray<uint32_t> amax(1);
     const DeviceArray<std::byte> scratch(plan.scratch_bytes);
     cudaStream_t stream = nullptr;
     Check(cudaStreamCreate(&stream), "stream");
@@ -171,7 +170,8 @@ void Run(const Model& model, const std::string& scheme_name, const Options& opti
         OperandRowsCall rows;
         rows.source = d_x.get();
         rows.source_row_stride = rows.cols = model.hidden;
-        rows.padded_cols = shape.hidden_cols();
+        rows.padded_cols = operand_cols;
+        rows.element = plan.codes ? DType::kF8E4M3 : DType::kBF16;
         rows.num_rows = m;
         rows.activation = activation;
         rows.topk_ids = call.topk_ids;
@@ -185,8 +185,8 @@ void Run(const Model& model, const std::string& scheme_name, const Options& opti
         rows.stream = stream;
         Check(LaunchOperandRows(rows));
         call.hidden = {operand.get(),
-                       shape.hidden_cols(),
-                       shape.hidden_cols(),
+                       operand_cols,
+                       operand_cols,
                        false,
                        HasRowScale(activation) ? row_scale.get() : nullptr,
                        HasGroupScale(activation) ? group_scale.get() : nullptr};

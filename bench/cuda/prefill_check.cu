@@ -146,6 +146,47 @@ std::vector<Case> Cases() {
          .intermediate = 256,
          .tokens = 130});
   }
+  // codes by codes: tiles of both sizes, an odd slab of 64 at the end of either K, long sums, options
+  for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128"}) {
+    for (const int tile : {64, 128}) {
+      const std::string name = std::string(scheme) + " codes tile" + std::to_string(tile);
+      add({.name = name, .scheme = scheme, .hidden = 320, .intermediate = 192, .tokens = 350, .tile = tile});
+      add({.name = name + " long",
+           .scheme = scheme,
+           .hidden = 4096,
+           .intermediate = 1024,
+           .experts = 4,
+           .top_k = 2,
+           .tokens = 150,
+           .tile = tile});
+      add({.name = name + " oai, bias, map",
+           .scheme = scheme,
+           .tokens = 400,
+           .activation = {.kind = kSwigluOai, .alpha = 1.702F, .beta = 1.0F, .limit = 7.0F},
+           .bias = true,
+           .map = true,
+           .tile = tile});
+    }
+    add({.name = std::string(scheme) + " codes gelu",
+         .scheme = scheme,
+         .tokens = 200,
+         .activation = {.kind = kGelu}});
+    add({.name = std::string(scheme) + " codes batched",
+         .scheme = scheme,
+         .tokens = 60,
+         .batched = true,
+         .out = DType::kF32});
+    add({.name = std::string(scheme) + " codes skew",
+         .scheme = scheme,
+         .experts = 16,
+         .tokens = 900,
+         .skew = true});
+    add({.name = std::string(scheme) + " codes passes", .scheme = scheme, .tokens = 700, .chunk = 256});
+  }
+  add({.name = "fp8_w8a8:tensor_static codes per expert",
+       .scheme = "fp8_w8a8:tensor_static",
+       .tokens = 200,
+       .per_expert_scale = true});
   add({.name = "nvfp4_w4a4 per expert, oai",
        .scheme = "nvfp4_w4a4",
        .activation = {.kind = kSwigluOai, .alpha = 1.702F, .beta = 1.0F, .limit = 7.0F},
@@ -248,6 +289,7 @@ void RunCase(const Case& c) {
   shape.activation = c.activation;
   shape.format = spec.format;
   shape.batched = c.batched;
+  shape.e4m3_tokens = scheme.activation.quantized() && IsE4m3Operand(scheme.activation);
 
   // ---- weights
   Layer layer;
@@ -372,13 +414,28 @@ void RunCase(const Case& c) {
 
   // ---- operand rows
   const ActivationFormat& activation = scheme.activation;
+  const bool by_batch = activation.quantized() && NeedsTensorScale(activation) && !static_scale;
+  const MidKind mid_kind = MidKindOf(activation);
+  DeviceLimits limits;
+  Check(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, 0), "SM count");
+  PrefillPlan plan = PlanPrefill(shape, num_tokens, mid_kind, limits);
+  if (c.chunk != 0) {
+    plan = PlanPrefill(shape, c.chunk, mid_kind, limits);
+  }
+  if (!plan.fits) {
+    return Fail(c, plan.why_not);
+  }
+  if (c.tile != 0 && (plan.codes || HasLargeTiles(spec.format))) {
+    plan.tile_tokens = c.tile;
+  }
   const bool by_route = c.per_expert_scale && !c.batched;
   const int64_t operand_rows = by_route ? num_tokens * top_k : num_tokens;
   const bool plain = !activation.quantized() &&
                      c.in == (spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16) &&
                      c.hidden % 8 == 0 && !c.weight_on_input;
-  DeviceArray<uint16_t> operand(operand_rows * shape.hidden_cols());
-  DeviceArray<float> row_scale(operand_rows), group_scale(operand_rows * (shape.hidden_cols() / 128 + 1));
+  const int64_t operand_cols = plan.codes ? plan.hidden_cols : shape.hidden_cols();
+  DeviceArray<uint16_t> operand(operand_rows * operand_cols);
+  DeviceArray<float> row_scale(operand_rows), group_scale(operand_rows * (operand_cols / 128 + 1));
   DeviceArray<uint32_t> amax(1);
   ExpertsCall call;
   call.num_tokens = num_tokens;
@@ -389,10 +446,12 @@ void RunCase(const Case& c) {
     rows.source_dtype = c.in;
     rows.source_row_stride = c.hidden;
     rows.cols = c.hidden;
-    rows.padded_cols = shape.hidden_cols();
+    rows.padded_cols = operand_cols;
     rows.num_rows = operand_rows;
     rows.rows_per_token = by_route ? top_k : 1;
-    rows.element = spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
+    rows.element = plan.codes                            ? DType::kF8E4M3
+                   : spec.format == FragmentFormat::kF16 ? DType::kF16
+                                                         : DType::kBF16;
     rows.activation = activation;
     rows.topk_ids = c.batched ? nullptr : d_ids.get();
     rows.ids_per_row = by_route ? 1 : top_k;
@@ -411,8 +470,8 @@ void RunCase(const Case& c) {
       return Fail(c, status.message());
     }
     call.hidden = {operand.get(),
-                   shape.hidden_cols(),
-                   shape.hidden_cols(),
+                   operand_cols,
+                   operand_cols,
                    by_route,
                    HasRowScale(activation) ? row_scale.get() : nullptr,
                    HasGroupScale(activation) ? group_scale.get() : nullptr};
@@ -427,22 +486,6 @@ void RunCase(const Case& c) {
   DeviceArray<uint8_t> d_y(num_tokens * c.hidden * out_bytes);
   call.output = d_y.get();
   call.output_dtype = c.out;
-  const bool by_batch = activation.quantized() && NeedsTensorScale(activation) && !static_scale;
-  const MidKind mid_kind = !activation.quantized() ? MidKind::kRounded
-                           : by_batch              ? MidKind::kQuantizedByBatch
-                                                   : MidKind::kQuantized;
-  DeviceLimits limits;
-  Check(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, 0), "SM count");
-  PrefillPlan plan = PlanPrefill(shape, num_tokens, mid_kind, limits);
-  if (c.chunk != 0) {
-    plan = PlanPrefill(shape, c.chunk, mid_kind, limits);
-  }
-  if (!plan.fits) {
-    return Fail(c, plan.why_not);
-  }
-  if (c.tile != 0 && HasLargeTiles(spec.format)) {
-    plan.tile_tokens = c.tile;
-  }
   DeviceArray<std::byte> scratch(plan.scratch_bytes);
   call.scratch = scratch.get();
   MidOperand mid{activation, static_scale ? d_mid_scale.get() : nullptr, nullptr};
@@ -506,10 +549,12 @@ void RunCase(const Case& c) {
       for (int64_t h = 0; h < c.hidden; ++h) {
         float rest = HasRowScale(activation) ? left[static_cast<size_t>(r)]
                      : HasGroupScale(activation)
-                         ? groups[static_cast<size_t>(r * (shape.hidden_cols() / 128) + h / 128)]
+                         ? groups[static_cast<size_t>(r * (operand_cols / 128) + h / 128)]
                      : static_scale ? scale
                                     : 1.0F;
-        const float value = DecodeBf16(values[static_cast<size_t>(r * shape.hidden_cols() + h)]);
+        const auto at = static_cast<size_t>(r * operand_cols + h);
+        const float value = plan.codes ? DecodeE4m3(static_cast<uint8_t>(values[at / 2] >> (at % 2 * 8)))
+                                       : DecodeBf16(values[at]);
         // Two levels: the CPU forms code * (block * tensor) with one rounding more.
         const float got = value * rest;
         const bool same = IsTwoLevel(activation)

@@ -28,10 +28,8 @@ constexpr uint32_t PairBits(FragmentCode code, int slot, uint32_t c) {
     case FragmentCode::kInt4:
       return c << (4 * slot);
     case FragmentCode::kE4M3:
-      return slot % 2 == 0 ? (c >> 7) << 15 | (c & 0x7f) << 4
-                           : (c >> 7) << 14 | (c >> 4 & 7) << 11 | (c & 15);
     case FragmentCode::kInt8:
-      return c << (8 * (slot % 2));
+      return c << (8 * (slot / 2));
     default:
       return c;
   }
@@ -45,10 +43,8 @@ constexpr uint32_t CodeOfBits(FragmentCode code, int slot, uint32_t bits) {
     case FragmentCode::kInt4:
       return bits >> (4 * slot) & 15;
     case FragmentCode::kE4M3:
-      return slot % 2 == 0 ? (bits >> 15 & 1) << 7 | (bits >> 4 & 0x7f)
-                           : (bits >> 14 & 1) << 7 | (bits >> 11 & 7) << 4 | (bits & 15);
     case FragmentCode::kInt8:
-      return bits >> (8 * (slot % 2)) & 0xff;
+      return bits >> (8 * (slot / 2)) & 0xff;
     default:
       return bits & 0xffff;
   }
@@ -253,7 +249,7 @@ int64_t WordOffset(int bits, int lane, int j, int slot) {
     case 4:
       return lane * 16 + j * 4;
     case 8:
-      return j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot / 2) * 4;
+      return j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot % 2) * 4;
     default:
       return j * 512 + lane * 16 + slot * 4;
   }
@@ -283,7 +279,7 @@ void PackSlabCodes(const FragmentTraits& traits, const std::array<const uint8_t*
         const uint8_t* at = pair[slot & 1];
         const int col = k + slot / 2 * 2;
         const auto& bits = table.bits[static_cast<size_t>(slot)];
-        words[traits.code_bits == 4 ? 0 : slot / 2] |=
+        words[traits.code_bits == 4 ? 0 : slot % 2] |=
             traits.code_bits == 4 ? bits[at[col / 2]] : bits[at[col]] | bits[at[col + 1]] << 16;
       }
       std::memcpy(out + WordOffset(traits.code_bits, lane, j, 0), words, traits.code_bits == 4 ? 4 : 8);

@@ -116,9 +116,26 @@ TEST(CudaPlan, Operands_AsTheSchemeSays) {
   EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a4"), Hopper()).mid, MidKind::kQuantized);
   EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:tensor"), Hopper()).mid, MidKind::kQuantizedByBatch);
   EXPECT_TRUE(MakeCudaPlan(Problem("fp8_w8a8:block128"), Hopper()).shape.group_scales);
+  EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:block128"), Hopper()).mid, MidKind::kQuantizedInTile);
+  EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:channel"), Hopper()).mid, MidKind::kQuantized);
   MoeProblem f16 = Problem("unquantized");
   f16.scheme.weight.element = DType::kF16;
   EXPECT_EQ(MakeCudaPlan(f16, Hopper()).element, DType::kF16);
+}
+
+TEST(CudaPlan, CodesAreMultipliedAsCodes_WhereScalesActOnSumsAndRoutesAreMany) {
+  for (const char* name : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128"}) {
+    MoeProblem problem = Problem(name);
+    EXPECT_TRUE(MayMultiplyCodes(MakeCudaPlan(problem, Hopper()))) << name;
+    problem.config.max_tokens = 1;
+    EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(problem, Hopper()))) << name;
+    problem = Problem(name);
+    problem.activation = ActivationMode::kWeightOnly;
+    EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(problem, Hopper()))) << name;
+  }
+  for (const char* name : {"fp8_w8a16:channel", "mxfp8_w8a8", "int8_w8a8:channel", "mxfp4_w4a8:static"}) {
+    EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(Problem(name), Hopper()))) << name;
+  }
 }
 
 // A forward must find room whatever its token count is.

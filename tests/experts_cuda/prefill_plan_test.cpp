@@ -38,8 +38,10 @@ TEST(PrefillPlan, AnyTokenCount_PassesCoverTheCallAndScratchStaysNearTheTarget) 
 }
 
 TEST(PrefillPlan, MoreTokens_NeverTakeLessScratch) {
-  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized, MidKind::kQuantizedByBatch}) {
-    const LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
+  for (const MidKind mid :
+       {MidKind::kRounded, MidKind::kQuantized, MidKind::kQuantizedInTile, MidKind::kQuantizedByBatch}) {
+    LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
+    shape.e4m3_tokens = mid != MidKind::kRounded;
     int64_t last = 0;
     for (int64_t tokens = 1; tokens <= 40000; tokens += 1 + tokens / 37) {
       const PrefillPlan plan = PlanPrefill(shape, tokens, mid, {});
@@ -61,6 +63,23 @@ TEST(PrefillPlan, TileFollowsTokensAnExpert) {
   const LayerShape shape = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
   EXPECT_EQ(PlanPrefill(shape, 512, MidKind::kRounded, {}).tile_tokens, 64);
   EXPECT_EQ(PlanPrefill(shape, 4096, MidKind::kRounded, {}).tile_tokens, 128);
+}
+
+TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHand) {
+  LayerShape shape = Shape(FragmentFormat::kFp8, 320, 192, 8, 2);
+  shape.e4m3_tokens = true;
+  const PrefillPlan in_tile = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
+  EXPECT_TRUE(in_tile.codes && in_tile.fused_mid && !in_tile.activated && !in_tile.rows_f32);
+  EXPECT_EQ(in_tile.hidden_cols, 384);
+  EXPECT_EQ(in_tile.mid_cols, 256);
+  const PrefillPlan by_row = PlanPrefill(shape, 4096, MidKind::kQuantized, {});
+  EXPECT_TRUE(by_row.codes && !by_row.fused_mid && by_row.activated);
+  shape.activation.kind = ActivationKind::kGelu;
+  const PrefillPlan other = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
+  EXPECT_TRUE(other.codes && !other.fused_mid && !other.activated);
+  EXPECT_FALSE(PlanPrefill(shape, 127, MidKind::kQuantizedInTile, {}).codes) << "254 routes";
+  shape.format = FragmentFormat::kMxfp8;
+  EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {}).codes);
 }
 
 TEST(PrefillPlan, EveryFormat_TakesATileThatHasAKernel) {

@@ -40,6 +40,17 @@ TEST(ErrorBound, ShortIntermediate_CostsMoreWhereItIsRequantized) {
   EXPECT_LT(rounded.requantization, 0.05);
 }
 
+TEST(ErrorBound, SumsOfTheEightBitUnits_MoveCodes) {
+  Plan plan = PlanWith("F32");
+  const double exact = BoundOf(plan, SchemeOf("fp8_w8a8"), DType::kF32, 4096, 1024).value();
+  plan.arithmetic = "tensor_fp8";
+  const ErrorBound bound = BoundOf(plan, SchemeOf("fp8_w8a8"), DType::kF32, 4096, 1024);
+  EXPECT_LT(exact, 0.004);
+  // Layers of these sizes were measured at 4.0e-3 to 4.4e-3 from the definition.
+  EXPECT_GT(bound.requantization, 0.0044);
+  EXPECT_LT(bound.value(), 0.03);
+}
+
 TEST(ErrorBound, Terms_AddUpAsSquares) {
   ErrorBound bound;
   bound.output_rounding = 3;

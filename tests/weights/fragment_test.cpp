@@ -262,5 +262,34 @@ TEST(Fragment, TokenPosition_IsAPermutationThatMatchesTheFragments) {
   }
 }
 
+// The 8-bit matrix instructions take A fragments of 16 rows x 32 k: byte i of register a0 + h of lane 4 r + q
+// is row r + 8 (h % 2), column 4 q + i + 16 (h / 2). Rows of tokens stand in memory by TokenByte.
+TEST(Fragment, EightBitPieces_AreTheFragmentsOfStepsOf32) {
+  std::vector<int> seen(kFragmentByteSlab, 0);
+  for (int k = 0; k < kFragmentByteSlab; ++k) {
+    ++seen[static_cast<size_t>(TokenByte(k))];
+  }
+  EXPECT_EQ(seen, std::vector<int>(kFragmentByteSlab, 1));
+  std::mt19937 generator(23);
+  const WeightFormat format = ParseScheme("fp8_w8a8:channel")->weight;
+  CanonicalExpert expert;
+  expert.up = RandomMatrix(256, 64, format, generator);
+  expert.down = RandomMatrix(64, 256, format, generator);
+  const FragmentSpec spec = *ChooseFragmentSpec(format, false);
+  Packed packed = Allocate(spec, 64, 256, false);
+  ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok());
+  for (int row = 0; row < 16; ++row) {
+    for (int k = 0; k < 256; ++k) {
+      const int at = TokenByte(k % kFragmentByteSlab), column = at % 32;
+      const int lane = 4 * (row & 7) + column % 16 / 4, slot = (row >> 3) + 2 * (column / 16);
+      const int64_t offset = k / kFragmentByteSlab * 2048 + at / 32 * 512 + lane * 16 + slot * 4 + column % 4;
+      EXPECT_EQ(static_cast<int>(packed.down[static_cast<size_t>(offset)]),
+                static_cast<int>(
+                    expert.down.codes.view().data()[row * expert.down.codes.view().stride_bytes(0) + k]))
+          << row << " " << k;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -19,7 +19,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.recipe = cuda::CudaRecipe(cuda_plan);
   const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
   plan.intermediate_dtype = quantized ? "F32" : std::string(DTypeName(cuda_plan.element));
-  plan.arithmetic = "tensor_bf16";
+  plan.arithmetic = cuda::MayMultiplyCodes(cuda_plan) ? "tensor_fp8" : "tensor_bf16";
   plan.tokens = problem.plan_tokens;
   const int64_t rows = cuda_plan.shape.batched ? cuda_plan.max_rows : std::max<int64_t>(plan.tokens, 1);
   plan.mode = std::string(cuda::ModeName(cuda_plan, rows));

@@ -39,7 +39,7 @@ Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, 
         "by expert "
         "(pre_quant_scale) and scales by batch");
   }
-  if (experts->weights_.mid_smoothing != nullptr && experts->plan_.mid == MidKind::kRounded) {
+  if (experts->weights_.mid_smoothing != nullptr && experts->plan_.mid != MidKind::kQuantizedByBatch) {
     experts->plan_.mid =
         MidKind::kQuantized;  // the intermediate passes through the operand kernel to be smoothed
   }
@@ -73,7 +73,7 @@ bool CudaExperts::NeedsOperand(TensorView values) const {
 }
 
 Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
-                                void* stream) const {
+                                const PrefillPlan& prefill, void* stream) const {
   const TensorView& values = input.rows.values;
   const int64_t element_bytes = DTypeBits(values.dtype()) / 8;
   const int64_t stride = values.stride_bytes(values.rank() - 2) / element_bytes;
@@ -90,10 +90,10 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   rows.source_dtype = values.dtype();
   rows.source_row_stride = stride;
   rows.cols = shape.hidden;
-  rows.padded_cols = shape.hidden_cols();
+  rows.padded_cols = prefill.codes ? prefill.hidden_cols : shape.hidden_cols();
   rows.num_rows = call.num_tokens * (by_route ? shape.top_k : 1);
   rows.rows_per_token = by_route ? shape.top_k : 1;
-  rows.element = plan_.element;
+  rows.element = prefill.codes ? DType::kF8E4M3 : plan_.element;
   rows.activation = plan_.activation;
   rows.topk_ids = call.topk_ids;
   rows.ids_per_row = by_route || shape.batched ? 1 : shape.top_k;
@@ -151,8 +151,7 @@ Status CudaExperts::Decode(const ExpertsCall& call, const DecodePlan& decode,
   return LaunchDecode(shape, weights_.kernels, call, decode, DecodePhases::kDown, mid);
 }
 
-Status CudaExperts::Prefill(const ExpertsCall& call) const {
-  const PrefillPlan prefill = PlanPrefill(plan_.shape, call.num_tokens, plan_.mid, plan_.limits);
+Status CudaExperts::Prefill(const ExpertsCall& call, const PrefillPlan& prefill) const {
   if (plan_.mid == MidKind::kRounded) {
     return LaunchPrefill(plan_.shape, weights_.kernels, call, prefill);
   }
@@ -191,10 +190,12 @@ Status CudaExperts::Apply(const ExpertsInput& input, MutableTensorView output, c
   call.scratch = Piece<std::byte>(workspace, slots_.scratch);
   call.counters = Piece<uint32_t>(workspace, slots_.counters);
   call.stream = executor.stream;
-  FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, executor.stream));
   const auto rows = static_cast<size_t>(call.num_tokens);
   const bool decodes = rows < decode_plans_.size() && decode_plans_[rows].fits;
-  return decodes ? Decode(call, decode_plans_[rows], workspace) : Prefill(call);
+  const PrefillPlan prefill =
+      decodes ? PrefillPlan{} : PlanPrefill(shape, call.num_tokens, plan_.mid, plan_.limits);
+  FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, prefill, executor.stream));
+  return decodes ? Decode(call, decode_plans_[rows], workspace) : Prefill(call, prefill);
 }
 
 }  // namespace fusedmoe::cuda

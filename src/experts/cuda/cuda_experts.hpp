@@ -24,10 +24,11 @@ class CudaExperts final : public Experts {
  private:
   CudaExperts() = default;
   bool NeedsOperand(TensorView values) const;
+  /// `prefill`: the plan of a call that those kernels take.
   Status MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
-                     void* stream) const;
+                     const PrefillPlan& prefill, void* stream) const;
   Status Decode(const ExpertsCall& call, const DecodePlan& decode, const Workspace& workspace) const;
-  Status Prefill(const ExpertsCall& call) const;
+  Status Prefill(const ExpertsCall& call, const PrefillPlan& prefill) const;
 
   CudaPlan plan_;
   std::shared_ptr<const PreparedWeights> prepared_;

@@ -18,10 +18,6 @@ ActivationFormat ActivationOf(const MoeProblem& problem) {
   return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
 }
 
-bool ScalesOverBatch(const ActivationFormat& activation) {
-  return activation.quantized() && NeedsTensorScale(activation) && !activation.static_tensor_scale;
-}
-
 DeviceLimits LimitsOf(const Machine& machine) {
   DeviceLimits limits;
   if (machine.cuda && machine.cuda->num_multiprocessors > 0) {
@@ -134,10 +130,9 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   plan.shape.format = plan.spec.format;
   plan.shape.batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
   plan.shape.group_scales = plan.activation.quantized() && HasGroupScale(plan.activation);
+  plan.shape.e4m3_tokens = plan.activation.quantized() && IsE4m3Operand(plan.activation);
   plan.element = plan.spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
-  plan.mid = !plan.activation.quantized()       ? MidKind::kRounded
-             : ScalesOverBatch(plan.activation) ? MidKind::kQuantizedByBatch
-                                                : MidKind::kQuantized;
+  plan.mid = MidKindOf(plan.activation);
   if (problem.mode == "latency") {
     plan.forced = Kernels::kDecode;
   } else if (problem.mode == "throughput") {
@@ -212,6 +207,11 @@ Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
   }
   return ChooseMode(plan.shape, num_rows, plan.limits) == ExecutionMode::kDecode ? Kernels::kDecode
                                                                                  : Kernels::kPrefill;
+}
+
+bool MayMultiplyCodes(const CudaPlan& plan) {
+  return ChooseKernels(plan, plan.max_rows) == Kernels::kPrefill &&
+         PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).codes;
 }
 
 int64_t DeviceWeightBytes(const CudaPlan& plan) {

@@ -41,6 +41,9 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
 /// The kernels for a call of `num_rows` rows: those forced, else by rate, where the decode kernel fits.
 Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows);
 
+/// Whether a call of the layer may multiply e4m3 codes on the 8-bit units: from a number of routes on.
+bool MayMultiplyCodes(const CudaPlan& plan);
+
 /// How the decode kernel sees the intermediate: one scale over the batch is to it a quantization like any
 /// other.
 inline MidKind DecodeMid(const CudaPlan& plan) {

@@ -15,7 +15,7 @@
 ///            bit  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 ///                 sA sD mD sB  eD   sC   eeA..   (see PairBits in weights/fragment_pack.cpp)
 ///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
-///   e4m3   pair A under the mask 0x87f0, pair B in the bits left over; as BF16 value * 2^-120
+///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   int8   low seven bits as 128 + b; minus 128 or 256 by the top bit: q - 128, exact
 ///   16 bit as they are
 namespace fusedmoe::cuda {
@@ -126,23 +126,23 @@ struct Fragments {
       }
     } else if constexpr (kCode == FragmentCode::kE4M3) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 2; ++h) {  // row r, row r + 8
         const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + h);
-        const uint32_t low = x & 0x87F087F0U;
-        const uint32_t high = AndOr<0x80008000U>(x << 1, AndOr<0x07000700U>(x >> 3, (x << 4) & 0x00F000F0U));
+        const uint32_t even = AndOr<0x80008000U>(x << 8, (x << 4) & 0x07F007F0U);
+        const uint32_t odd = AndOr<0x80008000U>(x, (x >> 4) & 0x07F007F0U);
         // The codes' 2^-120 is in MX scales, but not in real ones: 2^120 times those may be too large.
         constexpr bool kFactorInScale = kScale == FragmentScale::kE8M0;
-        a[2 * h] = MulBf16x2(low, kFactorInScale ? s.pair[0] : 0x7B807B80U);  // 2^120
-        a[2 * h + 1] = MulBf16x2(high, kFactorInScale ? s.pair[1] : 0x7B807B80U);
+        a[h] = MulBf16x2(even, kFactorInScale ? s.pair[h] : 0x7B807B80U);  // 2^120
+        a[h + 2] = MulBf16x2(odd, kFactorInScale ? s.pair[h] : 0x7B807B80U);
         if constexpr (kScaled && !kFactorInScale) {
-          a[2 * h] = MulBf16x2(a[2 * h], s.pair[0]);
-          a[2 * h + 1] = MulBf16x2(a[2 * h + 1], s.pair[1]);
+          a[h] = MulBf16x2(a[h], s.pair[h]);
+          a[h + 2] = MulBf16x2(a[h + 2], s.pair[h]);
         }
       }
     } else if constexpr (kCode == FragmentCode::kInt8) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i >> 1)) >> (8 * (i & 1));
+        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (8 * (i >> 1));
         a[i] = SubBf16x2(AndOr<0x007F007FU>(x, 0x43004300U), AndXor<0x00800080U>(x, 0x43804380U));
         if constexpr (kHasZero) {
           a[i] = SubBf16x2(a[i], s.zero[i & 1]);

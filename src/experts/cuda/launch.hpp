@@ -34,6 +34,7 @@ struct LayerShape {
   ActivationSpec activation;
   FragmentFormat format = FragmentFormat::kBf16;
   bool group_scales = false;  ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
+  bool e4m3_tokens = false;   ///< activations are e4m3 codes under scales of sums (IsE4m3Operand)
   bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
 
   bool gated() const { return activation.gated(); }
@@ -66,11 +67,11 @@ struct DeviceWeights {
   bool half_scale_is_f16 = false;  ///< what FragmentScale::kHalf scales are; both projections alike
 };
 
-/// The token operand of a GEMM: what the tensor cores multiply. The element is BF16, or F16 for
-/// FragmentFormat::kF16 weights.
+/// The token operand of a GEMM: what the tensor cores multiply. The element is BF16, F16 for
+/// FragmentFormat::kF16 weights, or e4m3 codes where the plan of a prefill says so.
 struct TokenRows {
   const void* values = nullptr;  ///< [rows][row_stride], starting on 16 bytes
-  int64_t row_stride = 0;        ///< elements; a multiple of 8
+  int64_t row_stride = 0;        ///< elements; a multiple of 16 bytes
   /// Columns that stand in memory: a multiple of 8 (the logical K rounded up, zeros there). Kernels take
   /// zeros from here to hidden_cols / mid_cols.
   int64_t cols = 0;
@@ -106,11 +107,16 @@ inline constexpr int64_t kCounterBytes = (512 + 64) * 4;
 enum class MidKind : uint8_t {
   kRounded,    ///< the activation's output, rounded to the element of the operand: W*A16
   kQuantized,  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
+  kQuantizedInTile,  ///< as kQuantized, by stored scales or groups of 128 and without factors ahead: a
+                     ///< prefill of codes does it where it multiplies
   kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one
                      ///< pass
 };
 
 enum class ExecutionMode : uint8_t { kDecode, kPrefill };
+
+/// `activation`: the scheme's, as the device applies it.
+MidKind MidKindOf(const ActivationFormat& activation);
 
 /// Which kernels run. Decode where it fits (PlanDecode) and where its rate is the better one.
 ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, const DeviceLimits& limits);
@@ -158,7 +164,12 @@ struct PrefillPlan {
   int64_t chunk_tokens = 0;  ///< tokens of one pass; a call with more takes several
   int64_t panel_rows = 0;    ///< rows of the token panels of a pass: routes, and 8 for every expert
   bool fused_mid = false;    ///< the first GEMM activates and writes the panel of the second itself
+  bool activated = false;    ///< codes: it activates, and F32 rows wait for their scales
   bool rows_f32 = false;     ///< the second GEMM's rows are F32, not BF16
+  /// Token operands are e4m3 codes, and the FP8 units multiply them: sums of 128 k hold some 14 bits.
+  bool codes = false;
+  int64_t hidden_cols = 0;  ///< columns of the operands of the two GEMMs: those of the layout, codes in whole
+  int64_t mid_cols = 0;     ///< slabs of 128
   int grid = 0;
   int64_t shared_bytes = 0;  ///< of the GEMM kernels
   /// Scratch, each 256-byte aligned.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "experts/cuda/launch.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rows.hpp"
@@ -77,6 +78,13 @@ DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format) {
   return quantizer;
 }
 
+bool IsE4m3Operand(const ActivationFormat& format) {
+  const Kind kind = KindOf(format);
+  return format.quantized() && *format.element == DType::kF8E4M3 &&
+         (kind == Kind::kPerTensor || kind == Kind::kPerRow ||
+          (kind == Kind::kRealGroup && format.group.col == 128));
+}
+
 bool HasGroupScale(const ActivationFormat& format) {
   return KindOf(format) == Kind::kRealGroup;
 }
@@ -84,6 +92,17 @@ bool HasGroupScale(const ActivationFormat& format) {
 bool HasRowScale(const ActivationFormat& format) {
   return KindOf(format) == Kind::kPerRow ||
          (format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale);
+}
+
+MidKind MidKindOf(const ActivationFormat& activation) {
+  if (!activation.quantized()) {
+    return MidKind::kRounded;
+  }
+  if (NeedsTensorScale(activation) && !activation.static_tensor_scale) {
+    return MidKind::kQuantizedByBatch;
+  }
+  return IsE4m3Operand(activation) && !HasRowScale(activation) ? MidKind::kQuantizedInTile
+                                                               : MidKind::kQuantized;
 }
 
 }  // namespace fusedmoe::cuda

@@ -35,6 +35,8 @@ Status CheckOperandFormat(const ActivationFormat& format);
 /// The format must have passed CheckOperandFormat.
 DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format);
 
+/// True when operands can be e4m3 codes: their scales act on sums, of tensors, rows or groups of 128.
+bool IsE4m3Operand(const ActivationFormat& format);
 /// True when each group of 128 has a scale of its own beside the rows (TokenRows::group_scale).
 bool HasGroupScale(const ActivationFormat& format);
 /// True when a row has one (TokenRows::row_scale).

@@ -94,25 +94,30 @@ __device__ inline void PackLane(const float (&v)[kLaneValues], DType element, ui
 /// Quantizes the values of a lane in place and returns what is left to multiply with.
 __device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& step,
                                      float (&v)[kLaneValues]) {
+  const FastStep fast = FastStepOf(step.encode);
+  if (q.element == DType::kF8E4M3) {  // the unit's own conversion: 8 operations an element, not 20
+#pragma unroll
+    for (int i = 0; i < kLaneValues; i += 2) {
+      const float2 pair = UnpackE4m3x2(PackE4m3x2(fast.Apply(v[i]), fast.Apply(v[i + 1])));
+      v[i] = pair.x * step.value_scale;
+      v[i + 1] = pair.y * step.value_scale;
+    }
+    return step.left_scale;
+  }
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
-    v[i] = QuantizeElement(q, step.encode, v[i]) * step.value_scale;
+    v[i] = QuantizeElement(q, fast, step.encode.wide_factor, v[i]) * step.value_scale;
   }
   return step.left_scale;
 }
 
-/// Where a row of operand values goes: rows in natural order, or a panel.
-struct RowSink {
-  uint16_t* values;
-  int64_t stride;
-  __device__ void Store(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[8]) const {
-    if (k < padded_cols) {
-      auto* out = reinterpret_cast<uint4*>(values + row * stride + k);
-      out[0] = make_uint4(words[0], words[1], words[2], words[3]);
-      out[1] = make_uint4(words[4], words[5], words[6], words[7]);
-    }
+/// 16 e4m3 numbers to 4 words of codes, in order. Exact: what is packed has been rounded.
+__device__ inline void PackCodes(const float (&v)[kLaneValues], uint32_t (&words)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = PackE4m3x2(v[4 * i], v[4 * i + 1]) | PackE4m3x2(v[4 * i + 2], v[4 * i + 3]) << 16;
   }
-};
+}
 
 /// Transposes 4 x 4 words among four neighbouring lanes: word i of lane q becomes word q of lane i.
 __device__ inline void TransposeQuad(uint32_t& w0, uint32_t& w1, uint32_t& w2, uint32_t& w3, int q) {
@@ -128,8 +133,8 @@ __device__ inline void TransposeQuad(uint32_t& w0, uint32_t& w1, uint32_t& w2, u
   w1 = high ? d : w1, w3 = high ? w3 : d;
 }
 
-/// Panels: [slab of 64 k][row][8 pieces of 16 bytes], piece c at c ^ (row & 7), see prefill_gemm_sm90.cuh.
-/// All lanes of a warp call Store together; `row` below 0: nothing is stored.
+/// Panels: [slab of 64 k, or 128 of codes][row][8 pieces of 16 bytes], piece c at c ^ (row & 7), see
+/// prefill_gemm_sm90.cuh. All lanes of a warp call Store together; `row` below 0: nothing is stored.
 struct PanelSink {
   uint4* panel;
   int64_t rows;
@@ -146,6 +151,20 @@ struct PanelSink {
       uint4* out = panel + ((k >> 6) * rows + row) * 8;
       out[q ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);
       out[(q + 4) ^ (row & 7)] = make_uint4(w[4], w[5], w[6], w[7]);
+    }
+  }
+  /// e4m3 codes in order, TokenByte in the panel. `padded_cols`: a multiple of 128.
+  __device__ void StoreCodes(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[4]) const {
+    const int q = static_cast<int>(threadIdx.x) & 3;
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = __byte_perm(words[i], 0, 0x3120);
+    }
+    TransposeQuad(w[0], w[1], w[2], w[3], q);
+    if (row >= 0 && k < padded_cols) {
+      uint4* out = panel + ((k >> 7) * rows + row) * 8;
+      out[(static_cast<int>(k >> 6 & 1) * 4 + q) ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 };

@@ -24,7 +24,7 @@ struct OperandRowsCall {
   int64_t num_rows = 0;  ///< rows of the result
   int64_t rows_per_token =
       1;  ///< result row r reads source row r / rows_per_token (top_k for TokenRows.by_route)
-  DType element = DType::kBF16;  ///< of the result: BF16, or F16 for F16 weights
+  DType element = DType::kBF16;  ///< of the result: BF16, F16 for F16 weights, F8_E4M3 for codes as they are
   ActivationFormat activation;   ///< not quantized: conversion only
   /// Whose row it is, where scales depend on the expert: slot r's id (null: batched, expert r /
   /// rows_per_expert).
@@ -40,7 +40,7 @@ struct OperandRowsCall {
   const float* tensor_scale = nullptr;     ///< F32 [E]: static input scale, as a decode multiplier
   const float* pre_quant_scale = nullptr;  ///< F32 [E][cols]: multiplies the input first
   const float* row_weight = nullptr;       ///< F32 [rows of the source]: router weight on the input
-  void* values = nullptr;                  ///< [num_rows][padded_cols]
+  void* values = nullptr;                  ///< [num_rows][padded_cols] of `element`
   float* row_scale = nullptr;              ///< F32 [num_rows]: dynamic scales, where the format has them
   float* group_scale = nullptr;            ///< F32 [num_rows][padded_cols / 128]
   uint32_t* amax_bits = nullptr;           ///< one word of scratch: dynamic tensor scales only

@@ -46,6 +46,7 @@ Status LaunchRouteMap(const RouteMapParams& params, void* stream);
 /// Token rows into the panel of the first GEMM.
 struct GatherParams {
   TokenRows rows;
+  bool codes = false;  ///< rows are e4m3 codes
   const int32_t* panel_row = nullptr;
   int64_t num_routes = 0;
   int64_t top_k = 1;
@@ -84,9 +85,9 @@ struct PrefillGemmParams {
   const float* tensor_scale = nullptr;  ///< as DeviceProjection
   const float* row_scale = nullptr;
   const float* bias = nullptr;
-  const float* panel_scale = nullptr;  ///< kRowsF32 only: F32 [panel_rows]
+  const float* panel_scale = nullptr;  ///< codes, and kRowsF32: F32 [panel_rows]
   const float* panel_group_scale =
-      nullptr;  ///< kRowsF32 of PromotesGroups formats: F32 [groups of k][panel_rows]
+      nullptr;  ///< codes, and kRowsF32 of PromotesGroups formats: F32 [groups of k][panel_rows]
   void* out = nullptr;
   int64_t scale_rows = 0;  ///< rows of row_scale and bias, a part
   int64_t panel_rows = 0;
@@ -100,6 +101,11 @@ struct PrefillGemmParams {
   bool wait_for_map = false;  ///< the kernel ahead may not have waited for the map
   bool half_scale_is_f16 = false;
   SwishParams swish;
+  /// Codes, first GEMM, kPanel: how its outputs are quantized.
+  DeviceQuantizer quantizer;
+  const float* out_tensor_scale = nullptr;  ///< static scales [E] (null: 1), where there is no
+  float* out_group_scale = nullptr;         ///< [columns / 128][panel_rows]: scales of groups
+  bool activated = false;                   ///< kRowsF32 of codes: gated, activated columns, not gate and up
 };
 
 /// F32 rows of the first GEMM, activated and quantized, into the panel of the second.
@@ -116,11 +122,12 @@ struct MidPanelParams {
   int64_t mid_rows = 0;
   int64_t mid_cols = 0;
   int64_t panel_rows = 0;
+  bool activated = false;  ///< rows hold what the activation gives, as ungated ones
   ActivationSpec activation;
   DeviceQuantizer quantizer;
   const float* tensor_scale = nullptr;  ///< [E] static scales
   const float* smoothing = nullptr;     ///< [E][intermediate]
-  bool f16 = false;
+  DType element = DType::kBF16;         ///< of the panel: BF16, F16, or F8_E4M3 for codes
   uint8_t* panel = nullptr;
   float* panel_scale = nullptr;  ///< [panel_rows], where the format has row scales
   float* panel_group_scale =
@@ -159,6 +166,11 @@ constexpr bool HasLargeTiles(FragmentFormat format) {
   return traits.code_bits != 8 || traits.scale != FragmentScale::kF32Zero;
 }
 
+/// Formats whose fragments are operands of the 8-bit units as they stand.
+constexpr bool MultipliesCodes(FragmentFormat format) {
+  return format == FragmentFormat::kFp8 || format == FragmentFormat::kFp8Block;
+}
+
 /// The GEMM kernels of a format.
 struct PrefillKernels {
   using Kernel = void (*)(const PrefillGemmParams);
@@ -176,5 +188,8 @@ struct PrefillKernels {
 #define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
 FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)
 #undef FMOE_PREFILL_DECLARE
+/// Those that multiply e4m3 codes by e4m3 codes (MultipliesCodes): no panel epilogue.
+PrefillKernels PrefillCodeKernels_kFp8();
+PrefillKernels PrefillCodeKernels_kFp8Block();
 
 }  // namespace fusedmoe::cuda

@@ -4,8 +4,10 @@
 
 #include "experts/cuda/fragments.cuh"
 #include "experts/cuda/prefill.hpp"
+#include "experts/cuda/prefill_codes_sm90.cuh"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/ptx_panel.cuh"
+#include "experts/cuda/swish_sm90.cuh"
 #include "experts/cuda/wgmma.cuh"
 
 /// The grouped GEMM of prefill: out[token][row] = W[expert][row] . token, one persistent CTA an SM.
@@ -34,35 +36,41 @@ namespace fusedmoe::cuda {
 
 /// What becomes of the accumulators.
 enum class PrefillEpilogue {
-  kPanel,   ///< first GEMM, gated swish kinds, unquantized: activated into the panel of the second
+  kPanel,   ///< first GEMM, gated swish kinds: activated (and quantized) into the panel of the second
   kRows16,  ///< second GEMM: BF16 [panel row][ld]
-  kRowsF32  ///< either: F32 [panel row][ld], the first GEMM's outputs before the activation
+  kRowsF32  ///< either: F32 [panel row][ld], the first GEMM's outputs, activated where p.activated says so
 };
 
-template <FragmentFormat kFormat, int kTileTokens>
+template <FragmentFormat kFormat, int kTileTokens, bool kCodes>
 struct PrefillShape {
   static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   static constexpr int kWarpgroups = kTileTokens == 64 ? 4 : 2;
   static constexpr int kRowGroups = 4 / kWarpgroups;  ///< blocks of 64 rows a warpgroup
   static constexpr int kThreads = 128 + 128 * kWarpgroups;
-  static constexpr int kMinSlabs = kTraits.unit_slabs();
+  /// A slab is what 128 bytes of a token row are multiplied with: 64 k, or 128 of codes.
+  static constexpr int kMinSlabs = kCodes ? 1 : kTraits.unit_slabs();
+  static constexpr int kUnitBytes =
+      kCodes ? 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes() : kTraits.unit_bytes();
+  static constexpr int kSlabBits = kCodes ? 16 : kTraits.code_bits;
   /// Slabs of a weight slot: 32-36 KB for the small tile (235B M=64: 2 slabs of 4 bit 502 us, 4 slabs 462),
   /// half of it for the large one.
-  static constexpr int kWantSlabs = (kTileTokens == 64 ? 16 : 8) / kTraits.code_bits;
+  static constexpr int kWantSlabs = (kTileTokens == 64 ? 16 : 8) / kSlabBits;
   static constexpr int kSlabs = kWantSlabs < kMinSlabs ? kMinSlabs : kWantSlabs;
   static constexpr int kUnits = kSlabs / kMinSlabs;
-  static constexpr int kPieceBytes = kUnits * kTraits.unit_bytes();
+  static constexpr int kPieceBytes = kUnits * kUnitBytes;
   static constexpr int kSlotBytes = 16 * kPieceBytes;
-  static constexpr int kStages = kTraits.code_bits == 16 && kTileTokens == 128 ? 5 : 6;
+  static constexpr int kStages = kSlabBits == 16 && kTileTokens == 128 ? 5 : 6;
   static constexpr int kStageBytes = kTileTokens * 128;
+  static constexpr int kScaleBytes = kCodes ? kStages * kTileTokens * 4 : 0;  ///< of tokens, by stage
   static constexpr int kEpilogueBytes = 32768;
   static constexpr int kTableBytes = (3 * (static_cast<int>(kMaxExperts) + 1)) * 4;
   static constexpr int kSharedBytes = 232448;
   static constexpr int kSlots =
-      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
+      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes - kScaleBytes) /
+      kSlotBytes;
   static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
   static constexpr int kBytes = 1024 + kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
-                                (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
+                                kScaleBytes + (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
   static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
   /// Slabs that share a token stage: small tiles put several into one. Never more than a weight slot has, so
   /// that the place of a slab in its stage is known when the loop over a slot is unrolled: counted at run
@@ -75,15 +83,6 @@ struct PrefillShape {
   static constexpr int StageSlabs(int tokens) { return 1 << StageShift(tokens); }
   static_assert((kSlabs & (kSlabs - 1)) == 0, "whole stages fill a slot");
 };
-
-/// gate * sigmoid(alpha gate) * (up + beta) with the clamps of FMOE_ACTIVATION_TABLE; see SwishOf in
-/// prefill.hpp.
-__device__ __forceinline__ float GatedSwish(const SwishParams& s, float gate, float up) {
-  gate = MinNan(gate, s.gate_limit);
-  up = MaxNan(MinNan(up, s.up_limit), -s.up_limit);
-  const float swish = __fdividef(gate, 1.0F + exp2f(s.slope_log2 * gate));
-  return MinNan(swish, s.swish_limit) * (up + s.beta);
-}
 
 /// Scale and bias of the two weight rows (fragment rows r and r + 8 of a block) that a lane holds.
 struct RowPair {
@@ -108,24 +107,30 @@ __device__ __forceinline__ RowPair LoadRowPair(const PrefillGemmParams& p, int e
   return rows;
 }
 
-template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens>
-__global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 1)
+/// What stands behind the weights of an odd last slab of 64 codes.
+static __device__ const uint4 kZeroSlab[64] = {};
+
+template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens, bool kCodes>
+__global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kThreads, 1)
     PrefillGemm(const __grid_constant__ PrefillGemmParams p) {
-  using S = PrefillShape<kFormat, kTileTokens>;
+  using S = PrefillShape<kFormat, kTileTokens, kCodes>;
   using F = Fragments<kFormat>;
   constexpr int kWarpgroups = S::kWarpgroups;
   constexpr int kGroups = S::kRowGroups;
   // Quantized activations times groups with real scales: the scales act on sums, so that nothing is rounded
   // twice and the next quantization sees what the definition gives. (Folded into BF16, 5 % of the e4m3 codes
   // flip: error 1.4e-2.)
-  constexpr bool kPromote = kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
+  constexpr bool kPromote = !kCodes && kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
+  // A warp's row blocks: neighbours, which share 16-bit elements of a panel of codes, or four apart.
+  constexpr bool kNeighbours = kCodes && kEpilogue == PrefillEpilogue::kPanel;
   constexpr MmaType kMma = F::kF16 ? MmaType::kF16 : MmaType::kBf16;
   extern __shared__ uint8_t shared_raw[];
   uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
   uint8_t* const stages = shared;
   uint8_t* const staging = stages + S::kStages * S::kStageBytes;
   uint8_t* const slots = staging + S::kEpilogueBytes;
-  uint8_t* const barriers = slots + S::kSlots * S::kSlotBytes;
+  float* const token_scales = reinterpret_cast<float*>(slots + S::kSlots * S::kSlotBytes);  // kCodes
+  uint8_t* const barriers = reinterpret_cast<uint8_t*>(token_scales) + S::kScaleBytes;
   const uint32_t full = SharedAddress(barriers);
   const uint32_t empty = full + 8 * S::kStages;
   const uint32_t w_full = empty + 8 * S::kStages;
@@ -223,13 +228,24 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
           const int shift = S::StageShift(tile.tokens);
           const int bytes = (tile.tokens + 7) / 8 * 1024;
           const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128;
+          [[maybe_unused]] const float* scales =
+              p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; left -= 1 << shift) {
             const int slabs = min(left, 1 << shift);
             uint32_t to = SharedAddress(stages) + stage * S::kStageBytes;
             const uint32_t barrier = full + 8 * stage;
             BarrierWait(barrier + 8 * S::kStages, phase ^ 1);
-            BarrierExpect(barrier, bytes * slabs);
+            if constexpr (kCodes) {
+              BarrierExpect(barrier, scales == nullptr ? bytes : bytes + bytes / 32);
+              if (scales != nullptr) {
+                BulkLoad(SharedAddress(token_scales + stage * kTileTokens), scales, bytes / 32, barrier,
+                         policy);
+                scales += p.panel_rows;
+              }
+            } else {
+              BarrierExpect(barrier, bytes * slabs);
+            }
 #pragma unroll 1
             for (int s = 0; s < slabs; ++s) {
               BulkLoad(to, source, bytes, barrier, policy);
@@ -244,28 +260,37 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
         }
       }
     } else {  // ---- weights
-      const uint64_t policy = EvictFirstPolicy();
+      const uint64_t once = EvictFirstPolicy();
+      const uint64_t again = EvictNormalPolicy();
       const int piece = warp - 1 + 3 * lane;
       const int pieces = warp == 1 ? 6 : 5;
       int slot = 0;
       int phase = 0;
       for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
         locate(t, tile);
+        // Tiles of the same rows and other tokens read them again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB
+        // for 1.2 GB of operands when they were always the first to go.
+        const uint64_t policy = counts[tile.expert] > kTileTokens ? again : once;
         const uint8_t* source =
             p.blocks + tile.expert * p.expert_bytes +
             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
 #pragma unroll 1
         for (int c = 0; c < num_chunks; ++c) {
           const int bytes = c + 1 < num_chunks ? S::kPieceBytes : p.last_piece_bytes;
+          const bool half = kCodes && bytes < S::kPieceBytes;  // 64 k: zeros stand for the rest
           const uint32_t barrier = w_full + 8 * slot;
           BarrierWait(w_empty + 8 * slot, phase ^ 1);
           if (lane == 0) {
-            BarrierExpect(barrier, pieces * bytes);
+            BarrierExpect(barrier, pieces * (half ? S::kPieceBytes : bytes));
           }
           __syncwarp();
           if (lane < pieces) {
             BulkLoad(SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes, source, bytes,
                      barrier, policy);
+            if (half) {
+              BulkLoad(SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes + bytes,
+                       kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
+            }
           }
           source += S::kPieceBytes;
           if (++slot == S::kSlots) {
@@ -306,6 +331,13 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
     };
     clear(acc);
     clear(part);
+    float products[N / 2];  // sums of 128 k, kCodes
+    if constexpr (kCodes) {
+#pragma unroll
+      for (float& sum : products) {
+        sum = 0.0F;
+      }
+    }
     int release = -1;
     [[maybe_unused]] int group = 0;
     // Slab `s` of a slot, at `sub` of its stage. kDrain leaves no wgmma under way.
@@ -403,6 +435,67 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
         }
       }
     };
+    // Codes times codes. The 8-bit units keep some 14 bits of a sum, so sums of 128 k are added up in fp32,
+    // with the scales of their groups. Two warpgroups take turns: one adds while the other's products form.
+    [[maybe_unused]] auto multiply_codes = [&](const uint8_t* piece) {
+      const uint32_t descriptor = descriptor0 + stage * (S::kStageBytes / 16);
+      const float* const factors = token_scales + stage * kTileTokens + 2 * (lane & 3);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const uint8_t* const block = piece + (kNeighbours ? 1 : 4) * g * S::kPieceBytes;
+        uint32_t a[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint4 step = *reinterpret_cast<const uint4*>(block + j * 512 + lane * 16);
+          a[j][0] = step.x, a[j][1] = step.y, a[j][2] = step.z, a[j][3] = step.w;
+        }
+        float2 row = make_float2(1.0F, 1.0F);
+        if constexpr (F::kScale == FragmentScale::kF32Halves) {
+          row = *reinterpret_cast<const float2*>(block + 2 * F::kTraits.slab_code_bytes());
+        }
+        if (g == 0) {
+          BarrierWait(full + 8 * stage, phase);
+        }
+        WgmmaFence();
+        Wgmma<MmaType::kE4m3, N>::MmaFirst(products, a[0], SharedDescriptor(descriptor));
+#pragma unroll
+        for (int j = 1; j < 4; ++j) {
+          Wgmma<MmaType::kE4m3, N>::Mma(products, a[j], SharedDescriptor(descriptor + 2 * j));
+        }
+        WgmmaCommit();
+        WgmmaWait<0>();
+#pragma unroll
+        for (float& sum : products) {
+          asm volatile("" : "+f"(sum)::"memory");
+        }
+        if (p.panel_group_scale != nullptr) {
+#pragma unroll
+          for (int i = 0; i < N / 8; ++i) {
+            const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * i);
+#pragma unroll
+            for (int v = 0; v < 4; ++v) {
+              const float scale = (v < 2 ? row.x : row.y) * ((v & 1) != 0 ? factor.y : factor.x);
+              acc[g][4 * i + v] = fmaf(products[4 * i + v], scale, acc[g][4 * i + v]);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int i = 0; i < N / 2; ++i) {
+            acc[g][i] = F::kScale == FragmentScale::kF32Halves
+                            ? fmaf(products[i], (i & 2) == 0 ? row.x : row.y, acc[g][i])
+                            : acc[g][i] + products[i];
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        BarrierArrive(empty + 8 * stage);
+      }
+      if (++stage == S::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    };
     auto next_slot = [&] {
       __syncwarp();
       if (lane == 0) {
@@ -413,7 +506,8 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
         slot_phase ^= 1;
       }
     };
-    const uint8_t* const own_pieces = slots + (warpgroup * kGroups * 4 + row_warp) * S::kPieceBytes;
+    const uint8_t* const own_pieces =
+        slots + (warpgroup * kGroups * 4 + row_warp * (kNeighbours ? kGroups : 1)) * S::kPieceBytes;
     int left = num_slabs;
 #pragma unroll 1
     for (; left >= S::kSlabs; left -= S::kSlabs) {
@@ -421,6 +515,10 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
       const uint8_t* piece = own_pieces + slot * S::kSlotBytes;
 #pragma unroll
       for (int s = 0; s < S::kSlabs; ++s) {
+        if constexpr (kCodes) {
+          multiply_codes(piece);
+          continue;
+        }
         multiply(piece, s, s % kPerStage, s % kPerStage == kPerStage - 1, std::false_type{});
       }
       next_slot();
@@ -436,9 +534,11 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
       }
       next_slot();
     }
-    WgmmaWait<0>();
-    if (lane == 0) {
-      BarrierArrive(empty + 8 * release);
+    if constexpr (!kCodes) {
+      WgmmaWait<0>();
+      if (lane == 0) {
+        BarrierArrive(empty + 8 * release);
+      }
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -453,7 +553,44 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
     int tile_index = lane >> 3;
     asm volatile("" : "+r"(tile_row), "+r"(tile_index));  // addresses are made here, not before the tile loop
     const int r = lane >> 2;
-    if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
+    // The gated outputs of row block `block` and two tokens, of codes.
+    [[maybe_unused]] auto activate_codes = [&](int g, int block, int i, const RowPair& rows, float2 factor,
+                                               float(&h)[2]) {
+#pragma unroll
+      for (int v = 0; v < 2; ++v) {
+        const float f = v == 0 ? factor.x : factor.y;
+        const float gate = fmaf(acc[g][4 * i + v], f * rows.scale[0], rows.bias[0]);
+        const float up = fmaf(acc[g][4 * i + 2 + v], f * rows.scale[1], rows.bias[1]);
+        h[v] = block < p.num_blocks ? GatedSwish(p.swish, gate, up) : 0.0F;
+        if (kEpilogue == PrefillEpilogue::kPanel && p.quantizer.rule.round_to_bf16_first) {
+          h[v] = RoundToBf16(h[v]);
+        }
+      }
+    };
+    [[maybe_unused]] auto factor_of = [&](int i) {
+      return p.panel_scale == nullptr || 8 * i >= tile.tokens  // rows of a panel come in eights
+                 ? make_float2(1.0F, 1.0F)
+                 : __ldg(
+                       reinterpret_cast<const float2*>(p.panel_scale + tile.token + 8 * i + 2 * (lane & 3)));
+    };
+    if constexpr (kEpilogue == PrefillEpilogue::kPanel && kCodes) {
+      float values[kGroups][N / 4];
+      const int first_block = warpgroup * 4 * kGroups + row_warp * kGroups;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const int block = tile.row * 16 + first_block + g;
+        const int64_t column = min(IntermediateColumn(block, r), p.scale_rows - 1);
+        const RowPair rows = LoadRowPair(p, tile.expert, column, column, true);
+#pragma unroll
+        for (int i = 0; i < N / 8; ++i) {
+          float h[2];
+          activate_codes(g, block, i, rows, factor_of(i), h);
+          values[g][2 * i] = h[0], values[g][2 * i + 1] = h[1];
+        }
+      }
+      StoreCodePanel<kTileTokens, 4 * kWarpgroups, kGroups, N>(
+          p, tile.expert, tile.row, tile.token, tile.tokens, first_block, staging, tid - 128, values);
+    } else if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
       // 64 columns are 8 row blocks: of one warpgroup, or of two
       constexpr int kShare = 128 * (2 / kGroups);
       const int half = kGroups == 2 ? warpgroup : warpgroup >> 1;
@@ -501,6 +638,17 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
         const int64_t row = min((tile.row * 16 + (warpgroup * kGroups + g) * 4 + row_warp) * 16 + r,
                                 static_cast<int>(p.scale_rows) - 9);
         const RowPair rows = LoadRowPair(p, tile.expert, row, row + 8, false);
+        if (kCodes && p.panel_scale != nullptr) {
+          const float* const token_scale = p.panel_scale + tile.token + 2 * (lane & 3);
+#pragma unroll
+          for (int i = 0; i < N / 8; ++i) {
+            if (8 * i < tile.tokens) {  // rows of a panel come in eights
+              const float2 factor = __ldg(reinterpret_cast<const float2*>(token_scale + 8 * i));
+              acc[g][4 * i] *= factor.x, acc[g][4 * i + 1] *= factor.y;
+              acc[g][4 * i + 2] *= factor.x, acc[g][4 * i + 3] *= factor.y;
+            }
+          }
+        }
 #pragma unroll
         for (int i = 0; i < N / 8; i += 2) {
           const float* v = &acc[g][4 * i];
@@ -546,6 +694,22 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens>::kThreads, 
           // Eight rows of the block side by side: a store fills whole 32-byte sectors.
           int token = 2 * (lane & 3);
           asm volatile("" : "+r"(token));
+          if (kCodes && p.activated) {
+            float* h_out = static_cast<float*>(p.out) + (tile.token + token) * p.ld + block * 8 + r;
+#pragma unroll
+            for (int i = 0; i < N / 8; ++i) {
+              float h[2];
+              activate_codes(g, block, i, rows, factor_of(i), h);
+#pragma unroll
+              for (int v = 0; v < 2; ++v) {
+                if (token + 8 * i + v < tile.tokens) {
+                  __stcg(h_out, h[v]);
+                }
+                h_out += v == 0 ? p.ld : 7 * p.ld;
+              }
+            }
+            continue;
+          }
           float* out = static_cast<float*>(p.out) + (tile.token + token) * p.ld;
           const float* token_scale = p.panel_scale == nullptr ? nullptr : p.panel_scale + tile.token + token;
 #pragma unroll

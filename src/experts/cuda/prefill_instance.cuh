@@ -6,15 +6,15 @@
 /// apart.
 namespace fusedmoe::cuda {
 
-template <FragmentFormat kFormat, int kTileTokens>
+template <FragmentFormat kFormat, int kTileTokens, bool kCodes>
 PrefillKernels::Tile PrefillTileOf() {
-  using S = PrefillShape<kFormat, kTileTokens>;
+  using S = PrefillShape<kFormat, kTileTokens, kCodes>;
   PrefillKernels::Tile tile;
-  if constexpr (kTileTokens == 64 || HasLargeTiles(kFormat)) {
-    tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens>;
-    tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens>;
-    if constexpr (kTileTokens == 64 || !PromotesGroups(kFormat)) {
-      tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens>;
+  if constexpr (kCodes || kTileTokens == 64 || HasLargeTiles(kFormat)) {
+    tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens, kCodes>;
+    tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens, kCodes>;
+    if constexpr (kCodes || kTileTokens == 64 || !PromotesGroups(kFormat)) {
+      tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens, kCodes>;
     }
     tile.threads = S::kThreads;
     tile.shared_bytes = S::kBytes;
@@ -25,9 +25,17 @@ PrefillKernels::Tile PrefillTileOf() {
 
 }  // namespace fusedmoe::cuda
 
-#define FMOE_PREFILL_KERNELS(id)                                                                \
-  namespace fusedmoe::cuda {                                                                    \
-  PrefillKernels PrefillKernels_##id() {                                                        \
-    return {PrefillTileOf<FragmentFormat::id, 64>(), PrefillTileOf<FragmentFormat::id, 128>()}; \
-  }                                                                                             \
+#define FMOE_PREFILL_KERNELS(id)                              \
+  namespace fusedmoe::cuda {                                  \
+  PrefillKernels PrefillKernels_##id() {                      \
+    return {PrefillTileOf<FragmentFormat::id, 64, false>(),   \
+            PrefillTileOf<FragmentFormat::id, 128, false>()}; \
+  }                                                           \
+  }
+
+#define FMOE_PREFILL_CODE_KERNELS(id)                                                                       \
+  namespace fusedmoe::cuda {                                                                                \
+  PrefillKernels PrefillCodeKernels_##id() {                                                                \
+    return {PrefillTileOf<FragmentFormat::id, 64, true>(), PrefillTileOf<FragmentFormat::id, 128, true>()}; \
+  }                                                                                                         \
   }

@@ -2,13 +2,17 @@
 // that PlanPrefill has not decided.
 #include <algorithm>
 
+#include "core/checked_math.hpp"
 #include "experts/cuda/host_launch.cuh"
 #include "experts/cuda/prefill.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
 
-PrefillKernels KernelsOf(FragmentFormat format) {
+PrefillKernels KernelsOf(FragmentFormat format, bool codes) {
+  if (codes) {
+    return format == FragmentFormat::kFp8 ? PrefillCodeKernels_kFp8() : PrefillCodeKernels_kFp8Block();
+  }
   switch (format) {
 #define FMOE_PREFILL_CASE(id, name, code, bits, scale, group) \
   case FragmentFormat::id:                                    \
@@ -45,7 +49,7 @@ PassScratch ScratchOf(const LayerShape& shape, const PrefillPlan& plan, std::byt
   scratch.panel_scale = reinterpret_cast<float*>(base + plan.panel_scale_offset);
   scratch.mid_scale = scratch.panel_scale + plan.panel_rows;
   scratch.panel_group_scale = reinterpret_cast<float*>(base + plan.group_scale_offset);
-  scratch.mid_group_scale = scratch.panel_group_scale + plan.panel_rows * (shape.hidden_cols() / 128);
+  scratch.mid_group_scale = scratch.panel_group_scale + plan.panel_rows * (plan.hidden_cols / 128);
   scratch.amax_bits = reinterpret_cast<uint32_t*>(base + plan.amax_offset);
   scratch.panel = reinterpret_cast<uint8_t*>(base + plan.panel_offset);
   scratch.mid = reinterpret_cast<uint8_t*>(base + plan.mid_offset);
@@ -57,6 +61,7 @@ PrefillGemmParams GemmParams(const LayerShape& shape, const DeviceProjection& pr
                              const PrefillPlan& plan, const PassScratch& scratch, int64_t cols,
                              int64_t num_blocks, const PrefillKernels::Tile& tile) {
   const FragmentTraits traits = FragmentTraitsOf(shape.format);
+  const int64_t unit_cols = int64_t{traits.unit_slabs()} * kFragmentSlab;
   PrefillGemmParams p;
   p.first_row = scratch.map.first_row;
   p.counts = scratch.map.counts;
@@ -66,11 +71,12 @@ PrefillGemmParams GemmParams(const LayerShape& shape, const DeviceProjection& pr
   p.bias = projection.bias;
   p.panel_rows = plan.panel_rows;
   p.num_experts = static_cast<int>(shape.num_local_experts);
-  p.num_slabs = static_cast<int>(cols / kFragmentSlab);
+  p.num_slabs = static_cast<int>(CeilDiv(cols, plan.codes ? kFragmentByteSlab : kFragmentSlab));
   p.num_blocks = static_cast<int>(num_blocks);
   p.row_tiles = static_cast<int>((num_blocks + 15) / 16);
-  const int units = p.num_slabs / traits.unit_slabs();
-  const int slot_units = tile.slabs / traits.unit_slabs();
+  const auto units = static_cast<int>(cols / unit_cols);
+  const int slot_units =
+      tile.slabs * (plan.codes ? kFragmentByteSlab : kFragmentSlab) / static_cast<int>(unit_cols);
   p.last_piece_bytes = (units % slot_units == 0 ? slot_units : units % slot_units) * traits.unit_bytes();
   p.block_bytes = static_cast<int64_t>(units) * traits.unit_bytes();
   p.expert_bytes = num_blocks * p.block_bytes;
@@ -91,9 +97,11 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
   auto* stream = static_cast<cudaStream_t>(call.stream);
   const int64_t top_k = shape.batched ? 1 : shape.top_k;
   const int64_t routes = count * top_k;
-  const bool f16 = shape.format == FragmentFormat::kF16;
+  const DType element = plan.codes                             ? DType::kF8E4M3
+                        : shape.format == FragmentFormat::kF16 ? DType::kF16
+                                                               : DType::kBF16;
   const PassScratch scratch = ScratchOf(shape, plan, call.scratch, routes);
-  const PrefillKernels kernels = KernelsOf(shape.format);
+  const PrefillKernels kernels = KernelsOf(shape.format, plan.codes);
   const PrefillKernels::Tile& tile = plan.tile_tokens == 64 ? kernels.small : kernels.large;
   const DeviceQuantizer quantizer = mid == nullptr ? DeviceQuantizer{} : MakeDeviceQuantizer(mid->format);
 
@@ -101,7 +109,7 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
     FMOE_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(scratch.amax_bits, 0, sizeof(uint32_t), stream),
                                   "amax of the intermediate"));
   }
-  if (plan.fused_mid && shape.mid_cols() > shape.mid_rows()) {
+  if (plan.fused_mid && !plan.codes && shape.mid_cols() > shape.mid_rows()) {
     // A slab that only the unit of the weights adds: its weights are zero, so the tokens must be numbers.
     const int64_t slab_bytes = plan.panel_rows * kFragmentSlab * 2;
     FMOE_RETURN_IF_ERROR(ToStatus(
@@ -126,19 +134,20 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
   GatherParams gather;
   gather.rows = call.hidden;
   const int64_t first_row = call.hidden.by_route ? first * top_k : first;
-  gather.rows.values =
-      static_cast<const std::byte*>(call.hidden.values) + first_row * call.hidden.row_stride * 2;
+  gather.rows.values = static_cast<const std::byte*>(call.hidden.values) +
+                       first_row * call.hidden.row_stride * (plan.codes ? 1 : 2);
   gather.rows.row_scale = call.hidden.row_scale == nullptr ? nullptr : call.hidden.row_scale + first_row;
   gather.rows.group_scale = call.hidden.group_scale == nullptr
                                 ? nullptr
-                                : call.hidden.group_scale + first_row * (shape.hidden_cols() / 128);
+                                : call.hidden.group_scale + first_row * (plan.hidden_cols / 128);
   gather.panel_row = scratch.map.panel_row;
   gather.num_routes = routes;
   gather.top_k = top_k;
-  gather.padded_cols = shape.hidden_cols();
+  gather.codes = plan.codes;
+  gather.padded_cols = plan.hidden_cols;
   gather.panel_rows = plan.panel_rows;
   gather.panel = scratch.panel;
-  const bool promotes = PromotesGroups(shape.format) && !plan.fused_mid;
+  const bool promotes = plan.codes || (PromotesGroups(shape.format) && !plan.fused_mid);
   gather.panel_group_scale =
       promotes && call.hidden.group_scale != nullptr ? scratch.panel_group_scale : nullptr;
   gather.panel_scale = call.hidden.row_scale == nullptr ? nullptr : scratch.panel_scale;
@@ -155,13 +164,18 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
   gate_up.half_scale_is_f16 = weights.half_scale_is_f16;
   gate_up.swish = SwishOf(shape.activation);
   gate_up.out = plan.fused_mid ? scratch.mid : scratch.rows;
-  gate_up.ld = plan.fused_mid ? shape.mid_rows() : shape.parts() * shape.mid_rows();
+  gate_up.ld = (plan.fused_mid || plan.activated ? 1 : shape.parts()) * shape.mid_rows();
+  float* const mid_group_scale =
+      promotes && (plan.codes || plan.rows_f32) && mid != nullptr && HasGroupScale(mid->format)
+          ? scratch.mid_group_scale
+          : nullptr;
+  gate_up.quantizer = quantizer;
+  gate_up.out_tensor_scale = mid == nullptr ? nullptr : mid->tensor_scale;
+  gate_up.out_group_scale = mid_group_scale;
+  gate_up.activated = plan.activated;
   FMOE_RETURN_IF_ERROR(LaunchGemm("PrefillGemm of gate and up", plan.fused_mid ? tile.panel : tile.rows_f32,
                                   tile, plan.grid, gate_up, stream));
 
-  float* const mid_group_scale = promotes && plan.rows_f32 && mid != nullptr && HasGroupScale(mid->format)
-                                     ? scratch.mid_group_scale
-                                     : nullptr;
   if (!plan.fused_mid) {
     MidPanelParams panel;
     panel.rows = static_cast<const float*>(scratch.rows);
@@ -171,13 +185,14 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
     panel.num_routes = routes;
     panel.intermediate = shape.intermediate;
     panel.mid_rows = shape.mid_rows();
-    panel.mid_cols = shape.mid_cols();
+    panel.mid_cols = plan.mid_cols;
     panel.panel_rows = plan.panel_rows;
+    panel.activated = plan.activated;
     panel.activation = shape.activation;
     panel.quantizer = quantizer;
     panel.tensor_scale = mid == nullptr ? nullptr : mid->tensor_scale;
     panel.smoothing = mid == nullptr ? nullptr : mid->pre_quant_scale;
-    panel.f16 = f16;
+    panel.element = element;
     panel.panel = scratch.mid;
     panel.panel_scale = scratch.mid_scale;
     panel.panel_group_scale = mid_group_scale;

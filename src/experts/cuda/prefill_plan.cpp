@@ -14,6 +14,9 @@ namespace {
 constexpr int64_t kScratchTarget = int64_t{2} << 30;
 /// Passes are cut to whole multiples of this.
 constexpr int64_t kChunkUnit = 256;
+/// Routes from which on codes are multiplied as codes. Fewer leave the layer bound by reading weights: there
+/// their exact values in BF16 cost nothing.
+constexpr int64_t kFewestCodeRoutes = 256;
 /// Tokens an expert up to which the 64-token tiles are faster (at 32: 677 us against 785).
 constexpr int64_t kSmallTileTokens = 48;
 
@@ -25,15 +28,19 @@ int64_t RoutesOf(const LayerShape& shape, int64_t num_tokens) {
   return shape.batched ? num_tokens : num_tokens * shape.top_k;
 }
 
-/// Columns of an F32 row before the activation.
-int64_t MidRowWidth(const LayerShape& shape) {
-  return shape.parts() * shape.mid_rows();
+/// Columns of an F32 row between the GEMMs.
+int64_t MidRowWidth(const LayerShape& shape, const PrefillPlan& plan) {
+  return (plan.activated ? 1 : shape.parts()) * shape.mid_rows();
 }
 
 /// Everything of the plan that depends on the tokens of a pass.
 void PlaceScratch(const LayerShape& shape, MidKind mid, int64_t chunk_tokens, PrefillPlan& plan) {
   const int64_t routes = RoutesOf(shape, chunk_tokens);
   plan.chunk_tokens = chunk_tokens;
+  const int64_t slab = plan.codes ? kFragmentByteSlab : kFragmentSlab;
+  const int64_t element_bytes = plan.codes ? 1 : 2;
+  plan.hidden_cols = RoundUp(shape.hidden_cols(), slab);
+  plan.mid_cols = RoundUp(shape.mid_cols(), slab);
   plan.panel_rows = (routes + 8 * shape.num_local_experts + 15) / 8 * 8;
   int64_t at = 0;
   const auto place = [&at](int64_t bytes) {
@@ -43,12 +50,12 @@ void PlaceScratch(const LayerShape& shape, MidKind mid, int64_t chunk_tokens, Pr
   };
   plan.map_offset = place(4 * (shape.num_local_experts * (2 + RouteChunks(routes)) + 2 * routes));
   plan.panel_scale_offset = place(2 * 4 * plan.panel_rows);
-  plan.group_scale_offset = place(
-      mid == MidKind::kRounded ? 0 : 4 * plan.panel_rows * (shape.hidden_cols() + shape.mid_cols()) / 128);
+  plan.group_scale_offset =
+      place(mid == MidKind::kRounded ? 0 : 4 * plan.panel_rows * (plan.hidden_cols + plan.mid_cols) / 128);
   plan.amax_offset = place(4);
-  plan.panel_offset = place(plan.panel_rows * shape.hidden_cols() * 2);
-  plan.mid_offset = place(plan.panel_rows * shape.mid_cols() * 2);
-  const int64_t before_activation = plan.fused_mid ? 0 : plan.panel_rows * MidRowWidth(shape) * 4;
+  plan.panel_offset = place(plan.panel_rows * plan.hidden_cols * element_bytes);
+  plan.mid_offset = place(plan.panel_rows * plan.mid_cols * element_bytes);
+  const int64_t before_activation = plan.fused_mid ? 0 : plan.panel_rows * MidRowWidth(shape, plan) * 4;
   const int64_t before_reduction = plan.panel_rows * shape.down_rows() * (plan.rows_f32 ? 4 : 2);
   plan.rows_offset = place(std::max(before_activation, before_reduction));
   plan.scratch_bytes = at;
@@ -96,9 +103,15 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   }
   const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);
   plan.tile_tokens = RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens ? 64 : 128;
-  plan.fused_mid = mid == MidKind::kRounded && shape.gated() && IsSwish(shape.activation);
-  plan.rows_f32 = mid != MidKind::kRounded || shape.format == FragmentFormat::kF16 || shape.batched;
-  if (!HasLargeTiles(shape.format) || (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid))) {
+  plan.codes = shape.e4m3_tokens && MultipliesCodes(shape.format) && mid != MidKind::kRounded &&
+               RoutesOf(shape, num_tokens) >= kFewestCodeRoutes;
+  const bool swish = shape.gated() && IsSwish(shape.activation);
+  plan.fused_mid = swish && (mid == MidKind::kRounded || (plan.codes && mid == MidKind::kQuantizedInTile));
+  plan.activated = swish && plan.codes && !plan.fused_mid;
+  plan.rows_f32 =
+      (mid != MidKind::kRounded && !plan.codes) || shape.format == FragmentFormat::kF16 || shape.batched;
+  if (!plan.codes && (!HasLargeTiles(shape.format) ||
+                      (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid)))) {
     plan.tile_tokens = 64;
   }
   plan.grid = limits.num_sms;
@@ -122,6 +135,12 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
     const int64_t passes = CeilDiv(num_tokens, fits * kChunkUnit);
     PlaceScratch(shape, mid, CeilDiv(CeilDiv(num_tokens, passes), kChunkUnit) * kChunkUnit, plan);
     plan.scratch_bytes = std::max(kScratchTarget, largest_bytes);
+  }
+  if (plan.codes) {  // codes take less scratch than values: what the last call without them takes serves all
+    LayerShape plain = shape;
+    plain.e4m3_tokens = false;
+    const int64_t last = (kFewestCodeRoutes - 1) / (shape.batched ? 1 : shape.top_k);
+    plan.scratch_bytes = std::max(plan.scratch_bytes, PlanPrefill(plain, last, mid, limits).scratch_bytes);
   }
   if (plan.panel_rows > std::numeric_limits<int32_t>::max()) {
     plan.why_not =

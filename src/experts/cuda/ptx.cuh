@@ -51,10 +51,15 @@ __device__ __forceinline__ void BulkLoad(uint32_t to, const void* from, uint32_t
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-/// L2 policies: weights pass through once, token panels are read by many.
+/// L2 policies: weights that pass through once, weights that several tiles read, token panels.
 __device__ __forceinline__ uint64_t EvictFirstPolicy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t EvictNormalPolicy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ uint64_t EvictLastPolicy() {
@@ -140,6 +145,19 @@ __device__ __forceinline__ uint32_t PackBf16x2(float low, float high) {
 __device__ __forceinline__ uint32_t PackF16x2(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+/// Two e4m3 codes, to nearest even, saturating; NaN stays.
+__device__ __forceinline__ uint32_t PackE4m3x2(float low, float high) {
+  uint16_t pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ float2 UnpackE4m3x2(uint32_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
+  return __half22float2(*reinterpret_cast<const __half2*>(&halves));
 }
 
 }  // namespace fusedmoe::cuda

@@ -15,6 +15,37 @@
 /// round once less.
 namespace fusedmoe::cuda {
 
+/// An EncodeStep ready for many values: the quotient to the last bit without a division for each. A product
+/// with the inverse, twice corrected by the exact rest (Markstein), is the rounded quotient unless a rest
+/// underflows: a power of two ahead keeps scales near 1.
+struct alignas(16) FastStep {
+  float factor = 0.0F;   ///< divisor; 0: the product counts
+  float inverse = 0.0F;  ///< multiplier
+  float ahead = 1.0F;
+  float pad = 0.0F;
+
+  __device__ __forceinline__ float Apply(float value) const {
+    value *= ahead;
+    const float product = __fmul_rn(value, inverse);
+    float quotient = __fmaf_rn(__fmaf_rn(-product, factor, value), inverse, product);
+    quotient = __fmaf_rn(__fmaf_rn(-quotient, factor, value), inverse, quotient);
+    // Products beyond all codes stay: their rest may be infinite. NaN stays.
+    return factor != 0.0F && fabsf(product) < 0x1p20F ? quotient : product;
+  }
+};
+
+__device__ __forceinline__ FastStep FastStepOf(const EncodeStep& step) {
+  FastStep fast;
+  if (step.multiply || !(step.factor < INFINITY)) {
+    fast.inverse = step.multiply ? step.factor : __fdiv_rn(1.0F, step.factor);
+    return fast;
+  }
+  fast.ahead = step.factor < 0x1p-60F ? 0x1p64F : step.factor > 0x1p60F ? 0x1p-64F : 1.0F;
+  fast.factor = step.factor * fast.ahead;
+  fast.inverse = __fdiv_rn(1.0F, fast.factor);
+  return fast;
+}
+
 /// What codes of a group are made with, and what their BF16 values are multiplied with.
 struct GroupStep {
   EncodeStep encode;
@@ -96,15 +127,16 @@ __device__ __forceinline__ float RoundToElement(float value) {
   return __uint_as_float(__float_as_uint(rounded) | (bits & 0x80000000U));
 }
 
-/// The value of the code of one element.
-__device__ inline float QuantizeElement(const DeviceQuantizer& q, const EncodeStep& step, float value) {
-  if (step.wide_factor != 0.0) {
-    const double product = static_cast<double>(value) * step.wide_factor;
+/// The value of the code of one element. `wide_factor`: EncodeStep's.
+__device__ inline float QuantizeElement(const DeviceQuantizer& q, const FastStep& step, double wide_factor,
+                                        float value) {
+  if (wide_factor != 0.0) {
+    const double product = static_cast<double>(value) * wide_factor;
     value = static_cast<float>(q.rule.int_rounding == IntRounding::kHalfAway   ? round(product)
                                : q.rule.int_rounding == IntRounding::kTruncate ? trunc(product)
                                                                                : rint(product));
   } else {
-    value = step.multiply ? __fmul_rn(value, step.factor) : __fdiv_rn(value, step.factor);
+    value = step.Apply(value);
   }
   switch (q.element) {
     case DType::kF4E2M1:

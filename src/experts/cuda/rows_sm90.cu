@@ -34,14 +34,15 @@ __global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ Gathe
     if (__all_sync(kAllLanes, target < 0)) {
       continue;
     }
-    const auto* source = static_cast<const uint16_t*>(p.rows.values) + row * p.rows.row_stride + k;
+    const auto* source =
+        static_cast<const uint4*>(p.rows.values) + (row * p.rows.row_stride + k) / (p.codes ? 16 : 8);
     uint4 low = make_uint4(0, 0, 0, 0);
     uint4 high = low;
     if (k < p.rows.cols) {
-      low = __ldg(reinterpret_cast<const uint4*>(source));
+      low = __ldg(source);
     }
-    if (k + 8 < p.rows.cols) {
-      high = __ldg(reinterpret_cast<const uint4*>(source) + 1);
+    if (k + 8 < p.rows.cols && !p.codes) {
+      high = __ldg(source + 1);
     }
     uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     const float group_scale = p.rows.group_scale == nullptr || k >= p.padded_cols
@@ -59,7 +60,12 @@ __global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ Gathe
          choice += static_cast<int>(split)) {
       const int to = __shfl_sync(kAllLanes, target, choice);
       if (to >= 0) {
-        sink.Store(to, k, p.padded_cols, words);
+        if (p.codes) {
+          const uint32_t codes[4] = {words[0], words[1], words[2], words[3]};
+          sink.StoreCodes(to, k, p.padded_cols, codes);
+        } else {
+          sink.Store(to, k, p.padded_cols, words);
+        }
         if (p.panel_scale != nullptr && k == 0) {
           p.panel_scale[to] = row_scale;
         }

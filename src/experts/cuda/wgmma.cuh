@@ -10,7 +10,8 @@ namespace fusedmoe::cuda {
 /// What stands in the 16-bit (or 8-bit) halves of an operand register.
 enum class MmaType { kBf16, kF16, kE4m3 };
 
-/// d += a * tokens, 64 x N x 16 (x 32 for 8-bit elements). `descriptor`: SharedDescriptor of the tokens.
+/// Mma: d += a * tokens, 64 x N x 16 (x 32 for 8-bit elements). `descriptor`: SharedDescriptor of the tokens.
+/// MmaFirst (8-bit elements): d = a * tokens.
 template <MmaType Type, int N>
 struct Wgmma;
 
@@ -28,21 +29,28 @@ struct Wgmma;
 #define FMOE_TEXT6 FMOE_TEXT5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FMOE_TEXT7 FMOE_TEXT6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define FMOE_WGMMA_OF(TYPE, SHAPE, ELEMENTS, FLAGS, N, TEXT, IN, ...)                                \
-  template <>                                                                                        \
-  struct Wgmma<MmaType::TYPE, N> {                                                                   \
-    static __device__ __forceinline__ void Mma(float (&d)[N / 2], const uint32_t (&a)[4],            \
-                                               uint64_t descriptor) {                                \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE ".f32." ELEMENTS " {" TEXT "}, {" IN \
-                   ", " FLAGS ";"                                                                    \
-                   : __VA_ARGS__                                                                     \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                   \
-    }                                                                                                \
+#define FMOE_WGMMA_OF(TYPE, NAME, SHAPE, ELEMENTS, FLAGS, N, TEXT, IN, ...)                        \
+  static __device__ __forceinline__ void NAME(float(&d)[N / 2], const uint32_t(&a)[4],             \
+                                              uint64_t descriptor) {                               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE ".f32." ELEMENTS " {" TEXT "}, {" IN \
+                 ", " FLAGS ";"                                                                    \
+                 : __VA_ARGS__                                                                     \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                   \
+  }
+#define FMOE_WGMMA(N, TEXT, IN, ...)                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kBf16, N> {                                                         \
+    FMOE_WGMMA_OF(kBf16, Mma, "k16", "bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__)   \
+  };                                                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kF16, N> {                                                          \
+    FMOE_WGMMA_OF(kF16, Mma, "k16", "f16.f16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__)      \
+  };                                                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kE4m3, N> {                                                         \
+    FMOE_WGMMA_OF(kE4m3, Mma, "k32", "e4m3.e4m3", "1, 1, 1", N, TEXT, IN, __VA_ARGS__)      \
+    FMOE_WGMMA_OF(kE4m3, MmaFirst, "k32", "e4m3.e4m3", "0, 1, 1", N, TEXT, IN, __VA_ARGS__) \
   };
-#define FMOE_WGMMA(N, TEXT, IN, ...)                                               \
-  FMOE_WGMMA_OF(kBf16, "k16", "bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__) \
-  FMOE_WGMMA_OF(kF16, "k16", "f16.f16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__)    \
-  FMOE_WGMMA_OF(kE4m3, "k32", "e4m3.e4m3", "1, 1, 1", N, TEXT, IN, __VA_ARGS__)
 
 FMOE_WGMMA(16, FMOE_TEXT0, "%8, %9, %10, %11}, %12", FMOE_OUT8(0))
 FMOE_WGMMA(32, FMOE_TEXT1, "%16, %17, %18, %19}, %20", FMOE_OUT16(0))

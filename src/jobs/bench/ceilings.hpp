@@ -13,8 +13,10 @@
 
 namespace fusedmoe::bench {
 
-/// The unit of the card's kernels, as plans and rows name it.
+/// The units of the card's kernels, as plans and rows name them. Only the first is measured: the other does
+/// twice its products.
 inline constexpr std::string_view kCardUnit = "tensor_bf16";
+inline constexpr std::string_view kCardByteUnit = "tensor_fp8";
 
 /// Values of repeated measurements. Those during which the system gave a core to somebody else count only
 /// when there are no more than a few others.

@@ -148,9 +148,11 @@ Status Measurement::TimeOnCard(const LayerRotation& rotation, const std::vector<
   const std::vector<double> counted = samples.Sorted();
   row.seconds = {counted.front(), samples.Median(), counted.back()};
   row.samples = static_cast<int64_t>(counted.size());
-  const double reading = row.bytes / reads.Median(), computing = row.flops / products.Median();
-  row.bound = reading >= computing ? "read" : std::string(kCardUnit);
-  row.ceiling = reading >= computing ? reads.Median() : products.Median();
+  const bool bytes = row.plan.arithmetic == kCardByteUnit;
+  const double peak = products.Median() * (bytes ? 2 : 1);
+  const double reading = row.bytes / reads.Median(), computing = row.flops / peak;
+  row.bound = reading >= computing ? "read" : std::string(bytes ? kCardByteUnit : kCardUnit);
+  row.ceiling = reading >= computing ? reads.Median() : peak;
   row.share_of_bound = std::max(reading, computing) / row.seconds.median;
   return Status::Ok();
 }
