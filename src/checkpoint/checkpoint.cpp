@@ -254,6 +254,9 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
     FMOE_ASSIGN_OR_RETURN(router.correction_bias,
                           impl_->RouterVector(*context, names.correction_bias, outputs));
   }
+  if (names.correction_bias.empty() && config.has_correction_bias) {
+    FMOE_ASSIGN_OR_RETURN(router.correction_bias, Tensor::Allocate(DType::kF32, Shape{outputs}));
+  }
   if (!names.hash_table.empty()) {
     FMOE_ASSIGN_OR_RETURN(router.token_id_to_experts, context->store->Load(names.hash_table));
     const Tensor& table = router.token_id_to_experts;

@@ -23,8 +23,9 @@ enum class FusedLayout : uint8_t {
 enum class Renormalize : uint8_t {
   kAlways,
   kNever,
-  kConfigTrue,  ///< by the configuration; silent means yes
-  kConfigFalse  ///< by the configuration; silent means no
+  kUnlessSigmoid,  ///< softmax is taken over the chosen; sigmoid by the configuration, silent means yes
+  kConfigTrue,     ///< by the configuration; silent means yes
+  kConfigFalse     ///< by the configuration; silent means no
 };
 
 /// What of routing is a property of the family; the rest comes from the configuration.
@@ -36,7 +37,7 @@ struct FamilyRouting {
   float norm_epsilon = 0.0F;
   bool ignore_groups = false;     ///< the configuration's groups mean something else, or nothing
   bool ignore_score_key = false;  ///< the configuration's scoring_func is not the router's
-  bool single_group = false;      ///< only one group is understood; more are refused
+  bool groups_by_two = false;     ///< without a bias too, groups compete by their two largest scores
   float softcap = 0.0F;           ///< when the configuration has no softcap of the logits
 };
 
@@ -47,6 +48,7 @@ struct FamilyActivation {
   float alpha = 1.0F, beta = 0.0F,
         limit = 0.0F;             ///< defaults of the configuration's swiglu_alpha, swiglu_limit
   bool has_limit = false;         ///< swiglu_limit(s) and swiglu_alpha of the configuration apply
+  bool shared_by_config = false;  ///< hidden_act does apply to the shared ones
   bool shared_unclamped = false;  ///< the limit is the routed experts' alone
 };
 

@@ -153,6 +153,9 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
         const bool fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
         // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
         const bool whole = gated || fused || !family.activation.gated;
+        const TensorInfo* rows = store.Find(stem + std::string(spelling.up) + ".weight");
+        if (rows != nullptr && rows->shape.rank() == 2 && rows->shape[0] == 0)
+          continue;  // transformers writes these where the configuration asks for no shared experts
         const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
         if (whole ? !WeightSuffix(store, telling) : !WeightSuffix(store, stem + "up_proj")) {
           continue;
@@ -209,29 +212,42 @@ std::string ExpertNames::Down(int64_t expert) const {
 }
 
 std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
+  struct Stack {
+    std::map<int64_t, std::string> layers;
+    bool has_experts = false;
+  };
   // Tensors of a layer follow one another in most files, so the last answer is usually this one too.
-  std::map<std::string, std::map<int64_t, std::string>> by_stem;
+  std::map<std::string, Stack> by_stem;
+  Stack* current = nullptr;
   std::string_view last;
   for (const TensorInfo& info : store.tensors()) {
     const std::string_view name = info.name;
-    if (!last.empty() && name.starts_with(last))
+    const bool expert = name.find("expert") != std::string_view::npos;
+    if (!last.empty() && name.starts_with(last)) {
+      if (current != nullptr)
+        current->has_experts |= expert;
       continue;
+    }
     const auto end = LayerEnd(name);
     if (!end)
       continue;
+    current = nullptr;
     last = name.substr(0, end->first);
     const std::string_view stem = last.substr(0, last.size() - 1 - std::to_string(end->second).size());
     if (IsForeign(stem))
       continue;
-    by_stem[std::string(stem)].emplace(end->second, std::string(last));
+    current = &by_stem[std::string(stem)];
+    current->layers.emplace(end->second, std::string(last));
+    current->has_experts |= expert;
   }
-  // The stack with the most layers is the model; others add layers that it lacks (none, as a rule).
-  const std::map<int64_t, std::string>* largest = nullptr;
-  for (const auto& [stem, layers] : by_stem) {
-    if (largest == nullptr || layers.size() > largest->size())
-      largest = &layers;
+  // The stack with the most layers is the model, and one with experts rather than one without.
+  const Stack* best = nullptr;
+  for (const auto& [stem, stack] : by_stem) {
+    const auto rank = [](const Stack& one) { return std::make_pair(one.has_experts, one.layers.size()); };
+    if (best == nullptr || rank(stack) > rank(*best))
+      best = &stack;
   }
-  return largest == nullptr ? std::map<int64_t, std::string>() : *largest;
+  return best == nullptr ? std::map<int64_t, std::string>() : best->layers;
 }
 
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,

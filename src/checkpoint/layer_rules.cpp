@@ -62,6 +62,18 @@ RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
   return RoutingMethod::kUnspecified;
 }
 
+Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& config) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kActivationKeys));
+  if (!word)
+    return std::optional<ActivationKind>();
+  const std::optional<ActivationKind> kind = ParseActivation(*word);
+  if (!kind) {
+    return Status::Unsupported(fmt::format("the activation '{}' is not supported", *word))
+        .WithFile(config.path());
+  }
+  return kind;
+}
+
 // A swiglustep that clamps nothing is silu.
 ActivationSpec WithoutLimit(ActivationSpec spec) {
   if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F)
@@ -80,15 +92,8 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
   spec.beta = row.beta;
   spec.limit = row.limit;
   if (!row.fixed) {
-    FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kActivationKeys));
-    if (word) {
-      const std::optional<ActivationKind> kind = ParseActivation(*word);
-      if (!kind) {
-        return Status::Unsupported(fmt::format("the activation '{}' is not supported", *word))
-            .WithFile(config.path());
-      }
-      spec.kind = *kind;
-    }
+    FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
+    spec.kind = kind.value_or(spec.kind);
   }
   // Of models whose experts have gates, a checkpoint without them has lost them, or spells them in a new way.
   if (!has_gate && !row.gated) {
@@ -134,6 +139,9 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
   if (family.activation.shared_unclamped) {
     own = routed;
     own->limit = 0.0F;
+  } else if (family.activation.shared_by_config) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
+    own = ActivationSpec{.kind = kind.value_or(routed.kind)};
   } else if (family.activation.kind == ActivationKind::kSwigluStep) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number("swiglu_limits_shared", layer));
     ActivationSpec spec{.kind = ActivationKind::kSwigluStep,
@@ -165,6 +173,9 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
       break;
     case Renormalize::kNever:
       routing.renormalize = false;
+      break;
+    case Renormalize::kUnlessSigmoid:
+      routing.renormalize = routing.score != ScoreFunction::kSigmoid || renormalize.value_or(true);
       break;
     case Renormalize::kConfigTrue:
     case Renormalize::kConfigFalse:
@@ -200,19 +211,14 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   routing.num_zero_experts = zero_experts.value_or(0);
   routing.norm_epsilon = row.norm_epsilon;
   routing.method = row.method;
-  if (row.single_group && routing.num_groups > 1) {
-    return Status::Unsupported(
-               fmt::format("{} expert groups are not supported for {}: its groups rank by the sum of "
-                           "two softmax scores",
-                           routing.num_groups, family.name))
-        .WithFile(config.path());
-  }
   // Only a true group-limited choice needs the grouped method, and that of DeepSeek-V3 means sigmoid scores.
   if (row.method == RoutingMethod::kUnspecified ||
       (row.method == RoutingMethod::kGroupedTopK && routing.num_groups == 1) ||
       (row.method == RoutingMethod::kDeepSeekV3 && routing.score != ScoreFunction::kSigmoid)) {
     routing.method = DeriveMethod(routing, has_correction_bias);
   }
+  if (row.groups_by_two && routing.num_groups > 1)
+    routing.method = RoutingMethod::kGroupedTopK;  // with a bias, of zeros: ResolveLayer
   return routing;
 }
 

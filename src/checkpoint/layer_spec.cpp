@@ -162,6 +162,9 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   moe.has_correction_bias = !spec.names.correction_bias.empty();
   moe.has_router_bias = !spec.names.router_bias.empty();
   FMOE_ASSIGN_OR_RETURN(moe.routing, ResolveRouting(config, family, layer, moe.has_correction_bias));
+  // Groups compete by their two largest scores where there is a bias: one of zeros changes nothing else.
+  if (family.routing.groups_by_two && moe.routing.num_groups > 1)
+    moe.has_correction_bias = true;
   if (moe.routing.top_k > moe.num_experts + moe.routing.num_zero_experts) {
     return Status::BadInput(
                fmt::format("each token takes {} experts of {}", moe.routing.top_k, moe.num_experts))

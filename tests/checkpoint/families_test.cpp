@@ -15,6 +15,7 @@
 
 #include "checkpoint/families.hpp"
 #include "checkpoint/model_config.hpp"
+#include "checkpoint/raw_checkpoint.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -78,6 +79,21 @@ INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), [](const aut
       name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
   return name;
 });
+
+// Encoders of multimodal models are deeper than a small language model, and not always named after what they
+// see.
+TEST(LayerStacks, TheOneWithExperts_IsTheModel) {
+  const testing_support::ScratchFolder folder;
+  testing_support::TinyModel model("bf16");
+  for (int layer = 0; layer < 5; ++layer) {
+    model.tensors.push_back(testing_support::Bf16(
+        "model.sam_model.layers." + std::to_string(layer) + ".mlp.lin1.weight", {2, 2}, 1.0F));
+  }
+  model.WriteTo(folder);
+  const auto checkpoint = Checkpoint::Open(folder.path().string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  EXPECT_EQ((*checkpoint)->moe_layers(), std::vector<int64_t>{0});
+}
 
 TEST(FamilyTable, ModelTypes_BelongToOneRow) {
   std::set<std::string> seen, names;
