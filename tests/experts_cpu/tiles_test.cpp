@@ -230,20 +230,41 @@ TEST(Tiles, Plan_NamesTheUnit) {
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_int8");
 }
 
-/// Tiles are chosen by themselves only where they were measured to be the faster path.
-TEST(Tiles_WithoutAMode, TakeOnlyWhatIsKnownToBeFaster) {
+/// Tiles take experts by themselves from the counts on where they were measured to be the faster path.
+TEST(Tiles_WithoutAMode, TakeExpertsFromTheMeasuredCrossover) {
   const auto tiles = [](const std::string& scheme, const std::string& mode) {
     return cpu::MakeCpuPlan(TileLayer({.scheme = scheme, .hidden = 128, .intermediate = 128}, mode).problem,
                             MachineWithTiles())
-        .tiles.enabled;
+        .tiles;
   };
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16", "fp8_w8a16", "unquantized"}) {
-    EXPECT_TRUE(tiles(scheme, "")) << scheme;
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16", "fp8_w8a16", "unquantized",
+                             "nvfp4_w4a4", "int8_w8a8", "int8_w8a16"}) {
+    EXPECT_TRUE(tiles(scheme, "").enabled) << scheme;
+    EXPECT_GT(tiles(scheme, "").from_tokens, 1) << scheme;
+    EXPECT_LT(tiles(scheme, "").from_tokens, 20) << scheme;
+    EXPECT_EQ(tiles(scheme, "throughput").from_tokens, 1) << scheme;
   }
-  for (const char* scheme : {"nvfp4_w4a4", "int8_w8a8"}) {
-    EXPECT_FALSE(tiles(scheme, "")) << scheme;
-    EXPECT_TRUE(tiles(scheme, "throughput")) << scheme;
-  }
+}
+
+/// An expert whose tokens would overflow L2 is several jobs, of whole blocks of tokens.
+TEST(Tiles, ManyTokensOfOneExpert_AreCutIntoJobsThatFitL2) {
+  Machine machine = MachineWithTiles();
+  machine.l2_bytes = 2 << 20;
+  const auto job_tokens = [&](int64_t hidden) {
+    Layer layer =
+        TileLayer({.scheme = "unquantized", .hidden = hidden, .intermediate = 64, .max_tokens = 600});
+    return cpu::MakeCpuPlan(layer.problem, machine).tiles.job_tokens;
+  };
+  EXPECT_EQ(job_tokens(2048), 256);
+  EXPECT_EQ(job_tokens(1280), 384);
+  EXPECT_EQ(job_tokens(64), cpu::kMaxJobTokens);
+  ExpectClose({.scheme = "int8_w8a8:channel",
+               .hidden = 64,
+               .intermediate = 32,
+               .experts = 2,
+               .top_k = 1,
+               .max_tokens = 1300},
+              {1300});
 }
 
 }  // namespace

@@ -306,12 +306,12 @@ void CpuExperts::RunPiece(Run& run) const {
   for (int part = 0; part < plan_.input_sets; ++part) {
     PackTiles(run, plan_.gate_up, part);
   }
-  PackJobs(run, plan_.gate_up, 0);
   GateUp(run);
-  GateUpJobs(run);
-  PackTiles(run, plan_.down, 2);
-  PackJobs(run, plan_.down, 2);
-  DownJobs(run);
+  // A scale over the batch waits for the intermediate values of all experts.
+  if (run.num_jobs == 0 || !ScalesOverBatch(activation_)) {
+    PackTiles(run, plan_.down, 2);
+  }
+  RunJobGroups(run);
   Down(run);
 }
 

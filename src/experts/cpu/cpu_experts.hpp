@@ -66,9 +66,12 @@ class CpuExperts final : public Experts {
   void Down(Run& run) const;
   // The matrix unit: cpu_tiles.cpp.
   Status ChooseTiles();
+  const float* TileScales(int64_t expert, int gemm) const;
   void MakeJobs(Run& run) const;
+  void RunJobGroups(Run& run) const;
   void PackJobs(Run& run, const GemmShape& shape, int part) const;
   void PackJobTokens(Run& run) const;
+  void GatherJobTile(const Run& run, const TileJob& job, int64_t first, int64_t end) const;
   struct PackTarget {
     uint8_t* token;
     int64_t step_bytes;
@@ -98,8 +101,9 @@ class CpuExperts final : public Experts {
   const KernelTable* table_ = nullptr;
   const TileKernels* tiles_ = nullptr;  ///< null: no matrix unit, or not for this problem
   TileFormat tile_format_{};
-  bool shared_rows_ = false;  ///< every expert sees the same rows
-  bool direct_mid_ = false;   ///< the activation writes the tiles of the second GEMM
+  std::vector<float> tile_scales_;  ///< of each expert's gate and up, and down; empty: as in the panels
+  bool shared_rows_ = false;        ///< every expert sees the same rows
+  bool direct_mid_ = false;         ///< the activation writes the tiles of the second GEMM
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay

@@ -16,6 +16,8 @@ namespace {
 /// cost memory.
 constexpr int64_t kInFlightBytes = int64_t{256} << 20;
 constexpr int64_t kFewestTokens = 64;
+/// Jobs with fewer tokens would decode weights too often; where these many overflow L2, blocks of K do not.
+constexpr int64_t kFewestJobTokens = 256;
 
 bool IsFloatKernel(WeightKernel kernel) {
   return kernel < kWeightNvfp4;
@@ -168,11 +170,7 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
     tiles.sides[i] = scales + sums;
     tiles.num_sums[i] = sums;
   }
-  const bool rows_of_4bit_codes = tiles.codes && activation.element == DType::kF4E2M1;
-  if (!forced && (tiles.int8 || rows_of_4bit_codes)) {
-    return tiles;  // not shown to be faster: W4A4 at 64 tokens an expert once measured 0.8 of the vectors
-  }
-  tiles.from_tokens = forced ? 1 : TileCrossover(plan.kernel);
+  tiles.from_tokens = forced ? 1 : TileCrossover(plan.kernel, plan.tile, tiles.int8);
   tiles.num_scratch =
       std::clamp<int64_t>(std::max(problem.num_threads, machine.num_cores), 1, kMaxTileScratch);
   tiles.enabled = true;
@@ -181,7 +179,8 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
 
 }  // namespace
 
-int64_t TileCrossover(WeightKernel kernel) {
+int64_t TileCrossover(WeightKernel kernel, TileKind vectors, bool int8) {
+  const bool cheap_vectors = vectors == kTileA4 || vectors == kTileA8;
   switch (kernel) {
     case kWeightBf16:
     case kWeightE4m3:
@@ -189,12 +188,16 @@ int64_t TileCrossover(WeightKernel kernel) {
     case kWeightMxfp8:
       return 3;
     case kWeightU8:
-      return 8;
+      return int8 ? 5 : 8;
     case kWeightNvfp4:
     case kWeightMxfp4:
-      return 12;
+      return cheap_vectors ? 10 : 5;
+    case kWeightU8Group32:
+    case kWeightU8Group64:
+    case kWeightU8Group128:
+      return cheap_vectors ? 16 : 8;
     default:
-      return 16;
+      return cheap_vectors ? 18 : 11;
   }
 }
 
@@ -310,7 +313,11 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   if (tiles.enabled) {
     const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));
-    plan.tiles.max_jobs = jobs + plan.max_slots / kMaxJobTokens;
+    const int64_t packed_bytes = std::max(tiles.row_bytes[0], tiles.row_bytes[1]);
+    plan.tiles.job_tokens =
+        std::clamp<int64_t>(machine.l2_bytes / 2 / packed_bytes, kFewestJobTokens, kMaxJobTokens) /
+        kTileTokens * kTileTokens;
+    plan.tiles.max_jobs = jobs + plan.max_slots / plan.tiles.job_tokens;
     plan.tiles.shared_rows = batched ? 0 : piece;
     plan.tiles.max_rows = plan.max_slots + 15 * plan.tiles.max_jobs;
   }

@@ -56,14 +56,18 @@ struct TilePlan {
   int64_t sides[2] = {};      ///< floats of a token: scales and sums
   int64_t num_sums[2] = {};   ///< of them
   int64_t shared_rows = 0;    ///< tokens that several experts of a piece share
+  /// Of one job, at most: its packed tokens stay in L2 beside the weights (measured at 1024 tokens: 28 % of
+  /// the peak in one job, 50 % in four).
+  int64_t job_tokens = kMaxJobTokens;
   int64_t max_jobs = 0;
   int64_t max_rows = 0;  ///< padding included
   int64_t num_scratch = 0;
 };
 inline constexpr int64_t kMaxTileScratch = 256;
 
-/// Tokens of an expert from which on tiles are faster than the micro-kernels.
-int64_t TileCrossover(WeightKernel kernel);
+/// Tokens of an expert from which on tiles are faster than the micro-kernels with such vector tiles (measured
+/// with 2 to 32 tokens an expert, docs/kernels.md).
+int64_t TileCrossover(WeightKernel kernel, TileKind vectors, bool int8);
 
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {

@@ -53,6 +53,7 @@ struct CpuExperts::Run {
   uint8_t* scratch;
   std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};
   int64_t num_jobs = 0;
+  int64_t group_begin = 0, group_end = 0;  // jobs that are in work
   int64_t num_slots = 0, num_tiles = 0;
   float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
 };

@@ -4,6 +4,7 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_run.hpp"
+#include "experts/cpu/row_quantizer.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -81,9 +82,32 @@ Status CpuExperts::ChooseTiles() {
   if (tiles.codes) {
     activation_ = problem_.scheme.activation;
   }
-  const bool direct_codes = IsPlainNvfp4(activation_) && !ScalesOverBatch(activation_);
+  const bool direct_codes = IsPlainNvfp4(activation_) && !ScalesOverBatch(activation_) &&
+                            tile_format_.shift == 96 && tile_format_.permuted;
   direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
+  if (tile_format_.post != 1.0F) {
+    const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
+    for (const ExpertPanels& expert : experts_) {
+      for (int i = 0; i < 2; ++i) {
+        const float* scales = i == 0 ? expert.gate_up_scale : expert.down_scale;
+        std::transform(scales, scales + shapes[i]->parts * shapes[i]->padded_rows(),
+                       std::back_inserter(tile_scales_),
+                       [&](float scale) { return scale * tile_format_.post; });
+      }
+    }
+  }
   return Status::Ok();
+}
+
+/// Row scales of a GEMM as the sums of tiles need them. Kept ready: scaled while tiles run, sixteen loads of
+/// four floats each waited for all stores before them.
+const float* CpuExperts::TileScales(int64_t expert, int gemm) const {
+  const ExpertPanels& panels = experts_[static_cast<size_t>(expert)];
+  if (tile_scales_.empty()) {
+    return gemm == 0 ? panels.gate_up_scale : panels.down_scale;
+  }
+  const int64_t first = plan_.gate_up.parts * plan_.gate_up.padded_rows();
+  return tile_scales_.data() + expert * (first + plan_.down.padded_rows()) + gemm * first;
 }
 
 void CpuExperts::MakeJobs(Run& run) const {
@@ -93,16 +117,26 @@ void CpuExperts::MakeJobs(Run& run) const {
     return;
   }
   const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
-  int64_t rows = 0, count = 0;
+  // Tokens of a group of jobs are packed, multiplied and become tokens of the second GEMM before the next
+  // group takes their memory, which then stays in L2.
+  const int64_t group_rows =
+      ScalesOverBatch(activation_) ? tiles.max_rows : tiles.job_tokens * run.executor->num_threads;
+  int64_t rows = 0, count = 0, group = 0;
   for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
     const int32_t end = run.offsets[expert + 1];
     int32_t slot = run.offsets[expert];
     if (end - slot < tiles.from_tokens) {
       continue;
     }
+    const int64_t cuts = CeilDiv(end - slot, tiles.job_tokens);
+    const int64_t cut_tokens = RoundUp(CeilDiv(end - slot, cuts), kTileTokens);
     while (slot < end) {
-      const int64_t tokens = std::min<int64_t>(kMaxJobTokens, end - slot);
+      const int64_t tokens = std::min<int64_t>(cut_tokens, end - slot);
       const int64_t job_rows = TileRows(tokens);
+      if (rows > 0 && rows + job_rows > group_rows) {
+        rows = 0;
+        ++group;
+      }
       for (int i = 0; i < 2; ++i) {
         const ExpertPanels& panels = experts_[static_cast<size_t>(expert)];
         TileJob job{};
@@ -118,6 +152,7 @@ void CpuExperts::MakeJobs(Run& run) const {
         job.expert = expert;
         job.first_slot = slot;
         job.index = count;
+        job.group = group;
         run.jobs[i * tiles.max_jobs + count] = job;
       }
       ++count;
@@ -126,6 +161,23 @@ void CpuExperts::MakeJobs(Run& run) const {
     }
   }
   run.num_jobs = count;
+}
+
+void CpuExperts::RunJobGroups(Run& run) const {
+  PackJobTokens(run);
+  for (run.group_begin = 0; run.group_begin < run.num_jobs; run.group_begin = run.group_end) {
+    run.group_end = run.group_begin + 1;
+    while (run.group_end < run.num_jobs && run.jobs[run.group_end].group == run.jobs[run.group_begin].group) {
+      ++run.group_end;
+    }
+    PackJobs(run, plan_.gate_up, 0);
+    GateUpJobs(run);
+    if (ScalesOverBatch(activation_)) {
+      PackTiles(run, plan_.down, 2);
+    }
+    PackJobs(run, plan_.down, 2);
+    DownJobs(run);
+  }
 }
 
 /// Hidden states to tokens of tiles once each, in rows of their own; slots then copy lines instead of
@@ -165,35 +217,61 @@ void CpuExperts::PackJobTokens(Run& run) const {
 
 /// Rows of hidden states (part 0) or intermediate values (2) into the tiles of their jobs.
 void CpuExperts::PackJobs(Run& run, const GemmShape& shape, int part) const {
-  if (run.num_jobs == 0 || (part == 2 && direct_mid_)) {
+  if (part == 2 && direct_mid_) {
     return;
   }
-  if (part == 0) {  // PackTiles found the scale of the batch, where there is one
-    PackJobTokens(run);
-  }
-  const TileJob* jobs = run.jobs + (part == 2 ? plan_.tiles.max_jobs : 0);
-  int64_t total = 0;
-  for (int64_t i = 0; i < run.num_jobs; ++i) {
-    total += jobs[i].num_tokens;
+  const TileJob* jobs = run.jobs + (part == 2 ? plan_.tiles.max_jobs : 0) + run.group_begin;
+  int64_t total = 0;  // of tiles
+  for (int64_t i = 0; i < run.group_end - run.group_begin; ++i) {
+    total += jobs[i].rows / 16;
   }
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const int64_t tasks = std::min(kPackTasks, total);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     float* buffer = run.job_rows + task * 3 * widest;
-    int64_t token = total * task / tasks, left = total * (task + 1) / tasks - token;
+    int64_t tile = total * task / tasks, left = total * (task + 1) / tasks - tile;
     const TileJob* job = jobs;
-    while (token >= job->num_tokens) {
-      token -= job->num_tokens;
+    while (tile >= job->rows / 16) {
+      tile -= job->rows / 16;
       ++job;
     }
     for (; left > 0; --left) {
-      PackJobRow(run, shape, part, *job, token, buffer);
-      if (++token == job->num_tokens) {
-        token = 0;
+      const int64_t end = std::min(16 * tile + 16, job->num_tokens);
+      if (part == 0 && shared_rows_) {
+        GatherJobTile(run, *job, 16 * tile, end);
+      } else {
+        for (int64_t token = 16 * tile; token < end; ++token) {
+          PackJobRow(run, shape, part, *job, token, buffer);
+        }
+      }
+      if (++tile == job->rows / 16) {
+        tile = 0;
         ++job;
       }
     }
   });
+}
+
+/// Tokens that are packed already into a tile of each step.
+void CpuExperts::GatherJobTile(const Run& run, const TileJob& job, int64_t first, int64_t end) const {
+  const TilePlan& tiles = plan_.tiles;
+  const int64_t row_bytes = tiles.row_bytes[0], num_sums = tiles.num_sums[0];
+  const int64_t scales = tiles.sides[0] - num_sums;
+  const uint8_t* rows[16];
+  for (int64_t token = first; token < end; ++token) {
+    const int64_t row = run.slot_rows[job.first_slot + token] - run.first_token_row;
+    rows[token - first] = reinterpret_cast<const uint8_t*>(run.token_rows) + row * row_bytes;
+    const float* sides = run.token_sides + row * tiles.sides[0];
+    for (int64_t g = 0; tiles.codes && g < scales; ++g) {
+      const_cast<float*>(job.scale)[g * job.rows + token] = sides[g];
+    }
+    for (int64_t g = 0; g < num_sums; ++g) {
+      const_cast<float*>(job.sum)[g * job.rows + token] = sides[scales + g];
+    }
+  }
+  tiles_->gather(rows, end - first, row_bytes / 64,
+                 const_cast<uint8_t*>(job.tokens) + TileTokenOffset(row_bytes, first),
+                 TileStepBytes(job.num_tokens, first));
 }
 
 void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job,
@@ -206,22 +284,6 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
   target.scales = const_cast<float*>(job.scale) + (tiles.codes ? token : 0);
   target.sums = const_cast<float*>(job.sum) + token;
   target.stride = job.rows;
-  if (part == 0 && shared_rows_) {
-    const int64_t row = run.slot_rows[job.first_slot + token] - run.first_token_row;
-    const std::byte* from = run.token_rows + row * tiles.row_bytes[0];
-    for (int64_t step = 0; step < tiles.row_bytes[0] / 64; ++step) {
-      std::memcpy(target.token + step * target.step_bytes, from + step * 64, 64);
-    }
-    const float* sides = run.token_sides + row * tiles.sides[0];
-    const int64_t scales = tiles.sides[0] - tiles.num_sums[0];
-    for (int64_t g = 0; tiles.codes && g < scales; ++g) {
-      target.scales[g * job.rows] = sides[g];
-    }
-    for (int64_t g = 0; g < tiles.num_sums[0]; ++g) {
-      target.sums[g * job.rows] = sides[scales + g];
-    }
-    return;
-  }
   const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
   if (part == 0 && run.coded) {
     const int64_t row = run.slot_rows[job.first_slot + token];
@@ -250,17 +312,19 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
     values = row + width;
     auto* quantized = reinterpret_cast<std::byte*>(row + 2 * width);
-    if (target.codes == nullptr && IsPlainNvfp4(activation_)) {
+    if (tiles.int8 && target.codes == nullptr && transform.columns == nullptr && CanRoundRows(activation_)) {
       auto* codes = reinterpret_cast<int8_t*>(quantized);
-      float* halves = row + 2 * width + width / 4;
-      std::fill(row + shape.cols, row + width, 0.0F);
-      table_->quantize_nvfp4(row, width / kPanelUnit, tensor_scale, codes, halves);
-      // The block scale has 4 bits and the code 2: rounding to bf16 restores their exact product.
-      const float decode_multiplier = 1.0F / tensor_scale;
-      for (int64_t k = 0; k < width; ++k) {
-        values[k] = static_cast<float>(codes[k]) * (halves[k / 16] * decode_multiplier);
+      QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, scales);
+      std::fill(codes + shape.cols, codes + width, int8_t{0});
+      tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes, target.sums);
+      return;
+    }
+    if (target.codes == nullptr && CanRoundRows(activation_)) {
+      QuantizeRowToBlocks(*table_, activation_, tensor_scale, row, shape.cols, values, scales, target.stride);
+      const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
+      for (int64_t g = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1); g < groups; ++g) {
+        scales[g * target.stride] = 1.0F;  // of padding
       }
-      scales[0] = tensor_scale;
     } else {
       const std::byte* stored = target.codes;
       const std::byte* stored_scales = target.code_scales;
@@ -297,18 +361,11 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     std::fill(values + shape.cols, values + width, 0.0F);
   }
   if (tiles.int8) {
-    float sum = 0;
-    for (int64_t k = 0; k < width; k += kPanelUnit) {
-      int8_t codes[kPanelUnit];
-      int32_t unit_sum = 0;
-      for (int64_t i = 0; i < kPanelUnit; ++i) {
-        codes[i] = static_cast<int8_t>(values[k + i]);
-        unit_sum += codes[i];
-      }
-      std::memcpy(target.token + k / kPanelUnit * target.step_bytes, codes, kPanelUnit);
-      sum += static_cast<float>(unit_sum);
+    auto* codes = reinterpret_cast<int8_t*>(row);  // whose values are not needed any more
+    for (int64_t k = 0; k < width; ++k) {
+      codes[k] = static_cast<int8_t>(values[k]);
     }
-    target.sums[0] = sum;
+    tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes, target.sums);
     return;
   }
   TilePack pack{};
@@ -347,9 +404,6 @@ void CpuExperts::RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, 
 }
 
 void CpuExperts::GateUpJobs(Run& run) const {
-  if (run.num_jobs == 0) {
-    return;
-  }
   const GemmShape& shape = plan_.gate_up;
   const int64_t pairs = CeilDiv(shape.parts * shape.stripes, 2);
   const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
@@ -357,15 +411,17 @@ void CpuExperts::GateUpJobs(Run& run) const {
     const auto* to = static_cast<const FinishContext<CpuExperts, Run>*>(context);
     to->experts->FinishGateUp(*to->run, *job, first_stripe, first_token, tokens, sums);
   };
+  const TileJob* jobs = run.jobs + run.group_begin;
+  const int64_t num_jobs = run.group_end - run.group_begin;
   const int64_t threads = run.executor->num_threads;
   if (threads <= 1) {
-    RunJobs(run, shape, run.jobs, run.num_jobs, 0, pairs, finish);
+    RunJobs(run, shape, jobs, num_jobs, 0, pairs, finish);
     return;
   }
-  const int64_t parts = std::clamp<int64_t>(CeilDiv(kTasksPerThread * threads, run.num_jobs), 1, pairs);
-  ParallelFor(*run.executor, run.num_jobs * parts, [&](int64_t task) {
+  const int64_t parts = std::clamp<int64_t>(CeilDiv(kTasksPerThread * threads, num_jobs), 1, pairs);
+  ParallelFor(*run.executor, num_jobs * parts, [&](int64_t task) {
     const int64_t job = task / parts, part = task % parts;
-    RunJobs(run, shape, run.jobs + job, 1, pairs * part / parts, pairs * (part + 1) / parts, finish);
+    RunJobs(run, shape, jobs + job, 1, pairs * part / parts, pairs * (part + 1) / parts, finish);
   });
 }
 
@@ -377,11 +433,7 @@ void CpuExperts::FinishGateUp(const Run& run, const TileJob& job, int64_t first_
   const ActivationSpec& spec = problem_.config.activation;
   const bool gated = shape.parts == 2;
   const int64_t count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
-  alignas(64) float row_scale[2 * kPanelRows];
-  const float* stored_scale = expert.gate_up_scale + first_stripe * kPanelRows;
-  for (int64_t i = 0; i < (gated ? 2 : count) * kPanelRows; ++i) {
-    row_scale[i] = stored_scale[i] * tile_format_.post;
-  }
+  const float* row_scale = TileScales(job.expert, 0) + first_stripe * kPanelRows;
   const float* bias =
       expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
   alignas(64) float values[16 * kPanelRows];
@@ -390,29 +442,25 @@ void CpuExperts::FinishGateUp(const Run& run, const TileJob& job, int64_t first_
   arguments.alpha = spec.alpha;
   arguments.beta = spec.beta;
   arguments.limit = spec.limit;
-  for (int64_t done = 0; done < tokens; done += 16) {
-    const float* block = sums + done / 16 * 512;
-    arguments.tokens = static_cast<int>(std::min<int64_t>(16, tokens - done));
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t stripe = gated ? first_stripe / 2 : first_stripe + i;
-      const int64_t up = gated ? 1 : i;
-      arguments.gate = gated ? block : nullptr;
-      arguments.gate_row_scale = row_scale;
-      arguments.gate_bias = bias;
-      arguments.up = block + up * 256;
-      arguments.up_row_scale = row_scale + up * kPanelRows;
-      arguments.up_bias = bias == nullptr ? nullptr : bias + up * kPanelRows;
-      if (direct_mid_) {
-        arguments.mid = values;
-        arguments.mid_stride = kPanelRows;
-        table_->activate(&arguments);
-        StoreMid(run, job, stripe, first_token + done, arguments.tokens, values);
-      } else {
-        arguments.mid_stride = shape.row_stride();
-        arguments.mid =
-            run.mid + (job.first_slot + first_token + done) * shape.row_stride() + stripe * kPanelRows;
-        table_->activate(&arguments);
-      }
+  arguments.tokens = static_cast<int>(tokens);
+  arguments.gate = gated ? sums : nullptr;
+  arguments.gate_row_scale = row_scale;
+  arguments.gate_bias = bias;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t stripe = gated ? first_stripe / 2 : first_stripe + i;
+    const int64_t up = gated ? 1 : i;
+    arguments.up = sums + up * 256;
+    arguments.up_row_scale = row_scale + up * kPanelRows;
+    arguments.up_bias = bias == nullptr ? nullptr : bias + up * kPanelRows;
+    if (direct_mid_) {
+      arguments.mid = values;
+      arguments.mid_stride = kPanelRows;
+      table_->activate(&arguments);
+      StoreMid(run, job, stripe, first_token, tokens, values);
+    } else {
+      arguments.mid_stride = shape.row_stride();
+      arguments.mid = run.mid + (job.first_slot + first_token) * shape.row_stride() + stripe * kPanelRows;
+      table_->activate(&arguments);
     }
   }
 }
@@ -428,25 +476,28 @@ void CpuExperts::StoreMid(const Run& run, const TileJob& job, int64_t stripe, in
     const float tensor_scale = activation_.static_tensor_scale ? expert.mid.tensor_scale : 1.0F;
     int8_t codes[16 * kPanelRows];
     float halves[16];
-    std::fill(values + tokens * kPanelRows, values + 16 * kPanelRows, 0.0F);
-    table_->quantize_nvfp4(values, 4, tensor_scale, codes, halves);
+    const int64_t units = CeilDiv(tokens, 4);  // four groups of 16 each
+    std::fill(values + tokens * kPanelRows, values + units * kPanelUnit, 0.0F);
+    table_->quantize_nvfp4(values, units, tensor_scale, codes, halves);
     auto* scales = const_cast<float*>(down.scale);
     const float decode_multiplier = 1.0F / tensor_scale;
     for (int64_t token = 0; token < tokens; ++token) {
-      const float scale = halves[token] * decode_multiplier;
-      for (int64_t i = 0; i < kPanelRows; ++i) {
-        values[token * kPanelRows + i] = static_cast<float>(codes[token * kPanelRows + i]) * scale;
-      }
+      halves[token] *= decode_multiplier;
       if (stripe == 0) {
         scales[first_token + token] = tensor_scale;
       }
     }
+    // The block scale has 4 bits and the code 2: bf16 holds their product.
+    const int64_t k = stripe * kPanelRows;
+    tiles_->pack_groups(codes, halves, tokens, first + k / 32 * step_bytes, k);
   }
   const auto put = [&](int64_t k) {
     tiles_->pack_block(values, tokens, first + k / 32 * step_bytes, k, tile_format_.shift,
                        tile_format_.permuted);
   };
-  put(stripe * kPanelRows);
+  if (!plan_.tiles.codes) {
+    put(stripe * kPanelRows);
+  }
   if (stripe + 1 == plan_.gate_up.stripes) {  // padding of K
     std::fill_n(values, tokens * kPanelRows, 0.0F);
     for (int64_t k = plan_.gate_up.padded_rows(); k < plan_.down.padded_cols; k += kPanelRows) {
@@ -457,9 +508,6 @@ void CpuExperts::StoreMid(const Run& run, const TileJob& job, int64_t stripe, in
 
 /// Columns of the output, from zero, for the experts of the matrix unit; the others follow in DownColumns.
 void CpuExperts::DownJobs(Run& run) const {
-  if (run.num_jobs == 0) {
-    return;
-  }
   const GemmShape& shape = plan_.down;
   const int64_t pairs = CeilDiv(shape.stripes, 2);
   const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
@@ -473,10 +521,11 @@ void CpuExperts::DownJobs(Run& run) const {
     const int64_t first = pairs * task / tasks, end = pairs * (task + 1) / tasks;
     const int64_t begin = 2 * first * kPanelRows;
     const int64_t columns = std::min(2 * end, shape.stripes) * kPanelRows - begin;
-    for (int64_t row = 0; row < run.num_outputs; ++row) {
+    for (int64_t row = 0; run.group_begin == 0 && row < run.num_outputs; ++row) {
       std::fill_n(run.sums + row * shape.row_stride() + begin, columns, 0.0F);
     }
-    RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs, run.num_jobs, first, end, finish);
+    RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs + run.group_begin, run.group_end - run.group_begin,
+            first, end, finish);
   });
 }
 
@@ -486,26 +535,24 @@ void CpuExperts::FinishDown(const Run& run, const TileJob& job, int64_t first_st
   const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
   const int64_t count = std::min<int64_t>(2, shape.stripes - first_stripe);
   const int64_t col = first_stripe * kPanelRows;
-  alignas(64) float row_scale[2 * kPanelRows];
-  for (int64_t i = 0; i < count * kPanelRows; ++i) {
-    row_scale[i] = expert.down_scale[col + i] * tile_format_.post;
-  }
+  const float* row_scale = TileScales(job.expert, 1) + col;
   float* rows[16];
   AccumulateArguments arguments{};
   arguments.rows = rows;
-  for (int64_t done = 0; done < tokens; done += 16) {
-    const int64_t slot = job.first_slot + first_token + done;
-    arguments.tokens = static_cast<int>(std::min<int64_t>(16, tokens - done));
-    arguments.weights = run.slot_weights + slot;
-    for (int64_t i = 0; i < count; ++i) {
-      for (int token = 0; token < arguments.tokens; ++token) {
-        rows[token] = run.sums + run.slot_outputs[slot + token] * shape.row_stride() + col + i * kPanelRows;
-      }
-      arguments.dot = sums + (done / 16 * 2 + i) * 256;
-      arguments.row_scale = row_scale + i * kPanelRows;
-      arguments.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col + i * kPanelRows;
-      table_->accumulate(&arguments);
+  arguments.tokens = static_cast<int>(tokens);
+  const int64_t slot = job.first_slot + first_token;
+  arguments.weights = run.slot_weights + slot;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t token = 0; token < tokens; ++token) {
+      rows[token] = run.sums + run.slot_outputs[slot + token] * shape.row_stride() + col + i * kPanelRows;
+      // Rows lie pages apart, and no hardware prefetch follows: the next pair of stripes adds to the next
+      // lines.
+      __builtin_prefetch(rows[token] + 2 * kPanelRows, 1, 2);
     }
+    arguments.dot = sums + i * 256;
+    arguments.row_scale = row_scale + i * kPanelRows;
+    arguments.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col + i * kPanelRows;
+    table_->accumulate(&arguments);
   }
 }
 

@@ -158,6 +158,9 @@ FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
 FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(add)));
 }
+FMOE_INLINE Reals BytesToReals(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 /// Sixteen values to bf16, to nearest even; kPermuted: every four in the order 0, 2, 1, 3. Adds what is
 /// stored.
 template <bool kPermuted>

@@ -97,14 +97,7 @@ struct TileDecoder {
 
   template <int kUnit>
   FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
-    if constexpr (Panel::kBf16) {
-      Unroll<4>([&](auto i)
-                    FMOE_FLAT { PutRow(tiles, kUnit * 4 + i, LoadWords(codes + kUnit * 256 + i * 64)); });
-    } else if constexpr (kBytes) {
-      Unroll<2>([&](auto i) FMOE_FLAT {
-        StoreWords(tiles + (kUnit * 2 + i) * 64, LoadWords(codes + kUnit * 128 + i * 64));
-      });
-    } else if constexpr (Panel::kNibbles) {
+    if constexpr (Panel::kNibbles) {
       if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
         // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
         d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));

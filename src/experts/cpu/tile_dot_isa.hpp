@@ -17,6 +17,12 @@
 /// time; the one after is fetched into L2. Decoded rows are stored in the order in which tiles will be read,
 /// since loads that agree with a recent store in their low 12 bits wait for it.
 ///
+/// BF16 panels and int8 panels are tiles as they stand: nothing is decoded, and a step only asks for the
+/// weights of the next one.
+///
+/// What becomes of finished sums (activation, weighted addition) runs a few tokens at a time between the tile
+/// instructions of the pass that follows; done in one piece it cost a fifth of the time.
+///
 /// Sums of a token run through ascending k in the same order whatever its neighbours and the size of K
 /// blocks.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -36,6 +42,9 @@ struct TileEngine {
   static constexpr int kStepsPerUnit = kBytes ? 1 : 2;  // of 64 bytes, in 64 k
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
   static constexpr bool kFlush = Panel::kFlush != 0;
+  /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
+  static constexpr bool kDirect = Panel::kBf16 || kBytes;
+  static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   static constexpr bool kSums = Panel::kZeroPoints;
 
   /// Where a job stands: chunk of pairs, K block, pair.
@@ -54,9 +63,16 @@ struct TileEngine {
     int second;        // of the two units of a block
   };
 
+  /// Finished sums of a block of tokens on their way to the caller.
+  struct Finish {
+    const TileJob* job;
+    int64_t pair, token, end;  // tokens of the job that are left
+    float* sums;
+  };
+
   /// Sums of a group of k that wait for their scales.
   struct Pending {
-    float* sums;  // [tile][16 tokens][16]; null: nothing waits
+    float* sums;  // [tile][16 tokens][16]
     float* results;
     const uint8_t* scales[2];
     const float *token_scale, *token_sum;
@@ -69,6 +85,7 @@ struct TileEngine {
   Decoder decoder;
   Feed feed;
   Pending pending;
+  Finish finish;
   uint8_t* buffers[2];
   float* group_sums[2];
   float* results;
@@ -82,7 +99,8 @@ struct TileEngine {
     group_sums[1] = group_sums[0] + kTileSumBytes / 4;
     results = (float*)(gemm.scratch + 2 * kTileWeightBytes + 2 * kTileSumBytes);
     units = gemm.blocks * Panel::kUnits;
-    pending.sums = nullptr;
+    pending.next = pending.chunks = 0;
+    finish = {};
     Decoder::Start(decoder);
   }
 
@@ -100,7 +118,8 @@ struct TileEngine {
     const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
     c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max1(kTileResultBytes / (c.blocks * 4096));
     // 16 KiB of weights stay in L1 beside what is decoded; with many tokens 32 KiB save passes over the sums.
-    const int64_t most = (c.blocks <= 4 ? kTileWeightBytes / 2 : kTileWeightBytes) / kUnitTileBytes;
+    const bool short_blocks = c.blocks <= 4 && !kDirect;
+    const int64_t most = (short_blocks ? kTileWeightBytes / 2 : kTileWeightBytes) / kUnitTileBytes;
     const int64_t k_blocks = (units + most - 1) / most;
     c.k_units = (units + k_blocks - 1) / k_blocks;
     c.k_units += c.k_units % 2;  // blocks and groups of scales have up to 128 k
@@ -146,7 +165,7 @@ struct TileEngine {
     }
     for (int half = 0; half < 2; ++half) {
       feed.codes[half] = Codes(next, half);
-      feed.ahead[half] = Codes(after.valid ? after : next, half);
+      feed.ahead[half] = kDirect || !after.valid ? feed.codes[half] : Codes(after, half);
     }
     feed.out = buffers[current ^ 1];
     feed.second = 0;
@@ -165,8 +184,10 @@ struct TileEngine {
     constexpr int64_t kEndLine = (kBytesAhead * (kSlice + 1) / 8 + 63) / 64;
     Unroll<(int)(kEndLine - kFirstLine)>(
         [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
-    const uint8_t* codes = f.codes[kStripe];
-    Decoder::template Unit<kSlice>(d, codes, codes + Panel::kUnitBytes, f.out + kStripe * 1024);
+    if constexpr (!kDirect) {
+      const uint8_t* codes = f.codes[kStripe];
+      Decoder::template Unit<kSlice>(d, codes, codes + Panel::kUnitBytes, f.out + kStripe * 1024);
+    }
   }
 
   FMOE_INLINE void EndFeedUnit(Feed& f) {
@@ -194,8 +215,8 @@ struct TileEngine {
   }
 
   /// Scales the sums of 16 tokens with one stripe and adds them to the results.
-  static FMOE_APART void FlushChunk(Pending& p) {
-    const int chunk = p.next++;
+  template <bool kFirst, bool kTokenScale>
+  FMOE_INLINE void FlushRows(const Pending& p, int chunk) {
     const uint8_t* at = p.scales[chunk & 1];
     Reals scale, zero = SetReals(0.0F);
     if constexpr (kSums) {
@@ -206,28 +227,49 @@ struct TileEngine {
     const float* sums = p.sums + chunk * 256;
     float* out = p.results + chunk * 256;
     const float* token_sum = kSums ? p.token_sum + chunk / 2 * 16 : nullptr;
-    const float* token_scale = p.token_scale == nullptr ? nullptr : p.token_scale + chunk / 2 * 16;
-    if (p.first) {
-      memset(out, 0, 1024);
-    }
-    for (int token = 0; token < 16; ++token) {
+    const float* token_scale = kTokenScale ? p.token_scale + chunk / 2 * 16 : nullptr;
+    Unroll<16>([&](auto token) FMOE_FLAT {
       Reals x = LoadReals(sums + token * 16), factor = scale;
       if constexpr (kSums) {
         x = NegativeMultiplyAddReals(zero, SetReals(token_sum[token]), x);
       }
-      if (token_scale != nullptr) {
+      if constexpr (kTokenScale) {
         factor = MultiplyReals(scale, SetReals(token_scale[token]));
       }
-      StoreReals(out + token * 16, MultiplyAddReals(x, factor, LoadReals(out + token * 16)));
+      StoreReals(out + token * 16, kFirst ? MultiplyReals(x, factor)
+                                          : MultiplyAddReals(x, factor, LoadReals(out + token * 16)));
+    });
+  }
+
+  static FMOE_APART void FlushChunk(Pending& p) {
+    const int chunk = p.next++;
+    if (p.token_scale != nullptr) {
+      p.first ? FlushRows<true, true>(p, chunk) : FlushRows<false, true>(p, chunk);
+    } else {
+      p.first ? FlushRows<true, false>(p, chunk) : FlushRows<false, false>(p, chunk);
     }
   }
 
   void Drain() {
-    if (pending.sums != nullptr) {
-      while (pending.next < pending.chunks) {
-        FlushChunk(pending);
-      }
-      pending.sums = nullptr;
+    while (pending.next < pending.chunks) {
+      FlushChunk(pending);
+    }
+  }
+
+  /// Four tokens, about as much as a step of tile instructions hides.
+  static FMOE_APART void FinishPiece(TileEngine& e) {
+    Finish& f = e.finish;
+    constexpr int64_t kPiece = 4;
+    const int64_t tokens = e.Min(kPiece, f.end - f.token), in_block = f.token % kTileTokens;
+    float* sums = f.sums + in_block / 16 * 512 + in_block % 16 * 16;
+    e.ScaleSums(*f.job, f.token, tokens, sums);
+    e.g.finish(e.g.context, f.job, 2 * f.pair, f.token, tokens, sums);
+    f.token += tokens;
+  }
+
+  void DrainFinish() {
+    while (finish.token < finish.end) {
+      FinishPiece(*this);
     }
   }
 
@@ -263,12 +305,13 @@ struct TileEngine {
 
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
   template <int kTokenTiles, int kFirstPart, int kParts>
-  FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* weights) {
-    t.template Load<6>(weights);
+  FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
+                        const uint8_t* second) {
+    t.template Load<6>(first);
     t.template Stream<4>(tokens);
     Dot<0, 4, 6>(t);
     Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
-    t.template Load<7>(weights + 1024);
+    t.template Load<7>(second);
     Dot<1, 4, 7>(t);
     if constexpr (kTokenTiles == 2) {
       t.template Stream<5>(tokens + 1024);
@@ -281,7 +324,7 @@ struct TileEngine {
 
   /// What a pass over one block of tokens and one K block needs.
   struct Pass {
-    const uint8_t *tokens, *weights;
+    const uint8_t *tokens, *weights[2];
     int64_t steps;
     float* out;  // results of the block
     bool load, store, zero;
@@ -290,22 +333,14 @@ struct TileEngine {
     const float *token_scale, *token_sum;
     int64_t scale_stride, sum_stride, steps_per_scale;
     int64_t flush_steps;  // a power of two
+    int64_t chunks_per_step;
     bool first;
   };
 
-  /// Hands the sums of a group over and works on those of the group before, a piece at a time.
+  /// Hands the sums of a group over, and starts the next.
   template <int kTokenTiles>
-  static FMOE_APART void Group(TileEngine& e, const Pass& pass, int64_t step) {
-    const int64_t in_group = step & (pass.flush_steps - 1);
+  static FMOE_APART void EndGroup(TileEngine& e, const Pass& pass, int64_t step) {
     Pending& p = e.pending;
-    if (p.sums != nullptr) {
-      while (p.next < p.chunks && p.next * pass.flush_steps < (in_group + 1) * p.chunks) {
-        FlushChunk(p);
-      }
-    }
-    if (in_group + 1 != pass.flush_steps && step + 1 != pass.steps) {
-      return;
-    }
     e.Drain();
     p.sums = e.group_sums[e.current_sums];
     e.current_sums ^= 1;
@@ -332,10 +367,28 @@ struct TileEngine {
     p.chunks = 2 * kTokenTiles;
   }
 
+  /// What waits for earlier sums, after a step.
+  template <int kTokenTiles>
+  FMOE_INLINE void Beside(TileEngine& e, const Pass& pass, int64_t step) {
+    if constexpr (kFlush) {
+      // The sums of the group before, a piece at a time.
+      for (int64_t due = pass.chunks_per_step; due > 0 && e.pending.next < e.pending.chunks; --due) {
+        FlushChunk(e.pending);
+      }
+      if (((step + 1) & (pass.flush_steps - 1)) == 0 || step + 1 == pass.steps) {
+        EndGroup<kTokenTiles>(e, pass, step);
+      }
+    }
+    if (__builtin_expect(e.finish.token < e.finish.end, 0)) {
+      FinishPiece(e);
+    }
+  }
+
   template <int kTokenTiles, int kParts>
   void RunPass(const Pass& pass) {
     constexpr int64_t kTokenStep = kTokenTiles * 1024;
-    const uint8_t *a = pass.tokens, *b = pass.weights;
+    const uint8_t *a = pass.tokens, *b = pass.weights[0];
+    const int64_t second = kDirect ? pass.weights[1] - b : 1024;
     if (kFlush || pass.zero) {
       ZeroSums<kTokenTiles>(tiles);
     } else if (pass.load) {
@@ -353,21 +406,17 @@ struct TileEngine {
       constexpr int kStepsPerFeed = 16 / kParts;
       for (; step + kStepsPerFeed <= pass.steps && f.left > 0; step += kStepsPerFeed) {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
-          Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b);
-          if constexpr (kFlush) {
-            Group<kTokenTiles>(*this, pass, step + i);
-          }
+          Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
+          Beside<kTokenTiles>(*this, pass, step + i);
           a += kTokenStep;
-          b += 2048;
+          b += kWeightStep;
         });
         EndFeedUnit(f);
       }
     }
-    for (; step < pass.steps; ++step, a += kTokenStep, b += 2048) {
-      Step<kTokenTiles, 0, 0>(tiles, f, d, a, b);
-      if constexpr (kFlush) {
-        Group<kTokenTiles>(*this, pass, step);
-      }
+    for (; step < pass.steps; ++step, a += kTokenStep, b += kWeightStep) {
+      Step<kTokenTiles, 0, 0>(tiles, f, d, a, b, b + second);
+      Beside<kTokenTiles>(*this, pass, step);
     }
     feed = f;  // scales of the decoder are loaded again by the next unit
     if (!kFlush && pass.store) {
@@ -393,7 +442,7 @@ struct TileEngine {
   // ---------------------------------------------------------------------------------------- results
 
   /// Sums to what the caller sees: integers corrected and converted, scales of whole rows applied.
-  void FinishBlock(const TileJob& job, int64_t first_token, int64_t tokens, float* sums) {
+  void ScaleSums(const TileJob& job, int64_t first_token, int64_t tokens, float* sums) {
     const bool scaled = job.scale != nullptr && (!kFlush || g.scale_group == 0);
     if (!kBytes && !scaled) {
       return;
@@ -401,7 +450,7 @@ struct TileEngine {
     for (int64_t token = 0; token < tokens; ++token) {
       const Reals scale = SetReals(scaled ? job.scale[first_token + token] : 1.0F);
       for (int half = 0; half < 2; ++half) {
-        float* row = sums + (token / 16 * 2 + half) * 256 + token % 16 * 16;
+        float* row = sums + half * 256 + token * 16;
         Reals x;
         if constexpr (kBytes) {
           x = IntegersToReals(row, -128 * (int32_t)job.sum[first_token + token]);
@@ -422,12 +471,15 @@ struct TileEngine {
     const int64_t slots = steps * c.blocks;
     const int64_t parts = (feed.left * 16 + slots - 1) / slots;
     Pass pass = {};
-    pass.weights = buffers[current];
+    for (int half = 0; half < 2; ++half) {
+      pass.weights[half] = kDirect ? Codes(c, half) : buffers[current] + half * 1024;
+    }
     pass.steps = steps;
     if constexpr (kFlush) {
       constexpr int64_t kLeast = Panel::kFlush / 32;
       pass.flush_steps =
           kWeight == kWeightE4m3Scaled && g.weight_group == 128 && g.scale_group % 128 == 0 ? 4 : kLeast;
+      pass.chunks_per_step = (4 + pass.flush_steps - 1) / pass.flush_steps;
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / 32 : 1;
       for (int half = 0; half < 2; ++half) {
         pass.scales[half] = Codes(c, half) + Panel::kUnits * Panel::kUnitBytes;
@@ -440,7 +492,9 @@ struct TileEngine {
       const int64_t tokens = Min(kTileTokens, job.num_tokens - first_token);
       const bool two = tokens > 16;
       pass.tokens = job.tokens + first_token * units * kStepsPerUnit * 64 + first_step * (two ? 2048 : 1024);
-      pass.out = results + ((c.pair - c.chunk) * c.blocks + block) * 1024;
+      // Two places where a block has no successor before the next pair, while whose passes it is finished.
+      const int64_t place = stays ? c.pair & 1 : (c.pair - c.chunk) * c.blocks + block;
+      pass.out = results + place * 1024;
       pass.zero = c.unit == 0;
       pass.load = !stays;
       pass.store = !stays || last;
@@ -452,6 +506,9 @@ struct TileEngine {
         pass.token_sum =
             kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
       }
+      if (pass.out == finish.sums) {
+        DrainFinish();
+      }
       if (two) {
         RunPassWith<2>(pass, parts);
       } else {
@@ -461,8 +518,8 @@ struct TileEngine {
         if constexpr (kFlush) {
           Drain();
         }
-        FinishBlock(job, first_token, tokens, pass.out);
-        g.finish(g.context, &job, 2 * c.pair, first_token, tokens, pass.out);
+        DrainFinish();
+        finish = {&job, c.pair, first_token, first_token + tokens, pass.out};
       }
     }
     FinishFeed();
@@ -491,6 +548,7 @@ struct TileEngine {
       next = after;
       Advance(after);
     }
+    DrainFinish();
     tiles.Release();
   }
 };
@@ -519,8 +577,37 @@ void PackTileRow(const TilePack* p) {
   }
 }
 
+void PackTileCodes(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes, float* sum) {
+  int32_t total = 0;
+  for (int64_t unit = 0; unit < units; ++unit, codes += 64, token += step_bytes) {
+    for (int i = 0; i < 64; ++i) {
+      total += codes[i];
+    }
+    memcpy(token, codes, 64);
+  }
+  *sum = (float)total;
+}
+
+/// Lines of up to 16 tokens side by side: written in the order of memory, which is what takes the time.
+void GatherTile(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
+                int64_t step_bytes) {
+  for (int64_t step = 0; step < steps; ++step, tile += step_bytes) {
+    for (int64_t token = 0; token < count; ++token) {
+      StoreWords(tile + token * 64, LoadWords(tokens[token] + step * 64));
+    }
+  }
+}
+
 void PackTile(const TilePack* p) {
   p->permuted ? PackTileRow<true>(p) : PackTileRow<false>(p);
+}
+
+void PackTileGroups(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile, int64_t k) {
+  const Reals factor = SetReals(0x1p96F);
+  for (int64_t token = 0; token < tokens; ++token) {
+    const Reals x = MultiplyReals(BytesToReals(codes + token * 16), SetReals(scales[token]));
+    StoreBf16<true>(tile + k % 32 * 2 + token * 64, MultiplyReals(x, factor), factor, 1.0F);
+  }
 }
 
 void PackTileBlock(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift, int permuted) {
@@ -568,6 +655,9 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
   kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
   kernels.pack = &PackTile;
+  kernels.pack_groups = &PackTileGroups;
+  kernels.pack_codes = &PackTileCodes;
+  kernels.gather = &GatherTile;
   kernels.pack_block = &PackTileBlock;
   return kernels;
 }

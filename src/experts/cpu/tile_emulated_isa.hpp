@@ -212,6 +212,9 @@ FMOE_EMULATED void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero)
   *scale = EachReal([&](int i) { return FloatOf(bits[i] & ~255U); });
   *zero = EachReal([&](int i) { return (float)(bits[i] & 255U); });
 }
+FMOE_EMULATED Reals BytesToReals(const int8_t* p) {
+  return EachReal([&](int i) { return (float)p[i]; });
+}
 FMOE_EMULATED Reals IntegersToReals(const void* p, int32_t add) {
   int32_t integers[16];
   memcpy(integers, p, 64);

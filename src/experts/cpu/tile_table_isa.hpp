@@ -11,7 +11,7 @@ namespace fusedmoe::cpu {
 /// Tokens whose sums stand in the tile registers together: two tiles of 16.
 constexpr int kTileTokens = 32;
 /// Tokens of one job: their sums of one pair of stripes fit the scratch.
-constexpr int64_t kMaxJobTokens = 4096;
+constexpr int64_t kMaxJobTokens = 512;
 /// Memory of one running TileGemm: decoded weights twice, unscaled sums twice, sums.
 constexpr int64_t kTileWeightBytes = 32 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
 constexpr int64_t kTileScratchBytes = 2 * kTileWeightBytes + 2 * kTileSumBytes + kTileResultBytes;
@@ -48,10 +48,11 @@ struct TileJob {
   int64_t num_tokens;
   int64_t rows;  ///< stride of the arrays above
   // Of the caller:
-  int64_t expert, first_slot, index;
+  int64_t expert, first_slot, index, group;
 };
 
-/// Sums of a block of tokens with a pair of stripes: sums[token / 16][stripe][token % 16][16 rows].
+/// Sums of up to 16 tokens of a tile with a pair of stripes: [token][16 rows], those of the second stripe 256
+/// floats behind.
 typedef void (*TileFinish)(void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
                            int64_t tokens, const float* sums);
 
@@ -91,6 +92,19 @@ typedef void (*TilePackKernel)(const TilePack* pack);
 typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift,
                                     int permuted);
 
+/// `units` times 64 codes of a token into int8 tiles, and their sum.
+typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
+                                    float* sum);
+
+/// Codes of 16 k of each of up to 16 tokens, codes[token][16], times a scale of each, to the tile of their
+/// step, for formats whose shift is 96. The products must be exact in bf16.
+typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile,
+                                     int64_t k);
+
+/// Rows that are packed already (64 bytes a step) into a tile of each step.
+typedef void (*TileGatherKernel)(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
+                                 int64_t step_bytes);
+
 /// The kernel of a weight format.
 struct TileFormat {
   TileGemmKernel gemm;  ///< null: none
@@ -107,6 +121,9 @@ struct TileKernels {
   TileFormat int8[kNumWeightKernels];  ///< tokens in int8: `sum` holds sums of codes over all of K
   TilePackKernel pack;
   TilePackBlockKernel pack_block;
+  TilePackCodesKernel pack_codes;
+  TilePackGroupsKernel pack_groups;
+  TileGatherKernel gather;
 };
 
 }  // namespace fusedmoe::cpu

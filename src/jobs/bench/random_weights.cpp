@@ -175,7 +175,7 @@ Result<ExpertSource> RandomExperts(const MoeConfig& config, const Scheme& scheme
   ExpertSource source;
   source.num_local_experts = config.num_local_experts;
   source.scheme = scheme;
-  source.identity = fmt::format("random weights 1, seed {}, layer {}, {} biases", seed, layer,
+  source.identity = fmt::format("random weights 2, seed {}, layer {}, {} biases", seed, layer,
                                 config.has_bias ? "with" : "without");
   const Recipe inner = RecipeFor(scheme.weight, config.hidden);
   const Recipe down = RecipeFor(scheme.weight, config.intermediate);
@@ -190,6 +190,9 @@ Result<ExpertSource> RandomExperts(const MoeConfig& config, const Scheme& scheme
     }
     FMOE_ASSIGN_OR_RETURN(drawn.up,
                           DrawMatrix(scheme, inner, intermediate, hidden, config.has_bias, Mix(key + 2)));
+    if (config.activation.gated()) {
+      drawn.up.input_tensor_scale = drawn.gate.input_tensor_scale;  // calibrated on the same hidden states
+    }
     FMOE_ASSIGN_OR_RETURN(drawn.down,
                           DrawMatrix(scheme, down, hidden, intermediate, config.has_bias, Mix(key + 3)));
     return drawn;
