@@ -45,40 +45,24 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   const auto start = std::chrono::steady_clock::now();
   FMOE_ASSIGN_OR_RETURN(const QuantizeReport report, Quantize(checkpoint, options));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  int64_t saturated = 0, zero = 0, blocks = 0;
-  for (const QuantizedTensor& tensor : report.tensors) {
-    saturated += tensor.saturated_blocks;
-    zero += tensor.zero_blocks;
-    blocks += tensor.blocks;
-  }
   if (!report.uncalibrated.empty()) {
     output.Log(fmt::format(
         "fusedmoe: {} of {} experts have no calibration of their own (the first is {}); they take "
         "the largest amax of their layer",
         report.uncalibrated.size(), report.experts, report.uncalibrated.front()));
   }
-  Json document = {{"output", options.directory},
-                   {"scheme", report.scheme},
-                   {"format", report.format},
-                   {"layers", report.layers},
-                   {"experts", report.experts},
-                   {"rel_l2", report.rel_l2},
-                   {"sqnr_db", report.sqnr_db},
-                   {"blocks", blocks},
-                   {"saturated_blocks", saturated},
-                   {"zero_blocks", zero},
-                   {"uncalibrated", report.uncalibrated},
-                   {"content_hash", report.content_hash},
-                   {"bytes", report.bytes},
-                   {"files", report.files},
-                   {"seconds", seconds}};
+  Json document = {{"output", options.directory}};
+  document.update(Json::parse(ReportJson(report)));
+  document["bytes"] = report.bytes;
+  document["files"] = report.files;
+  document["seconds"] = seconds;
   std::string text = fmt::format("{}: {} as {} writes it, {} layers of experts, {} experts; {} in {:.1f} s\n",
                                  options.directory, report.scheme, report.format, report.layers,
                                  report.experts, Bytes(report.bytes), seconds);
-  text += fmt::format("relative L2 {:.4e} ({:.2f} dB), {} of {} blocks saturated, {} became zero\n",
-                      report.rel_l2, report.sqnr_db, saturated, blocks, zero);
+  text +=
+      fmt::format("relative L2 {:.4e} ({:.2f} dB), {} of {} blocks saturated, {} became zero\n",
+                  report.rel_l2, report.sqnr_db, report.saturated_blocks, report.blocks, report.zero_blocks);
   if (options.scale_search) {
-    document["rel_l2_before_search"] = report.rel_l2_before_search;
     text += fmt::format("without the search of scales {:.4e}\n", report.rel_l2_before_search);
   }
   output.Document(document);

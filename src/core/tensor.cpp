@@ -3,15 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cassert>
-#include <cstdlib>
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "core/memory.hpp"
 
 namespace fusedmoe {
 namespace {
-
-constexpr int64_t kAlignment = 64;  // a cache line, and the widest vector
 
 // What tensors take, for jobs that promise how much memory they need. Relaxed: a statistic, not a lock.
 std::atomic<int64_t> g_bytes{0}, g_peak_bytes{0};
@@ -108,24 +106,24 @@ Result<Tensor> Tensor::Allocate(DType dtype, const Shape& shape) {
   const int64_t last = shape.rank() == 0 ? 1 : shape[shape.rank() - 1];
   const auto bits = CheckedMultiply(last, DTypeBits(dtype));
   const auto bytes = bits ? CheckedMultiply(rows, CeilDiv(*bits, 8)) : std::nullopt;
-  if (!bytes || *bytes < 0 || *bytes > INT64_MAX - kAlignment) {
+  if (!bytes || *bytes < 0 || *bytes > INT64_MAX / 2) {
     return Status::System("a tensor of shape " + shape.ToString() + " does not fit the address space");
   }
-  const auto padded = static_cast<size_t>(RoundUp(std::max<int64_t>(*bytes, 1), kAlignment));
-  void* memory = std::aligned_alloc(static_cast<size_t>(kAlignment), padded);
+  std::shared_ptr<std::byte> memory = AllocateMemory(*bytes);
   if (memory == nullptr) {
-    return Status::System("out of memory: " + std::to_string(padded) + " bytes for a tensor of shape " +
+    return Status::System("out of memory: " + std::to_string(*bytes) + " bytes for a tensor of shape " +
                           shape.ToString());
   }
-  std::memset(memory, 0, padded);
+  std::memset(memory.get(), 0, static_cast<size_t>(*bytes));
   Tensor tensor;
-  tensor.mutable_data_ = static_cast<std::byte*>(memory);
+  tensor.mutable_data_ = memory.get();
   tensor.view_ = TensorView(tensor.mutable_data_, dtype, shape);
   Count(*bytes);
-  tensor.owner_ = std::shared_ptr<const void>(memory, [size = *bytes](const void* data) {
-    std::free(const_cast<void*>(data));
-    Count(-size);
-  });
+  tensor.owner_ = std::shared_ptr<const void>(
+      tensor.mutable_data_, [memory = std::move(memory), size = *bytes](const void* /*data*/) mutable {
+        memory.reset();
+        Count(-size);
+      });
   return tensor;
 }
 

@@ -12,6 +12,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "core/memory.hpp"
+
 namespace fusedmoe::platform {
 namespace {
 
@@ -58,16 +60,11 @@ Status WriteAll(int descriptor, int64_t offset, std::span<const std::byte> bytes
 }  // namespace
 
 Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size) {
-  constexpr int64_t kAlignment = 64;
-  if (size < 0 || size > INT64_MAX - kAlignment) {
-    return Status::System(fmt::format("cannot allocate {} bytes", size));
-  }
-  const int64_t rounded = (std::max<int64_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment;
-  void* memory = std::aligned_alloc(kAlignment, static_cast<size_t>(rounded));
+  std::shared_ptr<std::byte> memory = AllocateMemory(size);
   if (memory == nullptr) {
     return Status::System(fmt::format("cannot allocate {} bytes of memory", size));
   }
-  return std::shared_ptr<std::byte>(static_cast<std::byte*>(memory), [](std::byte* p) { std::free(p); });
+  return memory;
 }
 
 Result<int> InputFile::OpenDescriptor(const std::string& path) {

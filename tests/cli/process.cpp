@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <spawn.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -53,7 +54,9 @@ ProcessResult RunCommand(const std::vector<std::string>& arguments) {
   posix_spawn_file_actions_destroy(&actions);
   EXPECT_EQ(failure, 0) << "cannot start " << FMOE_CLI;
   int wait_status = 0;
-  if (failure == 0 && waitpid(pid, &wait_status, 0) == pid) {
+  rusage used = {};
+  if (failure == 0 && wait4(pid, &wait_status, 0, &used) == pid) {
+    result.peak_bytes = static_cast<int64_t>(used.ru_maxrss) * 1024;
     result.exit_code = WIFEXITED(wait_status) ? WEXITSTATUS(wait_status) : -1;
   }
   result.out = ReadFile(out);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@ struct ProcessResult {
   int exit_code = -1;  ///< -1: killed by a signal, or not started
   std::string out;
   std::string err;
+  int64_t peak_bytes = 0;  ///< most memory that it had
   /// stdout as JSON; a test failure and null when it is none.
   nlohmann::json Json() const;
 };

@@ -45,7 +45,7 @@ struct QuantizedTensor {
   double sqnr_db = 0;  ///< 10 log10 of signal over noise power
   double max_abs_error = 0;
   int64_t blocks = 0;
-  int64_t saturated_blocks = 0;     ///< blocks with a value beyond the largest code by more than half a step
+  int64_t saturated_blocks = 0;     ///< with a value beyond the largest code by more than half a step
   int64_t zero_blocks = 0;          ///< blocks of which nothing but zeros is left, though they held something
   double rel_l2_before_search = 0;  ///< with scale_search: what the plain rule gives
 };
@@ -54,7 +54,9 @@ struct QuantizeReport {
   std::string scheme, format;
   std::vector<QuantizedTensor> tensors;  ///< by layer, expert and projection
   double rel_l2 = 0, sqnr_db = 0;        ///< over all of them
-  double rel_l2_before_search = 0;
+  int64_t blocks = 0, saturated_blocks = 0, zero_blocks = 0;
+  bool scale_search = false;
+  double rel_l2_before_search = 0;  ///< with scale_search
   /// Experts without a calibration of their own, as modules.
   std::vector<std::string> uncalibrated;
   int64_t layers = 0, experts = 0;
@@ -62,6 +64,9 @@ struct QuantizeReport {
   std::string content_hash;  ///< SHA-256 over names, types, shapes and bytes of all tensors
   std::vector<std::string> files;
 };
+
+/// The report without its matrices as a JSON object: how quantization_report.json begins.
+std::string ReportJson(const QuantizeReport& report);
 
 /// Quantizes the routed experts of a checkpoint in BF16, F16 or F32 and writes a checkpoint that servers
 /// load: names as they were (one tensor an expert and projection where the source had fused ones),

@@ -1,16 +1,14 @@
 #include <fusedmoe/jobs/quantize.hpp>
 
 #include <algorithm>
-#include <cmath>
-#include <mutex>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include "jobs/common/experts_rewriter.hpp"
+#include "jobs/quantize/measure.hpp"
 #include "jobs/quantize/scale_search.hpp"
 #include "numerics/rows.hpp"
-#include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
 
 namespace fusedmoe {
@@ -20,102 +18,10 @@ using checkpoint::Projection;
 using checkpoint::StorageOptions;
 using checkpoint::StorageRow;
 using jobs::ExpertsRewriter;
+using jobs::Measured;
+using jobs::Power;
 using jobs::SourceLayer;
 using Json = nlohmann::ordered_json;
-
-// Sums behind the numbers of a report.
-struct Power {
-  double noise = 0, signal = 0;
-  void Add(const Power& other) {
-    noise += other.noise;
-    signal += other.signal;
-  }
-  double rel_l2() const { return noise == 0 ? 0.0 : std::sqrt(noise / signal); }
-  // Exact matrices have no finite ratio; 999 dB stands for it, so that the report stays JSON.
-  double sqnr_db() const { return noise == 0 ? 999.0 : 10 * std::log10(signal / noise); }
-};
-
-Power NoiseOf(TensorView weights, const CanonicalMatrix& matrix) {
-  Power power;
-  const RowDecoder decoder(matrix);
-  std::vector<float> original(static_cast<size_t>(matrix.cols)), decoded(original.size());
-  for (int64_t row = 0; row < matrix.rows; ++row) {
-    DecodeRow(weights.dtype(), weights.data() + row * weights.stride_bytes(0), 0, matrix.cols,
-              original.data());
-    decoder.Decode(row, 0, matrix.cols, decoded.data());
-    for (size_t col = 0; col < original.size(); ++col) {
-      const double delta = static_cast<double>(original[col]) - decoded[col];
-      power.noise += delta * delta;
-      power.signal += static_cast<double>(original[col]) * original[col];
-    }
-  }
-  return power;
-}
-
-// The last step of an element type below its largest value, as a share of that value.
-float LastStep(DType element) {
-  switch (element) {
-    case DType::kF4E2M1:
-      return 2.0F / 6.0F;
-    case DType::kF8E4M3:
-      return 32.0F / 448.0F;
-    default:
-      return 1.0F / LargestValue(element);
-  }
-}
-
-struct Measured {
-  QuantizedTensor tensor;
-  Power power;
-};
-
-Measured Measure(TensorView weights, const CanonicalMatrix& matrix) {
-  Measured measured;
-  QuantizedTensor& tensor = measured.tensor;
-  measured.power = NoiseOf(weights, matrix);
-  tensor.rel_l2 = measured.power.rel_l2();
-  tensor.sqnr_db = measured.power.sqnr_db();
-  const WeightFormat& format = matrix.format;
-  const int64_t block_rows = format.has_block_scale() && format.block.row > 0 ? format.block.row
-                             : format.has_channel_scale                       ? 1
-                                                                              : matrix.rows;
-  const int64_t block_cols =
-      format.has_block_scale() && format.block.col > 0 ? format.block.col : matrix.cols;
-  const RowDecoder decoder(matrix);
-  const int64_t across = (matrix.cols + block_cols - 1) / block_cols;
-  std::vector<float> original(static_cast<size_t>(matrix.cols)), decoded(original.size());
-  struct Block {
-    float amax = 0, kept = 0;
-  };
-  std::vector<Block> blocks;
-  const float slack = 0.5F * LastStep(format.element);
-  for (int64_t row = 0; row < matrix.rows; ++row) {
-    if (row % block_rows == 0) {
-      blocks.assign(static_cast<size_t>(across), {});
-    }
-    DecodeRow(weights.dtype(), weights.data() + row * weights.stride_bytes(0), 0, matrix.cols,
-              original.data());
-    decoder.Decode(row, 0, matrix.cols, decoded.data());
-    for (int64_t col = 0; col < matrix.cols; ++col) {
-      const float value = std::fabs(original[static_cast<size_t>(col)]);
-      const float kept = std::fabs(decoded[static_cast<size_t>(col)]);
-      Block& block = blocks[static_cast<size_t>(col / block_cols)];
-      block.amax = std::max(block.amax, value);
-      block.kept = std::max(block.kept, kept);
-      tensor.max_abs_error =
-          std::max(tensor.max_abs_error, std::fabs(static_cast<double>(original[static_cast<size_t>(col)]) -
-                                                   decoded[static_cast<size_t>(col)]));
-    }
-    if ((row + 1) % block_rows == 0 || row + 1 == matrix.rows) {
-      for (const Block& block : blocks) {
-        ++tensor.blocks;
-        tensor.zero_blocks += block.amax > 0 && block.kept == 0;
-        tensor.saturated_blocks += block.kept > 0 && block.amax > block.kept * (1 + slack);
-      }
-    }
-  }
-  return measured;
-}
 
 class Job {
  public:
@@ -256,10 +162,10 @@ Result<std::vector<NamedTensor>> Job::MakeExpert(size_t layer_index, int64_t exp
     }
     Power before;
     if (options_.scale_search) {
-      before = NoiseOf(weights, matrix);
+      before = jobs::NoiseOf(weights, matrix);
       jobs::SearchScales(weights, matrix);
     }
-    Measured measured = Measure(weights, matrix);
+    Measured measured = jobs::Measure(weights, matrix);
     measured.tensor.module = TargetModule(layer, expert, projection);
     measured.tensor.rel_l2_before_search = before.rel_l2();
     slot.measured.push_back(std::move(measured));
@@ -268,19 +174,9 @@ Result<std::vector<NamedTensor>> Job::MakeExpert(size_t layer_index, int64_t exp
   return StoreExpert(layer, expert, row_, quantized, storage_);
 }
 
+// The report with a line for each matrix.
 std::string Job::ReportText(const QuantizeReport& report) const {
-  Json json = {{"schema_version", 1},
-               {"scheme", report.scheme},
-               {"format", report.format},
-               {"layers", report.layers},
-               {"experts", report.experts},
-               {"rel_l2", report.rel_l2},
-               {"sqnr_db", report.sqnr_db},
-               {"content_hash", report.content_hash},
-               {"uncalibrated", report.uncalibrated}};
-  if (options_.scale_search) {
-    json["rel_l2_before_search"] = report.rel_l2_before_search;
-  }
+  Json json = Json::parse(ReportJson(report));
   if (options_.activation_stats && scheme_.activation.static_tensor_scale) {
     Json histogram = Json::object();
     for (const SourceLayer& layer : rewriter_.layers()) {
@@ -288,7 +184,7 @@ std::string Job::ReportText(const QuantizeReport& report) const {
     }
     json["calibration_tokens"] = histogram;
   }
-  std::string text = json.dump(2);
+  std::string text = json.dump(2, ' ', false, Json::error_handler_t::replace);
   text.resize(text.size() - 2);  // room for the list before the closing brace
   text += ",\n  \"tensors\": [";
   bool first = true;
@@ -297,7 +193,7 @@ std::string Job::ReportText(const QuantizeReport& report) const {
                  {"sqnr_db", tensor.sqnr_db},        {"max_abs_error", tensor.max_abs_error},
                  {"blocks", tensor.blocks},          {"saturated_blocks", tensor.saturated_blocks},
                  {"zero_blocks", tensor.zero_blocks}};
-    if (options_.scale_search) {
+    if (report.scale_search) {
       line["rel_l2_before_search"] = tensor.rel_l2_before_search;
     }
     text += fmt::format("{}\n    {}", first ? "" : ",",
@@ -326,6 +222,7 @@ Result<QuantizeReport> Job::Run() {
   report.scheme = scheme_.name;
   report.format = row_.producer;
   report.uncalibrated = uncalibrated_;
+  report.scale_search = options_.scale_search;
   std::vector<jobs::Unit> units = rewriter_.CopiedUnits();
   std::vector<std::unique_ptr<Slot>> slots;
   for (size_t index = 0; index < rewriter_.layers().size(); ++index) {
@@ -347,7 +244,11 @@ Result<QuantizeReport> Job::Run() {
   Power all, before;
   for (const auto& slot : slots) {
     for (size_t i = 0; i < slot->measured.size(); ++i) {
-      report.tensors.push_back(slot->measured[i].tensor);
+      const QuantizedTensor& tensor = slot->measured[i].tensor;
+      report.blocks += tensor.blocks;
+      report.saturated_blocks += tensor.saturated_blocks;
+      report.zero_blocks += tensor.zero_blocks;
+      report.tensors.push_back(tensor);
       all.Add(slot->measured[i].power);
       before.Add(slot->before[i]);
     }
@@ -379,6 +280,27 @@ Result<QuantizeReport> Job::Run() {
 
 }  // namespace
 
+std::string ReportJson(const QuantizeReport& report) {
+  Json json = {{"schema_version", 1},
+               {"scheme", report.scheme},
+               {"format", report.format},
+               {"layers", report.layers},
+               {"experts", report.experts},
+               {"rel_l2", report.rel_l2},
+               {"sqnr_db", report.sqnr_db},
+               {"blocks", report.blocks},
+               {"saturated_blocks", report.saturated_blocks},
+               {"zero_blocks", report.zero_blocks},
+               {"content_hash", report.content_hash},
+               {"uncalibrated", report.uncalibrated}};
+  if (report.scale_search) {
+    json["rel_l2_before_search"] = report.rel_l2_before_search;
+    json["scale_search_gain"] =
+        report.rel_l2_before_search > 0 ? 1.0 - report.rel_l2 / report.rel_l2_before_search : 0.0;
+  }
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+}
+
 Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
                                 const QuantizeOptions& options) {
   FMOE_ASSIGN_OR_RETURN(ExpertsRewriter rewriter, ExpertsRewriter::Open(source));
@@ -405,9 +327,11 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
   const StorageRow* row = options.format.empty() ? checkpoint::FindStorage(scheme, "")
                                                  : checkpoint::FindStorageOf(scheme, options.format);
   if (row == nullptr) {
-    return Status::Unsupported(fmt::format("{} does not store {}; it has {}",
-                                           options.format.empty() ? "no tool here" : options.format,
-                                           scheme.name, checkpoint::StorableSchemes(options.format)));
+    const std::string stored = checkpoint::StorableSchemes(options.format);
+    return Status::Unsupported(
+        options.format.empty()
+            ? fmt::format("no tool here stores {}; there are {}", scheme.name, stored)
+            : fmt::format("{} does not store {}; it has {}", options.format, scheme.name, stored));
   }
   return Job(std::move(rewriter), options, scheme, *row).Run();
 }
