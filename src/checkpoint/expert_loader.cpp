@@ -50,12 +50,13 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& lo
                         FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
   // ModelOpt quantizes fused experts [E, in, out] as they lie; of all formats, NVFP4 alone is turned first.
   GroupShape& block = format.weight.block;
-  if (!place.in_out || place.item < 0 || !format.weight.has_block_scale() || format.scale.empty())
+  if (!place.in_out || place.item < 0 || !format.weight.has_block_scale() ||
+      context.rules->producer != "modelopt") {
     return format;
-  const TensorInfo* scale = context.store->Find(RoleName(*context.store, place, format.scale));
-  const bool along_out = block.row == 1 && block.col > 1 && scale != nullptr && scale->shape.rank() == 3 &&
-                         scale->shape[1] == located.cols;
-  if (along_out) {
+  }
+  const bool turned = format.weight.block_scale_dtype == DType::kF8E4M3 &&
+                      format.activation.element != std::optional(DType::kF8E4M3);
+  if (block.row == 1 && !turned) {
     block = {block.col, 1};
     format.codes_along_out = DTypeBits(format.weight.element) == 4;
   }
@@ -68,6 +69,13 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& lo
 }
 
 namespace {
+
+Result<Scheme> SchemeAt(const LayerContext& context, const std::string& base, const LinearFormat& format) {
+  Result<Scheme> scheme = SchemeOf(format);
+  if (!scheme.ok())
+    return context.store->Blame(std::move(scheme).status(), base);
+  return scheme;
+}
 
 // The types of scales may differ from tensor to tensor (BF16 here, F32 there); the scheme does not.
 bool SameScheme(const Scheme& a, const Scheme& b) {
@@ -142,7 +150,7 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
   for (const Projection projection : Projections(context)) {
     const Located located = Locate(context, expert, projection);
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, located));
-    FMOE_ASSIGN_OR_RETURN(const Scheme own, SchemeOf(format));
+    FMOE_ASSIGN_OR_RETURN(const Scheme own, SchemeAt(context, located.place.base, format));
     if (!SameScheme(own, scheme))
       return Different(context, located.place.base, own, scheme);
     FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
@@ -228,7 +236,8 @@ Result<Scheme> RoutedScheme(const LayerContext& context) {
   std::optional<Scheme> first;
   for (const Projection projection : Projections(context)) {
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, Locate(context, 0, projection)));
-    FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeOf(format));
+    FMOE_ASSIGN_OR_RETURN(Scheme scheme,
+                          SchemeAt(context, Locate(context, 0, projection).place.base, format));
     if (!first) {
       first = std::move(scheme);
       continue;
@@ -284,7 +293,7 @@ Result<Scheme> SharedScheme(const LayerContext& context) {
   for (const auto& [projection, place] : plan.places) {
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
                           FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
-    FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeOf(format));
+    FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeAt(context, place.base, format));
     if (const TensorInfo* info = context.store->Find(place.base + place.weight_suffix);
         info != nullptr && !format.quantized()) {
       scheme.weight.element = info->dtype;

@@ -183,8 +183,9 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
         .WithFile(config.path());
   }
   const std::string first_up = experts.Up(0);
-  moe.has_bias =
-      store.Has(first_up + ".bias") || store.Has(first_up + "_bias") || !spec.names.output_bias.empty();
+  moe.has_bias = !spec.names.output_bias.empty();
+  for (const std::string& name : {first_up, experts.Down(0)})
+    moe.has_bias |= store.Has(name + ".bias") || store.Has(name + "_bias");
   if (spec.names.router.empty()) {
     return store.Blame(Status::BadInput("the router's weight is missing"),
                        spec.names.block + std::string(SplitWords(family.router)[0]));

@@ -22,7 +22,7 @@ std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::st
   if (suffix == ".weight")
     return place.base;
   std::string_view word = suffix;
-  if (word.starts_with('.'))
+  if (word.starts_with('.') || word.starts_with('_'))
     word.remove_prefix(1);
   const std::string with_underscore = place.base + "_" + std::string(word);
   if (store.Has(with_underscore))
@@ -376,6 +376,8 @@ Status Reader::ReadBias(CanonicalMatrix* matrix) const {
     return place_.needs_bias ? store_.Load(name).status() : Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor stored, LoadRole(".bias"));
+  if (!IsFloat(stored.dtype()))
+    return Wrong(name, stored, "BF16, F16 or F32");
   FMOE_ASSIGN_OR_RETURN(Tensor bias, ToF32(stored));
   if (bias.shape().rank() != 1 || bias.dim(0) != rows_ * place_.parts) {
     return Wrong(name, stored, fmt::format("[{}]", rows_ * place_.parts));

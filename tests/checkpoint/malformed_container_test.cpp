@@ -20,6 +20,7 @@ const std::string kTensor = "model.layers.0.mlp.experts.0.up_proj.weight";
 // Reads one file of these bytes both ways; every way must refuse it and name the file.
 void ExpectBadFile(const std::string& what, const std::string& bytes, const std::string& tensor = "") {
   SCOPED_TRACE(what);
+  CountMalformed();
   const ScratchFolder folder;
   folder.Write("model.safetensors", bytes);
   const auto whole = ReadSafetensors((folder.path() / "model.safetensors").string());
@@ -282,6 +283,7 @@ TEST(MalformedIndex, IsRefusedAndNamed) {
   };
   for (const Case& one : cases) {
     SCOPED_TRACE(one.what);
+    CountMalformed();
     const Status status = LoadSharded(one.change);
     EXPECT_EQ(status.code(), StatusCode::kBadInput) << status.ToString();
     EXPECT_FALSE(status.file().empty());

@@ -23,6 +23,7 @@ struct Expected {
 
 void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected = {}) {
   SCOPED_TRACE(what);
+  CountMalformed();
   const ScratchFolder folder;
   model.WriteTo(folder);
   const Status status = LoadEverything(folder.path());

@@ -2,8 +2,11 @@
 
 #include <unistd.h>
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <fstream>
 
@@ -256,6 +259,29 @@ void TinyModel::Drop(const std::string& name) {
 void TinyModel::WriteTo(const ScratchFolder& folder) const {
   folder.Write("config.json", config.dump());
   folder.Write("model.safetensors", Safetensors(tensors));
+}
+
+namespace {
+
+std::atomic<int64_t> malformed{0};
+
+class MalformedCorpus : public testing::Environment {
+ public:
+  void TearDown() override {
+    if (testing::GTEST_FLAG(filter) != "*")
+      return;  // a part of the tests makes a part of the corpus
+    std::printf("[   INFO   ] %lld malformed checkpoints\n", static_cast<long long>(malformed.load()));
+    EXPECT_GE(malformed.load(), kLeastMalformed);
+  }
+};
+
+[[maybe_unused]] const testing::Environment* const kCorpus =
+    testing::AddGlobalTestEnvironment(new MalformedCorpus);
+
+}  // namespace
+
+void CountMalformed() {
+  ++malformed;
 }
 
 Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options) {

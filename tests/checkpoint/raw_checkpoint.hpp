@@ -65,6 +65,11 @@ struct TinyModel {
   void WriteTo(const ScratchFolder& folder) const;
 };
 
+/// Counts a malformed checkpoint. At the end of a whole run of the program their number is printed, and fewer
+/// than kLeastMalformed of them fail it.
+void CountMalformed();
+inline constexpr int64_t kLeastMalformed = 1000;
+
 /// Opens the folder and loads all of layer 0: the first failure, or ok.
 Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options = {});
 
