@@ -181,6 +181,7 @@ struct PrefillKernels {
     int threads = 0;
     int shared_bytes = 0;
     int slabs = 0;  ///< of a weight slot
+    int cluster = 1;
   };
   Tile small;  ///< 64 tokens
   Tile large;  ///< 128; HasLargeTiles formats only

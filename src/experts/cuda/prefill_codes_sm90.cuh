@@ -61,7 +61,7 @@ __device__ __forceinline__ void StoreCodePanel(const PrefillGemmParams& p, int e
       }
       const GroupStep step = StepOf(p.quantizer, 1.0F, largest);
       steps[thread] = FastStepOf(step.encode);
-      if (thread < tokens) {
+      if (thread < tokens && tile_row < p.row_tiles) {
         p.out_group_scale[tile_row * p.panel_rows + token + thread] = step.left_scale;
       }
     }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void StoreCodePanel(const PrefillGemmParams& p, int e
   }
   FenceAsyncProxy();
   NamedBarrier(1, kThreads);
-  if (thread == 0) {
+  if (thread == 0 && tile_row < p.row_tiles) {  // of an odd number of row tiles a pair's last one is none
     BulkStore(static_cast<uint8_t*>(p.out) + (static_cast<int64_t>(tile_row) * p.panel_rows + token) * 128,
               image, (tokens + 7) / 8 * 1024);
   }

@@ -5,6 +5,7 @@
 #include "experts/cuda/fragments.cuh"
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/prefill_codes_sm90.cuh"
+#include "experts/cuda/prefill_shape.cuh"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/ptx_panel.cuh"
 #include "experts/cuda/swish_sm90.cuh"
@@ -12,19 +13,21 @@
 
 /// The grouped GEMM of prefill: out[token][row] = W[expert][row] . token, one persistent CTA an SM.
 ///
-///     panel     [slab of 64 k][panel row][8 pieces of 16 bytes]      rows sorted by expert, each expert from
-///     a multiple
-///               of 8 on; K in the order of TokenPosition; piece c stands at c ^ (row & 7). That is the image
-///               of the 128-byte-swizzled shared memory operand: the tokens of a tile and slab are one
-///               contiguous bulk copy.
+///     panel     [slab of 64 k, or 128 of codes][panel row][8 pieces of 16 bytes]      rows sorted by expert,
+///               each expert from a multiple of 8 on; K in the order of TokenPosition or TokenByte; piece c
+///               stands at c ^ (row & 7). That is the image of the 128-byte-swizzled shared memory operand:
+///               the tokens of a tile and slab are one contiguous bulk copy.
 ///     tile      256 weight rows (16 row blocks) x N tokens of one expert; N fitted to the expert in steps of
-///     16, an
-///               expert with more tokens than a tile is cut evenly. Tiles of an expert run token-first, so
-///               that CTAs that run together share weights in L2.
+///               16, an expert with more tokens than a tile is cut evenly. Tiles of an expert run
+///               token-first, so that CTAs that run together share weights in L2.
+///     pair      of CTAs, 128-token tiles: two token pieces of the same weights, each copies half of the
+///     weights
+///               to both; of an odd last piece two row tiles of the same tokens, each copies half of the
+///               tokens.
 ///
 ///     warp 0         token stages:  empty ─► bulk copy ─► full
-///     warps 1-3      weight slots:  w_empty ─► 16 bulk copies (a warp issues them lane by lane, 50 clocks
-///     each) ─► w_full 2 or 4 warpgroups, each warp 16 rows of each of its blocks of 64:
+///     warps 1-3      weight slots:  w_empty ─► 16 bulk copies (issued lane by lane, 50 clocks each) ─►
+///     w_full 2 or 4 warpgroups, each warp 16 rows of each of its blocks of 64:
 ///        codes, scales ─► registers ─► expand to BF16 ─► wgmma (A = registers, B = stage) ─► ... ─► epilogue
 ///                         the next k-steps expand while the last ones multiply: at most one group is in
 ///                         flight
@@ -34,79 +37,6 @@
 /// can allocate for wgmma (it then serializes it: warning C7512).
 namespace fusedmoe::cuda {
 
-/// What becomes of the accumulators.
-enum class PrefillEpilogue {
-  kPanel,   ///< first GEMM, gated swish kinds: activated (and quantized) into the panel of the second
-  kRows16,  ///< second GEMM: BF16 [panel row][ld]
-  kRowsF32  ///< either: F32 [panel row][ld], the first GEMM's outputs, activated where p.activated says so
-};
-
-template <FragmentFormat kFormat, int kTileTokens, bool kCodes>
-struct PrefillShape {
-  static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
-  static constexpr int kWarpgroups = kTileTokens == 64 ? 4 : 2;
-  static constexpr int kRowGroups = 4 / kWarpgroups;  ///< blocks of 64 rows a warpgroup
-  static constexpr int kThreads = 128 + 128 * kWarpgroups;
-  /// A slab is what 128 bytes of a token row are multiplied with: 64 k, or 128 of codes.
-  static constexpr int kMinSlabs = kCodes ? 1 : kTraits.unit_slabs();
-  static constexpr int kUnitBytes =
-      kCodes ? 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes() : kTraits.unit_bytes();
-  static constexpr int kSlabBits = kCodes ? 16 : kTraits.code_bits;
-  /// Slabs of a weight slot: 32-36 KB for the small tile (235B M=64: 2 slabs of 4 bit 502 us, 4 slabs 462),
-  /// half of it for the large one.
-  static constexpr int kWantSlabs = (kTileTokens == 64 ? 16 : 8) / kSlabBits;
-  static constexpr int kSlabs = kWantSlabs < kMinSlabs ? kMinSlabs : kWantSlabs;
-  static constexpr int kUnits = kSlabs / kMinSlabs;
-  static constexpr int kPieceBytes = kUnits * kUnitBytes;
-  static constexpr int kSlotBytes = 16 * kPieceBytes;
-  static constexpr int kStages = kSlabBits == 16 && kTileTokens == 128 ? 5 : 6;
-  static constexpr int kStageBytes = kTileTokens * 128;
-  static constexpr int kScaleBytes = kCodes ? kStages * kTileTokens * 4 : 0;  ///< of tokens, by stage
-  static constexpr int kEpilogueBytes = 32768;
-  static constexpr int kTableBytes = (3 * (static_cast<int>(kMaxExperts) + 1)) * 4;
-  static constexpr int kSharedBytes = 232448;
-  static constexpr int kSlots =
-      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes - kScaleBytes) /
-      kSlotBytes;
-  static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
-  static constexpr int kBytes = 1024 + kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
-                                kScaleBytes + (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
-  static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
-  /// Slabs that share a token stage: small tiles put several into one. Never more than a weight slot has, so
-  /// that the place of a slab in its stage is known when the loop over a slot is unrolled: counted at run
-  /// time instead, 16-token tiles issue 29 % more instructions.
-  static constexpr int StageShift(int tokens) {
-    constexpr int kLimit = kSlabs >= 4 ? 2 : kSlabs / 2;
-    const int want = kTileTokens == 128 ? (tokens <= 64 ? 1 : 0) : tokens <= 16 ? 2 : tokens <= 32 ? 1 : 0;
-    return want < kLimit ? want : kLimit;
-  }
-  static constexpr int StageSlabs(int tokens) { return 1 << StageShift(tokens); }
-  static_assert((kSlabs & (kSlabs - 1)) == 0, "whole stages fill a slot");
-};
-
-/// Scale and bias of the two weight rows (fragment rows r and r + 8 of a block) that a lane holds.
-struct RowPair {
-  float scale[2];
-  float bias[2];
-};
-
-__device__ __forceinline__ RowPair LoadRowPair(const PrefillGemmParams& p, int expert, int64_t low,
-                                               int64_t high, bool two_parts) {
-  RowPair rows;
-  const int parts = two_parts ? 2 : 1;
-  rows.scale[0] = __ldg(p.tensor_scale + expert * parts);
-  rows.scale[1] = two_parts ? __ldg(p.tensor_scale + expert * parts + 1) : rows.scale[0];
-  const int64_t first = static_cast<int64_t>(expert) * parts * p.scale_rows;
-  const int64_t second = first + (two_parts ? p.scale_rows : 0);
-  if (p.row_scale != nullptr) {
-    rows.scale[0] *= __ldg(p.row_scale + first + low);
-    rows.scale[1] *= __ldg(p.row_scale + second + high);
-  }
-  rows.bias[0] = p.bias == nullptr ? 0.0F : __ldg(p.bias + first + low);
-  rows.bias[1] = p.bias == nullptr ? 0.0F : __ldg(p.bias + second + high);
-  return rows;
-}
-
 /// What stands behind the weights of an odd last slab of 64 codes.
 static __device__ const uint4 kZeroSlab[64] = {};
 
@@ -115,6 +45,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     PrefillGemm(const __grid_constant__ PrefillGemmParams p) {
   using S = PrefillShape<kFormat, kTileTokens, kCodes>;
   using F = Fragments<kFormat>;
+  constexpr bool kPairs = S::kPairs;
   constexpr int kWarpgroups = S::kWarpgroups;
   constexpr int kGroups = S::kRowGroups;
   // Quantized activations times groups with real scales: the scales act on sums, so that nothing is rounded
@@ -145,11 +76,11 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   if (tid == 0) {
     for (int s = 0; s < S::kStages; ++s) {
       BarrierInit(full + 8 * s, 1);
-      BarrierInit(empty + 8 * s, 4 * kWarpgroups);
+      BarrierInit(empty + 8 * s, (kPairs ? 8 : 4) * kWarpgroups);
     }
     for (int s = 0; s < S::kSlots; ++s) {
       BarrierInit(w_full + 8 * s, 3);
-      BarrierInit(w_empty + 8 * s, 4 * kWarpgroups);
+      BarrierInit(w_empty + 8 * s, (kPairs ? 8 : 4) * kWarpgroups);
     }
     BarrierInitFence();
   }
@@ -164,12 +95,19 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     counts[e] = p.counts[e];
   }
   __syncthreads();
+  // Tiles of an expert; of pairs: both pieces of two for each row tile, and two row tiles at a time of an odd
+  // last piece.
+  auto tiles_of = [&](int count) {
+    const int pieces = (count + kTileTokens - 1) / kTileTokens;
+    return kPairs ? p.row_tiles * (pieces >> 1) + (pieces & 1) * ((p.row_tiles + 1) >> 1)
+                  : p.row_tiles * pieces;
+  };
   if (warp == 0) {  // tiles before each expert
     const int per_lane = (p.num_experts + 31) / 32;
     int own = 0;
     for (int j = 0; j < per_lane; ++j) {
       const int e = lane * per_lane + j;
-      own += e < p.num_experts ? (counts[e] + kTileTokens - 1) / kTileTokens : 0;
+      own += e < p.num_experts ? tiles_of(counts[e]) : 0;
     }
     int inclusive = own;
     for (int step = 1; step < 32; step <<= 1) {
@@ -180,19 +118,27 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     for (int j = 0; j < per_lane; ++j) {
       const int e = lane * per_lane + j;
       if (e < p.num_experts) {
-        first_tile[e] = at * p.row_tiles;
-        at += (counts[e] + kTileTokens - 1) / kTileTokens;
+        first_tile[e] = at;
+        at += tiles_of(counts[e]);
         if (e == p.num_experts - 1) {
-          first_tile[e + 1] = at * p.row_tiles;
+          first_tile[e + 1] = at;
         }
       }
     }
   }
   __syncthreads();
+  if constexpr (kPairs) {
+    PairSync();  // the other one's barriers are there
+  }
 
   struct Tile {
     int expert, row, token, tokens;
+    int width;         ///< tokens that the instructions are chosen for: alike in a pair
+    bool one_weights;  ///< a pair: both have the same weights; else the same tokens
   };
+  const int rank = kPairs ? static_cast<int>(blockIdx.x) & 1 : 0;
+  const int begin = static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1);
+  const int stride = static_cast<int>(gridDim.x) / (kPairs ? 2 : 1);
   const int num_tiles = first_tile[p.num_experts];
   auto locate = [&](int t, Tile& tile) {
     while (t >= first_tile[tile.expert + 1]) {
@@ -202,10 +148,24 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     const int count = counts[tile.expert];
     const int pieces = (count + kTileTokens - 1) / kTileTokens;
     const int step = ((count + pieces - 1) / pieces + 7) & ~7;
-    tile.row = index / pieces;
-    const int piece = index - tile.row * pieces;
+    int piece;
+    if constexpr (kPairs) {
+      const int twos = pieces >> 1;
+      tile.one_weights = index < p.row_tiles * twos;
+      if (tile.one_weights) {
+        tile.row = index / twos;
+        piece = 2 * (index - tile.row * twos) + rank;
+      } else {
+        tile.row = 2 * (index - p.row_tiles * twos) + rank;
+        piece = pieces - 1;
+      }
+    } else {
+      tile.row = index / pieces;
+      piece = index - tile.row * pieces;
+    }
     tile.token = first_row[tile.expert] + piece * step;
     tile.tokens = min(step, count - piece * step);
+    tile.width = kPairs && tile.one_weights ? step : tile.tokens;
   };
   const int num_slabs = p.num_slabs;
   const int num_chunks = (num_slabs + S::kSlabs - 1) / S::kSlabs;
@@ -213,7 +173,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   if (warp < 4) {
     // The pool is what the launch took: 640 x 96 = 128 x 32 + 512 x 112, 384 x 168 = 128 x 40 + 256 x 232.
     RegistersDown<kWarpgroups == 4 ? 32 : 40>();
-    Tile tile{0, 0, 0, 0};
+    Tile tile{};
     if (warp == 0) {  // ---- tokens
       if (!p.wait_for_map) {
         GridWait();
@@ -223,17 +183,22 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         const uint64_t policy = EvictLastPolicy();
         int stage = 0;
         int phase = 0;
-        for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+        for (int t = begin; t < num_tiles; t += stride) {
           locate(t, tile);
-          const int shift = S::StageShift(tile.tokens);
+          const int shift = S::StageShift(tile.width);
           const int bytes = (tile.tokens + 7) / 8 * 1024;
-          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128;
+          // Of the same tokens each of a pair copies half, to both.
+          const bool both = kPairs && !tile.one_weights;
+          const int half = (bytes / 1024 + 1) / 2 * 1024;
+          const int own_bytes = !both ? bytes : rank == 0 ? half : bytes - half;
+          const int offset = both && rank == 1 ? half : 0;
+          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + offset;
           [[maybe_unused]] const float* scales =
               p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; left -= 1 << shift) {
             const int slabs = min(left, 1 << shift);
-            uint32_t to = SharedAddress(stages) + stage * S::kStageBytes;
+            uint32_t to = SharedAddress(stages) + stage * S::kStageBytes + offset;
             const uint32_t barrier = full + 8 * stage;
             BarrierWait(barrier + 8 * S::kStages, phase ^ 1);
             if constexpr (kCodes) {
@@ -248,7 +213,11 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
             }
 #pragma unroll 1
             for (int s = 0; s < slabs; ++s) {
-              BulkLoad(to, source, bytes, barrier, policy);
+              if (!both) {
+                BulkLoad(to, source, own_bytes, barrier, policy);
+              } else if (own_bytes > 0) {
+                BulkLoadBoth(to, source, own_bytes, barrier, policy);
+              }
               source += p.panel_rows * 128;
               to += S::kStageBytes >> shift;
             }
@@ -266,11 +235,14 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       const int pieces = warp == 1 ? 6 : 5;
       int slot = 0;
       int phase = 0;
-      for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+      for (int t = begin; t < num_tiles; t += stride) {
         locate(t, tile);
         // Tiles of the same rows and other tokens read them again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB
         // for 1.2 GB of operands when they were always the first to go.
-        const uint64_t policy = counts[tile.expert] > kTileTokens ? again : once;
+        const uint64_t policy = counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
+        // Of the same weights each of a pair copies every other row block, to both.
+        const bool both = kPairs && tile.one_weights;
+        const bool copies = lane < pieces && (!both || (piece & 1) == rank);
         const uint8_t* source =
             p.blocks + tile.expert * p.expert_bytes +
             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
@@ -284,12 +256,18 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
             BarrierExpect(barrier, pieces * (half ? S::kPieceBytes : bytes));
           }
           __syncwarp();
-          if (lane < pieces) {
-            BulkLoad(SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes, source, bytes,
-                     barrier, policy);
-            if (half) {
-              BulkLoad(SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes + bytes,
-                       kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
+          if (copies) {
+            const uint32_t to = SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes;
+            if (both) {
+              BulkLoadBoth(to, source, bytes, barrier, policy);
+              if (half) {
+                BulkLoadBoth(to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
+              }
+            } else {
+              BulkLoad(to, source, bytes, barrier, policy);
+              if (half) {
+                BulkLoad(to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
+              }
             }
           }
           source += S::kPieceBytes;
@@ -312,7 +290,16 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   int stage = 0;
   int phase = 0;
   const uint32_t descriptor0 = SharedDescriptorLow(SharedAddress(stages));
-  Tile tile{0, 0, 0, 0};
+  Tile tile{};
+  auto arrive = [&](uint32_t barrier) {
+    if constexpr (kPairs) {
+      if (lane < 2) {
+        BarrierArriveAt(barrier, lane);
+      }
+    } else if (lane == 0) {
+      BarrierArrive(barrier);
+    }
+  };
   auto run = [&](auto tokens_constant) {
     constexpr int N = decltype(tokens_constant)::value;
     constexpr int kPerStage = S::StageSlabs(N);
@@ -391,9 +378,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         // The group before is complete: its fragments are free, and its stage, if it was the last of one.
         WgmmaWait<decltype(drain)::value ? 0 : 1>();
         if (j0 == 0 && sub == 0 && release >= 0) {
-          if (lane == 0) {
-            BarrierArrive(empty + 8 * release);
-          }
+          arrive(empty + 8 * release);
           release = -1;
         }
       }
@@ -488,9 +473,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         }
       }
       __syncwarp();
-      if (lane == 0) {
-        BarrierArrive(empty + 8 * stage);
-      }
+      arrive(empty + 8 * stage);
       if (++stage == S::kStages) {
         stage = 0;
         phase ^= 1;
@@ -498,9 +481,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     };
     auto next_slot = [&] {
       __syncwarp();
-      if (lane == 0) {
-        BarrierArrive(w_empty + 8 * slot);
-      }
+      arrive(w_empty + 8 * slot);
       if (++slot == S::kSlots) {
         slot = 0;
         slot_phase ^= 1;
@@ -536,9 +517,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     }
     if constexpr (!kCodes) {
       WgmmaWait<0>();
-      if (lane == 0) {
-        BarrierArrive(empty + 8 * release);
-      }
+      arrive(empty + 8 * release);
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -728,9 +707,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       }
     }
   };
-  for (int t = static_cast<int>(blockIdx.x); t < num_tiles; t += static_cast<int>(gridDim.x)) {
+  for (int t = begin; t < num_tiles; t += stride) {
     locate(t, tile);
-    const int sixteens = (tile.tokens + 15) / 16;
+    const int sixteens = (tile.width + 15) / 16;
     if constexpr (kTileTokens == 64) {
       if (sixteens == 1) {
         run(std::integral_constant<int, 16>{});
@@ -757,6 +736,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   }
   if (kEpilogue == PrefillEpilogue::kPanel) {
     BulkStoreDone();  // the second GEMM may read the panel once this grid has ended
+  }
+  if constexpr (kPairs) {
+    PairSync();  // the other one still arrives at barriers here
   }
 }
 

@@ -19,6 +19,7 @@ PrefillKernels::Tile PrefillTileOf() {
     tile.threads = S::kThreads;
     tile.shared_bytes = S::kBytes;
     tile.slabs = S::kSlabs;
+    tile.cluster = S::kPairs ? 2 : 1;
   }
   return tile;
 }

@@ -87,8 +87,10 @@ Status LaunchGemm(const char* name, PrefillKernels::Kernel kernel, const Prefill
                   const PrefillGemmParams& params, cudaStream_t stream) {
   FMOE_RETURN_IF_ERROR(ToStatus(
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes), name));
-  return LaunchKernel(name, kernel, static_cast<unsigned>(grid), static_cast<unsigned>(tile.threads),
-                      static_cast<size_t>(tile.shared_bytes), stream, params);
+  const auto cluster = static_cast<unsigned>(tile.cluster);
+  const unsigned whole = std::max(static_cast<unsigned>(grid) / cluster, 1U) * cluster;
+  return LaunchKernel(name, kernel, whole, static_cast<unsigned>(tile.threads),
+                      static_cast<size_t>(tile.shared_bytes), stream, params, cluster);
 }
 
 /// Tokens [first, first + count) of a call.
