@@ -23,7 +23,7 @@ struct BenchFlags {
   std::vector<std::string> problems;
   std::string schemes;
   std::string tokens = "1,4,16,64,256,1024";
-  std::string isas, modes, pack_cache;
+  std::string isas, modes, pack_cache, tune;
   std::string routing = "uniform";
   std::string device = "cpu";
   std::string backend;
@@ -37,17 +37,6 @@ struct BenchFlags {
   RankFlags ranks;
   std::string determinism = "thread_invariant";
 };
-
-std::vector<std::string> SplitList(const std::string& text) {
-  std::vector<std::string> words;
-  std::istringstream in(text);
-  for (std::string word; std::getline(in, word, ',');) {
-    if (!word.empty()) {
-      words.push_back(word);
-    }
-  }
-  return words;
-}
 
 Result<std::vector<int64_t>> ParseTokens(const std::string& text) {
   std::vector<int64_t> tokens;
@@ -77,6 +66,7 @@ Status TakeNames(const BenchFlags& flags, BenchOptions& options) {
   plan.device = flags.device;
   plan.backend = flags.backend;
   plan.activation = flags.activation;
+  FMOE_ASSIGN_OR_RETURN(options.cpu_costs, ReadTune(flags.tune));
   options.isas = SplitList(flags.isas);
   options.modes = SplitList(flags.modes);
   FMOE_ASSIGN_OR_RETURN(const LayerOptions resolved, Resolve(plan));
@@ -312,6 +302,7 @@ Action DefineBench(CLI::App& app) {
   app.add_option("--mode", flags->modes, "Force modes, separated by commas");
   app.add_option("--backend", flags->backend, "Use this backend or fail");
   AddPackCache(app, flags->pack_cache);
+  AddTune(app, flags->tune);
   app.add_option("--activation", flags->activation,
                  "a8 lets weight-only int4 and int8 layers use int8 activations");
   app.add_option("--routing", flags->routing,

@@ -58,6 +58,8 @@ Json ToJson(const Plan& plan) {
                    {"recipe", plan.recipe},
                    {"intermediate_dtype", plan.intermediate_dtype},
                    {"arithmetic", plan.arithmetic},
+                   {"tile_tokens", plan.tile_tokens},
+                   {"costs", plan.costs},
                    {"workspace_bytes", plan.workspace_bytes},
                    {"layout_error", plan.layout_error},
                    {"weight_bytes", plan.weight_bytes},
@@ -77,6 +79,9 @@ std::string PlanText(const Plan& plan) {
       ActivationFormatName(plan.activation_format), ActivationModeName(plan.activation),
       plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, Bytes(plan.weight_bytes),
       Bytes(plan.workspace_bytes));
+  if (plan.tile_tokens > 0) {
+    text += fmt::format("matrix unit: experts of {} tokens and more ({})\n", plan.tile_tokens, plan.costs);
+  }
   if (!plan.recipe.empty()) {
     text += fmt::format("layout: {}\n", fmt::join(plan.recipe, ", "));
   }

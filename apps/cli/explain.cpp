@@ -92,6 +92,7 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   request.activation = plan.activation;
   request.isa = plan.isa;
   request.mode = plan.mode;
+  request.cpu_costs = plan.cpu_costs;
   if (!flags.plan.activation_format.empty()) {
     request.activation_format = plan.activation_format;
   }

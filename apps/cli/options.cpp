@@ -5,9 +5,11 @@
 #include <fstream>
 #include <iterator>
 #include <memory>
+#include <sstream>
 
 #include <fmt/format.h>
 
+#include <fusedmoe/jobs/tune.hpp>
 #include <fusedmoe/machine.hpp>
 
 #include "describe.hpp"
@@ -22,6 +24,17 @@ constexpr int kMaxThreads = 1024;
 Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names) {
   return Status::Usage(std::string(what) + " '" + std::string(value) + "' does not exist; there are " +
                        Join(names));
+}
+
+std::vector<std::string> SplitList(const std::string& text) {
+  std::vector<std::string> words;
+  std::istringstream in(text);
+  for (std::string word; std::getline(in, word, ',');) {
+    if (!word.empty()) {
+      words.push_back(word);
+    }
+  }
+  return words;
 }
 
 void AddThreads(CLI::App& app, int& threads) {
@@ -96,6 +109,7 @@ void AddPlan(CLI::App& app, PlanFlags& flags) {
   app.add_option("--activation", flags.activation,
                  "a8 lets weight-only int4 and int8 layers use int8 activations");
   app.add_option("--activation-format", flags.activation_format, "standard or batched");
+  AddTune(app, flags.tune);
 }
 
 void AddPackCache(CLI::App& app, std::string& directory) {
@@ -103,8 +117,21 @@ void AddPackCache(CLI::App& app, std::string& directory) {
                  "Keep packed weights in this folder, and map them from there the next time");
 }
 
+void AddTune(CLI::App& app, std::string& file) {
+  app.add_option("--tune", file, "Choose kernels by the figures that `fusedmoe tune` wrote to this file");
+}
+
+Result<std::shared_ptr<const CpuCosts>> ReadTune(const std::string& file) {
+  if (file.empty()) {
+    return std::shared_ptr<const CpuCosts>();
+  }
+  FMOE_ASSIGN_OR_RETURN(CpuCosts costs, ReadCpuCosts(file));
+  return std::make_shared<const CpuCosts>(std::move(costs));
+}
+
 Result<LayerOptions> Resolve(const PlanFlags& flags) {
   LayerOptions options;
+  FMOE_ASSIGN_OR_RETURN(options.cpu_costs, ReadTune(flags.tune));
   options.pack_cache = flags.pack_cache;
   if (flags.device != "cpu" && flags.device != "cuda") {
     return UnknownName("device", flags.device, {"cpu", "cuda"});

@@ -18,6 +18,9 @@ namespace fusedmoe::cli {
 /// Options that several commands share: each function adds them to a parser; names are resolved afterwards,
 /// so that an unknown one is a Status that lists what exists.
 
+/// The words of "a,b,c".
+std::vector<std::string> SplitList(const std::string& text);
+
 /// --threads, or FUSEDMOE_THREADS.
 void AddThreads(CLI::App& app, int& threads);
 
@@ -48,10 +51,15 @@ struct PlanFlags {
   std::string activation = "as_checkpoint";
   std::string activation_format = "standard";  ///< empty: not asked for
   std::string pack_cache;
+  std::string tune;
 };
 void AddPlan(CLI::App& app, PlanFlags& flags);
 /// --pack-cache, of commands that load weights.
 void AddPackCache(CLI::App& app, std::string& directory);
+/// --tune, of commands that plan layers.
+void AddTune(CLI::App& app, std::string& file);
+/// The file of --tune; null where none was named.
+Result<std::shared_ptr<const CpuCosts>> ReadTune(const std::string& file);
 /// The layer options of these flags, with everything else at its default.
 Result<LayerOptions> Resolve(const PlanFlags& flags);
 

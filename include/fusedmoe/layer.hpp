@@ -8,6 +8,7 @@
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/communicator.hpp>
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/cpu_costs.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/tensor.hpp>
@@ -50,6 +51,9 @@ struct LayerOptions {
   /// made when it does not exist. Empty: nothing is kept. What was found there, written or refused stands in
   /// selection().notes.
   std::string pack_cache;
+  /// What `fusedmoe tune` measured on this machine (ReadCpuCosts); null: the figures of this build. They
+  /// decide which kernels multiply an expert of so many tokens, and so the last bits of results.
+  std::shared_ptr<const CpuCosts> cpu_costs;
   /// Threads that prepare the weights; the caller's pool may serve here and in Forward.
   Executor executor;
   /// How the layer is spread over ranks, and the place of this one (MakeParallelConfig). With more than one

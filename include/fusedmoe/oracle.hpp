@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/cpu_costs.hpp>
 #include <fusedmoe/dtype.hpp>
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/plan.hpp>
@@ -90,9 +92,10 @@ struct ExplainRequest {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
-  std::string isa;             ///< forced by name; empty: free
-  std::string mode;            ///< forced by name; empty: by token count
-  std::string device = "cpu";  ///< "cpu" or "cuda": where the layer would run on a host
+  std::string isa;                            ///< forced by name; empty: free
+  std::string mode;                           ///< forced by name; empty: by token count
+  std::shared_ptr<const CpuCosts> cpu_costs;  ///< as LayerOptions::cpu_costs
+  std::string device = "cpu";                 ///< "cpu" or "cuda": where the layer would run on a host
   /// Asked for by name; empty: what the all-to-all backend hands over.
   std::optional<ActivationFormatKind> activation_format;
   /// Read bandwidth of the host in GB/s where the caller has measured it (probe.hpp); 0: unknown.

@@ -87,8 +87,10 @@ struct Plan {
   std::string prepare_finalize;
   RecipeText recipe;
   std::string
-      intermediate_dtype;  ///< what the values between the GEMMs are held in before they are requantized
-  std::string arithmetic;  ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
+      intermediate_dtype;   ///< what the values between the GEMMs are held in before they are requantized
+  std::string arithmetic;   ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
+  int64_t tile_tokens = 0;  ///< tokens of an expert from which on a CPU's matrix unit multiplies it; 0: never
+  std::string costs;        ///< where that number and `mode` come from; empty: from nothing measured
   std::vector<WorkspaceBook::Entry> workspace;
   int64_t workspace_bytes = 0;
   double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square

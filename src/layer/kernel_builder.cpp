@@ -137,6 +137,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   problem.isa = options.isa;
   problem.device = options.device;
   problem.mode = options.mode;
+  problem.cpu_costs = options.cpu_costs;
   problem.plan_tokens = options.plan_tokens;
   problem.num_threads = options.executor.num_threads;
   if (source.num_local_experts > 0) {

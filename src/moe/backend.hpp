@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/cpu_costs.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/plan.hpp>
@@ -30,7 +31,8 @@ struct MoeProblem {
   std::string mode;  ///< forced by name; empty: by token count
   int64_t plan_tokens = 1;
   int num_threads = 1;
-  std::string device = "cpu";  ///< where hidden states lie and the layer runs: "cpu" or "cuda"
+  std::shared_ptr<const CpuCosts> cpu_costs;  ///< what chooses the path of an expert on a CPU; null: as built
+  std::string device = "cpu";                 ///< where hidden states lie and the layer runs: "cpu" or "cuda"
 };
 
 /// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which

@@ -28,6 +28,10 @@ std::string ToString(const Plan& plan) {
   }
   text += fmt::format("\n  recipe: {}",
                       plan.recipe.empty() ? "none" : fmt::format("{}", fmt::join(plan.recipe, ", ")));
+  if (plan.tile_tokens > 0) {
+    text += fmt::format("\n  matrix unit: experts of {} tokens and more ({})", plan.tile_tokens,
+                        plan.costs.empty() ? "not measured" : plan.costs);
+  }
   text += fmt::format(
       "\n  {} bytes of weights, {} of workspace; {} tokens read {} bytes and take {} operations\n",
       plan.weight_bytes, plan.workspace_bytes, plan.tokens, plan.read_bytes, plan.flops);

@@ -36,6 +36,7 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.isa = request.isa;
   problem.device = request.device;
   problem.mode = request.mode;
+  problem.cpu_costs = request.cpu_costs;
   problem.plan_tokens = request.tokens;
   problem.num_threads = request.num_threads;
   return problem;

@@ -2,11 +2,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include <fusedmoe/cpu_costs.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/plan.hpp>
@@ -28,11 +30,12 @@ struct BenchOptions {
   std::vector<Problem> problems;
   std::vector<std::string> schemes;  ///< empty: that of each problem
   std::vector<int64_t> tokens = {1, 4, 16, 64, 256, 1024};
-  std::vector<std::string> isas;   ///< forced one after another; empty: the plan's choice
-  std::vector<std::string> modes;  ///< the same
-  std::string device = "cpu";      ///< "cpu" or "cuda"
-  std::string backend;             ///< empty: the oracle's choice
-  std::string pack_cache;          ///< as LayerOptions::pack_cache
+  std::vector<std::string> isas;              ///< forced one after another; empty: the plan's choice
+  std::vector<std::string> modes;             ///< the same
+  std::string device = "cpu";                 ///< "cpu" or "cuda"
+  std::string backend;                        ///< empty: the oracle's choice
+  std::string pack_cache;                     ///< as LayerOptions::pack_cache
+  std::shared_ptr<const CpuCosts> cpu_costs;  ///< as LayerOptions::cpu_costs
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   BenchRouting routing = BenchRouting::kUniform;
   Tensor topk_ids;             ///< I32 [rows, top_k], for kGiven

@@ -41,6 +41,8 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.read_bytes = static_cast<int64_t>(experts * static_cast<double>(expert_bytes));
   const double slots = static_cast<double>(plan.tokens * config.top_k());
   plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));
+  plan.tile_tokens = cpu_plan.tiles.enabled ? cpu_plan.tiles.from_tokens : 0;
+  plan.costs = cpu_plan.cost_source;
   plan.flops = ForwardFlops(config, plan.tokens);
   return plan;
 }

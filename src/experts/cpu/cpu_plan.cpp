@@ -129,7 +129,8 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
 }
 
 /// Whether and how the matrix unit multiplies experts with many tokens.
-TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan) {
+TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan,
+                   const CostChoice& cost) {
   TilePlan tiles;
   if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency)) {
     return tiles;
@@ -170,7 +171,13 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
     tiles.sides[i] = scales + sums;
     tiles.num_sums[i] = sums;
   }
-  tiles.from_tokens = forced ? 1 : TileCrossover(plan.kernel, plan.tile, tiles.int8);
+  // Without figures nobody knows that tiles are faster: they take every expert when asked to, else none.
+  const int64_t crossover =
+      cost.row == nullptr ? kMostCrossoverTokens + 1 : TileCrossover(*cost.row, WorkOf(plan));
+  if (!forced && crossover > kMostCrossoverTokens) {
+    return tiles;
+  }
+  tiles.from_tokens = forced ? 1 : crossover;
   tiles.num_scratch =
       std::clamp<int64_t>(std::max(problem.num_threads, machine.num_cores), 1, kMaxTileScratch);
   tiles.enabled = true;
@@ -179,26 +186,14 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
 
 }  // namespace
 
-int64_t TileCrossover(WeightKernel kernel, TileKind vectors, bool int8) {
-  const bool cheap_vectors = vectors == kTileA4 || vectors == kTileA8;
-  switch (kernel) {
-    case kWeightBf16:
-    case kWeightE4m3:
-    case kWeightE4m3Scaled:
-    case kWeightMxfp8:
-      return 3;
-    case kWeightU8:
-      return int8 ? 5 : 8;
-    case kWeightNvfp4:
-    case kWeightMxfp4:
-      return cheap_vectors ? 10 : 5;
-    case kWeightU8Group32:
-    case kWeightU8Group64:
-    case kWeightU8Group128:
-      return cheap_vectors ? 16 : 8;
-    default:
-      return cheap_vectors ? 18 : 11;
-  }
+ExpertWork WorkOf(const CpuPlan& plan) {
+  const GemmShape& gate_up = plan.gate_up;
+  const GemmShape& down = plan.down;
+  ExpertWork work;
+  work.blocks =
+      (gate_up.parts * gate_up.stripes * gate_up.padded_cols + down.stripes * down.padded_cols) / kPanelUnit;
+  work.max_height = kHeights[plan.max_height_index];
+  return work;
 }
 
 bool ScalesOverBatch(const ActivationFormat& activation) {
@@ -210,7 +205,7 @@ std::string_view ModeName(Mode mode) {
   return kNames[static_cast<int>(mode)];
 }
 
-Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens) {
+Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_tokens) {
   if (problem.config.activation_format == ActivationFormatKind::kBatchedExperts) {
     return Mode::kMasked;
   }
@@ -220,10 +215,8 @@ Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens) {
   if (problem.mode == ModeName(Mode::kThroughput)) {
     return Mode::kThroughput;
   }
-  constexpr int64_t kLatencyTokensPerExpert = 4;
   const int64_t experts = std::max<int64_t>(problem.config.num_experts, 1);
-  return num_tokens * problem.config.top_k() <= kLatencyTokensPerExpert * experts ? Mode::kLatency
-                                                                                  : Mode::kThroughput;
+  return num_tokens * problem.config.top_k() <= latency_tokens * experts ? Mode::kLatency : Mode::kThroughput;
 }
 
 int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights) {
@@ -272,7 +265,6 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2)
                                  : ParseIsa(problem.isa).value_or(Isa::kAvx2);
   plan.vector_isa = VectorIsa(plan.isa, machine);
-  plan.mode = ChooseMode(problem, problem.plan_tokens);
   plan.panel = *ChoosePanelFormat(problem.scheme.weight);
   plan.kernel = KernelFor(plan.panel);
   const TileChoice choice = ChooseTile(problem, plan.kernel);
@@ -292,7 +284,15 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const int64_t slot_bytes = plan.gate_up.tile_row_bytes + plan.down.tile_row_bytes +
                              plan.gate_up.row_stride() * 4 +
                              (output_by_slot ? plan.down.row_stride() * 4 : 0);
-  plan.tiles = PlanTiles(problem, machine, plan);
+  const KernelTable* table = FindKernelTable(plan.vector_isa);
+  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
+  const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, plan.isa, plan.kernel, plan.tile,
+                                   ActivationOf(problem).quantized());
+  plan.cost_source = cost.source;
+  constexpr int64_t kLatencyTokens = 4;  // of kernels that nobody has measured
+  plan.mode = ChooseMode(problem, problem.plan_tokens,
+                         cost.row == nullptr ? kLatencyTokens : LatencyTokens(cost.row->vectors));
+  plan.tiles = PlanTiles(problem, machine, plan, cost);
   const TilePlan& tiles = plan.tiles;
   const int64_t token_bytes = std::max<int64_t>(1, slots_per_token * slot_bytes);
   const int64_t in_flight = tiles.enabled ? 2 * kInFlightBytes : kInFlightBytes;
@@ -304,8 +304,6 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tokens = batched ? 0 : piece;
   plan.max_rows = output_by_slot ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
-  const KernelTable* table = FindKernelTable(plan.vector_isa);
-  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
   // CutIntoTiles ends an expert with at most two tiles that are not full, and pads by at most two tokens.
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + 2 * active;

@@ -2,12 +2,14 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/plan.hpp>
 
+#include "experts/cpu/cpu_cost.hpp"
 #include "experts/cpu/kernels.hpp"
 #include "moe/backend.hpp"
 #include "weights/panel.hpp"
@@ -65,15 +67,12 @@ struct TilePlan {
 };
 inline constexpr int64_t kMaxTileScratch = 256;
 
-/// Tokens of an expert from which on tiles are faster than the micro-kernels with such vector tiles (measured
-/// with 2 to 32 tokens an expert, docs/kernels.md).
-int64_t TileCrossover(WeightKernel kernel, TileKind vectors, bool int8);
-
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {
   Isa isa = Isa::kAvx2;
   Isa vector_isa = Isa::kAvx2;  ///< of the micro-kernels
   Mode mode = Mode::kLatency;
+  std::string cost_source;  ///< of the figures behind `mode` and `tiles.from_tokens`
   PanelFormat panel;
   WeightKernel kernel = kNumWeightKernels;
   TileKind tile = kTileF32;
@@ -101,6 +100,9 @@ struct CpuPlan {
   TilePlan tiles;
 };
 
+/// The weights of an expert of the plan, for cpu_cost.hpp.
+ExpertWork WorkOf(const CpuPlan& plan);
+
 /// Bits of the mask that the system takes.
 inline constexpr int kMostMemoryNodes = 64;
 
@@ -113,8 +115,8 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
 /// True when the scheme takes one activation scale from the whole batch.
 bool ScalesOverBatch(const ActivationFormat& activation);
 
-/// Latency up to this many tokens per expert; above, arithmetic takes longer than reading 4-bit weights.
-Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens);
+/// Latency up to `latency_tokens` per expert.
+Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_tokens);
 
 /// Cuts the tokens of an expert into tiles of at most kHeights[max_height_index]: writes indices into
 /// kHeights, returns their number.

@@ -114,6 +114,7 @@ class SchemeRun {
     layer_options.isa = isa;
     layer_options.mode = mode;
     layer_options.activation = options_.activation;
+    layer_options.cpu_costs = options_.cpu_costs;
     layer_options.max_tokens = layer_options.plan_tokens = row.tokens;
     layer_options.executor = options_.executor;
     FMOE_RETURN_IF_ERROR(rotation.Plan(layer_options, row.plan));

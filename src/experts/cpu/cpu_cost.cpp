@@ -1,0 +1,152 @@
+#include "experts/cpu/cpu_cost.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+
+#include "core/checked_math.hpp"
+#include "experts/cpu/cpu_cost_table.hpp"
+#include "experts/cpu/tile_table_isa.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int kStranger = 4;
+
+/// How far a row is from the kernel in question: 0 is that kernel, 3 one whose codes are of the same kind.
+int Distance(const CpuCostRow& row, std::string_view isa, std::string_view weights,
+             std::string_view activations, bool codes) {
+  const auto kind = [](std::string_view name) { return name.substr(0, name.find('_')); };
+  if (row.isa != isa || kind(row.weights) != kind(weights)) {
+    return kStranger;
+  }
+  const bool same_weights = row.weights == weights, same_activations = row.activations == activations;
+  return same_weights ? (same_activations ? (row.codes == codes ? 0 : 1) : 2) : 3;
+}
+
+struct Nearest {
+  const CpuCostRow* row = nullptr;
+  int distance = kStranger;
+};
+
+Nearest FindNearest(const std::vector<CpuCostRow>& rows, std::string_view isa, std::string_view weights,
+                    std::string_view activations, bool codes) {
+  Nearest nearest;
+  for (const CpuCostRow& row : rows) {
+    const int distance = Distance(row, isa, weights, activations, codes);
+    if (distance < nearest.distance) {
+      nearest = {&row, distance};
+    }
+  }
+  return nearest;
+}
+
+double Nanoseconds(const CpuPathCost& cost, const ExpertWork& work, const PathCounts& counts) {
+  const double block =
+      counts.passes * cost.decode_ns + counts.rows * cost.row_ns + counts.tokens * cost.token_ns;
+  return cost.fixed_ns + static_cast<double>(work.blocks) * std::max(cost.read_ns, block);
+}
+
+}  // namespace
+
+PathCounts VectorCounts(const ExpertWork& work, int64_t tokens) {
+  const int64_t passes = CeilDiv(tokens, std::max<int64_t>(work.max_height, 1));
+  return {static_cast<double>(passes), 0, static_cast<double>(tokens)};
+}
+
+PathCounts TileCounts(int64_t tokens) {
+  return {static_cast<double>(CeilDiv(tokens, kMaxJobTokens)), static_cast<double>(TileRows(tokens)),
+          static_cast<double>(tokens)};
+}
+
+double VectorNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens) {
+  return tokens > 0 ? Nanoseconds(cost, work, VectorCounts(work, tokens)) : 0.0;
+}
+
+double TileNanoseconds(const CpuPathCost& cost, const ExpertWork& work, int64_t tokens) {
+  return tokens > 0 ? Nanoseconds(cost, work, TileCounts(tokens)) : 0.0;
+}
+
+int64_t TileCrossover(const CpuCostRow& row, const ExpertWork& work) {
+  if (!row.has_tiles) {
+    return kMostCrossoverTokens + 1;
+  }
+  // below[n]: the worst ratio when counts 1..n stay with the vectors; above: when n.. go to the tiles.
+  std::array<double, kMostCrossoverTokens + 2> below{}, above{};
+  const auto ratio = [&](int64_t tokens) {
+    return VectorNanoseconds(row.vectors, work, tokens) /
+           std::max(TileNanoseconds(row.tiles, work, tokens), 1e-9);
+  };
+  for (int64_t n = 1; n <= kMostCrossoverTokens; ++n) {
+    below[static_cast<size_t>(n)] = std::max(below[static_cast<size_t>(n - 1)], ratio(n));
+  }
+  for (int64_t n = kMostCrossoverTokens; n >= 1; --n) {
+    above[static_cast<size_t>(n)] = std::max(above[static_cast<size_t>(n + 1)], 1 / std::max(ratio(n), 1e-9));
+  }
+  int64_t best = 1;
+  for (int64_t n = 2; n <= kMostCrossoverTokens + 1; ++n) {
+    const auto worst = [&](int64_t from) {
+      return std::max(below[static_cast<size_t>(from - 1)], above[static_cast<size_t>(from)]);
+    };
+    if (worst(n) < worst(best)) {
+      best = n;
+    }
+  }
+  return best;
+}
+
+int64_t LatencyTokens(const CpuPathCost& vectors) {
+  if (!(vectors.token_ns > 0)) {
+    return kMostCrossoverTokens;
+  }
+  const double tokens = std::max(vectors.read_ns, vectors.decode_ns) / vectors.token_ns;
+  return static_cast<int64_t>(std::clamp(tokens, 1.0, static_cast<double>(kMostCrossoverTokens)));
+}
+
+std::string_view WeightKernelName(WeightKernel kernel) {
+  constexpr std::string_view kNames[kNumWeightKernels] = {
+      "f32",         "bf16",  "f16",        "e4m3",       "e4m3_scaled", "mxfp8",
+      "e5m2",        "nvfp4", "mxfp4",      "u4",         "u4_group32",  "u4_group64",
+      "u4_group128", "u8",    "u8_group32", "u8_group64", "u8_group128"};
+  return kernel < kNumWeightKernels ? kNames[kernel] : "none";
+}
+
+std::string_view TileKindName(TileKind tile) {
+  constexpr std::string_view kNames[kNumTileKinds] = {"f32", "a24", "a16", "a8", "a4"};
+  return kNames[tile];
+}
+
+CostChoice FindCost(const CpuCosts* tuned, const Machine& machine, Isa isa, WeightKernel kernel,
+                    TileKind tile, bool codes) {
+  const std::string_view weights = WeightKernelName(kernel), activations = TileKindName(tile);
+  CostChoice choice;
+  if (tuned != nullptr) {
+    const Nearest nearest = FindNearest(tuned->rows, IsaName(isa), weights, activations, codes);
+    if (nearest.distance == 0) {
+      choice.row = nearest.row;
+      choice.source =
+          fmt::format("measured here, {}", tuned->source.empty() ? "given by the caller" : tuned->source);
+      return choice;
+    }
+  }
+  Nearest best;
+  for (const KnownCpu& known : KnownCpus()) {
+    const Nearest nearest = FindNearest(known.costs.rows, IsaName(isa), weights, activations, codes);
+    if (nearest.distance < best.distance) {
+      best = nearest;
+      choice.row = best.row;
+      const bool this_cpu = !known.match.empty() && machine.cpu_name.find(known.match) != std::string::npos;
+      choice.source = fmt::format("built in, of {}{}", this_cpu ? "this CPU" : known.label,
+                                  best.distance == 0 ? "" : fmt::format(" and {}", best.row->scheme));
+    }
+  }
+  if (choice.row != nullptr) {
+    return choice;
+  }
+  choice.source = "built in, not measured";
+  return choice;
+}
+
+}  // namespace fusedmoe::cpu

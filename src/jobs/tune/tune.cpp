@@ -1,0 +1,303 @@
+#include <fusedmoe/jobs/tune.hpp>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <memory>
+#include <random>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include <fusedmoe/jobs/bench.hpp>
+#include <fusedmoe/version.hpp>
+
+#include "core/checked_math.hpp"
+#include "experts/cpu/cpu_backend.hpp"
+#include "experts/cpu/cpu_cost.hpp"
+#include "experts/cpu/cpu_plan.hpp"
+#include "jobs/bench/layer_rotation.hpp"
+#include "jobs/tune/fit.hpp"
+#include "numerics/rows.hpp"
+#include "platform/topology.hpp"
+
+namespace fusedmoe {
+namespace {
+
+constexpr std::string_view kA8 = ":a8";
+/// One scheme of each kernel and tile kind that models use.
+constexpr const char* kSchemes[] = {"nvfp4_w4a16",        "nvfp4_w4a16:a8",
+                                    "nvfp4_w4a4",         "mxfp4_w4a16",
+                                    "mxfp4_w4a16:a8",     "mxfp4_w4a4",
+                                    "mxfp4_mxfp8",        "int4_w4a8:g128",
+                                    "int4_w4a16:g128",    "int4_w4a16:g128:a8",
+                                    "int4_w4a16:g64",     "int4_w4a16:g32",
+                                    "int8_w8a16:channel", "int8_w8a16:channel:a8",
+                                    "int8_w8a8",          "fp8_w8a16:channel",
+                                    "fp8_w8a8:channel",   "fp8_w8a16:block128",
+                                    "fp8_w8a8:block128",  "mxfp8_w8a8",
+                                    "unquantized"};
+
+/// Sizes of the experts: a common one, and one small enough to tell what an expert costs by itself.
+struct Size {
+  int64_t hidden, intermediate;
+};
+constexpr Size kSizes[] = {{2048, 768}, {1024, 256}};
+/// Beside full tiles some that are not, so that passes, rows and tokens can be told apart.
+constexpr int64_t kTokens[] = {1, 2, 4, 8, 12, 20, 32, 52, 128};
+/// Experts of one call: enough that threads share the work of each.
+constexpr int64_t kExpertsPerCall = 4;
+
+MoeConfig ConfigOf(const Size& size, int64_t experts) {
+  MoeConfig config;
+  config.hidden = size.hidden;
+  config.intermediate = size.intermediate;
+  config.num_experts = config.num_local_experts = experts;
+  config.routing.top_k = 1;
+  config.max_tokens = kExpertsPerCall * kTokens[std::size(kTokens) - 1];
+  return config;
+}
+
+/// A scheme and what to do with its activations.
+struct Subject {
+  std::string name;
+  Scheme scheme;
+  ActivationMode activation = ActivationMode::kAsCheckpoint;
+};
+
+Result<Subject> ParseSubject(const std::string& name) {
+  Subject subject;
+  subject.name = name;
+  std::string scheme = name;
+  if (name.size() > kA8.size() && std::string_view(name).substr(name.size() - kA8.size()) == kA8) {
+    scheme.resize(name.size() - kA8.size());
+    subject.activation = ActivationMode::kA8;
+  }
+  FMOE_ASSIGN_OR_RETURN(subject.scheme, ParseScheme(scheme));
+  return subject;
+}
+
+cpu::CpuPlan PlanOf(const Subject& subject, const MoeConfig& config, const std::string& isa) {
+  MoeProblem problem;
+  problem.config = config;
+  problem.scheme = subject.scheme;
+  problem.activation = subject.activation;
+  problem.isa = isa;
+  return cpu::MakeCpuPlan(problem, HostMachine());
+}
+
+/// Points of one path: a forced mode of an instruction set.
+struct PathPoints {
+  std::string isa;
+  bool tiles = false;
+  std::vector<tune::Point> points;
+};
+
+/// One size of experts of one scheme.
+class SizeRun {
+ public:
+  SizeRun(const TuneOptions& options, const Subject& subject, const Size& size)
+      : options_(options), subject_(subject) {
+    bench_.num_layers = 1;
+    bench_.executor = options.executor;
+    bench_.backend = std::string(kCpuFusedBackend.name);
+    const int64_t weights = 3 * size.hidden * size.intermediate;
+    const int64_t bytes = std::max<int64_t>(PackedBytes(subject.scheme.weight.element, weights), 1);
+    const int64_t cache = std::max<int64_t>(HostTopology().l3_total_bytes, int64_t{32} << 20);
+    const int64_t wanted = std::min(3 * cache, options.max_bytes);
+    config_ = ConfigOf(size, std::clamp<int64_t>(wanted / bytes, 2 * kExpertsPerCall, 1024));
+  }
+
+  const MoeConfig& config() const { return config_; }
+
+  Status Measure(std::vector<PathPoints>& paths) {
+    FMOE_RETURN_IF_ERROR(DrawInputs());
+    bench::LayerRotation rotation(config_, subject_.scheme, bench_);
+    for (PathPoints& path : paths) {
+      LayerOptions layer;
+      layer.backend = bench_.backend;
+      layer.isa = path.isa;
+      layer.mode = path.tiles ? "throughput" : "latency";
+      layer.activation = subject_.activation;
+      layer.max_tokens = layer.plan_tokens = config_.max_tokens;
+      layer.executor = options_.executor;
+      Plan plan;
+      FMOE_RETURN_IF_ERROR(rotation.Plan(layer, plan));
+      if (path.tiles && plan.tile_tokens == 0) {
+        continue;  // no tile kernel reads these weights
+      }
+      FMOE_RETURN_IF_ERROR(rotation.Build());
+      const cpu::CpuPlan kernels = PlanOf(subject_, config_, path.isa);
+      const auto blocks = static_cast<double>(cpu::WorkOf(kernels).blocks);
+      for (const int64_t tokens : kTokens) {
+        FMOE_ASSIGN_OR_RETURN(const double nanoseconds, TimeExpert(rotation, tokens));
+        const cpu::PathCounts counts =
+            path.tiles ? cpu::TileCounts(tokens) : cpu::VectorCounts(cpu::WorkOf(kernels), tokens);
+        path.points.push_back({blocks, tokens, counts.passes, counts.rows, counts.tokens, nanoseconds});
+      }
+    }
+    return Status::Ok();
+  }
+
+ private:
+  Status DrawInputs() {
+    const int64_t tokens = config_.max_tokens;
+    FMOE_ASSIGN_OR_RETURN(hidden_, Tensor::Allocate(config_.dtype, {tokens, config_.hidden}));
+    FMOE_ASSIGN_OR_RETURN(output_, Tensor::Allocate(config_.dtype, {tokens, config_.hidden}));
+    std::mt19937_64 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> row(static_cast<size_t>(config_.hidden));
+    std::generate(row.begin(), row.end(), [&] { return normal(random); });
+    for (int64_t token = 0; token < tokens; ++token) {
+      std::rotate(row.begin(), row.begin() + 1, row.end());
+      EncodeRow(config_.dtype, row.data(), config_.hidden,
+                hidden_.mutable_view().data() + token * hidden_.view().row_bytes());
+    }
+    weights_.assign(static_cast<size_t>(tokens), 1.0F);
+    return Status::Ok();
+  }
+
+  /// Nanoseconds of one thread for an expert with so many tokens: the fastest of several calls, each of which
+  /// visits the experts that were visited longest ago.
+  Result<double> TimeExpert(const bench::LayerRotation& rotation, int64_t tokens) {
+    using Clock = std::chrono::steady_clock;
+    constexpr int kFewestCalls = 4;
+    const int64_t count = tokens * kExpertsPerCall;
+    std::vector<int32_t> ids(static_cast<size_t>(count));
+    double fastest = std::numeric_limits<double>::infinity(), spent = 0;
+    for (int call = 0; call < kFewestCalls || spent < options_.seconds_per_point; ++call) {
+      for (int64_t token = 0; token < count; ++token) {
+        ids[static_cast<size_t>(token)] =
+            static_cast<int32_t>((next_expert_ + token % kExpertsPerCall) % config_.num_experts);
+      }
+      next_expert_ = (next_expert_ + kExpertsPerCall) % config_.num_experts;
+      KernelInput input;
+      input.hidden = hidden_.view().Rows(0, count);
+      input.topk_ids = ids.data();
+      input.topk_weights = weights_.data();
+      const auto begin = Clock::now();
+      FMOE_RETURN_IF_ERROR(rotation.kernel(0).Forward(input, output_.mutable_view().Rows(0, count),
+                                                      rotation.workspace(), options_.executor));
+      const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+      spent += seconds;
+      fastest = call == 0 ? fastest : std::min(fastest, seconds);  // the first call touches the workspace
+    }
+    return fastest * 1e9 * std::max(options_.executor.num_threads, 1) / static_cast<double>(kExpertsPerCall);
+  }
+
+  const TuneOptions& options_;
+  const Subject& subject_;
+  BenchOptions bench_;
+  MoeConfig config_;
+  Tensor hidden_, output_;
+  std::vector<float> weights_;
+  int64_t next_expert_ = 0;
+};
+
+std::vector<std::string> IsasOf(const TuneOptions& options) {
+  std::vector<std::string> isas = options.isas;
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
+    if (options.isas.empty() && HostMachine().Has(isa) && cpu::FindKernelTable(isa) != nullptr) {
+      isas.emplace_back(IsaName(isa));
+    }
+  }
+  return isas;
+}
+
+Status CheckIsas(const std::vector<std::string>& isas) {
+  for (const std::string& name : isas) {
+    const std::optional<Isa> isa = ParseIsa(name);
+    if (!isa) {
+      return Status::Usage(fmt::format("isa '{}' does not exist", name));
+    }
+    if (!HostMachine().Has(*isa) || cpu::FindKernelTable(*isa) == nullptr) {
+      return Status::Unsupported(fmt::format("this CPU or this build has no kernels for {}", name));
+    }
+  }
+  return Status::Ok();
+}
+
+Status TuneScheme(const TuneOptions& options, const Subject& subject, const std::vector<std::string>& isas,
+                  std::vector<CpuCostRow>& rows) {
+  if (options.progress) {
+    options.progress(subject.name);
+  }
+  std::vector<PathPoints> paths;
+  for (const std::string& isa : isas) {
+    paths.push_back({isa, false, {}});
+    if (isa == IsaName(Isa::kAmx)) {
+      paths.push_back({isa, true, {}});
+    }
+  }
+  MoeConfig config;
+  for (const Size& size : kSizes) {
+    SizeRun run(options, subject, size);
+    config = run.config();
+    FMOE_RETURN_IF_ERROR(run.Measure(paths));
+  }
+  for (size_t i = 0; i < paths.size(); ++i) {
+    if (paths[i].tiles) {
+      continue;
+    }
+    const cpu::CpuPlan plan = PlanOf(subject, config, paths[i].isa);
+    CpuCostRow row;
+    row.scheme = subject.name;
+    row.isa = paths[i].isa;
+    row.weights = cpu::WeightKernelName(plan.kernel);
+    row.activations = cpu::TileKindName(plan.tile);
+    row.codes = subject.activation == ActivationMode::kAsCheckpoint && subject.scheme.activation.quantized();
+    const tune::Fit vectors = tune::FitPath(paths[i].points);
+    row.vectors = vectors.cost;
+    row.misfit = vectors.misfit;
+    if (i + 1 < paths.size() && paths[i + 1].tiles && !paths[i + 1].points.empty()) {
+      const tune::Fit tiles = tune::FitPath(paths[i + 1].points);
+      row.tiles = tiles.cost;
+      row.has_tiles = true;
+      row.misfit = std::max(row.misfit, tiles.misfit);
+    }
+    rows.push_back(std::move(row));
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+CpuCrossover CrossoverOf(const CpuCostRow& row) {
+  constexpr int64_t kUnit = 64, kRows = 16;
+  cpu::ExpertWork work;
+  work.blocks = 3 * kSizes[0].hidden * kSizes[0].intermediate / (kUnit * kRows);
+  work.max_height = row.isa == IsaName(Isa::kAvx2) ? 4 : 8;
+  CpuCrossover crossover;
+  crossover.latency_tokens = cpu::LatencyTokens(row.vectors);
+  const int64_t tiles = cpu::TileCrossover(row, work);
+  crossover.tile_tokens = tiles > cpu::kMostCrossoverTokens ? 0 : tiles;
+  return crossover;
+}
+
+Result<CpuCosts> RunTune(const TuneOptions& options) {
+  const std::vector<std::string> isas = IsasOf(options);
+  FMOE_RETURN_IF_ERROR(CheckIsas(isas));
+  std::vector<std::string> names = options.schemes;
+  if (names.empty()) {
+    names.assign(std::begin(kSchemes), std::end(kSchemes));
+  }
+  std::vector<Subject> subjects;
+  for (const std::string& name : names) {
+    FMOE_ASSIGN_OR_RETURN(Subject subject, ParseSubject(name));
+    subjects.push_back(std::move(subject));
+  }
+  if (isas.empty()) {
+    return Status::Unsupported(
+        fmt::format("{} has none of the instruction sets of the CPU kernels", HostMachine().cpu_name));
+  }
+  CpuCosts costs;
+  costs.cpu = HostMachine().cpu_name;
+  costs.version = FUSEDMOE_VERSION_STRING;
+  costs.threads = std::max(options.executor.num_threads, 1);
+  for (const Subject& subject : subjects) {
+    FMOE_RETURN_IF_ERROR(TuneScheme(options, subject, isas, costs.rows));
+  }
+  return costs;
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,141 @@
+#include "experts/cpu/cpu_cost.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "experts/cpu/cpu_cost_table.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+CpuCostRow RandomRow(std::mt19937_64& random) {
+  const auto draw = [&](double most) { return std::uniform_real_distribution<double>(0, most)(random); };
+  CpuCostRow row;
+  row.vectors = {draw(1e4), draw(60), draw(40), 0, draw(30)};
+  row.tiles = {draw(3e4), draw(60), draw(80), draw(5), draw(10)};
+  row.has_tiles = true;
+  return row;
+}
+
+TEST(CpuCost, OfNoTokens_IsNothing) {
+  const CpuPathCost cost = {100, 10, 10, 10, 10};
+  EXPECT_EQ(VectorNanoseconds(cost, {64, 8}, 0), 0.0);
+  EXPECT_EQ(TileNanoseconds(cost, {64, 8}, 0), 0.0);
+}
+
+TEST(CpuCost, OfMoreTokens_IsNeverLess) {
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 50; ++round) {
+    const CpuCostRow row = RandomRow(random);
+    const ExpertWork work = {1 + static_cast<int64_t>(random() % 5000), round % 2 == 0 ? 8 : 4};
+    for (int64_t tokens = 0; tokens < 5000; tokens += 1 + tokens / 64) {
+      EXPECT_LE(VectorNanoseconds(row.vectors, work, tokens),
+                VectorNanoseconds(row.vectors, work, tokens + 1));
+      EXPECT_LE(TileNanoseconds(row.tiles, work, tokens), TileNanoseconds(row.tiles, work, tokens + 1));
+    }
+  }
+}
+
+TEST(CpuCost, Counts_AreThoseOfTheKernels) {
+  const CpuPathCost passes = {0, 0, 1, 0, 0}, rows = {0, 0, 0, 1, 0}, read = {0, 7, 1, 0, 0};
+  EXPECT_EQ(VectorNanoseconds(passes, {1, 8}, 17), 3.0);
+  EXPECT_EQ(VectorNanoseconds(passes, {1, 4}, 17), 5.0);
+  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 17), 32.0);
+  EXPECT_EQ(TileNanoseconds(passes, {2, 8}, 4097), 4.0);
+  EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 8), 7.0);    // arithmetic hides behind reading
+  EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 80), 10.0);  // or the other way round
+}
+
+/// The worst ratio of the chosen path to the other one, for tiles from `from` on.
+double Regret(const CpuCostRow& row, const ExpertWork& work, int64_t from) {
+  double worst = 0;
+  for (int64_t tokens = 1; tokens <= kMostCrossoverTokens; ++tokens) {
+    const double ratio =
+        VectorNanoseconds(row.vectors, work, tokens) / TileNanoseconds(row.tiles, work, tokens);
+    worst = std::max(worst, tokens < from ? ratio : 1 / ratio);
+  }
+  return worst;
+}
+
+TEST(CpuCost, Crossover_IsThatOfABruteForceSearch) {
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 40; ++round) {
+    const CpuCostRow row = RandomRow(random);
+    const ExpertWork work = {1 + static_cast<int64_t>(random() % 5000), 8};
+    int64_t best = 1;
+    double least = Regret(row, work, 1);
+    for (int64_t from = 2; from <= kMostCrossoverTokens + 1; ++from) {
+      const double regret = Regret(row, work, from);
+      if (regret < least) {
+        least = regret;
+        best = from;
+      }
+    }
+    EXPECT_EQ(TileCrossover(row, work), best) << "round " << round;
+  }
+}
+
+TEST(CpuCost, Crossover_EndsOfTheScale) {
+  CpuCostRow row;
+  row.vectors = {0, 0, 0, 0, 1};
+  EXPECT_EQ(TileCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "there are no tiles";
+  row.has_tiles = true;
+  row.tiles = {0, 0, 0, 0, 2};
+  EXPECT_EQ(TileCrossover(row, {64, 8}), kMostCrossoverTokens + 1) << "tiles never pay";
+  row.tiles = {0, 0, 0, 0, 0.5};
+  EXPECT_EQ(TileCrossover(row, {64, 8}), 1) << "tiles always pay";
+}
+
+TEST(CpuCost, Latency_EndsWhereMultiplyingTakesLonger) {
+  EXPECT_EQ(LatencyTokens({0, 12, 4, 0, 3}), 4);
+  EXPECT_EQ(LatencyTokens({0, 2, 9, 0, 3}), 3);
+  EXPECT_EQ(LatencyTokens({0, 1, 1, 0, 3}), 1);
+}
+
+TEST(CpuCost, FindCost_PrefersWhatWasMeasuredHere) {
+  Machine machine;
+  const CostChoice built_in = FindCost(nullptr, machine, Isa::kAmx, kWeightNvfp4, kTileA16, false);
+  ASSERT_NE(built_in.row, nullptr);
+  EXPECT_NE(built_in.source.find("built in"), std::string::npos) << built_in.source;
+  CpuCosts tuned;
+  tuned.source = "here.json";
+  tuned.rows = {*built_in.row};
+  const CostChoice measured = FindCost(&tuned, machine, Isa::kAmx, kWeightNvfp4, kTileA16, false);
+  EXPECT_EQ(measured.row, tuned.rows.data());
+  EXPECT_EQ(measured.source, "measured here, here.json");
+  const CostChoice other = FindCost(&tuned, machine, Isa::kAmx, kWeightMxfp4, kTileA16, false);
+  EXPECT_NE(other.source.find("built in"), std::string::npos) << "a kernel that the file lacks";
+  const CostChoice near = FindCost(nullptr, machine, Isa::kAmx, kWeightU8Group32, kTileA8, true);
+  ASSERT_NE(near.row, nullptr);
+  EXPECT_EQ(near.row->weights.rfind("u8", 0), 0U);
+  EXPECT_EQ(FindCost(nullptr, machine, Isa::kNeon, kWeightNvfp4, kTileA16, false).row, nullptr);
+}
+
+/// Every instruction set with kernels has figures, of kernels that exist, and none below zero.
+TEST(CpuCost, BuiltIn_FiguresAreOfKernels) {
+  Machine machine;
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
+    for (const WeightKernel kernel : {kWeightBf16, kWeightE4m3, kWeightNvfp4, kWeightU4Group128, kWeightU8}) {
+      EXPECT_NE(FindCost(nullptr, machine, isa, kernel, kTileA16, false).row, nullptr)
+          << IsaName(isa) << " " << WeightKernelName(kernel);
+    }
+  }
+  for (const KnownCpu& known : KnownCpus()) {
+    for (const CpuCostRow& row : known.costs.rows) {
+      bool exists = false;
+      for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
+        exists = exists || WeightKernelName(static_cast<WeightKernel>(kernel)) == row.weights;
+      }
+      EXPECT_TRUE(exists && ParseIsa(row.isa)) << row.scheme << " " << row.weights;
+      for (const CpuPathCost& cost : {row.vectors, row.tiles}) {
+        EXPECT_GE(std::min({cost.fixed_ns, cost.read_ns, cost.decode_ns, cost.row_ns, cost.token_ns}), 0.0);
+      }
+      EXPECT_EQ(row.has_tiles, row.isa == "amx") << row.scheme;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu
