@@ -49,6 +49,8 @@ class CpuExperts final : public Experts {
                 int64_t task) const;
   void PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                float* row_buffer, std::byte* out) const;
+  const float* RowInPlace(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                          int64_t slot) const;
   float BatchScale(Run& run, const GemmShape& shape) const;
   void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
   const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,

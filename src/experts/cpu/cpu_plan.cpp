@@ -247,8 +247,9 @@ int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile)
 
 /// Measured with one token and weights from memory, share of a plain read (docs/kernels.md). Cores of AMD
 /// take everything into L1: 4-bit formats reached 89 to 97 % at 9 KB (75 to 90 % with other distances or a
-/// second prefetch), fp8 95 %, int8 and 16 bits do with less. Cores of Intel have few buffers at L1: one
-/// prefetch to L2 far ahead and one from there (Emerald Rapids: 15.0 of 17.3 GB/s, 14.5 at most with one).
+/// second prefetch), fp8 95 %, int8 and 16 bits (95 % at 5 KB) do with less. Cores of Intel have few buffers
+/// at L1: one prefetch to L2 far ahead and one from there (Emerald Rapids: 15.0 of 17.3 GB/s, 14.5 at most
+/// with one).
 void SetPrefetch(const Machine& machine, CpuPlan& plan) {
   if (machine.cpu_name.find("AMD") == std::string::npos) {
     plan.prefetch_near = 2304;
@@ -256,7 +257,7 @@ void SetPrefetch(const Machine& machine, CpuPlan& plan) {
     return;
   }
   const int bits = DTypeBits(plan.panel.code);
-  plan.prefetch_near = bits == 4 ? 9216 : plan.panel.code == DType::kU8 || bits > 8 ? 6144 : 10752;
+  plan.prefetch_near = bits == 4 ? 9216 : bits > 8 ? 5120 : plan.panel.code == DType::kU8 ? 7680 : 10752;
 }
 
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {

@@ -126,6 +126,18 @@ FMOE_INLINE void SplitPlanes(Ints code, Ints* planes) {
   planes[Planes(kKind) - 1] = code;
 }
 
+/// Sums of 16 codes each, of 16 * kPieces codes: four at a time in registers, since the sum of a whole
+/// register is a chain of shuffles.
+template <int kPieces>
+FMOE_INLINE void SumCodes(const int8_t* codes, int32_t* sums) {
+  int32_t fours[4 * kPieces];
+  Unroll<4 * kPieces / kLanes>([&](auto v) FMOE_FLAT {
+    const Ints pairs = MultiplyAddPairs(IntSet(0x01010101), LoadInts(codes + 4 * kLanes * v));
+    StoreInts(fours + kLanes * v, SumOfQuads(MultiplyAddWords(pairs, 1)));
+  });
+  Unroll<kPieces>([&](auto i) FMOE_FLAT { sums[i] = fours[4 * i]; });
+}
+
 template <TileKind kKind>
 void PackIntegers(const PackArguments* a) {
   constexpr int kPlanes = Planes(kKind);
@@ -133,13 +145,12 @@ void PackIntegers(const PackArguments* a) {
   const int64_t groups = 64 / a->correction.group;
   const int64_t stride = Corrections(kKind);
   int8_t* codes = (int8_t*)a->tile.codes;
-  for (int64_t unit = 0; unit < a->units; ++unit) {
+  for (int64_t unit = 0; unit < a->units; ++unit, codes += 64 * kPlanes) {
     Floats x[kUnitVectors];
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
     const UnitScale scale = ScaleOf(LargestBits(x), kLargestCode);
     const Floats multiplier = Set(scale.encode_multiplier);
     const bool usable = scale.encode_multiplier > 0.0F;
-    int32_t sums16[4] = {0, 0, 0, 0}, high_sums16[4] = {0, 0, 0, 0};
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
       constexpr int kStep = decltype(v)() * kLanes / 16;
       const Ints code = usable ? ToIntsEven(Multiply(x[v], multiplier)) : IntZero();
@@ -148,21 +159,31 @@ void PackIntegers(const PackArguments* a) {
       Unroll<kPlanes>([&](auto p) FMOE_FLAT {
         StoreBytes(codes + (kStep * kPlanes + p) * 16 + v * kLanes % 16, planes[p]);
       });
-      if (kKind == kTileA24 && a->correction.zero != 0) {
-        const int32_t high = SumOf(planes[0]);
-        high_sums16[kStep] += high;
-        sums16[kStep] += SumOf(code) - 16384 * high;
-      } else {
-        sums16[kStep] += SumOf(code);
+    });
+    a->tile.scale[unit] = scale.scale;
+  }
+  // In a second pass, because wide loads of codes that were just stored in pieces would wait for them.
+  codes = (int8_t*)a->tile.codes;
+  for (int64_t unit = 0; unit < a->units; ++unit, codes += 64 * kPlanes) {
+    int32_t sums[4 * kPlanes], sums16[4], high_sums16[4];
+    SumCodes<4 * kPlanes>(codes, sums);
+    const bool high_apart = kKind == kTileA24 && a->correction.zero != 0;
+    Unroll<4>([&](auto step) FMOE_FLAT {
+      const int32_t* of = sums + step * kPlanes;
+      sums16[step] = of[kPlanes - 1];
+      if constexpr (kPlanes > 1) {
+        sums16[step] += 128 * of[kPlanes - 2];
+      }
+      high_sums16[step] = high_apart ? of[0] : 0;
+      if (kPlanes == 3 && !high_apart) {
+        sums16[step] += 16384 * of[0];
       }
     });
-    codes += 64 * kPlanes;
     int32_t* correction = a->tile.correction + unit * groups * stride;
     StoreCorrections(a->correction, sums16, correction, stride);
     if constexpr (kKind == kTileA24) {
       StoreCorrections(a->correction, high_sums16, correction + 1, stride);
     }
-    a->tile.scale[unit] = scale.scale;
   }
 }
 
@@ -172,14 +193,8 @@ void PackCodes(const PackCodesArguments* a) {
   memcpy(a->tile.codes, a->codes, (size_t)a->units * 64);
   memcpy(a->tile.scale, a->scales, (size_t)(a->units * a->scales_per_unit) * sizeof(float));
   for (int64_t unit = 0; unit < a->units; ++unit) {
-    int32_t sums4[16], sums16[4];
-    Unroll<kHalves>([&](auto h) FMOE_FLAT {
-      const Ints codes = LoadInts(a->codes + 64 * unit + 64 / kHalves * h);
-      StoreInts(sums4 + kLanes * h, MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), codes), 1));
-    });
-    for (int step = 0; step < 4; ++step) {
-      sums16[step] = sums4[4 * step] + sums4[4 * step + 1] + sums4[4 * step + 2] + sums4[4 * step + 3];
-    }
+    int32_t sums16[4];
+    SumCodes<4>(a->codes + 64 * unit, sums16);
     StoreCorrections(a->correction, sums16, a->tile.correction + unit * groups, 1);
   }
 }

@@ -122,10 +122,10 @@ FMOE_INLINE Ints Bits(Floats x) {
 FMOE_INLINE Floats FromBits(Ints x) {
   return _mm256_castsi256_ps(x);
 }
-FMOE_INLINE int32_t SumOf(Ints x) {
-  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+/// Each lane becomes the sum of the four of its 128 bits.
+FMOE_INLINE Ints SumOfQuads(Ints x) {
+  x = IntAdd(x, _mm256_shuffle_epi32(x, 0x4e));
+  return IntAdd(x, _mm256_shuffle_epi32(x, 0xb1));
 }
 FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
   __m128i s = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

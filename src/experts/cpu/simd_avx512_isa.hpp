@@ -132,8 +132,10 @@ FMOE_INLINE Ints Bits(Floats x) {
 FMOE_INLINE Floats FromBits(Ints x) {
   return _mm512_castsi512_ps(x);
 }
-FMOE_INLINE int32_t SumOf(Ints x) {
-  return _mm512_reduce_add_epi32(x);
+/// Each lane becomes the sum of the four of its 128 bits.
+FMOE_INLINE Ints SumOfQuads(Ints x) {
+  x = IntAdd(x, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x4e));
+  return IntAdd(x, _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xb1));
 }
 FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
   return _mm512_reduce_max_epu32(x);
