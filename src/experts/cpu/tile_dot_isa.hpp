@@ -63,11 +63,12 @@ struct TileEngine {
     int second;        // of the two units of a block
   };
 
-  /// Finished sums of a block of tokens on their way to the caller.
+  /// Finished sums of a pair on their way to the caller, a piece every few steps of the next pair.
   struct Finish {
     const TileJob* job;
     int64_t pair, token, end;  // tokens of the job that are left
-    float* sums;
+    float* sums;               // of its first block
+    int64_t wait, interval;    // steps
   };
 
   /// Sums of a group of k that wait for their scales.
@@ -256,12 +257,14 @@ struct TileEngine {
     }
   }
 
-  /// Four tokens, about as much as a step of tile instructions hides.
+  /// Tokens of a piece: about as much work as a step of tile instructions hides.
+  static constexpr int64_t kPiece = 4;
+
   static FMOE_APART void FinishPiece(TileEngine& e) {
     Finish& f = e.finish;
-    constexpr int64_t kPiece = 4;
     const int64_t tokens = e.Min(kPiece, f.end - f.token), in_block = f.token % kTileTokens;
-    float* sums = f.sums + in_block / 16 * 512 + in_block % 16 * 16;
+    float* sums = f.sums + f.token / kTileTokens * 1024 + in_block / 16 * 512 + in_block % 16 * 16;
+    f.wait = f.interval;
     e.ScaleSums(*f.job, f.token, tokens, sums);
     e.g.finish(e.g.context, f.job, 2 * f.pair, f.token, tokens, sums);
     f.token += tokens;
@@ -379,7 +382,7 @@ struct TileEngine {
         EndGroup<kTokenTiles>(e, pass, step);
       }
     }
-    if (__builtin_expect(e.finish.token < e.finish.end, 0)) {
+    if (__builtin_expect(--e.finish.wait < 0 && e.finish.token < e.finish.end, 0)) {
       FinishPiece(e);
     }
   }
@@ -487,14 +490,21 @@ struct TileEngine {
       pass.scale_stride = pass.sum_stride = job.rows;
     }
     const int64_t first_step = c.unit * kStepsPerUnit;
+    // The sums of a pair are finished while the next one is multiplied, which needs a place of its own.
+    const int64_t place = c.chunk_pairs == 1 ? c.pair & 1 : c.pair - c.chunk;
+    float* sums = results + place * c.blocks * 1024;
+    if (sums == finish.sums && (finish.pair != c.pair || finish.job != &job)) {
+      DrainFinish();
+    }
+    // Evenly over all blocks of K of the next pair but the last, at whose end its own sums are ready.
+    const int64_t unhurried = c.chunk_pairs == 1 ? units - c.k_units : 0;
+    const int64_t interval = unhurried * kStepsPerUnit * kPiece / kTileTokens - 1;
     for (int64_t block = 0; block < c.blocks; ++block) {
       const int64_t first_token = block * kTileTokens;
       const int64_t tokens = Min(kTileTokens, job.num_tokens - first_token);
       const bool two = tokens > 16;
       pass.tokens = job.tokens + first_token * units * kStepsPerUnit * 64 + first_step * (two ? 2048 : 1024);
-      // Two places where a block has no successor before the next pair, while whose passes it is finished.
-      const int64_t place = stays ? c.pair & 1 : (c.pair - c.chunk) * c.blocks + block;
-      pass.out = results + place * 1024;
+      pass.out = sums + block * 1024;
       pass.zero = c.unit == 0;
       pass.load = !stays;
       pass.store = !stays || last;
@@ -506,9 +516,6 @@ struct TileEngine {
         pass.token_sum =
             kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
       }
-      if (pass.out == finish.sums) {
-        DrainFinish();
-      }
       if (two) {
         RunPassWith<2>(pass, parts);
       } else {
@@ -518,8 +525,11 @@ struct TileEngine {
         if constexpr (kFlush) {
           Drain();
         }
-        DrainFinish();
-        finish = {&job, c.pair, first_token, first_token + tokens, pass.out};
+        if (block == 0) {
+          DrainFinish();
+          finish = {&job, c.pair, 0, 0, sums, 0, interval};
+        }
+        finish.end = first_token + tokens;
       }
     }
     FinishFeed();
