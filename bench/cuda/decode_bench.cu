@@ -3,7 +3,7 @@
 // graph.
 //
 //   decode_bench check [format]
-//   decode_bench bench SHAPE,.. FORMAT,.. M,.. [rest milliseconds]
+//   decode_bench bench SHAPE,.. FORMAT,.. M,.. [rest milliseconds [ring slots]]
 //
 // Build: bench/cuda/README.md.
 #include <cuda_runtime.h>
@@ -290,8 +290,8 @@ bool RunCase(const Case& c) {
   const int64_t out_bytes = DTypeBits(c.output) / 8;
   DeviceArray<std::byte> output(static_cast<size_t>(tokens * c.hidden * out_bytes)),
       scratch(static_cast<size_t>(plan.scratch_bytes));
-  DeviceArray<uint32_t> counters(static_cast<size_t>(kCounterBytes / 4));
-  Check(cudaMemset(counters.data, 0, kCounterBytes), "counters");
+  DeviceArray<uint32_t> counters(static_cast<size_t>(plan.counter_bytes / 4));
+  Check(cudaMemset(counters.data, 0, static_cast<size_t>(plan.counter_bytes)), "counters");
   Check(cudaMemset(scratch.data, 0xff, static_cast<size_t>(plan.scratch_bytes)), "scratch");
   DeviceWeights device;
   device.gate_up = {gate_up.data, t0.data, spec.row_scale ? r0.data : nullptr, c.bias ? b0.data : nullptr};
@@ -560,8 +560,24 @@ double ReadRate() {
   return static_cast<double>(bytes) / best * 1e-9;
 }
 
-/// Median microseconds of a call, from a graph of `rounds` calls.
-double TimeGraph(int rounds, int rest_ms, const std::function<void(int, cudaStream_t)>& call) {
+/// The SM clock in MHz over 50 us.
+__global__ void ClockProbe(float* mhz) {
+  long long begin = 0, now = 0;
+  const long long cycles = clock64();
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - begin < 50000);
+  *mhz = static_cast<float>(clock64() - cycles) * 1e3F / static_cast<float>(now - begin);
+}
+
+struct Timing {
+  double us = 0;  ///< median of a call
+  float mhz = 0;  ///< right after the last replay
+};
+
+/// Times a graph of `rounds` calls.
+Timing TimeGraph(int rounds, int rest_ms, const std::function<void(int, cudaStream_t)>& call) {
   cudaStream_t stream;
   cudaGraph_t graph;
   cudaGraphExec_t exec;
@@ -587,8 +603,15 @@ double TimeGraph(int rounds, int rest_ms, const std::function<void(int, cudaStre
       times.push_back(ms * 1e3 / rounds);
   }
   std::sort(times.begin(), times.end());
+  const DeviceArray<float> probe(1);
+  Timing timing;
+  timing.us = times[times.size() / 2];
+  Check(cudaGraphLaunch(exec, stream), "graph");
+  ClockProbe<<<1, 1, 0, stream>>>(probe.data);
+  Check(cudaStreamSynchronize(stream), "clock");
+  Check(cudaMemcpy(&timing.mhz, probe.data, sizeof timing.mhz, cudaMemcpyDeviceToHost), "clock");
   cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
-  return times[times.size() / 2];
+  return timing;
 }
 
 #ifdef FMOE_DECODE_STAMPS
@@ -625,7 +648,7 @@ void PrintStamps(const Call& call) {
 #endif
 
 void Bench(const BenchShape& s, const std::string& format_name, const std::string& scheme,
-           const std::vector<int64_t>& tokens, int rest_ms, double read_tbps) {
+           const std::vector<int64_t>& tokens, int rest_ms, int slots, double read_tbps) {
   std::mt19937 generator(7);
   const WeightFormat format = ParseScheme(scheme)->weight;
   LayerShape shape;
@@ -679,15 +702,23 @@ void Bench(const BenchShape& s, const std::string& format_name, const std::strin
     for (auto& v : x_codes)
       v = static_cast<uint16_t>(EncodeCode(DType::kBF16, normal(generator)));
     const DeviceArray<uint16_t> x(x_codes);
-    const DecodePlan plan = PlanDecode(shape, m, MidKind::kRounded, Limits());
+    DecodePlan plan = PlanDecode(shape, m, MidKind::kRounded, Limits());
+    if (slots > 0) {  // another depth than planned, as far as it fits
+      const FragmentTraits unit = FragmentTraitsOf(shape.format);
+      const int64_t slot_bytes =
+          int64_t{kDecodeWarps} * (plan.slabs / unit.unit_slabs() * unit.unit_bytes() + 8);
+      const int64_t most = (Limits().shared_memory_per_block - plan.shared_bytes) / slot_bytes;
+      const int64_t more = std::min<int64_t>(slots - plan.slots, most);
+      plan.slots += static_cast<int>(more), plan.shared_bytes += more * slot_bytes;
+    }
     if (!plan.fits) {
       std::printf("%s M=%ld %s: %s\n", s.name, m, format_name.c_str(), plan.why_not.c_str());
       continue;
     }
     const DeviceArray<uint16_t> output(static_cast<size_t>(m * s.hidden));
     const DeviceArray<std::byte> scratch(static_cast<size_t>(plan.scratch_bytes));
-    const DeviceArray<uint32_t> counters(static_cast<size_t>(kCounterBytes / 4));
-    Check(cudaMemset(counters.data, 0, kCounterBytes), "counters");
+    const DeviceArray<uint32_t> counters(static_cast<size_t>(plan.counter_bytes / 4));
+    Check(cudaMemset(counters.data, 0, static_cast<size_t>(plan.counter_bytes)), "counters");
     const auto call = [&](int i, cudaStream_t stream) {
       DeviceWeights device;
       device.gate_up.blocks = w1[static_cast<size_t>(i % kCopies)].data,
@@ -704,13 +735,14 @@ void Bench(const BenchShape& s, const std::string& format_name, const std::strin
 #ifdef FMOE_DECODE_STAMPS
     PrintStamps(call);
 #endif
-    const double us = TimeGraph(ring, rest_ms, call);
+    const Timing timing = TimeGraph(ring, rest_ms, call);
+    const double us = timing.us;
     const double bytes = routing.active * static_cast<double>(packed.gate_up.size() + packed.down.size());
     std::printf(
         "%-13s M=%-4ld %-8s ours    %8.1f us  %5.2f TB/s  %3.0f %% of the read rate  (nt%d slabs%d slots%d "
-        "x%ldK splits%d lists%d)\n",
+        "x%ldK splits%d lists%d, %.0f MHz)\n",
         s.name, m, format_name.c_str(), us, bytes / us * 1e-6, bytes / us * 1e-4 / read_tbps, plan.token_tile,
-        plan.slabs, plan.slots, plan.rows_bytes >> 10, plan.splits, plan.list_tokens);
+        plan.slabs, plan.slots, plan.rows_bytes >> 10, plan.splits, plan.list_tokens, timing.mhz);
     std::fflush(stdout);
   }
 }
@@ -735,7 +767,7 @@ int main(int argc, char** argv) {
     return CheckAll(argc > 2 ? argv[2] : "");
   }
   if (command != "bench" || argc < 5) {
-    std::fprintf(stderr, "decode_bench check [FORMAT] | bench SHAPE,.. FORMAT,.. M,.. [REST_MS]\n");
+    std::fprintf(stderr, "decode_bench check [FORMAT] | bench SHAPE,.. FORMAT,.. M,.. [REST_MS [SLOTS]]\n");
     return 2;
   }
   std::vector<int64_t> tokens;
@@ -748,7 +780,8 @@ int main(int argc, char** argv) {
       for (const auto& [short_name, scheme] : kBenchFormats) {
         const auto wanted = Split(argv[3]);
         if (name == shape.name && std::find(wanted.begin(), wanted.end(), short_name) != wanted.end()) {
-          Bench(shape, short_name, scheme, tokens, argc > 5 ? std::atoi(argv[5]) : 150, rate);
+          Bench(shape, short_name, scheme, tokens, argc > 5 ? std::atoi(argv[5]) : 150,
+                argc > 6 ? std::atoi(argv[6]) : 0, rate);
         }
       }
     }

@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
@@ -75,9 +76,18 @@ const CodeTable& TableOf(FragmentCode code) {
   return kTables[static_cast<int>(code)];
 }
 
+/// The kernels' multiply-add makes BF16 0x7fc0 of it, so that a scale of NaN makes its group NaN.
+constexpr uint8_t kE5m3NaN = 0xa4;
+static_assert(kE5m3NaN * 0x10 + 0x7580 == 0x7fc0);
+/// As BF16 infinity; nothing finite gets this byte (LargestExponentByte).
+constexpr int kE8m0NaN = 255;
+
 /// e4m3 (sign clear) as unsigned e5m3 with bias 10: subnormals become normal numbers.
 constexpr uint8_t E5m3OfE4m3(uint32_t code) {
   const uint32_t mantissa = code & 7, exponent = code >> 3 & 15;
+  if (code == 0x7f) {
+    return kE5m3NaN;
+  }
   if (exponent != 0) {
     return static_cast<uint8_t>((exponent + 3) << 3 | mantissa);
   }
@@ -91,6 +101,9 @@ constexpr uint8_t E5m3OfE4m3(uint32_t code) {
 constexpr uint8_t E4m3OfE5m3(uint32_t code) {
   if (code == 0) {
     return 0;
+  }
+  if (code == kE5m3NaN) {
+    return 0x7f;
   }
   const int exponent = static_cast<int>(code >> 3) - 3;
   const uint32_t mantissa = code & 7;
@@ -135,7 +148,9 @@ int LargestExponent(const CanonicalMatrix& matrix) {
   int largest = 1;
   for (int64_t row = 0; row < matrix.block_scale.dim(0); ++row) {
     const auto* codes = reinterpret_cast<const uint8_t*>(RowOf(matrix.block_scale, row));
-    largest = std::max<int>(largest, *std::max_element(codes, codes + matrix.block_scale.dim(1)));
+    for (int64_t col = 0; col < matrix.block_scale.dim(1); ++col) {
+      largest = codes[col] == kE8m0NaN ? largest : std::max<int>(largest, codes[col]);
+    }
   }
   return largest;
 }
@@ -203,6 +218,9 @@ class RowReader {
                           0x7fU);
       case FragmentScale::kE8M0: {
         const int code = std::to_integer<int>(RowOf(matrix_.block_scale, scale_row)[scale_col]);
+        if (code == kE8m0NaN) {
+          return kE8m0NaN;
+        }
         // Beyond 2^-246 of the largest scale nothing is left of a weight.
         return static_cast<uint32_t>(std::max(0, code - scale_ + LargestExponentByte(traits_.code)));
       }
@@ -213,7 +231,10 @@ class RowReader {
         return LoadCode(matrix_.block_scale.dtype(), RowOf(matrix_.block_scale, scale_row), scale_col);
       case FragmentScale::kF32Zero: {
         uint32_t bits = std::bit_cast<uint32_t>(BlockScale(matrix_, scale_row, scale_col));
-        bits = (bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU;  // to nearest even in 15 mantissa bits
+        if (std::isfinite(std::bit_cast<float>(bits))) {
+          bits += 0x7fU + (bits >> 8 & 1U);  // to nearest even in 15 mantissa bits
+        }
+        bits &= ~0xffU;
         return bits | Zero(scale_row, scale_col);
       }
       case FragmentScale::kF32Halves:
@@ -570,7 +591,9 @@ void StoreScale(CanonicalMatrix& matrix, const FragmentTraits& traits, int large
       return;
     case FragmentScale::kE8M0:
       StoreCode(dtype, at, scale_col,
-                static_cast<uint32_t>(static_cast<int>(scale) + largest - LargestExponentByte(traits.code)));
+                scale == kE8m0NaN ? scale
+                                  : static_cast<uint32_t>(static_cast<int>(scale) + largest -
+                                                          LargestExponentByte(traits.code)));
       return;
     case FragmentScale::kHalf:
       if (dtype != DType::kF8E4M3) {
@@ -688,8 +711,9 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, int row, int
     case FragmentScale::kE4M3:  // the layout's factor is 2^-8
       return value * DecodeCode(DType::kF8E4M3, E4m3OfE5m3(scale)) / 256.0F;
     case FragmentScale::kE8M0:
-      return scale == 0 ? 0.0F
-                        : std::ldexp(value, static_cast<int>(scale) - LargestExponentByte(traits.code));
+      return scale == kE8m0NaN ? std::numeric_limits<float>::quiet_NaN()
+             : scale == 0      ? 0.0F
+                          : std::ldexp(value, static_cast<int>(scale) - LargestExponentByte(traits.code));
     case FragmentScale::kHalf:
       return value * DecodeCode(spec.half_scale, scale);
     case FragmentScale::kF32Zero:

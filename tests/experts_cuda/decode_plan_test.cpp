@@ -115,6 +115,36 @@ TEST(DecodePlan, MoreRoutesThanTheSortHolds_IsRefusedWithBothNumbers) {
   EXPECT_EQ(ChooseMode(shape, 65, {}), ExecutionMode::kPrefill);
 }
 
+/// The words that are zero between launches lie at the same place whatever the token count, or the tags of
+/// one call would be taken for the sums of another.
+TEST(DecodePlan, Exchange_PlacesDependOnTheShapeAlone) {
+  const int64_t quad_bytes = 2 * 8;  // 64 bits for two elements
+  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {
+    const LayerShape shape = Shape(FragmentFormat::kMxfp4, 2880, 2880, 128, 4);
+    const DecodePlan one = PlanDecode(shape, 1, mid, {});
+    ASSERT_TRUE(one.fits) << one.why_not;
+    EXPECT_EQ(one.tagged_mid, mid == MidKind::kRounded);
+    EXPECT_GE(one.tagged_offset, kCounterBytes);
+    EXPECT_EQ(one.tagged_offset % 256, 0);
+    for (const int64_t tokens : {1, 2, 4, 5, 8, 64, 128}) {
+      const DecodePlan plan = PlanDecode(shape, tokens, mid, {});
+      ASSERT_TRUE(plan.fits) << plan.why_not;
+      EXPECT_EQ(plan.tagged_offset, one.tagged_offset) << tokens;
+      EXPECT_EQ(plan.partial_offset, one.partial_offset) << tokens;
+      EXPECT_EQ(plan.partial_offset % 256, 0);
+      const int64_t routes = tokens * shape.top_k;
+      if (plan.tagged_mid) {
+        EXPECT_LE(plan.tagged_offset + routes * shape.mid_cols() / 4 * quad_bytes, plan.partial_offset)
+            << tokens;
+      } else {
+        EXPECT_GE(plan.scratch_bytes, routes * shape.mid_cols() * 2) << tokens;
+      }
+      EXPECT_GE(plan.counter_bytes, plan.partial_offset + routes * plan.splits * shape.down_rows() * 4)
+          << tokens;
+    }
+  }
+}
+
 TEST(DecodePlan, SmallSharedMemory_IsRefusedNotOverrun) {
   DeviceLimits small;
   for (const int64_t bytes : {16 << 10, 48 << 10, 100 << 10, 164 << 10}) {

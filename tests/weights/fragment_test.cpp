@@ -233,6 +233,45 @@ TEST(Fragment, ZeroNvfp4Scale_ClearsItsBlock) {
   }
 }
 
+TEST(Fragment, ScaleOfNaN_MakesItsGroupNaNAndNoOther) {
+  for (const Case& c : Cases()) {
+    std::mt19937 generator(5);
+    CanonicalExpert expert = RandomExpert(c, 256, 256, true, generator);
+    const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+    if (FragmentTraitsOf(spec.format).group == 0) {
+      continue;
+    }
+    const DType dtype = expert.down.block_scale.dtype();
+    const int64_t bytes = DTypeBits(dtype) / 8, columns = expert.down.block_scale.dim(1);
+    ASSERT_GE(columns, 2) << c.scheme;
+    const uint32_t nan = dtype == DType::kF8E8M0 ? 0xffU : 0x7fffffffU;  // all of the mantissa
+    std::byte* const last = expert.down.block_scale.mutable_view().data() + (columns - 1) * bytes;
+    std::memcpy(last, &nan, static_cast<size_t>(bytes));
+    if (dtype == DType::kF8E4M3 || bytes == 2) {
+      last[bytes - 1] = std::byte{0x7f};
+    } else if (bytes == 4) {
+      last[3] = std::byte{0x7f};
+    }
+    Packed packed = Allocate(spec, 256, 256, true);
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok()) << c.scheme;
+    std::vector<float> row(256);
+    DequantizeRow(expert.down, 0, row.data());
+    int64_t nans = 0;
+    for (int64_t k = 0; k < 256; ++k) {
+      const float value = FragmentValue(spec, packed.down.data(), 0, k) * packed.down_tensor[0];
+      nans += std::isnan(row[static_cast<size_t>(k)]) ? 1 : 0;
+      EXPECT_EQ(std::isnan(value), std::isnan(row[static_cast<size_t>(k)])) << c.scheme << " column " << k;
+    }
+    EXPECT_EQ(nans, 256 / columns) << c.scheme;
+    CanonicalExpert back = RandomExpert(c, 256, 256, true, generator);
+    ASSERT_TRUE(UnpackFragmentExpert(spec, packed.view(), back).ok());
+    std::vector<float> again(256);
+    back.down.tensor_scale = expert.down.tensor_scale;
+    DequantizeRow(back.down, 0, again.data());
+    EXPECT_TRUE(std::isnan(again.back())) << c.scheme;
+  }
+}
+
 TEST(Fragment, WhatItCannotHold_IsRefusedWithReason) {
   const WeightFormat int4 = ParseScheme("int4_w4a16:g128")->weight;
   std::mt19937 generator(5);

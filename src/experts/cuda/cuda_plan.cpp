@@ -233,12 +233,13 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
   slots.operand_group_scale =
       aligned("input_group_scale", shape.group_scales ? rows * CeilDiv(shape.hidden_cols(), 128) * 4 : 0);
 
-  int64_t decode_rows = 0;
+  int64_t decode_rows = 0, counter_bytes = kCounterBytes;
   for (int64_t count = 1; count <= std::min(plan.max_rows, kMostDecodeRows); ++count) {
     if (ChooseKernels(plan, count) == Kernels::kDecode) {
+      const DecodePlan decode = PlanDecode(shape, count, DecodeMid(plan), plan.limits);
       decode_rows = count;
-      slots.scratch_bytes =
-          std::max(slots.scratch_bytes, PlanDecode(shape, count, DecodeMid(plan), plan.limits).scratch_bytes);
+      slots.scratch_bytes = std::max(slots.scratch_bytes, decode.scratch_bytes);
+      counter_bytes = std::max(counter_bytes, decode.counter_bytes);
     }
   }
   for (int64_t count = 1;; count = std::min(count * 2, plan.max_rows)) {
@@ -256,7 +257,7 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
   slots.mid_group_scale =
       aligned("mid_group_scale", shape.group_scales ? mid_rows * CeilDiv(shape.mid_cols(), 128) * 4 : 0);
   slots.amax = aligned("amax", 4);
-  slots.counters = aligned("counters", kCounterBytes);
+  slots.counters = aligned("counters", counter_bytes);
   slots.scratch = aligned("scratch", slots.scratch_bytes);
   return slots;
 }

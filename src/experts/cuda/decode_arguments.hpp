@@ -14,6 +14,8 @@ inline constexpr int kDecodeWarps = 16;
 inline constexpr int kDecodeThreads = kDecodeWarps * 32;
 /// The sort of the routes is one pass of a CTA.
 inline constexpr int kMaxRoutes = 512;
+/// Up to here the intermediate is handed over as words with tags: twice the bytes, and no wait for a barrier.
+inline constexpr int kTaggedRoutes = 16;
 inline constexpr int kMaxSegments = 48;   ///< of a CTA and GEMM
 inline constexpr int kSegmentLists = 16;  ///< lists whose token rows a segment stages
 inline constexpr int kSegmentRows = 256;
@@ -42,6 +44,7 @@ struct DecodePhase {
   const float* group_scale = nullptr;  ///< [rows][group_stride]
   int group_stride = 0;
   int group_bytes = 0;  ///< of a staged row: 0, or a multiple of 128
+  FastDiv row_quads;    ///< split_k / 4
 };
 
 /// Byte offsets in a CTA's shared memory: rings first (128-byte aligned), then token rows, then the map.
@@ -69,8 +72,11 @@ struct DecodeArguments {
   ActivationSpec activation;
   void* mid = nullptr;  ///< [routes][mid_stride]: BF16 or F16, or F32 where only the first GEMM runs
   int mid_stride = 0;
-  float* partial = nullptr;  ///< F32 [routes][splits][partial_stride]
+  bool tagged_mid = false;
+  uint64_t* tagged = nullptr;  ///< [routes][mid_stride / 2]
+  float* partial = nullptr;    ///< F32 [routes][splits][partial_stride], zeros between launches
   int partial_stride = 0;
+  int partial_cols = 0;  ///< that are written and read: hidden, rounded up to 4
   void* output = nullptr;
   int hidden = 0;
   DType output_dtype = DType::kBF16;

@@ -26,6 +26,7 @@ DecodePhase MakePhase(const LayerShape& shape, const DecodePlan& plan, const Dev
   phase.tail_slabs = static_cast<int>(slabs - (chunks - 1) * plan.slabs);
   phase.split_k = static_cast<int>(splits == 1 ? cols : split_chunks * plan.slabs * kFragmentSlab);
   phase.padded_rows = static_cast<int>(down ? shape.down_rows() : shape.mid_rows());
+  phase.row_quads = FastDiv::By(phase.split_k / 4);
   phase.group_bytes = shape.group_scales ? static_cast<int>(RoundUp(phase.split_k / 128 * 4, 128)) : 0;
   return phase;
 }
@@ -89,8 +90,12 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   arguments.activation = shape.activation;
   arguments.gated = shape.gated();
   arguments.plain_silu = shape.activation.kind == ActivationKind::kSilu && !(shape.activation.limit > 0.0F);
-  arguments.partial = reinterpret_cast<float*>(call.scratch + plan.partial_offset);
+  arguments.tagged_mid = plan.tagged_mid && phases == DecodePhases::kBoth;
+  auto* const exchange = reinterpret_cast<std::byte*>(call.counters);
+  arguments.tagged = reinterpret_cast<uint64_t*>(exchange + plan.tagged_offset);
+  arguments.partial = reinterpret_cast<float*>(exchange + plan.partial_offset);
   arguments.partial_stride = static_cast<int>(shape.down_rows());
+  arguments.partial_cols = static_cast<int>(RoundUp(shape.hidden, 4));
   arguments.output = call.output;
   arguments.hidden = static_cast<int>(shape.hidden);
   arguments.output_dtype = call.output_dtype;

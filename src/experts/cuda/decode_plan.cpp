@@ -103,7 +103,8 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
     return Refuse(fmt::format("{} row blocks are beyond the index range of the kernel", work));
   }
   const int64_t slots = (most - shared(0, need)) / (kDecodeWarps * (chunk_bytes + 8));
-  plan.slots = static_cast<int>(std::min<int64_t>(slots, num_tokens <= 8 ? 2 : 3));
+  plan.slots =
+      static_cast<int>(std::min<int64_t>(slots, 2));  // a third only lengthens queues: docs/kernels.md
   while (plan.slots > 0 && shared(plan.slots, need) > most) {
     --plan.slots;
   }
@@ -114,9 +115,13 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   plan.shared_bytes = shared(plan.slots, need);
   plan.by_token = !shape.batched && (num_tokens + 1) * row <= need;
 
-  const int64_t mid_bytes = routes * shape.mid_cols() * (mid == MidKind::kQuantized ? 4 : 2);
-  plan.partial_offset = RoundUp(mid_bytes, kAlign);
-  plan.scratch_bytes = RoundUp(plan.partial_offset + routes * splits * shape.down_rows() * 4, kAlign);
+  plan.tagged_mid = mid == MidKind::kRounded && !shape.group_scales && routes <= kTaggedRoutes;
+  const int64_t mid_bytes = routes * shape.mid_cols() * (mid == MidKind::kRounded ? 2 : 4);
+  plan.scratch_bytes = plan.tagged_mid ? 0 : RoundUp(mid_bytes, kAlign);
+  plan.tagged_offset = RoundUp(kCounterBytes, kAlign);
+  const int64_t tagged_bytes = mid == MidKind::kRounded ? kTaggedRoutes * shape.mid_cols() * 4 : 0;
+  plan.partial_offset = plan.tagged_offset + RoundUp(tagged_bytes, kAlign);
+  plan.counter_bytes = plan.partial_offset + RoundUp(routes * splits * shape.down_rows() * 4, kAlign);
   plan.fits = true;
   return plan;
 }

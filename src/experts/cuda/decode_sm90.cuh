@@ -3,7 +3,8 @@
 #include <type_traits>
 
 #include "experts/cuda/activate.cuh"
-#include "experts/cuda/decode_parts_sm90.cuh"
+#include "experts/cuda/decode_exchange_sm90.cuh"
+#include "experts/cuda/decode_map_sm90.cuh"
 #include "experts/cuda/fragments.cuh"
 
 /// Decode: the whole layer in one persistent launch, one CTA of 16 warps an SM, weights read once.
@@ -12,9 +13,9 @@
 ///   before
 ///               lists = up to list_tokens routes of one expert
 ///   gate-up     CTA: a contiguous range of (list, row block);  warp: an even share of its chunks
-///   hand-over   one counter a list: only CTAs that share an expert wait for each other
+///   hand-over   no barrier: decode_exchange_sm90.cuh; only CTAs that share an expert wait for each other
 ///   down        the same over (list, split of K, row block)
-///   combine     one barrier of the grid, then the sum over routes
+///   combine     the sum over routes, as they come
 ///
 ///   warp:  ring  | slot 0: chunk | slot 1: chunk | ...   chunk = SPC slabs of a row block, one bulk copy
 ///          Lane 0 refills the slot just read. The ring runs over blocks, experts and from gate-up into down,
@@ -26,8 +27,8 @@
 /// on timing. All CTAs must be resident: the grid is at most one CTA an SM.
 ///
 /// Measured choices (H200, NVFP4, on the first form of this kernel): 16 warps (8: 151, 12: 129, 16: 118 us,
-/// qwen3-30b M=64); 2 ring slots up to 8 tokens (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only
-/// lengthens the queue that token rows wait in), 3 above; one slot in flight before the token rows are
+/// qwen3-30b M=64); 2 ring slots (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only lengthens the
+/// queue that token rows wait in); one slot in flight before the token rows are
 /// fetched, the rest behind them (M=1: 20.0 -> 15.6 us).
 namespace fusedmoe::cuda {
 
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   constexpr int kStep = Format::kGroupSlabs > 1 ? Format::kGroupSlabs : 1;  // slabs handled together
   static_assert(SPC % kStep == 0 && SPC % Format::kUnitSlabs == 0, "a chunk holds whole units");
   static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
-  constexpr bool kGrouped = Format::kPlace == ScalePlace::kAccumulator;
+  constexpr bool kHalves = Format::kHalves;
+  constexpr bool kGrouped = Format::kPlace == ScalePlace::kAccumulator || kHalves;
   extern __shared__ __align__(128) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int r = lane >> 2, q = lane & 3;
@@ -60,8 +62,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
   }
   BarrierInitFence();
-  for (int i = tid; i < (route_chunks * args.num_local_experts + 1) / 2; i += kDecodeThreads) {
-    reinterpret_cast<uint32_t*>(map.histogram)[i] = 0;
+  if (routes > kFewRoutes) {
+    for (int i = tid; i < (route_chunks * args.num_local_experts + 1) / 2; i += kDecodeThreads) {
+      reinterpret_cast<uint32_t*>(map.histogram)[i] = 0;
+    }
   }
   // The fp32 scales are wanted only in the epilogues, each time at the end of a dependent chain: to L2 now.
   if (tid < (args.num_local_experts * 2 + 31) / 32) {
@@ -113,20 +117,39 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
     }
   }
-  BuildMap(args, map, routes, ids, ranks);
+  if (tid == kDecodeThreads - 1) {
+    *map.tag = LaunchTag(args);
+  }
+  int lists = 0;
+  if (routes > kFewRoutes) {
+    lists = SortMany(args, map, routes, ids, ranks);
+  } else if (warp == 0) {
+    lists = SortFew(args, map, ids[0]);
+  }
+  if (warp == 0) {
+    __syncwarp();
+    if (lane < 2) {
+      CutSegments(args, map, lists, lane);
+    }
+  }
   __syncthreads();
+  const uint32_t tag = *map.tag;
 
   WeightStream<kChunkBytes, kSlabBytes> stream{args, map, SharedAddress(ring), barriers, EvictFirstPolicy(),
                                                warp, lane};
   stream.Issue(
       args.slots);  // the rest once the token rows are on their way: they must not queue behind a full ring
 #pragma unroll
-  for (int t = 0; t < kRounds; ++t) {
+  for (int t = 0; t < kRounds && routes > kFewRoutes; ++t) {
     const int i = t * kDecodeThreads + tid;
     if (ids[t] >= 0) {
       map.route_of[map.expert_first[ids[t]] + map.histogram[(i >> 5) * args.num_local_experts + ids[t]] +
                    ranks[t]] = static_cast<uint16_t>(i);
     }
+  }
+  if (blockIdx.x == 0) {
+    static_assert(kDecodeThreads >= kMaxRoutes, "a thread a counter");
+    ListCounters(args, tag, true)[tid] = 0;
   }
   Stamp(args, 1);
 
@@ -136,7 +159,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   for (int phase = 0; phase < 2; ++phase) {
     const DecodePhase& f = args.phase[phase];
     const int stride = f.split_k * 2 + 16 + f.group_bytes;  // 16 mod 128: rows fall on different banks
-    const bool by_token = phase == 0 && args.by_token;
+    const bool by_token = phase == 0 && args.by_token, tagged = phase == 1 && args.tagged_mid;
     const FastDiv routes_per_row = phase == 0 ? args.routes_per_row : FastDiv{};
 #pragma unroll 1
     for (int segment = 0; segment < map.num_segments[phase]; ++segment) {
@@ -160,22 +183,26 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           }
           if (n < count) {
             const int row = routes_per_row.Div(map.route_of[map.list_first[l] + n]);
+            const int piece = tagged ? 4 : 8;  // elements
             map.row_source[offset + n] =
-                static_cast<uint32_t>(row * (f.row_stride / 8) + split * (f.split_k / 8));
+                static_cast<uint32_t>(row * (f.row_stride / piece) + split * (f.split_k / piece));
             map.row_pieces[offset + n] =
-                static_cast<uint16_t>(max(0, min(f.split_k, f.cols - split * f.split_k)) / 8);
+                static_cast<uint16_t>(max(0, min(f.split_k, f.cols - split * f.split_k)) / piece);
           }
           if (v == num_lists - 1 && n == 0) {
             *map.num_rows = offset + count;
           }
         }
-        if (phase == 1 && args.phases == 3 && tid < num_lists) {
-          const uint32_t* done = args.counters + f.splits.Div(list0 + tid);
+        if (phase == 1 && args.phases == 3 && !tagged && tid < num_lists) {
+          const uint32_t* done = ListCounters(args, tag, false) + f.splits.Div(list0 + tid);
           while (LoadAcquire(done) < static_cast<uint32_t>(args.phase[0].blocks_per_expert.divisor)) {
           }
         }
         __syncthreads();
-        for (int row = warp; row < *map.num_rows; row += kDecodeWarps) {
+        if (tagged) {
+          ReceiveMid(args, map, f, tag, xs, stride);
+        }
+        for (int row = warp; row < *map.num_rows && !tagged; row += kDecodeWarps) {
           const auto* from = static_cast<const uint4*>(f.rows) + map.row_source[row];
           const int pieces = map.row_pieces[row];
           stage_row(row, stride, from, lane, 32, pieces, f.split_k / 8);
@@ -216,7 +243,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       block -= list * f.blocks_per_expert.divisor;
       bool own = chunk == 0;  // this warp has the first chunk of the row block
       float acc[NT][4] = {};
-      [[maybe_unused]] float odd[NT][4] = {};  // even and odd k-steps: two MMA chains; groups have one
+      float odd[NT][4] = {};  // even and odd k-steps: two chains of MMAs
       const uint8_t* x[NT];
       int count = 0, last_chunk = 0, last_slabs = SPC;
       // What the epilogues of a list want, loaded when the list is opened: at the end of a row block they
@@ -305,11 +332,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
               if (8 * t + 2 * q + c < count) {
-                float* const to =
-                    args.partial +
-                    static_cast<int64_t>(route[c] * f.splits.divisor + split) * args.partial_stride + row_a;
-                to[0] = value[c] * factor[t][c];
-                to[8] = value[c + 2] * factor[t][c];
+                const int64_t to =
+                    static_cast<int64_t>(route[c] * f.splits.divisor + split) * args.partial_stride;
+                SendPartial(args, to, row_a, value[c] * factor[t][c]);
+                SendPartial(args, to, row_a + 8, value[c + 2] * factor[t][c]);
               }
             }
             continue;
@@ -327,6 +353,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
                 value[c + 2] = ActivateAny(args.activation, value[c + 2], 0.0F);
               }
             }
+          }
+          if (args.tagged_mid) {
+            const bool there[2] = {8 * t + 2 * q < count, 8 * t + 2 * q + 1 < count};
+            SendMid<Format::kF16>(args, tag, route[0], route[1], there[0], there[1], row_a, value[0],
+                                  value[1]);
+            if (!gated) {
+              SendMid<Format::kF16>(args, tag, route[0], route[1], there[0], there[1], row_b, value[2],
+                                    value[3]);
+            }
+            continue;
           }
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
@@ -365,11 +401,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         constexpr int nt = decltype(nt_constant)::value;
         [[maybe_unused]] float group[nt][4];
         [[maybe_unused]] LaneScales scales;
+        [[maybe_unused]] float half_scale[2][2];
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {
           typename Format::Codes codes;
           Format::LoadCodes(units, s + i, lane, codes);
-          if (i == 0) {
+          if constexpr (kHalves) {
+            Format::LoadHalves(units, s + i, lane, scales, half_scale);
+          } else if (i == 0) {
             Format::template LoadScales<false>(units, s + i, lane, args.half_is_f16, scales);
           }
           uint4 b[nt][2];
@@ -385,7 +424,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
               for (int t = 0; t < nt; ++t) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                  group[t][c] = 0.0F;
+                  group[t][c] = odd[t][c] = 0.0F;
                 }
               }
             }
@@ -393,12 +432,19 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             uint32_t a[4];
-            Format::template Expand<false>(codes, j, scales, a);
+            Format::template Expand<false, kHalves>(codes, j, scales, a);
 #pragma unroll
             for (int t = 0; t < nt; ++t) {
               const uint4& v = b[t][j / 2];
-              float(&sum)[4] = *(kGrouped ? &group[t] : j % 2 != 0 ? &odd[t] : &acc[t]);
-              Mma16816<Format::kF16>(sum, a, j % 2 != 0 ? v.z : v.x, j % 2 != 0 ? v.w : v.y);
+              const uint32_t b0 = j % 2 != 0 ? v.z : v.x, b1 = j % 2 != 0 ? v.w : v.y;
+              if constexpr (kHalves) {
+                const bool second = q >= 2;
+                Mma16816<Format::kF16>(group[t], a, second ? 0 : b0, second ? 0 : b1);
+                Mma16816<Format::kF16>(odd[t], a, second ? b0 : 0, second ? b1 : 0);
+              } else {
+                float(&sum)[4] = *(j % 2 != 0 ? &odd[t] : kGrouped ? &group[t] : &acc[t]);
+                Mma16816<Format::kF16>(sum, a, b0, b1);
+              }
             }
           }
         }
@@ -415,7 +461,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
             }
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              acc[t][c] += group[t][c] * (scales.row[c / 2] * token[c % 2]);
+              if constexpr (kHalves) {
+                acc[t][c] += group[t][c] * half_scale[0][c / 2] + odd[t][c] * half_scale[1][c / 2];
+              } else {
+                acc[t][c] += (group[t][c] + odd[t][c]) * (scales.row[c / 2] * token[c % 2]);
+              }
             }
           }
         }
@@ -427,7 +477,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
 #pragma unroll 1
       for (int c = c0; c < c1; ++c) {
         if (chunk <= last_chunk) {
-          BarrierWait(barriers + 8 * slot, parity);
+          stream.Await(barriers + 8 * slot, parity);
           const uint8_t* units = ring + slot * kChunkBytes;
           const auto slabs = [&](auto nt_constant) {
             if (chunk < last_chunk || last_slabs == SPC) {
@@ -497,42 +547,24 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
         epilogue();
       }
-      if (phase == 0 && args.phases == 3) {
+      if (phase == 0 && args.phases == 3 && !args.tagged_mid) {
         __syncthreads();
         if (tid < num_lists) {
           const int first = max(tid * f.blocks_per_expert.divisor, block0);
           const int last = min((tid + 1) * f.blocks_per_expert.divisor, block0 + num_blocks);
-          AddRelease(args.counters + list0 + tid, last - first);
+          AddRelease(ListCounters(args, tag, false) + list0 + tid, last - first);
         }
       }
     }
   }
 
-  if (args.phases == 1) {
-    return;
-  }
-  __syncthreads();
-  uint32_t* const grid_barrier = args.counters + kMaxRoutes;
-  if (tid == 0) {
-    AddRelease(grid_barrier, 1);
-    while (LoadAcquire(grid_barrier) < gridDim.x) {
-    }
-  }
-  __syncthreads();
   Stamp(args, 6);
-  CombineRoutes(args, map);
+  if (args.phases != 1) {
+    CombineRoutes(args, map);
+  }
   Stamp(args, 7);
-  // The last CTA out clears the counters for the next launch.
-  if (warp == 0) {
-    int last = 0;
-    if (lane == 0) {
-      last = atomicInc(grid_barrier + 1, gridDim.x - 1) == gridDim.x - 1 ? 1 : 0;
-    }
-    if (__shfl_sync(kAllLanes, last, 0) != 0) {
-      for (int i = lane; i <= kMaxRoutes; i += 32) {
-        args.counters[i] = 0;
-      }
-    }
+  if (tid == 0) {
+    CountDeparture(args);
   }
 }
 

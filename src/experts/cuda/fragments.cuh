@@ -23,7 +23,7 @@ namespace fusedmoe::cuda {
 /// Where the scales of a group act.
 enum class ScalePlace : uint8_t {
   kNone,         ///< there are none
-  kFragment,     ///< on the weights; exact for FP4 and MX, rounded to BF16 for integer groups of 32
+  kFragment,     ///< on the weights; exact for FP4 and MX. Integer groups of 32: kHalves below
   kAccumulator,  ///< on the sums of a group, in fp32; prefill may fold 16-bit ones into the weights
 };
 
@@ -49,6 +49,10 @@ struct Fragments {
                                        : kTraits.group < kFragmentSlab ? ScalePlace::kFragment
                                                                        : ScalePlace::kAccumulator;
   static constexpr int kGroupSlabs = kPlace == ScalePlace::kAccumulator ? kTraits.group / kFragmentSlab : 0;
+
+  /// Two groups share a slab and lie in other lanes (q below 2, and from 2): decode keeps a sum for each and
+  /// scales both in fp32. Prefill multiplies the weights instead, rounded to BF16: half of the MMAs.
+  static constexpr bool kHalves = kScale == FragmentScale::kF32Zero && kTraits.group == 32;
 
   /// Tokens may carry scales of groups of 128 (schemes with 128 x 128 blocks).
   static constexpr bool kTokenGroups = kTraits.group == 128 && kTraits.code_bits == 8;
@@ -100,12 +104,25 @@ struct Fragments {
     }
   }
 
-  /// The fragment of k-step j. kFold as above. Values are the weights times Factor()
+  /// kHalves: the scales of both groups, [half][row], and the zero points of this lane's.
+  __device__ __forceinline__ static void LoadHalves(const uint8_t* units, int slab, int lane, LaneScales& s,
+                                                    float (&scale)[2][2]) {
+    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.scale_offset() + (lane >> 2) * 8;
+    const bool second = (lane >> 1 & 1) != 0;
+    const uint2 low = *reinterpret_cast<const uint2*>(at), high = *reinterpret_cast<const uint2*>(at + 64);
+    s.zero[0] = ZeroPair((second ? high.x : low.x) & 0xffU);
+    s.zero[1] = ZeroPair((second ? high.y : low.y) & 0xffU);
+    scale[0][0] = __uint_as_float(low.x & 0xffffff00U), scale[0][1] = __uint_as_float(low.y & 0xffffff00U);
+    scale[1][0] = __uint_as_float(high.x & 0xffffff00U), scale[1][1] = __uint_as_float(high.y & 0xffffff00U);
+  }
+
+  /// The fragment of k-step j. kFold as above; kBare: without scales. Values are the weights times Factor()
   /// (weights/fragment_pack.hpp) over the scales that do not act here.
-  template <bool kFold>
+  template <bool kFold, bool kBare = false>
   __device__ __forceinline__ static void Expand(const Codes& codes, int j, const LaneScales& s,
                                                 uint32_t (&a)[4]) {
-    constexpr bool kScaled = kPlace == ScalePlace::kFragment || (kFold && kPlace == ScalePlace::kAccumulator);
+    constexpr bool kScaled =
+        !kBare && (kPlace == ScalePlace::kFragment || (kFold && kPlace == ScalePlace::kAccumulator));
     if constexpr (kCode == FragmentCode::kE2M1) {
       const uint32_t x = Word(codes[0], j);
       constexpr uint32_t kMask = 0x81C081C0U;

@@ -95,13 +95,14 @@ struct ExpertsCall {
   void* output = nullptr;             ///< [M][hidden]; batched: rows beyond the counts are left alone
   DType output_dtype = DType::kBF16;  ///< F32, BF16 or F16
   std::byte* scratch = nullptr;       ///< plan.scratch_bytes, 256-byte aligned
-  /// kCounterBytes: zero before the first launch that uses them, and zero again after every launch. Calls
-  /// that may overlap need counters of their own.
+  /// The largest DecodePlan.counter_bytes of the calls that share them, 256-byte aligned, zero before the
+  /// first launch and written by nobody else. Only layers of one shape on one device may share them, and
+  /// calls that may overlap need counters of their own.
   uint32_t* counters = nullptr;
   void* stream = nullptr;  ///< cudaStream_t
 };
 
-inline constexpr int64_t kCounterBytes = (512 + 64) * 4;
+inline constexpr int64_t kCounterBytes = (2 * 512 + 64) * 4;  ///< without what a plan adds to them
 
 /// How the input of the second GEMM comes about.
 enum class MidKind : uint8_t {
@@ -135,10 +136,14 @@ struct DecodePlan {
   int grid = 0;
   int64_t rows_bytes = 0;    ///< shared memory for token rows
   int64_t shared_bytes = 0;  ///< all of it
-  /// Scratch, in this order, each 256-byte aligned.
-  int64_t mid_offset = 0;      ///< [routes][mid_cols] of the operand's element, or F32 (MidKind::kQuantized)
-  int64_t partial_offset = 0;  ///< F32 [routes][splits][down_rows]
+  int64_t mid_offset = 0;    ///< in scratch: [routes][mid_cols] of the operand's element, or F32 (kQuantized)
   int64_t scratch_bytes = 0;
+  /// What CTAs hand to each other (decode_exchange_sm90.cuh), behind the counters. The first offset depends
+  /// on the shape alone, so that calls of any token count find the words of the second at rest.
+  bool tagged_mid = false;     ///< the intermediate is handed over there and not in scratch
+  int64_t tagged_offset = 0;   ///< 64 bits [routes][mid_cols / 2]
+  int64_t partial_offset = 0;  ///< F32 [routes][splits][down_rows]
+  int64_t counter_bytes = 0;   ///< all of it, counters included
   bool operator==(const DecodePlan&) const = default;
 };
 

@@ -95,6 +95,43 @@ __device__ __forceinline__ void AddRelease(uint32_t* pointer, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
+/// Accesses that other CTAs may make at the same time, each word whole and unordered with the others.
+__device__ __forceinline__ uint64_t LoadRelaxed(const uint64_t* pointer) {
+  uint64_t value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(pointer) : "memory");
+  return value;
+}
+__device__ __forceinline__ ulonglong2 LoadRelaxed(const ulonglong2* pointer) {
+  ulonglong2 value;
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(value.x), "=l"(value.y)
+               : "l"(pointer)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ float LoadRelaxed(const float* pointer) {
+  float value;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(value) : "l"(pointer) : "memory");
+  return value;
+}
+__device__ __forceinline__ float4 LoadRelaxed(const float4* pointer) {
+  float4 value;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "l"(pointer)
+               : "memory");
+  return value;
+}
+__device__ __forceinline__ void StoreRelaxed(uint64_t* pointer, uint64_t value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
+}
+__device__ __forceinline__ void StoreRelaxed(float* pointer, float value) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(pointer), "f"(value) : "memory");
+}
+__device__ __forceinline__ void AddRelaxed(uint64_t* pointer, uint64_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(pointer), "l"(value) : "memory");
+}
+
 // ---- arithmetic on pairs and tiles
 
 __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {

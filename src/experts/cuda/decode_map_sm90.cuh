@@ -3,8 +3,7 @@
 #include "experts/cuda/decode_arguments.hpp"
 #include "experts/cuda/ptx.cuh"
 
-/// What the decode kernel (decode_sm90.cuh) is made of: the map of routes, the weight stream of a warp, the
-/// sum over routes at the end.
+/// What the decode kernel (decode_sm90.cuh) is made of: the map of routes and the weight stream of a warp.
 namespace fusedmoe::cuda {
 
 #ifdef FMOE_DECODE_STAMPS
@@ -35,6 +34,7 @@ struct DecodeMap {
   int* segment_size;   ///< row blocks
   int* num_segments;   ///< [2]
   int* num_rows;       ///< token rows of the segment at hand
+  uint32_t* tag;       ///< of the launch, decode_exchange_sm90.cuh
   int* row_offset;     ///< [kSegmentLists] first row of a list
 
   __device__ DecodeMap(uint8_t* shared, const DecodeShared& at, int routes) {
@@ -53,6 +53,7 @@ struct DecodeMap {
     segment_size = segment_block + 2 * kMaxSegments;
     num_segments = reinterpret_cast<int*>(shared + at.scalars);
     num_rows = num_segments + 2;
+    tag = reinterpret_cast<uint32_t*>(num_segments + 3);
     row_offset = num_segments + 8;
   }
 };
@@ -84,94 +85,21 @@ __device__ __forceinline__ void PutMid(const DecodeArguments& args, int64_t at, 
   }
 }
 
-/// Four outputs of a token from column `col`; what lies beyond `hidden` is dropped.
-__device__ __forceinline__ void StoreOutputs(const DecodeArguments& args, int64_t row, int col,
-                                             const float4& v) {
-  const int64_t at = row * args.hidden + col;
-  const bool whole = args.hidden % 4 == 0;
-  if (args.output_dtype == DType::kF32) {
-    float* to = static_cast<float*>(args.output) + at;
-    if (whole) {
-      *reinterpret_cast<float4*>(to) = v;
-      return;
-    }
-    const float values[4] = {v.x, v.y, v.z, v.w};
-    for (int i = 0; i < 4 && col + i < args.hidden; ++i) {
-      to[i] = values[i];
-    }
-    return;
-  }
-  const bool bf16 = args.output_dtype == DType::kBF16;
-  const uint2 pairs = bf16 ? make_uint2(PackBf16x2(v.x, v.y), PackBf16x2(v.z, v.w))
-                           : make_uint2(PackF16x2(v.x, v.y), PackF16x2(v.z, v.w));
-  uint16_t* to = static_cast<uint16_t*>(args.output) + at;
-  if (whole) {
-    *reinterpret_cast<uint2*>(to) = pairs;
-    return;
-  }
-  const uint32_t words[2] = {pairs.x, pairs.y};
-  for (int i = 0; i < 4 && col + i < args.hidden; ++i) {
-    to[i] = static_cast<uint16_t>(words[i / 2] >> (16 * (i % 2)));
-  }
-}
-
-/// y[token] = sum of its weighted expert rows, in a fixed order. Eight loads are in flight at a time: one
-/// after the other they cost 3.5 us a layer (H100).
-__device__ __forceinline__ void CombineRoutes(const DecodeArguments& args, const DecodeMap& map) {
-  const int quads = args.partial_stride / 4, top_k = args.top_k.divisor;
-  const int splits = args.phase[1].splits.divisor, parts = top_k * splits;
-  const uint32_t mask = top_k == 32 ? ~0U : (1U << top_k) - 1;
-  const bool batched = args.expert_num_tokens != nullptr;
-  const int wanted = (args.hidden + 3) / 4;
-  for (int i = blockIdx.x * kDecodeThreads + threadIdx.x; i < args.num_tokens * wanted;
-       i += gridDim.x * kDecodeThreads) {
-    const int token = i / wanted, c = i - token * wanted, first = token * top_k;
-    const uint32_t valid =
-        __funnelshift_r(map.valid[first >> 5], map.valid[(first + top_k - 1) >> 5], first & 31) & mask;
-    if (batched && (valid & 1) == 0) {
-      continue;  // rows beyond the counts are left alone
-    }
-    const float4* from =
-        reinterpret_cast<const float4*>(args.partial) + static_cast<int64_t>(token) * parts * quads + c;
-    float4 sum = {0, 0, 0, 0};
-    constexpr int kBatch = 8;
-    for (int split = 0; split < splits; ++split, from += quads) {
-#pragma unroll 1
-      for (int j = 0; j < top_k; j += kBatch) {
-        float4 v[kBatch];
-#pragma unroll
-        for (int u = 0; u < kBatch; ++u) {
-          v[u] = float4{0, 0, 0, 0};
-          if ((valid >> (j + u) & 1) != 0) {
-            v[u] = __ldcg(from + static_cast<int64_t>((j + u) * splits) * quads);
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < kBatch; ++u) {
-          sum.x += v[u].x, sum.y += v[u].y, sum.z += v[u].z, sum.w += v[u].w;
-        }
-      }
-    }
-    StoreOutputs(args, token, 4 * c, sum);
-  }
-}
-
-/// The weight stream of a warp: a cursor over GEMMs, segments and runs of contiguous chunks. All lanes keep
-/// it, lane 0 issues.
-template <int kChunkBytes, int kUnitBytesOfSlab>
+/// The weight stream of a warp: a cursor over GEMMs, segments and runs of contiguous chunks of one size. All
+/// lanes keep it, lane 0 issues.
+template <int kChunkBytes, int kSlabBytes>
 struct WeightStream {
   const DecodeArguments& args;
   const DecodeMap& map;
   uint32_t ring, barriers;
   uint64_t policy;
   int warp, lane;
-  int phase = 0, segment = -1, left = 0, run = 0, list = 0, block = 0, slot = 0;
-  int chunk = 0, end_chunk = 0, tail_bytes = 0;  ///< in the block (and split)
+  int phase = 0, segment = -1, left = 0, list = 0, block = 0, chunk = 0;  ///< what comes after the run
+  int run = 0, bytes = kChunkBytes, slot = 0;
   const uint8_t* pointer = nullptr;
 
   __device__ __forceinline__ void NextRun() {
     while (true) {
-      int first = 0;
       while (left == 0) {  // open the next segment with work for this warp
         if (phase == 2) {
           return;
@@ -185,7 +113,7 @@ struct WeightStream {
         const int begin = total * warp / kDecodeWarps;
         left = total * (warp + 1) / kDecodeWarps - begin;
         block = f.chunks.Div(begin);
-        first = begin - block * f.chunks.divisor;
+        chunk = begin - block * f.chunks.divisor;
         block += map.segment_block[index];
         const int lists = f.blocks_per_expert.Div(block);
         list = map.segment_list[index] + lists;
@@ -194,28 +122,45 @@ struct WeightStream {
       const DecodePhase& f = args.phase[phase];
       const int l = f.splits.Div(list), split = list - l * f.splits.divisor;
       const int split_first = split * f.chunks.divisor;
-      pointer = f.blocks + map.list_expert[l] * f.expert_bytes + static_cast<int64_t>(block) * f.block_bytes +
-                (split_first + first) * kChunkBytes;
-      chunk = first;
       // Chunks of this split that exist: the last split may have fewer.
-      end_chunk = min(f.chunks.divisor, f.total_chunks - split_first);
-      tail_bytes = split_first + end_chunk == f.total_chunks ? f.tail_slabs * kUnitBytesOfSlab : kChunkBytes;
-      if (f.splits.divisor == 1) {  // contiguous up to the end of the expert
-        run = min(left, (f.blocks_per_expert.divisor - block) * f.chunks.divisor - first);
+      const int end = min(f.chunks.divisor, f.total_chunks - split_first);
+      const bool tail = split_first + end == f.total_chunks && f.tail_slabs * kSlabBytes != kChunkBytes;
+      pointer = f.blocks + map.list_expert[l] * f.expert_bytes + static_cast<int64_t>(block) * f.block_bytes +
+                (split_first + chunk) * kChunkBytes;
+      bytes = kChunkBytes;
+      if (f.splits.divisor == 1 && !tail) {  // contiguous up to the end of the expert
+        run = min(left, (f.blocks_per_expert.divisor - block) * f.chunks.divisor - chunk);
         left -= run;
-        block = 0, ++list;
+        chunk = 0, block = 0, ++list;
         return;
       }
-      const int virtual_run = min(left, f.chunks.divisor - first);
-      run = max(0, min(virtual_run, end_chunk - first));
-      left -= virtual_run;
-      if (++block == f.blocks_per_expert.divisor) {
-        block = 0, ++list;
+      int steps = min(left, f.chunks.divisor - chunk);
+      run = max(0, min(steps, end - chunk));
+      if (tail && run > 0 && chunk + run == end) {  // the shorter chunk is a run of its own
+        if (run > 1) {
+          steps = --run;
+        } else {
+          bytes = f.tail_slabs * kSlabBytes;
+        }
+      }
+      left -= steps, chunk += steps;
+      if (chunk == f.chunks.divisor) {
+        chunk = 0;
+        if (++block == f.blocks_per_expert.divisor) {
+          block = 0, ++list;
+        }
       }
       if (run > 0) {
         return;
       }
     }
+  }
+
+  /// Before a slot is read.
+  __device__ __forceinline__ static void Await(uint32_t barrier, int parity) {
+#ifndef FMOE_PLAIN_COPIES
+    BarrierWait(barrier, parity);
+#endif
   }
 
   __device__ __forceinline__ void Issue(int slots) {
@@ -225,14 +170,19 @@ struct WeightStream {
         return;
       }
     }
-    int bytes = kChunkBytes;
-    if (++chunk == end_chunk) {
-      bytes = tail_bytes, chunk = 0;
+#ifdef FMOE_PLAIN_COPIES
+    // For racecheck, which does not follow the copy engine: the same bytes to the same slot by the lanes.
+    for (int at = 16 * lane; at < bytes; at += 16 * kWarpSize) {
+      *static_cast<uint4*>(__cvta_shared_to_generic(ring + slot * kChunkBytes + at)) =
+          *reinterpret_cast<const uint4*>(pointer + at);
     }
+    __syncwarp();
+#else
     if (lane == 0) {
       BarrierExpect(barriers + 8 * slot, bytes);
       BulkLoad(ring + slot * kChunkBytes, pointer, bytes, barriers + 8 * slot, policy);
     }
+#endif
     pointer += bytes;
     --run;
     if (++slot == slots) {
@@ -241,11 +191,58 @@ struct WeightStream {
   }
 };
 
-/// Sorts the routes by expert (stable), makes the lists and cuts this CTA's share of both GEMMs into
-/// segments. `ids`, `ranks`: of this thread's routes.
+/// Routes up to here are sorted by one warp, in its registers: an eighth of the general way.
+inline constexpr int kFewRoutes = kWarpSize;
+
+/// Warp 0: the lists of at most 32 routes, `id` being this lane's; experts in the order in which routes name
+/// them.
+__device__ __forceinline__ int SortFew(const DecodeArguments& args, const DecodeMap& map, int id) {
+  const int lane = threadIdx.x & 31, cap = args.list_tokens;
+  const uint32_t same = __match_any_sync(kAllLanes, id);
+  const uint32_t valid = __ballot_sync(kAllLanes, id >= 0);
+  const int leader = __ffs(static_cast<int>(same)) - 1, count = __popc(same);
+  const bool leads = id >= 0 && leader == lane;
+  int own = 0;  // lists << 16 | routes
+  if (leads) {
+    own = count;
+    for (int at = 0; at < count; at += cap) {
+      own += 1 << 16;
+    }
+  }
+  int inclusive = own;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const int other = __shfl_up_sync(kAllLanes, inclusive, d);
+    if (lane >= d) {
+      inclusive += other;
+    }
+  }
+  const int lists = __shfl_sync(kAllLanes, inclusive, 31) >> 16;
+  const int first = (inclusive - own) & 0xFFFF;
+  if (leads) {
+    int list = (inclusive - own) >> 16;
+    for (int at = 0; at < count; at += cap, ++list) {
+      map.list_expert[list] = static_cast<uint16_t>(id);
+      map.list_first[list] = static_cast<uint16_t>(first + at);
+      map.list_count[list] = static_cast<uint16_t>(min(cap, count - at));
+    }
+  }
+  const int position = __shfl_sync(kAllLanes, first, leader) + __popc(same & ((1U << lane) - 1));
+  if (id >= 0) {
+    map.route_of[position] = static_cast<uint16_t>(lane);
+  }
+  if (lane == 0) {
+    map.valid[0] = valid;
+  }
+  return lists;
+}
+
+/// The same for more routes, a counting sort by the whole CTA; returns in all warps, the lists stand in warp
+/// 0's eyes. route_of is left to the caller, who has `ranks` for it: routes of the same expert before each in
+/// its chunk.
 template <int kRounds>
-__device__ __forceinline__ void BuildMap(const DecodeArguments& args, const DecodeMap& map, int routes,
-                                         const int (&ids)[kRounds], int (&ranks)[kRounds]) {
+__device__ __forceinline__ int SortMany(const DecodeArguments& args, const DecodeMap& map, int routes,
+                                        const int (&ids)[kRounds], int (&ranks)[kRounds]) {
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int route_chunks = (routes + 31) / 32, experts = args.num_local_experts;
 #pragma unroll
@@ -264,25 +261,21 @@ __device__ __forceinline__ void BuildMap(const DecodeArguments& args, const Deco
     }
   }
   __syncthreads();
-  if (route_chunks > 1) {
-    for (int e = tid; e < experts; e += kDecodeThreads) {
-      int run = 0;
-      for (int c = 0; c < route_chunks; ++c) {
-        const int n = map.histogram[c * experts + e];
-        map.histogram[c * experts + e] = static_cast<uint16_t>(run);
-        run += n;
-      }
-      map.expert_first[e] = static_cast<uint16_t>(run);
+  for (int e = tid; e < experts; e += kDecodeThreads) {
+    int run = 0;
+    for (int c = 0; c < route_chunks; ++c) {
+      const int n = map.histogram[c * experts + e];
+      map.histogram[c * experts + e] = static_cast<uint16_t>(run);
+      run += n;
     }
-    __syncthreads();
+    map.expert_first[e] = static_cast<uint16_t>(run);
   }
+  __syncthreads();
   if (warp != 0) {
-    return;
+    return 0;
   }
   const int per_lane = (experts + 31) / 32, first = lane * per_lane, cap = args.list_tokens;
-  const auto count = [&](int e) -> int {
-    return e >= experts ? 0 : route_chunks > 1 ? map.expert_first[e] : map.histogram[e];
-  };
+  const auto count = [&](int e) -> int { return e >= experts ? 0 : map.expert_first[e]; };
   int own = 0;  // lists << 16 | routes
   for (int j = 0; j < per_lane; ++j) {
     const int n = count(first + j);
@@ -305,9 +298,6 @@ __device__ __forceinline__ void BuildMap(const DecodeArguments& args, const Deco
     const int n = count(first + j);
     if (n > 0) {
       map.expert_first[first + j] = static_cast<uint16_t>(position);
-      if (route_chunks == 1) {
-        map.histogram[first + j] = 0;
-      }
     }
     for (int at = 0; at < n; at += cap, ++list) {
       map.list_expert[list] = static_cast<uint16_t>(first + j);
@@ -316,35 +306,37 @@ __device__ __forceinline__ void BuildMap(const DecodeArguments& args, const Deco
     }
     position += n;
   }
-  __syncwarp();
-  // Segments: runs of lists whose token rows fit in shared memory together; one in nearly all cases.
-  if (lane < 2) {
-    const DecodePhase& f = args.phase[lane];
-    const int num = lists * f.splits.divisor, total = num * f.blocks_per_expert.divisor;
-    const int stride = f.split_k * 2 + 16 + f.group_bytes;
-    const int rows_cap =
-        lane == 0 && args.by_token ? 1 << 20 : min(args.rows_bytes / stride - 1, kSegmentRows);
-    int a = args.grid.Div(total * blockIdx.x);
-    const int b = args.grid.Div(total * (blockIdx.x + 1));
-    int n = 0;
-    while (a < b && n < kMaxSegments) {  // the plan proves that the bound is not reached
-      const int v0 = f.blocks_per_expert.Div(a);
-      int v = v0, rows = 0, end = v0 * f.blocks_per_expert.divisor;
-      while (v - v0 < kSegmentLists && end < b) {
-        const int c = map.list_count[f.splits.Div(v)];
-        if (rows + c > rows_cap) {
-          break;
-        }
-        rows += c, ++v, end += f.blocks_per_expert.divisor;
+  return lists;
+}
+
+/// A lane of warp 0 for each GEMM: this CTA's share of it in segments, runs of lists whose token rows fit in
+/// shared memory together; one in nearly all cases.
+__device__ __forceinline__ void CutSegments(const DecodeArguments& args, const DecodeMap& map, int lists,
+                                            int gemm) {
+  const DecodePhase& f = args.phase[gemm];
+  const int num = lists * f.splits.divisor, total = num * f.blocks_per_expert.divisor;
+  const int stride = f.split_k * 2 + 16 + f.group_bytes;
+  const int rows_cap = gemm == 0 && args.by_token ? 1 << 20 : min(args.rows_bytes / stride - 1, kSegmentRows);
+  int a = args.grid.Div(total * blockIdx.x);
+  const int b = args.grid.Div(total * (blockIdx.x + 1));
+  int n = 0;
+  while (a < b && n < kMaxSegments) {  // the plan proves that the bound is not reached
+    const int v0 = f.blocks_per_expert.Div(a);
+    int v = v0, rows = 0, end = v0 * f.blocks_per_expert.divisor;
+    while (v - v0 < kSegmentLists && end < b) {
+      const int c = map.list_count[f.splits.Div(v)];
+      if (rows + c > rows_cap) {
+        break;
       }
-      end = min(b, end);
-      map.segment_list[lane * kMaxSegments + n] = v0;
-      map.segment_block[lane * kMaxSegments + n] = a - v0 * f.blocks_per_expert.divisor;
-      map.segment_size[lane * kMaxSegments + n++] = end - a;
-      a = end;
+      rows += c, ++v, end += f.blocks_per_expert.divisor;
     }
-    map.num_segments[lane] = (args.phases >> lane & 1) != 0 ? n : 0;
+    end = min(b, end);
+    map.segment_list[gemm * kMaxSegments + n] = v0;
+    map.segment_block[gemm * kMaxSegments + n] = a - v0 * f.blocks_per_expert.divisor;
+    map.segment_size[gemm * kMaxSegments + n++] = end - a;
+    a = end;
   }
+  map.num_segments[gemm] = (args.phases >> gemm & 1) != 0 ? n : 0;
 }
 
 }  // namespace fusedmoe::cuda
