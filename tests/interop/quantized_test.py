@@ -14,6 +14,8 @@ if not MISSING:
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle.forward import dequantize
     from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+    from compressed_tensors.utils.match import match_name
+    from modelopt.torch.export.convert_hf_config import convert_hf_quant_config_format
     from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config, Qwen3MoeConfig
 
@@ -159,7 +161,8 @@ class Quantized(Case):
     def test_compressed_tensors_bytes(self):
         """Codes and scales as the library computes them from the same weights, in F32 as observers do."""
         source = tensors_of(self.source)
-        for scheme in ("mxfp4_w4a16", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "nvfp4_w4a16"):
+        for scheme in ("mxfp4_w4a16", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "nvfp4_w4a16", "int4_w4a16:g32",
+                       "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:g64", "int8_w8a16:channel"):
             folder, _ = self.quantize(scheme, "compressed-tensors")
             tensors, config = tensors_of(folder), self.configuration(folder)
             arguments = next(iter(config.config_groups.values())).weights
@@ -167,6 +170,8 @@ class Quantized(Case):
             for module in modules_of(tensors, "weight_scale"):
                 weight = source[module + ".weight"].float()
                 state = {"weight": weight}
+                packed = config.format == "pack-quantized"  # scales in the type of the weights
+                scaled = source[module + ".weight"] if packed else weight
                 if arguments.strategy == "tensor_group":  # block scales in the type of the weights, the rest in F32
                     stem = module.rsplit(".", 1)[0]
                     fused = [module] if module.endswith("down_proj") else [stem + ".gate_proj", stem + ".up_proj"]
@@ -179,10 +184,10 @@ class Quantized(Case):
                     groups = source[module + ".weight"].reshape(weight.shape[0], -1, arguments.group_size)
                     low, high = groups.amin(-1), groups.amax(-1)
                 elif arguments.strategy == "group":
-                    groups = weight.reshape(weight.shape[0], -1, arguments.group_size)
+                    groups = scaled.reshape(weight.shape[0], -1, arguments.group_size)
                     low, high = groups.amin(-1), groups.amax(-1)
                 elif arguments.strategy == "channel":
-                    low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+                    low, high = scaled.amin(1, keepdim=True), scaled.amax(1, keepdim=True)
                 else:
                     rows, columns = arguments.block_structure
                     blocks = weight.reshape(weight.shape[0] // rows, rows, weight.shape[1] // columns, columns)
@@ -190,7 +195,7 @@ class Quantized(Case):
                 state["weight_scale"], state["weight_zero_point"] = calculate_qparams(
                     low, high, arguments, global_scale=state.get("weight_global_scale"))
                 made = compressor.compress(state, next(iter(config.config_groups.values())))
-                for suffix in ("weight", "weight_packed", "weight_scale"):
+                for suffix in ("weight", "weight_packed", "weight_scale", "weight_shape"):
                     if suffix == "weight_packed" and "weight_global_scale" in state:
                         continue  # its quotients depend on the device there
                     if suffix in made:
@@ -200,28 +205,86 @@ class Quantized(Case):
                                                     made[suffix].contiguous().view(torch.uint8)),
                                         f"{scheme} {module}.{suffix}")
 
-    def test_layers_of_different_schemes(self):
-        """One config group a layer, each with a format of its own."""
-        first, ours = self.quantize("int4_w4a16:g32", "compressed-tensors")
-        second, theirs = self.quantize("fp8_w8a8:channel", "compressed-tensors")
-        folder = self.folder / "mixed"
+    def mixed(self, *schemes):
+        """A layer of each scheme, one config group a layer; and their values."""
+        folder, values = self.folder / ("mixed-" + "-".join(schemes)).replace(":", "_"), {}
         folder.mkdir(exist_ok=True)
-        config, groups = config_of(first), {}
-        for number, other in enumerate((first, second)):
-            group = next(iter(config_of(other)["quantization_config"]["config_groups"].values()))
+        groups, tensors = {}, {}
+        for number, scheme in enumerate(schemes):
+            made, ours = self.quantize(scheme, "compressed-tensors")
+            config = config_of(made)
+            group = next(iter(config["quantization_config"]["config_groups"].values()))
             groups[f"group_{number}"] = {**group, "targets": [f"re:.*layers\\.{number}\\.mlp\\.experts\\..*"]}
+            # What belongs to no layer comes with the first.
+            tensors |= {name: tensor for name, tensor in tensors_of(made).items()
+                        if f".layers.{number}." in name or (number == 0 and ".layers." not in name)}
+            values |= {name: tensor for name, tensor in ours.items() if f".layers.{number}." in name}
         config["quantization_config"].update(config_groups=groups, format="mixed-precision")
         (folder / "config.json").write_text(json.dumps(config))
-        before, after = tensors_of(first), tensors_of(second)
-        save_file({name: tensor for name, tensor in before.items() if ".layers.1." not in name}
-                  | {name: tensor for name, tensor in after.items() if ".layers.1." in name},
-                  folder / "model.safetensors")
+        save_file(tensors, folder / "model.safetensors")
+        return folder, values
+
+    def test_layers_of_different_schemes(self):
+        """One config group a layer, each with a format of its own."""
+        folder, _ = self.mixed("int4_w4a16:g32", "fp8_w8a8:channel")
         layers = self.run_command("inspect", folder)["layers"]
         self.assertEqual([layer["scheme"] for layer in layers], ["int4_w4a16:g32", "fp8_w8a8"])
         for layer in (0, 1):
             self.run_command("run", folder, "--layer", layer, "--input", self.folder / "hidden.safetensors", "--output",
                              self.folder / "mixed.safetensors", "--check")
-        self.assertFalse(set(ours) ^ set(theirs))
+
+    def test_convert_keeps_schemes_apart(self):
+        """To ModelOpt's MIXED_PRECISION and back; the library finds each module in the group that decodes it."""
+        folder, ours = self.mixed("nvfp4_w4a16", "fp8_w8a8:channel")
+        modelopt, _ = self.convert(folder, "modelopt")
+        theirs = convert_hf_quant_config_format(json.loads((modelopt / "hf_quant_config.json").read_text()))
+        written = config_of(modelopt)["quantization_config"]
+        self.assertEqual(written["quantized_layers"], theirs["quantized_layers"])
+        self.assertEqual(sorted(sorted(group["targets"]) for group in written["config_groups"].values()),
+                         sorted(sorted(group["targets"]) for group in theirs["config_groups"].values()))
+        back, _ = self.convert(modelopt, "compressed-tensors")
+        config, tensors = self.configuration(back), tensors_of(back)
+        self.assertEqual(len(config.config_groups), 2)
+        decoded = 0
+        for module in modules_of(tensors, "weight_scale"):
+            [scheme] = [scheme for scheme in config.config_groups.values()
+                        if any(match_name(module, target) for target in scheme.targets)]
+            self.assertFalse(any(match_name(module, name) for name in config.ignore))
+            state = {name[len(module) + 1:]: tensor for name, tensor in tensors.items() if name.startswith(module + ".")}
+            if scheme.format == "nvfp4-pack-quantized":
+                rows, columns = state["weight_packed"].shape
+                found = dequantize(unpack_fp4_from_uint8(state["weight_packed"], rows, 2 * columns).float(),
+                                   scale=state["weight_scale"].float(), args=scheme.weights,
+                                   global_scale=state["weight_global_scale"], dtype=torch.float32)
+                self.assert_same(found, ours[module + ".weight"], module, bound=2**-21)
+            else:
+                found = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
+                self.assert_same(found, ours[module + ".weight"], module)
+            decoded += 1
+        self.assertEqual(decoded, 2 * EXPERTS * 3)
+
+    def test_convert_smoothed_modelopt(self):
+        """NVFP4_AWQ: factors stay with ModelOpt, and are part of plain weights."""
+        folder, ours = self.quantize("nvfp4_w4a4", "modelopt")
+        source = self.folder / "awq"
+        source.mkdir(exist_ok=True)
+        tensors, factors = tensors_of(folder), {}
+        torch.manual_seed(5)
+        for module in modules_of(tensors, "weight_scale"):
+            factors[module] = torch.rand(2 * tensors[module + ".weight"].shape[1]) + 0.5
+            tensors[module + ".pre_quant_scale"] = factors[module]
+        config = config_of(folder)
+        config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"
+        (source / "config.json").write_text(json.dumps(config))
+        save_file(tensors, source / "model.safetensors")
+        kept, plain = self.convert(source, "modelopt")
+        side = json.loads((kept / "hf_quant_config.json").read_text())
+        self.assertEqual(side["quantization"]["quant_algo"], "NVFP4_AWQ")
+        after = tensors_of(kept)
+        for module, factor in factors.items():
+            self.assertTrue(torch.equal(after[module + ".pre_quant_scale"], factor))
+            self.assertTrue(torch.equal(after[module + ".weight"], tensors[module + ".weight"]))
+            self.assertTrue(torch.equal(plain[module + ".weight"], ours[module + ".weight"] * factor), module)
 
     def test_convert_gpt_oss_form(self):
         """From compressed-tensors back to the bytes of the released layout, which transformers dequantizes."""

@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "jobs/prepared_layer.hpp"
+#include "prepared/prepared_layer.hpp"
 
 namespace fusedmoe::prepared_test {
 namespace {

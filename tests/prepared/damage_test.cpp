@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "jobs/prepared_layer.hpp"
+#include "prepared/prepared_layer.hpp"
 
 namespace fusedmoe::prepared_test {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "jobs/convert_files.hpp"
+#include "convert/convert_files.hpp"
 
 namespace fusedmoe::convert_test {
 namespace {

@@ -10,7 +10,7 @@
 #include "checkpoint/gguf_model.hpp"
 #include "checkpoint/gguf_writer.hpp"
 #include "checkpoint/model_config.hpp"
-#include "jobs/convert_files.hpp"
+#include "convert/convert_files.hpp"
 
 namespace fusedmoe::convert_test {
 namespace {
