@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/problems.hpp>
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
@@ -64,18 +65,6 @@ struct LayerDescription {
   std::optional<Scheme> shared_scheme;
   int64_t expert_bytes = 0;  ///< on disk, all experts
 };
-
-/// Columns [begin, end) of the intermediate size that a rank has.
-struct IntermediateRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
-/// The share of a tensor-parallel rank: whole blocks of the scheme, as even as they come, so that any
-/// intermediate size works; smaller units where there are fewer blocks than ranks. kUnsupported when even
-/// these do not go round.
-Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
-                                            const Scheme& scheme);
 
 /// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata;
 /// or a GGUF file (also the only one in a directory without config.json).

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 
 namespace fusedmoe {
@@ -32,5 +33,21 @@ Result<Problem> ParseProblem(std::string_view name_or_json);
 /// divided by tp_size, num_local_experts by ep_size (the first ranks take the remainder). Errors: kUsage when
 /// intermediate cannot be divided, with the sizes that could.
 Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel);
+
+/// Columns [begin, end) of the intermediate size that a rank has.
+struct IntermediateRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// The share of a tensor-parallel rank: whole blocks of the scheme, as even as they come, so that any
+/// intermediate size works; smaller units where there are fewer blocks than ranks. kUnsupported when even
+/// these do not go round.
+Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
+                                            const Scheme& scheme);
+
+/// PerRank as a layer of this library is spread: any intermediate size goes round, in the shares of
+/// IntermediateShare.
+Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel, const Scheme& scheme);
 
 }  // namespace fusedmoe

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
-#include <numeric>
 
 #include <fmt/format.h>
 
@@ -326,39 +325,6 @@ Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t lay
                                                            context->spec.config.hidden));
   }
   return std::optional<SharedExpertWeights>(std::move(shared));
-}
-
-Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
-                                            const Scheme& scheme) {
-  if (parallel.tp_size < 1 || parallel.tp_rank < 0 || parallel.tp_rank >= parallel.tp_size) {
-    return Status::Usage(fmt::format("tensor-parallel rank {} of {}", parallel.tp_rank, parallel.tp_size));
-  }
-  if (parallel.tp_size == 1)
-    return IntermediateRange{0, intermediate};
-  // Blocks stay whole where there are enough of them: then the activations between the two GEMMs are
-  // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
-  // codes.
-  int64_t unit = 1;
-  for (const int64_t extent :
-       {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
-    if (extent > 1)
-      unit = std::lcm(unit, extent);
-  }
-  const int bits = DTypeBits(scheme.weight.element);
-  const int64_t least = bits == 4 ? 2 : bits == 6 ? 4 : 1;
-  while (unit > least && intermediate / unit < parallel.tp_size)
-    unit = unit % 2 == 0 ? unit / 2 : least;
-  unit = std::max(unit, least);
-  const int64_t units = (intermediate + unit - 1) / unit;
-  if (units < parallel.tp_size) {
-    return Status::Unsupported(
-        fmt::format("{} columns of the intermediate do not go round {} tensor-parallel ranks in units of {}",
-                    intermediate, parallel.tp_size, unit));
-  }
-  const auto bound = [&](int64_t rank) {
-    return std::min(intermediate, units * rank / parallel.tp_size * unit);
-  };
-  return IntermediateRange{bound(parallel.tp_rank), bound(parallel.tp_rank + 1)};
 }
 
 }  // namespace fusedmoe

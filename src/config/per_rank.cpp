@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <numeric>
+
 #include <fmt/format.h>
 
 #include <fusedmoe/problems.hpp>
@@ -15,6 +18,51 @@ Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& paralle
       config.shared.intermediate % parallel.tp_size == 0) {
     rank.shared.intermediate = config.shared.intermediate / parallel.tp_size;
   }
+  return rank;
+}
+
+Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
+                                            const Scheme& scheme) {
+  if (parallel.tp_size < 1 || parallel.tp_rank < 0 || parallel.tp_rank >= parallel.tp_size) {
+    return Status::Usage(fmt::format("tensor-parallel rank {} of {}", parallel.tp_rank, parallel.tp_size));
+  }
+  if (parallel.tp_size == 1)
+    return IntermediateRange{0, intermediate};
+  // Blocks stay whole where there are enough of them: then the activations between the two GEMMs are
+  // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
+  // codes.
+  int64_t unit = 1;
+  for (const int64_t extent :
+       {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
+    if (extent > 1)
+      unit = std::lcm(unit, extent);
+  }
+  const int bits = DTypeBits(scheme.weight.element);
+  const int64_t least = bits == 4 ? 2 : bits == 6 ? 4 : 1;
+  while (unit > least && intermediate / unit < parallel.tp_size)
+    unit = unit % 2 == 0 ? unit / 2 : least;
+  unit = std::max(unit, least);
+  const int64_t units = (intermediate + unit - 1) / unit;
+  if (units < parallel.tp_size) {
+    return Status::Unsupported(
+        fmt::format("{} columns of the intermediate do not go round {} tensor-parallel ranks in units of {}",
+                    intermediate, parallel.tp_size, unit));
+  }
+  const auto bound = [&](int64_t rank) {
+    return std::min(intermediate, units * rank / parallel.tp_size * unit);
+  };
+  return IntermediateRange{bound(parallel.tp_rank), bound(parallel.tp_rank + 1)};
+}
+
+Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel, const Scheme& scheme) {
+  if (parallel.use_ep || parallel.tp_size <= 1)
+    return PerRank(config, parallel);
+  FMOE_ASSIGN_OR_RETURN(const IntermediateRange range,
+                        IntermediateShare(config.intermediate, parallel, scheme));
+  MoeConfig even = config;
+  even.intermediate = parallel.tp_size;  // divides, whatever the size
+  FMOE_ASSIGN_OR_RETURN(MoeConfig rank, PerRank(even, parallel));
+  rank.intermediate = range.end - range.begin;
   return rank;
 }
 

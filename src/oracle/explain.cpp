@@ -91,8 +91,11 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
     return Status::Usage(
         fmt::format("all2all backend '{}' does not exist; known: {}", parallel.all2all, AllToAllNames()));
   }
-  FMOE_ASSIGN_OR_RETURN(question.config, PerRank(request.config, parallel));
   FMOE_ASSIGN_OR_RETURN(question.platform, FindPlatform(request.platform));
+  // Upstream divides evenly or not at all; here any size goes round.
+  FMOE_ASSIGN_OR_RETURN(question.config, question.platform.runs_this_build
+                                             ? PerRank(request.config, parallel, request.scheme)
+                                             : PerRank(request.config, parallel));
   if (question.platform.name == "host") {
     question.platform.memory_gbps = request.host_memory_gbps;
   }

@@ -1,4 +1,5 @@
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/problems.hpp>
 
 #include <cmath>
 #include <functional>
@@ -86,6 +87,25 @@ TEST(MoeConfig_, EveryRankOfEverySplitIsSoundAndThePartsAddUp) {
         EXPECT_EQ(columns, split_experts ? 768 * tp * dp : 768);
       }
     }
+  }
+}
+
+TEST(MoeConfig_, SharesOfThisLibrary_GoRoundWhateverTheSize) {
+  const Scheme scheme = *ParseScheme("fp8_w8a8:block128");
+  for (const int64_t ranks : {2, 4, 5, 7}) {
+    int64_t columns = 0;
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      ParallelConfig parallel;
+      parallel.tp_size = ranks;
+      parallel.tp_rank = rank;
+      const auto part = PerRank(Sound(), parallel, scheme);
+      ASSERT_TRUE(part.ok()) << part.status().ToString();
+      const auto share = IntermediateShare(768, parallel, scheme);
+      EXPECT_EQ(part->intermediate, share->end - share->begin);
+      EXPECT_EQ(share->begin, columns);
+      columns += part->intermediate;
+    }
+    EXPECT_EQ(columns, 768) << ranks;
   }
 }
 
