@@ -308,7 +308,7 @@ void CpuExperts::RunPiece(Run& run) const {
   }
   GateUp(run);
   // A scale over the batch waits for the intermediate values of all experts.
-  if (run.num_jobs == 0 || !ScalesOverBatch(activation_)) {
+  if (run.num_jobs == 0 || !NeedsDynamicTensorScale(activation_)) {
     PackTiles(run, plan_.down, 2);
   }
   RunJobGroups(run);
@@ -316,7 +316,7 @@ void CpuExperts::RunPiece(Run& run) const {
 }
 
 void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
-  if (ScalesOverBatch(activation_) && run.num_slots > 0) {
+  if (NeedsDynamicTensorScale(activation_) && run.num_slots > 0) {
     const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
     run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
   }

@@ -121,7 +121,7 @@ void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   if (const Status status = CheckActivationFormat(activation); !status.ok()) {
     verdicts.push_back(Objection(Reason::kScheme, status.message(), problem.scheme.name, ""));
   }
-  if (ScalesOverBatch(activation) && problem.determinism >= Determinism::kBatchInvariant) {
+  if (NeedsDynamicTensorScale(activation) && problem.determinism >= Determinism::kBatchInvariant) {
     verdicts.push_back(Objection(Reason::kDeterminism,
                                  "one activation scale over the batch makes a token depend on its neighbours",
                                  std::string(DeterminismName(problem.determinism)), "thread_invariant"));
@@ -194,10 +194,6 @@ ExpertWork WorkOf(const CpuPlan& plan) {
       (gate_up.parts * gate_up.stripes * gate_up.padded_cols + down.stripes * down.padded_cols) / kPanelUnit;
   work.max_height = kHeights[plan.max_height_index];
   return work;
-}
-
-bool ScalesOverBatch(const ActivationFormat& activation) {
-  return activation.quantized() && NeedsTensorScale(activation) && !activation.static_tensor_scale;
 }
 
 std::string_view ModeName(Mode mode) {
@@ -300,7 +296,8 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const int64_t tokens = std::clamp(in_flight / token_bytes, kFewestTokens,
                                     most_tokens < kFewestTokens ? kFewestTokens : most_tokens);
   // A scale over the batch needs all of it at once.
-  const int64_t piece = ScalesOverBatch(ActivationOf(problem)) ? most_tokens : std::min(tokens, most_tokens);
+  const int64_t piece =
+      NeedsDynamicTensorScale(ActivationOf(problem)) ? most_tokens : std::min(tokens, most_tokens);
   plan.max_slots = piece * slots_per_token;
   plan.max_tokens = batched ? 0 : piece;
   plan.max_rows = output_by_slot ? plan.max_slots : piece;

@@ -112,9 +112,6 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine);
 /// Everything that stands against running the problem.
 std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine);
 
-/// True when the scheme takes one activation scale from the whole batch.
-bool ScalesOverBatch(const ActivationFormat& activation);
-
 /// Latency up to `latency_tokens` per expert.
 Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_tokens);
 

@@ -82,7 +82,7 @@ Status CpuExperts::ChooseTiles() {
   if (tiles.codes) {
     activation_ = problem_.scheme.activation;
   }
-  const bool direct_codes = IsPlainNvfp4(activation_) && !ScalesOverBatch(activation_) &&
+  const bool direct_codes = IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) &&
                             tile_format_.shift == 96 && tile_format_.permuted;
   direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
   if (tile_format_.post != 1.0F) {
@@ -120,7 +120,7 @@ void CpuExperts::MakeJobs(Run& run) const {
   // Tokens of a group of jobs are packed, multiplied and become tokens of the second GEMM before the next
   // group takes their memory, which then stays in L2.
   const int64_t group_rows =
-      ScalesOverBatch(activation_) ? tiles.max_rows : tiles.job_tokens * run.executor->num_threads;
+      NeedsDynamicTensorScale(activation_) ? tiles.max_rows : tiles.job_tokens * run.executor->num_threads;
   int64_t rows = 0, count = 0, group = 0;
   for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
     const int32_t end = run.offsets[expert + 1];
@@ -172,7 +172,7 @@ void CpuExperts::RunJobGroups(Run& run) const {
     }
     PackJobs(run, plan_.gate_up, 0);
     GateUpJobs(run);
-    if (ScalesOverBatch(activation_)) {
+    if (NeedsDynamicTensorScale(activation_)) {
       PackTiles(run, plan_.down, 2);
     }
     PackJobs(run, plan_.down, 2);

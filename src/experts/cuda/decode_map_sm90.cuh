@@ -209,14 +209,7 @@ __device__ __forceinline__ int SortFew(const DecodeArguments& args, const Decode
       own += 1 << 16;
     }
   }
-  int inclusive = own;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int other = __shfl_up_sync(kAllLanes, inclusive, d);
-    if (lane >= d) {
-      inclusive += other;
-    }
-  }
+  const int inclusive = SumUpToLane(own);
   const int lists = __shfl_sync(kAllLanes, inclusive, 31) >> 16;
   const int first = (inclusive - own) & 0xFFFF;
   if (leads) {
@@ -284,14 +277,7 @@ __device__ __forceinline__ int SortMany(const DecodeArguments& args, const Decod
       own += 1 << 16;
     }
   }
-  int inclusive = own;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int other = __shfl_up_sync(kAllLanes, inclusive, d);
-    if (lane >= d) {
-      inclusive += other;
-    }
-  }
+  const int inclusive = SumUpToLane(own);
   const int lists = __shfl_sync(kAllLanes, inclusive, 31) >> 16;
   int list = (inclusive - own) >> 16, position = (inclusive - own) & 0xFFFF;
   for (int j = 0; j < per_lane; ++j) {

@@ -70,7 +70,7 @@ DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format) {
   }
   quantizer.element = *format.element;
   quantizer.scale_dtype = format.scale_dtype;
-  quantizer.dynamic_tensor_scale = NeedsTensorScale(format) && !format.static_tensor_scale;
+  quantizer.dynamic_tensor_scale = NeedsDynamicTensorScale(format);
   quantizer.group = format.group.col > 0 ? static_cast<int>(format.group.col) : 0;
   quantizer.divisor = quant_rows::DivisorOf(format);
   quantizer.range = quant_rows::RangeOfElement(*format.element);
@@ -90,15 +90,14 @@ bool HasGroupScale(const ActivationFormat& format) {
 }
 
 bool HasRowScale(const ActivationFormat& format) {
-  return KindOf(format) == Kind::kPerRow ||
-         (format.quantized() && NeedsTensorScale(format) && !format.static_tensor_scale);
+  return KindOf(format) == Kind::kPerRow || NeedsDynamicTensorScale(format);
 }
 
 MidKind MidKindOf(const ActivationFormat& activation) {
   if (!activation.quantized()) {
     return MidKind::kRounded;
   }
-  if (NeedsTensorScale(activation) && !activation.static_tensor_scale) {
+  if (NeedsDynamicTensorScale(activation)) {
     return MidKind::kQuantizedByBatch;
   }
   return IsE4m3Operand(activation) && !HasRowScale(activation) ? MidKind::kQuantizedInTile

@@ -109,12 +109,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       const int e = lane * per_lane + j;
       own += e < p.num_experts ? tiles_of(counts[e]) : 0;
     }
-    int inclusive = own;
-    for (int step = 1; step < 32; step <<= 1) {
-      const int other = __shfl_up_sync(kAllLanes, inclusive, step);
-      inclusive += lane >= step ? other : 0;
-    }
-    int at = inclusive - own;
+    int at = SumUpToLane(own) - own;
     for (int j = 0; j < per_lane; ++j) {
       const int e = lane * per_lane + j;
       if (e < p.num_experts) {

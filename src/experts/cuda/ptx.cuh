@@ -15,6 +15,17 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+/// The sum over this lane and those before it. All lanes of the warp.
+__device__ __forceinline__ int SumUpToLane(int value) {
+  const int lane = static_cast<int>(threadIdx.x & 31);
+#pragma unroll
+  for (int step = 1; step < kWarpSize; step <<= 1) {
+    const int other = __shfl_up_sync(kAllLanes, value, step);
+    value += lane >= step ? other : 0;
+  }
+  return value;
+}
+
 // ---- mbarriers: completion of bulk copies, counted in bytes
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t count) {

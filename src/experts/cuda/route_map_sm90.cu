@@ -161,11 +161,7 @@ __global__ void __launch_bounds__(kThreads, 1) PlaceRoutes(const __grid_constant
   }
   // First rows: exclusive sums of the counts, each rounded up to 8.
   const int aligned = (total + 7) & ~7;
-  int inclusive = aligned;
-  for (int step = 1; step < 32; step <<= 1) {
-    const int other = __shfl_up_sync(~0U, inclusive, step);
-    inclusive += lane >= step ? other : 0;
-  }
+  const int inclusive = SumUpToLane(aligned);
   if (lane == 31) {
     warp_sums[warp] = inclusive;
   }

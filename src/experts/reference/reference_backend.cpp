@@ -5,15 +5,11 @@
 
 #include "experts/reference/reference_experts.hpp"
 #include "moe/cost.hpp"
+#include "quant/activation_quantizer.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {
 namespace {
-
-bool ScalesOverBatch(const MoeProblem& problem) {
-  const ActivationFormat& activation = problem.scheme.activation;
-  return activation.quantized() && activation.group == kPerTensor && !activation.static_tensor_scale;
-}
 
 std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machine*/) {
   std::vector<Verdict> verdicts;
@@ -23,7 +19,8 @@ std::vector<Verdict> Supports(const MoeProblem& problem, const Machine& /*machin
                             std::to_string(problem.config.top_k()),
                         std::to_string(problem.config.top_k()), "1"});
   }
-  if (problem.determinism >= Determinism::kBatchInvariant && ScalesOverBatch(problem)) {
+  if (problem.determinism >= Determinism::kBatchInvariant &&
+      NeedsDynamicTensorScale(problem.scheme.activation)) {
     verdicts.push_back(
         {Reason::kDeterminism,
          "the scheme takes one activation scale over the whole batch, so a token's result depends "

@@ -4,13 +4,10 @@
 
 #include "experts/contracts/common/contract_experts.hpp"
 #include "moe/cost.hpp"
+#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
 namespace {
-
-bool OneScaleOverBatch(const ActivationFormat& activation) {
-  return activation.quantized() && activation.group == kPerTensor && !activation.static_tensor_scale;
-}
 
 void CommonObjections(const Contract& contract, const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const MoeConfig& config = problem.config;
@@ -47,7 +44,7 @@ void CommonObjections(const Contract& contract, const MoeProblem& problem, std::
            contract.mode);
   }
   if (problem.determinism >= Determinism::kBatchInvariant && !contract.weight_only &&
-      OneScaleOverBatch(problem.scheme.activation)) {
+      NeedsDynamicTensorScale(problem.scheme.activation)) {
     Refuse(verdicts, Reason::kDeterminism,
            "the scheme takes one activation scale over the whole batch, so tokens depend on their neighbours",
            DeterminismName(problem.determinism), "thread_invariant");
