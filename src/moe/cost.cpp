@@ -45,4 +45,12 @@ int64_t ForwardFlops(const MoeConfig& config, int64_t num_tokens) {
                               static_cast<double>(config.hidden) * static_cast<double>(config.intermediate));
 }
 
+void DescribeCost(const MoeConfig& config, int64_t expert_bytes, int64_t num_tokens, Plan& plan) {
+  plan.tokens = num_tokens;
+  plan.weight_bytes = config.num_local_experts * expert_bytes;
+  plan.read_bytes =
+      static_cast<int64_t>(ExpectedExperts(config, num_tokens) * static_cast<double>(expert_bytes));
+  plan.flops = ForwardFlops(config, num_tokens);
+}
+
 }  // namespace fusedmoe

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include <fusedmoe/config.hpp>
+#include <fusedmoe/plan.hpp>
 #include <fusedmoe/quant.hpp>
 
 namespace fusedmoe {
@@ -21,5 +22,9 @@ double ExpectedExperts(const MoeConfig& config, int64_t num_tokens);
 /// Floating-point operations (two per multiply-add) of one forward: 2 * M * k * (projections) * H * I, for
 /// the share of the experts that is local.
 int64_t ForwardFlops(const MoeConfig& config, int64_t num_tokens);
+
+/// Writes into `plan` what one forward of `num_tokens` costs when each local expert holds `expert_bytes` as
+/// the backend prepared it: tokens, weight_bytes, read_bytes, flops.
+void DescribeCost(const MoeConfig& config, int64_t expert_bytes, int64_t num_tokens, Plan& plan);
 
 }  // namespace fusedmoe

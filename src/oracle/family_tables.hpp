@@ -60,6 +60,33 @@ constexpr Capability Emulation(std::span<const SchemePair> schemes) {
   return emulation;
 }
 
+/// The Triton GEMM over sorted tokens.
+constexpr Capability Triton(std::span<const SchemePair> schemes) {
+  Capability triton;
+  triton.platforms = on::kGpu;
+  triton.schemes = schemes;
+  triton.activations = kTritonActivations;
+  triton.parameters = Parameters::kSiluLimit;
+  triton.excludes = Excludes::kFlashInferAllToAll;
+  triton.bias = true;
+  triton.batch_invariant = true;
+  triton.lora = true;
+  triton.dtypes = kAllFloats;
+  triton.scratch = Scratch::kTriton;
+  return triton;
+}
+
+/// Intel GPUs through their own fused layer.
+constexpr Capability Xpu(std::span<const SchemePair> schemes) {
+  Capability xpu;
+  xpu.platforms = on::kXpu;
+  xpu.schemes = schemes;
+  xpu.activations = kSiluGeluOai | Set({ActivationKind::kRelu2NoMul});
+  xpu.bias = true;
+  xpu.scratch = Scratch::kOutputOnly;
+  return xpu;
+}
+
 DescribedTable Nvfp4Table();
 DescribedTable Fp8Table();
 DescribedTable UnquantizedTable();

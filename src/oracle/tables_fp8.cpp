@@ -107,20 +107,6 @@ constexpr Capability CutlassFp8(bool batched) {
 constexpr Capability kVllmCutlass[] = {CutlassFp8(false)};
 constexpr Capability kBatchedVllmCutlass[] = {CutlassFp8(true)};
 
-constexpr Capability Triton(std::span<const SchemePair> schemes) {
-  Capability triton;
-  triton.platforms = on::kGpu;
-  triton.schemes = schemes;
-  triton.activations = kTritonActivations;
-  triton.parameters = Parameters::kSiluLimit;
-  triton.excludes = Excludes::kFlashInferAllToAll;
-  triton.bias = true;
-  triton.batch_invariant = true;
-  triton.lora = true;
-  triton.dtypes = kAllFloats;
-  triton.scratch = Scratch::kTriton;
-  return triton;
-}
 constexpr Capability BatchedTriton(std::span<const SchemePair> schemes) {
   Capability triton;
   triton.platforms = on::kNvidia | on::kAmd;
@@ -152,15 +138,6 @@ constexpr Capability Aiter(std::span<const SchemePair> schemes) {
 constexpr Capability kAiter[] = {Aiter(kAiterPairs)};
 constexpr Capability kAiterPlain[] = {Aiter(kPlainPairs)};
 
-constexpr Capability Xpu(std::span<const SchemePair> schemes) {
-  Capability xpu;
-  xpu.platforms = on::kXpu;
-  xpu.schemes = schemes;
-  xpu.activations = kSiluGeluOai | Set({ActivationKind::kRelu2NoMul});
-  xpu.bias = true;
-  xpu.scratch = Scratch::kOutputOnly;
-  return xpu;
-}
 constexpr Capability kXpu[] = {Xpu(kXpuPairs)};
 constexpr Capability kXpuPlain[] = {Xpu(kPlainPairs)};
 

@@ -14,18 +14,7 @@ constexpr SchemePair kWeightOnlyPairs[] = {{kInteger, kWeightOnly, kAny}};
 constexpr SchemePair kInt4Any[] = {{Set({WeightKey::kInt4Group}), kAny, kAny}};
 constexpr SchemePair kInt4Fp8[] = {{Set({WeightKey::kInt4Fp8Scale}), Set({ActivationKey::kFp8Token}), kAny}};
 
-constexpr Capability kTriton[] = {{
-    .platforms = on::kGpu,
-    .schemes = kInt8Pairs,
-    .activations = kTritonActivations,
-    .parameters = Parameters::kSiluLimit,
-    .excludes = Excludes::kFlashInferAllToAll,
-    .bias = true,
-    .batch_invariant = true,
-    .lora = true,
-    .dtypes = kAllFloats,
-    .scratch = Scratch::kTriton,
-}};
+constexpr Capability kTriton[] = {Triton(kInt8Pairs)};
 
 constexpr Capability MarlinInteger(std::span<const SchemePair> schemes, ActivationFormatKind format) {
   Capability marlin = Marlin(schemes, format);

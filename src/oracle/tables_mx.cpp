@@ -123,18 +123,13 @@ constexpr Capability kDeepGemm[] = {{
     .scratch = Scratch::kDeepGemm,
 }};
 
-constexpr Capability Xpu(std::span<const SchemePair> schemes) {
-  Capability xpu;
-  xpu.platforms = on::kXpu;
-  xpu.schemes = schemes;
-  xpu.activations = kSiluGeluOai | Set({ActivationKind::kRelu2NoMul});
+constexpr Capability XpuMx(std::span<const SchemePair> schemes) {
+  Capability xpu = Xpu(schemes);
   xpu.hidden = kBlocks;
-  xpu.bias = true;
-  xpu.scratch = Scratch::kOutputOnly;
   return xpu;
 }
-constexpr Capability kXpuFp4[] = {Xpu(kFp4Plain)};
-constexpr Capability kXpuFp8[] = {Xpu(kFp8Pairs)};
+constexpr Capability kXpuFp4[] = {XpuMx(kFp4Plain)};
+constexpr Capability kXpuFp8[] = {XpuMx(kFp8Pairs)};
 
 constexpr Capability kCpu[] = {{
     .variant = "monolithic",

@@ -16,6 +16,7 @@
 #include "checkpoint/families.hpp"
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -73,12 +74,7 @@ TEST_P(Families, Layer_ComputesWhatTransformersDoes) {
   EXPECT_LT(std::sqrt(error / norm), 5e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), [](const auto& parameter) {
-  std::string name = parameter.param;
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), test::NamedAfterText);
 
 // Encoders of multimodal models are deeper than a small language model, and not always named after what they
 // see.

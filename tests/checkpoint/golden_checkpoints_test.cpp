@@ -10,6 +10,7 @@
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "support/test_name.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {
@@ -110,12 +111,7 @@ TEST_P(GoldenCheckpoint, OpensAndLoadsEveryExpert) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& parameter) {
-  std::string name = parameter.param;
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(Cases()), test::NamedAfterText);
 
 }  // namespace
 }  // namespace fusedmoe

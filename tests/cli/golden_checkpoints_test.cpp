@@ -14,6 +14,7 @@
 
 #include "cli/process.hpp"
 #include "numerics/rows.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -122,13 +123,7 @@ TEST_P(GoldenCheckpoint, Run_ComesAsCloseAsItsCaseAsks) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(GoldenCheckpoint);
-INSTANTIATE_TEST_SUITE_P(Tools, GoldenCheckpoint, testing::ValuesIn(Cases()), [](const auto& drawn) {
-  std::string name = drawn.param;
-  std::replace_if(
-      name.begin(), name.end(),
-      [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; }, '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(Tools, GoldenCheckpoint, testing::ValuesIn(Cases()), NamedAfterText);
 
 }  // namespace
 }  // namespace fusedmoe::test

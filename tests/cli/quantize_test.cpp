@@ -9,6 +9,7 @@
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -66,10 +67,7 @@ std::vector<Row> Rows() {
 
 class QuantizeScheme : public testing::TestWithParam<Row> {};
 INSTANTIATE_TEST_SUITE_P(All, QuantizeScheme, testing::ValuesIn(Rows()), [](const auto& entry) {
-  std::string name = entry.param.scheme + "_" + entry.param.format;
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
-  return name;
+  return TestName(entry.param.scheme + "_" + entry.param.format);
 });
 
 TEST_P(QuantizeScheme, RunsReadsBackAndHasTheErrorOfItsFormat) {

@@ -11,6 +11,7 @@
 #include "checkpoint/gguf_writer.hpp"
 #include "checkpoint/model_config.hpp"
 #include "convert/convert_files.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe::convert_test {
 namespace {
@@ -139,12 +140,7 @@ const checkpoint::Family* FamilyOf(const std::string& directory) {
 }
 
 class ConvertGgufFamilies : public ConvertTest, public testing::WithParamInterface<std::string> {};
-INSTANTIATE_TEST_SUITE_P(All, ConvertGgufFamilies, testing::ValuesIn(Families()), [](const auto& entry) {
-  std::string name = entry.param;
-  std::replace_if(
-      name.begin(), name.end(), [](char c) { return !std::isalnum(static_cast<unsigned char>(c)); }, '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(All, ConvertGgufFamilies, testing::ValuesIn(Families()), test::NamedAfterText);
 
 // Metadata must say the routing of each family, so that the layer computes what transformers does.
 TEST_P(ConvertGgufFamilies, Layer_ComputesTheSameFromTheFileOrIsRefusedByName) {

@@ -17,6 +17,7 @@
 #include "cuda/card.hpp"
 #include "cuda/on_card.hpp"
 #include "numerics/rows.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -150,13 +151,7 @@ TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
 }
 
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaGolden);
-INSTANTIATE_TEST_SUITE_P(Tools, CudaGolden, testing::ValuesIn(Cases()), [](const auto& drawn) {
-  std::string name = drawn.param;
-  std::replace_if(
-      name.begin(), name.end(),
-      [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; }, '_');
-  return name;
-});
+INSTANTIATE_TEST_SUITE_P(Tools, CudaGolden, testing::ValuesIn(Cases()), test::NamedAfterText);
 
 }  // namespace
 }  // namespace fusedmoe

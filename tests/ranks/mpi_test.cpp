@@ -1,11 +1,10 @@
-#include <algorithm>
-#include <cctype>
 #include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "ranks/mpirun.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -104,12 +103,7 @@ INSTANTIATE_TEST_SUITE_P(
                     std::vector<std::string>{"stop@eplb vote", "eplb vote", "has waited", "rank 1"},
                     std::vector<std::string>{"options", "load", "rank 1 runs with another"},
                     std::vector<std::string>{"layer", "load", "rank 1 runs with another"}),
-    [](const auto& instance) {
-      std::string name = instance.param.front();
-      std::replace_if(
-          name.begin(), name.end(), [](char letter) { return std::isalnum(letter) == 0; }, '_');
-      return name;
-    });
+    [](const auto& instance) { return test::TestName(instance.param.front()); });
 #else
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(MpiFaults);
 #endif

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "support/golden.hpp"
+#include "support/test_name.hpp"
 
 namespace fusedmoe::golden {
 namespace {
@@ -34,11 +35,8 @@ std::vector<GoldenCase> AllCases() {
 }
 
 std::string CaseName(const testing::TestParamInfo<GoldenCase>& info) {
-  std::string name = info.param.topic() + "_" + info.param.name();
-  for (char& letter : name) {
-    letter = std::isalnum(static_cast<unsigned char>(letter)) != 0 ? letter : '_';
-  }
-  return name + (info.param.is_table() ? "_table" : "");
+  return test::TestName(info.param.topic() + "_" + info.param.name()) +
+         (info.param.is_table() ? "_table" : "");
 }
 
 TEST(GoldenFolder, ThatIsDamaged_IsAFailureAndNoCrash) {

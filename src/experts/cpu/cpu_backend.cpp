@@ -34,16 +34,13 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
   plan.intermediate_dtype = cpu_plan.tiles.enabled && !cpu_plan.tiles.codes ? "BF16" : "F32";
-  const int64_t expert_bytes = cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes();
-  plan.weight_bytes = cpu_plan.num_local_experts * expert_bytes;
-  plan.tokens = problem.plan_tokens;
-  const double experts = ExpectedExperts(config, plan.tokens);
-  plan.read_bytes = static_cast<int64_t>(experts * static_cast<double>(expert_bytes));
+  DescribeCost(config, cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes(), problem.plan_tokens,
+               plan);
   const double slots = static_cast<double>(plan.tokens * config.top_k());
+  const double experts = ExpectedExperts(config, plan.tokens);
   plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));
   plan.tile_tokens = cpu_plan.tiles.enabled ? cpu_plan.tiles.from_tokens : 0;
   plan.costs = cpu_plan.cost_source;
-  plan.flops = ForwardFlops(config, plan.tokens);
   return plan;
 }
 

@@ -20,14 +20,10 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
   plan.intermediate_dtype = quantized ? "F32" : std::string(DTypeName(cuda_plan.element));
   plan.arithmetic = cuda::MayMultiplyCodes(cuda_plan) ? "tensor_fp8" : "tensor_bf16";
-  plan.tokens = problem.plan_tokens;
+  const int64_t local_experts = std::max<int64_t>(config.num_local_experts, 1);
+  DescribeCost(config, cuda::DeviceWeightBytes(cuda_plan) / local_experts, problem.plan_tokens, plan);
   const int64_t rows = cuda_plan.shape.batched ? cuda_plan.max_rows : std::max<int64_t>(plan.tokens, 1);
   plan.mode = std::string(cuda::ModeName(cuda_plan, rows));
-  plan.weight_bytes = cuda::DeviceWeightBytes(cuda_plan);
-  const double expert_bytes = static_cast<double>(plan.weight_bytes) /
-                              static_cast<double>(std::max<int64_t>(config.num_local_experts, 1));
-  plan.read_bytes = static_cast<int64_t>(ExpectedExperts(config, plan.tokens) * expert_bytes);
-  plan.flops = ForwardFlops(config, plan.tokens);
   return plan;
 }
 

@@ -52,12 +52,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& /*machine*/) {
   plan.activation = problem.activation;
   plan.recipe = {"cpu", "canonical"};
   plan.intermediate_dtype = "F32";
-  plan.tokens = problem.plan_tokens;
-  plan.flops = ForwardFlops(problem.config, problem.plan_tokens);
-  const int64_t expert_bytes = ExpertBytes(problem.config, problem.scheme.weight);
-  plan.weight_bytes = problem.config.num_local_experts * expert_bytes;
-  plan.read_bytes = static_cast<int64_t>(ExpectedExperts(problem.config, problem.plan_tokens) *
-                                         static_cast<double>(expert_bytes));
+  DescribeCost(problem.config, ExpertBytes(problem.config, problem.scheme.weight), problem.plan_tokens, plan);
   return plan;
 }
 

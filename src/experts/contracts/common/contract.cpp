@@ -138,7 +138,7 @@ bool IsNvfp4(const WeightFormat& format) {
          format.block == GroupShape{1, 16};
 }
 bool IsMx(const WeightFormat& format) {
-  return format.has_block_scale() && format.block_scale_dtype == DType::kF8E8M0;
+  return format.block.row == 1 && format.has_block_scale() && format.block_scale_dtype == DType::kF8E8M0;
 }
 bool IsFp8PerTensor(const WeightFormat& format) {
   return format.element == DType::kF8E4M3 && !format.has_block_scale() && !format.has_channel_scale;
@@ -192,12 +192,7 @@ Plan ContractPlan(const Contract& contract, const MoeProblem& problem) {
   plan.intermediate_dtype = contract.sixteen_bit
                                 ? DTypeName(problem.config.dtype == DType::kF16 ? DType::kF16 : DType::kBF16)
                                 : DTypeName(DType::kF32);
-  plan.tokens = problem.plan_tokens;
-  plan.flops = ForwardFlops(problem.config, problem.plan_tokens);
-  const int64_t expert_bytes = ExpertBytes(problem.config, problem.scheme.weight);
-  plan.weight_bytes = problem.config.num_local_experts * expert_bytes;
-  plan.read_bytes = static_cast<int64_t>(ExpectedExperts(problem.config, problem.plan_tokens) *
-                                         static_cast<double>(expert_bytes));
+  DescribeCost(problem.config, ExpertBytes(problem.config, problem.scheme.weight), problem.plan_tokens, plan);
   return plan;
 }
 
