@@ -24,6 +24,12 @@ WeightKey WeightKeyOf(const WeightFormat& format) {
   if (!format.quantized()) {
     return WeightKey::kNone;
   }
+  // No upstream kernel reads fp4, fp6 or MX codes with blocks along the outputs.
+  const bool along_inputs = format.block.row == 1;
+  if ((element == DType::kF4E2M1 || IsFp6(element) || format.block_scale_dtype == DType::kF8E8M0) &&
+      !along_inputs) {
+    return WeightKey::kOther;
+  }
   if (element == DType::kF4E2M1) {
     return format.block_scale_dtype == DType::kF8E8M0 ? WeightKey::kMxfp4 : WeightKey::kNvfp4;
   }

@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <fusedmoe/quant.hpp>
+
+#include "oracle/host_table.hpp"
+#include "oracle/scheme_key.hpp"
 #include "oracle/select.hpp"
 
 namespace fusedmoe {
@@ -117,6 +121,29 @@ TEST(HostSelection, ContractNames_AreAllListed) {
                                     [name](const Candidate& candidate) { return candidate.backend == name; });
     ASSERT_NE(found, selection->candidates.end()) << name;
     EXPECT_FALSE(found->verdicts.empty()) << name;
+  }
+}
+
+// Scales that differ from row to row of an expert's inputs fit no kernel's layout; a backend that accepts
+// them would fail while it prepares the weights.
+TEST(HostSelection, BlocksAlongTheOutputs_RunOnTheReferenceAlone) {
+  for (const char* name : {"mxfp8_w8a8_out:out32", "nvfp4_w4a8_out:out32", "mxfp4_w4a8_out:out32_static",
+                           "mxfp4_w4a8_out:out16_tensor"}) {
+    const Result<Scheme> scheme = ParseScheme(name);
+    ASSERT_TRUE(scheme.ok()) << scheme.status().ToString();
+    EXPECT_EQ(WeightKeyOf(scheme->weight), WeightKey::kOther) << name;
+    MoeProblem problem;
+    problem.scheme = *scheme;
+    problem.config.num_experts = problem.config.num_local_experts = 8;
+    problem.config.routing.top_k = 2;
+    problem.config.hidden = problem.config.intermediate = 256;
+    problem.config.routing.method = RoutingMethod::kRenormalize;
+    for (const HostBackend& row : HostTable()) {
+      if (row.backend != nullptr) {
+        EXPECT_EQ(row.backend->supports(problem, Machine{}).empty(), row.name == "REFERENCE")
+            << row.name << " " << name;
+      }
+    }
   }
 }
 
