@@ -57,14 +57,19 @@ class CpuExperts final : public Experts {
                          float* row) const;
   void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                        float* row, std::byte* buffer, PackCodesArguments& arguments) const;
-  TileView View(const GemmShape& shape, std::byte* memory, int height) const;
-  void PrefetchStripes(const uint8_t* stripes) const;
+  /// Where the weights end that a task reads in one piece, and where it reads on; null: nowhere.
+  struct Stretch {
+    const uint8_t* end;
+    const uint8_t* next;
+  };
+  TileView View(const GemmShape& shape, std::byte* memory, int height, const Stretch& stretch) const;
+  int64_t NumRanges(const Run& run, const GemmShape& shape) const;
   void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
   int64_t StripesAtOnce(const Run& run, int64_t tile_begin, int64_t tile_end, int64_t least) const;
-  void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
-                     int64_t num_stripes) const;
+  void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int64_t num_stripes,
+                     const Stretch& stretch) const;
   void Down(Run& run) const;
   // The matrix unit: cpu_tiles.cpp.
   Status ChooseTiles();

@@ -55,6 +55,7 @@ struct CpuExperts::Run {
   int64_t num_jobs = 0;
   int64_t group_begin = 0, group_end = 0;  // jobs that are in work
   int64_t num_slots = 0, num_tiles = 0;
+  int64_t tiled_experts = 0, tiled_slots = 0;  // what the tiles hold
   float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
 };
 

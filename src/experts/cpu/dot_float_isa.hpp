@@ -199,7 +199,7 @@ void FloatDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile, 
   Unroll<2 * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block, values += 64 * kHeight) {
     const int64_t offset = block * Panel::kBlockBytes;
-    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile->prefetch_near / 2);
+    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile);
     for (int part = 0; part < kParts; ++part) {
       Floats(*mine)[kTokens][kChains] = kept[block % kBlockChains][part];
       Floats sums[2][kTokens][kChains];  // a copy, since registers cannot be indexed
@@ -226,7 +226,6 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
                               const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight>;
   constexpr int64_t kBytes = Panel::kBlockBytes;
-  const int64_t near = tile->prefetch_near, far = tile->prefetch_far;
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const float* values = (const float*)tile->codes;
     FloatSums<kHeight> all[kHalves];
@@ -240,7 +239,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     });
     int64_t block = 0;
     for (; block + 2 <= blocks; block += 2, stripes += 2 * kBytes, values += 2 * 64 * kHeight) {
-      PrefetchBlock<kFar, 2 * kBytes>(stripes, near, far);
+      PrefetchBlock<kFar, 2 * kBytes>(stripes, tile);
       for (int half = 0; half < kHalves; ++half) {
         FloatSums<kHeight> mine;  // a copy, since registers cannot be indexed by a half
         CopySums(all[half], mine);

@@ -290,7 +290,7 @@ void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile
   Unroll<2 * kHeight>([&](auto i) FMOE_FLAT { (&kept[0][0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t offset = block * Panel::kBlockBytes;
-    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile->prefetch_near / 2);
+    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile);
     for (int part = 0; part < kParts; ++part) {
       Floats sums[2][kTokens];  // a copy, since registers cannot be indexed
       Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = (&kept[part][0][0])[i]; });
@@ -406,7 +406,6 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
   const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
-  const int64_t near = tile->prefetch_near, far = tile->prefetch_far;
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
     const int32_t* words = (const int32_t*)tile->codes;
     const int32_t* correction = tile->correction;
@@ -414,7 +413,7 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
-      PrefetchBlock<kFar, Panel::kBlockBytes>(stripes, near, far);
+      PrefetchBlock<kFar, Panel::kBlockBytes>(stripes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {

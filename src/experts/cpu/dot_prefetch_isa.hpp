@@ -2,6 +2,7 @@
 
 #include <stdint.h>
 
+#include "experts/cpu/kernel_table_isa.hpp"
 #include "experts/cpu/simd_isa.hpp"
 
 /// How the micro-kernels ask for the weights that come next.
@@ -21,27 +22,43 @@ constexpr int kFarPrefetchHeight = 4;
 /// Tokens of a tall tile that meet two stripes at a time.
 constexpr int kPairTokens = 4;
 
+/// Where a task will read what stands `ahead` of where it is:
+///
+///     expert 5 | .. [ my stripes ] ..        expert 9 | .. [ my stripes ] ..
+///                      block --near-->  end --jump--> ^ asked for here
+///
+/// A thread's piece of an expert of a small layer is short (110 to 900 KB in Qwen3-30B-A3B). Lines asked for
+/// beyond its end were read in vain, and the first ones of the next piece were waited for: 3 % of decode with
+/// two threads, 1 % with one.
+FMOE_INLINE const uint8_t* InStretch(const uint8_t* ahead, const TileView* tile) {
+  return ahead + (ahead >= tile->stretch_end ? tile->stretch_jump : 0);
+}
+
 /// Asks for the lines that follow a block by the distances of the tile (CpuPlan says which, and why).
 template <FarPrefetch kFar, int64_t kBytes>
-FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t near, int64_t far) {
+FMOE_INLINE void PrefetchBlock(const uint8_t* block, const TileView* tile) {
+  const uint8_t* near = InStretch(block + tile->prefetch_near, tile);
   for (int64_t line = 0; line < kBytes; line += 64) {
-    Prefetch(block + near + line);
+    Prefetch(near + line);
   }
-  if (kFar == FarPrefetch::kAlways || (kFar == FarPrefetch::kAsked && far != 0)) {
+  if (kFar == FarPrefetch::kAlways || (kFar == FarPrefetch::kAsked && tile->prefetch_far != 0)) {
+    const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
     for (int64_t line = 0; line < kBytes; line += 64) {
-      PrefetchFar(block + far + line);
+      PrefetchFar(far + line);
     }
   }
 }
 
 /// The same for a block of two stripes side by side: beyond their end stand the next two.
 template <int64_t kBytes>
-FMOE_INLINE void PrefetchPair(const uint8_t* stripes, int64_t offset, int64_t stripe_bytes, int64_t near) {
-  offset += near;
+FMOE_INLINE void PrefetchPair(const uint8_t* stripes, int64_t offset, int64_t stripe_bytes,
+                              const TileView* tile) {
+  offset += tile->prefetch_near / 2;
   offset += offset >= stripe_bytes ? stripe_bytes : 0;
+  const uint8_t* near = InStretch(stripes + offset, tile);
   for (int64_t line = 0; line < kBytes; line += 64) {
-    Prefetch(stripes + offset + line);
-    Prefetch(stripes + stripe_bytes + offset + line);
+    Prefetch(near + line);
+    Prefetch(near + stripe_bytes + line);
   }
 }
 

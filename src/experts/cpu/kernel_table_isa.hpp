@@ -61,6 +61,10 @@ struct TileView {
   /// How far ahead of the stripe's blocks lines are asked for, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near;
   int64_t prefetch_far;
+  /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
+  /// beyond the end are asked for there (dot_prefetch_isa.hpp).
+  const uint8_t* stretch_end;
+  int64_t stretch_jump;
 };
 
 /// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
@@ -125,7 +129,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {memory, 0, 0, 0, 0};
+  TileView view = {memory, 0, 0, 0, 0, 0, 0};
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * Planes(kind) * height;
     view.correction = (int32_t*)at;
