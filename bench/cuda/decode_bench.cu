@@ -22,54 +22,14 @@
 #include "experts/cuda/decode_arguments.hpp"
 #include "moe/activation.hpp"
 #include "numerics/rows.hpp"
+#include "platform/cuda/probe.hpp"
 #include "tests/weights/canonical.hpp"
+#include "timing.cuh"
 #include "weights/dequantize.hpp"
 #include "weights/fragment_pack.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
-
-void Check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) {
-    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-    std::exit(5);
-  }
-}
-void Check(const Status& status) {
-  if (!status.ok()) {
-    std::fprintf(stderr, "%s\n", status.ToString().c_str());
-    std::exit(5);
-  }
-}
-
-template <typename T>
-struct DeviceArray {
-  T* data = nullptr;
-  DeviceArray() = default;
-  explicit DeviceArray(size_t count) {
-    Check(cudaMalloc(&data, std::max<size_t>(count, 1) * sizeof(T)), "malloc");
-  }
-  explicit DeviceArray(const std::vector<T>& from) : DeviceArray(from.size()) {
-    Check(cudaMemcpy(data, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
-  }
-  DeviceArray(DeviceArray&& other) noexcept : data(other.data) { other.data = nullptr; }
-  DeviceArray& operator=(DeviceArray&& other) noexcept {
-    std::swap(data, other.data);
-    return *this;
-  }
-  ~DeviceArray() { cudaFree(data); }
-};
-
-DeviceLimits Limits() {
-  int device = 0;
-  DeviceLimits limits;
-  Check(cudaGetDevice(&device), "device");
-  int shared = 0;
-  Check(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device), "SMs");
-  Check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
-  limits.shared_memory_per_block = shared;
-  return limits;
-}
 
 struct Packed {
   FragmentSizes sizes;
@@ -275,7 +235,7 @@ bool RunCase(const Case& c) {
     }
   }
 
-  const DeviceLimits limits = Limits();
+  const DeviceLimits limits = CurrentLimits();
   const MidKind mid_kind = c.two_phases ? MidKind::kQuantized : MidKind::kRounded;
   const DecodePlan plan = PlanDecode(shape, tokens, mid_kind, limits);
   if (!plan.fits) {
@@ -288,54 +248,55 @@ bool RunCase(const Case& c) {
   const DeviceArray<int32_t> dids(ids), dmap(map), dcounts(counts);
   const DeviceArray<uint16_t> dx(x_codes);
   const int64_t out_bytes = DTypeBits(c.output) / 8;
-  DeviceArray<std::byte> output(static_cast<size_t>(tokens * c.hidden * out_bytes)),
+  DeviceArray<std::byte> output(tokens * c.hidden * out_bytes),
       scratch(static_cast<size_t>(plan.scratch_bytes));
   DeviceArray<uint32_t> counters(static_cast<size_t>(plan.counter_bytes / 4));
-  Check(cudaMemset(counters.data, 0, static_cast<size_t>(plan.counter_bytes)), "counters");
-  Check(cudaMemset(scratch.data, 0xff, static_cast<size_t>(plan.scratch_bytes)), "scratch");
+  Check(cudaMemset(counters.get(), 0, static_cast<size_t>(plan.counter_bytes)), "counters");
+  Check(cudaMemset(scratch.get(), 0xff, static_cast<size_t>(plan.scratch_bytes)), "scratch");
   DeviceWeights device;
-  device.gate_up = {gate_up.data, t0.data, spec.row_scale ? r0.data : nullptr, c.bias ? b0.data : nullptr};
-  device.down = {down.data, t1.data, spec.row_scale ? r1.data : nullptr, c.bias ? b1.data : nullptr};
+  device.gate_up = {gate_up.get(), t0.get(), spec.row_scale ? r0.get() : nullptr,
+                    c.bias ? b0.get() : nullptr};
+  device.down = {down.get(), t1.get(), spec.row_scale ? r1.get() : nullptr, c.bias ? b1.get() : nullptr};
   device.half_scale_is_f16 = spec.half_scale == DType::kF16;
   ExpertsCall call;
   call.num_tokens = tokens;
-  call.hidden = {dx.data,
+  call.hidden = {dx.get(),
                  cols,
                  cols,
                  c.by_route,
-                 c.row_scale ? drow.data : nullptr,
-                 c.group_scale ? dgroup.data : nullptr};
-  call.topk_ids = dids.data, call.topk_weights = dw.data, call.expert_map = c.map ? dmap.data : nullptr;
+                 c.row_scale ? drow.get() : nullptr,
+                 c.group_scale ? dgroup.get() : nullptr};
+  call.topk_ids = dids.get(), call.topk_weights = dw.get(), call.expert_map = c.map ? dmap.get() : nullptr;
   call.router_weight_on_input = c.weight_on_input;
-  call.expert_num_tokens = c.batched ? dcounts.data : nullptr, call.rows_per_expert = rows_per_expert;
-  call.output = output.data, call.output_dtype = c.output, call.scratch = scratch.data;
-  call.counters = counters.data;
+  call.expert_num_tokens = c.batched ? dcounts.get() : nullptr, call.rows_per_expert = rows_per_expert;
+  call.output = output.get(), call.output_dtype = c.output, call.scratch = scratch.get();
+  call.counters = counters.get();
   std::vector<std::byte> first, second(static_cast<size_t>(tokens * c.hidden * out_bytes));
   // Two phases: the intermediate comes back as F32, is rounded here, and goes in as rows.
   DeviceArray<uint16_t> mid_rows(static_cast<size_t>(routes * shape.mid_cols()));
   DeviceArray<float> mid_groups(static_cast<size_t>(routes * shape.mid_cols() / 128 + 1));
   for (int run = 0; run < 2; ++run) {
-    Check(cudaMemset(output.data, 0x5a, second.size()), "output");
+    Check(cudaMemset(output.get(), 0x5a, second.size()), "output");
     if (!c.two_phases) {
       Check(LaunchDecode(shape, device, call, plan));
     } else {
       Check(LaunchDecode(shape, device, call, plan, DecodePhases::kGateUp));
       const auto count = static_cast<size_t>(routes * shape.mid_cols());
       std::vector<float> values(count);
-      Check(cudaMemcpy(values.data(), scratch.data + plan.mid_offset, count * 4, cudaMemcpyDeviceToHost),
+      Check(cudaMemcpy(values.data(), scratch.get() + plan.mid_offset, count * 4, cudaMemcpyDeviceToHost),
             "mid");
       std::vector<uint16_t> codes(count);
       for (size_t i = 0; i < count; ++i)
         codes[i] = static_cast<uint16_t>(EncodeCode(element, values[i]));
       std::vector<float> ones(count / 128 + 1, 1.0F);
-      Check(cudaMemcpy(mid_rows.data, codes.data(), count * 2, cudaMemcpyHostToDevice), "mid rows");
-      Check(cudaMemcpy(mid_groups.data, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice), "mid groups");
-      TokenRows rows{mid_rows.data, shape.mid_cols(), (c.intermediate + 7) / 8 * 8,
-                     true,          nullptr,          c.group_scale ? mid_groups.data : nullptr};
+      Check(cudaMemcpy(mid_rows.get(), codes.data(), count * 2, cudaMemcpyHostToDevice), "mid rows");
+      Check(cudaMemcpy(mid_groups.get(), ones.data(), ones.size() * 4, cudaMemcpyHostToDevice), "mid groups");
+      TokenRows rows{mid_rows.get(), shape.mid_cols(), (c.intermediate + 7) / 8 * 8,
+                     true,           nullptr,          c.group_scale ? mid_groups.get() : nullptr};
       Check(LaunchDecode(shape, device, call, plan, DecodePhases::kDown, rows));
     }
     Check(cudaDeviceSynchronize(), Name(c).c_str());
-    Check(cudaMemcpy(second.data(), output.data, second.size(), cudaMemcpyDeviceToHost), "download");
+    Check(cudaMemcpy(second.data(), output.get(), second.size(), cudaMemcpyDeviceToHost), "download");
     if (run == 0)
       first = second;
   }
@@ -446,189 +407,26 @@ int CheckAll(const std::string& only) {
 
 // ------------------------------------------------------------------------------------------------ bench
 
-struct BenchShape {
-  const char* name;
-  int64_t experts, top_k, hidden, intermediate;
-};
-const BenchShape kShapes[] = {{"qwen3-30b", 128, 8, 2048, 768},   {"gpt-oss-120b", 128, 4, 2880, 2880},
-                              {"dsv3-ep8", 32, 8, 7168, 2048},    {"mixtral", 8, 2, 4096, 14336},
-                              {"qwen3-235b", 128, 8, 4096, 1536}, {"dsv3-tp8", 256, 8, 7168, 256}};
-
 const std::pair<const char*, const char*> kBenchFormats[] = {
     {"nvfp4", "nvfp4_w4a16"},    {"mxfp4", "mxfp4_w4a16"},           {"int4", "int4_w4a16:g128"},
     {"fp8", "fp8_w8a16:tensor"}, {"fp8block", "fp8_w8a16:block128"}, {"int8", "int8_w8a8:channel"},
     {"bf16", "unquantized"}};
-
-/// Uniform routings of a linear congruential generator: the same in every program that times these layers.
-struct Routings {
-  uint64_t state;
-  std::vector<int32_t> ids;
-  std::vector<float> weights;
-  double active = 0;
-  double Uniform() {
-    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
-    return static_cast<double>(state >> 11 & ((1ULL << 53) - 1)) / static_cast<double>(1ULL << 53);
-  }
-  double Normal() {
-    const double a = std::log(Uniform() + 1e-300);
-    return std::sqrt(-2 * a) * std::cos(6.283185307179586 * Uniform());
-  }
-  Routings(const BenchShape& s, int64_t tokens, int ring) : state(12345 + static_cast<uint64_t>(tokens)) {
-    std::vector<int32_t> order(static_cast<size_t>(s.experts));
-    for (int64_t i = 0; i < s.experts; ++i)
-      order[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-    for (int64_t i = s.experts - 1; i > 0; --i) {
-      std::swap(order[static_cast<size_t>(i)],
-                order[static_cast<size_t>(Uniform() * static_cast<double>(i + 1))]);
-    }
-    for (int r = 0; r < ring; ++r) {
-      std::vector<int> count(static_cast<size_t>(s.experts));
-      for (int64_t t = 0; t < tokens; ++t) {
-        std::vector<int32_t> a(static_cast<size_t>(s.experts));
-        for (int64_t i = 0; i < s.experts; ++i)
-          a[static_cast<size_t>(i)] = static_cast<int32_t>(i);
-        std::vector<double> w;
-        double sum = 0;
-        for (int64_t j = 0; j < s.top_k; ++j) {
-          const auto at = static_cast<size_t>(j);
-          std::swap(a[at], a[static_cast<size_t>(static_cast<double>(j) +
-                                                 Uniform() * static_cast<double>(s.experts - j))]);
-          if (tokens == 1)
-            a[at] = order[static_cast<size_t>((r * s.top_k + j) % s.experts)];
-          w.push_back(std::exp(Normal()));
-          sum += w.back();
-          ids.push_back(a[at]);
-          ++count[static_cast<size_t>(a[at])];
-        }
-        for (const double v : w)
-          weights.push_back(static_cast<float>(v / sum));
-      }
-      for (const int n : count)
-        active += n > 0 ? 1.0 / ring : 0.0;
-    }
-  }
-};
-
-__global__ void ReadProbe(const uint4* from, size_t count, uint32_t* sink) {
-  uint32_t sum = 0;
-  const size_t stride = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i + 7 * stride < count;
-       i += 8 * stride) {
-    uint4 v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      v[j] = __ldcs(from + i + j * stride);
-#pragma unroll
-    for (int j = 0; j < 8; ++j)
-      sum ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-  }
-  if (sum == 0x12345678)
-    *sink = sum;
-}
-
-/// Other codes for every expert; scales stay.
-__global__ void RandomCodes(uint8_t* blocks, size_t bytes, int unit_bytes, int scale_offset, uint64_t seed) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < bytes / 4;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    if (static_cast<int>(i * 4 % static_cast<size_t>(unit_bytes)) < scale_offset) {
-      uint64_t x = i + seed;
-      x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
-      x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
-      reinterpret_cast<uint32_t*>(blocks)[i] = static_cast<uint32_t>((x ^ (x >> 31)) >> 16);
-    }
-  }
-}
-
-double ReadRate() {
-  const size_t bytes = size_t{2} << 30;
-  const DeviceArray<uint8_t> buffer(bytes);
-  const DeviceArray<uint32_t> sink(1);
-  Check(cudaMemset(buffer.data, 0x5a, bytes), "probe");
-  cudaEvent_t a, b;
-  Check(cudaEventCreate(&a), "event");
-  Check(cudaEventCreate(&b), "event");
-  float best = 1e9F;
-  for (int i = 0; i < 6; ++i) {
-    cudaEventRecord(a);
-    ReadProbe<<<132 * 4, 512>>>(reinterpret_cast<const uint4*>(buffer.data), bytes / 16, sink.data);
-    cudaEventRecord(b);
-    Check(cudaDeviceSynchronize(), "probe");
-    float ms = 0;
-    cudaEventElapsedTime(&ms, a, b);
-    best = std::min(best, ms);
-  }
-  return static_cast<double>(bytes) / best * 1e-9;
-}
-
-/// The SM clock in MHz over 50 us.
-__global__ void ClockProbe(float* mhz) {
-  long long begin = 0, now = 0;
-  const long long cycles = clock64();
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - begin < 50000);
-  *mhz = static_cast<float>(clock64() - cycles) * 1e3F / static_cast<float>(now - begin);
-}
-
-struct Timing {
-  double us = 0;  ///< median of a call
-  float mhz = 0;  ///< right after the last replay
-};
-
-/// Times a graph of `rounds` calls.
-Timing TimeGraph(int rounds, int rest_ms, const std::function<void(int, cudaStream_t)>& call) {
-  cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  Check(cudaStreamCreate(&stream), "stream");
-  Check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
-  for (int i = 0; i < rounds; ++i)
-    call(i, stream);
-  Check(cudaStreamEndCapture(stream, &graph), "capture");
-  Check(cudaGraphInstantiate(&exec, graph, 0), "graph");
-  cudaEvent_t a, b;
-  cudaEventCreate(&a), cudaEventCreate(&b);
-  if (rest_ms > 0)
-    usleep(static_cast<useconds_t>(rest_ms) * 1000);
-  std::vector<double> times;
-  for (int i = 0; i < 23; ++i) {
-    cudaEventRecord(a, stream);
-    Check(cudaGraphLaunch(exec, stream), "graph");
-    cudaEventRecord(b, stream);
-    Check(cudaStreamSynchronize(stream), "graph run");
-    float ms = 0;
-    cudaEventElapsedTime(&ms, a, b);
-    if (i >= 3)
-      times.push_back(ms * 1e3 / rounds);
-  }
-  std::sort(times.begin(), times.end());
-  const DeviceArray<float> probe(1);
-  Timing timing;
-  timing.us = times[times.size() / 2];
-  Check(cudaGraphLaunch(exec, stream), "graph");
-  ClockProbe<<<1, 1, 0, stream>>>(probe.data);
-  Check(cudaStreamSynchronize(stream), "clock");
-  Check(cudaMemcpy(&timing.mhz, probe.data, sizeof timing.mhz, cudaMemcpyDeviceToHost), "clock");
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
-  return timing;
-}
 
 #ifdef FMOE_DECODE_STAMPS
 /// Microseconds since each CTA's wait for the grid before: the end of the launch before, entry, then map,
 /// gate-up begin and end, down begin and end, barrier, end; mean and largest over CTAs.
 template <typename Call>
 void PrintStamps(const Call& call) {
-  const auto sms = static_cast<size_t>(Limits().num_sms);
+  const auto sms = static_cast<size_t>(CurrentLimits().num_sms);
   const DeviceArray<long long> stamps(2 * sms * kDecodeStamps);
   for (int i = 2; i < 8; ++i) {
-    g_decode_stamps = stamps.data + static_cast<size_t>(i % 2) * sms * kDecodeStamps;
+    g_decode_stamps = stamps.get() + static_cast<size_t>(i % 2) * sms * kDecodeStamps;
     call(i, nullptr);
   }
   Check(cudaDeviceSynchronize(), "stamps");
   g_decode_stamps = nullptr;
   std::vector<long long> v(2 * sms * kDecodeStamps);
-  Check(cudaMemcpy(v.data(), stamps.data, v.size() * 8, cudaMemcpyDeviceToHost), "stamps");
+  Check(cudaMemcpy(v.data(), stamps.get(), v.size() * 8, cudaMemcpyDeviceToHost), "stamps");
   const long long* last = v.data() + sms * kDecodeStamps;
   long long before = 0;
   for (size_t c = 0; c < sms; ++c)
@@ -647,114 +445,73 @@ void PrintStamps(const Call& call) {
 }
 #endif
 
-void Bench(const BenchShape& s, const std::string& format_name, const std::string& scheme,
-           const std::vector<int64_t>& tokens, int rest_ms, int slots, double read_tbps) {
-  std::mt19937 generator(7);
-  const WeightFormat format = ParseScheme(scheme)->weight;
+void Bench(const BenchModel& model, const std::string& format_name, const std::string& scheme_name,
+           const std::vector<int64_t>& tokens, int rest_ms, int slots, double read_bytes) {
+  const Scheme scheme = *ParseScheme(scheme_name);
+  const FragmentSpec spec = *ChooseFragmentSpec(scheme.weight, false);
   LayerShape shape;
-  shape.hidden = s.hidden, shape.intermediate = s.intermediate,
-  shape.num_local_experts = shape.num_experts = s.experts;
-  shape.top_k = s.top_k, shape.format = ChooseFragmentSpec(format, false)->format;
-  const FragmentSpec spec = *ChooseFragmentSpec(format, false);
-  CanonicalExpert expert;
-  expert.gate = RandomMatrix(s.intermediate, s.hidden, format, generator);
-  expert.up = RandomMatrix(s.intermediate, s.hidden, format, generator);
-  expert.down = RandomMatrix(s.hidden, s.intermediate, format, generator);
-  std::vector<CanonicalExpert> one;
-  one.push_back(std::move(expert));
-  const Packed packed = PackAll(one, spec, shape);
-  // Every expert of every copy is this one: bytes are as random as they come, and none is read twice while
-  // cold.
-  const int kCopies = format_name == "bf16" ? 2 : 4;
-  const size_t n = static_cast<size_t>(s.experts);
-  std::vector<DeviceArray<uint8_t>> w1, w2;
-  for (int copy = 0; copy < kCopies; ++copy) {
-    w1.emplace_back(n * packed.gate_up.size()), w2.emplace_back(n * packed.down.size());
-    for (size_t e = 0; e < n; ++e) {
-      const bool host = copy == 0 && e == 0;
-      Check(cudaMemcpy(w1.back().data + e * packed.gate_up.size(), host ? packed.gate_up.data() : w1[0].data,
-                       packed.gate_up.size(), cudaMemcpyDefault),
-            "weights");
-      Check(cudaMemcpy(w2.back().data + e * packed.down.size(), host ? packed.down.data() : w2[0].data,
-                       packed.down.size(), cudaMemcpyDefault),
-            "weights");
-    }
+  shape.hidden = model.hidden, shape.intermediate = model.intermediate;
+  shape.num_local_experts = shape.num_experts = model.experts;
+  shape.top_k = model.top_k, shape.format = spec.format;
+  const int copies = format_name == "bf16" ? 2 : 4;
+  const int64_t expert_bytes = shape.gate_up_expert_bytes() + shape.down_expert_bytes();
+  std::vector<DeviceArray<uint8_t>> gate_up, down;
+  for (int copy = 0; copy < copies; ++copy) {
+    const auto seed = static_cast<uint64_t>(copy) << 40;
+    gate_up.push_back(RandomBlocks(scheme, spec, model.experts * shape.gate_up_expert_bytes(), seed));
+    down.push_back(RandomBlocks(scheme, spec, model.experts * shape.down_expert_bytes(), seed + 1));
   }
-  const FragmentTraits traits = FragmentTraitsOf(shape.format);
-  if (traits.code_bits == 4) {
-    for (int copy = 0; copy < kCopies; ++copy) {
-      RandomCodes<<<1024, 256>>>(w1[static_cast<size_t>(copy)].data, n * packed.gate_up.size(),
-                                 traits.unit_bytes(), traits.scale_offset(),
-                                 0x9E3779B97F4A7C15ULL * static_cast<uint64_t>(copy + 1));
-      RandomCodes<<<1024, 256>>>(w2[static_cast<size_t>(copy)].data, n * packed.down.size(),
-                                 traits.unit_bytes(), traits.scale_offset(),
-                                 0x9E3779B97F4A7C15ULL * static_cast<uint64_t>(copy + 7));
-    }
-  }
-  const DeviceArray<float> t0(std::vector<float>(2 * n, 1e-3F)), t1(std::vector<float>(n, 1e-3F));
+  const int64_t rows = model.experts * 2 * std::max(shape.mid_rows(), shape.down_rows());
+  const DeviceArray<float> scales(std::vector<float>(static_cast<size_t>(rows), 1e-3F));
   for (const int64_t m : tokens) {
-    const int ring = 16;
-    const Routings routing(s, m, ring);
+    constexpr int kRing = 16;
+    const Routings routing(model, m, kRing);
     const DeviceArray<int32_t> ids(routing.ids);
     const DeviceArray<float> weights(routing.weights);
-    std::vector<uint16_t> x_codes(static_cast<size_t>(m * s.hidden));
-    std::normal_distribution<float> normal;
-    for (auto& v : x_codes)
-      v = static_cast<uint16_t>(EncodeCode(DType::kBF16, normal(generator)));
-    const DeviceArray<uint16_t> x(x_codes);
-    DecodePlan plan = PlanDecode(shape, m, MidKind::kRounded, Limits());
+    const DeviceArray<uint16_t> x(NormalBf16(m * model.hidden, 7));
+    DecodePlan plan = PlanDecode(shape, m, MidKind::kRounded, CurrentLimits());
     if (slots > 0) {  // another depth than planned, as far as it fits
       const FragmentTraits unit = FragmentTraitsOf(shape.format);
       const int64_t slot_bytes =
           int64_t{kDecodeWarps} * (plan.slabs / unit.unit_slabs() * unit.unit_bytes() + 8);
-      const int64_t most = (Limits().shared_memory_per_block - plan.shared_bytes) / slot_bytes;
+      const int64_t most = (CurrentLimits().shared_memory_per_block - plan.shared_bytes) / slot_bytes;
       const int64_t more = std::min<int64_t>(slots - plan.slots, most);
       plan.slots += static_cast<int>(more), plan.shared_bytes += more * slot_bytes;
     }
     if (!plan.fits) {
-      std::printf("%s M=%ld %s: %s\n", s.name, m, format_name.c_str(), plan.why_not.c_str());
+      std::printf("%s M=%ld %s: %s\n", model.name, m, format_name.c_str(), plan.why_not.c_str());
       continue;
     }
-    const DeviceArray<uint16_t> output(static_cast<size_t>(m * s.hidden));
-    const DeviceArray<std::byte> scratch(static_cast<size_t>(plan.scratch_bytes));
-    const DeviceArray<uint32_t> counters(static_cast<size_t>(plan.counter_bytes / 4));
-    Check(cudaMemset(counters.data, 0, static_cast<size_t>(plan.counter_bytes)), "counters");
+    const DeviceArray<uint16_t> output(m * model.hidden);
+    const DeviceArray<std::byte> scratch(plan.scratch_bytes);
+    const DeviceArray<uint32_t> counters(plan.counter_bytes / 4);
+    Check(cudaMemset(counters.get(), 0, counters.bytes()), "counters");
     const auto call = [&](int i, cudaStream_t stream) {
+      const auto copy = static_cast<size_t>(i % copies);
       DeviceWeights device;
-      device.gate_up.blocks = w1[static_cast<size_t>(i % kCopies)].data,
-      device.gate_up.tensor_scale = t0.data;
-      device.down.blocks = w2[static_cast<size_t>(i % kCopies)].data, device.down.tensor_scale = t1.data;
+      device.gate_up = {gate_up[copy].get(), scales.get(), spec.row_scale ? scales.get() : nullptr, nullptr};
+      device.down = {down[copy].get(), scales.get(), spec.row_scale ? scales.get() : nullptr, nullptr};
       ExpertsCall c;
       c.num_tokens = m;
-      c.hidden.values = x.data, c.hidden.row_stride = s.hidden, c.hidden.cols = s.hidden;
-      c.topk_ids = ids.data + (i % ring) * m * s.top_k,
-      c.topk_weights = weights.data + (i % ring) * m * s.top_k;
-      c.output = output.data, c.scratch = scratch.data, c.counters = counters.data, c.stream = stream;
+      c.hidden.values = x.get(), c.hidden.row_stride = c.hidden.cols = model.hidden;
+      c.topk_ids = ids.get() + (i % kRing) * m * model.top_k;
+      c.topk_weights = weights.get() + (i % kRing) * m * model.top_k;
+      c.output = output.get(), c.scratch = scratch.get(), c.counters = counters.get(), c.stream = stream;
       Check(LaunchDecode(shape, device, c, plan));
     };
 #ifdef FMOE_DECODE_STAMPS
     PrintStamps(call);
 #endif
-    const Timing timing = TimeGraph(ring, rest_ms, call);
-    const double us = timing.us;
-    const double bytes = routing.active * static_cast<double>(packed.gate_up.size() + packed.down.size());
+    const Timing timing = TimeGraph(kRing, rest_ms, 20, call);
+    const double bytes = routing.active * static_cast<double>(expert_bytes);
     std::printf(
-        "%-13s M=%-4ld %-8s ours    %8.1f us  %5.2f TB/s  %3.0f %% of the read rate  (nt%d slabs%d slots%d "
-        "x%ldK splits%d lists%d, %.0f MHz)\n",
-        s.name, m, format_name.c_str(), us, bytes / us * 1e-6, bytes / us * 1e-4 / read_tbps, plan.token_tile,
-        plan.slabs, plan.slots, plan.rows_bytes >> 10, plan.splits, plan.list_tokens, timing.mhz);
+        "%-13s M=%-4ld %-8s %8.1f us  %5.2f TB/s  %3.0f %% of the read rate  (nt%d slabs%d slots%d x%ldK "
+        "splits%d lists%d, %.0f MHz)\n",
+        model.name, m, format_name.c_str(), timing.us, bytes / timing.us * 1e-6,
+        bytes / timing.us * 1e8 / read_bytes, plan.token_tile, plan.slabs, plan.slots, plan.rows_bytes >> 10,
+        plan.splits, plan.list_tokens, timing.mhz);
     std::fflush(stdout);
   }
-}
-
-std::vector<std::string> Split(const std::string& text) {
-  std::vector<std::string> parts;
-  for (size_t a = 0; a <= text.size();) {
-    const size_t b = std::min(text.find(',', a), text.size());
-    parts.push_back(text.substr(a, b - a));
-    a = b + 1;
-  }
-  return parts;
 }
 
 }  // namespace
@@ -770,19 +527,14 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "decode_bench check [FORMAT] | bench SHAPE,.. FORMAT,.. M,.. [REST_MS [SLOTS]]\n");
     return 2;
   }
-  std::vector<int64_t> tokens;
-  for (const std::string& m : Split(argv[4]))
-    tokens.push_back(std::atoll(m.c_str()));
-  const double rate = ReadRate();
-  std::printf("streaming read %.2f TB/s\n", rate);
-  for (const std::string& name : Split(argv[2])) {
-    for (const BenchShape& shape : kShapes) {
-      for (const auto& [short_name, scheme] : kBenchFormats) {
-        const auto wanted = Split(argv[3]);
-        if (name == shape.name && std::find(wanted.begin(), wanted.end(), short_name) != wanted.end()) {
-          Bench(shape, short_name, scheme, tokens, argc > 5 ? std::atoi(argv[5]) : 150,
-                argc > 6 ? std::atoi(argv[6]) : 0, rate);
-        }
+  const fusedmoe::Result<double> rate = MeasureReadBandwidth();
+  Check(rate.status());
+  std::printf("streaming read %.2f TB/s\n", *rate * 1e-12);
+  for (const BenchModel& model : kBenchModels) {
+    for (const auto& [short_name, scheme] : kBenchFormats) {
+      if (Wanted(SplitList(argv[2]), model.name) && Wanted(SplitList(argv[3]), short_name)) {
+        Bench(model, short_name, scheme, SplitCounts(argv[4]), argc > 5 ? std::atoi(argv[5]) : 150,
+              argc > 6 ? std::atoi(argv[6]) : 0, *rate);
       }
     }
   }

@@ -8,13 +8,15 @@
 #include <string>
 #include <thread>
 
+#include "device_array.hpp"
+#include "experts/cuda/operand_rows.hpp"
 #include "experts/cuda/prefill.hpp"
 #include "moe/activation.hpp"
 #include "numerics/rows.hpp"
-#include "prefill_layer.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rules.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/fragment_pack.hpp"
 #include "weights/quantize.hpp"
 
 namespace fusedmoe::cuda {

@@ -205,8 +205,9 @@ Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
   if (plan.forced == Kernels::kDecode) {
     return Kernels::kDecode;
   }
-  return ChooseMode(plan.shape, num_rows, plan.limits) == ExecutionMode::kDecode ? Kernels::kDecode
-                                                                                 : Kernels::kPrefill;
+  return ChooseMode(plan.shape, num_rows, plan.mid, plan.limits) == ExecutionMode::kDecode
+             ? Kernels::kDecode
+             : Kernels::kPrefill;
 }
 
 bool MayMultiplyCodes(const CudaPlan& plan) {
@@ -234,22 +235,23 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
       aligned("input_group_scale", shape.group_scales ? rows * CeilDiv(shape.hidden_cols(), 128) * 4 : 0);
 
   int64_t decode_rows = 0, counter_bytes = kCounterBytes;
+  const auto count_prefill = [&](int64_t count) {
+    slots.scratch_bytes =
+        std::max(slots.scratch_bytes, PlanPrefill(shape, count, plan.mid, plan.limits).scratch_bytes);
+  };
   for (int64_t count = 1; count <= std::min(plan.max_rows, kMostDecodeRows); ++count) {
-    if (ChooseKernels(plan, count) == Kernels::kDecode) {
-      const DecodePlan decode = PlanDecode(shape, count, DecodeMid(plan), plan.limits);
-      decode_rows = count;
-      slots.scratch_bytes = std::max(slots.scratch_bytes, decode.scratch_bytes);
-      counter_bytes = std::max(counter_bytes, decode.counter_bytes);
-    }
-  }
-  for (int64_t count = 1;; count = std::min(count * 2, plan.max_rows)) {
     if (ChooseKernels(plan, count) == Kernels::kPrefill) {
-      slots.scratch_bytes =
-          std::max(slots.scratch_bytes, PlanPrefill(shape, count, plan.mid, plan.limits).scratch_bytes);
+      count_prefill(count);
+      continue;
     }
-    if (count == plan.max_rows) {
-      break;
-    }
+    const DecodePlan decode = PlanDecode(shape, count, DecodeMid(plan), plan.limits);
+    decode_rows = count;
+    slots.scratch_bytes = std::max(slots.scratch_bytes, decode.scratch_bytes);
+    counter_bytes = std::max(counter_bytes, decode.counter_bytes);
+  }
+  for (int64_t count = kMostDecodeRows; count < plan.max_rows;) {  // scratch never shrinks in between
+    count = std::min(count * 2, plan.max_rows);
+    count_prefill(count);
   }
   const int64_t mid_rows = plan.mid == MidKind::kRounded ? 0 : decode_rows * routes_per_row;
   slots.mid = aligned("mid_operand", mid_rows * shape.mid_cols() * 2);

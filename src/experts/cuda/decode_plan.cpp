@@ -126,14 +126,25 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   return plan;
 }
 
-ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, const DeviceLimits& limits) {
-  // Up to eight routes an expert the layer is bound by reading weights, which decode does once. Batched calls
-  // hold at most num_tokens rows.
+ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mid,
+                         const DeviceLimits& limits) {
+  const MidKind decode_mid = mid == MidKind::kRounded ? mid : MidKind::kQuantized;
+  const DecodePlan decode = PlanDecode(shape, num_tokens, decode_mid, limits);
+  // Codes on the 8-bit units beat decode from the first call that has enough of them: 1.02 to 1.38 times.
+  if (!decode.fits || PlanPrefill(shape, num_tokens, mid, limits).codes) {
+    return ExecutionMode::kPrefill;
+  }
+  // Both read the weights once as long as no expert has more tokens than a list of decode holds; with a list
+  // more its weights are read again. At a mean of half a list that is 1 to 2 % of the weights, at a mean of
+  // six for lists of eight 15 %. Above five tokens a mean, lists of sixteen lose by their arithmetic instead
+  // (integer groups of 32: 1.16 times at six, 1.06 at four). Measured by bench/cuda/mode_bench:
+  // docs/kernels.md.
+  constexpr int64_t kMostMean = 5;
   const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
-  constexpr int64_t kRoutesPerExpert = 8;
-  const bool few = routes <= std::max<int64_t>(kRoutesPerExpert * shape.num_local_experts, 64);
-  return few && PlanDecode(shape, num_tokens, MidKind::kRounded, limits).fits ? ExecutionMode::kDecode
-                                                                              : ExecutionMode::kPrefill;
+  const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
+  const bool one_list = num_tokens <= std::min(decode.list_tokens, 8);
+  const bool few = 2 * routes <= std::min<int64_t>(2 * kMostMean, decode.list_tokens) * experts;
+  return one_list || few ? ExecutionMode::kDecode : ExecutionMode::kPrefill;
 }
 
 }  // namespace fusedmoe::cuda

@@ -120,7 +120,8 @@ enum class ExecutionMode : uint8_t { kDecode, kPrefill };
 MidKind MidKindOf(const ActivationFormat& activation);
 
 /// Which kernels run. Decode where it fits (PlanDecode) and where its rate is the better one.
-ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, const DeviceLimits& limits);
+ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mid,
+                         const DeviceLimits& limits);
 
 /// Everything the decode kernel is launched with that is not an address. A pure function of its arguments.
 struct DecodePlan {

@@ -6,11 +6,9 @@
 #include <cstdlib>
 #include <vector>
 
-#include "experts/cuda/launch.hpp"
-#include "experts/cuda/operand_rows.hpp"
-#include "weights/fragment_pack.hpp"
+#include <fusedmoe/status.hpp>
 
-/// A layer on the device, for the drivers of this folder. Failures end the program.
+/// Arrays on the device, for the programs of this folder. Failures end the program.
 namespace fusedmoe::cuda {
 
 inline void Check(cudaError_t error, const char* what) {

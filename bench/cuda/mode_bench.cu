@@ -1,0 +1,178 @@
+// Both kinds of kernels on the same layer, over token counts: where they cross, and whether the plan is on
+// the faster side. Runs what a layer runs (operands, kernels, quantization between the GEMMs), without its
+// router.
+//   mode_bench [--shape NAME,..] [--scheme NAME,..] [--m 8,16,..] [--rest MS]
+// Ends with the largest loss of a choice.
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include <fusedmoe/machine.hpp>
+
+#include "experts/cuda/cuda_backend.hpp"
+#include "experts/cuda/cuda_plan.hpp"
+#include "platform/cuda/card.hpp"
+#include "timing.cuh"
+
+namespace fusedmoe::cuda {
+namespace {
+
+struct Options {
+  std::vector<std::string> shapes = {"qwen3-30b", "mixtral", "dsv3-ep8"};
+  std::vector<std::string> schemes = {"nvfp4_w4a16",       "mxfp4_w4a16",       "int4_w4a16:g128",
+                                      "int4_w4a16:g32",    "fp8_w8a16:channel", "fp8_w8a8:channel",
+                                      "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized",
+                                      "nvfp4_w4a4",        "mxfp4_w4a8"};
+  std::vector<int64_t> tokens = {8, 16, 24, 32, 48, 64, 96, 128, 192, 256};
+  int rest_ms = 20;
+};
+
+template <typename T>
+Tensor OnCard(DeviceArray<T> array, DType dtype, const Shape& shape) {
+  auto owner = std::make_shared<DeviceArray<T>>(std::move(array));
+  return Tensor::Borrow(TensorView(reinterpret_cast<const std::byte*>(owner->get()), dtype, shape), owner);
+}
+
+/// Weights as PrepareCudaWeights leaves them, made on the card.
+std::shared_ptr<const PreparedWeights> MakeWeights(const CudaPlan& plan, const Scheme& scheme,
+                                                   uint64_t seed) {
+  const LayerShape& shape = plan.shape;
+  const int64_t experts = shape.num_local_experts;
+  auto weights = std::make_shared<PreparedWeights>();
+  weights->layout_key = "cuda:" + plan.spec.ToString();
+  weights->recipe = CudaRecipe(plan);
+  const auto blocks = [&](const char* name, int64_t expert_bytes, uint64_t own_seed) {
+    weights->tensors.push_back(
+        {name, OnCard(RandomBlocks(scheme, plan.spec, experts * expert_bytes, own_seed), DType::kU8,
+                      {experts, expert_bytes})});
+  };
+  const auto floats = [&](const char* name, int64_t count, float value) {
+    weights->tensors.push_back(
+        {name, OnCard(DeviceArray<float>(std::vector<float>(static_cast<size_t>(count), value)), DType::kF32,
+                      {count})});
+  };
+  blocks("gate_up", shape.gate_up_expert_bytes(), seed);
+  blocks("down", shape.down_expert_bytes(), seed + 1);
+  floats("gate_up_tensor_scale", experts * shape.parts(), 0.01F);
+  floats("down_tensor_scale", experts, 0.01F);
+  if (plan.spec.row_scale) {
+    floats("gate_up_row_scale", experts * shape.parts() * shape.mid_rows(), 1.0F);
+    floats("down_row_scale", experts * shape.down_rows(), 1.0F);
+  }
+  if (plan.activation.static_tensor_scale) {
+    floats("input_tensor_scale", experts, 0.01F);
+    floats("mid_tensor_scale", experts, 0.01F);
+  }
+  return weights;
+}
+
+/// Microseconds a call of `m` tokens in that mode; 0 where its kernels do not take the call.
+double TimeMode(MoeProblem problem, const char* mode, const BenchModel& model, int64_t m,
+                const std::vector<std::shared_ptr<const PreparedWeights>>& weights, int rest_ms) {
+  problem.mode = mode;
+  problem.config.max_tokens = problem.plan_tokens = m;
+  const CudaPlan plan = MakeCudaPlan(problem, HostMachine());
+  if (ModeName(plan, m) != mode) {
+    return 0;
+  }
+  std::vector<std::unique_ptr<Experts>> experts;
+  WorkspaceBook book;
+  for (const auto& layer : weights) {
+    book = WorkspaceBook();
+    auto created = kCudaFusedBackend.create(problem, HostMachine(), layer, book);
+    Check(created.status());
+    experts.push_back(*std::move(created));
+  }
+  const Result<Workspace> workspace = AllocateWorkspace(book.total_bytes());
+  Check(workspace.status());
+  const int ring = m <= 64 ? 16 : 8;
+  const Routings routing(model, m, ring);
+  const DeviceArray<int32_t> ids(routing.ids);
+  const DeviceArray<float> topk_weights(routing.weights);
+  const DeviceArray<uint16_t> hidden(NormalBf16(m * model.hidden, 7)), output(m * model.hidden);
+  const Shape rows{m, model.hidden};
+  const auto call = [&](int i, cudaStream_t stream) {
+    ExpertsInput input;
+    input.num_tokens = m;
+    input.rows.values = TensorView(reinterpret_cast<const std::byte*>(hidden.get()), DType::kBF16, rows);
+    input.topk_ids = ids.get() + (i % ring) * m * model.top_k;
+    input.topk_weights = topk_weights.get() + (i % ring) * m * model.top_k;
+    Executor executor;
+    executor.stream = stream;
+    Check(experts[static_cast<size_t>(i) % experts.size()]->Apply(
+        input, MutableTensorView(reinterpret_cast<std::byte*>(output.get()), DType::kBF16, rows), *workspace,
+        executor));
+  };
+  return TimeGraph(ring, rest_ms, 11, call).us;
+}
+
+/// The largest ratio of a chosen mode to the other one.
+double Run(const BenchModel& model, const std::string& scheme_name, const Options& options) {
+  MoeProblem problem;
+  problem.config.num_experts = problem.config.num_local_experts = model.experts;
+  problem.config.routing.top_k = model.top_k;
+  problem.config.hidden = model.hidden;
+  problem.config.intermediate = model.intermediate;
+  problem.config.max_tokens = options.tokens.back();
+  const int64_t sizes[] = {model.hidden, model.intermediate};
+  const Result<Scheme> scheme = ParseScheme(scheme_name, sizes);
+  Check(scheme.status());
+  problem.scheme = *scheme;
+  const CudaPlan plan = MakeCudaPlan(problem, HostMachine());
+  const int64_t bytes = DeviceWeightBytes(plan);
+  const int copies = static_cast<int>(std::clamp<int64_t>((int64_t{2} << 30) / bytes, 2, 4));
+  std::vector<std::shared_ptr<const PreparedWeights>> weights;
+  for (int copy = 0; copy < copies; ++copy) {
+    weights.push_back(MakeWeights(plan, problem.scheme, static_cast<uint64_t>(copy) << 40));
+  }
+  double worst = 1;
+  for (const int64_t m : options.tokens) {
+    const double decode = TimeMode(problem, "latency", model, m, weights, options.rest_ms);
+    const double prefill = TimeMode(problem, "throughput", model, m, weights, options.rest_ms);
+    const bool decodes = ModeName(plan, m) == "latency";
+    const double ratio = decode == 0 ? 1 : decodes ? decode / prefill : prefill / decode;
+    worst = std::max(worst, ratio);
+    std::printf("%-10s %-18s M=%-4ld %5.1f routes an expert  decode %8.1f  prefill %8.1f us  takes %s%s\n",
+                model.name, scheme_name.c_str(), m,
+                static_cast<double>(m * model.top_k) / static_cast<double>(model.experts), decode, prefill,
+                decodes ? "decode" : "prefill", ratio > 1.1 ? "  SLOWER" : "");
+    std::fflush(stdout);
+    if (decode == 0) {
+      break;  // nor will it take more
+    }
+  }
+  return worst;
+}
+
+}  // namespace
+}  // namespace fusedmoe::cuda
+
+int main(int argc, char** argv) {
+  using namespace fusedmoe::cuda;
+  Options options;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    const std::string name = argv[i], value = argv[i + 1];
+    if (name == "--shape") {
+      options.shapes = SplitList(value);
+    } else if (name == "--scheme") {
+      options.schemes = SplitList(value);
+    } else if (name == "--m") {
+      options.tokens = SplitCounts(value);
+    } else if (name == "--rest") {
+      options.rest_ms = std::atoi(value.c_str());
+    } else {
+      std::fprintf(stderr, "unknown option %s\n", name.c_str());
+      return 2;
+    }
+  }
+  double worst = 1;
+  for (const BenchModel& model : kBenchModels) {
+    for (const std::string& scheme : options.schemes) {
+      if (Wanted(options.shapes, model.name)) {
+        worst = std::max(worst, Run(model, scheme, options));
+      }
+    }
+  }
+  std::printf("the mode taken is at most %.2f times as slow as the other\n", worst);
+  return 0;
+}
