@@ -6,7 +6,10 @@ namespace fusedmoe {
 namespace {
 
 void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
-  if (!IsNvfp4(problem.scheme.weight) && !IsMx(problem.scheme.weight)) {
+  const WeightFormat& weight = problem.scheme.weight;
+  // Dequantizing knows no direction: MX blocks along the outputs are as good.
+  const bool mx = weight.has_block_scale() && weight.block_scale_dtype == DType::kF8E8M0;
+  if (!IsNvfp4(weight) && !mx) {
     RefuseScheme(verdicts, problem, "NVFP4 and OCP-MX weights");
   }
   if (problem.config.activation.kind == ActivationKind::kRelu2) {
