@@ -144,6 +144,24 @@ TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {
               {350});
 }
 
+/// Sums of a pair of stripes are finished while the next is multiplied, which may be that of an expert with
+/// more tokens: its sums must lie elsewhere. Several K blocks, so that they are stored before the others are
+/// finished.
+TEST(Tiles, ExpertsOfVeryDifferentCounts_KeepTheirSumsApart) {
+  for (const char* scheme : {"mxfp4_w4a16", "int4_w4a16:g32", "unquantized"}) {
+    const LayerSpec spec{
+        .scheme = scheme, .hidden = 1280, .intermediate = 32, .experts = 3, .top_k = 1, .max_tokens = 200};
+    const Layer layer = TileLayer(spec);
+    const Definition definition(layer);
+    const Runner runner = MakeTileRunner(layer);
+    Batch batch = MakeBatch(spec, 185, 5);
+    for (size_t token = 0; token < batch.ids.size(); ++token) {
+      batch.ids[token] = token < 50 ? 0 : token < 170 ? 1 : 2;
+    }
+    EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), kBf16Bound) << scheme;
+  }
+}
+
 TEST(Tiles, CountsOnBothSidesOfTheCrossover_MeetInOneForward) {
   const LayerSpec spec{.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 4, .top_k = 1};
   const Layer layer = TileLayer(spec, "");

@@ -92,14 +92,12 @@ class CpuExperts final : public Experts {
                   float* buffer) const;
   void GateUpJobs(Run& run) const;
   void DownJobs(Run& run) const;
-  void FinishGateUp(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
-                    int64_t tokens, const float* sums) const;
-  void FinishDown(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
-                  int64_t tokens, const float* sums) const;
-  void StoreMid(const Run& run, const TileJob& job, int64_t stripe, int64_t first_token, int64_t tokens,
+  struct GateUpFinish;
+  struct DownFinish;
+  void StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
                 float* values) const;
   void RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
-               int64_t end_pair, TileFinish finish) const;
+               int64_t end_pair, TileGemm gemm) const;
   void DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const;
 
   MoeProblem problem_;

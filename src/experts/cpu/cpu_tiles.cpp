@@ -43,13 +43,6 @@ class Scratch {
   uint8_t* data_ = nullptr;
 };
 
-/// What TileFinish gets back.
-template <typename Experts, typename Run>
-struct FinishContext {
-  const Experts* experts;
-  const Run* run;
-};
-
 /// NVFP4 by the default rule, for which the kernels have a quantizer of their own.
 bool IsPlainNvfp4(const ActivationFormat& activation) {
   return IsTwoLevel(activation) && activation.element == DType::kF4E2M1 &&
@@ -384,10 +377,8 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
 }
 
 void CpuExperts::RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs,
-                         int64_t first_pair, int64_t end_pair, TileFinish finish) const {
+                         int64_t first_pair, int64_t end_pair, TileGemm gemm) const {
   const Scratch scratch(run.scratch, run.scratch_taken, plan_.tiles.num_scratch);
-  FinishContext<CpuExperts, Run> context{this, &run};
-  TileGemm gemm{};
   gemm.jobs = jobs;
   gemm.num_jobs = num_jobs;
   gemm.blocks = shape.blocks;
@@ -398,81 +389,102 @@ void CpuExperts::RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, 
   gemm.scale_group = plan_.tiles.scale_group;
   gemm.weight_group = plan_.tiles.weight_group;
   gemm.scratch = scratch.data();
-  gemm.finish = finish;
-  gemm.context = &context;
   tile_format_.gemm(&gemm);
 }
+
+/// Sums of gate and up of 16 columns, or of 32 columns of up, on their way to the second GEMM. Finished a few
+/// tokens at a time between tile instructions: what does not change with the token is ready.
+struct CpuExperts::GateUpFinish {
+  const CpuExperts& experts;
+  const Run& run;
+  TileJob job{}, down{};
+  int64_t stripe = 0, count = 0;     // of columns of the intermediate
+  ActivateArguments arguments[2]{};  // of each
+
+  static void Begin(void* context, const TileJob* job, int64_t first_stripe) {
+    auto& to = *static_cast<GateUpFinish*>(context);
+    const GemmShape& shape = to.experts.plan_.gate_up;
+    const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
+    const ActivationSpec& spec = to.experts.problem_.config.activation;
+    const bool gated = shape.parts == 2;
+    to.job = *job;
+    to.down = to.run.jobs[to.experts.plan_.tiles.max_jobs + job->index];
+    to.stripe = first_stripe / shape.parts;
+    to.count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
+    const float* row_scale = to.experts.TileScales(job->expert, 0) + first_stripe * kPanelRows;
+    const float* bias =
+        expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
+    for (int64_t i = 0; i < to.count; ++i) {
+      const int64_t up = (gated ? 1 : i) * kPanelRows;
+      ActivateArguments& arguments = to.arguments[i];
+      arguments.activation = static_cast<int>(spec.kind);
+      arguments.alpha = spec.alpha;
+      arguments.beta = spec.beta;
+      arguments.limit = spec.limit;
+      arguments.gate_row_scale = row_scale;
+      arguments.gate_bias = bias;
+      arguments.up_row_scale = row_scale + up;
+      arguments.up_bias = bias == nullptr ? nullptr : bias + up;
+      arguments.mid_stride = to.experts.direct_mid_ ? kPanelRows : shape.row_stride();
+    }
+  }
+
+  static void Finish(void* context, int64_t first_token, int64_t tokens, const float* first,
+                     const float* second) {
+    auto& to = *static_cast<GateUpFinish*>(context);
+    const CpuExperts& experts = to.experts;
+    const GemmShape& shape = experts.plan_.gate_up;
+    alignas(64) float values[16 * kPanelRows];
+    for (int64_t i = 0; i < to.count; ++i) {
+      ActivateArguments& arguments = to.arguments[i];
+      arguments.gate = shape.parts == 2 ? first : nullptr;
+      arguments.up = shape.parts == 2 || i == 1 ? second : first;
+      arguments.tokens = static_cast<int>(tokens);
+      arguments.mid = experts.direct_mid_
+                          ? values
+                          : to.run.mid + (to.job.first_slot + first_token) * shape.row_stride() +
+                                (to.stripe + i) * kPanelRows;
+      experts.table_->activate(&arguments);
+      if (experts.direct_mid_) {
+        experts.StoreMid(to.down, to.stripe + i, first_token, tokens, values);
+      }
+    }
+  }
+};
 
 void CpuExperts::GateUpJobs(Run& run) const {
   const GemmShape& shape = plan_.gate_up;
   const int64_t pairs = CeilDiv(shape.parts * shape.stripes, 2);
-  const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
-                               int64_t tokens, const float* sums) {
-    const auto* to = static_cast<const FinishContext<CpuExperts, Run>*>(context);
-    to->experts->FinishGateUp(*to->run, *job, first_stripe, first_token, tokens, sums);
+  const auto run_jobs = [&](const TileJob* jobs, int64_t num_jobs, int64_t first, int64_t end) {
+    GateUpFinish finish{*this, run};
+    TileGemm gemm{};
+    gemm.begin = &GateUpFinish::Begin;
+    gemm.finish = &GateUpFinish::Finish;
+    gemm.finish_tokens = plan_.tiles.codes ? 4 : 1;  // codes are made of four groups at once
+    gemm.context = &finish;
+    RunJobs(run, shape, jobs, num_jobs, first, end, gemm);
   };
   const TileJob* jobs = run.jobs + run.group_begin;
   const int64_t num_jobs = run.group_end - run.group_begin;
   const int64_t threads = run.executor->num_threads;
   if (threads <= 1) {
-    RunJobs(run, shape, jobs, num_jobs, 0, pairs, finish);
+    run_jobs(jobs, num_jobs, 0, pairs);
     return;
   }
   const int64_t parts = std::clamp<int64_t>(CeilDiv(kTasksPerThread * threads, num_jobs), 1, pairs);
   ParallelFor(*run.executor, num_jobs * parts, [&](int64_t task) {
     const int64_t job = task / parts, part = task % parts;
-    RunJobs(run, shape, jobs + job, 1, pairs * part / parts, pairs * (part + 1) / parts, finish);
+    run_jobs(jobs + job, 1, pairs * part / parts, pairs * (part + 1) / parts);
   });
 }
 
-/// Biases, row scales and the activation, then the tiles (or fp32 rows) of the second GEMM.
-void CpuExperts::FinishGateUp(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
-                              int64_t tokens, const float* sums) const {
-  const GemmShape& shape = plan_.gate_up;
-  const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
-  const ActivationSpec& spec = problem_.config.activation;
-  const bool gated = shape.parts == 2;
-  const int64_t count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
-  const float* row_scale = TileScales(job.expert, 0) + first_stripe * kPanelRows;
-  const float* bias =
-      expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
-  alignas(64) float values[16 * kPanelRows];
-  ActivateArguments arguments{};
-  arguments.activation = static_cast<int>(spec.kind);
-  arguments.alpha = spec.alpha;
-  arguments.beta = spec.beta;
-  arguments.limit = spec.limit;
-  arguments.tokens = static_cast<int>(tokens);
-  arguments.gate = gated ? sums : nullptr;
-  arguments.gate_row_scale = row_scale;
-  arguments.gate_bias = bias;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t stripe = gated ? first_stripe / 2 : first_stripe + i;
-    const int64_t up = gated ? 1 : i;
-    arguments.up = sums + up * 256;
-    arguments.up_row_scale = row_scale + up * kPanelRows;
-    arguments.up_bias = bias == nullptr ? nullptr : bias + up * kPanelRows;
-    if (direct_mid_) {
-      arguments.mid = values;
-      arguments.mid_stride = kPanelRows;
-      table_->activate(&arguments);
-      StoreMid(run, job, stripe, first_token, tokens, values);
-    } else {
-      arguments.mid_stride = shape.row_stride();
-      arguments.mid = run.mid + (job.first_slot + first_token) * shape.row_stride() + stripe * kPanelRows;
-      table_->activate(&arguments);
-    }
-  }
-}
-
 /// Sixteen columns of intermediate values of up to 16 tokens, straight into the tiles of the second GEMM.
-void CpuExperts::StoreMid(const Run& run, const TileJob& job, int64_t stripe, int64_t first_token,
-                          int64_t tokens, float* values) const {
-  const TileJob& down = run.jobs[plan_.tiles.max_jobs + job.index];
+void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
+                          float* values) const {
   const int64_t step_bytes = TileStepBytes(down.num_tokens, first_token);
   uint8_t* first = const_cast<uint8_t*>(down.tokens) + TileTokenOffset(plan_.tiles.row_bytes[1], first_token);
   if (plan_.tiles.codes) {
-    const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+    const ExpertPanels& expert = experts_[static_cast<size_t>(down.expert)];
     const float tensor_scale = activation_.static_tensor_scale ? expert.mid.tensor_scale : 1.0F;
     int8_t codes[16 * kPanelRows];
     float halves[16];
@@ -506,15 +518,43 @@ void CpuExperts::StoreMid(const Run& run, const TileJob& job, int64_t stripe, in
   }
 }
 
+/// Finished sums of 32 columns, added to the rows of their tokens.
+struct CpuExperts::DownFinish {
+  const CpuExperts& experts;
+  const Run& run;
+  int64_t first_slot = 0;
+  TileAdd add{};
+
+  static void Begin(void* context, const TileJob* job, int64_t first_stripe) {
+    auto& to = *static_cast<DownFinish*>(context);
+    const GemmShape& shape = to.experts.plan_.down;
+    const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
+    const int64_t col = first_stripe * kPanelRows;
+    to.first_slot = job->first_slot;
+    to.add.stripes = std::min<int64_t>(2, shape.stripes - first_stripe);
+    to.add.row_scale = to.experts.TileScales(job->expert, 1) + col;
+    to.add.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col;
+    to.add.rows = to.run.sums + col;
+    to.add.stride = shape.row_stride();
+  }
+
+  static void Finish(void* context, int64_t first_token, int64_t tokens, const float* first,
+                     const float* second) {
+    auto& to = *static_cast<DownFinish*>(context);
+    const int64_t slot = to.first_slot + first_token;
+    to.add.sums[0] = first;
+    to.add.sums[1] = second;
+    to.add.tokens = tokens;
+    to.add.weights = to.run.slot_weights + slot;
+    to.add.places = to.run.slot_outputs + slot;
+    to.experts.tiles_->add(&to.add);
+  }
+};
+
 /// Columns of the output, from zero, for the experts of the matrix unit; the others follow in DownColumns.
 void CpuExperts::DownJobs(Run& run) const {
   const GemmShape& shape = plan_.down;
   const int64_t pairs = CeilDiv(shape.stripes, 2);
-  const TileFinish finish = [](void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
-                               int64_t tokens, const float* sums) {
-    const auto* to = static_cast<const FinishContext<CpuExperts, Run>*>(context);
-    to->experts->FinishDown(*to->run, *job, first_stripe, first_token, tokens, sums);
-  };
   const int64_t threads = run.executor->num_threads;
   const int64_t tasks = threads <= 1 ? 1 : std::min(pairs, kTasksPerThread * threads);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
@@ -524,36 +564,15 @@ void CpuExperts::DownJobs(Run& run) const {
     for (int64_t row = 0; run.group_begin == 0 && row < run.num_outputs; ++row) {
       std::fill_n(run.sums + row * shape.row_stride() + begin, columns, 0.0F);
     }
+    DownFinish finish{*this, run};
+    TileGemm gemm{};
+    gemm.begin = &DownFinish::Begin;
+    gemm.finish = &DownFinish::Finish;
+    gemm.finish_tokens = 1;
+    gemm.context = &finish;
     RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs + run.group_begin, run.group_end - run.group_begin,
-            first, end, finish);
+            first, end, gemm);
   });
-}
-
-void CpuExperts::FinishDown(const Run& run, const TileJob& job, int64_t first_stripe, int64_t first_token,
-                            int64_t tokens, const float* sums) const {
-  const GemmShape& shape = plan_.down;
-  const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
-  const int64_t count = std::min<int64_t>(2, shape.stripes - first_stripe);
-  const int64_t col = first_stripe * kPanelRows;
-  const float* row_scale = TileScales(job.expert, 1) + col;
-  float* rows[16];
-  AccumulateArguments arguments{};
-  arguments.rows = rows;
-  arguments.tokens = static_cast<int>(tokens);
-  const int64_t slot = job.first_slot + first_token;
-  arguments.weights = run.slot_weights + slot;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t token = 0; token < tokens; ++token) {
-      rows[token] = run.sums + run.slot_outputs[slot + token] * shape.row_stride() + col + i * kPanelRows;
-      // Rows lie pages apart, and no hardware prefetch follows: the next pair of stripes adds to the next
-      // lines.
-      __builtin_prefetch(rows[token] + 2 * kPanelRows, 1, 2);
-    }
-    arguments.dot = sums + i * 256;
-    arguments.row_scale = row_scale + i * kPanelRows;
-    arguments.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col + i * kPanelRows;
-    table_->accumulate(&arguments);
-  }
 }
 
 }  // namespace fusedmoe::cpu

@@ -8,7 +8,7 @@
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
 ///
 ///            32 weight rows (a pair of stripes)
-///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a buffer of 16 or 32 KiB
+///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a buffer of 16 KiB
 ///   [tile 4] [ sum 0 ][ sum 1 ]
 ///   [tile 5] [ sum 2 ][ sum 3 ]   32 tokens, streamed from L2
 ///
@@ -20,8 +20,17 @@
 /// BF16 panels and int8 panels are tiles as they stand: nothing is decoded, and a step only asks for the
 /// weights of the next one.
 ///
+/// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
+/// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
+/// the sums of the block at the turn stay where they are; and the sums of one block leave the tiles one by
+/// one as those of the next come in, from places that do not agree with the stores before in their low 12
+/// bits.
+///
+///   K block 0:  block 0  1  2  3        K block 1:  block 3  2  1  0        K block 2:  block 0 ...
+///                              \_______________________/            \____________________/
+///
 /// What becomes of finished sums (activation, weighted addition) runs a few tokens at a time between the tile
-/// instructions of the pass that follows; done in one piece it cost a fifth of the time.
+/// instructions of the pair that follows; done in one piece it cost a fifth of the time.
 ///
 /// Sums of a token run through ascending k in the same order whatever its neighbours and the size of K
 /// blocks.
@@ -63,12 +72,15 @@ struct TileEngine {
     int second;        // of the two units of a block
   };
 
-  /// Finished sums of a pair on their way to the caller, a piece every few steps of the next pair.
+  /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair. A
+  /// fixed place in the code: a count of steps was mispredicted once a piece, and with it went what the
+  /// matrix unit had before it.
+  static constexpr int kFinishSteps = 4;
   struct Finish {
     const TileJob* job;
-    int64_t pair, token, end;  // tokens of the job that are left
-    float* sums;               // of its first block
-    int64_t wait, interval;    // steps
+    int64_t token, end;  // tokens of the job that are left
+    int64_t piece;       // tokens
+    float* sums;         // of the first block
   };
 
   /// Sums of a group of k that wait for their scales.
@@ -87,10 +99,14 @@ struct TileEngine {
   Feed feed;
   Pending pending;
   Finish finish;
+  /// Where the sums that stand in the tiles belong; null: nowhere.
+  float* held = nullptr;
+  int held_tiles = 0;
   uint8_t* buffers[2];
   float* group_sums[2];
   float* results;
-  int current = 0, current_sums = 0;
+  int current = 0, current_sums = 0, current_results = 0;
+  bool results_in_chunks = false;
   int64_t units;
 
   explicit TileEngine(const TileGemm& gemm) : g(gemm) {
@@ -118,9 +134,9 @@ struct TileEngine {
     c.blocks = (g.jobs[job].num_tokens + kTileTokens - 1) / kTileTokens;
     const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
     c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max1(kTileResultBytes / (c.blocks * 4096));
-    // 16 KiB of weights stay in L1 beside what is decoded; with many tokens 32 KiB save passes over the sums.
-    const bool short_blocks = c.blocks <= 4 && !kDirect;
-    const int64_t most = (short_blocks ? kTileWeightBytes / 2 : kTileWeightBytes) / kUnitTileBytes;
+    // Decoded weights, twice, stay in L1 beside the sums: K blocks of 512 took 1.2 times the time of 256.
+    // Panels that are read as tiles are in L1 once.
+    const int64_t most = (kDirect ? 2 : 1) * kTileWeightBytes / kUnitTileBytes;
     const int64_t k_blocks = (units + most - 1) / most;
     c.k_units = (units + k_blocks - 1) / k_blocks;
     c.k_units += c.k_units % 2;  // blocks and groups of scales have up to 128 k
@@ -205,8 +221,21 @@ struct TileEngine {
     --f.left;
   }
 
+  /// Field by field: a copy in one piece reads with one load what several stores wrote, and such a load waits
+  /// until everything before it is in the cache, sums that are not multiplied yet included.
+  FMOE_INLINE void CopyFeed(const Feed& from, Feed& to) {
+    to.codes[0] = from.codes[0];
+    to.codes[1] = from.codes[1];
+    to.ahead[0] = from.ahead[0];
+    to.ahead[1] = from.ahead[1];
+    to.out = from.out;
+    to.left = from.left;
+    to.second = from.second;
+  }
+
   void FinishFeed() {
-    Feed f = feed;
+    Feed f;
+    CopyFeed(feed, f);
     Decoder d = decoder;
     while (f.left > 0) {
       Unroll<16>([&](auto part) FMOE_FLAT { FeedPart<decltype(part){}>(f, d); });
@@ -257,22 +286,54 @@ struct TileEngine {
     }
   }
 
-  /// Tokens of a piece: about as much work as a step of tile instructions hides.
-  static constexpr int64_t kPiece = 4;
+  // ------------------------------------------------------------------------------------------- sums
+
+  /// Floats of a block of tokens: four tiles.
+  static constexpr int64_t kBlockSums = 1024;
+
+  /// Brings the sums of another block into the tiles (`zero`: they begin), and those that stand there to
+  /// their place, one tile after the other.
+  void Exchange(float* in, int in_tiles, bool zero) {
+    float* out = held;
+    const int out_tiles = held_tiles;
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      constexpr int kTile = decltype(i){};
+      if (out != nullptr && kTile < out_tiles) {
+        tiles.template Store<kTile>(out + kTile * 256);
+      }
+      if (kTile < in_tiles) {
+        if (zero) {
+          tiles.template Zero<kTile>();
+        } else {
+          tiles.template Load<kTile>(in + kTile * 256);
+        }
+      }
+    });
+    held = in;
+    held_tiles = in_tiles;
+  }
+  void StoreHeld() {
+    if (held != nullptr) {
+      Exchange(nullptr, 0, false);
+    }
+  }
 
   static FMOE_APART void FinishPiece(TileEngine& e) {
     Finish& f = e.finish;
-    const int64_t tokens = e.Min(kPiece, f.end - f.token), in_block = f.token % kTileTokens;
-    float* sums = f.sums + f.token / kTileTokens * 1024 + in_block / 16 * 512 + in_block % 16 * 16;
-    f.wait = f.interval;
-    e.ScaleSums(*f.job, f.token, tokens, sums);
-    e.g.finish(e.g.context, f.job, 2 * f.pair, f.token, tokens, sums);
+    const int64_t tokens = e.Min(f.piece, f.end - f.token);
+    float* first = f.sums + f.token / 16 * 512 + f.token % 16 * 16;
+    float* second = first + 256;
+    e.ScaleSums(*f.job, f.token, tokens, first, second);
+    e.g.finish(e.g.context, f.token, tokens, first, second);
     f.token += tokens;
   }
 
   void DrainFinish() {
-    while (finish.token < finish.end) {
-      FinishPiece(*this);
+    if (finish.token < finish.end) {
+      StoreHeld();
+      while (finish.token < finish.end) {
+        FinishPiece(*this);
+      }
     }
   }
 
@@ -329,9 +390,8 @@ struct TileEngine {
   struct Pass {
     const uint8_t *tokens, *weights[2];
     int64_t steps;
-    float* out;  // results of the block
-    bool load, store, zero;
     // flush
+    float* out;  // results of the block
     const uint8_t* scales[2];
     const float *token_scale, *token_sum;
     int64_t scale_stride, sum_stride, steps_per_scale;
@@ -370,8 +430,9 @@ struct TileEngine {
     p.chunks = 2 * kTokenTiles;
   }
 
-  /// What waits for earlier sums, after a step.
-  template <int kTokenTiles>
+  /// What waits for earlier sums, after a step. kUnrolled: steps in a row of the code, this being number
+  /// kIndex of them.
+  template <int kTokenTiles, int kUnrolled, int kIndex>
   FMOE_INLINE void Beside(TileEngine& e, const Pass& pass, int64_t step) {
     if constexpr (kFlush) {
       // The sums of the group before, a piece at a time.
@@ -382,7 +443,13 @@ struct TileEngine {
         EndGroup<kTokenTiles>(e, pass, step);
       }
     }
-    if (__builtin_expect(--e.finish.wait < 0 && e.finish.token < e.finish.end, 0)) {
+    if constexpr (kUnrolled % kFinishSteps == 0) {
+      if constexpr (kIndex % kFinishSteps == kFinishSteps - 1) {
+        if (e.finish.token < e.finish.end) {
+          FinishPiece(e);
+        }
+      }
+    } else if (step % kFinishSteps == kFinishSteps - 1 && e.finish.token < e.finish.end) {
       FinishPiece(e);
     }
   }
@@ -392,17 +459,11 @@ struct TileEngine {
     constexpr int64_t kTokenStep = kTokenTiles * 1024;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
-    if (kFlush || pass.zero) {
+    if constexpr (kFlush) {
       ZeroSums<kTokenTiles>(tiles);
-    } else if (pass.load) {
-      tiles.template Load<0>(pass.out);
-      tiles.template Load<1>(pass.out + 256);
-      if constexpr (kTokenTiles == 2) {
-        tiles.template Load<2>(pass.out + 512);
-        tiles.template Load<3>(pass.out + 768);
-      }
     }
-    Feed f = feed;
+    Feed f;
+    CopyFeed(feed, f);
     Decoder d = decoder;
     int64_t step = 0;
     if constexpr (kParts > 0) {
@@ -410,7 +471,7 @@ struct TileEngine {
       for (; step + kStepsPerFeed <= pass.steps && f.left > 0; step += kStepsPerFeed) {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
-          Beside<kTokenTiles>(*this, pass, step + i);
+          Beside<kTokenTiles, kStepsPerFeed, decltype(i){}>(*this, pass, step + i);
           a += kTokenStep;
           b += kWeightStep;
         });
@@ -419,12 +480,9 @@ struct TileEngine {
     }
     for (; step < pass.steps; ++step, a += kTokenStep, b += kWeightStep) {
       Step<kTokenTiles, 0, 0>(tiles, f, d, a, b, b + second);
-      Beside<kTokenTiles>(*this, pass, step);
+      Beside<kTokenTiles, 1, 0>(*this, pass, step);
     }
-    feed = f;  // scales of the decoder are loaded again by the next unit
-    if (!kFlush && pass.store) {
-      StoreSums<kTokenTiles>(tiles, pass.out);
-    }
+    CopyFeed(f, feed);  // scales of the decoder are loaded again by the next unit
   }
 
   template <int kTokenTiles>
@@ -445,7 +503,7 @@ struct TileEngine {
   // ---------------------------------------------------------------------------------------- results
 
   /// Sums to what the caller sees: integers corrected and converted, scales of whole rows applied.
-  void ScaleSums(const TileJob& job, int64_t first_token, int64_t tokens, float* sums) {
+  void ScaleSums(const TileJob& job, int64_t first_token, int64_t tokens, float* first, float* second) {
     const bool scaled = job.scale != nullptr && (!kFlush || g.scale_group == 0);
     if (!kBytes && !scaled) {
       return;
@@ -453,7 +511,7 @@ struct TileEngine {
     for (int64_t token = 0; token < tokens; ++token) {
       const Reals scale = SetReals(scaled ? job.scale[first_token + token] : 1.0F);
       for (int half = 0; half < 2; ++half) {
-        float* row = sums + half * 256 + token * 16;
+        float* row = (half == 0 ? first : second) + token * 16;
         Reals x;
         if constexpr (kBytes) {
           x = IntegersToReals(row, -128 * (int32_t)job.sum[first_token + token]);
@@ -465,12 +523,25 @@ struct TileEngine {
     }
   }
 
+  /// Where the sums of a step's pair belong. Those of the pair before are being finished meanwhile, so that
+  /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
+  float* ResultsOf(const Cursor& c) {
+    const bool in_chunks = c.chunk_pairs > 1;
+    if (c.unit == 0 && c.pair == c.chunk) {
+      if (in_chunks || results_in_chunks) {
+        DrainFinish();
+        StoreHeld();
+      }
+      results_in_chunks = in_chunks;
+    }
+    return in_chunks ? results + (c.pair - c.chunk) * c.blocks * kBlockSums
+                     : results + current_results * kTileJobSums;
+  }
+
   void RunStep(const Cursor& c) {
     const TileJob& job = g.jobs[c.job];
     const int64_t steps = UnitsOf(c) * kStepsPerUnit;
     const bool last = c.unit + c.k_units >= units;
-    // One block of tokens alone keeps its sums in the tiles from one K block to the next.
-    const bool stays = c.blocks == 1 && c.chunk_pairs == 1;
     const int64_t slots = steps * c.blocks;
     const int64_t parts = (feed.left * 16 + slots - 1) / slots;
     Pass pass = {};
@@ -490,47 +561,44 @@ struct TileEngine {
       pass.scale_stride = pass.sum_stride = job.rows;
     }
     const int64_t first_step = c.unit * kStepsPerUnit;
-    // The sums of a pair are finished while the next one is multiplied, which needs a place of its own.
-    const int64_t place = c.chunk_pairs == 1 ? c.pair & 1 : c.pair - c.chunk;
-    float* sums = results + place * c.blocks * 1024;
-    if (sums == finish.sums && (finish.pair != c.pair || finish.job != &job)) {
-      DrainFinish();
-    }
-    // Evenly over all blocks of K of the next pair but the last, at whose end its own sums are ready.
-    const int64_t unhurried = c.chunk_pairs == 1 ? units - c.k_units : 0;
-    const int64_t interval = unhurried * kStepsPerUnit * kPiece / kTileTokens - 1;
-    for (int64_t block = 0; block < c.blocks; ++block) {
+    float* sums = ResultsOf(c);
+    const bool backwards = c.unit / c.k_units % 2 != 0;
+    for (int64_t i = 0; i < c.blocks; ++i) {
+      const int64_t block = backwards ? c.blocks - 1 - i : i;
       const int64_t first_token = block * kTileTokens;
-      const int64_t tokens = Min(kTileTokens, job.num_tokens - first_token);
-      const bool two = tokens > 16;
+      const bool two = job.num_tokens - first_token > 16;
       pass.tokens = job.tokens + first_token * units * kStepsPerUnit * 64 + first_step * (two ? 2048 : 1024);
-      pass.out = sums + block * 1024;
-      pass.zero = c.unit == 0;
-      pass.load = !stays;
-      pass.store = !stays || last;
       if constexpr (kFlush) {
+        pass.out = sums + block * kBlockSums;
         pass.first = c.unit == 0;
         pass.token_scale = g.scale_group == 0 || job.scale == nullptr
                                ? nullptr
                                : job.scale + first_step / pass.steps_per_scale * job.rows + first_token;
         pass.token_sum =
             kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
+      } else if (held != sums + block * kBlockSums) {
+        Exchange(sums + block * kBlockSums, two ? 4 : 2, c.unit == 0);
       }
       if (two) {
         RunPassWith<2>(pass, parts);
       } else {
         RunPassWith<1>(pass, parts);
       }
-      if (last) {
-        if constexpr (kFlush) {
-          Drain();
-        }
-        if (block == 0) {
-          DrainFinish();
-          finish = {&job, c.pair, 0, 0, sums, 0, interval};
-        }
-        finish.end = first_token + tokens;
+    }
+    if (last) {
+      if constexpr (kFlush) {
+        Drain();
       }
+      DrainFinish();
+      // Over the steps of the next pair, which finds its own sums complete at the end.
+      const int64_t next_steps = (c.chunk_pairs == 1 ? units : c.k_units) * kStepsPerUnit;
+      int64_t piece = g.finish_tokens;
+      while (piece < 16 && piece * next_steps < kFinishSteps * kTileTokens) {
+        piece *= 2;
+      }
+      finish = {&job, 0, job.num_tokens, piece, sums};
+      g.begin(g.context, &job, 2 * c.pair);
+      current_results ^= 1;
     }
     FinishFeed();
     current ^= 1;
@@ -608,6 +676,22 @@ void GatherTile(const uint8_t* const* tokens, int64_t count, int64_t steps, uint
   }
 }
 
+void AddRows(const TileAdd* a) {
+  constexpr int64_t kPair = 32;  // columns
+  for (int64_t token = 0; token < a->tokens; ++token) {
+    float* row = a->rows + a->places[token] * a->stride;
+    const Reals weight = SetReals(a->weights[token]);
+    for (int64_t i = 0; i < a->stripes; ++i) {
+      const Reals sum = LoadReals(a->sums[i] + token * 16), scale = LoadReals(a->row_scale + i * 16);
+      const Reals value = a->bias == nullptr ? MultiplyReals(sum, scale)
+                                             : MultiplyAddReals(sum, scale, LoadReals(a->bias + i * 16));
+      StoreReals(row + i * 16, MultiplyAddReals(weight, value, LoadReals(row + i * 16)));
+      // Rows lie pages apart, and no hardware prefetch follows.
+      PrefetchToL2((const uint8_t*)(row + kPair + i * 16));
+    }
+  }
+}
+
 void PackTile(const TilePack* p) {
   p->permuted ? PackTileRow<true>(p) : PackTileRow<false>(p);
 }
@@ -668,6 +752,7 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.pack_groups = &PackTileGroups;
   kernels.pack_codes = &PackTileCodes;
   kernels.gather = &GatherTile;
+  kernels.add = &AddRows;
   kernels.pack_block = &PackTileBlock;
   return kernels;
 }

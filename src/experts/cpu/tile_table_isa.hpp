@@ -10,11 +10,13 @@ namespace fusedmoe::cpu {
 
 /// Tokens whose sums stand in the tile registers together: two tiles of 16.
 constexpr int kTileTokens = 32;
-/// Tokens of one job: their sums of one pair of stripes fit the scratch.
+/// Tokens of one job.
 constexpr int64_t kMaxJobTokens = 512;
-/// Memory of one running TileGemm: decoded weights twice, unscaled sums twice, sums.
-constexpr int64_t kTileWeightBytes = 32 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
+/// Memory of one running TileGemm: decoded weights twice, unscaled sums twice, sums. Those of a job with one
+/// pair of stripes take kTileJobSums floats at most.
+constexpr int64_t kTileWeightBytes = 16 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
 constexpr int64_t kTileScratchBytes = 2 * kTileWeightBytes + 2 * kTileSumBytes + kTileResultBytes;
+constexpr int64_t kTileJobSums = kMaxJobTokens * 32;
 
 /// How tokens stand in tiles ("A"): blocks of 32 tokens, the last of 16 where that is enough:
 ///
@@ -51,10 +53,11 @@ struct TileJob {
   int64_t expert, first_slot, index, group;
 };
 
-/// Sums of up to 16 tokens of a tile with a pair of stripes: [token][16 rows], those of the second stripe 256
-/// floats behind.
-typedef void (*TileFinish)(void* context, const TileJob* job, int64_t first_stripe, int64_t first_token,
-                           int64_t tokens, const float* sums);
+/// Called before the sums of a job with a pair of stripes are finished.
+typedef void (*TileBegin)(void* context, const TileJob* job, int64_t first_stripe);
+/// Then, for a few of its tokens at a time: their sums with either stripe, [token][16 rows].
+typedef void (*TileFinish)(void* context, int64_t first_token, int64_t tokens, const float* first,
+                           const float* second);
 
 struct TileGemm {
   const TileJob* jobs;
@@ -66,7 +69,9 @@ struct TileGemm {
   int64_t scale_group;   ///< k that share a TileJob::scale; 0: all of K
   int64_t weight_group;  ///< kWeightE4m3Scaled: 128 where pairs of its groups of 64 share a scale
   uint8_t* scratch;      ///< kTileScratchBytes, aligned to 64
+  TileBegin begin;
   TileFinish finish;
+  int64_t finish_tokens;  ///< of one call, at least: a power of two up to 16
   void* context;
 };
 typedef void (*TileGemmKernel)(const TileGemm* gemm);
@@ -101,6 +106,24 @@ typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t*
 typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile,
                                      int64_t k);
 
+/// Finished sums of `tokens` tokens with one or two stripes to where they belong:
+///
+///   rows + places[token] * stride   +=  weights[token] * (sums[stripe][token] * row_scale + bias)
+///
+/// `bias` may be null. Lines of the next pair of stripes are asked for.
+struct TileAdd {
+  const float* sums[2];
+  int64_t stripes;
+  const float* row_scale;  ///< of both
+  const float* bias;
+  int64_t tokens;
+  const float* weights;
+  float* rows;
+  const int32_t* places;
+  int64_t stride;  ///< floats
+};
+typedef void (*TileAddKernel)(const TileAdd* add);
+
 /// Rows that are packed already (64 bytes a step) into a tile of each step.
 typedef void (*TileGatherKernel)(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
                                  int64_t step_bytes);
@@ -124,6 +147,7 @@ struct TileKernels {
   TilePackCodesKernel pack_codes;
   TilePackGroupsKernel pack_groups;
   TileGatherKernel gather;
+  TileAddKernel add;
 };
 
 }  // namespace fusedmoe::cpu
