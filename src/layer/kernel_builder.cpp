@@ -1,6 +1,7 @@
 #include "layer/kernel_builder.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include <fmt/format.h>
@@ -110,7 +111,7 @@ Result<std::shared_ptr<const PreparedWeights>> PrepareFor(const Backend& backend
 // What only the prepared weights know.
 void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
   plan.weight_bytes = weights.total_bytes();
-  plan.layout_error = weights.layout_error;
+  plan.layout_error = std::hypot(plan.layout_error, weights.layout_error);
   if (!weights.recipe.empty()) {
     plan.recipe = weights.recipe;  // with the steps that depend on the values of the weights
   }

@@ -17,22 +17,38 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+/// Numbers to multiply: with zeros in its tiles the unit is a fifth faster (Sapphire Rapids class, one core
+/// at one clock: 2.9 TFLOP/s against 2.35), which no product of two matrices sees. Random words; as bf16 of
+/// either sign between 1/2 and 2.
+struct alignas(64) Operand {
+  uint16_t words[512];
+
+  constexpr Operand(uint32_t seed, bool bf16) : words() {
+    for (uint16_t& word : words) {
+      seed = seed * 1664525 + 1013904223;
+      word = static_cast<uint16_t>(bf16 ? (seed >> 16 & 0x80ff) | 0x3f00 : seed >> 16);
+    }
+  }
+};
+
 // Tiles 0 to 3 add up, 4 and 5 are the operands.
+template <bool kBf16>
 inline __attribute__((always_inline)) void BeginTiles() {
   static const TileConfig kConfig;
+  static constexpr Operand kTokens(1, kBf16), kWeights(2, kBf16);
   _tile_loadconfig(&kConfig);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  _tile_zero(4);
-  _tile_zero(5);
+  _tile_loadd(4, kTokens.words, 64);
+  _tile_loadd(5, kWeights.words, 64);
 }
 
 }  // namespace
 
 void SpinInt8Amx(int64_t rounds) {
-  BeginTiles();
+  BeginTiles<false>();
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbssd(0, 4, 5);
     _tile_dpbssd(1, 4, 5);
@@ -43,7 +59,7 @@ void SpinInt8Amx(int64_t rounds) {
 }
 
 void SpinBf16Amx(int64_t rounds) {
-  BeginTiles();
+  BeginTiles<true>();
   for (int64_t round = 0; round < rounds; ++round) {
     _tile_dpbf16ps(0, 4, 5);
     _tile_dpbf16ps(1, 4, 5);

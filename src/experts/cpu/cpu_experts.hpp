@@ -96,6 +96,7 @@ class CpuExperts final : public Experts {
   struct DownFinish;
   void StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
                 float* values) const;
+  void ClearMidPadding(const TileJob& down) const;
   void RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
                int64_t end_pair, TileGemm gemm) const;
   void DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const;
@@ -109,6 +110,7 @@ class CpuExperts final : public Experts {
   std::vector<float> tile_scales_;  ///< of each expert's gate and up, and down; empty: as in the panels
   bool shared_rows_ = false;        ///< every expert sees the same rows
   bool direct_mid_ = false;         ///< the activation writes the tiles of the second GEMM
+  bool silu_mid_ = false;           ///< and it is the one that the tile kernels have themselves
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay

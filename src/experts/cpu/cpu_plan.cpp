@@ -149,7 +149,9 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
     return tiles;  // bf16 tokens would lose bits that such a layer keeps
   }
   tiles.int8 = activation.element == DType::kI8 && plan.kernel == kWeightU8 && whole_rows;
-  const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8);
+  // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it.
+  tiles.rounded = !tiles.codes && FindTileFormat(plan.kernel, false, true) != nullptr;
+  const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8, tiles.rounded);
   if (format == nullptr) {
     return tiles;
   }

@@ -51,6 +51,7 @@ struct TilePlan {
   bool enabled = false;
   bool int8 = false;          ///< tokens in int8 instead of bf16
   bool codes = false;         ///< rows are quantized by the scheme; else rounded to bf16
+  bool rounded = false;       ///< weights times the scale of their group are rounded to bf16
   int64_t from_tokens = 0;    ///< of an expert, from which on tiles are faster than vectors
   int64_t scale_group = 0;    ///< k that share a scale of a token; 0: the row
   int64_t weight_group = 0;   ///< k that share a scale of a row of weights, where sums are scaled in groups

@@ -71,13 +71,16 @@ Status CpuExperts::ChooseTiles() {
     tiles.weight_group = 64;
   }
   tiles_ = &HostTileKernels();
-  tile_format_ = tiles.int8 ? tiles_->int8[plan_.kernel] : tiles_->bf16[plan_.kernel];
+  tile_format_ = FormatOf(*tiles_, plan_.kernel, tiles.int8, tiles.rounded);
   if (tiles.codes) {
     activation_ = problem_.scheme.activation;
   }
   const bool direct_codes = IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) &&
                             tile_format_.shift == 96 && tile_format_.permuted;
   direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
+  const ActivationSpec& activation = problem_.config.activation;
+  silu_mid_ =
+      direct_mid_ && !tiles.codes && activation.kind == ActivationKind::kSilu && !(activation.limit > 0.0F);
   if (tile_format_.post != 1.0F) {
     const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
     for (const ExpertPanels& expert : experts_) {
@@ -400,8 +403,10 @@ struct CpuExperts::GateUpFinish {
   TileJob job{}, down{};
   int64_t stripe = 0, count = 0;     // of columns of the intermediate
   ActivateArguments arguments[2]{};  // of each
+  TileSilu silu{};
 
   static void Begin(void* context, const TileJob* job, int64_t first_stripe) {
+    static constexpr float kZeros[kPanelRows] = {};
     auto& to = *static_cast<GateUpFinish*>(context);
     const GemmShape& shape = to.experts.plan_.gate_up;
     const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
@@ -414,6 +419,22 @@ struct CpuExperts::GateUpFinish {
     const float* row_scale = to.experts.TileScales(job->expert, 0) + first_stripe * kPanelRows;
     const float* bias =
         expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
+    if (to.experts.direct_mid_ && to.stripe + to.count == shape.stripes) {
+      to.experts.ClearMidPadding(to.down);
+    }
+    if (to.experts.silu_mid_) {
+      to.silu = {row_scale,
+                 row_scale + kPanelRows,
+                 bias == nullptr ? kZeros : bias,
+                 bias == nullptr ? kZeros : bias + kPanelRows,
+                 const_cast<uint8_t*>(to.down.tokens),
+                 to.down.num_tokens,
+                 to.experts.plan_.tiles.row_bytes[1],
+                 to.stripe * kPanelRows,
+                 to.experts.tile_format_.shift,
+                 to.experts.tile_format_.permuted};
+      return;
+    }
     for (int64_t i = 0; i < to.count; ++i) {
       const int64_t up = (gated ? 1 : i) * kPanelRows;
       ActivateArguments& arguments = to.arguments[i];
@@ -459,9 +480,10 @@ void CpuExperts::GateUpJobs(Run& run) const {
     GateUpFinish finish{*this, run};
     TileGemm gemm{};
     gemm.begin = &GateUpFinish::Begin;
-    gemm.finish = &GateUpFinish::Finish;
+    gemm.begin_context = &finish;
+    gemm.finish = silu_mid_ ? tiles_->silu : &GateUpFinish::Finish;
+    gemm.finish_context = silu_mid_ ? static_cast<void*>(&finish.silu) : &finish;
     gemm.finish_tokens = plan_.tiles.codes ? 4 : 1;  // codes are made of four groups at once
-    gemm.context = &finish;
     RunJobs(run, shape, jobs, num_jobs, first, end, gemm);
   };
   const TileJob* jobs = run.jobs + run.group_begin;
@@ -502,27 +524,29 @@ void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_tok
     // The block scale has 4 bits and the code 2: bf16 holds their product.
     const int64_t k = stripe * kPanelRows;
     tiles_->pack_groups(codes, halves, tokens, first + k / 32 * step_bytes, k);
+    return;
   }
-  const auto put = [&](int64_t k) {
-    tiles_->pack_block(values, tokens, first + k / 32 * step_bytes, k, tile_format_.shift,
-                       tile_format_.permuted);
-  };
-  if (!plan_.tiles.codes) {
-    put(stripe * kPanelRows);
-  }
-  if (stripe + 1 == plan_.gate_up.stripes) {  // padding of K
-    std::fill_n(values, tokens * kPanelRows, 0.0F);
-    for (int64_t k = plan_.gate_up.padded_rows(); k < plan_.down.padded_cols; k += kPanelRows) {
-      put(k);
+  tiles_->pack_block(values, tokens, first + stripe * kPanelRows / 32 * step_bytes, stripe * kPanelRows,
+                     tile_format_.shift, tile_format_.permuted);
+}
+
+/// Zeros in the columns of the second GEMM that no stripe of the first one computes.
+void CpuExperts::ClearMidPadding(const TileJob& down) const {
+  constexpr float kZeros[16 * kPanelRows] = {};
+  for (int64_t k = plan_.gate_up.padded_rows(); k < plan_.down.padded_cols; k += kPanelRows) {
+    for (int64_t token = 0; token < down.num_tokens; token += 16) {
+      uint8_t* tile = const_cast<uint8_t*>(down.tokens) + TileTokenOffset(plan_.tiles.row_bytes[1], token) +
+                      k / 32 * TileStepBytes(down.num_tokens, token);
+      tiles_->pack_block(kZeros, std::min<int64_t>(16, down.num_tokens - token), tile, k, tile_format_.shift,
+                         tile_format_.permuted);
     }
   }
 }
 
-/// Finished sums of 32 columns, added to the rows of their tokens.
+/// What sums of 32 columns are added to.
 struct CpuExperts::DownFinish {
   const CpuExperts& experts;
   const Run& run;
-  int64_t first_slot = 0;
   TileAdd add{};
 
   static void Begin(void* context, const TileJob* job, int64_t first_stripe) {
@@ -530,24 +554,13 @@ struct CpuExperts::DownFinish {
     const GemmShape& shape = to.experts.plan_.down;
     const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
     const int64_t col = first_stripe * kPanelRows;
-    to.first_slot = job->first_slot;
-    to.add.stripes = std::min<int64_t>(2, shape.stripes - first_stripe);
-    to.add.row_scale = to.experts.TileScales(job->expert, 1) + col;
-    to.add.bias = expert.down_bias == nullptr ? nullptr : expert.down_bias + col;
-    to.add.rows = to.run.sums + col;
-    to.add.stride = shape.row_stride();
-  }
-
-  static void Finish(void* context, int64_t first_token, int64_t tokens, const float* first,
-                     const float* second) {
-    auto& to = *static_cast<DownFinish*>(context);
-    const int64_t slot = to.first_slot + first_token;
-    to.add.sums[0] = first;
-    to.add.sums[1] = second;
-    to.add.tokens = tokens;
-    to.add.weights = to.run.slot_weights + slot;
-    to.add.places = to.run.slot_outputs + slot;
-    to.experts.tiles_->add(&to.add);
+    to.add = {to.experts.TileScales(job->expert, 1) + col,
+              expert.down_bias == nullptr ? nullptr : expert.down_bias + col,
+              std::min<int64_t>(2, shape.stripes - first_stripe),
+              to.run.sums + col,
+              shape.row_stride(),
+              to.run.slot_outputs + job->first_slot,
+              to.run.slot_weights + job->first_slot};
   }
 };
 
@@ -567,9 +580,10 @@ void CpuExperts::DownJobs(Run& run) const {
     DownFinish finish{*this, run};
     TileGemm gemm{};
     gemm.begin = &DownFinish::Begin;
-    gemm.finish = &DownFinish::Finish;
+    gemm.begin_context = &finish;
+    gemm.finish = tiles_->add;
+    gemm.finish_context = &finish.add;
     gemm.finish_tokens = 1;
-    gemm.context = &finish;
     RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs + run.group_begin, run.group_end - run.group_begin,
             first, end, gemm);
   });

@@ -97,8 +97,12 @@ const TileKernels& HostTileKernels() {
   return kTileKernelsEmulated;
 }
 
-const TileFormat* FindTileFormat(WeightKernel kernel, bool int8) {
-  const TileFormat& format = int8 ? kTileKernelsEmulated.int8[kernel] : kTileKernelsEmulated.bf16[kernel];
+const TileFormat& FormatOf(const TileKernels& kernels, WeightKernel kernel, bool int8, bool rounded) {
+  return (int8 ? kernels.int8 : rounded ? kernels.rounded : kernels.bf16)[kernel];
+}
+
+const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded) {
+  const TileFormat& format = FormatOf(kTileKernelsEmulated, kernel, int8, rounded);
   return format.gemm == nullptr ? nullptr : &format;
 }
 

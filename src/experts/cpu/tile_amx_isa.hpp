@@ -105,6 +105,9 @@ FMOE_INLINE Words SubtractSaturated(Words a, Words b) {
 FMOE_INLINE Words AddToNonZero(Words x, Words y) {
   return _mm512_mask_add_epi16(x, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x7fff)), x, y);
 }
+FMOE_INLINE Words AddWords(Words a, Words b) {
+  return _mm512_add_epi16(a, b);
+}
 FMOE_INLINE Words SubtractWords(Words a, Words b) {
   return _mm512_sub_epi16(a, b);
 }
@@ -120,6 +123,9 @@ FMOE_INLINE Words MultiplyHalves(Words a, Words b) {
 }
 FMOE_INLINE Words SubtractHalves(Words a, Words b) {
   return (Words)_mm512_sub_ph((__m512h)a, (__m512h)b);
+}
+FMOE_INLINE Words MultiplyAddHalves(Words a, Words b, Words c) {
+  return (Words)_mm512_fmadd_ph((__m512h)a, (__m512h)b, (__m512h)c);
 }
 FMOE_INLINE Words IntegersToHalves(Words x) {
   return (Words)_mm512_cvtepu16_ph(x);
@@ -139,6 +145,26 @@ FMOE_INLINE void StoreReals(float* p, Reals x) {
 FMOE_INLINE Reals SetReals(float x) {
   return _mm512_set1_ps(x);
 }
+FMOE_INLINE Reals AddReals(Reals a, Reals b) {
+  return _mm512_add_ps(a, b);
+}
+FMOE_INLINE Reals DivideReals(Reals a, Reals b) {
+  return _mm512_div_ps(a, b);
+}
+/// The second operand where one is NaN.
+FMOE_INLINE Reals MinReals(Reals a, Reals b) {
+  return _mm512_min_ps(a, b);
+}
+FMOE_INLINE Reals MaxReals(Reals a, Reals b) {
+  return _mm512_max_ps(a, b);
+}
+FMOE_INLINE Reals RoundReals(Reals x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+/// a 2^b, of an integer b.
+FMOE_INLINE Reals ScaleReals(Reals a, Reals b) {
+  return _mm512_scalef_ps(a, b);
+}
 FMOE_INLINE Reals MultiplyReals(Reals a, Reals b) {
   return _mm512_mul_ps(a, b);
 }
@@ -153,6 +179,25 @@ FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
   const __m512i bits = _mm512_loadu_si512(p);
   *scale = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(~255)));
   *zero = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+}
+/// The same for weights s (q - z) = 2^e (m q - m z) in f16, 1 <= |m| < 2: m, -m z and the word that adds e to
+/// the exponent of a bf16 word whose bits are f16 bits >> 3; each in both words of its double word. Scales
+/// below 2^-112 or above 2^107 count as those.
+FMOE_INLINE Words SpreadHalves(Reals x) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+  return _mm512_or_si512(words, _mm512_slli_epi32(words, 16));
+}
+FMOE_INLINE void LoadSplitScale(const uint8_t* p, Words* mantissa, Words* offset, Words* exponent) {
+  const __m512i bits = _mm512_loadu_si512(p);
+  const __m512i fraction = _mm512_and_si512(bits, _mm512_set1_epi32((int)0x807fff00));
+  const Reals m = _mm512_castsi512_ps(_mm512_or_si512(fraction, _mm512_set1_epi32(0x3f800000)));
+  const Reals zero = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+  *mantissa = SpreadHalves(m);
+  *offset = SpreadHalves(_mm512_fnmadd_ps(zero, m, _mm512_setzero_ps()));
+  __m512i e = _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(255));
+  e = _mm512_sub_epi32(_mm512_max_epi32(e, _mm512_set1_epi32(15)), _mm512_set1_epi32(15));
+  e = _mm512_slli_epi32(_mm512_min_epi32(e, _mm512_set1_epi32(219)), 7);
+  *exponent = _mm512_or_si512(e, _mm512_slli_epi32(e, 16));
 }
 /// (integers + add) as fp32
 FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {

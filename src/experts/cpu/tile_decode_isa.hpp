@@ -15,8 +15,9 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Where things stand in a panel, and what becomes of them.
-template <WeightKernel kWeight>
+/// Where things stand in a panel, and what becomes of them. kRounded: weights with scales of groups are
+/// rounded to bf16, scale included, instead of sums being scaled in fp32.
+template <WeightKernel kWeight, bool kRounded>
 struct TilePanel {
   static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kWeight < kWeightU8;
   static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
@@ -34,7 +35,8 @@ struct TilePanel {
                                                                                           : 0;
   static constexpr int kBlockBytes = kUnits * kUnitBytes + kScaleBytes;
   /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
-  static constexpr int kFlush = kGroup32                                      ? 32
+  static constexpr int kFlush = kRounded                                      ? 0
+                                : kGroup32                                    ? 32
                                 : kGroup128                                   ? 128
                                 : kZeroPoints || kWeight == kWeightE4m3Scaled ? 64
                                                                               : 0;
@@ -52,9 +54,9 @@ FMOE_INLINE void PutRow(uint8_t* tiles, int row, Words values) {
 
 /// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
 /// `scales`; units come in ascending order.
-template <WeightKernel kWeight, bool kBytes>
+template <WeightKernel kWeight, bool kBytes, bool kRounded>
 struct TileDecoder {
-  using Panel = TilePanel<kWeight>;
+  using Panel = TilePanel<kWeight, kRounded>;
   static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
                                   kWeight == kWeightE4m3Scaled || (Panel::kU8 && !kBytes);
   static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
@@ -67,12 +69,16 @@ struct TileDecoder {
                                  : kHalves                                                ? 65536.0F
                                                                                           : 1.0F;
   Words table, scale;
+  Words offset, exponent;  // kRounded
 
   FMOE_INLINE void Start(TileDecoder& d) {
     alignas(64) uint16_t words[32] = {};
-    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 (-8..7) as bf16.
+    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 as f16 and (-8..7) as
+    // bf16.
     constexpr uint16_t kE2m1Halves[8] = {0, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600};
     constexpr uint16_t kE2m1Bf16[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    constexpr uint16_t kHalves4[16] = {0,      0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700,
+                                       0x4800, 0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80};
     constexpr uint16_t kIntegers[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     for (int i = 0; i < 32; ++i) {
@@ -85,14 +91,14 @@ struct TileDecoder {
         const int value = (i & 15) - 8;
         words[i] = (uint16_t)(value < 0 ? kIntegers[-value] | 0x8000 : kIntegers[value]);
       } else if constexpr (Panel::kU4) {
-        words[i] = kIntegers[i & 15];
+        words[i] = kRounded ? kHalves4[i & 15] : kIntegers[i & 15];
       } else if constexpr (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
                            kWeight == kWeightMxfp8) {
         words[i] = (uint16_t)(i / 2 + 16 * (i & 1));  // the first two k of a row beside its last two
       }
     }
     d.table = LoadWords(words);
-    d.scale = d.table;
+    d.scale = d.offset = d.exponent = d.table;
   }
 
   template <int kUnit>
@@ -106,9 +112,18 @@ struct TileDecoder {
         const Words exponent = MinSigned(SpreadBytes(scales + kUnit / 4 * 16), SetWords(252));
         d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
       }
+      if constexpr (kRounded && kUnit % 4 == 0) {
+        const int64_t group = Panel::kGroup32 ? kUnit / 4 * 64 : 0;
+        LoadSplitScale(scales + group, &d.scale, &d.offset, &d.exponent);
+      }
       const Words x = LoadWords(codes + kUnit * 64);
       auto row = [&](int i, Words index) FMOE_FLAT {
         Words value = LookUp(index, d.table);
+        if constexpr (kRounded) {
+          // To 11 bits, then to 8, half a step added: what is zero becomes 2^-15 of the scale.
+          value = MultiplyAddHalves(value, d.scale, d.offset);
+          value = AddWords(HalvesToBf16(AddWords(value, SetWords(4))), d.exponent);
+        }
         if constexpr (kWeight == kWeightNvfp4) {
           value = HalvesToBf16(MultiplyHalves(value, d.scale));
         } else if constexpr (kWeight == kWeightMxfp4) {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/tile_decode_isa.hpp"
+#include "experts/cpu/tile_pack_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
 ///
@@ -44,17 +45,17 @@ namespace {
 /// loop.
 constexpr int64_t kTokenBytesInL2 = 1 << 20;
 
-template <WeightKernel kWeight, bool kBytes>
+template <WeightKernel kWeight, bool kBytes, bool kRounded>
 struct TileEngine {
-  using Panel = TilePanel<kWeight>;
-  using Decoder = TileDecoder<kWeight, kBytes>;
+  using Panel = TilePanel<kWeight, kRounded>;
+  using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
   static constexpr int kStepsPerUnit = kBytes ? 1 : 2;  // of 64 bytes, in 64 k
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
   static constexpr bool kFlush = Panel::kFlush != 0;
   /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
   static constexpr bool kDirect = Panel::kBf16 || kBytes;
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
-  static constexpr bool kSums = Panel::kZeroPoints;
+  static constexpr bool kSums = Panel::kZeroPoints && !kRounded;
 
   /// Where a job stands: chunk of pairs, K block, pair.
   struct Cursor {
@@ -203,7 +204,11 @@ struct TileEngine {
         [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
     if constexpr (!kDirect) {
       const uint8_t* codes = f.codes[kStripe];
-      Decoder::template Unit<kSlice>(d, codes, codes + Panel::kUnitBytes, f.out + kStripe * 1024);
+      const uint8_t* scales = codes + Panel::kUnitBytes;
+      if constexpr (kRounded && Panel::kUnits == 2) {
+        scales += f.second ? 0 : Panel::kUnitBytes;
+      }
+      Decoder::template Unit<kSlice>(d, codes, scales, f.out + kStripe * 1024);
     }
   }
 
@@ -321,10 +326,10 @@ struct TileEngine {
   static FMOE_APART void FinishPiece(TileEngine& e) {
     Finish& f = e.finish;
     const int64_t tokens = e.Min(f.piece, f.end - f.token);
-    float* first = f.sums + f.token / 16 * 512 + f.token % 16 * 16;
+    float* first = f.sums + f.token * 16 + (f.token >> 4) * 256;
     float* second = first + 256;
     e.ScaleSums(*f.job, f.token, tokens, first, second);
-    e.g.finish(e.g.context, f.token, tokens, first, second);
+    e.g.finish(e.g.finish_context, f.token, tokens, first, second);
     f.token += tokens;
   }
 
@@ -597,7 +602,7 @@ struct TileEngine {
         piece *= 2;
       }
       finish = {&job, 0, job.num_tokens, piece, sums};
-      g.begin(g.context, &job, 2 * c.pair);
+      g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;
     }
     FinishFeed();
@@ -631,97 +636,17 @@ struct TileEngine {
   }
 };
 
-template <WeightKernel kWeight, bool kBytes>
+template <WeightKernel kWeight, bool kBytes, bool kRounded>
 void RunTileGemm(const TileGemm* gemm) {
-  TileEngine<kWeight, kBytes> engine(*gemm);
+  TileEngine<kWeight, kBytes, kRounded> engine(*gemm);
   engine.Run();
 }
 
-template <bool kPermuted>
-void PackTileRow(const TilePack* p) {
-  // Weights carry 2^-112 where tokens carry a shift: sums of tokens do as well.
-  const float factor = p->shift != 0 ? 0x1p96F : 1.0F, back = p->shift != 0 ? 0x1p-112F : 1.0F;
-  uint8_t* out = p->token + p->k / 32 * p->step_bytes + p->k % 32 * 2;
-  Reals sums = SetReals(0.0F);
-  for (int64_t i = 0; i < p->count; i += 16) {
-    const Reals x = MultiplyReals(LoadReals(p->values + i), SetReals(factor));
-    sums = StoreBf16<kPermuted>(out, x, sums, back);
-    const int64_t k = p->k + i + 16;
-    out += k % 32 == 0 ? p->step_bytes - 32 : 32;
-    if (p->sum != nullptr && k % p->sum_group == 0) {
-      p->sum[(k / p->sum_group - 1) * p->sum_stride] = SumReals(sums);
-      sums = SetReals(0.0F);
-    }
-  }
-}
-
-void PackTileCodes(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes, float* sum) {
-  int32_t total = 0;
-  for (int64_t unit = 0; unit < units; ++unit, codes += 64, token += step_bytes) {
-    for (int i = 0; i < 64; ++i) {
-      total += codes[i];
-    }
-    memcpy(token, codes, 64);
-  }
-  *sum = (float)total;
-}
-
-/// Lines of up to 16 tokens side by side: written in the order of memory, which is what takes the time.
-void GatherTile(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
-                int64_t step_bytes) {
-  for (int64_t step = 0; step < steps; ++step, tile += step_bytes) {
-    for (int64_t token = 0; token < count; ++token) {
-      StoreWords(tile + token * 64, LoadWords(tokens[token] + step * 64));
-    }
-  }
-}
-
-void AddRows(const TileAdd* a) {
-  constexpr int64_t kPair = 32;  // columns
-  for (int64_t token = 0; token < a->tokens; ++token) {
-    float* row = a->rows + a->places[token] * a->stride;
-    const Reals weight = SetReals(a->weights[token]);
-    for (int64_t i = 0; i < a->stripes; ++i) {
-      const Reals sum = LoadReals(a->sums[i] + token * 16), scale = LoadReals(a->row_scale + i * 16);
-      const Reals value = a->bias == nullptr ? MultiplyReals(sum, scale)
-                                             : MultiplyAddReals(sum, scale, LoadReals(a->bias + i * 16));
-      StoreReals(row + i * 16, MultiplyAddReals(weight, value, LoadReals(row + i * 16)));
-      // Rows lie pages apart, and no hardware prefetch follows.
-      PrefetchToL2((const uint8_t*)(row + kPair + i * 16));
-    }
-  }
-}
-
-void PackTile(const TilePack* p) {
-  p->permuted ? PackTileRow<true>(p) : PackTileRow<false>(p);
-}
-
-void PackTileGroups(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile, int64_t k) {
-  const Reals factor = SetReals(0x1p96F);
-  for (int64_t token = 0; token < tokens; ++token) {
-    const Reals x = MultiplyReals(BytesToReals(codes + token * 16), SetReals(scales[token]));
-    StoreBf16<true>(tile + k % 32 * 2 + token * 64, MultiplyReals(x, factor), factor, 1.0F);
-  }
-}
-
-void PackTileBlock(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift, int permuted) {
-  const Reals factor = SetReals(shift != 0 ? 0x1p96F : 1.0F), none = SetReals(0.0F);
-  uint8_t* out = tile + k % 32 * 2;
-  for (int64_t token = 0; token < tokens; ++token) {
-    const Reals x = MultiplyReals(LoadReals(values + token * 16), factor);
-    if (permuted) {
-      StoreBf16<true>(out + token * 64, x, none, 1.0F);
-    } else {
-      StoreBf16<false>(out + token * 64, x, none, 1.0F);
-    }
-  }
-}
-
-template <WeightKernel kWeight, bool kBytes>
+template <WeightKernel kWeight, bool kBytes, bool kRounded = false>
 constexpr TileFormat MakeTileFormat() {
-  using Engine = TileEngine<kWeight, kBytes>;
+  using Engine = TileEngine<kWeight, kBytes, kRounded>;
   TileFormat format = {};
-  format.gemm = &RunTileGemm<kWeight, kBytes>;
+  format.gemm = &RunTileGemm<kWeight, kBytes, kRounded>;
   format.shift = kBytes ? 0 : Engine::Decoder::kShift;
   format.permuted = Engine::Decoder::kPermuted;
   format.post = kBytes ? 1.0F : Engine::Decoder::kPost;
@@ -748,11 +673,15 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.bf16[kWeightU8Group64] = MakeTileFormat<kWeightU8Group64, false>();
   kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
   kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
+  kernels.rounded[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false, true>();
+  kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
+  kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
   kernels.pack = &PackTile;
   kernels.pack_groups = &PackTileGroups;
   kernels.pack_codes = &PackTileCodes;
   kernels.gather = &GatherTile;
   kernels.add = &AddRows;
+  kernels.silu = &SiluRows;
   kernels.pack_block = &PackTileBlock;
   return kernels;
 }

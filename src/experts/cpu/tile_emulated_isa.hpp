@@ -157,20 +157,26 @@ FMOE_EMULATED Words MaxSigned(const Words& a, const Words& b) {
   return EachWord([&](int i) { return (int16_t)a.at[i] > (int16_t)b.at[i] ? a.at[i] : b.at[i]; });
 }
 
-/// f16 of every value that the kernels meet: finite, and results exact in f16 (the kernels rely on that).
+FMOE_EMULATED Words AddWords(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return a.at[i] + b.at[i]; });
+}
+
+/// f16 of every value that the kernels meet: finite.
 FMOE_EMULATED float HalfToFloat(uint16_t half) {
   const float sign = (half & 0x8000) != 0 ? -1.0F : 1.0F;
   const int exponent = half >> 10 & 31, mantissa = half & 1023;
   return sign *
          (exponent == 0 ? ldexpf((float)mantissa, -24) : ldexpf((float)(1024 + mantissa), exponent - 25));
 }
+/// To nearest even.
 FMOE_EMULATED uint16_t FloatToHalf(float value) {
   const uint16_t sign = (uint16_t)(BitsOf(value) >> 16 & 0x8000);
   const float magnitude = fabsf(value);
   if (magnitude < ldexpf(1.0F, -14)) {
-    return (uint16_t)(sign | (uint16_t)ldexpf(magnitude, 24));
+    return (uint16_t)(sign | (uint16_t)nearbyintf(ldexpf(magnitude, 24)));
   }
-  const uint32_t bits = BitsOf(magnitude);
+  uint32_t bits = BitsOf(magnitude);
+  bits += 0xfff + (bits >> 13 & 1);
   return (uint16_t)(sign | (((bits >> 23) - 112) << 10) | (bits >> 13 & 1023));
 }
 FMOE_EMULATED Words MultiplyHalves(const Words& a, const Words& b) {
@@ -178,6 +184,11 @@ FMOE_EMULATED Words MultiplyHalves(const Words& a, const Words& b) {
 }
 FMOE_EMULATED Words SubtractHalves(const Words& a, const Words& b) {
   return EachWord([&](int i) { return FloatToHalf(HalfToFloat(a.at[i]) - HalfToFloat(b.at[i])); });
+}
+FMOE_EMULATED Words MultiplyAddHalves(const Words& a, const Words& b, const Words& c) {
+  return EachWord([&](int i) {
+    return FloatToHalf(fmaf(HalfToFloat(a.at[i]), HalfToFloat(b.at[i]), HalfToFloat(c.at[i])));
+  });
 }
 FMOE_EMULATED Words IntegersToHalves(const Words& x) {
   return EachWord([&](int i) { return FloatToHalf((float)x.at[i]); });
@@ -197,6 +208,24 @@ FMOE_EMULATED void StoreReals(float* p, const Reals& x) {
 FMOE_EMULATED Reals SetReals(float x) {
   return EachReal([&](int) { return x; });
 }
+FMOE_EMULATED Reals AddReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] + b.at[i]; });
+}
+FMOE_EMULATED Reals DivideReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] / b.at[i]; });
+}
+FMOE_EMULATED Reals MinReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] < b.at[i] ? a.at[i] : b.at[i]; });
+}
+FMOE_EMULATED Reals MaxReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
+}
+FMOE_EMULATED Reals RoundReals(const Reals& x) {
+  return EachReal([&](int i) { return nearbyintf(x.at[i]); });
+}
+FMOE_EMULATED Reals ScaleReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return isnan(b.at[i]) ? b.at[i] : ldexpf(a.at[i], (int)b.at[i]); });
+}
 FMOE_EMULATED Reals MultiplyReals(const Reals& a, const Reals& b) {
   return EachReal([&](int i) { return a.at[i] * b.at[i]; });
 }
@@ -211,6 +240,18 @@ FMOE_EMULATED void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero)
   memcpy(bits, p, 64);
   *scale = EachReal([&](int i) { return FloatOf(bits[i] & ~255U); });
   *zero = EachReal([&](int i) { return (float)(bits[i] & 255U); });
+}
+FMOE_EMULATED void LoadSplitScale(const uint8_t* p, Words* mantissa, Words* offset, Words* exponent) {
+  uint32_t bits[16];
+  memcpy(bits, p, 64);
+  for (int i = 0; i < 32; ++i) {
+    const uint32_t scale = bits[i / 2];
+    const float m = FloatOf((scale & 0x807fff00U) | 0x3f800000U);
+    const int e = (int)(scale >> 23 & 255) - 15;
+    mantissa->at[i] = FloatToHalf(m);
+    offset->at[i] = FloatToHalf(-(float)(scale & 255U) * m);
+    exponent->at[i] = (uint16_t)((e < 0 ? 0 : e > 219 ? 219 : e) << 7);
+  }
 }
 FMOE_EMULATED Reals BytesToReals(const int8_t* p) {
   return EachReal([&](int i) { return (float)p[i]; });

@@ -55,7 +55,8 @@ struct TileJob {
 
 /// Called before the sums of a job with a pair of stripes are finished.
 typedef void (*TileBegin)(void* context, const TileJob* job, int64_t first_stripe);
-/// Then, for a few of its tokens at a time: their sums with either stripe, [token][16 rows].
+/// Then, for a few of its tokens at a time: their sums with either stripe, [token][16 rows]. Tokens of one
+/// call lie in one tile.
 typedef void (*TileFinish)(void* context, int64_t first_token, int64_t tokens, const float* first,
                            const float* second);
 
@@ -71,8 +72,8 @@ struct TileGemm {
   uint8_t* scratch;      ///< kTileScratchBytes, aligned to 64
   TileBegin begin;
   TileFinish finish;
+  void *begin_context, *finish_context;
   int64_t finish_tokens;  ///< of one call, at least: a power of two up to 16
-  void* context;
 };
 typedef void (*TileGemmKernel)(const TileGemm* gemm);
 
@@ -106,23 +107,32 @@ typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t*
 typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile,
                                      int64_t k);
 
-/// Finished sums of `tokens` tokens with one or two stripes to where they belong:
+/// TileFinish of TileKernels::add, the context: sums of 32 columns to where they belong:
 ///
-///   rows + places[token] * stride   +=  weights[token] * (sums[stripe][token] * row_scale + bias)
+///   rows + places[token] * stride   +=  weights[token] * (sum * scale + bias)
 ///
-/// `bias` may be null. Lines of the next pair of stripes are asked for.
+/// Lines of the next 32 columns are asked for.
 struct TileAdd {
-  const float* sums[2];
-  int64_t stripes;
-  const float* row_scale;  ///< of both
-  const float* bias;
-  int64_t tokens;
-  const float* weights;
+  const float* scale;  ///< [32]
+  const float* bias;   ///< or null
+  int64_t stripes;     ///< 1 where the second does not exist
   float* rows;
-  const int32_t* places;
-  int64_t stride;  ///< floats
+  int64_t stride;         ///< floats
+  const int32_t* places;  ///< of the job's tokens
+  const float* weights;
 };
-typedef void (*TileAddKernel)(const TileAdd* add);
+
+/// TileFinish of TileKernels::silu, the context: silu(gate) * up of 16 columns, in bf16, to tokens of the
+/// next GEMM.
+struct TileSilu {
+  const float *gate_scale, *up_scale;  ///< [16]
+  const float *gate_bias, *up_bias;    ///< [16], maybe zeros
+  uint8_t* tokens;                     ///< of the job
+  int64_t num_tokens, row_bytes;
+  int64_t k;  ///< the first of the columns
+  int shift;  ///< as in TilePack
+  int permuted;
+};
 
 /// Rows that are packed already (64 bytes a step) into a tile of each step.
 typedef void (*TileGatherKernel)(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
@@ -142,12 +152,14 @@ struct TileKernels {
   const char* name;
   TileFormat bf16[kNumWeightKernels];
   TileFormat int8[kNumWeightKernels];  ///< tokens in int8: `sum` holds sums of codes over all of K
+  /// Weights with scales of groups, rounded to bf16: relative 2^-9, and no scaling of sums.
+  TileFormat rounded[kNumWeightKernels];
   TilePackKernel pack;
   TilePackBlockKernel pack_block;
   TilePackCodesKernel pack_codes;
   TilePackGroupsKernel pack_groups;
   TileGatherKernel gather;
-  TileAddKernel add;
+  TileFinish add, silu;
 };
 
 }  // namespace fusedmoe::cpu
