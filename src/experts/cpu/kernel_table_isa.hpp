@@ -143,6 +143,15 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
+/// The same for `num_tiles` tiles of kMaxHeight tokens and stripes `stripe_stride` bytes apart:
+/// out[tile][stripe][token][16].
+typedef void (*BatchKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride,
+                            int64_t blocks, const TileView* tiles, int64_t num_tiles, float* out);
+/// Tiles of a batch, at most and so that decoding once is worth its way through L1; and stripes of a call.
+constexpr int kBatchTiles = 8;
+constexpr int kLeastBatchTiles = 4;
+constexpr int kBatchStripes = 6;
+
 /// Quantizes `units` pieces of 64 values into a tile of one token.
 struct PackArguments {
   TileView tile;
@@ -297,6 +306,8 @@ struct KernelTable {
   const char* isa;
   /// Null where weights and tile do not meet, and for heights that the registers do not hold.
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];
+  /// Null where several tall tiles gain nothing from meeting the weights together.
+  BatchKernel batch[kNumWeightKernels][kNumTileKinds];
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;
   InterleaveKernel interleave;

@@ -37,6 +37,11 @@ FMOE_INLINE Floats Load(const float* p) {
 FMOE_INLINE void Store(float* p, Floats x) {
   _mm512_storeu_ps(p, x);
 }
+/// Loaded once, where the compiler would repeat the load in every operation that takes the value.
+FMOE_INLINE Floats InRegister(Floats x) {
+  asm("" : "+v"(x));
+  return x;
+}
 FMOE_INLINE Floats Add(Floats a, Floats b) {
   return _mm512_add_ps(a, b);
 }

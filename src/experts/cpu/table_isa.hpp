@@ -1,5 +1,6 @@
 #pragma once
 
+#include "experts/cpu/dot_batch_isa.hpp"
 #include "experts/cpu/dot_isa.hpp"
 #include "experts/cpu/epilogue_isa.hpp"
 #include "experts/cpu/pack_isa.hpp"
@@ -20,6 +21,9 @@ constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
   if constexpr (kHasEight && kKind != kTileA24) {
     table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
+  }
+  if constexpr (kHasByteDot && kHasEight && kKind != kTileA24) {
+    table.batch[kWeight][kKind] = &IntegerBatch<kWeight, kKind>;
   }
 }
 

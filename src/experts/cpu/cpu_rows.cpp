@@ -1,0 +1,265 @@
+#include <algorithm>
+#include <cstring>
+
+#include "experts/cpu/cpu_experts.hpp"
+#include "experts/cpu/cpu_run.hpp"
+#include "experts/cpu/row_quantizer.hpp"
+#include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
+
+/// From rows of activations to tiles: quantized as the scheme says, packed as the micro-kernels read them.
+namespace fusedmoe::cpu {
+namespace {
+
+/// Work below this many values is not worth waking threads for: a row of 64 K values takes some 10 us.
+constexpr int64_t kSerialValues = 64 << 10;
+
+}  // namespace
+
+void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
+  if (NeedsDynamicTensorScale(activation_) && run.num_slots > 0) {
+    const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
+    run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
+  }
+  if (run.num_tiles == 0) {
+    return;
+  }
+  const bool shared = part != 2 && !run.batched && shared_inputs_[part];
+  if (shared) {
+    PackTokens(run, shape, part);
+  }
+  const int64_t tasks = std::min(kPackTasks, run.num_tiles);
+  const Executor serial;
+  const bool small = run.num_slots * shape.padded_cols <= kSerialValues;
+  ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
+    for (int64_t tile = run.num_tiles * task / tasks; tile < run.num_tiles * (task + 1) / tasks; ++tile) {
+      PackTile(run, shape, part, shared, run.tiles[tile], task);
+    }
+  });
+}
+
+/// Every token that visits an expert here, once: tiles of one token.
+void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
+  std::fill_n(run.token_places, run.num_tokens, -1);
+  int32_t places = 0;
+  for (int64_t slot = 0; slot < run.num_slots; ++slot) {
+    int32_t& place = run.token_places[run.slot_rows[slot] - run.first_token];
+    if (place < 0) {
+      run.place_slots[places] = static_cast<int32_t>(slot);
+      place = places++;
+    }
+  }
+  const int64_t tasks = std::min<int64_t>(kPackTasks, places);
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const Executor serial;
+  const bool small = places * shape.padded_cols <= kSerialValues;
+  ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
+    for (int64_t place = places * task / tasks; place < places * (task + 1) / tasks; ++place) {
+      PackRow(run, shape, experts_[0].input[part], run.place_slots[place],
+              run.row_buffers + task * 2 * widest, run.token_tiles + place * shape.tile_row_bytes);
+    }
+  });
+}
+
+/// The scale that the finite values of all rows ask for.
+float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
+  const int64_t tasks = std::min({kPackTasks, plan_.max_tiles, run.num_slots});
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  float largest[kPackTasks] = {};
+  ParallelFor(*run.executor, tasks, [&](int64_t task) {
+    float* row = run.row_buffers + task * 2 * widest;
+    for (int64_t slot = run.num_slots * task / tasks; slot < run.num_slots * (task + 1) / tasks; ++slot) {
+      LoadRow(run, shape, slot, row);
+      largest[task] = std::max(largest[task], FiniteAmaxOfRow(*table_, row, shape.cols));
+    }
+  });
+  return DynamicTensorScale(activation_, *std::max_element(largest, largest + kPackTasks));
+}
+
+/// The input of a slot as fp32: a hidden state, or what the activation left.
+void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const {
+  if (&shape == &plan_.gate_up && run.coded) {
+    const int64_t source = run.slot_rows[slot];
+    DequantizeRow(activation_, run.batch_scale, run.rows + source * run.row_bytes,
+                  run.row_scales == nullptr ? nullptr : run.row_scales + source * run.row_scale_bytes,
+                  shape.cols, row);
+  } else if (&shape == &plan_.gate_up) {
+    table_->to_float[run.row_type](run.rows + run.slot_rows[slot] * run.row_bytes, shape.cols, row);
+  } else {
+    std::memcpy(row, run.mid + slot * plan_.gate_up.row_stride(),
+                static_cast<size_t>(shape.cols) * sizeof(float));
+  }
+}
+
+/// Fills the code, scale and unit fields of `arguments` from a row. `buffer` holds 4 * `width` bytes.
+void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                 int64_t slot, float* row, std::byte* buffer,
+                                 PackCodesArguments& arguments) const {
+  const int64_t width = shape.padded_cols;
+  const bool coded = run.coded && &shape == &plan_.gate_up;
+  auto* codes = reinterpret_cast<int8_t*>(buffer);
+  auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
+  const std::byte* stored = buffer + width;
+  const std::byte* stored_scales = buffer + 3 * width;
+  const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
+  const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  arguments.units = width / kPanelUnit;
+  arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
+  arguments.codes = codes;
+  arguments.scales = scales;
+  if (coded) {
+    stored = run.rows + run.slot_rows[slot] * run.row_bytes;
+    stored_scales = run.row_scales + run.slot_rows[slot] * run.row_scale_bytes;
+  } else if (CanRoundRows(activation_)) {
+    int8_t* rounded = transform.columns == nullptr ? codes : reinterpret_cast<int8_t*>(buffer + width);
+    QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, rounded, scales);
+    for (int64_t k = 0; transform.columns != nullptr && k < width; ++k) {
+      codes[k] = transform.columns[k] < 0 ? int8_t{0} : rounded[transform.columns[k]];
+    }
+    if (transform.columns == nullptr) {
+      std::fill(codes + shape.cols, codes + width, int8_t{0});
+    }
+    // From scales of the scheme's groups to those of the tile's, from the back: none is read after it
+    // changed.
+    const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
+    for (int64_t g = width / group; g-- > 0;) {
+      scales[g] =
+          scales[activation_.group.col > 0 ? std::min(stored_count - 1, g * group / activation_.group.col)
+                                           : 0];
+    }
+    return;
+  } else {
+    QuantizeRow(activation_, tensor_scale, row, shape.cols, buffer + width, buffer + 3 * width);
+  }
+  const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
+  if (plan_.tile == kTileA4) {
+    static constexpr int8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      codes[k] = kDoubled[k % 2 == 0 ? bytes[k / 2] & 15 : bytes[k / 2] >> 4];
+    }
+  } else if (transform.columns != nullptr) {
+    for (int64_t k = 0; k < width; ++k) {
+      codes[k] = transform.columns[k] < 0 ? int8_t{0} : static_cast<int8_t>(bytes[transform.columns[k]]);
+    }
+  } else {
+    std::memcpy(codes, bytes, static_cast<size_t>(shape.cols));
+  }
+  if (transform.columns == nullptr) {
+    std::fill(codes + shape.cols, codes + width, int8_t{0});
+  }
+  const float halved = plan_.tile == kTileA4 ? 0.5F : 1.0F;
+  const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
+  for (int64_t g = 0; g < width / group; ++g) {
+    float scale = tensor_scale;
+    if (!IsPerTensor(activation_)) {
+      const int64_t index = activation_.group.col > 0 ? std::min(last, g * group / activation_.group.col) : 0;
+      const uint32_t code = activation_.scale_dtype == DType::kF32
+                                ? 0
+                                : LoadCode(activation_.scale_dtype, stored_scales, index);
+      if (activation_.scale_dtype == DType::kF32) {
+        std::memcpy(&scale, stored_scales + index * 4, 4);
+      } else {
+        scale = DecodeCode(activation_.scale_dtype, code) * (IsTwoLevel(activation_) ? tensor_scale : 1.0F);
+      }
+    }
+    scales[g] = scale * halved;
+  }
+}
+
+/// The row as the tile takes it, `padded_cols` floats in packed order, in one of the two halves of `row`'s
+/// buffer.
+const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                   float* row) const {
+  if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
+    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    RoundRowInPlace(*table_, activation_, tensor_scale, row, shape.cols);
+  }
+  if (transform.columns == nullptr) {
+    std::fill(row + shape.cols, row + shape.padded_cols, 0.0F);
+    return row;
+  }
+  float* packed = row + shape.padded_cols;
+  for (int64_t k = 0; k < shape.padded_cols; ++k) {
+    packed[k] = transform.columns[k] < 0 ? 0.0F : row[transform.columns[k]];
+  }
+  return packed;
+}
+
+/// The intermediate row of a slot where nothing needs to be done to it before it is packed, else null.
+const float* CpuExperts::RowInPlace(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                    int64_t slot) const {
+  const bool as_it_is = &shape == &plan_.down && plan_.rows == RowRule::kAsTheyAre &&
+                        transform.pre_quant_scale == nullptr && transform.columns == nullptr &&
+                        shape.cols == shape.padded_cols;
+  return as_it_is ? run.mid + slot * plan_.gate_up.row_stride() : nullptr;
+}
+
+/// A row as a tile of one token.
+void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                         int64_t slot, float* row_buffer, std::byte* out) const {
+  const TileView view = ViewTile(out, plan_.kernel, plan_.tile, shape.padded_cols, 1);
+  const Correction correction = CorrectionOf(plan_.kernel);
+  if (const float* row = RowInPlace(run, shape, transform, slot)) {
+    PackArguments values{.tile = view, .correction = correction};
+    values.units = shape.padded_cols / kPanelUnit;
+    values.values = row;
+    table_->pack[plan_.tile](&values);
+    return;
+  }
+  // Whether `slot` is of gate and up or of down is for LoadRow to know; only the former may come as codes.
+  if (!(run.coded && &shape == &plan_.gate_up && plan_.rows == RowRule::kCodes)) {
+    LoadRow(run, shape, slot, row_buffer);
+  }
+  if (transform.pre_quant_scale != nullptr) {
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      row_buffer[k] *= transform.pre_quant_scale[k];
+    }
+  }
+  if (plan_.rows == RowRule::kCodes) {
+    PackCodesArguments codes{.tile = view, .correction = correction};
+    QuantizeToCodes(run, shape, transform, slot, row_buffer,
+                    reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
+    table_->pack_codes(&codes);
+  } else {
+    PackArguments values{.tile = view, .correction = correction};
+    values.units = shape.padded_cols / kPanelUnit;
+    values.values = FinishRow(run, shape, transform, row_buffer);
+    table_->pack[plan_.tile](&values);
+  }
+}
+
+/// The tokens of a tile side by side; tokens that do not exist multiply zeros. `shared`: PackTokens has been
+/// there.
+void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, bool shared, const Tile& tile,
+                          int64_t task) const {
+  const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
+  const int64_t row_bytes = shape.tile_row_bytes;
+  const int64_t most_bytes = std::max(plan_.gate_up.tile_row_bytes, plan_.down.tile_row_bytes);
+  std::byte* rows = run.tile_rows + task * kHeights[plan_.max_height_index] * most_bytes;
+  const int height = kHeights[tile.height_index];
+  const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
+  const int32_t* tokens[kMaxHeight];
+  for (int token = 0; token < height; ++token) {
+    const int64_t slot = tile.first_slot + token;
+    std::byte* row = rows + token * row_bytes;
+    if (token >= tile.count) {
+      std::memset(row, 0, static_cast<size_t>(row_bytes));
+    } else if (shared) {
+      row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
+    } else {
+      const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
+      const float* in_place = plan_.tile == kTileF32 ? RowInPlace(run, shape, transform, slot) : nullptr;
+      if (in_place != nullptr) {  // fp32 tiles of one token are the row itself
+        tokens[token] = reinterpret_cast<const int32_t*>(in_place);
+        continue;
+      }
+      PackRow(run, shape, transform, slot, run.row_buffers + task * 2 * widest, row);
+    }
+    tokens[token] = reinterpret_cast<const int32_t*>(row);
+  }
+  std::byte* tiles = part == 2 ? run.mid_tiles : run.InputTiles(plan_, part);
+  table_->interleave(tokens, row_bytes / 4, height,
+                     reinterpret_cast<int32_t*>(tiles + tile.first_row * row_bytes));
+}
+
+}  // namespace fusedmoe::cpu
