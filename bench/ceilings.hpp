@@ -1,6 +1,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <time.h>
 
 #include <chrono>
 #include <cstdint>
@@ -13,6 +14,13 @@ namespace fusedmoe::bench {
 
 inline double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+/// Of this thread's own CPU time, which other programs on the machine do not stretch.
+inline double ThreadSeconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 #define FMOE_PEAK(name, Register, instruction)                                                            \

@@ -73,17 +73,19 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   view.prefetch_near = 7680;
   const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
   alignas(64) static float out[2 * kMaxHeight * 16];
+  const double begin = ThreadSeconds();
   for (auto _ : state) {
     for (int64_t stripe = 0; stripe < count; stripe += 2) {
       dot(bench.weights + stripe * stripe_bytes, 2, blocks, &view, out);
     }
     benchmark::ClobberMemory();
   }
+  const double seconds = ThreadSeconds() - begin;
   const auto passes = static_cast<double>(state.iterations());
   const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * height);
   const double peak = kind == kTileF32 ? bench.float_peak : bench.int_peak;
   state.counters["ops"] = benchmark::Counter(ops, benchmark::Counter::kIsRate);
-  state.counters["share"] = benchmark::Counter(ops / peak, benchmark::Counter::kIsRate);
+  state.counters["share"] = ops / seconds / peak;
   state.SetBytesProcessed(static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 

@@ -5,8 +5,6 @@
 //
 // Weights are cold: random routings rotate over more experts than the caches hold. Prints the median of the
 // samples.
-#include <time.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -89,14 +87,8 @@ Prepared Prepare(const Options& options, const std::string& scheme, int64_t toke
   return prepared;
 }
 
-/// One thread is timed by its own CPU time, which other programs on the machine do not stretch.
 double Now(const Executor& executor) {
-  if (executor.num_threads > 1) {
-    return Seconds();
-  }
-  timespec time{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+  return executor.num_threads > 1 ? Seconds() : ThreadSeconds();
 }
 
 void Measure(const Options& options, const std::string& scheme, const Prepared& prepared, int64_t tokens,

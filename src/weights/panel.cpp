@@ -295,14 +295,17 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
   };
   if (matrix.group_index.empty()) {
     const int64_t group = format.group == 0 ? 0 : GroupColumns(matrix.format);
+    const bool aligned = group <= 0 || (group % format.group == 0 && matrix.scale_col_offset % group == 0);
     for (int64_t col = 0; col < matrix.cols;) {
-      const int64_t end = group <= 0
+      const int64_t end = aligned
                               ? matrix.cols
                               : std::min(matrix.cols, col + group - (matrix.scale_col_offset + col) % group);
       fill_to(std::max<int64_t>(format.group, 1));
-      for (; col < end; ++col) {
-        columns.push_back(static_cast<int32_t>(col));
-      }
+      const size_t begin = columns.size();
+      columns.resize(begin + static_cast<size_t>(end - col));
+      std::iota(columns.begin() + static_cast<std::ptrdiff_t>(begin), columns.end(),
+                static_cast<int32_t>(col));
+      col = end;
     }
     fill_to(format.block);
     return columns;
@@ -325,14 +328,15 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
 }
 
 bool PanelColumnsAreIdentity(std::span<const int32_t> columns) {
-  int64_t real = 0;
-  for (size_t k = 0; k < columns.size(); ++k) {
-    if (columns[k] >= 0 && (columns[k] != static_cast<int32_t>(k) || real != static_cast<int64_t>(k))) {
-      return false;
-    }
-    real += columns[k] >= 0 ? 1 : 0;
+  size_t real = columns.size();
+  while (real > 0 && columns[real - 1] < 0) {
+    --real;
   }
-  return true;
+  int32_t differences = 0;  // without a way out, so that it runs in vectors: every matrix asks
+  for (size_t k = 0; k < real; ++k) {
+    differences |= columns[k] ^ static_cast<int32_t>(k);
+  }
+  return differences == 0;
 }
 
 int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols,
@@ -350,6 +354,10 @@ int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format,
 
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row) {
   return ScaleRowData(matrix.block_scale, ScaleRow(matrix, row));
+}
+
+const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row) {
+  return ScaleRowData(matrix.zero_point, ScaleRow(matrix, row));
 }
 
 std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const PanelFormat& format,
@@ -451,13 +459,15 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
 }
 
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out) {
-  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-    const int64_t row = stripe * kPanelRows + lane;
-    float scale = row < matrix.rows ? matrix.tensor_scale.value_or(1.0F) : 0.0F;
-    if (row < matrix.rows && !matrix.channel_scale.empty()) {
-      scale *= matrix.channel_scale.view().as<float>()[row];
+  const int64_t first = stripe * kPanelRows;
+  const int64_t rows = std::clamp<int64_t>(matrix.rows - first, 0, kPanelRows);
+  std::fill_n(out, rows, matrix.tensor_scale.value_or(1.0F));
+  std::fill(out + rows, out + kPanelRows, 0.0F);
+  if (!matrix.channel_scale.empty()) {
+    const float* scales = matrix.channel_scale.view().as<float>() + first;
+    for (int64_t lane = 0; lane < rows; ++lane) {
+      out[lane] *= scales[lane];
     }
-    out[lane] = scale;
   }
 }
 

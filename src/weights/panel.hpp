@@ -81,6 +81,8 @@ std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const Pane
                                        std::span<const int32_t> columns);
 /// Block scales of the row that a row of the matrix uses.
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row);
+/// The same of zero points, a byte each.
+const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row);
 /// The scale of each group of a row as its panel code in the low bytes; 0 where the group has no columns.
 void PanelScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
                      int64_t row, uint32_t* codes);

@@ -129,10 +129,11 @@ class MatrixPacking {
     PanelRowScales(canonical, stripe, scales);
     for (int64_t lane = 0; lane < kPanelRows; ++lane) {
       scales[lane] *= output_scale_;
-      const int64_t row = stripe * kPanelRows + lane;
-      if (!canonical.bias.empty() && row < canonical.rows) {
-        bias_[position * kPanelRows + lane] = canonical.bias.view().as<float>()[row];
-      }
+    }
+    if (!canonical.bias.empty()) {
+      const int64_t first = stripe * kPanelRows;
+      std::copy_n(canonical.bias.view().as<float>() + first, std::min(kPanelRows, canonical.rows - first),
+                  bias_ + position * kPanelRows);
     }
   }
 

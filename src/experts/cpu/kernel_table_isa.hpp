@@ -295,12 +295,29 @@ struct PanelArguments {
   int64_t units_per_block;
   int64_t block_bytes;
   int32_t flip;          ///< exclusive-or of codes; for scales the bits that stay
+  int32_t least;         ///< of each byte of scales
   const uint8_t* ahead;  ///< where the next rows begin: as many bytes from there are prefetched as are packed
   uint8_t* out;          ///< scales: those of the first block
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 
 enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
+
+/// Scales that a panel holds as words: a line of sixteen rows for each group.
+struct ScaleWordsArguments {
+  const uint8_t* scales[16];  ///< of the first column of each row, in their own type; null: no such row
+  const uint8_t* scales_end;  ///< bytes up to here may be read
+  const uint8_t* zeros[16];   ///< zero points of the same columns, a byte each; null: `zero` is that of all
+  const uint8_t* zeros_end;
+  int32_t zero;      ///< or the exclusive-or of all zero points
+  bool beside_zero;  ///< words of 24 bits, the zero point below them; else fp32
+  int64_t columns, groups;
+  int64_t groups_per_column;
+  int64_t groups_per_block;
+  int64_t block_bytes;
+  uint8_t* out;  ///< scales of the first block
+};
+typedef void (*PackScaleWordsKernel)(const ScaleWordsArguments* arguments);
 
 struct KernelTable {
   const char* isa;
@@ -319,6 +336,7 @@ struct KernelTable {
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
   PackPanelKernel pack_panel[kNumPanelTransforms];
+  PackScaleWordsKernel pack_scale_words[kNumRowTypes];
 };
 
 }  // namespace fusedmoe::cpu

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/checked_math.hpp"
+
 namespace fusedmoe::cpu {
 namespace {
 
-/// Byte scales of so many units are brought together at a time: 64 bytes a row at most.
-constexpr int64_t kScaleUnits = 16;
-/// Words of so many groups of sixteen rows are brought together at a time: 4 KB.
-constexpr int64_t kWordGroups = 64;
+/// Byte scales of each row that are copied at a time where they cannot be packed from where they lie.
+constexpr int64_t kScaleBytes = 64;
 /// Scales that are asked for ahead: 16 rows of K = 8192 in groups of 16.
 constexpr int64_t kMostScaleBytes = 8192;
 
@@ -34,16 +34,17 @@ PanelTransform TransformOf(const PanelFormat& format) {
   }
 }
 
-/// fp32 scales as the panel holds them beside a zero point, as PanelScaleCodes rounds them.
-uint32_t BesideZero(uint32_t bits, uint32_t zero) {
-  return ((bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU) | zero;
+/// Scales of channels that stand elsewhere.
+constexpr float kOnes[kPanelRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+const uint8_t* Bytes(const void* data) {
+  return static_cast<const uint8_t*>(data);
 }
 
 }  // namespace
 
 struct PanelPacker::Stripe {
   const uint8_t* codes[kPanelRows];
-  const uint8_t* scales[kPanelRows];  ///< plain scales of the first group
   int64_t rows;
 };
 
@@ -61,23 +62,50 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
   if (scale_columns_.empty()) {
     return;
   }
-  const auto padding = std::find(scale_columns_.begin(), scale_columns_.end(), -1);
-  real_groups_ = padding - scale_columns_.begin();
-  bool in_order =
-      real_groups_ > 0 && std::all_of(padding, scale_columns_.end(), [](int32_t c) { return c < 0; });
-  for (int64_t g = 1; in_order && g < real_groups_; ++g) {
-    in_order = scale_columns_[static_cast<size_t>(g)] == scale_columns_[0] + g;
+  ChooseScales();
+}
+
+/// Which way the scales go. Groups that follow each other, several to a column where the panel has more of
+/// them (128 x 128 blocks, channels), take a fast one.
+void PanelPacker::ChooseScales() {
+  const auto begin = scale_columns_.begin();
+  const auto padding = std::find(begin, scale_columns_.end(), -1);
+  real_groups_ = padding - begin;
+  if (real_groups_ == 0 || matrix_.rows == 0 ||
+      !std::all_of(padding, scale_columns_.end(), [](int32_t c) { return c < 0; })) {
+    return;
   }
-  const bool bytes = format.scale == PanelScale::kE4M3 || format.scale == PanelScale::kE8M0;
-  plain_scales_ = in_order && bytes;
-  const DType dtype = matrix.block_scale.empty() ? DType::kF32 : matrix.block_scale.dtype();
-  if (in_order && !bytes && matrix.rows > 0 && matrix.zero_point.empty() && !matrix.block_scale.empty() &&
-      (dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16)) {
-    plain_words_ = true;
+  groups_per_column_ = std::find_if(begin, padding, [&](int32_t c) { return c != *begin; }) - begin;
+  for (int64_t g = 0; g < real_groups_; ++g) {
+    if (begin[g] != *begin + g / groups_per_column_) {
+      return;
+    }
+  }
+  const bool has_scales = !matrix_.block_scale.empty(), has_zeros = !matrix_.zero_point.empty();
+  const DType dtype = has_scales ? matrix_.block_scale.dtype() : DType::kF32;
+  scales_end_ = has_scales
+                    ? Bytes(PanelScaleRow(matrix_, matrix_.rows - 1)) + matrix_.block_scale.view().row_bytes()
+                    : Bytes(kOnes + kPanelRows);
+  if (format_.scale == PanelScale::kE4M3 || format_.scale == PanelScale::kE8M0) {
+    scales_ = groups_per_column_ == 1 && has_scales ? Scales::kBytes : Scales::kAny;
+    return;
+  }
+  if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
+    return;
+  }
+  if (!has_scales && groups_per_column_ < real_groups_) {
+    return;
+  }
+  scale_type_ = dtype == DType::kF32 ? kRowF32 : dtype == DType::kBF16 ? kRowBf16 : kRowF16;
+  if (has_zeros) {
+    zeros_end_ = Bytes(PanelZeroRow(matrix_, matrix_.rows - 1)) + matrix_.zero_point.view().row_bytes();
+    zero_ = format_.code == DType::kU4 ? flip_ & 15 : flip_;
+  } else if (format_.scale == PanelScale::kF32Zero) {
     uint32_t first = 0;
-    PanelScaleCodes(matrix, format.scale, std::span(scale_columns_).first(1), 0, &first);
-    zero_ = first & 0xffU;
+    PanelScaleCodes(matrix_, format_.scale, std::span(scale_columns_).first(1), 0, &first);
+    zero_ = static_cast<int32_t>(first & 0xffU);
   }
+  scales_ = Scales::kWords;
 }
 
 void PanelPacker::PackCodes(const Stripe& stripe, uint8_t* out) const {
@@ -115,114 +143,131 @@ void PanelPacker::PackCodes(const Stripe& stripe, uint8_t* out) const {
   }
 }
 
-/// Bytes in the order of the panel's groups go through the same transposition as codes.
-void PanelPacker::PackPlainScales(const Stripe& stripe, uint8_t* out) const {
-  const auto units = static_cast<int64_t>(columns_.size()) / kPanelUnit;
-  const int64_t per_unit = kPanelUnit / format_.group;
-  alignas(64) uint8_t rows[kPanelRows][kScaleUnits * 4] = {};  // whole vectors, which rows need not end with
+/// Bytes in the order of the panel's groups go through the same transposition as codes, from where they lie.
+void PanelPacker::PackByteScales(int64_t first_row, int64_t rows, uint8_t* out) const {
   PanelArguments arguments{};
+  arguments.units = static_cast<int64_t>(columns_.size()) / kPanelUnit;
   arguments.block_bytes = format_.block_bytes();
   arguments.flip = format_.scale == PanelScale::kE4M3 ? 0x7f7f7f7f : -1;
-  for (int64_t unit = 0; unit < units; unit += kScaleUnits) {
-    arguments.units = std::min(kScaleUnits, units - unit);
-    arguments.out = out + unit * format_.block_bytes() + format_.code_bytes();
-    const int64_t bytes = std::clamp<int64_t>(real_groups_ - unit * per_unit, 0, arguments.units * per_unit);
-    const bool as_they_lie = stripe.rows == kPanelRows && format_.scale == PanelScale::kE4M3 &&
-                             bytes == arguments.units * per_unit && bytes % 32 == 0;
-    if (as_they_lie) {
-      for (int64_t row = 0; row < kPanelRows; ++row) {
-        arguments.rows[row] = stripe.scales[row] + unit * per_unit;
-      }
-      arguments.ahead = stripe.scales[0] + matrix_.block_scale.view().stride_bytes(0) * kPanelRows +
-                        unit * per_unit * kPanelRows;
-      table_.pack_panel[kPanelScales16](&arguments);
-      continue;
-    }
+  arguments.least = format_.scale == PanelScale::kE8M0 ? 0x01010101 : 0;
+  arguments.out = out + format_.code_bytes();
+  const PackPanelKernel pack = table_.pack_panel[format_.group == 16 ? kPanelScales16 : kPanelScales32];
+  RowPointers(matrix_.block_scale, &PanelScaleRow, first_row, rows, arguments.rows);
+  const auto bytes = static_cast<int64_t>(scale_columns_.size());
+  const uint8_t* last = arguments.rows[kPanelRows - 1];
+  if (rows == kPanelRows && real_groups_ == bytes && scales_end_ - last >= RoundUp(bytes, 32)) {
+    arguments.ahead = arguments.rows[0] + matrix_.block_scale.view().stride_bytes(0) * kPanelRows;
+    pack(&arguments);
+    return;
+  }
+  // Rows end inside a vector, or there is padding, which is zero: pieces of 64 bytes.
+  alignas(64) uint8_t copies[kPanelRows][kScaleBytes] = {};
+  const uint8_t* scales[kPanelRows];
+  std::copy(arguments.rows, arguments.rows + kPanelRows, scales);
+  const int64_t units = arguments.units, per_unit = kPanelUnit / format_.group;
+  const int64_t units_at_once = kScaleBytes / per_unit;
+  const auto least = static_cast<uint8_t>(arguments.least & 0xff);
+  arguments.least = 0;
+  arguments.ahead = copies[0];
+  for (int64_t unit = 0; unit < units; unit += units_at_once) {
+    arguments.units = std::min(units_at_once, units - unit);
+    const int64_t real = std::clamp<int64_t>(real_groups_ - unit * per_unit, 0, kScaleBytes);
     for (int64_t row = 0; row < kPanelRows; ++row) {
-      arguments.rows[row] = rows[row];
-    }
-    arguments.ahead = rows[0];
-    for (int64_t row = 0; row < stripe.rows; ++row) {
-      std::fill(std::copy_n(stripe.scales[row] + unit * per_unit, bytes, rows[row]),
-                rows[row] + arguments.units * per_unit, uint8_t{0});
-      if (format_.scale == PanelScale::kE8M0) {
-        for (int64_t g = 0; g < bytes; ++g) {
-          rows[row][g] = std::max<uint8_t>(rows[row][g], 1);
-        }
+      arguments.rows[row] = copies[row];
+      for (int64_t g = 0; g < kScaleBytes && row < rows; ++g) {
+        copies[row][g] = g < real ? std::max(scales[row][unit * per_unit + g], least) : uint8_t{0};
       }
     }
-    table_.pack_panel[format_.group == 16 ? kPanelScales16 : kPanelScales32](&arguments);
+    pack(&arguments);
+    arguments.out += arguments.units * arguments.block_bytes;
   }
 }
 
-/// Words of `count` groups of a row from `first` on.
-void PanelPacker::ScaleWords(int64_t row, int64_t first, int64_t count, uint32_t* words) const {
-  if (!plain_words_) {
-    PanelScaleCodes(matrix_, format_.scale,
-                    std::span(scale_columns_).subspan(static_cast<size_t>(first), static_cast<size_t>(count)),
-                    row, words);
-    return;
+/// Where the scales or zero points of the first group of each row of a stripe stand.
+void PanelPacker::RowPointers(const Tensor& tensor,
+                              const std::byte* (*of_row)(const CanonicalMatrix&, int64_t), int64_t first_row,
+                              int64_t rows, const uint8_t** pointers) const {
+  const int64_t first_byte = scale_columns_[0] * DTypeBits(tensor.dtype()) / 8;
+  const uint8_t* begin = Bytes(of_row(matrix_, first_row)) + first_byte;
+  const uint8_t* last = Bytes(of_row(matrix_, first_row + rows - 1)) + first_byte;
+  const int64_t stride = begin == last ? 0 : tensor.view().stride_bytes(0);
+  const bool even = begin == last || matrix_.format.block.row == 1;
+  for (int64_t row = 0; row < rows; ++row) {
+    pointers[row] = even ? begin + row * stride : Bytes(of_row(matrix_, first_row + row)) + first_byte;
   }
-  const int64_t real = std::clamp<int64_t>(real_groups_ - first, 0, count);
-  const std::byte* scales = PanelScaleRow(matrix_, row);
-  const int64_t column = scale_columns_[0] + first;
-  const DType dtype = matrix_.block_scale.dtype();
-  const RowType type = dtype == DType::kF32 ? kRowF32 : dtype == DType::kBF16 ? kRowBf16 : kRowF16;
-  float values[kWordGroups];
-  table_.to_float[type](scales + column * DTypeBits(dtype) / 8, real, values);
-  std::memcpy(words, values, static_cast<size_t>(real) * 4);
-  if (format_.scale == PanelScale::kF32Zero) {
-    for (int64_t g = 0; g < real; ++g) {
-      words[g] = BesideZero(words[g], zero_);
-    }
-  }
-  std::fill(words + real, words + count, 0U);
 }
 
 /// Scales of the next sixteen rows, on their way while the codes of these are packed: a stripe has a few
 /// lines of them in a piece of memory of their own, too few for the hardware to see a stream. Without it INT4
 /// packed at 58 instead of 70 % of the rate of a copy.
 void PanelPacker::PrefetchScales(int64_t first_row) const {
-  if (matrix_.block_scale.empty() || first_row + kPanelRows > matrix_.rows) {
+  if (first_row + kPanelRows > matrix_.rows) {
     return;
   }
-  const auto* begin = reinterpret_cast<const char*>(PanelScaleRow(matrix_, first_row));
-  const auto* last = reinterpret_cast<const char*>(PanelScaleRow(matrix_, first_row + kPanelRows - 1));
-  const int64_t bytes = last - begin + matrix_.block_scale.view().row_bytes();
-  for (int64_t line = 0; line < bytes && line < kMostScaleBytes; line += 64) {
-    __builtin_prefetch(begin + line);
+  const auto prefetch = [](const std::byte* begin, const std::byte* last_row, const Tensor& tensor) {
+    const int64_t bytes = last_row - begin + tensor.view().row_bytes();
+    for (int64_t line = 0; line < bytes && line < kMostScaleBytes; line += 64) {
+      __builtin_prefetch(begin + line);
+    }
+  };
+  const int64_t last_row = first_row + kPanelRows - 1;
+  if (!matrix_.block_scale.empty()) {
+    prefetch(PanelScaleRow(matrix_, first_row), PanelScaleRow(matrix_, last_row), matrix_.block_scale);
+  }
+  if (!matrix_.zero_point.empty()) {
+    prefetch(PanelZeroRow(matrix_, first_row), PanelZeroRow(matrix_, last_row), matrix_.zero_point);
   }
 }
 
-void PanelPacker::PackScaleWords(int64_t first_row, int64_t rows, uint8_t* out) const {
+/// fp32, bf16 and f16 scales whose columns follow each other, with zero points or without.
+void PanelPacker::PackWordScales(int64_t first_row, int64_t rows, uint8_t* out) const {
+  ScaleWordsArguments arguments{};
+  if (matrix_.block_scale.empty()) {
+    std::fill_n(arguments.scales, rows, Bytes(kOnes));
+  } else {
+    RowPointers(matrix_.block_scale, &PanelScaleRow, first_row, rows, arguments.scales);
+  }
+  if (!matrix_.zero_point.empty()) {
+    RowPointers(matrix_.zero_point, &PanelZeroRow, first_row, rows, arguments.zeros);
+  }
+  arguments.scales_end = scales_end_;
+  arguments.zeros_end = zeros_end_;
+  arguments.zero = zero_;
+  arguments.beside_zero = format_.scale == PanelScale::kF32Zero;
+  arguments.columns = CeilDiv(real_groups_, groups_per_column_);
+  arguments.groups = real_groups_;
+  arguments.groups_per_column = groups_per_column_;
+  arguments.groups_per_block = format_.block / format_.group;
+  arguments.block_bytes = format_.block_bytes();
+  arguments.out = out;
+  table_.pack_scale_words[scale_type_](&arguments);
+  for (auto group = real_groups_; group < static_cast<int64_t>(scale_columns_.size()); ++group) {
+    std::memset(out + group / arguments.groups_per_block * arguments.block_bytes +
+                    group % arguments.groups_per_block * kPanelRows * 4,
+                0, kPanelRows * 4);
+  }
+}
+
+/// Scales of any type and order, one after the other.
+void PanelPacker::PackAnyScales(int64_t first_row, int64_t rows, uint8_t* out) const {
   const auto groups = static_cast<int64_t>(scale_columns_.size());
   const int64_t per_block = format_.block / format_.group, block_bytes = format_.block_bytes();
   const bool bytes = format_.scale_bytes() == per_block * kPanelRows;
-  alignas(64) uint32_t words[kPanelRows][kWordGroups] = {};
-  for (int64_t first = 0; first < groups; first += kWordGroups) {
-    const int64_t count = std::min(kWordGroups, groups - first);
-    const std::byte* before = nullptr;
-    for (int64_t row = 0; row < rows; ++row) {
-      // Rows of a block of weights share their scales, and all rows do where only zero points differ from
-      // none.
-      const std::byte* scales =
-          matrix_.block_scale.empty() ? nullptr : PanelScaleRow(matrix_, first_row + row);
-      if (row > 0 && scales == before && matrix_.zero_point.empty()) {
-        std::copy_n(words[row - 1], count, words[row]);
-      } else {
-        ScaleWords(first_row + row, first, count, words[row]);
-      }
-      before = scales;
+  std::vector<uint32_t> words(scale_columns_.size(), 0);
+  for (int64_t row = 0; row < kPanelRows; ++row) {
+    if (row < rows) {
+      PanelScaleCodes(matrix_, format_.scale, scale_columns_, first_row + row, words.data());
+    } else {
+      std::fill(words.begin(), words.end(), 0U);
     }
-    for (int64_t g = 0; g < count; ++g) {
-      uint8_t* to = out + (first + g) / per_block * block_bytes;
-      const int64_t place = (first + g) % per_block * kPanelRows;
-      for (int64_t row = 0; row < kPanelRows; ++row) {
-        if (bytes) {
-          to[place + row] = static_cast<uint8_t>(words[row][g]);
-        } else {
-          std::memcpy(to + (place + row) * 4, &words[row][g], 4);
-        }
+    for (int64_t g = 0; g < groups; ++g) {
+      uint8_t* to = out + g / per_block * block_bytes;
+      const int64_t place = g % per_block * kPanelRows + row;
+      const uint32_t word = words[static_cast<size_t>(g)];
+      if (bytes) {
+        to[place] = static_cast<uint8_t>(word);
+      } else {
+        std::memcpy(to + place * 4, &word, 4);
       }
     }
   }
@@ -246,14 +291,12 @@ void PanelPacker::Pack(int64_t index, std::byte* out) const {
   auto* bytes = reinterpret_cast<uint8_t*>(out);
   PrefetchScales(first_row + kPanelRows);
   PackCodes(stripe, bytes);
-  if (plain_scales_) {
-    for (int64_t row = 0; row < stripe.rows; ++row) {
-      stripe.scales[row] =
-          reinterpret_cast<const uint8_t*>(PanelScaleRow(matrix_, first_row + row)) + scale_columns_[0];
-    }
-    PackPlainScales(stripe, bytes);
+  if (scales_ == Scales::kBytes) {
+    PackByteScales(first_row, stripe.rows, bytes);
+  } else if (scales_ == Scales::kWords) {
+    PackWordScales(first_row, stripe.rows, bytes + format_.code_bytes());
   } else if (format_.scale != PanelScale::kNone) {
-    PackScaleWords(first_row, stripe.rows, bytes + format_.code_bytes());
+    PackAnyScales(first_row, stripe.rows, bytes + format_.code_bytes());
   }
 }
 

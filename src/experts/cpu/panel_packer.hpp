@@ -11,7 +11,7 @@ namespace fusedmoe::cpu {
 /// Stripes of one matrix with the kernels of an instruction set, byte for byte those of PackPanelStripe.
 ///
 ///   rows of codes  ─► lines, transposed in registers ─► the stripe
-///   rows of scales ─► sixteen rows beside each other in L1 ─► behind the codes of their block
+///   rows of scales ─► bytes or words of sixteen rows, transposed alike ─► behind the codes of their block
 ///
 /// Columns in an order of their own and 6-bit codes take PackPanelStripe. Const calls are safe from many
 /// threads; the matrix and its columns must outlive the packer.
@@ -26,10 +26,13 @@ class PanelPacker {
  private:
   struct Stripe;
   void PackCodes(const Stripe& stripe, uint8_t* out) const;
-  void PackPlainScales(const Stripe& stripe, uint8_t* out) const;
+  void ChooseScales();
   void PrefetchScales(int64_t first_row) const;
-  void PackScaleWords(int64_t first_row, int64_t rows, uint8_t* out) const;
-  void ScaleWords(int64_t row, int64_t first, int64_t count, uint32_t* words) const;
+  void RowPointers(const Tensor& tensor, const std::byte* (*of_row)(const CanonicalMatrix&, int64_t),
+                   int64_t first_row, int64_t rows, const uint8_t** pointers) const;
+  void PackByteScales(int64_t first_row, int64_t rows, uint8_t* out) const;
+  void PackWordScales(int64_t first_row, int64_t rows, uint8_t* out) const;
+  void PackAnyScales(int64_t first_row, int64_t rows, uint8_t* out) const;
 
   const CanonicalMatrix& matrix_;
   PanelFormat format_;
@@ -39,11 +42,12 @@ class PanelPacker {
   uint8_t flip_ = 0;
   int64_t row_bytes_ = 0;  ///< of one row's codes in a unit of 64 k
   std::vector<int32_t> scale_columns_;
-  int64_t real_groups_ = 0;    ///< of scale_columns_; the others are padding
-  bool plain_scales_ = false;  ///< bytes in the order of the panel's groups
-  bool plain_words_ =
-      false;           ///< F32, BF16 or F16 scales in the order of the panel's groups, one zero for all
-  uint32_t zero_ = 0;  ///< it
+  int64_t real_groups_ = 0;        ///< of scale_columns_; the others are padding
+  int64_t groups_per_column_ = 1;  ///< neighbours that share a column
+  enum class Scales { kAny, kBytes, kWords } scales_ = Scales::kAny;
+  RowType scale_type_ = kRowF32;  ///< of kWords
+  const uint8_t *scales_end_ = nullptr, *zeros_end_ = nullptr;
+  int32_t zero_ = 0;            ///< the zero point of all groups, or what changes the sign of each
   std::vector<uint8_t> blank_;  ///< a row that does not exist
 };
 

@@ -104,6 +104,10 @@ FMOE_INLINE Ints ShiftRight(Ints x) {
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return _mm256_srli_epi32(x, 16);
 }
+/// Bytes as lanes.
+FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm256_loadu_si256((const __m256i*)p);
 }
@@ -270,6 +274,14 @@ FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* li
   });
 }
 
+/// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
+FMOE_INLINE Ints ShuffleNibbles(Ints x) {
+  Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
+  x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
+  t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
+  return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
+}
+
 /// kSplit: the low words of all lanes, then the high ones.
 template <bool kSplit>
 FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
@@ -284,14 +296,16 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   }
 }
 
-/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows, with `mask` applied.
-FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask) {
+/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows; of each byte the bits of
+/// `mask` stay, and it becomes `least` at least.
+FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
   const Ints order =
       _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   Ints x[2];
   Unroll<2>([&](auto half) FMOE_FLAT {
     x[half] = _mm256_and_si256(LoadInts(p + 32 * half), _mm256_set1_epi32(mask));
+    x[half] = _mm256_max_epu8(x[half], _mm256_set1_epi32(least));
     x[half] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x[half], order), lanes);
   });
   // Each half now has 8 bytes of its rows for each of the four: they alternate.

@@ -119,6 +119,10 @@ FMOE_INLINE Ints ShiftRight(Ints x) {
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return _mm512_srli_epi32(x, 16);
 }
+/// Bytes as lanes.
+FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm512_loadu_si512(p);
 }
@@ -297,6 +301,14 @@ FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* li
   });
 }
 
+/// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
+FMOE_INLINE Ints ShuffleNibbles(Ints x) {
+  Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
+  x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
+  t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
+  return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
+}
+
 /// kSplit: the low words of all lanes, then the high ones.
 template <bool kSplit>
 FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
@@ -308,9 +320,11 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   _mm512_storeu_si512(p, x);
 }
 
-/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows, with `mask` applied.
-FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask) {
-  const Ints x = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(mask));
+/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows; of each byte the bits of
+/// `mask` stay, and it becomes `least` at least.
+FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
+  const Ints x = _mm512_max_epu8(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(mask)),
+                                 _mm512_set1_epi32(least));
   const Ints order =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);

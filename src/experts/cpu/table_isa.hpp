@@ -91,6 +91,9 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_panel[kPanelFloats] = &PackPanel<8, false, false>;
   table.pack_panel[kPanelScales16] = &PackPanelScales<4>;
   table.pack_panel[kPanelScales32] = &PackPanelScales<2>;
+  table.pack_scale_words[kRowF32] = &PackScaleWords<kRowF32>;
+  table.pack_scale_words[kRowBf16] = &PackScaleWords<kRowBf16>;
+  table.pack_scale_words[kRowF16] = &PackScaleWords<kRowF16>;
   return table;
 }
 
