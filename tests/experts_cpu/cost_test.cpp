@@ -43,7 +43,11 @@ TEST(CpuCost, Counts_AreThoseOfTheKernels) {
   const CpuPathCost passes = {0, 0, 1, 0, 0}, rows = {0, 0, 0, 1, 0}, read = {0, 7, 1, 0, 0};
   EXPECT_EQ(VectorNanoseconds(passes, {1, 8}, 17), 3.0);
   EXPECT_EQ(VectorNanoseconds(passes, {1, 4}, 17), 5.0);
-  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 17), 32.0);
+  // Evenly full tiles, in twos above 16 tokens; fewer than twelve rows cost as many.
+  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 5), 16.0);
+  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 17), 24.0);
+  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 72), 72.0);
+  EXPECT_EQ(TileNanoseconds(rows, {1, 8}, 128), 128.0);
   EXPECT_EQ(TileNanoseconds(passes, {2, 8}, kMaxJobTokens + 1), 4.0);
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 8), 7.0);    // arithmetic hides behind reading
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 80), 10.0);  // or the other way round

@@ -57,7 +57,9 @@ PathCounts VectorCounts(const ExpertWork& work, int64_t tokens) {
 }
 
 PathCounts TileCounts(int64_t tokens) {
-  return {static_cast<double>(CeilDiv(tokens, kMaxJobTokens)), static_cast<double>(TileRows(tokens)),
+  // Tiles of fewer than twelve rows are no faster.
+  const int64_t rows = tokens <= 16 ? 16 : 2 * TileBlocks(tokens) * std::max<int64_t>(TileTokens(tokens), 12);
+  return {static_cast<double>(CeilDiv(tokens, kMaxJobTokens)), static_cast<double>(rows),
           static_cast<double>(tokens)};
 }
 
@@ -98,10 +100,12 @@ int64_t TileCrossover(const CpuCostRow& row, const ExpertWork& work) {
 }
 
 int64_t LatencyTokens(const CpuPathCost& vectors) {
-  if (!(vectors.token_ns > 0)) {
+  // A token costs at least its share of a pass, however little it adds to one.
+  const double token_ns = std::max(vectors.token_ns, vectors.decode_ns / kMaxHeight);
+  if (!(token_ns > 0)) {
     return kMostCrossoverTokens;
   }
-  const double tokens = std::max(vectors.read_ns, vectors.decode_ns) / vectors.token_ns;
+  const double tokens = std::max(vectors.read_ns, vectors.decode_ns) / token_ns;
   return static_cast<int64_t>(std::clamp(tokens, 1.0, static_cast<double>(kMostCrossoverTokens)));
 }
 

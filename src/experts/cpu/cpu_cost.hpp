@@ -12,7 +12,7 @@
 /// Which path multiplies an expert, as a pure function of its token count and a few constants (CpuPathCost).
 /// Vectors are the micro-kernels, short tiles (few tokens: bound by reading) as well as tall ones: a pass for
 /// every `max_height` tokens, no rows but tokens. Tiles are those of the matrix unit: a pass for
-/// kMaxJobTokens, and whole rows of 16.
+/// kMaxJobTokens, and the rows of all its tiles.
 namespace fusedmoe::cpu {
 
 /// The weights of an expert, as far as costs go.

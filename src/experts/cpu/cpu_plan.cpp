@@ -317,7 +317,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
         kTileTokens * kTileTokens;
     plan.tiles.max_jobs = jobs + plan.max_slots / plan.tiles.job_tokens;
     plan.tiles.shared_rows = batched ? 0 : piece;
-    plan.tiles.max_rows = plan.max_slots + 15 * plan.tiles.max_jobs;
+    plan.tiles.max_rows = plan.max_slots + (kTileTokens - 1) * plan.tiles.max_jobs;
   }
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;

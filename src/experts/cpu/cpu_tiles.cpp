@@ -219,7 +219,7 @@ void CpuExperts::PackJobs(Run& run, const GemmShape& shape, int part) const {
   const TileJob* jobs = run.jobs + (part == 2 ? plan_.tiles.max_jobs : 0) + run.group_begin;
   int64_t total = 0;  // of tiles
   for (int64_t i = 0; i < run.group_end - run.group_begin; ++i) {
-    total += jobs[i].rows / 16;
+    total += CeilDiv(jobs[i].num_tokens, TileTokens(jobs[i].num_tokens));
   }
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const int64_t tasks = std::min(kPackTasks, total);
@@ -227,20 +227,22 @@ void CpuExperts::PackJobs(Run& run, const GemmShape& shape, int part) const {
     float* buffer = run.job_rows + task * 3 * widest;
     int64_t tile = total * task / tasks, left = total * (task + 1) / tasks - tile;
     const TileJob* job = jobs;
-    while (tile >= job->rows / 16) {
-      tile -= job->rows / 16;
+    const auto tiles_of = [](const TileJob& of) { return CeilDiv(of.num_tokens, TileTokens(of.num_tokens)); };
+    while (tile >= tiles_of(*job)) {
+      tile -= tiles_of(*job);
       ++job;
     }
     for (; left > 0; --left) {
-      const int64_t end = std::min(16 * tile + 16, job->num_tokens);
+      const int64_t tokens = TileTokens(job->num_tokens), first = tokens * tile;
+      const int64_t end = std::min(first + tokens, job->num_tokens);
       if (part == 0 && shared_rows_) {
-        GatherJobTile(run, *job, 16 * tile, end);
+        GatherJobTile(run, *job, first, end);
       } else {
-        for (int64_t token = 16 * tile; token < end; ++token) {
+        for (int64_t token = first; token < end; ++token) {
           PackJobRow(run, shape, part, *job, token, buffer);
         }
       }
-      if (++tile == job->rows / 16) {
+      if (++tile == tiles_of(*job)) {
         tile = 0;
         ++job;
       }
@@ -266,8 +268,8 @@ void CpuExperts::GatherJobTile(const Run& run, const TileJob& job, int64_t first
     }
   }
   tiles_->gather(rows, end - first, row_bytes / 64,
-                 const_cast<uint8_t*>(job.tokens) + TileTokenOffset(row_bytes, first),
-                 TileStepBytes(job.num_tokens, first));
+                 const_cast<uint8_t*>(job.tokens) + TileTokenOffset(row_bytes, job.num_tokens, first),
+                 TileStepBytes(job.num_tokens));
 }
 
 void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job,
@@ -275,8 +277,9 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
   const TilePlan& tiles = plan_.tiles;
   const int i = part / 2;
   PackTarget target{};
-  target.token = const_cast<uint8_t*>(job.tokens) + TileTokenOffset(tiles.row_bytes[i], token);
-  target.step_bytes = TileStepBytes(job.num_tokens, token);
+  target.token =
+      const_cast<uint8_t*>(job.tokens) + TileTokenOffset(tiles.row_bytes[i], job.num_tokens, token);
+  target.step_bytes = TileStepBytes(job.num_tokens);
   target.scales = const_cast<float*>(job.scale) + (tiles.codes ? token : 0);
   target.sums = const_cast<float*>(job.sum) + token;
   target.stride = job.rows;
@@ -503,8 +506,9 @@ void CpuExperts::GateUpJobs(Run& run) const {
 /// Sixteen columns of intermediate values of up to 16 tokens, straight into the tiles of the second GEMM.
 void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
                           float* values) const {
-  const int64_t step_bytes = TileStepBytes(down.num_tokens, first_token);
-  uint8_t* first = const_cast<uint8_t*>(down.tokens) + TileTokenOffset(plan_.tiles.row_bytes[1], first_token);
+  const int64_t step_bytes = TileStepBytes(down.num_tokens);
+  uint8_t* first = const_cast<uint8_t*>(down.tokens) +
+                   TileTokenOffset(plan_.tiles.row_bytes[1], down.num_tokens, first_token);
   if (plan_.tiles.codes) {
     const ExpertPanels& expert = experts_[static_cast<size_t>(down.expert)];
     const float tensor_scale = activation_.static_tensor_scale ? expert.mid.tensor_scale : 1.0F;
@@ -532,12 +536,14 @@ void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_tok
 
 /// Zeros in the columns of the second GEMM that no stripe of the first one computes.
 void CpuExperts::ClearMidPadding(const TileJob& down) const {
-  constexpr float kZeros[16 * kPanelRows] = {};
+  static constexpr float kZeros[16 * kPanelRows] = {};
+  const int64_t tokens = TileTokens(down.num_tokens);
   for (int64_t k = plan_.gate_up.padded_rows(); k < plan_.down.padded_cols; k += kPanelRows) {
-    for (int64_t token = 0; token < down.num_tokens; token += 16) {
-      uint8_t* tile = const_cast<uint8_t*>(down.tokens) + TileTokenOffset(plan_.tiles.row_bytes[1], token) +
-                      k / 32 * TileStepBytes(down.num_tokens, token);
-      tiles_->pack_block(kZeros, std::min<int64_t>(16, down.num_tokens - token), tile, k, tile_format_.shift,
+    for (int64_t token = 0; token < down.num_tokens; token += tokens) {
+      uint8_t* tile = const_cast<uint8_t*>(down.tokens) +
+                      TileTokenOffset(plan_.tiles.row_bytes[1], down.num_tokens, token) +
+                      k / 32 * TileStepBytes(down.num_tokens);
+      tiles_->pack_block(kZeros, std::min(tokens, down.num_tokens - token), tile, k, tile_format_.shift,
                          tile_format_.permuted);
     }
   }

@@ -32,8 +32,12 @@ struct alignas(64) TileShape {
 /// The tile registers of this thread while it lives. The system saves 8 KiB more at a switch of a thread that
 /// uses tiles, so they are released before anything may wait.
 struct Tiles {
-  FMOE_INLINE void Configure() {
+  /// Tiles 0 to 5 (sums, tokens) with so many rows.
+  FMOE_INLINE void Configure(int64_t rows) {
     TileShape shape;
+    for (int tile = 0; tile < 6; ++tile) {
+      shape.rows[tile] = (uint8_t)rows;
+    }
     asm volatile("ldtilecfg %0" ::"m"(shape));
   }
   FMOE_INLINE void Release() { asm volatile("tilerelease" ::: "memory"); }

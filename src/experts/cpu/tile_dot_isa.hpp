@@ -81,7 +81,8 @@ struct TileEngine {
     const TileJob* job;
     int64_t token, end;  // tokens of the job that are left
     int64_t piece;       // tokens
-    float* sums;         // of the first block
+    float* sums;         // of the tile and the row in it that come next
+    int64_t row, rows;
   };
 
   /// Sums of a group of k that wait for their scales.
@@ -90,6 +91,7 @@ struct TileEngine {
     float* results;
     const uint8_t* scales[2];
     const float *token_scale, *token_sum;
+    int64_t tile_tokens;
     int next, chunks;
     bool first;
   };
@@ -103,6 +105,7 @@ struct TileEngine {
   /// Where the sums that stand in the tiles belong; null: nowhere.
   float* held = nullptr;
   int held_tiles = 0;
+  int64_t tile_tokens = 0;  // for which the tiles are configured
   uint8_t* buffers[2];
   float* group_sums[2];
   float* results;
@@ -132,7 +135,7 @@ struct TileEngine {
       return;
     }
     c.job = job;
-    c.blocks = (g.jobs[job].num_tokens + kTileTokens - 1) / kTileTokens;
+    c.blocks = TileBlocks(g.jobs[job].num_tokens);
     const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
     c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max1(kTileResultBytes / (c.blocks * 4096));
     // Decoded weights, twice, stay in L1 beside the sums: K blocks of 512 took 1.2 times the time of 256.
@@ -261,8 +264,8 @@ struct TileEngine {
     }
     const float* sums = p.sums + chunk * 256;
     float* out = p.results + chunk * 256;
-    const float* token_sum = kSums ? p.token_sum + chunk / 2 * 16 : nullptr;
-    const float* token_scale = kTokenScale ? p.token_scale + chunk / 2 * 16 : nullptr;
+    const float* token_sum = kSums ? p.token_sum + chunk / 2 * p.tile_tokens : nullptr;
+    const float* token_scale = kTokenScale ? p.token_scale + chunk / 2 * p.tile_tokens : nullptr;
     Unroll<16>([&](auto token) FMOE_FLAT {
       Reals x = LoadReals(sums + token * 16), factor = scale;
       if constexpr (kSums) {
@@ -325,12 +328,17 @@ struct TileEngine {
 
   static FMOE_APART void FinishPiece(TileEngine& e) {
     Finish& f = e.finish;
-    const int64_t tokens = e.Min(f.piece, f.end - f.token);
-    float* first = f.sums + f.token * 16 + (f.token >> 4) * 256;
+    const int64_t tokens = e.Min(e.Min(f.piece, f.end - f.token), f.rows - f.row);
+    float* first = f.sums + f.row * 16;
     float* second = first + 256;
     e.ScaleSums(*f.job, f.token, tokens, first, second);
     e.g.finish(e.g.finish_context, f.token, tokens, first, second);
     f.token += tokens;
+    f.row += tokens;
+    if (f.row == f.rows) {
+      f.row = 0;
+      f.sums += 512;
+    }
   }
 
   void DrainFinish() {
@@ -394,6 +402,7 @@ struct TileEngine {
   /// What a pass over one block of tokens and one K block needs.
   struct Pass {
     const uint8_t *tokens, *weights[2];
+    int64_t token_step;
     int64_t steps;
     // flush
     float* out;  // results of the block
@@ -430,6 +439,7 @@ struct TileEngine {
     p.token_sum =
         kSums ? pass.token_sum + k / (kScaleSteps > 0 ? kScaleSteps : 1) * pass.sum_stride : nullptr;
     p.results = pass.out;
+    p.tile_tokens = e.tile_tokens;
     p.first = pass.first && k == 0;
     p.next = 0;
     p.chunks = 2 * kTokenTiles;
@@ -461,7 +471,7 @@ struct TileEngine {
 
   template <int kTokenTiles, int kParts>
   void RunPass(const Pass& pass) {
-    constexpr int64_t kTokenStep = kTokenTiles * 1024;
+    const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
     if constexpr (kFlush) {
@@ -477,13 +487,13 @@ struct TileEngine {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
           Beside<kTokenTiles, kStepsPerFeed, decltype(i){}>(*this, pass, step + i);
-          a += kTokenStep;
+          a += token_step;
           b += kWeightStep;
         });
         EndFeedUnit(f);
       }
     }
-    for (; step < pass.steps; ++step, a += kTokenStep, b += kWeightStep) {
+    for (; step < pass.steps; ++step, a += token_step, b += kWeightStep) {
       Step<kTokenTiles, 0, 0>(tiles, f, d, a, b, b + second);
       Beside<kTokenTiles, 1, 0>(*this, pass, step);
     }
@@ -554,6 +564,12 @@ struct TileEngine {
       pass.weights[half] = kDirect ? Codes(c, half) : buffers[current] + half * 1024;
     }
     pass.steps = steps;
+    pass.token_step = TileStepBytes(job.num_tokens);
+    if (const int64_t tokens = TileTokens(job.num_tokens); tokens != tile_tokens) {
+      StoreHeld();
+      tiles.Configure(tokens);
+      tile_tokens = tokens;
+    }
     if constexpr (kFlush) {
       constexpr int64_t kLeast = Panel::kFlush / 32;
       pass.flush_steps =
@@ -570,9 +586,10 @@ struct TileEngine {
     const bool backwards = c.unit / c.k_units % 2 != 0;
     for (int64_t i = 0; i < c.blocks; ++i) {
       const int64_t block = backwards ? c.blocks - 1 - i : i;
-      const int64_t first_token = block * kTileTokens;
-      const bool two = job.num_tokens - first_token > 16;
-      pass.tokens = job.tokens + first_token * units * kStepsPerUnit * 64 + first_step * (two ? 2048 : 1024);
+      const int64_t first_token = block * 2 * tile_tokens;
+      const bool two = job.num_tokens - first_token > tile_tokens;
+      pass.tokens =
+          job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
         pass.first = c.unit == 0;
@@ -601,7 +618,7 @@ struct TileEngine {
       while (piece < 16 && piece * next_steps < kFinishSteps * kTileTokens) {
         piece *= 2;
       }
-      finish = {&job, 0, job.num_tokens, piece, sums};
+      finish = {&job, 0, job.num_tokens, piece, sums, 0, tile_tokens};
       g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;
     }
@@ -623,7 +640,6 @@ struct TileEngine {
     StartFeed(now, next);
     FinishFeed();
     current = 0;
-    tiles.Configure();
     while (now.valid) {
       StartFeed(next, after);
       RunStep(now);

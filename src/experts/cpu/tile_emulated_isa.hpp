@@ -39,8 +39,13 @@ FMOE_INLINE float Bf16Operand(uint16_t word) {
 
 struct Tiles {
   alignas(64) uint8_t at[8][1024];
+  int64_t rows = 0;
 
-  void Configure() { memset(at, 0, sizeof(at)); }
+  void Configure(int64_t token_rows) {
+    memset(at, 0, sizeof(at));
+    rows = token_rows;
+  }
+  int64_t Bytes(int tile) const { return tile < 6 ? rows * 64 : 1024; }
   /// What a kernel reads after it must not look like data.
   void Release() { memset(at, 0xff, sizeof(at)); }
   template <int kTile>
@@ -49,15 +54,15 @@ struct Tiles {
   }
   template <int kTile>
   void Load(const void* p) {
-    memcpy(at[kTile], p, 1024);
+    memcpy(at[kTile], p, (size_t)Bytes(kTile));
   }
   template <int kTile>
   void Stream(const void* p) {
-    memcpy(at[kTile], p, 1024);
+    memcpy(at[kTile], p, (size_t)Bytes(kTile));
   }
   template <int kTile>
   void Store(void* p) {
-    memcpy(p, at[kTile], 1024);
+    memcpy(p, at[kTile], (size_t)Bytes(kTile));
   }
   template <int kSum, int kTokens, int kWeights>
   void DotBf16() {
@@ -66,7 +71,7 @@ struct Tiles {
     memcpy(tokens, at[kTokens], 1024);
     memcpy(weights, at[kWeights], 1024);
     memcpy(sums, at[kSum], 1024);
-    for (int m = 0; m < 16; ++m) {
+    for (int m = 0; m < rows; ++m) {
       for (int n = 0; n < 16; ++n) {
         float even = 0, odd = 0;
         for (int k = 0; k < 16; ++k) {
@@ -84,7 +89,7 @@ struct Tiles {
     int32_t sums[16][16];
     memcpy(tokens, at[kTokens], 1024);
     memcpy(sums, at[kSum], 1024);
-    for (int m = 0; m < 16; ++m) {
+    for (int m = 0; m < rows; ++m) {
       for (int n = 0; n < 16; ++n) {
         for (int k = 0; k < 64; ++k) {
           sums[m][n] += tokens[m][k] * at[kWeights][k / 4 * 64 + 4 * n + k % 4];

@@ -87,9 +87,9 @@ FMOE_INLINE Reals ExpReals(Reals x) {
 /// of the general way (TileGemm::finish of the caller) took as long as the arithmetic.
 void SiluRows(void* context, int64_t first_token, int64_t tokens, const float* first, const float* second) {
   const TileSilu* a = (const TileSilu*)context;
-  const int64_t step_bytes = TileStepBytes(a->num_tokens, first_token);
-  uint8_t* out =
-      a->tokens + TileTokenOffset(a->row_bytes, first_token) + (a->k >> 5) * step_bytes + (a->k & 31) * 2;
+  const int64_t step_bytes = TileStepBytes(a->num_tokens);
+  uint8_t* out = a->tokens + TileTokenOffset(a->row_bytes, a->num_tokens, first_token) +
+                 (a->k >> 5) * step_bytes + (a->k & 31) * 2;
   const Reals factor = SetReals(a->shift != 0 ? 0x1p96F : 1.0F), one = SetReals(1.0F);
   for (int64_t token = 0; token < tokens; ++token, out += 64) {
     const Reals gate =
