@@ -36,6 +36,7 @@ test-interop: setup
 
 test-cuda: setup
 	@tools/run_tests --label cuda cuda
+	@tools/sanitize_cuda
 
 asan: setup
 	@tools/run_tests --label asan asan

@@ -11,92 +11,11 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
+#include "weights/fragment_codes.hpp"
+#include "weights/fragment_rows.hpp"
 
 namespace fusedmoe {
 namespace {
-
-bool IsSigned(DType element) {
-  return element == DType::kI4 || element == DType::kI8;
-}
-
-/// The bits of a code of pair `slot` (a0..a3) in its 16-bit half of a word: fragments.cuh reads them.
-/// e2m1: three pairs lie under the mask 0x81c0 at shifts 0, 3, 6; the fourth takes the bits left over.
-constexpr uint32_t PairBits(FragmentCode code, int slot, uint32_t c) {
-  switch (code) {
-    case FragmentCode::kE2M1:
-      return slot < 3 ? (c >> 3) << (15 - 3 * slot) | (c & 7) << (6 - 3 * slot)
-                      : (c >> 3) << 14 | (c >> 1 & 3) << 10 | (c & 1) << 13;
-    case FragmentCode::kInt4:
-      return c << (4 * slot);
-    case FragmentCode::kE4M3:
-    case FragmentCode::kInt8:
-      return c << (8 * (slot / 2));
-    default:
-      return c;
-  }
-}
-
-constexpr uint32_t CodeOfBits(FragmentCode code, int slot, uint32_t bits) {
-  switch (code) {
-    case FragmentCode::kE2M1:
-      return slot < 3 ? (bits >> (15 - 3 * slot) & 1) << 3 | (bits >> (6 - 3 * slot) & 7)
-                      : (bits >> 14 & 1) << 3 | (bits >> 10 & 3) << 1 | (bits >> 13 & 1);
-    case FragmentCode::kInt4:
-      return bits >> (4 * slot) & 15;
-    case FragmentCode::kE4M3:
-    case FragmentCode::kInt8:
-      return bits >> (8 * (slot / 2)) & 0xff;
-    default:
-      return bits & 0xffff;
-  }
-}
-
-/// Two neighboring codes in the two halves of a word, for every byte of codes: one look-up for two 4-bit
-/// codes (a byte as it stands in the matrix), or for one 8-bit code (low half).
-struct CodeTable {
-  std::array<std::array<uint32_t, 256>, 4> bits;
-};
-
-CodeTable MakeCodeTable(FragmentCode code, bool nibbles) {
-  CodeTable table{};
-  for (int slot = 0; slot < 4; ++slot) {
-    for (uint32_t byte = 0; byte < 256; ++byte) {
-      table.bits[static_cast<size_t>(slot)][byte] =
-          nibbles ? PairBits(code, slot, byte & 15) | PairBits(code, slot, byte >> 4) << 16
-                  : PairBits(code, slot, byte);
-    }
-  }
-  return table;
-}
-
-const CodeTable& TableOf(FragmentCode code) {
-  static const CodeTable kTables[] = {
-      MakeCodeTable(FragmentCode::kE2M1, true), MakeCodeTable(FragmentCode::kInt4, true),
-      MakeCodeTable(FragmentCode::kE4M3, false), MakeCodeTable(FragmentCode::kInt8, false)};
-  return kTables[static_cast<int>(code)];
-}
-
-/// The kernels' multiply-add makes BF16 0x7fc0 of it, so that a scale of NaN makes its group NaN.
-constexpr uint8_t kE5m3NaN = 0xa4;
-static_assert(kE5m3NaN * 0x10 + 0x7580 == 0x7fc0);
-/// As BF16 infinity; nothing finite gets this byte (LargestExponentByte).
-constexpr int kE8m0NaN = 255;
-
-/// e4m3 (sign clear) as unsigned e5m3 with bias 10: subnormals become normal numbers.
-constexpr uint8_t E5m3OfE4m3(uint32_t code) {
-  const uint32_t mantissa = code & 7, exponent = code >> 3 & 15;
-  if (code == 0x7f) {
-    return kE5m3NaN;
-  }
-  if (exponent != 0) {
-    return static_cast<uint8_t>((exponent + 3) << 3 | mantissa);
-  }
-  if (mantissa == 0) {
-    return 0;
-  }
-  const int up = std::countl_zero(mantissa) - 28;
-  return static_cast<uint8_t>((4 - up) << 3 | (mantissa << up & 7));
-}
 
 constexpr uint8_t E4m3OfE5m3(uint32_t code) {
   if (code == 0) {
@@ -109,294 +28,6 @@ constexpr uint8_t E4m3OfE5m3(uint32_t code) {
   const uint32_t mantissa = code & 7;
   return exponent > 0 ? static_cast<uint8_t>(static_cast<uint32_t>(exponent) << 3 | mantissa)
                       : static_cast<uint8_t>((8 | mantissa) >> (1 - exponent));
-}
-
-/// What a stored e8m0 exponent is relative to: a block with the largest scale of the matrix gets this byte
-/// (fragments.cuh multiplies e2m1 codes by 2^126, e4m3 codes by 2^120).
-constexpr int LargestExponentByte(FragmentCode code) {
-  return 127 + (code == FragmentCode::kE2M1 ? 126 : 120);
-}
-
-int64_t ScaleRow(const CanonicalMatrix& matrix, int64_t row) {
-  const int64_t block = matrix.format.block.row;
-  return block <= 0 ? 0 : (matrix.scale_row_offset + row) / block;
-}
-int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
-  const int64_t block = matrix.format.block.col;
-  return block <= 0 ? 0 : (matrix.scale_col_offset + col) / block;
-}
-const std::byte* RowOf(const Tensor& tensor, int64_t row) {
-  return tensor.view().data() + row * tensor.view().stride_bytes(0);
-}
-
-float BlockScale(const CanonicalMatrix& matrix, int64_t scale_row, int64_t scale_col) {
-  if (matrix.block_scale.empty()) {
-    return 1.0F;
-  }
-  float scale = 0;
-  const DType dtype = matrix.block_scale.dtype();
-  DecodeRow(dtype, RowOf(matrix.block_scale, scale_row), scale_col, 1, &scale);
-  return scale;
-}
-
-/// Scales of whole rows that stand as block scales of one column: they act like channel scales.
-bool BlocksAreRows(const WeightFormat& format) {
-  return format.block.row == 1 && format.block.col <= 0;
-}
-
-int LargestExponent(const CanonicalMatrix& matrix) {
-  int largest = 1;
-  for (int64_t row = 0; row < matrix.block_scale.dim(0); ++row) {
-    const auto* codes = reinterpret_cast<const uint8_t*>(RowOf(matrix.block_scale, row));
-    for (int64_t col = 0; col < matrix.block_scale.dim(1); ++col) {
-      largest = codes[col] == kE8m0NaN ? largest : std::max<int>(largest, codes[col]);
-    }
-  }
-  return largest;
-}
-
-/// What the layout's codes leave to the tensor scale.
-float FragmentFactor(const CanonicalMatrix& matrix, const FragmentTraits& traits) {
-  if (traits.scale == FragmentScale::kE4M3) {
-    return 256.0F;  // 2^-126 of the codes times 2^118 of the scales
-  }
-  return traits.scale == FragmentScale::kE8M0 ? std::ldexp(1.0F, LargestExponent(matrix) - 127) : 1.0F;
-}
-
-/// Rows of a matrix in packed codes, one projection.
-class RowReader {
- public:
-  RowReader(const CanonicalMatrix& matrix, const FragmentSpec& spec)
-      : matrix_(matrix), traits_(FragmentTraitsOf(spec.format)), scale_(ScalePlan(matrix, traits_)) {}
-
-  const FragmentTraits& traits() const { return traits_; }
-  const CanonicalMatrix& matrix() const { return matrix_; }
-
-  /// Codes of a row as bytes (pairs of nibbles, bytes, or 16-bit words) over `padded` columns; what is
-  /// missing decodes to zero.
-  void Codes(int64_t row, int64_t padded, uint8_t* out) const {
-    const int bits = traits_.code_bits;
-    const uint8_t empty = traits_.code == FragmentCode::kInt4   ? 0x88
-                          : traits_.code == FragmentCode::kInt8 ? 0x80
-                                                                : 0;
-    std::memset(out, empty, static_cast<size_t>(padded * bits / 8));
-    if (row >= matrix_.rows) {
-      return;
-    }
-    const std::byte* source = RowOf(matrix_.codes, row);
-    const DType element = matrix_.format.element;
-    const int64_t cols = matrix_.cols;
-    if (element == DType::kF6E2M3 || element == DType::kF6E3M2) {
-      for (int64_t c = 0; c < cols; ++c) {  // every e2m3 and e3m2 value is an e4m3 value
-        out[c] = static_cast<uint8_t>(
-            EncodeCode(DType::kF8E4M3, DecodeCode(element, LoadCode(element, source, c))));
-      }
-      return;
-    }
-    std::memcpy(out, source, static_cast<size_t>(cols * bits / 8));
-    const uint8_t flip = element == DType::kI4 ? 0x88 : element == DType::kI8 ? 0x80 : 0;
-    if (flip != 0) {
-      for (int64_t i = 0; i < cols * bits / 8; ++i) {
-        out[i] ^= flip;
-      }
-    }
-    if (bits == 4 && cols % 2 != 0) {
-      const uint32_t last = LoadCode(element, source, cols - 1) ^ (flip & 15U);
-      out[cols / 2] = static_cast<uint8_t>(last | (empty & 0xf0U));
-    }
-  }
-
-  /// The stored scale of row `row` for the group that starts at column `col`: the low bytes of the result.
-  uint32_t Scale(int64_t row, int64_t col) const {
-    if (row >= matrix_.rows || col >= matrix_.cols) {
-      return traits_.scale == FragmentScale::kF32Zero ? ImpliedZero() : 0;
-    }
-    const int64_t scale_row = ScaleRow(matrix_, row), scale_col = ScaleColumn(matrix_, col);
-    switch (traits_.scale) {
-      case FragmentScale::kE4M3:
-        return E5m3OfE4m3(std::to_integer<uint32_t>(RowOf(matrix_.block_scale, scale_row)[scale_col]) &
-                          0x7fU);
-      case FragmentScale::kE8M0: {
-        const int code = std::to_integer<int>(RowOf(matrix_.block_scale, scale_row)[scale_col]);
-        if (code == kE8m0NaN) {
-          return kE8m0NaN;
-        }
-        // Beyond 2^-246 of the largest scale nothing is left of a weight.
-        return static_cast<uint32_t>(std::max(0, code - scale_ + LargestExponentByte(traits_.code)));
-      }
-      case FragmentScale::kHalf:
-        if (matrix_.block_scale.dtype() == DType::kF8E4M3) {  // exact in BF16
-          return EncodeCode(DType::kBF16, BlockScale(matrix_, scale_row, scale_col));
-        }
-        return LoadCode(matrix_.block_scale.dtype(), RowOf(matrix_.block_scale, scale_row), scale_col);
-      case FragmentScale::kF32Zero: {
-        uint32_t bits = std::bit_cast<uint32_t>(BlockScale(matrix_, scale_row, scale_col));
-        if (std::isfinite(std::bit_cast<float>(bits))) {
-          bits += 0x7fU + (bits >> 8 & 1U);  // to nearest even in 15 mantissa bits
-        }
-        bits &= ~0xffU;
-        return bits | Zero(scale_row, scale_col);
-      }
-      case FragmentScale::kF32Halves:
-        return std::bit_cast<uint32_t>(BlockScale(matrix_, scale_row, scale_col));
-      default:
-        return 0;
-    }
-  }
-
- private:
-  static int ScalePlan(const CanonicalMatrix& matrix, const FragmentTraits& traits) {
-    return traits.scale == FragmentScale::kE8M0 ? LargestExponent(matrix) : 0;
-  }
-  uint32_t ImpliedZero() const { return traits_.code == FragmentCode::kInt4 ? 8 : 128; }
-  uint32_t Zero(int64_t scale_row, int64_t scale_col) const {
-    if (matrix_.zero_point.empty()) {
-      return ImpliedZero();
-    }
-    const uint32_t mask = traits_.code == FragmentCode::kInt4 ? 15 : 255;
-    const uint32_t zero = std::to_integer<uint32_t>(RowOf(matrix_.zero_point, scale_row)[scale_col]);
-    return (IsSigned(matrix_.format.element) ? zero ^ ImpliedZero() : zero) & mask;
-  }
-
-  const CanonicalMatrix& matrix_;
-  FragmentTraits traits_;
-  int scale_;  ///< largest exponent of an MX matrix
-};
-
-/// Byte offset, in the codes of a slab, of the word of k-step j that holds fragment register a0 + slot of a
-/// lane.
-int64_t WordOffset(int bits, int lane, int j, int slot) {
-  switch (bits) {
-    case 4:
-      return lane * 16 + j * 4;
-    case 8:
-      return j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot % 2) * 4;
-    default:
-      return j * 512 + lane * 16 + slot * 4;
-  }
-}
-
-struct BlockRow {
-  const RowReader* reader;
-  int64_t row;  ///< may be beyond the matrix
-};
-
-void PackSlabCodes(const FragmentTraits& traits, const std::array<const uint8_t*, 16>& rows, uint8_t* out) {
-  for (int lane = 0; lane < 32; ++lane) {
-    const size_t r = static_cast<size_t>(lane >> 2);
-    const int first = 16 * (lane & 3);
-    const uint8_t* pair[2] = {rows[r], rows[r + 8]};
-    for (int j = 0; j < 4; ++j) {
-      const int k = first + 4 * j;
-      if (traits.code_bits == 16) {
-        for (int slot = 0; slot < 4; ++slot) {
-          std::memcpy(out + WordOffset(16, lane, j, slot), pair[slot & 1] + (k + slot / 2 * 2) * 2, 4);
-        }
-        continue;
-      }
-      const CodeTable& table = TableOf(traits.code);
-      uint32_t words[2] = {};
-      for (int slot = 0; slot < 4; ++slot) {
-        const uint8_t* at = pair[slot & 1];
-        const int col = k + slot / 2 * 2;
-        const auto& bits = table.bits[static_cast<size_t>(slot)];
-        words[traits.code_bits == 4 ? 0 : slot % 2] |=
-            traits.code_bits == 4 ? bits[at[col / 2]] : bits[at[col]] | bits[at[col + 1]] << 16;
-      }
-      std::memcpy(out + WordOffset(traits.code_bits, lane, j, 0), words, traits.code_bits == 4 ? 4 : 8);
-    }
-  }
-}
-
-/// Byte offset of the scale of fragment row `row` and group `group` of a unit behind the codes, and its size.
-struct ScaleSlot {
-  int offset, bytes;
-};
-ScaleSlot ScaleSlotOf(const FragmentTraits& traits, int row, int group) {
-  const int r = row & 7, half = row >> 3;
-  switch (traits.scale) {
-    case FragmentScale::kE4M3:  // lane 4 r + q: group q
-      return {(4 * r + group) * 2 + half, 1};
-    case FragmentScale::kE8M0:
-      return {group * 16 + r * 2 + half, 1};
-    case FragmentScale::kHalf:
-      return {r * 4 + half * 2, 2};
-    case FragmentScale::kF32Zero:
-      return {(group * 8 + r) * 8 + half * 4, 4};
-    case FragmentScale::kF32Halves:
-      return {half * 4, 4};
-    default:
-      return {0, 0};
-  }
-}
-
-/// Sixteen rows over all of K.
-void PackBlock(const std::array<BlockRow, 16>& rows, int64_t cols, std::vector<uint8_t>& buffer,
-               uint8_t* out) {
-  const FragmentTraits traits = rows[0].reader->traits();
-  const int64_t unit_k = traits.unit_slabs() * kFragmentSlab, padded = RoundUp(cols, unit_k);
-  const int64_t row_bytes = padded * traits.code_bits / 8, slab_bytes = kFragmentSlab * traits.code_bits / 8;
-  buffer.resize(static_cast<size_t>(16 * row_bytes));
-  for (size_t i = 0; i < 16; ++i) {
-    rows[i].reader->Codes(rows[i].row, padded, buffer.data() + static_cast<int64_t>(i) * row_bytes);
-  }
-  const int groups = traits.group == 0 ? 0 : static_cast<int>(unit_k / traits.group);
-  for (int64_t k = 0; k < padded; k += unit_k, out += traits.unit_bytes()) {
-    std::memset(out + traits.scale_offset(), 0, static_cast<size_t>(traits.scale_bytes()));
-    for (int row = 0; row < 16 && groups > 0; ++row) {
-      for (int group = 0; group < groups; ++group) {
-        const BlockRow& source = rows[static_cast<size_t>(row)];
-        const int64_t col = k + group * traits.group;
-        const uint32_t scale = source.reader->Scale(source.row, col);
-        const ScaleSlot slot = ScaleSlotOf(traits, row, group);
-        if (traits.scale != FragmentScale::kF32Halves || source.row < source.reader->matrix().rows) {
-          std::memcpy(out + traits.scale_offset() + slot.offset, &scale, static_cast<size_t>(slot.bytes));
-        }
-        if (traits.scale == FragmentScale::kE4M3 && scale == 0) {
-          // The kernels' scale of the byte 0 is not zero: a block whose scale is zero has its codes cleared.
-          std::memset(buffer.data() + row * row_bytes + col / 2, 0, static_cast<size_t>(traits.group / 2));
-        }
-      }
-    }
-    for (int slab = 0; slab < traits.unit_slabs(); ++slab) {
-      std::array<const uint8_t*, 16> at{};
-      for (size_t i = 0; i < 16; ++i) {
-        at[i] = buffer.data() + static_cast<int64_t>(i) * row_bytes + (k / kFragmentSlab + slab) * slab_bytes;
-      }
-      PackSlabCodes(traits, at, out + slab * traits.slab_code_bytes());
-    }
-  }
-}
-
-void PackRowVector(const CanonicalMatrix& matrix, int64_t padded, bool scales, float* out) {
-  for (int64_t row = 0; row < padded; ++row) {
-    float value = 0;
-    if (row < matrix.rows && scales) {
-      value = matrix.channel_scale.empty() ? 1.0F : matrix.channel_scale.view().as<float>()[row];
-      if (BlocksAreRows(matrix.format) && matrix.zero_point.empty()) {
-        value *= BlockScale(matrix, ScaleRow(matrix, row), 0);
-      }
-    } else if (row < matrix.rows && !matrix.bias.empty()) {
-      value = matrix.bias.view().as<float>()[row];
-    }
-    out[row] = value;
-  }
-}
-
-/// Row scales, biases and the tensor scale of one projection.
-void PackVectors(const CanonicalMatrix& matrix, const FragmentTraits& traits, int64_t padded, float* tensor,
-                 float* row_scale, float* bias) {
-  *tensor = matrix.tensor_scale.value_or(1.0F) * FragmentFactor(matrix, traits);
-  if (row_scale != nullptr) {
-    PackRowVector(matrix, padded, true, row_scale);
-  }
-  if (bias != nullptr) {
-    PackRowVector(matrix, padded, false, bias);
-  }
-}
-
-float* Offset(float* base, int64_t count) {
-  return base == nullptr ? nullptr : base + count;
 }
 
 }  // namespace
@@ -484,9 +115,6 @@ Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zer
 }
 
 Status CheckFragmentMatrix(const CanonicalMatrix& matrix, const FragmentSpec& spec) {
-  if (!matrix.group_index.empty()) {
-    return Status::Unsupported("weights in activation order have no fragment layout");
-  }
   const FragmentTraits traits = FragmentTraitsOf(spec.format);
   const int64_t group = matrix.format.block.col;
   if (traits.group > 0 && group > 0 && matrix.scale_col_offset % traits.group != 0) {
@@ -514,44 +142,45 @@ FragmentSizes FragmentSizesOf(const FragmentSpec& spec, int64_t hidden, int64_t 
   return sizes;
 }
 
+namespace {
+
+template <FragmentFormat kFormat>
+void ArrangePiece(const StagedRows& staged, const FragmentPiece& piece, int64_t block_bytes,
+                  uint8_t* blocks) {
+  const int64_t slabs = staged.code_bytes * 8 / FragmentTraitsOf(kFormat).code_bits / kFragmentSlab;
+  for (int64_t b = 0; b < piece.blocks; ++b) {
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+      for (int lane = 0; lane < 32; ++lane) {
+        ArrangeSlab<kFormat>(staged, b, slab, lane, blocks + b * block_bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+
 Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spec,
                           const FragmentOutput& out) {
-  const bool gated = !expert.gate.empty();
-  for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
-    if (matrix != &expert.gate || gated) {
-      FMOE_RETURN_IF_ERROR(CheckFragmentMatrix(*matrix, spec));
+  FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, spec));
+  std::vector<uint32_t> staged;  // words: rows are read as such
+  std::vector<int64_t> nan_rows;
+  for (const FragmentPiece& piece : stager.Cut(0)) {
+    staged.resize(static_cast<size_t>(stager.StagedBytes(piece) / 4));
+    auto* const bytes = reinterpret_cast<uint8_t*>(staged.data());
+    stager.Stage(piece, bytes, nan_rows);
+    const bool down = piece.part == FragmentPart::kDown;
+    const int64_t block_bytes = FragmentBlockBytes(spec.format, down ? expert.down.cols : expert.up.cols);
+    uint8_t* const blocks = (down ? out.down : out.gate_up) + piece.offset;
+    switch (spec.format) {
+#define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group)                                \
+  case FragmentFormat::id:                                                                   \
+    ArrangePiece<FragmentFormat::id>(stager.View(piece, bytes), piece, block_bytes, blocks); \
+    break;
+      FMOE_FRAGMENT_FORMATS(FMOE_ARRANGE_CASE)
+#undef FMOE_ARRANGE_CASE
     }
   }
-  const RowReader up(expert.up, spec), down(expert.down, spec), gate(gated ? expert.gate : expert.up, spec);
-  const int64_t hidden = expert.up.cols, intermediate = expert.up.rows;
-  const FragmentSizes sizes = FragmentSizesOf(spec, hidden, intermediate, gated);
-  std::vector<uint8_t> buffer;
-  std::array<BlockRow, 16> rows{};
-  const int64_t gate_up_block = FragmentBlockBytes(spec.format, hidden);
-  for (int64_t b = 0; b < GateUpBlocks(intermediate, gated); ++b) {
-    for (int i = 0; i < 16; ++i) {
-      const FragmentSource source = GateUpSource(b, i, gated);
-      rows[static_cast<size_t>(i)] = {source.up ? &up : &gate, source.column};
-    }
-    PackBlock(rows, hidden, buffer, out.gate_up + b * gate_up_block);
-  }
-  const int64_t down_block = FragmentBlockBytes(spec.format, intermediate);
-  for (int64_t b = 0; b < DownBlocks(hidden); ++b) {
-    for (int i = 0; i < 16; ++i) {
-      rows[static_cast<size_t>(i)] = {&down, DownSource(b, i).column};
-    }
-    PackBlock(rows, intermediate, buffer, out.down + b * down_block);
-  }
-  const FragmentTraits traits = FragmentTraitsOf(spec.format);
-  if (gated) {
-    PackVectors(expert.gate, traits, sizes.gate_up_rows, out.gate_up_tensor_scale, out.gate_up_row_scale,
-                out.gate_up_bias);
-  }
-  const int64_t part = gated ? sizes.gate_up_rows : 0;
-  PackVectors(expert.up, traits, sizes.gate_up_rows, out.gate_up_tensor_scale + (gated ? 1 : 0),
-              Offset(out.gate_up_row_scale, part), Offset(out.gate_up_bias, part));
-  PackVectors(expert.down, traits, sizes.down_rows, out.down_tensor_scale, out.down_row_scale, out.down_bias);
-  return Status::Ok();
+  return stager.Vectors(nan_rows, out);
 }
 
 namespace {
@@ -571,10 +200,10 @@ uint32_t CodeAt(const FragmentTraits& traits, const uint8_t* block, int row, int
 
 uint32_t ScaleAt(const FragmentTraits& traits, const uint8_t* block, int row, int64_t k) {
   const int64_t unit_k = traits.unit_slabs() * kFragmentSlab;
-  const ScaleSlot slot = ScaleSlotOf(traits, row, static_cast<int>(k % unit_k / traits.group));
+  const int offset = ScaleOffset(traits.scale, row, static_cast<int>(k % unit_k / traits.group));
   uint32_t scale = 0;
-  std::memcpy(&scale, block + k / unit_k * traits.unit_bytes() + traits.scale_offset() + slot.offset,
-              static_cast<size_t>(slot.bytes));
+  std::memcpy(&scale, block + k / unit_k * traits.unit_bytes() + traits.scale_offset() + offset,
+              static_cast<size_t>(ScaleSize(traits.scale)));
   return scale;
 }
 
@@ -609,7 +238,7 @@ void StoreScale(CanonicalMatrix& matrix, const FragmentTraits& traits, int large
         const uint32_t zero = scale & 0xffU;
         matrix.zero_point.mutable_view()
             .data()[scale_row * matrix.zero_point.view().stride_bytes(0) + scale_col] =
-            static_cast<std::byte>(IsSigned(matrix.format.element) ? zero ^ implied : zero);
+            static_cast<std::byte>(IsSignedInteger(matrix.format.element) ? zero ^ implied : zero);
       }
       break;
     default:
@@ -638,8 +267,8 @@ void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint
   }
   if (traits.group > 0 && !matrix.block_scale.empty()) {
     for (int64_t k = 0; k < matrix.cols; k += traits.group) {
-      StoreScale(matrix, traits, largest, ScaleAt(traits, block, row, k), ScaleRow(matrix, matrix_row),
-                 ScaleColumn(matrix, k));
+      StoreScale(matrix, traits, largest, ScaleAt(traits, block, row, k),
+                 FragmentScaleRow(matrix, matrix_row), FragmentScaleColumn(matrix, k));
     }
   }
 }

@@ -25,7 +25,7 @@ struct FragmentSpec {
 /// Integer scales are held to 15 mantissa bits where a zero point stands beside them (16-bit scales exactly).
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points);
 
-/// Why this matrix cannot be packed by the spec: activation order, or a slice that starts inside a group.
+/// Why this matrix cannot be packed by the spec: a slice that starts inside a group.
 Status CheckFragmentMatrix(const CanonicalMatrix& matrix, const FragmentSpec& spec);
 
 /// Bytes and factors of one expert.
@@ -38,8 +38,10 @@ struct FragmentSizes {
 };
 FragmentSizes FragmentSizesOf(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
 
-/// Where one expert goes. Row scales and biases may be null when the layer has none; rows beyond the matrix
-/// get scale 0 and bias 0.
+/// Where one expert goes. Row scales and biases may be null when the layer has none (codes of NaN need row
+/// scales: FragmentStager); rows beyond the matrix get scale 0 and bias 0. Weights in activation order are
+/// sorted by groups, and the input order says what the first GEMM then wants; the intermediate comes out in
+/// the order of the second.
 struct FragmentOutput {
   uint8_t* gate_up = nullptr;
   uint8_t* down = nullptr;
@@ -49,13 +51,15 @@ struct FragmentOutput {
   float* down_row_scale = nullptr;        ///< [down_rows]
   float* gate_up_bias = nullptr;
   float* down_bias = nullptr;
+  int32_t* input_order = nullptr;  ///< [hidden]: the column of the input that stands at each k
 };
 
 /// Packs one expert. A pure function; scratch of a few rows. kUnsupported as CheckFragmentMatrix says.
 Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spec, const FragmentOutput& out);
 
 /// The inverse: codes and block scales (and zero points) of one expert back into matrices whose tensors are
-/// allocated and whose shapes are set. Codes of NVFP4 blocks with scale zero come back as zero.
+/// allocated and whose shapes are set, in the order of the layout. Codes of NVFP4 blocks with scale zero come
+/// back as zero.
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
 
 /// What the kernels decode from a row block: the weight of fragment row `row`, column k, without row and

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <string>
 
 #include <fusedmoe/jobs/verify.hpp>
@@ -140,6 +141,25 @@ TEST_P(CudaScheme, DrawnShapes_WithinTheBoundOfTheReference) {
     ran += Check(drawn, ActivationFormatKind::kBatchedExperts, "") ? 1 : 0;
   }
   RecordProperty("ran", ran);
+}
+
+/// What tools/sanitize_cuda runs: a layer with tails in every size, in each mode.
+TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
+  FMOE_SKIP_WITHOUT_CARD();
+  DrawnCase drawn;
+  drawn.scheme = GetParam();
+  drawn.seed = 11;
+  drawn.tokens = 21;
+  drawn.config.num_experts = drawn.config.num_local_experts = 5;
+  drawn.config.routing.top_k = 2;
+  drawn.config.hidden = 384;
+  drawn.config.intermediate = 256;
+  drawn.config.has_bias = true;
+  drawn.source = MakeRandomLayer(drawn.config, GetParam(), 5).source;
+  for (const char* mode : {"latency", "throughput"}) {
+    Check(drawn, ActivationFormatKind::kStandard, mode);
+  }
+  Check(drawn, ActivationFormatKind::kBatchedExperts, "");
 }
 
 INSTANTIATE_TEST_SUITE_P(Table, CudaScheme, testing::ValuesIn(conformance::SchemeNames()),
@@ -281,6 +301,35 @@ TEST(CudaLayer, OneWorkspace_CallsOfAnySizeInAnyOrder_SameBitsAsAFreshOne) {
   }
 }
 
+/// Outputs are finite where the reference's are, and those as close as they must be.
+void ExpectFiniteAsTheReference(const MoeConfig& config, const ExpertSource& source, const Batch& batch,
+                                const char* mode) {
+  LayerOptions options;
+  options.device = "cuda";
+  options.mode = mode;
+  options.max_tokens = options.plan_tokens = batch.hidden.dim(0);
+  const auto layer = MoeLayer::Create(config, source, RouterWeights{}, options);
+  ASSERT_TRUE(layer.ok()) << layer.status().message();
+  LayerOptions reference_options;
+  reference_options.backend = "REFERENCE";
+  reference_options.max_tokens = options.max_tokens;
+  reference_options.activation = (*layer)->plan().activation;
+  const auto reference = MoeLayer::Create(config, source, RouterWeights{}, reference_options);
+  ASSERT_TRUE(reference.ok()) << reference.status().message();
+  std::vector<float> expected = RunLayer(**reference, batch), produced = RunLayer(**layer, batch);
+  int64_t differ = 0, not_finite = 0;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    differ += std::isfinite(expected[i]) == std::isfinite(produced[i]) ? 0 : 1;
+    not_finite += std::isfinite(expected[i]) ? 0 : 1;
+    if (!std::isfinite(expected[i]) || !std::isfinite(produced[i])) {
+      expected[i] = produced[i] = 0.0F;
+    }
+  }
+  EXPECT_EQ(differ, 0) << "elements that are finite in one and not in the other";
+  EXPECT_GT(not_finite, 0);
+  EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, DType::kBF16, options.max_tokens));
+}
+
 /// A token that is not finite leaves the others alone, and its own output is finite where the reference's is.
 TEST(CudaLayer, TokensThatAreNotFinite_OutputsNotFiniteWhereTheReferenceHasThem) {
   FMOE_SKIP_WITHOUT_CARD();
@@ -295,35 +344,129 @@ TEST(CudaLayer, TokensThatAreNotFinite_OutputsNotFiniteWhereTheReferenceHasThem)
       config.routing.top_k = 2;
       config.hidden = kHidden;
       config.intermediate = 128;
-      const auto random = MakeRandomLayer(config, scheme, 7);
       Batch batch{RandomRows(kTokens, kHidden, DType::kBF16, 5), MakeRandomRouting(kTokens, 2, 8, 6)};
       auto* const codes = batch.hidden.mutable_view().as<uint16_t>();
       codes[1 * kHidden + 17] = 0x7fc0;   // NaN
       codes[3 * kHidden + 200] = 0x7f80;  // infinity
       codes[3 * kHidden + 201] = 0xff80;
       codes[7 * kHidden] = 0xff80;
-      LayerOptions options;
-      options.device = "cuda";
-      options.mode = mode;
-      options.max_tokens = options.plan_tokens = kTokens;
-      const auto layer = MoeLayer::Create(config, random.source, RouterWeights{}, options);
-      ASSERT_TRUE(layer.ok()) << layer.status().message();
-      LayerOptions reference_options;
-      reference_options.backend = "REFERENCE";
-      reference_options.max_tokens = kTokens;
-      reference_options.activation = (*layer)->plan().activation;
-      const auto reference = MoeLayer::Create(config, random.source, RouterWeights{}, reference_options);
-      ASSERT_TRUE(reference.ok()) << reference.status().message();
-      std::vector<float> expected = RunLayer(**reference, batch), produced = RunLayer(**layer, batch);
-      int64_t differ = 0;
-      for (size_t i = 0; i < expected.size(); ++i) {
-        differ += std::isfinite(expected[i]) == std::isfinite(produced[i]) ? 0 : 1;
-        if (!std::isfinite(expected[i]) || !std::isfinite(produced[i])) {
-          expected[i] = produced[i] = 0.0F;
-        }
+      ExpectFiniteAsTheReference(config, MakeRandomLayer(config, scheme, 7).source, batch, mode);
+    }
+  }
+}
+
+/// e4m3 weights whose codes are NaN: one expert has one in up, another in down. 200 tokens multiply codes.
+TEST(CudaLayer, WeightCodesOfNaN_OutputsNotFiniteWhereTheReferenceHasThem) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const char* scheme : {"fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a8:channel",
+                             "fp8_w8a8:tensor_static", "fp8_w8a8:block128", "mxfp8_w8a8"}) {
+    for (const char* mode : {"latency", "throughput"}) {
+      for (const int64_t tokens : {9, 200}) {
+        SCOPED_TRACE(testing::Message() << scheme << " " << mode << " " << tokens);
+        MoeConfig config;
+        config.num_experts = config.num_local_experts = 8;
+        config.routing.top_k = 2;
+        config.hidden = 256;
+        config.intermediate = 128;
+        auto source = MakeRandomLayer(config, scheme, 7).source;
+        source.load = [load = source.load](int64_t index) -> Result<CanonicalExpert> {
+          FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+          CanonicalMatrix& matrix = index == 2 ? expert.up : expert.down;
+          if (index == 2 || index == 5) {
+            Tensor codes = *Tensor::Allocate(matrix.codes.dtype(), matrix.codes.shape());
+            std::memcpy(codes.mutable_view().data(), matrix.codes.view().data(),
+                        static_cast<size_t>(codes.view().total_bytes()));
+            codes.mutable_view().data()[77 * codes.view().stride_bytes(0) + 31] = std::byte{0xff};
+            matrix.codes = std::move(codes);
+          }
+          return expert;
+        };
+        const Batch batch{RandomRows(tokens, 256, DType::kBF16, 5), MakeRandomRouting(tokens, 2, 8, 6)};
+        ExpectFiniteAsTheReference(config, source, batch, mode);
       }
-      EXPECT_EQ(differ, 0) << "elements that are finite in one and not in the other";
-      EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, DType::kBF16, kTokens));
+    }
+  }
+}
+
+void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937& random) {
+  Tensor index = *Tensor::Allocate(DType::kI32, {matrix.cols});
+  auto* values = index.mutable_view().as<int32_t>();
+  for (int64_t col = 0; col < matrix.cols; ++col) {
+    values[col] = static_cast<int32_t>(col / matrix.format.block.col);
+  }
+  std::shuffle(values, values + matrix.cols, random);
+  matrix.group_index = std::move(index);
+}
+
+TEST(CudaLayer, ActivationOrder_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const char* scheme : {"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"}) {
+    for (const bool by_expert : {false, true}) {
+      SCOPED_TRACE(testing::Message() << scheme << (by_expert ? " by expert" : " one order"));
+      DrawnCase drawn;
+      drawn.scheme = scheme;
+      drawn.seed = 11;
+      drawn.tokens = 21;
+      drawn.config.num_experts = drawn.config.num_local_experts = 6;
+      drawn.config.routing.top_k = 3;
+      drawn.config.hidden = 384;
+      drawn.config.intermediate = 256;
+      drawn.config.has_bias = true;
+      drawn.source = MakeRandomLayer(drawn.config, scheme, 5).source;
+      drawn.source.load = [load = drawn.source.load, by_expert](int64_t index) -> Result<CanonicalExpert> {
+        FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+        std::mt19937 random(by_expert ? static_cast<uint32_t>(index) : 99U);
+        ShuffleGroups(expert.up, random);
+        expert.gate.group_index = expert.up.group_index;
+        ShuffleGroups(expert.down, random);
+        return expert;
+      };
+      for (const char* mode : {"latency", "throughput"}) {
+        EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, mode)) << mode;
+      }
+      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
+    }
+  }
+}
+
+/// `batch_invariant`: a token's bits are the same alone, among few and among many.
+TEST(CudaLayer, BatchInvariant_TokensHaveTheSameBitsInEveryBatch) {
+  FMOE_SKIP_WITHOUT_CARD();
+  constexpr int64_t kMost = 600, kHidden = 512;
+  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "int4_w4a16:g128", "int4_w4a16:g32",
+                             "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
+    SCOPED_TRACE(scheme);
+    MoeConfig config;
+    config.num_experts = config.num_local_experts = 8;
+    config.routing.top_k = 2;
+    config.hidden = kHidden;
+    config.intermediate = 384;
+    LayerOptions options;
+    options.device = "cuda";
+    options.max_tokens = kMost;
+    options.determinism = Determinism::kBatchInvariant;
+    const auto layer =
+        MoeLayer::Create(config, MakeRandomLayer(config, scheme, 7).source, RouterWeights{}, options);
+    ASSERT_TRUE(layer.ok()) << layer.status().message();
+    const Workspace workspace = *(*layer)->CreateWorkspace();
+    const Tensor hidden = RandomRows(kMost, kHidden, DType::kBF16, 5);
+    const RandomRouting routing = MakeRandomRouting(kMost, 2, 8, 6);
+    const auto run = [&](int64_t first, int64_t count) {
+      const int64_t row_bytes = kHidden * 2;
+      Batch batch{
+          Tensor::Borrow(TensorView(hidden.view().data() + first * row_bytes, DType::kBF16, {count, kHidden}),
+                         nullptr),
+          {}};
+      batch.routing.ids.assign(routing.ids.begin() + first * 2, routing.ids.begin() + (first + count) * 2);
+      batch.routing.weights.assign(routing.weights.begin() + first * 2,
+                                   routing.weights.begin() + (first + count) * 2);
+      return RunLayer(**layer, batch, workspace);
+    };
+    const std::vector<float> all = run(0, kMost);
+    for (const auto& [first, count] :
+         {std::pair<int64_t, int64_t>{0, 1}, {37, 1}, {5, 9}, {64, 64}, {100, 300}}) {
+      const std::vector<float> want(all.begin() + first * kHidden, all.begin() + (first + count) * kHidden);
+      EXPECT_TRUE(SameBits(run(first, count), want)) << count << " tokens from " << first;
     }
   }
 }

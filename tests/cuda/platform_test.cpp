@@ -4,6 +4,7 @@
 #include <fusedmoe/probe.hpp>
 
 #include "cuda/card.hpp"
+#include "platform/cuda/upload.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -36,7 +37,7 @@ TEST(Card, WithoutOne_EverythingRefuses) {
   EXPECT_EQ(MeasureCard().status().code(), StatusCode::kUnsupported);
   EXPECT_FALSE(cuda::AllocateOnDevice(16, "a test").ok());
   EXPECT_FALSE(cuda::AllocateWorkspace(16).ok());
-  EXPECT_FALSE(cuda::Uploader::Create(16).ok());
+  EXPECT_FALSE(cuda::Uploader::Create(1, 16).ok());
   EXPECT_EQ(ReadCardState().sm_mhz, -1);
 }
 
@@ -64,24 +65,27 @@ TEST(Card, Workspace_IsClearedAndOnTheDevice) {
 TEST(Card, Uploader_ManyPieces_AllArrive) {
   FMOE_SKIP_WITHOUT_CARD();
   constexpr int64_t kPiece = 1 << 20;
-  constexpr int kPieces = 9;
+  constexpr int kPieces = 9, kLanes = 2;
   auto memory = cuda::AllocateOnDevice(kPiece * kPieces, "a test");
   ASSERT_TRUE(memory.ok());
-  auto uploader = cuda::Uploader::Create(kPiece);
+  auto uploader = cuda::Uploader::Create(kLanes, kPiece);
   ASSERT_TRUE(uploader.ok());
   for (int piece = 0; piece < kPieces; ++piece) {
-    auto buffer = (*uploader)->NextBuffer();
+    const int lane = piece % kLanes;
+    const auto buffer = (*uploader)->NextBuffer(lane);
     ASSERT_TRUE(buffer.ok());
-    std::memset(*buffer, piece + 1, kPiece);
-    ASSERT_TRUE((*uploader)->Send(memory->get() + piece * kPiece, 0, kPiece).ok());
+    std::memset(buffer->host, piece + 1, kPiece);
+    ASSERT_TRUE((*uploader)->Send(lane, kPiece).ok());
+    ASSERT_TRUE(
+        cuda::CopyOnDevice(memory->get() + piece * kPiece, buffer->device, kPiece, buffer->stream).ok());
   }
+  EXPECT_FALSE((*uploader)->Send(0, kPiece + 1).ok()) << "more than a buffer holds";
   ASSERT_TRUE((*uploader)->Finish().ok());
   std::vector<std::byte> host(kPiece * kPieces);
   ASSERT_TRUE(cuda::CopyToHost(host.data(), memory->get(), kPiece * kPieces, nullptr).ok());
   for (int64_t index = 0; index < kPiece * kPieces; ++index) {
     ASSERT_EQ(static_cast<int64_t>(host[static_cast<size_t>(index)]), index / kPiece + 1) << index;
   }
-  EXPECT_FALSE((*uploader)->Send(memory->get(), 0, kPiece + 1).ok()) << "more than the buffer holds";
 }
 
 // Hopper cards read 2 to 5 TB/s and multiply 400 to 1000 TFLOP/s: a probe whose loads or products the

@@ -1,6 +1,7 @@
 // What the backend answers and plans, without a card.
 
 #include "experts/cuda/cuda_plan.hpp"
+#include "experts/cuda/float32.hpp"
 
 #include <algorithm>
 
@@ -78,10 +79,21 @@ TEST(CudaPlan, Objections_EachWithActualAndRequired) {
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kNumExperts));
   problem = Problem("nvfp4_w4a16");
   problem.determinism = Determinism::kBatchInvariant;
+  EXPECT_FALSE(Has(Objections(problem, Hopper()), Reason::kDeterminism));
+  problem.mode = "latency";
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism)) << "decode cuts sums by the call";
+  problem.mode = {};
+  problem.determinism = Determinism::kRankInvariant;
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism));
+  problem = Problem("fp8_w8a8:tensor");
+  problem.determinism = Determinism::kBatchInvariant;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism)) << "one scale over the batch";
   problem = Problem("int4_w4a16:g128");
   problem.weights_have_group_index = true;
-  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kZeroPoint));
+  EXPECT_FALSE(Has(Objections(problem, Hopper()), Reason::kZeroPoint));
+  problem = Problem("int4_w4afp8:g128");
+  problem.weights_have_group_index = true;
+  EXPECT_EQ(Has(Objections(problem, Hopper()), Reason::kZeroPoint), problem.scheme.activation.group.col > 0);
   problem = Problem("int4_w4a16:g128");
   problem.activation = ActivationMode::kA8;
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kScheme));
@@ -109,6 +121,46 @@ TEST(CudaPlan, Mode_ByTokens_ForcedByName_MaskedWhenBatched) {
   problem = Problem("nvfp4_w4a16");
   problem.config.activation_format = ActivationFormatKind::kBatchedExperts;
   EXPECT_EQ(ModeName(MakeCudaPlan(problem, Hopper()), 1), "masked");
+}
+
+TEST(CudaPlan, BatchInvariant_OneTileAndOneKindOfProductsForEveryCall) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "unquantized", "fp8_w8a8:channel", "fp8_w8a8:block128", "nvfp4_w4a4"}) {
+    MoeProblem problem = Problem(scheme);
+    problem.determinism = Determinism::kBatchInvariant;
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    for (int64_t rows = 1; rows <= plan.max_rows; rows = rows * 3 + 1) {
+      const PrefillPlan prefill = PlanPrefill(plan.shape, rows, plan.mid, plan.limits);
+      EXPECT_EQ(ModeName(plan, rows), "throughput") << scheme << " " << rows;
+      EXPECT_EQ(prefill.tile_tokens, 64) << scheme << " " << rows;
+      EXPECT_FALSE(prefill.codes) << scheme << " " << rows;
+    }
+  }
+}
+
+TEST(CudaPlan, F32Weights_TheirOwnKernelsForEveryCall) {
+  MoeProblem problem = Problem("unquantized");
+  problem.scheme.weight.element = DType::kF32;
+  problem.determinism = Determinism::kBatchInvariant;
+  EXPECT_TRUE(Objections(problem, Hopper()).empty());
+  const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+  EXPECT_TRUE(plan.float32);
+  EXPECT_FALSE(MakeCudaPlan(Problem("unquantized"), Hopper()).float32);
+  EXPECT_EQ(ModeName(plan, 1), "throughput");
+  EXPECT_FALSE(MayMultiplyCodes(plan));
+  const MoeConfig& config = problem.config;
+  EXPECT_EQ(DeviceWeightBytes(plan), config.num_experts * 3 * config.hidden * config.intermediate * 4);
+  WorkspaceBook book;
+  const CudaSlots slots = BookCudaSlots(plan, false, book);
+  for (int64_t rows = 1; rows <= plan.max_rows; rows = rows * 2 + 1) {
+    const Float32Plan call = PlanFloat32(plan.shape, rows);
+    EXPECT_LE(call.scratch_bytes, slots.scratch_bytes) << rows;
+    EXPECT_GE(call.panel_rows, rows * plan.shape.top_k + 7 * config.num_experts)
+        << rows << ": rows of each expert from a multiple of 8";
+    EXPECT_LT(call.map_offset, call.routes_offset);
+    EXPECT_GE(call.rows_offset - call.mid_offset, call.panel_rows * config.intermediate * 4) << rows;
+    EXPECT_GE(call.scratch_bytes - call.rows_offset, call.panel_rows * config.hidden * 4) << rows;
+  }
 }
 
 TEST(CudaPlan, Operands_AsTheSchemeSays) {

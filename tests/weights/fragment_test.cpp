@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -11,6 +12,7 @@
 #include "canonical.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/fragment_pack.hpp"
+#include "weights/fragment_rows.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -272,15 +274,151 @@ TEST(Fragment, ScaleOfNaN_MakesItsGroupNaNAndNoOther) {
   }
 }
 
+void SetOrder(CanonicalMatrix& matrix, std::mt19937& generator) {
+  auto index = *Tensor::Allocate(DType::kI32, Shape{matrix.cols});
+  auto* values = index.mutable_view().as<int32_t>();
+  for (int64_t col = 0; col < matrix.cols; ++col) {
+    values[col] = static_cast<int32_t>(col / matrix.format.block.col);
+  }
+  std::shuffle(values, values + matrix.cols, generator);
+  matrix.group_index = std::move(index);
+}
+
+/// Weights in activation order are sorted by groups: the input is told, the intermediate comes out sorted.
+TEST(Fragment, ActivationOrder_ColumnsByGroup_IntermediateInTheOrderOfDown) {
+  for (const Case& c : {Case{"int4_w4a16:g128", FragmentFormat::kInt4Half128},
+                        Case{"int4_w4a16:g32", FragmentFormat::kInt4Zero32, true},
+                        Case{"int8_w8a16:g128", FragmentFormat::kInt8Zero128, true}}) {
+    std::mt19937 generator(29);
+    constexpr int64_t kHidden = 256, kIntermediate = 384;
+    CanonicalExpert expert = RandomExpert(c, kHidden, kIntermediate, true, generator);
+    SetOrder(expert.up, generator);
+    expert.gate.group_index = expert.up.group_index;
+    SetOrder(expert.down, generator);
+    const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+    Packed packed = Allocate(spec, kHidden, kIntermediate, true);
+    std::vector<int32_t> input(kHidden, -1);
+    FragmentOutput out = packed.view();
+    EXPECT_EQ(PackFragmentExpert(expert, spec, out).code(), StatusCode::kUnsupported) << "nowhere to tell it";
+    out.input_order = input.data();
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, out).ok()) << c.scheme;
+    std::vector<float> row(kHidden), down_row(kIntermediate);
+    std::vector<int> seen(kHidden, 0);
+    DequantizeRow(expert.down, 3, down_row.data());
+    const int64_t block = FragmentBlockBytes(spec.format, kHidden);
+    const auto near = [](float value, float want) {
+      return std::fabs(value - want) <= 1.6e-5F * std::fabs(want);
+    };
+    for (int64_t k = 0; k < kHidden; ++k) {
+      ++seen[static_cast<size_t>(input[static_cast<size_t>(k)])];
+    }
+    EXPECT_EQ(seen, std::vector<int>(kHidden, 1)) << "every column once";
+    // Each intermediate column of the layout is one of the matrix: its row of up and its column of down.
+    std::vector<int> columns(kIntermediate, 0);
+    for (int64_t i = 0; i < kIntermediate; ++i) {
+      const int64_t b = (i / 64) * 8 + (i % 16 / 4) * 2 + (i % 4) / 2;
+      const int r = static_cast<int>(i % 64 / 16 * 2 + i % 2);
+      ASSERT_EQ(IntermediateColumn(b, r), i);
+      const auto find = [&](int64_t source) {  // is it this row of up?
+        DequantizeRow(expert.up, source, row.data());
+        for (int64_t k = 0; k < kHidden; ++k) {
+          const float value =
+              FragmentValue(spec, packed.gate_up.data() + b * block, r + 8, k) * packed.gate_up_tensor[1];
+          if (!near(value, row[static_cast<size_t>(input[static_cast<size_t>(k)])])) {
+            return false;
+          }
+        }
+        return true;
+      };
+      int64_t source = 0;
+      while (source < kIntermediate && !find(source)) {
+        ++source;
+      }
+      ASSERT_LT(source, kIntermediate) << c.scheme << " column " << i;
+      ++columns[static_cast<size_t>(source)];
+      EXPECT_EQ(packed.gate_up_bias[static_cast<size_t>(packed.sizes.gate_up_rows + i)],
+                expert.up.bias.view().as<float>()[source]);
+      const float value = FragmentValue(spec, packed.down.data(), 3, i) * packed.down_tensor[0];
+      EXPECT_PRED2(near, value, down_row[static_cast<size_t>(source)]) << c.scheme << " column " << i;
+    }
+    EXPECT_EQ(columns, std::vector<int>(kIntermediate, 1)) << c.scheme;
+    SetOrder(expert.gate, generator);
+    const Status apart = PackFragmentExpert(expert, spec, out);
+    EXPECT_NE(apart.message().find("one input"), std::string::npos) << apart.message();
+    auto uneven = *Tensor::Allocate(DType::kI32, Shape{kHidden});
+    std::fill_n(uneven.mutable_view().as<int32_t>(), kHidden, 0);
+    expert.gate.group_index = expert.up.group_index = uneven;
+    const Status full = PackFragmentExpert(expert, spec, out);
+    EXPECT_NE(full.message().find("group 0"), std::string::npos) << full.message();
+  }
+}
+
+/// A product with NaN is NaN whatever the token: the row's scale says it, since the kernels' expansion does
+/// not.
+TEST(Fragment, CodesOfNaN_MakeTheScaleOfTheirRowNaN) {
+  for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:tensor", "fp8_w8a8:block128", "mxfp8_w8a8"}) {
+    std::mt19937 generator(31);
+    const Case c{scheme, FragmentFormat::kFp8};
+    CanonicalExpert expert = RandomExpert(c, 128, 192, true, generator);
+    const auto spoil = [](CanonicalMatrix& matrix, int64_t row, int64_t col, int code) {
+      matrix.codes.mutable_view().data()[row * matrix.codes.view().stride_bytes(0) + col] =
+          static_cast<std::byte>(code);
+    };
+    spoil(expert.gate, 3, 127, 0x7f);
+    spoil(expert.up, 191, 0, 0xff);
+    spoil(expert.down, 70, 64, 0x7f);
+    const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, false);
+    Packed packed = Allocate(spec, 128, 192, true);
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok()) << scheme;
+    const auto nans = [](const std::vector<float>& values) {
+      std::vector<size_t> at;
+      for (size_t i = 0; i < values.size(); ++i) {
+        if (std::isnan(values[i])) {
+          at.push_back(i);
+        }
+      }
+      return at;
+    };
+    EXPECT_EQ(nans(packed.gate_up_row), (std::vector<size_t>{3, 192 + 191})) << scheme;
+    EXPECT_EQ(nans(packed.down_row), std::vector<size_t>{70}) << scheme;
+    FragmentOutput out = packed.view();
+    out.gate_up_row_scale = out.down_row_scale = nullptr;
+    EXPECT_EQ(PackFragmentExpert(expert, spec, out).code(), StatusCode::kUnsupported) << scheme;
+  }
+}
+
+/// Pieces of any size arrange to the same blocks.
+TEST(Fragment, Pieces_CoverEveryBlockOnce) {
+  for (const Case& c : Cases()) {
+    for (const bool gated : {true, false}) {
+      std::mt19937 generator(37);
+      const CanonicalExpert expert = RandomExpert(c, 384, 256, gated, generator);
+      const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+      const auto stager = FragmentStager::Create(expert, spec);
+      ASSERT_TRUE(stager.ok());
+      const FragmentSizes sizes = FragmentSizesOf(spec, 384, 256, gated);
+      for (const int64_t bytes : {int64_t{0}, int64_t{40} << 10, int64_t{1} << 30}) {
+        int64_t at[2] = {0, 0};
+        for (const FragmentPiece& piece : stager->Cut(bytes)) {
+          const bool down = piece.part == FragmentPart::kDown;
+          EXPECT_EQ(piece.offset, at[down ? 1 : 0]) << c.scheme;
+          at[down ? 1 : 0] += piece.blocks * FragmentBlockBytes(spec.format, down ? 256 : 384);
+          EXPECT_LE(stager->StagedBytes(piece),
+                    std::max(bytes, FragmentStager::FewestBytes(spec, 384, 256, gated)))
+              << c.scheme;
+        }
+        EXPECT_EQ(at[0], sizes.gate_up_bytes) << c.scheme << " " << bytes;
+        EXPECT_EQ(at[1], sizes.down_bytes) << c.scheme << " " << bytes;
+      }
+    }
+  }
+}
+
 TEST(Fragment, WhatItCannotHold_IsRefusedWithReason) {
   const WeightFormat int4 = ParseScheme("int4_w4a16:g128")->weight;
   std::mt19937 generator(5);
   MatrixOptions options;
-  options.group_index = true;
   const FragmentSpec spec = *ChooseFragmentSpec(int4, false);
-  EXPECT_EQ(CheckFragmentMatrix(RandomMatrix(16, 128, int4, generator, options), spec).code(),
-            StatusCode::kUnsupported);
-  options = {};
   options.col_offset = 64;
   const Status cut = CheckFragmentMatrix(RandomMatrix(16, 128, int4, generator, options), spec);
   EXPECT_NE(cut.message().find("column 64"), std::string::npos) << cut.message();

@@ -1,8 +1,11 @@
 #include "experts/cuda/cuda_backend.hpp"
 
+#include <utility>
+
 #include "experts/cuda/cuda_experts.hpp"
 #include "experts/cuda/cuda_plan.hpp"
 #include "experts/cuda/cuda_weights.hpp"
+#include "experts/cuda/float32_experts.hpp"
 #include "moe/cost.hpp"
 
 namespace fusedmoe {
@@ -18,8 +21,11 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation = problem.activation;
   plan.recipe = cuda::CudaRecipe(cuda_plan);
   const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
-  plan.intermediate_dtype = quantized ? "F32" : std::string(DTypeName(cuda_plan.element));
-  plan.arithmetic = cuda::MayMultiplyCodes(cuda_plan) ? "tensor_fp8" : "tensor_bf16";
+  plan.intermediate_dtype =
+      quantized || cuda_plan.float32 ? "F32" : std::string(DTypeName(cuda_plan.element));
+  plan.arithmetic = cuda_plan.float32                   ? "f32_fma"
+                    : cuda::MayMultiplyCodes(cuda_plan) ? "tensor_fp8"
+                                                        : "tensor_bf16";
   const int64_t local_experts = std::max<int64_t>(config.num_local_experts, 1);
   DescribeCost(config, cuda::DeviceWeightBytes(cuda_plan) / local_experts, problem.plan_tokens, plan);
   const int64_t rows = cuda_plan.shape.batched ? cuda_plan.max_rows : std::max<int64_t>(plan.tokens, 1);
@@ -34,12 +40,21 @@ void BookWorkspace(const MoeProblem& problem, const Machine& machine, WorkspaceB
 
 Result<PreparedWeights> Prepare(const MoeProblem& problem, const Machine& machine, const ExpertSource& source,
                                 const Executor& executor) {
-  return cuda::PrepareCudaWeights(cuda::MakeCudaPlan(problem, machine), source, executor);
+  const cuda::CudaPlan plan = cuda::MakeCudaPlan(problem, machine);
+  return plan.float32 ? cuda::PrepareFloat32Weights(plan, source, executor)
+                      : cuda::PrepareCudaWeights(plan, source, executor);
+}
+
+Result<std::unique_ptr<Experts>> Create(const MoeProblem& problem, const Machine& machine,
+                                        std::shared_ptr<const PreparedWeights> weights, WorkspaceBook& book) {
+  const cuda::CudaPlan plan = cuda::MakeCudaPlan(problem, machine);
+  return plan.float32 ? cuda::CreateFloat32Experts(problem, plan, std::move(weights), book)
+                      : cuda::CudaExperts::Create(problem, machine, std::move(weights), book);
 }
 
 }  // namespace
 
-const Backend kCudaFusedBackend = {"CUDA_FUSED", &cuda::CudaObjections,      &MakePlan, &BookWorkspace,
-                                   &Prepare,     &cuda::CudaExperts::Create, "cuda"};
+const Backend kCudaFusedBackend = {
+    "CUDA_FUSED", &cuda::CudaObjections, &MakePlan, &BookWorkspace, &Prepare, &Create, "cuda"};
 
 }  // namespace fusedmoe

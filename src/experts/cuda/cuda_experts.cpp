@@ -5,26 +5,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "experts/cuda/device_call.hpp"
 #include "experts/cuda/operand_format.hpp"
 #include "experts/cuda/operand_rows.hpp"
 
 namespace fusedmoe::cuda {
-namespace {
-
-constexpr uintptr_t kAlignment = 256;
-
-/// A piece as BookCudaSlots booked it, with room to align.
-template <typename T>
-T* Piece(const Workspace& workspace, const WorkspaceSlot& slot) {
-  if (slot.bytes == 0) {
-    return nullptr;
-  }
-  const auto address = reinterpret_cast<uintptr_t>(workspace.Get<std::byte>(slot));
-  return reinterpret_cast<T*>((address + kAlignment - 1) / kAlignment * kAlignment);
-}
-
-}  // namespace
-
 Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, const Machine& machine,
                                                      std::shared_ptr<const PreparedWeights> weights,
                                                      WorkspaceBook& book) {
@@ -69,7 +54,7 @@ bool CudaExperts::NeedsOperand(TensorView values) const {
   const bool aligned = reinterpret_cast<uintptr_t>(values.data()) % 16 == 0 && stride % 16 == 0;
   const bool weighted = plan_.weights_input && !plan_.shape.batched;
   return plan_.activation.quantized() || weights_.input_smoothing != nullptr || weighted || !aligned ||
-         values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0;
+         values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0 || weights_.input_order != nullptr;
 }
 
 Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
@@ -104,6 +89,7 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   rows.rows_per_expert = call.rows_per_expert;
   rows.tensor_scale = weights_.input_scale;
   rows.pre_quant_scale = weights_.input_smoothing;
+  rows.order = weights_.input_order;
   rows.row_weight = plan_.weights_input && !shape.batched ? call.topk_weights : nullptr;
   rows.values = Piece<std::byte>(workspace, slots_.operand);
   rows.row_scale = Piece<float>(workspace, slots_.operand_row_scale);
@@ -164,36 +150,16 @@ Status CudaExperts::Prefill(const ExpertsCall& call, const PrefillPlan& prefill)
 
 Status CudaExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
                           const Executor& executor) const {
-  const LayerShape& shape = plan_.shape;
-  ExpertsCall call;
-  call.num_tokens = shape.batched ? shape.num_local_experts * input.rows.values.dim(1) : input.num_tokens;
+  FMOE_ASSIGN_OR_RETURN(ExpertsCall call, MakeCall(plan_, input, output, executor));
   if (call.num_tokens == 0) {
     return Status::Ok();
   }
-  if (call.num_tokens > plan_.max_rows) {
-    return Status::Usage(
-        fmt::format("{} rows, the layer was planned for {}", call.num_tokens, plan_.max_rows));
-  }
-  if (output.stride_bytes(output.rank() - 2) != output.row_bytes()) {
-    return Status::Usage(
-        fmt::format("output rows {} bytes apart; on a card they must follow each other, {} bytes apart",
-                    output.stride_bytes(output.rank() - 2), output.row_bytes()));
-  }
-  call.topk_ids = shape.batched ? nullptr : input.topk_ids;
-  call.topk_weights = input.topk_weights;
-  call.expert_map = input.expert_map;
-  call.router_weight_on_input = input.router_weight_on_input;
-  call.expert_num_tokens = input.expert_num_tokens;
-  call.rows_per_expert = shape.batched ? input.rows.values.dim(1) : 0;
-  call.output = output.data();
-  call.output_dtype = output.dtype();
   call.scratch = Piece<std::byte>(workspace, slots_.scratch);
   call.counters = Piece<uint32_t>(workspace, slots_.counters);
-  call.stream = executor.stream;
   const auto rows = static_cast<size_t>(call.num_tokens);
   const bool decodes = rows < decode_plans_.size() && decode_plans_[rows].fits;
   const PrefillPlan prefill =
-      decodes ? PrefillPlan{} : PlanPrefill(shape, call.num_tokens, plan_.mid, plan_.limits);
+      decodes ? PrefillPlan{} : PlanPrefill(plan_.shape, call.num_tokens, plan_.mid, plan_.limits);
   FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, prefill, executor.stream));
   return decodes ? Decode(call, decode_plans_[rows], workspace) : Prefill(call, prefill);
 }

@@ -5,14 +5,14 @@
 #include <algorithm>
 
 #include "core/checked_math.hpp"
+#include "experts/cuda/device_call.hpp"
+#include "experts/cuda/float32.hpp"
 #include "experts/cuda/operand_format.hpp"
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
-
-constexpr int64_t kAlignment = 256;
 
 ActivationFormat ActivationOf(const MoeProblem& problem) {
   return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
@@ -32,7 +32,7 @@ DeviceLimits LimitsOf(const Machine& machine) {
 int64_t VectorBytes(const CudaPlan& plan, const FragmentSizes& sizes) {
   const int64_t rows = sizes.parts * sizes.gate_up_rows + sizes.down_rows;
   const int64_t vectors = (plan.spec.row_scale ? 1 : 0) + (plan.has_bias ? 1 : 0);
-  return 4 * (rows * vectors + sizes.parts + 1);
+  return 4 * (rows * vectors + sizes.parts + 1 + (plan.reordered ? plan.shape.hidden : 0));
 }
 
 FragmentSizes SizesOf(const CudaPlan& plan) {
@@ -62,16 +62,23 @@ void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   }
 }
 
+bool IsFloat32(const WeightFormat& weight) {
+  return weight.element == DType::kF32 && !weight.quantized();
+}
+
 void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const Result<FragmentSpec> spec =
       ChooseFragmentSpec(problem.scheme.weight, problem.weights_have_zero_points);
-  if (!spec.ok()) {
+  if (!spec.ok() && !IsFloat32(problem.scheme.weight)) {
     Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
-           "BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
+           "F32, BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
   }
-  if (problem.weights_have_group_index) {
-    Refuse(verdicts, Reason::kZeroPoint, "weights in activation order have no fragment layout",
-           "activation order", "groups of neighbouring columns");
+  const ActivationFormat activation = ActivationOf(problem);
+  if (problem.weights_have_group_index && activation.quantized() && activation.group.col > 0) {
+    Refuse(verdicts, Reason::kZeroPoint,
+           "weights in activation order want their input sorted, and groups of activations as they are",
+           fmt::format("activation scales of groups of {}", activation.group.col),
+           "activations that are not quantized, or by row or tensor");
   }
   if (problem.activation != ActivationMode::kAsCheckpoint &&
       problem.activation != ActivationMode::kWeightOnly && problem.activation != ActivationMode::kMaxGateUp) {
@@ -79,7 +86,7 @@ void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
            "the kernels quantize activations as the checkpoint says, or not at all",
            std::string(ActivationModeName(problem.activation)), "as_checkpoint or weight_only");
   }
-  if (const Status status = CheckOperandFormat(ActivationOf(problem)); !status.ok()) {
+  if (const Status status = CheckOperandFormat(activation); !status.ok()) {
     Refuse(verdicts, Reason::kScheme, status.message(), problem.scheme.name,
            "FP4, FP6, FP8 or INT8 activations with scales per row, per tensor, or per group of 16 to 128");
   }
@@ -109,6 +116,28 @@ void CheckSizes(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   }
 }
 
+/// Prefill adds each output over all of K in ascending order in one place: with one tile and one kind of
+/// products for all calls a token's bits do not depend on its batch.
+void CheckDeterminism(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  if (problem.determinism < Determinism::kBatchInvariant) {
+    return;
+  }
+  const std::string actual(DeterminismName(problem.determinism));
+  if (problem.mode == "latency") {
+    Refuse(verdicts, Reason::kDeterminism, "decode cuts sums by what else the call computes", "mode latency",
+           "mode throughput");
+  }
+  if (MidKindOf(ActivationOf(problem)) == MidKind::kQuantizedByBatch) {
+    Refuse(verdicts, Reason::kDeterminism, "one activation scale is taken over all tokens of a call", actual,
+           "thread_invariant");
+  }
+  if (problem.determinism >= Determinism::kRankInvariant) {
+    Refuse(verdicts, Reason::kDeterminism,
+           "a layer on a card runs alone: nothing was made equal to what ranks add", actual,
+           "batch_invariant");
+  }
+}
+
 }  // namespace
 
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
@@ -119,6 +148,7 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
       spec.ok()) {
     plan.spec = *spec;
   }
+  plan.float32 = IsFloat32(problem.scheme.weight);
   plan.limits = LimitsOf(machine);
   plan.activation = ActivationOf(problem);
   plan.shape.hidden = config.hidden;
@@ -133,12 +163,17 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   plan.shape.e4m3_tokens = plan.activation.quantized() && IsE4m3Operand(plan.activation);
   plan.element = plan.spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
   plan.mid = MidKindOf(plan.activation);
-  if (problem.mode == "latency") {
+  plan.shape.batch_invariant = problem.determinism >= Determinism::kBatchInvariant;
+  if (plan.shape.batch_invariant) {
+    plan.forced =
+        Kernels::kPrefill;  // sums over all of K in one order; decode cuts K by what else it computes
+  } else if (problem.mode == "latency") {
     plan.forced = Kernels::kDecode;
   } else if (problem.mode == "throughput") {
     plan.forced = Kernels::kPrefill;
   }
   plan.has_bias = config.has_bias;
+  plan.reordered = problem.weights_have_group_index;
   plan.weights_input = config.apply_router_weight_on_input;
   const int64_t tokens = std::max<int64_t>(config.max_tokens, 1);
   plan.rows_per_expert = plan.shape.batched ? tokens : 0;
@@ -164,12 +199,7 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
     Refuse(verdicts, Reason::kIsa, "instruction sets of the CPU are no choice on a card", problem.isa,
            "none");
   }
-  if (problem.determinism >= Determinism::kBatchInvariant) {
-    Refuse(verdicts, Reason::kDeterminism,
-           "the token count chooses between kernels that add in different orders, so a token depends on its "
-           "batch",
-           std::string(DeterminismName(problem.determinism)), "thread_invariant");
-  }
+  CheckDeterminism(problem, verdicts);
   if (!verdicts.empty()) {
     return verdicts;
   }
@@ -187,7 +217,9 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
              fmt::format("{} tokens", problem.plan_tokens), "sizes that fit");
     }
   }
-  const int64_t needed = DeviceWeightBytes(plan) + prefill.scratch_bytes;
+  const int64_t scratch =
+      plan.float32 ? PlanFloat32(plan.shape, plan.max_rows).scratch_bytes : prefill.scratch_bytes;
+  const int64_t needed = DeviceWeightBytes(plan) + scratch;
   if (machine.cuda->memory_bytes > 0 && needed > machine.cuda->memory_bytes) {
     Refuse(verdicts, Reason::kMemory, "weights and workspace exceed the memory of the card",
            fmt::format("{} bytes", needed), fmt::format("at most {} bytes", machine.cuda->memory_bytes));
@@ -196,7 +228,7 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
 }
 
 Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
-  if (num_rows > kMostDecodeRows || plan.forced == Kernels::kPrefill) {
+  if (plan.float32 || num_rows > kMostDecodeRows || plan.forced == Kernels::kPrefill) {
     return Kernels::kPrefill;
   }
   if (!PlanDecode(plan.shape, num_rows, DecodeMid(plan), plan.limits).fits) {
@@ -211,21 +243,31 @@ Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
 }
 
 bool MayMultiplyCodes(const CudaPlan& plan) {
-  return ChooseKernels(plan, plan.max_rows) == Kernels::kPrefill &&
+  return !plan.float32 && ChooseKernels(plan, plan.max_rows) == Kernels::kPrefill &&
          PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).codes;
 }
 
 int64_t DeviceWeightBytes(const CudaPlan& plan) {
+  if (plan.float32) {
+    const int64_t rows = plan.shape.parts() * plan.shape.intermediate + plan.shape.hidden;
+    const int64_t weights = (plan.shape.parts() + 1) * plan.shape.intermediate * plan.shape.hidden;
+    return plan.shape.num_local_experts * 4 * (weights + (plan.has_bias ? rows : 0));
+  }
   const FragmentSizes sizes = SizesOf(plan);
   return plan.shape.num_local_experts * (sizes.gate_up_bytes + sizes.down_bytes + VectorBytes(plan, sizes));
 }
 
 CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook& book) {
   const auto aligned = [&book](std::string_view name, int64_t bytes) {
-    return book.Book(name, bytes == 0 ? 0 : bytes + kAlignment);
+    return book.Book(name, bytes == 0 ? 0 : bytes + kPieceAlignment);
   };
   CudaSlots slots;
   const LayerShape& shape = plan.shape;
+  if (plan.float32) {
+    slots.scratch_bytes = PlanFloat32(shape, plan.max_rows).scratch_bytes;
+    slots.scratch = aligned("scratch", slots.scratch_bytes);
+    return slots;
+  }
   const int64_t routes_per_row = shape.batched ? 1 : shape.top_k;
   const int64_t rows = plan.max_rows * (input_by_route ? routes_per_row : 1);
   const bool row_scale = plan.activation.quantized() && HasRowScale(plan.activation);
@@ -265,7 +307,7 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
 }
 
 RecipeText CudaRecipe(const CudaPlan& plan) {
-  return {plan.spec.ToString()};
+  return {plan.float32 ? "as_stored(F32)" : plan.spec.ToString()};
 }
 
 std::string_view ModeName(const CudaPlan& plan, int64_t num_rows) {

@@ -27,6 +27,8 @@ struct CudaPlan {
   MidKind mid = MidKind::kRounded;
   std::optional<Kernels> forced;
   bool has_bias = false;
+  bool float32 = false;         ///< F32 weights: kernels and layout of their own (float32.hpp)
+  bool reordered = false;       ///< weights in activation order: the input is gathered
   bool weights_input = false;   ///< the router weight multiplies the input
   int64_t max_rows = 0;         ///< of a call: tokens; batched: rows of all experts
   int64_t rows_per_expert = 0;  ///< batched

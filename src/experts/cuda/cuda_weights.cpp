@@ -3,36 +3,51 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "core/checked_math.hpp"
+#include "experts/cuda/arrange.hpp"
 #include "platform/cuda/card.hpp"
+#include "platform/cuda/upload.hpp"
+#include "weights/fragment_rows.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
 
 constexpr std::string_view kInputByExpert = "input_by_expert";
 
-/// Pinned memory of one set of experts at most; one expert always goes.
-constexpr int64_t kMostPinnedBytes = int64_t{512} << 20;
+/// Pinned memory of all threads together, and of one buffer. Small copies leave gaps on the link, large
+/// buffers take long to pin and fall out of the caches before they are sent.
+constexpr int64_t kPinnedBytes = int64_t{64} << 20;
+constexpr int64_t kMostPieceBytes = int64_t{2} << 20;
 
-/// The small vectors of all experts, on the host until the last expert is packed.
+/// The small vectors of all experts, on the host until the last expert is on its way.
 struct HostVectors {
   std::vector<float> gate_up_tensor, down_tensor, gate_up_row, down_row, gate_up_bias, down_bias;
   std::vector<float> input_scale, mid_scale, input_smoothing, mid_smoothing;
   std::vector<uint8_t> input_scales_differ;  ///< by expert: gate's and up's
+  std::vector<int32_t> input_order;
+  std::atomic<bool> has_nan_rows = false;
+  std::mutex smoothing_mutex;  ///< the first expert that smooths makes the vectors
 };
 
-HostVectors MakeVectors(const CudaPlan& plan, const FragmentSizes& sizes) {
+/// Codes of NaN become scales of NaN (FragmentStager), so that e4m3 may need scales of rows where it has
+/// none.
+bool MayHaveRowScales(const CudaPlan& plan) {
+  return plan.spec.row_scale || FragmentTraitsOf(plan.spec.format).code == FragmentCode::kE4M3;
+}
+
+void MakeVectors(const CudaPlan& plan, const FragmentSizes& sizes, HostVectors& host) {
   const auto experts = static_cast<size_t>(plan.shape.num_local_experts);
   const auto gate_up_rows = experts * static_cast<size_t>(sizes.parts * sizes.gate_up_rows);
   const auto down_rows = experts * static_cast<size_t>(sizes.down_rows);
-  HostVectors host;
   host.gate_up_tensor.assign(experts * static_cast<size_t>(sizes.parts), 0.0F);
   host.down_tensor.assign(experts, 0.0F);
-  if (plan.spec.row_scale) {
+  if (MayHaveRowScales(plan)) {
     host.gate_up_row.assign(gate_up_rows, 0.0F);
     host.down_row.assign(down_rows, 0.0F);
   }
@@ -45,11 +60,14 @@ HostVectors MakeVectors(const CudaPlan& plan, const FragmentSizes& sizes) {
     host.mid_scale.assign(experts, 1.0F);
     host.input_scales_differ.assign(experts, 0);
   }
-  return host;
+  if (plan.reordered) {
+    host.input_order.assign(experts * static_cast<size_t>(plan.shape.hidden), 0);
+  }
 }
 
-/// `base` of expert e, `count` values apart; null where there are none.
-float* Of(std::vector<float>& values, int64_t expert, int64_t count) {
+/// Those of expert e, `count` values apart; null where there are none.
+template <typename T>
+T* Of(std::vector<T>& values, int64_t expert, int64_t count) {
   return values.empty() ? nullptr : values.data() + expert * count;
 }
 
@@ -87,15 +105,19 @@ Status CheckSmoothing(const CanonicalExpert& expert) {
                     "gate and up smooth their common input by different factors (pre_quant_scale)");
 }
 
+/// `order`: of the columns, as the layout has them.
 void CopySmoothing(const Tensor& scale, int64_t index, int64_t cols, int64_t experts,
-                   std::vector<float>& out) {
+                   std::span<const int32_t> order, std::vector<float>& out) {
   if (scale.empty()) {
     return;
   }
   if (out.empty()) {
     out.assign(static_cast<size_t>(experts * cols), 1.0F);
   }
-  std::memcpy(out.data() + index * cols, scale.view().data(), static_cast<size_t>(cols) * sizeof(float));
+  const auto* from = scale.view().as<float>();
+  for (int64_t k = 0; k < cols; ++k) {
+    out[static_cast<size_t>(index * cols + k)] = from[order.empty() ? k : order[static_cast<size_t>(k)]];
+  }
 }
 
 /// Copies named tensors to the card and keeps them.
@@ -112,12 +134,15 @@ class Shelf {
     return data;
   }
 
-  Status Put(std::string_view name, const std::vector<float>& values) {
+  template <typename T>
+  Status Put(std::string_view name, const std::vector<T>& values) {
+    static_assert(sizeof(T) == 4);
     if (values.empty()) {
       return Status::Ok();
     }
     const auto count = static_cast<int64_t>(values.size());
-    FMOE_ASSIGN_OR_RETURN(std::byte * data, Reserve(name, DType::kF32, {count}));
+    constexpr DType kDType = std::is_same_v<T, float> ? DType::kF32 : DType::kI32;
+    FMOE_ASSIGN_OR_RETURN(std::byte * data, Reserve(name, kDType, {count}));
     FMOE_RETURN_IF_ERROR(CopyToDevice(data, values.data(), count * 4, nullptr));
     return Synchronize(nullptr);
   }
@@ -137,8 +162,104 @@ Status CheckMemory(const CudaPlan& plan) {
   return Status::Ok();
 }
 
-bool AllEqual(const std::vector<float>& values) {
-  return std::all_of(values.begin(), values.end(), [&](float value) { return value == values.front(); });
+/// Whether all experts have the same `count` values.
+template <typename T>
+bool AllEqual(const std::vector<T>& values, int64_t count) {
+  for (size_t at = static_cast<size_t>(count); at < values.size(); ++at) {
+    if (values[at] != values[at - static_cast<size_t>(count)]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// One expert to the card and into the vectors.
+class ExpertUpload {
+ public:
+  ExpertUpload(const CudaPlan& plan, const FragmentSizes& sizes, Uploader& uploader, uint8_t* gate_up,
+               uint8_t* down, int64_t piece_bytes, HostVectors& host)
+      : plan_(plan),
+        sizes_(sizes),
+        uploader_(uploader),
+        gate_up_(gate_up),
+        down_(down),
+        piece_bytes_(piece_bytes),
+        host_(host) {}
+
+  Status Run(const CanonicalExpert& expert, int64_t index, int lane) const {
+    FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
+    FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
+    std::vector<int64_t> nan_rows;
+    for (const FragmentPiece& piece : stager.Cut(piece_bytes_)) {
+      FMOE_ASSIGN_OR_RETURN(const Uploader::Buffer buffer, uploader_.NextBuffer(lane));
+      stager.Stage(piece, reinterpret_cast<uint8_t*>(buffer.host), nan_rows);
+      FMOE_RETURN_IF_ERROR(uploader_.Send(lane, stager.StagedBytes(piece)));
+      const bool is_down = piece.part == FragmentPart::kDown;
+      ArrangeCall arrange;
+      arrange.format = plan_.spec.format;
+      arrange.staged = stager.View(piece, reinterpret_cast<const uint8_t*>(buffer.device));
+      arrange.blocks = piece.blocks;
+      arrange.block_bytes =
+          FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
+      arrange.out = piece.offset +
+                    (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
+      arrange.stream = buffer.stream;
+      FMOE_RETURN_IF_ERROR(LaunchArrange(arrange));
+    }
+    if (!nan_rows.empty()) {
+      host_.has_nan_rows = true;
+    }
+    const int64_t gate_up_rows = sizes_.parts * sizes_.gate_up_rows;
+    FragmentOutput out;
+    out.gate_up_tensor_scale = Of(host_.gate_up_tensor, index, sizes_.parts);
+    out.down_tensor_scale = Of(host_.down_tensor, index, 1);
+    out.gate_up_row_scale = Of(host_.gate_up_row, index, gate_up_rows);
+    out.down_row_scale = Of(host_.down_row, index, sizes_.down_rows);
+    out.gate_up_bias = Of(host_.gate_up_bias, index, gate_up_rows);
+    out.down_bias = Of(host_.down_bias, index, sizes_.down_rows);
+    out.input_order = Of(host_.input_order, index, plan_.shape.hidden);
+    FMOE_RETURN_IF_ERROR(stager.Vectors(nan_rows, out));
+    TakeInputScales(expert, index, sizes_, host_);
+    const std::scoped_lock lock(host_.smoothing_mutex);
+    const int64_t experts = plan_.shape.num_local_experts;
+    CopySmoothing(expert.up.pre_quant_scale, index, plan_.shape.hidden, experts, stager.input_order(),
+                  host_.input_smoothing);
+    CopySmoothing(expert.down.pre_quant_scale, index, plan_.shape.intermediate, experts, stager.mid_order(),
+                  host_.mid_smoothing);
+    return Status::Ok();
+  }
+
+ private:
+  const CudaPlan& plan_;
+  const FragmentSizes& sizes_;
+  Uploader& uploader_;
+  uint8_t* gate_up_;
+  uint8_t* down_;
+  int64_t piece_bytes_;
+  HostVectors& host_;
+};
+
+/// All experts, each by the lane that comes first.
+Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int lanes,
+                 const Executor& executor) {
+  std::atomic<int64_t> next = 0;
+  std::vector<Status> statuses(static_cast<size_t>(lanes));
+  ParallelFor(executor, lanes, [&](int64_t lane) {
+    Status& status = statuses[static_cast<size_t>(lane)];
+    for (int64_t index = next++; index < source.num_local_experts; index = next++) {
+      Result<CanonicalExpert> expert = source.load(index);
+      status = expert.ok() ? upload.Run(*expert, index, static_cast<int>(lane)) : expert.status();
+      if (!status.ok()) {
+        status = std::move(status).WithContext(fmt::format("expert {}", index));
+        next = source.num_local_experts;  // the others end too
+        return;
+      }
+    }
+  });
+  for (Status& status : statuses) {
+    FMOE_RETURN_IF_ERROR(std::move(status));
+  }
+  return Status::Ok();
 }
 
 const float* Floats(const PreparedWeights& weights, std::string_view name) {
@@ -162,62 +283,22 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   FMOE_ASSIGN_OR_RETURN(std::byte * gate_up,
                         shelf.Reserve("gate_up", DType::kU8, {experts, sizes.gate_up_bytes}));
   FMOE_ASSIGN_OR_RETURN(std::byte * down, shelf.Reserve("down", DType::kU8, {experts, sizes.down_bytes}));
-  HostVectors host = MakeVectors(plan, sizes);
-
-  const int64_t expert_bytes = RoundUp(sizes.gate_up_bytes + sizes.down_bytes, 256);
-  const int64_t set =
-      std::clamp<int64_t>(std::min<int64_t>(std::max(executor.num_threads, 1),
-                                            kMostPinnedBytes / std::max<int64_t>(expert_bytes, 1)),
-                          1, std::max<int64_t>(experts, 1));
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<Uploader> uploader, Uploader::Create(set * expert_bytes));
-  std::vector<CanonicalExpert> loaded(static_cast<size_t>(set));
-  for (int64_t first = 0; first < experts; first += set) {
-    const int64_t count = std::min(set, experts - first);
-    FMOE_ASSIGN_OR_RETURN(std::byte * buffer, uploader->NextBuffer());
-    std::vector<Status> statuses(static_cast<size_t>(count));
-    ParallelFor(executor, count, [&](int64_t place) {
-      const auto at = static_cast<size_t>(place);
-      const int64_t index = first + place;
-      Result<CanonicalExpert> expert = source.load(index);
-      if (!expert.ok()) {
-        statuses[at] = expert.status();
-        return;
-      }
-      loaded[at] = *std::move(expert);
-      statuses[at] = CheckSmoothing(loaded[at]);
-      if (!statuses[at].ok()) {
-        return;
-      }
-      FragmentOutput out;
-      out.gate_up = reinterpret_cast<uint8_t*>(buffer + place * expert_bytes);
-      out.down = out.gate_up + sizes.gate_up_bytes;
-      out.gate_up_tensor_scale = Of(host.gate_up_tensor, index, sizes.parts);
-      out.down_tensor_scale = Of(host.down_tensor, index, 1);
-      out.gate_up_row_scale = Of(host.gate_up_row, index, sizes.parts * sizes.gate_up_rows);
-      out.down_row_scale = Of(host.down_row, index, sizes.down_rows);
-      out.gate_up_bias = Of(host.gate_up_bias, index, sizes.parts * sizes.gate_up_rows);
-      out.down_bias = Of(host.down_bias, index, sizes.down_rows);
-      statuses[at] = PackFragmentExpert(loaded[at], plan.spec, out);
-      TakeInputScales(loaded[at], index, sizes, host);
-    });
-    for (int64_t place = 0; place < count; ++place) {
-      const auto at = static_cast<size_t>(place);
-      const int64_t index = first + place;
-      if (!statuses[at].ok()) {
-        return std::move(statuses[at]).WithContext(fmt::format("expert {}", index));
-      }
-      CopySmoothing(loaded[at].up.pre_quant_scale, index, plan.shape.hidden, experts, host.input_smoothing);
-      CopySmoothing(loaded[at].down.pre_quant_scale, index, plan.shape.intermediate, experts,
-                    host.mid_smoothing);
-      loaded[at] = CanonicalExpert{};
-      const int64_t offset = place * expert_bytes;
-      FMOE_RETURN_IF_ERROR(
-          uploader->Send(gate_up + index * sizes.gate_up_bytes, offset, sizes.gate_up_bytes));
-      FMOE_RETURN_IF_ERROR(
-          uploader->Send(down + index * sizes.down_bytes, offset + sizes.gate_up_bytes, sizes.down_bytes));
-    }
-  }
+  HostVectors host;
+  MakeVectors(plan, sizes, host);
+  const int lanes = static_cast<int>(std::clamp<int64_t>(experts, 1, std::max(executor.num_threads, 1)));
+  const int64_t piece_bytes = std::max(
+      std::min(kMostPieceBytes, kPinnedBytes / (2 * lanes)),
+      FragmentStager::FewestBytes(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated()));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(lanes, piece_bytes));
+  const ExpertUpload upload(plan, sizes, *uploader, reinterpret_cast<uint8_t*>(gate_up),
+                            reinterpret_cast<uint8_t*>(down), piece_bytes, host);
+  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, lanes, executor));
   FMOE_RETURN_IF_ERROR(uploader->Finish());
+  Uploader::Keep(std::move(uploader));
+  if (!plan.spec.row_scale && !host.has_nan_rows) {
+    host.gate_up_row.clear();
+    host.down_row.clear();
+  }
   const auto put = [&](std::string_view name, const std::vector<float>& values) {
     return shelf.Put(name, values);
   };
@@ -235,8 +316,10 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
                   [](uint8_t one) { return one != 0; })) {
     prepared.recipe.push_back("max_input_scale()");
   }
-  if (!host.input_smoothing.empty() || (!host.input_scale.empty() && !AllEqual(host.input_scale))) {
-    FMOE_RETURN_IF_ERROR(shelf.Put(kInputByExpert, {1.0F}));
+  FMOE_RETURN_IF_ERROR(shelf.Put("input_order", host.input_order));
+  if (!host.input_smoothing.empty() || !AllEqual(host.input_scale, 1) ||
+      !AllEqual(host.input_order, plan.shape.hidden)) {
+    FMOE_RETURN_IF_ERROR(shelf.Put(kInputByExpert, std::vector<float>{1.0F}));
   }
   // Scales beside zero points keep 15 bits of their mantissa: exact for 16-bit scales.
   const bool short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
@@ -264,6 +347,8 @@ Result<CudaWeights> FindCudaWeights(const CudaPlan& plan, const PreparedWeights&
   found.mid_scale = Floats(weights, "mid_tensor_scale");
   found.input_smoothing = Floats(weights, "input_smoothing");
   found.mid_smoothing = Floats(weights, "mid_smoothing");
+  const Tensor* order = weights.Find("input_order");
+  found.input_order = order == nullptr ? nullptr : order->view().as<int32_t>();
   found.input_by_expert = weights.Find(kInputByExpert) != nullptr;
   return found;
 }

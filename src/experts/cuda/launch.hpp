@@ -33,8 +33,9 @@ struct LayerShape {
   int64_t top_k = 1;
   ActivationSpec activation;
   FragmentFormat format = FragmentFormat::kBf16;
-  bool group_scales = false;  ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
-  bool e4m3_tokens = false;   ///< activations are e4m3 codes under scales of sums (IsE4m3Operand)
+  bool group_scales = false;     ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
+  bool e4m3_tokens = false;      ///< activations are e4m3 codes under scales of sums (IsE4m3Operand)
+  bool batch_invariant = false;  ///< one kind of products and one tile, whatever the tokens of a call
   bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
 
   bool gated() const { return activation.gated(); }

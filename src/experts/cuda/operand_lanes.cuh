@@ -63,6 +63,24 @@ __device__ inline void LoadLane(const void* row, DType dtype, int64_t k, int64_t
   }
 }
 
+/// As LoadLane, but value k is column order[k] of the row.
+__device__ inline void GatherLane(const void* row, DType dtype, const int32_t* order, int64_t k, int64_t cols,
+                                  float (&v)[kLaneValues]) {
+  for (int i = 0; i < kLaneValues; ++i) {
+    v[i] = 0.0F;
+    if (k + i < cols) {
+      const int column = __ldg(order + k + i);
+      if (dtype == DType::kF32) {
+        v[i] = __ldg(static_cast<const float*>(row) + column);
+      } else {
+        const uint16_t bits = __ldg(static_cast<const uint16_t*>(row) + column);
+        v[i] = dtype == DType::kBF16 ? __uint_as_float(uint32_t{bits} << 16)
+                                     : __half2float(__ushort_as_half(bits));
+      }
+    }
+  }
+}
+
 /// Largest magnitude as bits: of all values (NaN above all), or of the finite ones.
 __device__ inline uint32_t LaneAmaxBits(const float (&v)[kLaneValues], bool finite_only) {
   uint32_t amax = 0;

@@ -43,7 +43,11 @@ struct TokenOperands : QuantizedRows {
     const int element_bytes = call.source_dtype == DType::kF32 ? 4 : 2;
     const auto* base =
         static_cast<const std::byte*>(call.source) + source * call.source_row_stride * element_bytes;
-    LoadLane(base, call.source_dtype, k, call.cols, aligned, v);
+    if (call.order == nullptr) {
+      LoadLane(base, call.source_dtype, k, call.cols, aligned, v);
+    } else {
+      GatherLane(base, call.source_dtype, call.order + place.expert * call.cols, k, call.cols, v);
+    }
     if (call.row_weight != nullptr) {
       const float weight = __ldg(call.row_weight + source);
 #pragma unroll

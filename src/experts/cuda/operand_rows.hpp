@@ -39,6 +39,7 @@ struct OperandRowsCall {
   int64_t rows_per_expert = 0;
   const float* tensor_scale = nullptr;     ///< F32 [E]: static input scale, as a decode multiplier
   const float* pre_quant_scale = nullptr;  ///< F32 [E][cols]: multiplies the input first
+  const int32_t* order = nullptr;          ///< I32 [E][cols]: source column of each column; null: as they are
   const float* row_weight = nullptr;       ///< F32 [rows of the source]: router weight on the input
   void* values = nullptr;                  ///< [num_rows][padded_cols] of `element`
   float* row_scale = nullptr;              ///< F32 [num_rows]: dynamic scales, where the format has them

@@ -102,9 +102,10 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
     return plan;
   }
   const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);
-  plan.tile_tokens = RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens ? 64 : 128;
-  plan.codes = shape.e4m3_tokens && MultipliesCodes(shape.format) && mid != MidKind::kRounded &&
-               RoutesOf(shape, num_tokens) >= kFewestCodeRoutes;
+  const bool small = shape.batch_invariant || RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens;
+  plan.tile_tokens = small ? 64 : 128;
+  plan.codes = !shape.batch_invariant && shape.e4m3_tokens && MultipliesCodes(shape.format) &&
+               mid != MidKind::kRounded && RoutesOf(shape, num_tokens) >= kFewestCodeRoutes;
   const bool swish = shape.gated() && IsSwish(shape.activation);
   plan.fused_mid = swish && (mid == MidKind::kRounded || (plan.codes && mid == MidKind::kQuantizedInTile));
   plan.activated = swish && plan.codes && !plan.fused_mid;

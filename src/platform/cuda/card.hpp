@@ -55,27 +55,4 @@ Status Synchronize(void* stream);
 /// What the launch of `kernel` just said, without waiting for it. kSystem.
 Status CheckLaunch(std::string_view kernel);
 
-/// Takes what is packed on the host to the card, piece by piece, while the next piece is packed: two pinned
-/// buffers of one piece each. Not thread-safe.
-class Uploader {
- public:
-  static Result<std::unique_ptr<Uploader>> Create(int64_t piece_bytes);
-  ~Uploader();
-  Uploader(const Uploader&) = delete;
-  Uploader& operator=(const Uploader&) = delete;
-
-  /// The buffer to fill next: waits until its last piece has left it.
-  Result<std::byte*> NextBuffer();
-  /// Sends `bytes` of the buffer that NextBuffer returned, from `offset` on; may be called several times
-  /// before the next NextBuffer.
-  Status Send(void* device, int64_t offset, int64_t bytes);
-  /// Waits for all pieces.
-  Status Finish();
-
- private:
-  Uploader();
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
-
 }  // namespace fusedmoe::cuda

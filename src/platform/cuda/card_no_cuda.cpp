@@ -5,6 +5,7 @@
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/graph.hpp"
 #include "platform/cuda/probe.hpp"
+#include "platform/cuda/upload.hpp"
 
 #ifndef FMOE_CUDA_MISSING
 #define FMOE_CUDA_MISSING "nvcc was not found"
@@ -87,15 +88,21 @@ struct Uploader::Impl {};
 Uploader::Uploader() = default;
 Uploader::~Uploader() = default;
 
-Result<std::unique_ptr<Uploader>> Uploader::Create(int64_t /*piece_bytes*/) {
+Result<std::unique_ptr<Uploader>> Uploader::Create(int /*lanes*/, int64_t /*piece_bytes*/) {
   return NotBuilt();
 }
 
-Result<std::byte*> Uploader::NextBuffer() {
+Result<std::unique_ptr<Uploader>> Uploader::Take(int /*lanes*/, int64_t /*piece_bytes*/) {
   return NotBuilt();
 }
 
-Status Uploader::Send(void* /*device*/, int64_t /*offset*/, int64_t /*bytes*/) {
+void Uploader::Keep(std::unique_ptr<Uploader> /*uploader*/) {}
+
+Result<Uploader::Buffer> Uploader::NextBuffer(int /*lane*/) {
+  return NotBuilt();
+}
+
+Status Uploader::Send(int /*lane*/, int64_t /*bytes*/) {
   return NotBuilt();
 }
 

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/status.hpp>
+
+#include "weights/fragment_codes.hpp"
+
+namespace fusedmoe::cuda {
+
+/// Staged rows of weights on the card, and the row blocks that they become there.
+struct ArrangeCall {
+  FragmentFormat format = FragmentFormat::kBf16;
+  StagedRows staged;  ///< 16-byte aligned
+  int64_t blocks = 0;
+  int64_t block_bytes = 0;
+  uint8_t* out = nullptr;  ///< of the first block
+  void* stream = nullptr;
+};
+
+/// Enqueues the kernel that arranges them.
+Status LaunchArrange(const ArrangeCall& call);
+
+}  // namespace fusedmoe::cuda

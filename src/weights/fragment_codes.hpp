@@ -1,0 +1,198 @@
+#pragma once
+
+#include <cstdint>
+
+#include "weights/fragment.hpp"
+
+/// Bits of the fragment layout: how codes sit in a word, how scales are stored, and how rows that stand one
+/// behind the other become row blocks. The same functions arrange a block on the host and on the card.
+namespace fusedmoe {
+
+/// The bits of a code of pair `slot` (a0..a3) in its 16-bit half of a word: fragments.cuh reads them.
+/// e2m1: three pairs lie under the mask 0x81c0 at shifts 0, 3, 6; the fourth takes the bits left over.
+FMOE_HOST_DEVICE constexpr uint32_t PairBits(FragmentCode code, int slot, uint32_t c) {
+  switch (code) {
+    case FragmentCode::kE2M1:
+      return slot < 3 ? (c >> 3) << (15 - 3 * slot) | (c & 7) << (6 - 3 * slot)
+                      : (c >> 3) << 14 | (c >> 1 & 3) << 10 | (c & 1) << 13;
+    case FragmentCode::kInt4:
+      return c << (4 * slot);
+    case FragmentCode::kE4M3:
+    case FragmentCode::kInt8:
+      return c << (8 * (slot / 2));
+    default:
+      return c;
+  }
+}
+
+FMOE_HOST_DEVICE constexpr uint32_t CodeOfBits(FragmentCode code, int slot, uint32_t bits) {
+  switch (code) {
+    case FragmentCode::kE2M1:
+      return slot < 3 ? (bits >> (15 - 3 * slot) & 1) << 3 | (bits >> (6 - 3 * slot) & 7)
+                      : (bits >> 14 & 1) << 3 | (bits >> 10 & 3) << 1 | (bits >> 13 & 1);
+    case FragmentCode::kInt4:
+      return bits >> (4 * slot) & 15;
+    case FragmentCode::kE4M3:
+    case FragmentCode::kInt8:
+      return bits >> (8 * (slot / 2)) & 0xff;
+    default:
+      return bits & 0xffff;
+  }
+}
+
+/// Byte offset, in the codes of a slab, of the word of k-step j that holds fragment register a0 + slot of a
+/// lane.
+FMOE_HOST_DEVICE constexpr int WordOffset(int bits, int lane, int j, int slot) {
+  switch (bits) {
+    case 4:
+      return lane * 16 + j * 4;
+    case 8:
+      return j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot % 2) * 4;
+    default:
+      return j * 512 + lane * 16 + slot * 4;
+  }
+}
+
+/// Bytes of the stored scale of one row and group.
+FMOE_HOST_DEVICE constexpr int ScaleSize(FragmentScale scale) {
+  switch (scale) {
+    case FragmentScale::kNone:
+      return 0;
+    case FragmentScale::kE4M3:
+    case FragmentScale::kE8M0:
+      return 1;
+    case FragmentScale::kHalf:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+/// Byte offset of the scale of fragment row `row` and group `group` of a unit behind its codes.
+FMOE_HOST_DEVICE constexpr int ScaleOffset(FragmentScale scale, int row, int group) {
+  const int r = row & 7, half = row >> 3;
+  switch (scale) {
+    case FragmentScale::kE4M3:  // lane 4 r + q: group q
+      return (4 * r + group) * 2 + half;
+    case FragmentScale::kE8M0:
+      return group * 16 + r * 2 + half;
+    case FragmentScale::kHalf:
+      return r * 4 + half * 2;
+    case FragmentScale::kF32Zero:
+      return (group * 8 + r) * 8 + half * 4;
+    case FragmentScale::kF32Halves:
+      return half * 4;
+    default:
+      return 0;
+  }
+}
+
+/// The kernels' multiply-add makes BF16 0x7fc0 of it, so that a scale of NaN makes its group NaN.
+inline constexpr uint8_t kE5m3NaN = 0xa4;
+static_assert(kE5m3NaN * 0x10 + 0x7580 == 0x7fc0);
+/// As BF16 infinity; nothing finite gets this byte (LargestExponentByte).
+inline constexpr int kE8m0NaN = 255;
+
+/// What a stored e8m0 exponent is relative to: a block with the largest scale of the matrix gets this byte
+/// (fragments.cuh multiplies e2m1 codes by 2^126, e4m3 codes by 2^120).
+constexpr int LargestExponentByte(FragmentCode code) {
+  return 127 + (code == FragmentCode::kE2M1 ? 126 : 120);
+}
+
+/// What a piece of staged rows becomes.
+enum class FragmentPart : uint8_t { kGateUp, kUp, kDown };
+
+/// Rows as they are staged: all codes, one row behind the other over whole units of K, then the scales of
+/// each row, [group] of ScaleSize. `rows` of a matrix are whole row blocks: multiples of 64 columns of the
+/// intermediate, of 16 of hidden; a gated first GEMM has those of gate, then the same ones of up.
+struct StagedRows {
+  const uint8_t* codes = nullptr;
+  const uint8_t* scales = nullptr;
+  int code_bytes = 0;  ///< of a row
+  int scale_bytes = 0;
+  int rows = 0;  ///< of a matrix
+  FragmentPart part = FragmentPart::kDown;
+
+  /// The staged row of fragment row `row` of row block `b`, counted from the first block of the piece.
+  FMOE_HOST_DEVICE constexpr int64_t RowOf(int64_t b, int row) const {
+    if (part == FragmentPart::kDown) {
+      return DownSource(b, row).column;
+    }
+    const FragmentSource source = GateUpSource(b, row, part == FragmentPart::kGateUp);
+    return (part == FragmentPart::kGateUp && source.up ? rows : 0) + source.column;
+  }
+};
+
+/// What a lane holds of slab `slab` (of the whole row) of row block `b`: its words, where they belong.
+template <FragmentCode kCode, int kBits>
+FMOE_HOST_DEVICE inline void ArrangeLane(const StagedRows& staged, int64_t b, int64_t slab, int lane,
+                                         uint8_t* slab_codes) {
+  constexpr int kWords = kBits / 2;  // of 16 codes
+  uint32_t source[2][kWords];        // rows r and r + 8
+  for (int half = 0; half < 2; ++half) {
+    const auto* from = reinterpret_cast<const uint32_t*>(
+        staged.codes + staged.RowOf(b, (lane >> 2) + 8 * half) * staged.code_bytes +
+        (slab * kFragmentSlab + 16 * (lane & 3)) * kBits / 8);
+    for (int i = 0; i < kWords; ++i) {
+      source[half][i] = from[i];
+    }
+  }
+  for (int j = 0; j < 4; ++j) {
+    uint32_t words[4] = {};
+    for (int slot = 0; slot < 4; ++slot) {
+      const int k = 4 * j + slot / 2 * 2;
+      if constexpr (kBits == 16) {
+        words[slot] = source[slot & 1][k / 2];
+      } else {
+        constexpr uint32_t kMask = (1U << kBits) - 1;
+        const uint32_t pair = source[slot & 1][k * kBits / 32] >> (k * kBits % 32);
+        words[kBits == 4 ? 0 : slot & 1] |=
+            PairBits(kCode, slot, pair & kMask) | PairBits(kCode, slot, pair >> kBits & kMask) << 16;
+      }
+    }
+    for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
+      *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kBits, lane, j, slot)) = words[slot];
+    }
+  }
+}
+
+/// Every 32nd of the scales of a unit, from `lane` on. `unit` counts from the first of the row.
+FMOE_HOST_DEVICE inline void ArrangeScales(const FragmentTraits& traits, const StagedRows& staged, int64_t b,
+                                           int64_t unit, int lane, uint8_t* unit_scales) {
+  const int groups = traits.group == 0 ? 0 : traits.unit_slabs() * kFragmentSlab / traits.group;
+  const int size = ScaleSize(traits.scale);
+  const bool halves = traits.scale == FragmentScale::kF32Halves;
+  for (int i = lane; i < kFragmentRows * groups; i += 32) {
+    const int row = i / groups, group = i % groups;
+    if (halves && (row & 7) != 0) {  // eight rows share one: the first is there if any is
+      continue;
+    }
+    const uint8_t* from =
+        staged.scales + staged.RowOf(b, row) * staged.scale_bytes + (unit * groups + group) * size;
+    uint8_t* to = unit_scales + ScaleOffset(traits.scale, row, group);
+    for (int byte = 0; byte < size; ++byte) {
+      to[byte] = from[byte];
+    }
+    for (int byte = 0; halves && byte < size; ++byte) {
+      to[8 + byte] = 0;
+    }
+  }
+}
+
+/// The part of slab `slab` of row block `b` that belongs to `lane`: its codes, and with the first slab of a
+/// unit its share of the scales. `block`: where the row block goes.
+template <FragmentFormat kFormat>
+FMOE_HOST_DEVICE inline void ArrangeSlab(const StagedRows& staged, int64_t b, int64_t slab, int lane,
+                                         uint8_t* block) {
+  constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
+  constexpr int kUnitSlabs = kTraits.unit_slabs();
+  uint8_t* unit = block + slab / kUnitSlabs * kTraits.unit_bytes();
+  const int in_unit = static_cast<int>(slab % kUnitSlabs);
+  ArrangeLane<kTraits.code, kTraits.code_bits>(staged, b, slab, lane,
+                                               unit + in_unit * kTraits.slab_code_bytes());
+  if (kTraits.group != 0 && in_unit == 0) {
+    ArrangeScales(kTraits, staged, b, slab / kUnitSlabs, lane, unit + kTraits.scale_offset());
+  }
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/weights.hpp>
+
+#include "weights/fragment_codes.hpp"
+#include "weights/fragment_pack.hpp"
+
+/// An expert as rows of codes and of scales in the form in which the fragment layout stores them, piece by
+/// piece: what remains is to move bytes (fragment_codes.hpp), which a card does faster than its link brings
+/// them.
+namespace fusedmoe {
+
+/// Where the scale of an element stands. Activation order is sorted by groups, so that their scales are in
+/// order.
+inline int64_t FragmentScaleRow(const CanonicalMatrix& matrix, int64_t row) {
+  const int64_t block = matrix.format.block.row;
+  return block <= 0 ? 0 : (matrix.scale_row_offset + row) / block;
+}
+inline int64_t FragmentScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
+  const int64_t block = matrix.format.block.col;
+  return block <= 0 ? 0 : (matrix.scale_col_offset + col) / block;
+}
+/// Scales of whole rows that stand as block scales of one column: they act like channel scales.
+inline bool BlocksAreRows(const WeightFormat& format) {
+  return format.block.row == 1 && format.block.col <= 0;
+}
+inline bool IsSignedInteger(DType element) {
+  return element == DType::kI4 || element == DType::kI8;
+}
+
+/// Rows of one matrix.
+class FragmentRows {
+ public:
+  /// Row i of the layout is row rows_order[i] of the matrix, column k column cols_order[k]; empty: as they
+  /// are. The orders must outlive it.
+  FragmentRows(const CanonicalMatrix& matrix, const FragmentSpec& spec, std::span<const int32_t> row_order,
+               std::span<const int32_t> col_order);
+
+  /// One row, which may be beyond the matrix: `code_bytes` of codes over whole units, `scale_bytes` of
+  /// scales. What is missing decodes to zero. True when a code is NaN: the whole row of the result is then.
+  bool Read(int64_t row, int64_t code_bytes, uint8_t* codes, int64_t scale_bytes, uint8_t* scales) const;
+  /// Scales of whole rows, or biases, `padded` of them; 0 beyond the matrix.
+  void Vector(int64_t padded, bool scales, float* out) const;
+  /// The tensor scale times what the layout's codes leave to it.
+  float TensorScale() const;
+
+ private:
+  int64_t SourceRow(int64_t row) const {
+    return row_order_.empty() ? row : row_order_[static_cast<size_t>(row)];
+  }
+  void Codes(int64_t row, int64_t code_bytes, uint8_t* out) const;
+  void Scales(int64_t row, int64_t scale_bytes, uint8_t* out, uint8_t* codes) const;
+  uint32_t Scale(int64_t scale_row, int64_t scale_col) const;
+  uint32_t ImpliedZero() const { return traits_.code == FragmentCode::kInt4 ? 8 : 128; }
+  uint32_t Zero(int64_t scale_row, int64_t scale_col) const;
+
+  const CanonicalMatrix* matrix_;
+  FragmentTraits traits_;
+  std::span<const int32_t> row_order_, col_order_;
+  int largest_ = 0;  ///< exponent of an MX matrix
+};
+
+/// Whole row blocks of an expert, staged and arranged together.
+struct FragmentPiece {
+  FragmentPart part = FragmentPart::kDown;
+  int64_t first_row = 0;  ///< of a matrix
+  int64_t rows = 0;       ///< of a matrix; may reach beyond it
+  int64_t blocks = 0;
+  int64_t offset = 0;  ///< of its first block in the blocks of the GEMM, bytes
+};
+
+/// One expert on its way to fragments; it must outlive this. Const after creation: pieces may be staged by
+/// several threads.
+class FragmentStager {
+ public:
+  /// kUnsupported as CheckFragmentMatrix says, or where gate and up want their common input in two orders.
+  static Result<FragmentStager> Create(const CanonicalExpert& expert, const FragmentSpec& spec);
+  FragmentStager(FragmentStager&&) = default;
+  FragmentStager& operator=(FragmentStager&&) = default;
+
+  /// The fewest bytes that hold any piece of such an expert.
+  static int64_t FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
+  /// Pieces of at most `most_bytes` of staged rows, or of the fewest rows that make whole blocks.
+  std::vector<FragmentPiece> Cut(int64_t most_bytes) const;
+  int64_t StagedBytes(const FragmentPiece& piece) const;
+  /// Writes StagedBytes to `out`, 16-byte aligned; the view of what was written there, or of a copy of it at
+  /// `elsewhere`. Rows with NaN codes are added to `nan_rows` as Vectors wants them.
+  void Stage(const FragmentPiece& piece, uint8_t* out, std::vector<int64_t>& nan_rows) const;
+  StagedRows View(const FragmentPiece& piece, const uint8_t* staged) const;
+  /// Everything of an expert that is not blocks. Rows in `nan_rows` get a row scale of NaN, so that every
+  /// token makes a NaN of them, as it would with the code. kUnsupported where `out` has no row scales then,
+  /// or no room for an input order.
+  Status Vectors(const std::vector<int64_t>& nan_rows, const FragmentOutput& out) const;
+  /// Columns of the input in the order in which the first GEMM wants them, and of the intermediate in the
+  /// order in which it writes them; empty: as they are.
+  std::span<const int32_t> input_order() const { return input_order_; }
+  std::span<const int32_t> mid_order() const { return mid_order_; }
+
+ private:
+  FragmentStager(const CanonicalExpert& expert, const FragmentSpec& spec, std::vector<int32_t> input_order,
+                 std::vector<int32_t> mid_order);
+  bool gated() const { return gated_; }
+  int64_t Cols(FragmentPart part) const { return part == FragmentPart::kDown ? intermediate_ : hidden_; }
+
+  FragmentSpec spec_;
+  FragmentTraits traits_;
+  bool gated_;
+  int64_t hidden_, intermediate_;
+  std::vector<int32_t> input_order_, mid_order_;
+  FragmentRows gate_, up_, down_;  ///< they look at the orders: not copied
+};
+
+}  // namespace fusedmoe
