@@ -518,16 +518,14 @@ void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_tok
     std::fill(values + tokens * kPanelRows, values + units * kPanelUnit, 0.0F);
     table_->quantize_nvfp4(values, units, tensor_scale, codes, halves);
     auto* scales = const_cast<float*>(down.scale);
-    const float decode_multiplier = 1.0F / tensor_scale;
-    for (int64_t token = 0; token < tokens; ++token) {
-      halves[token] *= decode_multiplier;
-      if (stripe == 0) {
-        scales[first_token + token] = tensor_scale;
-      }
+    for (int64_t token = 0; stripe == 0 && token < tokens; ++token) {
+      scales[first_token + token] = tensor_scale;
     }
-    // The block scale has 4 bits and the code 2: bf16 holds their product.
+    // The block scale has 4 bits and the code 2: bf16 holds their product. Scales are multiplied where they
+    // are broadcast: a loop over them here read in vectors what was written one by one, and waited for all
+    // sums.
     const int64_t k = stripe * kPanelRows;
-    tiles_->pack_groups(codes, halves, tokens, first + k / 32 * step_bytes, k);
+    tiles_->pack_groups(codes, halves, 1.0F / tensor_scale, tokens, first + k / 32 * step_bytes, k);
     return;
   }
   tiles_->pack_block(values, tokens, first + stripe * kPanelRows / 32 * step_bytes, stripe * kPanelRows,

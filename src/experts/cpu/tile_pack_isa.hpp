@@ -110,11 +110,12 @@ void PackTile(const TilePack* p) {
   p->permuted ? PackTileRow<true>(p) : PackTileRow<false>(p);
 }
 
-void PackTileGroups(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile, int64_t k) {
-  const Reals factor = SetReals(0x1p96F);
+void PackTileGroups(const int8_t* codes, const float* scales, float factor, int64_t tokens, uint8_t* tile,
+                    int64_t k) {
+  const Reals shift = SetReals(0x1p96F);
   for (int64_t token = 0; token < tokens; ++token) {
-    const Reals x = MultiplyReals(BytesToReals(codes + token * 16), SetReals(scales[token]));
-    StoreBf16<true>(tile + k % 32 * 2 + token * 64, MultiplyReals(x, factor), factor, 1.0F);
+    const Reals x = MultiplyReals(BytesToReals(codes + token * 16), SetReals(scales[token] * factor));
+    StoreBf16<true>(tile + k % 32 * 2 + token * 64, MultiplyReals(x, shift), shift, 1.0F);
   }
 }
 

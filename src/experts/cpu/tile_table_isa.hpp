@@ -116,10 +116,10 @@ typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t
 typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
                                     float* sum);
 
-/// Codes of 16 k of each of up to 16 tokens, codes[token][16], times a scale of each, to the tile of their
-/// step, for formats whose shift is 96. The products must be exact in bf16.
-typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, int64_t tokens, uint8_t* tile,
-                                     int64_t k);
+/// Codes of 16 k of each of up to 16 tokens, codes[token][16], times a scale of each and `factor`, to the
+/// tile of their step, for formats whose shift is 96. The products must be exact in bf16.
+typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, float factor, int64_t tokens,
+                                     uint8_t* tile, int64_t k);
 
 /// TileFinish of TileKernels::add, the context: sums of 32 columns to where they belong:
 ///
