@@ -1,7 +1,7 @@
 // Time of a layer by the prefill kernels, map to combine: cold weights (copies of them in turn), a ring of
 // routings, one CUDA graph, median of its replays.
 //   prefill_bench [--shape NAME,..] [--scheme NAME,..] [--m 64,512,..] [--tile 64|128] [--skew 0.9] [--rest
-//   MS]
+//   MS] [--copies N] [--replays N]
 #include <cstdlib>
 #include <string>
 
@@ -65,7 +65,8 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Options&
     const DeviceArray<uint16_t> y(m * model.hidden);
     const MidKind kind = MidKindOf(activation);
     PrefillPlan plan = PlanPrefill(shape, m, kind, limits);
-    if (options.tile != 0) {
+    const bool values_in_tile = plan.fused_mid && !plan.codes && activation.quantized();
+    if (options.tile != 0 && !values_in_tile) {  // what quantizes in its tile has no other
       plan.tile_tokens = options.tile;
     }
     const int64_t operand_cols = plan.codes ? plan.hidden_cols : shape.hidden_cols();
@@ -142,6 +143,10 @@ int main(int argc, char** argv) {
       options.skew = std::atof(value.c_str());
     } else if (name == "--rest") {
       options.rest_ms = std::atoi(value.c_str());
+    } else if (name == "--copies") {
+      options.copies = std::atoi(value.c_str());
+    } else if (name == "--replays") {
+      options.replays = std::atoi(value.c_str());
     } else {
       std::fprintf(stderr, "unknown option %s\n", name.c_str());
       return 2;

@@ -195,6 +195,42 @@ std::vector<Case> Cases() {
        .bias = true,
        .map = true,
        .per_expert_scale = true});
+  // as values: in 128-token tiles quantized there, in those of 64 between the GEMMs; groups of 16 and 32 and
+  // none, tails, odd K, options
+  for (const char* scheme : {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp8_w8a8",
+                             "nvfp4_w4a8:g16", "w_mxfp6_e2m3_a_mxfp6_e2m3"}) {
+    for (const int64_t tokens : {60, 350}) {
+      const std::string name = std::string(scheme) + " values of " + std::to_string(tokens);
+      add({.name = name, .scheme = scheme, .hidden = 320, .intermediate = 192, .tokens = tokens});
+      add({.name = name + " tails",
+           .scheme = scheme,
+           .hidden = 2880,
+           .intermediate = 96,
+           .tokens = tokens,
+           .activation = {.kind = kSwigluOai, .alpha = 1.702F, .beta = 1.0F, .limit = 7.0F},
+           .bias = true,
+           .map = true});
+    }
+    add({.name = std::string(scheme) + " values gelu",
+         .scheme = scheme,
+         .tokens = 200,
+         .activation = {.kind = kGelu}});
+    add({.name = std::string(scheme) + " values batched",
+         .scheme = scheme,
+         .tokens = 200,
+         .batched = true,
+         .out = DType::kF32});
+  }
+  // rows that wait for their scales, activated already
+  for (const char* scheme : {"int8_w8a8:channel", "int4_w4a8:channel", "int4_w4a8:g128"}) {
+    add({.name = std::string(scheme) + " activated oai",
+         .scheme = scheme,
+         .intermediate = 256,
+         .tokens = 400,
+         .activation = {.kind = kSwigluOai, .alpha = 1.702F, .beta = 1.0F, .limit = 7.0F},
+         .bias = true,
+         .map = true});
+  }
   for (const NamedActivationRule& rule : ActivationRuleTable()) {
     const std::string name(rule.name);
     const char* scheme = name.find("int8") != std::string::npos

@@ -165,7 +165,7 @@ TEST(CudaPlan, F32Weights_TheirOwnKernelsForEveryCall) {
 
 TEST(CudaPlan, Operands_AsTheSchemeSays) {
   EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a16"), Hopper()).mid, MidKind::kRounded);
-  EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a4"), Hopper()).mid, MidKind::kQuantized);
+  EXPECT_EQ(MakeCudaPlan(Problem("nvfp4_w4a4"), Hopper()).mid, MidKind::kQuantizedInTile);
   EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:tensor"), Hopper()).mid, MidKind::kQuantizedByBatch);
   EXPECT_TRUE(MakeCudaPlan(Problem("fp8_w8a8:block128"), Hopper()).shape.group_scales);
   EXPECT_EQ(MakeCudaPlan(Problem("fp8_w8a8:block128"), Hopper()).mid, MidKind::kQuantizedInTile);

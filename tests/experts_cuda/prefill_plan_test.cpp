@@ -82,6 +82,27 @@ TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHan
   EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {}).codes);
 }
 
+TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {
+  LayerShape shape = Shape(FragmentFormat::kNvfp4, 320, 192, 8, 2);
+  const PrefillPlan in_tile = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
+  EXPECT_TRUE(!in_tile.codes && in_tile.fused_mid && !in_tile.activated);
+  const PrefillPlan by_row = PlanPrefill(shape, 4096, MidKind::kQuantized, {});
+  EXPECT_TRUE(!by_row.fused_mid && by_row.activated);
+  EXPECT_LT(in_tile.scratch_bytes, by_row.scratch_bytes);
+  EXPECT_FALSE(in_tile.rows_f32 || by_row.rows_f32);
+  const PrefillPlan few = PlanPrefill(shape, 64, MidKind::kQuantizedInTile, {});
+  EXPECT_TRUE(few.tile_tokens == 64 && !few.fused_mid && few.activated);
+  shape.activation.kind = ActivationKind::kGelu;
+  const PrefillPlan other = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
+  EXPECT_TRUE(!other.fused_mid && !other.activated);
+  shape.activation.kind = ActivationKind::kSilu;
+  for (const FragmentFormat format : {FragmentFormat::kInt4Half128, FragmentFormat::kFp8Block}) {
+    shape.format = format;
+    const PrefillPlan on_sums = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
+    EXPECT_TRUE(!on_sums.fused_mid && on_sums.rows_f32) << "scales act on sums in fp32";
+  }
+}
+
 TEST(PrefillPlan, EveryFormat_TakesATileThatHasAKernel) {
 #define FMOE_CHECK_TILE(id, name, code, bits, scale, group)                                            \
   for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {                                 \
@@ -144,6 +165,37 @@ TEST(OperandFormat, SchemesOfTheTable_AreQuantizedOnTheDevice) {
     EXPECT_EQ(quantizer.kind == DeviceQuantizer::Kind::kNone, !scheme->activation.quantized()) << info.name;
     EXPECT_FALSE(HasGroupScale(scheme->activation) && HasRowScale(scheme->activation)) << info.name;
   }
+}
+
+TEST(PrefillPlan, Scratch_NeverShrinksWhereLargerTilesQuantizeThemselves) {
+  const LayerShape shape = Shape(FragmentFormat::kMxfp4, 1024, 4096, 8, 2);
+  int64_t least = 0;
+  for (int64_t tokens = 1; tokens < 400; ++tokens) {
+    const int64_t bytes = PlanPrefill(shape, tokens, MidKind::kQuantizedInTile, {}).scratch_bytes;
+    ASSERT_GE(bytes, least) << tokens;
+    least = bytes;
+  }
+}
+
+TEST(OperandFormat, ElementGrid_IsTheNumbersOfItsCodec) {
+  const auto quantizer = MakeDeviceQuantizer(ParseScheme("nvfp4_w4a4")->activation);
+  EXPECT_EQ(quantizer.grid.largest, 6.0F);
+  EXPECT_EQ(FloatFromBits(quantizer.grid.min_normal_bits), 1.0F);
+  EXPECT_EQ(quantizer.grid.magic, 0x1p22F) << "its last bit is that of a subnormal, 0.5";
+  EXPECT_FALSE(quantizer.grid.has_nan);
+}
+
+TEST(MidKindOf, ScalesAtHand_ByStoredScalesAndSmallGroupsOnly) {
+  const auto kind = [](const char* scheme) { return MidKindOf(ParseScheme(scheme)->activation); };
+  for (const char* scheme : {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "nvfp4_w4a8"}) {
+    EXPECT_EQ(kind(scheme), MidKind::kQuantizedInTile) << scheme;
+  }
+  EXPECT_EQ(kind("mxfp4_w4a8:dynamic"), MidKind::kQuantizedByBatch);
+  EXPECT_EQ(kind("int8_w8a8:channel"), MidKind::kQuantized);
+  EXPECT_EQ(kind("int8_w8a8:channel_static"), MidKind::kQuantized) << "8-bit integers are rounded elsewhere";
+  ActivationFormat toward_zero = ParseScheme("mxfp4_w4a4")->activation;
+  toward_zero.rule.ties_toward_zero = true;
+  EXPECT_EQ(MidKindOf(toward_zero), MidKind::kQuantized);
 }
 
 TEST(OperandFormat, GroupsThatNoLaneHolds_AreRefusedWithTheirSize) {

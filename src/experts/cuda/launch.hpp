@@ -109,8 +109,8 @@ inline constexpr int64_t kCounterBytes = (2 * 512 + 64) * 4;  ///< without what 
 enum class MidKind : uint8_t {
   kRounded,    ///< the activation's output, rounded to the element of the operand: W*A16
   kQuantized,  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
-  kQuantizedInTile,  ///< as kQuantized, by stored scales or groups of 128 and without factors ahead: a
-                     ///< prefill of codes does it where it multiplies
+  kQuantizedInTile,  ///< as kQuantized, by stored scales or those of groups and without factors ahead: a
+                     ///< prefill does it where it multiplies (groups of 128: of codes only)
   kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one
                      ///< pass
 };
@@ -171,7 +171,7 @@ struct PrefillPlan {
   int64_t chunk_tokens = 0;  ///< tokens of one pass; a call with more takes several
   int64_t panel_rows = 0;    ///< rows of the token panels of a pass: routes, and 8 for every expert
   bool fused_mid = false;    ///< the first GEMM activates and writes the panel of the second itself
-  bool activated = false;    ///< codes: it activates, and F32 rows wait for their scales
+  bool activated = false;    ///< it activates, and F32 rows wait for their scales
   bool rows_f32 = false;     ///< the second GEMM's rows are F32, not BF16
   /// Token operands are e4m3 codes, and the FP8 units multiply them: sums of 128 k hold some 14 bits.
   bool codes = false;

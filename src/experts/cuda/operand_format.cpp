@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "experts/cuda/launch.hpp"
+#include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rows.hpp"
@@ -27,6 +28,24 @@ Kind KindOf(const ActivationFormat& format) {
   }
   return format.scale_dtype == DType::kF8E8M0 && !format.rule.power_of_two_scale ? Kind::kMx
                                                                                  : Kind::kRealGroup;
+}
+
+/// Elements that are rounded elsewhere (8-bit integers) have none.
+ElementGrid GridOf(DType element) {
+  switch (element) {
+    case DType::kF4E2M1:
+      return ElementGrid::Of<E2m1>();
+    case DType::kF8E4M3:
+      return ElementGrid::Of<E4m3fn>();
+    case DType::kF8E5M2:
+      return ElementGrid::Of<E5m2>();
+    case DType::kF6E2M3:
+      return ElementGrid::Of<E2m3>();
+    case DType::kF6E3M2:
+      return ElementGrid::Of<E3m2>();
+    default:
+      return {};
+  }
 }
 
 bool IsOperandElement(DType element) {
@@ -75,7 +94,15 @@ DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format) {
   quantizer.divisor = quant_rows::DivisorOf(format);
   quantizer.range = quant_rows::RangeOfElement(*format.element);
   quantizer.rule = format.rule;
+  quantizer.grid = GridOf(*format.element);
   return quantizer;
+}
+
+bool QuantizesInTile(const ActivationFormat& format) {
+  const Kind kind = KindOf(format);
+  const bool blocks = (kind == Kind::kTwoLevel || kind == Kind::kMx) && format.group.col <= 64;
+  return format.quantized() && !NeedsDynamicTensorScale(format) && (blocks || kind == Kind::kPerTensor) &&
+         *format.element != DType::kI8 && !format.rule.ties_toward_zero;
 }
 
 bool IsE4m3Operand(const ActivationFormat& format) {
@@ -100,8 +127,8 @@ MidKind MidKindOf(const ActivationFormat& activation) {
   if (NeedsDynamicTensorScale(activation)) {
     return MidKind::kQuantizedByBatch;
   }
-  return IsE4m3Operand(activation) && !HasRowScale(activation) ? MidKind::kQuantizedInTile
-                                                               : MidKind::kQuantized;
+  const bool codes_in_tile = IsE4m3Operand(activation) && !HasRowScale(activation);
+  return codes_in_tile || QuantizesInTile(activation) ? MidKind::kQuantizedInTile : MidKind::kQuantized;
 }
 
 }  // namespace fusedmoe::cuda

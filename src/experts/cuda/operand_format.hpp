@@ -5,9 +5,27 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 
+#include "numerics/host_device.hpp"
 #include "quant/activation_formulas.hpp"
 
 namespace fusedmoe::cuda {
+
+/// The numbers of a minifloat as data, for rounding without its codec (RoundToGrid in quantize_sm90.cuh).
+struct ElementGrid {
+  float magic = 0.0F;    ///< added and taken away again it rounds subnormals
+  float largest = 0.0F;  ///< what greater values become
+  uint32_t min_normal_bits = 0;
+  int shift = 1;  ///< mantissa bits of fp32 that are rounded away
+  bool has_nan = false;
+
+  template <typename Codec>
+  FMOE_HOST_DEVICE static constexpr ElementGrid Of() {
+    constexpr int kShift = 23 - Codec::kMantissaBits;
+    const auto power = [](int exponent) { return static_cast<uint32_t>(127 + exponent) << 23; };
+    return {FloatFromBits(power(1 - Codec::kBias + kShift)), Codec::Largest(), power(1 - Codec::kBias),
+            kShift, Codec::kHasNan};
+  }
+};
 
 /// An ActivationFormat with everything resolved that does not depend on values: what device code quantizes
 /// by.
@@ -28,6 +46,7 @@ struct DeviceQuantizer {
   float divisor = 1.0F;
   ElementRange range;
   ActivationRule rule;
+  ElementGrid grid;  ///< of `element`, where it is a minifloat
 };
 
 /// Ok when device code quantizes by this format: kUnsupported names what it lacks.
@@ -35,6 +54,9 @@ Status CheckOperandFormat(const ActivationFormat& format);
 /// The format must have passed CheckOperandFormat.
 DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format);
 
+/// True when tiles of the first GEMM can quantize their outputs themselves, whatever is multiplied: scales at
+/// hand (stored, or of groups of up to 64), elements that RoundToGrid rounds to.
+bool QuantizesInTile(const ActivationFormat& format);
 /// True when operands can be e4m3 codes: their scales act on sums, of tensors, rows or groups of 128.
 bool IsE4m3Operand(const ActivationFormat& format);
 /// True when each group of 128 has a scale of its own beside the rows (TokenRows::group_scale).

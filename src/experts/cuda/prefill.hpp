@@ -13,7 +13,7 @@
 ///
 ///     ids ─ route map ─┐
 ///     hidden ─ gather ─┴► panel ─ GEMM 1 + activation ─► panel ─ GEMM 2 ─► rows ─ combine ─► output
-///                                └ quantized, or another activation: F32 rows ─ mid panel ┘
+///                                └ scales of rows or calls, other activations: F32 rows ─ mid panel ┘
 namespace fusedmoe::cuda {
 
 /// Routes of one CTA of the map.
@@ -85,7 +85,7 @@ struct PrefillGemmParams {
   const float* tensor_scale = nullptr;  ///< as DeviceProjection
   const float* row_scale = nullptr;
   const float* bias = nullptr;
-  const float* panel_scale = nullptr;  ///< codes, and kRowsF32: F32 [panel_rows]
+  const float* panel_scale = nullptr;  ///< F32 [panel_rows]; not for kPanel of values
   const float* panel_group_scale =
       nullptr;  ///< codes, and kRowsF32 of PromotesGroups formats: F32 [groups of k][panel_rows]
   void* out = nullptr;
@@ -101,11 +101,11 @@ struct PrefillGemmParams {
   bool wait_for_map = false;  ///< the kernel ahead may not have waited for the map
   bool half_scale_is_f16 = false;
   SwishParams swish;
-  /// Codes, first GEMM, kPanel: how its outputs are quantized.
+  /// First GEMM, kPanel: how its outputs are quantized.
   DeviceQuantizer quantizer;
   const float* out_tensor_scale = nullptr;  ///< static scales [E] (null: 1), where there is no
   float* out_group_scale = nullptr;         ///< [columns / 128][panel_rows]: scales of groups
-  bool activated = false;                   ///< kRowsF32 of codes: gated, activated columns, not gate and up
+  bool activated = false;                   ///< kRowsF32: gated, activated columns, not gate and up
 };
 
 /// F32 rows of the first GEMM, activated and quantized, into the panel of the second.
@@ -158,6 +158,14 @@ constexpr bool PromotesGroups(FragmentFormat format) {
   const FragmentTraits traits = FragmentTraitsOf(format);
   return traits.group >= kFragmentSlab && traits.scale != FragmentScale::kE4M3 &&
          traits.scale != FragmentScale::kE8M0;
+}
+
+/// Formats whose first GEMM can quantize its outputs before it stores them as BF16 values: those whose
+/// schemes have scales at hand. 64-token tiles leave it to the rows between the GEMMs: with it ptxas
+/// serializes their wgmma (C7514), and so few tokens cost little there.
+constexpr bool MayQuantizeInTile(FragmentFormat format, int tile_tokens) {
+  const FragmentScale scale = FragmentTraitsOf(format).scale;
+  return tile_tokens == 128 && (scale == FragmentScale::kE4M3 || scale == FragmentScale::kE8M0);
 }
 
 /// Formats that run in 128-token tiles: 8-bit codes with zero points need more registers than those leave.

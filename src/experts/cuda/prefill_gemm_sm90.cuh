@@ -6,6 +6,7 @@
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/prefill_codes_sm90.cuh"
 #include "experts/cuda/prefill_shape.cuh"
+#include "experts/cuda/prefill_values_sm90.cuh"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/ptx_panel.cuh"
 #include "experts/cuda/swish_sm90.cuh"
@@ -527,9 +528,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     int tile_index = lane >> 3;
     asm volatile("" : "+r"(tile_row), "+r"(tile_index));  // addresses are made here, not before the tile loop
     const int r = lane >> 2;
-    // The gated outputs of row block `block` and two tokens, of codes.
-    [[maybe_unused]] auto activate_codes = [&](int g, int block, int i, const RowPair& rows, float2 factor,
-                                               float(&h)[2]) {
+    // The gated outputs of row block `block` and two tokens, under the scales of these.
+    [[maybe_unused]] auto activate = [&](int g, int block, int i, const RowPair& rows, float2 factor,
+                                         float(&h)[2]) {
 #pragma unroll
       for (int v = 0; v < 2; ++v) {
         const float f = v == 0 ? factor.x : factor.y;
@@ -558,7 +559,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
 #pragma unroll
         for (int i = 0; i < N / 8; ++i) {
           float h[2];
-          activate_codes(g, block, i, rows, factor_of(i), h);
+          activate(g, block, i, rows, factor_of(i), h);
           values[g][2 * i] = h[0], values[g][2 * i + 1] = h[1];
         }
       }
@@ -575,25 +576,38 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         BulkStoreReadDone();
       }
       NamedBarrier(1 + half, kShare);
+      // Row blocks of the warp within the slab: `first`, and four more.
+      const int first = (kGroups == 2 ? 0 : (warpgroup & 1) * 4) + row_warp;
+      float values[kGroups][N / 4];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        const int piece =
-            (kGroups == 2 ? g * 4 : (warpgroup & 1) * 4) + row_warp;  // row block within the slab
-        const int64_t column = min(IntermediateColumn(slab * 8 + piece, r), p.scale_rows - 1);
+        const int64_t column = min(IntermediateColumn(slab * 8 + first + 4 * g, r), p.scale_rows - 1);
         const RowPair rows = LoadRowPair(p, tile.expert, column, column, true);
 #pragma unroll
-        for (int i = 0; i < N / 8; i += 2) {
-          float h[4];
+        for (int i = 0; i < N / 8; ++i) {
 #pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            const float gate = fmaf(acc[g][4 * i + (v >> 1) * 4 + (v & 1)], rows.scale[0], rows.bias[0]);
-            const float up = fmaf(acc[g][4 * i + (v >> 1) * 4 + (v & 1) + 2], rows.scale[1], rows.bias[1]);
-            h[v] = GatedSwish(p.swish, gate, up);
+          for (int v = 0; v < 2; ++v) {
+            const float gate = fmaf(acc[g][4 * i + v], rows.scale[0], rows.bias[0]);
+            const float up = fmaf(acc[g][4 * i + v + 2], rows.scale[1], rows.bias[1]);
+            values[g][2 * i + v] = GatedSwish(p.swish, gate, up);
           }
+        }
+      }
+      if constexpr (MayQuantizeInTile(kFormat, kTileTokens)) {
+        if (p.quantizer.kind != DeviceQuantizer::Kind::kNone) {
+          QuantizeValues<kTileTokens, kShare / 32, kGroups, N>(p, tile.expert, staging + half * 16384,
+                                                               1 + half, tid & (kShare - 1), values);
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < N / 8; i += 2) {
+          const float* h = &values[g][2 * i];
           const int n = 8 * (i + (tile_index & 1)) + tile_row;
           const uint32_t low = F::kF16 ? PackF16x2(h[0], h[1]) : PackBf16x2(h[0], h[1]);
           const uint32_t high = F::kF16 ? PackF16x2(h[2], h[3]) : PackBf16x2(h[2], h[3]);
-          StoreTiles2(buffer + n * 128 + ((piece ^ tile_row) << 4), low, high);
+          StoreTiles2(buffer + n * 128 + (((first + 4 * g) ^ tile_row) << 4), low, high);
         }
       }
       FenceAsyncProxy();
@@ -612,7 +626,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         const int64_t row = min((tile.row * 16 + (warpgroup * kGroups + g) * 4 + row_warp) * 16 + r,
                                 static_cast<int>(p.scale_rows) - 9);
         const RowPair rows = LoadRowPair(p, tile.expert, row, row + 8, false);
-        if (kCodes && p.panel_scale != nullptr) {
+        if (p.panel_scale != nullptr) {
           const float* const token_scale = p.panel_scale + tile.token + 2 * (lane & 3);
 #pragma unroll
           for (int i = 0; i < N / 8; ++i) {
@@ -668,12 +682,12 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
           // Eight rows of the block side by side: a store fills whole 32-byte sectors.
           int token = 2 * (lane & 3);
           asm volatile("" : "+r"(token));
-          if (kCodes && p.activated) {
+          if (p.activated) {
             float* h_out = static_cast<float*>(p.out) + (tile.token + token) * p.ld + block * 8 + r;
 #pragma unroll
             for (int i = 0; i < N / 8; ++i) {
               float h[2];
-              activate_codes(g, block, i, rows, factor_of(i), h);
+              activate(g, block, i, rows, factor_of(i), h);
 #pragma unroll
               for (int v = 0; v < 2; ++v) {
                 if (token + 8 * i + v < tile.tokens) {

@@ -107,10 +107,12 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   plan.codes = !shape.batch_invariant && shape.e4m3_tokens && MultipliesCodes(shape.format) &&
                mid != MidKind::kRounded && RoutesOf(shape, num_tokens) >= kFewestCodeRoutes;
   const bool swish = shape.gated() && IsSwish(shape.activation);
-  plan.fused_mid = swish && (mid == MidKind::kRounded || (plan.codes && mid == MidKind::kQuantizedInTile));
-  plan.activated = swish && plan.codes && !plan.fused_mid;
-  plan.rows_f32 =
-      (mid != MidKind::kRounded && !plan.codes) || shape.format == FragmentFormat::kF16 || shape.batched;
+  const bool in_tile =
+      mid == MidKind::kQuantizedInTile && (plan.codes || MayQuantizeInTile(shape.format, plan.tile_tokens));
+  plan.fused_mid = swish && (mid == MidKind::kRounded || in_tile);
+  plan.activated = swish && !plan.fused_mid;
+  plan.rows_f32 = (mid != MidKind::kRounded && !plan.codes && PromotesGroups(shape.format)) ||
+                  shape.format == FragmentFormat::kF16 || shape.batched;
   if (!plan.codes && (!HasLargeTiles(shape.format) ||
                       (PromotesGroups(shape.format) && (plan.rows_f32 || !plan.fused_mid)))) {
     plan.tile_tokens = 64;
@@ -137,11 +139,17 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
     PlaceScratch(shape, mid, CeilDiv(CeilDiv(num_tokens, passes), kChunkUnit) * kChunkUnit, plan);
     plan.scratch_bytes = std::max(kScratchTarget, largest_bytes);
   }
-  if (plan.codes) {  // codes take less scratch than values: what the last call without them takes serves all
+  // Codes, and what is quantized in its tile, take less scratch than calls too small for them: what the last
+  // of those takes serves all.
+  const int64_t per_token = shape.batched ? 1 : shape.top_k;
+  if (plan.codes) {
     LayerShape plain = shape;
     plain.e4m3_tokens = false;
-    const int64_t last = (kFewestCodeRoutes - 1) / (shape.batched ? 1 : shape.top_k);
+    const int64_t last = (kFewestCodeRoutes - 1) / per_token;
     plan.scratch_bytes = std::max(plan.scratch_bytes, PlanPrefill(plain, last, mid, limits).scratch_bytes);
+  } else if (in_tile) {
+    const int64_t last = ((kSmallTileTokens + 1) * experts - 1) / per_token;
+    plan.scratch_bytes = std::max(plan.scratch_bytes, PlanPrefill(shape, last, mid, limits).scratch_bytes);
   }
   if (plan.panel_rows > std::numeric_limits<int32_t>::max()) {
     plan.why_not =

@@ -22,7 +22,7 @@ struct alignas(16) FastStep {
   float factor = 0.0F;   ///< divisor; 0: the product counts
   float inverse = 0.0F;  ///< multiplier
   float ahead = 1.0F;
-  float pad = 0.0F;
+  float value_scale = 1.0F;  ///< GroupStep's, where steps are handed on in memory
 
   __device__ __forceinline__ float Apply(float value) const {
     value *= ahead;
@@ -108,23 +108,24 @@ __device__ inline GroupStep StepOf(const DeviceQuantizer& q, float tensor_scale,
 
 /// Decode(EncodeSaturating(value)) of a minifloat without the code between: 10 operations, not 40. The same
 /// rounding as numerics/minifloat.hpp, by the same additions.
-template <typename Codec>
-__device__ __forceinline__ float RoundToElement(float value) {
-  constexpr int kShift = 23 - Codec::kMantissaBits;
-  constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - Codec::kBias) << 23;
-  constexpr uint32_t kMagic = static_cast<uint32_t>(128 - Codec::kBias + kShift) << 23;
+__device__ __forceinline__ float RoundToGrid(const ElementGrid& grid, float value) {
   const uint32_t bits = __float_as_uint(value);
   const uint32_t magnitude = bits & 0x7fffffffU;
-  const float subnormal =
-      __fsub_rn(__fadd_rn(__uint_as_float(magnitude), __uint_as_float(kMagic)), __uint_as_float(kMagic));
-  const uint32_t even = magnitude + ((1U << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);
-  const float normal = __uint_as_float(even & ~((1U << kShift) - 1));
-  float rounded = magnitude < kMinNormal ? subnormal : normal;
-  rounded = rounded > Codec::Largest() ? Codec::Largest() : rounded;
+  const float subnormal = __fsub_rn(__fadd_rn(__uint_as_float(magnitude), grid.magic), grid.magic);
+  const uint32_t even = magnitude + ((1U << (grid.shift - 1)) - 1) + ((magnitude >> grid.shift) & 1);
+  const float normal = __uint_as_float(even & ~((1U << grid.shift) - 1));
+  float rounded = magnitude < grid.min_normal_bits ? subnormal : normal;
+  rounded = rounded > grid.largest ? grid.largest : rounded;
   if (magnitude > 0x7f800000U) {
-    return Codec::kHasNan ? value : Codec::Largest();
+    return grid.has_nan ? value : grid.largest;
   }
   return __uint_as_float(__float_as_uint(rounded) | (bits & 0x80000000U));
+}
+
+template <typename Codec>
+__device__ __forceinline__ float RoundToElement(float value) {
+  const ElementGrid grid = ElementGrid::Of<Codec>();
+  return RoundToGrid(grid, value);
 }
 
 /// The value of the code of one element. `wide_factor`: EncodeStep's.
