@@ -61,10 +61,19 @@ std::string ChosenLine(const Explanation& explanation) {
     }
     return text;
   }
-  return fmt::format("chosen    {}{}{}, {} mode, rows {}, activations {}, prepare and finalize by {}\n",
-                     plan->backend, plan->isa.empty() ? "" : " ", plan->isa, plan->mode,
-                     FormatName(plan->activation_format), ActivationModeName(plan->activation),
-                     plan->prepare_finalize.empty() ? "nothing" : plan->prepare_finalize);
+  std::string text =
+      fmt::format("chosen    {}{}{}, {} mode, rows {}, activations {}, prepare and finalize by {}\n",
+                  plan->backend, plan->isa.empty() ? "" : " ", plan->isa, plan->mode,
+                  FormatName(plan->activation_format), ActivationModeName(plan->activation),
+                  plan->prepare_finalize.empty() ? "nothing" : plan->prepare_finalize);
+  if (!plan->costs.empty()) {  // what an expert's token count changes, and who says so
+    text += plan->tile_tokens > 0
+                ? fmt::format("paths     vectors below {0} tokens of an expert, the matrix unit from {0} on",
+                              plan->tile_tokens)
+                : std::string("paths     vectors for every expert");
+    text += fmt::format("; figures {}\n", plan->costs);
+  }
+  return text;
 }
 
 std::string CostLines(const Explanation& explanation) {
