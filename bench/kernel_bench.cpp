@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include <fusedmoe/probe.hpp>
 #include <fusedmoe/workspace.hpp>
 
 #include "ceilings.hpp"
@@ -46,7 +47,7 @@ const Named kKernels[] = {
     {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kF32Zero, 64}},
     {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kF32Zero, 128, 128}},
 };
-constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4"};
+constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4", "bf16", "bf16_pair", "f16"};
 
 constexpr int64_t kBytes = int64_t{512} << 20;  // of weights, more than caches hold
 constexpr int64_t kTileBytes = int64_t{4} << 20;
@@ -58,8 +59,29 @@ struct Bench {
   Workspace memory;
   uint8_t* weights = nullptr;
   char* tile = nullptr;
-  double int_peak = 1, float_peak = 1;
+  double int_peak = 1, float_peak = 1, bf16_peak = 1, f16_peak = 1;
+
+  double PeakOf(TileKind kind) const {
+    switch (kind) {
+      case kTileF32:
+        return float_peak;
+      case kTileBf16:
+      case kTileBf16Pair:
+        return bf16_peak;
+      case kTileF16:
+        return f16_peak;
+      default:
+        return int_peak;
+    }
+  }
 };
+
+/// What `seconds` of a benchmark came to.
+void Count(benchmark::State& state, double seconds, double ops, double peak, int64_t bytes) {
+  state.counters["ops"] = benchmark::Counter(ops, benchmark::Counter::kIsRate);
+  state.counters["share"] = ops / seconds / peak;
+  state.SetBytesProcessed(bytes);
+}
 
 /// Passes over `count` stripes, two at a time, as the layer walks.
 void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int height_index,
@@ -83,10 +105,34 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   const double seconds = ThreadSeconds() - begin;
   const auto passes = static_cast<double>(state.iterations());
   const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * height);
-  const double peak = kind == kTileF32 ? bench.float_peak : bench.int_peak;
-  state.counters["ops"] = benchmark::Counter(ops, benchmark::Counter::kIsRate);
-  state.counters["share"] = ops / seconds / peak;
-  state.SetBytesProcessed(static_cast<int64_t>(passes) * count * stripe_bytes);
+  Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
+}
+
+/// Eight tall tiles at a time, as an expert with 64 tokens has them. Weights in L2.
+void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind) {
+  constexpr int kTallTiles = 8;
+  const int64_t blocks = bench.k / named.panel.block;
+  const int64_t stripe_bytes = blocks * named.panel.block_bytes();
+  const int64_t count = std::max<int64_t>(2, (int64_t{384} << 10) / stripe_bytes / 2 * 2);
+  TileView views[kTallTiles];
+  for (int tile = 0; tile < kTallTiles; ++tile) {
+    char* memory = bench.tile + tile * TileRowBytes(named.kernel, kind, bench.k) * kMaxHeight;
+    views[tile] = ViewTile(memory, named.kernel, kind, bench.k, kMaxHeight);
+    views[tile].prefetch_near = 7680;
+  }
+  alignas(64) static float out[2 * kTallTiles * kMaxHeight * 16];
+  const double begin = ThreadSeconds();
+  for (auto _ : state) {
+    for (int64_t stripe = 0; stripe < count; stripe += 2) {
+      bench.table->batch[named.kernel][kind](bench.weights + stripe * stripe_bytes, 2, stripe_bytes, blocks,
+                                             views, kTallTiles, out);
+    }
+    benchmark::ClobberMemory();
+  }
+  const double seconds = ThreadSeconds() - begin;
+  const auto passes = static_cast<double>(state.iterations());
+  const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * kMaxHeight * kTallTiles);
+  Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 
 /// One row of activations to a tile of one token.
@@ -138,6 +184,12 @@ void Register(const Bench& bench) {
           })->MinTime(0.2);
         }
       }
+      if (bench.table->batch[named.kernel][kind] != nullptr) {
+        const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] + "/tokens:64/l2";
+        benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind](benchmark::State& state) {
+          Batch(state, bench, named, static_cast<TileKind>(kind));
+        })->MinTime(0.2);
+      }
     }
   }
   for (int kind = 0; kind < kNumTileKinds; ++kind) {
@@ -181,6 +233,8 @@ int Main(int argc, char** argv) {
   bench.int_peak = MeasurePeak({}, &SpinByteDot, kByteDotOps);
 #endif
   bench.float_peak = MeasurePeak({}, &SpinFma, kFmaOps);
+  bench.bf16_peak = fusedmoe::MeasurePeak(ComputeUnit::kBf16Dot, {});
+  bench.f16_peak = fusedmoe::MeasurePeak(ComputeUnit::kF16Fma, {});
   Register(bench);
   benchmark::RunSpecifiedBenchmarks();
   return 0;

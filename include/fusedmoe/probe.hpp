@@ -14,6 +14,7 @@
 #define FMOE_COMPUTE_UNIT_TABLE(X)                                                                        \
   X(kVnniInt8, "vnni_int8", "int8_gops", kAvx512Vnni, "vpdpbusd, 512 bits")                               \
   X(kF16Fma, "f16_fma", "f16_gflops", kAvx512Fp16, "vfmadd231ph, 512 bits")                               \
+  X(kBf16Dot, "bf16_dot", "avx512_bf16_gflops", kAvx512Bf16, "vdpbf16ps, 512 bits")                       \
   X(kF32Fma, "f32_fma", "f32_gflops", kAvx512, "vfmadd231ps, 512 bits")                                   \
   X(kAmxInt8, "amx_int8", "amx_int8_gops", kAmx, "tdpbssd")                                               \
   X(kAmxBf16, "amx_bf16", "amx_bf16_gflops", kAmx, "tdpbf16ps")                                           \

@@ -17,6 +17,7 @@ void SpinFmaAvx512(int64_t rounds);       ///< 32
 void SpinInt8Avx512(int64_t rounds);      ///< 128 for each three
 void SpinVnniAvx512Vnni(int64_t rounds);  ///< 128
 void SpinFmaAvx512Fp16(int64_t rounds);   ///< 64
+void SpinDotAvx512Bf16(int64_t rounds);   ///< 64
 /// 32768 and 16384 operations an instruction on full tiles, kAmxPeakTiles a round. The process must have the
 /// permission to use tiles; they are released at the end.
 void SpinInt8Amx(int64_t rounds);

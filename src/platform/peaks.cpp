@@ -33,6 +33,8 @@ Loop LoopOf(ComputeUnit unit) {
       return {&SpinVnniAvx512Vnni, 128.0 * kPeakChains, 1'200'000};
     case ComputeUnit::kF16Fma:
       return {&SpinFmaAvx512Fp16, 64.0 * kPeakChains, 1'200'000};
+    case ComputeUnit::kBf16Dot:
+      return {&SpinDotAvx512Bf16, 64.0 * kPeakChains, 1'200'000};
     case ComputeUnit::kF32Fma:
       return {&SpinFmaAvx512, 32.0 * kPeakChains, 1'200'000};
     case ComputeUnit::kAmxInt8:

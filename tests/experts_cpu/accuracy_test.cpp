@@ -10,8 +10,9 @@ namespace fusedmoe::cpu_test {
 
 std::vector<std::string> HostIsas() {
   std::vector<std::string> names;
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
-    if (HostMachine().Has(isa)) {
+  for (const Isa isa :
+       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
+    if (MachineFor(std::string(IsaName(isa))).Has(isa)) {
       names.emplace_back(IsaName(isa));
     }
   }
@@ -40,9 +41,21 @@ constexpr double kRequantizedBound = 8e-4;
 // A matrix unit takes activations in bf16, each wrong by at most 2^-8 of itself (tiles_test.cpp).
 constexpr double kBf16Bound = 0x1p-8;
 
+// Two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
+constexpr double kBf16PairBound = kFp32Bound + 0x1p-17;
+// Sums of 64 k in f16: 6.6e-4 expected in each GEMM, gate and up and down: sqrt(3) times that, and four times
+// what is expected (docs/accuracy.md). Through requantization to e4m3: sqrt(6.6e-4 / 8), four times.
+constexpr double kF16Bound = 4.6e-3;
+constexpr double kF16RequantizedBound = 3.6e-2;
+
 double BoundOf(const LayerSpec& spec, const std::string& isa) {
+  const DType weight = ParseScheme(spec.scheme)->weight.element;
+  const bool fp8 = weight == DType::kF8E4M3;
   if (ParseScheme(spec.scheme)->activation.quantized()) {
-    return kRequantizedBound;
+    return isa == "avx512_fp16" && fp8 ? kF16RequantizedBound : kRequantizedBound;
+  }
+  if (fp8 && spec.mode == ActivationMode::kA8) {
+    return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;
   }
   if (isa == "amx") {
     return std::max(kBf16Bound, spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
@@ -53,7 +66,7 @@ double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const Result<PanelFormat> panel = ChoosePanelFormat(ParseScheme(spec.scheme)->weight);
   const DType code = panel->code;
   const bool integer = code == DType::kF4E2M1 || code == DType::kU4 || code == DType::kU8;
-  return integer ? kA16Bound : kFp32Bound;
+  return integer ? kA16Bound : isa == "avx512_bf16" && code != DType::kF32 ? kBf16PairBound : kFp32Bound;
 }
 
 class EveryIsa : public testing::TestWithParam<std::string> {};
@@ -117,6 +130,30 @@ TEST_P(EveryIsa, EightBitActivations_StayWithinTheirBound) {
   }
 }
 
+TEST_P(EveryIsa, EightBitActivationsOfFp8_NeedAUnitForSixteenBits) {
+  const std::string isa = GetParam();
+  for (const char* scheme : {"fp8_w8a16:tensor", "fp8_w8a16:channel", "fp8_w8a16:block128", "mxfp8_w8a16"}) {
+    LayerSpec spec{
+        .scheme = scheme, .hidden = 384, .intermediate = 256, .bias = true, .mode = ActivationMode::kA8};
+    if (isa == "avx512_bf16" || isa == "avx512_fp16") {
+      ExpectClose(spec, isa, {1, 2, 4, 13, 64});
+    } else {
+      Layer layer = MakeLayer(spec);
+      layer.problem.isa = isa;
+      EXPECT_FALSE(kCpuFusedBackend.supports(layer.problem, HostMachine()).empty()) << isa;
+    }
+  }
+}
+
+TEST_P(EveryIsa, HiddenStatesOfEveryType_KeepTheirBits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    for (const char* scheme : {"unquantized", "fp8_w8a16:channel", "fp8_w8a16:block128"}) {
+      ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2, .dtype = dtype},
+                  GetParam(), {1, 3, 40});
+    }
+  }
+}
+
 TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
   for (const char* scheme : {"nvfp4_w4a4",
                              "nvfp4_w4a8",
@@ -173,7 +210,7 @@ TEST_P(EveryIsa, Forced_IsTheOneThatRuns) {
   } else {
     EXPECT_EQ(experts.table().isa, GetParam());
   }
-  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, HostMachine()).isa, GetParam());
+  EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineFor(GetParam())).isa, GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Host, EveryIsa, testing::ValuesIn(HostIsas()),

@@ -38,16 +38,35 @@ __attribute__((noinline)) void operator delete(void* memory, size_t) noexcept {
 namespace fusedmoe::cpu_test {
 namespace {
 
-const char* const kSchemes[] = {"unquantized", "nvfp4_w4a16", "int4_w4a16:g32", "fp8_w8a16:block128"};
+const char* const kSchemes[] = {"unquantized",        "nvfp4_w4a16",      "int4_w4a16:g32",
+                                "fp8_w8a16:block128", "fp8_w8a8:channel", "mxfp8_w8a8"};
 
 LayerSpec SpecOf(const char* scheme) {
   return {.scheme = scheme, .hidden = 160, .intermediate = 96, .experts = 6, .top_k = 3};
 }
 
-TEST(CpuExperts_AnyNumberOfThreads, GivesTheSameBits) {
+/// Levels without tiles, under which a token has its bits whatever its neighbours.
+std::vector<std::string> VectorIsas() {
+  std::vector<std::string> names = HostIsas();
+  std::erase(names, "amx");
+  return names;
+}
+
+class EveryVectorIsa : public testing::TestWithParam<std::string> {
+ protected:
+  Layer LayerOf(const LayerSpec& spec) const {
+    Layer layer = MakeLayer(spec);
+    layer.problem.isa = GetParam();
+    return layer;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Host, EveryVectorIsa, testing::ValuesIn(VectorIsas()),
+                         [](const auto& each) { return each.param; });
+
+TEST_P(EveryVectorIsa, AnyNumberOfThreads_GivesTheSameBits) {
   for (const char* scheme : kSchemes) {
     const LayerSpec spec = SpecOf(scheme);
-    const Layer layer = MakeLayer(spec);
+    const Layer layer = LayerOf(spec);
     const Runner runner = MakeRunner(layer);
     for (const int64_t tokens : {1, 3, 40}) {
       const Batch batch = MakeBatch(spec, tokens, 5);
@@ -61,10 +80,10 @@ TEST(CpuExperts_AnyNumberOfThreads, GivesTheSameBits) {
   }
 }
 
-TEST(CpuExperts_ATokenAmongOthers, HasTheBitsItHasAlone) {
+TEST_P(EveryVectorIsa, ATokenAmongOthers_HasTheBitsItHasAlone) {
   for (const char* scheme : kSchemes) {
     const LayerSpec spec = SpecOf(scheme);
-    const Layer layer = MakeLayer(spec);
+    const Layer layer = LayerOf(spec);
     const Runner runner = MakeRunner(layer);
     const int64_t tokens = 37;
     const Batch batch = MakeBatch(spec, tokens, 11);
@@ -83,16 +102,18 @@ TEST(CpuExperts_ATokenAmongOthers, HasTheBitsItHasAlone) {
   }
 }
 
-TEST(CpuExperts_MoreTokensThanAPiece, AreCutWithoutChangingBits) {
-  LayerSpec spec = SpecOf("nvfp4_w4a16");
-  spec.max_tokens = 300;
-  Layer layer = MakeLayer(spec);
-  const Runner whole = MakeRunner(layer);
-  const Batch batch = MakeBatch(spec, 300, 3);
-  const std::vector<float> expected = RunBatch(layer, whole, batch);
-  layer.problem.config.max_tokens = 64;  // pieces of at most 64 tokens
-  const Runner pieces = MakeRunner(layer);
-  EXPECT_EQ(RunBatch(layer, pieces, batch), expected);
+TEST_P(EveryVectorIsa, MoreTokensThanAPiece_AreCutWithoutChangingBits) {
+  for (const char* scheme : {"nvfp4_w4a16", "fp8_w8a8:channel"}) {
+    LayerSpec spec = SpecOf(scheme);
+    spec.max_tokens = 300;
+    Layer layer = LayerOf(spec);
+    const Runner whole = MakeRunner(layer);
+    const Batch batch = MakeBatch(spec, 300, 3);
+    const std::vector<float> expected = RunBatch(layer, whole, batch);
+    layer.problem.config.max_tokens = 64;  // pieces of at most 64 tokens
+    const Runner pieces = MakeRunner(layer);
+    EXPECT_EQ(RunBatch(layer, pieces, batch), expected) << scheme;
+  }
 }
 
 TEST(CpuExperts_Apply, AllocatesNothing) {
@@ -145,7 +166,8 @@ TEST(CpuExperts_SkippedIds, ContributeNothing) {
 }
 
 TEST(CpuExperts_DuplicateIds, AreSummed) {
-  const LayerSpec spec = SpecOf("unquantized");
+  LayerSpec spec = SpecOf("unquantized");
+  spec.dtype = DType::kF32;
   const Layer layer = MakeLayer(spec);
   Batch batch = MakeBatch(spec, 5, 4);
   std::fill(batch.ids.begin(), batch.ids.end(), 2);  // every slot of every token, and five empty experts
@@ -287,7 +309,7 @@ TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
       }
       WorkspaceBook book;
       auto weights = std::make_shared<const PreparedWeights>(std::move(moved));
-      runner.experts = *kCpuFusedBackend.create(layer.problem, HostMachine(), weights, book);
+      runner.experts = *kCpuFusedBackend.create(layer.problem, MachineFor(isa), weights, book);
       for (const int64_t tokens : {1, 5, 16}) {
         const Batch batch = MakeBatch(spec, tokens, 2);
         const auto bytes = static_cast<size_t>(batch.hidden.view().total_bytes());
@@ -308,6 +330,7 @@ TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
 TEST(CpuExperts_BatchedRows, EqualStandardOnesAndRespectTheCounts) {
   for (const char* scheme : kSchemes) {
     LayerSpec spec = SpecOf(scheme);
+    spec.dtype = DType::kF32;
     spec.max_tokens = 8;
     Layer layer = MakeLayer(spec);
     const Definition definition(layer);

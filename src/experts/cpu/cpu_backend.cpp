@@ -15,8 +15,16 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
   if (plan.tiles.enabled && tokens_per_expert >= static_cast<double>(plan.tiles.from_tokens)) {
     return plan.tiles.int8 ? "amx_int8" : "amx_bf16";
   }
-  if (plan.tile == cpu::kTileF32) {
-    return plan.vector_isa == Isa::kAvx2 ? "avx2_f32_fma" : "f32_fma";
+  switch (plan.gate_up.tile) {
+    case cpu::kTileBf16:
+    case cpu::kTileBf16Pair:
+      return "bf16_dot";
+    case cpu::kTileF16:
+      return "f16_fma";
+    case cpu::kTileF32:
+      return plan.vector_isa == Isa::kAvx2 ? "avx2_f32_fma" : "f32_fma";
+    default:
+      break;
   }
   return plan.vector_isa == Isa::kAvx2     ? "avx2_int8"
          : plan.vector_isa == Isa::kAvx512 ? "avx512_int8"

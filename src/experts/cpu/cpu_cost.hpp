@@ -18,7 +18,7 @@ namespace fusedmoe::cpu {
 /// The weights of an expert, as far as costs go.
 struct ExpertWork {
   int64_t blocks = 0;      ///< of 16 rows and 64 k, both GEMMs
-  int64_t max_height = 8;  ///< tokens of the tallest vector tile
+  int64_t max_height = 8;  ///< tokens that vectors decode a block for: of the tallest tile, or of several
 };
 
 /// How often the constants of a path count.

@@ -72,7 +72,7 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
           experts->shared_inputs_[part] &&
           SameInput(experts->plan_.gate_up, expert.input[part], experts->experts_[0].input[part]);
     }
-    if (experts->plan_.tile == kTileA4 &&
+    if (experts->plan_.gate_up.tile == kTileA4 &&
         (expert.input[0].columns != nullptr || expert.mid.columns != nullptr)) {
       return Status::Unsupported("the scale groups of a slice start inside groups of its activations")
           .WithHint("slice at multiples of the group, or choose the REFERENCE backend");
@@ -347,7 +347,7 @@ void CpuExperts::PrefetchSides(const float* scales, const float* biases, int64_t
 
 TileView CpuExperts::View(const GemmShape& shape, std::byte* memory, int height,
                           const Stretch& stretch) const {
-  TileView view = ViewTile(memory, plan_.kernel, plan_.tile, shape.padded_cols, height);
+  TileView view = ViewTile(memory, plan_.kernel, shape.tile, shape.padded_cols, height);
   view.prefetch_near = plan_.prefetch_near;
   view.prefetch_far = plan_.prefetch_far;
   view.stretch_end = stretch.end;
@@ -392,7 +392,7 @@ void CpuExperts::GateUp(Run& run) const {
           tile_end < run.num_tiles ? &experts_[static_cast<size_t>(run.tiles[tile_end].expert)] : nullptr;
       const Stretch stretch{expert.gate_up + end * position_bytes,
                             next == nullptr ? nullptr : next->gate_up + first * position_bytes};
-      const int64_t step = ColumnsAtOnce(run, tile, tile_end, shape.parts);
+      const int64_t step = ColumnsAtOnce(run, shape, tile, tile_end);
       for (int64_t stripe = first; stripe < end; stripe += step) {
         if (stripe + step >= end && next != nullptr) {
           PrefetchSides(next->gate_up_scale, next->gate_up_bias, first * shape.parts, step * shape.parts);
@@ -405,24 +405,27 @@ void CpuExperts::GateUp(Run& run) const {
 
 /// Output columns that a micro-kernel computes before its sums are worked on: for one short tile, whose sums
 /// wait for the last products of their stripe, several; and as many as a batch takes.
-int64_t CpuExperts::ColumnsAtOnce(const Run& run, int64_t tile_begin, int64_t tile_end, int64_t parts) const {
-  if (TilesAtOnce(run, tile_begin, tile_end) > 1) {
-    return kBatchStripes / parts;
+int64_t CpuExperts::ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_t tile_begin,
+                                  int64_t tile_end) const {
+  if (TilesAtOnce(run, shape, tile_begin, tile_end) > 1) {
+    return kBatchStripes / shape.parts;
   }
   const bool is_short = tile_end - tile_begin == 1 && run.tiles[tile_begin].height_index <= 1;
-  return is_short ? kShortTileStripes : 2 / parts;
+  return is_short ? kShortTileStripes : 2 / shape.parts;
 }
 
 /// Tiles from `begin` on that meet the weights together: a batch of tall ones, or one.
-int64_t CpuExperts::TilesAtOnce(const Run& run, int64_t begin, int64_t end) const {
-  if (table_->batch[plan_.kernel][plan_.tile] == nullptr) {
+int64_t CpuExperts::TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const {
+  if (table_->batch[plan_.kernel][shape.tile] == nullptr) {
     return 1;
   }
   int64_t tall = 0;  // the tall tiles of an expert come first
   while (begin + tall < end && kHeights[run.tiles[begin + tall].height_index] == kMaxHeight) {
     ++tall;
   }
-  return tall < kLeastBatchTiles ? 1 : CeilDiv(tall, CeilDiv(tall, kBatchTiles));  // batches of equal size
+  return tall < LeastBatchTiles(shape.tile)
+             ? 1
+             : CeilDiv(tall, CeilDiv(tall, kBatchTiles));  // batches of equal size
 }
 
 /// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce. One tile meets stripes that
@@ -437,13 +440,13 @@ void CpuExperts::Multiply(const GemmShape& shape, std::byte* tiles, const Tile* 
     // Not an element of an array: copying what was just written field by field waits for those stores, 5 % of
     // prefill with 16 tokens an expert.
     const TileView view = view_of(*first);
-    table_->dot[plan_.kernel][plan_.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
+    table_->dot[plan_.kernel][shape.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
                                                                &view, sums);
     return;
   }
   TileView views[kBatchTiles];
   std::transform(first, first + count, views, view_of);
-  table_->batch[plan_.kernel][plan_.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
+  table_->batch[plan_.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
                                           count, sums);
 }
 
@@ -465,7 +468,7 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
   PrefetchSides(expert.gate_up_scale, expert.gate_up_bias, (stripe + num_stripes) * shape.parts,
                 num_stripes * shape.parts);
   for (int64_t index = tile_begin, count = 0; index < tile_end; index += count) {
-    count = TilesAtOnce(run, index, tile_end);
+    count = TilesAtOnce(run, shape, index, tile_end);
     const Tile* tiles = run.tiles + index;
     const int64_t stripe_sums = kHeights[tiles->height_index] * kPanelRows;
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape.parts;
@@ -535,7 +538,7 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
         end < run.num_tiles ? &experts_[static_cast<size_t>(run.tiles[end].expert)] : nullptr;
     const Stretch stretch{expert.down + end_stripe * shape.stripe_bytes,
                           next == nullptr ? nullptr : next->down + first_stripe * shape.stripe_bytes};
-    const int64_t step = ColumnsAtOnce(run, begin, end, 1);
+    const int64_t step = ColumnsAtOnce(run, shape, begin, end);
     for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += step) {
       const int64_t count = std::min(step, end_stripe - stripe);
       if (stripe + step >= end_stripe && next != nullptr) {
@@ -543,7 +546,7 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
       }
       PrefetchSides(expert.down_scale, expert.down_bias, stripe + step, step);
       for (int64_t index = begin, taken = 0; index < end; index += taken) {
-        taken = TilesAtOnce(run, index, end);
+        taken = TilesAtOnce(run, shape, index, end);
         const Tile* tiles = run.tiles + index;
         Multiply(shape, run.mid_tiles, tiles, taken,
                  {expert.down + stripe * shape.stripe_bytes, count, shape.stripe_bytes, stretch}, dots);

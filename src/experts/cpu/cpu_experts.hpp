@@ -55,6 +55,9 @@ class CpuExperts final : public Experts {
   void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
   const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          float* row) const;
+  void PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
+                  float* row, const TileView& view) const;
+  const float* PackedOrder(const GemmShape& shape, const InputTransform& transform, float* row) const;
   void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                        float* row, std::byte* buffer, PackCodesArguments& arguments) const;
   /// Where the weights end that a task reads in one piece, and where it reads on; null: nowhere.
@@ -74,8 +77,8 @@ class CpuExperts final : public Experts {
   void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
-  int64_t ColumnsAtOnce(const Run& run, int64_t tile_begin, int64_t tile_end, int64_t parts) const;
-  int64_t TilesAtOnce(const Run& run, int64_t begin, int64_t end) const;
+  int64_t ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end) const;
+  int64_t TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const;
   void Multiply(const GemmShape& shape, std::byte* tiles, const Tile* first, int64_t count,
                 const Stripes& stripes, float* sums) const;
   void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int64_t num_stripes,

@@ -6,6 +6,7 @@
 #include <array>
 
 #include "core/checked_math.hpp"
+#include "experts/cpu/row_quantizer.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {
@@ -23,45 +24,91 @@ bool IsFloatKernel(WeightKernel kernel) {
   return kernel < kWeightNvfp4;
 }
 
+Isa IsaOf(const MoeProblem& problem, const Machine& machine) {
+  return (problem.isa.empty() ? BestIsa(machine) : ParseIsa(problem.isa)).value_or(Isa::kAvx2);
+}
+
 /// The activation format that counts for the kernels: none when only weights are quantized.
 ActivationFormat ActivationOf(const MoeProblem& problem) {
   return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
 }
 
-/// How tiles hold the activations of a scheme, and what becomes of its codes.
+/// How tiles hold the activations of a scheme in the two GEMMs, and what becomes of its codes.
 struct TileChoice {
-  TileKind tile;
+  TileKind gate_up, down;
   RowRule rows;
 };
 
-TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel) {
+/// Whether codes enter 16-bit tiles as they are, with fp32 scales for each 64 k or none.
+bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
   const ActivationFormat activation = ActivationOf(problem);
+  const bool fp32_scales = activation.scale_dtype == DType::kF32 || IsPerTensor(activation);
+  if (!CanRoundRows(activation) ||
+      (tile == kTileF16 && (activation.element != DType::kF8E4M3 || !fp32_scales))) {
+    return false;
+  }
+  const bool reordered = problem.weights_have_group_index || problem.config.parallel.tp_size > 1;
+  const GroupShape group = activation.group;
+  return !fp32_scales || group == kPerTensor || group == kPerRow ||
+         (group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered);
+}
+
+/// Units for 16-bit floats, where the level has one for such weights and the activations allow it
+/// (docs/kernels.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
+std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
+  const KernelTable* table = FindKernelTable(isa);
+  const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };
+  const TileKind exact = has(kTileBf16) ? kTileBf16 : kTileF16;
+  if (!has(exact)) {
+    return std::nullopt;
+  }
+  if (ActivationOf(problem).quantized()) {
+    return FitsPairTile(problem, exact) ? std::optional(TileChoice{exact, exact, RowRule::kCodes})
+                                        : std::nullopt;
+  }
+  if (problem.activation == ActivationMode::kA8) {
+    return TileChoice{exact, exact, RowRule::kAsTheyAre};
+  }
+  if (exact == kTileF16 || problem.config.dtype == DType::kF32) {
+    return std::nullopt;
+  }
+  const bool bf16_rows = problem.config.dtype == DType::kBF16 && !problem.weights_have_pre_quant_scale;
+  return TileChoice{bf16_rows ? kTileBf16 : kTileBf16Pair, kTileBf16Pair, RowRule::kAsTheyAre};
+}
+
+TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
+  const ActivationFormat activation = ActivationOf(problem);
+  const auto both = [](TileKind tile, RowRule rows) { return TileChoice{tile, tile, rows}; };
+  if (const auto pair = ChoosePairTile(problem, kernel, isa)) {
+    return *pair;
+  }
   if (IsFloatKernel(kernel)) {
-    return {kTileF32, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre};
+    return both(kTileF32, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre);
   }
   if (!activation.quantized()) {
-    return {problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16, RowRule::kAsTheyAre};
+    return both(problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16, RowRule::kAsTheyAre);
   }
   const GroupShape group = activation.group;
   const bool reordered = problem.weights_have_group_index;
   const bool e2m1_weights = kernel == kWeightNvfp4 || kernel == kWeightMxfp4;
   if (activation.element == DType::kF4E2M1 && e2m1_weights && group == GroupShape{1, WeightGroup(kernel)} &&
       !reordered) {
-    return {kTileA4, RowRule::kCodes};
+    return both(kTileA4, RowRule::kCodes);
   }
   const bool whole_rows = group == kPerTensor || group == kPerRow;
   const bool whole_units = group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered;
   if (activation.element == DType::kI8 && (whole_rows || whole_units)) {
-    return {kTileA8, RowRule::kCodes};
+    return both(kTileA8, RowRule::kCodes);
   }
   // Quantizing the intermediate again amplifies errors to whole steps of its codes: only sums as good as fp32
   // keep nearly all of them on the reference's side of a tie. 15 bits left 0.6 % in an NVFP4 layer.
-  return {kTileA24, RowRule::kFakeQuantized};
+  return both(kTileA24, RowRule::kFakeQuantized);
 }
 
-GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows, int64_t cols,
+GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, TileKind tile, int64_t rows, int64_t cols,
                    int64_t parts) {
   GemmShape shape;
+  shape.tile = tile;
   shape.rows = rows;
   shape.cols = cols;
   shape.parts = parts;
@@ -74,7 +121,7 @@ GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, int64_t rows,
       PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index || cut);
   shape.blocks = shape.padded_cols / plan.panel.block;
   shape.stripe_bytes = shape.blocks * plan.panel.block_bytes();
-  shape.tile_row_bytes = RoundUp(TileRowBytes(plan.kernel, plan.tile, shape.padded_cols), 4 * kTileWords);
+  shape.tile_row_bytes = RoundUp(TileRowBytes(plan.kernel, tile, shape.padded_cols), 4 * kTileWords);
   return shape;
 }
 
@@ -95,7 +142,7 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
   if (!isa || FindKernelTable(*isa) == nullptr) {
     verdicts.push_back(Objection(
         Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
-        problem.isa, "avx2, avx512, avx512_vnni or amx"));
+        problem.isa, "avx2, avx512, avx512_vnni, avx512_bf16, avx512_fp16 or amx"));
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
     verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
@@ -195,6 +242,9 @@ ExpertWork WorkOf(const CpuPlan& plan) {
   work.blocks =
       (gate_up.parts * gate_up.stripes * gate_up.padded_cols + down.stripes * down.padded_cols) / kPanelUnit;
   work.max_height = kHeights[plan.max_height_index];
+  if (IsPairTile(gate_up.tile)) {
+    work.max_height *= kBatchTiles;
+  }
   return work;
 }
 
@@ -261,19 +311,17 @@ void SetPrefetch(const Machine& machine, CpuPlan& plan) {
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CpuPlan plan;
-  plan.isa = problem.isa.empty() ? BestIsa(machine).value_or(Isa::kAvx2)
-                                 : ParseIsa(problem.isa).value_or(Isa::kAvx2);
+  plan.isa = IsaOf(problem, machine);
   plan.vector_isa = VectorIsa(plan.isa, machine);
   plan.panel = *ChoosePanelFormat(problem.scheme.weight);
   plan.kernel = KernelFor(plan.panel);
-  const TileChoice choice = ChooseTile(problem, plan.kernel);
-  plan.tile = choice.tile;
+  const TileChoice choice = ChooseTile(problem, plan.kernel, plan.vector_isa);
   plan.rows = choice.rows;
   plan.num_local_experts = config.num_local_experts;
   plan.top_k = config.top_k();
-  plan.gate_up =
-      MakeGemm(plan, problem, config.intermediate, config.hidden, config.activation.gated() ? 2 : 1);
-  plan.down = MakeGemm(plan, problem, config.hidden, config.intermediate, 1);
+  plan.gate_up = MakeGemm(plan, problem, choice.gate_up, config.intermediate, config.hidden,
+                          config.activation.gated() ? 2 : 1);
+  plan.down = MakeGemm(plan, problem, choice.down, config.hidden, config.intermediate, 1);
 
   const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
   plan.slots_apart = !batched && problem.determinism >= Determinism::kRankInvariant;
@@ -284,9 +332,9 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
                              plan.gate_up.row_stride() * 4 +
                              (output_by_slot ? plan.down.row_stride() * 4 : 0);
   const KernelTable* table = FindKernelTable(plan.vector_isa);
-  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.tile);
-  const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, plan.isa, plan.kernel, plan.tile,
-                                   ActivationOf(problem).quantized());
+  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.gate_up.tile);
+  const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, choice.gate_up),
+                                   plan.kernel, choice.gate_up, ActivationOf(problem).quantized());
   plan.cost_source = cost.source;
   constexpr int64_t kLatencyTokens = 4;  // of kernels that nobody has measured
   plan.mode = ChooseMode(problem, problem.plan_tokens,
@@ -334,9 +382,12 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
   } else if (KernelFor(*panel) == kNumWeightKernels) {
     verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
                                  problem.scheme.name, ""));
-  } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel))) {
-    verdicts.push_back(Objection(Reason::kScheme, "int8 activations need 4-bit or int8 weights",
-                                 problem.scheme.name, "NVFP4, MXFP4, INT4 or INT8 weights"));
+  } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel)) &&
+             !ChoosePairTile(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine))) {
+    verdicts.push_back(Objection(
+        Reason::kScheme, "8-bit activations need 4-bit or int8 weights, or a unit for 16-bit floats",
+        problem.scheme.name,
+        "NVFP4, MXFP4, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
   }
   CheckActivations(problem, verdicts);
   if (config.apply_router_weight_on_input && config.top_k() != 1) {

@@ -33,6 +33,7 @@ enum class RowRule : uint8_t {
 
 /// One of the two GEMMs: [rows, cols] of one expert in stripes.
 struct GemmShape {
+  TileKind tile = kTileF32;  ///< how its activations are held
   int64_t rows = 0, cols = 0;
   int64_t parts = 1;        ///< 2: gate and up stripes alternate
   int64_t stripes = 0;      ///< of one part
@@ -76,7 +77,6 @@ struct CpuPlan {
   std::string cost_source;  ///< of the figures behind `mode` and `tiles.from_tokens`
   PanelFormat panel;
   WeightKernel kernel = kNumWeightKernels;
-  TileKind tile = kTileF32;
   /// How rows are brought into tiles.
   RowRule rows = RowRule::kAsTheyAre;
   GemmShape gate_up, down;

@@ -101,7 +101,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
   const std::byte* stored = buffer + width;
   const std::byte* stored_scales = buffer + 3 * width;
-  const int64_t group = ActivationGroup(plan_.kernel, plan_.tile);
+  const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
   const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
   arguments.units = width / kPanelUnit;
   arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
@@ -132,7 +132,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
     QuantizeRow(activation_, tensor_scale, row, shape.cols, buffer + width, buffer + 3 * width);
   }
   const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
-  if (plan_.tile == kTileA4) {
+  if (shape.tile == kTileA4) {
     static constexpr int8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     for (int64_t k = 0; k < shape.cols; ++k) {
       codes[k] = kDoubled[k % 2 == 0 ? bytes[k / 2] & 15 : bytes[k / 2] >> 4];
@@ -147,7 +147,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   if (transform.columns == nullptr) {
     std::fill(codes + shape.cols, codes + width, int8_t{0});
   }
-  const float halved = plan_.tile == kTileA4 ? 0.5F : 1.0F;
+  const float halved = shape.tile == kTileA4 ? 0.5F : 1.0F;
   const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
   for (int64_t g = 0; g < width / group; ++g) {
     float scale = tensor_scale;
@@ -166,14 +166,31 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   }
 }
 
-/// The row as the tile takes it, `padded_cols` floats in packed order, in one of the two halves of `row`'s
-/// buffer.
-const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                                   float* row) const {
-  if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
-    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
-    RoundRowInPlace(*table_, activation_, tensor_scale, row, shape.cols);
+/// A row as codes that a 16-bit tile holds exactly, with the scales beside them.
+void CpuExperts::PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                            int64_t slot, float* row, const TileView& view) const {
+  PackArguments values{.tile = view, .units = shape.padded_cols / kPanelUnit, .scales = view.scale};
+  const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  if (run.coded && &shape == &plan_.gate_up) {
+    const int64_t source = run.slot_rows[slot];
+    DecodeRowToBlocks(activation_, tensor_scale, run.rows + source * run.row_bytes,
+                      run.row_scales + source * run.row_scale_bytes, shape.cols, row, view.scale, 1);
+  } else {
+    QuantizeRowToBlocks(*table_, activation_, tensor_scale, row, shape.cols, row, view.scale, 1);
   }
+  // From scales of the scheme's groups to one a unit, from the back: none is read after it changed.
+  const bool grouped = activation_.scale_dtype == DType::kF32 && activation_.group.col > 0;
+  const int64_t last = grouped ? ScalesPerRow(activation_, shape.cols) - 1 : 0;
+  for (int64_t unit = values.units; unit-- > 0;) {
+    view.scale[unit] = view.scale[grouped ? std::min(last, unit * kPanelUnit / activation_.group.col) : 0];
+  }
+  values.values = PackedOrder(shape, transform, row);
+  table_->pack[shape.tile](&values);
+}
+
+/// The row in packed order, `padded_cols` floats, in one of the two halves of its buffer.
+const float* CpuExperts::PackedOrder(const GemmShape& shape, const InputTransform& transform,
+                                     float* row) const {
   if (transform.columns == nullptr) {
     std::fill(row + shape.cols, row + shape.padded_cols, 0.0F);
     return row;
@@ -183,6 +200,16 @@ const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const
     packed[k] = transform.columns[k] < 0 ? 0.0F : row[transform.columns[k]];
   }
   return packed;
+}
+
+/// The row as the tile takes it: PackedOrder.
+const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                                   float* row) const {
+  if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
+    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    RoundRowInPlace(*table_, activation_, tensor_scale, row, shape.cols);
+  }
+  return PackedOrder(shape, transform, row);
 }
 
 /// The intermediate row of a slot where nothing needs to be done to it before it is packed, else null.
@@ -197,13 +224,13 @@ const float* CpuExperts::RowInPlace(const Run& run, const GemmShape& shape, cons
 /// A row as a tile of one token.
 void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          int64_t slot, float* row_buffer, std::byte* out) const {
-  const TileView view = ViewTile(out, plan_.kernel, plan_.tile, shape.padded_cols, 1);
+  const TileView view = ViewTile(out, plan_.kernel, shape.tile, shape.padded_cols, 1);
   const Correction correction = CorrectionOf(plan_.kernel);
   if (const float* row = RowInPlace(run, shape, transform, slot)) {
     PackArguments values{.tile = view, .correction = correction};
     values.units = shape.padded_cols / kPanelUnit;
     values.values = row;
-    table_->pack[plan_.tile](&values);
+    table_->pack[shape.tile](&values);
     return;
   }
   // Whether `slot` is of gate and up or of down is for LoadRow to know; only the former may come as codes.
@@ -215,7 +242,9 @@ void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTran
       row_buffer[k] *= transform.pre_quant_scale[k];
     }
   }
-  if (plan_.rows == RowRule::kCodes) {
+  if (plan_.rows == RowRule::kCodes && IsPairTile(shape.tile)) {
+    PackBlocks(run, shape, transform, slot, row_buffer, view);
+  } else if (plan_.rows == RowRule::kCodes) {
     PackCodesArguments codes{.tile = view, .correction = correction};
     QuantizeToCodes(run, shape, transform, slot, row_buffer,
                     reinterpret_cast<std::byte*>(row_buffer + shape.padded_cols), codes);
@@ -224,7 +253,7 @@ void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTran
     PackArguments values{.tile = view, .correction = correction};
     values.units = shape.padded_cols / kPanelUnit;
     values.values = FinishRow(run, shape, transform, row_buffer);
-    table_->pack[plan_.tile](&values);
+    table_->pack[shape.tile](&values);
   }
 }
 
@@ -248,7 +277,7 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, bool share
       row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
     } else {
       const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
-      const float* in_place = plan_.tile == kTileF32 ? RowInPlace(run, shape, transform, slot) : nullptr;
+      const float* in_place = shape.tile == kTileF32 ? RowInPlace(run, shape, transform, slot) : nullptr;
       if (in_place != nullptr) {  // fp32 tiles of one token are the row itself
         tokens[token] = reinterpret_cast<const int32_t*>(in_place);
         continue;

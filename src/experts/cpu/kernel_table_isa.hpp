@@ -31,11 +31,14 @@ enum WeightKernel : int {
 
 /// How a tile holds its activations.
 enum TileKind : int {
-  kTileF32,  ///< fp32 as they are: for weights that become fp32
-  kTileA24,  ///< three planes of int8, x = scale * (16384 h + 128 m + l): 22 bits, as good as fp32
-  kTileA16,  ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
-  kTileA8,   ///< one plane of int8, a scale per 64
-  kTileA4,   ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
+  kTileF32,       ///< fp32 as they are: for weights that become fp32
+  kTileA24,       ///< three planes of int8, x = scale * (16384 h + 128 m + l): 22 bits, as good as fp32
+  kTileA16,       ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
+  kTileA8,        ///< one plane of int8, a scale per 64
+  kTileA4,        ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
+  kTileBf16,      ///< bf16 with a scale per 64: exact for bf16 rows, and for codes of schemes
+  kTileBf16Pair,  ///< two planes of bf16, x = h + l: 16 bits
+  kTileF16,       ///< f16 with a scale per 64, for sums in f16
   kNumTileKinds
 };
 
@@ -103,13 +106,22 @@ static constexpr int WeightGroup(WeightKernel kernel) {
   return kernel == kWeightNvfp4 ? 16 : 32;
 }
 
+/// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
+static constexpr bool IsPairTile(TileKind kind) {
+  return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
+}
+
 /// k that share an activation scale.
 static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
   return kind == kTileA4 ? WeightGroup(kernel) : 64;
 }
 
 static constexpr int Planes(TileKind kind) {
-  return kind == kTileA24 ? 3 : kind == kTileA16 ? 2 : 1;
+  return kind == kTileA24 ? 3 : kind == kTileA16 || kind == kTileBf16Pair ? 2 : 1;
+}
+/// Bytes of the codes of one value.
+static constexpr int TileCodeBytes(TileKind kind) {
+  return kind == kTileF32 ? 4 : (IsPairTile(kind) ? 2 : 1) * Planes(kind);
 }
 /// Corrections of a token and group.
 static constexpr int Corrections(TileKind kind) {
@@ -122,18 +134,19 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
   if (kind == kTileF32) {
     return padded_k * 4;
   }
-  const Correction correction = CorrectionOf(kernel);
-  return padded_k * Planes(kind) + padded_k / correction.group * 4 * Corrections(kind) +
-         padded_k / ActivationGroup(kernel, kind) * 4;
+  const int64_t group = CorrectionOf(kernel).group;
+  const int64_t corrections = group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
+  return padded_k * TileCodeBytes(kind) + corrections + padded_k / ActivationGroup(kernel, kind) * 4;
 }
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
   TileView view = {memory, 0, 0, 0, 0, 0, 0};
   if (kind != kTileF32) {
-    char* at = (char*)memory + padded_k * Planes(kind) * height;
+    char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
+    const int64_t group = CorrectionOf(kernel).group;
     view.correction = (int32_t*)at;
-    view.scale = (float*)(at + padded_k / CorrectionOf(kernel).group * 4 * Corrections(kind) * height);
+    view.scale = (float*)(at + (group > 0 ? padded_k / group * 4 * Corrections(kind) * height : 0));
   }
   return view;
 }
@@ -149,7 +162,9 @@ typedef void (*BatchKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t
                             int64_t blocks, const TileView* tiles, int64_t num_tiles, float* out);
 /// Tiles of a batch, at most and so that decoding once is worth its way through L1; and stripes of a call.
 constexpr int kBatchTiles = 8;
-constexpr int kLeastBatchTiles = 4;
+static constexpr int LeastBatchTiles(TileKind kind) {
+  return kind == kTileF32 || IsPairTile(kind) ? 2 : 4;
+}
 constexpr int kBatchStripes = 6;
 
 /// Quantizes `units` pieces of 64 values into a tile of one token.
@@ -158,6 +173,8 @@ struct PackArguments {
   Correction correction;
   int64_t units;
   const float* values;  ///< 64 * units
+  /// 16-bit tiles: of each unit, where values are codes that the tile holds exactly; else null.
+  const float* scales;
 };
 typedef void (*PackKernel)(const PackArguments* arguments);
 

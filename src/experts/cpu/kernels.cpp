@@ -1,6 +1,9 @@
 #include "experts/cpu/kernels.hpp"
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
+#include <vector>
 
 #include "platform/cpu_features.hpp"
 
@@ -9,6 +12,9 @@ namespace fusedmoe::cpu {
 extern const KernelTable kKernelTableAvx2;
 extern const KernelTable kKernelTableAvx512;
 extern const KernelTable kKernelTableAvx512Vnni;
+extern const KernelTable kPairKernelsAvx512Bf16;
+extern const KernelTable kPairKernelsAvx512Fp16;
+extern const KernelTable kPairKernelsEmulated;
 extern const TileKernels kTileKernelsEmulated;
 #if defined(__x86_64__)
 extern const TileKernels kTileKernelsAmx;
@@ -16,18 +22,41 @@ extern const TileKernels kTileKernelsAmx;
 
 namespace {
 
+/// Kernels for pairs of 16-bit floats replace some of a table, and the others stay.
 struct Level {
   Isa isa;
   const KernelTable* table;
+  const KernelTable* pairs = nullptr;
 };
 
-/// Best first.
+/// Best first. Where FP16 is, vdpbf16ps is slow (Sapphire Rapids: half of the fp32 rate; Zen 5: twice).
 constexpr Level kLevels[] = {
     {Isa::kAmx, &kKernelTableAvx512Vnni},  // with tile kernels for experts with many tokens
+    {Isa::kAvx512Fp16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Fp16},
+    {Isa::kAvx512Bf16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Bf16},
     {Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
     {Isa::kAvx512, &kKernelTableAvx512},
     {Isa::kAvx2, &kKernelTableAvx2},
 };
+
+/// `base` with what `pairs` has. On a host without the unit (a plan for a machine that was described) the
+/// emulation takes the place of `pairs`.
+KernelTable WithPairs(const Level& level) {
+  const KernelTable& pairs = HostMachine().Has(level.isa) ? *level.pairs : kPairKernelsEmulated;
+  KernelTable table = *level.table;
+  table.isa = level.pairs->isa;
+  for (int kind = 0; kind < kNumTileKinds; ++kind) {
+    if (!IsPairTile(static_cast<TileKind>(kind)) || level.pairs->pack[kind] == nullptr) {
+      continue;
+    }
+    table.pack[kind] = pairs.pack[kind];
+    for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
+      std::copy_n(pairs.dot[kernel][kind], kNumHeights, table.dot[kernel][kind]);
+      table.batch[kernel][kind] = pairs.batch[kernel][kind];
+    }
+  }
+  return table;
+}
 
 struct PanelKernel {
   DType code;
@@ -59,9 +88,16 @@ constexpr PanelKernel kPanelKernels[] = {
 }  // namespace
 
 const KernelTable* FindKernelTable(Isa isa) {
-  for (const Level& level : kLevels) {
-    if (level.isa == isa) {
-      return level.table;
+  static const std::vector<KernelTable> tables = [] {
+    std::vector<KernelTable> all;
+    for (const Level& level : kLevels) {
+      all.push_back(level.pairs == nullptr ? *level.table : WithPairs(level));
+    }
+    return all;
+  }();
+  for (size_t i = 0; i < std::size(kLevels); ++i) {
+    if (kLevels[i].isa == isa) {
+      return &tables[i];
     }
   }
   return nullptr;
@@ -80,8 +116,9 @@ Isa VectorIsa(Isa isa, const Machine& machine) {
   if (isa != Isa::kAmx) {
     return isa;
   }
+  // Experts with few tokens are bound by reading: what units for pairs could add there, tiles do better.
   for (const Level& level : kLevels) {
-    if (level.isa != Isa::kAmx && machine.Has(level.isa)) {
+    if (level.isa != Isa::kAmx && level.pairs == nullptr && machine.Has(level.isa)) {
       return level.isa;
     }
   }
@@ -104,6 +141,15 @@ const TileFormat& FormatOf(const TileKernels& kernels, WeightKernel kernel, bool
 const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded) {
   const TileFormat& format = FormatOf(kTileKernelsEmulated, kernel, int8, rounded);
   return format.gemm == nullptr ? nullptr : &format;
+}
+
+Isa IsaOfKernel(Isa isa, TileKind tile) {
+  for (const Level& level : kLevels) {
+    if (level.isa == isa && level.pairs != nullptr && !IsPairTile(tile)) {
+      return Isa::kAvx512Vnni;
+    }
+  }
+  return isa;
 }
 
 WeightKernel KernelFor(const PanelFormat& format) {

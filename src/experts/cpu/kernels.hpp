@@ -19,6 +19,10 @@ std::optional<Isa> BestIsa(const Machine& machine);
 /// The level whose micro-kernels work beside the matrix unit of `isa`; `isa` itself where it has none.
 Isa VectorIsa(Isa isa, const Machine& machine);
 
+/// The level that the kernels for such tiles belong to: levels that only add units for 16-bit floats have the
+/// others from avx512_vnni.
+Isa IsaOfKernel(Isa isa, TileKind tile);
+
 /// The kernels of the matrix unit of this host. Where it has none (a plan for a machine that was described),
 /// the emulation, which is slow and gives the same bits up to the order inside an instruction.
 const TileKernels& HostTileKernels();

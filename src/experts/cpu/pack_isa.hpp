@@ -4,14 +4,12 @@
 #include <string.h>
 
 #include "experts/cpu/kernel_table_isa.hpp"
-#include "experts/cpu/simd_isa.hpp"
+#include "experts/cpu/unit_scale_isa.hpp"
 
 /// Values of one token into a tile of its own (layout: TileView), 64 at a time, and tiles of one token into
 /// tiles of several.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
-
-constexpr int kUnitVectors = 64 / kLanes;
 
 void PackF32(const PackArguments* arguments) {
   memcpy(arguments->tile.codes, arguments->values, (size_t)arguments->units * 64 * sizeof(float));
@@ -74,41 +72,6 @@ FMOE_INLINE void StoreCorrections(Correction correction, const int32_t* sums16, 
     out += stride;
     sum = 0;
   }
-}
-
-/// |x| as integers: larger floats have larger bits, and NaN and infinity stand above all of them.
-FMOE_INLINE uint32_t LargestBits(const Floats* x) {
-  Ints largest = IntZero();
-  Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
-  return MaxUnsignedOf(largest);
-}
-
-constexpr uint32_t kInfinityBits = 0x7f800000;
-constexpr uint32_t kNanBits = 0x7fc00000;
-/// 2^-110: the reciprocal of a scale below it would overflow. Such a unit counts as zero; it is 2^-100 of any
-/// weight.
-constexpr uint32_t kTinyBits = (127 - 110) << 23;
-
-FMOE_INLINE float FloatOfBits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-/// Scale and its reciprocal for codes up to `largest_code`. A unit with NaN or infinity gets a NaN scale,
-/// which spoils its own token and no other.
-struct UnitScale {
-  float scale, encode_multiplier;
-};
-FMOE_INLINE UnitScale ScaleOf(uint32_t amax_bits, float largest_code) {
-  if (amax_bits >= kInfinityBits) {
-    return {FloatOfBits(kNanBits), 0.0F};
-  }
-  if (amax_bits < kTinyBits) {
-    return {0.0F, 0.0F};
-  }
-  const float amax = FloatOfBits(amax_bits);
-  return {amax / largest_code, largest_code / amax};
 }
 
 /// Splits codes into planes of 7 bits, the highest first: code = 16384 h + 128 m + l, or 128 h + l.
@@ -229,15 +192,6 @@ void CopyFloats(const void* values, int64_t count, float* out) {
 }
 void CopyFloatsOut(const float* values, int64_t count, void* out) {
   memcpy(out, values, (size_t)count * sizeof(float));
-}
-
-/// To nearest even: adds half a unit less one, plus the last bit that stays. NaN becomes the quiet NaN
-/// 0x7fc0.
-FMOE_INLINE Ints Bf16Of(Floats x) {
-  const Ints bits = Bits(x);
-  const Ints odd = IntAnd(ShiftRight16(bits), IntSet(1));
-  const Ints rounded = ShiftRight16(IntAdd(bits, IntAdd(odd, IntSet(0x7fff))));
-  return SelectNan(x, IntSet(0x7fc0), rounded);
 }
 
 void FloatToBf16(const float* values, int64_t count, void* out) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {
@@ -107,6 +108,25 @@ void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& forma
            });
   if (!apart) {
     scales[0] = IsTwoLevel(format) ? tensor_scale : 1.0F;
+  }
+}
+
+void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,
+                       const std::byte* block_scales, int64_t count, float* values, float* scales,
+                       int64_t stride) {
+  DecodeRow(*format.element, codes, 0, count, values);
+  if (format.scale_dtype != DType::kF32) {
+    for (int64_t k = 0; k < count; ++k) {
+      values[k] *=
+          DecodeCode(format.scale_dtype, LoadCode(format.scale_dtype, block_scales, k / format.group.col));
+    }
+    scales[0] = IsTwoLevel(format) ? tensor_scale : 1.0F;
+  } else if (IsPerTensor(format)) {
+    scales[0] = tensor_scale;
+  } else {
+    for (int64_t g = 0; g < std::max<int64_t>(ScalesPerRow(format, count), 1); ++g) {
+      std::memcpy(scales + g * stride, block_scales + g * 4, 4);
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include <fusedmoe/quant.hpp>
@@ -34,6 +35,11 @@ void QuantizeRowToCodes(const KernelTable& table, const ActivationFormat& format
 /// CanRoundRows.
 void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
                          const float* row, int64_t count, float* values, float* scales, int64_t stride);
+
+/// The same of a row that is quantized already: codes and block scales as QuantizeRow leaves them.
+void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,
+                       const std::byte* block_scales, int64_t count, float* values, float* scales,
+                       int64_t stride);
 
 /// Largest finite magnitude of a row: RowFiniteAmax.
 float FiniteAmaxOfRow(const KernelTable& table, const float* row, int64_t count);

@@ -34,26 +34,16 @@ constexpr void SetInteger(KernelTable& table) {
   SetIntegerDots<kWeight, kTileA8>(table);
 }
 
-template <WeightKernel kWeight>
-constexpr void SetFloat(KernelTable& table) {
-  table.dot[kWeight][kTileF32][0] = &FloatDot<kWeight, 1>;
-  table.dot[kWeight][kTileF32][1] = &FloatDot<kWeight, 2>;
-  table.dot[kWeight][kTileF32][2] = &FloatDot<kWeight, 4>;
-  if constexpr (kHasEight) {
-    table.dot[kWeight][kTileF32][3] = &FloatDot<kWeight, 8>;
-  }
-}
-
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
-  SetFloat<kWeightF32>(table);
-  SetFloat<kWeightBf16>(table);
-  SetFloat<kWeightF16>(table);
-  SetFloat<kWeightE4m3>(table);
-  SetFloat<kWeightE4m3Scaled>(table);
-  SetFloat<kWeightMxfp8>(table);
-  SetFloat<kWeightE5m2>(table);
+  SetFloatDots<kWeightF32, kTileF32>(table);
+  SetFloatDots<kWeightBf16, kTileF32>(table);
+  SetFloatDots<kWeightF16, kTileF32>(table);
+  SetFloatDots<kWeightE4m3, kTileF32>(table);
+  SetFloatDots<kWeightE4m3Scaled, kTileF32>(table);
+  SetFloatDots<kWeightMxfp8, kTileF32>(table);
+  SetFloatDots<kWeightE5m2, kTileF32>(table);
   SetInteger<kWeightNvfp4>(table);
   SetInteger<kWeightMxfp4>(table);
   SetIntegerDots<kWeightNvfp4, kTileA4>(table);

@@ -26,16 +26,28 @@ namespace {
 
 constexpr std::string_view kA8 = ":a8";
 /// One scheme of each kernel and tile kind that models use.
-constexpr const char* kSchemes[] = {"nvfp4_w4a16",        "nvfp4_w4a16:a8",
-                                    "nvfp4_w4a4",         "mxfp4_w4a16",
-                                    "mxfp4_w4a16:a8",     "mxfp4_w4a4",
-                                    "mxfp4_mxfp8",        "int4_w4a8:g128",
-                                    "int4_w4a16:g128",    "int4_w4a16:g128:a8",
-                                    "int4_w4a16:g64",     "int4_w4a16:g32",
-                                    "int8_w8a16:channel", "int8_w8a16:channel:a8",
-                                    "int8_w8a8",          "fp8_w8a16:channel",
-                                    "fp8_w8a8:channel",   "fp8_w8a16:block128",
-                                    "fp8_w8a8:block128",  "mxfp8_w8a8",
+constexpr const char* kSchemes[] = {"nvfp4_w4a16",
+                                    "nvfp4_w4a16:a8",
+                                    "nvfp4_w4a4",
+                                    "mxfp4_w4a16",
+                                    "mxfp4_w4a16:a8",
+                                    "mxfp4_w4a4",
+                                    "mxfp4_mxfp8",
+                                    "int4_w4a8:g128",
+                                    "int4_w4a16:g128",
+                                    "int4_w4a16:g128:a8",
+                                    "int4_w4a16:g64",
+                                    "int4_w4a16:g32",
+                                    "int8_w8a16:channel",
+                                    "int8_w8a16:channel:a8",
+                                    "int8_w8a8",
+                                    "fp8_w8a16:channel",
+                                    "fp8_w8a16:channel:a8",
+                                    "fp8_w8a16:block128:a8",
+                                    "fp8_w8a8:channel",
+                                    "fp8_w8a16:block128",
+                                    "fp8_w8a8:block128",
+                                    "mxfp8_w8a8",
                                     "unquantized"};
 
 /// Sizes of the experts: a common one, and one small enough to tell what an expert costs by itself.
@@ -77,13 +89,26 @@ Result<Subject> ParseSubject(const std::string& name) {
   return subject;
 }
 
-cpu::CpuPlan PlanOf(const Subject& subject, const MoeConfig& config, const std::string& isa) {
+MoeProblem ProblemOf(const Subject& subject, const MoeConfig& config, const std::string& isa) {
   MoeProblem problem;
   problem.config = config;
   problem.scheme = subject.scheme;
   problem.activation = subject.activation;
   problem.isa = isa;
-  return cpu::MakeCpuPlan(problem, HostMachine());
+  return problem;
+}
+
+cpu::CpuPlan PlanOf(const Subject& subject, const MoeConfig& config, const std::string& isa) {
+  return cpu::MakeCpuPlan(ProblemOf(subject, config, isa), HostMachine());
+}
+
+/// Whether the level has kernels of its own for the scheme.
+bool HasKernels(const Subject& subject, const MoeConfig& config, const std::string& isa) {
+  if (!cpu::CpuObjections(ProblemOf(subject, config, isa), HostMachine()).empty()) {
+    return false;
+  }
+  const cpu::CpuPlan plan = PlanOf(subject, config, isa);
+  return cpu::IsaOfKernel(plan.isa, plan.gate_up.tile) == plan.isa;
 }
 
 /// Points of one path: a forced mode of an instruction set.
@@ -196,7 +221,8 @@ class SizeRun {
 
 std::vector<std::string> IsasOf(const TuneOptions& options) {
   std::vector<std::string> isas = options.isas;
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
+  for (const Isa isa :
+       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
     if (options.isas.empty() && HostMachine().Has(isa) && cpu::FindKernelTable(isa) != nullptr) {
       isas.emplace_back(IsaName(isa));
     }
@@ -224,6 +250,9 @@ Status TuneScheme(const TuneOptions& options, const Subject& subject, const std:
   }
   std::vector<PathPoints> paths;
   for (const std::string& isa : isas) {
+    if (!HasKernels(subject, ConfigOf(kSizes[0], kExpertsPerCall), isa)) {
+      continue;
+    }
     paths.push_back({isa, false, {}});
     if (isa == IsaName(Isa::kAmx)) {
       paths.push_back({isa, true, {}});
@@ -244,7 +273,7 @@ Status TuneScheme(const TuneOptions& options, const Subject& subject, const std:
     row.scheme = subject.name;
     row.isa = paths[i].isa;
     row.weights = cpu::WeightKernelName(plan.kernel);
-    row.activations = cpu::TileKindName(plan.tile);
+    row.activations = cpu::TileKindName(plan.gate_up.tile);
     row.codes = subject.activation == ActivationMode::kAsCheckpoint && subject.scheme.activation.quantized();
     const tune::Fit vectors = tune::FitPath(paths[i].points);
     row.vectors = vectors.cost;

@@ -54,13 +54,17 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   bound.output_rounding = RoundingOf(output);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
   // The 8-bit units of Hopper hold sums of 128 products with 13 bits behind the point (docs/accuracy.md).
-  const double short_sums = plan.arithmetic == "tensor_fp8" ? 0x1p-12 : 0.0;
+  // Sums of 64 products in f16 lose 6.6e-4 (ditto).
+  const double short_sums = plan.arithmetic == "tensor_fp8" ? 0x1p-12
+                            : plan.arithmetic == "f16_fma"  ? 6.6e-4
+                                                            : 0.0;
   const double gemm1 = std::hypot(std::sqrt(static_cast<double>(hidden)) * 0x1p-24, short_sums);
   const double gemm2 = std::hypot(std::sqrt(static_cast<double>(intermediate)) * 0x1p-24, short_sums);
   bound.accumulation = std::sqrt(gemm1 * gemm1 + gemm2 * gemm2);
   const bool mid_is_short = plan.intermediate_dtype == "BF16" || plan.intermediate_dtype == "F16";
+  const double two_planes = plan.arithmetic == "bf16_dot" ? 0x1p-18 : 0.0;  // of bf16
   const double mid =
-      mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : 0.0;
+      mid_is_short ? RoundingOf(plan.intermediate_dtype == "F16" ? DType::kF16 : DType::kBF16) : two_planes;
 
   bound.layout = plan.layout_error;
   if (plan.activation == ActivationMode::kA8) {

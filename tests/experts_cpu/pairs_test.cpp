@@ -1,0 +1,175 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu_layer.hpp"
+#include "experts/cpu/kernels.hpp"
+
+/// The kernels for pairs of 16-bit floats, on the units of this machine or on their emulation.
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int64_t kK = 128;  // two blocks
+
+struct PairKernel {
+  Isa isa;
+  WeightKernel weight;
+  TileKind tile;
+};
+
+std::vector<PairKernel> PairKernels() {
+  std::vector<PairKernel> all;
+  for (const Isa isa : {Isa::kAvx512Bf16, Isa::kAvx512Fp16}) {
+    for (int weight = 0; weight < kNumWeightKernels; ++weight) {
+      for (const TileKind tile : {kTileBf16, kTileBf16Pair, kTileF16}) {
+        if (HostMachine().Has(Isa::kAvx512Vnni) && FindKernelTable(isa)->dot[weight][tile][0] != nullptr) {
+          all.push_back({isa, static_cast<WeightKernel>(weight), tile});
+        }
+      }
+    }
+  }
+  return all;
+}
+
+/// Tokens in a tile of `height`.
+std::vector<float> PackedTile(const KernelTable& table, const PairKernel& kernel, int height,
+                              const std::vector<std::vector<float>>& tokens, TileView& view) {
+  const int64_t words = TileRowBytes(kernel.weight, kernel.tile, kK) / 4;
+  std::vector<float> memory(static_cast<size_t>(words * height));
+  std::vector<std::vector<float>> rows;
+  const int32_t* pointers[kMaxHeight];
+  for (int t = 0; t < height; ++t) {
+    rows.emplace_back(static_cast<size_t>((words + kTileWords) / kTileWords * kTileWords));
+    PackArguments arguments{};
+    arguments.tile = ViewTile(rows.back().data(), kernel.weight, kernel.tile, kK, 1);
+    arguments.units = kK / 64;
+    arguments.values = tokens[static_cast<size_t>(t)].data();
+    table.pack[kernel.tile](&arguments);
+  }
+  for (int t = 0; t < height; ++t) {
+    pointers[t] = reinterpret_cast<const int32_t*>(rows[static_cast<size_t>(t)].data());
+  }
+  std::vector<float> padded(rows[0].size() * static_cast<size_t>(height));
+  table.interleave(pointers, static_cast<int64_t>(rows[0].size()), height,
+                   reinterpret_cast<int32_t*>(padded.data()));
+  std::copy_n(padded.begin(), memory.size(), memory.begin());
+  view = ViewTile(memory.data(), kernel.weight, kernel.tile, kK, height);
+  return memory;
+}
+
+/// A stripe of fp8 codes without block scales.
+std::vector<uint8_t> StripeOf(const std::vector<uint8_t>& codes) {
+  std::vector<uint8_t> stripe(static_cast<size_t>(16 * kK) + 16384);  // kernels prefetch beyond
+  for (int64_t row = 0; row < 16; ++row) {
+    for (int64_t k = 0; k < kK; ++k) {
+      stripe[static_cast<size_t>(k / 4 * 64 + k % 4 / 2 * 32 + 2 * row + k % 2)] =
+          codes[static_cast<size_t>(row * kK + k)];
+    }
+  }
+  return stripe;
+}
+
+TEST(CpuPairs, EveryCodeOfFp8_IsExact) {
+  for (const PairKernel& kernel : PairKernels()) {
+    if (kernel.weight != kWeightE4m3 && kernel.weight != kWeightE5m2) {
+      continue;
+    }
+    const KernelTable& table = *FindKernelTable(kernel.isa);
+    const DType dtype = kernel.weight == kWeightE4m3 ? DType::kF8E4M3 : DType::kF8E5M2;
+    std::vector<uint8_t> codes(16 * kK);
+    for (size_t i = 0; i < codes.size(); ++i) {
+      const auto code = static_cast<uint8_t>(i % 256);
+      codes[i] = std::isfinite(DecodeCode(dtype, code)) ? code : 0;
+    }
+    const std::vector<uint8_t> stripe = StripeOf(codes);
+    for (int64_t k = 0; k < kK; ++k) {
+      std::vector<float> token(kK);
+      token[static_cast<size_t>(k)] = 1.0F;
+      TileView view{};
+      const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
+      float out[16];
+      table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+      for (int64_t row = 0; row < 16; ++row) {
+        const uint8_t code = codes[static_cast<size_t>(row * kK + k)];
+        EXPECT_EQ(out[row] * KernelOutputScale(kernel.weight), DecodeCode(dtype, code))
+            << IsaName(kernel.isa) << " code " << int{code} << " tile " << kernel.tile;
+      }
+    }
+  }
+}
+
+TEST(CpuPairs, LargestSums_StayFinite) {
+  for (const PairKernel& kernel : PairKernels()) {
+    if (kernel.weight != kWeightE4m3) {
+      continue;
+    }
+    const KernelTable& table = *FindKernelTable(kernel.isa);
+    const std::vector<uint8_t> stripe = StripeOf(std::vector<uint8_t>(16 * kK, 0x7e));  // 448
+    const float value = std::nextafter(1.0F, 0.0F);  // just below a power of two: the worst for f16
+    TileView view{};
+    const std::vector<float> memory = PackedTile(table, kernel, 1, {std::vector<float>(kK, value)}, view);
+    float out[16];
+    table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+    EXPECT_NEAR(out[5] * KernelOutputScale(kernel.weight), kK * 448.0F, kK * 448.0F * 0x1p-8F)
+        << IsaName(kernel.isa) << " tile " << kernel.tile;
+  }
+}
+
+/// One tall tile, several together and short ones: the same operations in the same order.
+TEST(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
+  std::mt19937 random(3);
+  for (const PairKernel& kernel : PairKernels()) {
+    const KernelTable& table = *FindKernelTable(kernel.isa);
+    constexpr int kTiles = 3;
+    // Two stripes; any bytes below 0x78 are ordinary numbers in every format and place.
+    std::vector<uint8_t> stripes(2 * 128 * kK + 16384);
+    for (uint8_t& byte : stripes) {
+      byte = static_cast<uint8_t>(0x30 + random() % 16);
+    }
+    std::normal_distribution<float> normal;
+    std::vector<std::vector<float>> tokens(kTiles * kMaxHeight, std::vector<float>(kK));
+    for (std::vector<float>& token : tokens) {
+      std::generate(token.begin(), token.end(), [&] { return normal(random); });
+    }
+    std::vector<std::vector<float>> memory;
+    TileView views[kTiles];
+    for (int tile = 0; tile < kTiles; ++tile) {
+      memory.push_back(PackedTile(
+          table, kernel, kMaxHeight,
+          {tokens.begin() + tile * kMaxHeight, tokens.begin() + (tile + 1) * kMaxHeight}, views[tile]));
+    }
+    std::vector<float> together(kTiles * 2 * kMaxHeight * 16), one(2 * kMaxHeight * 16);
+    const int64_t stripe_bytes = (kernel.weight == kWeightBf16         ? 32
+                                  : kernel.weight == kWeightE4m3Scaled ? 17
+                                                                       : 16) *
+                                     kK +
+                                 (kernel.weight == kWeightMxfp8 ? kK / 2 : 0);
+    table.batch[kernel.weight][kernel.tile](stripes.data(), 2, stripe_bytes, kK / 64, views, kTiles,
+                                            together.data());
+    for (int h = 0; h < kNumHeights; ++h) {
+      const int height = kHeights[h];
+      for (int first = 0; first < kTiles * kMaxHeight; first += height) {
+        TileView view{};
+        const std::vector<float> tile = PackedTile(
+            table, kernel, height, {tokens.begin() + first, tokens.begin() + first + height}, view);
+        table.dot[kernel.weight][kernel.tile][h](stripes.data(), 2, kK / 64, &view, one.data());
+        for (int stripe = 0; stripe < 2; ++stripe) {
+          for (int t = 0; t < height; ++t) {
+            const int token = first + t;
+            const float* expected = &together[static_cast<size_t>(
+                ((token / kMaxHeight * 2 + stripe) * kMaxHeight + token % kMaxHeight) * 16)];
+            EXPECT_TRUE(
+                std::equal(expected, expected + 16, &one[static_cast<size_t>((stripe * height + t) * 16)]))
+                << IsaName(kernel.isa) << " " << kernel.weight << " tile " << kernel.tile << " height "
+                << height;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu
