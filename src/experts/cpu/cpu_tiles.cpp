@@ -320,10 +320,6 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     }
     if (target.codes == nullptr && CanRoundRows(activation_)) {
       QuantizeRowToBlocks(*table_, activation_, tensor_scale, row, shape.cols, values, scales, target.stride);
-      const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
-      for (int64_t g = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1); g < groups; ++g) {
-        scales[g * target.stride] = 1.0F;  // of padding
-      }
     } else {
       const std::byte* stored = target.codes;
       const std::byte* stored_scales = target.code_scales;
@@ -332,22 +328,12 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
         stored = quantized;
         stored_scales = quantized + width;
       }
-      DecodeRow(*activation_.element, stored, 0, shape.cols, values);
-      if (activation_.scale_dtype != DType::kF32) {
-        for (int64_t k = 0; k < shape.cols; ++k) {
-          values[k] *= DecodeCode(activation_.scale_dtype, LoadCode(activation_.scale_dtype, stored_scales,
-                                                                    k / activation_.group.col));
-        }
-        scales[0] = IsTwoLevel(activation_) ? tensor_scale : 1.0F;
-      } else if (IsPerTensor(activation_)) {
-        scales[0] = tensor_scale;
-      } else {
-        const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
-        const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
-        for (int64_t g = 0; g < groups; ++g) {
-          std::memcpy(scales + g * target.stride, stored_scales + std::min(g, stored_count - 1) * 4, 4);
-        }
-      }
+      DecodeRowToBlocks(activation_, tensor_scale, stored, stored_scales, shape.cols, values, scales,
+                        target.stride);
+    }
+    const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
+    for (int64_t g = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1); g < groups; ++g) {
+      scales[g * target.stride] = 1.0F;  // of padding
     }
   }
   if (transform.columns != nullptr) {
