@@ -33,6 +33,15 @@ std::vector<PairKernel> PairKernels() {
   return all;
 }
 
+class CpuPairs : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (PairKernels().empty()) {
+      GTEST_SKIP() << "needs avx512_vnni";
+    }
+  }
+};
+
 /// Tokens in a tile of `height`.
 std::vector<float> PackedTile(const KernelTable& table, const PairKernel& kernel, int height,
                               const std::vector<std::vector<float>>& tokens, TileView& view) {
@@ -71,7 +80,7 @@ std::vector<uint8_t> StripeOf(const std::vector<uint8_t>& codes) {
   return stripe;
 }
 
-TEST(CpuPairs, EveryCodeOfFp8_IsExact) {
+TEST_F(CpuPairs, EveryCodeOfFp8_IsExact) {
   for (const PairKernel& kernel : PairKernels()) {
     if (kernel.weight != kWeightE4m3 && kernel.weight != kWeightE5m2) {
       continue;
@@ -100,7 +109,7 @@ TEST(CpuPairs, EveryCodeOfFp8_IsExact) {
   }
 }
 
-TEST(CpuPairs, LargestSums_StayFinite) {
+TEST_F(CpuPairs, LargestSums_StayFinite) {
   for (const PairKernel& kernel : PairKernels()) {
     if (kernel.weight != kWeightE4m3) {
       continue;
@@ -118,7 +127,7 @@ TEST(CpuPairs, LargestSums_StayFinite) {
 }
 
 /// One tall tile, several together and short ones: the same operations in the same order.
-TEST(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
+TEST_F(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
   std::mt19937 random(3);
   for (const PairKernel& kernel : PairKernels()) {
     const KernelTable& table = *FindKernelTable(kernel.isa);
