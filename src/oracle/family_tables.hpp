@@ -60,19 +60,12 @@ constexpr Capability Emulation(std::span<const SchemePair> schemes) {
   return emulation;
 }
 
-/// The Triton GEMM over sorted tokens.
+/// The Triton GEMM over sorted tokens: the kernel that Emulation feeds, with what dequantizing takes from it.
 constexpr Capability Triton(std::span<const SchemePair> schemes) {
-  Capability triton;
-  triton.platforms = on::kGpu;
-  triton.schemes = schemes;
-  triton.activations = kTritonActivations;
-  triton.parameters = Parameters::kSiluLimit;
-  triton.excludes = Excludes::kFlashInferAllToAll;
-  triton.bias = true;
+  Capability triton = Emulation(schemes);
   triton.batch_invariant = true;
   triton.lora = true;
   triton.dtypes = kAllFloats;
-  triton.scratch = Scratch::kTriton;
   return triton;
 }
 

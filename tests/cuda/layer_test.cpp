@@ -143,19 +143,24 @@ TEST_P(CudaScheme, DrawnShapes_WithinTheBoundOfTheReference) {
   RecordProperty("ran", ran);
 }
 
-/// What tools/sanitize_cuda runs: a layer with tails in every size, in each mode.
-TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
-  FMOE_SKIP_WITHOUT_CARD();
+DrawnCase SmallLayer(const std::string& scheme, int64_t experts, int64_t top_k) {
   DrawnCase drawn;
-  drawn.scheme = GetParam();
+  drawn.scheme = scheme;
   drawn.seed = 11;
   drawn.tokens = 21;
-  drawn.config.num_experts = drawn.config.num_local_experts = 5;
-  drawn.config.routing.top_k = 2;
+  drawn.config.num_experts = drawn.config.num_local_experts = experts;
+  drawn.config.routing.top_k = top_k;
   drawn.config.hidden = 384;
   drawn.config.intermediate = 256;
   drawn.config.has_bias = true;
-  drawn.source = MakeRandomLayer(drawn.config, GetParam(), 5).source;
+  drawn.source = MakeRandomLayer(drawn.config, scheme, 5).source;
+  return drawn;
+}
+
+/// What tools/sanitize_cuda runs: a layer with tails in every size, in each mode.
+TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const DrawnCase drawn = SmallLayer(GetParam(), 5, 2);
   for (const char* mode : {"latency", "throughput"}) {
     Check(drawn, ActivationFormatKind::kStandard, mode);
   }
@@ -403,16 +408,7 @@ TEST(CudaLayer, ActivationOrder_WithinTheBound) {
   for (const char* scheme : {"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"}) {
     for (const bool by_expert : {false, true}) {
       SCOPED_TRACE(testing::Message() << scheme << (by_expert ? " by expert" : " one order"));
-      DrawnCase drawn;
-      drawn.scheme = scheme;
-      drawn.seed = 11;
-      drawn.tokens = 21;
-      drawn.config.num_experts = drawn.config.num_local_experts = 6;
-      drawn.config.routing.top_k = 3;
-      drawn.config.hidden = 384;
-      drawn.config.intermediate = 256;
-      drawn.config.has_bias = true;
-      drawn.source = MakeRandomLayer(drawn.config, scheme, 5).source;
+      DrawnCase drawn = SmallLayer(scheme, 6, 3);
       drawn.source.load = [load = drawn.source.load, by_expert](int64_t index) -> Result<CanonicalExpert> {
         FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
         std::mt19937 random(by_expert ? static_cast<uint32_t>(index) : 99U);
