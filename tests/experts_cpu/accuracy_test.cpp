@@ -3,71 +3,11 @@
 #include <string>
 #include <tuple>
 
-#include "cpu_layer.hpp"
+#include "bounds.hpp"
 #include "experts/cpu/cpu_experts.hpp"
 
 namespace fusedmoe::cpu_test {
-
-std::vector<std::string> HostIsas() {
-  std::vector<std::string> names;
-  for (const Isa isa :
-       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
-    if (MachineFor(std::string(IsaName(isa))).Has(isa)) {
-      names.emplace_back(IsaName(isa));
-    }
-  }
-  return names;
-}
-
 namespace {
-
-// Relative L2 errors of a layer, derived from how activations are held.
-//
-// fp32: sums of n products carry at most about sqrt(n) * 2^-24, here n <= 300, in three GEMMs and an
-// activation whose slope is near one: 4 * 17 * 6e-8 = 4e-6.
-constexpr double kFp32Bound = 4e-6;
-// 15 bits with a scale per 64: a value errs by a uniform +-d/2, d = amax/16256. At worst the amax of 64 is 8
-// times their rms, 8 / 16256 / sqrt(12) = 1.4e-4 a GEMM; gate and up err together (2x), down once: sqrt(5)
-// * 1.4e-4 = 3.2e-4.
-constexpr double kA16Bound = 3.2e-4;
-// The same with d = amax/127.
-constexpr double kA8Bound = kA16Bound * 128;
-
-// Sums good to fp32 (2e-7) before the intermediate is quantized again move about 1e-5 of its values across a
-// tie, each by one code step of at most a quarter of its size: sqrt(1e-5) / 4 = 8e-4 when all of them lie in
-// one place. Rows here have some 10^4 intermediate values.
-constexpr double kRequantizedBound = 8e-4;
-
-// A matrix unit takes activations in bf16, each wrong by at most 2^-8 of itself (tiles_test.cpp).
-constexpr double kBf16Bound = 0x1p-8;
-
-// Two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
-constexpr double kBf16PairBound = kFp32Bound + 0x1p-17;
-// Sums of 64 k in f16: 6.6e-4 expected in each GEMM, gate and up and down: sqrt(3) times that, and four times
-// what is expected (docs/accuracy.md). Through requantization to e4m3: sqrt(6.6e-4 / 8), four times.
-constexpr double kF16Bound = 4.6e-3;
-constexpr double kF16RequantizedBound = 3.6e-2;
-
-double BoundOf(const LayerSpec& spec, const std::string& isa) {
-  const DType weight = ParseScheme(spec.scheme)->weight.element;
-  const bool fp8 = weight == DType::kF8E4M3;
-  if (ParseScheme(spec.scheme)->activation.quantized()) {
-    return isa == "avx512_fp16" && fp8 ? kF16RequantizedBound : kRequantizedBound;
-  }
-  if (fp8 && spec.mode == ActivationMode::kA8) {
-    return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;
-  }
-  if (isa == "amx") {
-    return std::max(kBf16Bound, spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
-  }
-  if (spec.mode == ActivationMode::kA8) {
-    return kA8Bound;
-  }
-  const Result<PanelFormat> panel = ChoosePanelFormat(ParseScheme(spec.scheme)->weight);
-  const DType code = panel->code;
-  const bool integer = code == DType::kF4E2M1 || code == DType::kU4 || code == DType::kU8;
-  return integer ? kA16Bound : isa == "avx512_bf16" && code != DType::kF32 ? kBf16PairBound : kFp32Bound;
-}
 
 class EveryIsa : public testing::TestWithParam<std::string> {};
 

@@ -9,7 +9,7 @@
 #include <new>
 #include <vector>
 
-#include "cpu_layer.hpp"
+#include "bounds.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 
 // Counts allocations of the whole program while `counting` is set.
@@ -151,17 +151,18 @@ TEST(CpuExperts_NoTokens, IsFine) {
 
 TEST(CpuExperts_SkippedIds, ContributeNothing) {
   const LayerSpec spec = SpecOf("int4_w4a16:g32");
-  const Layer layer = MakeLayer(spec);
-  const Runner runner = MakeRunner(layer);
+  Layer layer = MakeLayer(spec);
   Batch batch = MakeBatch(spec, 9, 4);
   for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
     batch.ids[slot] =
         slot % 2 == 0 || slot < 3 ? -1 : batch.ids[slot];  // the first token has no expert at all
   }
-  const std::vector<float> out = RunBatch(layer, runner, batch);
-  EXPECT_LE(RelativeL2(out, Definition(layer).Forward(batch)), 3.2e-4);
-  for (int64_t i = 0; i < spec.hidden; ++i) {
-    EXPECT_EQ(out[static_cast<size_t>(i)], 0.0F);
+  for (const std::string& isa : HostIsas()) {
+    layer.problem.isa = isa;
+    const std::vector<float> out = RunBatch(layer, MakeRunner(layer), batch);
+    EXPECT_LE(RelativeL2(out, Definition(layer).Forward(batch)), BoundOf(spec, isa)) << isa;
+    EXPECT_TRUE(std::all_of(out.begin(), out.begin() + spec.hidden, [](float x) { return x == 0.0F; }))
+        << isa;
   }
 }
 
@@ -327,13 +328,16 @@ TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
   }
 }
 
-TEST(CpuExperts_BatchedRows, EqualStandardOnesAndRespectTheCounts) {
+class EveryIsaBehaves : public testing::TestWithParam<std::string> {};
+
+TEST_P(EveryIsaBehaves, BatchedRows_EqualStandardOnesAndRespectTheCounts) {
   for (const char* scheme : kSchemes) {
     LayerSpec spec = SpecOf(scheme);
     spec.dtype = DType::kF32;
     spec.max_tokens = 8;
     Layer layer = MakeLayer(spec);
     const Definition definition(layer);
+    layer.problem.isa = GetParam();
     layer.problem.config.activation_format = ActivationFormatKind::kBatchedExperts;
     const Runner runner = MakeRunner(layer);
     const std::vector<int32_t> counts = {0, 8, 3, 1, 0, 5};
@@ -366,9 +370,12 @@ TEST(CpuExperts_BatchedRows, EqualStandardOnesAndRespectTheCounts) {
         actual.insert(actual.end(), at, at + spec.hidden);
       }
     }
-    EXPECT_LE(RelativeL2(actual, expected), 3.2e-4) << scheme;
+    EXPECT_LE(RelativeL2(actual, expected), BoundOf(spec, GetParam())) << scheme;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Host, EveryIsaBehaves, testing::ValuesIn(HostIsas()),
+                         [](const auto& isa) { return isa.param; });
 
 TEST(CpuExperts_WeightsOfAnotherLayout, AreRefused) {
   const Layer nvfp4 = MakeLayer(SpecOf("nvfp4_w4a16"));

@@ -342,6 +342,15 @@ inline double RelativeL2(const std::vector<float>& actual, const std::vector<dou
 }
 
 /// Instruction sets of this machine that have kernels.
-std::vector<std::string> HostIsas();
+inline std::vector<std::string> HostIsas() {
+  std::vector<std::string> names;
+  for (const Isa isa :
+       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
+    if (MachineFor(std::string(IsaName(isa))).Has(isa)) {
+      names.emplace_back(IsaName(isa));
+    }
+  }
+  return names;
+}
 
 }  // namespace fusedmoe::cpu_test

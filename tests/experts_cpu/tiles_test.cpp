@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string>
 
-#include "cpu_layer.hpp"
+#include "bounds.hpp"
 #include "experts/cpu/cpu_experts.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 
@@ -42,25 +42,6 @@ Runner MakeTileRunner(const Layer& layer) {
   return runner;
 }
 
-// Weights and codes of activations enter the tiles without loss, so that only sums in fp32 stand between such
-// a kernel and the definition: the bound of the vector kernels (accuracy_test.cpp).
-constexpr double kRequantizedBound = 8e-4;
-// Activations that the scheme leaves alone are rounded to bf16, each by at most 2^-8 of itself. The hidden
-// states of these layers are bf16 already; the intermediate is rounded once, and its errors pass the second
-// GEMM like the values themselves.
-constexpr double kBf16Bound = 0x1p-8;
-
-// INT4 weights are rounded together with the scale of their group: to 11 bits and then to bf16, by at most
-// (2^-9 + 2^-12) of themselves, once in down and twice (gate and up are multiplied) before.
-constexpr double kRoundedBound = kBf16Bound + 3 * (0x1p-9 + 0x1p-12);
-
-double BoundOf(const LayerSpec& spec) {
-  const Scheme scheme = *ParseScheme(spec.scheme);
-  return scheme.activation.quantized()                                                ? kRequantizedBound
-         : scheme.weight.element == DType::kI4 || scheme.weight.element == DType::kU4 ? kRoundedBound
-                                                                                      : kBf16Bound;
-}
-
 void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_counts, bool tiles = true) {
   const Layer layer = TileLayer(spec);
   const Definition definition(layer);
@@ -69,8 +50,8 @@ void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_cou
   for (const int64_t tokens : token_counts) {
     const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
     const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
-    EXPECT_LE(error, BoundOf(spec)) << spec.scheme << " tokens=" << tokens << " hidden=" << spec.hidden
-                                    << " intermediate=" << spec.intermediate;
+    EXPECT_LE(error, BoundOf(spec, "amx")) << spec.scheme << " tokens=" << tokens << " hidden=" << spec.hidden
+                                           << " intermediate=" << spec.intermediate;
   }
 }
 
@@ -165,7 +146,8 @@ TEST(Tiles, ExpertsOfVeryDifferentCounts_KeepTheirSumsApart) {
     for (size_t token = 0; token < batch.ids.size(); ++token) {
       batch.ids[token] = token < 50 ? 0 : token < 170 ? 1 : 2;
     }
-    EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), BoundOf(spec)) << scheme;
+    EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), BoundOf(spec, "amx"))
+        << scheme;
   }
 }
 
