@@ -39,13 +39,13 @@ const Named kKernels[] = {
     {"nvfp4", kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {"mxfp4", kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
     {"u4", kWeightU4, {DType::kU4}},
-    {"u4g32", kWeightU4Group32, {DType::kU4, PanelScale::kF32Zero, 32}},
-    {"u4g64", kWeightU4Group64, {DType::kU4, PanelScale::kF32Zero, 64}},
-    {"u4g128", kWeightU4Group128, {DType::kU4, PanelScale::kF32Zero, 128, 128}},
+    {"u4g32", kWeightU4Group32, {DType::kU4, PanelScale::kBF16, 32}},
+    {"u4g64", kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
+    {"u4g128", kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128}},
     {"u8", kWeightU8, {DType::kU8}},
-    {"u8g32", kWeightU8Group32, {DType::kU8, PanelScale::kF32Zero, 32}},
-    {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kF32Zero, 64}},
-    {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kF32Zero, 128, 128}},
+    {"u8g32", kWeightU8Group32, {DType::kU8, PanelScale::kBF16, 32}},
+    {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kBF16, 64}},
+    {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kBF16, 128, 128}},
 };
 constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4", "bf16", "bf16_pair", "f16"};
 
@@ -93,6 +93,7 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   const int height = kHeights[height_index];
   TileView view = ViewTile(bench.tile, named.kernel, kind, bench.k, height);
   view.prefetch_near = 7680;
+  view.group_scales = GroupScalesOf(named.panel);
   const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
   alignas(64) static float out[2 * kMaxHeight * 16];
   const double begin = ThreadSeconds();
@@ -119,6 +120,7 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
     char* memory = bench.tile + tile * TileRowBytes(named.kernel, kind, bench.k) * kMaxHeight;
     views[tile] = ViewTile(memory, named.kernel, kind, bench.k, kMaxHeight);
     views[tile].prefetch_near = 7680;
+    views[tile].group_scales = GroupScalesOf(named.panel);
   }
   alignas(64) static float out[2 * kTallTiles * kMaxHeight * 16];
   const double begin = ThreadSeconds();

@@ -148,6 +148,11 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
       problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
       problem.weights_have_pre_quant_scale =
           problem.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();
+      if (!matrix->block_scale.empty()) {
+        const DType dtype = matrix->format.block_scale_dtype;
+        problem.weights_scale_dtype =
+            problem.weights_scale_dtype.value_or(dtype) == dtype ? dtype : DType::kF32;
+      }
     }
   }
   return problem;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,6 +26,8 @@ struct MoeProblem {
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
+  /// Of their block scales where the weights are known: integers of a scheme may have any float type.
+  std::optional<DType> weights_scale_dtype;
   bool weights_have_group_index = false;
   bool weights_have_pre_quant_scale = false;
   std::string isa;   ///< forced by name; empty: free

@@ -21,15 +21,32 @@ int64_t ScaleValueBytes(PanelScale scale) {
     case PanelScale::kE4M3:
     case PanelScale::kE8M0:
       return 1;
+    case PanelScale::kBF16:
+    case PanelScale::kF16:
+      return 2;
     case PanelScale::kF32:
-    case PanelScale::kF32Zero:
       return 4;
   }
   return 0;
 }
 
+DType ScaleDType(PanelScale scale) {
+  switch (scale) {
+    case PanelScale::kE4M3:
+      return DType::kF8E4M3;
+    case PanelScale::kE8M0:
+      return DType::kF8E8M0;
+    case PanelScale::kBF16:
+      return DType::kBF16;
+    case PanelScale::kF16:
+      return DType::kF16;
+    default:
+      return DType::kF32;
+  }
+}
+
 const char* ScaleName(PanelScale scale) {
-  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "F32+zero"};
+  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
   return kNames[static_cast<int>(scale)];
 }
 
@@ -200,37 +217,73 @@ void ScatterWide(const PanelFormat& format, const Code* codes, int64_t count, in
   }
 }
 
-/// fp32 rounded to nearest even in 15 mantissa bits, with a zero point below.
-uint32_t WithZero(float scale, uint32_t zero) {
-  const auto bits = std::bit_cast<uint32_t>(scale);
-  return ((bits + 0x7fU + (bits >> 8 & 1U)) & ~0xffU) | zero;
+/// The scale of each group of a row as its panel code in the low bytes; 0 where the group has no columns.
+void ScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
+                int64_t row, uint32_t* codes) {
+  const DType as = ScaleDType(kind);
+  const bool stored = !matrix.block_scale.empty();  // else zero points alone: channel scales stand elsewhere
+  const DType dtype = stored ? matrix.block_scale.dtype() : DType::kF32;
+  const float one = 1.0F;
+  const std::byte* scales = stored ? PanelScaleRow(matrix, row) : reinterpret_cast<const std::byte*>(&one);
+  const auto value_bytes = static_cast<size_t>(ScaleValueBytes(kind));
+  for (size_t g = 0; g < scale_columns.size(); ++g) {
+    uint32_t code = 0;
+    if (const int32_t col = stored ? scale_columns[g] : std::min(scale_columns[g], 0); col >= 0) {
+      if (dtype == as) {
+        std::memcpy(&code, scales + static_cast<size_t>(col) * value_bytes, value_bytes);
+      } else {
+        float scale = 0;
+        DecodeRow(dtype, scales, col, 1, &scale);
+        EncodeRow(as, &scale, 1, reinterpret_cast<std::byte*>(&code));
+      }
+      code = kind == PanelScale::kE4M3 ? code & 0x7fU : kind == PanelScale::kE8M0 ? std::max(code, 1U) : code;
+    }
+    codes[g] = code;
+  }
 }
 
-/// Scales of one row to their places in a stripe.
-void PackScales(const PanelFormat& format, std::span<const uint32_t> codes, int64_t lane, std::byte* stripe) {
-  const int64_t value_bytes = ScaleValueBytes(format.scale);
-  for (size_t g = 0; g < codes.size(); ++g) {
-    const int64_t first = static_cast<int64_t>(g) * format.group;
-    std::byte* block = stripe + first / format.block * format.block_bytes() + format.code_bytes();
-    const int64_t group = first % format.block / format.group;
-    std::memcpy(block + (group * kPanelRows + lane) * value_bytes, &codes[g],
-                static_cast<size_t>(value_bytes));
+/// The zero point of each group as the panel's codes count.
+void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
+               std::span<const int32_t> scale_columns, int64_t row, uint8_t* codes) {
+  const DType element = matrix.format.element;
+  const bool is_signed = element == DType::kI4 || element == DType::kI8;
+  const uint32_t sign = is_signed ? PanelCode(element, 0) : 0;
+  const std::byte* zeros = matrix.zero_point.empty() ? nullptr : PanelZeroRow(matrix, row);
+  for (size_t g = 0; g < scale_columns.size(); ++g) {
+    const int32_t col = scale_columns[g];
+    codes[g] = static_cast<uint8_t>(col < 0            ? 0
+                                    : zeros == nullptr ? static_cast<uint32_t>(PanelZeroPoint(format.code))
+                                                       : static_cast<uint32_t>(zeros[col]) ^ sign);
   }
 }
 
 }  // namespace
 
-int64_t PanelFormat::scale_bytes() const {
-  return scale == PanelScale::kNone ? 0 : block / group * kPanelRows * ScaleValueBytes(scale);
+int64_t PanelFormat::group_bytes() const {
+  return kPanelRows * (ScaleValueBytes(scale) + (zero_points ? 1 : 0));
+}
+
+bool PanelFormat::Holds(const PanelFormat& other) const {
+  PanelFormat needed = other;
+  if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
+    needed.scale = scale;
+  }
+  needed.zero_points = other.zero_points || (zero_points && other.group > 0);
+  return *this == needed;
 }
 
 std::string PanelFormat::ToString() const {
-  const std::string scales =
-      scale == PanelScale::kNone ? "" : fmt::format(", {} per {}", ScaleName(scale), group);
+  const std::string scales = scale == PanelScale::kNone ? ""
+                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
+                                                                      zero_points ? " and zero" : "", group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 
-Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
+int PanelZeroPoint(DType code) {
+  return code == DType::kU4 ? 8 : code == DType::kU8 ? 128 : 0;
+}
+
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points) {
   PanelFormat panel;
   const int64_t group = format.has_block_scale() ? format.block.col : 0;
   switch (format.element) {
@@ -273,7 +326,11 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format) {
     panel.scale = PanelScale::kE8M0;
     panel.group = 32;
   } else if (IsInteger(panel.code)) {
-    panel.scale = PanelScale::kF32Zero;
+    // e4m3 and e8m0 are bf16 as well; the kernels read three types of scales beside integers.
+    panel.scale = format.block_scale_dtype == DType::kF32   ? PanelScale::kF32
+                  : format.block_scale_dtype == DType::kF16 ? PanelScale::kF16
+                                                            : PanelScale::kBF16;
+    panel.zero_points = has_zero_points;
     panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
     panel.block = std::max(kPanelUnit, panel.group);
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
@@ -371,56 +428,28 @@ std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const Pane
   return scale_columns;
 }
 
-void PanelScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
-                     int64_t row, uint32_t* codes) {
-  const size_t count = scale_columns.size();
-  const DType element = matrix.format.element;
-  const bool is_signed = element == DType::kI4 || element == DType::kI8;
-  const auto implied_zero = static_cast<uint32_t>(matrix.format.implied_zero());
-  const uint32_t sign = is_signed ? PanelCode(element, 0) : 0;
-  if (matrix.block_scale.empty()) {  // zero points alone: a matrix whose channel scales stand elsewhere
-    for (size_t g = 0; g < count; ++g) {
-      codes[g] = scale_columns[g] < 0 ? 0 : WithZero(1.0F, implied_zero ^ sign);
-    }
-    return;
-  }
-  const DType dtype = matrix.block_scale.dtype();
-  const std::byte* scales = PanelScaleRow(matrix, row);
-  const std::byte* zeros =
-      matrix.zero_point.empty() ? nullptr : ScaleRowData(matrix.zero_point, ScaleRow(matrix, row));
-  const auto each = [&](auto code_of) {
-    for (size_t g = 0; g < count; ++g) {
-      codes[g] = scale_columns[g] < 0 ? 0 : code_of(int64_t{scale_columns[g]});
-    }
-  };
-  const auto word = [&](auto scale_of) {
-    if (kind == PanelScale::kF32) {
-      each([&](int64_t col) { return std::bit_cast<uint32_t>(scale_of(col)); });
-    } else if (zeros == nullptr) {
-      each([&](int64_t col) { return WithZero(scale_of(col), implied_zero ^ sign); });
+void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
+                     std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
+  const int64_t value_bytes = ScaleValueBytes(format.scale);
+  std::vector<uint32_t> scales(scale_columns.size(), 0);
+  std::vector<uint8_t> zeros(scale_columns.size(), 0);
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    if (const int64_t row = stripe * kPanelRows + lane; row < matrix.rows) {
+      ScaleCodes(matrix, format.scale, scale_columns, row, scales.data());
+      ZeroCodes(matrix, format, scale_columns, row, zeros.data());
     } else {
-      each([&](int64_t col) { return WithZero(scale_of(col), static_cast<uint32_t>(zeros[col]) ^ sign); });
+      std::fill(scales.begin(), scales.end(), 0U);
+      std::fill(zeros.begin(), zeros.end(), uint8_t{0});
     }
-  };
-  const auto* bytes = reinterpret_cast<const uint8_t*>(scales);
-  if (kind == PanelScale::kE4M3) {
-    each([&](int64_t col) { return bytes[col] & 0x7fU; });
-  } else if (kind == PanelScale::kE8M0) {
-    each([&](int64_t col) { return std::max<uint32_t>(bytes[col], 1); });
-  } else if (dtype == DType::kF32) {
-    word([&](int64_t col) {
-      float scale = 0;
-      std::memcpy(&scale, scales + col * 4, 4);
-      return scale;
-    });
-  } else if (dtype == DType::kBF16) {
-    word([&](int64_t col) {
-      uint16_t code = 0;
-      std::memcpy(&code, scales + col * 2, 2);
-      return std::bit_cast<float>(uint32_t{code} << 16);
-    });
-  } else {
-    word([&](int64_t col) { return DecodeCode(dtype, LoadCode(dtype, scales, col)); });
+    for (size_t g = 0; g < scales.size(); ++g) {
+      const int64_t first = static_cast<int64_t>(g) * format.group;
+      std::byte* group = out + first / format.block * format.block_bytes() + format.code_bytes() +
+                         first % format.block / format.group * format.group_bytes();
+      std::memcpy(group + lane * value_bytes, &scales[g], static_cast<size_t>(value_bytes));
+      if (format.zero_points) {
+        group[kPanelRows * value_bytes + lane] = static_cast<std::byte>(zeros[g]);
+      }
+    }
   }
 }
 
@@ -434,8 +463,6 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
   const bool identity = PanelColumnsAreIdentity(columns);
   const int bits = DTypeBits(format.code);
-  const std::vector<int32_t> scale_columns = PanelScaleColumns(matrix, format, columns);
-  std::vector<uint32_t> scale_codes(scale_columns.size());
   std::vector<uint32_t> buffer(static_cast<size_t>(CeilDiv(count * std::max(bits, 8), 32)));
   for (int64_t lane = 0; lane < num_rows; ++lane) {
     const int64_t row = first_row + lane;
@@ -451,10 +478,9 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
       GatherCodes(matrix, columns, row, buffer.data());
       ScatterWide(format, buffer.data(), count, lane, out);
     }
-    if (format.scale != PanelScale::kNone) {
-      PanelScaleCodes(matrix, format.scale, scale_columns, row, scale_codes.data());
-      PackScales(format, scale_codes, lane, out);
-    }
+  }
+  if (format.scale != PanelScale::kNone) {
+    PackPanelScales(matrix, format, PanelScaleColumns(matrix, format, columns), stripe, out);
   }
 }
 
@@ -486,23 +512,18 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
   } else {
     value = DecodeCode(format.code, code);
   }
+  auto zero = static_cast<float>(PanelZeroPoint(format.code));
   if (format.scale == PanelScale::kNone) {
-    return format.code == DType::kU4 ? value - 8.0F : format.code == DType::kU8 ? value - 128.0F : value;
+    return value - zero;
   }
-  uint32_t scale = 0;
+  const std::byte* group = block + format.code_bytes() + k / format.group * format.group_bytes();
   const int64_t value_bytes = ScaleValueBytes(format.scale);
-  std::memcpy(&scale, block + format.code_bytes() + (k / format.group * kPanelRows + row) * value_bytes,
-              static_cast<size_t>(value_bytes));
-  switch (format.scale) {
-    case PanelScale::kE4M3:
-      return value * DecodeE4m3(static_cast<uint8_t>(scale));
-    case PanelScale::kE8M0:
-      return value * DecodeE8m0(static_cast<uint8_t>(scale));
-    case PanelScale::kF32:
-      return value * std::bit_cast<float>(scale);
-    default:
-      return (value - static_cast<float>(scale & 0xffU)) * std::bit_cast<float>(scale & ~0xffU);
+  if (format.zero_points) {
+    zero = static_cast<float>(static_cast<uint8_t>(group[kPanelRows * value_bytes + row]));
   }
+  float factor = 0;
+  DecodeRow(ScaleDType(format.scale), group + row * value_bytes, 0, 1, &factor);
+  return (value - zero) * factor;
 }
 
 void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std::span<const int32_t> columns,

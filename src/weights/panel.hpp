@@ -18,6 +18,8 @@
 ///     zero stripe  | block 0 | block 1 | ...                        k 0-63, k 64-127, ...; missing columns
 ///     are zero block   | 64-byte vectors of codes | 16 scales a group | lane n of a vector belongs to row n
 ///
+///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...      in the type that the checkpoint has
+///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (words, for f16
@@ -34,12 +36,12 @@ inline constexpr int64_t kPanelUnit = 64;
 
 /// What stands behind the codes of a block, 16 values for each group of k.
 enum class PanelScale : uint8_t {
-  kNone,    ///< only scales of whole rows, which stand beside the stripes
-  kE4M3,    ///< one byte; sign bit clear
-  kE8M0,    ///< one byte; the code 0 (2^-127, not a normal float) is stored as 1
-  kF32,     ///< four bytes
-  kF32Zero  ///< four bytes: fp32 rounded to 15 mantissa bits, and the zero point in the low 8 bits. 16-bit
-            ///< scales fit.
+  kNone,  ///< only scales of whole rows, which stand beside the stripes
+  kE4M3,  ///< one byte; sign bit clear
+  kE8M0,  ///< one byte; the code 0 (2^-127, not a normal float) is stored as 1
+  kF32,
+  kBF16,
+  kF16
 };
 
 struct PanelFormat {
@@ -47,17 +49,26 @@ struct PanelFormat {
   PanelScale scale = PanelScale::kNone;
   int64_t group = 0;           ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;  ///< k of a block
+  bool zero_points = false;    ///< a byte for each scale, behind those of its group
   bool operator==(const PanelFormat&) const = default;
 
   int64_t code_bytes() const { return kPanelRows * block * DTypeBits(code) / 8; }
-  int64_t scale_bytes() const;
+  /// Of one group: its scales and zero points.
+  int64_t group_bytes() const;
+  int64_t scale_bytes() const { return group == 0 ? 0 : block / group * group_bytes(); }
   int64_t block_bytes() const { return code_bytes() + scale_bytes(); }
-  /// "n16k64(F4, E4M3 per 16)"
+  /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales that
+  /// fp32 holds as well and zero points that need not be there.
+  bool Holds(const PanelFormat& other) const;
+  /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)"
   std::string ToString() const;
 };
 
-/// The panel format that holds such weights without loss, or why there is none.
-Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format);
+/// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
+/// ones.
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
+/// What a code of integers means that no zero point stands beside: 8, 128.
+int PanelZeroPoint(DType code);
 
 /// The position of every packed k in the source matrix; -1 is padding. Groups of scales start on multiples of
 /// the panel's group: activation order is undone here, and a slice that starts inside a group pads before it.
@@ -83,9 +94,10 @@ std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const Pane
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row);
 /// The same of zero points, a byte each.
 const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row);
-/// The scale of each group of a row as its panel code in the low bytes; 0 where the group has no columns.
-void PanelScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const int32_t> scale_columns,
-                     int64_t row, uint32_t* codes);
+/// The scales and zero points of a stripe to behind the codes of its blocks; rows and groups that do not
+/// exist are zero.
+void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
+                     std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out);
 
 /// The factor of each of the 16 rows that the kernels apply at the end: channel scale times tensor scale.
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);

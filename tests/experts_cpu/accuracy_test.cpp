@@ -63,6 +63,19 @@ TEST_P(EveryIsa, ZeroPoints_AreSubtracted) {
   }
 }
 
+TEST_P(EveryIsa, GroupScalesOfEveryType_AgreeWithFp64) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
+    for (const DType scale : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const bool zero_points : {false, true}) {
+        LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2};
+        spec.zero_points = zero_points;
+        spec.scale_dtype = scale;
+        ExpectClose(spec, GetParam(), {1, 11});
+      }
+    }
+  }
+}
+
 TEST_P(EveryIsa, EightBitActivations_StayWithinTheirBound) {
   for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel"}) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .mode = ActivationMode::kA8},

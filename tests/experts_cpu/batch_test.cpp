@@ -15,13 +15,13 @@ const Weights kWeights[] = {
     {kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
     {kWeightU4, {DType::kU4}},
-    {kWeightU4Group32, {DType::kU4, PanelScale::kF32Zero, 32}},
-    {kWeightU4Group64, {DType::kU4, PanelScale::kF32Zero, 64}},
-    {kWeightU4Group128, {DType::kU4, PanelScale::kF32Zero, 128, 128}},
+    {kWeightU4Group32, {DType::kU4, PanelScale::kF16, 32, 64, true}},
+    {kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
+    {kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, true}},
     {kWeightU8, {DType::kU8}},
-    {kWeightU8Group32, {DType::kU8, PanelScale::kF32Zero, 32}},
-    {kWeightU8Group64, {DType::kU8, PanelScale::kF32Zero, 64}},
-    {kWeightU8Group128, {DType::kU8, PanelScale::kF32Zero, 128, 128}},
+    {kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32}},
+    {kWeightU8Group64, {DType::kU8, PanelScale::kF16, 64}},
+    {kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, true}},
 };
 
 /// Any bytes are codes; scales are small, so that sums stay finite.
@@ -31,12 +31,16 @@ void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random,
     for (int64_t i = 0; i < panel.block_bytes(); ++i) {
       bytes[i] = static_cast<std::byte>(i < codes ? random() & 255 : 0x30 + (random() & 15));
     }
-    for (int64_t i = codes; panel.scale == PanelScale::kF32Zero && i < panel.block_bytes(); i += 4) {
-      const float scale = 0.5F + static_cast<float>(random() & 255) / 64.0F;
-      uint32_t word = 0;
-      std::memcpy(&word, &scale, 4);
-      word = (word & ~uint32_t{255}) | (random() & (panel.code == DType::kU4 ? 15 : 255));
-      std::memcpy(bytes + i, &word, 4);
+    const bool integers = panel.code == DType::kU4 || panel.code == DType::kU8;
+    for (int64_t group = codes; integers && group < panel.block_bytes(); group += panel.group_bytes()) {
+      const DType dtype = panel.scale == PanelScale::kF32    ? DType::kF32
+                          : panel.scale == PanelScale::kBF16 ? DType::kBF16
+                                                             : DType::kF16;
+      float scales[kPanelRows];
+      for (float& scale : scales) {
+        scale = 0.5F + static_cast<float>(random() & 255) / 64.0F;
+      }
+      EncodeRow(dtype, scales, kPanelRows, bytes + group);
     }
   }
 }
@@ -83,6 +87,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfOneTileAfterTheOther) {
         for (int64_t tile = 0; tile < kBatchTiles; ++tile) {
           FillTile(weights, kind, kK, random, tiles.data() + tile * tile_bytes);
           views.push_back(ViewTile(tiles.data() + tile * tile_bytes, weights.kernel, kind, kK, kMaxHeight));
+          views.back().group_scales = GroupScalesOf(weights.panel);
         }
         const auto* first = reinterpret_cast<const uint8_t*>(stripes.data());
         for (int64_t num_stripes = 1; num_stripes <= kStripes; ++num_stripes) {
@@ -111,6 +116,70 @@ TEST(Batch_OfTallTiles, HasTheBitsOfOneTileAfterTheOther) {
     GTEST_SKIP() << "needs avx512_vnni";
   }
   EXPECT_EQ(compared % ((10 * 2 + 2) * kStripes), 0) << "all integer formats, with every kind that they have";
+}
+
+// One code of one times an activation of one: what is left is the scale, of every code of every type.
+TEST(Kernel_GroupScales, AreExact) {
+  alignas(64) std::byte tile[1024] = {},
+                        block[2048 + 16384] = {};  // prefetches may ask for more, loads may not
+  for (const std::string& isa : cpu_test::HostIsas()) {
+    const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
+    for (const Weights& weights : kWeights) {
+      if (weights.panel.group == 0 ||
+          (weights.panel.code != DType::kU4 && weights.panel.code != DType::kU8)) {
+        continue;
+      }
+      for (const bool zero_points : {false, true}) {
+        for (const PanelScale scale : {PanelScale::kBF16, PanelScale::kF16, PanelScale::kF32}) {
+          PanelFormat panel = weights.panel;
+          panel.scale = scale;
+          panel.zero_points = zero_points;
+          const DType dtype = scale == PanelScale::kF32    ? DType::kF32
+                              : scale == PanelScale::kBF16 ? DType::kBF16
+                                                           : DType::kF16;
+          // Codes are one above their zero points in k = 0 and equal them elsewhere.
+          const int zero = zero_points ? 5 : PanelZeroPoint(panel.code);
+          std::memset(block, panel.code == DType::kU4 ? zero * 17 : zero, sizeof(block));
+          for (int64_t row = 0; row < kPanelRows; ++row) {
+            block[4 * row] =
+                static_cast<std::byte>(panel.code == DType::kU4 ? zero << 4 | (zero + 1) : zero + 1);
+          }
+          const int8_t codes[128] = {1};
+          const float scales[8] = {1.0F, 1.0F};
+          PackCodesArguments input{};
+          input.tile = ViewTile(tile, weights.kernel, kTileA8, panel.block, 1);
+          input.tile.group_scales = GroupScalesOf(panel);
+          input.correction = CorrectionOf(weights.kernel);
+          input.units = panel.block / kPanelUnit;
+          input.scales_per_unit = 1;
+          input.codes = codes;
+          input.scales = scales;
+          table.pack_codes(&input);
+          for (uint32_t first = 0; first < 65536; first += kPanelRows) {
+            std::byte* group = block + panel.code_bytes();
+            std::memset(group, 0, static_cast<size_t>(panel.scale_bytes()));
+            float expected[kPanelRows], actual[kPanelRows];
+            for (uint32_t row = 0; row < kPanelRows; ++row) {
+              const uint32_t code = scale == PanelScale::kF32 ? (first + row) * 65521U : first + row;
+              const auto bytes = static_cast<size_t>(DTypeBits(dtype) / 8);
+              std::memcpy(group + row * bytes, &code, bytes);
+              DecodeRow(dtype, group + row * bytes, 0, 1, expected + row);
+              if (zero_points) {
+                group[kPanelRows * bytes + row] = static_cast<std::byte>(zero);
+              }
+            }
+            table.dot[weights.kernel][kTileA8][0](reinterpret_cast<const uint8_t*>(block), 1, 1, &input.tile,
+                                                  actual);
+            for (int64_t row = 0; row < kPanelRows; ++row) {
+              ASSERT_TRUE(std::isfinite(expected[row]) ? actual[row] == expected[row]
+                                                       : !std::isfinite(actual[row]))
+                  << isa << " " << panel.ToString() << ": " << expected[row] << " became " << actual[row];
+            }
+          }
+        }
+      }
+    }
+  }
 }
 
 }  // namespace

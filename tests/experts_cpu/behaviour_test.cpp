@@ -387,6 +387,24 @@ TEST(CpuExperts_WeightsOfAnotherLayout, AreRefused) {
   EXPECT_EQ(created.status().code(), StatusCode::kUnsupported);
 }
 
+TEST(CpuExperts_ScalesThatThePlanDoesNotHold, AreRefused) {
+  LayerSpec spec{.scheme = "int4_w4a16:g32"};
+  Layer layer = MakeLayer(spec);
+  const Executor executor;
+  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
+  spec.scale_dtype = DType::kF32;
+  const Layer wide = MakeLayer(spec);
+  layer.experts[3].down = wide.experts[3].down;
+  const auto refused = kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().ToString().find("down has format n16k64(U4, F32 per 32); the plan was made for "
+                                             "n16k64(U4, BF16 per 32)"),
+            std::string::npos)
+      << refused.status().ToString();
+  layer.problem.weights_scale_dtype = DType::kF32;  // which holds both
+  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
+}
+
 TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
   Machine machine = HostMachine();

@@ -55,7 +55,7 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (fp8 && spec.mode == ActivationMode::kA8) {
     return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;
   }
-  const DType code = ChoosePanelFormat(scheme.weight)->code;
+  const DType code = ChoosePanelFormat(scheme.weight, spec.zero_points)->code;
   if (isa == "amx") {
     return std::max(code == DType::kU4 ? kInt4TileBound : kBf16Bound,
                     spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -34,6 +35,7 @@ struct LayerSpec {
   int64_t max_tokens = 64;
   ActivationMode mode = ActivationMode::kAsCheckpoint;
   uint32_t seed = 1;
+  std::optional<DType> scale_dtype{};  ///< of block scales, where it is not the scheme's
 };
 
 struct Layer {
@@ -99,6 +101,7 @@ inline Layer MakeLayer(const LayerSpec& spec) {
   if (!layer.scheme.weight.quantized()) {
     layer.scheme.weight.element = spec.weight_dtype;
   }
+  layer.scheme.weight.block_scale_dtype = spec.scale_dtype.value_or(layer.scheme.weight.block_scale_dtype);
   std::mt19937 random(spec.seed);
   for (int64_t e = 0; e < spec.experts; ++e) {
     CanonicalExpert expert;

@@ -90,6 +90,19 @@ TEST(Tiles, ZeroPoints_AreSubtracted) {
   }
 }
 
+TEST(Tiles, GroupScalesOfEveryType_AgreeWithFp64) {
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
+    for (const DType scale : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const bool zero_points : {false, true}) {
+        LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2};
+        spec.zero_points = zero_points;
+        spec.scale_dtype = scale;
+        ExpectClose(spec, {1, 21});
+      }
+    }
+  }
+}
+
 TEST(Tiles, QuantizedActivations_AgreeWithTheScheme) {
   for (const char* scheme :
        {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp4_w4a8:dynamic",

@@ -348,6 +348,7 @@ void CpuExperts::PrefetchSides(const float* scales, const float* biases, int64_t
 TileView CpuExperts::View(const GemmShape& shape, std::byte* memory, int height,
                           const Stretch& stretch) const {
   TileView view = ViewTile(memory, plan_.kernel, shape.tile, shape.padded_cols, height);
+  view.group_scales = GroupScalesOf(plan_.panel);
   view.prefetch_near = plan_.prefetch_near;
   view.prefetch_far = plan_.prefetch_far;
   view.stretch_end = stretch.end;

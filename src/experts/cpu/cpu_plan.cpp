@@ -233,6 +233,13 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
   return tiles;
 }
 
+/// Scales in the type that the weights have, with zero points where they have some.
+Result<PanelFormat> PanelOf(const MoeProblem& problem) {
+  WeightFormat format = problem.scheme.weight;
+  format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);
+  return ChoosePanelFormat(format, problem.weights_have_zero_points);
+}
+
 }  // namespace
 
 ExpertWork WorkOf(const CpuPlan& plan) {
@@ -313,7 +320,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   CpuPlan plan;
   plan.isa = IsaOf(problem, machine);
   plan.vector_isa = VectorIsa(plan.isa, machine);
-  plan.panel = *ChoosePanelFormat(problem.scheme.weight);
+  plan.panel = *PanelOf(problem);
   plan.kernel = KernelFor(plan.panel);
   const TileChoice choice = ChooseTile(problem, plan.kernel, plan.vector_isa);
   plan.rows = choice.rows;
@@ -375,7 +382,7 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
   std::vector<Verdict> verdicts;
   const MoeConfig& config = problem.config;
   CheckIsa(problem, machine, verdicts);
-  const Result<PanelFormat> panel = ChoosePanelFormat(problem.scheme.weight);
+  const Result<PanelFormat> panel = PanelOf(problem);
   if (!panel.ok()) {
     verdicts.push_back(Objection(Reason::kScheme, panel.status().message(), problem.scheme.name,
                                  "F32, F16, BF16, FP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights"));

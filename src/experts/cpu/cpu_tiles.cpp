@@ -380,6 +380,7 @@ void CpuExperts::RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, 
   gemm.end_pair = end_pair;
   gemm.scale_group = plan_.tiles.scale_group;
   gemm.weight_group = plan_.tiles.weight_group;
+  gemm.group_scales = GroupScalesOf(plan_.panel);
   gemm.scratch = scratch.data();
   tile_format_.gemm(&gemm);
 }

@@ -80,9 +80,9 @@ Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
     return Status::BadInput(fmt::format("{} is {} x {}; the layer needs {} x {}", matrix.name, canonical.rows,
                                         canonical.cols, matrix.shape->rows, matrix.shape->cols));
   }
-  const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format);
+  const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format, !canonical.zero_point.empty());
   FMOE_RETURN_IF_ERROR(panel.status());
-  if (!(*panel == plan.panel)) {
+  if (!plan.panel.Holds(*panel)) {
     return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name,
                                         panel->ToString(), plan.panel.ToString()));
   }

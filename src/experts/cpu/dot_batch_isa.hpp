@@ -27,8 +27,8 @@ struct DecodedFormat {
 };
 template <WeightKernel kWeight>
 using DecodedOf = DecodedFormat<IntegerPanel<kWeight>::kGroup,
-                                IntegerPanel<kWeight>::kE2m1 || IntegerPanel<kWeight>::kZeroPoints,
-                                IntegerPanel<kWeight>::kZeroPoints>;
+                                IntegerPanel<kWeight>::kE2m1 || IntegerPanel<kWeight>::kGrouped,
+                                IntegerPanel<kWeight>::kGrouped>;
 
 /// One unit of kStripes stripes.
 template <class Format, int kStripes>
@@ -39,7 +39,8 @@ struct alignas(64) DecodedUnit {
 };
 
 template <WeightKernel kWeight, int kStripes>
-FMOE_INLINE void DecodeUnit(const uint8_t* unit, const uint8_t* scales, int64_t stripe_stride, Ints table,
+FMOE_INLINE void DecodeUnit(const uint8_t* unit, const uint8_t* scales, GroupScales type,
+                            int64_t stripe_stride, Ints table,
                             DecodedUnit<DecodedOf<kWeight>, kStripes>* decoded) {
   using Format = DecodedOf<kWeight>;
   for (int stripe = 0; stripe < kStripes; ++stripe) {
@@ -52,7 +53,7 @@ FMOE_INLINE void DecodeUnit(const uint8_t* unit, const uint8_t* scales, int64_t 
     if constexpr (Format::kScales) {
       Unroll<Format::kGroups>([&](auto group) FMOE_FLAT {
         Floats scale, zero;
-        LoadGroupScale<kWeight>(scales + offset, group, 0, scale, zero);
+        LoadGroupScale<kWeight>(scales + offset, type, group, 0, scale, zero);
         Store(decoded->scales[group][stripe], scale);
         if constexpr (Format::kZeros) {
           Store(decoded->zeros[group][stripe], zero);
@@ -170,22 +171,23 @@ FMOE_INLINE void BatchOfStripes(const uint8_t* stripes, int64_t stripe_stride, i
     }
   }
   // Lines of the next blocks are asked for between tiles: all at once they would hold up the loads of tiles.
-  constexpr int64_t kLines = (Panel::kBlockBytes + 63) / 64;
+  constexpr int64_t kLines = (Panel::kLeastBytes + 63) / 64;
+  const GroupScales type = tiles->group_scales;
+  const int64_t block_bytes = Panel::BlockBytes(type);
   const int64_t steps = Panel::kUnits * num_tiles;
   const int64_t lines_at_once = (kStripes * kLines + steps - 1) / steps;
   const int64_t blocks_ahead = num_tiles >= 4 ? 1 : 2;
   int64_t words = 0, corrections = 0, scales = 0;
-  for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
+  for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
     const int64_t ahead = block + blocks_ahead;
-    const uint8_t* next = stripes + blocks_ahead * Panel::kBlockBytes;
+    const uint8_t* next = stripes + blocks_ahead * block_bytes;
     if (ahead >= blocks) {  // of the stripes behind these, or where the task goes on
-      next = InStretch(next + kStripes * stripe_stride - blocks * Panel::kBlockBytes, tiles);
+      next = InStretch(next + kStripes * stripe_stride - blocks * block_bytes, tiles);
     }
     int64_t line = 0;
     for (int index = 0; index < Panel::kUnits; ++index) {
-      DecodeUnit<kWeight, kStripes>(stripes + index * Panel::kUnitBytes,
-                                    stripes + Panel::kUnits * Panel::kUnitBytes, stripe_stride, table,
-                                    &decoded);
+      DecodeUnit<kWeight, kStripes>(stripes + index * Panel::kUnitBytes, stripes + Panel::kCodeBytes, type,
+                                    stripe_stride, table, &decoded);
       for (int64_t tile = 0; tile < num_tiles; ++tile) {
         for (const int64_t end = line + lines_at_once; line < end; ++line) {
           Prefetch(next + line / kLines * stripe_stride + line % kLines * 64);

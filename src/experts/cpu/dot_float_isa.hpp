@@ -145,7 +145,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
-      PrefetchBlock<kFar, kBlocks * Panel::kBlockBytes>(stripes, tile);
+      PrefetchBlock<kFar, kBlocks * Panel::kBlockBytes>(stripes, kBlocks * Panel::kBlockBytes, tile);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
         ShortBlocks<kWeight, kKind, kHeight, kBlocks>(stripes, half, words, scales, totals[half]);
       });

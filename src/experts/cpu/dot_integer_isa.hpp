@@ -14,15 +14,23 @@ template <WeightKernel kWeight>
 struct IntegerPanel {
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
   static constexpr bool kNibbles = kWeight < kWeightU8;
-  static constexpr bool kZeroPoints = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
+  static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
   static constexpr int kGroup = kWeight == kWeightNvfp4 ? 16 : kWeight == kWeightMxfp4 || kGroup32 ? 32 : 64;
   static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
-  static constexpr int kScaleBytes = kE2m1 ? 16 * 64 / kGroup : !kZeroPoints ? 0 : kGroup32 ? 128 : 64;
-  static constexpr int kBlockBytes = kUnits * kUnitBytes + kScaleBytes;
+  static constexpr int kCodeBytes = kUnits * kUnitBytes;
+  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
   static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
+  /// The bytes of a block, at least.
+  static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
+                                                   : kGrouped ? 32 * kBlockGroups
+                                                              : 0);
+
+  FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
+    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kLeastBytes;
+  }
 
   /// 16 k as four vectors of unsigned bytes.
   FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
@@ -98,7 +106,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   Ints sum[Planes(kKind)][kCount];  // of each plane, the highest first
   Unroll<kCount>([&](auto t) FMOE_FLAT {
     Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[plane][t] = IntZero(); });
-    if constexpr (!Panel::kZeroPoints) {
+    if constexpr (!Panel::kGrouped) {
       sum[Planes(kKind) - 1][t] = IntSet(correction[first + t]);
       if constexpr (kKind == kTileA24) {
         sum[0][t] = IntSet(correction[kHeight + first + t]);
@@ -128,25 +136,35 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
 
 /// Scale and zero point of a group; 1 and 0 where the panel has none.
 template <WeightKernel kWeight>
-FMOE_INLINE void LoadGroupScale(const uint8_t* scales, int group, int half, Floats& scale, Floats& zero) {
+FMOE_INLINE void LoadGroupScale(const uint8_t* scales, GroupScales type, int group, int half, Floats& scale,
+                                Floats& zero) {
   scale = Set(1.0F);
   zero = Zero();
   if constexpr (kWeight == kWeightNvfp4) {
     scale = LoadE4m3Scales(scales + group * 16, half);
   } else if constexpr (kWeight == kWeightMxfp4) {
     scale = LoadE8m0Scales(scales + group * 16, half);
-  } else if constexpr (IntegerPanel<kWeight>::kZeroPoints) {
-    const Ints bits = Bits(LoadFloatScales(scales + group * 64, half));
-    scale = FromBits(IntAnd(bits, IntSet(~255)));
-    zero = ToFloats(IntAnd(bits, IntSet(255)));
+  } else if constexpr (IntegerPanel<kWeight>::kGrouped) {
+    const uint8_t* at = scales + group * GroupBytes(type);
+    if (type.type == kRowBf16) {
+      scale = LoadBf16((const uint16_t*)at + half * kLanes);
+    } else if (type.type == kRowF16) {
+      scale = LoadF16((const uint16_t*)at + half * kLanes);
+    } else {
+      scale = Load((const float*)at + half * kLanes);
+    }
+    zero = Set(IntegerPanel<kWeight>::kNibbles ? 8.0F : 128.0F);
+    if (type.zero_points) {
+      zero = ToFloats(LoadByteLanes(at + GroupScaleBytes(type) + half * kLanes));
+    }
   }
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token].
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int half, Ints table,
-                             const int32_t* words, const int32_t* correction, const float* activation_scale,
-                             Floats* accumulators) {
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupScales type, int half,
+                             Ints table, const int32_t* words, const int32_t* correction,
+                             const float* activation_scale, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
@@ -159,7 +177,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
   }
   auto one_group = [&](auto group) FMOE_FLAT {
     Floats scale, zero;
-    LoadGroupScale<kWeight>(scales, group, half, scale, zero);
+    LoadGroupScale<kWeight>(scales, type, group, half, scale, zero);
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
@@ -169,7 +187,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
       Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
-        if constexpr (Panel::kZeroPoints) {
+        if constexpr (Panel::kGrouped) {
           sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
         }
         if constexpr (kKind == kTileA4) {
@@ -178,7 +196,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, int hal
         } else if constexpr (kUnitSums) {
           unit_sums[t] = MultiplyAdd(sum, scale, unit_sums[t]);
         } else {
-          if constexpr (Panel::kZeroPoints) {
+          if constexpr (Panel::kGrouped) {
             sum = Multiply(sum, scale);
           }
           accumulators[t] = MultiplyAdd(sum, Set(activation_scale[t]), accumulators[t]);
@@ -249,7 +267,7 @@ FMOE_INLINE void IntegerUnitPair(const uint8_t* unit, const uint8_t* scales, int
   for (int group = 0; group < kGroups; ++group) {
     Floats weight_scale[2], zero[2], sums[2][kTokens];
     Unroll<2>([&](auto s) FMOE_FLAT {
-      LoadGroupScale<kWeight>(scales + s * stripe_bytes, group, 0, weight_scale[s], zero[s]);
+      LoadGroupScale<kWeight>(scales + s * stripe_bytes, {}, group, 0, weight_scale[s], zero[s]);
     });
     GroupSumsPair<kWeight, kKind, kHeight, kTokens>(unit, stripe_bytes, group, table,
                                                     words + group * kGroupWords, correction + group * kHeight,
@@ -281,7 +299,7 @@ void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile
   using Panel = IntegerPanel<kWeight>;
   constexpr int kTokens = kPairTokens, kParts = kHeight / kTokens;
   constexpr int kGroups = 64 / Panel::kGroup;
-  const int64_t stripe_bytes = blocks * Panel::kBlockBytes;
+  const int64_t stripe_bytes = blocks * Panel::kLeastBytes;
   const Ints table = E2m1Table();
   const int32_t* words = (const int32_t*)tile->codes;
   const int32_t* correction = tile->correction;
@@ -289,8 +307,8 @@ void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile
   Floats kept[kParts][2][kTokens];
   Unroll<2 * kHeight>([&](auto i) FMOE_FLAT { (&kept[0][0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t offset = block * Panel::kBlockBytes;
-    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_bytes, tile);
+    const int64_t offset = block * Panel::kLeastBytes;
+    PrefetchPair<Panel::kLeastBytes>(stripes, offset, stripe_bytes, tile);
     for (int part = 0; part < kParts; ++part) {
       Floats sums[2][kTokens];  // a copy, since registers cannot be indexed
       Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = (&kept[part][0][0])[i]; });
@@ -355,8 +373,8 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
 
 /// One unit of 64 k of one token, with the additions of IntegerUnit in their order.
 template <WeightKernel kWeight, TileKind kKind>
-FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scales, Ints table,
-                                       const int32_t* words, const int32_t* correction,
+FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scales, GroupScales type,
+                                       Ints table, const int32_t* words, const int32_t* correction,
                                        const float* activation_scale, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
@@ -364,17 +382,16 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     Ints sums[kHalves];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      sums[half] = Panel::kZeroPoints ? IntZero() : IntSet(correction[group]);
-    });
+    Unroll<kHalves>([&](auto half)
+                        FMOE_FLAT { sums[half] = Panel::kGrouped ? IntZero() : IntSet(correction[group]); });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
       Dot16BothHalves<kWeight, kPlanes>(unit, kStep, table, words + kStep * kPlanes * 4, sums);
     });
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       Floats scale, zero, sum = ToFloats(sums[half]);
-      LoadGroupScale<kWeight>(scales, group, half, scale, zero);
-      if constexpr (Panel::kZeroPoints) {
+      LoadGroupScale<kWeight>(scales, type, group, half, scale, zero);
+      if constexpr (Panel::kGrouped) {
         sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group]), sum);
       }
       if constexpr (kKind == kTileA4) {
@@ -383,7 +400,7 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
       } else if constexpr (kUnitSums) {
         unit_sums[half] = MultiplyAdd(sum, scale, group == 0 ? Zero() : unit_sums[half]);
       } else {
-        if constexpr (Panel::kZeroPoints) {
+        if constexpr (Panel::kGrouped) {
           sum = Multiply(sum, scale);
         }
         accumulators[half] = MultiplyAdd(sum, Set(activation_scale[0]), accumulators[half]);
@@ -406,25 +423,27 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
   const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
+  const GroupScales type = tile->group_scales;
+  const int64_t block_bytes = Panel::BlockBytes(type);
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
     const int32_t* words = (const int32_t*)tile->codes;
     const int32_t* correction = tile->correction;
     const float* scale = tile->scale;
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
-    for (int64_t block = 0; block < blocks; ++block, stripes += Panel::kBlockBytes) {
-      PrefetchBlock<kFar, Panel::kBlockBytes>(stripes, tile);
+    for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
+      PrefetchBlock<kFar, Panel::kLeastBytes>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
-          IntegerUnitBothHalves<kWeight, kKind>(unit, stripes + Panel::kUnits * Panel::kUnitBytes, table,
-                                                words, correction, scale, &accumulators[0][0]);
+          IntegerUnitBothHalves<kWeight, kKind>(unit, stripes + Panel::kCodeBytes, type, table, words,
+                                                correction, scale, &accumulators[0][0]);
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
             Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
-            IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kUnits * Panel::kUnitBytes, half,
-                                                 table, words, correction, scale, sums);
+            IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kCodeBytes, type, half, table, words,
+                                                 correction, scale, sums);
             Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
         }

@@ -34,17 +34,22 @@ FMOE_INLINE const uint8_t* InStretch(const uint8_t* ahead, const TileView* tile)
   return ahead + (ahead >= tile->stretch_end ? tile->stretch_jump : 0);
 }
 
-/// Asks for the lines that follow a block by the distances of the tile (CpuPlan says which, and why).
-template <FarPrefetch kFar, int64_t kBytes>
-FMOE_INLINE void PrefetchBlock(const uint8_t* block, const TileView* tile) {
+/// Asks for the lines that follow a block by the distances of the tile (CpuPlan says which, and why). Blocks
+/// have kLeastBytes, or more where the type of their scales says so.
+template <FarPrefetch kFar, int64_t kLeastBytes>
+FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
+  constexpr int64_t kLines = (kLeastBytes + 63) / 64;
   const uint8_t* near = InStretch(block + tile->prefetch_near, tile);
-  for (int64_t line = 0; line < kBytes; line += 64) {
-    Prefetch(near + line);
+  for (int64_t line = 0; line < kLines; ++line) {
+    Prefetch(near + 64 * line);
+  }
+  for (int64_t line = kLines; line * 64 < bytes; ++line) {
+    Prefetch(near + 64 * line);
   }
   if (kFar == FarPrefetch::kAlways || (kFar == FarPrefetch::kAsked && tile->prefetch_far != 0)) {
     const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
-    for (int64_t line = 0; line < kBytes; line += 64) {
-      PrefetchFar(far + line);
+    for (int64_t line = 0; line < kLines; ++line) {
+      PrefetchFar(far + 64 * line);
     }
   }
 }

@@ -19,7 +19,7 @@ enum WeightKernel : int {
   kWeightNvfp4,  ///< e2m1 with e4m3 per 16
   kWeightMxfp4,  ///< e2m1 with e8m0 per 32
   kWeightU4,
-  kWeightU4Group32,  ///< fp32 scale and zero point per group
+  kWeightU4Group32,  ///< scale and zero point per group: GroupScales
   kWeightU4Group64,
   kWeightU4Group128,
   kWeightU8,
@@ -48,6 +48,23 @@ constexpr int kNumHeights = 4;
 constexpr int kHeights[kNumHeights] = {1, 2, 4, 8};
 constexpr int kMaxHeight = 8;
 
+enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
+
+/// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
+/// the checkpoint has, and sixteen zero points, a byte each, or none. Kernels ask for it a group at a time: a
+/// branch that always goes the same way, instead of a kernel for each of six.
+struct GroupScales {
+  RowType type;
+  bool zero_points;
+};
+/// Bytes of the scales of one group, and of all that it has.
+static constexpr int GroupScaleBytes(GroupScales scales) {
+  return 16 * (scales.type == kRowF32 ? 4 : 2);
+}
+static constexpr int GroupBytes(GroupScales scales) {
+  return GroupScaleBytes(scales) + (scales.zero_points ? 16 : 0);
+}
+
 /// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
 ///
 ///   kTileF32   codes[k][token]                                          floats
@@ -68,6 +85,7 @@ struct TileView {
   /// beyond the end are asked for there (dot_prefetch_isa.hpp).
   const uint8_t* stretch_end;
   int64_t stretch_jump;
+  GroupScales group_scales;  ///< of the weights, where they are integers in groups
 };
 
 /// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
@@ -141,7 +159,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {memory, 0, 0, 0, 0, 0, 0};
+  TileView view = {memory, 0, 0, 0, 0, 0, 0, {kRowF32, false}};
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
     const int64_t group = CorrectionOf(kernel).group;
@@ -318,23 +336,28 @@ struct PanelArguments {
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 
-enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
+/// How rows of scales or zero points become lines of a panel, sixteen rows of a column each.
+enum GroupTransform : int {
+  kGroupBytes,  ///< zero points
+  kGroupWords,  ///< bf16, f16
+  kGroupFloats,
+  kGroupBf16ToFloat,
+  kGroupF16ToFloat,
+  kNumGroupTransforms
+};
 
-/// Scales that a panel holds as words: a line of sixteen rows for each group.
-struct ScaleWordsArguments {
-  const uint8_t* scales[16];  ///< of the first column of each row, in their own type; null: no such row
-  const uint8_t* scales_end;  ///< bytes up to here may be read
-  const uint8_t* zeros[16];   ///< zero points of the same columns, a byte each; null: `zero` is that of all
-  const uint8_t* zeros_end;
-  int32_t zero;      ///< or the exclusive-or of all zero points
-  bool beside_zero;  ///< words of 24 bits, the zero point below them; else fp32
+/// A line for each group; groups that follow each other share a column.
+struct GroupLinesArguments {
+  const uint8_t* rows[16];  ///< the first column of each
+  const uint8_t* end;       ///< bytes up to here may be read, from rows of a tensor
+  int32_t flip;             ///< exclusive-or of bytes
   int64_t columns, groups;
   int64_t groups_per_column;
   int64_t groups_per_block;
-  int64_t block_bytes;
-  uint8_t* out;  ///< scales of the first block
+  int64_t group_bytes, block_bytes;
+  uint8_t* out;  ///< the line of the first group
 };
-typedef void (*PackScaleWordsKernel)(const ScaleWordsArguments* arguments);
+typedef void (*PackGroupLinesKernel)(const GroupLinesArguments* arguments);
 
 struct KernelTable {
   const char* isa;
@@ -353,7 +376,7 @@ struct KernelTable {
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
   PackPanelKernel pack_panel[kNumPanelTransforms];
-  PackScaleWordsKernel pack_scale_words[kNumRowTypes];
+  PackGroupLinesKernel pack_group_lines[kNumGroupTransforms];
 };
 
 }  // namespace fusedmoe::cpu

@@ -76,13 +76,13 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
     {DType::kF4E2M1, PanelScale::kE8M0, 32, kWeightMxfp4},
     {DType::kU4, PanelScale::kNone, 0, kWeightU4},
-    {DType::kU4, PanelScale::kF32Zero, 32, kWeightU4Group32},
-    {DType::kU4, PanelScale::kF32Zero, 64, kWeightU4Group64},
-    {DType::kU4, PanelScale::kF32Zero, 128, kWeightU4Group128},
+    {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
+    {DType::kU4, PanelScale::kBF16, 64, kWeightU4Group64},
+    {DType::kU4, PanelScale::kBF16, 128, kWeightU4Group128},
     {DType::kU8, PanelScale::kNone, 0, kWeightU8},
-    {DType::kU8, PanelScale::kF32Zero, 32, kWeightU8Group32},
-    {DType::kU8, PanelScale::kF32Zero, 64, kWeightU8Group64},
-    {DType::kU8, PanelScale::kF32Zero, 128, kWeightU8Group128},
+    {DType::kU8, PanelScale::kBF16, 32, kWeightU8Group32},
+    {DType::kU8, PanelScale::kBF16, 64, kWeightU8Group64},
+    {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
 };
 
 }  // namespace
@@ -153,12 +153,21 @@ Isa IsaOfKernel(Isa isa, TileKind tile) {
 }
 
 WeightKernel KernelFor(const PanelFormat& format) {
+  const bool integers = format.code == DType::kU4 || format.code == DType::kU8;
+  const PanelScale scale = integers && format.group > 0 ? PanelScale::kBF16 : format.scale;  // of any type
   for (const PanelKernel& row : kPanelKernels) {
-    if (row.code == format.code && row.scale == format.scale && row.group == format.group) {
+    if (row.code == format.code && row.scale == scale && row.group == format.group) {
       return row.kernel;
     }
   }
   return kNumWeightKernels;
+}
+
+GroupScales GroupScalesOf(const PanelFormat& format) {
+  return {format.scale == PanelScale::kBF16  ? kRowBf16
+          : format.scale == PanelScale::kF16 ? kRowF16
+                                             : kRowF32,
+          format.zero_points};
 }
 
 float KernelOutputScale(WeightKernel kernel) {

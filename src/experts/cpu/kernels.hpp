@@ -33,6 +33,8 @@ const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded);
 
 /// The micro-kernel that reads such panels.
 WeightKernel KernelFor(const PanelFormat& format);
+/// What it must be told of them where they hold integers in groups.
+GroupScales GroupScalesOf(const PanelFormat& format);
 
 /// What a kernel leaves out of its decoding and row scales must make up for: e4m3 read as f16 is 2^-8 of its
 /// value, e2m1 is doubled.

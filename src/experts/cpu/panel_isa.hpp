@@ -86,77 +86,50 @@ void PackPanelScales(const PanelArguments* a) {
   }
 }
 
-template <RowType kType>
-FMOE_INLINE Floats LoadScales(const uint8_t* p) {
-  if constexpr (kType == kRowF32) {
-    return Load((const float*)p);
-  } else if constexpr (kType == kRowBf16) {
-    return LoadBf16((const uint16_t*)p);
+/// What a line becomes that goes to a panel in another type.
+template <GroupTransform kTransform>
+FMOE_INLINE void PutGroupLine(uint8_t* out, const uint8_t* line) {
+  if constexpr (kTransform == kGroupBf16ToFloat || kTransform == kGroupF16ToFloat) {
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      const uint16_t* words = (const uint16_t*)line + half * kLanes;
+      Store((float*)out + half * kLanes, kTransform == kGroupBf16ToFloat ? LoadBf16(words) : LoadF16(words));
+    });
   } else {
-    return LoadF16((const uint16_t*)p);
+    memcpy(out, line, kTransform == kGroupBytes ? 16 : kTransform == kGroupWords ? 32 : 64);
   }
 }
 
-/// `wanted` bytes at p, of which the first `bytes` count: p itself where all may be read, else a copy.
-FMOE_INLINE const uint8_t* Readable(const uint8_t* p, int64_t bytes, int64_t wanted, const uint8_t* end,
-                                    uint8_t* copy) {
-  if (end - p >= wanted) {
-    return p;
-  }
-  memcpy(copy, p, (size_t)bytes);
-  return copy;
-}
-
-/// Sixteen columns of sixteen rows at a time become words in L1, are turned like codes, and each line goes to
-/// the groups of its column.
-template <RowType kType>
-void PackScaleWords(const ScaleWordsArguments* a) {
-  constexpr int64_t kBytes = kType == kRowF32 ? 4 : 2;
-  alignas(64) int32_t words[16][16];
-  uint8_t copy[16 * kBytes] = {}, zeros_copy[16] = {};
-  const uint8_t* rows[16];
-  for (int row = 0; row < 16; ++row) {
-    rows[row] = (const uint8_t*)words[row];
-    if (a->scales[row] == 0) {
-      memset(words[row], 0, sizeof(words[row]));
-    }
-  }
-  Places places = {a->out, 64, a->groups_per_block, a->block_bytes, 0};
-  for (int64_t first = 0; first < a->columns; first += 16) {
-    const int64_t count = a->columns - first < 16 ? a->columns - first : 16;
+/// 32 bytes of each row at a time are turned like codes; each line goes to the groups of its column.
+template <GroupTransform kTransform>
+void PackGroupLines(const GroupLinesArguments* a) {
+  constexpr int64_t kBytes = kTransform == kGroupBytes ? 1 : kTransform == kGroupFloats ? 4 : 2;
+  constexpr int64_t kColumns = 32 / kBytes;
+  alignas(64) uint8_t lines[512];
+  uint8_t copies[16][32] = {};
+  Places places = {a->out, a->group_bytes, a->groups_per_block, a->block_bytes, 0};
+  int64_t left = a->groups;
+  for (int64_t first = 0; first < a->columns; first += kColumns) {
+    const int64_t count = a->columns - first < kColumns ? a->columns - first : kColumns;
+    const uint8_t* rows[16];
     for (int row = 0; row < 16; ++row) {
-      if (a->scales[row] == 0) {
-        continue;
+      rows[row] = a->rows[row] + first * kBytes;
+      if (a->end - rows[row] < 32) {
+        memcpy(copies[row], rows[row], (size_t)(count * kBytes));
+        rows[row] = copies[row];
       }
-      const uint8_t* scales =
-          Readable(a->scales[row] + first * kBytes, count * kBytes, 16 * kBytes, a->scales_end, copy);
-      const uint8_t* zeros =
-          a->zeros[row] == 0 ? 0 : Readable(a->zeros[row] + first, count, 16, a->zeros_end, zeros_copy);
-      Unroll<16 / kLanes>([&](auto v) FMOE_FLAT {
-        Ints word = Bits(LoadScales<kType>(scales + v * kLanes * kBytes));
-        if (a->beside_zero) {  // to nearest even, as PanelScaleCodes
-          const Ints odd = IntAnd(ShiftRight<8>(word), IntSet(1));
-          word = IntAnd(IntAdd(word, IntAdd(odd, IntSet(0x7f))), IntSet(~0xff));
-          Ints zero = IntSet(a->zero);
-          if (zeros != 0) {
-            zero = IntXor(zero, LoadByteLanes(zeros + v * kLanes));
-          }
-          word = IntOr(word, zero);
-        }
-        StoreInts(words[row] + v * kLanes, word);
-      });
     }
-    for (int64_t eight = 0; eight < count; eight += 8) {
-      Ints line[8 * kHalves];
-      LoadTransposed(rows, eight * 4, line);
-      Unroll<8>([&](auto v) FMOE_FLAT {
-        if (eight + v < count) {
-          const int64_t rest = a->groups - (first + eight + v) * a->groups_per_column;
-          for (int64_t group = 0; group < a->groups_per_column && group < rest; ++group) {
-            StoreLine<false>(Next(places), line + v * kHalves);
-          }
-        }
-      });
+    TransposeRows<false, kBytes == 2>(rows, 0, IntSet(a->flip), lines);
+    if constexpr (kBytes == 1) {
+      for (int v = 0; v < 8; ++v) {
+        TransposeBytes(lines + 64 * v, -1, 0);
+      }
+    }
+    for (int64_t column = 0; column < count; ++column) {
+      const int64_t shared = left < a->groups_per_column ? left : a->groups_per_column;
+      for (int64_t group = 0; group < shared; ++group) {
+        PutGroupLine<kTransform>(Next(places), lines + column * 16 * kBytes);
+      }
+      left -= shared;
     }
   }
 }

@@ -10,6 +10,8 @@ namespace {
 
 /// Byte scales of each row that are copied at a time where they cannot be packed from where they lie.
 constexpr int64_t kScaleBytes = 64;
+/// What a kernel may read beyond the columns of a row.
+constexpr int64_t kLineBytes = 32;
 /// Scales that are asked for ahead: 16 rows of K = 8192 in groups of 16.
 constexpr int64_t kMostScaleBytes = 8192;
 
@@ -34,8 +36,23 @@ PanelTransform TransformOf(const PanelFormat& format) {
   }
 }
 
-/// Scales of channels that stand elsewhere.
-constexpr float kOnes[kPanelRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+/// How stored scales become lines; none where their values must be converted one by one.
+GroupTransform TransformOf(DType stored, PanelScale scale) {
+  switch (stored) {
+    case DType::kF32:
+      return scale == PanelScale::kF32 ? kGroupFloats : kNumGroupTransforms;
+    case DType::kBF16:
+      return scale == PanelScale::kF32    ? kGroupBf16ToFloat
+             : scale == PanelScale::kBF16 ? kGroupWords
+                                          : kNumGroupTransforms;
+    case DType::kF16:
+      return scale == PanelScale::kF32   ? kGroupF16ToFloat
+             : scale == PanelScale::kF16 ? kGroupWords
+                                         : kNumGroupTransforms;
+    default:
+      return kNumGroupTransforms;
+  }
+}
 
 const uint8_t* Bytes(const void* data) {
   return static_cast<const uint8_t*>(data);
@@ -81,31 +98,26 @@ void PanelPacker::ChooseScales() {
       return;
     }
   }
-  const bool has_scales = !matrix_.block_scale.empty(), has_zeros = !matrix_.zero_point.empty();
-  const DType dtype = has_scales ? matrix_.block_scale.dtype() : DType::kF32;
-  scales_end_ = has_scales
-                    ? Bytes(PanelScaleRow(matrix_, matrix_.rows - 1)) + matrix_.block_scale.view().row_bytes()
-                    : Bytes(kOnes + kPanelRows);
+  if (matrix_.block_scale.empty()) {
+    return;
+  }
+  scales_end_ = Bytes(PanelScaleRow(matrix_, matrix_.rows - 1)) + matrix_.block_scale.view().row_bytes();
   if (format_.scale == PanelScale::kE4M3 || format_.scale == PanelScale::kE8M0) {
-    scales_ = groups_per_column_ == 1 && has_scales ? Scales::kBytes : Scales::kAny;
+    scales_ = groups_per_column_ == 1 ? Scales::kBytes : Scales::kAny;
     return;
   }
-  if (dtype != DType::kF32 && dtype != DType::kBF16 && dtype != DType::kF16) {
+  scale_transform_ = TransformOf(matrix_.block_scale.dtype(), format_.scale);
+  if (scale_transform_ == kNumGroupTransforms) {
     return;
   }
-  if (!has_scales && groups_per_column_ < real_groups_) {
-    return;
+  scales_ = Scales::kGroups;
+  const auto columns = static_cast<size_t>(CeilDiv(real_groups_, groups_per_column_) + kLineBytes);
+  no_scales_.assign(columns * 4, 0);
+  if (format_.zero_points) {
+    const uint8_t flip = format_.code == DType::kU4 ? flip_ & 15 : flip_;
+    no_zeros_.assign(columns, flip);
+    implied_zeros_.assign(columns, static_cast<uint8_t>(PanelZeroPoint(format_.code) ^ flip));
   }
-  scale_type_ = dtype == DType::kF32 ? kRowF32 : dtype == DType::kBF16 ? kRowBf16 : kRowF16;
-  if (has_zeros) {
-    zeros_end_ = Bytes(PanelZeroRow(matrix_, matrix_.rows - 1)) + matrix_.zero_point.view().row_bytes();
-    zero_ = format_.code == DType::kU4 ? flip_ & 15 : flip_;
-  } else if (format_.scale == PanelScale::kF32Zero) {
-    uint32_t first = 0;
-    PanelScaleCodes(matrix_, format_.scale, std::span(scale_columns_).first(1), 0, &first);
-    zero_ = static_cast<int32_t>(first & 0xffU);
-  }
-  scales_ = Scales::kWords;
 }
 
 void PanelPacker::PackCodes(const Stripe& stripe, uint8_t* out) const {
@@ -219,57 +231,36 @@ void PanelPacker::PrefetchScales(int64_t first_row) const {
   }
 }
 
-/// fp32, bf16 and f16 scales whose columns follow each other, with zero points or without.
-void PanelPacker::PackWordScales(int64_t first_row, int64_t rows, uint8_t* out) const {
-  ScaleWordsArguments arguments{};
-  if (matrix_.block_scale.empty()) {
-    std::fill_n(arguments.scales, rows, Bytes(kOnes));
-  } else {
-    RowPointers(matrix_.block_scale, &PanelScaleRow, first_row, rows, arguments.scales);
-  }
-  if (!matrix_.zero_point.empty()) {
-    RowPointers(matrix_.zero_point, &PanelZeroRow, first_row, rows, arguments.zeros);
-  }
-  arguments.scales_end = scales_end_;
-  arguments.zeros_end = zeros_end_;
-  arguments.zero = zero_;
-  arguments.beside_zero = format_.scale == PanelScale::kF32Zero;
+/// Scales whose columns follow each other, and zero points.
+void PanelPacker::PackGroups(int64_t first_row, int64_t rows, uint8_t* out) const {
+  GroupLinesArguments arguments{};
   arguments.columns = CeilDiv(real_groups_, groups_per_column_);
   arguments.groups = real_groups_;
   arguments.groups_per_column = groups_per_column_;
   arguments.groups_per_block = format_.block / format_.group;
+  arguments.group_bytes = format_.group_bytes();
   arguments.block_bytes = format_.block_bytes();
   arguments.out = out;
-  table_.pack_scale_words[scale_type_](&arguments);
+  std::fill_n(arguments.rows, kPanelRows, no_scales_.data());
+  RowPointers(matrix_.block_scale, &PanelScaleRow, first_row, rows, arguments.rows);
+  arguments.end = scales_end_;
+  table_.pack_group_lines[scale_transform_](&arguments);
+  if (format_.zero_points) {
+    std::fill_n(arguments.rows, rows, implied_zeros_.data());
+    std::fill(arguments.rows + rows, arguments.rows + kPanelRows, no_zeros_.data());
+    arguments.end = implied_zeros_.data() + implied_zeros_.size();
+    if (!matrix_.zero_point.empty()) {
+      RowPointers(matrix_.zero_point, &PanelZeroRow, first_row, rows, arguments.rows);
+      arguments.end = Bytes(PanelZeroRow(matrix_, matrix_.rows - 1)) + matrix_.zero_point.view().row_bytes();
+    }
+    arguments.flip = static_cast<int32_t>(no_zeros_[0] * 0x01010101U);
+    arguments.out = out + format_.group_bytes() - kPanelRows;
+    table_.pack_group_lines[kGroupBytes](&arguments);
+  }
   for (auto group = real_groups_; group < static_cast<int64_t>(scale_columns_.size()); ++group) {
     std::memset(out + group / arguments.groups_per_block * arguments.block_bytes +
-                    group % arguments.groups_per_block * kPanelRows * 4,
-                0, kPanelRows * 4);
-  }
-}
-
-/// Scales of any type and order, one after the other.
-void PanelPacker::PackAnyScales(int64_t first_row, int64_t rows, uint8_t* out) const {
-  const auto groups = static_cast<int64_t>(scale_columns_.size());
-  const int64_t per_block = format_.block / format_.group, block_bytes = format_.block_bytes();
-  const bool bytes = format_.scale_bytes() == per_block * kPanelRows;
-  std::vector<uint32_t> words(scale_columns_.size(), 0);
-  for (int64_t row = 0; row < kPanelRows; ++row) {
-    if (row < rows) {
-      PanelScaleCodes(matrix_, format_.scale, scale_columns_, first_row + row, words.data());
-    } else {
-      std::fill(words.begin(), words.end(), 0U);
-    }
-    for (int64_t g = 0; g < groups; ++g) {
-      uint8_t* to = out + g / per_block * block_bytes;
-      const int64_t place = g % per_block * kPanelRows + row;
-      const uint32_t word = words[static_cast<size_t>(g)];
-      if (bytes) {
-        to[place] = static_cast<uint8_t>(word);
-      } else {
-        std::memcpy(to + place * 4, &word, 4);
-      }
-    }
+                    group % arguments.groups_per_block * arguments.group_bytes,
+                0, static_cast<size_t>(arguments.group_bytes));
   }
 }
 
@@ -293,10 +284,10 @@ void PanelPacker::Pack(int64_t index, std::byte* out) const {
   PackCodes(stripe, bytes);
   if (scales_ == Scales::kBytes) {
     PackByteScales(first_row, stripe.rows, bytes);
-  } else if (scales_ == Scales::kWords) {
-    PackWordScales(first_row, stripe.rows, bytes + format_.code_bytes());
+  } else if (scales_ == Scales::kGroups) {
+    PackGroups(first_row, stripe.rows, bytes + format_.code_bytes());
   } else if (format_.scale != PanelScale::kNone) {
-    PackAnyScales(first_row, stripe.rows, bytes + format_.code_bytes());
+    PackPanelScales(matrix_, format_, scale_columns_, index, out);
   }
 }
 

@@ -11,7 +11,8 @@ namespace fusedmoe::cpu {
 /// Stripes of one matrix with the kernels of an instruction set, byte for byte those of PackPanelStripe.
 ///
 ///   rows of codes  ─► lines, transposed in registers ─► the stripe
-///   rows of scales ─► bytes or words of sixteen rows, transposed alike ─► behind the codes of their block
+///   rows of scales, zero points ─► lines of sixteen rows, transposed alike ─► behind the codes of their
+///   block
 ///
 /// Columns in an order of their own and 6-bit codes take PackPanelStripe. Const calls are safe from many
 /// threads; the matrix and its columns must outlive the packer.
@@ -31,8 +32,7 @@ class PanelPacker {
   void RowPointers(const Tensor& tensor, const std::byte* (*of_row)(const CanonicalMatrix&, int64_t),
                    int64_t first_row, int64_t rows, const uint8_t** pointers) const;
   void PackByteScales(int64_t first_row, int64_t rows, uint8_t* out) const;
-  void PackWordScales(int64_t first_row, int64_t rows, uint8_t* out) const;
-  void PackAnyScales(int64_t first_row, int64_t rows, uint8_t* out) const;
+  void PackGroups(int64_t first_row, int64_t rows, uint8_t* out) const;
 
   const CanonicalMatrix& matrix_;
   PanelFormat format_;
@@ -44,11 +44,11 @@ class PanelPacker {
   std::vector<int32_t> scale_columns_;
   int64_t real_groups_ = 0;        ///< of scale_columns_; the others are padding
   int64_t groups_per_column_ = 1;  ///< neighbours that share a column
-  enum class Scales { kAny, kBytes, kWords } scales_ = Scales::kAny;
-  RowType scale_type_ = kRowF32;  ///< of kWords
-  const uint8_t *scales_end_ = nullptr, *zeros_end_ = nullptr;
-  int32_t zero_ = 0;            ///< the zero point of all groups, or what changes the sign of each
-  std::vector<uint8_t> blank_;  ///< a row that does not exist
+  enum class Scales { kAny, kBytes, kGroups } scales_ = Scales::kAny;
+  GroupTransform scale_transform_ = kNumGroupTransforms;  ///< of kGroups
+  const uint8_t* scales_end_ = nullptr;                   ///< of the tensor
+  /// Rows that do not exist: codes; scales; zero points as they are stored, and those that are implied.
+  std::vector<uint8_t> blank_, no_scales_, no_zeros_, implied_zeros_;
 };
 
 }  // namespace fusedmoe::cpu

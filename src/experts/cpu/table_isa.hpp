@@ -81,9 +81,11 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_panel[kPanelFloats] = &PackPanel<8, false, false>;
   table.pack_panel[kPanelScales16] = &PackPanelScales<4>;
   table.pack_panel[kPanelScales32] = &PackPanelScales<2>;
-  table.pack_scale_words[kRowF32] = &PackScaleWords<kRowF32>;
-  table.pack_scale_words[kRowBf16] = &PackScaleWords<kRowBf16>;
-  table.pack_scale_words[kRowF16] = &PackScaleWords<kRowF16>;
+  table.pack_group_lines[kGroupBytes] = &PackGroupLines<kGroupBytes>;
+  table.pack_group_lines[kGroupWords] = &PackGroupLines<kGroupWords>;
+  table.pack_group_lines[kGroupFloats] = &PackGroupLines<kGroupFloats>;
+  table.pack_group_lines[kGroupBf16ToFloat] = &PackGroupLines<kGroupBf16ToFloat>;
+  table.pack_group_lines[kGroupF16ToFloat] = &PackGroupLines<kGroupF16ToFloat>;
   return table;
 }
 

@@ -178,24 +178,27 @@ FMOE_INLINE Reals MultiplyAddReals(Reals a, Reals b, Reals c) {
 FMOE_INLINE Reals NegativeMultiplyAddReals(Reals a, Reals b, Reals c) {
   return _mm512_fnmadd_ps(a, b, c);
 }
-/// fp32 and the zero point that share a word (PanelScale::kF32Zero).
-FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
-  const __m512i bits = _mm512_loadu_si512(p);
-  *scale = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(~255)));
-  *zero = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
+FMOE_INLINE Reals LoadBf16Reals(const uint8_t* p) {
+  return _mm512_castsi512_ps(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-/// The same for weights s (q - z) = 2^e (m q - m z) in f16, 1 <= |m| < 2: m, -m z and the word that adds e to
-/// the exponent of a bf16 word whose bits are f16 bits >> 3; each in both words of its double word. Scales
-/// below 2^-112 or above 2^107 count as those.
+FMOE_INLINE Reals LoadF16Reals(const uint8_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+FMOE_INLINE Reals LoadByteReals(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 FMOE_INLINE Words SpreadHalves(Reals x) {
   const __m512i words = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   return _mm512_or_si512(words, _mm512_slli_epi32(words, 16));
 }
-FMOE_INLINE void LoadSplitScale(const uint8_t* p, Words* mantissa, Words* offset, Words* exponent) {
-  const __m512i bits = _mm512_loadu_si512(p);
-  const __m512i fraction = _mm512_and_si512(bits, _mm512_set1_epi32((int)0x807fff00));
+/// For weights scale (q - zero) = 2^e (m q - m zero) in f16, 1 <= |m| < 2: m, -m zero and the word that adds
+/// e to the exponent of a bf16 word whose bits are f16 bits >> 3; each in both words of its double word.
+/// Scales below 2^-112 or above 2^107 count as those.
+FMOE_INLINE void SplitScale(Reals scale, Reals zero, Words* mantissa, Words* offset, Words* exponent) {
+  const __m512i bits = _mm512_castps_si512(scale);
+  const __m512i fraction = _mm512_and_si512(bits, _mm512_set1_epi32((int)0x807fffff));
   const Reals m = _mm512_castsi512_ps(_mm512_or_si512(fraction, _mm512_set1_epi32(0x3f800000)));
-  const Reals zero = _mm512_cvtepi32_ps(_mm512_and_si512(bits, _mm512_set1_epi32(255)));
   *mantissa = SpreadHalves(m);
   *offset = SpreadHalves(_mm512_fnmadd_ps(zero, m, _mm512_setzero_ps()));
   __m512i e = _mm512_and_si512(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(255));

@@ -25,21 +25,27 @@ struct TilePanel {
   static constexpr bool kBf16 = kWeight == kWeightBf16;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
-  static constexpr bool kZeroPoints = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
+  static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
   static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
   static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
                                      : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
-                                     : kGroup32                                           ? 128
-                                     : kZeroPoints || kWeight == kWeightE4m3Scaled        ? 64
+                                     : kWeight == kWeightE4m3Scaled                       ? 64
                                                                                           : 0;
-  static constexpr int kBlockBytes = kUnits * kUnitBytes + kScaleBytes;
+  static constexpr int kCodeBytes = kUnits * kUnitBytes;
+  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
+  /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales.
+  static constexpr int kUsualBytes = kCodeBytes + (kGrouped ? kBlockGroups * 48 : kScaleBytes);
   /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
-  static constexpr int kFlush = kRounded                                      ? 0
-                                : kGroup32                                    ? 32
-                                : kGroup128                                   ? 128
-                                : kZeroPoints || kWeight == kWeightE4m3Scaled ? 64
-                                                                              : 0;
+  static constexpr int kFlush = kRounded                                   ? 0
+                                : kGroup32                                 ? 32
+                                : kGroup128                                ? 128
+                                : kGrouped || kWeight == kWeightE4m3Scaled ? 64
+                                                                           : 0;
+
+  FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
+    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kUsualBytes;
+  }
 };
 
 /// f16 bits as bf16, times 2^-112.
@@ -50,6 +56,15 @@ FMOE_INLINE Words HalvesToBf16(Words halves) {
 /// Row `row` of the two tiles that hold 64 k: tiles of two stripes alternate.
 FMOE_INLINE void PutRow(uint8_t* tiles, int row, Words values) {
   StoreWords(tiles + row / 16 * 2048 + row % 16 * 64, values);
+}
+
+/// Scale and zero point of a group of 4-bit or 8-bit integers.
+FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, GroupScales type, float implied_zero, Reals* scale,
+                                  Reals* zero) {
+  *scale = type.type == kRowBf16  ? LoadBf16Reals(p)
+           : type.type == kRowF16 ? LoadF16Reals(p)
+                                  : LoadReals((const float*)p);
+  *zero = type.zero_points ? LoadByteReals(p + GroupScaleBytes(type)) : SetReals(implied_zero);
 }
 
 /// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
@@ -70,8 +85,10 @@ struct TileDecoder {
                                                                                           : 1.0F;
   Words table, scale;
   Words offset, exponent;  // kRounded
+  GroupScales type;
 
-  FMOE_INLINE void Start(TileDecoder& d) {
+  FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
+    d.type = type;
     alignas(64) uint16_t words[32] = {};
     // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 as f16 and (-8..7) as
     // bf16.
@@ -113,8 +130,10 @@ struct TileDecoder {
         d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
       }
       if constexpr (kRounded && kUnit % 4 == 0) {
-        const int64_t group = Panel::kGroup32 ? kUnit / 4 * 64 : 0;
-        LoadSplitScale(scales + group, &d.scale, &d.offset, &d.exponent);
+        const int64_t group = Panel::kGroup32 ? kUnit / 4 * GroupBytes(d.type) : 0;
+        Reals scale, zero;
+        LoadScaleAndZero(scales + group, d.type, 8.0F, &scale, &zero);
+        SplitScale(scale, zero, &d.scale, &d.offset, &d.exponent);
       }
       const Words x = LoadWords(codes + kUnit * 64);
       auto row = [&](int i, Words index) FMOE_FLAT {
@@ -140,7 +159,7 @@ struct TileDecoder {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
         auto row = [&](int r, Words integers) FMOE_FLAT {
           Words halves = IntegersToHalves(integers);
-          if constexpr (!Panel::kZeroPoints) {
+          if constexpr (!Panel::kGrouped) {
             halves = SubtractHalves(halves, SetWords(0x5800));  // 128
           }
           PutRow(tiles, kUnit * 4 + 2 * i + r, HalvesToBf16(halves));

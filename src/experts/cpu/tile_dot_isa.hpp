@@ -55,7 +55,7 @@ struct TileEngine {
   /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
   static constexpr bool kDirect = Panel::kBf16 || kBytes;
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
-  static constexpr bool kSums = Panel::kZeroPoints && !kRounded;
+  static constexpr bool kSums = Panel::kGrouped && !kRounded;
 
   /// Where a job stands: chunk of pairs, K block, pair.
   struct Cursor {
@@ -71,6 +71,7 @@ struct TileEngine {
     uint8_t* out;
     int64_t left = 0;  // units
     int second;        // of the two units of a block
+    int64_t block_bytes;
   };
 
   /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair. A
@@ -94,6 +95,7 @@ struct TileEngine {
     int64_t tile_tokens;
     int next, chunks;
     bool first;
+    GroupScales type;
   };
 
   const TileGemm& g;
@@ -111,7 +113,7 @@ struct TileEngine {
   float* results;
   int current = 0, current_sums = 0, current_results = 0;
   bool results_in_chunks = false;
-  int64_t units;
+  int64_t units, block_bytes;
 
   explicit TileEngine(const TileGemm& gemm) : g(gemm) {
     buffers[0] = gemm.scratch;
@@ -120,9 +122,11 @@ struct TileEngine {
     group_sums[1] = group_sums[0] + kTileSumBytes / 4;
     results = (float*)(gemm.scratch + 2 * kTileWeightBytes + 2 * kTileSumBytes);
     units = gemm.blocks * Panel::kUnits;
+    block_bytes = feed.block_bytes = Panel::BlockBytes(gemm.group_scales);
     pending.next = pending.chunks = 0;
+    pending.type = gemm.group_scales;
     finish = {};
-    Decoder::Start(decoder);
+    Decoder::Start(decoder, gemm.group_scales);
   }
 
   // ------------------------------------------------------------------------------------------ steps
@@ -174,7 +178,7 @@ struct TileEngine {
 
   const uint8_t* Codes(const Cursor& c, int half) const {
     const int64_t stripe = Min(2 * c.pair + half, g.num_stripes - 1);
-    return g.jobs[c.job].weights + stripe * g.stripe_bytes + c.unit / Panel::kUnits * Panel::kBlockBytes;
+    return g.jobs[c.job].weights + stripe * g.stripe_bytes + c.unit / Panel::kUnits * block_bytes;
   }
 
   // --------------------------------------------------------------------------------- beside the tiles
@@ -200,7 +204,7 @@ struct TileEngine {
   FMOE_INLINE void FeedPart(const Feed& f, Decoder& d) {
     constexpr int kStripe = kBytes ? kPart / 8 : kPart / 4 % 2;
     constexpr int kSlice = kBytes ? kPart % 8 : kPart / 8 * 4 + kPart % 4;
-    constexpr int64_t kBytesAhead = Panel::kBlockBytes / Panel::kUnits;
+    constexpr int64_t kBytesAhead = Panel::kUsualBytes / Panel::kUnits;
     constexpr int64_t kFirstLine = (kBytesAhead * kSlice / 8 + 63) / 64;
     constexpr int64_t kEndLine = (kBytesAhead * (kSlice + 1) / 8 + 63) / 64;
     Unroll<(int)(kEndLine - kFirstLine)>(
@@ -216,14 +220,14 @@ struct TileEngine {
   }
 
   FMOE_INLINE void EndFeedUnit(Feed& f) {
-    int64_t step = Panel::kBlockBytes;
+    int64_t step = f.block_bytes;
     if constexpr (Panel::kUnits == 2) {
-      step = f.second ? Panel::kBlockBytes - Panel::kUnitBytes : Panel::kUnitBytes;
+      step = f.second ? f.block_bytes - Panel::kUnitBytes : Panel::kUnitBytes;
       f.second ^= 1;
     }
     for (int half = 0; half < 2; ++half) {
       f.codes[half] += step;
-      f.ahead[half] += Panel::kBlockBytes / Panel::kUnits;
+      f.ahead[half] += f.block_bytes / Panel::kUnits;
     }
     f.out += kUnitTileBytes;
     --f.left;
@@ -239,6 +243,7 @@ struct TileEngine {
     to.out = from.out;
     to.left = from.left;
     to.second = from.second;
+    to.block_bytes = from.block_bytes;
   }
 
   void FinishFeed() {
@@ -258,7 +263,7 @@ struct TileEngine {
     const uint8_t* at = p.scales[chunk & 1];
     Reals scale, zero = SetReals(0.0F);
     if constexpr (kSums) {
-      LoadScaleAndZero(at, &scale, &zero);
+      LoadScaleAndZero(at, p.type, Panel::kU4 ? 8.0F : 128.0F, &scale, &zero);
     } else {
       scale = LoadReals((const float*)at);
     }
@@ -428,9 +433,9 @@ struct TileEngine {
     for (int half = 0; half < 2; ++half) {
       const int64_t group = k / (kScaleSteps > 0 ? kScaleSteps : 1);
       if constexpr (Panel::kGroup32) {
-        p.scales[half] = pass.scales[half] + group / 2 * Panel::kBlockBytes + group % 2 * 64;
+        p.scales[half] = pass.scales[half] + group / 2 * e.block_bytes + group % 2 * GroupBytes(p.type);
       } else {
-        p.scales[half] = pass.scales[half] + group * Panel::kBlockBytes;
+        p.scales[half] = pass.scales[half] + group * e.block_bytes;
       }
     }
     p.token_scale = pass.token_scale == nullptr
@@ -577,7 +582,7 @@ struct TileEngine {
       pass.chunks_per_step = (4 + pass.flush_steps - 1) / pass.flush_steps;
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / 32 : 1;
       for (int half = 0; half < 2; ++half) {
-        pass.scales[half] = Codes(c, half) + Panel::kUnits * Panel::kUnitBytes;
+        pass.scales[half] = Codes(c, half) + Panel::kCodeBytes;
       }
       pass.scale_stride = pass.sum_stride = job.rows;
     }

@@ -240,21 +240,27 @@ FMOE_EMULATED Reals MultiplyAddReals(const Reals& a, const Reals& b, const Reals
 FMOE_EMULATED Reals NegativeMultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
   return EachReal([&](int i) { return fmaf(-a.at[i], b.at[i], c.at[i]); });
 }
-FMOE_EMULATED void LoadScaleAndZero(const uint8_t* p, Reals* scale, Reals* zero) {
-  uint32_t bits[16];
-  memcpy(bits, p, 64);
-  *scale = EachReal([&](int i) { return FloatOf(bits[i] & ~255U); });
-  *zero = EachReal([&](int i) { return (float)(bits[i] & 255U); });
+FMOE_EMULATED Reals LoadBf16Reals(const uint8_t* p) {
+  uint16_t words[16];
+  memcpy(words, p, 32);
+  return EachReal([&](int i) { return FloatOf((uint32_t)words[i] << 16); });
 }
-FMOE_EMULATED void LoadSplitScale(const uint8_t* p, Words* mantissa, Words* offset, Words* exponent) {
-  uint32_t bits[16];
-  memcpy(bits, p, 64);
+FMOE_EMULATED Reals LoadF16Reals(const uint8_t* p) {
+  uint16_t words[16];
+  memcpy(words, p, 32);
+  return EachReal([&](int i) { return HalfToFloat(words[i]); });
+}
+FMOE_EMULATED Reals LoadByteReals(const uint8_t* p) {
+  return EachReal([&](int i) { return (float)p[i]; });
+}
+FMOE_EMULATED void SplitScale(const Reals& scale, const Reals& zero, Words* mantissa, Words* offset,
+                              Words* exponent) {
   for (int i = 0; i < 32; ++i) {
-    const uint32_t scale = bits[i / 2];
-    const float m = FloatOf((scale & 0x807fff00U) | 0x3f800000U);
-    const int e = (int)(scale >> 23 & 255) - 15;
+    const uint32_t bits = BitsOf(scale.at[i / 2]);
+    const float m = FloatOf((bits & 0x807fffffU) | 0x3f800000U);
+    const int e = (int)(bits >> 23 & 255) - 15;
     mantissa->at[i] = FloatToHalf(m);
-    offset->at[i] = FloatToHalf(-(float)(scale & 255U) * m);
+    offset->at[i] = FloatToHalf(-zero.at[i / 2] * m);
     exponent->at[i] = (uint16_t)((e < 0 ? 0 : e > 219 ? 219 : e) << 7);
   }
 }

@@ -81,9 +81,10 @@ struct TileGemm {
   int64_t stripe_bytes;  ///< from a stripe to the next
   int64_t num_stripes;   ///< of the matrix; where it is odd, the last one has no partner
   int64_t first_pair, end_pair;
-  int64_t scale_group;   ///< k that share a TileJob::scale; 0: all of K
-  int64_t weight_group;  ///< kWeightE4m3Scaled: 128 where pairs of its groups of 64 share a scale
-  uint8_t* scratch;      ///< kTileScratchBytes, aligned to 64
+  int64_t scale_group;       ///< k that share a TileJob::scale; 0: all of K
+  int64_t weight_group;      ///< kWeightE4m3Scaled: 128 where pairs of its groups of 64 share a scale
+  GroupScales group_scales;  ///< of integers in groups
+  uint8_t* scratch;          ///< kTileScratchBytes, aligned to 64
   TileBegin begin;
   TileFinish finish;
   void *begin_context, *finish_context;
