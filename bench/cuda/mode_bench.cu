@@ -3,7 +3,6 @@
 // router.
 //   mode_bench [--shape NAME,..] [--scheme NAME,..] [--m 8,16,..] [--rest MS]
 // Ends with the largest loss of a choice.
-#include <cstdlib>
 #include <memory>
 #include <string>
 
@@ -17,7 +16,7 @@
 namespace fusedmoe::cuda {
 namespace {
 
-struct Options {
+struct Wishes {
   std::vector<std::string> shapes = {"qwen3-30b", "mixtral", "dsv3-ep8"};
   std::vector<std::string> schemes = {"nvfp4_w4a16",       "mxfp4_w4a16",       "int4_w4a16:g128",
                                       "int4_w4a16:g32",    "fp8_w8a16:channel", "fp8_w8a8:channel",
@@ -107,7 +106,7 @@ double TimeMode(MoeProblem problem, const char* mode, const BenchModel& model, i
 }
 
 /// The largest ratio of a chosen mode to the other one.
-double Run(const BenchModel& model, const std::string& scheme_name, const Options& options) {
+double Run(const BenchModel& model, const std::string& scheme_name, const Wishes& options) {
   MoeProblem problem;
   problem.config.num_experts = problem.config.num_local_experts = model.experts;
   problem.config.routing.top_k = model.top_k;
@@ -149,22 +148,13 @@ double Run(const BenchModel& model, const std::string& scheme_name, const Option
 
 int main(int argc, char** argv) {
   using namespace fusedmoe::cuda;
-  Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--shape") {
-      options.shapes = SplitList(value);
-    } else if (name == "--scheme") {
-      options.schemes = SplitList(value);
-    } else if (name == "--m") {
-      options.tokens = SplitCounts(value);
-    } else if (name == "--rest") {
-      options.rest_ms = std::atoi(value.c_str());
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", name.c_str());
-      return 2;
-    }
-  }
+  Wishes options;
+  Options()
+      .Take("--shape", options.shapes)
+      .Take("--scheme", options.schemes)
+      .Take("--m", options.tokens)
+      .Take("--rest", options.rest_ms)
+      .Parse(argc, argv);
   double worst = 1;
   for (const BenchModel& model : kBenchModels) {
     for (const std::string& scheme : options.schemes) {

@@ -1,8 +1,8 @@
 // Time of a layer by the prefill kernels, map to combine: cold weights (copies of them in turn), a ring of
 // routings, one CUDA graph, median of its replays.
 //   prefill_bench [--shape NAME,..] [--scheme NAME,..] [--m 64,512,..] [--tile 64|128] [--skew 0.9] [--rest
-//   MS] [--copies N] [--replays N]
-#include <cstdlib>
+//   MS] [--copies N] [--replays N] [--codes 0]
+// --codes 0: BF16 values where the plan would multiply codes.
 #include <string>
 
 #include "experts/cuda/operand_rows.hpp"
@@ -12,7 +12,7 @@
 namespace fusedmoe::cuda {
 namespace {
 
-struct Options {
+struct Wishes {
   std::vector<std::string> shapes = {"qwen3-30b"}, schemes = {"nvfp4_w4a16"};
   std::vector<int64_t> tokens = {64, 512, 4096};
   int tile = 0;
@@ -20,9 +20,10 @@ struct Options {
   int rest_ms = 150;
   int copies = 4;
   int replays = 20;
+  int codes = 1;
 };
 
-void Run(const BenchModel& model, const std::string& scheme_name, const Options& options) {
+void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& options) {
   const int64_t sizes[] = {model.hidden, model.intermediate};
   auto parsed = ParseScheme(scheme_name, sizes);
   Check(parsed.status());
@@ -36,7 +37,7 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Options&
   shape.top_k = model.top_k;
   shape.format = spec->format;
   const ActivationFormat& activation = scheme.activation;
-  shape.e4m3_tokens = activation.quantized() && IsE4m3Operand(activation);
+  shape.code_tokens = options.codes != 0 && IsCodeOperand(spec->format, activation);
   const bool static_scale = activation.static_tensor_scale;
   std::vector<DeviceArray<uint8_t>> gate_up, down;
   for (int i = 0; i < options.copies; ++i) {
@@ -89,7 +90,7 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Options&
         rows.source = d_x.get();
         rows.source_row_stride = rows.cols = model.hidden;
         rows.padded_cols = operand_cols;
-        rows.element = plan.codes ? DType::kF8E4M3 : DType::kBF16;
+        rows.element = OperandElement(shape.format, plan.codes);
         rows.num_rows = m;
         rows.activation = activation;
         rows.topk_ids = call.topk_ids;
@@ -127,31 +128,18 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Options&
 
 int main(int argc, char** argv) {
   using namespace fusedmoe::cuda;
-  Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i];
-    const std::string value = argv[i + 1];
-    if (name == "--shape") {
-      options.shapes = SplitList(value);
-    } else if (name == "--scheme") {
-      options.schemes = SplitList(value);
-    } else if (name == "--m") {
-      options.tokens = SplitCounts(value);
-    } else if (name == "--tile") {
-      options.tile = std::atoi(value.c_str());
-    } else if (name == "--skew") {
-      options.skew = std::atof(value.c_str());
-    } else if (name == "--rest") {
-      options.rest_ms = std::atoi(value.c_str());
-    } else if (name == "--copies") {
-      options.copies = std::atoi(value.c_str());
-    } else if (name == "--replays") {
-      options.replays = std::atoi(value.c_str());
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", name.c_str());
-      return 2;
-    }
-  }
+  Wishes options;
+  Options()
+      .Take("--shape", options.shapes)
+      .Take("--scheme", options.schemes)
+      .Take("--m", options.tokens)
+      .Take("--tile", options.tile)
+      .Take("--skew", options.skew)
+      .Take("--rest", options.rest_ms)
+      .Take("--copies", options.copies)
+      .Take("--replays", options.replays)
+      .Take("--codes", options.codes)
+      .Parse(argc, argv);
   for (const std::string& shape : options.shapes) {
     for (const BenchModel& model : kBenchModels) {
       for (const std::string& scheme : options.schemes) {

@@ -149,7 +149,8 @@ std::vector<Case> Cases() {
          .tokens = 130});
   }
   // codes by codes: tiles of both sizes, an odd slab of 64 at the end of either K, long sums, options
-  for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128"}) {
+  for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128",
+                             "int8_w8a8:channel", "int8_w8a8:tensor_static"}) {
     for (const int tile : {64, 128}) {
       const std::string name = std::string(scheme) + " codes tile" + std::to_string(tile);
       add({.name = name, .scheme = scheme, .hidden = 320, .intermediate = 192, .tokens = 350, .tile = tile});
@@ -327,7 +328,7 @@ void RunCase(const Case& c) {
   shape.activation = c.activation;
   shape.format = spec.format;
   shape.batched = c.batched;
-  shape.e4m3_tokens = scheme.activation.quantized() && IsE4m3Operand(scheme.activation);
+  shape.code_tokens = IsCodeOperand(spec.format, scheme.activation);
 
   // ---- weights
   Layer layer;
@@ -487,9 +488,7 @@ void RunCase(const Case& c) {
     rows.padded_cols = operand_cols;
     rows.num_rows = operand_rows;
     rows.rows_per_token = by_route ? top_k : 1;
-    rows.element = plan.codes                            ? DType::kF8E4M3
-                   : spec.format == FragmentFormat::kF16 ? DType::kF16
-                                                         : DType::kBF16;
+    rows.element = OperandElement(spec.format, plan.codes);
     rows.activation = activation;
     rows.topk_ids = c.batched ? nullptr : d_ids.get();
     rows.ids_per_row = by_route ? 1 : top_k;
@@ -591,8 +590,11 @@ void RunCase(const Case& c) {
                      : static_scale ? scale
                                     : 1.0F;
         const auto at = static_cast<size_t>(r * operand_cols + h);
-        const float value = plan.codes ? DecodeE4m3(static_cast<uint8_t>(values[at / 2] >> (at % 2 * 8)))
-                                       : DecodeBf16(values[at]);
+        const auto byte = static_cast<uint8_t>(values[at / 2] >> (at % 2 * 8));
+        const float value = !plan.codes ? DecodeBf16(values[at])
+                            : spec.format == FragmentFormat::kInt8
+                                ? static_cast<float>(static_cast<int8_t>(byte))
+                                : DecodeE4m3(byte);
         // Two levels: the CPU forms code * (block * tensor) with one rounding more.
         const float got = value * rest;
         const bool same = IsTwoLevel(activation)

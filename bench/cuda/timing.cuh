@@ -13,6 +13,7 @@
 
 #include "device_array.hpp"
 #include "experts/cuda/launch.hpp"
+#include "options.hpp"
 #include "weights/fragment_pack.hpp"
 #include "weights/quantize.hpp"
 
@@ -27,26 +28,6 @@ struct BenchModel {
 inline constexpr BenchModel kBenchModels[] = {
     {"qwen3-30b", 128, 8, 2048, 768}, {"gpt-oss-120b", 128, 4, 2880, 2880}, {"dsv3-ep8", 32, 8, 7168, 2048},
     {"mixtral", 8, 2, 4096, 14336},   {"qwen3-235b", 128, 8, 4096, 1536},   {"dsv3-tp8", 256, 8, 7168, 256}};
-
-inline std::vector<std::string> SplitList(std::string_view text) {
-  std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    parts.emplace_back(text.substr(at, comma - at));
-    at = comma + 1;
-  }
-  return parts;
-}
-inline std::vector<int64_t> SplitCounts(std::string_view text) {
-  std::vector<int64_t> counts;
-  for (const std::string& part : SplitList(text)) {
-    counts.push_back(std::atoll(part.c_str()));
-  }
-  return counts;
-}
-inline bool Wanted(const std::vector<std::string>& names, std::string_view name) {
-  return std::find(names.begin(), names.end(), name) != names.end();
-}
 
 inline DeviceLimits CurrentLimits() {
   int device = 0, shared = 0;

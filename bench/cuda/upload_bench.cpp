@@ -3,7 +3,6 @@
 //   upload_bench [--scheme NAME,..] [--threads N] [--hidden H] [--intermediate I] [--mib MIB]
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -12,18 +11,19 @@
 #include <fusedmoe/machine.hpp>
 
 #include "experts/cuda/cuda_backend.hpp"
+#include "options.hpp"
 #include "platform/cuda/probe.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {
 namespace {
 
-struct Options {
+struct Wishes {
   std::vector<std::string> schemes = {"nvfp4_w4a16",        "mxfp4_w4a16",       "int4_w4a16:g128",
                                       "int4_w4a16:g32",     "fp8_w8a16:channel", "fp8_w8a16:block128",
                                       "int8_w8a16:channel", "unquantized"};
   int threads = 0;
-  int64_t hidden = 2048, intermediate = 768, bytes = int64_t{1} << 30;
+  int64_t hidden = 2048, intermediate = 768, mib = 1024;
 };
 
 double Seconds() {
@@ -57,7 +57,7 @@ CanonicalExpert CopyOf(const CanonicalExpert& expert) {
   return copy;
 }
 
-bool Run(const std::string& name, const Options& options) {
+bool Run(const std::string& name, const Wishes& options) {
   MoeConfig config;
   config.num_experts = config.num_local_experts = config.routing.top_k = 1;
   config.hidden = options.hidden;
@@ -67,7 +67,7 @@ bool Run(const std::string& name, const Options& options) {
   const int64_t expert_bytes =
       3 * (expert.up.codes.view().total_bytes() +
            (expert.up.block_scale.empty() ? 0 : expert.up.block_scale.view().total_bytes()));
-  const int64_t count = std::max<int64_t>(1, options.bytes / expert_bytes);
+  const int64_t count = std::max<int64_t>(1, (options.mib << 20) / expert_bytes);
   std::vector<CanonicalExpert> experts;
   for (int64_t e = 0; e < count; ++e) {
     experts.push_back(CopyOf(expert));
@@ -110,29 +110,14 @@ bool Run(const std::string& name, const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace fusedmoe;
-  Options options;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    const std::string name = argv[i], value = argv[i + 1];
-    if (name == "--scheme") {
-      options.schemes.clear();
-      for (size_t at = 0; at <= value.size();) {
-        const size_t comma = std::min(value.find(',', at), value.size());
-        options.schemes.push_back(value.substr(at, comma - at));
-        at = comma + 1;
-      }
-    } else if (name == "--threads") {
-      options.threads = std::atoi(value.c_str());
-    } else if (name == "--hidden") {
-      options.hidden = std::atoll(value.c_str());
-    } else if (name == "--intermediate") {
-      options.intermediate = std::atoll(value.c_str());
-    } else if (name == "--mib") {
-      options.bytes = std::atoll(value.c_str()) << 20;
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", name.c_str());
-      return 2;
-    }
-  }
+  Wishes options;
+  cuda::Options()
+      .Take("--scheme", options.schemes)
+      .Take("--threads", options.threads)
+      .Take("--hidden", options.hidden)
+      .Take("--intermediate", options.intermediate)
+      .Take("--mib", options.mib)
+      .Parse(argc, argv);
   for (const std::string& scheme : options.schemes) {
     if (!Run(scheme, options)) {
       return 1;

@@ -42,6 +42,8 @@ enum class FragmentScale : uint8_t {
   kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of the block), padded to 16 bytes
 };
 
+/// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt8: two's complement, the weight plus zero point
+/// minus 128.
 enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
 
 /// Every format, once: enumerator, name, code, bits, scale, k of a group (0: none).

@@ -259,7 +259,7 @@ void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint
   }
   const DType element = matrix.format.element;
   std::byte* codes = matrix.codes.mutable_view().data() + matrix_row * matrix.codes.view().stride_bytes(0);
-  const uint32_t flip = element == DType::kI4 ? 8 : element == DType::kI8 ? 128 : 0;
+  const uint32_t flip = element == DType::kI4 ? 8 : element == DType::kU8 ? 128 : 0;
   const bool six = DTypeBits(element) == 6;
   for (int64_t k = 0; k < matrix.cols; ++k) {
     const uint32_t code = CodeAt(traits, block, row, k);
@@ -327,10 +327,9 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, int row, int
       return DecodeCode(DType::kF16, code);
     case FragmentCode::kInt4:
     case FragmentCode::kInt8: {
-      const uint32_t zero = traits.scale == FragmentScale::kF32Zero ? scale & 0xffU
-                            : traits.code == FragmentCode::kInt4    ? 8U
-                                                                    : 128U;
-      value = static_cast<float>(static_cast<int>(code) - static_cast<int>(zero));
+      const bool four = traits.code == FragmentCode::kInt4;
+      const uint32_t zero = traits.scale == FragmentScale::kF32Zero ? scale & 0xffU : four ? 8U : 128U;
+      value = static_cast<float>(static_cast<int>(four ? code : code ^ 128) - static_cast<int>(zero));
       break;
     }
   }

@@ -140,9 +140,7 @@ bool FragmentRows::Read(int64_t row, int64_t code_bytes, uint8_t* codes, int64_t
   if (there) {
     Codes(SourceRow(row), code_bytes, codes);
   } else {
-    const int empty = traits_.code == FragmentCode::kInt4   ? 0x88
-                      : traits_.code == FragmentCode::kInt8 ? 0x80
-                                                            : 0;
+    const int empty = traits_.code == FragmentCode::kInt4 ? 0x88 : 0;
     std::memset(codes, empty, static_cast<size_t>(code_bytes));
   }
   if (scale_bytes > 0) {
@@ -151,16 +149,14 @@ bool FragmentRows::Read(int64_t row, int64_t code_bytes, uint8_t* codes, int64_t
   return there && traits_.code == FragmentCode::kE4M3 && HasNanE4m3(codes, matrix_->cols);
 }
 
-/// As bytes: pairs of nibbles, bytes, or 16-bit words; signed integers with their offset.
+/// As bytes: pairs of nibbles, bytes, or 16-bit words; nibbles with their offset, 8-bit integers without.
 void FragmentRows::Codes(int64_t row, int64_t code_bytes, uint8_t* out) const {
   const std::byte* source = RowAt(matrix_->codes, row);
   const DType element = matrix_->format.element;
   const int bits = traits_.code_bits;
   const int64_t cols = matrix_->cols, whole = cols * bits / 8;
-  const uint8_t flip = element == DType::kI4 ? 0x88 : element == DType::kI8 ? 0x80 : 0;
-  const uint8_t empty = traits_.code == FragmentCode::kInt4   ? 0x88
-                        : traits_.code == FragmentCode::kInt8 ? 0x80
-                                                              : 0;
+  const uint8_t flip = element == DType::kI4 ? 0x88 : element == DType::kU8 ? 0x80 : 0;
+  const uint8_t empty = traits_.code == FragmentCode::kInt4 ? 0x88 : 0;
   if (element == DType::kF6E2M3 || element == DType::kF6E3M2) {
     for (int64_t c = 0; c < cols; ++c) {  // every e2m3 and e3m2 value is an e4m3 value
       out[c] =

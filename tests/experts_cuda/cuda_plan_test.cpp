@@ -176,7 +176,8 @@ TEST(CudaPlan, Operands_AsTheSchemeSays) {
 }
 
 TEST(CudaPlan, CodesAreMultipliedAsCodes_WhereScalesActOnSumsAndRoutesAreMany) {
-  for (const char* name : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128"}) {
+  for (const char* name : {"fp8_w8a8:channel", "fp8_w8a8:tensor_static", "fp8_w8a8:block128",
+                           "int8_w8a8:channel", "int8_w8a8:tensor", "int8_w8a8:channel_static"}) {
     MoeProblem problem = Problem(name);
     EXPECT_TRUE(MayMultiplyCodes(MakeCudaPlan(problem, Hopper()))) << name;
     problem.config.max_tokens = 1;
@@ -185,8 +186,34 @@ TEST(CudaPlan, CodesAreMultipliedAsCodes_WhereScalesActOnSumsAndRoutesAreMany) {
     problem.activation = ActivationMode::kWeightOnly;
     EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(problem, Hopper()))) << name;
   }
-  for (const char* name : {"fp8_w8a16:channel", "mxfp8_w8a8", "int8_w8a8:channel", "mxfp4_w4a8:static"}) {
+  for (const char* name : {"fp8_w8a16:channel", "mxfp8_w8a8", "int8_w8a16:channel", "int8_w8a8:block128",
+                           "int4_w4a8:channel", "mxfp4_w4a8:static"}) {
     EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(Problem(name), Hopper()))) << name;
+  }
+  MoeProblem mixed = Problem("int8_w8a8:channel");
+  mixed.scheme.activation = Problem("fp8_w8a8:channel").scheme.activation;
+  EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(mixed, Hopper()))) << "integers by e4m3";
+}
+
+TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights) {
+  const auto error = [](const char* name, DType scale, int64_t tokens) {
+    MoeProblem problem = Problem(name);
+    problem.scheme.weight.block_scale_dtype = scale;
+    problem.config.max_tokens = tokens;
+    return FoldedScaleError(MakeCudaPlan(problem, Hopper()), problem.scheme.weight);
+  };
+  for (const char* name : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g32"}) {
+    EXPECT_EQ(error(name, DType::kBF16, 4096), 0x1p-9) << name;
+    EXPECT_GT(error(name, DType::kF16, 4096), 0x1p-9) << name << ": F16 scales are rounded too";
+    EXPECT_EQ(error(name, DType::kF16, 1), 0.0) << name << ": decode scales sums";
+  }
+  EXPECT_GT(error("fp8_w8a16:block128", DType::kF32, 4096), 0x1p-9);
+  EXPECT_EQ(error("fp8_w8a8:block128", DType::kF32, 4096), 0.0) << "on sums";
+  EXPECT_EQ(error("int4_w4a8:g128", DType::kF16, 4096), 0.0) << "on sums";
+  EXPECT_GT(error("int4_w4a8:g32", DType::kF16, 4096), 0.0) << "a sum of 64 has two groups";
+  for (const char* name : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:channel", "unquantized"}) {
+    const MoeProblem problem = Problem(name);
+    EXPECT_EQ(FoldedScaleError(MakeCudaPlan(problem, Hopper()), problem.scheme.weight), 0.0) << name;
   }
 }
 

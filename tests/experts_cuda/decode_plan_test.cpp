@@ -204,7 +204,7 @@ TEST(DecodePlan, Mode_FewTokensOfFewExperts_Decode) {
 /// FP8 by FP8 (qwen3-30b-a3b, 32 to 64 tokens): decode was 1.02 to 1.15 times as slow.
 TEST(DecodePlan, Mode_CallsThatMultiplyCodes_Prefill) {
   LayerShape shape = Shape(FragmentFormat::kFp8Block, 2048, 768, 128, 8);
-  shape.group_scales = shape.e4m3_tokens = true;
+  shape.group_scales = shape.code_tokens = true;
   EXPECT_EQ(ChooseMode(shape, 24, MidKind::kQuantizedInTile, {}), ExecutionMode::kDecode);
   EXPECT_EQ(ChooseMode(shape, 32, MidKind::kQuantizedInTile, {}), ExecutionMode::kPrefill);
 }

@@ -41,7 +41,7 @@ TEST(PrefillPlan, MoreTokens_NeverTakeLessScratch) {
   for (const MidKind mid :
        {MidKind::kRounded, MidKind::kQuantized, MidKind::kQuantizedInTile, MidKind::kQuantizedByBatch}) {
     LayerShape shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
-    shape.e4m3_tokens = mid != MidKind::kRounded;
+    shape.code_tokens = mid != MidKind::kRounded;
     int64_t last = 0;
     for (int64_t tokens = 1; tokens <= 40000; tokens += 1 + tokens / 37) {
       const PrefillPlan plan = PlanPrefill(shape, tokens, mid, {});
@@ -67,7 +67,7 @@ TEST(PrefillPlan, TileFollowsTokensAnExpert) {
 
 TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHand) {
   LayerShape shape = Shape(FragmentFormat::kFp8, 320, 192, 8, 2);
-  shape.e4m3_tokens = true;
+  shape.code_tokens = true;
   const PrefillPlan in_tile = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
   EXPECT_TRUE(in_tile.codes && in_tile.fused_mid && !in_tile.activated && !in_tile.rows_f32);
   EXPECT_EQ(in_tile.hidden_cols, 384);
@@ -80,6 +80,19 @@ TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHan
   EXPECT_FALSE(PlanPrefill(shape, 127, MidKind::kQuantizedInTile, {}).codes) << "254 routes";
   shape.format = FragmentFormat::kMxfp8;
   EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {}).codes);
+}
+
+TEST(PrefillPlan, IntegerCodes_WaitForRowScalesAndStayWithin32BitSums) {
+  LayerShape shape = Shape(FragmentFormat::kInt8, 320, 192, 8, 2);
+  shape.code_tokens = true;
+  for (const MidKind mid : {MidKind::kQuantized, MidKind::kQuantizedInTile, MidKind::kQuantizedByBatch}) {
+    const PrefillPlan plan = PlanPrefill(shape, 4096, mid, {});
+    EXPECT_TRUE(plan.codes && !plan.fused_mid && plan.activated && !plan.rows_f32) << static_cast<int>(mid);
+  }
+  shape.hidden = 131071;  // times 128 x 128 is just below 2^31
+  EXPECT_TRUE(PlanPrefill(shape, 4096, MidKind::kQuantized, {}).codes);
+  shape.hidden = 131072;
+  EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantized, {}).codes);
 }
 
 TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {

@@ -23,9 +23,12 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
   plan.intermediate_dtype =
       quantized || cuda_plan.float32 ? "F32" : std::string(DTypeName(cuda_plan.element));
-  plan.arithmetic = cuda_plan.float32                   ? "f32_fma"
-                    : cuda::MayMultiplyCodes(cuda_plan) ? "tensor_fp8"
-                                                        : "tensor_bf16";
+  plan.layout_error = cuda::FoldedScaleError(cuda_plan, problem.scheme.weight);
+  const bool codes = cuda::MayMultiplyCodes(cuda_plan);
+  plan.arithmetic = cuda_plan.float32                                 ? "f32_fma"
+                    : !codes                                          ? "tensor_bf16"
+                    : cuda_plan.shape.format == FragmentFormat::kInt8 ? "tensor_int8"
+                                                                      : "tensor_fp8";
   const int64_t local_experts = std::max<int64_t>(config.num_local_experts, 1);
   DescribeCost(config, cuda::DeviceWeightBytes(cuda_plan) / local_experts, problem.plan_tokens, plan);
   const int64_t rows = cuda_plan.shape.batched ? cuda_plan.max_rows : std::max<int64_t>(plan.tokens, 1);

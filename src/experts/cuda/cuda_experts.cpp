@@ -78,7 +78,7 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   rows.padded_cols = prefill.codes ? prefill.hidden_cols : shape.hidden_cols();
   rows.num_rows = call.num_tokens * (by_route ? shape.top_k : 1);
   rows.rows_per_token = by_route ? shape.top_k : 1;
-  rows.element = prefill.codes ? DType::kF8E4M3 : plan_.element;
+  rows.element = OperandElement(shape.format, prefill.codes);
   rows.activation = plan_.activation;
   rows.topk_ids = call.topk_ids;
   rows.ids_per_row = by_route || shape.batched ? 1 : shape.top_k;

@@ -3,11 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/device_call.hpp"
 #include "experts/cuda/float32.hpp"
 #include "experts/cuda/operand_format.hpp"
+#include "experts/cuda/prefill.hpp"
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -160,8 +162,8 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   plan.shape.format = plan.spec.format;
   plan.shape.batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
   plan.shape.group_scales = plan.activation.quantized() && HasGroupScale(plan.activation);
-  plan.shape.e4m3_tokens = plan.activation.quantized() && IsE4m3Operand(plan.activation);
-  plan.element = plan.spec.format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
+  plan.shape.code_tokens = IsCodeOperand(plan.spec.format, plan.activation);
+  plan.element = OperandElement(plan.spec.format, false);
   plan.mid = MidKindOf(plan.activation);
   plan.shape.batch_invariant = problem.determinism >= Determinism::kBatchInvariant;
   if (plan.shape.batch_invariant) {
@@ -245,6 +247,19 @@ Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
 bool MayMultiplyCodes(const CudaPlan& plan) {
   return !plan.float32 && ChooseKernels(plan, plan.max_rows) == Kernels::kPrefill &&
          PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).codes;
+}
+
+double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
+  const FragmentScale scale = FragmentTraitsOf(plan.shape.format).scale;
+  const bool real =
+      scale == FragmentScale::kHalf || scale == FragmentScale::kF32Zero || scale == FragmentScale::kF32Halves;
+  const bool on_sums = plan.mid != MidKind::kRounded && PromotesGroups(plan.shape.format);
+  if (plan.float32 || !real || on_sums || ChooseKernels(plan, plan.max_rows) != Kernels::kPrefill) {
+    return 0.0;
+  }
+  const bool exact_scale =
+      weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF8E4M3;
+  return exact_scale ? 0x1p-9 : std::sqrt(2.0) * 0x1p-9;
 }
 
 int64_t DeviceWeightBytes(const CudaPlan& plan) {

@@ -43,8 +43,13 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
 /// The kernels for a call of `num_rows` rows: those forced, else by rate, where the decode kernel fits.
 Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows);
 
-/// Whether a call of the layer may multiply e4m3 codes on the 8-bit units: from a number of routes on.
+/// Whether a call of the layer may multiply codes on the 8-bit units: from a number of routes on.
 bool MayMultiplyCodes(const CudaPlan& plan);
+
+/// The error that prefill adds to weights whose group scales it multiplies into them, in BF16: relative, root
+/// mean square, of one rounding (2^-9.2, rounded up) or of two where the scales themselves are no BF16
+/// numbers. 0 where scales act on sums or no call of the layer is prefilled.
+double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight);
 
 /// How the decode kernel sees the intermediate: one scale over the batch is to it a quantization like any
 /// other.

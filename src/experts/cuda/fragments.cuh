@@ -16,7 +16,7 @@
 ///                 sA sD mD sB  eD   sC   eeA..   (see PairBits in weights/fragment_pack.cpp)
 ///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
-///   int8   low seven bits as 128 + b; minus 128 or 256 by the top bit: q - 128, exact
+///   int8   two's complement: low seven bits as 128 + b; minus 128, or 256 with the top bit; exact
 ///   16 bit as they are
 namespace fusedmoe::cuda {
 
@@ -160,7 +160,7 @@ struct Fragments {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (8 * (i >> 1));
-        a[i] = SubBf16x2(AndOr<0x007F007FU>(x, 0x43004300U), AndXor<0x00800080U>(x, 0x43804380U));
+        a[i] = SubBf16x2(AndOr<0x007F007FU>(x, 0x43004300U), AndOr<0x00800080U>(x, 0x43004300U));
         if constexpr (kHasZero) {
           a[i] = SubBf16x2(a[i], s.zero[i & 1]);
         }

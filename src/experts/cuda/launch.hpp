@@ -33,8 +33,9 @@ struct LayerShape {
   int64_t top_k = 1;
   ActivationSpec activation;
   FragmentFormat format = FragmentFormat::kBf16;
-  bool group_scales = false;     ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
-  bool e4m3_tokens = false;      ///< activations are e4m3 codes under scales of sums (IsE4m3Operand)
+  bool group_scales = false;  ///< tokens carry F32 scales of groups of 128 (TokenRows.group_scale)
+  bool code_tokens =
+      false;  ///< activations are codes like the weights', under scales of sums (IsCodeOperand)
   bool batch_invariant = false;  ///< one kind of products and one tile, whatever the tokens of a call
   bool batched = false;  ///< BatchedExperts: rows of expert e are e * rows_per_expert ..., see ExpertsCall
 
@@ -68,8 +69,8 @@ struct DeviceWeights {
   bool half_scale_is_f16 = false;  ///< what FragmentScale::kHalf scales are; both projections alike
 };
 
-/// The token operand of a GEMM: what the tensor cores multiply. The element is BF16, F16 for
-/// FragmentFormat::kF16 weights, or e4m3 codes where the plan of a prefill says so.
+/// The token operand of a GEMM: what the tensor cores multiply, of OperandElement; codes where the plan of a
+/// prefill says so.
 struct TokenRows {
   const void* values = nullptr;  ///< [rows][row_stride], starting on 16 bytes
   int64_t row_stride = 0;        ///< elements; a multiple of 16 bytes
@@ -82,6 +83,14 @@ struct TokenRows {
   const float* row_scale = nullptr;    ///< F32 [rows]: dynamic scale a row; null: 1
   const float* group_scale = nullptr;  ///< F32 [rows][cols / 128]: scale a group of 128 k; null: none
 };
+
+/// The element of token operands: BF16, F16 where weights are, or `codes` of the weights' kind.
+constexpr DType OperandElement(FragmentFormat format, bool codes) {
+  if (codes) {
+    return format == FragmentFormat::kInt8 ? DType::kI8 : DType::kF8E4M3;
+  }
+  return format == FragmentFormat::kF16 ? DType::kF16 : DType::kBF16;
+}
 
 /// One forward of the experts.
 struct ExpertsCall {
@@ -173,7 +182,8 @@ struct PrefillPlan {
   bool fused_mid = false;    ///< the first GEMM activates and writes the panel of the second itself
   bool activated = false;    ///< it activates, and F32 rows wait for their scales
   bool rows_f32 = false;     ///< the second GEMM's rows are F32, not BF16
-  /// Token operands are e4m3 codes, and the FP8 units multiply them: sums of 128 k hold some 14 bits.
+  /// Token operands are codes, and the 8-bit units multiply them: sums of integers are exact, those of 128 k
+  /// of e4m3 hold some 14 bits.
   bool codes = false;
   int64_t hidden_cols = 0;  ///< columns of the operands of the two GEMMs: those of the layout, codes in whole
   int64_t mid_cols = 0;     ///< slabs of 128

@@ -66,9 +66,9 @@ struct MidRows : QuantizedRows {
       mid.panel_group_scale[k / 128 * mid.panel_rows + place.row] = step.left_scale;
     }
     const PanelSink sink{reinterpret_cast<uint4*>(mid.panel), mid.panel_rows};
-    if (mid.element == DType::kF8E4M3) {
+    if (IsCode(mid.element)) {
       uint32_t words[4];
-      PackCodes(v, words);
+      PackCodes(v, mid.element, words);
       sink.StoreCodes(place.row, k, padded_cols, words);
       return;
     }

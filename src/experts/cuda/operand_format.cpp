@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "experts/cuda/launch.hpp"
+#include "experts/cuda/prefill.hpp"
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -105,11 +105,16 @@ bool QuantizesInTile(const ActivationFormat& format) {
          *format.element != DType::kI8 && !format.rule.ties_toward_zero;
 }
 
-bool IsE4m3Operand(const ActivationFormat& format) {
+bool ScalesActOnSums(const ActivationFormat& format) {
   const Kind kind = KindOf(format);
-  return format.quantized() && *format.element == DType::kF8E4M3 &&
-         (kind == Kind::kPerTensor || kind == Kind::kPerRow ||
-          (kind == Kind::kRealGroup && format.group.col == 128));
+  return kind == Kind::kPerTensor || kind == Kind::kPerRow ||
+         (kind == Kind::kRealGroup && format.group.col == 128);
+}
+
+bool IsCodeOperand(FragmentFormat weights, const ActivationFormat& format) {
+  return MultipliesCodes(weights) && ScalesActOnSums(format) &&
+         *format.element == OperandElement(weights, true) &&
+         (*format.element == DType::kF8E4M3 || !HasGroupScale(format));
 }
 
 bool HasGroupScale(const ActivationFormat& format) {
@@ -127,7 +132,8 @@ MidKind MidKindOf(const ActivationFormat& activation) {
   if (NeedsDynamicTensorScale(activation)) {
     return MidKind::kQuantizedByBatch;
   }
-  const bool codes_in_tile = IsE4m3Operand(activation) && !HasRowScale(activation);
+  const bool codes_in_tile =
+      *activation.element == DType::kF8E4M3 && ScalesActOnSums(activation) && !HasRowScale(activation);
   return codes_in_tile || QuantizesInTile(activation) ? MidKind::kQuantizedInTile : MidKind::kQuantized;
 }
 

@@ -7,6 +7,7 @@
 
 #include "numerics/host_device.hpp"
 #include "quant/activation_formulas.hpp"
+#include "weights/fragment.hpp"
 
 namespace fusedmoe::cuda {
 
@@ -57,8 +58,11 @@ DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format);
 /// True when tiles of the first GEMM can quantize their outputs themselves, whatever is multiplied: scales at
 /// hand (stored, or of groups of up to 64), elements that RoundToGrid rounds to.
 bool QuantizesInTile(const ActivationFormat& format);
-/// True when operands can be e4m3 codes: their scales act on sums, of tensors, rows or groups of 128.
-bool IsE4m3Operand(const ActivationFormat& format);
+/// True when codes may be multiplied and their sums scaled: scales of tensors, rows or groups of 128.
+bool ScalesActOnSums(const ActivationFormat& format);
+/// True when operands can be codes that the 8-bit units multiply by those weights: of one kind, and with
+/// scales that act on sums (of groups only e4m3).
+bool IsCodeOperand(FragmentFormat weights, const ActivationFormat& format);
 /// True when each group of 128 has a scale of its own beside the rows (TokenRows::group_scale).
 bool HasGroupScale(const ActivationFormat& format);
 /// True when a row has one (TokenRows::row_scale).

@@ -122,6 +122,14 @@ __device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& 
     }
     return step.left_scale;
   }
+  if (q.element == DType::kI8 && q.rule.int_rounding == IntRounding::kHalfEven &&
+      step.encode.wide_factor == 0.0) {  // the rule of nearly all, without a choice an element
+#pragma unroll
+    for (float& value : v) {
+      value = RoundHalfEven(ClampToRange(fast.Apply(value), -128.0F, 127.0F)) * step.value_scale;
+    }
+    return step.left_scale;
+  }
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
     v[i] = QuantizeElement(q, fast, step.encode.wide_factor, v[i]) * step.value_scale;
@@ -129,11 +137,24 @@ __device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& 
   return step.left_scale;
 }
 
-/// 16 e4m3 numbers to 4 words of codes, in order. Exact: what is packed has been rounded.
-__device__ inline void PackCodes(const float (&v)[kLaneValues], uint32_t (&words)[4]) {
+/// Operands that are codes themselves.
+FMOE_HOST_DEVICE constexpr bool IsCode(DType element) {
+  return element == DType::kF8E4M3 || element == DType::kI8;
+}
+
+/// 16 numbers of that type to 4 words of codes, in order. Exact: what is packed has been rounded.
+__device__ inline void PackCodes(const float (&v)[kLaneValues], DType element, uint32_t (&words)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    words[i] = PackE4m3x2(v[4 * i], v[4 * i + 1]) | PackE4m3x2(v[4 * i + 2], v[4 * i + 3]) << 16;
+    const float* four = v + 4 * i;
+    if (element == DType::kI8) {
+      constexpr float kMagic = 12582912.0F;  // 1.5 * 2^23: integers stand in the low bits of the sum
+      words[i] = __byte_perm(
+          __byte_perm(__float_as_uint(four[0] + kMagic), __float_as_uint(four[1] + kMagic), 0x0040),
+          __byte_perm(__float_as_uint(four[2] + kMagic), __float_as_uint(four[3] + kMagic), 0x0040), 0x5410);
+    } else {
+      words[i] = PackE4m3x2(four[0], four[1]) | PackE4m3x2(four[2], four[3]) << 16;
+    }
   }
 }
 
@@ -171,7 +192,7 @@ struct PanelSink {
       out[(q + 4) ^ (row & 7)] = make_uint4(w[4], w[5], w[6], w[7]);
     }
   }
-  /// e4m3 codes in order, TokenByte in the panel. `padded_cols`: a multiple of 128.
+  /// Codes in order, TokenByte in the panel. `padded_cols`: a multiple of 128.
   __device__ void StoreCodes(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[4]) const {
     const int q = static_cast<int>(threadIdx.x) & 3;
     uint32_t w[4];

@@ -71,9 +71,9 @@ struct TokenOperands : QuantizedRows {
 
   __device__ __forceinline__ void Store(const RowPlace& place, int64_t k, const GroupStep& step,
                                         const float (&v)[kLaneValues]) const {
-    if (call.element == DType::kF8E4M3) {
+    if (IsCode(call.element)) {
       uint32_t words[4];
-      PackCodes(v, words);
+      PackCodes(v, call.element, words);
       if (k < padded_cols) {
         *reinterpret_cast<uint4*>(static_cast<uint8_t*>(call.values) + place.row * padded_cols + k) =
             make_uint4(words[0], words[1], words[2], words[3]);
@@ -98,8 +98,10 @@ struct TokenOperands : QuantizedRows {
 
 Status LaunchOperandRows(const OperandRowsCall& call) {
   FMOE_RETURN_IF_ERROR(CheckOperandFormat(call.activation));
-  if (call.element == DType::kF8E4M3 && !IsE4m3Operand(call.activation)) {
-    return Status::Usage("operands of e4m3 codes need activations of F8_E4M3 without scales inside of them");
+  if (IsCode(call.element) &&
+      (call.activation.element != call.element || !ScalesActOnSums(call.activation))) {
+    return Status::Usage(
+        "operands of 8-bit codes need activations of their type without scales inside of them");
   }
   if (call.num_rows == 0) {
     return Status::Ok();

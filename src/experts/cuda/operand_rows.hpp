@@ -24,8 +24,9 @@ struct OperandRowsCall {
   int64_t num_rows = 0;  ///< rows of the result
   int64_t rows_per_token =
       1;  ///< result row r reads source row r / rows_per_token (top_k for TokenRows.by_route)
-  DType element = DType::kBF16;  ///< of the result: BF16, F16 for F16 weights, F8_E4M3 for codes as they are
-  ActivationFormat activation;   ///< not quantized: conversion only
+  DType element =
+      DType::kBF16;  ///< of the result: BF16, F16 for F16 weights, F8_E4M3 or I8 for codes as they are
+  ActivationFormat activation;  ///< not quantized: conversion only
   /// Whose row it is, where scales depend on the expert: slot r's id (null: batched, expert r /
   /// rows_per_expert).
   const int32_t* topk_ids = nullptr;

@@ -46,7 +46,7 @@ Status LaunchRouteMap(const RouteMapParams& params, void* stream);
 /// Token rows into the panel of the first GEMM.
 struct GatherParams {
   TokenRows rows;
-  bool codes = false;  ///< rows are e4m3 codes
+  bool codes = false;  ///< rows are 8-bit codes
   const int32_t* panel_row = nullptr;
   int64_t num_routes = 0;
   int64_t top_k = 1;
@@ -127,7 +127,7 @@ struct MidPanelParams {
   DeviceQuantizer quantizer;
   const float* tensor_scale = nullptr;  ///< [E] static scales
   const float* smoothing = nullptr;     ///< [E][intermediate]
-  DType element = DType::kBF16;         ///< of the panel: BF16, F16, or F8_E4M3 for codes
+  DType element = DType::kBF16;         ///< of the panel: BF16, F16, or F8_E4M3 and I8 for codes
   uint8_t* panel = nullptr;
   float* panel_scale = nullptr;  ///< [panel_rows], where the format has row scales
   float* panel_group_scale =
@@ -176,7 +176,8 @@ constexpr bool HasLargeTiles(FragmentFormat format) {
 
 /// Formats whose fragments are operands of the 8-bit units as they stand.
 constexpr bool MultipliesCodes(FragmentFormat format) {
-  return format == FragmentFormat::kFp8 || format == FragmentFormat::kFp8Block;
+  return format == FragmentFormat::kFp8 || format == FragmentFormat::kFp8Block ||
+         format == FragmentFormat::kInt8;
 }
 
 /// The GEMM kernels of a format.
@@ -197,8 +198,9 @@ struct PrefillKernels {
 #define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
 FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)
 #undef FMOE_PREFILL_DECLARE
-/// Those that multiply e4m3 codes by e4m3 codes (MultipliesCodes): no panel epilogue.
+/// Those that multiply codes by codes (MultipliesCodes).
 PrefillKernels PrefillCodeKernels_kFp8();
 PrefillKernels PrefillCodeKernels_kFp8Block();
+PrefillKernels PrefillCodeKernels_kInt8();  ///< no panel: scales of whole rows
 
 }  // namespace fusedmoe::cuda

@@ -53,9 +53,11 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   // twice and the next quantization sees what the definition gives. (Folded into BF16, 5 % of the e4m3 codes
   // flip: error 1.4e-2.)
   constexpr bool kPromote = !kCodes && kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
+  // Codes that are integers: sums are exact over all of K, so that products follow each other without a stop.
+  constexpr bool kIntegers = kCodes && F::kCode == FragmentCode::kInt8;
   // A warp's row blocks: neighbours, which share 16-bit elements of a panel of codes, or four apart.
   constexpr bool kNeighbours = kCodes && kEpilogue == PrefillEpilogue::kPanel;
-  constexpr MmaType kMma = F::kF16 ? MmaType::kF16 : MmaType::kBf16;
+  constexpr MmaType kMma = kIntegers ? MmaType::kInt8 : F::kF16 ? MmaType::kF16 : MmaType::kBf16;
   extern __shared__ uint8_t shared_raw[];
   uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
   uint8_t* const stages = shared;
@@ -300,22 +302,26 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     constexpr int N = decltype(tokens_constant)::value;
     constexpr int kPerStage = S::StageSlabs(N);
     // k-steps of a group of wgmma: more hide more, where registers allow it
-    constexpr int kBatch = kWarpgroups == 4 && N == 16 && F::kTraits.code_bits == 4 ? 4 : N <= 96 ? 2 : 1;
+    constexpr int kBatch = kWarpgroups == 4 && (kIntegers || (N == 16 && F::kTraits.code_bits == 4)) ? 4
+                           : N <= 96                                                                 ? 2
+                                                                                                     : 1;
     float acc[kGroups][N / 2];
-    float part[kPromote ? kGroups : 1][kPromote ? N / 2 : 1];  // sums of a group of scales
+    float part[kPromote ? kGroups : 1][kPromote ? N / 2 : 1];       // sums of a group of scales
+    int32_t whole[kIntegers ? kGroups : 1][kIntegers ? N / 2 : 1];  // sums of all of K
     auto clear = [](auto& sums) {
 #pragma unroll
       for (auto& row : sums) {
 #pragma unroll
-        for (float& sum : row) {
-          sum = 0.0F;  // left undefined under scale-d they stay live across tiles: 224 registers
+        for (auto& sum : row) {
+          sum = 0;  // left undefined under scale-d they stay live across tiles: 224 registers
         }
       }
     };
     clear(acc);
     clear(part);
+    clear(whole);
     float products[N / 2];  // sums of 128 k, kCodes
-    if constexpr (kCodes) {
+    if constexpr (kCodes && !kIntegers) {
 #pragma unroll
       for (float& sum : products) {
         sum = 0.0F;
@@ -325,8 +331,8 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     [[maybe_unused]] int group = 0;
     // Slab `s` of a slot, at `sub` of its stage. kDrain leaves no wgmma under way.
     auto multiply = [&](const uint8_t* piece, int s, int sub, bool ends_stage, auto drain) {
-      constexpr bool kByStep =
-          F::kTraits.code_bits == 16;  // fragments as they are: no slab of them in registers
+      // fragments as they are: no slab of them in registers
+      constexpr bool kByStep = F::kTraits.code_bits == 16 || kIntegers;
       [[maybe_unused]] typename F::Codes codes[kGroups];
       [[maybe_unused]] LaneScales scales[kGroups];
 #pragma unroll
@@ -363,7 +369,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         for (int j = 0; j < kBatch; ++j) {
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
-            if constexpr (kPromote) {
+            if constexpr (kIntegers) {
+              Wgmma<kMma, N>::Mma(whole[g], a[g][j], SharedDescriptor(descriptor + 2 * (j0 + j)));
+            } else if constexpr (kPromote) {
               Wgmma<kMma, N>::Mma(part[g], a[g][j], SharedDescriptor(descriptor + 2 * (j0 + j)));
             } else {
               Wgmma<kMma, N>::Mma(acc[g], a[g][j], SharedDescriptor(descriptor + 2 * (j0 + j)));
@@ -492,7 +500,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       const uint8_t* piece = own_pieces + slot * S::kSlotBytes;
 #pragma unroll
       for (int s = 0; s < S::kSlabs; ++s) {
-        if constexpr (kCodes) {
+        if constexpr (kCodes && !kIntegers) {
           multiply_codes(piece);
           continue;
         }
@@ -511,9 +519,19 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       }
       next_slot();
     }
-    if constexpr (!kCodes) {
+    if constexpr (!kCodes || kIntegers) {
       WgmmaWait<0>();
       arrive(empty + 8 * release);
+    }
+    if constexpr (kIntegers) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) {
+          asm volatile("" : "+r"(whole[g][i])::"memory");
+          acc[g][i] = static_cast<float>(whole[g][i]);
+        }
+      }
     }
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {

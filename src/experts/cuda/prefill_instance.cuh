@@ -11,7 +11,9 @@ PrefillKernels::Tile PrefillTileOf() {
   using S = PrefillShape<kFormat, kTileTokens, kCodes>;
   PrefillKernels::Tile tile;
   if constexpr (kCodes || kTileTokens == 64 || HasLargeTiles(kFormat)) {
-    tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens, kCodes>;
+    if constexpr (!kCodes || kFormat != FragmentFormat::kInt8) {
+      tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens, kCodes>;
+    }
     tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens, kCodes>;
     if constexpr (kCodes || kTileTokens == 64 || !PromotesGroups(kFormat)) {
       tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens, kCodes>;

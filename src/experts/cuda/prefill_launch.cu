@@ -11,7 +11,9 @@ namespace {
 
 PrefillKernels KernelsOf(FragmentFormat format, bool codes) {
   if (codes) {
-    return format == FragmentFormat::kFp8 ? PrefillCodeKernels_kFp8() : PrefillCodeKernels_kFp8Block();
+    return format == FragmentFormat::kFp8    ? PrefillCodeKernels_kFp8()
+           : format == FragmentFormat::kInt8 ? PrefillCodeKernels_kInt8()
+                                             : PrefillCodeKernels_kFp8Block();
   }
   switch (format) {
 #define FMOE_PREFILL_CASE(id, name, code, bits, scale, group) \
@@ -99,9 +101,7 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
   auto* stream = static_cast<cudaStream_t>(call.stream);
   const int64_t top_k = shape.batched ? 1 : shape.top_k;
   const int64_t routes = count * top_k;
-  const DType element = plan.codes                             ? DType::kF8E4M3
-                        : shape.format == FragmentFormat::kF16 ? DType::kF16
-                                                               : DType::kBF16;
+  const DType element = OperandElement(shape.format, plan.codes);
   const PassScratch scratch = ScratchOf(shape, plan, call.scratch, routes);
   const PrefillKernels kernels = KernelsOf(shape.format, plan.codes);
   const PrefillKernels::Tile& tile = plan.tile_tokens == 64 ? kernels.small : kernels.large;

@@ -17,6 +17,8 @@ constexpr int64_t kChunkUnit = 256;
 /// Routes from which on codes are multiplied as codes. Fewer leave the layer bound by reading weights: there
 /// their exact values in BF16 cost nothing.
 constexpr int64_t kFewestCodeRoutes = 256;
+/// Products of two bytes whose sum fits 32 bits, whatever they are: K beyond that stays in BF16.
+constexpr int64_t kLongestIntegerSum = (int64_t{1} << 17) - 1;
 /// Tokens an expert up to which the 64-token tiles are faster (at 32: 677 us against 785).
 constexpr int64_t kSmallTileTokens = 48;
 
@@ -104,11 +106,13 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   const int64_t experts = std::max<int64_t>(1, shape.batched ? shape.num_local_experts : shape.num_experts);
   const bool small = shape.batch_invariant || RoutesOf(shape, num_tokens) / experts <= kSmallTileTokens;
   plan.tile_tokens = small ? 64 : 128;
-  plan.codes = !shape.batch_invariant && shape.e4m3_tokens && MultipliesCodes(shape.format) &&
-               mid != MidKind::kRounded && RoutesOf(shape, num_tokens) >= kFewestCodeRoutes;
+  const bool integers = shape.format == FragmentFormat::kInt8;
+  plan.codes = !shape.batch_invariant && shape.code_tokens && MultipliesCodes(shape.format) &&
+               mid != MidKind::kRounded && RoutesOf(shape, num_tokens) >= kFewestCodeRoutes &&
+               !(integers && std::max(shape.hidden, shape.intermediate) > kLongestIntegerSum);
   const bool swish = shape.gated() && IsSwish(shape.activation);
-  const bool in_tile =
-      mid == MidKind::kQuantizedInTile && (plan.codes || MayQuantizeInTile(shape.format, plan.tile_tokens));
+  const bool in_tile = mid == MidKind::kQuantizedInTile &&
+                       ((plan.codes && !integers) || MayQuantizeInTile(shape.format, plan.tile_tokens));
   plan.fused_mid = swish && (mid == MidKind::kRounded || in_tile);
   plan.activated = swish && !plan.fused_mid;
   plan.rows_f32 = (mid != MidKind::kRounded && !plan.codes && PromotesGroups(shape.format)) ||
@@ -144,7 +148,7 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   const int64_t per_token = shape.batched ? 1 : shape.top_k;
   if (plan.codes) {
     LayerShape plain = shape;
-    plain.e4m3_tokens = false;
+    plain.code_tokens = false;
     const int64_t last = (kFewestCodeRoutes - 1) / per_token;
     plan.scratch_bytes = std::max(plan.scratch_bytes, PlanPrefill(plain, last, mid, limits).scratch_bytes);
   } else if (in_tile) {

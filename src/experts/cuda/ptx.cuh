@@ -162,13 +162,6 @@ __device__ __forceinline__ uint32_t AndOr(uint32_t x, uint32_t or_bits) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "n"(kMask), "r"(or_bits));
   return result;
 }
-/// (x & kMask) ^ xor_bits in one instruction.
-template <uint32_t kMask>
-__device__ __forceinline__ uint32_t AndXor(uint32_t x, uint32_t xor_bits) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(result) : "r"(x), "n"(kMask), "r"(xor_bits));
-  return result;
-}
 
 /// D += A B, 16 x 8 x 16, fp32 sums; elements BF16 or F16.
 template <bool kF16>

@@ -8,18 +8,17 @@
 namespace fusedmoe::cuda {
 
 /// What stands in the 16-bit (or 8-bit) halves of an operand register.
-enum class MmaType { kBf16, kF16, kE4m3 };
+enum class MmaType { kBf16, kF16, kE4m3, kInt8 };
 
 /// Mma: d += a * tokens, 64 x N x 16 (x 32 for 8-bit elements). `descriptor`: SharedDescriptor of the tokens.
-/// MmaFirst (8-bit elements): d = a * tokens.
+/// MmaFirst (e4m3): d = a * tokens. Sums of integers are int32.
 template <MmaType Type, int N>
 struct Wgmma;
 
-#define FMOE_OUT8(i)                                                                          \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FMOE_OUT16(i) FMOE_OUT8(i), FMOE_OUT8(i + 8)
-#define FMOE_OUT32(i) FMOE_OUT16(i), FMOE_OUT16(i + 16)
+#define FMOE_OUT8(C, i) \
+  C(d[i]), C(d[i + 1]), C(d[i + 2]), C(d[i + 3]), C(d[i + 4]), C(d[i + 5]), C(d[i + 6]), C(d[i + 7])
+#define FMOE_OUT16(C, i) FMOE_OUT8(C, i), FMOE_OUT8(C, i + 8)
+#define FMOE_OUT32(C, i) FMOE_OUT16(C, i), FMOE_OUT16(C, i + 16)
 #define FMOE_TEXT0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FMOE_TEXT1 FMOE_TEXT0 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FMOE_TEXT2 FMOE_TEXT1 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -29,38 +28,59 @@ struct Wgmma;
 #define FMOE_TEXT6 FMOE_TEXT5 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define FMOE_TEXT7 FMOE_TEXT6 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
-#define FMOE_WGMMA_OF(TYPE, NAME, SHAPE, ELEMENTS, FLAGS, N, TEXT, IN, ...)                        \
-  static __device__ __forceinline__ void NAME(float(&d)[N / 2], const uint32_t(&a)[4],             \
-                                              uint64_t descriptor) {                               \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE ".f32." ELEMENTS " {" TEXT "}, {" IN \
-                 ", " FLAGS ";"                                                                    \
-                 : __VA_ARGS__                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                   \
+#define FMOE_WGMMA_OF(NAME, SUM, SHAPE, ELEMENTS, FLAGS, N, TEXT, IN, ...)                                  \
+  static __device__ __forceinline__ void NAME(SUM(&d)[N / 2], const uint32_t(&a)[4], uint64_t descriptor) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE "." ELEMENTS " {" TEXT "}, {" IN ", " FLAGS   \
+                 ";"                                                                                        \
+                 : __VA_ARGS__                                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                            \
   }
-#define FMOE_WGMMA(N, TEXT, IN, ...)                                                        \
-  template <>                                                                               \
-  struct Wgmma<MmaType::kBf16, N> {                                                         \
-    FMOE_WGMMA_OF(kBf16, Mma, "k16", "bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__)   \
-  };                                                                                        \
-  template <>                                                                               \
-  struct Wgmma<MmaType::kF16, N> {                                                          \
-    FMOE_WGMMA_OF(kF16, Mma, "k16", "f16.f16", "1, 1, 1, 0", N, TEXT, IN, __VA_ARGS__)      \
-  };                                                                                        \
-  template <>                                                                               \
-  struct Wgmma<MmaType::kE4m3, N> {                                                         \
-    FMOE_WGMMA_OF(kE4m3, Mma, "k32", "e4m3.e4m3", "1, 1, 1", N, TEXT, IN, __VA_ARGS__)      \
-    FMOE_WGMMA_OF(kE4m3, MmaFirst, "k32", "e4m3.e4m3", "0, 1, 1", N, TEXT, IN, __VA_ARGS__) \
+/// OUT: the operands by their constraint.
+#define FMOE_WGMMA(N, TEXT, IN, OUT)                                                          \
+  template <>                                                                                 \
+  struct Wgmma<MmaType::kBf16, N> {                                                           \
+    FMOE_WGMMA_OF(Mma, float, "k16", "f32.bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f"))   \
+  };                                                                                          \
+  template <>                                                                                 \
+  struct Wgmma<MmaType::kF16, N> {                                                            \
+    FMOE_WGMMA_OF(Mma, float, "k16", "f32.f16.f16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f"))     \
+  };                                                                                          \
+  template <>                                                                                 \
+  struct Wgmma<MmaType::kE4m3, N> {                                                           \
+    FMOE_WGMMA_OF(Mma, float, "k32", "f32.e4m3.e4m3", "1, 1, 1", N, TEXT, IN, OUT("+f"))      \
+    FMOE_WGMMA_OF(MmaFirst, float, "k32", "f32.e4m3.e4m3", "0, 1, 1", N, TEXT, IN, OUT("+f")) \
+  };                                                                                          \
+  template <>                                                                                 \
+  struct Wgmma<MmaType::kInt8, N> {                                                           \
+    FMOE_WGMMA_OF(Mma, int32_t, "k32", "s32.s8.s8", "1", N, TEXT, IN, OUT("+r"))              \
   };
 
-FMOE_WGMMA(16, FMOE_TEXT0, "%8, %9, %10, %11}, %12", FMOE_OUT8(0))
-FMOE_WGMMA(32, FMOE_TEXT1, "%16, %17, %18, %19}, %20", FMOE_OUT16(0))
-FMOE_WGMMA(48, FMOE_TEXT2, "%24, %25, %26, %27}, %28", FMOE_OUT16(0), FMOE_OUT8(16))
-FMOE_WGMMA(64, FMOE_TEXT3, "%32, %33, %34, %35}, %36", FMOE_OUT32(0))
-FMOE_WGMMA(80, FMOE_TEXT4, "%40, %41, %42, %43}, %44", FMOE_OUT32(0), FMOE_OUT8(32))
-FMOE_WGMMA(96, FMOE_TEXT5, "%48, %49, %50, %51}, %52", FMOE_OUT32(0), FMOE_OUT16(32))
-FMOE_WGMMA(112, FMOE_TEXT6, "%56, %57, %58, %59}, %60", FMOE_OUT32(0), FMOE_OUT16(32), FMOE_OUT8(48))
-FMOE_WGMMA(128, FMOE_TEXT7, "%64, %65, %66, %67}, %68", FMOE_OUT32(0), FMOE_OUT32(32))
+#define FMOE_OUT_OF_16(C) FMOE_OUT8(C, 0)
+#define FMOE_OUT_OF_32(C) FMOE_OUT16(C, 0)
+#define FMOE_OUT_OF_48(C) FMOE_OUT16(C, 0), FMOE_OUT8(C, 16)
+#define FMOE_OUT_OF_64(C) FMOE_OUT32(C, 0)
+#define FMOE_OUT_OF_80(C) FMOE_OUT32(C, 0), FMOE_OUT8(C, 32)
+#define FMOE_OUT_OF_96(C) FMOE_OUT32(C, 0), FMOE_OUT16(C, 32)
+#define FMOE_OUT_OF_112(C) FMOE_OUT32(C, 0), FMOE_OUT16(C, 32), FMOE_OUT8(C, 48)
+#define FMOE_OUT_OF_128(C) FMOE_OUT32(C, 0), FMOE_OUT32(C, 32)
 
+FMOE_WGMMA(16, FMOE_TEXT0, "%8, %9, %10, %11}, %12", FMOE_OUT_OF_16)
+FMOE_WGMMA(32, FMOE_TEXT1, "%16, %17, %18, %19}, %20", FMOE_OUT_OF_32)
+FMOE_WGMMA(48, FMOE_TEXT2, "%24, %25, %26, %27}, %28", FMOE_OUT_OF_48)
+FMOE_WGMMA(64, FMOE_TEXT3, "%32, %33, %34, %35}, %36", FMOE_OUT_OF_64)
+FMOE_WGMMA(80, FMOE_TEXT4, "%40, %41, %42, %43}, %44", FMOE_OUT_OF_80)
+FMOE_WGMMA(96, FMOE_TEXT5, "%48, %49, %50, %51}, %52", FMOE_OUT_OF_96)
+FMOE_WGMMA(112, FMOE_TEXT6, "%56, %57, %58, %59}, %60", FMOE_OUT_OF_112)
+FMOE_WGMMA(128, FMOE_TEXT7, "%64, %65, %66, %67}, %68", FMOE_OUT_OF_128)
+
+#undef FMOE_OUT_OF_128
+#undef FMOE_OUT_OF_112
+#undef FMOE_OUT_OF_96
+#undef FMOE_OUT_OF_80
+#undef FMOE_OUT_OF_64
+#undef FMOE_OUT_OF_48
+#undef FMOE_OUT_OF_32
+#undef FMOE_OUT_OF_16
 #undef FMOE_WGMMA
 #undef FMOE_WGMMA_OF
 #undef FMOE_TEXT7

@@ -13,10 +13,9 @@
 
 namespace fusedmoe::bench {
 
-/// The units of the card's kernels, as plans and rows name them. Only the first is measured: the other does
-/// twice its products.
+/// The unit of the card's kernels that is measured, as plans and rows name it. Those of bytes, tensor_fp8 and
+/// tensor_int8, do twice its products.
 inline constexpr std::string_view kCardUnit = "tensor_bf16";
-inline constexpr std::string_view kCardByteUnit = "tensor_fp8";
 
 /// Values of repeated measurements. Those during which the system gave a core to somebody else count only
 /// when there are no more than a few others.

@@ -148,10 +148,11 @@ Status Measurement::TimeOnCard(const LayerRotation& rotation, const std::vector<
   const std::vector<double> counted = samples.Sorted();
   row.seconds = {counted.front(), samples.Median(), counted.back()};
   row.samples = static_cast<int64_t>(counted.size());
-  const bool bytes = row.plan.arithmetic == kCardByteUnit;
+  const std::string& unit = row.plan.arithmetic;
+  const bool bytes = unit == "tensor_fp8" || unit == "tensor_int8";
   const double peak = products.Median() * (bytes ? 2 : 1);
   const double reading = row.bytes / reads.Median(), computing = row.flops / peak;
-  row.bound = reading >= computing ? "read" : std::string(bytes ? kCardByteUnit : kCardUnit);
+  row.bound = reading >= computing ? "read" : bytes ? unit : std::string(kCardUnit);
   row.ceiling = reading >= computing ? reads.Median() : peak;
   row.share_of_bound = std::max(reading, computing) / row.seconds.median;
   return Status::Ok();

@@ -1,0 +1,3 @@
+#include "experts/cuda/prefill_instance.cuh"
+
+FMOE_PREFILL_CODE_KERNELS(kInt8)
