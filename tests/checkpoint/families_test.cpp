@@ -79,7 +79,7 @@ INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), test::NamedA
 // Encoders of multimodal models are deeper than a small language model, and not always named after what they
 // see.
 TEST(LayerStacks, TheOneWithExperts_IsTheModel) {
-  const testing_support::ScratchFolder folder;
+  const test::TemporaryDirectory folder;
   testing_support::TinyModel model("bf16");
   for (int layer = 0; layer < 5; ++layer) {
     model.tensors.push_back(testing_support::Bf16(

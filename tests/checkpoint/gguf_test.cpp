@@ -138,7 +138,7 @@ RawGguf Model(uint32_t type) {
 }
 
 Status Load(const RawGguf& model) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   folder.Write("a.gguf", model.Bytes());
   return LoadEverything(folder.path() / "a.gguf");
 }
@@ -146,7 +146,7 @@ Status Load(const RawGguf& model) {
 TEST(Gguf, Blocks_DecodeToTheirValues) {
   static constexpr float kE2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.0F, -.5, -1, -1.5, -2, -3, -4, -6};
   for (const uint32_t type : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4, kTypeNvfp4}) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     folder.Write("a.gguf", Model(type).Bytes());
     const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
     ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
@@ -184,7 +184,7 @@ TEST(Gguf, SideScale_MultipliesItsExpert) {
   RawGguf model = Model(kTypeNvfp4);
   RawGguf::Tensor side{"blk.0.ffn_up_exps.scale", {2}, kTypeF32, Raw(2.0F) + Raw(3.0F), 0};
   model.tensors.push_back(side);
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   folder.Write("a.gguf", model.Bytes());
   const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
   ASSERT_TRUE(checkpoint.ok());
@@ -302,7 +302,7 @@ TEST(Gguf, DamagedFiles_AreRefused) {
 
 TEST(Gguf, TruncatedFiles_AreRefused) {
   const std::string whole = Model(kTypeQ4_0).Bytes();
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   for (size_t size = 0; size < whole.size(); size += size < 1100 ? 1 : 509) {
     folder.Write("a.gguf", whole.substr(0, size));
     const Status status = LoadEverything(folder.path() / "a.gguf");
@@ -312,7 +312,7 @@ TEST(Gguf, TruncatedFiles_AreRefused) {
 
 TEST(Gguf, FlippedBytesOfTheHeader_NeverCrash) {
   const std::string whole = Model(kTypeNvfp4).Bytes();
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   for (size_t at = 4; at < 1000; ++at) {
     std::string bytes = whole;
     bytes[at] = static_cast<char>(bytes[at] ^ 0x80);
@@ -335,7 +335,7 @@ TEST(Gguf, SplitFiles_AreReadTogether) {
   first.tensors.pop_back();
   count(first, 0);
   count(second, 1);
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   folder.Write("m-00001-of-00002.gguf", first.Bytes());
   const auto path = folder.path() / "m-00001-of-00002.gguf";
   EXPECT_EQ(LoadEverything(path).code(), StatusCode::kBadInput) << "the second file is missing";

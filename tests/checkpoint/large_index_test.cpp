@@ -19,7 +19,8 @@ using namespace testing_support;
 constexpr int kLayers = 60, kManyExperts = 384;
 
 // One layer in ModelOpt NVFP4: four tensors for each of three projections of each expert.
-int64_t WriteShard(const ScratchFolder& folder, const std::string& file, int layer, std::string* weight_map) {
+int64_t WriteShard(const TemporaryDirectory& folder, const std::string& file, int layer,
+                   std::string* weight_map) {
   struct Role {
     const char* suffix;
     const char* dtype;
@@ -67,7 +68,7 @@ int64_t WriteShard(const ScratchFolder& folder, const std::string& file, int lay
 }
 
 TEST(LargeIndex, QuarterOfAMillionTensors_OpenInTwoSeconds) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   std::string weight_map = "{";
   int64_t tensors = 0;
   for (int layer = 0; layer < kLayers; ++layer) {

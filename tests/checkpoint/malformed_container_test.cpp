@@ -21,7 +21,7 @@ const std::string kTensor = "model.layers.0.mlp.experts.0.up_proj.weight";
 void ExpectBadFile(const std::string& what, const std::string& bytes, const std::string& tensor = "") {
   SCOPED_TRACE(what);
   CountMalformed();
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   folder.Write("model.safetensors", bytes);
   const auto whole = ReadSafetensors((folder.path() / "model.safetensors").string());
   ASSERT_FALSE(whole.ok());
@@ -167,7 +167,7 @@ TEST(MalformedContainer, Headers_AreRefused) {
 }
 
 TEST(MalformedContainer, UnknownDtype_LeavesOtherTensorsUsable) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   TinyModel model("bf16");
   model.tensors.push_back(Bytes("vision.codes", "F7_NEW", {3}, 1, 0));
   model.WriteTo(folder);
@@ -188,7 +188,7 @@ TEST(MalformedContainer, OddButLegalFiles_AreRead) {
           R"({"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]}})",
           R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"z":{"dtype":"F32","shape":[2,0],"data_offsets":[8,8]}})",
           R"({"a":{"dtype":"F4","shape":[16],"data_offsets":[0,8],"future":{"x":[1,{}]}},"__metadata__":{"format":"pt"}})"}) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     folder.Write("x.safetensors", Container(header, data));
     const auto file = ReadSafetensors((folder.path() / "x.safetensors").string());
     ASSERT_TRUE(file.ok()) << header << "\n" << file.status().ToString();
@@ -197,9 +197,9 @@ TEST(MalformedContainer, OddButLegalFiles_AreRead) {
 }
 
 // A sharded checkpoint whose index `change` damages.
-Status LoadSharded(const std::function<void(nlohmann::ordered_json&, const ScratchFolder&)>& change,
+Status LoadSharded(const std::function<void(nlohmann::ordered_json&, const TemporaryDirectory&)>& change,
                    bool allow_partial = false) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   const TinyModel model("bf16");
   folder.Write("config.json", model.config.dump());
   const auto middle = model.tensors.begin() + 3;
@@ -218,14 +218,15 @@ Status LoadSharded(const std::function<void(nlohmann::ordered_json&, const Scrat
 
 TEST(MalformedIndex, IsRefusedAndNamed) {
   EXPECT_TRUE(LoadSharded([](auto&, auto&) {}).ok());
+  const TemporaryDirectory outside;
   const std::string last = "model.layers.0.mlp.experts.1.down_proj.weight";
   struct Case {
     std::string what;
-    std::function<void(nlohmann::ordered_json&, const ScratchFolder&)> change;
+    std::function<void(nlohmann::ordered_json&, const TemporaryDirectory&)> change;
     bool names_tensor = false;
   };
   const auto redirect = [&](std::string value) {
-    return [value, last](nlohmann::ordered_json& index, const ScratchFolder&) {
+    return [value, last](nlohmann::ordered_json& index, const TemporaryDirectory&) {
       index["weight_map"][last] = value;
     };
   };
@@ -258,8 +259,8 @@ TEST(MalformedIndex, IsRefusedAndNamed) {
        }},
       {"a link that leaves the folder",
        [&](auto& index, auto& folder) {
-         folder.Write("../fusedmoe_outside.safetensors", "x");
-         fs::create_symlink("../fusedmoe_outside.safetensors", folder.path() / "link.safetensors");
+         const fs::path target = outside.Write("a.safetensors", "x");
+         fs::create_symlink(fs::relative(target, folder.path()), folder.path() / "link.safetensors");
          index["weight_map"][last] = "link.safetensors";
        }},
       {"text that is no JSON",
@@ -291,11 +292,10 @@ TEST(MalformedIndex, IsRefusedAndNamed) {
       EXPECT_FALSE(status.tensor().empty()) << status.ToString();
     }
   }
-  fs::remove(fs::temp_directory_path() / "fusedmoe_outside.safetensors");
 }
 
 TEST(MalformedIndex, AllowPartial_GoesOnWithoutTheMissing) {
-  const auto extra = [](nlohmann::ordered_json& index, const ScratchFolder&) {
+  const auto extra = [](nlohmann::ordered_json& index, const TemporaryDirectory&) {
     index["weight_map"]["model.extra"] = "model-00009-of-00009.safetensors";
   };
   EXPECT_EQ(LoadSharded(extra).code(), StatusCode::kBadInput);
@@ -303,7 +303,7 @@ TEST(MalformedIndex, AllowPartial_GoesOnWithoutTheMissing) {
 }
 
 TEST(MalformedIndex, HuggingFaceCacheLinks_AreFollowed) {
-  const ScratchFolder repository;
+  const TemporaryDirectory repository;
   const fs::path blobs = repository.path() / "blobs", snapshot = repository.path() / "snapshots" / "abc";
   fs::create_directories(blobs);
   fs::create_directories(snapshot);
@@ -318,7 +318,7 @@ TEST(MalformedIndex, HuggingFaceCacheLinks_AreFollowed) {
 TEST(MalformedContainer, FileThatShrinksOrChanges_IsAnErrorInEveryMode) {
   for (const IoMode io : {IoMode::kAuto, IoMode::kPread, IoMode::kMmap}) {
     for (const bool shrink : {true, false}) {
-      const ScratchFolder folder;
+      const TemporaryDirectory folder;
       const TinyModel model("bf16");
       model.WriteTo(folder);
       const auto checkpoint = Checkpoint::Open(folder.path().string(), {.io = io});

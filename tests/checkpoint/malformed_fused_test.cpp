@@ -92,7 +92,7 @@ bool IsOptional(const std::string& name) {
 void ExpectRefused(const std::string& what, const TinyModel& model, const std::string& tensor) {
   SCOPED_TRACE(what);
   CountMalformed();
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   model.WriteTo(folder);
   for (const IoMode io : {IoMode::kPread, IoMode::kMmap}) {
     const Status status = LoadEverything(folder.path(), {.io = io});
@@ -104,7 +104,7 @@ void ExpectRefused(const std::string& what, const TinyModel& model, const std::s
 
 TEST(MalformedFused, SoundLayers_Load) {
   for (const auto& [name, model] : Layers()) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     model.WriteTo(folder);
     const Status status = LoadEverything(folder.path());
     EXPECT_TRUE(status.ok()) << name << ": " << status.ToString();
@@ -252,7 +252,7 @@ class MalformedConfiguration : public testing::TestWithParam<size_t> {};
 TEST_P(MalformedConfiguration, ValuesAtTheirLimits) {
   const std::vector<std::pair<std::string, TinyModel>> all = Configured();
   const auto& [name, sound] = all[GetParam()];
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   sound.WriteTo(folder);
   Json config = sound.config;
   std::vector<std::pair<std::string, Json*>> leaves;

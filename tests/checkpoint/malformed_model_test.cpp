@@ -24,7 +24,7 @@ struct Expected {
 void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected = {}) {
   SCOPED_TRACE(what);
   CountMalformed();
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   model.WriteTo(folder);
   const Status status = LoadEverything(folder.path());
   EXPECT_EQ(status.code(), expected.code) << status.ToString();
@@ -40,7 +40,7 @@ const std::vector<std::string> kFormats = {
 
 TEST(MalformedModel, SoundModels_Load) {
   for (const std::string& format : kFormats) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     TinyModel(format).WriteTo(folder);
     const Status status = LoadEverything(folder.path());
     EXPECT_TRUE(status.ok()) << format << ": " << status.ToString();
@@ -241,7 +241,7 @@ TEST(MalformedModel, SizesOfTheConfiguration_AreChecked) {
     ExpectRefused(key + " null", null);
     // Python writes these words; they are no sizes.
     for (const std::string word : {"NaN", "Infinity", "-Infinity", "1e999", "99999999999999999999"}) {
-      const ScratchFolder folder;
+      const TemporaryDirectory folder;
       TinyModel model("bf16");
       model.WriteTo(folder);
       std::string text = model.config.dump();
@@ -257,7 +257,7 @@ TEST(MalformedModel, SizesOfTheConfiguration_AreChecked) {
 }
 
 TEST(MalformedModel, InfinityElsewhere_IsHarmless) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   TinyModel model("bf16");
   model.WriteTo(folder);
   std::string text = model.config.dump();
@@ -431,17 +431,17 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
 TEST(MalformedModel, ConfigurationFiles_AreRefused) {
   for (const std::string text : {"", "{", "[]", "null", "{\"model_type\":\"mixtral\",}",
                                  "{\"model_type\":\"mixtral\",\"model_type\":\"olmoe\"}", "\xff\xfe{}"}) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     TinyModel("bf16").WriteTo(folder);
     folder.Write("config.json", text);
     const Status status = LoadEverything(folder.path());
     EXPECT_EQ(status.code(), StatusCode::kBadInput) << text << ": " << status.ToString();
     EXPECT_NE(status.file().find("config.json"), std::string::npos) << status.ToString();
   }
-  const ScratchFolder empty;
+  const TemporaryDirectory empty;
   EXPECT_EQ(LoadEverything(empty.path()).code(), StatusCode::kBadInput);
   EXPECT_EQ(LoadEverything(empty.path() / "absent").code(), StatusCode::kBadInput);
-  const ScratchFolder no_weights;
+  const TemporaryDirectory no_weights;
   no_weights.Write("config.json", TinyModel("bf16").config.dump());
   EXPECT_EQ(LoadEverything(no_weights.path()).code(), StatusCode::kBadInput);
 }

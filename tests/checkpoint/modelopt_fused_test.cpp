@@ -114,7 +114,7 @@ TEST_P(ModelOptFused, EveryElement_IsWhatTheBytesSay) {
   const Fused gate_up(stored, kIn, 2 * kMid, random), down(stored, kMid, kIn, random);
   gate_up.AddTo(model, block + "experts.gate_up_proj");
   down.AddTo(model, block + "experts.down_proj");
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   model.WriteTo(folder);
 
   const auto checkpoint = Checkpoint::Open(folder.path().string());

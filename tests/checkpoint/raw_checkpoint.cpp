@@ -1,7 +1,5 @@
 #include "checkpoint/raw_checkpoint.hpp"
 
-#include <unistd.h>
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -147,23 +145,6 @@ nlohmann::ordered_json QuantizationConfig(const std::string& format) {
 
 }  // namespace
 
-ScratchFolder::ScratchFolder() {
-  static std::atomic<int> counter{0};
-  path_ = std::filesystem::temp_directory_path() /
-          ("fusedmoe_" + std::to_string(getpid()) + "_" + std::to_string(counter++));
-  std::filesystem::remove_all(path_);
-  std::filesystem::create_directories(path_);
-}
-
-ScratchFolder::~ScratchFolder() {
-  std::error_code ignored;
-  std::filesystem::remove_all(path_, ignored);
-}
-
-void ScratchFolder::Write(const std::string& name, const std::string& bytes) const {
-  std::ofstream(path_ / name, std::ios::binary) << bytes;
-}
-
 std::string Container(const std::string& header, const std::string& data) {
   const auto length = static_cast<uint64_t>(header.size());
   std::string file(8, '\0');
@@ -256,7 +237,7 @@ void TinyModel::Drop(const std::string& name) {
   std::erase_if(tensors, [&](const RawTensor& tensor) { return tensor.name == name; });
 }
 
-void TinyModel::WriteTo(const ScratchFolder& folder) const {
+void TinyModel::WriteTo(const TemporaryDirectory& folder) const {
   folder.Write("config.json", config.dump());
   folder.Write("model.safetensors", Safetensors(tensors));
 }

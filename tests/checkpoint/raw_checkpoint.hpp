@@ -10,6 +10,8 @@
 
 #include <fusedmoe/checkpoint.hpp>
 
+#include "support/temporary_directory.hpp"
+
 /// Checkpoints made in the test, sound ones and damaged ones: files are written byte by byte, so that headers
 /// can lie.
 namespace fusedmoe::testing_support {
@@ -22,19 +24,7 @@ struct RawTensor {
   std::string bytes;
 };
 
-/// A folder below the temporary directory that goes away with the object.
-class ScratchFolder {
- public:
-  ScratchFolder();
-  ~ScratchFolder();
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-  const std::filesystem::path& path() const { return path_; }
-  void Write(const std::string& name, const std::string& bytes) const;
-
- private:
-  std::filesystem::path path_;
-};
+using test::TemporaryDirectory;
 
 /// Length, header and data as a safetensors file has them.
 std::string Container(const std::string& header, const std::string& data);
@@ -62,7 +52,7 @@ struct TinyModel {
   RawTensor& Find(const std::string& name);
   void Drop(const std::string& name);
   /// Writes config.json and model.safetensors.
-  void WriteTo(const ScratchFolder& folder) const;
+  void WriteTo(const TemporaryDirectory& folder) const;
 };
 
 /// Counts a malformed checkpoint. At the end of a whole run of the program their number is printed, and fewer

@@ -60,7 +60,7 @@ TEST(IntermediateShare, RanksCoverEveryColumnOnce) {
 TEST(TensorParallel, SlicesTogether_AreTheWhole) {
   for (const std::string format : {"bf16", "modelopt_nvfp4", "ct_nvfp4", "ct_mxfp4", "ct_int4", "ct_int8",
                                    "fp8_block", "gptq", "awq", "autoround"}) {
-    const ScratchFolder folder;
+    const TemporaryDirectory folder;
     TinyModel model(format);
     // Different codes everywhere, so that a slice from the wrong place shows.
     for (RawTensor& tensor : model.tensors) {
@@ -110,7 +110,7 @@ TEST(TensorParallel, SlicesTogether_AreTheWhole) {
 }
 
 TEST(ExpertParallel, OnlyTheAskedExperts_AreRead) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   TinyModel model("bf16");
   // Expert 0 is damaged; a rank that has expert 1 alone does not notice.
   model.Find("model.layers.0.mlp.experts.0.up_proj.weight").dtype = "I16";
@@ -127,7 +127,7 @@ TEST(ExpertParallel, OnlyTheAskedExperts_AreRead) {
 }
 
 TEST(ExpertLayout, UnknownWords_AreUsageErrors) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   TinyModel("bf16").WriteTo(folder);
   EXPECT_EQ(Checkpoint::Open(folder.path().string(), {.expert_layout = "sideways"}).status().code(),
             StatusCode::kUsage);
@@ -157,7 +157,7 @@ NamedTensor Filled(const std::string& name, DType dtype, const Shape& shape, int
 }
 
 TEST(SafetensorsWriter, RoundTrip_KeepsEveryByteAndIsDeterministic) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   std::vector<NamedTensor> tensors = {
       Filled("b", DType::kBF16, {3, 5}, 1),       Filled("a \"quoted\"\\", DType::kF8E4M3, {7}, 2),
       Filled("scalar", DType::kF32, {}, 3),       Filled("empty", DType::kF32, {0, 4}, 4),
@@ -190,7 +190,7 @@ TEST(SafetensorsWriter, RoundTrip_KeepsEveryByteAndIsDeterministic) {
 }
 
 TEST(SafetensorsWriter, NothingStandsUnderTheFinalName_UntilFinish) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   const std::string path = (folder.path() / "x.safetensors").string();
   {
     auto writer = SafetensorsWriter::Create(path, {{"a", DType::kF32, {2}}, {"b", DType::kF32, {2}}});
@@ -216,7 +216,7 @@ TEST(SafetensorsWriter, NothingStandsUnderTheFinalName_UntilFinish) {
 }
 
 TEST(SafetensorsWriter, StridedTensors_AreGathered) {
-  const ScratchFolder folder;
+  const TemporaryDirectory folder;
   const NamedTensor whole = Filled("x", DType::kF32, {4, 6}, 9);
   TensorView columns(whole.tensor.view().data() + 8, DType::kF32, Shape{4, 3});
   columns.set_stride_bytes(0, whole.tensor.view().stride_bytes(0));

@@ -6,6 +6,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "support/temporary_directory.hpp"
+
 namespace fusedmoe::test {
 
 /// What a finished process left behind.
@@ -23,19 +25,5 @@ ProcessResult RunCommand(const std::vector<std::string>& arguments);
 
 std::string ReadFile(const std::string& path);
 void WriteFile(const std::string& path, const std::string& contents);
-
-/// An empty directory that goes away with the object.
-class TemporaryDirectory {
- public:
-  TemporaryDirectory();
-  ~TemporaryDirectory();
-  TemporaryDirectory(const TemporaryDirectory&) = delete;
-  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-  const std::string& path() const { return path_; }
-  std::string operator/(const std::string& name) const { return path_ + "/" + name; }
-
- private:
-  std::string path_;
-};
 
 }  // namespace fusedmoe::test

@@ -14,6 +14,8 @@
 #include <fusedmoe/jobs/sample.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "support/temporary_directory.hpp"
+
 /// Checkpoints that are converted, in a folder that goes away.
 namespace fusedmoe::convert_test {
 
@@ -22,16 +24,6 @@ using Json = nlohmann::ordered_json;
 
 class ConvertTest : public testing::Test {
  protected:
-  ConvertTest() {
-    std::string name = (fs::temp_directory_path() / "fusedmoe_convert_XXXXXX").string();
-    EXPECT_NE(mkdtemp(name.data()), nullptr);
-    root_ = name;
-  }
-  ~ConvertTest() override {
-    std::error_code ignored;
-    fs::remove_all(root_, ignored);
-  }
-
   std::string At(const std::string& name) const { return (root_ / name).string(); }
 
   std::string Sample(const std::string& name, const std::string& scheme,
@@ -104,7 +96,8 @@ class ConvertTest : public testing::Test {
     return values;
   }
 
-  fs::path root_;
+  const test::TemporaryDirectory directory_;
+  const fs::path& root_ = directory_.path();
   mutable int counter_ = 0;
 };
 

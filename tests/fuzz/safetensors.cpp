@@ -5,12 +5,12 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "fuzz/scratch_folder.hpp"
+#include "support/temporary_directory.hpp"
 
 /// A file of any bytes: an error, or tensors whose bytes can all be read and that are the same once written
 /// again.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-  static const fusedmoe::ScratchFolder folder;
+  static const fusedmoe::test::TemporaryDirectory folder;
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
   const auto file = fusedmoe::ReadSafetensors(folder.Write("a.safetensors", bytes));
   if (!file.ok()) {
@@ -28,7 +28,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   }
   volatile unsigned keep = sum;
   static_cast<void>(keep);
-  const std::string again = folder.path() + "/b.safetensors";
+  const std::string again = folder / "b.safetensors";
   if (fusedmoe::WriteSafetensors(again, file->tensors, file->metadata).ok()) {
     const auto second = fusedmoe::ReadSafetensors(again);
     if (!second.ok() || second->tensors.size() != file->tensors.size()) {

@@ -9,6 +9,8 @@
 #include <fusedmoe/jobs/sample.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "support/temporary_directory.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -16,13 +18,6 @@ namespace fs = std::filesystem;
 
 class SampleTest : public testing::Test {
  protected:
-  SampleTest() {
-    std::string name = (fs::temp_directory_path() / "fusedmoe_sample_XXXXXX").string();
-    EXPECT_NE(mkdtemp(name.data()), nullptr);
-    root_ = name;
-  }
-  ~SampleTest() override { fs::remove_all(root_); }
-
   SampleOptions Tiny(const std::string& directory) const {
     SampleOptions options;
     options.directory = root_ / directory;
@@ -39,7 +34,8 @@ class SampleTest : public testing::Test {
     return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
   }
 
-  fs::path root_;
+  const test::TemporaryDirectory directory_;
+  const fs::path& root_ = directory_.path();
 };
 
 TEST_F(SampleTest, Bytes_DependOnTheSeedAndNotOnThreads) {

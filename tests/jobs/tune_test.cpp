@@ -10,6 +10,7 @@
 #include <fusedmoe/version.hpp>
 
 #include "jobs/tune/fit.hpp"
+#include "support/temporary_directory.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -70,7 +71,8 @@ TEST(CpuCostsFile_Malformed, NamesTheField) {
 }
 
 TEST(CpuCostsFile_OfAnotherMachineOrBuild, IsRefused) {
-  const std::string path = testing::TempDir() + "/fusedmoe_tune_test.json";
+  const test::TemporaryDirectory directory;
+  const std::string path = directory / "costs.json";
   const auto write = [&](const CpuCosts& costs) { std::ofstream(path) << ToJson(costs); };
   write(Example());
   const Result<CpuCosts> read = ReadCpuCosts(path);

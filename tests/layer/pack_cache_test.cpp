@@ -14,30 +14,23 @@
 
 #include "support/random_layer.hpp"
 
+#include "support/temporary_directory.hpp"
+
 namespace fusedmoe {
 namespace {
 
 namespace fs = std::filesystem;
 
+std::vector<fs::path> FilesOf(const fs::path& directory) {
+  return {fs::directory_iterator(directory), fs::directory_iterator()};
+}
+
 /// A folder of its own for each test.
 class PackCache : public ::testing::Test {
  protected:
-  void SetUp() override {
-    directory_ = fs::temp_directory_path() /
-                 ("fusedmoe_pack_cache_" +
-                  std::string(::testing::UnitTest::GetInstance()->current_test_info()->name()) + "_" +
-                  std::to_string(::testing::UnitTest::GetInstance()->random_seed()));
-    fs::remove_all(directory_);
-    fs::create_directories(directory_);
-  }
-  void TearDown() override { fs::remove_all(directory_); }
+  std::string Path(const char* name) const { return directory_ / name; }
 
-  std::string Path(const char* name) const { return (directory_ / name).string(); }
-  std::vector<fs::path> Files() const {
-    return {fs::directory_iterator(directory_), fs::directory_iterator()};
-  }
-
-  fs::path directory_;
+  const test::TemporaryDirectory directory_;
 };
 
 std::string Bytes(const fs::path& path) {
@@ -176,17 +169,17 @@ TEST_F(PackCache, LayerIsTheSameFromTheFileAndADamagedOneIsMadeAgain) {
   std::vector<std::string> notes;
   const std::vector<uint16_t> expected = RunLayer(made, options, &notes);
   EXPECT_TRUE(notes.empty());
-  options.pack_cache = (directory_ / "made" / "on demand").string();
+  options.pack_cache = directory_ / "made/on demand";
   EXPECT_EQ(RunLayer(made, options, &notes), expected);
   EXPECT_TRUE(Says(notes, "wrote"));
   EXPECT_EQ(RunLayer(made, options, &notes), expected);
   EXPECT_TRUE(Says(notes, "mapped"));
 
-  directory_ = options.pack_cache;
-  ASSERT_EQ(Files().size(), 1U);
-  std::string bytes = Bytes(Files()[0]);
+  const std::vector<fs::path> files = FilesOf(options.pack_cache);
+  ASSERT_EQ(files.size(), 1U);
+  std::string bytes = Bytes(files[0]);
   bytes[4096 + 70] = static_cast<char>(bytes[4096 + 70] ^ 1);
-  Write(Files()[0], bytes);
+  Write(files[0], bytes);
   EXPECT_EQ(RunLayer(made, options, &notes), expected);
   ASSERT_EQ(notes.size(), 2U);
   EXPECT_NE(notes[0].find("damaged"), std::string::npos) << notes[0];
@@ -197,22 +190,22 @@ TEST_F(PackCache, LayerIsTheSameFromTheFileAndADamagedOneIsMadeAgain) {
 TEST_F(PackCache, OtherWeightsSizesAndBackendsHaveOtherFiles) {
   Made made = MakeLayer();
   LayerOptions options;
-  options.pack_cache = directory_.string();
+  options.pack_cache = directory_.path().string();
   std::vector<std::string> notes;
   RunLayer(made, options, &notes);
   made.layer.source.identity += " changed";
   RunLayer(made, options, &notes);
-  EXPECT_EQ(Files().size(), 2U);
+  EXPECT_EQ(FilesOf(options.pack_cache).size(), 2U);
   options.backend = "MARLIN";
   RunLayer(made, options, &notes);
-  EXPECT_EQ(Files().size(), 3U);
+  EXPECT_EQ(FilesOf(options.pack_cache).size(), 3U);
   options.backend = "REFERENCE";
   RunLayer(made, options, &notes);
   EXPECT_TRUE(Says(notes, "canonical"));
   made.layer.source.identity.clear();
   RunLayer(made, options, &notes);
   EXPECT_TRUE(Says(notes, "identity"));
-  EXPECT_EQ(Files().size(), 3U);
+  EXPECT_EQ(FilesOf(options.pack_cache).size(), 3U);
 }
 
 TEST_F(PackCache, FolderThatCannotBeWrittenIsNoError) {
@@ -226,7 +219,7 @@ TEST_F(PackCache, FolderThatCannotBeWrittenIsNoError) {
 }
 
 TEST_F(PackCache, IdentityOfACheckpointFollowsFilesLayerAndShare) {
-  const fs::path copy = directory_ / "checkpoint";
+  const fs::path copy = Path("checkpoint");
   fs::copy(fs::path(FMOE_GOLDEN_DIR) / "checkpoints" / "mixtral-modelopt-nvfp4", copy,
            fs::copy_options::recursive);
   const auto identity = [&](const std::vector<int64_t>& ids = {}) {

@@ -8,21 +8,17 @@
 
 #include <gtest/gtest.h>
 
+#include "support/temporary_directory.hpp"
+
 namespace fusedmoe {
 namespace {
 
 /// A tree of files like the kernel's, below a folder of its own.
 class FakeSystem : public testing::Test {
  protected:
-  FakeSystem()
-      : root_(std::filesystem::path(testing::TempDir()) /
-              ("topology_" + std::to_string(getpid()) + "_" +
-               testing::UnitTest::GetInstance()->current_test_info()->name())) {}
-  ~FakeSystem() override { std::filesystem::remove_all(root_); }
-
   void Write(const std::string& path, const std::string& text) {
-    std::filesystem::create_directories((root_ / path).parent_path());
-    std::ofstream(root_ / path) << text << "\n";
+    std::filesystem::create_directories((directory_.path() / path).parent_path());
+    directory_.Write(path, text + "\n");
   }
   void WriteCpu(int cpu, const std::string& siblings, const std::string& l3_shared_by) {
     const std::string folder = "sys/devices/system/cpu/cpu" + std::to_string(cpu);
@@ -41,10 +37,10 @@ class FakeSystem : public testing::Test {
       Write(cache + "/shared_cpu_list", caches[i].shared);
     }
   }
-  std::string root() const { return root_.string(); }
+  std::string root() const { return directory_.path().string(); }
 
  private:
-  std::filesystem::path root_;
+  const test::TemporaryDirectory directory_;
 };
 
 TEST(CpuList, RangesAndSinglesAndNonsense) {

@@ -14,6 +14,7 @@
 #include <fusedmoe/safetensors.hpp>
 
 #include "jobs/prepare/prepared_file.hpp"
+#include "support/temporary_directory.hpp"
 
 /// A sample checkpoint, prepared for a backend, and copies of that file with something wrong.
 namespace fusedmoe::prepared_test {
@@ -46,19 +47,8 @@ inline std::vector<PreparedCase> AllCases() {
           {"EMULATION", "nvfp4_w4a4"}};
 }
 
-class Files {
+class Files : public test::TemporaryDirectory {
  public:
-  Files() {
-    std::string name = (std::filesystem::temp_directory_path() / "fusedmoe_prepared_XXXXXX").string();
-    EXPECT_NE(mkdtemp(name.data()), nullptr);
-    root_ = name;
-  }
-  ~Files() {
-    std::error_code ignored;
-    std::filesystem::remove_all(root_, ignored);
-  }
-  std::string operator/(const std::string& name) const { return root_ / name; }
-
   std::shared_ptr<const Checkpoint> Sample(const std::string& family, const std::string& scheme,
                                            int64_t experts = 8) const {
     SampleOptions options;
@@ -93,9 +83,6 @@ class Files {
     options.max_tokens = 16;
     return options;
   }
-
- private:
-  std::filesystem::path root_;
 };
 
 /// A copy of a safetensors file after `change`.

@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "ranks/mpirun.hpp"
+#include "support/temporary_directory.hpp"
 
 #ifdef FMOE_CLI
 namespace fusedmoe {
@@ -28,38 +29,29 @@ std::string Bytes(const std::string& path) {
 /// `fusedmoe run` as users start it.
 class RunOnRanks : public test::MpiTest {
  protected:
-  void SetUp() override {
-    MpiTest::SetUp();
-    directory_ = testing::TempDir() + "/" + Mark();
-  }
-  void TearDown() override {
-    std::error_code ignored;
-    std::filesystem::remove_all(directory_, ignored);
-  }
-
   void Sample(const std::string& scheme, const std::string& name = "checkpoint",
               const std::string& hidden = "128") {
-    const Job job = Run(1, {FMOE_CLI, "sample", "--family", "qwen3_moe", "--scheme", scheme, "--output",
-                            directory_ + "/" + name, "--hidden", hidden, "--intermediate", "128", "--experts",
-                            "10", "--top-k", "3", "--tokens", "7"});
+    const Job job = Run(
+        1, {FMOE_CLI, "sample", "--family", "qwen3_moe", "--scheme", scheme, "--output", directory_ / name,
+            "--hidden", hidden, "--intermediate", "128", "--experts", "10", "--top-k", "3", "--tokens", "7"});
     ASSERT_EQ(job.exit_code, 0) << job.text;
   }
   std::vector<std::string> Command(const std::string& name, const std::vector<std::string>& more) const {
     std::vector<std::string> command = {FMOE_CLI,
                                         "run",
-                                        directory_ + "/" + name,
+                                        directory_ / name,
                                         "--layer",
                                         "0",
                                         "--input",
-                                        directory_ + "/checkpoint/io/input.safetensors",
+                                        directory_ / "checkpoint/io/input.safetensors",
                                         "--output",
                                         Output()};
     command.insert(command.end(), more.begin(), more.end());
     return command;
   }
-  std::string Output() const { return directory_ + "/out.safetensors"; }
+  std::string Output() const { return directory_ / "out.safetensors"; }
 
-  std::string directory_;
+  const test::TemporaryDirectory directory_;
 };
 
 TEST_F(RunOnRanks, RankInvariant_WritesTheFileOfOneRank) {
@@ -178,9 +170,9 @@ TEST_F(RunOnRanks, Doctor_RefusesRecoveryAndPrintsTheCommand) {
 TEST_F(RunOnRanks, OtherWeightsOnOneRank_EndTheJobBeforeItRuns) {
   Sample("unquantized");
   // The same names, shapes and router; one expert's weights differ.
-  std::filesystem::copy(directory_ + "/checkpoint", directory_ + "/other",
+  std::filesystem::copy(directory_ / "checkpoint", directory_ / "other",
                         std::filesystem::copy_options::recursive);
-  for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/other")) {
+  for (const auto& entry : std::filesystem::directory_iterator(directory_ / "other")) {
     if (entry.path().extension() == ".safetensors") {
       std::string bytes = Bytes(entry.path());
       const size_t name = bytes.find("experts.4.down_proj.weight");
@@ -214,7 +206,7 @@ TEST_F(RunOnRanks, MissingInputOnOneRank_EndsTheJobWithItsExitCode) {
   Sample("unquantized");
   const std::vector<std::string> good = Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "10"});
   std::vector<std::string> bad = good;
-  bad[6] = directory_ + "/absent.safetensors";
+  bad[6] = directory_ / "absent.safetensors";
   std::vector<std::string> arguments = {"-n", "1"};
   arguments.insert(arguments.end(), good.begin(), good.end());
   arguments.insert(arguments.end(), {":", "-n", "1"});

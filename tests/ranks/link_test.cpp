@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "ranks/mpirun.hpp"
+#include "support/temporary_directory.hpp"
 
 #ifdef FMOE_ALL_RANK_TESTS
 namespace fusedmoe {
@@ -40,11 +41,9 @@ class TwoMachines : public test::MpiTest {
     if (!built) {
       GTEST_SKIP() << "no virtual cable or no namespaces of host names can be made here";
     }
-    directory_ = testing::TempDir() + "/" + Mark();
-    std::filesystem::create_directories(directory_);
     // What ssh would be: runs the command that follows the host's name there. Host names must differ, or Open
     // MPI takes both for one machine; so must /dev/shm.
-    agent_ = directory_ + "/agent.sh";
+    agent_ = directory_ / "agent.sh";
     std::ofstream(agent_) << "#!/bin/bash\nwhile [[ \"$1\" == -* ]]; do shift; done\nhost=$1; shift\nspace=" +
                                  space_[0] + "\n[ \"$host\" = nodeb ] && space=" + space_[1] +
                                  "\nexec ip netns exec $space unshare --uts --ipc --mount bash -c "
@@ -60,7 +59,6 @@ class TwoMachines : public test::MpiTest {
         std::filesystem::remove_all("/etc/netns/" + space, ignored);
       }
     }
-    std::filesystem::remove_all(directory_, ignored);
   }
 
   static bool Try(const std::string& command) {
@@ -82,7 +80,7 @@ class TwoMachines : public test::MpiTest {
 
   /// mpirun on the first machine, two ranks on each.
   Job RunOnBoth(const std::string& command) const {
-    const std::string out = directory_ + "/out";
+    const std::string out = directory_ / "out";
     const std::string line = agent_ +
                              " nodea \"mpirun --oversubscribe --bind-to none --mca mpi_yield_when_idle 1" +
                              " --mca plm_rsh_agent " + agent_ +
@@ -100,7 +98,8 @@ class TwoMachines : public test::MpiTest {
     return job;
   }
 
-  std::string space_[2], cable_[2], directory_, agent_;
+  std::string space_[2], cable_[2], agent_;
+  const test::TemporaryDirectory directory_;
 };
 
 TEST_F(TwoMachines, Doctor_AcceptsTheSettingsThatItPrints) {

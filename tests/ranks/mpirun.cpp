@@ -11,6 +11,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "support/temporary_directory.hpp"
+
 extern char** environ;
 
 namespace fusedmoe::test {
@@ -82,7 +84,8 @@ Job MpiTest::Launch(const std::vector<std::string>& arguments) {
   }
   argv.push_back(nullptr);
   // Through a file rather than a pipe: nothing to drain, nothing that can block.
-  const std::string out = testing::TempDir() + "/" + Mark();
+  const TemporaryDirectory directory;
+  const std::string out = directory / "out";
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
@@ -99,7 +102,6 @@ Job MpiTest::Launch(const std::vector<std::string>& arguments) {
   }
   job.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   job.text = Read(out);
-  unlink(out.c_str());
   return job;
 }
 

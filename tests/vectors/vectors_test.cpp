@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "support/golden.hpp"
+#include "support/temporary_directory.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::golden {
@@ -41,10 +42,9 @@ std::string CaseName(const testing::TestParamInfo<GoldenCase>& info) {
 
 TEST(GoldenFolder, ThatIsDamaged_IsAFailureAndNoCrash) {
   namespace fs = std::filesystem;
-  const fs::path folder = fs::path(testing::TempDir()) / "fusedmoe_damaged_vectors";
+  const test::TemporaryDirectory directory;
+  const fs::path& folder = directory.path();
   const fs::path source = fs::path(FMOE_GOLDEN_DIR) / "vectors";
-  fs::remove_all(folder);
-  fs::create_directory(folder);
   for (const std::string topic : {"routing", "nvfp4", "layers"}) {
     fs::copy_file(source / (topic + ".json"), folder / (topic + ".json"));
     // Without data every case fails by itself.
@@ -64,7 +64,6 @@ TEST(GoldenFolder, ThatIsDamaged_IsAFailureAndNoCrash) {
       EXPECT_FALSE(LoadTopic(folder.string(), topic).ok()) << topic << " of " << left << " bytes";
     }
   }
-  fs::remove_all(folder);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, GoldenVectors, testing::ValuesIn(AllCases()), CaseName);
