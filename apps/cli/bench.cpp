@@ -1,5 +1,3 @@
-#include <cstdio>
-#include <fstream>
 #include <memory>
 #include <sstream>
 #include <string>
@@ -235,19 +233,8 @@ std::string ReportText(const BenchReport& report) {
   return ceilings + "\n" + Table(rows);
 }
 
-Status WriteText(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  if (!file) {
-    std::remove(path.c_str());
-    return Status::System("cannot be written").WithFile(path);
-  }
-  return Status::Ok();
-}
-
 // What the run says as a whole: a wrong result first, then what could not run.
-Status Verdict(const BenchReport& report) {
+Status VerdictOf(const BenchReport& report) {
   for (const BenchRow& row : report.rows) {
     if (!row.ok) {
       return Status::No(fmt::format("{} {} at {} tokens lies {:.2e} from the reference, {:.2e} is allowed",
@@ -284,7 +271,7 @@ Status Bench(const BenchFlags& flags, Output& output) {
   }
   output.Document(ReportJson(report));
   output.Text(ReportText(report));
-  const Status verdict = Verdict(report);
+  const Status verdict = VerdictOf(report);
   return verdict.ok() && !flags.plot.empty() ? WriteText(flags.plot, RooflineSvg(report)) : verdict;
 }
 
@@ -316,7 +303,7 @@ Action DefineBench(CLI::App& app) {
   app.add_option("--max-bytes", flags->max_bytes,
                  "Prepared weights at a time; without it a quarter of the memory")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
-  app.add_option("--seconds", flags->seconds, "Timed calls of each row")->check(CLI::Range(0.0, 3600.0));
+  app.add_option("--seconds", flags->seconds, "Timed calls of each row")->check(Between(0, 3600));
   app.add_option("--seed", flags->seed, "Of weights, inputs and routings");
   app.add_flag(
       "--ranks", flags->on_ranks,

@@ -143,7 +143,7 @@ Action DefineDoctor(CLI::App& app) {
       "Print the settings of mpirun that jobs on ranks need; under mpirun, hold its settings against them");
   app.add_option("--deadline", options->rank_flags.deadline_seconds,
                  "Seconds in which all ranks must have come")
-      ->check(CLI::Range(0.1, 1e6));
+      ->check(Between(0.1, 1e6));
   app.add_flag("!--no-probe", options->probe, "Skip the bandwidth measurement (half a second, 2 GiB)");
   return [options](Output& output) { return Doctor(*options, output); };
 }

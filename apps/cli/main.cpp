@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <iostream>
 #include <new>
 #include <string>
 #include <string_view>
@@ -50,6 +51,17 @@ Status UsageError(const CLI::Error& error, int argc, char** argv) {
   return Status::Usage(error.what()).WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
 }
 
+/// The exit code of `status`, or that of a system failure where what was printed did not arrive.
+int Finish(Status status, const Output& output) {
+  std::cout.flush();
+  // Long documents are written before the flush, which then succeeds.
+  if ((std::fflush(stdout) != 0 || std::ferror(stdout) != 0 || !std::cout) && status.ok()) {
+    status = Status::System("cannot write to stdout");
+    output.Failure(status);
+  }
+  return static_cast<int>(status.code());
+}
+
 int Run(int argc, char** argv) {
   CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
   app.name("fusedmoe");
@@ -71,7 +83,8 @@ int Run(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {  // --help
-    return app.exit(success);
+    app.exit(success);
+    return Finish(Status::Ok(), output);
   } catch (const CLI::Error& error) {
     output.Failure(UsageError(error, argc, argv));
     return static_cast<int>(StatusCode::kUsage);
@@ -85,11 +98,7 @@ int Run(int argc, char** argv) {
   if (!status.ok()) {
     output.Failure(status);
   }
-  if (std::fflush(stdout) != 0 && status.ok()) {
-    status = Status::System("cannot write to stdout");
-    output.Failure(status);
-  }
-  return static_cast<int>(status.code());
+  return Finish(status, output);
 }
 
 }  // namespace

@@ -37,6 +37,30 @@ std::vector<std::string> SplitList(const std::string& text) {
   return words;
 }
 
+CLI::Validator Between(double least, double most) {
+  return CLI::Validator(
+      [least, most](std::string& text) {
+        double value = 0;
+        const bool within = CLI::detail::lexical_cast(text, value) && value >= least && value <= most;
+        return within ? std::string() : fmt::format("{} is not a number from {} to {}", text, least, most);
+      },
+      fmt::format("FLOAT in [{} - {}]", least, most));
+}
+
+Status WriteText(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) {
+    std::error_code ignored;
+    if (std::filesystem::is_regular_file(path, ignored)) {
+      std::filesystem::remove(path, ignored);
+    }
+    return Status::System("cannot be written").WithFile(path);
+  }
+  return Status::Ok();
+}
+
 void AddThreads(CLI::App& app, int& threads) {
   app.add_option("--threads", threads, "Threads of the CPU kernels; 0: one per usable core")
       ->check(CLI::Range(0, kMaxThreads))

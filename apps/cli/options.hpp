@@ -21,6 +21,12 @@ namespace fusedmoe::cli {
 /// The words of "a,b,c".
 std::vector<std::string> SplitList(const std::string& text);
 
+/// A number from `least` to `most`. CLI::Range lets "nan" pass.
+CLI::Validator Between(double least, double most);
+
+/// Writes a file of text; what cannot be finished is removed.
+Status WriteText(const std::string& path, const std::string& text);
+
 /// --threads, or FUSEDMOE_THREADS.
 void AddThreads(CLI::App& app, int& threads);
 

@@ -17,6 +17,8 @@
 
 #include <fmt/format.h>
 
+#include "options.hpp"
+
 namespace fusedmoe::cli {
 namespace {
 
@@ -121,7 +123,7 @@ void AddRanks(CLI::App& app, RankFlags& flags) {
                  "Steps between placements; the first comes after a quarter of it")
       ->check(steps);
   app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
-      ->check(CLI::Range(0.1, 1e6));
+      ->check(Between(0.1, 1e6));
 }
 
 Result<RankGroup> RankGroup::Open(const RankFlags& flags) {

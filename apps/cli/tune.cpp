@@ -1,5 +1,3 @@
-#include <cstdio>
-#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,13 +62,7 @@ Status Tune(const TuneFlags& flags, Output& output) {
                                       {"tile_tokens", crossover.tile_tokens}});
   }
   if (!flags.out.empty()) {
-    std::ofstream file(flags.out, std::ios::binary);
-    file << text;
-    file.close();
-    if (!file) {
-      std::remove(flags.out.c_str());
-      return Status::System("cannot be written").WithFile(flags.out);
-    }
+    FMOE_RETURN_IF_ERROR(WriteText(flags.out, text));
   }
   output.Document(std::move(document));
   output.Text(ReportText(costs));
@@ -85,8 +77,7 @@ Action DefineTune(CLI::App& app) {
                  "Schemes, separated by commas, with :a8 for --activation a8; without it one of each kernel");
   app.add_option("--isa", flags->isas, "Instruction sets, separated by commas; without it all of this CPU");
   AddThreads(app, flags->threads);
-  app.add_option("--seconds", flags->seconds, "Timed calls of each token count")
-      ->check(CLI::Range(0.0, 60.0));
+  app.add_option("--seconds", flags->seconds, "Timed calls of each token count")->check(Between(0, 60));
   app.add_option("--out", flags->out, "Write the figures to this file, for --tune of run, bench and verify");
   return [flags](Output& output) { return Tune(*flags, output); };
 }

@@ -1,4 +1,3 @@
-#include <fstream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -83,13 +82,6 @@ std::string ToText(const VerifyReport& report) {
   return text + Table(table);
 }
 
-Status WritePlot(const std::string& path, const std::string& svg) {
-  std::ofstream stream(path, std::ios::binary | std::ios::trunc);
-  stream << svg;
-  stream.close();
-  return stream ? Status::Ok() : Status::System("cannot write the plot").WithFile(path);
-}
-
 Status Verify(const VerifyFlags& flags, Output& output) {
   VerifyOptions options;
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
@@ -116,7 +108,7 @@ Status Verify(const VerifyFlags& flags, Output& output) {
                         subject.prepared ? VerifyPrepared(subject.prepared, options)
                                          : VerifyLayer(subject.checkpoint, subject.layer(), options));
   if (!flags.plot.empty()) {
-    FMOE_RETURN_IF_ERROR(WritePlot(flags.plot, ErrorMapSvg(report)));
+    FMOE_RETURN_IF_ERROR(WriteText(flags.plot, ErrorMapSvg(report)));
   }
   output.Document(ToJson(report, subject));
   output.Text(ToText(report));
@@ -146,7 +138,7 @@ Action DefineVerify(CLI::App& app) {
   app.add_option("--against", flags->against,
                  "Compare with this checkpoint of the same sizes through the reference, not with itself");
   app.add_option("--bound", flags->bound, "Relative L2 that is still ok, instead of the derived one")
-      ->check(CLI::NonNegativeNumber);
+      ->check(Between(0, 1e9));
   app.add_option("--plot", flags->plot, "Write the error map as SVG");
   app.add_option("--tokens", flags->tokens, "Random hidden states, without --input")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));

@@ -221,6 +221,14 @@ Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
 }
 
 Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
+  if (path.empty()) {
+    return Status::Usage("the file to be written has no name");
+  }
+  // Commit would put a file in the place of /dev/null.
+  struct stat old = {};
+  if (stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode)) {
+    return Status::Usage("a folder or a device stands there; only a regular file is replaced").WithFile(path);
+  }
   std::string temporary = path + ".XXXXXX";
   const int descriptor = mkostemp(temporary.data(), O_CLOEXEC);
   if (descriptor < 0) {

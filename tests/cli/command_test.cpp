@@ -1,5 +1,9 @@
+#include <sys/wait.h>
+
 #include <algorithm>
+#include <cstdlib>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -47,6 +51,29 @@ TEST(Command, Help_ExitsZeroOnStdout) {
   EXPECT_EQ(result.exit_code, 0);
   EXPECT_NE(result.out.find("doctor"), std::string::npos);
   EXPECT_EQ(result.err, "");
+}
+
+TEST(Command, OutputThatDoesNotArrive_ExitsFive) {
+  // Short and long: what fills the buffer of stdout fails in another place than its last piece.
+  for (const char* arguments : {"version", "--help", "explain --problem qwen3-30b-a3b --json"}) {
+    const int status = std::system((std::string(FMOE_CLI) + " " + arguments + " >/dev/full 2>&1").c_str());
+    EXPECT_EQ(WEXITSTATUS(status), 5) << arguments;
+  }
+}
+
+TEST(Command, NumberThatIsNone_IsUsage) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"run", "x", "--input", "x", "--output", "x", "--deadline", "nan"},
+        {"doctor", "--no-probe", "--deadline", "nan"},
+        {"tune", "--seconds", "nan"},
+        {"bench", "--seconds", "-nan"},
+        {"verify", "x", "--bound", "nan"},
+        {"verify", "x", "--bound", "-1"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0] << result.err;
+    EXPECT_NE(result.err.find("is not a number from"), std::string::npos) << result.err;
+    EXPECT_LT(result.err.size(), 120U) << result.err;
+  }
 }
 
 TEST(Command, Version_IsTheHeaders) {

@@ -1,3 +1,7 @@
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <filesystem>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -83,6 +87,17 @@ TEST(Verify, Plot_IsAPicture) {
   const std::string svg = ReadFile(directory / "map.svg");
   EXPECT_TRUE(svg.starts_with("<svg"));
   EXPECT_NE(svg.find("</svg>"), std::string::npos);
+}
+
+TEST(Verify, PlotThatDoesNotFit_IsRemoved) {
+  const SampleCheckpoint checkpoint("mixtral", "nvfp4_w4a16");
+  const TemporaryDirectory directory;
+  const std::string plot = directory / "map.svg";
+  // A file size limit of some kilobytes stands for a full disk.
+  const std::string command = "trap '' XFSZ; ulimit -f 4; " + std::string(FMOE_CLI) + " verify " +
+                              checkpoint.path() + " --plot " + plot + " >/dev/null 2>&1";
+  EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 5);
+  EXPECT_FALSE(std::filesystem::exists(plot));
 }
 
 }  // namespace

@@ -8,7 +8,10 @@
 #include <fstream>
 #include <thread>
 
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include "support/temporary_directory.hpp"
 
 namespace fusedmoe::platform {
 namespace {
@@ -17,18 +20,10 @@ namespace fs = std::filesystem;
 
 class Scratch {
  public:
-  Scratch() : path_(fs::temp_directory_path() / ("fusedmoe_file_" + std::to_string(getpid()))) {}
-  ~Scratch() {
-    std::error_code ignored;
-    fs::remove(path_, ignored);
-  }
-  std::string Write(size_t bytes) const {
-    std::ofstream(path_, std::ios::binary | std::ios::trunc) << std::string(bytes, 'x');
-    return path_.string();
-  }
+  std::string Write(size_t bytes) const { return directory_.Write("file", std::string(bytes, 'x')); }
 
  private:
-  fs::path path_;
+  test::TemporaryDirectory directory_;
 };
 
 TEST(InputFile, Reads_GiveTheBytesInBothWays) {
@@ -43,6 +38,21 @@ TEST(InputFile, Reads_GiveTheBytesInBothWays) {
     EXPECT_FALSE((*file)->Read(99'990, 11).ok());
     EXPECT_TRUE((*file)->Read(100'000, 0).ok());
   }
+}
+
+// With the rights for it, a finished file would take the place of a device.
+TEST(OutputFile, PlaceOfAFolderOrADevice_IsRefusedAndStays) {
+  const test::TemporaryDirectory directory;
+  const std::string pipe = directory / "pipe";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  for (const std::string& path : {pipe, directory.path().string(), std::string("/dev/null"), std::string()}) {
+    const auto file = OutputFile::Create(path);
+    ASSERT_FALSE(file.ok()) << path;
+    EXPECT_EQ(file.status().code(), StatusCode::kUsage) << path;
+    EXPECT_EQ(file.status().file(), path);
+  }
+  EXPECT_TRUE(fs::is_fifo(pipe));
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), {}), 1) << "nothing lies beside it";
 }
 
 // What was read stays as it was, whatever becomes of the file: no page of it is a page of the mapping.
