@@ -3,12 +3,13 @@
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
 
-.PHONY: help build setup run test test-ranks test-interop test-cuda asan tsan fuzz check format tables clean
+.PHONY: help build setup run test test-slow test-ranks test-interop test-cuda asan tsan fuzz check format tables clean
 
 help:
 	@echo "make build        build/release/fusedmoe and build/release/fusedmoe_vectors"
 	@echo "make run          a sample layer of Qwen3-30B-A3B sizes in NVFP4: plan, check, speed"
 	@echo "make test         tools/check, all tests of the release build"
+	@echo "make test-slow    every scheme through every backend, 25 drawn problems each"
 	@echo "make test-ranks   the tests under mpirun     make test-interop   against the Python ecosystem"
 	@echo "make test-cuda    the tests that need a card make asan tsan fuzz the sanitizers and fuzz targets"
 	@echo "make check        tools/check    make format   clang-format everything"
@@ -26,6 +27,9 @@ run: build
 
 test: setup
 	@tools/run_tests --check release
+
+test-slow: setup
+	@tools/run_tests --label slow release
 
 test-ranks: setup
 	@tools/run_tests --label ranks mpi

@@ -1,7 +1,5 @@
 # Builds every module of tools/layers.txt as an OBJECT library fmoe_<name> that links exactly the modules listed there.
 
-set(FUSEDMOE_MODULE_OBJECTS "" CACHE INTERNAL "")
-
 # Instruction sets by file name: kernels_<isa>.cpp is compiled for that ISA and exports one table (docs/kernels.md).
 set(FUSEDMOE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(FUSEDMOE_ISA_FLAGS_avx512 -mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl)
@@ -10,25 +8,46 @@ set(FUSEDMOE_ISA_FLAGS_avx512_bf16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512bf1
 set(FUSEDMOE_ISA_FLAGS_avx512_fp16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512fp16)
 set(FUSEDMOE_ISA_FLAGS_amx ${FUSEDMOE_ISA_FLAGS_avx512_fp16} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16)
 
-# Kernels carry no sanitizers: instrumented vectors take minutes and gigabytes to compile, and their reads and writes are
-# tested at guard pages (tests/experts_cpu).
-function(fusedmoe_set_isa_flags)
-  set(plain "")
-  if(FMOE_SANITIZE)
-    set(plain -fno-sanitize=all)
-  endif()
-  foreach(source IN LISTS ARGN)
+# Takes the kernels out of the list `variable` of a module's sources and compiles them as fmoe_<module>_kernels, without
+# sanitizers: instrumented vectors take minutes and gigabytes to compile, and their reads and writes are tested at guard
+# pages (tests/experts_cpu). Sanitizer presets have the flags of a release build for them and nothing of the build folder
+# in their command lines, so that ccache hands over what `release` has compiled: a third of those presets' time.
+function(fusedmoe_take_kernels target variable)
+  set(kernels "")
+  foreach(source IN LISTS ${variable})
     get_filename_component(stem "${source}" NAME_WE)
-    if(stem MATCHES "_(avx2|avx512|avx512_vnni|avx512_bf16|avx512_fp16|amx)$" AND stem MATCHES "^kernels_")
-      string(REGEX REPLACE "^kernels_" "" isa "${stem}")
-      string(REGEX REPLACE "^.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$" "\\1" isa "${isa}")
-      set_source_files_properties("${source}" PROPERTIES
-        COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}};${plain}"
-        SKIP_PRECOMPILE_HEADERS ON)
-    elseif(stem MATCHES "_emulated$")  # the same kernels in portable code: 20 s to compile, 220 with -O3, 640 instrumented
-      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "-O1;${plain}")
+    if(stem MATCHES "^kernels_.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$")
+      string(REGEX REPLACE "^.*_(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$" "\\1" isa "${stem}")
+      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}}")
+    elseif(stem MATCHES "_emulated$")  # the same kernels in portable code: 20 s to compile, 220 with -O3
+      set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS -O1)
+    else()
+      continue()
     endif()
+    list(APPEND kernels "${source}")
   endforeach()
+  if(kernels)
+    add_library(${target}_kernels OBJECT ${kernels})
+    target_link_libraries(${target}_kernels PRIVATE fmoe_kernel_options)
+    list(REMOVE_ITEM ${variable} ${kernels})
+  endif()
+  set(${variable} "${${variable}}" PARENT_SCOPE)
+endfunction()
+
+# Sanitizer presets compile targets that are mostly headers (JSON, the tables) in batches of files, which takes them half
+# the time; the others compile each file alone. Sources named here repeat a name that a sibling's anonymous namespace has.
+set(FUSEDMOE_ALONE scheme block_quantizer eplb_state tables_int tables_mx tables_nvfp4 layer_spec gguf_writer unpack bench
+    golden_checkpoints_test operations_nvfp4 operations_layers operations_routing operations_permutation)
+function(fusedmoe_batch target)
+  if(FMOE_SANITIZE)
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON)
+    foreach(source IN LISTS ARGN)
+      get_filename_component(stem "${source}" NAME_WE)
+      if(stem IN_LIST FUSEDMOE_ALONE)
+        set_source_files_properties("${source}" PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
+      endif()
+    endforeach()
+  endif()
 endfunction()
 
 # Device code fuses a multiplication and an addition only where its source says so, as CPU code does: routing and
@@ -44,7 +63,7 @@ endfunction()
 function(fusedmoe_add_modules table)
   file(STRINGS "${table}" lines REGEX "^[a-z]")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${table}")
-  set(objects "")
+  set(modules "")
   foreach(line IN LISTS lines)
     if(line MATCHES "^header ")
       continue()
@@ -63,16 +82,51 @@ function(fusedmoe_add_modules table)
     if(NOT sources)
       add_library(${target} INTERFACE)
     else()
+      fusedmoe_take_kernels(${target} sources)
       add_library(${target} OBJECT ${sources})
-      fusedmoe_set_isa_flags(${sources})
       fusedmoe_set_device_flags(${sources})
+      if(module MATCHES "^(quant|parallel|config|checkpoint|oracle|layer|jobs/.*)$")
+        fusedmoe_batch(${target} ${sources})
+      endif()
       target_link_libraries(${target} PRIVATE fmoe_options)
       foreach(dependency IN LISTS dependencies)
         string(REPLACE "/" "_" dependency_target "fmoe_${dependency}")
         target_link_libraries(${target} PRIVATE ${dependency_target})
       endforeach()
-      list(APPEND objects $<TARGET_OBJECTS:${target}>)
     endif()
+    list(APPEND modules ${module})
+    set_property(GLOBAL PROPERTY "fusedmoe_below_${module}" "${dependencies}")
   endforeach()
-  set(FUSEDMOE_MODULE_OBJECTS "${objects}" CACHE INTERNAL "")
+  set_property(GLOBAL PROPERTY fusedmoe_modules "${modules}")
+endfunction()
+
+# A static library of these modules and all that they link; without names, of every module.
+function(fusedmoe_add_archive name)
+  get_property(modules GLOBAL PROPERTY fusedmoe_modules)
+  set(wanted ${ARGN})
+  if(NOT wanted)
+    set(wanted ${modules})
+  endif()
+  set(objects "")
+  list(REVERSE modules)  # what a module may link stands above it in the table
+  foreach(module IN LISTS modules)
+    if(NOT module IN_LIST wanted)
+      continue()
+    endif()
+    get_property(below GLOBAL PROPERTY "fusedmoe_below_${module}")
+    list(APPEND wanted ${below})
+    string(REPLACE "/" "_" target "fmoe_${module}")
+    foreach(part IN ITEMS ${target} ${target}_kernels)
+      if(TARGET ${part})
+        get_target_property(type ${part} TYPE)
+        if(type STREQUAL "OBJECT_LIBRARY")
+          list(APPEND objects $<TARGET_OBJECTS:${part}>)
+        endif()
+      endif()
+    endforeach()
+  endforeach()
+  add_library(${name} STATIC ${objects})
+  set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
+  target_link_libraries(${name} PUBLIC Threads::Threads PRIVATE fmt::fmt ${CMAKE_DL_LIBS}
+    $<$<BOOL:${FMOE_CUDA_FOUND}>:CUDA::cudart_static>)
 endfunction()

@@ -1,7 +1,7 @@
 // Every scheme of the table through every backend that this build runs, against the reference backend.
 //
 // Problems are drawn from a seed; FMOE_CONFORMANCE_ROUNDS says how many per scheme and backend (default 1;
-// the ctest `conformance_full` runs more), FMOE_CONFORMANCE_SEED where they begin.
+// `make test-slow` runs 25), FMOE_CONFORMANCE_SEED where they begin.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
