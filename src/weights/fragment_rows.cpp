@@ -337,11 +337,12 @@ int64_t FragmentStager::FewestBytes(const FragmentSpec& spec, int64_t hidden, in
   return RoundUp(std::max(gate_up, kFragmentRows * RowBytes(spec.format, intermediate)), 16);
 }
 
-std::vector<FragmentPiece> FragmentStager::Cut(int64_t most_bytes) const {
-  std::vector<FragmentPiece> pieces;
+FragmentPieces FragmentStager::Cut(int64_t most_bytes) const {
+  FragmentPieces pieces;
   const auto cut = [&](FragmentPart part, int64_t rows, int64_t step, int64_t step_blocks) {
     FragmentPiece one{part, 0, step, step_blocks, 0};
-    const int64_t steps = std::max<int64_t>(1, most_bytes / StagedBytes(one));
+    const int64_t fit = std::max<int64_t>(1, most_bytes / StagedBytes(one)), all = CeilDiv(rows, step);
+    const int64_t steps = CeilDiv(all, CeilDiv(all, fit));  // pieces of about one size
     const int64_t block_bytes = FragmentBlockBytes(spec_.format, Cols(part));
     for (int64_t first = 0; first < rows; first += steps * step) {
       const int64_t count = std::min(steps, CeilDiv(rows - first, step));
@@ -353,6 +354,20 @@ std::vector<FragmentPiece> FragmentStager::Cut(int64_t most_bytes) const {
       GateUpBlocks(kFragmentSlab, gated()));
   cut(FragmentPart::kDown, hidden_, kFragmentRows, 1);
   return pieces;
+}
+
+std::vector<FragmentPieces> FragmentStager::CutTogether(int64_t most_bytes) const {
+  std::vector<FragmentPieces> together;
+  int64_t bytes = 0;
+  for (const FragmentPiece& piece : Cut(most_bytes)) {
+    bytes += StagedBytes(piece);
+    if (together.empty() || bytes > most_bytes) {
+      together.emplace_back();
+      bytes = StagedBytes(piece);
+    }
+    together.back().push_back(piece);
+  }
+  return together;
 }
 
 int64_t FragmentStager::StagedBytes(const FragmentPiece& piece) const {

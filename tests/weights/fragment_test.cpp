@@ -387,6 +387,65 @@ TEST(Fragment, CodesOfNaN_MakeTheScaleOfTheirRowNaN) {
   }
 }
 
+template <FragmentFormat kFormat>
+void ArrangeAs(const StagedRows& staged, int64_t blocks, int64_t block_bytes, uint8_t* out) {
+  const int64_t slabs = int64_t{staged.code_bytes} * 8 / FragmentTraitsOf(kFormat).code_bits / kFragmentSlab;
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+      for (int lane = 0; lane < 32; ++lane) {
+        ArrangeSlab<kFormat>(staged, b, slab, lane, out + b * block_bytes);
+      }
+    }
+  }
+}
+
+void Arrange(FragmentFormat format, const StagedRows& staged, int64_t blocks, int64_t block_bytes,
+             uint8_t* out) {
+  switch (format) {
+#define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group) \
+  case FragmentFormat::id:                                    \
+    return ArrangeAs<FragmentFormat::id>(staged, blocks, block_bytes, out);
+    FMOE_FRAGMENT_FORMATS(FMOE_ARRANGE_CASE)
+#undef FMOE_ARRANGE_CASE
+  }
+}
+
+/// As an upload does it: buffers of several pieces, arranged one piece after the other.
+TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
+  for (const Case& c : Cases()) {
+    std::mt19937 generator(41);
+    const CanonicalExpert expert = RandomExpert(c, 384, 320, true, generator);
+    const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+    Packed packed = Allocate(spec, 384, 320, true);
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok()) << c.scheme;
+    const auto stager = FragmentStager::Create(expert, spec);
+    ASSERT_TRUE(stager.ok());
+    const int64_t fewest = FragmentStager::FewestBytes(spec, 384, 320, true);
+    for (const int64_t bytes : {fewest, 5 * fewest / 2, int64_t{1} << 30}) {
+      std::vector<uint8_t> gate_up(packed.gate_up.size(), 0xee), down(packed.down.size(), 0xee);
+      std::vector<int64_t> nan_rows;
+      for (const FragmentPieces& together : stager->CutTogether(bytes)) {
+        std::vector<uint32_t> buffer(static_cast<size_t>(bytes == int64_t{1} << 30 ? 8 * fewest : bytes) / 4);
+        auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
+        for (const FragmentPiece& piece : together) {
+          ASSERT_LE(staged + stager->StagedBytes(piece),
+                    reinterpret_cast<uint8_t*>(buffer.data() + buffer.size()))
+              << c.scheme << ": more than a buffer holds";
+          stager->Stage(piece, staged, nan_rows);
+          const bool is_down = piece.part == FragmentPart::kDown;
+          Arrange(spec.format, stager->View(piece, staged), piece.blocks,
+                  FragmentBlockBytes(spec.format, is_down ? 320 : 384),
+                  (is_down ? down : gate_up).data() + piece.offset);
+          staged += stager->StagedBytes(piece);
+        }
+      }
+      EXPECT_EQ(gate_up, packed.gate_up) << c.scheme << " " << bytes;
+      EXPECT_EQ(down, packed.down) << c.scheme << " " << bytes;
+    }
+    EXPECT_EQ(stager->CutTogether(int64_t{1} << 30).size(), 1U) << c.scheme << ": a buffer holds all";
+  }
+}
+
 /// Pieces of any size arrange to the same blocks.
 TEST(Fragment, Pieces_CoverEveryBlockOnce) {
   for (const Case& c : Cases()) {

@@ -6,11 +6,13 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/arrange.hpp"
+#include "experts/cuda/piece_board.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/upload.hpp"
 #include "weights/fragment_rows.hpp"
@@ -22,8 +24,8 @@ constexpr std::string_view kInputByExpert = "input_by_expert";
 
 /// Pinned memory of all threads together, and of one buffer. Small copies leave gaps on the link, large
 /// buffers take long to pin and fall out of the caches before they are sent.
-constexpr int64_t kPinnedBytes = int64_t{64} << 20;
-constexpr int64_t kMostPieceBytes = int64_t{2} << 20;
+constexpr int64_t kPinnedBytes = int64_t{96} << 20;
+constexpr int64_t kMostBufferBytes = int64_t{3} << 20;
 
 /// The small vectors of all experts, on the host until the last expert is on its way.
 struct HostVectors {
@@ -177,34 +179,29 @@ bool AllEqual(const std::vector<T>& values, int64_t count) {
 class ExpertUpload {
  public:
   ExpertUpload(const CudaPlan& plan, const FragmentSizes& sizes, Uploader& uploader, uint8_t* gate_up,
-               uint8_t* down, int64_t piece_bytes, HostVectors& host)
+               uint8_t* down, int64_t buffer_bytes, HostVectors& host)
       : plan_(plan),
         sizes_(sizes),
         uploader_(uploader),
         gate_up_(gate_up),
         down_(down),
-        piece_bytes_(piece_bytes),
+        buffer_bytes_(buffer_bytes),
         host_(host) {}
 
-  Status Run(const CanonicalExpert& expert, int64_t index, int lane) const {
+  /// `lane`: of this thread; lanes that have nothing else to do take some of the pieces.
+  Status Run(const CanonicalExpert& expert, int64_t index, int lane, PieceBoard& board) const {
     FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
     FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
+    const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_);
+    std::vector<std::vector<int64_t>> nan_rows_of(copies.size());
+    FMOE_RETURN_IF_ERROR(
+        board.Run(lane, static_cast<int64_t>(copies.size()), [&](int64_t copy, int by) -> Status {
+          const auto at = static_cast<size_t>(copy);
+          return Send(stager, copies[at], index, by, nan_rows_of[at]);
+        }));
     std::vector<int64_t> nan_rows;
-    for (const FragmentPiece& piece : stager.Cut(piece_bytes_)) {
-      FMOE_ASSIGN_OR_RETURN(const Uploader::Buffer buffer, uploader_.NextBuffer(lane));
-      stager.Stage(piece, reinterpret_cast<uint8_t*>(buffer.host), nan_rows);
-      FMOE_RETURN_IF_ERROR(uploader_.Send(lane, stager.StagedBytes(piece)));
-      const bool is_down = piece.part == FragmentPart::kDown;
-      ArrangeCall arrange;
-      arrange.format = plan_.spec.format;
-      arrange.staged = stager.View(piece, reinterpret_cast<const uint8_t*>(buffer.device));
-      arrange.blocks = piece.blocks;
-      arrange.block_bytes =
-          FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
-      arrange.out = piece.offset +
-                    (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
-      arrange.stream = buffer.stream;
-      FMOE_RETURN_IF_ERROR(LaunchArrange(arrange));
+    for (const std::vector<int64_t>& rows : nan_rows_of) {
+      nan_rows.insert(nan_rows.end(), rows.begin(), rows.end());
     }
     if (!nan_rows.empty()) {
       host_.has_nan_rows = true;
@@ -230,31 +227,63 @@ class ExpertUpload {
   }
 
  private:
+  /// Stages pieces in a buffer of the lane; they are copied and arranged behind this call.
+  Status Send(const FragmentStager& stager, const FragmentPieces& pieces, int64_t index, int lane,
+              std::vector<int64_t>& nan_rows) const {
+    FMOE_ASSIGN_OR_RETURN(const Uploader::Buffer buffer, uploader_.NextBuffer(lane));
+    int64_t bytes = 0;
+    for (const FragmentPiece& piece : pieces) {
+      stager.Stage(piece, reinterpret_cast<uint8_t*>(buffer.host) + bytes, nan_rows);
+      bytes += stager.StagedBytes(piece);
+    }
+    FMOE_RETURN_IF_ERROR(uploader_.Send(lane, bytes));
+    const auto* staged = reinterpret_cast<const uint8_t*>(buffer.device);
+    for (const FragmentPiece& piece : pieces) {
+      const bool is_down = piece.part == FragmentPart::kDown;
+      ArrangeCall arrange;
+      arrange.format = plan_.spec.format;
+      arrange.staged = stager.View(piece, staged);
+      arrange.blocks = piece.blocks;
+      arrange.block_bytes =
+          FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
+      arrange.out = piece.offset +
+                    (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
+      arrange.stream = buffer.stream;
+      FMOE_RETURN_IF_ERROR(LaunchArrange(arrange));
+      staged += stager.StagedBytes(piece);
+    }
+    return Status::Ok();
+  }
+
   const CudaPlan& plan_;
   const FragmentSizes& sizes_;
   Uploader& uploader_;
   uint8_t* gate_up_;
   uint8_t* down_;
-  int64_t piece_bytes_;
+  int64_t buffer_bytes_;
   HostVectors& host_;
 };
 
-/// All experts, each by the lane that comes first.
+/// All experts, each by the lane that comes first; lanes for which none is left help the others.
 Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int lanes,
                  const Executor& executor) {
   std::atomic<int64_t> next = 0;
   std::vector<Status> statuses(static_cast<size_t>(lanes));
-  ParallelFor(executor, lanes, [&](int64_t lane) {
+  PieceBoard board;
+  ParallelFor(executor, lanes, [&](int64_t index_of_lane) {
+    const auto lane = static_cast<int>(index_of_lane);
     Status& status = statuses[static_cast<size_t>(lane)];
+    board.Enter();
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
       Result<CanonicalExpert> expert = source.load(index);
-      status = expert.ok() ? upload.Run(*expert, index, static_cast<int>(lane)) : expert.status();
+      status = expert.ok() ? upload.Run(*expert, index, lane, board) : expert.status();
       if (!status.ok()) {
         status = std::move(status).WithContext(fmt::format("expert {}", index));
         next = source.num_local_experts;  // the others end too
-        return;
+        break;
       }
     }
+    board.LeaveAndHelp(lane);
   });
   for (Status& status : statuses) {
     FMOE_RETURN_IF_ERROR(std::move(status));
@@ -285,13 +314,13 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   FMOE_ASSIGN_OR_RETURN(std::byte * down, shelf.Reserve("down", DType::kU8, {experts, sizes.down_bytes}));
   HostVectors host;
   MakeVectors(plan, sizes, host);
-  const int lanes = static_cast<int>(std::clamp<int64_t>(experts, 1, std::max(executor.num_threads, 1)));
-  const int64_t piece_bytes = std::max(
-      std::min(kMostPieceBytes, kPinnedBytes / (2 * lanes)),
+  const int lanes = std::max(executor.num_threads, 1);
+  const int64_t buffer_bytes = std::max(
+      std::min(kMostBufferBytes, kPinnedBytes / (2 * lanes)),
       FragmentStager::FewestBytes(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated()));
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(lanes, piece_bytes));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(lanes, buffer_bytes));
   const ExpertUpload upload(plan, sizes, *uploader, reinterpret_cast<uint8_t*>(gate_up),
-                            reinterpret_cast<uint8_t*>(down), piece_bytes, host);
+                            reinterpret_cast<uint8_t*>(down), buffer_bytes, host);
   FMOE_RETURN_IF_ERROR(UploadAll(source, upload, lanes, executor));
   FMOE_RETURN_IF_ERROR(uploader->Finish());
   Uploader::Keep(std::move(uploader));
