@@ -46,28 +46,51 @@ void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random,
 }
 
 /// Codes of every size, and corrections and scales as packing would leave them, in kind if not in value.
-void FillTile(const Weights& weights, TileKind kind, int64_t k, std::mt19937& random, std::byte* bytes) {
-  const TileView view = ViewTile(bytes, weights.kernel, kind, k, kMaxHeight);
-  for (int64_t i = 0; i < k * Planes(kind) * kMaxHeight; ++i) {
+void FillTile(const Weights& weights, TileKind kind, int64_t k, int height, std::mt19937& random,
+              std::byte* bytes) {
+  const TileView view = ViewTile(bytes, weights.kernel, kind, k, height);
+  for (int64_t i = 0; i < k * Planes(kind) * height; ++i) {
     bytes[i] = static_cast<std::byte>(static_cast<int8_t>(static_cast<int>(random() % 255) - 127));
   }
   const Correction correction = CorrectionOf(weights.kernel);
-  for (int64_t i = 0; i < k / correction.group * kMaxHeight; ++i) {
+  for (int64_t i = 0; i < k / correction.group * height; ++i) {
     view.correction[i] = static_cast<int32_t>(random() % 2000) - 1000;
     if (correction.zero == 0) {
       const auto sum = static_cast<float>(view.correction[i]);
       std::memcpy(view.correction + i, &sum, 4);
     }
   }
-  for (int64_t i = 0; i < k / ActivationGroup(weights.kernel, kind) * kMaxHeight; ++i) {
+  for (int64_t i = 0; i < k / ActivationGroup(weights.kernel, kind) * height; ++i) {
     view.scale[i] = 0.01F + static_cast<float>(random() % 100) / 100.0F;
   }
 }
 
-// Tokens of a batch have the bits of tokens alone, whatever the stripes are divided into, side by side or
-// every other one.
-TEST(Batch_OfTallTiles, HasTheBitsOfOneTileAfterTheOther) {
-  constexpr int64_t kK = 256, kStripes = 7;
+/// One token of a tall tile as a tile of its own.
+TileView TokenAlone(const Weights& weights, TileKind kind, int64_t k, const TileView& tall, int token,
+                    std::vector<int32_t>& memory) {
+  memory.resize(static_cast<size_t>(TileRowBytes(weights.kernel, kind, k) / 4));
+  for (size_t word = 0; word < memory.size(); ++word) {
+    memory[word] = static_cast<const int32_t*>(tall.codes)[static_cast<int64_t>(word) * tall.height + token];
+  }
+  TileView view = ViewTile(memory.data(), weights.kernel, kind, k, 1);
+  view.group_scales = tall.group_scales;
+  return view;
+}
+
+struct Batch {
+  int64_t num_stripes, num_tiles, stride;
+  int height;
+  bool decode_once;
+};
+
+// Tokens of tall tiles have the bits of tokens alone: stripe after stripe or every other one, an odd one at
+// the end, decoded for each tile or once for all, of eight tokens and of four.
+TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
+  constexpr int64_t kK = 640;  // more than one slab, not a whole number of them
+  constexpr int64_t kMostStripes = 4;
+  const Batch batches[] = {{1, 1, 1, 8, false}, {2, 2, 2, 8, true},  {4, 3, 1, 8, false}, {2, 4, 1, 8, true},
+                           {3, 5, 2, 8, true},  {4, 8, 1, 8, false}, {2, 1, 1, 4, true},  {3, 2, 2, 4, false},
+                           {4, 1, 1, 4, false}, {1, 5, 1, 8, true}};
   int64_t compared = 0;
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
@@ -80,33 +103,40 @@ TEST(Batch_OfTallTiles, HasTheBitsOfOneTileAfterTheOther) {
         const int64_t blocks = kK / weights.panel.block, stripe_bytes = blocks * weights.panel.block_bytes();
         const int64_t tile_bytes = TileRowBytes(weights.kernel, kind, kK) * kMaxHeight;
         const int64_t reach = 8 * stripe_bytes;  // prefetches may ask for more than is there, loads may not
-        std::vector<std::byte> stripes(static_cast<size_t>(2 * kStripes * stripe_bytes + reach));
+        std::vector<std::byte> stripes(static_cast<size_t>(2 * kMostStripes * stripe_bytes + reach));
         std::vector<std::byte> tiles(static_cast<size_t>(kBatchTiles * tile_bytes));
-        FillStripes(weights.panel, 2 * kStripes * blocks, random, stripes.data());
-        std::vector<TileView> views;
-        for (int64_t tile = 0; tile < kBatchTiles; ++tile) {
-          FillTile(weights, kind, kK, random, tiles.data() + tile * tile_bytes);
-          views.push_back(ViewTile(tiles.data() + tile * tile_bytes, weights.kernel, kind, kK, kMaxHeight));
-          views.back().group_scales = GroupScalesOf(weights.panel);
-        }
+        FillStripes(weights.panel, 2 * kMostStripes * blocks, random, stripes.data());
         const auto* first = reinterpret_cast<const uint8_t*>(stripes.data());
-        for (int64_t num_stripes = 1; num_stripes <= kStripes; ++num_stripes) {
-          const int64_t num_tiles = 1 + num_stripes % kBatchTiles,
-                        stride = stripe_bytes * (1 + num_stripes % 2);
-          const int64_t sums = num_stripes * kMaxHeight * kPanelRows;
-          std::vector<float> expected(static_cast<size_t>(num_tiles * sums)), actual(expected.size(), -1.0F);
-          for (int64_t i = 0; i < num_tiles * num_stripes; ++i) {
-            table.dot[weights.kernel][kind][kNumHeights - 1](first + i % num_stripes * stride, 1, blocks,
-                                                             &views[static_cast<size_t>(i / num_stripes)],
-                                                             expected.data() + i * kMaxHeight * kPanelRows);
+        for (const Batch& batch : batches) {
+          std::vector<TileView> views;
+          for (int64_t tile = 0; tile < batch.num_tiles; ++tile) {
+            std::byte* bytes = tiles.data() + tile * tile_bytes;
+            FillTile(weights, kind, kK, batch.height, random, bytes);
+            views.push_back(ViewTile(bytes, weights.kernel, kind, kK, batch.height));
+            views.back().group_scales = GroupScalesOf(weights.panel);
+            views.back().decode_once = batch.decode_once;
           }
-          table.batch[weights.kernel][kind](first, num_stripes, stride, blocks, views.data(), num_tiles,
-                                            actual.data());
+          const int64_t stride = stripe_bytes * batch.stride;
+          const int64_t count = batch.num_tiles * batch.num_stripes * batch.height;
+          std::vector<float> expected(static_cast<size_t>(count * kPanelRows)),
+              actual(expected.size(), -1.0F);
+          std::vector<int32_t> memory;
+          for (int64_t i = 0; i < count; ++i) {
+            const auto token = static_cast<int>(i % batch.height);
+            const int64_t stripe = i / batch.height % batch.num_stripes;
+            const int64_t tile = i / batch.height / batch.num_stripes;
+            const TileView alone =
+                TokenAlone(weights, kind, kK, views[static_cast<size_t>(tile)], token, memory);
+            table.dot[weights.kernel][kind][0](first + stripe * stride, 1, blocks, &alone,
+                                               expected.data() + i * kPanelRows);
+          }
+          table.batch[weights.kernel][kind](first, batch.num_stripes, stride, blocks, views.data(),
+                                            batch.num_tiles, actual.data());
           ASSERT_TRUE(
               std::all_of(expected.begin(), expected.end(), [](float x) { return std::isfinite(x); }));
           ASSERT_EQ(0, std::memcmp(expected.data(), actual.data(), expected.size() * sizeof(float)))
-              << isa << " weights " << weights.kernel << " kind " << kind << ", " << num_stripes
-              << " stripes, " << num_tiles << " tiles";
+              << isa << " weights " << weights.kernel << " kind " << kind << ", " << batch.num_stripes
+              << " stripes, " << batch.num_tiles << " tiles of " << batch.height;
           ++compared;
         }
       }
@@ -115,7 +145,8 @@ TEST(Batch_OfTallTiles, HasTheBitsOfOneTileAfterTheOther) {
   if (compared == 0) {
     GTEST_SKIP() << "needs avx512_vnni";
   }
-  EXPECT_EQ(compared % ((10 * 2 + 2) * kStripes), 0) << "all integer formats, with every kind that they have";
+  EXPECT_EQ(compared % ((10 * 2 + 2) * static_cast<int64_t>(std::size(batches))), 0)
+      << "all integer formats, with every kind that they have";
 }
 
 // One code of one times an activation of one: what is left is the scale, of every code of every type.

@@ -345,15 +345,18 @@ void CpuExperts::PrefetchSides(const float* scales, const float* biases, int64_t
   }
 }
 
-TileView CpuExperts::View(const GemmShape& shape, std::byte* memory, int height,
-                          const Stretch& stretch) const {
-  TileView view = ViewTile(memory, plan_.kernel, shape.tile, shape.padded_cols, height);
+/// Where a tile of `tiles` stands. Written in place: copying what was just written field by field waits for
+/// those stores, 5 % of prefill with 16 tokens an expert.
+void CpuExperts::View(const GemmShape& shape, std::byte* tiles, const Tile& tile, const Stretch& stretch,
+                      TileView& view) const {
+  view = ViewTile(tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, shape.tile, shape.padded_cols,
+                  kHeights[tile.height_index]);
   view.group_scales = GroupScalesOf(plan_.panel);
+  view.decode_once = plan_.decode_once;
   view.prefetch_near = plan_.prefetch_near;
   view.prefetch_far = plan_.prefetch_far;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
-  return view;
 }
 
 /// Into how many ranges of stripes a GEMM is divided.
@@ -404,49 +407,64 @@ void CpuExperts::GateUp(Run& run) const {
   });
 }
 
-/// Output columns that a micro-kernel computes before its sums are worked on: for one short tile, whose sums
-/// wait for the last products of their stripe, several; and as many as a batch takes.
+/// Output columns that a micro-kernel computes before its sums are worked on: two stripes, for one short
+/// tile, whose sums wait for the last products of their stripe, several.
 int64_t CpuExperts::ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_t tile_begin,
                                   int64_t tile_end) const {
-  if (TilesAtOnce(run, shape, tile_begin, tile_end) > 1) {
-    return kBatchStripes / shape.parts;
-  }
   const bool is_short = tile_end - tile_begin == 1 && run.tiles[tile_begin].height_index <= 1;
-  return is_short ? kShortTileStripes : 2 / shape.parts;
+  const bool apart = separate_inputs_ && shape.parts == 2;  // two stripes of each part
+  return is_short ? kShortTileStripes : apart ? kBatchStripes / 2 : 2 / shape.parts;
 }
 
-/// Tiles from `begin` on that meet the weights together: a batch of tall ones, or one.
+/// Whether a tile is for the batch kernels.
+bool CpuExperts::IsTall(const GemmShape& shape, const Tile& tile) const {
+  return table_->batch[plan_.kernel][shape.tile] != nullptr &&
+         kHeights[tile.height_index] >= LeastTallHeight(shape.tile);
+}
+
+/// Tiles from `begin` on that meet the weights together: tall ones of one height, or one.
 int64_t CpuExperts::TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const {
-  if (table_->batch[plan_.kernel][shape.tile] == nullptr) {
+  if (!IsTall(shape, run.tiles[begin])) {
     return 1;
   }
-  int64_t tall = 0;  // the tall tiles of an expert come first
-  while (begin + tall < end && kHeights[run.tiles[begin + tall].height_index] == kMaxHeight) {
+  int64_t tall = 1;
+  while (begin + tall < end && run.tiles[begin + tall].height_index == run.tiles[begin].height_index) {
     ++tall;
   }
-  return tall < LeastBatchTiles(shape.tile)
-             ? 1
-             : CeilDiv(tall, CeilDiv(tall, kBatchTiles));  // batches of equal size
+  return CeilDiv(tall, CeilDiv(tall, kBatchTiles));  // batches of equal size
 }
 
-/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce. One tile meets stripes that
-/// follow each other.
+/// What tall tiles that meet stripes up to `end` ask for meanwhile, `bytes` of the next ones in equal shares.
+CpuExperts::Ahead CpuExperts::AheadOf(const Run& run, const GemmShape& shape, int64_t tile_begin,
+                                      int64_t tile_end, const uint8_t* end, int64_t bytes,
+                                      const Stretch& stretch) const {
+  const uint8_t* next = end < stretch.end ? end : stretch.next;
+  const Tile* tiles = run.tiles + tile_begin;
+  const int64_t tall = std::count_if(tiles, tiles + (tile_end - tile_begin),
+                                     [&](const Tile& tile) { return IsTall(shape, tile); });
+  return {tiles, tall, next, next == nullptr ? 0 : bytes};
+}
+
+/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce. One short tile meets stripes
+/// that follow each other.
 void CpuExperts::Multiply(const GemmShape& shape, std::byte* tiles, const Tile* first, int64_t count,
                           const Stripes& stripes, float* sums) const {
-  const auto view_of = [&](const Tile& tile) {
-    return View(shape, tiles + tile.first_row * shape.tile_row_bytes, kHeights[tile.height_index],
-                stripes.stretch);
-  };
-  if (count == 1) {
-    // Not an element of an array: copying what was just written field by field waits for those stores, 5 % of
-    // prefill with 16 tokens an expert.
-    const TileView view = view_of(*first);
+  if (!IsTall(shape, *first)) {
+    TileView view;
+    View(shape, tiles, *first, stripes.stretch, view);
     table_->dot[plan_.kernel][shape.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
                                                                &view, sums);
     return;
   }
+  const Ahead& ahead = stripes.ahead;
+  const auto share = [&](int64_t tile) { return ahead.bytes * tile / ahead.num_tiles / 64 * 64; };
   TileView views[kBatchTiles];
-  std::transform(first, first + count, views, view_of);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t tile = first + i - ahead.tiles;
+    View(shape, tiles, first[i], stripes.stretch, views[i]);
+    views[i].next = ahead.next + share(tile);
+    views[i].next_bytes = share(tile + 1) - share(tile);
+  }
   table_->batch[plan_.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
                                           count, sums);
 }
@@ -468,6 +486,8 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
   arguments.mid_stride = shape.row_stride();
   PrefetchSides(expert.gate_up_scale, expert.gate_up_bias, (stripe + num_stripes) * shape.parts,
                 num_stripes * shape.parts);
+  const int64_t bytes = num_stripes * shape.parts * shape.stripe_bytes;
+  const Ahead ahead = AheadOf(run, shape, tile_begin, tile_end, weights + bytes, bytes, stretch);
   for (int64_t index = tile_begin, count = 0; index < tile_end; index += count) {
     count = TilesAtOnce(run, shape, index, tile_end);
     const Tile* tiles = run.tiles + index;
@@ -475,20 +495,22 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape.parts;
     if (!separate_inputs_) {
       Multiply(shape, run.input_tiles, tiles, count,
-               {weights, num_stripes * shape.parts, shape.stripe_bytes, stretch}, dots);
-    } else if (count == 1) {  // still one stream of weights: each stripe meets the tile of its part
+               {weights, num_stripes * shape.parts, shape.stripe_bytes, stretch, ahead}, dots);
+    } else if (!IsTall(shape,
+                       *tiles)) {  // still one stream of weights: each stripe meets the tile of its part
       for (int64_t i = 0; i < num_stripes * shape.parts; ++i) {
         Multiply(shape, run.InputTiles(plan_, i % shape.parts), tiles, 1,
-                 {weights + i * shape.stripe_bytes, 1, shape.stripe_bytes, stretch}, dots + i * stripe_sums);
+                 {weights + i * shape.stripe_bytes, 1, shape.stripe_bytes, stretch, ahead},
+                 dots + i * stripe_sums);
       }
     } else {
       column_sums = stripe_sums;
       up_sums = count * num_stripes * stripe_sums;
       for (int part = 0; part < shape.parts; ++part) {
-        Multiply(
-            shape, run.InputTiles(plan_, part), tiles, count,
-            {weights + part * shape.stripe_bytes, num_stripes, shape.parts * shape.stripe_bytes, stretch},
-            dots + part * up_sums);
+        Multiply(shape, run.InputTiles(plan_, part), tiles, count,
+                 {weights + part * shape.stripe_bytes, num_stripes, shape.parts * shape.stripe_bytes, stretch,
+                  ahead},
+                 dots + part * up_sums);
       }
     }
     for (int64_t i = 0; i < count * num_stripes; ++i) {
@@ -546,11 +568,14 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
         PrefetchSides(next->down_scale, next->down_bias, first_stripe, step);
       }
       PrefetchSides(expert.down_scale, expert.down_bias, stripe + step, step);
+      const uint8_t* weights = expert.down + stripe * shape.stripe_bytes;
+      const int64_t bytes = count * shape.stripe_bytes;
+      const Ahead ahead = AheadOf(run, shape, begin, end, weights + bytes, bytes, stretch);
       for (int64_t index = begin, taken = 0; index < end; index += taken) {
         taken = TilesAtOnce(run, shape, index, end);
         const Tile* tiles = run.tiles + index;
-        Multiply(shape, run.mid_tiles, tiles, taken,
-                 {expert.down + stripe * shape.stripe_bytes, count, shape.stripe_bytes, stretch}, dots);
+        Multiply(shape, run.mid_tiles, tiles, taken, {weights, count, shape.stripe_bytes, stretch, ahead},
+                 dots);
         for (int64_t i = 0; i < taken * count; ++i) {
           const Tile& tile = tiles[i / count];
           const int64_t col = (stripe + i % count) * kPanelRows;

@@ -65,20 +65,32 @@ class CpuExperts final : public Experts {
     const uint8_t* end;
     const uint8_t* next;
   };
+  /// What the tall ones of some tiles ask for in equal shares.
+  struct Ahead {
+    const Tile* tiles;
+    int64_t num_tiles;
+    const uint8_t* next;
+    int64_t bytes;
+  };
   /// Stripes of one expert, `stride` bytes apart.
   struct Stripes {
     const uint8_t* first;
     int64_t count;
     int64_t stride;
     const Stretch& stretch;
+    const Ahead& ahead;
   };
-  TileView View(const GemmShape& shape, std::byte* memory, int height, const Stretch& stretch) const;
+  void View(const GemmShape& shape, std::byte* tiles, const Tile& tile, const Stretch& stretch,
+            TileView& view) const;
   int64_t NumRanges(const Run& run, const GemmShape& shape) const;
   void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
   int64_t ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end) const;
+  bool IsTall(const GemmShape& shape, const Tile& tile) const;
   int64_t TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const;
+  Ahead AheadOf(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end,
+                const uint8_t* end, int64_t bytes, const Stretch& stretch) const;
   void Multiply(const GemmShape& shape, std::byte* tiles, const Tile* first, int64_t count,
                 const Stripes& stripes, float* sums) const;
   void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int64_t num_stripes,

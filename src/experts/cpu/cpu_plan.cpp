@@ -315,6 +315,14 @@ void SetPrefetch(const Machine& machine, CpuPlan& plan) {
   plan.prefetch_near = bits == 4 ? 9216 : bits > 8 ? 5120 : plan.panel.code == DType::kU8 ? 7680 : 10752;
 }
 
+/// Whether weights are decoded into L1 for many tall tiles, or for each in registers. Cores of Intel decode
+/// with the two ports that multiply. On Zen 5 what is decoded has to be stored, which costs as much (layers
+/// at 64 tokens an expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but for NVFP4
+/// with its four scales a unit (56 and 59.5).
+bool DecodesOnce(const Machine& machine, WeightKernel kernel) {
+  return machine.cpu_name.find("AMD") == std::string::npos || kernel == kWeightNvfp4;
+}
+
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CpuPlan plan;
@@ -363,6 +371,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + 2 * active;
   SetPrefetch(machine, plan);
+  plan.decode_once = DecodesOnce(machine, plan.kernel);
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   if (tiles.enabled) {
     const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));

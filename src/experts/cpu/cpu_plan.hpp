@@ -98,6 +98,8 @@ struct CpuPlan {
   int weight_nodes = 1;
   /// How far ahead a short tile asks for weights, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near = 0, prefetch_far = 0;
+  /// Whether many tall tiles meet weights that were decoded for all of them (dot_tall_isa.hpp).
+  bool decode_once = false;
   TilePlan tiles;
 };
 

@@ -179,6 +179,9 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
   }
 }
 
+/// Tokens of a tall tile that meet two stripes at a time.
+constexpr int kPairTokens = 4;
+
 /// Four tokens of a tall tile with one block of kStripes stripes, into their totals. `from`: words that are
 /// decoded, or the block itself.
 template <WeightKernel kWeight, TileKind kKind, int kStripes, bool kDecoded>
@@ -247,9 +250,9 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
       Store(out + tile * tile_sums + i * 16, Zero());
     }
   }
+  const int64_t lines_at_once = LinesOf(tiles[0], blocks).at_once;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t offset = block * Panel::kBlockBytes;
-    PrefetchPair<Panel::kBlockBytes>(stripes, offset, stripe_stride, tiles);
     const uint8_t *at[2], *from[2];
     for (int s = 0; s < kStripes; ++s) {
       at[s] = from[s] = stripes + s * stripe_stride + offset;
@@ -261,6 +264,9 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int32_t* words = (const int32_t*)tiles[tile].codes + block * kBlockWords;
       const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : block * kMaxHeight);
+      NextLines next = {tiles[tile].next + block * lines_at_once * 64,
+                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once};
+      PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
         TallBlock<kWeight, kKind, kStripes, kDecoded>(from, at, words + first, scales + first,
                                                       out + tile * tile_sums + first * 16);

@@ -218,116 +218,6 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
   }
 }
 
-/// Tall tiles of e2m1 weights meet two stripes at a time: each word of activations is broadcast once for 32
-/// rows, since one load for every multiplication is what held them up. Weights from memory, Zen 5, GOP/s with
-/// one stripe -> two: NVFP4 669 -> 704 at 16 tokens, 683 -> 715 at 64. INT4 and INT8 lose (755 -> 697, 651 ->
-/// 526 at 16 tokens: two streams of more bytes); two planes of activations do not fit the registers.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-constexpr bool IsPaired() {
-  return kHasByteDot && kHalves == 1 && kHeight > kPairTokens && Planes(kKind) == 1 &&
-         IntegerPanel<kWeight>::kE2m1;
-}
-
-/// One group of two stripes for kTokens tokens: integer sums as fp32.
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kTokens>
-FMOE_INLINE void GroupSumsPair(const uint8_t* unit, int64_t stripe_bytes, int group, Ints table,
-                               const int32_t* words, const int32_t* correction, int first,
-                               Floats (*sums)[kTokens]) {
-  using Panel = IntegerPanel<kWeight>;
-  constexpr int kSteps = Panel::kGroup / 16;
-  Ints sum[2][kTokens];
-  Unroll<kTokens>([&](auto t) FMOE_FLAT { sum[0][t] = sum[1][t] = IntSet(correction[first + t]); });
-  Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    Ints weights[2][4];
-    Unroll<2>([&](auto s) FMOE_FLAT {
-      Panel::Decode(unit + s * stripe_bytes, group * kSteps + step, 0, table, weights[s]);
-    });
-    const int32_t* at = words + step * 4 * kHeight + first;
-    Unroll<4>([&](auto q) FMOE_FLAT {
-      Unroll<kTokens>([&](auto t) FMOE_FLAT {
-        const Ints word = IntSet(at[q * kHeight + t]);
-        Unroll<2>([&](auto s) FMOE_FLAT { sum[s][t] = ByteDot(sum[s][t], weights[s][q], word); });
-      });
-    });
-  });
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = ToFloats((&sum[0][0])[i]); });
-}
-
-/// One unit of two stripes for kTokens tokens from `first` on: adds to accumulators[stripe][token].
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kTokens>
-FMOE_INLINE void IntegerUnitPair(const uint8_t* unit, const uint8_t* scales, int64_t stripe_bytes, Ints table,
-                                 const int32_t* words, const int32_t* correction,
-                                 const float* activation_scale, int first, Floats (*accumulators)[kTokens]) {
-  using Panel = IntegerPanel<kWeight>;
-  constexpr int kGroups = 64 / Panel::kGroup;
-  constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
-  constexpr bool kUnitSums = kKind != kTileA4;
-  Floats unit_sums[2][kTokens];
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&unit_sums[0][0])[i] = Zero(); });
-  for (int group = 0; group < kGroups; ++group) {
-    Floats weight_scale[2], zero[2], sums[2][kTokens];
-    Unroll<2>([&](auto s) FMOE_FLAT {
-      LoadGroupScale<kWeight>(scales + s * stripe_bytes, {}, group, 0, weight_scale[s], zero[s]);
-    });
-    GroupSumsPair<kWeight, kKind, kHeight, kTokens>(unit, stripe_bytes, group, table,
-                                                    words + group * kGroupWords, correction + group * kHeight,
-                                                    first, sums);
-    Unroll<kTokens>([&](auto t) FMOE_FLAT {
-      Unroll<2>([&](auto s) FMOE_FLAT {
-        if constexpr (kUnitSums) {
-          unit_sums[s][t] = MultiplyAdd(sums[s][t], weight_scale[s], unit_sums[s][t]);
-        } else {
-          const Floats both = Multiply(weight_scale[s], Set(activation_scale[group * kHeight + first + t]));
-          accumulators[s][t] = MultiplyAdd(sums[s][t], both, accumulators[s][t]);
-        }
-      });
-    });
-  }
-  if constexpr (kUnitSums) {
-    Unroll<kTokens>([&](auto t) FMOE_FLAT {
-      Unroll<2>([&](auto s) FMOE_FLAT {
-        accumulators[s][t] =
-            MultiplyAdd(unit_sums[s][t], Set(activation_scale[first + t]), accumulators[s][t]);
-      });
-    });
-  }
-}
-
-/// Two stripes, four tokens after four in each block, with the additions of IntegerDot in their order.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void IntegerDotPair(const uint8_t* stripes, int64_t blocks, const TileView* tile, float* out) {
-  using Panel = IntegerPanel<kWeight>;
-  constexpr int kTokens = kPairTokens, kParts = kHeight / kTokens;
-  constexpr int kGroups = 64 / Panel::kGroup;
-  const int64_t stripe_bytes = blocks * Panel::kLeastBytes;
-  const Ints table = E2m1Table();
-  const int32_t* words = (const int32_t*)tile->codes;
-  const int32_t* correction = tile->correction;
-  const float* scale = tile->scale;
-  Floats kept[kParts][2][kTokens];
-  Unroll<2 * kHeight>([&](auto i) FMOE_FLAT { (&kept[0][0][0])[i] = Zero(); });
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t offset = block * Panel::kLeastBytes;
-    PrefetchPair<Panel::kLeastBytes>(stripes, offset, stripe_bytes, tile);
-    for (int part = 0; part < kParts; ++part) {
-      Floats sums[2][kTokens];  // a copy, since registers cannot be indexed
-      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = (&kept[part][0][0])[i]; });
-      IntegerUnitPair<kWeight, kKind, kHeight, kTokens>(
-          stripes + offset, stripes + offset + Panel::kUnitBytes, stripe_bytes, table, words, correction,
-          scale, part * kTokens, sums);
-      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&kept[part][0][0])[i] = (&sums[0][0])[i]; });
-    }
-    words += 16 * kHeight;
-    correction += kGroups * kHeight;
-    scale += (kKind == kTileA4 ? kGroups : 1) * kHeight;
-  }
-  Unroll<2 * kHeight>([&](auto i) FMOE_FLAT {
-    constexpr int kPart = decltype(i)() / (2 * kTokens), kStripe = decltype(i)() / kTokens % 2;
-    constexpr int kToken = decltype(i)() % kTokens;
-    Store(out + (kStripe * kHeight + kPart * kTokens + kToken) * 16, kept[kPart][kStripe][kToken]);
-  });
-}
-
 /// One token where a row of a stripe takes two registers: both halves meet a word of activations together, so
 /// that it is broadcast once. With the halves one after the other GCC kept all words of a block in memory,
 /// and one token was bound by that traffic: NVFP4 with 15 bits 24.6 -> 28.3 GB/s, weights from memory (Zen
@@ -463,12 +353,6 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                 float* out) {
-  if constexpr (IsPaired<kWeight, kKind, kHeight>()) {
-    if (num_stripes == 2) {
-      IntegerDotPair<kWeight, kKind, kHeight>(stripes, blocks, tile, out);
-      return;
-    }
-  }
   if constexpr (kHeight <= kTwoLoopsHeight) {
     if (tile->prefetch_far != 0) {
       IntegerStripes<kWeight, kKind, kHeight, FarPrefetch::kAlways>(stripes, num_stripes, blocks, tile, out);

@@ -2,6 +2,7 @@
 
 #include "experts/cpu/dot_float_isa.hpp"
 #include "experts/cpu/dot_integer_isa.hpp"
+#include "experts/cpu/dot_tall_isa.hpp"
 
 /// The micro-kernels: 16 rows of weights times a tile of 1 to 8 tokens, K innermost.
 ///

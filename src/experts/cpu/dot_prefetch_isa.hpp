@@ -19,9 +19,6 @@ enum class FarPrefetch { kNever, kAlways, kAsked };
 constexpr int kTwoLoopsHeight = 2;
 constexpr int kFarPrefetchHeight = 4;
 
-/// Tokens of a tall tile that meet two stripes at a time.
-constexpr int kPairTokens = 4;
-
 /// Where a task will read what stands `ahead` of where it is:
 ///
 ///     expert 5 | .. [ my stripes ] ..        expert 9 | .. [ my stripes ] ..
@@ -34,8 +31,8 @@ FMOE_INLINE const uint8_t* InStretch(const uint8_t* ahead, const TileView* tile)
   return ahead + (ahead >= tile->stretch_end ? tile->stretch_jump : 0);
 }
 
-/// Asks for the lines that follow a block by the distances of the tile (CpuPlan says which, and why). Blocks
-/// have kLeastBytes, or more where the type of their scales says so.
+/// Short tiles ask for the lines that follow a block by the distances of the tile (CpuPlan says which, and
+/// why). Blocks have kLeastBytes, or more where the type of their scales says so.
 template <FarPrefetch kFar, int64_t kLeastBytes>
 FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
   constexpr int64_t kLines = (kLeastBytes + 63) / 64;
@@ -54,16 +51,23 @@ FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t bytes, const TileVi
   }
 }
 
-/// The same for a block of two stripes side by side: beyond their end stand the next two.
-template <int64_t kBytes>
-FMOE_INLINE void PrefetchPair(const uint8_t* stripes, int64_t offset, int64_t stripe_bytes,
-                              const TileView* tile) {
-  offset += tile->prefetch_near / 2;
-  offset += offset >= stripe_bytes ? stripe_bytes : 0;
-  const uint8_t* near = InStretch(stripes + offset, tile);
-  for (int64_t line = 0; line < kBytes; line += 64) {
-    Prefetch(near + line);
-    Prefetch(near + stripe_bytes + line);
+/// Lines of the stripes that come next, asked for into L2 while a tall tile is multiplied: a few at each of
+/// its steps. With one tile after the other asking some KB ahead of itself, the first waited for memory and
+/// the others had nothing to wait for.
+struct NextLines {
+  const uint8_t* at;
+  const uint8_t* end;
+  int64_t at_once;
+};
+
+FMOE_INLINE NextLines LinesOf(const TileView& tile, int64_t steps) {
+  const int64_t lines = (tile.next_bytes + 63) / 64;
+  return {tile.next, tile.next + tile.next_bytes, (lines + steps - 1) / steps};
+}
+
+FMOE_INLINE void PrefetchLines(NextLines& lines) {
+  for (int64_t i = 0; i < lines.at_once && lines.at < lines.end; ++i, lines.at += 64) {
+    PrefetchFar(lines.at);
   }
 }
 

@@ -78,6 +78,7 @@ struct TileView {
   void* codes;
   int32_t* correction;
   float* scale;
+  int height;
   /// How far ahead of the stripe's blocks lines are asked for, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near;
   int64_t prefetch_far;
@@ -86,6 +87,10 @@ struct TileView {
   const uint8_t* stretch_end;
   int64_t stretch_jump;
   GroupScales group_scales;  ///< of the weights, where they are integers in groups
+  /// Tall tiles: what to ask for while this one is multiplied.
+  const uint8_t* next;
+  int64_t next_bytes;
+  bool decode_once;  ///< weights, for several tiles (dot_tall_isa.hpp)
 };
 
 /// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
@@ -159,7 +164,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {memory, 0, 0, 0, 0, 0, 0, {kRowF32, false}};
+  TileView view = {memory, 0, 0, height, 0, 0, 0, 0, {kRowF32, false}, 0, 0, false};
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
     const int64_t group = CorrectionOf(kernel).group;
@@ -174,16 +179,16 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
-/// The same for `num_tiles` tiles of kMaxHeight tokens and stripes `stripe_stride` bytes apart:
+/// The same for `num_tiles` tall tiles of one height and stripes `stripe_stride` bytes apart:
 /// out[tile][stripe][token][16].
 typedef void (*BatchKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride,
                             int64_t blocks, const TileView* tiles, int64_t num_tiles, float* out);
-/// Tiles of a batch, at most and so that decoding once is worth its way through L1; and stripes of a call.
+/// Tiles and stripes of a call, at most; and the heights that are tall.
 constexpr int kBatchTiles = 8;
-static constexpr int LeastBatchTiles(TileKind kind) {
-  return kind == kTileF32 || IsPairTile(kind) ? 2 : 4;
+constexpr int kBatchStripes = 4;
+static constexpr int LeastTallHeight(TileKind kind) {
+  return kind == kTileF32 || IsPairTile(kind) ? kMaxHeight : kMaxHeight / 2;
 }
-constexpr int kBatchStripes = 6;
 
 /// Quantizes `units` pieces of 64 values into a tile of one token.
 struct PackArguments {
@@ -363,7 +368,7 @@ struct KernelTable {
   const char* isa;
   /// Null where weights and tile do not meet, and for heights that the registers do not hold.
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];
-  /// Null where several tall tiles gain nothing from meeting the weights together.
+  /// Of tall tiles; null where the registers do not hold them.
   BatchKernel batch[kNumWeightKernels][kNumTileKinds];
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "experts/cpu/dot_batch_isa.hpp"
 #include "experts/cpu/dot_isa.hpp"
 #include "experts/cpu/epilogue_isa.hpp"
 #include "experts/cpu/pack_isa.hpp"
@@ -18,12 +17,14 @@ template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
-  table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
-  if constexpr (kHasEight && kKind != kTileA24) {
-    table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
-  }
-  if constexpr (kHasByteDot && kHasEight && kKind != kTileA24) {
-    table.batch[kWeight][kKind] = &IntegerBatch<kWeight, kKind>;
+  if constexpr (kHasTall && kKind != kTileA24) {
+    table.dot[kWeight][kKind][2] = table.dot[kWeight][kKind][3] = &TallTile<kWeight, kKind>;
+    table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
+  } else {
+    table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
+    if constexpr (kHasEight && kKind != kTileA24) {
+      table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
+    }
   }
 }
 

@@ -1,0 +1,333 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/dot_integer_isa.hpp"
+
+/// Tall tiles and integer weights: two stripes meet four tokens (two of 15 bits) from the first k to the
+/// last.
+///
+///              k ->                    one unit = 64 k
+///     stripes  [codes | scales] x 2    --decode-->  vectors of bytes, in registers or from L1
+///     tile     [64 k x 8 tokens]       four of them: each word is broadcast for both stripes
+///     sums     [2][4] fp32             in registers until the stripes end
+///
+/// What counts on Zen 5 is the number of stores: a 512-bit store takes the place of two `vpdpbusd` (24 of
+/// these and 6 stores take 18 cycles, without stores 12; the same with fused multiply-adds, not with
+/// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed. A unit
+/// of MXFP4 takes 79 cycles: 64 for its products, 12 for scales (two fused multiply-adds make as much as two
+/// products), 3 for look-ups that get in the way of products. Weights in L2, Zen 5, share of the VNNI peak:
+/// MXFP4 69 -> 80 %.
+///
+/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead.
+///
+/// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+constexpr bool kHasTall = kHasByteDot && kHalves == 1;
+
+/// Tokens that meet the weights at a time. With 16 sums of integers and 8 of floats the registers are full.
+template <TileKind kKind>
+constexpr int kTallTokens = 4 / Planes(kKind);
+
+/// A unit of two stripes as the panel holds it, decoded in registers.
+template <WeightKernel kWeight>
+struct PackedPair {
+  using Panel = IntegerPanel<kWeight>;
+  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
+  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kZeros = Panel::kGrouped;
+
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t stride;  ///< from the first stripe to the second
+  GroupScales type;
+  Ints table;
+
+  /// Eight k of a stripe as two vectors of bytes.
+  FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
+    const uint8_t* at = pair.codes + stripe * pair.stride;
+    if constexpr (Panel::kE2m1) {
+      DecodeE2m1(at + eight * 64, 0, pair.table, out);
+    } else if constexpr (Panel::kNibbles) {
+      DecodeU4(at + eight * 64, 0, out);
+    } else {
+      out[0] = LoadInts(at + eight * 128);
+      out[1] = LoadInts(at + eight * 128 + 64);
+    }
+  }
+  FMOE_INLINE void LoadScale(const PackedPair& pair, int stripe, int group, Floats& scale, Floats& zero) {
+    LoadGroupScale<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0, scale, zero);
+  }
+};
+
+/// The same decoded. Formats that look alike share it, and what multiplies it.
+template <int kGroupK, bool kHasScales, bool kHasZeros>
+struct alignas(64) DecodedPair {
+  static constexpr int kGroup = kGroupK, kGroups = 64 / kGroup;
+  static constexpr bool kScales = kHasScales, kZeros = kHasZeros;
+
+  uint8_t codes[8][2][128];
+  float scales[kGroups][2][16];
+  float zeros[kZeros ? kGroups : 1][2][16];
+
+  FMOE_INLINE void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
+    out[0] = LoadInts(pair.codes[eight][stripe]);
+    out[1] = LoadInts(pair.codes[eight][stripe] + 64);
+  }
+  FMOE_INLINE void LoadScale(const DecodedPair& pair, int stripe, int group, Floats& scale, Floats& zero) {
+    scale = Load(pair.scales[group][stripe]);
+    zero = kZeros ? Load(pair.zeros[group][stripe]) : Zero();
+  }
+
+  template <class Packed>
+  FMOE_INLINE void Decode(const Packed& packed, DecodedPair* out) {
+    Unroll<16>([&](auto i) FMOE_FLAT {
+      constexpr int kEight = decltype(i)() / 2, kStripe = decltype(i)() % 2;
+      Ints weights[2];
+      Packed::Load8(packed, kStripe, kEight, weights);
+      StoreInts(out->codes[kEight][kStripe], weights[0]);
+      StoreInts(out->codes[kEight][kStripe] + 64, weights[1]);
+    });
+    Unroll<kScales ? 2 * kGroups : 0>([&](auto i) FMOE_FLAT {
+      Floats scale, zero;
+      Packed::LoadScale(packed, i % 2, i / 2, scale, zero);
+      Store(out->scales[i / 2][i % 2], scale);
+      if constexpr (kZeros) {
+        Store(out->zeros[i / 2][i % 2], zero);
+      }
+    });
+  }
+};
+
+/// One unit of 64 k: sums[stripe][token] += weights times tokens.
+///
+/// Two groups of k, or two halves of one, have integers of their own, so that sixteen chains of additions
+/// overlap: an instruction takes four cycles and two begin in each (INT4 per channel with eight chains: 82 %
+/// of the peak, with sixteen 88).
+template <class Pair, TileKind kKind, int kHeight, int kTokens>
+FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t* correction,
+                          const float* activation_scale, Floats (*sums)[kTokens]) {
+  constexpr int kPlanes = Planes(kKind), kGroups = Pair::kGroups;
+  constexpr int kChains = kGroups == 1 ? 2 : kGroups;  // pieces of k with integers of their own
+  constexpr int kEights = 8 / kChains;
+  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
+  Floats unit_sums[2][kTokens];
+  const auto add_group = [&](auto group, Ints(*dots)[2][kTokens]) FMOE_FLAT {
+    Unroll<2>([&](auto s) FMOE_FLAT {
+      Floats scale, zero;
+      Pair::LoadScale(pair, s, group, scale, zero);
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        Ints whole = dots[kPlanes - 1][s][t];
+        if constexpr (kPlanes == 2) {
+          whole = IntAdd(ShiftLeft<7>(dots[0][s][t]), whole);
+        }
+        Floats sum = ToFloats(whole);
+        if constexpr (Pair::kZeros) {
+          sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group * kHeight + t]), sum);
+        }
+        if constexpr (kUnitSums) {
+          unit_sums[s][t] = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, unit_sums[s][t]);
+        } else if constexpr (kKind == kTileA4) {
+          const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
+          sums[s][t] = MultiplyAdd(sum, both, sums[s][t]);
+        } else {
+          sum = Pair::kScales ? Multiply(sum, scale) : sum;
+          sums[s][t] = MultiplyAdd(sum, Set(activation_scale[t]), sums[s][t]);
+        }
+      });
+    });
+  };
+  Unroll<kChains / 2>([&](auto part) FMOE_FLAT {
+    Ints dots[2][kPlanes][2][kTokens];
+    Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kChain = decltype(i)() / (kPlanes * kTokens), kPlane = decltype(i)() / kTokens % kPlanes;
+      constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * 2 + kChain;
+      constexpr bool kCorrected = !Pair::kZeros && kPlane + 1 == kPlanes && kAt < kGroups;
+      dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] =
+          kCorrected ? IntSet(correction[kAt * kHeight + kToken]) : IntZero();
+    });
+    Unroll<2 * kEights>([&](auto i) FMOE_FLAT {
+      constexpr int kChain = decltype(i)() % 2;
+      constexpr int kEight = (decltype(part)() * 2 + kChain) * kEights + decltype(i)() / 2;
+      Ints weights[2][2];
+      Unroll<2>([&](auto s) FMOE_FLAT { Pair::Load8(pair, s, kEight, weights[s]); });
+      Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
+        constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
+        constexpr int kToken = decltype(j)() % kTokens;
+        constexpr int kWord = (kEight / 2 * kPlanes + kPlane) * 4 + kEight % 2 * 2 + q;
+        const Ints word = IntSet(words[kWord * kHeight + kToken]);
+        Unroll<2>([&](auto s) FMOE_FLAT {
+          Ints& sum = dots[kChain][kPlane][s][kToken];
+          sum = ByteDot(sum, weights[s][q], word);
+        });
+      });
+    });
+    if constexpr (kGroups == 1) {
+      Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+        Ints* first = &dots[0][0][0][0];
+        first[i] = IntAdd(first[i], (&dots[1][0][0][0])[i]);
+      });
+      add_group(Index<0>(), dots[0]);
+    } else {
+      add_group(Index<decltype(part)() * 2>(), dots[0]);
+      add_group(Index<decltype(part)() * 2 + 1>(), dots[1]);
+    }
+  });
+  if constexpr (kUnitSums) {
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kToken = decltype(i)() / 2, kStripe = decltype(i)() % 2;
+      Floats& sum = sums[kStripe][kToken];
+      sum = MultiplyAdd(unit_sums[kStripe][kToken], Set(activation_scale[kToken]), sum);
+    });
+  }
+}
+
+/// Where tokens stand in a tile, and how far a unit moves on.
+template <class Pair, TileKind kKind, int kHeight>
+struct TallTokens {
+  const int32_t* words;
+  const int32_t* correction;
+  const float* scale;
+
+  FMOE_INLINE TallTokens At(const TileView& tile, int64_t unit, int token) {
+    TallTokens at = {(const int32_t*)tile.codes + token, tile.correction + token, tile.scale + token};
+    Advance(at, unit);
+    return at;
+  }
+  FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
+    at.words += units * (16 * Planes(kKind) * kHeight);
+    at.correction += units * (Pair::kGroups * kHeight);
+    at.scale += units * ((kKind == kTileA4 ? Pair::kGroups : 1) * kHeight);
+  }
+};
+
+/// One tile: out[stripe][token][16], stripes decoded for every four tokens again.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+__attribute__((noinline)) void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks,
+                                       const TileView& tile, float* out) {
+  using Pair = PackedPair<kWeight>;
+  using Panel = IntegerPanel<kWeight>;
+  using Tokens = TallTokens<Pair, kKind, kHeight>;
+  constexpr int kTokens = kTallTokens<kKind>;
+  Pair pair = {stripes, stripes, stride, tile.group_scales, Panel::kE2m1 ? E2m1Table() : IntZero()};
+  const int64_t block_bytes = Panel::BlockBytes(tile.group_scales);
+  NextLines next = LinesOf(tile, blocks * (kHeight / kTokens));
+  for (int first = 0; first < kHeight; first += kTokens) {
+    Tokens tokens = Tokens::At(tile, 0, first);
+    Floats sums[2][kTokens];
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
+    for (int64_t block = 0; block < blocks; ++block) {
+      PrefetchLines(next);
+      pair.codes = stripes + block * block_bytes;
+      pair.scales = pair.codes + Panel::kCodeBytes;
+      for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
+        TallUnit<Pair, kKind, kHeight>(pair, tokens.words, tokens.correction, tokens.scale, sums);
+        Tokens::Advance(tokens, 1);
+      }
+    }
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+      Store(out + (kStripe * kHeight + first + kToken) * 16, sums[kStripe][kToken]);
+    });
+  }
+}
+
+/// Units that are decoded for all tiles: 17 to 20 KB of L1, beside a tile.
+constexpr int kSlabUnits = 8;
+
+/// `units` decoded units with those of a tile from `first_unit` on, added to `out` or starting it.
+template <class Pair, TileKind kKind>
+__attribute__((noinline)) void MultiplySlab(const Pair* pairs, int64_t first_unit, int64_t units,
+                                            const TileView& tile, NextLines next, float* out) {
+  using Tokens = TallTokens<Pair, kKind, kMaxHeight>;
+  constexpr int kTokens = kTallTokens<kKind>;
+  for (int first = 0; first < kMaxHeight; first += kTokens) {
+    Tokens tokens = Tokens::At(tile, first_unit, first);
+    float* place = out + first * 16;
+    Floats sums[2][kTokens];
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+      sums[kStripe][kToken] = first_unit == 0 ? Zero() : Load(place + (kStripe * kMaxHeight + kToken) * 16);
+    });
+    for (int64_t unit = 0; unit < units; ++unit) {
+      PrefetchLines(next);
+      TallUnit<Pair, kKind, kMaxHeight>(pairs[unit], tokens.words, tokens.correction, tokens.scale, sums);
+      Tokens::Advance(tokens, 1);
+    }
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+      Store(place + (kStripe * kMaxHeight + kToken) * 16, sums[kStripe][kToken]);
+    });
+  }
+}
+
+/// Several tiles of kMaxHeight: out[tile][..] as of TallDot, `tile_sums` floats apart.
+template <WeightKernel kWeight, TileKind kKind>
+__attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks,
+                                         const TileView* tiles, int64_t num_tiles, int64_t tile_sums,
+                                         float* out) {
+  using Packed = PackedPair<kWeight>;
+  using Panel = IntegerPanel<kWeight>;
+  using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros>;
+  constexpr int kParts = kMaxHeight / kTallTokens<kKind>;
+  Pair pairs[kSlabUnits];
+  const int64_t units = blocks * Panel::kUnits;
+  NextLines next = LinesOf(tiles[0], units * kParts);
+  const GroupScales type = tiles[0].group_scales;
+  for (int64_t first = 0, count = 0; first < units; first += count) {
+    count = units - first < kSlabUnits ? units - first : kSlabUnits;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
+      const Packed packed = {block + (first + i) % Panel::kUnits * Panel::kUnitBytes,
+                             block + Panel::kCodeBytes, stride, type, Panel::kE2m1 ? E2m1Table() : IntZero()};
+      Pair::Decode(packed, &pairs[i]);
+    }
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      next.at = tiles[tile].next + first * kParts * next.at_once * 64;
+      next.end = tiles[tile].next + tiles[tile].next_bytes;
+      MultiplySlab<Pair, kKind>(pairs, first, count, tiles[tile], next, out + tile * tile_sums);
+    }
+  }
+}
+
+/// Tiles from which on decoding once for all of them is worth its stores, where it is at all.
+constexpr int kSlabTiles = 4;
+
+/// A BatchKernel. A last stripe without a partner meets itself.
+template <WeightKernel kWeight, TileKind kKind>
+void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
+               const TileView* tiles, int64_t num_tiles, float* out) {
+  const int64_t stripe_sums = (int64_t)tiles[0].height * 16, tile_sums = num_stripes * stripe_sums;
+  for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
+    alignas(64) float twice[2 * kMaxHeight * 16];
+    const bool alone = stripe + 1 == num_stripes;
+    if (tiles[0].decode_once && num_tiles >= kSlabTiles && tiles[0].height == kMaxHeight && !alone) {
+      TallSlabs<kWeight, kKind>(stripes, stride, blocks, tiles, num_tiles, tile_sums,
+                                out + stripe * stripe_sums);
+      continue;
+    }
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      float* place = out + tile * tile_sums + stripe * stripe_sums;
+      float* sums = alone ? twice : place;
+      if (tiles[tile].height == kMaxHeight) {
+        TallDot<kWeight, kKind, kMaxHeight>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
+      } else {
+        TallDot<kWeight, kKind, kMaxHeight / 2>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
+      }
+      for (int64_t i = 0; alone && i < stripe_sums; i += 16) {
+        Store(place + i, Load(twice + i));
+      }
+    }
+  }
+}
+
+/// The same for one tile and stripes that follow each other.
+template <WeightKernel kWeight, TileKind kKind>
+void TallTile(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+  const int64_t stride = blocks * IntegerPanel<kWeight>::BlockBytes(tile->group_scales);
+  TallBatch<kWeight, kKind>(stripes, num_stripes, stride, blocks, tile, 1, out);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
