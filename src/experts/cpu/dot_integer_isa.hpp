@@ -96,6 +96,13 @@ constexpr int TokensAtOnce() {
   return kHeight < kRegisters ? kHeight : kRegisters;
 }
 
+/// Chains of additions of a token and plane. Groups of 64 are sixteen `vpdpbusd` behind each other: with one
+/// token they fill the scheduler with operations that wait, and loads of the next blocks come late.
+template <TileKind kKind, int kGroup, int kCount>
+constexpr int SumChains() {
+  return kHasByteDot && kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
+}
+
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
 FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
@@ -103,13 +110,15 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
-  Ints sum[Planes(kKind)][kCount];  // of each plane, the highest first
-  Unroll<kCount>([&](auto t) FMOE_FLAT {
-    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[plane][t] = IntZero(); });
-    if constexpr (!Panel::kGrouped) {
-      sum[Planes(kKind) - 1][t] = IntSet(correction[first + t]);
+  constexpr int kChains = SumChains<kKind, Panel::kGroup, kCount>();
+  Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
+  Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
+    constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
+    if constexpr (!Panel::kGrouped && chain == 0) {
+      sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
       if constexpr (kKind == kTileA24) {
-        sum[0][t] = IntSet(correction[kHeight + first + t]);
+        sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
       }
     }
   });
@@ -118,18 +127,24 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     Panel::Decode(unit, group * kSteps + step, half, table, weights);
     const int32_t* at = words + step * kStepWords + first;
     Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
-      Dot16<Panel::kLargestCode, kCount>(sum[plane], weights, at + plane * 4 * kHeight, kHeight);
+      Dot16<Panel::kLargestCode, kCount>(sum[step % kChains][plane], weights, at + plane * 4 * kHeight,
+                                         kHeight);
     });
+  });
+  Unroll<(kChains - 1) * Planes(kKind) * kCount>([&](auto i) FMOE_FLAT {
+    constexpr int chain = 1 + decltype(i)() / (Planes(kKind) * kCount);
+    constexpr int plane = decltype(i)() / kCount % Planes(kKind), t = decltype(i)() % kCount;
+    sum[0][plane][t] = IntAdd(sum[0][plane][t], sum[chain][plane][t]);
   });
   Unroll<kCount>([&](auto t) FMOE_FLAT {
     constexpr int kLast = Planes(kKind) - 1;
-    Ints low = sum[kLast][t];
+    Ints low = sum[0][kLast][t];
     if constexpr (kLast > 0) {
-      low = IntAdd(ShiftLeft<7>(sum[kLast - 1][t]), low);
+      low = IntAdd(ShiftLeft<7>(sum[0][kLast - 1][t]), low);
     }
     sums[t] = ToFloats(low);
     if constexpr (kKind == kTileA24) {  // three planes in 32 bits would overflow
-      sums[t] = MultiplyAdd(ToFloats(sum[0][t]), Set(16384.0F), sums[t]);
+      sums[t] = MultiplyAdd(ToFloats(sum[0][0][t]), Set(16384.0F), sums[t]);
     }
   });
 }
