@@ -20,9 +20,13 @@
 /// then needs two scales for 32 weights, and a token is read in natural order, 16 values at a time.
 ///
 ///     4 bit    512 B a slab: lane's 16 bytes = words j = 0..3, word j = a0..a3 of k-step j
-///     8 bit   1024 B: piece p (k-steps 2p, 2p+1) = 32 lanes x 16 bytes, words {a0 a2}, {a1 a3} a k-step: the
+///     int8    1024 B: piece p (k-steps 2p, 2p+1) = 32 lanes x 16 bytes, words {a0 a2}, {a1 a3} a k-step: the
 ///             four codes of a row as bytes, k + 0, 2, 1, 3. So a piece is the A fragment of one step of the
 ///             8-bit instructions (32 k) as it stands, and shifts alone make pairs of 16 bits of it.
+///     e4m3    1024 B: piece h (rows r + 8 h) = 8 rows x 64 bytes, lane q's 16 at q ^ (r >> 1): words j =
+///     0..3,
+///             word j = {a0 a2} or {a1 a3} of k-step j, codes as above. So a piece is a shared memory operand
+///             of the 8-bit instructions as it stands: 8 rows, K contiguous, 64-byte swizzle.
 ///     16 bit  2048 B: piece j (k-step j) = 32 lanes x 16 bytes, words a0, a1, a2, a3
 ///
 /// How the codes sit in a word is the business of fragment_codes.hpp; scales stand as FragmentScale says.
@@ -178,10 +182,17 @@ FMOE_HOST_DEVICE constexpr int TokenPosition(int k) {
 /// k of a row of an 8-bit token operand: 128 bytes, two slabs.
 inline constexpr int kFragmentByteSlab = 128;
 
-/// Where k (0..127) stands among them. Step p of a slab takes 32 bytes: lane q's codes of k-step 2p stand at
-/// 4q, those of 2p + 1 at 16 + 4q, in the order of the weights' bytes.
-FMOE_HOST_DEVICE constexpr int TokenByte(int k) {
-  return (k >> 6) * 64 + (k >> 2 & 3) * 16 + (k >> 4 & 3) * 4 + (k & 1) * 2 + (k >> 1 & 1);
+/// Where k (0..127) stands among them, in the order of the weights' bytes. Integers: step p of a slab takes
+/// 32 bytes, lane q's codes of k-step 2p stand at 4q, those of 2p + 1 at 16 + 4q.
+FMOE_HOST_DEVICE constexpr int TokenByte(FragmentCode code, int k) {
+  const int in_word = (k & 1) * 2 + (k >> 1 & 1);
+  return code == FragmentCode::kInt8 ? (k >> 6) * 64 + (k >> 2 & 3) * 16 + (k >> 4 & 3) * 4 + in_word
+                                     : (k & ~3) + in_word;
+}
+
+/// Where a lane's 16 bytes stand in a piece of e4m3 codes, in lanes.
+FMOE_HOST_DEVICE constexpr int BytePlace(int lane) {
+  return lane ^ (lane >> 3 & 3);
 }
 
 }  // namespace fusedmoe

@@ -42,12 +42,13 @@ FMOE_HOST_DEVICE constexpr uint32_t CodeOfBits(FragmentCode code, int slot, uint
 
 /// Byte offset, in the codes of a slab, of the word of k-step j that holds fragment register a0 + slot of a
 /// lane.
-FMOE_HOST_DEVICE constexpr int WordOffset(int bits, int lane, int j, int slot) {
+FMOE_HOST_DEVICE constexpr int WordOffset(FragmentCode code, int bits, int lane, int j, int slot) {
   switch (bits) {
     case 4:
       return lane * 16 + j * 4;
     case 8:
-      return j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot % 2) * 4;
+      return code == FragmentCode::kE4M3 ? slot % 2 * 512 + BytePlace(lane) * 16 + j * 4
+                                         : j / 2 * 512 + lane * 16 + (j % 2 * 2 + slot % 2) * 4;
     default:
       return j * 512 + lane * 16 + slot * 4;
   }
@@ -151,7 +152,7 @@ FMOE_HOST_DEVICE inline void ArrangeLane(const StagedRows& staged, int64_t b, in
       }
     }
     for (int slot = 0; slot < (kBits == 4 ? 1 : kBits == 8 ? 2 : 4); ++slot) {
-      *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kBits, lane, j, slot)) = words[slot];
+      *reinterpret_cast<uint32_t*>(slab_codes + WordOffset(kCode, kBits, lane, j, slot)) = words[slot];
     }
   }
 }

@@ -498,31 +498,44 @@ TEST(Fragment, TokenPosition_IsAPermutationThatMatchesTheFragments) {
   }
 }
 
-// The 8-bit matrix instructions take A fragments of 16 rows x 32 k: byte i of register a0 + h of lane 4 r + q
-// is row r + 8 (h % 2), column 4 q + i + 16 (h / 2). Rows of tokens stand in memory by TokenByte.
-TEST(Fragment, EightBitPieces_AreTheFragmentsOfStepsOf32) {
-  std::vector<int> seen(kFragmentByteSlab, 0);
-  for (int k = 0; k < kFragmentByteSlab; ++k) {
-    ++seen[static_cast<size_t>(TokenByte(k))];
+// Where the code of row `row`, column k of a row block of two slabs stands among its bytes, from what the
+// 8-bit matrix instructions take, when rows of tokens stand in memory by TokenByte. Integers are A fragments
+// of 16 rows x 32 k: byte i of register a0 + h of lane 4 r + q is row r + 8 (h % 2), column 4 q + i + 16 (h /
+// 2). e4m3 are shared memory operands of 8 rows x 64 bytes, where the 64-byte swizzle puts chunk c of row r
+// at c ^ (r / 2).
+int64_t OperandByte(FragmentCode code, int row, int k) {
+  const int at = TokenByte(code, k), r = row & 7;
+  if (code == FragmentCode::kInt8) {
+    const int column = at % 32;
+    return at / 32 * 512 + (4 * r + column % 16 / 4) * 16 + ((row >> 3) + 2 * (column / 16)) * 4 + column % 4;
   }
-  EXPECT_EQ(seen, std::vector<int>(kFragmentByteSlab, 1));
-  std::mt19937 generator(23);
-  const WeightFormat format = ParseScheme("fp8_w8a8:channel")->weight;
-  CanonicalExpert expert;
-  expert.up = RandomMatrix(256, 64, format, generator);
-  expert.down = RandomMatrix(64, 256, format, generator);
-  const FragmentSpec spec = *ChooseFragmentSpec(format, false);
-  Packed packed = Allocate(spec, 64, 256, false);
-  ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok());
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < 256; ++k) {
-      const int at = TokenByte(k % kFragmentByteSlab), column = at % 32;
-      const int lane = 4 * (row & 7) + column % 16 / 4, slot = (row >> 3) + 2 * (column / 16);
-      const int64_t offset = k / kFragmentByteSlab * 2048 + at / 32 * 512 + lane * 16 + slot * 4 + column % 4;
-      EXPECT_EQ(static_cast<int>(packed.down[static_cast<size_t>(offset)]),
-                static_cast<int>(
-                    expert.down.codes.view().data()[row * expert.down.codes.view().stride_bytes(0) + k]))
-          << row << " " << k;
+  return at / 64 * 1024 + (row >> 3) * 512 + r * 64 + (at % 64 / 16 ^ r / 2) * 16 + at % 16;
+}
+
+TEST(Fragment, EightBitPieces_AreOperandsAsTheyStand) {
+  for (const char* scheme : {"fp8_w8a8:channel", "int8_w8a8:channel"}) {
+    const WeightFormat format = ParseScheme(scheme)->weight;
+    const FragmentSpec spec = *ChooseFragmentSpec(format, false);
+    const FragmentCode code = FragmentTraitsOf(spec.format).code;
+    std::vector<int> seen(kFragmentByteSlab, 0);
+    for (int k = 0; k < kFragmentByteSlab; ++k) {
+      ++seen[static_cast<size_t>(TokenByte(code, k))];
+    }
+    EXPECT_EQ(seen, std::vector<int>(kFragmentByteSlab, 1)) << scheme;
+    std::mt19937 generator(23);
+    CanonicalExpert expert;
+    expert.up = RandomMatrix(256, 64, format, generator);
+    expert.down = RandomMatrix(64, 256, format, generator);
+    Packed packed = Allocate(spec, 64, 256, false);
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok());
+    const std::byte* const codes = expert.down.codes.view().data();
+    for (int row = 0; row < 16; ++row) {
+      for (int k = 0; k < 256; ++k) {
+        const int64_t offset = k / kFragmentByteSlab * 2048 + OperandByte(code, row, k % kFragmentByteSlab);
+        EXPECT_EQ(static_cast<int>(packed.down[static_cast<size_t>(offset)]),
+                  static_cast<int>(codes[row * expert.down.codes.view().stride_bytes(0) + k]))
+            << scheme << " " << row << " " << k;
+      }
     }
   }
 }

@@ -61,8 +61,9 @@ struct Fragments {
 
   /// `units`: the first unit of a chunk; `slab` counts from there.
   __device__ __forceinline__ static void LoadCodes(const uint8_t* units, int slab, int lane, Codes& codes) {
+    const int place = kCode == FragmentCode::kE4M3 ? BytePlace(lane) : lane;
     const uint8_t* at =
-        units + slab / kUnitSlabs * kUnitBytes + slab % kUnitSlabs * kTraits.slab_code_bytes() + lane * 16;
+        units + slab / kUnitSlabs * kUnitBytes + slab % kUnitSlabs * kTraits.slab_code_bytes() + place * 16;
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
       codes[p] = *reinterpret_cast<const uint4*>(at + p * 512);
@@ -144,7 +145,7 @@ struct Fragments {
     } else if constexpr (kCode == FragmentCode::kE4M3) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {  // row r, row r + 8
-        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + h);
+        const uint32_t x = Word(codes[h], j);
         const uint32_t even = AndOr<0x80008000U>(x << 8, (x << 4) & 0x07F007F0U);
         const uint32_t odd = AndOr<0x80008000U>(x, (x >> 4) & 0x07F007F0U);
         // The codes' 2^-120 is in MX scales, but not in real ones: 2^120 times those may be too large.

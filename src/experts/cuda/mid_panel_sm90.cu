@@ -69,7 +69,7 @@ struct MidRows : QuantizedRows {
     if (IsCode(mid.element)) {
       uint32_t words[4];
       PackCodes(v, mid.element, words);
-      sink.StoreCodes(place.row, k, padded_cols, words);
+      sink.StoreCodes(place.row, k, padded_cols, words, mid.element == DType::kI8);
       return;
     }
     // Without room for scales of groups they are folded into BF16: one rounding.

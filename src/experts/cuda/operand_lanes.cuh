@@ -193,14 +193,17 @@ struct PanelSink {
     }
   }
   /// Codes in order, TokenByte in the panel. `padded_cols`: a multiple of 128.
-  __device__ void StoreCodes(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[4]) const {
+  __device__ void StoreCodes(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[4],
+                             bool integers) const {
     const int q = static_cast<int>(threadIdx.x) & 3;
     uint32_t w[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       w[i] = __byte_perm(words[i], 0, 0x3120);
     }
-    TransposeQuad(w[0], w[1], w[2], w[3], q);
+    if (integers) {
+      TransposeQuad(w[0], w[1], w[2], w[3], q);
+    }
     if (row >= 0 && k < padded_cols) {
       uint4* out = panel + ((k >> 7) * rows + row) * 8;
       out[(static_cast<int>(k >> 6 & 1) * 4 + q) ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);

@@ -46,7 +46,8 @@ Status LaunchRouteMap(const RouteMapParams& params, void* stream);
 /// Token rows into the panel of the first GEMM.
 struct GatherParams {
   TokenRows rows;
-  bool codes = false;  ///< rows are 8-bit codes
+  bool codes = false;     ///< rows are 8-bit codes
+  bool integers = false;  ///< of INT8
   const int32_t* panel_row = nullptr;
   int64_t num_routes = 0;
   int64_t top_k = 1;
@@ -174,7 +175,7 @@ constexpr bool HasLargeTiles(FragmentFormat format) {
   return traits.code_bits != 8 || traits.scale != FragmentScale::kF32Zero;
 }
 
-/// Formats whose fragments are operands of the 8-bit units as they stand.
+/// Formats whose row blocks are operands of the 8-bit units as they stand.
 constexpr bool MultipliesCodes(FragmentFormat format) {
   return format == FragmentFormat::kFp8 || format == FragmentFormat::kFp8Block ||
          format == FragmentFormat::kInt8;
@@ -198,7 +199,7 @@ struct PrefillKernels {
 #define FMOE_PREFILL_DECLARE(id, name, code, bits, scale, group) PrefillKernels PrefillKernels_##id();
 FMOE_FRAGMENT_FORMATS(FMOE_PREFILL_DECLARE)
 #undef FMOE_PREFILL_DECLARE
-/// Those that multiply codes by codes (MultipliesCodes).
+/// Those that multiply codes by codes (MultipliesCodes): prefill_codes_sm90.cuh.
 PrefillKernels PrefillCodeKernels_kFp8();
 PrefillKernels PrefillCodeKernels_kFp8Block();
 PrefillKernels PrefillCodeKernels_kInt8();  ///< no panel: scales of whole rows

@@ -1,120 +1,335 @@
 #pragma once
 
+#include <type_traits>
+
 #include "experts/cuda/prefill.hpp"
+#include "experts/cuda/prefill_codes_end_sm90.cuh"
+#include "experts/cuda/prefill_shape.cuh"
+#include "experts/cuda/prefill_tiles_sm90.cuh"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/ptx_panel.cuh"
-#include "experts/cuda/quantize_sm90.cuh"
+#include "experts/cuda/wgmma.cuh"
 
-/// The end of the first GEMM where its outputs become codes at once: a tile holds 128 columns of the
-/// intermediate, so all scales but those of whole rows are at hand.
+/// The grouped GEMM of prefill where weights and tokens are 8-bit codes: out[token][row] = token . W[row].
 ///
-///     values in registers ─► largest magnitude of each token, by warp ─► one thread a token: scale ─► codes
-///     ─► image of a panel slab in shared memory (block b: piece b / 2, byte 2 r + b % 2) ─► one bulk copy
+///     tile      128 (or 64) tokens of an expert x 256 weight rows (16 row blocks). Tokens are the rows of
+///               the instruction: a lane has two, whose scales are two registers. With weights as the rows
+///               it had 32, and reading their scales bound the GEMM (blocks: 4419 against 3654 us).
+///     stage     128 k: 16 pieces of 2 KB of weights, and the tokens; operands of wgmma as they lie in
+///               memory (fragment.hpp; panels as in prefill_gemm_sm90.cuh)
+///     pair      of CTAs, 128-token tiles: two token pieces of the same weights, each copies every other
+///               row block to both; of an odd last piece two row tiles, each copies half of the tokens
+///
+///     warp 0         tokens  ─┐ empty ─► bulk copies ─► full          4 stages of 48 KB, or 5 of 40
+///     warps 1-3      weights ─┘
+///     2 warpgroups   each 64 tokens x 256 rows; of up to 64 tokens each all x 128 rows
+///
+///         h = 0: rows 0-7 of the row blocks (gate)     wgmma ─► products ─► sums += products * scales
+///         h = 1: rows 8-15 (up)                        wgmma ─► products ─► sums += products * scales
+///
+/// The 8-bit units keep some 14 bits of a sum: those of 128 k are added up in fp32. While one warpgroup adds,
+/// the other one's products form. Both operands come from shared memory: the loop alone takes 1060 cycles for
+/// 1024 of the units, with tokens in registers 1125, with two sets of products of half the columns 1166.
 namespace fusedmoe::cuda {
 
-/// `values[g][2 i + v]`: row block first_block + g of the tile, fragment row r, token 8 i + 2 q + v.
-/// `staging`: an image of kTileTokens x 128 bytes, then kWarps + 4 rows of kTileTokens words. Called by the
-/// warps that multiply, `thread` counts them.
-template <int kTileTokens, int kWarps, int kGroups, int N>
-__device__ __forceinline__ void StoreCodePanel(const PrefillGemmParams& p, int expert, int tile_row,
-                                               int token, int tokens, int first_block, uint8_t* staging,
-                                               int thread, float (&values)[kGroups][N / 4]) {
-  constexpr int kThreads = 32 * kWarps;
-  auto* const amax = reinterpret_cast<uint32_t*>(staging + kTileTokens * 128);
-  auto* const steps = reinterpret_cast<FastStep*>(amax + kWarps * kTileTokens);
-  const int lane = thread & 31;
-  const int q = lane & 3;
-  const int r = lane >> 2;
-  const bool by_group = p.out_group_scale != nullptr;
-  if (thread == 0) {
-    BulkStoreReadDone();  // of the tile before
+/// What stands behind the weights of an odd last slab of 64 codes.
+static __device__ const uint4 kZeroCodes[64] = {};
+
+template <int kTileTokens>
+struct CodesShape {
+  static constexpr bool kPairs = kTileTokens == 128;  ///< CTAs work in pairs
+  static constexpr int kThreads = 384;
+  static constexpr int kBlockBytes = 2048;  ///< codes of a row block and stage
+  static constexpr int kWeightBytes = 16 * kBlockBytes;
+  static constexpr int kStageBytes = kWeightBytes + kTileTokens * 128;
+  static constexpr int kStages = kTileTokens == 128 ? 4 : 5;
+  /// Of a stage: one a token, and those of row blocks 0, 4, 8, 12 (64 rows have the same).
+  static constexpr int kScaleBytes = kTileTokens * 4 + 64;
+  static constexpr int kBytes = 1024 + kStages * (kStageBytes + kScaleBytes) + 2 * 64 * 4 + 2 * kStages * 8 +
+                                3 * (static_cast<int>(kMaxExperts) + 1) * 4;
+  static_assert(kBytes <= 232448, "shared memory of a CTA of sm_90");
+};
+
+template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens>
+__global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
+    PrefillGemmOfCodes(const __grid_constant__ PrefillGemmParams p) {
+  using S = CodesShape<kTileTokens>;
+  constexpr bool kPairs = S::kPairs;
+  constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
+  constexpr bool kBlockScales = kTraits.scale == FragmentScale::kF32Halves;
+  constexpr int kUnitBytes = 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes();  // of a block and stage
+  extern __shared__ uint8_t shared_raw[];
+  uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
+  uint8_t* const scales = shared + S::kStages * S::kStageBytes;
+  auto* const exchanged = reinterpret_cast<uint32_t*>(scales + S::kStages * S::kScaleBytes);
+  uint8_t* const barriers = reinterpret_cast<uint8_t*>(exchanged + 2 * 64);
+  const uint32_t full = SharedAddress(barriers);
+  const uint32_t empty = full + 8 * S::kStages;
+  const PrefillTiles<kTileTokens, kPairs, false> tiles(p,
+                                                       reinterpret_cast<int*>(barriers + 2 * S::kStages * 8));
+  const int tid = static_cast<int>(threadIdx.x);
+  const int warp = tid >> 5;
+  const int lane = tid & 31;
+
+  if (tid == 0) {
+    for (int s = 0; s < S::kStages; ++s) {
+      BarrierInit(full + 8 * s, 4);
+      BarrierInit(empty + 8 * s, kPairs ? 16 : 8);
+    }
+    BarrierInitFence();
   }
-  if (by_group) {
-#pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-      uint32_t largest[2] = {};
-#pragma unroll
-      for (int v = 0; v < 2; ++v) {
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          largest[v] = max(largest[v], __float_as_uint(values[g][2 * i + v]) & 0x7fffffffU);
+  // As in PrefillGemm: the map is there before the second GEMM, which may fetch weights ahead of its tokens.
+  if (p.wait_for_map) {
+    GridWait();
+    GridLaunchNext();
+  }
+  tiles.Load(p, tid, S::kThreads);
+  if constexpr (kPairs) {
+    PairSync();  // the other one's barriers are there
+  }
+  const int rank = kPairs ? static_cast<int>(blockIdx.x) & 1 : 0;
+  const int begin = static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1);
+  const int stride = static_cast<int>(gridDim.x) / (kPairs ? 2 : 1);
+  const int num_tiles = tiles.Count();
+  const int num_slabs = p.num_slabs;
+
+  if (warp < 4) {
+    // The pool is what the launch took: 384 x 168 = 128 x 40 + 256 x 232.
+    RegistersDown<40>();
+    PrefillTile tile;
+    int stage = 0;
+    int phase = 0;
+    auto next = [&] {
+      if (++stage == S::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    };
+    if (warp == 0) {  // ---- tokens
+      if (!p.wait_for_map) {
+        GridWait();
+      }
+      FenceAsyncProxy();
+      if (lane == 0) {
+        const uint64_t policy = EvictLastPolicy();
+        for (int t = begin; t < num_tiles; t += stride) {
+          tiles.Locate(t, rank, tile);
+          const int bytes = (tile.tokens + 7) / 8 * 1024;
+          // Of the same tokens each of a pair copies half, to both.
+          const bool both = kPairs && !tile.one_weights;
+          const int half = (bytes / 1024 + 1) / 2 * 1024;
+          const int own_bytes = !both ? bytes : rank == 0 ? half : bytes - half;
+          const int offset = both && rank == 1 ? half : 0;
+          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + offset;
+          const float* factors = p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
+#pragma unroll 1
+          for (int left = num_slabs; left > 0; --left) {
+            const uint32_t barrier = full + 8 * stage;
+            const uint32_t to = SharedAddress(shared) + stage * S::kStageBytes + S::kWeightBytes + offset;
+            BarrierWait(empty + 8 * stage, phase ^ 1);
+            BarrierExpect(barrier, factors == nullptr ? bytes : bytes + bytes / 32);
+            if (factors != nullptr) {
+              BulkLoad(SharedAddress(scales + stage * S::kScaleBytes), factors, bytes / 32, barrier, policy);
+              factors += p.panel_rows;
+            }
+            if (!both) {
+              BulkLoad(to, source, own_bytes, barrier, policy);
+            } else if (own_bytes > 0) {
+              BulkLoadBoth(to, source, own_bytes, barrier, policy);
+            }
+            source += p.panel_rows * 128;
+            next();
+          }
         }
-#pragma unroll
-        for (int step = 4; step < 32; step <<= 1) {
-          largest[v] = max(largest[v], __shfl_xor_sync(kAllLanes, largest[v], step));
+      }
+    } else {  // ---- weights
+      const uint64_t once = EvictFirstPolicy();
+      const uint64_t again = EvictNormalPolicy();
+      const int piece = warp - 1 + 3 * lane;
+      const int pieces = warp == 1 ? 6 : 5;
+      const int scale_bytes = kBlockScales ? (warp == 1 ? 32 : 16) : 0;
+      for (int t = begin; t < num_tiles; t += stride) {
+        tiles.Locate(t, rank, tile);
+        // Tiles of the same rows and other tokens read them again.
+        const uint64_t policy = tiles.counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
+        // Of the same weights each of a pair copies every other row block, to both.
+        const bool both = kPairs && tile.one_weights;
+        const bool copies = lane < pieces && (!both || (piece & 1) == rank);
+        const uint8_t* source =
+            p.blocks + tile.expert * p.expert_bytes +
+            static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
+#pragma unroll 1
+        for (int c = 0; c < num_slabs; ++c) {
+          const bool half = !kBlockScales && c + 1 == num_slabs && p.last_piece_bytes < S::kBlockBytes;
+          const uint32_t barrier = full + 8 * stage;
+          BarrierWait(empty + 8 * stage, phase ^ 1);
+          if (lane == 0) {
+            BarrierExpect(barrier, pieces * S::kBlockBytes + scale_bytes);
+          }
+          __syncwarp();
+          if (copies) {
+            const uint32_t to = SharedAddress(shared) + stage * S::kStageBytes + piece * S::kBlockBytes;
+            const int bytes = half ? S::kBlockBytes / 2 : S::kBlockBytes;
+            if (both) {
+              BulkLoadBoth(to, source, bytes, barrier, policy);
+              if (half) {  // 64 k: zeros stand for the rest
+                BulkLoadBoth(to + bytes, kZeroCodes, bytes, barrier, policy);
+              }
+            } else {
+              BulkLoad(to, source, bytes, barrier, policy);
+              if (half) {
+                BulkLoad(to + bytes, kZeroCodes, bytes, barrier, policy);
+              }
+            }
+            if (kBlockScales && piece % 4 == 0) {
+              const uint32_t scale_to =
+                  SharedAddress(scales + stage * S::kScaleBytes) + kTileTokens * 4 + piece * 4;
+              if (both) {
+                BulkLoadBoth(scale_to, source + S::kBlockBytes, 16, barrier, policy);
+              } else {
+                BulkLoad(scale_to, source + S::kBlockBytes, 16, barrier, policy);
+              }
+            }
+          }
+          source += kUnitBytes;
+          next();
         }
       }
-      if (r == 0) {
-        *reinterpret_cast<uint2*>(amax + (thread >> 5) * kTileTokens + 8 * i + 2 * q) =
-            make_uint2(largest[0], largest[1]);
-      }
     }
+    return;
   }
-  NamedBarrier(1, kThreads);
-  FastStep one;
-  if (by_group) {
-    if (thread < N) {
-      uint32_t largest = 0;
+
+  // ---- the warps that multiply
+  RegistersUp<232>();
+  const int row_warp = warp & 3;
+  const int warpgroup = (warp >> 2) - 1;
+  int stage = 0;
+  int phase = 0;
+  PrefillTile tile;
+
+  // `kSlabs` x 8 row blocks from 8 * first_slab on, the tokens from `base` on.
+  auto run = [&](auto slabs_constant, int first_slab, int base) {
+    constexpr int kSlabs = decltype(slabs_constant)::value;
+    constexpr int kN = 64 * kSlabs;
+    const int row = base + row_warp * 16 + (lane >> 2);
+    float acc[2][kN / 2];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        largest = max(largest, amax[w * kTileTokens + thread]);
-      }
-      const GroupStep step = StepOf(p.quantizer, 1.0F, largest);
-      steps[thread] = FastStepOf(step.encode);
-      if (thread < tokens && tile_row < p.row_tiles) {
-        p.out_group_scale[tile_row * p.panel_rows + token + thread] = step.left_scale;
+    for (auto& half : acc) {
+#pragma unroll
+      for (float& sum : half) {
+        sum = 0.0F;
       }
     }
-    NamedBarrier(1, kThreads);
-  } else {
-    const float scale = p.out_tensor_scale == nullptr ? 1.0F : __ldg(p.out_tensor_scale + expert);
-    one = FastStepOf(StepFor(p.quantizer.rule, scale));
+    constexpr int kSets = kSlabs == 2 ? 1 : 2;  // of products: what registers allow
+    float products[kSets][kN / 2];
+#pragma unroll
+    for (auto& set : products) {
+#pragma unroll
+      for (float& sum : set) {
+        sum = 0.0F;
+      }
+    }
+    float factor[2] = {1.0F, 1.0F};
+    float block_scale[2][2 * kSlabs];
+    auto load_scales = [&] {
+      if (p.panel_group_scale != nullptr) {
+        const auto* const at = reinterpret_cast<const float*>(scales + stage * S::kScaleBytes) + row;
+        factor[0] = at[0], factor[1] = at[8];
+      }
+      if constexpr (kBlockScales) {
+        const auto* const at =
+            reinterpret_cast<const float2*>(scales + stage * S::kScaleBytes + kTileTokens * 4) +
+            first_slab * 4;
+#pragma unroll
+        for (int i = 0; i < 2 * kSlabs; ++i) {
+          const float2 pair = at[2 * i];
+          block_scale[0][i] = pair.x, block_scale[1][i] = pair.y;
+        }
+      }
+    };
+    auto multiply = [&](int half) {
+      const uint32_t low = SharedDescriptorLow(SharedAddress(shared) + stage * S::kStageBytes);
+      const uint32_t tokens = low + ((S::kWeightBytes + base * 128) >> 4);
+      const uint32_t weights = low + ((first_slab * 8 * S::kBlockBytes + half * 512) >> 4);
+      WgmmaFence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint64_t a = SharedDescriptor(tokens + 2 * j);
+        const uint64_t b = ByteDescriptor(weights + ((j / 2 * 1024 + j % 2 * 32) >> 4));
+        if (j == 0) {
+          WgmmaBytes<kN>::MmaFirst(products[half % kSets], a, b);
+        } else {
+          WgmmaBytes<kN>::Mma(products[half % kSets], a, b);
+        }
+      }
+      WgmmaCommit();
+    };
+    auto add = [&](int half) {
+      float(&set)[kN / 2] = products[half % kSets];
+#pragma unroll
+      for (float& sum : set) {
+        asm volatile("" : "+f"(sum)::"memory");
+      }
+#pragma unroll
+      for (int i = 0; i < 8 * kSlabs; ++i) {
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          const float scale = kBlockScales ? factor[v] * block_scale[half][i >> 2] : factor[v];
+          acc[half][4 * i + 2 * v] = fmaf(set[4 * i + 2 * v], scale, acc[half][4 * i + 2 * v]);
+          acc[half][4 * i + 2 * v + 1] = fmaf(set[4 * i + 2 * v + 1], scale, acc[half][4 * i + 2 * v + 1]);
+        }
+      }
+    };
+#pragma unroll 1
+    for (int left = num_slabs; left > 0; --left) {
+      BarrierWait(full + 8 * stage, phase);
+      multiply(0);
+      if constexpr (kSets == 2) {
+        multiply(1);
+        load_scales();
+        WgmmaWait<1>();
+        add(0);
+      } else {
+        load_scales();
+        WgmmaWait<0>();
+        add(0);
+        multiply(1);
+      }
+      WgmmaWait<0>();
+      __syncwarp();
+      if (kPairs && lane < 2) {
+        BarrierArriveAt(empty + 8 * stage, lane);
+      } else if (!kPairs && lane == 0) {
+        BarrierArrive(empty + 8 * stage);
+      }
+      if (++stage == S::kStages) {
+        stage = 0;
+        phase ^= 1;
+      }
+      add(1);
+    }
+
+    CodesEnd<kSlabs> end(p, tile, acc, first_slab, row, lane);
+    if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
+      end.StorePanel(exchanged);
+    } else if constexpr (kEpilogue == PrefillEpilogue::kRows16) {
+      end.StoreRows16();
+    } else {
+      end.StoreRowsF32();
+    }
+  };
+  for (int t = begin; t < num_tiles; t += stride) {
+    tiles.Locate(t, rank, tile);
+    if constexpr (kTileTokens == 128) {
+      if (tile.tokens > 64) {
+        run(std::integral_constant<int, 2>{}, 0, warpgroup * 64);
+        continue;
+      }
+    }
+    run(std::integral_constant<int, 1>{}, warpgroup, 0);
   }
-#pragma unroll
-  for (int i = 0; i < N / 8; ++i) {
-#pragma unroll
-    for (int v = 0; v < 2; ++v) {
-      const FastStep step = by_group ? steps[8 * i + 2 * q + v] : one;
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        values[g][2 * i + v] = step.Apply(values[g][2 * i + v]);
-      }
-    }
-  }
-  const uint32_t image = SharedAddress(staging);
-  if constexpr (kGroups == 2) {  // both halves of the 16-bit elements are here
-    const int tile_index = lane >> 3;
-    const int in_tile = lane & 7;
-    const int piece = first_block >> 1;
-#pragma unroll
-    for (int i = 0; i < N / 8; i += 2) {
-      uint32_t words[2];
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        words[t] = PackE4m3x2(values[0][2 * (i + t)], values[1][2 * (i + t)]) |
-                   PackE4m3x2(values[0][2 * (i + t) + 1], values[1][2 * (i + t) + 1]) << 16;
-      }
-      StoreTiles2(image + (8 * (i + (tile_index & 1)) + in_tile) * 128 + ((piece ^ in_tile) << 4), words[0],
-                  words[1]);
-    }
-  } else {
-    const int piece = first_block >> 1;
-    uint8_t* const bytes = staging + 2 * r + (first_block & 1);
-#pragma unroll
-    for (int i = 0; i < N / 8; ++i) {
-      const uint32_t pair = PackE4m3x2(values[0][2 * i], values[0][2 * i + 1]);
-#pragma unroll
-      for (int v = 0; v < 2; ++v) {
-        const int n = 8 * i + 2 * q + v;
-        bytes[n * 128 + ((piece ^ (n & 7)) << 4)] = static_cast<uint8_t>(pair >> (8 * v));
-      }
-    }
-  }
-  FenceAsyncProxy();
-  NamedBarrier(1, kThreads);
-  if (thread == 0 && tile_row < p.row_tiles) {  // of an odd number of row tiles a pair's last one is none
-    BulkStore(static_cast<uint8_t*>(p.out) + (static_cast<int64_t>(tile_row) * p.panel_rows + token) * 128,
-              image, (tokens + 7) / 8 * 1024);
+  if constexpr (kPairs) {
+    PairSync();  // the other one still arrives at barriers here
   }
 }
 

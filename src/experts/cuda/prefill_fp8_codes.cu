@@ -1,3 +1,3 @@
-#include "experts/cuda/prefill_instance.cuh"
+#include "experts/cuda/prefill_codes_instance.cuh"
 
 FMOE_PREFILL_CODE_KERNELS(kFp8)

@@ -4,31 +4,29 @@
 
 #include "experts/cuda/fragments.cuh"
 #include "experts/cuda/prefill.hpp"
-#include "experts/cuda/prefill_codes_sm90.cuh"
 #include "experts/cuda/prefill_shape.cuh"
+#include "experts/cuda/prefill_tiles_sm90.cuh"
 #include "experts/cuda/prefill_values_sm90.cuh"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/ptx_panel.cuh"
 #include "experts/cuda/swish_sm90.cuh"
 #include "experts/cuda/wgmma.cuh"
 
-/// The grouped GEMM of prefill: out[token][row] = W[expert][row] . token, one persistent CTA an SM.
+/// The grouped GEMM of prefill: out[token][row] = W[expert][row] . token, one persistent CTA an SM. FP8 by
+/// FP8 has one of its own, prefill_codes_sm90.cuh. kIntegers: INT8 by INT8, sums exact over all of K.
 ///
 ///     panel     [slab of 64 k, or 128 of codes][panel row][8 pieces of 16 bytes]      rows sorted by expert,
 ///               each expert from a multiple of 8 on; K in the order of TokenPosition or TokenByte; piece c
 ///               stands at c ^ (row & 7). That is the image of the 128-byte-swizzled shared memory operand:
 ///               the tokens of a tile and slab are one contiguous bulk copy.
 ///     tile      256 weight rows (16 row blocks) x N tokens of one expert; N fitted to the expert in steps of
-///               16, an expert with more tokens than a tile is cut evenly. Tiles of an expert run
-///               token-first, so that CTAs that run together share weights in L2.
-///     pair      of CTAs, 128-token tiles: two token pieces of the same weights, each copies half of the
-///     weights
-///               to both; of an odd last piece two row tiles of the same tokens, each copies half of the
-///               tokens.
+///               16, an expert with more tokens than a tile is cut evenly (prefill_tiles_sm90.cuh).
+///     pair      of CTAs, 128-token tiles: two token pieces of the same weights, each copies half of these to
+///               both; of an odd last piece two row tiles of the same tokens, each copies half of the tokens.
 ///
 ///     warp 0         token stages:  empty ─► bulk copy ─► full
-///     warps 1-3      weight slots:  w_empty ─► 16 bulk copies (issued lane by lane, 50 clocks each) ─►
-///     w_full 2 or 4 warpgroups, each warp 16 rows of each of its blocks of 64:
+///     warps 1-3      weight slots:  w_empty ─► 16 bulk copies (lane by lane, 50 clocks each) ─► w_full
+///     2 or 4 warpgroups, each warp 16 rows of each of its blocks of 64:
 ///        codes, scales ─► registers ─► expand to BF16 ─► wgmma (A = registers, B = stage) ─► ... ─► epilogue
 ///                         the next k-steps expand while the last ones multiply: at most one group is in
 ///                         flight
@@ -41,10 +39,10 @@ namespace fusedmoe::cuda {
 /// What stands behind the weights of an odd last slab of 64 codes.
 static __device__ const uint4 kZeroSlab[64] = {};
 
-template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens, bool kCodes>
-__global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kThreads, 1)
+template <FragmentFormat kFormat, PrefillEpilogue kEpilogue, int kTileTokens, bool kIntegers>
+__global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>::kThreads, 1)
     PrefillGemm(const __grid_constant__ PrefillGemmParams p) {
-  using S = PrefillShape<kFormat, kTileTokens, kCodes>;
+  using S = PrefillShape<kFormat, kTileTokens, kIntegers>;
   using F = Fragments<kFormat>;
   constexpr bool kPairs = S::kPairs;
   constexpr int kWarpgroups = S::kWarpgroups;
@@ -52,26 +50,20 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   // Quantized activations times groups with real scales: the scales act on sums, so that nothing is rounded
   // twice and the next quantization sees what the definition gives. (Folded into BF16, 5 % of the e4m3 codes
   // flip: error 1.4e-2.)
-  constexpr bool kPromote = !kCodes && kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
-  // Codes that are integers: sums are exact over all of K, so that products follow each other without a stop.
-  constexpr bool kIntegers = kCodes && F::kCode == FragmentCode::kInt8;
-  // A warp's row blocks: neighbours, which share 16-bit elements of a panel of codes, or four apart.
-  constexpr bool kNeighbours = kCodes && kEpilogue == PrefillEpilogue::kPanel;
+  constexpr bool kPromote = !kIntegers && kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
   constexpr MmaType kMma = kIntegers ? MmaType::kInt8 : F::kF16 ? MmaType::kF16 : MmaType::kBf16;
   extern __shared__ uint8_t shared_raw[];
   uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
   uint8_t* const stages = shared;
   uint8_t* const staging = stages + S::kStages * S::kStageBytes;
   uint8_t* const slots = staging + S::kEpilogueBytes;
-  float* const token_scales = reinterpret_cast<float*>(slots + S::kSlots * S::kSlotBytes);  // kCodes
-  uint8_t* const barriers = reinterpret_cast<uint8_t*>(token_scales) + S::kScaleBytes;
+  uint8_t* const barriers = slots + S::kSlots * S::kSlotBytes;
   const uint32_t full = SharedAddress(barriers);
   const uint32_t empty = full + 8 * S::kStages;
   const uint32_t w_full = empty + 8 * S::kStages;
   const uint32_t w_empty = w_full + 8 * S::kSlots;
-  int* const first_row = reinterpret_cast<int*>(barriers + (2 * S::kStages + 2 * S::kSlots) * 8);
-  int* const counts = first_row + p.num_experts;
-  int* const first_tile = counts + p.num_experts;  // [E + 1]
+  const PrefillTiles<kTileTokens, kPairs, true> tiles(
+      p, reinterpret_cast<int*>(barriers + (2 * S::kStages + 2 * S::kSlots) * 8));
   const int tid = static_cast<int>(threadIdx.x);
   const int warp = tid >> 5;
   const int lane = tid & 31;
@@ -93,85 +85,22 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     GridWait();
     GridLaunchNext();
   }
-  for (int e = tid; e < p.num_experts; e += S::kThreads) {
-    first_row[e] = p.first_row[e];
-    counts[e] = p.counts[e];
-  }
-  __syncthreads();
-  // Tiles of an expert; of pairs: both pieces of two for each row tile, and two row tiles at a time of an odd
-  // last piece.
-  auto tiles_of = [&](int count) {
-    const int pieces = (count + kTileTokens - 1) / kTileTokens;
-    return kPairs ? p.row_tiles * (pieces >> 1) + (pieces & 1) * ((p.row_tiles + 1) >> 1)
-                  : p.row_tiles * pieces;
-  };
-  if (warp == 0) {  // tiles before each expert
-    const int per_lane = (p.num_experts + 31) / 32;
-    int own = 0;
-    for (int j = 0; j < per_lane; ++j) {
-      const int e = lane * per_lane + j;
-      own += e < p.num_experts ? tiles_of(counts[e]) : 0;
-    }
-    int at = SumUpToLane(own) - own;
-    for (int j = 0; j < per_lane; ++j) {
-      const int e = lane * per_lane + j;
-      if (e < p.num_experts) {
-        first_tile[e] = at;
-        at += tiles_of(counts[e]);
-        if (e == p.num_experts - 1) {
-          first_tile[e + 1] = at;
-        }
-      }
-    }
-  }
-  __syncthreads();
+  tiles.Load(p, tid, S::kThreads);
   if constexpr (kPairs) {
     PairSync();  // the other one's barriers are there
   }
 
-  struct Tile {
-    int expert, row, token, tokens;
-    int width;         ///< tokens that the instructions are chosen for: alike in a pair
-    bool one_weights;  ///< a pair: both have the same weights; else the same tokens
-  };
   const int rank = kPairs ? static_cast<int>(blockIdx.x) & 1 : 0;
   const int begin = static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1);
   const int stride = static_cast<int>(gridDim.x) / (kPairs ? 2 : 1);
-  const int num_tiles = first_tile[p.num_experts];
-  auto locate = [&](int t, Tile& tile) {
-    while (t >= first_tile[tile.expert + 1]) {
-      ++tile.expert;
-    }
-    const int index = t - first_tile[tile.expert];
-    const int count = counts[tile.expert];
-    const int pieces = (count + kTileTokens - 1) / kTileTokens;
-    const int step = ((count + pieces - 1) / pieces + 7) & ~7;
-    int piece;
-    if constexpr (kPairs) {
-      const int twos = pieces >> 1;
-      tile.one_weights = index < p.row_tiles * twos;
-      if (tile.one_weights) {
-        tile.row = index / twos;
-        piece = 2 * (index - tile.row * twos) + rank;
-      } else {
-        tile.row = 2 * (index - p.row_tiles * twos) + rank;
-        piece = pieces - 1;
-      }
-    } else {
-      tile.row = index / pieces;
-      piece = index - tile.row * pieces;
-    }
-    tile.token = first_row[tile.expert] + piece * step;
-    tile.tokens = min(step, count - piece * step);
-    tile.width = kPairs && tile.one_weights ? step : tile.tokens;
-  };
+  const int num_tiles = tiles.Count();
   const int num_slabs = p.num_slabs;
   const int num_chunks = (num_slabs + S::kSlabs - 1) / S::kSlabs;
 
   if (warp < 4) {
     // The pool is what the launch took: 640 x 96 = 128 x 32 + 512 x 112, 384 x 168 = 128 x 40 + 256 x 232.
     RegistersDown<kWarpgroups == 4 ? 32 : 40>();
-    Tile tile{};
+    PrefillTile tile;
     if (warp == 0) {  // ---- tokens
       if (!p.wait_for_map) {
         GridWait();
@@ -182,7 +111,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         int stage = 0;
         int phase = 0;
         for (int t = begin; t < num_tiles; t += stride) {
-          locate(t, tile);
+          tiles.Locate(t, rank, tile);
           const int shift = S::StageShift(tile.width);
           const int bytes = (tile.tokens + 7) / 8 * 1024;
           // Of the same tokens each of a pair copies half, to both.
@@ -191,24 +120,13 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
           const int own_bytes = !both ? bytes : rank == 0 ? half : bytes - half;
           const int offset = both && rank == 1 ? half : 0;
           const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + offset;
-          [[maybe_unused]] const float* scales =
-              p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; left -= 1 << shift) {
             const int slabs = min(left, 1 << shift);
             uint32_t to = SharedAddress(stages) + stage * S::kStageBytes + offset;
             const uint32_t barrier = full + 8 * stage;
             BarrierWait(barrier + 8 * S::kStages, phase ^ 1);
-            if constexpr (kCodes) {
-              BarrierExpect(barrier, scales == nullptr ? bytes : bytes + bytes / 32);
-              if (scales != nullptr) {
-                BulkLoad(SharedAddress(token_scales + stage * kTileTokens), scales, bytes / 32, barrier,
-                         policy);
-                scales += p.panel_rows;
-              }
-            } else {
-              BarrierExpect(barrier, bytes * slabs);
-            }
+            BarrierExpect(barrier, bytes * slabs);
 #pragma unroll 1
             for (int s = 0; s < slabs; ++s) {
               if (!both) {
@@ -234,10 +152,10 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       int slot = 0;
       int phase = 0;
       for (int t = begin; t < num_tiles; t += stride) {
-        locate(t, tile);
+        tiles.Locate(t, rank, tile);
         // Tiles of the same rows and other tokens read them again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB
         // for 1.2 GB of operands when they were always the first to go.
-        const uint64_t policy = counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
+        const uint64_t policy = tiles.counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
         // Of the same weights each of a pair copies every other row block, to both.
         const bool both = kPairs && tile.one_weights;
         const bool copies = lane < pieces && (!both || (piece & 1) == rank);
@@ -247,7 +165,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
 #pragma unroll 1
         for (int c = 0; c < num_chunks; ++c) {
           const int bytes = c + 1 < num_chunks ? S::kPieceBytes : p.last_piece_bytes;
-          const bool half = kCodes && bytes < S::kPieceBytes;  // 64 k: zeros stand for the rest
+          const bool half = kIntegers && bytes < S::kPieceBytes;  // 64 k: zeros stand for the rest
           const uint32_t barrier = w_full + 8 * slot;
           BarrierWait(w_empty + 8 * slot, phase ^ 1);
           if (lane == 0) {
@@ -288,7 +206,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
   int stage = 0;
   int phase = 0;
   const uint32_t descriptor0 = SharedDescriptorLow(SharedAddress(stages));
-  Tile tile{};
+  PrefillTile tile;
   auto arrive = [&](uint32_t barrier) {
     if constexpr (kPairs) {
       if (lane < 2) {
@@ -320,13 +238,6 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     clear(acc);
     clear(part);
     clear(whole);
-    float products[N / 2];  // sums of 128 k, kCodes
-    if constexpr (kCodes && !kIntegers) {
-#pragma unroll
-      for (float& sum : products) {
-        sum = 0.0F;
-      }
-    }
     int release = -1;
     [[maybe_unused]] int group = 0;
     // Slab `s` of a slot, at `sub` of its stage. kDrain leaves no wgmma under way.
@@ -424,65 +335,6 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         }
       }
     };
-    // Codes times codes. The 8-bit units keep some 14 bits of a sum, so sums of 128 k are added up in fp32,
-    // with the scales of their groups. Two warpgroups take turns: one adds while the other's products form.
-    [[maybe_unused]] auto multiply_codes = [&](const uint8_t* piece) {
-      const uint32_t descriptor = descriptor0 + stage * (S::kStageBytes / 16);
-      const float* const factors = token_scales + stage * kTileTokens + 2 * (lane & 3);
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const uint8_t* const block = piece + (kNeighbours ? 1 : 4) * g * S::kPieceBytes;
-        uint32_t a[4][4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const uint4 step = *reinterpret_cast<const uint4*>(block + j * 512 + lane * 16);
-          a[j][0] = step.x, a[j][1] = step.y, a[j][2] = step.z, a[j][3] = step.w;
-        }
-        float2 row = make_float2(1.0F, 1.0F);
-        if constexpr (F::kScale == FragmentScale::kF32Halves) {
-          row = *reinterpret_cast<const float2*>(block + 2 * F::kTraits.slab_code_bytes());
-        }
-        if (g == 0) {
-          BarrierWait(full + 8 * stage, phase);
-        }
-        WgmmaFence();
-        Wgmma<MmaType::kE4m3, N>::MmaFirst(products, a[0], SharedDescriptor(descriptor));
-#pragma unroll
-        for (int j = 1; j < 4; ++j) {
-          Wgmma<MmaType::kE4m3, N>::Mma(products, a[j], SharedDescriptor(descriptor + 2 * j));
-        }
-        WgmmaCommit();
-        WgmmaWait<0>();
-#pragma unroll
-        for (float& sum : products) {
-          asm volatile("" : "+f"(sum)::"memory");
-        }
-        if (p.panel_group_scale != nullptr) {
-#pragma unroll
-          for (int i = 0; i < N / 8; ++i) {
-            const float2 factor = *reinterpret_cast<const float2*>(factors + 8 * i);
-#pragma unroll
-            for (int v = 0; v < 4; ++v) {
-              const float scale = (v < 2 ? row.x : row.y) * ((v & 1) != 0 ? factor.y : factor.x);
-              acc[g][4 * i + v] = fmaf(products[4 * i + v], scale, acc[g][4 * i + v]);
-            }
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < N / 2; ++i) {
-            acc[g][i] = F::kScale == FragmentScale::kF32Halves
-                            ? fmaf(products[i], (i & 2) == 0 ? row.x : row.y, acc[g][i])
-                            : acc[g][i] + products[i];
-          }
-        }
-      }
-      __syncwarp();
-      arrive(empty + 8 * stage);
-      if (++stage == S::kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    };
     auto next_slot = [&] {
       __syncwarp();
       arrive(w_empty + 8 * slot);
@@ -491,8 +343,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
         slot_phase ^= 1;
       }
     };
-    const uint8_t* const own_pieces =
-        slots + (warpgroup * kGroups * 4 + row_warp * (kNeighbours ? kGroups : 1)) * S::kPieceBytes;
+    const uint8_t* const own_pieces = slots + (warpgroup * kGroups * 4 + row_warp) * S::kPieceBytes;
     int left = num_slabs;
 #pragma unroll 1
     for (; left >= S::kSlabs; left -= S::kSlabs) {
@@ -500,10 +351,6 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       const uint8_t* piece = own_pieces + slot * S::kSlotBytes;
 #pragma unroll
       for (int s = 0; s < S::kSlabs; ++s) {
-        if constexpr (kCodes && !kIntegers) {
-          multiply_codes(piece);
-          continue;
-        }
         multiply(piece, s, s % kPerStage, s % kPerStage == kPerStage - 1, std::false_type{});
       }
       next_slot();
@@ -519,10 +366,8 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
       }
       next_slot();
     }
-    if constexpr (!kCodes || kIntegers) {
-      WgmmaWait<0>();
-      arrive(empty + 8 * release);
-    }
+    WgmmaWait<0>();
+    arrive(empty + 8 * release);
     if constexpr (kIntegers) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -566,24 +411,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
                  : __ldg(
                        reinterpret_cast<const float2*>(p.panel_scale + tile.token + 8 * i + 2 * (lane & 3)));
     };
-    if constexpr (kEpilogue == PrefillEpilogue::kPanel && kCodes) {
-      float values[kGroups][N / 4];
-      const int first_block = warpgroup * 4 * kGroups + row_warp * kGroups;
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-        const int block = tile.row * 16 + first_block + g;
-        const int64_t column = min(IntermediateColumn(block, r), p.scale_rows - 1);
-        const RowPair rows = LoadRowPair(p, tile.expert, column, column, true);
-#pragma unroll
-        for (int i = 0; i < N / 8; ++i) {
-          float h[2];
-          activate(g, block, i, rows, factor_of(i), h);
-          values[g][2 * i] = h[0], values[g][2 * i + 1] = h[1];
-        }
-      }
-      StoreCodePanel<kTileTokens, 4 * kWarpgroups, kGroups, N>(
-          p, tile.expert, tile.row, tile.token, tile.tokens, first_block, staging, tid - 128, values);
-    } else if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
+    if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
       // 64 columns are 8 row blocks: of one warpgroup, or of two
       constexpr int kShare = 128 * (2 / kGroups);
       const int half = kGroups == 2 ? warpgroup : warpgroup >> 1;
@@ -735,7 +563,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kCodes>::kT
     }
   };
   for (int t = begin; t < num_tiles; t += stride) {
-    locate(t, tile);
+    tiles.Locate(t, rank, tile);
     const int sixteens = (tile.width + 15) / 16;
     if constexpr (kTileTokens == 64) {
       if (sixteens == 1) {

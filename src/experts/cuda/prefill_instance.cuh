@@ -6,17 +6,17 @@
 /// apart.
 namespace fusedmoe::cuda {
 
-template <FragmentFormat kFormat, int kTileTokens, bool kCodes>
+template <FragmentFormat kFormat, int kTileTokens, bool kIntegers>
 PrefillKernels::Tile PrefillTileOf() {
-  using S = PrefillShape<kFormat, kTileTokens, kCodes>;
+  using S = PrefillShape<kFormat, kTileTokens, kIntegers>;
   PrefillKernels::Tile tile;
-  if constexpr (kCodes || kTileTokens == 64 || HasLargeTiles(kFormat)) {
-    if constexpr (!kCodes || kFormat != FragmentFormat::kInt8) {
-      tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens, kCodes>;
+  if constexpr (kIntegers || kTileTokens == 64 || HasLargeTiles(kFormat)) {
+    if constexpr (!kIntegers) {  // whose scales are those of whole rows
+      tile.panel = &PrefillGemm<kFormat, PrefillEpilogue::kPanel, kTileTokens, kIntegers>;
     }
-    tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens, kCodes>;
-    if constexpr (kCodes || kTileTokens == 64 || !PromotesGroups(kFormat)) {
-      tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens, kCodes>;
+    tile.rows16 = &PrefillGemm<kFormat, PrefillEpilogue::kRows16, kTileTokens, kIntegers>;
+    if constexpr (kIntegers || kTileTokens == 64 || !PromotesGroups(kFormat)) {
+      tile.rows_f32 = &PrefillGemm<kFormat, PrefillEpilogue::kRowsF32, kTileTokens, kIntegers>;
     }
     tile.threads = S::kThreads;
     tile.shared_bytes = S::kBytes;
@@ -36,7 +36,7 @@ PrefillKernels::Tile PrefillTileOf() {
   }                                                           \
   }
 
-#define FMOE_PREFILL_CODE_KERNELS(id)                                                                       \
+#define FMOE_PREFILL_INTEGER_KERNELS(id)                                                                    \
   namespace fusedmoe::cuda {                                                                                \
   PrefillKernels PrefillCodeKernels_##id() {                                                                \
     return {PrefillTileOf<FragmentFormat::id, 64, true>(), PrefillTileOf<FragmentFormat::id, 128, true>()}; \

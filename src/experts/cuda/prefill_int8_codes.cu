@@ -1,3 +1,3 @@
 #include "experts/cuda/prefill_instance.cuh"
 
-FMOE_PREFILL_CODE_KERNELS(kInt8)
+FMOE_PREFILL_INTEGER_KERNELS(kInt8)

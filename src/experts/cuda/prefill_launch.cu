@@ -146,6 +146,7 @@ Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const E
   gather.num_routes = routes;
   gather.top_k = top_k;
   gather.codes = plan.codes;
+  gather.integers = element == DType::kI8;
   gather.padded_cols = plan.hidden_cols;
   gather.panel_rows = plan.panel_rows;
   gather.panel = scratch.panel;

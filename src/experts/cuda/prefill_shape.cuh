@@ -13,18 +13,18 @@ enum class PrefillEpilogue {
   kRowsF32  ///< either: F32 [panel row][ld], the first GEMM's outputs, activated where p.activated says so
 };
 
-template <FragmentFormat kFormat, int kTileTokens, bool kCodes>
+template <FragmentFormat kFormat, int kTileTokens, bool kIntegers>
 struct PrefillShape {
   static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   static constexpr bool kPairs = kTileTokens == 128;  ///< CTAs work in pairs
   static constexpr int kWarpgroups = kTileTokens == 64 ? 4 : 2;
   static constexpr int kRowGroups = 4 / kWarpgroups;  ///< blocks of 64 rows a warpgroup
   static constexpr int kThreads = 128 + 128 * kWarpgroups;
-  /// A slab is what 128 bytes of a token row are multiplied with: 64 k, or 128 of codes.
-  static constexpr int kMinSlabs = kCodes ? 1 : kTraits.unit_slabs();
+  /// A slab is what 128 bytes of a token row are multiplied with: 64 k, or 128 of integers by integers.
+  static constexpr int kMinSlabs = kIntegers ? 1 : kTraits.unit_slabs();
   static constexpr int kUnitBytes =
-      kCodes ? 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes() : kTraits.unit_bytes();
-  static constexpr int kSlabBits = kCodes ? 16 : kTraits.code_bits;
+      kIntegers ? 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes() : kTraits.unit_bytes();
+  static constexpr int kSlabBits = kIntegers ? 16 : kTraits.code_bits;
   /// Slabs of a weight slot: 32-36 KB for the small tile (235B M=64: 2 slabs of 4 bit 502 us, 4 slabs 462),
   /// half of it for the large one.
   static constexpr int kWantSlabs = (kTileTokens == 64 ? 16 : 8) / kSlabBits;
@@ -34,16 +34,14 @@ struct PrefillShape {
   static constexpr int kSlotBytes = 16 * kPieceBytes;
   static constexpr int kStages = kSlabBits == 16 && kTileTokens == 128 ? 5 : 6;
   static constexpr int kStageBytes = kTileTokens * 128;
-  static constexpr int kScaleBytes = kCodes ? kStages * kTileTokens * 4 : 0;  ///< of tokens, by stage
   static constexpr int kEpilogueBytes = 32768;
   static constexpr int kTableBytes = (3 * (static_cast<int>(kMaxExperts) + 1)) * 4;
   static constexpr int kSharedBytes = 232448;
   static constexpr int kSlots =
-      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes - kScaleBytes) /
-      kSlotBytes;
+      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
   static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
   static constexpr int kBytes = 1024 + kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
-                                kScaleBytes + (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
+                                (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
   static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
   /// Slabs that share a token stage: small tiles put several into one. Never more than a weight slot has, so
   /// that the place of a slab in its stage is known when the loop over a slot is unrolled: counted at run

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ Gathe
       if (to >= 0) {
         if (p.codes) {
           const uint32_t codes[4] = {words[0], words[1], words[2], words[3]};
-          sink.StoreCodes(to, k, p.padded_cols, codes);
+          sink.StoreCodes(to, k, p.padded_cols, codes, p.integers);
         } else {
           sink.Store(to, k, p.padded_cols, words);
         }

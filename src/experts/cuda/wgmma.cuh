@@ -8,10 +8,10 @@
 namespace fusedmoe::cuda {
 
 /// What stands in the 16-bit (or 8-bit) halves of an operand register.
-enum class MmaType { kBf16, kF16, kE4m3, kInt8 };
+enum class MmaType { kBf16, kF16, kInt8 };
 
 /// Mma: d += a * tokens, 64 x N x 16 (x 32 for 8-bit elements). `descriptor`: SharedDescriptor of the tokens.
-/// MmaFirst (e4m3): d = a * tokens. Sums of integers are int32.
+/// Sums of integers are int32.
 template <MmaType Type, int N>
 struct Wgmma;
 
@@ -36,23 +36,18 @@ struct Wgmma;
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor));                            \
   }
 /// OUT: the operands by their constraint.
-#define FMOE_WGMMA(N, TEXT, IN, OUT)                                                          \
-  template <>                                                                                 \
-  struct Wgmma<MmaType::kBf16, N> {                                                           \
-    FMOE_WGMMA_OF(Mma, float, "k16", "f32.bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f"))   \
-  };                                                                                          \
-  template <>                                                                                 \
-  struct Wgmma<MmaType::kF16, N> {                                                            \
-    FMOE_WGMMA_OF(Mma, float, "k16", "f32.f16.f16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f"))     \
-  };                                                                                          \
-  template <>                                                                                 \
-  struct Wgmma<MmaType::kE4m3, N> {                                                           \
-    FMOE_WGMMA_OF(Mma, float, "k32", "f32.e4m3.e4m3", "1, 1, 1", N, TEXT, IN, OUT("+f"))      \
-    FMOE_WGMMA_OF(MmaFirst, float, "k32", "f32.e4m3.e4m3", "0, 1, 1", N, TEXT, IN, OUT("+f")) \
-  };                                                                                          \
-  template <>                                                                                 \
-  struct Wgmma<MmaType::kInt8, N> {                                                           \
-    FMOE_WGMMA_OF(Mma, int32_t, "k32", "s32.s8.s8", "1", N, TEXT, IN, OUT("+r"))              \
+#define FMOE_WGMMA(N, TEXT, IN, OUT)                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kBf16, N> {                                                         \
+    FMOE_WGMMA_OF(Mma, float, "k16", "f32.bf16.bf16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f")) \
+  };                                                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kF16, N> {                                                          \
+    FMOE_WGMMA_OF(Mma, float, "k16", "f32.f16.f16", "1, 1, 1, 0", N, TEXT, IN, OUT("+f"))   \
+  };                                                                                        \
+  template <>                                                                               \
+  struct Wgmma<MmaType::kInt8, N> {                                                         \
+    FMOE_WGMMA_OF(Mma, int32_t, "k32", "s32.s8.s8", "1", N, TEXT, IN, OUT("+r"))            \
   };
 
 #define FMOE_OUT_OF_16(C) FMOE_OUT8(C, 0)
@@ -73,6 +68,29 @@ FMOE_WGMMA(96, FMOE_TEXT5, "%48, %49, %50, %51}, %52", FMOE_OUT_OF_96)
 FMOE_WGMMA(112, FMOE_TEXT6, "%56, %57, %58, %59}, %60", FMOE_OUT_OF_112)
 FMOE_WGMMA(128, FMOE_TEXT7, "%64, %65, %66, %67}, %68", FMOE_OUT_OF_128)
 
+/// Mma: d += tokens * weights, 64 x N x 32 codes of e4m3, both in shared memory and the tokens as rows.
+/// MmaFirst: d = tokens * weights. `tokens`: SharedDescriptor, `weights`: ByteDescriptor.
+template <int N>
+struct WgmmaBytes;
+
+#define FMOE_WGMMA_BYTES_OF(NAME, FLAGS, N, TEXT, IN, ...)                                                 \
+  static __device__ __forceinline__ void NAME(float(&d)[N / 2], uint64_t tokens, uint64_t weights) {       \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" TEXT "}, " IN ", " FLAGS ";" \
+                 : __VA_ARGS__                                                                             \
+                 : "l"(tokens), "l"(weights));                                                             \
+  }
+#define FMOE_WGMMA_BYTES(N, TEXT, IN, OUT)                           \
+  template <>                                                        \
+  struct WgmmaBytes<N> {                                             \
+    FMOE_WGMMA_BYTES_OF(Mma, "1, 1, 1", N, TEXT, IN, OUT("+f"))      \
+    FMOE_WGMMA_BYTES_OF(MmaFirst, "0, 1, 1", N, TEXT, IN, OUT("+f")) \
+  };
+
+FMOE_WGMMA_BYTES(64, FMOE_TEXT3, "%32, %33", FMOE_OUT_OF_64)
+FMOE_WGMMA_BYTES(128, FMOE_TEXT7, "%64, %65", FMOE_OUT_OF_128)
+
+#undef FMOE_WGMMA_BYTES
+#undef FMOE_WGMMA_BYTES_OF
 #undef FMOE_OUT_OF_128
 #undef FMOE_OUT_OF_112
 #undef FMOE_OUT_OF_96
@@ -117,6 +135,15 @@ __device__ __forceinline__ uint64_t SharedDescriptor(uint32_t low) {
   constexpr uint32_t kBytesOfRowGroup = 1024;
   uint64_t descriptor;
   asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(kSwizzle128 | kBytesOfRowGroup >> 4));
+  return descriptor;
+}
+/// The same for a row block of e4m3 codes (fragment.hpp): rows of 64 bytes in groups of 8, 64-byte
+/// swizzle, a group every 2 KB: the rows of one half of neighbouring blocks.
+__device__ __forceinline__ uint64_t ByteDescriptor(uint32_t low) {
+  constexpr uint32_t kSwizzle64 = 2U << 30;
+  constexpr uint32_t kBytesOfBlock = 2048;
+  uint64_t descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(low), "r"(kSwizzle64 | kBytesOfBlock >> 4));
   return descriptor;
 }
 
