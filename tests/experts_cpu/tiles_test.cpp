@@ -149,7 +149,8 @@ TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {
 /// more tokens: its sums must lie elsewhere. Several K blocks, so that they are stored before the others are
 /// finished.
 TEST(Tiles, ExpertsOfVeryDifferentCounts_KeepTheirSumsApart) {
-  for (const char* scheme : {"mxfp4_w4a16", "int4_w4a16:g32", "unquantized"}) {
+  for (const char* scheme :
+       {"mxfp4_w4a16", "int4_w4a16:g32", "unquantized", "int8_w8a8:channel", "fp8_w8a16:block128"}) {
     const LayerSpec spec{
         .scheme = scheme, .hidden = 1280, .intermediate = 32, .experts = 3, .top_k = 1, .max_tokens = 200};
     const Layer layer = TileLayer(spec);

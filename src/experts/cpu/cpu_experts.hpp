@@ -112,7 +112,7 @@ class CpuExperts final : public Experts {
     const std::byte *codes, *code_scales;  ///< of a row that comes quantized
   };
   void PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                  const PackTarget& target, float* buffer) const;
+                  const PackTarget& target, const float* row, float* buffer) const;
   void PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job, int64_t token,
                   float* buffer) const;
   void GateUpJobs(Run& run) const;
@@ -120,7 +120,8 @@ class CpuExperts final : public Experts {
   struct GateUpFinish;
   struct DownFinish;
   void StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
-                float* values) const;
+                const float* values) const;
+  float MidTensorScale(const TileJob& down) const;
   void ClearMidPadding(const TileJob& down) const;
   void RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
                int64_t end_pair, TileGemm gemm) const;
@@ -135,7 +136,8 @@ class CpuExperts final : public Experts {
   std::vector<float> tile_scales_;  ///< of each expert's gate and up, and down; empty: as in the panels
   bool shared_rows_ = false;        ///< every expert sees the same rows
   bool direct_mid_ = false;         ///< the activation writes the tiles of the second GEMM
-  bool silu_mid_ = false;           ///< and it is the one that the tile kernels have themselves
+  TileSums sums_ = kPlainSums;      ///< what the tiles leave
+  TileFinish silu_ = nullptr;       ///< the activation, where the tile kernels have it themselves
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;
   ActivationFormat activation_;  ///< what rows are rounded to; not quantized: they stay

@@ -78,9 +78,11 @@ Status CpuExperts::ChooseTiles() {
   const bool direct_codes = IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) &&
                             tile_format_.shift == 96 && tile_format_.permuted;
   direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
+  sums_ = tiles.int8 ? kIntegerSums : tiles.codes && tiles.scale_group == 0 ? kScaledSums : kPlainSums;
   const ActivationSpec& activation = problem_.config.activation;
-  silu_mid_ =
-      direct_mid_ && !tiles.codes && activation.kind == ActivationKind::kSilu && !(activation.limit > 0.0F);
+  if (activation.kind == ActivationKind::kSilu && !(activation.limit > 0.0F)) {
+    silu_ = !direct_mid_ ? tiles_->silu_rows[sums_] : tiles.codes ? tiles_->silu_nvfp4 : tiles_->silu;
+  }
   if (tile_format_.post != 1.0F) {
     const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
     for (const ExpertPanels& expert : experts_) {
@@ -206,7 +208,7 @@ void CpuExperts::PackJobTokens(Run& run) const {
         target.codes = run.rows + (first + token) * run.row_bytes;
         target.code_scales = run.row_scales + (first + token) * run.row_scale_bytes;
       }
-      PackForJob(run, plan_.gate_up, experts_.front().input[0], target, buffer);
+      PackForJob(run, plan_.gate_up, experts_.front().input[0], target, buffer, buffer);
     }
   });
 }
@@ -284,33 +286,37 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
   target.sums = const_cast<float*>(job.sum) + token;
   target.stride = job.rows;
   const ExpertPanels& expert = experts_[static_cast<size_t>(job.expert)];
+  const int64_t slot = job.first_slot + token;
+  const float* row = buffer;
   if (part == 0 && run.coded) {
-    const int64_t row = run.slot_rows[job.first_slot + token];
-    target.codes = run.rows + row * run.row_bytes;
-    target.code_scales = run.row_scales + row * run.row_scale_bytes;
+    const int64_t source = run.slot_rows[slot];
+    target.codes = run.rows + source * run.row_bytes;
+    target.code_scales = run.row_scales + source * run.row_scale_bytes;
+  } else if (part == 2 && tiles.codes && expert.mid.pre_quant_scale == nullptr) {
+    row = run.mid + slot * plan_.gate_up.row_stride();  // which quantizing leaves as it is
   } else {
-    LoadRow(run, shape, job.first_slot + token, buffer);
+    LoadRow(run, shape, slot, buffer);
   }
-  PackForJob(run, shape, part == 2 ? expert.mid : expert.input[0], target, buffer);
+  PackForJob(run, shape, part == 2 ? expert.mid : expert.input[0], target, row, buffer);
 }
 
-/// A row in fp32, in the first third of `buffer`, into its place.
+/// A row in fp32 into its place. `buffer` has room for three rows, and `row` is the first of them unless it
+/// is to stay as it is.
 void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                            const PackTarget& target, float* buffer) const {
+                            const PackTarget& target, const float* row, float* buffer) const {
   const TilePlan& tiles = plan_.tiles;
   const int64_t width = shape.padded_cols;
-  float* row = buffer;
   if (transform.pre_quant_scale != nullptr) {  // never with codes: ExpertsTraits::takes_codes
     for (int64_t k = 0; k < shape.cols; ++k) {
-      row[k] *= transform.pre_quant_scale[k];
+      buffer[k] *= transform.pre_quant_scale[k];
     }
   }
   float* scales = target.scales;
-  float* values = row;
+  float* values = buffer;
   if (tiles.codes) {
     const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
-    values = row + width;
-    auto* quantized = reinterpret_cast<std::byte*>(row + 2 * width);
+    values = buffer + width;
+    auto* quantized = reinterpret_cast<std::byte*>(buffer + 2 * width);
     if (tiles.int8 && target.codes == nullptr && transform.columns == nullptr && CanRoundRows(activation_)) {
       auto* codes = reinterpret_cast<int8_t*>(quantized);
       QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, scales);
@@ -346,7 +352,7 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     std::fill(values + shape.cols, values + width, 0.0F);
   }
   if (tiles.int8) {
-    auto* codes = reinterpret_cast<int8_t*>(row);  // whose values are not needed any more
+    auto* codes = reinterpret_cast<int8_t*>(buffer);  // whose values are not needed any more
     for (int64_t k = 0; k < width; ++k) {
       codes[k] = static_cast<int8_t>(values[k]);
     }
@@ -391,60 +397,78 @@ struct CpuExperts::GateUpFinish {
   const CpuExperts& experts;
   const Run& run;
   TileJob job{}, down{};
+  TileSides sides{};
   int64_t stripe = 0, count = 0;     // of columns of the intermediate
   ActivateArguments arguments[2]{};  // of each
   TileSilu silu{};
 
   static void Begin(void* context, const TileJob* job, int64_t first_stripe) {
-    static constexpr float kZeros[kPanelRows] = {};
-    auto& to = *static_cast<GateUpFinish*>(context);
-    const GemmShape& shape = to.experts.plan_.gate_up;
-    const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
-    const ActivationSpec& spec = to.experts.problem_.config.activation;
-    const bool gated = shape.parts == 2;
-    to.job = *job;
-    to.down = to.run.jobs[to.experts.plan_.tiles.max_jobs + job->index];
-    to.stripe = first_stripe / shape.parts;
-    to.count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
-    const float* row_scale = to.experts.TileScales(job->expert, 0) + first_stripe * kPanelRows;
-    const float* bias =
-        expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
-    if (to.experts.direct_mid_ && to.stripe + to.count == shape.stripes) {
-      to.experts.ClearMidPadding(to.down);
-    }
-    if (to.experts.silu_mid_) {
-      to.silu = {row_scale,
-                 row_scale + kPanelRows,
-                 bias == nullptr ? kZeros : bias,
-                 bias == nullptr ? kZeros : bias + kPanelRows,
-                 const_cast<uint8_t*>(to.down.tokens),
-                 to.down.num_tokens,
-                 to.experts.plan_.tiles.row_bytes[1],
-                 to.stripe * kPanelRows,
-                 to.experts.tile_format_.shift,
-                 to.experts.tile_format_.permuted};
-      return;
-    }
-    for (int64_t i = 0; i < to.count; ++i) {
-      const int64_t up = (gated ? 1 : i) * kPanelRows;
-      ActivateArguments& arguments = to.arguments[i];
-      arguments.activation = static_cast<int>(spec.kind);
-      arguments.alpha = spec.alpha;
-      arguments.beta = spec.beta;
-      arguments.limit = spec.limit;
-      arguments.gate_row_scale = row_scale;
-      arguments.gate_bias = bias;
-      arguments.up_row_scale = row_scale + up;
-      arguments.up_bias = bias == nullptr ? nullptr : bias + up;
-      arguments.mid_stride = to.experts.direct_mid_ ? kPanelRows : shape.row_stride();
-    }
-  }
-
-  static void Finish(void* context, int64_t first_token, int64_t tokens, const float* first,
-                     const float* second) {
     auto& to = *static_cast<GateUpFinish*>(context);
     const CpuExperts& experts = to.experts;
     const GemmShape& shape = experts.plan_.gate_up;
+    const bool gated = shape.parts == 2;
+    to.job = *job;
+    to.down = to.run.jobs[experts.plan_.tiles.max_jobs + job->index];
+    to.sides = {job->scale, job->sum};
+    to.stripe = first_stripe / shape.parts;
+    to.count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
+    if (experts.direct_mid_ && experts.plan_.tiles.codes && to.stripe == 0) {
+      std::fill_n(const_cast<float*>(to.down.scale), to.down.num_tokens, experts.MidTensorScale(to.down));
+    }
+    if (experts.direct_mid_ && to.stripe + to.count == shape.stripes) {
+      experts.ClearMidPadding(to.down);
+    }
+    const ExpertPanels& expert = experts.experts_[static_cast<size_t>(job->expert)];
+    const float* row_scale = experts.TileScales(job->expert, 0) + first_stripe * kPanelRows;
+    const float* bias =
+        expert.gate_up_bias == nullptr ? nullptr : expert.gate_up_bias + first_stripe * kPanelRows;
+    experts.silu_ != nullptr ? to.BeginSilu(row_scale, bias) : to.BeginOther(row_scale, bias);
+  }
+
+  void BeginSilu(const float* row_scale, const float* bias) {
+    static constexpr float kZeros[2 * kPanelRows] = {};
+    const float* biases = bias == nullptr ? kZeros : bias;
+    const int64_t stride = experts.plan_.gate_up.row_stride();
+    silu.sides = sides;
+    silu.gate_scale = row_scale;
+    silu.up_scale = row_scale + kPanelRows;
+    silu.gate_bias = biases;
+    silu.up_bias = biases + kPanelRows;
+    silu.k = stripe * kPanelRows;
+    silu.mid = const_cast<uint8_t*>(down.tokens);
+    silu.num_tokens = down.num_tokens;
+    silu.row_bytes = experts.plan_.tiles.row_bytes[1];
+    silu.shift = experts.tile_format_.shift;
+    silu.permuted = experts.tile_format_.permuted;
+    silu.tensor_scale = experts.MidTensorScale(down);
+    silu.rows = run.mid + job.first_slot * stride;
+    silu.row_stride = stride;
+  }
+
+  void BeginOther(const float* row_scale, const float* bias) {
+    const GemmShape& shape = experts.plan_.gate_up;
+    const ActivationSpec& spec = experts.problem_.config.activation;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t up = (shape.parts == 2 ? 1 : i) * kPanelRows;
+      ActivateArguments& to = arguments[i];
+      to.activation = static_cast<int>(spec.kind);
+      to.alpha = spec.alpha;
+      to.beta = spec.beta;
+      to.limit = spec.limit;
+      to.gate_row_scale = row_scale;
+      to.gate_bias = bias;
+      to.up_row_scale = row_scale + up;
+      to.up_bias = bias == nullptr ? nullptr : bias + up;
+      to.mid_stride = experts.direct_mid_ ? kPanelRows : shape.row_stride();
+    }
+  }
+
+  /// Of BeginOther.
+  static void Finish(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+    auto& to = *static_cast<GateUpFinish*>(context);
+    const CpuExperts& experts = to.experts;
+    const GemmShape& shape = experts.plan_.gate_up;
+    experts.tiles_->scale[experts.sums_](&to.sides, first_token, tokens, first, second);
     alignas(64) float values[16 * kPanelRows];
     for (int64_t i = 0; i < to.count; ++i) {
       ActivateArguments& arguments = to.arguments[i];
@@ -471,9 +495,9 @@ void CpuExperts::GateUpJobs(Run& run) const {
     TileGemm gemm{};
     gemm.begin = &GateUpFinish::Begin;
     gemm.begin_context = &finish;
-    gemm.finish = silu_mid_ ? tiles_->silu : &GateUpFinish::Finish;
-    gemm.finish_context = silu_mid_ ? static_cast<void*>(&finish.silu) : &finish;
-    gemm.finish_tokens = plan_.tiles.codes ? 4 : 1;  // codes are made of four groups at once
+    gemm.finish = silu_ != nullptr ? silu_ : &GateUpFinish::Finish;
+    gemm.finish_context = silu_ != nullptr ? static_cast<void*>(&finish.silu) : &finish;
+    gemm.finish_tokens = plan_.tiles.codes && direct_mid_ ? 4 : 1;  // four groups are rounded at once
     RunJobs(run, shape, jobs, num_jobs, first, end, gemm);
   };
   const TileJob* jobs = run.jobs + run.group_begin;
@@ -490,33 +514,23 @@ void CpuExperts::GateUpJobs(Run& run) const {
   });
 }
 
+/// Of the tokens of the second GEMM, where they are rounded before all of a row is known.
+float CpuExperts::MidTensorScale(const TileJob& down) const {
+  return activation_.static_tensor_scale ? experts_[static_cast<size_t>(down.expert)].mid.tensor_scale : 1.0F;
+}
+
 /// Sixteen columns of intermediate values of up to 16 tokens, straight into the tiles of the second GEMM.
 void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
-                          float* values) const {
-  const int64_t step_bytes = TileStepBytes(down.num_tokens);
-  uint8_t* first = const_cast<uint8_t*>(down.tokens) +
-                   TileTokenOffset(plan_.tiles.row_bytes[1], down.num_tokens, first_token);
+                          const float* values) const {
+  const int64_t k = stripe * kPanelRows;
+  uint8_t* tile = const_cast<uint8_t*>(down.tokens) +
+                  TileTokenOffset(plan_.tiles.row_bytes[1], down.num_tokens, first_token) +
+                  k / 32 * TileStepBytes(down.num_tokens);
   if (plan_.tiles.codes) {
-    const ExpertPanels& expert = experts_[static_cast<size_t>(down.expert)];
-    const float tensor_scale = activation_.static_tensor_scale ? expert.mid.tensor_scale : 1.0F;
-    int8_t codes[16 * kPanelRows];
-    float halves[16];
-    const int64_t units = CeilDiv(tokens, 4);  // four groups of 16 each
-    std::fill(values + tokens * kPanelRows, values + units * kPanelUnit, 0.0F);
-    table_->quantize_nvfp4(values, units, tensor_scale, codes, halves);
-    auto* scales = const_cast<float*>(down.scale);
-    for (int64_t token = 0; stripe == 0 && token < tokens; ++token) {
-      scales[first_token + token] = tensor_scale;
-    }
-    // The block scale has 4 bits and the code 2: bf16 holds their product. Scales are multiplied where they
-    // are broadcast: a loop over them here read in vectors what was written one by one, and waited for all
-    // sums.
-    const int64_t k = stripe * kPanelRows;
-    tiles_->pack_groups(codes, halves, 1.0F / tensor_scale, tokens, first + k / 32 * step_bytes, k);
-    return;
+    tiles_->pack_nvfp4(values, MidTensorScale(down), tokens, tile, k);
+  } else {
+    tiles_->pack_block(values, tokens, tile, k, tile_format_.shift, tile_format_.permuted);
   }
-  tiles_->pack_block(values, tokens, first + stripe * kPanelRows / 32 * step_bytes, stripe * kPanelRows,
-                     tile_format_.shift, tile_format_.permuted);
 }
 
 /// Zeros in the columns of the second GEMM that no stripe of the first one computes.
@@ -545,7 +559,8 @@ struct CpuExperts::DownFinish {
     const GemmShape& shape = to.experts.plan_.down;
     const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
     const int64_t col = first_stripe * kPanelRows;
-    to.add = {to.experts.TileScales(job->expert, 1) + col,
+    to.add = {{job->scale, job->sum},
+              to.experts.TileScales(job->expert, 1) + col,
               expert.down_bias == nullptr ? nullptr : expert.down_bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
               to.run.sums + col,
@@ -572,7 +587,7 @@ void CpuExperts::DownJobs(Run& run) const {
     TileGemm gemm{};
     gemm.begin = &DownFinish::Begin;
     gemm.begin_context = &finish;
-    gemm.finish = tiles_->add;
+    gemm.finish = tiles_->add[sums_];
     gemm.finish_context = &finish.add;
     gemm.finish_tokens = 1;
     RunJobs(run, shape, run.jobs + plan_.tiles.max_jobs + run.group_begin, run.group_end - run.group_begin,

@@ -210,8 +210,49 @@ FMOE_INLINE void SplitScale(Reals scale, Reals zero, Words* mantissa, Words* off
 FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
   return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(add)));
 }
-FMOE_INLINE Reals BytesToReals(const int8_t* p) {
-  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+/// Sums of four codes of int8 each, on sixteen integers; and the sum of these.
+FMOE_INLINE Words AddCodes(Words integers, Words codes) {
+  return _mm512_dpbusd_epi32(integers, _mm512_set1_epi8(1), codes);
+}
+FMOE_INLINE int32_t SumIntegers(Words integers) {
+  return _mm512_reduce_add_epi32(integers);
+}
+
+FMOE_INLINE Reals Magnitude(Reals x) {
+  return _mm512_abs_ps(x);
+}
+/// Of a number without a sign.
+FMOE_INLINE Reals WithSign(Reals magnitude, Reals sign) {
+  const __m512i bit = _mm512_and_si512(_mm512_castps_si512(sign), _mm512_set1_epi32(INT32_MIN));
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(magnitude), bit));
+}
+/// x >= 0 to the grid of a small float, ties to even: adding 2^23 of its steps leaves the nearest one
+/// (quantize_isa.hpp). x is not above the largest value of the grid.
+template <int kMantissaBits, int kMinExponent>
+FMOE_INLINE Reals OnSmallGrid(Reals x) {
+  __m512i step = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7f800000));
+  step = _mm512_max_epi32(step, _mm512_set1_epi32((127 + kMinExponent) << 23));
+  step = _mm512_add_epi32(step, _mm512_set1_epi32((23 - kMantissaBits) << 23));
+  const Reals shifter = _mm512_castsi512_ps(step);
+  return _mm512_sub_ps(_mm512_add_ps(x, shifter), shifter);
+}
+/// Lanes 4i to 4i + 3: the largest magnitude of the i-th; NaN is larger than infinity.
+FMOE_INLINE Reals LargestOfFour(Reals a, Reals b, Reals c, Reals d) {
+  const auto quarter = [](Reals x) FMOE_FLAT {
+    __m512i m = _mm512_castps_si512(_mm512_abs_ps(x));
+    m = _mm512_max_epu32(m, _mm512_shuffle_i32x4(m, m, 0x4e));
+    return _mm512_max_epu32(m, _mm512_shuffle_i32x4(m, m, 0xb1));
+  };
+  __m512i m = _mm512_mask_mov_epi32(quarter(a), 0x00f0, quarter(b));
+  m = _mm512_mask_mov_epi32(m, 0x0f00, quarter(c));
+  m = _mm512_mask_mov_epi32(m, 0xf000, quarter(d));
+  m = _mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0x4e));
+  return _mm512_castsi512_ps(_mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0xb1)));
+}
+/// Lanes 4i to 4i + 3 everywhere.
+template <int kIndex>
+FMOE_INLINE Reals Quarter(Reals x) {
+  return _mm512_shuffle_f32x4(x, x, kIndex * 0x55);
 }
 /// Sixteen values to bf16, to nearest even; kPermuted: every four in the order 0, 2, 1, 3. Adds what is
 /// stored.

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/tile_decode_isa.hpp"
+#include "experts/cpu/tile_finish_isa.hpp"
 #include "experts/cpu/tile_pack_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
@@ -56,6 +57,9 @@ struct TileEngine {
   static constexpr bool kDirect = Panel::kBf16 || kBytes;
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   static constexpr bool kSums = Panel::kGrouped && !kRounded;
+  /// The operands of a step are loaded behind the products of the step before, ahead of the work beside it:
+  /// 2 points where sums are scaled, 1 to 2 where nothing is decoded, nothing elsewhere.
+  static constexpr bool kAhead = kFlush || kDirect;
 
   /// Where a job stands: chunk of pairs, K block, pair.
   struct Cursor {
@@ -74,19 +78,20 @@ struct TileEngine {
     int64_t block_bytes;
   };
 
-  /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair. A
-  /// fixed place in the code: a count of steps was mispredicted once a piece, and with it went what the
-  /// matrix unit had before it.
-  static constexpr int kFinishSteps = 4;
+  /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair:
+  /// few large pieces, since each is a call that holds up what comes behind it (every four steps were 3 to 4
+  /// % slower). A fixed place in the code: a count of steps was mispredicted once a piece, and with it went
+  /// what the matrix unit had before it.
+  static constexpr int kFinishSteps = 8;
   struct Finish {
-    const TileJob* job;
     int64_t token, end;  // tokens of the job that are left
     int64_t piece;       // tokens
     float* sums;         // of the tile and the row in it that come next
     int64_t row, rows;
   };
 
-  /// Sums of a group of k that wait for their scales.
+  /// Sums of a group of k that wait for their scales. Those of the group before are scaled beside the steps
+  /// of the next one: the latest left the tiles only now, and loading them would wait for their products.
   struct Pending {
     float* sums;  // [tile][16 tokens][16]
     float* results;
@@ -102,7 +107,7 @@ struct TileEngine {
   Tiles tiles;
   Decoder decoder;
   Feed feed;
-  Pending pending;
+  Pending pending[2];  // of the latest group and of the one before
   Finish finish;
   /// Where the sums that stand in the tiles belong; null: nowhere.
   float* held = nullptr;
@@ -111,7 +116,7 @@ struct TileEngine {
   uint8_t* buffers[2];
   float* group_sums[2];
   float* results;
-  int current = 0, current_sums = 0, current_results = 0;
+  int current = 0, latest = 0, current_results = 0;
   bool results_in_chunks = false;
   int64_t units, block_bytes;
 
@@ -123,8 +128,10 @@ struct TileEngine {
     results = (float*)(gemm.scratch + 2 * kTileWeightBytes + 2 * kTileSumBytes);
     units = gemm.blocks * Panel::kUnits;
     block_bytes = feed.block_bytes = Panel::BlockBytes(gemm.group_scales);
-    pending.next = pending.chunks = 0;
-    pending.type = gemm.group_scales;
+    for (Pending& p : pending) {
+      p.next = p.chunks = 0;
+      p.type = gemm.group_scales;
+    }
     finish = {};
     Decoder::Start(decoder, gemm.group_scales);
   }
@@ -293,9 +300,9 @@ struct TileEngine {
     }
   }
 
-  void Drain() {
-    while (pending.next < pending.chunks) {
-      FlushChunk(pending);
+  static void Drain(Pending& p) {
+    while (p.next < p.chunks) {
+      FlushChunk(p);
     }
   }
 
@@ -336,7 +343,6 @@ struct TileEngine {
     const int64_t tokens = e.Min(e.Min(f.piece, f.end - f.token), f.rows - f.row);
     float* first = f.sums + f.row * 16;
     float* second = first + 256;
-    e.ScaleSums(*f.job, f.token, tokens, first, second);
     e.g.finish(e.g.finish_context, f.token, tokens, first, second);
     f.token += tokens;
     f.row += tokens;
@@ -386,19 +392,39 @@ struct TileEngine {
   }
 
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
+  /// kAhead: its operands are in the tiles already, and the arguments are those of the step that follows.
   template <int kTokenTiles, int kFirstPart, int kParts>
   FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
                         const uint8_t* second) {
-    t.template Load<6>(first);
-    t.template Stream<4>(tokens);
-    Dot<0, 4, 6>(t);
-    Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
-    t.template Load<7>(second);
-    Dot<1, 4, 7>(t);
-    if constexpr (kTokenTiles == 2) {
-      t.template Stream<5>(tokens + 1024);
-      Dot<2, 5, 6>(t);
-      Dot<3, 5, 7>(t);
+    const auto feed_first = [&] FMOE_FLAT {
+      Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
+    };
+    if constexpr (!kAhead) {
+      t.template Load<6>(first);
+      t.template Stream<4>(tokens);
+      Dot<0, 4, 6>(t);
+      feed_first();
+      t.template Load<7>(second);
+      Dot<1, 4, 7>(t);
+      if constexpr (kTokenTiles == 2) {
+        t.template Stream<5>(tokens + 1024);
+        Dot<2, 5, 6>(t);
+        Dot<3, 5, 7>(t);
+      }
+    } else {
+      Dot<0, 4, 6>(t);
+      feed_first();
+      Dot<1, 4, 7>(t);
+      t.template Stream<4>(tokens);
+      if constexpr (kTokenTiles == 2) {
+        Dot<2, 5, 6>(t);
+      }
+      t.template Load<6>(first);
+      if constexpr (kTokenTiles == 2) {
+        Dot<3, 5, 7>(t);
+        t.template Stream<5>(tokens + 1024);
+      }
+      t.template Load<7>(second);
     }
     Unroll<kParts - kParts / 2>([&](auto i)
                                     FMOE_FLAT { FeedPart<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
@@ -417,15 +443,17 @@ struct TileEngine {
     int64_t flush_steps;  // a power of two
     int64_t chunks_per_step;
     bool first;
+    // kAhead: what the pass that follows begins with.
+    const uint8_t *next_tokens, *next_weights;
   };
 
   /// Hands the sums of a group over, and starts the next.
   template <int kTokenTiles>
   static FMOE_APART void EndGroup(TileEngine& e, const Pass& pass, int64_t step) {
-    Pending& p = e.pending;
-    e.Drain();
-    p.sums = e.group_sums[e.current_sums];
-    e.current_sums ^= 1;
+    e.latest ^= 1;
+    Pending& p = e.pending[e.latest];
+    Drain(p);
+    p.sums = e.group_sums[e.latest];
     StoreSums<kTokenTiles>(e.tiles, p.sums);
     ZeroSums<kTokenTiles>(e.tiles);
     const int64_t k = step / pass.flush_steps * pass.flush_steps;  // first step of the group
@@ -456,8 +484,9 @@ struct TileEngine {
   FMOE_INLINE void Beside(TileEngine& e, const Pass& pass, int64_t step) {
     if constexpr (kFlush) {
       // The sums of the group before, a piece at a time.
-      for (int64_t due = pass.chunks_per_step; due > 0 && e.pending.next < e.pending.chunks; --due) {
-        FlushChunk(e.pending);
+      Pending& before = e.pending[e.latest ^ 1];
+      for (int64_t due = pass.chunks_per_step; due > 0 && before.next < before.chunks; --due) {
+        FlushChunk(before);
       }
       if (((step + 1) & (pass.flush_steps - 1)) == 0 || step + 1 == pass.steps) {
         EndGroup<kTokenTiles>(e, pass, step);
@@ -486,21 +515,32 @@ struct TileEngine {
     CopyFeed(feed, f);
     Decoder d = decoder;
     int64_t step = 0;
+    const auto to_next = [&](int64_t of) FMOE_FLAT {
+      a += token_step;
+      b += kWeightStep;
+      if (kAhead && of + 1 == pass.steps) {
+        a = pass.next_tokens;
+        b = pass.next_weights;
+      }
+    };
+    if constexpr (kAhead) {
+      to_next(0);
+    }
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
       for (; step + kStepsPerFeed <= pass.steps && f.left > 0; step += kStepsPerFeed) {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
           Beside<kTokenTiles, kStepsPerFeed, decltype(i){}>(*this, pass, step + i);
-          a += token_step;
-          b += kWeightStep;
+          to_next(step + i + kAhead);
         });
         EndFeedUnit(f);
       }
     }
-    for (; step < pass.steps; ++step, a += token_step, b += kWeightStep) {
+    for (; step < pass.steps; ++step) {
       Step<kTokenTiles, 0, 0>(tiles, f, d, a, b, b + second);
       Beside<kTokenTiles, 1, 0>(*this, pass, step);
+      to_next(step + kAhead);
     }
     CopyFeed(f, feed);  // scales of the decoder are loaded again by the next unit
   }
@@ -521,27 +561,6 @@ struct TileEngine {
   }
 
   // ---------------------------------------------------------------------------------------- results
-
-  /// Sums to what the caller sees: integers corrected and converted, scales of whole rows applied.
-  void ScaleSums(const TileJob& job, int64_t first_token, int64_t tokens, float* first, float* second) {
-    const bool scaled = job.scale != nullptr && (!kFlush || g.scale_group == 0);
-    if (!kBytes && !scaled) {
-      return;
-    }
-    for (int64_t token = 0; token < tokens; ++token) {
-      const Reals scale = SetReals(scaled ? job.scale[first_token + token] : 1.0F);
-      for (int half = 0; half < 2; ++half) {
-        float* row = (half == 0 ? first : second) + token * 16;
-        Reals x;
-        if constexpr (kBytes) {
-          x = IntegersToReals(row, -128 * (int32_t)job.sum[first_token + token]);
-        } else {
-          x = LoadReals(row);
-        }
-        StoreReals(row, MultiplyReals(x, scale));
-      }
-    }
-  }
 
   /// Where the sums of a step's pair belong. Those of the pair before are being finished meanwhile, so that
   /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
@@ -589,12 +608,29 @@ struct TileEngine {
     const int64_t first_step = c.unit * kStepsPerUnit;
     float* sums = ResultsOf(c);
     const bool backwards = c.unit / c.k_units % 2 != 0;
+    [[maybe_unused]] bool alone = false;  // kAhead: the block before had one tile of tokens
     for (int64_t i = 0; i < c.blocks; ++i) {
       const int64_t block = backwards ? c.blocks - 1 - i : i;
       const int64_t first_token = block * 2 * tile_tokens;
       const bool two = job.num_tokens - first_token > tile_tokens;
-      pass.tokens =
-          job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
+      const auto tokens_of = [&](int64_t of) {
+        return job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * of) + first_step * pass.token_step;
+      };
+      pass.tokens = tokens_of(block);
+      if constexpr (kAhead) {
+        if (i == 0) {
+          tiles.template Load<6>(pass.weights[0]);
+          tiles.template Load<7>(pass.weights[1]);
+          tiles.template Stream<4>(pass.tokens);
+        }
+        if (two && (i == 0 || alone)) {
+          tiles.template Stream<5>(pass.tokens + 1024);
+        }
+        alone = !two;
+        // Behind the last block nothing is needed, and what comes is not read.
+        pass.next_tokens = i + 1 == c.blocks ? pass.tokens : tokens_of(backwards ? block - 1 : block + 1);
+        pass.next_weights = pass.weights[0];
+      }
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
         pass.first = c.unit == 0;
@@ -614,7 +650,8 @@ struct TileEngine {
     }
     if (last) {
       if constexpr (kFlush) {
-        Drain();
+        Drain(pending[latest ^ 1]);
+        Drain(pending[latest]);
       }
       DrainFinish();
       // Over the steps of the next pair, which finds its own sums complete at the end.
@@ -623,7 +660,7 @@ struct TileEngine {
       while (piece < 16 && piece * next_steps < kFinishSteps * kTileTokens) {
         piece *= 2;
       }
-      finish = {&job, 0, job.num_tokens, piece, sums, 0, tile_tokens};
+      finish = {0, job.num_tokens, piece, sums, 0, tile_tokens};
       g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;
     }
@@ -698,11 +735,20 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
   kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
   kernels.pack = &PackTile;
-  kernels.pack_groups = &PackTileGroups;
+  kernels.pack_nvfp4 = &PackTileNvfp4;
   kernels.pack_codes = &PackTileCodes;
   kernels.gather = &GatherTile;
-  kernels.add = &AddRows;
-  kernels.silu = &SiluRows;
+  kernels.scale[kPlainSums] = &ScaleSums<kPlainSums>;
+  kernels.scale[kScaledSums] = &ScaleSums<kScaledSums>;
+  kernels.scale[kIntegerSums] = &ScaleSums<kIntegerSums>;
+  kernels.add[kPlainSums] = &AddRows<kPlainSums>;
+  kernels.add[kScaledSums] = &AddRows<kScaledSums>;
+  kernels.add[kIntegerSums] = &AddRows<kIntegerSums>;
+  kernels.silu = &SiluToTiles;
+  kernels.silu_nvfp4 = &SiluToNvfp4;
+  kernels.silu_rows[kPlainSums] = &SiluToRows<kPlainSums>;
+  kernels.silu_rows[kScaledSums] = &SiluToRows<kScaledSums>;
+  kernels.silu_rows[kIntegerSums] = &SiluToRows<kIntegerSums>;
   kernels.pack_block = &PackTileBlock;
   return kernels;
 }

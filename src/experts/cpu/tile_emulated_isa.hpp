@@ -264,8 +264,54 @@ FMOE_EMULATED void SplitScale(const Reals& scale, const Reals& zero, Words* mant
     exponent->at[i] = (uint16_t)((e < 0 ? 0 : e > 219 ? 219 : e) << 7);
   }
 }
-FMOE_EMULATED Reals BytesToReals(const int8_t* p) {
-  return EachReal([&](int i) { return (float)p[i]; });
+FMOE_EMULATED Words AddCodes(const Words& integers, const Words& codes) {
+  int32_t sums[16];
+  int8_t bytes[64];
+  memcpy(sums, integers.at, 64);
+  memcpy(bytes, codes.at, 64);
+  for (int i = 0; i < 64; ++i) {
+    sums[i / 4] += bytes[i];
+  }
+  return LoadWords(sums);
+}
+FMOE_EMULATED int32_t SumIntegers(const Words& integers) {
+  int32_t sums[16], sum = 0;
+  memcpy(sums, integers.at, 64);
+  for (int i = 0; i < 16; ++i) {
+    sum += sums[i];
+  }
+  return sum;
+}
+
+FMOE_EMULATED Reals Magnitude(const Reals& x) {
+  return EachReal([&](int i) { return fabsf(x.at[i]); });
+}
+FMOE_EMULATED Reals WithSign(const Reals& magnitude, const Reals& sign) {
+  return EachReal([&](int i) { return copysignf(magnitude.at[i], sign.at[i]); });
+}
+template <int kMantissaBits, int kMinExponent>
+FMOE_EMULATED Reals OnSmallGrid(const Reals& x) {
+  return EachReal([&](int i) {
+    const int32_t binade = (int32_t)(BitsOf(x.at[i]) & 0x7f800000), least = (127 + kMinExponent) << 23;
+    const float shifter =
+        FloatOf((uint32_t)((binade > least ? binade : least) + ((23 - kMantissaBits) << 23)));
+    return (x.at[i] + shifter) - shifter;
+  });
+}
+FMOE_EMULATED Reals LargestOfFour(const Reals& a, const Reals& b, const Reals& c, const Reals& d) {
+  const Reals* groups[4] = {&a, &b, &c, &d};
+  return EachReal([&](int i) {
+    uint32_t largest = 0;
+    for (int k = 0; k < 16; ++k) {
+      const uint32_t bits = BitsOf(fabsf(groups[i / 4]->at[k]));
+      largest = bits > largest ? bits : largest;
+    }
+    return FloatOf(largest);
+  });
+}
+template <int kIndex>
+FMOE_EMULATED Reals Quarter(const Reals& x) {
+  return EachReal([&](int i) { return x.at[4 * kIndex + i % 4]; });
 }
 FMOE_EMULATED Reals IntegersToReals(const void* p, int32_t add) {
   int32_t integers[16];

@@ -69,10 +69,9 @@ struct TileJob {
 
 /// Called before the sums of a job with a pair of stripes are finished.
 typedef void (*TileBegin)(void* context, const TileJob* job, int64_t first_stripe);
-/// Then, for a few of its tokens at a time: their sums with either stripe, [token][16 rows]. Tokens of one
-/// call lie in one tile.
-typedef void (*TileFinish)(void* context, int64_t first_token, int64_t tokens, const float* first,
-                           const float* second);
+/// Then, for a few of its tokens at a time: their sums with either stripe, [token][16 rows], as the tiles
+/// left them (TileSums). Tokens of one call lie in one tile.
+typedef void (*TileFinish)(void* context, int64_t first_token, int64_t tokens, float* first, float* second);
 
 struct TileGemm {
   const TileJob* jobs;
@@ -117,10 +116,24 @@ typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t
 typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
                                     float* sum);
 
-/// Codes of 16 k of each of up to 16 tokens, codes[token][16], times a scale of each and `factor`, to the
-/// tile of their step, for formats whose shift is 96. The products must be exact in bf16.
-typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, float factor, int64_t tokens,
-                                     uint8_t* tile, int64_t k);
+/// The same for formats whose shift is 96, with values rounded to NVFP4 under `tensor_scale`, groups of 16;
+/// the tensor scale is left to the scale of the token. Room for a multiple of four tokens.
+typedef void (*TilePackNvfp4Kernel)(const float* values, float tensor_scale, int64_t tokens, uint8_t* tile,
+                                    int64_t k);
+
+/// What sums lack when they leave the tiles.
+enum TileSums {
+  kPlainSums,    ///< nothing
+  kScaledSums,   ///< the scale of their token
+  kIntegerSums,  ///< they are integers of codes that are 128 too large, and lack the scale of their token
+  kNumTileSums
+};
+/// Of the tokens of a job: their scales, and the sums of their codes.
+struct TileSides {
+  const float *scale, *codes;
+};
+typedef void (*TileScaleKernel)(const TileSides* sides, int64_t first_token, int64_t count, float* first,
+                                float* second);
 
 /// TileFinish of TileKernels::add, the context: sums of 32 columns to where they belong:
 ///
@@ -128,6 +141,7 @@ typedef void (*TilePackGroupsKernel)(const int8_t* codes, const float* scales, f
 ///
 /// Lines of the next 32 columns are asked for.
 struct TileAdd {
+  TileSides sides;
   const float* scale;  ///< [32]
   const float* bias;   ///< or null
   int64_t stripes;     ///< 1 where the second does not exist
@@ -137,16 +151,22 @@ struct TileAdd {
   const float* weights;
 };
 
-/// TileFinish of TileKernels::silu, the context: silu(gate) * up of 16 columns, in bf16, to tokens of the
-/// next GEMM.
+/// TileFinish of TileKernels::silu and the like, the context: silu(gate) * up of 16 columns, to the second
+/// GEMM.
 struct TileSilu {
+  TileSides sides;
   const float *gate_scale, *up_scale;  ///< [16]
   const float *gate_bias, *up_bias;    ///< [16], maybe zeros
-  uint8_t* tokens;                     ///< of the job
+  int64_t k;                           ///< the first of the columns
+  // silu, silu_nvfp4: to its tokens.
+  uint8_t* mid;
   int64_t num_tokens, row_bytes;
-  int64_t k;  ///< the first of the columns
   int shift;  ///< as in TilePack
   int permuted;
+  float tensor_scale;  ///< silu_nvfp4
+  // silu_rows: in fp32.
+  float* rows;
+  int64_t row_stride;
 };
 
 /// Rows that are packed already (64 bytes a step) into a tile of each step.
@@ -172,9 +192,13 @@ struct TileKernels {
   TilePackKernel pack;
   TilePackBlockKernel pack_block;
   TilePackCodesKernel pack_codes;
-  TilePackGroupsKernel pack_groups;
+  TilePackNvfp4Kernel pack_nvfp4;
   TileGatherKernel gather;
-  TileFinish add, silu;
+  TileScaleKernel scale[kNumTileSums];
+  TileFinish add[kNumTileSums];
+  TileFinish silu;        ///< of plain sums, to tokens in bf16
+  TileFinish silu_nvfp4;  ///< of scaled sums, to tokens rounded to NVFP4; four tokens at a time
+  TileFinish silu_rows[kNumTileSums];
 };
 
 }  // namespace fusedmoe::cpu
