@@ -1,7 +1,7 @@
 // The kernels alone, one thread, by its CPU time: every micro-kernel with each kind and height of tile,
-// weights in L2 and from memory, and the kernels that make tiles. `ops` are two for each multiply-add,
-// `share` those of the peak of the unit that the kernel runs on, measured in the same run; `bytes_per_second`
-// are those of the weights.
+// weights in L2 and from memory, the kernels of the matrix unit, and those that make tiles. `ops` are two for
+// each multiply-add, `share` those of the peak of the unit that the kernel runs on, measured in the same run;
+// `bytes_per_second` are those of the weights.
 //
 //   kernel_bench [--benchmark_filter=nvfp4] [--isa=avx2] [--k=2048]
 #include <benchmark/benchmark.h>
@@ -59,7 +59,7 @@ struct Bench {
   Workspace memory;
   uint8_t* weights = nullptr;
   char* tile = nullptr;
-  double int_peak = 1, float_peak = 1, bf16_peak = 1, f16_peak = 1;
+  double int_peak = 1, float_peak = 1, bf16_peak = 1, f16_peak = 1, amx_bf16_peak = 1, amx_int8_peak = 1;
 
   double PeakOf(TileKind kind) const {
     switch (kind) {
@@ -135,6 +135,75 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
   const auto passes = static_cast<double>(state.iterations());
   const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * kMaxHeight * kTallTiles);
   Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
+}
+
+/// One expert on the matrix unit: `tokens` tokens and so many stripes that their weights stay in L2. Sums are
+/// handed over and left.
+void Tile(benchmark::State& state, const Bench& bench, const Named& named, const TileFormat& format,
+          bool int8, int64_t tokens) {
+  const int64_t blocks = bench.k / named.panel.block;
+  const int64_t stripe_bytes = blocks * named.panel.block_bytes();
+  const int64_t pairs = std::max<int64_t>(2, (int64_t{256} << 10) / stripe_bytes / 2);
+  const int64_t row_bytes = int8 ? bench.k : 2 * bench.k;
+  auto* values = reinterpret_cast<uint16_t*>(bench.tile);
+  for (int64_t i = 0; i < TileRows(tokens) * row_bytes / 2; ++i) {
+    values[i] = static_cast<uint16_t>(0x3f80 + i * 7 % 128);  // the unit is faster with zeros in it
+  }
+  std::vector<float> sides(static_cast<size_t>(TileRows(tokens) * (bench.k / 32 + 1)), 1.0F);
+  const Workspace scratch = *Workspace::Allocate(kTileScratchBytes);
+  TileJob job{};
+  job.weights = bench.weights;
+  job.tokens = reinterpret_cast<const uint8_t*>(bench.tile);
+  job.scale = int8 ? sides.data() : nullptr;
+  job.sum = sides.data();
+  job.num_tokens = tokens;
+  job.rows = TileRows(tokens);
+  TileGemm gemm{};
+  gemm.jobs = &job;
+  gemm.num_jobs = 1;
+  gemm.blocks = blocks;
+  gemm.stripe_bytes = stripe_bytes;
+  gemm.num_stripes = 2 * pairs;
+  gemm.end_pair = pairs;
+  gemm.weight_group = 128;
+  gemm.group_scales = GroupScalesOf(named.panel);
+  gemm.scratch = scratch.Get<uint8_t>(WorkspaceSlot{0, kTileScratchBytes});
+  gemm.begin = [](void*, const TileJob*, int64_t) {};
+  gemm.finish = [](void*, int64_t, int64_t, float*, float*) {};
+  gemm.finish_tokens = 1;
+  const double begin = ThreadSeconds();
+  for (auto _ : state) {
+    format.gemm(&gemm);
+    benchmark::ClobberMemory();
+  }
+  const double seconds = ThreadSeconds() - begin;
+  const auto passes = static_cast<double>(state.iterations());
+  const double ops = passes * 2.0 * static_cast<double>(tokens * pairs * 32 * bench.k);
+  Count(state, seconds, ops, int8 ? bench.amx_int8_peak : bench.amx_bf16_peak,
+        static_cast<int64_t>(passes) * 2 * pairs * stripe_bytes);
+}
+
+void RegisterTiles(const Bench& bench) {
+  const TileKernels& kernels = HostTileKernels();
+  const std::pair<const char*, const TileFormat*> kinds[] = {
+      {"bf16", kernels.bf16}, {"rounded", kernels.rounded}, {"int8", kernels.int8}};
+  for (const Named& named : kKernels) {
+    for (const auto& [kind, formats] : kinds) {
+      const TileFormat& format = formats[named.kernel];
+      for (const int64_t tokens : {16, 32, 64, 128, 256}) {
+        if (format.gemm == nullptr) {
+          continue;
+        }
+        const bool int8 = formats == kernels.int8;
+        const std::string name =
+            std::string("tile/amx/") + named.name + "/" + kind + "/tokens:" + std::to_string(tokens) + "/l2";
+        benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, &format, int8,
+                                                    tokens](benchmark::State& state) {
+          Tile(state, bench, named, format, int8, tokens);
+        })->MinTime(0.2);
+      }
+    }
+  }
 }
 
 /// One row of activations to a tile of one token.
@@ -238,6 +307,11 @@ int Main(int argc, char** argv) {
   bench.bf16_peak = fusedmoe::MeasurePeak(ComputeUnit::kBf16Dot, {});
   bench.f16_peak = fusedmoe::MeasurePeak(ComputeUnit::kF16Fma, {});
   Register(bench);
+  if (HostMachine().Has(Isa::kAmx)) {
+    bench.amx_bf16_peak = fusedmoe::MeasurePeak(ComputeUnit::kAmxBf16, {});
+    bench.amx_int8_peak = fusedmoe::MeasurePeak(ComputeUnit::kAmxInt8, {});
+    RegisterTiles(bench);
+  }
   benchmark::RunSpecifiedBenchmarks();
   return 0;
 }

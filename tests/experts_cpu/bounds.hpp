@@ -32,10 +32,10 @@ constexpr double kRequantizedBound = 8e-4;
 /// without loss.
 constexpr double kBf16Bound = 0x1p-8;
 
-/// But for INT4 weights in tiles: they are rounded together with the scale of their group, to 11 bits and
-/// then to bf16, by at most (2^-9 + 2^-12) of themselves, once in down and twice (gate and up are multiplied)
-/// before.
-constexpr double kInt4TileBound = kBf16Bound + 3 * (0x1p-9 + 0x1p-12);
+/// But for weights whose groups have scales that bf16 does not hold (INT4, FP8 in blocks): in tiles they are
+/// rounded together with the scale of their group, which is an f16 number there, to 11 bits and then to bf16,
+/// by at most (2^-9 + 2 * 2^-12) of themselves, once in down and twice (gate and up are multiplied) before.
+constexpr double kRoundedTileBound = kBf16Bound + 3 * (0x1p-9 + 0x1p-11);
 
 /// Two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
 constexpr double kBf16PairBound = kFp32Bound + 0x1p-17;
@@ -55,9 +55,11 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (fp8 && spec.mode == ActivationMode::kA8) {
     return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;
   }
-  const DType code = ChoosePanelFormat(scheme.weight, spec.zero_points)->code;
+  const PanelFormat panel = *ChoosePanelFormat(scheme.weight, spec.zero_points);
+  const DType code = panel.code;
   if (isa == "amx") {
-    return std::max(code == DType::kU4 ? kInt4TileBound : kBf16Bound,
+    const bool blocks = fp8 && panel.scale == PanelScale::kF32;
+    return std::max(code == DType::kU4 || blocks ? kRoundedTileBound : kBf16Bound,
                     spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
   }
   if (spec.mode == ActivationMode::kA8) {

@@ -41,6 +41,9 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation_format = config.activation_format;
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
+  if (cpu_plan.tiles.enabled && cpu_plan.tiles.rounded) {
+    plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
+  }
   plan.intermediate_dtype = cpu_plan.tiles.enabled && !cpu_plan.tiles.codes ? "BF16" : "F32";
   DescribeCost(config, cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes(), problem.plan_tokens,
                plan);

@@ -75,10 +75,12 @@ struct TileDecoder {
   static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
                                   kWeight == kWeightE4m3Scaled || (Panel::kU8 && !kBytes);
   static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
-  static constexpr int kShift = kHalves ? 96 : 0;
+  static constexpr bool kFloatScaled = kWeight == kWeightE4m3Scaled && kRounded;
+  static constexpr int kShift = kHalves && !kFloatScaled ? 96 : 0;
   /// Of a decoded value: times this it is what the vector kernels decode to (KernelOutputScale).
   static constexpr float kPost = kWeight == kWeightNvfp4                                  ? 65536.0F / 128
                                  : kWeight == kWeightMxfp4                                ? 2.0F
+                                 : kFloatScaled                                           ? 1.0F / (16 * 256)
                                  : kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ? 4096.0F / 256
                                  : kWeight == kWeightMxfp8                                ? 1.0F / 256
                                  : kHalves                                                ? 65536.0F
@@ -173,11 +175,22 @@ struct TileDecoder {
         const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
         d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
       }
+      if constexpr (kRounded && kUnit % 4 == 0) {
+        SplitScale(LoadReals((const float*)scales), SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
+        d.scale = MultiplyHalves(d.scale, SetWords(0x6c00));  // 2^12, as below
+      }
       Unroll<2>([&](auto i) FMOE_FLAT {
         const Words x = LookUp(d.table, LoadWords(codes + kUnit * 128 + i * 64));
         auto row = [&](int r, Words halves) FMOE_FLAT {
-          // times 2^12: e4m3 subnormals become normal
-          Words value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
+          Words value;
+          if constexpr (kRounded) {
+            // To 11 bits, then to 8, half a step added.
+            value = HalvesToBf16(AddWords(MultiplyHalves(halves, d.scale), SetWords(4)));
+            value = AddToNonZero(value, d.exponent);
+          } else {
+            // times 2^12: e4m3 subnormals become normal
+            value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
+          }
           if constexpr (kWeight == kWeightMxfp8) {
             value = AddToNonZero(value, d.scale);
           }
