@@ -35,10 +35,7 @@ TEST_P(EveryIsa, UnquantizedLayersOfAnySize_AgreeWithFp64) {
 }
 
 TEST_P(EveryIsa, WeightOnlySchemes_AgreeWithFp64) {
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "int4_w4a16:g64",
-                             "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32",
-                             "int8_w8a16:g64", "int8_w8a16:g128", "fp8_w8a16:tensor", "fp8_w8a16:channel",
-                             "fp8_w8a16:block128", "mxfp8_w8a16", "w_mxfp6_e3m2", "w_mxfp6_e2m3"}) {
+  for (const char* scheme : kWeightOnlySchemes) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3}, GetParam(), {1, 4, 23});
     ExpectClose(
         {.scheme = scheme, .hidden = 384, .intermediate = 256, .experts = 4, .top_k = 4, .bias = true},
@@ -64,15 +61,8 @@ TEST_P(EveryIsa, ZeroPoints_AreSubtracted) {
 }
 
 TEST_P(EveryIsa, GroupScalesOfEveryType_AgreeWithFp64) {
-  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
-    for (const DType scale : {DType::kF32, DType::kBF16, DType::kF16}) {
-      for (const bool zero_points : {false, true}) {
-        LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2};
-        spec.zero_points = zero_points;
-        spec.scale_dtype = scale;
-        ExpectClose(spec, GetParam(), {1, 11});
-      }
-    }
+  for (const LayerSpec& spec : GroupScaleSpecs()) {
+    ExpectClose(spec, GetParam(), {1, 11});
   }
 }
 

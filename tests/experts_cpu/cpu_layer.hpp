@@ -350,6 +350,29 @@ inline double RelativeL2(const std::vector<float>& actual, const std::vector<dou
   return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
+/// Every panel format under activations that no scheme quantizes.
+inline constexpr const char* kWeightOnlySchemes[] = {
+    "nvfp4_w4a16",        "mxfp4_w4a16",        "int4_w4a16:g32",     "int4_w4a16:g64",
+    "int4_w4a16:g128",    "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32",
+    "int8_w8a16:g64",     "int8_w8a16:g128",    "fp8_w8a16:tensor",   "fp8_w8a16:channel",
+    "fp8_w8a16:block128", "mxfp8_w8a16",        "w_mxfp6_e3m2",       "w_mxfp6_e2m3"};
+
+/// Integers in groups with scales of each type, with zero points and without.
+inline std::vector<LayerSpec> GroupScaleSpecs() {
+  std::vector<LayerSpec> specs;
+  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
+    for (const DType scale : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const bool zero_points : {false, true}) {
+        LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 2};
+        spec.zero_points = zero_points;
+        spec.scale_dtype = scale;
+        specs.push_back(spec);
+      }
+    }
+  }
+  return specs;
+}
+
 /// Instruction sets of this machine that have kernels.
 inline std::vector<std::string> HostIsas() {
   std::vector<std::string> names;
