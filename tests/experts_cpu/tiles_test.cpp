@@ -25,9 +25,8 @@ Layer TileLayer(const LayerSpec& spec, const std::string& mode = "throughput") {
   return layer;
 }
 
-Runner MakeTileRunner(const Layer& layer) {
+Runner MakeTileRunner(const Layer& layer, const Machine& machine = MachineWithTiles()) {
   const Backend& backend = kCpuFusedBackend;
-  const Machine machine = MachineWithTiles();
   for (const Verdict& verdict : backend.supports(layer.problem, machine)) {
     ADD_FAILURE() << verdict.sentence;
   }
@@ -167,18 +166,71 @@ TEST(Tiles, CountsOnBothSidesOfTheCrossover_MeetInOneForward) {
   EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), kBf16Bound);
 }
 
-TEST(Tiles, AnyNumberOfThreads_GivesTheSameBits) {
-  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16:g128", "fp8_w8a8:block128"}) {
-    const LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3};
-    const Layer layer = TileLayer(spec);
-    const Runner runner = MakeTileRunner(layer);
-    const Batch batch = MakeBatch(spec, 50, 3);
-    const std::vector<float> one = RunBatch(layer, runner, batch);
-    for (const int threads : {2, 3, 7}) {
-      const auto pool = *ThreadPool::Create(threads);
-      EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << scheme << " " << threads;
-    }
+/// On one thread, and on 2, 3 and 7 that a plan knows of.
+void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string& mode,
+                    const Machine& machine = MachineWithTiles()) {
+  Layer layer = TileLayer(spec, mode);
+  const Runner single = MakeTileRunner(layer, machine);
+  const std::vector<float> one = RunBatch(layer, single, batch);
+  for (const int threads : {2, 3, 7}) {
+    layer.problem.num_threads = threads;
+    const Runner runner = MakeTileRunner(layer, machine);
+    const auto pool = *ThreadPool::Create(threads);
+    EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << spec.scheme << " " << threads;
+    EXPECT_EQ(RunBatch(layer, single, batch, pool->executor()), one) << spec.scheme << " planned for one";
   }
+}
+
+TEST(Tiles, FewExperts_SharedByThreads_GiveTheSameBits) {
+  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16:g128", "fp8_w8a8:block128", "fp8_w8a8",
+                             "int8_w8a8:channel"}) {
+    const LayerSpec spec{.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3};
+    ExpectSameBits(spec, MakeBatch(spec, 50, 3), "throughput");
+  }
+}
+
+TEST(Tiles, ManyExperts_EachOneThreads_GiveTheSameBits) {
+  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "int8_w8a8:channel", "unquantized"}) {
+    const LayerSpec spec{.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 40, .top_k = 4};
+    ExpectSameBits(spec, MakeBatch(spec, 90, 3), "throughput");
+  }
+}
+
+TEST(Tiles, ExpertsOnBothPaths_GiveTheSameBitsOnThreads) {
+  const LayerSpec spec{.scheme = "mxfp4_w4a16",
+                       .hidden = 128,
+                       .intermediate = 64,
+                       .experts = 40,
+                       .top_k = 1,
+                       .max_tokens = 700};
+  Batch batch = MakeBatch(spec, 700, 3);
+  for (size_t token = 0; token < batch.ids.size(); ++token) {
+    const auto expert = static_cast<int32_t>(token % 40);
+    batch.ids[token] = expert % 2 == 0 || token < 80 ? expert : expert - 1;
+  }
+  ExpectSameBits(spec, batch, "");
+}
+
+TEST(Tiles, MoreResultsThanMayWait_GiveTheSameBitsOnThreads) {
+  const LayerSpec spec{.scheme = "nvfp4_w4a16",
+                       .hidden = 64,
+                       .intermediate = 64,
+                       .experts = 16,
+                       .top_k = 4,
+                       .max_tokens = 700};
+  Machine machine = MachineWithTiles();
+  machine.l3_bytes = 0;
+  Layer layer = TileLayer(spec);
+  layer.problem.num_threads = 2;
+  ASSERT_LT(cpu::MakeCpuPlan(layer.problem, machine).tiles.max_slot_sums, 700 * 4);
+  ExpectSameBits(spec, MakeBatch(spec, 700, 3), "throughput", machine);
+}
+
+TEST(Tiles, OneThread_LetsNoResultsWait) {
+  Layer layer = TileLayer({.scheme = "nvfp4_w4a16"});
+  EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).tiles.max_slot_sums, 0);
+  layer.problem.num_threads = 2;
+  EXPECT_GT(cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).tiles.max_slot_sums, 0);
 }
 
 TEST(Tiles, ThroughputMode_IsBatchInvariant) {

@@ -166,12 +166,16 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.sums = workspace.Get<float>(slots_.output);
   if (plan_.tiles.enabled) {
     run.jobs = workspace.Get<TileJob>(slots_.jobs);
+    run.groups = workspace.Get<JobGroup>(slots_.job_groups);
     run.tokens = workspace.Get<std::byte>(slots_.tokens);
     run.sides = workspace.Get<float>(slots_.sides);
     run.token_rows = workspace.Get<std::byte>(slots_.token_rows);
     run.token_sides = workspace.Get<float>(slots_.token_sides);
-    run.job_rows = workspace.Get<float>(slots_.job_rows);
     run.scratch = workspace.Get<uint8_t>(slots_.scratch);
+    run.scratch_rows = workspace.Get<float>(slots_.scratch_rows);
+    run.slot_sums = workspace.Get<float>(slots_.slot_sums);
+    run.output_offsets = workspace.Get<int32_t>(slots_.output_offsets);
+    run.output_slots = workspace.Get<int32_t>(slots_.output_slots);
   }
   if (run.batched) {
     for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
@@ -315,8 +319,10 @@ void CpuExperts::RunPiece(Run& run) const {
   if (run.num_jobs == 0 || !NeedsDynamicTensorScale(activation_)) {
     PackTiles(run, plan_.down, 2);
   }
-  RunJobGroups(run);
-  Down(run);
+  RunJobs(run);
+  if (run.num_tiles > 0 || run.num_jobs == 0 || !SlotsWait(run)) {
+    Down(run);
+  }
 }
 
 /// Tiles from `begin` on that meet a stripe one after the other: of one expert, and small enough to stay in
@@ -592,14 +598,18 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
       }
     }
   }
-  const int64_t columns = std::min(end_stripe * kPanelRows, shape.rows) - first_col;
-  const int64_t value_bytes = DTypeBits(run.output.dtype()) / 8;
   for (int64_t row = 0; row < run.num_outputs; ++row) {
-    const int64_t target = run.batched ? run.slot_rows[row] : run.first_output + row;
-    table_->from_float[run.output_type](
-        run.sums + row * row_floats + first_col, columns,
-        run.output.data() + target * run.output_row_bytes + first_col * value_bytes);
+    StoreOutput(run, row, first_col, std::min(end_stripe * kPanelRows, shape.rows));
   }
+}
+
+/// Columns of a row of sums to the caller's dtype.
+void CpuExperts::StoreOutput(const Run& run, int64_t row, int64_t first_col, int64_t end_col) const {
+  const int64_t value_bytes = DTypeBits(run.output.dtype()) / 8;
+  const int64_t target = run.batched ? run.slot_rows[row] : run.first_output + row;
+  table_->from_float[run.output_type](
+      run.sums + row * plan_.down.row_stride() + first_col, end_col - first_col,
+      run.output.data() + target * run.output_row_bytes + first_col * value_bytes);
 }
 
 }  // namespace fusedmoe::cpu

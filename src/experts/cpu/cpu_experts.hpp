@@ -97,12 +97,11 @@ class CpuExperts final : public Experts {
                      const Stretch& stretch) const;
   void Down(Run& run) const;
   // The matrix unit: cpu_tiles.cpp.
+  class TaskScratch;
+  struct Crew;
   Status ChooseTiles();
-  const float* TileScales(int64_t expert, int gemm) const;
-  void MakeJobs(Run& run) const;
-  void RunJobGroups(Run& run) const;
-  void PackJobs(Run& run, const GemmShape& shape, int part) const;
-  void PackJobTokens(Run& run) const;
+  void PackJobTokens(Run& run, const Crew& crew) const;
+  void PackJobs(Run& run, const Crew& crew, const JobGroup& group, int part) const;
   void GatherJobTile(const Run& run, const TileJob& job, int64_t first, int64_t end) const;
   struct PackTarget {
     uint8_t* token;
@@ -115,17 +114,30 @@ class CpuExperts final : public Experts {
                   const PackTarget& target, const float* row, float* buffer) const;
   void PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job, int64_t token,
                   float* buffer) const;
-  void GateUpJobs(Run& run) const;
-  void DownJobs(Run& run) const;
+  // Its jobs: cpu_jobs.cpp.
+  void MakeJobs(Run& run) const;
+  void PlaceJobs(Run& run, const JobGroup& group, int64_t row) const;
+  void RunJobs(Run& run) const;
+  void RunGroupsApart(Run& run, JobGroup* groups, int64_t count) const;
+  void RunGroup(Run& run, const Crew& crew, const JobGroup& group, int64_t row) const;
+  bool SlotsWait(const Run& run) const;
+  void AddSlotSums(Run& run, const JobGroup& jobs, bool first, bool last) const;
+  const float* TileScales(int64_t expert, int gemm) const;
+  template <typename Gemm>
+  void ForStripes(Run& run, const Crew& crew, const JobGroup& group, const TileJob* jobs, int64_t stripes,
+                  const Gemm& gemm) const;
+  void RunGemm(const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
+               int64_t end_pair, const TaskScratch& scratch, TileGemm gemm) const;
+  void GateUpJobs(Run& run, const Crew& crew, const JobGroup& group) const;
+  void DownJobs(Run& run, const Crew& crew, const JobGroup& group) const;
   struct GateUpFinish;
   struct DownFinish;
   void StoreMid(const TileJob& down, int64_t stripe, int64_t first_token, int64_t tokens,
                 const float* values) const;
   float MidTensorScale(const TileJob& down) const;
   void ClearMidPadding(const TileJob& down) const;
-  void RunJobs(Run& run, const GemmShape& shape, const TileJob* jobs, int64_t num_jobs, int64_t first_pair,
-               int64_t end_pair, TileGemm gemm) const;
   void DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe) const;
+  void StoreOutput(const Run& run, int64_t row, int64_t first_col, int64_t end_col) const;
 
   MoeProblem problem_;
   CpuPlan plan_;

@@ -19,7 +19,6 @@ constexpr int64_t kInFlightBytes = int64_t{256} << 20;
 constexpr int64_t kFewestTokens = 64;
 /// Jobs with fewer tokens would decode weights too often; where these many overflow L2, blocks of K do not.
 constexpr int64_t kFewestJobTokens = 256;
-
 bool IsFloatKernel(WeightKernel kernel) {
   return kernel < kWeightNvfp4;
 }
@@ -323,6 +322,13 @@ bool DecodesOnce(const Machine& machine, WeightKernel kernel) {
   return machine.cpu_name.find("AMD") == std::string::npos || kernel == kWeightNvfp4;
 }
 
+/// Slots whose results wait to be added up by token: they should stay in the last-level cache, and be enough
+/// for all threads.
+int64_t SlotSums(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan) {
+  const int64_t in_cache = std::min(machine.l3_bytes, kInFlightBytes) / 2 / (plan.down.row_stride() * 4);
+  return std::max(in_cache, kGroupsPerThread * problem.num_threads * plan.tiles.job_tokens);
+}
+
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CpuPlan plan;
@@ -379,9 +385,13 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
     plan.tiles.job_tokens =
         std::clamp<int64_t>(machine.l2_bytes / 2 / packed_bytes, kFewestJobTokens, kMaxJobTokens) /
         kTileTokens * kTileTokens;
-    plan.tiles.max_jobs = jobs + plan.max_slots / plan.tiles.job_tokens;
+    plan.tiles.max_jobs = jobs + plan.max_slots / std::min(plan.tiles.job_tokens, kFewestSharedTokens);
     plan.tiles.shared_rows = batched ? 0 : piece;
     plan.tiles.max_rows = plan.max_slots + (kTileTokens - 1) * plan.tiles.max_jobs;
+    plan.tiles.max_slot_sums = problem.num_threads <= 1 ? 0
+                               : NeedsDynamicTensorScale(ActivationOf(problem))
+                                   ? plan.max_slots
+                                   : std::min(plan.max_slots, SlotSums(problem, machine, plan));
   }
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;
@@ -447,12 +457,16 @@ CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
   const TilePlan& tiles = plan.tiles;
   if (tiles.enabled) {
     slots.jobs = book.Book("tile_jobs", 2 * tiles.max_jobs * static_cast<int64_t>(sizeof(TileJob)));
+    slots.job_groups = book.Book("tile_groups", tiles.max_jobs * static_cast<int64_t>(sizeof(JobGroup)));
     slots.tokens = book.Book("tile_tokens", tiles.max_rows * (tiles.row_bytes[0] + tiles.row_bytes[1]));
     slots.sides = book.Book("tile_sides", tiles.max_rows * (tiles.sides[0] + tiles.sides[1]) * 4);
     slots.token_rows = book.Book("token_rows", tiles.shared_rows * tiles.row_bytes[0]);
     slots.token_sides = book.Book("token_sides", tiles.shared_rows * tiles.sides[0] * 4);
-    slots.job_rows = book.Book("job_rows", kPackTasks * 3 * widest * 4);
     slots.scratch = book.Book("tile_scratch", tiles.num_scratch * kTileScratchBytes);
+    slots.scratch_rows = book.Book("tile_scratch_rows", tiles.num_scratch * 3 * widest * 4);
+    slots.slot_sums = book.Book("slot_sums", tiles.max_slot_sums * plan.down.row_stride() * 4);
+    slots.output_offsets = book.Book("output_offsets", tiles.max_slot_sums > 0 ? (plan.max_rows + 1) * 4 : 0);
+    slots.output_slots = book.Book("output_slots", tiles.max_slot_sums * 4);
   }
   return slots;
 }

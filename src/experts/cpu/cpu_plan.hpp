@@ -64,10 +64,18 @@ struct TilePlan {
   /// the peak in one job, 50 % in four).
   int64_t job_tokens = kMaxJobTokens;
   int64_t max_jobs = 0;
+  /// Slots whose rows of results wait side by side until they are added up by token, where several threads
+  /// work (cpu_jobs.cpp).
+  int64_t max_slot_sums = 0;
   int64_t max_rows = 0;  ///< padding included
   int64_t num_scratch = 0;
 };
 inline constexpr int64_t kMaxTileScratch = 256;
+/// Threads that share too few jobs cut them as short as that: decoding weights for 128 tokens costs no more
+/// than 2 % beside 256 (docs/kernels.md, kernels alone), for 64 tokens 10 %.
+inline constexpr int64_t kFewestSharedTokens = 128;
+/// Groups of jobs for each thread from which on a group is one thread's.
+inline constexpr int64_t kGroupsPerThread = 2;
 
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {
@@ -126,7 +134,8 @@ int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights);
 struct CpuSlots {
   WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
       token_tiles, input_tiles, mid, mid_tiles, output;
-  WorkspaceSlot jobs, tokens, sides, token_rows, token_sides, job_rows, scratch;
+  WorkspaceSlot jobs, job_groups, tokens, sides, token_rows, token_sides, scratch, scratch_rows, slot_sums,
+      output_offsets, output_slots;
 };
 CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
 
@@ -137,6 +146,13 @@ struct Tile {
   int32_t count = 0;
   int32_t height_index = 0;
   int64_t first_row = 0;  ///< tile rows (padding included) before it
+};
+
+/// Jobs of the matrix unit that one thread takes from hidden states to results, or that all threads share.
+struct JobGroup {
+  int64_t begin = 0, end = 0;  ///< jobs
+  int64_t rows = 0;            ///< of their packed tokens
+  int64_t first_row = 0;       ///< where these begin, if every group has a place of its own
 };
 
 /// Pieces of the buffers for rows that packing tasks use, one each; more tasks would not help, fewer would

@@ -42,21 +42,67 @@ struct CpuExperts::Run {
   float* mid;
   std::byte* mid_tiles;
   float* sums;
-  // Experts with many tokens, where the machine has a matrix unit (cpu_tiles.cpp).
+  // Experts with many tokens, where the machine has a matrix unit (cpu_tiles.cpp, cpu_jobs.cpp).
   TileJob* jobs;      // of gate and up; those of down follow
+  JobGroup* groups;   // of them
   std::byte* tokens;  // tiles of both
   float* sides;
-  float* job_rows;
   std::byte* token_rows;  // tokens from first_token_row on, packed
   float* token_sides;
   int64_t first_token_row = 0;
   uint8_t* scratch;
+  float* scratch_rows;
   std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};
-  int64_t num_jobs = 0;
-  int64_t group_begin = 0, group_end = 0;  // jobs that are in work
+  int64_t num_jobs = 0, num_groups = 0;
+  float* slot_sums;         // rows of the slots from first_slot on, where several threads work on jobs
+  int32_t* output_offsets;  // where the slots of an output begin in output_slots
+  int32_t* output_slots;
+  int64_t first_slot = 0;
   int64_t num_slots = 0, num_tiles = 0;
   int64_t tiled_experts = 0, tiled_slots = 0;  // what the tiles hold
   float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all
+};
+
+/// Memory of a task on tiles, while it runs. Tasks that run at the same time are at most as many as threads;
+/// where these outnumber the pieces, some wait.
+class CpuExperts::TaskScratch {
+ public:
+  TaskScratch(Run& run, const CpuPlan& plan);
+  ~TaskScratch() { taken_->store(0, std::memory_order_release); }
+  TaskScratch(const TaskScratch&) = delete;
+  TaskScratch& operator=(const TaskScratch&) = delete;
+
+  int64_t index() const { return index_; }
+  uint8_t* tiles() const { return tiles_; }  ///< kTileScratchBytes
+  float* rows() const { return rows_; }      ///< three, of the wider GEMM
+
+ private:
+  std::atomic<uint8_t>* taken_ = nullptr;
+  int64_t index_ = 0;
+  uint8_t* tiles_ = nullptr;
+  float* rows_ = nullptr;
+};
+
+/// Who works on some jobs: the threads of a forward, where each task has a scratch of its own, or one of them
+/// with the scratch that it holds.
+struct CpuExperts::Crew {
+  const Executor& executor;
+  TaskScratch* own = nullptr;
+
+  int64_t threads() const { return own != nullptr ? 1 : executor.num_threads; }
+  template <typename Task>
+  void ForEach(Run& run, const CpuPlan& plan, int64_t count, const Task& task) const {
+    if (own != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        task(i, *own);
+      }
+      return;
+    }
+    ParallelFor(executor, count, [&](int64_t i) {
+      TaskScratch scratch(run, plan);
+      task(i, scratch);
+    });
+  }
 };
 
 }  // namespace fusedmoe::cpu

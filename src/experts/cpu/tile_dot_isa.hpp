@@ -743,8 +743,12 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.scale[kScaledSums] = &ScaleSums<kScaledSums>;
   kernels.scale[kIntegerSums] = &ScaleSums<kIntegerSums>;
   kernels.add[kPlainSums] = &AddRows<kPlainSums>;
+  kernels.put[kPlainSums] = &PutRows<kPlainSums>;
   kernels.add[kScaledSums] = &AddRows<kScaledSums>;
+  kernels.put[kScaledSums] = &PutRows<kScaledSums>;
   kernels.add[kIntegerSums] = &AddRows<kIntegerSums>;
+  kernels.put[kIntegerSums] = &PutRows<kIntegerSums>;
+  kernels.add_slots = &AddSlots;
   kernels.silu = &SiluToTiles;
   kernels.silu_nvfp4 = &SiluToNvfp4;
   kernels.silu_rows[kPlainSums] = &SiluToRows<kPlainSums>;

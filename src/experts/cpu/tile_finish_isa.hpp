@@ -63,6 +63,41 @@ void AddRows(void* context, int64_t first_token, int64_t tokens, float* first, f
   }
 }
 
+/// The same into rows of their own, unweighted.
+template <TileSums kSums>
+void PutRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  const TileAdd* a = (const TileAdd*)context;
+  const int64_t stride = a->stride;
+  const bool two = a->stripes == 2;
+  const Reals none = SetReals(0.0F);
+  const Reals scale[2] = {LoadReals(a->scale), LoadReals(a->scale + (two ? 16 : 0))};
+  const Reals bias[2] = {a->bias == nullptr ? none : LoadReals(a->bias),
+                         a->bias == nullptr || !two ? none : LoadReals(a->bias + 16)};
+  const TileSides sides = a->sides;
+  float* row = a->rows + first_token * stride;
+  for (int64_t i = 0; i < tokens; ++i, row += stride) {
+    StoreReals(row,
+               MultiplyAddReals(SumsOf<kSums>(sides, first_token + i, first + i * 16), scale[0], bias[0]));
+    if (two) {
+      StoreReals(row + 16,
+                 MultiplyAddReals(SumsOf<kSums>(sides, first_token + i, second + i * 16), scale[1], bias[1]));
+    }
+  }
+}
+
+/// A line of each slot's row at a time: eight streams that hardware follows.
+void AddSlots(const TileSlotSum* sum) {
+  const TileSlotSum s = *sum;
+  for (int64_t column = 0; column < s.columns; column += 16) {
+    Reals total = s.fresh ? SetReals(0.0F) : LoadReals(s.sums + column);
+    for (int64_t i = 0; i < s.count; ++i) {
+      const float* row = s.rows + (s.slots[i] - s.first_slot) * s.stride;
+      total = MultiplyAddReals(SetReals(s.weights[s.slots[i]]), LoadReals(row + column), total);
+    }
+    StoreReals(s.sums + column, total);
+  }
+}
+
 // ------------------------------------------------------------------------------------------- SwiGLU
 
 /// e^x as in epilogue_isa.hpp.

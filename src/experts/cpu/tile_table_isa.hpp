@@ -64,7 +64,7 @@ struct TileJob {
   int64_t num_tokens;
   int64_t rows;  ///< stride of the arrays above
   // Of the caller:
-  int64_t expert, first_slot, index, group;
+  int64_t expert, first_slot, index;
 };
 
 /// Called before the sums of a job with a pair of stripes are finished.
@@ -139,7 +139,10 @@ typedef void (*TileScaleKernel)(const TileSides* sides, int64_t first_token, int
 ///
 ///   rows + places[token] * stride   +=  weights[token] * (sum * scale + bias)
 ///
-/// Lines of the next 32 columns are asked for.
+/// Lines of the next 32 columns are asked for. TileFinish of TileKernels::put leaves the weight to
+/// TileSlotSum:
+///
+///   rows + token * stride            =   sum * scale + bias
 struct TileAdd {
   TileSides sides;
   const float* scale;  ///< [32]
@@ -150,6 +153,22 @@ struct TileAdd {
   const int32_t* places;  ///< of the job's tokens
   const float* weights;
 };
+
+/// What `put` left of the slots of an output, in their order, to its sums:
+///
+///   sums[columns]  (+)=  weights[slot] * rows[slot - first_slot][columns]      for each slot
+struct TileSlotSum {
+  const float* rows;
+  int64_t stride;  ///< floats
+  const int32_t* slots;
+  int64_t count;
+  int64_t first_slot;
+  const float* weights;
+  int64_t columns;  ///< a multiple of 16
+  float* sums;
+  int fresh;  ///< sums begin at zero
+};
+typedef void (*TileSlotSumKernel)(const TileSlotSum* sum);
 
 /// TileFinish of TileKernels::silu and the like, the context: silu(gate) * up of 16 columns, to the second
 /// GEMM.
@@ -195,7 +214,8 @@ struct TileKernels {
   TilePackNvfp4Kernel pack_nvfp4;
   TileGatherKernel gather;
   TileScaleKernel scale[kNumTileSums];
-  TileFinish add[kNumTileSums];
+  TileFinish add[kNumTileSums], put[kNumTileSums];
+  TileSlotSumKernel add_slots;
   TileFinish silu;        ///< of plain sums, to tokens in bf16
   TileFinish silu_nvfp4;  ///< of scaled sums, to tokens rounded to NVFP4; four tokens at a time
   TileFinish silu_rows[kNumTileSums];
