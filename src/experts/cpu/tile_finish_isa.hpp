@@ -34,8 +34,9 @@ void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float
 
 // ------------------------------------------------------------------------------------- to the output
 
-template <TileSums kSums>
-void AddRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+/// TileKernels::add, or put.
+template <TileSums kSums, bool kPut>
+void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
   const TileAdd* a = (const TileAdd*)context;
   float* const rows = a->rows;
   const int64_t stride = a->stride;
@@ -49,38 +50,22 @@ void AddRows(void* context, int64_t first_token, int64_t tokens, float* first, f
   const float* const weights = a->weights;
   for (int64_t i = 0; i < tokens; ++i) {
     const int64_t token = first_token + i;
-    float* row = rows + places[token] * stride;
-    const Reals weight = SetReals(weights[token]);
-    const Reals x = MultiplyAddReals(SumsOf<kSums>(sides, token, first + i * 16), scale[0], bias[0]);
-    StoreReals(row, MultiplyAddReals(weight, x, LoadReals(row)));
-    // Rows lie pages apart, and no hardware prefetch follows.
-    PrefetchToL2((const uint8_t*)(row + 32));
+    float* row = rows + (kPut ? token : places[token]) * stride;
+    const Reals weight = SetReals(kPut ? 1.0F : weights[token]);
+    const auto finish = [&](int half, const float* sums) FMOE_FLAT {
+      const Reals x = MultiplyAddReals(SumsOf<kSums>(sides, token, sums + i * 16), scale[half], bias[half]);
+      float* to = row + half * 16;
+      if constexpr (kPut) {
+        StoreReals(to, x);
+      } else {
+        StoreReals(to, MultiplyAddReals(weight, x, LoadReals(to)));
+        // Rows lie pages apart, and no hardware prefetch follows.
+        PrefetchToL2((const uint8_t*)(to + 32));
+      }
+    };
+    finish(0, first);
     if (two) {
-      const Reals y = MultiplyAddReals(SumsOf<kSums>(sides, token, second + i * 16), scale[1], bias[1]);
-      StoreReals(row + 16, MultiplyAddReals(weight, y, LoadReals(row + 16)));
-      PrefetchToL2((const uint8_t*)(row + 48));
-    }
-  }
-}
-
-/// The same into rows of their own, unweighted.
-template <TileSums kSums>
-void PutRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  const TileAdd* a = (const TileAdd*)context;
-  const int64_t stride = a->stride;
-  const bool two = a->stripes == 2;
-  const Reals none = SetReals(0.0F);
-  const Reals scale[2] = {LoadReals(a->scale), LoadReals(a->scale + (two ? 16 : 0))};
-  const Reals bias[2] = {a->bias == nullptr ? none : LoadReals(a->bias),
-                         a->bias == nullptr || !two ? none : LoadReals(a->bias + 16)};
-  const TileSides sides = a->sides;
-  float* row = a->rows + first_token * stride;
-  for (int64_t i = 0; i < tokens; ++i, row += stride) {
-    StoreReals(row,
-               MultiplyAddReals(SumsOf<kSums>(sides, first_token + i, first + i * 16), scale[0], bias[0]));
-    if (two) {
-      StoreReals(row + 16,
-                 MultiplyAddReals(SumsOf<kSums>(sides, first_token + i, second + i * 16), scale[1], bias[1]));
+      finish(1, second);
     }
   }
 }
