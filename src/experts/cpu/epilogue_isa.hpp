@@ -2,6 +2,7 @@
 
 #include <stdint.h>
 
+#include "experts/cpu/exp_isa.hpp"
 #include "experts/cpu/kernel_table_isa.hpp"
 #include "experts/cpu/simd_isa.hpp"
 
@@ -10,25 +11,14 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// e^x to 2 ulp: x = n ln 2 + r with |r| <= ln 2 / 2, a Taylor polynomial of degree 7 for e^r (its remainder
-/// r^8/8! is below 6e-9), scaled by 2^n. Beyond the range of fp32: 0 and infinity. NaN stays.
+/// e^x as in exp_isa.hpp. NaN stays: it is the second operand, and passes.
 FMOE_INLINE Floats Exp(Floats x) {
-  // Larger arguments give infinity, smaller ones zero, as at these bounds; NaN is the second operand and
-  // passes.
-  x = Min(Set(89.0F), x);
-  x = Max(Set(-104.0F), x);
-  const Floats n = RoundEven(Multiply(x, Set(1.44269504F)));
-  Floats r = NegativeMultiplyAdd(n, Set(0.693145752F),
-                                 x);  // ln 2 in two pieces, the first with few bits: n * it is exact
-  r = NegativeMultiplyAdd(n, Set(1.42860677e-6F), r);
-  Floats p = Set(1.0F / 5040.0F);
-  p = MultiplyAdd(p, r, Set(1.0F / 720.0F));
-  p = MultiplyAdd(p, r, Set(1.0F / 120.0F));
-  p = MultiplyAdd(p, r, Set(1.0F / 24.0F));
-  p = MultiplyAdd(p, r, Set(1.0F / 6.0F));
-  p = MultiplyAdd(p, r, Set(0.5F));
-  p = MultiplyAdd(p, r, Set(1.0F));
-  p = MultiplyAdd(p, r, Set(1.0F));
+  x = Max(Set(kExpLowest), Min(Set(kExpHighest), x));
+  const Floats n = RoundEven(Multiply(x, Set(kLog2OfE)));
+  Floats r = NegativeMultiplyAdd(n, Set(kLn2High), x);
+  r = NegativeMultiplyAdd(n, Set(kLn2Low), r);
+  Floats p = Set(kExpTaylor[0]);
+  Unroll<kExpDegree>([&](auto i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
   return ScaleByPowerOfTwo(p, n);
 }
 

@@ -217,12 +217,6 @@ typedef void (*PackCodesKernel)(const PackCodesArguments* arguments);
 typedef void (*InterleaveKernel)(const int32_t* const* tokens, int64_t words, int height, int32_t* out);
 constexpr int kTileWords = 64;
 
-/// The input of NVFP4 W4A4 by the default rule (quant/activation_formulas.hpp): for each 16 of 64 * units
-/// values the scale e4m3(amax / 6 / tensor_scale), and codes e2m1(x / (scale * tensor_scale)), doubled.
-/// scales[group] is half the decoded scale times tensor_scale; NaN where the group has a NaN or an infinity.
-typedef void (*QuantizeNvfp4Kernel)(const float* values, int64_t units, float tensor_scale, int8_t* codes,
-                                    float* scales);
-
 /// The grids on which schemes round activations: integers by their rounding, and the small floats, to nearest
 /// even.
 enum CodeGrid : int {
@@ -373,7 +367,6 @@ struct KernelTable {
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;
   InterleaveKernel interleave;
-  QuantizeNvfp4Kernel quantize_nvfp4;
   AmaxKernel amax;
   RoundKernel round;
   ActivateKernel activate;

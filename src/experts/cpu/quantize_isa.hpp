@@ -179,50 +179,5 @@ void Round(const RoundArguments* a) {
   }
 }
 
-// ------------------------------------------------------------------------------------ NVFP4 in one pass
-
-/// The value of the e4m3 code nearest to x >= 0, ties to even, at most 448.
-FMOE_INLINE float RoundToE4m3(float x) {
-  if (x >= 448.0F) {
-    return 448.0F;
-  }
-  if (x < 0.015625F) {  // subnormal: multiples of 2^-9; adding 1.5 * 2^23 leaves the nearest integer
-    return ((x * 512.0F + 12582912.0F) - 12582912.0F) * (1.0F / 512.0F);
-  }
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  bits += 0x7ffffU + (bits >> 20 & 1U);  // three mantissa bits stay
-  return FloatOfBits(bits & 0xfff00000U);
-}
-
-void QuantizeNvfp4(const float* values, int64_t units, float tensor_scale, int8_t* codes, float* scales) {
-  constexpr int kVectors = 16 / kLanes;
-  for (int64_t group = 0; group < units * 4; ++group, values += 16, codes += 16) {
-    Floats x[kVectors];
-    Ints largest = IntZero();
-    Unroll<kVectors>([&](auto v) FMOE_FLAT {
-      x[v] = Load(values + v * kLanes);
-      largest = IntMaxUnsigned(largest, Bits(Absolute(x[v])));
-    });
-    const uint32_t amax_bits = MaxUnsignedOf(largest);
-    if (amax_bits >= kInfinityBits) {
-      memset(codes, 0, 16);
-      scales[group] = FloatOfBits(kNanBits);
-      continue;
-    }
-    const float scale = RoundToE4m3(FloatOfBits(amax_bits) / 6.0F / tensor_scale) * tensor_scale;
-    scales[group] = 0.5F * scale;
-    if (scale == 0.0F) {
-      memset(codes, 0, 16);
-      continue;
-    }
-    Unroll<kVectors>([&](auto v) FMOE_FLAT {
-      const Floats quotient = Divide(x[v], Set(scale));
-      const Floats code = OnGrid<kGridE2m1>(quotient);
-      StoreBytes(codes + v * kLanes, ToIntsEven(Add(code, code)));
-    });
-  }
-}
-
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

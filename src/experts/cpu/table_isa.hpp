@@ -63,7 +63,6 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack[kTileA8] = &PackIntegers<kTileA8>;
   table.pack_codes = &PackCodes;
   table.interleave = &Interleave;
-  table.quantize_nvfp4 = &QuantizeNvfp4;
   table.amax = &Amax;
   table.round = &Round;
   table.activate = &Activate;

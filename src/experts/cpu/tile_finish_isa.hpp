@@ -2,6 +2,7 @@
 
 #include <stdint.h>
 
+#include "experts/cpu/exp_isa.hpp"
 #include "experts/cpu/tile_table_isa.hpp"
 #include "experts/cpu/tile_unit_isa.hpp"
 
@@ -85,20 +86,14 @@ void AddSlots(const TileSlotSum* sum) {
 
 // ------------------------------------------------------------------------------------------- SwiGLU
 
-/// e^x as in epilogue_isa.hpp.
+/// e^x as in exp_isa.hpp.
 FMOE_INLINE Reals ExpReals(Reals x) {
-  x = MaxReals(SetReals(-104.0F), MinReals(SetReals(89.0F), x));
-  const Reals n = RoundReals(MultiplyReals(x, SetReals(1.44269504F)));
-  Reals r = NegativeMultiplyAddReals(n, SetReals(0.693145752F), x);
-  r = NegativeMultiplyAddReals(n, SetReals(1.42860677e-6F), r);
-  Reals p = SetReals(1.0F / 5040.0F);
-  p = MultiplyAddReals(p, r, SetReals(1.0F / 720.0F));
-  p = MultiplyAddReals(p, r, SetReals(1.0F / 120.0F));
-  p = MultiplyAddReals(p, r, SetReals(1.0F / 24.0F));
-  p = MultiplyAddReals(p, r, SetReals(1.0F / 6.0F));
-  p = MultiplyAddReals(p, r, SetReals(0.5F));
-  p = MultiplyAddReals(p, r, SetReals(1.0F));
-  p = MultiplyAddReals(p, r, SetReals(1.0F));
+  x = MaxReals(SetReals(kExpLowest), MinReals(SetReals(kExpHighest), x));
+  const Reals n = RoundReals(MultiplyReals(x, SetReals(kLog2OfE)));
+  Reals r = NegativeMultiplyAddReals(n, SetReals(kLn2High), x);
+  r = NegativeMultiplyAddReals(n, SetReals(kLn2Low), r);
+  Reals p = SetReals(kExpTaylor[0]);
+  Unroll<kExpDegree>([&](auto i) FMOE_FLAT { p = MultiplyAddReals(p, r, SetReals(kExpTaylor[i + 1])); });
   return ScaleReals(p, n);
 }
 
