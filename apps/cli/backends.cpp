@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,22 +39,6 @@ ExplainRequest Question(const Scheme& scheme, ActivationFormatKind format, const
   request.platform = platform;
   request.activation_format = format;
   return request;
-}
-
-std::vector<std::string> SchemeNames() {
-  std::vector<std::string> names;
-  for (const SchemeInfo& info : SchemeTable()) {
-    std::string_view rest = info.granularities;
-    if (rest.empty()) {
-      names.emplace_back(info.name);
-    }
-    while (!rest.empty()) {
-      const size_t comma = std::min(rest.find(','), rest.size());
-      names.push_back(fmt::format("{}:{}", info.name, rest.substr(0, comma)));
-      rest.remove_prefix(std::min(comma + 1, rest.size()));
-    }
-  }
-  return names;
 }
 
 /// Only the machine or the build stands against it.
@@ -151,6 +136,42 @@ Status ListMatrix(const BackendsFlags& flags, Output& output) {
   return Status::Ok();
 }
 
+/// The names, with "fp8_w8a8:*" for a scheme whose granularities are all among them.
+std::vector<std::string> Folded(const std::vector<std::string>& names) {
+  std::map<std::string, size_t> granularities;
+  const auto scheme_of = [](const std::string& name) { return name.substr(0, name.find(':')); };
+  for (const std::string& name : SchemeNames()) {
+    ++granularities[scheme_of(name)];
+  }
+  std::vector<std::string> words;
+  for (auto name = names.begin(); name != names.end();) {
+    const auto end = std::find_if(
+        name, names.end(), [&](const std::string& other) { return scheme_of(other) != scheme_of(*name); });
+    const auto count = static_cast<size_t>(end - name);
+    if (count > 1 && count == granularities[scheme_of(*name)]) {
+      words.push_back(scheme_of(*name) + ":*");
+    } else {
+      words.insert(words.end(), name, end);
+    }
+    name = end;
+  }
+  return words;
+}
+
+/// In lines that fit a terminal beside the names of the backends.
+std::vector<std::string> Lines(const std::vector<std::string>& words) {
+  constexpr size_t kColumns = 90;
+  std::vector<std::string> lines(1);
+  for (size_t index = 0; index < words.size(); ++index) {
+    const std::string word = words[index] + (index + 1 < words.size() ? "," : "");
+    if (!lines.back().empty() && lines.back().size() + 1 + word.size() > kColumns) {
+      lines.emplace_back();
+    }
+    lines.back() += (lines.back().empty() ? "" : " ") + word;
+  }
+  return lines;
+}
+
 Status ListBackends(const BackendsFlags& flags, Output& output) {
   if (flags.schemes) {
     return ListMatrix(flags, output);
@@ -184,15 +205,22 @@ Status ListBackends(const BackendsFlags& flags, Output& output) {
     }
   }
   Json list = Json::array();
-  std::vector<std::vector<std::string>> rows = {{"backend", "schemes"}};
+  std::vector<std::vector<std::string>> rows = {{"backend", "schemes (:* all granularities)"}};
   for (size_t index = 0; index < names.size(); ++index) {
     Json json = {{"backend", names[index]}, {"schemes", schemes[index]}};
     if (schemes[index].empty()) {
       json["reason"] = objections[index];
     }
     list.push_back(json);
-    rows.push_back(
-        {names[index], schemes[index].empty() ? "none: " + objections[index] : Join(schemes[index])});
+    if (schemes[index].empty()) {
+      rows.push_back({names[index], "none: " + objections[index]});
+      continue;
+    }
+    bool first = true;
+    for (const std::string& line : Lines(Folded(schemes[index]))) {
+      rows.push_back({first ? names[index] : "", line});
+      first = false;
+    }
   }
   output.Document({{"platform", flags.platform}, {"backends", list}});
   output.Text(Table(rows));

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <fusedmoe/dtype.hpp>
 #include <fusedmoe/status.hpp>
@@ -100,6 +101,9 @@ struct SchemeInfo {
 
 /// All schemes, in the order of the table.
 std::span<const SchemeInfo> SchemeTable();
+
+/// Every scheme in full: each line of the table with each of its granularities ("fp8_w8a8:block128").
+std::vector<std::string> SchemeNames();
 
 /// The scheme of that name, with granularity after a colon ("int4_w4a16:g128"). Unknown names: kUsage with
 /// the names that exist.

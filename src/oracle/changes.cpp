@@ -126,19 +126,7 @@ void OtherActivations(const ExplainRequest& request, Changes& out) {
 }
 
 void OtherSchemes(const ExplainRequest& request, Changes& out) {
-  std::vector<std::string> names;
-  for (const SchemeInfo& info : SchemeTable()) {
-    std::string_view rest = info.granularities;
-    if (rest.empty()) {
-      names.emplace_back(info.name);
-    }
-    while (!rest.empty()) {
-      const size_t comma = rest.find(',');
-      names.push_back(fmt::format("{}:{}", info.name, rest.substr(0, comma)));
-      rest = comma == std::string_view::npos ? std::string_view{} : rest.substr(comma + 1);
-    }
-  }
-  for (const std::string& name : names) {
+  for (const std::string& name : SchemeNames()) {
     Result<Scheme> scheme = ParseScheme(name);
     if (scheme.ok() && scheme->name != request.scheme.name) {
       out.push_back({fmt::format("--scheme {}", name), [scheme = *scheme](ExplainRequest& changed) {

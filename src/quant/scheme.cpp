@@ -275,6 +275,22 @@ std::span<const SchemeInfo> SchemeTable() {
   return kSchemeInfos;
 }
 
+std::vector<std::string> SchemeNames() {
+  std::vector<std::string> names;
+  for (const SchemeInfo& info : SchemeTable()) {
+    std::string_view rest = info.granularities;
+    if (rest.empty()) {
+      names.emplace_back(info.name);
+    }
+    while (!rest.empty()) {
+      const size_t comma = std::min(rest.find(','), rest.size());
+      names.push_back(fmt::format("{}:{}", info.name, rest.substr(0, comma)));
+      rest.remove_prefix(std::min(comma + 1, rest.size()));
+    }
+  }
+  return names;
+}
+
 Result<Scheme> ParseScheme(std::string_view name) {
   return ParseSchemeIn(kSchemes, name);
 }

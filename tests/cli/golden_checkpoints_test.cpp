@@ -14,6 +14,7 @@
 
 #include "cli/process.hpp"
 #include "numerics/rows.hpp"
+#include "support/relative_l2.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::test {
@@ -39,15 +40,6 @@ std::vector<float> Floats(const Tensor& tensor) {
   std::vector<float> values(static_cast<size_t>(tensor.view().count()));
   DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
   return values;
-}
-
-double RelativeL2(const std::vector<float>& actual, const std::vector<float>& expected) {
-  double difference = 0, norm = 0;
-  for (size_t index = 0; index < expected.size(); ++index) {
-    difference += std::pow(static_cast<double>(actual[index]) - expected[index], 2);
-    norm += std::pow(static_cast<double>(expected[index]), 2);
-  }
-  return std::sqrt(difference / norm);
 }
 
 // Expert id -> weight of one token; ids are compared as sets.

@@ -20,11 +20,13 @@
 #include "oracle/host_table.hpp"
 #include "support/count_allocations.hpp"
 #include "support/random_layer.hpp"
+#include "support/relative_l2.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::conformance {
 namespace {
 
+using test::RelativeL2;
 using testing_support::MakeRandomRouting;
 using testing_support::RandomRouting;
 using testing_support::RandomRows;
@@ -73,16 +75,6 @@ std::vector<float> Run(const MoeLayer& layer, const Batch& batch, int64_t begin,
   EXPECT_TRUE(status.ok()) << status.ToString();
   const auto* values = output.view().as<float>();
   return {values, values + output.view().count()};
-}
-
-double RelativeL2(const std::vector<float>& actual, const std::vector<float>& expected) {
-  double difference = 0, norm = 0;
-  for (size_t index = 0; index < expected.size(); ++index) {
-    const double delta = static_cast<double>(actual[index]) - expected[index];
-    difference += delta * delta;
-    norm += static_cast<double>(expected[index]) * expected[index];
-  }
-  return difference == 0 ? 0 : std::sqrt(difference / norm);
 }
 
 // BoundOf speaks of expectations over many values. One event that a small batch cannot average out is added:

@@ -64,18 +64,6 @@ ActivationSpec DrawActivation(Dice& dice) {
   return spec;
 }
 
-// Columns of the scales in an order of their own, as activation order leaves them.
-void ShuffleGroups(CanonicalMatrix& matrix, Dice& dice) {
-  const int64_t group = matrix.format.block.col;
-  Tensor index = *Tensor::Allocate(DType::kI32, {matrix.cols});
-  auto* values = index.mutable_view().as<int32_t>();
-  for (int64_t col = 0; col < matrix.cols; ++col) {
-    values[col] = static_cast<int32_t>(col / group);
-  }
-  std::shuffle(values, values + matrix.cols, dice.random());
-  matrix.group_index = std::move(index);
-}
-
 void DrawSmoothing(CanonicalMatrix& matrix, Dice& dice) {
   Tensor scale = *Tensor::Allocate(DType::kF32, {matrix.cols});
   std::uniform_real_distribution<float> factor(0.5F, 2.0F);
@@ -84,21 +72,6 @@ void DrawSmoothing(CanonicalMatrix& matrix, Dice& dice) {
 }
 
 }  // namespace
-
-std::vector<std::string> SchemeNames() {
-  std::vector<std::string> names;
-  for (const SchemeInfo& info : SchemeTable()) {
-    if (info.granularities.empty()) {
-      names.emplace_back(info.name);
-      continue;
-    }
-    std::istringstream words{std::string(info.granularities)};
-    for (std::string word; std::getline(words, word, ',');) {
-      names.push_back(std::string(info.name) + ":" + word);
-    }
-  }
-  return names;
-}
 
 DrawnCase Draw(const std::string& scheme_name, uint64_t seed) {
   const Scheme scheme = *ParseScheme(scheme_name);
@@ -126,7 +99,7 @@ DrawnCase Draw(const std::string& scheme_name, uint64_t seed) {
     CanonicalExpert expert = *drawn.source.load(index);
     for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
       if (!matrix->empty() && drawn.group_index) {
-        ShuffleGroups(*matrix, dice);
+        testing_support::ShuffleGroups(*matrix, dice.random());
       }
     }
     if (drawn.pre_quant_scale) {

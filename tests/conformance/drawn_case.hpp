@@ -23,9 +23,6 @@ struct DrawnCase {
 
 std::ostream& operator<<(std::ostream& stream, const DrawnCase& drawn);
 
-/// Every name that ParseScheme accepts by the scheme table: each scheme with each of its granularities.
-std::vector<std::string> SchemeNames();
-
 /// The problem of that seed: sizes that the scheme's groups divide (and odd ones where it has none), an
 /// activation with its parameters, biases, zero points, activation order, smoothing, several batch sizes.
 DrawnCase Draw(const std::string& scheme, uint64_t seed);

@@ -17,10 +17,12 @@
 #include "numerics/rows.hpp"
 #include "oracle/host_table.hpp"
 #include "support/random_layer.hpp"
+#include "support/relative_l2.hpp"
 
 /// A random layer, a named backend on it, and the reference on the weights that the backend's contract means.
 namespace fusedmoe::contract_test {
 
+using test::RelativeL2;
 using testing_support::MakeRandomLayer;
 using testing_support::MakeRandomRouting;
 using testing_support::RandomLayer;
@@ -233,16 +235,6 @@ inline std::vector<float> RunBatched(const Running& running, const Batch& batch)
   const Status status = running.experts->Apply(input, view, running.workspace, {});
   EXPECT_TRUE(status.ok()) << status.ToString();
   return out;
-}
-
-inline double RelativeL2(const std::vector<float>& actual, const std::vector<float>& expected) {
-  double difference = 0, norm = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const double d = static_cast<double>(actual[i]) - expected[i];
-    difference += d * d;
-    norm += static_cast<double>(expected[i]) * expected[i];
-  }
-  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
 }  // namespace fusedmoe::contract_test

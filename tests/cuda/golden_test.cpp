@@ -17,12 +17,14 @@
 #include "cuda/card.hpp"
 #include "cuda/on_card.hpp"
 #include "numerics/rows.hpp"
+#include "support/relative_l2.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe {
 namespace {
 
 namespace fs = std::filesystem;
+using test::RelativeL2;
 
 /// A machine with a card may have the sources elsewhere than the one that built them.
 fs::path Root() {
@@ -67,19 +69,10 @@ std::vector<T> ValuesOf(const Tensor& tensor) {
   return {values, values + tensor.view().count()};
 }
 
-double RelativeL2(const Tensor& actual, const Tensor& expected) {
-  const auto floats = [](const Tensor& tensor) {
-    std::vector<float> values(static_cast<size_t>(tensor.view().count()));
-    DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
-    return values;
-  };
-  const std::vector<float> left = floats(actual), right = floats(expected);
-  double difference = 0, norm = 0;
-  for (size_t index = 0; index < right.size(); ++index) {
-    difference += std::pow(static_cast<double>(left[index]) - right[index], 2);
-    norm += std::pow(static_cast<double>(right[index]), 2);
-  }
-  return difference == 0 ? 0 : std::sqrt(difference / norm);
+std::vector<float> Floats(const Tensor& tensor) {
+  std::vector<float> values(static_cast<size_t>(tensor.view().count()));
+  DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
+  return values;
 }
 
 MoeLayer::Inputs InputsOf(const SafetensorsFile& file) {
@@ -137,14 +130,15 @@ TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
         BoundOf(plan, (*layer)->scheme(), inputs.hidden.dtype(), config.hidden, config.intermediate).value();
     // Operands are 16-bit whatever the hidden states are, and both results are rounded.
     bound = std::hypot(bound, 4 * std::sqrt(2.0) * 0x1p-9);
-    EXPECT_LE(RelativeL2(actual->output, wanted->output), bound) << plan.mode << " against the reference";
+    EXPECT_LE(RelativeL2(Floats(actual->output), Floats(wanted->output)), bound)
+        << plan.mode << " against the reference";
     const char* rounded = "tolerance_rel_l2_if_intermediate_is_rounded_to_bf16_first";
     const Tensor* expected = file->Find("expected_output");
     if (expected != nullptr && info.contains("tolerance_rel_l2")) {
       const bool short_mid =
           plan.intermediate_dtype != "F32" && info.contains(rounded) && info.at(rounded).is_number();
       const auto tolerance = info.at(short_mid ? rounded : "tolerance_rel_l2").get<double>();
-      EXPECT_LE(RelativeL2(actual->output, *expected), tolerance)
+      EXPECT_LE(RelativeL2(Floats(actual->output), Floats(*expected)), tolerance)
           << plan.mode << " against the golden output";
     }
   }

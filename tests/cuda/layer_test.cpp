@@ -17,16 +17,19 @@
 #include "platform/cuda/graph.hpp"
 #include "support/count_allocations.hpp"
 #include "support/random_layer.hpp"
+#include "support/relative_l2.hpp"
 
 namespace fusedmoe {
 namespace {
 
 using conformance::Draw;
 using conformance::DrawnCase;
+using test::RelativeL2;
 using testing_support::MakeRandomLayer;
 using testing_support::MakeRandomRouting;
 using testing_support::RandomRouting;
 using testing_support::RandomRows;
+using testing_support::ShuffleGroups;
 
 #ifdef FMOE_ALL_CUDA_TESTS
 constexpr uint64_t kRounds = 12;
@@ -60,16 +63,6 @@ std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch) {
   const auto workspace = layer.CreateWorkspace();
   EXPECT_TRUE(workspace.ok()) << workspace.status().message();
   return RunLayer(layer, batch, *workspace);
-}
-
-double RelativeL2(const std::vector<float>& actual, const std::vector<float>& expected) {
-  double difference = 0, norm = 0;
-  for (size_t index = 0; index < expected.size(); ++index) {
-    const double delta = static_cast<double>(actual[index]) - expected[index];
-    difference += delta * delta;
-    norm += static_cast<double>(expected[index]) * expected[index];
-  }
-  return difference == 0 ? 0 : std::sqrt(difference / norm);
 }
 
 /// The bound of verify, and the one event that a small batch cannot average out (tests/conformance says
@@ -167,12 +160,11 @@ TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
   Check(drawn, ActivationFormatKind::kBatchedExperts, "");
 }
 
-INSTANTIATE_TEST_SUITE_P(Table, CudaScheme, testing::ValuesIn(conformance::SchemeNames()),
-                         [](const auto& instance) {
-                           std::string name = instance.param;
-                           std::replace(name.begin(), name.end(), ':', '_');
-                           return name;
-                         });
+INSTANTIATE_TEST_SUITE_P(Table, CudaScheme, testing::ValuesIn(SchemeNames()), [](const auto& instance) {
+  std::string name = instance.param;
+  std::replace(name.begin(), name.end(), ':', '_');
+  return name;
+});
 
 struct SizedCase {
   const char* scheme;
@@ -393,16 +385,6 @@ TEST(CudaLayer, WeightCodesOfNaN_OutputsNotFiniteWhereTheReferenceHasThem) {
   }
 }
 
-void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937& random) {
-  Tensor index = *Tensor::Allocate(DType::kI32, {matrix.cols});
-  auto* values = index.mutable_view().as<int32_t>();
-  for (int64_t col = 0; col < matrix.cols; ++col) {
-    values[col] = static_cast<int32_t>(col / matrix.format.block.col);
-  }
-  std::shuffle(values, values + matrix.cols, random);
-  matrix.group_index = std::move(index);
-}
-
 TEST(CudaLayer, ActivationOrder_WithinTheBound) {
   FMOE_SKIP_WITHOUT_CARD();
   for (const char* scheme : {"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"}) {
@@ -411,7 +393,7 @@ TEST(CudaLayer, ActivationOrder_WithinTheBound) {
       DrawnCase drawn = SmallLayer(scheme, 6, 3);
       drawn.source.load = [load = drawn.source.load, by_expert](int64_t index) -> Result<CanonicalExpert> {
         FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
-        std::mt19937 random(by_expert ? static_cast<uint32_t>(index) : 99U);
+        std::mt19937_64 random(by_expert ? static_cast<uint64_t>(index) : 99U);
         ShuffleGroups(expert.up, random);
         expert.gate.group_index = expert.up.group_index;
         ShuffleGroups(expert.down, random);

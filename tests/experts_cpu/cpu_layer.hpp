@@ -17,11 +17,14 @@
 #include "moe/experts.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "support/relative_l2.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
 
 /// A random layer of experts, the backend on it, and the same layer written out in fp64.
 namespace fusedmoe::cpu_test {
+
+using test::RelativeL2;
 
 struct LayerSpec {
   std::string scheme = "unquantized";
@@ -338,16 +341,6 @@ inline std::vector<float> RunBatch(const Layer& layer, const Runner& runner, con
   const Status status = runner.experts->Apply(input, view, runner.workspace, executor);
   EXPECT_TRUE(status.ok()) << status.ToString();
   return out;
-}
-
-inline double RelativeL2(const std::vector<float>& actual, const std::vector<double>& expected) {
-  double difference = 0, norm = 0;
-  for (size_t i = 0; i < expected.size(); ++i) {
-    const double d = static_cast<double>(actual[i]) - expected[i];
-    difference += d * d;
-    norm += expected[i] * expected[i];
-  }
-  return norm > 0 ? std::sqrt(difference / norm) : std::sqrt(difference);
 }
 
 /// Every panel format under activations that no scheme quantizes.

@@ -9,23 +9,6 @@
 namespace fusedmoe {
 namespace {
 
-std::vector<std::string> NamesWithGranularities() {
-  std::vector<std::string> names;
-  for (const SchemeInfo& info : SchemeTable()) {
-    names.emplace_back(info.name);
-    std::string word;
-    for (const char letter : std::string(info.granularities) + (info.granularities.empty() ? "" : ",")) {
-      if (letter == ',') {
-        names.push_back(std::string(info.name) + ":" + word);
-        word.clear();
-      } else {
-        word += letter;
-      }
-    }
-  }
-  return names;
-}
-
 TEST(Scheme_Table, HoldsEveryNameOnce) {
   std::set<std::string_view> names;
   for (const SchemeInfo& info : SchemeTable()) {
@@ -65,7 +48,11 @@ TEST(Scheme_Table, HoldsEveryNameOnce) {
 }
 
 TEST(Scheme_EveryNameAndGranularity, ParsesAndItsFormatsNameItAgain) {
-  for (const std::string& name : NamesWithGranularities()) {
+  std::vector<std::string> names = SchemeNames();
+  for (const SchemeInfo& info : SchemeTable()) {
+    names.emplace_back(info.name);
+  }
+  for (const std::string& name : names) {
     const auto scheme = ParseScheme(name);
     ASSERT_TRUE(scheme.ok()) << scheme.status().ToString();
     EXPECT_EQ(scheme->name, name);

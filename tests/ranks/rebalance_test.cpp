@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "layer/expert_mover.hpp"
+#include "support/forwarding_communicator.hpp"
 #include "support/rank_cells.hpp"
 
 namespace fusedmoe {
@@ -32,20 +33,13 @@ RankCell BalancedCell(int64_t ranks) {
 }
 
 /// Passes everything on, and changes a byte of what one rank sends under a name.
-class Damaging final : public Communicator {
+class Damaging final : public test::ForwardingCommunicator {
  public:
   Damaging(std::shared_ptr<Communicator> inner, std::string operation)
-      : inner_(std::move(inner)), operation_(std::move(operation)) {}
-  std::string_view name() const override { return inner_->name(); }
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  int64_t sequence() const override { return inner_->sequence(); }
-  int64_t bytes_sent() const override { return inner_->bytes_sent(); }
-  void Abort(int exit_code) override { inner_->Abort(exit_code); }
-  Status Wait() override { return inner_->Wait(); }
+      : ForwardingCommunicator(std::move(inner)), operation_(std::move(operation)) {}
   Status Start(const RowExchange& exchange) override {
     if (exchange.operation != operation_) {
-      return inner_->Start(exchange);
+      return ForwardingCommunicator::Start(exchange);
     }
     int64_t rows = 0;
     for (size_t rank = 0; rank < exchange.send_rows.size(); ++rank) {
@@ -57,11 +51,10 @@ class Damaging final : public Communicator {
     }
     RowExchange changed = exchange;
     changed.send = spoiled_.data();
-    return inner_->Start(changed);
+    return ForwardingCommunicator::Start(changed);
   }
 
  private:
-  std::shared_ptr<Communicator> inner_;
   std::string operation_;
   std::vector<std::byte> spoiled_;
 };

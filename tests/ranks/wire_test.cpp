@@ -11,6 +11,7 @@
 #include <fusedmoe/layer.hpp>
 
 #include "layer/rank_plan.hpp"
+#include "support/forwarding_communicator.hpp"
 #include "support/random_layer.hpp"
 #include "support/rank_cells.hpp"
 
@@ -22,22 +23,16 @@ using testing_support::RankCell;
 using testing_support::RunRankCell;
 
 /// Passes everything on and remembers how wide the rows were.
-class Watching final : public Communicator {
+class Watching final : public test::ForwardingCommunicator {
  public:
-  explicit Watching(std::shared_ptr<Communicator> inner) : inner_(std::move(inner)) {}
-  std::string_view name() const override { return inner_->name(); }
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  int64_t sequence() const override { return inner_->sequence(); }
-  int64_t bytes_sent() const override { return inner_->bytes_sent(); }
-  void Abort(int exit_code) override { inner_->Abort(exit_code); }
+  using ForwardingCommunicator::ForwardingCommunicator;
   Status Wait() override {
     results_travel = false;
-    return inner_->Wait();
+    return ForwardingCommunicator::Wait();
   }
   Status Start(const RowExchange& exchange) override {
     row_bytes[std::string(exchange.operation)] = exchange.row_bytes;
-    FMOE_RETURN_IF_ERROR(inner_->Start(exchange));
+    FMOE_RETURN_IF_ERROR(ForwardingCommunicator::Start(exchange));
     results_travel = exchange.operation == "combine rows";
     return Status::Ok();
   }
@@ -58,9 +53,6 @@ class Watching final : public Communicator {
     };
     return executor;
   }
-
- private:
-  std::shared_ptr<Communicator> inner_;
 };
 
 /// Bytes of a dispatched row of 128 values when two ranks run the cell; -1 when a result is wrong.

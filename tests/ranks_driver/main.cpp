@@ -22,6 +22,7 @@
 #include <thread>
 
 #include "parallel/agreement.hpp"
+#include "support/forwarding_communicator.hpp"
 #include "support/rank_cells.hpp"
 
 namespace fusedmoe {
@@ -49,25 +50,18 @@ void OnTerminate(int) {
 }
 
 /// Passes everything on, and spoils what rank 1 sends in one exchange.
-class Tampering final : public Communicator {
+class Tampering final : public test::ForwardingCommunicator {
  public:
   Tampering(std::shared_ptr<Communicator> inner, const std::string& fault)
-      : inner_(std::move(inner)), fault_(fault.substr(0, fault.find('@'))) {
+      : ForwardingCommunicator(std::move(inner)), fault_(fault.substr(0, fault.find('@'))) {
     if (const size_t at = fault.find('@'); at != std::string::npos) {
       operation_ = fault.substr(at + 1);
       skipped_ = 0;
     }
   }
-  std::string_view name() const override { return inner_->name(); }
-  int64_t rank() const override { return inner_->rank(); }
-  int64_t size() const override { return inner_->size(); }
-  int64_t sequence() const override { return inner_->sequence(); }
-  int64_t bytes_sent() const override { return inner_->bytes_sent(); }
-  void Abort(int exit_code) override { inner_->Abort(exit_code); }
-  Status Wait() override { return inner_->Wait(); }
   Status Start(const RowExchange& exchange) override {
     if (rank() != kFaultyRank || exchange.operation != operation_ || skipped_-- != 0) {
-      return inner_->Start(exchange);
+      return ForwardingCommunicator::Start(exchange);
     }
     if (fault_ == "kill") {
       raise(SIGKILL);
@@ -99,11 +93,10 @@ class Tampering final : public Communicator {
     }
     RowExchange changed = exchange;
     changed.send = spoiled_.data();
-    return inner_->Start(changed);
+    return ForwardingCommunicator::Start(changed);
   }
 
  private:
-  std::shared_ptr<Communicator> inner_;
   std::string fault_;
   std::string operation_ = "dispatch header";
   int64_t skipped_ = kFaultyForward - 1;

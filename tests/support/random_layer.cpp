@@ -68,6 +68,16 @@ RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme_name, ui
   return layer;
 }
 
+void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937_64& random) {
+  Tensor index = *Tensor::Allocate(DType::kI32, {matrix.cols});
+  auto* values = index.mutable_view().as<int32_t>();
+  for (int64_t col = 0; col < matrix.cols; ++col) {
+    values[col] = static_cast<int32_t>(col / matrix.format.block.col);
+  }
+  std::shuffle(values, values + matrix.cols, random);
+  matrix.group_index = std::move(index);
+}
+
 Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed) {
   std::mt19937_64 random(seed);
   Tensor values = Normal(rows, cols, 1.0F, random);

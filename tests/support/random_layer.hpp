@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,9 @@ struct RandomLayer {
 
 /// `config` needs its sizes, activation and bias; num_local_experts defaults to num_experts.
 RandomLayer MakeRandomLayer(MoeConfig config, const std::string& scheme, uint64_t seed);
+
+/// Gives the columns of the scales an order of their own, as activation order leaves them.
+void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937_64& random);
 
 /// Normal rows with a few outlier columns, rounded to `dtype`.
 Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed);
