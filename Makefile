@@ -2,12 +2,14 @@
 # All that is made lies under build/.
 SHELL := /bin/bash
 JOBS ?= $(shell nproc)
+PREFIX ?= /usr/local
 
-.PHONY: help build setup run test test-slow test-ranks test-interop test-cuda asan tsan fuzz check format tables clean
+.PHONY: help build setup run install test test-slow test-ranks test-interop test-cuda asan tsan fuzz check format tables clean
 
 help:
 	@echo "make build        build/release/fusedmoe and build/release/fusedmoe_vectors"
 	@echo "make run          a sample layer of Qwen3-30B-A3B sizes in NVFP4: plan, check, speed"
+	@echo "make install      library, headers and command below PREFIX (/usr/local)"
 	@echo "make test         tools/check, all tests of the release build"
 	@echo "make test-slow    every scheme through every backend, 25 drawn problems each"
 	@echo "make test-ranks   the tests under mpirun     make test-interop   against the Python ecosystem"
@@ -24,6 +26,9 @@ build: setup
 
 run: build
 	@tools/run_sample
+
+install: build
+	@cmake --install build/release --prefix "$(PREFIX)"
 
 test: setup
 	@tools/run_tests --check release
