@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <memory>
 #include <sstream>
 
@@ -98,6 +97,9 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& 
 
 Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoint& checkpoint) {
   const std::vector<int64_t>& layers = checkpoint.moe_layers();
+  if (layers.empty()) {
+    return Status::BadInput("no layer of the checkpoint has experts").WithFile(checkpoint.directory());
+  }
   if (!layer && layers.size() == 1) {
     return layers.front();
   }
@@ -107,20 +109,6 @@ Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoi
   const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
   return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))
                : Status::Usage(fmt::format("--layer is required; {}", have));
-}
-
-Result<Problem> ReadProblem(const std::string& name) {
-  std::error_code ignored;
-  if (!std::filesystem::is_regular_file(name, ignored)) {
-    return ParseProblem(name);
-  }
-  std::ifstream file(name, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) {
-    return Status::System("cannot be read").WithFile(name);
-  }
-  Result<Problem> problem = ParseProblem(text);
-  return problem.ok() ? std::move(problem) : Result<Problem>(std::move(problem).status().WithFile(name));
 }
 
 void AddPlan(CLI::App& app, PlanFlags& flags) {

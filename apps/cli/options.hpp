@@ -44,9 +44,6 @@ Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& 
 /// The layer that was asked for, or the only one with experts. kUsage with those that exist.
 Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoint& checkpoint);
 
-/// A described layer: the name of a compiled-in problem, or a JSON file.
-Result<Problem> ReadProblem(const std::string& name);
-
 /// What a plan may be forced to.
 struct PlanFlags {
   std::string device = "cpu";

@@ -40,7 +40,7 @@ std::string ExchangeText(const char* name, const ExchangeCost& cost) {
 }
 
 Status Run(const SimulateFlags& flags, Output& output) {
-  FMOE_ASSIGN_OR_RETURN(const Problem problem, ParseProblem(flags.problem));
+  FMOE_ASSIGN_OR_RETURN(const Problem problem, ReadProblem(flags.problem));
   SimulateOptions options = flags.options;
   FMOE_ASSIGN_OR_RETURN(options.link, ParseLink(flags.link));
   options.link.ranks_per_node = flags.ranks_per_node.value_or(options.link.ranks_per_node);
@@ -86,8 +86,8 @@ Status Run(const SimulateFlags& flags, Output& output) {
       "imbalance: busiest rank {:.2f} x the mean in rows, {:.2f} x in slots; a token goes to {:.2f} "
       "ranks\n",
       report.row_imbalance, report.slot_imbalance, report.destinations);
-  text += fmt::format("memory of a rank: {} of weights, {} of buffers\n", Bytes(report.weight_bytes),
-                      Bytes(report.buffer_bytes));
+  text += fmt::format("memory of a rank: {} of weights, {} of buffers\n", BytesText(report.weight_bytes),
+                      BytesText(report.buffer_bytes));
   output.Text(text);
   return Status::Ok();
 }
@@ -101,7 +101,7 @@ Action DefineSimulate(CLI::App& app) {
     links += (links.empty() ? "" : ", ") + link.name;
   }
   app.add_option("problem", flags->problem,
-                 "Layer of a published model (fusedmoe explain --problem lists them)")
+                 "Layer by name (fusedmoe explain --help lists them), or a JSON file that describes it")
       ->required();
   app.add_option("--ranks", flags->options.ranks, "Expert-parallel ranks")->required();
   app.add_option("--all2all", flags->options.all2all, "All-to-all backend: " + AllToAllNames());

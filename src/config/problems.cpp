@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 #include <functional>
 #include <iterator>
 #include <vector>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
+
+#include "platform/file.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -197,6 +200,18 @@ Result<Problem> ParseProblem(std::string_view name_or_json) {
     names += fmt::format("{}{}", names.empty() ? "" : ", ", problem.name);
   }
   return Status::Usage(fmt::format("problem '{}' does not exist; known: {}", name_or_json, names));
+}
+
+Result<Problem> ReadProblem(const std::string& name_or_path) {
+  constexpr int64_t kMostBytes = 1 << 20;
+  std::error_code ignored;
+  if (Result<Problem> named = ParseProblem(name_or_path);
+      named.ok() || !std::filesystem::exists(name_or_path, ignored)) {
+    return named;
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(name_or_path, kMostBytes));
+  Result<Problem> problem = ParseText(text);
+  return problem.ok() ? std::move(problem) : std::move(problem).status().WithFile(name_or_path);
 }
 
 }  // namespace fusedmoe

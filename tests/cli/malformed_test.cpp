@@ -153,6 +153,12 @@ TEST(Malformed, IndexThatLeavesTheDirectory_IsRefused) {
   ExpectRefused(checkpoint, "model.safetensors.index.json", "../");
 }
 
+TEST(Malformed, IndexWithoutTensors_IsRefused) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4", {"--max-shard-bytes", "200000"});
+  WriteFile(checkpoint.path() + "/model.safetensors.index.json", R"({"weight_map": {}})");
+  ExpectRefused(checkpoint, checkpoint.path(), "no layer of the checkpoint has experts");
+}
+
 TEST(Malformed, SizesInConfig_AreRefused) {
   const std::vector<std::string> sizes = {"-128", "0", "1e999", "1e30", "NaN", "\"128\"", "128.5", "[128]"};
   for (const std::string& size : sizes) {

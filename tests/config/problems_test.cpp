@@ -6,6 +6,8 @@
 
 #include <fusedmoe/quant.hpp>
 
+#include "support/temporary_directory.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -85,6 +87,21 @@ TEST(Problems, UnknownName_ListsThoseThatExist) {
   ASSERT_FALSE(problem.ok());
   EXPECT_EQ(problem.status().code(), StatusCode::kUsage);
   EXPECT_NE(problem.status().message().find("deepseek-v3"), std::string::npos);
+}
+
+TEST(Problems, FilesAreRead_AndNamedWhereTheyAreWrong) {
+  const test::TemporaryDirectory directory;
+  const std::string sound = R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96})";
+  EXPECT_EQ(ReadProblem(directory.Write("a.json", sound))->config.hidden, 64);
+  EXPECT_EQ(ReadProblem("mixtral-8x7b")->name, "mixtral-8x7b");
+  for (const std::string& odd :
+       {directory.Write("empty.json", ""), directory.Write("words.json", "mixtral-8x7b"), directory / "",
+        std::string("/dev/zero")}) {
+    const Status status = ReadProblem(odd).status();
+    EXPECT_EQ(status.code(), StatusCode::kBadInput) << odd;
+    EXPECT_EQ(status.file(), odd);
+  }
+  EXPECT_EQ(ReadProblem(directory / "absent.json").status().code(), StatusCode::kUsage);
 }
 
 TEST(Problems, PerRank_DividesWhatIsSplit) {

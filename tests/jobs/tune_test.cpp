@@ -88,7 +88,11 @@ TEST(CpuCostsFile_OfAnotherMachineOrBuild, IsRefused) {
   write(other);
   EXPECT_NE(ReadCpuCosts(path).status().message().find("version"), std::string::npos);
   std::remove(path.c_str());
-  EXPECT_EQ(ReadCpuCosts(path).status().code(), StatusCode::kSystem);
+  for (const std::string& odd :
+       {path, directory / "", std::string("/dev/zero")}) {  // absent, folder, endless
+    EXPECT_EQ(ReadCpuCosts(odd).status().code(), StatusCode::kBadInput) << odd;
+    EXPECT_EQ(ReadCpuCosts(odd).status().file(), odd);
+  }
 }
 
 std::vector<tune::Point> PointsOf(const CpuPathCost& cost, bool tiles) {

@@ -1,12 +1,12 @@
 #include <cmath>
-#include <fstream>
-#include <iterator>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
 #include <fusedmoe/jobs/tune.hpp>
 #include <fusedmoe/version.hpp>
+
+#include "platform/file.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -180,11 +180,8 @@ Result<CpuCosts> ParseCpuCosts(std::string_view json) {
 }
 
 Result<CpuCosts> ReadCpuCosts(const std::string& path, const Machine& machine) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file) {
-    return Status::System("cannot be read").WithFile(path);
-  }
+  constexpr int64_t kMostBytes = 1 << 20;
+  FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, kMostBytes));
   Result<CpuCosts> costs = ParseCpuCosts(text);
   if (!costs.ok()) {
     return std::move(costs).status().WithFile(path);
