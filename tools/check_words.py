@@ -1,5 +1,5 @@
 """The project speaks only of itself: no paths of somebody's machine, no words about how it was made; links lead
-somewhere."""
+somewhere, and sources that a page names are there."""
 
 import re
 from pathlib import Path
@@ -10,6 +10,7 @@ MACHINE_PATHS = re.compile(r"(?<![\w.$}])/(?:work|root|home/\w+|Users|mnt|scratc
 MAKING = re.compile(r"\b(?:sessions?|helpers?|agents?|prompts?|claude|anthropic|chatgpt|copilot)\b", re.I)
 KEPT = re.compile(r"\bkept back\b|\bheld[- ]out tests?\b", re.I)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+SOURCE = re.compile(r"`([\w./-]+\.(?:cpp|hpp|inc|cu|cuh))`")
 BINARY = (".safetensors", ".bin", ".png", ".npz", ".npy", ".gz")
 # These hold the patterns, or examples of what they find.
 OWN = ("tools/check_words.py", "tools/check_names.py", "tests/tools/check_test.py")
@@ -24,9 +25,16 @@ def _links(root, name, text):
             yield f"{name}:{source_tree.line_of(text, match.start())}: link to '{target}', which does not exist"
 
 
+def _sources(name, text, files):
+    for match in SOURCE.finditer(text):
+        if not any(file == match.group(1) or file.endswith("/" + match.group(1)) for file in files):
+            yield f"{name}:{source_tree.line_of(text, match.start())}: names '{match.group(1)}', which does not exist"
+
+
 def check(root):
     found = []
-    for name in source_tree.files(root):
+    files = source_tree.files(root)
+    for name in files:
         if name in OWN or name.endswith(BINARY) or name.startswith("tests/fuzz/seeds/") or (Path(root) / name).stat().st_size > 1 << 20:
             continue
         text = source_tree.read(root, name)
@@ -40,4 +48,5 @@ def check(root):
                 found.append(f"{name}:{source_tree.line_of(text, match.start())}: '{match.group(0)}': {message}")
         if name.endswith(".md"):
             found += _links(root, name, text)
+            found += _sources(name, text, files)
     return found

@@ -283,6 +283,11 @@ class Words(CheckTest):
             self.expect("words", f"docs/a.md:1: '{word}'")
         self.write("docs/a.md", "[gone](gone.md)\n")
         self.expect("words", "link to 'gone.md'")
+        self.write("docs/a.md", "read `a.cpp`, `core/a.cpp`, then `core/gone.hpp`\n")
+        self.expect("words", "docs/a.md:1: names 'core/gone.hpp'")
+        self.write("docs/a.md", "read `a.cpp` and `core/a.cpp`\n")
+        self.write("src/core/a.cpp", "int a;\n")
+        self.expect_clean("words")
 
 
 class Scripts(CheckTest):
