@@ -72,6 +72,8 @@ struct LayerDescription {
 /// errors name the file and the tensor.
 class Checkpoint {
  public:
+  /// Reads configuration and headers, no weights. Errors: kBadInput, with file and tensor, for what is
+  /// malformed or missing; kUnsupported for a model_type or a quantization that this library does not know.
   static Result<std::shared_ptr<const Checkpoint>> Open(const std::string& directory,
                                                         const CheckpointOptions& options = {});
   ~Checkpoint();
@@ -90,6 +92,8 @@ class Checkpoint {
   /// The data of one tensor, mapped or read.
   Result<Tensor> Load(std::string_view tensor) const;
 
+  /// Of a layer of moe_layers(), as the next three. Errors: kUsage for one that the model does not have,
+  /// kBadInput, with file and tensor, where what belongs to it is missing or malformed.
   Result<LayerDescription> Describe(int64_t layer) const;
   Result<RouterWeights> LoadRouter(int64_t layer) const;
   /// The routed experts in canonical form. `parallel` selects this rank's share: a TP slice of the

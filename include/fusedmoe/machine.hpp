@@ -43,8 +43,8 @@ struct CudaDevice {
 /// What verdicts need to know of the machine at hand. Plain data: tests make their own.
 struct Machine {
   std::string cpu_name;
-  uint32_t isa_mask =
-      0;  ///< bit static_cast<int>(Isa) where its instructions exist and the system saves their state
+  /// Bit static_cast<int>(Isa) where its instructions exist and the system saves their state.
+  uint32_t isa_mask = 0;
   int num_cores = 1;  ///< usable by this process
   int num_numa_nodes = 1;
   int64_t l1d_bytes = 32 << 10;

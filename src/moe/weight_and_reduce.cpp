@@ -30,20 +30,6 @@ const float* SlotRow(WeightAndReduceKind kind, const WeightAndReduceInput& input
 
 }  // namespace
 
-std::string_view WeightAndReduceName(WeightAndReduceKind kind) {
-  switch (kind) {
-    case WeightAndReduceKind::kDelegate:
-      return "delegate";
-    case WeightAndReduceKind::kNoOp:
-      return "no_op";
-    case WeightAndReduceKind::kContiguous:
-      return "contiguous";
-    case WeightAndReduceKind::kNaiveBatched:
-      return "naive_batched";
-  }
-  return "?";
-}
-
 Status WeightAndReduce(WeightAndReduceKind kind, const WeightAndReduceInput& input, MutableTensorView output,
                        const Executor& executor) {
   if (kind == WeightAndReduceKind::kDelegate) {

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string_view>
 
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/status.hpp>
@@ -10,8 +9,6 @@
 #include "moe/experts.hpp"
 
 namespace fusedmoe {
-
-std::string_view WeightAndReduceName(WeightAndReduceKind kind);
 
 /// Everything that turns expert outputs into one row a token.
 struct WeightAndReduceInput {

@@ -190,12 +190,6 @@ Result<Tensor> UnpackQuarkWeights(TensorView weight, DType element, QuarkPacking
   return TransposedCodes(codes, element);
 }
 
-Result<Tensor> UnpackQuarkZeroPoints(TensorView zero_points, QuarkPacking packing) {
-  const LaneOrder order = packing == QuarkPacking::kReorder ? LaneOrder::kAwq : LaneOrder::kSequential;
-  FMOE_ASSIGN_OR_RETURN(const Tensor codes, UnpackColumns(zero_points, 4, order, CodesIn(zero_points, 1, 4)));
-  return Transpose(codes.view());
-}
-
 Result<Tensor> UnpackModelOptAwqWeights(TensorView weight) {
   FMOE_RETURN_IF_ERROR(CheckBytes(weight, "W4A16_AWQ weights"));
   FMOE_ASSIGN_OR_RETURN(const Tensor codes, SplitRowPairs(weight));

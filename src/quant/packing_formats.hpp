@@ -44,7 +44,6 @@ Result<Tensor> PackWna16ZeroPoints(TensorView zero_points, int bits);
 
 /// Quark: I32 [inputs, outputs / 8] -> I4 (int4, two's complement) or U4 (uint4).
 Result<Tensor> UnpackQuarkWeights(TensorView weight, DType element, QuarkPacking packing);
-Result<Tensor> UnpackQuarkZeroPoints(TensorView zero_points, QuarkPacking packing);
 
 /// ModelOpt W4A16_AWQ: U8 [outputs / 2, inputs], even output in the low nibble, two's complement -> I4.
 Result<Tensor> UnpackModelOptAwqWeights(TensorView weight);
