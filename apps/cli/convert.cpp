@@ -34,7 +34,7 @@ Status RunConvert(const ConvertFlags& flags, Output& output) {
   output.Document(std::move(document));
   std::string text = fmt::format("{}: {} to {} as {} writes it, {} experts and {} other matrices, {}\n",
                                  options.directory, report.from_scheme, report.to_scheme, report.format,
-                                 report.experts, report.other_modules, Bytes(report.bytes));
+                                 report.experts, report.other_modules, BytesText(report.bytes));
   text += report.lossless
               ? fmt::format("lossless: {} values compared, {} differ, at most by {:.1e} of themselves\n",
                             report.values, report.different, report.max_relative_difference)

@@ -77,8 +77,8 @@ std::string PlanText(const Plan& plan) {
       "plan: {}{}, {} mode, {} format, activations {}, {} between the GEMMs; weights {}, workspace {}\n",
       plan.backend, plan.isa.empty() ? "" : " " + plan.isa, plan.mode,
       ActivationFormatName(plan.activation_format), ActivationModeName(plan.activation),
-      plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, Bytes(plan.weight_bytes),
-      Bytes(plan.workspace_bytes));
+      plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, BytesText(plan.weight_bytes),
+      BytesText(plan.workspace_bytes));
   if (plan.tile_tokens > 0) {
     text += fmt::format("matrix unit: experts of {} tokens and more ({})\n", plan.tile_tokens, plan.costs);
   }
@@ -152,30 +152,37 @@ Json CandidatesToJson(const Selection& selection) {
   return candidates;
 }
 
-std::string Bytes(int64_t bytes) {
-  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes);
-  size_t unit = 0;
-  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
-    value /= 1024;
-    ++unit;
-  }
-  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+namespace {
+
+/// "12", "1.7e-03", "96 %", "3.4 MiB", "0.4..0.6", and what stands for a figure that is not there.
+bool IsFigure(const std::string& cell) {
+  const size_t end = cell.find(' ');
+  return cell == "-" || (cell.find_first_of("0123456789") < end &&
+                         cell.substr(0, end).find_first_not_of("0123456789.+-e") == std::string::npos &&
+                         cell.find_first_of("0123456789", end) == std::string::npos);
 }
 
+}  // namespace
+
 std::string Table(const std::vector<std::vector<std::string>>& rows) {
-  std::vector<size_t> widths;
+  struct Column {
+    size_t width = 0;
+    bool figures = true;
+  };
+  std::vector<Column> columns;
   for (const auto& row : rows) {
-    widths.resize(std::max(widths.size(), row.size()));
-    for (size_t column = 0; column < row.size(); ++column) {
-      widths[column] = std::max(widths[column], row[column].size());
+    columns.resize(std::max(columns.size(), row.size()));
+    for (size_t at = 0; at < row.size(); ++at) {
+      columns[at].width = std::max(columns[at].width, row[at].size());
+      columns[at].figures &= &row == &rows.front() || row[at].empty() || IsFigure(row[at]);
     }
   }
   std::string text;
   for (const auto& row : rows) {
     std::string line;
-    for (size_t column = 0; column < row.size(); ++column) {
-      line += column + 1 == row.size() ? row[column] : fmt::format("{:<{}}  ", row[column], widths[column]);
+    for (size_t at = 0; at < row.size(); ++at) {
+      line += columns[at].figures ? fmt::format("{:>{}}  ", row[at], columns[at].width)
+                                  : fmt::format("{:<{}}  ", row[at], columns[at].width);
     }
     text += line.substr(0, line.find_last_not_of(' ') + 1) + "\n";
   }

@@ -25,9 +25,7 @@ std::string PlanText(const Plan& plan);
 std::string_view ActivationFormatName(ActivationFormatKind kind);  // "standard", "batched"
 std::vector<std::string> IsaNames(const Machine& machine);
 
-/// "1.5 GiB", "340 MiB": for people.
-std::string Bytes(int64_t bytes);
-/// Columns of equal width, the first row being the head.
+/// Columns of equal width, the first row being the head; figures stand on the right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);
 /// "a, b, c"
 std::string Join(const std::vector<std::string>& words);

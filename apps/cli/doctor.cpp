@@ -67,7 +67,7 @@ Status DescribeCard(const Machine& machine, bool probe, Output& output, Json& do
                       {"power_watts", state.power_watts}, {"power_limit_watts", state.power_limit_watts}};
   rows.push_back({"card", fmt::format("{}, compute capability {}.{}, {} multiprocessors, {}", card.name,
                                       card.compute_major, card.compute_minor, card.num_multiprocessors,
-                                      Bytes(card.memory_bytes))});
+                                      BytesText(card.memory_bytes))});
   rows.push_back({"driver", fmt::format("{}, CUDA {}.{}", state.driver.empty() ? "unknown" : state.driver,
                                         card.driver_version / 1000, card.driver_version % 1000 / 10)});
   rows.push_back(
@@ -118,9 +118,10 @@ Status Doctor(const DoctorOptions& options, Output& output) {
       {"cores", fmt::format("{}", machine.num_cores)},
       {"threads", fmt::format("{}", threads)},
       {"numa nodes", fmt::format("{}", machine.num_numa_nodes)},
-      {"caches", fmt::format("L1d {}, L2 {}, L3 {}", Bytes(machine.l1d_bytes), Bytes(machine.l2_bytes),
-                             machine.l3_bytes == 0 ? "unknown" : Bytes(machine.l3_bytes))},
-      {"memory", Bytes(machine.memory_bytes)}};
+      {"caches",
+       fmt::format("L1d {}, L2 {}, L3 {}", BytesText(machine.l1d_bytes), BytesText(machine.l2_bytes),
+                   machine.l3_bytes == 0 ? "unknown" : BytesText(machine.l3_bytes))},
+      {"memory", BytesText(machine.memory_bytes)}};
   if (options.probe) {
     rows.push_back({"read bandwidth", fmt::format("{:.1f} GB/s", read_gbps)});
   }
@@ -144,7 +145,9 @@ Action DefineDoctor(CLI::App& app) {
   app.add_option("--deadline", options->rank_flags.deadline_seconds,
                  "Seconds in which all ranks must have come")
       ->check(Between(0.1, 1e6));
-  app.add_flag("!--no-probe", options->probe, "Skip the bandwidth measurement (half a second, 2 GiB)");
+  app.add_flag_callback(
+      "--no-probe", [options] { options->probe = false; },
+      "Skip the bandwidth measurement (half a second, 2 GiB)");
   return [options](Output& output) { return Doctor(*options, output); };
 }
 

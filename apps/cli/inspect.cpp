@@ -142,7 +142,7 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
   output.Text(fmt::format("{}: {}, quantized by {}, {} layers, {} with experts, {} tensors, {}\n",
                           checkpoint->directory(), checkpoint->family(), checkpoint->producer(),
                           checkpoint->num_layers(), layers.size(), checkpoint->tensors().size(),
-                          Bytes(bytes)));
+                          BytesText(bytes)));
   std::vector<std::vector<std::string>> rows = {{"layer", "scheme", "experts", "top_k", "hidden",
                                                  "intermediate", "activation", "router", "shared", "bytes"}};
   for (const LayerDescription& layer : layers) {
@@ -151,18 +151,18 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
                     fmt::format("{}", config.top_k()), fmt::format("{}", config.hidden),
                     fmt::format("{}", config.intermediate),
                     std::string(ActivationName(config.activation.kind)), RouterText(config),
-                    SharedText(layer), Bytes(layer.expert_bytes)});
+                    SharedText(layer), BytesText(layer.expert_bytes)});
   }
   output.Text(Table(rows));
   rows = {{"dtype", "tensors", "bytes"}};
   for (const auto& [name, amount] : dtypes) {
-    rows.push_back({name, fmt::format("{}", amount.tensors), Bytes(amount.bytes)});
+    rows.push_back({name, fmt::format("{}", amount.tensors), BytesText(amount.bytes)});
   }
   output.Text("\n" + Table(rows));
   rows = {{"ranks", "experts a rank, EP", "TP"}};
   for (const RankShare& share : shares) {
     rows.push_back(
-        {fmt::format("{}", share.ranks), Bytes(share.expert_parallel), Bytes(share.tensor_parallel)});
+        {fmt::format("{}", share.ranks), BytesText(share.expert_parallel), BytesText(share.tensor_parallel)});
   }
   output.Text("\n" + Table(rows));
   return Status::Ok();

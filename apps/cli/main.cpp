@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <exception>
 #include <iostream>
+#include <memory>
 #include <new>
 #include <string>
 #include <string_view>
@@ -26,6 +27,34 @@ std::span<const Command> CommandTable() {
 }
 
 namespace {
+
+/// Help in lines of a terminal's width.
+class HelpFormatter : public CLI::Formatter {
+ public:
+  std::string make_option_opts(const CLI::Option* option) const override {
+    std::string text = CLI::Formatter::make_option_opts(option);
+    // "INT:INT in [0 - 1024]": the range says the type too.
+    for (const std::string_view type : {" INT:", " UINT:", " FLOAT:"}) {
+      if (text.starts_with(type)) {
+        text.erase(1, type.size() - 1);
+      }
+    }
+    return text;
+  }
+  std::string make_option_desc(const CLI::Option* option) const override {
+    constexpr size_t kWidth = 80;
+    std::string text = CLI::Formatter::make_option_desc(option);
+    for (size_t begin = 0; text.size() - begin > kWidth;) {
+      const size_t space = text.rfind(' ', begin + kWidth);
+      if (space == std::string::npos || space <= begin) {
+        break;
+      }
+      text[space] = '\n';
+      begin = space + 1;
+    }
+    return text;
+  }
+};
 
 std::string CommandNames() {
   std::string names;
@@ -66,11 +95,12 @@ int Run(int argc, char** argv) {
   CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
   app.name("fusedmoe");
   app.require_subcommand(1);
+  app.formatter(std::make_shared<HelpFormatter>());  // subcommands inherit it
   app.footer(
       "Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.\n"
       "Options, inputs and JSON: docs/cli.md. Why a backend: docs/oracle.md. Words of scales: "
-      "docs/scales.md. All "
-      "pages: docs/README.md.");
+      "docs/scales.md.\n"
+      "All pages: docs/README.md.");
   // Known before parsing, so that a usage error finds its way to the reader that asked for JSON.
   bool json = std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
   std::vector<std::pair<CLI::App*, Action>> actions;

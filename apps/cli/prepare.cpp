@@ -54,7 +54,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
                    {"experts_at_a_time", report.experts_at_a_time}});
   output.Text(fmt::format("{}: layout {}, {} steps, {} tensors, {}; peak {}\n", flags.output,
                           report.layout_key, report.recipe.size(), report.tensors,
-                          Bytes(report.prepared_bytes), Bytes(report.peak_bytes)));
+                          BytesText(report.prepared_bytes), BytesText(report.peak_bytes)));
   return Status::Ok();
 }
 

@@ -58,7 +58,7 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   document["seconds"] = seconds;
   std::string text = fmt::format("{}: {} as {} writes it, {} layers of experts, {} experts; {} in {:.1f} s\n",
                                  options.directory, report.scheme, report.format, report.layers,
-                                 report.experts, Bytes(report.bytes), seconds);
+                                 report.experts, BytesText(report.bytes), seconds);
   text +=
       fmt::format("relative L2 {:.4e} ({:.2f} dB), {} of {} blocks saturated, {} became zero\n",
                   report.rel_l2, report.sqnr_db, report.saturated_blocks, report.blocks, report.zero_blocks);

@@ -159,6 +159,64 @@ Json CheckToJson(const CheckReport& report) {
           {"ok", report.ok}};
 }
 
+/// What a run says, to programs and to people.
+struct Answer {
+  Json document;
+  std::string text;
+};
+
+void AddCheck(const CheckReport& report, Answer& answer) {
+  answer.document["check"] = CheckToJson(report);
+  answer.text +=
+      fmt::format("check: relative L2 {:.2e} against the reference on {}, bound {:.2e}: {}\n", report.rel_l2,
+                  CountText(report.tokens, "token"), report.bound.value(), report.ok ? "ok" : "FAILED");
+}
+
+void AddRanks(const RankGroup& ranks, const EplbTotals& eplb, Answer& answer) {
+  answer.document["ranks"] = ranks.ToJson();
+  if (eplb.plans > 0) {
+    answer.document["eplb"] = EplbJson(eplb);
+    answer.text += fmt::format(
+        "placement {}: {} of {} plans carried out{}{}, balancedness {:.2f} before and {:.2f} after the "
+        "last\n",
+        eplb.last.epoch, eplb.switches, eplb.plans, eplb.last.kept.empty() ? "" : "; kept: ", eplb.last.kept,
+        eplb.last.balancedness, eplb.last.planned_balancedness);
+  }
+}
+
+void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ranks, const Executor& executor,
+              Answer& answer) {
+  const int64_t num_tokens = forward.output.dim(0);
+  const double seconds = Median(forward.seconds);
+  const double tokens_per_second = static_cast<double>(num_tokens) / seconds;
+  answer.document["seconds"] = seconds;
+  answer.document["tokens_per_second"] = tokens_per_second;
+  const std::string speed =
+      fmt::format("{} in {:.3f} ms on {}, {:.1f} tokens/s", CountText(num_tokens, "token"), seconds * 1e3,
+                  CountText(executor.num_threads, "thread"), tokens_per_second);
+  if (ranks.size() > 1) {  // rank 0 does not know what the others read
+    AddRanks(ranks, forward.eplb, answer);
+    answer.text += fmt::format("{} on each of {} ranks\n", speed, ranks.size());
+    return;
+  }
+  const int64_t bytes_read = BytesRead(layer, forward);
+  const double read_gbps = static_cast<double>(bytes_read) / seconds / 1e9;
+  answer.document["weight_bytes_read"] = bytes_read;
+  answer.document["weight_read_gbps"] = read_gbps;
+  answer.text +=
+      fmt::format("{}; {} of weights read at {:.1f} GB/s", speed, BytesText(bytes_read), read_gbps);
+  if (forward.seconds.size() > 1) {  // somebody measures
+    const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
+    answer.document["machine_read_gbps"] = machine_gbps;
+    if (machine_gbps > 0) {
+      answer.document["share_of_read_bandwidth"] = read_gbps / machine_gbps;
+      answer.text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads",
+                                 100 * read_gbps / machine_gbps, machine_gbps);
+    }
+  }
+  answer.text += "\n";
+}
+
 Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
@@ -187,19 +245,15 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   if (!ranks.leads()) {
     return Status::Ok();  // rank 0 has all rows, checks and writes them
   }
-  const double seconds = Median(forward.seconds);
-  const double tokens_per_second = static_cast<double>(num_tokens) / seconds;
-
-  Json document = {{"checkpoint", subject.path()},          {"layer", subject.layer()},
-                   {"family", subject.description.family},  {"scheme", layer->scheme().name},
-                   {"tokens", input.num_tokens()},          {"plan", ToJson(layer->plan())},
-                   {"threads", executor.num_threads},       {"repeat", flags.repeat},
-                   {"load_seconds", load_seconds},          {"seconds", seconds},
-                   {"tokens_per_second", tokens_per_second}};
-  std::string text = PlanText(layer->plan());
+  Answer answer;
+  answer.document = {
+      {"checkpoint", subject.path()},    {"layer", subject.layer()}, {"family", subject.description.family},
+      {"scheme", layer->scheme().name},  {"tokens", num_tokens},     {"plan", ToJson(layer->plan())},
+      {"threads", executor.num_threads}, {"repeat", flags.repeat},   {"load_seconds", load_seconds}};
+  answer.text = PlanText(layer->plan());
   if (const std::vector<std::string>& notes = layer->selection().notes; !notes.empty()) {
-    document["notes"] = notes;
-    text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
+    answer.document["notes"] = notes;
+    answer.text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
   }
   std::optional<CheckReport> check;
   if (flags.check) {
@@ -210,50 +264,17 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
     FMOE_ASSIGN_OR_RETURN(
         check, CheckAgainstReference(load, *layer, input.tensors().hidden, forward.topk_ids.view(),
                                      forward.topk_weights.view(), forward.output.view(), check_options));
-    document["check"] = CheckToJson(*check);
-    text += fmt::format("check: relative L2 {:.2e} against the reference on {} tokens, bound {:.2e}: {}\n",
-                        check->rel_l2, check->tokens, check->bound.value(), check->ok ? "ok" : "FAILED");
+    AddCheck(*check, answer);
   }
-  text += fmt::format("{} tokens in {:.3f} ms on {} threads, {:.1f} tokens/s", input.num_tokens(),
-                      seconds * 1e3, executor.num_threads, tokens_per_second);
-  if (ranks.size() > 1) {
-    document["ranks"] = ranks.ToJson();
-    if (forward.eplb.plans > 0) {
-      document["eplb"] = EplbJson(forward.eplb);
-      text += fmt::format(
-          "placement {}: {} of {} plans carried out{}{}, balancedness {:.2f} before and {:.2f} after "
-          "the last\n",
-          forward.eplb.last.epoch, forward.eplb.switches, forward.eplb.plans,
-          forward.eplb.last.kept.empty() ? "" : "; kept: ", forward.eplb.last.kept,
-          forward.eplb.last.balancedness, forward.eplb.last.planned_balancedness);
-    }
-    text += fmt::format(" on each of {} ranks", ranks.size());
-  }
-  const int64_t bytes_read = ranks.size() > 1 ? 0 : BytesRead(*layer, forward);
-  const double read_gbps = static_cast<double>(bytes_read) / seconds / 1e9;
-  if (ranks.size() == 1) {  // with several, rank 0 does not know what the others read
-    document["weight_bytes_read"] = bytes_read;
-    document["weight_read_gbps"] = read_gbps;
-    text += fmt::format("; {} of weights read at {:.1f} GB/s", Bytes(bytes_read), read_gbps);
-  }
-  if (ranks.size() == 1 && flags.repeat > 1) {  // somebody measures
-    const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
-    document["machine_read_gbps"] = machine_gbps;
-    if (machine_gbps > 0) {
-      document["share_of_read_bandwidth"] = read_gbps / machine_gbps;
-      text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads",
-                          100 * read_gbps / machine_gbps, machine_gbps);
-    }
-  }
-  text += "\n";
+  AddSpeed(*layer, forward, ranks, executor, answer);
   const bool failed = check && !check->ok;
   if (!failed) {
     const NamedTensor tensors[] = {
         {"output", forward.output}, {"topk_ids", forward.topk_ids}, {"topk_weights", forward.topk_weights}};
     FMOE_RETURN_IF_ERROR(WriteSafetensors(flags.output, tensors));
   }
-  output.Document(document);
-  output.Text(text);
+  output.Document(answer.document);
+  output.Text(answer.text);
   return failed ? Status::No(fmt::format(
                       "relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output "
                       "was written",
@@ -294,7 +315,8 @@ Action DefineRun(CLI::App& app) {
   app.add_option("--repeat", flags->repeat,
                  "Run N times, report the median; with N > 1 also the bandwidth share")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
-  app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
+  app.add_flag_callback(
+      "--no-shared-experts", [flags] { flags->shared_experts = false; }, "Leave the shared experts out");
   return [flags](Output& output) { return Run(*flags, output); };
 }
 

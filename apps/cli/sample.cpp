@@ -48,7 +48,7 @@ Status Sample(const SampleFlags& flags, Output& output) {
       fmt::format("{}: {} {}, {} layers of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
                   "run it: fusedmoe run {} --layer 0 --input {}/{} --output out.safetensors\n",
                   options.directory, options.family, options.scheme, options.num_layers, report.num_experts,
-                  report.top_k, report.hidden, report.intermediate, Bytes(report.bytes), seconds,
+                  report.top_k, report.hidden, report.intermediate, BytesText(report.bytes), seconds,
                   options.directory, options.directory, report.input_file));
   return Status::Ok();
 }

@@ -149,7 +149,8 @@ Action DefineVerify(CLI::App& app) {
   AddPlan(app, flags->plan);
   AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
-  app.add_flag("!--no-shared-experts", flags->shared_experts, "Leave the shared experts out");
+  app.add_flag_callback(
+      "--no-shared-experts", [flags] { flags->shared_experts = false; }, "Leave the shared experts out");
   return [flags](Output& output) { return Verify(*flags, output); };
 }
 

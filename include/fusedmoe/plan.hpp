@@ -115,10 +115,13 @@ struct Selection {
   std::vector<std::string> notes;  ///< switches without effect, fallbacks taken
 };
 
-/// The table as a person reads it: the choice, then every candidate with its verdicts.
-/// The candidates of a selection, one line a verdict.
-std::string CandidateLines(const Selection& selection);
+/// As a person reads it: the choice, then every candidate with its verdicts.
 std::string ToString(const Selection& selection);
 std::string ToString(const Plan& plan);
+/// The candidates of a selection, one line a verdict.
+std::string CandidateLines(const Selection& selection);
+/// "3.4 MiB" and "16 tokens", as these texts and the command have them.
+std::string BytesText(int64_t bytes);
+std::string CountText(int64_t count, std::string_view what);
 
 }  // namespace fusedmoe

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <iterator>
 
 #include <fmt/format.h>
 
@@ -17,6 +18,21 @@ std::string_view ReasonCode(Reason reason) {
   return "?";
 }
 
+std::string BytesText(int64_t bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  size_t unit = 0;
+  while (value >= 1024 && unit + 1 < std::size(kUnits)) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? fmt::format("{} B", bytes) : fmt::format("{:.1f} {}", value, kUnits[unit]);
+}
+
+std::string CountText(int64_t count, std::string_view what) {
+  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+}
+
 std::string ToString(const Plan& plan) {
   std::string text =
       fmt::format("{}{}{}, {} mode, {} rows, activations {}", plan.backend, plan.isa.empty() ? "" : " ",
@@ -32,14 +48,31 @@ std::string ToString(const Plan& plan) {
     text += fmt::format("\n  matrix unit: experts of {} tokens and more ({})", plan.tile_tokens,
                         plan.costs.empty() ? "not measured" : plan.costs);
   }
-  text += fmt::format(
-      "\n  {} bytes of weights, {} of workspace; {} tokens read {} bytes and take {} operations\n",
-      plan.weight_bytes, plan.workspace_bytes, plan.tokens, plan.read_bytes, plan.flops);
+  text += fmt::format("\n  weights {}, workspace {}; {} read {} and take {:.3f} GFLOP\n",
+                      BytesText(plan.weight_bytes), BytesText(plan.workspace_bytes),
+                      CountText(plan.tokens, "token"), BytesText(plan.read_bytes),
+                      static_cast<double>(plan.flops) / 1e9);
   if (plan.shared != nullptr) {
     text += fmt::format("  shared expert: {}", ToString(*plan.shared));
   }
   return text;
 }
+
+namespace {
+
+/// What the sentence does not say already: " (is 130; needs a multiple of 128)".
+std::string Facts(const Candidate& candidate, const Verdict& verdict) {
+  const auto said = [&verdict](const std::string& fact) {
+    return fact.empty() || verdict.sentence.find(fact) != std::string::npos;
+  };
+  if (said(verdict.required) || verdict.required == candidate.backend) {
+    return {};
+  }
+  return said(verdict.actual) ? fmt::format(" (needs {})", verdict.required)
+                              : fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
+}
+
+}  // namespace
 
 std::string CandidateLines(const Selection& selection) {
   size_t width = 0;
@@ -56,10 +89,7 @@ std::string CandidateLines(const Selection& selection) {
     for (const Verdict& verdict : candidate.verdicts) {
       text += fmt::format("  {:<{}}  {}: {}", first ? candidate.backend : std::string(), width,
                           ReasonCode(verdict.reason), verdict.sentence);
-      if (!verdict.required.empty()) {
-        text += fmt::format(" (is {}; needs {})", verdict.actual, verdict.required);
-      }
-      text += '\n';
+      text += Facts(candidate, verdict) + "\n";
       first = false;
     }
   }

@@ -7,17 +7,6 @@
 namespace fusedmoe {
 namespace {
 
-std::string Bytes(int64_t bytes) {
-  constexpr int64_t kKilo = 1000;
-  constexpr double kMega = 1e6;
-  constexpr double kGiga = 1e9;
-  const double value = static_cast<double>(bytes);
-  return bytes < kKilo   ? fmt::format("{} B", bytes)
-         : value < kMega ? fmt::format("{:.1f} kB", value / kKilo)
-         : value < kGiga ? fmt::format("{:.1f} MB", value / kMega)
-                         : fmt::format("{:.2f} GB", value / kGiga);
-}
-
 std::string Seconds(double seconds) {
   return seconds <= 0     ? std::string("unknown")
          : seconds < 1e-3 ? fmt::format("{:.1f} us", seconds * 1e6)
@@ -28,12 +17,12 @@ std::string Problem(const Explanation& explanation) {
   const MoeConfig& config = explanation.rank_config;
   return fmt::format(
       "problem   {}{}{} experts ({} here), top {}, hidden {}, intermediate {}, {}, {} routing, {}\n"
-      "          {}, {} tokens, {}\n",
+      "          {}, {}, {}\n",
       explanation.request.problem, explanation.request.problem.empty() ? "" : ": ", config.num_experts,
       config.num_local_experts, config.top_k(), config.hidden, config.intermediate,
       ActivationName(config.activation.kind), RoutingMethodName(config.routing.method),
-      explanation.request.scheme.name, ParallelText(config.parallel), explanation.request.tokens,
-      DeterminismName(explanation.request.determinism));
+      explanation.request.scheme.name, ParallelText(config.parallel),
+      CountText(explanation.request.tokens, "token"), DeterminismName(explanation.request.determinism));
 }
 
 std::string MachineLine(const Platform& platform) {
@@ -49,7 +38,7 @@ std::string MachineLine(const Platform& platform) {
   rate(platform.fp4_tflops, "TFLOP/s fp4");
   rate(platform.int8_tops, "TOP/s int8");
   return fmt::format("machine   {} ({}){}, {}\n", platform.name, platform.model, rates,
-                     Bytes(platform.memory_bytes));
+                     BytesText(platform.memory_bytes));
 }
 
 std::string ChosenLine(const Explanation& explanation) {
@@ -85,11 +74,14 @@ std::string CostLines(const Explanation& explanation) {
                         recipe.empty() ? "rows as they are" : fmt::format("{}", fmt::join(recipe, ", ")));
   }
   text += fmt::format("weights   {} on this rank, {:.1f} experts active, {} read per forward\n",
-                      Bytes(costs.weight_bytes), costs.active_experts, Bytes(costs.read_bytes));
-  text += fmt::format("work      {:.3f} GFLOP, workspace {}, exchanged {}\n",
-                      static_cast<double>(costs.flops) / 1e9, Bytes(costs.workspace_bytes),
-                      Bytes(costs.exchange_bytes));
-  text += fmt::format("memory    {} on this rank\n", Bytes(costs.memory_bytes));
+                      BytesText(costs.weight_bytes), costs.active_experts, BytesText(costs.read_bytes));
+  // A layer here books workspace for all the tokens it may ever get; a described one for these.
+  const bool host = explanation.platform.name == "host";
+  text += fmt::format("work      {:.3f} GFLOP, workspace {}{}, exchanged {}\n",
+                      static_cast<double>(costs.flops) / 1e9, BytesText(costs.workspace_bytes),
+                      host ? fmt::format(" for up to {} tokens", explanation.rank_config.max_tokens) : "",
+                      BytesText(costs.exchange_bytes));
+  text += fmt::format("memory    {} on this rank\n", BytesText(costs.memory_bytes));
   text += costs.seconds > 0 ? fmt::format("time      at least {} at {}\n", Seconds(costs.seconds), costs.rate)
                             : std::string("time      unknown: nobody gave the rates of this machine\n");
   return text;
@@ -209,10 +201,10 @@ std::vector<Difference> Diff(const Explanation& first, const Explanation& second
   compare("recipe", recipe(first), recipe(second));
   compare("memory bandwidth", fmt::format("{} GB/s", first.platform.memory_gbps),
           fmt::format("{} GB/s", second.platform.memory_gbps));
-  compare("weights of a rank", Bytes(first.costs.weight_bytes), Bytes(second.costs.weight_bytes));
-  compare("read per forward", Bytes(first.costs.read_bytes), Bytes(second.costs.read_bytes));
-  compare("workspace", Bytes(first.costs.workspace_bytes), Bytes(second.costs.workspace_bytes));
-  compare("exchanged", Bytes(first.costs.exchange_bytes), Bytes(second.costs.exchange_bytes));
+  compare("weights of a rank", BytesText(first.costs.weight_bytes), BytesText(second.costs.weight_bytes));
+  compare("read per forward", BytesText(first.costs.read_bytes), BytesText(second.costs.read_bytes));
+  compare("workspace", BytesText(first.costs.workspace_bytes), BytesText(second.costs.workspace_bytes));
+  compare("exchanged", BytesText(first.costs.exchange_bytes), BytesText(second.costs.exchange_bytes));
   compare("time at least", Seconds(first.costs.seconds), Seconds(second.costs.seconds));
   DiffCandidates("candidate", first.selection, second.selection, differences);
   DiffCandidates("prepare_finalize", first.prepare_finalize, second.prepare_finalize, differences);

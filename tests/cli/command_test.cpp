@@ -1,7 +1,9 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cstdlib>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -73,6 +75,43 @@ TEST(Command, NumberThatIsNone_IsUsage) {
     EXPECT_EQ(result.exit_code, 2) << arguments[0] << result.err;
     EXPECT_NE(result.err.find("is not a number from"), std::string::npos) << result.err;
     EXPECT_LT(result.err.size(), 120U) << result.err;
+  }
+}
+
+/// The first words of the lines that begin with `indent` and then a letter or "--".
+std::vector<std::string> FirstWords(const std::string& text, const std::string& indent) {
+  std::vector<std::string> words;
+  std::istringstream lines(text);
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with(indent) && (std::islower(line[indent.size()]) != 0 || line[indent.size()] == '-')) {
+      words.push_back(line.substr(indent.size(), line.find(' ', indent.size()) - indent.size()));
+    }
+  }
+  return words;
+}
+
+TEST(Command, EveryCommandAndOption_StandsInItsPage) {
+  const std::string page = ReadFile(std::string(FMOE_GOLDEN_DIR) + "/../../docs/cli.md");
+  const auto known = [&page](const std::string& word) {
+    for (size_t at = page.find(word); at != std::string::npos; at = page.find(word, at + 1)) {
+      if (std::isalnum(static_cast<unsigned char>(page[at + word.size()])) == 0 &&
+          page[at + word.size()] != '-') {
+        return true;
+      }
+    }
+    return false;
+  };
+  const std::string help = RunCommand({"--help"}).out;
+  const std::vector<std::string> commands = FirstWords(help.substr(help.find("Subcommands:")), "  ");
+  EXPECT_GT(commands.size(), 10U) << help;
+  for (const std::string& command : commands) {
+    EXPECT_TRUE(known("`" + command)) << command;
+    const std::vector<std::string> options = FirstWords(RunCommand({command, "--help"}).out, "  ");
+    EXPECT_GE(options.size(), 2U) << command;
+    for (const std::string& option : options) {
+      EXPECT_TRUE(option.starts_with("-h,") || !option.starts_with("--") || known(option))
+          << command << " " << option;
+    }
   }
 }
 
