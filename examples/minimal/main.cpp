@@ -28,7 +28,8 @@ Status Run(const std::string& directory, const std::string& input) {
   outputs.output = output.mutable_view();
   FMOE_RETURN_IF_ERROR(layer->Forward(inputs, outputs, workspace, pool->executor()));
 
-  std::cout << "output " << output.shape().ToString() << ", first value " << *output.view().as<float>() << "\n";
+  std::cout << "output " << output.shape().ToString() << ", first value " << *output.view().as<float>()
+            << "\n";
   return Status::Ok();
 }
 
