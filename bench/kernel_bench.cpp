@@ -214,7 +214,7 @@ void Pack(benchmark::State& state, const Bench& bench, TileKind kind) {
   }
   PackArguments arguments{};
   arguments.tile = ViewTile(bench.tile, kWeightNvfp4, kind, bench.k, 1);
-  arguments.correction = CorrectionOf(kWeightNvfp4);
+  arguments.correction = CorrectionOf(kWeightNvfp4, false);
   arguments.units = bench.k / kPanelUnit;
   arguments.values = values.data();
   for (auto _ : state) {

@@ -29,8 +29,6 @@ constexpr int64_t kLeastStretch = 512 << 10;
 constexpr int64_t kShortTileStripes = 4;
 constexpr int64_t kMostSums = kBatchTiles * kBatchStripes * kMaxHeight * kPanelRows;
 static_assert(2 * kShortTileStripes * kHeights[1] <= kBatchStripes * kMaxHeight);
-/// Output sums of one task stay in half of an L2 of 1 MiB while all experts pass over them.
-constexpr int64_t kOutputBytesPerTask = 512 << 10;
 
 RowType RowTypeOf(DType dtype) {
   return dtype == DType::kBF16 ? kRowBf16 : dtype == DType::kF16 ? kRowF16 : kRowF32;
@@ -293,16 +291,10 @@ void CpuExperts::MakeTiles(Run& run) const {
     run.tiled_slots += end - slot;
     run.tiled_experts += end > slot ? 1 : 0;
     while (slot < end) {
-      uint8_t heights[4];  // one full tile at a time, then the cover of the rest
-      const int64_t step = std::min<int64_t>(kHeights[plan_.max_height_index], end - slot);
-      const int64_t cut = CutIntoTiles(step, plan_.max_height_index, heights);
-      for (int64_t i = 0; i < cut; ++i) {
-        const int height = kHeights[heights[i]];
-        const int32_t tokens = std::min<int32_t>(height, end - slot);
-        run.tiles[count++] = {static_cast<int32_t>(expert), slot, tokens, heights[i], rows};
-        rows += height;
-        slot += tokens;
-      }
+      const TileCut cut = NextTile(end - slot, plan_.max_height_index, plan_.tall);
+      run.tiles[count++] = {static_cast<int32_t>(expert), slot, cut.tokens, cut.height_index, rows};
+      rows += kHeights[cut.height_index];
+      slot += cut.tokens;
     }
   }
   run.num_tiles = count;
@@ -356,6 +348,7 @@ void CpuExperts::View(const GemmShape& shape, std::byte* tiles, const Tile& tile
                       TileView& view) const {
   PlaceTile(&view, tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, shape.tile, shape.padded_cols,
             kHeights[tile.height_index]);
+  view.tokens = tile.count;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.decode_once = plan_.decode_once;
   view.prefetch_near = plan_.prefetch_near;
@@ -423,8 +416,7 @@ int64_t CpuExperts::ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_
 
 /// Whether a tile is for the batch kernels.
 bool CpuExperts::IsTall(const GemmShape& shape, const Tile& tile) const {
-  return table_->batch[plan_.kernel][shape.tile] != nullptr &&
-         kHeights[tile.height_index] >= LeastTallHeight(shape.tile);
+  return table_->batch[plan_.kernel][shape.tile] != nullptr && kHeights[tile.height_index] == kMaxHeight;
 }
 
 /// Tiles from `begin` on that meet the weights together: tall ones of one height, or one.
@@ -539,9 +531,7 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
 
 void CpuExperts::Down(Run& run) const {
   const GemmShape& shape = plan_.down;
-  const int64_t stripe_sums = std::max<int64_t>(run.num_outputs * kPanelRows * 4, 1);
-  const int64_t in_cache = CeilDiv(shape.stripes * stripe_sums, kOutputBytesPerTask);
-  const int64_t tasks = std::min(std::max(NumRanges(run, shape), in_cache), shape.stripes);
+  const int64_t tasks = NumRanges(run, shape);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     DownColumns(run, shape.stripes * task / tasks, shape.stripes * (task + 1) / tasks);
   });

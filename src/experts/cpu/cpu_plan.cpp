@@ -273,22 +273,20 @@ Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_t
   return num_tokens * problem.config.top_k() <= latency_tokens * experts ? Mode::kLatency : Mode::kThroughput;
 }
 
-int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights) {
+TileCut NextTile(int64_t left, int max_height_index, bool tall) {
+  if (tall && left > 2) {
+    return {static_cast<int32_t>(std::min<int64_t>(left, kMaxHeight)), kNumHeights - 1};
+  }
   // A pass over a stripe costs about as much as two tokens (decoding), so padding by one or two is cheaper
   // than another tile: the last tile of 3 has height 4, of 6 and 7 height 8; 5 is 4 + 1.
-  int64_t count = 0;
-  while (tokens > 0) {
-    int index = max_height_index;
-    while (index > 0 && kHeights[index - 1] >= tokens) {
-      --index;
-    }
-    if (kHeights[index] - tokens > 2) {
-      --index;
-    }
-    heights[count++] = static_cast<uint8_t>(index);
-    tokens -= kHeights[index];
+  int index = max_height_index;
+  while (index > 0 && kHeights[index - 1] >= left) {
+    --index;
   }
-  return count;
+  if (kHeights[index] - left > 2) {
+    --index;
+  }
+  return {static_cast<int32_t>(std::min<int64_t>(left, kHeights[index])), index};
 }
 
 int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile) {
@@ -373,9 +371,12 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tokens = batched ? 0 : piece;
   plan.max_rows = output_by_slot ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
-  // CutIntoTiles ends an expert with at most two tiles that are not full, and pads by at most two tokens.
+  // NextTile ends an expert with at most two tiles that are not full, and pads by at most two tokens, a tall
+  // tile by five.
+  plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
+              !IsFloatKernel(plan.kernel);
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
-  plan.max_tile_rows = plan.max_slots + 2 * active;
+  plan.max_tile_rows = plan.max_slots + (plan.tall ? kMaxHeight - 3 : 2) * active;
   SetPrefetch(machine, plan);
   plan.decode_once = DecodesOnce(machine, plan.kernel);
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);

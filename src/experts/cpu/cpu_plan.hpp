@@ -95,6 +95,9 @@ struct CpuPlan {
   int64_t max_tokens = 0;    ///< that they belong to; 0 for batched rows
   int64_t max_rows = 0;      ///< of output accumulated at a time
   int max_height_index = 0;  ///< of kHeights: the tallest tile that the kernels take
+  /// Tiles of three tokens and more are tall ones, which compute no more tokens than there are
+  /// (dot_tall_isa.hpp).
+  bool tall = false;
   /// rank_invariant: the slots of a token are left apart, unweighted, so that whoever has all of them adds
   /// them up in slot order.
   bool slots_apart = false;
@@ -126,9 +129,11 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
 /// Latency up to `latency_tokens` per expert.
 Mode ChooseMode(const MoeProblem& problem, int64_t num_tokens, int64_t latency_tokens);
 
-/// Cuts the tokens of an expert into tiles of at most kHeights[max_height_index]: writes indices into
-/// kHeights, returns their number.
-int64_t CutIntoTiles(int64_t tokens, int max_height_index, uint8_t* heights);
+/// The next tile of an expert that has `left` tokens left. `tall`: CpuPlan::tall.
+struct TileCut {
+  int32_t tokens, height_index;
+};
+TileCut NextTile(int64_t left, int max_height_index, bool tall);
 
 /// Where the pieces of a workspace lie.
 struct CpuSlots {

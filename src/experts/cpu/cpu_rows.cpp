@@ -225,7 +225,7 @@ const float* CpuExperts::RowInPlace(const Run& run, const GemmShape& shape, cons
 void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          int64_t slot, float* row_buffer, std::byte* out) const {
   const TileView view = ViewTile(out, plan_.kernel, shape.tile, shape.padded_cols, 1);
-  const Correction correction = CorrectionOf(plan_.kernel);
+  const Correction correction = CorrectionOf(plan_.kernel, plan_.panel.zero_points);
   if (const float* row = RowInPlace(run, shape, transform, slot)) {
     PackArguments values{.tile = view, .correction = correction};
     values.units = shape.padded_cols / kPanelUnit;
@@ -271,7 +271,11 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, bool share
   for (int token = 0; token < height; ++token) {
     const int64_t slot = tile.first_slot + token;
     std::byte* row = rows + token * row_bytes;
-    if (token >= tile.count) {
+    if (token > tile.count) {
+      tokens[token] = tokens[tile.count];
+      continue;
+    }
+    if (token == tile.count) {
       std::memset(row, 0, static_cast<size_t>(row_bytes));
     } else if (shared) {
       row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;

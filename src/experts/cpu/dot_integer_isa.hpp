@@ -103,10 +103,17 @@ constexpr int SumChains() {
   return kHasByteDot && kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
 }
 
+/// Where a sum of products starts: at the correction, or at zero where the correction takes zero points.
+template <WeightKernel kWeight>
+FMOE_INLINE Ints ChainStart(const int32_t* correction, bool zero_points) {
+  const Ints start = IntSet(*correction);
+  return IntegerPanel<kWeight>::kGrouped ? IntAnd(start, IntSet(zero_points ? 0 : -1)) : start;
+}
+
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
 FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
-                           const int32_t* correction, int first, Floats* sums) {
+                           const int32_t* correction, bool zero_points, int first, Floats* sums) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
@@ -115,10 +122,10 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
     constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
     Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
-    if constexpr (!Panel::kGrouped && chain == 0) {
-      sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
+    if constexpr (chain == 0) {
+      sum[chain][Planes(kKind) - 1][t] = ChainStart<kWeight>(correction + first + t, zero_points);
       if constexpr (kKind == kTileA24) {
-        sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
+        sum[chain][0][t] = ChainStart<kWeight>(correction + kHeight + first + t, zero_points);
       }
     }
   });
@@ -149,30 +156,31 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   });
 }
 
-/// Scale and zero point of a group; 1 and 0 where the panel has none.
+/// The scale of a group; 1 where the panel has none.
 template <WeightKernel kWeight>
-FMOE_INLINE void LoadGroupScale(const uint8_t* scales, GroupScales type, int group, int half, Floats& scale,
-                                Floats& zero) {
-  scale = Set(1.0F);
-  zero = Zero();
+FMOE_INLINE Floats LoadGroupScale(const uint8_t* scales, GroupScales type, int group, int half) {
   if constexpr (kWeight == kWeightNvfp4) {
-    scale = LoadE4m3Scales(scales + group * 16, half);
+    return LoadE4m3Scales(scales + group * 16, half);
   } else if constexpr (kWeight == kWeightMxfp4) {
-    scale = LoadE8m0Scales(scales + group * 16, half);
+    return LoadE8m0Scales(scales + group * 16, half);
   } else if constexpr (IntegerPanel<kWeight>::kGrouped) {
     const uint8_t* at = scales + group * GroupBytes(type);
     if (type.type == kRowBf16) {
-      scale = LoadBf16((const uint16_t*)at + half * kLanes);
-    } else if (type.type == kRowF16) {
-      scale = LoadF16((const uint16_t*)at + half * kLanes);
-    } else {
-      scale = Load((const float*)at + half * kLanes);
+      return LoadBf16((const uint16_t*)at + half * kLanes);
     }
-    zero = Set(IntegerPanel<kWeight>::kNibbles ? 8.0F : 128.0F);
-    if (type.zero_points) {
-      zero = ToFloats(LoadByteLanes(at + GroupScaleBytes(type) + half * kLanes));
+    if (type.type == kRowF16) {
+      return LoadF16((const uint16_t*)at + half * kLanes);
     }
+    return Load((const float*)at + half * kLanes);
+  } else {
+    return Set(1.0F);
   }
+}
+
+/// Its zero point, where `type` has some.
+template <WeightKernel kWeight>
+FMOE_INLINE Floats LoadGroupZero(const uint8_t* scales, GroupScales type, int group, int half) {
+  return ToFloats(LoadByteLanes(scales + group * GroupBytes(type) + GroupScaleBytes(type) + half * kLanes));
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token].
@@ -190,19 +198,20 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
   if constexpr (kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
+  const bool zero_points = Panel::kGrouped && type.zero_points;
   auto one_group = [&](auto group) FMOE_FLAT {
-    Floats scale, zero;
-    LoadGroupScale<kWeight>(scales, type, group, half, scale, zero);
+    const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
+    const Floats zero = zero_points ? LoadGroupZero<kWeight>(scales, type, group, half) : Zero();
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
       GroupSums<kWeight, kKind, kHeight, kCount>(unit, group, half, table, words + group * kGroupWords,
-                                                 group_correction, kFirst, sums);
+                                                 group_correction, zero_points, kFirst, sums);
       Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
-        if constexpr (Panel::kGrouped) {
+        if (zero_points) {
           sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
         }
         if constexpr (kKind == kTileA4) {
@@ -284,19 +293,21 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
   constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
+  const bool zero_points = Panel::kGrouped && type.zero_points;
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     Ints sums[kHalves];
     Unroll<kHalves>([&](auto half)
-                        FMOE_FLAT { sums[half] = Panel::kGrouped ? IntZero() : IntSet(correction[group]); });
+                        FMOE_FLAT { sums[half] = ChainStart<kWeight>(correction + group, zero_points); });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
       Dot16BothHalves<kWeight, kPlanes>(unit, kStep, table, words + kStep * kPlanes * 4, sums);
     });
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      Floats scale, zero, sum = ToFloats(sums[half]);
-      LoadGroupScale<kWeight>(scales, type, group, half, scale, zero);
-      if constexpr (Panel::kGrouped) {
+      Floats sum = ToFloats(sums[half]);
+      const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
+      if (zero_points) {
+        const Floats zero = LoadGroupZero<kWeight>(scales, type, group, half);
         sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group]), sum);
       }
       if constexpr (kKind == kTileA4) {

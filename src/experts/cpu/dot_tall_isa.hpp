@@ -4,8 +4,8 @@
 
 #include "experts/cpu/dot_integer_isa.hpp"
 
-/// Tall tiles and integer weights: two stripes meet four tokens (two of 15 bits) from the first k to the
-/// last.
+/// Tall tiles and integer weights: two stripes meet four tokens or three (two of 15 bits) from the first k to
+/// the last.
 ///
 ///              k ->                    one unit = 64 k
 ///     stripes  [codes | scales] x 2    --decode-->  vectors of bytes, in registers or from L1
@@ -14,10 +14,8 @@
 ///
 /// What counts on Zen 5 is the number of stores: a 512-bit store takes the place of two `vpdpbusd` (24 of
 /// these and 6 stores take 18 cycles, without stores 12; the same with fused multiply-adds, not with
-/// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed. A unit
-/// of MXFP4 takes 79 cycles: 64 for its products, 12 for scales (two fused multiply-adds make as much as two
-/// products), 3 for look-ups that get in the way of products. Weights in L2, Zen 5, share of the VNNI peak:
-/// MXFP4 69 -> 80 %.
+/// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed.
+/// What counts next are multiplications: two ports make `vpdpbusd`, and products of floats too.
 ///
 /// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead.
 ///
@@ -30,6 +28,18 @@ constexpr bool kHasTall = kHasByteDot && kHalves == 1;
 /// Tokens that meet the weights at a time. With 16 sums of integers and 8 of floats the registers are full.
 template <TileKind kKind>
 constexpr int kTallTokens = 4 / Planes(kKind);
+
+/// How many of the `left` last tokens of a tile meet the weights next. 4 and 3 add up to every number from 6
+/// on, so that no token is computed that does not exist.
+template <TileKind kKind>
+constexpr int NextTokens(int left) {
+  return Planes(kKind) == 1 && (left <= 3 || left == 5 || left == 6) ? 3 : kTallTokens<kKind>;
+}
+
+template <TileKind kKind>
+constexpr int64_t NumPasses(int tokens) {
+  return (tokens + kTallTokens<kKind> - 1) / kTallTokens<kKind>;
+}
 
 /// A unit of two stripes as the panel holds it, decoded in registers.
 template <WeightKernel kWeight>
@@ -56,8 +66,12 @@ struct PackedPair {
       out[1] = LoadInts(at + eight * 128 + 64);
     }
   }
-  FMOE_INLINE void LoadScale(const PackedPair& pair, int stripe, int group, Floats& scale, Floats& zero) {
-    LoadGroupScale<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0, scale, zero);
+  FMOE_INLINE Floats LoadScale(const PackedPair& pair, int stripe, int group) {
+    return LoadGroupScale<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0);
+  }
+  FMOE_INLINE bool HasZeroPoints(const PackedPair& pair) { return pair.type.zero_points; }
+  FMOE_INLINE Floats LoadZero(const PackedPair& pair, int stripe, int group) {
+    return LoadGroupZero<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0);
   }
 };
 
@@ -70,14 +84,18 @@ struct alignas(64) DecodedPair {
   uint8_t codes[8][2][128];
   float scales[kGroups][2][16];
   float zeros[kZeros ? kGroups : 1][2][16];
+  bool zero_points;
 
   FMOE_INLINE void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
     out[0] = LoadInts(pair.codes[eight][stripe]);
     out[1] = LoadInts(pair.codes[eight][stripe] + 64);
   }
-  FMOE_INLINE void LoadScale(const DecodedPair& pair, int stripe, int group, Floats& scale, Floats& zero) {
-    scale = Load(pair.scales[group][stripe]);
-    zero = kZeros ? Load(pair.zeros[group][stripe]) : Zero();
+  FMOE_INLINE Floats LoadScale(const DecodedPair& pair, int stripe, int group) {
+    return Load(pair.scales[group][stripe]);
+  }
+  FMOE_INLINE bool HasZeroPoints(const DecodedPair& pair) { return pair.zero_points; }
+  FMOE_INLINE Floats LoadZero(const DecodedPair& pair, int stripe, int group) {
+    return Load(pair.zeros[group][stripe]);
   }
 
   template <class Packed>
@@ -89,14 +107,13 @@ struct alignas(64) DecodedPair {
       StoreInts(out->codes[kEight][kStripe], weights[0]);
       StoreInts(out->codes[kEight][kStripe] + 64, weights[1]);
     });
-    Unroll<kScales ? 2 * kGroups : 0>([&](auto i) FMOE_FLAT {
-      Floats scale, zero;
-      Packed::LoadScale(packed, i % 2, i / 2, scale, zero);
-      Store(out->scales[i / 2][i % 2], scale);
-      if constexpr (kZeros) {
-        Store(out->zeros[i / 2][i % 2], zero);
-      }
-    });
+    Unroll<kScales ? 2 * kGroups : 0>(
+        [&](auto i) FMOE_FLAT { Store(out->scales[i / 2][i % 2], Packed::LoadScale(packed, i % 2, i / 2)); });
+    out->zero_points = kZeros && Packed::HasZeroPoints(packed);
+    if (out->zero_points) {
+      Unroll<kZeros ? 2 * kGroups : 0>(
+          [&](auto i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], Packed::LoadZero(packed, i % 2, i / 2)); });
+    }
   }
 };
 
@@ -113,27 +130,34 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
   constexpr int kEights = 8 / kChains;
   constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
   Floats unit_sums[2][kTokens];
+  const bool zero_points = Pair::kZeros && Pair::HasZeroPoints(pair);
   const auto add_group = [&](auto group, Ints(*dots)[2][kTokens]) FMOE_FLAT {
     Unroll<2>([&](auto s) FMOE_FLAT {
-      Floats scale, zero;
-      Pair::LoadScale(pair, s, group, scale, zero);
+      Floats sum[kTokens];
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
         Ints whole = dots[kPlanes - 1][s][t];
         if constexpr (kPlanes == 2) {
           whole = IntAdd(ShiftLeft<7>(dots[0][s][t]), whole);
         }
-        Floats sum = ToFloats(whole);
-        if constexpr (Pair::kZeros) {
-          sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group * kHeight + t]), sum);
-        }
+        sum[t] = ToFloats(whole);
+      });
+      if (zero_points) {
+        const Floats zero = Pair::LoadZero(pair, s, group);
+        Unroll<kTokens>([&](auto t) FMOE_FLAT {
+          sum[t] = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group * kHeight + t]), sum[t]);
+        });
+      }
+      const Floats scale = Pair::LoadScale(pair, s, group);
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
         if constexpr (kUnitSums) {
-          unit_sums[s][t] = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, unit_sums[s][t]);
+          unit_sums[s][t] =
+              group == 0 ? Multiply(sum[t], scale) : MultiplyAdd(sum[t], scale, unit_sums[s][t]);
         } else if constexpr (kKind == kTileA4) {
           const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
-          sums[s][t] = MultiplyAdd(sum, both, sums[s][t]);
+          sums[s][t] = MultiplyAdd(sum[t], both, sums[s][t]);
         } else {
-          sum = Pair::kScales ? Multiply(sum, scale) : sum;
-          sums[s][t] = MultiplyAdd(sum, Set(activation_scale[t]), sums[s][t]);
+          const Floats scaled = Pair::kScales ? Multiply(sum[t], scale) : sum[t];
+          sums[s][t] = MultiplyAdd(scaled, Set(activation_scale[t]), sums[s][t]);
         }
       });
     });
@@ -143,9 +167,12 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
     Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int kChain = decltype(i)() / (kPlanes * kTokens), kPlane = decltype(i)() / kTokens % kPlanes;
       constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * 2 + kChain;
-      constexpr bool kCorrected = !Pair::kZeros && kPlane + 1 == kPlanes && kAt < kGroups;
-      dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] =
-          kCorrected ? IntSet(correction[kAt * kHeight + kToken]) : IntZero();
+      Ints start = IntZero();
+      if constexpr (kPlane + 1 == kPlanes && kAt < kGroups) {
+        start = IntSet(correction[kAt * kHeight + kToken]);
+        start = Pair::kZeros ? IntAnd(start, IntSet(zero_points ? 0 : -1)) : start;
+      }
+      dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] = start;
     });
     Unroll<2 * kEights>([&](auto i) FMOE_FLAT {
       constexpr int kChain = decltype(i)() % 2;
@@ -202,67 +229,88 @@ struct TallTokens {
   }
 };
 
-/// One tile: out[stripe][token][16], stripes decoded for every four tokens again.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-__attribute__((noinline)) void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks,
-                                       const TileView& tile, float* out) {
+/// out[stripe][token][16] of kTokens tokens of a tile from `first` on.
+template <WeightKernel kWeight, TileKind kKind, int kTokens>
+__attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, int64_t blocks,
+                                        const TileView& tile, int first, NextLines& lines, float* out) {
   using Pair = PackedPair<kWeight>;
   using Panel = IntegerPanel<kWeight>;
-  using Tokens = TallTokens<Pair, kKind, kHeight>;
-  constexpr int kTokens = kTallTokens<kKind>;
+  using Tokens = TallTokens<Pair, kKind, kMaxHeight>;
   Pair pair = {stripes, stripes, stride, tile.group_scales, Panel::kE2m1 ? E2m1Table() : IntZero()};
   const int64_t block_bytes = Panel::BlockBytes(tile.group_scales);
-  NextLines next = LinesOf(tile, blocks * (kHeight / kTokens));
-  for (int first = 0; first < kHeight; first += kTokens) {
-    Tokens tokens = Tokens::At(tile, 0, first);
-    Floats sums[2][kTokens];
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
-    for (int64_t block = 0; block < blocks; ++block) {
-      PrefetchLines(next);
-      pair.codes = stripes + block * block_bytes;
-      pair.scales = pair.codes + Panel::kCodeBytes;
-      for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
-        TallUnit<Pair, kKind, kHeight>(pair, tokens.words, tokens.correction, tokens.scale, sums);
-        Tokens::Advance(tokens, 1);
-      }
+  NextLines next = lines;
+  Tokens tokens = Tokens::At(tile, 0, first);
+  Floats sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
+  for (int64_t block = 0; block < blocks; ++block) {
+    PrefetchLines(next);
+    pair.codes = stripes + block * block_bytes;
+    pair.scales = pair.codes + Panel::kCodeBytes;
+    for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
+      TallUnit<Pair, kKind, kMaxHeight>(pair, tokens.words, tokens.correction, tokens.scale, sums);
+      Tokens::Advance(tokens, 1);
     }
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-      Store(out + (kStripe * kHeight + first + kToken) * 16, sums[kStripe][kToken]);
-    });
   }
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    Store(out + (kStripe * kMaxHeight + first + kToken) * 16, sums[kStripe][kToken]);
+  });
+  lines = next;
+}
+
+/// pass(first token, Index<tokens>) for the tokens of a tile, as many at a time as meet the weights together.
+template <TileKind kKind, typename Pass>
+FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
+  constexpr int kFewer = Planes(kKind) == 1 ? 3 : kTallTokens<kKind>;
+  for (int first = 0, count = 0; first < tile.tokens; first += count) {
+    count = NextTokens<kKind>(tile.tokens - first);
+    if (Planes(kKind) == 1 && count == 3) {
+      pass(first, Index<kFewer>());
+    } else {
+      pass(first, Index<kTallTokens<kKind>>());
+    }
+  }
+}
+
+/// One tile, stripes decoded for every pass again.
+template <WeightKernel kWeight, TileKind kKind>
+void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
+  NextLines lines = LinesOf(tile, blocks * NumPasses<kKind>(tile.tokens));
+  ForEachPass<kKind>(tile, [&](int first, auto tokens) {
+    constexpr int kTokens = decltype(tokens)();
+    TallPass<kWeight, kKind, kTokens>(stripes, stride, blocks, tile, first, lines, out);
+  });
 }
 
 /// Units that are decoded for all tiles: 17 to 20 KB of L1, beside a tile.
 constexpr int kSlabUnits = 8;
 
-/// `units` decoded units with those of a tile from `first_unit` on, added to `out` or starting it.
-template <class Pair, TileKind kKind>
-__attribute__((noinline)) void MultiplySlab(const Pair* pairs, int64_t first_unit, int64_t units,
-                                            const TileView& tile, NextLines next, float* out) {
+/// `units` decoded units with those of kTokens tokens of a tile, added to `out` or starting it.
+template <class Pair, TileKind kKind, int kTokens>
+__attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t first_unit, int64_t units,
+                                        const TileView& tile, int first, NextLines& lines, float* out) {
   using Tokens = TallTokens<Pair, kKind, kMaxHeight>;
-  constexpr int kTokens = kTallTokens<kKind>;
-  for (int first = 0; first < kMaxHeight; first += kTokens) {
-    Tokens tokens = Tokens::At(tile, first_unit, first);
-    float* place = out + first * 16;
-    Floats sums[2][kTokens];
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-      sums[kStripe][kToken] = first_unit == 0 ? Zero() : Load(place + (kStripe * kMaxHeight + kToken) * 16);
-    });
-    for (int64_t unit = 0; unit < units; ++unit) {
-      PrefetchLines(next);
-      TallUnit<Pair, kKind, kMaxHeight>(pairs[unit], tokens.words, tokens.correction, tokens.scale, sums);
-      Tokens::Advance(tokens, 1);
-    }
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-      Store(place + (kStripe * kMaxHeight + kToken) * 16, sums[kStripe][kToken]);
-    });
+  Tokens tokens = Tokens::At(tile, first_unit, first);
+  NextLines next = lines;
+  float* place = out + first * 16;
+  Floats sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    sums[kStripe][kToken] = first_unit == 0 ? Zero() : Load(place + (kStripe * kMaxHeight + kToken) * 16);
+  });
+  for (int64_t unit = 0; unit < units; ++unit) {
+    PrefetchLines(next);
+    TallUnit<Pair, kKind, kMaxHeight>(pairs[unit], tokens.words, tokens.correction, tokens.scale, sums);
+    Tokens::Advance(tokens, 1);
   }
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    Store(place + (kStripe * kMaxHeight + kToken) * 16, sums[kStripe][kToken]);
+  });
+  lines = next;
 }
 
-/// Several tiles of kMaxHeight: out[tile][..] as of TallDot, `tile_sums` floats apart.
+/// Several tiles: out[tile][..] as of TallDot, `tile_sums` floats apart.
 template <WeightKernel kWeight, TileKind kKind>
 __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks,
                                          const TileView* tiles, int64_t num_tiles, int64_t tile_sums,
@@ -286,7 +334,10 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       next.at = tiles[tile].next + first * kParts * next.at_once * 64;
       next.end = tiles[tile].next + tiles[tile].next_bytes;
-      MultiplySlab<Pair, kKind>(pairs, first, count, tiles[tile], next, out + tile * tile_sums);
+      ForEachPass<kKind>(tiles[tile], [&](int token, auto tokens) {
+        constexpr int kTokens = decltype(tokens)();
+        SlabPass<Pair, kKind, kTokens>(pairs, first, count, tiles[tile], token, next, out + tile * tile_sums);
+      });
     }
   }
 }
@@ -298,24 +349,21 @@ constexpr int kSlabTiles = 4;
 template <WeightKernel kWeight, TileKind kKind>
 void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                const TileView* tiles, int64_t num_tiles, float* out) {
-  const int64_t stripe_sums = (int64_t)tiles[0].height * 16, tile_sums = num_stripes * stripe_sums;
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  const int64_t tile_sums = num_stripes * kStripeSums;
   for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
     alignas(64) float twice[2 * kMaxHeight * 16];
     const bool alone = stripe + 1 == num_stripes;
-    if (tiles[0].decode_once && num_tiles >= kSlabTiles && tiles[0].height == kMaxHeight && !alone) {
+    if (tiles[0].decode_once && num_tiles >= kSlabTiles && !alone) {
       TallSlabs<kWeight, kKind>(stripes, stride, blocks, tiles, num_tiles, tile_sums,
-                                out + stripe * stripe_sums);
+                                out + stripe * kStripeSums);
       continue;
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      float* place = out + tile * tile_sums + stripe * stripe_sums;
+      float* place = out + tile * tile_sums + stripe * kStripeSums;
       float* sums = alone ? twice : place;
-      if (tiles[tile].height == kMaxHeight) {
-        TallDot<kWeight, kKind, kMaxHeight>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
-      } else {
-        TallDot<kWeight, kKind, kMaxHeight / 2>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
-      }
-      for (int64_t i = 0; alone && i < stripe_sums; i += 16) {
+      TallDot<kWeight, kKind>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
+      for (int64_t i = 0; alone && i < kStripeSums; i += 16) {
         Store(place + i, Load(twice + i));
       }
     }

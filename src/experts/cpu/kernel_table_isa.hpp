@@ -79,6 +79,7 @@ struct TileView {
   int32_t* correction;
   float* scale;
   int height;
+  int tokens;  ///< the first ones of them that exist; others may be left out
   /// How far ahead of the stripe's blocks lines are asked for, in bytes: into L1, and into L2 (0: not).
   int64_t prefetch_near;
   int64_t prefetch_far;
@@ -101,27 +102,28 @@ struct Correction {
   int zero;   ///< the constant zero; 0: the sums are stored instead
 };
 
-static constexpr Correction CorrectionOf(WeightKernel kernel) {
+/// k that share a correction.
+static constexpr int CorrectionGroup(WeightKernel kernel) {
   switch (kernel) {
     case kWeightNvfp4:
-      return {16, 12};  // codes of e2m1 are doubled and shifted to 0..24
+      return 16;
     case kWeightMxfp4:
-      return {32, 12};
-    case kWeightU4:
-      return {64, 8};
-    case kWeightU8:
-      return {64, 128};
     case kWeightU4Group32:
     case kWeightU8Group32:
-      return {32, 0};
-    case kWeightU4Group64:
-    case kWeightU4Group128:
-    case kWeightU8Group64:
-    case kWeightU8Group128:
-      return {64, 0};
+      return 32;
     default:
-      return {0, 0};
+      return kernel < kWeightNvfp4 ? 0 : 64;
   }
+}
+
+/// `zero_points`: of integers in groups (GroupScales).
+static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) {
+  const int group = CorrectionGroup(kernel);
+  if (kernel == kWeightNvfp4 || kernel == kWeightMxfp4) {
+    return {group, 12};  // codes of e2m1 are doubled and shifted to 0..24
+  }
+  const bool own_zeros = zero_points && kernel != kWeightU4 && kernel != kWeightU8;
+  return {group, group == 0 || own_zeros ? 0 : kernel < kWeightU8 ? 8 : 128};
 }
 
 /// The group of kTileA4 scales.
@@ -157,7 +159,7 @@ static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_
   if (kind == kTileF32) {
     return padded_k * 4;
   }
-  const int64_t group = CorrectionOf(kernel).group;
+  const int64_t group = CorrectionGroup(kernel);
   const int64_t corrections = group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
   return padded_k * TileCodeBytes(kind) + corrections + padded_k / ActivationGroup(kernel, kind) * 4;
 }
@@ -169,10 +171,10 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
   view->codes = memory;
   view->correction = 0;
   view->scale = 0;
-  view->height = height;
+  view->height = view->tokens = height;
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
-    const int64_t group = CorrectionOf(kernel).group;
+    const int64_t group = CorrectionGroup(kernel);
     view->correction = (int32_t*)at;
     view->scale = (float*)(at + (group > 0 ? padded_k / group * 4 * Corrections(kind) * height : 0));
   }
@@ -180,7 +182,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, false};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, false};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }
@@ -190,16 +192,13 @@ static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
-/// The same for `num_tiles` tall tiles of one height and stripes `stripe_stride` bytes apart:
+/// The same for `num_tiles` tall tiles and stripes `stripe_stride` bytes apart:
 /// out[tile][stripe][token][16].
 typedef void (*BatchKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride,
                             int64_t blocks, const TileView* tiles, int64_t num_tiles, float* out);
-/// Tiles and stripes of a call, at most; and the heights that are tall.
+/// Tiles and stripes of a call, at most. Tall tiles have kMaxHeight.
 constexpr int kBatchTiles = 8;
 constexpr int kBatchStripes = 4;
-static constexpr int LeastTallHeight(TileKind kind) {
-  return kind == kTileF32 || IsPairTile(kind) ? kMaxHeight : kMaxHeight / 2;
-}
 
 /// Quantizes `units` pieces of 64 values into a tile of one token.
 struct PackArguments {
