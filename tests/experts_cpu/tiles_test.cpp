@@ -221,16 +221,23 @@ TEST(Tiles, MoreResultsThanMayWait_GiveTheSameBitsOnThreads) {
   Machine machine = MachineWithTiles();
   machine.l3_bytes = 0;
   Layer layer = TileLayer(spec);
+  machine.num_cores = 1;
   layer.problem.num_threads = 2;
   ASSERT_LT(cpu::MakeCpuPlan(layer.problem, machine).tiles.max_slot_sums, 700 * 4);
   ExpectSameBits(spec, MakeBatch(spec, 700, 3), "throughput", machine);
 }
 
-TEST(Tiles, OneThread_LetsNoResultsWait) {
+TEST(Tiles, ResultsWait_WhereverThereMayBeThreads) {
   Layer layer = TileLayer({.scheme = "nvfp4_w4a16"});
-  EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).tiles.max_slot_sums, 0);
-  layer.problem.num_threads = 2;
-  EXPECT_GT(cpu::MakeCpuPlan(layer.problem, MachineWithTiles()).tiles.max_slot_sums, 0);
+  Machine machine = MachineWithTiles();
+  const auto max_slot_sums = [&](int threads, int cores) {
+    layer.problem.num_threads = threads;
+    machine.num_cores = cores;
+    return cpu::MakeCpuPlan(layer.problem, machine).tiles.max_slot_sums;
+  };
+  EXPECT_EQ(max_slot_sums(1, 1), 0);
+  EXPECT_GT(max_slot_sums(2, 1), 0);
+  EXPECT_GT(max_slot_sums(1, 4), 0);  // loaded by one thread, run by four
 }
 
 TEST(Tiles, ThroughputMode_IsBatchInvariant) {

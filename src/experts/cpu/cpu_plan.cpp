@@ -226,6 +226,7 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
     return tiles;
   }
   tiles.from_tokens = forced ? 1 : crossover;
+  // A forward may come with more threads than the layer was loaded with.
   tiles.num_scratch =
       std::clamp<int64_t>(std::max(problem.num_threads, machine.num_cores), 1, kMaxTileScratch);
   tiles.enabled = true;
@@ -320,11 +321,18 @@ bool DecodesOnce(const Machine& machine, WeightKernel kernel) {
   return machine.cpu_name.find("AMD") == std::string::npos || kernel == kWeightNvfp4;
 }
 
-/// Slots whose results wait to be added up by token: they should stay in the last-level cache, and be enough
-/// for all threads.
+/// Slots whose results wait to be added up by token, where there are threads to do so: they should stay in
+/// the last-level cache, and be enough for all threads. A scale over the batch needs all of them.
 int64_t SlotSums(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan) {
+  if (plan.tiles.num_scratch <= 1) {
+    return 0;
+  }
+  if (NeedsDynamicTensorScale(ActivationOf(problem))) {
+    return plan.max_slots;
+  }
   const int64_t in_cache = std::min(machine.l3_bytes, kInFlightBytes) / 2 / (plan.down.row_stride() * 4);
-  return std::max(in_cache, kGroupsPerThread * problem.num_threads * plan.tiles.job_tokens);
+  const int64_t for_threads = kGroupsPerThread * plan.tiles.num_scratch * plan.tiles.job_tokens;
+  return std::min(plan.max_slots, std::max(in_cache, for_threads));
 }
 
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
@@ -389,10 +397,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
     plan.tiles.max_jobs = jobs + plan.max_slots / std::min(plan.tiles.job_tokens, kFewestSharedTokens);
     plan.tiles.shared_rows = batched ? 0 : piece;
     plan.tiles.max_rows = plan.max_slots + (kTileTokens - 1) * plan.tiles.max_jobs;
-    plan.tiles.max_slot_sums = problem.num_threads <= 1 ? 0
-                               : NeedsDynamicTensorScale(ActivationOf(problem))
-                                   ? plan.max_slots
-                                   : std::min(plan.max_slots, SlotSums(problem, machine, plan));
+    plan.tiles.max_slot_sums = SlotSums(problem, machine, plan);
   }
   plan.tile_batch_bytes = std::max<int64_t>(machine.l2_bytes / 2, 64 << 10);
   return plan;

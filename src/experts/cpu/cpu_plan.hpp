@@ -67,8 +67,8 @@ struct TilePlan {
   /// Slots whose rows of results wait side by side until they are added up by token, where several threads
   /// work (cpu_jobs.cpp).
   int64_t max_slot_sums = 0;
-  int64_t max_rows = 0;  ///< padding included
-  int64_t num_scratch = 0;
+  int64_t max_rows = 0;     ///< padding included
+  int64_t num_scratch = 0;  ///< threads that may be at work: those of the plan, or the cores if they are more
 };
 inline constexpr int64_t kMaxTileScratch = 256;
 /// Threads that share too few jobs cut them as short as that: decoding weights for 128 tokens costs no more
