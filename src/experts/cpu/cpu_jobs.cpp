@@ -110,6 +110,8 @@ void CpuExperts::PlaceJobs(Run& run, const JobGroup& group, int64_t row) const {
       const int64_t scales = tiles.scale_group > 0 ? CeilDiv(shapes[i]->padded_cols, tiles.scale_group) : 1;
       job.scale = tiles.codes ? sides : nullptr;
       job.sum = sides + scales * job.rows;
+      // Rows that a group before wrote are still in L2.
+      job.mid_row = NeedsDynamicTensorScale(activation_) ? job.first_slot : row;
     }
     row += run.jobs[index].rows;
   }
@@ -325,7 +327,7 @@ struct CpuExperts::GateUpFinish {
     silu.shift = experts.tile_format_.shift;
     silu.permuted = experts.tile_format_.permuted;
     silu.tensor_scale = experts.MidTensorScale(down);
-    silu.rows = run.mid + job.first_slot * stride;
+    silu.rows = run.mid + job.mid_row * stride;
     silu.row_stride = stride;
   }
 
@@ -359,10 +361,9 @@ struct CpuExperts::GateUpFinish {
       arguments.gate = shape.parts == 2 ? first : nullptr;
       arguments.up = shape.parts == 2 || i == 1 ? second : first;
       arguments.tokens = static_cast<int>(tokens);
-      arguments.mid = experts.direct_mid_
-                          ? values
-                          : to.run.mid + (to.job.first_slot + first_token) * shape.row_stride() +
-                                (to.stripe + i) * kPanelRows;
+      arguments.mid = experts.direct_mid_ ? values
+                                          : to.run.mid + (to.job.mid_row + first_token) * shape.row_stride() +
+                                                (to.stripe + i) * kPanelRows;
       experts.table_->activate(&arguments);
       if (experts.direct_mid_) {
         experts.StoreMid(to.down, to.stripe + i, first_token, tokens, values);
@@ -382,7 +383,7 @@ void CpuExperts::GateUpJobs(Run& run, const Crew& crew, const JobGroup& group) c
         gemm.begin_context = &finish;
         gemm.finish = silu_ != nullptr ? silu_ : &GateUpFinish::Finish;
         gemm.finish_context = silu_ != nullptr ? static_cast<void*>(&finish.silu) : &finish;
-        gemm.finish_tokens = plan_.tiles.codes && direct_mid_ ? 4 : 1;  // four groups are rounded at once
+        gemm.finish_tokens = silu_ != nullptr || (plan_.tiles.codes && direct_mid_) ? kTickTokens : 1;
         RunGemm(shape, jobs, num_jobs, first, end, scratch, gemm);
       });
 }

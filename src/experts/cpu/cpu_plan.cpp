@@ -457,7 +457,7 @@ CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
   slots.token_tiles = book.Book("token_tiles", plan.max_tokens * plan.gate_up.tile_row_bytes);
   slots.input_tiles =
       book.Book("input_tiles", plan.input_sets * plan.max_tile_rows * plan.gate_up.tile_row_bytes);
-  slots.mid = book.Book("mid", plan.max_slots * plan.gate_up.row_stride() * 4);
+  slots.mid = book.Book("mid", std::max(plan.max_slots, plan.tiles.max_rows) * plan.gate_up.row_stride() * 4);
   slots.mid_tiles = book.Book("mid_tiles", plan.max_tile_rows * plan.down.tile_row_bytes);
   slots.output = book.Book("output_sums", plan.max_rows * plan.down.row_stride() * 4);
   const TilePlan& tiles = plan.tiles;

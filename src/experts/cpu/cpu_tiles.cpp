@@ -177,8 +177,13 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
     const int64_t source = run.slot_rows[slot];
     target.codes = run.rows + source * run.row_bytes;
     target.code_scales = run.row_scales + source * run.row_scale_bytes;
-  } else if (part == 2 && tiles.codes && expert.mid.pre_quant_scale == nullptr) {
-    row = run.mid + slot * plan_.gate_up.row_stride();  // which quantizing leaves as it is
+  } else if (part == 2) {
+    const float* mid = run.mid + (job.mid_row + token) * plan_.gate_up.row_stride();
+    if (tiles.codes && expert.mid.pre_quant_scale == nullptr) {
+      row = mid;  // which quantizing leaves as it is
+    } else {
+      std::copy_n(mid, shape.cols, buffer);
+    }
   } else {
     LoadRow(run, shape, slot, buffer);
   }

@@ -249,6 +249,11 @@ FMOE_INLINE Reals LargestOfFour(Reals a, Reals b, Reals c, Reals d) {
   m = _mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0x4e));
   return _mm512_castsi512_ps(_mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0xb1)));
 }
+/// least <= x <= most in every lane.
+FMOE_INLINE bool AllWithin(Reals x, float least, float most) {
+  const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ);
+  return _mm512_mask_cmp_ps_mask(above, x, _mm512_set1_ps(most), _CMP_LE_OQ) == 0xffff;
+}
 /// Lanes 4i to 4i + 3 everywhere.
 template <int kIndex>
 FMOE_INLINE Reals Quarter(Reals x) {

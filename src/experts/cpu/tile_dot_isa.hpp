@@ -86,6 +86,7 @@ struct TileEngine {
   struct Finish {
     int64_t token, end;  // tokens of the job that are left
     int64_t piece;       // tokens
+    bool often;          // twice in kFinishSteps
     float* sums;         // of the tile and the row in it that come next
     int64_t row, rows;
   };
@@ -492,13 +493,16 @@ struct TileEngine {
         EndGroup<kTokenTiles>(e, pass, step);
       }
     }
-    if constexpr (kUnrolled % kFinishSteps == 0) {
-      if constexpr (kIndex % kFinishSteps == kFinishSteps - 1) {
-        if (e.finish.token < e.finish.end) {
-          FinishPiece(e);
-        }
+    constexpr int kHalf = kFinishSteps / 2;
+    const Finish& f = e.finish;
+    if constexpr (kUnrolled % kHalf == 0 && kIndex % kHalf != kHalf - 1) {
+      return;
+    } else if constexpr (kUnrolled % kFinishSteps == 0) {
+      if ((kIndex % kFinishSteps == kFinishSteps - 1 || f.often) && f.token < f.end) {
+        FinishPiece(e);
       }
-    } else if (step % kFinishSteps == kFinishSteps - 1 && e.finish.token < e.finish.end) {
+    } else if ((step % kFinishSteps == kFinishSteps - 1 || (f.often && step % kHalf == kHalf - 1)) &&
+               f.token < f.end) {
       FinishPiece(e);
     }
   }
@@ -575,6 +579,17 @@ struct TileEngine {
     }
     return in_chunks ? results + (c.pair - c.chunk) * c.blocks * kBlockSums
                      : results + current_results * kTileJobSums;
+  }
+
+  /// Over the steps of the next pair, which finds its own sums complete at the end.
+  void StartFinish(const Cursor& c, int64_t tokens, float* sums) {
+    const int64_t passes = c.chunk_pairs == 1 ? (units + c.k_units - 1) / c.k_units : 1;
+    const int64_t places = passes * (c.k_units * kStepsPerUnit / kFinishSteps);  // for each block of tokens
+    int64_t piece = g.finish_tokens;
+    while (piece < 16 && piece * places < kTileTokens) {
+      piece *= 2;
+    }
+    finish = {0, tokens, piece, piece * places < kTileTokens, sums, 0, tile_tokens};
   }
 
   void RunStep(const Cursor& c) {
@@ -654,13 +669,7 @@ struct TileEngine {
         Drain(pending[latest]);
       }
       DrainFinish();
-      // Over the steps of the next pair, which finds its own sums complete at the end.
-      const int64_t next_steps = (c.chunk_pairs == 1 ? units : c.k_units) * kStepsPerUnit;
-      int64_t piece = g.finish_tokens;
-      while (piece < 16 && piece * next_steps < kFinishSteps * kTileTokens) {
-        piece *= 2;
-      }
-      finish = {0, job.num_tokens, piece, sums, 0, tile_tokens};
+      StartFinish(c, job.num_tokens, sums);
       g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;
     }

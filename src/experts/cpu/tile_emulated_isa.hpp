@@ -309,6 +309,13 @@ FMOE_EMULATED Reals LargestOfFour(const Reals& a, const Reals& b, const Reals& c
     return FloatOf(largest);
   });
 }
+FMOE_EMULATED bool AllWithin(const Reals& x, float least, float most) {
+  bool within = true;
+  for (int i = 0; i < 16; ++i) {
+    within = within && x.at[i] >= least && x.at[i] <= most;
+  }
+  return within;
+}
 template <int kIndex>
 FMOE_EMULATED Reals Quarter(const Reals& x) {
   return EachReal([&](int i) { return x.at[4 * kIndex + i % 4]; });

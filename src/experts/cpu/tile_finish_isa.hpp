@@ -97,8 +97,35 @@ FMOE_INLINE Reals ExpReals(Reals x) {
   return ScaleReals(p, n);
 }
 
-/// silu(gate) * up of 16 columns, one token at a time: the activation of nearly all models without the detour
-/// through the vector kernels.
+/// silu(gate) * up of 16 columns, the activation of nearly all models without the detour through the vector
+/// kernels, in stages:
+///
+///   tick 4   | sums -> gate, up, 1 + e^-gate | -> silu * up | -> scales of groups | -> codes |
+///   tokens   | 16-19                         | 12-15        | 8-11                | 4-7      |
+///
+/// What the processor has ahead of its oldest instruction is two or three steps of the matrix unit, some 150
+/// cycles. All of it one after the other takes 150 (bf16) to 400 (NVFP4), and the unit would stand still for
+/// the rest of every piece; no stage takes more than 90. Each is so many tokens behind the one before
+/// (TileBatch), and the last tokens of a pair are followed by empty ticks.
+template <int kStages, typename Stages>
+FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const Stages& stages) {
+  static_assert(kStages <= kMostStages);
+  const bool last = first_token + tokens == a->num_tokens;
+  const int64_t ticks = (tokens + kTickTokens - 1) / kTickTokens + (last ? kStages - 1 : 0);
+  for (int64_t i = 0; i < ticks; ++i, ++a->tick) {
+    const int64_t left = tokens - i * kTickTokens;
+    a->batches[a->tick % kMostStages].tokens = left < 0 ? 0 : left < kTickTokens ? left : kTickTokens;
+    Unroll<kStages>([&](auto s) FMOE_FLAT {
+      constexpr int kStage = kStages - 1 - decltype(s){};
+      TileBatch& batch = a->batches[(a->tick - kStage) % kMostStages];
+      if (batch.tokens > 0) {
+        Stages::template Run<kStage>(stages, batch, i * kTickTokens);
+      }
+    });
+  }
+}
+
+/// The first stage, and what the second one begins with.
 template <TileSums kSums>
 struct Silu {
   Reals gate_scale, gate_bias, up_scale, up_bias;
@@ -108,11 +135,21 @@ struct Silu {
     return {LoadReals(a.gate_scale), LoadReals(a.gate_bias), LoadReals(a.up_scale), LoadReals(a.up_bias),
             a.sides};
   }
-  FMOE_INLINE Reals At(const Silu& s, int64_t token, const float* gates, const float* ups) {
-    const Reals gate = MultiplyAddReals(SumsOf<kSums>(s.sides, token, gates), s.gate_scale, s.gate_bias);
-    const Reals up = MultiplyAddReals(SumsOf<kSums>(s.sides, token, ups), s.up_scale, s.up_bias);
-    const Reals e = ExpReals(NegativeMultiplyAddReals(gate, SetReals(1.0F), SetReals(0.0F)));
-    return MultiplyReals(DivideReals(gate, AddReals(SetReals(1.0F), e)), up);
+  FMOE_INLINE void Start(const Silu& s, int64_t token, const float* gates, const float* ups, TileBatch& to) {
+    for (int64_t i = 0; i < to.tokens; ++i) {
+      const int64_t at = i * 16;
+      const Reals gate =
+          MultiplyAddReals(SumsOf<kSums>(s.sides, token + i, gates + at), s.gate_scale, s.gate_bias);
+      const Reals e = ExpReals(NegativeMultiplyAddReals(gate, SetReals(1.0F), SetReals(0.0F)));
+      StoreReals(to.gate + at, gate);
+      StoreReals(to.up + at,
+                 MultiplyAddReals(SumsOf<kSums>(s.sides, token + i, ups + at), s.up_scale, s.up_bias));
+      StoreReals(to.divisor + at, AddReals(SetReals(1.0F), e));
+    }
+  }
+  FMOE_INLINE Reals Value(const TileBatch& batch, int64_t i) {
+    const Reals silu = DivideReals(LoadReals(batch.gate + i * 16), LoadReals(batch.divisor + i * 16));
+    return MultiplyReals(silu, LoadReals(batch.up + i * 16));
   }
 };
 
@@ -123,85 +160,166 @@ FMOE_INLINE uint8_t* MidOf(const TileSilu& a, int64_t token) {
 }
 
 /// To bf16.
-void SiluToTiles(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  using Plain = Silu<kPlainSums>;
-  const TileSilu* a = (const TileSilu*)context;
-  Plain silu = Plain::Of(*a);
-  // The shift of tokens, with up: a power of two.
-  const Reals factor = SetReals(a->shift != 0 ? 0x1p96F : 1.0F);
-  silu.up_scale = MultiplyReals(silu.up_scale, factor);
-  silu.up_bias = MultiplyReals(silu.up_bias, factor);
-  const bool permuted = a->permuted != 0;
-  uint8_t* out = MidOf(*a, first_token);
-  for (int64_t i = 0; i < tokens; ++i, out += 64) {
-    const Reals h = Plain::At(silu, first_token + i, first + i * 16, second + i * 16);
-    if (permuted) {
-      StoreBf16<true>(out, h, factor, 1.0F);
+template <bool kPermuted>
+struct TileStages {
+  Silu<kPlainSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  uint8_t* out;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const TileStages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = s.out + i * 64;
+      Silu<kPlainSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
     } else {
-      StoreBf16<false>(out, h, factor, 1.0F);
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        const Reals h = Silu<kPlainSums>::Value(batch, t);
+        StoreBf16<kPermuted>(batch.out + t * 64, h, h, 1.0F);
+      }
     }
   }
+};
+
+template <bool kPermuted>
+FMOE_INLINE void SiluToTiles(TileSilu* a, int64_t first_token, int64_t tokens, const float* first,
+                             const float* second) {
+  TileStages<kPermuted> stages{Silu<kPlainSums>::Of(*a), first_token, first, second, MidOf(*a, first_token)};
+  // The shift of tokens, with up: a power of two.
+  const Reals factor = SetReals(a->shift != 0 ? 0x1p96F : 1.0F);
+  stages.silu.up_scale = MultiplyReals(stages.silu.up_scale, factor);
+  stages.silu.up_bias = MultiplyReals(stages.silu.up_bias, factor);
+  Tick<2>(a, first_token, tokens, stages);
+}
+
+void SiluToTiles(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  a->permuted ? SiluToTiles<true>(a, first_token, tokens, first, second)
+              : SiluToTiles<false>(a, first_token, tokens, first, second);
 }
 
 /// To rows in fp32, where the scale of a row needs all of it.
 template <TileSums kSums>
-void SiluToRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  const TileSilu* a = (const TileSilu*)context;
-  const Silu<kSums> silu = Silu<kSums>::Of(*a);
-  const int64_t stride = a->row_stride;
-  float* out = a->rows + first_token * stride + a->k;
-  for (int64_t i = 0; i < tokens; ++i, out += stride) {
-    StoreReals(out, Silu<kSums>::At(silu, first_token + i, first + i * 16, second + i * 16));
+struct RowStages {
+  Silu<kSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  float* out;
+  int64_t stride;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const RowStages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = (uint8_t*)(s.out + i * s.stride);
+      Silu<kSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
+    } else {
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        StoreReals((float*)batch.out + t * s.stride, Silu<kSums>::Value(batch, t));
+      }
+    }
   }
+};
+
+template <TileSums kSums>
+void SiluToRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  const RowStages<kSums> stages{
+      Silu<kSums>::Of(*a), first_token, first, second, a->rows + first_token * a->row_stride + a->k,
+      a->row_stride};
+  Tick<2>(a, first_token, tokens, stages);
 }
 
 // -------------------------------------------------------------------------------------------- NVFP4
+//
+// Groups of 16 values of four tokens to NVFP4 and, in bf16, which holds a code times its block scale exactly,
+// to a tile. The bits of QuantizeRow (quant/): the scales of four groups share the vectors that compute them.
 
-/// Four groups of 16 values to NVFP4 and, in bf16, which holds a code times its block scale exactly, to
-/// `count` tokens of a tile. The bits of QuantizeRow (quant/): the scales of four groups share the vectors
-/// that compute them.
-FMOE_INLINE void RoundToNvfp4(const Reals* values, Reals tensor_scale, int64_t count, uint8_t* out) {
-  const Reals largest = LargestOfFour(values[0], values[1], values[2], values[3]);
+/// The block scales of four groups, each in four lanes.
+FMOE_INLINE Reals Nvfp4Scales(Reals largest, Reals tensor_scale) {
   Reals scale = DivideReals(DivideReals(largest, SetReals(6.0F)), tensor_scale);
   scale = OnSmallGrid<3, -6>(MinReals(scale, SetReals(448.0F)));
   // NaN where a value is not finite.
-  scale = AddReals(scale, NegativeMultiplyAddReals(largest, SetReals(1.0F), largest));
-  const Reals full = MultiplyReals(scale, tensor_scale), shifted = MultiplyReals(scale, SetReals(0x1p96F));
-  Unroll<4>([&](auto i) FMOE_FLAT {
-    constexpr int kToken = decltype(i){};
-    if (kToken < count) {
-      // Where the scale is zero the quotient is no number, and any code will do.
-      const Reals quotient = DivideReals(values[kToken], Quarter<kToken>(full));
-      const Reals code = OnSmallGrid<1, 0>(MinReals(Magnitude(quotient), SetReals(6.0F)));
-      const Reals value = MultiplyReals(WithSign(code, values[kToken]), Quarter<kToken>(shifted));
-      StoreBf16<true>(out + kToken * 64, value, scale, 1.0F);
-    }
-  });
+  return AddReals(scale, NegativeMultiplyAddReals(largest, SetReals(1.0F), largest));
 }
 
-void SiluToNvfp4(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  using Scaled = Silu<kScaledSums>;
-  const TileSilu* a = (const TileSilu*)context;
-  const Scaled silu = Scaled::Of(*a);
-  const Reals tensor_scale = SetReals(a->tensor_scale);
-  uint8_t* out = MidOf(*a, first_token);
-  for (int64_t i = 0; i < tokens; i += 4, out += 4 * 64) {
-    Reals h[4];
-    // Beyond the last token the tile goes on, with something.
-    Unroll<4>([&](auto j) FMOE_FLAT {
-      h[j] = Scaled::At(silu, first_token + i + j, first + (i + j) * 16, second + (i + j) * 16);
+/// x / y from r, the float nearest to 1 / y: the residual of a quotient that is less than one unit off is
+/// exact, and adding r times it rounds as the division does; the first step leads there from two units. Five
+/// instructions that do not wait for each other's units, instead of sixteen cycles of the divider a token.
+FMOE_INLINE Reals DivideBy(Reals x, Reals y, Reals r) {
+  Reals quotient = MultiplyReals(x, r);
+  quotient = MultiplyAddReals(NegativeMultiplyAddReals(quotient, y, x), r, quotient);
+  return MultiplyAddReals(NegativeMultiplyAddReals(quotient, y, x), r, quotient);
+}
+
+FMOE_INLINE void StoreNvfp4Codes(const float* values, Reals scale, Reals tensor_scale, int64_t count,
+                                 uint8_t* out) {
+  const Reals full = MultiplyReals(scale, tensor_scale), shifted = MultiplyReals(scale, SetReals(0x1p96F));
+  const auto store = [&](auto&& divide) FMOE_FLAT {
+    Unroll<kTickTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kToken = decltype(i){};
+      if (kToken < count) {
+        const Reals x = LoadReals(values + kToken * 16);
+        // Where the scale is zero the quotient is no number, and any code will do.
+        const Reals code = OnSmallGrid<1, 0>(MinReals(Magnitude(divide(x, i)), SetReals(6.0F)));
+        const Reals value = MultiplyReals(WithSign(code, x), Quarter<kToken>(shifted));
+        StoreBf16<true>(out + kToken * 64, value, scale, 1.0F);
+      }
     });
-    RoundToNvfp4(h, tensor_scale, tokens - i, out);
+  };
+  // Where 1 / y or a residual would leave the range of normal numbers, by division.
+  if (AllWithin(full, 0x1p-90F, 0x1p90F)) {
+    const Reals inverse = DivideReals(SetReals(1.0F), full);
+    store([&](Reals x, auto i) FMOE_FLAT {
+      return DivideBy(x, Quarter<decltype(i){}>(full), Quarter<decltype(i){}>(inverse));
+    });
+  } else {
+    store([&](Reals x, auto i) FMOE_FLAT { return DivideReals(x, Quarter<decltype(i){}>(full)); });
   }
+}
+
+FMOE_INLINE Reals LargestOfBatch(const float* values) {
+  return LargestOfFour(LoadReals(values), LoadReals(values + 16), LoadReals(values + 32),
+                       LoadReals(values + 48));
+}
+
+struct Nvfp4Stages {
+  Silu<kScaledSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  uint8_t* out;
+  Reals tensor_scale;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const Nvfp4Stages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = s.out + i * 64;
+      Silu<kScaledSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
+    } else if constexpr (kStage == 1) {
+      // Values beyond the last token are those of some token before.
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        StoreReals(batch.value + t * 16, Silu<kScaledSums>::Value(batch, t));
+      }
+    } else if constexpr (kStage == 2) {
+      StoreReals(batch.scale, Nvfp4Scales(LargestOfBatch(batch.value), s.tensor_scale));
+    } else {
+      StoreNvfp4Codes(batch.value, LoadReals(batch.scale), s.tensor_scale, batch.tokens, batch.out);
+    }
+  }
+};
+
+void SiluToNvfp4(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  const Nvfp4Stages stages{Silu<kScaledSums>::Of(*a), first_token, first, second, MidOf(*a, first_token),
+                           SetReals(a->tensor_scale)};
+  Tick<4>(a, first_token, tokens, stages);
 }
 
 /// The same of values that the vector kernels made: values[token][16], room for a multiple of four tokens.
 void PackTileNvfp4(const float* values, float tensor_scale, int64_t tokens, uint8_t* tile, int64_t k) {
   uint8_t* out = tile + k % 32 * 2;
-  for (int64_t i = 0; i < tokens; i += 4, out += 4 * 64) {
-    const Reals x[4] = {LoadReals(values + i * 16), LoadReals(values + (i + 1) * 16),
-                        LoadReals(values + (i + 2) * 16), LoadReals(values + (i + 3) * 16)};
-    RoundToNvfp4(x, SetReals(tensor_scale), tokens - i, out);
+  for (int64_t i = 0; i < tokens; i += kTickTokens, out += kTickTokens * 64) {
+    const Reals scale = Nvfp4Scales(LargestOfBatch(values + i * 16), SetReals(tensor_scale));
+    StoreNvfp4Codes(values + i * 16, scale, SetReals(tensor_scale), tokens - i, out);
   }
 }
 

@@ -65,6 +65,7 @@ struct TileJob {
   int64_t rows;  ///< stride of the arrays above
   // Of the caller:
   int64_t expert, first_slot, index;
+  int64_t mid_row;  ///< of intermediate rows in fp32
 };
 
 /// Called before the sums of a job with a pair of stripes are finished.
@@ -170,8 +171,17 @@ struct TileSlotSum {
 };
 typedef void (*TileSlotSumKernel)(const TileSlotSum* sum);
 
+/// A few tokens on their way through the stages of silu, 16 columns each, and how many such there are.
+constexpr int64_t kTickTokens = 4, kMostStages = 4;
+struct alignas(64) TileBatch {
+  float gate[kTickTokens * 16], up[kTickTokens * 16], divisor[kTickTokens * 16];
+  float value[kTickTokens * 16], scale[16];  ///< silu_nvfp4
+  uint8_t* out;
+  int64_t tokens;
+};
+
 /// TileFinish of TileKernels::silu and the like, the context: silu(gate) * up of 16 columns, to the second
-/// GEMM.
+/// GEMM. Tokens of a call are written with one of the next calls, those of the last call with it.
 struct TileSilu {
   TileSides sides;
   const float *gate_scale, *up_scale;  ///< [16]
@@ -186,6 +196,9 @@ struct TileSilu {
   // silu_rows: in fp32.
   float* rows;
   int64_t row_stride;
+  // Of the kernels: from zero, and empty again behind the last token of a pair of stripes.
+  TileBatch batches[kMostStages];
+  uint64_t tick;
 };
 
 /// Rows that are packed already (64 bytes a step) into a tile of each step.
