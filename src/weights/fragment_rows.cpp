@@ -337,17 +337,25 @@ int64_t FragmentStager::FewestBytes(const FragmentSpec& spec, int64_t hidden, in
   return RoundUp(std::max(gate_up, kFragmentRows * RowBytes(spec.format, intermediate)), 16);
 }
 
-FragmentPieces FragmentStager::Cut(int64_t most_bytes) const {
+FragmentPieces FragmentStager::Cut(int64_t most_bytes, int64_t first_bytes) const {
   FragmentPieces pieces;
   const auto cut = [&](FragmentPart part, int64_t rows, int64_t step, int64_t step_blocks) {
-    FragmentPiece one{part, 0, step, step_blocks, 0};
-    const int64_t fit = std::max<int64_t>(1, most_bytes / StagedBytes(one)), all = CeilDiv(rows, step);
-    const int64_t steps = CeilDiv(all, CeilDiv(all, fit));  // pieces of about one size
-    const int64_t block_bytes = FragmentBlockBytes(spec_.format, Cols(part));
-    for (int64_t first = 0; first < rows; first += steps * step) {
-      const int64_t count = std::min(steps, CeilDiv(rows - first, step));
-      pieces.push_back(
-          {part, first, count * step, count * step_blocks, first / step * step_blocks * block_bytes});
+    const FragmentPiece one{part, 0, step, step_blocks, 0};
+    const auto fit = [&](int64_t bytes) { return std::max<int64_t>(1, bytes / StagedBytes(one)); };
+    const int64_t all = CeilDiv(rows, step), block_bytes = FragmentBlockBytes(spec_.format, Cols(part));
+    int64_t at = 0;
+    const auto take = [&](int64_t steps) {
+      const int64_t count = std::min(steps, all - at);
+      pieces.push_back({part, at * step, count * step, count * step_blocks, at * step_blocks * block_bytes});
+      at += count;
+    };
+    if (pieces.empty() && first_bytes < most_bytes) {
+      take(fit(first_bytes));
+    }
+    const int64_t left = all - at;
+    const int64_t steps = left == 0 ? 0 : CeilDiv(left, CeilDiv(left, fit(most_bytes)));  // about one size
+    while (at < all) {
+      take(steps);
     }
   };
   cut(gated() ? FragmentPart::kGateUp : FragmentPart::kUp, intermediate_, kFragmentSlab,
@@ -356,12 +364,13 @@ FragmentPieces FragmentStager::Cut(int64_t most_bytes) const {
   return pieces;
 }
 
-std::vector<FragmentPieces> FragmentStager::CutTogether(int64_t most_bytes) const {
+std::vector<FragmentPieces> FragmentStager::CutTogether(int64_t most_bytes, int64_t first_bytes) const {
   std::vector<FragmentPieces> together;
   int64_t bytes = 0;
-  for (const FragmentPiece& piece : Cut(most_bytes)) {
+  for (const FragmentPiece& piece : Cut(most_bytes, first_bytes)) {
+    const bool behind_first = together.size() == 1 && first_bytes < most_bytes;
     bytes += StagedBytes(piece);
-    if (together.empty() || bytes > most_bytes) {
+    if (together.empty() || behind_first || bytes > most_bytes) {
       together.emplace_back();
       bytes = StagedBytes(piece);
     }

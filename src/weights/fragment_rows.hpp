@@ -88,11 +88,16 @@ class FragmentStager {
 
   /// The fewest bytes that hold any piece of such an expert.
   static int64_t FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
-  /// Pieces of at most `most_bytes` of staged rows, or of the fewest rows that make whole blocks.
-  FragmentPieces Cut(int64_t most_bytes) const;
+  /// Pieces of at most `most_bytes` of staged rows (the first one `first_bytes`), or of the fewest rows that
+  /// make whole blocks.
+  FragmentPieces Cut(int64_t most_bytes, int64_t first_bytes) const;
+  FragmentPieces Cut(int64_t most_bytes) const { return Cut(most_bytes, most_bytes); }
   /// The same pieces, neighbours together as far as `most_bytes` hold them, each on 16 bytes: a link rests
-  /// between copies.
-  std::vector<FragmentPieces> CutTogether(int64_t most_bytes) const;
+  /// between copies. A first piece of fewer bytes stays alone.
+  std::vector<FragmentPieces> CutTogether(int64_t most_bytes, int64_t first_bytes) const;
+  std::vector<FragmentPieces> CutTogether(int64_t most_bytes) const {
+    return CutTogether(most_bytes, most_bytes);
+  }
   int64_t StagedBytes(const FragmentPiece& piece) const;
   /// Writes StagedBytes to `out`, 16-byte aligned; the view of what was written there, or of a copy of it at
   /// `elsewhere`. Rows with NaN codes are added to `nan_rows` as Vectors wants them.

@@ -421,11 +421,21 @@ TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
     const auto stager = FragmentStager::Create(expert, spec);
     ASSERT_TRUE(stager.ok());
     const int64_t fewest = FragmentStager::FewestBytes(spec, 384, 320, true);
-    for (const int64_t bytes : {fewest, 5 * fewest / 2, int64_t{1} << 30}) {
+    constexpr int64_t kAll = int64_t{1} << 30;
+    for (const auto& [bytes, first_bytes] : {std::pair{fewest, fewest},
+                                             {5 * fewest / 2, 5 * fewest / 2},
+                                             {kAll, kAll},
+                                             {kAll, 2 * fewest},
+                                             {kAll, int64_t{0}}}) {
       std::vector<uint8_t> gate_up(packed.gate_up.size(), 0xee), down(packed.down.size(), 0xee);
       std::vector<int64_t> nan_rows;
-      for (const FragmentPieces& together : stager->CutTogether(bytes)) {
-        std::vector<uint32_t> buffer(static_cast<size_t>(bytes == int64_t{1} << 30 ? 8 * fewest : bytes) / 4);
+      const std::vector<FragmentPieces> copies = stager->CutTogether(bytes, first_bytes);
+      if (first_bytes < bytes) {
+        EXPECT_EQ(copies.size(), 2U) << c.scheme << ": a first piece, and the rest";
+        EXPECT_LE(stager->StagedBytes(copies[0].front()), std::max(first_bytes, fewest)) << c.scheme;
+      }
+      for (const FragmentPieces& together : copies) {
+        std::vector<uint32_t> buffer(static_cast<size_t>(bytes == kAll ? 8 * fewest : bytes) / 4);
         auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
         for (const FragmentPiece& piece : together) {
           ASSERT_LE(staged + stager->StagedBytes(piece),
@@ -442,7 +452,7 @@ TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
       EXPECT_EQ(gate_up, packed.gate_up) << c.scheme << " " << bytes;
       EXPECT_EQ(down, packed.down) << c.scheme << " " << bytes;
     }
-    EXPECT_EQ(stager->CutTogether(int64_t{1} << 30).size(), 1U) << c.scheme << ": a buffer holds all";
+    EXPECT_EQ(stager->CutTogether(kAll).size(), 1U) << c.scheme << ": a buffer holds all";
   }
 }
 

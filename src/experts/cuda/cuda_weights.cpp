@@ -188,11 +188,14 @@ class ExpertUpload {
         buffer_bytes_(buffer_bytes),
         host_(host) {}
 
-  /// `lane`: of this thread; lanes that have nothing else to do take some of the pieces.
-  Status Run(const CanonicalExpert& expert, int64_t index, int lane, PieceBoard& board) const {
+  /// `lane`: of this thread; lanes that have nothing else to do take some of the pieces. `first_share`: of a
+  /// buffer, for the first copy.
+  Status Run(const CanonicalExpert& expert, int64_t index, int lane, double first_share,
+             PieceBoard& board) const {
     FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
     FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
-    const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_);
+    const auto first_bytes = static_cast<int64_t>(first_share * static_cast<double>(buffer_bytes_));
+    const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_, first_bytes);
     std::vector<std::vector<int64_t>> nan_rows_of(copies.size());
     FMOE_RETURN_IF_ERROR(
         board.Run(lane, static_cast<int64_t>(copies.size()), [&](int64_t copy, int by) -> Status {
@@ -274,9 +277,13 @@ Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int lan
     const auto lane = static_cast<int>(index_of_lane);
     Status& status = statuses[static_cast<size_t>(lane)];
     board.Enter();
+    // The lanes' first copies grow from lane to lane: whole buffers would all be full at the same time, and
+    // the link at rest until then (0.7 ms of 8.7 in a layer of 350 MB).
+    double first_share = (lane + 1.0) / lanes;
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
       Result<CanonicalExpert> expert = source.load(index);
-      status = expert.ok() ? upload.Run(*expert, index, lane, board) : expert.status();
+      status = expert.ok() ? upload.Run(*expert, index, lane, first_share, board) : expert.status();
+      first_share = 1.0;
       if (!status.ok()) {
         status = std::move(status).WithContext(fmt::format("expert {}", index));
         next = source.num_local_experts;  // the others end too
