@@ -19,40 +19,86 @@
 /// stored one by one: 2863 instead of 2694 us (deepseek-v3, M=4096), 537 instead of 477 (qwen3-30b-a3b).
 namespace fusedmoe::cuda {
 
+struct CodesEndShared {
+  uint32_t largest[2][64];  ///< [slab][token]
+  /// [warpgroup][0: scales, 1: biases] of the 256 weight rows of its tile; gated: gate 128, up 128.
+  float rows[2][2][256];
+};
+
+/// Made before the products of the tile, so that what it reads is there behind them: reads of the scales of
+/// rows in each end were waits for memory, about 1 us a tile (218 us, now 204: qwen3-30b-a3b, M=512).
 template <int kSlabs>
 struct CodesEnd {
   const PrefillGemmParams& p;
   const PrefillTile& tile;
   float (&acc)[2][32 * kSlabs];
+  CodesEndShared& shared;
   int first_slab;  ///< of the tile's two, or four halves of row blocks
   int row;         ///< the first of the lane's tokens, counted from the tile's first
+  int thread;      ///< of those of both warpgroups
   int q;
 
   bool gate_up;
   float tensor_scale[2];
-  float token_scale[2];
+  float token_scale[2] = {1.0F, 1.0F};
 
   __device__ __forceinline__ CodesEnd(const PrefillGemmParams& params, const PrefillTile& of,
-                                      float (&sums)[2][32 * kSlabs], int slab, int token, int lane)
-      : p(params), tile(of), acc(sums), first_slab(slab), row(token), q(lane & 3) {
+                                      float (&sums)[2][32 * kSlabs], CodesEndShared& memory, int slab,
+                                      int token, int of_threads)
+      : p(params),
+        tile(of),
+        acc(sums),
+        shared(memory),
+        first_slab(slab),
+        row(token),
+        thread(of_threads),
+        q(of_threads & 3) {
     gate_up = p.rows == PrefillRows::kGateUp;
     const float* const scales = p.tensor_scale + tile.expert * (gate_up ? 2 : 1);
     tensor_scale[0] = __ldg(scales);
     tensor_scale[1] = __ldg(scales + (gate_up ? 1 : 0));
+  }
+
+  /// Behind the kernel that wrote the tokens.
+  __device__ __forceinline__ void LoadTokenScales() {
+    if (p.panel_scale != nullptr) {
 #pragma unroll
-    for (int v = 0; v < 2; ++v) {
-      token_scale[v] =
-          p.panel_scale == nullptr || row + 8 * v >= tile.tokens ? 1.0F : __ldg(p.panel_scale + PanelRow(v));
+      for (int v = 0; v < 2; ++v) {
+        token_scale[v] = row + 8 * v >= tile.tokens ? 1.0F : __ldg(p.panel_scale + PanelRow(v));
+      }
     }
   }
 
-  /// Activated, quantized, into the panel of the second GEMM. `exchanged`: two times 64 words.
-  __device__ __forceinline__ void StorePanel(uint32_t* exchanged) {
+  /// Starts to copy the scales and biases of the tile's rows to where this warpgroup has its own.
+  __device__ __forceinline__ void FetchRows() const {
+    if (Plain()) {
+      return;
+    }
+    WarpgroupBarrier();  // the tile before has read its own
+    const float* const from = (thread & 64) == 0 ? p.row_scale : p.bias;
+    const int at = (thread & 63) * 4;
+    const int64_t column = int64_t{tile.row} * (gate_up ? 128 : 256) + (gate_up ? at & 127 : at);
+    const int part = gate_up ? 2 * tile.expert + (at >> 7) : tile.expert;
+    if (from != nullptr && column < p.scale_rows) {
+      CopyAsync16(SharedAddress(&shared.rows[thread >> 7][thread >> 6 & 1][at]),
+                  from + part * p.scale_rows + column);
+    }
+  }
+  /// They are there, for all of the warpgroup.
+  __device__ __forceinline__ void AwaitRows() const {
+    if (!Plain()) {
+      CopyAsyncWaitAll();
+      WarpgroupBarrier();
+    }
+  }
+
+  /// Activated, quantized, into the panel of the second GEMM.
+  __device__ __forceinline__ void StorePanel() {
     Activate(p.quantizer.rule.round_to_bf16_first);
     FastStep steps[2];
     if (p.out_group_scale != nullptr) {
       uint32_t largest[2];
-      LargestOfTokens(exchanged, largest);
+      LargestOfTokens(largest);
 #pragma unroll
       for (int v = 0; v < 2; ++v) {
         const GroupStep step = StepOf(p.quantizer, 1.0F, largest[v]);
@@ -119,17 +165,18 @@ struct CodesEnd {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          // Where the rows of the lane stand among the scales, and in the row of outputs.
-          int64_t column = int64_t{block} * 16 + 8 * half + 2 * q;
-          int64_t at = column;
+          // Where the rows of the lane stand among those of the tile, and in the row of outputs.
+          const int in_tile = (first_slab + s) * 8 + i;
+          int place = in_tile * 16 + 8 * half + 2 * q;
+          int64_t at = int64_t{tile.row} * 256 + place;
           if (gate_up) {
-            column = IntermediateColumn(block, 2 * q);
+            place = 128 * half + static_cast<int>(IntermediateColumn(in_tile, 2 * q));
             at = (block >> 3) * 128 + (block & 7) * 8 + 64 * half + 2 * q;
           } else if (p.rows == PrefillRows::kUp) {
-            column = IntermediateColumn(2 * block + half, 2 * q);
+            place = static_cast<int>(IntermediateColumn(2 * in_tile + half, 2 * q));
           }
           float2 pairs[2];
-          Scale(std::false_type{}, half, column, 8 * s + i, pairs);
+          Scale(std::false_type{}, half, place, 8 * s + i, pairs);
           StorePairs(at, pairs);
         }
       }
@@ -145,21 +192,23 @@ struct CodesEnd {
     return p.row_scale == nullptr && p.bias == nullptr;
   }
 
-  /// Two neighbouring weight rows of both tokens under all scales. `column`: their place among row scales.
+  __device__ __forceinline__ void WarpgroupBarrier() const {
+    NamedBarrier(2 + (thread >> 7), 128);
+  }
+
+  /// Two neighbouring weight rows of both tokens under all scales. `place`: theirs in shared.rows.
   template <typename PlainType>
-  __device__ __forceinline__ void Scale(PlainType, int half, int64_t column, int index,
-                                        float2 (&pairs)[2]) const {
+  __device__ __forceinline__ void Scale(PlainType, int half, int place, int index, float2 (&pairs)[2]) const {
     float2 scale = make_float2(tensor_scale[half], tensor_scale[half]);
     float2 bias = make_float2(0.0F, 0.0F);
     if constexpr (!PlainType::value) {
-      const int part = gate_up ? 2 * tile.expert + half : tile.expert;
-      const int64_t at = part * p.scale_rows + column;
+      const auto& rows = shared.rows[thread >> 7];
       if (p.row_scale != nullptr) {
-        const float2 factors = __ldg(reinterpret_cast<const float2*>(p.row_scale + at));
+        const float2 factors = *reinterpret_cast<const float2*>(&rows[0][place]);
         scale.x *= factors.x, scale.y *= factors.y;
       }
       if (p.bias != nullptr) {
-        bias = __ldg(reinterpret_cast<const float2*>(p.bias + at));
+        bias = *reinterpret_cast<const float2*>(&rows[1][place]);
       }
     }
 #pragma unroll
@@ -182,8 +231,8 @@ struct CodesEnd {
   __device__ __forceinline__ void Activate(PlainType plain, bool round) {
 #pragma unroll
     for (int s = 0; s < kSlabs; ++s) {
-      const int64_t first = int64_t{tile.row} * 128 + (first_slab + s) * 64 + 16 * q;
-      if (first >= p.scale_rows) {  // a slab that only the tile has
+      const int place = (first_slab + s) * 64 + 16 * q;
+      if (int64_t{tile.row} * 128 + place >= p.scale_rows) {  // a slab that only the tile has
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
           acc[0][32 * s + i] = 0.0F;
@@ -194,8 +243,8 @@ struct CodesEnd {
       for (int i = 0; i < 8; ++i) {
         float2 gate[2];
         float2 up[2];
-        Scale(plain, 0, first + 2 * i, 8 * s + i, gate);
-        Scale(plain, 1, first + 2 * i, 8 * s + i, up);
+        Scale(plain, 0, place + 2 * i, 8 * s + i, gate);
+        Scale(plain, 1, 128 + place + 2 * i, 8 * s + i, up);
 #pragma unroll
         for (int v = 0; v < 2; ++v) {
           float2 h =
@@ -211,7 +260,7 @@ struct CodesEnd {
   }
 
   /// The largest magnitudes of the tokens in the 128 columns of the tile.
-  __device__ __forceinline__ void LargestOfTokens(uint32_t* exchanged, uint32_t (&largest)[2]) const {
+  __device__ __forceinline__ void LargestOfTokens(uint32_t (&largest)[2]) const {
 #pragma unroll
     for (int v = 0; v < 2; ++v) {
       largest[v] = 0;
@@ -224,12 +273,12 @@ struct CodesEnd {
     }
     if constexpr (kSlabs == 1) {  // the other warpgroup has the other 64 columns
       if (q < 2) {
-        exchanged[first_slab * 64 + row + 8 * q] = q == 0 ? largest[0] : largest[1];
+        shared.largest[first_slab][row + 8 * q] = q == 0 ? largest[0] : largest[1];
       }
       NamedBarrier(1, 256);
 #pragma unroll
       for (int v = 0; v < 2; ++v) {
-        largest[v] = max(largest[v], exchanged[(1 - first_slab) * 64 + row + 8 * v]);
+        largest[v] = max(largest[v], shared.largest[1 - first_slab][row + 8 * v]);
       }
       NamedBarrier(1, 256);
     }
@@ -243,13 +292,13 @@ struct CodesEnd {
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
         // A quad has 32 columns of two row blocks: words of two columns each become pieces of eight.
-        const int column = tile.row * 256 + ((first_slab + s) * 8 + i) * 16;
+        const int place = ((first_slab + s) * 8 + i) * 16;
+        const int column = tile.row * 256 + place;
         uint32_t words[2][4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
           float2 pairs[2];
-          Scale(plain, w % 2, min(column + 8 * w + 2 * q, static_cast<int>(p.scale_rows) - 2),
-                8 * s + i + w / 2, pairs);
+          Scale(plain, w % 2, place + 8 * w + 2 * q, 8 * s + i + w / 2, pairs);
           words[0][w] = PackBf16x2(pairs[0].x, pairs[0].y);
           words[1][w] = PackBf16x2(pairs[1].x, pairs[1].y);
         }

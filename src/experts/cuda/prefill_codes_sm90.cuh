@@ -43,10 +43,12 @@ struct CodesShape {
   static constexpr int kWeightBytes = 16 * kBlockBytes;
   static constexpr int kStageBytes = kWeightBytes + kTileTokens * 128;
   static constexpr int kStages = kTileTokens == 128 ? 4 : 5;
+  static constexpr int kEndBytes = static_cast<int>(sizeof(CodesEndShared));
   /// Of a stage: one a token, and those of row blocks 0, 4, 8, 12 (64 rows have the same).
   static constexpr int kScaleBytes = kTileTokens * 4 + 64;
-  static constexpr int kBytes = 1024 + kStages * (kStageBytes + kScaleBytes) + 2 * 64 * 4 + 2 * kStages * 8 +
-                                3 * (static_cast<int>(kMaxExperts) + 1) * 4;
+  using Tiles = PrefillTiles<kTileTokens, kPairs, false>;
+  static constexpr int kBytes =
+      kStages * (kStageBytes + kScaleBytes) + kEndBytes + 2 * kStages * 8 + Tiles::kTableBytes;
   static_assert(kBytes <= 232448, "shared memory of a CTA of sm_90");
 };
 
@@ -58,15 +60,13 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
   constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   constexpr bool kBlockScales = kTraits.scale == FragmentScale::kF32Halves;
   constexpr int kUnitBytes = 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes();  // of a block and stage
-  extern __shared__ uint8_t shared_raw[];
-  uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
+  extern __shared__ __align__(1024) uint8_t shared[];  // the period of the swizzle
   uint8_t* const scales = shared + S::kStages * S::kStageBytes;
-  auto* const exchanged = reinterpret_cast<uint32_t*>(scales + S::kStages * S::kScaleBytes);
-  uint8_t* const barriers = reinterpret_cast<uint8_t*>(exchanged + 2 * 64);
+  auto* const of_end = reinterpret_cast<CodesEndShared*>(scales + S::kStages * S::kScaleBytes);
+  uint8_t* const barriers = reinterpret_cast<uint8_t*>(of_end + 1);
   const uint32_t full = SharedAddress(barriers);
   const uint32_t empty = full + 8 * S::kStages;
-  const PrefillTiles<kTileTokens, kPairs, false> tiles(p,
-                                                       reinterpret_cast<int*>(barriers + 2 * S::kStages * 8));
+  const typename S::Tiles tiles(p, barriers + 2 * S::kStages * 8);
   const int tid = static_cast<int>(threadIdx.x);
   const int warp = tid >> 5;
   const int lane = tid & 31;
@@ -74,22 +74,11 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
   if (tid == 0) {
     for (int s = 0; s < S::kStages; ++s) {
       BarrierInit(full + 8 * s, 4);
-      BarrierInit(empty + 8 * s, kPairs ? 16 : 8);
+      BarrierInit(empty + 8 * s, ReleasesBy<kPairs>(8));
     }
     BarrierInitFence();
   }
-  // As in PrefillGemm: the map is there before the second GEMM, which may fetch weights ahead of its tokens.
-  if (p.wait_for_map) {
-    GridWait();
-    GridLaunchNext();
-  }
-  tiles.Load(p, tid, S::kThreads);
-  if constexpr (kPairs) {
-    PairSync();  // the other one's barriers are there
-  }
-  const int rank = kPairs ? static_cast<int>(blockIdx.x) & 1 : 0;
-  const int begin = static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1);
-  const int stride = static_cast<int>(gridDim.x) / (kPairs ? 2 : 1);
+  tiles.Open(p, tid, S::kThreads);
   const int num_tiles = tiles.Count();
   const int num_slabs = p.num_slabs;
 
@@ -110,32 +99,27 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
         GridWait();
       }
       FenceAsyncProxy();
-      if (lane == 0) {
-        const uint64_t policy = EvictLastPolicy();
-        for (int t = begin; t < num_tiles; t += stride) {
-          tiles.Locate(t, rank, tile);
-          const int bytes = (tile.tokens + 7) / 8 * 1024;
-          // Of the same tokens each of a pair copies half, to both.
-          const bool both = kPairs && !tile.one_weights;
-          const int half = (bytes / 1024 + 1) / 2 * 1024;
-          const int own_bytes = !both ? bytes : rank == 0 ? half : bytes - half;
-          const int offset = both && rank == 1 ? half : 0;
-          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + offset;
+      const uint64_t policy = EvictLastPolicy();
+      for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+        tiles.Locate(t, tile);
+        if (lane == 0) {
+          const TokenShare share = tiles.ShareOf(tile);
+          const int bytes = share.bytes;
+          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + share.offset;
           const float* factors = p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; --left) {
             const uint32_t barrier = full + 8 * stage;
-            const uint32_t to = SharedAddress(shared) + stage * S::kStageBytes + S::kWeightBytes + offset;
+            const uint32_t to =
+                SharedAddress(shared) + stage * S::kStageBytes + S::kWeightBytes + share.offset;
             BarrierWait(empty + 8 * stage, phase ^ 1);
             BarrierExpect(barrier, factors == nullptr ? bytes : bytes + bytes / 32);
             if (factors != nullptr) {
               BulkLoad(SharedAddress(scales + stage * S::kScaleBytes), factors, bytes / 32, barrier, policy);
               factors += p.panel_rows;
             }
-            if (!both) {
-              BulkLoad(to, source, own_bytes, barrier, policy);
-            } else if (own_bytes > 0) {
-              BulkLoadBoth(to, source, own_bytes, barrier, policy);
+            if (share.own_bytes > 0) {
+              LoadStage(share.both, to, source, share.own_bytes, barrier, policy);
             }
             source += p.panel_rows * 128;
             next();
@@ -148,13 +132,12 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       const int piece = warp - 1 + 3 * lane;
       const int pieces = warp == 1 ? 6 : 5;
       const int scale_bytes = kBlockScales ? (warp == 1 ? 32 : 16) : 0;
-      for (int t = begin; t < num_tiles; t += stride) {
-        tiles.Locate(t, rank, tile);
-        // Tiles of the same rows and other tokens read them again.
-        const uint64_t policy = tiles.counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
+      for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+        tiles.Locate(t, tile);
+        const uint64_t policy = tiles.ReadsAgain(tile) ? again : once;
         // Of the same weights each of a pair copies every other row block, to both.
         const bool both = kPairs && tile.one_weights;
-        const bool copies = lane < pieces && (!both || (piece & 1) == rank);
+        const bool copies = lane < pieces && (!both || (piece & 1) == tiles.rank);
         const uint8_t* source =
             p.blocks + tile.expert * p.expert_bytes +
             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
@@ -170,25 +153,14 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
           if (copies) {
             const uint32_t to = SharedAddress(shared) + stage * S::kStageBytes + piece * S::kBlockBytes;
             const int bytes = half ? S::kBlockBytes / 2 : S::kBlockBytes;
-            if (both) {
-              BulkLoadBoth(to, source, bytes, barrier, policy);
-              if (half) {  // 64 k: zeros stand for the rest
-                BulkLoadBoth(to + bytes, kZeroCodes, bytes, barrier, policy);
-              }
-            } else {
-              BulkLoad(to, source, bytes, barrier, policy);
-              if (half) {
-                BulkLoad(to + bytes, kZeroCodes, bytes, barrier, policy);
-              }
+            LoadStage(both, to, source, bytes, barrier, policy);
+            if (half) {  // 64 k: zeros stand for the rest
+              LoadStage(both, to + bytes, kZeroCodes, bytes, barrier, policy);
             }
             if (kBlockScales && piece % 4 == 0) {
               const uint32_t scale_to =
                   SharedAddress(scales + stage * S::kScaleBytes) + kTileTokens * 4 + piece * 4;
-              if (both) {
-                BulkLoadBoth(scale_to, source + S::kBlockBytes, 16, barrier, policy);
-              } else {
-                BulkLoad(scale_to, source + S::kBlockBytes, 16, barrier, policy);
-              }
+              LoadStage(both, scale_to, source + S::kBlockBytes, 16, barrier, policy);
             }
           }
           source += kUnitBytes;
@@ -280,6 +252,10 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
         }
       }
     };
+    CodesEnd<kSlabs> end(p, tile, acc, *of_end, first_slab, row, tid - 128);
+    end.FetchRows();
+    BarrierWait(full + 8 * stage, phase);  // what wrote the tokens has ended, so their scales are there
+    end.LoadTokenScales();
 #pragma unroll 1
     for (int left = num_slabs; left > 0; --left) {
       BarrierWait(full + 8 * stage, phase);
@@ -297,11 +273,7 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       }
       WgmmaWait<0>();
       __syncwarp();
-      if (kPairs && lane < 2) {
-        BarrierArriveAt(empty + 8 * stage, lane);
-      } else if (!kPairs && lane == 0) {
-        BarrierArrive(empty + 8 * stage);
-      }
+      ReleaseStage<kPairs>(empty + 8 * stage, lane);
       if (++stage == S::kStages) {
         stage = 0;
         phase ^= 1;
@@ -309,17 +281,17 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       add(1);
     }
 
-    CodesEnd<kSlabs> end(p, tile, acc, first_slab, row, lane);
+    end.AwaitRows();
     if constexpr (kEpilogue == PrefillEpilogue::kPanel) {
-      end.StorePanel(exchanged);
+      end.StorePanel();
     } else if constexpr (kEpilogue == PrefillEpilogue::kRows16) {
       end.StoreRows16();
     } else {
       end.StoreRowsF32();
     }
   };
-  for (int t = begin; t < num_tiles; t += stride) {
-    tiles.Locate(t, rank, tile);
+  for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+    tiles.Locate(t, tile);
     if constexpr (kTileTokens == 128) {
       if (tile.tokens > 64) {
         run(std::integral_constant<int, 2>{}, 0, warpgroup * 64);

@@ -52,8 +52,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
   // flip: error 1.4e-2.)
   constexpr bool kPromote = !kIntegers && kEpilogue == PrefillEpilogue::kRowsF32 && PromotesGroups(kFormat);
   constexpr MmaType kMma = kIntegers ? MmaType::kInt8 : F::kF16 ? MmaType::kF16 : MmaType::kBf16;
-  extern __shared__ uint8_t shared_raw[];
-  uint8_t* const shared = shared_raw + ((1024 - (SharedAddress(shared_raw) & 1023)) & 1023);
+  extern __shared__ __align__(1024) uint8_t shared[];  // the period of the swizzle
   uint8_t* const stages = shared;
   uint8_t* const staging = stages + S::kStages * S::kStageBytes;
   uint8_t* const slots = staging + S::kEpilogueBytes;
@@ -62,8 +61,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
   const uint32_t empty = full + 8 * S::kStages;
   const uint32_t w_full = empty + 8 * S::kStages;
   const uint32_t w_empty = w_full + 8 * S::kSlots;
-  const PrefillTiles<kTileTokens, kPairs, true> tiles(
-      p, reinterpret_cast<int*>(barriers + (2 * S::kStages + 2 * S::kSlots) * 8));
+  const typename S::Tiles tiles(p, barriers + (2 * S::kStages + 2 * S::kSlots) * 8);
   const int tid = static_cast<int>(threadIdx.x);
   const int warp = tid >> 5;
   const int lane = tid & 31;
@@ -71,28 +69,15 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
   if (tid == 0) {
     for (int s = 0; s < S::kStages; ++s) {
       BarrierInit(full + 8 * s, 1);
-      BarrierInit(empty + 8 * s, (kPairs ? 8 : 4) * kWarpgroups);
+      BarrierInit(empty + 8 * s, ReleasesBy<kPairs>(4 * kWarpgroups));
     }
     for (int s = 0; s < S::kSlots; ++s) {
       BarrierInit(w_full + 8 * s, 3);
-      BarrierInit(w_empty + 8 * s, (kPairs ? 8 : 4) * kWarpgroups);
+      BarrierInit(w_empty + 8 * s, ReleasesBy<kPairs>(4 * kWarpgroups));
     }
     BarrierInitFence();
   }
-  // The map is ready once the first GEMM (or the kernel between the two) runs, so that the second may read it
-  // and fetch weights before its tokens are there.
-  if (p.wait_for_map) {
-    GridWait();
-    GridLaunchNext();
-  }
-  tiles.Load(p, tid, S::kThreads);
-  if constexpr (kPairs) {
-    PairSync();  // the other one's barriers are there
-  }
-
-  const int rank = kPairs ? static_cast<int>(blockIdx.x) & 1 : 0;
-  const int begin = static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1);
-  const int stride = static_cast<int>(gridDim.x) / (kPairs ? 2 : 1);
+  tiles.Open(p, tid, S::kThreads);
   const int num_tiles = tiles.Count();
   const int num_slabs = p.num_slabs;
   const int num_chunks = (num_slabs + S::kSlabs - 1) / S::kSlabs;
@@ -106,33 +91,26 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
         GridWait();
       }
       FenceAsyncProxy();
-      if (lane == 0) {
-        const uint64_t policy = EvictLastPolicy();
-        int stage = 0;
-        int phase = 0;
-        for (int t = begin; t < num_tiles; t += stride) {
-          tiles.Locate(t, rank, tile);
+      const uint64_t policy = EvictLastPolicy();
+      int stage = 0;
+      int phase = 0;
+      for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+        tiles.Locate(t, tile);
+        if (lane == 0) {
           const int shift = S::StageShift(tile.width);
-          const int bytes = (tile.tokens + 7) / 8 * 1024;
-          // Of the same tokens each of a pair copies half, to both.
-          const bool both = kPairs && !tile.one_weights;
-          const int half = (bytes / 1024 + 1) / 2 * 1024;
-          const int own_bytes = !both ? bytes : rank == 0 ? half : bytes - half;
-          const int offset = both && rank == 1 ? half : 0;
-          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + offset;
+          const TokenShare share = tiles.ShareOf(tile);
+          const uint8_t* source = p.panel + static_cast<int64_t>(tile.token) * 128 + share.offset;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; left -= 1 << shift) {
             const int slabs = min(left, 1 << shift);
-            uint32_t to = SharedAddress(stages) + stage * S::kStageBytes + offset;
+            uint32_t to = SharedAddress(stages) + stage * S::kStageBytes + share.offset;
             const uint32_t barrier = full + 8 * stage;
             BarrierWait(barrier + 8 * S::kStages, phase ^ 1);
-            BarrierExpect(barrier, bytes * slabs);
+            BarrierExpect(barrier, share.bytes * slabs);
 #pragma unroll 1
             for (int s = 0; s < slabs; ++s) {
-              if (!both) {
-                BulkLoad(to, source, own_bytes, barrier, policy);
-              } else if (own_bytes > 0) {
-                BulkLoadBoth(to, source, own_bytes, barrier, policy);
+              if (share.own_bytes > 0) {
+                LoadStage(share.both, to, source, share.own_bytes, barrier, policy);
               }
               source += p.panel_rows * 128;
               to += S::kStageBytes >> shift;
@@ -151,14 +129,14 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
       const int pieces = warp == 1 ? 6 : 5;
       int slot = 0;
       int phase = 0;
-      for (int t = begin; t < num_tiles; t += stride) {
-        tiles.Locate(t, rank, tile);
-        // Tiles of the same rows and other tokens read them again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB
-        // for 1.2 GB of operands when they were always the first to go.
-        const uint64_t policy = tiles.counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens ? again : once;
+      for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+        tiles.Locate(t, tile);
+        // Weights that are read again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB for 1.2 GB of operands when
+        // they were always the first to go.
+        const uint64_t policy = tiles.ReadsAgain(tile) ? again : once;
         // Of the same weights each of a pair copies every other row block, to both.
         const bool both = kPairs && tile.one_weights;
-        const bool copies = lane < pieces && (!both || (piece & 1) == rank);
+        const bool copies = lane < pieces && (!both || (piece & 1) == tiles.rank);
         const uint8_t* source =
             p.blocks + tile.expert * p.expert_bytes +
             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
@@ -174,16 +152,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
           __syncwarp();
           if (copies) {
             const uint32_t to = SharedAddress(slots) + slot * S::kSlotBytes + piece * S::kPieceBytes;
-            if (both) {
-              BulkLoadBoth(to, source, bytes, barrier, policy);
-              if (half) {
-                BulkLoadBoth(to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
-              }
-            } else {
-              BulkLoad(to, source, bytes, barrier, policy);
-              if (half) {
-                BulkLoad(to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
-              }
+            LoadStage(both, to, source, bytes, barrier, policy);
+            if (half) {
+              LoadStage(both, to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, policy);
             }
           }
           source += S::kPieceBytes;
@@ -207,22 +178,15 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
   int phase = 0;
   const uint32_t descriptor0 = SharedDescriptorLow(SharedAddress(stages));
   PrefillTile tile;
-  auto arrive = [&](uint32_t barrier) {
-    if constexpr (kPairs) {
-      if (lane < 2) {
-        BarrierArriveAt(barrier, lane);
-      }
-    } else if (lane == 0) {
-      BarrierArrive(barrier);
-    }
-  };
   auto run = [&](auto tokens_constant) {
     constexpr int N = decltype(tokens_constant)::value;
     constexpr int kPerStage = S::StageSlabs(N);
-    // k-steps of a group of wgmma: more hide more, where registers allow it
-    constexpr int kBatch = kWarpgroups == 4 && (kIntegers || (N == 16 && F::kTraits.code_bits == 4)) ? 4
-                           : N <= 96                                                                 ? 2
-                                                                                                     : 1;
+    // k-steps of a group of wgmma: more hide more, where registers allow it (ptxas serializes them else:
+    // C7512). Four of integers leave no room for the fragments of the next group beside them.
+    constexpr bool kFewRegisters =
+        N == 16 && F::kTraits.code_bits == 4 && F::kTraits.scale != FragmentScale::kHalf;
+    constexpr int kBatch = kWarpgroups == 4 && (kIntegers || kFewRegisters) ? 4 : N <= 96 ? 2 : 1;
+    constexpr bool kOneGroup = kWarpgroups == 4 && kIntegers;
     float acc[kGroups][N / 2];
     float part[kPromote ? kGroups : 1][kPromote ? N / 2 : 1];       // sums of a group of scales
     int32_t whole[kIntegers ? kGroups : 1][kIntegers ? N / 2 : 1];  // sums of all of K
@@ -291,9 +255,9 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
         }
         WgmmaCommit();
         // The group before is complete: its fragments are free, and its stage, if it was the last of one.
-        WgmmaWait<decltype(drain)::value ? 0 : 1>();
+        WgmmaWait<decltype(drain)::value || kOneGroup ? 0 : 1>();
         if (j0 == 0 && sub == 0 && release >= 0) {
-          arrive(empty + 8 * release);
+          ReleaseStage<kPairs>(empty + 8 * release, lane);
           release = -1;
         }
       }
@@ -337,7 +301,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
     };
     auto next_slot = [&] {
       __syncwarp();
-      arrive(w_empty + 8 * slot);
+      ReleaseStage<kPairs>(w_empty + 8 * slot, lane);
       if (++slot == S::kSlots) {
         slot = 0;
         slot_phase ^= 1;
@@ -367,7 +331,7 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
       next_slot();
     }
     WgmmaWait<0>();
-    arrive(empty + 8 * release);
+    ReleaseStage<kPairs>(empty + 8 * release, lane);
     if constexpr (kIntegers) {
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
@@ -562,8 +526,8 @@ __global__ void __launch_bounds__(PrefillShape<kFormat, kTileTokens, kIntegers>:
       }
     }
   };
-  for (int t = begin; t < num_tiles; t += stride) {
-    tiles.Locate(t, rank, tile);
+  for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
+    tiles.Locate(t, tile);
     const int sixteens = (tile.width + 15) / 16;
     if constexpr (kTileTokens == 64) {
       if (sixteens == 1) {

@@ -2,6 +2,7 @@
 
 #include "experts/cuda/fragments.cuh"
 #include "experts/cuda/prefill.hpp"
+#include "experts/cuda/prefill_tiles_sm90.cuh"
 
 /// The sizes of the grouped GEMM of prefill, by format and tile, and its small parts: prefill_gemm_sm90.cuh.
 namespace fusedmoe::cuda {
@@ -35,13 +36,13 @@ struct PrefillShape {
   static constexpr int kStages = kSlabBits == 16 && kTileTokens == 128 ? 5 : 6;
   static constexpr int kStageBytes = kTileTokens * 128;
   static constexpr int kEpilogueBytes = 32768;
-  static constexpr int kTableBytes = (3 * (static_cast<int>(kMaxExperts) + 1)) * 4;
+  using Tiles = PrefillTiles<kTileTokens, kPairs, true>;
   static constexpr int kSharedBytes = 232448;
   static constexpr int kSlots =
-      (kSharedBytes - 1024 - kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
+      (kSharedBytes - Tiles::kTableBytes - 256 - kEpilogueBytes - kStages * kStageBytes) / kSlotBytes;
   static_assert(kSlots >= 2, "weights must be able to arrive while others multiply");
-  static constexpr int kBytes = 1024 + kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
-                                (2 * kStages + 2 * kSlots) * 8 + kTableBytes;
+  static constexpr int kBytes = kStages * kStageBytes + kEpilogueBytes + kSlots * kSlotBytes +
+                                (2 * kStages + 2 * kSlots) * 8 + Tiles::kTableBytes;
   static_assert(kBytes <= kSharedBytes, "shared memory of a CTA of sm_90");
   /// Slabs that share a token stage: small tiles put several into one. Never more than a weight slot has, so
   /// that the place of a slab in its stage is known when the loop over a slot is unrolled: counted at run

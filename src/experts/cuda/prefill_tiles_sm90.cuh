@@ -2,9 +2,12 @@
 
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/ptx.cuh"
+#include "experts/cuda/ptx_panel.cuh"
 
-/// Which tiles the grouped GEMMs of prefill have: of 256 weight rows and some tokens of an expert, in an
-/// order in which CTAs that run together share weights in L2 (tokens first).
+/// Which tiles the grouped GEMMs of prefill have: of 256 weight rows and some tokens of an expert, dealt to
+/// the CTAs (or pairs of them) in turn, in an order in which CTAs that run together share weights in L2
+/// (tokens first). Short tiles read as much from L2 as long ones and take nearly as long: dealt apart, so
+/// that all CTAs have as many of each, they made no layer faster.
 namespace fusedmoe::cuda {
 
 struct PrefillTile {
@@ -16,26 +19,49 @@ struct PrefillTile {
   bool one_weights = false;  ///< a pair: both have the same weights; else the same tokens
 };
 
+/// A slab of a tile's tokens in bytes, and what this CTA copies of it: of the same tokens each of a pair
+/// copies half, to both.
+struct TokenShare {
+  int bytes;
+  int own_bytes;
+  int offset;
+  bool both;
+};
+
 /// kPairs: two CTAs take two token pieces of the same weights, and of an odd last piece two row tiles.
 /// kEven: an expert with more tokens than a tile is cut evenly (instructions fit any multiple of 16), else
 /// into whole tiles and a rest.
 template <int kTileTokens, bool kPairs, bool kEven>
 struct PrefillTiles {
+  static constexpr int kTableBytes = (3 * static_cast<int>(kMaxExperts) + 1) * 4;
+
   int* first_row;   ///< [E] shared memory
   int* counts;      ///< [E]
   int* first_tile;  ///< [E + 1]
   int num_experts;
   int row_tiles;
+  int rank;    ///< of the CTA in its pair
+  int begin;   ///< the first tile of the CTA or pair
+  int stride;  ///< from each to the next
 
-  __device__ PrefillTiles(const PrefillGemmParams& p, int* table)
-      : first_row(table),
-        counts(table + p.num_experts),
-        first_tile(table + 2 * p.num_experts),
+  __device__ PrefillTiles(const PrefillGemmParams& p, void* table)
+      : first_row(static_cast<int*>(table)),
+        counts(first_row + p.num_experts),
+        first_tile(counts + p.num_experts),
         num_experts(p.num_experts),
-        row_tiles(p.row_tiles) {}
+        row_tiles(p.row_tiles),
+        rank(kPairs ? static_cast<int>(blockIdx.x) & 1 : 0),
+        begin(static_cast<int>(blockIdx.x) / (kPairs ? 2 : 1)),
+        stride(static_cast<int>(gridDim.x) / (kPairs ? 2 : 1)) {}
 
-  /// All threads of the CTA; behind the map.
-  __device__ __forceinline__ void Load(const PrefillGemmParams& p, int tid, int threads) const {
+  /// All threads of the CTA, whose barriers are initialized; behind it those of the other one of a pair are.
+  __device__ __forceinline__ void Open(const PrefillGemmParams& p, int tid, int threads) const {
+    // The map is ready once the first GEMM (or the kernel between the two) runs, so that the second may read
+    // it and fetch weights before its tokens are there.
+    if (p.wait_for_map) {
+      GridWait();
+      GridLaunchNext();
+    }
     for (int e = tid; e < num_experts; e += threads) {
       first_row[e] = p.first_row[e];
       counts[e] = p.counts[e];
@@ -61,15 +87,23 @@ struct PrefillTiles {
       }
     }
     __syncthreads();
+    if constexpr (kPairs) {
+      PairSync();
+    }
   }
 
   __device__ __forceinline__ int Count() const { return first_tile[num_experts]; }
 
-  /// Tile `t` of CTA `rank` of a pair. `tile` is one before it, or new.
-  __device__ __forceinline__ void Locate(int t, int rank, PrefillTile& tile) const {
-    while (t >= first_tile[tile.expert + 1]) {
-      ++tile.expert;
+  /// Tile `t` of the CTA. `tile` is one before it, or new. All lanes of a warp: they look at 32 experts at a
+  /// time (one after the other is some 3 us in a GEMM of 128 experts).
+  __device__ __forceinline__ void Locate(int t, PrefillTile& tile) const {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    uint32_t beyond;
+    while ((beyond = __ballot_sync(kAllLanes, t < first_tile[min(tile.expert + 1 + lane, num_experts)])) ==
+           0) {
+      tile.expert += kWarpSize;
     }
+    tile.expert += __ffs(static_cast<int>(beyond)) - 1;
     const int index = t - first_tile[tile.expert];
     const int count = counts[tile.expert];
     const int pieces = PiecesOf(count);
@@ -92,6 +126,20 @@ struct PrefillTiles {
     tile.token = first_row[tile.expert] + piece * step;
     tile.tokens = min(step, count - piece * step);
     tile.width = kPairs && tile.one_weights ? step : tile.tokens;
+  }
+
+  __device__ __forceinline__ TokenShare ShareOf(const PrefillTile& tile) const {
+    const int bytes = (tile.tokens + 7) / 8 * 1024;
+    if (!kPairs || tile.one_weights) {
+      return {bytes, bytes, 0, false};
+    }
+    const int half = (bytes / 1024 + 1) / 2 * 1024;
+    return {bytes, rank == 0 ? half : bytes - half, rank == 0 ? 0 : half, true};
+  }
+
+  /// Whether other tiles read the weights of this one again, later.
+  __device__ __forceinline__ bool ReadsAgain(const PrefillTile& tile) const {
+    return counts[tile.expert] > (kPairs ? 2 : 1) * kTileTokens;
   }
 
  private:

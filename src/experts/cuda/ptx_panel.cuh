@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "experts/cuda/ptx.cuh"
+
 /// Instructions of sm_90 that the grouped GEMM needs beside ptx.cuh: barriers of some warps, register shares
 /// of warps, and the way of a tile from registers through shared memory to global memory.
 namespace fusedmoe::cuda {
@@ -46,6 +48,44 @@ __device__ __forceinline__ void BulkLoadBoth(uint32_t to, const void* from, uint
       "[%0], [%1], %2, [%3], %4, %5;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<uint16_t>(3)), "l"(policy)
       : "memory");
+}
+
+/// Bytes of a stage into this CTA, or into both of a pair.
+__device__ __forceinline__ void LoadStage(bool both, uint32_t to, const void* from, uint32_t bytes,
+                                          uint32_t barrier, uint64_t policy) {
+  if (both) {
+    BulkLoadBoth(to, from, bytes, barrier, policy);
+  } else {
+    BulkLoad(to, from, bytes, barrier, policy);
+  }
+}
+/// A warp has read a stage, which this CTA, or both of a pair, may fill again: one lane says so for it.
+/// racecheck does not follow that, only lanes that speak for themselves (bench/cuda/race_probe.cu): with
+/// -DFMOE_EVERY_LANE_ARRIVES all do.
+#ifdef FMOE_EVERY_LANE_ARRIVES
+inline constexpr int kArrivingLanes = kWarpSize;
+#else
+inline constexpr int kArrivingLanes = 1;
+#endif
+template <bool kPairs>
+__device__ __forceinline__ void ReleaseStage(uint32_t barrier, int lane) {
+  if constexpr (!kPairs) {
+    if (lane < kArrivingLanes) {
+      BarrierArrive(barrier);
+    }
+  } else if constexpr (kArrivingLanes == 1) {
+    if (lane < 2) {
+      BarrierArriveAt(barrier, lane);
+    }
+  } else {
+    BarrierArriveAt(barrier, 0);
+    BarrierArriveAt(barrier, 1);
+  }
+}
+/// How often a stage is released that `warps` warps of a CTA read.
+template <bool kPairs>
+constexpr int ReleasesBy(int warps) {
+  return (kPairs ? 2 : 1) * kArrivingLanes * warps;
 }
 
 /// What threads wrote becomes visible to bulk copies, and the other way round.
