@@ -50,6 +50,22 @@ std::string HashOf(const NamedTensor& tensor) {
   return hash.Finish();
 }
 
+/// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
+void RemoveUnfinished(const fs::path& temporary) {
+  std::error_code ignored;
+  std::vector<fs::path> files;
+  for (fs::directory_iterator entry(temporary, ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
+    if (entry->path().filename() != kMarker) {
+      files.push_back(entry->path());
+    }
+  }
+  for (const fs::path& file : files) {
+    fs::remove_all(file, ignored);
+  }
+  fs::remove_all(temporary, ignored);
+}
+
 }  // namespace
 
 int64_t Unit::bytes() const {
@@ -92,7 +108,7 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
         return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
       }
     }
-    fs::remove_all(temporary, error);
+    RemoveUnfinished(temporary);
   }
   if (!fs::create_directories(temporary, error) || error) {
     return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
@@ -110,8 +126,7 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
 
 OutputCheckpoint::~OutputCheckpoint() {
   if (!committed_) {
-    std::error_code ignored;
-    fs::remove_all(temporary_, ignored);
+    RemoveUnfinished(temporary_);
   }
 }
 
