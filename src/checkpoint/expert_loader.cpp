@@ -7,6 +7,7 @@
 
 #include "checkpoint/matrix_reader.hpp"
 #include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {
 
@@ -82,6 +83,31 @@ bool SameScheme(const Scheme& a, const Scheme& b) {
   return a.name == b.name && a.activation == b.activation;
 }
 
+/// Unquantized weights have the type of the file. Where matrices of a layer differ, that is F32, which holds
+/// them all.
+void JoinElement(const LayerContext& context, const MatrixPlace& place, std::optional<DType>* element) {
+  const TensorInfo* info = context.store->Find(place.base + place.weight_suffix);
+  if (info != nullptr)
+    *element = !*element || *element == info->dtype ? info->dtype : DType::kF32;
+}
+
+/// To the type of the layer.
+Status Widen(const Scheme& scheme, CanonicalMatrix* matrix) {
+  if (scheme.weight.quantized() || scheme.weight.element != DType::kF32 ||
+      matrix->codes.dtype() == DType::kF32) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor wide, Tensor::Allocate(DType::kF32, Shape{matrix->rows, matrix->cols}));
+  const TensorView narrow = matrix->codes.view();
+  for (int64_t row = 0; row < matrix->rows; ++row) {
+    DecodeRow(narrow.dtype(), narrow.data() + row * narrow.stride_bytes(0), 0, matrix->cols,
+              wide.mutable_view().as<float>() + row * matrix->cols);
+  }
+  matrix->codes = std::move(wide);
+  matrix->format.element = DType::kF32;
+  return Status::Ok();
+}
+
 Status Different(const LayerContext& context, const std::string& base, const Scheme& found,
                  const Scheme& first) {
   return context.store->Blame(
@@ -155,6 +181,7 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
       return Different(context, located.place.base, own, scheme);
     FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
                           ReadMatrix(*context.store, format, located.place, located.rows, located.cols));
+    FMOE_RETURN_IF_ERROR(Widen(scheme, &matrix));
     CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate
                             : projection == Projection::kUp ? loaded.up
                                                             : loaded.down;
@@ -245,11 +272,15 @@ Result<Scheme> RoutedScheme(const LayerContext& context) {
     if (!SameScheme(*first, scheme))
       return Different(context, Locate(context, 0, projection).place.base, scheme, *first);
   }
-  // The element of unquantized weights is that of the file.
-  const Located up = Locate(context, 0, Projection::kUp);
-  const TensorInfo* info = context.store->Find(up.place.base + up.place.weight_suffix);
-  if (!first->weight.quantized() && info != nullptr)
-    first->weight.element = info->dtype;
+  if (!first->weight.quantized()) {
+    const bool alone = context.spec.names.experts.form == ExpertForm::kPerExpert;
+    std::optional<DType> element;
+    for (int64_t expert = 0; expert < (alone ? context.spec.config.num_experts : 1); ++expert) {
+      for (const Projection projection : Projections(context))
+        JoinElement(context, Locate(context, expert, projection).place, &element);
+    }
+    first->weight.element = element.value_or(first->weight.element);
+  }
   return *std::move(first);
 }
 
@@ -290,19 +321,19 @@ Result<int64_t> SharedIntermediate(const LayerContext& context) {
 Result<Scheme> SharedScheme(const LayerContext& context) {
   FMOE_ASSIGN_OR_RETURN(const SharedPlan plan, PlanShared(context));
   std::optional<Scheme> first;
+  std::optional<DType> element;
   for (const auto& [projection, place] : plan.places) {
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
                           FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
     FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeAt(context, place.base, format));
-    if (const TensorInfo* info = context.store->Find(place.base + place.weight_suffix);
-        info != nullptr && !format.quantized()) {
-      scheme.weight.element = info->dtype;
-    }
+    JoinElement(context, place, &element);
     if (first && !SameScheme(*first, scheme))
       return Different(context, place.base, scheme, *first);
     if (!first)
       first = std::move(scheme);
   }
+  if (!first->weight.quantized())
+    first->weight.element = element.value_or(first->weight.element);
   return *std::move(first);
 }
 
@@ -314,7 +345,8 @@ Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
   FMOE_ASSIGN_OR_RETURN(source.scheme, SharedScheme(*context));
   FMOE_ASSIGN_OR_RETURN(const auto share, Share(plan.intermediate, parallel, source.scheme));
   const bool first_rank = parallel.tp_rank == 0;
-  source.load = [context, plan, share, first_rank](int64_t local) -> Result<CanonicalExpert> {
+  source.load = [context, plan, scheme = source.scheme, share,
+                 first_rank](int64_t local) -> Result<CanonicalExpert> {
     if (local != 0)
       return Status::Usage(fmt::format("shared expert {} is asked for; they count as one", local));
     CanonicalExpert loaded;
@@ -326,6 +358,7 @@ Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
           CanonicalMatrix matrix,
           ReadMatrix(*context->store, format, place, down ? context->spec.config.hidden : plan.intermediate,
                      down ? plan.intermediate : context->spec.config.hidden));
+      FMOE_RETURN_IF_ERROR(Widen(scheme, &matrix));
       CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate
                               : projection == Projection::kUp ? loaded.up
                                                               : loaded.down;

@@ -47,6 +47,37 @@ TEST(MalformedModel, SoundModels_Load) {
   }
 }
 
+// Odd, and no damage: every matrix keeps its values, in the one type that holds them all.
+TEST(MalformedModel, UnquantizedMatricesOfSeveralTypes_AreWidened) {
+  for (const std::string odd : {"0.up_proj", "1.down_proj"}) {
+    for (const bool half : {true, false}) {
+      TinyModel model("bf16");
+      RawTensor& tensor = model.Find("model.layers.0.mlp.experts." + odd + ".weight");
+      tensor =
+          half ? Bytes(tensor.name, "F16", tensor.shape, 2, 0x31) : Floats(tensor.name, tensor.shape, 0.3F);
+      const TemporaryDirectory folder;
+      model.WriteTo(folder);
+      const auto checkpoint = Checkpoint::Open(folder.path());
+      ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+      const auto source = (*checkpoint)->Experts(0);
+      ASSERT_TRUE(source.ok()) << source.status().ToString();
+      EXPECT_EQ(source->scheme.weight.element, DType::kF32);
+      for (int64_t expert = 0; expert < kExperts; ++expert) {
+        const auto loaded = source->load(expert);
+        ASSERT_TRUE(loaded.ok()) << loaded.status().ToString();
+        for (const CanonicalMatrix* matrix : {&loaded->gate, &loaded->up, &loaded->down}) {
+          EXPECT_EQ(matrix->format.element, DType::kF32);
+          ASSERT_EQ(matrix->codes.dtype(), DType::kF32);
+        }
+      }
+      const CanonicalExpert expert = *source->load(odd[0] - '0');
+      const CanonicalMatrix& matrix = odd[0] == '0' ? expert.up : expert.down;
+      // 0x3131 as F16: 2^-3 (1 + 0x131 / 2^10)
+      EXPECT_EQ(*matrix.codes.view().as<float>(), half ? 0.125F * (1 + 305 / 1024.0F) : 0.3F);
+    }
+  }
+}
+
 // Tensors of one projection that may be absent: what their absence means is another format, not damage.
 bool IsOptional(const std::string& format, const std::string& suffix) {
   return suffix == ".g_idx" || suffix == ".qzeros" || (format == "ct_int4" && suffix == ".weight_zero_point");
