@@ -8,7 +8,7 @@
 namespace fusedmoe {
 namespace {
 
-constexpr double kSmallest = 1e-7, kLargest = 1.0;
+constexpr double kSmallest = 1e-8, kLargest = 1.0;
 
 // 0 at kSmallest, 1 at kLargest, by the logarithm; NaN and infinity count as largest.
 double Level(double error) {
@@ -38,11 +38,11 @@ std::string Text(double x, double y, const std::string& text) {
 }  // namespace
 
 std::string ErrorMapSvg(const VerifyReport& report) {
-  constexpr double kLeft = 60, kTop = 40, kCellX = 7, kCellY = 9, kBar = 8;
-  const double map_height = static_cast<double>(report.map_rows) * kCellY;
+  constexpr double kLeft = 60, kTop = 40, kCellX = 7, kRow = 12, kFigures = 50;
+  const double map_height = static_cast<double>(report.map_rows) * kRow;
   const double map_width = std::max(static_cast<double>(report.map_cols) * kCellX, 420.0);
   const double bars_top = kTop + map_height + 50;
-  const double height = bars_top + static_cast<double>(report.experts.size()) * kBar + 30;
+  const double height = bars_top + static_cast<double>(report.experts.size()) * kRow + 30;
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{:.0f}\" height=\"{:.0f}\" "
       "font-family=\"sans-serif\" "
@@ -58,22 +58,25 @@ std::string ErrorMapSvg(const VerifyReport& report) {
     for (int64_t col = 0; col < report.map_cols; ++col) {
       const double error = report.error_map[static_cast<size_t>(row * report.map_cols + col)];
       svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{}\" height=\"{}\" fill=\"{}\"/>\n",
-                         kLeft + static_cast<double>(col) * kCellX, kTop + static_cast<double>(row) * kCellY,
-                         kCellX, kCellY, Colour(Level(error)));
+                         kLeft + static_cast<double>(col) * kCellX, kTop + static_cast<double>(row) * kRow,
+                         kCellX, kRow, Colour(Level(error)));
     }
     if (report.map_rows <= 16 || row % 8 == 0) {
-      svg += Text(10, kTop + static_cast<double>(row) * kCellY + 8,
+      svg += Text(10, kTop + static_cast<double>(row) * kRow + 9,
                   fmt::format("{}", row * report.rows / std::max<int64_t>(report.map_rows, 1)));
     }
   }
-  svg += Text(10, bars_top - 10, "experts (relative L2 of their contributions)");
+  svg += Text(10, bars_top - 10, "experts: relative L2 of their contributions");
   for (size_t index = 0; index < report.experts.size(); ++index) {
     const ExpertError& expert = report.experts[index];
-    const double y = bars_top + static_cast<double>(index) * kBar;
-    const double level = Level(expert.rel_l2);
-    svg += fmt::format("<rect x=\"{}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\"/>\n", kLeft, y,
-                       2 + level * (map_width - 2), kBar - 1, Colour(level));
-    svg += Text(10, y + kBar - 1, fmt::format("{}", expert.expert));
+    const double y = bars_top + static_cast<double>(index) * kRow;
+    const double level = Level(expert.rel_l2), width = 2 + level * (map_width - kFigures);
+    svg += fmt::format(
+        "<rect x=\"{}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\" stroke=\"#999\" "
+        "stroke-width=\"0.5\"/>\n",
+        kLeft, y, width, kRow - 2, Colour(level));
+    svg += Text(10, y + 9, fmt::format("{}", expert.expert));
+    svg += Text(kLeft + width + 4, y + 9, fmt::format("{:.1e}", expert.rel_l2));
   }
   return svg + "</svg>\n";
 }
