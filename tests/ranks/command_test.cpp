@@ -50,6 +50,14 @@ class RunOnRanks : public test::MpiTest {
     return command;
   }
   std::string Output() const { return directory_ / "out.safetensors"; }
+  /// Two ranks of one job, each with a command of its own.
+  Job LaunchBoth(const std::vector<std::string>& first, const std::vector<std::string>& second) {
+    std::vector<std::string> arguments = {"-n", "1"};
+    arguments.insert(arguments.end(), first.begin(), first.end());
+    arguments.insert(arguments.end(), {":", "-n", "1"});
+    arguments.insert(arguments.end(), second.begin(), second.end());
+    return Launch(arguments);
+  }
 
   const test::TemporaryDirectory directory_;
 };
@@ -108,15 +116,7 @@ TEST_F(RunOnRanks, OtherCheckpointOnOneRank_EndsTheJobBeforeItRuns) {
   Sample("unquantized");
   Sample("int4_w4a16", "other");
   const std::vector<std::string> more = {"--dp", "2", "--ep", "--deadline", "10"};
-  std::vector<std::string> arguments = {"-n", "1"};
-  for (const std::string& word : Command("checkpoint", more)) {
-    arguments.push_back(word);
-  }
-  arguments.insert(arguments.end(), {":", "-n", "1"});
-  for (const std::string& word : Command("other", more)) {
-    arguments.push_back(word);
-  }
-  const Job job = Launch(arguments);
+  const Job job = LaunchBoth(Command("checkpoint", more), Command("other", more));
   EXPECT_EQ(job.exit_code, 5) << job.text;
   EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
   EXPECT_FALSE(std::filesystem::exists(Output()));
@@ -124,12 +124,8 @@ TEST_F(RunOnRanks, OtherCheckpointOnOneRank_EndsTheJobBeforeItRuns) {
 
 TEST_F(RunOnRanks, RankThatNeverStarts_EndsJobAtDeadline) {
   Sample("unquantized");
-  std::vector<std::string> arguments = {"-n", "1"};
-  for (const std::string& word : Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "2"})) {
-    arguments.push_back(word);
-  }
-  arguments.insert(arguments.end(), {":", "-n", "1", "sleep", "86.5"});
-  const Job job = Launch(arguments);
+  const Job job =
+      LaunchBoth(Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "2"}), {"sleep", "86.5"});
   EXPECT_EQ(job.exit_code, 5) << job.text;
   EXPECT_LT(job.seconds, 3 + 2 + 5) << job.text;
   EXPECT_TRUE(job.Says({"start: rank 0 has waited", "within 2 s"})) << job.text;
@@ -188,15 +184,7 @@ TEST_F(RunOnRanks, OtherWeightsOnOneRank_EndTheJobBeforeItRuns) {
     }
   }
   const std::vector<std::string> more = {"--dp", "2", "--ep", "--deadline", "10"};
-  std::vector<std::string> arguments = {"-n", "1"};
-  for (const std::string& word : Command("checkpoint", more)) {
-    arguments.push_back(word);
-  }
-  arguments.insert(arguments.end(), {":", "-n", "1"});
-  for (const std::string& word : Command("other", more)) {
-    arguments.push_back(word);
-  }
-  const Job job = Launch(arguments);
+  const Job job = LaunchBoth(Command("checkpoint", more), Command("other", more));
   EXPECT_EQ(job.exit_code, 5) << job.text;
   EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
   EXPECT_FALSE(std::filesystem::exists(Output()));
@@ -207,11 +195,7 @@ TEST_F(RunOnRanks, MissingInputOnOneRank_EndsTheJobWithItsExitCode) {
   const std::vector<std::string> good = Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "10"});
   std::vector<std::string> bad = good;
   bad[6] = directory_ / "absent.safetensors";
-  std::vector<std::string> arguments = {"-n", "1"};
-  arguments.insert(arguments.end(), good.begin(), good.end());
-  arguments.insert(arguments.end(), {":", "-n", "1"});
-  arguments.insert(arguments.end(), bad.begin(), bad.end());
-  const Job job = Launch(arguments);
+  const Job job = LaunchBoth(good, bad);
   EXPECT_EQ(job.exit_code, 3) << job.text;
   EXPECT_TRUE(job.Says({"absent.safetensors"})) << job.text;
 }
