@@ -196,8 +196,8 @@ Json ReportJson(const BenchReport& report) {
 }
 
 std::string ReportText(const BenchReport& report) {
-  std::string ceilings =
-      fmt::format("{} threads; read {:.1f} GB/s", report.num_threads, report.ceilings.read / 1e9);
+  std::string ceilings = fmt::format("{}; read {:.1f} GB/s", CountText(report.num_threads, "thread"),
+                                     report.ceilings.read / 1e9);
   for (const BenchCeilings::Peak& peak : report.ceilings.peaks) {
     ceilings += fmt::format(", {} {:.0f} G/s", peak.unit, peak.rate / 1e9);
   }

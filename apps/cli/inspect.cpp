@@ -139,10 +139,12 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
                    {"expert_bytes_per_rank", per_rank},
                    {"layers", list}});
 
-  output.Text(fmt::format("{}: {}, quantized by {}, {} layers, {} with experts, {} tensors, {}\n",
-                          checkpoint->directory(), checkpoint->family(), checkpoint->producer(),
-                          checkpoint->num_layers(), layers.size(), checkpoint->tensors().size(),
-                          BytesText(bytes)));
+  const std::string& producer = checkpoint->producer();
+  output.Text(fmt::format("{}: {}, {}, {}, {} with experts, {} tensors, {}\n", checkpoint->directory(),
+                          checkpoint->family(),
+                          producer == "none" ? "not quantized" : "quantized by " + producer,
+                          CountText(checkpoint->num_layers(), "layer"), layers.size(),
+                          checkpoint->tensors().size(), BytesText(bytes)));
   std::vector<std::vector<std::string>> rows = {{"layer", "scheme", "experts", "top_k", "hidden",
                                                  "intermediate", "activation", "router", "shared", "bytes"}};
   for (const LayerDescription& layer : layers) {

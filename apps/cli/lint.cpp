@@ -64,15 +64,15 @@ Status RunLint(const LintFlags& flags, Output& output) {
     text += fmt::format("{}[{}] {}: {}\n", severity, finding.code, finding.tensor, finding.message);
   }
   const auto warnings = static_cast<int64_t>(report.findings.size()) - errors;
-  text += fmt::format("{} layers, {} experts: {} errors, {} warnings\n", report.layers, report.experts,
-                      errors, warnings);
+  text += fmt::format("{}, {} experts: {}, {}\n", CountText(report.layers, "layer"), report.experts,
+                      CountText(errors, "error"), CountText(warnings, "warning"));
   output.Document({{"findings", findings},
                    {"errors", errors},
                    {"warnings", warnings},
                    {"layers", report.layers},
                    {"experts", report.experts}});
   output.Text(text);
-  return report.ok ? Status::Ok() : Status::No(fmt::format("{} errors were found", errors));
+  return report.ok ? Status::Ok() : Status::No(fmt::format("{} found", CountText(errors, "error")));
 }
 
 }  // namespace

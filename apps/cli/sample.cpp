@@ -45,11 +45,11 @@ Status Sample(const SampleFlags& flags, Output& output) {
                    {"input", report.input_file},
                    {"seconds", seconds}});
   output.Text(
-      fmt::format("{}: {} {}, {} layers of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
+      fmt::format("{}: {} {}, {} of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
                   "run it: fusedmoe run {} --layer 0 --input {}/{} --output out.safetensors\n",
-                  options.directory, options.family, options.scheme, options.num_layers, report.num_experts,
-                  report.top_k, report.hidden, report.intermediate, BytesText(report.bytes), seconds,
-                  options.directory, options.directory, report.input_file));
+                  options.directory, options.family, options.scheme, CountText(options.num_layers, "layer"),
+                  report.num_experts, report.top_k, report.hidden, report.intermediate,
+                  BytesText(report.bytes), seconds, options.directory, options.directory, report.input_file));
   return Status::Ok();
 }
 

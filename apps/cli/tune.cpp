@@ -38,7 +38,7 @@ std::string ReportText(const CpuCosts& costs) {
                     PathText(row.vectors), row.has_tiles ? PathText(row.tiles) : "none",
                     fmt::format("{:.0f} %", row.misfit * 100)});
   }
-  return fmt::format("{}, {} threads\n", costs.cpu, costs.threads) + Table(rows);
+  return fmt::format("{}, {}\n", costs.cpu, CountText(costs.threads, "thread")) + Table(rows);
 }
 
 Status Tune(const TuneFlags& flags, Output& output) {

@@ -106,7 +106,7 @@ class SchemeRun {
   Status One(LayerRotation& rotation, Measurement& measurement, const std::string& isa,
              const std::string& mode, BenchRow& row, bool& planned) {
     if (options_.progress) {
-      options_.progress(fmt::format("{} {}, {} tokens", row.problem, row.scheme, row.tokens));
+      options_.progress(fmt::format("{} {}, {}", row.problem, row.scheme, CountText(row.tokens, "token")));
     }
     LayerOptions layer_options;
     layer_options.device = options_.device;
