@@ -37,7 +37,7 @@ endfunction()
 # Sanitizer presets compile targets that are mostly headers (JSON, the tables) in batches of files, which takes them half
 # the time; the others compile each file alone. Sources named here repeat a name that a sibling's anonymous namespace has.
 set(FUSEDMOE_ALONE scheme block_quantizer eplb_state tables_int tables_mx tables_nvfp4 layer_spec gguf_writer unpack bench
-    golden_checkpoints_test operations_nvfp4 operations_layers operations_routing operations_permutation)
+    operations_nvfp4 operations_layers operations_routing operations_permutation)
 function(fusedmoe_batch target)
   if(FMOE_SANITIZE)
     set_target_properties(${target} PROPERTIES UNITY_BUILD ON)

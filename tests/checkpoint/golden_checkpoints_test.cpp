@@ -18,13 +18,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-fs::path Root() {
+fs::path GoldenRoot() {
   return fs::path(FMOE_GOLDEN_DIR) / "checkpoints";
 }
 
-std::vector<std::string> Cases() {
+std::vector<std::string> GoldenCases() {
   std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(Root())) {
+  for (const auto& entry : fs::directory_iterator(GoldenRoot())) {
     if (fs::exists(entry.path() / "case.json"))
       names.push_back(entry.path().filename().string());
   }
@@ -67,7 +67,7 @@ const std::map<std::string, std::string> kSchemes = {
 class GoldenCheckpoint : public testing::TestWithParam<std::string> {};
 
 TEST_P(GoldenCheckpoint, OpensAndLoadsEveryExpert) {
-  const fs::path directory = Root() / GetParam();
+  const fs::path directory = GoldenRoot() / GetParam();
   const auto facts = nlohmann::json::parse(std::ifstream(directory / "case.json"));
   const auto checkpoint = Checkpoint::Open(directory.string());
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
@@ -111,7 +111,7 @@ TEST_P(GoldenCheckpoint, OpensAndLoadsEveryExpert) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(Cases()), test::NamedAfterText);
+INSTANTIATE_TEST_SUITE_P(All, GoldenCheckpoint, testing::ValuesIn(GoldenCases()), test::NamedAfterText);
 
 }  // namespace
 }  // namespace fusedmoe
