@@ -1,8 +1,8 @@
 // Weights to panels at load, beside the copy of the same bytes: canonical experts that no cache holds go to
 // fresh memory, once copied, once packed, in turn.
 //
-//   pack_bench [--benchmark_filter=nvfp4]      of_copy: copied bytes a second / packed ones, medians of all
-//   turns
+//   pack_bench [--benchmark_filter=nvfp4]      of_copy: rate of packing / rate of the copy, each the best of
+//   all turns
 #include <benchmark/benchmark.h>
 #include <sys/mman.h>
 
@@ -102,8 +102,9 @@ void Pack(benchmark::State& state, const std::string& scheme, int threads) {
 }
 
 int Main(int argc, char** argv) {
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel",
-                             "fp8_w8a16:channel", "fp8_w8a16:block128", "unquantized"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel", "fp8_w8a16:channel",
+        "fp8_w8a16:tensor", "fp8_w8a16:block128", "mxfp8_w8a16", "w_mxfp6_e3m2", "unquantized"}) {
     for (const int threads : {1, 2}) {
       benchmark::RegisterBenchmark(
           (std::string("pack/") + scheme + "/threads:" + std::to_string(threads)).c_str(),

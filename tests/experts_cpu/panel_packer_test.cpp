@@ -42,14 +42,14 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         const auto bytes =
             static_cast<size_t>(static_cast<int64_t>(columns.size()) / format.block * format.block_bytes());
         for (const std::string& isa : cpu_test::HostIsas()) {
-          const PanelPacker packer(matrix, format, columns, *FindKernelTable(*ParseIsa(isa)));
+          PanelPacker packer(matrix, format, columns, *FindKernelTable(*ParseIsa(isa)));
           std::vector<std::byte> expected(bytes, std::byte{0xa5});
           const Workspace memory = *Workspace::Allocate(static_cast<int64_t>(bytes));
           auto* actual = memory.Get<std::byte>(WorkspaceSlot{0, static_cast<int64_t>(bytes)});
           for (int64_t stripe = 0; stripe * kPanelRows < rows; ++stripe) {
             PackPanelStripe(matrix, format, columns, stripe, expected.data());
             std::memset(actual, 0x5a, bytes);
-            packer.Pack(stripe, actual);
+            packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
             ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
                 << name << " " << rows << " x " << cols << " stripe " << stripe << " with " << isa;
           }

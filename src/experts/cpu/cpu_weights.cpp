@@ -121,10 +121,11 @@ class MatrixPacking {
     return Status::Ok();
   }
 
-  void Pack(int64_t stripe) const {
+  void Pack(int64_t stripe, const MatrixPacking* next, int64_t next_stripe) {
     const CanonicalMatrix& canonical = *matrix_->canonical;
     const int64_t position = stripe * matrix_->shape->parts + matrix_->part;
-    packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes);
+    packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes,
+                  next == nullptr ? nullptr : &*next->packer_, next_stripe);
     float* scales = row_scale_ + position * kPanelRows;
     PanelRowScales(canonical, stripe, scales);
     for (int64_t lane = 0; lane < kPanelRows; ++lane) {
@@ -176,16 +177,25 @@ Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Targ
     FMOE_RETURN_IF_ERROR(packings[i].Begin(plan, matrices[i], targets, index));
   }
   // Gate and up in turn: they are neighbours in the panels, whose pages are touched once.
-  const auto pack = [&](int first, int end, int64_t stripes) {
+  struct Step {
+    MatrixPacking* packing;
+    int64_t stripe;
+  };
+  std::vector<Step> steps;
+  const auto add = [&](int first, int end, int64_t stripes) {
     for (int64_t stripe = stripes * share.index / share.count;
          stripe < stripes * (share.index + 1) / share.count; ++stripe) {
       for (int i = first; i < end; ++i) {
-        packings[i].Pack(stripe);
+        steps.push_back({&packings[i], stripe});
       }
     }
   };
-  pack(gated ? 0 : 1, 2, plan.gate_up.stripes);
-  pack(2, 3, plan.down.stripes);
+  add(gated ? 0 : 1, 2, plan.gate_up.stripes);
+  add(2, 3, plan.down.stripes);
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const Step next = i + 1 < steps.size() ? steps[i + 1] : Step{};
+    steps[i].packing->Pack(steps[i].stripe, next.packing, next.stripe);
+  }
   if (share.index > 0) {
     return Status::Ok();
   }

@@ -32,12 +32,13 @@ FMOE_INLINE const uint8_t* InStretch(const uint8_t* ahead, const TileView* tile)
 }
 
 /// Short tiles ask for the lines that follow a block by the distances of the tile (CpuPlan says which, and
-/// why). Blocks have kLeastBytes, or more where the type of their scales says so.
-template <FarPrefetch kFar, int64_t kLeastBytes>
-FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
+/// why). Blocks have kLeastBytes, or more where the type of their scales says so; the first kFirst are left
+/// to the kernel, which asks for them at the distance that is returned.
+template <FarPrefetch kFar, int64_t kLeastBytes, int64_t kFirst = 0>
+FMOE_INLINE int64_t PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
   constexpr int64_t kLines = (kLeastBytes + 63) / 64;
   const uint8_t* near = InStretch(block + tile->prefetch_near, tile);
-  for (int64_t line = 0; line < kLines; ++line) {
+  for (int64_t line = kFirst / 64; line < kLines; ++line) {
     Prefetch(near + 64 * line);
   }
   for (int64_t line = kLines; line * 64 < bytes; ++line) {
@@ -49,6 +50,7 @@ FMOE_INLINE void PrefetchBlock(const uint8_t* block, int64_t bytes, const TileVi
       PrefetchFar(far + 64 * line);
     }
   }
+  return near - block;
 }
 
 /// Lines of the stripes that come next, asked for into L2 while a tall tile is multiplied: a few at each of

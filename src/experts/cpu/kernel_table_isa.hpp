@@ -327,46 +327,43 @@ enum PanelTransform : int {
   kPanelWords,      ///< bf16
   kPanelHalfWords,  ///< f16: as fp8
   kPanelFloats,     ///< f32
-  kPanelScales16,   ///< bytes of scales per 16 k
-  kPanelScales32,   ///< per 32 k
   kNumPanelTransforms
 };
 
-/// `units` pieces of 64 k of sixteen rows; each row holds all of them, scales up to the next 32 bytes.
+/// `blocks` blocks of sixteen rows; each row holds all of their codes.
 struct PanelArguments {
   const uint8_t* rows[16];
-  int64_t units;
+  int64_t blocks;
   int64_t units_per_block;
-  int64_t block_bytes;
-  int32_t flip;          ///< exclusive-or of codes; for scales the bits that stay
-  int32_t least;         ///< of each byte of scales
-  const uint8_t* ahead;  ///< where the next rows begin: as many bytes from there are prefetched as are packed
-  uint8_t* out;          ///< scales: those of the first block
+  int32_t flip;             ///< exclusive-or of codes
+  const uint8_t* next[16];  ///< rows that will be packed then: their beginnings are asked for
+  /// What goes behind the codes of each block, block after block; null: room is left for it.
+  const uint8_t* sides;
+  int64_t side_bytes;  ///< of one block, a multiple of 16
+  uint8_t* out;
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 
 /// How rows of scales or zero points become lines of a panel, sixteen rows of a column each.
-enum GroupTransform : int {
-  kGroupBytes,  ///< zero points
-  kGroupWords,  ///< bf16, f16
-  kGroupFloats,
-  kGroupBf16ToFloat,
-  kGroupF16ToFloat,
-  kNumGroupTransforms
+enum SideTransform : int {
+  kSideBytes,  ///< scales of one byte, zero points
+  kSideWords,  ///< bf16, f16
+  kSideFloats,
+  kSideBf16ToFloat,
+  kSideF16ToFloat,
+  kNumSideTransforms
 };
 
 /// A line for each group; groups that follow each other share a column.
-struct GroupLinesArguments {
-  const uint8_t* rows[16];  ///< the first column of each
-  const uint8_t* end;       ///< bytes up to here may be read, from rows of a tensor
-  int32_t flip;             ///< exclusive-or of bytes
+struct SidesArguments {
+  const uint8_t* rows[16];  ///< the first column of each; readable up to the next 32 bytes
   int64_t columns, groups;
   int64_t groups_per_column;
-  int64_t groups_per_block;
-  int64_t group_bytes, block_bytes;
-  uint8_t* out;  ///< the line of the first group
+  int32_t flip, mask, least;  ///< bytes become max((x ^ flip) & mask, least)
+  int64_t stride;             ///< from one line to the next
+  uint8_t* out;               ///< the line of the first group
 };
-typedef void (*PackGroupLinesKernel)(const GroupLinesArguments* arguments);
+typedef void (*PackSidesKernel)(const SidesArguments* arguments);
 
 struct KernelTable {
   const char* isa;
@@ -384,7 +381,7 @@ struct KernelTable {
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
   PackPanelKernel pack_panel[kNumPanelTransforms];
-  PackGroupLinesKernel pack_group_lines[kNumGroupTransforms];
+  PackSidesKernel pack_sides[kNumSideTransforms];
 };
 
 }  // namespace fusedmoe::cpu

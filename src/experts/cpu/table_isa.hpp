@@ -79,13 +79,11 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_panel[kPanelWords] = &PackPanel<4, false, false>;
   table.pack_panel[kPanelHalfWords] = &PackPanel<4, false, true>;
   table.pack_panel[kPanelFloats] = &PackPanel<8, false, false>;
-  table.pack_panel[kPanelScales16] = &PackPanelScales<4>;
-  table.pack_panel[kPanelScales32] = &PackPanelScales<2>;
-  table.pack_group_lines[kGroupBytes] = &PackGroupLines<kGroupBytes>;
-  table.pack_group_lines[kGroupWords] = &PackGroupLines<kGroupWords>;
-  table.pack_group_lines[kGroupFloats] = &PackGroupLines<kGroupFloats>;
-  table.pack_group_lines[kGroupBf16ToFloat] = &PackGroupLines<kGroupBf16ToFloat>;
-  table.pack_group_lines[kGroupF16ToFloat] = &PackGroupLines<kGroupF16ToFloat>;
+  table.pack_sides[kSideBytes] = &PackSides<kSideBytes>;
+  table.pack_sides[kSideWords] = &PackSides<kSideWords>;
+  table.pack_sides[kSideFloats] = &PackSides<kSideFloats>;
+  table.pack_sides[kSideBf16ToFloat] = &PackSides<kSideBf16ToFloat>;
+  table.pack_sides[kSideF16ToFloat] = &PackSides<kSideF16ToFloat>;
   return table;
 }
 
