@@ -722,6 +722,14 @@ constexpr TileFormat MakeTileFormat() {
   return format;
 }
 
+template <TileSums kSums>
+constexpr void SetFinishers(TileKernels& kernels) {
+  kernels.scale[kSums] = &ScaleSums<kSums>;
+  kernels.add[kSums] = &FinishRows<kSums, false>;
+  kernels.put[kSums] = &FinishRows<kSums, true>;
+  kernels.silu_rows[kSums] = &SiluToRows<kSums>;
+}
+
 constexpr TileKernels MakeTileKernels(const char* name) {
   TileKernels kernels = {};
   kernels.name = name;
@@ -748,21 +756,12 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.pack_nvfp4 = &PackTileNvfp4;
   kernels.pack_codes = &PackTileCodes;
   kernels.gather = &GatherTile;
-  kernels.scale[kPlainSums] = &ScaleSums<kPlainSums>;
-  kernels.scale[kScaledSums] = &ScaleSums<kScaledSums>;
-  kernels.scale[kIntegerSums] = &ScaleSums<kIntegerSums>;
-  kernels.add[kPlainSums] = &FinishRows<kPlainSums, false>;
-  kernels.put[kPlainSums] = &FinishRows<kPlainSums, true>;
-  kernels.add[kScaledSums] = &FinishRows<kScaledSums, false>;
-  kernels.put[kScaledSums] = &FinishRows<kScaledSums, true>;
-  kernels.add[kIntegerSums] = &FinishRows<kIntegerSums, false>;
-  kernels.put[kIntegerSums] = &FinishRows<kIntegerSums, true>;
+  SetFinishers<kPlainSums>(kernels);
+  SetFinishers<kScaledSums>(kernels);
+  SetFinishers<kIntegerSums>(kernels);
   kernels.add_slots = &AddSlots;
   kernels.silu = &SiluToTiles;
   kernels.silu_nvfp4 = &SiluToNvfp4;
-  kernels.silu_rows[kPlainSums] = &SiluToRows<kPlainSums>;
-  kernels.silu_rows[kScaledSums] = &SiluToRows<kScaledSums>;
-  kernels.silu_rows[kIntegerSums] = &SiluToRows<kIntegerSums>;
   kernels.pack_block = &PackTileBlock;
   return kernels;
 }
