@@ -3,7 +3,7 @@
 include(CMakePackageConfigHelpers)
 
 set(package_dir lib/cmake/fusedmoe)
-install(TARGETS fusedmoe EXPORT fusedmoe_targets ARCHIVE DESTINATION lib)
+install(TARGETS fusedmoe fusedmoe_c EXPORT fusedmoe_targets ARCHIVE DESTINATION lib LIBRARY DESTINATION lib)
 install(DIRECTORY include/fusedmoe DESTINATION include)
 install(EXPORT fusedmoe_targets FILE fusedmoeTargets.cmake NAMESPACE fusedmoe:: DESTINATION ${package_dir})
 
@@ -19,4 +19,6 @@ if(FMOE_CUDA_FOUND)
   set(FMOE_CUDA_LINK " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt")
 endif()
 configure_file(cmake/fusedmoe.pc.in "${PROJECT_BINARY_DIR}/generated/fusedmoe.pc" @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/generated/fusedmoe.pc" DESTINATION lib/pkgconfig)
+configure_file(cmake/fusedmoe_c.pc.in "${PROJECT_BINARY_DIR}/generated/fusedmoe_c.pc" @ONLY)
+install(FILES "${PROJECT_BINARY_DIR}/generated/fusedmoe.pc" "${PROJECT_BINARY_DIR}/generated/fusedmoe_c.pc"
+  DESTINATION lib/pkgconfig)

@@ -1,5 +1,5 @@
-# Installs the build folder BUILD, and builds examples/minimal of SOURCE against what was installed: with
-# find_package(fusedmoe) and with pkg-config, where there is one. Both must run a layer.
+# Installs the build folder BUILD, and builds the examples of SOURCE against what was installed: with
+# find_package(fusedmoe) and with pkg-config, where there is one. All must run a layer.
 set(folder "${BUILD}/install-test")
 set(prefix "${folder}/prefix")
 set(checkpoint "${SOURCE}/tests/golden/checkpoints/mixtral-modelopt-nvfp4")
@@ -11,8 +11,8 @@ function(run_or_fail)
   set(output "${output}" PARENT_SCOPE)
 endfunction()
 
-function(expect_a_layer program)
-  run_or_fail("${program}" "${checkpoint}" "${checkpoint}/io/m5.safetensors")
+function(expect_a_layer program)  # ARGN: what it is given
+  run_or_fail("${program}" ${ARGN})
   if(NOT output MATCHES "CPU_FUSED.*output \\[[0-9]+, [0-9]+\\], first value -?[0-9]")
     message(FATAL_ERROR "${program} says\n${output}")
   endif()
@@ -21,16 +21,25 @@ endfunction()
 run_or_fail("${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${prefix}")
 run_or_fail("${prefix}/bin/fusedmoe" version)
 
-run_or_fail("${CMAKE_COMMAND}" -S "${SOURCE}/examples/minimal" -B "${folder}/build" -G "${GENERATOR}"
-  -D "CMAKE_CXX_COMPILER=${CXX}" -D "CMAKE_PREFIX_PATH=${prefix}")
-run_or_fail("${CMAKE_COMMAND}" --build "${folder}/build")
-expect_a_layer("${folder}/build/minimal")
+foreach(example IN ITEMS minimal c)
+  run_or_fail("${CMAKE_COMMAND}" -S "${SOURCE}/examples/${example}" -B "${folder}/${example}" -G "${GENERATOR}"
+    -D "CMAKE_CXX_COMPILER=${CXX}" -D "CMAKE_C_COMPILER=${CC}" -D "CMAKE_PREFIX_PATH=${prefix}")
+  run_or_fail("${CMAKE_COMMAND}" --build "${folder}/${example}")
+endforeach()
+set(input "${checkpoint}/io/m5.safetensors")
+expect_a_layer("${folder}/minimal/minimal" "${checkpoint}" "${input}")
+expect_a_layer("${folder}/c/c" "${checkpoint}")
 
 find_program(pkg_config pkg-config)
 if(pkg_config)
   set(ENV{PKG_CONFIG_PATH} "${prefix}/lib/pkgconfig")
   run_or_fail("${pkg_config}" --cflags --libs fusedmoe)
   separate_arguments(flags UNIX_COMMAND "${output}")
-  run_or_fail("${CXX}" "${SOURCE}/examples/minimal/main.cpp" -o "${folder}/minimal" ${flags})
-  expect_a_layer("${folder}/minimal")
+  run_or_fail("${CXX}" "${SOURCE}/examples/minimal/main.cpp" -o "${folder}/with_pkg_config" ${flags})
+  expect_a_layer("${folder}/with_pkg_config" "${checkpoint}" "${input}")
+  run_or_fail("${pkg_config}" --cflags --libs fusedmoe_c)
+  separate_arguments(flags UNIX_COMMAND "${output}")
+  run_or_fail("${CC}" -std=c11 -Wall -Wextra -Werror "${SOURCE}/examples/c/main.c" -o "${folder}/c_with_pkg_config"
+    ${flags} "-Wl,-rpath,${prefix}/lib")
+  expect_a_layer("${folder}/c_with_pkg_config" "${checkpoint}")
 endif()

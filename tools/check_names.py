@@ -8,7 +8,7 @@ from pathlib import Path
 
 import source_tree
 
-FILE_NAME = re.compile(r"[a-z0-9][a-z0-9_]*(\.[a-z0-9_]+)+")
+FILE_NAME = re.compile(r"_{0,2}[a-z0-9][a-z0-9_]*(\.[a-z0-9_]+)+")
 EMPTY_FILE_WORDS = re.compile(r"(^|_)(utils?|helpers?|common|misc|managers?)(_|$)")
 # Words of other projects for scales: here decoding multiplies, and a name says operand, granularity, scale.
 FOREIGN_SCALE_WORDS = re.compile(r"\b\w*(?:alphas|gscale|scale_inv)\w*\b|\b\w*scale_2(?![0-9a-z])|\bg[12]_alpha\w*", re.I)

@@ -14,6 +14,7 @@
 #include "numerics/rows.hpp"
 #include "platform/cuda/card.hpp"
 #include "routing/router_gemm.hpp"
+#include "weights/dequantize.hpp"
 
 namespace fusedmoe {
 
@@ -89,6 +90,27 @@ class ForwardUnderWay {
   LayerBalance* balance_;
 };
 
+/// The experts of an engine, which no reader has seen: what does not fit its format is refused before a
+/// backend decodes it.
+ExpertSource Validated(const ExpertSource& experts) {
+  ExpertSource checked = experts;
+  checked.load = [load = experts.load](int64_t index) -> Result<CanonicalExpert> {
+    Result<CanonicalExpert> expert = load(index);
+    if (!expert.ok()) {
+      return expert;
+    }
+    const std::pair<std::string_view, const CanonicalMatrix*> matrices[] = {
+        {"gate", &expert->gate}, {"up", &expert->up}, {"down", &expert->down}};
+    for (const auto& [name, matrix] : matrices) {
+      if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
+        return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
+      }
+    }
+    return expert;
+  };
+  return checked;
+}
+
 }  // namespace
 
 Status CheckIds(TensorView ids, int64_t num_experts) {
@@ -131,7 +153,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLa
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, const ExpertSource& experts,
                                                    const RouterWeights& router, const LayerOptions& options,
                                                    const SharedExpertWeights* shared) {
-  return AgreeOn(CreateAlone(config, experts, router, options, shared), options);
+  return AgreeOn(CreateAlone(config, Validated(experts), router, options, shared), options);
 }
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config, const ExpertSource& experts,

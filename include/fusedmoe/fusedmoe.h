@@ -1,0 +1,292 @@
+/* The C interface of fusedmoe: checkpoints, layers, forwards.
+ *
+ * Every function that can fail returns a code; FMOE_OK is 0. fmoe_last_error() then says what failed. Nothing
+ * throws, prints or aborts. Handles are released by the function named after their type; releasing null is
+ * allowed. All functions may be called from many threads at once, except where a comment says otherwise.
+ *
+ * Structs that may grow begin with `struct_size`, which their ..._init function sets: fields that a caller's
+ * header does not know keep their defaults.
+ */
+#ifndef FUSEDMOE_FUSEDMOE_H
+#define FUSEDMOE_FUSEDMOE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows when something that stood here before changes; additions leave it. */
+#define FMOE_ABI_VERSION 1
+#define FMOE_MAX_RANK 6
+
+typedef enum fmoe_code {
+  FMOE_OK = 0,
+  FMOE_NO = 1,          /* a question was answered with no */
+  FMOE_USAGE = 2,       /* the caller asked for what does not exist */
+  FMOE_BAD_INPUT = 3,   /* a file, tensor or configuration is malformed */
+  FMOE_UNSUPPORTED = 4, /* well-formed and known, but nothing here can do it */
+  FMOE_SYSTEM = 5       /* the system, a device or a peer rank failed */
+} fmoe_code;
+
+/* What failed last on the calling thread. `text` is all of it in one line; the others are "" where they do
+ * not apply. Valid until the next failure on this thread. */
+typedef struct fmoe_error {
+  fmoe_code code;
+  const char* text;
+  const char* message; /* what failed, the actual value, what was required */
+  const char* file;
+  const char* tensor;
+  const char* hint; /* what to do */
+} fmoe_error;
+
+const fmoe_error* fmoe_last_error(void);
+/* "0.1.0" */
+const char* fmoe_version(void);
+/* FMOE_ABI_VERSION of the library that is loaded. */
+int32_t fmoe_abi_version(void);
+
+/* ---------------------------------------------------------------------------------------------- tensors */
+
+typedef enum fmoe_dtype {
+  FMOE_BOOL = 0,
+  FMOE_F4_E2M1 = 1, /* two a byte, even element in the low nibble */
+  FMOE_F6_E2M3 = 2, /* four in three bytes */
+  FMOE_F6_E3M2 = 3,
+  FMOE_U8 = 4,
+  FMOE_I8 = 5,
+  FMOE_F8_E5M2 = 6,
+  FMOE_F8_E4M3 = 7,
+  FMOE_F8_E8M0 = 8,
+  FMOE_F8_E4M3_FNUZ = 9,
+  FMOE_F8_E5M2_FNUZ = 10,
+  FMOE_I16 = 11,
+  FMOE_U16 = 12,
+  FMOE_F16 = 13,
+  FMOE_BF16 = 14,
+  FMOE_I32 = 15,
+  FMOE_U32 = 16,
+  FMOE_F32 = 17,
+  FMOE_C64 = 18,
+  FMOE_F64 = 19,
+  FMOE_I64 = 20,
+  FMOE_U64 = 21,
+  FMOE_U4 = 22, /* two a byte, even element in the low nibble */
+  FMOE_I4 = 23
+} fmoe_dtype;
+
+/* A window on the caller's memory. `shape` counts elements, also where several share a byte; along the last
+ * axis they are contiguous. `stride_bytes` of all axes but the last; all 0: dense, row-major, each row of the
+ * last axis on a whole byte. A null `data` means that there is no such tensor. */
+typedef struct fmoe_tensor {
+  void* data;
+  fmoe_dtype dtype;
+  int32_t rank;
+  int64_t shape[FMOE_MAX_RANK];
+  int64_t stride_bytes[FMOE_MAX_RANK];
+} fmoe_tensor;
+
+/* ---------------------------------------------------------------------------------------------- threads */
+
+/* Where parallel work runs. `parallel` calls task(context, i) exactly once for each i in [0, count), from any
+ * threads and in any order, and returns when all calls have returned; null: serially, in the calling thread.
+ * `stream` is the CUDA stream in whose order a layer on a card runs; null: the default one. */
+typedef struct fmoe_executor {
+  void* self;
+  int32_t num_threads;
+  void (*parallel)(void* self, int64_t count, void (*task)(void* context, int64_t index), void* context);
+  void* stream;
+} fmoe_executor;
+
+/* Threads of the library's own. Calls of several callers take turns. */
+typedef struct fmoe_thread_pool fmoe_thread_pool;
+
+/* `num_threads` counts the calling thread; 0: one for each core that the process may use. */
+fmoe_code fmoe_thread_pool_create(int32_t num_threads, fmoe_thread_pool** pool);
+void fmoe_thread_pool_release(fmoe_thread_pool* pool);
+/* Valid as long as the pool. */
+fmoe_executor fmoe_thread_pool_executor(const fmoe_thread_pool* pool);
+
+/* ---------------------------------------------------------------------------------------------- ranks */
+
+/* The processes that run one layer together; one call at a time. */
+typedef struct fmoe_communicator fmoe_communicator;
+
+/* The ranks that mpirun started this process among. `module` is the path of libfusedmoe_mpi.so; an exchange
+ * that takes longer than `deadline_seconds` fails. */
+fmoe_code fmoe_communicator_mpi(const char* module, double deadline_seconds,
+                                fmoe_communicator** communicator);
+int64_t fmoe_communicator_rank(const fmoe_communicator* communicator);
+int64_t fmoe_communicator_size(const fmoe_communicator* communicator);
+/* Layers that were made with it keep it alive. */
+void fmoe_communicator_release(fmoe_communicator* communicator);
+
+/* ------------------------------------------------------------------------------------------ checkpoints */
+
+/* A checkpoint in Hugging Face layout or a GGUF file; immutable. */
+typedef struct fmoe_checkpoint fmoe_checkpoint;
+
+/* Reads configuration and headers, no weights. */
+fmoe_code fmoe_checkpoint_open(const char* path, fmoe_checkpoint** checkpoint);
+/* Layers that were loaded from it keep it alive. */
+void fmoe_checkpoint_release(fmoe_checkpoint* checkpoint);
+/* "qwen3_moe", and "modelopt" or the like; "none" where nothing is quantized. */
+const char* fmoe_checkpoint_family(const fmoe_checkpoint* checkpoint);
+const char* fmoe_checkpoint_producer(const fmoe_checkpoint* checkpoint);
+/* The layers that hold routed experts, ascending; sets their number. */
+const int64_t* fmoe_checkpoint_moe_layers(const fmoe_checkpoint* checkpoint, int64_t* count);
+
+/* ---------------------------------------------------------------------------------------------- layers */
+
+/* What a layer is. Sizes are those of one rank. */
+typedef struct fmoe_layer_info {
+  size_t struct_size;
+  int64_t num_experts, num_local_experts, top_k, hidden, intermediate;
+  int64_t max_tokens;
+  fmoe_dtype dtype; /* of the hidden states that the model works with */
+  int32_t has_shared_experts;
+  char scheme[64]; /* "nvfp4_w4a16" */
+  /* Of a layer that was loaded; 0 and "" before. */
+  int32_t on_device; /* tensors of its forwards are addresses of a card */
+  char backend[64], isa[32], mode[32];
+  int64_t weight_bytes, workspace_bytes;
+} fmoe_layer_info;
+
+void fmoe_layer_info_init(fmoe_layer_info* info);
+
+/* What a layer of the checkpoint is, without reading its weights. */
+fmoe_code fmoe_checkpoint_describe(const fmoe_checkpoint* checkpoint, int64_t layer, fmoe_layer_info* info);
+
+/* Names are those of the command line; a null one means its default. */
+typedef struct fmoe_layer_options {
+  size_t struct_size;
+  const char* device;      /* "cpu", "cuda" */
+  const char* backend;     /* null: the first that can */
+  const char* isa;         /* null: the best the machine has */
+  const char* mode;        /* null: by the token count; "latency", "throughput" */
+  const char* determinism; /* "run_to_run", "thread_invariant", "batch_invariant", "rank_invariant" */
+  const char* activation;  /* null: as the checkpoint says; "a8" */
+  const char* pack_cache;  /* folder where packed weights are kept and mapped again; null: nowhere */
+  int32_t shared_experts;  /* included in the output where the checkpoint has them; 1 */
+  int64_t max_tokens;      /* of one forward; 8192 */
+  int64_t plan_tokens;     /* the token count that the costs of the plan are for; 1 */
+  fmoe_executor executor;  /* threads that prepare the weights */
+  /* Several ranks: the same on all of them. */
+  fmoe_communicator* communicator;
+  int64_t tensor_parallel, prefill_context_parallel, data_parallel, sequence_parallel; /* sizes; 1 */
+  int32_t expert_parallel; /* split by experts instead of by columns */
+  const char* all2all;     /* "allgather_reducescatter" */
+} fmoe_layer_options;
+
+void fmoe_layer_options_init(fmoe_layer_options* options);
+
+/* One layer of experts, loaded and planned. Immutable: any number of threads may call its forward, each with
+ * a workspace of its own. */
+typedef struct fmoe_layer fmoe_layer;
+
+/* Reads a layer, chooses a backend, prepares the weights for it. Null options: the defaults. */
+fmoe_code fmoe_layer_load(const fmoe_checkpoint* checkpoint, int64_t layer, const fmoe_layer_options* options,
+                          fmoe_layer** loaded);
+void fmoe_layer_release(fmoe_layer* layer);
+fmoe_code fmoe_layer_get_info(const fmoe_layer* layer, fmoe_layer_info* info);
+/* What will run and what it is expected to cost; and all of that with every backend that will not run, and
+ * why. As a person reads them; valid as long as the layer. */
+const char* fmoe_layer_plan_text(const fmoe_layer* layer);
+const char* fmoe_layer_selection_text(const fmoe_layer* layer);
+
+/* The element type of the weights of a scheme ("nvfp4_w4a16": FMOE_F4_E2M1); of "unquantized" FMOE_BF16,
+ * where FMOE_F16 and FMOE_F32 do as well. */
+fmoe_code fmoe_scheme_element(const char* scheme, fmoe_dtype* element);
+
+/* One projection of an expert: [rows, cols] = [outputs, inputs],
+ * real = (code - zero) * block_scale * channel_scale * tensor_scale, with the factors that the scheme has. */
+typedef struct fmoe_matrix {
+  fmoe_tensor codes;           /* [rows, cols] in the element type of the scheme */
+  fmoe_tensor block_scale;     /* [row blocks, column blocks]; where the scheme says F32, also F16 or BF16 */
+  fmoe_tensor zero_point;      /* U8, shape of block_scale */
+  fmoe_tensor channel_scale;   /* F32 [rows] */
+  fmoe_tensor bias;            /* F32 [rows] */
+  fmoe_tensor group_index;     /* I32 [cols]: scale column of each input (activation order) */
+  fmoe_tensor pre_quant_scale; /* F32 [cols]: multiplies the input */
+  const float* tensor_scale;
+  const float* input_tensor_scale; /* decode multiplier of the input */
+} fmoe_matrix;
+
+/* `gate.codes` is absent where the activation is not gated. */
+typedef struct fmoe_expert {
+  fmoe_matrix gate; /* [intermediate, hidden] */
+  fmoe_matrix up;   /* [intermediate, hidden] */
+  fmoe_matrix down; /* [hidden, intermediate] */
+} fmoe_expert;
+
+/* Experts that the caller holds. `load` fills in expert e and returns 0; it is called from the threads of
+ * options.executor, several at once. Whatever it points at stays where it is until `unload` is called for it,
+ * once for each load, from any thread, possibly not before the layer is released. */
+typedef struct fmoe_expert_source {
+  void* self;
+  int32_t (*load)(void* self, int64_t expert, fmoe_expert* out);
+  void (*unload)(void* self, int64_t expert); /* may be null */
+} fmoe_expert_source;
+
+typedef struct fmoe_layer_config {
+  size_t struct_size;
+  int64_t num_experts, top_k, hidden, intermediate;
+  fmoe_dtype dtype;       /* of the hidden states; FMOE_BF16 */
+  const char* scheme;     /* "unquantized" */
+  const char* activation; /* "silu" */
+  float alpha, beta, limit;
+  int32_t has_bias;
+  const char* routing; /* "Renormalize" */
+  const char* score;   /* "softmax", "sigmoid", "sqrtsoftplus": for the methods that read it */
+  int32_t renormalize; /* 1 */
+  int64_t num_groups, topk_groups;
+  float scaling_factor; /* 1 */
+  int32_t apply_router_weight_on_input;
+  /* Of the layer's own router, borrowed for as long as the layer; absent: forwards bring logits or ids. */
+  fmoe_tensor router_weight;   /* [E, H] */
+  fmoe_tensor router_bias;     /* F32 [E] */
+  fmoe_tensor correction_bias; /* F32 [E], for the selection only */
+} fmoe_layer_config;
+
+void fmoe_layer_config_init(fmoe_layer_config* config);
+
+/* A layer of the experts that the caller holds, on one rank. Null options: the defaults. */
+fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_source* experts,
+                            const fmoe_layer_options* options, fmoe_layer** created);
+
+/* ---------------------------------------------------------------------------------------------- forward */
+
+/* The memory of one forward at a time, on the device of the layer. */
+typedef struct fmoe_workspace fmoe_workspace;
+
+fmoe_code fmoe_workspace_create(const fmoe_layer* layer, fmoe_workspace** workspace);
+void fmoe_workspace_release(fmoe_workspace* workspace);
+
+/* What one forward of M tokens brings, and where its results go. Zero-initialise it. Beside `hidden`: either
+ * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. */
+typedef struct fmoe_forward {
+  fmoe_tensor hidden;         /* [M, H] BF16, F16 or F32, rows dense */
+  fmoe_tensor router_logits;  /* [M, E] */
+  fmoe_tensor topk_ids;       /* I32 or I64 [M, k]; -1 skips a slot */
+  fmoe_tensor topk_weights;   /* F32 [M, k] */
+  fmoe_tensor token_ids;      /* I32 or I64 [M], for hash routing */
+  fmoe_tensor output;         /* [M, H] in the dtype of `hidden` or F32 */
+  fmoe_tensor chosen_ids;     /* I32 [M, k]; may be absent */
+  fmoe_tensor chosen_weights; /* F32 [M, k]; may be absent */
+} fmoe_forward;
+
+/* Runs the layer; the same bits for any number of threads. Allocates nothing. On a card all tensors are
+ * addresses of the card and the call only launches kernels on executor->stream. A null executor: the calling
+ * thread. */
+fmoe_code fmoe_layer_forward(const fmoe_layer* layer, const fmoe_forward* forward,
+                             const fmoe_workspace* workspace, const fmoe_executor* executor);
+/* The same with all tensors in host memory, wherever the layer runs; returns when the results are there. */
+fmoe_code fmoe_layer_forward_from_host(const fmoe_layer* layer, const fmoe_forward* forward,
+                                       const fmoe_workspace* workspace, const fmoe_executor* executor);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,83 @@
+"""Tensors of others as windows of the library: torch tensors, NumPy arrays, and whatever has a buffer."""
+
+import ctypes
+
+from . import _c
+
+# Element types by the names that torch and NumPy (with ml_dtypes) give them.
+NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+         "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+         "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+         "float8_e4m3fnuz": "F8_E4M3_FNUZ", "float8_e5m2fnuz": "F8_E5M2_FNUZ"}
+FORMATS = {"b": "I8", "B": "U8", "h": "I16", "H": "U16", "i": "I32", "I": "U32", "l": "I64", "L": "U64", "q": "I64",
+           "Q": "U64", "e": "F16", "f": "F32", "d": "F64", "?": "BOOL"}
+PACKED = {"F4_E2M1": (2, 1), "U4": (2, 1), "I4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}  # elements in bytes
+
+
+def is_torch(value):
+    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "data_ptr")
+
+
+def is_numpy(value):
+    return hasattr(value, "__array_interface__")
+
+
+def device_of(value):
+    """"cpu", or "cuda"."""
+    return value.device.type if is_torch(value) else "cpu"
+
+
+def _parts(value):
+    """Address, dtype name, shape and strides in bytes; and what must live as long as the address."""
+    if is_torch(value):
+        name = str(value.dtype).removeprefix("torch.")
+        return value.data_ptr(), NAMES.get(name, name), value.shape, [s * value.element_size() for s in value.stride()], value
+    if is_numpy(value):
+        return value.ctypes.data, NAMES.get(value.dtype.name, value.dtype.name), value.shape, value.strides, value
+    view = memoryview(value)
+    holder = (ctypes.c_char * 0).from_buffer(view) if not view.readonly else None
+    if holder is None:
+        raise TypeError("a read-only buffer has no address to lend: give a writable one, a NumPy array or a tensor")
+    return ctypes.addressof(holder), FORMATS.get(view.format, view.format), view.shape, view.strides, (view, holder)
+
+
+def window(value, name, element=None):
+    """`value` as a tensor of the library, and what keeps it alive. None: absent. `element`: codes of that type, as
+    bytes along the last axis."""
+    tensor = _c.Tensor()
+    if value is None:
+        return tensor, None
+    address, dtype, shape, strides, owner = _parts(value)
+    shape, strides = list(shape), list(strides)
+    if element is not None and dtype != element:
+        if dtype not in ("U8", "I8", element):
+            raise TypeError(f"{name} is {dtype}, codes of {element} come as that type or as bytes")
+        elements, size = PACKED.get(element, (1, 1))
+        if shape[-1] % size:
+            raise ValueError(f"{name} has rows of {shape[-1]} bytes, {element} comes in {size}")
+        shape[-1] = shape[-1] // size * elements
+        dtype = element
+    if dtype not in _c.DTYPE:
+        raise TypeError(f"{name} has elements of type {dtype}, which the library does not know")
+    if len(shape) > _c.MAX_RANK:
+        raise ValueError(f"{name} has {len(shape)} axes, the library knows {_c.MAX_RANK}")
+    size = 1 if element in PACKED else {"BOOL": 1}.get(dtype, int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8)
+    if shape and shape[-1] > 1 and strides[-1] != size:
+        raise ValueError(f"{name} has gaps between the elements of a row (stride {strides[-1]} bytes): make it contiguous")
+    tensor.data, tensor.dtype, tensor.rank = address, _c.DTYPE[dtype], len(shape)
+    for axis, extent in enumerate(shape):
+        tensor.shape[axis] = extent
+        tensor.stride_bytes[axis] = strides[axis] if axis + 1 < len(shape) else 0
+    return tensor, owner
+
+
+def empty_like(value, shape, kind):
+    """A new tensor of the library that `value` belongs to. `kind`: None (its type), "int32" or "float32"."""
+    if is_torch(value):
+        import torch
+        return torch.empty(tuple(shape), dtype=value.dtype if kind is None else getattr(torch, kind),
+                           device=value.device)
+    if is_numpy(value):
+        import numpy
+        return numpy.empty(tuple(shape), dtype=value.dtype if kind is None else kind)
+    raise TypeError("give out=: only torch tensors and NumPy arrays have results made for them")

@@ -1,0 +1,95 @@
+"""Layers in the models of transformers.
+
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="fusedmoe")
+
+runs the experts that the model has in memory (importing this module registers the name), and
+
+    fusedmoe.transformers.replace_experts(model, "a quantized checkpoint of the same model")
+
+takes the experts from a checkpoint in whatever format it has; those of the model are given up.
+"""
+
+import re
+
+import torch
+from transformers.integrations import moe
+
+from ._layer import Checkpoint, Layer
+from .torch import Experts
+
+# Names of ACT2FN that a gate with plain multiplication may have.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
+               "gelu_new": "gelu_tanh", "relu2": "relu2"}
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def replace_experts(model, checkpoint, **options):
+    """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers
+    and shared experts stay. Options: Checkpoint.load_layer. Returns the names of the modules that were replaced."""
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint(checkpoint)
+    layers = set(checkpoint.moe_layers)
+    found = {}
+    for name, module in model.named_modules():
+        number = LAYER.search(name)
+        if name.endswith(".experts") and number and int(number.group(1)) in layers:
+            found[int(number.group(1))] = name
+    if missing := sorted(layers - set(found)):
+        raise ValueError(f"{type(model).__name__} has no module '...layers.{missing[0]}....experts', the checkpoint "
+                         f"has experts there")
+    for number, name in sorted(found.items()):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        old = getattr(parent, "experts")
+        info = checkpoint.describe(number)
+        sizes = {"num_experts": info.num_experts, "hidden_dim": info.hidden, "intermediate_dim": info.intermediate}
+        for field, size in sizes.items():
+            if getattr(old, field, size) != size:
+                raise ValueError(f"{name}.{field} is {getattr(old, field)}, the checkpoint has {size}")
+        setattr(parent, "experts", Experts(checkpoint.load_layer(number, shared_experts=False, **options)))
+    return [found[number] for number in sorted(found)]
+
+
+def _layer_of(module, top_k):
+    """A layer of the weights of a transformers experts module."""
+    kind = type(module).__name__
+    plain_gate = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
+    if not plain_gate or not module.has_gate or module.has_post_expert_norm:
+        raise NotImplementedError(f"{kind} has a gate, a norm or an activation of its own: use "
+                                  f"replace_experts(model, checkpoint), which reads what its family does")
+    name = next((key for key in (getattr(getattr(module, "config", None), field, None)
+                                 for field in ("hidden_act", "hidden_activation")) if key), "silu")
+    if name not in ACTIVATIONS:
+        raise NotImplementedError(f"{kind} has the activation '{name}', known are {', '.join(ACTIVATIONS)}")
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+    if module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+
+    def halves(rows):
+        both = rows.chunk(2) if module.is_concatenated else (rows[0::2], rows[1::2])
+        return [half.contiguous() for half in both]
+
+    experts = []
+    for e in range(gate_up.shape[0]):
+        gate, up = halves(gate_up[e])
+        expert = {"gate": {"codes": gate}, "up": {"codes": up}, "down": {"codes": down[e].contiguous()}}
+        if module.has_bias:
+            expert["gate"]["bias"], expert["up"]["bias"] = halves(module.gate_up_proj_bias[e].detach().float())
+            expert["down"]["bias"] = module.down_proj_bias[e].detach().float()
+        experts.append(expert)
+    dtype = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}[gate_up.dtype]
+    return Layer.create(experts, top_k=top_k, activation=ACTIVATIONS[name], dtype=dtype,
+                        device=gate_up.device.type)
+
+
+def experts_forward(module, hidden_states, top_k_index, top_k_weights):
+    """What transformers calls for experts_implementation="fusedmoe". The layer is made of the module's weights at the
+    first call, and made anew when they are other tensors."""
+    version = (module.gate_up_proj.data_ptr(), module.gate_up_proj._version, module.down_proj._version)
+    made = module.__dict__.get("_fusedmoe")
+    if made is None or made[0] != version:
+        made = (version, Experts(_layer_of(module, top_k_index.shape[-1])))
+        module.__dict__["_fusedmoe"] = made  # no submodule: it has no parameters to save or to move
+    return made[1](hidden_states, top_k_index, top_k_weights)
+
+
+moe.ALL_EXPERTS_FUNCTIONS.register("fusedmoe", experts_forward)

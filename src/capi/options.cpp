@@ -1,0 +1,90 @@
+#include <fmt/format.h>
+
+#include "capi/handles.hpp"
+
+namespace fusedmoe::capi {
+namespace {
+
+std::string Text(const char* text) {
+  return text == nullptr ? std::string() : std::string(text);
+}
+
+Status Unknown(std::string_view field, const char* name, std::string_view known) {
+  return Status::Usage(
+      fmt::format("fmoe_layer_options.{} '{}' is unknown, known are: {}", field, name, known));
+}
+
+/// The place of this rank among all of them.
+Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
+  ParallelSizes sizes;
+  sizes.tp = from.tensor_parallel;
+  sizes.pcp = from.prefill_context_parallel;
+  sizes.dp = from.data_parallel;
+  sizes.sp = from.sequence_parallel;
+  sizes.enable_expert_parallel = from.expert_parallel != 0;
+  sizes.all2all = from.all2all == nullptr ? sizes.all2all : from.all2all;
+  const int64_t world = from.communicator == nullptr ? 1 : from.communicator->communicator->size();
+  const int64_t rank = from.communicator == nullptr ? 0 : from.communicator->communicator->rank();
+  if (sizes.tp < 1 || sizes.pcp < 1 || sizes.dp < 1 || sizes.tp * sizes.pcp * sizes.dp != world) {
+    return Status::Usage(
+        fmt::format("tensor_parallel={} x prefill_context_parallel={} x data_parallel={} must be the {} "
+                    "rank(s) of the communicator",
+                    sizes.tp, sizes.pcp, sizes.dp, world));
+  }
+  if (from.communicator != nullptr) {
+    FMOE_ASSIGN_OR_RETURN(const ParallelRanks ranks, RanksOf(sizes, rank));
+    FMOE_ASSIGN_OR_RETURN(options.parallel, MakeParallelConfig(sizes, ranks));
+    options.communicator = from.communicator->communicator;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
+  FMOE_ASSIGN_OR_RETURN(const fmoe_layer_options from,
+                        Whole(given, fmoe_layer_options_init, "fmoe_layer_options"));
+  LayerOptions options;
+  options.device = from.device == nullptr ? options.device : from.device;
+  options.backend = Text(from.backend);
+  options.isa = Text(from.isa);
+  options.mode = Text(from.mode);
+  options.pack_cache = Text(from.pack_cache);
+  if (from.determinism != nullptr) {
+    const std::optional<Determinism> level = ParseDeterminism(from.determinism);
+    if (!level) {
+      return Unknown("determinism", from.determinism,
+                     "run_to_run, thread_invariant, batch_invariant, rank_invariant");
+    }
+    options.determinism = *level;
+  }
+  if (from.activation != nullptr) {
+    if (from.activation != ActivationModeName(ActivationMode::kA8)) {
+      return Unknown("activation", from.activation, ActivationModeName(ActivationMode::kA8));
+    }
+    options.activation = ActivationMode::kA8;
+  }
+  options.shared_experts = from.shared_experts != 0;
+  options.max_tokens = from.max_tokens;
+  options.plan_tokens = from.plan_tokens;
+  options.executor = ToExecutor(&from.executor);
+  FMOE_RETURN_IF_ERROR(TakeRanks(from, options));
+  return options;
+}
+
+}  // namespace fusedmoe::capi
+
+void fmoe_layer_options_init(fmoe_layer_options* options) {
+  if (options == nullptr) {
+    return;
+  }
+  const fusedmoe::LayerOptions defaults;
+  *options = {};
+  options->struct_size = sizeof(*options);
+  options->shared_experts = defaults.shared_experts ? 1 : 0;
+  options->max_tokens = defaults.max_tokens;
+  options->plan_tokens = defaults.plan_tokens;
+  options->executor.num_threads = 1;
+  options->tensor_parallel = options->prefill_context_parallel = options->data_parallel =
+      options->sequence_parallel = 1;
+}

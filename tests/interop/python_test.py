@@ -1,0 +1,159 @@
+"""The Python package under torch and transformers: tensors of torch and NumPy, the operator, whole models."""
+
+import sys
+import unittest
+
+from support import MISSING, ROOT, Case, save_model
+
+sys.path.insert(0, str(ROOT / "python"))
+if not MISSING:
+    import numpy
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import fusedmoe
+    import fusedmoe.torch
+    import fusedmoe.transformers
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "num_experts": 8,
+         "num_local_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+         "initializer_range": 0.2, "norm_topk_prob": True}
+
+
+def small(model_type, **more):
+    defaults = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **{k: v for k, v in {**SIZES, **more}.items() if hasattr(defaults, k)})
+
+
+def relative(value, expected):
+    return ((value.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+class Python(Case):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        fusedmoe.set_num_threads(2)
+        cls.source = cls.folder / "qwen3"
+        cls.model = save_model(small("qwen3_moe"), cls.source, dtype=torch.float32).eval()
+        cls.tokens = torch.arange(12).reshape(2, 6)
+        with torch.no_grad():
+            cls.logits = cls.model(cls.tokens).logits
+
+    def fresh(self, **options):
+        return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32, **options).eval()
+
+    def test_torch_and_numpy_give_the_same_bits(self):
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)
+        hidden = torch.randn(7, 64)
+        expected, ids, weights = layer(hidden, return_routing=True)
+        self.assertEqual((expected.dtype, ids.dtype, tuple(weights.shape)), (torch.float32, torch.int32, (7, 2)))
+        self.assertTrue(numpy.array_equal(layer(hidden.numpy()), expected.numpy()))
+        self.assertTrue(torch.equal(layer(hidden, topk_ids=ids.long(), topk_weights=weights), expected))
+        wide = torch.zeros(7, 128)
+        wide[:, :64] = hidden
+        self.assertTrue(torch.equal(layer(wide[:, :64]), expected))  # rows with gaps between them
+        with self.assertRaisesRegex(ValueError, "contiguous"):
+            layer(wide[:, ::2])
+        half = layer(hidden.bfloat16())
+        self.assertEqual(half.dtype, torch.bfloat16)
+        self.assertLess(relative(half, expected), 2**-7)
+
+    def test_operator_is_one_node(self):
+        experts = fusedmoe.torch.Experts(fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32))
+        hidden, ids = torch.randn(2, 3, 64), torch.randint(0, 8, (6, 2))
+        weights = torch.rand(6, 2)
+        expected = experts(hidden, ids, weights)
+        self.assertEqual(expected.shape, hidden.shape)
+        compiled = torch.compile(experts, fullgraph=True, backend="eager")
+        self.assertTrue(torch.equal(compiled(hidden, ids, weights), expected))
+        torch.library.opcheck(torch.ops.fusedmoe.experts.default,
+                              (hidden.reshape(-1, 64), ids.int(), weights, experts._number))
+        beyond = ids.clone()
+        beyond[:, 1] = 8  # what transformers writes for an expert of another rank
+        alone = weights * torch.tensor([1.0, 0.0])
+        self.assertLess(relative(experts(hidden, beyond, weights), experts(hidden, ids, alone)), 1e-6)
+
+    def test_experts_of_the_model_in_memory(self):
+        for model_type in ("qwen3_moe", "mixtral", "gpt_oss"):
+            with self.subTest(model_type):
+                folder = self.folder / f"memory-{model_type}"
+                model = save_model(small(model_type, intermediate_size=48), folder, dtype=torch.float32).eval()
+                ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
+                                                            experts_implementation="fusedmoe").eval()
+                with torch.no_grad():
+                    if model_type == "gpt_oss":
+                        with self.assertRaisesRegex(NotImplementedError, "replace_experts"):
+                            ours(self.tokens)
+                        continue
+                    self.assertLess(relative(ours(self.tokens).logits, model(self.tokens).logits), 1e-3)
+
+    def test_weights_that_change_are_taken_again(self):
+        ours = self.fresh(experts_implementation="fusedmoe")
+        with torch.no_grad():
+            before = ours(self.tokens).logits
+            ours.model.layers[0].mlp.experts.down_proj.mul_(-1.5)
+            self.model.model.layers[0].mlp.experts.down_proj.mul_(-1.5)
+            try:
+                expected = self.model(self.tokens).logits
+            finally:
+                self.model.model.layers[0].mlp.experts.down_proj.div_(-1.5)
+            after = ours(self.tokens).logits
+        self.assertGreater(relative(after, before), 1e-2)
+        self.assertLess(relative(after, expected), 1e-3)
+
+    def test_experts_of_a_checkpoint(self):
+        for model_type in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
+            with self.subTest(model_type):
+                folder = self.folder / f"replaced-{model_type}"
+                more = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+                        "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+                        "v_head_dim": 16, "num_key_value_heads": 4} if model_type == "deepseek_v3" else {}
+                model = save_model(small(model_type, **more), folder, dtype=torch.float32).eval()
+                with torch.no_grad():
+                    expected = model(self.tokens).logits
+                    replaced = fusedmoe.transformers.replace_experts(model, folder, max_tokens=64)
+                    self.assertEqual(len(replaced), 1 if model_type == "deepseek_v3" else 2)
+                    self.assertLess(relative(model(self.tokens).logits, expected), 1e-3)
+
+    def test_experts_of_a_quantized_checkpoint(self):
+        quantized = self.folder / "int8"
+        self.run_command("quantize", self.source, "--scheme", "int8_w8a16", "--output", quantized)
+        model = self.fresh()
+        names = fusedmoe.transformers.replace_experts(model, quantized)
+        self.assertEqual(names, ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"])
+        self.assertIn("int8_w8a16", repr(model))
+        with torch.no_grad():
+            # Each weight moves by at most half a step of its channel, 1/254 of the largest: about 1 % of a layer.
+            error = relative(model(self.tokens).logits, self.logits)
+        self.assertLess(error, 0.03)
+        self.assertGreater(error, 1e-5)
+        with self.assertRaisesRegex(ValueError, "num_experts is 4"):
+            other = AutoModelForCausalLM.from_config(small("qwen3_moe", num_experts=4, num_local_experts=4), dtype=torch.float32)
+            fusedmoe.transformers.replace_experts(other, quantized)
+
+    def test_quantized_weights_in_memory(self):
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)
+        state = self.model.state_dict()
+        gate_up, down = (state[f"model.layers.0.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
+
+        def fp8(matrix):
+            scale = matrix.abs().amax(1) / 448
+            return {"codes": (matrix / scale[:, None]).to(torch.float8_e4m3fn), "channel_scale": scale.contiguous()}
+
+        experts = [{"gate": fp8(gate_up[e, :48]), "up": fp8(gate_up[e, 48:]), "down": fp8(down[e])} for e in range(8)]
+        made = fusedmoe.Layer.create(experts, top_k=2, scheme="fp8_w8a16", max_tokens=32)
+        hidden = torch.randn(9, 64)
+        expected, ids, weights = layer(hidden, return_routing=True)
+        # e4m3 rounds each weight by at most 2^-4 of itself, some 2.6 % root mean square in each of two products.
+        self.assertLess(relative(made(hidden, topk_ids=ids, topk_weights=weights), expected), 0.06)
+        again = {name: value.view(torch.uint8) if name == "codes" else value for name, value in experts[0]["up"].items()}
+        bytes_too = [{**experts[0], "up": again}, *experts[1:]]
+        same = fusedmoe.Layer.create(bytes_too, top_k=2, scheme="fp8_w8a16", max_tokens=32)
+        self.assertTrue(torch.equal(same(hidden, topk_ids=ids, topk_weights=weights),
+                                    made(hidden, topk_ids=ids, topk_weights=weights)))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,134 @@
+"""The Python package with nothing but Python: what it returns is what the command returns, bit by bit."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMMAND = Path(os.environ.get("FMOE_CLI", ROOT / "build" / "release" / "fusedmoe"))
+CHECKPOINT = ROOT / "tests" / "golden" / "checkpoints" / "qwen3_moe-modelopt-nvfp4"
+sys.path.insert(0, str(ROOT / "python"))
+
+import fusedmoe  # noqa: E402
+
+
+def read_safetensors(path):
+    """Dtype, shape and bytes of each tensor."""
+    data = Path(path).read_bytes()
+    size = struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8:8 + size])
+    return {name: (entry["dtype"], entry["shape"], data[8 + size:][slice(*entry["data_offsets"])])
+            for name, entry in header.items() if name != "__metadata__"}
+
+
+def matrix(data, shape, code="f"):
+    """A writable matrix over a copy of these bytes."""
+    return memoryview(bytearray(data)).cast(code, shape)
+
+
+class Package(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        fusedmoe.set_num_threads(2)
+        cls.checkpoint = fusedmoe.Checkpoint(CHECKPOINT)
+        cls.number = cls.checkpoint.moe_layers[-1]
+        cls.layer = cls.checkpoint.load_layer(cls.number, max_tokens=16)
+        info = cls.layer.info
+        cls.values = [((i * 7919) % 1000 - 500) / 250 for i in range(5 * info.hidden)]
+        cls.hidden = matrix(struct.pack(f"<{len(cls.values)}f", *cls.values), [5, info.hidden])
+
+    def test_what_a_layer_is(self):
+        info = self.checkpoint.describe(self.number)
+        self.assertEqual((self.checkpoint.family, self.checkpoint.producer), ("qwen3_moe", "modelopt"))
+        self.assertEqual((info.scheme, info.backend), ("nvfp4_w4a4", ""))
+        self.assertEqual(self.layer.info.backend, "CPU_FUSED")
+        self.assertEqual(self.layer.info.max_tokens, 16)
+        self.assertIn("CPU_FUSED", self.layer.plan)
+        self.assertIn("REFERENCE", self.layer.selection)
+
+    def test_output_has_the_bits_of_the_command(self):
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = Path(folder) / "in.safetensors", Path(folder) / "out.safetensors"
+            data = bytes(self.hidden)
+            header = json.dumps({"hidden_states": {"dtype": "F32", "shape": list(self.hidden.shape),
+                                                   "data_offsets": [0, len(data)]}}).encode()
+            source.write_bytes(struct.pack("<Q", len(header)) + header + data)
+            subprocess.run([COMMAND, "run", CHECKPOINT, "--layer", str(self.number), "--input", source, "--output",
+                            target], check=True, capture_output=True, timeout=60)
+            expected = read_safetensors(target)
+        out = matrix(bytes(len(bytes(self.hidden))), self.hidden.shape)
+        self.assertIs(self.layer(self.hidden, out=out), out)
+        self.assertEqual(bytes(out), expected["output"][2])
+        again = matrix(bytes(out.nbytes), self.hidden.shape)
+        ids = matrix(expected["topk_ids"][2], expected["topk_ids"][1], "i")
+        weights = matrix(expected["topk_weights"][2], expected["topk_weights"][1])
+        self.layer(self.hidden, topk_ids=ids, topk_weights=weights, out=again)
+        self.assertEqual(bytes(again), bytes(out))
+
+    def test_many_threads_share_a_layer(self):
+        outputs = [matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(8)]
+        threads = [threading.Thread(target=self.layer, args=(self.hidden,), kwargs={"out": out}) for out in outputs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertTrue(any(bytes(outputs[0])))
+        self.assertEqual({bytes(out) for out in outputs}, {bytes(outputs[0])})
+
+    def test_failures_say_what_is_wrong(self):
+        with self.assertRaisesRegex(fusedmoe.Error, "no-such-folder") as caught:
+            fusedmoe.Checkpoint("no-such-folder")
+        self.assertEqual(caught.exception.code, "bad_input")
+        with self.assertRaisesRegex(fusedmoe.Error, "FASTEST"):
+            self.checkpoint.load_layer(self.number, backend="FASTEST")
+        with self.assertRaisesRegex(TypeError, "no option 'speed'"):
+            self.checkpoint.load_layer(self.number, speed=1)
+        with self.assertRaisesRegex(TypeError, "give out="):
+            self.layer(self.hidden)
+        wrong = matrix(bytes(4 * 3 * 7), [3, 7])
+        with self.assertRaisesRegex(fusedmoe.Error, r"\[3, 7\]"):
+            self.layer(wrong, out=wrong)
+        with self.assertRaisesRegex(TypeError, "read-only"):
+            self.layer(memoryview(bytes(self.hidden)).cast("B").cast("f", self.hidden.shape), out=wrong)
+
+    def test_layer_of_weights_in_memory(self):
+        hidden, inner, experts = 64, 32, 4
+        weight = [matrix(struct.pack(f"<{inner * hidden}f", *(((i * (17 + e)) % 31 - 15) / 64 for i in range(inner * hidden))),
+                         [inner, hidden]) for e in range(experts)]
+        down = [matrix(bytes(w), [hidden, inner]) for w in weight]
+        layer = fusedmoe.Layer.create([{"gate": w, "up": w, "down": d} for w, d in zip(weight, down)], top_k=1,
+                                      dtype="F32", max_tokens=4, activation="relu2")
+        rows = matrix(struct.pack("<64f", *([0.25] * hidden)), [1, hidden])
+        out = matrix(bytes(rows.nbytes), [1, hidden])
+        layer(rows, topk_ids=matrix(struct.pack("<i", 2), [1, 1], "i"),
+              topk_weights=matrix(struct.pack("<f", 0.5), [1, 1]), out=out)
+        w = [weight[2].tolist()[r] for r in range(inner)]
+        d = down[2].tolist()
+        gate = [sum(v) * 0.25 for v in w]
+        mid = [max(g, 0.0) ** 2 * g for g in gate]
+        for column in range(hidden):
+            exact = 0.5 * sum(a * b for a, b in zip(d[column], mid))
+            size = 0.5 * sum(abs(a * b) for a, b in zip(d[column], mid))
+            self.assertAlmostEqual(out.tolist()[0][column], exact, delta=2e-5 * size + 1e-9)
+
+    def test_experts_that_do_not_fit_are_refused(self):
+        weight = matrix(bytes(4 * 32 * 64), [32, 64])
+        with self.assertRaisesRegex(TypeError, "'middle'"):
+            fusedmoe.Layer.create([{"middle": weight}], top_k=1)
+        with self.assertRaisesRegex(fusedmoe.Error, "expert 0, down"):
+            fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": {"codes": weight, "block_scale": weight}}],
+                                  top_k=1, scheme="unquantized", dtype="F32")
+        with self.assertRaisesRegex(fusedmoe.Error, "nvfp5"):
+            fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp5")
+        with self.assertRaisesRegex(TypeError, "F4_E2M1"):
+            fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp4_w4a16")
+
+
+if __name__ == "__main__":
+    unittest.main()
