@@ -4,10 +4,12 @@
 //   pack_bench [--benchmark_filter=nvfp4]      of_copy: rate of packing / rate of the copy, each the best of
 //   all turns
 #include <benchmark/benchmark.h>
+#include <fmt/format.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -42,7 +44,8 @@ void ForEachTensor(CanonicalExpert& expert, const std::function<void(Tensor&)>& 
   }
 }
 
-void Pack(benchmark::State& state, const std::string& scheme, int threads) {
+/// `shuffled`: the columns in an order of their own, as activation order leaves them.
+void Pack(benchmark::State& state, const std::string& scheme, bool shuffled, int threads) {
   MoeConfig config;
   config.num_experts = config.num_local_experts = 1;
   config.hidden = kHidden;
@@ -52,9 +55,15 @@ void Pack(benchmark::State& state, const std::string& scheme, int threads) {
   const auto expert = layer.source.load(0);
   int64_t expert_bytes = 0;
   CanonicalExpert first = *expert;
+  std::mt19937_64 random(1);
+  for (CanonicalMatrix* matrix : {&first.gate, &first.up, &first.down}) {
+    if (shuffled) {
+      testing_support::ShuffleGroups(*matrix, random);
+    }
+  }
   ForEachTensor(first, [&](Tensor& tensor) { expert_bytes += tensor.view().total_bytes(); });
   const int64_t count = kBytes / expert_bytes;
-  std::vector<CanonicalExpert> experts(static_cast<size_t>(count), *expert);
+  std::vector<CanonicalExpert> experts(static_cast<size_t>(count), first);
   for (CanonicalExpert& each : experts) {
     ForEachTensor(each, [](Tensor& tensor) { tensor = DeepCopy(tensor); });
   }
@@ -102,13 +111,21 @@ void Pack(benchmark::State& state, const std::string& scheme, int threads) {
 }
 
 int Main(int argc, char** argv) {
-  for (const char* scheme :
-       {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel", "fp8_w8a16:channel",
-        "fp8_w8a16:tensor", "fp8_w8a16:block128", "mxfp8_w8a16", "w_mxfp6_e3m2", "unquantized"}) {
+  const std::pair<const char*, bool> cases[] = {
+      {"nvfp4_w4a16", false},        {"nvfp4_w4a8:g32", false},    {"mxfp4_w4a16", false},
+      {"int4_w4a16:g32", false},     {"int4_w4a16:g128", false},   {"int4_w4a16:g128", true},
+      {"int4_w4a16:channel", false}, {"int4_w4a8:g128", false},    {"int8_w8a16:g32", false},
+      {"int8_w8a16:g128", false},    {"int8_w8a16:g128", true},    {"int8_w8a16:channel", false},
+      {"int8_w8a8:block128", false}, {"fp8_w8a16:channel", false}, {"fp8_w8a16:tensor", false},
+      {"fp8_w8a16:block128", false}, {"mxfp8_w8a16", false},       {"w_mxfp6_e3m2", false},
+      {"w_mxfp6_e2m3", false},       {"unquantized", false}};
+  for (const auto& [scheme, shuffled] : cases) {
     for (const int threads : {1, 2}) {
       benchmark::RegisterBenchmark(
-          (std::string("pack/") + scheme + "/threads:" + std::to_string(threads)).c_str(),
-          [scheme, threads](benchmark::State& state) { Pack(state, scheme, threads); })
+          fmt::format("pack/{}{}/threads:{}", scheme, shuffled ? "+order" : "", threads).c_str(),
+          [scheme = scheme, shuffled = shuffled, threads](benchmark::State& state) {
+            Pack(state, scheme, shuffled, threads);
+          })
           ->Iterations(15)
           ->Unit(benchmark::kMillisecond)
           ->UseRealTime();

@@ -78,23 +78,6 @@ const std::byte* ScaleRowData(const Tensor& tensor, int64_t row) {
   return view.rank() < 2 ? view.data() : view.data() + row * view.stride_bytes(0);
 }
 
-/// The code of a source element as the panel stores it: integers unsigned, MXFP6 as the e4m3 of the same
-/// value.
-uint32_t PanelCode(DType source, uint32_t code) {
-  switch (source) {
-    case DType::kI4:
-      return code ^ 8U;
-    case DType::kI8:
-      return code ^ 128U;
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
-                          // <= 28
-      return EncodeE4m3RneSaturating(DecodeCode(source, code));
-    default:
-      return code;
-  }
-}
-
 /// Codes of one source row in packed order, one code in each element of `out` (a byte up to 8 bits, else the
 /// width).
 template <typename Code>
@@ -258,6 +241,21 @@ void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
 }
 
 }  // namespace
+
+uint32_t PanelCode(DType source, uint32_t code) {
+  switch (source) {
+    case DType::kI4:
+      return code ^ 8U;
+    case DType::kI8:
+      return code ^ 128U;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
+                          // <= 28
+      return EncodeE4m3RneSaturating(DecodeCode(source, code));
+    default:
+      return code;
+  }
+}
 
 int64_t PanelFormat::group_bytes() const {
   return kPanelRows * (ScaleValueBytes(scale) + (zero_points ? 1 : 0));

@@ -67,6 +67,8 @@ struct PanelFormat {
 /// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
 /// ones.
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
+/// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
+uint32_t PanelCode(DType source, uint32_t code);
 /// What a code of integers means that no zero point stands beside: 8, 128.
 int PanelZeroPoint(DType code);
 

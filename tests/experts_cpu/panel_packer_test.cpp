@@ -3,17 +3,40 @@
 #include <cstring>
 
 #include "cpu_layer.hpp"
+#include "support/random_layer.hpp"
+#include "weights/slice.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
 
-/// Every scheme and awkward sizes, by every instruction set of this machine.
+/// Every stripe of a matrix by every instruction set of this machine.
+void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat& format,
+                                const std::string& what) {
+  const std::vector<int32_t> columns = PanelColumns(matrix, format);
+  const auto bytes =
+      static_cast<size_t>(static_cast<int64_t>(columns.size()) / format.block * format.block_bytes());
+  for (const std::string& isa : cpu_test::HostIsas()) {
+    PanelPacker packer(matrix, format, columns, *FindKernelTable(*ParseIsa(isa)));
+    std::vector<std::byte> expected(bytes, std::byte{0xa5});
+    const Workspace memory = *Workspace::Allocate(static_cast<int64_t>(bytes));
+    auto* actual = memory.Get<std::byte>(WorkspaceSlot{0, static_cast<int64_t>(bytes)});
+    for (int64_t stripe = 0; stripe * kPanelRows < matrix.rows; ++stripe) {
+      PackPanelStripe(matrix, format, columns, stripe, expected.data());
+      std::memset(actual, 0x5a, bytes);
+      packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
+      ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
+          << what << " " << matrix.rows << " x " << matrix.cols << " stripe " << stripe << " with " << isa;
+    }
+  }
+}
+
+/// Every scheme and awkward sizes.
 TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
   const char* const schemes[] = {
-      "nvfp4_w4a16",        "nvfp4_w4a8:g32",  "mxfp4_w4a16",       "mxfp8_w8a16",        "w_mxfp6_e3m2",
-      "int4_w4a16:g32",     "int4_w4a16:g64",  "int4_w4a16:g128",   "int4_w4a16:channel", "int4_w4a8:g128",
-      "int8_w8a16:g32",     "int8_w8a16:g128", "int8_w8a8:channel", "int8_w8a8:block128", "fp8_w8a16:channel",
-      "fp8_w8a16:block128", "unquantized"};
+      "nvfp4_w4a16",       "nvfp4_w4a8:g32",     "mxfp4_w4a16",     "mxfp8_w8a16",       "w_mxfp6_e3m2",
+      "w_mxfp6_e2m3",      "int4_w4a16:g32",     "int4_w4a16:g64",  "int4_w4a16:g128",   "int4_w4a16:channel",
+      "int4_w4a8:g128",    "int8_w8a16:g32",     "int8_w8a16:g128", "int8_w8a8:channel", "int8_w8a8:block128",
+      "fp8_w8a16:channel", "fp8_w8a16:block128", "unquantized"};
   const DType scale_types[] = {DType::kF16, DType::kBF16, DType::kF32};
   const std::pair<int64_t, int64_t> sizes[] = {{16, 128}, {37, 1152}, {130, 2944}};
   for (const char* name : schemes) {
@@ -37,24 +60,43 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         // Half of the matrices without zero points stand among others that have them.
         const bool planned =
             !matrix.zero_point.empty() || (layer.scheme.weight.may_have_zero_point && rows == 37);
-        const PanelFormat format = *ChoosePanelFormat(matrix.format, planned);
-        const std::vector<int32_t> columns = PanelColumns(matrix, format);
-        const auto bytes =
-            static_cast<size_t>(static_cast<int64_t>(columns.size()) / format.block * format.block_bytes());
-        for (const std::string& isa : cpu_test::HostIsas()) {
-          PanelPacker packer(matrix, format, columns, *FindKernelTable(*ParseIsa(isa)));
-          std::vector<std::byte> expected(bytes, std::byte{0xa5});
-          const Workspace memory = *Workspace::Allocate(static_cast<int64_t>(bytes));
-          auto* actual = memory.Get<std::byte>(WorkspaceSlot{0, static_cast<int64_t>(bytes)});
-          for (int64_t stripe = 0; stripe * kPanelRows < rows; ++stripe) {
-            PackPanelStripe(matrix, format, columns, stripe, expected.data());
-            std::memset(actual, 0x5a, bytes);
-            packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
-            ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
-                << name << " " << rows << " x " << cols << " stripe " << stripe << " with " << isa;
-          }
-        }
+        ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);
       }
+    }
+  }
+}
+
+/// Columns that are not in order in the panel: those of activation order, and slices that begin inside a
+/// group of scales.
+TEST(PanelPacker_ColumnsInAnOrderOfTheirOwn, WritesTheBytesOfTheDefinition) {
+  struct Case {
+    const char* scheme;
+    int64_t first, last;  // columns of a slice
+    bool shuffled;
+  };
+  const Case cases[] = {{"int4_w4a16:g32", 0, 1152, true},       {"int4_w4a16:g128", 0, 1152, true},
+                        {"int4_w4a16:g128", 384, 906, true},     {"int4_w4a16:g64", 24, 1150, false},
+                        {"int8_w8a16:g32", 0, 1152, true},       {"int8_w8a16:g128", 0, 1152, true},
+                        {"int8_w8a16:g128", 77, 1001, false},    {"nvfp4_w4a16", 8, 1144, false},
+                        {"mxfp4_w4a16", 12, 950, false},         {"mxfp8_w8a16", 3, 1040, false},
+                        {"w_mxfp6_e3m2", 4, 1100, false},        {"w_mxfp6_e2m3", 20, 84, false},
+                        {"fp8_w8a16:block128", 100, 1152, false}};
+  std::mt19937_64 order(5);
+  for (const Case& each : cases) {
+    for (const bool zero_points : {false, true}) {
+      cpu_test::Layer layer;
+      layer.spec.scheme = each.scheme;
+      layer.scheme = *ParseScheme(each.scheme);
+      layer.spec.zero_points = zero_points && layer.scheme.weight.may_have_zero_point;
+      std::mt19937 random(3);
+      CanonicalMatrix whole = cpu_test::RandomMatrix(layer, 37, 1152, random);
+      if (each.shuffled) {
+        testing_support::ShuffleGroups(whole, order);
+      }
+      const CanonicalMatrix matrix = *SliceMatrix(whole, 0, 37, each.first, each.last - each.first);
+      const PanelFormat format = *ChoosePanelFormat(matrix.format, !matrix.zero_point.empty());
+      ASSERT_FALSE(PanelColumnsAreIdentity(PanelColumns(matrix, format))) << each.scheme;
+      ExpectBytesOfTheDefinition(matrix, format, each.scheme);
     }
   }
 }

@@ -327,6 +327,7 @@ enum PanelTransform : int {
   kPanelWords,      ///< bf16
   kPanelHalfWords,  ///< f16: as fp8
   kPanelFloats,     ///< f32
+  kPanelSixBits,    ///< 6-bit codes to those of fp8, by a table
   kNumPanelTransforms
 };
 
@@ -336,6 +337,7 @@ struct PanelArguments {
   int64_t blocks;
   int64_t units_per_block;
   int32_t flip;             ///< exclusive-or of codes
+  const uint8_t* table;     ///< kPanelSixBits: the byte of each of 64 codes
   const uint8_t* next[16];  ///< rows that will be packed then: their beginnings are asked for
   /// What goes behind the codes of each block, block after block; null: room is left for it.
   const uint8_t* sides;
@@ -343,6 +345,22 @@ struct PanelArguments {
   uint8_t* out;
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
+
+/// How codes become columns: a byte of each of sixteen rows, column after column. As PanelArguments, with one
+/// unit a block and nothing behind it; null where no panel needs it.
+typedef void (*TurnCodesKernel)(const PanelArguments* arguments);
+
+/// Blocks of sixteen rows from such columns, in any order.
+struct ColumnsArguments {
+  const uint8_t* turned;
+  const int32_t* columns;  ///< of every k of the blocks: where its sixteen bytes stand
+  int64_t blocks;
+  int64_t units_per_block;
+  const uint8_t* sides;  ///< as PanelArguments has them
+  int64_t side_bytes;
+  uint8_t* out;
+};
+typedef void (*PackColumnsKernel)(const ColumnsArguments* arguments);
 
 /// How rows of scales or zero points become lines of a panel, sixteen rows of a column each.
 enum SideTransform : int {
@@ -381,6 +399,8 @@ struct KernelTable {
   ToFloatKernel to_float[kNumRowTypes];
   FromFloatKernel from_float[kNumRowTypes];
   PackPanelKernel pack_panel[kNumPanelTransforms];
+  TurnCodesKernel turn_codes[kNumPanelTransforms];
+  PackColumnsKernel pack_columns[kNumPanelTransforms];
   PackSidesKernel pack_sides[kNumSideTransforms];
 };
 

@@ -15,7 +15,10 @@ constexpr int64_t kMostLines = 512;
 /// Scales that are asked for ahead: 16 rows of K = 8192 in groups of 16.
 constexpr int64_t kMostScaleBytes = 8192;
 
-PanelTransform TransformOf(const PanelFormat& format) {
+PanelTransform TransformOf(DType element, const PanelFormat& format) {
+  if (DTypeBits(element) == 6) {
+    return kPanelSixBits;
+  }
   switch (format.code) {
     case DType::kF4E2M1:
     case DType::kU4:
@@ -65,26 +68,54 @@ const uint8_t* Bytes(const void* data) {
 PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& format,
                          std::span<const int32_t> columns, const KernelTable& table)
     : matrix_(matrix), format_(format), columns_(columns), table_(table) {
-  if (!PanelColumnsAreIdentity(columns) || DTypeBits(matrix.format.element) != DTypeBits(format.code)) {
+  const DType element = matrix.format.element;
+  const PanelTransform transform = TransformOf(element, format);
+  const bool in_order = PanelColumnsAreIdentity(columns);
+  if (!in_order && table.turn_codes[transform] == nullptr) {
     return;
   }
-  transform_ = TransformOf(format);
-  flip_ = matrix.format.element == DType::kI4 ? 0x88 : matrix.format.element == DType::kI8 ? 0x80 : 0;
-  block_row_bytes_ = format.block * DTypeBits(format.code) / 8;
-  blocks_ = static_cast<int64_t>(columns.size()) / format.block;
-  blank_.assign(static_cast<size_t>(blocks_ * block_row_bytes_), flip_);
-  codes_.units_per_block = format_.block / kPanelUnit;
+  transform_ = transform;
+  flip_ = element == DType::kI4 ? 0x88 : element == DType::kI8 ? 0x80 : 0;
+  const int64_t blocks = static_cast<int64_t>(columns.size()) / format.block;
+  source_ = in_order ? Source{format.block, blocks, format.block_bytes()}
+                     : Source{kPanelUnit, CeilDiv(matrix.cols, kPanelUnit), kPanelUnit * kPanelRows};
+  source_.row_bytes = source_.columns * DTypeBits(element) / 8;
+  blank_.assign(static_cast<size_t>(source_.blocks * source_.row_bytes), flip_);
+  codes_.units_per_block = source_.columns / kPanelUnit;
   codes_.flip = static_cast<int32_t>(flip_ * 0x01010101U);
-  codes_.side_bytes = format_.scale_bytes();
+  if (transform == kPanelSixBits) {
+    for (uint32_t code = 0; code < six_bits_.size(); ++code) {
+      six_bits_[code] = static_cast<uint8_t>(PanelCode(element, code));
+    }
+    codes_.table = six_bits_.data();
+  }
+  if (!in_order) {
+    PlaceColumns();
+  }
   scale_columns_ = PanelScaleColumns(matrix, format, columns);
   if (!scale_columns_.empty()) {
-    ChooseSides();
+    ChooseSides(blocks);
   }
+}
+
+/// Where the columns of the panel stand among those that are turned; behind these one of zeros, for padding.
+void PanelPacker::PlaceColumns() {
+  const int64_t turned_bytes = source_.blocks * source_.out_bytes;
+  turned_.assign(static_cast<size_t>(turned_bytes + kPanelRows), 0);
+  places_.resize(columns_.size());
+  std::transform(columns_.begin(), columns_.end(), places_.begin(), [&](int32_t column) {
+    return static_cast<int32_t>(column < 0 ? turned_bytes : column * kPanelRows);
+  });
+  ordered_.turned = turned_.data();
+  ordered_.columns = places_.data();
+  ordered_.blocks = static_cast<int64_t>(columns_.size()) / format_.block;
+  ordered_.units_per_block = format_.block / kPanelUnit;
+  ordered_.side_bytes = format_.scale_bytes();
 }
 
 /// Whether groups follow each other as their scales do, several to a column where the panel has more of them
 /// (128 x 128 blocks, channels), and a kernel takes these as they are stored.
-void PanelPacker::ChooseSides() {
+void PanelPacker::ChooseSides(int64_t blocks) {
   const auto begin = scale_columns_.begin();
   const auto padding = std::find(begin, scale_columns_.end(), -1);
   real_groups_ = padding - begin;
@@ -102,7 +133,7 @@ void PanelPacker::ChooseSides() {
   if (side_transform_ == kNumSideTransforms) {
     return;
   }
-  sides_.assign(static_cast<size_t>(blocks_ * codes_.side_bytes + kMostLines), 0);
+  sides_.assign(static_cast<size_t>(blocks * format_.scale_bytes() + kMostLines), 0);
   scale_rows_ = RowsOf(matrix_.block_scale, &PanelScaleRow);
   scales_.columns = CeilDiv(real_groups_, groups_per_column_);
   scales_.groups = real_groups_;
@@ -130,32 +161,48 @@ void PanelPacker::PointAtCodes(int64_t first_row, const uint8_t** rows) const {
   }
 }
 
-void PanelPacker::PackCodes(int64_t first_row, int64_t rows, uint8_t* out) {
-  codes_.blocks = matrix_.cols / format_.block;
-  codes_.sides = sides_.empty() ? nullptr : sides_.data();
+/// kernel(codes_) of the codes of a stripe, to `out` and what follows.
+template <typename Kernel>
+void PanelPacker::ForEachBlock(int64_t first_row, int64_t rows, uint8_t* out, Kernel kernel) {
+  codes_.blocks = matrix_.cols / source_.columns;
   codes_.out = out;
   PointAtCodes(first_row, codes_.rows);
-  table_.pack_panel[transform_](&codes_);
+  kernel();
   // The block in which the columns end, then blocks without any.
   alignas(64) uint8_t last[kPanelRows][kPanelUnit * 4];
   const uint8_t* ends[kPanelRows];
   std::copy(codes_.rows, codes_.rows + kPanelRows, ends);
-  for (int64_t block = codes_.blocks; block < blocks_; ++block) {
+  for (int64_t block = codes_.blocks; block < source_.blocks; ++block) {
     std::memset(last, flip_, sizeof(last));
-    const int64_t bits = (matrix_.cols - block * format_.block) * DTypeBits(format_.code);
+    const int64_t bits = (matrix_.cols - block * source_.columns) * DTypeBits(matrix_.format.element);
     for (int64_t row = 0; row < rows && bits > 0; ++row) {
-      std::memcpy(last[row], ends[row] + block * block_row_bytes_, static_cast<size_t>((bits + 7) / 8));
+      std::memcpy(last[row], ends[row] + block * source_.row_bytes, static_cast<size_t>((bits + 7) / 8));
       if (bits % 8 != 0) {
-        last[row][bits / 8] = static_cast<uint8_t>((last[row][bits / 8] & 0x0f) | (flip_ & 0xf0));
+        const int codes = (1 << bits % 8) - 1;
+        last[row][bits / 8] = static_cast<uint8_t>((last[row][bits / 8] & codes) | (flip_ & ~codes));
       }
     }
     for (int64_t row = 0; row < kPanelRows; ++row) {
       codes_.rows[row] = codes_.next[row] = last[row];
     }
     codes_.blocks = 1;
-    codes_.sides = sides_.empty() ? nullptr : sides_.data() + block * codes_.side_bytes;
-    codes_.out = out + block * format_.block_bytes();
-    table_.pack_panel[transform_](&codes_);
+    codes_.sides = codes_.sides == nullptr ? nullptr : sides_.data() + block * codes_.side_bytes;
+    codes_.out = out + block * source_.out_bytes;
+    kernel();
+  }
+}
+
+void PanelPacker::PackCodes(int64_t first_row, int64_t rows, uint8_t* out) {
+  const uint8_t* sides = sides_.empty() ? nullptr : sides_.data();
+  if (turned_.empty()) {
+    codes_.sides = sides;
+    codes_.side_bytes = format_.scale_bytes();
+    ForEachBlock(first_row, rows, out, [&] { table_.pack_panel[transform_](&codes_); });
+  } else {
+    ForEachBlock(first_row, rows, turned_.data(), [&] { table_.turn_codes[transform_](&codes_); });
+    ordered_.sides = sides;
+    ordered_.out = out;
+    table_.pack_columns[transform_](&ordered_);
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <span>
 #include <vector>
 
@@ -12,9 +13,10 @@ namespace fusedmoe::cpu {
 ///
 ///   rows of scales, zero points ─► lines of sixteen rows, transposed in registers ─► sides, in L1
 ///   rows of codes ─► lines, transposed alike ─► block by block, with its sides behind it ─► the stripe
+///   columns in an order of their own:        ─► columns of sixteen codes ─► block by block ...
 ///
-/// Columns in an order of their own and 6-bit codes take PackPanelStripe. A packer belongs to one thread; the
-/// matrix and its columns must outlive it.
+/// Codes of more than a byte in an order of their own take PackPanelStripe. A packer belongs to one thread;
+/// the matrix and its columns must outlive it.
 class PanelPacker {
  public:
   PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& format, std::span<const int32_t> columns,
@@ -35,7 +37,8 @@ class PanelPacker {
     int64_t stride = 0;              ///< of own rows
     const uint8_t* end = nullptr;    ///< of what may be read
   };
-  void ChooseSides();
+  void PlaceColumns();
+  void ChooseSides(int64_t blocks);
   SideRows RowsOf(const Tensor& tensor, RowOf row_of) const;
   const uint8_t* RowAt(const SideRows& rows, int64_t row) const {
     return rows.own ? rows.first + row * rows.stride
@@ -45,6 +48,8 @@ class PanelPacker {
   void PointAtSides(const SideRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers);
   void PointAtCodes(int64_t first_row, const uint8_t** rows) const;
   void PackSides(int64_t first_row, int64_t rows);
+  template <typename Kernel>
+  void ForEachBlock(int64_t first_row, int64_t rows, uint8_t* out, Kernel kernel);
   void PackCodes(int64_t first_row, int64_t rows, uint8_t* out);
 
   const CanonicalMatrix& matrix_;
@@ -53,12 +58,20 @@ class PanelPacker {
   const KernelTable& table_;
   PanelTransform transform_ = kNumPanelTransforms;  ///< none: PackPanelStripe does it
   uint8_t flip_ = 0;
-  int64_t blocks_ = 0;
-  int64_t block_row_bytes_ = 0;  ///< of one row's codes in a block
+  /// What kernels take from the rows at a time: blocks of the panel, or of columns to be turned.
+  struct Source {
+    int64_t columns = 0, blocks = 0, out_bytes = 0;
+    int64_t row_bytes = 0;  ///< of one row's codes in a block
+  };
+  Source source_;
   /// Of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
   SidesArguments scales_{}, zeros_{};
-  std::vector<uint8_t> blank_;  ///< codes of rows that do not exist
+  ColumnsArguments ordered_{};
+  std::array<uint8_t, 64> six_bits_{};  ///< their bytes in the panel
+  std::vector<uint8_t> turned_;         ///< columns of the present stripe; none: they are in order
+  std::vector<int32_t> places_;         ///< in turned_, of the columns of the panel
+  std::vector<uint8_t> blank_;          ///< codes of rows that do not exist
   std::vector<int32_t> scale_columns_;
   int64_t real_groups_ = 0;        ///< of scale_columns_; the others are padding
   int64_t groups_per_column_ = 1;  ///< neighbours that share a column

@@ -314,6 +314,28 @@ FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
   _mm256_storeu_si256((__m256i*)(p + 32), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
+/// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto column = [&](int i) FMOE_FLAT { return _mm_loadu_si128((const __m128i*)(columns + at[i])); };
+  const __m128i x[4] = {column(0), column(1), column(2), column(3)};
+  const __m128i low[2] = {_mm_unpacklo_epi8(x[0], x[1]), _mm_unpacklo_epi8(x[2], x[3])};
+  const __m128i high[2] = {_mm_unpackhi_epi8(x[0], x[1]), _mm_unpackhi_epi8(x[2], x[3])};
+  line[0] = _mm256_set_m128i(_mm_unpackhi_epi16(low[0], low[1]), _mm_unpacklo_epi16(low[0], low[1]));
+  line[1] = _mm256_set_m128i(_mm_unpackhi_epi16(high[0], high[1]), _mm_unpacklo_epi16(high[0], high[1]));
+}
+
+/// table[byte] of bytes below 64.
+FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
+  Ints found = IntZero();
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    // Bytes of this quarter become 0x70..0x7f, all others have their highest bit set, which looks up zero.
+    const Ints index = _mm256_add_epi8(IntXor(x, _mm256_set1_epi8(16 * i)), _mm256_set1_epi8(0x70));
+    const Ints quarter = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(table + 16 * i)));
+    found = IntOr(found, _mm256_shuffle_epi8(quarter, index));
+  });
+  return found;
+}
+
 FMOE_INLINE void Prefetch(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T0);
 }

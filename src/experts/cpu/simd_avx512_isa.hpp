@@ -331,6 +331,35 @@ FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
   _mm512_storeu_si512(p, _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(x, order)));
 }
 
+/// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto column = [&](int i) FMOE_FLAT { return _mm_loadu_si128((const __m128i*)(columns + at[i])); };
+  Ints x = _mm512_castsi128_si512(column(0));
+  x = _mm512_inserti32x4(x, column(1), 1);
+  x = _mm512_inserti32x4(x, column(2), 2);
+  x = _mm512_inserti32x4(x, column(3), 3);
+  const Ints order =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  line[0] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, x), order);
+}
+
+/// table[byte] of bytes below 64.
+FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
+#if defined(__AVX512VBMI__)
+  return _mm512_permutexvar_epi8(x, _mm512_loadu_si512(table));
+#else
+  Ints found = IntZero();
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    // Bytes of this quarter become 0x70..0x7f, all others have their highest bit set, which looks up zero.
+    const Ints index = _mm512_add_epi8(IntXor(x, _mm512_set1_epi8(16 * i)), _mm512_set1_epi8(0x70));
+    const Ints quarter = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(table + 16 * i)));
+    found = IntOr(found, _mm512_shuffle_epi8(quarter, index));
+  });
+  return found;
+#endif
+}
+
 FMOE_INLINE void Prefetch(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T0);
 }

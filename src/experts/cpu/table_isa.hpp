@@ -35,6 +35,14 @@ constexpr void SetInteger(KernelTable& table) {
   SetIntegerDots<kWeight, kTileA8>(table);
 }
 
+/// Codes of up to a byte may come in an order of their own.
+template <PanelTransform kTransform>
+constexpr void SetPanel(KernelTable& table) {
+  table.pack_panel[kTransform] = &PackPanel<kTransform>;
+  table.turn_codes[kTransform] = &TurnCodes<kTransform>;
+  table.pack_columns[kTransform] = &PackColumns<kTransform>;
+}
+
 constexpr KernelTable MakeTable(const char* isa) {
   KernelTable table = {};
   table.isa = isa;
@@ -73,12 +81,13 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.from_float[kRowF32] = &CopyFloatsOut;
   table.from_float[kRowBf16] = &FloatToBf16;
   table.from_float[kRowF16] = &FloatToF16;
-  table.pack_panel[kPanelNibbles] = &PackPanel<1, true, false>;
-  table.pack_panel[kPanelBytes] = &PackPanel<2, false, false>;
-  table.pack_panel[kPanelHalfLanes] = &PackPanel<2, false, true>;
-  table.pack_panel[kPanelWords] = &PackPanel<4, false, false>;
-  table.pack_panel[kPanelHalfWords] = &PackPanel<4, false, true>;
-  table.pack_panel[kPanelFloats] = &PackPanel<8, false, false>;
+  SetPanel<kPanelNibbles>(table);
+  SetPanel<kPanelBytes>(table);
+  SetPanel<kPanelHalfLanes>(table);
+  SetPanel<kPanelSixBits>(table);
+  table.pack_panel[kPanelWords] = &PackPanel<kPanelWords>;
+  table.pack_panel[kPanelHalfWords] = &PackPanel<kPanelHalfWords>;
+  table.pack_panel[kPanelFloats] = &PackPanel<kPanelFloats>;
   table.pack_sides[kSideBytes] = &PackSides<kSideBytes>;
   table.pack_sides[kSideWords] = &PackSides<kSideWords>;
   table.pack_sides[kSideFloats] = &PackSides<kSideFloats>;
