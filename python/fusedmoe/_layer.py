@@ -130,10 +130,11 @@ class Layer(_Handle):
         self.info = LayerInfo._of(info)
         self._alive = None
         self._lock, self._workspaces = threading.Lock(), []
+        self._release_workspace = _c.lib.fmoe_workspace_release  # the module may be gone when a layer ends
 
     def __del__(self):
         for workspace in getattr(self, "_workspaces", []):
-            _c.lib.fmoe_workspace_release(workspace)
+            self._release_workspace(workspace)
         super().__del__()
 
     @classmethod

@@ -154,6 +154,33 @@ class Python(Case):
         self.assertTrue(torch.equal(same(hidden, topk_ids=ids, topk_weights=weights),
                                     made(hidden, topk_ids=ids, topk_weights=weights)))
 
+    def test_layer_on_a_card(self):
+        if not torch.cuda.is_available():
+            self.skipTest("no card")
+        checkpoint = fusedmoe.Checkpoint(ROOT / "tests/golden/checkpoints/qwen3_moe-modelopt-w4a16_nvfp4")
+        number = checkpoint.moe_layers[0]
+        on_cpu = checkpoint.load_layer(number, max_tokens=32)
+        on_card = checkpoint.load_layer(number, max_tokens=32, device="cuda")
+        hidden = torch.randn(9, on_cpu.info.hidden).bfloat16()
+        expected, ids, weights = on_cpu(hidden, return_routing=True)
+        card_hidden = hidden.cuda()
+        output, card_ids, _ = on_card(card_hidden, return_routing=True)
+        self.assertTrue(torch.equal(card_ids.cpu(), ids))
+        # Weights rounded alike, sums in another order, the output in BF16: steps of 2^-8 at most.
+        self.assertLess(relative(output.cpu(), expected), 2**-7)
+        with self.assertRaisesRegex(ValueError, "lies on cpu"):
+            on_card(hidden)
+        experts = fusedmoe.torch.Experts(on_card)
+        card_ids, card_weights = ids.cuda(), weights.cuda()
+        experts(card_hidden, card_ids, card_weights)
+        graph, static = torch.cuda.CUDAGraph(), card_hidden.clone()
+        with torch.cuda.graph(graph):
+            captured = experts(static, card_ids, card_weights)
+        static.copy_(card_hidden * 0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        self.assertTrue(torch.equal(captured, experts(card_hidden * 0.5, card_ids, card_weights)))
+
 
 if __name__ == "__main__":
     unittest.main()
