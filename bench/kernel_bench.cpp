@@ -109,31 +109,34 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 
-/// Eight tall tiles at a time, as an expert with 64 tokens has them. Weights in L2.
-void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind) {
-  constexpr int kTallTiles = 8;
+/// Two or eight tall tiles at a time, as an expert with 16 or 64 tokens has them. Weights in L2.
+void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int num_tiles) {
   const int64_t blocks = bench.k / named.panel.block;
   const int64_t stripe_bytes = blocks * named.panel.block_bytes();
   const int64_t count = std::max<int64_t>(2, (int64_t{384} << 10) / stripe_bytes / 2 * 2);
-  TileView views[kTallTiles];
-  for (int tile = 0; tile < kTallTiles; ++tile) {
-    char* memory = bench.tile + tile * TileRowBytes(named.kernel, kind, bench.k) * kMaxHeight;
-    views[tile] = ViewTile(memory, named.kernel, kind, bench.k, kMaxHeight);
+  TileView views[kBatchTiles];
+  void* rows[kBatchTiles * kMaxHeight];
+  for (int i = 0; i < num_tiles * kMaxHeight; ++i) {
+    rows[i] = bench.tile + i * TileRowBytes(named.kernel, kind, bench.k);
+  }
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    views[tile] = ViewTile(rows[tile * kMaxHeight], named.kernel, kind, bench.k, kMaxHeight);
+    views[tile].rows = rows + tile * kMaxHeight;
     views[tile].prefetch_near = 7680;
     views[tile].group_scales = GroupScalesOf(named.panel);
   }
-  alignas(64) static float out[2 * kTallTiles * kMaxHeight * 16];
+  alignas(64) static float out[2 * kBatchTiles * kMaxHeight * 16];
   const double begin = ThreadSeconds();
   for (auto _ : state) {
     for (int64_t stripe = 0; stripe < count; stripe += 2) {
       bench.table->batch[named.kernel][kind](bench.weights + stripe * stripe_bytes, 2, stripe_bytes, blocks,
-                                             views, kTallTiles, out);
+                                             views, num_tiles, out);
     }
     benchmark::ClobberMemory();
   }
   const double seconds = ThreadSeconds() - begin;
   const auto passes = static_cast<double>(state.iterations());
-  const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * kMaxHeight * kTallTiles);
+  const double ops = passes * 2.0 * static_cast<double>(count * 16 * bench.k * kMaxHeight * num_tiles);
   Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 
@@ -256,10 +259,13 @@ void Register(const Bench& bench) {
         }
       }
       if (bench.table->batch[named.kernel][kind] != nullptr) {
-        const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] + "/tokens:64/l2";
-        benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind](benchmark::State& state) {
-          Batch(state, bench, named, static_cast<TileKind>(kind));
-        })->MinTime(0.2);
+        for (const int tiles : {2, kBatchTiles}) {
+          const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] +
+                                   "/tokens:" + std::to_string(tiles * kMaxHeight) + "/l2";
+          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, tiles](benchmark::State& state) {
+            Batch(state, bench, named, static_cast<TileKind>(kind), tiles);
+          })->MinTime(0.2);
+        }
       }
     }
   }

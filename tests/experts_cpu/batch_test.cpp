@@ -46,35 +46,22 @@ void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random,
 }
 
 /// Codes of every size, and corrections and scales as packing would leave them, in kind if not in value.
-void FillTile(const Weights& weights, TileKind kind, int64_t k, int height, std::mt19937& random,
-              std::byte* bytes) {
-  const TileView view = ViewTile(bytes, weights.kernel, kind, k, height);
-  for (int64_t i = 0; i < k * Planes(kind) * height; ++i) {
+void FillTile(const Weights& weights, TileKind kind, int64_t k, std::mt19937& random, std::byte* bytes) {
+  const TileView view = ViewTile(bytes, weights.kernel, kind, k, 1);
+  for (int64_t i = 0; i < k * Planes(kind); ++i) {
     bytes[i] = static_cast<std::byte>(static_cast<int8_t>(static_cast<int>(random() % 255) - 127));
   }
   const Correction correction = CorrectionOf(weights.kernel, weights.panel.zero_points);
-  for (int64_t i = 0; i < k / correction.group * height; ++i) {
+  for (int64_t i = 0; i < k / correction.group; ++i) {
     view.correction[i] = static_cast<int32_t>(random() % 2000) - 1000;
     if (correction.zero == 0) {
       const auto sum = static_cast<float>(view.correction[i]);
       std::memcpy(view.correction + i, &sum, 4);
     }
   }
-  for (int64_t i = 0; i < k / ActivationGroup(weights.kernel, kind) * height; ++i) {
+  for (int64_t i = 0; i < k / ActivationGroup(weights.kernel, kind); ++i) {
     view.scale[i] = 0.01F + static_cast<float>(random() % 100) / 100.0F;
   }
-}
-
-/// One token of a tall tile as a tile of its own.
-TileView TokenAlone(const Weights& weights, TileKind kind, int64_t k, const TileView& tall, int token,
-                    std::vector<int32_t>& memory) {
-  memory.resize(static_cast<size_t>(TileRowBytes(weights.kernel, kind, k) / 4));
-  for (size_t word = 0; word < memory.size(); ++word) {
-    memory[word] = static_cast<const int32_t*>(tall.codes)[static_cast<int64_t>(word) * tall.height + token];
-  }
-  TileView view = ViewTile(memory.data(), weights.kernel, kind, k, 1);
-  view.group_scales = tall.group_scales;
-  return view;
 }
 
 struct Batch {
@@ -102,18 +89,22 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
         }
         std::mt19937 random(7);
         const int64_t blocks = kK / weights.panel.block, stripe_bytes = blocks * weights.panel.block_bytes();
-        const int64_t tile_bytes = TileRowBytes(weights.kernel, kind, kK) * kMaxHeight;
+        const int64_t row_bytes = TileRowBytes(weights.kernel, kind, kK);
         const int64_t reach = 8 * stripe_bytes;  // prefetches may ask for more than is there, loads may not
         std::vector<std::byte> stripes(static_cast<size_t>(2 * kMostStripes * stripe_bytes + reach));
-        std::vector<std::byte> tiles(static_cast<size_t>(kBatchTiles * tile_bytes));
+        std::vector<std::byte> tiles(static_cast<size_t>(kBatchTiles * kMaxHeight * row_bytes));
         FillStripes(weights.panel, 2 * kMostStripes * blocks, random, stripes.data());
         const auto* first = reinterpret_cast<const uint8_t*>(stripes.data());
         for (const Batch& batch : batches) {
           std::vector<TileView> views;
+          void* rows[kBatchTiles * kMaxHeight];
+          for (int64_t i = 0; i < batch.num_tiles * kMaxHeight; ++i) {  // tokens stand in any order
+            rows[i] = tiles.data() + (batch.num_tiles * kMaxHeight - 1 - i) * row_bytes;
+            FillTile(weights, kind, kK, random, static_cast<std::byte*>(rows[i]));
+          }
           for (int64_t tile = 0; tile < batch.num_tiles; ++tile) {
-            std::byte* bytes = tiles.data() + tile * tile_bytes;
-            FillTile(weights, kind, kK, kMaxHeight, random, bytes);
-            views.push_back(ViewTile(bytes, weights.kernel, kind, kK, kMaxHeight));
+            views.push_back(ViewTile(nullptr, weights.kernel, kind, kK, kMaxHeight));
+            views.back().rows = rows + tile * kMaxHeight;
             views.back().tokens = batch.tokens;
             views.back().group_scales = GroupScalesOf(weights.panel);
             views.back().decode_once = batch.decode_once;
@@ -121,7 +112,6 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
           const int64_t stride = stripe_bytes * batch.stride;
           const int64_t count = batch.num_tiles * batch.num_stripes * kMaxHeight;
           std::vector<float> actual(static_cast<size_t>(count * kPanelRows), -1.0F);
-          std::vector<int32_t> memory;
           table.batch[weights.kernel][kind](first, batch.num_stripes, stride, blocks, views.data(),
                                             batch.num_tiles, actual.data());
           for (int64_t i = 0; i < count; ++i) {
@@ -131,8 +121,8 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
             }
             const int64_t stripe = i / kMaxHeight % batch.num_stripes;
             const int64_t tile = i / kMaxHeight / batch.num_stripes;
-            const TileView alone =
-                TokenAlone(weights, kind, kK, views[static_cast<size_t>(tile)], token, memory);
+            TileView alone = ViewTile(rows[tile * kMaxHeight + token], weights.kernel, kind, kK, 1);
+            alone.group_scales = GroupScalesOf(weights.panel);
             float expected[kPanelRows];
             table.dot[weights.kernel][kind][0](first + stripe * stride, 1, blocks, &alone, expected);
             ASSERT_TRUE(

@@ -35,18 +35,23 @@ void ExpectCloseOnEveryIsa(Layer& layer) {
   }
 }
 
+/// Experts with orders of their own, and experts that share them: then a token is packed once for all of
+/// them.
 TEST(CpuInputs_ActivationOrderOfItsOwnInEachProjection, IsFollowed) {
   for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g64"}) {
-    Layer layer =
-        MakeLayer({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3, .zero_points = true});
-    for (size_t e = 0; e < layer.experts.size(); ++e) {
-      const auto seed = static_cast<uint32_t>(10 * e);
-      Shuffle(layer.experts[e].gate, seed);
-      Shuffle(layer.experts[e].up, seed + 1);
-      Shuffle(layer.experts[e].down, seed + 2);
+    for (const bool experts_share : {false, true}) {
+      Layer layer = MakeLayer(
+          {.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3, .zero_points = true});
+      for (size_t e = 0; e < layer.experts.size(); ++e) {
+        const auto seed = static_cast<uint32_t>(experts_share ? 0 : 10 * e);
+        Shuffle(layer.experts[e].gate, seed);
+        Shuffle(layer.experts[e].up, seed + 1);
+        Shuffle(layer.experts[e].down, seed + 2);
+      }
+      layer.problem.weights_have_group_index = true;
+      SCOPED_TRACE(testing::Message() << "experts_share=" << experts_share);
+      ExpectCloseOnEveryIsa(layer);
     }
-    layer.problem.weights_have_group_index = true;
-    ExpectCloseOnEveryIsa(layer);
   }
 }
 
@@ -59,16 +64,18 @@ Tensor Factors(int64_t count, uint32_t seed) {
 }
 
 TEST(CpuInputs_SmoothingFactors, MultiplyTheInput) {
-  for (const bool shared : {true, false}) {
-    Layer layer = MakeLayer({.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 3});
-    for (size_t e = 0; e < layer.experts.size(); ++e) {
-      const auto seed = static_cast<uint32_t>(10 * e);
-      layer.experts[e].gate.pre_quant_scale = Factors(128, seed);
-      layer.experts[e].up.pre_quant_scale = Factors(128, shared ? seed : seed + 1);
-      layer.experts[e].down.pre_quant_scale = Factors(64, seed + 2);
+  for (const bool shared : {true, false}) {  // by gate and up
+    for (const bool experts_share : {true, false}) {
+      Layer layer = MakeLayer({.scheme = "nvfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 3});
+      for (size_t e = 0; e < layer.experts.size(); ++e) {
+        const auto seed = static_cast<uint32_t>(experts_share ? 0 : 10 * e);
+        layer.experts[e].gate.pre_quant_scale = Factors(128, seed);
+        layer.experts[e].up.pre_quant_scale = Factors(128, shared ? seed : seed + 1);
+        layer.experts[e].down.pre_quant_scale = Factors(64, seed + 2);
+      }
+      SCOPED_TRACE(testing::Message() << "shared=" << shared << " experts_share=" << experts_share);
+      ExpectCloseOnEveryIsa(layer);
     }
-    SCOPED_TRACE(testing::Message() << "shared=" << shared);
-    ExpectCloseOnEveryIsa(layer);
   }
 }
 

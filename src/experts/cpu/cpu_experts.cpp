@@ -159,6 +159,7 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
   run.place_slots = run.token_places + plan_.max_tokens;
   run.token_tiles = workspace.Get<std::byte>(slots_.token_tiles);
   run.input_tiles = workspace.Get<std::byte>(slots_.input_tiles);
+  run.slot_tiles = workspace.Get<void*>(slots_.slot_tiles);
   run.mid = workspace.Get<float>(slots_.mid);
   run.mid_tiles = workspace.Get<std::byte>(slots_.mid_tiles);
   run.sums = workspace.Get<float>(slots_.output);
@@ -292,8 +293,8 @@ void CpuExperts::MakeTiles(Run& run) const {
     run.tiled_experts += end > slot ? 1 : 0;
     while (slot < end) {
       const TileCut cut = NextTile(end - slot, plan_.max_height_index, plan_.tall);
-      run.tiles[count++] = {static_cast<int32_t>(expert), slot, cut.tokens, cut.height_index, rows};
-      rows += kHeights[cut.height_index];
+      run.tiles[count] = {static_cast<int32_t>(expert), slot, cut.tokens, cut.height_index, rows};
+      rows += TileRows(plan_, run.tiles[count++]);
       slot += cut.tokens;
     }
   }
@@ -323,7 +324,7 @@ int64_t CpuExperts::EndOfBatch(const Run& run, const GemmShape& shape, int64_t b
   const Tile& first = run.tiles[begin];
   int64_t end = begin + 1;
   while (end < run.num_tiles && run.tiles[end].expert == first.expert &&
-         (run.tiles[end].first_row + kHeights[run.tiles[end].height_index] - first.first_row) *
+         (run.tiles[end].first_row + TileRows(plan_, run.tiles[end]) - first.first_row) *
                  shape.tile_row_bytes <=
              plan_.tile_batch_bytes) {
     ++end;
@@ -343,11 +344,14 @@ void CpuExperts::PrefetchSides(const float* scales, const float* biases, int64_t
   }
 }
 
-/// Where a tile of `tiles` stands.
-void CpuExperts::View(const GemmShape& shape, std::byte* tiles, const Tile& tile, const Stretch& stretch,
-                      TileView& view) const {
-  PlaceTile(&view, tiles + tile.first_row * shape.tile_row_bytes, plan_.kernel, shape.tile, shape.padded_cols,
-            kHeights[tile.height_index]);
+/// Where a tile of a part stands.
+void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Tile& tile,
+                      const Stretch& stretch, TileView& view) const {
+  view.rows = run.SlotTiles(plan_, part) + tile.first_slot;
+  void* memory = ReadsTokensApart(plan_, tile)
+                     ? view.rows[0]
+                     : run.Tiles(plan_, part) + tile.first_row * shape.tile_row_bytes;
+  PlaceTile(&view, memory, plan_.kernel, shape.tile, shape.padded_cols, kHeights[tile.height_index]);
   view.tokens = tile.count;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.decode_once = plan_.decode_once;
@@ -442,13 +446,13 @@ CpuExperts::Ahead CpuExperts::AheadOf(const Run& run, const GemmShape& shape, in
   return {tiles, tall, next, next == nullptr ? 0 : bytes};
 }
 
-/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce. One short tile meets stripes
-/// that follow each other.
-void CpuExperts::Multiply(const GemmShape& shape, std::byte* tiles, const Tile* first, int64_t count,
+/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce, of a part (Run::Tiles). One
+/// short tile meets stripes that follow each other.
+void CpuExperts::Multiply(const Run& run, const GemmShape& shape, int part, const Tile* first, int64_t count,
                           const Stripes& stripes, float* sums) const {
   if (!IsTall(shape, *first)) {
     TileView view;
-    View(shape, tiles, *first, stripes.stretch, view);
+    View(run, shape, part, *first, stripes.stretch, view);
     table_->dot[plan_.kernel][shape.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
                                                                &view, sums);
     return;
@@ -458,7 +462,7 @@ void CpuExperts::Multiply(const GemmShape& shape, std::byte* tiles, const Tile* 
   TileView views[kBatchTiles];
   for (int64_t i = 0; i < count; ++i) {
     const int64_t tile = first + i - ahead.tiles;
-    View(shape, tiles, first[i], stripes.stretch, views[i]);
+    View(run, shape, part, first[i], stripes.stretch, views[i]);
     views[i].next = ahead.next + share(tile);
     views[i].next_bytes = share(tile + 1) - share(tile);
   }
@@ -491,12 +495,12 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
     const int64_t stripe_sums = kHeights[tiles->height_index] * kPanelRows;
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape.parts;
     if (!separate_inputs_) {
-      Multiply(shape, run.input_tiles, tiles, count,
+      Multiply(run, shape, 0, tiles, count,
                {weights, num_stripes * shape.parts, shape.stripe_bytes, stretch, ahead}, dots);
     } else if (!IsTall(shape,
                        *tiles)) {  // still one stream of weights: each stripe meets the tile of its part
       for (int64_t i = 0; i < num_stripes * shape.parts; ++i) {
-        Multiply(shape, run.InputTiles(plan_, i % shape.parts), tiles, 1,
+        Multiply(run, shape, static_cast<int>(i % shape.parts), tiles, 1,
                  {weights + i * shape.stripe_bytes, 1, shape.stripe_bytes, stretch, ahead},
                  dots + i * stripe_sums);
       }
@@ -504,7 +508,7 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
       column_sums = stripe_sums;
       up_sums = count * num_stripes * stripe_sums;
       for (int part = 0; part < shape.parts; ++part) {
-        Multiply(shape, run.InputTiles(plan_, part), tiles, count,
+        Multiply(run, shape, part, tiles, count,
                  {weights + part * shape.stripe_bytes, num_stripes, shape.parts * shape.stripe_bytes, stretch,
                   ahead},
                  dots + part * up_sums);
@@ -569,8 +573,7 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
       for (int64_t index = begin, taken = 0; index < end; index += taken) {
         taken = TilesAtOnce(run, shape, index, end);
         const Tile* tiles = run.tiles + index;
-        Multiply(shape, run.mid_tiles, tiles, taken, {weights, count, shape.stripe_bytes, stretch, ahead},
-                 dots);
+        Multiply(run, shape, 2, tiles, taken, {weights, count, shape.stripe_bytes, stretch, ahead}, dots);
         for (int64_t i = 0; i < taken * count; ++i) {
           const Tile& tile = tiles[i / count];
           const int64_t col = (stripe + i % count) * kPanelRows;

@@ -14,7 +14,7 @@ bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTrans
 
 /// The experts of a layer on panels:
 ///
-///   slots sorted by expert ─► tiles of 1-16 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─►
+///   slots sorted by expert ─► tiles of 1-8 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─►
 ///   weighted sum
 ///
 /// Both GEMMs are split by output columns: a task computes its columns for all experts, so that tasks are
@@ -80,7 +80,7 @@ class CpuExperts final : public Experts {
     const Stretch& stretch;
     const Ahead& ahead;
   };
-  void View(const GemmShape& shape, std::byte* tiles, const Tile& tile, const Stretch& stretch,
+  void View(const Run& run, const GemmShape& shape, int part, const Tile& tile, const Stretch& stretch,
             TileView& view) const;
   int64_t NumRanges(const Run& run, const GemmShape& shape) const;
   void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
@@ -91,7 +91,7 @@ class CpuExperts final : public Experts {
   int64_t TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const;
   Ahead AheadOf(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end,
                 const uint8_t* end, int64_t bytes, const Stretch& stretch) const;
-  void Multiply(const GemmShape& shape, std::byte* tiles, const Tile* first, int64_t count,
+  void Multiply(const Run& run, const GemmShape& shape, int part, const Tile* first, int64_t count,
                 const Stripes& stripes, float* sums) const;
   void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int64_t num_stripes,
                      const Stretch& stretch) const;

@@ -292,7 +292,7 @@ TileCut NextTile(int64_t left, int max_height_index, bool tall) {
 
 int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile) {
   int index = kNumHeights - 1;
-  while (index > 0 && table.dot[kernel][tile][index] == nullptr) {
+  while (index > 0 && table.batch[kernel][tile] == nullptr && table.dot[kernel][tile][index] == nullptr) {
     --index;
   }
   return index;
@@ -379,12 +379,12 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tokens = batched ? 0 : piece;
   plan.max_rows = output_by_slot ? plan.max_slots : piece;
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
-  // NextTile ends an expert with at most two tiles that are not full, and pads by at most two tokens, a tall
-  // tile by five.
+  // NextTile ends an expert with at most two tiles that are not full, and pads by at most two tokens; tall
+  // tiles have no padding.
   plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
               !IsFloatKernel(plan.kernel);
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
-  plan.max_tile_rows = plan.max_slots + (plan.tall ? kMaxHeight - 3 : 2) * active;
+  plan.max_tile_rows = plan.max_slots + (plan.tall ? 0 : 2) * active;
   SetPrefetch(machine, plan);
   plan.decode_once = DecodesOnce(machine, plan.kernel);
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
@@ -454,9 +454,11 @@ CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
       book.Book("tile_rows", pack_tasks * kHeights[plan.max_height_index] *
                                  std::max(plan.gate_up.tile_row_bytes, plan.down.tile_row_bytes));
   slots.token_places = book.Book("token_places", plan.max_tokens * 8);
-  slots.token_tiles = book.Book("token_tiles", plan.max_tokens * plan.gate_up.tile_row_bytes);
+  slots.token_tiles =
+      book.Book("token_tiles", plan.input_sets * plan.max_tokens * plan.gate_up.tile_row_bytes);
   slots.input_tiles =
       book.Book("input_tiles", plan.input_sets * plan.max_tile_rows * plan.gate_up.tile_row_bytes);
+  slots.slot_tiles = book.Book("slot_tiles", (plan.input_sets + 1) * plan.max_slots * 8);
   slots.mid = book.Book("mid", std::max(plan.max_slots, plan.tiles.max_rows) * plan.gate_up.row_stride() * 4);
   slots.mid_tiles = book.Book("mid_tiles", plan.max_tile_rows * plan.down.tile_row_bytes);
   slots.output = book.Book("output_sums", plan.max_rows * plan.down.row_stride() * 4);

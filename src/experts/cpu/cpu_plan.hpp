@@ -95,7 +95,7 @@ struct CpuPlan {
   int64_t max_tokens = 0;    ///< that they belong to; 0 for batched rows
   int64_t max_rows = 0;      ///< of output accumulated at a time
   int max_height_index = 0;  ///< of kHeights: the tallest tile that the kernels take
-  /// Tiles of three tokens and more are tall ones, which compute no more tokens than there are
+  /// Tiles of three tokens and more are tall ones of integers, which read each token where it stands
   /// (dot_tall_isa.hpp).
   bool tall = false;
   /// rank_invariant: the slots of a token are left apart, unweighted, so that whoever has all of them adds
@@ -138,7 +138,7 @@ TileCut NextTile(int64_t left, int max_height_index, bool tall);
 /// Where the pieces of a workspace lie.
 struct CpuSlots {
   WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
-      token_tiles, input_tiles, mid, mid_tiles, output;
+      token_tiles, input_tiles, slot_tiles, mid, mid_tiles, output;
   WorkspaceSlot jobs, job_groups, tokens, sides, token_rows, token_sides, scratch, scratch_rows, slot_sums,
       output_offsets, output_slots;
 };
@@ -152,6 +152,15 @@ struct Tile {
   int32_t height_index = 0;
   int64_t first_row = 0;  ///< tile rows (padding included) before it
 };
+
+/// Whether the kernels read each token of a tile as a tile of its own; else they stand side by side.
+inline bool ReadsTokensApart(const CpuPlan& plan, const Tile& tile) {
+  return tile.height_index == 0 || (plan.tall && kHeights[tile.height_index] == kMaxHeight);
+}
+/// Rows of a tile in the memory of tiles.
+inline int64_t TileRows(const CpuPlan& plan, const Tile& tile) {
+  return ReadsTokensApart(plan, tile) ? tile.count : kHeights[tile.height_index];
+}
 
 /// Jobs of the matrix unit that one thread takes from hidden states to results, or that all threads share.
 struct JobGroup {

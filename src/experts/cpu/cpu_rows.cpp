@@ -49,6 +49,7 @@ void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
       place = places++;
     }
   }
+  std::byte* tiles = run.TokenTiles(plan_, part);
   const int64_t tasks = std::min<int64_t>(kPackTasks, places);
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   const Executor serial;
@@ -56,7 +57,7 @@ void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
   ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
     for (int64_t place = places * task / tasks; place < places * (task + 1) / tasks; ++place) {
       PackRow(run, shape, experts_[0].input[part], run.place_slots[place],
-              run.row_buffers + task * 2 * widest, run.token_tiles + place * shape.tile_row_bytes);
+              run.row_buffers + task * 2 * widest, tiles + place * shape.tile_row_bytes);
     }
   });
 }
@@ -267,32 +268,36 @@ void CpuExperts::PackTile(Run& run, const GemmShape& shape, int part, bool share
   std::byte* rows = run.tile_rows + task * kHeights[plan_.max_height_index] * most_bytes;
   const int height = kHeights[tile.height_index];
   const ExpertPanels& expert = experts_[static_cast<size_t>(tile.expert)];
+  // Tokens that the kernels read apart stay where they are, or stand in the tile one after the other.
+  const bool apart = ReadsTokensApart(plan_, tile);
+  std::byte* place = run.Tiles(plan_, part) + tile.first_row * row_bytes;
+  void** slot_tiles = run.SlotTiles(plan_, part) + tile.first_slot;
   const int32_t* tokens[kMaxHeight];
-  for (int token = 0; token < height; ++token) {
+  for (int token = 0; token < tile.count; ++token) {
     const int64_t slot = tile.first_slot + token;
-    std::byte* row = rows + token * row_bytes;
-    if (token > tile.count) {
-      tokens[token] = tokens[tile.count];
-      continue;
-    }
-    if (token == tile.count) {
-      std::memset(row, 0, static_cast<size_t>(row_bytes));
-    } else if (shared) {
-      row = run.token_tiles + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
+    std::byte* row = (apart ? place : rows) + token * row_bytes;
+    if (shared) {
+      row = run.TokenTiles(plan_, part) + run.token_places[run.slot_rows[slot] - run.first_token] * row_bytes;
     } else {
       const InputTransform& transform = part == 2 ? expert.mid : expert.input[part];
-      const float* in_place = shape.tile == kTileF32 ? RowInPlace(run, shape, transform, slot) : nullptr;
-      if (in_place != nullptr) {  // fp32 tiles of one token are the row itself
-        tokens[token] = reinterpret_cast<const int32_t*>(in_place);
-        continue;
+      if (shape.tile == kTileF32 && RowInPlace(run, shape, transform, slot) != nullptr) {
+        row = reinterpret_cast<std::byte*>(run.mid + slot * plan_.gate_up.row_stride());  // the row itself
+      } else {
+        PackRow(run, shape, transform, slot, run.row_buffers + task * 2 * widest, row);
       }
-      PackRow(run, shape, transform, slot, run.row_buffers + task * 2 * widest, row);
     }
+    slot_tiles[token] = row;
     tokens[token] = reinterpret_cast<const int32_t*>(row);
   }
-  std::byte* tiles = part == 2 ? run.mid_tiles : run.InputTiles(plan_, part);
-  table_->interleave(tokens, row_bytes / 4, height,
-                     reinterpret_cast<int32_t*>(tiles + tile.first_row * row_bytes));
+  if (apart) {
+    return;
+  }
+  if (tile.count < height) {
+    std::byte* none = rows + tile.count * row_bytes;
+    std::memset(none, 0, static_cast<size_t>(row_bytes));
+    std::fill(tokens + tile.count, tokens + height, reinterpret_cast<const int32_t*>(none));
+  }
+  table_->interleave(tokens, row_bytes / 4, height, reinterpret_cast<int32_t*>(place));
 }
 
 }  // namespace fusedmoe::cpu

@@ -33,14 +33,23 @@ struct CpuExperts::Run {
   std::byte* tile_rows;    // the same, tiles of one token
   int32_t* token_places;   // number of each token among those that visit an expert here, or -1
   int32_t* place_slots;    // a slot of each of them
-  std::byte* token_tiles;  // and its tile
+  std::byte* token_tiles;  // and its tile; where up sees another input, those of up follow
   int64_t first_token = 0, num_tokens = 0;
   std::byte* input_tiles;  // of gate; where up sees another input, its tiles follow
-  std::byte* InputTiles(const CpuPlan& plan, int part) const {
-    return input_tiles + part * plan.max_tile_rows * plan.gate_up.tile_row_bytes;
-  }
+  void** slot_tiles;       // of each slot its tile of one token, where kernels read that; for every part
   float* mid;
   std::byte* mid_tiles;
+  /// Tiles of one token for gate (0) and up (1), which kernels read until both are multiplied.
+  std::byte* TokenTiles(const CpuPlan& plan, int part) const {
+    return token_tiles + part * plan.max_tokens * plan.gate_up.tile_row_bytes;
+  }
+  /// Tiles of gate (0), up (1) and down (2).
+  std::byte* Tiles(const CpuPlan& plan, int part) const {
+    return part == 2 ? mid_tiles : input_tiles + part * plan.max_tile_rows * plan.gate_up.tile_row_bytes;
+  }
+  void** SlotTiles(const CpuPlan& plan, int part) const {
+    return slot_tiles + (part == 2 ? plan.input_sets : part) * plan.max_slots;
+  }
   float* sums;
   // Experts with many tokens, where the machine has a matrix unit (cpu_tiles.cpp, cpu_jobs.cpp).
   TileJob* jobs;      // of gate and up; those of down follow

@@ -103,13 +103,6 @@ constexpr int SumChains() {
   return kHasByteDot && kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
 }
 
-/// Where a sum of products starts: at the correction, or at zero where the correction takes zero points.
-template <WeightKernel kWeight>
-FMOE_INLINE Ints ChainStart(const int32_t* correction, bool zero_points) {
-  const Ints start = IntSet(*correction);
-  return IntegerPanel<kWeight>::kGrouped ? IntAnd(start, IntSet(zero_points ? 0 : -1)) : start;
-}
-
 /// Whether lines that come later are asked for beside the loads of each 16 k, not all at the beginning of a
 /// block: a request that meets full buffers is dropped, and 17 in a row are too many beside chains that run
 /// ahead. Weights from memory, Zen 5, GB/s of 41, one token: INT4 per channel 36.5 -> 38.8, g64 36.0 -> 37.7,
@@ -122,6 +115,8 @@ constexpr bool AsksBySteps() {
 }
 
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
+/// Integers in groups add their correction behind the products: chains that started at it or at zero, as
+/// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
 FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
                            const int32_t* correction, bool zero_points, int first, int64_t ahead,
@@ -134,10 +129,10 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
     constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
     Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
-    if constexpr (chain == 0) {
-      sum[chain][Planes(kKind) - 1][t] = ChainStart<kWeight>(correction + first + t, zero_points);
+    if constexpr (!Panel::kGrouped && chain == 0) {
+      sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
       if constexpr (kKind == kTileA24) {
-        sum[chain][0][t] = ChainStart<kWeight>(correction + kHeight + first + t, zero_points);
+        sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
       }
     }
   });
@@ -161,6 +156,15 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     constexpr int plane = decltype(i)() / kCount % Planes(kKind), t = decltype(i)() % kCount;
     sum[0][plane][t] = IntAdd(sum[0][plane][t], sum[chain][plane][t]);
   });
+  if (Panel::kGrouped && !zero_points) {
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints& last = sum[0][Planes(kKind) - 1][t];
+      last = IntAdd(last, IntSet(correction[first + t]));
+      if constexpr (kKind == kTileA24) {
+        sum[0][0][t] = IntAdd(sum[0][0][t], IntSet(correction[kHeight + first + t]));
+      }
+    });
+  }
   Unroll<kCount>([&](auto t) FMOE_FLAT {
     constexpr int kLast = Planes(kKind) - 1;
     Ints low = sum[0][kLast][t];
@@ -316,8 +320,8 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     Ints sums[kHalves];
-    Unroll<kHalves>([&](auto half)
-                        FMOE_FLAT { sums[half] = ChainStart<kWeight>(correction + group, zero_points); });
+    const Ints start = Panel::kGrouped && zero_points ? IntZero() : IntSet(correction[group]);
+    Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half] = start; });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
       Dot16BothHalves<kWeight, kPlanes>(unit, kStep, table, words + kStep * kPlanes * 4, sums);

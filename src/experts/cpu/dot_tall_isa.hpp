@@ -9,7 +9,7 @@
 ///
 ///              k ->                    one unit = 64 k
 ///     stripes  [codes | scales] x 2    --decode-->  vectors of bytes, in registers or from L1
-///     tile     [64 k x 8 tokens]       four of them: each word is broadcast for both stripes
+///     tokens   [64 k] x 4              rows where they stand: each word is broadcast for both stripes
 ///     sums     [2][4] fp32             in registers until the stripes end
 ///
 /// What counts on Zen 5 is the number of stores: a 512-bit store takes the place of two `vpdpbusd` (24 of
@@ -117,14 +117,49 @@ struct alignas(64) DecodedPair {
   }
 };
 
+/// A unit of some tokens, each of which is a tile of its own. Tokens that do not exist repeat the last one.
+template <class Pair, TileKind kKind, int kTokens>
+struct TallTokens {
+  const char* rows[kTokens];
+  int64_t words, correction, scale;  ///< where those of the unit stand in a row
+
+  FMOE_INLINE TallTokens At(const TileView& tile, int64_t units, int64_t unit, int first) {
+    TallTokens at;
+    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      const int token = first + t < tile.tokens ? first + t : tile.tokens - 1;
+      at.rows[t] = (const char*)tile.rows[token];
+    });
+    at.words = 0;
+    at.correction = units * (64 * Planes(kKind));
+    at.scale = at.correction + units * (4 * Pair::kGroups);
+    Advance(at, unit);
+    return at;
+  }
+  FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
+    at.words += units * (64 * Planes(kKind));
+    at.correction += units * (4 * Pair::kGroups);
+    at.scale += units * (4 * (kKind == kTileA4 ? Pair::kGroups : 1));
+  }
+  FMOE_INLINE const int32_t* Words(const TallTokens& at, int token) {
+    return (const int32_t*)(at.rows[token] + at.words);
+  }
+  FMOE_INLINE const int32_t* Correction(const TallTokens& at, int token) {
+    return (const int32_t*)(at.rows[token] + at.correction);
+  }
+  FMOE_INLINE const float* Scale(const TallTokens& at, int token) {
+    return (const float*)(at.rows[token] + at.scale);
+  }
+};
+
 /// One unit of 64 k: sums[stripe][token] += weights times tokens.
 ///
 /// Two groups of k, or two halves of one, have integers of their own, so that sixteen chains of additions
 /// overlap: an instruction takes four cycles and two begin in each (INT4 per channel with eight chains: 82 %
 /// of the peak, with sixteen 88).
-template <class Pair, TileKind kKind, int kHeight, int kTokens>
-FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t* correction,
-                          const float* activation_scale, Floats (*sums)[kTokens]) {
+template <class Pair, TileKind kKind, int kTokens>
+FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens,
+                          Floats (*sums)[kTokens]) {
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
   constexpr int kPlanes = Planes(kKind), kGroups = Pair::kGroups;
   constexpr int kChains = kGroups == 1 ? 2 : kGroups;  // pieces of k with integers of their own
   constexpr int kEights = 8 / kChains;
@@ -144,7 +179,8 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
       if (zero_points) {
         const Floats zero = Pair::LoadZero(pair, s, group);
         Unroll<kTokens>([&](auto t) FMOE_FLAT {
-          sum[t] = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group * kHeight + t]), sum[t]);
+          sum[t] =
+              NegativeMultiplyAdd(zero, Set(((const float*)Tokens::Correction(tokens, t))[group]), sum[t]);
         });
       }
       const Floats scale = Pair::LoadScale(pair, s, group);
@@ -153,11 +189,11 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
           unit_sums[s][t] =
               group == 0 ? Multiply(sum[t], scale) : MultiplyAdd(sum[t], scale, unit_sums[s][t]);
         } else if constexpr (kKind == kTileA4) {
-          const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
+          const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[group]));
           sums[s][t] = MultiplyAdd(sum[t], both, sums[s][t]);
         } else {
           const Floats scaled = Pair::kScales ? Multiply(sum[t], scale) : sum[t];
-          sums[s][t] = MultiplyAdd(scaled, Set(activation_scale[t]), sums[s][t]);
+          sums[s][t] = MultiplyAdd(scaled, Set(*Tokens::Scale(tokens, t)), sums[s][t]);
         }
       });
     });
@@ -169,7 +205,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
       constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * 2 + kChain;
       Ints start = IntZero();
       if constexpr (kPlane + 1 == kPlanes && kAt < kGroups) {
-        start = IntSet(correction[kAt * kHeight + kToken]);
+        start = IntSet(Tokens::Correction(tokens, kToken)[kAt]);
         start = Pair::kZeros ? IntAnd(start, IntSet(zero_points ? 0 : -1)) : start;
       }
       dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] = start;
@@ -183,7 +219,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
         constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
         constexpr int kToken = decltype(j)() % kTokens;
         constexpr int kWord = (kEight / 2 * kPlanes + kPlane) * 4 + kEight % 2 * 2 + q;
-        const Ints word = IntSet(words[kWord * kHeight + kToken]);
+        const Ints word = IntSet(Tokens::Words(tokens, kToken)[kWord]);
         Unroll<2>([&](auto s) FMOE_FLAT {
           Ints& sum = dots[kChain][kPlane][s][kToken];
           sum = ByteDot(sum, weights[s][q], word);
@@ -205,29 +241,10 @@ FMOE_INLINE void TallUnit(const Pair& pair, const int32_t* words, const int32_t*
     Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int kToken = decltype(i)() / 2, kStripe = decltype(i)() % 2;
       Floats& sum = sums[kStripe][kToken];
-      sum = MultiplyAdd(unit_sums[kStripe][kToken], Set(activation_scale[kToken]), sum);
+      sum = MultiplyAdd(unit_sums[kStripe][kToken], Set(*Tokens::Scale(tokens, kToken)), sum);
     });
   }
 }
-
-/// Where tokens stand in a tile, and how far a unit moves on.
-template <class Pair, TileKind kKind, int kHeight>
-struct TallTokens {
-  const int32_t* words;
-  const int32_t* correction;
-  const float* scale;
-
-  FMOE_INLINE TallTokens At(const TileView& tile, int64_t unit, int token) {
-    TallTokens at = {(const int32_t*)tile.codes + token, tile.correction + token, tile.scale + token};
-    Advance(at, unit);
-    return at;
-  }
-  FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
-    at.words += units * (16 * Planes(kKind) * kHeight);
-    at.correction += units * (Pair::kGroups * kHeight);
-    at.scale += units * ((kKind == kTileA4 ? Pair::kGroups : 1) * kHeight);
-  }
-};
 
 /// out[stripe][token][16] of kTokens tokens of a tile from `first` on.
 template <WeightKernel kWeight, TileKind kKind, int kTokens>
@@ -235,11 +252,11 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
                                         const TileView& tile, int first, NextLines& lines, float* out) {
   using Pair = PackedPair<kWeight>;
   using Panel = IntegerPanel<kWeight>;
-  using Tokens = TallTokens<Pair, kKind, kMaxHeight>;
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
   Pair pair = {stripes, stripes, stride, tile.group_scales, Panel::kE2m1 ? E2m1Table() : IntZero()};
   const int64_t block_bytes = Panel::BlockBytes(tile.group_scales);
   NextLines next = lines;
-  Tokens tokens = Tokens::At(tile, 0, first);
+  Tokens tokens = Tokens::At(tile, blocks * Panel::kUnits, 0, first);
   Floats sums[2][kTokens];
   Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block) {
@@ -247,7 +264,7 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
     pair.codes = stripes + block * block_bytes;
     pair.scales = pair.codes + Panel::kCodeBytes;
     for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
-      TallUnit<Pair, kKind, kMaxHeight>(pair, tokens.words, tokens.correction, tokens.scale, sums);
+      TallUnit<Pair, kKind, kTokens>(pair, tokens, sums);
       Tokens::Advance(tokens, 1);
     }
   }
@@ -287,10 +304,11 @@ constexpr int kSlabUnits = 8;
 
 /// `units` decoded units with those of kTokens tokens of a tile, added to `out` or starting it.
 template <class Pair, TileKind kKind, int kTokens>
-__attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t first_unit, int64_t units,
-                                        const TileView& tile, int first, NextLines& lines, float* out) {
-  using Tokens = TallTokens<Pair, kKind, kMaxHeight>;
-  Tokens tokens = Tokens::At(tile, first_unit, first);
+__attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_unit,
+                                        int64_t units, const TileView& tile, int first, NextLines& lines,
+                                        float* out) {
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
+  Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
   NextLines next = lines;
   float* place = out + first * 16;
   Floats sums[2][kTokens];
@@ -300,7 +318,7 @@ __attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t first_unit, i
   });
   for (int64_t unit = 0; unit < units; ++unit) {
     PrefetchLines(next);
-    TallUnit<Pair, kKind, kMaxHeight>(pairs[unit], tokens.words, tokens.correction, tokens.scale, sums);
+    TallUnit<Pair, kKind, kTokens>(pairs[unit], tokens, sums);
     Tokens::Advance(tokens, 1);
   }
   Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
@@ -336,7 +354,8 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
       next.end = tiles[tile].next + tiles[tile].next_bytes;
       ForEachPass<kKind>(tiles[tile], [&](int token, auto tokens) {
         constexpr int kTokens = decltype(tokens)();
-        SlabPass<Pair, kKind, kTokens>(pairs, first, count, tiles[tile], token, next, out + tile * tile_sums);
+        SlabPass<Pair, kKind, kTokens>(pairs, units, first, count, tiles[tile], token, next,
+                                       out + tile * tile_sums);
       });
     }
   }
@@ -368,13 +387,6 @@ void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int6
       }
     }
   }
-}
-
-/// The same for one tile and stripes that follow each other.
-template <WeightKernel kWeight, TileKind kKind>
-void TallTile(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
-  const int64_t stride = blocks * IntegerPanel<kWeight>::BlockBytes(tile->group_scales);
-  TallBatch<kWeight, kKind>(stripes, num_stripes, stride, blocks, tile, 1, out);
 }
 
 }  // namespace
