@@ -49,7 +49,8 @@ enum class MxScaleRule : uint8_t {
   kFloor,  ///< OCP text: floor(log2 amax) - emax
   kCeil,   ///< ModelOpt: ceil(log2(amax / max element))
   kNoElementMax,    ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
-  kFloorOfQuotient  ///< vLLM's CUDA experts quantizer: floor(log2(amax / max element))
+  kFloorOfQuotient,  ///< vLLM's CUDA experts quantizer: floor(log2(amax / max element))
+  kEvenE2m1  ///< compressed-tensors' MXFP8: bumped from 1.75 * 2^n upwards, as for e2m1, then minus emax
 };
 
 enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };

@@ -27,6 +27,8 @@ constexpr PerExpertSpelling kPerExpert[] = {
     {"experts", "w1", "w3", "w2"},
     {"experts", "linear", "linear_v", "linear_1"},
     {"experts", "linear_gate", "up_proj", "down_proj"},
+    // DeepSeek-V4 by llm-compressor: transformers renames every gate_proj on saving, those of experts too.
+    {"experts", "wgate", "up_proj", "down_proj"},
     {"experts", "fc1", "fc3", "fc2"},
     {"experts", "", "up_proj", "down_proj"},
     {"local_experts", "gate_proj", "up_proj", "down_proj"},

@@ -55,9 +55,16 @@ struct Group {
   Result<LinearFormat> format = LinearFormat{};
 };
 
+// A rotation of a module's input or output while the model runs (QuIP, SpinQuant).
+struct OnlineTransform {
+  std::string name, location;
+  std::vector<Target> targets, ignored;
+};
+
 struct CtRules {
   std::vector<Group> groups;
   std::vector<Target> ignored;
+  std::vector<OnlineTransform> transforms;
 };
 
 Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
@@ -137,7 +144,8 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
   }
   if (is_float && args.strategy == "group" && args.group == 32 &&
       (args.bits == 4 || (args.bits == 8 && args.e8m0))) {
-    return MxInput(args.bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3, MxScaleRule::kEven);
+    return args.bits == 4 ? MxInput(DType::kF4E2M1, MxScaleRule::kEven)
+                          : MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
   }
   if (args.bits != 8)
     return refuse();
@@ -264,6 +272,35 @@ bool AnyMatches(const std::vector<Target>& targets, const std::string& module, b
   });
 }
 
+// Those of weights (`weight_input`, `weight_output`) are in the stored numbers already; those of attention
+// (`k_cache`, `q_attn`) concern no expert.
+Result<std::vector<OnlineTransform>> OnlineTransforms(const JsonValue& spec, const std::string& path) {
+  std::vector<OnlineTransform> found;
+  const JsonValue* config = spec.Find("transform_config");
+  const JsonValue* groups = config == nullptr ? nullptr : config->Find("config_groups");
+  if (groups == nullptr || !groups->is_object())
+    return found;
+  for (const auto& [name, group] : groups->members()) {
+    const JsonValue* applications = group.Find("apply");
+    if (applications == nullptr || !applications->is_array())
+      return Status::BadInput(fmt::format("transform '{}' needs a list 'apply'", name)).WithFile(path);
+    for (const JsonValue& application : applications->items()) {
+      const JsonValue* location = application.Find("location");
+      if (location == nullptr || (location->string() != "input" && location->string() != "output"))
+        continue;
+      OnlineTransform transform{.name = name, .location = std::string(location->string())};
+      FMOE_ASSIGN_OR_RETURN(transform.targets, Targets(application.Find("targets"), "targets", path));
+      FMOE_ASSIGN_OR_RETURN(transform.ignored, Targets(application.Find("ignore"), "ignore", path));
+      found.push_back(std::move(transform));
+    }
+  }
+  return found;
+}
+
+bool AnyMatches(const std::vector<Target>& targets, const std::string& module) {
+  return AnyMatches(targets, module, false) || AnyMatches(targets, module, true);
+}
+
 }  // namespace
 
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path) {
@@ -282,6 +319,7 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   }
   auto rules = std::make_shared<CtRules>();
   FMOE_ASSIGN_OR_RETURN(rules->ignored, Targets(spec.Find("ignore"), "ignore", path));
+  FMOE_ASSIGN_OR_RETURN(rules->transforms, OnlineTransforms(spec, path));
   for (const auto& [name, group] : groups->members()) {
     Group parsed;
     FMOE_ASSIGN_OR_RETURN(parsed.targets, Targets(group.Find("targets"), "targets", path));
@@ -294,7 +332,17 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   }
   QuantRules result;
   result.producer = "compressed-tensors";
-  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
+  result.format_of = [rules, path](const std::string& module) -> Result<LinearFormat> {
+    for (const OnlineTransform& transform : rules->transforms) {
+      if (AnyMatches(transform.targets, module) && !AnyMatches(transform.ignored, module, false)) {
+        return Status::Unsupported(
+                   fmt::format("the {} of this module passes the transform '{}' of 'transform_config' while "
+                               "the model runs, which is not supported",
+                               transform.location, transform.name))
+            .WithFile(path)
+            .WithTensor(module);
+      }
+    }
     const size_t none = rules->groups.size();
     const auto find = [&] {
       if (AnyMatches(rules->ignored, module, false))

@@ -46,10 +46,13 @@ FMOE_HOST_DEVICE constexpr uint8_t MxScaleCode(MxScaleRule rule, const ElementRa
     return 0;
   }
   switch (rule) {
-    case MxScaleRule::kEven: {
+    case MxScaleRule::kEven:
+    case MxScaleRule::kEvenE2m1: {
       // Half a unit of the element's last mantissa bit is added before truncation: a block maximum that would
-      // round up to the next power of two counts as that power.
-      const float bumped = FloatFromBits(bits + (uint32_t{1} << (22 - range.mantissa_bits)));
+      // round up to the next power of two counts as that power. By e2m1's one bit 448 * 2^n, the largest
+      // e4m3, is where the exponent changes: no block saturates.
+      const int mantissa_bits = rule == MxScaleRule::kEven ? range.mantissa_bits : 1;
+      const float bumped = FloatFromBits(bits + (uint32_t{1} << (22 - mantissa_bits)));
       const int exponent = FloatBits(bumped) >= 0x7f800000U ? 128 : FloorLog2(bumped);
       return EncodeE8m0Exponent(exponent - range.max_exponent);
     }

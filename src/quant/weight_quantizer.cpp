@@ -420,9 +420,10 @@ Result<QuantizedMatrix> QuantizeWeights(TensorView weights, const WeightFormat& 
   } else {
     job.divisor = LargestValue(element);
     if (!job.options.mx_scale) {
-      job.options.mx_scale = options.recipe == WeightRecipe::kModelOpt ? MxScaleRule::kCeil
-                             : element == DType::kF8E4M3               ? MxScaleRule::kFloor
-                                                                       : MxScaleRule::kEven;
+      job.options.mx_scale = options.recipe == WeightRecipe::kModelOpt            ? MxScaleRule::kCeil
+                             : element != DType::kF8E4M3                          ? MxScaleRule::kEven
+                             : options.recipe == WeightRecipe::kCompressedTensors ? MxScaleRule::kEvenE2m1
+                                                                                  : MxScaleRule::kFloor;
     }
   }
   if (!format.quantized()) {

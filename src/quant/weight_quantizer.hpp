@@ -19,7 +19,8 @@ enum class WeightRecipe : uint8_t {
 
 struct WeightQuantizerOptions {
   WeightRecipe recipe = WeightRecipe::kAccurate;
-  /// MX exponent rule; absent: kCeil for kModelOpt, else kEven (kFloor for MXFP8).
+  /// MX exponent rule; absent: kCeil for kModelOpt, else kEven; for MXFP8 kEvenE2m1 with
+  /// kCompressedTensors, else kFloor.
   std::optional<MxScaleRule> mx_scale;
   /// Integer weights with zero points: false gives each group its own zero.
   bool symmetric = true;

@@ -402,6 +402,14 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
   const auto weights = [](auto& c) -> nlohmann::ordered_json& {
     return c["quantization_config"]["config_groups"]["group_0"]["weights"];
   };
+  // As llm-compressor's QuIPModifier writes it. Rotations of weights alone change nothing that is computed.
+  const auto transform = [](const std::string& location) {
+    return [location](auto& c) {
+      c["quantization_config"]["transform_config"]["config_groups"]["u"]["apply"] = {
+          {{"location", "weight_output"}, {"targets", {"Linear"}}},
+          {{"location", location}, {"targets", {"re:.*experts.*proj$"}}, {"ignore", {"lm_head"}}}};
+    };
+  };
   RunConfigCases(
       "ct_int4",
       {
@@ -428,6 +436,8 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
              c["quantization_config"]["sparsity_config"] = {{"format", "sparse-24-bitmask"}};
            },
            StatusCode::kUnsupported},
+          {"rotated outputs", transform("output"), StatusCode::kUnsupported},
+          {"rotated inputs", transform("input"), StatusCode::kUnsupported},
       });
   for (const std::string format : {"gptq", "awq", "autoround"}) {
     RunConfigCases(

@@ -161,7 +161,7 @@ class Quantized(Case):
     def test_compressed_tensors_bytes(self):
         """Codes and scales as the library computes them from the same weights, in F32 as observers do."""
         source = tensors_of(self.source)
-        for scheme in ("mxfp4_w4a16", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "nvfp4_w4a16", "int4_w4a16:g32",
+        for scheme in ("mxfp4_w4a16", "mxfp8_w8a8", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8", "nvfp4_w4a16", "int4_w4a16:g32",
                        "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:g64", "int8_w8a16:channel"):
             folder, _ = self.quantize(scheme, "compressed-tensors")
             tensors, config = tensors_of(folder), self.configuration(folder)

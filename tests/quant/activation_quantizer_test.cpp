@@ -301,9 +301,19 @@ TEST(Quantizer, MxScaleRules_DifferWhereTheyAreKnownTo) {
   }
   EXPECT_EQ(MxScaleCode(MxScaleRule::kFloorOfQuotient, range, 7.0F), 127);
   EXPECT_EQ(MxScaleCode(MxScaleRule::kFloorOfQuotient, range, 5.0F), 126);
+  // Of e4m3 blocks; compressed-tensors 0.20 (generate_mx_scales with 8 bits) gave the second column.
+  const struct {
+    float amax;
+    int even, even_e2m1;
+  } e4m3[] = {{1.7421875F, 119, 119}, {1.75F, 119, 120},  {1.9296875F, 119, 120}, {1.9375F, 120, 120},
+              {448.0F, 127, 128},     {447.0F, 127, 127}, {3.0F, 120, 120}};
+  for (const auto& one : e4m3) {
+    EXPECT_EQ(MxScaleCode(MxScaleRule::kEven, RangeOf<E4m3fn>(), one.amax), one.even) << one.amax;
+    EXPECT_EQ(MxScaleCode(MxScaleRule::kEvenE2m1, RangeOf<E4m3fn>(), one.amax), one.even_e2m1) << one.amax;
+  }
   EXPECT_EQ(MxScaleCode(MxScaleRule::kNoElementMax, RangeOf<E4m3fn>(), 0.0F), 1);
   EXPECT_EQ(MxScaleCode(MxScaleRule::kNoElementMax, RangeOf<E4m3fn>(), 3.0F), 128);
-  for (const auto rule : {MxScaleRule::kEven, MxScaleRule::kFloor, MxScaleRule::kCeil,
+  for (const auto rule : {MxScaleRule::kEven, MxScaleRule::kEvenE2m1, MxScaleRule::kFloor, MxScaleRule::kCeil,
                           MxScaleRule::kNoElementMax, MxScaleRule::kFloorOfQuotient}) {
     EXPECT_EQ(MxScaleCode(rule, range, std::nanf("")), 255);
     EXPECT_EQ(MxScaleCode(rule, range, INFINITY), 255);

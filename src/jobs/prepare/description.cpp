@@ -51,7 +51,8 @@ class Fields {
 
 constexpr int64_t kLargestSize = int64_t{1} << 31;
 
-constexpr std::string_view kMxRules[] = {"even", "floor", "ceil", "no_element_max", "floor_of_quotient"};
+constexpr std::string_view kMxRules[] = {"even",     "floor", "ceil", "no_element_max", "floor_of_quotient",
+                                         "even_e2m1"};
 constexpr std::string_view kIntRoundings[] = {"half_even", "half_away", "truncate"};
 constexpr std::string_view kFormats[] = {"standard", "batched"};
 
