@@ -11,7 +11,7 @@ namespace fusedmoe::checkpoint {
 
 /// How the codes of a matrix [out, in] lie in its tensor.
 enum class Packing : uint8_t {
-  kDirect,   ///< [out, in], sub-byte elements two a byte along `in` (stored as F4, U8 or I8)
+  kDirect,   ///< [out, in], sub-byte elements as their type packs them along `in` (F4, F6, U8 or I8)
   kBits,     ///< compressed-tensors: I32 [out, ceil(in * bits / 32)], a bit stream of value + 2^(bits-1)
   kGptq,     ///< I32 [in * bits / 32, out]
   kAwq,      ///< I32 [in, out * bits / 32], nibbles in AWQ's order

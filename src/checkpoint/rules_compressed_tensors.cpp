@@ -143,9 +143,10 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
     return format;
   }
   if (is_float && args.strategy == "group" && args.group == 32 &&
-      (args.bits == 4 || (args.bits == 8 && args.e8m0))) {
-    return args.bits == 4 ? MxInput(DType::kF4E2M1, MxScaleRule::kEven)
-                          : MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
+      (args.bits == 4 || args.bits == 6 || (args.bits == 8 && args.e8m0))) {
+    return args.bits == 4   ? MxInput(DType::kF4E2M1, MxScaleRule::kEven)
+           : args.bits == 6 ? MxInput(DType::kF6E2M3, MxScaleRule::kEven)
+                            : MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
   }
   if (args.bits != 8)
     return refuse();
@@ -201,6 +202,11 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
       return refuse();
     format.codes = ".weight_packed";
     format.weight = MxWeight(DType::kF4E2M1);
+  } else if (name == "mxfp6-pack-quantized") {
+    if (!is_float || weights.bits != 6 || weights.group != 32)
+      return refuse();
+    format.codes = ".weight_packed";
+    format.weight = MxWeight(DType::kF6E2M3);
   } else if (name == "mxfp8-quantized" || (name == "float-quantized" && weights.e8m0)) {
     if (!is_float || weights.bits != 8 || weights.group != 32)
       return refuse();

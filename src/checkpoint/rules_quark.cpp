@@ -119,9 +119,6 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
     return refuse();
   const Level& w = weight[0];
   if (const std::optional<DType> element = MxElement(w)) {
-    // The order of FP6 bits stands in no file format; it would be a guess.
-    if (DTypeBits(*element) == 6)
-      return refuse();
     format.weight = MxWeight(*element);
     if (input.empty())
       return format;

@@ -254,12 +254,12 @@ TEST(MalformedModel, ExpertCount_IsChecked) {
 }
 
 TEST(MalformedModel, SizesOfTheConfiguration_AreChecked) {
-  using Json = nlohmann::ordered_json;
-  const std::vector<Json> values = {
-      "8", 8.5, -1, 0, 1e9, 1e300, Json::array(), Json::object(), true, Json::array({"x"})};
+  using Value = nlohmann::ordered_json;
+  const std::vector<Value> values = {
+      "8", 8.5, -1, 0, 1e9, 1e300, Value::array(), Value::object(), true, Value::array({"x"})};
   for (const std::string key :
        {"num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size"}) {
-    for (const Json& value : values) {
+    for (const Value& value : values) {
       TinyModel model("bf16");
       model.config[key] = value;
       ExpectRefused(key + " = " + value.dump(), model);
@@ -461,8 +461,10 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
           {"no description", [](auto& c) { c["quantization_config"].erase("global_quant_config"); }},
           {"no dtype",
            [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"].erase("dtype"); }},
-          {"fp6",
-           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["dtype"] = "fp6_e3m2"; },
+          {"fp6 that the tensors belie",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["dtype"] = "fp6_e3m2"; }},
+          {"fp5",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["dtype"] = "fp5_e2m2"; },
            StatusCode::kUnsupported},
           {"group a word",
            [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["group_size"] = "32"; }},

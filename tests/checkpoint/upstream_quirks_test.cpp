@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "checkpoint/raw_checkpoint.hpp"
+#include "weights/dequantize.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -49,6 +50,51 @@ TEST(UpstreamQuirks, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
   ASSERT_TRUE(source.ok()) << source.status().ToString();
   EXPECT_EQ(source->scheme.activation.element, DType::kF8E4M3);
   EXPECT_EQ(source->scheme.activation.rule.mx_scale, MxScaleRule::kEvenE2m1);
+}
+
+// Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
+// bytes.
+TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
+  struct Case {
+    std::string producer, dtype;
+    std::vector<float> values;  // of the codes 1, 2, 0x23, 0x3f
+  };
+  for (const Case& one : {Case{"quark_mxfp4", "fp6_e2m3", {0.125F, 0.25F, -0.375F, -7.5F}},
+                          Case{"quark_mxfp4", "fp6_e3m2", {0.0625F, 0.125F, -0.1875F, -28.0F}},
+                          Case{"ct_mxfp4", "fp6_e2m3", {0.125F, 0.25F, -0.375F, -7.5F}}}) {
+    SCOPED_TRACE(one.producer + " " + one.dtype);
+    TinyModel model(one.producer);
+    auto& quantization = model.config["quantization_config"];
+    if (one.producer == "ct_mxfp4") {
+      quantization["format"] = "mxfp6-pack-quantized";
+      quantization["config_groups"]["group_0"]["weights"]["num_bits"] = 6;
+    } else {
+      quantization["global_quant_config"]["weight"]["dtype"] = one.dtype;
+    }
+    for (RawTensor& tensor : model.tensors) {
+      const bool codes = tensor.dtype == "U8" && !tensor.name.ends_with("_scale");
+      if (!codes)
+        continue;
+      tensor.shape[1] = tensor.shape[1] / 2 * 3;  // from 4 to 6 bits
+      tensor.bytes.clear();
+      for (int64_t i = 0; i < tensor.shape[0] * tensor.shape[1]; i += 3)
+        tensor.bytes += {static_cast<char>(0x81), static_cast<char>(0x30), static_cast<char>(0xfe)};
+    }
+    const TemporaryDirectory folder;
+    model.WriteTo(folder);
+    const auto checkpoint = Checkpoint::Open(folder.path());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    const auto source = (*checkpoint)->Experts(0);
+    ASSERT_TRUE(source.ok()) << source.status().ToString();
+    const auto expert = source->load(1);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    for (const CanonicalMatrix* matrix : {&expert->gate, &expert->up, &expert->down}) {
+      const auto decoded = DequantizeMatrix(*matrix);
+      ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+      for (int64_t i = 0; i < decoded->shape().count(); ++i)
+        ASSERT_EQ(decoded->view().as<float>()[i], one.values[static_cast<size_t>(i % 4)]) << i;
+    }
+  }
 }
 
 }  // namespace
