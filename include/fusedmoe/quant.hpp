@@ -48,7 +48,7 @@ enum class MxScaleRule : uint8_t {
   kEven,   ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax
   kFloor,  ///< OCP text: floor(log2 amax) - emax
   kCeil,   ///< ModelOpt: ceil(log2(amax / max element))
-  kNoElementMax,    ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
+  kNoElementMax,     ///< vLLM's torch MXFP8: floor(log2 amax), without subtracting emax
   kFloorOfQuotient,  ///< vLLM's CUDA experts quantizer: floor(log2(amax / max element))
   kEvenE2m1  ///< compressed-tensors' MXFP8: bumped from 1.75 * 2^n upwards, as for e2m1, then minus emax
 };
