@@ -44,6 +44,7 @@ Json RowJson(const std::string& problem, const RankBenchRow& row) {
       {"row_bytes", row.row_bytes},
       {"combine_row_bytes", row.combine_row_bytes},
       {"seconds", row.seconds},
+      {"exchange_seconds", row.exchange_seconds},
       {"tokens_per_second", row.seconds > 0 ? tokens / row.seconds : 0},
       {"ranks", ranks},
       {"check", {{"against", "REFERENCE"}, {"rel_l2", row.rel_l2}, {"bound", row.bound}, {"ok", row.ok}}}};
@@ -64,6 +65,16 @@ void AddText(const std::string& problem, const RankBenchRow& row,
   }
 }
 
+/// What the exchanges between cards take alone, and at which rate rank 0 sends then.
+std::string ExchangeText(const std::string& problem, const RankBenchRow& row) {
+  const double sent = row.ranks.empty() ? 0 : row.ranks.front().dispatch + row.ranks.front().combine;
+  return row.exchange_seconds <= 0
+             ? std::string()
+             : fmt::format("{} {}, {}: exchanges alone {:.1f} us, {:.1f} GB/s out of rank 0 ({})\n", problem,
+                           row.scheme, CountText(row.tokens, "token"), row.exchange_seconds * 1e6,
+                           sent / row.exchange_seconds / 1e9, row.plan.communicator);
+}
+
 }  // namespace
 
 Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Determinism determinism,
@@ -73,7 +84,7 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
     flags.sizes.dp = started;
     flags.sizes.enable_expert_parallel = started > 1;
   }
-  const Result<RankGroup> opened = RankGroup::Open(flags);
+  const Result<RankGroup> opened = RankGroup::Open(flags, bench.device);
   if (!opened.ok()) {
     EndJob(nullptr, opened.status(), output);
     return opened.status();
@@ -91,6 +102,7 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
                                                     "rank", "bytes sent", "local", "remote", "minimum",
                                                     "above"}};
     bool ok = true;
+    std::string exchanges;
     for (const Problem& problem : bench.problems) {
       for (const std::string& scheme :
            bench.schemes.empty() ? std::vector<std::string>{problem.scheme} : bench.schemes) {
@@ -98,6 +110,7 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
         options.problem = problem;
         options.scheme = scheme;
         options.tokens = bench.tokens;
+        options.device = bench.device;
         options.backend = bench.backend;
         options.determinism = determinism;
         options.num_experts = bench.num_experts;
@@ -113,6 +126,7 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
         for (const RankBenchRow& row : rows) {
           results.push_back(RowJson(problem.name, row));
           AddText(problem.name, row, table);
+          exchanges += ExchangeText(problem.name, row);
           ok = ok && row.ok;
         }
       }
@@ -122,7 +136,8 @@ Status BenchOnRanks(const BenchOptions& bench, RankFlags flags, int threads, Det
           {{"machine", ToJson(HostMachine())}, {"deployment", group.ToJson()}, {"results", results}});
       output.Text(Table(table) +
                   "bytes of one forward; minimum: each row that must go, once, without padding, headers and "
-                  "verdicts\n");
+                  "verdicts\n" +
+                  exchanges);
     }
     return ok || !group.leads() ? Status::Ok()
                                 : Status::No("a result lies beyond its bound from the reference");

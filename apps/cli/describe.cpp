@@ -66,6 +66,9 @@ Json ToJson(const Plan& plan) {
                    {"read_bytes", plan.read_bytes},
                    {"flops", plan.flops},
                    {"tokens", plan.tokens}});
+  if (!plan.communicator.empty()) {
+    json["communicator"] = plan.communicator;
+  }
   if (plan.shared != nullptr) {
     json["shared"] = ToJson(*plan.shared);
   }
@@ -81,6 +84,9 @@ std::string PlanText(const Plan& plan) {
       BytesText(plan.workspace_bytes));
   if (plan.tile_tokens > 0) {
     text += fmt::format("matrix unit: experts of {} tokens and more ({})\n", plan.tile_tokens, plan.costs);
+  }
+  if (!plan.communicator.empty()) {
+    text += fmt::format("ranks: rows go by {} through {}\n", plan.prepare_finalize, plan.communicator);
   }
   if (!plan.recipe.empty()) {
     text += fmt::format("layout: {}\n", fmt::join(plan.recipe, ", "));

@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include <fusedmoe/communicator.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/machine.hpp>
 #include <fusedmoe/probe.hpp>
@@ -75,6 +76,11 @@ Status DescribeCard(const Machine& machine, bool probe, Output& output, Json& do
                              OrUnknown(state.max_sm_mhz, "MHz"), OrUnknown(state.memory_mhz, "MHz"))});
   rows.push_back({"power", fmt::format("{} of {}", OrUnknown(state.power_watts, "W"),
                                        OrUnknown(state.power_limit_watts, "W"))});
+  const Result<NcclLibrary> nccl = FindNccl();
+  document["nccl"] = nccl.ok() ? Json{{"version", nccl->version}, {"file", nccl->file}}
+                               : Json{{"missing", nccl.status().ToString()}};
+  rows.push_back({"nccl", nccl.ok() ? fmt::format("{} ({}), for ranks on cards", nccl->version, nccl->file)
+                                    : "none: " + nccl.status().ToString()});
   if (!probe) {
     return Status::Ok();
   }

@@ -124,9 +124,11 @@ void AddRanks(CLI::App& app, RankFlags& flags) {
       ->check(steps);
   app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
       ->check(Between(0.1, 1e6));
+  app.add_option("--nccl", flags.nccl,
+                 "File of NCCL, for ranks on cards (default: libnccl.so.2 where the loader finds it)");
 }
 
-Result<RankGroup> RankGroup::Open(const RankFlags& flags) {
+Result<RankGroup> RankGroup::Open(const RankFlags& flags, const std::string& device) {
   ParallelSizes sizes = flags.sizes;
   if (flags.sequence_parallel) {
     sizes.sp = SequenceParallelSize(sizes);
@@ -151,6 +153,13 @@ Result<RankGroup> RankGroup::Open(const RankFlags& flags) {
           fmt::format("MPI has {} ranks, the launcher started {}", group.communicator_->size(), started));
     }
     group.rank_ = group.communicator_->rank();
+    if (device == "cuda") {
+      NcclOptions cards;
+      cards.library = flags.nccl;
+      cards.deadline_seconds = flags.deadline_seconds;
+      cards.interrupted = &terminated;
+      FMOE_ASSIGN_OR_RETURN(group.communicator_, NcclCommunicator(group.communicator_, cards));
+    }
   }
   FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(sizes, group.rank_));
   FMOE_ASSIGN_OR_RETURN(group.parallel_, MakeParallelConfig(sizes, place));

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include <fusedmoe/communicator.hpp>
 #include <fusedmoe/layer.hpp>
@@ -18,6 +19,7 @@ struct RankFlags {
   bool sequence_parallel = false;
   EplbOptions eplb;
   double deadline_seconds = 60;
+  std::string nccl;  ///< file of NCCL; empty: where the loader finds it
 };
 void AddRanks(CLI::App& app, RankFlags& flags);
 
@@ -30,8 +32,9 @@ struct TokenSlice {
 /// The processes of this job, as one of them sees it. One process: no communicator.
 class RankGroup {
  public:
-  /// Joins the ranks that mpirun has started (Open MPI). kUsage when their number is not tp x pcp x dp.
-  static Result<RankGroup> Open(const RankFlags& flags);
+  /// Joins the ranks that mpirun has started (Open MPI); on device "cuda" also their cards, one each. kUsage
+  /// when their number is not tp x pcp x dp.
+  static Result<RankGroup> Open(const RankFlags& flags, const std::string& device = "cpu");
   /// The ranks that the launcher has started; 1 without one.
   static int64_t Started();
 

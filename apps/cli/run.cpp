@@ -283,7 +283,7 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
 }
 
 Status Run(const RunFlags& flags, Output& output) {
-  const Result<RankGroup> ranks = RankGroup::Open(flags.ranks);
+  const Result<RankGroup> ranks = RankGroup::Open(flags.ranks, flags.plan.device);
   const Status status = ranks.ok() ? RunOnRank(flags, *ranks, output) : ranks.status();
   if (!status.ok() && status.code() != StatusCode::kNo) {
     EndJob(ranks.ok() ? &*ranks : nullptr, status, output);

@@ -36,10 +36,15 @@ struct RowExchange {
 /// process.
 ///
 /// One call at a time; not for use from several threads.
+///
+/// A communicator of cards (NcclCommunicator) does all of this through the host communicator that it was made
+/// from, and has Enqueue and Finish beside it.
 class Communicator {
  public:
   virtual ~Communicator() = default;
-  virtual std::string_view name() const = 0;  ///< "single", "in_process", "mpi"
+  virtual std::string_view name() const = 0;  ///< "single", "in_process", "mpi", "nccl"
+  /// As plans print it: the name, with version and file where a library of its own does the work.
+  virtual std::string describe() const { return std::string(name()); }
   virtual int64_t rank() const = 0;
   virtual int64_t size() const = 0;
   /// Exchanges begun so far: equal on all ranks that are in step.
@@ -57,6 +62,18 @@ class Communicator {
 
   /// Start and Wait.
   Status Exchange(const RowExchange& exchange);
+
+  /// Whether rows on cards can be exchanged: Enqueue and Finish.
+  virtual bool on_cards() const { return false; }
+  /// Enqueues exchanges of rows on cards, all as one, in the order of `stream` (cudaStream_t) of this rank's
+  /// card: waits for nothing, allocates nothing, and can be captured into a CUDA graph. The counts are read
+  /// before it returns. kUnsupported where on_cards() is false; kSystem, with rank and operation, where the
+  /// transport refuses.
+  virtual Status Enqueue(std::span<const RowExchange> exchanges, void* stream);
+  /// Waits until everything enqueued in `stream` is done, under the deadline. kSystem, with rank and
+  /// operation, when it passes or the transport reports an error; what is under way on the card is then given
+  /// up, so that nothing waits for ever. Engines that wait for their streams themselves have no deadline.
+  virtual Status Finish(void* stream);
 };
 
 struct CommunicatorOptions {
@@ -79,6 +96,38 @@ Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
 /// kSystem when MPI fails.
 Result<std::shared_ptr<Communicator>> MpiCommunicator(const std::string& plugin,
                                                       const CommunicatorOptions& options = {});
+
+/// How ranks on cards find NCCL and one another.
+struct NcclOptions {
+  /// File to load NCCL from; empty: libnccl.so.2 where the loader looks (LD_LIBRARY_PATH, ldconfig), or the
+  /// one that the process has loaded already.
+  std::string library;
+  double deadline_seconds = 60;  ///< of joining, and of Finish
+  /// As in CommunicatorOptions.
+  const std::atomic<bool>* interrupted = nullptr;
+  /// The card of this rank; it becomes current for the calling thread. -1: the one whose number is this
+  /// rank's among the ranks of its machine, or the only one that is visible.
+  int64_t card = -1;
+  /// An ncclComm_t of the same ranks that the caller owns: used instead of a new one, and neither aborted nor
+  /// destroyed. After a failure its owner must abort it. Null: a new one.
+  void* adopt = nullptr;
+};
+
+/// Ranks of `host` that own a card each, of one machine or of several. NCCL is opened at run time; all ranks
+/// must call. Layers on a card are given this as their communicator; calls of Forward and Enqueue need that
+/// card to be current. Errors, the same on all ranks: kUnsupported when NCCL is missing or older than 2.18,
+/// when ranks have different versions, when two share a card or one has none; kSystem when NCCL fails or not
+/// all ranks have joined within the deadline.
+Result<std::shared_ptr<Communicator>> NcclCommunicator(std::shared_ptr<Communicator> host,
+                                                       const NcclOptions& options = {});
+
+/// The NCCL that NcclCommunicator would load.
+struct NcclLibrary {
+  std::string file;
+  std::string version;  ///< "2.28.9"
+};
+/// kUnsupported, with what was looked for and what is required, where there is none.
+Result<NcclLibrary> FindNccl(const std::string& library = {});
 
 /// Agrees on the outcome of something that every rank did for itself: ok when all report ok and the same
 /// `fingerprint`; else the same error on all ranks, that of the lowest rank that failed. Every rank must

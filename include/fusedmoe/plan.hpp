@@ -85,6 +85,7 @@ struct Plan {
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   std::string prepare_finalize;
+  std::string communicator;  ///< that joins the ranks, with the version of what moves rows; empty: one rank
   RecipeText recipe;
   std::string
       intermediate_dtype;   ///< what the values between the GEMMs are held in before they are requantized

@@ -1,60 +1,22 @@
 #include "layer/device_forward.hpp"
 
+#include <type_traits>
+#include <utility>
+
 #include "core/checked_math.hpp"
 #include "platform/cuda/card.hpp"
 
 namespace fusedmoe {
 namespace {
 
-/// Host views that have a dense twin in one block of the card's memory.
-class Twins {
- public:
-  /// Must precede Allocate. Returns the offset of the view's twin; -1 for a view that is empty.
-  template <typename View>
-  int64_t Add(const View& view) {
-    if (view.empty() || view.count() == 0) {
-      return -1;
-    }
-    const int64_t offset = bytes_;
-    bytes_ += RoundUp(Rows(view) * view.row_bytes(), 256);
-    return offset;
-  }
-  Status Allocate() {
-    FMOE_ASSIGN_OR_RETURN(memory_, cuda::AllocateOnDevice(bytes_, "inputs and outputs of a forward"));
-    return Status::Ok();
-  }
-  Result<TensorView> Send(TensorView host, int64_t offset, void* stream) const {
-    if (offset < 0) {
-      return TensorView();
-    }
-    FMOE_RETURN_IF_ERROR(cuda::CopyRowsToDevice(memory_.get() + offset, host.row_bytes(), host.data(),
-                                                Stride(host), host.row_bytes(), Rows(host), stream));
-    return TensorView(memory_.get() + offset, host.dtype(), host.shape());
-  }
-  MutableTensorView Target(MutableTensorView host, int64_t offset) const {
-    return offset < 0 ? MutableTensorView()
-                      : MutableTensorView(memory_.get() + offset, host.dtype(), host.shape());
-  }
-  Status Fetch(MutableTensorView host, int64_t offset, void* stream) const {
-    if (offset < 0) {
-      return Status::Ok();
-    }
-    return cuda::CopyRowsToHost(host.data(), Stride(host), memory_.get() + offset, host.row_bytes(),
-                                host.row_bytes(), Rows(host), stream);
-  }
-
- private:
-  template <typename View>
-  static int64_t Rows(const View& view) {
-    return view.rank() == 2 ? view.dim(0) : 1;
-  }
-  template <typename View>
-  static int64_t Stride(const View& view) {
-    return view.rank() == 2 ? view.stride_bytes(0) : view.row_bytes();
-  }
-  int64_t bytes_ = 0;
-  std::shared_ptr<std::byte> memory_;
-};
+template <typename View>
+int64_t Rows(const View& view) {
+  return view.rank() == 2 ? view.dim(0) : 1;
+}
+template <typename View>
+int64_t Stride(const View& view) {
+  return view.rank() == 2 ? view.stride_bytes(0) : view.row_bytes();
+}
 
 }  // namespace
 
@@ -69,39 +31,60 @@ Result<std::unique_ptr<cuda::DeviceRouter>> MakeDeviceRouter(const RouterWeights
   return cuda::DeviceRouter::Create(config.routing, num_logits, max_tokens, tables);
 }
 
-Status ForwardThroughHost(const MoeLayer& layer, int64_t num_logits, const MoeLayer::Inputs& inputs,
-                          const MoeLayer::Outputs& outputs, const Workspace& workspace,
-                          const Executor& executor) {
-  // Ids that the card would skip are refused here, where they can be seen.
-  if (!inputs.topk_ids.empty() && inputs.topk_ids.rank() == 2) {
-    FMOE_RETURN_IF_ERROR(CheckIds(inputs.topk_ids, num_logits));
+Result<HostTwins> HostTwins::Send(const MoeLayer::Inputs& inputs, const MoeLayer::Outputs& outputs,
+                                  void* stream) {
+  HostTwins twins;
+  twins.inputs_ = inputs;
+  twins.outputs_ = outputs;
+  int64_t bytes = 0;
+  // Offsets first, addresses once the block is there. Views without elements stay what they are.
+  const auto for_each_view = [&](auto&& place) -> Status {
+    int64_t offset = 0;
+    const auto next = [&](auto& view) -> Status {
+      if (view.empty() || view.count() == 0) {
+        return Status::Ok();
+      }
+      const int64_t at = offset;
+      offset += RoundUp(Rows(view) * view.row_bytes(), 256);
+      return place(view, at);
+    };
+    for (TensorView* view : {&twins.inputs_.hidden, &twins.inputs_.router_logits, &twins.inputs_.topk_ids,
+                             &twins.inputs_.topk_weights, &twins.inputs_.token_ids}) {
+      FMOE_RETURN_IF_ERROR(next(*view));
+    }
+    for (MutableTensorView* view :
+         {&twins.outputs_.output, &twins.outputs_.topk_ids, &twins.outputs_.topk_weights}) {
+      FMOE_RETURN_IF_ERROR(next(*view));
+    }
+    bytes = offset;
+    return Status::Ok();
+  };
+  FMOE_RETURN_IF_ERROR(for_each_view([](const auto& /*view*/, int64_t /*at*/) { return Status::Ok(); }));
+  FMOE_ASSIGN_OR_RETURN(twins.memory_, cuda::AllocateOnDevice(bytes, "inputs and outputs of a forward"));
+  const Status sent = for_each_view([&](auto& view, int64_t at) -> Status {
+    std::byte* const there = twins.memory_.get() + at;
+    if constexpr (std::is_same_v<std::decay_t<decltype(view)>, TensorView>) {
+      FMOE_RETURN_IF_ERROR(cuda::CopyRowsToDevice(there, view.row_bytes(), view.data(), Stride(view),
+                                                  view.row_bytes(), Rows(view), stream));
+    }
+    view = std::decay_t<decltype(view)>(there, view.dtype(), view.shape());
+    return Status::Ok();
+  });
+  FMOE_RETURN_IF_ERROR(sent);
+  return twins;
+}
+
+Status HostTwins::Fetch(const MoeLayer::Outputs& host, void* stream) const {
+  const std::pair<const MutableTensorView*, const MutableTensorView*> results[] = {
+      {&host.output, &outputs_.output},
+      {&host.topk_ids, &outputs_.topk_ids},
+      {&host.topk_weights, &outputs_.topk_weights}};
+  for (const auto& [to, from] : results) {
+    if (!to->empty() && to->count() > 0) {
+      FMOE_RETURN_IF_ERROR(cuda::CopyRowsToHost(to->data(), Stride(*to), from->data(), from->row_bytes(),
+                                                to->row_bytes(), Rows(*to), stream));
+    }
   }
-  Twins twins;
-  const int64_t hidden = twins.Add(inputs.hidden), logits = twins.Add(inputs.router_logits);
-  const int64_t ids = twins.Add(inputs.topk_ids), weights = twins.Add(inputs.topk_weights);
-  const int64_t token_ids = twins.Add(inputs.token_ids), output = twins.Add(outputs.output);
-  const int64_t chosen_ids = twins.Add(outputs.topk_ids), chosen_weights = twins.Add(outputs.topk_weights);
-  FMOE_RETURN_IF_ERROR(twins.Allocate());
-  void* const stream = executor.stream;
-  MoeLayer::Inputs there = inputs;
-  FMOE_ASSIGN_OR_RETURN(const TensorView device_hidden, twins.Send(inputs.hidden, hidden, stream));
-  if (hidden >= 0) {
-    there.hidden = device_hidden;
-  }
-  FMOE_ASSIGN_OR_RETURN(there.router_logits, twins.Send(inputs.router_logits, logits, stream));
-  FMOE_ASSIGN_OR_RETURN(there.topk_ids, twins.Send(inputs.topk_ids, ids, stream));
-  FMOE_ASSIGN_OR_RETURN(there.topk_weights, twins.Send(inputs.topk_weights, weights, stream));
-  FMOE_ASSIGN_OR_RETURN(there.token_ids, twins.Send(inputs.token_ids, token_ids, stream));
-  MoeLayer::Outputs results = outputs;
-  if (output >= 0) {
-    results.output = twins.Target(outputs.output, output);
-  }
-  results.topk_ids = twins.Target(outputs.topk_ids, chosen_ids);
-  results.topk_weights = twins.Target(outputs.topk_weights, chosen_weights);
-  FMOE_RETURN_IF_ERROR(layer.Forward(there, results, workspace, executor));
-  FMOE_RETURN_IF_ERROR(twins.Fetch(outputs.output, output, stream));
-  FMOE_RETURN_IF_ERROR(twins.Fetch(outputs.topk_ids, chosen_ids, stream));
-  FMOE_RETURN_IF_ERROR(twins.Fetch(outputs.topk_weights, chosen_weights, stream));
   return cuda::Synchronize(stream);
 }
 

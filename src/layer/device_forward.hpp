@@ -13,10 +13,21 @@ Result<std::unique_ptr<cuda::DeviceRouter>> MakeDeviceRouter(const RouterWeights
                                                              const MoeConfig& config, int64_t num_logits,
                                                              int64_t max_tokens);
 
-/// Forward of a layer on a card with everything on the host: one allocation on the card holds what goes there
-/// and back. Returns when the results are on the host.
-Status ForwardThroughHost(const MoeLayer& layer, int64_t num_logits, const MoeLayer::Inputs& inputs,
-                          const MoeLayer::Outputs& outputs, const Workspace& workspace,
-                          const Executor& executor);
+/// What goes to the card and back when everything lies on the host: one allocation on the card holds it.
+class HostTwins {
+ public:
+  /// Allocates, and sends what the layer reads in the order of `stream`.
+  static Result<HostTwins> Send(const MoeLayer::Inputs& inputs, const MoeLayer::Outputs& outputs,
+                                void* stream);
+  const MoeLayer::Inputs& inputs() const { return inputs_; }
+  const MoeLayer::Outputs& outputs() const { return outputs_; }
+  /// Fetches the results, and waits for them.
+  Status Fetch(const MoeLayer::Outputs& host, void* stream) const;
+
+ private:
+  MoeLayer::Inputs inputs_;
+  MoeLayer::Outputs outputs_;
+  std::shared_ptr<std::byte> memory_;
+};
 
 }  // namespace fusedmoe

@@ -12,6 +12,7 @@
 #include "oracle/host_table.hpp"
 #include "oracle/select.hpp"
 #include "prepare_finalize/all_to_all/all_to_all.hpp"
+#include "prepare_finalize/all_to_all/on_cards.hpp"
 #include "prepare_finalize/batched/batched.hpp"
 #include "prepare_finalize/no_ep/no_ep.hpp"
 
@@ -208,6 +209,7 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   if (spread) {
     DescribeWeights(*weights, plan);
     FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
+    parts.on_device = backend->device != "cpu";
     parts.expert_map = rank.expert_map;
     built.fingerprint = LayerFingerprint(whole, source.scheme, options, plan.backend);
     AllToAllParts exchange;
@@ -229,8 +231,11 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     exchange.epoch = placement.epoch;
     exchange.load = placement.load;
     exchange.communicator = options.communicator;
-    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize, MakeAllToAllPrepareFinalize(std::move(exchange), book));
+    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
+                          parts.on_device ? MakeGatherOnCards(std::move(exchange), book)
+                                          : MakeAllToAllPrepareFinalize(std::move(exchange), book));
     plan.prepare_finalize = parts.prepare_finalize->name();
+    plan.communicator = options.communicator->describe();
   } else {
     FMOE_ASSIGN_OR_RETURN(parts, MakeKernelParts(problem, *backend, std::move(weights), plan, book));
   }

@@ -37,6 +37,14 @@ Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t
   return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));
 }
 
+Status CheckDense(std::string_view name, TensorView view) {
+  return view.dim(0) < 2 || view.stride_bytes(0) == view.row_bytes()
+             ? Status::Ok()
+             : Status::Usage(fmt::format("rows of {} lie {} bytes apart; between cards they must follow each "
+                                         "other, {} bytes apart",
+                                         name, view.stride_bytes(0), view.row_bytes()));
+}
+
 // Ids of the caller: I32 or I64, -1 skips a slot. Null `ids`: only checked.
 Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
   const int64_t top_k = source.dim(1);
@@ -182,6 +190,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
   if (options.device == "cuda") {
+    impl->communicator = IsSpread(options) ? options.communicator : nullptr;
     FMOE_ASSIGN_OR_RETURN(impl->device_router,
                           MakeDeviceRouter(router, impl->config, impl->num_logits(), options.max_tokens));
   }
@@ -223,6 +232,10 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
   if (!outputs.topk_weights.empty()) {
     FMOE_RETURN_IF_ERROR(
         CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
+  }
+  if (communicator != nullptr) {  // rows go to other cards as they lie
+    FMOE_RETURN_IF_ERROR(CheckDense("hidden", inputs.hidden));
+    FMOE_RETURN_IF_ERROR(CheckDense("output", outputs.output));
   }
   if (num_tokens > config.max_tokens) {
     return Status::Usage(
@@ -389,8 +402,23 @@ Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, c
   if (!on_device()) {
     return Forward(inputs, outputs, workspace, executor);
   }
-  FMOE_RETURN_IF_ERROR(impl_->CheckInputs(inputs, outputs));
-  return ForwardThroughHost(*this, impl_->num_logits(), inputs, outputs, workspace, executor);
+  Status ready = impl_->CheckInputs(inputs, outputs);
+  // Ids that the card would skip are refused here, where they can be seen.
+  if (ready.ok() && !inputs.topk_ids.empty() && inputs.topk_ids.rank() == 2) {
+    ready = CheckIds(inputs.topk_ids, impl_->num_logits());
+  }
+  if (!ready.ok()) {
+    return impl_->kernel->Abandon(ready, workspace);
+  }
+  const Result<HostTwins> twins = HostTwins::Send(inputs, outputs, executor.stream);
+  if (!twins.ok()) {
+    return impl_->kernel->Abandon(twins.status(), workspace);
+  }
+  FMOE_RETURN_IF_ERROR(Forward(twins->inputs(), twins->outputs(), workspace, executor));
+  if (impl_->communicator != nullptr) {
+    FMOE_RETURN_IF_ERROR(impl_->communicator->Finish(executor.stream));  // other ranks may not come
+  }
+  return twins->Fetch(outputs, executor.stream);
 }
 
 Status MoeLayer::Forward(TensorView hidden, TensorView router_logits, MutableTensorView output,

@@ -21,6 +21,7 @@ struct MoeLayer::Impl {
   std::shared_ptr<WireChoice> wire;                   // null on one rank
   std::unique_ptr<LayerBalance> balance;              // null: experts stay where they are
   std::unique_ptr<cuda::DeviceRouter> device_router;  // of a layer on a card; null on the CPU
+  std::shared_ptr<Communicator> communicator;         // of ranks on cards; null elsewhere
   int64_t workspace_bytes = 0;
   uint64_t fingerprint = 0;  // of what must be equal on all ranks
   WorkspaceSlot logits, ids, weights;

@@ -80,21 +80,26 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
     kernel->shared_gates_ = book.Book("shared_gates", max_tokens * kFloatBytes);
     kernel->shared_ids_.assign(static_cast<size_t>(max_tokens), 0);
     kernel->shared_weights_.assign(static_cast<size_t>(max_tokens), own.config.shared.weight);
-    FMOE_RETURN_IF_ERROR(kernel->MoveSharedToDevice());
   }
+  FMOE_RETURN_IF_ERROR(kernel->MoveToDevice());
   return kernel;
 }
 
-Status MoeKernel::MoveSharedToDevice() {
+Status MoeKernel::MoveToDevice() {
   if (!parts_.on_device) {
     return Status::Ok();
   }
   const auto move = [](const void* host, int64_t bytes, std::shared_ptr<std::byte>& device) -> Status {
-    FMOE_ASSIGN_OR_RETURN(device, cuda::AllocateOnDevice(bytes, "the shared expert's routing"));
+    if (bytes == 0) {
+      return Status::Ok();
+    }
+    FMOE_ASSIGN_OR_RETURN(device, cuda::AllocateOnDevice(bytes, "the tables of a layer"));
     FMOE_RETURN_IF_ERROR(cuda::CopyToDevice(device.get(), host, bytes, nullptr));
     return cuda::Synchronize(nullptr);
   };
   const auto count = static_cast<int64_t>(shared_ids_.size());
+  FMOE_RETURN_IF_ERROR(
+      move(parts_.expert_map.data(), static_cast<int64_t>(parts_.expert_map.size()) * 4, device_expert_map_));
   FMOE_RETURN_IF_ERROR(move(shared_ids_.data(), count * 4, device_shared_ids_));
   FMOE_RETURN_IF_ERROR(move(shared_weights_.data(), count * 4, device_shared_weights_));
   if (!parts_.shared_gate.empty()) {
@@ -136,7 +141,10 @@ Status MoeKernel::RunExperts(const KernelInput& input, const PrepareOutput& prep
   experts_input.topk_ids = prepared.topk_ids;
   experts_input.topk_weights = prepared.topk_weights;
   experts_input.expert_num_tokens = prepared.expert_num_tokens;
-  experts_input.expert_map = parts_.expert_map.empty() ? nullptr : parts_.expert_map.data();
+  if (!parts_.expert_map.empty()) {
+    experts_input.expert_map = parts_.on_device ? reinterpret_cast<const int32_t*>(device_expert_map_.get())
+                                                : parts_.expert_map.data();
+  }
   experts_input.router_weight_on_input = parts_.config.apply_router_weight_on_input;
   experts_input.routing = input.routing;
   return parts_.experts->Apply(experts_input, target, workspace, executor);

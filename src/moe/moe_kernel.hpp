@@ -67,7 +67,7 @@ class MoeKernel {
                     const Workspace& workspace, const Executor& executor) const;
   Status RunShared(TensorView hidden, MutableTensorView shared_output, float* gates,
                    const Workspace& workspace, const Executor& executor) const;
-  Status MoveSharedToDevice();
+  Status MoveToDevice();
   Status Add(TensorView first, TensorView second, const float* gates, MutableTensorView output,
              const Executor& executor) const;
   MutableTensorView ExpertOutput(int64_t num_tokens, const Workspace& workspace) const;
@@ -79,7 +79,9 @@ class MoeKernel {
   WorkspaceSlot shared_gates_;
   std::vector<int32_t> shared_ids_;    // every token goes to the only shared expert ...
   std::vector<float> shared_weights_;  // ... with weight 1
-  std::shared_ptr<std::byte> device_shared_ids_, device_shared_weights_, device_shared_gate_;  // on a card
+  // On a card:
+  std::shared_ptr<std::byte> device_shared_ids_, device_shared_weights_, device_shared_gate_;
+  std::shared_ptr<std::byte> device_expert_map_;
 };
 
 }  // namespace fusedmoe

@@ -42,6 +42,9 @@ std::string ToString(const Plan& plan) {
   if (!plan.prepare_finalize.empty()) {
     text += fmt::format(", prepare and finalize by {}", plan.prepare_finalize);
   }
+  if (!plan.communicator.empty()) {
+    text += fmt::format("\n  rows between ranks: {}", plan.communicator);
+  }
   text += fmt::format("\n  recipe: {}",
                       plan.recipe.empty() ? "none" : fmt::format("{}", fmt::join(plan.recipe, ", ")));
   if (plan.tile_tokens > 0) {

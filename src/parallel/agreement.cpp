@@ -129,6 +129,23 @@ AgreementMemory AgreementMemoryOf(const AgreementSlots& slots, int64_t ranks, co
   return memory;
 }
 
+AgreementStorage::AgreementStorage(int64_t ranks)
+    : headers_(2 * static_cast<size_t>(ranks)),
+      verdicts_(static_cast<size_t>(ranks) + 1),
+      numbers_(3 * static_cast<size_t>(ranks)) {}
+
+AgreementMemory AgreementStorage::memory() {
+  const size_t ranks = verdicts_.size() - 1;
+  AgreementMemory memory;
+  memory.sent = headers_.data();
+  memory.received = headers_.data() + ranks;
+  memory.verdicts = verdicts_.data();
+  memory.ones = numbers_.data();
+  memory.ascending = memory.ones + ranks;
+  memory.zeros = memory.ascending + ranks;
+  return memory;
+}
+
 Status AgreeOnRows(Communicator& communicator, const RowAgreement& agreement, const Status& own,
                    const AgreementMemory& memory, std::span<int64_t> receive_rows) {
   Status verdict;
@@ -187,19 +204,9 @@ Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreemen
 
 Status Vote(Communicator& communicator, std::string_view operation, RowAgreement agreement, const Status& own,
             Status& verdict) {
-  const auto ranks = static_cast<size_t>(communicator.size());
-  std::vector<WireHeader> headers(2 * ranks);
-  std::vector<WireVerdict> verdicts(ranks + 1);
-  std::vector<int64_t> numbers(3 * ranks);
-  AgreementMemory memory;
-  memory.sent = headers.data();
-  memory.received = headers.data() + ranks;
-  memory.verdicts = verdicts.data();
-  memory.ones = numbers.data();
-  memory.ascending = memory.ones + ranks;
-  memory.zeros = memory.ascending + ranks;
+  AgreementStorage storage(communicator.size());
   agreement.header_operation = agreement.verdict_operation = operation;
-  return ExchangeVerdicts(communicator, agreement, own, memory, {}, verdict);
+  return ExchangeVerdicts(communicator, agreement, own, storage.memory(), {}, verdict);
 }
 
 Status Agree(Communicator& communicator, std::string_view operation, const Status& status,
@@ -247,6 +254,14 @@ uint64_t Fingerprint(const void* data, int64_t bytes, uint64_t seed) {
 Status Communicator::Exchange(const RowExchange& exchange) {
   FMOE_RETURN_IF_ERROR(Start(exchange));
   return Wait();
+}
+
+Status Communicator::Enqueue(std::span<const RowExchange> /*exchanges*/, void* /*stream*/) {
+  return Status::Unsupported(fmt::format("'{}' moves rows in host memory, not on cards", name()));
+}
+
+Status Communicator::Finish(void* /*stream*/) {
+  return Status::Unsupported(fmt::format("'{}' moves rows in host memory, not on cards", name()));
 }
 
 }  // namespace fusedmoe

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include <fusedmoe/communicator.hpp>
 #include <fusedmoe/status.hpp>
@@ -46,6 +47,17 @@ struct AgreementMemory {
   int64_t* ones = nullptr;          ///< [ranks] of 1
   int64_t* ascending = nullptr;     ///< [ranks]: 0, 1, 2 ...
   int64_t* zeros = nullptr;         ///< [ranks]
+};
+/// That memory where there is no workspace of the host.
+class AgreementStorage {
+ public:
+  explicit AgreementStorage(int64_t ranks);
+  AgreementMemory memory();
+
+ private:
+  std::vector<WireHeader> headers_;
+  std::vector<WireVerdict> verdicts_;
+  std::vector<int64_t> numbers_;
 };
 struct AgreementSlots {
   WorkspaceSlot headers, verdicts, numbers;

@@ -98,15 +98,39 @@ TEST(CudaPlan, Objections_EachWithActualAndRequired) {
   problem.activation = ActivationMode::kA8;
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kScheme));
   problem = Problem("nvfp4_w4a16");
-  problem.config.parallel.tp_size = 2;
-  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kParallel));
-  problem = Problem("nvfp4_w4a16");
   problem.isa = "avx2";
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kIsa));
   problem = Problem("nvfp4_w4a16");
   problem.mode = "masked";
   EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kActivationFormat))
       << "masked is for the batched format";
+}
+
+TEST(CudaPlan, Ranks_TakenByTheGather_OtherwiseRefusedByName) {
+  MoeProblem problem = Problem("nvfp4_w4a4");
+  problem.config.parallel.tp_size = 2;
+  EXPECT_TRUE(Objections(problem, Hopper()).empty());
+  problem = Problem("nvfp4_w4a4");
+  problem.config.parallel.use_ep = true;
+  problem.config.parallel.ep_size = problem.config.parallel.dp_size = 2;
+  EXPECT_TRUE(Objections(problem, Hopper()).empty());
+  problem.config.parallel.all2all = "deepep_low_latency";
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kAllToAll));
+  problem.config.parallel.dp_size = 1;
+  EXPECT_TRUE(Objections(problem, Hopper()).empty())
+      << "as upstream, without data parallelism it is not used";
+  problem.config.parallel.enable_eplb = true;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kEplb));
+  problem.config.parallel.enable_eplb = false;
+  problem.determinism = Determinism::kRankInvariant;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kDeterminism));
+  problem.determinism = Determinism::kThreadInvariant;
+  problem.config.num_local_experts = 0;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kParallel));
+  problem = Problem("fp8_w8a8:tensor");
+  problem.config.parallel.tp_size = 2;
+  EXPECT_TRUE(Has(Objections(problem, Hopper()), Reason::kParallel))
+      << "one scale over the batch of all ranks";
 }
 
 TEST(CudaPlan, Mode_ByTokens_ForcedByName_MaskedWhenBatched) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <span>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -20,6 +22,12 @@ class ForwardingCommunicator : public Communicator {
   void Abort(int exit_code) override { inner_->Abort(exit_code); }
   Status Start(const RowExchange& exchange) override { return inner_->Start(exchange); }
   Status Wait() override { return inner_->Wait(); }
+  std::string describe() const override { return inner_->describe(); }
+  bool on_cards() const override { return inner_->on_cards(); }
+  Status Enqueue(std::span<const RowExchange> exchanges, void* stream) override {
+    return inner_->Enqueue(exchanges, stream);
+  }
+  Status Finish(void* stream) override { return inner_->Finish(stream); }
 
  private:
   std::shared_ptr<Communicator> inner_;

@@ -149,7 +149,7 @@ Result<std::vector<float>> Forward(const MoeLayer& layer, const Workspace& works
   }
   MoeLayer::Outputs outputs;
   outputs.output = output.mutable_view().Rows(0, batch.num_tokens);
-  FMOE_RETURN_IF_ERROR(layer.Forward(inputs, outputs, workspace));
+  FMOE_RETURN_IF_ERROR(layer.ForwardFromHost(inputs, outputs, workspace));
   std::vector<float> values(static_cast<size_t>(batch.num_tokens * kHidden));
   DecodeRow(dtype, output.view().data(), 0, batch.num_tokens * kHidden, values.data());
   return values;
@@ -163,6 +163,7 @@ struct Alone {
 
 Result<Alone> MakeAlone(const RankCell& cell, const RandomLayer& random, const SharedExpertWeights* shared) {
   LayerOptions options;
+  options.device = cell.device;
   options.backend = cell.backend;
   options.max_tokens = kMaxTokens;
   options.determinism = cell.determinism;
@@ -220,6 +221,22 @@ std::string CompareWithin(const std::vector<float>& actual, const std::vector<fl
   return error <= bound ? "" : fmt::format("relative L2 {:.3e} beyond the bound {:.3e}", error, bound);
 }
 
+/// The bound of verify. On cards both sides may have run other kernels, whose sums differ in their last bits:
+/// now and then a value between the GEMMs becomes the next code, which few tokens do not average out.
+double AllowedError(const RankCell& cell, const MoeLayer& layer, int64_t num_tokens) {
+  const bool sliced = !layer.config().parallel.use_ep;
+  const double bound =
+      BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, sliced).value();
+  const ActivationFormat& activation = layer.scheme().activation;
+  if (cell.device == "cpu" || !activation.quantized() || num_tokens == 0) {
+    return bound;
+  }
+  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
+  const auto values = static_cast<double>(num_tokens * cell.top_k * kIntermediate);
+  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
+  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
+}
+
 Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
                              int64_t steps, RankCellReport& report, const SourceHook& hook) {
   FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(cell.sizes, communicator->rank()));
@@ -234,6 +251,7 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   const SharedExpertWeights* shared_weights = cell.shared ? &shared : nullptr;
 
   LayerOptions options;
+  options.device = cell.device;
   options.backend = cell.backend;
   options.max_tokens = kMaxTokens;
   options.determinism = cell.determinism;
@@ -253,6 +271,8 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   const TokenLayout tokens = TokenLayoutOf(parallel);
   const int64_t group = tokens.shares_tokens ? tokens.rank / tokens.tp : tokens.rank;
   const bool batched = ProtocolOf(parallel) == WireProtocol::kExpertRows;
+  // A card cuts sums by what else a call computes, unless it is told not to.
+  const bool sums_keep_bits = cell.device == "cpu" || cell.determinism >= Determinism::kBatchInvariant;
   for (int64_t step = 0; step < steps; ++step) {
     const Batch batch = DrawBatch(cell, group, step);
     FMOE_ASSIGN_OR_RETURN(const std::vector<float> actual,
@@ -264,13 +284,12 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
                              (batched && cell.backend == "REFERENCE") || communicator->size() == 1;
     if (parallel.use_ep && bits_of_one) {
       wrong = CompareBits(actual, expected);
-    } else if (parallel.use_ep && !batched && !parallel.enable_eplb) {
+    } else if (parallel.use_ep && !batched && !parallel.enable_eplb && sums_keep_bits) {
       FMOE_ASSIGN_OR_RETURN(const RankPlan plan, PlanRank(random.config, random.source.scheme, parallel));
       FMOE_ASSIGN_OR_RETURN(expected, SumInRankOrder(cell, alone, batch, plan.owners, communicator->size()));
       wrong = CompareBits(actual, expected);
     } else {
-      const ErrorBound bound = BoundOf(layer->plan(), layer->scheme(), cell.output, kHidden, kIntermediate);
-      wrong = CompareWithin(actual, expected, bound.value());
+      wrong = CompareWithin(actual, expected, AllowedError(cell, *layer, batch.num_tokens));
     }
     if (!wrong.empty()) {
       return fmt::format("step {}, placement {}: {}", step, report.epoch, wrong);
@@ -412,6 +431,38 @@ std::vector<RankCell> RankCells(int64_t ranks) {
       cell.sizes.enable_eplb = true;
       cell.sizes.num_redundant_experts = ranks - cell.num_experts % ranks;  // equal shares
       add(cell);
+    }
+  }
+  return cells;
+}
+
+std::vector<RankCell> CardRankCells() {
+  std::vector<RankCell> cells;
+  for (const int64_t tp : {1, 2}) {
+    for (const bool expert_parallel : {true, false}) {
+      for (const char* scheme : {"unquantized", "fp8_w8a8:block128", "fp8_w8a8:channel", "int8_w8a8",
+                                 "int4_w4a16", "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a4", "mxfp8_w8a8"}) {
+        for (const TokenPattern tokens :
+             {TokenPattern::kEqual, TokenPattern::kDescending, TokenPattern::kZeroOnOne,
+              TokenPattern::kZeroOnAll, TokenPattern::kOneToken}) {
+          RankCell cell;
+          cell.seed = cells.size() + 1;
+          cell.device = "cuda";
+          cell.backend = "CUDA_FUSED";
+          cell.sizes.tp = tp;
+          cell.sizes.dp = 2 / tp;
+          cell.sizes.enable_expert_parallel = expert_parallel;
+          cell.scheme = scheme;
+          cell.tokens = tokens;
+          cell.ids = static_cast<IdPattern>(cell.seed % 4);
+          cell.num_experts = cell.seed % 3 == 0 ? 11 : 8;
+          cell.determinism =
+              cell.seed % 2 == 0 ? Determinism::kBatchInvariant : Determinism::kThreadInvariant;
+          cell.output = cell.seed % 5 == 0 ? DType::kF32 : DType::kBF16;
+          cell.shared = cell.seed % 7 == 0 && !expert_parallel;
+          cells.push_back(cell);
+        }
+      }
     }
   }
   return cells;

@@ -22,6 +22,7 @@ struct RankCell {
   IdPattern ids = IdPattern::kUniform;
   std::string scheme = "unquantized";
   std::string backend = "REFERENCE";
+  std::string device = "cpu";
   Determinism determinism = Determinism::kRankInvariant;
   DType output = DType::kBF16;
   int64_t num_experts = 8;
@@ -35,8 +36,8 @@ struct RankCell {
 
 /// Runs the cell on this rank of `communicator`, `steps` forwards; every rank must call. Empty: the result is
 /// what it must be; else what is wrong. kRankInvariant, and every protocol with the batched format on the
-/// reference: the bits of one rank. Below it: the bits of partial sums added in rank order. Tensor
-/// parallelism and fused batched experts: within the derived bound.
+/// reference: the bits of one rank. Below it: the bits of partial sums added in rank order (on cards from
+/// kBatchInvariant on). Tensor parallelism and fused batched experts: within the derived bound.
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,
                         int64_t steps = 1);
 
@@ -55,5 +56,7 @@ std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const
 
 /// Every cell for this many ranks.
 std::vector<RankCell> RankCells(int64_t ranks);
+/// Those that cards run, for two ranks.
+std::vector<RankCell> CardRankCells();
 
 }  // namespace fusedmoe::testing_support

@@ -22,6 +22,7 @@ struct RankBenchOptions {
   Problem problem;
   std::string scheme;                 ///< empty: that of the problem
   std::vector<int64_t> tokens = {1};  ///< that each rank is given, one row a count
+  std::string device = "cpu";         ///< or "cuda": a card each, and a communicator of cards
   std::string backend;                ///< empty: the oracle's choice
   Determinism determinism = Determinism::kThreadInvariant;
   int64_t num_experts = 0;     ///< a layer with fewer experts than the problem has; 0: all
@@ -54,6 +55,8 @@ struct RankBenchRow {
   int64_t row_bytes = 0;          ///< of a dispatched row, with its ids, weights and padding
   int64_t combine_row_bytes = 0;  ///< of a row on its way back
   double seconds = 0;             ///< of one forward: the median of each rank, the slowest rank
+  /// Of one forward's exchanges between cards alone: 0 on CPUs, where exchanges are not apart.
+  double exchange_seconds = 0;
   std::vector<RankTraffic> ranks;
   double rel_l2 = 0;  ///< of up to four tokens of each rank against the reference, the worst rank
   double bound = 0;
@@ -62,7 +65,8 @@ struct RankBenchRow {
 
 /// Measures the layer, on all ranks together; the rows are the same on each of them. Errors: kUsage for names
 /// and sizes, kUnsupported when no backend can run it, kSystem when a rank does not answer. Bytes are
-/// averages over the timed forwards, each with a routing of its own.
+/// averages over the timed forwards, each with a routing of its own. On cards forwards are replayed from a
+/// CUDA graph.
 Result<std::vector<RankBenchRow>> RunRankBench(const RankBenchOptions& options);
 
 }  // namespace fusedmoe

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/device_call.hpp"
@@ -110,11 +111,36 @@ void CheckSizes(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     Refuse(verdicts, Reason::kRouterWeightOnInput, "router weights on the input need one expert per token",
            std::to_string(config.top_k()), "1");
   }
-  const ParallelConfig& parallel = config.parallel;
-  if (parallel.tp_size > 1 || parallel.dp_size > 1 || parallel.ep_size > 1) {
+}
+
+/// Ranks on cards gather: every card sees all tokens, and which of them it computes stands in ids that no
+/// host reads.
+void CheckRanks(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const ParallelConfig& parallel = problem.config.parallel;
+  if (parallel.tp_size * parallel.ep_size == 1) {
+    return;
+  }
+  const std::optional<AllToAllBackend> backend = ParseAllToAll(parallel.all2all);
+  if (UseAllToAll(parallel) && backend && WireProtocolOf(*backend) != WireProtocol::kGather) {
+    Refuse(verdicts, Reason::kAllToAll,
+           "this exchange sends rows where their ids say, and on cards no host knows the ids",
+           parallel.all2all, "naive or allgather_reducescatter");
+  }
+  if (parallel.enable_eplb) {
+    Refuse(verdicts, Reason::kEplb, "load balancing moves experts through host memory, and counts ids there",
+           "eplb", "experts that stay");
+  }
+  if (problem.config.num_local_experts == 0) {
+    Refuse(verdicts, Reason::kParallel, "a card without experts has nothing to launch",
+           fmt::format("{} experts over {} ranks", problem.config.num_experts, parallel.ep_size),
+           "an expert for each rank");
+  }
+  if (MidKindOf(ActivationOf(problem)) == MidKind::kQuantizedByBatch) {
     Refuse(
-        verdicts, Reason::kParallel, "ranks exchange rows through host memory; a layer on a card runs alone",
-        fmt::format("tp {}, dp {}, ep {}", parallel.tp_size, parallel.dp_size, parallel.ep_size), "one rank");
+        verdicts, Reason::kParallel,
+        "one activation scale is taken over all tokens of a call, and each card knows those of its experts "
+        "alone",
+        problem.scheme.name, "scales that are stored, or taken by token or group");
   }
 }
 
@@ -135,7 +161,7 @@ void CheckDeterminism(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   }
   if (problem.determinism >= Determinism::kRankInvariant) {
     Refuse(verdicts, Reason::kDeterminism,
-           "a layer on a card runs alone: nothing was made equal to what ranks add", actual,
+           "cards add up the slots of a token before ranks do: one rank adds them in another order", actual,
            "batch_invariant");
   }
 }
@@ -188,6 +214,7 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
   CheckMachine(machine, verdicts);
   CheckScheme(problem, verdicts);
   CheckSizes(problem, verdicts);
+  CheckRanks(problem, verdicts);
   const bool batched = problem.config.activation_format == ActivationFormatKind::kBatchedExperts;
   const bool known = batched
                          ? problem.mode.empty() || problem.mode == "masked"

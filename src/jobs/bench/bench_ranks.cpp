@@ -20,6 +20,8 @@
 #include "jobs/bench/routings.hpp"
 #include "layer/rank_plan.hpp"
 #include "numerics/rows.hpp"
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/graph.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/slice.hpp"
 
@@ -32,6 +34,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kMostTokens = int64_t{1} << 16;
 constexpr int64_t kCheckedTokens = 4;
 constexpr int64_t kFewestForwards = 3, kMostForwards = 1000;
+constexpr int64_t kForwardsOfGraph = 8;
 
 Result<MoeConfig> ConfigOf(const RankBenchOptions& options) {
   MoeConfig config = options.problem.config;
@@ -106,6 +109,7 @@ class RankMeasurement {
     FMOE_ASSIGN_OR_RETURN(const RankPlan plan, PlanRank(config_, scheme_, options_.parallel));
     owners_ = plan.owners;
     LayerOptions layer_options;
+    layer_options.device = options_.device;
     layer_options.backend = options_.backend;
     layer_options.determinism = options_.determinism;
     layer_options.max_tokens = layer_options.plan_tokens = row_.tokens;
@@ -118,10 +122,14 @@ class RankMeasurement {
     row_.plan = layer_->plan();
     FMOE_RETURN_IF_ERROR(DrawInputs());
     FMOE_RETURN_IF_ERROR(Check());
-    return row_.ok ? Time() : Status::Ok();
+    if (!row_.ok) {
+      return Status::Ok();
+    }
+    return on_cards() ? TimeOnCards() : Time();
   }
 
  private:
+  bool on_cards() const { return options_.device != "cpu"; }
   int64_t Group(int64_t rank) const { return layout_.shares_tokens ? rank / layout_.tp : rank; }
   int64_t NumGroups() const { return Group(layout_.ranks - 1) + 1; }
 
@@ -149,7 +157,7 @@ class RankMeasurement {
     inputs.topk_weights = view(routing.weights.data(), DType::kF32);
     MoeLayer::Outputs outputs;
     outputs.output = output_.mutable_view();
-    return layer_->Forward(inputs, outputs, workspace_, options_.executor);
+    return layer_->ForwardFromHost(inputs, outputs, workspace_, options_.executor);
   }
 
   Status Check() {
@@ -211,31 +219,108 @@ class RankMeasurement {
       FMOE_RETURN_IF_ERROR(Timed(2 + forward, spent));
       seconds.push_back(spent);
     }
-    RankTraffic own = counting_->sent();
     const auto [values, codes] = RowValues();
     for (int64_t forward = 0; forward < forwards; ++forward) {
       minimum += Minimum(2 + forward, values);
     }
+    std::sort(seconds.begin(), seconds.end());
+    row_.wire = codes ? "codes" : "plain";
+    return Collect(seconds[seconds.size() / 2], forwards, minimum);
+  }
+
+  /// Of the traffic of `forwards` forwards, and what one of them took here, the figures of all ranks.
+  Status Collect(double seconds, int64_t forwards, double minimum) {
+    RankTraffic own = counting_->sent();
     const auto count = static_cast<double>(forwards);
     for (double* part : {&own.dispatch, &own.combine, &own.control, &own.local, &own.remote}) {
       *part /= count;
     }
     own.minimum = minimum / count;
-    std::sort(seconds.begin(), seconds.end());
     struct Mine {
       RankTraffic traffic;
       double seconds;
     };
-    const Mine mine{own, seconds[seconds.size() / 2]};
+    const Mine mine{own, seconds};
     FMOE_ASSIGN_OR_RETURN(const std::vector<Mine> ranks, GatherFromRanks(*counting_, "bench traffic", mine));
     for (const Mine& rank : ranks) {
       row_.ranks.push_back(rank.traffic);
       row_.seconds = std::max(row_.seconds, rank.seconds);
     }
-    row_.wire = codes ? "codes" : "plain";
     row_.row_bytes = counting_->dispatch_row_bytes();
     row_.combine_row_bytes = counting_->combine_row_bytes();
     return Status::Ok();
+  }
+
+  /// Some forwards in one CUDA graph, each with a routing of its own, and their exchanges alone in another.
+  Status TimeOnCards() {
+    counting_->Reset();
+    std::vector<OnCard> ids, weights;
+    const int64_t slots_bytes = row_.tokens * config_.top_k() * 4;
+    for (int64_t forward = 0; forward < kForwardsOfGraph; ++forward) {
+      const Routing routing = RoutingOf(2 + forward, Group(layout_.rank));
+      FMOE_ASSIGN_OR_RETURN(ids.emplace_back(), MoveToCard(routing.ids.data(), slots_bytes));
+      FMOE_ASSIGN_OR_RETURN(weights.emplace_back(), MoveToCard(routing.weights.data(), slots_bytes));
+    }
+    FMOE_ASSIGN_OR_RETURN(const OnCard hidden,
+                          MoveToCard(hidden_.view().data(), hidden_.view().total_bytes()));
+    FMOE_ASSIGN_OR_RETURN(const OnCard output,
+                          MoveToCard(output_.view().data(), output_.view().total_bytes()));
+    const Shape slots = {row_.tokens, config_.top_k()}, rows = {row_.tokens, config_.hidden};
+    FMOE_ASSIGN_OR_RETURN(std::unique_ptr<cuda::Graph> forwards, cuda::Graph::Capture([&](void* stream) {
+                            Executor executor = options_.executor;
+                            executor.stream = stream;
+                            for (size_t forward = 0; forward < ids.size(); ++forward) {
+                              MoeLayer::Inputs inputs;
+                              inputs.hidden = TensorView(hidden.get(), config_.dtype, rows);
+                              inputs.topk_ids = TensorView(ids[forward].get(), DType::kI32, slots);
+                              inputs.topk_weights = TensorView(weights[forward].get(), DType::kF32, slots);
+                              MoeLayer::Outputs outputs;
+                              outputs.output = MutableTensorView(output.get(), config_.dtype, rows);
+                              FMOE_RETURN_IF_ERROR(layer_->Forward(inputs, outputs, workspace_, executor));
+                            }
+                            return Status::Ok();
+                          }));
+    double seconds = 0;
+    FMOE_RETURN_IF_ERROR(Replay(*forwards, seconds));
+    FMOE_RETURN_IF_ERROR(Collect(seconds, kForwardsOfGraph, 0));
+    FMOE_ASSIGN_OR_RETURN(std::unique_ptr<cuda::Graph> exchanges, cuda::Graph::Capture([&](void* stream) {
+                            return counting_->EnqueueAgain(stream);
+                          }));
+    FMOE_RETURN_IF_ERROR(Replay(*exchanges, seconds));
+    FMOE_ASSIGN_OR_RETURN(const std::vector<double> all,
+                          GatherFromRanks(*counting_, "bench exchanges", seconds));
+    row_.exchange_seconds = *std::max_element(all.begin(), all.end());
+    row_.wire = "plain";
+    for (RankTraffic& traffic : row_.ranks) {
+      traffic.minimum = traffic.dispatch + traffic.combine;  // rows of the gather, without padding
+    }
+    return Status::Ok();
+  }
+
+  /// The median of one forward's share of a replay. All ranks replay as often: they wait for one another.
+  Status Replay(cuda::Graph& graph, double& seconds) {
+    std::vector<double> samples;
+    FMOE_ASSIGN_OR_RETURN(double replay, graph.Run());
+    FMOE_ASSIGN_OR_RETURN(const std::vector<double> all, GatherFromRanks(*counting_, "bench length", replay));
+    const double slowest = *std::max_element(all.begin(), all.end());
+    const auto replays =
+        std::clamp<int64_t>(static_cast<int64_t>(options_.seconds_per_row / std::max(slowest, 1e-6)),
+                            kFewestForwards, kMostForwards);
+    for (int64_t index = 0; index < replays; ++index) {
+      FMOE_ASSIGN_OR_RETURN(replay, graph.Run());
+      samples.push_back(replay / static_cast<double>(kForwardsOfGraph));
+    }
+    std::sort(samples.begin(), samples.end());
+    seconds = samples[samples.size() / 2];
+    return Status::Ok();
+  }
+
+  using OnCard = std::shared_ptr<std::byte>;
+  static Result<OnCard> MoveToCard(const void* host, int64_t bytes) {
+    FMOE_ASSIGN_OR_RETURN(OnCard card, cuda::AllocateOnDevice(bytes, "a measurement"));
+    FMOE_RETURN_IF_ERROR(cuda::CopyToDevice(card.get(), host, bytes, nullptr));
+    FMOE_RETURN_IF_ERROR(cuda::Synchronize(nullptr));
+    return card;
   }
 
   Status Timed(int64_t forward, double& seconds) {

@@ -4,9 +4,11 @@
 
 namespace fusedmoe::bench {
 
-Status CountingCommunicator::Start(const RowExchange& exchange) {
+void CountingCommunicator::Count(const RowExchange& exchange) {
   const std::string_view operation = exchange.operation;
-  double& part = operation == "dispatch rows"                                ? sent_.dispatch
+  const bool dispatch = operation.starts_with("dispatch") && operation != "dispatch header" &&
+                        operation != "dispatch agreement";  // rows; on cards also ids and weights
+  double& part = dispatch                                                    ? sent_.dispatch
                  : operation == "combine rows" || operation == "output rows" ? sent_.combine
                                                                              : sent_.control;
   for (int64_t peer = 0; peer < size(); ++peer) {
@@ -17,12 +19,57 @@ Status CountingCommunicator::Start(const RowExchange& exchange) {
       (node_of(peer) == node_of(rank()) ? sent_.local : sent_.remote) += bytes;
     }
   }
-  if (operation == "dispatch rows") {
-    dispatch_row_bytes_ = exchange.row_bytes;
-  } else if (operation == "combine rows") {
+  if (operation == "combine rows") {
     combine_row_bytes_ = exchange.row_bytes;
   }
+}
+
+Status CountingCommunicator::Start(const RowExchange& exchange) {
+  Count(exchange);
+  if (exchange.operation == "dispatch rows") {
+    dispatch_row_bytes_ = exchange.row_bytes;
+  }
   return inner_->Start(exchange);
+}
+
+Status CountingCommunicator::Enqueue(std::span<const RowExchange> exchanges, void* stream) {
+  std::vector<Kept>& kept = enqueued_.emplace_back();
+  int64_t dispatched = 0;  // rows, ids and weights are one record
+  for (const RowExchange& exchange : exchanges) {
+    Count(exchange);
+    kept.emplace_back(exchange);
+    dispatched += exchange.operation.starts_with("dispatch") ? exchange.row_bytes : 0;
+  }
+  dispatch_row_bytes_ = dispatched > 0 ? dispatched : dispatch_row_bytes_;
+  return inner_->Enqueue(exchanges, stream);
+}
+
+Status CountingCommunicator::EnqueueAgain(void* stream) const {
+  for (const std::vector<Kept>& group : enqueued_) {
+    std::vector<RowExchange> exchanges;
+    for (const Kept& kept : group) {
+      exchanges.push_back(kept.View());
+    }
+    FMOE_RETURN_IF_ERROR(inner_->Enqueue(exchanges, stream));
+  }
+  return Status::Ok();
+}
+
+CountingCommunicator::Kept::Kept(const RowExchange& of)
+    : exchange(of),
+      send(of.send_rows.begin(), of.send_rows.end()),
+      send_at(of.send_offsets.begin(), of.send_offsets.end()),
+      receive(of.receive_rows.begin(), of.receive_rows.end()),
+      receive_at(of.receive_offsets.begin(), of.receive_offsets.end()) {}
+
+RowExchange CountingCommunicator::Kept::View() const {
+  RowExchange view = exchange;
+  view.operation = "bench exchange";
+  view.send_rows = send;
+  view.send_offsets = send_at;
+  view.receive_rows = receive;
+  view.receive_offsets = receive_at;
+  return view;
 }
 
 double MinimumTraffic(const TokenLayout& layout, WireProtocol protocol, std::span<const int32_t> owners,

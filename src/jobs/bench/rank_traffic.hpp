@@ -27,16 +27,36 @@ class CountingCommunicator final : public Communicator {
   void Abort(int exit_code) override { inner_->Abort(exit_code); }
   Status Wait() override { return inner_->Wait(); }
   Status Start(const RowExchange& exchange) override;
+  std::string describe() const override { return inner_->describe(); }
+  bool on_cards() const override { return inner_->on_cards(); }
+  Status Enqueue(std::span<const RowExchange> exchanges, void* stream) override;
+  Status Finish(void* stream) override { return inner_->Finish(stream); }
 
-  void Reset() { sent_ = RankTraffic{}; }
+  void Reset() {
+    sent_ = RankTraffic{};
+    enqueued_.clear();
+  }
   /// Since the last Reset.
   const RankTraffic& sent() const { return sent_; }
+  /// Exchanges of cards since the last Reset, to be enqueued again as they were.
+  Status EnqueueAgain(void* stream) const;
+
   int64_t dispatch_row_bytes() const { return dispatch_row_bytes_; }
   int64_t combine_row_bytes() const { return combine_row_bytes_; }
 
  private:
+  /// An exchange with counts of its own.
+  struct Kept {
+    explicit Kept(const RowExchange& of);
+    RowExchange View() const;
+    RowExchange exchange;
+    std::vector<int64_t> send, send_at, receive, receive_at;
+  };
+  void Count(const RowExchange& exchange);
+
   std::shared_ptr<Communicator> inner_;
   RankTraffic sent_;
+  std::vector<std::vector<Kept>> enqueued_;
   int64_t dispatch_row_bytes_ = 0, combine_row_bytes_ = 0;
 };
 

@@ -15,4 +15,15 @@ Status AddRows(TensorView first, TensorView second, const float* gates, MutableT
 /// gates[m] = sigmoid(hidden[m] . gate), summed in fp64. `gate` F32 [H].
 Status SharedGates(TensorView hidden, const float* gate, float* gates, void* stream);
 
+/// Partial sums of all ranks for the same rows, F32, rows dense.
+struct RankRows {
+  const float* own = nullptr;       ///< those of this rank
+  const float* received = nullptr;  ///< those of rank r: at received + r * rank_stride
+  int64_t rank_stride = 0;          ///< in floats
+  int rank = 0, ranks = 1;
+};
+/// output[m] = the sum over all ranks in ascending order, in fp32, rounded once: the same bits on every rank
+/// and in every run.
+Status AddRankRows(const RankRows& parts, MutableTensorView output, void* stream);
+
 }  // namespace fusedmoe::cuda

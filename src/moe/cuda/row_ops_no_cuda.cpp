@@ -14,4 +14,8 @@ Status SharedGates(TensorView /*hidden*/, const float* /*gate*/, float* /*gates*
   return Status::Unsupported(std::string(WhyNotBuilt()));
 }
 
+Status AddRankRows(const RankRows& /*parts*/, MutableTensorView /*output*/, void* /*stream*/) {
+  return Status::Unsupported(std::string(WhyNotBuilt()));
+}
+
 }  // namespace fusedmoe::cuda

@@ -90,6 +90,34 @@ Status CheckCard(const Machine& machine) {
   return Status::Ok();
 }
 
+Result<int64_t> CountCards() {
+  int count = 0;
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaGetDeviceCount(&count), "counting the cards"));
+  return count;
+}
+
+Result<int64_t> CurrentCard() {
+  int card = 0;
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaGetDevice(&card), "asking for the card"));
+  return card;
+}
+
+Status SelectCard(int64_t card) {
+  FMOE_ASSIGN_OR_RETURN(const int64_t count, CountCards());
+  if (card < 0 || card >= count) {
+    return Status::Usage("card " + std::to_string(card) + " of " + std::to_string(count) +
+                         " was asked for; they count from 0");
+  }
+  return ToStatus(cudaSetDevice(static_cast<int>(card)), "choosing the card");
+}
+
+Result<std::string> BusAddress(int64_t card) {
+  char address[32] = {};
+  FMOE_RETURN_IF_ERROR(ToStatus(cudaDeviceGetPCIBusId(address, sizeof(address), static_cast<int>(card)),
+                                "asking for the address of a card"));
+  return std::string(address);
+}
+
 Result<MemoryFigures> ReadMemory() {
   size_t free_bytes = 0, total_bytes = 0;
   FMOE_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free_bytes, &total_bytes), "reading the card's free memory"));
@@ -188,6 +216,16 @@ Status FillZero(void* device, int64_t bytes, void* stream) {
 
 Status Synchronize(void* stream) {
   return ToStatus(cudaStreamSynchronize(ToStream(stream)), "waiting for the card");
+}
+
+Result<bool> IsIdle(void* stream) {
+  const cudaError_t error = cudaStreamQuery(ToStream(stream));
+  if (error == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  FMOE_RETURN_IF_ERROR(ToStatus(error, "waiting for the card"));
+  return true;
 }
 
 Status CheckLaunch(std::string_view kernel) {

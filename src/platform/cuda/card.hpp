@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
 
 #include <fusedmoe/machine.hpp>
@@ -22,6 +23,14 @@ void DetectCard(Machine& machine);
 /// Everything that forbids kernels of this build on the machine's card; Ok when they can run. kUnsupported,
 /// with actual and required values.
 Status CheckCard(const Machine& machine);
+
+/// The cards that the process may use. Which of them is current is a matter of each thread.
+Result<int64_t> CountCards();
+Result<int64_t> CurrentCard();
+/// Makes a card current for the calling thread. kUsage where there is no such card.
+Status SelectCard(int64_t card);
+/// Its address on the PCI bus of this machine.
+Result<std::string> BusAddress(int64_t card);
 
 struct MemoryFigures {
   int64_t free_bytes = 0, total_bytes = 0;
@@ -51,6 +60,8 @@ Status CopyRowsOnDevice(void* target, int64_t target_stride, const void* source,
                         int64_t row_bytes, int64_t rows, void* stream);
 Status FillZero(void* device, int64_t bytes, void* stream);
 Status Synchronize(void* stream);
+/// Whether everything in the stream is done, without waiting.
+Result<bool> IsIdle(void* stream);
 
 /// What the launch of `kernel` just said, without waiting for it. kSystem.
 Status CheckLaunch(std::string_view kernel);

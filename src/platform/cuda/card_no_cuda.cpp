@@ -32,6 +32,22 @@ Status CheckCard(const Machine& /*machine*/) {
   return NotBuilt();
 }
 
+Result<int64_t> CountCards() {
+  return NotBuilt();
+}
+
+Result<int64_t> CurrentCard() {
+  return NotBuilt();
+}
+
+Status SelectCard(int64_t /*card*/) {
+  return NotBuilt();
+}
+
+Result<std::string> BusAddress(int64_t /*card*/) {
+  return NotBuilt();
+}
+
 Result<MemoryFigures> ReadMemory() {
   return NotBuilt();
 }
@@ -77,6 +93,10 @@ Status FillZero(void* /*device*/, int64_t /*bytes*/, void* /*stream*/) {
 }
 
 Status Synchronize(void* /*stream*/) {
+  return NotBuilt();
+}
+
+Result<bool> IsIdle(void* /*stream*/) {
   return NotBuilt();
 }
 

@@ -165,17 +165,21 @@ Status ChooseWire(Communicator& communicator, WireChoice& choice) {
   return Status::Ok();
 }
 
-Result<std::unique_ptr<PrepareFinalize>> MakeAllToAllPrepareFinalize(AllToAllParts parts,
-                                                                     WorkspaceBook& book) {
-  const ParallelConfig& parallel = parts.config.parallel;
-  const TokenLayout layout = TokenLayoutOf(parallel);
+Status CheckPlace(const AllToAllParts& parts) {
+  const TokenLayout layout = TokenLayoutOf(parts.config.parallel);
   if (parts.communicator->size() != layout.ranks || parts.communicator->rank() != layout.rank) {
     return Status::Usage(
         fmt::format("the parallel configuration is that of rank {} of {}, the communicator "
                     "that of rank {} of {}",
                     layout.rank, layout.ranks, parts.communicator->rank(), parts.communicator->size()));
   }
-  const bool batched = ProtocolOf(parallel) == WireProtocol::kExpertRows;
+  return Status::Ok();
+}
+
+Result<std::unique_ptr<PrepareFinalize>> MakeAllToAllPrepareFinalize(AllToAllParts parts,
+                                                                     WorkspaceBook& book) {
+  FMOE_RETURN_IF_ERROR(CheckPlace(parts));
+  const bool batched = ProtocolOf(parts.config.parallel) == WireProtocol::kExpertRows;
   if (parts.slot_rows && !batched && parts.traits.weight_and_reduce != WeightAndReduceKind::kContiguous) {
     return Status::Unsupported(
         "unreduced rows are to travel home, but these experts add up the slots of a token");

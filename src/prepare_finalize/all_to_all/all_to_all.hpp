@@ -74,6 +74,9 @@ struct AllToAllParts {
   std::shared_ptr<Communicator> communicator;
 };
 
+/// kUsage where the communicator is that of another rank than the parallel configuration.
+Status CheckPlace(const AllToAllParts& parts);
+
 /// Prepare and finalize across ranks: the three wire protocols. Rows travel as the experts want them (plain,
 /// or codes with linear scales), behind headers that all ranks have agreed on; results return in fp32 and are
 /// added in a fixed order: by slots (slot_rows and the batched format) or as one partial sum a rank, in rank

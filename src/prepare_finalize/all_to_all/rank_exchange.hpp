@@ -38,7 +38,8 @@ class AllToAllPrepareFinalize final : public PrepareFinalize {
   AllToAllPrepareFinalize(AllToAllParts parts, WorkspaceBook& book);
 
   std::string_view name() const override {
-    return protocol_ == WireProtocol::kGather ? "gather_scatter" : parts_.config.parallel.all2all;
+    return protocol_ == WireProtocol::kGather ? std::string_view("gather_scatter")
+                                              : std::string_view(parts_.config.parallel.all2all);
   }
   ActivationFormatKind activation_format() const override { return format_; }
   int64_t max_rows() const override { return max_rows_; }
