@@ -117,6 +117,14 @@ typedef struct fmoe_communicator fmoe_communicator;
  * that takes longer than `deadline_seconds` fails. */
 fmoe_code fmoe_communicator_mpi(const char* module, double deadline_seconds,
                                 fmoe_communicator** communicator);
+/* Ranks of `host` that own a card each: for layers on "cuda". `library`: the file of NCCL, null where the
+ * loader finds it. `card` of this rank, which becomes current for the calling thread; -1: its number among
+ * the ranks of its machine. `adopt`: an ncclComm_t of the same ranks that the caller keeps, or null for a new
+ * one. All ranks call. `host` may be released afterwards. */
+fmoe_code fmoe_communicator_nccl(const fmoe_communicator* host, const char* library, double deadline_seconds,
+                                 int64_t card, void* adopt, fmoe_communicator** communicator);
+/* Waits for all that is enqueued in `stream` (cudaStream_t) of this rank's card, under the deadline. */
+fmoe_code fmoe_communicator_finish(const fmoe_communicator* communicator, void* stream);
 int64_t fmoe_communicator_rank(const fmoe_communicator* communicator);
 int64_t fmoe_communicator_size(const fmoe_communicator* communicator);
 /* Layers that were made with it keep it alive. */

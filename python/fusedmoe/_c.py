@@ -85,6 +85,8 @@ PROTOTYPES = [
     ("fmoe_thread_pool_release", None, [c_void_p]),
     ("fmoe_thread_pool_executor", Executor, [c_void_p]),
     ("fmoe_communicator_mpi", ctypes.c_int, [c_char_p, c_double, POINTER(c_void_p)]),
+    ("fmoe_communicator_nccl", ctypes.c_int, [c_void_p, c_char_p, c_double, c_int64, c_void_p, POINTER(c_void_p)]),
+    ("fmoe_communicator_finish", ctypes.c_int, [c_void_p, c_void_p]),
     ("fmoe_communicator_rank", c_int64, [c_void_p]),
     ("fmoe_communicator_size", c_int64, [c_void_p]),
     ("fmoe_communicator_release", None, [c_void_p]),

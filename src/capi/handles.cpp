@@ -167,6 +167,27 @@ fmoe_code fmoe_communicator_mpi(const char* module, double deadline_seconds,
   });
 }
 
+fmoe_code fmoe_communicator_nccl(const fmoe_communicator* host, const char* library, double deadline_seconds,
+                                 int64_t card, void* adopt, fmoe_communicator** communicator) {
+  return Make(communicator, "communicator", [&](fmoe_communicator& made) -> Status {
+    FMOE_RETURN_IF_ERROR(NotNull(host, "host"));
+    NcclOptions options;
+    options.library = library == nullptr ? "" : library;
+    options.deadline_seconds = deadline_seconds;
+    options.card = card;
+    options.adopt = adopt;
+    FMOE_ASSIGN_OR_RETURN(made.communicator, NcclCommunicator(host->communicator, options));
+    return Status::Ok();
+  });
+}
+
+fmoe_code fmoe_communicator_finish(const fmoe_communicator* communicator, void* stream) {
+  return Guarded([&]() -> Status {
+    FMOE_RETURN_IF_ERROR(NotNull(communicator, "communicator"));
+    return communicator->communicator->Finish(stream);
+  });
+}
+
 int64_t fmoe_communicator_rank(const fmoe_communicator* communicator) {
   return communicator == nullptr ? 0 : communicator->communicator->rank();
 }

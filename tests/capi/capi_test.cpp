@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 #include <fusedmoe/layer.hpp>
 
+#include "capi/handles.hpp"
 #include "support/count_allocations.hpp"
 #include "support/random_layer.hpp"
 
@@ -281,6 +282,20 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
   EXPECT_NE(LastText().find("99"), std::string::npos) << LastText();
   fmoe_checkpoint_release(checkpoint);
   fmoe_checkpoint_release(nullptr);
+}
+
+TEST(CApi, RanksOnCardsThatCannotJoin_AreToldWhatIsMissing) {
+  fmoe_communicator host{SingleCommunicator()};
+  fmoe_communicator* cards = nullptr;
+  EXPECT_EQ(fmoe_communicator_nccl(nullptr, nullptr, 1, -1, nullptr, &cards), FMOE_USAGE);
+  EXPECT_STREQ(fmoe_last_error()->message, "host is null");
+  EXPECT_EQ(fmoe_communicator_nccl(&host, "/no/such/libnccl.so", 1, -1, nullptr, &cards), FMOE_UNSUPPORTED);
+  EXPECT_NE(LastText().find("/no/such/libnccl.so"), std::string::npos) << LastText();
+  EXPECT_NE(LastText().find("2.18.0 or later"), std::string::npos) << LastText();
+  EXPECT_EQ(cards, nullptr);
+  EXPECT_EQ(fmoe_communicator_nccl(&host, nullptr, 0, -1, nullptr, &cards), FMOE_USAGE);
+  EXPECT_EQ(fmoe_communicator_finish(&host, nullptr), FMOE_UNSUPPORTED);
+  EXPECT_EQ(fmoe_communicator_finish(nullptr, nullptr), FMOE_USAGE);
 }
 
 TEST(CApi, ForwardOfTheWrongShape_IsRefusedWithBothShapes) {

@@ -70,8 +70,8 @@ void OnThreads(const std::function<void(size_t rank)>& body) {
   }
 }
 
-/// Joins the ranks once for all tests, which takes about a second, and never leaves: when static objects go, the
-/// driver may be gone.
+/// Joins the ranks once for all tests, which takes about a second, and never leaves: when static objects go,
+/// the driver may be gone.
 void OnCards(const std::function<void(const std::shared_ptr<Communicator>& cards)>& body) {
   static auto& joined = *new std::vector<std::shared_ptr<Communicator>>();
   if (joined.empty()) {
