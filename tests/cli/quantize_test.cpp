@@ -84,10 +84,7 @@ TEST_P(QuantizeScheme, RunsReadsBackAndHasTheErrorOfItsFormat) {
   EXPECT_GT(json.at("rel_l2").get<double>(), GetParam().low);
   EXPECT_LT(json.at("rel_l2").get<double>(), GetParam().high);
   EXPECT_EQ(json.at("zero_blocks"), 0);
-  // Exponents rounded down leave the top of the last octave beyond 448: log2(512 / 464) of the blocks, 14 %.
-  const bool clips = GetParam().scheme == "mxfp8_w8a8" && GetParam().format == "compressed-tensors";
-  const auto saturated = json.at("saturated_blocks").get<double>() / json.at("blocks").get<double>();
-  EXPECT_NEAR(saturated, clips ? 0.14 : 0.0, clips ? 0.07 : 0.0);
+  EXPECT_EQ(json.at("saturated_blocks"), 0);
   EXPECT_EQ(json.at("content_hash").get<std::string>().size(), 64U);
 
   const nlohmann::json report = nlohmann::json::parse(ReadFile(output + "/quantization_report.json"));
