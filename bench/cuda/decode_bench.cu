@@ -369,6 +369,8 @@ int CheckAll(const std::string& only) {
     c = format, c.batched = true, c.tokens = 11, c.experts = 7;
     c.output = format.scheme.starts_with("mx") ? DType::kBF16 : DType::kF16,
     add(c);  // MX outputs overflow F16
+    c = format, c.hidden = 1040, c.experts = c.top_k = 8, c.tokens = 1,
+    add(c);  // CTAs and warps with two lists
     c = format, c.row_scale = true, c.by_route = true, c.two_phases = true, c.tokens = 9, add(c);
     c = format, c.intermediate = 7168, c.hidden = 256, c.tokens = 8, c.experts = 2, c.top_k = 2,
     add(c);                               // K split

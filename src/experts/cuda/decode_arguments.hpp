@@ -60,15 +60,16 @@ struct DecodeArguments {
   const int32_t* expert_map = nullptr;
   const int32_t* expert_num_tokens = nullptr;  ///< batched, else null
   FastDiv rows_per_expert;                     ///< batched
-  FastDiv top_k, grid;
+  FastDiv top_k, grid, list_tokens;
   FastDiv routes_per_row;  ///< of the first GEMM's token rows: top_k, or 1 (TokenRows.by_route)
   int num_tokens = 0, num_experts = 0, num_local_experts = 0;
-  int list_tokens = 8;
   bool by_token = false;
   int phases = 3;
   bool half_is_f16 = false;
   bool gated = true;
   bool plain_silu = true;  ///< gated, silu, no limit: what nearly every model has
+  /// Both GEMMs in one launch, plain_silu, whole row blocks, and no bias, row scale or token scale.
+  bool plain = false;
   ActivationSpec activation;
   void* mid = nullptr;  ///< [routes][mid_stride]: BF16 or F16, or F32 where only the first GEMM runs
   int mid_stride = 0;

@@ -20,10 +20,13 @@
 /// chooses one of two sets of list counters; a launch clears the other one.
 namespace fusedmoe::cuda {
 
+/// Departures so far; LaunchTag takes them, some time later.
+__device__ __forceinline__ uint64_t LoadDepartures(const DecodeArguments& args) {
+  return LoadRelaxed(reinterpret_cast<const uint64_t*>(args.counters + 2 * kMaxRoutes));
+}
 /// Odd, so never what memory at rest holds; its bit 1 is the launch's parity.
-__device__ __forceinline__ uint32_t LaunchTag(const DecodeArguments& args) {
-  const auto* const departures = reinterpret_cast<const uint64_t*>(args.counters + 2 * kMaxRoutes);
-  return static_cast<uint32_t>(LoadRelaxed(departures) / static_cast<uint32_t>(args.grid.divisor)) * 2 + 1;
+__device__ __forceinline__ uint32_t LaunchTag(const DecodeArguments& args, uint64_t departures) {
+  return static_cast<uint32_t>(departures / static_cast<uint32_t>(args.grid.divisor)) * 2 + 1;
 }
 __device__ __forceinline__ void CountDeparture(const DecodeArguments& args) {
   AddRelaxed(reinterpret_cast<uint64_t*>(args.counters + 2 * kMaxRoutes), 1);
@@ -38,17 +41,14 @@ __device__ __forceinline__ uint32_t* ListCounters(const DecodeArguments& args, u
 /// columns and each sends one token. `column` is this lane's; the routes are of both tokens. All lanes of the
 /// warp.
 template <bool kF16>
-__device__ __forceinline__ void SendMid(const DecodeArguments& args, uint32_t tag, int first_route,
-                                        int second_route, bool first_there, bool second_there, int column,
-                                        float first, float second) {
+__device__ __forceinline__ void SendMid(const DecodeArguments& args, uint32_t tag, const int (&to)[2],
+                                        const bool (&there)[2], int column, float first, float second) {
   const bool odd = (threadIdx.x >> 2 & 1) != 0;
   const float other = __shfl_xor_sync(kAllLanes, odd ? first : second, 4);
   const float low = odd ? other : first, high = odd ? second : other;
-  if (odd ? second_there : first_there) {
+  if (odd ? there[1] : there[0]) {
     const uint32_t pair = kF16 ? PackF16x2(low, high) : PackBf16x2(low, high);
-    const int64_t at =
-        (static_cast<int64_t>(odd ? second_route : first_route) * args.mid_stride + column) / 2;
-    StoreRelaxed(args.tagged + at, static_cast<uint64_t>(tag) << 32 | pair);
+    StoreRelaxed(args.tagged + ((odd ? to[1] : to[0]) + column) / 2, static_cast<uint64_t>(tag) << 32 | pair);
   }
 }
 
@@ -118,11 +118,8 @@ __device__ __forceinline__ void ReceiveMid(const DecodeArguments& args, const De
 }
 
 /// A weighted output of the second GEMM to whoever adds it.
-__device__ __forceinline__ void SendPartial(const DecodeArguments& args, int64_t at, int column,
-                                            float value) {
-  if (column < args.partial_cols) {
-    StoreRelaxed(args.partial + at + column, __float_as_uint(value) == 0 ? -0.0F : value);
-  }
+__device__ __forceinline__ void SendPartial(float* to, float value) {
+  StoreRelaxed(to, __float_as_uint(value) == 0 ? -0.0F : value);
 }
 
 /// Four outputs of a token from column `col`; what lies beyond `hidden` is dropped.
@@ -165,7 +162,8 @@ __device__ __forceinline__ bool AllThere(const float4& v) {
 /// time: one after the other they cost 3.5 us a layer (H100).
 __device__ __forceinline__ void CombineRoutes(const DecodeArguments& args, const DecodeMap& map) {
   const int quads = args.partial_stride / 4, top_k = args.top_k.divisor;
-  const int splits = args.phase[1].splits.divisor, parts = top_k * splits;
+  const FastDiv splits = args.phase[1].splits;
+  const int parts = top_k * splits.divisor;  // of a token: its routes, each in its cuts of K
   const uint32_t mask = top_k == 32 ? ~0U : (1U << top_k) - 1;
   const bool batched = args.expert_num_tokens != nullptr;
   const int wanted = args.partial_cols / 4, total = args.num_tokens * wanted;
@@ -182,46 +180,48 @@ __device__ __forceinline__ void CombineRoutes(const DecodeArguments& args, const
     if (batched && (valid & 1) == 0) {
       continue;  // rows beyond the counts are left alone
     }
-    float4* from = base + static_cast<int64_t>(token) * parts * quads + c;
+    float4* const from = base + static_cast<int64_t>(token) * parts * quads + c;
+    const auto at = [&](int part) { return from + static_cast<int64_t>(part) * quads; };
     float4 sum = {0, 0, 0, 0};
     constexpr int kBatch = 8;
-    for (int split = 0; split < splits; ++split, from += quads) {
 #pragma unroll 1
-      for (int j = 0; j < top_k; j += kBatch) {
-        float4 v[kBatch] = {};
-        uint32_t missing = valid >> j & ((1U << kBatch) - 1);
-        while (missing != 0) {
-#pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-            if ((missing >> u & 1) != 0) {
-              v[u] = LoadRelaxed(from + static_cast<int64_t>((j + u) * splits) * quads);
-            }
-          }
-          int last = 0;
-#pragma unroll
-          for (int u = 0; u < kBatch; ++u) {
-            if ((missing >> u & 1) != 0) {
-              if (AllThere(v[u])) {
-                missing &= ~(1U << u);
-              } else {
-                last = j + u;
-              }
-            }
-          }
-          if (missing != 0 && share > kWarpSize) {  // as in ReceiveMid: ask for one word, not for all
-            const float4* const word = from + static_cast<int64_t>(last * splits) * quads;
-            while (__float_as_uint(LoadRelaxed(&word->x)) == 0) {
-              __nanosleep(64);
-            }
-          }
-        }
+    for (int p = 0; p < parts; p += kBatch) {
+      uint32_t wanted_parts = splits.divisor == 1 ? valid >> p & ((1U << kBatch) - 1) : 0;
+      for (int u = 0; u < kBatch && splits.divisor > 1 && p + u < parts; ++u) {
+        wanted_parts |= (valid >> splits.Div(p + u) & 1) << u;
+      }
+      float4 v[kBatch] = {};
+      uint32_t missing = wanted_parts;
+      while (missing != 0) {
 #pragma unroll
         for (int u = 0; u < kBatch; ++u) {
-          if ((valid >> (j + u) & 1) != 0) {
-            from[static_cast<int64_t>((j + u) * splits) * quads] = float4{0, 0, 0, 0};
+          if ((missing >> u & 1) != 0) {
+            v[u] = LoadRelaxed(at(p + u));
           }
-          sum.x += v[u].x, sum.y += v[u].y, sum.z += v[u].z, sum.w += v[u].w;
         }
+        int last = 0;
+#pragma unroll
+        for (int u = 0; u < kBatch; ++u) {
+          if ((missing >> u & 1) != 0) {
+            if (AllThere(v[u])) {
+              missing &= ~(1U << u);
+            } else {
+              last = p + u;
+            }
+          }
+        }
+        if (missing != 0 && share > kWarpSize) {  // as in ReceiveMid: ask for one word, not for all
+          while (__float_as_uint(LoadRelaxed(&at(last)->x)) == 0) {
+            __nanosleep(64);
+          }
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        if ((wanted_parts >> u & 1) != 0) {
+          *at(p + u) = float4{0, 0, 0, 0};
+        }
+        sum.x += v[u].x, sum.y += v[u].y, sum.z += v[u].z, sum.w += v[u].w;
       }
     }
     StoreOutputs(args, token, 4 * c, sum);

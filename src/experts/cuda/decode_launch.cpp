@@ -81,7 +81,7 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   arguments.num_tokens = static_cast<int>(call.num_tokens);
   arguments.num_experts = static_cast<int>(shape.num_experts);
   arguments.num_local_experts = static_cast<int>(shape.num_local_experts);
-  arguments.list_tokens = plan.list_tokens;
+  arguments.list_tokens = FastDiv::By(plan.list_tokens);
   const int64_t routes = call.num_tokens * arguments.top_k.divisor;
   const int64_t row = int64_t{arguments.phase[0].split_k} * 2 + 16 + arguments.phase[0].group_bytes;
   arguments.by_token = plan.by_token && (!call.hidden.by_route || (routes + 1) * row <= plan.rows_bytes);
@@ -90,6 +90,11 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   arguments.activation = shape.activation;
   arguments.gated = shape.gated();
   arguments.plain_silu = shape.activation.kind == ActivationKind::kSilu && !(shape.activation.limit > 0.0F);
+  const auto bare = [](const DecodePhase& phase) {
+    return phase.row_scale == nullptr && phase.bias == nullptr && phase.token_scale == nullptr;
+  };
+  arguments.plain = phases == DecodePhases::kBoth && arguments.plain_silu && bare(arguments.phase[0]) &&
+                    bare(arguments.phase[1]) && shape.hidden % kFragmentRows == 0;
   arguments.tagged_mid = plan.tagged_mid && phases == DecodePhases::kBoth;
   auto* const exchange = reinterpret_cast<std::byte*>(call.counters);
   arguments.tagged = reinterpret_cast<uint64_t*>(exchange + plan.tagged_offset);

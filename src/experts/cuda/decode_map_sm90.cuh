@@ -58,14 +58,19 @@ struct DecodeMap {
   }
 };
 
-/// The local expert of a route, -1: none here.
-__device__ __forceinline__ int RouteExpert(const DecodeArguments& args, int route) {
+/// What memory says of a route: its expert, or (batched) the rows of its expert. Nothing waits for it yet.
+__device__ __forceinline__ int LoadRoute(const DecodeArguments& args, int route) {
+  return args.expert_num_tokens != nullptr ? __ldg(args.expert_num_tokens + args.rows_per_expert.Div(route))
+                                           : __ldcg(args.topk_ids + route);
+}
+
+/// The local expert of a route, -1: none here. `loaded`: of LoadRoute.
+__device__ __forceinline__ int RouteExpert(const DecodeArguments& args, int route, int loaded) {
   if (args.expert_num_tokens != nullptr) {
     const int expert = args.rows_per_expert.Div(route);
-    return route - expert * args.rows_per_expert.divisor < __ldg(args.expert_num_tokens + expert) ? expert
-                                                                                                  : -1;
+    return route - expert * args.rows_per_expert.divisor < loaded ? expert : -1;
   }
-  int id = __ldcg(args.topk_ids + route);
+  int id = loaded;
   if (args.expert_map != nullptr) {
     id = static_cast<unsigned>(id) < static_cast<unsigned>(args.num_experts) ? __ldg(args.expert_map + id)
                                                                              : -1;
@@ -86,7 +91,7 @@ __device__ __forceinline__ void PutMid(const DecodeArguments& args, int64_t at, 
 }
 
 /// The weight stream of a warp: a cursor over GEMMs, segments and runs of contiguous chunks of one size. All
-/// lanes keep it, lane 0 issues.
+/// lanes keep it, one issues.
 template <int kChunkBytes, int kSlabBytes>
 struct WeightStream {
   const DecodeArguments& args;
@@ -178,7 +183,7 @@ struct WeightStream {
     }
     __syncwarp();
 #else
-    if (lane == 0) {
+    if (ElectOne()) {
       BarrierExpect(barriers + 8 * slot, bytes);
       BulkLoad(ring + slot * kChunkBytes, pointer, bytes, barriers + 8 * slot, policy);
     }
@@ -197,17 +202,27 @@ inline constexpr int kFewRoutes = kWarpSize;
 /// Warp 0: the lists of at most 32 routes, `id` being this lane's; experts in the order in which routes name
 /// them.
 __device__ __forceinline__ int SortFew(const DecodeArguments& args, const DecodeMap& map, int id) {
-  const int lane = threadIdx.x & 31, cap = args.list_tokens;
+  const int lane = threadIdx.x & 31, cap = args.list_tokens.divisor;
   const uint32_t same = __match_any_sync(kAllLanes, id);
   const uint32_t valid = __ballot_sync(kAllLanes, id >= 0);
   const int leader = __ffs(static_cast<int>(same)) - 1, count = __popc(same);
   const bool leads = id >= 0 && leader == lane;
+  if (lane == 0) {
+    map.valid[0] = valid;
+  }
+  if (__ballot_sync(kAllLanes, leads) == valid) {  // no expert twice, as for one token: lists are routes
+    if (leads) {
+      const int list = __popc(valid & ((1U << lane) - 1));
+      map.list_expert[list] = static_cast<uint16_t>(id);
+      map.list_first[list] = static_cast<uint16_t>(list);
+      map.list_count[list] = 1;
+      map.route_of[list] = static_cast<uint16_t>(lane);
+    }
+    return __popc(valid);
+  }
   int own = 0;  // lists << 16 | routes
   if (leads) {
-    own = count;
-    for (int at = 0; at < count; at += cap) {
-      own += 1 << 16;
-    }
+    own = count + (args.list_tokens.Div(count + cap - 1) << 16);
   }
   const int inclusive = SumUpToLane(own);
   const int lists = __shfl_sync(kAllLanes, inclusive, 31) >> 16;
@@ -224,42 +239,46 @@ __device__ __forceinline__ int SortFew(const DecodeArguments& args, const Decode
   if (id >= 0) {
     map.route_of[position] = static_cast<uint16_t>(lane);
   }
-  if (lane == 0) {
-    map.valid[0] = valid;
-  }
   return lists;
 }
 
-/// The same for more routes, a counting sort by the whole CTA; returns in all warps, the lists stand in warp
-/// 0's eyes. route_of is left to the caller, who has `ranks` for it: routes of the same expert before each in
-/// its chunk.
-template <int kRounds>
+/// The same for more routes, a counting sort by the whole CTA, a thread a route; returns in all warps, the
+/// lists stand in warp 0's eyes. route_of is left to the caller, who has `rank` for it: routes of the same
+/// expert before this one in its warp.
 __device__ __forceinline__ int SortMany(const DecodeArguments& args, const DecodeMap& map, int routes,
-                                        const int (&ids)[kRounds], int (&ranks)[kRounds]) {
+                                        int expert, int& rank) {
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
   const int route_chunks = (routes + 31) / 32, experts = args.num_local_experts;
-#pragma unroll
-  for (int t = 0; t < kRounds; ++t) {
-    const int group = t * kDecodeWarps + warp;
-    if (group < route_chunks) {
-      const uint32_t same = __match_any_sync(kAllLanes, ids[t]);
-      const uint32_t valid = __ballot_sync(kAllLanes, ids[t] >= 0);
-      ranks[t] = __popc(same & ((1U << lane) - 1));
-      if (ids[t] >= 0 && ranks[t] == 0) {
-        map.histogram[group * experts + ids[t]] = static_cast<uint16_t>(__popc(same));
-      }
-      if (lane == 0) {
-        map.valid[group] = valid;
-      }
+  if (warp < route_chunks) {
+    const uint32_t same = __match_any_sync(kAllLanes, expert);
+    const uint32_t valid = __ballot_sync(kAllLanes, expert >= 0);
+    rank = __popc(same & ((1U << lane) - 1));
+    if (expert >= 0 && rank == 0) {
+      map.histogram[warp * experts + expert] = static_cast<uint16_t>(__popc(same));
+    }
+    if (lane == 0) {
+      map.valid[warp] = valid;
     }
   }
   __syncthreads();
+  // Counts in shared memory are read four or eight at a time: one after the other they are a chain of 30
+  // cycles each.
   for (int e = tid; e < experts; e += kDecodeThreads) {
+    constexpr int kBatch = 8;
     int run = 0;
-    for (int c = 0; c < route_chunks; ++c) {
-      const int n = map.histogram[c * experts + e];
-      map.histogram[c * experts + e] = static_cast<uint16_t>(run);
-      run += n;
+    for (int c = 0; c < route_chunks; c += kBatch) {
+      int n[kBatch];
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        n[u] = c + u < route_chunks ? map.histogram[(c + u) * experts + e] : 0;
+      }
+#pragma unroll
+      for (int u = 0; u < kBatch; ++u) {
+        if (c + u < route_chunks) {
+          map.histogram[(c + u) * experts + e] = static_cast<uint16_t>(run);
+        }
+        run += n[u];
+      }
     }
     map.expert_first[e] = static_cast<uint16_t>(run);
   }
@@ -267,30 +286,42 @@ __device__ __forceinline__ int SortMany(const DecodeArguments& args, const Decod
   if (warp != 0) {
     return 0;
   }
-  const int per_lane = (experts + 31) / 32, first = lane * per_lane, cap = args.list_tokens;
-  const auto count = [&](int e) -> int { return e >= experts ? 0 : map.expert_first[e]; };
+  constexpr int kBatch = 4;
+  const int per_lane = (experts + 31) / 32, first = lane * per_lane, cap = args.list_tokens.divisor;
+  const auto counts = [&](int j, int(&n)[kBatch]) {
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      n[u] = j + u < per_lane && first + j + u < experts ? map.expert_first[first + j + u] : 0;
+    }
+  };
   int own = 0;  // lists << 16 | routes
-  for (int j = 0; j < per_lane; ++j) {
-    const int n = count(first + j);
-    own += n;
-    for (int at = 0; at < n; at += cap) {
-      own += 1 << 16;
+  for (int j = 0; j < per_lane; j += kBatch) {
+    int n[kBatch];
+    counts(j, n);
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      own += n[u] + (args.list_tokens.Div(n[u] + cap - 1) << 16);
     }
   }
   const int inclusive = SumUpToLane(own);
   const int lists = __shfl_sync(kAllLanes, inclusive, 31) >> 16;
   int list = (inclusive - own) >> 16, position = (inclusive - own) & 0xFFFF;
-  for (int j = 0; j < per_lane; ++j) {
-    const int n = count(first + j);
-    if (n > 0) {
-      map.expert_first[first + j] = static_cast<uint16_t>(position);
+  for (int j = 0; j < per_lane; j += kBatch) {
+    int n[kBatch];
+    counts(j, n);
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int expert_at = first + j + u;
+      if (n[u] > 0) {
+        map.expert_first[expert_at] = static_cast<uint16_t>(position);
+      }
+      for (int at = 0; at < n[u]; at += cap, ++list) {
+        map.list_expert[list] = static_cast<uint16_t>(expert_at);
+        map.list_first[list] = static_cast<uint16_t>(position + at);
+        map.list_count[list] = static_cast<uint16_t>(min(cap, n[u] - at));
+      }
+      position += n[u];
     }
-    for (int at = 0; at < n; at += cap, ++list) {
-      map.list_expert[list] = static_cast<uint16_t>(first + j);
-      map.list_first[list] = static_cast<uint16_t>(position + at);
-      map.list_count[list] = static_cast<uint16_t>(min(cap, n - at));
-    }
-    position += n;
   }
   return lists;
 }
@@ -306,6 +337,17 @@ __device__ __forceinline__ void CutSegments(const DecodeArguments& args, const D
   int a = args.grid.Div(total * blockIdx.x);
   const int b = args.grid.Div(total * (blockIdx.x + 1));
   int n = 0;
+  const auto put = [&](int list, int block, int size) {
+    map.segment_list[gemm * kMaxSegments + n] = list;
+    map.segment_block[gemm * kMaxSegments + n] = block;
+    map.segment_size[gemm * kMaxSegments + n++] = size;
+  };
+  const int first = f.blocks_per_expert.Div(a);
+  const int touched = f.blocks_per_expert.Div(b + f.blocks_per_expert.divisor - 1) - first;
+  if (a < b && touched <= kSegmentLists && touched * args.list_tokens.divisor <= rows_cap) {
+    put(first, a - first * f.blocks_per_expert.divisor, b - a);  // however long the lists are
+    a = b;
+  }
   while (a < b && n < kMaxSegments) {  // the plan proves that the bound is not reached
     const int v0 = f.blocks_per_expert.Div(a);
     int v = v0, rows = 0, end = v0 * f.blocks_per_expert.divisor;
@@ -317,9 +359,7 @@ __device__ __forceinline__ void CutSegments(const DecodeArguments& args, const D
       rows += c, ++v, end += f.blocks_per_expert.divisor;
     }
     end = min(b, end);
-    map.segment_list[gemm * kMaxSegments + n] = v0;
-    map.segment_block[gemm * kMaxSegments + n] = a - v0 * f.blocks_per_expert.divisor;
-    map.segment_size[gemm * kMaxSegments + n++] = end - a;
+    put(v0, a - v0 * f.blocks_per_expert.divisor, end - a);
     a = end;
   }
   map.num_segments[gemm] = (args.phases >> gemm & 1) != 0 ? n : 0;

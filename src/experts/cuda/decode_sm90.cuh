@@ -18,8 +18,8 @@
 ///   combine     the sum over routes, as they come
 ///
 ///   warp:  ring  | slot 0: chunk | slot 1: chunk | ...   chunk = SPC slabs of a row block, one bulk copy
-///          Lane 0 refills the slot just read. The ring runs over blocks, experts and from gate-up into down,
-///          so the stream never stops: down weights arrive while the CTA waits for activations.
+///          One lane refills the slot just read. The ring runs over blocks, experts and from gate-up into
+///          down, so the stream never stops: down weights arrive while the CTA waits for activations.
 ///   MMA    16 x 8 x 16: rows are weights, columns tokens. Unused columns read a row of zeros: repeating a
 ///          token instead cost 10-14 % through power (H200, dsv3 M=8: 175 -> 203 us).
 ///
@@ -81,13 +81,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     PrefetchL2(args.topk_weights + 32 * tid);
   }
 
-  constexpr int kRounds = (kMaxRoutes + kDecodeThreads - 1) / kDecodeThreads;
-  int ids[kRounds], ranks[kRounds];
-#pragma unroll
-  for (int t = 0; t < kRounds; ++t) {
-    const int i = t * kDecodeThreads + tid;
-    ids[t] = i < routes ? RouteExpert(args, i) : -1;
-  }
+  // Loads first, answers later: the routes and the tag come while the token rows are asked for.
+  static_assert(kDecodeThreads >= kMaxRoutes, "a thread a route, a thread a counter");
+  const bool has_route = tid < routes;
+  const uint64_t departures = tid == kDecodeThreads - 1 ? LoadDepartures(args) : 0;
+  const int loaded = has_route ? LoadRoute(args, tid) : -1;
   // Pieces of 16 bytes from global memory; beyond what stands there, zeros. The caller waits.
   const auto stage_row = [&](int row, int stride, const uint4* from, int first, int step, int pieces,
                              int all) {
@@ -118,13 +116,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
   }
   if (tid == kDecodeThreads - 1) {
-    *map.tag = LaunchTag(args);
+    *map.tag = LaunchTag(args, departures);
   }
-  int lists = 0;
+  const int expert = has_route ? RouteExpert(args, tid, loaded) : -1;
+  int lists = 0, rank = 0;
   if (routes > kFewRoutes) {
-    lists = SortMany(args, map, routes, ids, ranks);
+    lists = SortMany(args, map, routes, expert, rank);
   } else if (warp == 0) {
-    lists = SortFew(args, map, ids[0]);
+    lists = SortFew(args, map, expert);
   }
   if (warp == 0) {
     __syncwarp();
@@ -139,21 +138,17 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
                                                warp, lane};
   stream.Issue(
       args.slots);  // the rest once the token rows are on their way: they must not queue behind a full ring
-#pragma unroll
-  for (int t = 0; t < kRounds && routes > kFewRoutes; ++t) {
-    const int i = t * kDecodeThreads + tid;
-    if (ids[t] >= 0) {
-      map.route_of[map.expert_first[ids[t]] + map.histogram[(i >> 5) * args.num_local_experts + ids[t]] +
-                   ranks[t]] = static_cast<uint16_t>(i);
-    }
+  if (routes > kFewRoutes && expert >= 0) {
+    map.route_of[map.expert_first[expert] + map.histogram[warp * args.num_local_experts + expert] + rank] =
+        static_cast<uint16_t>(tid);
   }
   if (blockIdx.x == 0) {
-    static_assert(kDecodeThreads >= kMaxRoutes, "a thread a counter");
     ListCounters(args, tag, true)[tid] = 0;
   }
   Stamp(args, 1);
 
   int slot = 0, parity = 0;
+  const uint8_t* units = ring;  // of the slot
   bool primed = false;
 #pragma unroll 1
   for (int phase = 0; phase < 2; ++phase) {
@@ -170,11 +165,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       // ---- token rows of this segment to shared memory
       __syncthreads();  // the map (route_of), or the last segment's readers
       if (!by_token) {
-        if (tid < num_lists * args.list_tokens) {
-          int v = 0, n = tid, offset = 0;
-          while (n >= args.list_tokens) {
-            offset += map.list_count[f.splits.Div(list0 + v)];
-            ++v, n -= args.list_tokens;
+        if (tid < num_lists * args.list_tokens.divisor) {
+          const int v = args.list_tokens.Div(tid), n = tid - v * args.list_tokens.divisor;
+          int offset = 0;
+          for (int before = 0; before < v; ++before) {
+            offset += map.list_count[f.splits.Div(list0 + before)];
           }
           const int l = f.splits.Div(list0 + v), split = list0 + v - l * f.splits.divisor;
           const int count = map.list_count[l];
@@ -183,11 +178,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           }
           if (n < count) {
             const int row = routes_per_row.Div(map.route_of[map.list_first[l] + n]);
-            const int piece = tagged ? 4 : 8;  // elements
+            const int shift = tagged ? 2 : 3;  // of elements to pieces
             map.row_source[offset + n] =
-                static_cast<uint32_t>(row * (f.row_stride / piece) + split * (f.split_k / piece));
+                static_cast<uint32_t>(row * (f.row_stride >> shift) + split * (f.split_k >> shift));
             map.row_pieces[offset + n] =
-                static_cast<uint16_t>(max(0, min(f.split_k, f.cols - split * f.split_k)) / piece);
+                static_cast<uint16_t>(max(0, min(f.split_k, f.cols - split * f.split_k)) >> shift);
           }
           if (v == num_lists - 1 && n == 0) {
             *map.num_rows = offset + count;
@@ -245,23 +240,24 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       float acc[NT][4] = {};
       float odd[NT][4] = {};  // even and odd k-steps: two chains of MMAs
       const uint8_t* x[NT];
-      int count = 0, last_chunk = 0, last_slabs = SPC;
+      int count = 0, first_row = 0;
+      int whole_chunks = 0, chunks = 0;  // that the row blocks at hand have: of SPC slabs, and with the tail
       // What the epilogues of a list want, loaded when the list is opened: at the end of a row block they
       // would be a chain of latencies.
       float list_scale[2] = {}, factor[NT][2];
-      uint32_t list_routes[NT];         // of this lane's two columns, 16 bits each
+      int list_to[NT][2];               // where this lane's two columns go: elements of mid, or of partial
       const auto row_of = [&](int n) {  // staged row of the list's token n
         const int l = f.splits.Div(list0 + list);
         return n >= count ? zero_row
                : by_token ? routes_per_row.Div(map.route_of[map.list_first[l] + n])
-                          : map.row_offset[list] + n;
+                          : first_row + n;
       };
       const auto open_list = [&]() {
         const int l = f.splits.Div(list0 + list), split = list0 + list - l * f.splits.divisor;
         count = map.list_count[l];
         const int end = f.total_chunks - split * f.chunks.divisor;  // chunks from this split's first on
-        last_chunk = min(f.chunks.divisor, end) - 1;
-        last_slabs = end <= f.chunks.divisor ? f.tail_slabs : SPC;
+        chunks = min(f.chunks.divisor, end);
+        whole_chunks = end <= f.chunks.divisor && f.tail_slabs < SPC ? end - 1 : chunks;
 #pragma unroll
         for (int t = 0; t < NT; ++t) {
           x[t] = xs + row_of(r + 8 * t) * stride + q * 32;
@@ -271,8 +267,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           for (int c = 0; c < 2; ++c) {
             route[c] = map.route_of[first + min(8 * t + 2 * q + c, count - 1)];
             factor[t][c] = 1.0F;
+            list_to[t][c] =
+                phase == 0 ? static_cast<int>(route[c]) * args.mid_stride
+                           : (static_cast<int>(route[c]) * f.splits.divisor + split) * args.partial_stride;
           }
-          list_routes[t] = route[0] | route[1] << 16;
           const float* factors = phase == 1 ? args.topk_weights : f.token_scale;
           if (factors != nullptr) {
 #pragma unroll
@@ -286,7 +284,50 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         list_scale[0] = __ldg(f.tensor_scale + expert * parts);
         list_scale[1] = __ldg(f.tensor_scale + expert * parts + parts - 1);
       };
+      // What follows the products of a row block. It comes after every third chunk where K of down is 768:
+      // with the questions of the general one it was 4 % of qwen3-30b-a3b at M=8 and 64.
+      const auto plain_epilogue = [&]() {
+#pragma unroll
+        for (int t = 0; t < NT; ++t) {
+          if (8 * t >= count) {
+            break;
+          }
+          const bool there[2] = {8 * t + 2 * q < count, 8 * t + 2 * q + 1 < count};
+          if (phase == 1) {
+            float* const to = args.partial + kFragmentRows * block + r;
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+              if (there[c]) {
+                const float scale = list_scale[0] * factor[t][c];
+                SendPartial(to + list_to[t][c], acc[t][c] * scale);
+                SendPartial(to + list_to[t][c] + 8, acc[t][c + 2] * scale);
+              }
+            }
+            continue;
+          }
+          const int column = static_cast<int>(IntermediateColumn(block, r));
+          float value[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            value[c] = FastSwish(acc[t][c] * list_scale[0], 1.0F) * (acc[t][c + 2] * list_scale[1]);
+          }
+          if (args.tagged_mid) {
+            SendMid<Format::kF16>(args, tag, list_to[t], there, column, value[0], value[1]);
+            continue;
+          }
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            if (there[c]) {
+              PutMid<Format::kF16>(args, list_to[t][c] + column, value[c]);
+            }
+          }
+        }
+      };
       const auto epilogue = [&]() {
+        if (args.plain) {
+          plain_epilogue();
+          return;
+        }
         const int l = f.splits.Div(list0 + list), split = list0 + list - l * f.splits.divisor;
         const int expert = map.list_expert[l];
         const bool gated = phase == 0 && args.gated;
@@ -315,8 +356,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           if (8 * t >= count) {
             break;
           }
-          const int route[2] = {static_cast<int>(list_routes[t] & 0xffffU),
-                                static_cast<int>(list_routes[t] >> 16)};
+          const bool there[2] = {8 * t + 2 * q < count, 8 * t + 2 * q + 1 < count};
           float value[4];
 #pragma unroll
           for (int c = 0; c < 4; ++c) {
@@ -324,18 +364,19 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
             if (phase == 0) {
               scale *= factor[t][c % 2];
             } else if (f.token_scale != nullptr) {
-              scale *= __ldg(f.token_scale + route[c % 2]);
+              scale *= __ldg(f.token_scale +
+                             map.route_of[map.list_first[l] + min(8 * t + 2 * q + c % 2, count - 1)]);
             }
             value[c] = acc[t][c] * scale + (c < 2 ? bias_a : bias_b);
           }
           if (phase == 1) {
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              if (8 * t + 2 * q + c < count) {
-                const int64_t to =
-                    static_cast<int64_t>(route[c] * f.splits.divisor + split) * args.partial_stride;
-                SendPartial(args, to, row_a, value[c] * factor[t][c]);
-                SendPartial(args, to, row_a + 8, value[c + 2] * factor[t][c]);
+              if (there[c] && row_a < args.partial_cols) {
+                SendPartial(args.partial + list_to[t][c] + row_a, value[c] * factor[t][c]);
+              }
+              if (there[c] && row_a + 8 < args.partial_cols) {
+                SendPartial(args.partial + list_to[t][c] + row_a + 8, value[c + 2] * factor[t][c]);
               }
             }
             continue;
@@ -355,22 +396,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
             }
           }
           if (args.tagged_mid) {
-            const bool there[2] = {8 * t + 2 * q < count, 8 * t + 2 * q + 1 < count};
-            SendMid<Format::kF16>(args, tag, route[0], route[1], there[0], there[1], row_a, value[0],
-                                  value[1]);
+            SendMid<Format::kF16>(args, tag, list_to[t], there, row_a, value[0], value[1]);
             if (!gated) {
-              SendMid<Format::kF16>(args, tag, route[0], route[1], there[0], there[1], row_b, value[2],
-                                    value[3]);
+              SendMid<Format::kF16>(args, tag, list_to[t], there, row_b, value[2], value[3]);
             }
             continue;
           }
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            if (8 * t + 2 * q + c < count) {
-              const int64_t to = static_cast<int64_t>(route[c]) * args.mid_stride;
-              PutMid<Format::kF16>(args, to + row_a, value[c]);
+            if (there[c]) {
+              PutMid<Format::kF16>(args, list_to[t][c] + row_a, value[c]);
               if (!gated) {
-                PutMid<Format::kF16>(args, to + row_b, value[c + 2]);
+                PutMid<Format::kF16>(args, list_to[t][c] + row_b, value[c + 2]);
               }
             }
           }
@@ -472,22 +509,23 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       };
       Stamp(args, 2 + 2 * phase);
       if (c0 < c1) {
+        first_row = by_token ? 0 : map.row_offset[list];
         open_list();
       }
 #pragma unroll 1
       for (int c = c0; c < c1; ++c) {
-        if (chunk <= last_chunk) {
+        const bool whole = chunk < whole_chunks;
+        if (whole || chunk < chunks) {
           stream.Await(barriers + 8 * slot, parity);
-          const uint8_t* units = ring + slot * kChunkBytes;
           const auto slabs = [&](auto nt_constant) {
-            if (chunk < last_chunk || last_slabs == SPC) {
+            if (whole) {
 #pragma unroll
               for (int s = 0; s < SPC; s += kStep) {
                 multiply(nt_constant, units, s);
               }
             } else {
 #pragma unroll 1
-              for (int s = 0; s < last_slabs; s += kStep) {
+              for (int s = 0; s < f.tail_slabs; s += kStep) {
                 multiply(nt_constant, units, s);
               }
             }
@@ -499,8 +537,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           }
           __syncwarp();
           stream.Issue(args.slots);
+          units += kChunkBytes;
           if (++slot == args.slots) {
-            slot = 0, parity ^= 1;
+            slot = 0, parity ^= 1, units = ring;
           }
         }
         if (++chunk == f.chunks.divisor) {
@@ -520,12 +559,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
           chunk = 0;
           own = true;
           if (c + 1 < c1 && ++block == f.blocks_per_expert.divisor) {
-            block = 0, ++list;
+            // By the count of the list before: ptxas 13.0 read row_offset[list + 2] where one of the kernels
+            // (INT4 in groups of 128, lists of 8) looked the next list up.
+            block = 0, ++list, first_row += count;
             open_list();
           }
         }
       }
-      Stamp(args, 3 + 2 * phase);
       // ---- row blocks that several warps share: added in warp order by the warp that has the first chunk
       if (chunk != 0) {
         fold();
@@ -534,6 +574,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
       }
       __syncthreads();
+      Stamp(args, 3 + 2 * phase);
       if (chunk != 0 && own && c0 < c1) {
         const int end = c1 - chunk + f.chunks.divisor;
         for (int w = warp + 1; w < kDecodeWarps && total * w / kDecodeWarps < end; ++w) {

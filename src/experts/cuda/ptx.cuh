@@ -26,6 +26,15 @@ __device__ __forceinline__ int SumUpToLane(int value) {
   return value;
 }
 
+/// One lane of the warp, all of which are here. Where lane 0 is asked for instead, ptxas wraps a bulk copy in
+/// a loop over lanes whose operands might differ.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}"
+               : "=r"(elected));
+  return elected != 0;
+}
+
 // ---- mbarriers: completion of bulk copies, counted in bytes
 
 __device__ __forceinline__ void BarrierInit(uint32_t barrier, uint32_t count) {
