@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
+#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -69,6 +70,73 @@ Result<std::vector<std::string>> Skipped(const JsonValue& spec, const std::strin
     all.insert(all.end(), some.begin(), some.end());
   }
   return all;
+}
+
+// auto-round writes other tools' formats too. Its symmetric integers use the code -8 for the largest weight
+// of a group, whatever its sign: the scale takes the sign.
+bool IsFromAutoRound(const JsonValue& spec) {
+  return spec.Find("autoround_version") != nullptr;
+}
+
+// One entry of GPTQModel's 'dynamic': the modules that a pattern matches are left alone ("-:"), or have
+// settings of their own ("+:" or no sign). The first entry that matches decides.
+struct GptqOverride {
+  Pattern pattern;
+  LinearFormat format;  // of no quantization where they are left alone
+};
+
+LinearFormat GptqFormat(int64_t bits, int64_t group, bool zero_plus_one) {
+  LinearFormat format;
+  format.packing = Packing::kGptq;
+  format.bits = static_cast<int>(bits);
+  format.weight = IntegerWeight(format.bits, group);
+  format.codes = ".qweight";
+  format.scale = ".scales";
+  format.zero_point = ".qzeros";
+  format.group_index = ".g_idx";
+  format.scale_is_in_out = true;
+  format.zero_plus_one = zero_plus_one;
+  return format;
+}
+
+Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::optional<int64_t> default_bits,
+                                    int64_t default_group, bool zero_plus_one, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, default_bits, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, default_group, path));
+  if (bits != 4 && bits != 8) {
+    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits))
+        .WithFile(path);
+  }
+  if (group == 0)
+    return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
+  return GptqFormat(bits, group, zero_plus_one);
+}
+
+Result<std::vector<GptqOverride>> ReadGptqOverrides(const JsonValue& spec, const LinearFormat& format,
+                                                    const std::string& path) {
+  std::vector<GptqOverride> overrides;
+  const JsonValue* dynamic = spec.Find("dynamic");
+  if (dynamic == nullptr)
+    return overrides;
+  if (!dynamic->is_object())
+    return Wrong("dynamic", dynamic, "an object of patterns", path);
+  for (const auto& [key, own] : dynamic->members()) {
+    const bool left_alone = key.starts_with("-:");
+    const bool is_signed = left_alone || key.starts_with("+:");
+    Result<Pattern> pattern = Pattern::Compile(std::string_view(key).substr(is_signed ? 2 : 0));
+    if (!pattern.ok())
+      return std::move(pattern).status().WithFile(path);
+    GptqOverride override{.pattern = *std::move(pattern)};
+    if (!left_alone) {
+      if (!own.is_object())
+        return Wrong(key, &own, "an object", path);
+      const int64_t group = format.weight.block.col > 0 ? format.weight.block.col : -1;
+      FMOE_ASSIGN_OR_RETURN(override.format,
+                            ReadGptqFormat(own, format.bits, group, format.zero_plus_one, path));
+    }
+    overrides.push_back(std::move(override));
+  }
+  return overrides;
 }
 
 }  // namespace
@@ -168,13 +236,12 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) 
   format.scale_is_in_out = true;
   if (zero_point)
     format.zero_point = ".qzeros";
+  format.negative_scales = IsFromAutoRound(spec);
   return Uniform("awq", format, std::move(skipped));
 }
 
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
   FMOE_ASSIGN_OR_RETURN(const bool reordered, Flag(spec, "desc_act", false, path));
   (void)reordered;  // g_idx says it, and is read whenever it is there
   const JsonValue* key = spec.Find("checkpoint_format");
@@ -184,27 +251,26 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
                fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq and gptq_v2 are", layout))
         .WithFile(path);
   }
-  if (bits != 4 && bits != 8) {
-    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits))
-        .WithFile(path);
-  }
-  if (group == 0)
-    return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
-  if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr && !dynamic->members().empty()) {
-    return Status::Unsupported("GPTQ with 'dynamic' rules for single modules is not supported")
-        .WithFile(path);
-  }
-  LinearFormat format;
-  format.packing = Packing::kGptq;
-  format.bits = static_cast<int>(bits);
-  format.weight = IntegerWeight(format.bits, group);
-  format.codes = ".qweight";
-  format.scale = ".scales";
-  format.zero_point = ".qzeros";
-  format.group_index = ".g_idx";
-  format.scale_is_in_out = true;
-  format.zero_plus_one = layout == "gptq";
-  return Uniform("gptq", format, std::move(skipped));
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format, ReadGptqFormat(spec, std::nullopt, 128, layout == "gptq", path));
+  format.negative_scales = IsFromAutoRound(spec);
+  FMOE_ASSIGN_OR_RETURN(std::vector<GptqOverride> read, ReadGptqOverrides(spec, format, path));
+  if (read.empty())
+    return Uniform("gptq", format, std::move(skipped));
+  for (GptqOverride& override : read)
+    override.format.negative_scales = override.format.quantized() && format.negative_scales;
+  QuantRules rules;
+  rules.producer = "gptq";
+  const auto overrides = std::make_shared<std::vector<GptqOverride>>(std::move(read));
+  rules.format_of = [format, overrides, skipped](const std::string& module) -> Result<LinearFormat> {
+    if (Listed(skipped, module))
+      return LinearFormat{};
+    for (const GptqOverride& override : *overrides) {
+      if (override.pattern.MatchesPrefix(module))
+        return override.format;
+    }
+    return format;
+  };
+  return rules;
 }
 
 Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
