@@ -7,6 +7,7 @@
 
 #include "core/checked_math.hpp"
 #include "moe/cost.hpp"
+#include "parallel/card_gather.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
@@ -105,12 +106,30 @@ int64_t ExchangeBytesHere(const Question& question, int64_t tokens) {
                (sharing - 1) * static_cast<double>(PackedBytes(config.dtype, config.hidden))));
 }
 
+/// The same on cards: plain rows to all ranks that have not got them, a partial sum of every row back.
+int64_t ExchangeBytesOnCards(const Question& question, int64_t tokens) {
+  const MoeConfig& config = question.config;
+  const ParallelConfig& parallel = config.parallel;
+  const int64_t ranks = NumRanks(parallel);
+  const int64_t groups = std::max<int64_t>(1, parallel.dp_size * parallel.pcp_size);
+  const int64_t sharing = parallel.sp_size > 1 ? 1 : std::max<int64_t>(1, ranks / groups);
+  const int64_t row = PackedBytes(config.dtype, config.hidden), back = 4 * config.hidden;
+  if (sharing == ranks && ReducesInOneStep(ranks, tokens, back)) {
+    return (ranks - 1) * tokens * back;
+  }
+  const int64_t out = sharing == ranks ? 0 : (ranks - 1) * (row + 8 * config.top_k());
+  return tokens * (out + (ranks - 1) * back + (sharing - 1) * row) / sharing;
+}
+
 /// Rows out and back, of one rank.
 int64_t ExchangeBytes(const Question& question, int64_t tokens) {
   const MoeConfig& config = question.config;
   const ParallelConfig& parallel = config.parallel;
   if (question.platform.runs_this_build) {
-    return NumRanks(parallel) > 1 ? ExchangeBytesHere(question, tokens) : 0;
+    if (NumRanks(parallel) == 1) {
+      return 0;
+    }
+    return question.on_card ? ExchangeBytesOnCards(question, tokens) : ExchangeBytesHere(question, tokens);
   }
   const int64_t row_out = RowBytes(question);
   const int64_t row_back = PackedBytes(config.dtype, config.hidden);

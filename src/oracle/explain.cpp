@@ -116,6 +116,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   question.weights_have_zero_points = request.weights_have_zero_points;
   question.weights_have_group_index = request.weights_have_group_index;
   question.lora = request.selection.lora;
+  question.on_card = request.device != "cpu";
   question.router_logits_dtype = request.selection.router_logits_dtype;
   question.allow_vllm_cutlass = request.selection.allow_vllm_cutlass.value_or(
       question.weight == WeightKey::kFp8Channel && question.activation == ActivationKey::kFp8Token);

@@ -24,6 +24,7 @@ struct Question {
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
   bool lora = false;
+  bool on_card = false;  ///< of a host
   DType router_logits_dtype = DType::kF32;
   bool allow_vllm_cutlass = false;
   Switches switches;

@@ -137,5 +137,27 @@ TEST(PrepareFinalize, Here_ExchangedBytesAreThoseOfRowsAsTheyTravel) {
   EXPECT_NEAR(static_cast<double>(Answer(request).costs.exchange_bytes), expected, 1);
 }
 
+// What `bench --ranks --device cuda` counted on two cards.
+TEST(PrepareFinalize, OnCards_ExchangedBytesAreThoseThatWereCounted) {
+  struct Row {
+    int64_t tp, dp, tokens, bytes;
+  };
+  for (const Row& row :
+       {Row{1, 2, 8, 98816}, {1, 2, 4096, 50593792}, {2, 1, 8, 65536}, {2, 1, 4096, 25165824}}) {
+    ParallelSizes sizes;
+    sizes.tp = row.tp;
+    sizes.dp = row.dp;
+    sizes.enable_expert_parallel = true;
+    ExplainRequest request = Request("nvfp4_w4a4", "host");
+    request.device = "cuda";
+    request.config.hidden = 2048;
+    request.config.routing.top_k = 8;
+    request.tokens = row.tokens;
+    request.config.parallel = *MakeParallelConfig(sizes);
+    EXPECT_EQ(Answer(request).costs.exchange_bytes, row.bytes)
+        << row.tp << " x " << row.dp << ", " << row.tokens;
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

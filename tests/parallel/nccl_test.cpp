@@ -12,8 +12,8 @@
 #include <gtest/gtest.h>
 
 #include "fake_nccl/fake_nccl.hpp"
+#include "parallel/card_gather.hpp"
 #include "parallel/nccl/nccl_communicator.hpp"
-#include "prepare_finalize/all_to_all/on_cards.hpp"
 
 namespace fusedmoe {
 namespace {

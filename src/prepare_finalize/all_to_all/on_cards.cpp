@@ -9,14 +9,12 @@
 
 #include "moe/cuda/row_ops.hpp"
 #include "parallel/agreement.hpp"
+#include "parallel/card_gather.hpp"
 
 namespace fusedmoe {
 namespace {
 
 constexpr int64_t kWordBytes = 4;  // ids, router weights, partial sums
-
-/// An exchange costs some 10 us before the first byte: as long as a link of cards takes for 4 MB.
-constexpr int64_t kOneStepBytes = int64_t{4} << 20;
 
 /// Counts and offsets of one exchange.
 struct Counts {
@@ -220,10 +218,6 @@ class GatherOnCards final : public PrepareFinalize {
 };
 
 }  // namespace
-
-bool ReducesInOneStep(int64_t ranks, int64_t rows, int64_t row_bytes) {
-  return (ranks - 1) * rows * row_bytes <= kOneStepBytes;
-}
 
 Result<std::unique_ptr<PrepareFinalize>> MakeGatherOnCards(AllToAllParts parts, WorkspaceBook& book) {
   if (!parts.communicator->on_cards()) {

@@ -19,9 +19,4 @@ namespace fusedmoe {
 /// called: a CUDA graph keeps the counts of its capture, on all ranks. One forward at a time.
 Result<std::unique_ptr<PrepareFinalize>> MakeGatherOnCards(AllToAllParts parts, WorkspaceBook& book);
 
-/// Of `ranks` ranks with the same `rows` rows of `row_bytes`: whether each sends all of its partial rows to
-/// all others, or each reduces a share and hands on the sums. The first takes one exchange, the second two
-/// with fewer bytes.
-bool ReducesInOneStep(int64_t ranks, int64_t rows, int64_t row_bytes);
-
 }  // namespace fusedmoe
