@@ -240,6 +240,28 @@ TEST(Tiles, ResultsWait_WhereverThereMayBeThreads) {
   EXPECT_GT(max_slot_sums(1, 4), 0);  // loaded by one thread, run by four
 }
 
+/// Every expert a group of its own: rows begin with the first of their experts and are stored behind the
+/// last.
+TEST(Tiles, TokensWithSomeOrNoExpertsHere_AreSumsOfTheirs) {
+  const LayerSpec spec{.scheme = "mxfp4_w4a16", .hidden = 128, .intermediate = 64, .experts = 5, .top_k = 3};
+  const Layer layer = TileLayer(spec);
+  const Definition definition(layer);
+  Machine machine = MachineWithTiles();
+  machine.l2_bytes = 16 << 10;
+  const Runner runner = MakeTileRunner(layer, machine);
+  RunBatch(layer, runner, MakeBatch(spec, 64, 4));  // leaves sums behind
+  Batch batch = MakeBatch(spec, 60, 5);
+  for (size_t slot = 0; slot < batch.ids.size(); ++slot) {
+    const size_t token = slot / 3, position = slot % 3;
+    batch.ids[slot] = token % 7 == 0 || position < token % 3 ? -1 : batch.ids[slot];
+  }
+  const std::vector<float> out = RunBatch(layer, runner, batch);
+  EXPECT_LE(RelativeL2(out, definition.Forward(batch)), BoundOf(spec, "amx"));
+  for (int64_t col = 0; col < spec.hidden; ++col) {
+    EXPECT_EQ(out[static_cast<size_t>(14 * spec.hidden + col)], 0.0F);
+  }
+}
+
 TEST(Tiles, ThroughputMode_IsBatchInvariant) {
   for (const char* scheme : {"nvfp4_w4a16", "int4_w4a16:g64", "int8_w8a8:channel", "unquantized"}) {
     const LayerSpec spec{.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 3};

@@ -173,6 +173,7 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
     run.scratch = workspace.Get<uint8_t>(slots_.scratch);
     run.scratch_rows = workspace.Get<float>(slots_.scratch_rows);
     run.slot_sums = workspace.Get<float>(slots_.slot_sums);
+    run.slot_ends = workspace.Get<SlotEnds>(slots_.slot_ends);
     run.output_offsets = workspace.Get<int32_t>(slots_.output_offsets);
     run.output_slots = workspace.Get<int32_t>(slots_.output_slots);
   }
@@ -313,7 +314,7 @@ void CpuExperts::RunPiece(Run& run) const {
     PackTiles(run, plan_.down, 2);
   }
   RunJobs(run);
-  if (run.num_tiles > 0 || run.num_jobs == 0 || !SlotsWait(run)) {
+  if (run.num_tiles > 0 || run.num_jobs == 0) {
     Down(run);
   }
 }

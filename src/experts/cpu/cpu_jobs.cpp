@@ -8,7 +8,8 @@
 /// Experts with many tokens on the matrix unit. An expert's tokens, cut into pieces that fit L2, are jobs:
 /// packed once, then multiplied with pairs of stripes: gate and up of 16 columns, later 32 columns of down.
 ///
-///   one thread     group: pack, gate/up, pack, down --- added to ---> sums of outputs
+///   one thread     group: pack, gate/up, pack, down --- added to ---> sums of outputs ---> outputs, after
+///                                                                     the last of their slots
 ///   many threads   group: pack, gate/up, pack, down --- put into ---> rows of slots --.
 ///                  group: ...                                         rows of slots --+--> sums of outputs
 ///
@@ -51,15 +52,16 @@ void CpuExperts::MakeJobs(Run& run) const {
     const int64_t tokens = run.offsets[expert + 1] - run.offsets[expert];
     return tokens < tiles.from_tokens ? 0 : tokens;
   };
-  int64_t job_tokens = tiles.job_tokens, group_rows = job_tokens;
+  int64_t job_tokens = tiles.job_tokens, group_rows = tiles.group_rows;
   if (threads > 1) {
     int64_t slots = 0;
     for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
       slots += tokens_of(expert);
     }
     const int64_t fair = CeilDiv(std::min(slots, tiles.max_slot_sums), kTasksPerThread * threads);
-    group_rows = std::min(job_tokens, RoundUp(fair, kTileTokens));
-    job_tokens = std::min(job_tokens, std::max(group_rows, kFewestSharedTokens));
+    const int64_t fair_rows = RoundUp(fair, kTileTokens);
+    group_rows = std::min(group_rows, fair_rows);
+    job_tokens = std::min(job_tokens, std::max(fair_rows, kFewestSharedTokens));
   }
   if (NeedsDynamicTensorScale(activation_)) {
     group_rows = tiles.max_rows;  // a scale over the batch waits for all intermediate values
@@ -126,6 +128,7 @@ void CpuExperts::RunJobs(Run& run) const {
     TaskScratch own(run, plan_);
     const Crew one{*run.executor, &own};
     PackJobTokens(run, one);
+    BeginOutputs(run);
     for (int64_t i = 0; i < run.num_groups; ++i) {
       RunGroup(run, one, run.groups[i], 0);
     }
@@ -180,6 +183,62 @@ void CpuExperts::RunGroup(Run& run, const Crew& crew, const JobGroup& group, int
   }
   PackJobs(run, crew, group, 2);
   DownJobs(run, crew, group);
+}
+
+/// Sums of outputs from zero to the caller's dtype, one thread. Where vectors add nothing, a row begins with
+/// the group of its first slot and is stored behind that of its last one, while it is in L2.
+void CpuExperts::BeginOutputs(Run& run) const {
+  const int64_t stride = plan_.down.row_stride();
+  if (run.num_tiles > 0) {
+    std::fill_n(run.sums, run.num_outputs * stride, 0.0F);
+    return;
+  }
+  constexpr int32_t kNone = -1;
+  int32_t* last = run.output_offsets;
+  std::fill_n(last, run.num_outputs, kNone);
+  for (int32_t slot = 0; slot < run.num_slots; ++slot) {
+    int32_t& of = last[run.slot_outputs[slot]];
+    run.slot_ends[slot] = {of == kNone, false};
+    of = slot;
+  }
+  for (int64_t row = 0; row < run.num_outputs; ++row) {
+    if (last[row] != kNone) {
+      run.slot_ends[last[row]].last = true;
+    } else {
+      std::fill_n(run.sums + row * stride, stride, 0.0F);
+      StoreOutput(run, row, 0, plan_.down.rows);
+    }
+  }
+}
+
+void CpuExperts::StartOutputsOf(Run& run, const JobGroup& group) const {
+  const int64_t stride = plan_.down.row_stride();
+  ForEndsOf(run, group, [&](SlotEnds ends, int64_t row) {
+    if (ends.first) {
+      std::fill_n(run.sums + row * stride, stride, 0.0F);
+    }
+  });
+}
+
+void CpuExperts::StoreOutputsOf(Run& run, const JobGroup& group) const {
+  ForEndsOf(run, group, [&](SlotEnds ends, int64_t row) {
+    if (ends.last) {
+      StoreOutput(run, row, 0, plan_.down.rows);
+    }
+  });
+}
+
+/// visit(ends, output) for the slots of a group that one thread adds up alone.
+template <typename Visit>
+void CpuExperts::ForEndsOf(const Run& run, const JobGroup& group, const Visit& visit) const {
+  if (run.num_tiles > 0 || SlotsWait(run)) {
+    return;
+  }
+  for (const TileJob* job = run.jobs + group.begin; job != run.jobs + group.end; ++job) {
+    for (int64_t slot = job->first_slot; slot < job->first_slot + job->num_tokens; ++slot) {
+      visit(run.slot_ends[slot], run.slot_outputs[slot]);
+    }
+  }
 }
 
 /// Whether results wait in rows of their slots.
@@ -451,9 +510,7 @@ struct CpuExperts::DownFinish {
 void CpuExperts::DownJobs(Run& run, const Crew& crew, const JobGroup& group) const {
   const GemmShape& shape = plan_.down;
   const bool wait = SlotsWait(run);
-  if (!wait && group.begin == 0) {
-    std::fill_n(run.sums, run.num_outputs * shape.row_stride(), 0.0F);
-  }
+  StartOutputsOf(run, group);
   ForStripes(
       run, crew, group, run.jobs + plan_.tiles.max_jobs, shape.stripes,
       [&](const TileJob* jobs, int64_t num_jobs, int64_t first, int64_t end, const TaskScratch& scratch) {
@@ -466,6 +523,7 @@ void CpuExperts::DownJobs(Run& run, const Crew& crew, const JobGroup& group) con
         gemm.finish_tokens = 1;
         RunGemm(shape, jobs, num_jobs, first, end, scratch, gemm);
       });
+  StoreOutputsOf(run, group);
 }
 
 }  // namespace fusedmoe::cpu

@@ -394,6 +394,8 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
     plan.tiles.job_tokens =
         std::clamp<int64_t>(machine.l2_bytes / 2 / packed_bytes, kFewestJobTokens, kMaxJobTokens) /
         kTileTokens * kTileTokens;
+    plan.tiles.group_rows =
+        std::max<int64_t>(machine.l2_bytes * 5 / 16 / packed_bytes / kTileTokens, 1) * kTileTokens;
     plan.tiles.max_jobs = jobs + plan.max_slots / std::min(plan.tiles.job_tokens, kFewestSharedTokens);
     plan.tiles.shared_rows = batched ? 0 : piece;
     plan.tiles.max_rows = plan.max_slots + (kTileTokens - 1) * plan.tiles.max_jobs;
@@ -473,7 +475,8 @@ CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book) {
     slots.scratch = book.Book("tile_scratch", tiles.num_scratch * kTileScratchBytes);
     slots.scratch_rows = book.Book("tile_scratch_rows", tiles.num_scratch * 3 * widest * 4);
     slots.slot_sums = book.Book("slot_sums", tiles.max_slot_sums * plan.down.row_stride() * 4);
-    slots.output_offsets = book.Book("output_offsets", tiles.max_slot_sums > 0 ? (plan.max_rows + 1) * 4 : 0);
+    slots.slot_ends = book.Book("slot_ends", plan.max_slots * static_cast<int64_t>(sizeof(SlotEnds)));
+    slots.output_offsets = book.Book("output_offsets", (plan.max_rows + 1) * 4);
     slots.output_slots = book.Book("output_slots", tiles.max_slot_sums * 4);
   }
   return slots;

@@ -63,6 +63,10 @@ struct TilePlan {
   /// Of one job, at most: its packed tokens stay in L2 beside the weights (measured at 1024 tokens: 28 % of
   /// the peak in one job, 50 % in four).
   int64_t job_tokens = kMaxJobTokens;
+  /// Of small jobs that go through the layer together, at most: five sixteenths of L2 for their tokens leave
+  /// room for intermediate rows and what passes through (half of L2 took 1.2 to 1.4 % longer: NVFP4 with 64
+  /// and 128 tokens an expert, FP8 with 128, INT8 with 256).
+  int64_t group_rows = kMaxJobTokens;
   int64_t max_jobs = 0;
   /// Slots whose rows of results wait side by side until they are added up by token, where several threads
   /// work (cpu_jobs.cpp).
@@ -139,8 +143,8 @@ TileCut NextTile(int64_t left, int max_height_index, bool tall);
 struct CpuSlots {
   WorkspaceSlot offsets, slot_rows, slot_outputs, slot_weights, tiles, row_buffers, tile_rows, token_places,
       token_tiles, input_tiles, slot_tiles, mid, mid_tiles, output;
-  WorkspaceSlot jobs, job_groups, tokens, sides, token_rows, token_sides, scratch, scratch_rows, slot_sums,
-      output_offsets, output_slots;
+  WorkspaceSlot jobs, job_groups, tokens, sides, token_rows, token_sides, scratch, scratch_rows, slot_ends,
+      slot_sums, output_offsets, output_slots;
 };
 CpuSlots BookCpuSlots(const CpuPlan& plan, WorkspaceBook& book);
 
@@ -161,6 +165,11 @@ inline bool ReadsTokensApart(const CpuPlan& plan, const Tile& tile) {
 inline int64_t TileRows(const CpuPlan& plan, const Tile& tile) {
   return ReadsTokensApart(plan, tile) ? tile.count : kHeights[tile.height_index];
 }
+
+/// Whether a slot is the first or the last of its output, in the order in which they are added.
+struct SlotEnds {
+  bool first = false, last = false;
+};
 
 /// Jobs of the matrix unit that one thread takes from hidden states to results, or that all threads share.
 struct JobGroup {

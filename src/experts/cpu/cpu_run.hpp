@@ -63,8 +63,9 @@ struct CpuExperts::Run {
   float* scratch_rows;
   std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};
   int64_t num_jobs = 0, num_groups = 0;
+  SlotEnds* slot_ends;      // where one thread adds them up
   float* slot_sums;         // rows of the slots from first_slot on, where several threads work on jobs
-  int32_t* output_offsets;  // where the slots of an output begin in output_slots
+  int32_t* output_offsets;  // where the slots of an output begin in output_slots; one thread: its last slot
   int32_t* output_slots;
   int64_t first_slot = 0;
   int64_t num_slots = 0, num_tiles = 0;
