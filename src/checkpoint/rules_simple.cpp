@@ -139,6 +139,64 @@ Result<std::vector<GptqOverride>> ReadGptqOverrides(const JsonValue& spec, const
   return overrides;
 }
 
+Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits, int64_t group,
+                                            const std::string& path) {
+  const JsonValue* key = spec.Find("packing_format");
+  const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
+  if ((bits != 4 && bits != 8) || group == 0) {
+    return Status::Unsupported(
+               fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group))
+        .WithFile(path);
+  }
+  LinearFormat format;
+  format.bits = static_cast<int>(bits);
+  format.weight = IntegerWeight(format.bits, group);
+  format.codes = ".qweight";
+  format.scale = ".scales";
+  format.zero_point = ".qzeros";
+  format.scale_is_in_out = true;
+  if (layout.find("gptq") != std::string::npos || layout == "auto_round") {
+    format.packing = Packing::kGptq;
+    format.group_index = ".g_idx";
+    format.zero_plus_one = layout.find("gptq") != std::string::npos;
+  } else if (layout.find("awq") != std::string::npos && bits == 4) {
+    format.packing = Packing::kAwq;
+  } else {
+    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
+        .WithFile(path);
+  }
+  format.negative_scales = true;
+  return format;
+}
+
+// MXFP4 and MXFP8 in the tensors of compressed-tensors; "_rceil" names the exponent of activations too.
+Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int64_t group,
+                                       const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
+  const JsonValue* type = spec.Find("act_data_type");
+  const std::string input_type = type == nullptr ? "mx_fp" : type->string();
+  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, 65536, group, path));
+  const auto fits = [](int64_t count) { return count == 4 || count == 8; };
+  const bool quantizes_inputs = input_bits < 16;
+  if (!fits(bits) || group != 32 ||
+      (quantizes_inputs && (!fits(input_bits) || input_group != 32 || !input_type.starts_with("mx_fp")))) {
+    return Status::Unsupported(
+               fmt::format("auto-round's MX weights of {} bits in groups of {} with inputs of {} bits "
+                           "({}) in groups of {} are not supported; 4 and 8 bits in groups of 32 are",
+                           bits, group, input_bits, input_type, input_group))
+        .WithFile(path);
+  }
+  LinearFormat format;
+  format.codes = bits == 4 ? ".weight_packed" : ".weight";
+  format.scale = ".weight_scale";
+  format.weight = MxWeight(bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3);
+  if (quantizes_inputs) {
+    format.activation = MxInput(input_bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3,
+                                input_type.ends_with("_rceil") ? MxScaleRule::kCeil : MxScaleRule::kFloor);
+  }
+  return format;
+}
+
 }  // namespace
 
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
@@ -274,39 +332,20 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
 }
 
 Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
-  const JsonValue* key = spec.Find("packing_format");
-  const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
   const JsonValue* type = spec.Find("data_type");
-  if (type != nullptr && type->string() != "int") {
-    return Status::Unsupported(
-               fmt::format("auto-round with data_type {} is not supported; \"int\" is", type->ToString()))
-        .WithFile(path);
-  }
-  if ((bits != 4 && bits != 8) || group == 0) {
-    return Status::Unsupported(
-               fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group))
-        .WithFile(path);
-  }
   LinearFormat format;
-  format.bits = static_cast<int>(bits);
-  format.weight = IntegerWeight(format.bits, group);
-  format.codes = ".qweight";
-  format.scale = ".scales";
-  format.zero_point = ".qzeros";
-  format.scale_is_in_out = true;
-  if (layout.find("gptq") != std::string::npos || layout == "auto_round") {
-    format.packing = Packing::kGptq;
-    format.group_index = ".g_idx";
-    format.zero_plus_one = layout.find("gptq") != std::string::npos;
-  } else if (layout.find("awq") != std::string::npos && bits == 4) {
-    format.packing = Packing::kAwq;
+  if (type != nullptr && type->string().starts_with("mx_fp")) {
+    FMOE_ASSIGN_OR_RETURN(format, AutoRoundMxFormat(spec, bits, group, path));
+  } else if (type == nullptr || type->string() == "int") {
+    FMOE_ASSIGN_OR_RETURN(format, AutoRoundIntegerFormat(spec, bits, group, path));
   } else {
-    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
+    return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" and "
+                                           "\"mx_fp\" are",
+                                           type->ToString()))
         .WithFile(path);
   }
-  format.negative_scales = true;
   // Modules with settings of their own; 16 bits means untouched.
   std::vector<std::string> skipped;
   if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {

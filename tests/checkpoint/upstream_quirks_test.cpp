@@ -97,6 +97,42 @@ TEST(UpstreamQuirks, FormatsWrittenByAutoRound_MayHaveNegativeScales) {
   }
 }
 
+// auto-round 0.16, scheme MXFP4 in its own format: the tensors of compressed-tensors, exponents by floor.
+TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
+  TinyModel model("ct_mxfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization = {{"quant_method", "auto-round"},
+                  {"packing_format", "auto_round:llm_compressor"},
+                  {"data_type", "mx_fp"},
+                  {"bits", 4},
+                  {"group_size", 32},
+                  {"act_bits", 4},
+                  {"act_data_type", "mx_fp"},
+                  {"act_group_size", 32},
+                  {"act_dynamic", true}};
+  quantization["extra_config"] = {{".*model\\.layers\\.0\\.mlp\\.gate.*", {{"bits", 16}, {"act_bits", 16}}}};
+  for (const bool ceil : {false, true}) {
+    quantization["act_data_type"] = ceil ? "mx_fp_rceil" : "mx_fp";
+    const TemporaryDirectory folder;
+    model.WriteTo(folder);
+    const auto checkpoint = Checkpoint::Open(folder.path());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    const auto source = (*checkpoint)->Experts(0);
+    ASSERT_TRUE(source.ok()) << source.status().ToString();
+    EXPECT_EQ(source->scheme.name, "mxfp4_w4a4");
+    EXPECT_EQ(source->scheme.activation.rule.mx_scale, ceil ? MxScaleRule::kCeil : MxScaleRule::kFloor);
+    EXPECT_TRUE(source->load(0).ok());
+  }
+  quantization["act_bits"] = 16;
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["bits"] = 8;
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << "no .weight of e4m3 there";
+  quantization["group_size"] = 64;
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  quantization["data_type"] = "nv_fp";
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+}
+
 // Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
 // bytes.
 TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
