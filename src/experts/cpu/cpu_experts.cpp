@@ -354,6 +354,7 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
                      : run.Tiles(plan_, part) + tile.first_row * shape.tile_row_bytes;
   PlaceTile(&view, memory, plan_.kernel, shape.tile, shape.padded_cols, kHeights[tile.height_index]);
   view.tokens = tile.count;
+  view.turn = nullptr;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.decode_once = plan_.decode_once;
   view.prefetch_near = plan_.prefetch_near;
@@ -448,14 +449,20 @@ CpuExperts::Ahead CpuExperts::AheadOf(const Run& run, const GemmShape& shape, in
 }
 
 /// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce, of a part (Run::Tiles). One
-/// short tile meets stripes that follow each other.
+/// short tile meets stripes that follow each other: those of gate and up in turns, each the tile of its
+/// input.
 void CpuExperts::Multiply(const Run& run, const GemmShape& shape, int part, const Tile* first, int64_t count,
                           const Stripes& stripes, float* sums) const {
   if (!IsTall(shape, *first)) {
-    TileView view;
-    View(run, shape, part, *first, stripes.stretch, view);
+    TileView views[2];
+    View(run, shape, part, *first, stripes.stretch, views[0]);
+    if (part == 0 && separate_inputs_ && shape.parts == 2) {
+      View(run, shape, 1, *first, stripes.stretch, views[1]);
+      views[0].turn = &views[1];
+      views[1].turn = &views[0];
+    }
     table_->dot[plan_.kernel][shape.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
-                                                               &view, sums);
+                                                               views, sums);
     return;
   }
   const Ahead& ahead = stripes.ahead;
@@ -495,16 +502,9 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
     const Tile* tiles = run.tiles + index;
     const int64_t stripe_sums = kHeights[tiles->height_index] * kPanelRows;
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape.parts;
-    if (!separate_inputs_) {
+    if (!separate_inputs_ || !IsTall(shape, *tiles)) {
       Multiply(run, shape, 0, tiles, count,
                {weights, num_stripes * shape.parts, shape.stripe_bytes, stretch, ahead}, dots);
-    } else if (!IsTall(shape,
-                       *tiles)) {  // still one stream of weights: each stripe meets the tile of its part
-      for (int64_t i = 0; i < num_stripes * shape.parts; ++i) {
-        Multiply(run, shape, static_cast<int>(i % shape.parts), tiles, 1,
-                 {weights + i * shape.stripe_bytes, 1, shape.stripe_bytes, stretch, ahead},
-                 dots + i * stripe_sums);
-      }
     } else {
       column_sums = stripe_sums;
       up_sums = count * num_stripes * stripe_sums;

@@ -163,6 +163,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
       Store(out + kToken * 16 + kHalf * kLanes, totals[kHalf][kToken]);
     });
+    tile = tile->turn == 0 ? tile : tile->turn;
   }
 }
 

@@ -106,12 +106,20 @@ constexpr int SumChains() {
 /// Whether lines that come later are asked for beside the loads of each 16 k, not all at the beginning of a
 /// block: a request that meets full buffers is dropped, and 17 in a row are too many beside chains that run
 /// ahead. Weights from memory, Zen 5, GB/s of 41, one token: INT4 per channel 36.5 -> 38.8, g64 36.0 -> 37.7,
-/// g128 37.8 -> 39.4, INT8 g128 35.5 -> 37.5; two: INT4 g128 33.5 -> 38.5, the others lose 1 to 3 %. e2m1,
-/// whose groups wait for each other, loses 5 to 10 %.
-template <WeightKernel kWeight, int kHeight>
+/// g128 37.8 -> 39.4, INT8 g128 35.5 -> 37.5; two: INT4 g128 33.5 -> 38.5, NVFP4 in 15 bits, bound by
+/// arithmetic, 31.7 -> 33.3, the others lose 1 to 3 %. Layers in INT8 g32 go from 84 and 82 % of the read
+/// rate (one and four tokens) to 90 and 88. Other e2m1, whose groups wait for each other, loses 5 to 10 %,
+/// INT4 g32 7.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksBySteps() {
   using Panel = IntegerPanel<kWeight>;
-  return kHasByteDot && Panel::kGroup == 64 && (kHeight == 1 || (kHeight == 2 && Panel::kCodeBytes == 1024));
+  if (!kHasByteDot || kHeight > 2) {
+    return false;
+  }
+  if (Panel::kE2m1) {
+    return kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2;
+  }
+  return Panel::kCodeBytes == 1024 || (kHeight == 1 && Panel::kGroup == 64);
 }
 
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
@@ -137,7 +145,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    if constexpr (AsksBySteps<kWeight, kHeight>()) {
+    if constexpr (AsksBySteps<kWeight, kKind, kHeight>()) {
       constexpr int kStepBytes = Panel::kUnitBytes / 4;
       for (int line = 0; line < kStepBytes; line += 64) {
         Prefetch(unit + ahead + (group * kSteps + step) * kStepBytes + line);
@@ -371,7 +379,7 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
-      constexpr int kFirst = AsksBySteps<kWeight, kHeight>() ? Panel::kCodeBytes : 0;
+      constexpr int kFirst = AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
       const int64_t ahead = PrefetchBlock<kFar, Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
@@ -397,6 +405,7 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
       Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
     });
     out += kHeight * 16;
+    tile = tile->turn == 0 ? tile : tile->turn;
   }
 }
 

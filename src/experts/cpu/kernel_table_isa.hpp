@@ -88,6 +88,8 @@ struct TileView {
   const uint8_t* stretch_end;
   int64_t stretch_jump;
   GroupScales group_scales;  ///< of the weights, where they are integers in groups
+  /// Short tiles: the tile that the next stripe meets, where stripes meet two in turns; null: this one.
+  const struct TileView* turn;
   /// Tall tiles of integers: tiles of one token each, wherever they stand, instead of the pointers above.
   void* const* rows;
   /// Tall tiles: what to ask for while this one is multiplied.
@@ -184,7 +186,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, false};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }
