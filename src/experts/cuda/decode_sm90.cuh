@@ -163,6 +163,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       const int block0 = map.segment_block[index];
       const int num_lists = f.blocks_per_expert.Div(block0 + num_blocks + f.blocks_per_expert.divisor - 1);
       // ---- token rows of this segment to shared memory
+      // The first token rows are asked for in CTAs without gate-up work too: they land before others follow.
+      CopyAsyncWaitAll();
       __syncthreads();  // the map (route_of), or the last segment's readers
       if (!by_token) {
         if (tid < num_lists * args.list_tokens.divisor) {
