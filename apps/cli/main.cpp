@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <fusedmoe/version.hpp>
+
 #include "command.hpp"
 
 namespace fusedmoe::cli {
@@ -95,6 +97,7 @@ int Run(int argc, char** argv) {
   CLI::App app{"Runs, inspects and explains the expert layers of Mixture-of-Experts models."};
   app.name("fusedmoe");
   app.require_subcommand(1);
+  app.set_version_flag("--version", "fusedmoe " FUSEDMOE_VERSION_STRING, "Print the version and exit");
   app.formatter(std::make_shared<HelpFormatter>());  // subcommands inherit it
   app.footer(
       "Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.\n"

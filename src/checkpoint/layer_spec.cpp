@@ -103,6 +103,15 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     if (plain && !has(format.scale))
       return LinearFormat{};
   }
+  // These tools quantize linear modules ("Linear", a global description). A model whose experts are one
+  // parameter for all of them, and which they do not take apart (JetMoE, Longcat), keeps it as it was.
+  if ((rules.producer == "compressed-tensors" || rules.producer == "quark") && format.quantized()) {
+    const TensorInfo* info = store.Find(base + weight_suffix);
+    const bool plain = info != nullptr && (info->dtype == DType::kBF16 || info->dtype == DType::kF16 ||
+                                           info->dtype == DType::kF32);
+    if (plain && info->shape.rank() >= 3 && !has(format.scale))
+      return LinearFormat{};
+  }
   // ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise.
   const TensorInfo* scale = store.Find(base + std::string(format.scale));
   if (rules.producer == "modelopt" && format.weight.block.row > 1 && scale != nullptr &&

@@ -133,6 +133,26 @@ TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
 }
 
+// llm-compressor 0.14 on JetMoE, Quark 0.13 on experts that it was not told to take apart: the linear modules
+// are quantized, the one parameter of all experts is as it was.
+TEST(UpstreamQuirks, FusedExpertsWithoutScales_AreLeftAlone) {
+  for (const std::string producer : {"ct_int4", "quark_mxfp4"}) {
+    SCOPED_TRACE(producer);
+    TinyModel model("bf16");
+    model.config["quantization_config"] = TinyModel(producer).config["quantization_config"];
+    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput)
+        << "matrices of single experts are linear modules";
+    std::erase_if(model.tensors,
+                  [](const RawTensor& tensor) { return tensor.name.find(".experts.") != std::string::npos; });
+    const std::string experts = "model.layers.0.mlp.experts.";
+    model.tensors.push_back(Bf16(experts + "gate_up_proj", {kExperts, 2 * kIntermediate, kHidden}, 0.5F));
+    model.tensors.push_back(Bf16(experts + "down_proj", {kExperts, kHidden, kIntermediate}, 0.5F));
+    EXPECT_EQ(LoadWith(model).message(), "");
+    model.tensors.push_back(Bytes(experts + "down_proj_weight_scale", "U8", {kExperts, kHidden, 1}, 1, 127));
+    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk) << "a scale without codes";
+  }
+}
+
 // Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
 // bytes.
 TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {

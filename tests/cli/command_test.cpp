@@ -55,6 +55,13 @@ TEST(Command, Help_ExitsZeroOnStdout) {
   EXPECT_EQ(result.err, "");
 }
 
+TEST(Command, VersionAsAnOption_ExitsZeroOnStdout) {
+  const ProcessResult result = RunCommand({"--version"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_TRUE(RunCommand({"version"}).out.starts_with(result.out)) << result.out;
+  EXPECT_EQ(result.err, "");
+}
+
 TEST(Command, OutputThatDoesNotArrive_ExitsFive) {
   // Short and long: what fills the buffer of stdout fails in another place than its last piece.
   for (const char* arguments : {"version", "--help", "explain --problem qwen3-30b-a3b --json"}) {
