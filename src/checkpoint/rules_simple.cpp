@@ -197,6 +197,26 @@ Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int6
   return format;
 }
 
+Result<LinearFormat> AutoRoundFormat(const JsonValue& spec, int64_t bits, int64_t group,
+                                     const std::string& path) {
+  const JsonValue* type = spec.Find("data_type");
+  if (type != nullptr && type->string().starts_with("mx_fp"))
+    return AutoRoundMxFormat(spec, bits, group, path);
+  if (type == nullptr || type->string() == "int")
+    return AutoRoundIntegerFormat(spec, bits, group, path);
+  return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" and "
+                                         "\"mx_fp\" are",
+                                         type->ToString()))
+      .WithFile(path);
+}
+
+// Modules with settings of their own: a name, or a pattern.
+struct AutoRoundOverride {
+  std::string key;
+  std::optional<Pattern> pattern;
+  Result<LinearFormat> format = LinearFormat{};
+};
+
 }  // namespace
 
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
@@ -334,38 +354,34 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
 Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
-  const JsonValue* type = spec.Find("data_type");
-  LinearFormat format;
-  if (type != nullptr && type->string().starts_with("mx_fp")) {
-    FMOE_ASSIGN_OR_RETURN(format, AutoRoundMxFormat(spec, bits, group, path));
-  } else if (type == nullptr || type->string() == "int") {
-    FMOE_ASSIGN_OR_RETURN(format, AutoRoundIntegerFormat(spec, bits, group, path));
-  } else {
-    return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" and "
-                                           "\"mx_fp\" are",
-                                           type->ToString()))
-        .WithFile(path);
-  }
-  // Modules with settings of their own; 16 bits means untouched.
-  std::vector<std::string> skipped;
+  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, AutoRoundFormat(spec, bits, group, path));
+  auto overrides = std::make_shared<std::vector<AutoRoundOverride>>();
   if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
-    for (const auto& [module, own] : extra->members()) {
-      const JsonValue* own_bits = own.Find("bits");
-      const int64_t count = own_bits == nullptr ? bits : own_bits->integer().value_or(0);
-      const bool expert = module.find("experts") != std::string::npos;
-      if (count >= 16 && !IsRegexLike(module))
-        skipped.push_back(module);
-      if (expert && (count != bits ||
-                     (own.Find("group_size") != nullptr && own.Find("group_size")->integer() != group))) {
-        return Status::Unsupported(
-                   fmt::format(
-                       "auto-round's extra_config for '{}' is not supported: experts share one format",
-                       module))
-            .WithFile(path);
+    for (const auto& [key, own] : extra->members()) {
+      AutoRoundOverride override{.key = key};
+      if (IsRegexLike(key)) {
+        Result<Pattern> pattern = Pattern::Compile(".*(?:" + key + ")");  // found anywhere there (re.search)
+        if (!pattern.ok())
+          return std::move(pattern).status().WithFile(path);
+        override.pattern = *std::move(pattern);
       }
+      FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(own, "bits", 1, 32, bits, path));
+      FMOE_ASSIGN_OR_RETURN(const int64_t own_group, Size(own, "group_size", -1, 65536, group, path));
+      if (own_bits < 16)  // 16 bits and more mean untouched
+        override.format = AutoRoundFormat(spec, own_bits, own_group, path);
+      overrides->push_back(std::move(override));
     }
   }
-  return Uniform("auto-round", format, std::move(skipped));
+  QuantRules rules;
+  rules.producer = "auto-round";
+  rules.format_of = [format, overrides](const std::string& module) -> Result<LinearFormat> {
+    for (const AutoRoundOverride& override : *overrides) {
+      if (override.pattern ? override.pattern->MatchesPrefix(module) : Listed({override.key}, module))
+        return override.format;
+    }
+    return format;
+  };
+  return rules;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -97,6 +97,31 @@ TEST(UpstreamQuirks, FormatsWrittenByAutoRound_MayHaveNegativeScales) {
   }
 }
 
+// Shared experts of DeepSeek stay in 16 bits as a rule; only a module that an entry names is concerned.
+TEST(UpstreamQuirks, ExtraConfigOfAutoRound_ConcernsTheModulesThatItNames) {
+  TinyModel model("autoround");
+  auto& extra = model.config["quantization_config"]["extra_config"];
+  const nlohmann::ordered_json untouched = {{"bits", 16}, {"data_type", "float"}}, wider = {{"bits", 8}};
+  for (const std::string key : {"model.layers.0.mlp.shared_experts.up_proj", ".*mlp\\.shared_experts.*",
+                                ".*layers\\.7\\.mlp\\.experts.*"}) {
+    SCOPED_TRACE(key);
+    extra = {{key, untouched}};
+    EXPECT_EQ(LoadWith(model).message(), "");
+    extra = {{key, wider}};
+    EXPECT_EQ(LoadWith(model).message(), "");
+  }
+  for (const std::string key :
+       {"model.layers.0.mlp.experts.1.up_proj", ".*\\.mlp\\.experts.*", "mlp\\.experts\\.1\\.up_proj$"}) {
+    SCOPED_TRACE(key);
+    extra = {{key, wider}};
+    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk);
+    extra = {{key, untouched}};
+    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk) << "the tensors are quantized";
+  }
+  extra = {{".*experts\\.[", untouched}};
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+}
+
 // auto-round 0.16, scheme MXFP4 in its own format: the tensors of compressed-tensors, exponents by floor.
 TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
   TinyModel model("ct_mxfp4");
