@@ -53,7 +53,7 @@ def _layer_of(module, top_k):
     """A layer of the weights of a transformers experts module."""
     kind = type(module).__name__
     plain_gate = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
-    if not plain_gate or not module.has_gate or module.has_post_expert_norm:
+    if not plain_gate or not module.has_gate or getattr(module, "has_post_expert_norm", False):
         raise NotImplementedError(f"{kind} has a gate, a norm or an activation of its own: use "
                                   f"replace_experts(model, checkpoint), which reads what its family does")
     name = next((key for key in (getattr(getattr(module, "config", None), field, None)
