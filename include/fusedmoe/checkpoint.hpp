@@ -24,8 +24,8 @@ enum class IoMode : uint8_t { kAuto, kMmap, kPread };
 
 struct CheckpointOptions {
   IoMode io = IoMode::kAuto;
-  /// "" decides by family; else "in_out", "out_in" (axis order of fused tensors), with ",interleaved" or
-  /// ",chunked".
+  /// "" decides by family; else "in_out", "out_in" (axis order of tensors that hold gate and up, or all
+  /// experts), with ",interleaved" or ",chunked".
   std::string expert_layout;
   bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
 };

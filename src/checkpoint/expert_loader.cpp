@@ -24,18 +24,18 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
                : projection == Projection::kUp || names.gate.empty() ? names.Up(expert)
                                                                      : names.Gate(expert);
   place.needs_bias = spec.config.has_bias && spec.names.output_bias.empty();
-  if (names.form == ExpertForm::kPerExpert)
+  place.in_out = names.flattened ? down : spec.axes.in_out;
+  if (names.joins_gate_up() && !down) {
+    place.parts = 2;
+    place.part = projection == Projection::kGate ? 0 : 1;
+    place.interleaved = spec.axes.interleaved;
+  }
+  if (names.per_expert())
     return located;
   place.item = expert;
   place.num_items = spec.config.num_experts;
   place.spare_items = spec.config.routing.num_zero_experts;
   place.flattened = names.flattened;
-  place.in_out = names.flattened ? down : spec.axes.in_out;
-  if (names.form == ExpertForm::kFused && !down) {
-    place.parts = 2;
-    place.part = projection == Projection::kGate ? 0 : 1;
-    place.interleaved = spec.axes.interleaved;
-  }
   return located;
 }
 
@@ -49,15 +49,14 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& lo
   const MatrixPlace& place = located.place;
   FMOE_ASSIGN_OR_RETURN(LinearFormat format,
                         FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
-  // ModelOpt quantizes fused experts [E, in, out] as they lie; of all formats, NVFP4 alone is turned first.
   GroupShape& block = format.weight.block;
-  if (!place.in_out || place.item < 0 || !format.weight.has_block_scale() ||
-      context.rules->producer != "modelopt") {
+  if (!format.weight.has_block_scale())
     return format;
-  }
+  // ModelOpt quantizes fused experts [E, in, out] as they lie; of all formats, NVFP4 alone is turned first.
   const bool turned = format.weight.block_scale_dtype == DType::kF8E4M3 &&
                       format.activation.element != std::optional(DType::kF8E4M3);
-  if (block.row == 1 && !turned) {
+  const bool modelopt_stack = place.in_out && place.item >= 0 && context.rules->producer == "modelopt";
+  if (modelopt_stack && block.row == 1 && !turned) {
     block = {block.col, 1};
     format.codes_along_out = DTypeBits(format.weight.element) == 4;
   }
@@ -195,7 +194,7 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
 // Per-expert tensors: the last expert must be there, and none behind it.
 Status CheckExpertCount(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
-  if (names.form != ExpertForm::kPerExpert)
+  if (!names.per_expert())
     return Status::Ok();
   const int64_t count = context.spec.config.num_experts;
   const std::string beyond = names.Down(count);
@@ -273,7 +272,7 @@ Result<Scheme> RoutedScheme(const LayerContext& context) {
       return Different(context, Locate(context, 0, projection).place.base, scheme, *first);
   }
   if (!first->weight.quantized()) {
-    const bool alone = context.spec.names.experts.form == ExpertForm::kPerExpert;
+    const bool alone = context.spec.names.experts.per_expert();
     std::optional<DType> element;
     for (int64_t expert = 0; expert < (alone ? context.spec.config.num_experts : 1); ++expert) {
       for (const Projection projection : Projections(context))

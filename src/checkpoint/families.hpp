@@ -11,7 +11,8 @@
 /// has a row for each; lists are words separated by spaces, in order of preference.
 namespace fusedmoe::checkpoint {
 
-/// How a fused tensor [E, x, y] lies; per-expert tensors are always [out, in].
+/// How a fused tensor [E, x, y] lies; per-expert tensors are always [out, in], and where one holds gate and
+/// up of its expert, their rows alternate or follow one another as in the fused one.
 enum class FusedLayout : uint8_t {
   kOutIn,             ///< [E, 2I, H] gate rows first; [E, H, I]
   kInOut,             ///< [E, H, 2I] gate columns first; [E, I, H]

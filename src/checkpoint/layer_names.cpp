@@ -20,8 +20,9 @@ constexpr std::string_view kCommonBlocks =
 
 struct PerExpertSpelling {
   std::string_view list, gate, up, down;
+  ExpertForm form = ExpertForm::kPerExpert;
 };
-// Gate, up and down of one expert. Without a gate the activation is not gated.
+// Gate, up and down of one expert. Without a gate the activation is not gated, or `up` holds both.
 constexpr PerExpertSpelling kPerExpert[] = {
     {"experts", "gate_proj", "up_proj", "down_proj"},
     {"experts", "w1", "w3", "w2"},
@@ -30,6 +31,8 @@ constexpr PerExpertSpelling kPerExpert[] = {
     // DeepSeek-V4 by llm-compressor: transformers renames every gate_proj on saving, those of experts too.
     {"experts", "wgate", "up_proj", "down_proj"},
     {"experts", "fc1", "fc3", "fc2"},
+    // gpt-oss by Quark, which takes the fused tensor apart by experts alone.
+    {"experts", "", "gate_up_proj", "down_proj", ExpertForm::kPerExpertGateUp},
     {"experts", "", "up_proj", "down_proj"},
     {"local_experts", "gate_proj", "up_proj", "down_proj"},
     {"experts", "gate", "up", "down"},
@@ -90,21 +93,23 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
   for (const PerExpertSpelling& spelling : kPerExpert) {
     const std::string stem = block + std::string(spelling.list) + ".{e}.";
     ExpertNames names;
+    names.form = spelling.form;
     names.gate = spelling.gate.empty() ? "" : stem + std::string(spelling.gate);
     names.up = stem + std::string(spelling.up);
     names.down = stem + std::string(spelling.down);
     // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a
-    // gated spelling needs a gate, since ungated experts share the other two names.
+    // gated spelling needs a gate, since ungated experts share the other names.
+    const bool gated = !names.gate.empty() || names.joins_gate_up();
     std::optional<std::string_view> suffix, gate_suffix;
     for (const int64_t expert : {0, 1}) {
-      if (!gate_suffix && !names.gate.empty())
-        gate_suffix = WeightSuffix(store, names.Gate(expert));
+      if (!gate_suffix && gated)
+        gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
       if (!suffix)
         suffix = WeightSuffix(store, names.Down(expert));
       if (!suffix)
         suffix = WeightSuffix(store, names.Up(expert));
     }
-    if (!names.gate.empty())
+    if (gated)
       suffix = gate_suffix;
     if (!suffix)
       continue;

@@ -18,20 +18,25 @@ namespace fusedmoe::checkpoint {
 
 /// How the three projections of the experts are kept.
 enum class ExpertForm : uint8_t {
-  kPerExpert,  ///< experts.{e}.gate_proj, .up_proj, .down_proj, each with its own tensors
-  kFused,      ///< one gate_up and one down tensor for all experts
-  kStacked     ///< gate, up and down tensors with all experts each
+  kPerExpert,        ///< experts.{e}.gate_proj, .up_proj, .down_proj, each with its own tensors
+  kPerExpertGateUp,  ///< experts.{e}.gate_up_proj, .down_proj: the rows of gate and up in one matrix
+  kFused,            ///< one gate_up and one down tensor for all experts
+  kStacked           ///< gate, up and down tensors with all experts each
 };
 
 struct ExpertNames {
   ExpertForm form = ExpertForm::kPerExpert;
   /// Names up to the suffix that the quantization adds; {e} stands for the expert. `gate` is empty without
-  /// gating and in the fused form, where `up` names the tensor of both.
+  /// gating and where gate and up are joined, when `up` names the tensor of both.
   std::string gate, up, down;
   /// Suffix of unquantized weights: ".weight", or "" for parameters that are tensors themselves.
   std::string weight_suffix = ".weight";
   /// kFused, kStacked: 2-D tensors [E * I, H], and whether down is stored as [E * I, H] too (DBRX).
   bool flattened = false;
+  /// Whether each expert has tensors of its own.
+  bool per_expert() const { return form == ExpertForm::kPerExpert || form == ExpertForm::kPerExpertGateUp; }
+  /// Whether one tensor holds the rows of gate and up.
+  bool joins_gate_up() const { return form == ExpertForm::kFused || form == ExpertForm::kPerExpertGateUp; }
   std::string Gate(int64_t expert) const;
   std::string Up(int64_t expert) const;
   std::string Down(int64_t expert) const;

@@ -28,7 +28,8 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   if (store.is_gguf() && !forced)
     return FusedAxes{};  // one order for all architectures
   FusedAxes axes;
-  axes.in_out = family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved;
+  axes.in_out = !names.experts.per_expert() &&
+                (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);
   axes.interleaved =
       family.fused == FusedLayout::kInOutInterleaved || family.fused == FusedLayout::kOutInInterleaved;
   const TensorInfo* up = store.Find(names.experts.up + names.experts.weight_suffix);
@@ -166,7 +167,8 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   FMOE_RETURN_IF_ERROR(CheckOddities(config));
   const ExpertNames& experts = spec.names.experts;
   const bool fused = experts.form == ExpertForm::kFused;
-  const bool has_gate = !experts.gate.empty() || (fused && family.activation.gated);
+  const bool has_gate = !experts.gate.empty() || experts.form == ExpertForm::kPerExpertGateUp ||
+                        (fused && family.activation.gated);
   FMOE_ASSIGN_OR_RETURN(moe.activation, ResolveActivation(config, family, layer, has_gate));
   moe.has_correction_bias = !spec.names.correction_bias.empty();
   moe.has_router_bias = !spec.names.router_bias.empty();

@@ -14,7 +14,8 @@
 
 namespace fusedmoe::checkpoint {
 
-/// Axis order of fused tensors, after family, override and shapes have had their say.
+/// Axis order of tensors that hold several experts or projections, after family, override and shapes have had
+/// their say.
 struct FusedAxes {
   bool in_out = false;
   bool interleaved = false;

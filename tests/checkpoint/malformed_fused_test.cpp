@@ -42,6 +42,37 @@ std::vector<std::pair<std::string, TinyModel>> Layers() {
        Bytes(mlp + "experts.down_proj_blocks", "U8", {e, h, i / 32, 16}, 1, 0x21),
        Bytes(mlp + "experts.down_proj_scales", "U8", {e, h, i / 32}, 1, 127),
        Bf16(mlp + "experts.down_proj_bias", {e, h}, 0.5F)});
+  // Each expert has its gate and up rows in one matrix, as Quark writes gpt-oss.
+  const auto quark = [](const Json& weight, const Json& input) -> Json {
+    return {{"quant_method", "quark"},
+            {"global_quant_config", {{"weight", weight}, {"input_tensors", input}}},
+            {"exclude", {"*.mlp.router"}}};
+  };
+  const Json mxfp4 = {
+      {"dtype", "fp4"}, {"qscheme", "per_group"}, {"group_size", 32}, {"scale_format", "e8m0"}};
+  const Json fp8 = {{"dtype", "fp8_e4m3"}, {"qscheme", "per_tensor"}, {"is_dynamic", false}};
+  for (const bool is_fp8 : {false, true}) {
+    std::vector<RawTensor> tensors = {Bf16(mlp + "router.weight", {e, h}, 0.1F),
+                                      Bf16(mlp + "router.bias", {e}, 0.1F)};
+    for (const std::string expert : {"experts.0.", "experts.1."}) {
+      for (const bool down : {false, true}) {
+        const std::string module = mlp + expert + (down ? "down_proj" : "gate_up_proj");
+        const int64_t rows = down ? h : 2 * i, cols = down ? i : h;
+        tensors.push_back(Floats(module + ".bias", {rows}, 0.5F));
+        if (is_fp8) {
+          tensors.push_back(Bytes(module + ".weight", "F8_E4M3", {rows, cols}, 1, 0x38));
+          tensors.push_back(Floats(module + ".weight_scale", {}, 0.5F));
+          tensors.push_back(Floats(module + ".input_scale", {}, 0.5F));
+        } else {
+          tensors.push_back(Bytes(module + ".weight", "U8", {rows, cols / 2}, 1, 0x21));
+          tensors.push_back(Bytes(module + ".weight_scale", "U8", {rows, cols / 32}, 1, 127));
+        }
+      }
+    }
+    add(is_fp8 ? "gpt_oss_quark_fp8" : "gpt_oss_quark_mxfp4",
+        Config("gpt_oss", {{"quantization_config", is_fp8 ? quark(fp8, fp8) : quark(mxfp4, mxfp4)}}),
+        std::move(tensors));
+  }
   add("llama4_modelopt_nvfp4",
       Config("llama4_text",
              {{"intermediate_size", i},

@@ -132,7 +132,7 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
     const checkpoint::LayerSpec& spec = layer.context->spec;
     layer.gated = spec.config.activation.gated();
     layer.has_bias = spec.config.has_bias && spec.names.output_bias.empty();
-    const bool fused = spec.names.experts.form != ExpertForm::kPerExpert;
+    const bool fused = !spec.names.experts.per_expert();
     for (int64_t expert = 0; expert < (fused ? 1 : spec.config.num_experts); ++expert) {
       for (const Projection projection : Projections(*layer.context)) {
         const std::string module = Locate(*layer.context, expert, projection).place.base;

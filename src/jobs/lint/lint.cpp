@@ -177,7 +177,7 @@ void Linter::LintGateUp(const LayerContext& context, const ExpertNote& note) {
     Add(LintCode::kGateUpInputScale, note.gate.base,
         fmt::format("input scale {:g} of gate and {:g} of up", *note.gate.input_scale, *note.up.input_scale));
   }
-  if (context.spec.names.experts.form != checkpoint::ExpertForm::kFused) {
+  if (!context.spec.names.experts.joins_gate_up()) {
     return;
   }
   // As the file has the rows: what is taken for gate and up, put together again.
@@ -288,8 +288,7 @@ void Linter::LintUnused(const LayerContext& context) {
   }
   const std::string& up = context.spec.names.experts.up;
   const std::string stem = up.substr(0, up.find("experts.") + 8);
-  if (up.find("experts.") == std::string::npos ||
-      context.spec.names.experts.form != checkpoint::ExpertForm::kPerExpert) {
+  if (up.find("experts.") == std::string::npos || !context.spec.names.experts.per_expert()) {
     return;  // parameters of fused modules have names of many forms
   }
   for (const TensorInfo& info : checkpoint_->tensors()) {
