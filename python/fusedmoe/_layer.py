@@ -207,7 +207,7 @@ class Layer(_Handle):
             alive.append(owner)
         if self.info.on_device:
             import torch
-            executor = _c.Executor(stream=torch.cuda.current_stream().cuda_stream, num_threads=1)
+            executor = _c.Executor(stream=torch.cuda.current_stream(hidden.device).cuda_stream, num_threads=1)
         else:
             executor = _executor()
         workspace = self._take_workspace()

@@ -11,6 +11,8 @@ NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": 
          "float8_e4m3fnuz": "F8_E4M3_FNUZ", "float8_e5m2fnuz": "F8_E5M2_FNUZ"}
 FORMATS = {"b": "I8", "B": "U8", "h": "I16", "H": "U16", "i": "I32", "I": "U32", "l": "I64", "L": "U64", "q": "I64",
            "Q": "U64", "e": "F16", "f": "F32", "d": "F64", "?": "BOOL"}
+# Where tensors without elements lie: torch gives them no address, and for the library that means no tensor.
+_NOTHING = ctypes.create_string_buffer(64)
 PACKED = {"F4_E2M1": (2, 1), "U4": (2, 1), "I4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}  # elements in bytes
 
 
@@ -64,7 +66,7 @@ def window(value, name, element=None):
     size = 1 if element in PACKED else {"BOOL": 1}.get(dtype, int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8)
     if shape and shape[-1] > 1 and strides[-1] != size:
         raise ValueError(f"{name} has gaps between the elements of a row (stride {strides[-1]} bytes): make it contiguous")
-    tensor.data, tensor.dtype, tensor.rank = address, _c.DTYPE[dtype], len(shape)
+    tensor.data, tensor.dtype, tensor.rank = address or ctypes.addressof(_NOTHING), _c.DTYPE[dtype], len(shape)
     for axis, extent in enumerate(shape):
         tensor.shape[axis] = extent
         tensor.stride_bytes[axis] = strides[axis] if axis + 1 < len(shape) else 0

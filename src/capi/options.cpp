@@ -25,7 +25,8 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
   sizes.all2all = from.all2all == nullptr ? sizes.all2all : from.all2all;
   const int64_t world = from.communicator == nullptr ? 1 : from.communicator->communicator->size();
   const int64_t rank = from.communicator == nullptr ? 0 : from.communicator->communicator->rank();
-  if (sizes.tp < 1 || sizes.pcp < 1 || sizes.dp < 1 || sizes.tp * sizes.pcp * sizes.dp != world) {
+  const auto fits = [&](int64_t size) { return size >= 1 && size <= world; };
+  if (!fits(sizes.tp) || !fits(sizes.pcp) || !fits(sizes.dp) || sizes.tp * sizes.pcp * sizes.dp != world) {
     return Status::Usage(
         fmt::format("tensor_parallel={} x prefill_context_parallel={} x data_parallel={} must be the {} "
                     "rank(s) of the communicator",

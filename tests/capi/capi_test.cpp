@@ -276,6 +276,8 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
   refused("FASTEST");
   options.tensor_parallel = 2;
   refused("tensor_parallel=2");
+  options.tensor_parallel = options.data_parallel = int64_t{1} << 62;
+  refused("data_parallel=4611686018427387904");
   options.struct_size = sizeof(options) + 8;
   refused("struct_size");
   EXPECT_EQ(fmoe_layer_load(checkpoint, 99, &options, &layer), FMOE_USAGE);

@@ -56,6 +56,7 @@ class Python(Case):
         self.assertTrue(torch.equal(layer(wide[:, :64]), expected))  # rows with gaps between them
         with self.assertRaisesRegex(ValueError, "contiguous"):
             layer(wide[:, ::2])
+        self.assertEqual(layer(torch.empty(0, 64)).shape, (0, 64))
         half = layer(hidden.bfloat16())
         self.assertEqual(half.dtype, torch.bfloat16)
         self.assertLess(relative(half, expected), 2**-7)
