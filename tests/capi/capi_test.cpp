@@ -136,6 +136,20 @@ struct HeldExperts {
   int64_t refused = -1, cut_short = -1;
 };
 
+/// A loaded layer of held experts, with its workspace.
+struct HeldLayer {
+  explicit HeldLayer(const char* scheme)
+      : random(MakeRandomLayer(SmallConfig(), scheme, 5)), held(random), config(ToC(random.config, scheme)) {
+    const fmoe_expert_source source = held.Source();
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+    EXPECT_EQ(fmoe_workspace_create(loaded.layer, &loaded.workspace), FMOE_OK) << LastText();
+  }
+  RandomLayer random;
+  HeldExperts held;
+  fmoe_layer_config config;
+  Loaded loaded;
+};
+
 TEST(CApi, ForwardOfACheckpoint_GivesTheBitsOfTheCppLayer) {
   fmoe_checkpoint* checkpoint = nullptr;
   ASSERT_EQ(fmoe_checkpoint_open(kCheckpoint.c_str(), &checkpoint), FMOE_OK) << LastText();
@@ -206,13 +220,8 @@ TEST(CApi, LayerOfHeldExperts_GivesTheBitsOfTheCppLayer) {
 }
 
 TEST(CApi, ForwardAllocatesNothing) {
-  const RandomLayer random = MakeRandomLayer(SmallConfig(), "nvfp4_w4a16", 5);
-  HeldExperts held(random);
-  const fmoe_expert_source source = held.Source();
-  const fmoe_layer_config config = ToC(random.config, "nvfp4_w4a16");
-  Loaded loaded;
-  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
-  ASSERT_EQ(fmoe_workspace_create(loaded.layer, &loaded.workspace), FMOE_OK) << LastText();
+  const HeldLayer layer("nvfp4_w4a16");
+  const fmoe_layer_config& config = layer.config;
   const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
   const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
   std::vector<float> output(static_cast<size_t>(kTokens * config.hidden));
@@ -221,7 +230,8 @@ TEST(CApi, ForwardAllocatesNothing) {
   forward.router_logits = ToC(logits.view());
   forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
   const int64_t before = CountAllocations();
-  ASSERT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+  ASSERT_EQ(fmoe_layer_forward(layer.loaded.layer, &forward, layer.loaded.workspace, nullptr), FMOE_OK)
+      << LastText();
   EXPECT_EQ(CountAllocations(), before);
 }
 
@@ -301,14 +311,9 @@ TEST(CApi, RanksOnCardsThatCannotJoin_AreToldWhatIsMissing) {
 }
 
 TEST(CApi, ForwardOfTheWrongShape_IsRefusedWithBothShapes) {
-  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
-  HeldExperts held(random);
-  const fmoe_expert_source source = held.Source();
-  const fmoe_layer_config config = ToC(random.config, "unquantized");
-  Loaded loaded;
-  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
-  ASSERT_EQ(fmoe_workspace_create(loaded.layer, &loaded.workspace), FMOE_OK) << LastText();
-  const Tensor hidden = RandomRows(kTokens, config.hidden + 2, DType::kF32, 6);
+  const HeldLayer layer("unquantized");
+  const Loaded& loaded = layer.loaded;
+  const Tensor hidden = RandomRows(kTokens, layer.config.hidden + 2, DType::kF32, 6);
   fmoe_forward forward{};
   forward.hidden = ToC(hidden.view());
   forward.output = forward.hidden;

@@ -20,6 +20,7 @@
 #include "jobs/bench/routings.hpp"
 #include "layer/rank_plan.hpp"
 #include "numerics/rows.hpp"
+#include "parallel/gather.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/graph.hpp"
 #include "quant/activation_quantizer.hpp"

@@ -75,25 +75,4 @@ double MinimumTraffic(const TokenLayout& layout, WireProtocol protocol, std::spa
                       bool slots_apart, int64_t top_k, const std::vector<std::vector<int32_t>>& ids,
                       const RowSizes& sizes);
 
-/// Collects one record of every rank.
-template <typename T>
-Result<std::vector<T>> GatherFromRanks(Communicator& communicator, std::string_view operation, const T& own) {
-  const auto ranks = static_cast<size_t>(communicator.size());
-  std::vector<T> all(ranks);
-  std::vector<int64_t> ones(ranks, 1), zeros(ranks, 0), ascending(ranks);
-  for (size_t rank = 0; rank < ranks; ++rank) {
-    ascending[rank] = static_cast<int64_t>(rank);
-  }
-  RowExchange exchange;
-  exchange.operation = operation;
-  exchange.row_bytes = sizeof(T);
-  exchange.send = reinterpret_cast<const std::byte*>(&own);
-  exchange.receive = reinterpret_cast<std::byte*>(all.data());
-  exchange.send_rows = exchange.receive_rows = ones;
-  exchange.send_offsets = zeros;
-  exchange.receive_offsets = ascending;
-  FMOE_RETURN_IF_ERROR(communicator.Exchange(exchange));
-  return all;
-}
-
 }  // namespace fusedmoe::bench

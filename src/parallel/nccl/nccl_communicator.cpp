@@ -14,6 +14,7 @@
 #include <fmt/format.h>
 
 #include "parallel/agreement.hpp"
+#include "parallel/gather.hpp"
 #include "platform/cuda/card.hpp"
 
 namespace fusedmoe {
@@ -44,24 +45,6 @@ struct Place {
   int64_t node = 0;
   char address[32] = {};
 };
-
-/// One record of every rank.
-template <typename T>
-Status AllGather(Communicator& host, std::string_view operation, const T& own, std::vector<T>& all) {
-  const auto ranks = static_cast<size_t>(host.size());
-  all.resize(ranks);
-  std::vector<int64_t> ones(ranks, 1), zeros(ranks, 0), ascending(ranks);
-  std::iota(ascending.begin(), ascending.end(), 0);
-  RowExchange exchange;
-  exchange.operation = operation;
-  exchange.row_bytes = sizeof(T);
-  exchange.send = reinterpret_cast<const std::byte*>(&own);
-  exchange.receive = reinterpret_cast<std::byte*>(all.data());
-  exchange.send_rows = exchange.receive_rows = ones;
-  exchange.send_offsets = zeros;
-  exchange.receive_offsets = ascending;
-  return host.Exchange(exchange);
-}
 
 }  // namespace
 
@@ -135,8 +118,7 @@ Status CardCommunicator::RefuseSharedCards() {
   Place own;
   own.node = node_of(rank());
   std::memcpy(own.address, address_.data(), std::min(address_.size(), sizeof(own.address) - 1));
-  std::vector<Place> places;
-  FMOE_RETURN_IF_ERROR(AllGather(*host_, "nccl cards", own, places));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Place> places, GatherFromRanks(*host_, "nccl cards", own));
   for (size_t first = 0; first < places.size(); ++first) {
     for (size_t second = first + 1; second < places.size(); ++second) {
       if (places[first].node == places[second].node &&
@@ -160,8 +142,7 @@ Status CardCommunicator::ShareId(nccl::UniqueId& id) {
     }
   }
   FMOE_RETURN_IF_ERROR(Agree(*host_, "nccl id", made));
-  std::vector<nccl::UniqueId> ids;
-  FMOE_RETURN_IF_ERROR(AllGather(*host_, "nccl id", id, ids));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<nccl::UniqueId> ids, GatherFromRanks(*host_, "nccl id", id));
   id = ids.front();
   return Status::Ok();
 }

@@ -1,12 +1,12 @@
 #include "prepare_finalize/all_to_all/all_to_all.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "parallel/gather.hpp"
 #include "prepare_finalize/all_to_all/rank_exchange.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -138,20 +138,8 @@ Status ChooseWire(Communicator& communicator, WireChoice& choice) {
     float scale = 0;
     int32_t reserved = 0;
   };
-  const auto ranks = static_cast<size_t>(communicator.size());
   const Offer own{choice.possible ? 1 : 0, choice.any ? 1 : 0, choice.scale, 0};
-  std::vector<Offer> offers(ranks);
-  std::vector<int64_t> ones(ranks, 1), zeros(ranks, 0), ascending(ranks);
-  std::iota(ascending.begin(), ascending.end(), 0);
-  RowExchange exchange;
-  exchange.operation = "load scales";
-  exchange.row_bytes = sizeof(Offer);
-  exchange.send = reinterpret_cast<const std::byte*>(&own);
-  exchange.receive = reinterpret_cast<std::byte*>(offers.data());
-  exchange.send_rows = exchange.receive_rows = ones;
-  exchange.send_offsets = zeros;
-  exchange.receive_offsets = ascending;
-  FMOE_RETURN_IF_ERROR(communicator.Exchange(exchange));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Offer> offers, GatherFromRanks(communicator, "load scales", own));
   const Offer* first = nullptr;
   choice.codes = true;
   for (const Offer& offer : offers) {
