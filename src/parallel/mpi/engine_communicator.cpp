@@ -1,35 +1,16 @@
 #include "parallel/mpi/engine_communicator.hpp"
 
-#include <sched.h>
-#include <time.h>
-
 #include <cstring>
 
 #include <fmt/format.h>
 
+#include "parallel/pause.hpp"
+
 namespace fusedmoe {
 namespace {
 
-// A wait polls without a break for some microseconds, then gives its core away between polls, then sleeps:
-// with more ranks than cores the rank that is waited for needs this one's core. 50 us is below what an
-// exchange of oversubscribed ranks takes anyway.
-constexpr int64_t kSpins = 64;
-constexpr int64_t kYields = 4096;
-constexpr long kSleepNanoseconds = 50000;
 // Tags of an MPI library reach at least 32767.
 constexpr int64_t kTags = 32768;
-
-void Pause(int64_t polls) {
-  if (polls < kSpins) {
-    return;
-  }
-  if (polls < kYields) {
-    sched_yield();
-    return;
-  }
-  const timespec pause = {0, kSleepNanoseconds};
-  nanosleep(&pause, nullptr);
-}
 
 }  // namespace
 
@@ -164,7 +145,7 @@ Status EngineCommunicator::Wait() {
             sequence_, rank(), waited.count(), PeersWaitedFor(), options_.deadline_seconds));
       }
     }
-    Pause(polls);
+    Pause({}, polls);
   }
 }
 

@@ -1,8 +1,5 @@
 #include "parallel/nccl/nccl_communicator.hpp"
 
-#include <sched.h>
-#include <time.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -15,6 +12,7 @@
 
 #include "parallel/agreement.hpp"
 #include "parallel/gather.hpp"
+#include "parallel/pause.hpp"
 #include "platform/cuda/card.hpp"
 
 namespace fusedmoe {
@@ -22,19 +20,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// As with messages of hosts: a wait polls, then yields its core, then sleeps.
-constexpr int64_t kSpins = 1024;
-constexpr int64_t kYields = 8192;
-constexpr long kSleepNanoseconds = 50000;
-
-void Pause(int64_t polls) {
-  if (polls >= kYields) {
-    const timespec pause = {0, kSleepNanoseconds};
-    nanosleep(&pause, nullptr);
-  } else if (polls >= kSpins) {
-    sched_yield();
-  }
-}
+// A card takes longer to answer than a rank of the same machine.
+constexpr Patience kPatience{1024, 8192};
 
 double Since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -244,7 +231,7 @@ Status CardCommunicator::Await(nccl::Comm comm) {
       return Poison(fmt::format("has waited {:.1f} s for the other ranks, the deadline is {} s", Since(begin),
                                 options_.deadline_seconds));
     }
-    Pause(polls);
+    Pause(kPatience, polls);
   }
 }
 
@@ -352,7 +339,7 @@ Status CardCommunicator::Finish(void* stream) {
                         Since(begin), options_.deadline_seconds));
       }
     }
-    Pause(polls);
+    Pause(kPatience, polls);
   }
 }
 
