@@ -9,7 +9,7 @@
 namespace fusedmoe {
 namespace {
 
-constexpr Patience kPatience;
+constexpr Patience kHostPatience;
 // Tags of an MPI library reach at least 32767.
 constexpr int64_t kTags = 32768;
 
@@ -138,7 +138,7 @@ Status EngineCommunicator::Wait() {
       return Poison(fmt::format("{} (exchange {}): rank {} was stopped while it waited for {}", operation_,
                                 sequence_, rank(), PeersWaitedFor()));
     }
-    if (polls >= kPatience.spins || polls % 64 == 63) {  // on a busy machine a yield may take milliseconds
+    if (polls >= kHostPatience.spins || polls % 64 == 63) {  // on a busy machine a yield may take milliseconds
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - started_;
       if (waited.count() > options_.deadline_seconds) {
         return Poison(fmt::format(
@@ -146,7 +146,7 @@ Status EngineCommunicator::Wait() {
             sequence_, rank(), waited.count(), PeersWaitedFor(), options_.deadline_seconds));
       }
     }
-    Pause(kPatience, polls);
+    Pause(kHostPatience, polls);
   }
 }
 

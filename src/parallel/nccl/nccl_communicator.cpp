@@ -21,7 +21,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // A card takes longer to answer than a rank of the same machine.
-constexpr Patience kPatience{1024, 8192};
+constexpr Patience kCardPatience{1024, 8192};
 
 double Since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -231,7 +231,7 @@ Status CardCommunicator::Await(nccl::Comm comm) {
       return Poison(fmt::format("has waited {:.1f} s for the other ranks, the deadline is {} s", Since(begin),
                                 options_.deadline_seconds));
     }
-    Pause(kPatience, polls);
+    Pause(kCardPatience, polls);
   }
 }
 
@@ -339,7 +339,7 @@ Status CardCommunicator::Finish(void* stream) {
                         Since(begin), options_.deadline_seconds));
       }
     }
-    Pause(kPatience, polls);
+    Pause(kCardPatience, polls);
   }
 }
 
