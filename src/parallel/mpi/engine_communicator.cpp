@@ -138,7 +138,8 @@ Status EngineCommunicator::Wait() {
       return Poison(fmt::format("{} (exchange {}): rank {} was stopped while it waited for {}", operation_,
                                 sequence_, rank(), PeersWaitedFor()));
     }
-    if (polls >= kHostPatience.spins || polls % 64 == 63) {  // on a busy machine a yield may take milliseconds
+    if (polls >= kHostPatience.spins ||
+        polls % 64 == 63) {  // on a busy machine a yield may take milliseconds
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - started_;
       if (waited.count() > options_.deadline_seconds) {
         return Poison(fmt::format(
