@@ -55,11 +55,8 @@ TEST(MalformedModel, UnquantizedMatricesOfSeveralTypes_AreWidened) {
       RawTensor& tensor = model.Find("model.layers.0.mlp.experts." + odd + ".weight");
       tensor =
           half ? Bytes(tensor.name, "F16", tensor.shape, 2, 0x31) : Floats(tensor.name, tensor.shape, 0.3F);
-      const TemporaryDirectory folder;
-      model.WriteTo(folder);
-      const auto checkpoint = Checkpoint::Open(folder.path());
-      ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-      const auto source = (*checkpoint)->Experts(0);
+      const WrittenModel written(model);
+      const auto& source = written.source;
       ASSERT_TRUE(source.ok()) << source.status().ToString();
       EXPECT_EQ(source->scheme.weight.element, DType::kF32);
       for (int64_t expert = 0; expert < kExperts; ++expert) {

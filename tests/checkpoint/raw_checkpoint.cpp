@@ -265,6 +265,17 @@ void CountMalformed() {
   ++malformed;
 }
 
+WrittenModel::WrittenModel(const TinyModel& model) : source(Status::Usage("the checkpoint was not opened")) {
+  model.WriteTo(folder);
+  auto opened = Checkpoint::Open(folder.path());
+  if (opened.ok()) {
+    checkpoint = *std::move(opened);
+    source = checkpoint->Experts(0);
+  } else {
+    source = std::move(opened).status();
+  }
+}
+
 Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(folder.string(), options));
   FMOE_RETURN_IF_ERROR(checkpoint->Describe(0).status());

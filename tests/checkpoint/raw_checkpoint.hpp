@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,14 @@ struct TinyModel {
   void Drop(const std::string& name);
   /// Writes config.json and model.safetensors.
   void WriteTo(const TemporaryDirectory& folder) const;
+};
+
+/// A model as a checkpoint on disk, and the experts of its layer 0 or why they cannot be had.
+struct WrittenModel {
+  explicit WrittenModel(const TinyModel& model);
+  TemporaryDirectory folder;
+  std::shared_ptr<const Checkpoint> checkpoint;
+  Result<ExpertSource> source;
 };
 
 /// Counts a malformed checkpoint. At the end of a whole run of the program their number is printed, and fewer

@@ -42,11 +42,8 @@ TEST(UpstreamQuirks, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
     const std::string name = Replaced(tensor.name, ".weight_packed", ".weight");
     tensor = Bytes(name, "F8_E4M3", {tensor.shape[0], 2 * tensor.shape[1]}, 1, 0x38);
   }
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  const auto checkpoint = Checkpoint::Open(folder.path());
-  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-  const auto source = (*checkpoint)->Experts(0);
+  const WrittenModel written(model);
+  const auto& source = written.source;
   ASSERT_TRUE(source.ok()) << source.status().ToString();
   EXPECT_EQ(source->scheme.activation.element, DType::kF8E4M3);
   EXPECT_EQ(source->scheme.activation.rule.mx_scale, MxScaleRule::kEvenE2m1);
@@ -138,11 +135,8 @@ TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
   quantization["extra_config"] = {{".*model\\.layers\\.0\\.mlp\\.gate.*", {{"bits", 16}, {"act_bits", 16}}}};
   for (const bool ceil : {false, true}) {
     quantization["act_data_type"] = ceil ? "mx_fp_rceil" : "mx_fp";
-    const TemporaryDirectory folder;
-    model.WriteTo(folder);
-    const auto checkpoint = Checkpoint::Open(folder.path());
-    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-    const auto source = (*checkpoint)->Experts(0);
+    const WrittenModel written(model);
+    const auto& source = written.source;
     ASSERT_TRUE(source.ok()) << source.status().ToString();
     EXPECT_EQ(source->scheme.name, "mxfp4_w4a4");
     EXPECT_EQ(source->scheme.activation.rule.mx_scale, ceil ? MxScaleRule::kCeil : MxScaleRule::kFloor);
@@ -206,11 +200,8 @@ TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
       for (int64_t i = 0; i < tensor.shape[0] * tensor.shape[1]; i += 3)
         tensor.bytes += {static_cast<char>(0x81), static_cast<char>(0x30), static_cast<char>(0xfe)};
     }
-    const TemporaryDirectory folder;
-    model.WriteTo(folder);
-    const auto checkpoint = Checkpoint::Open(folder.path());
-    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-    const auto source = (*checkpoint)->Experts(0);
+    const WrittenModel written(model);
+    const auto& source = written.source;
     ASSERT_TRUE(source.ok()) << source.status().ToString();
     const auto expert = source->load(1);
     ASSERT_TRUE(expert.ok()) << expert.status().ToString();

@@ -3,7 +3,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <functional>
 #include <mutex>
 #include <numeric>
 #include <thread>
