@@ -68,12 +68,15 @@ class Communicator {
   /// Enqueues exchanges of rows on cards, all as one, in the order of `stream` (cudaStream_t) of this rank's
   /// card: waits for nothing, allocates nothing, and can be captured into a CUDA graph. The counts are read
   /// before it returns. kUnsupported where on_cards() is false; kSystem, with rank and operation, where the
-  /// transport refuses.
+  /// transport refuses. Without exchanges: ok, or why this communicator refuses everything.
   virtual Status Enqueue(std::span<const RowExchange> exchanges, void* stream);
   /// Waits until everything enqueued in `stream` is done, under the deadline. kSystem, with rank and
   /// operation, when it passes or the transport reports an error; what is under way on the card is then given
   /// up, so that nothing waits for ever. Engines that wait for their streams themselves have no deadline.
   virtual Status Finish(void* stream);
+  /// Gives up what is under way on this rank's card: it waits for rows that will not come, because a rank has
+  /// failed behind an agreement. Everything afterwards is refused with `why`. Without cards nothing happens.
+  virtual void GiveUp(const Status& why);
 };
 
 struct CommunicatorOptions {

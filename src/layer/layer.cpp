@@ -385,9 +385,11 @@ Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Wor
   if (impl.config.routing.num_zero_experts > 0 && on_card) {
     auto* kept = workspace.Get<int32_t>(impl.real_ids);
     auto* identity = workspace.Get<float>(impl.identity_weights);
-    FMOE_RETURN_IF_ERROR(cuda::SplitIdentity(inputs.hidden.dim(0), impl.config.top_k(),
-                                             impl.config.num_experts, input.topk_ids, input.topk_weights,
-                                             kept, identity, executor.stream));
+    ready = cuda::SplitIdentity(inputs.hidden.dim(0), impl.config.top_k(), impl.config.num_experts,
+                                input.topk_ids, input.topk_weights, kept, identity, executor.stream);
+    if (!ready.ok()) {
+      return impl.kernel->Abandon(ready, workspace);
+    }
     input.topk_ids = kept;
     input.identity_weights = identity;
   } else if (impl.config.routing.num_zero_experts > 0) {

@@ -226,7 +226,9 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
     FMOE_RETURN_IF_ERROR(outer.FinalizeWait(finalize, routed, workspace, executor));
     FMOE_RETURN_IF_ERROR(shared_status);
   } else {
-    FMOE_RETURN_IF_ERROR(RunShared(input.hidden, shared, gates, workspace, executor));
+    if (const Status status = RunShared(input.hidden, shared, gates, workspace, executor); !status.ok()) {
+      return outer.Abandon(status, true, workspace);
+    }
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
   }
   if (input.identity_weights != nullptr) {

@@ -108,6 +108,24 @@ Status StatusOf(const WireVerdict& verdict) {
   }
 }
 
+// The verdict of this rank, the last of `memory.verdicts`, goes to all; `agreed` is that of the lowest rank
+// which is not content.
+Status TellVerdicts(Communicator& communicator, std::string_view operation, const AgreementMemory& memory,
+                    Status& agreed) {
+  const int64_t ranks = communicator.size();
+  FMOE_RETURN_IF_ERROR(communicator.Exchange(
+      FixedExchange(operation, sizeof(WireVerdict), Bytes(memory.verdicts + ranks), Bytes(memory.verdicts),
+                    memory.zeros, memory, static_cast<size_t>(ranks))));
+  agreed = Status::Ok();
+  for (int64_t peer = 0; peer < ranks; ++peer) {
+    if (memory.verdicts[peer].code != 0) {
+      agreed = StatusOf(memory.verdicts[peer]).WithContext(operation);
+      break;
+    }
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 AgreementSlots BookAgreement(int64_t ranks, WorkspaceBook& book) {
@@ -189,17 +207,22 @@ Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreemen
       receive_rows[static_cast<size_t>(peer)] = memory.received[peer].rows;
     }
   }
-  FMOE_RETURN_IF_ERROR(
-      communicator.Exchange(FixedExchange(agreement.verdict_operation, sizeof(WireVerdict), Bytes(&verdict),
-                                          Bytes(memory.verdicts), memory.zeros, memory, count)));
-  for (int64_t peer = 0; peer < ranks; ++peer) {
-    if (memory.verdicts[peer].code != 0) {
-      agreed = StatusOf(memory.verdicts[peer]).WithContext(agreement.verdict_operation);
-      return Status::Ok();
-    }
+  return TellVerdicts(communicator, agreement.verdict_operation, memory, agreed);
+}
+
+Status AgreeOnOutcome(Communicator& communicator, std::string_view operation, const Status& own,
+                      const AgreementMemory& memory) {
+  const int64_t ranks = communicator.size();
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    memory.ones[rank] = 1;
+    memory.ascending[rank] = rank;
+    memory.zeros[rank] = 0;
   }
-  agreed = Status::Ok();
-  return Status::Ok();
+  memory.verdicts[ranks] = WireVerdict{};
+  Object(own, communicator.rank(), memory.verdicts[ranks]);
+  Status agreed;
+  FMOE_RETURN_IF_ERROR(TellVerdicts(communicator, operation, memory, agreed));
+  return agreed;
 }
 
 Status Vote(Communicator& communicator, std::string_view operation, RowAgreement agreement, const Status& own,
@@ -263,5 +286,7 @@ Status Communicator::Enqueue(std::span<const RowExchange> /*exchanges*/, void* /
 Status Communicator::Finish(void* /*stream*/) {
   return Status::Unsupported(fmt::format("'{}' moves rows in host memory, not on cards", name()));
 }
+
+void Communicator::GiveUp(const Status& /*why*/) {}
 
 }  // namespace fusedmoe

@@ -95,6 +95,11 @@ Status AgreeOnRows(Communicator& communicator, const RowAgreement& agreement, co
 Status ExchangeVerdicts(Communicator& communicator, const RowAgreement& agreement, const Status& own,
                         const AgreementMemory& memory, std::span<int64_t> receive_rows, Status& verdict);
 
+/// Every rank says how something that all of them began has gone on it, in one exchange of verdicts: ok, or
+/// on every rank the same Status, that of the lowest rank which failed. Allocates nothing when all goes well.
+Status AgreeOnOutcome(Communicator& communicator, std::string_view operation, const Status& own,
+                      const AgreementMemory& memory);
+
 /// ExchangeVerdicts without rows, in memory of its own: every rank says whether it is content and brings a
 /// value (`agreement.fingerprint`) that all must share. Both operations of `agreement` are `operation`.
 Status Vote(Communicator& communicator, std::string_view operation, RowAgreement agreement, const Status& own,

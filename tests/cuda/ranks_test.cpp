@@ -1,7 +1,12 @@
-// Layers on two cards against the same layer on one: ranks are threads, a card each, rows go through NCCL.
+// Layers on two and on four cards against the same layer on one: ranks are threads, a card each, rows go
+// through NCCL.
 
+#include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
+#include <numeric>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,6 +22,7 @@
 #include "layer/rank_plan.hpp"
 #include "parallel/nccl/nccl_api.hpp"
 #include "platform/cuda/graph.hpp"
+#include "support/forwarding_communicator.hpp"
 #include "support/random_layer.hpp"
 #include "support/rank_cells.hpp"
 #include "support/relative_l2.hpp"
@@ -34,35 +40,29 @@ using testing_support::RandomRows;
 using testing_support::RankCell;
 using testing_support::RunRankCell;
 
-constexpr int64_t kRanks = 2;
-
-/// Why two ranks cannot own a card each here; empty: they can.
-std::string WhyNotTwoCards() {
+/// Why that many ranks cannot own a card each here; empty: they can.
+std::string WhyNotCards(int64_t ranks) {
   if (const Status card = cuda::CheckCard(HostMachine()); !card.ok()) {
     return card.message();
   }
   const Result<int64_t> count = cuda::CountCards();
-  if (!count.ok() || *count < kRanks) {
-    return "needs 2 cards, " + std::to_string(count.ok() ? *count : 0) + " visible";
+  if (!count.ok() || *count < ranks) {
+    return "needs " + std::to_string(ranks) + " cards, " + std::to_string(count.ok() ? *count : 0) +
+           " visible";
   }
   const Result<NcclLibrary> nccl = FindNccl();
   return nccl.ok() ? std::string() : nccl.status().ToString();
 }
 
-#define FMOE_SKIP_WITHOUT_TWO_CARDS()                                 \
-  if (const std::string reason = WhyNotTwoCards(); !reason.empty()) { \
-    GTEST_SKIP() << reason;                                           \
-  }
-
-std::vector<std::shared_ptr<Communicator>> Hosts(double deadline) {
+std::vector<std::shared_ptr<Communicator>> Hosts(int64_t ranks, double deadline) {
   CommunicatorOptions options;
   options.deadline_seconds = deadline;
-  return *InProcessCommunicators(kRanks, options);
+  return *InProcessCommunicators(ranks, options);
 }
 
-void OnThreads(const std::function<void(size_t rank)>& body) {
+void OnThreads(int64_t ranks, const std::function<void(size_t rank)>& body) {
   std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < kRanks; ++rank) {
+  for (size_t rank = 0; rank < static_cast<size_t>(ranks); ++rank) {
     threads.emplace_back([&body, rank] { body(rank); });
   }
   for (std::thread& thread : threads) {
@@ -70,20 +70,24 @@ void OnThreads(const std::function<void(size_t rank)>& body) {
   }
 }
 
-/// Joins the ranks once for all tests, which takes about a second, and never leaves: when static objects go,
-/// the driver may be gone.
-void OnCards(const std::function<void(const std::shared_ptr<Communicator>& cards)>& body) {
-  static auto& joined = *new std::vector<std::shared_ptr<Communicator>>();
-  if (joined.empty()) {
-    joined.resize(kRanks);
-    const auto hosts = Hosts(60);
-    OnThreads([&](size_t rank) {
-      const auto cards = NcclCommunicator(hosts[rank]);
-      ASSERT_TRUE(cards.ok()) << cards.status().ToString();
-      joined[rank] = *cards;
-    });
-  }
-  OnThreads([&](size_t rank) {
+using Joined = std::vector<std::shared_ptr<Communicator>>;
+
+Joined Join(int64_t ranks, double deadline) {
+  Joined joined(static_cast<size_t>(ranks));
+  const auto hosts = Hosts(ranks, deadline);
+  OnThreads(ranks, [&](size_t rank) {
+    NcclOptions options;
+    options.deadline_seconds = deadline;
+    const auto cards = NcclCommunicator(hosts[rank], options);
+    ASSERT_TRUE(cards.ok()) << cards.status().ToString();
+    joined[rank] = *cards;
+  });
+  return joined;
+}
+
+void OnCards(const Joined& joined,
+             const std::function<void(const std::shared_ptr<Communicator>& cards)>& body) {
+  OnThreads(static_cast<int64_t>(joined.size()), [&](size_t rank) {
     ASSERT_TRUE(cuda::SelectCard(static_cast<int64_t>(rank)).ok());
     if (joined[rank] != nullptr) {
       body(joined[rank]);
@@ -91,10 +95,33 @@ void OnCards(const std::function<void(const std::shared_ptr<Communicator>& cards
   });
 }
 
-TEST(CardRanks, EveryCell_EqualsOneCard) {
-  FMOE_SKIP_WITHOUT_TWO_CARDS();
-  OnCards([](const std::shared_ptr<Communicator>& cards) {
-    for (const RankCell& cell : CardRankCells()) {
+/// The parameter is the number of ranks.
+class CardRanks : public testing::TestWithParam<int64_t> {
+ protected:
+  void SetUp() override {
+    if (const std::string reason = WhyNotCards(ranks_); !reason.empty()) {
+      GTEST_SKIP() << reason;
+    }
+  }
+
+  /// Joins the ranks once for all tests, which takes about a second, and never leaves: when static objects
+  /// go, the driver may be gone.
+  void OnCards(const std::function<void(const std::shared_ptr<Communicator>& cards)>& body) {
+    static auto& joined = *new std::map<int64_t, Joined>();
+    if (joined.count(ranks_) == 0) {
+      joined[ranks_] = Join(ranks_, 60);
+    }
+    fusedmoe::OnCards(joined[ranks_], body);
+  }
+
+  const int64_t ranks_ = GetParam();
+};
+
+INSTANTIATE_TEST_SUITE_P(Cards, CardRanks, testing::Values(int64_t{2}, int64_t{4}));
+
+TEST_P(CardRanks, EveryCell_EqualsOneCard) {
+  OnCards([this](const std::shared_ptr<Communicator>& cards) {
+    for (const RankCell& cell : CardRankCells(ranks_)) {
       const std::string wrong = RunRankCell(cards, cell, 2);
       EXPECT_EQ(wrong, "") << cell.Name() << ", rank " << cards->rank();
       if (!wrong.empty() && wrong.find("deadline") != std::string::npos) {
@@ -104,7 +131,7 @@ TEST(CardRanks, EveryCell_EqualsOneCard) {
   });
 }
 
-/// A layer large enough for two steps of reduction, experts over both cards, the same tokens on both.
+/// A layer large enough for two steps of reduction, experts over all cards, the same tokens on each.
 struct LargeCase {
   static constexpr int64_t kTokens = 1024, kHidden = 2048, kTopK = 2;
   RandomLayer layer;
@@ -131,7 +158,7 @@ struct LargeCase {
     ExpertSource source = layer.source;
     if (cards != nullptr) {
       ParallelSizes sizes;
-      sizes.tp = kRanks;
+      sizes.tp = cards->size();
       sizes.enable_expert_parallel = true;
       options.parallel = *MakeParallelConfig(sizes, *RanksOf(sizes, cards->rank()));
       options.communicator = cards;
@@ -169,8 +196,7 @@ struct LargeCase {
   };
 };
 
-TEST(CardRanks, SameTokens_OneStepTwoStepsAndReplays_EqualOneCard) {
-  FMOE_SKIP_WITHOUT_TWO_CARDS();
+TEST_P(CardRanks, SameTokens_OneStepTwoStepsAndReplays_EqualOneCard) {
   const LargeCase large;
   OnCards([&](const std::shared_ptr<Communicator>& cards) {
     const auto alone = large.Create(nullptr), layer = large.Create(cards);
@@ -204,15 +230,14 @@ TEST(CardRanks, SameTokens_OneStepTwoStepsAndReplays_EqualOneCard) {
   });
 }
 
-TEST(CardRanks, RankThatCannotForward_TellsTheOther) {
-  FMOE_SKIP_WITHOUT_TWO_CARDS();
+TEST_P(CardRanks, RankThatCannotForward_TellsTheOthers) {
   const LargeCase large;
   OnCards([&](const std::shared_ptr<Communicator>& cards) {
     const auto layer = large.Create(cards);
     ASSERT_TRUE(layer.ok()) << layer.status().ToString();
     const Workspace workspace = *(*layer)->CreateWorkspace();
     const LargeCase::OnOneCard memory(large);
-    // Rank 1 brings more tokens than the layer was made for: both say so, and both go on.
+    // Rank 1 brings more tokens than the layer was made for: all say so, and all go on.
     const int64_t tokens = cards->rank() == 1 ? LargeCase::kTokens + 1 : 4;
     const Status refused = memory.Forward(**layer, workspace, tokens, nullptr);
     EXPECT_EQ(refused.code(), StatusCode::kUsage) << refused.ToString();
@@ -222,10 +247,40 @@ TEST(CardRanks, RankThatCannotForward_TellsTheOther) {
   });
 }
 
-TEST(CardRanks, OneCardForBoth_RefusedByName) {
-  FMOE_SKIP_WITHOUT_TWO_CARDS();
-  const auto hosts = Hosts(20);
-  OnThreads([&](size_t rank) {
+/// Refuses the rows of results on one rank: what a launch that fails looks like from outside.
+class FailsToCombine final : public test::ForwardingCommunicator {
+ public:
+  using ForwardingCommunicator::ForwardingCommunicator;
+  Status Enqueue(std::span<const RowExchange> exchanges, void* stream) override {
+    if (!exchanges.empty() && exchanges.front().operation == "combine rows") {
+      return Status::System("the launch failed");
+    }
+    return ForwardingCommunicator::Enqueue(exchanges, stream);
+  }
+};
+
+TEST_P(CardRanks, LaunchThatFailsBehindTheAgreement_EndsAllAtOnce) {
+  const LargeCase large;
+  // Ranks of its own: they are of no use afterwards.
+  fusedmoe::OnCards(Join(ranks_, 30), [&](const std::shared_ptr<Communicator>& cards) {
+    const bool fails = cards->rank() == 1;
+    const auto layer = large.Create(fails ? std::make_shared<FailsToCombine>(cards) : cards);
+    ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+    const Workspace workspace = *(*layer)->CreateWorkspace();
+    const LargeCase::OnOneCard memory(large);
+    const auto begin = std::chrono::steady_clock::now();
+    const Status failed = memory.Forward(**layer, workspace, LargeCase::kTokens, nullptr);
+    EXPECT_NE(failed.message().find("rank 1: the launch failed"), std::string::npos) << failed.ToString();
+    EXPECT_TRUE(cuda::Synchronize(nullptr).ok()) << "what waited on the card has ended";
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10)) << "the deadline is 30 s";
+    const Status again = memory.Forward(**layer, workspace, 4, nullptr);
+    EXPECT_NE(again.message().find("the launch failed"), std::string::npos) << again.ToString();
+  });
+}
+
+TEST_P(CardRanks, OneCardForAll_RefusedByName) {
+  const auto hosts = Hosts(ranks_, 20);
+  OnThreads(ranks_, [&](size_t rank) {
     NcclOptions options;
     options.card = 0;
     const auto cards = NcclCommunicator(hosts[rank], options);
@@ -235,21 +290,26 @@ TEST(CardRanks, OneCardForBoth_RefusedByName) {
   });
 }
 
-TEST(CardRanks, Adopted_MovesRows_LateRank_EndsAtTheDeadline) {
-  FMOE_SKIP_WITHOUT_TWO_CARDS();
+TEST_P(CardRanks, Adopted_MovesRows_LateRank_EndsAtTheDeadline) {
   const auto api = nccl::Load({});
   ASSERT_TRUE(api.ok());
   nccl::UniqueId id;
   ASSERT_EQ((*api)->get_unique_id(&id), nccl::kSuccess);
-  const auto hosts = Hosts(20), own_hosts = Hosts(20);
-  OnThreads([&](size_t rank) {
+  const auto hosts = Hosts(ranks_, 20), own_hosts = Hosts(ranks_, 20);
+  const auto ranks = static_cast<size_t>(ranks_);
+  OnThreads(ranks_, [&](size_t rank) {
     ASSERT_TRUE(cuda::SelectCard(static_cast<int64_t>(rank)).ok());
     nccl::Config config;
     nccl::Comm comm = nullptr;
-    ASSERT_EQ((*api)->init_rank(&comm, kRanks, id, static_cast<int>(rank), &config), nccl::kSuccess);
-    const std::vector<int64_t> ones(kRanks, 1), ascending = {0, 1};
-    const OnCard<int32_t> sent(std::vector<int32_t>(kRanks, 7 + static_cast<int32_t>(rank)));
-    const OnCard<int32_t> received(std::vector<int32_t>(kRanks, -1));
+    ASSERT_EQ((*api)->init_rank(&comm, static_cast<int>(ranks_), id, static_cast<int>(rank), &config),
+              nccl::kSuccess);
+    const std::vector<int64_t> ones(ranks, 1);
+    std::vector<int64_t> ascending(ranks);
+    std::iota(ascending.begin(), ascending.end(), 0);
+    std::vector<int32_t> expected(ranks);
+    std::iota(expected.begin(), expected.end(), 7);
+    const OnCard<int32_t> sent(std::vector<int32_t>(ranks, 7 + static_cast<int32_t>(rank)));
+    const OnCard<int32_t> received(std::vector<int32_t>(ranks, -1));
     RowExchange exchange;
     exchange.operation = "test rows";
     exchange.row_bytes = 4;
@@ -264,14 +324,14 @@ TEST(CardRanks, Adopted_MovesRows_LateRank_EndsAtTheDeadline) {
       ASSERT_TRUE(cards.ok()) << cards.status().ToString();
       ASSERT_TRUE((*cards)->Enqueue({&exchange, 1}, nullptr).ok());
       ASSERT_TRUE((*cards)->Finish(nullptr).ok());
-      EXPECT_EQ(received.Read(), (std::vector<int32_t>{7, 8}));
+      EXPECT_EQ(received.Read(), expected);
     }
     ASSERT_EQ((*api)->destroy(comm), nccl::kSuccess);
     NcclOptions options;
     options.deadline_seconds = 2;
     const auto cards = NcclCommunicator(own_hosts[rank], options);
     ASSERT_TRUE(cards.ok()) << cards.status().ToString();
-    if (rank == 0) {  // rank 1 never comes
+    if (rank == 0) {  // the others never come
       ASSERT_TRUE((*cards)->Enqueue({&exchange, 1}, nullptr).ok());
       const Status late = (*cards)->Finish(nullptr);
       EXPECT_EQ(late.code(), StatusCode::kSystem) << late.ToString();

@@ -181,6 +181,9 @@ int ncclGroupEnd() {
   std::unique_lock lock(mutex);
   const std::vector<Message> messages = std::exchange(group, {});
   in_group = false;
+  if (controls.rows_wait) {
+    return kSuccess;
+  }
   for (const Message& message : messages) {
     if (message.is_send) {
       message.comm->world->mail[{message.comm->rank, message.peer}].emplace_back(

@@ -1,8 +1,6 @@
 // Ranks on cards without cards: the rules of joining and exchanging, held against a library that has NCCL's
 // names and checks its protocol (tests/fake_nccl). Ranks are threads, cards are numbers.
 
-#include <dlfcn.h>
-
 #include <cstring>
 #include <functional>
 #include <string>
@@ -11,72 +9,17 @@
 
 #include <gtest/gtest.h>
 
-#include "fake_nccl/fake_nccl.hpp"
 #include "parallel/card_gather.hpp"
-#include "parallel/nccl/nccl_communicator.hpp"
+#include "parallel/fake_cards.hpp"
 
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kCards = 4;
-thread_local int64_t current_card = 0;
-std::atomic<bool> stream_idle{true};
-std::atomic<bool> same_card{false};
-
-constexpr CardAccess kFakeCards = {
-    [] { return Result<int64_t>(kCards); },
-    [] { return Result<int64_t>(current_card); },
-    [](int64_t card) {
-      current_card = card;
-      return Status::Ok();
-    },
-    [](int64_t card) { return Result<std::string>("0000:0" + std::to_string(same_card ? 0 : card)); },
-    [](void* /*stream*/) { return Result<bool>(stream_idle.load()); },
-    [](int64_t bytes, std::string_view /*what*/) {
-      return Result<std::shared_ptr<std::byte>>(std::shared_ptr<std::byte>(
-          new std::byte[static_cast<size_t>(bytes)](), std::default_delete<std::byte[]>()));
-    }};
-
-FakeNccl& Fake() {
-  static auto* const kControls = [] {
-    void* module = dlopen(FMOE_FAKE_NCCL, RTLD_NOW | RTLD_LOCAL);
-    return reinterpret_cast<FakeNccl* (*)()>(dlsym(module, "fake_nccl"))();
-  }();
-  return *kControls;
-}
-
-using Joined = Result<std::shared_ptr<Communicator>>;
-
-/// Joins `ranks` threads and runs `body` in each of them.
-std::vector<Status> OnRanks(int64_t ranks, NcclOptions options,
-                            const std::function<Status(Communicator&)>& body) {
-  if (options.library.empty()) {
-    options.library = FMOE_FAKE_NCCL;
-  }
-  CommunicatorOptions host;
-  host.deadline_seconds = 20;
-  const auto hosts = *InProcessCommunicators(ranks, host);
-  std::vector<Status> statuses(static_cast<size_t>(ranks));
-  std::vector<std::thread> threads;
-  for (size_t rank = 0; rank < statuses.size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      const Joined joined = CardCommunicator::Create(hosts[rank], options, kFakeCards);
-      statuses[rank] = joined.ok() ? body(**joined) : joined.status();
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  return statuses;
-}
+using namespace testing_support;
 
 class Nccl : public testing::Test {
  protected:
-  void SetUp() override {
-    Fake().Reset();
-    stream_idle = true;
-    same_card = false;
-  }
+  void SetUp() override { ResetFakeCards(); }
 };
 
 Status Nothing(Communicator& /*cards*/) {

@@ -28,6 +28,7 @@ class ForwardingCommunicator : public Communicator {
     return inner_->Enqueue(exchanges, stream);
   }
   Status Finish(void* stream) override { return inner_->Finish(stream); }
+  void GiveUp(const Status& why) override { inner_->GiveUp(why); }
 
  private:
   std::shared_ptr<Communicator> inner_;

@@ -436,31 +436,50 @@ std::vector<RankCell> RankCells(int64_t ranks) {
   return cells;
 }
 
-std::vector<RankCell> CardRankCells() {
+std::vector<RankCell> CardRankCells(int64_t ranks) {
   std::vector<RankCell> cells;
-  for (const int64_t tp : {1, 2}) {
-    for (const bool expert_parallel : {true, false}) {
-      for (const char* scheme : {"unquantized", "fp8_w8a8:block128", "fp8_w8a8:channel", "int8_w8a8",
-                                 "int4_w4a16", "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a4", "mxfp8_w8a8"}) {
-        for (const TokenPattern tokens :
-             {TokenPattern::kEqual, TokenPattern::kDescending, TokenPattern::kZeroOnOne,
-              TokenPattern::kZeroOnAll, TokenPattern::kOneToken}) {
-          RankCell cell;
-          cell.seed = cells.size() + 1;
-          cell.device = "cuda";
-          cell.backend = "CUDA_FUSED";
-          cell.sizes.tp = tp;
-          cell.sizes.dp = 2 / tp;
-          cell.sizes.enable_expert_parallel = expert_parallel;
-          cell.scheme = scheme;
-          cell.tokens = tokens;
-          cell.ids = static_cast<IdPattern>(cell.seed % 4);
-          cell.num_experts = cell.seed % 3 == 0 ? 11 : 8;
-          cell.determinism =
-              cell.seed % 2 == 0 ? Determinism::kBatchInvariant : Determinism::kThreadInvariant;
-          cell.output = cell.seed % 5 == 0 ? DType::kF32 : DType::kBF16;
-          cell.shared = cell.seed % 7 == 0 && !expert_parallel;
-          cells.push_back(cell);
+  const auto add = [&](const ParallelSizes& sizes, std::initializer_list<const char*> schemes) {
+    for (const char* scheme : schemes) {
+      for (const TokenPattern tokens :
+           {TokenPattern::kEqual, TokenPattern::kDescending, TokenPattern::kZeroOnOne,
+            TokenPattern::kZeroOnAll, TokenPattern::kOneToken}) {
+        RankCell cell;
+        cell.seed = cells.size() + 1;
+        cell.device = "cuda";
+        cell.backend = "CUDA_FUSED";
+        cell.sizes = sizes;
+        cell.scheme = scheme;
+        cell.tokens = tokens;
+        cell.ids = static_cast<IdPattern>(cell.seed % 4);
+        cell.num_experts = cell.seed % 3 == 0 ? 11 : 8;
+        cell.determinism = cell.seed % 2 == 0 ? Determinism::kBatchInvariant : Determinism::kThreadInvariant;
+        cell.output = cell.seed % 5 == 0 ? DType::kF32 : DType::kBF16;
+        cell.shared = cell.seed % 7 == 0 && !sizes.enable_expert_parallel;
+        cells.push_back(cell);
+      }
+    }
+  };
+  // Whole experts on each rank, then slices of every expert: sizes of tp, pcp, dp, sp.
+  for (const bool expert_parallel : {true, false}) {
+    for (const int64_t tp : {int64_t{1}, int64_t{2}, ranks}) {
+      for (int64_t pcp = 1; tp * pcp <= ranks; pcp *= 2) {
+        ParallelSizes sizes;
+        sizes.tp = tp;
+        sizes.pcp = pcp;
+        sizes.dp = ranks / tp / pcp;
+        sizes.enable_expert_parallel = expert_parallel;
+        if (tp == 2 && ranks == 2) {
+          continue;  // comes again as `ranks`
+        }
+        if (ranks == 2 && pcp == 1) {
+          add(sizes, {"unquantized", "fp8_w8a8:block128", "fp8_w8a8:channel", "int8_w8a8", "int4_w4a16",
+                      "nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a4", "mxfp8_w8a8"});
+        } else {  // a slice of 64 columns holds no block of 128
+          add(sizes, {"unquantized", "nvfp4_w4a4", "mxfp8_w8a8"});
+        }
+        if (expert_parallel && tp == 2 && sizes.dp > 1) {
+          sizes.sp = tp;  // tokens of its own on each rank
+          add(sizes, {"fp8_w8a8:block128", "nvfp4_w4a16"});
         }
       }
     }

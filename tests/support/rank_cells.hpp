@@ -56,7 +56,7 @@ std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const
 
 /// Every cell for this many ranks.
 std::vector<RankCell> RankCells(int64_t ranks);
-/// Those that cards run, for two ranks.
-std::vector<RankCell> CardRankCells();
+/// Those that as many cards run, two or four.
+std::vector<RankCell> CardRankCells(int64_t ranks);
 
 }  // namespace fusedmoe::testing_support

@@ -31,6 +31,7 @@ class CountingCommunicator final : public Communicator {
   bool on_cards() const override { return inner_->on_cards(); }
   Status Enqueue(std::span<const RowExchange> exchanges, void* stream) override;
   Status Finish(void* stream) override { return inner_->Finish(stream); }
+  void GiveUp(const Status& why) override { inner_->GiveUp(why); }
 
   void Reset() {
     sent_ = RankTraffic{};

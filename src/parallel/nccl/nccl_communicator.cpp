@@ -248,6 +248,13 @@ Status CardCommunicator::Poison(std::string what) {
   return poison_;
 }
 
+void CardCommunicator::GiveUp(const Status& why) {
+  if (poison_.ok()) {  // else all is given up, and the first reason stands
+    poison_ = why;
+    AbortOwn();
+  }
+}
+
 void CardCommunicator::AbortOwn() {
   if (owns()) {
     for (std::atomic<nccl::Comm>* comm : {&rows_, &joined_}) {

@@ -50,6 +50,7 @@ class CardCommunicator final : public Communicator {
   bool on_cards() const override { return true; }
   Status Enqueue(std::span<const RowExchange> exchanges, void* stream) override;
   Status Finish(void* stream) override;
+  void GiveUp(const Status& why) override;
 
  private:
   CardCommunicator(std::shared_ptr<Communicator> host, const NcclOptions& options, const CardAccess& cards)

@@ -85,11 +85,58 @@ class GatherOnCards final : public PrepareFinalize {
         Exchange("dispatch rows", input.hidden.row_bytes(), input.hidden.data(), rows),
         Exchange("dispatch ids", slot_bytes, input.topk_ids, ids),
         Exchange("dispatch weights", slot_bytes, input.topk_weights, weights)};
-    return parts_.communicator->Enqueue(gather, executor.stream);
+    const Status sent = parts_.communicator->Enqueue(gather, executor.stream);
+    return sent.ok() ? sent : Close(sent);
   }
 
   Status Finalize(const FinalizeInput& input, MutableTensorView output, const Workspace& workspace,
                   const Executor& executor) const override {
+    return Close(Combine(input, output, workspace, executor));
+  }
+
+  // Before the agreement, a rank that fails takes part in it and says so; behind it, it does at the close.
+  Status Abandon(const Status& status, bool prepared, const Workspace& /*workspace*/) const override {
+    if (prepared) {
+      return Close(status);
+    }
+    RowAgreement agreement;
+    agreement.header_operation = "dispatch header";
+    agreement.verdict_operation = "dispatch agreement";
+    agreement.tokens = -1;
+    return AgreeOnRows(*parts_.communicator, agreement, status, host_->agreement.memory(), {});
+  }
+
+ private:
+  /// What one forward knows; allocated once, since the workspace is on the card.
+  struct Host {
+    explicit Host(int64_t ranks)
+        : agreement(ranks),
+          counts(ranks),
+          shares(static_cast<size_t>(ranks)),
+          begins(shares),
+          limits(shares) {}
+    AgreementStorage agreement;
+    Counts counts;
+    int64_t num_tokens = 0;
+    std::vector<int64_t> shares, begins;  ///< of all ranks, in the order of ranks
+    std::vector<int64_t> limits;
+  };
+
+  int64_t ShareBegin() const { return tokens_.ShareBegin(host_->num_tokens, tokens_.tp_rank); }
+  int64_t Share() const { return tokens_.ShareBegin(host_->num_tokens, tokens_.tp_rank + 1) - ShareBegin(); }
+
+  // The other ranks' cards wait for the rows of this one. If it could not enqueue them, all give up at once.
+  Status Close(const Status& own) const {
+    Status outcome = AgreeOnOutcome(*parts_.communicator, "forward close", own, host_->agreement.memory());
+    if (!outcome.ok()) {
+      parts_.communicator->GiveUp(outcome);
+    }
+    return outcome;
+  }
+
+  // Partial sums go home, and are added there in the order of ranks.
+  Status Combine(const FinalizeInput& input, MutableTensorView output, const Workspace& workspace,
+                 const Executor& executor) const {
     const Host& host = *host_;
     const int64_t row_bytes = parts_.config.hidden * kWordBytes;
     auto* const received = workspace.Get<float>(partials_);
@@ -119,38 +166,6 @@ class GatherOnCards final : public PrepareFinalize {
     return tokens_.shares_tokens && !one_step ? GatherOutputs(output, executor.stream) : Status::Ok();
   }
 
-  // A rank that fails before the agreement takes part in it and says so. Behind it rows are under way: the
-  // others find out by their deadline, or by the count of exchanges in the next header.
-  Status Abandon(const Status& status, bool prepared, const Workspace& /*workspace*/) const override {
-    if (prepared) {
-      return status;
-    }
-    RowAgreement agreement;
-    agreement.header_operation = "dispatch header";
-    agreement.verdict_operation = "dispatch agreement";
-    agreement.tokens = -1;
-    return AgreeOnRows(*parts_.communicator, agreement, status, host_->agreement.memory(), {});
-  }
-
- private:
-  /// What one forward knows; allocated once, since the workspace is on the card.
-  struct Host {
-    explicit Host(int64_t ranks)
-        : agreement(ranks),
-          counts(ranks),
-          shares(static_cast<size_t>(ranks)),
-          begins(shares),
-          limits(shares) {}
-    AgreementStorage agreement;
-    Counts counts;
-    int64_t num_tokens = 0;
-    std::vector<int64_t> shares, begins;  ///< of all ranks, in the order of ranks
-    std::vector<int64_t> limits;
-  };
-
-  int64_t ShareBegin() const { return tokens_.ShareBegin(host_->num_tokens, tokens_.tp_rank); }
-  int64_t Share() const { return tokens_.ShareBegin(host_->num_tokens, tokens_.tp_rank + 1) - ShareBegin(); }
-
   RowExchange Exchange(std::string_view operation, int64_t row_bytes, const void* send, void* receive) const {
     RowExchange exchange;
     exchange.operation = operation;
@@ -166,8 +181,8 @@ class GatherOnCards final : public PrepareFinalize {
 
   Status AgreeOnShares(const PrepareInput& input) const {
     Host& host = *host_;
-    Status own;
-    if (host.num_tokens > parts_.config.max_tokens) {
+    Status own = parts_.communicator->Enqueue({}, nullptr);
+    if (own.ok() && host.num_tokens > parts_.config.max_tokens) {
       own = Status::Usage(fmt::format("{} tokens, the exchange was planned for {} a rank", host.num_tokens,
                                       parts_.config.max_tokens));
     }
