@@ -251,15 +251,13 @@ Status VerdictOf(const BenchReport& report) {
 }
 
 Status Bench(const BenchFlags& flags, Output& output) {
+  FMOE_RETURN_IF_ERROR(CheckPlace(flags.plot));
   FMOE_ASSIGN_OR_RETURN(BenchOptions options, OptionsOf(flags));
   if (flags.on_ranks) {
     PlanFlags plan;
     plan.determinism = flags.determinism;
     FMOE_ASSIGN_OR_RETURN(const LayerOptions resolved, Resolve(plan));
     return BenchOnRanks(options, flags.ranks, flags.threads, resolved.determinism, output);
-  }
-  if (flags.ranks.sizes.tp * flags.ranks.sizes.pcp * flags.ranks.sizes.dp > 1) {
-    return Status::Usage("--tp, --dp and --pcp go with --ranks, under mpirun");
   }
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   options.executor = pool->executor();
@@ -304,13 +302,17 @@ Action DefineBench(CLI::App& app) {
                  "Prepared weights at a time; without it a quarter of the memory")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 50));
   app.add_option("--seconds", flags->seconds, "Timed calls of each row")->check(Between(0, 3600));
-  app.add_option("--seed", flags->seed, "Of weights, inputs and routings");
-  app.add_flag(
+  AddSeed(app, flags->seed, "Of weights, inputs and routings");
+  CLI::Option* on_ranks = app.add_flag(
       "--ranks", flags->on_ranks,
       "Under mpirun: the layer on its ranks, and the bytes each of them sends; without sizes --dp N --ep");
   AddRanks(app, flags->ranks);
   app.add_option("--determinism", flags->determinism,
                  "With --ranks: rank_invariant sends every slot's row home");
+  for (const char* name : {"--tp", "--dp", "--pcp", "--ep", "--sp", "--all2all", "--eplb",
+                           "--redundant-experts", "--deadline", "--nccl", "--determinism"}) {
+    app.get_option(name)->needs(on_ranks);
+  }
   app.add_option("--plot", flags->plot, "Write the rows under the roofline as an SVG file");
   return [flags](Output& output) { return Bench(*flags, output); };
 }

@@ -32,6 +32,8 @@ Status RunCalibrate(const CalibrateFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, *checkpoint));
   std::error_code ignored;
   ActivationStats stats;
   if (flags.merge && std::filesystem::exists(flags.output, ignored)) {
@@ -72,7 +74,7 @@ Status RunCalibrate(const CalibrateFlags& flags, Output& output) {
 Action DefineCalibrate(CLI::App& app) {
   auto flags = std::make_shared<CalibrateFlags>();
   AddCheckpoint(app, flags->checkpoint, true);
-  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  AddLayer(app, flags->layer);
   app.add_option("--input", flags->input,
                  "safetensors with the hidden states that enter the layer, as for `run`")
       ->required();

@@ -63,7 +63,8 @@ Action DefineConvert(CLI::App& app) {
   app.add_flag("--allow-lossy", options.allow_lossy, "Accept that values change");
   app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  app.add_flag("--force", options.overwrite, "Replace a directory that is not empty");
+  app.add_flag("--force", options.overwrite,
+               "Replace a checkpoint that stands there: the whole folder, with all that is in it");
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunConvert(*flags, output); };
 }

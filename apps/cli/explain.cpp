@@ -16,6 +16,7 @@
 #include "command.hpp"
 #include "describe.hpp"
 #include "options.hpp"
+#include "ranks.hpp"
 
 namespace fusedmoe::cli {
 namespace {
@@ -40,7 +41,9 @@ struct ExplainFlags {
 // The layer in question, from a checkpoint or described.
 Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   if (flags.checkpoint.directory.empty() == flags.problem.empty()) {
-    return Status::Usage("either a checkpoint or --problem is required")
+    return Status::Usage(flags.problem.empty()
+                             ? "a checkpoint or --problem is required"
+                             : "a checkpoint and --problem are given; one of them is the layer")
         .WithHint("see fusedmoe explain --help");
   }
   if (flags.checkpoint.directory.empty()) {
@@ -295,9 +298,10 @@ Status ExplainLayer(const ExplainFlags& flags, Output& output) {
 Action DefineExplain(CLI::App& app) {
   auto flags = std::make_shared<ExplainFlags>();
   AddCheckpoint(app, flags->checkpoint, false);
-  app.add_option("--layer", flags->layer, "Decoder layer; may be left out when only one has experts");
+  CLI::Option* layer = AddLayer(app, flags->layer);
   app.add_option("--problem", flags->problem,
-                 "A described layer instead of a checkpoint: its name, or a JSON file");
+                 "A described layer instead of a checkpoint: its name, or a JSON file")
+      ->excludes(layer);
   app.add_option("--scheme", flags->scheme,
                  "Scheme of a described layer; without it that of the published model");
   app.add_option("--platform", flags->platform,
@@ -307,17 +311,7 @@ Action DefineExplain(CLI::App& app) {
   AddPlan(app, flags->plan);
   flags->plan.activation_format.clear();  // the all-to-all backend decides
   AddThreads(app, flags->threads);
-  const CLI::Range size(int64_t{1}, int64_t{1} << 20);
-  app.add_option("--tp", flags->parallel.tp, "Tensor-parallel size")->check(size);
-  app.add_option("--dp", flags->parallel.dp, "Data-parallel size")->check(size);
-  app.add_option("--pcp", flags->parallel.pcp, "Prefill-context-parallel size")->check(size);
-  app.add_flag("--ep", flags->parallel.enable_expert_parallel, "Split by experts instead of by columns");
-  app.add_flag("--sp", flags->sequence_parallel,
-               "Sequence-parallel experts, where the deployment allows them");
-  app.add_option("--all2all", flags->parallel.all2all, "All-to-all backend: " + AllToAllNames());
-  app.add_flag("--eplb", flags->parallel.enable_eplb, "Expert load balancing");
-  app.add_option("--redundant-experts", flags->parallel.num_redundant_experts,
-                 "Replicas, in all; needs --eplb");
+  AddParallel(app, flags->parallel, flags->sequence_parallel);
   app.add_option("--rank", flags->rank, "The plan of this rank of the deployment; shares may be uneven");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");
   app.add_option("--why-not", flags->why_not, "What would have to change for this backend to be chosen");

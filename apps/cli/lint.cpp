@@ -40,7 +40,7 @@ Status RunLint(const LintFlags& flags, Output& output) {
     return ListCodes(output);
   }
   if (flags.checkpoint.directory.empty()) {
-    return Status::Usage("a checkpoint is required");
+    return Status::Usage("a checkpoint is required").WithHint("see fusedmoe lint --help");
   }
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
@@ -80,7 +80,7 @@ Status RunLint(const LintFlags& flags, Output& output) {
 Action DefineLint(CLI::App& app) {
   auto flags = std::make_shared<LintFlags>();
   AddCheckpoint(app, flags->checkpoint, false);
-  app.add_option("--layer", flags->layer, "Only this decoder layer");
+  AddLayer(app, flags->layer, "Only this decoder layer");
   app.add_flag("--codes", flags->codes, "List every code that a finding may have");
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunLint(*flags, output); };

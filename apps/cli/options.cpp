@@ -1,9 +1,15 @@
 #include "options.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <set>
 #include <sstream>
 
 #include <fmt/format.h>
@@ -17,6 +23,8 @@ namespace fusedmoe::cli {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+constexpr int64_t kMaxLayer = 1 << 20;
+constexpr const char* kThreadsVariable = "FUSEDMOE_THREADS";
 
 }  // namespace
 
@@ -47,23 +55,83 @@ CLI::Validator Between(double least, double most) {
 }
 
 Status WriteText(const std::string& path, const std::string& text) {
+  errno = 0;
   std::ofstream file(path, std::ios::binary);
   file << text;
   file.close();
   if (!file) {
+    const int reason = errno;
     std::error_code ignored;
     if (std::filesystem::is_regular_file(path, ignored)) {
       std::filesystem::remove(path, ignored);
     }
-    return Status::System("cannot be written").WithFile(path);
+    return Status::System(fmt::format("cannot be written: {}", std::strerror(reason))).WithFile(path);
   }
   return Status::Ok();
 }
 
+Status CheckPlace(const std::string& path) {
+  if (path.empty()) {
+    return Status::Ok();
+  }
+  std::error_code ignored;
+  std::filesystem::path folder = std::filesystem::path(path).parent_path();
+  folder = folder.empty() ? "." : folder;
+  const int reason = std::filesystem::is_directory(path, ignored) ? EISDIR
+                     : access(folder.c_str(), W_OK) != 0          ? errno
+                                                                  : 0;
+  return reason == 0
+             ? Status::Ok()
+             : Status::System(fmt::format("cannot be written: {}", std::strerror(reason))).WithFile(path);
+}
+
+Status CheckOutput(const std::string& output, const std::string& input) {
+  std::error_code ignored;
+  return std::filesystem::equivalent(output, input, ignored)
+             ? Status::Usage("the output would replace a file that is read").WithFile(output)
+             : Status::Ok();
+}
+
+Status CheckOutput(const std::string& output, const Checkpoint& checkpoint) {
+  const std::filesystem::path directory = checkpoint.directory();
+  std::set<std::string> files = {"config.json"};
+  for (const TensorInfo& tensor : checkpoint.tensors()) {
+    files.insert(tensor.file);
+  }
+  for (const std::string& file : files) {
+    FMOE_RETURN_IF_ERROR(CheckOutput(output, (directory / file).string()));
+  }
+  return CheckOutput(output, checkpoint.directory());  // a GGUF file
+}
+
 void AddThreads(CLI::App& app, int& threads) {
-  app.add_option("--threads", threads, "Threads of the CPU kernels; 0: one per usable core")
-      ->check(CLI::Range(0, kMaxThreads))
-      ->envname("FUSEDMOE_THREADS");
+  const CLI::Range range(0, kMaxThreads);
+  const CLI::Option* option =
+      app.add_option(
+             "--threads", threads,
+             fmt::format("Threads of the CPU kernels; 0: one per usable core (or {})", kThreadsVariable))
+          ->check(range);
+  // Read where a command has the option and it is not given. The parser's own envname() would blame
+  // --threads, and for a command that has no such option.
+  app.parse_complete_callback([option, range, &threads] {
+    const char* value = std::getenv(kThreadsVariable);
+    if (option->count() > 0 || value == nullptr || *value == '\0') {
+      return;
+    }
+    std::string text = value;
+    if (const std::string error = range(text); !error.empty()) {
+      throw CLI::ValidationError(kThreadsVariable, error);
+    }
+    threads = std::stoi(text);
+  });
+}
+
+CLI::Option* AddLayer(CLI::App& app, std::optional<int64_t>& layer, const std::string& about) {
+  return app.add_option("--layer", layer, about)->check(CLI::Range(int64_t{0}, kMaxLayer));
+}
+
+void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about) {
+  app.add_option("--seed", seed, about)->check(CLI::Range(int64_t{0}, INT64_MAX));
 }
 
 void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required, const std::string& about) {
@@ -151,11 +219,7 @@ Result<LayerOptions> Resolve(const PlanFlags& flags) {
   options.device = flags.device;
   options.backend = flags.backend;
   if (!flags.isa.empty() && !ParseIsa(flags.isa)) {
-    std::vector<std::string> names;
-#define FMOE_CLI_ISA(id, name, needs) names.emplace_back(name);
-    FMOE_ISA_TABLE(FMOE_CLI_ISA)
-#undef FMOE_CLI_ISA
-    return UnknownName("isa", flags.isa, names);
+    return UnknownName("isa", flags.isa, {fusedmoe::IsaNames()});
   }
   options.isa = flags.isa;
   if (!flags.mode.empty() && flags.mode != "latency" && flags.mode != "throughput") {

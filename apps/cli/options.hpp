@@ -26,9 +26,23 @@ CLI::Validator Between(double least, double most);
 
 /// Writes a file of text; what cannot be finished is removed.
 Status WriteText(const std::string& path, const std::string& text);
+/// kSystem where WriteText could not make the file: asked before the minutes of work that fill it. Empty
+/// paths are none to write.
+Status CheckPlace(const std::string& path);
+/// kUsage when the file `output` is `input`: what is written must not replace what is read.
+Status CheckOutput(const std::string& output, const std::string& input);
+/// The same for every file of a checkpoint.
+Status CheckOutput(const std::string& output, const Checkpoint& checkpoint);
 
 /// --threads, or FUSEDMOE_THREADS.
 void AddThreads(CLI::App& app, int& threads);
+
+/// --layer.
+CLI::Option* AddLayer(CLI::App& app, std::optional<int64_t>& layer,
+                      const std::string& about = "Decoder layer; may be left out when only one has experts");
+
+/// --seed.
+void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about);
 
 struct CheckpointFlags {
   std::string directory;

@@ -14,7 +14,7 @@ namespace fusedmoe::cli {
 namespace {
 
 struct PrepareFlags {
-  std::string source;
+  CheckpointFlags source;  // with `invert`, a prepared file
   std::optional<int64_t> layer;
   std::string backend;
   std::string output;
@@ -26,12 +26,15 @@ struct PrepareFlags {
 Status Prepare(const PrepareFlags& flags, Output& output) {
   PrepareReport report;
   if (flags.invert) {
-    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source, flags.output, flags.backend));
+    FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.source.directory));
+    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source.directory, flags.output, flags.backend));
   } else {
     if (flags.backend.empty()) {
-      return Status::Usage("--backend says for which layout to prepare; it is missing");
+      return Status::Usage("--backend is required: the backend for whose layout to prepare")
+          .WithHint("fusedmoe backends lists them");
     }
-    FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, Checkpoint::Open(flags.source));
+    FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.source));
+    FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, *checkpoint));
     FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
     FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
     LayerOptions options;
@@ -62,15 +65,20 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
 
 Action DefinePrepare(CLI::App& app) {
   auto flags = std::make_shared<PrepareFlags>();
-  app.add_option("source", flags->source, "Checkpoint directory; with --invert a prepared file")->required();
-  app.add_option("--layer", flags->layer, "Layer; the first with experts when absent");
+  AddCheckpoint(app, flags->source, true,
+                "Directory with config.json and safetensors files; with --invert a prepared file");
+  AddLayer(app, flags->layer);
   app.add_option("--backend", flags->backend,
                  "Backend for whose layout to prepare; with --invert the one that the file must be for");
   app.add_option("--output", flags->output, "File to write")->required();
   app.add_flag("--batched", flags->batched, "For rows in the BatchedExperts format");
-  app.add_flag("--invert", flags->invert, "Write the canonical tensors of a prepared file");
+  CLI::Option* invert =
+      app.add_flag("--invert", flags->invert, "Write the canonical tensors of a prepared file");
   app.add_option("--threads", flags->threads, "Experts that are moved at a time, each in memory of its own")
       ->check(CLI::Range(1, 1024));
+  for (const char* name : {"--layer", "--batched", "--threads"}) {
+    app.get_option(name)->excludes(invert);
+  }
   return [flags](Output& output) { return Prepare(*flags, output); };
 }
 

@@ -87,7 +87,8 @@ Action DefineQuantize(CLI::App& app) {
   app.add_option("--mx-scale", flags->mx_scale, "Exponents of MX scales: even, floor, ceil");
   app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  app.add_flag("--force", options.overwrite, "Replace a directory that is not empty");
+  app.add_flag("--force", options.overwrite,
+               "Replace a checkpoint that stands there: the whole folder, with all that is in it");
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunQuantize(*flags, output); };
 }

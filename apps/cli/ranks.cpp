@@ -104,24 +104,30 @@ int64_t RankGroup::Started() {
   return FromLauncher("OMPI_COMM_WORLD_SIZE", 1);
 }
 
-void AddRanks(CLI::App& app, RankFlags& flags) {
+void AddParallel(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel) {
   const CLI::Range size(int64_t{1}, kMostRanks);
-  app.add_option("--tp", flags.sizes.tp, "Tensor-parallel size")->check(size);
-  app.add_option("--dp", flags.sizes.dp, "Data-parallel size")->check(size);
-  app.add_option("--pcp", flags.sizes.pcp, "Prefill-context-parallel size")->check(size);
-  app.add_flag("--ep", flags.sizes.enable_expert_parallel, "Split by experts instead of by columns");
-  app.add_flag("--sp", flags.sequence_parallel,
-               "Sequence-parallel experts, where the deployment allows them");
-  app.add_option("--all2all", flags.sizes.all2all, "All-to-all backend: " + AllToAllNames());
-  app.add_flag("--eplb", flags.sizes.enable_eplb,
+  app.add_option("--tp", sizes.tp, "Tensor-parallel size")->check(size);
+  app.add_option("--dp", sizes.dp, "Data-parallel size")->check(size);
+  app.add_option("--pcp", sizes.pcp, "Prefill-context-parallel size")->check(size);
+  app.add_flag("--ep", sizes.enable_expert_parallel, "Split by experts instead of by columns");
+  app.add_flag("--sp", sequence_parallel, "Sequence-parallel experts, where the deployment allows them");
+  app.add_option("--all2all", sizes.all2all, "All-to-all backend: " + AllToAllNames());
+  app.add_flag("--eplb", sizes.enable_eplb,
                "Expert load balancing: experts may have replicas, and move where load is");
-  app.add_option("--redundant-experts", flags.sizes.num_redundant_experts, "Replicas, in all; needs --eplb");
+  app.add_option("--redundant-experts", sizes.num_redundant_experts, "Replicas, in all; needs --eplb");
+}
+
+void AddRanks(CLI::App& app, RankFlags& flags) {
+  AddParallel(app, flags.sizes, flags.sequence_parallel);
+  CLI::Option* eplb = app.get_option("--eplb");
   const CLI::Range steps(int64_t{1}, int64_t{1} << 20);
   app.add_option("--eplb-window", flags.eplb.window_steps, "Steps (--repeat) whose load counts")
-      ->check(steps);
+      ->check(steps)
+      ->needs(eplb);
   app.add_option("--eplb-interval", flags.eplb.interval_steps,
                  "Steps between placements; the first comes after a quarter of it")
-      ->check(steps);
+      ->check(steps)
+      ->needs(eplb);
   app.add_option("--deadline", flags.deadline_seconds, "Seconds that an exchange between ranks may take")
       ->check(Between(0.1, 1e6));
   app.add_option("--nccl", flags.nccl,
@@ -129,6 +135,9 @@ void AddRanks(CLI::App& app, RankFlags& flags) {
 }
 
 Result<RankGroup> RankGroup::Open(const RankFlags& flags, const std::string& device) {
+  if (!flags.nccl.empty() && device != "cuda") {
+    return Status::Usage(fmt::format("--nccl is for ranks on cards; --device is {}", device));
+  }
   ParallelSizes sizes = flags.sizes;
   if (flags.sequence_parallel) {
     sizes.sp = SequenceParallelSize(sizes);

@@ -22,6 +22,8 @@ struct RankFlags {
   std::string nccl;  ///< file of NCCL; empty: where the loader finds it
 };
 void AddRanks(CLI::App& app, RankFlags& flags);
+/// The part of it that describes a deployment, for `explain` too.
+void AddParallel(CLI::App& app, ParallelSizes& sizes, bool& sequence_parallel);
 
 /// Rows [begin, begin + count) of the input: what one rank runs.
 struct TokenSlice {

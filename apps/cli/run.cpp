@@ -221,6 +221,9 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
   subject.Complete(flags.plan, options);
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
+  FMOE_RETURN_IF_ERROR(subject.checkpoint ? CheckOutput(flags.output, *subject.checkpoint)
+                                          : CheckOutput(flags.output, subject.path()));
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
                         ThreadPool::Create(ranks.Threads(flags.threads)));
@@ -297,8 +300,8 @@ Action DefineRun(CLI::App& app) {
   auto flags = std::make_shared<RunFlags>();
   AddCheckpoint(app, flags->checkpoint, true,
                 "Directory with config.json and safetensors files, or a file that `prepare` wrote");
-  app.add_option("--layer", flags->layer,
-                 "Decoder layer; may be left out when only one has experts, and with a prepared file");
+  AddLayer(app, flags->layer,
+           "Decoder layer; may be left out when only one has experts, and with a prepared file");
   app.add_option(
          "--input", flags->input,
          "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "

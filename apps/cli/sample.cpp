@@ -70,7 +70,7 @@ Action DefineSample(CLI::App& app) {
   app.add_option("--layers", options.num_layers, "Layers to write")->check(CLI::Range(1, 1024));
   app.add_option("--tokens", options.num_tokens, "Rows of io/input.safetensors")
       ->check(CLI::Range(1, 1 << 20));
-  app.add_option("--seed", options.seed, "Seed of all values")->check(CLI::Range(int64_t{0}, INT64_MAX));
+  AddSeed(app, options.seed, "Of all values");
   app.add_option("--dtype", flags->dtype, "BF16, F16 or F32: hidden states and what is not quantized");
   app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));

@@ -1,3 +1,4 @@
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -9,6 +10,7 @@
 
 #include "command.hpp"
 #include "describe.hpp"
+#include "options.hpp"
 
 namespace fusedmoe::cli {
 namespace {
@@ -32,11 +34,9 @@ Json ExchangeJson(const ExchangeCost& cost) {
 }
 
 std::string ExchangeText(const char* name, const ExchangeCost& cost) {
-  return fmt::format(
-      "{:<9}{:>9.0f} us {:>9.0f} us   {:.0f} rows of {} bytes, {:.1f} MB to other nodes, {:.1f} "
-      "MB within\n",
-      name, cost.seconds * 1e6, cost.slowest_seconds * 1e6, cost.rows, cost.row_bytes,
-      cost.network_bytes / 1e6, cost.local_bytes / 1e6);
+  return fmt::format("{:<9}{:>9.0f} us {:>9.0f} us   {:.0f} rows of {} bytes, {} to other nodes, {} within\n",
+                     name, cost.seconds * 1e6, cost.slowest_seconds * 1e6, cost.rows, cost.row_bytes,
+                     BytesText(std::llround(cost.network_bytes)), BytesText(std::llround(cost.local_bytes)));
 }
 
 Status Run(const SimulateFlags& flags, Output& output) {
@@ -72,9 +72,10 @@ Status Run(const SimulateFlags& flags, Output& output) {
        {"seconds", report.seconds()},
        {"slowest_seconds", report.slowest_seconds()},
        {"tokens_per_second", tokens / report.slowest_seconds()}});
-  std::string text = fmt::format(
-      "{} ({}) on {} ranks, {} tokens each, {} ({}), {}\n\n           balanced      slowest\n", problem.name,
-      report.scheme, options.ranks, options.tokens, options.all2all, report.protocol, link.what);
+  std::string text =
+      fmt::format("{} ({}) on {}, {} each, {} ({}), {}\n\n           balanced      slowest\n", problem.name,
+                  report.scheme, CountText(options.ranks, "rank"), CountText(options.tokens, "token"),
+                  options.all2all, report.protocol, link.what);
   text += ExchangeText("dispatch", report.dispatch);
   text += fmt::format("{:<9}{:>9.0f} us {:>9.0f} us\n", "compute", report.compute_seconds * 1e6,
                       report.slowest_compute_seconds * 1e6);
@@ -116,7 +117,7 @@ Action DefineSimulate(CLI::App& app) {
                  "Rows on the way to the experts: bf16, fp8, mxfp8, nvfp4, mxfp4; else as the scheme says");
   app.add_option("--combine-bytes", flags->options.combine_bytes, "Bytes of a value on the way back: 2 or 4");
   app.add_option("--zipf", flags->options.zipf, "Popularity of experts: 0 uniform, 1 strongly uneven");
-  app.add_option("--seed", flags->options.seed, "Of the tokens that are drawn for the imbalance");
+  AddSeed(app, flags->options.seed, "Of the tokens that are drawn for the imbalance");
   return [flags](Output& output) { return Run(*flags, output); };
 }
 

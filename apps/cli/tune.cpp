@@ -42,6 +42,7 @@ std::string ReportText(const CpuCosts& costs) {
 }
 
 Status Tune(const TuneFlags& flags, Output& output) {
+  FMOE_RETURN_IF_ERROR(CheckPlace(flags.out));
   TuneOptions options;
   options.schemes = SplitList(flags.schemes);
   options.isas = SplitList(flags.isas);

@@ -25,7 +25,7 @@ struct VerifyFlags {
   std::string plot;
   std::optional<double> bound;
   int64_t tokens = 16;
-  int64_t seed = 0;
+  uint64_t seed = 0;
   int64_t worst = 5;
   int threads = 0;
   bool shared_experts = true;
@@ -83,6 +83,7 @@ std::string ToText(const VerifyReport& report) {
 }
 
 Status Verify(const VerifyFlags& flags, Output& output) {
+  FMOE_RETURN_IF_ERROR(CheckPlace(flags.plot));
   VerifyOptions options;
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
@@ -101,7 +102,7 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   options.layer.executor = pool->executor();
   options.layer.shared_experts = flags.shared_experts;
   options.tokens = flags.tokens;
-  options.seed = static_cast<uint64_t>(flags.seed);
+  options.seed = flags.seed;
   options.bound = flags.bound;
   options.worst_rows = flags.worst;
   FMOE_ASSIGN_OR_RETURN(const VerifyReport report,
@@ -132,18 +133,19 @@ Action DefineVerify(CLI::App& app) {
   auto flags = std::make_shared<VerifyFlags>();
   AddCheckpoint(app, flags->checkpoint, true,
                 "Directory with config.json and safetensors files, or a file that `prepare` wrote");
-  app.add_option("--layer", flags->layer,
-                 "Decoder layer; may be left out when only one has experts, and with a prepared file");
-  app.add_option("--input", flags->input, "safetensors as `run` takes it; without it random hidden states");
+  AddLayer(app, flags->layer,
+           "Decoder layer; may be left out when only one has experts, and with a prepared file");
+  CLI::Option* input = app.add_option("--input", flags->input,
+                                      "safetensors as `run` takes it; without it random hidden states");
   app.add_option("--against", flags->against,
                  "Compare with this checkpoint of the same sizes through the reference, not with itself");
   app.add_option("--bound", flags->bound, "Relative L2 that is still ok, instead of the derived one")
       ->check(Between(0, 1e9));
   app.add_option("--plot", flags->plot, "Write the error map as SVG");
   app.add_option("--tokens", flags->tokens, "Random hidden states, without --input")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
-  app.add_option("--seed", flags->seed, "Seed of the random hidden states")
-      ->check(CLI::Range(int64_t{0}, INT64_MAX));
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->excludes(input);
+  AddSeed(app, flags->seed, "Of the random hidden states");
   app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);

@@ -26,6 +26,8 @@ enum class Isa : uint8_t {
 
 std::string_view IsaName(Isa isa);
 std::optional<Isa> ParseIsa(std::string_view name);
+/// "avx2, avx512, ...", for messages.
+std::string IsaNames();
 
 /// The card of a CUDA machine: the first that the process may use.
 struct CudaDevice {

@@ -49,6 +49,14 @@ std::optional<Isa> ParseIsa(std::string_view name) {
   return std::nullopt;
 }
 
+std::string IsaNames() {
+  std::string names;
+#define FMOE_ISA_LIST(id, text, needs) names += (names.empty() ? "" : ", ") + std::string(text);
+  FMOE_ISA_TABLE(FMOE_ISA_LIST)
+#undef FMOE_ISA_LIST
+  return names;
+}
+
 const Machine& HostMachine() {
   static const Machine machine = Detect();
   return machine;

@@ -134,6 +134,85 @@ TEST(Command, Doctor_ListsTheMachine) {
   EXPECT_TRUE(json.at("warnings").is_array());
 }
 
+TEST(Command, ThreadsOfTheEnvironment_AreNamedInTheMessage) {
+  setenv("FUSEDMOE_THREADS", "many", 1);
+  const ProcessResult bad = RunCommand({"doctor", "--no-probe"});
+  const ProcessResult without_threads = RunCommand({"version"});
+  const ProcessResult overridden = RunCommand({"doctor", "--no-probe", "--threads", "1"});
+  unsetenv("FUSEDMOE_THREADS");
+  EXPECT_EQ(bad.exit_code, 2);
+  EXPECT_NE(bad.err.find("FUSEDMOE_THREADS"), std::string::npos) << bad.err;
+  EXPECT_NE(bad.err.find("many"), std::string::npos) << bad.err;
+  EXPECT_EQ(without_threads.exit_code, 0) << "has no threads to set: " << without_threads.err;
+  EXPECT_EQ(overridden.exit_code, 0) << "options win over the environment: " << overridden.err;
+}
+
+// An option that says nothing in the company of the others is an error, not a wish that is passed over.
+TEST(Command, OptionWithoutEffect_IsUsage) {
+  const std::vector<std::string> bench = {"bench",    "olmoe-1b-7b", "--experts", "8", "--layers",  "1",
+                                          "--scheme", "int8_w8a8",   "--tokens",  "1", "--seconds", "0"};
+  for (const std::vector<std::string>& more : {std::vector<std::string>{"--ep"},
+                                               {"--sp"},
+                                               {"--eplb"},
+                                               {"--redundant-experts", "2"},
+                                               {"--all2all", "pplx"},
+                                               {"--determinism", "rank_invariant"},
+                                               {"--tp", "2"}}) {
+    std::vector<std::string> arguments = bench;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << more[0] << ": " << result.err;
+    EXPECT_NE(result.err.find(more[0] + " "), std::string::npos) << result.err;
+    EXPECT_NE(result.err.find("--ranks"), std::string::npos) << result.err;
+  }
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"explain", "--problem", "olmoe-1b-7b", "--layer", "3"},
+        {"run", "x", "--input", "x", "--output", "x", "--eplb-interval", "3"},
+        {"run", "x", "--input", "x", "--output", "x", "--eplb-window", "3"},
+        {"run", "x", "--input", "x", "--output", "x", "--nccl", "libnccl.so.2"},
+        {"verify", "x", "--input", "x", "--tokens", "3"},
+        {"prepare", "x", "--invert", "--output", "x", "--layer", "3"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"tune", "--isa", "sse9"},
+        {"bench", "--isa", "sse9"},
+        {"explain", "--problem", "olmoe-1b-7b", "--isa", "sse9"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0];
+    EXPECT_NE(result.err.find("'sse9' does not exist; there are avx2, "), std::string::npos) << result.err;
+  }
+}
+
+TEST(Command, NumberOutOfRange_IsQuotedAsGiven) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"run", "x", "--input", "x", "--output", "x", "--layer",
+                                 "99999999999999999999"},
+        {"bench", "--seed", "-1"},
+        {"simulate", "olmoe-1b-7b", "--ranks", "8", "--ranks-per-node", "-7"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;
+    EXPECT_NE(result.err.find(arguments.back()), std::string::npos) << result.err;
+  }
+}
+
+// Minutes of measuring must not end in a file that cannot be written.
+TEST(Command, PlaceThatCannotBeWritten_IsFoundBeforeTheWork) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"bench", "--plot", "/nowhere/roofline.svg"},
+        {"tune", "--out", "/nowhere/costs.json"}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 5) << result.err;
+    EXPECT_NE(result.err.find("No such file or directory"), std::string::npos) << result.err;
+    EXPECT_EQ(Lines(result.err), 1) << "nothing was measured: " << result.err;
+  }
+}
+
 TEST(Command, NegativeThreads_ExitTwo) {
   EXPECT_EQ(RunCommand({"doctor", "--threads", "-1"}).exit_code, 2);
 }

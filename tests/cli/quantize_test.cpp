@@ -195,6 +195,32 @@ TEST(Quantize, Refusals_HaveTheirCodesAndLeaveNothing) {
   EXPECT_TRUE(fs::is_empty(directory.path())) << "a failing command leaves nothing";
 }
 
+// --force replaces a whole folder: never the one that is read, and never one that is no checkpoint.
+TEST(Quantize, Force_ReplacesOtherCheckpointsOnly) {
+  const TemporaryDirectory directory;
+  const std::string source = directory / "models/source", output = directory / "out";
+  ASSERT_EQ(RunCommand({"sample", "--family", "qwen3_moe", "--scheme", "unquantized", "--output", source,
+                        "--hidden", "64", "--intermediate", "32", "--experts", "2", "--top-k", "1"})
+                .exit_code,
+            0);
+  fs::create_directory_symlink(source, directory / "alias");
+  for (const std::string& place : {source, source + "/", directory / "models", directory / "alias"}) {
+    const ProcessResult result = Quantize(source, "nvfp4_w4a16", place, {"--force"});
+    EXPECT_EQ(result.exit_code, 2) << place << ": " << result.err;
+    EXPECT_NE(result.err.find("the checkpoint that is read"), std::string::npos) << result.err;
+    ASSERT_TRUE(fs::exists(source + "/model.safetensors")) << place << ": the source is gone";
+  }
+  fs::create_directories(output);
+  WriteFile(output + "/thesis.txt", "not ours");
+  const ProcessResult foreign = Quantize(source, "nvfp4_w4a16", output, {"--force"});
+  EXPECT_EQ(foreign.exit_code, 2) << foreign.err;
+  EXPECT_NE(foreign.err.find("config.json"), std::string::npos) << foreign.err;
+  EXPECT_TRUE(fs::exists(output + "/thesis.txt"));
+  WriteFile(output + "/config.json", "{}");
+  EXPECT_EQ(Quantize(source, "nvfp4_w4a16", output, {"--force"}).exit_code, 0);
+  EXPECT_FALSE(fs::exists(output + "/thesis.txt")) << "the folder is replaced, not written into";
+}
+
 TEST(Quantize, SizesThatGroupsDoNotDivide_AreRefusedByName) {
   const TemporaryDirectory directory;
   const std::string source = directory / "odd";

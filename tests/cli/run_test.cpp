@@ -123,6 +123,29 @@ TEST(Run, MissingFiles_FailWithTheirNames) {
   EXPECT_EQ(no_target.exit_code, 5) << no_target.err;
 }
 
+TEST(Run, OutputOverWhatIsRead_IsRefused) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
+  const std::string prepared = checkpoint.path() + "/prepared.safetensors";
+  ASSERT_EQ(RunCommand({"prepare", checkpoint.path(), "--backend", "MARLIN", "--output", prepared}).exit_code,
+            0);
+  const std::string weights = checkpoint.path() + "/model.safetensors";
+  const std::vector<std::vector<std::string>> commands = {
+      {"run", checkpoint.path(), "--input", checkpoint.input(), "--output", checkpoint.input()},
+      {"run", checkpoint.path(), "--input", checkpoint.input(), "--output", weights},
+      {"run", prepared, "--input", checkpoint.input(), "--output", prepared},
+      {"calibrate", checkpoint.path(), "--input", checkpoint.input(), "--output", checkpoint.input()},
+      {"calibrate", checkpoint.path(), "--input", checkpoint.input(), "--output", weights},
+      {"prepare", checkpoint.path(), "--backend", "MARLIN", "--output", weights},
+      {"prepare", prepared, "--invert", "--output", prepared}};
+  for (const std::vector<std::string>& command : commands) {
+    const std::string before = ReadFile(command.back());
+    const ProcessResult result = RunCommand(command);
+    EXPECT_EQ(result.exit_code, 2) << command[0] << ": " << result.err;
+    EXPECT_NE(result.err.find(command.back()), std::string::npos) << result.err;
+    EXPECT_EQ(ReadFile(command.back()), before) << command[0] << " replaced what it read";
+  }
+}
+
 TEST(Run, Threads_DoNotChangeTheBits) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
   ASSERT_EQ(checkpoint.Run({"--threads", "1"}).exit_code, 0);

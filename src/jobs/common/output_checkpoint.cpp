@@ -50,6 +50,38 @@ std::string HashOf(const NamedTensor& tensor) {
   return hash.Finish();
 }
 
+/// Whether `inner` is `outer` or lies below it, by what stands on the disk.
+bool IsWithin(const fs::path& inner, const fs::path& outer) {
+  std::error_code error;
+  for (fs::path place = fs::weakly_canonical(inner, error); !error; place = place.parent_path()) {
+    if (fs::equivalent(place, outer, error)) {
+      return true;
+    }
+    if (place == place.parent_path()) {
+      return false;
+    }
+  }
+  return false;
+}
+
+/// --force removes the whole folder: what else than a checkpoint lies there may be anybody's.
+Status CheckReplaceable(const fs::path& directory, const std::string& source) {
+  if (IsWithin(source, directory)) {
+    return Status::Usage("the folder holds the checkpoint that is read, and would be replaced")
+        .WithFile(directory.string())
+        .WithHint("choose another folder");
+  }
+  std::error_code error;
+  if (fs::is_directory(directory, error) && !fs::is_empty(directory, error) &&
+      !fs::exists(directory / "config.json", error) &&
+      !fs::exists(directory / "conversion_report.json", error)) {
+    return Status::Usage("the folder is not empty and holds no config.json; only a checkpoint is replaced")
+        .WithFile(directory.string())
+        .WithHint("choose another folder, or remove this one");
+  }
+  return Status::Ok();
+}
+
 /// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
 void RemoveUnfinished(const fs::path& temporary) {
   std::error_code ignored;
@@ -77,7 +109,8 @@ int64_t Unit::bytes() const {
 }
 
 Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::string& directory,
-                                                                   bool overwrite) {
+                                                                   bool overwrite,
+                                                                   const std::string& source) {
   std::error_code error;
   fs::path final_path = fs::path(directory).lexically_normal();
   if (!final_path.has_filename()) {
@@ -97,6 +130,9 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
     if (!overwrite && !fs::is_empty(final_path, error)) {
       return Status::Usage("the directory is not empty").WithFile(directory).WithHint("--force replaces it");
     }
+  }
+  if (overwrite && fs::exists(final_path, error)) {
+    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, source));
   }
   const fs::path temporary =
       final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());

@@ -36,9 +36,12 @@ struct WriteOptions {
 /// keeps.
 class OutputCheckpoint {
  public:
-  /// kUsage when `directory` is no directory, or holds something and `overwrite` is not set; of a file, when
-  /// it exists.
-  static Result<std::unique_ptr<OutputCheckpoint>> Create(const std::string& directory, bool overwrite);
+  /// `source` is what the new checkpoint is made from. kUsage when `directory` exists and is a file, when it
+  /// holds anything (a file: when it exists) and `overwrite` is not set. Commit removes a folder that it
+  /// replaces with all that is in it: kUsage also when that would be `source`, a folder around it, or one
+  /// that is no checkpoint.
+  static Result<std::unique_ptr<OutputCheckpoint>> Create(const std::string& directory, bool overwrite,
+                                                          const std::string& source);
   ~OutputCheckpoint();
   OutputCheckpoint(const OutputCheckpoint&) = delete;
   OutputCheckpoint& operator=(const OutputCheckpoint&) = delete;

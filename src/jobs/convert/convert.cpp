@@ -154,7 +154,8 @@ Status Job::Judge(const Difference& all, ConvertReport& report) const {
 }
 
 Result<ConvertReport> Job::Run() {
-  FMOE_ASSIGN_OR_RETURN(const auto output, OutputCheckpoint::Create(options_.directory, options_.overwrite));
+  FMOE_ASSIGN_OR_RETURN(const auto output, OutputCheckpoint::Create(options_.directory, options_.overwrite,
+                                                                    rewriter_.checkpoint().directory()));
   const bool gguf = plan_.form == Form::kGguf;
   FMOE_RETURN_IF_ERROR(
       gguf ? WriteGgufLayers(rewriter_, plan_,

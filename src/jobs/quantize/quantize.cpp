@@ -209,7 +209,8 @@ Result<QuantizeReport> Job::Run() {
   FMOE_RETURN_IF_ERROR(ResolveInputs());
   storage_.ignored = rewriter_.UnquantizedModules();
   FMOE_ASSIGN_OR_RETURN(const auto output,
-                        jobs::OutputCheckpoint::Create(options_.directory, options_.overwrite));
+                        jobs::OutputCheckpoint::Create(options_.directory, options_.overwrite,
+                                                       rewriter_.checkpoint().directory()));
   FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(row_.config(scheme_, storage_)));
   FMOE_RETURN_IF_ERROR(output->WriteText("config.json", config));
   if (row_.side_file != nullptr) {

@@ -172,7 +172,10 @@ Status CheckOptions(const Problem& problem, const SimulateOptions& options) {
   const LinkModel& link = options.link;
   if (link.ranks_per_node < 1 || !(link.network_gbps > 0) || !(link.local_gbps > 0) ||
       !(link.read_gbps > 0) || !(link.gflops > 0)) {
-    return Status::Usage("a link needs ranks a node, bandwidths and rates above 0");
+    return Status::Usage(fmt::format(
+        "a link has {} ranks a node, {} GB/s between nodes, {} GB/s within one, reads {} GB/s and "
+        "computes {} GFLOP/s; all must be above 0",
+        link.ranks_per_node, link.network_gbps, link.local_gbps, link.read_gbps, link.gflops));
   }
   if (!(options.zipf >= 0) || options.zipf > 8) {
     return Status::Usage(fmt::format("zipf {}; 0 to 8 are possible", options.zipf));
