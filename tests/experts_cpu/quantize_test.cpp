@@ -337,6 +337,45 @@ TEST_P(QuantizeEveryIsa, EveryTieAndItsNeighbours_RoundAsTheDefinition) {
   }
 }
 
+/// Values next to the middles between codes under many scales, as in tiles, for every rule of NVFP4; rows
+/// that change between batches for the kernel and such for the formulas.
+TEST_P(QuantizeEveryIsa, Nvfp4ValuesNextToTies_RoundAsTheDefinition) {
+  const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
+  std::mt19937 random(8);
+  std::uniform_real_distribution<float> mantissa(1.0F, 2.0F);
+  for (const auto& [name, format] : RoundedFormats()) {
+    if (!name.starts_with("nvfp4")) {
+      continue;
+    }
+    for (int round = 0; round < 200; ++round) {
+      const float tensor_scale = std::ldexp(mantissa(random), static_cast<int>(random() % 40) - 30);
+      std::vector<float> values(600 + random() % 500);
+      float full = 1.0F;
+      for (size_t i = 0; i < values.size(); ++i) {
+        constexpr float kMiddles[] = {0.25F, 0.75F, 1.25F, 1.75F, 2.5F, 3.5F, 5.0F};
+        if (i % 16 == 0) {
+          full = DecodeE4m3(static_cast<uint8_t>(8 + random() % 112)) * tensor_scale;
+        }
+        float value = kMiddles[random() % 7] * full;
+        for (int64_t steps = static_cast<int64_t>(random() % 7) - 3; steps != 0;
+             steps += steps < 0 ? 1 : -1) {
+          value = std::nextafter(value, steps < 0 ? 0.0F : INFINITY);
+        }
+        values[i] = (i % 16 == 0 ? 6.0F * full : value) * (random() % 2 == 0 ? 1.0F : -1.0F);
+      }
+      if (round % 4 == 0) {
+        values[random() % values.size()] = round % 8 == 0 ? INFINITY : 1e-44F;
+        const size_t zeros = random() % (values.size() - 40);
+        std::fill_n(values.begin() + static_cast<int64_t>(zeros), 40, 0.0F);
+      }
+      ExpectRowsOfTheDefinition(table, format, tensor_scale, values, name);
+      if (HasFatalFailure()) {
+        return;
+      }
+    }
+  }
+}
+
 TEST_P(QuantizeEveryIsa, FiniteAmax_LeavesOutNanAndInfinity) {
   const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
   std::mt19937 random(5);

@@ -121,8 +121,12 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
       std::fill(codes + shape.cols, codes + width, int8_t{0});
     }
     // From scales of the scheme's groups to those of the tile's, from the back: none is read after it
-    // changed.
+    // changed. Where these are the same, padding takes the last one.
     const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
+    if (activation_.group.col == group) {
+      std::fill(scales + stored_count, scales + width / group, scales[stored_count - 1]);
+      return;
+    }
     for (int64_t g = width / group; g-- > 0;) {
       scales[g] =
           scales[activation_.group.col > 0 ? std::min(stored_count - 1, g * group / activation_.group.col)

@@ -276,6 +276,23 @@ struct RoundArguments {
 };
 typedef void (*RoundKernel)(const RoundArguments* arguments);
 
+/// Groups of 16 values to e2m1 below e4m3 scales in units of a tensor scale (NVFP4), scales and codes in one
+/// pass. The fields behind `tensor_scale` are those of ActivationRule, `bound` infinite where it has none.
+struct TwoLevelArguments {
+  const float* values;
+  int64_t count;  ///< may end inside a group
+  float tensor_scale;
+  float divisor, bound, floor, zero_scale;
+  bool reciprocals;
+  int8_t* codes;  ///< twice the values of the codes; or null
+  float* scales;  ///< of each group half of what a code is multiplied with; or null
+  float* out;     ///< code * block scale; or null. May be `values`
+};
+/// Returns how many values are done. Fewer than `count`: the next kTwoLevelBatch have something that is not
+/// finite, or a scale near the ends of fp32.
+typedef int64_t (*TwoLevelKernel)(const TwoLevelArguments* arguments);
+constexpr int64_t kTwoLevelBatch = 256;
+
 /// Numbers of ActivationKind; kernels_isa headers may not include the public one. cpu_experts.cpp asserts
 /// equality.
 enum ActivationCode : int {
@@ -398,6 +415,7 @@ struct KernelTable {
   InterleaveKernel interleave;
   AmaxKernel amax;
   RoundKernel round;
+  TwoLevelKernel two_level;
   ActivateKernel activate;
   AccumulateKernel accumulate;
   ToFloatKernel to_float[kNumRowTypes];

@@ -7,9 +7,9 @@
 #include "experts/cpu/pack_isa.hpp"
 #include "experts/cpu/simd_isa.hpp"
 
-/// Activations to the grids of schemes, many at once, with the bits of QuantizeRow (quant/). Scales of groups
-/// are few and stay with the scalar formulas; here is what happens to every value: the largest magnitudes,
-/// and the rounding.
+/// Activations to the grids of schemes, many at once, with the bits of QuantizeRow (quant/): the largest
+/// magnitudes, and the rounding. Scales of groups are few and stay with the scalar formulas, but for those of
+/// NVFP4, one for every 16 values.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -177,6 +177,135 @@ void Round(const RoundArguments* a) {
     default:
       return RoundOn<kGridE5m2>(a);
   }
+}
+
+// -------------------------------------------------------------------------------------------- two levels
+//
+//   16 groups of 16 --- transposed ---> 16 magnitudes --> 16 scales, their reciprocals --- broadcast --.
+//        '----------------------------------------------------------------> quotients -> codes <-------'
+//
+// With the scales one after the other by the scalar formula a group took 25 ns (Zen 5), this way 4.
+
+/// What stands beside the codes of sixteen groups.
+struct TwoLevelScales {
+  alignas(64) float block[16];    ///< e4m3
+  alignas(64) float divisor[16];  ///< of the values: block * tensor scale
+  alignas(64) float inverse[16];  ///< the float nearest to 1 / divisor; 0 where that is 0
+};
+
+FMOE_INLINE Floats BlockScales(const TwoLevelArguments* a, Floats largest) {
+  const Floats zero_scale = Set(a->zero_scale);
+  largest = Min(Set(a->bound), largest);
+  Floats scale = a->reciprocals
+                     ? Multiply(Set(1.0F / a->tensor_scale), Multiply(largest, Set(1.0F / a->divisor)))
+                     : Divide(Divide(largest, Set(a->divisor)), Set(a->tensor_scale));
+  scale = Max(Set(a->floor), SelectLess(Zero(), scale, scale, zero_scale));
+  scale = MagnitudeOnGrid<kGridE4m3>(scale);
+  return SelectLess(Zero(), scale, scale, MagnitudeOnGrid<kGridE4m3>(zero_scale));
+}
+
+/// False where a magnitude is not finite, or where a quotient's residual could leave the normal numbers.
+FMOE_INLINE bool ScalesOfGroups(const TwoLevelArguments* a, const float* values, TwoLevelScales* scales) {
+  const uint8_t* rows[16];
+  Unroll<16>([&](auto r) FMOE_FLAT { rows[r] = (const uint8_t*)(values + 16 * r); });
+  Ints magnitude[kHalves], worst = IntZero();
+  Unroll<kHalves>([&](auto h) FMOE_FLAT { magnitude[h] = IntZero(); });
+  Unroll<2>([&](auto i) FMOE_FLAT {
+    Ints line[8 * kHalves];
+    LoadTransposed(rows, 32 * i, line);
+    Unroll<8 * kHalves>([&](auto v) FMOE_FLAT {
+      constexpr int kHalf = v % kHalves;
+      magnitude[kHalf] = IntMaxUnsigned(magnitude[kHalf], IntAnd(line[v], IntSet(0x7fffffff)));
+    });
+  });
+  constexpr float kFarthest = 0x1p90F;
+  Unroll<kHalves>([&](auto h) FMOE_FLAT {
+    const Floats largest = FromBits(magnitude[h]);
+    const Floats block = BlockScales(a, largest);
+    const Floats divisor = Multiply(block, Set(a->tensor_scale));
+    const Floats inverse = SelectLess(Zero(), divisor, Divide(Set(1.0F), divisor), Zero());
+    Store(scales->block + h * kLanes, block);
+    Store(scales->divisor + h * kLanes, divisor);
+    Store(scales->inverse + h * kLanes, inverse);
+    // As bits, where infinity and NaN stand above all numbers: 2^128 comes down to 2^90.
+    worst = IntMaxUnsigned(worst, IntMaxUnsigned(Bits(divisor), Bits(inverse)));
+    worst = IntMaxUnsigned(worst, Bits(Multiply(largest, Set(0x1p-38F))));
+  });
+  float farthest = kFarthest;
+  uint32_t bound;
+  memcpy(&bound, &farthest, 4);
+  return MaxUnsignedOf(worst) <= bound;
+}
+
+/// x / y from r, the float nearest to 1 / y: the residual of a quotient that is less than one unit off is
+/// exact, and adding r times it rounds as the division does; the first step leads there from two units. Five
+/// instructions instead of 16 cycles of the divider (cores of Intel). By reciprocals: x * r.
+FMOE_INLINE Floats QuotientOf(Floats x, Floats y, Floats r, bool reciprocals) {
+  Floats quotient = Multiply(x, r);
+  if (!reciprocals) {
+    quotient = MultiplyAdd(NegativeMultiplyAdd(quotient, y, x), r, quotient);
+    quotient = MultiplyAdd(NegativeMultiplyAdd(quotient, y, x), r, quotient);
+  }
+  return quotient;
+}
+
+/// kTwoLevelBatch values.
+FMOE_INLINE bool RoundTwoLevelBatch(const TwoLevelArguments* a, const float* values, int8_t* codes,
+                                    float* scales, float* out) {
+  TwoLevelScales of;
+  if (!ScalesOfGroups(a, values, &of)) {
+    return false;
+  }
+  for (int v = 0; scales != 0 && v < 16; v += kLanes) {
+    Store(scales + v, Multiply(Load(of.divisor + v), Set(0.5F)));
+  }
+  for (int g = 0; g < 16; ++g) {
+    const Floats divisor = Set(of.divisor[g]), inverse = Set(of.inverse[g]), block = Set(of.block[g]);
+    Unroll<16 / kLanes>([&](auto v) FMOE_FLAT {
+      const int at = 16 * g + v * kLanes;
+      const Floats x = Load(values + at);
+      // A quotient beyond fp32 leaves no number, which counts as the largest one.
+      const Ints code = Bits(MagnitudeOnGrid<kGridE2m1>(QuotientOf(x, divisor, inverse, a->reciprocals)));
+      const Floats value = FromBits(IntOr(code, IntAnd(Bits(x), IntSet((int32_t)0x80000000))));
+      if (codes != 0) {
+        StoreBytes(codes + at, ToIntsEven(Add(value, value)));
+      }
+      if (out != 0) {
+        Store(out + at, Multiply(value, block));
+      }
+    });
+  }
+  return true;
+}
+
+int64_t RoundTwoLevel(const TwoLevelArguments* a) {
+  int64_t first = 0;
+  for (; first + kTwoLevelBatch <= a->count; first += kTwoLevelBatch) {
+    if (!RoundTwoLevelBatch(a, a->values + first, a->codes == 0 ? 0 : a->codes + first,
+                            a->scales == 0 ? 0 : a->scales + first / 16, a->out == 0 ? 0 : a->out + first)) {
+      return first;
+    }
+  }
+  if (first == a->count) {
+    return first;
+  }
+  const size_t left = (size_t)(a->count - first);
+  float values[kTwoLevelBatch] = {}, scales[kTwoLevelBatch / 16];
+  int8_t codes[kTwoLevelBatch];
+  memcpy(values, a->values + first, left * sizeof(float));
+  if (!RoundTwoLevelBatch(a, values, codes, scales, values)) {
+    return first;
+  }
+  if (a->codes != 0) {
+    memcpy(a->codes + first, codes, left);
+  }
+  if (a->scales != 0) {
+    memcpy(a->scales + first / 16, scales, (left + 15) / 16 * sizeof(float));
+  }
+  if (a->out != 0) {
+    memcpy(a->out + first, values, left * sizeof(float));
+  }
+  return a->count;
 }
 
 }  // namespace

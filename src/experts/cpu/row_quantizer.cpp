@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
 
 #include "numerics/rows.hpp"
@@ -70,6 +71,41 @@ void RoundRow(const KernelTable& table, const ActivationFormat& format, float te
   }
 }
 
+/// NVFP4, with scales of groups among the vectors, and by `by_groups(first, end)` where the kernel gives up.
+/// False for other formats.
+template <typename ByGroups>
+bool RoundTwoLevel(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
+                   const float* row, int64_t count, float* out, int8_t* codes, float* scales,
+                   ByGroups&& by_groups) {
+  const ActivationRule& rule = format.rule;
+  if (!IsTwoLevel(format) || GridOf(format) != kGridE2m1 || format.group.col != 16 ||
+      !(tensor_scale > 0.0F)) {
+    return false;
+  }
+  TwoLevelArguments arguments{};
+  arguments.tensor_scale = tensor_scale;
+  arguments.divisor = rule.amax_divisor > 0.0F ? rule.amax_divisor : LargestValue(*format.element);
+  arguments.bound =
+      rule.amax_upper_bound > 0.0F ? rule.amax_upper_bound : std::numeric_limits<float>::infinity();
+  arguments.floor = rule.scale_floor;
+  arguments.zero_scale = rule.zero_scale;
+  arguments.reciprocals = rule.multiply_by_reciprocal;
+  for (int64_t first = 0; first < count;) {
+    arguments.values = row + first;
+    arguments.count = count - first;
+    arguments.codes = codes == nullptr ? nullptr : codes + first;
+    arguments.scales = scales == nullptr ? nullptr : scales + first / 16;
+    arguments.out = out == nullptr ? nullptr : out + first;
+    first += table.two_level(&arguments);
+    const int64_t end = std::min(first + kTwoLevelBatch, count);
+    if (first < end) {
+      by_groups(first, end);
+      first = end;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 bool CanRoundRows(const ActivationFormat& format) {
@@ -89,23 +125,34 @@ void RoundRowInPlace(const KernelTable& table, const ActivationFormat& format, f
 void QuantizeRowToCodes(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
                         const float* row, int64_t count, int8_t* codes, float* scales) {
   const float halved = *format.element == DType::kF4E2M1 ? 0.5F : 1.0F;
-  RoundRow(table, format, tensor_scale, row, count, nullptr, codes,
-           [&](int64_t index, const GroupScale& scale) {
-             scales[index] = scale.multiplier * halved;
-             return 1.0F;
-           });
+  const auto by_groups = [&](int64_t first, int64_t end) {
+    const int64_t first_group = first / GroupColumns(format, count);
+    RoundRow(table, format, tensor_scale, row + first, end - first, nullptr, codes + first,
+             [&](int64_t index, const GroupScale& scale) {
+               scales[first_group + index] = scale.multiplier * halved;
+               return 1.0F;
+             });
+  };
+  if (!RoundTwoLevel(table, format, tensor_scale, row, count, nullptr, codes, scales, by_groups)) {
+    by_groups(0, count);
+  }
 }
 
 void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
                          const float* row, int64_t count, float* values, float* scales, int64_t stride) {
   const bool apart = format.scale_dtype == DType::kF32;
-  RoundRow(table, format, tensor_scale, row, count, values, nullptr,
-           [&](int64_t index, const GroupScale& scale) {
-             if (apart) {
-               scales[index * stride] = scale.multiplier;
-             }
-             return apart ? 1.0F : scale.scale;
-           });
+  const auto by_groups = [&](int64_t first, int64_t end) {
+    RoundRow(table, format, tensor_scale, row + first, end - first, values + first, nullptr,
+             [&](int64_t index, const GroupScale& scale) {
+               if (apart) {
+                 scales[index * stride] = scale.multiplier;
+               }
+               return apart ? 1.0F : scale.scale;
+             });
+  };
+  if (!RoundTwoLevel(table, format, tensor_scale, row, count, values, nullptr, nullptr, by_groups)) {
+    by_groups(0, count);
+  }
   if (!apart) {
     scales[0] = IsTwoLevel(format) ? tensor_scale : 1.0F;
   }

@@ -72,6 +72,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.interleave = &Interleave;
   table.amax = &Amax;
   table.round = &Round;
+  table.two_level = &RoundTwoLevel;
   table.activate = &Activate;
   table.accumulate = &Accumulate;
   table.to_float[kRowF32] = &CopyFloats;
