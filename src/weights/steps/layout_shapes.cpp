@@ -1,7 +1,6 @@
 #include "weights/steps/layout_shapes.hpp"
 
 #include <algorithm>
-#include <optional>
 
 #include <fmt/format.h>
 

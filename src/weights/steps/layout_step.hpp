@@ -65,6 +65,8 @@ struct LayoutStep {
   std::array<int64_t, 4> values{};
   bool operator==(const LayoutStep&) const = default;
 };
+/// "shuffle_rows(gate_up, tile=128)".
+std::string TextOf(const LayoutStep& step);
 
 /// The tensors of one expert by name, in a fixed order: "gate_up", "gate_up_block_scale", "down" ... All have
 /// two axes; scalars are [1, n].
@@ -102,7 +104,7 @@ class LayoutRecipe {
   std::vector<LayoutStep> steps;
 
   void Add(LayoutOp op, std::string_view tensor, std::array<int64_t, 4> values = {});
-  /// "shuffle_rows(gate_up, tile=128)", one a step.
+  /// One line a step.
   std::vector<std::string> ToText() const;
   /// The inverse of ToText; kBadInput names the step that cannot be read.
   static Result<LayoutRecipe> Parse(std::span<const std::string> text);
