@@ -1,5 +1,4 @@
 #include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 

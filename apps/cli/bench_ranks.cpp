@@ -1,6 +1,5 @@
 #include "bench_ranks.hpp"
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>

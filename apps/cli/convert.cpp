@@ -61,10 +61,7 @@ Action DefineConvert(CLI::App& app) {
       ->required();
   app.add_option("--scheme", options.scheme, "Scheme of the result, instead of that of the source");
   app.add_flag("--allow-lossy", options.allow_lossy, "Accept that values change");
-  app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  app.add_flag("--force", options.overwrite,
-               "Replace a checkpoint that stands there: the whole folder, with all that is in it");
+  AddNewCheckpoint(app, options.max_shard_bytes, options.overwrite);
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunConvert(*flags, output); };
 }

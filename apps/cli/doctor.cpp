@@ -1,4 +1,3 @@
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>

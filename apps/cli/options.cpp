@@ -130,6 +130,13 @@ CLI::Option* AddLayer(CLI::App& app, std::optional<int64_t>& layer, const std::s
   return app.add_option("--layer", layer, about)->check(CLI::Range(int64_t{0}, kMaxLayer));
 }
 
+void AddNewCheckpoint(CLI::App& app, int64_t& max_shard_bytes, bool& overwrite) {
+  app.add_option("--max-shard-bytes", max_shard_bytes, "Largest safetensors file")
+      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+  app.add_flag("--force", overwrite,
+               "Replace a checkpoint that stands there: the whole folder, with all that is in it");
+}
+
 void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about) {
   app.add_option("--seed", seed, about)->check(CLI::Range(int64_t{0}, INT64_MAX));
 }

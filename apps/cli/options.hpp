@@ -41,6 +41,9 @@ void AddThreads(CLI::App& app, int& threads);
 CLI::Option* AddLayer(CLI::App& app, std::optional<int64_t>& layer,
                       const std::string& about = "Decoder layer; may be left out when only one has experts");
 
+/// --max-shard-bytes and --force, of commands that write a checkpoint.
+void AddNewCheckpoint(CLI::App& app, int64_t& max_shard_bytes, bool& overwrite);
+
 /// --seed.
 void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about);
 

@@ -1,6 +1,5 @@
 #include <chrono>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include <fmt/format.h>
@@ -85,10 +84,7 @@ Action DefineQuantize(CLI::App& app) {
   app.add_flag("--scale-search", options.scale_search, "For each block, take the scale of the least error");
   app.add_option("--format", options.format, "modelopt, compressed-tensors or deepseek");
   app.add_option("--mx-scale", flags->mx_scale, "Exponents of MX scales: even, floor, ceil");
-  app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  app.add_flag("--force", options.overwrite,
-               "Replace a checkpoint that stands there: the whole folder, with all that is in it");
+  AddNewCheckpoint(app, options.max_shard_bytes, options.overwrite);
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunQuantize(*flags, output); };
 }

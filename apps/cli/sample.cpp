@@ -72,9 +72,7 @@ Action DefineSample(CLI::App& app) {
       ->check(CLI::Range(1, 1 << 20));
   AddSeed(app, options.seed, "Of all values");
   app.add_option("--dtype", flags->dtype, "BF16, F16 or F32: hidden states and what is not quantized");
-  app.add_option("--max-shard-bytes", options.max_shard_bytes, "Largest safetensors file")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
-  app.add_flag("--force", options.overwrite, "Write into a directory that is not empty");
+  AddNewCheckpoint(app, options.max_shard_bytes, options.overwrite);
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return Sample(*flags, output); };
 }

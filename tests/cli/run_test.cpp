@@ -201,6 +201,18 @@ TEST(Sample, DirectoryThatIsNotEmpty_IsLeftAlone) {
   EXPECT_EQ(ReadFile(checkpoint.path() + "/config.json"), before);
 }
 
+TEST(Sample, Force_ReplacesTheCheckpointThatStandsThere) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  WriteFile(checkpoint.path() + "/model-00001-of-00002.safetensors", "of a larger one");
+  std::vector<std::string> arguments = {"sample",   "--family",        "mixtral", "--scheme", "unquantized",
+                                        "--output", checkpoint.path(), "--top-k", "2",        "--force"};
+  arguments.insert(arguments.end(), kTinySizes.begin(), kTinySizes.end());
+  const ProcessResult result = RunCommand(arguments);
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(RunCommand({"inspect", checkpoint.path(), "--json"}).Json().at("family"), "mixtral");
+  EXPECT_FALSE(std::filesystem::exists(checkpoint.path() + "/model-00001-of-00002.safetensors"));
+}
+
 TEST(Inspect, ListsEveryLayer) {
   const SampleCheckpoint checkpoint("deepseek_v3", "nvfp4_w4a4", {"--layers", "3"});
   const ProcessResult result = RunCommand({"inspect", checkpoint.path(), "--json"});

@@ -26,7 +26,7 @@ std::span<const SampleFamily> SampleFamilies();
 struct SampleOptions {
   std::string family = "qwen3_moe";
   std::string scheme = "nvfp4_w4a4";
-  /// Created when absent; must be empty unless `overwrite`.
+  /// Created when absent; must be empty, or with `overwrite` a checkpoint, which is then replaced.
   std::string directory;
   int64_t hidden = 0;
   int64_t intermediate = 0;

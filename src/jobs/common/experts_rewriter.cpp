@@ -183,7 +183,7 @@ std::vector<Unit> ExpertsRewriter::CopiedUnits() const {
     Unit unit;
     unit.specs.push_back({copied.name, copied.info->dtype, copied.info->shape});
     unit.make = [source = checkpoint_, from = copied.info->name,
-                 to = copied.name]() -> Result<std::vector<NamedTensor>> {
+                 to = copied.name](const Executor&) -> Result<std::vector<NamedTensor>> {
       FMOE_ASSIGN_OR_RETURN(Tensor tensor, source->Load(from));
       return std::vector<NamedTensor>{{to, std::move(tensor)}};
     };

@@ -51,7 +51,6 @@ class ExpertsRewriter {
 
   const std::vector<SourceLayer>& layers() const { return layers_; }
   const Checkpoint& checkpoint() const { return *checkpoint_; }
-  bool from_gguf() const { return gguf_; }
   /// Every tensor which belongs to no routed expert, by its new name; those of a GGUF file that are left out
   /// are not among them.
   std::vector<CopiedTensor> Copied() const;

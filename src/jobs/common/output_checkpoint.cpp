@@ -108,31 +108,33 @@ int64_t Unit::bytes() const {
   return sum;
 }
 
-Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::string& directory,
-                                                                   bool overwrite,
-                                                                   const std::string& source) {
+Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const OutputPlace& place) {
   std::error_code error;
-  fs::path final_path = fs::path(directory).lexically_normal();
+  fs::path final_path = fs::path(place.directory).lexically_normal();
   if (!final_path.has_filename()) {
     final_path = final_path.parent_path();  // "DIR/"
   }
   if (final_path.empty() || final_path.filename() == "." || final_path.filename() == "..") {
-    return Status::Usage(fmt::format("'{}' cannot be made: a name for a new directory is needed", directory));
+    return Status::Usage(
+        fmt::format("'{}' cannot be made: a name for a new directory is needed", place.directory));
   }
-  const bool single_file = final_path.extension() == ".gguf" && !fs::is_directory(final_path, error);
-  if (single_file && !overwrite && fs::exists(final_path, error)) {
-    return Status::Usage("the file exists").WithFile(directory).WithHint("--force replaces it");
+  const bool is_directory = fs::is_directory(final_path, error), exists = fs::exists(final_path, error);
+  const bool single_file = final_path.extension() == ".gguf" && !is_directory;
+  if (single_file && !place.gguf) {
+    return Status::Usage("a directory is written; a name that ends in .gguf is that of a GGUF file")
+        .WithFile(place.directory)
+        .WithHint("convert --to gguf writes those");
   }
-  if (!single_file && fs::exists(final_path, error)) {
-    if (!fs::is_directory(final_path, error)) {
-      return Status::Usage("is no directory").WithFile(directory);
-    }
-    if (!overwrite && !fs::is_empty(final_path, error)) {
-      return Status::Usage("the directory is not empty").WithFile(directory).WithHint("--force replaces it");
-    }
+  if (exists && !single_file && !is_directory) {
+    return Status::Usage("is no directory").WithFile(place.directory);
   }
-  if (overwrite && fs::exists(final_path, error)) {
-    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, source));
+  if (exists && !place.overwrite && (single_file || !fs::is_empty(final_path, error))) {
+    return Status::Usage(single_file ? "the file exists" : "the directory is not empty")
+        .WithFile(place.directory)
+        .WithHint("--force replaces it");
+  }
+  if (exists && place.overwrite) {
+    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, place.source));
   }
   const fs::path temporary =
       final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
@@ -150,7 +152,7 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const std::st
     return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
   }
   std::unique_ptr<OutputCheckpoint> output(
-      new OutputCheckpoint(final_path.string(), temporary.string(), overwrite));
+      new OutputCheckpoint(final_path.string(), temporary.string(), place.overwrite));
   if (single_file) {
     output->single_file_ = true;
     output->gguf_name_ = final_path.filename().string();
@@ -170,6 +172,15 @@ Status OutputCheckpoint::WriteText(const std::string& file, const std::string& t
   FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(temporary_ + "/" + file));
   FMOE_RETURN_IF_ERROR(output->Append(std::as_bytes(std::span(text))));
   FMOE_RETURN_IF_ERROR(output->Commit());
+  files_.push_back(file);
+  return Status::Ok();
+}
+
+Status OutputCheckpoint::WriteTensors(const std::string& file, std::span<const NamedTensor> tensors) {
+  const fs::path path = fs::path(temporary_) / file;
+  std::error_code error;
+  fs::create_directories(path.parent_path(), error);  // WriteSafetensors says it where that failed
+  FMOE_RETURN_IF_ERROR(WriteSafetensors(path.string(), tensors));
   files_.push_back(file);
   return Status::Ok();
 }
@@ -200,7 +211,7 @@ Status OutputCheckpoint::MakeUnits(const Unit* units, int64_t count, const Write
   // The failure of the first unit in order, so that the message does not depend on the threads.
   int64_t failed_index = count;
   Status failure;
-  ParallelFor(options.executor, count, [&](int64_t index) {
+  const auto run = [&](int64_t index, const Executor& threads) {
     {
       const std::lock_guard lock(mutex);
       if (failed_index < index) {
@@ -209,20 +220,21 @@ Status OutputCheckpoint::MakeUnits(const Unit* units, int64_t count, const Write
     }
     Status status;
     std::vector<std::string> hashes;
-    auto tensors = units[index].make();
-    if (tensors.ok()) {
+    auto tensors = units[index].make(threads);
+    if (!tensors.ok()) {
+      status = tensors.status();
+    } else if (options.hash) {
       for (const NamedTensor& tensor : *tensors) {
         hashes.push_back(HashOf(tensor));
       }
-    } else {
-      status = tensors.status();
     }
     const std::lock_guard lock(mutex);
-    for (size_t i = 0; status.ok() && i < hashes.size(); ++i) {
+    for (size_t i = 0; status.ok() && i < tensors->size(); ++i) {
       const NamedTensor& tensor = (*tensors)[i];
-      tensor_hashes_[units[index].part == 0 ? tensor.name
-                                            : fmt::format("{} part {}", tensor.name, units[index].part)] =
-          hashes[i];
+      if (options.hash) {
+        const int64_t part = units[index].part;
+        tensor_hashes_[part == 0 ? tensor.name : fmt::format("{} part {}", tensor.name, part)] = hashes[i];
+      }
       status = write(units[index], tensor);
     }
     if (!status.ok() && index < failed_index) {
@@ -233,7 +245,17 @@ Status OutputCheckpoint::MakeUnits(const Unit* units, int64_t count, const Write
     if (options.progress) {
       options.progress(done, total);
     }
-  });
+  };
+  std::vector<int64_t> small;
+  for (int64_t index = 0; index < count; ++index) {
+    if (units[index].large) {
+      run(index, options.executor);
+    } else {
+      small.push_back(index);
+    }
+  }
+  ParallelFor(options.executor, static_cast<int64_t>(small.size()),
+              [&](int64_t index) { run(small[static_cast<size_t>(index)], Executor{}); });
   return failure;
 }
 

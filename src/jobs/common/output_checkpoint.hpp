@@ -4,6 +4,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,9 +18,10 @@ namespace fusedmoe::jobs {
 /// Tensors that are made together, in one call, and then written.
 struct Unit {
   std::vector<TensorSpec> specs;
-  /// Called once, from any thread.
-  std::function<Result<std::vector<NamedTensor>>()> make;
-  int64_t part = 0;  ///< WriteGguf: which part of its tensors they are
+  /// Called once, from any thread. The executor is that of the job for a unit that is `large`, else serial.
+  std::function<Result<std::vector<NamedTensor>>(const Executor& executor)> make;
+  bool large = false;  ///< made alone, by all threads; the others are made side by side
+  int64_t part = 0;    ///< WriteGguf: which part of its tensors they are
   int64_t bytes() const;
 };
 
@@ -28,20 +30,26 @@ struct WriteOptions {
   Executor executor;
   /// Units done and in all; one call at a time. May be empty.
   std::function<void(int64_t done, int64_t total)> progress;
+  bool hash = true;  ///< ContentHash is wanted
+};
+
+/// Where a checkpoint is written.
+struct OutputPlace {
+  std::string directory;
+  bool overwrite = false;  ///< replace the checkpoint that stands there
+  std::string source;      ///< the checkpoint that the new one is made from; empty: none
+  bool gguf = false;       ///< a name that ends in ".gguf" is that of a single file
 };
 
 /// A checkpoint directory under construction, next to its final place under another name: nothing stands
 /// under the final name until Commit, and a run that was killed leaves at most the other directory, which the
-/// next run clears away. A name that ends in ".gguf" is that of a single file: the only one that Commit
-/// keeps.
+/// next run clears away. Of a single GGUF file, Commit keeps nothing else.
 class OutputCheckpoint {
  public:
-  /// `source` is what the new checkpoint is made from. kUsage when `directory` exists and is a file, when it
-  /// holds anything (a file: when it exists) and `overwrite` is not set. Commit removes a folder that it
-  /// replaces with all that is in it: kUsage also when that would be `source`, a folder around it, or one
-  /// that is no checkpoint.
-  static Result<std::unique_ptr<OutputCheckpoint>> Create(const std::string& directory, bool overwrite,
-                                                          const std::string& source);
+  /// kUsage when the place is taken: by a file or a folder that is not empty, unless `overwrite` is set.
+  /// Commit removes a folder that it replaces with all that is in it, so never `source`, a folder around it,
+  /// or one that is no checkpoint (kUsage).
+  static Result<std::unique_ptr<OutputCheckpoint>> Create(const OutputPlace& place);
   ~OutputCheckpoint();
   OutputCheckpoint(const OutputCheckpoint&) = delete;
   OutputCheckpoint& operator=(const OutputCheckpoint&) = delete;
@@ -49,6 +57,8 @@ class OutputCheckpoint {
   /// Where the files are until Commit.
   const std::string& path() const { return temporary_; }
   Status WriteText(const std::string& file, const std::string& text);
+  /// A safetensors file beside the weights, in a folder of its own where `file` names one.
+  Status WriteTensors(const std::string& file, std::span<const NamedTensor> tensors);
   /// Copies the small files of another checkpoint: tokenizer, generation settings, licence. Weights,
   /// config.json and quantization metadata are left out.
   Status CopySideFiles(const std::string& source);
@@ -60,7 +70,7 @@ class OutputCheckpoint {
                    const std::vector<checkpoint::GgufSpec>& specs, const std::vector<Unit>& units,
                    const WriteOptions& options);
   std::string gguf_path() const { return temporary_ + "/" + gguf_name_; }
-  /// Over names, types, shapes and bytes of all tensors written.
+  /// Over names, types, shapes and bytes of all tensors written with WriteOptions::hash.
   std::string ContentHash() const;
   int64_t bytes() const { return bytes_; }
   const std::vector<std::string>& files() const { return files_; }

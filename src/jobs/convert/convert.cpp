@@ -99,7 +99,7 @@ std::vector<jobs::Unit> Job::Units() const {
             ? std::vector<TensorSpec>{{module.target + ".weight", rule.target.format.element,
                                        Shape{module.rows, module.cols}}}
             : SpecsOf(*rule.row, rule.to, rule.target.storage, module.target, module.rows, module.cols);
-    unit.make = [this, &module, &rule] { return MakeOther(module, rule); };
+    unit.make = [this, &module, &rule](const Executor&) { return MakeOther(module, rule); };
     units.push_back(std::move(unit));
   }
   for (size_t index = 0; index < rewriter_.layers().size(); ++index) {
@@ -114,7 +114,7 @@ std::vector<jobs::Unit> Job::Units() const {
       jobs::Unit unit;
       unit.specs = rule.plain() ? PlainSpecs(layer, expert, rule.target.format.element)
                                 : ExpertSpecs(layer, expert, *rule.row, rule.to, rule.target.storage);
-      unit.make = [this, &layer, &rule, expert] { return MakeExpert(layer, rule, expert); };
+      unit.make = [this, &layer, &rule, expert](const Executor&) { return MakeExpert(layer, rule, expert); };
       units.push_back(std::move(unit));
     }
   }
@@ -154,9 +154,12 @@ Status Job::Judge(const Difference& all, ConvertReport& report) const {
 }
 
 Result<ConvertReport> Job::Run() {
-  FMOE_ASSIGN_OR_RETURN(const auto output, OutputCheckpoint::Create(options_.directory, options_.overwrite,
-                                                                    rewriter_.checkpoint().directory()));
   const bool gguf = plan_.form == Form::kGguf;
+  FMOE_ASSIGN_OR_RETURN(const auto output,
+                        OutputCheckpoint::Create({.directory = options_.directory,
+                                                  .overwrite = options_.overwrite,
+                                                  .source = rewriter_.checkpoint().directory(),
+                                                  .gguf = gguf}));
   FMOE_RETURN_IF_ERROR(
       gguf ? WriteGgufLayers(rewriter_, plan_,
                              {options_.max_shard_bytes, options_.executor, options_.progress}, *output)

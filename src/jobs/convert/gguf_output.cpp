@@ -66,7 +66,7 @@ Status LayersWriter::AddPlain(const std::string& name, const Tensor& tensor) {
   specs_.push_back({name, dims.empty() ? std::vector<int64_t>{1} : dims, checkpoint::kGgufF32, 1});
   Unit unit;
   unit.specs.push_back({name, DType::kF32, values.shape()});
-  unit.make = [name, values]() -> Result<std::vector<NamedTensor>> {
+  unit.make = [name, values](const Executor&) -> Result<std::vector<NamedTensor>> {
     return std::vector<NamedTensor>{{name, values}};
   };
   units_.push_back(std::move(unit));
@@ -163,7 +163,7 @@ Status LayersWriter::AddShared(size_t index, const SharedExpertWeights& shared, 
   FMOE_RETURN_IF_ERROR(Announce(layer, rule, true, intermediate, input_scales));
   Unit unit;
   unit.make = [this, &layer, &rule, source = shared.source,
-               input_scales]() -> Result<std::vector<NamedTensor>> {
+               input_scales](const Executor&) -> Result<std::vector<NamedTensor>> {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert loaded, source.load(0));
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert made,
                           TransformLoaded(loaded, rule, layer.context->spec.names.shared_up));
@@ -188,7 +188,8 @@ Status LayersWriter::AddLayer(size_t index) {
   for (int64_t expert = 0; expert < layer.context->spec.config.num_experts; ++expert) {
     Unit unit;
     unit.part = expert;
-    unit.make = [this, &layer, &rule, expert, input_scales]() -> Result<std::vector<NamedTensor>> {
+    unit.make = [this, &layer, &rule, expert,
+                 input_scales](const Executor&) -> Result<std::vector<NamedTensor>> {
       FMOE_ASSIGN_OR_RETURN(const CanonicalExpert made, TransformExpert(layer, rule, expert));
       return Matrices(layer, rule, false, made, input_scales);
     };

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <memory>
-
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/convert/plan.hpp"
 

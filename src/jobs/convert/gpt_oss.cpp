@@ -54,7 +54,7 @@ Unit GptOssUnit(const SourceLayer& layer, std::function<Result<CanonicalExpert>(
     unit.specs.push_back({stem + "down_proj_bias", layer.bias_dtype, Shape{experts, hidden}});
   }
   unit.make = [specs = unit.specs, expert = std::move(expert), bias_dtype = layer.bias_dtype,
-               experts]() -> Result<std::vector<NamedTensor>> {
+               experts](const Executor&) -> Result<std::vector<NamedTensor>> {
     std::vector<NamedTensor> tensors;
     for (const TensorSpec& spec : specs) {
       FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(spec.dtype, spec.shape));

@@ -209,8 +209,9 @@ Result<QuantizeReport> Job::Run() {
   FMOE_RETURN_IF_ERROR(ResolveInputs());
   storage_.ignored = rewriter_.UnquantizedModules();
   FMOE_ASSIGN_OR_RETURN(const auto output,
-                        jobs::OutputCheckpoint::Create(options_.directory, options_.overwrite,
-                                                       rewriter_.checkpoint().directory()));
+                        jobs::OutputCheckpoint::Create({.directory = options_.directory,
+                                                        .overwrite = options_.overwrite,
+                                                        .source = rewriter_.checkpoint().directory()}));
   FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(row_.config(scheme_, storage_)));
   FMOE_RETURN_IF_ERROR(output->WriteText("config.json", config));
   if (row_.side_file != nullptr) {
@@ -234,7 +235,7 @@ Result<QuantizeReport> Job::Run() {
       slots.push_back(std::make_unique<Slot>());
       jobs::Unit unit;
       unit.specs = ExpertSpecs(layer, expert, row_, scheme_, storage_);
-      unit.make = [this, index, expert, slot = slots.back().get()] {
+      unit.make = [this, index, expert, slot = slots.back().get()](const Executor&) {
         return MakeExpert(index, expert, *slot);
       };
       units.push_back(std::move(unit));

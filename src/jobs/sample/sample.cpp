@@ -2,11 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <filesystem>
 #include <functional>
-#include <mutex>
-#include <optional>
 #include <span>
 #include <utility>
 
@@ -18,10 +14,10 @@
 
 #include "checkpoint/storage.hpp"
 #include "core/checked_math.hpp"
+#include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"
 #include "jobs/sample/random.hpp"
 #include "numerics/rows.hpp"
-#include "platform/file.hpp"
 #include "weights/quantize.hpp"
 
 namespace fusedmoe {
@@ -30,6 +26,7 @@ namespace {
 using Json = nlohmann::ordered_json;
 using checkpoint::StorageOptions;
 using checkpoint::StorageRow;
+using jobs::Unit;
 using sample::ExpertForm;
 using sample::FamilyRow;
 using sample::NormalStream;
@@ -39,20 +36,6 @@ using sample::Sizes;
 constexpr int64_t kLargestSize = int64_t{1} << 20;
 // Rows of a random tensor are made in pieces of this many values.
 constexpr int64_t kPiece = 4096;
-
-/// Tensors that are made together: one expert, or one tensor of the layer.
-struct Unit {
-  std::vector<TensorSpec> specs;
-  std::function<Result<std::vector<NamedTensor>>(const Executor& executor)> make;
-  bool large = false;  ///< made alone, by all threads
-  int64_t bytes() const {
-    int64_t sum = 0;
-    for (const TensorSpec& spec : specs) {
-      sum += PackedBytes(spec.dtype, spec.shape.count());
-    }
-    return sum;
-  }
-};
 
 /// Normal values of that deviation around `mean`, rounded to the dtype. The same bytes for any executor.
 Result<Tensor> RandomTensor(uint64_t seed, std::string_view name, DType dtype, const Shape& shape,
@@ -79,10 +62,10 @@ float FanIn(int64_t inputs) {
 }
 
 /// Builds the list of units of a checkpoint.
-class Plan {
+class UnitList {
  public:
-  Plan(const SampleOptions& options, const FamilyRow& family, const Sizes& sizes, const Scheme& scheme,
-       const StorageRow* storage)
+  UnitList(const SampleOptions& options, const FamilyRow& family, const Sizes& sizes, const Scheme& scheme,
+           const StorageRow* storage)
       : options_(options), family_(family), sizes_(sizes), scheme_(scheme), storage_(storage) {}
 
   std::vector<Unit> Units() {
@@ -250,159 +233,6 @@ class Plan {
   std::vector<Unit> units_;
 };
 
-/// The files of a directory under construction; those already there go away again unless Keep is called.
-class Directory {
- public:
-  explicit Directory(std::string path) : path_(std::move(path)) {}
-  ~Directory() {
-    std::error_code ignored;
-    for (auto entry = made_.rbegin(); entry != made_.rend(); ++entry) {
-      std::filesystem::remove(*entry, ignored);  // a directory only when it is empty
-    }
-  }
-  Directory(const Directory&) = delete;
-  Directory& operator=(const Directory&) = delete;
-
-  Status Prepare(bool overwrite) {
-    std::error_code error;
-    if (std::filesystem::exists(path_, error)) {
-      if (!std::filesystem::is_directory(path_, error)) {
-        return Status::Usage("is no directory").WithFile(path_);
-      }
-      if (!overwrite && !std::filesystem::is_empty(path_, error)) {
-        return Status::Usage("the directory is not empty").WithFile(path_).WithHint("--force overwrites");
-      }
-    }
-    return MakeDirectory(std::filesystem::path(path_) / "io");
-  }
-
-  std::string Path(const std::string& file) const { return path_ + "/" + file; }
-
-  void Made(const std::string& file) {
-    made_.push_back(Path(file));
-    files_.push_back(file);
-  }
-
-  Status WriteJson(const std::string& file, const Json& json) {
-    const std::string text = json.dump(2) + "\n";
-    FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(Path(file)));
-    FMOE_RETURN_IF_ERROR(output->Append(std::as_bytes(std::span(text))));
-    FMOE_RETURN_IF_ERROR(output->Commit());
-    Made(file);
-    return Status::Ok();
-  }
-
-  std::vector<std::string> Keep() {
-    made_.clear();
-    return std::move(files_);
-  }
-
- private:
-  Status MakeDirectory(const std::filesystem::path& path) {
-    std::error_code error;
-    if (std::filesystem::is_directory(path, error)) {
-      return Status::Ok();
-    }
-    if (path.has_parent_path() && path.parent_path() != path) {
-      FMOE_RETURN_IF_ERROR(MakeDirectory(path.parent_path()));
-    }
-    if (!std::filesystem::create_directory(path, error) && error) {
-      return Status::System("cannot create the directory: " + error.message()).WithFile(path.string());
-    }
-    made_.push_back(path);
-    return Status::Ok();
-  }
-
-  std::string path_;
-  std::vector<std::filesystem::path> made_;
-  std::vector<std::string> files_;
-};
-
-/// Makes the units of one file and writes them. Experts in parallel, large tensors one by one.
-Status WriteFile(const std::string& path, std::span<const Unit> units, const Executor& executor) {
-  std::vector<TensorSpec> specs;
-  for (const Unit& unit : units) {
-    specs.insert(specs.end(), unit.specs.begin(), unit.specs.end());
-  }
-  FMOE_ASSIGN_OR_RETURN(const auto writer,
-                        SafetensorsWriter::Create(path, std::move(specs), {{"format", "pt"}}));
-  std::mutex mutex;
-  Status first_failure;
-  const auto run = [&](const Unit& unit, const Executor& threads) {
-    {
-      const std::lock_guard lock(mutex);
-      if (!first_failure.ok()) {
-        return;
-      }
-    }
-    auto tensors = unit.make(threads);
-    const std::lock_guard lock(mutex);
-    if (!first_failure.ok()) {
-      return;
-    }
-    if (!tensors.ok()) {
-      first_failure = tensors.status();
-      return;
-    }
-    for (const NamedTensor& tensor : *tensors) {
-      if (Status status = writer->Write(tensor.name, tensor.tensor.view()); !status.ok()) {
-        first_failure = std::move(status);
-        return;
-      }
-    }
-  };
-  std::vector<const Unit*> small;
-  for (const Unit& unit : units) {
-    if (unit.large) {
-      run(unit, executor);
-    } else {
-      small.push_back(&unit);
-    }
-  }
-  ParallelFor(executor, static_cast<int64_t>(small.size()),
-              [&](int64_t index) { run(*small[static_cast<size_t>(index)], Executor{}); });
-  FMOE_RETURN_IF_ERROR(first_failure);
-  return writer->Finish();
-}
-
-/// Writes all units, in one file or in shards with their index. Returns the bytes of the files.
-Result<int64_t> WriteWeights(Directory& directory, const std::vector<Unit>& units,
-                             const SampleOptions& options) {
-  std::vector<std::span<const Unit>> shards;
-  int64_t total = 0;
-  for (size_t begin = 0; begin < units.size();) {
-    size_t end = begin;
-    int64_t bytes = 0;
-    while (end < units.size() && (end == begin || bytes + units[end].bytes() <= options.max_shard_bytes)) {
-      bytes += units[end++].bytes();
-    }
-    shards.push_back(std::span(units).subspan(begin, end - begin));
-    total += bytes;
-    begin = end;
-  }
-  Json weight_map = Json::object();
-  int64_t file_bytes = 0;
-  for (size_t shard = 0; shard < shards.size(); ++shard) {
-    const std::string file = shards.size() == 1
-                                 ? "model.safetensors"
-                                 : fmt::format("model-{:05}-of-{:05}.safetensors", shard + 1, shards.size());
-    FMOE_RETURN_IF_ERROR(WriteFile(directory.Path(file), shards[shard], options.executor));
-    directory.Made(file);
-    std::error_code ignored;
-    file_bytes += static_cast<int64_t>(std::filesystem::file_size(directory.Path(file), ignored));
-    for (const Unit& unit : shards[shard]) {
-      for (const TensorSpec& spec : unit.specs) {
-        weight_map[spec.name] = file;
-      }
-    }
-  }
-  if (shards.size() > 1) {
-    FMOE_RETURN_IF_ERROR(directory.WriteJson(
-        "model.safetensors.index.json", {{"metadata", {{"total_size", total}}}, {"weight_map", weight_map}}));
-  }
-  return file_bytes;
-}
-
 std::string_view TorchName(DType dtype) {
   return dtype == DType::kF32 ? "float32" : dtype == DType::kF16 ? "float16" : "bfloat16";
 }
@@ -506,27 +336,30 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, SchemeFor(options.scheme, sizes));
   FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
 
-  Plan plan(options, *family, sizes, scheme, storage);
-  const std::vector<Unit> units = plan.Units();
-  Directory directory(options.directory);
-  FMOE_RETURN_IF_ERROR(directory.Prepare(options.overwrite));
+  FMOE_ASSIGN_OR_RETURN(const auto output, jobs::OutputCheckpoint::Create({.directory = options.directory,
+                                                                           .overwrite = options.overwrite}));
   FMOE_RETURN_IF_ERROR(
-      directory.WriteJson("config.json", ConfigOf(options, *family, sizes, scheme, storage)));
+      output->WriteText("config.json", ConfigOf(options, *family, sizes, scheme, storage).dump(2) + "\n"));
   if (storage != nullptr && storage->side_file != nullptr) {
-    FMOE_RETURN_IF_ERROR(directory.WriteJson(
-        "hf_quant_config.json",
-        Json::parse(storage->side_file(scheme, {.ignored = Unquantized(*family, sizes.num_layers)}))));
+    const std::string text = storage->side_file(scheme, {.ignored = Unquantized(*family, sizes.num_layers)});
+    FMOE_RETURN_IF_ERROR(output->WriteText("hf_quant_config.json", Json::parse(text).dump(2) + "\n"));
   }
+  UnitList list(options, *family, sizes, scheme, storage);
+  jobs::WriteOptions how;
+  how.max_shard_bytes = options.max_shard_bytes;
+  how.executor = options.executor;
+  how.hash = false;
+  FMOE_RETURN_IF_ERROR(output->WriteWeights(list.Units(), how));
   SampleReport report;
-  FMOE_ASSIGN_OR_RETURN(report.bytes, WriteWeights(directory, units, options));
+  report.bytes = output->bytes();
   report.input_file = "io/input.safetensors";
   FMOE_ASSIGN_OR_RETURN(Tensor hidden,
                         RandomTensor(options.seed, "hidden_states", options.dtype,
                                      {options.num_tokens, sizes.hidden}, 1.0F, options.executor));
   const NamedTensor input{"hidden_states", std::move(hidden)};
-  FMOE_RETURN_IF_ERROR(WriteSafetensors(directory.Path(report.input_file), std::span(&input, 1)));
-  directory.Made(report.input_file);
-  report.files = directory.Keep();
+  FMOE_RETURN_IF_ERROR(output->WriteTensors(report.input_file, std::span(&input, 1)));
+  FMOE_RETURN_IF_ERROR(output->Commit());
+  report.files = output->files();
   report.producer = storage == nullptr ? "none" : storage->producer;
   report.hidden = sizes.hidden;
   report.intermediate = sizes.intermediate;
