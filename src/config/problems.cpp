@@ -4,7 +4,6 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
-#include <iterator>
 #include <vector>
 
 #include <fmt/format.h>

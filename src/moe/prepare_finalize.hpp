@@ -57,8 +57,6 @@ class PrepareFinalize {
   virtual int64_t max_rows() const = 0;
   /// True when experts that weight and reduce for themselves may write straight into the final output.
   virtual bool experts_may_write_output() const { return false; }
-  /// True when Finalize already summed over all ranks that hold a share: nobody must reduce again.
-  virtual bool output_is_reduced() const { return true; }
   virtual Status Prepare(const PrepareInput& input, PrepareOutput& prepared, const Workspace& workspace,
                          const Executor& executor) const = 0;
   /// True when FinalizeStart returns before the result is there, so that shared experts can run in between.

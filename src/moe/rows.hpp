@@ -7,11 +7,6 @@
 
 namespace fusedmoe {
 
-/// Whether hidden states and outputs may have this dtype.
-constexpr bool IsActivationDType(DType dtype) {
-  return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32;
-}
-
 /// out = weight * row, in fp32.
 void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out);
 

@@ -1,7 +1,6 @@
 #include "moe/weight_and_reduce.hpp"
 
 #include <algorithm>
-#include <string>
 
 #include "moe/rows.hpp"
 #include "numerics/rows.hpp"

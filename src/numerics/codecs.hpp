@@ -13,12 +13,6 @@ namespace fusedmoe {
 FMOE_HOST_DEVICE constexpr float DecodeE2m1(uint8_t code) {
   return E2m1::Decode(code);
 }
-FMOE_HOST_DEVICE constexpr float DecodeE3m2(uint8_t code) {
-  return E3m2::Decode(code);
-}
-FMOE_HOST_DEVICE constexpr float DecodeE2m3(uint8_t code) {
-  return E2m3::Decode(code);
-}
 FMOE_HOST_DEVICE constexpr float DecodeE4m3(uint8_t code) {
   return E4m3fn::Decode(code);
 }
@@ -33,33 +27,16 @@ FMOE_HOST_DEVICE constexpr float DecodeFp16(uint16_t code) {
 FMOE_HOST_DEVICE constexpr uint8_t EncodeE2m1RneSaturating(float value) {
   return static_cast<uint8_t>(E2m1::EncodeSaturating(value));
 }
-FMOE_HOST_DEVICE constexpr uint8_t EncodeE3m2RneSaturating(float value) {
-  return static_cast<uint8_t>(E3m2::EncodeSaturating(value));
-}
-FMOE_HOST_DEVICE constexpr uint8_t EncodeE2m3RneSaturating(float value) {
-  return static_cast<uint8_t>(E2m3::EncodeSaturating(value));
-}
 /// NaN stays NaN (0x7f, 0xff).
 FMOE_HOST_DEVICE constexpr uint8_t EncodeE4m3RneSaturating(float value) {
   return static_cast<uint8_t>(E4m3fn::EncodeSaturating(value));
 }
-/// What a plain cast gives: overflow and infinity become NaN.
-FMOE_HOST_DEVICE constexpr uint8_t EncodeE4m3Rne(float value) {
-  return static_cast<uint8_t>(E4m3fn::Encode(value));
-}
 FMOE_HOST_DEVICE constexpr uint8_t EncodeE5m2RneSaturating(float value) {
   return static_cast<uint8_t>(E5m2::EncodeSaturating(value));
-}
-/// What a plain cast gives: overflow becomes infinity.
-FMOE_HOST_DEVICE constexpr uint8_t EncodeE5m2Rne(float value) {
-  return static_cast<uint8_t>(E5m2::Encode(value));
 }
 /// Overflow becomes infinity, as IEEE has it.
 FMOE_HOST_DEVICE constexpr uint16_t EncodeFp16Rne(float value) {
   return static_cast<uint16_t>(Fp16::Encode(value));
-}
-FMOE_HOST_DEVICE constexpr uint16_t EncodeFp16RneSaturating(float value) {
-  return static_cast<uint16_t>(Fp16::EncodeSaturating(value));
 }
 
 /// The code of |value| as e2m1 with every tie going toward zero, the sign bit set for negatives and, as

@@ -17,7 +17,6 @@ inline constexpr uint32_t kFlashInferActivations =
 inline constexpr uint32_t kTrtllmRouting = Set({RoutingMethod::kDeepSeekV3, RoutingMethod::kRenormalize,
                                                 RoutingMethod::kRenormalizeNaive, RoutingMethod::kLlama4});
 inline constexpr uint32_t kLogits = Set({DType::kF32, DType::kBF16});
-inline constexpr uint32_t kSixteenBit = Set({DType::kBF16, DType::kF16});
 inline constexpr uint32_t kAllFloats = Set({DType::kBF16, DType::kF16, DType::kF32});
 inline constexpr uint32_t kWeightOnly = Set({ActivationKey::kNone});
 

@@ -1,6 +1,5 @@
 #include "oracle/platforms.hpp"
 
-#include <array>
 #include <vector>
 
 #include <fmt/format.h>

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 
 #include <fmt/format.h>
 #include <fusedmoe/machine.hpp>

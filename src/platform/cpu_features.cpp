@@ -3,7 +3,6 @@
 #include <array>
 #include <cstring>
 #include <fstream>
-#include <string_view>
 
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <string>
 
 #include "core/checked_math.hpp"
 #include "quant/activation_rows.hpp"

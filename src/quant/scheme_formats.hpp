@@ -80,7 +80,7 @@ constexpr ActivationFormat Nvfp4Input() {
 }
 
 /// MXFP8 follows the text of the OCP specification (floor); narrower elements the "even" rule, which has the
-/// smallest error there (docs/scales.md).
+/// smallest error there (docs/numerics.md, "MX rules").
 constexpr ActivationFormat MxInput(DType element) {
   ActivationFormat format{.element = element, .group = {1, 32}, .scale_dtype = DType::kF8E8M0};
   format.rule.mx_scale = element == DType::kF8E4M3 ? MxScaleRule::kFloor : MxScaleRule::kEven;

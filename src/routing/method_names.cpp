@@ -1,5 +1,4 @@
 #include <iterator>
-#include <utility>
 
 #include <fusedmoe/routing.hpp>
 

@@ -5,7 +5,6 @@
 #include <numeric>
 #include <ostream>
 #include <random>
-#include <sstream>
 
 #include <fusedmoe/quant.hpp>
 

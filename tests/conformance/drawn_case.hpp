@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <iosfwd>
 #include <string>
-#include <vector>
 
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/weights.hpp>

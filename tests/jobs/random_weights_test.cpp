@@ -1,7 +1,6 @@
 #include "jobs/bench/random_weights.hpp"
 
 #include <cmath>
-#include <cstring>
 #include <string>
 #include <vector>
 

@@ -1,6 +1,5 @@
 #include "moe/moe_kernel.hpp"
 
-#include <cstring>
 #include <string>
 #include <vector>
 

@@ -3,10 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
-#include <string>
-#include <vector>
 
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <thread>
 
 #include <sys/stat.h>

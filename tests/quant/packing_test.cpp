@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <random>
-#include <vector>
 
 #include "quant/packing_formats.hpp"
 #include "quant/reference_generators.hpp"

@@ -1,5 +1,4 @@
 #include <cmath>
-#include <map>
 
 #include "core/checked_math.hpp"
 #include "vectors/quantize_support.hpp"

@@ -96,8 +96,8 @@ struct Band {
   double low, high;
 };
 
-// On normal data every format has a relative error that its grid gives (docs/scales.md); a quantizer that is
-// off by a factor, an exponent or a rounding leaves these bands on either side.
+// On normal data every format has a relative error that its grid gives (docs/accuracy.md, "Two checkpoints");
+// a quantizer that is off by a factor, an exponent or a rounding leaves these bands on either side.
 TEST(QuantizeWeights_NormalData, HasTheErrorOfTheFormat) {
   const auto accurate = WeightRecipe::kAccurate;
   const auto even = MxScaleRule::kEven;

@@ -1,6 +1,5 @@
 #include "experts/reference/reference_backend.hpp"
 
-#include <atomic>
 #include <utility>
 
 #include "experts/reference/reference_experts.hpp"

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include <fusedmoe/weights.hpp>
 #include <fusedmoe/workspace.hpp>

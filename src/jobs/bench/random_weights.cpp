@@ -5,7 +5,6 @@
 #include <cstring>
 #include <memory>
 #include <random>
-#include <utility>
 #include <vector>
 
 #include <fmt/format.h>

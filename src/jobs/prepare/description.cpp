@@ -1,7 +1,6 @@
 #include "jobs/prepare/description.hpp"
 
 #include <cmath>
-#include <iterator>
 #include <optional>
 #include <string_view>
 #include <utility>

@@ -1,7 +1,6 @@
 #include <fusedmoe/jobs/prepare.hpp>
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 #include <vector>
 

@@ -1,9 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <map>
-#include <numeric>
 
 #include <fmt/format.h>
 
@@ -214,7 +212,8 @@ Status CompareExperts(const Runner& judged, const Runner& reference, TensorView 
   return Status::Ok();
 }
 
-// Relative root-mean-square error of rounding normal numbers to a format (docs/scales.md measures them).
+// Relative root-mean-square error of rounding normal numbers to a format (docs/accuracy.md, "Two
+// checkpoints").
 double ExpectedError(DType element, bool small_groups) {
   switch (element) {
     case DType::kF4E2M1:
