@@ -2,7 +2,7 @@
 set(FUSEDMOE_C_SYMBOLS "${PROJECT_SOURCE_DIR}/cmake/fusedmoe_c.map")
 add_library(fusedmoe_c SHARED $<TARGET_OBJECTS:fmoe_capi>)
 add_library(fusedmoe::fusedmoe_c ALIAS fusedmoe_c)
-target_link_libraries(fusedmoe_c PRIVATE fusedmoe fmt::fmt)
+target_link_libraries(fusedmoe_c PRIVATE fusedmoe ${FMOE_FMT})
 target_link_options(fusedmoe_c PRIVATE "LINKER:--version-script=${FUSEDMOE_C_SYMBOLS}")
 target_include_directories(fusedmoe_c INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
 set_target_properties(fusedmoe_c PROPERTIES LINKER_LANGUAGE CXX LINK_DEPENDS "${FUSEDMOE_C_SYMBOLS}"

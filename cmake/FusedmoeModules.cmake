@@ -127,6 +127,6 @@ function(fusedmoe_add_archive name)
   endforeach()
   add_library(${name} STATIC ${objects})
   set_target_properties(${name} PROPERTIES LINKER_LANGUAGE CXX)
-  target_link_libraries(${name} PUBLIC Threads::Threads PRIVATE fmt::fmt ${CMAKE_DL_LIBS}
+  target_link_libraries(${name} PUBLIC Threads::Threads PRIVATE ${FMOE_FMT} ${CMAKE_DL_LIBS}
     $<$<BOOL:${FMOE_CUDA_FOUND}>:CUDA::cudart_static>)
 endfunction()

@@ -39,7 +39,7 @@ if(pkg_config)
   expect_a_layer("${folder}/with_pkg_config" "${checkpoint}" "${input}")
   run_or_fail("${pkg_config}" --cflags --libs fusedmoe_c)
   separate_arguments(flags UNIX_COMMAND "${output}")
-  run_or_fail("${CC}" -std=c11 -Wall -Wextra -Werror "${SOURCE}/examples/c/main.c" -o "${folder}/c_with_pkg_config"
+  run_or_fail("${CC}" -std=c11 -Wall -Wextra -Wpedantic -Werror "${SOURCE}/examples/c/main.c" -o "${folder}/c_with_pkg_config"
     ${flags} "-Wl,-rpath,${prefix}/lib")
   expect_a_layer("${folder}/c_with_pkg_config" "${checkpoint}")
 endif()

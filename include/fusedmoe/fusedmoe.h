@@ -1,11 +1,23 @@
 /* The C interface of fusedmoe: checkpoints, layers, forwards.
  *
- * Every function that can fail returns a code; FMOE_OK is 0. fmoe_last_error() then says what failed. Nothing
- * throws, prints or aborts. Handles are released by the function named after their type; releasing null is
- * allowed. All functions may be called from many threads at once, except where a comment says otherwise.
+ * Errors. Every function that can fail returns a code; FMOE_OK is 0. fmoe_last_error() then says what failed.
+ * Nothing throws, prints or aborts. Every such function answers FMOE_USAGE to a null pointer where none is
+ * allowed, to a struct_size that this library does not know, and to names that do not exist; FMOE_SYSTEM when
+ * memory runs out. What else a function may answer stands above it. Functions that hand out a handle or fill
+ * a struct leave a null handle, or the struct as it was, when they fail. Functions that return no code answer
+ * null handles with "", 0 or null.
  *
- * Structs that may grow begin with `struct_size`, which their ..._init function sets: fields that a caller's
- * header does not know keep their defaults.
+ * Threads. All functions may be called from many threads at once, also with the same handles, except where a
+ * comment says otherwise; a handle must not be released while another thread uses it, and a workspace serves
+ * one forward at a time.
+ *
+ * Handles are released by the function named after their type, in any order but that a thread pool outlives
+ * what uses its executor; releasing null is allowed.
+ *
+ * Versions. Structs that may grow begin with `struct_size`, which their ..._init function sets: fields that a
+ * caller's header does not know keep their defaults, and a header that is newer than the library is refused.
+ * The layout of all others is that of FMOE_ABI_VERSION: compare it with fmoe_abi_version() once, before
+ * anything else.
  */
 #ifndef FUSEDMOE_FUSEDMOE_H
 #define FUSEDMOE_FUSEDMOE_H
@@ -18,7 +30,7 @@ extern "C" {
 #endif
 
 /* Grows when something that stood here before changes; additions leave it. */
-#define FMOE_ABI_VERSION 1
+#define FMOE_ABI_VERSION 2
 #define FMOE_MAX_RANK 6
 
 typedef enum fmoe_code {
@@ -102,10 +114,11 @@ typedef struct fmoe_executor {
 /* Threads of the library's own. Calls of several callers take turns. */
 typedef struct fmoe_thread_pool fmoe_thread_pool;
 
-/* `num_threads` counts the calling thread; 0: one for each core that the process may use. */
+/* `num_threads` counts the calling thread; 0: one for each core that the process may use. FMOE_USAGE for a
+ * number that is out of range, FMOE_SYSTEM when threads cannot be started. */
 fmoe_code fmoe_thread_pool_create(int32_t num_threads, fmoe_thread_pool** pool);
 void fmoe_thread_pool_release(fmoe_thread_pool* pool);
-/* Valid as long as the pool. */
+/* Valid as long as the pool; of null: the calling thread. */
 fmoe_executor fmoe_thread_pool_executor(const fmoe_thread_pool* pool);
 
 /* ---------------------------------------------------------------------------------------------- ranks */
@@ -114,16 +127,20 @@ fmoe_executor fmoe_thread_pool_executor(const fmoe_thread_pool* pool);
 typedef struct fmoe_communicator fmoe_communicator;
 
 /* The ranks that mpirun started this process among. `module` is the path of libfusedmoe_mpi.so; an exchange
- * that takes longer than `deadline_seconds` fails. */
+ * that takes longer than `deadline_seconds` fails. FMOE_UNSUPPORTED when the module or MPI cannot be loaded,
+ * FMOE_SYSTEM when MPI fails or not all ranks come within the deadline. */
 fmoe_code fmoe_communicator_mpi(const char* module, double deadline_seconds,
                                 fmoe_communicator** communicator);
 /* Ranks of `host` that own a card each: for layers on "cuda". `library`: the file of NCCL, null where the
  * loader finds it. `card` of this rank, which becomes current for the calling thread; -1: its number among
  * the ranks of its machine. `adopt`: an ncclComm_t of the same ranks that the caller keeps, or null for a new
- * one. All ranks call. `host` may be released afterwards. */
+ * one. All ranks call. `host` may be released afterwards. The same on all ranks: FMOE_UNSUPPORTED when NCCL
+ * is missing or older than 2.18, or a rank has no card of its own; FMOE_SYSTEM when NCCL fails or not all
+ * ranks join within the deadline. */
 fmoe_code fmoe_communicator_nccl(const fmoe_communicator* host, const char* library, double deadline_seconds,
                                  int64_t card, void* adopt, fmoe_communicator** communicator);
-/* Waits for all that is enqueued in `stream` (cudaStream_t) of this rank's card, under the deadline. */
+/* Waits for all that is enqueued in `stream` (cudaStream_t) of this rank's card, under the deadline.
+ * FMOE_UNSUPPORTED without cards, FMOE_SYSTEM when the deadline passes or a rank has failed. */
 fmoe_code fmoe_communicator_finish(const fmoe_communicator* communicator, void* stream);
 int64_t fmoe_communicator_rank(const fmoe_communicator* communicator);
 int64_t fmoe_communicator_size(const fmoe_communicator* communicator);
@@ -135,7 +152,8 @@ void fmoe_communicator_release(fmoe_communicator* communicator);
 /* A checkpoint in Hugging Face layout or a GGUF file; immutable. */
 typedef struct fmoe_checkpoint fmoe_checkpoint;
 
-/* Reads configuration and headers, no weights. */
+/* Reads configuration and headers, no weights. FMOE_BAD_INPUT for files that are missing or malformed,
+ * FMOE_UNSUPPORTED for models and formats that are known and not read; the error names file and tensor. */
 fmoe_code fmoe_checkpoint_open(const char* path, fmoe_checkpoint** checkpoint);
 /* Layers that were loaded from it keep it alive. */
 void fmoe_checkpoint_release(fmoe_checkpoint* checkpoint);
@@ -161,9 +179,13 @@ typedef struct fmoe_layer_info {
   int64_t weight_bytes, workspace_bytes;
 } fmoe_layer_info;
 
-void fmoe_layer_info_init(fmoe_layer_info* info);
+void fmoe_layer_info_init_sized(fmoe_layer_info* info, size_t struct_size);
+static inline void fmoe_layer_info_init(fmoe_layer_info* info) {
+  fmoe_layer_info_init_sized(info, sizeof(fmoe_layer_info));
+}
 
-/* What a layer of the checkpoint is, without reading its weights. */
+/* What a layer of the checkpoint is, without reading its weights. FMOE_USAGE for a layer that has no routed
+ * experts. */
 fmoe_code fmoe_checkpoint_describe(const fmoe_checkpoint* checkpoint, int64_t layer, fmoe_layer_info* info);
 
 /* Names are those of the command line; a null one means its default. */
@@ -179,21 +201,33 @@ typedef struct fmoe_layer_options {
   int32_t shared_experts;  /* included in the output where the checkpoint has them; 1 */
   int64_t max_tokens;      /* of one forward; 8192 */
   int64_t plan_tokens;     /* the token count that the costs of the plan are for; 1 */
-  fmoe_executor executor;  /* threads that prepare the weights */
+  fmoe_executor executor;  /* threads that prepare the weights, at the end of steps again */
   /* Several ranks: the same on all of them. */
   fmoe_communicator* communicator;
   int64_t tensor_parallel, prefill_context_parallel, data_parallel, sequence_parallel; /* sizes; 1 */
   int32_t expert_parallel; /* split by experts instead of by columns */
   const char* all2all;     /* "allgather_reducescatter" */
+  /* How rows reach the experts: null or "standard": [M, H]; "batched": one block of rows an expert. */
+  const char* activation_format;
+  /* Experts move to where load is (fmoe_layer_end_step): replicas in all, the steps whose load counts (1000),
+   * the steps between plans (3000, the first after a quarter of it). */
+  int32_t load_balancing;
+  int64_t redundant_experts, eplb_window_steps, eplb_interval_steps;
 } fmoe_layer_options;
 
-void fmoe_layer_options_init(fmoe_layer_options* options);
+void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_size);
+static inline void fmoe_layer_options_init(fmoe_layer_options* options) {
+  fmoe_layer_options_init_sized(options, sizeof(fmoe_layer_options));
+}
 
 /* One layer of experts, loaded and planned. Immutable: any number of threads may call its forward, each with
  * a workspace of its own. */
 typedef struct fmoe_layer fmoe_layer;
 
-/* Reads a layer, chooses a backend, prepares the weights for it. Null options: the defaults. */
+/* Reads a layer, chooses a backend, prepares the weights for it. Null options: the defaults. FMOE_BAD_INPUT
+ * for tensors that are missing, malformed or not what the configuration says, FMOE_UNSUPPORTED when no
+ * backend can run it (the error lists what each of them lacks), FMOE_SYSTEM when memory, a card or a rank
+ * fails. On several ranks all call, and all answer alike. */
 fmoe_code fmoe_layer_load(const fmoe_checkpoint* checkpoint, int64_t layer, const fmoe_layer_options* options,
                           fmoe_layer** loaded);
 void fmoe_layer_release(fmoe_layer* layer);
@@ -203,8 +237,8 @@ fmoe_code fmoe_layer_get_info(const fmoe_layer* layer, fmoe_layer_info* info);
 const char* fmoe_layer_plan_text(const fmoe_layer* layer);
 const char* fmoe_layer_selection_text(const fmoe_layer* layer);
 
-/* The element type of the weights of a scheme ("nvfp4_w4a16": FMOE_F4_E2M1); of "unquantized" FMOE_BF16,
- * where FMOE_F16 and FMOE_F32 do as well. */
+/* FMOE_USAGE for a scheme that is unknown. The element type of the weights of a scheme ("nvfp4_w4a16":
+ * FMOE_F4_E2M1); of "unquantized" FMOE_BF16, where FMOE_F16 and FMOE_F32 do as well. */
 fmoe_code fmoe_scheme_element(const char* scheme, fmoe_dtype* element);
 
 /* One projection of an expert: [rows, cols] = [outputs, inputs],
@@ -237,6 +271,13 @@ typedef struct fmoe_expert_source {
   void (*unload)(void* self, int64_t expert); /* may be null */
 } fmoe_expert_source;
 
+/* Chooses experts for the M tokens of one forward: fills topk_ids and topk_weights, [M, top_k], dense, in any
+ * order, ids in [0, num_experts). `hidden` [M, H] and `router_logits` [M, E] are those of the forward,
+ * borrowed for the call. Returns 0; anything else fails the forward with FMOE_BAD_INPUT. Called once a
+ * forward, from the thread that calls it; several at once where several threads call forwards. */
+typedef int32_t (*fmoe_routing)(void* self, const fmoe_tensor* hidden, const fmoe_tensor* router_logits,
+                                int64_t top_k, int32_t renormalize, int32_t* topk_ids, float* topk_weights);
+
 typedef struct fmoe_layer_config {
   size_t struct_size;
   int64_t num_experts, top_k, hidden, intermediate;
@@ -255,11 +296,19 @@ typedef struct fmoe_layer_config {
   fmoe_tensor router_weight;   /* [E, H] */
   fmoe_tensor router_bias;     /* F32 [E] */
   fmoe_tensor correction_bias; /* F32 [E], for the selection only */
+  /* With routing "Custom", on CPUs: the caller chooses. */
+  fmoe_routing custom_routing;
+  void* routing_self;
 } fmoe_layer_config;
 
-void fmoe_layer_config_init(fmoe_layer_config* config);
+void fmoe_layer_config_init_sized(fmoe_layer_config* config, size_t struct_size);
+static inline void fmoe_layer_config_init(fmoe_layer_config* config) {
+  fmoe_layer_config_init_sized(config, sizeof(fmoe_layer_config));
+}
 
-/* A layer of the experts that the caller holds, on one rank. Null options: the defaults. */
+/* A layer of the experts that the caller holds, on one rank. Null options: the defaults. Answers as
+ * fmoe_layer_load does; FMOE_BAD_INPUT names expert and matrix that do not fit. `experts` itself is copied.
+ */
 fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_source* experts,
                             const fmoe_layer_options* options, fmoe_layer** created);
 
@@ -268,6 +317,7 @@ fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_s
 /* The memory of one forward at a time, on the device of the layer. */
 typedef struct fmoe_workspace fmoe_workspace;
 
+/* FMOE_SYSTEM when there is no memory for it. */
 fmoe_code fmoe_workspace_create(const fmoe_layer* layer, fmoe_workspace** workspace);
 void fmoe_workspace_release(fmoe_workspace* workspace);
 
@@ -286,12 +336,69 @@ typedef struct fmoe_forward {
 
 /* Runs the layer; the same bits for any number of threads. Allocates nothing. On a card all tensors are
  * addresses of the card and the call only launches kernels on executor->stream. A null executor: the calling
- * thread. */
+ * thread. FMOE_USAGE for shapes and types that do not fit the layer, with both values, for ids out of range
+ * (on a card they skip their slot), and for a workspace that is too small; FMOE_BAD_INPUT when a routing
+ * callback fails; FMOE_SYSTEM when a card or a rank fails. On several ranks all call, in step. */
 fmoe_code fmoe_layer_forward(const fmoe_layer* layer, const fmoe_forward* forward,
                              const fmoe_workspace* workspace, const fmoe_executor* executor);
 /* The same with all tensors in host memory, wherever the layer runs; returns when the results are there. */
 fmoe_code fmoe_layer_forward_from_host(const fmoe_layer* layer, const fmoe_forward* forward,
                                        const fmoe_workspace* workspace, const fmoe_executor* executor);
+
+/* ------------------------------------------------------------------------------- expert load balancing */
+
+/* What the end of a step did to the placement of experts; equal on all ranks, but for what was received. */
+typedef struct fmoe_eplb_step {
+  size_t struct_size;
+  int64_t epoch;    /* of the placement now in force: 0 at first, one more after each switch */
+  int32_t planned;  /* an interval ended with this step */
+  int32_t switched; /* a new placement is in force */
+  int64_t slots_changed;
+  int64_t experts_received, bytes_received; /* by this rank, from others */
+  double balancedness;         /* of the window's load on the old placement: mean / busiest rank */
+  double planned_balancedness; /* the same on the new one */
+  char kept[256];              /* why the old placement stayed, where a plan was not carried out */
+} fmoe_eplb_step;
+
+void fmoe_eplb_step_init_sized(fmoe_eplb_step* step, size_t struct_size);
+static inline void fmoe_eplb_step_init(fmoe_eplb_step* step) {
+  fmoe_eplb_step_init_sized(step, sizeof(fmoe_eplb_step));
+}
+
+/* Ends a step of a layer with options.load_balancing. All ranks call, in step, between forwards: none may be
+ * under way on any of them, and nothing else may be called of this layer meanwhile. `step` may be null.
+ * FMOE_USAGE without load balancing, FMOE_SYSTEM when a rank does not answer. */
+fmoe_code fmoe_layer_end_step(fmoe_layer* layer, fmoe_eplb_step* step);
+/* The logical expert of each physical slot, rank by rank, of the placement in force. `count` is set to the
+ * number of slots; `map` holds `capacity` of them, and may be null to ask for the number. FMOE_USAGE when it
+ * holds fewer. */
+fmoe_code fmoe_layer_physical_to_logical(const fmoe_layer* layer, int32_t* map, int64_t capacity,
+                                         int64_t* count);
+
+/* For engines that place experts themselves: the shape of a balancing problem. */
+typedef struct fmoe_eplb_shape {
+  size_t struct_size;
+  int64_t num_experts;  /* logical */
+  int64_t num_physical; /* logical and redundant; num_ranks divides them */
+  int64_t num_groups;   /* expert groups, kept within a node where nodes divide them; 1 */
+  int64_t num_nodes;    /* 1 */
+  int64_t num_ranks;    /* 1 */
+} fmoe_eplb_shape;
+
+void fmoe_eplb_shape_init_sized(fmoe_eplb_shape* shape, size_t struct_size);
+static inline void fmoe_eplb_shape_init(fmoe_eplb_shape* shape) {
+  fmoe_eplb_shape_init_sized(shape, sizeof(fmoe_eplb_shape));
+}
+
+/* DeepSeek's policy, ties to the lower index: the logical expert of each slot, [num_physical], rank by rank,
+ * for a `load` [num_experts] of finite numbers >= 0. With `previous` [num_physical] (or null) experts that
+ * stay on their rank keep the slot that they had there. FMOE_USAGE names what does not fit. */
+fmoe_code fmoe_eplb_rebalance(const fmoe_eplb_shape* shape, const double* load, const int32_t* previous,
+                              int32_t* physical_to_logical);
+/* The other two maps: slots of each expert, [num_experts, max_replicas], ascending, -1 behind the last; and
+ * how many there are, [num_experts]. FMOE_USAGE when an expert has no slot, or more than max_replicas. */
+fmoe_code fmoe_eplb_maps(const int32_t* physical_to_logical, int64_t num_physical, int64_t num_experts,
+                         int64_t max_replicas, int32_t* logical_to_physical, int32_t* replica_count);
 
 #ifdef __cplusplus
 }

@@ -138,6 +138,10 @@ class MoeLayer {
   /// no token is lost. Errors: kUsage without load balancing; kSystem when a rank does not answer.
   Result<EplbStep> EndStep();
 
+  /// The logical expert of each physical slot, rank by rank, of the placement in force: with load balancing
+  /// that of the last switch, else the experts themselves. Not while EndStep runs.
+  std::vector<int32_t> PhysicalToLogical() const;
+
  private:
   struct Impl;
   static Result<std::unique_ptr<MoeLayer>> CreateAlone(const MoeConfig& config, const ExpertSource& experts,

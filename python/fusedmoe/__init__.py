@@ -5,10 +5,14 @@
     print(layer.plan)
     output = layer(hidden, topk_ids=ids, topk_weights=weights)   # torch tensors or NumPy arrays
 
-`fusedmoe.torch` puts layers into torch modules, `fusedmoe.transformers` into the models of that library.
+`fusedmoe.torch` puts layers into torch modules, `fusedmoe.transformers` into the models of that library,
+`fusedmoe.eplb` plans where experts go.
 """
 
 from ._c import Error, version
-from ._layer import Checkpoint, Layer, LayerInfo, set_num_threads
+from ._layer import Checkpoint, EplbStep, Layer, LayerInfo, Routing
+from ._ranks import Communicator
+from ._threads import set_num_threads
 
-__all__ = ["Checkpoint", "Error", "Layer", "LayerInfo", "set_num_threads", "version"]
+__all__ = ["Checkpoint", "Communicator", "EplbStep", "Error", "Layer", "LayerInfo", "Routing", "set_num_threads",
+           "version"]

@@ -1,10 +1,13 @@
 """fusedmoe.h, declared for ctypes: the library, its structs, and failures as exceptions."""
 
+from __future__ import annotations
+
 import ctypes
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
+from typing import Any, TypeVar
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 MAX_RANK = 6
 
 # The enumerators of fmoe_dtype, in order.
@@ -45,7 +48,9 @@ class LayerOptions(Structure):
                 ("shared_experts", c_int32), ("max_tokens", c_int64), ("plan_tokens", c_int64),
                 ("executor", Executor), ("communicator", c_void_p), ("tensor_parallel", c_int64),
                 ("prefill_context_parallel", c_int64), ("data_parallel", c_int64), ("sequence_parallel", c_int64),
-                ("expert_parallel", c_int32), ("all2all", c_char_p)]
+                ("expert_parallel", c_int32), ("all2all", c_char_p), ("activation_format", c_char_p),
+                ("load_balancing", c_int32), ("redundant_experts", c_int64), ("eplb_window_steps", c_int64),
+                ("eplb_interval_steps", c_int64)]
 
 
 class Matrix(Structure):
@@ -68,7 +73,8 @@ class LayerConfig(Structure):
                 ("alpha", c_float), ("beta", c_float), ("limit", c_float), ("has_bias", c_int32),
                 ("routing", c_char_p), ("score", c_char_p), ("renormalize", c_int32), ("num_groups", c_int64),
                 ("topk_groups", c_int64), ("scaling_factor", c_float), ("apply_router_weight_on_input", c_int32),
-                ("router_weight", Tensor), ("router_bias", Tensor), ("correction_bias", Tensor)]
+                ("router_weight", Tensor), ("router_bias", Tensor), ("correction_bias", Tensor),
+                ("custom_routing", c_void_p), ("routing_self", c_void_p)]
 
 
 class Forward(Structure):
@@ -76,8 +82,19 @@ class Forward(Structure):
                 ("token_ids", Tensor), ("output", Tensor), ("chosen_ids", Tensor), ("chosen_weights", Tensor)]
 
 
+class EplbStep(Structure):
+    _fields_ = [("struct_size", c_size_t), ("epoch", c_int64), ("planned", c_int32), ("switched", c_int32),
+                ("slots_changed", c_int64), ("experts_received", c_int64), ("bytes_received", c_int64),
+                ("balancedness", c_double), ("planned_balancedness", c_double), ("kept", c_char * 256)]
+
+
+class EplbShape(Structure):
+    _fields_ = [("struct_size", c_size_t), ("num_experts", c_int64), ("num_physical", c_int64),
+                ("num_groups", c_int64), ("num_nodes", c_int64), ("num_ranks", c_int64)]
+
+
 # Name, result, arguments. Handles are void pointers here.
-PROTOTYPES = [
+PROTOTYPES: list[tuple[str, Any, list[Any]]] = [
     ("fmoe_last_error", POINTER(ErrorInfo), []),
     ("fmoe_version", c_char_p, []),
     ("fmoe_abi_version", c_int32, []),
@@ -96,21 +113,29 @@ PROTOTYPES = [
     ("fmoe_checkpoint_producer", c_char_p, [c_void_p]),
     ("fmoe_checkpoint_moe_layers", POINTER(c_int64), [c_void_p, POINTER(c_int64)]),
     ("fmoe_checkpoint_describe", ctypes.c_int, [c_void_p, c_int64, POINTER(LayerInfo)]),
-    ("fmoe_layer_info_init", None, [POINTER(LayerInfo)]),
-    ("fmoe_layer_options_init", None, [POINTER(LayerOptions)]),
+    ("fmoe_layer_info_init_sized", None, [POINTER(LayerInfo), c_size_t]),
+    ("fmoe_layer_options_init_sized", None, [POINTER(LayerOptions), c_size_t]),
     ("fmoe_layer_load", ctypes.c_int, [c_void_p, c_int64, POINTER(LayerOptions), POINTER(c_void_p)]),
     ("fmoe_layer_release", None, [c_void_p]),
     ("fmoe_layer_get_info", ctypes.c_int, [c_void_p, POINTER(LayerInfo)]),
     ("fmoe_layer_plan_text", c_char_p, [c_void_p]),
     ("fmoe_layer_selection_text", c_char_p, [c_void_p]),
     ("fmoe_scheme_element", ctypes.c_int, [c_char_p, POINTER(ctypes.c_int)]),
-    ("fmoe_layer_config_init", None, [POINTER(LayerConfig)]),
+    ("fmoe_layer_config_init_sized", None, [POINTER(LayerConfig), c_size_t]),
     ("fmoe_layer_create", ctypes.c_int,
      [POINTER(LayerConfig), POINTER(ExpertSource), POINTER(LayerOptions), POINTER(c_void_p)]),
     ("fmoe_workspace_create", ctypes.c_int, [c_void_p, POINTER(c_void_p)]),
     ("fmoe_workspace_release", None, [c_void_p]),
     ("fmoe_layer_forward", ctypes.c_int, [c_void_p, POINTER(Forward), c_void_p, POINTER(Executor)]),
     ("fmoe_layer_forward_from_host", ctypes.c_int, [c_void_p, POINTER(Forward), c_void_p, POINTER(Executor)]),
+    ("fmoe_eplb_step_init_sized", None, [POINTER(EplbStep), c_size_t]),
+    ("fmoe_layer_end_step", ctypes.c_int, [c_void_p, POINTER(EplbStep)]),
+    ("fmoe_layer_physical_to_logical", ctypes.c_int, [c_void_p, POINTER(c_int32), c_int64, POINTER(c_int64)]),
+    ("fmoe_eplb_shape_init_sized", None, [POINTER(EplbShape), c_size_t]),
+    ("fmoe_eplb_rebalance", ctypes.c_int,
+     [POINTER(EplbShape), POINTER(c_double), POINTER(c_int32), POINTER(c_int32)]),
+    ("fmoe_eplb_maps", ctypes.c_int,
+     [POINTER(c_int32), c_int64, c_int64, c_int64, POINTER(c_int32), POINTER(c_int32)]),
 ]
 
 
@@ -120,52 +145,72 @@ class Error(RuntimeError):
 
     CODES = ("ok", "no", "usage", "bad_input", "unsupported", "system")
 
-    def __init__(self, info):
-        super().__init__(info.text.decode())
-        self.code = self.CODES[info.code]
-        self.message, self.file = info.message.decode(), info.file.decode()
-        self.tensor, self.hint = info.tensor.decode(), info.hint.decode()
+    code: str
+    message: str
+    file: str
+    tensor: str
+    hint: str
+
+    @classmethod
+    def of(cls, info: ErrorInfo) -> Error:
+        error = cls(info.text.decode())
+        error.code = cls.CODES[info.code]
+        error.message, error.file = info.message.decode(), info.file.decode()
+        error.tensor, error.hint = info.tensor.decode(), info.hint.decode()
+        return error
 
 
-def _open():
+def _open() -> ctypes.CDLL:
     """The library that lies beside this file (a wheel), or the one that the loader finds (an installation)."""
     beside = Path(__file__).parent / "libfusedmoe_c.so"
-    library = ctypes.CDLL(str(beside) if beside.exists() else "libfusedmoe_c.so.0")
-    for name, result, arguments in PROTOTYPES:
-        function = getattr(library, name)
+    name = str(beside) if beside.exists() else "libfusedmoe_c.so.0"
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise ImportError(f"{error}; pip install ./python builds it, LD_LIBRARY_PATH says where an installed one "
+                          f"is") from error
+    library.fmoe_abi_version.restype, library.fmoe_abi_version.argtypes = c_int32, []
+    if library.fmoe_abi_version() != ABI_VERSION:  # before its functions and structs are believed
+        raise ImportError(f"{name} has ABI version {library.fmoe_abi_version()}, this package needs {ABI_VERSION}")
+    for symbol, result, arguments in PROTOTYPES:
+        function = getattr(library, symbol, None)
+        if function is None:
+            raise ImportError(f"{name} is older than this package: it lacks {symbol}")
         function.restype, function.argtypes = result, arguments
-    if library.fmoe_abi_version() != ABI_VERSION:
-        raise ImportError(f"libfusedmoe_c has ABI version {library.fmoe_abi_version()}, this package needs "
-                          f"{ABI_VERSION}")
     return library
 
 
 lib = _open()
 
 
-def check(code):
+def check(code: int) -> None:
     """Raises what failed, if it did."""
     if code != 0:
-        raise Error(lib.fmoe_last_error().contents)
+        raise Error.of(lib.fmoe_last_error().contents)
 
 
-def initialised(struct):
-    """A struct with the defaults of the library."""
+_Struct = TypeVar("_Struct", LayerInfo, LayerOptions, LayerConfig, EplbStep, EplbShape)
+_INIT: dict[Any, Any] = {
+    LayerInfo: lib.fmoe_layer_info_init_sized, LayerOptions: lib.fmoe_layer_options_init_sized,
+    LayerConfig: lib.fmoe_layer_config_init_sized, EplbStep: lib.fmoe_eplb_step_init_sized,
+    EplbShape: lib.fmoe_eplb_shape_init_sized}
+
+
+def initialised(struct: type[_Struct]) -> _Struct:
+    """A struct with the defaults of the library. One that is longer than the library's is refused when it is used."""
     value = struct()
-    name = {LayerInfo: "fmoe_layer_info_init", LayerOptions: "fmoe_layer_options_init",
-            LayerConfig: "fmoe_layer_config_init"}[struct]
-    getattr(lib, name)(ctypes.byref(value))
-    if value.struct_size != ctypes.sizeof(struct):
-        raise ImportError(f"{name[:-5]} has {value.struct_size} bytes in the library, {ctypes.sizeof(struct)} here")
+    _INIT[struct](ctypes.byref(value), ctypes.sizeof(struct))
     return value
 
 
-def made(function, *arguments):
+def made(function: Any, *arguments: Any) -> c_void_p:
     """The handle that `function` puts where its last argument points."""
     handle = c_void_p()
     check(function(*arguments, ctypes.byref(handle)))
     return handle
 
 
-def version():
-    return lib.fmoe_version().decode()
+def version() -> str:
+    """Of the library that is loaded: "0.1.0"."""
+    text: bytes = lib.fmoe_version()
+    return text.decode()

@@ -1,30 +1,22 @@
 """Checkpoints and layers."""
 
+from __future__ import annotations
+
 import ctypes
 import dataclasses
 import os
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import _c, _tensors
+from ._handle import Handle
+from ._ranks import Communicator
+from ._tensors import Tensor
+from ._threads import Pool, current_pool
 
-_threads_lock = threading.Lock()
-_threads = {"count": 0, "pool": None}
-
-
-def set_num_threads(count):
-    """Threads of the layers on CPUs, of all in this process; 0: one for each core. To be called between forwards."""
-    with _threads_lock:
-        old, _threads["pool"] = _threads["pool"], None
-        _threads["count"] = count
-        if old is not None:
-            _c.lib.fmoe_thread_pool_release(old)
-
-
-def _executor():
-    with _threads_lock:
-        if _threads["pool"] is None:
-            _threads["pool"] = _c.made(_c.lib.fmoe_thread_pool_create, _threads["count"])
-        return _c.lib.fmoe_thread_pool_executor(_threads["pool"])
+# routing(hidden, router_logits, top_k) -> (topk_ids [M, k], topk_weights [M, k] in float32), of the caller's tensors.
+Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,105 +40,153 @@ class LayerInfo:
     workspace_bytes: int
 
     @classmethod
-    def _of(cls, info):
-        values = {}
-        for field in dataclasses.fields(cls):
-            value = getattr(info, field.name)
-            values[field.name] = value.decode() if isinstance(value, bytes) else value
+    def _of(cls, info: _c.LayerInfo) -> LayerInfo:
+        values = _values(cls, info)
         values["dtype"] = _c.DTYPES[info.dtype]
         values["has_shared_experts"], values["on_device"] = bool(info.has_shared_experts), bool(info.on_device)
         return cls(**values)
 
 
-class _Handle:
-    """Owns a handle of the library."""
+@dataclasses.dataclass(frozen=True)
+class EplbStep:
+    """What the end of a step did to the placement of experts; equal on all ranks, but for what was received. `kept` says
+    why the old placement stayed, where a plan was not carried out; `balancedness` is the mean load of a rank over the largest,
+    on the old placement and on the planned one."""
 
-    def __init__(self, handle, release):
-        self._handle, self._release = handle, release
+    epoch: int
+    planned: bool
+    switched: bool
+    slots_changed: int
+    experts_received: int
+    bytes_received: int
+    balancedness: float
+    planned_balancedness: float
+    kept: str
 
-    def __del__(self):
-        if getattr(self, "_handle", None) is not None:
-            self._release(self._handle)
-            self._handle = None
+    @classmethod
+    def _of(cls, step: _c.EplbStep) -> EplbStep:
+        values = _values(cls, step)
+        values["planned"], values["switched"] = bool(step.planned), bool(step.switched)
+        return cls(**values)
 
 
-class Checkpoint(_Handle):
+def _values(kind: Any, struct: Any) -> dict[str, Any]:
+    values = {}
+    for field in dataclasses.fields(kind):
+        value = getattr(struct, field.name)
+        values[field.name] = value.decode() if isinstance(value, bytes) else value
+    return values
+
+
+class Checkpoint(Handle):
     """A checkpoint in Hugging Face layout, or a GGUF file. Immutable; safe from many threads."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_c.made(_c.lib.fmoe_checkpoint_open, os.fsencode(path)), _c.lib.fmoe_checkpoint_release)
 
     @property
-    def family(self):
-        return _c.lib.fmoe_checkpoint_family(self._handle).decode()
+    def family(self) -> str:
+        text: bytes = _c.lib.fmoe_checkpoint_family(self._handle)
+        return text.decode()
 
     @property
-    def producer(self):
-        return _c.lib.fmoe_checkpoint_producer(self._handle).decode()
+    def producer(self) -> str:
+        text: bytes = _c.lib.fmoe_checkpoint_producer(self._handle)
+        return text.decode()
 
     @property
-    def moe_layers(self):
+    def moe_layers(self) -> list[int]:
         """The numbers of the layers that hold routed experts."""
         count = ctypes.c_int64()
         first = _c.lib.fmoe_checkpoint_moe_layers(self._handle, ctypes.byref(count))
         return [first[i] for i in range(count.value)]
 
-    def describe(self, layer):
+    def describe(self, layer: int) -> LayerInfo:
         """LayerInfo of a layer, without reading its weights."""
         info = _c.initialised(_c.LayerInfo)
         _c.check(_c.lib.fmoe_checkpoint_describe(self._handle, layer, ctypes.byref(info)))
         return LayerInfo._of(info)
 
-    def load_layer(self, layer, **options):
+    def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options are those of `fusedmoe run`: device ("cpu", "cuda"), backend, isa, mode, determinism,
-        activation ("a8"), pack_cache, shared_experts (True), max_tokens (8192), plan_tokens (1)."""
-        c_options, _alive = _options(options)
-        return Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, layer, ctypes.byref(c_options)))
+        activation ("a8"), activation_format ("batched"), pack_cache, shared_experts (True), max_tokens (8192), plan_tokens
+        (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
+        eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
+        c_options, alive = _options(options)
+        loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, layer, ctypes.byref(c_options)), routing)
+        loaded._alive = alive  # threads that place its experts anew
+        return loaded
 
 
-def _options(given):
+# Options as Python has them, and as the header calls them.
+_OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation", "activation_format",
+                                    "pack_cache", "shared_experts", "max_tokens", "plan_tokens", "all2all",
+                                    "redundant_experts")}
+_OPTIONS |= {"tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel", "sp": "sequence_parallel",
+             "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
+             "eplb_interval": "eplb_interval_steps"}
+
+
+def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
+    """The struct of these options, and what it points at."""
     options = _c.initialised(_c.LayerOptions)
-    alive = []
+    pool = current_pool()
+    options.executor = pool.executor
+    alive: list[Any] = [pool]
     for name, value in given.items():
-        if name not in ("device", "backend", "isa", "mode", "determinism", "activation", "pack_cache",
-                        "shared_experts", "max_tokens", "plan_tokens"):
+        if value is None:
+            continue
+        if name == "communicator":
+            if not isinstance(value, Communicator):
+                raise TypeError(f"communicator is {type(value).__name__}, fusedmoe.Communicator is required")
+            alive.append(value)
+            options.communicator = value._handle
+        elif name not in _OPTIONS:
             raise TypeError(f"layers have no option '{name}'")
-        if value is not None:
-            text = isinstance(value, (str, os.PathLike))
-            alive.append(os.fsencode(value) if text else int(value))
-            setattr(options, name, alive[-1])
-    options.executor = _executor()
+        else:
+            alive.append(os.fsencode(value) if isinstance(value, (str, os.PathLike)) else int(value))
+            setattr(options, _OPTIONS[name], alive[-1])
     return options, alive
 
 
-class Layer(_Handle):
-    """One layer of experts, loaded and planned: `Checkpoint.load_layer` or `Layer.create`. Immutable; any number of
-    threads may call it."""
+class Layer(Handle):
+    """One layer of experts, loaded and planned: `Checkpoint.load_layer` or `Layer.create`. Immutable but for `end_step`;
+    any number of threads may call it."""
 
-    def __init__(self, handle):
+    info: LayerInfo
+
+    def __init__(self, handle: ctypes.c_void_p, routing: Routing | None = None) -> None:
         super().__init__(handle, _c.lib.fmoe_layer_release)
+        self._lock, self._workspaces = threading.Lock(), list[ctypes.c_void_p]()
+        self._release_workspace = _c.lib.fmoe_workspace_release
+        self._alive: Any = None
+        self._routing = routing
         info = _c.initialised(_c.LayerInfo)
         _c.check(_c.lib.fmoe_layer_get_info(self._handle, ctypes.byref(info)))
         self.info = LayerInfo._of(info)
-        self._alive = None
-        self._lock, self._workspaces = threading.Lock(), []
-        self._release_workspace = _c.lib.fmoe_workspace_release  # the module may be gone when a layer ends
 
-    def __del__(self):
+    def __del__(self) -> None:
         for workspace in getattr(self, "_workspaces", []):
             self._release_workspace(workspace)
         super().__del__()
 
     @classmethod
-    def create(cls, experts, *, top_k, scheme="unquantized", activation="silu", alpha=1.0, beta=0.0, limit=0.0,
-               dtype="BF16", apply_router_weight_on_input=False, **options):
-        """A layer of weights that are in memory, for forwards with topk_ids and topk_weights.
+    def create(cls, experts: Sequence[dict[str, Any]], *, top_k: int, scheme: str = "unquantized",
+               activation: str = "silu", alpha: float = 1.0, beta: float = 0.0, limit: float = 0.0, dtype: str = "BF16",
+               apply_router_weight_on_input: bool = False, routing: Routing | str | None = None,
+               renormalize: bool = True, num_groups: int = 1, topk_groups: int = 1, scaling_factor: float = 1.0,
+               score: str | None = None, router_weight: Tensor | None = None, router_bias: Tensor | None = None,
+               correction_bias: Tensor | None = None, **options: Any) -> Layer:
+        """A layer of weights that are in memory, on one rank.
 
         `experts`: one dict an expert with "gate" (absent where the activation is not gated), "up" and "down"; each the
         codes, [outputs, inputs], or a dict of "codes", "block_scale", "zero_point", "channel_scale", "bias",
         "group_index", "pre_quant_scale" (tensors) and "tensor_scale", "input_tensor_scale" (numbers). Packed codes
         come as bytes. The layer has weights of its own afterwards, except in the reference backend, which reads
-        these."""
+        these.
+
+        `routing`, for forwards without ids: the name of a method (docs/routing.md; "Renormalize" by default), which the
+        arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses."""
         element = _element(scheme)
         built = [_expert(expert, number, element) for number, expert in enumerate(experts)]
         if not built:
@@ -159,57 +199,91 @@ class Layer(_Handle):
         config.alpha, config.beta, config.limit = alpha, beta, limit
         config.has_bias = bool(built[0][0].down.bias.data)
         config.apply_router_weight_on_input = apply_router_weight_on_input
+        if isinstance(routing, str):
+            config.routing = routing.encode()
+        config.score = None if score is None else score.encode()
+        config.renormalize, config.scaling_factor = renormalize, scaling_factor
+        config.num_groups, config.topk_groups = num_groups, topk_groups
+        router = {"router_weight": router_weight, "router_bias": router_bias, "correction_bias": correction_bias}
+        owners = []
+        for name, tensor in router.items():
+            window, owner = _tensors.window(tensor, name)
+            setattr(config, name, window)
+            owners.append(owner)
 
-        def load(_self, expert, out):
+        def load(_self: int | None, expert: int, out: int) -> int:
             ctypes.memmove(out, ctypes.byref(built[expert][0]), ctypes.sizeof(_c.Expert))
             return 0
 
         source = _c.ExpertSource(None, _c.LOAD(load), _c.UNLOAD())
-        c_options, _alive = _options(options)
+        c_options, alive = _options(options)
         layer = cls(_c.made(_c.lib.fmoe_layer_create, ctypes.byref(config), ctypes.byref(source),
-                            ctypes.byref(c_options)))
-        layer._alive = (built, source)
+                            ctypes.byref(c_options)), None if isinstance(routing, str) else routing)
+        layer._alive = (built, source, owners, alive)
         return layer
 
     @property
-    def plan(self):
+    def plan(self) -> str:
         """What runs, and what it is expected to cost."""
-        return _c.lib.fmoe_layer_plan_text(self._handle).decode()
+        text: bytes = _c.lib.fmoe_layer_plan_text(self._handle)
+        return text.decode()
 
     @property
-    def selection(self):
+    def selection(self) -> str:
         """The plan with every backend that does not run, and why."""
-        return _c.lib.fmoe_layer_selection_text(self._handle).decode()
+        text: bytes = _c.lib.fmoe_layer_selection_text(self._handle)
+        return text.decode()
 
-    def __call__(self, hidden, *, router_logits=None, topk_ids=None, topk_weights=None, token_ids=None, out=None,
-                 return_routing=False):
+    @property
+    def physical_to_logical(self) -> list[int]:
+        """The expert of each slot, rank by rank, of the placement in force; `fusedmoe.eplb.maps` has the other two maps."""
+        count = ctypes.c_int64()
+        _c.check(_c.lib.fmoe_layer_physical_to_logical(self._handle, None, 0, ctypes.byref(count)))
+        slots = (ctypes.c_int32 * count.value)()
+        _c.check(_c.lib.fmoe_layer_physical_to_logical(self._handle, slots, count, ctypes.byref(count)))
+        return list(slots)
+
+    def end_step(self) -> EplbStep:
+        """Ends a step of a layer with load balancing (eplb=True): all ranks call, in step, between forwards. At the end of
+        an interval the experts move to where load is."""
+        step = _c.initialised(_c.EplbStep)
+        _c.check(_c.lib.fmoe_layer_end_step(self._handle, ctypes.byref(step)))
+        return EplbStep._of(step)
+
+    def __call__(self, hidden: Tensor, *, router_logits: Tensor | None = None, topk_ids: Tensor | None = None,
+                 topk_weights: Tensor | None = None, token_ids: Tensor | None = None, out: Tensor | None = None,
+                 return_routing: bool = False) -> Any:
         """The output, [M, H], of `hidden` [M, H] in bfloat16, float16 or float32. Either router_logits [M, E], or
-        topk_ids [M, k] (int32, int64 on CPUs; -1 skips a slot) with topk_weights [M, k] (float32), or neither, and the
-        router of the checkpoint decides. With `return_routing` also the ids and the weights that were chosen. On a
+        topk_ids [M, k] (int32 or int64; -1 skips a slot) with topk_weights [M, k] (float32), or neither, and the
+        router of the layer decides. With `return_routing` also the ids and the weights that were chosen. On a
         card, tensors of the card: the call launches on torch's current stream and does not wait."""
         if (_tensors.device_of(hidden) == "cuda") != self.info.on_device:
             raise ValueError(f"hidden lies on {_tensors.device_of(hidden)}, the layer on "
                              f"{'cuda' if self.info.on_device else 'cpu'}")
+        if self._routing is not None and router_logits is not None and topk_ids is None:
+            topk_ids, topk_weights = self._routing(hidden, router_logits, self.info.top_k)
+            router_logits = None
         if out is None:
             out = _tensors.empty_like(hidden, hidden.shape, None)
-        forward, alive = _c.Forward(), []
         values = {"hidden": hidden, "router_logits": router_logits, "topk_ids": topk_ids,
                   "topk_weights": topk_weights, "token_ids": token_ids, "output": out}
         if return_routing:
             shape = (hidden.shape[0], self.info.top_k)
             values["chosen_ids"] = _tensors.empty_like(hidden, shape, "int32")
             values["chosen_weights"] = _tensors.empty_like(hidden, shape, "float32")
+        forward, alive = _c.Forward(), list[Any]()
         for name, value in values.items():
             if value is not None and _tensors.device_of(value) != _tensors.device_of(hidden):
                 raise ValueError(f"{name} lies on {_tensors.device_of(value)}, hidden on {_tensors.device_of(hidden)}")
             window, owner = _tensors.window(value, name)
             setattr(forward, name, window)
             alive.append(owner)
+        pool: Pool | None = None
         if self.info.on_device:
-            import torch
-            executor = _c.Executor(stream=torch.cuda.current_stream(hidden.device).cuda_stream, num_threads=1)
+            executor = _c.Executor(stream=_tensors.stream_of(hidden), num_threads=1)
         else:
-            executor = _executor()
+            pool = current_pool()  # held until the call returns, whatever set_num_threads does meanwhile
+            executor = pool.executor
         workspace = self._take_workspace()
         try:
             _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace, ctypes.byref(executor)))
@@ -218,7 +292,7 @@ class Layer(_Handle):
                 self._workspaces.append(workspace)
         return (out, values["chosen_ids"], values["chosen_weights"]) if return_routing else out
 
-    def _take_workspace(self):
+    def _take_workspace(self) -> ctypes.c_void_p:
         # On a card forwards of one stream follow each other, so that one workspace serves them all.
         with self._lock:
             if self._workspaces:
@@ -226,7 +300,7 @@ class Layer(_Handle):
         return _c.made(_c.lib.fmoe_workspace_create, self._handle)
 
 
-def _element(scheme):
+def _element(scheme: str) -> str | None:
     """The type of a scheme's codes; None for plain weights, which come in their own."""
     element = ctypes.c_int()
     _c.check(_c.lib.fmoe_scheme_element(scheme.encode(), ctypes.byref(element)))
@@ -234,9 +308,12 @@ def _element(scheme):
     return None if name in ("BF16", "F16", "F32") else name
 
 
-def _expert(given, number, element):
+_MATRIX_FIELDS = frozenset(field[0] for field in _c.Matrix._fields_)
+
+
+def _expert(given: dict[str, Any], number: int, element: str | None) -> tuple[_c.Expert, list[Any]]:
     """The struct of one expert, and what it points at."""
-    expert, alive = _c.Expert(), []
+    expert, alive = _c.Expert(), list[Any]()
     for part in given:
         if part not in ("gate", "up", "down"):
             raise TypeError(f"expert {number} has '{part}', experts have gate, up and down")
@@ -246,7 +323,7 @@ def _expert(given, number, element):
             if name in ("tensor_scale", "input_tensor_scale"):
                 alive.append(ctypes.c_float(float(value)))
                 setattr(target, name, ctypes.pointer(alive[-1]))
-            elif name in dict(_c.Matrix._fields_):
+            elif name in _MATRIX_FIELDS:
                 window, owner = _tensors.window(value, f"expert {number}, {part}.{name}",
                                                 element if name == "codes" else None)
                 setattr(target, name, window)

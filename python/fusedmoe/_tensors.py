@@ -1,8 +1,15 @@
 """Tensors of others as windows of the library: torch tensors, NumPy arrays, and whatever has a buffer."""
 
+from __future__ import annotations
+
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 from . import _c
+
+# A torch.Tensor, a numpy.ndarray, or anything with a writable buffer: none of their libraries is needed here.
+Tensor = Any
 
 # Element types by the names that torch and NumPy (with ml_dtypes) give them.
 NAMES = {"bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
@@ -16,20 +23,26 @@ _NOTHING = ctypes.create_string_buffer(64)
 PACKED = {"F4_E2M1": (2, 1), "U4": (2, 1), "I4": (2, 1), "F6_E2M3": (4, 3), "F6_E3M2": (4, 3)}  # elements in bytes
 
 
-def is_torch(value):
+def is_torch(value: Tensor) -> bool:
     return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "data_ptr")
 
 
-def is_numpy(value):
+def is_numpy(value: Tensor) -> bool:
     return hasattr(value, "__array_interface__")
 
 
-def device_of(value):
+def device_of(value: Tensor) -> str:
     """"cpu", or "cuda"."""
-    return value.device.type if is_torch(value) else "cpu"
+    return str(value.device.type) if is_torch(value) else "cpu"
 
 
-def _parts(value):
+def stream_of(value: Tensor) -> int:
+    """The current stream of the card that a torch tensor lies on."""
+    import torch
+    return int(torch.cuda.current_stream(value.device).cuda_stream)
+
+
+def _parts(value: Tensor) -> tuple[int, str, Sequence[int], Sequence[int], Any]:
     """Address, dtype name, shape and strides in bytes; and what must live as long as the address."""
     if is_torch(value):
         name = str(value.dtype).removeprefix("torch.")
@@ -37,13 +50,13 @@ def _parts(value):
     if is_numpy(value):
         return value.ctypes.data, NAMES.get(value.dtype.name, value.dtype.name), value.shape, value.strides, value
     view = memoryview(value)
-    holder = (ctypes.c_char * 0).from_buffer(view) if not view.readonly else None
-    if holder is None:
+    if view.readonly or view.shape is None or view.strides is None:
         raise TypeError("a read-only buffer has no address to lend: give a writable one, a NumPy array or a tensor")
+    holder = (ctypes.c_char * 0).from_buffer(view)
     return ctypes.addressof(holder), FORMATS.get(view.format, view.format), view.shape, view.strides, (view, holder)
 
 
-def window(value, name, element=None):
+def window(value: Tensor | None, name: str, element: str | None = None) -> tuple[_c.Tensor, Any]:
     """`value` as a tensor of the library, and what keeps it alive. None: absent. `element`: codes of that type, as
     bytes along the last axis."""
     tensor = _c.Tensor()
@@ -73,7 +86,7 @@ def window(value, name, element=None):
     return tensor, owner
 
 
-def empty_like(value, shape, kind):
+def empty_like(value: Tensor, shape: Sequence[int], kind: str | None) -> Tensor:
     """A new tensor of the library that `value` belongs to. `kind`: None (its type), "int32" or "float32"."""
     if is_torch(value):
         import torch

@@ -6,18 +6,21 @@ import weakref
 
 import torch
 
-_layers = weakref.WeakValueDictionary()
+from ._layer import Layer
+
+_layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 _lock = threading.Lock()
 
 
 @torch.library.custom_op("fusedmoe::experts", mutates_args=())
 def _experts(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
-    return _layers[layer](hidden, topk_ids=topk_ids, topk_weights=topk_weights)
+    output: torch.Tensor = _layers[layer](hidden, topk_ids=topk_ids, topk_weights=topk_weights)
+    return output
 
 
 @_experts.register_fake
-def _(hidden, topk_ids, topk_weights, layer):
+def _(hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int) -> torch.Tensor:
     return torch.empty_like(hidden)
 
 
@@ -25,21 +28,22 @@ class Experts(torch.nn.Module):
     """The experts of one layer as a module: forward(hidden [..., H], topk_ids [M, k], topk_weights [M, k]) gives
     [..., H] in the dtype of hidden. Ids outside the layer's experts skip their slot. For inference: no gradients."""
 
-    def __init__(self, layer):
+    def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.layer = layer
         with _lock:
             self._number = next(_numbers)
             _layers[self._number] = layer
 
-    def forward(self, hidden, topk_ids, topk_weights):
+    def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         known = (topk_ids >= 0) & (topk_ids < self.layer.info.num_experts)
         ids = torch.where(known, topk_ids, -1).to(torch.int32).contiguous()
         weights = topk_weights.to(torch.float32).contiguous()
-        return torch.ops.fusedmoe.experts(rows, ids, weights, self._number).reshape(hidden.shape)
+        output: torch.Tensor = torch.ops.fusedmoe.experts(rows, ids, weights, self._number)
+        return output.reshape(hidden.shape)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         info = self.layer.info
         return (f"num_experts={info.num_experts}, hidden={info.hidden}, intermediate={info.intermediate}, "
                 f"scheme={info.scheme}, backend={info.backend}")

@@ -9,7 +9,11 @@ runs the experts that the model has in memory (importing this module registers t
 takes the experts from a checkpoint in whatever format it has; those of the model are given up.
 """
 
+from __future__ import annotations
+
+import os
 import re
+from typing import Any
 
 import torch
 from transformers.integrations import moe
@@ -23,7 +27,8 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_ta
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def replace_experts(model, checkpoint, **options):
+def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint,
+                    **options: Any) -> list[str]:
     """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers
     and shared experts stay. Options: Checkpoint.load_layer. Returns the names of the modules that were replaced."""
     if not isinstance(checkpoint, Checkpoint):
@@ -31,9 +36,9 @@ def replace_experts(model, checkpoint, **options):
     layers = set(checkpoint.moe_layers)
     found = {}
     for name, module in model.named_modules():
-        number = LAYER.search(name)
-        if name.endswith(".experts") and number and int(number.group(1)) in layers:
-            found[int(number.group(1))] = name
+        matched = LAYER.search(name)
+        if name.endswith(".experts") and matched and int(matched.group(1)) in layers:
+            found[int(matched.group(1))] = name
     if missing := sorted(layers - set(found)):
         raise ValueError(f"{type(model).__name__} has no module '...layers.{missing[0]}....experts', the checkpoint "
                          f"has experts there")
@@ -49,7 +54,7 @@ def replace_experts(model, checkpoint, **options):
     return [found[number] for number in sorted(found)]
 
 
-def _layer_of(module, top_k):
+def _layer_of(module: Any, top_k: int) -> Layer:
     """A layer of the weights of a transformers experts module."""
     kind = type(module).__name__
     plain_gate = getattr(type(module), "_apply_gate", None) is moe._default_apply_gate
@@ -64,7 +69,7 @@ def _layer_of(module, top_k):
     if module.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
 
-    def halves(rows):
+    def halves(rows: torch.Tensor) -> list[torch.Tensor]:
         both = rows.chunk(2) if module.is_concatenated else (rows[0::2], rows[1::2])
         return [half.contiguous() for half in both]
 
@@ -81,7 +86,8 @@ def _layer_of(module, top_k):
                         device=gate_up.device.type)
 
 
-def experts_forward(module, hidden_states, top_k_index, top_k_weights):
+def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
+                    top_k_weights: torch.Tensor) -> torch.Tensor:
     """What transformers calls for experts_implementation="fusedmoe". The layer is made of the module's weights at the
     first call, and made anew when they are other tensors."""
     version = (module.gate_up_proj.data_ptr(), module.gate_up_proj._version, module.down_proj._version)

@@ -1,5 +1,3 @@
-#include <cstring>
-
 #include "capi/handles.hpp"
 #include "capi/layer_info.hpp"
 
@@ -40,6 +38,6 @@ fmoe_code fmoe_checkpoint_describe(const fmoe_checkpoint* checkpoint, int64_t la
     FMOE_RETURN_IF_ERROR(NotNull(checkpoint, "checkpoint"));
     FMOE_RETURN_IF_ERROR(NotNull(info, "info"));
     FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->checkpoint->Describe(layer));
-    return Show(InfoOf(description.config, description.scheme), *info);
+    return Show(InfoOf(description.config, description.scheme), *info, "fmoe_layer_info");
   });
 }

@@ -118,6 +118,18 @@ Result<MutableTensorView> ToMutableView(const fmoe_tensor& tensor, std::string_v
   return ViewOf<std::byte>(tensor, name);
 }
 
+fmoe_tensor FromView(const TensorView& view) {
+  fmoe_tensor tensor{};
+  tensor.data = const_cast<std::byte*>(view.data());
+  tensor.dtype = static_cast<fmoe_dtype>(view.dtype());
+  tensor.rank = view.rank();
+  for (int axis = 0; axis < view.rank(); ++axis) {
+    tensor.shape[axis] = view.dim(axis);
+    tensor.stride_bytes[axis] = axis + 1 < view.rank() ? view.stride_bytes(axis) : 0;
+  }
+  return tensor;
+}
+
 Result<Tensor> ToTensor(const fmoe_tensor& tensor, std::string_view name, std::shared_ptr<const void> owner) {
   FMOE_ASSIGN_OR_RETURN(const TensorView view, ToView(tensor, name));
   return view.empty() ? Tensor() : Tensor::Borrow(view, std::move(owner));

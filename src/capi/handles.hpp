@@ -1,10 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <new>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <fusedmoe/fusedmoe.h>
@@ -70,17 +72,51 @@ fmoe_code Make(Handle** out, std::string_view name, F&& f) {
 
 Status NotNull(const void* pointer, std::string_view name);
 
+/// kUsage where the caller's struct is not one that this library knows.
+inline Status CheckStructSize(size_t given, size_t known, std::string_view name) {
+  if (given >= sizeof(size_t) && given <= known) {
+    return Status::Ok();
+  }
+  return Status::Usage(std::string(name) + ".struct_size is " + std::to_string(given) +
+                       ", this library knows " + std::to_string(known) + " bytes")
+      .WithHint("call " + std::string(name) + "_init; a program must not be newer than the library");
+}
+
+/// As much of `from` as the caller's struct holds, which begins with its size.
+template <typename Struct>
+Status Show(const Struct& from, Struct& out, std::string_view name) {
+  const size_t size = out.struct_size;
+  FMOE_RETURN_IF_ERROR(CheckStructSize(size, sizeof(Struct), name));
+  std::memcpy(&out, &from, size);
+  out.struct_size = size;
+  return Status::Ok();
+}
+
+/// The first `size` bytes of `defaults`: all that the caller's header knows. It may be older than this
+/// library, and its struct shorter.
+template <typename Struct>
+void Init(Struct defaults, Struct* out, size_t size) {
+  if (out != nullptr && size >= sizeof(size_t)) {
+    defaults.struct_size = size;
+    std::memcpy(out, &defaults, std::min(size, sizeof(Struct)));
+  }
+}
+
+/// `text`, cut where the field ends.
+template <size_t kSize>
+void CopyText(std::string_view text, char (&out)[kSize]) {
+  const size_t count = std::min(text.size(), kSize - 1);
+  std::memcpy(out, text.data(), count);
+  out[count] = '\0';
+}
+
 /// A struct of the caller as this library knows it: what the caller's header lacks keeps the value of `init`.
 template <typename Struct>
 Result<Struct> Whole(const Struct* given, void (*init)(Struct*), std::string_view name) {
   Struct whole;
   init(&whole);
   if (given != nullptr) {
-    if (given->struct_size < sizeof(size_t) || given->struct_size > sizeof(Struct)) {
-      return Status::Usage(std::string(name) + ".struct_size is " + std::to_string(given->struct_size) +
-                           ", this library knows " + std::to_string(sizeof(Struct)) + " bytes")
-          .WithHint("call " + std::string(name) + "_init; a program must not be newer than the library");
-    }
+    FMOE_RETURN_IF_ERROR(CheckStructSize(given->struct_size, sizeof(Struct), name));
     std::memcpy(&whole, given, given->struct_size);
     whole.struct_size = sizeof(Struct);
   }
@@ -93,6 +129,15 @@ Result<TensorView> ToView(const fmoe_tensor& tensor, std::string_view name);
 Result<MutableTensorView> ToMutableView(const fmoe_tensor& tensor, std::string_view name);
 /// A tensor that keeps `owner` alive.
 Result<Tensor> ToTensor(const fmoe_tensor& tensor, std::string_view name, std::shared_ptr<const void> owner);
+
+/// A tensor of the library for a callback of the caller's, which must not write to it.
+fmoe_tensor FromView(const TensorView& view);
+
+/// A routing callback has failed with `code`: `ids` become such that the forward refuses them.
+void RefuseRouting(int32_t code, int64_t num_ids, int32_t* ids);
+/// What a forward on this thread that ended with `status` reports: that its routing callback failed, if it
+/// did.
+Status AfterRouting(Status status);
 
 Result<LayerOptions> ToOptions(const fmoe_layer_options* options);
 

@@ -133,6 +133,20 @@ Result<MoeConfig> ToConfig(const fmoe_layer_config& from) {
   routing.num_groups = from.num_groups;
   routing.topk_groups = from.topk_groups;
   routing.scaling_factor = from.scaling_factor;
+  if (routing.method == RoutingMethod::kCustom && from.custom_routing == nullptr) {
+    return Status::Usage("fmoe_layer_config.custom_routing is null, routing \"Custom\" needs it");
+  }
+  if (from.custom_routing != nullptr) {
+    routing.custom = [choose = from.custom_routing, self = from.routing_self](
+                         TensorView hidden, TensorView logits, int64_t top_k, bool renormalize, int32_t* ids,
+                         float* weights) {
+      const fmoe_tensor hidden_rows = FromView(hidden), logit_rows = FromView(logits);
+      const int32_t code = choose(self, &hidden_rows, &logit_rows, top_k, renormalize ? 1 : 0, ids, weights);
+      if (code != 0) {
+        RefuseRouting(code, logits.dim(0) * top_k, ids);
+      }
+    };
+  }
   FMOE_RETURN_IF_ERROR(Validate(config));
   return config;
 }
@@ -177,20 +191,17 @@ fmoe_code fmoe_scheme_element(const char* scheme, fmoe_dtype* element) {
   });
 }
 
-void fmoe_layer_config_init(fmoe_layer_config* config) {
-  if (config == nullptr) {
-    return;
-  }
+void fmoe_layer_config_init_sized(fmoe_layer_config* config, size_t struct_size) {
   const fusedmoe::MoeConfig defaults;
-  *config = {};
-  config->struct_size = sizeof(*config);
-  config->dtype = static_cast<fmoe_dtype>(defaults.dtype);
-  config->top_k = defaults.routing.top_k;
-  config->alpha = defaults.activation.alpha;
-  config->beta = defaults.activation.beta;
-  config->limit = defaults.activation.limit;
-  config->renormalize = defaults.routing.renormalize ? 1 : 0;
-  config->num_groups = defaults.routing.num_groups;
-  config->topk_groups = defaults.routing.topk_groups;
-  config->scaling_factor = defaults.routing.scaling_factor;
+  fmoe_layer_config made{};
+  made.dtype = static_cast<fmoe_dtype>(defaults.dtype);
+  made.top_k = defaults.routing.top_k;
+  made.alpha = defaults.activation.alpha;
+  made.beta = defaults.activation.beta;
+  made.limit = defaults.activation.limit;
+  made.renormalize = defaults.routing.renormalize ? 1 : 0;
+  made.num_groups = defaults.routing.num_groups;
+  made.topk_groups = defaults.routing.topk_groups;
+  made.scaling_factor = defaults.routing.scaling_factor;
+  fusedmoe::capi::Init(made, config, struct_size);
 }

@@ -1,5 +1,3 @@
-#include <cstring>
-
 #include "capi/handles.hpp"
 
 using namespace fusedmoe;
@@ -48,7 +46,8 @@ fmoe_code Forward(const fmoe_layer* layer, const fmoe_forward* forward, const fm
     FMOE_RETURN_IF_ERROR(Take(forward->output, "output", outputs.output));
     FMOE_RETURN_IF_ERROR(Take(forward->chosen_ids, "chosen_ids", outputs.topk_ids));
     FMOE_RETURN_IF_ERROR(Take(forward->chosen_weights, "chosen_weights", outputs.topk_weights));
-    return (layer->layer.get()->*function)(inputs, outputs, workspace->workspace, ToExecutor(executor));
+    return AfterRouting(
+        (layer->layer.get()->*function)(inputs, outputs, workspace->workspace, ToExecutor(executor)));
   });
 }
 

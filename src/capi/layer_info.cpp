@@ -1,19 +1,6 @@
 #include "capi/layer_info.hpp"
 
-#include <algorithm>
-#include <cstring>
-
 namespace fusedmoe::capi {
-namespace {
-
-template <size_t kSize>
-void CopyText(std::string_view text, char (&out)[kSize]) {
-  const size_t count = std::min(text.size(), kSize - 1);
-  std::memcpy(out, text.data(), count);
-  out[count] = '\0';
-}
-
-}  // namespace
 
 fmoe_layer_info InfoOf(const MoeConfig& config, const Scheme& scheme) {
   fmoe_layer_info info;
@@ -30,25 +17,10 @@ fmoe_layer_info InfoOf(const MoeConfig& config, const Scheme& scheme) {
   return info;
 }
 
-Status Show(const fmoe_layer_info& info, fmoe_layer_info& out) {
-  const size_t size = out.struct_size;
-  if (size < sizeof(size_t) || size > sizeof(info)) {
-    return Status::Usage("fmoe_layer_info.struct_size is " + std::to_string(size) + ", this library knows " +
-                         std::to_string(sizeof(info)) + " bytes")
-        .WithHint("call fmoe_layer_info_init first");
-  }
-  std::memcpy(&out, &info, size);
-  out.struct_size = size;
-  return Status::Ok();
-}
-
 }  // namespace fusedmoe::capi
 
-void fmoe_layer_info_init(fmoe_layer_info* info) {
-  if (info != nullptr) {
-    *info = {};
-    info->struct_size = sizeof(*info);
-  }
+void fmoe_layer_info_init_sized(fmoe_layer_info* info, size_t struct_size) {
+  fusedmoe::capi::Init({}, info, struct_size);
 }
 
 fmoe_code fmoe_layer_get_info(const fmoe_layer* layer, fmoe_layer_info* info) {
@@ -65,6 +37,6 @@ fmoe_code fmoe_layer_get_info(const fmoe_layer* layer, fmoe_layer_info* info) {
     capi::CopyText(plan.mode, known.mode);
     known.weight_bytes = plan.weight_bytes;
     known.workspace_bytes = plan.workspace_bytes;
-    return capi::Show(known, *info);
+    return capi::Show(known, *info, "fmoe_layer_info");
   });
 }

@@ -23,6 +23,10 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
   sizes.sp = from.sequence_parallel;
   sizes.enable_expert_parallel = from.expert_parallel != 0;
   sizes.all2all = from.all2all == nullptr ? sizes.all2all : from.all2all;
+  sizes.enable_eplb = from.load_balancing != 0;
+  sizes.num_redundant_experts = from.redundant_experts;
+  options.eplb.window_steps = from.eplb_window_steps;
+  options.eplb.interval_steps = from.eplb_interval_steps;
   const int64_t world = from.communicator == nullptr ? 1 : from.communicator->communicator->size();
   const int64_t rank = from.communicator == nullptr ? 0 : from.communicator->communicator->rank();
   const auto fits = [&](int64_t size) { return size >= 1 && size <= world; };
@@ -65,6 +69,14 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
     }
     options.activation = ActivationMode::kA8;
   }
+  if (from.activation_format != nullptr) {
+    const std::string_view name = from.activation_format;
+    if (name != "standard" && name != "batched") {
+      return Unknown("activation_format", from.activation_format, "standard, batched");
+    }
+    options.activation_format =
+        name == "batched" ? ActivationFormatKind::kBatchedExperts : ActivationFormatKind::kStandard;
+  }
   options.shared_experts = from.shared_experts != 0;
   options.max_tokens = from.max_tokens;
   options.plan_tokens = from.plan_tokens;
@@ -75,17 +87,15 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
 
 }  // namespace fusedmoe::capi
 
-void fmoe_layer_options_init(fmoe_layer_options* options) {
-  if (options == nullptr) {
-    return;
-  }
+void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_size) {
   const fusedmoe::LayerOptions defaults;
-  *options = {};
-  options->struct_size = sizeof(*options);
-  options->shared_experts = defaults.shared_experts ? 1 : 0;
-  options->max_tokens = defaults.max_tokens;
-  options->plan_tokens = defaults.plan_tokens;
-  options->executor.num_threads = 1;
-  options->tensor_parallel = options->prefill_context_parallel = options->data_parallel =
-      options->sequence_parallel = 1;
+  fmoe_layer_options made{};
+  made.shared_experts = defaults.shared_experts ? 1 : 0;
+  made.max_tokens = defaults.max_tokens;
+  made.plan_tokens = defaults.plan_tokens;
+  made.executor.num_threads = 1;
+  made.tensor_parallel = made.prefill_context_parallel = made.data_parallel = made.sequence_parallel = 1;
+  made.eplb_window_steps = defaults.eplb.window_steps;
+  made.eplb_interval_steps = defaults.eplb.interval_steps;
+  fusedmoe::capi::Init(made, options, struct_size);
 }

@@ -213,6 +213,11 @@ Result<std::unique_ptr<LayerBalance>> MakeBalance(const MoeConfig& whole, const 
   return balance;
 }
 
+std::vector<int32_t> MoeLayer::PhysicalToLogical() const {
+  return impl_->balance != nullptr ? impl_->balance->physical_to_logical()
+                                   : InitialPhysicalToLogical(impl_->config.num_experts, 0);
+}
+
 Result<EplbStep> MoeLayer::EndStep() {
   if (impl_->balance == nullptr) {
     return Status::Usage("the layer has no load balancing: it is for expert-parallel ranks that ask for it");

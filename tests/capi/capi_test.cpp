@@ -1,5 +1,6 @@
 #include <fusedmoe/fusedmoe.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -348,6 +349,73 @@ TEST(CApi, StructOfAnOlderHeader_KeepsDefaultsForTheRest) {
   ASSERT_EQ(fmoe_layer_get_info(loaded.layer, &info), FMOE_OK) << LastText();
   EXPECT_EQ(info.max_tokens, LayerOptions().max_tokens);
   EXPECT_EQ(info.workspace_bytes, -1);
+}
+
+// Token t goes to experts t and t + 1, with weights 0.75 and 0.25.
+int32_t ChooseByToken(void* self, const fmoe_tensor* hidden, const fmoe_tensor* logits, int64_t top_k,
+                      int32_t /*renormalize*/, int32_t* ids, float* weights) {
+  const int32_t answer = *static_cast<int32_t*>(self);
+  for (int64_t token = 0; token < hidden->shape[0] && answer == 0; ++token) {
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      ids[token * top_k + slot] = static_cast<int32_t>((token + slot) % logits->shape[1]);
+      weights[token * top_k + slot] = slot == 0 ? 0.75F : slot == 1 ? 0.25F : 0.0F;
+    }
+  }
+  return answer;
+}
+
+TEST(CApi, RoutingOfTheCaller_ChoosesTheExperts) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  fmoe_layer_config config = ToC(random.config, "unquantized");
+  int32_t answer = 0;
+  config.routing = "Custom";
+  Loaded loaded;
+  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_USAGE) << "no callback";
+  config.custom_routing = &ChooseByToken;
+  config.routing_self = &answer;
+  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+  const std::vector<float> output = loaded.Run(hidden, logits);
+  std::vector<int32_t> ids(static_cast<size_t>(kTokens * config.top_k));
+  std::vector<float> weights(ids.size());
+  const fmoe_tensor hidden_c = ToC(hidden.view()), logits_c = ToC(logits.view());
+  ChooseByToken(&answer, &hidden_c, &logits_c, config.top_k, 1, ids.data(), weights.data());
+  std::vector<float> given(output.size());
+  fmoe_forward forward{};
+  forward.hidden = hidden_c;
+  const Shape slots{kTokens, config.top_k};
+  forward.topk_ids = ToC(TensorView(reinterpret_cast<std::byte*>(ids.data()), DType::kI32, slots));
+  forward.topk_weights = ToC(TensorView(reinterpret_cast<std::byte*>(weights.data()), DType::kF32, slots));
+  forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(given.data()), DType::kF32, hidden.shape()));
+  ASSERT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+  EXPECT_EQ(output, given);
+
+  answer = 7;
+  fmoe_forward routed{};
+  routed.hidden = hidden_c;
+  routed.router_logits = logits_c;
+  routed.output = forward.output;
+  EXPECT_EQ(fmoe_layer_forward(loaded.layer, &routed, loaded.workspace, nullptr), FMOE_BAD_INPUT);
+  EXPECT_NE(LastText().find("custom_routing returned 7"), std::string::npos) << LastText();
+  EXPECT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+}
+
+TEST(CApi, InitOfAnOlderHeader_WritesNoMoreThanItKnows) {
+  struct {
+    fmoe_layer_options options;
+    char behind[64];
+  } memory;
+  std::memset(&memory, 0x5a, sizeof(memory));
+  constexpr size_t kOlder = offsetof(fmoe_layer_options, max_tokens);
+  fmoe_layer_options_init_sized(&memory.options, kOlder);
+  EXPECT_EQ(memory.options.struct_size, kOlder);
+  EXPECT_EQ(memory.options.shared_experts, 1);
+  const auto* bytes = reinterpret_cast<const char*>(&memory);
+  EXPECT_EQ(std::count(bytes + kOlder, bytes + sizeof(memory), 0x5a),
+            static_cast<int64_t>(sizeof(memory) - kOlder));
 }
 
 TEST(CApi, LastError_BelongsToItsThread) {

@@ -1,5 +1,7 @@
 """The Python package under torch and transformers: tensors of torch and NumPy, the operator, whole models."""
 
+import re
+import subprocess
 import sys
 import unittest
 
@@ -60,6 +62,80 @@ class Python(Case):
         half = layer(hidden.bfloat16())
         self.assertEqual(half.dtype, torch.bfloat16)
         self.assertLess(relative(half, expected), 2**-7)
+
+    def test_example_of_the_documentation(self):
+        page = (ROOT / "docs" / "python.md").read_text()
+        example = re.search(r"<!-- run by tests/interop/python_test.py -->\n```python\n(.*?)```", page, re.S).group(1)
+        names = {"CHECKPOINT": self.source}
+        exec(compile(example, "docs/python.md", "exec"), names)
+        self.assertEqual(names["output"].dtype, torch.bfloat16)
+        self.assertFalse(torch.equal(names["output"], names["again"]))  # random logits choose others
+
+    def test_types(self):
+        try:
+            import mypy  # noqa: F401
+        except ImportError:
+            self.skipTest("needs mypy")
+        checked = subprocess.run([sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(self.folder / "mypy")],
+                                 cwd=ROOT / "python", capture_output=True, text=True, timeout=300)
+        self.assertEqual(checked.returncode, 0, checked.stdout)
+
+    def test_routing_of_the_caller(self):
+        def route(hidden, logits, top_k):
+            weights, ids = torch.topk(torch.sigmoid(logits), top_k)
+            return ids, weights
+
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32, routing=route)
+        hidden, logits = torch.randn(7, 64), torch.randn(7, 8)
+        ids, weights = route(hidden, logits, 2)
+        self.assertTrue(torch.equal(layer(hidden, router_logits=logits),
+                                    layer(hidden, topk_ids=ids, topk_weights=weights)))
+
+    def test_on_a_card(self):
+        if not torch.cuda.is_available():
+            self.skipTest("needs a card")
+        checkpoint = fusedmoe.Checkpoint(self.source)
+        try:
+            layer = checkpoint.load_layer(0, device="cuda", max_tokens=32)
+        except fusedmoe.Error as error:
+            self.skipTest(str(error))
+        hidden, ids, weights = torch.randn(7, 64).bfloat16(), torch.randint(0, 8, (7, 2)), torch.rand(7, 2)
+        expected = checkpoint.load_layer(0, max_tokens=32)(hidden, topk_ids=ids, topk_weights=weights)
+        moved = hidden.cuda(), ids.cuda(), weights.cuda()
+        output = layer(moved[0], topk_ids=moved[1], topk_weights=moved[2])
+        self.assertEqual(output.device.type, "cuda")
+        self.assertLess(relative(output.cpu(), expected), 2**-6)
+        with self.assertRaisesRegex(ValueError, "hidden lies on cpu, the layer on cuda"):
+            layer(hidden)
+        with self.assertRaisesRegex(ValueError, "topk_ids lies on cpu"):
+            layer(moved[0], topk_ids=ids, topk_weights=weights)
+
+        experts = fusedmoe.torch.Experts(layer)
+        self.assertTrue(torch.equal(experts(*moved), output))
+        compiled = torch.compile(experts, fullgraph=True, backend="eager")
+        self.assertTrue(torch.equal(compiled(*moved), output))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            beside = experts(*moved)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.assertTrue(torch.equal(beside, output))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = experts(*moved)
+        moved[0].copy_(torch.randn(7, 64).bfloat16())
+        graph.replay()
+        self.assertTrue(torch.equal(captured, experts(*moved)))
+
+        def route(rows, logits, top_k):
+            chosen, order = torch.topk(torch.sigmoid(logits), top_k)
+            return order, chosen
+
+        logits = torch.randn(7, 8, device="cuda")
+        routed = checkpoint.load_layer(0, device="cuda", max_tokens=32, routing=route)
+        by_hand = route(moved[0], logits, 2)
+        self.assertTrue(torch.equal(routed(moved[0], router_logits=logits),
+                                    layer(moved[0], topk_ids=by_hand[0], topk_weights=by_hand[1])))
 
     def test_operator_is_one_node(self):
         experts = fusedmoe.torch.Experts(fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32))

@@ -1,7 +1,10 @@
 """The Python package with nothing but Python: what it returns is what the command returns, bit by bit."""
 
+import ctypes
 import json
 import os
+import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,6 +19,7 @@ CHECKPOINT = ROOT / "tests" / "golden" / "checkpoints" / "qwen3_moe-modelopt-nvf
 sys.path.insert(0, str(ROOT / "python"))
 
 import fusedmoe  # noqa: E402
+import fusedmoe.eplb  # noqa: E402
 
 
 def read_safetensors(path):
@@ -128,6 +132,119 @@ class Package(unittest.TestCase):
             fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp5")
         with self.assertRaisesRegex(TypeError, "F4_E2M1"):
             fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp4_w4a16")
+
+    def test_threads_may_change_while_layers_run(self):
+        out = [matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(4)]
+        done = threading.Event()
+
+        def run(target):
+            while not done.is_set():
+                self.layer(self.hidden, out=target)
+
+        threads = [threading.Thread(target=run, args=(target,)) for target in out]
+        for thread in threads:
+            thread.start()
+        for count in (1, 3, 2, 1, 4, 2):
+            fusedmoe.set_num_threads(count)
+        done.set()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(len({bytes(target) for target in out}), 1)
+        with self.assertRaises(fusedmoe.Error):
+            fusedmoe.set_num_threads(-5)
+        self.layer(self.hidden, out=out[0])
+
+    def test_the_interpreters_lock_is_free_in_calls(self):
+        from fusedmoe import _c
+        self.assertIsInstance(_c.lib, ctypes.CDLL)
+        self.assertNotIsInstance(_c.lib, ctypes.PyDLL)  # whose calls keep it
+
+    def test_routing_of_the_caller(self):
+        info = self.layer.info
+        chosen = matrix(struct.pack("<5i", 3, 1, 0, 2, 3), [5, 1], "i")
+        weight = matrix(struct.pack("<5f", 0.5, 1, 1, 1, 0.25), [5, 1])
+        seen = []
+
+        def route(hidden, logits, top_k):
+            seen.append((hidden, logits, top_k))
+            return chosen, weight
+
+        cells = [((i * 37) % 19 - 9) / 32 for i in range(32 * info.hidden)]
+        up, down = matrix(struct.pack(f"<{len(cells)}f", *cells), [32, info.hidden]), matrix(
+            struct.pack(f"<{len(cells)}f", *cells), [info.hidden, 32])
+        experts = [{"gate": up, "up": up, "down": down}] * 4
+        layer = fusedmoe.Layer.create(experts, top_k=1, dtype="F32", max_tokens=8, routing=route)
+        logits = matrix(bytes(4 * 5 * 4), [5, 4])
+        routed, given = (matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(2))
+        layer(self.hidden, router_logits=logits, out=routed)
+        layer(self.hidden, topk_ids=chosen, topk_weights=weight, out=given)
+        self.assertTrue(any(bytes(routed)))
+        self.assertEqual(bytes(routed), bytes(given))
+        self.assertEqual([(len(seen), seen[0][1] is logits, seen[0][2])], [(1, True, 1)])
+
+        def fails(hidden, logits, top_k):
+            raise KeyError("no such expert")
+
+        layer = fusedmoe.Layer.create(experts, top_k=1, dtype="F32", max_tokens=8, routing=fails)
+        with self.assertRaisesRegex(KeyError, "no such expert"):
+            layer(self.hidden, router_logits=logits, out=routed)
+
+    def test_routing_by_name(self):
+        info = self.layer.info
+        cells = [((i * 37) % 19 - 9) / 32 for i in range(32 * info.hidden)]
+        up, down = (matrix(struct.pack(f"<{len(cells)}f", *cells), shape) for shape in ([32, info.hidden], [info.hidden, 32]))
+        layer = fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}] * 4, top_k=1, dtype="F32", max_tokens=8,
+                                      routing="TopK")
+        logits = matrix(struct.pack("<20f", *([0, 0.5, -1, 0.25] * 5)), [5, 4])  # top-1 of x, weight x: expert 1, 0.5
+        routed, given = (matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(2))
+        layer(self.hidden, router_logits=logits, out=routed)
+        layer(self.hidden, topk_ids=matrix(struct.pack("<5i", *[1] * 5), [5, 1], "i"),
+              topk_weights=matrix(struct.pack("<5f", *[0.5] * 5), [5, 1]), out=given)
+        self.assertEqual(bytes(routed), bytes(given))
+        with self.assertRaisesRegex(fusedmoe.Error, "'Best'"):
+            fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}], top_k=1, routing="Best")
+
+    def test_batched_rows_give_the_same_result(self):
+        batched = self.checkpoint.load_layer(self.number, max_tokens=16, activation_format="batched", backend="REFERENCE")
+        standard = self.checkpoint.load_layer(self.number, max_tokens=16, backend="REFERENCE")
+        outputs = [matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(2)]
+        batched(self.hidden, out=outputs[0])
+        standard(self.hidden, out=outputs[1])
+        for one, other in zip(*(memoryview(bytes(out)).cast("f") for out in outputs)):
+            self.assertAlmostEqual(one, other, delta=1e-5 * max(map(abs, memoryview(bytes(outputs[1])).cast("f"))))
+        with self.assertRaisesRegex(fusedmoe.Error, "activation_format 'sorted'"):
+            self.checkpoint.load_layer(self.number, activation_format="sorted")
+
+    def test_placement_is_that_of_the_policy(self):
+        load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+        placed = fusedmoe.eplb.rebalance(load, 16, num_ranks=8, num_groups=4, num_nodes=2)
+        self.assertEqual(placed, [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1])
+        slots, count = fusedmoe.eplb.maps(placed, 12)
+        self.assertEqual((slots[5], slots[7], count[10]), ([0, 2], [3], 2))
+        self.assertEqual(fusedmoe.eplb.initial(4, 2), [0, 1, 2, 3, 0, 1])
+        self.assertEqual(self.layer.physical_to_logical, list(range(self.layer.info.num_experts)))
+        with self.assertRaisesRegex(fusedmoe.Error, "shared equally by 5"):
+            fusedmoe.eplb.rebalance(load, 16, num_ranks=5)
+        with self.assertRaisesRegex(fusedmoe.Error, "without load balancing|load balancing"):
+            self.layer.end_step()
+
+    def test_ranks_share_a_layer_and_move_its_experts(self):
+        library = Path(os.environ.get("LD_LIBRARY_PATH", "").split(":")[0]) / "libfusedmoe_mpi.so"
+        if shutil.which("mpirun") is None or not library.exists():
+            self.skipTest("needs Open MPI and libfusedmoe_mpi.so")
+        environment = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        job = subprocess.run(["mpirun", "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-B",
+                              Path(__file__).with_name("rank.py"), CHECKPOINT, library], env=environment,
+                             capture_output=True, text=True, timeout=120)
+        self.assertEqual(job.returncode, 0, job.stderr)
+        self.assertEqual(sorted(job.stdout.split()), ["rank-0-ok", "rank-1-ok"])
+
+    def test_example_of_the_documentation(self):
+        page = (ROOT / "docs" / "python.md").read_text()
+        example = re.search(r"<!-- run by tests/python/package_test.py -->\n```python\n(.*?)```", page, re.S).group(1)
+        names = {}
+        exec(compile(example, "docs/python.md", "exec"), names)
+        self.assertTrue(any(memoryview(names["output"]).cast("B")))
 
 
 if __name__ == "__main__":
