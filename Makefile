@@ -27,7 +27,9 @@ build: setup
 run: build
 	@tools/run_sample
 
-install: build
+install: setup
+	@cmake --preset release </dev/null
+	@cmake --build build/release -j $(JOBS) --target fusedmoe_installed </dev/null
 	@cmake --install build/release --prefix "$(PREFIX)"
 
 test: setup

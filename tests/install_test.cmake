@@ -21,6 +21,21 @@ endfunction()
 run_or_fail("${CMAKE_COMMAND}" --install "${BUILD}" --prefix "${prefix}")
 run_or_fail("${prefix}/bin/fusedmoe" version)
 
+# `make install` builds the target fusedmoe_installed alone: it has to make everything that was copied here.
+if(GENERATOR STREQUAL "Ninja")
+  find_program(ninja ninja REQUIRED)
+  run_or_fail("${ninja}" -C "${BUILD}" -t query fusedmoe_installed)
+  set(made "${output}")
+  file(GLOB copied "${prefix}/lib/lib*" "${prefix}/bin/*")
+  foreach(file IN LISTS copied)
+    get_filename_component(name "${file}" NAME)
+    string(REGEX REPLACE "\\.so.*" ".so" name "${name}")  # without its version
+    if(NOT made MATCHES " ${name}\n")
+      message(FATAL_ERROR "${name} is installed, and the target fusedmoe_installed does not make it")
+    endif()
+  endforeach()
+endif()
+
 foreach(example IN ITEMS minimal c)
   run_or_fail("${CMAKE_COMMAND}" -S "${SOURCE}/examples/${example}" -B "${folder}/${example}" -G "${GENERATOR}"
     -D "CMAKE_CXX_COMPILER=${CXX}" -D "CMAKE_C_COMPILER=${CC}" -D "CMAKE_PREFIX_PATH=${prefix}")
