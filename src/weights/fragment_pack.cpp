@@ -12,7 +12,7 @@
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/fragment_codes.hpp"
-#include "weights/fragment_rows.hpp"
+#include "weights/fragment_stager.hpp"
 
 namespace fusedmoe {
 namespace {

@@ -12,7 +12,7 @@
 #include "canonical.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/fragment_pack.hpp"
-#include "weights/fragment_rows.hpp"
+#include "weights/fragment_stager.hpp"
 
 namespace fusedmoe {
 namespace {

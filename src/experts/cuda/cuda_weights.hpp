@@ -8,7 +8,7 @@
 namespace fusedmoe::cuda {
 
 /// Streams expert after expert to the card, one a thread at a time: rows of codes and scales are staged in
-/// pinned buffers (64 MiB for all threads, kept for the next layer), and a kernel arranges them there while
+/// pinned buffers (96 MiB for all threads, kept for the next layer), and a kernel arranges them there while
 /// the next ones come. The tensors of the result lie on the card; total_bytes counts them. kSystem, with
 /// bytes needed and free, when the card is too small.
 Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSource& source,
