@@ -195,7 +195,7 @@ uint32_t CodeAt(const FragmentTraits& traits, const uint8_t* block, int row, int
   const int slot = (in_slab % 4 / 2) * 2 + (row >> 3);
   uint32_t word = 0;
   std::memcpy(&word, codes + WordOffset(traits.code, traits.code_bits, lane, j, slot), 4);
-  return CodeOfBits(traits.code, slot, word >> (16 * (k % 2)) & 0xffffU);
+  return CodeOfBits(traits.code, slot, k % 2 == 0 ? word : OtherHalf(word));
 }
 
 uint32_t ScaleAt(const FragmentTraits& traits, const uint8_t* block, int row, int64_t k) {

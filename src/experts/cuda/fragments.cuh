@@ -8,12 +8,14 @@
 /// Packed codes to tensor-core fragments: one policy a format, shared by decode and prefill. Expansion is
 /// exact except where it says so.
 ///
-///   e2m1   16-bit half of a word: s0 e0 e0 m0  ...  the sign and "eem" of three pairs lie under one mask at
-///          shifts 0, 3, 6; the fourth pair is in the bits left over. As BF16 that is value * 2^-126
-///          (subnormals are honored by mul.bf16x2), and the block scale carries the factor back: 11 bit
-///          operations and 4 multiplies for 8 weights.
-///            bit  15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-///                 sA sD mD sB  eD   sC   eeA..   (see PairBits in weights/fragment_pack.cpp)
+///   e2m1   four pairs a word, each brought under the mask of sign, exponent and mantissa ("seem"): a0 stands
+///          there, a1 comes by a shift, a2 by a rotation (its sign lies in the other half), a3 by two shifts.
+///          As BF16 that is value * 2^-126 (subnormals are honored by mul.bf16x2), and the block scale
+///          carries the factor back: 9 bit operations and 4 multiplies for 8 weights (11 and 4 until the bits
+///          were searched for).
+///            bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+///            half  s0 e3 s3 e2 e2 m2 s1 e0 e0 m0 e3 m3 s2 e1 e1 m1     (PairBits in
+///            weights/fragment_codes.hpp)
 ///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   int8   two's complement: low seven bits as 128 + b; minus 128, or 256 with the top bit; exact
@@ -128,10 +130,9 @@ struct Fragments {
       const uint32_t x = Word(codes[0], j);
       constexpr uint32_t kMask = 0x81C081C0U;
       a[0] = MulBf16x2(x & kMask, s.pair[0]);
-      a[1] = MulBf16x2((x << 3) & kMask, s.pair[1]);
-      a[2] = MulBf16x2((x << 6) & kMask, s.pair[0]);
-      a[3] = MulBf16x2(((x << 1) & 0x80008000U) | ((x >> 3) & 0x01800180U) | ((x >> 7) & 0x00400040U),
-                       s.pair[1]);
+      a[1] = MulBf16x2((x << 6) & kMask, s.pair[1]);
+      a[2] = MulBf16x2(__funnelshift_r(x, x, 4) & kMask, s.pair[0]);
+      a[3] = MulBf16x2(((x << 2) & 0x80C080C0U) | ((x >> 6) & 0x01000100U), s.pair[1]);
     } else if constexpr (kCode == FragmentCode::kInt4) {
       const uint32_t x = Word(codes[0], j);
 #pragma unroll
