@@ -1,6 +1,8 @@
 #include "input_file.hpp"
 
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <vector>
 
 #include <fmt/format.h>
@@ -49,6 +51,22 @@ Status InputFile::Bind(const MoeConfig& config) {
         .WithTensor("router_logits");
   }
   return Status::Ok();
+}
+
+uint64_t InputFile::Digest() const {
+  uint64_t hash = 0xcbf29ce484222325ULL;
+  const auto mix = [&](uint64_t word) { hash = std::rotl(hash ^ word, 29) * 0x9e3779b185ebca87ULL; };
+  for (const TensorView* tensor : {&inputs_.hidden, &inputs_.router_logits, &inputs_.topk_ids,
+                                   &inputs_.topk_weights, &inputs_.token_ids}) {
+    const int64_t bytes = tensor->empty() ? 0 : tensor->total_bytes();
+    mix(static_cast<uint64_t>(bytes));
+    for (int64_t begin = 0; begin < bytes; begin += 8) {
+      uint64_t word = 0;
+      std::memcpy(&word, tensor->data() + begin, static_cast<size_t>(std::min<int64_t>(8, bytes - begin)));
+      mix(word);
+    }
+  }
+  return hash;
 }
 
 Status InputFile::Take(std::string_view name, const Shape& shape, std::initializer_list<DType> dtypes,

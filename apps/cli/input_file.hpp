@@ -17,6 +17,8 @@ class InputFile {
   static Result<InputFile> Read(const std::string& path, const MoeConfig& config);
   const MoeLayer::Inputs& tensors() const { return inputs_; }
   int64_t num_tokens() const { return inputs_.hidden.dim(0); }
+  /// Of every byte that a forward takes: ranks that were given different files tell one another by it.
+  uint64_t Digest() const;
 
  private:
   Status Bind(const MoeConfig& config);

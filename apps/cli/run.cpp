@@ -235,7 +235,9 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   options.parallel = ranks.parallel();
   options.communicator = ranks.communicator();
   options.eplb = flags.ranks.eplb;
-  options.fingerprint = static_cast<uint64_t>(num_tokens * 1000003 + flags.repeat);
+  if (ranks.size() > 1) {  // each takes its tokens from a file that all must have been given
+    options.fingerprint = input.Digest() + static_cast<uint64_t>(flags.repeat);
+  }
 
   const auto start = std::chrono::steady_clock::now();
   FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> layer, subject.Load(options));

@@ -190,6 +190,21 @@ TEST_F(RunOnRanks, OtherWeightsOnOneRank_EndTheJobBeforeItRuns) {
   EXPECT_FALSE(std::filesystem::exists(Output()));
 }
 
+// Each rank takes its tokens from the file: rows of two files in one result would be nobody's layer.
+TEST_F(RunOnRanks, OtherInputOnOneRank_EndsTheJobBeforeItRuns) {
+  Sample("unquantized");
+  const std::vector<std::string> good = Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "10"});
+  std::string input = Bytes(good[6]);
+  input.back() = static_cast<char>(input.back() ^ 1);
+  std::vector<std::string> other = good;
+  other[6] = directory_ / "other.safetensors";
+  std::ofstream(other[6], std::ios::binary) << input;
+  const Job job = LaunchBoth(good, other);
+  EXPECT_EQ(job.exit_code, 5) << job.text;
+  EXPECT_TRUE(job.Says({"load", "rank 1 runs with another layer, checkpoint or options"})) << job.text;
+  EXPECT_FALSE(std::filesystem::exists(Output()));
+}
+
 TEST_F(RunOnRanks, MissingInputOnOneRank_EndsTheJobWithItsExitCode) {
   Sample("unquantized");
   const std::vector<std::string> good = Command("checkpoint", {"--dp", "2", "--ep", "--deadline", "10"});
