@@ -1,7 +1,9 @@
 // One layer of experts on CPU_FUSED against the ceilings of this machine, measured in the same run.
 //
 //   layer_bench SCHEMES TOKENS THREADS [HIDDEN INTERMEDIATE EXPERTS TOP_K] [isa=NAME] [mode=NAME] [a8]
-//   [skewed] layer_bench nvfp4_w4a16,int8_w8a16 1,4,256 1,2
+//   [skewed]
+//
+//   layer_bench nvfp4_w4a16,int8_w8a16 1,4,256 1,2
 //
 // Weights are cold: random routings rotate over more experts than the caches hold. Prints the median of the
 // samples.

@@ -11,6 +11,11 @@ namespace fusedmoe {
 bool IsNumeric(DType dtype);
 /// True for e2m1, e3m2, e2m3, e4m3, e5m2, e8m0 (fnuz included), fp16, bf16, fp32 and fp64.
 bool IsFloat(DType dtype);
+/// F32, F16 and BF16: the types of values that nobody quantized (hidden states, logits, biases, source
+/// weights).
+constexpr bool IsPlainFloat(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
+}
 
 /// Decodes elements [first_element, first_element + count) of a packed row into fp32, without scales:
 /// integers give their value, F64 is rounded once, every other type is exact (I32, U32 beyond 2^24 excepted).

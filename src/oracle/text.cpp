@@ -82,8 +82,9 @@ std::string CostLines(const Explanation& explanation) {
                       host ? fmt::format(" for up to {} tokens", explanation.rank_config.max_tokens) : "",
                       BytesText(costs.exchange_bytes));
   text += fmt::format("memory    {} on this rank\n", BytesText(costs.memory_bytes));
-  text += costs.seconds > 0 ? fmt::format("time      at least {} at {}\n", Seconds(costs.seconds), costs.rate)
-                            : std::string("time      unknown: nobody gave the rates of this machine\n");
+  text += costs.seconds > 0
+              ? fmt::format("time      at least {} at {}\n", Seconds(costs.seconds), costs.rate)
+              : std::string("time      not estimated: the rates of this machine are not known\n");
   return text;
 }
 

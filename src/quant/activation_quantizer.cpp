@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
 #include "quant/activation_rows.hpp"
 
 namespace fusedmoe {
@@ -19,10 +20,6 @@ using quant_rows::Source;
 bool IsElement(DType dtype) {
   return IsNumeric(dtype) && DTypeBits(dtype) <= 8 && dtype != DType::kF8E8M0 && dtype != DType::kU8 &&
          dtype != DType::kU4;
-}
-
-bool IsValueType(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
 }
 
 Source SourceOf(const ActivationFormat& format, DType dtype, const std::byte* row) {
@@ -50,7 +47,7 @@ Byte* RowOf(const BasicTensorView<Byte>& view, int64_t expert, int64_t row) {
 
 Status CheckRows(const ActivationRows& rows) {
   const TensorView& values = rows.values;
-  if (!IsValueType(values.dtype())) {
+  if (!IsPlainFloat(values.dtype())) {
     return Status::BadInput(
         fmt::format("activations are {}; F32, BF16 or F16 is required", DTypeName(values.dtype())));
   }
@@ -184,7 +181,7 @@ Status CheckActivationFormat(const ActivationFormat& format) {
                                            DTypeName(*format.element)));
   }
   const DType scale = format.scale_dtype;
-  if (!IsValueType(scale) && scale != DType::kF8E4M3 && scale != DType::kF8E8M0) {
+  if (!IsPlainFloat(scale) && scale != DType::kF8E4M3 && scale != DType::kF8E8M0) {
     return Status::Unsupported(
         fmt::format("activation scales cannot be {}; F32, BF16, F16, F8_E4M3 or F8_E8M0 is "
                     "required",
@@ -318,7 +315,7 @@ Result<float> FakeQuantizeInput(const Executor& executor, const ActivationFormat
   }
   FMOE_RETURN_IF_ERROR(CheckActivationFormat(format));
   FMOE_RETURN_IF_ERROR(CheckRows(rows));
-  if (!IsValueType(out.dtype()) || !(out.shape() == rows.values.shape())) {
+  if (!IsPlainFloat(out.dtype()) || !(out.shape() == rows.values.shape())) {
     return Status::BadInput(fmt::format("the result is {} {}; F32, BF16 or F16 {} is required",
                                         DTypeName(out.dtype()), out.shape().ToString(),
                                         rows.values.shape().ToString()));

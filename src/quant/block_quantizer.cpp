@@ -19,10 +19,6 @@ bool IsElement(DType dtype) {
   return IsNumeric(dtype) && DTypeBits(dtype) == 8 && dtype != DType::kF8E8M0 && dtype != DType::kU8;
 }
 
-bool IsValueType(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
 Status CheckOperands(GroupShape block, const TensorView& codes, const TensorView& scales,
                      const TensorView& values) {
   if ((block.row < 1 && block.row != -1) || (block.col < 1 && block.col != -1)) {
@@ -38,7 +34,7 @@ Status CheckOperands(GroupShape block, const TensorView& codes, const TensorView
     return Status::BadInput(fmt::format("scales are {} {}; F32 {} is required", DTypeName(scales.dtype()),
                                         scales.shape().ToString(), expected.ToString()));
   }
-  if (!IsValueType(values.dtype()) || !(values.shape() == codes.shape())) {
+  if (!IsPlainFloat(values.dtype()) || !(values.shape() == codes.shape())) {
     return Status::BadInput(fmt::format("values are {} {}; F32, BF16 or F16 {} is required",
                                         DTypeName(values.dtype()), values.shape().ToString(),
                                         codes.shape().ToString()));

@@ -32,8 +32,7 @@ Range RangeOfType(IntegerType type) {
 
 Status CheckFloatMatrix(TensorView matrix, std::string_view what) {
   const bool fits =
-      !matrix.empty() && matrix.rank() == 2 && matrix.count() > 0 &&
-      (matrix.dtype() == DType::kF32 || matrix.dtype() == DType::kF16 || matrix.dtype() == DType::kBF16);
+      !matrix.empty() && matrix.rank() == 2 && matrix.count() > 0 && IsPlainFloat(matrix.dtype());
   return fits ? Status::Ok()
               : Status::BadInput(fmt::format("{} are {} {}; F32, F16 or BF16 of two dimensions is required",
                                              what, DTypeName(matrix.dtype()), matrix.shape().ToString()));

@@ -343,9 +343,8 @@ class Quantizer {
 };
 
 Status CheckInput(TensorView weights) {
-  const bool readable =
-      !weights.empty() && weights.rank() == 2 && weights.dim(0) > 0 && weights.dim(1) > 0 &&
-      (weights.dtype() == DType::kF32 || weights.dtype() == DType::kF16 || weights.dtype() == DType::kBF16);
+  const bool readable = !weights.empty() && weights.rank() == 2 && weights.dim(0) > 0 && weights.dim(1) > 0 &&
+                        IsPlainFloat(weights.dtype());
   return readable
              ? Status::Ok()
              : Status::BadInput(fmt::format("weights are {} {}; F32, F16 or BF16 [rows, cols] is required",

@@ -6,12 +6,18 @@
 #include <fmt/format.h>
 
 #include "core/divisors.hpp"
-#include "routing/load_row.hpp"
+#include "numerics/rows.hpp"
 #include "routing/select.hpp"
 #include "routing/simulate.hpp"
 
 namespace fusedmoe {
 namespace {
+
+/// Element `index` of a row of I32 or I64.
+int64_t LoadId(const std::byte* data, DType dtype, int64_t index) {
+  return dtype == DType::kI64 ? reinterpret_cast<const int64_t*>(data)[index]
+                              : reinterpret_cast<const int32_t*>(data)[index];
+}
 
 /// Tokens of one task: enough to hide the call, few enough to spread a prefill.
 constexpr int64_t kTokensPerTask = 16;
@@ -95,7 +101,7 @@ Status CheckHash(const Batch& batch) {
 Status Prepare(Batch& batch, float* bias_row) {
   const RoutingConfig& config = batch.config;
   const TensorView& logits = batch.inputs.router_logits;
-  if (logits.rank() != 2 || !IsFloating(logits.dtype())) {
+  if (logits.rank() != 2 || !IsPlainFloat(logits.dtype())) {
     return Status::Usage(
         fmt::format("router logits are {} {}; they must be [tokens, experts] in F32, F16 or BF16",
                     DTypeName(logits.dtype()), logits.shape().ToString()));
@@ -116,11 +122,11 @@ Status Prepare(Batch& batch, float* bias_row) {
       return Status::Usage(fmt::format("a correction bias was given, which routing method {} does not have",
                                        RoutingMethodName(config.method)));
     }
-    if (bias.count() != batch.num_experts || !IsFloating(bias.dtype())) {
+    if (bias.count() != batch.num_experts || !IsPlainFloat(bias.dtype())) {
       return Status::Usage(fmt::format("the correction bias is {} {}; it must be F32, F16 or BF16 [{}]",
                                        DTypeName(bias.dtype()), bias.shape().ToString(), batch.num_experts));
     }
-    LoadRow(bias.data(), bias.dtype(), batch.num_experts, bias_row);
+    DecodeRow(bias.dtype(), bias.data(), 0, batch.num_experts, bias_row);
     batch.bias = bias_row;
   }
   batch.hashed = !batch.inputs.token_id_to_experts.empty();
@@ -137,7 +143,8 @@ void RouteToken(const Batch& batch, int64_t token, TokenScratch& scratch, int32_
                   config.renormalize, reinterpret_cast<int32_t*>(scratch.choice), ids, weights);
   } else {
     const TensorView& logits = batch.inputs.router_logits;
-    LoadRow(logits.data() + token * logits.stride_bytes(0), logits.dtype(), batch.num_experts, scratch.logit);
+    DecodeRow(logits.dtype(), logits.data() + token * logits.stride_bytes(0), 0, batch.num_experts,
+              scratch.logit);
     if (config.logit_softcap > 0.0F) {
       for (int64_t expert = 0; expert < batch.num_experts; ++expert) {
         scratch.logit[expert] = ScoreSoftcap(scratch.logit[expert], config.logit_softcap);

@@ -6,7 +6,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "core/checked_math.hpp"
-#include "routing/load_row.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -37,7 +37,7 @@ const RouterKernels& HostKernels() {
 
 float ElementAt(const TensorView& vector, int64_t index) {
   float value = 0.0F;
-  LoadRow(vector.data() + index * DTypeBits(vector.dtype()) / 8, vector.dtype(), 1, &value);
+  DecodeRow(vector.dtype(), vector.data(), index, 1, &value);
   return value;
 }
 
@@ -52,8 +52,8 @@ void FillRows(const TensorView& tensor, int64_t first, const std::byte* (&rows)[
 
 Status RouterGemmWith(const RouterKernels& kernels, TensorView hidden, TensorView weight, TensorView bias,
                       float* logits, const Executor& executor) {
-  if (hidden.rank() != 2 || weight.rank() != 2 || !IsFloating(hidden.dtype()) ||
-      !IsFloating(weight.dtype()) || hidden.dim(1) != weight.dim(1)) {
+  if (hidden.rank() != 2 || weight.rank() != 2 || !IsPlainFloat(hidden.dtype()) ||
+      !IsPlainFloat(weight.dtype()) || hidden.dim(1) != weight.dim(1)) {
     return Status::Usage(
         fmt::format("router: hidden {} {} and weight {} {}; they must be [tokens, hidden] and [experts, "
                     "hidden] of F32, F16 or "
@@ -63,7 +63,7 @@ Status RouterGemmWith(const RouterKernels& kernels, TensorView hidden, TensorVie
   }
   const int64_t num_tokens = hidden.dim(0);
   const int64_t num_experts = weight.dim(0);
-  if (!bias.empty() && (bias.count() != num_experts || !IsFloating(bias.dtype()))) {
+  if (!bias.empty() && (bias.count() != num_experts || !IsPlainFloat(bias.dtype()))) {
     return Status::Usage(fmt::format("router: bias {} {}; it must be F32, F16 or BF16 [{}]",
                                      DTypeName(bias.dtype()), bias.shape().ToString(), num_experts));
   }
