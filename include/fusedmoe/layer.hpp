@@ -105,7 +105,8 @@ class MoeLayer {
     TensorView token_ids;  ///< [M], only for hash routing
   };
 
-  /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32. The others may be empty.
+  /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32; it must not overlap `hidden`. The
+  /// others may be empty.
   struct Outputs {
     MutableTensorView output;
     MutableTensorView topk_ids;      ///< I32 [M, k]

@@ -45,6 +45,23 @@ Status CheckDense(std::string_view name, TensorView view) {
                                          name, view.stride_bytes(0), view.row_bytes()));
 }
 
+// Whether any bytes of two matrices are the same. Rows may lie side by side, as columns of one wider matrix.
+bool Overlap(TensorView a, TensorView b) {
+  const auto begin = [](TensorView view) { return reinterpret_cast<intptr_t>(view.data()); };
+  const auto end = [&begin](TensorView view) {
+    return begin(view) + (view.dim(0) - 1) * view.stride_bytes(0) + view.row_bytes();
+  };
+  if (begin(a) >= end(b) || begin(b) >= end(a)) {
+    return false;
+  }
+  const int64_t stride = a.stride_bytes(0);
+  if (stride != b.stride_bytes(0) || stride <= 0) {
+    return true;
+  }
+  const int64_t apart = ((begin(b) - begin(a)) % stride + stride) % stride;  // from a row of a to one of b
+  return apart < a.row_bytes() || stride - apart < b.row_bytes();
+}
+
 // Ids of the caller: I32 or I64, -1 skips a slot. Null `ids`: only checked.
 Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
   const int64_t top_k = source.dim(1);
@@ -243,6 +260,10 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
   }
   if (num_tokens == 0) {
     return Status::Ok();  // a rank without tokens still takes part; its views may be null
+  }
+  if (Overlap(inputs.hidden, outputs.output)) {
+    return Status::Usage(
+        "output and hidden overlap: rows of hidden are read after the first rows of output are written");
   }
   const bool has_ids = !inputs.topk_ids.empty();
   if (has_ids != !inputs.topk_weights.empty()) {

@@ -26,8 +26,9 @@ struct KernelInput {
 
 /// Composes prepare, experts and finalize, and owns their order:
 ///
-///   prepare ─► experts ─► finalize (start ─► shared experts ─► wait, where it is asynchronous) ─► + shared
-///   ─► round
+///   prepare ─► experts ─► finalize ─► add the shared experts ─► round to the dtype of the output
+///
+/// Where the finalize step is asynchronous, the shared experts run while its rows travel.
 ///
 /// Immutable after creation; Forward may run in several threads at once, each with a workspace of its own.
 class MoeKernel {

@@ -25,9 +25,10 @@ struct Choice {
   int index = -1;       ///< of the chosen one among the asked; -1: none
 };
 
-/// The rule of every selection: a name or a switch leaves some, of these the first that can is taken, and
-/// each of the others is told why not. What stands against a candidate's choice comes before what stands
-/// against the candidate. Errors: kUsage for a name that no table holds.
+/// The rule of every selection. A name or a switch leaves some of the candidates; the first of those that can
+/// run the problem is chosen. Every other candidate gets verdicts: first why it was not chosen (another was
+/// named, a switch removed it, one before it can run), then everything that it cannot do. Errors: kUsage for
+/// a name that no table holds.
 Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, ActivationFormatKind format,
                       const Overrides& overrides);
 

@@ -242,6 +242,27 @@ TEST(LayerInputs, AreCheckedAgainstTheLayer) {
   inputs.hidden = many.view();
   Tensor out5 = *Tensor::Allocate(DType::kBF16, {5, 96});
   EXPECT_NE(message(inputs, out5.mutable_view()).find("max_tokens=4"), std::string::npos);
+  // A row that is written must not be one that is still to be read: shared experts and tiles come back for
+  // it.
+  Tensor both = *Tensor::Allocate(DType::kBF16, {4, 96});
+  std::byte* const rows = both.mutable_view().data();
+  for (const int64_t apart : {0, 1}) {
+    inputs.hidden = TensorView(rows, DType::kBF16, {2, 96});
+    const MutableTensorView over(rows + apart * 192, DType::kBF16, {2, 96});
+    EXPECT_NE(message(inputs, over).find("overlap"), std::string::npos) << apart;
+  }
+  inputs.topk_ids = inputs.topk_weights = TensorView();
+  const float logits[12] = {};
+  inputs.router_logits = TensorView(reinterpret_cast<const std::byte*>(logits), DType::kF32, {2, 6});
+  MoeLayer::Outputs apart;
+  apart.output = MutableTensorView(rows + 2 * 192, DType::kBF16, {2, 96});
+  Status status = layer->Forward(inputs, apart, workspace);
+  EXPECT_TRUE(status.ok()) << "behind the input: " << status.ToString();
+  inputs.hidden.set_stride_bytes(0, 2 * 192);
+  apart.output = MutableTensorView(rows + 192, DType::kBF16, {2, 96});
+  apart.output.set_stride_bytes(0, 2 * 192);
+  status = layer->Forward(inputs, apart, workspace);
+  EXPECT_TRUE(status.ok()) << "beside it, row by row: " << status.ToString();
 }
 
 }  // namespace

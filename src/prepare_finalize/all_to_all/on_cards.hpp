@@ -9,8 +9,7 @@ namespace fusedmoe {
 /// The gather protocol for ranks that own a card each: rows stay on the cards, headers travel between hosts.
 ///
 ///     host   agree on counts ──┐ (nobody enqueues unless all are content)
-///     card                     gather rows, ids, weights ─► experts ─► partial rows home ─► add in rank
-///     order
+///     card                     gather rows, ids, weights ─► experts ─► partial rows home ─► add by rank
 ///
 /// Where all ranks hold the same tokens (tensor parallelism alone) there is nothing to gather. Rows travel
 /// plain, since experts on cards quantize for themselves; partial sums return in fp32.
