@@ -413,12 +413,13 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(amd.weight_nodes, 1);
   EXPECT_EQ(amd.prefetch_far, 0);
-  EXPECT_GT(amd.prefetch_near, 0);
+  EXPECT_GT(amd.prefetch_near[0], 0);
+  EXPECT_GT(amd.prefetch_near[1], amd.prefetch_near[0]);  // two tokens compute longer on 4-bit codes
   machine.num_numa_nodes = 4;
   machine.cpu_name = "INTEL(R) XEON(R)";
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(intel.weight_nodes, 4);
-  EXPECT_GT(intel.prefetch_far, intel.prefetch_near);
+  EXPECT_GT(intel.prefetch_far, intel.prefetch_near[0]);
 }
 
 /// A system with one node refuses to spread pages over four, and weights are the same.

@@ -357,7 +357,7 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.turn = nullptr;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.decode_once = plan_.decode_once;
-  view.prefetch_near = plan_.prefetch_near;
+  view.prefetch_near = plan_.prefetch_near[std::min(tile.height_index, 1)];
   view.prefetch_far = plan_.prefetch_far;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;

@@ -298,19 +298,26 @@ int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile)
   return index;
 }
 
-/// Measured with one token and weights from memory, share of a plain read (docs/kernels.md). Cores of AMD
-/// take everything into L1: 4-bit formats reached 89 to 97 % at 9 KB (75 to 90 % with other distances or a
-/// second prefetch), fp8 95 %, int8 and 16 bits (95 % at 5 KB) do with less. Cores of Intel have few buffers
-/// at L1: one prefetch to L2 far ahead and one from there (Emerald Rapids: 15.0 of 17.3 GB/s, 14.5 at most
-/// with one).
+/// Measured with weights from memory, share of a plain read (docs/kernels.md). Cores of AMD take everything
+/// into L1; the longer a kernel computes on a block, the earlier it has to ask, which counts for 4 bits: int8
+/// and 16 bits (95 % at 5 KB) do with less. Cores of Intel have few buffers at L1: one prefetch to L2 far
+/// ahead and one from there (Emerald Rapids: 15.0 of 17.3 GB/s, 14.5 at most with one).
 void SetPrefetch(const Machine& machine, CpuPlan& plan) {
   if (machine.cpu_name.find("AMD") == std::string::npos) {
-    plan.prefetch_near = 2304;
+    plan.prefetch_near[0] = plan.prefetch_near[1] = 2304;
     plan.prefetch_far = 9216;
     return;
   }
   const int bits = DTypeBits(plan.panel.code);
-  plan.prefetch_near = bits == 4 ? 9216 : bits > 8 ? 5120 : plan.panel.code == DType::kU8 ? 7680 : 10752;
+  for (const int tokens : {1, 2}) {
+    const int products = tokens * Planes(plan.gate_up.tile);  // of a weight
+    plan.prefetch_near[tokens - 1] = bits == 4                       ? (products == 1   ? 7680
+                                                                        : products == 2 ? 9216
+                                                                                        : 12288)
+                                     : bits > 8                      ? 5120
+                                     : plan.panel.code == DType::kU8 ? 7680
+                                                                     : 10752;
+  }
 }
 
 /// Whether weights are decoded into L1 for many tall tiles, or for each in registers. Cores of Intel decode

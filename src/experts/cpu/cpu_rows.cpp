@@ -11,8 +11,9 @@
 namespace fusedmoe::cpu {
 namespace {
 
-/// Work below this many values is not worth waking threads for: a row of 64 K values takes some 10 us.
-constexpr int64_t kSerialValues = 64 << 10;
+/// Work below this many values is not worth waking threads for: 4 K values take some 2 us, and what one
+/// thread packs of rows that others computed waits for their caches.
+constexpr int64_t kSerialValues = 4 << 10;
 
 }  // namespace
 
@@ -28,9 +29,16 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
   if (shared) {
     PackTokens(run, shape, part);
   }
+  int64_t rows = run.num_slots;
+  if (shared) {  // what is left is to put tokens side by side
+    rows = 0;
+    for (const Tile* tile = run.tiles; tile != run.tiles + run.num_tiles; ++tile) {
+      rows += ReadsTokensApart(plan_, *tile) ? 0 : tile->count;
+    }
+  }
   const int64_t tasks = std::min(kPackTasks, run.num_tiles);
   const Executor serial;
-  const bool small = run.num_slots * shape.padded_cols <= kSerialValues;
+  const bool small = rows * shape.padded_cols <= kSerialValues;
   ParallelFor(small ? serial : *run.executor, tasks, [&](int64_t task) {
     for (int64_t tile = run.num_tiles * task / tasks; tile < run.num_tiles * (task + 1) / tasks; ++tile) {
       PackTile(run, shape, part, shared, run.tiles[tile], task);

@@ -266,7 +266,8 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
       const int32_t* words = (const int32_t*)tiles[tile].codes + block * kBlockWords;
       const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : block * kMaxHeight);
       NextLines next = {tiles[tile].next + block * lines_at_once * 64,
-                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once};
+                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once,
+                        tiles[tile].prefetch_far != 0};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
         TallBlock<kWeight, kKind, kStripes, kDecoded>(from, at, words + first, scales + first,

@@ -29,11 +29,16 @@ constexpr bool kHasTall = kHasByteDot && kHalves == 1;
 template <TileKind kKind>
 constexpr int kTallTokens = 4 / Planes(kKind);
 
-/// How many of the `left` last tokens of a tile meet the weights next. 4 and 3 add up to every number from 6
-/// on, so that no token is computed that does not exist.
+/// Or one less, so that no token is computed that does not exist: 4 and 3 add up to every number from 6 on, 2
+/// and 1 to all of them.
+template <TileKind kKind>
+constexpr int kFewerTokens = kTallTokens<kKind> - 1;
+
+/// How many of the `left` last tokens of a tile meet the weights next.
 template <TileKind kKind>
 constexpr int NextTokens(int left) {
-  return Planes(kKind) == 1 && (left <= 3 || left == 5 || left == 6) ? 3 : kTallTokens<kKind>;
+  const bool fewer = Planes(kKind) == 1 ? left <= 3 || left == 5 || left == 6 : left == 1;
+  return fewer ? kFewerTokens<kKind> : kTallTokens<kKind>;
 }
 
 template <TileKind kKind>
@@ -278,11 +283,10 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
 /// pass(first token, Index<tokens>) for the tokens of a tile, as many at a time as meet the weights together.
 template <TileKind kKind, typename Pass>
 FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
-  constexpr int kFewer = Planes(kKind) == 1 ? 3 : kTallTokens<kKind>;
   for (int first = 0, count = 0; first < tile.tokens; first += count) {
     count = NextTokens<kKind>(tile.tokens - first);
-    if (Planes(kKind) == 1 && count == 3) {
-      pass(first, Index<kFewer>());
+    if (count == kFewerTokens<kKind>) {
+      pass(first, Index<kFewerTokens<kKind>>());
     } else {
       pass(first, Index<kTallTokens<kKind>>());
     }
