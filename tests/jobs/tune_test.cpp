@@ -145,6 +145,7 @@ TEST(Tune_OneScheme, MeasuresWhatTheMachineHas) {
   options.schemes = {"nvfp4_w4a16"};
   options.isas = {"avx2"};
   options.seconds_per_point = 0;
+  options.experts_per_call = 8;
   options.max_bytes = 1 << 20;
   const Result<CpuCosts> costs = RunTune(options);
   ASSERT_TRUE(costs.ok()) << costs.status().ToString();

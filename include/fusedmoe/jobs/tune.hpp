@@ -18,8 +18,12 @@ struct TuneOptions {
   std::vector<std::string>
       schemes;                    ///< empty: one of each kernel; ":a8" behind a name measures --activation a8
   std::vector<std::string> isas;  ///< empty: all that this machine has and this build has kernels for
-  double seconds_per_point = 0.02;         ///< of timed calls, at least three of them
-  int64_t max_bytes = int64_t{512} << 20;  ///< of weights of a scheme at a time
+  double seconds_per_point = 0.02;  ///< of timed calls, at least three of them
+  /// That a call visits, each token eight of them; a multiple of eight. With four, the vectors were a third
+  /// faster than in layers.
+  int64_t experts_per_call = 32;
+  /// Of weights of a scheme at a time; more where two calls need more.
+  int64_t max_bytes = int64_t{1} << 30;
   Executor executor;
   /// Called with a line on what is being done; may be empty.
   std::function<void(std::string_view line)> progress;
@@ -32,9 +36,9 @@ struct CpuCrossover {
 };
 CpuCrossover CrossoverOf(const CpuCostRow& row);
 
-/// Times small layers with forced paths on weights that no cache holds, over token counts and two sizes of
-/// experts, and fits the constants of each path: figures of kernels, packing and all. Some 2 s a scheme and
-/// instruction set. Errors: kUsage for unknown names, kSystem when memory runs out.
+/// Times calls like those of a layer with forced paths on weights that no cache holds, over token counts and
+/// two sizes of experts, and fits the constants of each path: figures of kernels, packing and all. Some 5 s a
+/// scheme and instruction set. Errors: kUsage for unknown names, kSystem when memory runs out.
 Result<CpuCosts> RunTune(const TuneOptions& options);
 
 /// The file of `fusedmoe tune --out`: JSON, one object (docs/cli.md).

@@ -121,10 +121,7 @@ class CpuExperts final : public Experts {
   void RunGroupsApart(Run& run, JobGroup* groups, int64_t count) const;
   void RunGroup(Run& run, const Crew& crew, const JobGroup& group, int64_t row) const;
   void BeginOutputs(Run& run) const;
-  void StartOutputsOf(Run& run, const JobGroup& group) const;
   void StoreOutputsOf(Run& run, const JobGroup& group) const;
-  template <typename Visit>
-  void ForEndsOf(const Run& run, const JobGroup& group, const Visit& visit) const;
   bool SlotsWait(const Run& run) const;
   void AddSlotSums(Run& run, const JobGroup& jobs, bool first, bool last) const;
   const float* TileScales(int64_t expert, int gemm) const;

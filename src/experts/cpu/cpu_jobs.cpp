@@ -22,6 +22,10 @@ namespace {
 /// Tasks for each thread: enough to level out, few enough that each has several steps to overlap.
 constexpr int64_t kTasksPerThread = 4;
 
+TileSides SidesOf(const TileJob& job) {
+  return {job.scale, reinterpret_cast<const int32_t*>(job.sum)};
+}
+
 }  // namespace
 
 CpuExperts::TaskScratch::TaskScratch(Run& run, const CpuPlan& plan) {
@@ -178,6 +182,7 @@ void CpuExperts::RunGroup(Run& run, const Crew& crew, const JobGroup& group, int
   PlaceJobs(run, group, row);
   PackJobs(run, crew, group, 0);
   GateUpJobs(run, crew, group);
+
   if (NeedsDynamicTensorScale(activation_)) {
     PackTiles(run, plan_.down, 2);
   }
@@ -186,11 +191,12 @@ void CpuExperts::RunGroup(Run& run, const Crew& crew, const JobGroup& group, int
 }
 
 /// Sums of outputs from zero to the caller's dtype, one thread. Where vectors add nothing, a row begins with
-/// the group of its first slot and is stored behind that of its last one, while it is in L2.
+/// its first slot and is stored behind the group of its last one, while it is in L2.
 void CpuExperts::BeginOutputs(Run& run) const {
   const int64_t stride = plan_.down.row_stride();
   if (run.num_tiles > 0) {
     std::fill_n(run.sums, run.num_outputs * stride, 0.0F);
+    std::fill_n(run.slot_ends, run.num_slots, SlotEnds{});
     return;
   }
   constexpr int32_t kNone = -1;
@@ -211,32 +217,16 @@ void CpuExperts::BeginOutputs(Run& run) const {
   }
 }
 
-void CpuExperts::StartOutputsOf(Run& run, const JobGroup& group) const {
-  const int64_t stride = plan_.down.row_stride();
-  ForEndsOf(run, group, [&](SlotEnds ends, int64_t row) {
-    if (ends.first) {
-      std::fill_n(run.sums + row * stride, stride, 0.0F);
-    }
-  });
-}
-
+/// Rows whose last slot is in a group that one thread adds up alone, to the caller's dtype.
 void CpuExperts::StoreOutputsOf(Run& run, const JobGroup& group) const {
-  ForEndsOf(run, group, [&](SlotEnds ends, int64_t row) {
-    if (ends.last) {
-      StoreOutput(run, row, 0, plan_.down.rows);
-    }
-  });
-}
-
-/// visit(ends, output) for the slots of a group that one thread adds up alone.
-template <typename Visit>
-void CpuExperts::ForEndsOf(const Run& run, const JobGroup& group, const Visit& visit) const {
   if (run.num_tiles > 0 || SlotsWait(run)) {
     return;
   }
   for (const TileJob* job = run.jobs + group.begin; job != run.jobs + group.end; ++job) {
     for (int64_t slot = job->first_slot; slot < job->first_slot + job->num_tokens; ++slot) {
-      visit(run.slot_ends[slot], run.slot_outputs[slot]);
+      if (run.slot_ends[slot].last) {
+        StoreOutput(run, run.slot_outputs[slot], 0, plan_.down.rows);
+      }
     }
   }
 }
@@ -354,7 +344,7 @@ struct CpuExperts::GateUpFinish {
     const bool gated = shape.parts == 2;
     to.job = *job;
     to.down = to.run.jobs[experts.plan_.tiles.max_jobs + job->index];
-    to.sides = {job->scale, job->sum};
+    to.sides = SidesOf(*job);
     to.stripe = first_stripe / shape.parts;
     to.count = gated ? 1 : std::min<int64_t>(2, shape.stripes - first_stripe);
     if (experts.direct_mid_ && experts.plan_.tiles.codes && to.stripe == 0) {
@@ -496,21 +486,21 @@ struct CpuExperts::DownFinish {
     float* rows = to.experts.SlotsWait(run)
                       ? run.slot_sums + (job->first_slot - run.first_slot) * shape.row_stride()
                       : run.sums;
-    to.add = {{job->scale, job->sum},
+    to.add = {SidesOf(*job),
               to.experts.TileScales(job->expert, 1) + col,
               expert.down_bias == nullptr ? nullptr : expert.down_bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
               rows + col,
               shape.row_stride(),
               run.slot_outputs + job->first_slot,
-              run.slot_weights + job->first_slot};
+              run.slot_weights + job->first_slot,
+              run.slot_ends + job->first_slot};
   }
 };
 
 void CpuExperts::DownJobs(Run& run, const Crew& crew, const JobGroup& group) const {
   const GemmShape& shape = plan_.down;
   const bool wait = SlotsWait(run);
-  StartOutputsOf(run, group);
   ForStripes(
       run, crew, group, run.jobs + plan_.tiles.max_jobs, shape.stripes,
       [&](const TileJob* jobs, int64_t num_jobs, int64_t first, int64_t end, const TaskScratch& scratch) {

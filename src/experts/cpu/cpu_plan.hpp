@@ -167,11 +167,6 @@ inline int64_t TileRows(const CpuPlan& plan, const Tile& tile) {
   return ReadsTokensApart(plan, tile) ? tile.count : kHeights[tile.height_index];
 }
 
-/// Whether a slot is the first or the last of its output, in the order in which they are added.
-struct SlotEnds {
-  bool first = false, last = false;
-};
-
 /// Jobs of the matrix unit that one thread takes from hidden states to results, or that all threads share.
 struct JobGroup {
   int64_t begin = 0, end = 0;  ///< jobs

@@ -211,7 +211,8 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
       auto* codes = reinterpret_cast<int8_t*>(quantized);
       QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, scales);
       std::fill(codes + shape.cols, codes + width, int8_t{0});
-      tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes, target.sums);
+      tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes,
+                         reinterpret_cast<int32_t*>(target.sums));
       return;
     }
     if (target.codes == nullptr && CanRoundRows(activation_)) {
@@ -246,7 +247,8 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     for (int64_t k = 0; k < width; ++k) {
       codes[k] = static_cast<int8_t>(values[k]);
     }
-    tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes, target.sums);
+    tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes,
+                       reinterpret_cast<int32_t*>(target.sums));
     return;
   }
   TilePack pack{};

@@ -162,9 +162,6 @@ FMOE_INLINE Reals MinReals(Reals a, Reals b) {
 FMOE_INLINE Reals MaxReals(Reals a, Reals b) {
   return _mm512_max_ps(a, b);
 }
-FMOE_INLINE Reals RoundReals(Reals x) {
-  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
 /// a 2^b, of an integer b.
 FMOE_INLINE Reals ScaleReals(Reals a, Reals b) {
   return _mm512_scalef_ps(a, b);
@@ -177,6 +174,16 @@ FMOE_INLINE Reals MultiplyAddReals(Reals a, Reals b, Reals c) {
 }
 FMOE_INLINE Reals NegativeMultiplyAddReals(Reals a, Reals b, Reals c) {
   return _mm512_fnmadd_ps(a, b, c);
+}
+FMOE_INLINE Reals SubtractReals(Reals a, Reals b) {
+  return _mm512_sub_ps(a, b);
+}
+FMOE_INLINE Reals MultiplySubtractReals(Reals a, Reals b, Reals c) {
+  return _mm512_fmsub_ps(a, b, c);
+}
+/// Zeros where they are not wanted, without a branch.
+FMOE_INLINE Reals LoadRealsUnless(bool zero, const float* p) {
+  return _mm512_maskz_loadu_ps((__mmask16)((int)zero - 1), p);
 }
 FMOE_INLINE Reals LoadBf16Reals(const uint8_t* p) {
   return _mm512_castsi512_ps(
@@ -206,9 +213,12 @@ FMOE_INLINE void SplitScale(Reals scale, Reals zero, Words* mantissa, Words* off
   e = _mm512_slli_epi32(_mm512_min_epi32(e, _mm512_set1_epi32(219)), 7);
   *exponent = _mm512_or_si512(e, _mm512_slli_epi32(e, 16));
 }
+FMOE_INLINE Words SpreadInteger(const int32_t* p) {
+  return _mm512_set1_epi32(*p);
+}
 /// (integers + add) as fp32
-FMOE_INLINE Reals IntegersToReals(const void* p, int32_t add) {
-  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(p), _mm512_set1_epi32(add)));
+FMOE_INLINE Reals IntegersToReals(const void* p, Words add) {
+  return _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_loadu_si512(p), add));
 }
 /// Sums of four codes of int8 each, on sixteen integers; and the sum of these.
 FMOE_INLINE Words AddCodes(Words integers, Words codes) {

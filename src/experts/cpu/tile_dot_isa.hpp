@@ -4,20 +4,27 @@
 #include <string.h>
 
 #include "experts/cpu/tile_decode_isa.hpp"
-#include "experts/cpu/tile_finish_isa.hpp"
-#include "experts/cpu/tile_pack_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
 ///
 ///            32 weight rows (a pair of stripes)
-///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a buffer of 16 KiB
+///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a ring of 32 KiB
 ///   [tile 4] [ sum 0 ][ sum 1 ]
 ///   [tile 5] [ sum 2 ][ sum 3 ]   32 tokens, streamed from L2
 ///
-/// A step is (pair, K block). While a step is multiplied with all its tokens, the next one is decoded into
-/// the other buffer between the tile instructions: the matrix unit and the vector ports work at the same
-/// time; the one after is fetched into L2. Decoded rows are stored in the order in which tiles will be read,
-/// since loads that agree with a recent store in their low 12 bits wait for it.
+/// A step is (pair, K block), up to six units of 64 k. While it is multiplied with all its tokens, a block of
+/// them in each pass, the next one is decoded between the tile instructions: the matrix unit and the vector
+/// ports work at the same time; the one after is fetched into L2. Decoded rows are stored in the order in
+/// which tiles will be read, since loads that agree with a recent store in their low 12 bits wait for it.
+///
+/// Decoded units stand in a ring of eight. Two steps of six would need twelve, more than L1 has to give; but
+/// the last pass of a step leaves a free unit behind each that it has multiplied, and the first pass needs
+/// the last units of its step only at its end:
+///
+///   pass    | first            | ...  | last             | first            |
+///   reads   | 0  1  2  3  4  5 | 0-5  | 0  1  2  3  4  5 | 0' 1' 2' 3' 4' 5'|
+///   decodes | 4     5          | 0'   |    1'    2'   3' | 4'    5'         |
+///                                          '----> into the places of 0, 1
 ///
 /// BF16 panels and int8 panels are tiles as they stand: nothing is decoded, and a step only asks for the
 /// weights of the next one.
@@ -57,23 +64,39 @@ struct TileEngine {
   static constexpr bool kDirect = Panel::kBf16 || kBytes;
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   static constexpr bool kSums = Panel::kGrouped && !kRounded;
+  /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
+  /// once. Sums that are scaled pass through memory as often whatever the K block: the smaller, the more of
+  /// L1 is theirs.
+  static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
+                                         : kFlush ? 2
+                                                  : kTileRingBytes / kUnitTileBytes - 2;
+  static constexpr int64_t kRingUnits = kBlockUnits + 2;
+  /// Of units that belong together: blocks of panels and groups of scales have up to 128 k.
+  static constexpr int64_t kGranule = Panel::kUnits == 2 || kFlush ? 2 : 1;
   /// The operands of a step are loaded behind the products of the step before, ahead of the work beside it:
   /// 2 points where sums are scaled, 1 to 2 where nothing is decoded, nothing elsewhere.
   static constexpr bool kAhead = kFlush || kDirect;
 
   /// Where a job stands: chunk of pairs, K block, pair.
   struct Cursor {
-    int64_t job, chunk, unit, pair;
+    int64_t job, chunk, k_block, pair;
+    int64_t unit, count;  // of the K block
     // of the job
-    int64_t blocks, chunk_pairs, k_units;
+    int64_t blocks, chunk_pairs, k_blocks;
     bool valid;
   };
 
-  /// Decodes the units of a step, and fetches those of the step after.
+  /// Units of a step that are to be decoded, and what is fetched beside: those of the step after.
+  struct Source {
+    const uint8_t *codes[2], *ahead[2];
+    int64_t left = 0;
+  };
+  /// Decodes units into the ring.
   struct Feed {
     const uint8_t *codes[2], *ahead[2];
     uint8_t* out;
-    int64_t left = 0;  // units
+    int64_t left = 0;  // units of the step
+    int64_t due = 0;   // of them and the next step's, in this pass
     int second;        // of the two units of a block
     int64_t block_bytes;
   };
@@ -108,25 +131,26 @@ struct TileEngine {
   Tiles tiles;
   Decoder decoder;
   Feed feed;
+  Source following;    // of the feed, behind the step that it decodes
   Pending pending[2];  // of the latest group and of the one before
   Finish finish;
   /// Where the sums that stand in the tiles belong; null: nowhere.
   float* held = nullptr;
   int held_tiles = 0;
-  int64_t tile_tokens = 0;  // for which the tiles are configured
-  uint8_t* buffers[2];
+  int64_t tile_tokens = 0;             // for which the tiles are configured
+  uint8_t *ring, *ring_end, *decoded;  // decoded: of the present step
   float* group_sums[2];
   float* results;
-  int current = 0, latest = 0, current_results = 0;
+  int latest = 0, current_results = 0;
   bool results_in_chunks = false;
   int64_t units, block_bytes;
 
   explicit TileEngine(const TileGemm& gemm) : g(gemm) {
-    buffers[0] = gemm.scratch;
-    buffers[1] = gemm.scratch + kTileWeightBytes;
-    group_sums[0] = (float*)(gemm.scratch + 2 * kTileWeightBytes);
+    ring = decoded = feed.out = gemm.scratch;
+    ring_end = ring + kRingUnits * kUnitTileBytes;
+    group_sums[0] = (float*)(gemm.scratch + kTileRingBytes);
     group_sums[1] = group_sums[0] + kTileSumBytes / 4;
-    results = (float*)(gemm.scratch + 2 * kTileWeightBytes + 2 * kTileSumBytes);
+    results = (float*)(gemm.scratch + kTileRingBytes + 2 * kTileSumBytes);
     units = gemm.blocks * Panel::kUnits;
     block_bytes = feed.block_bytes = Panel::BlockBytes(gemm.group_scales);
     for (Pending& p : pending) {
@@ -149,17 +173,20 @@ struct TileEngine {
     c.job = job;
     c.blocks = TileBlocks(g.jobs[job].num_tokens);
     const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
-    c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max1(kTileResultBytes / (c.blocks * 4096));
-    // Decoded weights, twice, stay in L1 beside the sums: K blocks of 512 took 1.2 times the time of 256.
-    // Panels that are read as tiles are in L1 once.
-    const int64_t most = (kDirect ? 2 : 1) * kTileWeightBytes / kUnitTileBytes;
-    const int64_t k_blocks = (units + most - 1) / most;
-    c.k_units = (units + k_blocks - 1) / k_blocks;
-    c.k_units += c.k_units % 2;  // blocks and groups of scales have up to 128 k
+    c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max(kTileResultBytes / (c.blocks * 4096), 1);
+    const int64_t most = kBlockUnits / kGranule, granules = (units + kGranule - 1) / kGranule;
+    c.k_blocks = (granules + most - 1) / most;
     c.chunk = c.pair = g.first_pair;
-    c.unit = 0;
+    SetBlock(c, 0);
   }
-  FMOE_INLINE int64_t Max1(int64_t a) { return a > 1 ? a : 1; }
+  /// K blocks of nearly the same size.
+  void SetBlock(Cursor& c, int64_t k_block) const {
+    const int64_t granules = (units + kGranule - 1) / kGranule;
+    c.k_block = k_block;
+    c.unit = granules * k_block / c.k_blocks * kGranule;
+    c.count = Min(granules * (k_block + 1) / c.k_blocks * kGranule, units) - c.unit;
+  }
+  FMOE_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
 
   void Advance(Cursor& c) const {
     if (!c.valid) {
@@ -169,20 +196,16 @@ struct TileEngine {
     if (++c.pair < end) {
       return;
     }
-    c.unit += c.k_units;
-    if (c.unit < units) {
+    if (c.k_block + 1 < c.k_blocks) {
       c.pair = c.chunk;
-      return;
-    }
-    if (end < g.end_pair) {
+      SetBlock(c, c.k_block + 1);
+    } else if (end < g.end_pair) {
       c.chunk = c.pair = end;
-      c.unit = 0;
-      return;
+      SetBlock(c, 0);
+    } else {
+      Enter(c, c.job + 1);
     }
-    Enter(c, c.job + 1);
   }
-
-  int64_t UnitsOf(const Cursor& c) const { return Min(c.k_units, units - c.unit); }
 
   const uint8_t* Codes(const Cursor& c, int half) const {
     const int64_t stripe = Min(2 * c.pair + half, g.num_stripes - 1);
@@ -191,17 +214,41 @@ struct TileEngine {
 
   // --------------------------------------------------------------------------------- beside the tiles
 
-  void StartFeed(const Cursor& next, const Cursor& after) {
-    feed.left = next.valid ? UnitsOf(next) : 0;
+  /// Units of a step that are decoded beside its own first pass: each is there a unit before its product,
+  /// where decoding takes twice as long as multiplying.
+  int64_t OwnUnits(const Cursor& c) const {
+    return kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
+  }
+
+  /// Units that the first of `passes` passes decodes, of those that all of them have to: an even share, but
+  /// its own at least, and before the last pass, which frees places, no more than the ring has room for. One
+  /// place stays free, so that the last pass can begin.
+  int64_t UnitsDue(int64_t units_left, int64_t passes, int64_t own, int64_t in_ring) const {
+    const int64_t share = (units_left + passes - 1) / passes;
+    return kDirect || passes == 1 ? share : Max(own, Min(share, kRingUnits - 1 - in_ring));
+  }
+
+  /// Behind the step that is decoded, `next` will be.
+  void FollowWith(const Cursor& next, const Cursor& after) {
+    following.left = next.valid ? next.count : 0;
+    for (int half = 0; half < 2 && next.valid; ++half) {
+      following.codes[half] = Codes(next, half);
+      following.ahead[half] = kDirect || !after.valid ? following.codes[half] : Codes(after, half);
+    }
     if (feed.left == 0) {
-      return;
+      TakeSource(*this, feed);
     }
-    for (int half = 0; half < 2; ++half) {
-      feed.codes[half] = Codes(next, half);
-      feed.ahead[half] = kDirect || !after.valid ? feed.codes[half] : Codes(after, half);
-    }
-    feed.out = buffers[current ^ 1];
-    feed.second = 0;
+  }
+  /// Inlined: the address of a copy of the feed that went to a function would put all of it into memory,
+  /// where every tile instruction lets it be loaded again (a tenth of the time).
+  FMOE_INLINE void TakeSource(TileEngine& e, Feed& f) {
+    f.codes[0] = e.following.codes[0];
+    f.codes[1] = e.following.codes[1];
+    f.ahead[0] = e.following.ahead[0];
+    f.ahead[1] = e.following.ahead[1];
+    f.left = e.following.left;
+    f.second = 0;
+    e.following.left = 0;
   }
 
   /// One sixteenth of the work on a unit: 8 k of one stripe, in the order of the tiles.
@@ -227,7 +274,7 @@ struct TileEngine {
     }
   }
 
-  FMOE_INLINE void EndFeedUnit(Feed& f) {
+  FMOE_INLINE void EndFeedUnit(TileEngine& e, Feed& f) {
     int64_t step = f.block_bytes;
     if constexpr (Panel::kUnits == 2) {
       step = f.second ? f.block_bytes - Panel::kUnitBytes : Panel::kUnitBytes;
@@ -237,8 +284,14 @@ struct TileEngine {
       f.codes[half] += step;
       f.ahead[half] += f.block_bytes / Panel::kUnits;
     }
-    f.out += kUnitTileBytes;
-    --f.left;
+    if constexpr (!kDirect) {
+      f.out += kUnitTileBytes;
+      f.out = f.out == e.ring_end ? e.ring : f.out;
+    }
+    --f.due;
+    if (--f.left == 0) {
+      TakeSource(e, f);
+    }
   }
 
   /// Field by field: a copy in one piece reads with one load what several stores wrote, and such a load waits
@@ -250,6 +303,7 @@ struct TileEngine {
     to.ahead[1] = from.ahead[1];
     to.out = from.out;
     to.left = from.left;
+    to.due = from.due;
     to.second = from.second;
     to.block_bytes = from.block_bytes;
   }
@@ -258,11 +312,11 @@ struct TileEngine {
     Feed f;
     CopyFeed(feed, f);
     Decoder d = decoder;
-    while (f.left > 0) {
+    while (f.due > 0) {
       Unroll<16>([&](auto part) FMOE_FLAT { FeedPart<decltype(part){}>(f, d); });
-      EndFeedUnit(f);
+      EndFeedUnit(*this, f);
     }
-    feed.left = 0;
+    CopyFeed(f, feed);
   }
 
   /// Scales the sums of 16 tokens with one stripe and adds them to the results.
@@ -512,6 +566,7 @@ struct TileEngine {
     const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
+    [[maybe_unused]] const uint8_t *const begin = ring, *const end = ring_end;
     if constexpr (kFlush) {
       ZeroSums<kTokenTiles>(tiles);
     }
@@ -522,6 +577,9 @@ struct TileEngine {
     const auto to_next = [&](int64_t of) FMOE_FLAT {
       a += token_step;
       b += kWeightStep;
+      if constexpr (!kDirect) {
+        b = b == end ? begin : b;
+      }
       if (kAhead && of + 1 == pass.steps) {
         a = pass.next_tokens;
         b = pass.next_weights;
@@ -532,13 +590,13 @@ struct TileEngine {
     }
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
-      for (; step + kStepsPerFeed <= pass.steps && f.left > 0; step += kStepsPerFeed) {
+      for (; step + kStepsPerFeed <= pass.steps && f.due > 0; step += kStepsPerFeed) {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
           Beside<kTokenTiles, kStepsPerFeed, decltype(i){}>(*this, pass, step + i);
           to_next(step + i + kAhead);
         });
-        EndFeedUnit(f);
+        EndFeedUnit(*this, f);
       }
     }
     for (; step < pass.steps; ++step) {
@@ -550,16 +608,17 @@ struct TileEngine {
   }
 
   template <int kTokenTiles>
-  void RunPassWith(const Pass& pass, int64_t parts) {
+  void RunPassWith(const Pass& pass, int64_t least_parts) {
+    const int64_t parts = Max(feed.due > 0 ? least_parts : 0, (feed.due * 16 + pass.steps - 1) / pass.steps);
     if (parts <= 0) {
       RunPass<kTokenTiles, 0>(pass);
     } else if (parts <= 2) {
       RunPass<kTokenTiles, 2>(pass);
     } else if (parts <= 4) {
       RunPass<kTokenTiles, 4>(pass);
-    } else if (parts <= 8) {
-      RunPass<kTokenTiles, 8>(pass);
-    } else {
+    } else if (parts <= 8 || !kBytes) {
+      RunPass<kTokenTiles, 8>(pass);  // the ring frees a unit every two steps
+    } else if constexpr (kBytes) {
       RunPass<kTokenTiles, 16>(pass);
     }
   }
@@ -570,7 +629,7 @@ struct TileEngine {
   /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
   float* ResultsOf(const Cursor& c) {
     const bool in_chunks = c.chunk_pairs > 1;
-    if (c.unit == 0 && c.pair == c.chunk) {
+    if (c.k_block == 0 && c.pair == c.chunk) {
       if (in_chunks || results_in_chunks) {
         DrainFinish();
         StoreHeld();
@@ -583,8 +642,9 @@ struct TileEngine {
 
   /// Over the steps of the next pair, which finds its own sums complete at the end.
   void StartFinish(const Cursor& c, int64_t tokens, float* sums) {
-    const int64_t passes = c.chunk_pairs == 1 ? (units + c.k_units - 1) / c.k_units : 1;
-    const int64_t places = passes * (c.k_units * kStepsPerUnit / kFinishSteps);  // for each block of tokens
+    const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
+    const int64_t places =
+        passes * (units / c.k_blocks * kStepsPerUnit / kFinishSteps);  // for each block of tokens
     int64_t piece = g.finish_tokens;
     while (piece < 16 && piece * places < kTileTokens) {
       piece *= 2;
@@ -592,15 +652,17 @@ struct TileEngine {
     finish = {0, tokens, piece, piece * places < kTileTokens, sums, 0, tile_tokens};
   }
 
-  void RunStep(const Cursor& c) {
+  void RunStep(const Cursor& c, const Cursor& next, const Cursor& after) {
     const TileJob& job = g.jobs[c.job];
-    const int64_t steps = UnitsOf(c) * kStepsPerUnit;
-    const bool last = c.unit + c.k_units >= units;
-    const int64_t slots = steps * c.blocks;
-    const int64_t parts = (feed.left * 16 + slots - 1) / slots;
+    const int64_t steps = c.count * kStepsPerUnit;
+    const bool last = c.k_block + 1 == c.k_blocks;
+    const int64_t own = feed.left;
+    int64_t in_ring = c.count - own;  // without what the last pass frees
+    int64_t to_decode = own + (next.valid ? next.count - OwnUnits(next) : 0);
+    FollowWith(next, after);
     Pass pass = {};
     for (int half = 0; half < 2; ++half) {
-      pass.weights[half] = kDirect ? Codes(c, half) : buffers[current] + half * 1024;
+      pass.weights[half] = kDirect ? Codes(c, half) : decoded + half * 1024;
     }
     pass.steps = steps;
     pass.token_step = TileStepBytes(job.num_tokens);
@@ -622,7 +684,7 @@ struct TileEngine {
     }
     const int64_t first_step = c.unit * kStepsPerUnit;
     float* sums = ResultsOf(c);
-    const bool backwards = c.unit / c.k_units % 2 != 0;
+    const bool backwards = c.k_block % 2 != 0;
     [[maybe_unused]] bool alone = false;  // kAhead: the block before had one tile of tokens
     for (int64_t i = 0; i < c.blocks; ++i) {
       const int64_t block = backwards ? c.blocks - 1 - i : i;
@@ -648,20 +710,24 @@ struct TileEngine {
       }
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
-        pass.first = c.unit == 0;
+        pass.first = c.k_block == 0;
         pass.token_scale = g.scale_group == 0 || job.scale == nullptr
                                ? nullptr
                                : job.scale + first_step / pass.steps_per_scale * job.rows + first_token;
         pass.token_sum =
             kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
       } else if (held != sums + block * kBlockSums) {
-        Exchange(sums + block * kBlockSums, two ? 4 : 2, c.unit == 0);
+        Exchange(sums + block * kBlockSums, two ? 4 : 2, c.k_block == 0);
       }
+      const int64_t due = feed.due = UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
+      const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
       if (two) {
-        RunPassWith<2>(pass, parts);
+        RunPassWith<2>(pass, least_parts);
       } else {
-        RunPassWith<1>(pass, parts);
+        RunPassWith<1>(pass, least_parts);
       }
+      to_decode -= due - feed.due;
+      in_ring += due - feed.due;
     }
     if (last) {
       if constexpr (kFlush) {
@@ -674,7 +740,10 @@ struct TileEngine {
       current_results ^= 1;
     }
     FinishFeed();
-    current ^= 1;
+    if constexpr (!kDirect) {
+      decoded += c.count * kUnitTileBytes;
+      decoded -= decoded >= ring_end ? ring_end - ring : 0;
+    }
   }
 
   void Run() {
@@ -687,13 +756,11 @@ struct TileEngine {
     Advance(next);
     after = next;
     Advance(after);
-    current = 1;
-    StartFeed(now, next);
+    FollowWith(now, next);
+    feed.due = now.count - OwnUnits(now);
     FinishFeed();
-    current = 0;
     while (now.valid) {
-      StartFeed(next, after);
-      RunStep(now);
+      RunStep(now, next, after);
       now = next;
       next = after;
       Advance(after);
@@ -702,69 +769,6 @@ struct TileEngine {
     tiles.Release();
   }
 };
-
-template <WeightKernel kWeight, bool kBytes, bool kRounded>
-void RunTileGemm(const TileGemm* gemm) {
-  TileEngine<kWeight, kBytes, kRounded> engine(*gemm);
-  engine.Run();
-}
-
-template <WeightKernel kWeight, bool kBytes, bool kRounded = false>
-constexpr TileFormat MakeTileFormat() {
-  using Engine = TileEngine<kWeight, kBytes, kRounded>;
-  TileFormat format = {};
-  format.gemm = &RunTileGemm<kWeight, kBytes, kRounded>;
-  format.shift = kBytes ? 0 : Engine::Decoder::kShift;
-  format.permuted = Engine::Decoder::kPermuted;
-  format.post = kBytes ? 1.0F : Engine::Decoder::kPost;
-  format.sum_group = Engine::kSums ? Engine::Panel::kFlush : 0;
-  format.scale_group = Engine::Panel::kFlush;
-  return format;
-}
-
-template <TileSums kSums>
-constexpr void SetFinishers(TileKernels& kernels) {
-  kernels.scale[kSums] = &ScaleSums<kSums>;
-  kernels.add[kSums] = &FinishRows<kSums, false>;
-  kernels.put[kSums] = &FinishRows<kSums, true>;
-  kernels.silu_rows[kSums] = &SiluToRows<kSums>;
-}
-
-constexpr TileKernels MakeTileKernels(const char* name) {
-  TileKernels kernels = {};
-  kernels.name = name;
-  kernels.bf16[kWeightBf16] = MakeTileFormat<kWeightBf16, false>();
-  kernels.bf16[kWeightE4m3] = MakeTileFormat<kWeightE4m3, false>();
-  kernels.bf16[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false>();
-  kernels.bf16[kWeightMxfp8] = MakeTileFormat<kWeightMxfp8, false>();
-  kernels.bf16[kWeightNvfp4] = MakeTileFormat<kWeightNvfp4, false>();
-  kernels.bf16[kWeightMxfp4] = MakeTileFormat<kWeightMxfp4, false>();
-  kernels.bf16[kWeightU4] = MakeTileFormat<kWeightU4, false>();
-  kernels.bf16[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false>();
-  kernels.bf16[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false>();
-  kernels.bf16[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false>();
-  kernels.bf16[kWeightU8] = MakeTileFormat<kWeightU8, false>();
-  kernels.bf16[kWeightU8Group32] = MakeTileFormat<kWeightU8Group32, false>();
-  kernels.bf16[kWeightU8Group64] = MakeTileFormat<kWeightU8Group64, false>();
-  kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
-  kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
-  kernels.rounded[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false, true>();
-  kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
-  kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
-  kernels.rounded[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false, true>();
-  kernels.pack = &PackTile;
-  kernels.pack_nvfp4 = &PackTileNvfp4;
-  kernels.pack_codes = &PackTileCodes;
-  kernels.gather = &GatherTile;
-  SetFinishers<kPlainSums>(kernels);
-  SetFinishers<kScaledSums>(kernels);
-  SetFinishers<kIntegerSums>(kernels);
-  kernels.add_slots = &AddSlots;
-  kernels.silu = &SiluToTiles;
-  kernels.silu_nvfp4 = &SiluToNvfp4;
-  kernels.pack_block = &PackTileBlock;
-  return kernels;
-}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -225,9 +225,6 @@ FMOE_EMULATED Reals MinReals(const Reals& a, const Reals& b) {
 FMOE_EMULATED Reals MaxReals(const Reals& a, const Reals& b) {
   return EachReal([&](int i) { return a.at[i] > b.at[i] ? a.at[i] : b.at[i]; });
 }
-FMOE_EMULATED Reals RoundReals(const Reals& x) {
-  return EachReal([&](int i) { return nearbyintf(x.at[i]); });
-}
 FMOE_EMULATED Reals ScaleReals(const Reals& a, const Reals& b) {
   return EachReal([&](int i) { return isnan(b.at[i]) ? b.at[i] : ldexpf(a.at[i], (int)b.at[i]); });
 }
@@ -239,6 +236,15 @@ FMOE_EMULATED Reals MultiplyAddReals(const Reals& a, const Reals& b, const Reals
 }
 FMOE_EMULATED Reals NegativeMultiplyAddReals(const Reals& a, const Reals& b, const Reals& c) {
   return EachReal([&](int i) { return fmaf(-a.at[i], b.at[i], c.at[i]); });
+}
+FMOE_EMULATED Reals SubtractReals(const Reals& a, const Reals& b) {
+  return EachReal([&](int i) { return a.at[i] - b.at[i]; });
+}
+FMOE_EMULATED Reals MultiplySubtractReals(const Reals& a, const Reals& b, const Reals& c) {
+  return EachReal([&](int i) { return fmaf(a.at[i], b.at[i], -c.at[i]); });
+}
+FMOE_EMULATED Reals LoadRealsUnless(bool zero, const float* p) {
+  return zero ? SetReals(0.0F) : LoadReals(p);
 }
 FMOE_EMULATED Reals LoadBf16Reals(const uint8_t* p) {
   uint16_t words[16];
@@ -320,10 +326,18 @@ template <int kIndex>
 FMOE_EMULATED Reals Quarter(const Reals& x) {
   return EachReal([&](int i) { return x.at[4 * kIndex + i % 4]; });
 }
-FMOE_EMULATED Reals IntegersToReals(const void* p, int32_t add) {
+FMOE_EMULATED Words SpreadInteger(const int32_t* p) {
   int32_t integers[16];
+  for (int32_t& to : integers) {
+    to = *p;
+  }
+  return LoadWords(integers);
+}
+FMOE_EMULATED Reals IntegersToReals(const void* p, const Words& add) {
+  int32_t integers[16], added[16];
   memcpy(integers, p, 64);
-  return EachReal([&](int i) { return (float)(integers[i] + add); });
+  memcpy(added, add.at, 64);
+  return EachReal([&](int i) { return (float)(integers[i] + added[i]); });
 }
 /// To nearest even; NaN becomes quiet, subnormals zero, as by the instruction.
 FMOE_EMULATED uint16_t RoundToBf16(float value) {

@@ -12,15 +12,33 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
+/// What the sums of a token lack, read once: the compiler cannot tell that storing results leaves it alone.
+template <TileSums kSums>
+struct TokenSide {
+  Reals scale;
+  Words correction;
+
+  FMOE_INLINE TokenSide Of(const TileSides& sides, int64_t token) {
+    TokenSide side;
+    if constexpr (kSums != kPlainSums) {
+      side.scale = SetReals(sides.scale[token]);
+    }
+    if constexpr (kSums == kIntegerSums) {
+      side.correction = SpreadInteger(sides.correction + token);
+    }
+    return side;
+  }
+};
+
 /// The sums of a token with 16 rows, as fp32, with its own scale.
 template <TileSums kSums>
-FMOE_INLINE Reals SumsOf(const TileSides& sides, int64_t token, const float* sums) {
+FMOE_INLINE Reals SumsOf(const TokenSide<kSums>& side, const float* sums) {
   if constexpr (kSums == kPlainSums) {
     return LoadReals(sums);
+  } else if constexpr (kSums == kScaledSums) {
+    return MultiplyReals(LoadReals(sums), side.scale);
   } else {
-    const Reals x =
-        kSums == kIntegerSums ? IntegersToReals(sums, -128 * (int32_t)sides.codes[token]) : LoadReals(sums);
-    return MultiplyReals(x, SetReals(sides.scale[token]));
+    return MultiplyReals(IntegersToReals(sums, side.correction), side.scale);
   }
 }
 
@@ -28,8 +46,9 @@ FMOE_INLINE Reals SumsOf(const TileSides& sides, int64_t token, const float* sum
 template <TileSums kSums>
 void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float* first, float* second) {
   for (int64_t i = 0; kSums != kPlainSums && i < count; ++i) {
-    StoreReals(first + i * 16, SumsOf<kSums>(*sides, first_token + i, first + i * 16));
-    StoreReals(second + i * 16, SumsOf<kSums>(*sides, first_token + i, second + i * 16));
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(*sides, first_token + i);
+    StoreReals(first + i * 16, SumsOf<kSums>(side, first + i * 16));
+    StoreReals(second + i * 16, SumsOf<kSums>(side, second + i * 16));
   }
 }
 
@@ -49,17 +68,20 @@ void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first
   const TileSides sides = a->sides;
   const int32_t* const places = a->places;
   const float* const weights = a->weights;
+  const SlotEnds* const ends = a->ends;
   for (int64_t i = 0; i < tokens; ++i) {
     const int64_t token = first_token + i;
     float* row = rows + (kPut ? token : places[token]) * stride;
     const Reals weight = SetReals(kPut ? 1.0F : weights[token]);
+    const bool fresh = !kPut && ends[token].first;
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(sides, token);
     const auto finish = [&](int half, const float* sums) FMOE_FLAT {
-      const Reals x = MultiplyAddReals(SumsOf<kSums>(sides, token, sums + i * 16), scale[half], bias[half]);
+      const Reals x = MultiplyAddReals(SumsOf<kSums>(side, sums + i * 16), scale[half], bias[half]);
       float* to = row + half * 16;
       if constexpr (kPut) {
         StoreReals(to, x);
       } else {
-        StoreReals(to, MultiplyAddReals(weight, x, LoadReals(to)));
+        StoreReals(to, MultiplyAddReals(weight, x, LoadRealsUnless(fresh, to)));
         // Rows lie pages apart, and no hardware prefetch follows.
         PrefetchToL2((const uint8_t*)(to + 32));
       }
@@ -86,15 +108,16 @@ void AddSlots(const TileSlotSum* sum) {
 
 // ------------------------------------------------------------------------------------------- SwiGLU
 
-/// e^x as in exp_isa.hpp.
-FMOE_INLINE Reals ExpReals(Reals x) {
-  x = MaxReals(SetReals(kExpLowest), MinReals(SetReals(kExpHighest), x));
-  const Reals n = RoundReals(MultiplyReals(x, SetReals(kLog2OfE)));
-  Reals r = NegativeMultiplyAddReals(n, SetReals(kLn2High), x);
-  r = NegativeMultiplyAddReals(n, SetReals(kLn2Low), r);
-  Reals p = SetReals(kExpTaylor[0]);
-  Unroll<kExpDegree>([&](auto i) FMOE_FLAT { p = MultiplyAddReals(p, r, SetReals(kExpTaylor[i + 1])); });
-  return ScaleReals(p, n);
+/// 1 + e^-x, by exp_isa.hpp's powers of two: three instructions and 20 cycles less than e^x by powers of e.
+FMOE_INLINE Reals OnePlusExpOfNegative(Reals x) {
+  x = MaxReals(SetReals(-kExpHighest), MinReals(SetReals(-kExpLowest), x));
+  const Reals factor = SetReals(-kLog2OfE), round = SetReals(kExp2Round);
+  const Reals n = SubtractReals(MultiplyAddReals(x, factor, round), round);
+  Reals f = MultiplySubtractReals(x, factor, n);
+  f = NegativeMultiplyAddReals(x, SetReals(kLog2OfELow), f);
+  Reals p = SetReals(kExp2[0]);
+  Unroll<kExp2Degree>([&](auto i) FMOE_FLAT { p = MultiplyAddReals(p, f, SetReals(kExp2[i + 1])); });
+  return AddReals(ScaleReals(p, n), SetReals(1.0F));
 }
 
 /// silu(gate) * up of 16 columns, the activation of nearly all models without the detour through the vector
@@ -138,13 +161,11 @@ struct Silu {
   FMOE_INLINE void Start(const Silu& s, int64_t token, const float* gates, const float* ups, TileBatch& to) {
     for (int64_t i = 0; i < to.tokens; ++i) {
       const int64_t at = i * 16;
-      const Reals gate =
-          MultiplyAddReals(SumsOf<kSums>(s.sides, token + i, gates + at), s.gate_scale, s.gate_bias);
-      const Reals e = ExpReals(NegativeMultiplyAddReals(gate, SetReals(1.0F), SetReals(0.0F)));
+      const TokenSide<kSums> side = TokenSide<kSums>::Of(s.sides, token + i);
+      const Reals gate = MultiplyAddReals(SumsOf<kSums>(side, gates + at), s.gate_scale, s.gate_bias);
       StoreReals(to.gate + at, gate);
-      StoreReals(to.up + at,
-                 MultiplyAddReals(SumsOf<kSums>(s.sides, token + i, ups + at), s.up_scale, s.up_bias));
-      StoreReals(to.divisor + at, AddReals(SetReals(1.0F), e));
+      StoreReals(to.up + at, MultiplyAddReals(SumsOf<kSums>(side, ups + at), s.up_scale, s.up_bias));
+      StoreReals(to.divisor + at, OnePlusExpOfNegative(gate));
     }
   }
   FMOE_INLINE Reals Value(const TileBatch& batch, int64_t i) {

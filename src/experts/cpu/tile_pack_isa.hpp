@@ -28,14 +28,15 @@ void PackTileRow(const TilePack* p) {
   }
 }
 
-void PackTileCodes(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes, float* sum) {
+void PackTileCodes(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
+                   int32_t* correction) {
   Words total = SetWords(0);
   for (int64_t unit = 0; unit < units; ++unit, codes += 64, token += step_bytes) {
     const Words x = LoadWords(codes);
     total = AddCodes(total, x);
     StoreWords(token, x);
   }
-  *sum = (float)SumIntegers(total);
+  *correction = -128 * SumIntegers(total);
 }
 
 /// Lines of up to 16 tokens side by side: written in the order of memory, which is what takes the time.

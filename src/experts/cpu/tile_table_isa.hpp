@@ -12,10 +12,10 @@ namespace fusedmoe::cpu {
 constexpr int kTileTokens = 32;
 /// Tokens of one job.
 constexpr int64_t kMaxJobTokens = 512;
-/// Memory of one running TileGemm: decoded weights twice, unscaled sums twice, sums. Those of a job with one
-/// pair of stripes take kTileJobSums floats at most.
-constexpr int64_t kTileWeightBytes = 16 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
-constexpr int64_t kTileScratchBytes = 2 * kTileWeightBytes + 2 * kTileSumBytes + kTileResultBytes;
+/// Memory of one running TileGemm: decoded weights, unscaled sums twice, sums. Those of a job with one pair
+/// of stripes take kTileJobSums floats at most.
+constexpr int64_t kTileRingBytes = 32 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
+constexpr int64_t kTileScratchBytes = kTileRingBytes + 2 * kTileSumBytes + kTileResultBytes;
 constexpr int64_t kTileJobSums = kMaxJobTokens * 32;
 
 /// How the tokens of a job stand in tiles ("A"): up to 16 in one tile, more in blocks of two tiles, as few
@@ -59,7 +59,8 @@ struct TileJob {
   const uint8_t* tokens;
   /// [scale group][rows]: factors of each token; null: one.
   const float* scale;
-  /// [weight group][rows]: sums of the activations of the group, where weights have zero points.
+  /// [weight group][rows]: sums of the activations of the group, where weights have zero points; in int8 the
+  /// integers of TileSides::correction.
   const float* sum;
   int64_t num_tokens;
   int64_t rows;  ///< stride of the arrays above
@@ -113,9 +114,9 @@ typedef void (*TilePackKernel)(const TilePack* pack);
 typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift,
                                     int permuted);
 
-/// `units` times 64 codes of a token into int8 tiles, and their sum.
+/// `units` times 64 codes of a token into int8 tiles, and TileSides::correction.
 typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
-                                    float* sum);
+                                    int32_t* correction);
 
 /// The same for formats whose shift is 96, with values rounded to NVFP4 under `tensor_scale`, groups of 16;
 /// the tensor scale is left to the scale of the token. Room for a multiple of four tokens.
@@ -129,12 +130,18 @@ enum TileSums {
   kIntegerSums,  ///< they are integers of codes that are 128 too large, and lack the scale of their token
   kNumTileSums
 };
-/// Of the tokens of a job: their scales, and the sums of their codes.
+/// Of the tokens of a job: their scales, and -128 times the sums of their codes.
 struct TileSides {
-  const float *scale, *codes;
+  const float* scale;
+  const int32_t* correction;
 };
 typedef void (*TileScaleKernel)(const TileSides* sides, int64_t first_token, int64_t count, float* first,
                                 float* second);
+
+/// What a slot is for the row that it is added to, where one thread adds them all.
+struct SlotEnds {
+  bool first = false, last = false;
+};
 
 /// TileFinish of TileKernels::add, the context: sums of 32 columns to where they belong:
 ///
@@ -153,6 +160,7 @@ struct TileAdd {
   int64_t stride;         ///< floats
   const int32_t* places;  ///< of the job's tokens
   const float* weights;
+  const SlotEnds* ends;  ///< of add: rows begin with the first of their slots
 };
 
 /// What `put` left of the slots of an output, in their order, to its sums:
@@ -218,7 +226,7 @@ struct TileFormat {
 struct TileKernels {
   const char* name;
   TileFormat bf16[kNumWeightKernels];
-  TileFormat int8[kNumWeightKernels];  ///< tokens in int8: `sum` holds sums of codes over all of K
+  TileFormat int8[kNumWeightKernels];  ///< tokens in int8
   /// Weights with scales of groups, rounded to bf16: relative 2^-9, and no scaling of sums.
   TileFormat rounded[kNumWeightKernels];
   TilePackKernel pack;

@@ -1,6 +1,6 @@
 #define FMOE_ISA_NS amx_emulated
 
-#include "experts/cpu/tile_dot_isa.hpp"
+#include "experts/cpu/tile_kernels_isa.hpp"
 
 namespace fusedmoe::cpu {
 

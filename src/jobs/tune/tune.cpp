@@ -56,16 +56,24 @@ struct Size {
 constexpr Size kSizes[] = {{2048, 768}, {1024, 256}};
 /// Beside full tiles some that are not, so that passes, rows and tokens can be told apart.
 constexpr int64_t kTokens[] = {1, 2, 4, 8, 12, 20, 32, 52, 128};
-/// Experts of one call: enough that threads share the work of each.
-constexpr int64_t kExpertsPerCall = 4;
+/// Experts of a token, as in a layer.
+constexpr int64_t kExpertsPerToken = 8;
 
-MoeConfig ConfigOf(const Size& size, int64_t experts) {
+/// Experts of one call, and its tokens with so many for each expert.
+int64_t ExpertsPerCall(const TuneOptions& options) {
+  return std::max<int64_t>(options.experts_per_call / kExpertsPerToken, 1) * kExpertsPerToken;
+}
+int64_t TokensOfCall(const TuneOptions& options, int64_t expert_tokens) {
+  return expert_tokens * ExpertsPerCall(options) / kExpertsPerToken;
+}
+
+MoeConfig ConfigOf(const TuneOptions& options, const Size& size, int64_t experts) {
   MoeConfig config;
   config.hidden = size.hidden;
   config.intermediate = size.intermediate;
   config.num_experts = config.num_local_experts = experts;
-  config.routing.top_k = 1;
-  config.max_tokens = kExpertsPerCall * kTokens[std::size(kTokens) - 1];
+  config.routing.top_k = static_cast<int>(kExpertsPerToken);
+  config.max_tokens = TokensOfCall(options, kTokens[std::size(kTokens) - 1]);
   return config;
 }
 
@@ -129,7 +137,9 @@ class SizeRun {
     const int64_t bytes = std::max<int64_t>(PackedBytes(subject.scheme.weight.element, weights), 1);
     const int64_t cache = std::max<int64_t>(HostTopology().l3_total_bytes, int64_t{32} << 20);
     const int64_t wanted = std::min(3 * cache, options.max_bytes);
-    config_ = ConfigOf(size, std::clamp<int64_t>(wanted / bytes, 2 * kExpertsPerCall, 1024));
+    const int64_t fewest = 2 * ExpertsPerCall(options);
+    config_ =
+        ConfigOf(options, size, std::clamp<int64_t>(wanted / bytes, fewest, std::max<int64_t>(fewest, 1024)));
   }
 
   const MoeConfig& config() const { return config_; }
@@ -177,7 +187,7 @@ class SizeRun {
       EncodeRow(config_.dtype, row.data(), config_.hidden,
                 hidden_.mutable_view().data() + token * hidden_.view().row_bytes());
     }
-    weights_.assign(static_cast<size_t>(tokens), 1.0F);
+    weights_.assign(static_cast<size_t>(tokens * kExpertsPerToken), 1.0F / kExpertsPerToken);
     return Status::Ok();
   }
 
@@ -186,15 +196,15 @@ class SizeRun {
   Result<double> TimeExpert(const bench::LayerRotation& rotation, int64_t tokens) {
     using Clock = std::chrono::steady_clock;
     constexpr int kFewestCalls = 4;
-    const int64_t count = tokens * kExpertsPerCall;
-    std::vector<int32_t> ids(static_cast<size_t>(count));
+    const int64_t experts = ExpertsPerCall(options_), count = TokensOfCall(options_, tokens);
+    std::vector<int32_t> ids(static_cast<size_t>(count * kExpertsPerToken));
     double fastest = std::numeric_limits<double>::infinity(), spent = 0;
     for (int call = 0; call < kFewestCalls || spent < options_.seconds_per_point; ++call) {
-      for (int64_t token = 0; token < count; ++token) {
-        ids[static_cast<size_t>(token)] =
-            static_cast<int32_t>((next_expert_ + token % kExpertsPerCall) % config_.num_experts);
+      for (size_t slot = 0; slot < ids.size(); ++slot) {
+        const int64_t expert = next_expert_ + static_cast<int64_t>(slot) % experts;
+        ids[slot] = static_cast<int32_t>(expert % config_.num_experts);
       }
-      next_expert_ = (next_expert_ + kExpertsPerCall) % config_.num_experts;
+      next_expert_ = (next_expert_ + experts) % config_.num_experts;
       KernelInput input;
       input.hidden = hidden_.view().Rows(0, count);
       input.topk_ids = ids.data();
@@ -206,7 +216,7 @@ class SizeRun {
       spent += seconds;
       fastest = call == 0 ? fastest : std::min(fastest, seconds);  // the first call touches the workspace
     }
-    return fastest * 1e9 * std::max(options_.executor.num_threads, 1) / static_cast<double>(kExpertsPerCall);
+    return fastest * 1e9 * std::max(options_.executor.num_threads, 1) / static_cast<double>(experts);
   }
 
   const TuneOptions& options_;
@@ -249,7 +259,7 @@ Status TuneScheme(const TuneOptions& options, const Subject& subject, const std:
   }
   std::vector<PathPoints> paths;
   for (const std::string& isa : isas) {
-    if (!HasKernels(subject, ConfigOf(kSizes[0], kExpertsPerCall), isa)) {
+    if (!HasKernels(subject, ConfigOf(options, kSizes[0], ExpertsPerCall(options)), isa)) {
       continue;
     }
     paths.push_back({isa, false, {}});
