@@ -6,9 +6,12 @@
 #include <cstdint>
 
 #include <fusedmoe/dtype.hpp>
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/tensor.hpp>
 
 #include "numerics/codecs.hpp"
 #include "numerics/host_device.hpp"
+#include "routing/methods.hpp"
 
 namespace fusedmoe::cuda {
 
@@ -18,6 +21,10 @@ struct FloatRows {
   int64_t stride_bytes = 0;
   DType dtype = DType::kF32;
 };
+
+inline FloatRows RowsOf(TensorView view) {
+  return {view.data(), view.rank() == 2 ? view.stride_bytes(0) : 0, view.dtype()};
+}
 
 /// By the hardware's conversion, which is exact.
 __device__ inline float HalfToFloat(uint16_t code) {
@@ -44,5 +51,24 @@ struct RouterProduct {
   float* logits = nullptr;
 };
 cudaError_t LaunchRouterProduct(const RouterProduct& product, cudaStream_t stream);
+
+/// A choice of experts: what the config says, and where inputs and results stand.
+struct RouteArguments {
+  FloatRows logits;
+  const float* bias = nullptr;
+  Score score = Score::kSoftmax;
+  Weighting weighting = Weighting::kScore;
+  bool groups_by_two = false, sparse_mixer = false, hashed = false;
+  int num_experts = 0, top_k = 0, num_groups = 1, topk_groups = 1;
+  float scaling_factor = 1, epsilon = 0, softcap = 0, jitter = 0;
+  int64_t num_tokens = 0;
+  const std::byte* token_ids = nullptr;
+  DType token_id_dtype = DType::kI32;
+  const int32_t* table = nullptr;  ///< [vocabulary, k]
+  int64_t vocabulary = 0;
+  int32_t* ids = nullptr;
+  float* weights = nullptr;
+};
+Status LaunchRoute(const RouteArguments& call, cudaStream_t stream);
 
 }  // namespace fusedmoe::cuda
