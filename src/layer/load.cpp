@@ -19,13 +19,17 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
   FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
   std::vector<int64_t> local_experts;  // empty: all
+  bool has_experts = true;
   if (IsSpread(options)) {
     FMOE_ASSIGN_OR_RETURN(RankPlan plan, PlanRank(description.config, description.scheme, options.parallel));
+    has_experts = plan.config.num_local_experts > 0;
     local_experts = std::move(plan.local_experts);
     options.fingerprint ^= CheckpointFingerprint(*checkpoint, layer, router);
   }
-  FMOE_ASSIGN_OR_RETURN(const ExpertSource experts,
-                        checkpoint->Experts(layer, options.parallel, local_experts));
+  FMOE_ASSIGN_OR_RETURN(ExpertSource experts, checkpoint->Experts(layer, options.parallel, local_experts));
+  if (!has_experts) {  // more ranks than experts: this one brings tokens alone
+    experts.num_local_experts = 0;
+  }
   std::optional<SharedExpertWeights> shared;
   if (options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(shared, checkpoint->SharedExperts(layer));

@@ -30,10 +30,10 @@ std::string Bytes(const std::string& path) {
 class RunOnRanks : public test::MpiTest {
  protected:
   void Sample(const std::string& scheme, const std::string& name = "checkpoint",
-              const std::string& hidden = "128") {
-    const Job job = Run(
-        1, {FMOE_CLI, "sample", "--family", "qwen3_moe", "--scheme", scheme, "--output", directory_ / name,
-            "--hidden", hidden, "--intermediate", "128", "--experts", "10", "--top-k", "3", "--tokens", "7"});
+              const std::string& hidden = "128", const std::string& experts = "10") {
+    const Job job = Run(1, {FMOE_CLI, "sample", "--family", "qwen3_moe", "--scheme", scheme, "--output",
+                            directory_ / name, "--hidden", hidden, "--intermediate", "128", "--experts",
+                            experts, "--top-k", "3", "--tokens", "7"});
     ASSERT_EQ(job.exit_code, 0) << job.text;
   }
   std::vector<std::string> Command(const std::string& name, const std::vector<std::string>& more) const {
@@ -103,6 +103,34 @@ TEST_F(RunOnRanks, Check_PassesOnTensorAndDataParallelRanks) {
   const Job job = Run(4, Command("checkpoint", {"--tp", "2", "--dp", "2", "--check"}));
   EXPECT_EQ(job.exit_code, 0) << job.text;
   EXPECT_TRUE(job.Says({"check:", ": ok"})) << job.text;
+}
+
+// 128 columns go round three ranks in smaller units than the groups of 128 that activations are quantized in:
+// codes differ from those of one rank, by as much as the bound then says.
+TEST_F(RunOnRanks, Check_PassesWhereSharesCutGroupsOfActivations) {
+  for (const char* scheme : {"fp8_w8a8:block128", "nvfp4_w4a4"}) {
+    Sample(scheme, "checkpoint");
+    for (const char* ranks : {"2", "3"}) {
+      const Job job = Run(std::stoi(ranks), Command("checkpoint", {"--tp", ranks, "--check"}));
+      EXPECT_EQ(job.exit_code, 0) << scheme << ": " << job.text;
+      EXPECT_TRUE(job.Says({"check:", ": ok"})) << job.text;
+    }
+    std::filesystem::remove_all(directory_ / "checkpoint");
+  }
+}
+
+TEST_F(RunOnRanks, MoreRanksThanExperts_WriteTheFileOfOneRank) {
+  Sample("nvfp4_w4a4", "checkpoint", "128", "3");
+  const Job alone = Run(1, Command("checkpoint", {"--determinism", "rank_invariant"}));
+  ASSERT_EQ(alone.exit_code, 0) << alone.text;
+  const std::string expected = Bytes(Output());
+  for (const char* all2all : {"allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"}) {
+    std::filesystem::remove(Output());
+    const Job job = Run(4, Command("checkpoint", {"--determinism", "rank_invariant", "--dp", "4", "--ep",
+                                                  "--all2all", all2all}));
+    EXPECT_EQ(job.exit_code, 0) << all2all << ": " << job.text;
+    EXPECT_EQ(Bytes(Output()), expected) << all2all;
+  }
 }
 
 TEST_F(RunOnRanks, WrongNumberOfRanks_IsAUsageError) {

@@ -34,11 +34,15 @@ struct ErrorBound {
   double value() const;
 };
 
+/// Whether tensor-parallel ranks quantize the activations between the GEMMs in other groups of columns than
+/// one rank does: each then takes the scale of its part of a row or group.
+bool SharesCutGroups(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
+
 /// The bound for a backend that runs by `plan` against the reference, which computes in fp32 and better and
-/// returns F32. `output` is the dtype of the result that is compared. `sliced`: tensor parallelism splits the
-/// values between the GEMMs.
+/// returns F32. `output` is the dtype of the result that is compared. `other_groups`: tensor parallelism
+/// makes ranks quantize the values between the GEMMs in other groups (SharesCutGroups).
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool sliced = false);
+                   bool other_groups = false);
 
 struct CheckOptions {
   int64_t max_tokens =

@@ -59,8 +59,6 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
       SampleTokens(hidden.dim(0), ScaleSpansBatch(layer.scheme()) ? hidden.dim(0) : options.max_tokens);
   report.tokens = static_cast<int64_t>(tokens.size());
   report.against = "REFERENCE";
-  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate,
-                         config.parallel.tp_size > 1);
   LayerOptions reference_options;
   reference_options.backend = report.against;
   // The reference follows the rule of the backend that it judges; a8 is judged by what it costs.
@@ -71,6 +69,8 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   reference_options.plan_tokens = reference_options.max_tokens;
   reference_options.executor = options.executor;
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
+  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate,
+                         SharesCutGroups(reference->config().intermediate, config.parallel, layer.scheme()));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include <fusedmoe/problems.hpp>
+
 namespace fusedmoe {
 namespace {
 
@@ -48,8 +50,26 @@ double ErrorBound::value() const {
   return factor * std::sqrt(sum);
 }
 
+bool SharesCutGroups(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
+  const ActivationFormat& activation = scheme.activation;
+  if (parallel.tp_size <= 1 || !activation.quantized()) {
+    return false;
+  }
+  if (activation.group.col < 0) {  // a scale over whole rows
+    return !activation.static_tensor_scale;
+  }
+  ParallelConfig place = parallel;
+  for (place.tp_rank = 1; place.tp_rank < place.tp_size; ++place.tp_rank) {
+    const Result<IntermediateRange> range = IntermediateShare(intermediate, place, scheme);
+    if (range.ok() && range->begin % std::max<int64_t>(activation.group.col, 1) != 0) {
+      return true;
+    }
+  }
+  return false;
+}
+
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool sliced) {
+                   bool other_groups) {
   ErrorBound bound;
   bound.output_rounding = RoundingOf(output);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -87,9 +107,9 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
   const double delta = std::max({mid, gemm1, plan.layout_error});
   bound.requantization = std::sqrt(delta * StepOf(*scheme.activation.element));
-  if (sliced && !scheme.activation.static_tensor_scale && scheme.activation.group.col < 0) {
-    // A rank takes the scale of a row (or of all rows) over its slice of the columns: other codes than those
-    // of the whole row, each wrong by a rounding of its own.
+  if (other_groups) {
+    // A rank takes the scale of a row, a group, or of all rows over its slice of the columns: other codes
+    // than those of the whole, each wrong by a rounding of its own.
     bound.activation_rounding = std::sqrt(2.0) * StepOf(*scheme.activation.element) / std::sqrt(12.0);
   }
   return bound;
