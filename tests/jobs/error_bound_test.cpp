@@ -64,16 +64,24 @@ TEST(ErrorBound, WeightOnly_HasNoRequantization) {
   EXPECT_EQ(BoundOf(plan, SchemeOf("nvfp4_w4a4"), DType::kBF16, 128, 64).requantization, 0);
 }
 
-TEST(ErrorBound, SlicesOfRows_CostARoundingOnlyWhereScalesSpanRows) {
-  const auto extra = [](const char* scheme) {
-    const Plan plan = PlanWith("F32");
-    return BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, true).value() -
-           BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, false).value();
+TEST(ErrorBound, SharesOfColumns_CostARoundingOnlyWhereTheyCutGroups) {
+  const auto cut = [](const char* scheme, int64_t intermediate, int64_t ranks) {
+    ParallelConfig parallel;
+    parallel.tp_size = ranks;
+    return SharesCutGroups(intermediate, parallel, SchemeOf(scheme));
   };
-  EXPECT_GT(extra("fp8_w8a8:channel"), 0.1);
-  EXPECT_EQ(extra("fp8_w8a8:block128"), 0);
-  EXPECT_EQ(extra("nvfp4_w4a4"), 0);
-  EXPECT_EQ(extra("int4_w4a16"), 0);
+  EXPECT_TRUE(cut("fp8_w8a8:channel", 256, 2)) << "scales span rows";
+  EXPECT_FALSE(cut("fp8_w8a8:channel", 256, 1));
+  EXPECT_FALSE(cut("fp8_w8a8:block128", 256, 2));
+  EXPECT_TRUE(cut("fp8_w8a8:block128", 128, 2)) << "one block for two ranks";
+  EXPECT_FALSE(cut("nvfp4_w4a4", 64, 4));
+  EXPECT_TRUE(cut("nvfp4_w4a4", 64, 7)) << "four groups for seven ranks";
+  EXPECT_FALSE(cut("int4_w4a16", 256, 8)) << "activations are not quantized";
+  const Plan plan = PlanWith("F32");
+  for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:block128", "nvfp4_w4a4"}) {
+    EXPECT_GT(BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, true).value(),
+              BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, false).value() + 0.1);
+  }
 }
 
 TEST(ErrorBound, A8_AllowsWhatInt8ActivationsCost) {
