@@ -363,16 +363,48 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
 }
 
-/// Into how many ranges of stripes a GEMM is divided.
-int64_t CpuExperts::NumRanges(const Run& run, const GemmShape& shape) const {
+/// Into how many ranges of pairs of stripes the second GEMM is divided: tall tiles take as long for one
+/// stripe as for two.
+int64_t CpuExperts::DownRanges(const Run& run) const {
   const int64_t threads = run.executor->num_threads;
   if (threads <= 1) {
     return 1;
   }
   const bool read = run.num_tiles > 0 && run.tiled_slots <= kStreamTokens * run.tiled_experts;
-  const int64_t pieces = shape.expert_bytes() / threads / kLeastStretch;
-  return std::min(shape.stripes,
+  const int64_t pieces = plan_.down.expert_bytes() / threads / kLeastStretch;
+  return std::min(CeilDiv(plan_.down.stripes, 2),
                   threads * (read ? std::clamp<int64_t>(pieces, 1, kTasksPerThread) : kTasksPerThread));
+}
+
+/// Into how many tasks gate and up are divided: batches of tiles (EndOfBatch) times ranges of stripes.
+///
+///   ranges as few as leave no task more than its part of a thread's work, a long one included where many
+///   tokens choose one expert; or up to twice as many, where they fill the last round of all threads better.
+///
+/// Few, because a range costs as much as another pair of stripes: hardware reads some 8 KB beyond its end,
+/// and with its first stripes the tokens come into L1 and L2.
+CpuExperts::Division CpuExperts::GateUpDivision(const Run& run) const {
+  const GemmShape& shape = plan_.gate_up;
+  Division division{0, 1};
+  int64_t largest = 0;
+  for (int64_t tile = 0, end = 0; tile < run.num_tiles; tile = end) {
+    end = EndOfBatch(run, shape, tile);
+    largest = std::max(largest, end - tile);
+    ++division.batches;
+  }
+  const int64_t threads = run.executor->num_threads;
+  if (threads <= 1) {
+    return division;
+  }
+  const int64_t least = CeilDiv(kTasksPerThread * threads * largest, run.num_tiles);
+  const auto cost = [&](int64_t ranges) {
+    return CeilDiv(division.batches * ranges, threads) * (CeilDiv(shape.stripes, ranges) + 1);
+  };
+  division.ranges = std::min(least, shape.stripes);
+  for (int64_t ranges = division.ranges + 1; ranges <= std::min(2 * least, shape.stripes); ++ranges) {
+    division.ranges = cost(ranges) < cost(division.ranges) ? ranges : division.ranges;
+  }
+  return division;
 }
 
 void CpuExperts::GateUp(Run& run) const {
@@ -381,32 +413,28 @@ void CpuExperts::GateUp(Run& run) const {
   }
   const GemmShape& shape = plan_.gate_up;
   const int64_t position_bytes = shape.parts * shape.stripe_bytes;
-  // Tasks are ranges of stripes, of some of the experts where ranges are too few to be tasks. Those of one
-  // range follow each other, so that a thread reads on where its last task ended.
-  const int64_t ranges = NumRanges(run, shape);
-  const int64_t wanted = run.executor->num_threads <= 1 ? 1 : kTasksPerThread * run.executor->num_threads;
-  const int64_t groups = std::min(CeilDiv(wanted, ranges), run.num_tiles);
-  ParallelFor(*run.executor, ranges * groups, [&](int64_t task) {
-    const int64_t range = task / groups, group = task % groups;
-    const int64_t first = shape.stripes * range / ranges;
-    const int64_t end = shape.stripes * (range + 1) / ranges;
-    for (int64_t tile = 0, tile_end = 0; tile < run.num_tiles; tile = tile_end) {
-      tile_end = EndOfBatch(run, shape, tile);
-      if (tile * groups / run.num_tiles != group) {
-        continue;
+  const Division division = GateUpDivision(run);
+  // Tasks of one range follow each other, so that a thread reads on where its last task ended.
+  ParallelFor(*run.executor, division.batches * division.ranges, [&](int64_t task) {
+    const int64_t range = task / division.batches;
+    const int64_t first = shape.stripes * range / division.ranges;
+    const int64_t end = shape.stripes * (range + 1) / division.ranges;
+    int64_t tile = 0;
+    for (int64_t batch = task % division.batches; batch > 0; --batch) {
+      tile = EndOfBatch(run, shape, tile);
+    }
+    const int64_t tile_end = EndOfBatch(run, shape, tile);
+    const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile].expert)];
+    const ExpertPanels* next =
+        tile_end < run.num_tiles ? &experts_[static_cast<size_t>(run.tiles[tile_end].expert)] : nullptr;
+    const Stretch stretch{expert.gate_up + end * position_bytes,
+                          next == nullptr ? nullptr : next->gate_up + first * position_bytes};
+    const int64_t step = ColumnsAtOnce(run, shape, tile, tile_end);
+    for (int64_t stripe = first; stripe < end; stripe += step) {
+      if (stripe + step >= end && next != nullptr) {
+        PrefetchSides(next->gate_up_scale, next->gate_up_bias, first * shape.parts, step * shape.parts);
       }
-      const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile].expert)];
-      const ExpertPanels* next =
-          tile_end < run.num_tiles ? &experts_[static_cast<size_t>(run.tiles[tile_end].expert)] : nullptr;
-      const Stretch stretch{expert.gate_up + end * position_bytes,
-                            next == nullptr ? nullptr : next->gate_up + first * position_bytes};
-      const int64_t step = ColumnsAtOnce(run, shape, tile, tile_end);
-      for (int64_t stripe = first; stripe < end; stripe += step) {
-        if (stripe + step >= end && next != nullptr) {
-          PrefetchSides(next->gate_up_scale, next->gate_up_bias, first * shape.parts, step * shape.parts);
-        }
-        GateUpStripes(run, tile, tile_end, stripe, std::min(step, end - stripe), stretch);
-      }
+      GateUpStripes(run, tile, tile_end, stripe, std::min(step, end - stripe), stretch);
     }
   });
 }
@@ -536,9 +564,10 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
 
 void CpuExperts::Down(Run& run) const {
   const GemmShape& shape = plan_.down;
-  const int64_t tasks = NumRanges(run, shape);
+  const int64_t tasks = DownRanges(run);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
-    DownColumns(run, shape.stripes * task / tasks, shape.stripes * (task + 1) / tasks);
+    const int64_t pairs = CeilDiv(shape.stripes, 2);
+    DownColumns(run, 2 * (pairs * task / tasks), std::min(2 * (pairs * (task + 1) / tasks), shape.stripes));
   });
 }
 

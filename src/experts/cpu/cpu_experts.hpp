@@ -17,9 +17,9 @@ bool SameInput(const GemmShape& shape, const InputTransform& a, const InputTrans
 ///   slots sorted by expert ─► tiles of 1-8 tokens ─► pack ─► gate/up + activation ─► pack ─► down ─►
 ///   weighted sum
 ///
-/// Both GEMMs are split by output columns: a task computes its columns for all experts, so that tasks are
-/// equal however tokens are distributed, and every output is added up by one task in ascending order of
-/// experts.
+/// Tasks of gate and up are some columns of some tokens of an expert. Those of down are columns for all
+/// experts, so that they are equal however tokens are distributed, and every output is added up by one task
+/// in ascending order of experts.
 class CpuExperts final : public Experts {
  public:
   static Result<std::unique_ptr<Experts>> Create(const MoeProblem& problem, const Machine& machine,
@@ -82,7 +82,11 @@ class CpuExperts final : public Experts {
   };
   void View(const Run& run, const GemmShape& shape, int part, const Tile& tile, const Stretch& stretch,
             TileView& view) const;
-  int64_t NumRanges(const Run& run, const GemmShape& shape) const;
+  struct Division {
+    int64_t batches, ranges;
+  };
+  Division GateUpDivision(const Run& run) const;
+  int64_t DownRanges(const Run& run) const;
   void PrefetchSides(const float* scales, const float* biases, int64_t stripe, int64_t count) const;
   int64_t EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const;
   void GateUp(Run& run) const;
