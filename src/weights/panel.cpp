@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <numeric>
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
@@ -52,20 +51,6 @@ const char* ScaleName(PanelScale scale) {
 
 bool IsInteger(DType dtype) {
   return dtype == DType::kU4 || dtype == DType::kI4 || dtype == DType::kU8 || dtype == DType::kI8;
-}
-
-/// Scale blocks that span all of K (or all rows) are written with -1.
-int64_t GroupColumns(const WeightFormat& format) {
-  return format.block.col;
-}
-
-/// The scale column that source column c uses.
-int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
-  if (!matrix.group_index.empty()) {
-    return matrix.group_index.view().as<int32_t>()[col];
-  }
-  const int64_t group = GroupColumns(matrix.format);
-  return group <= 0 ? 0 : (matrix.scale_col_offset + col) / group;
 }
 
 int64_t ScaleRow(const CanonicalMatrix& matrix, int64_t row) {
@@ -342,88 +327,12 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
   return panel;
 }
 
-std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format) {
-  std::vector<int32_t> columns;
-  columns.reserve(static_cast<size_t>(matrix.cols + format.block));
-  const auto fill_to = [&](int64_t multiple) {
-    columns.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(columns.size()), multiple)), -1);
-  };
-  if (matrix.group_index.empty()) {
-    const int64_t group = format.group == 0 ? 0 : GroupColumns(matrix.format);
-    const bool aligned = group <= 0 || (group % format.group == 0 && matrix.scale_col_offset % group == 0);
-    for (int64_t col = 0; col < matrix.cols;) {
-      const int64_t end = aligned
-                              ? matrix.cols
-                              : std::min(matrix.cols, col + group - (matrix.scale_col_offset + col) % group);
-      fill_to(std::max<int64_t>(format.group, 1));
-      const size_t begin = columns.size();
-      columns.resize(begin + static_cast<size_t>(end - col));
-      std::iota(columns.begin() + static_cast<std::ptrdiff_t>(begin), columns.end(),
-                static_cast<int32_t>(col));
-      col = end;
-    }
-    fill_to(format.block);
-    return columns;
-  }
-  std::vector<int32_t> order(static_cast<size_t>(matrix.cols));
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return ScaleColumn(matrix, a) < ScaleColumn(matrix, b); });
-  int64_t current = -1;
-  for (const int32_t col : order) {
-    const int64_t scale_col = format.group == 0 ? 0 : ScaleColumn(matrix, col);
-    if (scale_col != current && format.group != 0) {
-      fill_to(format.group);
-    }
-    current = scale_col;
-    columns.push_back(col);
-  }
-  fill_to(format.block);
-  return columns;
-}
-
-bool PanelColumnsAreIdentity(std::span<const int32_t> columns) {
-  size_t real = columns.size();
-  while (real > 0 && columns[real - 1] < 0) {
-    --real;
-  }
-  int32_t differences = 0;  // without a way out, so that it runs in vectors: every matrix asks
-  for (size_t k = 0; k < real; ++k) {
-    differences |= columns[k] ^ static_cast<int32_t>(k);
-  }
-  return differences == 0;
-}
-
-int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format, int64_t cols,
-                          bool reordered) {
-  const int64_t group = weight.has_block_scale() ? weight.block.col : 0;
-  const bool aligned = format.group == 0 || group <= 0 || group % format.group == 0;
-  int64_t bound = cols;
-  if (!aligned || reordered) {
-    // Every group may end inside one of ours; a slice has one more than its columns would fill.
-    const int64_t groups = group <= 0 ? 1 : CeilDiv(cols, group) + 1;
-    bound += groups * (std::max<int64_t>(format.group, 1) - 1);
-  }
-  return RoundUp(bound, format.block);
-}
-
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row) {
   return ScaleRowData(matrix.block_scale, ScaleRow(matrix, row));
 }
 
 const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row) {
   return ScaleRowData(matrix.zero_point, ScaleRow(matrix, row));
-}
-
-std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const PanelFormat& format,
-                                       std::span<const int32_t> columns) {
-  std::vector<int32_t> scale_columns;
-  for (size_t first = 0; format.group > 0 && first < columns.size();
-       first += static_cast<size_t>(format.group)) {
-    const int32_t col = columns[first];
-    scale_columns.push_back(col < 0 ? -1 : static_cast<int32_t>(ScaleColumn(matrix, col)));
-  }
-  return scale_columns;
 }
 
 void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
