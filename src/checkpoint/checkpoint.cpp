@@ -16,8 +16,10 @@
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/quant_rules.hpp"
 #include "checkpoint/tensor_store.hpp"
+#include "numerics/rows.hpp"
 #include "parallel/agreement.hpp"
 #include "platform/file.hpp"
+#include "weights/dequantize.hpp"
 
 namespace fusedmoe {
 
@@ -39,6 +41,7 @@ struct Checkpoint::Impl {
   Status OpenGguf();
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
   std::string Identity(const std::string& what, const std::string& prefix) const;
+  Result<Tensor> LoadDense(const LayerContext& context, const std::string& name, const Shape& shape) const;
   Result<Tensor> RouterVector(const LayerContext& context, const std::string& name, int64_t count) const;
 };
 
@@ -206,10 +209,26 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
   return description;
 }
 
+// A tensor that as a rule is not quantized. Some tools quantize every linear module, routers too.
+Result<Tensor> Checkpoint::Impl::LoadDense(const LayerContext& context, const std::string& name,
+                                           const Shape& shape) const {
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, context.store->Load(name));
+  constexpr std::string_view kWeight = ".weight";
+  if (IsFloat(stored.dtype()) || !name.ends_with(kWeight) || !(stored.shape() == shape))
+    return stored;
+  const checkpoint::MatrixPlace place{.base = name.substr(0, name.size() - kWeight.size())};
+  const auto format = FormatAt(*context.store, *context.rules, place.base, std::string(kWeight));
+  if (!format.ok() || !format->quantized() || format->codes != kWeight)
+    return stored;
+  FMOE_ASSIGN_OR_RETURN(const CanonicalMatrix matrix,
+                        ReadMatrix(*context.store, *format, place, shape[0], shape[1]));
+  return DequantizeMatrix(matrix);
+}
+
 // An F32 vector of the router, [count] or with dimensions of 1 around it; finite.
 Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const std::string& name,
                                               int64_t count) const {
-  FMOE_ASSIGN_OR_RETURN(const Tensor stored, context.store->Load(name));
+  FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadDense(context, name, Shape{1, count}));
   Result<Tensor> values = checkpoint::ToF32(stored);
   if (!values.ok())
     return context.store->Blame(std::move(values).status(), name);
@@ -233,7 +252,8 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   const MoeConfig& config = context->spec.config;
   const int64_t outputs = config.num_experts + config.routing.num_zero_experts;
   RouterWeights router;
-  FMOE_ASSIGN_OR_RETURN(router.weight, context->store->Load(names.router));
+  FMOE_ASSIGN_OR_RETURN(router.weight,
+                        impl_->LoadDense(*context, names.router, Shape{outputs, config.hidden}));
   const DType dtype = router.weight.dtype();
   if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
     return context->store->Blame(

@@ -22,9 +22,10 @@ inline WeightFormat MxWeight(DType element) {
   return {.element = element, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
 }
 
-/// Weight-only integers with optional zero points; group -1: one scale for each output row.
+/// Weight-only integers of 2 to 8 bits with optional zero points, in codes of 4 or 8 bits: what the narrower
+/// ones mean, these hold exactly. Group -1: one scale for each output row.
 inline WeightFormat IntegerWeight(int bits, int64_t group) {
-  return {.element = bits == 4 ? DType::kU4 : DType::kU8,
+  return {.element = bits <= 4 ? DType::kU4 : DType::kU8,
           .block = {1, group},
           .block_scale_dtype = DType::kBF16,
           .may_have_zero_point = true};

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/matrix_reader.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -111,6 +112,12 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     const bool plain = info != nullptr && (info->dtype == DType::kBF16 || info->dtype == DType::kF16 ||
                                            info->dtype == DType::kF32);
     if (plain && info->shape.rank() >= 3 && !has(format.scale))
+      return LinearFormat{};
+  }
+  // bitsandbytes leaves alone what is no linear module: experts in one parameter, routers of some models.
+  if (rules.producer == "bitsandbytes" && format.quantized()) {
+    const TensorInfo* info = store.Find(base + weight_suffix);
+    if (info != nullptr && IsFloat(info->dtype) && !has(format.scale))
       return LinearFormat{};
   }
   // ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise.

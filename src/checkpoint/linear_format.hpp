@@ -13,7 +13,7 @@ namespace fusedmoe::checkpoint {
 enum class Packing : uint8_t {
   kDirect,   ///< [out, in], sub-byte elements as their type packs them along `in` (F4, F6, U8 or I8)
   kBits,     ///< compressed-tensors: I32 [out, ceil(in * bits / 32)], a bit stream of value + 2^(bits-1)
-  kGptq,     ///< I32 [in * bits / 32, out]
+  kGptq,     ///< I32 [ceil(in * bits / 32), out], a bit stream too
   kAwq,      ///< I32 [in, out * bits / 32], nibbles in AWQ's order
   kRowPairs  ///< ModelOpt INT4: U8 [out / 2, in], output rows 2j and 2j + 1 in one byte
 };
@@ -25,7 +25,7 @@ struct LinearFormat {
   WeightFormat weight;
   ActivationFormat activation;
   Packing packing = Packing::kDirect;
-  int bits = 0;  ///< of an integer code; 0 for floats
+  int bits = 0;  ///< of a stored integer, which becomes one of 4 or 8 bits; 0 for floats
   std::string_view codes = ".weight";
   std::string_view scale;         ///< the first level
   std::string_view second_scale;  ///< F32 of the matrix above blocks
@@ -33,14 +33,17 @@ struct LinearFormat {
   std::string_view zero_point;
   std::string_view group_index;
   std::string_view pre_quant_scale;
-  std::string_view shape;         ///< I64 [2]: rows and columns, to be compared
-  bool reciprocal = false;        ///< second_scale and input_scale are stored as 1 / scale
-  bool zero_plus_one = false;     ///< stored zero points are one too small (GPTQ v1)
-  bool twos_complement = false;   ///< packed integers are signed (Quark int4)
-  int64_t stored_block_rows = 0;  ///< of a stored block, where it is more than weight.block.row
-  bool codes_along_out = false;   ///< of [in, out] tensors: the nibbles of a byte are neighbouring outputs
-  bool scale_is_in_out = false;   ///< scale and zero points are [in / group, out]
-  bool negative_scales = false;   ///< the writer uses them (auto-round); elsewhere they are refused
+  std::string_view shape;            ///< I64 [2]: rows and columns, to be compared
+  std::string_view row_major;        ///< U8, 0: codes lie row by row
+  bool reciprocal = false;           ///< second_scale and input_scale are stored as 1 / scale
+  float scale_divisor = 1.0F;        ///< of stored scales of blocks and rows
+  bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
+  bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)
+  bool twos_complement = false;      ///< packed integers are signed (Quark int4)
+  int64_t stored_block_rows = 0;     ///< of a stored block, where it is more than weight.block.row
+  bool codes_along_out = false;      ///< of [in, out] tensors: the nibbles of a byte are neighbouring outputs
+  bool scale_is_in_out = false;      ///< scale and zero points are [in / group, out]
+  bool negative_scales = false;      ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
 };

@@ -60,6 +60,7 @@ class Reader {
   Result<float> ReadScalar(std::string_view suffix) const;
   Status ReadBias(CanonicalMatrix* matrix) const;
   Status CheckShapeTensor() const;
+  Status CheckRowMajor() const;
   Status Wrong(const std::string& name, const Tensor& tensor, std::string_view wanted) const;
   Status BlameField(Status status) const;
 
@@ -137,7 +138,8 @@ Result<Tensor> Reader::ReadCodes() {
   FMOE_ASSIGN_OR_RETURN(Tensor stored, LoadRole(format_.codes));
   const DType element = format_.weight.element;
   if (format_.packing != Packing::kDirect) {
-    Result<Tensor> unpacked = UnpackCodes(format_, stored, rows_ * place_.parts, cols_);
+    const bool has_zero_points = !format_.zero_point.empty() && store_.Has(NameOf(format_.zero_point));
+    Result<Tensor> unpacked = UnpackCodes(format_, stored, rows_ * place_.parts, cols_, has_zero_points);
     if (!unpacked.ok())
       return store_.Blame(std::move(unpacked).status(), name);
     return Half(*std::move(unpacked), name, 1);
@@ -155,12 +157,14 @@ Result<Tensor> Reader::ReadCodes() {
   const bool same = found == element;
   const bool plain =
       !format_.quantized() && (found == DType::kF32 || found == DType::kF16 || found == DType::kBF16);
-  const bool widened = format_.bits == 4 && found == DType::kI8 && element == DType::kI4;
-  if (!packed_bytes && !same && !plain && !widened) {
+  const bool widened = format_.bits > 0 && found == DType::kI8 && element == DType::kI4;
+  const bool centered = format_.bits == 8 && found == DType::kI8 && element == DType::kU8;
+  if (!packed_bytes && !same && !plain && !widened && !centered) {
     return Wrong(name, stored,
-                 fmt::format("{}", bits < 8              ? "U8"
-                                   : format_.quantized() ? DTypeName(element)
-                                                         : "BF16, F16 or F32"));
+                 fmt::format("{}", bits < 8                ? "U8"
+                                   : element == DType::kU8 ? "I8"
+                                   : format_.quantized()   ? DTypeName(element)
+                                                           : "BF16, F16 or F32"));
   }
   const bool nibbles = packed_bytes && !widened;
   if (nibbles)
@@ -179,6 +183,8 @@ Result<Tensor> Reader::ReadCodes() {
   }
   if (widened)
     return PackSigned4(half);
+  if (centered)
+    return AroundMiddle(half);
   if (!in_bytes)
     return half;
   TensorView view(half.view().data(), element, Shape{rows_, cols_});
@@ -217,6 +223,16 @@ Tensor AsMatrix(const Tensor& tensor, bool column) {
     return tensor;
   }
   return Tensor::Borrow(TensorView(tensor.view().data(), tensor.dtype(), shape), tensor.owner());
+}
+
+Result<Tensor> Divided(const Tensor& scales, float divisor) {
+  if (divisor == 1.0F)
+    return scales;
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kF32, scales.shape()));
+  const auto* from = scales.view().as<float>();
+  std::transform(from, from + scales.shape().count(), out.mutable_view().as<float>(),
+                 [&](float scale) { return scale / divisor; });
+  return out;
 }
 
 Status Reader::ReadScale(CanonicalMatrix* matrix) {
@@ -275,8 +291,9 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
     return Wrong(name, half, fmt::format("[{}, {}]", want_rows, want_cols));
   }
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
-      (wide && found == DType::kF8E8M0)) {
+      (wide && found == DType::kF8E8M0) || format_.scale_divisor != 1.0F) {
     FMOE_ASSIGN_OR_RETURN(half, ToF32(half));
+    FMOE_ASSIGN_OR_RETURN(half, Divided(half, format_.scale_divisor));
     if (weight.has_channel_scale) {
       matrix->channel_scale =
           Tensor::Borrow(TensorView(half.view().data(), DType::kF32, Shape{rows_}), half.owner());
@@ -316,7 +333,7 @@ Status Reader::RefuseNegative(const Tensor& scale, const std::string& name) cons
 
 Status Reader::ReadZeroPoints(CanonicalMatrix* matrix) {
   const std::string name = NameOf(format_.zero_point);
-  if (!store_.Has(name))
+  if (format_.zero_point_optional && !store_.Has(name))
     return Status::Ok();
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadRole(format_.zero_point));
   const int64_t groups = matrix->block_scale.dim(1);
@@ -409,6 +426,21 @@ Status Reader::CheckShapeTensor() const {
                       name);
 }
 
+Status Reader::CheckRowMajor() const {
+  const std::string name = NameOf(format_.row_major);
+  if (!store_.Has(name))
+    return Status::Ok();
+  FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadRole(format_.row_major));
+  if (stored.dtype() != DType::kU8 || stored.shape().count() != 1)
+    return Wrong(name, stored, "one U8");
+  const int layout = std::to_integer<int>(*stored.view().data());
+  if (layout == 0)
+    return Status::Ok();
+  return store_.Blame(
+      Status::Unsupported(fmt::format("codes in layout {} are not supported; 0, row by row, is", layout)),
+      name);
+}
+
 // ValidateCanonical names fields; the file has tensors.
 Status Reader::BlameField(Status status) const {
   const std::string_view message = status.message();
@@ -439,6 +471,8 @@ Result<CanonicalMatrix> Reader::Read() {
     matrix.format.element = matrix.codes.dtype();
   if (!format_.shape.empty())
     FMOE_RETURN_IF_ERROR(CheckShapeTensor());
+  if (!format_.row_major.empty())
+    FMOE_RETURN_IF_ERROR(CheckRowMajor());
   if (!format_.scale.empty())
     FMOE_RETURN_IF_ERROR(ReadScale(&matrix));
   if (!format_.second_scale.empty()) {

@@ -47,9 +47,12 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
     return ReadAutoRoundRules(spec, path);
   if (method == "quark")
     return ReadQuarkRules(spec, path);
+  if (method == "bitsandbytes")
+    return ReadBitsAndBytesRules(spec, path);
   return Status::Unsupported(fmt::format("quant_method '{}' is not supported", method))
       .WithFile(path)
-      .WithHint("modelopt, compressed-tensors, fp8, mxfp4, awq, gptq, auto-round and quark are");
+      .WithHint(
+          "modelopt, compressed-tensors, fp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes are");
 }
 
 Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {

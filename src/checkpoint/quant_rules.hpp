@@ -15,8 +15,8 @@ namespace fusedmoe::checkpoint {
 
 /// What the quantization metadata says of every module. Thread-safe once built.
 struct QuantRules {
-  std::string producer =
-      "none";  ///< "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq", "quark", "auto-round"
+  std::string producer = "none";  ///< "modelopt", "compressed-tensors", "fp8", "mxfp4", "awq", "gptq",
+                                  ///< "quark", "auto-round", "bitsandbytes"
   /// The format of the linear module of that name ("model.layers.0.mlp.experts.3.up_proj").
   std::function<Result<LinearFormat>(const std::string& module)> format_of;
 };
@@ -35,6 +35,7 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path);
+Result<QuantRules> ReadBitsAndBytesRules(const JsonValue& spec, const std::string& path);
 
 /// Shell wildcards: '*' any characters, '?' one.
 bool MatchesWildcard(std::string_view pattern, std::string_view text);

@@ -1,6 +1,7 @@
 // compressed-tensors: groups of modules by class name, exact name or regular expression, each with a
 // description of weights and input activations; a list of modules to ignore.
 #include <algorithm>
+#include <tuple>
 
 #include <fmt/format.h>
 
@@ -44,15 +45,24 @@ class Target {
     return text_ == module || text_ == "Linear";
   }
   bool is_class() const { return text_ == "Linear"; }
+  /// The library's order of targets that match one module: names, then patterns by their text, then classes.
+  bool ComesBefore(const Target& other) const {
+    const auto key = [](const Target& target) {
+      return std::make_tuple(target.is_class(), target.text_.find("re:") != std::string::npos,
+                             std::string_view(target.text_));
+    };
+    return key(*this) < key(other);
+  }
 
  private:
   std::string text_;
   std::optional<Pattern> pattern_;
 };
 
-struct Group {
-  std::vector<Target> targets;
-  Result<LinearFormat> format = LinearFormat{};
+// A target of a group, and that group.
+struct GroupTarget {
+  Target target;
+  size_t group = 0;
 };
 
 // A rotation of a module's input or output while the model runs (QuIP, SpinQuant).
@@ -62,7 +72,8 @@ struct OnlineTransform {
 };
 
 struct CtRules {
-  std::vector<Group> groups;
+  std::vector<Result<LinearFormat>> formats;  // of the groups
+  std::vector<GroupTarget> targets;           // of all groups, the first that matches decides
   std::vector<Target> ignored;
   std::vector<OnlineTransform> transforms;
 };
@@ -212,7 +223,7 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
       return refuse();
     format.weight = MxWeight(DType::kF8E4M3);
   } else if (name == "pack-quantized") {
-    if (is_float || (weights.bits != 4 && weights.bits != 8))
+    if (is_float || weights.bits < 2 || weights.bits > 8)
       return refuse();
     if (weights.strategy != "group" && weights.strategy != "channel")
       return refuse();
@@ -229,8 +240,8 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
       return refuse();
     if (is_float && weights.bits == 8) {
       format.weight.element = DType::kF8E4M3;
-    } else if (!is_float && (weights.bits == 8 || weights.bits == 4)) {
-      format.weight.element = weights.bits == 8 ? DType::kI8 : DType::kI4;
+    } else if (!is_float && weights.bits <= 8) {
+      format.weight.element = weights.bits > 4 ? DType::kI8 : DType::kI4;
       format.bits = static_cast<int>(weights.bits);
     } else {
       return refuse();
@@ -272,10 +283,9 @@ Result<std::vector<Target>> Targets(const JsonValue* list, std::string_view key,
   return targets;
 }
 
-bool AnyMatches(const std::vector<Target>& targets, const std::string& module, bool classes) {
-  return std::any_of(targets.begin(), targets.end(), [&](const Target& target) {
-    return target.is_class() == classes && target.Matches(module);
-  });
+bool AnyMatches(const std::vector<Target>& targets, const std::string& module) {
+  return std::any_of(targets.begin(), targets.end(),
+                     [&](const Target& target) { return target.Matches(module); });
 }
 
 // Those of weights (`weight_input`, `weight_output`) are in the stored numbers already; those of attention
@@ -303,10 +313,6 @@ Result<std::vector<OnlineTransform>> OnlineTransforms(const JsonValue& spec, con
   return found;
 }
 
-bool AnyMatches(const std::vector<Target>& targets, const std::string& module) {
-  return AnyMatches(targets, module, false) || AnyMatches(targets, module, true);
-}
-
 }  // namespace
 
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path) {
@@ -327,20 +333,24 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   FMOE_ASSIGN_OR_RETURN(rules->ignored, Targets(spec.Find("ignore"), "ignore", path));
   FMOE_ASSIGN_OR_RETURN(rules->transforms, OnlineTransforms(spec, path));
   for (const auto& [name, group] : groups->members()) {
-    Group parsed;
-    FMOE_ASSIGN_OR_RETURN(parsed.targets, Targets(group.Find("targets"), "targets", path));
+    FMOE_ASSIGN_OR_RETURN(std::vector<Target> targets, Targets(group.Find("targets"), "targets", path));
+    for (Target& target : targets)
+      rules->targets.push_back({std::move(target), rules->formats.size()});
     // A group that this library cannot run matters only when a module of the experts is in it; malformed ones
     // always do.
-    parsed.format = FormatOfGroup(group, outer, path);
-    if (parsed.format.status().code() == StatusCode::kBadInput)
-      return parsed.format.status();
-    rules->groups.push_back(std::move(parsed));
+    rules->formats.push_back(FormatOfGroup(group, outer, path));
+    if (rules->formats.back().status().code() == StatusCode::kBadInput)
+      return rules->formats.back().status();
   }
+  // Of one target in two groups the later group counts.
+  std::reverse(rules->targets.begin(), rules->targets.end());
+  std::stable_sort(rules->targets.begin(), rules->targets.end(),
+                   [](const GroupTarget& a, const GroupTarget& b) { return a.target.ComesBefore(b.target); });
   QuantRules result;
   result.producer = "compressed-tensors";
   result.format_of = [rules, path](const std::string& module) -> Result<LinearFormat> {
     for (const OnlineTransform& transform : rules->transforms) {
-      if (AnyMatches(transform.targets, module) && !AnyMatches(transform.ignored, module, false)) {
+      if (AnyMatches(transform.targets, module) && !AnyMatches(transform.ignored, module)) {
         return Status::Unsupported(
                    fmt::format("the {} of this module passes the transform '{}' of 'transform_config' while "
                                "the model runs, which is not supported",
@@ -349,21 +359,13 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
             .WithTensor(module);
       }
     }
-    const size_t none = rules->groups.size();
-    const auto find = [&] {
-      if (AnyMatches(rules->ignored, module, false))
-        return none;
-      // Names and patterns come before classes, whatever the order of the groups.
-      for (const bool classes : {false, true}) {
-        for (size_t i = 0; i < none; ++i) {
-          if (AnyMatches(rules->groups[i].targets, module, classes))
-            return i;
-        }
-      }
-      return none;
-    };
-    const size_t index = find();
-    return index == none ? Result<LinearFormat>(LinearFormat{}) : rules->groups[index].format;
+    if (AnyMatches(rules->ignored, module))
+      return LinearFormat{};
+    for (const GroupTarget& target : rules->targets) {
+      if (target.target.Matches(module))
+        return rules->formats[target.group];
+    }
+    return LinearFormat{};
   };
   return result;
 }

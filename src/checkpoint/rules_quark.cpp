@@ -145,6 +145,7 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
     format.scale_is_in_out = true;
     format.twos_complement = w.dtype == "int4";
     format.zero_point = ".weight_zero_point";
+    format.zero_point_optional = w.symmetric;
     return format;
   }
   if (w.dtype != "fp8_e4m3" && w.dtype != "int8")

@@ -1,5 +1,5 @@
 // The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4, AWQ,
-// GPTQ, auto-round.
+// GPTQ, bitsandbytes.
 #include <algorithm>
 #include <memory>
 
@@ -8,60 +8,10 @@
 #include "checkpoint/formats.hpp"
 #include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
+#include "checkpoint/rules_support.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
-
-Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path) {
-  return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key,
-                                      value == nullptr ? "missing" : value->ToString(), wanted))
-      .WithFile(path);
-}
-
-Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
-                     std::optional<int64_t> fallback, const std::string& path) {
-  const JsonValue* value = spec.Find(key);
-  if (value == nullptr && fallback)
-    return *fallback;
-  const std::optional<int64_t> size = value == nullptr ? std::nullopt : value->integer();
-  if (!size || *size < low || *size > high)
-    return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
-  return *size;
-}
-
-Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {
-  const JsonValue* value = spec.Find(key);
-  if (value == nullptr)
-    return fallback;
-  if (!value->is_bool())
-    return Wrong(key, value, "true or false", path);
-  return value->boolean();
-}
-
-bool IsRegexLike(const std::string& pattern) {
-  return pattern.find_first_of("\\^$(|") != std::string::npos;
-}
-
-// Lists of modules to leave alone hold full names, last components ("lm_head", "gate"), and wildcards.
-bool Listed(const std::vector<std::string>& patterns, const std::string& module) {
-  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
-    if (pattern.find('*') != std::string::npos && !IsRegexLike(pattern)) {
-      return MatchesWildcard(pattern, module) || MatchesWildcard(pattern + ".*", module);
-    }
-    return HasComponents(module, pattern);
-  });
-}
-
-Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped) {
-  auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format),
-                                                                                    std::move(skipped));
-  QuantRules rules;
-  rules.producer = std::move(producer);
-  rules.format_of = [shared](const std::string& module) -> Result<LinearFormat> {
-    return Listed(shared->second, module) ? LinearFormat{} : shared->first;
-  };
-  return rules;
-}
 
 Result<std::vector<std::string>> Skipped(const JsonValue& spec, const std::string& path) {
   std::vector<std::string> all;
@@ -85,7 +35,7 @@ struct GptqOverride {
   LinearFormat format;  // of no quantization where they are left alone
 };
 
-LinearFormat GptqFormat(int64_t bits, int64_t group, bool zero_plus_one) {
+LinearFormat GptqFormat(int64_t bits, int64_t group, bool symmetric, bool zero_plus_one) {
   LinearFormat format;
   format.packing = Packing::kGptq;
   format.bits = static_cast<int>(bits);
@@ -93,6 +43,7 @@ LinearFormat GptqFormat(int64_t bits, int64_t group, bool zero_plus_one) {
   format.codes = ".qweight";
   format.scale = ".scales";
   format.zero_point = ".qzeros";
+  format.zero_point_optional = symmetric;
   format.group_index = ".g_idx";
   format.scale_is_in_out = true;
   format.zero_plus_one = zero_plus_one;
@@ -103,13 +54,14 @@ Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::optional<int64_t
                                     int64_t default_group, bool zero_plus_one, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, default_bits, path));
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, default_group, path));
-  if (bits != 4 && bits != 8) {
-    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 4 and 8 are", bits))
+  if (bits < 2 || bits > 8) {
+    return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 2 to 8 are", bits))
         .WithFile(path);
   }
   if (group == 0)
     return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
-  return GptqFormat(bits, group, zero_plus_one);
+  FMOE_ASSIGN_OR_RETURN(const bool symmetric, Flag(spec, "sym", true, path));
+  return GptqFormat(bits, group, symmetric, zero_plus_one);
 }
 
 Result<std::vector<GptqOverride>> ReadGptqOverrides(const JsonValue& spec, const LinearFormat& format,
@@ -138,84 +90,6 @@ Result<std::vector<GptqOverride>> ReadGptqOverrides(const JsonValue& spec, const
   }
   return overrides;
 }
-
-Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits, int64_t group,
-                                            const std::string& path) {
-  const JsonValue* key = spec.Find("packing_format");
-  const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
-  if ((bits != 4 && bits != 8) || group == 0) {
-    return Status::Unsupported(
-               fmt::format("auto-round with {} bits in groups of {} is not supported", bits, group))
-        .WithFile(path);
-  }
-  LinearFormat format;
-  format.bits = static_cast<int>(bits);
-  format.weight = IntegerWeight(format.bits, group);
-  format.codes = ".qweight";
-  format.scale = ".scales";
-  format.zero_point = ".qzeros";
-  format.scale_is_in_out = true;
-  if (layout.find("gptq") != std::string::npos || layout == "auto_round") {
-    format.packing = Packing::kGptq;
-    format.group_index = ".g_idx";
-    format.zero_plus_one = layout.find("gptq") != std::string::npos;
-  } else if (layout.find("awq") != std::string::npos && bits == 4) {
-    format.packing = Packing::kAwq;
-  } else {
-    return Status::Unsupported(fmt::format("auto-round's packing_format '{}' is not supported", layout))
-        .WithFile(path);
-  }
-  format.negative_scales = true;
-  return format;
-}
-
-// MXFP4 and MXFP8 in the tensors of compressed-tensors; "_rceil" names the exponent of activations too.
-Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int64_t group,
-                                       const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const int64_t input_bits, Size(spec, "act_bits", 1, 32, 16, path));
-  const JsonValue* type = spec.Find("act_data_type");
-  const std::string input_type = type == nullptr ? "mx_fp" : type->string();
-  FMOE_ASSIGN_OR_RETURN(const int64_t input_group, Size(spec, "act_group_size", -1, 65536, group, path));
-  const auto fits = [](int64_t count) { return count == 4 || count == 8; };
-  const bool quantizes_inputs = input_bits < 16;
-  if (!fits(bits) || group != 32 ||
-      (quantizes_inputs && (!fits(input_bits) || input_group != 32 || !input_type.starts_with("mx_fp")))) {
-    return Status::Unsupported(
-               fmt::format("auto-round's MX weights of {} bits in groups of {} with inputs of {} bits "
-                           "({}) in groups of {} are not supported; 4 and 8 bits in groups of 32 are",
-                           bits, group, input_bits, input_type, input_group))
-        .WithFile(path);
-  }
-  LinearFormat format;
-  format.codes = bits == 4 ? ".weight_packed" : ".weight";
-  format.scale = ".weight_scale";
-  format.weight = MxWeight(bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3);
-  if (quantizes_inputs) {
-    format.activation = MxInput(input_bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3,
-                                input_type.ends_with("_rceil") ? MxScaleRule::kCeil : MxScaleRule::kFloor);
-  }
-  return format;
-}
-
-Result<LinearFormat> AutoRoundFormat(const JsonValue& spec, int64_t bits, int64_t group,
-                                     const std::string& path) {
-  const JsonValue* type = spec.Find("data_type");
-  if (type != nullptr && type->string().starts_with("mx_fp"))
-    return AutoRoundMxFormat(spec, bits, group, path);
-  if (type == nullptr || type->string() == "int")
-    return AutoRoundIntegerFormat(spec, bits, group, path);
-  return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\" and "
-                                         "\"mx_fp\" are",
-                                         type->ToString()))
-      .WithFile(path);
-}
-
-// Modules with settings of their own: a name, or a pattern.
-struct AutoRoundOverride {
-  std::string key;
-  std::optional<Pattern> pattern;
-  Result<LinearFormat> format = LinearFormat{};
-};
 
 }  // namespace
 
@@ -351,37 +225,27 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
   return rules;
 }
 
-Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
-  FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, "group_size", -1, 65536, 128, path));
-  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, AutoRoundFormat(spec, bits, group, path));
-  auto overrides = std::make_shared<std::vector<AutoRoundOverride>>();
-  if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
-    for (const auto& [key, own] : extra->members()) {
-      AutoRoundOverride override{.key = key};
-      if (IsRegexLike(key)) {
-        Result<Pattern> pattern = Pattern::Compile(".*(?:" + key + ")");  // found anywhere there (re.search)
-        if (!pattern.ok())
-          return std::move(pattern).status().WithFile(path);
-        override.pattern = *std::move(pattern);
-      }
-      FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(own, "bits", 1, 32, bits, path));
-      FMOE_ASSIGN_OR_RETURN(const int64_t own_group, Size(own, "group_size", -1, 65536, group, path));
-      if (own_bits < 16)  // 16 bits and more mean untouched
-        override.format = AutoRoundFormat(spec, own_bits, own_group, path);
-      overrides->push_back(std::move(override));
-    }
+// 4-bit matrices are decoded where they are read (four_bit_blocks.hpp), so no module is quantized there.
+// 8-bit rows are scaled by their largest magnitude; inputs, which bitsandbytes rounds to 8 bits but for
+// outliers, stay as they are.
+Result<QuantRules> ReadBitsAndBytesRules(const JsonValue& spec, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const bool eight_bits, Flag(spec, "load_in_8bit", false, path));
+  FMOE_ASSIGN_OR_RETURN(const bool four_bits, Flag(spec, "load_in_4bit", false, path));
+  if (eight_bits == four_bits) {
+    return Status::BadInput("bitsandbytes needs one of 'load_in_4bit' and 'load_in_8bit' to be true")
+        .WithFile(path);
   }
-  QuantRules rules;
-  rules.producer = "auto-round";
-  rules.format_of = [format, overrides](const std::string& module) -> Result<LinearFormat> {
-    for (const AutoRoundOverride& override : *overrides) {
-      if (override.pattern ? override.pattern->MatchesPrefix(module) : Listed({override.key}, module))
-        return override.format;
-    }
-    return format;
-  };
-  return rules;
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped,
+                        StringList(spec.Find("llm_int8_skip_modules"), "llm_int8_skip_modules", path));
+  LinearFormat format;
+  if (eight_bits) {
+    format.bits = 8;
+    format.weight = IntegerWeight(8, -1);
+    format.scale = ".SCB";
+    format.scale_divisor = 127.0F;
+    format.row_major = ".weight_format";
+  }
+  return Uniform("bitsandbytes", format, std::move(skipped));
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -239,6 +239,7 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
           .WithHint("--allow-partial goes on without them");
     }
   }
+  FMOE_RETURN_IF_ERROR(store->FoldFourBit());
   return std::unique_ptr<const TensorStore>(std::move(store));
 }
 
@@ -254,6 +255,104 @@ Status TensorStore::IndexNames() {
         .WithTensor(tensors_[i].name);
   }
   return Status::Ok();
+}
+
+Status TensorStore::FoldFourBit() {
+  std::vector<bool> hidden;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const std::string_view weight = FourBitWeightOf(tensors_[i].name);
+    if (weight.empty())
+      continue;
+    hidden.resize(tensors_.size());
+    hidden[i] = true;
+    FMOE_RETURN_IF_ERROR(FoldFourBit(tensors_[i], places_[i], weight, &hidden));
+  }
+  if (hidden.empty())
+    return Status::Ok();
+  by_name_.clear();  // its keys are views of names that move
+  size_t kept = 0;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (hidden[i])
+      continue;
+    if (kept != i) {
+      tensors_[kept] = std::move(tensors_[i]);
+      places_[kept] = places_[i];
+    }
+    ++kept;
+  }
+  tensors_.resize(kept);
+  places_.resize(kept);
+  return IndexNames();
+}
+
+// Whatever is wrong with one matrix spoils that matrix alone: its listing says why it cannot be read.
+Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
+                                std::vector<bool>* hidden) {
+  const auto codes = by_name_.find(weight);
+  if (codes == by_name_.end())
+    return Blame(Status::BadInput("its matrix is missing"), state.name);
+  TensorInfo& listed = tensors_[codes->second];
+  Place& listed_place = places_[codes->second];
+  const auto spoil = [&](const std::string& why) {
+    listed.problem = fmt::format("4 bits of bitsandbytes: {}", why);
+    return Status::Ok();
+  };
+  constexpr int64_t kMostStateBytes = 1 << 16;
+  if (state.dtype != DType::kU8 || state.bytes > kMostStateBytes)
+    return spoil(
+        fmt::format("'{}' is {} of {} bytes; U8 is needed", state.name, DTypeName(state.dtype), state.bytes));
+  FMOE_ASSIGN_OR_RETURN(const platform::FileBytes text,
+                        files_[static_cast<size_t>(place.file)]->Read(place.begin, state.bytes));
+  const Result<FourBitMatrix> matrix = ParseFourBitState(
+      std::string_view(reinterpret_cast<const char*>(text.data), static_cast<size_t>(text.size)));
+  if (!matrix.ok())
+    return spoil(fmt::format("'{}': {}", state.name, matrix.status().message()));
+  FourBitTensor tensor{.matrix = *matrix, .codes = listed_place, .parts = {}};
+  const bool nested = matrix->nested_block > 0;
+  const std::array<int64_t, kFourBitParts.size()> bytes = {matrix->num_blocks() * (nested ? 1 : 4), 16 * 4,
+                                                           nested ? matrix->num_nested_blocks() * 4 : 0,
+                                                           nested ? 256 * 4 : 0};
+  for (size_t i = 0; i < kFourBitParts.size(); ++i) {
+    const std::string name = std::string(weight) + std::string(kFourBitParts[i]);
+    const auto found = by_name_.find(name);
+    if (found != by_name_.end())
+      (*hidden)[found->second] = true;
+    if (bytes[i] == 0)
+      continue;
+    if (found == by_name_.end())
+      return spoil(fmt::format("'{}' is missing", name));
+    const TensorInfo& info = tensors_[found->second];
+    const DType dtype = nested && i == 0 ? DType::kU8 : DType::kF32;
+    if (info.dtype != dtype || info.bytes != bytes[i]) {
+      return spoil(fmt::format("'{}' is {} of {} bytes; {} of {} is needed", name, DTypeName(info.dtype),
+                               info.bytes, DTypeName(dtype), bytes[i]));
+    }
+    tensor.parts[i] = places_[found->second];
+  }
+  const int64_t packed = (matrix->shape.count() + 1) / 2;
+  // Training stores the bytes as another type, and that type pads them to whole elements.
+  if (listed.bytes < packed || listed.bytes > packed + 7)
+    return spoil(fmt::format("codes of {} bytes; {} is needed", listed.bytes, packed));
+  listed.dtype = matrix->dtype;
+  listed.shape = matrix->shape;
+  listed.bytes = matrix->shape.count() * (DTypeBits(matrix->dtype) / 8);
+  listed_place.four_bit = static_cast<int32_t>(four_bit_.size());
+  four_bit_.push_back(tensor);
+  return Status::Ok();
+}
+
+Result<platform::FileBytes> TensorStore::ReadFourBitAt(const Place& place, int64_t offset,
+                                                       int64_t bytes) const {
+  const FourBitTensor& tensor = four_bit_[static_cast<size_t>(place.four_bit)];
+  const int64_t width = DTypeBits(tensor.matrix.dtype) / 8;
+  const auto read = [&](std::string_view part, int64_t at, int64_t count) {
+    size_t index = 0;
+    while (index < kFourBitParts.size() && kFourBitParts[index] != part)
+      ++index;
+    const Place& from = part.empty() ? tensor.codes : tensor.parts[index];
+    return files_[static_cast<size_t>(from.file)]->Read(from.begin + at, count);
+  };
+  return ReadFourBit(tensor.matrix, read, offset / width, bytes / width);
 }
 
 const TensorInfo* TensorStore::Find(std::string_view name) const {
@@ -297,8 +396,9 @@ Result<size_t> TensorStore::Require(std::string_view name) const {
 Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const {
   const Place& place = places_[index];
   const auto& file = files_[static_cast<size_t>(place.file)];
-  Result<platform::FileBytes> read =
-      place.part == nullptr ? file->Read(place.begin + offset, bytes) : ReadParts(place, offset, bytes);
+  Result<platform::FileBytes> read = place.four_bit >= 0     ? ReadFourBitAt(place, offset, bytes)
+                                     : place.part == nullptr ? file->Read(place.begin + offset, bytes)
+                                                             : ReadParts(place, offset, bytes);
   if (!read.ok())
     return Blame(std::move(read).status(), tensors_[index].name);
   // Only the start of the data is aligned in a file; a mapped tensor that would be misread by type is copied.

@@ -11,6 +11,7 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
+#include "checkpoint/four_bit_blocks.hpp"
 #include "checkpoint/gguf_blocks.hpp"
 #include "checkpoint/gguf_header.hpp"
 #include "platform/file.hpp"
@@ -21,6 +22,8 @@ namespace fusedmoe::checkpoint {
 /// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
 class TensorStore {
  public:
+  /// A 4-bit matrix of bitsandbytes is listed as the 16- or 32-bit one that it decodes to, without the
+  /// tensors that go with it.
   static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
                                                          const CheckpointOptions& options);
 
@@ -60,18 +63,30 @@ class TensorStore {
     const BlockType* type =
         nullptr;  // the tensor is a part of the blocks of this type; null: bytes as they are
     const BlockPart* part = nullptr;
+    int32_t four_bit = -1;  // index into four_bit_: the tensor decodes to what is listed
+  };
+  // A 4-bit matrix of bitsandbytes: where its tensors lie.
+  struct FourBitTensor {
+    FourBitMatrix matrix;
+    Place codes;
+    std::array<Place, kFourBitParts.size()> parts;
   };
 
   Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
   Status AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header);
   Status IndexNames();
+  Status FoldFourBit();
+  Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
+                     std::vector<bool>* hidden);
   Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<platform::FileBytes> ReadFourBitAt(const Place& place, int64_t offset, int64_t bytes) const;
   Result<size_t> Require(std::string_view name) const;
   Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
 
   std::string source_;  // the index, or the directory: where a missing tensor should have been
   std::vector<TensorInfo> tensors_;
   std::vector<Place> places_;  // parallel to tensors_
+  std::vector<FourBitTensor> four_bit_;
   std::vector<std::shared_ptr<const platform::InputFile>> files_;
   std::unordered_map<std::string_view, size_t> by_name_;
   bool gguf_ = false;

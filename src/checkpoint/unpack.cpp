@@ -1,5 +1,6 @@
 #include "checkpoint/unpack.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -33,27 +34,28 @@ class Words {
 };
 
 // Integer codes go to U4 (two a byte) or U8.
-void PutCode(std::byte* row, int64_t column, int bits, uint32_t code) {
-  if (bits == 8) {
+void PutCode(std::byte* row, int64_t column, int width, uint32_t code) {
+  if (width == 8) {
     row[column] = static_cast<std::byte>(code);
   } else {
     row[column / 2] |= static_cast<std::byte>(code << (column % 2 * 4));
   }
 }
 
-// Field `index` of a stream of fields of `bits` that fills words from their low end; fields never straddle
-// words.
+// Field `index` of a dense stream of fields of `bits` that fills words from their low end. Where 32 is no
+// multiple of `bits`, fields go on in the next word.
 template <typename Word>
 uint32_t Field(const Word& word_at, int64_t index, int bits) {
-  const int64_t per_word = 32 / bits;
-  const uint32_t mask = (uint32_t{1} << bits) - 1;
-  return word_at(index / per_word) >> (index % per_word * bits) & mask;
+  const int64_t first_bit = index * bits;
+  const int64_t word = first_bit / 32, shift = first_bit % 32;
+  uint32_t field = word_at(word) >> shift;
+  if (shift + bits > 32)
+    field |= word_at(word + 1) << (32 - shift);
+  return field & ((uint32_t{1} << bits) - 1);
 }
 
-Status CheckBits(const LinearFormat& format) {
-  if (format.bits == 4 || format.bits == 8)
-    return Status::Ok();
-  return Status::Unsupported(fmt::format("packed integers of {} bits; 4 and 8 are supported", format.bits));
+int64_t StreamWords(int64_t fields, int bits) {
+  return CeilDiv(fields * bits, int64_t{32});
 }
 
 }  // namespace
@@ -119,6 +121,18 @@ Result<Tensor> PackSigned4(const Tensor& codes) {
   return out;
 }
 
+Result<Tensor> AroundMiddle(const Tensor& codes) {
+  const TensorView& from = codes.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, from.shape()));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    const std::byte* row = from.data() + r * from.stride_bytes(0);
+    std::transform(row, row + from.dim(1), to.data() + r * to.stride_bytes(0),
+                   [](std::byte code) { return code ^ std::byte{0x80}; });
+  }
+  return out;
+}
+
 Result<Tensor> UnpackNibbles(const Tensor& packed) {
   const TensorView& from = packed.view();
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{from.dim(0), 2 * from.dim(1)}));
@@ -145,14 +159,13 @@ Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
   return out;
 }
 
-Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
-  FMOE_RETURN_IF_ERROR(CheckBits(format));
+Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,
+                           bool has_zero_points) {
   const int bits = format.bits;
-  const int64_t per_word = 32 / bits;
   const bool words = format.packing != Packing::kRowPairs;
-  const Shape wanted = format.packing == Packing::kGptq   ? Shape{CeilDiv(cols, per_word), rows}
-                       : format.packing == Packing::kAwq  ? Shape{cols, CeilDiv(rows, per_word)}
-                       : format.packing == Packing::kBits ? Shape{rows, CeilDiv(cols, per_word)}
+  const Shape wanted = format.packing == Packing::kGptq   ? Shape{StreamWords(cols, bits), rows}
+                       : format.packing == Packing::kAwq  ? Shape{cols, StreamWords(rows, bits)}
+                       : format.packing == Packing::kBits ? Shape{rows, StreamWords(cols, bits)}
                                                           : Shape{CeilDiv(rows, 2), cols};
   if (stored.dtype() != (words ? DType::kI32 : DType::kU8) || !(stored.shape() == wanted)) {
     return WrongStorage(stored, words ? DType::kI32 : DType::kU8, wanted);
@@ -163,6 +176,9 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
   const Words word(stored);
   // Signed fields become unsigned ones with the zero in the middle, by turning their sign bit.
   const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
+  // Without zero points, zero is the middle of the codes: of those stored, then of the wider ones.
+  const int width = DTypeBits(element);
+  const uint32_t lift = has_zero_points ? 0 : (uint32_t{1} << (width - 1)) - (uint32_t{1} << (bits - 1));
   for (int64_t r = 0; r < rows; ++r) {
     std::byte* row = to.data() + r * to.stride_bytes(0);
     for (int64_t c = 0; c < cols; ++c) {
@@ -182,7 +198,7 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
           code = std::to_integer<uint32_t>(stored.view().data()[r / 2 * cols + c]) >> (r % 2 * 4) & 15U;
           break;
       }
-      PutCode(row, c, bits, code ^ flip);
+      PutCode(row, c, width, (code ^ flip) + lift);
     }
   }
   return out;
@@ -190,11 +206,9 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
 
 Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
                                 int64_t groups) {
-  FMOE_RETURN_IF_ERROR(CheckBits(format));
   const int bits = format.bits;
-  const int64_t per_word = 32 / bits;
-  const Shape wanted = format.packing == Packing::kBits ? Shape{CeilDiv(rows, per_word), groups}
-                                                        : Shape{groups, CeilDiv(rows, per_word)};
+  const Shape wanted = format.packing == Packing::kBits ? Shape{StreamWords(rows, bits), groups}
+                                                        : Shape{groups, StreamWords(rows, bits)};
   if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted))
     return WrongStorage(stored, DType::kI32, wanted);
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{rows, groups}));

@@ -105,7 +105,8 @@ TEST(FamilyTable, ModelTypes_BelongToOneRow) {
 
 // Rows whose models transformers cannot write; their names and rules come from the models' own code.
 TEST(FamilyTable, Rows_HaveAGoldenLayerOrAReason) {
-  const std::set<std::string> without = {"grok", "arctic", "bailing_moe", "bailing_moe_v2"};
+  const std::set<std::string> without = {"grok",           "arctic",   "bailing_moe",
+                                         "bailing_moe_v2", "deepseek", "step3"};
   std::set<std::string> covered;
   for (const std::string& name : Cases()) {
     const auto config = checkpoint::ModelConfig::Open((Root() / name).string());

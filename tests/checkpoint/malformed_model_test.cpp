@@ -333,7 +333,7 @@ TEST(MalformedModel, RulesOfTheConfiguration_AreChecked) {
            }},
           {"unknown method",
            [](auto& c) {
-             c["quantization_config"] = {{"quant_method", "bitsandbytes"}};
+             c["quantization_config"] = {{"quant_method", "hqq"}};
            },
            StatusCode::kUnsupported},
           {"method a number",
@@ -413,7 +413,7 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
           {"no groups", [](auto& c) { c["quantization_config"].erase("config_groups"); }},
           {"groups a list", [](auto& c) { c["quantization_config"]["config_groups"] = {1}; }},
           {"no bits", [&](auto& c) { weights(c).erase("num_bits"); }},
-          {"3 bits", [&](auto& c) { weights(c)["num_bits"] = 3; }, StatusCode::kUnsupported},
+          {"9 bits", [&](auto& c) { weights(c)["num_bits"] = 9; }, StatusCode::kUnsupported},
           {"99 bits", [&](auto& c) { weights(c)["num_bits"] = 99; }},
           {"8 bits that the tensors belie", [&](auto& c) { weights(c)["num_bits"] = 8; }},
           {"type unknown", [&](auto& c) { weights(c)["type"] = "posit"; }},
@@ -441,7 +441,7 @@ TEST(MalformedModel, QuantizationMetadata_IsChecked) {
         format,
         {
             {"no bits", [](auto& c) { c["quantization_config"].erase("bits"); }},
-            {"3 bits", [](auto& c) { c["quantization_config"]["bits"] = 3; }, StatusCode::kUnsupported},
+            {"9 bits", [](auto& c) { c["quantization_config"]["bits"] = 9; }, StatusCode::kUnsupported},
             {"bits a word", [](auto& c) { c["quantization_config"]["bits"] = "4"; }},
             {"group a word", [](auto& c) { c["quantization_config"]["group_size"] = "32"; }},
             {"another group", [](auto& c) { c["quantization_config"]["group_size"] = 16; }},

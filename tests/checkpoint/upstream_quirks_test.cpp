@@ -67,7 +67,7 @@ TEST(UpstreamQuirks, DynamicOfGptq_NamesWhatIsLeftAlone) {
   EXPECT_EQ(LoadWith(model).message(), "");
   dynamic = {{".*experts\\..*", {{"bits", 8}}}};
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
-  dynamic = {{".*experts\\..*", {{"bits", 3}}}};
+  dynamic = {{".*experts\\..*", {{"bits", 9}}}};
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
   dynamic = {{"-:.*experts\\.[", nlohmann::ordered_json::object()}};
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
@@ -148,8 +148,47 @@ TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << "no .weight of e4m3 there";
   quantization["group_size"] = 64;
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
-  quantization["data_type"] = "nv_fp";
+  for (const char* type : {"nv_fp", "nvfp4_v2", "mx_int"}) {
+    quantization["data_type"] = type;
+    EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported) << type;
+  }
+}
+
+// Inputs that the tool rounds to integers, and those it rotates (Hadamard, SpinQuant), would silently stay as
+// they are.
+TEST(UpstreamQuirks, InputsThatAutoRoundChanges_AreRefused) {
+  TinyModel model("autoround");
+  auto& quantization = model.config["quantization_config"];
+  quantization["act_bits"] = 16;
+  quantization["rotation_config"] = nullptr;
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["act_bits"] = 4;
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  quantization["act_bits"] = 16;
+  for (const char* key : {"rotation_config", "spinquant_config"}) {
+    quantization[key] = {{"hadamard_type", "hadamard"}};
+    EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported) << key;
+    quantization.erase(key);
+  }
+}
+
+// A symmetric GPTQ file says nothing by its zero points; where the metadata promise some, they must be there.
+TEST(UpstreamQuirks, ZeroPointsThatArePromised_AreNeeded) {
+  for (const std::string format : {"gptq", "awq", "ct_int4"}) {
+    SCOPED_TRACE(format);
+    TinyModel model(format);
+    auto& quantization = model.config["quantization_config"];
+    if (format == "gptq")
+      quantization["sym"] = false;
+    if (format == "ct_int4")
+      quantization["config_groups"]["group_0"]["weights"]["symmetric"] = false;
+    std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".qzeros"); });
+    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+    if (format == "gptq") {
+      quantization["sym"] = true;
+      EXPECT_EQ(LoadWith(model).message(), "");
+    }
+  }
 }
 
 // llm-compressor 0.14 on JetMoE, Quark 0.13 on experts that it was not told to take apart: the linear modules

@@ -10,21 +10,21 @@ using checkpoint::Packing;
 
 // Rows and columns from the shape of the codes.
 void SizeOf(const LinearFormat& format, const Shape& shape, OtherModule& module) {
-  const int64_t per_word = format.bits > 0 ? 32 / format.bits : 1;
+  const auto fields = [&](int64_t words) { return words * 32 / std::max(format.bits, 1); };
   module.rows = shape[0];
   module.cols = shape[1];
   switch (format.packing) {
     case Packing::kDirect:
       break;  // below: stored bytes hold one or two codes
     case Packing::kBits:
-      module.cols *= per_word;
+      module.cols = fields(shape[1]);
       return;
     case Packing::kGptq:
       module.rows = shape[1];
-      module.cols = shape[0] * per_word;
+      module.cols = fields(shape[0]);
       return;
     case Packing::kAwq:
-      module.rows = shape[1] * per_word;
+      module.rows = fields(shape[1]);
       module.cols = shape[0];
       return;
     case Packing::kRowPairs:
@@ -64,7 +64,8 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
       FMOE_ASSIGN_OR_RETURN(module.scheme, SchemeOf(*format));
       for (const std::string_view part :
            {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
-            format->group_index, format->pre_quant_scale, format->shape, std::string_view(".g_idx")}) {
+            format->group_index, format->pre_quant_scale, format->shape, format->row_major,
+            std::string_view(".g_idx")}) {
         if (!part.empty()) {
           module.tensors.insert(module.module + std::string(part));
         }

@@ -279,7 +279,8 @@ void Linter::LintUnused(const LayerContext& context) {
       }
       for (const std::string_view suffix :
            {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
-            format->group_index, format->pre_quant_scale, format->shape, std::string_view(".bias")}) {
+            format->group_index, format->pre_quant_scale, format->shape, format->row_major,
+            std::string_view(".bias")}) {
         if (!suffix.empty()) {
           suffixes.insert(std::string(suffix));
         }

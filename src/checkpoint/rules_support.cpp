@@ -1,0 +1,61 @@
+#include "checkpoint/rules_support.hpp"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include <fmt/format.h>
+
+namespace fusedmoe::checkpoint {
+
+Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path) {
+  return Status::BadInput(fmt::format("'{}' is {}; {} is needed", key,
+                                      value == nullptr ? "missing" : value->ToString(), wanted))
+      .WithFile(path);
+}
+
+Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
+                     std::optional<int64_t> fallback, const std::string& path) {
+  const JsonValue* value = spec.Find(key);
+  if (value == nullptr && fallback)
+    return *fallback;
+  const std::optional<int64_t> size = value == nullptr ? std::nullopt : value->integer();
+  if (!size || *size < low || *size > high)
+    return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
+  return *size;
+}
+
+Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {
+  const JsonValue* value = spec.Find(key);
+  if (value == nullptr)
+    return fallback;
+  if (!value->is_bool())
+    return Wrong(key, value, "true or false", path);
+  return value->boolean();
+}
+
+bool IsRegexLike(const std::string& pattern) {
+  return pattern.find_first_of("\\^$(|") != std::string::npos;
+}
+
+bool Listed(const std::vector<std::string>& patterns, const std::string& module) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    if (pattern.find('*') != std::string::npos && !IsRegexLike(pattern)) {
+      return MatchesWildcard(pattern, module) || MatchesWildcard(pattern + ".*", module);
+    }
+    return HasComponents(module, pattern);
+  });
+}
+
+Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped) {
+  auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format),
+                                                                                    std::move(skipped));
+  QuantRules rules;
+  rules.producer = std::move(producer);
+  rules.format_of = [shared](const std::string& module) -> Result<LinearFormat> {
+    return Listed(shared->second, module) ? LinearFormat{} : shared->first;
+  };
+  return rules;
+}
+
+}  // namespace fusedmoe::checkpoint
