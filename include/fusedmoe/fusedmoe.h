@@ -329,7 +329,7 @@ typedef struct fmoe_forward {
   fmoe_tensor topk_ids;       /* I32 or I64 [M, k]; -1 skips a slot */
   fmoe_tensor topk_weights;   /* F32 [M, k] */
   fmoe_tensor token_ids;      /* I32 or I64 [M], for hash routing */
-  fmoe_tensor output;         /* [M, H] in the dtype of `hidden` or F32 */
+  fmoe_tensor output;         /* [M, H] in the dtype of `hidden` or F32; must not overlap `hidden` */
   fmoe_tensor chosen_ids;     /* I32 [M, k]; may be absent */
   fmoe_tensor chosen_weights; /* F32 [M, k]; may be absent */
 } fmoe_forward;

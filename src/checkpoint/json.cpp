@@ -10,7 +10,7 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr size_t kMaxDepth = 64;
+constexpr size_t kMaxNesting = 64;
 
 void AppendUtf8(uint32_t code, std::string* out) {
   if (code < 0x80) {
@@ -86,8 +86,8 @@ bool JsonReader::Expect(char c) {
 bool JsonReader::Enter(char open) {
   if (!Expect(open))
     return false;
-  if (open_.size() >= kMaxDepth)
-    return Fail(fmt::format("more than {} nested values", kMaxDepth));
+  if (open_.size() >= kMaxNesting)
+    return Fail(fmt::format("more than {} nested values", kMaxNesting));
   open_.push_back(open == '{' ? '}' : ']');
   first_ = true;
   return true;

@@ -164,20 +164,65 @@ TEST(Lint, SizesThatDoNotSplit_AreAWarning) {
   EXPECT_EQ(Of(RunCommand({"lint", odd, "--json"}).Json(), "tp_shard").size(), 1U);
 }
 
-TEST(Lint, FusedRowsInTheWrongOrder_AreSuspected) {
-  // gpt-oss keeps gate and up in alternating columns. With up twenty times as large, the right reading has no
-  // pattern within either, and reading halves has.
-  const SampleCheckpoint checkpoint("gpt_oss", "unquantized");
+// Up twenty times as large as gate, which alternate in the columns of gpt-oss.
+void MakeUpLarge(const SampleCheckpoint& checkpoint) {
   Change(checkpoint, "model.layers.0.mlp.experts.gate_up_proj", [](Tensor& tensor) {
     auto* values = tensor.mutable_view().as<uint16_t>();
     for (int64_t index = 1; index < tensor.view().count(); index += 2) {
       values[index] = static_cast<uint16_t>(values[index] + (4U << 7));  // times 16
     }
   });
-  EXPECT_TRUE(Of(RunLint(checkpoint).Json(), "interleaving").empty());
-  const ProcessResult wrong =
-      RunCommand({"lint", checkpoint.path(), "--json", "--expert-layout", "in_out,chunked"});
-  EXPECT_FALSE(Of(wrong.Json(), "interleaving").empty()) << wrong.out;
+}
+
+// [E, in, out] of all experts as a matrix [out, in] for each, the bias [E, out] as its rows: how Quark writes
+// gpt-oss.
+void TakeExpertsApart(const SampleCheckpoint& checkpoint) {
+  const std::string stem = "model.layers.0.mlp.experts.";
+  checkpoint.Rewrite("model.safetensors", [&](std::vector<NamedTensor>& tensors) {
+    std::vector<NamedTensor> apart;
+    for (NamedTensor& named : tensors) {
+      const TensorView all = named.tensor.view();
+      if (!named.name.starts_with(stem)) {
+        apart.push_back(std::move(named));
+        continue;
+      }
+      const std::string role = named.name.substr(stem.size());
+      const bool bias = role.ends_with("_bias");
+      const std::string module = bias ? role.substr(0, role.size() - 5) : role;
+      const int64_t in = bias ? 1 : all.dim(1), out = all.dim(all.rank() - 1);
+      const int64_t width = all.total_bytes() / all.count();
+      for (int64_t e = 0; e < all.dim(0); ++e) {
+        Tensor one = *Tensor::Allocate(all.dtype(), bias ? Shape{out} : Shape{out, in});
+        for (int64_t i = 0; i < in * out; ++i) {
+          std::memcpy(one.mutable_view().data() + (i % out * in + i / out) * width,
+                      all.data() + (e * in * out + i) * width, static_cast<size_t>(width));
+        }
+        apart.push_back({stem + std::to_string(e) + "." + module + (bias ? ".bias" : ".weight"), one});
+      }
+    }
+    tensors = std::move(apart);
+  });
+}
+
+TEST(Lint, RowsInTheWrongOrder_AreSuspected) {
+  // The right reading has no pattern within either half, and reading the rows one after the other has.
+  for (const bool apart : {false, true}) {
+    SCOPED_TRACE(apart ? "a matrix for each expert" : "one tensor for all experts");
+    const SampleCheckpoint checkpoint("gpt_oss", "unquantized");
+    MakeUpLarge(checkpoint);
+    if (apart) {
+      TakeExpertsApart(checkpoint);
+    }
+    const ProcessResult right = RunLint(checkpoint);
+    ASSERT_EQ(right.exit_code, 0) << right.out;
+    EXPECT_TRUE(Of(right.Json(), "interleaving").empty());
+    const std::string layout = apart ? "out_in,chunked" : "in_out,chunked";
+    const ProcessResult wrong = RunCommand({"lint", checkpoint.path(), "--json", "--expert-layout", layout});
+    const auto found = Of(wrong.Json(), "interleaving");
+    ASSERT_FALSE(found.empty()) << wrong.out;
+    const std::string tensor = found.front().at("tensor").get<std::string>();
+    EXPECT_TRUE(tensor.ends_with(apart ? "experts.0.gate_up_proj" : "experts.gate_up_proj")) << tensor;
+  }
 }
 
 TEST(Lint, Codes_AreListedOnceEach) {
