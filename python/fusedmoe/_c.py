@@ -210,7 +210,12 @@ def made(function: Any, *arguments: Any) -> c_void_p:
     return handle
 
 
+def text(function: Any, *arguments: Any) -> str:
+    """What a function that returns text says."""
+    value: bytes = function(*arguments)
+    return value.decode()
+
+
 def version() -> str:
     """Of the library that is loaded: "0.1.0"."""
-    text: bytes = lib.fmoe_version()
-    return text.decode()
+    return text(lib.fmoe_version)

@@ -86,13 +86,11 @@ class Checkpoint(Handle):
 
     @property
     def family(self) -> str:
-        text: bytes = _c.lib.fmoe_checkpoint_family(self._handle)
-        return text.decode()
+        return _c.text(_c.lib.fmoe_checkpoint_family, self._handle)
 
     @property
     def producer(self) -> str:
-        text: bytes = _c.lib.fmoe_checkpoint_producer(self._handle)
-        return text.decode()
+        return _c.text(_c.lib.fmoe_checkpoint_producer, self._handle)
 
     @property
     def moe_layers(self) -> list[int]:
@@ -225,14 +223,12 @@ class Layer(Handle):
     @property
     def plan(self) -> str:
         """What runs, and what it is expected to cost."""
-        text: bytes = _c.lib.fmoe_layer_plan_text(self._handle)
-        return text.decode()
+        return _c.text(_c.lib.fmoe_layer_plan_text, self._handle)
 
     @property
     def selection(self) -> str:
         """The plan with every backend that does not run, and why."""
-        text: bytes = _c.lib.fmoe_layer_selection_text(self._handle)
-        return text.decode()
+        return _c.text(_c.lib.fmoe_layer_selection_text, self._handle)
 
     @property
     def physical_to_logical(self) -> list[int]:

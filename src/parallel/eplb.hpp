@@ -53,8 +53,6 @@ class EplbState {
   Result<bool> RecordStep(std::span<const int64_t> physical_load);
   /// The window's load by logical expert, [num_layers, num_experts]; ranks add theirs up before Rearrange.
   std::vector<double> LogicalLoad() const;
-  /// Balancedness of the latest step, by layer averaged; 1 before the first.
-  double LatestBalancedness() const { return latest_balancedness_; }
   /// Plans every layer from `logical_load` [num_layers, num_experts], keeps slots, and starts the interval
   /// again. Returns the slots whose expert changed, over all layers.
   Result<int64_t> Rearrange(std::span<const double> logical_load);
@@ -70,7 +68,6 @@ class EplbState {
   std::vector<int64_t> window_sum_;
   int64_t window_position_ = 0;
   int64_t step_ = 0;
-  double latest_balancedness_ = 1.0;
 };
 
 }  // namespace fusedmoe

@@ -126,16 +126,12 @@ Result<bool> EplbState::RecordStep(std::span<const int64_t> physical_load) {
     window_sum_[index] -= row[index];
     row[index] = 0;
   }
-  latest_balancedness_ = 0.0;
-  std::vector<double> layer_load(At(slots));
   for (int64_t layer = 0; layer < num_layers(); ++layer) {
     for (int64_t slot = 0; slot < slots; ++slot) {
       const int64_t load = physical_load[At(layer * slots + slot)];
       const int64_t expert = maps(layer).physical_to_logical[At(slot)];
       row[layer * shape_.num_experts + expert] += load;
-      layer_load[At(slot)] = static_cast<double>(load);
     }
-    latest_balancedness_ += Balancedness(layer_load, shape_.num_ranks) / static_cast<double>(num_layers());
   }
   for (size_t index = 0; index < window_sum_.size(); ++index) {
     window_sum_[index] += row[index];

@@ -182,7 +182,6 @@ void CpuExperts::RunGroup(Run& run, const Crew& crew, const JobGroup& group, int
   PlaceJobs(run, group, row);
   PackJobs(run, crew, group, 0);
   GateUpJobs(run, crew, group);
-
   if (NeedsDynamicTensorScale(activation_)) {
     PackTiles(run, plan_.down, 2);
   }
