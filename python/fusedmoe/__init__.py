@@ -14,5 +14,6 @@ from ._layer import Checkpoint, EplbStep, Layer, LayerInfo, Routing
 from ._ranks import Communicator
 from ._threads import set_num_threads
 
+__version__ = version()
 __all__ = ["Checkpoint", "Communicator", "EplbStep", "Error", "Layer", "LayerInfo", "Routing", "set_num_threads",
            "version"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import operator
+import os
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,10 +156,12 @@ class Error(RuntimeError):
 
     @classmethod
     def of(cls, info: ErrorInfo) -> Error:
-        error = cls(info.text.decode())
-        error.code = cls.CODES[info.code]
-        error.message, error.file = info.message.decode(), info.file.decode()
-        error.tensor, error.hint = info.tensor.decode(), info.hint.decode()
+        # Messages quote names of files and tensors, which need not be UTF-8; `file` can be opened again.
+        whole, message, tensor, hint = (part.decode(errors="backslashreplace")
+                                        for part in (info.text, info.message, info.tensor, info.hint))
+        error = cls(whole)
+        error.code, error.message, error.file = cls.CODES[info.code], message, os.fsdecode(info.file)
+        error.tensor, error.hint = tensor, hint
         return error
 
 
@@ -213,7 +218,33 @@ def made(function: Any, *arguments: Any) -> c_void_p:
 def text(function: Any, *arguments: Any) -> str:
     """What a function that returns text says."""
     value: bytes = function(*arguments)
-    return value.decode()
+    return value.decode(errors="backslashreplace")
+
+
+def integer(value: Any, name: str, bits: int = 64) -> int:
+    """`value` as a signed integer of this width: ctypes would cut off what does not fit."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {type(value).__name__}, an integer is required") from None
+    if not -(1 << (bits - 1)) <= number < 1 << (bits - 1):
+        raise ValueError(f"{name} is {number}, which does not fit in {bits} bits")
+    return number
+
+
+def integers(values: Sequence[int], name: str) -> Any:
+    """An array of int32."""
+    return (c_int32 * len(values))(*(integer(value, f"{name}[{i}]", 32) for i, value in enumerate(values)))
+
+
+def encoded(value: Any, name: str) -> bytes:
+    """A path or a word as the library takes it: ctypes would take an int for its address, and end it at a null."""
+    if not isinstance(value, (str, bytes, os.PathLike)):
+        raise TypeError(f"{name} is {type(value).__name__}, a string is required")
+    data = os.fsencode(value)
+    if b"\0" in data:
+        raise ValueError(f"{name} holds a null character: {value!r}")
+    return data
 
 
 def version() -> str:

@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import _c, _tensors
@@ -82,7 +82,11 @@ class Checkpoint(Handle):
     """A checkpoint in Hugging Face layout, or a GGUF file. Immutable; safe from many threads."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(_c.made(_c.lib.fmoe_checkpoint_open, os.fsencode(path)), _c.lib.fmoe_checkpoint_release)
+        super().__init__(_c.made(_c.lib.fmoe_checkpoint_open, _c.encoded(path, "path")), _c.lib.fmoe_checkpoint_release)
+        self._path = os.fsdecode(path)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self._path!r})"
 
     @property
     def family(self) -> str:
@@ -102,7 +106,7 @@ class Checkpoint(Handle):
     def describe(self, layer: int) -> LayerInfo:
         """LayerInfo of a layer, without reading its weights."""
         info = _c.initialised(_c.LayerInfo)
-        _c.check(_c.lib.fmoe_checkpoint_describe(self._handle, layer, ctypes.byref(info)))
+        _c.check(_c.lib.fmoe_checkpoint_describe(self._handle, _c.integer(layer, "layer"), ctypes.byref(info)))
         return LayerInfo._of(info)
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
@@ -111,7 +115,8 @@ class Checkpoint(Handle):
         (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
         eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
         c_options, alive = _options(options)
-        loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, layer, ctypes.byref(c_options)), routing)
+        loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
+                               ctypes.byref(c_options)), routing)
         loaded._alive = alive  # threads that place its experts anew
         return loaded
 
@@ -123,6 +128,8 @@ _OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determi
 _OPTIONS |= {"tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel", "sp": "sequence_parallel",
              "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
              "eplb_interval": "eplb_interval_steps"}
+_FLAGS = ("shared_experts", "ep", "eplb")
+_WORDS = frozenset(field[0] for field in _c.LayerOptions._fields_ if field[1] is ctypes.c_char_p)
 
 
 def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
@@ -141,9 +148,13 @@ def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
             options.communicator = value._handle
         elif name not in _OPTIONS:
             raise TypeError(f"layers have no option '{name}'")
-        else:
-            alive.append(os.fsencode(value) if isinstance(value, (str, os.PathLike)) else int(value))
+        elif _OPTIONS[name] in _WORDS:
+            alive.append(_c.encoded(value, name))
             setattr(options, _OPTIONS[name], alive[-1])
+        elif name in _FLAGS and isinstance(value, str):
+            raise TypeError(f"{name} is str, True or False is required")
+        else:
+            setattr(options, _OPTIONS[name], bool(value) if name in _FLAGS else _c.integer(value, name))
     return options, alive
 
 
@@ -163,13 +174,18 @@ class Layer(Handle):
         _c.check(_c.lib.fmoe_layer_get_info(self._handle, ctypes.byref(info)))
         self.info = LayerInfo._of(info)
 
+    def __repr__(self) -> str:
+        info = self.info
+        return (f"Layer({info.scheme}, {info.num_experts} experts, top {info.top_k}, hidden {info.hidden}, "
+                f"{info.backend})")
+
     def __del__(self) -> None:
         for workspace in getattr(self, "_workspaces", []):
             self._release_workspace(workspace)
         super().__del__()
 
     @classmethod
-    def create(cls, experts: Sequence[dict[str, Any]], *, top_k: int, scheme: str = "unquantized",
+    def create(cls, experts: Sequence[Mapping[str, Any]], *, top_k: int, scheme: str = "unquantized",
                activation: str = "silu", alpha: float = 1.0, beta: float = 0.0, limit: float = 0.0, dtype: str = "BF16",
                apply_router_weight_on_input: bool = False, routing: Routing | str | None = None,
                renormalize: bool = True, num_groups: int = 1, topk_groups: int = 1, scaling_factor: float = 1.0,
@@ -185,23 +201,29 @@ class Layer(Handle):
 
         `routing`, for forwards without ids: the name of a method (docs/routing.md; "Renormalize" by default), which the
         arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses."""
+        if dtype not in _c.DTYPE:
+            raise ValueError(f"dtype is {dtype!r}, it must be 'BF16', 'F16' or 'F32'")
         element = _element(scheme)
         built = [_expert(expert, number, element) for number, expert in enumerate(experts)]
         if not built:
             raise ValueError("a layer needs at least one expert")
         config = _c.initialised(_c.LayerConfig)
         up = built[0][0].up.codes
-        config.num_experts, config.top_k = len(built), top_k
+        if up.rank != 2:
+            raise ValueError(f"expert 0, up has shape {up.shape[:up.rank]}, [intermediate, hidden] is required")
+        config.num_experts, config.top_k = len(built), _c.integer(top_k, "top_k")
         config.intermediate, config.hidden = up.shape[0], up.shape[1]
-        config.dtype, config.scheme, config.activation = _c.DTYPE[dtype], scheme.encode(), activation.encode()
+        config.dtype, config.scheme = _c.DTYPE[dtype], _c.encoded(scheme, "scheme")
+        config.activation = _c.encoded(activation, "activation")
         config.alpha, config.beta, config.limit = alpha, beta, limit
         config.has_bias = bool(built[0][0].down.bias.data)
         config.apply_router_weight_on_input = apply_router_weight_on_input
         if isinstance(routing, str):
-            config.routing = routing.encode()
-        config.score = None if score is None else score.encode()
+            config.routing = _c.encoded(routing, "routing")
+        config.score = None if score is None else _c.encoded(score, "score")
         config.renormalize, config.scaling_factor = renormalize, scaling_factor
-        config.num_groups, config.topk_groups = num_groups, topk_groups
+        config.num_groups = _c.integer(num_groups, "num_groups")
+        config.topk_groups = _c.integer(topk_groups, "topk_groups")
         router = {"router_weight": router_weight, "router_bias": router_bias, "correction_bias": correction_bias}
         owners = []
         for name, tensor in router.items():
@@ -253,12 +275,17 @@ class Layer(Handle):
         topk_ids [M, k] (int32 or int64; -1 skips a slot) with topk_weights [M, k] (float32), or neither, and the
         router of the layer decides. With `return_routing` also the ids and the weights that were chosen. On a
         card, tensors of the card: the call launches on torch's current stream and does not wait."""
-        if (_tensors.device_of(hidden) == "cuda") != self.info.on_device:
-            raise ValueError(f"hidden lies on {_tensors.device_of(hidden)}, the layer on "
-                             f"{'cuda' if self.info.on_device else 'cpu'}")
+        if not _tensors.is_tensor(hidden):
+            raise TypeError(f"hidden is {type(hidden).__name__}, a tensor, an array or a buffer of [tokens, hidden] is "
+                            f"required")
+        device = "cuda" if self.info.on_device else "cpu"
+        if _tensors.device_of(hidden) != device:
+            raise ValueError(f"hidden lies on {_tensors.device_of(hidden)}, the layer on {device}")
         if self._routing is not None and router_logits is not None and topk_ids is None:
             topk_ids, topk_weights = self._routing(hidden, router_logits, self.info.top_k)
             router_logits = None
+        if out is not None and not _tensors.is_writable(out):
+            raise ValueError("out is read-only")
         if out is None:
             out = _tensors.empty_like(hidden, hidden.shape, None)
         values = {"hidden": hidden, "router_logits": router_logits, "topk_ids": topk_ids,
@@ -299,7 +326,7 @@ class Layer(Handle):
 def _element(scheme: str) -> str | None:
     """The type of a scheme's codes; None for plain weights, which come in their own."""
     element = ctypes.c_int()
-    _c.check(_c.lib.fmoe_scheme_element(scheme.encode(), ctypes.byref(element)))
+    _c.check(_c.lib.fmoe_scheme_element(_c.encoded(scheme, "scheme"), ctypes.byref(element)))
     name = _c.DTYPES[element.value]
     return None if name in ("BF16", "F16", "F32") else name
 
@@ -307,13 +334,15 @@ def _element(scheme: str) -> str | None:
 _MATRIX_FIELDS = frozenset(field[0] for field in _c.Matrix._fields_)
 
 
-def _expert(given: dict[str, Any], number: int, element: str | None) -> tuple[_c.Expert, list[Any]]:
+def _expert(given: Mapping[str, Any], number: int, element: str | None) -> tuple[_c.Expert, list[Any]]:
     """The struct of one expert, and what it points at."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"expert {number} is {type(given).__name__}, a dict of gate, up and down is required")
     expert, alive = _c.Expert(), list[Any]()
     for part in given:
         if part not in ("gate", "up", "down"):
             raise TypeError(f"expert {number} has '{part}', experts have gate, up and down")
-        matrix = given[part] if isinstance(given[part], dict) else {"codes": given[part]}
+        matrix = given[part] if isinstance(given[part], Mapping) else {"codes": given[part]}
         target = getattr(expert, part)
         for name, value in matrix.items():
             if name in ("tensor_scale", "input_tensor_scale"):
@@ -326,4 +355,9 @@ def _expert(given: dict[str, Any], number: int, element: str | None) -> tuple[_c
                 alive.append(owner)
             else:
                 raise TypeError(f"expert {number}, {part} has '{name}', which no matrix has")
+        if "codes" not in matrix:
+            raise TypeError(f"expert {number}, {part} has no 'codes'")
+    for part in ("up", "down"):  # the gate goes with some activations
+        if part not in given:
+            raise TypeError(f"expert {number} has no '{part}'")
     return expert, alive

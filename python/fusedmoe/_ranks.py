@@ -16,7 +16,7 @@ class Communicator(Handle):
     def mpi(cls, module: str | os.PathLike[str] = "libfusedmoe_mpi.so", deadline: float = 60) -> Communicator:
         """The ranks that mpirun started this process among. `module`: libfusedmoe_mpi.so of an installation, where the
         loader finds it. An exchange that takes longer than `deadline` seconds fails."""
-        handle = _c.made(_c.lib.fmoe_communicator_mpi, os.fsencode(module), deadline)
+        handle = _c.made(_c.lib.fmoe_communicator_mpi, _c.encoded(module, "module"), deadline)
         return cls(handle, _c.lib.fmoe_communicator_release)
 
     def on_cards(self, library: str | os.PathLike[str] | None = None, deadline: float = 60, card: int = -1,
@@ -24,8 +24,8 @@ class Communicator(Handle):
         """The same ranks, which own a card each, for layers on "cuda"; all of them call. `library`: the file of NCCL.
         `card`: of this rank; -1: its number among the ranks of its machine. `adopt`: the address of an ncclComm_t of
         the same ranks that the caller keeps."""
-        path = None if library is None else os.fsencode(library)
-        handle = _c.made(_c.lib.fmoe_communicator_nccl, self._handle, path, deadline, card, adopt)
+        path = None if library is None else _c.encoded(library, "library")
+        handle = _c.made(_c.lib.fmoe_communicator_nccl, self._handle, path, deadline, _c.integer(card, "card"), adopt)
         return Communicator(handle, _c.lib.fmoe_communicator_release)
 
     @property

@@ -31,8 +31,18 @@ def is_numpy(value: Tensor) -> bool:
     return hasattr(value, "__array_interface__")
 
 
+def is_tensor(value: Tensor) -> bool:
+    """Whether it has rows to lend at all."""
+    return is_torch(value) or is_numpy(value) or isinstance(value, memoryview)
+
+
+def is_writable(value: Tensor) -> bool:
+    """False for arrays of NumPy that must not be written; other read-only buffers cannot be lent at all."""
+    return not is_numpy(value) or bool(value.flags.writeable)
+
+
 def device_of(value: Tensor) -> str:
-    """"cpu", or "cuda"."""
+    """Where torch says that it lies: "cpu" and "cuda" are what the library computes on."""
     return str(value.device.type) if is_torch(value) else "cpu"
 
 
@@ -48,7 +58,8 @@ def _parts(value: Tensor) -> tuple[int, str, Sequence[int], Sequence[int], Any]:
         name = str(value.dtype).removeprefix("torch.")
         return value.data_ptr(), NAMES.get(name, name), value.shape, [s * value.element_size() for s in value.stride()], value
     if is_numpy(value):
-        return value.ctypes.data, NAMES.get(value.dtype.name, value.dtype.name), value.shape, value.strides, value
+        name = value.dtype.name if value.dtype.isnative else f"{value.dtype.name} of the other byte order"
+        return value.ctypes.data, NAMES.get(name, name), value.shape, value.strides, value
     view = memoryview(value)
     if view.readonly or view.shape is None or view.strides is None:
         raise TypeError("a read-only buffer has no address to lend: give a writable one, a NumPy array or a tensor")
@@ -77,7 +88,7 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
     if len(shape) > _c.MAX_RANK:
         raise ValueError(f"{name} has {len(shape)} axes, the library knows {_c.MAX_RANK}")
     size = 1 if element in PACKED else {"BOOL": 1}.get(dtype, int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8)
-    if shape and shape[-1] > 1 and strides[-1] != size:
+    if 0 not in shape and shape and shape[-1] > 1 and strides[-1] != size:
         raise ValueError(f"{name} has gaps between the elements of a row (stride {strides[-1]} bytes): make it contiguous")
     tensor.data, tensor.dtype, tensor.rank = address or ctypes.addressof(_NOTHING), _c.DTYPE[dtype], len(shape)
     for axis, extent in enumerate(shape):

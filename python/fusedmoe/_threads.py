@@ -12,7 +12,7 @@ class Pool(Handle):
     """Threads of the library. A forward that has begun with them keeps them."""
 
     def __init__(self, count: int) -> None:
-        super().__init__(_c.made(_c.lib.fmoe_thread_pool_create, count), _c.lib.fmoe_thread_pool_release)
+        super().__init__(_c.made(_c.lib.fmoe_thread_pool_create, _c.integer(count, "count", 32)), _c.lib.fmoe_thread_pool_release)
         self.executor: _c.Executor = _c.lib.fmoe_thread_pool_executor(self._handle)
 
 

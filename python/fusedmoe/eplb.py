@@ -29,12 +29,13 @@ def rebalance(load: Sequence[float], num_physical: int, *, num_ranks: int, num_g
     """The expert of each of `num_physical` slots, rank by rank, for the `load` of each expert. Experts that stay on their
     rank keep the slot that they had in `previous`."""
     shape = _c.initialised(_c.EplbShape)
-    shape.num_experts, shape.num_physical = len(load), num_physical
-    shape.num_ranks, shape.num_groups, shape.num_nodes = num_ranks, num_groups, num_nodes
+    shape.num_experts, shape.num_physical = len(load), _c.integer(num_physical, "num_physical")
+    shape.num_ranks, shape.num_groups = _c.integer(num_ranks, "num_ranks"), _c.integer(num_groups, "num_groups")
+    shape.num_nodes = _c.integer(num_nodes, "num_nodes")
     if previous is not None and len(previous) != num_physical:
         raise ValueError(f"previous has {len(previous)} slots, num_physical is {num_physical}")
     slots = (ctypes.c_int32 * max(num_physical, 0))()
-    old = None if previous is None else (ctypes.c_int32 * num_physical)(*previous)
+    old = None if previous is None else _c.integers(previous, "previous")
     loads = (ctypes.c_double * len(load))(*load)
     _c.check(_c.lib.fmoe_eplb_rebalance(ctypes.byref(shape), loads, old, slots))
     return list(slots)
@@ -43,7 +44,7 @@ def rebalance(load: Sequence[float], num_physical: int, *, num_ranks: int, num_g
 def maps(physical_to_logical: Sequence[int], num_experts: int) -> Maps:
     """The other two maps of a placement."""
     num_physical = len(physical_to_logical)
-    slots = (ctypes.c_int32 * num_physical)(*physical_to_logical)
+    slots = _c.integers(physical_to_logical, "physical_to_logical")
     width = max((list(physical_to_logical).count(expert) for expert in set(physical_to_logical)), default=1)
     logical = (ctypes.c_int32 * (max(num_experts, 0) * width))()
     count = (ctypes.c_int32 * max(num_experts, 0))()

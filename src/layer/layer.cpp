@@ -238,7 +238,11 @@ Result<Workspace> MoeLayer::CreateWorkspace() const {
 
 Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
   const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
-  const int64_t num_tokens = inputs.hidden.rank() == 2 ? inputs.hidden.dim(0) : 0;
+  if (inputs.hidden.rank() != 2) {
+    return Status::Usage(fmt::format("hidden has shape {}, the layer needs [tokens, {}]",
+                                     inputs.hidden.shape().ToString(), config.hidden));
+  }
+  const int64_t num_tokens = inputs.hidden.dim(0);
   FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
   FMOE_RETURN_IF_ERROR(
       CheckMatrix("output", outputs.output, num_tokens, config.hidden, {inputs.hidden.dtype(), DType::kF32}));

@@ -59,9 +59,26 @@ class Python(Case):
         with self.assertRaisesRegex(ValueError, "contiguous"):
             layer(wide[:, ::2])
         self.assertEqual(layer(torch.empty(0, 64)).shape, (0, 64))
+        self.assertEqual(layer(numpy.empty((0, 64), numpy.float32)).shape, (0, 64))
         half = layer(hidden.bfloat16())
         self.assertEqual(half.dtype, torch.bfloat16)
         self.assertLess(relative(half, expected), 2**-7)
+
+    def test_tensors_that_would_be_misread_are_refused(self):
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)
+        hidden = numpy.ones((3, 64), numpy.float32)
+        with self.assertRaisesRegex(TypeError, "other byte order"):
+            layer(hidden.astype(hidden.dtype.newbyteorder()))
+        kept = hidden.copy()
+        kept.setflags(write=False)
+        with self.assertRaisesRegex(ValueError, "out is read-only"):
+            layer(hidden, out=kept)
+        self.assertEqual(layer(kept).shape, (3, 64))
+        with self.assertRaisesRegex(ValueError, "hidden lies on meta, the layer on cpu"):
+            layer(torch.empty(3, 64, device="meta"))
+        for flat in (hidden[0], hidden[None]):
+            with self.assertRaisesRegex(fusedmoe.Error, r"the layer needs \[tokens, 64\]"):
+                layer(flat)
 
     def test_example_of_the_documentation(self):
         page = (ROOT / "docs" / "python.md").read_text()

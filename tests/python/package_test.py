@@ -98,6 +98,9 @@ class Package(unittest.TestCase):
         wrong = matrix(bytes(4 * 3 * 7), [3, 7])
         with self.assertRaisesRegex(fusedmoe.Error, r"\[3, 7\]"):
             self.layer(wrong, out=wrong)
+        flat = memoryview(bytearray(self.hidden.nbytes)).cast("f")
+        with self.assertRaisesRegex(fusedmoe.Error, rf"\[tokens, {self.layer.info.hidden}\]"):
+            self.layer(flat, out=flat)
         with self.assertRaisesRegex(TypeError, "read-only"):
             self.layer(memoryview(bytes(self.hidden)).cast("B").cast("f", self.hidden.shape), out=wrong)
 
@@ -132,6 +135,53 @@ class Package(unittest.TestCase):
             fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp5")
         with self.assertRaisesRegex(TypeError, "F4_E2M1"):
             fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, scheme="nvfp4_w4a16")
+
+    def test_arguments_of_the_wrong_kind_never_reach_the_library(self):
+        # ctypes cuts integers to the width of the argument, takes an int as the address of a text, and ends a text at
+        # its first null: 2**70 was layer 0, mode=3 a crash, and "a\0b" the checkpoint "a".
+        load = self.checkpoint.load_layer
+        for call, kind, says in [
+                (lambda: load(1 << 70), ValueError, "layer is 1180591620717411303424"),
+                (lambda: load("0"), TypeError, "layer is str"),
+                (lambda: self.checkpoint.describe(1 << 64), ValueError, "layer is"),
+                (lambda: load(self.number, mode=3), TypeError, "mode is int"),
+                (lambda: load(self.number, max_tokens="8"), TypeError, "max_tokens is str"),
+                (lambda: load(self.number, max_tokens=8.5), TypeError, "max_tokens is float"),
+                (lambda: load(self.number, max_tokens=(1 << 64) + 8), ValueError, "max_tokens is"),
+                (lambda: load(self.number, shared_experts="no"), TypeError, "shared_experts is str"),
+                (lambda: fusedmoe.set_num_threads(1 << 40), ValueError, "count is 1099511627776"),
+                (lambda: fusedmoe.Checkpoint(f"{CHECKPOINT}\0suffix"), ValueError, "path holds a null"),
+                (lambda: fusedmoe.eplb.maps([1 << 32, 1], 2), ValueError, r"physical_to_logical\[0\] is 4294967296"),
+                (lambda: fusedmoe.eplb.rebalance([1.0] * 4, 4, num_ranks=(1 << 64) + 2), ValueError, "num_ranks is"),
+                (lambda: self.layer([[1.0]]), TypeError, "hidden is list"),
+                (lambda: self.layer(None), TypeError, "hidden is NoneType")]:
+            with self.assertRaisesRegex(kind, says):
+                call()
+
+    def test_paths_that_are_no_utf8_are_named(self):
+        path = "no-such-folder-\udcff"  # how Python spells the byte 0xff of a file name
+        with self.assertRaisesRegex(fusedmoe.Error, "no-such-folder") as caught:
+            fusedmoe.Checkpoint(path)
+        self.assertEqual(caught.exception.file, path)
+        str(caught.exception).encode()  # can be printed
+
+    def test_experts_that_lack_something_are_refused(self):
+        weight = matrix(bytes(4 * 32 * 64), [32, 64])
+        for experts, says in [([{"gate": weight}], "expert 0 has no 'up'"), ([{"up": weight}], "expert 0 has no 'down'"),
+                              ([[weight]], "expert 0 is list"),
+                              ([{"up": {"bias": weight}, "down": weight}], "expert 0, up has no 'codes'")]:
+            with self.assertRaisesRegex(TypeError, says):
+                fusedmoe.Layer.create(experts, top_k=1)
+        flat = memoryview(bytearray(256)).cast("f")
+        with self.assertRaisesRegex(ValueError, r"expert 0, up has shape \[64\]"):
+            fusedmoe.Layer.create([{"up": flat, "down": weight}], top_k=1)
+        with self.assertRaisesRegex(ValueError, "dtype is 'bfloat16'"):
+            fusedmoe.Layer.create([{"gate": weight, "up": weight, "down": weight}], top_k=1, dtype="bfloat16")
+
+    def test_objects_say_what_they_are(self):
+        self.assertEqual(repr(self.checkpoint), f"Checkpoint({str(CHECKPOINT)!r})")
+        self.assertRegex(repr(self.layer), r"Layer\(nvfp4_w4a4, \d+ experts, top \d+, hidden \d+, CPU_FUSED\)")
+        self.assertEqual(fusedmoe.__version__, fusedmoe.version())
 
     def test_threads_may_change_while_layers_run(self):
         out = [matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(4)]
