@@ -8,6 +8,7 @@
 
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/jobs/calibrate.hpp>
+#include <fusedmoe/safetensors.hpp>
 
 #include "command.hpp"
 #include "describe.hpp"
@@ -31,9 +32,10 @@ Status RunCalibrate(const CalibrateFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
   FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
-  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, *checkpoint));
+  FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
+  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, description.config));
   std::error_code ignored;
   ActivationStats stats;
   if (flags.merge && std::filesystem::exists(flags.output, ignored)) {

@@ -83,35 +83,37 @@ std::vector<RankShare> SharesOf(const std::vector<LayerDescription>& layers) {
   return shares;
 }
 
-Status Inspect(const CheckpointFlags& flags, Output& output) {
-  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags));
-  std::vector<LayerDescription> layers;
-  for (const int64_t layer : checkpoint->moe_layers()) {
-    FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
-    layers.push_back(std::move(description));
-  }
-  if (!flags.allow_partial) {
-    FMOE_RETURN_IF_ERROR(CheckSizes(*checkpoint));
-  }
-  struct Amount {
-    int64_t tensors = 0, bytes = 0;
-  };
-  std::map<std::string, Amount> dtypes, files;
+struct Amount {
+  int64_t tensors = 0, bytes = 0;
+};
+using Amounts = std::map<std::string, Amount>;
+
+/// What the tensors of a checkpoint take, by dtype and by file.
+struct Inventory {
+  Amounts dtypes, files;
   int64_t bytes = 0;
-  for (const TensorInfo& tensor : checkpoint->tensors()) {
-    for (Amount* amount : {&dtypes[std::string(DTypeName(tensor.dtype))], &files[tensor.file]}) {
-      ++amount->tensors;
-      amount->bytes += tensor.bytes;
+
+  explicit Inventory(const Checkpoint& checkpoint) {
+    for (const TensorInfo& tensor : checkpoint.tensors()) {
+      for (Amount* amount : {&dtypes[std::string(DTypeName(tensor.dtype))], &files[tensor.file]}) {
+        ++amount->tensors;
+        amount->bytes += tensor.bytes;
+      }
+      bytes += tensor.bytes;
     }
-    bytes += tensor.bytes;
   }
-  const auto amounts = [](const std::map<std::string, Amount>& all) {
-    Json json = Json::object();
-    for (const auto& [name, amount] : all) {
-      json[name] = {{"tensors", amount.tensors}, {"bytes", amount.bytes}};
-    }
-    return json;
-  };
+};
+
+Json AmountsToJson(const Amounts& amounts) {
+  Json json = Json::object();
+  for (const auto& [name, amount] : amounts) {
+    json[name] = {{"tensors", amount.tensors}, {"bytes", amount.bytes}};
+  }
+  return json;
+}
+
+Json DocumentOf(const Checkpoint& checkpoint, const std::vector<LayerDescription>& layers,
+                const Inventory& inventory, const std::vector<RankShare>& shares) {
   Json list = Json::array();
   std::vector<std::string> schemes;
   for (const LayerDescription& layer : layers) {
@@ -120,31 +122,27 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
       schemes.push_back(layer.scheme.name);
     }
   }
-  const std::vector<RankShare> shares = SharesOf(layers);
   Json per_rank = Json::array();
   for (const RankShare& share : shares) {
     per_rank.push_back(
         {{"ranks", share.ranks}, {"ep", share.expert_parallel}, {"tp", share.tensor_parallel}});
   }
-  output.Document({{"checkpoint", checkpoint->directory()},
-                   {"family", checkpoint->family()},
-                   {"producer", checkpoint->producer()},
-                   {"num_layers", checkpoint->num_layers()},
-                   {"moe_layers", checkpoint->moe_layers()},
-                   {"schemes", schemes},
-                   {"tensors", checkpoint->tensors().size()},
-                   {"bytes", bytes},
-                   {"dtypes", amounts(dtypes)},
-                   {"files", amounts(files)},
-                   {"expert_bytes_per_rank", per_rank},
-                   {"layers", list}});
+  return {{"checkpoint", checkpoint.directory()},      {"family", checkpoint.family()},
+          {"producer", checkpoint.producer()},         {"num_layers", checkpoint.num_layers()},
+          {"moe_layers", checkpoint.moe_layers()},     {"schemes", schemes},
+          {"tensors", checkpoint.tensors().size()},    {"bytes", inventory.bytes},
+          {"dtypes", AmountsToJson(inventory.dtypes)}, {"files", ToJson(inventory.files)},
+          {"expert_bytes_per_rank", per_rank},         {"layers", list}};
+}
 
-  const std::string& producer = checkpoint->producer();
-  output.Text(fmt::format("{}: {}, {}, {}, {} with experts, {} tensors, {}\n", checkpoint->directory(),
-                          checkpoint->family(),
-                          producer == "none" ? "not quantized" : "quantized by " + producer,
-                          CountText(checkpoint->num_layers(), "layer"), layers.size(),
-                          checkpoint->tensors().size(), BytesText(bytes)));
+std::string TextOf(const Checkpoint& checkpoint, const std::vector<LayerDescription>& layers,
+                   const Inventory& inventory, const std::vector<RankShare>& shares) {
+  const std::string& producer = checkpoint.producer();
+  std::string text =
+      fmt::format("{}: {}, {}, {}, {} with experts, {} tensors, {}\n", checkpoint.directory(),
+                  checkpoint.family(), producer == "none" ? "not quantized" : "quantized by " + producer,
+                  CountText(checkpoint.num_layers(), "layer"), layers.size(), checkpoint.tensors().size(),
+                  BytesText(inventory.bytes));
   std::vector<std::vector<std::string>> rows = {{"layer", "scheme", "experts", "top_k", "hidden",
                                                  "intermediate", "activation", "router", "shared", "bytes"}};
   for (const LayerDescription& layer : layers) {
@@ -155,18 +153,34 @@ Status Inspect(const CheckpointFlags& flags, Output& output) {
                     std::string(ActivationName(config.activation.kind)), RouterText(config),
                     SharedText(layer), BytesText(layer.expert_bytes)});
   }
-  output.Text(Table(rows));
+  text += Table(rows);
   rows = {{"dtype", "tensors", "bytes"}};
-  for (const auto& [name, amount] : dtypes) {
+  for (const auto& [name, amount] : inventory.dtypes) {
     rows.push_back({name, fmt::format("{}", amount.tensors), BytesText(amount.bytes)});
   }
-  output.Text("\n" + Table(rows));
+  text += "\n" + Table(rows);
   rows = {{"ranks", "experts a rank, EP", "TP"}};
   for (const RankShare& share : shares) {
     rows.push_back(
         {fmt::format("{}", share.ranks), BytesText(share.expert_parallel), BytesText(share.tensor_parallel)});
   }
-  output.Text("\n" + Table(rows));
+  return text + "\n" + Table(rows);
+}
+
+Status Inspect(const CheckpointFlags& flags, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags));
+  std::vector<LayerDescription> layers;
+  for (const int64_t layer : checkpoint->moe_layers()) {
+    FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
+    layers.push_back(std::move(description));
+  }
+  if (!flags.allow_partial) {
+    FMOE_RETURN_IF_ERROR(CheckSizes(*checkpoint));
+  }
+  const Inventory inventory(*checkpoint);
+  const std::vector<RankShare> shares = SharesOf(layers);
+  output.Document(DocumentOf(*checkpoint, layers, inventory, shares));
+  output.Text(TextOf(*checkpoint, layers, inventory, shares));
   return Status::Ok();
 }
 

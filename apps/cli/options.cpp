@@ -1,5 +1,6 @@
 #include "options.hpp"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +26,10 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxLayer = 1 << 20;
 constexpr const char* kThreadsVariable = "FUSEDMOE_THREADS";
+
+Status NotWritten(const std::string& path, int error) {
+  return Status::System(fmt::format("cannot be written: {}", std::strerror(error))).WithFile(path);
+}
 
 }  // namespace
 
@@ -57,6 +62,9 @@ CLI::Validator Between(double least, double most) {
 Status WriteText(const std::string& path, const std::string& text) {
   errno = 0;
   std::ofstream file(path, std::ios::binary);
+  if (!file) {  // what stands there stays
+    return NotWritten(path, errno);
+  }
   file << text;
   file.close();
   if (!file) {
@@ -65,7 +73,7 @@ Status WriteText(const std::string& path, const std::string& text) {
     if (std::filesystem::is_regular_file(path, ignored)) {
       std::filesystem::remove(path, ignored);
     }
-    return Status::System(fmt::format("cannot be written: {}", std::strerror(reason))).WithFile(path);
+    return NotWritten(path, reason);
   }
   return Status::Ok();
 }
@@ -75,14 +83,15 @@ Status CheckPlace(const std::string& path) {
     return Status::Ok();
   }
   std::error_code ignored;
-  std::filesystem::path folder = std::filesystem::path(path).parent_path();
-  folder = folder.empty() ? "." : folder;
+  const std::filesystem::path folder = std::filesystem::path(path).parent_path();
+  const auto refused = [](const std::filesystem::path& place, int wanted) {
+    return faccessat(AT_FDCWD, place.c_str(), wanted, AT_EACCESS) == 0 ? 0 : errno;
+  };
   const int reason = std::filesystem::is_directory(path, ignored) ? EISDIR
-                     : access(folder.c_str(), W_OK) != 0          ? errno
-                                                                  : 0;
-  return reason == 0
-             ? Status::Ok()
-             : Status::System(fmt::format("cannot be written: {}", std::strerror(reason))).WithFile(path);
+                     : std::filesystem::exists(path, ignored)
+                         ? refused(path, W_OK)
+                         : refused(folder.empty() ? "." : folder, W_OK | X_OK);
+  return reason == 0 ? Status::Ok() : NotWritten(path, reason);
 }
 
 Status CheckOutput(const std::string& output, const std::string& input) {

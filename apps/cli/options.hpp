@@ -24,7 +24,8 @@ std::vector<std::string> SplitList(const std::string& text);
 /// A number from `least` to `most`. CLI::Range lets "nan" pass.
 CLI::Validator Between(double least, double most);
 
-/// Writes a file of text; what cannot be finished is removed.
+/// Writes a file of text, or to a pipe; a file that cannot be finished is removed, one that cannot be opened
+/// stays as it is.
 Status WriteText(const std::string& path, const std::string& text);
 /// kSystem where WriteText could not make the file: asked before the minutes of work that fill it. Empty
 /// paths are none to write.

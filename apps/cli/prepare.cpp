@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <fusedmoe/jobs/prepare.hpp>
+#include <fusedmoe/safetensors.hpp>
 
 #include "command.hpp"
 #include "describe.hpp"
@@ -27,6 +28,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
   PrepareReport report;
   if (flags.invert) {
     FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.source.directory));
+    FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
     FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source.directory, flags.output, flags.backend));
   } else {
     if (flags.backend.empty()) {
@@ -35,6 +37,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
     }
     FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.source));
     FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, *checkpoint));
+    FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
     FMOE_ASSIGN_OR_RETURN(const int64_t layer, ResolveLayer(flags.layer, *checkpoint));
     FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
     LayerOptions options;

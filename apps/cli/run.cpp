@@ -224,6 +224,7 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
   FMOE_RETURN_IF_ERROR(subject.checkpoint ? CheckOutput(flags.output, *subject.checkpoint)
                                           : CheckOutput(flags.output, subject.path()));
+  FMOE_RETURN_IF_ERROR(ranks.leads() ? CheckSafetensorsPlace(flags.output) : Status::Ok());
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
                         ThreadPool::Create(ranks.Threads(flags.threads)));

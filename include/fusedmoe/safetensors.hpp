@@ -66,7 +66,11 @@ class SafetensorsWriter {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Writes a whole file at once.
+/// Whether a file can be written at `path`, asked before the work that fills it; creates nothing. kUsage for
+/// an empty path, a folder or a device; kSystem for a folder that is missing or must not be written.
+Status CheckSafetensorsPlace(const std::string& path);
+
+/// Writes a whole file at once, under a temporary name beside `path` until it is complete.
 Status WriteSafetensors(const std::string& path, std::span<const NamedTensor> tensors,
                         const SafetensorsMetadata& metadata = {});
 

@@ -217,6 +217,10 @@ Status SafetensorsWriter::Finish() {
   return impl_->file->Commit();
 }
 
+Status CheckSafetensorsPlace(const std::string& path) {
+  return platform::OutputFile::CheckPlace(path);
+}
+
 Status WriteSafetensors(const std::string& path, std::span<const NamedTensor> tensors,
                         const SafetensorsMetadata& metadata) {
   std::vector<TensorSpec> specs;

@@ -148,6 +148,36 @@ void OtherPlatforms(const ExplainRequest& request, Changes& out) {
   }
 }
 
+void MoreRanks(Changes& out) {
+  for (const int64_t ranks : {2, 4, 8, 16, 32}) {
+    out.push_back({fmt::format("--dp {} --ep", ranks), [ranks](ExplainRequest& changed) {
+                     ParallelConfig parallel;
+                     parallel.dp_size = ranks;
+                     parallel.ep_size = ranks;
+                     parallel.use_ep = true;
+                     changed.config.parallel = parallel;
+                   }});
+  }
+}
+
+void OtherActivationFormats(Changes& out) {
+  for (const ActivationFormatKind format :
+       {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
+    out.push_back({fmt::format("activation format {}", FormatName(format)),
+                   [format](ExplainRequest& changed) { changed.activation_format = format; }});
+  }
+}
+
+void LessDeterminism(const ExplainRequest& request, Changes& out) {
+  for (const Determinism level :
+       {Determinism::kBatchInvariant, Determinism::kThreadInvariant, Determinism::kRunToRun}) {
+    if (level < request.determinism) {
+      out.push_back({fmt::format("--determinism {}", DeterminismName(level)),
+                     [level](ExplainRequest& changed) { changed.determinism = level; }});
+    }
+  }
+}
+
 void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out) {
   switch (reason) {
     case Reason::kSwitch:
@@ -166,11 +196,7 @@ void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out
       }
       OtherExchanges(request, out);
       FewerRanks(request, out);
-      for (const ActivationFormatKind format :
-           {ActivationFormatKind::kStandard, ActivationFormatKind::kBatchedExperts}) {
-        out.push_back({fmt::format("activation format {}", FormatName(format)),
-                       [format](ExplainRequest& changed) { changed.activation_format = format; }});
-      }
+      OtherActivationFormats(out);
       break;
     case Reason::kEplb:
       out.push_back({"without load balancing",
@@ -183,13 +209,7 @@ void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out
       FewerRanks(request, out);
       break;
     case Reason::kDeterminism:
-      for (const Determinism level :
-           {Determinism::kBatchInvariant, Determinism::kThreadInvariant, Determinism::kRunToRun}) {
-        if (level < request.determinism) {
-          out.push_back({fmt::format("--determinism {}", DeterminismName(level)),
-                         [level](ExplainRequest& changed) { changed.determinism = level; }});
-        }
-      }
+      LessDeterminism(request, out);
       OtherSwitches(request, out);
       break;
     case Reason::kLora:
@@ -220,15 +240,7 @@ void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out
       }
       break;
     case Reason::kMemory:
-      for (const int64_t ranks : {2, 4, 8, 16, 32}) {
-        out.push_back({fmt::format("--dp {} --ep", ranks), [ranks](ExplainRequest& changed) {
-                         ParallelConfig parallel;
-                         parallel.dp_size = ranks;
-                         parallel.ep_size = ranks;
-                         parallel.use_ep = true;
-                         changed.config.parallel = parallel;
-                       }});
-      }
+      MoreRanks(out);
       break;
     default:
       break;

@@ -24,6 +24,10 @@ std::string ErrorText(int error) {
   return std::strerror(error);
 }
 
+Status NotCreated(const std::string& path, int error) {
+  return Status::System(fmt::format("cannot create a file beside it: {}", ErrorText(error))).WithFile(path);
+}
+
 class Descriptor {
  public:
   explicit Descriptor(int value) : value_(value) {}
@@ -220,7 +224,7 @@ Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
   return text;
 }
 
-Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
+Status OutputFile::CheckPlace(const std::string& path) {
   if (path.empty()) {
     return Status::Usage("the file to be written has no name");
   }
@@ -229,10 +233,18 @@ Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) 
   if (stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode)) {
     return Status::Usage("a folder or a device stands there; only a regular file is replaced").WithFile(path);
   }
+  const size_t slash = path.rfind('/');
+  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  return faccessat(AT_FDCWD, folder.c_str(), W_OK | X_OK, AT_EACCESS) == 0 ? Status::Ok()
+                                                                           : NotCreated(path, errno);
+}
+
+Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
+  FMOE_RETURN_IF_ERROR(CheckPlace(path));
   std::string temporary = path + ".XXXXXX";
   const int descriptor = mkostemp(temporary.data(), O_CLOEXEC);
   if (descriptor < 0) {
-    return Status::System(fmt::format("cannot create a file beside it: {}", ErrorText(errno))).WithFile(path);
+    return NotCreated(path, errno);
   }
   // mkostemp makes files that only the owner can read; a checkpoint gets what the umask leaves of 0666.
   const mode_t mask = umask(0);

@@ -77,6 +77,9 @@ Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size);
 /// destructor removes it.
 class OutputFile {
  public:
+  /// What Create would say of the place, as far as can be known without creating anything: kUsage for an
+  /// empty path, a folder or a device, kSystem for a folder that is missing or must not be written.
+  static Status CheckPlace(const std::string& path);
   static Result<std::unique_ptr<OutputFile>> Create(const std::string& path);
   ~OutputFile();
   OutputFile(const OutputFile&) = delete;

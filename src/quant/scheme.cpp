@@ -104,6 +104,17 @@ bool Accepts(std::string_view granularities, std::string_view word) {
   return false;
 }
 
+/// The listed words, and that Accepts takes groups and blocks of other sizes too.
+std::string GranularitiesText(std::string_view granularities) {
+  std::string text(granularities.empty() ? "none" : granularities);
+  const std::pair<std::string_view, std::string_view> sized[] = {{"g64", "gSIZE"},
+                                                                 {"block64", "blockROWSxCOLUMNS"}};
+  for (const auto& [word, pattern] : sized) {
+    text += Accepts(granularities, word) ? fmt::format(", {} of any size", pattern) : "";
+  }
+  return text;
+}
+
 void SetWeightGranularity(GroupShape shape, WeightFormat& weight) {
   if (shape == kPerTensor) {
     weight.has_tensor_scale = true;
@@ -230,7 +241,7 @@ Result<Scheme> ParseSchemeIn(std::span<const SchemeRow> table, std::string_view 
       word = word == "token" ? "channel" : word == "block" ? "block128" : word;
       if (!Accepts(row.info.granularities, word)) {
         return Status::Usage(fmt::format("scheme '{}' has no granularity '{}', it has: {}", base, word,
-                                         row.info.granularities.empty() ? "none" : row.info.granularities));
+                                         GranularitiesText(row.info.granularities)));
       }
     }
     auto scheme = Build(row, word);

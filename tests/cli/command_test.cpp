@@ -1,8 +1,11 @@
+#include <signal.h>
+#include <spawn.h>
 #include <sys/wait.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cstdlib>
+#include <filesystem>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -11,7 +14,9 @@
 
 #include <fusedmoe/version.hpp>
 
+#include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "support/temporary_directory.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -211,6 +216,43 @@ TEST(Command, PlaceThatCannotBeWritten_IsFoundBeforeTheWork) {
     EXPECT_NE(result.err.find("No such file or directory"), std::string::npos) << result.err;
     EXPECT_EQ(Lines(result.err), 1) << "nothing was measured: " << result.err;
   }
+}
+
+// The input is wrong too: the place of the output is looked at before it is read, and nothing is made there.
+TEST(Command, OutputThatCannotBeWritten_IsFoundBeforeTheWork) {
+  const SampleCheckpoint sample("qwen3_moe", "nvfp4_w4a16");
+  for (const std::string& output : {std::string("/nowhere/out.safetensors"), std::string("/dev/stdout")}) {
+    const bool folder = output.starts_with("/nowhere");
+    for (const std::vector<std::string>& arguments :
+         {std::vector<std::string>{"run", sample.path(), "--input", "/nowhere/in"},
+          {"calibrate", sample.path(), "--input", "/nowhere/in"},
+          {"prepare", sample.path(), "--backend", "CPU_FUSED", "--layer", "77"},
+          {"prepare", "/nowhere/in", "--invert"}}) {
+      std::vector<std::string> command = arguments;
+      command.insert(command.end(), {"--output", output});
+      const ProcessResult result = RunCommand(command);
+      EXPECT_EQ(result.exit_code, folder ? 5 : 2) << arguments[0] << ": " << result.err;
+      EXPECT_NE(result.err.find(output), std::string::npos) << result.err;
+    }
+  }
+}
+
+// A file that cannot be opened, since it is being executed, is not removed in place of being written.
+TEST(Command, TextFileThatCannotBeOpened_Stays) {
+  const TemporaryDirectory directory;
+  const std::string program = directory / "sleep";
+  std::filesystem::copy_file("/bin/sleep", program);
+  pid_t sleeper = 0;
+  std::string seconds = "60";
+  char* arguments[] = {seconds.data(), seconds.data(), nullptr};
+  ASSERT_EQ(posix_spawn(&sleeper, program.c_str(), nullptr, nullptr, arguments, nullptr), 0);
+  const SampleCheckpoint sample("qwen3_moe", "nvfp4_w4a16");
+  const ProcessResult result = RunCommand({"verify", sample.path(), "--tokens", "1", "--plot", program});
+  kill(sleeper, SIGKILL);
+  waitpid(sleeper, nullptr, 0);
+  EXPECT_EQ(result.exit_code, 5) << result.err;
+  EXPECT_NE(result.err.find("Text file busy"), std::string::npos) << result.err;
+  EXPECT_TRUE(std::filesystem::exists(program));
 }
 
 TEST(Command, NegativeThreads_ExitTwo) {

@@ -49,9 +49,25 @@ TEST(OutputFile, PlaceOfAFolderOrADevice_IsRefusedAndStays) {
     ASSERT_FALSE(file.ok()) << path;
     EXPECT_EQ(file.status().code(), StatusCode::kUsage) << path;
     EXPECT_EQ(file.status().file(), path);
+    EXPECT_EQ(OutputFile::CheckPlace(path).code(), StatusCode::kUsage) << path;
   }
   EXPECT_TRUE(fs::is_fifo(pipe));
   EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), {}), 1) << "nothing lies beside it";
+}
+
+TEST(OutputFile, CheckPlace_SaysWhatCreateWouldAndCreatesNothing) {
+  const test::TemporaryDirectory directory;
+  const std::string missing = directory / "missing/file";
+  EXPECT_EQ(OutputFile::CheckPlace(missing).ToString(), OutputFile::Create(missing).status().ToString());
+  EXPECT_EQ(OutputFile::CheckPlace(missing).code(), StatusCode::kSystem);
+  EXPECT_TRUE(OutputFile::CheckPlace(directory / "file").ok());
+  EXPECT_TRUE(OutputFile::CheckPlace("in_the_working_directory").ok());
+  EXPECT_TRUE(fs::is_empty(directory.path()));
+  ASSERT_EQ(chmod(directory.path().c_str(), 0555), 0);
+  if (geteuid() != 0) {  // nothing is forbidden to root
+    EXPECT_EQ(OutputFile::CheckPlace(directory / "file").code(), StatusCode::kSystem);
+  }
+  ASSERT_EQ(chmod(directory.path().c_str(), 0755), 0);
 }
 
 // What was read stays as it was, whatever becomes of the file: no page of it is a page of the mapping.

@@ -24,13 +24,12 @@ Result<std::vector<int32_t>> RowMap(const LayoutStep& step, int64_t rows) {
   }
 }
 
-Tensor Scalars(std::initializer_list<float> values) {
-  Result<Tensor> tensor = Tensor::Allocate(DType::kF32, Shape{1, static_cast<int64_t>(values.size())});
-  if (!tensor.ok()) {
-    return {};
-  }
-  std::copy(values.begin(), values.end(), tensor->mutable_view().as<float>());
-  return *std::move(tensor);
+Status SetScalars(ExpertTensors& expert, const std::string& name, std::initializer_list<float> values) {
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor,
+                        Tensor::Allocate(DType::kF32, Shape{1, static_cast<int64_t>(values.size())}));
+  std::copy(values.begin(), values.end(), tensor.mutable_view().as<float>());
+  expert.Set(name, std::move(tensor));
+  return Status::Ok();
 }
 
 std::vector<float> FloatsOf(const Tensor& tensor) {
@@ -90,8 +89,7 @@ Status FoldTensorScale(const LayoutStep& step, ExpertTensors& expert) {
     }
   }
   expert.Set(step.tensor, std::move(folded));
-  expert.Set("gate_up_tensor_scale", Scalars({larger, larger}));
-  return Status::Ok();
+  return SetScalars(expert, "gate_up_tensor_scale", {larger, larger});
 }
 
 Status OneInputScale(const LayoutStep& step, const LayoutGlobals& globals, ExpertTensors& expert) {
@@ -106,10 +104,9 @@ Status OneInputScale(const LayoutStep& step, const LayoutGlobals& globals, Exper
   }
   if (step.op == LayoutOp::kDropInputScale) {
     expert.Erase(step.tensor);
-  } else {
-    expert.Set(step.tensor, Scalars({one}));
+    return Status::Ok();
   }
-  return Status::Ok();
+  return SetScalars(expert, step.tensor, {one});
 }
 
 /// gate_up_output_scale = input * gate_up tensor scale; down_output_scale = mid * down tensor scale.
@@ -120,8 +117,7 @@ Status MakeOutputScale(const LayoutStep& step, ExpertTensors& expert) {
   if (input == nullptr || weight == nullptr) {
     return Missing(step, input == nullptr ? "input scale" : "weight scale");
   }
-  expert.Set(step.tensor, Scalars({input->view().as<float>()[0] * weight->view().as<float>()[0]}));
-  return Status::Ok();
+  return SetScalars(expert, step.tensor, {input->view().as<float>()[0] * weight->view().as<float>()[0]});
 }
 
 /// Scales [groups, outputs] that are too small for S0E5M3 become 0; all others are kept exactly. The mean
