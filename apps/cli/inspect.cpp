@@ -131,7 +131,7 @@ Json DocumentOf(const Checkpoint& checkpoint, const std::vector<LayerDescription
           {"producer", checkpoint.producer()},         {"num_layers", checkpoint.num_layers()},
           {"moe_layers", checkpoint.moe_layers()},     {"schemes", schemes},
           {"tensors", checkpoint.tensors().size()},    {"bytes", inventory.bytes},
-          {"dtypes", AmountsToJson(inventory.dtypes)}, {"files", ToJson(inventory.files)},
+          {"dtypes", AmountsToJson(inventory.dtypes)}, {"files", AmountsToJson(inventory.files)},
           {"expert_bytes_per_rank", per_rank},         {"layers", list}};
 }
 

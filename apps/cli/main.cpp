@@ -41,11 +41,18 @@ class HelpFormatter : public CLI::Formatter {
         text.erase(1, type.size() - 1);
       }
     }
+    const std::string value = "=" + option->get_default_str();  // which stands behind the description
+    if (const size_t at = text.find(value); value.size() > 1 && at != std::string::npos) {
+      text.erase(at, value.size());
+    }
     return text;
   }
   std::string make_option_desc(const CLI::Option* option) const override {
     constexpr size_t kWidth = 80;
     std::string text = CLI::Formatter::make_option_desc(option);
+    if (const std::string value = option->get_default_str(); !value.empty() && value != "[]") {
+      text += " [" + value + "]";
+    }
     for (size_t begin = 0; text.size() - begin > kWidth;) {
       const size_t space = text.rfind(' ', begin + kWidth);
       if (space == std::string::npos || space <= begin) {
@@ -99,6 +106,7 @@ int Run(int argc, char** argv) {
   app.require_subcommand(1);
   app.set_version_flag("--version", "fusedmoe " FUSEDMOE_VERSION_STRING, "Print the version and exit");
   app.formatter(std::make_shared<HelpFormatter>());  // subcommands inherit it
+  app.option_defaults()->always_capture_default();   // and this
   app.footer(
       "Exit codes: 0 ok, 1 the answer is no, 2 usage, 3 bad input, 4 unsupported, 5 system.\n"
       "Options, inputs and JSON: docs/cli.md. Why a backend: docs/oracle.md. Words of scales: "

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/matrix_slices.hpp"
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
 

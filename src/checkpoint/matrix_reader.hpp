@@ -34,11 +34,6 @@ std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::st
 Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
                                    const MatrixPlace& place, int64_t rows, int64_t cols);
 
-/// Rows [begin, end) of a matrix, sharing its memory.
-CanonicalMatrix SliceRows(const CanonicalMatrix& matrix, int64_t begin, int64_t end);
-/// Columns [begin, end); sub-byte codes need both to be even (multiples of four for 6 bits).
-CanonicalMatrix SliceColumns(const CanonicalMatrix& matrix, int64_t begin, int64_t end);
-
 /// A float tensor as F32, in its shape; shares memory when it is F32 already.
 Result<Tensor> ToF32(const Tensor& tensor);
 

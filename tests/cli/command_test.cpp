@@ -206,6 +206,14 @@ TEST(Command, NumberOutOfRange_IsQuotedAsGiven) {
   }
 }
 
+TEST(Command, Help_ShowsDefaults) {
+  EXPECT_NE(RunCommand({"run", "--help"}).out.find("auto, mmap, pread [auto]\n"), std::string::npos);
+  const std::string help = RunCommand({"sample", "--help"}).out;
+  EXPECT_NE(help.find("[BF16]\n"), std::string::npos) << help;
+  EXPECT_NE(help.find("--layers INT in [1 - 1024] "), std::string::npos) << help;
+  EXPECT_NE(help.find("Layers to write [1]\n"), std::string::npos) << help;
+}
+
 // Minutes of measuring must not end in a file that cannot be written.
 TEST(Command, PlaceThatCannotBeWritten_IsFoundBeforeTheWork) {
   for (const std::vector<std::string>& arguments :
