@@ -31,8 +31,15 @@ int main(int argc, char** argv) {
   fmoe_workspace* workspace = NULL;
   fmoe_thread_pool* pool = NULL;
   int64_t count = 0;
-  if (fmoe_checkpoint_open(argv[1], &checkpoint) != FMOE_OK ||
-      fmoe_layer_load(checkpoint, fmoe_checkpoint_moe_layers(checkpoint, &count)[0], NULL, &layer) != FMOE_OK ||
+  if (fmoe_checkpoint_open(argv[1], &checkpoint) != FMOE_OK) {
+    return Fail();
+  }
+  const int64_t* const layers = fmoe_checkpoint_moe_layers(checkpoint, &count);
+  if (count == 0) {
+    fprintf(stderr, "%s: no layer has routed experts\n", argv[1]);
+    return 1;
+  }
+  if (fmoe_layer_load(checkpoint, layers[0], NULL, &layer) != FMOE_OK ||
       fmoe_workspace_create(layer, &workspace) != FMOE_OK || fmoe_thread_pool_create(0, &pool) != FMOE_OK) {
     return Fail();
   }

@@ -11,6 +11,9 @@ using namespace fusedmoe;
 
 Status Run(const std::string& directory, const std::string& input) {
   FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(directory));
+  if (checkpoint->moe_layers().empty()) {
+    return Status::BadInput("no layer has routed experts").WithFile(directory);
+  }
   FMOE_ASSIGN_OR_RETURN(const auto layer, MoeLayer::Load(checkpoint, checkpoint->moe_layers().front()));
   std::cout << ToString(layer->plan());
 
