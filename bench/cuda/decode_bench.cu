@@ -72,20 +72,17 @@ struct Case {
   DType scale = DType::kBF16;
   int64_t hidden = 256, intermediate = 128, experts = 8, top_k = 2, tokens = 5;
   ActivationSpec activation;
-  bool bias = false, map = false, batched = false, weight_on_input = false, row_scale = false,
-       group_scale = false, by_route = false, two_phases = false, skew = false;
+  bool bias = false, map = false, batched = false, weight_on_input = false, by_route = false, skew = false;
   DType output = DType::kF32;
 };
 
 std::string Name(const Case& c) {
   char text[256];
-  std::snprintf(text, sizeof text, "%s%s H%ld I%ld E%ld k%ld M%ld act%d%s%s%s%s%s%s%s%s%s out%d",
-                c.scheme.c_str(), c.zero_points ? "+zp" : "", c.hidden, c.intermediate, c.experts, c.top_k,
-                c.tokens, static_cast<int>(c.activation.kind), c.bias ? " bias" : "", c.map ? " map" : "",
+  std::snprintf(text, sizeof text, "%s%s H%ld I%ld E%ld k%ld M%ld act%d%s%s%s%s%s%s out%d", c.scheme.c_str(),
+                c.zero_points ? "+zp" : "", c.hidden, c.intermediate, c.experts, c.top_k, c.tokens,
+                static_cast<int>(c.activation.kind), c.bias ? " bias" : "", c.map ? " map" : "",
                 c.batched ? " batched" : "", c.weight_on_input ? " on-input" : "",
-                c.row_scale ? " row-scale" : "", c.group_scale ? " group-scale" : "",
-                c.by_route ? " by-route" : "", c.two_phases ? " two-phases" : "", c.skew ? " skew" : "",
-                static_cast<int>(c.output));
+                c.by_route ? " by-route" : "", c.skew ? " skew" : "", static_cast<int>(c.output));
   return text;
 }
 
@@ -130,7 +127,7 @@ bool RunCase(const Case& c) {
   shape.hidden = c.hidden, shape.intermediate = c.intermediate, shape.num_local_experts = c.experts;
   shape.num_experts = c.map ? 2 * c.experts : c.experts;
   shape.top_k = c.batched ? 1 : c.top_k, shape.activation = c.activation, shape.format = spec.format;
-  shape.batched = c.batched, shape.group_scales = c.group_scale;
+  shape.batched = c.batched;
   const Packed packed = PackAll(experts, spec, shape);
 
   std::vector<std::vector<float>> dense[3];
@@ -159,12 +156,6 @@ bool RunCase(const Case& c) {
   const int64_t cols = (c.hidden + 7) / 8 * 8;
   std::vector<float> x(static_cast<size_t>(x_rows * c.hidden));
   std::vector<uint16_t> x_codes(static_cast<size_t>(x_rows * cols), 0);
-  std::vector<float> row_scale(static_cast<size_t>(x_rows)),
-      group_scale(static_cast<size_t>(x_rows * (cols / 128)));
-  for (float& s : row_scale)
-    s = c.row_scale ? 0.5F + std::fabs(normal(generator)) : 1.0F;
-  for (float& s : group_scale)
-    s = 0.5F + std::fabs(normal(generator));
   std::vector<int32_t> counts(static_cast<size_t>(c.experts));
   for (auto& n : counts)
     n = static_cast<int32_t>(generator() % static_cast<uint32_t>(c.tokens + 1));
@@ -174,8 +165,7 @@ bool RunCase(const Case& c) {
       const float v =
           Rounded(element, beyond ? NAN : normal(generator) / (rms * std::sqrt(double(c.hidden))));
       x_codes[static_cast<size_t>(r * cols + k)] = static_cast<uint16_t>(EncodeCode(element, v));
-      const float g = c.group_scale ? group_scale[static_cast<size_t>(r * (cols / 128) + k / 128)] : 1.0F;
-      x[static_cast<size_t>(r * c.hidden + k)] = v * g * row_scale[static_cast<size_t>(r)];
+      x[static_cast<size_t>(r * c.hidden + k)] = v;
     }
   }
   std::vector<int32_t> ids(static_cast<size_t>(routes)), map(static_cast<size_t>(shape.num_experts), -1);
@@ -236,15 +226,14 @@ bool RunCase(const Case& c) {
   }
 
   const DeviceLimits limits = CurrentLimits();
-  const MidKind mid_kind = c.two_phases ? MidKind::kQuantized : MidKind::kRounded;
-  const DecodePlan plan = PlanDecode(shape, tokens, mid_kind, limits);
+  const DecodePlan plan = PlanDecode(shape, tokens, MidKind::kRounded, limits);
   if (!plan.fits) {
     std::printf("FAIL %s: %s\n", Name(c).c_str(), plan.why_not.c_str());
     return false;
   }
   const DeviceArray<uint8_t> gate_up(packed.gate_up), down(packed.down);
   const DeviceArray<float> t0(packed.tensor[0]), t1(packed.tensor[1]), r0(packed.row[0]), r1(packed.row[1]),
-      b0(packed.bias[0]), b1(packed.bias[1]), dw(weights), drow(row_scale), dgroup(group_scale);
+      b0(packed.bias[0]), b1(packed.bias[1]), dw(weights);
   const DeviceArray<int32_t> dids(ids), dmap(map), dcounts(counts);
   const DeviceArray<uint16_t> dx(x_codes);
   const int64_t out_bytes = DTypeBits(c.output) / 8;
@@ -260,41 +249,16 @@ bool RunCase(const Case& c) {
   device.half_scale_is_f16 = spec.half_scale == DType::kF16;
   ExpertsCall call;
   call.num_tokens = tokens;
-  call.hidden = {dx.get(),
-                 cols,
-                 cols,
-                 c.by_route,
-                 c.row_scale ? drow.get() : nullptr,
-                 c.group_scale ? dgroup.get() : nullptr};
+  call.hidden = {dx.get(), cols, cols, c.by_route};
   call.topk_ids = dids.get(), call.topk_weights = dw.get(), call.expert_map = c.map ? dmap.get() : nullptr;
   call.router_weight_on_input = c.weight_on_input;
   call.expert_num_tokens = c.batched ? dcounts.get() : nullptr, call.rows_per_expert = rows_per_expert;
   call.output = output.get(), call.output_dtype = c.output, call.scratch = scratch.get();
   call.counters = counters.get();
   std::vector<std::byte> first, second(static_cast<size_t>(tokens * c.hidden * out_bytes));
-  // Two phases: the intermediate comes back as F32, is rounded here, and goes in as rows.
-  DeviceArray<uint16_t> mid_rows(static_cast<size_t>(routes * shape.mid_cols()));
-  DeviceArray<float> mid_groups(static_cast<size_t>(routes * shape.mid_cols() / 128 + 1));
   for (int run = 0; run < 2; ++run) {
     Check(cudaMemset(output.get(), 0x5a, second.size()), "output");
-    if (!c.two_phases) {
-      Check(LaunchDecode(shape, device, call, plan));
-    } else {
-      Check(LaunchDecode(shape, device, call, plan, DecodePhases::kGateUp));
-      const auto count = static_cast<size_t>(routes * shape.mid_cols());
-      std::vector<float> values(count);
-      Check(cudaMemcpy(values.data(), scratch.get() + plan.mid_offset, count * 4, cudaMemcpyDeviceToHost),
-            "mid");
-      std::vector<uint16_t> codes(count);
-      for (size_t i = 0; i < count; ++i)
-        codes[i] = static_cast<uint16_t>(EncodeCode(element, values[i]));
-      std::vector<float> ones(count / 128 + 1, 1.0F);
-      Check(cudaMemcpy(mid_rows.get(), codes.data(), count * 2, cudaMemcpyHostToDevice), "mid rows");
-      Check(cudaMemcpy(mid_groups.get(), ones.data(), ones.size() * 4, cudaMemcpyHostToDevice), "mid groups");
-      TokenRows rows{mid_rows.get(), shape.mid_cols(), (c.intermediate + 7) / 8 * 8,
-                     true,           nullptr,          c.group_scale ? mid_groups.get() : nullptr};
-      Check(LaunchDecode(shape, device, call, plan, DecodePhases::kDown, rows));
-    }
+    Check(LaunchDecode(shape, device, call, plan));
     Check(cudaDeviceSynchronize(), Name(c).c_str());
     Check(cudaMemcpy(second.data(), output.get(), second.size(), cudaMemcpyDeviceToHost), "download");
     if (run == 0)
@@ -371,16 +335,10 @@ int CheckAll(const std::string& only) {
     add(c);  // MX outputs overflow F16
     c = format, c.hidden = 1040, c.experts = c.top_k = 8, c.tokens = 1,
     add(c);  // CTAs and warps with two lists
-    c = format, c.row_scale = true, c.by_route = true, c.two_phases = true, c.tokens = 9, add(c);
+    c = format, c.by_route = true, c.tokens = 9, add(c);
     c = format, c.intermediate = 7168, c.hidden = 256, c.tokens = 8, c.experts = 2, c.top_k = 2,
     add(c);                               // K split
     c.intermediate = 7168 + 704, add(c);  // uneven
-    const FragmentTraits traits =
-        FragmentTraitsOf(ChooseFragmentSpec(ParseScheme(format.scheme)->weight, format.zero_points)->format);
-    if (traits.group == 128 && traits.code_bits == 8) {
-      c = format, c.group_scale = true, c.tokens = 12, c.two_phases = true, add(c);
-      c.intermediate = 14336, c.tokens = 8, c.experts = 1, c.top_k = 1, add(c);
-    }
   }
   for (int kind = 0; kind < 10; ++kind) {
     Case c{"nvfp4_w4a16"};

@@ -87,8 +87,8 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
       MidOperand mid{activation, static_scale ? ones.get() : nullptr, nullptr};
       if (activation.quantized()) {
         OperandRowsCall rows;
-        rows.source = d_x.get();
-        rows.source_row_stride = rows.cols = model.hidden;
+        rows.source.values = d_x.get();
+        rows.source.row_stride = rows.source.cols = model.hidden;
         rows.padded_cols = operand_cols;
         rows.element = OperandElement(shape.format, plan.codes);
         rows.num_rows = m;
@@ -96,7 +96,7 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
         rows.topk_ids = call.topk_ids;
         rows.ids_per_row = model.top_k;
         rows.num_experts = rows.num_local_experts = model.experts;
-        rows.tensor_scale = static_scale ? ones.get() : nullptr;
+        rows.source.tensor_scale = static_scale ? ones.get() : nullptr;
         rows.values = operand.get();
         rows.row_scale = row_scale.get();
         rows.group_scale = group_scale.get();

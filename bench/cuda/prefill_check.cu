@@ -366,10 +366,9 @@ bool CaseRun::MakeOperand() {
   call_.hidden = {d_x_.get(), c_.hidden, c_.hidden};
   if (!plain_) {
     OperandRowsCall rows;
-    rows.source = d_x_.get();
-    rows.source_dtype = c_.in;
-    rows.source_row_stride = c_.hidden;
-    rows.cols = c_.hidden;
+    rows.source.values = d_x_.get();
+    rows.source.dtype = c_.in;
+    rows.source.row_stride = rows.source.cols = c_.hidden;
     rows.padded_cols = operand_cols_;
     rows.num_rows = operand_rows_;
     rows.rows_per_token = by_route_ ? top_k_ : 1;
@@ -382,8 +381,8 @@ bool CaseRun::MakeOperand() {
     rows.num_local_experts = c_.experts;
     rows.expert_num_tokens = c_.batched ? d_counts_.get() : nullptr;
     rows.rows_per_expert = c_.batched ? c_.tokens : 0;
-    rows.tensor_scale = static_scale_ ? d_input_scale_.get() : nullptr;
-    rows.row_weight = c_.weight_on_input ? d_weights_.get() : nullptr;
+    rows.source.tensor_scale = static_scale_ ? d_input_scale_.get() : nullptr;
+    rows.source.row_weight = c_.weight_on_input ? d_weights_.get() : nullptr;
     rows.values = operand_.get();
     rows.row_scale = row_scale_.get();
     rows.group_scale = group_scale_.get();

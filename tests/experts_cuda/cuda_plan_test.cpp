@@ -255,7 +255,7 @@ TEST(CudaPlan, Workspace_CoversEveryTokenCount) {
       const CudaSlots slots = BookCudaSlots(plan, false, book);
       for (int64_t rows = 1; rows <= plan.max_rows; ++rows) {
         const int64_t needed = ChooseKernels(plan, rows) == Kernels::kDecode
-                                   ? PlanDecode(plan.shape, rows, DecodeMid(plan), plan.limits).scratch_bytes
+                                   ? PlanDecode(plan.shape, rows, plan.mid, plan.limits).scratch_bytes
                                    : PlanPrefill(plan.shape, rows, plan.mid, plan.limits).scratch_bytes;
         ASSERT_LE(needed, slots.scratch_bytes) << scheme << " " << rows << " rows";
       }

@@ -32,9 +32,9 @@ const std::vector<FragmentFormat>& AllFormats() {
 }
 
 /// What the kernel relies on and does not check.
-void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& limits,
-                 const std::string& what) {
-  const DecodePlan plan = PlanDecode(shape, tokens, MidKind::kRounded, limits);
+void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& limits, const std::string& what,
+                 MidKind mid = MidKind::kRounded) {
+  const DecodePlan plan = PlanDecode(shape, tokens, mid, limits);
   if (!plan.fits) {
     EXPECT_FALSE(plan.why_not.empty()) << what;
     return;
@@ -47,7 +47,10 @@ void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& li
   ExpertsCall call;
   call.num_tokens = tokens;
   call.rows_per_expert = shape.batched ? tokens / shape.num_local_experts : 0;
-  const DecodeArguments arguments = MakeDecodeArguments(shape, weights, call, plan, DecodePhases::kBoth, {});
+  DecodeOperands operands;
+  operands.tokens.cols = shape.hidden;
+  const DecodeArguments arguments =
+      MakeDecodeArguments(shape, weights, call, plan, plan.makes_operands ? &operands : nullptr);
   EXPECT_EQ(arguments.shared.bytes, plan.shared_bytes) << what;
   for (int i = 0; i < 2; ++i) {
     const DecodePhase& phase = arguments.phase[i];
@@ -64,6 +67,12 @@ void ExpectSound(const LayerShape& shape, int64_t tokens, const DeviceLimits& li
     EXPECT_LT((phase.splits.divisor - 1) * phase.chunks.divisor, phase.total_chunks) << what;
     EXPECT_GE(phase.splits.divisor * phase.chunks.divisor, phase.total_chunks) << what;
     EXPECT_GE(int64_t{phase.split_k} * phase.splits.divisor, slabs * kFragmentSlab) << what;
+    // Operands are made in whole groups of 128 from the one on in which a split begins.
+    for (int64_t split = 0; split < phase.splits.divisor; ++split) {
+      const int64_t begin = split * phase.split_k;
+      EXPECT_GE(begin / 128 * 128 + int64_t{kRowPart} * phase.row_parts.divisor, begin + phase.split_k)
+          << what;
+    }
   }
   if (plan.by_token) {
     EXPECT_LE((tokens + 1) * (int64_t{arguments.phase[0].split_k} * 2 + 16), plan.rows_bytes) << what;
@@ -81,6 +90,7 @@ TEST(DecodePlan, AnyShape_WhatTheKernelReliesOnHolds) {
                                      std::to_string(hidden) + "x" + std::to_string(intermediate) + " M" +
                                      std::to_string(tokens) + " k" + std::to_string(top_k);
             ExpectSound(shape, tokens, {}, what);
+            ExpectSound(shape, tokens, {}, what + " quantized", MidKind::kQuantized);
           }
         }
       }
@@ -118,12 +128,13 @@ TEST(DecodePlan, MoreRoutesThanTheSortHolds_IsRefusedWithBothNumbers) {
 /// The words that are zero between launches lie at the same place whatever the token count, or the tags of
 /// one call would be taken for the sums of another.
 TEST(DecodePlan, Exchange_PlacesDependOnTheShapeAlone) {
-  const int64_t quad_bytes = 2 * 8;  // 64 bits for two elements
-  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized}) {
+  for (const MidKind mid : {MidKind::kRounded, MidKind::kQuantized, MidKind::kQuantizedByBatch}) {
+    const int64_t quad_bytes = mid == MidKind::kRounded ? 2 * 8 : 4 * 8;  // 64 bits for two elements, or one
     const LayerShape shape = Shape(FragmentFormat::kMxfp4, 2880, 2880, 128, 4);
     const DecodePlan one = PlanDecode(shape, 1, mid, {});
     ASSERT_TRUE(one.fits) << one.why_not;
-    EXPECT_EQ(one.tagged_mid, mid == MidKind::kRounded);
+    EXPECT_EQ(one.tagged_mid, mid != MidKind::kQuantizedByBatch);
+    EXPECT_EQ(one.makes_operands, mid != MidKind::kRounded);
     EXPECT_GE(one.tagged_offset, kCounterBytes);
     EXPECT_EQ(one.tagged_offset % 256, 0);
     for (const int64_t tokens : {1, 2, 4, 5, 8, 64, 128}) {
@@ -145,6 +156,16 @@ TEST(DecodePlan, Exchange_PlacesDependOnTheShapeAlone) {
   }
 }
 
+TEST(DecodePlan, Launch_WantsOperandsExactlyWhereThePlanMakesThem) {
+  const LayerShape shape = Shape(FragmentFormat::kFp8Block, 2048, 768, 128, 8);
+  const DecodeOperands operands;
+  const DecodePlan plain = PlanDecode(shape, 1, MidKind::kRounded, {});
+  const DecodePlan makes = PlanDecode(shape, 1, MidKind::kQuantizedInTile, {});
+  EXPECT_EQ(LaunchDecode(shape, {}, {}, plain, &operands).code(), StatusCode::kUsage);
+  EXPECT_EQ(LaunchDecode(shape, {}, {}, makes).code(), StatusCode::kUsage);
+  EXPECT_FALSE(makes.by_token) << "the rows of a CTA's lists alone";
+}
+
 TEST(DecodePlan, SmallSharedMemory_IsRefusedNotOverrun) {
   DeviceLimits small;
   for (const int64_t bytes : {16 << 10, 48 << 10, 100 << 10, 164 << 10}) {
@@ -162,7 +183,7 @@ TEST(DecodePlan, Batched_NeverStagesAllRows) {
   const DecodePlan plan = PlanDecode(shape, 8 * 4, MidKind::kQuantized, {});
   ASSERT_TRUE(plan.fits) << plan.why_not;
   EXPECT_FALSE(plan.by_token) << "rows beyond the counts may not be read";
-  ExpectSound(shape, 8 * 4, {}, "batched");
+  ExpectSound(shape, 8 * 4, {}, "batched", MidKind::kQuantized);
 }
 
 /// What mode_bench measured on an H100: the largest call that decode takes, and that it was not slower there.

@@ -25,8 +25,7 @@ Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, 
         "(pre_quant_scale) and scales by batch");
   }
   if (experts->weights_.mid_smoothing != nullptr && experts->plan_.mid != MidKind::kQuantizedByBatch) {
-    experts->plan_.mid =
-        MidKind::kQuantized;  // the intermediate passes through the operand kernel to be smoothed
+    experts->plan_.mid = MidKind::kQuantized;  // what quantizes the intermediate smooths it too
   }
   experts->prepared_ = std::move(weights);
   experts->slots_ = BookCudaSlots(experts->plan_, experts->weights_.input_by_expert, book);
@@ -37,7 +36,7 @@ Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, 
   for (int64_t rows = 1; rows <= most; ++rows) {
     if (ChooseKernels(experts->plan_, rows) == Kernels::kDecode) {
       experts->decode_plans_[static_cast<size_t>(rows)] =
-          PlanDecode(experts->plan_.shape, rows, DecodeMid(experts->plan_), experts->plan_.limits);
+          PlanDecode(experts->plan_.shape, rows, experts->plan_.mid, experts->plan_.limits);
     }
   }
   experts->traits_.activation_format = problem.config.activation_format;
@@ -57,24 +56,32 @@ bool CudaExperts::NeedsOperand(TensorView values) const {
          values.dtype() != plan_.element || plan_.shape.hidden % 8 != 0 || weights_.input_order != nullptr;
 }
 
+ActivationRows CudaExperts::SourceRows(const ExpertsInput& input, const ExpertsCall& call) const {
+  const TensorView& values = input.rows.values;
+  ActivationRows rows;
+  rows.values = values.data();
+  rows.dtype = values.dtype();
+  rows.row_stride = values.stride_bytes(values.rank() - 2) / (DTypeBits(values.dtype()) / 8);
+  rows.cols = plan_.shape.hidden;
+  rows.tensor_scale = weights_.input_scale;
+  rows.smoothing = weights_.input_smoothing;
+  rows.order = weights_.input_order;
+  rows.row_weight = plan_.weights_input && !plan_.shape.batched ? call.topk_weights : nullptr;
+  return rows;
+}
+
 Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
                                 const PrefillPlan& prefill, void* stream) const {
-  const TensorView& values = input.rows.values;
-  const int64_t element_bytes = DTypeBits(values.dtype()) / 8;
-  const int64_t stride = values.stride_bytes(values.rank() - 2) / element_bytes;
   const LayerShape& shape = plan_.shape;
-  if (!NeedsOperand(values)) {
-    call.hidden.values = values.data();
-    call.hidden.row_stride = stride;
+  OperandRowsCall rows;
+  rows.source = SourceRows(input, call);
+  if (!NeedsOperand(input.rows.values)) {
+    call.hidden.values = rows.source.values;
+    call.hidden.row_stride = rows.source.row_stride;
     call.hidden.cols = shape.hidden;
     return Status::Ok();
   }
   const bool by_route = weights_.input_by_expert && !shape.batched;
-  OperandRowsCall rows;
-  rows.source = values.data();
-  rows.source_dtype = values.dtype();
-  rows.source_row_stride = stride;
-  rows.cols = shape.hidden;
   rows.padded_cols = prefill.codes ? prefill.hidden_cols : shape.hidden_cols();
   rows.num_rows = call.num_tokens * (by_route ? shape.top_k : 1);
   rows.rows_per_token = by_route ? shape.top_k : 1;
@@ -87,10 +94,6 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   rows.num_local_experts = shape.num_local_experts;
   rows.expert_num_tokens = call.expert_num_tokens;
   rows.rows_per_expert = call.rows_per_expert;
-  rows.tensor_scale = weights_.input_scale;
-  rows.pre_quant_scale = weights_.input_smoothing;
-  rows.order = weights_.input_order;
-  rows.row_weight = plan_.weights_input && !shape.batched ? call.topk_weights : nullptr;
   rows.values = Piece<std::byte>(workspace, slots_.operand);
   rows.row_scale = Piece<float>(workspace, slots_.operand_row_scale);
   rows.group_scale = Piece<float>(workspace, slots_.operand_group_scale);
@@ -101,40 +104,17 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
   return Status::Ok();
 }
 
-Status CudaExperts::Decode(const ExpertsCall& call, const DecodePlan& decode,
-                           const Workspace& workspace) const {
-  const LayerShape& shape = plan_.shape;
-  if (plan_.mid == MidKind::kRounded) {
-    return LaunchDecode(shape, weights_.kernels, call, decode);
+Status CudaExperts::Decode(const ExpertsInput& input, const ExpertsCall& call,
+                           const DecodePlan& decode) const {
+  if (!decode.makes_operands) {
+    return LaunchDecode(plan_.shape, weights_.kernels, call, decode);
   }
-  FMOE_RETURN_IF_ERROR(LaunchDecode(shape, weights_.kernels, call, decode, DecodePhases::kGateUp));
-  OperandRowsCall rows;
-  rows.source = call.scratch + decode.mid_offset;
-  rows.source_dtype = DType::kF32;
-  rows.source_row_stride = shape.mid_cols();
-  rows.cols = shape.intermediate;
-  rows.padded_cols = shape.mid_cols();
-  rows.num_rows = call.num_tokens * (shape.batched ? 1 : shape.top_k);
-  rows.element = plan_.element;
-  rows.activation = plan_.activation;
-  rows.topk_ids = call.topk_ids;
-  rows.expert_map = call.expert_map;
-  rows.num_experts = shape.num_experts;
-  rows.num_local_experts = shape.num_local_experts;
-  rows.expert_num_tokens = call.expert_num_tokens;
-  rows.rows_per_expert = call.rows_per_expert;
-  rows.tensor_scale = weights_.mid_scale;
-  rows.pre_quant_scale = weights_.mid_smoothing;
-  rows.values = Piece<std::byte>(workspace, slots_.mid);
-  rows.row_scale = Piece<float>(workspace, slots_.mid_row_scale);
-  rows.group_scale = Piece<float>(workspace, slots_.mid_group_scale);
-  rows.amax_bits = Piece<uint32_t>(workspace, slots_.amax);
-  rows.stream = call.stream;
-  FMOE_RETURN_IF_ERROR(LaunchOperandRows(rows));
-  // One row a slot already, in the order that by_route asks for.
-  const TokenRows mid{rows.values,    rows.padded_cols, rows.padded_cols,
-                      !shape.batched, rows.row_scale,   rows.group_scale};
-  return LaunchDecode(shape, weights_.kernels, call, decode, DecodePhases::kDown, mid);
+  DecodeOperands operands;
+  operands.format = plan_.activation;
+  operands.tokens = SourceRows(input, call);
+  operands.mid_tensor_scale = weights_.mid_scale;
+  operands.mid_smoothing = weights_.mid_smoothing;
+  return LaunchDecode(plan_.shape, weights_.kernels, call, decode, &operands);
 }
 
 Status CudaExperts::Prefill(const ExpertsCall& call, const PrefillPlan& prefill) const {
@@ -160,8 +140,10 @@ Status CudaExperts::Apply(const ExpertsInput& input, MutableTensorView output, c
   const bool decodes = rows < decode_plans_.size() && decode_plans_[rows].fits;
   const PrefillPlan prefill =
       decodes ? PrefillPlan{} : PlanPrefill(plan_.shape, call.num_tokens, plan_.mid, plan_.limits);
-  FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, prefill, executor.stream));
-  return decodes ? Decode(call, decode_plans_[rows], workspace) : Prefill(call, prefill);
+  if (!decodes || !decode_plans_[rows].makes_operands) {
+    FMOE_RETURN_IF_ERROR(MakeOperand(input, call, workspace, prefill, executor.stream));
+  }
+  return decodes ? Decode(input, call, decode_plans_[rows]) : Prefill(call, prefill);
 }
 
 }  // namespace fusedmoe::cuda

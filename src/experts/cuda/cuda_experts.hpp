@@ -27,7 +27,9 @@ class CudaExperts final : public Experts {
   /// `prefill`: the plan of a call that those kernels take.
   Status MakeOperand(const ExpertsInput& input, ExpertsCall& call, const Workspace& workspace,
                      const PrefillPlan& prefill, void* stream) const;
-  Status Decode(const ExpertsCall& call, const DecodePlan& decode, const Workspace& workspace) const;
+  /// The rows of the input with what experts make of them.
+  ActivationRows SourceRows(const ExpertsInput& input, const ExpertsCall& call) const;
+  Status Decode(const ExpertsInput& input, const ExpertsCall& call, const DecodePlan& decode) const;
   Status Prefill(const ExpertsCall& call, const PrefillPlan& prefill) const;
 
   CudaPlan plan_;

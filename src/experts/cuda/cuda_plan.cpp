@@ -166,6 +166,16 @@ void CheckDeterminism(const MoeProblem& problem, std::vector<Verdict>& verdicts)
   }
 }
 
+/// Decode leaves a factor of e4m3 codes to quantized tokens (Fragments::kMayBeRaw): those under scales of
+/// sums have room for it. No known scheme has others beside such weights.
+bool TokensCarryFactor(const CudaPlan& plan) {
+  const bool raw =
+      plan.shape.format == FragmentFormat::kFp8 || plan.shape.format == FragmentFormat::kFp8Block;
+  return !raw || plan.mid == MidKind::kRounded ||
+         (plan.activation.quantized() && ScalesActOnSums(plan.activation) &&
+          *plan.activation.element != DType::kF8E5M2);
+}
+
 }  // namespace
 
 CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
@@ -240,7 +250,7 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
   }
   if (plan.forced == Kernels::kDecode) {
     const DecodePlan decode =
-        PlanDecode(plan.shape, std::max<int64_t>(problem.plan_tokens, 1), DecodeMid(plan), plan.limits);
+        PlanDecode(plan.shape, std::max<int64_t>(problem.plan_tokens, 1), plan.mid, plan.limits);
     if (!decode.fits) {
       Refuse(verdicts, Reason::kHiddenSize, "latency: " + decode.why_not,
              fmt::format("{} tokens", problem.plan_tokens), "sizes that fit");
@@ -257,10 +267,11 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
 }
 
 Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows) {
-  if (plan.float32 || num_rows > kMostDecodeRows || plan.forced == Kernels::kPrefill) {
+  if (plan.float32 || num_rows > kMostDecodeRows || plan.forced == Kernels::kPrefill ||
+      !TokensCarryFactor(plan)) {
     return Kernels::kPrefill;
   }
-  if (!PlanDecode(plan.shape, num_rows, DecodeMid(plan), plan.limits).fits) {
+  if (!PlanDecode(plan.shape, num_rows, plan.mid, plan.limits).fits) {
     return Kernels::kPrefill;
   }
   if (plan.forced == Kernels::kDecode) {
@@ -318,7 +329,7 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
   slots.operand_group_scale =
       aligned("input_group_scale", shape.group_scales ? rows * CeilDiv(shape.hidden_cols(), 128) * 4 : 0);
 
-  int64_t decode_rows = 0, counter_bytes = kCounterBytes;
+  int64_t counter_bytes = kCounterBytes;
   const auto count_prefill = [&](int64_t count) {
     slots.scratch_bytes =
         std::max(slots.scratch_bytes, PlanPrefill(shape, count, plan.mid, plan.limits).scratch_bytes);
@@ -328,8 +339,7 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
       count_prefill(count);
       continue;
     }
-    const DecodePlan decode = PlanDecode(shape, count, DecodeMid(plan), plan.limits);
-    decode_rows = count;
+    const DecodePlan decode = PlanDecode(shape, count, plan.mid, plan.limits);
     slots.scratch_bytes = std::max(slots.scratch_bytes, decode.scratch_bytes);
     counter_bytes = std::max(counter_bytes, decode.counter_bytes);
   }
@@ -337,11 +347,6 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
     count = std::min(count * 2, plan.max_rows);
     count_prefill(count);
   }
-  const int64_t mid_rows = plan.mid == MidKind::kRounded ? 0 : decode_rows * routes_per_row;
-  slots.mid = aligned("mid_operand", mid_rows * shape.mid_cols() * 2);
-  slots.mid_row_scale = aligned("mid_row_scale", row_scale ? mid_rows * 4 : 0);
-  slots.mid_group_scale =
-      aligned("mid_group_scale", shape.group_scales ? mid_rows * CeilDiv(shape.mid_cols(), 128) * 4 : 0);
   slots.amax = aligned("amax", 4);
   slots.counters = aligned("counters", counter_bytes);
   slots.scratch = aligned("scratch", slots.scratch_bytes);

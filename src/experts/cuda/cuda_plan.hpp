@@ -51,12 +51,6 @@ bool MayMultiplyCodes(const CudaPlan& plan);
 /// numbers. 0 where scales act on sums or no call of the layer is prefilled.
 double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight);
 
-/// How the decode kernel sees the intermediate: one scale over the batch is to it a quantization like any
-/// other.
-inline MidKind DecodeMid(const CudaPlan& plan) {
-  return plan.mid == MidKind::kRounded ? MidKind::kRounded : MidKind::kQuantized;
-}
-
 /// Decode takes at most this many rows; beyond, nothing is asked of its plan.
 inline constexpr int64_t kMostDecodeRows = 512;
 
@@ -66,7 +60,6 @@ int64_t DeviceWeightBytes(const CudaPlan& plan);
 /// Where the pieces of a workspace lie. Pieces that kernels want on 256 bytes are booked with room to align.
 struct CudaSlots {
   WorkspaceSlot operand, operand_row_scale, operand_group_scale;
-  WorkspaceSlot mid, mid_row_scale, mid_group_scale;
   WorkspaceSlot amax, counters, scratch;
   int64_t scratch_bytes = 0;
 };

@@ -6,6 +6,7 @@
 
 #include "experts/cuda/fast_div.hpp"
 #include "experts/cuda/launch.hpp"
+#include "experts/cuda/operand_format.hpp"
 
 /// What the decode kernel gets, and the constants that its plan needs. Host code without CUDA headers.
 namespace fusedmoe::cuda {
@@ -36,25 +37,32 @@ struct DecodePhase {
   int tail_slabs = 0;    ///< of the last chunk of a block
   int split_k = 0;       ///< k that a split stages
   int padded_rows = 0;   ///< of row_scale and bias, a part
-  // The token operand.
+  // The token operand, where it is staged as it stands.
   const void* rows = nullptr;
-  int row_stride = 0;                  ///< elements
-  int cols = 0;                        ///< that stand in memory
-  const float* token_scale = nullptr;  ///< [rows]
-  const float* group_scale = nullptr;  ///< [rows][group_stride]
-  int group_stride = 0;
-  int group_bytes = 0;  ///< of a staged row: 0, or a multiple of 128
+  int row_stride = 0;   ///< elements
+  int cols = 0;         ///< that stand in memory
+  int group_bytes = 0;  ///< of a staged row, scales of groups of 128 k: 0, or a multiple of 128
   FastDiv row_quads;    ///< split_k / 4
+  FastDiv row_parts;    ///< pieces of a row that a warp makes at a time: kRowPart columns of a split
 };
+
+/// Columns of a row of activations that a warp makes an operand of at a time: 8 a lane.
+inline constexpr int kRowPart = 256;
 
 /// Byte offsets in a CTA's shared memory: rings first (128-byte aligned), then token rows, then the map.
 struct DecodeShared {
-  int rows, partial_sums, barriers, row_source, row_pieces, segments, route_of, lists, expert_first,
+  int rows, tokens, partial_sums, barriers, row_source, row_pieces, segments, route_of, lists, expert_first,
       histogram, valid, scalars, bytes;
 };
 
 struct DecodeArguments {
   DecodePhase phase[2];
+  /// makes_operands: the rows of the two GEMMs and how they are quantized. Those of the second lie in `mid`
+  /// or `tagged`, as F32.
+  ActivationRows source[2];
+  DeviceQuantizer quantizer;
+  bool row_scales = false;     ///< a staged row has a scale of its own
+  bool stages_tokens = false;  ///< all tokens stand in shared memory, as they came
   const int32_t* topk_ids = nullptr;
   const float* topk_weights = nullptr;  ///< null: every route counts once
   const int32_t* expert_map = nullptr;
@@ -64,17 +72,16 @@ struct DecodeArguments {
   FastDiv routes_per_row;  ///< of the first GEMM's token rows: top_k, or 1 (TokenRows.by_route)
   int num_tokens = 0, num_experts = 0, num_local_experts = 0;
   bool by_token = false;
-  int phases = 3;
   bool half_is_f16 = false;
   bool gated = true;
   bool plain_silu = true;  ///< gated, silu, no limit: what nearly every model has
-  /// Both GEMMs in one launch, plain_silu, whole row blocks, and no bias, row scale or token scale.
+  /// plain_silu, whole row blocks, no bias, and no scale of rows or of the whole call.
   bool plain = false;
   ActivationSpec activation;
-  void* mid = nullptr;  ///< [routes][mid_stride]: BF16 or F16, or F32 where only the first GEMM runs
+  void* mid = nullptr;  ///< [routes][mid_stride]: BF16 or F16, or F32 where operands are made
   int mid_stride = 0;
   bool tagged_mid = false;
-  uint64_t* tagged = nullptr;  ///< [routes][mid_stride / 2]
+  uint64_t* tagged = nullptr;  ///< [routes][mid_stride / 2], of F32 [routes][mid_stride]
   float* partial = nullptr;    ///< F32 [routes][splits][partial_stride], zeros between launches
   int partial_stride = 0;
   int partial_cols = 0;  ///< that are written and read: hidden, rounded up to 4
@@ -89,15 +96,17 @@ struct DecodeArguments {
 };
 
 /// `routes`: upper bound. `chunk_bytes`, `token_tile`: of the kernel.
-FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_bytes, int routes, int experts,
-                                                         int chunk_bytes, int token_tile) {
+FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_bytes, int tokens_bytes,
+                                                         int routes, int experts, int chunk_bytes,
+                                                         int token_tile) {
   const int padded = (routes + 31) / 32 * 32;
   DecodeShared at{};
   at.rows = kDecodeWarps * slots * chunk_bytes;
-  at.partial_sums = at.rows + rows_bytes;  // F32 [warp][token_tile * 4][lane]
+  at.tokens = at.rows + rows_bytes;
+  at.partial_sums = at.tokens + tokens_bytes;  // F32 [warp][token_tile * 4][lane]
   at.barriers = at.partial_sums + kDecodeWarps * token_tile * 512;
-  at.row_source = at.barriers + kDecodeWarps * slots * 8;         // u32, 16-byte units
-  at.row_pieces = at.row_source + kSegmentRows * 4;               // u16, pieces that stand in memory
+  at.row_source = at.barriers + kDecodeWarps * slots * 8;         // u32, see DecodeMap
+  at.row_pieces = at.row_source + kSegmentRows * 4;               // u16
   at.segments = at.row_pieces + kSegmentRows * 2;                 // int [3][2][kMaxSegments]
   at.route_of = at.segments + 3 * 2 * kMaxSegments * 4;           // u16 [padded], sorted position -> route
   at.lists = at.route_of + padded * 2;                            // u16 [3][padded]: expert, first, count
@@ -133,8 +142,8 @@ extern long long* g_decode_stamps;
 
 /// The arguments of LaunchDecode as the kernel wants them.
 DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights& weights,
-                                    const ExpertsCall& call, const DecodePlan& plan, DecodePhases phases,
-                                    const TokenRows& mid);
+                                    const ExpertsCall& call, const DecodePlan& plan,
+                                    const DecodeOperands* operands);
 
 /// Starts the kernel of that format; `token_tile` and `slabs` as planned. One instantiation a .cu file.
 template <FragmentFormat kFormat>

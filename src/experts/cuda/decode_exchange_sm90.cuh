@@ -9,8 +9,9 @@
 ///
 ///   partial sums   F32 [route][split][column]: zero while not there (a zero is sent as -0). The one thread
 ///                  that adds a word clears it for the next launch.
-///   intermediate   up to kTaggedRoutes: 64 bits, two elements of the operand and the tag of the launch. Each
-///                  launch has a tag of its own, so that nothing needs clearing; a word has many readers.
+///   intermediate   up to kTaggedRoutes: 64 bits, two elements of the operand (or one F32 that becomes one)
+///                  and the tag of the launch. Each launch has a tag of its own, so that nothing needs
+///                  clearing; a word has many readers.
 ///                  Beyond: through scratch, with a counter a list, which only the CTAs of that expert wait
 ///                  for. With many rows tags cost more than they save: asynchronous copies are all in flight
 ///                  at once, words with tags wait in registers (mixtral, 8 tokens: rows up to 10 us late).
@@ -37,17 +38,57 @@ __device__ __forceinline__ uint32_t* ListCounters(const DecodeArguments& args, u
   return args.counters + ((tag >> 1 & 1) ^ (next ? 1U : 0U)) * kMaxRoutes;
 }
 
-/// Outputs of the first GEMM for tokens (2q, 2q + 1) in the lanes of rows r: neighbouring lanes pair up two
-/// columns and each sends one token. `column` is this lane's; the routes are of both tokens. All lanes of the
-/// warp.
-template <bool kF16>
+/// Largest finite magnitude of this launch's intermediate, or of the next one's, as bits: where one scale
+/// spans the call.
+__device__ __forceinline__ uint32_t* MidAmax(const DecodeArguments& args, uint32_t tag, bool next) {
+  return args.counters + 2 * kMaxRoutes + 4 + ((tag >> 1 & 1) ^ (next ? 1U : 0U));
+}
+
+/// Outputs of the first GEMM where one scale spans the intermediate of a call: this lane's largest finite
+/// magnitude, as bits. All lanes of the warp.
+__device__ __forceinline__ void NoteMidAmax(const DecodeArguments& args, uint32_t tag, uint32_t amax) {
+  amax = __reduce_max_sync(kAllLanes, amax);
+  if (ElectOne() && amax != 0) {
+    atomicMax(MidAmax(args, tag, false), amax);
+  }
+}
+
+/// What an output of the first GEMM is handed over as.
+enum class MidElement : uint8_t { kBf16, kF16, kF32 };
+
+/// An output of the first GEMM to scratch.
+template <MidElement kElement>
+__device__ __forceinline__ void PutMid(const DecodeArguments& args, int at, float value) {
+  if constexpr (kElement == MidElement::kF32) {
+    static_cast<float*>(args.mid)[at] = value;
+  } else if constexpr (kElement == MidElement::kF16) {
+    static_cast<__half*>(args.mid)[at] = __float2half_rn(value);
+  } else {
+    static_cast<__nv_bfloat16*>(args.mid)[at] = __float2bfloat16(value);
+  }
+}
+
+/// Outputs of the first GEMM for tokens (2q, 2q + 1) in the lanes of rows r, with tags: neighbouring lanes
+/// pair up two columns and each sends one token; F32 goes a word a lane. `column` is this lane's; the routes
+/// are of both tokens. All lanes of the warp.
+template <MidElement kElement>
 __device__ __forceinline__ void SendMid(const DecodeArguments& args, uint32_t tag, const int (&to)[2],
                                         const bool (&there)[2], int column, float first, float second) {
+  if constexpr (kElement == MidElement::kF32) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      if (there[c]) {
+        StoreRelaxed(args.tagged + to[c] + column,
+                     static_cast<uint64_t>(tag) << 32 | __float_as_uint(c == 0 ? first : second));
+      }
+    }
+    return;
+  }
   const bool odd = (threadIdx.x >> 2 & 1) != 0;
   const float other = __shfl_xor_sync(kAllLanes, odd ? first : second, 4);
   const float low = odd ? other : first, high = odd ? second : other;
   if (odd ? there[1] : there[0]) {
-    const uint32_t pair = kF16 ? PackF16x2(low, high) : PackBf16x2(low, high);
+    const uint32_t pair = kElement == MidElement::kF16 ? PackF16x2(low, high) : PackBf16x2(low, high);
     StoreRelaxed(args.tagged + ((odd ? to[1] : to[0]) + column) / 2, static_cast<uint64_t>(tag) << 32 | pair);
   }
 }

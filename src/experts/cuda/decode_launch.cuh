@@ -9,9 +9,9 @@
 
 namespace fusedmoe::cuda {
 
-template <FragmentFormat kFormat, int kSlabs, int kTokenTile>
+template <FragmentFormat kFormat, bool kOperands, int kSlabs, int kTokenTile>
 Status LaunchOneDecode(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
-  const auto kernel = &DecodeKernel<kFormat, kSlabs, kTokenTile>;
+  const auto kernel = &DecodeKernel<kFormat, kOperands, kSlabs, kTokenTile>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            static_cast<int>(plan.shared_bytes));
   if (error == cudaSuccess) {
@@ -39,17 +39,24 @@ Status LaunchOneDecode(const DecodeArguments& arguments, const DecodePlan& plan,
                         ": CUDA says " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")");
 }
 
-template <FragmentFormat kFormat>
-Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
+template <FragmentFormat kFormat, bool kOperands>
+Status LaunchDecodeTile(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
   constexpr ChunkSlabs kSlabs = DecodeChunkSlabs(kFormat);
   if constexpr (kSlabs.second != 0) {
     if (plan.slabs == kSlabs.second) {
-      return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kSlabs.second, 1>(arguments, plan, stream)
-                                  : LaunchOneDecode<kFormat, kSlabs.second, 2>(arguments, plan, stream);
+      return plan.token_tile == 1
+                 ? LaunchOneDecode<kFormat, kOperands, kSlabs.second, 1>(arguments, plan, stream)
+                 : LaunchOneDecode<kFormat, kOperands, kSlabs.second, 2>(arguments, plan, stream);
     }
   }
-  return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kSlabs.first, 1>(arguments, plan, stream)
-                              : LaunchOneDecode<kFormat, kSlabs.first, 2>(arguments, plan, stream);
+  return plan.token_tile == 1 ? LaunchOneDecode<kFormat, kOperands, kSlabs.first, 1>(arguments, plan, stream)
+                              : LaunchOneDecode<kFormat, kOperands, kSlabs.first, 2>(arguments, plan, stream);
+}
+
+template <FragmentFormat kFormat>
+Status LaunchDecodeKernel(const DecodeArguments& arguments, const DecodePlan& plan, void* stream) {
+  return plan.makes_operands ? LaunchDecodeTile<kFormat, true>(arguments, plan, stream)
+                             : LaunchDecodeTile<kFormat, false>(arguments, plan, stream);
 }
 
 }  // namespace fusedmoe::cuda

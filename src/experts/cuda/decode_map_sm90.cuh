@@ -26,16 +26,18 @@ struct DecodeMap {
   uint16_t* list_count;
   uint16_t* expert_first;
   uint16_t* histogram;
-  uint32_t* valid;  ///< bit of a route: it has a local expert
-  uint32_t* row_source;
-  uint16_t* row_pieces;
-  int* segment_list;   ///< [2][kMaxSegments] first (list, split) of a segment
-  int* segment_block;  ///< first row block in it
-  int* segment_size;   ///< row blocks
-  int* num_segments;   ///< [2]
-  int* num_rows;       ///< token rows of the segment at hand
-  uint32_t* tag;       ///< of the launch, decode_exchange_sm90.cuh
-  int* row_offset;     ///< [kSegmentLists] first row of a list
+  uint32_t* valid;       ///< bit of a route: it has a local expert
+  uint32_t* row_source;  ///< of a staged row: first piece; operands made here: route | split << 16
+  uint16_t* row_pieces;  ///< pieces that stand in memory; or the row's expert
+  int* segment_list;     ///< [2][kMaxSegments] first (list, split) of a segment
+  int* segment_block;    ///< first row block in it
+  int* segment_size;     ///< row blocks
+  int* num_segments;     ///< [2]
+  int* num_rows;         ///< token rows of the segment at hand
+  uint32_t* tag;         ///< of the launch, decode_exchange_sm90.cuh
+  uint32_t* amax;        ///< largest finite magnitude of the call's tokens: dynamic tensor scales
+  int* num_lists;        ///< of the launch
+  int* row_offset;       ///< [kSegmentLists] first row of a list
 
   __device__ DecodeMap(uint8_t* shared, const DecodeShared& at, int routes) {
     const int padded = (routes + 31) / 32 * 32;
@@ -54,6 +56,8 @@ struct DecodeMap {
     num_segments = reinterpret_cast<int*>(shared + at.scalars);
     num_rows = num_segments + 2;
     tag = reinterpret_cast<uint32_t*>(num_segments + 3);
+    amax = tag + 1;
+    num_lists = num_segments + 5;
     row_offset = num_segments + 8;
   }
 };
@@ -76,18 +80,6 @@ __device__ __forceinline__ int RouteExpert(const DecodeArguments& args, int rout
                                                                              : -1;
   }
   return static_cast<unsigned>(id) < static_cast<unsigned>(args.num_local_experts) ? id : -1;
-}
-
-/// An output of the first GEMM: as the operand of the second, or F32 where something stands between them.
-template <bool kF16>
-__device__ __forceinline__ void PutMid(const DecodeArguments& args, int64_t at, float value) {
-  if (args.phases == 1) {
-    static_cast<float*>(args.mid)[at] = value;
-  } else if constexpr (kF16) {
-    static_cast<__half*>(args.mid)[at] = __float2half_rn(value);
-  } else {
-    static_cast<__nv_bfloat16*>(args.mid)[at] = __float2bfloat16(value);
-  }
 }
 
 /// The weight stream of a warp: a cursor over GEMMs, segments and runs of contiguous chunks of one size. All
@@ -362,7 +354,7 @@ __device__ __forceinline__ void CutSegments(const DecodeArguments& args, const D
     put(v0, a - v0 * f.blocks_per_expert.divisor, end - a);
     a = end;
   }
-  map.num_segments[gemm] = (args.phases >> gemm & 1) != 0 ? n : 0;
+  map.num_segments[gemm] = n;
 }
 
 }  // namespace fusedmoe::cuda

@@ -54,7 +54,8 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   plan.grid = limits.num_sms;
   const int64_t chunk_bytes = int64_t{plan.slabs} / traits.unit_slabs() * traits.unit_bytes();
   const auto shared = [&](int64_t slots, int64_t rows_bytes) -> int64_t {
-    return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes), static_cast<int>(routes),
+    return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes),
+                            static_cast<int>(plan.tokens_bytes), static_cast<int>(routes),
                             static_cast<int>(shape.num_local_experts), static_cast<int>(chunk_bytes),
                             plan.token_tile)
         .bytes;
@@ -112,14 +113,23 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
     return Refuse(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
                               shared(2, need), most));
   }
+  // Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.
+  plan.makes_operands = mid != MidKind::kRounded;
+  const int64_t tokens_bytes = RoundUp(num_tokens * shape.hidden * 2, 128);
+  if (plan.makes_operands && !shape.batched && tokens_bytes <= kEasyRows &&
+      shared(plan.slots, need) + tokens_bytes <= most) {
+    plan.tokens_bytes = tokens_bytes;
+  }
   plan.shared_bytes = shared(plan.slots, need);
-  plan.by_token = !shape.batched && (num_tokens + 1) * row <= need;
+  plan.by_token = !plan.makes_operands && !shape.batched && (num_tokens + 1) * row <= need;
 
-  plan.tagged_mid = mid == MidKind::kRounded && !shape.group_scales && routes <= kTaggedRoutes;
-  const int64_t mid_bytes = routes * shape.mid_cols() * (mid == MidKind::kRounded ? 2 : 4);
-  plan.scratch_bytes = plan.tagged_mid ? 0 : RoundUp(mid_bytes, kAlign);
+  // One scale over the call wants every list first, and counters say when they are there.
+  plan.tagged_mid = mid != MidKind::kQuantizedByBatch && routes <= kTaggedRoutes;
+  const int64_t mid_bytes = plan.makes_operands ? 4 : 2;
+  plan.scratch_bytes = plan.tagged_mid ? 0 : RoundUp(routes * shape.mid_cols() * mid_bytes, kAlign);
   plan.tagged_offset = RoundUp(kCounterBytes, kAlign);
-  const int64_t tagged_bytes = mid == MidKind::kRounded ? kTaggedRoutes * shape.mid_cols() * 4 : 0;
+  const int64_t tagged_bytes =
+      mid == MidKind::kQuantizedByBatch ? 0 : kTaggedRoutes * shape.mid_cols() * 2 * mid_bytes;
   plan.partial_offset = plan.tagged_offset + RoundUp(tagged_bytes, kAlign);
   plan.counter_bytes = plan.partial_offset + RoundUp(routes * splits * shape.down_rows() * 4, kAlign);
   plan.fits = true;
@@ -128,8 +138,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
 
 ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mid,
                          const DeviceLimits& limits) {
-  const MidKind decode_mid = mid == MidKind::kRounded ? mid : MidKind::kQuantized;
-  const DecodePlan decode = PlanDecode(shape, num_tokens, decode_mid, limits);
+  const DecodePlan decode = PlanDecode(shape, num_tokens, mid, limits);
   // Codes on the 8-bit units beat decode from the first call that has enough of them: 1.02 to 1.38 times.
   if (!decode.fits || PlanPrefill(shape, num_tokens, mid, limits).codes) {
     return ExecutionMode::kPrefill;

@@ -8,6 +8,7 @@
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
 
+#include "numerics/host_device.hpp"
 #include "weights/fragment.hpp"
 
 /// What the host gives to the kernels of this folder. Plain C++: no CUDA header is needed to fill these
@@ -84,6 +85,24 @@ struct TokenRows {
   const float* group_scale = nullptr;  ///< F32 [rows][cols / 128]: scale a group of 128 k; null: none
 };
 
+/// Rows of activations as a layer has them, and what an expert makes of them before they are quantized.
+struct ActivationRows {
+  const void* values = nullptr;  ///< [rows][cols] of `dtype`
+  DType dtype = DType::kBF16;    ///< F32, BF16 or F16
+  int64_t row_stride = 0;        ///< elements
+  int64_t cols = 0;
+  const float* tensor_scale = nullptr;  ///< F32 [E]: static scale, as a decode multiplier
+  const float* smoothing = nullptr;     ///< F32 [E][cols]: multiplies the values first
+  const int32_t* order = nullptr;       ///< I32 [E][cols]: source column of each column; null: as they are
+  const float* row_weight = nullptr;    ///< F32 [rows]: router weight on the input
+
+  /// Rows begin on 16 bytes.
+  FMOE_HOST_DEVICE bool aligned() const {
+    const int64_t element_bytes = dtype == DType::kF32 ? 4 : 2;
+    return reinterpret_cast<uintptr_t>(values) % 16 == 0 && row_stride * element_bytes % 16 == 0;
+  }
+};
+
 /// The element of token operands: BF16, F16 where weights are, or `codes` of the weights' kind.
 constexpr DType OperandElement(FragmentFormat format, bool codes) {
   if (codes) {
@@ -116,8 +135,8 @@ inline constexpr int64_t kCounterBytes = (2 * 512 + 64) * 4;  ///< without what 
 
 /// How the input of the second GEMM comes about.
 enum class MidKind : uint8_t {
-  kRounded,    ///< the activation's output, rounded to the element of the operand: W*A16
-  kQuantized,  ///< F32 first, then made a TokenRows by the operand kernel (operand_rows.hpp): W*A8, W*A4
+  kRounded,          ///< the activation's output, rounded to the element of the operand: W*A16
+  kQuantized,        ///< F32 first, then quantized (or smoothed) as the scheme says: W*A8, W*A4
   kQuantizedInTile,  ///< as kQuantized, by stored scales or those of groups and without factors ahead: a
                      ///< prefill does it where it multiplies (groups of 128: of codes only)
   kQuantizedByBatch  ///< as kQuantized, by one scale over all rows of the call: prefill takes them in one
@@ -146,13 +165,16 @@ struct DecodePlan {
   bool by_token = false;  ///< all tokens stay in shared memory during the first GEMM
   int grid = 0;
   int64_t rows_bytes = 0;    ///< shared memory for token rows
+  int64_t tokens_bytes = 0;  ///< and for all tokens as they come, where operands are made of them; or 0
   int64_t shared_bytes = 0;  ///< all of it
-  int64_t mid_offset = 0;    ///< in scratch: [routes][mid_cols] of the operand's element, or F32 (kQuantized)
+  /// Token rows and intermediate are made operands where they are staged: any MidKind but kRounded.
+  bool makes_operands = false;
+  int64_t mid_offset = 0;  ///< in scratch: [routes][mid_cols] of the operand's element, or F32
   int64_t scratch_bytes = 0;
   /// What CTAs hand to each other (decode_exchange_sm90.cuh), behind the counters. The first offset depends
   /// on the shape alone, so that calls of any token count find the words of the second at rest.
   bool tagged_mid = false;     ///< the intermediate is handed over there and not in scratch
-  int64_t tagged_offset = 0;   ///< 64 bits [routes][mid_cols / 2]
+  int64_t tagged_offset = 0;   ///< 64 bits [routes][mid_cols / 2], or [routes][mid_cols] of F32
   int64_t partial_offset = 0;  ///< F32 [routes][splits][down_rows]
   int64_t counter_bytes = 0;   ///< all of it, counters included
   bool operator==(const DecodePlan&) const = default;
@@ -161,15 +183,18 @@ struct DecodePlan {
 /// `num_tokens`: tokens of the call; batched: all rows of the slabs.
 DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits);
 
-/// Which GEMMs of a decode launch run: both, or one, when the intermediate is quantized between them.
-enum class DecodePhases : uint8_t { kGateUp = 1, kDown = 2, kBoth = 3 };
+/// What makes_operands wants: the rows of the call and how rows and intermediate are quantized.
+struct DecodeOperands {
+  ActivationFormat format;                  ///< must have passed CheckOperandFormat (operand_format.hpp)
+  ActivationRows tokens;                    ///< in place of ExpertsCall::hidden
+  const float* mid_tensor_scale = nullptr;  ///< F32 [E]: static scales
+  const float* mid_smoothing = nullptr;     ///< F32 [E][intermediate]: multiplies the intermediate first
+};
 
-/// Enqueues the decode kernel. No allocation, no synchronization, capturable in a graph. kGateUp leaves the
-/// intermediate as F32 [routes][mid_cols] at plan.mid_offset, row = slot (token * top_k + position; batched:
-/// the row); kDown reads `mid` (one row a slot) and ends with the output.
+/// Enqueues the decode kernel, one launch. No allocation, no synchronization, capturable in a graph.
+/// `operands` must be given exactly when the plan makes them.
 Status LaunchDecode(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
-                    const DecodePlan& plan, DecodePhases phases = DecodePhases::kBoth,
-                    const TokenRows& mid = {});
+                    const DecodePlan& plan, const DecodeOperands* operands = nullptr);
 
 /// Everything the prefill kernels are launched with that is not an address. A pure function of its arguments.
 struct PrefillPlan {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "experts/cuda/launch.hpp"
 #include "experts/cuda/ptx.cuh"
 #include "experts/cuda/quantize_sm90.cuh"
 
@@ -7,6 +8,8 @@
 ///
 ///     lane l: k = 512 part + 16 l .. + 15        groups of 16: a lane; 32, 64, 128: 2, 4, 8 neighbouring
 ///     lanes
+///
+/// Decode, whose rows are few, gives a lane 8 (decode_rows_sm90.cuh): N of the functions.
 ///
 /// Four lanes make a slab of 64 k. In a panel (panel.cuh) piece c of a slab holds the pairs k = 16 q + 2 c +
 /// {0, 1} of its four lanes q, so that a transposition among four lanes turns natural order into whole
@@ -16,43 +19,11 @@ namespace fusedmoe::cuda {
 inline constexpr int kLaneValues = 16;
 inline constexpr int kPartValues = 32 * kLaneValues;
 
-/// 16 values of a row of F32, BF16 or F16 from `k` on; zero from `cols` on. `aligned`: base and stride of the
-/// rows are multiples of 16 bytes.
-__device__ inline void LoadLane(const void* row, DType dtype, int64_t k, int64_t cols, bool aligned,
-                                float (&v)[kLaneValues]) {
-  if (dtype == DType::kF32) {
-    const auto* x = static_cast<const float*>(row) + k;
-    if (aligned && k + kLaneValues <= cols) {
+/// Words of two BF16 or F16 values, in order.
+template <int N>
+__device__ __forceinline__ void UnpackLane(const uint32_t (&words)[N / 2], DType dtype, float (&v)[N]) {
 #pragma unroll
-      for (int i = 0; i < kLaneValues; i += 4) {
-        const float4 four = __ldg(reinterpret_cast<const float4*>(x + i));
-        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
-      }
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kLaneValues; ++i) {
-      v[i] = k + i < cols ? __ldg(x + i) : 0.0F;
-    }
-    return;
-  }
-  const auto* x = static_cast<const uint16_t*>(row) + k;
-  uint32_t words[kLaneValues / 2];
-  if (aligned && k + kLaneValues <= cols) {
-    const uint4 low = __ldg(reinterpret_cast<const uint4*>(x));
-    const uint4 high = __ldg(reinterpret_cast<const uint4*>(x) + 1);
-    words[0] = low.x, words[1] = low.y, words[2] = low.z, words[3] = low.w;
-    words[4] = high.x, words[5] = high.y, words[6] = high.z, words[7] = high.w;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kLaneValues / 2; ++i) {
-      const uint32_t first = k + 2 * i < cols ? __ldg(x + 2 * i) : 0;
-      const uint32_t second = k + 2 * i + 1 < cols ? __ldg(x + 2 * i + 1) : 0;
-      words[i] = first | second << 16;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kLaneValues / 2; ++i) {
+  for (int i = 0; i < N / 2; ++i) {
     if (dtype == DType::kBF16) {
       v[2 * i] = __uint_as_float(words[i] << 16);
       v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000U);
@@ -63,10 +34,51 @@ __device__ inline void LoadLane(const void* row, DType dtype, int64_t k, int64_t
   }
 }
 
+/// N values (8 or 16) of a row of F32, BF16 or F16 from `k` on; zero from `cols` on. `aligned`: base and
+/// stride of the rows are multiples of 16 bytes.
+template <int N>
+__device__ inline void LoadLane(const void* row, DType dtype, int64_t k, int64_t cols, bool aligned,
+                                float (&v)[N]) {
+  if (dtype == DType::kF32) {
+    const auto* x = static_cast<const float*>(row) + k;
+    if (aligned && k + N <= cols) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        const float4 four = __ldg(reinterpret_cast<const float4*>(x + i));
+        v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+      }
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = k + i < cols ? __ldg(x + i) : 0.0F;
+    }
+    return;
+  }
+  const auto* x = static_cast<const uint16_t*>(row) + k;
+  uint32_t words[N / 2];
+  if (aligned && k + N <= cols) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4) {
+      const uint4 piece = __ldg(reinterpret_cast<const uint4*>(x) + i / 4);
+      words[i] = piece.x, words[i + 1] = piece.y, words[i + 2] = piece.z, words[i + 3] = piece.w;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const uint32_t first = k + 2 * i < cols ? __ldg(x + 2 * i) : 0;
+      const uint32_t second = k + 2 * i + 1 < cols ? __ldg(x + 2 * i + 1) : 0;
+      words[i] = first | second << 16;
+    }
+  }
+  UnpackLane(words, dtype, v);
+}
+
 /// As LoadLane, but value k is column order[k] of the row.
+template <int N>
 __device__ inline void GatherLane(const void* row, DType dtype, const int32_t* order, int64_t k, int64_t cols,
-                                  float (&v)[kLaneValues]) {
-  for (int i = 0; i < kLaneValues; ++i) {
+                                  float (&v)[N]) {
+  for (int i = 0; i < N; ++i) {
     v[i] = 0.0F;
     if (k + i < cols) {
       const int column = __ldg(order + k + i);
@@ -81,41 +93,94 @@ __device__ inline void GatherLane(const void* row, DType dtype, const int32_t* o
   }
 }
 
+/// Factors of an expert's columns; zero beyond them.
+template <int N>
+__device__ __forceinline__ void SmoothLane(const float* factors, int64_t k, int64_t cols, float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    v[i] *= k + i < cols ? __ldg(factors + k + i) : 0.0F;
+  }
+}
+
+/// What an expert makes of values of source row `row` before they are quantized.
+template <int N>
+__device__ __forceinline__ void WeightLane(const ActivationRows& rows, int64_t row, int expert, int64_t k,
+                                           float (&v)[N]) {
+  if (rows.row_weight != nullptr) {
+    const float weight = __ldg(rows.row_weight + row);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] *= weight;
+    }
+  }
+  if (rows.smoothing != nullptr) {
+    SmoothLane(rows.smoothing + expert * rows.cols, k, rows.cols, v);
+  }
+}
+
+/// Values of source row `row` from column `k` on as `expert` wants them: in its order, weighted, smoothed.
+template <int N>
+__device__ __forceinline__ void LoadActivations(const ActivationRows& rows, int64_t row, int expert,
+                                                int64_t k, float (&v)[N]) {
+  const int element_bytes = rows.dtype == DType::kF32 ? 4 : 2;
+  const auto* base = static_cast<const std::byte*>(rows.values) + row * rows.row_stride * element_bytes;
+  if (rows.order == nullptr) {
+    LoadLane(base, rows.dtype, k, rows.cols, rows.aligned(), v);
+  } else {
+    GatherLane(base, rows.dtype, rows.order + expert * rows.cols, k, rows.cols, v);
+  }
+  WeightLane(rows, row, expert, k, v);
+}
+
+/// Where the rule says so, before anything is quantized.
+template <int N>
+__device__ __forceinline__ void RoundFirst(const DeviceQuantizer& q, float (&v)[N]) {
+  if (q.rule.round_to_bf16_first && q.kind != DeviceQuantizer::Kind::kNone) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = RoundToBf16(v[i]);
+    }
+  }
+}
+
 /// Largest magnitude as bits: of all values (NaN above all), or of the finite ones.
-__device__ inline uint32_t LaneAmaxBits(const float (&v)[kLaneValues], bool finite_only) {
+template <int N>
+__device__ inline uint32_t LaneAmaxBits(const float (&v)[N], bool finite_only) {
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < kLaneValues; ++i) {
+  for (int i = 0; i < N; ++i) {
     const uint32_t bits = __float_as_uint(v[i]) & 0x7fffffffU;
     amax = max(amax, finite_only && bits >= 0x7f800000U ? 0U : bits);
   }
   return amax;
 }
 
-/// The maximum over the lanes of a group.
+/// The maximum over the lanes of a group, each of which holds N values.
+template <int N = kLaneValues>
 __device__ inline uint32_t GroupAmaxBits(uint32_t amax, int group) {
-  for (int lanes = 1; lanes * kLaneValues < group; lanes <<= 1) {
+  for (int lanes = 1; lanes * N < group; lanes <<= 1) {
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
   }
   return amax;
 }
 
-/// 16 values to 8 words of two operand elements, in order.
-__device__ inline void PackLane(const float (&v)[kLaneValues], DType element, uint32_t (&words)[8]) {
+/// Values to words of two operand elements, in order.
+template <int N>
+__device__ inline void PackLane(const float (&v)[N], DType element, uint32_t (&words)[N / 2]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < N / 2; ++i) {
     words[i] =
         element == DType::kF16 ? PackF16x2(v[2 * i], v[2 * i + 1]) : PackBf16x2(v[2 * i], v[2 * i + 1]);
   }
 }
 
 /// Quantizes the values of a lane in place and returns what is left to multiply with.
-__device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& step,
-                                     float (&v)[kLaneValues]) {
+template <int N>
+__device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& step, float (&v)[N]) {
   const FastStep fast = FastStepOf(step.encode);
   if (q.element == DType::kF8E4M3) {  // the unit's own conversion: 8 operations an element, not 20
 #pragma unroll
-    for (int i = 0; i < kLaneValues; i += 2) {
+    for (int i = 0; i < N; i += 2) {
       const float2 pair = UnpackE4m3x2(PackE4m3x2(fast.Apply(v[i]), fast.Apply(v[i + 1])));
       v[i] = pair.x * step.value_scale;
       v[i + 1] = pair.y * step.value_scale;
@@ -131,7 +196,7 @@ __device__ inline float QuantizeLane(const DeviceQuantizer& q, const GroupStep& 
     return step.left_scale;
   }
 #pragma unroll
-  for (int i = 0; i < kLaneValues; ++i) {
+  for (int i = 0; i < N; ++i) {
     v[i] = QuantizeElement(q, fast, step.encode.wide_factor, v[i]) * step.value_scale;
   }
   return step.left_scale;

@@ -11,7 +11,6 @@ namespace {
 struct TokenOperands : QuantizedRows {
   static constexpr bool kWaitFirst = false;
   OperandRowsCall call;
-  bool aligned = false;
   bool has_group_scale = false;
 
   /// Rows without a local expert do not count. Layers without ids: expert 0.
@@ -37,36 +36,9 @@ struct TokenOperands : QuantizedRows {
     return false;
   }
 
-  /// The source values, weighted and smoothed.
   __device__ __forceinline__ void Load(const RowPlace& place, int64_t k, float (&v)[kLaneValues]) const {
-    const int64_t source = place.row / call.rows_per_token;
-    const int element_bytes = call.source_dtype == DType::kF32 ? 4 : 2;
-    const auto* base =
-        static_cast<const std::byte*>(call.source) + source * call.source_row_stride * element_bytes;
-    if (call.order == nullptr) {
-      LoadLane(base, call.source_dtype, k, call.cols, aligned, v);
-    } else {
-      GatherLane(base, call.source_dtype, call.order + place.expert * call.cols, k, call.cols, v);
-    }
-    if (call.row_weight != nullptr) {
-      const float weight = __ldg(call.row_weight + source);
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        v[i] *= weight;
-      }
-    }
-    if (call.pre_quant_scale != nullptr) {
-      const float* smoothing = call.pre_quant_scale + place.expert * call.cols + k;
-      for (int i = 0; i < kLaneValues; ++i) {
-        v[i] *= k + i < call.cols ? __ldg(smoothing + i) : 0.0F;
-      }
-    }
-    if (quantizer.rule.round_to_bf16_first && quantizer.kind != DeviceQuantizer::Kind::kNone) {
-#pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) {
-        v[i] = RoundToBf16(v[i]);
-      }
-    }
+    LoadActivations(call.source, place.row / call.rows_per_token, place.expert, k, v);
+    RoundFirst(quantizer, v);
   }
 
   __device__ __forceinline__ void Store(const RowPlace& place, int64_t k, const GroupStep& step,
@@ -110,13 +82,10 @@ Status LaunchOperandRows(const OperandRowsCall& call) {
   rows.quantizer = MakeDeviceQuantizer(call.activation);
   rows.num_rows = call.num_rows;
   rows.padded_cols = call.padded_cols;
-  rows.tensor_scale = call.tensor_scale;
+  rows.tensor_scale = call.source.tensor_scale;
   rows.amax_bits = call.amax_bits;
   rows.row_scale = call.row_scale;
   rows.call = call;
-  const int element_bytes = call.source_dtype == DType::kF32 ? 4 : 2;
-  rows.aligned =
-      reinterpret_cast<uintptr_t>(call.source) % 16 == 0 && call.source_row_stride * element_bytes % 16 == 0;
   rows.has_group_scale = HasGroupScale(call.activation);
   auto* stream = static_cast<cudaStream_t>(call.stream);
   if (rows.quantizer.dynamic_tensor_scale) {

@@ -16,10 +16,7 @@ namespace fusedmoe::cuda {
 /// padded with zeros. Layers whose rows are BF16 already, with hidden a multiple of the unit and no
 /// quantization, need none of this.
 struct OperandRowsCall {
-  const void* source = nullptr;  ///< [source rows][cols]
-  DType source_dtype = DType::kBF16;
-  int64_t source_row_stride = 0;  ///< elements
-  int64_t cols = 0;
+  ActivationRows source;
   int64_t padded_cols = 0;
   int64_t num_rows = 0;  ///< rows of the result
   int64_t rows_per_token =
@@ -38,14 +35,10 @@ struct OperandRowsCall {
   int64_t num_local_experts = 0;
   const int32_t* expert_num_tokens = nullptr;  ///< batched: rows beyond the counts are not read
   int64_t rows_per_expert = 0;
-  const float* tensor_scale = nullptr;     ///< F32 [E]: static input scale, as a decode multiplier
-  const float* pre_quant_scale = nullptr;  ///< F32 [E][cols]: multiplies the input first
-  const int32_t* order = nullptr;          ///< I32 [E][cols]: source column of each column; null: as they are
-  const float* row_weight = nullptr;       ///< F32 [rows of the source]: router weight on the input
-  void* values = nullptr;                  ///< [num_rows][padded_cols] of `element`
-  float* row_scale = nullptr;              ///< F32 [num_rows]: dynamic scales, where the format has them
-  float* group_scale = nullptr;            ///< F32 [num_rows][padded_cols / 128]
-  uint32_t* amax_bits = nullptr;           ///< one word of scratch: dynamic tensor scales only
+  void* values = nullptr;         ///< [num_rows][padded_cols] of `element`
+  float* row_scale = nullptr;     ///< F32 [num_rows]: dynamic scales, where the format has them
+  float* group_scale = nullptr;   ///< F32 [num_rows][padded_cols / 128]
+  uint32_t* amax_bits = nullptr;  ///< one word of scratch: dynamic tensor scales only
   void* stream = nullptr;
 };
 
