@@ -270,6 +270,8 @@ TEST(CudaLayer, OneWorkspace_CallsOfAnySizeInAnyOrder_SameBitsAsAFreshOne) {
   // 514: the last four columns of an output are not whole.
   for (const auto& [scheme, hidden] : {std::pair<const char*, int64_t>{"nvfp4_w4a16", 544},
                                        std::pair<const char*, int64_t>{"mxfp4_w4a8", 544},
+                                       std::pair<const char*, int64_t>{"fp8_w8a8:tensor", 544},
+                                       std::pair<const char*, int64_t>{"fp8_w8a8:channel", 544},
                                        std::pair<const char*, int64_t>{"unquantized", 514}}) {
     SCOPED_TRACE(scheme);
     MoeConfig config;

@@ -131,86 +131,80 @@ __device__ __forceinline__ void FindTokensAmax(const DecodeArguments& args, cons
   }
 }
 
-/// Makes operands of the rows of the map. `prime` may be called several times: it is wanted behind the first
-/// loads. `scale_by`: a power of two that every element carries (kRawTokens).
-template <bool kF16, typename Prime>
+/// Makes operands of the rows of the map. `scale_by`: a power of two that every element carries (kRawTokens).
+template <bool kF16>
 __device__ __forceinline__ void MakeRows(const DecodeArguments& args, const DecodeMap& map,
                                          const DecodeSegment& s, uint32_t tag, const uint8_t* tokens,
-                                         uint8_t* rows, float scale_by, Prime&& prime) {
+                                         uint8_t* rows, float scale_by) {
   const DecodePhase& f = args.phase[s.phase];
   const ActivationRows& source = args.source[s.phase];
   const DeviceQuantizer& q = args.quantizer;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, count = *map.num_rows;
-  float v[kOperandValues];
-  const auto load = [&](int row, int k, bool many) {
-    const int route = static_cast<int>(map.row_source[row] & 0xFFFFU), expert = map.row_pieces[row];
-    if (s.phase == 0) {
-      LoadToken(args, tokens, args.top_k.Div(route), expert, k, v);
-    } else {
-      LoadMid(args, tag, route, expert, k, many, v);
-    }
-    prime();
-    RoundFirst(q, v);
-  };
-  const auto row_amax = [&](int row) {
-    return reinterpret_cast<uint32_t*>(rows + row * s.stride + f.split_k * 2 + 4);
-  };
-  const int units = count * f.row_parts.divisor;
   const bool by_row = q.kind == DeviceQuantizer::Kind::kPerRow;
-  bool at_hand = false;  // the one part of this warp is in its registers
-  if (by_row) {          // of all columns, whatever the cut
-    const int parts = static_cast<int>(source.cols + kRowPart - 1) / kRowPart;
-    at_hand = f.splits.divisor == 1 && parts == f.row_parts.divisor && units <= kDecodeWarps;
-    for (int unit = warp; unit < count * parts; unit += kDecodeWarps) {
-      const int row = unit / parts;
-      load(row, (unit - row * parts) * kRowPart + lane * kOperandValues, count * parts > kDecodeWarps);
-      const uint32_t amax = __reduce_max_sync(kAllLanes, LaneAmaxBits(v, false));
-      if (lane == 0) {
-        atomicMax(row_amax(row), amax);
-      }
-    }
-    __syncthreads();
-  }
   float call_scale = 1.0F;
   if (q.dynamic_tensor_scale) {
     call_scale = TensorScaleFromAmax(
         q, __uint_as_float(s.phase == 0 ? *map.amax : LoadAcquire(MidAmax(args, tag, false))));
   }
-  for (int unit = warp; unit < units; unit += kDecodeWarps) {
-    const int row = f.row_parts.Div(unit), part = unit - row * f.row_parts.divisor;
-    const int begin = static_cast<int>(map.row_source[row] >> 16) * f.split_k;
-    const int k = (begin & ~127) + part * kRowPart + lane * kOperandValues;  // groups are whole
-    if (!at_hand) {
-      load(row, k, units > kDecodeWarps);
-    }
-    GroupStep step;
-    if (q.kind != DeviceQuantizer::Kind::kNone) {
-      const float tensor_scale = q.dynamic_tensor_scale ? call_scale
-                                 : source.tensor_scale != nullptr
-                                     ? __ldg(source.tensor_scale + map.row_pieces[row])
-                                     : 1.0F;
-      const uint32_t amax = by_row         ? *row_amax(row)
-                            : q.group == 0 ? 0
-                                           : GroupAmaxBits<kOperandValues>(LaneAmaxBits(v, false), q.group);
-      step = StepOf(q, tensor_scale, amax);
-      step.value_scale *= scale_by;
-      QuantizeLane(q, step, v);
-    }
-    uint8_t* const to = rows + row * s.stride;
-    const int at = k - begin;
-    if (at >= 0 && at < f.split_k) {
-      uint32_t words[kOperandValues / 2];
-      PackLane(v, kF16 ? DType::kF16 : DType::kBF16, words);
-      *reinterpret_cast<uint4*>(to + at * 2) = make_uint4(words[0], words[1], words[2], words[3]);
-      if (f.group_bytes != 0 && at % 128 == 0) {
-        *reinterpret_cast<float*>(to + f.split_k * 2 + 16 + at / 128 * 4) = step.left_scale;
+  // Scales of rows: a first turn over all columns, whatever the cut. A warp with one part keeps it.
+  const int all_parts = static_cast<int>(source.cols + kRowPart - 1) / kRowPart;
+  const bool keeps = by_row && f.splits.divisor == 1 && all_parts == f.row_parts.divisor &&
+                     count * all_parts <= kDecodeWarps;
+  float v[kOperandValues];
+#pragma unroll 1
+  for (int turn = by_row ? 0 : 1; turn < 2; ++turn) {
+    const int parts = turn == 0 ? all_parts : f.row_parts.divisor, units = count * parts;
+#pragma unroll 1
+    for (int unit = warp; unit < units; unit += kDecodeWarps) {
+      const int row = unit / parts, part = unit - row * parts;
+      const int route = static_cast<int>(map.row_source[row] & 0xFFFFU), expert = map.row_pieces[row];
+      const int begin = turn == 0 ? 0 : static_cast<int>(map.row_source[row] >> 16) * f.split_k;
+      const int k = (begin & ~127) + part * kRowPart + lane * kOperandValues;  // groups are whole
+      uint8_t* const to = rows + row * s.stride;
+      auto* const row_amax = reinterpret_cast<uint32_t*>(to + f.split_k * 2 + 4);
+      if (turn == 0 || !keeps) {
+        if (s.phase == 0) {
+          LoadToken(args, tokens, args.top_k.Div(route), expert, k, v);
+        } else {
+          LoadMid(args, tag, route, expert, k, units > kDecodeWarps, v);
+        }
+        RoundFirst(q, v);
+      }
+      uint32_t amax = LaneAmaxBits(v, false);
+      if (turn == 0) {
+        amax = __reduce_max_sync(kAllLanes, amax);
+        if (lane == 0) {
+          atomicMax(row_amax, amax);
+        }
+        continue;
+      }
+      GroupStep step;
+      if (q.kind != DeviceQuantizer::Kind::kNone) {
+        const float tensor_scale = q.dynamic_tensor_scale           ? call_scale
+                                   : source.tensor_scale != nullptr ? __ldg(source.tensor_scale + expert)
+                                                                    : 1.0F;
+        amax = by_row ? *row_amax : GroupAmaxBits<kOperandValues>(amax, q.group);
+        step = StepOf(q, tensor_scale, amax);
+        step.value_scale *= scale_by;
+        QuantizeLane(q, step, v);
+      }
+      const int at = k - begin;
+      if (at >= 0 && at < f.split_k) {
+        uint32_t words[kOperandValues / 2];
+        PackLane(v, kF16 ? DType::kF16 : DType::kBF16, words);
+        *reinterpret_cast<uint4*>(to + at * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+        if (f.group_bytes != 0 && at % 128 == 0) {
+          *reinterpret_cast<float*>(to + f.split_k * 2 + 16 + at / 128 * 4) = step.left_scale;
+        }
+      }
+      if (args.row_scales && part == 0 && lane == 0) {
+        *reinterpret_cast<float*>(to + f.split_k * 2) = step.left_scale;
       }
     }
-    if (args.row_scales && part == 0 && lane == 0) {
-      *reinterpret_cast<float*>(to + f.split_k * 2) = step.left_scale;
+    if (turn == 0) {
+      __syncthreads();
     }
   }
-  prime();
 }
 
 }  // namespace fusedmoe::cuda

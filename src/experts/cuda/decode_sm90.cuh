@@ -174,8 +174,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         }
         __syncthreads();
         if constexpr (kOperands) {
+          prime();  // staged tokens have come; others wait behind the ring
           MakeRows<Format::kF16>(args, map, segment, tag, tokens, rows,
-                                 Work::kRaw ? Format::kRawTokens : 1.0F, prime);
+                                 Work::kRaw ? Format::kRawTokens : 1.0F);
         } else if (tagged) {
           ReceiveMid(args, map, f, tag, rows, segment.stride);
         } else {
@@ -184,7 +185,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
       const int zero_row = segment.by_token ? token_rows : *map.num_rows;
       StageZeroRow(f, segment.stride, rows + zero_row * segment.stride);
-      prime();
+      if constexpr (!kOperands) {
+        prime();
+      }
       CopyAsyncWaitAll();
       __syncthreads();
 
