@@ -1,4 +1,6 @@
+#include <atomic>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include <fusedmoe/probe.hpp>
@@ -65,27 +67,56 @@ TEST(Card, Workspace_IsClearedAndOnTheDevice) {
 TEST(Card, Uploader_ManyPieces_AllArrive) {
   FMOE_SKIP_WITHOUT_CARD();
   constexpr int64_t kPiece = 1 << 20;
-  constexpr int kPieces = 9, kLanes = 2;
+  constexpr int kPieces = 37, kThreads = 4;
   auto memory = cuda::AllocateOnDevice(kPiece * kPieces, "a test");
   ASSERT_TRUE(memory.ok());
-  auto uploader = cuda::Uploader::Create(kLanes, kPiece);
+  auto uploader = cuda::Uploader::Create(2, kPiece);  // fewer buffers than threads
   ASSERT_TRUE(uploader.ok());
-  for (int piece = 0; piece < kPieces; ++piece) {
-    const int lane = piece % kLanes;
-    const auto buffer = (*uploader)->NextBuffer(lane);
-    ASSERT_TRUE(buffer.ok());
-    std::memset(buffer->host, piece + 1, kPiece);
-    ASSERT_TRUE((*uploader)->Send(lane, kPiece).ok());
-    ASSERT_TRUE(
-        cuda::CopyOnDevice(memory->get() + piece * kPiece, buffer->device, kPiece, buffer->stream).ok());
+  const auto send = [&](int piece) {
+    return (*uploader)->Send([&, piece](std::byte* host, const std::byte* device) {
+      std::memset(host, piece + 1, kPiece);
+      std::byte* const to = memory->get() + piece * kPiece;
+      return cuda::Uploader::Piece{
+          kPiece, [=](void* stream) { return cuda::CopyOnDevice(to, device, kPiece, stream); }};
+    });
+  };
+  std::vector<std::thread> threads;
+  std::atomic<int> next = 0;
+  std::atomic<int> failed = 0;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&] {
+      for (int piece = next++; piece < kPieces; piece = next++) {
+        failed += send(piece).ok() ? 0 : 1;
+      }
+    });
   }
-  EXPECT_FALSE((*uploader)->Send(0, kPiece + 1).ok()) << "more than a buffer holds";
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_EQ(failed, 0);
   ASSERT_TRUE((*uploader)->Finish().ok());
   std::vector<std::byte> host(kPiece * kPieces);
   ASSERT_TRUE(cuda::CopyToHost(host.data(), memory->get(), kPiece * kPieces, nullptr).ok());
   for (int64_t index = 0; index < kPiece * kPieces; ++index) {
     ASSERT_EQ(static_cast<int64_t>(host[static_cast<size_t>(index)]), index / kPiece + 1) << index;
   }
+}
+
+TEST(Card, Uploader_PieceThatFails_IsTheResultOfAllThatFollows) {
+  FMOE_SKIP_WITHOUT_CARD();
+  auto uploader = cuda::Uploader::Create(2, 256);
+  ASSERT_TRUE(uploader.ok());
+  const auto send = [&](int64_t bytes, const Status& behind) {
+    return (*uploader)->Send([&](std::byte*, const std::byte*) {
+      return cuda::Uploader::Piece{bytes, [behind](void*) { return behind; }};
+    });
+  };
+  EXPECT_TRUE(send(256, Status::Ok()).ok());
+  EXPECT_EQ(send(257, Status::Ok()).code(), StatusCode::kUsage) << "more than a buffer holds";
+  for (int turn = 0; turn < 5; ++turn) {  // buffers come back
+    EXPECT_EQ(send(256, Status::System("refused")).code(), StatusCode::kUsage);
+  }
+  EXPECT_EQ((*uploader)->Finish().code(), StatusCode::kUsage);
 }
 
 // Hopper cards read 2 to 5 TB/s and multiply 400 to 1000 TFLOP/s: a probe whose loads or products the

@@ -10,26 +10,28 @@
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kLanes = 4;
+constexpr int kThreads = 4;
 
-TEST(PieceBoard, OneJobAndManyLanes_EveryPieceOnceAndOthersHelp) {
+TEST(PieceBoard, OneJobAndManyThreads_EveryPieceOnceAndOthersHelp) {
   PieceBoard board;
   std::array<std::atomic<int>, 200> runs{};
-  std::array<std::atomic<int>, kLanes> by_lane{};
+  std::atomic<int> helped = 0;
   std::atomic<int> ready = 0;
   std::vector<std::thread> threads;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    threads.emplace_back([&, lane] {
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
       board.Enter();
       ++ready;
-      if (lane == 0) {
-        while (ready < kLanes) {
+      if (thread == 0) {
+        const std::thread::id owner = std::this_thread::get_id();
+        while (ready < kThreads) {
           std::this_thread::yield();
         }
-        const Status status = board.Run(lane, 200, [&](int64_t piece, int by) {
+        const Status status = board.Run(200, [&](int64_t piece) {
           ++runs[static_cast<size_t>(piece)];
-          ++by_lane[static_cast<size_t>(by)];
-          while (by == 0 && by_lane[1] + by_lane[2] + by_lane[3] == 0) {  // nobody would ever come otherwise
+          const bool own = std::this_thread::get_id() == owner;
+          helped += own ? 0 : 1;
+          while (own && helped == 0) {  // nobody would ever come otherwise
             std::this_thread::yield();
           }
           return Status::Ok();
@@ -39,7 +41,7 @@ TEST(PieceBoard, OneJobAndManyLanes_EveryPieceOnceAndOthersHelp) {
           EXPECT_EQ(count, 1) << "Run returned before a piece had ended, or ran it twice";
         }
       }
-      board.LeaveAndHelp(lane);
+      board.LeaveAndHelp();
     });
   }
   for (std::thread& thread : threads) {
@@ -47,16 +49,16 @@ TEST(PieceBoard, OneJobAndManyLanes_EveryPieceOnceAndOthersHelp) {
   }
 }
 
-TEST(PieceBoard, LanesOneAfterTheOther_NobodyWaits) {
+TEST(PieceBoard, ThreadsOneAfterTheOther_NobodyWaits) {
   PieceBoard board;
   int pieces = 0;
-  for (int lane = 0; lane < kLanes; ++lane) {
+  for (int thread = 0; thread < kThreads; ++thread) {
     board.Enter();
-    if (lane < 2) {
-      EXPECT_TRUE(board.Run(lane, 5, [&](int64_t, int) { return ++pieces, Status::Ok(); }).ok());
-      EXPECT_TRUE(board.Run(lane, 0, [](int64_t, int) { return Status::System("none"); }).ok());
+    if (thread < 2) {
+      EXPECT_TRUE(board.Run(5, [&](int64_t) { return ++pieces, Status::Ok(); }).ok());
+      EXPECT_TRUE(board.Run(0, [](int64_t) { return Status::System("none"); }).ok());
     }
-    board.LeaveAndHelp(lane);
+    board.LeaveAndHelp();
   }
   EXPECT_EQ(pieces, 10);
 }
@@ -65,15 +67,14 @@ TEST(PieceBoard, FailedPiece_IsTheResultOfItsJobAndEndsIt) {
   PieceBoard board;
   board.Enter();
   int pieces = 0;
-  const Status status = board.Run(0, 10, [&](int64_t piece, int) {
+  const Status status = board.Run(10, [&](int64_t piece) {
     ++pieces;
     return piece == 3 ? Status::System("piece 3") : Status::Ok();
   });
   EXPECT_EQ(status.message(), "piece 3");
   EXPECT_EQ(pieces, 4);
-  EXPECT_TRUE(board.Run(0, 2, [](int64_t, int) { return Status::Ok(); }).ok())
-      << "the next job is another one";
-  board.LeaveAndHelp(0);
+  EXPECT_TRUE(board.Run(2, [](int64_t) { return Status::Ok(); }).ok()) << "the next job is another one";
+  board.LeaveAndHelp();
 }
 
 }  // namespace

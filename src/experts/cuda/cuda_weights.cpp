@@ -22,10 +22,10 @@ namespace {
 
 constexpr std::string_view kInputByExpert = "input_by_expert";
 
-/// Pinned memory of all threads together, and of one buffer. Small copies leave gaps on the link, large
-/// buffers take long to pin and fall out of the caches before they are sent.
-constexpr int64_t kPinnedBytes = int64_t{96} << 20;
-constexpr int64_t kMostBufferBytes = int64_t{3} << 20;
+/// Pinned buffers: two a thread, which all share, and at most so many, of at least so many bytes. Small
+/// copies leave gaps on the link; many or large buffers take long to pin.
+constexpr int kMostBuffers = 24;
+constexpr int64_t kBufferBytes = int64_t{3} << 20;
 
 /// The small vectors of all experts, on the host until the last expert is on its way.
 struct HostVectors {
@@ -216,20 +216,18 @@ class ExpertUpload {
         buffer_bytes_(buffer_bytes),
         host_(host) {}
 
-  /// `lane`: of this thread; lanes that have nothing else to do take some of the pieces. `first_share`: of a
-  /// buffer, for the first copy.
-  Status Run(const CanonicalExpert& expert, int64_t index, int lane, double first_share,
-             PieceBoard& board) const {
+  /// Threads that have nothing else to do take some of the pieces. `first_share`: of a buffer, for the first
+  /// copy.
+  Status Run(const CanonicalExpert& expert, int64_t index, double first_share, PieceBoard& board) const {
     FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
     FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
     const auto first_bytes = static_cast<int64_t>(first_share * static_cast<double>(buffer_bytes_));
     const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_, first_bytes);
     std::vector<std::vector<int64_t>> nan_rows_of(copies.size());
-    FMOE_RETURN_IF_ERROR(
-        board.Run(lane, static_cast<int64_t>(copies.size()), [&](int64_t copy, int by) -> Status {
-          const auto at = static_cast<size_t>(copy);
-          return Send(stager, copies[at], index, by, nan_rows_of[at]);
-        }));
+    FMOE_RETURN_IF_ERROR(board.Run(static_cast<int64_t>(copies.size()), [&](int64_t copy) -> Status {
+      const auto at = static_cast<size_t>(copy);
+      return Send(stager, copies[at], index, nan_rows_of[at]);
+    }));
     std::vector<int64_t> nan_rows;
     for (const std::vector<int64_t>& rows : nan_rows_of) {
       nan_rows.insert(nan_rows.end(), rows.begin(), rows.end());
@@ -258,32 +256,41 @@ class ExpertUpload {
   }
 
  private:
-  /// Stages pieces in a buffer of the lane; they are copied and arranged behind this call.
-  Status Send(const FragmentStager& stager, const FragmentPieces& pieces, int64_t index, int lane,
+  /// Stages pieces in a buffer; they are copied and arranged behind this call.
+  Status Send(const FragmentStager& stager, const FragmentPieces& pieces, int64_t index,
               std::vector<int64_t>& nan_rows) const {
-    FMOE_ASSIGN_OR_RETURN(const Uploader::Buffer buffer, uploader_.NextBuffer(lane));
-    int64_t bytes = 0;
-    for (const FragmentPiece& piece : pieces) {
-      stager.Stage(piece, reinterpret_cast<uint8_t*>(buffer.host) + bytes, nan_rows);
-      bytes += stager.StagedBytes(piece);
-    }
-    FMOE_RETURN_IF_ERROR(uploader_.Send(lane, bytes));
-    const auto* staged = reinterpret_cast<const uint8_t*>(buffer.device);
-    for (const FragmentPiece& piece : pieces) {
-      const bool is_down = piece.part == FragmentPart::kDown;
-      ArrangeCall arrange;
-      arrange.format = plan_.spec.format;
-      arrange.staged = stager.View(piece, staged);
-      arrange.blocks = piece.blocks;
-      arrange.block_bytes =
-          FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
-      arrange.out = piece.offset +
-                    (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
-      arrange.stream = buffer.stream;
-      FMOE_RETURN_IF_ERROR(LaunchArrange(arrange));
-      staged += stager.StagedBytes(piece);
-    }
-    return Status::Ok();
+    return uploader_.Send([&](std::byte* host, const std::byte* device) {
+      Uploader::Piece sent;
+      std::vector<ArrangeCall> calls;
+      for (const FragmentPiece& piece : pieces) {
+        stager.Stage(piece, reinterpret_cast<uint8_t*>(host) + sent.bytes, nan_rows);
+        calls.push_back(
+            Arrangement(stager, piece, index, reinterpret_cast<const uint8_t*>(device) + sent.bytes));
+        sent.bytes += stager.StagedBytes(piece);
+      }
+      sent.behind = [calls = std::move(calls)](void* stream) {
+        for (ArrangeCall call : calls) {
+          call.stream = stream;
+          FMOE_RETURN_IF_ERROR(LaunchArrange(call));
+        }
+        return Status::Ok();
+      };
+      return sent;
+    });
+  }
+
+  ArrangeCall Arrangement(const FragmentStager& stager, const FragmentPiece& piece, int64_t index,
+                          const uint8_t* staged) const {
+    const bool is_down = piece.part == FragmentPart::kDown;
+    ArrangeCall arrange;
+    arrange.format = plan_.spec.format;
+    arrange.staged = stager.View(piece, staged);
+    arrange.blocks = piece.blocks;
+    arrange.block_bytes =
+        FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
+    arrange.out = piece.offset +
+                  (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
+    return arrange;
   }
 
   const CudaPlan& plan_;
@@ -295,30 +302,29 @@ class ExpertUpload {
   HostVectors& host_;
 };
 
-/// All experts, each by the lane that comes first; lanes for which none is left help the others.
-Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int lanes,
+/// All experts, each by the thread that comes first; threads for which none is left help the others.
+Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int buffers,
                  const Executor& executor) {
+  const int threads = std::max(executor.num_threads, 1);
   std::atomic<int64_t> next = 0;
-  std::vector<Status> statuses(static_cast<size_t>(lanes));
+  std::vector<Status> statuses(static_cast<size_t>(threads));
   PieceBoard board;
-  ParallelFor(executor, lanes, [&](int64_t index_of_lane) {
-    const auto lane = static_cast<int>(index_of_lane);
-    Status& status = statuses[static_cast<size_t>(lane)];
+  ParallelFor(executor, threads, [&](int64_t thread) {
+    Status& status = statuses[static_cast<size_t>(thread)];
     board.Enter();
-    // The lanes' first copies grow from lane to lane: whole buffers would all be full at the same time, and
-    // the link at rest until then (0.7 ms of 8.7 in a layer of 350 MB).
-    double first_share = (lane + 1.0) / lanes;
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
+      // The first copies grow: whole buffers would all be full at the same time, and the link at rest until
+      // then (0.7 ms of 8.7 in a layer of 350 MB).
+      const double first_share = std::min(1.0, (static_cast<double>(index) + 1.0) / buffers);
       Result<CanonicalExpert> expert = source.load(index);
-      status = expert.ok() ? upload.Run(*expert, index, lane, first_share, board) : expert.status();
-      first_share = 1.0;
+      status = expert.ok() ? upload.Run(*expert, index, first_share, board) : expert.status();
       if (!status.ok()) {
         status = std::move(status).WithContext(fmt::format("expert {}", index));
         next = source.num_local_experts;  // the others end too
         break;
       }
     }
-    board.LeaveAndHelp(lane);
+    board.LeaveAndHelp();
   });
   for (Status& status : statuses) {
     FMOE_RETURN_IF_ERROR(std::move(status));
@@ -350,15 +356,13 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   auto* const blocks = reinterpret_cast<uint8_t*>(placed);
   HostVectors host;
   MakeVectors(plan, sizes, host);
-  const int lanes = std::max(executor.num_threads, 1);
+  const int buffers = std::min(2 * std::max(executor.num_threads, 1), kMostBuffers);
   const int64_t buffer_bytes = std::max(
-      std::min(kMostBufferBytes, kPinnedBytes / (2 * lanes)),
+      kBufferBytes,
       FragmentStager::FewestBytes(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated()));
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(lanes, buffer_bytes));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(buffers, buffer_bytes));
   const ExpertUpload upload(plan, sizes, *uploader, blocks + gate_up, blocks + down, buffer_bytes, host);
-  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, lanes, executor));
-  FMOE_RETURN_IF_ERROR(uploader->Finish());
-  Uploader::Keep(std::move(uploader));
+  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, buffers, executor));
   if (!plan.spec.row_scale && !host.has_nan_rows) {
     host.gate_up_row.clear();
     host.down_row.clear();
@@ -383,7 +387,9 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
       !AllEqual(host.input_order, plan.shape.hidden)) {
     shelf.Add(kInputByExpert, DType::kF32, {1}, &by_expert);
   }
-  FMOE_RETURN_IF_ERROR(shelf.Place().status());
+  FMOE_RETURN_IF_ERROR(shelf.Place().status());  // while the last copies are on the link
+  FMOE_RETURN_IF_ERROR(uploader->Finish());
+  Uploader::Keep(std::move(uploader));
   // Scales beside zero points keep 15 bits of their mantissa: exact for 16-bit scales.
   const bool short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
                             source.scheme.weight.block_scale_dtype == DType::kF32;

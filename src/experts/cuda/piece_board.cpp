@@ -7,15 +7,15 @@ namespace fusedmoe::cuda {
 
 void PieceBoard::Enter() {
   const std::scoped_lock lock(mutex_);
-  ++lanes_;
+  ++threads_;
 }
 
 /// With the lock held, but while the piece runs.
-void PieceBoard::TakePiece(Job& job, int lane, std::unique_lock<std::mutex>& lock) {
+void PieceBoard::TakePiece(Job& job, std::unique_lock<std::mutex>& lock) {
   const int64_t piece = job.next++;
   ++job.running;
   lock.unlock();
-  Status status = (*job.run)(piece, lane);
+  Status status = (*job.run)(piece);
   lock.lock();
   --job.running;
   if (!status.ok() && job.status.ok()) {
@@ -27,7 +27,7 @@ void PieceBoard::TakePiece(Job& job, int lane, std::unique_lock<std::mutex>& loc
   }
 }
 
-Status PieceBoard::Run(int lane, int64_t count, const Piece& run) {
+Status PieceBoard::Run(int64_t count, const Piece& run) {
   Job job;
   job.run = &run;
   job.count = count;
@@ -35,23 +35,23 @@ Status PieceBoard::Run(int lane, int64_t count, const Piece& run) {
   jobs_.push_back(&job);
   changed_.notify_all();
   while (job.next < job.count) {
-    TakePiece(job, lane, lock);
+    TakePiece(job, lock);
   }
   changed_.wait(lock, [&] { return job.running == 0; });
   jobs_.erase(std::find(jobs_.begin(), jobs_.end(), &job));
   return std::move(job.status);
 }
 
-void PieceBoard::LeaveAndHelp(int lane) {
+void PieceBoard::LeaveAndHelp() {
   std::unique_lock lock(mutex_);
-  --lanes_;
+  --threads_;
   changed_.notify_all();
   while (true) {
     const auto open =
         std::find_if(jobs_.begin(), jobs_.end(), [](const Job* job) { return job->next < job->count; });
     if (open != jobs_.end()) {
-      TakePiece(**open, lane, lock);
-    } else if (lanes_ == 0) {
+      TakePiece(**open, lock);
+    } else if (threads_ == 0) {
       return;
     } else {
       changed_.wait(lock);

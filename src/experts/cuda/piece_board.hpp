@@ -10,26 +10,26 @@
 
 namespace fusedmoe::cuda {
 
-/// Jobs in pieces, done by several threads ("lanes"). Each lane brings jobs of its own, one after the other;
-/// one that has no more helps with the pieces of the others, so that few large jobs, and the last ones, keep
-/// all threads at work:
+/// Jobs in pieces, done by several threads. Each brings jobs of its own, one after the other; one that has no
+/// more helps with the pieces of the others, so that few large jobs, and the last ones, keep all threads at
+/// work:
 ///
-///     lane 0 | job 0: pieces 0 1 2 ... | job 2: 0   2   4 |
-///     lane 1 | job 1: pieces 0 1 2 ...   |   1   3   5    |     the rest of job 2
+///     thread 0 | job 0: pieces 0 1 2 ... | job 2: 0   2   4 |
+///     thread 1 | job 1: pieces 0 1 2 ...   |   1   3   5    |     the rest of job 2
 ///
-/// A piece is worth a lock: a tenth of a millisecond and more. All lanes need not run at once: one that
+/// A piece is worth a lock: a tenth of a millisecond and more. All threads need not run at once: one that
 /// begins when the others have ended finds nothing to help with.
 class PieceBoard {
  public:
-  using Piece = std::function<Status(int64_t piece, int lane)>;
+  using Piece = std::function<Status(int64_t piece)>;
 
-  /// The lane will bring jobs, until LeaveAndHelp.
+  /// The thread will bring jobs, until LeaveAndHelp.
   void Enter();
-  /// Runs run(0) to run(count - 1), here and in lanes that help, and returns when all have ended. The first
+  /// Runs run(0) to run(count - 1), here and in threads that help, and returns when all have ended. The first
   /// failure is the result; no piece of the job begins after it.
-  Status Run(int lane, int64_t count, const Piece& run);
-  /// The lane has no more jobs: helps until no lane brings any.
-  void LeaveAndHelp(int lane);
+  Status Run(int64_t count, const Piece& run);
+  /// The thread has no more jobs: helps until no thread brings any.
+  void LeaveAndHelp();
 
  private:
   struct Job {
@@ -38,12 +38,12 @@ class PieceBoard {
     int running = 0;
     Status status = Status::Ok();
   };
-  void TakePiece(Job& job, int lane, std::unique_lock<std::mutex>& lock);
+  void TakePiece(Job& job, std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
-  std::condition_variable changed_;  ///< a job came, its last piece ended, or a lane left
-  std::vector<Job*> jobs_;           ///< of lanes in Run
-  int lanes_ = 0;                    ///< that may bring more
+  std::condition_variable changed_;  ///< a job came, its last piece ended, or a thread left
+  std::vector<Job*> jobs_;           ///< of threads in Run
+  int threads_ = 0;                  ///< that may bring more
 };
 
 }  // namespace fusedmoe::cuda

@@ -108,21 +108,17 @@ struct Uploader::Impl {};
 Uploader::Uploader() = default;
 Uploader::~Uploader() = default;
 
-Result<std::unique_ptr<Uploader>> Uploader::Create(int /*lanes*/, int64_t /*piece_bytes*/) {
+Result<std::unique_ptr<Uploader>> Uploader::Create(int /*buffers*/, int64_t /*buffer_bytes*/) {
   return NotBuilt();
 }
 
-Result<std::unique_ptr<Uploader>> Uploader::Take(int /*lanes*/, int64_t /*piece_bytes*/) {
+Result<std::unique_ptr<Uploader>> Uploader::Take(int /*buffers*/, int64_t /*buffer_bytes*/) {
   return NotBuilt();
 }
 
 void Uploader::Keep(std::unique_ptr<Uploader> /*uploader*/) {}
 
-Result<Uploader::Buffer> Uploader::NextBuffer(int /*lane*/) {
-  return NotBuilt();
-}
-
-Status Uploader::Send(int /*lane*/, int64_t /*bytes*/) {
+Status Uploader::Send(const Write& /*write*/) {
   return NotBuilt();
 }
 
