@@ -49,8 +49,7 @@ void Refuse(std::vector<Verdict>& verdicts, Reason reason, std::string sentence,
 
 void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   if (!WhyNotBuilt().empty()) {
-    Refuse(verdicts, Reason::kNotBuilt, std::string(WhyNotBuilt()), "absent",
-           "nvcc when the build is configured");
+    Refuse(verdicts, Reason::kNotBuilt, std::string(WhyNotBuilt()), "no CUDA", "a build with nvcc");
     return;
   }
   if (!machine.cuda) {

@@ -11,7 +11,7 @@
 #include <fusedmoe/workspace.hpp>
 
 /// The card, for code without CUDA headers. Streams are cudaStream_t as void*, null is the default stream. A
-/// build without CUDA has all of it, and refuses: "this build has no CUDA (nvcc was not found)".
+/// build without CUDA has all of it, and refuses: "this build has no CUDA: nvcc was not found".
 namespace fusedmoe::cuda {
 
 /// Why this build has no code for cards; empty where it has.

@@ -21,7 +21,7 @@ Status NotBuilt() {
 }  // namespace
 
 std::string_view WhyNotBuilt() {
-  return "this build has no CUDA (" FMOE_CUDA_MISSING ")";
+  return "this build has no CUDA: " FMOE_CUDA_MISSING;
 }
 
 void DetectCard(Machine& machine) {
