@@ -32,9 +32,6 @@
 /// 1024 of the units, with tokens in registers 1125, with two sets of products of half the columns 1166.
 namespace fusedmoe::cuda {
 
-/// What stands behind the weights of an odd last slab of 64 codes.
-static __device__ const uint4 kZeroCodes[64] = {};
-
 template <int kTileTokens>
 struct CodesShape {
   static constexpr bool kPairs = kTileTokens == 128;  ///< CTAs work in pairs
@@ -86,14 +83,7 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
     // The pool is what the launch took: 384 x 168 = 128 x 40 + 256 x 232.
     RegistersDown<40>();
     PrefillTile tile;
-    int stage = 0;
-    int phase = 0;
-    auto next = [&] {
-      if (++stage == S::kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
-    };
+    RingPlace<S::kStages> stage;
     if (warp == 0) {  // ---- tokens
       if (!p.wait_for_map) {
         GridWait();
@@ -109,62 +99,56 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
           const float* factors = p.panel_group_scale == nullptr ? nullptr : p.panel_group_scale + tile.token;
 #pragma unroll 1
           for (int left = num_slabs; left > 0; --left) {
-            const uint32_t barrier = full + 8 * stage;
+            const uint32_t barrier = full + 8 * stage.at;
             const uint32_t to =
-                SharedAddress(shared) + stage * S::kStageBytes + S::kWeightBytes + share.offset;
-            BarrierWait(empty + 8 * stage, phase ^ 1);
+                SharedAddress(shared) + stage.at * S::kStageBytes + S::kWeightBytes + share.offset;
+            BarrierWait(empty + 8 * stage.at, stage.phase ^ 1);
             BarrierExpect(barrier, factors == nullptr ? bytes : bytes + bytes / 32);
             if (factors != nullptr) {
-              BulkLoad(SharedAddress(scales + stage * S::kScaleBytes), factors, bytes / 32, barrier, policy);
+              BulkLoad(SharedAddress(scales + stage.at * S::kScaleBytes), factors, bytes / 32, barrier,
+                       policy);
               factors += p.panel_rows;
             }
             if (share.own_bytes > 0) {
               LoadStage(share.both, to, source, share.own_bytes, barrier, policy);
             }
             source += p.panel_rows * 128;
-            next();
+            stage.Next();
           }
         }
       }
     } else {  // ---- weights
-      const uint64_t once = EvictFirstPolicy();
-      const uint64_t again = EvictNormalPolicy();
-      const int piece = warp - 1 + 3 * lane;
-      const int pieces = warp == 1 ? 6 : 5;
+      WeightLane<typename S::Tiles> own(warp, lane);
       const int scale_bytes = kBlockScales ? (warp == 1 ? 32 : 16) : 0;
       for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
         tiles.Locate(t, tile);
-        const uint64_t policy = tiles.ReadsAgain(tile) ? again : once;
-        // Of the same weights each of a pair copies every other row block, to both.
-        const bool both = kPairs && tile.one_weights;
-        const bool copies = lane < pieces && (!both || (piece & 1) == tiles.rank);
-        const uint8_t* source =
-            p.blocks + tile.expert * p.expert_bytes +
-            static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
+        own.Open(p, tiles, tile);
+        const uint8_t* source = own.source;
 #pragma unroll 1
         for (int c = 0; c < num_slabs; ++c) {
           const bool half = !kBlockScales && c + 1 == num_slabs && p.last_piece_bytes < S::kBlockBytes;
-          const uint32_t barrier = full + 8 * stage;
-          BarrierWait(empty + 8 * stage, phase ^ 1);
+          const uint32_t barrier = full + 8 * stage.at;
+          BarrierWait(empty + 8 * stage.at, stage.phase ^ 1);
           if (lane == 0) {
-            BarrierExpect(barrier, pieces * S::kBlockBytes + scale_bytes);
+            BarrierExpect(barrier, own.pieces * S::kBlockBytes + scale_bytes);
           }
           __syncwarp();
-          if (copies) {
-            const uint32_t to = SharedAddress(shared) + stage * S::kStageBytes + piece * S::kBlockBytes;
+          if (own.copies) {
+            const uint32_t to =
+                SharedAddress(shared) + stage.at * S::kStageBytes + own.piece * S::kBlockBytes;
             const int bytes = half ? S::kBlockBytes / 2 : S::kBlockBytes;
-            LoadStage(both, to, source, bytes, barrier, policy);
+            LoadStage(own.both, to, source, bytes, barrier, own.policy);
             if (half) {  // 64 k: zeros stand for the rest
-              LoadStage(both, to + bytes, kZeroCodes, bytes, barrier, policy);
+              LoadStage(own.both, to + bytes, kZeroSlab, bytes, barrier, own.policy);
             }
-            if (kBlockScales && piece % 4 == 0) {
+            if (kBlockScales && own.piece % 4 == 0) {
               const uint32_t scale_to =
-                  SharedAddress(scales + stage * S::kScaleBytes) + kTileTokens * 4 + piece * 4;
-              LoadStage(both, scale_to, source + S::kBlockBytes, 16, barrier, policy);
+                  SharedAddress(scales + stage.at * S::kScaleBytes) + kTileTokens * 4 + own.piece * 4;
+              LoadStage(own.both, scale_to, source + S::kBlockBytes, 16, barrier, own.policy);
             }
           }
           source += kUnitBytes;
-          next();
+          stage.Next();
         }
       }
     }
@@ -175,8 +159,7 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
   RegistersUp<232>();
   const int row_warp = warp & 3;
   const int warpgroup = (warp >> 2) - 1;
-  int stage = 0;
-  int phase = 0;
+  RingPlace<S::kStages> stage;
   PrefillTile tile;
 
   // `kSlabs` x 8 row blocks from 8 * first_slab on, the tokens from `base` on.
@@ -205,12 +188,12 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
     float block_scale[2][2 * kSlabs];
     auto load_scales = [&] {
       if (p.panel_group_scale != nullptr) {
-        const auto* const at = reinterpret_cast<const float*>(scales + stage * S::kScaleBytes) + row;
+        const auto* const at = reinterpret_cast<const float*>(scales + stage.at * S::kScaleBytes) + row;
         factor[0] = at[0], factor[1] = at[8];
       }
       if constexpr (kBlockScales) {
         const auto* const at =
-            reinterpret_cast<const float2*>(scales + stage * S::kScaleBytes + kTileTokens * 4) +
+            reinterpret_cast<const float2*>(scales + stage.at * S::kScaleBytes + kTileTokens * 4) +
             first_slab * 4;
 #pragma unroll
         for (int i = 0; i < 2 * kSlabs; ++i) {
@@ -220,7 +203,7 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       }
     };
     auto multiply = [&](int half) {
-      const uint32_t low = SharedDescriptorLow(SharedAddress(shared) + stage * S::kStageBytes);
+      const uint32_t low = SharedDescriptorLow(SharedAddress(shared) + stage.at * S::kStageBytes);
       const uint32_t tokens = low + ((S::kWeightBytes + base * 128) >> 4);
       const uint32_t weights = low + ((first_slab * 8 * S::kBlockBytes + half * 512) >> 4);
       WgmmaFence();
@@ -254,11 +237,12 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
     };
     CodesEnd<kSlabs> end(p, tile, acc, *of_end, first_slab, row, tid - 128);
     end.FetchRows();
-    BarrierWait(full + 8 * stage, phase);  // what wrote the tokens has ended, so their scales are there
+    BarrierWait(full + 8 * stage.at,
+                stage.phase);  // what wrote the tokens has ended, so their scales are there
     end.LoadTokenScales();
 #pragma unroll 1
     for (int left = num_slabs; left > 0; --left) {
-      BarrierWait(full + 8 * stage, phase);
+      BarrierWait(full + 8 * stage.at, stage.phase);
       multiply(0);
       if constexpr (kSets == 2) {
         multiply(1);
@@ -273,11 +257,8 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       }
       WgmmaWait<0>();
       __syncwarp();
-      ReleaseStage<kPairs>(empty + 8 * stage, lane);
-      if (++stage == S::kStages) {
-        stage = 0;
-        phase ^= 1;
-      }
+      ReleaseStage<kPairs>(empty + 8 * stage.at, lane);
+      stage.Next();
       add(1);
     }
 

@@ -17,6 +17,7 @@ enum class PrefillEpilogue {
 template <FragmentFormat kFormat, int kTileTokens, bool kIntegers>
 struct PrefillShape {
   static constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
+  static constexpr bool kIntegerTokens = kIntegers;
   static constexpr bool kPairs = kTileTokens == 128;  ///< CTAs work in pairs
   static constexpr int kWarpgroups = kTileTokens == 64 ? 4 : 2;
   static constexpr int kRowGroups = 4 / kWarpgroups;  ///< blocks of 64 rows a warpgroup
@@ -54,6 +55,32 @@ struct PrefillShape {
   }
   static constexpr int StageSlabs(int tokens) { return 1 << StageShift(tokens); }
   static_assert((kSlabs & (kSlabs - 1)) == 0, "whole stages fill a slot");
+};
+
+/// The shared memory of a CTA: tokens, what the epilogue stages, weights, a barrier for each stage and slot
+/// that is full and one for each that is empty, the table of tiles.
+template <typename S>
+struct PrefillShared {
+  uint8_t* stages;
+  uint8_t* staging;
+  uint8_t* slots;
+  uint8_t* barriers;
+  uint32_t full, empty;      ///< of the stages
+  uint32_t w_full, w_empty;  ///< of the slots
+
+  __device__ __forceinline__ explicit PrefillShared(uint8_t* shared)
+      : stages(shared),
+        staging(stages + S::kStages * S::kStageBytes),
+        slots(staging + S::kEpilogueBytes),
+        barriers(slots + S::kSlots * S::kSlotBytes),
+        full(SharedAddress(barriers)),
+        empty(full + 8 * S::kStages),
+        w_full(empty + 8 * S::kStages),
+        w_empty(w_full + 8 * S::kSlots) {}
+
+  __device__ __forceinline__ uint8_t* table() const {
+    return barriers + (2 * S::kStages + 2 * S::kSlots) * 8;
+  }
 };
 
 /// Scale and bias of the two weight rows (fragment rows r and r + 8 of a block) that a lane holds.

@@ -10,6 +10,9 @@
 /// that all CTAs have as many of each, they made no layer faster.
 namespace fusedmoe::cuda {
 
+/// What stands behind the weights of an odd last slab of 64 codes.
+static __device__ const uint4 kZeroSlab[64] = {};
+
 struct PrefillTile {
   int expert = 0;
   int row = 0;    ///< tile of 16 row blocks; of an odd number of them a pair's last one is none
@@ -28,11 +31,25 @@ struct TokenShare {
   bool both;
 };
 
+/// A place in a ring of kPlaces stages, and the parity of the turn.
+template <int kPlaces>
+struct RingPlace {
+  int at = 0;
+  int phase = 0;
+  __device__ __forceinline__ void Next() {
+    if (++at == kPlaces) {
+      at = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 /// kPairs: two CTAs take two token pieces of the same weights, and of an odd last piece two row tiles.
 /// kEven: an expert with more tokens than a tile is cut evenly (instructions fit any multiple of 16), else
 /// into whole tiles and a rest.
 template <int kTileTokens, bool kPairs, bool kEven>
 struct PrefillTiles {
+  static constexpr bool kInPairs = kPairs;
   static constexpr int kTableBytes = (3 * static_cast<int>(kMaxExperts) + 1) * 4;
 
   int* first_row;   ///< [E] shared memory
@@ -150,6 +167,39 @@ struct PrefillTiles {
     const int pieces = PiecesOf(count);
     return kPairs ? row_tiles * (pieces >> 1) + (pieces & 1) * ((row_tiles + 1) >> 1) : row_tiles * pieces;
   }
+};
+
+/// What a lane of the three warps that copy weights brings of a tile: one of its 16 row blocks, or nothing.
+template <typename Tiles>
+class WeightLane {
+ public:
+  /// `warp`: 1 to 3.
+  __device__ __forceinline__ WeightLane(int warp, int lane)
+      : piece(warp - 1 + 3 * lane), pieces(warp == 1 ? 6 : 5), lane_(lane) {}
+
+  __device__ __forceinline__ void Open(const PrefillGemmParams& p, const Tiles& tiles,
+                                       const PrefillTile& tile) {
+    // Weights that are read again: deepseek-v3 M=4096 in FP8 fetched 5.6 GB for 1.2 GB of operands when they
+    // were always the first to go.
+    policy = tiles.ReadsAgain(tile) ? again_ : once_;
+    // Of the same weights each of a pair copies every other row block, to both.
+    both = Tiles::kInPairs && tile.one_weights;
+    copies = lane_ < pieces && (!both || (piece & 1) == tiles.rank);
+    source = p.blocks + tile.expert * p.expert_bytes +
+             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
+  }
+
+  const int piece;   ///< the row block
+  const int pieces;  ///< of the warp
+  bool copies = false;
+  bool both = false;  ///< to both of the pair
+  uint64_t policy = 0;
+  const uint8_t* source = nullptr;  ///< of its first slab
+
+ private:
+  const uint64_t once_ = EvictFirstPolicy();
+  const uint64_t again_ = EvictNormalPolicy();
+  const int lane_;
 };
 
 }  // namespace fusedmoe::cuda
