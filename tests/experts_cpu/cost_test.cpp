@@ -30,7 +30,8 @@ TEST(CpuCost, OfMoreTokens_IsNeverLess) {
   std::mt19937_64 random(1);
   for (int round = 0; round < 50; ++round) {
     const CpuCostRow row = RandomRow(random);
-    const ExpertWork work = {1 + static_cast<int64_t>(random() % 5000), round % 2 == 0 ? 8 : 4};
+    const ExpertWork work = {1 + static_cast<int64_t>(random() % 5000), round % 2 == 0 ? 8 : 4,
+                             round % 3 == 0};
     for (int64_t tokens = 0; tokens < 5000; tokens += 1 + tokens / 64) {
       EXPECT_LE(VectorNanoseconds(row.vectors, work, tokens),
                 VectorNanoseconds(row.vectors, work, tokens + 1));
@@ -51,6 +52,17 @@ TEST(CpuCost, Counts_AreThoseOfTheKernels) {
   EXPECT_EQ(TileNanoseconds(passes, {2, 8}, kMaxJobTokens + 1), 4.0);
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 8), 7.0);    // arithmetic hides behind reading
   EXPECT_EQ(VectorNanoseconds(read, {1, 8}, 80), 10.0);  // or the other way round
+}
+
+TEST(CpuCost, RowsWithoutTokens_CostAsMuchAsTokens) {
+  const CpuPathCost tokens = {0, 0, 0, 0, 1};
+  const int64_t rows[] = {1, 2, 4, 4, 5, 8, 8, 8, 9, 10, 12, 12, 13, 16};
+  for (int64_t n = 1; n <= 14; ++n) {
+    EXPECT_EQ(VectorNanoseconds(tokens, {1, 8, true}, n), static_cast<double>(rows[n - 1])) << n << " tokens";
+    EXPECT_EQ(VectorNanoseconds(tokens, {1, 8, false}, n), static_cast<double>(n));
+  }
+  EXPECT_EQ(VectorNanoseconds(tokens, {1, 4, true}, 6), 6.0) << "a tile of 4 and one of 2";
+  EXPECT_EQ(VectorNanoseconds(tokens, {1, 64, true}, 70), 72.0) << "eight tiles decode a block for 64 tokens";
 }
 
 /// The worst ratio of the chosen path to the other one, for tiles from `from` on.

@@ -123,6 +123,33 @@ TEST(FitPath, OfExactTimes_FindsTheConstants) {
   }
 }
 
+/// Vectors whose tokens get cheaper beyond twenty, and tiles that meet them at eight: no constants fit all.
+TEST(FitPath, WeighedByNearness_IsRightWherePathsMeet) {
+  const auto points_of = [](const std::vector<int64_t>& counts, bool tiles) {
+    std::vector<tune::Point> points;
+    for (const int64_t n : counts) {
+      const auto tokens = static_cast<double>(n);
+      const double block = tiles ? 100 + tokens : n <= 20 ? 20 + 11 * tokens : 172 + 3.4 * tokens;
+      points.push_back({4608, n, 1, 0, tokens, 4608 * block});
+    }
+    return points;
+  };
+  std::vector<tune::Point> vectors = points_of({1, 2, 4, 6, 8, 12, 20, 32, 52, 128}, false);
+  std::vector<tune::Point> tiles = points_of({1, 2, 4, 6, 8, 12, 20, 32, 52}, true);
+  const auto off_at_eight = [&] {
+    const CpuPathCost cost = tune::FitPath(vectors).cost;
+    const double time = cost.fixed_ns + 4608 * std::max(cost.read_ns, cost.decode_ns + 8 * cost.token_ns);
+    return std::fabs(time / (4608 * 108.0) - 1);
+  };
+  EXPECT_GT(off_at_eight(), 0.1) << "unweighted";
+  tune::WeighByNearness(vectors, tiles);
+  EXPECT_NEAR(vectors[4].weight, 1.0, 1e-12);
+  EXPECT_NEAR(vectors[0].weight, 31.0 / 101.0 * 31.0 / 101.0, 1e-12);
+  EXPECT_EQ(tiles[0].weight, vectors[0].weight);
+  EXPECT_DOUBLE_EQ(vectors.back().weight, 0.1);
+  EXPECT_LT(off_at_eight(), 0.05);
+}
+
 TEST(FitPath, OfNoisyTimes_HasNoNegativeConstants) {
   std::vector<tune::Point> points = PointsOf({0, 10, 0, 0, 2}, true);
   for (size_t i = 0; i < points.size(); ++i) {

@@ -8,6 +8,7 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
+#include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
@@ -49,11 +50,27 @@ double Nanoseconds(const CpuPathCost& cost, const ExpertWork& work, const PathCo
   return cost.fixed_ns + static_cast<double>(work.blocks) * std::max(cost.read_ns, block);
 }
 
+/// Rows of the tiles that vectors cut so many tokens into.
+int64_t PaddedTokens(const ExpertWork& work, int64_t tokens) {
+  int tallest = 0;
+  while (tallest + 1 < kNumHeights && kHeights[tallest + 1] <= work.max_height) {
+    ++tallest;
+  }
+  int64_t rows = tokens / kHeights[tallest] * kHeights[tallest];
+  for (int64_t left = tokens - rows; left > 0;) {
+    const TileCut cut = NextTile(left, tallest, false);
+    rows += kHeights[cut.height_index];
+    left -= cut.tokens;
+  }
+  return rows;
+}
+
 }  // namespace
 
 PathCounts VectorCounts(const ExpertWork& work, int64_t tokens) {
   const int64_t passes = CeilDiv(tokens, std::max<int64_t>(work.max_height, 1));
-  return {static_cast<double>(passes), 0, static_cast<double>(tokens)};
+  return {static_cast<double>(passes), 0,
+          static_cast<double>(work.padded ? PaddedTokens(work, tokens) : tokens)};
 }
 
 PathCounts TileCounts(int64_t tokens) {

@@ -19,6 +19,7 @@ namespace fusedmoe::cpu {
 struct ExpertWork {
   int64_t blocks = 0;      ///< of 16 rows and 64 k, both GEMMs
   int64_t max_height = 8;  ///< tokens that vectors decode a block for: of the tallest tile, or of several
+  bool padded = false;     ///< vectors multiply every row of a tile, those without a token too (NextTile)
 };
 
 /// How often the constants of a path count.

@@ -252,6 +252,7 @@ ExpertWork WorkOf(const CpuPlan& plan) {
   if (IsPairTile(gate_up.tile)) {
     work.max_height *= kBatchTiles;
   }
+  work.padded = !plan.tall;
   return work;
 }
 
@@ -367,6 +368,8 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
                              (output_by_slot ? plan.down.row_stride() * 4 : 0);
   const KernelTable* table = FindKernelTable(plan.vector_isa);
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.gate_up.tile);
+  plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
+              !IsFloatKernel(plan.kernel);
   const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, choice.gate_up),
                                    plan.kernel, choice.gate_up, ActivationOf(problem).quantized());
   plan.cost_source = cost.source;
@@ -388,8 +391,6 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   const int64_t active = std::min(plan.num_local_experts, plan.max_slots);
   // NextTile ends an expert with at most two tiles that are not full, and pads by at most two tokens; tall
   // tiles have no padding.
-  plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
-              !IsFloatKernel(plan.kernel);
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + (plan.tall ? 0 : 2) * active;
   SetPrefetch(machine, plan);

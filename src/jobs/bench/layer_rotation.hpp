@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <fusedmoe/jobs/bench.hpp>
@@ -25,6 +26,8 @@ class LayerRotation {
   Status Plan(const LayerOptions& layer_options, fusedmoe::Plan& plan);
   /// Draws and prepares weights, unless those at hand have the layout of the plan, and makes the kernels.
   Status Build();
+  /// The kernels that Build made last; weights and workspace stay here.
+  std::vector<std::unique_ptr<MoeKernel>> TakeKernels() { return std::exchange(kernels_, {}); }
 
   int64_t num_layers() const { return static_cast<int64_t>(kernels_.size()); }
   const MoeKernel& kernel(int64_t layer) const { return *kernels_[static_cast<size_t>(layer)]; }

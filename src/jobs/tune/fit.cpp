@@ -13,10 +13,10 @@ namespace {
 constexpr size_t kNumConstants = 5;  // fixed, read, decode, row, token
 using Vector = std::array<double, kNumConstants>;
 
-/// What the constants are multiplied with, relative to the time, so that the right side is one everywhere.
-/// Points up to `read_tokens` are bound by reading, the others by arithmetic.
+/// What the constants are multiplied with, relative to the time and weighted, so that the right side is the
+/// weight. Points up to `read_tokens` are bound by reading, the others by arithmetic.
 Vector Columns(const Point& point, int64_t read_tokens) {
-  const double unit = 1 / point.nanoseconds, block = point.blocks * unit;
+  const double unit = point.weight / point.nanoseconds, block = point.blocks * unit;
   if (point.expert_tokens <= read_tokens) {
     return {unit, block, 0, 0, 0};
   }
@@ -32,7 +32,7 @@ std::optional<Vector> Solve(std::span<const Point> points, int64_t read_tokens, 
       for (size_t j = 0; j < kNumConstants; ++j) {
         m[i][j] += x[i] * x[j];
       }
-      m[i][kNumConstants] += x[i];
+      m[i][kNumConstants] += x[i] * point.weight;
     }
   }
   for (size_t i = 0; i < kNumConstants; ++i) {
@@ -95,8 +95,8 @@ Fit FitPath(std::span<const Point> points) {
       double squares = 0, misfit = 0;
       for (const Point& point : points) {
         const double off = TimeOf(*solution, point) / point.nanoseconds - 1;
-        squares += off * off;
-        misfit = std::max(misfit, std::fabs(off));
+        squares += off * off * point.weight * point.weight;
+        misfit = std::max(misfit, std::fabs(off) * point.weight);
       }
       if (squares < least) {
         least = squares;
@@ -105,6 +105,23 @@ Fit FitPath(std::span<const Point> points) {
     }
   }
   return best;
+}
+
+void WeighByNearness(std::span<Point> one, std::span<Point> other) {
+  constexpr double kAlone = 0.1;
+  for (const std::span<Point> path : {one, other}) {
+    for (Point& point : path) {
+      point.weight = kAlone;
+    }
+  }
+  for (Point& a : one) {
+    for (Point& b : other) {
+      if (a.blocks == b.blocks && a.expert_tokens == b.expert_tokens) {
+        const double ratio = a.nanoseconds / b.nanoseconds;
+        a.weight = b.weight = std::pow(std::min(ratio, 1 / ratio), 2);
+      }
+    }
+  }
 }
 
 }  // namespace fusedmoe::tune

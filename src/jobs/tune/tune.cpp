@@ -1,8 +1,10 @@
 #include <fusedmoe/jobs/tune.hpp>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <limits>
+#include <memory>
 #include <random>
 #include <utility>
 
@@ -54,8 +56,15 @@ struct Size {
   int64_t hidden, intermediate;
 };
 constexpr Size kSizes[] = {{2048, 768}, {1024, 256}};
-/// Beside full tiles some that are not, so that passes, rows and tokens can be told apart.
-constexpr int64_t kTokens[] = {1, 2, 4, 8, 12, 20, 32, 52, 128};
+/// Dense where paths meet; beside full tiles some that are not, so that passes, rows and tokens can be told
+/// apart.
+constexpr int64_t kTokens[] = {1, 2, 3, 4, 6, 8, 12, 16, 20, 32, 52, 96};
+/// The most for vectors. From 32 on they decode a block once for several tall tiles, and a token costs a
+/// third less, on which nothing depends: a line through those counts too missed the others by 40 %.
+constexpr int64_t kMostVectorTokens = 20;
+bool IsMeasured(bool tiles, int64_t tokens) {
+  return tiles || tokens <= kMostVectorTokens;
+}
 /// Experts of a token, as in a layer.
 constexpr int64_t kExpertsPerToken = 8;
 
@@ -147,6 +156,7 @@ class SizeRun {
   Status Measure(std::vector<PathPoints>& paths) {
     FMOE_RETURN_IF_ERROR(DrawInputs());
     bench::LayerRotation rotation(config_, subject_.scheme, bench_);
+    std::vector<PathRun> runs;
     for (PathPoints& path : paths) {
       LayerOptions layer;
       layer.backend = bench_.backend;
@@ -161,13 +171,16 @@ class SizeRun {
         continue;  // no tile kernel reads these weights
       }
       FMOE_RETURN_IF_ERROR(rotation.Build());
-      const cpu::CpuPlan kernels = PlanOf(subject_, config_, path.isa);
-      const auto blocks = static_cast<double>(cpu::WorkOf(kernels).blocks);
-      for (const int64_t tokens : kTokens) {
-        FMOE_ASSIGN_OR_RETURN(const double nanoseconds, TimeExpert(rotation, tokens));
+      runs.push_back({&path, cpu::WorkOf(PlanOf(subject_, config_, path.isa)), rotation.TakeKernels(), {}});
+    }
+    FMOE_RETURN_IF_ERROR(TimeExperts(rotation.workspace(), runs));
+    for (const PathRun& run : runs) {
+      for (size_t i = 0; i < std::size(kTokens) && IsMeasured(run.path->tiles, kTokens[i]); ++i) {
+        const int64_t tokens = kTokens[i];
         const cpu::PathCounts counts =
-            path.tiles ? cpu::TileCounts(tokens) : cpu::VectorCounts(cpu::WorkOf(kernels), tokens);
-        path.points.push_back({blocks, tokens, counts.passes, counts.rows, counts.tokens, nanoseconds});
+            run.path->tiles ? cpu::TileCounts(tokens) : cpu::VectorCounts(run.work, tokens);
+        run.path->points.push_back({static_cast<double>(run.work.blocks), tokens, counts.passes, counts.rows,
+                                    counts.tokens, run.nanoseconds[i]});
       }
     }
     return Status::Ok();
@@ -191,32 +204,61 @@ class SizeRun {
     return Status::Ok();
   }
 
-  /// Nanoseconds of one thread for an expert with so many tokens: the fastest of several calls, each of which
-  /// visits the experts that were visited longest ago.
-  Result<double> TimeExpert(const bench::LayerRotation& rotation, int64_t tokens) {
-    using Clock = std::chrono::steady_clock;
-    constexpr int kFewestCalls = 4;
-    const int64_t experts = ExpertsPerCall(options_), count = TokensOfCall(options_, tokens);
-    std::vector<int32_t> ids(static_cast<size_t>(count * kExpertsPerToken));
-    double fastest = std::numeric_limits<double>::infinity(), spent = 0;
-    for (int call = 0; call < kFewestCalls || spent < options_.seconds_per_point; ++call) {
-      for (size_t slot = 0; slot < ids.size(); ++slot) {
-        const int64_t expert = next_expert_ + static_cast<int64_t>(slot) % experts;
-        ids[slot] = static_cast<int32_t>(expert % config_.num_experts);
-      }
-      next_expert_ = (next_expert_ + experts) % config_.num_experts;
-      KernelInput input;
-      input.hidden = hidden_.view().Rows(0, count);
-      input.topk_ids = ids.data();
-      input.topk_weights = weights_.data();
-      const auto begin = Clock::now();
-      FMOE_RETURN_IF_ERROR(rotation.kernel(0).Forward(input, output_.mutable_view().Rows(0, count),
-                                                      rotation.workspace(), options_.executor));
-      const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      spent += seconds;
-      fastest = call == 0 ? fastest : std::min(fastest, seconds);  // the first call touches the workspace
+  /// One path's kernels, and the nanoseconds of one thread that an expert takes on it, for each of kTokens.
+  struct PathRun {
+    PathPoints* path = nullptr;
+    cpu::ExpertWork work;
+    std::vector<std::unique_ptr<MoeKernel>> kernels;
+    std::array<double, std::size(kTokens)> nanoseconds = {};
+  };
+
+  /// Fills in the nanoseconds: the fastest of several rounds through all counts, in which paths take turns.
+  /// Other programs on a host slow memory and clock for seconds: with the calls of a path and a count in one
+  /// go, some points came out 1.5 times as slow as others, and the fit took it for a property of the path.
+  Status TimeExperts(const Workspace& workspace, std::vector<PathRun>& runs) {
+    constexpr int kFewestRounds = 3;
+    double spent = 0;
+    const double enough = options_.seconds_per_point * static_cast<double>(runs.size() * std::size(kTokens));
+    for (PathRun& run : runs) {  // the first call touches the workspace
+      FMOE_RETURN_IF_ERROR(TimeCall(workspace, *run.kernels.front(), config_.max_tokens).status());
+      run.nanoseconds.fill(std::numeric_limits<double>::infinity());
     }
-    return fastest * 1e9 * std::max(options_.executor.num_threads, 1) / static_cast<double>(experts);
+    for (int round = 0; round < kFewestRounds || spent < enough; ++round) {
+      for (size_t i = 0; i < std::size(kTokens); ++i) {
+        for (PathRun& run : runs) {
+          if (!IsMeasured(run.path->tiles, kTokens[i])) {
+            continue;
+          }
+          FMOE_ASSIGN_OR_RETURN(const double seconds, TimeCall(workspace, *run.kernels.front(),
+                                                               TokensOfCall(options_, kTokens[i])));
+          spent += seconds;
+          run.nanoseconds[i] =
+              std::min(run.nanoseconds[i], seconds * 1e9 * std::max(options_.executor.num_threads, 1) /
+                                               static_cast<double>(ExpertsPerCall(options_)));
+        }
+      }
+    }
+    return Status::Ok();
+  }
+
+  /// Seconds of a call, which visits the experts that were visited longest ago.
+  Result<double> TimeCall(const Workspace& workspace, const MoeKernel& kernel, int64_t num_tokens) {
+    using Clock = std::chrono::steady_clock;
+    const int64_t experts = ExpertsPerCall(options_);
+    std::vector<int32_t> ids(static_cast<size_t>(num_tokens * kExpertsPerToken));
+    for (size_t slot = 0; slot < ids.size(); ++slot) {
+      const int64_t expert = next_expert_ + static_cast<int64_t>(slot) % experts;
+      ids[slot] = static_cast<int32_t>(expert % config_.num_experts);
+    }
+    next_expert_ = (next_expert_ + experts) % config_.num_experts;
+    KernelInput input;
+    input.hidden = hidden_.view().Rows(0, num_tokens);
+    input.topk_ids = ids.data();
+    input.topk_weights = weights_.data();
+    const auto begin = Clock::now();
+    FMOE_RETURN_IF_ERROR(
+        kernel.Forward(input, output_.mutable_view().Rows(0, num_tokens), workspace, options_.executor));
+    return std::chrono::duration<double>(Clock::now() - begin).count();
   }
 
   const TuneOptions& options_;
@@ -284,15 +326,19 @@ Status TuneScheme(const TuneOptions& options, const Subject& subject, const std:
     row.weights = cpu::WeightKernelName(plan.kernel);
     row.activations = cpu::TileKindName(plan.gate_up.tile);
     row.codes = subject.activation == ActivationMode::kAsCheckpoint && subject.scheme.activation.quantized();
-    const tune::Fit vectors = tune::FitPath(paths[i].points);
-    row.vectors = vectors.cost;
-    row.misfit = vectors.misfit;
-    if (i + 1 < paths.size() && paths[i + 1].tiles && !paths[i + 1].points.empty()) {
-      const tune::Fit tiles = tune::FitPath(paths[i + 1].points);
+    std::vector<tune::Point>* tile_points =
+        i + 1 < paths.size() && paths[i + 1].tiles && !paths[i + 1].points.empty() ? &paths[i + 1].points
+                                                                                   : nullptr;
+    if (tile_points != nullptr) {
+      tune::WeighByNearness(paths[i].points, *tile_points);
+      const tune::Fit tiles = tune::FitPath(*tile_points);
       row.tiles = tiles.cost;
       row.has_tiles = true;
-      row.misfit = std::max(row.misfit, tiles.misfit);
+      row.misfit = tiles.misfit;
     }
+    const tune::Fit vectors = tune::FitPath(paths[i].points);
+    row.vectors = vectors.cost;
+    row.misfit = std::max(row.misfit, vectors.misfit);
     rows.push_back(std::move(row));
   }
   return Status::Ok();
