@@ -269,6 +269,15 @@ template <int kIndex>
 FMOE_INLINE Reals Quarter(Reals x) {
   return _mm512_shuffle_f32x4(x, x, kIndex * 0x55);
 }
+/// Lane kIndex of the four, of equal quarters.
+template <int kIndex>
+FMOE_INLINE Reals LaneOfQuarter(Reals x) {
+  return _mm512_permute_ps(x, kIndex * 0x55);
+}
+/// Eight values, in lanes 0 to 7.
+FMOE_INLINE Reals LoadEightReals(const float* p) {
+  return _mm512_zextps256_ps512(_mm256_loadu_ps(p));
+}
 /// Sixteen values to bf16, to nearest even; kPermuted: every four in the order 0, 2, 1, 3. Adds what is
 /// stored.
 template <bool kPermuted>

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/tile_decode_isa.hpp"
+#include "experts/cpu/tile_groups_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
 ///
@@ -31,9 +32,12 @@
 ///
 /// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
 /// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
-/// the sums of the block at the turn stay where they are; and the sums of one block leave the tiles one by
-/// one as those of the next come in, from places that do not agree with the stores before in their low 12
-/// bits.
+/// the sums of the block at the turn stay where they are; and sums change places inside the first step of a
+/// pass, a tile right before its product, so that three products are between the last of the sums before and
+/// the first of the new ones (before the step instead, the unit stood still for 40 cycles more each time):
+///
+///   last step                         first step of the next pass
+///   dot 0   dot 1   dot 2   dot 3     store 0, load 0, dot 0   store 1, load 1, dot 1   ...
 ///
 ///   K block 0:  block 0  1  2  3        K block 1:  block 3  2  1  0        K block 2:  block 0 ...
 ///                              \_______________________/            \____________________/
@@ -53,29 +57,28 @@ namespace {
 /// loop.
 constexpr int64_t kTokenBytesInL2 = 1 << 20;
 
-template <WeightKernel kWeight, bool kBytes, bool kRounded>
+/// kGroupSteps: of 32 k, after which sums are scaled in fp32; 0: they are not.
+template <WeightKernel kWeight, bool kBytes, bool kRounded,
+          int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / 32>
 struct TileEngine {
   using Panel = TilePanel<kWeight, kRounded>;
   using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
   static constexpr int kStepsPerUnit = kBytes ? 1 : 2;  // of 64 bytes, in 64 k
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
-  static constexpr bool kFlush = Panel::kFlush != 0;
+  static constexpr bool kFlush = kGroupSteps != 0;
   /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
   static constexpr bool kDirect = Panel::kBf16 || kBytes;
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   static constexpr bool kSums = Panel::kGrouped && !kRounded;
+  using Scaler = GroupScaler<Panel, kSums>;
   /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
-  /// once. Sums that are scaled pass through memory as often whatever the K block: the smaller, the more of
-  /// L1 is theirs.
+  /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums.
   static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
-                                         : kFlush ? 2
+                                         : kFlush ? 4
                                                   : kTileRingBytes / kUnitTileBytes - 2;
   static constexpr int64_t kRingUnits = kBlockUnits + 2;
   /// Of units that belong together: blocks of panels and groups of scales have up to 128 k.
   static constexpr int64_t kGranule = Panel::kUnits == 2 || kFlush ? 2 : 1;
-  /// The operands of a step are loaded behind the products of the step before, ahead of the work beside it:
-  /// 2 points where sums are scaled, 1 to 2 where nothing is decoded, nothing elsewhere.
-  static constexpr bool kAhead = kFlush || kDirect;
 
   /// Where a job stands: chunk of pairs, K block, pair.
   struct Cursor {
@@ -114,47 +117,33 @@ struct TileEngine {
     int64_t row, rows;
   };
 
-  /// Sums of a group of k that wait for their scales. Those of the group before are scaled beside the steps
-  /// of the next one: the latest left the tiles only now, and loading them would wait for their products.
-  struct Pending {
-    float* sums;  // [tile][16 tokens][16]
-    float* results;
-    const uint8_t* scales[2];
-    const float *token_scale, *token_sum;
-    int64_t tile_tokens;
-    int next, chunks;
-    bool first;
-    GroupScales type;
-  };
-
   const TileGemm& g;
   Tiles tiles;
   Decoder decoder;
   Feed feed;
   Source following;    // of the feed, behind the step that it decodes
-  Pending pending[2];  // of the latest group and of the one before
+  GroupPair pairs[2];  // the one whose groups are multiplied, and the one before, whose sums are scaled
   Finish finish;
   /// Where the sums that stand in the tiles belong; null: nowhere.
   float* held = nullptr;
   int held_tiles = 0;
   int64_t tile_tokens = 0;             // for which the tiles are configured
   uint8_t *ring, *ring_end, *decoded;  // decoded: of the present step
-  float* group_sums[2];
+  float* group_sums;                   // three places
   float* results;
-  int latest = 0, current_results = 0;
+  int filling = 0, group_place = 0, current_results = 0;
   bool results_in_chunks = false;
   int64_t units, block_bytes;
 
   explicit TileEngine(const TileGemm& gemm) : g(gemm) {
     ring = decoded = feed.out = gemm.scratch;
     ring_end = ring + kRingUnits * kUnitTileBytes;
-    group_sums[0] = (float*)(gemm.scratch + kTileRingBytes);
-    group_sums[1] = group_sums[0] + kTileSumBytes / 4;
-    results = (float*)(gemm.scratch + kTileRingBytes + 2 * kTileSumBytes);
+    group_sums = (float*)(gemm.scratch + kTileRingBytes);
+    results = (float*)(gemm.scratch + kTileRingBytes + 3 * kTileSumBytes);
     units = gemm.blocks * Panel::kUnits;
     block_bytes = feed.block_bytes = Panel::BlockBytes(gemm.group_scales);
-    for (Pending& p : pending) {
-      p.next = p.chunks = 0;
+    for (GroupPair& p : pairs) {
+      p.groups = p.next = p.chunks = 0;
       p.type = gemm.group_scales;
     }
     finish = {};
@@ -319,78 +308,37 @@ struct TileEngine {
     CopyFeed(f, feed);
   }
 
-  /// Scales the sums of 16 tokens with one stripe and adds them to the results.
-  template <bool kFirst, bool kTokenScale>
-  FMOE_INLINE void FlushRows(const Pending& p, int chunk) {
-    const uint8_t* at = p.scales[chunk & 1];
-    Reals scale, zero = SetReals(0.0F);
-    if constexpr (kSums) {
-      LoadScaleAndZero(at, p.type, Panel::kU4 ? 8.0F : 128.0F, &scale, &zero);
-    } else {
-      scale = LoadReals((const float*)at);
-    }
-    const float* sums = p.sums + chunk * 256;
-    float* out = p.results + chunk * 256;
-    const float* token_sum = kSums ? p.token_sum + chunk / 2 * p.tile_tokens : nullptr;
-    const float* token_scale = kTokenScale ? p.token_scale + chunk / 2 * p.tile_tokens : nullptr;
-    Unroll<16>([&](auto token) FMOE_FLAT {
-      Reals x = LoadReals(sums + token * 16), factor = scale;
-      if constexpr (kSums) {
-        x = NegativeMultiplyAddReals(zero, SetReals(token_sum[token]), x);
-      }
-      if constexpr (kTokenScale) {
-        factor = MultiplyReals(scale, SetReals(token_scale[token]));
-      }
-      StoreReals(out + token * 16, kFirst ? MultiplyReals(x, factor)
-                                          : MultiplyAddReals(x, factor, LoadReals(out + token * 16)));
-    });
-  }
-
-  static FMOE_APART void FlushChunk(Pending& p) {
-    const int chunk = p.next++;
-    if (p.token_scale != nullptr) {
-      p.first ? FlushRows<true, true>(p, chunk) : FlushRows<false, true>(p, chunk);
-    } else {
-      p.first ? FlushRows<true, false>(p, chunk) : FlushRows<false, false>(p, chunk);
-    }
-  }
-
-  static void Drain(Pending& p) {
-    while (p.next < p.chunks) {
-      FlushChunk(p);
-    }
-  }
-
   // ------------------------------------------------------------------------------------------- sums
 
   /// Floats of a block of tokens: four tiles.
   static constexpr int64_t kBlockSums = 1024;
 
-  /// Brings the sums of another block into the tiles (`zero`: they begin), and those that stand there to
-  /// their place, one tile after the other.
-  void Exchange(float* in, int in_tiles, bool zero) {
-    float* out = held;
-    const int out_tiles = held_tiles;
-    Unroll<4>([&](auto i) FMOE_FLAT {
-      constexpr int kTile = decltype(i){};
-      if (out != nullptr && kTile < out_tiles) {
-        tiles.template Store<kTile>(out + kTile * 256);
-      }
-      if (kTile < in_tiles) {
-        if (zero) {
-          tiles.template Zero<kTile>();
-        } else {
-          tiles.template Load<kTile>(in + kTile * 256);
-        }
-      }
-    });
-    held = in;
-    held_tiles = in_tiles;
+  /// The sums that a pass begins with, and those of the pass before, which leave the tiles for them.
+  struct Change {
+    float *in, *out;  // out may be null
+    int out_tiles;
+    bool zero;  // those that come in begin
+  };
+
+  template <int kTile>
+  FMOE_INLINE void Leave(Tiles& t, const Change& change) {
+    if (change.out != nullptr && kTile < change.out_tiles) {
+      t.template Store<kTile>(change.out + kTile * 256);
+    }
+  }
+  template <int kTile>
+  FMOE_INLINE void Exchange(Tiles& t, const Change& change) {
+    Leave<kTile>(t, change);
+    if (change.zero) {
+      t.template Zero<kTile>();
+    } else {
+      t.template Load<kTile>(change.in + kTile * 256);
+    }
   }
   void StoreHeld() {
-    if (held != nullptr) {
-      Exchange(nullptr, 0, false);
-    }
+    const Change change = {nullptr, held, held_tiles, false};
+    Unroll<4>([&](auto tile) FMOE_FLAT { Leave<decltype(tile){}>(tiles, change); });
+    held = nullptr;
   }
 
   static FMOE_APART void FinishPiece(TileEngine& e) {
@@ -407,9 +355,16 @@ struct TileEngine {
     }
   }
 
+  /// All sums to their results.
+  void Settle() {
+    StoreHeld();
+    if constexpr (kFlush) {
+      Scaler::Drain(pairs[filling ^ 1]);
+    }
+  }
   void DrainFinish() {
     if (finish.token < finish.end) {
-      StoreHeld();
+      Settle();
       while (finish.token < finish.end) {
         FinishPiece(*this);
       }
@@ -427,59 +382,37 @@ struct TileEngine {
     }
   }
 
-  template <int kTokenTiles>
-  FMOE_INLINE void ZeroSums(Tiles& t) {
-    t.template Zero<0>();
-    t.template Zero<1>();
-    if constexpr (kTokenTiles == 2) {
-      t.template Zero<2>();
-      t.template Zero<3>();
-    }
-  }
-  template <int kTokenTiles>
-  FMOE_INLINE void StoreSums(Tiles& t, float* to) {
-    t.template Store<0>(to);
-    t.template Store<1>(to + 256);
-    if constexpr (kTokenTiles == 2) {
-      t.template Store<2>(to + 512);
-      t.template Store<3>(to + 768);
-    }
-  }
-
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
-  /// kAhead: its operands are in the tiles already, and the arguments are those of the step that follows.
-  template <int kTokenTiles, int kFirstPart, int kParts>
+  /// kFirst: of a pass, in which sums change.
+  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
   FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
-                        const uint8_t* second) {
+                        const uint8_t* second, const Change& change) {
+    const auto exchange = [&](auto tile) FMOE_FLAT {
+      if constexpr (kFirst) {
+        Exchange<decltype(tile){}>(t, change);
+      }
+    };
     const auto feed_first = [&] FMOE_FLAT {
       Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
     };
-    if constexpr (!kAhead) {
-      t.template Load<6>(first);
-      t.template Stream<4>(tokens);
-      Dot<0, 4, 6>(t);
-      feed_first();
-      t.template Load<7>(second);
-      Dot<1, 4, 7>(t);
-      if constexpr (kTokenTiles == 2) {
-        t.template Stream<5>(tokens + 1024);
-        Dot<2, 5, 6>(t);
-        Dot<3, 5, 7>(t);
-      }
-    } else {
-      Dot<0, 4, 6>(t);
-      feed_first();
-      Dot<1, 4, 7>(t);
-      t.template Stream<4>(tokens);
-      if constexpr (kTokenTiles == 2) {
-        Dot<2, 5, 6>(t);
-      }
-      t.template Load<6>(first);
-      if constexpr (kTokenTiles == 2) {
-        Dot<3, 5, 7>(t);
-        t.template Stream<5>(tokens + 1024);
-      }
-      t.template Load<7>(second);
+    t.template Load<6>(first);
+    t.template Stream<4>(tokens);
+    exchange(Index<0>{});
+    Dot<0, 4, 6>(t);
+    feed_first();
+    t.template Load<7>(second);
+    exchange(Index<1>{});
+    Dot<1, 4, 7>(t);
+    if constexpr (kTokenTiles == 2) {
+      t.template Stream<5>(tokens + 1024);
+      exchange(Index<2>{});
+      Dot<2, 5, 6>(t);
+      exchange(Index<3>{});
+      Dot<3, 5, 7>(t);
+    }
+    if constexpr (kFirst && kTokenTiles == 1) {
+      Leave<2>(t, change);
+      Leave<3>(t, change);
     }
     Unroll<kParts - kParts / 2>([&](auto i)
                                     FMOE_FLAT { FeedPart<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
@@ -490,63 +423,57 @@ struct TileEngine {
     const uint8_t *tokens, *weights[2];
     int64_t token_step;
     int64_t steps;
-    // flush
-    float* out;  // results of the block
+    Change change;
+    bool changes;
+    // Of sums that are scaled:
+    int64_t first_step;  // in K
+    float* out;          // results of the block
     const uint8_t* scales[2];
     const float *token_scale, *token_sum;
     int64_t scale_stride, sum_stride, steps_per_scale;
-    int64_t flush_steps;  // a power of two
-    int64_t chunks_per_step;
     bool first;
-    // kAhead: what the pass that follows begins with.
-    const uint8_t *next_tokens, *next_weights;
   };
 
-  /// Hands the sums of a group over, and starts the next.
+  /// The sums of a group are complete, and leave the tiles in the next step. Sums of its pair are scaled from
+  /// then on; those of the pair before must have been.
   template <int kTokenTiles>
   static FMOE_APART void EndGroup(TileEngine& e, const Pass& pass, int64_t step) {
-    e.latest ^= 1;
-    Pending& p = e.pending[e.latest];
-    Drain(p);
-    p.sums = e.group_sums[e.latest];
-    StoreSums<kTokenTiles>(e.tiles, p.sums);
-    ZeroSums<kTokenTiles>(e.tiles);
-    const int64_t k = step / pass.flush_steps * pass.flush_steps;  // first step of the group
+    GroupPair& p = e.pairs[e.filling];
+    const int group = p.groups++;
+    p.sums[group] = e.held = e.group_sums + e.group_place * (kTileSumBytes / 4);
+    e.group_place = e.group_place == 2 ? 0 : e.group_place + 1;
+    e.held_tiles = 2 * kTokenTiles;
+    const int64_t k = step / kGroupSteps * kGroupSteps;  // first step of the group
     constexpr int64_t kScaleSteps = Panel::kFlush / 32;
-    for (int half = 0; half < 2; ++half) {
-      const int64_t group = k / (kScaleSteps > 0 ? kScaleSteps : 1);
-      if constexpr (Panel::kGroup32) {
-        p.scales[half] = pass.scales[half] + group / 2 * e.block_bytes + group % 2 * GroupBytes(p.type);
-      } else {
-        p.scales[half] = pass.scales[half] + group * e.block_bytes;
-      }
+    const int64_t index = k / kScaleSteps;
+    for (int stripe = 0; stripe < 2; ++stripe) {
+      p.scales[group][stripe] =
+          pass.scales[stripe] + (Panel::kGroup32 ? index / 2 * e.block_bytes + index % 2 * GroupBytes(p.type)
+                                                 : index * e.block_bytes);
     }
-    p.token_scale = pass.token_scale == nullptr
-                        ? nullptr
-                        : pass.token_scale + k / pass.steps_per_scale * pass.scale_stride;
-    p.token_sum =
-        kSums ? pass.token_sum + k / (kScaleSteps > 0 ? kScaleSteps : 1) * pass.sum_stride : nullptr;
-    p.results = pass.out;
-    p.tile_tokens = e.tile_tokens;
-    p.first = pass.first && k == 0;
-    p.next = 0;
-    p.chunks = 2 * kTokenTiles;
+    p.token_scale[group] =
+        pass.token_scale == nullptr
+            ? nullptr
+            : pass.token_scale + (pass.first_step + k) / pass.steps_per_scale * pass.scale_stride;
+    p.token_sum[group] = kSums ? pass.token_sum + index * pass.sum_stride : nullptr;
+    if (group == 0) {
+      p.results = pass.out;
+      p.tile_tokens = e.tile_tokens;
+      p.first = pass.first && k == 0;
+    }
+    if (group == 1 || step + 1 == pass.steps) {
+      p.next = 0;
+      p.chunks = 2 * kTokenTiles;
+      e.filling ^= 1;
+      Scaler::Drain(e.pairs[e.filling]);
+      e.pairs[e.filling].groups = 0;
+    }
   }
 
-  /// What waits for earlier sums, after a step. kUnrolled: steps in a row of the code, this being number
+  /// What waits for finished sums, after a step. kUnrolled: steps in a row of the code, this being number
   /// kIndex of them.
-  template <int kTokenTiles, int kUnrolled, int kIndex>
-  FMOE_INLINE void Beside(TileEngine& e, const Pass& pass, int64_t step) {
-    if constexpr (kFlush) {
-      // The sums of the group before, a piece at a time.
-      Pending& before = e.pending[e.latest ^ 1];
-      for (int64_t due = pass.chunks_per_step; due > 0 && before.next < before.chunks; --due) {
-        FlushChunk(before);
-      }
-      if (((step + 1) & (pass.flush_steps - 1)) == 0 || step + 1 == pass.steps) {
-        EndGroup<kTokenTiles>(e, pass, step);
-      }
-    }
+  template <int kUnrolled, int kIndex>
+  FMOE_INLINE void Beside(TileEngine& e, int64_t step) {
     constexpr int kHalf = kFinishSteps / 2;
     const Finish& f = e.finish;
     if constexpr (kUnrolled % kHalf == 0 && kIndex % kHalf != kHalf - 1) {
@@ -567,44 +494,130 @@ struct TileEngine {
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
     [[maybe_unused]] const uint8_t *const begin = ring, *const end = ring_end;
-    if constexpr (kFlush) {
-      ZeroSums<kTokenTiles>(tiles);
-    }
+    const Change change = pass.change;
     Feed f;
     CopyFeed(feed, f);
     Decoder d = decoder;
     int64_t step = 0;
-    const auto to_next = [&](int64_t of) FMOE_FLAT {
+    const auto to_next = [&] FMOE_FLAT {
       a += token_step;
       b += kWeightStep;
       if constexpr (!kDirect) {
         b = b == end ? begin : b;
       }
-      if (kAhead && of + 1 == pass.steps) {
-        a = pass.next_tokens;
-        b = pass.next_weights;
-      }
     };
-    if constexpr (kAhead) {
-      to_next(0);
-    }
+    bool changes = pass.changes;
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
-      for (; step + kStepsPerFeed <= pass.steps && f.due > 0; step += kStepsPerFeed) {
+      const auto feed_unit = [&](auto first) FMOE_FLAT {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
-          Step<kTokenTiles, decltype(i){} * kParts, kParts>(tiles, f, d, a, b, b + second);
-          Beside<kTokenTiles, kStepsPerFeed, decltype(i){}>(*this, pass, step + i);
-          to_next(step + i + kAhead);
+          constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
+          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(tiles, f, d, a, b, b + second, change);
+          Beside<kStepsPerFeed, decltype(i){}>(*this, step + i);
+          to_next();
         });
         EndFeedUnit(*this, f);
+        step += kStepsPerFeed;
+      };
+      const auto feeds = [&] FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
+      if (changes && feeds()) {
+        feed_unit(Index<1>{});
+        changes = false;
+      }
+      while (feeds()) {
+        feed_unit(Index<0>{});
       }
     }
-    for (; step < pass.steps; ++step) {
-      Step<kTokenTiles, 0, 0>(tiles, f, d, a, b, b + second);
-      Beside<kTokenTiles, 1, 0>(*this, pass, step);
-      to_next(step + kAhead);
+    const auto one_step = [&](auto first) FMOE_FLAT {
+      Step<kTokenTiles, 0, 0, decltype(first){} != 0>(tiles, f, d, a, b, b + second, change);
+      Beside<1, 0>(*this, step);
+      to_next();
+      ++step;
+    };
+    if (changes) {
+      one_step(Index<1>{});
+    }
+    while (step < pass.steps) {
+      one_step(Index<0>{});
     }
     CopyFeed(f, feed);  // scales of the decoder are loaded again by the next unit
+  }
+
+  /// Chunks of a pair of groups that are scaled behind a step of the next pair: none behind the first one, in
+  /// which the last sums leave the tiles, and all behind the last one.
+  static constexpr int ChunksDue(int step) { return step % (2 * kGroupSteps) * 4 / (2 * kGroupSteps - 1); }
+
+  /// A pass in which sums of groups are scaled: four steps at a time, of even (0) or odd (1) place.
+  template <int kTokenTiles>
+  void RunScaledPass(const Pass& pass) {
+    const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
+    const uint8_t *a = pass.tokens, *b = pass.weights[0];
+    const uint8_t *const begin = ring, *const end = ring_end;
+    Feed f;
+    CopyFeed(feed, f);
+    Decoder d = decoder;
+    const bool fast = f.due * 4 > pass.steps;
+    int64_t step = 0;
+    const auto to_next = [&] FMOE_FLAT {
+      a += token_step;
+      b += kWeightStep;
+      b = b == end ? begin : b;
+    };
+    const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
+      Step<kTokenTiles, decltype(first_part){}, decltype(parts){}, decltype(first){} != 0>(
+          tiles, f, d, a, b, b + 1024, {nullptr, held, held_tiles, true});
+    };
+    const auto four_steps = [&](auto parts, auto place) FMOE_FLAT {
+      Unroll<4>([&](auto i) FMOE_FLAT {
+        constexpr int kParts = decltype(parts){}, kIndex = decltype(i){};
+        constexpr int kStep = decltype(place){} * 4 + kIndex;
+        one_step(Index<kIndex * kParts % 16>{}, parts, Index<kStep % kGroupSteps == 0>{});
+        if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
+          EndFeedUnit(*this, f);
+        }
+        constexpr int kBefore = kStep % (2 * kGroupSteps) == 0 ? 0 : ChunksDue(kStep - 1);
+        if constexpr (ChunksDue(kStep) > kBefore) {
+          GroupPair& p = pairs[filling ^ 1];
+          for (int due = ChunksDue(kStep) - kBefore; due > 0 && p.next < p.chunks; --due) {
+            Scaler::Next(p);
+          }
+        }
+        if constexpr ((kStep + 1) % kGroupSteps == 0) {
+          EndGroup<kTokenTiles>(*this, pass, step);
+        }
+        Beside<8, kStep>(*this, step);
+        to_next();
+        ++step;
+      });
+    };
+    const auto four_fed_steps = [&](auto place) FMOE_FLAT {
+      if (fast && f.due >= 2) {
+        four_steps(Index<8>{}, place);
+      } else if (f.due >= 1) {
+        four_steps(Index<4>{}, place);
+      } else {
+        four_steps(Index<0>{}, place);
+      }
+    };
+    while (step + 4 <= pass.steps) {
+      four_fed_steps(Index<0>{});
+      if (step + 4 <= pass.steps) {
+        four_fed_steps(Index<1>{});
+      }
+    }
+    while (step < pass.steps) {
+      if (step % kGroupSteps == 0) {
+        one_step(Index<0>{}, Index<0>{}, Index<1>{});
+      } else {
+        one_step(Index<0>{}, Index<0>{}, Index<0>{});
+      }
+      if ((step + 1) % kGroupSteps == 0 || step + 1 == pass.steps) {
+        EndGroup<kTokenTiles>(*this, pass, step);
+      }
+      to_next();
+      ++step;
+    }
+    CopyFeed(f, feed);
   }
 
   template <int kTokenTiles>
@@ -632,7 +645,7 @@ struct TileEngine {
     if (c.k_block == 0 && c.pair == c.chunk) {
       if (in_chunks || results_in_chunks) {
         DrainFinish();
-        StoreHeld();
+        Settle();
       }
       results_in_chunks = in_chunks;
     }
@@ -672,10 +685,6 @@ struct TileEngine {
       tile_tokens = tokens;
     }
     if constexpr (kFlush) {
-      constexpr int64_t kLeast = Panel::kFlush / 32;
-      pass.flush_steps =
-          kWeight == kWeightE4m3Scaled && g.weight_group == 128 && g.scale_group % 128 == 0 ? 4 : kLeast;
-      pass.chunks_per_step = (4 + pass.flush_steps - 1) / pass.flush_steps;
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / 32 : 1;
       for (int half = 0; half < 2; ++half) {
         pass.scales[half] = Codes(c, half) + Panel::kCodeBytes;
@@ -684,57 +693,43 @@ struct TileEngine {
     }
     const int64_t first_step = c.unit * kStepsPerUnit;
     float* sums = ResultsOf(c);
-    const bool backwards = c.k_block % 2 != 0;
-    [[maybe_unused]] bool alone = false;  // kAhead: the block before had one tile of tokens
+    // Forwards in the last K block where sums are scaled: those of the first tokens are finished first.
+    const bool backwards = (kFlush ? c.k_blocks - 1 - c.k_block : c.k_block) % 2 != 0;
     for (int64_t i = 0; i < c.blocks; ++i) {
       const int64_t block = backwards ? c.blocks - 1 - i : i;
       const int64_t first_token = block * 2 * tile_tokens;
       const bool two = job.num_tokens - first_token > tile_tokens;
-      const auto tokens_of = [&](int64_t of) {
-        return job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * of) + first_step * pass.token_step;
-      };
-      pass.tokens = tokens_of(block);
-      if constexpr (kAhead) {
-        if (i == 0) {
-          tiles.template Load<6>(pass.weights[0]);
-          tiles.template Load<7>(pass.weights[1]);
-          tiles.template Stream<4>(pass.tokens);
-        }
-        if (two && (i == 0 || alone)) {
-          tiles.template Stream<5>(pass.tokens + 1024);
-        }
-        alone = !two;
-        // Behind the last block nothing is needed, and what comes is not read.
-        pass.next_tokens = i + 1 == c.blocks ? pass.tokens : tokens_of(backwards ? block - 1 : block + 1);
-        pass.next_weights = pass.weights[0];
-      }
+      pass.tokens =
+          job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
         pass.first = c.k_block == 0;
-        pass.token_scale = g.scale_group == 0 || job.scale == nullptr
-                               ? nullptr
-                               : job.scale + first_step / pass.steps_per_scale * job.rows + first_token;
+        pass.first_step = first_step;
+        pass.token_scale = g.scale_group == 0 || job.scale == nullptr ? nullptr : job.scale + first_token;
         pass.token_sum =
             kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
-      } else if (held != sums + block * kBlockSums) {
-        Exchange(sums + block * kBlockSums, two ? 4 : 2, c.k_block == 0);
+      } else {
+        float* in = sums + block * kBlockSums;
+        pass.change = {in, held, held_tiles, c.k_block == 0};
+        pass.changes = held != in;
+        held = in;
+        held_tiles = two ? 4 : 2;
       }
       const int64_t due = feed.due = UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
-      const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
-      if (two) {
-        RunPassWith<2>(pass, least_parts);
+      [[maybe_unused]] const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
+      if constexpr (kFlush) {
+        two ? RunScaledPass<2>(pass) : RunScaledPass<1>(pass);
       } else {
-        RunPassWith<1>(pass, least_parts);
+        two ? RunPassWith<2>(pass, least_parts) : RunPassWith<1>(pass, least_parts);
       }
       to_decode -= due - feed.due;
       in_ring += due - feed.due;
     }
     if (last) {
-      if constexpr (kFlush) {
-        Drain(pending[latest ^ 1]);
-        Drain(pending[latest]);
-      }
       DrainFinish();
+      if (kFlush && c.blocks == 1) {
+        Settle();  // its first tokens are finished before the next pair's groups could have them scaled
+      }
       StartFinish(c, job.num_tokens, sums);
       g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;

@@ -326,6 +326,13 @@ template <int kIndex>
 FMOE_EMULATED Reals Quarter(const Reals& x) {
   return EachReal([&](int i) { return x.at[4 * kIndex + i % 4]; });
 }
+template <int kIndex>
+FMOE_EMULATED Reals LaneOfQuarter(const Reals& x) {
+  return EachReal([&](int i) { return x.at[i / 4 * 4 + kIndex]; });
+}
+FMOE_EMULATED Reals LoadEightReals(const float* p) {
+  return EachReal([&](int i) { return i < 8 ? p[i] : 0.0F; });
+}
 FMOE_EMULATED Words SpreadInteger(const int32_t* p) {
   int32_t integers[16];
   for (int32_t& to : integers) {

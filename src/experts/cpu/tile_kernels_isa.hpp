@@ -12,6 +12,13 @@ namespace {
 
 template <WeightKernel kWeight, bool kBytes, bool kRounded>
 void RunTileGemm(const TileGemm* gemm) {
+  if constexpr (kWeight == kWeightE4m3Scaled && !kRounded) {
+    if (gemm->weight_group == 128 && gemm->scale_group % 128 == 0) {
+      TileEngine<kWeight, kBytes, kRounded, 4> engine(*gemm);
+      engine.Run();
+      return;
+    }
+  }
   TileEngine<kWeight, kBytes, kRounded> engine(*gemm);
   engine.Run();
 }

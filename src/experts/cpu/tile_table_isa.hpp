@@ -12,10 +12,10 @@ namespace fusedmoe::cpu {
 constexpr int kTileTokens = 32;
 /// Tokens of one job.
 constexpr int64_t kMaxJobTokens = 512;
-/// Memory of one running TileGemm: decoded weights, unscaled sums twice, sums. Those of a job with one pair
-/// of stripes take kTileJobSums floats at most.
+/// Memory of one running TileGemm: decoded weights, unscaled sums of three groups, sums. Those of a job with
+/// one pair of stripes take kTileJobSums floats at most.
 constexpr int64_t kTileRingBytes = 32 << 10, kTileSumBytes = 4 << 10, kTileResultBytes = 512 << 10;
-constexpr int64_t kTileScratchBytes = kTileRingBytes + 2 * kTileSumBytes + kTileResultBytes;
+constexpr int64_t kTileScratchBytes = kTileRingBytes + 3 * kTileSumBytes + kTileResultBytes;
 constexpr int64_t kTileJobSums = kMaxJobTokens * 32;
 
 /// How the tokens of a job stand in tiles ("A"): up to 16 in one tile, more in blocks of two tiles, as few
