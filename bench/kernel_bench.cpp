@@ -92,7 +92,7 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   const int64_t count = std::max<int64_t>(2, bytes / stripe_bytes / 2 * 2);
   const int height = kHeights[height_index];
   TileView view = ViewTile(bench.tile, named.kernel, kind, bench.k, height);
-  view.prefetch_near = 7680;
+  view.prefetch = 7680;
   view.group_scales = GroupScalesOf(named.panel);
   const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
   alignas(64) static float out[2 * kMaxHeight * 16];
@@ -109,8 +109,10 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 
-/// Two or eight tall tiles at a time, as an expert with 16 or 64 tokens has them. Weights in L2.
-void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int num_tiles) {
+/// Two or eight tall tiles at a time, as an expert with 16 or 64 tokens has them. Weights in L2. `once`:
+/// their decoded bytes are kept for all tiles, where the kernel can (integers).
+void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int num_tiles,
+           bool once) {
   const int64_t blocks = bench.k / named.panel.block;
   const int64_t stripe_bytes = blocks * named.panel.block_bytes();
   const int64_t count = std::max<int64_t>(2, (int64_t{384} << 10) / stripe_bytes / 2 * 2);
@@ -122,7 +124,7 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
   for (int tile = 0; tile < num_tiles; ++tile) {
     views[tile] = ViewTile(rows[tile * kMaxHeight], named.kernel, kind, bench.k, kMaxHeight);
     views[tile].rows = rows + tile * kMaxHeight;
-    views[tile].prefetch_near = 7680;
+    views[tile].slab_tiles = once ? 2 : kNoSlabs;
     views[tile].group_scales = GroupScalesOf(named.panel);
   }
   alignas(64) static float out[2 * kBatchTiles * kMaxHeight * 16];
@@ -259,11 +261,14 @@ void Register(const Bench& bench) {
         }
       }
       if (bench.table->batch[named.kernel][kind] != nullptr) {
-        for (const int tiles : {2, kBatchTiles}) {
+        for (const auto& [tiles, once] :
+             {std::pair(2, false), {2, true}, {kBatchTiles, false}, {kBatchTiles, true}}) {
           const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] +
-                                   "/tokens:" + std::to_string(tiles * kMaxHeight) + "/l2";
-          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, tiles](benchmark::State& state) {
-            Batch(state, bench, named, static_cast<TileKind>(kind), tiles);
+                                   "/tokens:" + std::to_string(tiles * kMaxHeight) +
+                                   (once ? "/l2/once" : "/l2");
+          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, tiles = tiles,
+                                                      once = once](benchmark::State& state) {
+            Batch(state, bench, named, static_cast<TileKind>(kind), tiles, once);
           })->MinTime(0.2);
         }
       }

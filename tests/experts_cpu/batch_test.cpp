@@ -107,7 +107,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
             views.back().rows = rows + tile * kMaxHeight;
             views.back().tokens = batch.tokens;
             views.back().group_scales = GroupScalesOf(weights.panel);
-            views.back().decode_once = batch.decode_once;
+            views.back().slab_tiles = batch.decode_once ? 2 : kNoSlabs;
           }
           const int64_t stride = stripe_bytes * batch.stride;
           const int64_t count = batch.num_tiles * batch.num_stripes * kMaxHeight;

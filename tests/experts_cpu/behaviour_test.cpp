@@ -412,14 +412,16 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   machine.cpu_name = "AMD EPYC 9755";
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(amd.weight_nodes, 1);
-  EXPECT_EQ(amd.prefetch_far, 0);
-  EXPECT_GT(amd.prefetch_near[0], 0);
-  EXPECT_GT(amd.prefetch_near[1], amd.prefetch_near[0]);  // two tokens compute longer on 4-bit codes
+  EXPECT_FALSE(amd.next_into_l2);
+  EXPECT_GT(amd.prefetch[0], 0);
+  EXPECT_GT(amd.prefetch[1], amd.prefetch[0]);  // two tokens compute longer on 4-bit codes
   machine.num_numa_nodes = 4;
   machine.cpu_name = "INTEL(R) XEON(R)";
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(intel.weight_nodes, 4);
-  EXPECT_GT(intel.prefetch_far, intel.prefetch_near[0]);
+  EXPECT_TRUE(intel.next_into_l2);
+  EXPECT_GT(intel.prefetch[0], 4096);           // beyond the page that the core prefetches by itself
+  EXPECT_LT(intel.slab_tiles, amd.slab_tiles);  // fewer tiles pay for decoding once
 }
 
 /// A system with one node refuses to spread pages over four, and weights are the same.

@@ -62,9 +62,9 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.tokens = tile.count;
   view.turn = nullptr;
   view.group_scales = GroupScalesOf(plan_.panel);
-  view.decode_once = plan_.decode_once;
-  view.prefetch_near = plan_.prefetch_near[std::min(tile.height_index, 1)];
-  view.prefetch_far = plan_.prefetch_far;
+  view.slab_tiles = plan_.slab_tiles;
+  view.prefetch = plan_.prefetch[std::min(tile.height_index, 1)];
+  view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
 }

@@ -299,34 +299,47 @@ int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile)
   return index;
 }
 
-/// Measured with weights from memory, share of a plain read (docs/kernels.md). Cores of AMD take everything
-/// into L1; the longer a kernel computes on a block, the earlier it has to ask, which counts for 4 bits: int8
-/// and 16 bits (95 % at 5 KB) do with less. Cores of Intel have few buffers at L1: one prefetch to L2 far
-/// ahead and one from there (Emerald Rapids: 15.0 of 17.3 GB/s, 14.5 at most with one).
+bool IsAmd(const Machine& machine) {
+  return machine.cpu_name.find("AMD") != std::string::npos;
+}
+
+/// Measured with weights from memory, share of a plain read (docs/kernels.md). On cores of AMD, the longer a
+/// kernel computes on a block, the earlier it has to ask, which counts for 4 bits: int8 and 16 bits (95 % at
+/// 5 KB) do with less. Cores of Intel prefetch to the end of a page by themselves; what they lack begins
+/// behind it.
 void SetPrefetch(const Machine& machine, CpuPlan& plan) {
-  if (machine.cpu_name.find("AMD") == std::string::npos) {
-    plan.prefetch_near[0] = plan.prefetch_near[1] = 2304;
-    plan.prefetch_far = 9216;
+  const int bits = DTypeBits(plan.panel.code);
+  if (!IsAmd(machine)) {
+    const bool integers = plan.panel.code == DType::kU4 || plan.panel.code == DType::kU8;
+    plan.prefetch[0] = plan.prefetch[1] = integers ? 7680 : 4608;
+    plan.next_into_l2 = true;
     return;
   }
-  const int bits = DTypeBits(plan.panel.code);
   for (const int tokens : {1, 2}) {
     const int products = tokens * Planes(plan.gate_up.tile);  // of a weight
-    plan.prefetch_near[tokens - 1] = bits == 4                       ? (products == 1   ? 7680
-                                                                        : products == 2 ? 9216
-                                                                                        : 12288)
-                                     : bits > 8                      ? 5120
-                                     : plan.panel.code == DType::kU8 ? 7680
-                                                                     : 10752;
+    plan.prefetch[tokens - 1] = bits == 4                       ? (products == 1   ? 7680
+                                                                   : products == 2 ? 9216
+                                                                                   : 12288)
+                                : bits > 8                      ? 5120
+                                : plan.panel.code == DType::kU8 ? 7680
+                                                                : 10752;
   }
 }
 
-/// Whether weights are decoded into L1 for many tall tiles, or for each in registers. Cores of Intel decode
-/// with the two ports that multiply. On Zen 5 what is decoded has to be stored, which costs as much (layers
-/// at 64 tokens an expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but for NVFP4
-/// with its four scales a unit (56 and 59.5).
-bool DecodesOnce(const Machine& machine, WeightKernel kernel) {
-  return machine.cpu_name.find("AMD") == std::string::npos || kernel == kWeightNvfp4;
+/// From how many tall tiles on weights are decoded into L1 for all of them, instead of for each in registers.
+/// Cores of Intel decode with the two ports that multiply: INT4 g128 gains 11 % with two tiles and 18 with
+/// three, MXFP4 in 15 bits 12 and 18; NVFP4 and groups of INT8 lose 2 to 5 % with two, and bytes without
+/// scales, which need no decoding, 13 to 20 with two and three (Sapphire Rapids). On Zen 5 what is decoded
+/// has to be stored, which costs as much (layers at 64 tokens an expert: MXFP4 61 to 62 % of the peak in
+/// registers, 58 to 60 through L1), but for NVFP4 with its four scales a unit (56 and 59.5).
+int SlabTiles(const Machine& machine, WeightKernel kernel) {
+  if (IsAmd(machine)) {
+    return kernel == kWeightNvfp4 ? 4 : kNoSlabs;
+  }
+  if (kernel == kWeightU8) {
+    return kBatchTiles;
+  }
+  return kernel == kWeightNvfp4 || kernel > kWeightU8 ? 3 : 2;
 }
 
 /// Slots whose results wait to be added up by token, where there are threads to do so: they should stay in
@@ -394,7 +407,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + (plan.tall ? 0 : 2) * active;
   SetPrefetch(machine, plan);
-  plan.decode_once = DecodesOnce(machine, plan.kernel);
+  plan.slab_tiles = SlabTiles(machine, plan.kernel);
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   if (tiles.enabled) {
     const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));

@@ -111,11 +111,12 @@ struct CpuPlan {
   int input_sets = 1;            ///< 2: gate and up see different inputs (known with the weights)
   /// Memory nodes over which pages of weights are spread in turn; 1: wherever they are touched first.
   int weight_nodes = 1;
-  /// How far ahead a short tile asks for weights, in bytes: into L1, of one token and of more; and into L2
-  /// (0: not).
-  int64_t prefetch_near[2] = {}, prefetch_far = 0;
-  /// Whether many tall tiles meet weights that were decoded for all of them (dot_tall_isa.hpp).
-  bool decode_once = false;
+  /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
+  int64_t prefetch[2] = {};
+  /// Whether tall tiles ask for the next stripes into L2, not into L1.
+  bool next_into_l2 = false;
+  /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
+  int slab_tiles = kNoSlabs;
   TilePlan tiles;
 };
 

@@ -132,9 +132,8 @@ constexpr bool IsSideBySide() {
 }
 
 /// Short tiles: stripes one after the other.
-template <WeightKernel kWeight, TileKind kKind, int kHeight, FarPrefetch kFar>
-FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
-                              const TileView* tile, float* out) {
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
   constexpr int kBlocks = IsSideBySide<kWeight, kHeight>() ? 2 : 1;
   constexpr int kBlockWords = Panel::kWords * Planes(kKind) * kHeight;
@@ -145,7 +144,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
-      PrefetchBlock<kFar, kBlocks * Panel::kBlockBytes>(stripes, kBlocks * Panel::kBlockBytes, tile);
+      PrefetchBlock<kBlocks * Panel::kBlockBytes>(stripes, kBlocks * Panel::kBlockBytes, tile);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
         ShortBlocks<kWeight, kKind, kHeight, kBlocks>(stripes, half, words, scales, totals[half]);
       });
@@ -164,19 +163,6 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       Store(out + kToken * 16 + kHalf * kLanes, totals[kHalf][kToken]);
     });
     tile = tile->turn == 0 ? tile : tile->turn;
-  }
-}
-
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
-  if constexpr (kHeight <= kTwoLoopsHeight) {
-    if (tile->prefetch_far != 0) {
-      FloatStripes<kWeight, kKind, kHeight, FarPrefetch::kAlways>(stripes, num_stripes, blocks, tile, out);
-    } else {
-      FloatStripes<kWeight, kKind, kHeight, FarPrefetch::kNever>(stripes, num_stripes, blocks, tile, out);
-    }
-  } else {
-    FloatStripes<kWeight, kKind, kHeight, FarPrefetch::kAsked>(stripes, num_stripes, blocks, tile, out);
   }
 }
 
@@ -266,8 +252,7 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
       const int32_t* words = (const int32_t*)tiles[tile].codes + block * kBlockWords;
       const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : block * kMaxHeight);
       NextLines next = {tiles[tile].next + block * lines_at_once * 64,
-                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once,
-                        tiles[tile].prefetch_far != 0};
+                        tiles[tile].next + tiles[tile].next_bytes, lines_at_once, tiles[tile].next_into_l2};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
         TallBlock<kWeight, kKind, kStripes, kDecoded>(from, at, words + first, scales + first,

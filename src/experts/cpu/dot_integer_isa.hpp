@@ -362,9 +362,9 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
 }
 
 /// Stripes one after the other.
-template <WeightKernel kWeight, TileKind kKind, int kHeight, FarPrefetch kFar>
-FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
-                                const TileView* tile, float* out) {
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
@@ -380,7 +380,7 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
       constexpr int kFirst = AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
-      const int64_t ahead = PrefetchBlock<kFar, Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
+      const int64_t ahead = PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
@@ -406,21 +406,6 @@ FMOE_INLINE void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int
     });
     out += kHeight * 16;
     tile = tile->turn == 0 ? tile : tile->turn;
-  }
-}
-
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
-                float* out) {
-  if constexpr (kHeight <= kTwoLoopsHeight) {
-    if (tile->prefetch_far != 0) {
-      IntegerStripes<kWeight, kKind, kHeight, FarPrefetch::kAlways>(stripes, num_stripes, blocks, tile, out);
-    } else {
-      IntegerStripes<kWeight, kKind, kHeight, FarPrefetch::kNever>(stripes, num_stripes, blocks, tile, out);
-    }
-  } else {
-    constexpr FarPrefetch kFar = kHeight <= kFarPrefetchHeight ? FarPrefetch::kAsked : FarPrefetch::kNever;
-    IntegerStripes<kWeight, kKind, kHeight, kFar>(stripes, num_stripes, blocks, tile, out);
   }
 }
 

@@ -9,16 +9,6 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Whether a kernel also asks for lines far ahead, into L2. Short tiles have a loop for either answer: a
-/// branch in each block cost MXFP4 8 to 10 % of the read rate with one token (Zen 5), and asking twice 1 to 8
-/// %.
-enum class FarPrefetch { kNever, kAlways, kAsked };
-
-/// Tiles up to this height have both loops, tiles up to the other ask; above, they are bound by arithmetic
-/// and a far prefetch would only take load slots.
-constexpr int kTwoLoopsHeight = 2;
-constexpr int kFarPrefetchHeight = 4;
-
 /// Where a task will read what stands `ahead` of where it is:
 ///
 ///     expert 5 | .. [ my stripes ] ..        expert 9 | .. [ my stripes ] ..
@@ -31,26 +21,20 @@ FMOE_INLINE const uint8_t* InStretch(const uint8_t* ahead, const TileView* tile)
   return ahead + (ahead >= tile->stretch_end ? tile->stretch_jump : 0);
 }
 
-/// Short tiles ask for the lines that follow a block by the distances of the tile (CpuPlan says which, and
+/// Short tiles ask for the lines that follow a block by the distance of the tile (CpuPlan says which, and
 /// why). Blocks have kLeastBytes, or more where the type of their scales says so; the first kFirst are left
 /// to the kernel, which asks for them at the distance that is returned.
-template <FarPrefetch kFar, int64_t kLeastBytes, int64_t kFirst = 0>
+template <int64_t kLeastBytes, int64_t kFirst = 0>
 FMOE_INLINE int64_t PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
   constexpr int64_t kLines = (kLeastBytes + 63) / 64;
-  const uint8_t* near = InStretch(block + tile->prefetch_near, tile);
+  const uint8_t* ahead = InStretch(block + tile->prefetch, tile);
   for (int64_t line = kFirst / 64; line < kLines; ++line) {
-    Prefetch(near + 64 * line);
+    Prefetch(ahead + 64 * line);
   }
   for (int64_t line = kLines; line * 64 < bytes; ++line) {
-    Prefetch(near + 64 * line);
+    Prefetch(ahead + 64 * line);
   }
-  if (kFar == FarPrefetch::kAlways || (kFar == FarPrefetch::kAsked && tile->prefetch_far != 0)) {
-    const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
-    for (int64_t line = 0; line < kLines; ++line) {
-      PrefetchFar(far + 64 * line);
-    }
-  }
-  return near - block;
+  return ahead - block;
 }
 
 /// Lines of the stripes that come next, asked for while a tall tile is multiplied: a few at each of its
@@ -64,17 +48,17 @@ struct NextLines {
   const uint8_t* at;
   const uint8_t* end;
   int64_t at_once;
-  bool far;  ///< into L2
+  bool into_l2;
 };
 
 FMOE_INLINE NextLines LinesOf(const TileView& tile, int64_t steps) {
   const int64_t lines = (tile.next_bytes + 63) / 64;
-  return {tile.next, tile.next + tile.next_bytes, (lines + steps - 1) / steps, tile.prefetch_far != 0};
+  return {tile.next, tile.next + tile.next_bytes, (lines + steps - 1) / steps, tile.next_into_l2};
 }
 
 FMOE_INLINE void PrefetchLines(NextLines& lines) {
   for (int64_t i = 0; i < lines.at_once && lines.at < lines.end; ++i, lines.at += 64) {
-    if (lines.far) {
+    if (lines.into_l2) {
       PrefetchFar(lines.at);
     } else {
       Prefetch(lines.at);

@@ -17,7 +17,7 @@
 /// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed.
 /// What counts next are multiplications: two ports make `vpdpbusd`, and products of floats too.
 ///
-/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead.
+/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead ("slabs").
 ///
 /// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -365,9 +365,6 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
   }
 }
 
-/// Tiles from which on decoding once for all of them is worth its stores, where it is at all.
-constexpr int kSlabTiles = 4;
-
 /// A BatchKernel. A last stripe without a partner meets itself.
 template <WeightKernel kWeight, TileKind kKind>
 void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
@@ -377,7 +374,7 @@ void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int6
   for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
     alignas(64) float twice[2 * kMaxHeight * 16];
     const bool alone = stripe + 1 == num_stripes;
-    if (tiles[0].decode_once && num_tiles >= kSlabTiles && !alone) {
+    if (num_tiles >= tiles[0].slab_tiles && !alone) {
       TallSlabs<kWeight, kKind>(stripes, stride, blocks, tiles, num_tiles, tile_sums,
                                 out + stripe * kStripeSums);
       continue;

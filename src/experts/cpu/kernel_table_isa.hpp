@@ -65,6 +65,12 @@ static constexpr int GroupBytes(GroupScales scales) {
   return GroupScaleBytes(scales) + (scales.zero_points ? 16 : 0);
 }
 
+/// Tiles and stripes of a call, at most. Tall tiles have kMaxHeight.
+constexpr int kBatchTiles = 8;
+constexpr int kBatchStripes = 4;
+/// Of TileView::slab_tiles: never.
+constexpr int kNoSlabs = kBatchTiles + 1;
+
 /// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
 ///
 ///   kTileF32   codes[k][token]                                          floats
@@ -80,9 +86,8 @@ struct TileView {
   float* scale;
   int height;
   int tokens;  ///< the first ones of them that exist; others may be left out
-  /// How far ahead of the stripe's blocks lines are asked for, in bytes: into L1, and into L2 (0: not).
-  int64_t prefetch_near;
-  int64_t prefetch_far;
+  /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
+  int64_t prefetch;
   /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
   /// beyond the end are asked for there (dot_prefetch_isa.hpp).
   const uint8_t* stretch_end;
@@ -95,7 +100,9 @@ struct TileView {
   /// Tall tiles: what to ask for while this one is multiplied.
   const uint8_t* next;
   int64_t next_bytes;
-  bool decode_once;  ///< weights, for several tiles (dot_tall_isa.hpp)
+  bool next_into_l2;
+  /// Tall tiles from which on weights are decoded once for all of them (dot_tall_isa.hpp).
+  int slab_tiles;
 };
 
 /// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
@@ -186,7 +193,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }
@@ -200,9 +207,6 @@ typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t b
 /// out[tile][stripe][token][16].
 typedef void (*BatchKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stride,
                             int64_t blocks, const TileView* tiles, int64_t num_tiles, float* out);
-/// Tiles and stripes of a call, at most. Tall tiles have kMaxHeight.
-constexpr int kBatchTiles = 8;
-constexpr int kBatchStripes = 4;
 
 /// Quantizes `units` pieces of 64 values into a tile of one token.
 struct PackArguments {
