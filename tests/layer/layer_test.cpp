@@ -166,8 +166,8 @@ TEST_P(LayerRuns, BatchedFormatEqualsStandard) {
     error += std::pow(expected[index] - produced[index], 2);
     norm += std::pow(expected[index], 2);
   }
-  // Vector kernels hold activations in 15 bits (2^-15 of the largest of a group); tiles and bf16 units round what
-  // lies between the GEMMs to bf16, four times whose expected error is the bound of docs/accuracy.md.
+  // Vector kernels hold activations in 15 bits (2^-15 of the largest of a group); tiles and bf16 units round
+  // what lies between the GEMMs to bf16, four times whose expected error is the bound of docs/accuracy.md.
   EXPECT_LE(std::sqrt(error / norm), batched->plan().intermediate_dtype == "BF16" ? 0x1p-7 : 5e-4);
 }
 
