@@ -13,6 +13,7 @@
 #include "checkpoint/gguf_model.hpp"
 #include "checkpoint/layer_spec.hpp"
 #include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/mlx_model.hpp"
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/quant_rules.hpp"
 #include "checkpoint/tensor_store.hpp"
@@ -96,6 +97,12 @@ Status Checkpoint::Impl::OpenDirectory() {
   FMOE_ASSIGN_OR_RETURN(config, checkpoint::ModelConfig::Open(directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
   family_name = family->name;
+  FMOE_ASSIGN_OR_RETURN(const std::optional<checkpoint::MlxGroups> mlx, checkpoint::ReadMlxGroups(config));
+  if (mlx) {
+    FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::Open(directory, options, &*mlx));
+    rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::MlxRules(store));
+    return Status::Ok();
+  }
   FMOE_ASSIGN_OR_RETURN(checkpoint::QuantRules read, checkpoint::ReadQuantRules(directory, config));
   rules = std::make_shared<const checkpoint::QuantRules>(std::move(read));
   FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::Open(directory, options));
@@ -214,7 +221,8 @@ Result<Tensor> Checkpoint::Impl::LoadDense(const LayerContext& context, const st
                                            const Shape& shape) const {
   FMOE_ASSIGN_OR_RETURN(Tensor stored, context.store->Load(name));
   constexpr std::string_view kWeight = ".weight";
-  if (IsFloat(stored.dtype()) || !name.ends_with(kWeight) || !(stored.shape() == shape))
+  const DType dtype = stored.dtype();
+  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 || !name.ends_with(kWeight))
     return stored;
   const checkpoint::MatrixPlace place{.base = name.substr(0, name.size() - kWeight.size())};
   const auto format = FormatAt(*context.store, *context.rules, place.base, std::string(kWeight));

@@ -51,6 +51,9 @@ constexpr FusedSpelling kFused[] = {
     {ExpertForm::kFused, "", "mlp1_weight", "mlp2_weight"},
     {ExpertForm::kStacked, "experts.gate_proj", "experts.up_proj", "experts.down_proj"},
     {ExpertForm::kStacked, "gate_proj", "up_proj", "down_proj"},
+    // MLX, of every family.
+    {ExpertForm::kStacked, "switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"},
+    {ExpertForm::kStacked, "", "switch_mlp.fc1", "switch_mlp.fc2"},
     {ExpertForm::kStacked, "experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2", true},
     {ExpertForm::kStacked, "", "experts.up_proj", "experts.down_proj"},
 };

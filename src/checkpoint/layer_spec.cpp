@@ -26,8 +26,11 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   FMOE_ASSIGN_OR_RETURN(const std::optional<FusedAxes> forced, ParseExpertLayout(override_text));
   if (names.experts.form == ExpertForm::kPerExpert)
     return FusedAxes{};
-  if (store.is_gguf() && !forced)
-    return FusedAxes{};  // one order for all architectures
+  // GGUF and MLX have one order for all architectures. Families that join gate and up, in whatever order,
+  // never store them apart themselves.
+  const bool apart = names.experts.form == ExpertForm::kStacked && !names.experts.flattened;
+  if ((store.is_gguf() || apart) && !forced)
+    return FusedAxes{};
   FusedAxes axes;
   axes.in_out = !names.experts.per_expert() &&
                 (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);

@@ -477,7 +477,7 @@ Result<CanonicalMatrix> Reader::Read() {
     FMOE_RETURN_IF_ERROR(ReadScale(&matrix));
   if (!format_.second_scale.empty()) {
     FMOE_ASSIGN_OR_RETURN(const float stored, ReadScalar(format_.second_scale));
-    matrix.tensor_scale = format_.reciprocal ? 1.0F / stored : stored;
+    matrix.tensor_scale = (format_.reciprocal ? 1.0F / stored : stored) / format_.second_scale_divisor;
   }
   if (!format_.zero_point.empty())
     FMOE_RETURN_IF_ERROR(ReadZeroPoints(&matrix));

@@ -164,7 +164,8 @@ Status TensorStore::AddFile(const std::string& directory, const std::string& nam
 }
 
 Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& directory,
-                                                             const CheckpointOptions& options) {
+                                                             const CheckpointOptions& options,
+                                                             const MlxGroups* mlx) {
   std::error_code error;
   if (!fs::is_directory(directory, error)) {
     return Status::BadInput("not a directory")
@@ -240,6 +241,8 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
     }
   }
   FMOE_RETURN_IF_ERROR(store->FoldFourBit());
+  if (mlx != nullptr)
+    FMOE_RETURN_IF_ERROR(store->FoldMlx(*mlx));
   return std::unique_ptr<const TensorStore>(std::move(store));
 }
 
@@ -267,8 +270,10 @@ Status TensorStore::FoldFourBit() {
     hidden[i] = true;
     FMOE_RETURN_IF_ERROR(FoldFourBit(tensors_[i], places_[i], weight, &hidden));
   }
-  if (hidden.empty())
-    return Status::Ok();
+  return hidden.empty() ? Status::Ok() : Hide(hidden);
+}
+
+Status TensorStore::Hide(const std::vector<bool>& hidden) {
   by_name_.clear();  // its keys are views of names that move
   size_t kept = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -397,6 +402,7 @@ Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, 
   const Place& place = places_[index];
   const auto& file = files_[static_cast<size_t>(place.file)];
   Result<platform::FileBytes> read = place.four_bit >= 0     ? ReadFourBitAt(place, offset, bytes)
+                                     : place.affine >= 0     ? ReadAffineAt(place, offset, bytes)
                                      : place.part == nullptr ? file->Read(place.begin + offset, bytes)
                                                              : ReadParts(place, offset, bytes);
   if (!read.ok())

@@ -11,6 +11,7 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/tensor.hpp>
 
+#include "checkpoint/affine_matrix.hpp"
 #include "checkpoint/four_bit_blocks.hpp"
 #include "checkpoint/gguf_blocks.hpp"
 #include "checkpoint/gguf_header.hpp"
@@ -18,14 +19,18 @@
 
 namespace fusedmoe::checkpoint {
 
+struct MlxGroups;
+
 /// The tensors of a directory: one safetensors file, or shards with an index; or those of a GGUF file. Knows
 /// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
 class TensorStore {
  public:
   /// A 4-bit matrix of bitsandbytes is listed as the 16- or 32-bit one that it decodes to, without the
-  /// tensors that go with it.
+  /// tensors that go with it; `mlx`: the affine ones of MLX too, and its other words as the bytes that they
+  /// hold.
   static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
-                                                         const CheckpointOptions& options);
+                                                         const CheckpointOptions& options,
+                                                         const MlxGroups* mlx = nullptr);
 
   /// A GGUF file, and those beside it that its metadata counts ("-00001-of-00003.gguf"). `header` becomes
   /// that of the first. A quantized tensor "X.weight" is listed as the tensors that it holds: "X.weight" with
@@ -64,12 +69,17 @@ class TensorStore {
         nullptr;  // the tensor is a part of the blocks of this type; null: bytes as they are
     const BlockPart* part = nullptr;
     int32_t four_bit = -1;  // index into four_bit_: the tensor decodes to what is listed
+    int32_t affine = -1;    // the same of affine_
   };
   // A 4-bit matrix of bitsandbytes: where its tensors lie.
   struct FourBitTensor {
     FourBitMatrix matrix;
     Place codes;
     std::array<Place, kFourBitParts.size()> parts;
+  };
+  struct AffineTensor {
+    AffineMatrix matrix;
+    Place codes, scales, biases;
   };
 
   Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
@@ -78,8 +88,12 @@ class TensorStore {
   Status FoldFourBit();
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                      std::vector<bool>* hidden);
+  Status FoldMlx(const MlxGroups& groups);
+  /// Takes tensors out of the list.
+  Status Hide(const std::vector<bool>& hidden);
   Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
   Result<platform::FileBytes> ReadFourBitAt(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<platform::FileBytes> ReadAffineAt(const Place& place, int64_t offset, int64_t bytes) const;
   Result<size_t> Require(std::string_view name) const;
   Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
 
@@ -87,6 +101,7 @@ class TensorStore {
   std::vector<TensorInfo> tensors_;
   std::vector<Place> places_;  // parallel to tensors_
   std::vector<FourBitTensor> four_bit_;
+  std::vector<AffineTensor> affine_;
   std::vector<std::shared_ptr<const platform::InputFile>> files_;
   std::unordered_map<std::string_view, size_t> by_name_;
   bool gguf_ = false;

@@ -85,7 +85,7 @@ std::string ExpertStem(const SourceLayer& layer) {
   return first.substr(0, first.rfind(".0.") + 1);
 }
 
-// Router, biases and shared experts of a layer of a GGUF file.
+// Router, biases and shared experts of a layer that came from GGUF or MLX.
 void ExpertsRewriter::Rename(SourceLayer& layer) {
   const checkpoint::LayerNames& from = layer.context->spec.names;
   const checkpoint::LayerNames to = checkpoint::HuggingFaceNames(layer.context->spec);
@@ -115,6 +115,7 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
   ExpertsRewriter rewriter;
   rewriter.checkpoint_ = source;
   rewriter.gguf_ = source->producer() == "gguf";
+  rewriter.experts_alone_ = rewriter.gguf_;
   if (source->moe_layers().empty()) {
     return Status::Usage("no layer with routed experts was found").WithFile(source->directory());
   }
@@ -148,7 +149,10 @@ Result<ExpertsRewriter> ExpertsRewriter::Open(std::shared_ptr<const Checkpoint> 
         }
       }
     }
-    if (rewriter.gguf_) {
+    // MLX stores norms and convolutions of some models in ways of its own.
+    if (rewriter.gguf_ || spec.names.experts.up.find("switch_mlp.") != std::string::npos ||
+        source->producer() == "mlx") {
+      rewriter.experts_alone_ = true;
       rewriter.Rename(layer);
     }
     rewriter.layers_.push_back(std::move(layer));
@@ -162,7 +166,7 @@ std::vector<CopiedTensor> ExpertsRewriter::Copied() const {
     if (expert_tensors_.contains(info.name)) {
       continue;
     }
-    if (!gguf_) {
+    if (!experts_alone_) {
       copied.push_back({&info, info.name});
     } else if (const auto renamed = renames_.find(info.name); renamed != renames_.end()) {
       copied.push_back({&info, renamed->second});
@@ -219,6 +223,7 @@ Result<std::string> ExpertsRewriter::ConfigWith(const std::string& quantization)
   }
   json.erase("quantization_config");
   json.erase("compression_config");
+  json.erase("quantization");  // MLX
   for (auto& [key, value] : json.items()) {
     if (value.is_object() && key.ends_with("_config")) {
       value.erase("quantization_config");

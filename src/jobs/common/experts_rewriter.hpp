@@ -71,6 +71,7 @@ class ExpertsRewriter {
   std::vector<SourceLayer> layers_;
   std::set<std::string_view> expert_tensors_;
   bool gguf_ = false;
+  bool experts_alone_ = false;  // other tensors but those of the MoE layers are left out
   std::map<std::string, std::string, std::less<>> renames_;  // of GGUF: tensors that are copied
 };
 
