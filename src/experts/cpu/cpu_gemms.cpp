@@ -10,7 +10,7 @@ namespace fusedmoe::cpu {
 namespace {
 
 /// More tasks than threads, so that a thread that lost its core for a while does not hold up the others.
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kGemmTasksPerThread = 4;
 /// Experts with so many tokens on average or fewer are read, not computed.
 constexpr int64_t kStreamTokens = 4;
 /// Where experts are read, a thread's share of one is not cut into shorter pieces than that: hardware reads
@@ -78,8 +78,9 @@ int64_t CpuExperts::DownRanges(const Run& run) const {
   }
   const bool read = run.num_tiles > 0 && run.tiled_slots <= kStreamTokens * run.tiled_experts;
   const int64_t pieces = plan_.down.expert_bytes() / threads / kLeastStretch;
-  return std::min(CeilDiv(plan_.down.stripes, 2),
-                  threads * (read ? std::clamp<int64_t>(pieces, 1, kTasksPerThread) : kTasksPerThread));
+  return std::min(
+      CeilDiv(plan_.down.stripes, 2),
+      threads * (read ? std::clamp<int64_t>(pieces, 1, kGemmTasksPerThread) : kGemmTasksPerThread));
 }
 
 /// Into how many tasks gate and up are divided: batches of tiles (EndOfBatch) times ranges of stripes.
@@ -102,7 +103,7 @@ CpuExperts::Division CpuExperts::GateUpDivision(const Run& run) const {
   if (threads <= 1) {
     return division;
   }
-  const int64_t least = CeilDiv(kTasksPerThread * threads * largest, run.num_tiles);
+  const int64_t least = CeilDiv(kGemmTasksPerThread * threads * largest, run.num_tiles);
   const auto cost = [&](int64_t ranges) {
     return CeilDiv(division.batches * ranges, threads) * (CeilDiv(shape.stripes, ranges) + 1);
   };
