@@ -94,9 +94,9 @@ class MoeLayer {
   /// Memory for one forward at a time of up to max_tokens tokens, on the device of the layer.
   Result<Workspace> CreateWorkspace() const;
 
-  /// What one forward brings. `hidden` is [M, H] in BF16, F16 or F32, rows dense. Exactly one of the other
-  /// forms, or none: router_logits [M, E]; topk_ids (I32, ids of -1 are skipped) with topk_weights (F32),
-  /// both [M, k]; nothing, and the router of the checkpoint is applied.
+  /// What one forward brings: `hidden` [M, H]; beside it router_logits [M, E], or topk_ids (I32 or I64; -1
+  /// skips a slot) with topk_weights, both [M, k], or neither, and the router of the layer decides. All but
+  /// ids are BF16, F16 or F32. Rows may lie apart (not between cards), elements of a row follow each other.
   struct Inputs {
     TensorView hidden;
     TensorView router_logits;
