@@ -11,7 +11,7 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr std::string_view kWeight = ".weight", kScales = ".scales", kBiases = ".biases";
+constexpr std::string_view kWeightSuffix = ".weight", kScales = ".scales", kBiases = ".biases";
 // The second level of NVFP4: the largest magnitude of each matrix, or the factor 1 where the file has none.
 constexpr std::string_view kMatrixScale = ".global_scale", kUnitScale = ".unit_scale";
 
@@ -55,7 +55,7 @@ Status TensorStore::FoldMlx(const MlxGroups& groups) {
     if (!tensors_[i].name.ends_with(kScales))
       continue;
     const std::string module = tensors_[i].name.substr(0, tensors_[i].name.size() - kScales.size());
-    const auto codes = by_name_.find(module + std::string(kWeight));
+    const auto codes = by_name_.find(module + std::string(kWeightSuffix));
     if (codes == by_name_.end() || tensors_[codes->second].dtype != DType::kU32)
       continue;
     TensorInfo &matrix = tensors_[codes->second], &scales = tensors_[i];
@@ -146,7 +146,7 @@ QuantRules MlxRules(std::shared_ptr<const TensorStore> store) {
   rules.producer = "mlx";
   rules.format_of = [store = std::move(store)](const std::string& module) -> Result<LinearFormat> {
     LinearFormat format;
-    const TensorInfo* codes = store->Find(module + std::string(kWeight));
+    const TensorInfo* codes = store->Find(module + std::string(kWeightSuffix));
     const TensorInfo* scales = store->Find(module + std::string(kScales));
     if (codes == nullptr || scales == nullptr || codes->dtype == DType::kU32)
       return format;

@@ -35,7 +35,7 @@ __device__ __forceinline__ void LoadToken(const DecodeArguments& args, const uin
                           : uint4{0, 0, 0, 0};
   const uint32_t words[kOperandValues / 2] = {piece.x, piece.y, piece.z, piece.w};
   UnpackLane(words, source.dtype, v);
-  WeightLane(source, token, expert, k, v);
+  WeighLane(source, token, expert, k, v);
 }
 
 /// Values of the intermediate from column k on, F32 as the first GEMM left them; zero beyond the matrix. All

@@ -104,7 +104,7 @@ __device__ __forceinline__ void SmoothLane(const float* factors, int64_t k, int6
 
 /// What an expert makes of values of source row `row` before they are quantized.
 template <int N>
-__device__ __forceinline__ void WeightLane(const ActivationRows& rows, int64_t row, int expert, int64_t k,
+__device__ __forceinline__ void WeighLane(const ActivationRows& rows, int64_t row, int expert, int64_t k,
                                            float (&v)[N]) {
   if (rows.row_weight != nullptr) {
     const float weight = __ldg(rows.row_weight + row);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void LoadActivations(const ActivationRows& rows, int6
   } else {
     GatherLane(base, rows.dtype, rows.order + expert * rows.cols, k, rows.cols, v);
   }
-  WeightLane(rows, row, expert, k, v);
+  WeighLane(rows, row, expert, k, v);
 }
 
 /// Where the rule says so, before anything is quantized.
