@@ -41,8 +41,8 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
       scale[i / 2][i % 2] = LoadReals((const float*)scales);
     }
   });
-  // What belongs to tokens is loaded once and spread by shuffles: loads that wait for their turn to retire
-  // are what limits how far the processor looks ahead (192 of them; a tile takes 16).
+  // What belongs to tokens is loaded once and spread by shuffles: a core holds 192 loads until they retire,
+  // and a tile takes 16 of them.
   Reals token_scale[kGroups], token_sum[kGroups];
   const float* sums[kGroups];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {

@@ -2,10 +2,12 @@
 
 /// Compile-time loops. The body sees its index as a constant, so that arrays of vectors become registers.
 /// Own types, because a template of the standard library would be a weak symbol of an instruction-set file.
+#ifndef FMOE_INLINE  // portable code says its own (tiles_emulated.cpp)
 #define FMOE_INLINE static inline __attribute__((always_inline))
 /// Behind the parameters of every lambda that touches arrays of vectors: one that is called instead of
 /// inlined takes them by address, and registers become memory (measured: a tenth of the speed).
 #define FMOE_FLAT __attribute__((always_inline))
+#endif
 
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {

@@ -105,7 +105,7 @@ __device__ __forceinline__ void SmoothLane(const float* factors, int64_t k, int6
 /// What an expert makes of values of source row `row` before they are quantized.
 template <int N>
 __device__ __forceinline__ void WeighLane(const ActivationRows& rows, int64_t row, int expert, int64_t k,
-                                           float (&v)[N]) {
+                                          float (&v)[N]) {
   if (rows.row_weight != nullptr) {
     const float weight = __ldg(rows.row_weight + row);
 #pragma unroll
