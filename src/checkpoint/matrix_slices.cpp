@@ -27,6 +27,16 @@ Tensor SliceTensorColumns(const Tensor& tensor, int64_t begin, int64_t count) {
   return Tensor::Borrow(slice, tensor.owner());
 }
 
+/// The scales that a range of rows or columns meets, when the first scale begins `offset` before the matrix.
+struct ScaleRange {
+  int64_t first, count, offset;
+};
+
+ScaleRange ScalesOf(int64_t offset, int64_t begin, int64_t end, int64_t block) {
+  const int64_t first = (offset + begin) / block;
+  return {first, CeilDiv(offset + end, block) - first, (offset + begin) % block};
+}
+
 }  // namespace
 
 CanonicalMatrix SliceRows(const CanonicalMatrix& matrix, int64_t begin, int64_t end) {
@@ -37,11 +47,10 @@ CanonicalMatrix SliceRows(const CanonicalMatrix& matrix, int64_t begin, int64_t 
   slice.bias = SliceTensorRows(matrix.bias, begin, slice.rows);
   if (!matrix.block_scale.empty()) {
     const int64_t block = std::max<int64_t>(matrix.format.block.row, 1);
-    const int64_t first = (matrix.scale_row_offset + begin) / block;
-    const int64_t count = CeilDiv(matrix.scale_row_offset + end, block) - first;
-    slice.block_scale = SliceTensorRows(matrix.block_scale, first, count);
-    slice.zero_point = SliceTensorRows(matrix.zero_point, first, count);
-    slice.scale_row_offset = (matrix.scale_row_offset + begin) % block;
+    const ScaleRange scales = ScalesOf(matrix.scale_row_offset, begin, end, block);
+    slice.block_scale = SliceTensorRows(matrix.block_scale, scales.first, scales.count);
+    slice.zero_point = SliceTensorRows(matrix.zero_point, scales.first, scales.count);
+    slice.scale_row_offset = scales.offset;
   }
   return slice;
 }
@@ -54,11 +63,10 @@ CanonicalMatrix SliceColumns(const CanonicalMatrix& matrix, int64_t begin, int64
   slice.group_index = SliceTensorRows(matrix.group_index, begin, slice.cols);
   const int64_t block = matrix.format.block.col;
   if (!matrix.block_scale.empty() && matrix.group_index.empty() && block > 0) {
-    const int64_t first = (matrix.scale_col_offset + begin) / block;
-    const int64_t count = CeilDiv(matrix.scale_col_offset + end, block) - first;
-    slice.block_scale = SliceTensorColumns(matrix.block_scale, first, count);
-    slice.zero_point = SliceTensorColumns(matrix.zero_point, first, count);
-    slice.scale_col_offset = (matrix.scale_col_offset + begin) % block;
+    const ScaleRange scales = ScalesOf(matrix.scale_col_offset, begin, end, block);
+    slice.block_scale = SliceTensorColumns(matrix.block_scale, scales.first, scales.count);
+    slice.zero_point = SliceTensorColumns(matrix.zero_point, scales.first, scales.count);
+    slice.scale_col_offset = scales.offset;
   }
   return slice;
 }
