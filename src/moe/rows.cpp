@@ -5,12 +5,6 @@
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {
-namespace {
-
-constexpr int64_t kChunk = 512;  // floats on the stack, so that values are rounded while they are in L1
-
-}  // namespace
-
 void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out) {
   DecodeRow(dtype, row, 0, count, out);
   for (int64_t col = 0; col < count; ++col) {
@@ -26,9 +20,9 @@ void AddRows(TensorView first, TensorView second, const float* gates, MutableTen
     const std::byte* a = first.data() + token * first.stride_bytes(0);
     const std::byte* b = second.data() + token * second.stride_bytes(0);
     std::byte* target = output.data() + token * output.stride_bytes(0);
-    float sum[kChunk], addend[kChunk];
-    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
-      const int64_t count = std::min(kChunk, hidden - begin);
+    float sum[kRowChunk], addend[kRowChunk];
+    for (int64_t begin = 0; begin < hidden; begin += kRowChunk) {
+      const int64_t count = std::min(kRowChunk, hidden - begin);
       DecodeRow(first.dtype(), a, begin, count, sum);
       DecodeRow(second.dtype(), b, begin, count, addend);
       for (int64_t col = 0; col < count; ++col) {
@@ -44,9 +38,9 @@ void ConvertRows(TensorView source, MutableTensorView target, const Executor& ex
   ParallelFor(executor, target.dim(0), [&](int64_t token) {
     const std::byte* from = source.data() + token * source.stride_bytes(0);
     std::byte* to = target.data() + token * target.stride_bytes(0);
-    float values[kChunk];
-    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
-      const int64_t count = std::min(kChunk, hidden - begin);
+    float values[kRowChunk];
+    for (int64_t begin = 0; begin < hidden; begin += kRowChunk) {
+      const int64_t count = std::min(kRowChunk, hidden - begin);
       DecodeRow(source.dtype(), from, begin, count, values);
       EncodeRow(target.dtype(), values, count, to + PackedBytes(target.dtype(), begin));
     }

@@ -7,6 +7,9 @@
 
 namespace fusedmoe {
 
+/// Floats of a piece of a row on the stack: small enough to stay in L1 from its sum to its rounding.
+inline constexpr int64_t kRowChunk = 512;
+
 /// out = weight * row, in fp32.
 void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out);
 

@@ -8,8 +8,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kChunk = 512;  // floats on the stack: a sum stays in L1 until it is rounded
-
 // The expert output of a slot; null when no local expert computed it.
 const float* SlotRow(WeightAndReduceKind kind, const WeightAndReduceInput& input, int64_t token,
                      int64_t slot) {
@@ -44,9 +42,9 @@ Status WeightAndReduce(WeightAndReduceKind kind, const WeightAndReduceInput& inp
   const int64_t hidden = output.dim(1);
   ParallelFor(executor, input.num_tokens, [&](int64_t token) {
     std::byte* target = output.data() + token * output.stride_bytes(0);
-    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
-      const int64_t count = std::min(kChunk, hidden - begin);
-      float sum[kChunk] = {};
+    for (int64_t begin = 0; begin < hidden; begin += kRowChunk) {
+      const int64_t count = std::min(kRowChunk, hidden - begin);
+      float sum[kRowChunk] = {};
       for (int64_t slot = 0; slot < input.top_k; ++slot) {
         const float* row = SlotRow(kind, input, token, slot);
         if (row == nullptr) {

@@ -10,7 +10,7 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kTokensPerTask = 16;
+constexpr int64_t kRowsPerTask = 16;
 constexpr int64_t kMaxBlock = 1 << 16;
 
 size_t At(int64_t index) {
@@ -227,9 +227,9 @@ Status PermuteRows(TensorView hidden, int64_t top_k, std::span<const int32_t> ro
     }
   }
   const auto bytes = At(hidden.row_bytes());
-  ParallelFor(executor, CeilDiv(num_local_rows, kTokensPerTask), [&](int64_t task) {
-    const int64_t end = std::min(num_local_rows, (task + 1) * kTokensPerTask);
-    for (int64_t row = task * kTokensPerTask; row < end; ++row) {
+  ParallelFor(executor, CeilDiv(num_local_rows, kRowsPerTask), [&](int64_t task) {
+    const int64_t end = std::min(num_local_rows, (task + 1) * kRowsPerTask);
+    for (int64_t row = task * kRowsPerTask; row < end; ++row) {
       const int64_t token = row_to_slot[At(row)] / top_k;
       std::memcpy(rows.data() + row * rows.stride_bytes(0), hidden.data() + token * hidden.stride_bytes(0),
                   bytes);
@@ -252,9 +252,9 @@ Status UnpermuteRows(TensorView expert_rows, int64_t top_k, std::span<const int3
                     slot_to_row.size(), DTypeName(output.dtype()), output.shape().ToString(), top_k));
   }
   const int64_t hidden = output.dim(1);
-  ParallelFor(executor, CeilDiv(output.dim(0), kTokensPerTask), [&](int64_t task) {
-    const int64_t end = std::min(output.dim(0), (task + 1) * kTokensPerTask);
-    for (int64_t token = task * kTokensPerTask; token < end; ++token) {
+  ParallelFor(executor, CeilDiv(output.dim(0), kRowsPerTask), [&](int64_t task) {
+    const int64_t end = std::min(output.dim(0), (task + 1) * kRowsPerTask);
+    for (int64_t token = task * kRowsPerTask; token < end; ++token) {
       auto* const sum = reinterpret_cast<float*>(output.data() + token * output.stride_bytes(0));
       std::fill_n(sum, hidden, 0.0F);
       for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {

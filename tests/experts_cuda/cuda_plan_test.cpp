@@ -2,6 +2,7 @@
 
 #include "experts/cuda/cuda_plan.hpp"
 #include "experts/cuda/float32.hpp"
+#include "experts/cuda/prefill.hpp"
 
 #include <algorithm>
 
@@ -51,6 +52,23 @@ TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
         "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
     EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
         << scheme << ": " << Objections(Problem(scheme), Hopper()).front().sentence;
+  }
+}
+
+TEST(CudaPlan, Objections_KernelsLeftOutOfTheBuild_RefusedByFormat) {
+  if (!WhyNotBuilt().empty()) {
+    GTEST_SKIP() << WhyNotBuilt();
+  }
+  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "fp8_w8a8:block128", "fp8_w8a8:channel"}) {
+    const MoeProblem problem = Problem(scheme);
+    const Result<FragmentSpec> spec = ChooseFragmentSpec(problem.scheme.weight, false);
+    ASSERT_TRUE(spec.ok()) << scheme;
+    const std::vector<Verdict> verdicts = CudaObjections(problem, Hopper());
+    ASSERT_EQ(verdicts.empty(), HasKernels(spec->format)) << scheme;
+    if (!verdicts.empty()) {
+      EXPECT_EQ(verdicts.front().reason, Reason::kNotBuilt);
+      EXPECT_NE(verdicts.front().sentence.find(FragmentTraitsOf(spec->format).name), std::string::npos);
+    }
   }
 }
 

@@ -262,6 +262,11 @@ std::vector<Verdict> CudaObjections(const MoeProblem& problem, const Machine& ma
     Refuse(verdicts, Reason::kMemory, "weights and workspace exceed the memory of the card",
            fmt::format("{} bytes", needed), fmt::format("at most {} bytes", machine.cuda->memory_bytes));
   }
+  if (!plan.float32 && !HasKernels(plan.shape.format)) {
+    const char* name = FragmentTraitsOf(plan.shape.format).name;
+    Refuse(verdicts, Reason::kNotBuilt, fmt::format("the kernels for {} were left out of this build", name),
+           "FMOE_CUDA_FORMATS without it", fmt::format("FMOE_CUDA_FORMATS empty, or with {}", name));
+  }
   return verdicts;
 }
 

@@ -27,7 +27,7 @@ int ChooseSlabs(const LayerShape& shape) {
                                                                                 : choice.first;
 }
 
-DecodePlan Refuse(std::string why) {
+DecodePlan Unfit(std::string why) {
   DecodePlan plan;
   plan.why_not = std::move(why);
   return plan;
@@ -38,14 +38,14 @@ DecodePlan Refuse(std::string why) {
 DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits) {
   const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
   if (routes > kMaxRoutes) {
-    return Refuse(fmt::format("{} routes; the sort of the decode kernel holds {}", routes, kMaxRoutes));
+    return Unfit(fmt::format("{} routes; the sort of the decode kernel holds {}", routes, kMaxRoutes));
   }
   if (shape.num_local_experts > kMaxExperts) {
-    return Refuse(fmt::format("{} local experts; {} at most", shape.num_local_experts, kMaxExperts));
+    return Unfit(fmt::format("{} local experts; {} at most", shape.num_local_experts, kMaxExperts));
   }
   const FragmentTraits traits = FragmentTraitsOf(shape.format);
   if (shape.group_scales && (traits.group != 128 || traits.code_bits != 8)) {
-    return Refuse(fmt::format(
+    return Unfit(fmt::format(
         "activation scales of groups of 128 need 8-bit weights of groups of 128, not {}", traits.name));
   }
   DecodePlan plan;
@@ -88,20 +88,20 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   plan.list_tokens =
       static_cast<int>(std::min<int64_t>(8 * plan.token_tile, need / std::max(row, split_row(splits)) - 1));
   if (plan.list_tokens < 1) {
-    return Refuse(
+    return Unfit(
         fmt::format("a token row of {} bytes beside the weight rings; {} bytes of shared memory are left",
                     row, most_rows));
   }
   // A CTA's share of the lists, each cut at both ends, must fit its table of segments.
   if (CeilDiv(routes * splits, plan.grid) + 2 > kMaxSegments) {
-    return Refuse(fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes, splits,
+    return Unfit(fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes, splits,
                               plan.grid, kMaxSegments));
   }
   const int64_t work = routes * splits * std::max(shape.gate_up_blocks(), shape.down_blocks());
   if (work >= (int64_t{1} << 24) || work * plan.grid >= (int64_t{1} << 31) ||
       shape.gate_up_blocks() * CeilDiv(shape.hidden_cols() / kFragmentSlab, plan.slabs) >=
           (int64_t{1} << 20)) {
-    return Refuse(fmt::format("{} row blocks are beyond the index range of the kernel", work));
+    return Unfit(fmt::format("{} row blocks are beyond the index range of the kernel", work));
   }
   const int64_t slots = (most - shared(0, need)) / (kDecodeWarps * (chunk_bytes + 8));
   plan.slots =
@@ -110,7 +110,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
     --plan.slots;
   }
   if (plan.slots < 2) {
-    return Refuse(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
+    return Unfit(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
                               shared(2, need), most));
   }
   // Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.

@@ -204,4 +204,8 @@ PrefillKernels PrefillCodeKernels_kFp8();
 PrefillKernels PrefillCodeKernels_kFp8Block();
 PrefillKernels PrefillCodeKernels_kInt8();  ///< no panel: scales of whole rows
 
+/// Whether this build has the kernels of a format (FMOE_CUDA_FORMATS). The functions above, and
+/// LaunchDecodeKernel, exist for every format.
+bool HasKernels(FragmentFormat format);
+
 }  // namespace fusedmoe::cuda

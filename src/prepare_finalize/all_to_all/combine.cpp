@@ -3,13 +3,12 @@
 
 #include <fmt/format.h>
 
+#include "moe/rows.hpp"
 #include "numerics/rows.hpp"
 #include "prepare_finalize/all_to_all/rank_exchange.hpp"
 
 namespace fusedmoe {
 namespace {
-
-constexpr int64_t kChunk = 512;  // floats on the stack: a sum stays in L1 until it is rounded
 
 void PrefixSums(std::span<const int64_t> counts, std::span<int64_t> offsets) {
   int64_t begin = 0;
@@ -175,9 +174,9 @@ Status AllToAllPrepareFinalize::FinalizeWait(const FinalizeInput& input, Mutable
   const bool weighs = by_slot() && !input.router_weight_on_input;
   ParallelFor(executor, state.share, [&](int64_t token) {
     std::byte* target = output.data() + (state.share_begin + token) * output.stride_bytes(0);
-    for (int64_t begin = 0; begin < hidden; begin += kChunk) {
-      const int64_t count = std::min(kChunk, hidden - begin);
-      float sum[kChunk] = {};
+    for (int64_t begin = 0; begin < hidden; begin += kRowChunk) {
+      const int64_t count = std::min(kRowChunk, hidden - begin);
+      float sum[kRowChunk] = {};
       for (int64_t entry = 0; entry < table_width_; ++entry) {
         const int32_t row = table[token * table_width_ + entry];
         if (row < 0) {

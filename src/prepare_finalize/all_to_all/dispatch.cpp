@@ -12,8 +12,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kChunk = 512;
-
 const std::byte* HiddenRow(const PrepareInput& input, int64_t token) {
   return input.hidden.data() + token * input.hidden.stride_bytes(0);
 }
@@ -73,15 +71,15 @@ void AllToAllPrepareFinalize::TranslateIds(const PrepareInput& input, const Exch
 // The largest finite magnitude of the rows of the share that some expert computes.
 float AllToAllPrepareFinalize::ShareAmax(const PrepareInput& input, const ExchangeState& state) const {
   float largest = 0.0F;
-  float values[kChunk];
+  float values[kRowChunk];
   for (int64_t token = state.share_begin; token < state.share_begin + state.share; ++token) {
     const int32_t* ids = input.topk_ids + token * top_k();
     if (std::all_of(ids, ids + top_k(), [](int32_t id) { return id < 0; })) {
       continue;
     }
     const float weight = input.router_weight_on_input ? input.topk_weights[token] : 1.0F;
-    for (int64_t begin = 0; begin < parts_.config.hidden; begin += kChunk) {
-      const int64_t count = std::min(kChunk, parts_.config.hidden - begin);
+    for (int64_t begin = 0; begin < parts_.config.hidden; begin += kRowChunk) {
+      const int64_t count = std::min(kRowChunk, parts_.config.hidden - begin);
       DecodeRow(input.hidden.dtype(), HiddenRow(input, token), begin, count, values);
       for (int64_t col = 0; col < count; ++col) {
         values[col] *= weight;

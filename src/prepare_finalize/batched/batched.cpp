@@ -12,8 +12,6 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kIndexBytes = static_cast<int64_t>(sizeof(int32_t));
-
 class BatchedPrepareFinalize final : public PrepareFinalize {
  public:
   BatchedPrepareFinalize(const MoeConfig& config, ExpertMap expert_map, WorkspaceBook& book)
@@ -21,9 +19,9 @@ class BatchedPrepareFinalize final : public PrepareFinalize {
     const int64_t rows = config.num_local_experts * config.max_tokens;
     // Rows keep the dtype of the hidden states, which is known only per call: book for the widest.
     batches_ = book.Book("batched.rows", rows * config.hidden * static_cast<int64_t>(sizeof(float)));
-    counts_ = book.Book("batched.counts", (config.num_local_experts + 1) * kIndexBytes);
-    slots_ = book.Book("batched.slots", config.max_tokens * config.top_k() * kIndexBytes);
-    batch_rows_ = book.Book("batched.batch_rows", config.max_tokens * config.top_k() * kIndexBytes);
+    counts_ = book.Book("batched.counts", (config.num_local_experts + 1) * kRowIndexBytes);
+    slots_ = book.Book("batched.slots", config.max_tokens * config.top_k() * kRowIndexBytes);
+    batch_rows_ = book.Book("batched.batch_rows", config.max_tokens * config.top_k() * kRowIndexBytes);
   }
 
   std::string_view name() const override { return "batched"; }

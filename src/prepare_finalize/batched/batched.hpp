@@ -10,6 +10,9 @@
 
 namespace fusedmoe {
 
+/// Bytes of a count of rows, or of the index of one.
+inline constexpr auto kRowIndexBytes = static_cast<int64_t>(sizeof(int32_t));
+
 /// Prepare and finalize in the BatchedExperts format on one rank: each expert gets a batch [max_tokens, H]
 /// whose first rows are the tokens that chose it, in token order; afterwards the weighted rows are gathered
 /// back in slot order. Rows beyond the counts are never written.

@@ -6,16 +6,14 @@
 namespace fusedmoe {
 namespace {
 
-constexpr int64_t kIndexBytes = static_cast<int64_t>(sizeof(int32_t));
-
 /// BatchedPrepareFinalize on a card: the same rows in the same places, all experts local.
 class BatchedOnDevice final : public PrepareFinalize {
  public:
   BatchedOnDevice(const MoeConfig& config, WorkspaceBook& book) : config_(config) {
     const int64_t rows = config.num_local_experts * config.max_tokens;
     batches_ = book.Book("batched.rows", rows * config.hidden * static_cast<int64_t>(sizeof(float)));
-    counts_ = book.Book("batched.counts", config.num_local_experts * kIndexBytes);
-    batch_rows_ = book.Book("batched.batch_rows", config.max_tokens * config.top_k() * kIndexBytes);
+    counts_ = book.Book("batched.counts", config.num_local_experts * kRowIndexBytes);
+    batch_rows_ = book.Book("batched.batch_rows", config.max_tokens * config.top_k() * kRowIndexBytes);
   }
 
   std::string_view name() const override { return "batched"; }
