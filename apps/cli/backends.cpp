@@ -231,10 +231,11 @@ Status ListBackends(const BackendsFlags& flags, Output& output) {
 
 Action DefineBackends(CLI::App& app) {
   auto flags = std::make_shared<BackendsFlags>();
-  app.add_flag("--schemes", flags->schemes, "The matrix of schemes, backends and activation formats");
+  CLI::Option* schemes =
+      app.add_flag("--schemes", flags->schemes, "The matrix of schemes, backends and activation formats");
   app.add_option("--platform", flags->platform, "host (the default), or a described platform");
-  app.add_flag("--markdown", flags->markdown,
-               "With --schemes: the page of docs/, for one described platform");
+  app.add_flag("--markdown", flags->markdown, "With --schemes: the page of docs/, for one described platform")
+      ->needs(schemes);
   return [flags](Output& output) {
     if (flags->platform.empty()) {
       flags->platform = flags->markdown ? kPagePlatform : "host";

@@ -17,10 +17,14 @@ namespace {
 struct ConvertFlags {
   CheckpointFlags checkpoint;
   ConvertOptions options;
+  const CLI::Option* shards = nullptr;
   int threads = 0;
 };
 
 Status RunConvert(const ConvertFlags& flags, Output& output) {
+  if (flags.shards->count() > 0 && flags.options.to == "gguf") {
+    return Status::Usage("--max-shard-bytes has no effect with --to gguf, which writes one file");
+  }
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   ConvertOptions options = flags.options;
@@ -62,6 +66,7 @@ Action DefineConvert(CLI::App& app) {
   app.add_option("--scheme", options.scheme, "Scheme of the result, instead of that of the source");
   app.add_flag("--allow-lossy", options.allow_lossy, "Accept that values change");
   AddNewCheckpoint(app, options.max_shard_bytes, options.overwrite);
+  flags->shards = app.get_option("--max-shard-bytes");
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunConvert(*flags, output); };
 }

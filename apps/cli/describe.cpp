@@ -83,7 +83,8 @@ std::string PlanText(const Plan& plan) {
       plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, BytesText(plan.weight_bytes),
       BytesText(plan.workspace_bytes));
   if (plan.tile_tokens > 0) {
-    text += fmt::format("matrix unit: experts of {} tokens and more ({})\n", plan.tile_tokens, plan.costs);
+    text += fmt::format("matrix unit: experts of at least {} ({})\n", CountText(plan.tile_tokens, "token"),
+                        plan.costs);
   }
   if (!plan.communicator.empty()) {
     text += fmt::format("ranks: rows go by {} through {}\n", plan.prepare_finalize, plan.communicator);

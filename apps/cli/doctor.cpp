@@ -144,15 +144,17 @@ Status Doctor(const DoctorOptions& options, Output& output) {
 Action DefineDoctor(CLI::App& app) {
   auto options = std::make_shared<DoctorOptions>();
   AddThreads(app, options->threads);
-  app.add_flag(
+  CLI::Option* ranks = app.add_flag(
       "--ranks", options->ranks,
       "Print the settings of mpirun that jobs on ranks need; under mpirun, hold its settings against them");
   app.add_option("--deadline", options->rank_flags.deadline_seconds,
-                 "Seconds in which all ranks must have come")
-      ->check(Between(0.1, 1e6));
+                 "With --ranks: seconds in which all must have come")
+      ->check(Between(0.1, 1e6))
+      ->needs(ranks);
   app.add_flag_callback(
-      "--no-probe", [options] { options->probe = false; },
-      "Skip the bandwidth measurement (half a second, 2 GiB)");
+         "--no-probe", [options] { options->probe = false; },
+         "Skip the bandwidth measurement (half a second, 2 GiB)")
+      ->excludes(ranks);
   return [options](Output& output) { return Doctor(*options, output); };
 }
 

@@ -10,6 +10,24 @@
 #include "describe.hpp"
 
 namespace fusedmoe::cli {
+namespace {
+
+/// A name that is misspelt would else be passed over, and another router would decide in silence.
+Status CheckNames(const SafetensorsFile& file) {
+  const std::vector<std::string> known = {"hidden_states", "router_logits", "topk_ids", "topk_weights",
+                                          "input_ids"};
+  for (const NamedTensor& entry : file.tensors) {
+    const std::string& name = entry.name;
+    if (std::find(known.begin(), known.end(), name) == known.end() && !name.starts_with("expected_")) {
+      return Status::BadInput(fmt::format("no input has this name, the names are {}", Join(known)))
+          .WithTensor(name)
+          .WithHint("rename it or leave it out; what a test expects may stand there as expected_...");
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace
 
 Result<InputFile> InputFile::Read(const std::string& path, const MoeConfig& config) {
   InputFile input;
@@ -22,6 +40,7 @@ Result<InputFile> InputFile::Read(const std::string& path, const MoeConfig& conf
 }
 
 Status InputFile::Bind(const MoeConfig& config) {
+  FMOE_RETURN_IF_ERROR(CheckNames(file_));
   const Tensor* hidden = file_.Find("hidden_states");
   if (hidden == nullptr) {
     return Status::BadInput("the file has no hidden_states [tokens, hidden]").WithTensor("hidden_states");

@@ -11,7 +11,8 @@
 
 namespace fusedmoe::cli {
 
-/// The tensors of the input file that a forward takes, with the shapes and dtypes that the layer needs.
+/// The tensors of the input file that a forward takes, with the shapes and dtypes that the layer needs. Any
+/// other tensor is kBadInput, but for those whose names begin with expected_.
 class InputFile {
  public:
   static Result<InputFile> Read(const std::string& path, const MoeConfig& config);

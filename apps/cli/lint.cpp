@@ -81,7 +81,10 @@ Action DefineLint(CLI::App& app) {
   auto flags = std::make_shared<LintFlags>();
   AddCheckpoint(app, flags->checkpoint, false);
   AddLayer(app, flags->layer, "Only this decoder layer");
-  app.add_flag("--codes", flags->codes, "List every code that a finding may have");
+  CLI::Option* codes = app.add_flag("--codes", flags->codes, "List every code that a finding may have");
+  for (const char* name : {"checkpoint", "--layer"}) {
+    app.get_option(name)->excludes(codes);
+  }
   AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunLint(*flags, output); };
 }

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <fmt/format.h>
+
 #include <fusedmoe/version.hpp>
 
 #include "command.hpp"
@@ -74,7 +76,7 @@ std::string CommandNames() {
 }
 
 // The parser's own words for a misspelt command speak of "arguments not expected"; name the commands instead.
-Status UsageError(const CLI::Error& error, int argc, char** argv) {
+Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char** argv) {
   const auto is_command = [](std::string_view word) {
     return std::any_of(CommandTable().begin(), CommandTable().end(),
                        [word](const Command& command) { return command.name == word; });
@@ -86,7 +88,20 @@ Status UsageError(const CLI::Error& error, int argc, char** argv) {
   if (argc < 2) {
     return Status::Usage("no command given; there are " + CommandNames());
   }
-  return Status::Usage(error.what()).WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
+  const std::vector<std::string> extras = app.remaining(true);
+  return Status::Usage(extras.empty() ? error.what() : fmt::format("unknown: {}", fmt::join(extras, " ")))
+      .WithHint("see fusedmoe " + std::string(argv[1]) + " --help");
+}
+
+/// An empty word is a variable of a script that was not set, never a wish.
+Status CheckNotEmpty(const CLI::App& parser) {
+  for (const CLI::Option* option : parser.get_options()) {
+    const std::vector<std::string>& values = option->results();
+    if (std::find(values.begin(), values.end(), "") != values.end()) {
+      return Status::Usage(option->get_name() + " is empty").WithHint("give it a value, or leave it out");
+    }
+  }
+  return Status::Ok();
 }
 
 /// The exit code of `status`, or that of a system failure where what was printed did not arrive.
@@ -127,13 +142,14 @@ int Run(int argc, char** argv) {
     app.exit(success);
     return Finish(Status::Ok(), output);
   } catch (const CLI::Error& error) {
-    output.Failure(UsageError(error, argc, argv));
+    output.Failure(UsageError(app, error, argc, argv));
     return static_cast<int>(StatusCode::kUsage);
   }
   Status status;
   for (const auto& [parser, action] : actions) {
     if (parser->parsed()) {
-      status = action(output);
+      status = CheckNotEmpty(*parser);
+      status = status.ok() ? action(output) : status;
     }
   }
   if (!status.ok()) {

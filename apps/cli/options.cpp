@@ -31,6 +31,14 @@ Status NotWritten(const std::string& path, int error) {
   return Status::System(fmt::format("cannot be written: {}", std::strerror(error))).WithFile(path);
 }
 
+/// kUsage where something other than a folder stands at `path`.
+Status CheckFolder(const char* option, const std::string& path) {
+  std::error_code ignored;
+  const bool other = std::filesystem::exists(path, ignored) && !std::filesystem::is_directory(path, ignored);
+  return other ? Status::Usage(fmt::format("{} names a folder, and this is none", option)).WithFile(path)
+               : Status::Ok();
+}
+
 }  // namespace
 
 Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names) {
@@ -228,6 +236,7 @@ Result<std::shared_ptr<const CpuCosts>> ReadTune(const std::string& file) {
 Result<LayerOptions> Resolve(const PlanFlags& flags) {
   LayerOptions options;
   FMOE_ASSIGN_OR_RETURN(options.cpu_costs, ReadTune(flags.tune));
+  FMOE_RETURN_IF_ERROR(CheckFolder("--pack-cache", flags.pack_cache));
   options.pack_cache = flags.pack_cache;
   if (flags.device != "cpu" && flags.device != "cuda") {
     return UnknownName("device", flags.device, {"cpu", "cuda"});

@@ -1,3 +1,4 @@
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,10 +27,15 @@ struct PrepareFlags {
 
 Status Prepare(const PrepareFlags& flags, Output& output) {
   PrepareReport report;
+  std::error_code ignored;
+  const std::string& source = flags.source.directory;
+  if (flags.invert && std::filesystem::is_directory(source, ignored)) {
+    return Status::Usage("a folder; --invert takes a file that `prepare` wrote").WithFile(source);
+  }
   if (flags.invert) {
-    FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.source.directory));
+    FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, source));
     FMOE_RETURN_IF_ERROR(CheckSafetensorsPlace(flags.output));
-    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(flags.source.directory, flags.output, flags.backend));
+    FMOE_ASSIGN_OR_RETURN(report, InvertPrepared(source, flags.output, flags.backend));
   } else {
     if (flags.backend.empty()) {
       return Status::Usage("--backend is required: the backend for whose layout to prepare")

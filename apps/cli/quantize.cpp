@@ -55,9 +55,9 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   document["bytes"] = report.bytes;
   document["files"] = report.files;
   document["seconds"] = seconds;
-  std::string text = fmt::format("{}: {} as {} writes it, {} layers of experts, {} experts; {} in {:.1f} s\n",
-                                 options.directory, report.scheme, report.format, report.layers,
-                                 report.experts, BytesText(report.bytes), seconds);
+  std::string text = fmt::format(
+      "{}: {} as {} writes it, {}, {} experts; {} in {:.1f} s\n", options.directory, report.scheme,
+      report.format, CountText(report.layers, "layer"), report.experts, BytesText(report.bytes), seconds);
   text +=
       fmt::format("relative L2 {:.4e} ({:.2f} dB), {} of {} blocks saturated, {} became zero\n",
                   report.rel_l2, report.sqnr_db, report.saturated_blocks, report.blocks, report.zero_blocks);
@@ -78,9 +78,11 @@ Action DefineQuantize(CLI::App& app) {
   app.add_option("--scheme", options.scheme, "Scheme of the experts, e.g. nvfp4_w4a16, fp8_w8a8:block128")
       ->required();
   app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
-  app.add_option("--act-stats", flags->statistics, "Activation statistics of `calibrate`");
+  CLI::Option* statistics =
+      app.add_option("--act-stats", flags->statistics, "Activation statistics of `calibrate`");
   app.add_option("--min-tokens", options.min_tokens, "Experts that fewer tokens reached are not calibrated")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40));
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
+      ->needs(statistics);
   app.add_flag("--scale-search", options.scale_search, "For each block, take the scale of the least error");
   app.add_option("--format", options.format, "modelopt, compressed-tensors or deepseek");
   app.add_option("--mx-scale", flags->mx_scale, "Exponents of MX scales: even, floor, ceil");

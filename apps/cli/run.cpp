@@ -220,7 +220,7 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
 Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
-  subject.Complete(flags.plan, options);
+  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options));
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
   FMOE_RETURN_IF_ERROR(subject.checkpoint ? CheckOutput(flags.output, *subject.checkpoint)
                                           : CheckOutput(flags.output, subject.path()));

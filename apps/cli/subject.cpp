@@ -15,10 +15,15 @@ Result<std::unique_ptr<MoeLayer>> Subject::LoadCanonical(const LayerOptions& opt
                     : prepared->LoadCanonical(options);
 }
 
-void Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
+Status Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
+  if (prepared && !flags.pack_cache.empty()) {
+    return Status::Usage("--pack-cache has no effect on a prepared file, which is read as it is")
+        .WithFile(path());
+  }
   if (prepared && flags.activation_format.empty()) {
     options.activation_format = description.config.activation_format;
   }
+  return Status::Ok();
 }
 
 Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer) {

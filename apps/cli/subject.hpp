@@ -23,8 +23,9 @@ struct Subject {
   Result<std::unique_ptr<MoeLayer>> Load(const LayerOptions& options) const;
   /// For the reference: from the checkpoint, or from what the prepared file leads back to.
   Result<std::unique_ptr<MoeLayer>> LoadCanonical(const LayerOptions& options) const;
-  /// What a prepared file says about its backend, where nothing else was asked for.
-  void Complete(const PlanFlags& flags, LayerOptions& options) const;
+  /// What a prepared file says about its backend, where nothing else was asked for. kUsage for flags that
+  /// serve checkpoints only.
+  Status Complete(const PlanFlags& flags, LayerOptions& options) const;
 };
 
 /// Opens a directory or a GGUF file as a checkpoint and any other file as a prepared layer, whose own layer

@@ -87,7 +87,7 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   VerifyOptions options;
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
-  subject.Complete(flags.plan, options.layer);
+  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options.layer));
   std::optional<InputFile> input;
   if (!flags.input.empty()) {
     FMOE_ASSIGN_OR_RETURN(input, InputFile::Read(flags.input, subject.description.config));
@@ -146,6 +146,7 @@ Action DefineVerify(CLI::App& app) {
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->excludes(input);
   AddSeed(app, flags->seed, "Of the random hidden states");
+  app.get_option("--seed")->excludes(input);
   app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);

@@ -89,10 +89,12 @@ std::string GgufInside(const std::string& directory) {
 
 Status Checkpoint::Impl::OpenDirectory() {
   std::error_code error;
-  if (!std::filesystem::is_directory(directory, error)) {
-    return Status::BadInput("neither a directory nor a GGUF file")
+  const std::filesystem::file_status place = std::filesystem::status(directory, error);
+  if (!std::filesystem::is_directory(place)) {
+    return Status::BadInput(error ? fmt::format("cannot open the checkpoint: {}", error.message())
+                                  : std::string("neither a directory nor a GGUF file"))
         .WithFile(directory)
-        .WithHint("give the folder that holds config.json");
+        .WithHint("give the folder that holds config.json, or a GGUF file");
   }
   FMOE_ASSIGN_OR_RETURN(config, checkpoint::ModelConfig::Open(directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
@@ -124,6 +126,8 @@ Checkpoint::~Checkpoint() = default;
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& directory,
                                                            const CheckpointOptions& options) {
+  if (directory.empty())
+    return Status::Usage("the path of the checkpoint is empty");
   auto impl = std::make_unique<Impl>();
   impl->directory = directory;
   if (std::string inside = GgufInside(directory); !inside.empty())

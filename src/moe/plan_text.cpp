@@ -48,7 +48,7 @@ std::string ToString(const Plan& plan) {
   text += fmt::format("\n  recipe: {}",
                       plan.recipe.empty() ? "none" : fmt::format("{}", fmt::join(plan.recipe, ", ")));
   if (plan.tile_tokens > 0) {
-    text += fmt::format("\n  matrix unit: experts of {} tokens and more ({})", plan.tile_tokens,
+    text += fmt::format("\n  matrix unit: experts of at least {} ({})", CountText(plan.tile_tokens, "token"),
                         plan.costs.empty() ? "not measured" : plan.costs);
   }
   text += fmt::format("\n  weights {}, workspace {}; {} read {} and take {:.3f} GFLOP\n",

@@ -111,12 +111,29 @@ Result<Selection> SelectBackend(const MoeProblem& problem, const Machine& machin
   return SelectFrom(HostTable(), problem, machine, request);
 }
 
+namespace {
+
+/// True for a candidate that is out since the caller named another one: it answers no question of theirs.
+bool AnotherWasNamed(const Candidate& candidate) {
+  return std::any_of(candidate.verdicts.begin(), candidate.verdicts.end(), [&](const Verdict& verdict) {
+    return verdict.reason == Reason::kNotNamed && verdict.required != candidate.backend;
+  });
+}
+
+}  // namespace
+
 Status ToStatus(const Selection& selection) {
   if (selection.chosen) {
     return Status::Ok();
   }
-  std::string message = "no backend can run this layer here";
-  for (const Candidate& candidate : selection.candidates) {
+  const auto& candidates = selection.candidates;
+  const bool named = std::any_of(candidates.begin(), candidates.end(), AnotherWasNamed);
+  std::string message = named ? "the backend that was asked for cannot run this layer here"
+                              : "no backend can run this layer here";
+  for (const Candidate& candidate : candidates) {
+    if (AnotherWasNamed(candidate)) {
+      continue;
+    }
     message += fmt::format("; {}: ", candidate.backend);
     bool first = true;
     for (const Verdict& verdict : candidate.verdicts) {

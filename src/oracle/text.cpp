@@ -56,10 +56,11 @@ std::string ChosenLine(const Explanation& explanation) {
                   FormatName(plan->activation_format), ActivationModeName(plan->activation),
                   plan->prepare_finalize.empty() ? "nothing" : plan->prepare_finalize);
   if (!plan->costs.empty()) {  // what an expert's token count changes, and who says so
-    text += plan->tile_tokens > 0
+    text += plan->tile_tokens > 1
                 ? fmt::format("paths     vectors below {0} tokens of an expert, the matrix unit from {0} on",
                               plan->tile_tokens)
-                : std::string("paths     vectors for every expert");
+                : fmt::format("paths     {} for every expert",
+                              plan->tile_tokens == 1 ? "the matrix unit" : "vectors");
     text += fmt::format("; figures {}\n", plan->costs);
   }
   return text;

@@ -176,11 +176,38 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
         {"run", "x", "--input", "x", "--output", "x", "--eplb-window", "3"},
         {"run", "x", "--input", "x", "--output", "x", "--nccl", "libnccl.so.2"},
         {"verify", "x", "--input", "x", "--tokens", "3"},
+        {"verify", "x", "--input", "x", "--seed", "3"},
+        {"lint", "--codes", "x"},
+        {"lint", "--codes", "--layer", "3"},
+        {"backends", "--markdown"},
+        {"doctor", "--no-probe", "--deadline", "3"},
+        {"doctor", "--ranks", "--no-probe"},
+        {"quantize", "x", "--scheme", "int8_w8a8", "--output", "y", "--min-tokens", "3"},
+        {"convert", "x", "--to", "gguf", "--output", "y", "--max-shard-bytes", "3"},
         {"prepare", "x", "--invert", "--output", "x", "--layer", "3"}}) {
     const ProcessResult result = RunCommand(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;
     EXPECT_EQ(result.out, "");
   }
+}
+
+// "$INPUT" of a script that did not set it: `verify` would take random tokens, `bench` every scheme.
+TEST(Command, EmptyValue_IsUsage) {
+  for (const std::vector<std::string>& arguments : {std::vector<std::string>{"verify", "x", "--input", ""},
+                                                    {"bench", "--scheme", ""},
+                                                    {"explain", "--problem", "olmoe-1b-7b", "--platform", ""},
+                                                    {"inspect", ""}}) {
+    const ProcessResult result = RunCommand(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;
+    EXPECT_NE(result.err.find(" is empty"), std::string::npos) << result.err;
+    EXPECT_EQ(result.out, "");
+  }
+}
+
+TEST(Command, UnknownOptionWithAValue_StandsInItsOrder) {
+  const ProcessResult result = RunCommand({"inspect", "x", "--layer", "3"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("--layer 3"), std::string::npos) << result.err;
 }
 
 TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {

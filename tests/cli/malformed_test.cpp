@@ -183,6 +183,14 @@ TEST(Malformed, InputFile_IsRefusedByNameAndTensor) {
     ExpectRefused(checkpoint, "input.safetensors", tensor);
   };
   refused([](auto& tensors) { tensors[0].name = "hidden"; }, "hidden_states");
+  refused([](auto& tensors) { tensors[0].name = "expected_output"; }, "hidden_states");
+  for (const std::string name : {"router_logit", "Topk_ids", "hidden_states "}) {  // each meant to decide
+    refused(
+        [&name](auto& tensors) {
+          tensors.push_back({name, *Tensor::Allocate(DType::kF32, {5, 8})});
+        },
+        "tensor '" + name + "'");
+  }
   refused(
       [](auto& tensors) {
         tensors[0].tensor = *Tensor::Allocate(DType::kBF16, {5, 127});

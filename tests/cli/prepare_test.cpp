@@ -177,6 +177,7 @@ TEST(Prepare, WithoutALayoutOrABackend_SaysSo) {
   EXPECT_EQ(RunCommand({"prepare", sample.path(), "--backend", "REFERENCE", "--output", file}).exit_code, 4);
   EXPECT_EQ(RunCommand({"prepare", sample.path(), "--backend", "CPU_FUSED", "--output", file}).exit_code, 4);
   EXPECT_EQ(RunCommand({"prepare", sample.input(), "--invert", "--output", file}).exit_code, 3);
+  EXPECT_EQ(RunCommand({"prepare", sample.path(), "--invert", "--output", file}).exit_code, 2) << "a folder";
   EXPECT_TRUE(ReadFile(file).empty()) << "a failing command leaves no file";
 }
 

@@ -191,6 +191,7 @@ TEST(Quantize, Refusals_HaveTheirCodesAndLeaveNothing) {
   EXPECT_EQ(Quantize(source.path(), "int8_w8a8", output, {"--format", "modelopt"}).exit_code, 4);
   EXPECT_EQ(Quantize(quantized.path(), "nvfp4_w4a16", output).exit_code, 4) << "quantized already";
   EXPECT_EQ(Quantize(source.path(), "fp8_w8a8", output, {"--scale-search"}).exit_code, 2);
+  EXPECT_EQ(Quantize(source.path(), "int4_w4a16", output, {"--mx-scale", "floor"}).exit_code, 2);
   EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", source.path()).exit_code, 2) << "not empty";
   EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", output + ".gguf").exit_code, 2) << "the name of a file";
   EXPECT_TRUE(fs::is_empty(directory.path())) << "a failing command leaves nothing";

@@ -29,7 +29,7 @@ struct QuantizeOptions {
   /// Tries other block scales and keeps, for each block, the one of the least squared error. For e2m1 and
   /// 4-bit integers in groups (kUsage otherwise).
   bool scale_search = false;
-  /// Exponents of MX scales; absent: the rule of the format.
+  /// Exponents of MX scales; absent: the rule of the format. For schemes that have them (kUsage otherwise).
   std::optional<MxScaleRule> mx_scale;
   int64_t max_shard_bytes = 5'000'000'000;
   bool overwrite = false;

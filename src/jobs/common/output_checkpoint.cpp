@@ -126,7 +126,7 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const OutputP
         .WithHint("convert --to gguf writes those");
   }
   if (exists && !single_file && !is_directory) {
-    return Status::Usage("is no directory").WithFile(place.directory);
+    return Status::Usage("a file stands there, and a directory is to be written").WithFile(place.directory);
   }
   if (exists && !place.overwrite && (single_file || !fs::is_empty(final_path, error))) {
     return Status::Usage(single_file ? "the file exists" : "the directory is not empty")

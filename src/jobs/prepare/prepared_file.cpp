@@ -142,10 +142,13 @@ class Reader {
 
   Status CheckFormat() const {
     const auto format = file_.metadata.find("format");
-    const std::string actual = format == file_.metadata.end() ? std::string() : format->second;
-    if (actual != kFormat) {
-      return Status::BadInput(fmt::format(
-          "the file is no prepared layer: its format is '{}', '{}' is required", actual, kFormat));
+    const bool present = format != file_.metadata.end();
+    if (!present || format->second != kFormat) {
+      return Status::BadInput(fmt::format("the file is no prepared layer: its metadata {}, '{}' is required",
+                                          present ? fmt::format("says format '{}'", format->second)
+                                                  : std::string("says no format"),
+                                          kFormat))
+          .WithHint("fusedmoe prepare writes such files; of a checkpoint give the folder");
     }
     FMOE_ASSIGN_OR_RETURN(const std::string promised, Text("metadata_digest"));
     const std::string digest = MetadataDigest(file_.metadata);

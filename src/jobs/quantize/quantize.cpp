@@ -319,6 +319,10 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
     return Status::Usage(fmt::format(
         "no search of scales is known for {}; e2m1 and 4-bit integers in groups have one", scheme.name));
   }
+  if (options.mx_scale && scheme.weight.block_scale_dtype != DType::kF8E8M0) {
+    return Status::Usage(
+        fmt::format("a rule for MX scales is given, {} has no weight scales in E8M0", scheme.name));
+  }
   if (!options.format.empty() && options.format != "modelopt" && options.format != "compressed-tensors" &&
       options.format != "deepseek") {
     return Status::Usage(
