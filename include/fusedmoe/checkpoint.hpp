@@ -43,9 +43,9 @@ struct TensorInfo {
 
 /// The router of a layer and what goes with it. Tensors borrow from the checkpoint or own a converted copy.
 struct RouterWeights {
-  Tensor weight;               ///< [E, H], any float dtype
-  Tensor bias;                 ///< F32 [E], added to the logits; empty: none
-  Tensor correction_bias;      ///< F32 [E], selection only; empty: none
+  Tensor weight;               ///< [E, H] BF16, F16 or F32
+  Tensor bias;                 ///< [E] BF16, F16 or F32, added to the logits; empty: none
+  Tensor correction_bias;      ///< [E] BF16, F16 or F32, selection only; empty: none
   Tensor token_id_to_experts;  ///< hash routing table; empty: none
 };
 

@@ -5,7 +5,7 @@
  * allowed, to a struct_size that this library does not know, and to names that do not exist; FMOE_SYSTEM when
  * memory runs out. What else a function may answer stands above it. Functions that hand out a handle or fill
  * a struct leave a null handle, or the struct as it was, when they fail. Functions that return no code answer
- * null handles with "", 0 or null.
+ * null handles with "", 0 or null, where nothing else stands above them.
  *
  * Threads. All functions may be called from many threads at once, also with the same handles, except where a
  * comment says otherwise; a handle must not be released while another thread uses it, and a workspace serves
@@ -142,6 +142,7 @@ fmoe_code fmoe_communicator_nccl(const fmoe_communicator* host, const char* libr
 /* Waits for all that is enqueued in `stream` (cudaStream_t) of this rank's card, under the deadline.
  * FMOE_UNSUPPORTED without cards, FMOE_SYSTEM when the deadline passes or a rank has failed. */
 fmoe_code fmoe_communicator_finish(const fmoe_communicator* communicator, void* stream);
+/* Of null, the caller alone: rank 0 of 1. */
 int64_t fmoe_communicator_rank(const fmoe_communicator* communicator);
 int64_t fmoe_communicator_size(const fmoe_communicator* communicator);
 /* Layers that were made with it keep it alive. */
@@ -160,12 +161,12 @@ void fmoe_checkpoint_release(fmoe_checkpoint* checkpoint);
 /* "qwen3_moe", and "modelopt" or the like; "none" where nothing is quantized. */
 const char* fmoe_checkpoint_family(const fmoe_checkpoint* checkpoint);
 const char* fmoe_checkpoint_producer(const fmoe_checkpoint* checkpoint);
-/* The layers that hold routed experts, ascending; sets their number. */
+/* The layers that hold routed experts, ascending, valid as long as the checkpoint; sets their number. */
 const int64_t* fmoe_checkpoint_moe_layers(const fmoe_checkpoint* checkpoint, int64_t* count);
 
 /* ---------------------------------------------------------------------------------------------- layers */
 
-/* What a layer is. Sizes are those of one rank. */
+/* What a layer is. Sizes are those of this rank; num_experts counts the experts of all ranks. */
 typedef struct fmoe_layer_info {
   size_t struct_size;
   int64_t num_experts, num_local_experts, top_k, hidden, intermediate;
@@ -196,7 +197,7 @@ typedef struct fmoe_layer_options {
   const char* isa;         /* null: the best the machine has */
   const char* mode;        /* null: by the token count; "latency", "throughput" */
   const char* determinism; /* "run_to_run", "thread_invariant", "batch_invariant", "rank_invariant" */
-  const char* activation;  /* null: as the checkpoint says; "a8" */
+  const char* activation;  /* "as_checkpoint", "a8" */
   const char* pack_cache;  /* folder where packed weights are kept and mapped again; null: nowhere */
   int32_t shared_experts;  /* included in the output where the checkpoint has them; 1 */
   int64_t max_tokens;      /* of one forward; 8192 */
@@ -292,10 +293,11 @@ typedef struct fmoe_layer_config {
   int64_t num_groups, topk_groups;
   float scaling_factor; /* 1 */
   int32_t apply_router_weight_on_input;
-  /* Of the layer's own router, borrowed for as long as the layer; absent: forwards bring logits or ids. */
+  /* Of the layer's own router, BF16, F16 or F32, borrowed for as long as the layer; absent: forwards bring
+   * logits or ids. */
   fmoe_tensor router_weight;   /* [E, H] */
-  fmoe_tensor router_bias;     /* F32 [E] */
-  fmoe_tensor correction_bias; /* F32 [E], for the selection only */
+  fmoe_tensor router_bias;     /* [E] */
+  fmoe_tensor correction_bias; /* [E], for the selection only */
   /* With routing "Custom", on CPUs: the caller chooses. */
   fmoe_routing custom_routing;
   void* routing_self;
@@ -307,8 +309,8 @@ static inline void fmoe_layer_config_init(fmoe_layer_config* config) {
 }
 
 /* A layer of the experts that the caller holds, on one rank. Null options: the defaults. Answers as
- * fmoe_layer_load does; FMOE_BAD_INPUT names expert and matrix that do not fit. `experts` itself is copied.
- */
+ * fmoe_layer_load does; FMOE_BAD_INPUT names expert and matrix that do not fit, FMOE_USAGE the tensor of the
+ * router. `experts` itself is copied. */
 fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_source* experts,
                             const fmoe_layer_options* options, fmoe_layer** created);
 
@@ -322,16 +324,17 @@ fmoe_code fmoe_workspace_create(const fmoe_layer* layer, fmoe_workspace** worksp
 void fmoe_workspace_release(fmoe_workspace* workspace);
 
 /* What one forward of M tokens brings, and where its results go. Zero-initialise it. Beside `hidden`: either
- * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. */
+ * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. Rows may lie
+ * apart, but not those of `hidden` and `output` on several cards. */
 typedef struct fmoe_forward {
-  fmoe_tensor hidden;         /* [M, H] BF16, F16 or F32, rows dense */
-  fmoe_tensor router_logits;  /* [M, E] */
-  fmoe_tensor topk_ids;       /* I32 or I64 [M, k]; -1 skips a slot */
-  fmoe_tensor topk_weights;   /* F32 [M, k] */
-  fmoe_tensor token_ids;      /* I32 or I64 [M], for hash routing */
+  fmoe_tensor hidden;         /* [M, H] BF16, F16 or F32 */
+  fmoe_tensor router_logits;  /* [M, E] BF16, F16 or F32 */
+  fmoe_tensor topk_ids;       /* [M, k] I32 or I64; -1 skips a slot */
+  fmoe_tensor topk_weights;   /* [M, k] BF16, F16 or F32 */
+  fmoe_tensor token_ids;      /* [M] I32 or I64, for hash routing */
   fmoe_tensor output;         /* [M, H] in the dtype of `hidden` or F32; must not overlap `hidden` */
-  fmoe_tensor chosen_ids;     /* I32 [M, k]; may be absent */
-  fmoe_tensor chosen_weights; /* F32 [M, k]; may be absent */
+  fmoe_tensor chosen_ids;     /* [M, k] I32; may be absent */
+  fmoe_tensor chosen_weights; /* [M, k] F32; may be absent */
 } fmoe_forward;
 
 /* Runs the layer; the same bits for any number of threads. Allocates nothing. On a card all tensors are

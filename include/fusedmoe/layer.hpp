@@ -102,7 +102,7 @@ class MoeLayer {
     TensorView router_logits;
     TensorView topk_ids;
     TensorView topk_weights;
-    TensorView token_ids;  ///< [M], only for hash routing
+    TensorView token_ids;  ///< [M] I32 or I64, only for hash routing
   };
 
   /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32; it must not overlap `hidden`. The

@@ -271,10 +271,10 @@ class Layer(Handle):
     def __call__(self, hidden: Tensor, *, router_logits: Tensor | None = None, topk_ids: Tensor | None = None,
                  topk_weights: Tensor | None = None, token_ids: Tensor | None = None, out: Tensor | None = None,
                  return_routing: bool = False) -> Any:
-        """The output, [M, H], of `hidden` [M, H] in bfloat16, float16 or float32. Either router_logits [M, E], or
-        topk_ids [M, k] (int32 or int64; -1 skips a slot) with topk_weights [M, k] (float32), or neither, and the
-        router of the layer decides. With `return_routing` also the ids and the weights that were chosen. On a
-        card, tensors of the card: the call launches on torch's current stream and does not wait."""
+        """The output, [M, H], of `hidden` [M, H]. Either router_logits [M, E], or topk_ids [M, k] (int32 or int64; -1
+        skips a slot) with topk_weights [M, k], or neither, and the router of the layer decides. All but ids are
+        bfloat16, float16 or float32. With `return_routing` also the ids (int32) and the weights (float32) that were
+        chosen. On a card, tensors of the card: the call launches on torch's current stream and does not wait."""
         if not _tensors.is_tensor(hidden):
             raise TypeError(f"hidden is {type(hidden).__name__}, a tensor, an array or a buffer of [tokens, hidden] is "
                             f"required")

@@ -26,6 +26,9 @@ const char* fmoe_checkpoint_producer(const fmoe_checkpoint* checkpoint) {
 
 const int64_t* fmoe_checkpoint_moe_layers(const fmoe_checkpoint* checkpoint, int64_t* count) {
   if (checkpoint == nullptr || count == nullptr) {
+    if (count != nullptr) {
+      *count = 0;
+    }
     return nullptr;
   }
   const std::vector<int64_t>& layers = checkpoint->checkpoint->moe_layers();

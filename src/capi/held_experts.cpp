@@ -161,6 +161,11 @@ Result<std::unique_ptr<MoeLayer>> CreateLayer(const fmoe_layer_config* given,
   if (experts->load == nullptr) {
     return Status::Usage("experts.load is null");
   }
+  if (options.communicator != nullptr && options.communicator->size() > 1) {
+    return Status::Usage(fmt::format("a layer of held experts runs on one rank, the communicator has {}",
+                                     options.communicator->size()))
+        .WithHint("fmoe_layer_load spreads the layer of a checkpoint");
+  }
   FMOE_ASSIGN_OR_RETURN(const fmoe_layer_config from,
                         Whole(given, fmoe_layer_config_init, "fmoe_layer_config"));
   FMOE_ASSIGN_OR_RETURN(const MoeConfig config, ToConfig(from));

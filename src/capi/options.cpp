@@ -1,4 +1,9 @@
+#include <algorithm>
+#include <initializer_list>
+
 #include <fmt/format.h>
+
+#include <fusedmoe/machine.hpp>
 
 #include "capi/handles.hpp"
 
@@ -12,6 +17,13 @@ std::string Text(const char* text) {
 Status Unknown(std::string_view field, const char* name, std::string_view known) {
   return Status::Usage(
       fmt::format("fmoe_layer_options.{} '{}' is unknown, known are: {}", field, name, known));
+}
+
+/// kUsage for a name that is given and not among `known`.
+Status CheckName(std::string_view field, const char* name, std::initializer_list<std::string_view> known) {
+  return name == nullptr || std::find(known.begin(), known.end(), name) != known.end()
+             ? Status::Ok()
+             : Unknown(field, name, fmt::format("{}", fmt::join(known, ", ")));
 }
 
 /// The place of this rank among all of them.
@@ -49,6 +61,15 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
 Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
   FMOE_ASSIGN_OR_RETURN(const fmoe_layer_options from,
                         Whole(given, fmoe_layer_options_init, "fmoe_layer_options"));
+  FMOE_RETURN_IF_ERROR(CheckName("device", from.device, {"cpu", "cuda"}));
+  FMOE_RETURN_IF_ERROR(CheckName("mode", from.mode, {"latency", "throughput"}));
+  const std::string_view as_checkpoint = ActivationModeName(ActivationMode::kAsCheckpoint);
+  const std::string_view a8 = ActivationModeName(ActivationMode::kA8);
+  FMOE_RETURN_IF_ERROR(CheckName("activation", from.activation, {as_checkpoint, a8}));
+  FMOE_RETURN_IF_ERROR(CheckName("activation_format", from.activation_format, {"standard", "batched"}));
+  if (from.isa != nullptr && !ParseIsa(from.isa)) {
+    return Unknown("isa", from.isa, IsaNames());
+  }
   LayerOptions options;
   options.device = from.device == nullptr ? options.device : from.device;
   options.backend = Text(from.backend);
@@ -63,19 +84,11 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
     }
     options.determinism = *level;
   }
-  if (from.activation != nullptr) {
-    if (from.activation != ActivationModeName(ActivationMode::kA8)) {
-      return Unknown("activation", from.activation, ActivationModeName(ActivationMode::kA8));
-    }
+  if (Text(from.activation) == a8) {
     options.activation = ActivationMode::kA8;
   }
-  if (from.activation_format != nullptr) {
-    const std::string_view name = from.activation_format;
-    if (name != "standard" && name != "batched") {
-      return Unknown("activation_format", from.activation_format, "standard, batched");
-    }
-    options.activation_format =
-        name == "batched" ? ActivationFormatKind::kBatchedExperts : ActivationFormatKind::kStandard;
+  if (Text(from.activation_format) == "batched") {
+    options.activation_format = ActivationFormatKind::kBatchedExperts;
   }
   options.shared_experts = from.shared_experts != 0;
   options.max_tokens = from.max_tokens;

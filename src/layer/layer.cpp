@@ -136,6 +136,23 @@ ExpertSource Validated(const ExpertSource& experts) {
   return checked;
 }
 
+/// The router of an engine, which no reader has seen either: logits are written for each of its rows.
+Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits) {
+  if (!router.weight.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckMatrix("router weight", router.weight.view(), num_logits, config.hidden,
+                                     {DType::kF32, DType::kBF16, DType::kF16}));
+  }
+  const std::pair<std::string_view, const Tensor*> vectors[] = {{"router bias", &router.bias},
+                                                                {"correction bias", &router.correction_bias}};
+  for (const auto& [name, vector] : vectors) {
+    if (!vector->empty() && (vector->view().count() != num_logits || !IsPlainFloat(vector->dtype()))) {
+      return Status::Usage(fmt::format("{} is {} {}, the layer needs {} values of F32, BF16, F16", name,
+                                       DTypeName(vector->dtype()), vector->shape().ToString(), num_logits));
+    }
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Status CheckIds(TensorView ids, int64_t num_experts) {
@@ -193,6 +210,7 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   impl->router = router;
   impl->config = config;
   impl->config.max_tokens = options.max_tokens;
+  FMOE_RETURN_IF_ERROR(CheckRouter(router, config, impl->num_logits()));
   WorkspaceBook book;
   impl->Book(book);
   if (IsSpread(options) && options.parallel.enable_eplb) {

@@ -283,6 +283,14 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
   refused("determinism 'always' is unknown");
   options.activation = "a4";
   refused("activation 'a4' is unknown");
+  options.device = "tpu";
+  refused("device 'tpu' is unknown, known are: cpu, cuda");
+  options.isa = "sse9";
+  refused("isa 'sse9' is unknown, known are: avx2, ");
+  options.mode = "fast";
+  refused("mode 'fast' is unknown");
+  options.activation_format = "striped";
+  refused("activation_format 'striped' is unknown");
   options.backend = "FASTEST";
   refused("FASTEST");
   options.tensor_parallel = 2;
@@ -293,8 +301,67 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
   refused("struct_size");
   EXPECT_EQ(fmoe_layer_load(checkpoint, 99, &options, &layer), FMOE_USAGE);
   EXPECT_NE(LastText().find("99"), std::string::npos) << LastText();
+  count = 7;
+  EXPECT_EQ(fmoe_checkpoint_moe_layers(nullptr, &count), nullptr);
+  EXPECT_EQ(count, 0);
   fmoe_checkpoint_release(checkpoint);
   fmoe_checkpoint_release(nullptr);
+}
+
+// Logits are written for every row of the router: one row too many would end behind the workspace.
+TEST(CApi, RouterThatDoesNotFit_IsRefusedByName) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  const int64_t experts = random.config.num_experts, hidden = random.config.hidden;
+  const auto refused = [&](fmoe_tensor fmoe_layer_config::*field, const Shape& shape, DType dtype,
+                           const char* name) {
+    const Tensor tensor = *Tensor::Allocate(dtype, shape);
+    fmoe_layer_config config = ToC(random.config, "unquantized");
+    config.*field = ToC(tensor.view());
+    config.routing = config.correction_bias.data == nullptr ? nullptr : "DeepSeekV3";
+    fmoe_layer* layer = nullptr;
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &layer), FMOE_USAGE) << name;
+    EXPECT_NE(LastText().find(name), std::string::npos) << LastText();
+    fmoe_layer_release(layer);
+  };
+  refused(&fmoe_layer_config::router_weight, {experts + 1, hidden}, DType::kF32,
+          "router weight has shape [7, 128]");
+  refused(&fmoe_layer_config::router_weight, {experts, hidden / 2}, DType::kF32,
+          "router weight has shape [6, 64]");
+  refused(&fmoe_layer_config::router_weight, {experts, hidden}, DType::kI32, "router weight is I32");
+  refused(&fmoe_layer_config::router_bias, {experts - 1}, DType::kF32, "router bias is F32 [5]");
+  refused(&fmoe_layer_config::correction_bias, {experts}, DType::kI32, "correction bias is I32 [6]");
+}
+
+TEST(CApi, WeightsOfTheCaller_MayHaveEveryPlainFloatType) {
+  const HeldLayer one("unquantized");
+  const int64_t hidden = one.random.config.hidden, top_k = one.random.config.top_k();
+  Tensor rows = *Tensor::Allocate(DType::kBF16, {2, hidden});
+  std::fill_n(rows.mutable_view().as<uint16_t>(), 2 * hidden, uint16_t{0x3f80});
+  std::vector<int32_t> ids;
+  for (int64_t slot = 0; slot < 2 * top_k; ++slot) {
+    ids.push_back(static_cast<int32_t>(slot % top_k));
+  }
+  std::vector<float> output(static_cast<size_t>(2 * hidden)), first;
+  for (const auto& [dtype, half] :
+       {std::pair{DType::kF32, 0}, {DType::kBF16, 0x3f00}, {DType::kF16, 0x3800}}) {
+    Tensor weights = *Tensor::Allocate(dtype, {2, top_k});
+    if (dtype == DType::kF32) {
+      std::fill_n(weights.mutable_view().as<float>(), 2 * top_k, 0.5F);
+    } else {
+      std::fill_n(weights.mutable_view().as<uint16_t>(), 2 * top_k, static_cast<uint16_t>(half));
+    }
+    fmoe_forward forward{};
+    forward.hidden = ToC(rows.view());
+    forward.topk_ids = ToC(TensorView(reinterpret_cast<std::byte*>(ids.data()), DType::kI32, {2, top_k}));
+    forward.topk_weights = ToC(weights.view());
+    forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, rows.shape()));
+    ASSERT_EQ(fmoe_layer_forward(one.loaded.layer, &forward, one.loaded.workspace, nullptr), FMOE_OK)
+        << LastText();
+    first = first.empty() ? output : first;
+    EXPECT_EQ(output, first) << DTypeName(dtype);
+  }
 }
 
 TEST(CApi, RanksOnCardsThatCannotJoin_AreToldWhatIsMissing) {
