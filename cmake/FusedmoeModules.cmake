@@ -89,7 +89,7 @@ function(fusedmoe_add_modules table)
       add_library(${target} OBJECT ${sources})
       fusedmoe_set_device_flags(${sources})
       fusedmoe_batch(${target} ${sources})
-      if(module MATCHES "^(config|oracle|layer|experts/contracts/.*|jobs/.*)$")  # no loops over values
+      if(module MATCHES "^(config|oracle|layer|jobs/(common|convert|verify|lint|tune|bench|simulate|calibrate|quantize))$")  # no loops over values
         set_target_properties(${target} PROPERTIES FMOE_QUICKLY_COMPILED ON)
       endif()
       target_link_libraries(${target} PRIVATE fmoe_options)
