@@ -1,6 +1,6 @@
 # Builds every module of tools/layers.txt as an OBJECT library fmoe_<name> that links exactly the modules listed there.
 
-# Instruction sets by file name: kernels_<isa>.cpp is compiled for that ISA and exports one table (docs/kernels.md).
+# Instruction sets by file name: kernels_<isa>.cpp is compiled for that ISA and exports one table (docs/kernels_cpu.md).
 set(FUSEDMOE_ISA_FLAGS_avx2 -mavx2 -mfma -mf16c -mbmi2)
 set(FUSEDMOE_ISA_FLAGS_avx512 -mavx2 -mfma -mf16c -mbmi2 -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(FUSEDMOE_ISA_FLAGS_avx512_vnni ${FUSEDMOE_ISA_FLAGS_avx512} -mavx512vnni -mavx512vbmi)

@@ -53,7 +53,7 @@ bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
 }
 
 /// Units for 16-bit floats, where the level has one for such weights and the activations allow it
-/// (docs/kernels.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
+/// (docs/kernels_cpu.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
 std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
   const KernelTable* table = FindKernelTable(isa);
   const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };
@@ -303,7 +303,7 @@ bool IsAmd(const Machine& machine) {
   return machine.cpu_name.find("AMD") != std::string::npos;
 }
 
-/// Measured with weights from memory, share of a plain read (docs/kernels.md). On cores of AMD, the longer a
+/// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask, which counts for 4 bits: int8 and 16 bits (95 % at
 /// 5 KB) do with less. Cores of Intel prefetch to the end of a page by themselves; what they lack begins
 /// behind it.

@@ -3,8 +3,8 @@
 #include <stdint.h>
 
 /// What an instruction-set file exports, in plain C terms: these headers are compiled once for each
-/// instruction set, so nothing in them may have external linkage (docs/kernels.md, "One file an instruction
-/// set").
+/// instruction set, so nothing in them may have external linkage (docs/kernels_cpu.md, "One file an
+/// instruction set").
 namespace fusedmoe::cpu {
 
 /// How the codes of a panel become numbers. One micro-kernel each; order as in kPanelKernels of kernels.cpp.

@@ -9,7 +9,7 @@
 
 /// Rows of activations by the rule of a scheme with the kernels of an instruction set, bit for bit what
 /// QuantizeRow (quant/activation_quantizer.hpp) makes of them: scales of groups by its formulas, one at a
-/// time, the values many at once (docs/kernels.md, "Activations").
+/// time, the values many at once (docs/kernels_cpu.md, "Activations").
 ///
 /// All functions allocate nothing and may run in any thread.
 namespace fusedmoe::cpu {

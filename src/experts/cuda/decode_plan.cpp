@@ -105,7 +105,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   }
   const int64_t slots = (most - shared(0, need)) / (kDecodeWarps * (chunk_bytes + 8));
   plan.slots =
-      static_cast<int>(std::min<int64_t>(slots, 2));  // a third only lengthens queues: docs/kernels.md
+      static_cast<int>(std::min<int64_t>(slots, 2));  // a third only lengthens queues: docs/kernels_cuda.md
   while (plan.slots > 0 && shared(plan.slots, need) > most) {
     --plan.slots;
   }
@@ -147,7 +147,7 @@ ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mi
   // more its weights are read again. At a mean of half a list that is 1 to 2 % of the weights, at a mean of
   // six for lists of eight 15 %. Above five tokens a mean, lists of sixteen lose by their arithmetic instead
   // (integer groups of 32: 1.16 times at six, 1.06 at four). Measured by bench/cuda/mode_bench:
-  // docs/kernels.md.
+  // docs/kernels_cuda.md.
   constexpr int64_t kMostMean = 5;
   const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
   const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
