@@ -45,8 +45,8 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   }
   const FragmentTraits traits = FragmentTraitsOf(shape.format);
   if (shape.group_scales && (traits.group != 128 || traits.code_bits != 8)) {
-    return Unfit(fmt::format(
-        "activation scales of groups of 128 need 8-bit weights of groups of 128, not {}", traits.name));
+    return Unfit(fmt::format("activation scales of groups of 128 need 8-bit weights of groups of 128, not {}",
+                             traits.name));
   }
   DecodePlan plan;
   plan.slabs = ChooseSlabs(shape);
@@ -95,7 +95,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   // A CTA's share of the lists, each cut at both ends, must fit its table of segments.
   if (CeilDiv(routes * splits, plan.grid) + 2 > kMaxSegments) {
     return Unfit(fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes, splits,
-                              plan.grid, kMaxSegments));
+                             plan.grid, kMaxSegments));
   }
   const int64_t work = routes * splits * std::max(shape.gate_up_blocks(), shape.down_blocks());
   if (work >= (int64_t{1} << 24) || work * plan.grid >= (int64_t{1} << 31) ||
@@ -111,7 +111,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   }
   if (plan.slots < 2) {
     return Unfit(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
-                              shared(2, need), most));
+                             shared(2, need), most));
   }
   // Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.
   plan.makes_operands = mid != MidKind::kRounded;
