@@ -109,10 +109,12 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   Count(state, seconds, ops, bench.PeakOf(kind), static_cast<int64_t>(passes) * count * stripe_bytes);
 }
 
-/// Two or eight tall tiles at a time, as an expert with 16 or 64 tokens has them. Weights in L2. `once`:
-/// their decoded bytes are kept for all tiles, where the kernel can (integers).
+/// Two or eight tall tiles at a time, as an expert with 16 or 64 tokens has them. Weights in L2. `slabs`:
+/// their decoded bytes are kept for all tiles, where the kernel can (integers); wide ones meet all tokens of
+/// a tile at a time.
+enum class Slabs { kNone, kNarrow, kWide };
 void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int num_tiles,
-           bool once) {
+           Slabs slabs) {
   const int64_t blocks = bench.k / named.panel.block;
   const int64_t stripe_bytes = blocks * named.panel.block_bytes();
   const int64_t count = std::max<int64_t>(2, (int64_t{384} << 10) / stripe_bytes / 2 * 2);
@@ -124,7 +126,8 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
   for (int tile = 0; tile < num_tiles; ++tile) {
     views[tile] = ViewTile(rows[tile * kMaxHeight], named.kernel, kind, bench.k, kMaxHeight);
     views[tile].rows = rows + tile * kMaxHeight;
-    views[tile].slab_tiles = once ? 2 : kNoSlabs;
+    views[tile].slab_tiles = slabs == Slabs::kNone ? kNoSlabs : 2;
+    views[tile].wide_slabs = slabs == Slabs::kWide;
     views[tile].group_scales = GroupScalesOf(named.panel);
   }
   alignas(64) static float out[2 * kBatchTiles * kMaxHeight * 16];
@@ -261,14 +264,16 @@ void Register(const Bench& bench) {
         }
       }
       if (bench.table->batch[named.kernel][kind] != nullptr) {
-        for (const auto& [tiles, once] :
-             {std::pair(2, false), {2, true}, {kBatchTiles, false}, {kBatchTiles, true}}) {
+        constexpr const char* kSlabs[] = {"/l2", "/l2/once", "/l2/once_wide"};
+        const bool integers = kind == kTileA16 || kind == kTileA8 || kind == kTileA4;
+        for (int i = 0; i < (integers ? 6 : 2); ++i) {
+          const int tiles = i % 2 == 0 ? 2 : kBatchTiles;
+          const auto slabs = static_cast<Slabs>(i / 2);
           const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] +
-                                   "/tokens:" + std::to_string(tiles * kMaxHeight) +
-                                   (once ? "/l2/once" : "/l2");
-          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, tiles = tiles,
-                                                      once = once](benchmark::State& state) {
-            Batch(state, bench, named, static_cast<TileKind>(kind), tiles, once);
+                                   "/tokens:" + std::to_string(tiles * kMaxHeight) + kSlabs[i / 2];
+          benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, kind, tiles,
+                                                      slabs](benchmark::State& state) {
+            Batch(state, bench, named, static_cast<TileKind>(kind), tiles, slabs);
           })->MinTime(0.2);
         }
       }

@@ -68,6 +68,7 @@ struct Batch {
   int64_t num_stripes, num_tiles, stride;
   int tokens;  // of each tile
   bool decode_once;
+  bool wide = false;  // all tokens of a tile at a time
 };
 
 // Tokens of tall tiles have the bits of tokens alone: stripe after stripe or every other one, an odd one at
@@ -75,10 +76,12 @@ struct Batch {
 TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   constexpr int64_t kK = 640;  // more than one slab, not a whole number of them
   constexpr int64_t kMostStripes = 4;
-  const Batch batches[] = {{1, 1, 1, 8, false}, {2, 2, 2, 8, true},  {4, 3, 1, 8, false}, {2, 4, 1, 8, true},
-                           {3, 5, 2, 8, true},  {4, 8, 1, 8, false}, {2, 1, 1, 4, true},  {3, 2, 2, 3, false},
-                           {4, 1, 1, 7, false}, {1, 5, 1, 8, true},  {2, 4, 1, 5, true},  {2, 4, 1, 6, false},
-                           {2, 5, 1, 7, true}};
+  const Batch batches[] = {{1, 1, 1, 8, false},      {2, 2, 2, 8, true},       {4, 3, 1, 8, false},
+                           {2, 4, 1, 8, true},       {3, 5, 2, 8, true},       {4, 8, 1, 8, false},
+                           {2, 1, 1, 4, true},       {3, 2, 2, 3, false},      {4, 1, 1, 7, false},
+                           {1, 5, 1, 8, true},       {2, 4, 1, 5, true},       {2, 4, 1, 6, false},
+                           {2, 5, 1, 7, true},       {2, 3, 1, 8, true, true}, {4, 2, 2, 7, true, true},
+                           {2, 2, 1, 5, true, true}, {2, 2, 1, 4, true, true}, {2, 4, 1, 3, true, true}};
   int64_t compared = 0;
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
@@ -108,6 +111,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
             views.back().tokens = batch.tokens;
             views.back().group_scales = GroupScalesOf(weights.panel);
             views.back().slab_tiles = batch.decode_once ? 2 : kNoSlabs;
+            views.back().wide_slabs = batch.wide;
           }
           const int64_t stride = stripe_bytes * batch.stride;
           const int64_t count = batch.num_tiles * batch.num_stripes * kMaxHeight;

@@ -63,6 +63,7 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.turn = nullptr;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.slab_tiles = plan_.slab_tiles;
+  view.wide_slabs = plan_.wide_slabs;
   view.prefetch = plan_.prefetch[std::min(tile.height_index, 1)];
   view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;

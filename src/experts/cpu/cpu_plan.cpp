@@ -328,16 +328,17 @@ void SetPrefetch(const Machine& machine, CpuPlan& plan) {
 
 /// From how many tall tiles on weights are decoded into L1 for all of them, instead of for each in registers.
 /// Cores of Intel decode with the two ports that multiply: INT4 g128 gains 11 % with two tiles and 18 with
-/// three, MXFP4 in 15 bits 12 and 18; NVFP4 and groups of INT8 lose 2 to 5 % with two, and bytes without
-/// scales, which need no decoding, 13 to 20 with two and three (Sapphire Rapids). On Zen 5 what is decoded
-/// has to be stored, which costs as much (layers at 64 tokens an expert: MXFP4 61 to 62 % of the peak in
-/// registers, 58 to 60 through L1), but for NVFP4 with its four scales a unit (56 and 59.5).
+/// three, MXFP4 in 15 bits 12 and 18; NVFP4 and groups of INT8 lose 2 to 5 % with two; bytes without scales,
+/// which need no decoding, lose 10 with two, nothing with three, and gain 12 with eight (Sapphire Rapids,
+/// wide slabs). On Zen 5 what is decoded has to be stored, which costs as much (layers at 64 tokens an
+/// expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but for NVFP4 with its four
+/// scales a unit (56 and 59.5).
 int SlabTiles(const Machine& machine, WeightKernel kernel) {
   if (IsAmd(machine)) {
     return kernel == kWeightNvfp4 ? 4 : kNoSlabs;
   }
   if (kernel == kWeightU8) {
-    return kBatchTiles;
+    return 4;
   }
   return kernel == kWeightNvfp4 || kernel > kWeightU8 ? 3 : 2;
 }
@@ -408,6 +409,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tile_rows = plan.max_slots + (plan.tall ? 0 : 2) * active;
   SetPrefetch(machine, plan);
   plan.slab_tiles = SlabTiles(machine, plan.kernel);
+  plan.wide_slabs = !IsAmd(machine);  // AMD: stores cost more than instructions (dot_tall_isa.hpp)
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   if (tiles.enabled) {
     const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));

@@ -17,7 +17,10 @@
 /// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed.
 /// What counts next are multiplications: two ports make `vpdpbusd`, and products of floats too.
 ///
-/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead ("slabs").
+/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead ("slabs"), and
+/// meet twice as many tokens ("wide"), with most sums of floats in L1: on cores of Intel stores are cheap,
+/// and what counts is the number of instructions beside `vpdpbusd`, since a core that is shared begins some
+/// three in a cycle.
 ///
 /// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -33,6 +36,10 @@ constexpr int kTallTokens = 4 / Planes(kKind);
 /// and 1 to all of them.
 template <TileKind kKind>
 constexpr int kFewerTokens = kTallTokens<kKind> - 1;
+
+/// Tokens of a wide pass: 16 sums of integers, and most of those of floats in L1 (TileView::wide_slabs).
+template <TileKind kKind>
+constexpr int kWideTokens = 2 * kTallTokens<kKind>;
 
 /// How many of the `left` last tokens of a tile meet the weights next.
 template <TileKind kKind>
@@ -156,17 +163,25 @@ struct TallTokens {
   }
 };
 
+/// Words of a wide pass that `vpdpbusd` reads from memory by itself, once for each stripe: of every second
+/// token. With fewer there are more instructions, with more there is nothing but loads.
+template <TileKind kKind, int kTokens>
+constexpr bool DotsMemory(int token) {
+  return kTokens > kTallTokens<kKind> && token % 2 == 0;
+}
+
 /// One unit of 64 k: sums[stripe][token] += weights times tokens.
 ///
-/// Two groups of k, or two halves of one, have integers of their own, so that sixteen chains of additions
-/// overlap: an instruction takes four cycles and two begin in each (INT4 per channel with eight chains: 82 %
-/// of the peak, with sixteen 88).
+/// Where tokens are few, two groups of k, or two halves of one, have integers of their own, so that sixteen
+/// chains of additions overlap: an instruction takes four cycles and two begin in each (INT4 per channel with
+/// eight chains: 82 % of the peak, with sixteen 88).
 template <class Pair, TileKind kKind, int kTokens>
 FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens,
                           Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Pair, kKind, kTokens>;
   constexpr int kPlanes = Planes(kKind), kGroups = Pair::kGroups;
-  constexpr int kChains = kGroups == 1 ? 2 : kGroups;  // pieces of k with integers of their own
+  constexpr int kAtOnce = kTokens > kTallTokens<kKind> ? 1 : 2;
+  constexpr int kChains = kGroups == 1 ? kAtOnce : kGroups;  // pieces of k with integers of their own
   constexpr int kEights = 8 / kChains;
   constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
   Floats unit_sums[2][kTokens];
@@ -203,11 +218,11 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       });
     });
   };
-  Unroll<kChains / 2>([&](auto part) FMOE_FLAT {
-    Ints dots[2][kPlanes][2][kTokens];
-    Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+  Unroll<kChains / kAtOnce>([&](auto part) FMOE_FLAT {
+    Ints dots[kAtOnce][kPlanes][2][kTokens];
+    Unroll<kAtOnce * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int kChain = decltype(i)() / (kPlanes * kTokens), kPlane = decltype(i)() / kTokens % kPlanes;
-      constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * 2 + kChain;
+      constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * kAtOnce + kChain;
       Ints start = IntZero();
       if constexpr (kPlane + 1 == kPlanes && kAt < kGroups) {
         start = IntSet(Tokens::Correction(tokens, kToken)[kAt]);
@@ -215,23 +230,30 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       }
       dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] = start;
     });
-    Unroll<2 * kEights>([&](auto i) FMOE_FLAT {
-      constexpr int kChain = decltype(i)() % 2;
-      constexpr int kEight = (decltype(part)() * 2 + kChain) * kEights + decltype(i)() / 2;
+    Unroll<kAtOnce * kEights>([&](auto i) FMOE_FLAT {
+      constexpr int kChain = decltype(i)() % kAtOnce;
+      constexpr int kEight = (decltype(part)() * kAtOnce + kChain) * kEights + decltype(i)() / kAtOnce;
       Ints weights[2][2];
       Unroll<2>([&](auto s) FMOE_FLAT { Pair::Load8(pair, s, kEight, weights[s]); });
       Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
         constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
         constexpr int kToken = decltype(j)() % kTokens;
         constexpr int kWord = (kEight / 2 * kPlanes + kPlane) * 4 + kEight % 2 * 2 + q;
-        const Ints word = IntSet(Tokens::Words(tokens, kToken)[kWord]);
+        const int32_t* word = Tokens::Words(tokens, kToken) + kWord;
+        const Ints both = IntSet(*word);
         Unroll<2>([&](auto s) FMOE_FLAT {
           Ints& sum = dots[kChain][kPlane][s][kToken];
-          sum = ByteDot(sum, weights[s][q], word);
+          if constexpr (DotsMemory<kKind, kTokens>(kToken)) {
+            sum = ByteDotWord(sum, weights[s][q], word);
+          } else {
+            sum = ByteDot(sum, weights[s][q], both);
+          }
         });
       });
     });
-    if constexpr (kGroups == 1) {
+    if constexpr (kAtOnce == 1) {
+      add_group(part, dots[0]);
+    } else if constexpr (kGroups == 1) {
       Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
         Ints* first = &dots[0][0][0][0];
         first[i] = IntAdd(first[i], (&dots[1][0][0][0])[i]);
@@ -281,9 +303,17 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
 }
 
 /// pass(first token, Index<tokens>) for the tokens of a tile, as many at a time as meet the weights together.
-template <TileKind kKind, typename Pass>
+/// kMayBeWide: where the tile says so, twice as many.
+template <TileKind kKind, bool kMayBeWide, typename Pass>
 FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
   for (int first = 0, count = 0; first < tile.tokens; first += count) {
+    if constexpr (kMayBeWide) {
+      if (tile.wide_slabs && tile.tokens - first > kTallTokens<kKind>) {
+        count = kWideTokens<kKind>;
+        pass(first, Index<kWideTokens<kKind>>());
+        continue;
+      }
+    }
     count = NextTokens<kKind>(tile.tokens - first);
     if (count == kFewerTokens<kKind>) {
       pass(first, Index<kFewerTokens<kKind>>());
@@ -297,7 +327,7 @@ FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
 template <WeightKernel kWeight, TileKind kKind>
 void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
   NextLines lines = LinesOf(tile, blocks * NumPasses<kKind>(tile.tokens));
-  ForEachPass<kKind>(tile, [&](int first, auto tokens) {
+  ForEachPass<kKind, false>(tile, [&](int first, auto tokens) {
     constexpr int kTokens = decltype(tokens)();
     TallPass<kWeight, kKind, kTokens>(stripes, stride, blocks, tile, first, lines, out);
   });
@@ -340,10 +370,10 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
   using Packed = PackedPair<kWeight>;
   using Panel = IntegerPanel<kWeight>;
   using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros>;
-  constexpr int kParts = kMaxHeight / kTallTokens<kKind>;
+  const int64_t passes = kMaxHeight / (tiles[0].wide_slabs ? kWideTokens<kKind> : kTallTokens<kKind>);
   Pair pairs[kSlabUnits];
   const int64_t units = blocks * Panel::kUnits;
-  NextLines next = LinesOf(tiles[0], units * kParts);
+  NextLines next = LinesOf(tiles[0], units * passes);
   const GroupScales type = tiles[0].group_scales;
   for (int64_t first = 0, count = 0; first < units; first += count) {
     count = units - first < kSlabUnits ? units - first : kSlabUnits;
@@ -354,9 +384,9 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
       Pair::Decode(packed, &pairs[i]);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      next.at = tiles[tile].next + first * kParts * next.at_once * 64;
+      next.at = tiles[tile].next + first * passes * next.at_once * 64;
       next.end = tiles[tile].next + tiles[tile].next_bytes;
-      ForEachPass<kKind>(tiles[tile], [&](int token, auto tokens) {
+      ForEachPass<kKind, true>(tiles[tile], [&](int token, auto tokens) {
         constexpr int kTokens = decltype(tokens)();
         SlabPass<Pair, kKind, kTokens>(pairs, units, first, count, tiles[tile], token, next,
                                        out + tile * tile_sums);

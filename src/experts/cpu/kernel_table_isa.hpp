@@ -101,7 +101,10 @@ struct TileView {
   const uint8_t* next;
   int64_t next_bytes;
   bool next_into_l2;
-  /// Tall tiles from which on weights are decoded once for all of them (dot_tall_isa.hpp).
+  /// Whether weights that are decoded once meet all eight tokens of a tile at a time, or four of 15 bits,
+  /// instead of half of that (dot_tall_isa.hpp).
+  bool wide_slabs;
+  /// Tall tiles from which on weights are decoded once for all of them.
   int slab_tiles;
 };
 
@@ -193,7 +196,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false, kNoSlabs};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

@@ -241,6 +241,9 @@ FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
 FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
   return sum;
 }
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints, const int32_t*) {
+  return sum;
+}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {

@@ -264,8 +264,16 @@ FMOE_INLINE Ints HighNibbles(Ints x) {
 FMOE_INLINE Ints ByteDot(Ints sum, Ints u, Ints s) {
   return _mm512_dpbusd_epi32(sum, u, s);
 }
+/// With a word in memory, broadcast by the instruction itself. The compiler would load it once for several.
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints u, const int32_t* word) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(u), "m"(*word));
+  return sum;
+}
 #else
 FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
+  return sum;
+}
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints, const int32_t*) {
   return sum;
 }
 #endif
