@@ -54,6 +54,9 @@ class Reader {
   Result<Tensor> ReadCodes();
   Result<Tensor> CodesAlongOut(const Tensor& stored, const std::string& name) const;
   Status ReadScale(CanonicalMatrix* matrix);
+  bool ScalesAreFloats() const;
+  Status CheckScaleType(const std::string& name, const Tensor& stored) const;
+  Result<Tensor> ArrangeScales(const std::string& name, Tensor stored);
   Status RefuseNegative(const Tensor& scale, const std::string& name) const;
   Status ReadZeroPoints(CanonicalMatrix* matrix);
   Status ReadGroupIndex(CanonicalMatrix* matrix) const;
@@ -235,37 +238,29 @@ Result<Tensor> Divided(const Tensor& scales, float divisor) {
   return out;
 }
 
-Status Reader::ReadScale(CanonicalMatrix* matrix) {
-  const WeightFormat& weight = format_.weight;
-  const std::string name = NameOf(format_.scale);
-  FMOE_ASSIGN_OR_RETURN(Tensor stored, LoadRole(format_.scale));
-  if (!weight.has_block_scale() && !weight.has_channel_scale) {
-    FMOE_ASSIGN_OR_RETURN(const float value, ReadScalar(format_.scale));
-    matrix->tensor_scale = value;
-    return Status::Ok();
+// Scales of channels and of integers are floats, whatever the type of a file's.
+bool Reader::ScalesAreFloats() const {
+  return format_.weight.has_channel_scale || IsPlainFloat(format_.weight.block_scale_dtype);
+}
+
+Status Reader::CheckScaleType(const std::string& name, const Tensor& stored) const {
+  const DType wanted = format_.weight.block_scale_dtype, found = stored.dtype();
+  if (wanted == DType::kF8E8M0) {
+    return found == DType::kU8 || found == DType::kF8E8M0 ? Status::Ok()
+                                                          : Wrong(name, stored, "U8 or F8_E8M0");
   }
+  if (ScalesAreFloats()) {
+    return IsPlainFloat(found) || found == DType::kF8E8M0 ? Status::Ok()
+                                                          : Wrong(name, stored, "F32, BF16 or F16");
+  }
+  return found == wanted ? Status::Ok() : Wrong(name, stored, DTypeName(wanted));
+}
+
+// The scales of this part, one for each block of its rows and columns, however the file lays them out.
+Result<Tensor> Reader::ArrangeScales(const std::string& name, Tensor stored) {
+  const WeightFormat& weight = format_.weight;
   const int64_t block_rows = weight.has_block_scale() ? std::max<int64_t>(weight.block.row, 1) : 1;
   const int64_t block_cols = weight.has_block_scale() && weight.block.col > 0 ? weight.block.col : cols_;
-  const DType found = stored.dtype();
-  const bool e8m0 = weight.block_scale_dtype == DType::kF8E8M0;
-  const bool float16up = found == DType::kF32 || found == DType::kF16 || found == DType::kBF16;
-  const bool wide = weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
-                    weight.block_scale_dtype == DType::kBF16 || weight.block_scale_dtype == DType::kF16;
-  const bool fits = e8m0   ? found == DType::kU8 || found == DType::kF8E8M0
-                    : wide ? float16up || found == DType::kF8E8M0
-                           : found == weight.block_scale_dtype;
-  if (!fits)
-    return Wrong(name, stored,
-                 e8m0   ? "U8 or F8_E8M0"
-                 : wide ? "F32, BF16 or F16"
-                        : DTypeName(weight.block_scale_dtype));
-  if (weight.has_channel_scale && place_.item >= 0 && stored.shape().count() == 1) {
-    // ModelOpt's fused experts: the "channel" of a stack is the expert.
-    FMOE_ASSIGN_OR_RETURN(const Tensor one, ToF32(stored));
-    FMOE_ASSIGN_OR_RETURN(matrix->channel_scale, Tensor::Allocate(DType::kF32, Shape{rows_}));
-    std::fill_n(matrix->channel_scale.mutable_view().as<float>(), rows_, *one.view().as<float>());
-    return Status::Ok();
-  }
   const int64_t stored_rows = std::max(format_.stored_block_rows, block_rows);
   if (place_.in_out && stored.shape().rank() == 4) {
     // ModelOpt's 2-D blocks of fused experts: computed as [out, 1, in, 1], then used in the same order as
@@ -273,7 +268,7 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
     const Shape blocks{CeilDiv(cols_, block_cols), CeilDiv(rows_ * place_.parts, stored_rows)};
     if (blocks.count() != stored.shape().count())
       return Wrong(name, stored, fmt::format("{} blocks", blocks.count()));
-    stored = Tensor::Borrow(TensorView(stored.view().data(), found, blocks), stored.owner());
+    stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), blocks), stored.owner());
   }
   if (format_.scale_is_in_out) {
     FMOE_ASSIGN_OR_RETURN(stored, Transpose(AsMatrix(stored, false)));
@@ -290,8 +285,30 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
   if (half.dim(0) != want_rows || half.dim(1) != want_cols) {
     return Wrong(name, half, fmt::format("[{}, {}]", want_rows, want_cols));
   }
+  return half;
+}
+
+Status Reader::ReadScale(CanonicalMatrix* matrix) {
+  const WeightFormat& weight = format_.weight;
+  const std::string name = NameOf(format_.scale);
+  if (!weight.has_block_scale() && !weight.has_channel_scale) {
+    FMOE_ASSIGN_OR_RETURN(const float value, ReadScalar(format_.scale));
+    matrix->tensor_scale = value;
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, LoadRole(format_.scale));
+  FMOE_RETURN_IF_ERROR(CheckScaleType(name, stored));
+  const DType found = stored.dtype();
+  if (weight.has_channel_scale && place_.item >= 0 && stored.shape().count() == 1) {
+    // ModelOpt's fused experts: the "channel" of a stack is the expert.
+    FMOE_ASSIGN_OR_RETURN(const Tensor one, ToF32(stored));
+    FMOE_ASSIGN_OR_RETURN(matrix->channel_scale, Tensor::Allocate(DType::kF32, Shape{rows_}));
+    std::fill_n(matrix->channel_scale.mutable_view().as<float>(), rows_, *one.view().as<float>());
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor half, ArrangeScales(name, std::move(stored)));
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
-      (wide && found == DType::kF8E8M0) || format_.scale_divisor != 1.0F) {
+      (ScalesAreFloats() && found == DType::kF8E8M0) || format_.scale_divisor != 1.0F) {
     FMOE_ASSIGN_OR_RETURN(half, ToF32(half));
     FMOE_ASSIGN_OR_RETURN(half, Divided(half, format_.scale_divisor));
     if (weight.has_channel_scale) {
@@ -301,7 +318,7 @@ Status Reader::ReadScale(CanonicalMatrix* matrix) {
     }
     matrix->format.block_scale_dtype = DType::kF32;
   } else {
-    const DType as = e8m0 ? DType::kF8E8M0 : found;
+    const DType as = weight.block_scale_dtype == DType::kF8E8M0 ? DType::kF8E8M0 : found;
     TensorView view(half.view().data(), as, half.shape());
     view.set_stride_bytes(0, half.view().stride_bytes(0));
     half = Tensor::Borrow(view, half.owner());

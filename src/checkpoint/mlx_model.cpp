@@ -7,6 +7,7 @@
 
 #include "checkpoint/formats.hpp"
 #include "checkpoint/rules_support.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -17,6 +18,32 @@ constexpr std::string_view kMatrixScale = ".global_scale", kUnitScale = ".unit_s
 
 Result<int64_t> Group(const JsonValue& spec, std::optional<int64_t> fallback, const std::string& path) {
   return Size(spec, "group_size", 8, 1024, fallback, path);
+}
+
+/// Bits of a row's words that share a scale.
+Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) {
+  const int rank = matrix.shape.rank();
+  bool same_rows = rank == scales.shape.rank() && (rank == 2 || rank == 3);
+  for (int axis = 0; same_rows && axis + 1 < rank; ++axis)
+    same_rows = matrix.shape[axis] == scales.shape[axis];
+  const int64_t words = same_rows ? matrix.shape[rank - 1] : 0;
+  const int64_t num_groups = same_rows ? scales.shape[rank - 1] : 0;
+  if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0)
+    return Status::BadInput(fmt::format("words {} do not fit scales", matrix.shape.ToString()));
+  return words * 32 / num_groups;
+}
+
+/// Lists the words of the other modes as the bytes that they hold, in the order that words have them: 4 bits
+/// by 16 (NVFP4), 4 by 32 (MXFP4), 8 by 32 (MXFP8).
+Status ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, scales));
+  if (scales.dtype != DType::kU8 || (bits_of_group != 64 && bits_of_group != 128 && bits_of_group != 256)) {
+    return Status::BadInput(fmt::format("groups of {} bits with these scales are not known", bits_of_group));
+  }
+  matrix.dtype = bits_of_group == 256 ? DType::kF8E4M3 : DType::kU8;
+  matrix.shape[matrix.shape.rank() - 1] *= 4;
+  scales.dtype = bits_of_group == 64 ? DType::kF8E4M3 : DType::kU8;
+  return Status::Ok();
 }
 
 }  // namespace
@@ -49,81 +76,62 @@ Result<std::optional<MlxGroups>> ReadMlxGroups(const ModelConfig& config) {
 // Tensors of a matrix are found by its scales. Whatever is wrong with one spoils that matrix alone.
 Status TensorStore::FoldMlx(const MlxGroups& groups) {
   std::vector<bool> hidden(tensors_.size());
-  std::vector<TensorInfo> unit_scales;
-  std::vector<Place> unit_places;
+  std::vector<std::pair<TensorInfo, Place>> unit_scales;
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (!tensors_[i].name.ends_with(kScales))
+    TensorInfo& scales = tensors_[i];
+    if (!scales.name.ends_with(kScales))
       continue;
-    const std::string module = tensors_[i].name.substr(0, tensors_[i].name.size() - kScales.size());
+    const std::string module = scales.name.substr(0, scales.name.size() - kScales.size());
     const auto codes = by_name_.find(module + std::string(kWeightSuffix));
     if (codes == by_name_.end() || tensors_[codes->second].dtype != DType::kU32)
       continue;
-    TensorInfo &matrix = tensors_[codes->second], &scales = tensors_[i];
-    const auto biases = by_name_.find(module + std::string(kBiases));
-    const int rank = matrix.shape.rank();
-    const auto spoil = [&](const std::string& why) {
-      matrix.problem = fmt::format("MLX: {}; '{}' is {} {}", why, scales.name, DTypeName(scales.dtype),
-                                   scales.shape.ToString());
-    };
-    bool same_rows = rank == scales.shape.rank() && (rank == 2 || rank == 3);
-    for (int axis = 0; same_rows && axis + 1 < rank; ++axis)
-      same_rows = matrix.shape[axis] == scales.shape[axis];
-    const int64_t words = same_rows ? matrix.shape[rank - 1] : 0;
-    const int64_t num_groups = same_rows ? scales.shape[rank - 1] : 0;
-    if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0) {
-      spoil(fmt::format("words {} do not fit scales", matrix.shape.ToString()));
-      continue;
-    }
-    const int64_t bits_of_group = words * 32 / num_groups;
-    const DType type = scales.dtype;
-    if (type == DType::kF32 || type == DType::kF16 || type == DType::kBF16) {
-      if (biases == by_name_.end() || tensors_[biases->second].dtype != type ||
-          !(tensors_[biases->second].shape == scales.shape)) {
-        spoil("biases like the scales are needed");
-        continue;
-      }
-      const int64_t group = groups.Of(module), bits = bits_of_group / group;
-      if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7) {
-        spoil(fmt::format("groups of {} would have {} bits each", group, bits_of_group));
-        continue;
-      }
-      const AffineMatrix affine{type, static_cast<int>(bits), group, num_groups * group};
-      hidden[i] = hidden[biases->second] = true;
-      matrix.dtype = affine.dtype;
-      matrix.shape[rank - 1] = affine.cols;
-      matrix.bytes = matrix.shape.count() * (DTypeBits(affine.dtype) / 8);
-      Place& place = places_[codes->second];
-      const auto index = static_cast<int32_t>(affine_.size());
-      affine_.push_back({affine, place, places_[i], places_[biases->second]});
-      place.affine = index;
-      continue;
-    }
-    // 4 bits by 16 (NVFP4), 4 by 32 (MXFP4), 8 by 32 (MXFP8): bytes in the order that words have them.
-    const bool nvfp4 = bits_of_group == 64;
-    if (type != DType::kU8 || (!nvfp4 && bits_of_group != 128 && bits_of_group != 256)) {
-      spoil(fmt::format("groups of {} bits with these scales are not known", bits_of_group));
-      continue;
-    }
-    matrix.dtype = bits_of_group == 256 ? DType::kF8E4M3 : DType::kU8;
-    matrix.shape[rank - 1] = words * 4;
-    if (!nvfp4)
-      continue;
-    scales.dtype = DType::kF8E4M3;
-    if (!Has(module + std::string(kMatrixScale))) {
+    TensorInfo& matrix = tensors_[codes->second];
+    const Status listed = IsPlainFloat(scales.dtype)
+                              ? FoldAffine(groups.Of(module), codes->second, i, &hidden)
+                              : ListBlocks(matrix, scales);
+    if (!listed.ok()) {
+      matrix.problem = fmt::format("MLX: {}; '{}' is {} {}", listed.message(), scales.name,
+                                   DTypeName(scales.dtype), scales.shape.ToString());
+    } else if (scales.dtype == DType::kF8E4M3 && !Has(module + std::string(kMatrixScale))) {
       const BlockPart& one = UnitScalePart();
-      const Shape shape = rank == 3 ? Shape{matrix.shape[0]} : Shape{1};
+      const Shape shape = matrix.shape.rank() == 3 ? Shape{matrix.shape[0]} : Shape{1};
       unit_scales.push_back(
-          {module + std::string(kUnitScale), one.dtype, shape, matrix.file, shape.count() * one.bytes, ""});
-      unit_places.push_back({places_[i].file, 0, nullptr, &one});
+          {{module + std::string(kUnitScale), one.dtype, shape, matrix.file, shape.count() * one.bytes, ""},
+           {places_[i].file, 0, nullptr, &one}});
     }
   }
-  FMOE_RETURN_IF_ERROR(Hide(hidden));
-  if (unit_scales.empty())
-    return Status::Ok();
-  by_name_.clear();  // its keys are views of names that may move
-  std::move(unit_scales.begin(), unit_scales.end(), std::back_inserter(tensors_));
-  places_.insert(places_.end(), unit_places.begin(), unit_places.end());
-  return IndexNames();
+  for (auto& [info, place] : unit_scales) {
+    tensors_.push_back(std::move(info));
+    places_.push_back(place);
+  }
+  hidden.resize(tensors_.size());
+  return Hide(hidden);
+}
+
+// An affine matrix is listed as the one that it decodes to, its scales and biases are not.
+Status TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden) {
+  TensorInfo& matrix = tensors_[codes];
+  const DType type = tensors_[scales].dtype;
+  const Shape& groups = tensors_[scales].shape;
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, tensors_[scales]));
+  const std::string& name = tensors_[scales].name;
+  const auto biases = by_name_.find(name.substr(0, name.size() - kScales.size()) + std::string(kBiases));
+  if (biases == by_name_.end() || tensors_[biases->second].dtype != type ||
+      !(tensors_[biases->second].shape == groups)) {
+    return Status::BadInput("biases like the scales are needed");
+  }
+  const int64_t bits = bits_of_group / group;
+  if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7)
+    return Status::BadInput(fmt::format("groups of {} would have {} bits each", group, bits_of_group));
+  const AffineMatrix affine{type, static_cast<int>(bits), group, groups[groups.rank() - 1] * group};
+  (*hidden)[scales] = (*hidden)[biases->second] = true;
+  matrix.dtype = affine.dtype;
+  matrix.shape[matrix.shape.rank() - 1] = affine.cols;
+  matrix.bytes = matrix.shape.count() * (DTypeBits(affine.dtype) / 8);
+  const auto index = static_cast<int32_t>(affine_.size());
+  affine_.push_back({affine, places_[codes], places_[scales], places_[biases->second]});
+  places_[codes].affine = index;
+  return Status::Ok();
 }
 
 Result<platform::FileBytes> TensorStore::ReadAffineAt(const Place& place, int64_t offset,

@@ -19,6 +19,7 @@ namespace fs = std::filesystem;
 constexpr int64_t kMaxIndexBytes = int64_t{1} << 30;
 
 struct Index {
+  std::string path;
   std::string text;  // the views below point into it, or into `reader`
   std::unique_ptr<JsonReader> reader;
   std::unordered_map<std::string_view, std::string_view> file_of;  // tensor -> shard
@@ -145,6 +146,67 @@ Result<std::string> ResolveInside(const std::string& directory, std::string_view
   return refuse("is a symbolic link that leaves the checkpoint's directory");
 }
 
+namespace {
+
+Status ReadIndex(const std::string& directory, const std::string& name, Index* index) {
+  FMOE_ASSIGN_OR_RETURN(index->path, ResolveInside(directory, name));
+  FMOE_ASSIGN_OR_RETURN(index->text, platform::ReadTextFile(index->path, kMaxIndexBytes));
+  Status status = ParseIndex(index);
+  return status.ok() ? status : std::move(status).WithFile(index->path);
+}
+
+/// The files that an index names, without those that are missing where that is allowed.
+Result<std::vector<std::string>> ShardsOf(const Index& index, const std::string& directory,
+                                          bool allow_partial) {
+  const auto refuse = [&index](const std::string& why) { return Status::BadInput(why).WithFile(index.path); };
+  std::vector<std::string> shards;
+  for (const std::string& file : index.files) {
+    if (!file.ends_with(".safetensors"))
+      return refuse(fmt::format("the index names '{}', which is no safetensors file", file.substr(0, 200)));
+    const Result<std::string> path = ResolveInside(directory, file);
+    if (!path.ok())
+      return refuse(path.status().message());
+    std::error_code error;
+    if (fs::exists(*path, error))
+      shards.push_back(file);
+    else if (!allow_partial)
+      return refuse(fmt::format("the shard '{}', which the index names, is missing", file));
+  }
+  return shards;
+}
+
+/// Index and shards hold the same tensors in the same files; with `allow_partial` some may be missing from
+/// either.
+Status CheckIndex(const Index& index, const TensorStore& store, bool allow_partial) {
+  const auto refuse = [&index](const std::string& why, std::string_view tensor) {
+    return Status::BadInput(why).WithFile(index.path).WithTensor(tensor);
+  };
+  for (const TensorInfo& info : store.tensors()) {
+    const auto entry = index.file_of.find(info.name);
+    if (entry == index.file_of.end() && !allow_partial) {
+      return refuse(fmt::format("the shard '{}' holds a tensor that the index does not name", info.file),
+                    info.name);
+    }
+    if (entry != index.file_of.end() && entry->second != info.file) {
+      return refuse(fmt::format("the index places it in '{}', but '{}' holds it", entry->second, info.file),
+                    info.name);
+    }
+  }
+  std::vector<std::string_view> missing;
+  for (const auto& [tensor, file] : index.file_of) {
+    if (!store.Has(tensor))
+      missing.push_back(tensor);
+  }
+  if (allow_partial || missing.empty())
+    return Status::Ok();
+  std::sort(missing.begin(), missing.end());
+  return refuse(fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)),
+                missing.front())
+      .WithHint("--allow-partial goes on without them");
+}
+
+}  // namespace
+
 Status TensorStore::AddFile(const std::string& directory, const std::string& name,
                             const CheckpointOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const std::string path, ResolveInside(directory, name));
@@ -174,72 +236,19 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
   }
   std::string index_name;
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> files, FindFiles(directory, &index_name));
-  Index index;
-  std::string index_path;
-  if (!index_name.empty()) {
-    FMOE_ASSIGN_OR_RETURN(index_path, ResolveInside(directory, index_name));
-    FMOE_ASSIGN_OR_RETURN(index.text, platform::ReadTextFile(index_path, kMaxIndexBytes));
-    if (Status status = ParseIndex(&index); !status.ok())
-      return std::move(status).WithFile(index_path);
-    files = index.files;
-    for (const std::string& file : files) {
-      if (!file.ends_with(".safetensors")) {
-        return Status::BadInput(
-                   fmt::format("the index names '{}', which is no safetensors file", file.substr(0, 200)))
-            .WithFile(index_path);
-      }
-    }
-  }
   std::unique_ptr<TensorStore> store(new TensorStore);
-  store->source_ = index_name.empty() ? directory : index_path;
-  for (const std::string& file : files) {
-    if (!index_name.empty()) {
-      if (Result<std::string> path = ResolveInside(directory, file); !path.ok()) {
-        return Status::BadInput(path.status().message()).WithFile(index_path);
-      } else if (!fs::exists(*path, error)) {
-        if (options.allow_partial)
-          continue;
-        return Status::BadInput(fmt::format("the shard '{}', which the index names, is missing", file))
-            .WithFile(index_path);
-      }
-    }
+  store->source_ = directory;
+  Index index;
+  if (!index_name.empty()) {
+    FMOE_RETURN_IF_ERROR(ReadIndex(directory, index_name, &index));
+    FMOE_ASSIGN_OR_RETURN(files, ShardsOf(index, directory, options.allow_partial));
+    store->source_ = index.path;
+  }
+  for (const std::string& file : files)
     FMOE_RETURN_IF_ERROR(store->AddFile(directory, file, options));
-  }
   FMOE_RETURN_IF_ERROR(store->IndexNames());
-  for (const TensorInfo& info : store->tensors_) {
-    if (index_name.empty())
-      break;
-    const auto entry = index.file_of.find(info.name);
-    if (entry == index.file_of.end()) {
-      if (options.allow_partial)
-        continue;
-      return Status::BadInput(
-                 fmt::format("the shard '{}' holds a tensor that the index does not name", info.file))
-          .WithFile(index_path)
-          .WithTensor(info.name);
-    }
-    if (entry->second != info.file) {
-      return Status::BadInput(
-                 fmt::format("the index places it in '{}', but '{}' holds it", entry->second, info.file))
-          .WithFile(index_path)
-          .WithTensor(info.name);
-    }
-  }
-  if (!options.allow_partial && !index_name.empty()) {
-    std::vector<std::string_view> missing;
-    for (const auto& [tensor, file] : index.file_of) {
-      if (!store->Has(tensor))
-        missing.push_back(tensor);
-    }
-    if (!missing.empty()) {
-      std::sort(missing.begin(), missing.end());
-      return Status::BadInput(
-                 fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)))
-          .WithFile(index_path)
-          .WithTensor(missing.front())
-          .WithHint("--allow-partial goes on without them");
-    }
-  }
+  if (!index_name.empty())
+    FMOE_RETURN_IF_ERROR(CheckIndex(index, *store, options.allow_partial));
   FMOE_RETURN_IF_ERROR(store->FoldFourBit());
   if (mlx != nullptr)
     FMOE_RETURN_IF_ERROR(store->FoldMlx(*mlx));

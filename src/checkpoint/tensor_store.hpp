@@ -89,6 +89,7 @@ class TensorStore {
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                      std::vector<bool>* hidden);
   Status FoldMlx(const MlxGroups& groups);
+  Status FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
   /// Takes tensors out of the list.
   Status Hide(const std::vector<bool>& hidden);
   Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
