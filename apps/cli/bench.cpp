@@ -6,6 +6,7 @@
 
 #include <fusedmoe/jobs/bench.hpp>
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/routing.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "bench_ranks.hpp"
@@ -40,7 +41,7 @@ Result<std::vector<int64_t>> ParseTokens(const std::string& text) {
   for (const std::string& word : SplitList(text)) {
     const bool digits = word.find_first_not_of("0123456789") == std::string::npos && word.size() < 8;
     if (!digits || word == "0") {
-      return Status::Usage("--tokens takes counts such as 1,4,16; '" + word + "' is none");
+      return Status::Usage("--tokens takes counts from 1 to 9999999, such as 1,4,16; '" + word + "' is none");
     }
     tokens.push_back(std::stoll(word));
   }
@@ -293,7 +294,7 @@ Action DefineBench(CLI::App& app) {
                  "uniform, skewed (nine tokens of ten share an expert), or a safetensors file with topk_ids");
   app.add_option("--device", flags->device, "cpu or cuda");
   app.add_option("--experts", flags->experts, "Measure layers with this many experts")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+      ->check(CLI::Range(int64_t{1}, kMaxRoutedExperts));
   app.add_option("--layers", flags->layers,
                  "Copies of the layer in rotation; without it until weights are cold")
       ->check(CLI::Range(int64_t{1}, int64_t{4096}));

@@ -97,7 +97,10 @@ Status UsageError(const CLI::App& app, const CLI::Error& error, int argc, char**
 Status CheckNotEmpty(const CLI::App& parser) {
   for (const CLI::Option* option : parser.get_options()) {
     const std::vector<std::string>& values = option->results();
-    if (std::find(values.begin(), values.end(), "") != values.end()) {
+    const auto says_nothing = [](const std::string& value) {  // a list without words neither
+      return value.find_first_not_of(',') == std::string::npos;
+    };
+    if (std::any_of(values.begin(), values.end(), says_nothing)) {
       return Status::Usage(option->get_name() + " is empty").WithHint("give it a value, or leave it out");
     }
   }

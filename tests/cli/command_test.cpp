@@ -195,6 +195,7 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
 TEST(Command, EmptyValue_IsUsage) {
   for (const std::vector<std::string>& arguments : {std::vector<std::string>{"verify", "x", "--input", ""},
                                                     {"bench", "--scheme", ""},
+                                                    {"tune", "--scheme", ","},
                                                     {"explain", "--problem", "olmoe-1b-7b", "--platform", ""},
                                                     {"inspect", ""}}) {
     const ProcessResult result = RunCommand(arguments);
@@ -226,6 +227,10 @@ TEST(Command, NumberOutOfRange_IsQuotedAsGiven) {
        {std::vector<std::string>{"run", "x", "--input", "x", "--output", "x", "--layer",
                                  "99999999999999999999"},
         {"bench", "--seed", "-1"},
+        {"bench", "--tokens", "1000000000"},
+        {"bench", "--experts", "2049"},
+        {"sample", "--family", "mixtral", "--scheme", "unquantized", "--output", "/nowhere/x", "--experts",
+         "2049"},
         {"simulate", "olmoe-1b-7b", "--ranks", "8", "--ranks-per-node", "-7"}}) {
     const ProcessResult result = RunCommand(arguments);
     EXPECT_EQ(result.exit_code, 2) << arguments[0] << ": " << result.err;

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 
 #include <fusedmoe/quant.hpp>
+#include <fusedmoe/routing.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/storage.hpp"
@@ -266,9 +267,9 @@ Json ConfigOf(const SampleOptions& options, const FamilyRow& family, const Sizes
   return json;
 }
 
-Status CheckSize(std::string_view name, int64_t value, int64_t smallest = 1) {
-  if (value < smallest || value > kLargestSize) {
-    return Status::Usage(fmt::format("{}={} is outside {}..{}", name, value, smallest, kLargestSize));
+Status CheckSize(std::string_view name, int64_t value, int64_t largest = kLargestSize) {
+  if (value < 1 || value > largest) {
+    return Status::Usage(fmt::format("{}={} is outside 1..{}", name, value, largest));
   }
   return Status::Ok();
 }
@@ -280,7 +281,7 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
               options.num_layers};
   FMOE_RETURN_IF_ERROR(CheckSize("hidden", sizes.hidden));
   FMOE_RETURN_IF_ERROR(CheckSize("intermediate", sizes.intermediate));
-  FMOE_RETURN_IF_ERROR(CheckSize("experts", sizes.num_experts));
+  FMOE_RETURN_IF_ERROR(CheckSize("experts", sizes.num_experts, kMaxRoutedExperts));
   FMOE_RETURN_IF_ERROR(CheckSize("layers", sizes.num_layers));
   FMOE_RETURN_IF_ERROR(CheckSize("tokens", options.num_tokens));
   if (options.top_k == 0) {
