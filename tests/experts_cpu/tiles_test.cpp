@@ -80,7 +80,7 @@ TEST(Tiles, GroupsThatEndInsideABlock_AgreeWithFp64) {
 
 TEST(Tiles, ZeroPoints_AreSubtracted) {
   for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel",
-                             "int8_w8a16:g128", "int8_w8a16:channel"}) {
+                             "int8_w8a16:g128", "int8_w8a16:channel", "int4_w4a8:g128"}) {
     ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true},
                 {1, 21});
   }
@@ -121,6 +121,16 @@ TEST(Tiles, AllTokensOnOneExpert_FillSeveralBlocksOfTiles) {
         {.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 1, .top_k = 1, .max_tokens = 200},
         {16, 17, 32, 33, 48, 49, 200});
   }
+}
+
+/// On int8 tiles: K blocks of eight and of six units, by one pass over their tokens and by several.
+TEST(Tiles, IntegersInGroupsWithInt8Activations_AgreeWithTheScheme) {
+  for (const char* scheme : {"int4_w4a8:g128", "int8_w8a8:block128"}) {
+    ExpectClose(
+        {.scheme = scheme, .hidden = 1408, .intermediate = 128, .experts = 1, .top_k = 1, .max_tokens = 130},
+        {5, 32, 60, 130});
+  }
+  ExpectClose({.scheme = "int4_w4a8:g128", .hidden = 768, .intermediate = 128, .experts = 2}, {9, 40});
 }
 
 TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {

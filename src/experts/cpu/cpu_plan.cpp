@@ -194,7 +194,9 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
   if (!tiles.codes && !problem.scheme.weight.quantized() && problem.config.dtype != DType::kBF16) {
     return tiles;  // bf16 tokens would lose bits that such a layer keeps
   }
-  tiles.int8 = activation.element == DType::kI8 && plan.kernel == kWeightU8 && whole_rows;
+  // Bytes take four bits without their zero points, and eight where zero is in the middle.
+  tiles.int8 = activation.element == DType::kI8 && FindTileFormat(plan.kernel, true, false) != nullptr &&
+               !(plan.panel.code == DType::kU8 && plan.panel.zero_points);
   // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it.
   tiles.rounded = !tiles.codes && FindTileFormat(plan.kernel, false, true) != nullptr;
   const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8, tiles.rounded);

@@ -46,7 +46,9 @@ Status CpuExperts::ChooseTiles() {
   const bool direct_codes = IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) &&
                             tile_format_.shift == 96 && tile_format_.permuted;
   direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
-  sums_ = tiles.int8 ? kIntegerSums : tiles.codes && tiles.scale_group == 0 ? kScaledSums : kPlainSums;
+  sums_ = tiles.int8 && tile_format_.scale_group == 0 ? kIntegerSums
+          : tiles.codes && tiles.scale_group == 0     ? kScaledSums
+                                                      : kPlainSums;
   const ActivationSpec& activation = problem_.config.activation;
   if (activation.kind == ActivationKind::kSilu && !(activation.limit > 0.0F)) {
     silu_ = !direct_mid_ ? tiles_->silu_rows[sums_] : tiles.codes ? tiles_->silu_nvfp4 : tiles_->silu;
@@ -207,7 +209,8 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
     values = buffer + width;
     auto* quantized = reinterpret_cast<std::byte*>(buffer + 2 * width);
-    if (tiles.int8 && target.codes == nullptr && transform.columns == nullptr && CanRoundRows(activation_)) {
+    if (tiles.int8 && tiles.scale_group == 0 && target.codes == nullptr && transform.columns == nullptr &&
+        CanRoundRows(activation_)) {
       auto* codes = reinterpret_cast<int8_t*>(quantized);
       QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, scales);
       std::fill(codes + shape.cols, codes + width, int8_t{0});

@@ -58,7 +58,7 @@ struct Tiles {
   FMOE_INLINE void Store(void* p) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(64L), "i"(kTile) : "memory");
   }
-  /// sums += tokens (rows) x weights (columns), pairs of bf16 or quadruples of s8 x u8.
+  /// sums += tokens (rows) x weights (columns), pairs of bf16 or quadruples of s8 x u8, or s8 x s8.
   template <int kSum, int kTokens, int kWeights>
   FMOE_INLINE void DotBf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kTokens), "i"(kWeights));
@@ -66,6 +66,10 @@ struct Tiles {
   template <int kSum, int kTokens, int kWeights>
   FMOE_INLINE void DotInt8() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kTokens), "i"(kWeights));
+  }
+  template <int kSum, int kTokens, int kWeights>
+  FMOE_INLINE void DotSigned() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kTokens), "i"(kWeights));
   }
 };
 
@@ -112,6 +116,9 @@ FMOE_INLINE Words AddToNonZero(Words x, Words y) {
 FMOE_INLINE Words AddWords(Words a, Words b) {
   return _mm512_add_epi16(a, b);
 }
+FMOE_INLINE Words SubtractBytes(Words a, Words b) {
+  return _mm512_sub_epi8(a, b);
+}
 FMOE_INLINE Words SubtractWords(Words a, Words b) {
   return _mm512_sub_epi16(a, b);
 }
@@ -138,6 +145,12 @@ FMOE_INLINE Words IntegersToHalves(Words x) {
 FMOE_INLINE Words SpreadBytes(const uint8_t* p) {
   const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm512_or_si512(x, _mm512_slli_epi32(x, 16));
+}
+
+/// Sixteen bytes to double words, each in all four bytes.
+FMOE_INLINE Words SpreadBytesToFour(const uint8_t* p) {
+  const Words x = SpreadBytes(p);
+  return _mm512_or_si512(x, _mm512_slli_epi32(x, 8));
 }
 
 FMOE_INLINE Reals LoadReals(const float* p) {
@@ -212,6 +225,9 @@ FMOE_INLINE void SplitScale(Reals scale, Reals zero, Words* mantissa, Words* off
   e = _mm512_sub_epi32(_mm512_max_epi32(e, _mm512_set1_epi32(15)), _mm512_set1_epi32(15));
   e = _mm512_slli_epi32(_mm512_min_epi32(e, _mm512_set1_epi32(219)), 7);
   *exponent = _mm512_or_si512(e, _mm512_slli_epi32(e, 16));
+}
+FMOE_INLINE Reals LoadIntegers(const void* p) {
+  return _mm512_cvtepi32_ps(_mm512_loadu_si512(p));
 }
 FMOE_INLINE Words SpreadInteger(const int32_t* p) {
   return _mm512_set1_epi32(*p);

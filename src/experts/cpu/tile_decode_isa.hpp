@@ -86,7 +86,7 @@ struct TileDecoder {
                                  : kHalves                                                ? 65536.0F
                                                                                           : 1.0F;
   Words table, scale;
-  Words offset, exponent;  // kRounded
+  Words offset, exponent;  // kRounded; kBytes: offset holds the zero points
   GroupScales type;
 
   FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
@@ -122,7 +122,21 @@ struct TileDecoder {
 
   template <int kUnit>
   FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
-    if constexpr (Panel::kNibbles) {
+    if constexpr (kBytes && Panel::kU4) {
+      // Codes without their zero points: -16 to 15.
+      if constexpr (kUnit == 0) {
+        d.offset =
+            d.type.zero_points ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
+      }
+      const Words x = LoadWords(codes + kUnit * 64);
+      PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));
+      PutRow(tiles, kUnit * 2 + 1, SubtractBytes(And(ShiftRight<4>(x), SetWords(0x0f0f)), d.offset));
+    } else if constexpr (kBytes) {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        PutRow(tiles, kUnit * 2 + i, SubtractBytes(x, SetWords(0x8080)));
+      });
+    } else if constexpr (Panel::kNibbles) {
       if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
         // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
         d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));

@@ -27,8 +27,8 @@
 ///   decodes | 4     5          | 0'   |    1'    2'   3' | 4'    5'         |
 ///                                          '----> into the places of 0, 1
 ///
-/// BF16 panels and int8 panels are tiles as they stand: nothing is decoded, and a step only asks for the
-/// weights of the next one.
+/// BF16 panels, and int8 panels without groups, are tiles as they stand: nothing is decoded, and a step only
+/// asks for the weights of the next one.
 ///
 /// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
 /// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
@@ -57,9 +57,9 @@ namespace {
 /// loop.
 constexpr int64_t kTokenBytesInL2 = 1 << 20;
 
-/// kGroupSteps: of 32 k, after which sums are scaled in fp32; 0: they are not.
+/// kGroupSteps: of 64 bytes of K, after which sums are scaled in fp32; 0: they are not.
 template <WeightKernel kWeight, bool kBytes, bool kRounded,
-          int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / 32>
+          int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / (kBytes ? 64 : 32)>
 struct TileEngine {
   using Panel = TilePanel<kWeight, kRounded>;
   using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
@@ -67,14 +67,15 @@ struct TileEngine {
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
   static constexpr bool kFlush = kGroupSteps != 0;
   /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
-  static constexpr bool kDirect = Panel::kBf16 || kBytes;
+  static constexpr bool kDirect = Panel::kBf16 || (kBytes && !Panel::kGrouped);
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
-  static constexpr bool kSums = Panel::kGrouped && !kRounded;
-  using Scaler = GroupScaler<Panel, kSums>;
+  static constexpr bool kSums = Panel::kGrouped && !kRounded && !kBytes;
+  using Scaler = GroupScaler<Panel, kSums, kBytes>;
+  static constexpr int kStepK = kBytes ? 64 : 32;
   /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
   /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums.
   static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
-                                         : kFlush ? 4
+                                         : kFlush ? 4 * 4096 / kUnitTileBytes
                                                   : kTileRingBytes / kUnitTileBytes - 2;
   static constexpr int64_t kRingUnits = kBlockUnits + 2;
   /// Of units that belong together: blocks of panels and groups of scales have up to 128 k.
@@ -206,7 +207,8 @@ struct TileEngine {
   /// Units of a step that are decoded beside its own first pass: each is there a unit before its product,
   /// where decoding takes twice as long as multiplying.
   int64_t OwnUnits(const Cursor& c) const {
-    return kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
+    const int64_t units = kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
+    return kBytes ? units & ~1 : units;  // which the first four steps decode
   }
 
   /// Units that the first of `passes` passes decodes, of those that all of them have to: an even share, but
@@ -256,7 +258,7 @@ struct TileEngine {
     if constexpr (!kDirect) {
       const uint8_t* codes = f.codes[kStripe];
       const uint8_t* scales = codes + Panel::kUnitBytes;
-      if constexpr (kRounded && Panel::kUnits == 2) {
+      if constexpr ((kRounded || kBytes) && Panel::kUnits == 2) {
         scales += f.second ? 0 : Panel::kUnitBytes;
       }
       Decoder::template Unit<kSlice>(d, codes, scales, f.out + kStripe * 1024);
@@ -375,7 +377,9 @@ struct TileEngine {
 
   template <int kSum, int kTokens, int kWeights>
   FMOE_INLINE void Dot(Tiles& t) {
-    if constexpr (kBytes) {
+    if constexpr (kBytes && !kDirect) {
+      t.template DotSigned<kSum, kTokens, kWeights>();
+    } else if constexpr (kBytes) {
       t.template DotInt8<kSum, kTokens, kWeights>();
     } else {
       t.template DotBf16<kSum, kTokens, kWeights>();
@@ -444,7 +448,7 @@ struct TileEngine {
     e.group_place = e.group_place == 2 ? 0 : e.group_place + 1;
     e.held_tiles = 2 * kTokenTiles;
     const int64_t k = step / kGroupSteps * kGroupSteps;  // first step of the group
-    constexpr int64_t kScaleSteps = Panel::kFlush / 32;
+    constexpr int64_t kScaleSteps = Panel::kFlush / kStepK;
     const int64_t index = k / kScaleSteps;
     for (int stripe = 0; stripe < 2; ++stripe) {
       p.scales[group][stripe] =
@@ -556,7 +560,8 @@ struct TileEngine {
     Feed f;
     CopyFeed(feed, f);
     Decoder d = decoder;
-    const bool fast = f.due * 4 > pass.steps;
+    const bool fast = kBytes ? f.due * 4 >= pass.steps : f.due * 4 > pass.steps;
+    [[maybe_unused]] const bool fastest = f.due * 2 > pass.steps;
     int64_t step = 0;
     const auto to_next = [&] FMOE_FLAT {
       a += token_step;
@@ -591,6 +596,12 @@ struct TileEngine {
       });
     };
     const auto four_fed_steps = [&](auto place) FMOE_FLAT {
+      if constexpr (kBytes) {  // a step multiplies a unit
+        if (fastest && f.due >= 4) {
+          four_steps(Index<16>{}, place);
+          return;
+        }
+      }
       if (fast && f.due >= 2) {
         four_steps(Index<8>{}, place);
       } else if (f.due >= 1) {
@@ -685,7 +696,7 @@ struct TileEngine {
       tile_tokens = tokens;
     }
     if constexpr (kFlush) {
-      pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / 32 : 1;
+      pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / kStepK : 1;
       for (int half = 0; half < 2; ++half) {
         pass.scales[half] = Codes(c, half) + Panel::kCodeBytes;
       }

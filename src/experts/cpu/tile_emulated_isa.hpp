@@ -85,6 +85,14 @@ struct Tiles {
   }
   template <int kSum, int kTokens, int kWeights>
   void DotInt8() {
+    DotBytes<kSum, kTokens, uint8_t>(at[kWeights]);
+  }
+  template <int kSum, int kTokens, int kWeights>
+  void DotSigned() {
+    DotBytes<kSum, kTokens, int8_t>(at[kWeights]);
+  }
+  template <int kSum, int kTokens, typename Weight>
+  void DotBytes(const uint8_t* weights) {
     int8_t tokens[16][64];
     int32_t sums[16][16];
     memcpy(tokens, at[kTokens], 1024);
@@ -92,7 +100,7 @@ struct Tiles {
     for (int m = 0; m < rows; ++m) {
       for (int n = 0; n < 16; ++n) {
         for (int k = 0; k < 64; ++k) {
-          sums[m][n] += tokens[m][k] * at[kWeights][k / 4 * 64 + 4 * n + k % 4];
+          sums[m][n] += tokens[m][k] * (Weight)weights[k / 4 * 64 + 4 * n + k % 4];
         }
       }
     }
@@ -152,6 +160,12 @@ FMOE_EMULATED Words SubtractSaturated(const Words& a, const Words& b) {
 FMOE_EMULATED Words AddToNonZero(const Words& x, const Words& y) {
   return EachWord([&](int i) { return (x.at[i] & 0x7fff) != 0 ? x.at[i] + y.at[i] : x.at[i]; });
 }
+FMOE_EMULATED Words SubtractBytes(const Words& a, const Words& b) {
+  return EachWord([&](int i) {
+    const int low = a.at[i] - b.at[i], high = (a.at[i] >> 8) - (b.at[i] >> 8);
+    return (low & 255) | high << 8;
+  });
+}
 FMOE_EMULATED Words SubtractWords(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] - b.at[i]; });
 }
@@ -200,6 +214,9 @@ FMOE_EMULATED Words IntegersToHalves(const Words& x) {
 }
 FMOE_EMULATED Words SpreadBytes(const uint8_t* p) {
   return EachWord([&](int i) { return p[i / 2]; });
+}
+FMOE_EMULATED Words SpreadBytesToFour(const uint8_t* p) {
+  return EachWord([&](int i) { return p[i / 2] * 0x101; });
 }
 
 FMOE_EMULATED Reals LoadReals(const float* p) {
@@ -339,6 +356,11 @@ FMOE_EMULATED Words SpreadInteger(const int32_t* p) {
     to = *p;
   }
   return LoadWords(integers);
+}
+FMOE_EMULATED Reals LoadIntegers(const void* p) {
+  int32_t integers[16];
+  memcpy(integers, p, 64);
+  return EachReal([&](int i) { return (float)integers[i]; });
 }
 FMOE_EMULATED Reals IntegersToReals(const void* p, const Words& add) {
   int32_t integers[16], added[16];

@@ -28,14 +28,14 @@ struct GroupPair {
 };
 constexpr int kChunkTokens = 8;
 
-template <typename Panel, bool kZeros, int kGroups, bool kFirst, bool kTokenScale>
+template <typename Panel, bool kZeros, bool kIntegers, int kGroups, bool kFirst, bool kTokenScale>
 FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
   const int64_t tile = chunk / 2, row = chunk % 2 * kChunkTokens;
   const int64_t at = tile * 512 + row * 16, token = tile * p.tile_tokens + row;
   Reals scale[kGroups][2], zero[kGroups][2];
   Unroll<2 * kGroups>([&](auto i) FMOE_FLAT {
     const uint8_t* scales = p.scales[i / 2][i % 2];
-    if constexpr (kZeros) {
+    if constexpr (Panel::kGrouped) {
       LoadScaleAndZero(scales, p.type, Panel::kU4 ? 8.0F : 128.0F, &scale[i / 2][i % 2], &zero[i / 2][i % 2]);
     } else {
       scale[i / 2][i % 2] = LoadReals((const float*)scales);
@@ -82,7 +82,8 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
           own_sum = LaneOfQuarter<kToken>(four_sums[group]);
         }
         Unroll<2>([&](auto stripe) FMOE_FLAT {
-          Reals x = LoadReals(sums[group] + here + stripe * 256), factor = scale[group][stripe];
+          const float* const from = sums[group] + here + stripe * 256;
+          Reals x = kIntegers ? LoadIntegers(from) : LoadReals(from), factor = scale[group][stripe];
           if constexpr (kZeros) {
             x = NegativeMultiplyAddReals(zero[group][stripe], own_sum, x);
           }
@@ -99,12 +100,13 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
   });
 }
 
-template <typename Panel, bool kZeros>
+/// kIntegers: sums are int32, of codes without zero points.
+template <typename Panel, bool kZeros, bool kIntegers>
 struct GroupScaler {
   template <int kGroups, bool kFirst>
   static void Scale(const GroupPair& p, int chunk) {
-    p.token_scale[0] != nullptr ? ScaleChunk<Panel, kZeros, kGroups, kFirst, true>(p, chunk)
-                                : ScaleChunk<Panel, kZeros, kGroups, kFirst, false>(p, chunk);
+    p.token_scale[0] != nullptr ? ScaleChunk<Panel, kZeros, kIntegers, kGroups, kFirst, true>(p, chunk)
+                                : ScaleChunk<Panel, kZeros, kIntegers, kGroups, kFirst, false>(p, chunk);
   }
 
   static __attribute__((noinline)) void Next(GroupPair& p) {

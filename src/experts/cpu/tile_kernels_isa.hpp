@@ -61,7 +61,9 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.bf16[kWeightU8Group32] = MakeTileFormat<kWeightU8Group32, false>();
   kernels.bf16[kWeightU8Group64] = MakeTileFormat<kWeightU8Group64, false>();
   kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
+  kernels.int8[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, true>();
   kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
+  kernels.int8[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, true>();
   kernels.rounded[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false, true>();
   kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
   kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
