@@ -207,8 +207,8 @@ struct TileEngine {
   /// Units of a step that are decoded beside its own first pass: each is there a unit before its product,
   /// where decoding takes twice as long as multiplying.
   int64_t OwnUnits(const Cursor& c) const {
-    const int64_t units = kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
-    return kBytes ? units & ~1 : units;  // which the first four steps decode
+    const int64_t own = kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
+    return kBytes ? own & ~1 : own;  // which the first four steps decode
   }
 
   /// Units that the first of `passes` passes decodes, of those that all of them have to: an even share, but
