@@ -279,20 +279,22 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
     fmoe_layer_options_init(&options);
   };
   fmoe_layer_options_init(&options);
-  options.determinism = "always";
-  refused("determinism 'always' is unknown");
-  options.activation = "a4";
-  refused("activation 'a4' is unknown");
-  options.device = "tpu";
-  refused("device 'tpu' is unknown, known are: cpu, cuda");
-  options.isa = "sse9";
-  refused("isa 'sse9' is unknown, known are: avx2, ");
-  options.mode = "fast";
-  refused("mode 'fast' is unknown");
-  options.activation_format = "striped";
-  refused("activation_format 'striped' is unknown");
-  options.backend = "FASTEST";
-  refused("FASTEST");
+  struct Wrong {
+    const char* fmoe_layer_options::*field;
+    const char* value;
+    const char* part;
+  };
+  for (const Wrong& wrong :
+       {Wrong{&fmoe_layer_options::determinism, "always", "determinism 'always' is unknown"},
+        Wrong{&fmoe_layer_options::activation, "a4", "activation 'a4' is unknown"},
+        Wrong{&fmoe_layer_options::device, "tpu", "device 'tpu' is unknown, known are: cpu, cuda"},
+        Wrong{&fmoe_layer_options::isa, "sse9", "isa 'sse9' is unknown, known are: avx2, "},
+        Wrong{&fmoe_layer_options::mode, "fast", "mode 'fast' is unknown"},
+        Wrong{&fmoe_layer_options::activation_format, "striped", "activation_format 'striped' is unknown"},
+        Wrong{&fmoe_layer_options::backend, "FASTEST", "FASTEST"}}) {
+    options.*wrong.field = wrong.value;
+    refused(wrong.part);
+  }
   options.tensor_parallel = 2;
   refused("tensor_parallel=2");
   options.tensor_parallel = options.data_parallel = int64_t{1} << 62;
