@@ -11,7 +11,7 @@
 #include <fusedmoe/weights.hpp>
 
 #include "checkpoint/layer_spec.hpp"
-#include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/matrix_tensors.hpp"
 
 namespace fusedmoe::checkpoint {
 

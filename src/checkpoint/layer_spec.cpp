@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/matrix_reader.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {

@@ -1,5 +1,7 @@
 // Quark: one description for the model, others for modules by wildcard; a list means two levels.
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -92,92 +94,106 @@ bool IsNvFp4(const std::vector<Level>& levels) {
          levels[1].dtype == "fp8_e4m3";
 }
 
+// The formats of one kind of weights each, with the inputs beside them (none: weight only); nothing where
+// Quark describes what is not supported.
+
+std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
+  LinearFormat format;
+  format.weight = NvFp4Weight(16);
+  format.second_scale = ".weight_scale_2";
+  if (input.empty())
+    return format;
+  if (!IsNvFp4(input))
+    return std::nullopt;
+  format.activation = NvFp4Input();
+  format.input_scale = ".input_scale_2";
+  return format;
+}
+
+std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
+  LinearFormat format;
+  format.weight = MxWeight(element);
+  if (input == nullptr)
+    return format;
+  if (const std::optional<DType> input_element = MxElement(*input)) {
+    format.activation = MxInput(*input_element, RuleOf(*input));
+    return format;
+  }
+  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor")
+    return std::nullopt;
+  format.activation = StaticFp8();
+  format.activation.static_tensor_scale = !input->dynamic;
+  if (!input->dynamic)
+    format.input_scale = ".input_scale";
+  return format;
+}
+
+std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
+  if (input != nullptr || !awq_order)
+    return std::nullopt;
+  LinearFormat format;
+  format.packing = Packing::kAwq;
+  format.bits = 4;
+  format.weight = IntegerWeight(4, weight.qscheme == "per_group" ? weight.group : -1);
+  format.scale_is_in_out = true;
+  format.twos_complement = weight.dtype == "int4";
+  format.zero_point = ".weight_zero_point";
+  format.zero_point_optional = weight.symmetric;
+  return format;
+}
+
+std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* input) {
+  LinearFormat format;
+  format.weight.element = weight.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
+  format.bits = weight.dtype == "int8" ? 8 : 0;
+  format.weight.has_tensor_scale = weight.qscheme == "per_tensor";
+  format.weight.has_channel_scale = weight.qscheme == "per_channel";
+  if (!weight.symmetric || (!format.weight.has_tensor_scale && !format.weight.has_channel_scale))
+    return std::nullopt;
+  if (input == nullptr)
+    return format;
+  if (input->dtype != weight.dtype || !input->symmetric)
+    return std::nullopt;
+  format.activation.element = format.weight.element;
+  if (input->qscheme == "per_channel" && input->dynamic) {
+    format.activation.group = kPerRow;  // one scale for each token
+    return format;
+  }
+  if (input->qscheme != "per_tensor")
+    return std::nullopt;
+  format.activation.static_tensor_scale = !input->dynamic;
+  if (!input->dynamic)
+    format.input_scale = ".input_scale";
+  return format;
+}
+
 Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
   if (weight.empty())
     return LinearFormat{};
-  LinearFormat format;
-  format.scale = ".weight_scale";
-  const auto refuse = [&] {
+  std::optional<LinearFormat> format;
+  if (IsNvFp4(weight)) {
+    format = NvFp4Format(input);
+  } else if (weight.size() == 1 && input.size() <= 1) {
+    const Level& w = weight[0];
+    const Level* const x = input.empty() ? nullptr : input.data();
+    if (const std::optional<DType> element = MxElement(w)) {
+      format = MxFormat(*element, x);
+    } else if ((w.dtype == "int4" || w.dtype == "uint4") &&
+               (w.qscheme == "per_group" || w.qscheme == "per_channel")) {
+      format = FourBitFormat(w, x, awq_order);
+    } else if (w.dtype == "fp8_e4m3" || w.dtype == "int8") {
+      format = EightBitFormat(w, x);
+    }
+  }
+  if (!format) {
     return Status::Unsupported(
                fmt::format("Quark weights {} with inputs {} are not supported", Words(weight), Words(input)))
         .WithFile(path);
-  };
-  if (IsNvFp4(weight)) {
-    format.weight = NvFp4Weight(16);
-    format.second_scale = ".weight_scale_2";
-    if (!input.empty() && !IsNvFp4(input))
-      return refuse();
-    if (!input.empty()) {
-      format.activation = NvFp4Input();
-      format.input_scale = ".input_scale_2";
-    }
-    return format;
   }
-  if (weight.size() != 1 || input.size() > 1)
-    return refuse();
-  const Level& w = weight[0];
-  if (const std::optional<DType> element = MxElement(w)) {
-    format.weight = MxWeight(*element);
-    if (input.empty())
-      return format;
-    if (const std::optional<DType> input_element = MxElement(input[0])) {
-      format.activation = MxInput(*input_element, RuleOf(input[0]));
-      return format;
-    }
-    if (input[0].dtype != "fp8_e4m3" || input[0].qscheme != "per_tensor")
-      return refuse();
-    format.activation = StaticFp8();
-    format.activation.static_tensor_scale = !input[0].dynamic;
-    if (!input[0].dynamic)
-      format.input_scale = ".input_scale";
-    return format;
-  }
-  if ((w.dtype == "int4" || w.dtype == "uint4") && (w.qscheme == "per_group" || w.qscheme == "per_channel")) {
-    if (!input.empty())
-      return refuse();
-    format.packing = Packing::kAwq;
-    if (!awq_order)
-      return refuse();
-    format.bits = 4;
-    format.weight = IntegerWeight(4, w.qscheme == "per_group" ? w.group : -1);
-    format.scale_is_in_out = true;
-    format.twos_complement = w.dtype == "int4";
-    format.zero_point = ".weight_zero_point";
-    format.zero_point_optional = w.symmetric;
-    return format;
-  }
-  if (w.dtype != "fp8_e4m3" && w.dtype != "int8")
-    return refuse();
-  format.weight.element = w.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
-  if (w.dtype == "int8")
-    format.bits = 8;
-  if (!w.symmetric)
-    return refuse();
-  if (w.qscheme == "per_tensor") {
-    format.weight.has_tensor_scale = true;
-  } else if (w.qscheme == "per_channel") {
-    format.weight.has_channel_scale = true;
-  } else {
-    return refuse();
-  }
-  if (input.empty())
-    return format;
-  const Level& a = input[0];
-  if (a.dtype != w.dtype || !a.symmetric)
-    return refuse();
-  format.activation.element = format.weight.element;
-  if (a.qscheme == "per_channel" && a.dynamic) {
-    format.activation.group = kPerRow;  // one scale for each token
-  } else if (a.qscheme == "per_tensor") {
-    format.activation.static_tensor_scale = !a.dynamic;
-    if (!a.dynamic)
-      format.input_scale = ".input_scale";
-  } else {
-    return refuse();
-  }
-  return format;
+  format->scale = ".weight_scale";
+  return *std::move(format);
 }
 
 struct QuarkRules {

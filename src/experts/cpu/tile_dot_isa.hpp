@@ -3,8 +3,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "experts/cpu/tile_decode_isa.hpp"
+#include "experts/cpu/tile_feed_isa.hpp"
 #include "experts/cpu/tile_groups_isa.hpp"
+#include "experts/cpu/tile_walk_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
 ///
@@ -13,22 +14,10 @@
 ///   [tile 4] [ sum 0 ][ sum 1 ]
 ///   [tile 5] [ sum 2 ][ sum 3 ]   32 tokens, streamed from L2
 ///
-/// A step is (pair, K block), up to six units of 64 k. While it is multiplied with all its tokens, a block of
-/// them in each pass, the next one is decoded between the tile instructions: the matrix unit and the vector
-/// ports work at the same time; the one after is fetched into L2. Decoded rows are stored in the order in
-/// which tiles will be read, since loads that agree with a recent store in their low 12 bits wait for it.
-///
-/// Decoded units stand in a ring of eight. Two steps of six would need twelve, more than L1 has to give; but
-/// the last pass of a step leaves a free unit behind each that it has multiplied, and the first pass needs
-/// the last units of its step only at its end:
-///
-///   pass    | first            | ...  | last             | first            |
-///   reads   | 0  1  2  3  4  5 | 0-5  | 0  1  2  3  4  5 | 0' 1' 2' 3' 4' 5'|
-///   decodes | 4     5          | 0'   |    1'    2'   3' | 4'    5'         |
-///                                          '----> into the places of 0, 1
-///
-/// BF16 panels, and int8 panels without groups, are tiles as they stand: nothing is decoded, and a step only
-/// asks for the weights of the next one.
+/// A step is (pair, K block), up to six units of 64 k (`TileWalk`). While it is multiplied with all its
+/// tokens, a block of them in each pass, the next one is decoded between the tile instructions
+/// (`TileFeeder`): the matrix unit and the vector ports work at the same time; the one after is fetched into
+/// L2.
 ///
 /// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
 /// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
@@ -53,57 +42,19 @@ namespace {
 /// Work beside the inner loop, called from many places of it: inlined, it took minutes to compile.
 #define FMOE_APART __attribute__((noinline))
 
-/// Token tiles of an expert that should stay in L2 beside everything else; above, K blocks are the outer
-/// loop.
-constexpr int64_t kTokenBytesInL2 = 1 << 20;
-
-/// kGroupSteps: of 64 bytes of K, after which sums are scaled in fp32; 0: they are not.
+/// kGroupSteps: as of TileSteps.
 template <WeightKernel kWeight, bool kBytes, bool kRounded,
           int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / (kBytes ? 64 : 32)>
 struct TileEngine {
   using Panel = TilePanel<kWeight, kRounded>;
   using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
-  static constexpr int kStepsPerUnit = kBytes ? 1 : 2;  // of 64 bytes, in 64 k
-  static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
-  static constexpr bool kFlush = kGroupSteps != 0;
-  /// Panels that are read as tiles: a step of a stripe is 1 KiB of it.
-  static constexpr bool kDirect = Panel::kBf16 || (kBytes && !Panel::kGrouped);
-  static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
+  using Shape = TileSteps<kWeight, kBytes, kRounded, kGroupSteps>;
+  using Walk = TileWalk<Shape>;
+  using Feeder = TileFeeder<Shape, Decoder>;
+  static constexpr int kStepsPerUnit = Shape::kStepsPerUnit, kStepK = Shape::kStepK;
+  static constexpr bool kFlush = Shape::kFlush, kDirect = Shape::kDirect;
   static constexpr bool kSums = Panel::kGrouped && !kRounded && !kBytes;
   using Scaler = GroupScaler<Panel, kSums, kBytes>;
-  static constexpr int kStepK = kBytes ? 64 : 32;
-  /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
-  /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums.
-  static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
-                                         : kFlush ? 4 * 4096 / kUnitTileBytes
-                                                  : kTileRingBytes / kUnitTileBytes - 2;
-  static constexpr int64_t kRingUnits = kBlockUnits + 2;
-  /// Of units that belong together: blocks of panels and groups of scales have up to 128 k.
-  static constexpr int64_t kGranule = Panel::kUnits == 2 || kFlush ? 2 : 1;
-
-  /// Where a job stands: chunk of pairs, K block, pair.
-  struct Cursor {
-    int64_t job, chunk, k_block, pair;
-    int64_t unit, count;  // of the K block
-    // of the job
-    int64_t blocks, chunk_pairs, k_blocks;
-    bool valid;
-  };
-
-  /// Units of a step that are to be decoded, and what is fetched beside: those of the step after.
-  struct Source {
-    const uint8_t *codes[2], *ahead[2];
-    int64_t left = 0;
-  };
-  /// Decodes units into the ring.
-  struct Feed {
-    const uint8_t *codes[2], *ahead[2];
-    uint8_t* out;
-    int64_t left = 0;  // units of the step
-    int64_t due = 0;   // of them and the next step's, in this pass
-    int second;        // of the two units of a block
-    int64_t block_bytes;
-  };
 
   /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair:
   /// few large pieces, since each is a call that holds up what comes behind it (every four steps were 3 to 4
@@ -119,195 +70,30 @@ struct TileEngine {
   };
 
   const TileGemm& g;
+  const Walk walk;
+  Feeder feeder;
   Tiles tiles;
-  Decoder decoder;
-  Feed feed;
-  Source following;    // of the feed, behind the step that it decodes
   GroupPair pairs[2];  // the one whose groups are multiplied, and the one before, whose sums are scaled
   Finish finish;
   /// Where the sums that stand in the tiles belong; null: nowhere.
   float* held = nullptr;
   int held_tiles = 0;
-  int64_t tile_tokens = 0;             // for which the tiles are configured
-  uint8_t *ring, *ring_end, *decoded;  // decoded: of the present step
-  float* group_sums;                   // three places
+  int64_t tile_tokens = 0;  // for which the tiles are configured
+  uint8_t* decoded;         // in the ring, of the present step
+  float* group_sums;        // three places
   float* results;
   int filling = 0, group_place = 0, current_results = 0;
   bool results_in_chunks = false;
-  int64_t units, block_bytes;
 
-  explicit TileEngine(const TileGemm& gemm) : g(gemm) {
-    ring = decoded = feed.out = gemm.scratch;
-    ring_end = ring + kRingUnits * kUnitTileBytes;
+  explicit TileEngine(const TileGemm& gemm) : g(gemm), walk(gemm), feeder(gemm) {
+    decoded = gemm.scratch;
     group_sums = (float*)(gemm.scratch + kTileRingBytes);
     results = (float*)(gemm.scratch + kTileRingBytes + 3 * kTileSumBytes);
-    units = gemm.blocks * Panel::kUnits;
-    block_bytes = feed.block_bytes = Panel::BlockBytes(gemm.group_scales);
     for (GroupPair& p : pairs) {
       p.groups = p.next = p.chunks = 0;
       p.type = gemm.group_scales;
     }
     finish = {};
-    Decoder::Start(decoder, gemm.group_scales);
-  }
-
-  // ------------------------------------------------------------------------------------------ steps
-
-  FMOE_INLINE int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  void Enter(Cursor& c, int64_t job) const {
-    c.valid = job < g.num_jobs;
-    if (!c.valid) {
-      return;
-    }
-    c.job = job;
-    c.blocks = TileBlocks(g.jobs[job].num_tokens);
-    const int64_t token_bytes = c.blocks * 16 * units * kUnitTileBytes / 16;
-    c.chunk_pairs = token_bytes <= kTokenBytesInL2 ? 1 : Max(kTileResultBytes / (c.blocks * 4096), 1);
-    const int64_t most = kBlockUnits / kGranule, granules = (units + kGranule - 1) / kGranule;
-    c.k_blocks = (granules + most - 1) / most;
-    c.chunk = c.pair = g.first_pair;
-    SetBlock(c, 0);
-  }
-  /// K blocks of nearly the same size.
-  void SetBlock(Cursor& c, int64_t k_block) const {
-    const int64_t granules = (units + kGranule - 1) / kGranule;
-    c.k_block = k_block;
-    c.unit = granules * k_block / c.k_blocks * kGranule;
-    c.count = Min(granules * (k_block + 1) / c.k_blocks * kGranule, units) - c.unit;
-  }
-  FMOE_INLINE int64_t Max(int64_t a, int64_t b) { return a > b ? a : b; }
-
-  void Advance(Cursor& c) const {
-    if (!c.valid) {
-      return;
-    }
-    const int64_t end = Min(c.chunk + c.chunk_pairs, g.end_pair);
-    if (++c.pair < end) {
-      return;
-    }
-    if (c.k_block + 1 < c.k_blocks) {
-      c.pair = c.chunk;
-      SetBlock(c, c.k_block + 1);
-    } else if (end < g.end_pair) {
-      c.chunk = c.pair = end;
-      SetBlock(c, 0);
-    } else {
-      Enter(c, c.job + 1);
-    }
-  }
-
-  const uint8_t* Codes(const Cursor& c, int half) const {
-    const int64_t stripe = Min(2 * c.pair + half, g.num_stripes - 1);
-    return g.jobs[c.job].weights + stripe * g.stripe_bytes + c.unit / Panel::kUnits * block_bytes;
-  }
-
-  // --------------------------------------------------------------------------------- beside the tiles
-
-  /// Units of a step that are decoded beside its own first pass: each is there a unit before its product,
-  /// where decoding takes twice as long as multiplying.
-  int64_t OwnUnits(const Cursor& c) const {
-    const int64_t own = kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
-    return kBytes ? own & ~1 : own;  // which the first four steps decode
-  }
-
-  /// Units that the first of `passes` passes decodes, of those that all of them have to: an even share, but
-  /// its own at least, and before the last pass, which frees places, no more than the ring has room for. One
-  /// place stays free, so that the last pass can begin.
-  int64_t UnitsDue(int64_t units_left, int64_t passes, int64_t own, int64_t in_ring) const {
-    const int64_t share = (units_left + passes - 1) / passes;
-    return kDirect || passes == 1 ? share : Max(own, Min(share, kRingUnits - 1 - in_ring));
-  }
-
-  /// Behind the step that is decoded, `next` will be.
-  void FollowWith(const Cursor& next, const Cursor& after) {
-    following.left = next.valid ? next.count : 0;
-    for (int half = 0; half < 2 && next.valid; ++half) {
-      following.codes[half] = Codes(next, half);
-      following.ahead[half] = kDirect || !after.valid ? following.codes[half] : Codes(after, half);
-    }
-    if (feed.left == 0) {
-      TakeSource(*this, feed);
-    }
-  }
-  /// Inlined: the address of a copy of the feed that went to a function would put all of it into memory,
-  /// where every tile instruction lets it be loaded again (a tenth of the time).
-  FMOE_INLINE void TakeSource(TileEngine& e, Feed& f) {
-    f.codes[0] = e.following.codes[0];
-    f.codes[1] = e.following.codes[1];
-    f.ahead[0] = e.following.ahead[0];
-    f.ahead[1] = e.following.ahead[1];
-    f.left = e.following.left;
-    f.second = 0;
-    e.following.left = 0;
-  }
-
-  /// One sixteenth of the work on a unit: 8 k of one stripe, in the order of the tiles.
-  ///
-  /// `f` and `d` are copies on the stack of a pass: as members they would be loaded again after every tile
-  /// instruction, and loads are what the matrix unit itself is short of.
-  template <int kPart>
-  FMOE_INLINE void FeedPart(const Feed& f, Decoder& d) {
-    constexpr int kStripe = kBytes ? kPart / 8 : kPart / 4 % 2;
-    constexpr int kSlice = kBytes ? kPart % 8 : kPart / 8 * 4 + kPart % 4;
-    constexpr int64_t kBytesAhead = Panel::kUsualBytes / Panel::kUnits;
-    constexpr int64_t kFirstLine = (kBytesAhead * kSlice / 8 + 63) / 64;
-    constexpr int64_t kEndLine = (kBytesAhead * (kSlice + 1) / 8 + 63) / 64;
-    Unroll<(int)(kEndLine - kFirstLine)>(
-        [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
-    if constexpr (!kDirect) {
-      const uint8_t* codes = f.codes[kStripe];
-      const uint8_t* scales = codes + Panel::kUnitBytes;
-      if constexpr ((kRounded || kBytes) && Panel::kUnits == 2) {
-        scales += f.second ? 0 : Panel::kUnitBytes;
-      }
-      Decoder::template Unit<kSlice>(d, codes, scales, f.out + kStripe * 1024);
-    }
-  }
-
-  FMOE_INLINE void EndFeedUnit(TileEngine& e, Feed& f) {
-    int64_t step = f.block_bytes;
-    if constexpr (Panel::kUnits == 2) {
-      step = f.second ? f.block_bytes - Panel::kUnitBytes : Panel::kUnitBytes;
-      f.second ^= 1;
-    }
-    for (int half = 0; half < 2; ++half) {
-      f.codes[half] += step;
-      f.ahead[half] += f.block_bytes / Panel::kUnits;
-    }
-    if constexpr (!kDirect) {
-      f.out += kUnitTileBytes;
-      f.out = f.out == e.ring_end ? e.ring : f.out;
-    }
-    --f.due;
-    if (--f.left == 0) {
-      TakeSource(e, f);
-    }
-  }
-
-  /// Field by field: a copy in one piece reads with one load what several stores wrote, and such a load waits
-  /// until everything before it is in the cache, sums that are not multiplied yet included.
-  FMOE_INLINE void CopyFeed(const Feed& from, Feed& to) {
-    to.codes[0] = from.codes[0];
-    to.codes[1] = from.codes[1];
-    to.ahead[0] = from.ahead[0];
-    to.ahead[1] = from.ahead[1];
-    to.out = from.out;
-    to.left = from.left;
-    to.due = from.due;
-    to.second = from.second;
-    to.block_bytes = from.block_bytes;
-  }
-
-  void FinishFeed() {
-    Feed f;
-    CopyFeed(feed, f);
-    Decoder d = decoder;
-    while (f.due > 0) {
-      Unroll<16>([&](auto part) FMOE_FLAT { FeedPart<decltype(part){}>(f, d); });
-      EndFeedUnit(*this, f);
-    }
-    CopyFeed(f, feed);
   }
 
   // ------------------------------------------------------------------------------------------- sums
@@ -345,7 +131,7 @@ struct TileEngine {
 
   static FMOE_APART void FinishPiece(TileEngine& e) {
     Finish& f = e.finish;
-    const int64_t tokens = e.Min(e.Min(f.piece, f.end - f.token), f.rows - f.row);
+    const int64_t tokens = Min(Min(f.piece, f.end - f.token), f.rows - f.row);
     float* first = f.sums + f.row * 16;
     float* second = first + 256;
     e.g.finish(e.g.finish_context, f.token, tokens, first, second);
@@ -389,7 +175,7 @@ struct TileEngine {
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
   /// kFirst: of a pass, in which sums change.
   template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
-  FMOE_INLINE void Step(Tiles& t, const Feed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
+  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
                         const uint8_t* second, const Change& change) {
     const auto exchange = [&](auto tile) FMOE_FLAT {
       if constexpr (kFirst) {
@@ -397,7 +183,7 @@ struct TileEngine {
       }
     };
     const auto feed_first = [&] FMOE_FLAT {
-      Unroll<kParts / 2>([&](auto i) FMOE_FLAT { FeedPart<kFirstPart + decltype(i){}>(f, d); });
+      Unroll<kParts / 2>([&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + decltype(i){}>(f, d); });
     };
     t.template Load<6>(first);
     t.template Stream<4>(tokens);
@@ -418,8 +204,8 @@ struct TileEngine {
       Leave<2>(t, change);
       Leave<3>(t, change);
     }
-    Unroll<kParts - kParts / 2>([&](auto i)
-                                    FMOE_FLAT { FeedPart<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
+    Unroll<kParts - kParts / 2>(
+        [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
   }
 
   /// What a pass over one block of tokens and one K block needs.
@@ -451,9 +237,9 @@ struct TileEngine {
     constexpr int64_t kScaleSteps = Panel::kFlush / kStepK;
     const int64_t index = k / kScaleSteps;
     for (int stripe = 0; stripe < 2; ++stripe) {
-      p.scales[group][stripe] =
-          pass.scales[stripe] + (Panel::kGroup32 ? index / 2 * e.block_bytes + index % 2 * GroupBytes(p.type)
-                                                 : index * e.block_bytes);
+      p.scales[group][stripe] = pass.scales[stripe] + (Panel::kGroup32 ? index / 2 * e.walk.block_bytes +
+                                                                             index % 2 * GroupBytes(p.type)
+                                                                       : index * e.walk.block_bytes);
     }
     p.token_scale[group] =
         pass.token_scale == nullptr
@@ -497,15 +283,15 @@ struct TileEngine {
     const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
-    [[maybe_unused]] const uint8_t *const begin = ring, *const end = ring_end;
+    [[maybe_unused]] const uint8_t *const begin = feeder.ring, *const end = feeder.ring_end;
     const Change change = pass.change;
-    Feed f;
-    CopyFeed(feed, f);
-    Decoder d = decoder;
+    TileFeed f;
+    CopyFeed(feeder.feed, f);
+    Decoder d = feeder.decoder;
     int64_t step = 0;
     const auto to_next = [&] FMOE_FLAT {
       a += token_step;
-      b += kWeightStep;
+      b += Shape::kWeightStep;
       if constexpr (!kDirect) {
         b = b == end ? begin : b;
       }
@@ -520,7 +306,7 @@ struct TileEngine {
           Beside<kStepsPerFeed, decltype(i){}>(*this, step + i);
           to_next();
         });
-        EndFeedUnit(*this, f);
+        Feeder::EndUnit(feeder, f);
         step += kStepsPerFeed;
       };
       const auto feeds = [&] FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
@@ -544,7 +330,7 @@ struct TileEngine {
     while (step < pass.steps) {
       one_step(Index<0>{});
     }
-    CopyFeed(f, feed);  // scales of the decoder are loaded again by the next unit
+    CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
   }
 
   /// Chunks of a pair of groups that are scaled behind a step of the next pair: none behind the first one, in
@@ -556,16 +342,16 @@ struct TileEngine {
   void RunScaledPass(const Pass& pass) {
     const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
-    const uint8_t *const begin = ring, *const end = ring_end;
-    Feed f;
-    CopyFeed(feed, f);
-    Decoder d = decoder;
+    const uint8_t *const begin = feeder.ring, *const end = feeder.ring_end;
+    TileFeed f;
+    CopyFeed(feeder.feed, f);
+    Decoder d = feeder.decoder;
     const bool fast = kBytes ? f.due * 4 >= pass.steps : f.due * 4 > pass.steps;
     [[maybe_unused]] const bool fastest = f.due * 2 > pass.steps;
     int64_t step = 0;
     const auto to_next = [&] FMOE_FLAT {
       a += token_step;
-      b += kWeightStep;
+      b += Shape::kWeightStep;
       b = b == end ? begin : b;
     };
     const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
@@ -578,7 +364,7 @@ struct TileEngine {
         constexpr int kStep = decltype(place){} * 4 + kIndex;
         one_step(Index<kIndex * kParts % 16>{}, parts, Index<kStep % kGroupSteps == 0>{});
         if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
-          EndFeedUnit(*this, f);
+          Feeder::EndUnit(feeder, f);
         }
         constexpr int kBefore = kStep % (2 * kGroupSteps) == 0 ? 0 : ChunksDue(kStep - 1);
         if constexpr (ChunksDue(kStep) > kBefore) {
@@ -628,12 +414,13 @@ struct TileEngine {
       to_next();
       ++step;
     }
-    CopyFeed(f, feed);
+    CopyFeed(f, feeder.feed);
   }
 
   template <int kTokenTiles>
   void RunPassWith(const Pass& pass, int64_t least_parts) {
-    const int64_t parts = Max(feed.due > 0 ? least_parts : 0, (feed.due * 16 + pass.steps - 1) / pass.steps);
+    const int64_t parts =
+        Max(feeder.feed.due > 0 ? least_parts : 0, (feeder.feed.due * 16 + pass.steps - 1) / pass.steps);
     if (parts <= 0) {
       RunPass<kTokenTiles, 0>(pass);
     } else if (parts <= 2) {
@@ -651,7 +438,7 @@ struct TileEngine {
 
   /// Where the sums of a step's pair belong. Those of the pair before are being finished meanwhile, so that
   /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
-  float* ResultsOf(const Cursor& c) {
+  float* ResultsOf(const TileCursor& c) {
     const bool in_chunks = c.chunk_pairs > 1;
     if (c.k_block == 0 && c.pair == c.chunk) {
       if (in_chunks || results_in_chunks) {
@@ -665,10 +452,10 @@ struct TileEngine {
   }
 
   /// Over the steps of the next pair, which finds its own sums complete at the end.
-  void StartFinish(const Cursor& c, int64_t tokens, float* sums) {
+  void StartFinish(const TileCursor& c, int64_t tokens, float* sums) {
     const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
     const int64_t places =
-        passes * (units / c.k_blocks * kStepsPerUnit / kFinishSteps);  // for each block of tokens
+        passes * (walk.units / c.k_blocks * kStepsPerUnit / kFinishSteps);  // for each block of tokens
     int64_t piece = g.finish_tokens;
     while (piece < 16 && piece * places < kTileTokens) {
       piece *= 2;
@@ -676,17 +463,17 @@ struct TileEngine {
     finish = {0, tokens, piece, piece * places < kTileTokens, sums, 0, tile_tokens};
   }
 
-  void RunStep(const Cursor& c, const Cursor& next, const Cursor& after) {
+  void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
     const TileJob& job = g.jobs[c.job];
     const int64_t steps = c.count * kStepsPerUnit;
     const bool last = c.k_block + 1 == c.k_blocks;
-    const int64_t own = feed.left;
+    const int64_t own = feeder.feed.left;
     int64_t in_ring = c.count - own;  // without what the last pass frees
-    int64_t to_decode = own + (next.valid ? next.count - OwnUnits(next) : 0);
-    FollowWith(next, after);
+    int64_t to_decode = own + (next.valid ? next.count - Feeder::OwnUnits(next) : 0);
+    feeder.FollowWith(walk, next, after);
     Pass pass = {};
     for (int half = 0; half < 2; ++half) {
-      pass.weights[half] = kDirect ? Codes(c, half) : decoded + half * 1024;
+      pass.weights[half] = kDirect ? walk.Codes(c, half) : decoded + half * 1024;
     }
     pass.steps = steps;
     pass.token_step = TileStepBytes(job.num_tokens);
@@ -698,7 +485,7 @@ struct TileEngine {
     if constexpr (kFlush) {
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / kStepK : 1;
       for (int half = 0; half < 2; ++half) {
-        pass.scales[half] = Codes(c, half) + Panel::kCodeBytes;
+        pass.scales[half] = walk.Codes(c, half) + Panel::kCodeBytes;
       }
       pass.scale_stride = pass.sum_stride = job.rows;
     }
@@ -711,7 +498,7 @@ struct TileEngine {
       const int64_t first_token = block * 2 * tile_tokens;
       const bool two = job.num_tokens - first_token > tile_tokens;
       pass.tokens =
-          job.tokens + TileOffset(units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
+          job.tokens + TileOffset(walk.units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
         pass.first = c.k_block == 0;
@@ -726,15 +513,16 @@ struct TileEngine {
         held = in;
         held_tiles = two ? 4 : 2;
       }
-      const int64_t due = feed.due = UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
+      const int64_t due = feeder.feed.due =
+          Feeder::UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
       [[maybe_unused]] const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
       if constexpr (kFlush) {
         two ? RunScaledPass<2>(pass) : RunScaledPass<1>(pass);
       } else {
         two ? RunPassWith<2>(pass, least_parts) : RunPassWith<1>(pass, least_parts);
       }
-      to_decode -= due - feed.due;
-      in_ring += due - feed.due;
+      to_decode -= due - feeder.feed.due;
+      in_ring += due - feeder.feed.due;
     }
     if (last) {
       DrainFinish();
@@ -745,31 +533,31 @@ struct TileEngine {
       g.begin(g.begin_context, &job, 2 * c.pair);
       current_results ^= 1;
     }
-    FinishFeed();
+    feeder.Finish();
     if constexpr (!kDirect) {
-      decoded += c.count * kUnitTileBytes;
-      decoded -= decoded >= ring_end ? ring_end - ring : 0;
+      decoded += c.count * Shape::kUnitTileBytes;
+      decoded -= decoded >= feeder.ring_end ? feeder.ring_end - feeder.ring : 0;
     }
   }
 
   void Run() {
-    Cursor now, next, after;
-    Enter(now, 0);
+    TileCursor now, next, after;
+    walk.Enter(now, 0);
     if (!now.valid || g.first_pair >= g.end_pair) {
       return;
     }
     next = now;
-    Advance(next);
+    walk.Advance(next);
     after = next;
-    Advance(after);
-    FollowWith(now, next);
-    feed.due = now.count - OwnUnits(now);
-    FinishFeed();
+    walk.Advance(after);
+    feeder.FollowWith(walk, now, next);
+    feeder.feed.due = now.count - Feeder::OwnUnits(now);
+    feeder.Finish();
     while (now.valid) {
       RunStep(now, next, after);
       now = next;
       next = after;
-      Advance(after);
+      walk.Advance(after);
     }
     DrainFinish();
     tiles.Release();

@@ -7,7 +7,7 @@
 
 #include "checkpoint/gguf_model.hpp"
 #include "checkpoint/gguf_writer.hpp"
-#include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/matrix_tensors.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/gguf_writer.hpp"
+#include "checkpoint/matrix_reader.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

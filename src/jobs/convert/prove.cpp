@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/matrix_tensors.hpp"
 
 namespace fusedmoe::jobs {
 namespace {
