@@ -260,5 +260,25 @@ TEST(Calibrate, CountsTokensAndMerges) {
   }
 }
 
+TEST(Calibrate, StatisticsOfAnotherModel_AreNotMixedAndNotUsed) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string file = Calibrate(source, directory / "stats.safetensors");
+  const std::string other = directory / "other";
+  ASSERT_EQ(RunCommand({"sample", "--family", "qwen3_moe", "--scheme", "unquantized", "--output", other,
+                        "--hidden", "192", "--intermediate", "64", "--experts", "8", "--top-k", "2"})
+                .exit_code,
+            0);
+  const ProcessResult merged = RunCommand({"calibrate", other, "--layer", "0", "--input",
+                                           other + "/io/input.safetensors", "--output", file, "--merge"});
+  EXPECT_EQ(merged.exit_code, 2) << merged.err;
+  EXPECT_NE(merged.err.find("8 experts, hidden 192, intermediate 64"), std::string::npos) << merged.err;
+  EXPECT_NE(ReadSafetensors(file)->Find("layers.0.sizes")->view().as<int64_t>()[0], 192)
+      << "it stays as it was";
+  const ProcessResult used = Quantize(other, "nvfp4_w4a4", directory / "out", {"--act-stats", file});
+  EXPECT_EQ(used.exit_code, 2) << used.err;
+  EXPECT_NE(used.err.find("the layer has 8 experts, hidden 192"), std::string::npos) << used.err;
+}
+
 }  // namespace
 }  // namespace fusedmoe::test

@@ -12,6 +12,7 @@ namespace fusedmoe {
 /// What calibration saw of the inputs of each expert's projections: largest magnitudes, and how many tokens
 /// they come from. Vectors have an entry for each expert.
 struct LayerActivationStats {
+  int64_t hidden = 0, intermediate = 0;  ///< of the layer; statistics of other sizes are another model's
   std::vector<float> gate_up_amax;  ///< input of gate and up; 0 where no token came
   std::vector<float> down_amax;     ///< input of down
   std::vector<int64_t> tokens;
@@ -20,13 +21,16 @@ struct LayerActivationStats {
 /// Statistics of some layers, by number.
 struct ActivationStats {
   std::map<int64_t, LayerActivationStats> layers;
-  /// Takes the larger amax and adds the counts of another calibration. kUsage when the experts differ in
-  /// number.
+  /// Takes the larger amax and adds the counts of another calibration. kUsage when layers of one number
+  /// differ in experts or sizes.
   Status Merge(const ActivationStats& other);
 };
 
-/// A safetensors file with layers.N.gate_up_amax and layers.N.down_amax (F32 [E]) and layers.N.tokens
-/// (I64 [E]). Reading refuses (kBadInput) values that are negative or not finite, and layers that are not
+/// "8 experts, hidden 64, intermediate 32": what two statistics of one layer must have in common.
+std::string DescribeSizes(const LayerActivationStats& stats);
+
+/// A safetensors file with layers.N.gate_up_amax and layers.N.down_amax (F32 [E]), layers.N.tokens
+/// (I64 [E]) and layers.N.sizes (I64 [2]: hidden, intermediate). Reading refuses (kBadInput) values that are negative or not finite, and layers that are not
 /// whole.
 Result<ActivationStats> ReadActivationStats(const std::string& path);
 Status WriteActivationStats(const std::string& path, const ActivationStats& stats);

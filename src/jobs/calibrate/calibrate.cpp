@@ -182,6 +182,8 @@ Result<ActivationStats> Calibrate(const std::shared_ptr<const Checkpoint>& check
   }
   ActivationStats stats;
   LayerActivationStats& columns = stats.layers[layer];
+  columns.hidden = description.config.hidden;
+  columns.intermediate = description.config.intermediate;
   for (size_t index = 0; index < num_experts; ++index) {
     columns.gate_up_amax.push_back(amax[index].input);
     columns.down_amax.push_back(amax[index].mid);

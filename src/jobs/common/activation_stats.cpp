@@ -44,6 +44,11 @@ Result<NamedTensor> ToTensor(const std::string& name, DType dtype, const std::ve
 
 }  // namespace
 
+std::string DescribeSizes(const LayerActivationStats& stats) {
+  return fmt::format("{} experts, hidden {}, intermediate {}", stats.tokens.size(), stats.hidden,
+                     stats.intermediate);
+}
+
 Status ActivationStats::Merge(const ActivationStats& other) {
   for (const auto& [layer, from] : other.layers) {
     const auto [at, is_new] = layers.try_emplace(layer, from);
@@ -51,9 +56,10 @@ Status ActivationStats::Merge(const ActivationStats& other) {
       continue;
     }
     LayerActivationStats& to = at->second;
-    if (to.tokens.size() != from.tokens.size()) {
-      return Status::Usage(fmt::format("layer {} has {} experts in one file and {} in the other", layer,
-                                       to.tokens.size(), from.tokens.size()));
+    if (DescribeSizes(to) != DescribeSizes(from)) {
+      return Status::Usage(fmt::format("the statistics of layer {} are of {}, those to add of {}", layer,
+                                       DescribeSizes(to), DescribeSizes(from)))
+          .WithHint("one file holds the statistics of one model");
     }
     for (size_t expert = 0; expert < to.tokens.size(); ++expert) {
       to.gate_up_amax[expert] = std::max(to.gate_up_amax[expert], from.gate_up_amax[expert]);
@@ -84,6 +90,12 @@ Result<ActivationStats> ReadActivationStats(const std::string& path) {
       FMOE_ASSIGN_OR_RETURN(columns.tokens, Column<int64_t>(file, stem + "tokens", DType::kI64));
       FMOE_ASSIGN_OR_RETURN(columns.gate_up_amax, Column<float>(file, stem + "gate_up_amax", DType::kF32));
       FMOE_ASSIGN_OR_RETURN(columns.down_amax, Column<float>(file, stem + "down_amax", DType::kF32));
+      FMOE_ASSIGN_OR_RETURN(const std::vector<int64_t> sizes,
+                            Column<int64_t>(file, stem + "sizes", DType::kI64));
+      if (sizes.size() != 2) {
+        return Status::BadInput("hidden and intermediate size are needed").WithTensor(stem + "sizes");
+      }
+      columns.hidden = sizes[0], columns.intermediate = sizes[1];
       if (columns.gate_up_amax.size() != columns.tokens.size() ||
           columns.down_amax.size() != columns.tokens.size()) {
         return Status::BadInput("its tensors have different numbers of experts").WithTensor(tensor.name);
@@ -112,7 +124,9 @@ Status WriteActivationStats(const std::string& path, const ActivationStats& stat
     FMOE_ASSIGN_OR_RETURN(NamedTensor first,
                           ToTensor(stem + "gate_up_amax", DType::kF32, columns.gate_up_amax));
     FMOE_ASSIGN_OR_RETURN(NamedTensor second, ToTensor(stem + "down_amax", DType::kF32, columns.down_amax));
-    for (NamedTensor* tensor : {&tokens, &first, &second}) {
+    const std::vector<int64_t> extents = {columns.hidden, columns.intermediate};
+    FMOE_ASSIGN_OR_RETURN(NamedTensor sizes, ToTensor(stem + "sizes", DType::kI64, extents));
+    for (NamedTensor* tensor : {&tokens, &first, &second, &sizes}) {
       tensors.push_back(std::move(*tensor));
     }
   }

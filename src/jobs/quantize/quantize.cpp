@@ -107,10 +107,14 @@ Status Job::ResolveInputs() {
           .WithHint("fusedmoe calibrate --merge adds a layer to a file");
     }
     const LayerActivationStats& stats = found->second;
-    const int64_t num_experts = layer.context->spec.config.num_experts;
-    if (static_cast<int64_t>(stats.tokens.size()) != num_experts) {
-      return Status::Usage(fmt::format("the activation statistics of layer {} have {} experts, the layer {}",
-                                       layer.layer, stats.tokens.size(), num_experts));
+    const MoeConfig& config = layer.context->spec.config;
+    const int64_t num_experts = config.num_experts;
+    LayerActivationStats expected;
+    expected.tokens.resize(static_cast<size_t>(num_experts));
+    expected.hidden = config.hidden, expected.intermediate = config.intermediate;
+    if (DescribeSizes(stats) != DescribeSizes(expected)) {
+      return Status::Usage(fmt::format("the activation statistics of layer {} are of {}; the layer has {}",
+                                       layer.layer, DescribeSizes(stats), DescribeSizes(expected)));
     }
     const float largest_in = *std::max_element(stats.gate_up_amax.begin(), stats.gate_up_amax.end());
     const float largest_mid = *std::max_element(stats.down_amax.begin(), stats.down_amax.end());
