@@ -3,24 +3,15 @@
 #include <cstdint>
 
 #include "checkpoint/linear_format.hpp"
+#include "quant/scheme_formats.hpp"
 
 /// The parts that the producers' readers put formats together from.
 namespace fusedmoe::checkpoint {
 
-inline WeightFormat Fp8Weight() {
-  return {.element = DType::kF8E4M3};
-}
-
-inline WeightFormat NvFp4Weight(int64_t group) {
-  return {.element = DType::kF4E2M1,
-          .block = {1, group},
-          .block_scale_dtype = DType::kF8E4M3,
-          .has_tensor_scale = true};
-}
-
-inline WeightFormat MxWeight(DType element) {
-  return {.element = element, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
-}
+using scheme_formats::Fp8;
+using scheme_formats::Mx;
+using scheme_formats::Nvfp4;
+using scheme_formats::Nvfp4Input;
 
 /// Weight-only integers of 2 to 8 bits with optional zero points, in codes of 4 or 8 bits: what the narrower
 /// ones mean, these hold exactly. Group -1: one scale for each output row.
@@ -41,15 +32,8 @@ inline ActivationFormat BlockFp8(int64_t group) {
   return {.element = DType::kF8E4M3, .group = {1, group}};
 }
 
-inline ActivationFormat NvFp4Input() {
-  return {.element = DType::kF4E2M1,
-          .group = {1, 16},
-          .scale_dtype = DType::kF8E4M3,
-          .static_tensor_scale = true};
-}
-
 inline ActivationFormat MxInput(DType element, MxScaleRule rule) {
-  ActivationFormat format{.element = element, .group = {1, 32}, .scale_dtype = DType::kF8E8M0};
+  ActivationFormat format = scheme_formats::MxInput(element);
   format.rule.mx_scale = rule;
   return format;
 }

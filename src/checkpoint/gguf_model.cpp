@@ -171,10 +171,10 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
         format.negative_scales = true;  // Q4_0 uses the code -8 for the largest value, whatever its sign
         break;
       case kGgufMxfp4:
-        format.weight = MxWeight(DType::kF4E2M1);
+        format.weight = Mx(DType::kF4E2M1);
         break;
       case kGgufNvfp4:
-        format.weight = NvFp4Weight(16);
+        format.weight = Nvfp4(16);
         format.second_scale = ".scale";
         break;
       default:

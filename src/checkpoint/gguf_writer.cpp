@@ -213,9 +213,9 @@ WeightFormat FormatOfBlocks(const BlockType& type) {
       return format;
     }
     case kGgufMxfp4:
-      return MxWeight(DType::kF4E2M1);
+      return Mx(DType::kF4E2M1);
     case kGgufNvfp4:
-      return NvFp4Weight(16);
+      return Nvfp4(16);
     default: {
       WeightFormat format;
       if (type.parts.size() == 1 && type.parts.front().decode == nullptr)

@@ -160,7 +160,7 @@ QuantRules MlxRules(std::shared_ptr<const TensorStore> store) {
       return format;
     format.scale = kScales;
     if (scales->dtype == DType::kF8E4M3) {
-      format.weight = NvFp4Weight(16);
+      format.weight = Nvfp4(16);
       format.second_scale = kMatrixScale;
       // The largest code times the largest scale.
       format.second_scale_divisor = 6.0F * 448.0F;
@@ -169,7 +169,7 @@ QuantRules MlxRules(std::shared_ptr<const TensorStore> store) {
         format.second_scale_divisor = 1.0F;
       }
     } else {
-      format.weight = MxWeight(codes->dtype == DType::kF8E4M3 ? DType::kF8E4M3 : DType::kF4E2M1);
+      format.weight = Mx(codes->dtype == DType::kF8E4M3 ? DType::kF8E4M3 : DType::kF4E2M1);
     }
     return format;
   };

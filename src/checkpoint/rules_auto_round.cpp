@@ -69,7 +69,7 @@ Result<LinearFormat> AutoRoundMxFormat(const JsonValue& spec, int64_t bits, int6
   LinearFormat format;
   format.codes = bits == 4 ? ".weight_packed" : ".weight";
   format.scale = ".weight_scale";
-  format.weight = MxWeight(bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3);
+  format.weight = Mx(bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3);
   if (quantizes_inputs) {
     format.activation = MxInput(input_bits == 4 ? DType::kF4E2M1 : DType::kF8E4M3,
                                 input_type.ends_with("_rceil") ? MxScaleRule::kCeil : MxScaleRule::kFloor);
@@ -93,11 +93,11 @@ Result<LinearFormat> AutoRoundNvFormat(const JsonValue& spec, int64_t bits, int6
   LinearFormat format;
   format.codes = ".weight_packed";
   format.scale = ".weight_scale";
-  format.weight = NvFp4Weight(16);
+  format.weight = Nvfp4(16);
   format.second_scale = ".weight_global_scale";
   format.reciprocal = true;
   if (quantizes_inputs) {
-    format.activation = NvFp4Input();
+    format.activation = Nvfp4Input();
     format.input_scale = ".input_global_scale";
   }
   return format;
@@ -119,7 +119,7 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
   if (bits != 8 || (input_bits != 8 && input_bits < 16))
     return refuse("weights and inputs of", fmt::format("{} and {} bits", bits, input_bits));
   LinearFormat format;
-  format.weight = Fp8Weight();
+  format.weight = Fp8();
   format.scale = ".weight_scale";
   const bool pair = group != nullptr && group->is_array() && group->items().size() == 2;
   const int64_t size = group == nullptr || pair ? -1 : group->integer().value_or(-2);

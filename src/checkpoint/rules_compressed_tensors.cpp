@@ -149,7 +149,7 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
   if (!args.symmetric)
     return refuse();
   if (is_float && args.bits == 4 && args.strategy == "tensor_group" && args.group == 16) {
-    ActivationFormat format = NvFp4Input();
+    ActivationFormat format = Nvfp4Input();
     // A zero scale becomes 0.125 there: an all-zero group, whose codes are zero either way.
     return format;
   }
@@ -204,7 +204,7 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
     if (!is_float || weights.bits != 4 || (weights.group != 16 && weights.group != 0))
       return refuse();
     format.codes = ".weight_packed";
-    format.weight = NvFp4Weight(16);
+    format.weight = Nvfp4(16);
     format.second_scale = ".weight_global_scale";
     format.input_scale = ".input_global_scale";
     format.reciprocal = true;
@@ -212,16 +212,16 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
     if (!is_float || weights.bits != 4 || weights.group != 32)
       return refuse();
     format.codes = ".weight_packed";
-    format.weight = MxWeight(DType::kF4E2M1);
+    format.weight = Mx(DType::kF4E2M1);
   } else if (name == "mxfp6-pack-quantized") {
     if (!is_float || weights.bits != 6 || weights.group != 32)
       return refuse();
     format.codes = ".weight_packed";
-    format.weight = MxWeight(DType::kF6E2M3);
+    format.weight = Mx(DType::kF6E2M3);
   } else if (name == "mxfp8-quantized" || (name == "float-quantized" && weights.e8m0)) {
     if (!is_float || weights.bits != 8 || weights.group != 32)
       return refuse();
-    format.weight = MxWeight(DType::kF8E4M3);
+    format.weight = Mx(DType::kF8E4M3);
   } else if (name == "pack-quantized") {
     if (is_float || weights.bits < 2 || weights.bits > 8)
       return refuse();

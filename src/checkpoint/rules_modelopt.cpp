@@ -35,13 +35,13 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
   };
   if (algorithm == "NVFP4" || algorithm == "NVFP4_AWQ") {
     FMOE_RETURN_IF_ERROR(needs_group(16));
-    format.weight = NvFp4Weight(16);
-    format.activation = NvFp4Input();
+    format.weight = Nvfp4(16);
+    format.activation = Nvfp4Input();
     format.activation.rule.scale_floor = kSmallestE4m3;
     format.second_scale = ".weight_scale_2";
   } else if (algorithm == "W4A16_NVFP4") {
     FMOE_RETURN_IF_ERROR(needs_group(16));
-    format.weight = NvFp4Weight(16);
+    format.weight = Nvfp4(16);
     format.second_scale = ".weight_scale_2";
     format.input_scale = "";
   } else if (algorithm == "W4A8_NVFP4_FP8") {
@@ -49,28 +49,28 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
     const int64_t size = group.value_or(32);
     if (size != 16 && size != 32)
       FMOE_RETURN_IF_ERROR(needs_group(32));
-    format.weight = NvFp4Weight(size);
+    format.weight = Nvfp4(size);
     format.activation = StaticFp8();
     format.second_scale = ".weight_scale_2";
   } else if (algorithm == "FP8") {
-    format.weight = Fp8Weight();
+    format.weight = Fp8();
     format.weight.has_tensor_scale = true;
     format.activation = StaticFp8();
   } else if (algorithm == "FP8_PER_CHANNEL_PER_TOKEN") {
-    format.weight = Fp8Weight();
+    format.weight = Fp8();
     format.weight.has_channel_scale = true;
     format.activation = TokenFp8();
     format.input_scale = "";
   } else if (algorithm == "FP8_PB_WO" || algorithm == "FP8_PB_REAL") {
-    format.weight = Fp8Weight();
+    format.weight = Fp8();
     format.weight.block = {128, 128};
     format.input_scale = "";
   } else if (algorithm == "MXFP8") {
-    format.weight = MxWeight(DType::kF8E4M3);
+    format.weight = Mx(DType::kF8E4M3);
     format.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
     format.input_scale = "";
   } else if (algorithm == "W4A8_MXFP4_FP8") {
-    format.weight = MxWeight(DType::kF4E2M1);
+    format.weight = Mx(DType::kF4E2M1);
     format.activation = StaticFp8();
     format.input_scale_optional = true;
   } else if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {

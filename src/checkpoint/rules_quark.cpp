@@ -99,20 +99,20 @@ bool IsNvFp4(const std::vector<Level>& levels) {
 
 std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
   LinearFormat format;
-  format.weight = NvFp4Weight(16);
+  format.weight = Nvfp4(16);
   format.second_scale = ".weight_scale_2";
   if (input.empty())
     return format;
   if (!IsNvFp4(input))
     return std::nullopt;
-  format.activation = NvFp4Input();
+  format.activation = Nvfp4Input();
   format.input_scale = ".input_scale_2";
   return format;
 }
 
 std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
   LinearFormat format;
-  format.weight = MxWeight(element);
+  format.weight = Mx(element);
   if (input == nullptr)
     return format;
   if (const std::optional<DType> input_element = MxElement(*input)) {

@@ -106,7 +106,7 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   if (activation != "dynamic" && activation != "static")
     return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
   LinearFormat format;
-  format.weight = Fp8Weight();
+  format.weight = Fp8();
   if (const JsonValue* block = spec.Find("weight_block_size"); block != nullptr) {
     const auto extent = [&](size_t i) {
       return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
@@ -137,7 +137,7 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
   if (expert_dtype == "fp4") {
     fp4_experts = true;
-    routed.weight = MxWeight(DType::kF4E2M1);
+    routed.weight = Mx(DType::kF4E2M1);
     routed.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
   }
   auto shared = std::make_shared<std::vector<std::string>>(std::move(skipped));
@@ -156,7 +156,7 @@ Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path
   LinearFormat format;
   format.codes = "_blocks";
   format.scale = "_scales";
-  format.weight = MxWeight(DType::kF4E2M1);
+  format.weight = Mx(DType::kF4E2M1);
   return Uniform("mxfp4", format, std::move(skipped));
 }
 

@@ -26,15 +26,16 @@ struct Sizes {
 struct FamilyRow {
   SampleFamily family;
   std::string_view architecture;
-  std::string_view block;            ///< "mlp"
-  std::string_view router;           ///< below the block: "gate"
+  std::string_view block = "mlp";
+  std::string_view router = "gate";  ///< below the block
   std::string_view correction_bias;  ///< below the block; empty: none
   bool router_bias = false;
   bool expert_bias = false;
   ExpertForm form = ExpertForm::kPerExpert;
-  std::string_view gate, up, down;  ///< projections of one expert, unquantized and ModelOpt
-  std::string_view shared;          ///< below the block; empty: no shared expert
-  int64_t shared_factor = 0;        ///< its size in units of intermediate
+  /// Projections of one expert, unquantized and ModelOpt.
+  std::string_view gate = "gate_proj", up = "up_proj", down = "down_proj";
+  std::string_view shared;    ///< below the block; empty: no shared expert
+  int64_t shared_factor = 0;  ///< its size in units of intermediate
   bool shared_gate = false;
   bool compressed_tensors = false;  ///< what quantizes it in practice; else ModelOpt
   /// The keys of config.json that are its own, as a JSON object.
