@@ -59,32 +59,6 @@ PassScratch ScratchOf(const LayerShape& shape, const PrefillPlan& plan, std::byt
   return scratch;
 }
 
-PrefillGemmParams GemmParams(const LayerShape& shape, const DeviceProjection& projection,
-                             const PrefillPlan& plan, const PassScratch& scratch, int64_t cols,
-                             int64_t num_blocks, const PrefillKernels::Tile& tile) {
-  const FragmentTraits traits = FragmentTraitsOf(shape.format);
-  const int64_t unit_cols = int64_t{traits.unit_slabs()} * kFragmentSlab;
-  PrefillGemmParams p;
-  p.first_row = scratch.map.first_row;
-  p.counts = scratch.map.counts;
-  p.blocks = projection.blocks;
-  p.tensor_scale = projection.tensor_scale;
-  p.row_scale = projection.row_scale;
-  p.bias = projection.bias;
-  p.panel_rows = plan.panel_rows;
-  p.num_experts = static_cast<int>(shape.num_local_experts);
-  p.num_slabs = static_cast<int>(CeilDiv(cols, plan.codes ? kFragmentByteSlab : kFragmentSlab));
-  p.num_blocks = static_cast<int>(num_blocks);
-  p.row_tiles = static_cast<int>((num_blocks + 15) / 16);
-  const auto units = static_cast<int>(cols / unit_cols);
-  const int slot_units =
-      tile.slabs * (plan.codes ? kFragmentByteSlab : kFragmentSlab) / static_cast<int>(unit_cols);
-  p.last_piece_bytes = (units % slot_units == 0 ? slot_units : units % slot_units) * traits.unit_bytes();
-  p.block_bytes = static_cast<int64_t>(units) * traits.unit_bytes();
-  p.expert_bytes = num_blocks * p.block_bytes;
-  return p;
-}
-
 Status LaunchGemm(const char* name, PrefillKernels::Kernel kernel, const PrefillKernels::Tile& tile, int grid,
                   const PrefillGemmParams& params, cudaStream_t stream) {
   FMOE_RETURN_IF_ERROR(ToStatus(
@@ -95,144 +69,225 @@ Status LaunchGemm(const char* name, PrefillKernels::Kernel kernel, const Prefill
                       static_cast<size_t>(tile.shared_bytes), stream, params, cluster);
 }
 
-/// Tokens [first, first + count) of a call.
-Status LaunchPass(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
-                  const PrefillPlan& plan, const MidOperand* mid, int64_t first, int64_t count) {
-  auto* stream = static_cast<cudaStream_t>(call.stream);
-  const int64_t top_k = shape.batched ? 1 : shape.top_k;
-  const int64_t routes = count * top_k;
-  const DType element = OperandElement(shape.format, plan.codes);
-  const PassScratch scratch = ScratchOf(shape, plan, call.scratch, routes);
-  const PrefillKernels kernels = KernelsOf(shape.format, plan.codes);
-  const PrefillKernels::Tile& tile = plan.tile_tokens == 64 ? kernels.small : kernels.large;
-  const DeviceQuantizer quantizer = mid == nullptr ? DeviceQuantizer{} : MakeDeviceQuantizer(mid->format);
-
-  if (quantizer.dynamic_tensor_scale) {
-    FMOE_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(scratch.amax_bits, 0, sizeof(uint32_t), stream),
-                                  "amax of the intermediate"));
+/// The launches for tokens [first, first + count) of a call, in their order.
+class Pass {
+ public:
+  Pass(const LayerShape& shape, const DeviceWeights& weights, const ExpertsCall& call,
+       const PrefillPlan& plan, const MidOperand* mid, int64_t first, int64_t count)
+      : shape_(shape),
+        weights_(weights),
+        call_(call),
+        plan_(plan),
+        mid_(mid),
+        first_(first),
+        count_(count),
+        top_k_(shape.batched ? 1 : shape.top_k),
+        routes_(count * top_k_),
+        stream_(static_cast<cudaStream_t>(call.stream)),
+        scratch_(ScratchOf(shape, plan, call.scratch, routes_)),
+        kernels_(KernelsOf(shape.format, plan.codes)),
+        tile_(plan.tile_tokens == 64 ? kernels_.small : kernels_.large),
+        quantizer_(mid == nullptr ? DeviceQuantizer{} : MakeDeviceQuantizer(mid->format)) {
+    const bool promotes = plan.codes || (PromotesGroups(shape.format) && !plan.fused_mid);
+    if (promotes && call.hidden.group_scale != nullptr) {
+      panel_group_scale_ = scratch_.panel_group_scale;
+    }
+    if (promotes && (plan.codes || plan.rows_f32) && mid != nullptr && HasGroupScale(mid->format)) {
+      mid_group_scale_ = scratch_.mid_group_scale;
+    }
+    if (call.hidden.row_scale != nullptr) {
+      panel_scale_ = scratch_.panel_scale;
+    }
   }
-  if (plan.fused_mid && !plan.codes && shape.mid_cols() > shape.mid_rows()) {
+
+  Status Launch() const {
+    FMOE_RETURN_IF_ERROR(Clear());
+    FMOE_RETURN_IF_ERROR(Map());
+    FMOE_RETURN_IF_ERROR(Gather());
+    FMOE_RETURN_IF_ERROR(GateUp());
+    if (!plan_.fused_mid) {
+      FMOE_RETURN_IF_ERROR(MidPanel());
+    }
+    FMOE_RETURN_IF_ERROR(Down());
+    return Combine();
+  }
+
+ private:
+  Status Clear() const {
+    if (quantizer_.dynamic_tensor_scale) {
+      FMOE_RETURN_IF_ERROR(ToStatus(cudaMemsetAsync(scratch_.amax_bits, 0, sizeof(uint32_t), stream_),
+                                    "amax of the intermediate"));
+    }
+    const int64_t added = shape_.mid_cols() - shape_.mid_rows();
+    if (!plan_.fused_mid || plan_.codes || added <= 0) {
+      return Status::Ok();
+    }
     // A slab that only the unit of the weights adds: its weights are zero, so the tokens must be numbers.
-    const int64_t slab_bytes = plan.panel_rows * kFragmentSlab * 2;
-    FMOE_RETURN_IF_ERROR(ToStatus(
-        cudaMemsetAsync(
-            scratch.mid + shape.mid_rows() / kFragmentSlab * slab_bytes, 0,
-            static_cast<size_t>((shape.mid_cols() - shape.mid_rows()) / kFragmentSlab * slab_bytes), stream),
-        "padding of the intermediate"));
+    const int64_t slab_bytes = plan_.panel_rows * kFragmentSlab * 2;
+    return ToStatus(cudaMemsetAsync(scratch_.mid + shape_.mid_rows() / kFragmentSlab * slab_bytes, 0,
+                                    static_cast<size_t>(added / kFragmentSlab * slab_bytes), stream_),
+                    "padding of the intermediate");
   }
 
-  RouteMapParams map;
-  map.map = scratch.map;
-  map.num_routes = routes;
-  map.num_local_experts = static_cast<int>(shape.num_local_experts);
-  map.num_experts = static_cast<int>(shape.num_experts);
-  map.topk_ids = call.topk_ids == nullptr ? nullptr : call.topk_ids + first * top_k;
-  map.expert_map = call.expert_map;
-  map.expert_num_tokens = shape.batched ? call.expert_num_tokens : nullptr;
-  map.rows_per_expert = std::max<int64_t>(1, call.rows_per_expert);
-  map.chunk_counts = scratch.chunk_counts;
-  FMOE_RETURN_IF_ERROR(LaunchRouteMap(map, stream));
+  Status Map() const {
+    RouteMapParams map;
+    map.map = scratch_.map;
+    map.num_routes = routes_;
+    map.num_local_experts = static_cast<int>(shape_.num_local_experts);
+    map.num_experts = static_cast<int>(shape_.num_experts);
+    map.topk_ids = call_.topk_ids == nullptr ? nullptr : call_.topk_ids + first_ * top_k_;
+    map.expert_map = call_.expert_map;
+    map.expert_num_tokens = shape_.batched ? call_.expert_num_tokens : nullptr;
+    map.rows_per_expert = std::max<int64_t>(1, call_.rows_per_expert);
+    map.chunk_counts = scratch_.chunk_counts;
+    return LaunchRouteMap(map, stream_);
+  }
 
-  GatherParams gather;
-  gather.rows = call.hidden;
-  const int64_t first_row = call.hidden.by_route ? first * top_k : first;
-  gather.rows.values = static_cast<const std::byte*>(call.hidden.values) +
-                       first_row * call.hidden.row_stride * (plan.codes ? 1 : 2);
-  gather.rows.row_scale = call.hidden.row_scale == nullptr ? nullptr : call.hidden.row_scale + first_row;
-  gather.rows.group_scale = call.hidden.group_scale == nullptr
-                                ? nullptr
-                                : call.hidden.group_scale + first_row * (plan.hidden_cols / 128);
-  gather.panel_row = scratch.map.panel_row;
-  gather.num_routes = routes;
-  gather.top_k = top_k;
-  gather.codes = plan.codes;
-  gather.integers = element == DType::kI8;
-  gather.padded_cols = plan.hidden_cols;
-  gather.panel_rows = plan.panel_rows;
-  gather.panel = scratch.panel;
-  const bool promotes = plan.codes || (PromotesGroups(shape.format) && !plan.fused_mid);
-  gather.panel_group_scale =
-      promotes && call.hidden.group_scale != nullptr ? scratch.panel_group_scale : nullptr;
-  gather.panel_scale = call.hidden.row_scale == nullptr ? nullptr : scratch.panel_scale;
-  FMOE_RETURN_IF_ERROR(LaunchGather(gather, stream));
+  Status Gather() const {
+    const auto& hidden = call_.hidden;
+    const int64_t first_row = hidden.by_route ? first_ * top_k_ : first_;
+    GatherParams gather;
+    gather.rows = hidden;
+    gather.rows.values =
+        static_cast<const std::byte*>(hidden.values) + first_row * hidden.row_stride * (plan_.codes ? 1 : 2);
+    gather.rows.row_scale = hidden.row_scale == nullptr ? nullptr : hidden.row_scale + first_row;
+    gather.rows.group_scale =
+        hidden.group_scale == nullptr ? nullptr : hidden.group_scale + first_row * (plan_.hidden_cols / 128);
+    gather.panel_row = scratch_.map.panel_row;
+    gather.num_routes = routes_;
+    gather.top_k = top_k_;
+    gather.codes = plan_.codes;
+    gather.integers = Element() == DType::kI8;
+    gather.padded_cols = plan_.hidden_cols;
+    gather.panel_rows = plan_.panel_rows;
+    gather.panel = scratch_.panel;
+    gather.panel_group_scale = panel_group_scale_;
+    gather.panel_scale = panel_scale_;
+    return LaunchGather(gather, stream_);
+  }
 
-  PrefillGemmParams gate_up =
-      GemmParams(shape, weights.gate_up, plan, scratch, shape.hidden_cols(), shape.gate_up_blocks(), tile);
-  gate_up.panel = scratch.panel;
-  gate_up.panel_scale = gather.panel_scale;
-  gate_up.panel_group_scale = gather.panel_group_scale;
-  gate_up.scale_rows = shape.mid_rows();
-  gate_up.rows = shape.gated() ? PrefillRows::kGateUp : PrefillRows::kUp;
-  gate_up.wait_for_map = true;
-  gate_up.half_scale_is_f16 = weights.half_scale_is_f16;
-  gate_up.swish = SwishOf(shape.activation);
-  gate_up.out = plan.fused_mid ? scratch.mid : scratch.rows;
-  gate_up.ld = (plan.fused_mid || plan.activated ? 1 : shape.parts()) * shape.mid_rows();
-  float* const mid_group_scale =
-      promotes && (plan.codes || plan.rows_f32) && mid != nullptr && HasGroupScale(mid->format)
-          ? scratch.mid_group_scale
-          : nullptr;
-  gate_up.quantizer = quantizer;
-  gate_up.out_tensor_scale = mid == nullptr ? nullptr : mid->tensor_scale;
-  gate_up.out_group_scale = mid_group_scale;
-  gate_up.activated = plan.activated;
-  FMOE_RETURN_IF_ERROR(LaunchGemm("PrefillGemm of gate and up", plan.fused_mid ? tile.panel : tile.rows_f32,
-                                  tile, plan.grid, gate_up, stream));
+  Status GateUp() const {
+    PrefillGemmParams gemm = Gemm(weights_.gate_up, shape_.hidden_cols(), shape_.gate_up_blocks());
+    gemm.panel = scratch_.panel;
+    gemm.panel_scale = panel_scale_;
+    gemm.panel_group_scale = panel_group_scale_;
+    gemm.scale_rows = shape_.mid_rows();
+    gemm.rows = shape_.gated() ? PrefillRows::kGateUp : PrefillRows::kUp;
+    gemm.wait_for_map = true;
+    gemm.swish = SwishOf(shape_.activation);
+    gemm.out = plan_.fused_mid ? scratch_.mid : scratch_.rows;
+    gemm.ld = GateUpStride();
+    gemm.quantizer = quantizer_;
+    gemm.out_tensor_scale = mid_ == nullptr ? nullptr : mid_->tensor_scale;
+    gemm.out_group_scale = mid_group_scale_;
+    gemm.activated = plan_.activated;
+    return LaunchGemm("PrefillGemm of gate and up", plan_.fused_mid ? tile_.panel : tile_.rows_f32, tile_,
+                      plan_.grid, gemm, stream_);
+  }
 
-  if (!plan.fused_mid) {
+  Status MidPanel() const {
     MidPanelParams panel;
-    panel.rows = static_cast<const float*>(scratch.rows);
-    panel.ld = gate_up.ld;
-    panel.panel_row = scratch.map.panel_row;
-    panel.expert_of = scratch.map.expert_of;
-    panel.num_routes = routes;
-    panel.intermediate = shape.intermediate;
-    panel.mid_rows = shape.mid_rows();
-    panel.mid_cols = plan.mid_cols;
-    panel.panel_rows = plan.panel_rows;
-    panel.activated = plan.activated;
-    panel.activation = shape.activation;
-    panel.quantizer = quantizer;
-    panel.tensor_scale = mid == nullptr ? nullptr : mid->tensor_scale;
-    panel.smoothing = mid == nullptr ? nullptr : mid->pre_quant_scale;
-    panel.element = element;
-    panel.panel = scratch.mid;
-    panel.panel_scale = scratch.mid_scale;
-    panel.panel_group_scale = mid_group_scale;
-    panel.amax_bits = scratch.amax_bits;
-    FMOE_RETURN_IF_ERROR(LaunchMidPanel(panel, stream));
+    panel.rows = static_cast<const float*>(scratch_.rows);
+    panel.ld = GateUpStride();
+    panel.panel_row = scratch_.map.panel_row;
+    panel.expert_of = scratch_.map.expert_of;
+    panel.num_routes = routes_;
+    panel.intermediate = shape_.intermediate;
+    panel.mid_rows = shape_.mid_rows();
+    panel.mid_cols = plan_.mid_cols;
+    panel.panel_rows = plan_.panel_rows;
+    panel.activated = plan_.activated;
+    panel.activation = shape_.activation;
+    panel.quantizer = quantizer_;
+    panel.tensor_scale = mid_ == nullptr ? nullptr : mid_->tensor_scale;
+    panel.smoothing = mid_ == nullptr ? nullptr : mid_->pre_quant_scale;
+    panel.element = Element();
+    panel.panel = scratch_.mid;
+    panel.panel_scale = scratch_.mid_scale;
+    panel.panel_group_scale = mid_group_scale_;
+    panel.amax_bits = scratch_.amax_bits;
+    return LaunchMidPanel(panel, stream_);
   }
 
-  PrefillGemmParams down =
-      GemmParams(shape, weights.down, plan, scratch, shape.mid_cols(), shape.down_blocks(), tile);
-  down.panel = scratch.mid;
-  down.panel_scale = mid != nullptr && HasRowScale(mid->format) ? scratch.mid_scale : nullptr;
-  down.panel_group_scale = mid_group_scale;
-  down.scale_rows = shape.down_rows();
-  down.rows = PrefillRows::kDown;
-  down.half_scale_is_f16 = weights.half_scale_is_f16;
-  down.out = scratch.rows;
-  down.ld = shape.down_rows();
-  FMOE_RETURN_IF_ERROR(LaunchGemm("PrefillGemm of down", plan.rows_f32 ? tile.rows_f32 : tile.rows16, tile,
-                                  plan.grid, down, stream));
+  Status Down() const {
+    PrefillGemmParams gemm = Gemm(weights_.down, shape_.mid_cols(), shape_.down_blocks());
+    gemm.panel = scratch_.mid;
+    gemm.panel_scale = mid_ != nullptr && HasRowScale(mid_->format) ? scratch_.mid_scale : nullptr;
+    gemm.panel_group_scale = mid_group_scale_;
+    gemm.scale_rows = shape_.down_rows();
+    gemm.rows = PrefillRows::kDown;
+    gemm.out = scratch_.rows;
+    gemm.ld = shape_.down_rows();
+    return LaunchGemm("PrefillGemm of down", plan_.rows_f32 ? tile_.rows_f32 : tile_.rows16, tile_,
+                      plan_.grid, gemm, stream_);
+  }
 
-  CombineParams combine;
-  combine.rows = scratch.rows;
-  combine.rows_f32 = plan.rows_f32;
-  combine.batched = shape.batched;
-  combine.ld = down.ld;
-  combine.panel_row = scratch.map.panel_row;
-  combine.topk_weights = shape.batched || call.router_weight_on_input || call.topk_weights == nullptr
-                             ? nullptr
-                             : call.topk_weights + first * top_k;
-  combine.num_tokens = count;
-  combine.top_k = top_k;
-  combine.hidden = shape.hidden;
-  combine.output = static_cast<std::byte*>(call.output) +
-                   first * shape.hidden * (call.output_dtype == DType::kF32 ? 4 : 2);
-  combine.output_dtype = call.output_dtype;
-  return LaunchCombine(combine, stream);
-}
+  Status Combine() const {
+    const bool weighs = !shape_.batched && !call_.router_weight_on_input && call_.topk_weights != nullptr;
+    CombineParams combine;
+    combine.rows = scratch_.rows;
+    combine.rows_f32 = plan_.rows_f32;
+    combine.batched = shape_.batched;
+    combine.ld = shape_.down_rows();
+    combine.panel_row = scratch_.map.panel_row;
+    combine.topk_weights = weighs ? call_.topk_weights + first_ * top_k_ : nullptr;
+    combine.num_tokens = count_;
+    combine.top_k = top_k_;
+    combine.hidden = shape_.hidden;
+    combine.output = static_cast<std::byte*>(call_.output) +
+                     first_ * shape_.hidden * (call_.output_dtype == DType::kF32 ? 4 : 2);
+    combine.output_dtype = call_.output_dtype;
+    return LaunchCombine(combine, stream_);
+  }
+
+  DType Element() const { return OperandElement(shape_.format, plan_.codes); }
+  /// Between rows that the first GEMM writes.
+  int64_t GateUpStride() const {
+    return (plan_.fused_mid || plan_.activated ? 1 : shape_.parts()) * shape_.mid_rows();
+  }
+
+  /// What both GEMMs are given of their weights, `num_blocks` row blocks of `cols` k.
+  PrefillGemmParams Gemm(const DeviceProjection& projection, int64_t cols, int64_t num_blocks) const {
+    const FragmentTraits traits = FragmentTraitsOf(shape_.format);
+    const int64_t unit_cols = int64_t{traits.unit_slabs()} * kFragmentSlab;
+    const int slab_cols = plan_.codes ? kFragmentByteSlab : kFragmentSlab;
+    PrefillGemmParams p;
+    p.first_row = scratch_.map.first_row;
+    p.counts = scratch_.map.counts;
+    p.blocks = projection.blocks;
+    p.tensor_scale = projection.tensor_scale;
+    p.row_scale = projection.row_scale;
+    p.bias = projection.bias;
+    p.half_scale_is_f16 = weights_.half_scale_is_f16;
+    p.panel_rows = plan_.panel_rows;
+    p.num_experts = static_cast<int>(shape_.num_local_experts);
+    p.num_slabs = static_cast<int>(CeilDiv(cols, slab_cols));
+    p.num_blocks = static_cast<int>(num_blocks);
+    p.row_tiles = static_cast<int>((num_blocks + 15) / 16);
+    const auto units = static_cast<int>(cols / unit_cols);
+    const int slot_units = tile_.slabs * slab_cols / static_cast<int>(unit_cols);
+    p.last_piece_bytes = (units % slot_units == 0 ? slot_units : units % slot_units) * traits.unit_bytes();
+    p.block_bytes = static_cast<int64_t>(units) * traits.unit_bytes();
+    p.expert_bytes = num_blocks * p.block_bytes;
+    return p;
+  }
+
+  const LayerShape& shape_;
+  const DeviceWeights& weights_;
+  const ExpertsCall& call_;
+  const PrefillPlan& plan_;
+  const MidOperand* mid_;  ///< null: the intermediate is rounded, not quantized
+  int64_t first_, count_, top_k_, routes_;
+  cudaStream_t stream_;
+  PassScratch scratch_;
+  PrefillKernels kernels_;
+  const PrefillKernels::Tile& tile_;
+  DeviceQuantizer quantizer_;
+  // Scales of the panels of tokens and of the intermediate; null: they have none.
+  float* panel_scale_ = nullptr;
+  float* panel_group_scale_ = nullptr;
+  float* mid_group_scale_ = nullptr;
+};
 
 }  // namespace
 
@@ -243,7 +298,7 @@ Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, cons
   }
   for (int64_t first = 0; first < call.num_tokens; first += plan.chunk_tokens) {
     const int64_t count = std::min(plan.chunk_tokens, call.num_tokens - first);
-    FMOE_RETURN_IF_ERROR(LaunchPass(shape, weights, call, plan, mid, first, count));
+    FMOE_RETURN_IF_ERROR(Pass(shape, weights, call, plan, mid, first, count).Launch());
   }
   return Status::Ok();
 }
