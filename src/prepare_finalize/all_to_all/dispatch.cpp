@@ -16,6 +16,11 @@ const std::byte* HiddenRow(const PrepareInput& input, int64_t token) {
   return input.hidden.data() + token * input.hidden.stride_bytes(0);
 }
 
+/// Of rows before they are quantized: router weights multiply them in F32.
+DType RowType(const PrepareInput& input) {
+  return input.router_weight_on_input ? DType::kF32 : input.hidden.dtype();
+}
+
 }  // namespace
 
 RecordLayout AllToAllPrepareFinalize::Record(DType dtype, bool quantized) const {
@@ -173,37 +178,19 @@ void AllToAllPrepareFinalize::PackRecord(const PrepareInput& input, const Exchan
   std::memcpy(target + record.weights_offset, weights, static_cast<size_t>(record.ids) * sizeof(float));
 }
 
-Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput& prepared,
-                                        const Workspace& workspace, const Executor& executor) const {
-  Communicator& communicator = *parts_.communicator;
-  auto& state = *workspace.Get<ExchangeState>(state_);
-  state = ExchangeState{};
-  auto* ids = workspace.Get<int32_t>(ids_);
-  auto* list = workspace.Get<int32_t>(list_);
-  auto* send = workspace.Get<std::byte>(send_);
-  RankCounts counts = Counts(kDispatchCounts, workspace);
-  const bool send_codes = parts_.wire != nullptr && parts_.wire->codes;
-  const bool quantize = parts_.activation.quantized() && (send_codes || !input.defer_quantization);
-  const DType dtype = input.router_weight_on_input ? DType::kF32 : input.hidden.dtype();
-  const RecordLayout record = Record(dtype, quantize);
-
-  const Status own = CheckTokens(input);
-  state.weight_on_input = input.router_weight_on_input;
-  state.num_tokens = own.ok() ? input.hidden.dim(0) : 0;
-  state.share_begin = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank);
-  state.share = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank + 1) - state.share_begin;
-  state.tensor_scale = send_codes && parts_.activation.static_tensor_scale
-                           ? parts_.wire->scale
-                           : parts_.traits.input_tensor_scale.value_or(1.0F);
-  TranslateIds(input, state, ids);
-  ListRecords(state, ids, counts, list);
+/// What all ranks must agree on before rows move; counts.receive and the scale of the batch come of it.
+Status AllToAllPrepareFinalize::AgreeToDispatch(const PrepareInput& input, const Status& own,
+                                                const RecordLayout& record, bool quantize,
+                                                ExchangeState& state, RankCounts& counts,
+                                                const Workspace& workspace) const {
   RankCounts limits = Counts(kCombineCounts, workspace);  // not needed before the way back
   const int64_t per_token = batched() ? std::min(top_k(), parts_.config.num_local_experts) : 1;
   std::fill(limits.receive.begin(), limits.receive.end(), max_share_ * per_token);
   RowAgreement agreement;
   agreement.header_operation = "dispatch header";
   agreement.verdict_operation = "dispatch agreement";
-  agreement.fingerprint = parts_.fingerprint * 31 + static_cast<uint64_t>(dtype) * 2 + (quantize ? 1 : 0);
+  agreement.fingerprint =
+      parts_.fingerprint * 31 + static_cast<uint64_t>(RowType(input)) * 2 + (quantize ? 1 : 0);
   agreement.epoch = parts_.epoch;
   agreement.row_bytes = record.bytes;
   agreement.tokens = own.ok() ? state.num_tokens : -1;
@@ -217,7 +204,8 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
     agreement.same_tokens_begin = tokens_.rank - tokens_.tp_rank;
     agreement.same_tokens_end = agreement.same_tokens_begin + tokens_.tp;
   }
-  FMOE_RETURN_IF_ERROR(AgreeOnRows(communicator, agreement, own, Agreement(workspace), counts.receive));
+  FMOE_RETURN_IF_ERROR(
+      AgreeOnRows(*parts_.communicator, agreement, own, Agreement(workspace), counts.receive));
   if (shares_scale) {
     float amax = 0.0F;
     for (int64_t rank = 0; rank < ranks(); ++rank) {
@@ -225,6 +213,34 @@ Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput
     }
     state.tensor_scale = DynamicTensorScale(parts_.activation, amax);
   }
+  return Status::Ok();
+}
+
+Status AllToAllPrepareFinalize::Prepare(const PrepareInput& input, PrepareOutput& prepared,
+                                        const Workspace& workspace, const Executor& executor) const {
+  Communicator& communicator = *parts_.communicator;
+  auto& state = *workspace.Get<ExchangeState>(state_);
+  state = ExchangeState{};
+  auto* ids = workspace.Get<int32_t>(ids_);
+  auto* list = workspace.Get<int32_t>(list_);
+  auto* send = workspace.Get<std::byte>(send_);
+  RankCounts counts = Counts(kDispatchCounts, workspace);
+  const bool send_codes = parts_.wire != nullptr && parts_.wire->codes;
+  const bool quantize = parts_.activation.quantized() && (send_codes || !input.defer_quantization);
+  const DType dtype = RowType(input);
+  const RecordLayout record = Record(dtype, quantize);
+
+  const Status own = CheckTokens(input);
+  state.weight_on_input = input.router_weight_on_input;
+  state.num_tokens = own.ok() ? input.hidden.dim(0) : 0;
+  state.share_begin = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank);
+  state.share = tokens_.ShareBegin(state.num_tokens, tokens_.tp_rank + 1) - state.share_begin;
+  state.tensor_scale = send_codes && parts_.activation.static_tensor_scale
+                           ? parts_.wire->scale
+                           : parts_.traits.input_tensor_scale.value_or(1.0F);
+  TranslateIds(input, state, ids);
+  ListRecords(state, ids, counts, list);
+  FMOE_RETURN_IF_ERROR(AgreeToDispatch(input, own, record, quantize, state, counts, workspace));
   if (quantize) {
     QuantizeShare(input, state, record, workspace, executor);
   }

@@ -71,6 +71,9 @@ class AllToAllPrepareFinalize final : public PrepareFinalize {
   // dispatch.cpp
   RecordLayout Record(DType dtype, bool quantized) const;
   Status CheckTokens(const PrepareInput& input) const;
+  Status AgreeToDispatch(const PrepareInput& input, const Status& own, const RecordLayout& record,
+                         bool quantize, ExchangeState& state, RankCounts& counts,
+                         const Workspace& workspace) const;
   void TranslateIds(const PrepareInput& input, const ExchangeState& state, int32_t* ids) const;
   float ShareAmax(const PrepareInput& input, const ExchangeState& state) const;
   void QuantizeShare(const PrepareInput& input, const ExchangeState& state, const RecordLayout& record,
