@@ -9,7 +9,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr int64_t kMaxExperts = 65536;
 constexpr int64_t kMaxTopK = 1024;
 constexpr std::string_view kTopKKeys =
     "num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k top_k_experts num_selected_experts "
@@ -184,9 +183,9 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   }
   if (!row.ignore_groups) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> groups,
-                          config.Integer("n_group num_expert_group", -1, 0, kMaxExperts));
+                          config.Integer("n_group num_expert_group", -1, 0, kMaxRoutedExperts));
     FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> kept,
-                          config.Integer("topk_group", -1, 0, kMaxExperts));
+                          config.Integer("topk_group", -1, 0, kMaxRoutedExperts));
     FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
     routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
     routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
@@ -207,7 +206,7 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   if (jitter && row.method == RoutingMethod::kSparseMixer)
     routing.jitter = static_cast<float>(*jitter);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> zero_experts,
-                        config.Integer("zero_expert_num", -1, 0, kMaxExperts));
+                        config.Integer("zero_expert_num", -1, 0, kMaxRoutedExperts));
   routing.num_zero_experts = zero_experts.value_or(0);
   routing.norm_epsilon = row.norm_epsilon;
   routing.method = row.method;

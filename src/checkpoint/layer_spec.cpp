@@ -9,7 +9,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr int64_t kMaxExperts = 65536;
 constexpr int64_t kMaxSize = int64_t{1} << 24;
 
 constexpr std::string_view kExpertsKeys =
@@ -167,7 +166,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   spec.family = &family;
   spec.names = *std::move(names);
   MoeConfig& moe = spec.config;
-  FMOE_ASSIGN_OR_RETURN(moe.num_experts, config.RequiredInteger(kExpertsKeys, layer, 1, kMaxExperts));
+  FMOE_ASSIGN_OR_RETURN(moe.num_experts, config.RequiredInteger(kExpertsKeys, layer, 1, kMaxRoutedExperts));
   moe.num_local_experts = moe.num_experts;
   FMOE_ASSIGN_OR_RETURN(moe.hidden, config.RequiredInteger(kHiddenKeys, -1, 1, kMaxSize));
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);

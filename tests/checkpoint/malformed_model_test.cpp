@@ -317,6 +317,7 @@ TEST(MalformedModel, RulesOfTheConfiguration_AreChecked) {
           {"unknown model_type", [](auto& c) { c["model_type"] = "no_such_moe"; }, StatusCode::kUnsupported},
           {"refused model_type", [](auto& c) { c["model_type"] = "zaya"; }, StatusCode::kUnsupported},
           {"more experts a token than there are", [](auto& c) { c["num_experts_per_tok"] = 3; }},
+          {"more experts than the library routes to", [](auto& c) { c["num_experts"] = 2049; }},
           {"renormalization a word", [](auto& c) { c["norm_topk_prob"] = "yes"; }},
           {"unknown activation", [](auto& c) { c["hidden_act"] = "sine"; }, StatusCode::kUnsupported},
           {"activation a number", [](auto& c) { c["hidden_act"] = 1; }},
