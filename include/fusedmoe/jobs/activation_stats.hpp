@@ -13,8 +13,8 @@ namespace fusedmoe {
 /// they come from. Vectors have an entry for each expert.
 struct LayerActivationStats {
   int64_t hidden = 0, intermediate = 0;  ///< of the layer; statistics of other sizes are another model's
-  std::vector<float> gate_up_amax;  ///< input of gate and up; 0 where no token came
-  std::vector<float> down_amax;     ///< input of down
+  std::vector<float> gate_up_amax;       ///< input of gate and up; 0 where no token came
+  std::vector<float> down_amax;          ///< input of down
   std::vector<int64_t> tokens;
 };
 
@@ -30,8 +30,8 @@ struct ActivationStats {
 std::string DescribeSizes(const LayerActivationStats& stats);
 
 /// A safetensors file with layers.N.gate_up_amax and layers.N.down_amax (F32 [E]), layers.N.tokens
-/// (I64 [E]) and layers.N.sizes (I64 [2]: hidden, intermediate). Reading refuses (kBadInput) values that are negative or not finite, and layers that are not
-/// whole.
+/// (I64 [E]) and layers.N.sizes (I64 [2]: hidden, intermediate). Reading refuses (kBadInput) values that are
+/// negative or not finite, and layers that are not whole.
 Result<ActivationStats> ReadActivationStats(const std::string& path);
 Status WriteActivationStats(const std::string& path, const ActivationStats& stats);
 
