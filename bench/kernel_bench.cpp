@@ -267,7 +267,7 @@ void Register(const Bench& bench) {
         constexpr const char* kSlabs[] = {"/l2", "/l2/once", "/l2/once_wide"};
         const bool integers = kind == kTileA16 || kind == kTileA8 || kind == kTileA4;
         for (int i = 0; i < (integers ? 6 : 2); ++i) {
-          const int tiles = i % 2 == 0 ? 2 : kBatchTiles;
+          const int tiles = i % 2 == 0 ? 2 : 8;
           const auto slabs = static_cast<Slabs>(i / 2);
           const std::string name = "batch/" + isa + "/" + named.name + "/" + kTiles[kind] +
                                    "/tokens:" + std::to_string(tiles * kMaxHeight) + kSlabs[i / 2];

@@ -422,6 +422,8 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   EXPECT_TRUE(intel.next_into_l2);
   EXPECT_GT(intel.prefetch[0], 4096);           // beyond the page that the core prefetches by itself
   EXPECT_LT(intel.slab_tiles, amd.slab_tiles);  // fewer tiles pay for decoding once
+  EXPECT_EQ(amd.batch_tiles, 8);
+  EXPECT_EQ(intel.batch_tiles, 16);
   EXPECT_TRUE(intel.wide_slabs);
   EXPECT_FALSE(amd.wide_slabs);
 }

@@ -170,7 +170,7 @@ int64_t CpuExperts::TilesAtOnce(const Run& run, const GemmShape& shape, int64_t 
   while (begin + tall < end && run.tiles[begin + tall].height_index == run.tiles[begin].height_index) {
     ++tall;
   }
-  return CeilDiv(tall, CeilDiv(tall, kBatchTiles));  // batches of equal size
+  return CeilDiv(tall, CeilDiv(tall, plan_.batch_tiles));  // batches of equal size
 }
 
 /// What tall tiles that meet stripes up to `end` ask for meanwhile, `bytes` of the next ones in equal shares.

@@ -252,7 +252,7 @@ ExpertWork WorkOf(const CpuPlan& plan) {
       (gate_up.parts * gate_up.stripes * gate_up.padded_cols + down.stripes * down.padded_cols) / kPanelUnit;
   work.max_height = kHeights[plan.max_height_index];
   if (IsPairTile(gate_up.tile)) {
-    work.max_height *= kBatchTiles;
+    work.max_height *= plan.batch_tiles;
   }
   work.padded = !plan.tall;
   return work;
@@ -345,6 +345,12 @@ int SlabTiles(const Machine& machine, WeightKernel kernel) {
   return kernel == kWeightNvfp4 || kernel > kWeightU8 ? 3 : 2;
 }
 
+/// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
+/// or more half of the time, and a second batch decodes once more.
+int BatchTiles(const Machine& machine, WeightKernel kernel) {
+  return IsAmd(machine) || IsFloatKernel(kernel) ? kBatchTiles / 2 : kBatchTiles;
+}
+
 /// Slots whose results wait to be added up by token, where there are threads to do so: they should stay in
 /// the last-level cache, and be enough for all threads. A scale over the batch needs all of them.
 int64_t SlotSums(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan) {
@@ -386,6 +392,9 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, plan.gate_up.tile);
   plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
               !IsFloatKernel(plan.kernel);
+  plan.slab_tiles = SlabTiles(machine, plan.kernel);
+  plan.batch_tiles = BatchTiles(machine, plan.kernel);
+  plan.wide_slabs = !IsAmd(machine);  // AMD: stores cost more than instructions (dot_tall_isa.hpp)
   const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, choice.gate_up),
                                    plan.kernel, choice.gate_up, ActivationOf(problem).quantized());
   plan.cost_source = cost.source;
@@ -410,8 +419,6 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.max_tiles = plan.max_slots / kHeights[plan.max_height_index] + 2 * active;
   plan.max_tile_rows = plan.max_slots + (plan.tall ? 0 : 2) * active;
   SetPrefetch(machine, plan);
-  plan.slab_tiles = SlabTiles(machine, plan.kernel);
-  plan.wide_slabs = !IsAmd(machine);  // AMD: stores cost more than instructions (dot_tall_isa.hpp)
   plan.weight_nodes = std::clamp(machine.num_numa_nodes, 1, kMostMemoryNodes);
   if (tiles.enabled) {
     const int64_t jobs = std::min(active, plan.max_slots / std::max<int64_t>(tiles.from_tokens, 1));

@@ -117,6 +117,8 @@ struct CpuPlan {
   bool next_into_l2 = false;
   /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
   int slab_tiles = kNoSlabs;
+  /// Tall tiles that meet the weights of a call together, at most.
+  int batch_tiles = kBatchTiles;
   /// Whether such weights meet all tokens of a tile at a time.
   bool wide_slabs = false;
   TilePlan tiles;

@@ -65,8 +65,8 @@ static constexpr int GroupBytes(GroupScales scales) {
   return GroupScaleBytes(scales) + (scales.zero_points ? 16 : 0);
 }
 
-/// Tiles and stripes of a call, at most. Tall tiles have kMaxHeight.
-constexpr int kBatchTiles = 8;
+/// Tiles and stripes of a call, at most (CpuPlan::batch_tiles). Tall tiles have kMaxHeight.
+constexpr int kBatchTiles = 16;
 constexpr int kBatchStripes = 4;
 /// Of TileView::slab_tiles: never.
 constexpr int kNoSlabs = kBatchTiles + 1;
