@@ -65,23 +65,17 @@ class CpuExperts final : public Experts {
     const uint8_t* end;
     const uint8_t* next;
   };
-  /// What the tall ones of some tiles ask for in equal shares.
-  struct Ahead {
-    const Tile* tiles;
-    int64_t num_tiles;
-    const uint8_t* next;
-    int64_t bytes;
-  };
   /// Stripes of one expert, `stride` bytes apart.
   struct Stripes {
     const uint8_t* first;
     int64_t count;
     int64_t stride;
-    const Stretch& stretch;
-    const Ahead& ahead;
   };
+  struct Views;
   void View(const Run& run, const GemmShape& shape, int part, const Tile& tile, const Stretch& stretch,
             TileView& view) const;
+  void ViewTiles(const Run& run, const GemmShape& shape, int first_part, int parts, int64_t tile_begin,
+                 int64_t tile_end, int64_t ahead_bytes, const Stretch& stretch, Views& views) const;
   struct Division {
     int64_t batches, ranges;
   };
@@ -93,12 +87,9 @@ class CpuExperts final : public Experts {
   int64_t ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end) const;
   bool IsTall(const GemmShape& shape, const Tile& tile) const;
   int64_t TilesAtOnce(const Run& run, const GemmShape& shape, int64_t begin, int64_t end) const;
-  Ahead AheadOf(const Run& run, const GemmShape& shape, int64_t tile_begin, int64_t tile_end,
-                const uint8_t* end, int64_t bytes, const Stretch& stretch) const;
-  void Multiply(const Run& run, const GemmShape& shape, int part, const Tile* first, int64_t count,
+  void Multiply(const GemmShape& shape, const Tile& first, const TileView* views, int64_t count,
                 const Stripes& stripes, float* sums) const;
-  void GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe, int64_t num_stripes,
-                     const Stretch& stretch) const;
+  void GateUpStripes(Run& run, Views& views, int64_t stripe, int64_t num_stripes) const;
   void Down(Run& run) const;
   // The matrix unit: cpu_tiles.cpp.
   class TaskScratch;

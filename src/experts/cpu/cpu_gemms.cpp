@@ -22,15 +22,41 @@ constexpr int64_t kLeastStretch = 512 << 10;
 constexpr int64_t kShortTileStripes = 4;
 constexpr int64_t kMostSums = kBatchTiles * kBatchStripes * kMaxHeight * kPanelRows;
 static_assert(2 * kShortTileStripes * kHeights[1] <= kBatchStripes * kMaxHeight);
+/// Tiles of an expert that go through the stripes together, at most: as many as have views on the stack.
+constexpr int64_t kMostViews = 64;
 
 }  // namespace
+
+/// Tiles [begin, end) of one expert as the kernels see them, of one part or of gate and up. Made once for all
+/// stripes of a task: made again for each pair of stripes they took 2 % of prefill (INT4, 64 tokens an
+/// expert).
+struct CpuExperts::Views {
+  int64_t begin, end;
+  int parts;
+  Stretch stretch;
+  TileView of[2][kMostViews];
+  /// Where the share of each tile begins of the bytes that are asked for ahead; those of short tiles are
+  /// empty.
+  int64_t share[kMostViews + 1];
+
+  /// What comes behind the stripes that end at `done` is asked for while these are multiplied.
+  void AskBehind(const uint8_t* done) {
+    const uint8_t* next = done < stretch.end ? done : stretch.next;
+    for (int part = 0; part < parts; ++part) {
+      for (int64_t i = 0; i < end - begin; ++i) {
+        of[part][i].next = next == nullptr ? nullptr : next + share[i];
+        of[part][i].next_bytes = next == nullptr ? 0 : share[i + 1] - share[i];
+      }
+    }
+  }
+};
 
 /// Tiles from `begin` on that meet a stripe one after the other: of one expert, and small enough to stay in
 /// L2 until the next stripe comes.
 int64_t CpuExperts::EndOfBatch(const Run& run, const GemmShape& shape, int64_t begin) const {
   const Tile& first = run.tiles[begin];
   int64_t end = begin + 1;
-  while (end < run.num_tiles && run.tiles[end].expert == first.expert &&
+  while (end < run.num_tiles && run.tiles[end].expert == first.expert && end - begin < kMostViews &&
          (run.tiles[end].first_row + TileRows(plan_, run.tiles[end]) - first.first_row) *
                  shape.tile_row_bytes <=
              plan_.tile_batch_bytes) {
@@ -60,7 +86,6 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
                      : run.Tiles(plan_, part) + tile.first_row * shape.tile_row_bytes;
   PlaceTile(&view, memory, plan_.kernel, shape.tile, shape.padded_cols, kHeights[tile.height_index]);
   view.tokens = tile.count;
-  view.turn = nullptr;
   view.group_scales = GroupScalesOf(plan_.panel);
   view.slab_tiles = plan_.slab_tiles;
   view.wide_slabs = plan_.wide_slabs;
@@ -68,6 +93,30 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
+}
+
+/// Views of parts [first_part, first_part + parts), whose tall tiles ask for `ahead_bytes` in equal shares
+/// while they meet some stripes.
+void CpuExperts::ViewTiles(const Run& run, const GemmShape& shape, int first_part, int parts,
+                           int64_t tile_begin, int64_t tile_end, int64_t ahead_bytes, const Stretch& stretch,
+                           Views& views) const {
+  views.begin = tile_begin;
+  views.end = tile_end;
+  views.parts = parts;
+  views.stretch = stretch;
+  const Tile* tiles = run.tiles + tile_begin;
+  const int64_t count = tile_end - tile_begin;
+  const int64_t tall =
+      std::count_if(tiles, tiles + count, [&](const Tile& tile) { return IsTall(shape, tile); });
+  for (int64_t i = 0, done = 0; i < count; ++i) {
+    for (int part = 0; part < parts; ++part) {
+      View(run, shape, first_part + part, tiles[i], stretch, views.of[part][i]);
+      views.of[part][i].turn = parts == 2 ? &views.of[1 - part][i] : nullptr;
+    }
+    views.share[i] = tall == 0 ? 0 : ahead_bytes * done / tall / 64 * 64;
+    done += IsTall(shape, tiles[i]) ? 1 : 0;
+    views.share[i + 1] = tall == 0 ? 0 : ahead_bytes * done / tall / 64 * 64;
+  }
 }
 
 /// Into how many ranges of pairs of stripes the second GEMM is divided: tall tiles take as long for one
@@ -138,11 +187,14 @@ void CpuExperts::GateUp(Run& run) const {
     const Stretch stretch{expert.gate_up + end * position_bytes,
                           next == nullptr ? nullptr : next->gate_up + first * position_bytes};
     const int64_t step = ColumnsAtOnce(run, shape, tile, tile_end);
+    Views views;
+    ViewTiles(run, shape, 0, separate_inputs_ ? static_cast<int>(shape.parts) : 1, tile, tile_end,
+              step * position_bytes, stretch, views);
     for (int64_t stripe = first; stripe < end; stripe += step) {
       if (stripe + step >= end && next != nullptr) {
         PrefetchSides(next->gate_up_scale, next->gate_up_bias, first * shape.parts, step * shape.parts);
       }
-      GateUpStripes(run, tile, tile_end, stripe, std::min(step, end - stripe), stretch);
+      GateUpStripes(run, views, stripe, std::min(step, end - stripe));
     }
   });
 }
@@ -173,52 +225,24 @@ int64_t CpuExperts::TilesAtOnce(const Run& run, const GemmShape& shape, int64_t 
   return CeilDiv(tall, CeilDiv(tall, plan_.batch_tiles));  // batches of equal size
 }
 
-/// What tall tiles that meet stripes up to `end` ask for meanwhile, `bytes` of the next ones in equal shares.
-CpuExperts::Ahead CpuExperts::AheadOf(const Run& run, const GemmShape& shape, int64_t tile_begin,
-                                      int64_t tile_end, const uint8_t* end, int64_t bytes,
-                                      const Stretch& stretch) const {
-  const uint8_t* next = end < stretch.end ? end : stretch.next;
-  const Tile* tiles = run.tiles + tile_begin;
-  const int64_t tall = std::count_if(tiles, tiles + (tile_end - tile_begin),
-                                     [&](const Tile& tile) { return IsTall(shape, tile); });
-  return {tiles, tall, next, next == nullptr ? 0 : bytes};
-}
-
-/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce, of a part (Run::Tiles). One
-/// short tile meets stripes that follow each other: those of gate and up in turns, each the tile of its
+/// sums[tile][stripe][token][16] of stripes and `count` tiles of TilesAtOnce, the first of which is `first`.
+/// One short tile meets stripes that follow each other: those of gate and up in turns, each the tile of its
 /// input.
-void CpuExperts::Multiply(const Run& run, const GemmShape& shape, int part, const Tile* first, int64_t count,
+void CpuExperts::Multiply(const GemmShape& shape, const Tile& first, const TileView* views, int64_t count,
                           const Stripes& stripes, float* sums) const {
-  if (!IsTall(shape, *first)) {
-    TileView views[2];
-    View(run, shape, part, *first, stripes.stretch, views[0]);
-    if (part == 0 && separate_inputs_ && shape.parts == 2) {
-      View(run, shape, 1, *first, stripes.stretch, views[1]);
-      views[0].turn = &views[1];
-      views[1].turn = &views[0];
-    }
-    table_->dot[plan_.kernel][shape.tile][first->height_index](stripes.first, stripes.count, shape.blocks,
-                                                               views, sums);
-    return;
+  if (IsTall(shape, first)) {
+    table_->batch[plan_.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
+                                            count, sums);
+  } else {
+    table_->dot[plan_.kernel][shape.tile][first.height_index](stripes.first, stripes.count, shape.blocks,
+                                                              views, sums);
   }
-  const Ahead& ahead = stripes.ahead;
-  const auto share = [&](int64_t tile) { return ahead.bytes * tile / ahead.num_tiles / 64 * 64; };
-  TileView views[kBatchTiles];
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t tile = first + i - ahead.tiles;
-    View(run, shape, part, first[i], stripes.stretch, views[i]);
-    views[i].next = ahead.next + share(tile);
-    views[i].next_bytes = share(tile + 1) - share(tile);
-  }
-  table_->batch[plan_.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
-                                          count, sums);
 }
 
 /// Gate and up of 16 * num_stripes columns for all tokens of an expert, and the activation.
-void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, int64_t stripe,
-                               int64_t num_stripes, const Stretch& stretch) const {
+void CpuExperts::GateUpStripes(Run& run, Views& views, int64_t stripe, int64_t num_stripes) const {
   const GemmShape& shape = plan_.gate_up;
-  const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[tile_begin].expert)];
+  const ExpertPanels& expert = experts_[static_cast<size_t>(run.tiles[views.begin].expert)];
   const ActivationSpec& spec = problem_.config.activation;
   const bool gated = shape.parts == 2;
   const uint8_t* weights = expert.gate_up + stripe * shape.parts * shape.stripe_bytes;
@@ -231,23 +255,22 @@ void CpuExperts::GateUpStripes(Run& run, int64_t tile_begin, int64_t tile_end, i
   arguments.mid_stride = shape.row_stride();
   PrefetchSides(expert.gate_up_scale, expert.gate_up_bias, (stripe + num_stripes) * shape.parts,
                 num_stripes * shape.parts);
-  const int64_t bytes = num_stripes * shape.parts * shape.stripe_bytes;
-  const Ahead ahead = AheadOf(run, shape, tile_begin, tile_end, weights + bytes, bytes, stretch);
-  for (int64_t index = tile_begin, count = 0; index < tile_end; index += count) {
-    count = TilesAtOnce(run, shape, index, tile_end);
+  views.AskBehind(weights + num_stripes * shape.parts * shape.stripe_bytes);
+  for (int64_t index = views.begin, count = 0; index < views.end; index += count) {
+    count = TilesAtOnce(run, shape, index, views.end);
     const Tile* tiles = run.tiles + index;
+    const int64_t at = index - views.begin;
     const int64_t stripe_sums = kHeights[tiles->height_index] * kPanelRows;
     int64_t up_sums = stripe_sums, column_sums = stripe_sums * shape.parts;
     if (!separate_inputs_ || !IsTall(shape, *tiles)) {
-      Multiply(run, shape, 0, tiles, count,
-               {weights, num_stripes * shape.parts, shape.stripe_bytes, stretch, ahead}, dots);
+      Multiply(shape, *tiles, views.of[0] + at, count,
+               {weights, num_stripes * shape.parts, shape.stripe_bytes}, dots);
     } else {
       column_sums = stripe_sums;
       up_sums = count * num_stripes * stripe_sums;
       for (int part = 0; part < shape.parts; ++part) {
-        Multiply(run, shape, part, tiles, count,
-                 {weights + part * shape.stripe_bytes, num_stripes, shape.parts * shape.stripe_bytes, stretch,
-                  ahead},
+        Multiply(shape, *tiles, views.of[part] + at, count,
+                 {weights + part * shape.stripe_bytes, num_stripes, shape.parts * shape.stripe_bytes},
                  dots + part * up_sums);
       }
     }
@@ -299,6 +322,8 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
     const Stretch stretch{expert.down + end_stripe * shape.stripe_bytes,
                           next == nullptr ? nullptr : next->down + first_stripe * shape.stripe_bytes};
     const int64_t step = ColumnsAtOnce(run, shape, begin, end);
+    Views views;
+    ViewTiles(run, shape, 2, 1, begin, end, step * shape.stripe_bytes, stretch, views);
     for (int64_t stripe = first_stripe; stripe < end_stripe; stripe += step) {
       const int64_t count = std::min(step, end_stripe - stripe);
       if (stripe + step >= end_stripe && next != nullptr) {
@@ -306,12 +331,12 @@ void CpuExperts::DownColumns(Run& run, int64_t first_stripe, int64_t end_stripe)
       }
       PrefetchSides(expert.down_scale, expert.down_bias, stripe + step, step);
       const uint8_t* weights = expert.down + stripe * shape.stripe_bytes;
-      const int64_t bytes = count * shape.stripe_bytes;
-      const Ahead ahead = AheadOf(run, shape, begin, end, weights + bytes, bytes, stretch);
+      views.AskBehind(weights + count * shape.stripe_bytes);
       for (int64_t index = begin, taken = 0; index < end; index += taken) {
         taken = TilesAtOnce(run, shape, index, end);
         const Tile* tiles = run.tiles + index;
-        Multiply(run, shape, 2, tiles, taken, {weights, count, shape.stripe_bytes, stretch, ahead}, dots);
+        Multiply(shape, *tiles, views.of[0] + (index - begin), taken, {weights, count, shape.stripe_bytes},
+                 dots);
         for (int64_t i = 0; i < taken * count; ++i) {
           const Tile& tile = tiles[i / count];
           const int64_t col = (stripe + i % count) * kPanelRows;
