@@ -32,7 +32,7 @@ TEST(PrefillPlan, AnyTokenCount_PassesCoverTheCallAndScratchStaysNearTheTarget) 
       EXPECT_GE(plan.panel_rows, plan.chunk_tokens * shape.top_k + 7 * shape.num_local_experts) << tokens;
       EXPECT_EQ(plan.panel_rows % 8, 0) << tokens;
       EXPECT_LE(plan.chunk_tokens, tokens) << tokens;
-      EXPECT_LE(plan.scratch_bytes, int64_t{2} << 30) << tokens;
+      EXPECT_LE(plan.scratch_bytes, int64_t{4} << 30) << tokens;
     }
   }
 }
@@ -77,7 +77,7 @@ TEST(PrefillPlan, Codes_StandInWholeSlabsAndAreQuantizedWhereTheirScalesAreAtHan
   shape.activation.kind = ActivationKind::kGelu;
   const PrefillPlan other = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});
   EXPECT_TRUE(other.codes && !other.fused_mid && !other.activated);
-  EXPECT_FALSE(PlanPrefill(shape, 127, MidKind::kQuantizedInTile, {}).codes) << "254 routes";
+  EXPECT_TRUE(PlanPrefill(shape, 1, MidKind::kQuantizedInTile, {}).codes) << "faster than their values";
   shape.format = FragmentFormat::kMxfp8;
   EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {}).codes);
 }

@@ -95,7 +95,9 @@ struct DecodeArguments {
   long long* stamps = nullptr;  ///< profiling builds only
 };
 
-/// `routes`: upper bound. `chunk_bytes`, `token_tile`: of the kernel.
+/// `routes`: upper bound. `chunk_bytes`, `token_tile`: of the kernel. Three things share one place, since a
+/// CTA needs them one after the other, with a barrier between: the histogram while it sorts routes, the
+/// sources of rows while it stages a segment, sums of row blocks while its warps multiply.
 FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_bytes, int tokens_bytes,
                                                          int routes, int experts, int chunk_bytes,
                                                          int token_tile) {
@@ -103,17 +105,20 @@ FMOE_HOST_DEVICE constexpr DecodeShared MakeDecodeShared(int slots, int rows_byt
   DecodeShared at{};
   at.rows = kDecodeWarps * slots * chunk_bytes;
   at.tokens = at.rows + rows_bytes;
-  at.partial_sums = at.tokens + tokens_bytes;  // F32 [warp][token_tile * 4][lane]
-  at.barriers = at.partial_sums + kDecodeWarps * token_tile * 512;
-  at.row_source = at.barriers + kDecodeWarps * slots * 8;         // u32, see DecodeMap
-  at.row_pieces = at.row_source + kSegmentRows * 4;               // u16
-  at.segments = at.row_pieces + kSegmentRows * 2;                 // int [3][2][kMaxSegments]
-  at.route_of = at.segments + 3 * 2 * kMaxSegments * 4;           // u16 [padded], sorted position -> route
-  at.lists = at.route_of + padded * 2;                            // u16 [3][padded]: expert, first, count
-  at.expert_first = at.lists + 3 * padded * 2;                    // u16 [experts], sorted position
-  at.histogram = at.expert_first + (experts + 1) / 2 * 4;         // u16 [padded / 32][experts]
-  at.valid = at.histogram + (padded / 32 * experts + 1) / 2 * 4;  // u32 [kMaxRoutes / 32]
-  at.scalars = at.valid + kMaxRoutes / 8;                         // int [8], then row_off [kSegmentLists + 1]
+  at.partial_sums = at.tokens + tokens_bytes;        // F32 [warp][token_tile * 4][lane]
+  at.histogram = at.partial_sums;                    // u16 [padded / 32][experts]
+  at.row_source = at.partial_sums;                   // u32, see DecodeMap
+  at.row_pieces = at.row_source + kSegmentRows * 4;  // u16
+  const int sums = kDecodeWarps * token_tile * 512, histogram = (padded / 32 * experts + 7) / 8 * 16;
+  const int longest = sums > histogram ? sums : histogram;
+  static_assert(kDecodeWarps * 512 >= kSegmentRows * 6, "sums are longer than sources of rows");
+  at.barriers = at.partial_sums + longest;
+  at.segments = at.barriers + kDecodeWarps * slots * 8;  // int [3][2][kMaxSegments]
+  at.route_of = at.segments + 3 * 2 * kMaxSegments * 4;  // u16 [padded], sorted position -> route
+  at.lists = at.route_of + padded * 2;                   // u16 [3][padded]: expert, first, count
+  at.expert_first = at.lists + 3 * padded * 2;           // u16 [experts], sorted position
+  at.valid = at.expert_first + (experts + 1) / 2 * 4;    // u32 [kMaxRoutes / 32]
+  at.scalars = at.valid + kMaxRoutes / 8;                // int [8], then row_off [kSegmentLists + 1]
   at.bytes = (at.scalars + (8 + kSegmentLists + 8) * 4 + 15) / 16 * 16;
   return at;
 }

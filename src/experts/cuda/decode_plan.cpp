@@ -12,6 +12,8 @@ constexpr int64_t kAlign = 256;
 /// Token rows may take this much without costing ring slots.
 constexpr int64_t kEasyRows = 64 << 10;
 constexpr int64_t kFewestRows = 32 << 10;
+/// Tokens an expert, mean, up to which decode may be the faster mode.
+constexpr int64_t kMostMean = 5;
 
 /// Bytes of a token row of `cols` in shared memory: 16 mod 128, so that rows fall on different banks.
 int64_t RowStride(int64_t cols, bool group_scales) {
@@ -33,6 +35,49 @@ DecodePlan Unfit(std::string why) {
   return plan;
 }
 
+/// Lists of at most eight tokens, though more would fit. Where a CTA has about one list, one with more than
+/// eight tokens, which takes twice as long to multiply, keeps the whole launch waiting; cut in two it is
+/// spread like others. From three tokens an expert on such lists are common enough: 4-bit weights of 128
+/// experts, 64 tokens, 2 to 9 % faster (40 tokens 2 % slower, 8 experts 2 % slower, 8-bit weights no
+/// difference).
+bool WantsShortLists(const LayerShape& shape, int64_t routes, const DeviceLimits& limits) {
+  return FragmentTraitsOf(shape.format).code_bits == 4 && !shape.batched &&
+         2 * shape.num_local_experts >= limits.num_sms && routes >= 3 * shape.num_experts &&
+         routes <= kMostMean * shape.num_experts;
+}
+
+/// Token rows in shared memory.
+struct RowsPlan {
+  int64_t bytes = 0, splits = 1, list_tokens = 0;
+};
+
+RowsPlan PlanRows(const LayerShape& shape, const DecodePlan& plan, int64_t num_tokens, int64_t most_bytes) {
+  // Rows of the largest list that the batch is likely to have, and one of zeros.
+  const int64_t longest_list = 8 * plan.token_tile;
+  const int64_t rows = std::min(longest_list, std::max<int64_t>(num_tokens, 1)) + 1;
+  const int64_t row = RowStride(shape.hidden_cols(), shape.group_scales);
+  const int64_t chunks = CeilDiv(shape.mid_cols() / kFragmentSlab, plan.slabs);
+  const auto split_row = [&](int64_t splits) {
+    const int64_t cols =
+        splits == 1 ? shape.mid_cols() : CeilDiv(chunks, splits) * plan.slabs * kFragmentSlab;
+    return RowStride(cols, shape.group_scales);
+  };
+  RowsPlan result;
+  result.bytes = std::min(rows * row, std::max<int64_t>(most_bytes, 0));
+  int64_t& splits = result.splits;
+  while (splits < chunks && (split_row(splits) * rows > std::max(result.bytes, kEasyRows) ||
+                             (splits - 1) * CeilDiv(chunks, splits) >= chunks)) {
+    ++splits;
+  }
+  if (num_tokens == 1) {  // several experts of the one token at a time
+    result.bytes = std::max(result.bytes, std::min(9 * split_row(splits), kEasyRows));
+  }
+  result.bytes = std::max({result.bytes, split_row(splits) * rows, kFewestRows});
+  result.bytes = std::min(RoundUp(result.bytes, 128), most_bytes);
+  result.list_tokens = std::min(longest_list, result.bytes / std::max(row, split_row(splits)) - 1);
+  return result;
+}
+
 }  // namespace
 
 DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits) {
@@ -50,7 +95,6 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
   }
   DecodePlan plan;
   plan.slabs = ChooseSlabs(shape);
-  plan.token_tile = num_tokens <= 8 ? 1 : 2;
   plan.grid = limits.num_sms;
   const int64_t chunk_bytes = int64_t{plan.slabs} / traits.unit_slabs() * traits.unit_bytes();
   const auto shared = [&](int64_t slots, int64_t rows_bytes) -> int64_t {
@@ -61,36 +105,21 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
         .bytes;
   };
   const int64_t most = limits.shared_memory_per_block;
-  const int64_t most_rows = (most - shared(2, 0)) / 128 * 128;
-  // Rows of the largest list that the batch is likely to have, and one of zeros.
-  const int64_t rows = std::min<int64_t>(8 * plan.token_tile, std::max<int64_t>(num_tokens, 1)) + 1;
-  const int64_t row = RowStride(shape.hidden_cols(), shape.group_scales);
-  int64_t need = std::min(rows * row, std::max<int64_t>(most_rows, 0));
-
-  const int64_t chunks = CeilDiv(shape.mid_cols() / kFragmentSlab, plan.slabs);
-  const auto split_row = [&](int64_t splits) {
-    const int64_t cols =
-        splits == 1 ? shape.mid_cols() : CeilDiv(chunks, splits) * plan.slabs * kFragmentSlab;
-    return RowStride(cols, shape.group_scales);
-  };
-  int64_t splits = 1;
-  while (splits < chunks && (split_row(splits) * rows > std::max(need, kEasyRows) ||
-                             (splits - 1) * CeilDiv(chunks, splits) >= chunks)) {
-    ++splits;
+  const auto most_rows = [&] { return (most - shared(2, 0)) / 128 * 128; };
+  plan.token_tile = num_tokens <= 8 || WantsShortLists(shape, routes, limits) ? 1 : 2;
+  RowsPlan rows = PlanRows(shape, plan, num_tokens, most_rows());
+  if (plan.token_tile == 2 && rows.list_tokens <= 8) {  // the smaller tile leaves more memory for rows
+    plan.token_tile = 1;
+    rows = PlanRows(shape, plan, num_tokens, most_rows());
   }
-  if (num_tokens == 1) {  // several experts of the one token at a time
-    need = std::max(need, std::min(9 * split_row(splits), kEasyRows));
-  }
-  need = std::max({need, split_row(splits) * rows, kFewestRows});
-  need = std::min(RoundUp(need, 128), most_rows);
+  const int64_t need = rows.bytes, splits = rows.splits;
   plan.rows_bytes = need;
   plan.splits = static_cast<int>(splits);
-  plan.list_tokens =
-      static_cast<int>(std::min<int64_t>(8 * plan.token_tile, need / std::max(row, split_row(splits)) - 1));
+  plan.list_tokens = static_cast<int>(rows.list_tokens);
   if (plan.list_tokens < 1) {
     return Unfit(
         fmt::format("a token row of {} bytes beside the weight rings; {} bytes of shared memory are left",
-                    row, most_rows));
+                    RowStride(shape.hidden_cols(), shape.group_scales), most_rows()));
   }
   // A CTA's share of the lists, each cut at both ends, must fit its table of segments.
   if (CeilDiv(routes * splits, plan.grid) + 2 > kMaxSegments) {
@@ -121,7 +150,8 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
     plan.tokens_bytes = tokens_bytes;
   }
   plan.shared_bytes = shared(plan.slots, need);
-  plan.by_token = !plan.makes_operands && !shape.batched && (num_tokens + 1) * row <= need;
+  plan.by_token = !plan.makes_operands && !shape.batched &&
+                  (num_tokens + 1) * RowStride(shape.hidden_cols(), shape.group_scales) <= need;
 
   // One scale over the call wants every list first, and counters say when they are there.
   plan.tagged_mid = mid != MidKind::kQuantizedByBatch && routes <= kTaggedRoutes;
@@ -139,8 +169,16 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
 ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mid,
                          const DeviceLimits& limits) {
   const DecodePlan decode = PlanDecode(shape, num_tokens, mid, limits);
-  // Codes on the 8-bit units beat decode from the first call that has enough of them: 1.02 to 1.38 times.
-  if (!decode.fits || PlanPrefill(shape, num_tokens, mid, limits).codes) {
+  if (!decode.fits) {
+    return ExecutionMode::kPrefill;
+  }
+  const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
+  const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
+  // Codes on the 8-bit units: level with decode at two tokens an expert, mean (0.9 to 1.05 times), ahead
+  // beyond.
+  constexpr int64_t kFewestCodeRoutes = 256;
+  if (PlanPrefill(shape, num_tokens, mid, limits).codes &&
+      (routes >= kFewestCodeRoutes || routes > 2 * experts)) {
     return ExecutionMode::kPrefill;
   }
   // Both read the weights once as long as no expert has more tokens than a list of decode holds; with a list
@@ -148,9 +186,6 @@ ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mi
   // six for lists of eight 15 %. Above five tokens a mean, lists of sixteen lose by their arithmetic instead
   // (integer groups of 32: 1.16 times at six, 1.06 at four). Measured by bench/cuda/mode_bench:
   // docs/kernels_cuda.md.
-  constexpr int64_t kMostMean = 5;
-  const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
-  const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
   const bool one_list = num_tokens <= std::min(decode.list_tokens, 8);
   const bool few = 2 * routes <= std::min<int64_t>(2 * kMostMean, decode.list_tokens) * experts;
   return one_list || few ? ExecutionMode::kDecode : ExecutionMode::kPrefill;
