@@ -346,9 +346,9 @@ int SlabTiles(const Machine& machine, WeightKernel kernel) {
 }
 
 /// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
-/// or more half of the time, and a second batch decodes once more.
-int BatchTiles(const Machine& machine, WeightKernel kernel) {
-  return IsAmd(machine) || IsFloatKernel(kernel) ? kBatchTiles / 2 : kBatchTiles;
+/// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD.
+int BatchTiles(const Machine& machine) {
+  return IsAmd(machine) ? kBatchTiles / 2 : kBatchTiles;
 }
 
 /// Slots whose results wait to be added up by token, where there are threads to do so: they should stay in
@@ -393,7 +393,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.tall = table != nullptr && table->batch[plan.kernel][plan.gate_up.tile] != nullptr &&
               !IsFloatKernel(plan.kernel);
   plan.slab_tiles = SlabTiles(machine, plan.kernel);
-  plan.batch_tiles = BatchTiles(machine, plan.kernel);
+  plan.batch_tiles = BatchTiles(machine);
   plan.wide_slabs = !IsAmd(machine);  // AMD: stores cost more than instructions (dot_tall_isa.hpp)
   const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, choice.gate_up),
                                    plan.kernel, choice.gate_up, ActivationOf(problem).quantized());
