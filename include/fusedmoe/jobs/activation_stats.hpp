@@ -9,13 +9,21 @@
 
 namespace fusedmoe {
 
+/// What two statistics of one layer have in common; others are another model's.
+struct ActivationStatsSizes {
+  int64_t experts = 0, hidden = 0, intermediate = 0;
+  bool operator==(const ActivationStatsSizes&) const = default;
+  std::string ToString() const;  ///< "8 experts, hidden 64, intermediate 32"
+};
+
 /// What calibration saw of the inputs of each expert's projections: largest magnitudes, and how many tokens
 /// they come from. Vectors have an entry for each expert.
 struct LayerActivationStats {
-  int64_t hidden = 0, intermediate = 0;  ///< of the layer; statistics of other sizes are another model's
+  int64_t hidden = 0, intermediate = 0;  ///< of the layer
   std::vector<float> gate_up_amax;       ///< input of gate and up; 0 where no token came
   std::vector<float> down_amax;          ///< input of down
   std::vector<int64_t> tokens;
+  ActivationStatsSizes sizes() const { return {static_cast<int64_t>(tokens.size()), hidden, intermediate}; }
 };
 
 /// Statistics of some layers, by number.
@@ -25,9 +33,6 @@ struct ActivationStats {
   /// differ in experts or sizes.
   Status Merge(const ActivationStats& other);
 };
-
-/// "8 experts, hidden 64, intermediate 32": what two statistics of one layer must have in common.
-std::string DescribeSizes(const LayerActivationStats& stats);
 
 /// A safetensors file with layers.N.gate_up_amax and layers.N.down_amax (F32 [E]), layers.N.tokens
 /// (I64 [E]) and layers.N.sizes (I64 [2]: hidden, intermediate). Reading refuses (kBadInput) values that are

@@ -44,9 +44,8 @@ Result<NamedTensor> ToTensor(const std::string& name, DType dtype, const std::ve
 
 }  // namespace
 
-std::string DescribeSizes(const LayerActivationStats& stats) {
-  return fmt::format("{} experts, hidden {}, intermediate {}", stats.tokens.size(), stats.hidden,
-                     stats.intermediate);
+std::string ActivationStatsSizes::ToString() const {
+  return fmt::format("{} experts, hidden {}, intermediate {}", experts, hidden, intermediate);
 }
 
 Status ActivationStats::Merge(const ActivationStats& other) {
@@ -56,9 +55,9 @@ Status ActivationStats::Merge(const ActivationStats& other) {
       continue;
     }
     LayerActivationStats& to = at->second;
-    if (DescribeSizes(to) != DescribeSizes(from)) {
+    if (to.sizes() != from.sizes()) {
       return Status::Usage(fmt::format("the statistics of layer {} are of {}, those to add of {}", layer,
-                                       DescribeSizes(to), DescribeSizes(from)))
+                                       to.sizes().ToString(), from.sizes().ToString()))
           .WithHint("one file holds the statistics of one model");
     }
     for (size_t expert = 0; expert < to.tokens.size(); ++expert) {

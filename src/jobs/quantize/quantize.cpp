@@ -109,12 +109,10 @@ Status Job::ResolveInputs() {
     const LayerActivationStats& stats = found->second;
     const MoeConfig& config = layer.context->spec.config;
     const int64_t num_experts = config.num_experts;
-    LayerActivationStats expected;
-    expected.tokens.resize(static_cast<size_t>(num_experts));
-    expected.hidden = config.hidden, expected.intermediate = config.intermediate;
-    if (DescribeSizes(stats) != DescribeSizes(expected)) {
+    const ActivationStatsSizes expected{num_experts, config.hidden, config.intermediate};
+    if (stats.sizes() != expected) {
       return Status::Usage(fmt::format("the activation statistics of layer {} are of {}; the layer has {}",
-                                       layer.layer, DescribeSizes(stats), DescribeSizes(expected)));
+                                       layer.layer, stats.sizes().ToString(), expected.ToString()));
     }
     const float largest_in = *std::max_element(stats.gate_up_amax.begin(), stats.gate_up_amax.end());
     const float largest_mid = *std::max_element(stats.down_amax.begin(), stats.down_amax.end());
