@@ -143,12 +143,8 @@ int main(int argc, char** argv) {
   const fusedmoe::Result<double> rate = MeasureReadBandwidth();
   Check(rate.status());
   std::printf("streaming read %.2f TB/s\n", *rate * 1e-12);
-  for (const BenchModel& model : kBenchModels) {
-    for (const std::string& scheme : options.schemes) {
-      if (Wanted(options.shapes, model.name)) {
-        Run(model, scheme, options, *rate);
-      }
-    }
-  }
+  ForEachLayer(options.shapes, options.schemes, [&](const BenchModel& model, const std::string& scheme) {
+    Run(model, scheme, options, *rate);
+  });
   return 0;
 }

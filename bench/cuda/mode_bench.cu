@@ -156,13 +156,9 @@ int main(int argc, char** argv) {
       .Take("--rest", options.rest_ms)
       .Parse(argc, argv);
   double worst = 1;
-  for (const BenchModel& model : kBenchModels) {
-    for (const std::string& scheme : options.schemes) {
-      if (Wanted(options.shapes, model.name)) {
-        worst = std::max(worst, Run(model, scheme, options));
-      }
-    }
-  }
+  ForEachLayer(options.shapes, options.schemes, [&](const BenchModel& model, const std::string& scheme) {
+    worst = std::max(worst, Run(model, scheme, options));
+  });
   std::printf("the mode taken is at most %.2f times as slow as the other\n", worst);
   return 0;
 }

@@ -140,14 +140,7 @@ int main(int argc, char** argv) {
       .Take("--replays", options.replays)
       .Take("--codes", options.codes)
       .Parse(argc, argv);
-  for (const std::string& shape : options.shapes) {
-    for (const BenchModel& model : kBenchModels) {
-      for (const std::string& scheme : options.schemes) {
-        if (shape == model.name) {
-          Run(model, scheme, options);
-        }
-      }
-    }
-  }
+  ForEachLayer(options.shapes, options.schemes,
+               [&](const BenchModel& model, const std::string& scheme) { Run(model, scheme, options); });
   return 0;
 }

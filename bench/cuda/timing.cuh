@@ -29,6 +29,19 @@ inline constexpr BenchModel kBenchModels[] = {
     {"qwen3-30b", 128, 8, 2048, 768}, {"gpt-oss-120b", 128, 4, 2880, 2880}, {"dsv3-ep8", 32, 8, 7168, 2048},
     {"mixtral", 8, 2, 4096, 14336},   {"qwen3-235b", 128, 8, 4096, 1536},   {"dsv3-tp8", 256, 8, 7168, 256}};
 
+/// run(model, scheme) for each scheme of each model that is named.
+template <typename Run>
+void ForEachLayer(const std::vector<std::string>& shapes, const std::vector<std::string>& schemes, Run run) {
+  for (const BenchModel& model : kBenchModels) {
+    if (!Wanted(shapes, model.name)) {
+      continue;
+    }
+    for (const std::string& scheme : schemes) {
+      run(model, scheme);
+    }
+  }
+}
+
 inline DeviceLimits CurrentLimits() {
   int device = 0, shared = 0;
   DeviceLimits limits;
