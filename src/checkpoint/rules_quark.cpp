@@ -98,72 +98,72 @@ bool IsNvFp4(const std::vector<Level>& levels) {
 // Quark describes what is not supported.
 
 std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
-  LinearFormat format;
-  format.weight = Nvfp4(16);
-  format.second_scale = ".weight_scale_2";
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight = Nvfp4(16);
+  format->second_scale = ".weight_scale_2";
   if (input.empty())
     return format;
   if (!IsNvFp4(input))
     return std::nullopt;
-  format.activation = Nvfp4Input();
-  format.input_scale = ".input_scale_2";
+  format->activation = Nvfp4Input();
+  format->input_scale = ".input_scale_2";
   return format;
 }
 
 std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
-  LinearFormat format;
-  format.weight = Mx(element);
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight = Mx(element);
   if (input == nullptr)
     return format;
   if (const std::optional<DType> input_element = MxElement(*input)) {
-    format.activation = MxInput(*input_element, RuleOf(*input));
+    format->activation = MxInput(*input_element, RuleOf(*input));
     return format;
   }
   if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor")
     return std::nullopt;
-  format.activation = StaticFp8();
-  format.activation.static_tensor_scale = !input->dynamic;
+  format->activation = StaticFp8();
+  format->activation.static_tensor_scale = !input->dynamic;
   if (!input->dynamic)
-    format.input_scale = ".input_scale";
+    format->input_scale = ".input_scale";
   return format;
 }
 
 std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
   if (input != nullptr || !awq_order)
     return std::nullopt;
-  LinearFormat format;
-  format.packing = Packing::kAwq;
-  format.bits = 4;
-  format.weight = IntegerWeight(4, weight.qscheme == "per_group" ? weight.group : -1);
-  format.scale_is_in_out = true;
-  format.twos_complement = weight.dtype == "int4";
-  format.zero_point = ".weight_zero_point";
-  format.zero_point_optional = weight.symmetric;
+  std::optional<LinearFormat> format(std::in_place);
+  format->packing = Packing::kAwq;
+  format->bits = 4;
+  format->weight = IntegerWeight(4, weight.qscheme == "per_group" ? weight.group : -1);
+  format->scale_is_in_out = true;
+  format->twos_complement = weight.dtype == "int4";
+  format->zero_point = ".weight_zero_point";
+  format->zero_point_optional = weight.symmetric;
   return format;
 }
 
 std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* input) {
-  LinearFormat format;
-  format.weight.element = weight.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
-  format.bits = weight.dtype == "int8" ? 8 : 0;
-  format.weight.has_tensor_scale = weight.qscheme == "per_tensor";
-  format.weight.has_channel_scale = weight.qscheme == "per_channel";
-  if (!weight.symmetric || (!format.weight.has_tensor_scale && !format.weight.has_channel_scale))
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight.element = weight.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
+  format->bits = weight.dtype == "int8" ? 8 : 0;
+  format->weight.has_tensor_scale = weight.qscheme == "per_tensor";
+  format->weight.has_channel_scale = weight.qscheme == "per_channel";
+  if (!weight.symmetric || (!format->weight.has_tensor_scale && !format->weight.has_channel_scale))
     return std::nullopt;
   if (input == nullptr)
     return format;
   if (input->dtype != weight.dtype || !input->symmetric)
     return std::nullopt;
-  format.activation.element = format.weight.element;
+  format->activation.element = format->weight.element;
   if (input->qscheme == "per_channel" && input->dynamic) {
-    format.activation.group = kPerRow;  // one scale for each token
+    format->activation.group = kPerRow;  // one scale for each token
     return format;
   }
   if (input->qscheme != "per_tensor")
     return std::nullopt;
-  format.activation.static_tensor_scale = !input->dynamic;
+  format->activation.static_tensor_scale = !input->dynamic;
   if (!input->dynamic)
-    format.input_scale = ".input_scale";
+    format->input_scale = ".input_scale";
   return format;
 }
 
