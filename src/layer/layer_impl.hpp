@@ -31,15 +31,20 @@ struct MoeLayer::Impl {
   /// Books what the layer itself needs: the same slots each time.
   void Book(WorkspaceBook& book);
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
-  /// `routing` keeps what experts need that route for themselves; empty where the caller brings ids.
-  Status Choose(const Inputs& inputs, const Workspace& workspace, const Executor& executor,
-                RoutingInputs& routing) const;
-  Status ChooseOnDevice(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
-                        void* stream) const;
-  void SplitIdentityExperts(int64_t num_tokens, const Workspace& workspace, KernelInput& input) const;
-};
+  /// Fills `input` with ids and weights, those of the caller or by routing, which are results too. `routing`
+  /// keeps what experts on the CPU need that route for themselves; empty where the caller brings ids.
+  Status Choose(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                const Executor& executor, RoutingInputs& routing, KernelInput& input) const;
 
-/// kUsage where an id (I32 or I64 [M, k], on the host) is neither an expert nor -1.
-Status CheckIds(TensorView ids, int64_t num_experts);
+ private:
+  Status ChooseOnHost(const Inputs& inputs, const Outputs& outputs, int32_t* chosen_ids,
+                      float* chosen_weights, const Workspace& workspace, const Executor& executor,
+                      RoutingInputs& routing) const;
+  Status ChooseOnDevice(const Inputs& inputs, const Outputs& outputs, int32_t* chosen_ids,
+                        float* chosen_weights, const Workspace& workspace, void* stream) const;
+  TensorView LogitsView(const float* own_logits, int64_t num_tokens) const;
+  /// Identity experts have ids behind the real ones: experts skip their slots, and their weights are summed.
+  Status SplitIdentityExperts(const Workspace& workspace, const Executor& executor, KernelInput& input) const;
+};
 
 }  // namespace fusedmoe

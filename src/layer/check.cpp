@@ -1,0 +1,173 @@
+#include "layer/check.hpp"
+
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "layer/layer_impl.hpp"
+#include "numerics/rows.hpp"
+#include "weights/dequantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+// A matrix of exactly this shape, in one of these dtypes.
+Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t cols,
+                   std::initializer_list<DType> accepted) {
+  if (view.rank() != 2 || view.dim(0) != rows || view.dim(1) != cols) {
+    return Status::Usage(
+        fmt::format("{} has shape {}, the layer needs [{}, {}]", name, view.shape().ToString(), rows, cols));
+  }
+  std::string names;
+  for (const DType dtype : accepted) {
+    if (view.dtype() == dtype) {
+      return Status::Ok();
+    }
+    names += (names.empty() ? "" : ", ") + std::string(DTypeName(dtype));
+  }
+  return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));
+}
+
+Status CheckDense(std::string_view name, TensorView view) {
+  return view.dim(0) < 2 || view.stride_bytes(0) == view.row_bytes()
+             ? Status::Ok()
+             : Status::Usage(fmt::format("rows of {} lie {} bytes apart; between cards they must follow each "
+                                         "other, {} bytes apart",
+                                         name, view.stride_bytes(0), view.row_bytes()));
+}
+
+// Whether any bytes of two matrices are the same. Rows may lie side by side, as columns of one wider matrix.
+bool Overlap(TensorView a, TensorView b) {
+  const auto begin = [](TensorView view) { return reinterpret_cast<intptr_t>(view.data()); };
+  const auto end = [&begin](TensorView view) {
+    return begin(view) + (view.dim(0) - 1) * view.stride_bytes(0) + view.row_bytes();
+  };
+  if (begin(a) >= end(b) || begin(b) >= end(a)) {
+    return false;
+  }
+  const int64_t stride = a.stride_bytes(0);
+  if (stride != b.stride_bytes(0) || stride <= 0) {
+    return true;
+  }
+  const int64_t apart = ((begin(b) - begin(a)) % stride + stride) % stride;  // from a row of a to one of b
+  return apart < a.row_bytes() || stride - apart < b.row_bytes();
+}
+
+}  // namespace
+
+ExpertSource Validated(const ExpertSource& experts) {
+  ExpertSource checked = experts;
+  checked.load = [load = experts.load](int64_t index) -> Result<CanonicalExpert> {
+    Result<CanonicalExpert> expert = load(index);
+    if (!expert.ok()) {
+      return expert;
+    }
+    const std::pair<std::string_view, const CanonicalMatrix*> matrices[] = {
+        {"gate", &expert->gate}, {"up", &expert->up}, {"down", &expert->down}};
+    for (const auto& [name, matrix] : matrices) {
+      if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
+        return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
+      }
+    }
+    return expert;
+  };
+  return checked;
+}
+
+Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits) {
+  if (!router.weight.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckMatrix("router weight", router.weight.view(), num_logits, config.hidden,
+                                     {DType::kF32, DType::kBF16, DType::kF16}));
+  }
+  const std::pair<std::string_view, const Tensor*> vectors[] = {{"router bias", &router.bias},
+                                                                {"correction bias", &router.correction_bias}};
+  for (const auto& [name, vector] : vectors) {
+    if (!vector->empty() && (vector->view().count() != num_logits || !IsPlainFloat(vector->dtype()))) {
+      return Status::Usage(fmt::format("{} is {} {}, the layer needs {} values of F32, BF16, F16", name,
+                                       DTypeName(vector->dtype()), vector->shape().ToString(), num_logits));
+    }
+  }
+  return Status::Ok();
+}
+
+Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
+  const int64_t top_k = source.dim(1);
+  for (int64_t token = 0; token < source.dim(0); ++token) {
+    const std::byte* row = source.data() + token * source.stride_bytes(0);
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      int64_t id = 0;
+      if (source.dtype() == DType::kI32) {
+        id = reinterpret_cast<const int32_t*>(row)[slot];
+      } else {
+        id = reinterpret_cast<const int64_t*>(row)[slot];
+      }
+      if (id < -1 || id >= num_experts) {
+        return Status::Usage(fmt::format("topk_ids[{}, {}] is {}, experts are 0..{} (-1 skips a slot)", token,
+                                         slot, id, num_experts - 1))
+            .WithTensor("topk_ids");
+      }
+      if (ids != nullptr) {
+        ids[token * top_k + slot] = static_cast<int32_t>(id);
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs) const {
+  const std::initializer_list<DType> floats = {DType::kF32, DType::kBF16, DType::kF16};
+  if (inputs.hidden.rank() != 2) {
+    return Status::Usage(fmt::format("hidden has shape {}, the layer needs [tokens, {}]",
+                                     inputs.hidden.shape().ToString(), config.hidden));
+  }
+  const int64_t num_tokens = inputs.hidden.dim(0);
+  FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
+  FMOE_RETURN_IF_ERROR(
+      CheckMatrix("output", outputs.output, num_tokens, config.hidden, {inputs.hidden.dtype(), DType::kF32}));
+  if (!outputs.topk_ids.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_ids", outputs.topk_ids, num_tokens, config.top_k(), {DType::kI32}));
+  }
+  if (!outputs.topk_weights.empty()) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
+  }
+  if (communicator != nullptr) {  // rows go to other cards as they lie
+    FMOE_RETURN_IF_ERROR(CheckDense("hidden", inputs.hidden));
+    FMOE_RETURN_IF_ERROR(CheckDense("output", outputs.output));
+  }
+  if (num_tokens > config.max_tokens) {
+    return Status::Usage(
+        fmt::format("{} tokens, but the layer was loaded with max_tokens={}", num_tokens, config.max_tokens));
+  }
+  if (num_tokens == 0) {
+    return Status::Ok();  // a rank without tokens still takes part; its views may be null
+  }
+  if (Overlap(inputs.hidden, outputs.output)) {
+    return Status::Usage(
+        "output and hidden overlap: rows of hidden are read after the first rows of output are written");
+  }
+  const bool has_ids = !inputs.topk_ids.empty();
+  if (has_ids != !inputs.topk_weights.empty()) {
+    return Status::Usage("topk_ids and topk_weights come together; one of them is missing");
+  }
+  if (has_ids && !inputs.router_logits.empty()) {
+    return Status::Usage("both router_logits and topk_ids are given; give one of them");
+  }
+  if (has_ids) {
+    FMOE_RETURN_IF_ERROR(
+        CheckMatrix("topk_ids", inputs.topk_ids, num_tokens, config.top_k(), {DType::kI32, DType::kI64}));
+    return CheckMatrix("topk_weights", inputs.topk_weights, num_tokens, config.top_k(), floats);
+  }
+  if (!inputs.router_logits.empty()) {
+    return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), floats);
+  }
+  if (router.weight.empty()) {
+    return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
+  }
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe

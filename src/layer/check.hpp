@@ -1,0 +1,20 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/layer.hpp>
+
+namespace fusedmoe {
+
+/// The experts of an engine, which no reader has seen: what does not fit its format is refused before a
+/// backend decodes it.
+ExpertSource Validated(const ExpertSource& experts);
+
+/// The router of an engine, which no reader has seen either: logits are written for each of its rows.
+Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits);
+
+/// Ids of the caller, I32 or I64 [M, k] on the host: kUsage where one is neither an expert nor -1, which
+/// skips a slot. Written densely to `ids`, unless that is null.
+Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids);
+
+}  // namespace fusedmoe
