@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "experts/cuda/operand_rows.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "prefill_case_run.hpp"
 #include "weights/quantize.hpp"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <thread>
 
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "prefill_case_run.hpp"
 #include "weights/dequantize.hpp"

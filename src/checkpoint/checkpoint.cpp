@@ -17,7 +17,6 @@
 #include "checkpoint/model_config.hpp"
 #include "checkpoint/quant_rules.hpp"
 #include "checkpoint/tensor_store.hpp"
-#include "numerics/rows.hpp"
 #include "parallel/agreement.hpp"
 #include "platform/file.hpp"
 #include "weights/dequantize.hpp"

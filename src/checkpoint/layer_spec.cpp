@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {

@@ -8,7 +8,7 @@
 #include "checkpoint/matrix_codes.hpp"
 #include "checkpoint/matrix_scales.hpp"
 #include "checkpoint/unpack.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe::checkpoint {

@@ -9,6 +9,7 @@
 
 #include "checkpoint/unpack.hpp"
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {

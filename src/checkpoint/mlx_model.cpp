@@ -7,7 +7,7 @@
 
 #include "checkpoint/formats.hpp"
 #include "checkpoint/rules_support.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {

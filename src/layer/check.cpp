@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 
 #include "layer/layer_impl.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "numerics/codecs.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/integer_codecs.hpp"
 
 namespace fusedmoe {
@@ -209,42 +210,6 @@ uint32_t EncodeUint32(float value) {
 
 }  // namespace
 
-bool IsFloat(DType dtype) {
-  switch (dtype) {
-    case DType::kF4E2M1:
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:
-    case DType::kF8E5M2:
-    case DType::kF8E4M3:
-    case DType::kF8E8M0:
-    case DType::kF8E4M3Fnuz:
-    case DType::kF8E5M2Fnuz:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF32:
-    case DType::kF64:
-      return true;
-    default:
-      return false;
-  }
-}
-
-bool IsNumeric(DType dtype) {
-  switch (dtype) {
-    case DType::kU8:
-    case DType::kI8:
-    case DType::kI16:
-    case DType::kU16:
-    case DType::kI32:
-    case DType::kU32:
-    case DType::kU4:
-    case DType::kI4:
-      return true;
-    default:
-      return IsFloat(dtype);
-  }
-}
-
 void DecodeRow(DType dtype, const std::byte* row, int64_t first_element, int64_t count, float* out) {
   if (count <= 0) {
     return;  // an empty row may have no address, which memcpy does not accept
@@ -424,86 +389,6 @@ uint32_t EncodeCode(DType dtype, float value) {
   }
   EncodeRow(dtype, &value, 1, bytes);
   return LoadCode(dtype, bytes, 0);
-}
-
-float LargestValue(DType dtype) {
-  switch (dtype) {
-    case DType::kF4E2M1:
-      return E2m1::Largest();
-    case DType::kF6E2M3:
-      return E2m3::Largest();
-    case DType::kF6E3M2:
-      return E3m2::Largest();
-    case DType::kF8E5M2:
-      return E5m2::Largest();
-    case DType::kF8E4M3:
-      return E4m3fn::Largest();
-    case DType::kF8E8M0:
-      return DecodeE8m0(254);
-    case DType::kF8E4M3Fnuz:
-      return E4m3fnuz::Largest();
-    case DType::kF8E5M2Fnuz:
-      return E5m2fnuz::Largest();
-    case DType::kF16:
-      return Fp16::Largest();
-    case DType::kBF16:
-      return DecodeBf16(0x7f7f);
-    case DType::kF32:
-    case DType::kF64:
-      return FloatFromBits(0x7f7fffffU);
-    case DType::kU8:
-      return 255.0F;
-    case DType::kI8:
-      return 127.0F;
-    case DType::kI16:
-      return 32767.0F;
-    case DType::kU16:
-      return 65535.0F;
-    case DType::kI32:
-      return 2147483520.0F;
-    case DType::kU32:
-      return 4294967040.0F;
-    case DType::kU4:
-      return 15.0F;
-    case DType::kI4:
-      return 7.0F;
-    default:
-      return 0.0F;
-  }
-}
-
-float RowAmax(const float* values, int64_t count) {
-  // As integers, magnitudes order like floats, with NaN above infinity: the maximum keeps NaN, and
-  // vectorizes.
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, FloatBits(values[i]) & 0x7fffffffU);
-  }
-  return FloatFromBits(largest);
-}
-
-float RowFiniteAmax(const float* values, int64_t count) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = FloatBits(values[i]) & 0x7fffffffU;
-    largest = std::max(largest, magnitude < 0x7f800000U ? magnitude : 0U);
-  }
-  return FloatFromBits(largest);
-}
-
-double DotRows(const float* a, const float* b, int64_t count) {
-  double partial[8] = {};
-  int64_t index = 0;
-  for (; index + 8 <= count; index += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      partial[lane] += static_cast<double>(a[index + lane]) * static_cast<double>(b[index + lane]);
-    }
-  }
-  for (; index < count; ++index) {
-    partial[0] += static_cast<double>(a[index]) * static_cast<double>(b[index]);
-  }
-  return ((partial[0] + partial[1]) + (partial[2] + partial[3])) +
-         ((partial[4] + partial[5]) + (partial[6] + partial[7]));
 }
 
 }  // namespace fusedmoe

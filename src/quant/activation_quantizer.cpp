@@ -8,6 +8,8 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_rows.hpp"
 

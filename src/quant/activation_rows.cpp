@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "numerics/element_types.hpp"
 #include "numerics/integer_codecs.hpp"
 #include "quant/activation_quantizer.hpp"
 

@@ -7,6 +7,7 @@
 #include <fusedmoe/quant.hpp>
 
 #include "numerics/codecs.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_formulas.hpp"
 #include "quant/swizzle.hpp"

@@ -6,6 +6,8 @@
 #include <cmath>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_rows.hpp"
 

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "numerics/codecs.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {

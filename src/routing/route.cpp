@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "core/divisors.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "routing/select.hpp"
 #include "routing/simulate.hpp"

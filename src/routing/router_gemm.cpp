@@ -6,6 +6,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {

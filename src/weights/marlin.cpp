@@ -4,6 +4,8 @@
 
 #include <cmath>
 
+#include "numerics/element_types.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
 

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 

@@ -1,6 +1,5 @@
 #include <cstring>
 
-#include "numerics/rows.hpp"
 
 #include "contracts/contract_layer.hpp"
 

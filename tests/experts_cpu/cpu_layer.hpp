@@ -15,6 +15,7 @@
 #include "experts/cpu/cpu_backend.hpp"
 #include "moe/activation.hpp"
 #include "moe/experts.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "support/relative_l2.hpp"

@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "numerics/codecs.hpp"
-#include "numerics/rows.hpp"
 
 namespace fusedmoe {
 namespace {

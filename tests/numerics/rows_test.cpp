@@ -1,3 +1,5 @@
+#include "numerics/element_types.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 
 #include <gtest/gtest.h>

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "numerics/codecs.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_formats.hpp"
 #include "quant/activation_formulas.hpp"

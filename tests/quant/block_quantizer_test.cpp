@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_formats.hpp"
 

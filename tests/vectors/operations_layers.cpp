@@ -10,6 +10,7 @@
 #include "experts/reference/reference_backend.hpp"
 #include "experts/reference/reference_experts.hpp"
 #include "moe/moe_kernel.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "prepare_finalize/no_ep/no_ep.hpp"
 #include "quant/activation_quantizer.hpp"

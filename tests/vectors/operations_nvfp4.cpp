@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "numerics/row_math.hpp"
 #include "quant/activation_rules.hpp"
 #include "vectors/quantize_support.hpp"
 

@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "core/checked_math.hpp"
+#include "numerics/row_math.hpp"
 #include "vectors/quantize_support.hpp"
 #include "weights/steps/layout_ops.hpp"
 #include "weights/steps/output_scales.hpp"

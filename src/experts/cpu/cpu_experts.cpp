@@ -6,7 +6,7 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_run.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu {

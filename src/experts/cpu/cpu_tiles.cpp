@@ -4,7 +4,6 @@
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_run.hpp"
 #include "experts/cpu/row_quantizer.hpp"
-#include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 
 /// What the matrix unit multiplies and how its tokens are packed; cpu_jobs.cpp has the jobs themselves.

@@ -5,6 +5,7 @@
 #include <limits>
 #include <optional>
 
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 

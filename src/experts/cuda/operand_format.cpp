@@ -4,7 +4,6 @@
 
 #include "experts/cuda/prefill.hpp"
 #include "numerics/codecs.hpp"
-#include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rows.hpp"
 

@@ -6,6 +6,7 @@
 
 #include "moe/activation.hpp"
 #include "moe/expert_slots.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/dequantize.hpp"

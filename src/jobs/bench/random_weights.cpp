@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe::bench {

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "moe/activation.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 

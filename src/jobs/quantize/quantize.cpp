@@ -8,7 +8,7 @@
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/quantize/measure.hpp"
 #include "jobs/quantize/scale_search.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/element_types.hpp"
 #include "weights/quantize.hpp"
 
 namespace fusedmoe {

@@ -18,6 +18,7 @@
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"
 #include "jobs/sample/random.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "weights/quantize.hpp"
 

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "moe/rows.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "prepare_finalize/all_to_all/rank_exchange.hpp"
 #include "quant/activation_quantizer.hpp"

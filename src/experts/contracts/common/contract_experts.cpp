@@ -9,6 +9,7 @@
 #include "moe/activation.hpp"
 #include "moe/expert_slots.hpp"
 #include "moe/rows.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/steps/layout_ops.hpp"

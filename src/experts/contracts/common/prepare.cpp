@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "experts/contracts/common/contract.hpp"
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/steps/layout_ops.hpp"
