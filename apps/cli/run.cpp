@@ -217,32 +217,66 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
   answer.text += "\n";
 }
 
-Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
-  FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
-  FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
-  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options));
+/// Before anything is computed: what would be written must not lie on what is read.
+Status CheckPlaces(const RunFlags& flags, const Subject& subject, const RankGroup& ranks) {
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
   FMOE_RETURN_IF_ERROR(subject.checkpoint ? CheckOutput(flags.output, *subject.checkpoint)
                                           : CheckOutput(flags.output, subject.path()));
-  FMOE_RETURN_IF_ERROR(ranks.leads() ? CheckSafetensorsPlace(flags.output) : Status::Ok());
-  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
-  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
-                        ThreadPool::Create(ranks.Threads(flags.threads)));
-  const Executor& executor = pool->executor();
+  return ranks.leads() ? CheckSafetensorsPlace(flags.output) : Status::Ok();
+}
+
+void SetRank(const RunFlags& flags, const RankGroup& ranks, const InputFile& input, LayerOptions& options) {
   options.shared_experts = flags.shared_experts;
-  const int64_t num_tokens = input.num_tokens();
-  options.max_tokens = options.plan_tokens = ranks.MaxSlice(num_tokens);
-  options.executor = executor;
+  options.max_tokens = options.plan_tokens = ranks.MaxSlice(input.num_tokens());
   options.parallel = ranks.parallel();
   options.communicator = ranks.communicator();
   options.eplb = flags.ranks.eplb;
   if (ranks.size() > 1) {  // each takes its tokens from a file that all must have been given
     options.fingerprint = input.Digest() + static_cast<uint64_t>(flags.repeat);
   }
+}
+
+Answer Describe(const RunFlags& flags, const Subject& subject, const MoeLayer& layer, int64_t num_tokens,
+                int num_threads, double load_seconds) {
+  Answer answer;
+  answer.document = {
+      {"checkpoint", subject.path()},  {"layer", subject.layer()}, {"family", subject.description.family},
+      {"scheme", layer.scheme().name}, {"tokens", num_tokens},     {"plan", ToJson(layer.plan())},
+      {"threads", num_threads},        {"repeat", flags.repeat},   {"load_seconds", load_seconds}};
+  answer.text = PlanText(layer.plan());
+  if (const std::vector<std::string>& notes = layer.selection().notes; !notes.empty()) {
+    answer.document["notes"] = notes;
+    answer.text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
+  }
+  return answer;
+}
+
+Result<CheckReport> Check(const Subject& subject, const MoeLayer& layer, const InputFile& input,
+                          const Forward& forward, const RunFlags& flags, const Executor& executor) {
+  CheckOptions options;
+  options.shared_experts = flags.shared_experts;
+  options.executor = executor;
+  const LayerLoader load = [&](const LayerOptions& other) { return subject.LoadCanonical(other); };
+  return CheckAgainstReference(load, layer, input.tensors().hidden, forward.topk_ids.view(),
+                               forward.topk_weights.view(), forward.output.view(), options);
+}
+
+Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
+  FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
+  FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
+  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options));
+  FMOE_RETURN_IF_ERROR(CheckPlaces(flags, subject, ranks));
+  FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
+  FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
+                        ThreadPool::Create(ranks.Threads(flags.threads)));
+  const Executor& executor = pool->executor();
+  options.executor = executor;
+  SetRank(flags, ranks, input, options);
 
   const auto start = std::chrono::steady_clock::now();
   FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> layer, subject.Load(options));
   const double load_seconds = Seconds(start);
+  const int64_t num_tokens = input.num_tokens();
   FMOE_ASSIGN_OR_RETURN(Forward forward,
                         RunLayer(*layer, RowsOf(input.tensors(), ranks.Slice(num_tokens)), flags, executor));
   for (Tensor* rows : {&forward.output, &forward.topk_ids, &forward.topk_weights}) {
@@ -251,41 +285,26 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   if (!ranks.leads()) {
     return Status::Ok();  // rank 0 has all rows, checks and writes them
   }
-  Answer answer;
-  answer.document = {
-      {"checkpoint", subject.path()},    {"layer", subject.layer()}, {"family", subject.description.family},
-      {"scheme", layer->scheme().name},  {"tokens", num_tokens},     {"plan", ToJson(layer->plan())},
-      {"threads", executor.num_threads}, {"repeat", flags.repeat},   {"load_seconds", load_seconds}};
-  answer.text = PlanText(layer->plan());
-  if (const std::vector<std::string>& notes = layer->selection().notes; !notes.empty()) {
-    answer.document["notes"] = notes;
-    answer.text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
-  }
-  std::optional<CheckReport> check;
+  Answer answer = Describe(flags, subject, *layer, num_tokens, executor.num_threads, load_seconds);
+  Status verdict = Status::Ok();
   if (flags.check) {
-    CheckOptions check_options;
-    check_options.shared_experts = flags.shared_experts;
-    check_options.executor = executor;
-    const LayerLoader load = [&](const LayerOptions& other) { return subject.LoadCanonical(other); };
-    FMOE_ASSIGN_OR_RETURN(
-        check, CheckAgainstReference(load, *layer, input.tensors().hidden, forward.topk_ids.view(),
-                                     forward.topk_weights.view(), forward.output.view(), check_options));
-    AddCheck(*check, answer);
+    FMOE_ASSIGN_OR_RETURN(const CheckReport check, Check(subject, *layer, input, forward, flags, executor));
+    AddCheck(check, answer);
+    if (!check.ok) {
+      verdict = Status::No(fmt::format(
+          "relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output was written",
+          check.rel_l2, check.bound.value()));
+    }
   }
   AddSpeed(*layer, forward, ranks, executor, answer);
-  const bool failed = check && !check->ok;
-  if (!failed) {
+  if (verdict.ok()) {
     const NamedTensor tensors[] = {
         {"output", forward.output}, {"topk_ids", forward.topk_ids}, {"topk_weights", forward.topk_weights}};
     FMOE_RETURN_IF_ERROR(WriteSafetensors(flags.output, tensors));
   }
   output.Document(answer.document);
   output.Text(answer.text);
-  return failed ? Status::No(fmt::format(
-                      "relative L2 {:.3e} against the reference exceeds the bound {:.3e}; no output "
-                      "was written",
-                      check->rel_l2, check->bound.value()))
-                : Status::Ok();
+  return verdict;
 }
 
 Status Run(const RunFlags& flags, Output& output) {

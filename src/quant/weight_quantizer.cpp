@@ -8,8 +8,8 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
-#include "numerics/integer_codecs.hpp"
 #include "numerics/element_types.hpp"
+#include "numerics/integer_codecs.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_formulas.hpp"

@@ -1,6 +1,5 @@
 #include <cstring>
 
-
 #include "contracts/contract_layer.hpp"
 
 namespace fusedmoe::contract_test {

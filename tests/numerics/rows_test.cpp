@@ -1,6 +1,6 @@
+#include "numerics/rows.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/row_math.hpp"
-#include "numerics/rows.hpp"
 
 #include <gtest/gtest.h>
 

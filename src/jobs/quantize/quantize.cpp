@@ -39,7 +39,11 @@ class Job {
   Status CheckSource() const;
   Status CheckSizes() const;
   Status ResolveInputs();
+  Status WriteConfig(jobs::OutputCheckpoint& output) const;
+  std::vector<jobs::Unit> Units(std::vector<std::unique_ptr<Slot>>& slots) const;
   Result<std::vector<NamedTensor>> MakeExpert(size_t layer, int64_t expert, Slot& slot) const;
+  QuantizeReport Report(const std::vector<std::unique_ptr<Slot>>& slots) const;
+  Status ReadBack(const std::string& directory) const;
   std::string ReportText(const QuantizeReport& report) const;
   WeightQuantizerOptions Quantizer() const;
 
@@ -205,35 +209,22 @@ std::string Job::ReportText(const QuantizeReport& report) const {
   return text + "\n  ]\n}\n";
 }
 
-Result<QuantizeReport> Job::Run() {
-  FMOE_RETURN_IF_ERROR(CheckSource());
-  FMOE_RETURN_IF_ERROR(CheckSizes());
-  FMOE_RETURN_IF_ERROR(ResolveInputs());
-  storage_.ignored = rewriter_.UnquantizedModules();
-  FMOE_ASSIGN_OR_RETURN(const auto output,
-                        jobs::OutputCheckpoint::Create({.directory = options_.directory,
-                                                        .overwrite = options_.overwrite,
-                                                        .source = rewriter_.checkpoint().directory()}));
+Status Job::WriteConfig(jobs::OutputCheckpoint& output) const {
   FMOE_ASSIGN_OR_RETURN(const std::string config, rewriter_.ConfigWith(row_.config(scheme_, storage_)));
-  FMOE_RETURN_IF_ERROR(output->WriteText("config.json", config));
+  FMOE_RETURN_IF_ERROR(output.WriteText("config.json", config));
   if (row_.side_file != nullptr) {
     const std::string text = Json::parse(row_.side_file(scheme_, storage_)).dump(2) + "\n";
-    FMOE_RETURN_IF_ERROR(output->WriteText("hf_quant_config.json", text));
+    FMOE_RETURN_IF_ERROR(output.WriteText("hf_quant_config.json", text));
   }
-  FMOE_RETURN_IF_ERROR(output->CopySideFiles(rewriter_.checkpoint().directory()));
+  return output.CopySideFiles(rewriter_.checkpoint().directory());
+}
 
-  QuantizeReport report;
-  report.scheme = scheme_.name;
-  report.format = row_.producer;
-  report.uncalibrated = uncalibrated_;
-  report.scale_search = options_.scale_search;
+// What is copied, and a unit for each expert, which measures into a slot of its own.
+std::vector<jobs::Unit> Job::Units(std::vector<std::unique_ptr<Slot>>& slots) const {
   std::vector<jobs::Unit> units = rewriter_.CopiedUnits();
-  std::vector<std::unique_ptr<Slot>> slots;
   for (size_t index = 0; index < rewriter_.layers().size(); ++index) {
     const SourceLayer& layer = rewriter_.layers()[index];
-    ++report.layers;
     for (int64_t expert = 0; expert < layer.context->spec.config.num_experts; ++expert) {
-      ++report.experts;
       slots.push_back(std::make_unique<Slot>());
       jobs::Unit unit;
       unit.specs = ExpertSpecs(layer, expert, row_, scheme_, storage_);
@@ -243,8 +234,18 @@ Result<QuantizeReport> Job::Run() {
       units.push_back(std::move(unit));
     }
   }
-  jobs::WriteOptions write{options_.max_shard_bytes, options_.executor, options_.progress};
-  FMOE_RETURN_IF_ERROR(output->WriteWeights(units, write));
+  return units;
+}
+
+// What the experts measured, in their order.
+QuantizeReport Job::Report(const std::vector<std::unique_ptr<Slot>>& slots) const {
+  QuantizeReport report;
+  report.scheme = scheme_.name;
+  report.format = row_.producer;
+  report.uncalibrated = uncalibrated_;
+  report.scale_search = options_.scale_search;
+  report.layers = static_cast<int64_t>(rewriter_.layers().size());
+  report.experts = static_cast<int64_t>(slots.size());
   Power all, before;
   for (const auto& slot : slots) {
     for (size_t i = 0; i < slot->measured.size(); ++i) {
@@ -260,15 +261,15 @@ Result<QuantizeReport> Job::Run() {
   report.rel_l2 = all.rel_l2();
   report.sqnr_db = all.sqnr_db();
   report.rel_l2_before_search = before.rel_l2();
-  report.content_hash = output->ContentHash();
-  report.bytes = output->bytes();
-  FMOE_RETURN_IF_ERROR(output->WriteText("quantization_report.json", ReportText(report)));
+  return report;
+}
 
-  // Whoever loads it must find what was meant.
-  FMOE_ASSIGN_OR_RETURN(const auto written, Checkpoint::Open(output->path()));
+// Whoever loads it must find what was meant.
+Status Job::ReadBack(const std::string& directory) const {
+  FMOE_ASSIGN_OR_RETURN(const auto written, Checkpoint::Open(directory));
+  const Result<std::string> wanted = SchemeNameFor(scheme_.weight, scheme_.activation);
   for (const SourceLayer& layer : rewriter_.layers()) {
     FMOE_ASSIGN_OR_RETURN(const LayerDescription found, written->Describe(layer.layer));
-    const Result<std::string> wanted = SchemeNameFor(scheme_.weight, scheme_.activation);
     const Result<std::string> name = SchemeNameFor(found.scheme.weight, found.scheme.activation);
     if (!wanted.ok() || !name.ok() || *wanted != *name) {
       return Status::Unsupported(fmt::format("layer {} of the files written reads as {} instead of {}: {} "
@@ -277,6 +278,27 @@ Result<QuantizeReport> Job::Run() {
           .WithFile(options_.directory);
     }
   }
+  return Status::Ok();
+}
+
+Result<QuantizeReport> Job::Run() {
+  FMOE_RETURN_IF_ERROR(CheckSource());
+  FMOE_RETURN_IF_ERROR(CheckSizes());
+  FMOE_RETURN_IF_ERROR(ResolveInputs());
+  storage_.ignored = rewriter_.UnquantizedModules();
+  FMOE_ASSIGN_OR_RETURN(const auto output,
+                        jobs::OutputCheckpoint::Create({.directory = options_.directory,
+                                                        .overwrite = options_.overwrite,
+                                                        .source = rewriter_.checkpoint().directory()}));
+  FMOE_RETURN_IF_ERROR(WriteConfig(*output));
+  std::vector<std::unique_ptr<Slot>> slots;
+  const jobs::WriteOptions write{options_.max_shard_bytes, options_.executor, options_.progress};
+  FMOE_RETURN_IF_ERROR(output->WriteWeights(Units(slots), write));
+  QuantizeReport report = Report(slots);
+  report.content_hash = output->ContentHash();
+  report.bytes = output->bytes();
+  FMOE_RETURN_IF_ERROR(output->WriteText("quantization_report.json", ReportText(report)));
+  FMOE_RETURN_IF_ERROR(ReadBack(output->path()));
   report.files = output->files();
   FMOE_RETURN_IF_ERROR(output->Commit());
   return report;
