@@ -1,4 +1,7 @@
-"""C++ as clang-format 14 writes it; every text file with LF, without trailing blanks, with one last newline."""
+"""C++ as clang-format 14 writes it; every text file with LF, without trailing blanks, with one last newline.
+
+Drawings in comments are no business of clang-format (CommentPragmas in .clang-format), which would break their lines;
+whether these are too long is seen here."""
 
 import re
 import shutil
@@ -8,6 +11,7 @@ from pathlib import Path
 import source_tree
 
 VERSION = "14"
+COLUMNS = 110  # ColumnLimit
 TEXT_SUFFIXES = (".py", ".md", ".txt", ".cmake", ".json", ".yml", ".toml", ".sh", *source_tree.CPP_SUFFIXES)
 
 
@@ -27,6 +31,12 @@ def formatted_files(root):
     return [name for name in source_tree.cpp_files(root) if not name.endswith(".inc")]
 
 
+def _long_comments(name, text):
+    return [f"{name}:{number}: comment of {len(line)} columns; {COLUMNS} are allowed"
+            for number, line in enumerate(text.split("\n"), 1)
+            if len(line) > COLUMNS and line.lstrip().startswith("//") and "://" not in line]
+
+
 def _text_findings(root, name):
     data = (Path(root) / name).read_bytes()
     found = []
@@ -37,6 +47,8 @@ def _text_findings(root, name):
             found.append(f"{name}:{number}: trailing blank")
     if data and not data.endswith(b"\n"):
         found.append(f"{name}: no newline at the end")
+    if name.endswith(source_tree.CPP_SUFFIXES) and not name.endswith(".inc"):
+        found += _long_comments(name, data.decode("utf-8", "replace"))
     return found
 
 

@@ -23,8 +23,7 @@
 ///     int8    1024 B: piece p (k-steps 2p, 2p+1) = 32 lanes x 16 bytes, words {a0 a2}, {a1 a3} a k-step: the
 ///             four codes of a row as bytes, k + 0, 2, 1, 3. So a piece is the A fragment of one step of the
 ///             8-bit instructions (32 k) as it stands, and shifts alone make pairs of 16 bits of it.
-///     e4m3    1024 B: piece h (rows r + 8 h) = 8 rows x 64 bytes, lane q's 16 at q ^ (r >> 1): words j =
-///     0..3,
+///     e4m3    1024 B: piece h (rows r + 8 h) = 8 rows x 64 bytes, lane q's 16 at q ^ (r >> 1): four words,
 ///             word j = {a0 a2} or {a1 a3} of k-step j, codes as above. So a piece is a shared memory operand
 ///             of the 8-bit instructions as it stands: 8 rows, K contiguous, 64-byte swizzle.
 ///     16 bit  2048 B: piece j (k-step j) = 32 lanes x 16 bytes, words a0, a1, a2, a3

@@ -14,17 +14,17 @@
 /// A stripe is 16 output rows over all of K, one contiguous stream of blocks of 64 (or 128) k. Everything
 /// that a block needs lies inside it, so that decoding follows one pointer and one prefetch stream:
 ///
-///     matrix  | stripe 0 | stripe 1 | ...                      rows 0-15, rows 16-31, ...; missing rows are
-///     zero stripe  | block 0 | block 1 | ...                        k 0-63, k 64-127, ...; missing columns
-///     are zero block   | 64-byte vectors of codes | 16 scales a group | lane n of a vector belongs to row n
-///
-///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...      in the type that the checkpoint has
+///     matrix  | stripe 0 | stripe 1 | ...     rows 0-15, rows 16-31, ...; missing rows are zero
+///     stripe  | block 0 | block 1 | ...       k 0-63, k 64-127, ...; missing columns are zero
+///     block   | 64-byte vectors of codes | 16 scales a group |     lane n of a vector belongs to row n
+///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...     in the type that the checkpoint has
 ///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
-///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (words, for f16
-///     conversions) bf16    vector v = 2 k: word 2n+j holds k = 2v+j f16     vector v = 2 k: word 16j+n holds
-///     k = 2v+j 32 bit  vector v = 1 k: float n
+///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
+///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
+///     f16     vector v = 2 k: word 16j+n holds k = 2v+j
+///     32 bit  vector v = 1 k: float n
 ///
 /// A dot product instruction that adds four products a lane takes 4-bit (after one table look-up) and int8
 /// vectors as they are. The weights of a block also form the rows of an AMX tile.

@@ -60,6 +60,13 @@ class Format(CheckTest):
         self.expect("format", "src/core/a.cpp:1: not as clang-format")
         self.expect("format", "src/core/a.cpp:1: not as clang-format")  # a failure is not remembered as passed
 
+    def test_drawings(self):
+        drawing = "//     row  " + "| one " * 16
+        self.write("src/core/a.hpp", drawing + "|\nint a;\n")
+        self.expect_clean("format")  # 109 columns
+        self.write("src/core/a.hpp", drawing + "| two |\nint a;\n")
+        self.expect("format", "src/core/a.hpp:1: comment of 115 columns; 110 are allowed")
+
     def test_text(self):
         self.write("docs/a.md", "word \n")
         self.expect("format", "docs/a.md:1: trailing blank")

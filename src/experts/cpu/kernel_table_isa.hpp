@@ -75,10 +75,8 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 ///
 ///   kTileF32   codes[k][token]                                          floats
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
-///              correction[k/correction group][which][token]             see CorrectionOf; kTileA24: which =
-///              0 for the
-///                                                                       lower planes, 1 for the highest;
-///                                                                       else one
+///              correction[k/correction group][which][token]             see CorrectionOf
+///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
 ///              scale[k/64][token], kTileA4: scale[k/weight group][token]
 struct TileView {
   void* codes;

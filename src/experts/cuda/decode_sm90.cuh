@@ -8,14 +8,14 @@
 
 /// Decode: the whole layer in one persistent launch, one CTA of 16 warps an SM, weights read once.
 ///
-///   route map   every CTA sorts the routes by expert: a counting sort of 1 us is cheaper than a launch
-///   before
+///   route map   every CTA sorts the routes by expert: a counting sort of 1 us, cheaper than a launch;
 ///               lists = up to list_tokens routes of one expert               decode_map_sm90.cuh
 ///   token rows  to shared memory                                             decode_rows_sm90.cuh
 ///               quantized on the way                                         decode_operands_sm90.cuh
-///   gate-up     CTA: a contiguous range of (list, row block);  warp: an even share of its chunks
-///                                                                             decode_work_sm90.cuh
-///   hand-over   no barrier; only CTAs that share an expert wait for each other decode_exchange_sm90.cuh
+///   gate-up     CTA: a contiguous range of (list, row block);
+///               warp: an even share of its chunks                            decode_work_sm90.cuh
+///   hand-over   no barrier; only CTAs that share an expert wait for
+///               each other                                                   decode_exchange_sm90.cuh
 ///   down        the same over (list, split of K, row block)
 ///   combine     the sum over routes, as they come
 ///
@@ -30,8 +30,8 @@
 ///
 /// Measured choices (H200, NVFP4, on the first form of this kernel): 16 warps (8: 151, 12: 129, 16: 118 us,
 /// qwen3-30b M=64); 2 ring slots (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only lengthens the
-/// queue that token rows wait in); one slot in flight before the token rows are
-/// fetched, the rest behind them (M=1: 20.0 -> 15.6 us).
+/// queue that token rows wait in); one slot in flight before the token rows are fetched, the rest behind
+/// them (M=1: 20.0 -> 15.6 us).
 namespace fusedmoe::cuda {
 
 /// kOperands: DecodePlan.makes_operands.

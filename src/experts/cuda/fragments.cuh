@@ -14,8 +14,8 @@
 ///          carries the factor back: 9 bit operations and 4 multiplies for 8 weights (11 and 4 until the bits
 ///          were searched for).
 ///            bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
-///            half  s0 e3 s3 e2 e2 m2 s1 e0 e0 m0 e3 m3 s2 e1 e1 m1     (PairBits in
-///            weights/fragment_codes.hpp)
+///            half  s0 e3 s3 e2 e2 m2 s1 e0 e0 m0 e3 m3 s2 e1 e1 m1
+///          (PairBits in weights/fragment_codes.hpp)
 ///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   int8   two's complement: low seven bits as 128 + b; minus 128, or 256 with the top bit; exact

@@ -6,8 +6,7 @@
 
 /// A row of activations in the hands of a warp: a lane holds 16 consecutive k, a warp 512 (a part).
 ///
-///     lane l: k = 512 part + 16 l .. + 15        groups of 16: a lane; 32, 64, 128: 2, 4, 8 neighbouring
-///     lanes
+///     lane l: k = 512 part + 16 l .. + 15      groups of 16: a lane; 32, 64, 128: 2, 4, 8 lanes side by side
 ///
 /// Decode, whose rows are few, gives a lane 8 (decode_rows_sm90.cuh): N of the functions.
 ///

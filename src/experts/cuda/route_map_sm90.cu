@@ -7,11 +7,11 @@
 // Rows of an expert are consecutive, in route order, and start on a multiple of 8 (the swizzle of a panel has
 // a period of 8 rows), so that the result depends on the ids alone. Two ways, by the work:
 //
-//   by expert   one launch, one CTA an expert, which reads all ids twice: shortest while experts x routes is
-//   small by chunk    a CTA counts kRouteChunk routes; a second launch sums the chunks and places. 512
-//   experts of 16384
-//               tokens read 1 MB so, not 500 MB. (In use for all sizes, it cost 20 us more at 64 and 512
-//               tokens.)
+//   by expert   one launch, one CTA an expert, which reads all ids twice: shortest while there are few
+//               experts x routes
+//   by chunk    a CTA counts kRouteChunk routes; a second launch sums the chunks and places. 512 experts of
+//               16384 tokens read 1 MB so, not 500 MB. (In use for all sizes, it cost 20 us more at 64 and
+//               512 tokens.)
 #include "experts/cuda/host_launch.cuh"
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/ptx.cuh"
