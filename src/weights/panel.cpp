@@ -1,7 +1,5 @@
 #include "weights/panel.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -12,22 +10,6 @@
 
 namespace fusedmoe {
 namespace {
-
-int64_t ScaleValueBytes(PanelScale scale) {
-  switch (scale) {
-    case PanelScale::kNone:
-      return 0;
-    case PanelScale::kE4M3:
-    case PanelScale::kE8M0:
-      return 1;
-    case PanelScale::kBF16:
-    case PanelScale::kF16:
-      return 2;
-    case PanelScale::kF32:
-      return 4;
-  }
-  return 0;
-}
 
 DType ScaleDType(PanelScale scale) {
   switch (scale) {
@@ -42,15 +24,6 @@ DType ScaleDType(PanelScale scale) {
     default:
       return DType::kF32;
   }
-}
-
-const char* ScaleName(PanelScale scale) {
-  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
-  return kNames[static_cast<int>(scale)];
-}
-
-bool IsInteger(DType dtype) {
-  return dtype == DType::kU4 || dtype == DType::kI4 || dtype == DType::kU8 || dtype == DType::kI8;
 }
 
 int64_t ScaleRow(const CanonicalMatrix& matrix, int64_t row) {
@@ -130,7 +103,8 @@ int64_t CodeOffset(DType code, int64_t row, int64_t k) {
     case 4:
       return k / 8 * 64 + row * 4 + k % 4;
     case 8:
-      return IsInteger(code) ? k / 4 * 64 + row * 4 + k % 4 : k / 4 * 64 + k % 4 / 2 * 32 + row * 2 + k % 2;
+      return IsPanelInteger(code) ? k / 4 * 64 + row * 4 + k % 4
+                                  : k / 4 * 64 + k % 4 / 2 * 32 + row * 2 + k % 2;
     case 16:
       return code == DType::kF16 ? k * 32 + row * 2 : k / 2 * 64 + row * 4 + k % 2 * 2;
     default:
@@ -153,7 +127,7 @@ void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, 
         low |= high << 4;
         std::memcpy(out + v * 64 + row * 4, &low, 4);
       }
-    } else if (IsInteger(format.code)) {
+    } else if (IsPanelInteger(format.code)) {
       for (int64_t v = 0; v < format.block / 4; ++v) {
         std::memcpy(out + v * 64 + row * 4, in + 4 * v, 4);
       }
@@ -193,7 +167,7 @@ void ScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const 
   const DType dtype = stored ? matrix.block_scale.dtype() : DType::kF32;
   const float one = 1.0F;
   const std::byte* scales = stored ? PanelScaleRow(matrix, row) : reinterpret_cast<const std::byte*>(&one);
-  const auto value_bytes = static_cast<size_t>(ScaleValueBytes(kind));
+  const auto value_bytes = static_cast<size_t>(PanelScaleBytes(kind));
   for (size_t g = 0; g < scale_columns.size(); ++g) {
     uint32_t code = 0;
     if (const int32_t col = stored ? scale_columns[g] : std::min(scale_columns[g], 0); col >= 0) {
@@ -227,106 +201,6 @@ void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
 
 }  // namespace
 
-uint32_t PanelCode(DType source, uint32_t code) {
-  switch (source) {
-    case DType::kI4:
-      return code ^ 8U;
-    case DType::kI8:
-      return code ^ 128U;
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
-                          // <= 28
-      return EncodeE4m3RneSaturating(DecodeCode(source, code));
-    default:
-      return code;
-  }
-}
-
-int64_t PanelFormat::group_bytes() const {
-  return kPanelRows * (ScaleValueBytes(scale) + (zero_points ? 1 : 0));
-}
-
-bool PanelFormat::Holds(const PanelFormat& other) const {
-  PanelFormat needed = other;
-  if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
-    needed.scale = scale;
-  }
-  needed.zero_points = other.zero_points || (zero_points && other.group > 0);
-  return *this == needed;
-}
-
-std::string PanelFormat::ToString() const {
-  const std::string scales = scale == PanelScale::kNone ? ""
-                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
-                                                                      zero_points ? " and zero" : "", group);
-  return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
-}
-
-int PanelZeroPoint(DType code) {
-  return code == DType::kU4 ? 8 : code == DType::kU8 ? 128 : 0;
-}
-
-Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points) {
-  PanelFormat panel;
-  const int64_t group = format.has_block_scale() ? format.block.col : 0;
-  switch (format.element) {
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      panel.code = format.element;
-      break;
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:
-      panel.code = DType::kF8E4M3;
-      break;
-    case DType::kF4E2M1:
-      panel.code = DType::kF4E2M1;
-      break;
-    case DType::kI4:
-    case DType::kU4:
-      panel.code = DType::kU4;
-      break;
-    case DType::kI8:
-    case DType::kU8:
-      panel.code = DType::kU8;
-      break;
-    default:
-      return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
-  }
-  if (!format.has_block_scale()) {
-    return panel;
-  }
-  const bool one_row = format.block.row == 1;
-  const bool one_column = format.block.col == 1 && !one_row;
-  if (panel.code == DType::kF4E2M1 && one_row && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&
-      group % 16 == 0) {
-    panel.scale = PanelScale::kE4M3;
-    panel.group = 16;
-  } else if (format.block_scale_dtype == DType::kF8E8M0 && one_row && group > 0 && group % 32 == 0 &&
-             (panel.code == DType::kF4E2M1 || panel.code == DType::kF8E4M3)) {
-    panel.scale = PanelScale::kE8M0;
-    panel.group = 32;
-  } else if (IsInteger(panel.code)) {
-    // e4m3 and e8m0 are bf16 as well; the kernels read three types of scales beside integers.
-    panel.scale = format.block_scale_dtype == DType::kF32   ? PanelScale::kF32
-                  : format.block_scale_dtype == DType::kF16 ? PanelScale::kF16
-                                                            : PanelScale::kBF16;
-    panel.zero_points = has_zero_points;
-    panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
-    panel.block = std::max(kPanelUnit, panel.group);
-  } else if (panel.code == DType::kF8E4M3 && !one_column) {
-    panel.scale = PanelScale::kF32;
-    panel.group = 64;
-  } else {
-    return Status::Unsupported(fmt::format("panels hold no {} weights with {} scales per {} x {}",
-                                           DTypeName(format.element), DTypeName(format.block_scale_dtype),
-                                           format.block.row, format.block.col));
-  }
-  return panel;
-}
-
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row) {
   return ScaleRowData(matrix.block_scale, ScaleRow(matrix, row));
 }
@@ -337,7 +211,7 @@ const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row) {
 
 void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
-  const int64_t value_bytes = ScaleValueBytes(format.scale);
+  const int64_t value_bytes = PanelScaleBytes(format.scale);
   std::vector<uint32_t> scales(scale_columns.size(), 0);
   std::vector<uint8_t> zeros(scale_columns.size(), 0);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
@@ -424,7 +298,7 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
     return value - zero;
   }
   const std::byte* group = block + format.code_bytes() + k / format.group * format.group_bytes();
-  const int64_t value_bytes = ScaleValueBytes(format.scale);
+  const int64_t value_bytes = PanelScaleBytes(format.scale);
   if (format.zero_points) {
     zero = static_cast<float>(static_cast<uint8_t>(group[kPanelRows * value_bytes + row]));
   }

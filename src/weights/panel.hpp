@@ -43,6 +43,13 @@ enum class PanelScale : uint8_t {
   kBF16,
   kF16
 };
+/// Of one scale.
+int64_t PanelScaleBytes(PanelScale scale);
+
+/// Integers of 4 and 8 bits, which panels hold unsigned.
+constexpr bool IsPanelInteger(DType code) {
+  return code == DType::kU4 || code == DType::kU8;
+}
 
 struct PanelFormat {
   DType code = DType::kBF16;  ///< kF4E2M1, kU4, kU8, kF8E4M3, kF8E5M2, kBF16, kF16, kF32

@@ -1,0 +1,135 @@
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "numerics/codecs.hpp"
+#include "numerics/rows.hpp"
+#include "weights/panel.hpp"
+
+namespace fusedmoe {
+namespace {
+
+const char* ScaleName(PanelScale scale) {
+  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
+  return kNames[static_cast<int>(scale)];
+}
+
+}  // namespace
+
+int64_t PanelScaleBytes(PanelScale scale) {
+  switch (scale) {
+    case PanelScale::kNone:
+      return 0;
+    case PanelScale::kE4M3:
+    case PanelScale::kE8M0:
+      return 1;
+    case PanelScale::kBF16:
+    case PanelScale::kF16:
+      return 2;
+    case PanelScale::kF32:
+      return 4;
+  }
+  return 0;
+}
+
+uint32_t PanelCode(DType source, uint32_t code) {
+  switch (source) {
+    case DType::kI4:
+      return code ^ 8U;
+    case DType::kI8:
+      return code ^ 128U;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
+                          // <= 28
+      return EncodeE4m3RneSaturating(DecodeCode(source, code));
+    default:
+      return code;
+  }
+}
+
+int64_t PanelFormat::group_bytes() const {
+  return kPanelRows * (PanelScaleBytes(scale) + (zero_points ? 1 : 0));
+}
+
+bool PanelFormat::Holds(const PanelFormat& other) const {
+  PanelFormat needed = other;
+  if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
+    needed.scale = scale;
+  }
+  needed.zero_points = other.zero_points || (zero_points && other.group > 0);
+  return *this == needed;
+}
+
+std::string PanelFormat::ToString() const {
+  const std::string scales = scale == PanelScale::kNone ? ""
+                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
+                                                                      zero_points ? " and zero" : "", group);
+  return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
+}
+
+int PanelZeroPoint(DType code) {
+  return code == DType::kU4 ? 8 : code == DType::kU8 ? 128 : 0;
+}
+
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points) {
+  PanelFormat panel;
+  const int64_t group = format.has_block_scale() ? format.block.col : 0;
+  switch (format.element) {
+    case DType::kF32:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+      panel.code = format.element;
+      break;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+      panel.code = DType::kF8E4M3;
+      break;
+    case DType::kF4E2M1:
+      panel.code = DType::kF4E2M1;
+      break;
+    case DType::kI4:
+    case DType::kU4:
+      panel.code = DType::kU4;
+      break;
+    case DType::kI8:
+    case DType::kU8:
+      panel.code = DType::kU8;
+      break;
+    default:
+      return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
+  }
+  if (!format.has_block_scale()) {
+    return panel;
+  }
+  const bool one_row = format.block.row == 1;
+  const bool one_column = format.block.col == 1 && !one_row;
+  if (panel.code == DType::kF4E2M1 && one_row && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&
+      group % 16 == 0) {
+    panel.scale = PanelScale::kE4M3;
+    panel.group = 16;
+  } else if (format.block_scale_dtype == DType::kF8E8M0 && one_row && group > 0 && group % 32 == 0 &&
+             (panel.code == DType::kF4E2M1 || panel.code == DType::kF8E4M3)) {
+    panel.scale = PanelScale::kE8M0;
+    panel.group = 32;
+  } else if (IsPanelInteger(panel.code)) {
+    // e4m3 and e8m0 are bf16 as well; the kernels read three types of scales beside integers.
+    panel.scale = format.block_scale_dtype == DType::kF32   ? PanelScale::kF32
+                  : format.block_scale_dtype == DType::kF16 ? PanelScale::kF16
+                                                            : PanelScale::kBF16;
+    panel.zero_points = has_zero_points;
+    panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+    panel.block = std::max(kPanelUnit, panel.group);
+  } else if (panel.code == DType::kF8E4M3 && !one_column) {
+    panel.scale = PanelScale::kF32;
+    panel.group = 64;
+  } else {
+    return Status::Unsupported(fmt::format("panels hold no {} weights with {} scales per {} x {}",
+                                           DTypeName(format.element), DTypeName(format.block_scale_dtype),
+                                           format.block.row, format.block.col));
+  }
+  return panel;
+}
+
+}  // namespace fusedmoe
