@@ -15,6 +15,9 @@ namespace fusedmoe::checkpoint {
 /// A pull parser over JSON text that outlives it: the caller asks for what it expects next, nothing is built.
 /// The first mistake ends the parse; afterwards every call returns false and `status` says where and why.
 /// Depth is bounded. Accepts what Python's json module writes (NaN, Infinity, -Infinity as numbers).
+///
+/// Not nlohmann::json, with which the library writes: that builds a document of every header and index (those
+/// of large models name some 10^5 tensors), refuses NaN, and lets the second of two equal keys win unseen.
 class JsonReader {
  public:
   enum class Kind : uint8_t { kObject, kArray, kString, kNumber, kBool, kNull, kInvalid };
