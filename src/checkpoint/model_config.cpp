@@ -6,7 +6,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/tensor_store.hpp"
+#include "checkpoint/tensor_index.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::checkpoint {

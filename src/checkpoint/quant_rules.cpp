@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/tensor_index.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::checkpoint {

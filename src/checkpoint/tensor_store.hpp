@@ -108,9 +108,4 @@ class TensorStore {
   bool gguf_ = false;
 };
 
-/// The path of `name` in `directory`, refused (kBadInput) when it leaves the directory: absolute, with "..",
-/// or through a symbolic link (links into the blobs of a Hugging Face cache are its normal form, and
-/// accepted).
-Result<std::string> ResolveInside(const std::string& directory, std::string_view name);
-
 }  // namespace fusedmoe::checkpoint
