@@ -1,15 +1,53 @@
 #include "jobs/prepare/description.hpp"
 
+#include <cmath>
 #include <optional>
 #include <string_view>
 #include <utility>
 
 #include <fmt/format.h>
-
-#include "jobs/prepare/fields.hpp"
+#include <nlohmann/json.hpp>
 
 namespace fusedmoe::prepared {
 namespace {
+
+using Json = nlohmann::ordered_json;
+
+/// Reads an object field by field, and checks each. The first mistake stands in `status`; from then on values
+/// mean nothing.
+class Fields {
+ public:
+  Fields(const Json& json, std::string path) : json_(json), path_(std::move(path)) {
+    if (!json.is_object()) {
+      Fail("", "an object");
+    }
+  }
+
+  int64_t Integer(const char* name, int64_t low, int64_t high);
+  float Number(const char* name);
+  bool Flag(const char* name);
+  std::string Text(const char* name);
+  /// A name that `parse` knows.
+  template <typename Value, typename Parse>
+  Value Name(const char* name, Parse parse) {
+    const auto value = parse(Text(name));
+    if (!value && status_.ok()) {
+      Fail(name, "a name of its table");
+    }
+    return value.value_or(Value{});
+  }
+  /// The member; null (a JSON one) when it is missing.
+  const Json& Member(const char* name);
+  bool Has(const char* name) const { return json_.is_object() && json_.contains(name); }
+  std::string PathOf(const char* name) const { return path_.empty() ? name : path_ + "." + name; }
+  void Fail(const char* name, const std::string& required);
+  const Status& status() const { return status_; }
+
+ private:
+  const Json& json_;
+  std::string path_;
+  Status status_;
+};
 
 constexpr int64_t kLargestSize = int64_t{1} << 31;
 
@@ -210,6 +248,65 @@ Status CheckScheme(const Scheme& scheme, const std::string& path) {
   return known.ok() ? Status::Ok()
                     : Status::BadInput(fmt::format("{}: {}", path.empty() ? "quant_config" : path,
                                                    known.status().message()));
+}
+
+void Fields::Fail(const char* name, const std::string& required) {
+  if (status_.ok()) {
+    const Json* member = json_.is_object() && json_.contains(name) ? &json_[name] : nullptr;
+    std::string actual =
+        member == nullptr ? "missing" : member->dump(-1, ' ', true, Json::error_handler_t::replace);
+    actual = actual.size() > 60 ? actual.substr(0, 57) + "..." : actual;
+    status_ = Status::BadInput(
+        fmt::format("the metadata field {} is {}; {} is required", PathOf(name), actual, required));
+  }
+}
+
+const Json& Fields::Member(const char* name) {
+  static const Json kNull;
+  if (!Has(name)) {
+    Fail(name, "a value");
+    return kNull;
+  }
+  return json_[name];
+}
+
+int64_t Fields::Integer(const char* name, int64_t low, int64_t high) {
+  const Json& json = Member(name);
+  const bool small = json.is_number_integer() &&
+                     !(json.is_number_unsigned() && json.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX));
+  if (!small || json.get<int64_t>() < low || json.get<int64_t>() > high) {
+    Fail(name, fmt::format("an integer of {}..{}", low, high));
+    return low;
+  }
+  return json.get<int64_t>();
+}
+
+float Fields::Number(const char* name) {
+  const Json& json = Member(name);
+  const auto value = json.is_number() ? json.get<double>() : std::nan("");
+  if (!std::isfinite(static_cast<float>(value))) {
+    Fail(name, "a finite number");
+    return 0.0F;
+  }
+  return static_cast<float>(value);
+}
+
+bool Fields::Flag(const char* name) {
+  const Json& json = Member(name);
+  if (!json.is_boolean()) {
+    Fail(name, "true or false");
+    return false;
+  }
+  return json.get<bool>();
+}
+
+std::string Fields::Text(const char* name) {
+  const Json& json = Member(name);
+  if (!json.is_string()) {
+    Fail(name, "a string");
+    return {};
+  }
+  return json.get<std::string>();
 }
 
 Json ToJson(const WeightFormat& format) {
