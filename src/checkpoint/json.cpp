@@ -427,6 +427,20 @@ std::optional<int64_t> JsonValue::integer() const {
   return std::nullopt;
 }
 
+JsonValue JsonValue::With(const JsonValue& over) const {
+  JsonValue both;
+  both.kind_ = Kind::kObject;
+  for (const auto& [key, value] : over.members_) {
+    if (!value.is_null())
+      both.members_.emplace_back(key, value);
+  }
+  for (const auto& [key, value] : members_) {
+    if (over.Find(key) == nullptr)
+      both.members_.emplace_back(key, value);
+  }
+  return both;
+}
+
 const JsonValue* JsonValue::Find(std::string_view key) const {
   for (const auto& [name, value] : members_) {
     if (name == key)

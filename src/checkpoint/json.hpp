@@ -93,6 +93,9 @@ class JsonValue {
   /// The member of that name; null when there is none, when it is JSON null, or when this is no object.
   const JsonValue* Find(std::string_view key) const;
 
+  /// The members of `over` and, of this object, those that it lacks or has as null.
+  JsonValue With(const JsonValue& over) const;
+
   /// How the value would be written, shortened: for messages.
   std::string ToString() const;
 

@@ -1,6 +1,8 @@
 #include "checkpoint/matrix_reader.hpp"
 
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include <fmt/format.h>
@@ -77,10 +79,16 @@ Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
 Status CheckShapeTensor(const MatrixTensors& tensors, const LinearFormat& format) {
   const std::string name = tensors.NameOf(format.shape);
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.shape));
-  if (stored.dtype() != DType::kI64 || stored.shape().count() != 2)
-    return tensors.Wrong(name, stored, "I64 [2]");
+  if ((stored.dtype() != DType::kI64 && stored.dtype() != DType::kI32) || stored.shape().count() != 2)
+    return tensors.Wrong(name, stored, "I64 or I32 [2]");
   int64_t shape[2] = {0, 0};
-  std::memcpy(shape, stored.view().data(), sizeof(shape));
+  if (stored.dtype() == DType::kI64) {
+    std::memcpy(shape, stored.view().data(), sizeof(shape));
+  } else {
+    int32_t narrow[2];
+    std::memcpy(narrow, stored.view().data(), sizeof(narrow));
+    std::copy(std::begin(narrow), std::end(narrow), shape);
+  }
   if (shape[0] == tensors.rows * tensors.place.parts && shape[1] == tensors.cols)
     return Status::Ok();
   return tensors.store.Blame(

@@ -1,5 +1,6 @@
 #include "checkpoint/pattern.hpp"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -76,6 +77,7 @@ class PatternCompiler {
     for (size_t i = 0; i < code.size(); ++i)
       MakeAbsolute(code[i], static_cast<int32_t>(i));
     pattern_.program_ = std::move(code);
+    pattern_.Connect();
     return std::move(pattern_);
   }
 
@@ -307,77 +309,97 @@ Result<Pattern> Pattern::Compile(std::string_view text) {
   return PatternCompiler(text).Compile();
 }
 
-// The instructions that are alive at one position, each once.
-struct Pattern::Threads {
-  explicit Threads(size_t size) : seen(size, false) {}
-  std::vector<int32_t> list, pending;
-  std::vector<bool> seen;
-  bool matched = false;
-};
-
-void Pattern::Add(Threads& threads, int32_t start, std::string_view text, size_t position) const {
-  threads.pending.push_back(start);
-  while (!threads.pending.empty()) {
-    const int32_t at = threads.pending.back();
-    threads.pending.pop_back();
-    if (threads.seen[static_cast<size_t>(at)])
-      continue;
-    threads.seen[static_cast<size_t>(at)] = true;
+void Pattern::Connect() {
+  const auto size = static_cast<int32_t>(program_.size());
+  sources_.assign(program_.size(), {});
+  std::vector<std::pair<int32_t, int32_t>> looks;  // where the program of a look-ahead begins and ends
+  for (int32_t at = 0; at < size; ++at) {
     const Instruction& instruction = program_[static_cast<size_t>(at)];
-    const bool before = position > 0 && IsWord(text, position - 1);
+    const auto leads_to = [&](int32_t target) { sources_[static_cast<size_t>(target)].push_back(at); };
     switch (instruction.op) {
-      case Op::kClass:
-        threads.list.push_back(at);
-        break;
-      case Op::kMatch:
-        threads.matched = true;
+      case Op::kSplit:
+        leads_to(instruction.x);
+        leads_to(instruction.y);
         break;
       case Op::kJump:
-        threads.pending.push_back(instruction.x);
-        break;
-      case Op::kSplit:
-        threads.pending.push_back(instruction.y);
-        threads.pending.push_back(instruction.x);
-        break;
-      case Op::kBegin:
-        if (position == 0)
-          threads.pending.push_back(at + 1);
-        break;
-      case Op::kEnd:
-        if (position == text.size())
-          threads.pending.push_back(at + 1);
-        break;
-      case Op::kWordBoundary:
-        if ((before != IsWord(text, position)) != instruction.negated)
-          threads.pending.push_back(at + 1);
+        leads_to(instruction.x);
         break;
       case Op::kLook:
-        // Nesting of look-aheads is bounded by that of groups.
-        if (Run(instruction.x, text, position) != instruction.negated)
-          threads.pending.push_back(instruction.y);
+        looks.emplace_back(instruction.x, instruction.y);
+        leads_to(instruction.y);
+        break;
+      case Op::kBegin:
+      case Op::kEnd:
+      case Op::kWordBoundary:
+        leads_to(at + 1);
+        break;
+      case Op::kClass:
+      case Op::kMatch:
         break;
     }
   }
+  // One inside another begins behind it: from the last to the first, the inner ones come first.
+  std::vector<bool> placed(program_.size(), false);
+  looks.insert(looks.begin(), {0, size});
+  for (auto look = looks.rbegin(); look != looks.rend(); ++look) {
+    std::vector<int32_t>& own = nests_.emplace_back();
+    for (int32_t at = look->first; at < look->second; ++at) {
+      if (!placed[static_cast<size_t>(at)])
+        own.push_back(at);
+      placed[static_cast<size_t>(at)] = true;
+    }
+  }
 }
 
-bool Pattern::Run(int32_t start, std::string_view text, size_t position) const {
-  Threads now(program_.size());
-  Add(now, start, text, position);
-  for (; !now.matched && !now.list.empty() && position < text.size(); ++position) {
-    Threads next(program_.size());
-    for (const int32_t at : now.list) {
-      const Instruction& instruction = program_[static_cast<size_t>(at)];
-      if (classes_[static_cast<size_t>(instruction.x)].test(static_cast<unsigned char>(text[position]))) {
-        Add(next, at + 1, text, position + 1);
+bool Pattern::Holds(const Instruction& instruction, std::string_view text, size_t position,
+                    const std::vector<char>& matches) const {
+  switch (instruction.op) {
+    case Op::kBegin:
+      return position == 0;
+    case Op::kEnd:
+      return position == text.size();
+    case Op::kWordBoundary:
+      return ((position > 0 && IsWord(text, position - 1)) != IsWord(text, position)) != instruction.negated;
+    case Op::kLook:
+      return (matches[static_cast<size_t>(instruction.x)] != 0) != instruction.negated;
+    default:
+      return true;
+  }
+}
+
+// From the end of the text to its beginning: which instructions lead to a match from this position on, known
+// of the position behind it. Each pair is looked at once.
+bool Pattern::MatchesPrefix(std::string_view text) const {
+  std::vector<char> behind(program_.size(), 0), matches(program_.size(), 0);
+  std::vector<int32_t> pending;
+  for (size_t position = text.size() + 1; position-- > 0;) {
+    std::fill(matches.begin(), matches.end(), 0);
+    const auto found = [&](int32_t at) {
+      if (std::exchange(matches[static_cast<size_t>(at)], 1) == 0)
+        pending.push_back(at);
+    };
+    for (const std::vector<int32_t>& nest : nests_) {
+      for (const int32_t at : nest) {
+        const Instruction& instruction = program_[static_cast<size_t>(at)];
+        const bool takes =
+            instruction.op == Op::kClass && position < text.size() &&
+            behind[static_cast<size_t>(at) + 1] != 0 &&
+            classes_[static_cast<size_t>(instruction.x)].test(static_cast<unsigned char>(text[position]));
+        if (takes || instruction.op == Op::kMatch)
+          found(at);
+      }
+      while (!pending.empty()) {
+        const int32_t at = pending.back();
+        pending.pop_back();
+        for (const int32_t source : sources_[static_cast<size_t>(at)]) {
+          if (Holds(program_[static_cast<size_t>(source)], text, position, matches))
+            found(source);
+        }
       }
     }
-    now = std::move(next);
+    std::swap(behind, matches);
   }
-  return now.matched;
-}
-
-bool Pattern::MatchesPrefix(std::string_view text) const {
-  return Run(0, text, 0);
+  return behind[0] != 0;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -10,10 +10,9 @@
 namespace fusedmoe::checkpoint {
 
 /// Regular expressions of quantization metadata ("re:.*mlp.gate$"), which come from files that nobody vouches
-/// for: matching takes time in proportion to pattern times text, whatever they are, and no recursion over the
-/// text. Literals,
-/// ., classes, \d \w \s \b, ^ $, groups, alternatives, repetition (greedy or not: only whether it matches is
-/// asked), and look-ahead. Back references and look-behind are kUnsupported, mistakes kBadInput.
+/// for: matching takes time in proportion to pattern times text, whatever they are, and no recursion.
+/// Literals, ., classes, \d \w \s \b, ^ $, groups, alternatives, repetition (greedy or not: only whether it
+/// matches is asked), and look-ahead. Back references and look-behind are kUnsupported, mistakes kBadInput.
 class Pattern {
  public:
   static Result<Pattern> Compile(std::string_view text);
@@ -29,13 +28,18 @@ class Pattern {
     int32_t x = 0, y = 0;  // class index or targets; kLook: where its program starts, and where to go on
     bool negated = false;
   };
-  struct Threads;
 
-  bool Run(int32_t start, std::string_view text, size_t position) const;
-  void Add(Threads& threads, int32_t start, std::string_view text, size_t position) const;
+  void Connect();
+  /// Whether the step behind an instruction that takes no character may be made here.
+  bool Holds(const Instruction& instruction, std::string_view text, size_t position,
+             const std::vector<char>& matches) const;
 
   std::vector<Instruction> program_;
   std::vector<std::bitset<256>> classes_;
+  std::vector<std::vector<int32_t>>
+      sources_;  // of each instruction: those that lead to it without a character
+  std::vector<std::vector<int32_t>>
+      nests_;  // instructions of each look-ahead, inner ones first; the rest last
 };
 
 }  // namespace fusedmoe::checkpoint

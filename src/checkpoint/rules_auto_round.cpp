@@ -114,7 +114,7 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
     return Status::Unsupported(fmt::format("auto-round's FP8 with {} {} is not supported", what, value))
         .WithFile(path);
   };
-  if (kind != nullptr && kind->string() != "e4m3")
+  if (!IsE4m3(kind))
     return refuse("fmt", kind->ToString());
   if (bits != 8 || (input_bits != 8 && input_bits < 16))
     return refuse("weights and inputs of", fmt::format("{} and {} bits", bits, input_bits));
@@ -204,10 +204,10 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
           return std::move(pattern).status().WithFile(path);
         override.pattern = *std::move(pattern);
       }
-      FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(own, "bits", 1, 32, bits, path));
-      const JsonValue* own_group = own.Find("group_size");
+      const JsonValue merged = spec.With(own);
+      FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(merged, "bits", 1, 32, std::nullopt, path));
       if (own_bits < 16)  // 16 bits and more mean untouched
-        override.format = AutoRoundFormat(spec, own_bits, own_group == nullptr ? group : own_group, path);
+        override.format = AutoRoundFormat(merged, own_bits, merged.Find("group_size"), path);
       overrides->push_back(std::move(override));
     }
   }

@@ -106,7 +106,7 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
 
 struct ModelOptRules {
   std::optional<LinearFormat> all;
-  std::map<std::string, LinearFormat> by_module;
+  std::map<std::string, Result<LinearFormat>> by_module;
   std::vector<std::string> excluded;
 };
 
@@ -167,7 +167,10 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
             .WithFile(path);
       }
       FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
-      FMOE_ASSIGN_OR_RETURN(LinearFormat format, FormatOfAlgorithm(Upper(own->string()), own_group, path));
+      // What this library cannot run is an error only where a module of the experts has it.
+      Result<LinearFormat> format = FormatOfAlgorithm(Upper(own->string()), own_group, path);
+      if (format.status().code() == StatusCode::kBadInput)
+        return format.status();
       rules->by_module.emplace(module, std::move(format));
     }
   } else {

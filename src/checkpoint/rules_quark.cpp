@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
+#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -196,17 +197,38 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
   return *std::move(format);
 }
 
-struct QuarkRules {
-  Result<LinearFormat> all = LinearFormat{};
-  std::vector<std::pair<std::string, Result<LinearFormat>>> by_pattern;
-  std::vector<std::string> excluded;
+// Modules by name, with wildcards, or by a regular expression behind "re:".
+class Selector {
+ public:
+  static Result<Selector> Make(const std::string& text, const std::string& path) {
+    Selector selector;
+    selector.text_ = text;
+    if (text.starts_with("re:")) {
+      Result<Pattern> regex = Pattern::Compile(std::string_view(text).substr(3));
+      if (!regex.ok())
+        return std::move(regex).status().WithFile(path);
+      selector.regex_ = *std::move(regex);
+    }
+    return selector;
+  }
+  bool Selects(const std::string& module) const {
+    if (regex_)
+      return regex_->MatchesPrefix(module);
+    if (text_.find('*') != std::string::npos)
+      return MatchesWildcard(text_, module);
+    return module == text_ || module.starts_with(text_ + ".");
+  }
+
+ private:
+  std::string text_;
+  std::optional<Pattern> regex_;
 };
 
-bool Matches(const std::string& pattern, const std::string& module) {
-  if (pattern.find('*') != std::string::npos)
-    return MatchesWildcard(pattern, module);
-  return module == pattern || module.starts_with(pattern + ".");
-}
+struct QuarkRules {
+  Result<LinearFormat> all = LinearFormat{};
+  std::vector<std::pair<Selector, Result<LinearFormat>>> by_selector;
+  std::vector<Selector> excluded;
+};
 
 }  // namespace
 
@@ -226,23 +248,28 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   if (rules->all.status().code() == StatusCode::kBadInput)
     return rules->all.status();
   if (const JsonValue* layers = spec.Find("layer_quant_config"); layers != nullptr) {
-    for (const auto& [pattern, own] : layers->members()) {
+    for (const auto& [name, own] : layers->members()) {
       Result<LinearFormat> format = FormatOf(own, awq_order, path);
       if (format.status().code() == StatusCode::kBadInput)
         return format.status();
-      rules->by_pattern.emplace_back(pattern, std::move(format));
+      FMOE_ASSIGN_OR_RETURN(Selector selector, Selector::Make(name, path));
+      rules->by_selector.emplace_back(std::move(selector), std::move(format));
     }
   }
-  FMOE_ASSIGN_OR_RETURN(rules->excluded, StringList(spec.Find("exclude"), "exclude", path));
+  FMOE_ASSIGN_OR_RETURN(const auto excluded, StringList(spec.Find("exclude"), "exclude", path));
+  for (const std::string& name : excluded) {
+    FMOE_ASSIGN_OR_RETURN(Selector selector, Selector::Make(name, path));
+    rules->excluded.push_back(std::move(selector));
+  }
   QuantRules result;
   result.producer = "quark";
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
-    for (const std::string& pattern : rules->excluded) {
-      if (Matches(pattern, module))
+    for (const Selector& selector : rules->excluded) {
+      if (selector.Selects(module))
         return LinearFormat{};
     }
-    for (const auto& [pattern, format] : rules->by_pattern) {
-      if (Matches(pattern, module))
+    for (const auto& [selector, format] : rules->by_selector) {
+      if (selector.Selects(module))
         return format;
     }
     return rules->all;

@@ -97,7 +97,7 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
                                      const ModelConfig& config) {
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, Skipped(spec, path));
   const JsonValue* kind = spec.Find("fmt");
-  if (kind != nullptr && kind->string() != "e4m3") {
+  if (!IsE4m3(kind)) {
     return Status::Unsupported(fmt::format("fp8 with fmt {} is not supported; e4m3 is", kind->ToString()))
         .WithFile(path);
   }

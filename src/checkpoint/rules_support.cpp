@@ -1,6 +1,7 @@
 #include "checkpoint/rules_support.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -32,6 +33,12 @@ Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, co
   if (!value->is_bool())
     return Wrong(key, value, "true or false", path);
   return value->boolean();
+}
+
+bool IsE4m3(const JsonValue* name) {
+  constexpr std::string_view kNames[] = {"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"};
+  return name == nullptr ||
+         std::find(std::begin(kNames), std::end(kNames), name->string()) != std::end(kNames);
 }
 
 bool IsRegexLike(const std::string& pattern) {

@@ -24,6 +24,9 @@ Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, i
 
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path);
 
+/// Whether a float of 8 bits is e4m3, by any of its names; nothing is said: it is.
+bool IsE4m3(const JsonValue* name);
+
 bool IsRegexLike(const std::string& pattern);
 
 /// True when a list of modules to leave alone names this one. It holds full names, last components

@@ -87,13 +87,17 @@ Result<int> InputFile::OpenDescriptor(const std::string& path) {
   return descriptor;
 }
 
-Result<InputFile::Identity> InputFile::Identify(int descriptor, const std::string& path) {
+Result<InputFile::Identity> InputFile::Identify(int descriptor, const std::string& path,
+                                                std::string* change) {
   struct stat status {};
   if (fstat(descriptor, &status) != 0) {
     return Status::System(fmt::format("cannot read the file's status: {}", ErrorText(errno))).WithFile(path);
   }
   if (!S_ISREG(status.st_mode)) {
     return Status::BadInput("not a regular file").WithFile(path);
+  }
+  if (change != nullptr) {
+    *change = fmt::format("{}.{:09d}", status.st_ctim.tv_sec, status.st_ctim.tv_nsec);
   }
   return Identity{static_cast<uint64_t>(status.st_dev), static_cast<uint64_t>(status.st_ino),
                   static_cast<int64_t>(status.st_size), static_cast<int64_t>(status.st_mtim.tv_sec),
@@ -103,8 +107,10 @@ Result<InputFile::Identity> InputFile::Identify(int descriptor, const std::strin
 Result<std::shared_ptr<const InputFile>> InputFile::Open(const std::string& path, FileAccess access) {
   FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path));
   const Descriptor descriptor(raw);
-  FMOE_ASSIGN_OR_RETURN(const Identity identity, Identify(descriptor.get(), path));
+  std::string change;
+  FMOE_ASSIGN_OR_RETURN(const Identity identity, Identify(descriptor.get(), path, &change));
   std::shared_ptr<InputFile> file(new InputFile(path, identity));
+  file->change_ = std::move(change);
   if (access == FileAccess::kMap && identity.size > 0) {
     const auto length = static_cast<size_t>(identity.size);
     void* address = mmap(nullptr, length, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
@@ -122,8 +128,8 @@ Result<std::shared_ptr<const InputFile>> InputFile::Open(const std::string& path
 InputFile::~InputFile() = default;
 
 std::string InputFile::Version() const {
-  return fmt::format("{} bytes of {}.{:09d}", identity_.size, identity_.modified_seconds,
-                     identity_.modified_nanoseconds);
+  return fmt::format("{} bytes of {}.{:09d}, {} on {} since {}", identity_.size, identity_.modified_seconds,
+                     identity_.modified_nanoseconds, identity_.inode, identity_.device, change_);
 }
 
 Status InputFile::CheckRange(int64_t offset, int64_t count) const {

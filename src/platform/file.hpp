@@ -38,7 +38,8 @@ class InputFile {
 
   const std::string& path() const { return path_; }
   int64_t size() const { return identity_.size; }
-  /// Size and modification time in nanoseconds, as text.
+  /// What no other file has, and this one no longer once it is written: place on its device, size, times of
+  /// modification and of change, as text. (Images of containers set all modification times to one value.)
   std::string Version() const;
 
   /// Bytes [offset, offset + count). The range must lie in the file (kBadInput
@@ -59,10 +60,12 @@ class InputFile {
   Status CheckRange(int64_t offset, int64_t count) const;
   Status CheckUnchanged(int descriptor) const;
   static Result<int> OpenDescriptor(const std::string& path);
-  static Result<Identity> Identify(int descriptor, const std::string& path);
+  /// `change`: its time of change, which a new name of the file moves too; null: not wanted.
+  static Result<Identity> Identify(int descriptor, const std::string& path, std::string* change = nullptr);
 
   std::string path_;
   Identity identity_;
+  std::string change_;
   std::shared_ptr<const void> mapping_;  // null unless mapped
 };
 

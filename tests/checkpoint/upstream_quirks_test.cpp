@@ -1,6 +1,8 @@
 // Forms that tools write and no golden checkpoint shows: found by running the tools over all families.
 #include <gtest/gtest.h>
 
+#include <cstring>
+
 #include "checkpoint/raw_checkpoint.hpp"
 #include "weights/dequantize.hpp"
 
@@ -152,6 +154,86 @@ TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
     quantization["data_type"] = type;
     EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported) << type;
   }
+}
+
+// What an entry says of inputs counts too: the experts' alone stay in 16 bits.
+TEST(UpstreamQuirks, ExtraConfigOfAutoRound_SaysWhatBecomesOfInputs) {
+  TinyModel model("ct_mxfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization = {{"quant_method", "auto-round"},
+                  {"data_type", "mx_fp"},
+                  {"bits", 4},
+                  {"group_size", 32},
+                  {"act_bits", 4},
+                  {"act_data_type", "mx_fp"}};
+  quantization["extra_config"] = {{".*mlp\\.experts.*", {{"bits", 4}, {"act_bits", 16}}}};
+  const WrittenModel weight_only(model);
+  ASSERT_TRUE(weight_only.source.ok()) << weight_only.source.status().ToString();
+  EXPECT_EQ(weight_only.source->scheme.name, "mxfp4_w4a16");
+  quantization["data_type"] = "int";
+  quantization["act_bits"] = 16;
+  quantization["extra_config"] = {
+      {".*mlp\\.experts.*", {{"data_type", "mx_fp"}, {"act_bits", 4}, {"group_size", nullptr}}}};
+  const WrittenModel own_type(model);
+  ASSERT_TRUE(own_type.source.ok()) << own_type.source.status().ToString();
+  EXPECT_EQ(own_type.source->scheme.name, "mxfp4_w4a4");
+}
+
+// config.json of MiniMax-M2 calls e4m3 by the name of torch.
+TEST(UpstreamQuirks, E4m3_HasSeveralNames) {
+  TinyModel model("fp8_block");
+  for (const char* name : {"e4m3", "float8_e4m3fn"}) {
+    model.config["quantization_config"]["fmt"] = name;
+    EXPECT_EQ(LoadWith(model).message(), "") << name;
+  }
+  model.config["quantization_config"]["fmt"] = "float8_e5m2";
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+}
+
+// Kimi-K2.5 in INT4 stores the shapes of packed matrices in 32 bits.
+TEST(UpstreamQuirks, ShapesOfPackedMatrices_MayHave32Bits) {
+  TinyModel model("ct_int4");
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with(".weight_shape")) {
+      int64_t shape[2];
+      std::memcpy(shape, tensor.bytes.data(), sizeof shape);
+      tensor = Ints(tensor.name, {2}, {static_cast<int32_t>(shape[0]), static_cast<int32_t>(shape[1])});
+    }
+  }
+  EXPECT_EQ(LoadWith(model).message(), "");
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with(".up_proj.weight_shape"))
+      tensor = Ints(tensor.name, {2}, {kIntermediate, kHidden + 1});
+  }
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+}
+
+TEST(UpstreamQuirks, ModulesOfQuark_MayBeRegularExpressions) {
+  TinyModel model("quark_mxfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization["exclude"] = {"re:^(?!.*\\.mlp\\.experts(?:\\.|$)).*$"};  // all but the experts
+  EXPECT_EQ(LoadWith(model).message(), "");
+  const auto four_bit = quantization["global_quant_config"];
+  quantization["global_quant_config"] = {{"weight", {{"dtype", "int8"}, {"qscheme", "per_channel"}}}};
+  quantization["layer_quant_config"] = {{"re:model\\.layers\\.\\d+\\.mlp\\.experts\\.", four_bit}};
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["exclude"] = {"re:.*experts.*"};
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << "quantized weights where none should be";
+  quantization["exclude"] = {"re:("};
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+}
+
+// Only the formats of experts must be known.
+TEST(UpstreamQuirks, MixedPrecisionOfModelOpt_MayHoldOtherFormatsElsewhere) {
+  TinyModel model("modelopt_nvfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization["quant_algo"] = "MIXED_PRECISION";
+  quantization["quantized_layers"] = {
+      {"model.layers.0.self_attn.q_proj", {{"quant_algo", "SOMETHING_NEW"}}},
+      {"model.layers.0.mlp.experts", {{"quant_algo", "NVFP4"}, {"group_size", 16}}}};
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["quantized_layers"]["model.layers.0.mlp.experts"]["quant_algo"] = "SOMETHING_NEW";
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
 }
 
 // Inputs that the tool rounds to integers, and those it rotates (Hadamard, SpinQuant), would silently stay as
