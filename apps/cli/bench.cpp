@@ -252,6 +252,8 @@ Status VerdictOf(const BenchReport& report) {
 
 Status Bench(const BenchFlags& flags, Output& output) {
   FMOE_RETURN_IF_ERROR(CheckPlace(flags.plot));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, flags.problems));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, {flags.routing, flags.tune}));
   FMOE_ASSIGN_OR_RETURN(BenchOptions options, OptionsOf(flags));
   if (flags.on_ranks) {
     PlanFlags plan;

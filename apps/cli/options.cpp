@@ -121,6 +121,26 @@ Status CheckOutput(const std::string& output, const Checkpoint& checkpoint) {
   return CheckOutput(output, checkpoint.directory());  // a GGUF file
 }
 
+Status CheckOutput(const std::string& output, const std::vector<std::string>& inputs) {
+  for (const std::string& input : inputs) {
+    FMOE_RETURN_IF_ERROR(CheckOutput(output, input));
+  }
+  return Status::Ok();
+}
+
+Status CheckReplaced(const std::string& folder, const std::string& input) {
+  std::error_code ignored;
+  for (std::filesystem::path place = std::filesystem::canonical(input, ignored); place.has_relative_path();
+       place = place.parent_path()) {
+    if (std::filesystem::equivalent(place, folder, ignored)) {
+      return Status::Usage("the folder would be replaced, and holds a file that is read")
+          .WithFile(input)
+          .WithHint("choose another folder");
+    }
+  }
+  return Status::Ok();
+}
+
 void AddThreads(CLI::App& app, int& threads) {
   const CLI::Range range(0, kMaxThreads);
   const CLI::Option* option =

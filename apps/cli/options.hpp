@@ -34,6 +34,10 @@ Status CheckPlace(const std::string& path);
 Status CheckOutput(const std::string& output, const std::string& input);
 /// The same for every file of a checkpoint.
 Status CheckOutput(const std::string& output, const Checkpoint& checkpoint);
+/// The same of several files; empty names are none.
+Status CheckOutput(const std::string& output, const std::vector<std::string>& inputs);
+/// kUsage when `folder`, which will be replaced, holds `input`.
+Status CheckReplaced(const std::string& folder, const std::string& input);
 
 /// --threads, or FUSEDMOE_THREADS.
 void AddThreads(CLI::App& app, int& threads);

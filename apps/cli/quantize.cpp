@@ -36,6 +36,7 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   }
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
   if (!flags.statistics.empty()) {
+    FMOE_RETURN_IF_ERROR(CheckReplaced(options.directory, flags.statistics));
     FMOE_ASSIGN_OR_RETURN(options.activation_stats, ReadActivationStats(flags.statistics));
   }
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));

@@ -219,9 +219,8 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
 
 /// Before anything is computed: what would be written must not lie on what is read.
 Status CheckPlaces(const RunFlags& flags, const Subject& subject, const RankGroup& ranks) {
-  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, flags.input));
-  FMOE_RETURN_IF_ERROR(subject.checkpoint ? CheckOutput(flags.output, *subject.checkpoint)
-                                          : CheckOutput(flags.output, subject.path()));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, {flags.input, flags.plan.tune}));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, subject));
   return ranks.leads() ? CheckSafetensorsPlace(flags.output) : Status::Ok();
 }
 

@@ -26,6 +26,10 @@ Status Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
   return Status::Ok();
 }
 
+Status CheckOutput(const std::string& output, const Subject& subject) {
+  return subject.checkpoint ? CheckOutput(output, *subject.checkpoint) : CheckOutput(output, subject.path());
+}
+
 Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer) {
   Subject subject;
   std::error_code ignored;

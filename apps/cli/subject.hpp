@@ -28,6 +28,9 @@ struct Subject {
   Status Complete(const PlanFlags& flags, LayerOptions& options) const;
 };
 
+/// kUsage when `output` would replace a file that the subject is read from.
+Status CheckOutput(const std::string& output, const Subject& subject);
+
 /// Opens a directory or a GGUF file as a checkpoint and any other file as a prepared layer, whose own layer
 /// number is the only one that `layer` may name.
 Result<Subject> OpenSubject(const CheckpointFlags& flags, const std::optional<int64_t>& layer);

@@ -88,6 +88,8 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
   FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options.layer));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, subject));
+  FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, {flags.input, flags.plan.tune}));
   std::optional<InputFile> input;
   if (!flags.input.empty()) {
     FMOE_ASSIGN_OR_RETURN(input, InputFile::Read(flags.input, subject.description.config));
@@ -97,6 +99,7 @@ Status Verify(const VerifyFlags& flags, Output& output) {
     CheckpointFlags other = flags.checkpoint;
     other.directory = flags.against;
     FMOE_ASSIGN_OR_RETURN(options.against, OpenCheckpoint(other));
+    FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, *options.against));
   }
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   options.layer.executor = pool->executor();

@@ -1,5 +1,6 @@
 #include "checkpoint/storage.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -122,6 +123,16 @@ Result<Tensor> DataOf(const Part& part, const CanonicalMatrix& matrix, const Sha
 }
 
 }  // namespace
+
+int64_t ColumnsOfAWord(const StorageRow& row, const WeightFormat& weight) {
+  int64_t columns = 1;
+  for (const Part& part : row.parts) {
+    if (part.source == Source::kCodes) {
+      columns = std::max<int64_t>(columns, DTypeBits(part.dtype) / DTypeBits(weight.element));
+    }
+  }
+  return columns;
+}
 
 std::vector<TensorSpec> SpecsOf(const StorageRow& row, const Scheme& scheme, const StorageOptions& options,
                                 std::string_view projection, int64_t rows, int64_t cols) {

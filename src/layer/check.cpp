@@ -1,5 +1,7 @@
 #include "layer/check.hpp"
 
+#include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -38,17 +40,29 @@ Status CheckDense(std::string_view name, TensorView view) {
                                          name, view.stride_bytes(0), view.row_bytes()));
 }
 
+// Rows that are written share no bytes.
+Status CheckRowsApart(std::string_view name, TensorView view) {
+  return view.dim(0) < 2 || std::abs(view.stride_bytes(0)) >= view.row_bytes()
+             ? Status::Ok()
+             : Status::Usage(fmt::format("rows of {} have {} bytes and lie {} bytes apart: each would be "
+                                         "written over by the next",
+                                         name, view.row_bytes(), view.stride_bytes(0)));
+}
+
 // Whether any bytes of two matrices are the same. Rows may lie side by side, as columns of one wider matrix.
 bool Overlap(TensorView a, TensorView b) {
-  const auto begin = [](TensorView view) { return reinterpret_cast<intptr_t>(view.data()); };
-  const auto end = [&begin](TensorView view) {
-    return begin(view) + (view.dim(0) - 1) * view.stride_bytes(0) + view.row_bytes();
+  const auto last = [](TensorView view) { return (view.dim(0) - 1) * view.stride_bytes(0); };
+  const auto begin = [&last](TensorView view) {  // the lowest row; rows may lie backwards
+    return reinterpret_cast<intptr_t>(view.data()) + std::min<int64_t>(0, last(view));
+  };
+  const auto end = [&last](TensorView view) {
+    return reinterpret_cast<intptr_t>(view.data()) + std::max<int64_t>(0, last(view)) + view.row_bytes();
   };
   if (begin(a) >= end(b) || begin(b) >= end(a)) {
     return false;
   }
-  const int64_t stride = a.stride_bytes(0);
-  if (stride != b.stride_bytes(0) || stride <= 0) {
+  const int64_t stride = std::abs(a.stride_bytes(0));
+  if (stride != std::abs(b.stride_bytes(0)) || stride == 0) {
     return true;
   }
   const int64_t apart = ((begin(b) - begin(a)) % stride + stride) % stride;  // from a row of a to one of b
@@ -126,13 +140,16 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
   FMOE_RETURN_IF_ERROR(CheckMatrix("hidden", inputs.hidden, num_tokens, config.hidden, floats));
   FMOE_RETURN_IF_ERROR(
       CheckMatrix("output", outputs.output, num_tokens, config.hidden, {inputs.hidden.dtype(), DType::kF32}));
+  FMOE_RETURN_IF_ERROR(CheckRowsApart("output", outputs.output));
   if (!outputs.topk_ids.empty()) {
     FMOE_RETURN_IF_ERROR(
         CheckMatrix("output topk_ids", outputs.topk_ids, num_tokens, config.top_k(), {DType::kI32}));
+    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_ids", outputs.topk_ids));
   }
   if (!outputs.topk_weights.empty()) {
     FMOE_RETURN_IF_ERROR(
         CheckMatrix("output topk_weights", outputs.topk_weights, num_tokens, config.top_k(), {DType::kF32}));
+    FMOE_RETURN_IF_ERROR(CheckRowsApart("output topk_weights", outputs.topk_weights));
   }
   if (communicator != nullptr) {  // rows go to other cards as they lie
     FMOE_RETURN_IF_ERROR(CheckDense("hidden", inputs.hidden));

@@ -7,6 +7,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
@@ -247,15 +248,18 @@ Status OutputFile::CheckPlace(const std::string& path) {
 
 Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
   FMOE_RETURN_IF_ERROR(CheckPlace(path));
-  std::string temporary = path + ".XXXXXX";
-  const int descriptor = mkostemp(temporary.data(), O_CLOEXEC);
+  // Not mkostemp, whose files only the owner can read: what the umask leaves of 0666 is known to open alone,
+  // since asking for the umask sets it for all threads.
+  static std::atomic<uint64_t> count = 0;
+  std::string temporary;
+  int descriptor = -1;
+  do {
+    temporary = fmt::format("{}.{:x}-{:x}", path, getpid(), count.fetch_add(1));
+    descriptor = open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  } while (descriptor < 0 && errno == EEXIST);  // left by a process that was killed
   if (descriptor < 0) {
     return NotCreated(path, errno);
   }
-  // mkostemp makes files that only the owner can read; a checkpoint gets what the umask leaves of 0666.
-  const mode_t mask = umask(0);
-  umask(mask);
-  fchmod(descriptor, 0666 & ~mask);
   return std::unique_ptr<OutputFile>(new OutputFile(descriptor, path, std::move(temporary)));
 }
 
@@ -297,6 +301,26 @@ Status OutputFile::Commit() {
   if (descriptor_ < 0)
     unlink(temporary_.c_str());
   return Status::System(fmt::format("cannot finish the file: {}", ErrorText(error))).WithFile(path_);
+}
+
+Result<std::unique_ptr<FileLock>> FileLock::Take(const std::string& path) {
+  const int descriptor = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+  if (descriptor < 0) {
+    return NotCreated(path, errno);
+  }
+  std::unique_ptr<FileLock> lock(new FileLock(descriptor));
+  struct stat own = {}, there = {};
+  // Whoever held it may have removed the file since it was opened here.
+  const bool taken = flock(descriptor, LOCK_EX | LOCK_NB) != 0 || fstat(descriptor, &own) != 0 ||
+                     stat(path.c_str(), &there) != 0 || own.st_ino != there.st_ino;
+  if (taken) {
+    return Status::Usage("another process is at work there").WithFile(path);
+  }
+  return lock;
+}
+
+FileLock::~FileLock() {
+  close(descriptor_);
 }
 
 }  // namespace fusedmoe::platform

@@ -104,4 +104,19 @@ class OutputFile {
   int64_t position_ = 0;
 };
 
+/// Keeps other processes, and other locks of this one, from a file that stands for a place. Released, at the
+/// latest, when the process ends, however it ends.
+class FileLock {
+ public:
+  /// Creates the file where it is missing. kUsage when somebody else holds it.
+  static Result<std::unique_ptr<FileLock>> Take(const std::string& path);
+  ~FileLock();
+  FileLock(const FileLock&) = delete;
+  FileLock& operator=(const FileLock&) = delete;
+
+ private:
+  explicit FileLock(int descriptor) : descriptor_(descriptor) {}
+  int descriptor_;
+};
+
 }  // namespace fusedmoe::platform

@@ -109,6 +109,11 @@ TEST_F(Bench, UnknownNames_ExitTwo) {
   EXPECT_EQ(RunCommand({"bench", "no-such-problem"}).exit_code, 2);
 }
 
+TEST_F(Bench, Plot_NeverReplacesTheProblem) {
+  EXPECT_EQ(Run({"--plot", problem_}).exit_code, 2);
+  EXPECT_EQ(ReadFile(problem_), kTinyProblem);
+}
+
 TEST_F(Bench, RoutingFile_ThatIsNone_ExitsThree) {
   EXPECT_EQ(Run({"--routing", problem_}).exit_code, 3);
 }

@@ -9,6 +9,7 @@
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "platform/file.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::test {
@@ -221,6 +222,62 @@ TEST(Quantize, Force_ReplacesOtherCheckpointsOnly) {
   WriteFile(output + "/config.json", "{}");
   EXPECT_EQ(Quantize(source, "nvfp4_w4a16", output, {"--force"}).exit_code, 0);
   EXPECT_FALSE(fs::exists(output + "/thesis.txt")) << "the folder is replaced, not written into";
+}
+
+TEST(Quantize, Force_KeepsTheStatisticsThatItReads) {
+  const TemporaryDirectory directory;
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const std::string output = directory / "out", statistics = output + "/statistics.safetensors";
+  fs::create_directories(output);
+  WriteFile(output + "/config.json", "{}");
+  ASSERT_EQ(RunCommand({"calibrate", source.path(), "--layer", "0", "--input", source.input(), "--output",
+                        statistics})
+                .exit_code,
+            0);
+  const ProcessResult result =
+      Quantize(source.path(), "nvfp4_w4a4", output, {"--force", "--act-stats", statistics});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_TRUE(fs::exists(statistics));
+}
+
+// Two runs with one place: the second one took the unfinished files of the first for those of a dead one.
+TEST(Quantize, PlaceWhereAnotherRunWrites_IsRefused) {
+  const TemporaryDirectory directory;
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const fs::path unfinished = directory.path() / ".out.incomplete";
+  fs::create_directories(unfinished);
+  {
+    const auto lock = platform::FileLock::Take((unfinished / ".fusedmoe-incomplete").string());
+    ASSERT_TRUE(lock.ok()) << lock.status().ToString();
+    WriteFile((unfinished / "model.safetensors").string(), "of the other run");
+    const ProcessResult result = Quantize(source.path(), "nvfp4_w4a16", directory / "out");
+    EXPECT_EQ(result.exit_code, 2) << result.err;
+    EXPECT_NE(result.err.find("another run"), std::string::npos) << result.err;
+    EXPECT_TRUE(fs::exists(unfinished / "model.safetensors"));
+  }
+  EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", directory / "out").exit_code, 0)
+      << "the other run is dead";
+  EXPECT_FALSE(fs::exists(unfinished));
+}
+
+// Rows of packed integers are whole words: the last columns were cut off.
+TEST(Quantize, ColumnsThatFillNoWord_AreRefused) {
+  const TemporaryDirectory directory;
+  const std::string source = directory / "odd";
+  const std::vector<std::string> sizes = {"--hidden",  "66", "--intermediate", "18",
+                                          "--experts", "2",  "--top-k",        "1"};
+  const auto sample = [&](const std::string& scheme, const std::string& output) {
+    std::vector<std::string> arguments = {"sample", "--family", "qwen3_moe", "--scheme",
+                                          scheme,   "--output", output};
+    arguments.insert(arguments.end(), sizes.begin(), sizes.end());
+    return RunCommand(arguments).exit_code;
+  };
+  ASSERT_EQ(sample("unquantized", source), 0);
+  EXPECT_EQ(Quantize(source, "int8_w8a16", directory / "out").exit_code, 4);
+  EXPECT_EQ(sample("int8_w8a16:channel", directory / "out"), 2);
+  EXPECT_EQ(sample("int4_w4a16:channel", directory / "out"), 2);
+  EXPECT_FALSE(fs::exists(directory / "out"));
+  EXPECT_EQ(Quantize(source, "int8_w8a8", directory / "out").exit_code, 0) << "bytes are no words";
 }
 
 TEST(Quantize, SizesThatGroupsDoNotDivide_AreRefusedByName) {

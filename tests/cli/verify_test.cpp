@@ -89,6 +89,19 @@ TEST(Verify, Plot_IsAPicture) {
   EXPECT_NE(svg.find("</svg>"), std::string::npos);
 }
 
+TEST(Verify, Plot_NeverReplacesWhatIsRead) {
+  const SampleCheckpoint checkpoint("mixtral", "nvfp4_w4a16"), other("mixtral", "unquantized");
+  for (const std::string& read :
+       {checkpoint.path() + "/model.safetensors", checkpoint.path() + "/config.json", checkpoint.input(),
+        other.path() + "/model.safetensors"}) {
+    const std::string before = ReadFile(read);
+    const ProcessResult result =
+        Verify(checkpoint, {"--input", checkpoint.input(), "--against", other.path(), "--plot", read});
+    EXPECT_EQ(result.exit_code, 2) << read << result.err;
+    EXPECT_EQ(ReadFile(read), before) << read;
+  }
+}
+
 TEST(Verify, PlotThatDoesNotFit_IsRemoved) {
   const SampleCheckpoint checkpoint("mixtral", "nvfp4_w4a16");
   const TemporaryDirectory directory;

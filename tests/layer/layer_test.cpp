@@ -252,6 +252,22 @@ TEST(LayerInputs, AreCheckedAgainstTheLayer) {
     const MutableTensorView over(rows + apart * 192, DType::kBF16, {2, 96});
     EXPECT_NE(message(inputs, over).find("overlap"), std::string::npos) << apart;
   }
+  for (const bool hidden_backwards : {true, false}) {
+    inputs.hidden = TensorView(rows, DType::kBF16, {2, 96});
+    MutableTensorView over(rows, DType::kBF16, {2, 96});
+    if (hidden_backwards) {  // rows 2 and 1, output rows 0 and 1
+      inputs.hidden = TensorView(rows + 2 * 192, DType::kBF16, {2, 96});
+      inputs.hidden.set_stride_bytes(0, -192);
+    } else {
+      over = MutableTensorView(rows + 2 * 192, DType::kBF16, {2, 96});
+      over.set_stride_bytes(0, -192);
+    }
+    EXPECT_NE(message(inputs, over).find("overlap"), std::string::npos) << hidden_backwards;
+  }
+  inputs.hidden = hidden.view();
+  MutableTensorView close(rows, DType::kBF16, {2, 96});
+  close.set_stride_bytes(0, 4);
+  EXPECT_NE(message(inputs, close).find("4 bytes apart"), std::string::npos);
   inputs.topk_ids = inputs.topk_weights = TensorView();
   const float logits[12] = {};
   inputs.router_logits = TensorView(reinterpret_cast<const std::byte*>(logits), DType::kF32, {2, 6});

@@ -115,5 +115,17 @@ TEST(InputFile, FilesThatShrinkWhileTheyAreRead_AreErrors) {
   }
 }
 
+TEST(FileLock, IsHeldOnce) {
+  const Scratch scratch;
+  const std::string path = scratch.Write(0);
+  {
+    const auto first = FileLock::Take(path);
+    ASSERT_TRUE(first.ok()) << first.status().ToString();
+    EXPECT_EQ(FileLock::Take(path).status().code(), StatusCode::kUsage);
+  }
+  EXPECT_TRUE(FileLock::Take(path).ok());
+  EXPECT_EQ(FileLock::Take(path + "/none").status().code(), StatusCode::kSystem);
+}
+
 }  // namespace
 }  // namespace fusedmoe::platform

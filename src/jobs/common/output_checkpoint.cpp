@@ -82,8 +82,8 @@ Status CheckReplaceable(const fs::path& directory, const std::string& source) {
   return Status::Ok();
 }
 
-/// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
-void RemoveUnfinished(const fs::path& temporary) {
+/// All but the mark.
+void ClearUnfinished(const fs::path& temporary) {
   std::error_code ignored;
   std::vector<fs::path> files;
   for (fs::directory_iterator entry(temporary, ignored), end; !ignored && entry != end;
@@ -95,6 +95,12 @@ void RemoveUnfinished(const fs::path& temporary) {
   for (const fs::path& file : files) {
     fs::remove_all(file, ignored);
   }
+}
+
+/// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
+void RemoveUnfinished(const fs::path& temporary) {
+  std::error_code ignored;
+  ClearUnfinished(temporary);
   fs::remove_all(temporary, ignored);
 }
 
@@ -138,27 +144,29 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const OutputP
   }
   const fs::path temporary =
       final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
-  if (fs::exists(temporary, error)) {
-    // A run that was killed at once has left the directory without its mark, or with a part of it.
-    for (fs::directory_iterator entry(temporary, error), end; !error && entry != end;
-         entry.increment(error)) {
-      if (!fs::exists(temporary / kMarker) && !entry->path().filename().string().starts_with(kMarker)) {
-        return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
-      }
-    }
-    RemoveUnfinished(temporary);
-  }
-  if (!fs::create_directories(temporary, error) || error) {
+  const fs::path marker = temporary / kMarker;
+  fs::create_directories(temporary, error);
+  if (error) {
     return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
   }
+  // A run that was killed has left the directory with its mark, or empty.
+  if (!fs::exists(marker) && !fs::is_empty(temporary, error)) {
+    return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
+  }
+  Result<std::unique_ptr<platform::FileLock>> lock = platform::FileLock::Take(marker.string());
+  if (!lock.ok()) {
+    return lock.status().code() == StatusCode::kUsage
+               ? Status::Usage("another run writes there").WithFile(place.directory)
+               : lock.status();
+  }
+  ClearUnfinished(temporary);
   std::unique_ptr<OutputCheckpoint> output(
       new OutputCheckpoint(final_path.string(), temporary.string(), place.overwrite));
   if (single_file) {
     output->single_file_ = true;
     output->gguf_name_ = final_path.filename().string();
   }
-  FMOE_RETURN_IF_ERROR(output->WriteText(std::string(kMarker), ""));
-  output->files_.clear();
+  output->lock_ = *std::move(lock);
   return output;
 }
 

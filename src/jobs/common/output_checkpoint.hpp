@@ -12,6 +12,7 @@
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/gguf_writer.hpp"
+#include "platform/file.hpp"
 
 namespace fusedmoe::jobs {
 
@@ -46,9 +47,9 @@ struct OutputPlace {
 /// next run clears away. Of a single GGUF file, Commit keeps nothing else.
 class OutputCheckpoint {
  public:
-  /// kUsage when the place is taken: by a file or a folder that is not empty, unless `overwrite` is set.
-  /// Commit removes a folder that it replaces with all that is in it, so never `source`, a folder around it,
-  /// or one that is no checkpoint (kUsage).
+  /// kUsage when the place is taken: by a file or a folder that is not empty, unless `overwrite` is set, or
+  /// by another run that writes there now. Commit removes a folder that it replaces with all that is in it,
+  /// so never `source`, a folder around it, or one that is no checkpoint (kUsage).
   static Result<std::unique_ptr<OutputCheckpoint>> Create(const OutputPlace& place);
   ~OutputCheckpoint();
   OutputCheckpoint(const OutputCheckpoint&) = delete;
@@ -91,6 +92,7 @@ class OutputCheckpoint {
   int64_t bytes_ = 0;
   std::vector<std::string> files_;
   std::map<std::string, std::string> tensor_hashes_;
+  std::unique_ptr<platform::FileLock> lock_;  // of the mark in `temporary_`
 };
 
 }  // namespace fusedmoe::jobs

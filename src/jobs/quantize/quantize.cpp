@@ -76,7 +76,7 @@ Status Job::CheckSizes() const {
   for (const SourceLayer& layer : rewriter_.layers()) {
     for (const Projection projection : Projections(*layer.context)) {
       const auto located = Locate(*layer.context, 0, projection);
-      const int64_t multiple = std::max<int64_t>(group, DTypeBits(format.element) == 4 ? 8 : 1);
+      const int64_t multiple = std::max(group, checkpoint::ColumnsOfAWord(row_, format));
       if (located.cols % multiple != 0) {
         return Status::Unsupported(fmt::format("{} columns are no multiple of {}, which {} needs",
                                                located.cols, multiple, scheme_.name))

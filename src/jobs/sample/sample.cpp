@@ -338,6 +338,16 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, SchemeFor(options.scheme, sizes));
   FMOE_ASSIGN_OR_RETURN(const StorageRow* const storage, StorageFor(scheme, *family));
 
+  if (storage != nullptr) {
+    const int64_t word = checkpoint::ColumnsOfAWord(*storage, scheme.weight);
+    for (const auto& [name, size] :
+         {std::pair("hidden", sizes.hidden), {"intermediate", sizes.intermediate}}) {
+      if (size % word != 0) {
+        return Status::Usage(fmt::format("{}={} is no multiple of {}, which {} stores in one word", name,
+                                         size, word, scheme.name));
+      }
+    }
+  }
   FMOE_ASSIGN_OR_RETURN(const auto output, jobs::OutputCheckpoint::Create({.directory = options.directory,
                                                                            .overwrite = options.overwrite}));
   FMOE_RETURN_IF_ERROR(
