@@ -54,6 +54,21 @@ void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_cou
   }
 }
 
+/// On one thread, and on 2, 3 and 7 that a plan knows of.
+void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string& mode,
+                    const Machine& machine = MachineWithTiles()) {
+  Layer layer = TileLayer(spec, mode);
+  const Runner single = MakeTileRunner(layer, machine);
+  const std::vector<float> one = RunBatch(layer, single, batch);
+  for (const int threads : {2, 3, 7}) {
+    layer.problem.num_threads = threads;
+    const Runner runner = MakeTileRunner(layer, machine);
+    const auto pool = *ThreadPool::Create(threads);
+    EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << spec.scheme << " " << threads;
+    EXPECT_EQ(RunBatch(layer, single, batch, pool->executor()), one) << spec.scheme << " planned for one";
+  }
+}
+
 TEST(Tiles, WeightOnlySchemes_AgreeWithFp64) {
   for (const char* scheme : kWeightOnlySchemes) {
     ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23});
@@ -133,6 +148,19 @@ TEST(Tiles, IntegersInGroupsWithInt8Activations_AgreeWithTheScheme) {
   ExpectClose({.scheme = "int4_w4a8:g128", .hidden = 768, .intermediate = 128, .experts = 2}, {9, 40});
 }
 
+/// Sums of groups of 128 k in pairs and alone at the end of K, of full and half blocks of tokens: by rows,
+/// and (72 columns of up end inside a block of scales) with factors of each weight row. The same bits however
+/// threads divide the tokens.
+TEST(Tiles, ScaledSumsOfSeveralBlocksOfTokens_AgreeWithTheScheme) {
+  for (const int64_t intermediate : {128, 72}) {
+    LayerSpec spec{
+        .scheme = "fp8_w8a8:block128", .hidden = 1408, .experts = 1, .top_k = 1, .max_tokens = 170};
+    spec.intermediate = intermediate;
+    ExpectClose(spec, {33, 64, 80, 170});
+    ExpectSameBits(spec, MakeBatch(spec, 170, 3), "throughput");
+  }
+}
+
 TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {
   // 2 MiB of tokens are more than L2 should hold: K blocks become the outer loop.
   ExpectClose({.scheme = "mxfp4_w4a16",
@@ -174,21 +202,6 @@ TEST(Tiles, CountsOnBothSidesOfTheCrossover_MeetInOneForward) {
     batch.ids[token] = token < 30 ? 1 : token < 32 ? 0 : token < 57 ? 3 : 2;
   }
   EXPECT_LE(RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch)), kBf16Bound);
-}
-
-/// On one thread, and on 2, 3 and 7 that a plan knows of.
-void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string& mode,
-                    const Machine& machine = MachineWithTiles()) {
-  Layer layer = TileLayer(spec, mode);
-  const Runner single = MakeTileRunner(layer, machine);
-  const std::vector<float> one = RunBatch(layer, single, batch);
-  for (const int threads : {2, 3, 7}) {
-    layer.problem.num_threads = threads;
-    const Runner runner = MakeTileRunner(layer, machine);
-    const auto pool = *ThreadPool::Create(threads);
-    EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << spec.scheme << " " << threads;
-    EXPECT_EQ(RunBatch(layer, single, batch, pool->executor()), one) << spec.scheme << " planned for one";
-  }
 }
 
 TEST(Tiles, FewExperts_SharedByThreads_GiveTheSameBits) {

@@ -58,6 +58,8 @@ struct Tiles {
   FMOE_INLINE void Store(void* p) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(64L), "i"(kTile) : "memory");
   }
+  /// A little time before the next tile instruction (TileUnit).
+  FMOE_INLINE void Space() { asm volatile("nop; nop; nop; nop; nop; nop; nop; nop"); }
   /// sums += tokens (rows) x weights (columns), pairs of bf16 or quadruples of s8 x u8, or s8 x s8.
   template <int kSum, int kTokens, int kWeights>
   FMOE_INLINE void DotBf16() {

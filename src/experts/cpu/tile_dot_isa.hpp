@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/tile_feed_isa.hpp"
-#include "experts/cpu/tile_groups_isa.hpp"
+#include "experts/cpu/tile_group_pass_isa.hpp"
 #include "experts/cpu/tile_walk_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
@@ -39,9 +39,6 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Work beside the inner loop, called from many places of it: inlined, it took minutes to compile.
-#define FMOE_APART __attribute__((noinline))
-
 /// kGroupSteps: as of TileSteps.
 template <WeightKernel kWeight, bool kBytes, bool kRounded,
           int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / (kBytes ? 64 : 32)>
@@ -55,6 +52,8 @@ struct TileEngine {
   static constexpr bool kFlush = Shape::kFlush, kDirect = Shape::kDirect;
   static constexpr bool kSums = Panel::kGrouped && !kRounded && !kBytes;
   using Scaler = GroupScaler<Panel, kSums, kBytes>;
+  using Unit = TileUnit<Shape>;
+  using Groups = GroupPasses<TileEngine>;
 
   /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair:
   /// few large pieces, since each is a call that holds up what comes behind it (every four steps were 3 to 4
@@ -91,6 +90,7 @@ struct TileEngine {
     results = (float*)(gemm.scratch + kTileRingBytes + 3 * kTileSumBytes);
     for (GroupPair& p : pairs) {
       p.groups = p.next = p.chunks = 0;
+      p.by_rows = false;
       p.type = gemm.group_scales;
     }
     finish = {};
@@ -98,34 +98,10 @@ struct TileEngine {
 
   // ------------------------------------------------------------------------------------------- sums
 
-  /// Floats of a block of tokens: four tiles.
-  static constexpr int64_t kBlockSums = 1024;
-
-  /// The sums that a pass begins with, and those of the pass before, which leave the tiles for them.
-  struct Change {
-    float *in, *out;  // out may be null
-    int out_tiles;
-    bool zero;  // those that come in begin
-  };
-
-  template <int kTile>
-  FMOE_INLINE void Leave(Tiles& t, const Change& change) {
-    if (change.out != nullptr && kTile < change.out_tiles) {
-      t.template Store<kTile>(change.out + kTile * 256);
-    }
-  }
-  template <int kTile>
-  FMOE_INLINE void Exchange(Tiles& t, const Change& change) {
-    Leave<kTile>(t, change);
-    if (change.zero) {
-      t.template Zero<kTile>();
-    } else {
-      t.template Load<kTile>(change.in + kTile * 256);
-    }
-  }
   void StoreHeld() {
-    const Change change = {nullptr, held, held_tiles, false};
-    Unroll<4>([&](auto tile) FMOE_FLAT { Leave<decltype(tile){}>(tiles, change); });
+    Unroll<4>([&](auto tile) FMOE_FLAT {
+      Unit::template Leave<decltype(tile){}>(tiles, {nullptr, held, held_tiles, false});
+    });
     held = nullptr;
   }
 
@@ -161,103 +137,18 @@ struct TileEngine {
 
   // ------------------------------------------------------------------------------------- inner loop
 
-  template <int kSum, int kTokens, int kWeights>
-  FMOE_INLINE void Dot(Tiles& t) {
-    if constexpr (kBytes && !kDirect) {
-      t.template DotSigned<kSum, kTokens, kWeights>();
-    } else if constexpr (kBytes) {
-      t.template DotInt8<kSum, kTokens, kWeights>();
-    } else {
-      t.template DotBf16<kSum, kTokens, kWeights>();
-    }
-  }
-
-  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between the tile instructions.
-  /// kFirst: of a pass, in which sums change.
+  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions.
   template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
   FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
-                        const uint8_t* second, const Change& change) {
-    const auto exchange = [&](auto tile) FMOE_FLAT {
-      if constexpr (kFirst) {
-        Exchange<decltype(tile){}>(t, change);
-      }
-    };
-    const auto feed_first = [&] FMOE_FLAT {
-      Unroll<kParts / 2>([&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + decltype(i){}>(f, d); });
-    };
-    t.template Load<6>(first);
-    t.template Stream<4>(tokens);
-    exchange(Index<0>{});
-    Dot<0, 4, 6>(t);
-    feed_first();
-    t.template Load<7>(second);
-    exchange(Index<1>{});
-    Dot<1, 4, 7>(t);
-    if constexpr (kTokenTiles == 2) {
-      t.template Stream<5>(tokens + 1024);
-      exchange(Index<2>{});
-      Dot<2, 5, 6>(t);
-      exchange(Index<3>{});
-      Dot<3, 5, 7>(t);
-    }
-    if constexpr (kFirst && kTokenTiles == 1) {
-      Leave<2>(t, change);
-      Leave<3>(t, change);
-    }
-    Unroll<kParts - kParts / 2>(
-        [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kParts / 2 + decltype(i){}>(f, d); });
-  }
-
-  /// What a pass over one block of tokens and one K block needs.
-  struct Pass {
-    const uint8_t *tokens, *weights[2];
-    int64_t token_step;
-    int64_t steps;
-    Change change;
-    bool changes;
-    // Of sums that are scaled:
-    int64_t first_step;  // in K
-    float* out;          // results of the block
-    const uint8_t* scales[2];
-    const float *token_scale, *token_sum;
-    int64_t scale_stride, sum_stride, steps_per_scale;
-    bool first;
-  };
-
-  /// The sums of a group are complete, and leave the tiles in the next step. Sums of its pair are scaled from
-  /// then on; those of the pair before must have been.
-  template <int kTokenTiles>
-  static FMOE_APART void EndGroup(TileEngine& e, const Pass& pass, int64_t step) {
-    GroupPair& p = e.pairs[e.filling];
-    const int group = p.groups++;
-    p.sums[group] = e.held = e.group_sums + e.group_place * (kTileSumBytes / 4);
-    e.group_place = e.group_place == 2 ? 0 : e.group_place + 1;
-    e.held_tiles = 2 * kTokenTiles;
-    const int64_t k = step / kGroupSteps * kGroupSteps;  // first step of the group
-    constexpr int64_t kScaleSteps = Panel::kFlush / kStepK;
-    const int64_t index = k / kScaleSteps;
-    for (int stripe = 0; stripe < 2; ++stripe) {
-      p.scales[group][stripe] = pass.scales[stripe] + (Panel::kGroup32 ? index / 2 * e.walk.block_bytes +
-                                                                             index % 2 * GroupBytes(p.type)
-                                                                       : index * e.walk.block_bytes);
-    }
-    p.token_scale[group] =
-        pass.token_scale == nullptr
-            ? nullptr
-            : pass.token_scale + (pass.first_step + k) / pass.steps_per_scale * pass.scale_stride;
-    p.token_sum[group] = kSums ? pass.token_sum + index * pass.sum_stride : nullptr;
-    if (group == 0) {
-      p.results = pass.out;
-      p.tile_tokens = e.tile_tokens;
-      p.first = pass.first && k == 0;
-    }
-    if (group == 1 || step + 1 == pass.steps) {
-      p.next = 0;
-      p.chunks = 2 * kTokenTiles;
-      e.filling ^= 1;
-      Scaler::Drain(e.pairs[e.filling]);
-      e.pairs[e.filling].groups = 0;
-    }
+                        const uint8_t* second, const SumChange& change) {
+    Unit::template Step<kTokenTiles, kFirst>(t, tokens, first, second, change, [&](auto place) FMOE_FLAT {
+      constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
+      constexpr int kBegin = decltype(place){} * kParts / kPlaces;
+      constexpr int kEnd = (decltype(place){} + 1) * kParts / kPlaces;
+      Unroll<kEnd - kBegin>(
+          [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kBegin + decltype(i){}>(f, d); });
+      t.Space();
+    });
   }
 
   /// What waits for finished sums, after a step. kUnrolled: steps in a row of the code, this being number
@@ -279,12 +170,12 @@ struct TileEngine {
   }
 
   template <int kTokenTiles, int kParts>
-  void RunPass(const Pass& pass) {
+  void RunPass(const TilePass& pass) {
     const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
     const uint8_t *a = pass.tokens, *b = pass.weights[0];
     const int64_t second = kDirect ? pass.weights[1] - b : 1024;
     [[maybe_unused]] const uint8_t *const begin = feeder.ring, *const end = feeder.ring_end;
-    const Change change = pass.change;
+    const SumChange change = pass.change;
     TileFeed f;
     CopyFeed(feeder.feed, f);
     Decoder d = feeder.decoder;
@@ -333,92 +224,8 @@ struct TileEngine {
     CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
   }
 
-  /// Chunks of a pair of groups that are scaled behind a step of the next pair: none behind the first one, in
-  /// which the last sums leave the tiles, and all behind the last one.
-  static constexpr int ChunksDue(int step) { return step % (2 * kGroupSteps) * 4 / (2 * kGroupSteps - 1); }
-
-  /// A pass in which sums of groups are scaled: four steps at a time, of even (0) or odd (1) place.
   template <int kTokenTiles>
-  void RunScaledPass(const Pass& pass) {
-    const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
-    const uint8_t *a = pass.tokens, *b = pass.weights[0];
-    const uint8_t *const begin = feeder.ring, *const end = feeder.ring_end;
-    TileFeed f;
-    CopyFeed(feeder.feed, f);
-    Decoder d = feeder.decoder;
-    const bool fast = kBytes ? f.due * 4 >= pass.steps : f.due * 4 > pass.steps;
-    [[maybe_unused]] const bool fastest = f.due * 2 > pass.steps;
-    int64_t step = 0;
-    const auto to_next = [&] FMOE_FLAT {
-      a += token_step;
-      b += Shape::kWeightStep;
-      b = b == end ? begin : b;
-    };
-    const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
-      Step<kTokenTiles, decltype(first_part){}, decltype(parts){}, decltype(first){} != 0>(
-          tiles, f, d, a, b, b + 1024, {nullptr, held, held_tiles, true});
-    };
-    const auto four_steps = [&](auto parts, auto place) FMOE_FLAT {
-      Unroll<4>([&](auto i) FMOE_FLAT {
-        constexpr int kParts = decltype(parts){}, kIndex = decltype(i){};
-        constexpr int kStep = decltype(place){} * 4 + kIndex;
-        one_step(Index<kIndex * kParts % 16>{}, parts, Index<kStep % kGroupSteps == 0>{});
-        if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
-          Feeder::EndUnit(feeder, f);
-        }
-        constexpr int kBefore = kStep % (2 * kGroupSteps) == 0 ? 0 : ChunksDue(kStep - 1);
-        if constexpr (ChunksDue(kStep) > kBefore) {
-          GroupPair& p = pairs[filling ^ 1];
-          for (int due = ChunksDue(kStep) - kBefore; due > 0 && p.next < p.chunks; --due) {
-            Scaler::Next(p);
-          }
-        }
-        if constexpr ((kStep + 1) % kGroupSteps == 0) {
-          EndGroup<kTokenTiles>(*this, pass, step);
-        }
-        Beside<8, kStep>(*this, step);
-        to_next();
-        ++step;
-      });
-    };
-    const auto four_fed_steps = [&](auto place) FMOE_FLAT {
-      if constexpr (kBytes) {  // a step multiplies a unit
-        if (fastest && f.due >= 4) {
-          four_steps(Index<16>{}, place);
-          return;
-        }
-      }
-      if (fast && f.due >= 2) {
-        four_steps(Index<8>{}, place);
-      } else if (f.due >= 1) {
-        four_steps(Index<4>{}, place);
-      } else {
-        four_steps(Index<0>{}, place);
-      }
-    };
-    while (step + 4 <= pass.steps) {
-      four_fed_steps(Index<0>{});
-      if (step + 4 <= pass.steps) {
-        four_fed_steps(Index<1>{});
-      }
-    }
-    while (step < pass.steps) {
-      if (step % kGroupSteps == 0) {
-        one_step(Index<0>{}, Index<0>{}, Index<1>{});
-      } else {
-        one_step(Index<0>{}, Index<0>{}, Index<0>{});
-      }
-      if ((step + 1) % kGroupSteps == 0 || step + 1 == pass.steps) {
-        EndGroup<kTokenTiles>(*this, pass, step);
-      }
-      to_next();
-      ++step;
-    }
-    CopyFeed(f, feeder.feed);
-  }
-
-  template <int kTokenTiles>
-  void RunPassWith(const Pass& pass, int64_t least_parts) {
+  void RunPassWith(const TilePass& pass, int64_t least_parts) {
     const int64_t parts =
         Max(feeder.feed.due > 0 ? least_parts : 0, (feeder.feed.due * 16 + pass.steps - 1) / pass.steps);
     if (parts <= 0) {
@@ -471,7 +278,7 @@ struct TileEngine {
     int64_t in_ring = c.count - own;  // without what the last pass frees
     int64_t to_decode = own + (next.valid ? next.count - Feeder::OwnUnits(next) : 0);
     feeder.FollowWith(walk, next, after);
-    Pass pass = {};
+    TilePass pass = {};
     for (int half = 0; half < 2; ++half) {
       pass.weights[half] = kDirect ? walk.Codes(c, half) : decoded + half * 1024;
     }
@@ -517,7 +324,7 @@ struct TileEngine {
           Feeder::UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
       [[maybe_unused]] const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
       if constexpr (kFlush) {
-        two ? RunScaledPass<2>(pass) : RunScaledPass<1>(pass);
+        two ? Groups::template Run<2>(*this, pass) : Groups::template Run<1>(*this, pass);
       } else {
         two ? RunPassWith<2>(pass, least_parts) : RunPassWith<1>(pass, least_parts);
       }

@@ -48,6 +48,7 @@ struct Tiles {
   int64_t Bytes(int tile) const { return tile < 6 ? rows * 64 : 1024; }
   /// What a kernel reads after it must not look like data.
   void Release() { memset(at, 0xff, sizeof(at)); }
+  void Space() {}
   template <int kTile>
   void Zero() {
     memset(at[kTile], 0, 1024);

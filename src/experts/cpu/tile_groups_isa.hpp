@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "experts/cpu/tile_decode_isa.hpp"
+#include "experts/cpu/tile_walk_isa.hpp"
 
 /// Sums of groups of k that are scaled in fp32, where bf16 cannot take the scales into the weights.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -14,7 +15,9 @@ namespace {
 ///               +  (sums_1 - zero_1 * token_sum_1) * scale_1 * token_scale_1
 ///
 /// in the order of k. Sums and results are [token tile][stripe][16 tokens][16 rows]. All of it is cut into
-/// chunks of eight tokens with both stripes, which run between the steps of the groups that follow.
+/// chunks of eight tokens with both stripes, which run between the steps of the groups that follow; or, where
+/// the factor of a token is the same for all 16 rows, into the 64 vectors of a token and a stripe, one behind
+/// nearly every tile instruction (RowScaler).
 struct GroupPair {
   const float* sums[2];
   float* results;
@@ -23,8 +26,12 @@ struct GroupPair {
   int64_t tile_tokens;
   int groups;  // one where K ends
   int next, chunks;
-  bool first;  // results begin
+  bool first;    // results begin
+  bool by_rows;  // factors are ready
   GroupScales type;
+  alignas(64) float factors[2][64];  // [group][token tile][stripe][16 tokens]
+
+  bool Waits() const { return next < chunks; }
 };
 constexpr int kChunkTokens = 8;
 
@@ -109,7 +116,7 @@ struct GroupScaler {
                                 : ScaleChunk<Panel, kZeros, kIntegers, kGroups, kFirst, false>(p, chunk);
   }
 
-  static __attribute__((noinline)) void Next(GroupPair& p) {
+  static FMOE_APART void Next(GroupPair& p) {
     const int chunk = p.next++;
     if (p.groups == 2) {
       p.first ? Scale<2, true>(p, chunk) : Scale<2, false>(p, chunk);
@@ -119,9 +126,44 @@ struct GroupScaler {
   }
 
   static void Drain(GroupPair& p) {
-    while (p.next < p.chunks) {
+    while (p.Waits()) {
       Next(p);
     }
+  }
+};
+
+/// A pair of groups of two token tiles, a vector of results at a time. Chunks are calls that hold up the
+/// tile instructions behind them (docs/kernels_cpu.md has the figures).
+struct RowScaler {
+  static constexpr int kRows = 64;
+
+  const float *sums[2], *factors;
+  float* results;
+  bool first;
+
+  /// Where scales are those of 128 x 128 weights, fp32, and stripes lie in one such block: the factors of all
+  /// tokens. Later scalings of `pair` may go by rows then.
+  FMOE_INLINE void Prepare(GroupPair& pair) {
+    pair.by_rows = pair.groups == 2 && pair.token_scale[0] != nullptr;
+    for (int i = 0; i < 4 && pair.by_rows; ++i) {
+      const int group = i / 2, stripe = i % 2;
+      const float* scale = (const float*)pair.scales[group][stripe];
+      pair.by_rows = AllWithin(LoadReals(scale), scale[0], scale[0]);
+      const Reals weights = SetReals(scale[0]);
+      for (int tile = 0; tile < 2; ++tile) {
+        const Reals tokens = LoadReals(pair.token_scale[group] + tile * pair.tile_tokens);
+        StoreReals(pair.factors[group] + tile * 32 + stripe * 16, MultiplyReals(weights, tokens));
+      }
+    }
+  }
+
+  /// Row 16 (2 tile + stripe) + token.
+  FMOE_INLINE void Scale(const RowScaler& s, int row) {
+    float* const result = s.results + row * 16;
+    Reals total = LoadRealsUnless(s.first, result);
+    total = MultiplyAddReals(LoadReals(s.sums[0] + row * 16), SetReals(s.factors[row]), total);
+    total = MultiplyAddReals(LoadReals(s.sums[1] + row * 16), SetReals(s.factors[kRows + row]), total);
+    StoreReals(result, total);
   }
 };
 

@@ -8,6 +8,9 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
+/// Work beside the inner loop, called from many places of it: inlined, it took minutes to compile.
+#define FMOE_APART __attribute__((noinline))
+
 /// Token tiles of an expert that should stay in L2 beside everything else; above, K blocks are the outer
 /// loop.
 constexpr int64_t kTokenBytesInL2 = 1 << 20;
