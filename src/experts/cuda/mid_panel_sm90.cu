@@ -1,7 +1,7 @@
 // Between the GEMMs, where the first one does not end in the panel itself: activation, smoothing and
 // quantization of F32 rows (quantize_rows_sm90.cuh); column order as MidPanelParams says.
+#include "experts/cuda/code_rows_sm90.cuh"
 #include "experts/cuda/prefill.hpp"
-#include "experts/cuda/quantize_rows_sm90.cuh"
 #include "experts/cuda/swish_sm90.cuh"
 #include "moe/activation.hpp"
 
@@ -83,6 +83,52 @@ struct MidRows : QuantizedRows {
     PackLane(folded, mid.element, words);
     sink.Store(place.row, k, padded_cols, words);
   }
+
+  // ---- activated rows (code_rows_sm90.cuh): four columns lie in two row blocks
+  struct Raw {
+    float2 pairs[2];
+  };
+  __device__ __forceinline__ const float* From(const RowPlace& place, int lane) const {
+    return mid.rows + place.row * mid.ld + (lane >> 4) * 64 + 16 * (lane & 3) + 2 * (lane >> 2 & 3);
+  }
+  __device__ __forceinline__ Raw Fetch(const float* from, int slab, int k) const {
+    Raw raw = {};
+    if (k < static_cast<int>(mid.mid_rows)) {
+      raw.pairs[0] = __ldcs(reinterpret_cast<const float2*>(from + slab * 128));
+      raw.pairs[1] = __ldcs(reinterpret_cast<const float2*>(from + slab * 128 + 8));
+    }
+    return raw;
+  }
+  __device__ __forceinline__ bool plain() const {
+    return mid.smoothing == nullptr && mid.intermediate == mid.mid_rows &&
+           !quantizer.rule.round_to_bf16_first;
+  }
+  __device__ __forceinline__ void Values(const Raw& raw, float (&v)[4]) const {
+    v[0] = raw.pairs[0].x, v[1] = raw.pairs[0].y, v[2] = raw.pairs[1].x, v[3] = raw.pairs[1].y;
+  }
+  __device__ __forceinline__ void Finish(const RowPlace& place, int k, float (&v)[4]) const {
+    if (mid.smoothing != nullptr) {
+      SmoothLane(mid.smoothing + place.expert * mid.intermediate, k, mid.intermediate, v);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[i] = k + i < static_cast<int>(mid.intermediate) ? v[i] : 0.0F;
+    }
+    RoundFirst(quantizer, v);
+  }
+  /// TokenByte: where the lane's word stands among the 32 of a row's slab, and the codes in it.
+  __device__ __forceinline__ uint32_t* To(const RowPlace& place, int lane) const {
+    const int high = lane >> 4, quarter = lane >> 2 & 3, step = lane & 3;
+    const bool integers = mid.element == DType::kI8;
+    const int piece = (high * 4 + (integers ? step : quarter)) ^ (static_cast<int>(place.row) & 7);
+    return reinterpret_cast<uint32_t*>(mid.panel) + place.row * 32 + piece * 4 + (integers ? quarter : step);
+  }
+  __device__ __forceinline__ int64_t slab_words() const {
+    return mid.panel_rows * 32;
+  }
+  __device__ __forceinline__ static uint32_t Arranged(uint32_t codes) {
+    return __byte_perm(codes, 0, 0x3120);
+  }
 };
 
 }  // namespace
@@ -101,7 +147,8 @@ Status LaunchMidPanel(const MidPanelParams& params, void* stream) {
   rows.mid = params;
   rows.is_swish = IsSwish(params.activation);
   rows.swish = SwishOf(params.activation);
-  return LaunchQuantizeRows("rows between the GEMMs", rows, static_cast<cudaStream_t>(stream));
+  return LaunchRows("rows between the GEMMs", rows, params.activated && IsCode(params.element),
+                    static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace fusedmoe::cuda

@@ -1,9 +1,10 @@
-// Token operands on the device: see operand_rows.hpp; the loop over rows is quantize_rows_sm90.cuh.
+// Token operands on the device: see operand_rows.hpp; the loops over rows are quantize_rows_sm90.cuh and
+// code_rows_sm90.cuh.
 #include "experts/cuda/operand_rows.hpp"
 
 #include <cuda_runtime.h>
 
-#include "experts/cuda/quantize_rows_sm90.cuh"
+#include "experts/cuda/code_rows_sm90.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -64,6 +65,33 @@ struct TokenOperands : QuantizedRows {
       call.group_scale[place.row * (padded_cols / 128) + k / 128] = step.left_scale;
     }
   }
+
+  // ---- aligned rows of 16-bit values in their own order (code_rows_sm90.cuh)
+  using Raw = uint2;
+  __device__ __forceinline__ const uint16_t* From(const RowPlace& place, int lane) const {
+    return static_cast<const uint16_t*>(call.source.values) +
+           place.row / call.rows_per_token * call.source.row_stride + 4 * lane;
+  }
+  __device__ __forceinline__ Raw Fetch(const uint16_t* from, int slab, int k) const {
+    return k < static_cast<int>(call.source.cols) ? __ldg(reinterpret_cast<const uint2*>(from + slab * 128))
+                                                  : make_uint2(0, 0);
+  }
+  __device__ __forceinline__ bool plain() const {
+    return call.source.row_weight == nullptr && call.source.smoothing == nullptr &&
+           (!quantizer.rule.round_to_bf16_first || call.source.dtype == DType::kBF16);
+  }
+  __device__ __forceinline__ void Values(const Raw& raw, float (&v)[4]) const {
+    UnpackLane<4>({raw.x, raw.y}, call.source.dtype, v);
+  }
+  __device__ __forceinline__ void Finish(const RowPlace& place, int k, float (&v)[4]) const {
+    WeighLane(call.source, place.row / call.rows_per_token, place.expert, k, v);
+    RoundFirst(quantizer, v);
+  }
+  __device__ __forceinline__ uint32_t* To(const RowPlace& place, int lane) const {
+    return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.values) + place.row * padded_cols) + lane;
+  }
+  __device__ __forceinline__ static int slab_words() { return 32; }
+  __device__ __forceinline__ static uint32_t Arranged(uint32_t codes) { return codes; }
 };
 
 }  // namespace
@@ -92,7 +120,9 @@ Status LaunchOperandRows(const OperandRowsCall& call) {
     FMOE_RETURN_IF_ERROR(
         ToStatus(cudaMemsetAsync(call.amax_bits, 0, sizeof(uint32_t), stream), "amax of the operand"));
   }
-  return LaunchQuantizeRows("operand rows", rows, stream);
+  const bool fours = call.source.order == nullptr && call.source.dtype != DType::kF32 &&
+                     call.source.aligned() && call.source.cols % 4 == 0;
+  return LaunchRows("operand rows", rows, IsCode(call.element) && fours, stream);
 }
 
 }  // namespace fusedmoe::cuda
