@@ -71,8 +71,9 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
   std::vector<DeviceArray<uint8_t>> gate_up, down;
   for (int copy = 0; copy < copies; ++copy) {
     const auto seed = static_cast<uint64_t>(copy) << 40;
-    gate_up.push_back(RandomBlocks(scheme, spec, model.experts * shape.gate_up_expert_bytes(), seed));
-    down.push_back(RandomBlocks(scheme, spec, model.experts * shape.down_expert_bytes(), seed + 1));
+    gate_up.push_back(RandomBlocks(scheme, spec, model.experts, shape.gate_up_blocks(), shape.hidden, seed));
+    down.push_back(
+        RandomBlocks(scheme, spec, model.experts, shape.down_blocks(), shape.intermediate, seed + 1));
   }
   const int64_t rows = model.experts * 2 * std::max(shape.mid_rows(), shape.down_rows());
   const DeviceArray<float> scales(std::vector<float>(static_cast<size_t>(rows), 1e-3F));

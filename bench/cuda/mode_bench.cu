@@ -40,18 +40,18 @@ std::shared_ptr<const PreparedWeights> MakeWeights(const CudaPlan& plan, const S
   auto weights = std::make_shared<PreparedWeights>();
   weights->layout_key = "cuda:" + plan.spec.ToString();
   weights->recipe = CudaRecipe(plan);
-  const auto blocks = [&](const char* name, int64_t expert_bytes, uint64_t own_seed) {
+  const auto blocks = [&](const char* name, int64_t count, int64_t cols, uint64_t own_seed) {
     weights->tensors.push_back(
-        {name, OnCard(RandomBlocks(scheme, plan.spec, experts * expert_bytes, own_seed), DType::kU8,
-                      {experts, expert_bytes})});
+        {name, OnCard(RandomBlocks(scheme, plan.spec, experts, count, cols, own_seed), DType::kU8,
+                      {experts, FragmentPlacesOf(shape.format, count, cols).bytes})});
   };
   const auto floats = [&](const char* name, int64_t count, float value) {
     weights->tensors.push_back(
         {name, OnCard(DeviceArray<float>(std::vector<float>(static_cast<size_t>(count), value)), DType::kF32,
                       {count})});
   };
-  blocks("gate_up", shape.gate_up_expert_bytes(), seed);
-  blocks("down", shape.down_expert_bytes(), seed + 1);
+  blocks("gate_up", shape.gate_up_blocks(), shape.hidden, seed);
+  blocks("down", shape.down_blocks(), shape.intermediate, seed + 1);
   floats("gate_up_tensor_scale", experts * shape.parts(), 0.01F);
   floats("down_tensor_scale", experts, 0.01F);
   if (plan.spec.row_scale) {

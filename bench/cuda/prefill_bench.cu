@@ -42,8 +42,9 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
   std::vector<DeviceArray<uint8_t>> gate_up, down;
   for (int i = 0; i < options.copies; ++i) {
     const auto seed = static_cast<uint64_t>(i) << 40;
-    gate_up.push_back(RandomBlocks(scheme, *spec, model.experts * shape.gate_up_expert_bytes(), seed));
-    down.push_back(RandomBlocks(scheme, *spec, model.experts * shape.down_expert_bytes(), seed + 1));
+    gate_up.push_back(RandomBlocks(scheme, *spec, model.experts, shape.gate_up_blocks(), shape.hidden, seed));
+    down.push_back(
+        RandomBlocks(scheme, *spec, model.experts, shape.down_blocks(), shape.intermediate, seed + 1));
   }
   const DeviceArray<float> ones(std::vector<float>(
       static_cast<size_t>(model.experts * 2 * (shape.mid_rows() + shape.down_rows())), 0.01F));

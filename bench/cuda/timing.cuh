@@ -125,24 +125,47 @@ inline std::vector<uint16_t> NormalBf16(int64_t count, uint32_t seed) {
   return values;
 }
 
-/// Every unit of the weights is one of a small packed expert's, at random.
-static __global__ void FillUnits(const uint8_t* source, int64_t source_units, uint8_t* to, int64_t units,
-                                 int unit_bytes, uint64_t seed) {
-  for (int64_t u = blockIdx.x; u < units; u += gridDim.x) {
+/// The units of a matrix in their order: all codes, and all scales that there are.
+struct UnitPlaces {
+  int64_t scales, code_stride, scale_stride, units, scale_units, bytes;
+  int code_bytes, scale_bytes;
+
+  UnitPlaces(FragmentFormat format, int64_t blocks, int64_t cols) {
+    const FragmentTraits traits = FragmentTraitsOf(format);
+    const FragmentPlaces places = FragmentPlacesOf(format, blocks, cols);
+    scales = places.scales, bytes = places.bytes;
+    code_stride = traits.unit_stride(), scale_stride = traits.scale_stride();
+    units = places.Codes(blocks) / code_stride;
+    scale_units = (places.Scales(blocks + (1 << places.scale_shift) - 1) - scales) / scale_stride;
+    code_bytes = traits.unit_code_bytes(), scale_bytes = traits.scale_bytes();
+  }
+};
+
+/// Every unit of the weights has the codes and scales of some of a small packed matrix, at random.
+static __global__ void FillUnits(const uint8_t* source, UnitPlaces from, uint8_t* out, UnitPlaces to,
+                                 int64_t matrices, uint64_t seed) {
+  const auto copy = [](uint8_t* target, const uint8_t* origin, int bytes) {
+    for (int i = static_cast<int>(threadIdx.x); i < bytes / 16; i += static_cast<int>(blockDim.x)) {
+      reinterpret_cast<uint4*>(target)[i] = reinterpret_cast<const uint4*>(origin)[i];
+    }
+  };
+  for (int64_t u = blockIdx.x; u < matrices * to.units; u += gridDim.x) {
     uint64_t h = (static_cast<uint64_t>(u) + seed) * 0x9E3779B97F4A7C15ULL;
     h ^= h >> 29;
-    const auto* from =
-        reinterpret_cast<const uint4*>(source + static_cast<int64_t>(h % source_units) * unit_bytes);
-    auto* out = reinterpret_cast<uint4*>(to + u * unit_bytes);
-    for (int i = static_cast<int>(threadIdx.x); i < unit_bytes / 16; i += static_cast<int>(blockDim.x)) {
-      out[i] = from[i];
+    uint8_t* const matrix = out + u / to.units * to.bytes;
+    const int64_t at = u % to.units;
+    const auto unit = static_cast<int64_t>(h % static_cast<uint64_t>(from.units));
+    copy(matrix + at * to.code_stride, source + unit * from.code_stride, to.code_bytes);
+    if (at < to.scale_units) {
+      copy(matrix + to.scales + at * to.scale_stride,
+           source + from.scales + unit % from.scale_units * from.scale_stride, to.scale_bytes);
     }
   }
 }
 
-/// `bytes` of blocks of that layout, quantized from normal weights.
-inline DeviceArray<uint8_t> RandomBlocks(const Scheme& scheme, const FragmentSpec& spec, int64_t bytes,
-                                         uint64_t seed) {
+/// Matrices of `blocks` row blocks in that layout, quantized from normal weights.
+inline DeviceArray<uint8_t> RandomBlocks(const Scheme& scheme, const FragmentSpec& spec, int64_t matrices,
+                                         int64_t blocks, int64_t cols, uint64_t seed) {
   std::mt19937 generator(7);
   std::normal_distribution<float> normal(0.0F, 1.0F / 45);
   auto weights = Tensor::Allocate(DType::kF32, Shape{512, 512});
@@ -162,11 +185,11 @@ inline DeviceArray<uint8_t> RandomBlocks(const Scheme& scheme, const FragmentSpe
   }
   Check(PackFragmentExpert(*expert, spec, out));
   const DeviceArray<uint8_t> source(up);
-  DeviceArray<uint8_t> blocks(bytes);
-  const int unit = FragmentTraitsOf(spec.format).unit_bytes();
-  FillUnits<<<2048, 64>>>(source.get(), sizes.gate_up_bytes / unit, blocks.get(), bytes / unit, unit, seed);
+  const UnitPlaces from(spec.format, GateUpBlocks(512, false), 512), to(spec.format, blocks, cols);
+  DeviceArray<uint8_t> filled(matrices * to.bytes);
+  FillUnits<<<2048, 64>>>(source.get(), from, filled.get(), to, matrices, seed);
   Check(cudaDeviceSynchronize(), "FillUnits");
-  return blocks;
+  return filled;
 }
 
 /// The SM clock in MHz over 50 us.

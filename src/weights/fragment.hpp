@@ -10,6 +10,10 @@
 ///     row block | unit 0 | unit 1 | ...                 a unit is 64 (or 128) k: whole groups of scales
 ///     unit | slab 0 codes | (slab 1 codes) | scales     a slab is 64 k of 16 rows
 ///
+/// Scales of blocks of 128 x 128 (kF32Halves) stand behind all codes of the expert's matrix instead, one row
+/// of units for kBlocksOfScales row blocks: 16 bytes behind each 2 KB make copies begin inside lines of
+/// memory, which costs 4 to 11 % of a layer that is bound by reading.
+///
 /// A lane of a warp, lane = 4 r + q (r = 0..7, q = 0..3), owns 16 consecutive k of rows r and r + 8 in a
 /// slab. The A fragment of k-step j (0..3) of a slab is, for that lane,
 ///
@@ -34,6 +38,9 @@ namespace fusedmoe {
 
 inline constexpr int kFragmentRows = 16;
 inline constexpr int kFragmentSlab = 64;
+/// Row blocks that have the same scales where a block of them has 128 rows: 64 rows, since slices and the
+/// slabs of gate and up begin on multiples of 64.
+inline constexpr int kBlocksOfScales = 4;
 
 /// What stands behind the codes of a unit.
 enum class FragmentScale : uint8_t {
@@ -105,8 +112,17 @@ struct FragmentTraits {
     }
     return 0;
   }
-  FMOE_HOST_DEVICE constexpr int scale_offset() const { return unit_slabs() * slab_code_bytes(); }
-  FMOE_HOST_DEVICE constexpr int unit_bytes() const { return scale_offset() + scale_bytes(); }
+  FMOE_HOST_DEVICE constexpr int unit_code_bytes() const { return unit_slabs() * slab_code_bytes(); }
+  FMOE_HOST_DEVICE constexpr int unit_bytes() const { return unit_code_bytes() + scale_bytes(); }
+  /// Scales stand behind all codes of the matrix.
+  FMOE_HOST_DEVICE constexpr bool scales_apart() const { return scale == FragmentScale::kF32Halves; }
+  /// From the codes of a unit to the next one's, and from its scales.
+  FMOE_HOST_DEVICE constexpr int unit_stride() const {
+    return scales_apart() ? unit_code_bytes() : unit_bytes();
+  }
+  FMOE_HOST_DEVICE constexpr int scale_stride() const {
+    return scales_apart() ? scale_bytes() : unit_bytes();
+  }
 };
 
 FMOE_HOST_DEVICE constexpr FragmentTraits FragmentTraitsOf(FragmentFormat format) {
@@ -126,10 +142,44 @@ FMOE_HOST_DEVICE constexpr int64_t FragmentCols(FragmentFormat format, int64_t c
   return (cols + unit - 1) / unit * unit;
 }
 
-/// Bytes of one row block (16 rows, all of K) of `cols` columns.
-FMOE_HOST_DEVICE constexpr int64_t FragmentBlockBytes(FragmentFormat format, int64_t cols) {
+/// Where the row blocks (16 rows, all of K) of a matrix stand: bytes from its first.
+struct FragmentPlaces {
+  int64_t block_bytes = 0;        ///< from the codes of a row block to the next one's
+  int64_t scales = 0;             ///< of the first row block's first unit
+  int64_t scale_block_bytes = 0;  ///< from there to those of the next row blocks
+  int64_t bytes = 0;              ///< of the matrix
+  int64_t padding = 0;            ///< of those, zeros behind its scales: the next matrix begins on a line
+  int scale_shift = 0;            ///< 1 << this row blocks have the same scales
+
+  FMOE_HOST_DEVICE constexpr int64_t Codes(int64_t block) const { return block * block_bytes; }
+  /// Of the first unit; the next one's are scale_stride() bytes on.
+  FMOE_HOST_DEVICE constexpr int64_t Scales(int64_t block) const {
+    return scales + (block >> scale_shift) * scale_block_bytes;
+  }
+  /// Among row blocks with the same scales the first one writes them.
+  FMOE_HOST_DEVICE constexpr bool BringsScales(int64_t block) const {
+    return (block & ((int64_t{1} << scale_shift) - 1)) == 0;
+  }
+};
+FMOE_HOST_DEVICE constexpr FragmentPlaces FragmentPlacesOf(FragmentFormat format, int64_t blocks,
+                                                           int64_t cols) {
   const FragmentTraits traits = FragmentTraitsOf(format);
-  return FragmentCols(format, cols) / (kFragmentSlab * traits.unit_slabs()) * traits.unit_bytes();
+  const int64_t units = FragmentCols(format, cols) / (kFragmentSlab * traits.unit_slabs());
+  FragmentPlaces places;
+  places.block_bytes = units * traits.unit_stride();
+  places.scale_block_bytes = units * traits.scale_stride();
+  places.bytes = blocks * places.block_bytes;
+  places.scales = traits.unit_code_bytes();
+  if (traits.scales_apart()) {
+    constexpr int64_t kLine = 128;
+    places.scale_shift = 2;
+    static_assert(kBlocksOfScales == 1 << 2);
+    places.scales = places.bytes;
+    const int64_t end = places.Scales(blocks + kBlocksOfScales - 1);
+    places.bytes = (end + kLine - 1) / kLine * kLine;
+    places.padding = places.bytes - end;
+  }
+  return places;
 }
 
 /// Outputs of the first GEMM as stored: whole slabs of the second GEMM's K (its own unit may be 128: the

@@ -193,18 +193,33 @@ FMOE_HOST_DEVICE inline void ArrangeScales(const FragmentTraits& traits, const S
 }
 
 /// The part of slab `slab` of row block `b` that belongs to `lane`: its codes, and with the first slab of a
-/// unit its share of the scales. `block`: where the row block goes.
+/// unit its share of the scales. `block`, `scales`: where the row block goes, and the scales of its first
+/// unit; null where another row block brings them.
 template <FragmentFormat kFormat>
 FMOE_HOST_DEVICE inline void ArrangeSlab(const StagedRows& staged, int64_t b, int64_t slab, int lane,
-                                         uint8_t* block) {
+                                         uint8_t* block, uint8_t* scales) {
   constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   constexpr int kUnitSlabs = kTraits.unit_slabs();
-  uint8_t* unit = block + slab / kUnitSlabs * kTraits.unit_bytes();
+  const int64_t unit = slab / kUnitSlabs;
   const int in_unit = static_cast<int>(slab % kUnitSlabs);
-  ArrangeLane<kTraits.code, kTraits.code_bits>(staged, b, slab, lane,
-                                               unit + in_unit * kTraits.slab_code_bytes());
-  if (kTraits.group != 0 && in_unit == 0) {
-    ArrangeScales(kTraits, staged, b, slab / kUnitSlabs, lane, unit + kTraits.scale_offset());
+  ArrangeLane<kTraits.code, kTraits.code_bits>(
+      staged, b, slab, lane, block + unit * kTraits.unit_stride() + in_unit * kTraits.slab_code_bytes());
+  if (kTraits.group != 0 && in_unit == 0 && scales != nullptr) {
+    ArrangeScales(kTraits, staged, b, unit, lane, scales + unit * kTraits.scale_stride());
+  }
+}
+
+/// The same in a matrix: row block `b` of the staged rows becomes its row block `at`.
+template <FragmentFormat kFormat>
+FMOE_HOST_DEVICE inline void ArrangeSlab(const StagedRows& staged, int64_t b, int64_t slab, int lane,
+                                         const FragmentPlaces& places, int64_t at, uint8_t* matrix) {
+  ArrangeSlab<kFormat>(staged, b, slab, lane, matrix + places.Codes(at),
+                       places.BringsScales(at) ? matrix + places.Scales(at) : nullptr);
+  const int64_t end = places.bytes - places.padding;
+  if (slab == 0 && places.BringsScales(at) && places.Scales(at) + places.scale_block_bytes == end) {
+    for (int64_t i = 4 * lane; i < places.padding; i += 128) {
+      *reinterpret_cast<uint32_t*>(matrix + end + i) = 0;
+    }
   }
 }
 

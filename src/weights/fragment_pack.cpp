@@ -34,9 +34,10 @@ constexpr uint8_t E4m3OfE5m3(uint32_t code) {
 
 std::string FragmentSpec::ToString() const {
   const FragmentTraits traits = FragmentTraitsOf(format);
-  return fmt::format("fragment({}{}, {} bytes a unit of 16 x {})", traits.name,
+  return fmt::format("fragment({}{}, {} bytes a unit of 16 x {}{})", traits.name,
                      traits.scale == FragmentScale::kHalf ? fmt::format(" {}", DTypeName(half_scale)) : "",
-                     traits.unit_bytes(), traits.unit_slabs() * kFragmentSlab);
+                     traits.unit_bytes(), traits.unit_slabs() * kFragmentSlab,
+                     traits.scales_apart() ? ", scales behind all codes" : "");
 }
 
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points) {
@@ -137,21 +138,21 @@ FragmentSizes FragmentSizesOf(const FragmentSpec& spec, int64_t hidden, int64_t 
   sizes.parts = gated ? 2 : 1;
   sizes.gate_up_rows = FragmentIntermediate(intermediate);
   sizes.down_rows = DownBlocks(hidden) * kFragmentRows;
-  sizes.gate_up_bytes = GateUpBlocks(intermediate, gated) * FragmentBlockBytes(spec.format, hidden);
-  sizes.down_bytes = DownBlocks(hidden) * FragmentBlockBytes(spec.format, intermediate);
+  sizes.gate_up_bytes = FragmentPlacesOf(spec.format, GateUpBlocks(intermediate, gated), hidden).bytes;
+  sizes.down_bytes = FragmentPlacesOf(spec.format, DownBlocks(hidden), intermediate).bytes;
   return sizes;
 }
 
 namespace {
 
 template <FragmentFormat kFormat>
-void ArrangePiece(const StagedRows& staged, const FragmentPiece& piece, int64_t block_bytes,
-                  uint8_t* blocks) {
+void ArrangePiece(const StagedRows& staged, const FragmentPiece& piece, const FragmentPlaces& places,
+                  uint8_t* matrix) {
   const int64_t slabs = staged.code_bytes * 8 / FragmentTraitsOf(kFormat).code_bits / kFragmentSlab;
   for (int64_t b = 0; b < piece.blocks; ++b) {
     for (int64_t slab = 0; slab < slabs; ++slab) {
       for (int lane = 0; lane < 32; ++lane) {
-        ArrangeSlab<kFormat>(staged, b, slab, lane, blocks + b * block_bytes);
+        ArrangeSlab<kFormat>(staged, b, slab, lane, places, piece.first_block + b, matrix);
       }
     }
   }
@@ -169,12 +170,11 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
     auto* const bytes = reinterpret_cast<uint8_t*>(staged.data());
     stager.Stage(piece, bytes, nan_rows);
     const bool down = piece.part == FragmentPart::kDown;
-    const int64_t block_bytes = FragmentBlockBytes(spec.format, down ? expert.down.cols : expert.up.cols);
-    uint8_t* const blocks = (down ? out.down : out.gate_up) + piece.offset;
+    uint8_t* const matrix = down ? out.down : out.gate_up;
     switch (spec.format) {
-#define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group)                                \
-  case FragmentFormat::id:                                                                   \
-    ArrangePiece<FragmentFormat::id>(stager.View(piece, bytes), piece, block_bytes, blocks); \
+#define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group)                                           \
+  case FragmentFormat::id:                                                                              \
+    ArrangePiece<FragmentFormat::id>(stager.View(piece, bytes), piece, stager.PlacesOf(piece), matrix); \
     break;
       FMOE_FRAGMENT_FORMATS(FMOE_ARRANGE_CASE)
 #undef FMOE_ARRANGE_CASE
@@ -188,7 +188,7 @@ namespace {
 /// The code of fragment row `row`, column k of a row block.
 uint32_t CodeAt(const FragmentTraits& traits, const uint8_t* block, int row, int64_t k) {
   const int64_t slab = k / kFragmentSlab;
-  const uint8_t* codes = block + slab / traits.unit_slabs() * traits.unit_bytes() +
+  const uint8_t* codes = block + slab / traits.unit_slabs() * traits.unit_stride() +
                          slab % traits.unit_slabs() * traits.slab_code_bytes();
   const int in_slab = static_cast<int>(k % kFragmentSlab);
   const int lane = 4 * (row & 7) + in_slab / 16, j = in_slab % 16 / 4;
@@ -198,11 +198,12 @@ uint32_t CodeAt(const FragmentTraits& traits, const uint8_t* block, int row, int
   return CodeOfBits(traits.code, slot, k % 2 == 0 ? word : OtherHalf(word));
 }
 
-uint32_t ScaleAt(const FragmentTraits& traits, const uint8_t* block, int row, int64_t k) {
+/// `scales`: of the first unit of the row block.
+uint32_t ScaleAt(const FragmentTraits& traits, const uint8_t* scales, int row, int64_t k) {
   const int64_t unit_k = traits.unit_slabs() * kFragmentSlab;
   const int offset = ScaleOffset(traits.scale, row, static_cast<int>(k % unit_k / traits.group));
   uint32_t scale = 0;
-  std::memcpy(&scale, block + k / unit_k * traits.unit_bytes() + traits.scale_offset() + offset,
+  std::memcpy(&scale, scales + k / unit_k * traits.scale_stride() + offset,
               static_cast<size_t>(ScaleSize(traits.scale)));
   return scale;
 }
@@ -252,8 +253,8 @@ void StoreScale(CanonicalMatrix& matrix, const FragmentTraits& traits, int large
   }
 }
 
-void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint8_t* block, int row,
-               int64_t matrix_row, int largest) {
+void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint8_t* block,
+               const uint8_t* scales, int row, int64_t matrix_row, int largest) {
   if (matrix_row >= matrix.rows) {
     return;
   }
@@ -267,7 +268,7 @@ void UnpackRow(CanonicalMatrix& matrix, const FragmentTraits& traits, const uint
   }
   if (traits.group > 0 && !matrix.block_scale.empty()) {
     for (int64_t k = 0; k < matrix.cols; k += traits.group) {
-      StoreScale(matrix, traits, largest, ScaleAt(traits, block, row, k),
+      StoreScale(matrix, traits, largest, ScaleAt(traits, scales, row, k),
                  FragmentScaleRow(matrix, matrix_row), FragmentScaleColumn(matrix, k));
     }
   }
@@ -291,28 +292,31 @@ Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& pack
   const int64_t hidden = expert.up.cols, intermediate = expert.up.rows;
   const int up_largest = LargestOf(expert.up, packed.gate_up_tensor_scale + (gated ? 1 : 0));
   const int gate_largest = gated ? LargestOf(expert.gate, packed.gate_up_tensor_scale) : 0;
-  const int64_t gate_up_block = FragmentBlockBytes(spec.format, hidden);
-  for (int64_t b = 0; b < GateUpBlocks(intermediate, gated); ++b) {
+  const int64_t gate_up_blocks = GateUpBlocks(intermediate, gated);
+  const FragmentPlaces gate_up = FragmentPlacesOf(spec.format, gate_up_blocks, hidden);
+  for (int64_t b = 0; b < gate_up_blocks; ++b) {
     for (int i = 0; i < 16; ++i) {
       const FragmentSource source = GateUpSource(b, i, gated);
-      UnpackRow(source.up ? expert.up : expert.gate, traits, packed.gate_up + b * gate_up_block, i,
-                source.column, source.up ? up_largest : gate_largest);
+      UnpackRow(source.up ? expert.up : expert.gate, traits, packed.gate_up + gate_up.Codes(b),
+                packed.gate_up + gate_up.Scales(b), i, source.column, source.up ? up_largest : gate_largest);
     }
   }
   const int down_largest = LargestOf(expert.down, packed.down_tensor_scale);
-  const int64_t down_block = FragmentBlockBytes(spec.format, intermediate);
+  const FragmentPlaces down = FragmentPlacesOf(spec.format, DownBlocks(hidden), intermediate);
   for (int64_t b = 0; b < DownBlocks(hidden); ++b) {
     for (int i = 0; i < 16; ++i) {
-      UnpackRow(expert.down, traits, packed.down + b * down_block, i, DownSource(b, i).column, down_largest);
+      UnpackRow(expert.down, traits, packed.down + down.Codes(b), packed.down + down.Scales(b), i,
+                DownSource(b, i).column, down_largest);
     }
   }
   return Status::Ok();
 }
 
-float FragmentValue(const FragmentSpec& spec, const uint8_t* block, int row, int64_t k) {
+float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_t* scales, int row,
+                    int64_t k) {
   const FragmentTraits traits = FragmentTraitsOf(spec.format);
   const uint32_t code = CodeAt(traits, block, row, k);
-  const uint32_t scale = traits.group > 0 ? ScaleAt(traits, block, row, k) : 0;
+  const uint32_t scale = traits.group > 0 ? ScaleAt(traits, scales, row, k) : 0;
   float value = 0;
   switch (traits.code) {
     case FragmentCode::kE2M1:

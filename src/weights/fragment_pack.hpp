@@ -62,8 +62,10 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
 /// back as zero.
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
 
-/// What the kernels decode from a row block: the weight of fragment row `row`, column k, without row and
-/// tensor scales (the tensor scale of FragmentOutput carries the rest of the factor).
-float FragmentValue(const FragmentSpec& spec, const uint8_t* block, int row, int64_t k);
+/// What the kernels decode from a row block and the scales of its first unit (FragmentPlaces): the weight of
+/// fragment row `row`, column k, without row and tensor scales (the tensor scale of FragmentOutput carries
+/// the rest of the factor).
+float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_t* scales, int row,
+                    int64_t k);
 
 }  // namespace fusedmoe

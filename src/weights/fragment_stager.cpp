@@ -94,11 +94,11 @@ FragmentPieces FragmentStager::Cut(int64_t most_bytes, int64_t first_bytes) cons
   const auto cut = [&](FragmentPart part, int64_t rows, int64_t step, int64_t step_blocks) {
     const FragmentPiece one{part, 0, step, step_blocks, 0};
     const auto fit = [&](int64_t bytes) { return std::max<int64_t>(1, bytes / StagedBytes(one)); };
-    const int64_t all = CeilDiv(rows, step), block_bytes = FragmentBlockBytes(spec_.format, Cols(part));
+    const int64_t all = CeilDiv(rows, step);
     int64_t at = 0;
     const auto take = [&](int64_t steps) {
       const int64_t count = std::min(steps, all - at);
-      pieces.push_back({part, at * step, count * step, count * step_blocks, at * step_blocks * block_bytes});
+      pieces.push_back({part, at * step, count * step, count * step_blocks, at * step_blocks});
       at += count;
     };
     if (pieces.empty() && first_bytes < most_bytes) {
@@ -129,6 +129,12 @@ std::vector<FragmentPieces> FragmentStager::CutTogether(int64_t most_bytes, int6
     together.back().push_back(piece);
   }
   return together;
+}
+
+FragmentPlaces FragmentStager::PlacesOf(const FragmentPiece& piece) const {
+  const int64_t blocks =
+      piece.part == FragmentPart::kDown ? DownBlocks(hidden_) : GateUpBlocks(intermediate_, gated());
+  return FragmentPlacesOf(spec_.format, blocks, Cols(piece.part));
 }
 
 int64_t FragmentStager::StagedBytes(const FragmentPiece& piece) const {

@@ -22,7 +22,7 @@ struct FragmentPiece {
   int64_t first_row = 0;  ///< of a matrix
   int64_t rows = 0;       ///< of a matrix; may reach beyond it
   int64_t blocks = 0;
-  int64_t offset = 0;  ///< of its first block in the blocks of the GEMM, bytes
+  int64_t first_block = 0;  ///< of the matrix, or of gate and up together
 };
 
 /// Pieces that follow each other, staged and sent together.
@@ -37,6 +37,8 @@ class FragmentStager {
   FragmentStager(FragmentStager&&) = default;
   FragmentStager& operator=(FragmentStager&&) = default;
 
+  /// Where the row blocks of the GEMM that the piece belongs to stand.
+  FragmentPlaces PlacesOf(const FragmentPiece& piece) const;
   /// The fewest bytes that hold any piece of such an expert.
   static int64_t FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
   /// Pieces of at most `most_bytes` of staged rows (the first one `first_bytes`), or of the fewest rows that

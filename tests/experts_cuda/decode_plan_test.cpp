@@ -225,14 +225,34 @@ TEST(DecodePlan, Mode_FewTokensOfFewExperts_Decode) {
 /// FP8 by FP8: decode was 1.02 to 1.15 times as slow from two tokens an expert on (qwen3-30b-a3b, deepseek-v3
 /// with 32 experts).
 TEST(DecodePlan, Mode_CallsThatMultiplyCodes_Prefill) {
-  LayerShape shape = Shape(FragmentFormat::kFp8Block, 2048, 768, 128, 8);
-  shape.group_scales = shape.code_tokens = true;
+  LayerShape shape = Shape(FragmentFormat::kFp8, 2048, 768, 128, 8);
+  shape.code_tokens = true;
   EXPECT_EQ(ChooseMode(shape, 24, MidKind::kQuantizedInTile, {}), ExecutionMode::kDecode);
   EXPECT_EQ(ChooseMode(shape, 32, MidKind::kQuantizedInTile, {}), ExecutionMode::kPrefill);
   shape = Shape(FragmentFormat::kFp8, 7168, 2048, 32, 8);
   shape.code_tokens = true;
   EXPECT_EQ(ChooseMode(shape, 7, MidKind::kQuantizedInTile, {}), ExecutionMode::kDecode);
   EXPECT_EQ(ChooseMode(shape, 8, MidKind::kQuantizedInTile, {}), ExecutionMode::kPrefill);
+}
+
+/// Weights in blocks: from 110 us of reading on, where a call names eight experts or more.
+TEST(DecodePlan, Mode_CodesInBlocks_PrefillFromTheBytesOnThatHideItsLaunches) {
+  const auto mode = [](LayerShape shape, int64_t tokens) {
+    shape.group_scales = shape.code_tokens = true;
+    return ChooseMode(shape, tokens, MidKind::kQuantizedInTile, {});
+  };
+  const LayerShape qwen = Shape(FragmentFormat::kFp8Block, 2048, 768, 128, 8);
+  EXPECT_EQ(mode(qwen, 8), ExecutionMode::kDecode);
+  EXPECT_EQ(mode(qwen, 16), ExecutionMode::kPrefill);
+  const LayerShape deepseek = Shape(FragmentFormat::kFp8Block, 7168, 2048, 32, 8);
+  EXPECT_EQ(mode(deepseek, 1), ExecutionMode::kDecode);
+  EXPECT_EQ(mode(deepseek, 2), ExecutionMode::kPrefill);
+  const LayerShape mixtral = Shape(FragmentFormat::kFp8Block, 4096, 14336, 8, 2);
+  EXPECT_EQ(mode(mixtral, 3), ExecutionMode::kDecode) << "too few tiles";
+  EXPECT_EQ(mode(mixtral, 4), ExecutionMode::kPrefill);
+  LayerShape batch_invariant = qwen;
+  batch_invariant.batch_invariant = true;
+  EXPECT_EQ(mode(batch_invariant, 16), ExecutionMode::kDecode) << "values, not codes";
 }
 
 /// deepseek-v3 in slices of 256 columns: a row takes 14 KiB. With lists of three, as long as the larger tile

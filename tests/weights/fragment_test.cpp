@@ -98,8 +98,19 @@ CanonicalExpert RandomExpert(const Case& c, int64_t hidden, int64_t intermediate
   return expert;
 }
 
+/// The codes and scales of a row block.
+struct BlockView {
+  const uint8_t* codes;
+  const uint8_t* scales;
+};
+
+BlockView BlockOf(const std::vector<uint8_t>& matrix, const FragmentPlaces& places, int64_t b) {
+  EXPECT_EQ(matrix.size(), static_cast<size_t>(places.bytes));
+  return {matrix.data() + places.Codes(b), matrix.data() + places.Scales(b)};
+}
+
 /// One weight of the packed form with all its scales; 0 and true for padding that decodes to zero.
-void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const uint8_t* block, int row,
+void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const BlockView& block, int row,
                int64_t matrix_row, float tensor, float row_scale, float bias, const std::string& what) {
   const int64_t padded = FragmentCols(spec.format, matrix.cols);
   std::vector<float> expected(static_cast<size_t>(padded), 0.0F);
@@ -115,7 +126,7 @@ void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const ui
   const float bound = FragmentTraitsOf(spec.format).scale == FragmentScale::kF32Zero ? 1.6e-5F : 2.4e-7F;
   for (int64_t k = 0; k < padded; ++k) {
     const float want = expected[static_cast<size_t>(k)];
-    const float value = FragmentValue(spec, block, row, k) * row_scale * tensor;
+    const float value = FragmentValue(spec, block.codes, block.scales, row, k) * row_scale * tensor;
     ASSERT_LE(std::fabs(value - want), bound * std::fabs(want))
         << what << " row " << matrix_row << " column " << k << ": " << value << " for " << want;
   }
@@ -133,7 +144,7 @@ void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) 
   const Status status = PackFragmentExpert(expert, *spec, packed.view());
   ASSERT_TRUE(status.ok()) << what << ": " << status.ToString();
 
-  const int64_t gate_up_block = FragmentBlockBytes(spec->format, hidden);
+  const FragmentPlaces gate_up = FragmentPlacesOf(spec->format, GateUpBlocks(intermediate, gated), hidden);
   std::vector<int> seen(static_cast<size_t>(intermediate), 0);
   for (int64_t b = 0; b < GateUpBlocks(intermediate, gated); ++b) {
     for (int row = 0; row < 16; ++row) {
@@ -144,7 +155,7 @@ void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) 
       if (source.column < intermediate) {
         seen[static_cast<size_t>(source.column)] += source.up ? 1 : 16;
       }
-      ExpectRow(source.up ? expert.up : expert.gate, *spec, packed.gate_up.data() + b * gate_up_block, row,
+      ExpectRow(source.up ? expert.up : expert.gate, *spec, BlockOf(packed.gate_up, gate_up, b), row,
                 source.column, packed.gate_up_tensor[part], packed.gate_up_row[at], packed.gate_up_bias[at],
                 what + (source.up ? " up" : " gate"));
     }
@@ -152,9 +163,9 @@ void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) 
   for (const int count : seen) {
     ASSERT_EQ(count, gated ? 17 : 1) << what << ": every row once";
   }
-  const int64_t down_block = FragmentBlockBytes(spec->format, intermediate);
+  const FragmentPlaces down = FragmentPlacesOf(spec->format, DownBlocks(hidden), intermediate);
   for (int64_t row = 0; row < DownBlocks(hidden) * 16; ++row) {
-    ExpectRow(expert.down, *spec, packed.down.data() + row / 16 * down_block, static_cast<int>(row % 16), row,
+    ExpectRow(expert.down, *spec, BlockOf(packed.down, down, row / 16), static_cast<int>(row % 16), row,
               packed.down_tensor[0], packed.down_row[static_cast<size_t>(row)],
               packed.down_bias[static_cast<size_t>(row)], what + " down");
   }
@@ -226,8 +237,9 @@ TEST(Fragment, ZeroNvfp4Scale_ClearsItsBlock) {
   ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok());
   std::vector<float> row(64);
   DequantizeRow(expert.down, 1, row.data());
+  const BlockView block = BlockOf(packed.down, FragmentPlacesOf(spec.format, DownBlocks(64), 64), 0);
   for (int64_t k = 0; k < 64; ++k) {
-    const float value = FragmentValue(spec, packed.down.data(), 1, k) * packed.down_tensor[0];
+    const float value = FragmentValue(spec, block.codes, block.scales, 1, k) * packed.down_tensor[0];
     EXPECT_FLOAT_EQ(value, row[static_cast<size_t>(k)]) << "column " << k;
     if (k >= 16 && k < 32) {
       EXPECT_EQ(value, 0.0F) << "column " << k;
@@ -259,8 +271,9 @@ TEST(Fragment, ScaleOfNaN_MakesItsGroupNaNAndNoOther) {
     std::vector<float> row(256);
     DequantizeRow(expert.down, 0, row.data());
     int64_t nans = 0;
+    const BlockView block = BlockOf(packed.down, FragmentPlacesOf(spec.format, DownBlocks(256), 256), 0);
     for (int64_t k = 0; k < 256; ++k) {
-      const float value = FragmentValue(spec, packed.down.data(), 0, k) * packed.down_tensor[0];
+      const float value = FragmentValue(spec, block.codes, block.scales, 0, k) * packed.down_tensor[0];
       nans += std::isnan(row[static_cast<size_t>(k)]) ? 1 : 0;
       EXPECT_EQ(std::isnan(value), std::isnan(row[static_cast<size_t>(k)])) << c.scheme << " column " << k;
     }
@@ -305,7 +318,8 @@ TEST(Fragment, ActivationOrder_ColumnsByGroup_IntermediateInTheOrderOfDown) {
     std::vector<float> row(kHidden), down_row(kIntermediate);
     std::vector<int> seen(kHidden, 0);
     DequantizeRow(expert.down, 3, down_row.data());
-    const int64_t block = FragmentBlockBytes(spec.format, kHidden);
+    const FragmentPlaces places = FragmentPlacesOf(spec.format, GateUpBlocks(kIntermediate, true), kHidden);
+    const FragmentPlaces down_places = FragmentPlacesOf(spec.format, DownBlocks(kHidden), kIntermediate);
     const auto near = [](float value, float want) {
       return std::fabs(value - want) <= 1.6e-5F * std::fabs(want);
     };
@@ -322,8 +336,9 @@ TEST(Fragment, ActivationOrder_ColumnsByGroup_IntermediateInTheOrderOfDown) {
       const auto find = [&](int64_t source) {  // is it this row of up?
         DequantizeRow(expert.up, source, row.data());
         for (int64_t k = 0; k < kHidden; ++k) {
+          const BlockView block = BlockOf(packed.gate_up, places, b);
           const float value =
-              FragmentValue(spec, packed.gate_up.data() + b * block, r + 8, k) * packed.gate_up_tensor[1];
+              FragmentValue(spec, block.codes, block.scales, r + 8, k) * packed.gate_up_tensor[1];
           if (!near(value, row[static_cast<size_t>(input[static_cast<size_t>(k)])])) {
             return false;
           }
@@ -338,7 +353,8 @@ TEST(Fragment, ActivationOrder_ColumnsByGroup_IntermediateInTheOrderOfDown) {
       ++columns[static_cast<size_t>(source)];
       EXPECT_EQ(packed.gate_up_bias[static_cast<size_t>(packed.sizes.gate_up_rows + i)],
                 expert.up.bias.view().as<float>()[source]);
-      const float value = FragmentValue(spec, packed.down.data(), 3, i) * packed.down_tensor[0];
+      const BlockView block = BlockOf(packed.down, down_places, 0);
+      const float value = FragmentValue(spec, block.codes, block.scales, 3, i) * packed.down_tensor[0];
       EXPECT_PRED2(near, value, down_row[static_cast<size_t>(source)]) << c.scheme << " column " << i;
     }
     EXPECT_EQ(columns, std::vector<int>(kIntermediate, 1)) << c.scheme;
@@ -388,26 +404,44 @@ TEST(Fragment, CodesOfNaN_MakeTheScaleOfTheirRowNaN) {
 }
 
 template <FragmentFormat kFormat>
-void ArrangeAs(const StagedRows& staged, int64_t blocks, int64_t block_bytes, uint8_t* out) {
+void ArrangeAs(const StagedRows& staged, const FragmentPiece& piece, const FragmentPlaces& places,
+               uint8_t* matrix) {
   const int64_t slabs = int64_t{staged.code_bytes} * 8 / FragmentTraitsOf(kFormat).code_bits / kFragmentSlab;
-  for (int64_t b = 0; b < blocks; ++b) {
+  for (int64_t b = 0; b < piece.blocks; ++b) {
     for (int64_t slab = 0; slab < slabs; ++slab) {
       for (int lane = 0; lane < 32; ++lane) {
-        ArrangeSlab<kFormat>(staged, b, slab, lane, out + b * block_bytes);
+        ArrangeSlab<kFormat>(staged, b, slab, lane, places, piece.first_block + b, matrix);
       }
     }
   }
 }
 
-void Arrange(FragmentFormat format, const StagedRows& staged, int64_t blocks, int64_t block_bytes,
-             uint8_t* out) {
+void Arrange(FragmentFormat format, const StagedRows& staged, const FragmentPiece& piece,
+             const FragmentPlaces& places, uint8_t* matrix) {
   switch (format) {
 #define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group) \
   case FragmentFormat::id:                                    \
-    return ArrangeAs<FragmentFormat::id>(staged, blocks, block_bytes, out);
+    return ArrangeAs<FragmentFormat::id>(staged, piece, places, matrix);
     FMOE_FRAGMENT_FORMATS(FMOE_ARRANGE_CASE)
 #undef FMOE_ARRANGE_CASE
   }
+}
+
+/// Whatever K is: copies that begin inside a line of memory are slower.
+TEST(Fragment, ScalesApart_UnitsAndMatricesBeginOnLines) {
+  for (const auto& [blocks, cols] : {std::pair{3, 128}, {360, 2880}, {446, 256}}) {
+    const FragmentPlaces places = FragmentPlacesOf(FragmentFormat::kFp8Block, blocks, cols);
+    const int64_t units = (cols + 127) / 128;
+    const int64_t codes = blocks * units * 2048;
+    EXPECT_EQ(places.Codes(1), units * 2048);
+    EXPECT_EQ(places.Scales(3), codes) << "four row blocks have the same";
+    EXPECT_EQ(places.Scales(4), codes + units * 16);
+    EXPECT_EQ(places.bytes, (codes + (blocks + 3) / 4 * units * 16 + 127) / 128 * 128);
+  }
+  const FragmentPlaces together = FragmentPlacesOf(FragmentFormat::kNvfp4, 3, 128);
+  EXPECT_EQ(together.Codes(2), 2 * 2 * 576);
+  EXPECT_EQ(together.Scales(2), 2 * 2 * 576 + 512);
+  EXPECT_EQ(together.bytes, 3 * 2 * 576);
 }
 
 /// As an upload does it: buffers of several pieces, arranged one piece after the other.
@@ -443,9 +477,8 @@ TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
               << c.scheme << ": more than a buffer holds";
           stager->Stage(piece, staged, nan_rows);
           const bool is_down = piece.part == FragmentPart::kDown;
-          Arrange(spec.format, stager->View(piece, staged), piece.blocks,
-                  FragmentBlockBytes(spec.format, is_down ? 320 : 384),
-                  (is_down ? down : gate_up).data() + piece.offset);
+          Arrange(spec.format, stager->View(piece, staged), piece, stager->PlacesOf(piece),
+                  (is_down ? down : gate_up).data());
           staged += stager->StagedBytes(piece);
         }
       }
@@ -470,14 +503,15 @@ TEST(Fragment, Pieces_CoverEveryBlockOnce) {
         int64_t at[2] = {0, 0};
         for (const FragmentPiece& piece : stager->Cut(bytes)) {
           const bool down = piece.part == FragmentPart::kDown;
-          EXPECT_EQ(piece.offset, at[down ? 1 : 0]) << c.scheme;
-          at[down ? 1 : 0] += piece.blocks * FragmentBlockBytes(spec.format, down ? 256 : 384);
+          EXPECT_EQ(piece.first_block, at[down ? 1 : 0]) << c.scheme;
+          at[down ? 1 : 0] += piece.blocks;
+          EXPECT_EQ(stager->PlacesOf(piece).bytes, down ? sizes.down_bytes : sizes.gate_up_bytes) << c.scheme;
           EXPECT_LE(stager->StagedBytes(piece),
                     std::max(bytes, FragmentStager::FewestBytes(spec, 384, 256, gated)))
               << c.scheme;
         }
-        EXPECT_EQ(at[0], sizes.gate_up_bytes) << c.scheme << " " << bytes;
-        EXPECT_EQ(at[1], sizes.down_bytes) << c.scheme << " " << bytes;
+        EXPECT_EQ(at[0], GateUpBlocks(256, gated)) << c.scheme << " " << bytes;
+        EXPECT_EQ(at[1], DownBlocks(384)) << c.scheme << " " << bytes;
       }
     }
   }

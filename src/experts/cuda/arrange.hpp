@@ -13,8 +13,9 @@ struct ArrangeCall {
   FragmentFormat format = FragmentFormat::kBf16;
   StagedRows staged;  ///< 16-byte aligned
   int64_t blocks = 0;
-  int64_t block_bytes = 0;
-  uint8_t* out = nullptr;  ///< of the first block
+  FragmentPlaces places;
+  int64_t first_block = 0;
+  uint8_t* matrix = nullptr;  ///< its first block
   void* stream = nullptr;
 };
 

@@ -13,8 +13,9 @@ struct ArrangeParams {
   StagedRows staged;
   int64_t slabs = 0;  ///< of a row
   int64_t units = 0;  ///< slabs of all blocks
-  int64_t block_bytes = 0;
-  uint8_t* out = nullptr;
+  FragmentPlaces places;
+  int64_t first_block = 0;
+  uint8_t* matrix = nullptr;
 };
 
 /// A slab a warp.
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) Arrange(const __grid_constant__ Arra
   if (warp < p.units) {
     const int64_t block = warp / p.slabs;
     ArrangeSlab<kFormat>(p.staged, block, warp - block * p.slabs, static_cast<int>(threadIdx.x % kWarpSize),
-                         p.out + block * p.block_bytes);
+                         p.places, p.first_block + block, p.matrix);
   }
 }
 
@@ -37,8 +38,9 @@ Status LaunchArrange(const ArrangeCall& call) {
   params.slabs =
       int64_t{call.staged.code_bytes} * 8 / FragmentTraitsOf(call.format).code_bits / kFragmentSlab;
   params.units = call.blocks * params.slabs;
-  params.block_bytes = call.block_bytes;
-  params.out = call.out;
+  params.places = call.places;
+  params.first_block = call.first_block;
+  params.matrix = call.matrix;
   if (params.units == 0) {
     return Status::Ok();
   }

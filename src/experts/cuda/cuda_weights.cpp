@@ -286,10 +286,9 @@ class ExpertUpload {
     arrange.format = plan_.spec.format;
     arrange.staged = stager.View(piece, staged);
     arrange.blocks = piece.blocks;
-    arrange.block_bytes =
-        FragmentBlockBytes(plan_.spec.format, is_down ? plan_.shape.intermediate : plan_.shape.hidden);
-    arrange.out = piece.offset +
-                  (is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes);
+    arrange.places = stager.PlacesOf(piece);
+    arrange.first_block = piece.first_block;
+    arrange.matrix = is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes;
     return arrange;
   }
 

@@ -30,13 +30,12 @@ struct DecodePhase {
   const float* tensor_scale = nullptr;
   const float* row_scale = nullptr;
   const float* bias = nullptr;
-  int64_t expert_bytes = 0;
   FastDiv blocks_per_expert, chunks, splits;
-  int block_bytes = 0;
-  int total_chunks = 0;  ///< of a block, all splits
-  int tail_slabs = 0;    ///< of the last chunk of a block
-  int split_k = 0;       ///< k that a split stages
-  int padded_rows = 0;   ///< of row_scale and bias, a part
+  FragmentPlaces places;  ///< in the matrix of an expert
+  int total_chunks = 0;   ///< of a block, all splits
+  int tail_slabs = 0;     ///< of the last chunk of a block
+  int split_k = 0;        ///< k that a split stages
+  int padded_rows = 0;    ///< of row_scale and bias, a part
   // The token operand, where it is staged as it stands.
   const void* rows = nullptr;
   int row_stride = 0;   ///< elements

@@ -16,12 +16,10 @@ DecodePhase MakePhase(const LayerShape& shape, const DecodePlan& plan, const Dev
   phase.tensor_scale = weights.tensor_scale;
   phase.row_scale = weights.row_scale;
   phase.bias = weights.bias;
-  phase.expert_bytes = down ? shape.down_expert_bytes() : shape.gate_up_expert_bytes();
+  phase.places = down ? shape.down_places() : shape.gate_up_places();
   phase.blocks_per_expert = FastDiv::By(down ? shape.down_blocks() : shape.gate_up_blocks());
   phase.chunks = FastDiv::By(split_chunks);
   phase.splits = FastDiv::By(splits);
-  phase.block_bytes =
-      static_cast<int>(FragmentBlockBytes(shape.format, down ? shape.intermediate : shape.hidden));
   phase.total_chunks = static_cast<int>(chunks);
   phase.tail_slabs = static_cast<int>(slabs - (chunks - 1) * plan.slabs);
   phase.split_k = static_cast<int>(splits == 1 ? cols : split_chunks * plan.slabs * kFragmentSlab);

@@ -40,8 +40,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     DecodeKernel(const __grid_constant__ DecodeArguments args) {
   using Format = Fragments<kFormat>;
   using Work = DecodeWork<kFormat, kOperands, SPC, NT>;
-  constexpr int kSlabBytes = Format::kUnitBytes / Format::kUnitSlabs;
-  constexpr int kChunkBytes = SPC * kSlabBytes;
+  constexpr int kSlabBytes = Format::kUnitStride / Format::kUnitSlabs;  // in memory
+  constexpr int kChunkBytes = SPC / Format::kUnitSlabs * Format::kUnitBytes;
+  constexpr int kScaleBytes = kChunkBytes - SPC * kSlabBytes;  // that stand apart there
+  static_assert(kScaleBytes == 0 || (kScaleBytes == 16 && SPC == Format::kUnitSlabs),
+                "in its slot a unit is whole");
   static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
   extern __shared__ __align__(128) uint8_t shared[];
   const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
@@ -60,7 +63,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   if (lane == 0) {
 #pragma unroll 1
     for (int s = 0; s < args.slots; ++s) {
-      BarrierInit(barriers + 8 * s, 1);
+      BarrierInit(barriers + 8 * s, kScaleBytes == 0 ? 1 : 2);
     }
   }
   BarrierInitFence();
@@ -124,8 +127,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   __syncthreads();
   const uint32_t tag = *map.tag;
 
-  WeightStream<kChunkBytes, kSlabBytes> stream{args, map, SharedAddress(ring), barriers, EvictFirstPolicy(),
-                                               warp, lane};
+  WeightStream<kChunkBytes, kSlabBytes, kScaleBytes> stream{
+      args, map, SharedAddress(ring), barriers, EvictFirstPolicy(), warp, lane};
   stream.Issue(
       args.slots);  // the rest once the token rows are on their way: they must not queue behind a full ring
   if (routes > kFewRoutes && expert >= 0) {

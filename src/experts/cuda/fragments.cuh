@@ -43,7 +43,8 @@ struct Fragments {
   static constexpr FragmentScale kScale = kTraits.scale;
   static constexpr int kPieces = kTraits.code_bits / 4;  ///< 16-byte pieces of a lane and slab
   static constexpr int kUnitSlabs = kTraits.unit_slabs();
-  static constexpr int kUnitBytes = kTraits.unit_bytes();
+  static constexpr int kUnitBytes = kTraits.unit_bytes();    ///< in shared memory, its scales behind it
+  static constexpr int kUnitStride = kTraits.unit_stride();  ///< in memory
   static constexpr bool kF16 = kCode == FragmentCode::kF16;
   static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
   /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
@@ -76,7 +77,7 @@ struct Fragments {
   template <bool kFold>
   __device__ __forceinline__ static void LoadScales(const uint8_t* units, int slab, int lane,
                                                     bool half_is_f16, LaneScales& s) {
-    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.scale_offset();
+    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.unit_code_bytes();
     if constexpr (kScale == FragmentScale::kE4M3) {
       // e5m3 to BF16 by one multiply-add: the scale times 2^118
       const uint32_t bytes = *reinterpret_cast<const uint16_t*>(at + lane * 2);
@@ -110,7 +111,7 @@ struct Fragments {
   /// kHalves: the scales of both groups, [half][row], and the zero points of this lane's.
   __device__ __forceinline__ static void LoadHalves(const uint8_t* units, int slab, int lane, LaneScales& s,
                                                     float (&scale)[2][2]) {
-    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.scale_offset() + (lane >> 2) * 8;
+    const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.unit_code_bytes() + (lane >> 2) * 8;
     const bool second = (lane >> 1 & 1) != 0;
     const uint2 low = *reinterpret_cast<const uint2*>(at), high = *reinterpret_cast<const uint2*>(at + 64);
     s.zero[0] = ZeroPair((second ? high.x : low.x) & 0xffU);

@@ -47,8 +47,10 @@ struct LayerShape {
   int64_t gate_up_blocks() const { return GateUpBlocks(intermediate, gated()); }
   int64_t down_blocks() const { return DownBlocks(hidden); }
   int64_t down_rows() const { return down_blocks() * kFragmentRows; }
-  int64_t gate_up_expert_bytes() const { return gate_up_blocks() * FragmentBlockBytes(format, hidden); }
-  int64_t down_expert_bytes() const { return down_blocks() * FragmentBlockBytes(format, intermediate); }
+  FragmentPlaces gate_up_places() const { return FragmentPlacesOf(format, gate_up_blocks(), hidden); }
+  FragmentPlaces down_places() const { return FragmentPlacesOf(format, down_blocks(), intermediate); }
+  int64_t gate_up_expert_bytes() const { return gate_up_places().bytes; }
+  int64_t down_expert_bytes() const { return down_places().bytes; }
   int parts() const { return gated() ? 2 : 1; }
   bool operator==(const LayerShape&) const = default;
 };

@@ -80,9 +80,8 @@ struct PrefillGemmParams {
   const uint8_t* panel = nullptr;
   const int32_t* first_row = nullptr;
   const int32_t* counts = nullptr;
-  const uint8_t* blocks = nullptr;  ///< weights in the fragment layout
-  int64_t expert_bytes = 0;
-  int64_t block_bytes = 0;
+  const uint8_t* blocks = nullptr;      ///< weights in the fragment layout
+  FragmentPlaces places;                ///< in the matrix of an expert
   const float* tensor_scale = nullptr;  ///< as DeviceProjection
   const float* row_scale = nullptr;
   const float* bias = nullptr;

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
   constexpr bool kPairs = S::kPairs;
   constexpr FragmentTraits kTraits = FragmentTraitsOf(kFormat);
   constexpr bool kBlockScales = kTraits.scale == FragmentScale::kF32Halves;
-  constexpr int kUnitBytes = 2 * kTraits.slab_code_bytes() + kTraits.scale_bytes();  // of a block and stage
+  static_assert(!kBlockScales || kTraits.scales_apart());
   extern __shared__ __align__(1024) uint8_t shared[];  // the period of the swizzle
   uint8_t* const scales = shared + S::kStages * S::kStageBytes;
   auto* const of_end = reinterpret_cast<CodesEndShared*>(scales + S::kStages * S::kScaleBytes);
@@ -119,11 +119,12 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
       }
     } else {  // ---- weights
       WeightLane<typename S::Tiles> own(warp, lane);
-      const int scale_bytes = kBlockScales ? (warp == 1 ? 32 : 16) : 0;
+      const int scale_bytes = kBlockScales ? own.scale_pieces * 16 : 0;
       for (int t = tiles.begin; t < num_tiles; t += tiles.stride) {
         tiles.Locate(t, tile);
         own.Open(p, tiles, tile);
         const uint8_t* source = own.source;
+        const uint8_t* from_scales = own.scales;
 #pragma unroll 1
         for (int c = 0; c < num_slabs; ++c) {
           const bool half = !kBlockScales && c + 1 == num_slabs && p.last_piece_bytes < S::kBlockBytes;
@@ -141,13 +142,14 @@ __global__ void __launch_bounds__(CodesShape<kTileTokens>::kThreads, 1)
             if (half) {  // 64 k: zeros stand for the rest
               LoadStage(own.both, to + bytes, kZeroSlab, bytes, barrier, own.policy);
             }
-            if (kBlockScales && own.piece % 4 == 0) {
+            if (kBlockScales && own.brings_scales) {
               const uint32_t scale_to =
                   SharedAddress(scales + stage.at * S::kScaleBytes) + kTileTokens * 4 + own.piece * 4;
-              LoadStage(own.both, scale_to, source + S::kBlockBytes, 16, barrier, own.policy);
+              LoadStage(own.both, scale_to, from_scales, 16, barrier, own.policy);
             }
           }
-          source += kUnitBytes;
+          source += S::kBlockBytes;
+          from_scales += kTraits.scale_bytes();
           stage.Next();
         }
       }

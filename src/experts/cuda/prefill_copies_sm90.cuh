@@ -62,6 +62,7 @@ __device__ __forceinline__ void CopyWeights(const PrefillGemmParams& p, const Pr
     tiles.Locate(t, tile);
     own.Open(p, tiles, tile);
     const uint8_t* source = own.source;
+    const uint8_t* scales = own.scales;
 #pragma unroll 1
     for (int c = 0; c < num_chunks; ++c) {
       const int bytes = c + 1 < num_chunks ? S::kPieceBytes : p.last_piece_bytes;
@@ -69,18 +70,24 @@ __device__ __forceinline__ void CopyWeights(const PrefillGemmParams& p, const Pr
       const uint32_t barrier = shared.w_full + 8 * slot.at;
       BarrierWait(shared.w_empty + 8 * slot.at, slot.phase ^ 1);
       if (lane == 0) {
-        BarrierExpect(barrier, own.pieces * (half ? S::kPieceBytes : bytes));
+        BarrierExpect(barrier, own.pieces * ((half ? S::kPieceBytes : bytes) - S::kApartBytes) +
+                                   own.scale_pieces * S::kApartBytes);
       }
       __syncwarp();
       if (own.copies) {
         const uint32_t to =
             SharedAddress(shared.slots) + slot.at * S::kSlotBytes + own.piece * S::kPieceBytes;
-        LoadStage(own.both, to, source, bytes, barrier, own.policy);
+        LoadStage(own.both, to, source, bytes - S::kApartBytes, barrier, own.policy);
+        if (S::kApartBytes > 0 && own.brings_scales) {
+          LoadStage(own.both, to + S::kPieceBytes - S::kApartBytes, scales, S::kApartBytes, barrier,
+                    own.policy);
+        }
         if (half) {
           LoadStage(own.both, to + bytes, kZeroSlab, S::kPieceBytes - bytes, barrier, own.policy);
         }
       }
-      source += S::kPieceBytes;
+      source += S::kPieceBytes - S::kApartBytes;
+      scales += S::kApartBytes;
       slot.Next();
     }
   }

@@ -267,8 +267,7 @@ class Pass {
     const auto units = static_cast<int>(cols / unit_cols);
     const int slot_units = tile_.slabs * slab_cols / static_cast<int>(unit_cols);
     p.last_piece_bytes = (units % slot_units == 0 ? slot_units : units % slot_units) * traits.unit_bytes();
-    p.block_bytes = static_cast<int64_t>(units) * traits.unit_bytes();
-    p.expert_bytes = num_blocks * p.block_bytes;
+    p.places = FragmentPlacesOf(shape_.format, num_blocks, cols);
     return p;
   }
 

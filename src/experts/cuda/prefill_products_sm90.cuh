@@ -136,7 +136,9 @@ class PrefillProducts {
     for (int g = 0; g < kGroups; ++g) {
       if constexpr (!kByStep) {
         F::LoadCodes(piece + 4 * g * S::kPieceBytes, s, lane_, codes[g]);
-        F::template LoadScales<!kPromote>(piece + 4 * g * S::kPieceBytes, s, lane_, p_.half_scale_is_f16,
+        // Scales that stand apart come with every fourth piece.
+        const uint8_t* const scaled = S::kApartBytes == 0 ? piece : piece - row_warp_ * S::kPieceBytes;
+        F::template LoadScales<!kPromote>(scaled + 4 * g * S::kPieceBytes, s, lane_, p_.half_scale_is_f16,
                                           scales[g]);
       }
     }

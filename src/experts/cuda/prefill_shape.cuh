@@ -33,6 +33,9 @@ struct PrefillShape {
   static constexpr int kSlabs = kWantSlabs < kMinSlabs ? kMinSlabs : kWantSlabs;
   static constexpr int kUnits = kSlabs / kMinSlabs;
   static constexpr int kPieceBytes = kUnits * kUnitBytes;
+  /// Of those, the scales that stand apart in memory.
+  static constexpr int kApartBytes = kTraits.scales_apart() ? kUnits * kTraits.scale_bytes() : 0;
+  static_assert(kApartBytes == 0 || kUnits == 1, "in its slot a unit is whole");
   static constexpr int kSlotBytes = 16 * kPieceBytes;
   static constexpr int kStages = kSlabBits == 16 && kTileTokens == 128 ? 5 : 6;
   static constexpr int kStageBytes = kTileTokens * 128;

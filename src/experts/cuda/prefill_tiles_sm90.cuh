@@ -175,7 +175,11 @@ class WeightLane {
  public:
   /// `warp`: 1 to 3.
   __device__ __forceinline__ WeightLane(int warp, int lane)
-      : piece(warp - 1 + 3 * lane), pieces(warp == 1 ? 6 : 5), lane_(lane) {}
+      : piece(warp - 1 + 3 * lane),
+        pieces(warp == 1 ? 6 : 5),
+        scale_pieces(warp == 1 ? 2 : 1),
+        brings_scales(piece % kBlocksOfScales == 0),
+        lane_(lane) {}
 
   __device__ __forceinline__ void Open(const PrefillGemmParams& p, const Tiles& tiles,
                                        const PrefillTile& tile) {
@@ -185,16 +189,22 @@ class WeightLane {
     // Of the same weights each of a pair copies every other row block, to both.
     both = Tiles::kInPairs && tile.one_weights;
     copies = lane_ < pieces && (!both || (piece & 1) == tiles.rank);
-    source = p.blocks + tile.expert * p.expert_bytes +
-             static_cast<int64_t>(min(tile.row * 16 + piece, p.num_blocks - 1)) * p.block_bytes;
+    const uint8_t* const matrix = p.blocks + tile.expert * p.places.bytes;
+    const int64_t block = min(tile.row * 16 + piece, p.num_blocks - 1);
+    source = matrix + p.places.Codes(block);
+    scales = matrix + p.places.Scales(block);
   }
 
   const int piece;   ///< the row block
   const int pieces;  ///< of the warp
+  /// Scales that stand apart are those of 64 rows: one of kBlocksOfScales pieces brings them.
+  const int scale_pieces;  ///< of the warp
+  const bool brings_scales;
   bool copies = false;
   bool both = false;  ///< to both of the pair
   uint64_t policy = 0;
   const uint8_t* source = nullptr;  ///< of its first slab
+  const uint8_t* scales = nullptr;  ///< of its first unit
 
  private:
   const uint64_t once_ = EvictFirstPolicy();

@@ -90,6 +90,10 @@ __device__ __forceinline__ uint64_t EvictLastPolicy() {
 __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+/// Arrives at a barrier, one of those it was initialized for, when the thread's CopyAsync16 so far have come.
+__device__ __forceinline__ void CopyAsyncArrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 __device__ __forceinline__ void CopyAsyncWaitAll() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
