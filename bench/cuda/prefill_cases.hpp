@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "moe/activation.hpp"
@@ -118,6 +119,18 @@ inline std::vector<PrefillCase> PrefillCases() {
        .tokens = 60,
        .batched = true,
        .out = DType::kF32});
+  // rows of codes that two, four, eight and sixteen warps hold
+  for (const char* scheme : {"fp8_w8a8:channel", "int8_w8a8:channel"}) {
+    for (const auto& [hidden, intermediate] : {std::pair{1152, 2112}, {4224, 8256}}) {
+      add({.name = std::string("wide rows ") + scheme + " " + std::to_string(hidden),
+           .scheme = scheme,
+           .hidden = hidden,
+           .intermediate = intermediate,
+           .experts = 1,
+           .top_k = 1,
+           .tokens = 5});
+    }
+  }
   // dtypes
   add({.name = "f32 in, f32 out", .in = DType::kF32, .out = DType::kF32});
   add({.name = "f16 in and out", .in = DType::kF16, .out = DType::kF16});

@@ -49,7 +49,7 @@ enum class FragmentScale : uint8_t {
   kE8M0,      ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
   kHalf,      ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
   kF32Zero,   ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
-  kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of the block), padded to 16 bytes
+  kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
 };
 
 /// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt8: two's complement, the weight plus zero point
