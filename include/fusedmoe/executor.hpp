@@ -41,7 +41,9 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
 
 /// Our own threads. They spin for some microseconds after a call before they sleep, so that the phases of one
 /// forward follow each other without system calls; with more threads than cores they do not spin. Several
-/// callers may share a pool; their calls take turns. A task must not use the pool that runs it.
+/// callers may share a pool; their calls take turns. A task must not use the pool that runs it. In a process
+/// that was forked from the one that made it, a pool has no threads: calls run in the calling thread, and its
+/// destruction leaves the copy of its memory to the end of the process.
 class ThreadPool {
  public:
   /// `num_threads` counts the calling thread; 0 takes one per core that this process may use.

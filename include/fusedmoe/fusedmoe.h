@@ -111,7 +111,8 @@ typedef struct fmoe_executor {
   void* stream;
 } fmoe_executor;
 
-/* Threads of the library's own. Calls of several callers take turns. */
+/* Threads of the library's own. Calls of several callers take turns. In a process that was forked from the
+ * one that made it, a pool has no threads: calls run in the calling thread. */
 typedef struct fmoe_thread_pool fmoe_thread_pool;
 
 /* `num_threads` counts the calling thread; 0: one for each core that the process may use. FMOE_USAGE for a

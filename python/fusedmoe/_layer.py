@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -166,7 +165,8 @@ class Layer(Handle):
 
     def __init__(self, handle: ctypes.c_void_p, routing: Routing | None = None) -> None:
         super().__init__(handle, _c.lib.fmoe_layer_release)
-        self._lock, self._workspaces = threading.Lock(), list[ctypes.c_void_p]()
+        # The free ones. Without a lock, which a fork could leave closed: pop and append of a list are atomic.
+        self._workspaces = list[ctypes.c_void_p]()
         self._release_workspace = _c.lib.fmoe_workspace_release
         self._alive: Any = None
         self._routing = routing
@@ -180,8 +180,9 @@ class Layer(Handle):
                 f"{info.backend})")
 
     def __del__(self) -> None:
-        for workspace in getattr(self, "_workspaces", []):
-            self._release_workspace(workspace)
+        workspaces = getattr(self, "_workspaces", [])
+        while workspaces:
+            self._release_workspace(workspaces.pop())
         super().__del__()
 
     @classmethod
@@ -311,16 +312,15 @@ class Layer(Handle):
         try:
             _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace, ctypes.byref(executor)))
         finally:
-            with self._lock:
-                self._workspaces.append(workspace)
+            self._workspaces.append(workspace)
         return (out, values["chosen_ids"], values["chosen_weights"]) if return_routing else out
 
     def _take_workspace(self) -> ctypes.c_void_p:
         # On a card forwards of one stream follow each other, so that one workspace serves them all.
-        with self._lock:
-            if self._workspaces:
-                return self._workspaces.pop()
-        return _c.made(_c.lib.fmoe_workspace_create, self._handle)
+        try:
+            return self._workspaces.pop()
+        except IndexError:
+            return _c.made(_c.lib.fmoe_workspace_create, self._handle)
 
 
 def _element(scheme: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from . import _c
@@ -28,6 +29,15 @@ def set_num_threads(count: int) -> None:
     made = Pool(count)
     with _lock:
         _count, _pool = count, made
+
+
+def _begin_in_child() -> None:
+    """After a fork: the threads stayed with the parent, and so did whoever holds the lock. A pool is made anew."""
+    global _lock, _pool
+    _lock, _pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
 
 
 def current_pool() -> Pool:

@@ -1,5 +1,7 @@
 #include <fusedmoe/executor.hpp>
 
+#include <pthread.h>
+
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -52,6 +54,17 @@ bool SpinUntil(const Done& done, bool may_spin) {
   return false;
 }
 
+/// How many forks lie between this process and the one that loaded the library. A number of our own, since
+/// asking the kernel for the process costs a system call in each phase of a forward.
+std::atomic<uint32_t> g_forks{0};
+
+/// False: the system refuses.
+bool CountForks() {
+  static const bool counts =
+      pthread_atfork(nullptr, nullptr, [] { g_forks.fetch_add(1, std::memory_order_relaxed); }) == 0;
+  return counts;
+}
+
 }  // namespace
 
 /// One call at a time. The caller deals one range of indices to each thread, opens the gate and works itself;
@@ -75,6 +88,7 @@ struct ThreadPool::Impl {
   void* context = nullptr;
   std::vector<Range> ranges;
   bool may_spin = true;
+  const uint32_t forks = g_forks.load(std::memory_order_relaxed);
   alignas(64) std::atomic<uint32_t> gate{0};
   alignas(64) std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
@@ -137,7 +151,17 @@ struct ThreadPool::Impl {
     }
   }
 
+  /// In a child of the process that made the pool, which has a copy of its memory and none of its threads:
+  /// locks may be held, and calls be open, for good.
+  bool IsForked() const { return forks != g_forks.load(std::memory_order_relaxed); }
+
   void Run(int64_t count, void (*call_task)(void* context, int64_t index), void* call_context) {
+    if (IsForked()) {
+      for (int64_t index = 0; index < count; ++index) {
+        call_task(call_context, index);
+      }
+      return;
+    }
     const std::lock_guard<std::mutex> lock(turn);
     task = call_task;
     context = call_context;
@@ -198,6 +222,9 @@ Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int num_threads) {
   }
   const int num_cores = HostTopology().num_cores;
   const int count = num_threads == 0 ? num_cores : num_threads;
+  if (!CountForks()) {
+    return Status::System("cannot learn of forks: pthread_atfork has no memory");
+  }
   std::unique_ptr<ThreadPool> pool(new ThreadPool);
   pool->impl_ = std::make_unique<Impl>(count);
   // A thread that spins on a core another one needs delays the very work it waits for.
@@ -213,6 +240,10 @@ Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int num_threads) {
 }
 
 ThreadPool::ThreadPool() = default;
-ThreadPool::~ThreadPool() = default;
+ThreadPool::~ThreadPool() {
+  if (impl_ != nullptr && impl_->IsForked()) {
+    impl_.release();  // NOLINT(bugprone-unused-return-value): threads that are not there cannot be joined
+  }
+}
 
 }  // namespace fusedmoe

@@ -1,5 +1,8 @@
 #include <fusedmoe/executor.hpp>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <thread>
@@ -117,6 +120,50 @@ TEST(ThreadPool_, CallersTakeTurns) {
   for (const int64_t sum : sums) {
     EXPECT_EQ(sum, 50 * 33 * 16);
   }
+}
+
+TEST(ThreadPool_, ForkedChildrenComputeAloneAndEnd) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a child of a process with threads may not start any under TSan";
+#endif
+  auto pool = ThreadPool::Create(3);
+  ASSERT_TRUE(pool.ok());
+  const auto adds_up = [](const Executor& executor) {
+    std::atomic<int64_t> sum{0};
+    ParallelFor(executor, 100, [&](int64_t index) { sum += index; });
+    return sum.load() == 4950;
+  };
+  // A call of another thread is open while the process forks: the child has its lock, and never gets it back.
+  std::atomic<bool> begun{false}, forked{false};
+  std::thread caller([&] {
+    ParallelFor((*pool)->executor(), 2, [&](int64_t) {
+      begun.store(true);
+      while (!forked.load()) {
+        std::this_thread::yield();
+      }
+    });
+  });
+  while (!begun.load()) {
+    std::this_thread::yield();
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);  // a child that waits for threads which it does not have ends by a signal
+    const bool inherited = adds_up((*pool)->executor());
+    pool->reset();
+    auto own = ThreadPool::Create(3);
+    const bool new_one = own.ok() && adds_up((*own)->executor());
+    own->reset();
+    _exit(inherited && new_one ? 0 : 1);
+  }
+  forked.store(true);
+  caller.join();
+  ASSERT_GT(child, 0);
+  int ended = 0;
+  ASSERT_EQ(waitpid(child, &ended, 0), child);
+  EXPECT_TRUE(WIFEXITED(ended)) << "signal " << WTERMSIG(ended);
+  EXPECT_EQ(WEXITSTATUS(ended), 0);
+  EXPECT_TRUE(adds_up((*pool)->executor()));
 }
 
 TEST(ThreadPool_, ImpossibleCountsAreUsageErrorsAndZeroIsOnePerCore) {

@@ -1,6 +1,8 @@
 """One rank of package_test.py: CHECKPOINT, libfusedmoe_mpi.so. Layers whose experts are spread and moved give the bits of one that
 is not; prints 'rank-N-ok'."""
 
+import os
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -51,6 +53,12 @@ def main():
         assert "is 99" in str(error), error
     layer(hidden, topk_ids=ids, topk_weights=weights, out=output)
     assert bytes(output) == bytes(expected)
+    # A child that is forked from a rank is none: its end waits for no other.
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        return
+    assert os.waitpid(child, 0)[1] == 0
     sys.stdout.write(f"rank-{ranks.rank}-ok\n")
 
 

@@ -3,6 +3,7 @@
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "rank_engine.h"
 
@@ -12,6 +13,7 @@ typedef struct {
   int64_t* bytes;        /* expected by the receive of a slot; -1: a send */
   int32_t* nodes;        /* [size] */
   int finalize;
+  pid_t process; /* that is the rank: one forked from it is none, and would wait for the others */
 } State;
 
 /* Counts of MPI 3.1 are ints: as rows they reach 2^31 rows instead of 2 GiB. */
@@ -74,8 +76,8 @@ static void Abort(void* self, int exit_code) {
 
 static void Close(void* self) {
   State* state = self;
-  const int finalize = state->finalize;
-  MPI_Comm_free(&state->comm);
+  const int is_rank = state->process == getpid(), finalize = is_rank && state->finalize;
+  if (is_rank) MPI_Comm_free(&state->comm);
   free(state->requests);
   free(state->bytes);
   free(state->nodes);
@@ -103,6 +105,7 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
   State* state = calloc(1, sizeof(State));
   snprintf(text, (size_t)capacity, "out of memory");
   if (state == NULL) return 1;
+  state->process = getpid();
   MPI_Initialized(&initialized);
   if (!initialized) {
     if (MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &provided) != MPI_SUCCESS) {
