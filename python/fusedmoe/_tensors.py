@@ -90,6 +90,9 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
     size = 1 if element in PACKED else {"BOOL": 1}.get(dtype, int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8)
     if 0 not in shape and shape and shape[-1] > 1 and strides[-1] != size:
         raise ValueError(f"{name} has gaps between the elements of a row (stride {strides[-1]} bytes): make it contiguous")
+    # Rows that are one row over and over, of broadcast_to and expand: strides of 0 say "dense" to the library.
+    if 0 not in shape and any(extent > 1 and not stride for extent, stride in zip(shape[:-1], strides)):
+        raise ValueError(f"{name} has the same memory for several of its rows (stride 0): make it contiguous")
     tensor.data, tensor.dtype, tensor.rank = address or ctypes.addressof(_NOTHING), _c.DTYPE[dtype], len(shape)
     for axis, extent in enumerate(shape):
         tensor.shape[axis] = extent

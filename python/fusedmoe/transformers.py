@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
+import threading
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from transformers.integrations import moe
@@ -25,6 +27,20 @@ from .torch import Experts
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh",
                "gelu_new": "gelu_tanh", "relu2": "relu2"}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class _Made(NamedTuple):
+    """A layer, and the weights of a module that it was made of: how they were, and their memory, since an address that is
+    free would come back with other weights."""
+
+    state: list[Any]
+    memory: list[torch.UntypedStorage]
+    experts: Experts
+
+
+# What was made of each module; no attribute of it: copies and files of a model neither need a layer nor can have it.
+_made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint,
@@ -89,13 +105,20 @@ def _layer_of(module: Any, top_k: int) -> Layer:
 def experts_forward(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
                     top_k_weights: torch.Tensor) -> torch.Tensor:
     """What transformers calls for experts_implementation="fusedmoe". The layer is made of the module's weights at the
-    first call, and made anew when they are other tensors."""
-    version = (module.gate_up_proj.data_ptr(), module.gate_up_proj._version, module.down_proj._version)
-    made = module.__dict__.get("_fusedmoe")
-    if made is None or made[0] != version:
-        made = (version, Experts(_layer_of(module, top_k_index.shape[-1])))
-        module.__dict__["_fusedmoe"] = made  # no submodule: it has no parameters to save or to move
-    return made[1](hidden_states, top_k_index, top_k_weights)
+    first call, and made anew when they are other tensors or were written since, but for writes that torch does not count:
+    those in place into `.data`, and into tensors of the inference mode."""
+    weights = [module.gate_up_proj, module.down_proj]
+    if module.has_bias:
+        weights += [module.gate_up_proj_bias, module.down_proj_bias]
+    top_k = top_k_index.shape[-1]
+    state = [top_k, *((w.data_ptr(), None if w.is_inference() else w._version, w.dtype, w.shape, w.stride()) for w in weights)]
+    with _lock:
+        made = _made.get(module)
+    if made is None or made.state != state:
+        made = _Made(state, [w.untyped_storage() for w in weights], Experts(_layer_of(module, top_k)))
+        with _lock:
+            _made[module] = made
+    return made.experts(hidden_states, top_k_index, top_k_weights)
 
 
 moe.ALL_EXPERTS_FUNCTIONS.register("fusedmoe", experts_forward)

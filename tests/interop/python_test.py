@@ -1,9 +1,11 @@
 """The Python package under torch and transformers: tensors of torch and NumPy, the operator, whole models."""
 
+import copy
 import re
 import subprocess
 import sys
 import unittest
+from types import SimpleNamespace
 
 from support import MISSING, ROOT, Case, save_model
 
@@ -12,6 +14,7 @@ if not MISSING:
     import numpy
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import moe
 
     import fusedmoe
     import fusedmoe.torch
@@ -79,6 +82,19 @@ class Python(Case):
         for flat in (hidden[0], hidden[None]):
             with self.assertRaisesRegex(fusedmoe.Error, r"the layer needs \[tokens, 64\]"):
                 layer(flat)
+
+    def test_rows_that_share_memory_are_refused(self):
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)
+        hidden, ids, halves = torch.randn(8, 64), torch.ones(8, 2, dtype=torch.int32), torch.full((1, 2), 0.5)
+        expected = layer(hidden, topk_ids=ids, topk_weights=halves.repeat(8, 1))
+        self.assertTrue(torch.isfinite(expected).all())
+        for arguments in ({"hidden": hidden, "topk_ids": ids, "topk_weights": halves.expand(8, 2)},
+                          {"hidden": numpy.broadcast_to(numpy.ones(64, numpy.float32), (8, 64))},
+                          {"hidden": hidden, "out": torch.zeros(1, 64).expand(8, 64)}):
+            with self.assertRaisesRegex(ValueError, "stride 0"):
+                layer(**arguments)
+        with self.assertRaisesRegex(ValueError, "expert 0, up.codes has the same memory"):
+            fusedmoe.Layer.create([{"up": torch.zeros(1, 64).expand(32, 64), "down": torch.zeros(64, 32)}], top_k=1)
 
     def test_example_of_the_documentation(self):
         page = (ROOT / "docs" / "python.md").read_text()
@@ -196,6 +212,47 @@ class Python(Case):
             after = ours(self.tokens).logits
         self.assertGreater(relative(after, before), 1e-2)
         self.assertLess(relative(after, expected), 1e-3)
+
+    def test_weights_with_other_memory_are_taken_again(self):
+        class Experts(torch.nn.Module):  # of no model that transformers has: biases and a plain gate
+            has_gate = has_bias = is_concatenated = True
+            is_transposed = False
+            _apply_gate = moe._default_apply_gate
+            config = SimpleNamespace(hidden_act="silu")
+
+            def __init__(self):
+                super().__init__()
+                shapes = {"gate_up_proj": (4, 64, 64), "down_proj": (4, 64, 32), "gate_up_proj_bias": (4, 64), "down_proj_bias": (4, 64)}
+                for name, shape in shapes.items():
+                    setattr(self, name, torch.nn.Parameter(0.1 * torch.randn(shape)))
+
+        torch.manual_seed(3)
+        experts, routed = Experts(), (torch.randn(5, 64), torch.randint(0, 4, (5, 2)), torch.rand(5, 2))
+        forward = fusedmoe.transformers.experts_forward
+        with torch.no_grad():
+            before = forward(experts, *routed)
+            for name, parameter in experts.named_parameters():
+                for change in (lambda: setattr(parameter, "data", parameter.data * -1.5), lambda: parameter.mul_(0.5)):
+                    change()
+                    after = forward(experts, *routed)
+                    self.assertGreater(relative(after, before), 1e-3, name)
+                    self.assertTrue(torch.equal(after, forward(copy.deepcopy(experts), *routed)), name)
+                    before = after
+
+    def test_models_that_ran_can_be_copied_and_saved(self):
+        ours = self.fresh(experts_implementation="fusedmoe")
+        with torch.no_grad():
+            expected = ours(self.tokens).logits
+            twin = copy.deepcopy(ours)
+            torch.save(ours, self.folder / "model.pt")
+            read = torch.load(self.folder / "model.pt", weights_only=False)
+            ours.model.layers[0].mlp.experts.down_proj.zero_()
+            for model in (twin, read):
+                self.assertTrue(torch.equal(model(self.tokens).logits, expected))
+            self.assertFalse(torch.equal(ours(self.tokens).logits, expected))
+        fusedmoe.transformers.replace_experts(ours, self.source, max_tokens=64)
+        with self.assertRaisesRegex(TypeError, "a Layer cannot be copied"):
+            copy.deepcopy(ours)
 
     def test_experts_of_a_checkpoint(self):
         for model_type in ("qwen3_moe", "gpt_oss", "deepseek_v3"):

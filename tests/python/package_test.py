@@ -1,8 +1,10 @@
 """The Python package with nothing but Python: what it returns is what the command returns, bit by bit."""
 
+import copy
 import ctypes
 import json
 import os
+import pickle
 import re
 import shutil
 import struct
@@ -12,6 +14,7 @@ import tempfile
 import threading
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = Path(os.environ.get("FMOE_CLI", ROOT / "build" / "release" / "fusedmoe"))
@@ -34,6 +37,16 @@ def read_safetensors(path):
 def matrix(data, shape, code="f"):
     """A writable matrix over a copy of these bytes."""
     return memoryview(bytearray(data)).cast(code, shape)
+
+
+class Strided:
+    """What the package reads of a NumPy array of float32, over a matrix of the test's."""
+
+    __array_interface__ = flags = dtype = SimpleNamespace(name="float32", isnative=True, writeable=True)
+
+    def __init__(self, memory, shape, strides, offset=0):
+        self.memory, self.shape, self.strides = (ctypes.c_char * memory.nbytes).from_buffer(memory), shape, strides
+        self.ctypes = SimpleNamespace(data=ctypes.addressof(self.memory) + offset)
 
 
 class Package(unittest.TestCase):
@@ -103,6 +116,55 @@ class Package(unittest.TestCase):
             self.layer(flat, out=flat)
         with self.assertRaisesRegex(TypeError, "read-only"):
             self.layer(memoryview(bytes(self.hidden)).cast("B").cast("f", self.hidden.shape), out=wrong)
+
+    def test_rows_that_share_memory(self):
+        tokens, width = self.hidden.shape
+        row = 4 * width
+        out, expected = (matrix(bytes(self.hidden.nbytes), self.hidden.shape) for _ in range(2))
+        self.layer(self.hidden, out=expected)
+        backwards = b"".join(bytes(self.hidden)[t * row:][:row] for t in reversed(range(tokens)))
+        self.layer(Strided(matrix(backwards, self.hidden.shape), [tokens, width], [-row, 4], tokens * row - row), out=out)
+        self.assertEqual(bytes(out), bytes(expected))  # these do not
+
+        ids = matrix(bytes(4 * tokens), [tokens, 1], "i")
+        memory = matrix(bytes(tokens * row), [tokens, width])
+        once = Strided(memory, [tokens, width], [0, 4])  # to the library, strides of 0 are those of dense rows
+        weights = Strided(memory, [tokens, 1], [0, 4])
+        for name, arguments in [("output", {"hidden": self.hidden, "out": once}), ("hidden", {"hidden": once, "out": out}),
+                                ("topk_weights", {"hidden": self.hidden, "topk_ids": ids, "topk_weights": weights, "out": out})]:
+            with self.assertRaisesRegex(ValueError, f"^{name} has the same memory .*make it contiguous"):
+                self.layer(**arguments)
+        self.assertFalse(any(bytes(memory)))
+        one = Strided(matrix(bytes(self.hidden)[:row], [1, width]), [1, width], [0, 4])
+        self.layer(one, out=matrix(bytes(row), [1, width]))  # nothing to share
+
+    def test_handles_have_one_owner(self):
+        from fusedmoe._threads import current_pool
+        for handle in (self.checkpoint, self.layer, current_pool()):
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with self.assertRaisesRegex(TypeError, f"a {type(handle).__name__} cannot be copied or pickled"):
+                    copied(handle)
+
+    def test_forked_children_compute_and_end(self):
+        # A child that ends as every program does, with the objects of its parent.
+        script = f"""if True:
+            import array, os, sys
+            sys.path.insert(0, {str(ROOT / "python")!r})
+            import fusedmoe
+            fusedmoe.set_num_threads(8)
+            layer = fusedmoe.Checkpoint({str(CHECKPOINT)!r}).load_layer({self.number}, max_tokens=16)
+            rows = memoryview(array.array("f", [i % 11 - 5 for i in range(5 * layer.info.hidden)])).cast("B")
+            shape = [5, layer.info.hidden]
+            outputs = [memoryview(bytearray(rows.nbytes)).cast("f", shape) for _ in range(2)]
+            layer(rows.cast("f", shape), out=outputs[0])
+            child = os.fork()
+            layer(rows.cast("f", shape), out=outputs[1])
+            assert bytes(outputs[0]) == bytes(outputs[1])
+            if child:
+                sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            """
+        job = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, timeout=60)
+        self.assertEqual(job.returncode, 0, job.stderr)
 
     def test_layer_of_weights_in_memory(self):
         hidden, inner, experts = 64, 32, 4
