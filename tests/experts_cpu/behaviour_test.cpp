@@ -406,7 +406,7 @@ TEST(CpuExperts_ScalesThatThePlanDoesNotHold, AreRefused) {
 }
 
 TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
-  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
   Machine machine = HostMachine();
   machine.num_numa_nodes = 1;
   machine.cpu_name = "AMD EPYC 9755";
@@ -426,6 +426,8 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   EXPECT_EQ(intel.batch_tiles, 16);
   EXPECT_TRUE(intel.wide_slabs);
   EXPECT_FALSE(amd.wide_slabs);
+  layer.problem.activation = ActivationMode::kA8;
+  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).wide_slabs);  // scales take the ports that multiply
 }
 
 /// A system with one node refuses to spread pages over four, and weights are the same.

@@ -33,8 +33,12 @@ struct GroupPasses {
   /// then on; those of the pair before must have been.
   template <int kTokenTiles>
   static FMOE_APART void EndGroup(Engine& e, const TilePass& pass, int64_t step) {
+    CloseGroup<kTokenTiles>(e, pass, step, e.pairs[e.filling].groups);
+  }
+  template <int kTokenTiles>
+  FMOE_INLINE void CloseGroup(Engine& e, const TilePass& pass, int64_t step, int group) {
     GroupPair& p = e.pairs[e.filling];
-    const int group = p.groups++;
+    p.groups = group + 1;
     p.sums[group] = e.held = e.group_sums + e.group_place * (kTileSumBytes / 4);
     e.group_place = e.group_place == 2 ? 0 : e.group_place + 1;
     e.held_tiles = 2 * kTokenTiles;
@@ -228,12 +232,15 @@ struct GroupPasses {
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
       constexpr int kStep = decltype(s){}, kStepPlaces = Unit::template kPlaces<2>;
       Unit::template Step<2, kStep % kGroupSteps == 0>(
-          e.tiles, a, b, b + 1024, {nullptr, e.held, e.held_tiles, true}, [&](auto place) FMOE_FLAT {
-            AtPlace<kDue, kStep * kStepPlaces + decltype(place){}>(
-                e.feeder, f, d, {{first, second}, factors, results, fresh});
+          e.tiles, a, b, b + 1024, {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
+            constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
+            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh});
+            if constexpr (kPlace < kFirstRowPlace) {
+              e.tiles.Space();
+            }
           });
       if constexpr ((kStep + 1) % kGroupSteps == 0) {
-        EndGroup<2>(e, pass, kStep);
+        CloseGroup<2>(e, pass, kStep, kStep / kGroupSteps);
       }
       Engine::template Beside<kPairSteps, kStep>(e, kStep);
       a += 2048;
