@@ -6,8 +6,8 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
-#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
+#include "checkpoint/rules_support.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -30,12 +30,7 @@ class Target {
   static Result<Target> Make(const std::string& text, const std::string& path) {
     Target target;
     target.text_ = text;
-    if (!text.starts_with("re:"))
-      return target;
-    Result<Pattern> pattern = Pattern::Compile(std::string_view(text).substr(3));
-    if (!pattern.ok())
-      return std::move(pattern).status().WithFile(path);
-    target.pattern_ = *std::move(pattern);
+    FMOE_ASSIGN_OR_RETURN(target.pattern_, RegexOf(text, path));
     return target;
   }
   bool Matches(const std::string& module) const {

@@ -6,8 +6,8 @@
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"
-#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
+#include "checkpoint/rules_support.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -203,12 +203,7 @@ class Selector {
   static Result<Selector> Make(const std::string& text, const std::string& path) {
     Selector selector;
     selector.text_ = text;
-    if (text.starts_with("re:")) {
-      Result<Pattern> regex = Pattern::Compile(std::string_view(text).substr(3));
-      if (!regex.ok())
-        return std::move(regex).status().WithFile(path);
-      selector.regex_ = *std::move(regex);
-    }
+    FMOE_ASSIGN_OR_RETURN(selector.regex_, RegexOf(text, path));
     return selector;
   }
   bool Selects(const std::string& module) const {

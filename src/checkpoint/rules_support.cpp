@@ -41,6 +41,15 @@ bool IsE4m3(const JsonValue* name) {
          std::find(std::begin(kNames), std::end(kNames), name->string()) != std::end(kNames);
 }
 
+Result<std::optional<Pattern>> RegexOf(const std::string& text, const std::string& path) {
+  if (!text.starts_with("re:"))
+    return std::optional<Pattern>();
+  Result<Pattern> pattern = Pattern::Compile(std::string_view(text).substr(3));
+  if (!pattern.ok())
+    return std::move(pattern).status().WithFile(path);
+  return std::optional<Pattern>(*std::move(pattern));
+}
+
 bool IsRegexLike(const std::string& pattern) {
   return pattern.find_first_of("\\^$(|") != std::string::npos;
 }

@@ -10,6 +10,7 @@
 
 #include "checkpoint/json.hpp"
 #include "checkpoint/linear_format.hpp"
+#include "checkpoint/pattern.hpp"
 #include "checkpoint/quant_rules.hpp"
 
 /// What the readers of the producers' metadata have in common. `path` is the file, for errors.
@@ -26,6 +27,9 @@ Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, co
 
 /// Whether a float of 8 bits is e4m3, by any of its names; nothing is said: it is.
 bool IsE4m3(const JsonValue* name);
+
+/// The regular expression behind "re:"; nothing where a module is named otherwise.
+Result<std::optional<Pattern>> RegexOf(const std::string& text, const std::string& path);
 
 bool IsRegexLike(const std::string& pattern);
 
