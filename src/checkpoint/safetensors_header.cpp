@@ -9,7 +9,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/json.hpp"
+#include "checkpoint/json_reader.hpp"
 #include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {

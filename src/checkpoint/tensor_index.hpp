@@ -8,7 +8,7 @@
 
 #include <fusedmoe/status.hpp>
 
-#include "checkpoint/json.hpp"
+#include "checkpoint/json_reader.hpp"
 
 namespace fusedmoe::checkpoint {
 

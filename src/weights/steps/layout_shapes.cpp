@@ -27,6 +27,50 @@ Status Require(bool fits, const LayoutStep& step, const TensorPlan& tensor, cons
   return fits ? Status::Ok() : DoesNotFit(step, tensor, required);
 }
 
+/// The steps of Marlin's layout, on one matrix.
+Status AdvanceMarlin(const LayoutStep& step, TensorPlan& tensor) {
+  const auto& v = step.values;
+  Shape& shape = tensor.shape;
+  const int bits = DTypeBits(tensor.dtype);
+  const int64_t rows = shape[0], columns = shape[1];
+  switch (step.op) {
+    case LayoutOp::kMarlinWeights:
+      FMOE_RETURN_IF_ERROR(Require(
+          tensor.dtype == static_cast<DType>(v[0]) && (bits == 4 || bits == 8) && rows % 64 == 0 &&
+              columns % 16 == 0,
+          step, tensor, "4- or 8-bit codes of the step's type, a multiple of 64 outputs and of 16 inputs"));
+      tensor.dtype = DType::kI32;
+      shape = Shape{columns / 16, rows * bits / 2};
+      break;
+    case LayoutOp::kMarlinScales:
+      FMOE_RETURN_IF_ERROR(Require(bits >= 8 && rows % (v[0] != 0 ? 64 : 32) == 0, step, tensor,
+                                   "outputs in blocks of 64 (of 32 with one group)"));
+      shape = Shape{columns, rows};
+      break;
+    case LayoutOp::kMarlinZeroPoints: {
+      const int code_bits = DTypeBits(static_cast<DType>(v[0]));
+      FMOE_RETURN_IF_ERROR(
+          Require(tensor.dtype == DType::kU8 && (code_bits == 4 || code_bits == 8) && rows % 64 == 0, step,
+                  tensor, "U8 codes of a multiple of 64 outputs"));
+      tensor.dtype = DType::kI32;
+      shape = Shape{columns, rows * code_bits / 32};
+      break;
+    }
+    case LayoutOp::kMarlinFours:
+      return Require(columns % 4 == 0 && bits >= 8, step, tensor, "rows of a multiple of 4");
+    case LayoutOp::kMarlinNvfp4Scales:
+      FMOE_RETURN_IF_ERROR(Require(columns % 4 == 0 && bits == 8 && v[0] >= -64 && v[0] <= 64, step, tensor,
+                                   "one-byte scales, a multiple of 4 in a row"));
+      tensor.dtype = DType::kU8;
+      break;
+    case LayoutOp::kMarlinTensorScale:
+      return Require(tensor.dtype == DType::kF32 && v[0] >= -64 && v[0] <= 64, step, tensor, "F32");
+    default:
+      return Status::BadInput(fmt::format("{} acts on a whole expert", InfoOf(step.op).name));
+  }
+  return Status::Ok();
+}
+
 /// One step on one matrix of its own.
 Status Advance(const LayoutStep& step, TensorPlan& tensor) {
   const auto& v = step.values;
@@ -81,40 +125,10 @@ Status Advance(const LayoutStep& step, TensorPlan& tensor) {
       tensor.dtype = bits == 4 ? DType::kU4 : DType::kU8;
       break;
     }
-    case LayoutOp::kMarlinWeights:
-      FMOE_RETURN_IF_ERROR(Require(
-          tensor.dtype == static_cast<DType>(v[0]) && (bits == 4 || bits == 8) && rows % 64 == 0 &&
-              columns % 16 == 0,
-          step, tensor, "4- or 8-bit codes of the step's type, a multiple of 64 outputs and of 16 inputs"));
-      tensor.dtype = DType::kI32;
-      shape = Shape{columns / 16, rows * bits / 2};
-      break;
-    case LayoutOp::kMarlinScales:
-      FMOE_RETURN_IF_ERROR(Require(bits >= 8 && rows % (v[0] != 0 ? 64 : 32) == 0, step, tensor,
-                                   "outputs in blocks of 64 (of 32 with one group)"));
-      shape = Shape{columns, rows};
-      break;
-    case LayoutOp::kMarlinZeroPoints: {
-      const int code_bits = DTypeBits(static_cast<DType>(v[0]));
-      FMOE_RETURN_IF_ERROR(
-          Require(tensor.dtype == DType::kU8 && (code_bits == 4 || code_bits == 8) && rows % 64 == 0, step,
-                  tensor, "U8 codes of a multiple of 64 outputs"));
-      tensor.dtype = DType::kI32;
-      shape = Shape{columns, rows * code_bits / 32};
-      break;
-    }
-    case LayoutOp::kMarlinFours:
-      return Require(columns % 4 == 0 && bits >= 8, step, tensor, "rows of a multiple of 4");
-    case LayoutOp::kMarlinNvfp4Scales:
-      FMOE_RETURN_IF_ERROR(Require(columns % 4 == 0 && bits == 8 && v[0] >= -64 && v[0] <= 64, step, tensor,
-                                   "one-byte scales, a multiple of 4 in a row"));
-      tensor.dtype = DType::kU8;
-      break;
-    case LayoutOp::kMarlinTensorScale:
     case LayoutOp::kClampScales:
-      return Require(tensor.dtype == DType::kF32 && v[0] >= -64 && v[0] <= 64, step, tensor, "F32");
+      return Require(tensor.dtype == DType::kF32, step, tensor, "F32");
     default:
-      return Status::BadInput(fmt::format("{} acts on a whole expert", InfoOf(step.op).name));
+      return AdvanceMarlin(step, tensor);
   }
   return Status::Ok();
 }
