@@ -1,0 +1,171 @@
+#include "experts/cpu/cpu_choice.hpp"
+
+#include "experts/cpu/row_quantizer.hpp"
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+/// Whether codes enter 16-bit tiles as they are, with fp32 scales for each 64 k or none.
+bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
+  const ActivationFormat activation = ActivationOf(problem);
+  const bool fp32_scales = activation.scale_dtype == DType::kF32 || IsPerTensor(activation);
+  if (!CanRoundRows(activation) ||
+      (tile == kTileF16 && (activation.element != DType::kF8E4M3 || !fp32_scales))) {
+    return false;
+  }
+  const bool reordered = problem.weights_have_group_index || problem.config.parallel.tp_size > 1;
+  const GroupShape group = activation.group;
+  return !fp32_scales || group == kPerTensor || group == kPerRow ||
+         (group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered);
+}
+
+int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile) {
+  int index = kNumHeights - 1;
+  while (index > 0 && table.batch[kernel][tile] == nullptr && table.dot[kernel][tile][index] == nullptr) {
+    --index;
+  }
+  return index;
+}
+
+bool IsAmd(const Machine& machine) {
+  return machine.cpu_name.find("AMD") != std::string::npos;
+}
+
+/// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
+/// kernel computes on a block, the earlier it has to ask, which counts for 4 bits: int8 and 16 bits (95 % at
+/// 5 KB) do with less. Cores of Intel prefetch to the end of a page by themselves; what they lack begins
+/// behind it.
+void SetPrefetch(const Machine& machine, CpuPlan& plan) {
+  const int bits = DTypeBits(plan.panel.code);
+  if (!IsAmd(machine)) {
+    const bool integers = plan.panel.code == DType::kU4 || plan.panel.code == DType::kU8;
+    plan.prefetch[0] = plan.prefetch[1] = integers ? 7680 : 4608;
+    plan.next_into_l2 = true;
+    return;
+  }
+  for (const int tokens : {1, 2}) {
+    const int products = tokens * Planes(plan.gate_up.tile);  // of a weight
+    plan.prefetch[tokens - 1] = bits == 4                       ? (products == 1   ? 7680
+                                                                   : products == 2 ? 9216
+                                                                                   : 12288)
+                                : bits > 8                      ? 5120
+                                : plan.panel.code == DType::kU8 ? 7680
+                                                                : 10752;
+  }
+}
+
+/// From how many tall tiles on weights are decoded into L1 for all of them, instead of for each in registers.
+/// Cores of Intel decode with the two ports that multiply: INT4 g128 gains 11 % with two tiles and 18 with
+/// three, MXFP4 in 15 bits 12 and 18; NVFP4 and groups of INT8 lose 2 to 5 % with two; bytes without scales,
+/// which need no decoding, lose 10 with two, nothing with three, and gain 12 with eight (Sapphire Rapids,
+/// wide slabs). On Zen 5 what is decoded has to be stored, which costs as much (layers at 64 tokens an
+/// expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but for NVFP4 with its four
+/// scales a unit (56 and 59.5).
+int SlabTiles(const Machine& machine, WeightKernel kernel) {
+  if (IsAmd(machine)) {
+    return kernel == kWeightNvfp4 ? 4 : kNoSlabs;
+  }
+  if (kernel == kWeightU8) {
+    return 4;
+  }
+  return kernel == kWeightNvfp4 || kernel > kWeightU8 ? 3 : 2;
+}
+
+/// Whether what is decoded once meets all tokens of a tile at a time. Stores cost cores of AMD more than the
+/// instructions that this saves; on cores of Intel, where two ports multiply and scale, it gains nothing with
+/// e2m1 and activations of one scale for 64: half as many at a time are 3 to 13 % faster while the core's
+/// other thread is idle, and as fast while it is not.
+bool WideSlabs(const Machine& machine, WeightKernel kernel, TileKind tile) {
+  const bool e2m1 = kernel == kWeightNvfp4 || kernel == kWeightMxfp4;
+  return !IsAmd(machine) && !(e2m1 && tile == kTileA8);
+}
+
+/// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
+/// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD.
+int BatchTiles(const Machine& machine) {
+  return IsAmd(machine) ? kBatchTiles / 2 : kBatchTiles;
+}
+
+}  // namespace
+
+bool IsFloatKernel(WeightKernel kernel) {
+  return kernel < kWeightNvfp4;
+}
+
+Isa IsaOf(const MoeProblem& problem, const Machine& machine) {
+  return (problem.isa.empty() ? BestIsa(machine) : ParseIsa(problem.isa)).value_or(Isa::kAvx2);
+}
+
+ActivationFormat ActivationOf(const MoeProblem& problem) {
+  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
+}
+
+std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
+  const KernelTable* table = FindKernelTable(isa);
+  const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };
+  const TileKind exact = has(kTileBf16) ? kTileBf16 : kTileF16;
+  if (!has(exact)) {
+    return std::nullopt;
+  }
+  if (ActivationOf(problem).quantized()) {
+    return FitsPairTile(problem, exact) ? std::optional(TileChoice{exact, exact, RowRule::kCodes})
+                                        : std::nullopt;
+  }
+  if (problem.activation == ActivationMode::kA8) {
+    return TileChoice{exact, exact, RowRule::kAsTheyAre};
+  }
+  if (exact == kTileF16 || problem.config.dtype == DType::kF32) {
+    return std::nullopt;
+  }
+  const bool bf16_rows = problem.config.dtype == DType::kBF16 && !problem.weights_have_pre_quant_scale;
+  return TileChoice{bf16_rows ? kTileBf16 : kTileBf16Pair, kTileBf16Pair, RowRule::kAsTheyAre};
+}
+
+TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
+  const ActivationFormat activation = ActivationOf(problem);
+  const auto both = [](TileKind tile, RowRule rows) { return TileChoice{tile, tile, rows}; };
+  if (const auto pair = ChoosePairTile(problem, kernel, isa)) {
+    return *pair;
+  }
+  if (IsFloatKernel(kernel)) {
+    return both(kTileF32, activation.quantized() ? RowRule::kFakeQuantized : RowRule::kAsTheyAre);
+  }
+  if (!activation.quantized()) {
+    return both(problem.activation == ActivationMode::kA8 ? kTileA8 : kTileA16, RowRule::kAsTheyAre);
+  }
+  const GroupShape group = activation.group;
+  const bool reordered = problem.weights_have_group_index;
+  const bool e2m1_weights = kernel == kWeightNvfp4 || kernel == kWeightMxfp4;
+  if (activation.element == DType::kF4E2M1 && e2m1_weights && group == GroupShape{1, WeightGroup(kernel)} &&
+      !reordered) {
+    return both(kTileA4, RowRule::kCodes);
+  }
+  const bool whole_rows = group == kPerTensor || group == kPerRow;
+  const bool whole_units = group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered;
+  if (activation.element == DType::kI8 && (whole_rows || whole_units)) {
+    return both(kTileA8, RowRule::kCodes);
+  }
+  // Quantizing the intermediate again amplifies errors to whole steps of its codes: only sums as good as fp32
+  // keep nearly all of them on the reference's side of a tie. 15 bits left 0.6 % in an NVFP4 layer.
+  return both(kTileA24, RowRule::kFakeQuantized);
+}
+
+Result<PanelFormat> PanelOf(const MoeProblem& problem) {
+  WeightFormat format = problem.scheme.weight;
+  format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);
+  return ChoosePanelFormat(format, problem.weights_have_zero_points);
+}
+
+void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
+  const KernelTable* table = FindKernelTable(plan.vector_isa);
+  const TileKind tile = plan.gate_up.tile;
+  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, tile);
+  plan.tall = table != nullptr && table->batch[plan.kernel][tile] != nullptr && !IsFloatKernel(plan.kernel);
+  plan.slab_tiles = SlabTiles(machine, plan.kernel);
+  plan.batch_tiles = BatchTiles(machine);
+  plan.wide_slabs = WideSlabs(machine, plan.kernel, tile);
+  SetPrefetch(machine, plan);
+}
+
+}  // namespace fusedmoe::cpu

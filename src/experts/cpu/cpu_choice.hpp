@@ -1,0 +1,44 @@
+#pragma once
+
+#include <optional>
+
+#include <fusedmoe/machine.hpp>
+
+#include "experts/cpu/cpu_plan.hpp"
+#include "experts/cpu/kernels.hpp"
+#include "moe/backend.hpp"
+#include "weights/panel.hpp"
+
+/// Which kernels a problem gets, and how they are to work on the cores of this machine: the first half of a
+/// plan.
+namespace fusedmoe::cpu {
+
+bool IsFloatKernel(WeightKernel kernel);
+
+/// The level that the problem names, or the best of the machine.
+Isa IsaOf(const MoeProblem& problem, const Machine& machine);
+
+/// The activation format that counts for the kernels: none when only weights are quantized.
+ActivationFormat ActivationOf(const MoeProblem& problem);
+
+/// Scales in the type that the weights have, with zero points where they have some.
+Result<PanelFormat> PanelOf(const MoeProblem& problem);
+
+/// How tiles hold the activations of a scheme in the two GEMMs, and what becomes of its codes.
+struct TileChoice {
+  TileKind gate_up, down;
+  RowRule rows;
+};
+
+/// Units for 16-bit floats, where the level has one for such weights and the activations allow it
+/// (docs/kernels_cpu.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
+std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa);
+
+/// The tiles of a level for a problem, whatever it is: units for 16-bit floats, fp32, or integers.
+TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa);
+
+/// Sets what follows from the plan's vector level, kernel and tiles, and from whose cores these are: heights
+/// of tiles, distances of asking for weights, and how tall tiles share what is decoded.
+void FitVectorKernels(const Machine& machine, CpuPlan& plan);
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,99 @@
+// What stands against running a problem on the CPU's kernels.
+#include <fmt/format.h>
+
+#include "experts/cpu/cpu_choice.hpp"
+#include "quant/activation_quantizer.hpp"
+
+namespace fusedmoe::cpu {
+namespace {
+
+Verdict Objection(Reason reason, std::string sentence, std::string actual, std::string required) {
+  return {reason, std::move(sentence), std::move(actual), std::move(required)};
+}
+
+void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Verdict>& verdicts) {
+  if (problem.isa.empty()) {
+    if (!BestIsa(machine)) {
+      verdicts.push_back(Objection(Reason::kIsa,
+                                   "the kernels need AVX2, FMA and F16C at least, this CPU lacks them",
+                                   machine.cpu_name, "avx2"));
+    }
+    return;
+  }
+  const std::optional<Isa> isa = ParseIsa(problem.isa);
+  if (!isa || FindKernelTable(*isa) == nullptr) {
+    verdicts.push_back(Objection(
+        Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
+        problem.isa, "avx2, avx512, avx512_vnni, avx512_bf16, avx512_fp16 or amx"));
+  } else if (!machine.Has(*isa)) {
+    const auto best = BestIsa(machine);
+    verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
+                                 best ? std::string(IsaName(*best)) : "none", problem.isa));
+  }
+}
+
+void CheckActivations(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
+  const ActivationFormat activation = ActivationOf(problem);
+  if (problem.activation == ActivationMode::kMaxExpanded ||
+      problem.activation == ActivationMode::kMaxGateUp) {
+    verdicts.push_back(
+        Objection(Reason::kScheme,
+                  "the activation scales of the experts stay their own; shared scales are a contract of "
+                  "other backends",
+                  std::string(ActivationModeName(problem.activation)), "as_checkpoint, weight_only or a8"));
+  }
+  if (problem.activation == ActivationMode::kA8 && problem.scheme.activation.quantized()) {
+    verdicts.push_back(Objection(Reason::kScheme,
+                                 "a8 replaces 16-bit activations; this scheme quantizes its own",
+                                 problem.scheme.name, "a weight-only scheme"));
+  }
+  if (const Status status = CheckActivationFormat(activation); !status.ok()) {
+    verdicts.push_back(Objection(Reason::kScheme, status.message(), problem.scheme.name, ""));
+  }
+  if (NeedsDynamicTensorScale(activation) && problem.determinism >= Determinism::kBatchInvariant) {
+    verdicts.push_back(Objection(Reason::kDeterminism,
+                                 "one activation scale over the batch makes a token depend on its neighbours",
+                                 std::string(DeterminismName(problem.determinism)), "thread_invariant"));
+  }
+}
+
+}  // namespace
+
+std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& machine) {
+  std::vector<Verdict> verdicts;
+  const MoeConfig& config = problem.config;
+  CheckIsa(problem, machine, verdicts);
+  const Result<PanelFormat> panel = PanelOf(problem);
+  if (!panel.ok()) {
+    verdicts.push_back(Objection(Reason::kScheme, panel.status().message(), problem.scheme.name,
+                                 "F32, F16, BF16, FP8, MXFP6, NVFP4, MXFP4, INT4 or INT8 weights"));
+  } else if (KernelFor(*panel) == kNumWeightKernels) {
+    verdicts.push_back(Objection(Reason::kScheme, fmt::format("no kernel reads {}", panel->ToString()),
+                                 problem.scheme.name, ""));
+  } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel)) &&
+             !ChoosePairTile(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine))) {
+    verdicts.push_back(Objection(
+        Reason::kScheme, "8-bit activations need 4-bit or int8 weights, or a unit for 16-bit floats",
+        problem.scheme.name,
+        "NVFP4, MXFP4, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
+  }
+  CheckActivations(problem, verdicts);
+  if (config.apply_router_weight_on_input && config.top_k() != 1) {
+    verdicts.push_back(Objection(Reason::kRouterWeightOnInput,
+                                 "router weights on the input need one expert per token",
+                                 std::to_string(config.top_k()), "1"));
+  }
+  const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  const bool known_mode = problem.mode.empty() || (problem.mode == "masked") == batched;
+  const bool any_mode = problem.mode.empty() || problem.mode == "latency" || problem.mode == "throughput" ||
+                        problem.mode == "masked";
+  if (!any_mode || !known_mode) {
+    verdicts.push_back(
+        Objection(Reason::kActivationFormat,
+                  fmt::format("mode '{}' does not exist for this activation format", problem.mode),
+                  problem.mode, batched ? "masked" : "latency or throughput"));
+  }
+  return verdicts;
+}
+
+}  // namespace fusedmoe::cpu
