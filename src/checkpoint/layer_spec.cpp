@@ -62,6 +62,9 @@ Status CheckOddities(const ModelConfig& config) {
   if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0))
     return refuse("ffn_config.moe_normalize_expert_weights",
                   "router weights are normalized to a sum of 1, or not at all");
+  const JsonValue* zero = config.Find("zero_expert_type");
+  if (zero != nullptr && zero->string() != "identity")
+    return refuse("zero_expert_type", "experts without weights add their weighted input (\"identity\")");
   return Status::Ok();
 }
 

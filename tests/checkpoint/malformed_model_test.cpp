@@ -325,6 +325,8 @@ TEST(MalformedModel, RulesOfTheConfiguration_AreChecked) {
           {"scaling a word", [](auto& c) { c["routed_scaling_factor"] = "2"; }},
           {"layers a word", [](auto& c) { c["num_hidden_layers"] = "2"; }},
           {"layers 0", [](auto& c) { c["num_hidden_layers"] = 0; }},
+          {"zero experts that are no identities", [](auto& c) { c["zero_expert_type"] = "drop"; },
+           StatusCode::kUnsupported},
           {"another hidden size", [](auto& c) { c["hidden_size"] = 65; }},
           {"another intermediate size", [](auto& c) { c["moe_intermediate_size"] = 33; }},
           {"quantization a list", [](auto& c) { c["quantization_config"] = {1}; }},

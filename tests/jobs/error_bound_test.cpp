@@ -51,6 +51,17 @@ TEST(ErrorBound, SumsOfTheEightBitUnits_MoveCodes) {
   EXPECT_LT(bound.value(), 0.03);
 }
 
+TEST(ErrorBound, LargestValueOnAThreshold_CostsAStepOfItsRow) {
+  Scheme scheme = SchemeOf("int8_w8a8");
+  const double apart = BoundOf(PlanWith("F32"), scheme, DType::kF32, 320, 160).value();
+  scheme.activation.rule.amax_divisor = 127.5F;
+  const double on_threshold = BoundOf(PlanWith("F32"), scheme, DType::kF32, 320, 160).value();
+  EXPECT_LT(apart, 7.5e-4);
+  // A layer of these sizes, two tokens, was measured at 1.21e-3 from the definition by a single code.
+  EXPECT_GT(on_threshold, 1.3e-3);
+  EXPECT_LT(on_threshold, 8e-3);
+}
+
 TEST(ErrorBound, Terms_AddUpAsSquares) {
   ErrorBound bound;
   bound.output_rounding = 3;

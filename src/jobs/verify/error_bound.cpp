@@ -39,6 +39,20 @@ double StepOf(DType element) {
   }
 }
 
+// Where a scale is the largest value over a number that ends in one half, that value stands on a threshold
+// itself: below zero its code is -127 or -128 by one rounding of the value, for about half of the groups a
+// step of four root mean squares in 127.5, in a group of so many columns.
+double LargestOnThreshold(const ActivationFormat& activation, int64_t columns) {
+  const double divisor = activation.rule.amax_divisor;
+  if (activation.element != DType::kI8 || activation.static_tensor_scale ||
+      divisor != std::floor(divisor) + 0.5) {
+    return 0;
+  }
+  const int64_t group =
+      activation.group.col > 0 ? std::min(activation.group.col, columns) : std::max<int64_t>(columns, 1);
+  return 4.0 / divisor / std::sqrt(2.0 * static_cast<double>(group));
+}
+
 }  // namespace
 
 double ErrorBound::value() const {
@@ -106,7 +120,8 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   // the second GEMM. A value moves to the next code when it lies closer to a threshold than the two kernels
   // are apart: a share delta / step of all values, each of which then is wrong by one step.
   const double delta = std::max({mid, gemm1, plan.layout_error});
-  bound.requantization = std::sqrt(delta * StepOf(*scheme.activation.element));
+  bound.requantization = std::hypot(std::sqrt(delta * StepOf(*scheme.activation.element)),
+                                    LargestOnThreshold(scheme.activation, intermediate));
   if (other_groups) {
     // A rank takes the scale of a row, a group, or of all rows over its slice of the columns: other codes
     // than those of the whole, each wrong by a rounding of its own.
