@@ -18,7 +18,7 @@ struct Args {
   int64_t bits = 0;
   std::string strategy;
   int64_t group = 0;
-  int64_t block_rows = 0, block_cols = 0;
+  GroupShape block{0, 0};
   bool symmetric = true;
   bool dynamic = false;
   bool static_global = false;  // dynamic: "local": dynamic groups below a stored scale
@@ -110,14 +110,7 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
     args.strategy = args.group > 0 ? "group" : args.group == -1 ? "channel" : "tensor";
   }
   if (const JsonValue* block = spec.Find("block_structure"); block != nullptr) {
-    const auto extent = [&](size_t i) {
-      return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
-    };
-    args.block_rows = extent(0);
-    args.block_cols = extent(1);
-    if (args.block_rows < 1 || args.block_cols < 1 || args.block_rows > 65536 || args.block_cols > 65536) {
-      return wrong("block_structure", "two sizes");
-    }
+    FMOE_ASSIGN_OR_RETURN(args.block, BlockSizes("block_structure", *block, path));
   }
   if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr) {
     args.static_global = dynamic->is_string() && dynamic->string() == "local";
@@ -246,8 +239,8 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
       format.weight.has_tensor_scale = true;
     } else if (weights.strategy == "channel") {
       format.weight.has_channel_scale = true;
-    } else if (weights.strategy == "block" && weights.block_rows > 0) {
-      format.weight.block = {weights.block_rows, weights.block_cols};
+    } else if (weights.strategy == "block" && weights.block.row > 0) {
+      format.weight.block = weights.block;
     } else if (weights.strategy == "group" && weights.group > 0) {
       format.weight.block = {1, weights.group};
       format.weight.block_scale_dtype = DType::kBF16;

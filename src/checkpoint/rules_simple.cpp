@@ -108,15 +108,9 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   LinearFormat format;
   format.weight = Fp8();
   if (const JsonValue* block = spec.Find("weight_block_size"); block != nullptr) {
-    const auto extent = [&](size_t i) {
-      return block->is_array() && block->items().size() == 2 ? block->items()[i].integer().value_or(0) : 0;
-    };
-    const int64_t rows = extent(0), cols = extent(1);
-    if (rows < 1 || cols < 1 || rows > 65536 || cols > 65536)
-      return Wrong("weight_block_size", block, "two sizes", path);
-    format.weight.block = {rows, cols};
+    FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("weight_block_size", *block, path));
     format.scale = ".weight_scale_inv";
-    format.activation = BlockFp8(cols);
+    format.activation = BlockFp8(format.weight.block.col);
     // Rounded up to powers of two where the weights' scales are.
     const JsonValue* scale = spec.Find("scale_fmt");
     format.activation.rule.power_of_two_scale = scale != nullptr && scale->string() == "ue8m0";

@@ -1,6 +1,7 @@
 #include "checkpoint/rules_support.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <iterator>
 #include <memory>
 #include <utility>
@@ -24,6 +25,23 @@ Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, i
   if (!size || *size < low || *size > high)
     return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
   return *size;
+}
+
+Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, const std::string& path) {
+  constexpr int64_t kLargest = 65536;
+  GroupShape sizes{0, 0};
+  if (block.is_array() && block.items().size() == 2) {
+    sizes = {block.items()[0].integer().value_or(0), block.items()[1].integer().value_or(0)};
+  } else if (const std::string& text = block.string(); !text.empty()) {
+    const char* end = text.data() + text.size();
+    const auto [x, bad_rows] = std::from_chars(text.data(), end, sizes.row);
+    const bool parted = bad_rows == std::errc() && x != end && *x == 'x';
+    if (!parted || std::from_chars(x + 1, end, sizes.col).ptr != end)
+      sizes = {0, 0};
+  }
+  if (sizes.row < 1 || sizes.col < 1 || sizes.row > kLargest || sizes.col > kLargest)
+    return Wrong(key, &block, fmt::format("two sizes from 1 to {}", kLargest), path);
+  return sizes;
 }
 
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {

@@ -23,6 +23,9 @@ Status Wrong(std::string_view key, const JsonValue* value, std::string_view want
 Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
                      std::optional<int64_t> fallback, const std::string& path);
 
+/// Rows and columns of a block: [128, 128], or "128x128", as early compressed-tensors wrote it.
+Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, const std::string& path);
+
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path);
 
 /// Whether a float of 8 bits is e4m3, by any of its names; nothing is said: it is.

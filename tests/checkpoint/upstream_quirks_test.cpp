@@ -57,6 +57,30 @@ Status LoadWith(TinyModel& model) {
   return LoadEverything(folder.path());
 }
 
+// compressed-tensors 0.20 reads both, the string for configurations that older versions wrote.
+TEST(UpstreamQuirks, BlockStructure_IsAPairOrAString) {
+  TinyModel model("fp8_block");
+  for (RawTensor& tensor : model.tensors)
+    tensor.name = Replaced(tensor.name, ".weight_scale_inv", ".weight_scale");
+  const nlohmann::ordered_json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", "block"}};
+  const nlohmann::ordered_json inputs = {
+      {"num_bits", 8}, {"type", "float"}, {"strategy", "group"}, {"group_size", 16}, {"dynamic", true}};
+  model.config["quantization_config"] = {
+      {"quant_method", "compressed-tensors"},
+      {"format", "float-quantized"},
+      {"config_groups",
+       {{"group_0", {{"targets", {"Linear"}}, {"weights", weights}, {"input_activations", inputs}}}}}};
+  auto& block = model.config["quantization_config"]["config_groups"]["group_0"]["weights"]["block_structure"];
+  block = {16, 16};
+  EXPECT_EQ(LoadWith(model).message(), "");
+  block = "16x16";
+  EXPECT_EQ(LoadWith(model).message(), "");
+  for (const char* bad : {"128", "128x", "x128", "128x128x128", "0x128", "128 x 128", "-1x128"}) {
+    block = bad;
+    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << bad;
+  }
+}
+
 // GPTQModel 7 and auto-round 0.16 list what they left alone there: routers, as a rule.
 TEST(UpstreamQuirks, DynamicOfGptq_NamesWhatIsLeftAlone) {
   TinyModel model("gptq");
