@@ -80,6 +80,47 @@ ActivationSpec WithoutLimit(ActivationSpec spec) {
   return spec;
 }
 
+Result<bool> ResolveRenormalize(const ModelConfig& config, const FamilyRouting& row, ScoreFunction score) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> said, config.Boolean(kRenormalizeKeys));
+  // DBRX: an explicit null means that nothing is normalized.
+  const JsonValue* ffn = config.Find("ffn_config");
+  const bool explicit_null =
+      ffn != nullptr && std::any_of(ffn->members().begin(), ffn->members().end(), [](const auto& member) {
+        return member.first == "moe_normalize_expert_weights" && member.second.is_null();
+      });
+  switch (explicit_null ? Renormalize::kNever : row.renormalize) {
+    case Renormalize::kAlways:
+      return true;
+    case Renormalize::kNever:
+      return false;
+    case Renormalize::kUnlessSigmoid:
+      return score != ScoreFunction::kSigmoid || said.value_or(true);
+    case Renormalize::kConfigTrue:
+      return said.value_or(true);
+    case Renormalize::kConfigFalse:
+      break;
+  }
+  return said.value_or(false);
+}
+
+Status ResolveGroups(const ModelConfig& config, RoutingConfig& routing) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> groups,
+                        config.Integer("n_group num_expert_group", -1, 0, kMaxRoutedExperts));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> kept,
+                        config.Integer("topk_group", -1, 0, kMaxRoutedExperts));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
+  routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
+  routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
+  if (how == "greedy")
+    routing.num_groups = routing.topk_groups = 1;
+  if (routing.topk_groups > routing.num_groups) {
+    return Status::BadInput(fmt::format("'topk_group' is {}, but there are {} groups", routing.topk_groups,
+                                        routing.num_groups))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
@@ -156,47 +197,9 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   RoutingConfig routing;
   FMOE_ASSIGN_OR_RETURN(routing.top_k, config.RequiredInteger(kTopKKeys, layer, 1, kMaxTopK));
   FMOE_ASSIGN_OR_RETURN(routing.score, ResolveScore(config, row));
-  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> renormalize, config.Boolean(kRenormalizeKeys));
-  Renormalize rule = row.renormalize;
-  // DBRX: an explicit null means that nothing is normalized.
-  const JsonValue* ffn = config.Find("ffn_config");
-  const bool explicit_null =
-      ffn != nullptr && std::any_of(ffn->members().begin(), ffn->members().end(), [](const auto& member) {
-        return member.first == "moe_normalize_expert_weights" && member.second.is_null();
-      });
-  if (explicit_null)
-    rule = Renormalize::kNever;
-  switch (rule) {
-    case Renormalize::kAlways:
-      routing.renormalize = true;
-      break;
-    case Renormalize::kNever:
-      routing.renormalize = false;
-      break;
-    case Renormalize::kUnlessSigmoid:
-      routing.renormalize = routing.score != ScoreFunction::kSigmoid || renormalize.value_or(true);
-      break;
-    case Renormalize::kConfigTrue:
-    case Renormalize::kConfigFalse:
-      routing.renormalize = renormalize.value_or(rule == Renormalize::kConfigTrue);
-      break;
-  }
-  if (!row.ignore_groups) {
-    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> groups,
-                          config.Integer("n_group num_expert_group", -1, 0, kMaxRoutedExperts));
-    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> kept,
-                          config.Integer("topk_group", -1, 0, kMaxRoutedExperts));
-    FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
-    routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
-    routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
-    if (how == "greedy")
-      routing.num_groups = routing.topk_groups = 1;
-    if (routing.topk_groups > routing.num_groups) {
-      return Status::BadInput(fmt::format("'topk_group' is {}, but there are {} groups", routing.topk_groups,
-                                          routing.num_groups))
-          .WithFile(config.path());
-    }
-  }
+  FMOE_ASSIGN_OR_RETURN(routing.renormalize, ResolveRenormalize(config, row, routing.score));
+  if (!row.ignore_groups)
+    FMOE_RETURN_IF_ERROR(ResolveGroups(config, routing));
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
   routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,

@@ -68,6 +68,61 @@ Status CheckOddities(const ModelConfig& config) {
   return Status::Ok();
 }
 
+// Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
+// divide; compressed-tensors and Quark, which quantize linear modules, a parameter for all experts that they
+// did not take apart (JetMoE, Longcat); bitsandbytes such parameters and the routers of some models.
+bool KeepsPlain(std::string_view producer, const TensorInfo& info) {
+  const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
+  if (producer == "compressed-tensors" || producer == "quark")
+    return plain && info.shape.rank() >= 3;
+  return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
+}
+
+// The tensors of a module, for a message that says what is there instead.
+std::string PresentOf(const TensorStore& store, const std::string& base) {
+  std::string present;
+  for (const TensorInfo& info : store.tensors()) {
+    if (!info.name.starts_with(base) || info.name.size() == base.size() ||
+        (info.name[base.size()] != '.' && info.name[base.size()] != '_')) {
+      continue;
+    }
+    present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
+  }
+  return present;
+}
+
+// What the numbers of experts say about each other.
+Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
+  const RoutingConfig& routing = moe.routing;
+  const auto wrong = [&](const std::string& what) { return Status::BadInput(what).WithFile(config.path()); };
+  if (routing.top_k > moe.num_experts + routing.num_zero_experts)
+    return wrong(fmt::format("each token takes {} experts of {}", routing.top_k, moe.num_experts));
+  if (moe.num_experts % routing.num_groups != 0)
+    return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
+  if (moe.apply_router_weight_on_input && routing.top_k != 1) {
+    return Status::Unsupported(
+               fmt::format("router weights on the input need one expert a token; the model takes {}",
+                           routing.top_k))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
+}
+
+// The activation of the shared experts, and, in Cohere 2, that they and the routed ones count half each.
+Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec& spec) {
+  MoeConfig& moe = spec.config;
+  FMOE_ASSIGN_OR_RETURN(moe.shared.activation,
+                        ResolveSharedActivation(config, family, spec.layer, moe.activation));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
+                        config.Text("shared_expert_combination_strategy"));
+  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
+  if (averages && !spec.names.shared_up.empty()) {
+    moe.shared.weight = 0.5F;
+    moe.routing.scaling_factor *= 0.5F;
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text) {
@@ -102,27 +157,10 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
         break;
       }
     }
-    // transformers leaves matrices alone that 128 does not divide, and says so nowhere.
-    const TensorInfo* info = store.Find(base + weight_suffix);
-    const bool plain = info != nullptr && (info->dtype == DType::kBF16 || info->dtype == DType::kF16 ||
-                                           info->dtype == DType::kF32);
-    if (plain && !has(format.scale))
-      return LinearFormat{};
   }
-  // These tools quantize linear modules ("Linear", a global description). A model whose experts are one
-  // parameter for all of them, and which they do not take apart (JetMoE, Longcat), keeps it as it was.
-  if ((rules.producer == "compressed-tensors" || rules.producer == "quark") && format.quantized()) {
-    const TensorInfo* info = store.Find(base + weight_suffix);
-    const bool plain = info != nullptr && (info->dtype == DType::kBF16 || info->dtype == DType::kF16 ||
-                                           info->dtype == DType::kF32);
-    if (plain && info->shape.rank() >= 3 && !has(format.scale))
-      return LinearFormat{};
-  }
-  // bitsandbytes leaves alone what is no linear module: experts in one parameter, routers of some models.
-  if (rules.producer == "bitsandbytes" && format.quantized()) {
-    const TensorInfo* info = store.Find(base + weight_suffix);
-    if (info != nullptr && IsFloat(info->dtype) && !has(format.scale))
-      return LinearFormat{};
+  if (const TensorInfo* info = store.Find(base + weight_suffix);
+      info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {
+    return LinearFormat{};
   }
   // ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise.
   const TensorInfo* scale = store.Find(base + std::string(format.scale));
@@ -137,15 +175,7 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
   }
   if (has(format.codes) || (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1)))))
     return format;
-  // What is there instead, for the message.
-  std::string present;
-  for (const TensorInfo& info : store.tensors()) {
-    if (!info.name.starts_with(base) || info.name.size() == base.size() ||
-        (info.name[base.size()] != '.' && info.name[base.size()] != '_')) {
-      continue;
-    }
-    present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
-  }
+  const std::string present = PresentOf(store, base);
   return store.Blame(
       Status::BadInput(fmt::format("the tensor is missing; {} stores weights there, the checkpoint has {}",
                                    rules.producer == "none" ? "an unquantized checkpoint" : rules.producer,
@@ -187,23 +217,8 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
   // Groups compete by their two largest scores where there is a bias: one of zeros changes nothing else.
   if (family.routing.groups_by_two && moe.routing.num_groups > 1)
     moe.has_correction_bias = true;
-  if (moe.routing.top_k > moe.num_experts + moe.routing.num_zero_experts) {
-    return Status::BadInput(
-               fmt::format("each token takes {} experts of {}", moe.routing.top_k, moe.num_experts))
-        .WithFile(config.path());
-  }
-  if (moe.num_experts % moe.routing.num_groups != 0) {
-    return Status::BadInput(fmt::format("{} experts do not divide into {} groups", moe.num_experts,
-                                        moe.routing.num_groups))
-        .WithFile(config.path());
-  }
   moe.apply_router_weight_on_input = moe.routing.method == RoutingMethod::kLlama4;
-  if (moe.apply_router_weight_on_input && moe.routing.top_k != 1) {
-    return Status::Unsupported(
-               fmt::format("router weights on the input need one expert a token; the model takes {}",
-                           moe.routing.top_k))
-        .WithFile(config.path());
-  }
+  FMOE_RETURN_IF_ERROR(CheckCounts(config, moe));
   const std::string first_up = experts.Up(0);
   moe.has_bias = !spec.names.output_bias.empty();
   for (const std::string& name : {first_up, experts.Down(0)})
@@ -212,15 +227,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& conf
     return store.Blame(Status::BadInput("the router's weight is missing"),
                        spec.names.block + std::string(SplitWords(family.router)[0]));
   }
-  FMOE_ASSIGN_OR_RETURN(moe.shared.activation,
-                        ResolveSharedActivation(config, family, layer, moe.activation));
-  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
-                        config.Text("shared_expert_combination_strategy"));
-  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
-  if (averages && !spec.names.shared_up.empty()) {
-    moe.shared.weight = 0.5F;
-    moe.routing.scaling_factor *= 0.5F;
-  }
+  FMOE_RETURN_IF_ERROR(ResolveShared(config, family, spec));
   FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));
   return spec;
 }

@@ -170,88 +170,94 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
   return format;
 }
 
+// What a format says of weights. False where it and its arguments do not agree.
+
+// Codes in words of their own ("*-pack-quantized").
+bool SetPacked(std::string_view name, const Args& args, LinearFormat& format) {
+  const auto floats_of = [&](int64_t bits) { return args.type == "float" && args.bits == bits; };
+  const bool groups = args.strategy == "group";
+  format.codes = ".weight_packed";
+  if (name == "nvfp4-pack-quantized" && floats_of(4) && (args.group == 16 || args.group == 0)) {
+    format.weight = Nvfp4(16);
+    format.second_scale = ".weight_global_scale";
+    format.input_scale = ".input_global_scale";
+    format.reciprocal = true;
+  } else if (name == "mxfp4-pack-quantized" && floats_of(4) && args.group == 32) {
+    format.weight = Mx(DType::kF4E2M1);
+  } else if (name == "mxfp6-pack-quantized" && floats_of(6) && args.group == 32) {
+    format.weight = Mx(DType::kF6E2M3);
+  } else if (name == "pack-quantized" && args.type == "int" && args.bits >= 2 && args.bits <= 8 &&
+             (groups || args.strategy == "channel")) {
+    format.packing = Packing::kBits;
+    format.bits = static_cast<int>(args.bits);
+    format.weight = IntegerWeight(format.bits, groups ? args.group : -1);
+    format.shape = ".weight_shape";
+    format.group_index = ".weight_g_idx";
+    format.zero_point = args.symmetric ? "" : ".weight_zero_point";
+  } else {
+    return false;
+  }
+  return true;
+}
+
+// One code an element, in a type that safetensors has.
+bool SetPlain(const Args& args, LinearFormat& format) {
+  const bool is_float = args.type == "float";
+  if (!args.symmetric || (is_float ? args.bits != 8 : args.bits > 8))
+    return false;
+  format.weight.element = is_float ? DType::kF8E4M3 : args.bits > 4 ? DType::kI8 : DType::kI4;
+  if (!is_float)
+    format.bits = static_cast<int>(args.bits);
+  format.input_scale = ".input_scale";
+  if (args.strategy == "tensor") {
+    format.weight.has_tensor_scale = true;
+  } else if (args.strategy == "channel") {
+    format.weight.has_channel_scale = true;
+  } else if (args.strategy == "block" && args.block.row > 0) {
+    format.weight.block = args.block;
+  } else if (args.strategy == "group" && args.group > 0) {
+    format.weight.block = {1, args.group};
+    format.weight.block_scale_dtype = DType::kBF16;
+  } else {
+    return false;
+  }
+  return true;
+}
+
+bool SetMxfp8(const Args& args, LinearFormat& format) {
+  if (args.type != "float" || args.bits != 8 || args.group != 32)
+    return false;
+  format.weight = Mx(DType::kF8E4M3);
+  return true;
+}
+
+bool SetWeights(std::string_view name, const Args& args, LinearFormat& format) {
+  if (name.ends_with("pack-quantized"))
+    return SetPacked(name, args, format);
+  if (name == "mxfp8-quantized" || (name == "float-quantized" && args.e8m0))
+    return SetMxfp8(args, format);
+  if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized")
+    return SetPlain(args, format);
+  return false;
+}
+
 Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view outer_format,
                                    const std::string& path) {
   const JsonValue* weights_spec = group.Find("weights");
   if (weights_spec == nullptr)
     return LinearFormat{};
   FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
-  const JsonValue* own_format = group.Find("format");
-  const std::string name(own_format != nullptr && own_format->is_string()
-                             ? std::string_view(own_format->string())
-                             : outer_format);
-  const auto refuse = [&] {
+  const JsonValue* own = group.Find("format");
+  const std::string name(own != nullptr && own->is_string() ? std::string_view(own->string()) : outer_format);
+  if (name == "dense")
+    return LinearFormat{};
+  LinearFormat format;
+  if (!SetWeights(name, weights, format)) {
     return Status::Unsupported(
                fmt::format("weights as {} in format '{}' are not supported", Words(weights), name))
         .WithFile(path);
-  };
-  LinearFormat format;
-  format.scale = ".weight_scale";
-  const bool is_float = weights.type == "float";
-  if (name == "nvfp4-pack-quantized") {
-    if (!is_float || weights.bits != 4 || (weights.group != 16 && weights.group != 0))
-      return refuse();
-    format.codes = ".weight_packed";
-    format.weight = Nvfp4(16);
-    format.second_scale = ".weight_global_scale";
-    format.input_scale = ".input_global_scale";
-    format.reciprocal = true;
-  } else if (name == "mxfp4-pack-quantized") {
-    if (!is_float || weights.bits != 4 || weights.group != 32)
-      return refuse();
-    format.codes = ".weight_packed";
-    format.weight = Mx(DType::kF4E2M1);
-  } else if (name == "mxfp6-pack-quantized") {
-    if (!is_float || weights.bits != 6 || weights.group != 32)
-      return refuse();
-    format.codes = ".weight_packed";
-    format.weight = Mx(DType::kF6E2M3);
-  } else if (name == "mxfp8-quantized" || (name == "float-quantized" && weights.e8m0)) {
-    if (!is_float || weights.bits != 8 || weights.group != 32)
-      return refuse();
-    format.weight = Mx(DType::kF8E4M3);
-  } else if (name == "pack-quantized") {
-    if (is_float || weights.bits < 2 || weights.bits > 8)
-      return refuse();
-    if (weights.strategy != "group" && weights.strategy != "channel")
-      return refuse();
-    format.codes = ".weight_packed";
-    format.packing = Packing::kBits;
-    format.bits = static_cast<int>(weights.bits);
-    format.weight = IntegerWeight(format.bits, weights.strategy == "group" ? weights.group : -1);
-    format.shape = ".weight_shape";
-    format.group_index = ".weight_g_idx";
-    if (!weights.symmetric)
-      format.zero_point = ".weight_zero_point";
-  } else if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized") {
-    if (!weights.symmetric)
-      return refuse();
-    if (is_float && weights.bits == 8) {
-      format.weight.element = DType::kF8E4M3;
-    } else if (!is_float && weights.bits <= 8) {
-      format.weight.element = weights.bits > 4 ? DType::kI8 : DType::kI4;
-      format.bits = static_cast<int>(weights.bits);
-    } else {
-      return refuse();
-    }
-    format.input_scale = ".input_scale";
-    if (weights.strategy == "tensor") {
-      format.weight.has_tensor_scale = true;
-    } else if (weights.strategy == "channel") {
-      format.weight.has_channel_scale = true;
-    } else if (weights.strategy == "block" && weights.block.row > 0) {
-      format.weight.block = weights.block;
-    } else if (weights.strategy == "group" && weights.group > 0) {
-      format.weight.block = {1, weights.group};
-      format.weight.block_scale_dtype = DType::kBF16;
-    } else {
-      return refuse();
-    }
-  } else if (name == "dense") {
-    return LinearFormat{};
-  } else {
-    return refuse();
   }
+  format.scale = ".weight_scale";
   if (const JsonValue* input_spec = group.Find("input_activations"); input_spec != nullptr) {
     FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
     FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));

@@ -20,80 +20,88 @@ std::string Upper(std::string text) {
 // ModelOpt floors E4M3 scales of activations at the smallest subnormal.
 constexpr float kSmallestE4m3 = 0x1p-9F;
 
-Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group,
-                                       const std::string& path) {
+// quant_algo of 4-bit floats. `group`: as the metadata say, or what the algorithm always has.
+std::optional<LinearFormat> Fp4Format(const std::string& algorithm, int64_t group) {
   LinearFormat format;
-  format.scale = ".weight_scale";
-  format.input_scale = ".input_scale";
-  format.pre_quant_scale = ".pre_quant_scale";
-  const auto needs_group = [&](int64_t expected) -> Status {
-    if (!group || *group == expected)
-      return Status::Ok();
-    return Status::BadInput(
-               fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group))
-        .WithFile(path);
-  };
+  format.weight = Nvfp4(group);
+  format.second_scale = ".weight_scale_2";
   if (algorithm == "NVFP4" || algorithm == "NVFP4_AWQ") {
-    FMOE_RETURN_IF_ERROR(needs_group(16));
-    format.weight = Nvfp4(16);
     format.activation = Nvfp4Input();
     format.activation.rule.scale_floor = kSmallestE4m3;
-    format.second_scale = ".weight_scale_2";
-  } else if (algorithm == "W4A16_NVFP4") {
-    FMOE_RETURN_IF_ERROR(needs_group(16));
-    format.weight = Nvfp4(16);
-    format.second_scale = ".weight_scale_2";
-    format.input_scale = "";
   } else if (algorithm == "W4A8_NVFP4_FP8") {
-    // Written with groups of 32; older files say 16.
-    const int64_t size = group.value_or(32);
-    if (size != 16 && size != 32)
-      FMOE_RETURN_IF_ERROR(needs_group(32));
-    format.weight = Nvfp4(size);
     format.activation = StaticFp8();
-    format.second_scale = ".weight_scale_2";
-  } else if (algorithm == "FP8") {
-    format.weight = Fp8();
+  } else if (algorithm == "W4A8_MXFP4_FP8") {
+    format.weight = Mx(DType::kF4E2M1);
+    format.second_scale = "";
+    format.activation = StaticFp8();
+    format.input_scale_optional = true;
+  } else if (algorithm != "W4A16_NVFP4") {
+    return std::nullopt;
+  }
+  return format;
+}
+
+std::optional<LinearFormat> Fp8Format(const std::string& algorithm) {
+  LinearFormat format;
+  format.weight = Fp8();
+  if (algorithm == "FP8") {
     format.weight.has_tensor_scale = true;
     format.activation = StaticFp8();
   } else if (algorithm == "FP8_PER_CHANNEL_PER_TOKEN") {
-    format.weight = Fp8();
     format.weight.has_channel_scale = true;
     format.activation = TokenFp8();
-    format.input_scale = "";
   } else if (algorithm == "FP8_PB_WO" || algorithm == "FP8_PB_REAL") {
-    format.weight = Fp8();
     format.weight.block = {128, 128};
-    format.input_scale = "";
   } else if (algorithm == "MXFP8") {
     format.weight = Mx(DType::kF8E4M3);
     format.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
-    format.input_scale = "";
-  } else if (algorithm == "W4A8_MXFP4_FP8") {
-    format.weight = Mx(DType::kF4E2M1);
-    format.activation = StaticFp8();
-    format.input_scale_optional = true;
-  } else if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {
-    format.weight = {
-        .element = DType::kI4, .block = {1, group.value_or(128)}, .block_scale_dtype = DType::kBF16};
+  } else {
+    return std::nullopt;
+  }
+  return format;
+}
+
+std::optional<LinearFormat> IntegerFormat(const std::string& algorithm, int64_t group) {
+  LinearFormat format;
+  if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {
+    format.weight = {.element = DType::kI4, .block = {1, group}, .block_scale_dtype = DType::kBF16};
     format.packing = Packing::kRowPairs;
     format.bits = 4;
     if (algorithm == "W4A8_AWQ") {
       format.activation = StaticFp8();
       format.second_scale = ".weight_scale_2";
       format.weight.has_tensor_scale = true;
-    } else {
-      format.input_scale = "";
     }
   } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
     format.weight = {.element = DType::kI8, .has_channel_scale = true};
     format.bits = 8;
-    if (algorithm == "W8A16") {
-      format.input_scale = "";
-    } else {
+    if (algorithm == "W8A8_SQ_PER_CHANNEL")
       format.activation = {.element = DType::kI8, .group = kPerTensor, .static_tensor_scale = true};
-    }
   } else {
+    return std::nullopt;
+  }
+  return format;
+}
+
+Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group,
+                                       const std::string& path) {
+  // Groups of W4A8_NVFP4_FP8 are of 32; older files say 16.
+  const bool either = algorithm == "W4A8_NVFP4_FP8";
+  if (algorithm.find("NVFP4") != std::string::npos) {
+    const int64_t expected = either ? 32 : 16;
+    if (group && *group != expected && !(either && *group == 16)) {
+      return Status::BadInput(
+                 fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group))
+          .WithFile(path);
+    }
+    group = group.value_or(expected);
+  }
+  std::optional<LinearFormat> format = Fp4Format(algorithm, group.value_or(16));
+  if (!format)
+    format = Fp8Format(algorithm);
+  if (!format)
+    format = IntegerFormat(algorithm, group.value_or(128));
+  if (!format) {
     return Status::Unsupported(fmt::format("ModelOpt's quant_algo '{}' is not supported", algorithm))
         .WithFile(path)
         .WithHint(
@@ -101,7 +109,11 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
             "MXFP8, W4A8_MXFP4_FP8, "
             "W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
   }
-  return format;
+  format->scale = ".weight_scale";
+  format->pre_quant_scale = ".pre_quant_scale";
+  if (format->activation.static_tensor_scale)
+    format->input_scale = ".input_scale";
+  return *format;
 }
 
 struct ModelOptRules {
