@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <fusedmoe/layer.hpp>
+#include <fusedmoe/machine.hpp>
 
 #include "layer/rank_plan.hpp"
 #include "support/forwarding_communicator.hpp"
@@ -120,6 +121,24 @@ TEST(Wire, StoredScales_TravelAsCodesOnlyWhereAllExpertsShareThem) {
     EXPECT_EQ(DispatchedRowBytes(cell), 64 + 16 + Tail(name));
     cell.backend = "CPU_FUSED";
     EXPECT_EQ(DispatchedRowBytes(cell), 64 + 16 + Tail(name));
+  }
+}
+
+// A stored scale of the whole tensor stays at home, unlike one for each row: kernels that take codes back to
+// fp32 multiply with it too.
+TEST(Wire, StoredScalesOfATensor_ReachTheKernelsOfEveryLevel) {
+  for (const char* scheme : {"fp8_w8a8:tensor_static", "int8_w8a8:tensor_static", "mxfp4_w4a8:static"}) {
+    for (const Isa isa :
+         {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
+      if (!HostMachine().Has(isa)) {
+        continue;
+      }
+      RankCell cell = CellOf("allgather_reducescatter", scheme);
+      cell.backend = "CPU_FUSED";
+      cell.isa = IsaName(isa);
+      cell.same_input_scale = true;
+      EXPECT_EQ(DispatchedRowBytes(cell), 128 + Tail("allgather_reducescatter")) << "codes without scales";
+    }
   }
 }
 

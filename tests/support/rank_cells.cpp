@@ -165,6 +165,7 @@ Result<Alone> MakeAlone(const RankCell& cell, const RandomLayer& random, const S
   LayerOptions options;
   options.device = cell.device;
   options.backend = cell.backend;
+  options.isa = cell.isa;
   options.max_tokens = kMaxTokens;
   options.determinism = cell.determinism;
   Alone alone;
@@ -253,6 +254,7 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   LayerOptions options;
   options.device = cell.device;
   options.backend = cell.backend;
+  options.isa = cell.isa;
   options.max_tokens = kMaxTokens;
   options.determinism = cell.determinism;
   options.parallel = parallel;
@@ -317,7 +319,7 @@ std::string RankCell::Name() const {
              sizes.enable_eplb ? fmt::format(" eplb+{}/{}", sizes.num_redundant_experts, eplb_interval) : "",
              sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme,
              backend, num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "") +
-         (same_input_scale ? " same_scale" : "");
+         (same_input_scale ? " same_scale" : "") + (isa.empty() ? "" : " " + isa);
 }
 
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,

@@ -23,6 +23,7 @@ struct RankCell {
   std::string scheme = "unquantized";
   std::string backend = "REFERENCE";
   std::string device = "cpu";
+  std::string isa;  ///< of CPU_FUSED; empty: the best that the machine has
   Determinism determinism = Determinism::kRankInvariant;
   DType output = DType::kBF16;
   int64_t num_experts = 8;

@@ -52,7 +52,9 @@ class CpuExperts final : public Experts {
   const float* RowInPlace(const Run& run, const GemmShape& shape, const InputTransform& transform,
                           int64_t slot) const;
   float BatchScale(Run& run, const GemmShape& shape) const;
-  void LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const;
+  float TensorScale(const Run& run, const InputTransform& transform) const;
+  void LoadRow(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
+               float* row) const;
   const float* FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          float* row) const;
   void PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,

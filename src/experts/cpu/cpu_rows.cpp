@@ -78,18 +78,24 @@ float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     float* row = run.row_buffers + task * 2 * widest;
     for (int64_t slot = run.num_slots * task / tasks; slot < run.num_slots * (task + 1) / tasks; ++slot) {
-      LoadRow(run, shape, slot, row);
+      LoadRow(run, shape, experts_[0].input[0], slot, row);
       largest[task] = std::max(largest[task], FiniteAmaxOfRow(*table_, row, shape.cols));
     }
   });
   return DynamicTensorScale(activation_, *std::max_element(largest, largest + kPackTasks));
 }
 
+/// The scale of a whole tensor: stored with the weights, or that of the rows of this forward.
+float CpuExperts::TensorScale(const Run& run, const InputTransform& transform) const {
+  return activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+}
+
 /// The input of a slot as fp32: a hidden state, or what the activation left.
-void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, int64_t slot, float* row) const {
+void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
+                         int64_t slot, float* row) const {
   if (&shape == &plan_.gate_up && run.coded) {
     const int64_t source = run.slot_rows[slot];
-    DequantizeRow(activation_, run.batch_scale, run.rows + source * run.row_bytes,
+    DequantizeRow(activation_, TensorScale(run, transform), run.rows + source * run.row_bytes,
                   run.row_scales == nullptr ? nullptr : run.row_scales + source * run.row_scale_bytes,
                   shape.cols, row);
   } else if (&shape == &plan_.gate_up) {
@@ -111,7 +117,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   const std::byte* stored = buffer + width;
   const std::byte* stored_scales = buffer + 3 * width;
   const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
-  const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  const float tensor_scale = TensorScale(run, transform);
   arguments.units = width / kPanelUnit;
   arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
   arguments.codes = codes;
@@ -183,7 +189,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
 void CpuExperts::PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform,
                             int64_t slot, float* row, const TileView& view) const {
   PackArguments values{.tile = view, .units = shape.padded_cols / kPanelUnit, .scales = view.scale};
-  const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+  const float tensor_scale = TensorScale(run, transform);
   if (run.coded && &shape == &plan_.gate_up) {
     const int64_t source = run.slot_rows[slot];
     DecodeRowToBlocks(activation_, tensor_scale, run.rows + source * run.row_bytes,
@@ -219,7 +225,7 @@ const float* CpuExperts::PackedOrder(const GemmShape& shape, const InputTransfor
 const float* CpuExperts::FinishRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                                    float* row) const {
   if (plan_.rows == RowRule::kFakeQuantized && !(run.coded && &shape == &plan_.gate_up)) {
-    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    const float tensor_scale = TensorScale(run, transform);
     RoundRowInPlace(*table_, activation_, tensor_scale, row, shape.cols);
   }
   return PackedOrder(shape, transform, row);
@@ -248,7 +254,7 @@ void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTran
   }
   // Whether `slot` is of gate and up or of down is for LoadRow to know; only the former may come as codes.
   if (!(run.coded && &shape == &plan_.gate_up && plan_.rows == RowRule::kCodes)) {
-    LoadRow(run, shape, slot, row_buffer);
+    LoadRow(run, shape, transform, slot, row_buffer);
   }
   if (transform.pre_quant_scale != nullptr) {
     for (int64_t k = 0; k < shape.cols; ++k) {

@@ -186,7 +186,7 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
       std::copy_n(mid, shape.cols, buffer);
     }
   } else {
-    LoadRow(run, shape, slot, buffer);
+    LoadRow(run, shape, expert.input[0], slot, buffer);
   }
   PackForJob(run, shape, part == 2 ? expert.mid : expert.input[0], target, row, buffer);
 }
@@ -205,7 +205,7 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
   float* scales = target.scales;
   float* values = buffer;
   if (tiles.codes) {
-    const float tensor_scale = activation_.static_tensor_scale ? transform.tensor_scale : run.batch_scale;
+    const float tensor_scale = TensorScale(run, transform);
     values = buffer + width;
     auto* quantized = reinterpret_cast<std::byte*>(buffer + 2 * width);
     if (tiles.int8 && tiles.scale_group == 0 && target.codes == nullptr && transform.columns == nullptr &&
