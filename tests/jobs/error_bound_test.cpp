@@ -75,19 +75,24 @@ TEST(ErrorBound, WeightOnly_HasNoRequantization) {
   EXPECT_EQ(BoundOf(plan, SchemeOf("nvfp4_w4a4"), DType::kBF16, 128, 64).requantization, 0);
 }
 
-TEST(ErrorBound, SharesOfColumns_CostARoundingOnlyWhereTheyCutGroups) {
-  const auto cut = [](const char* scheme, int64_t intermediate, int64_t ranks) {
+TEST(ErrorBound, Ranks_CostARoundingOnlyWhereTheyScaleApart) {
+  const auto apart = [](const char* scheme, int64_t intermediate, int64_t ranks) {
     ParallelConfig parallel;
     parallel.tp_size = ranks;
-    return SharesCutGroups(intermediate, parallel, SchemeOf(scheme));
+    return RanksScaleApart(intermediate, parallel, SchemeOf(scheme));
   };
-  EXPECT_TRUE(cut("fp8_w8a8:channel", 256, 2)) << "scales span rows";
-  EXPECT_FALSE(cut("fp8_w8a8:channel", 256, 1));
-  EXPECT_FALSE(cut("fp8_w8a8:block128", 256, 2));
-  EXPECT_TRUE(cut("fp8_w8a8:block128", 128, 2)) << "one block for two ranks";
-  EXPECT_FALSE(cut("nvfp4_w4a4", 64, 4));
-  EXPECT_TRUE(cut("nvfp4_w4a4", 64, 7)) << "four groups for seven ranks";
-  EXPECT_FALSE(cut("int4_w4a16", 256, 8)) << "activations are not quantized";
+  EXPECT_TRUE(apart("fp8_w8a8:channel", 256, 2)) << "scales span rows";
+  EXPECT_FALSE(apart("fp8_w8a8:channel", 256, 1));
+  EXPECT_FALSE(apart("fp8_w8a8:block128", 256, 2));
+  EXPECT_TRUE(apart("fp8_w8a8:block128", 128, 2)) << "one block for two ranks";
+  EXPECT_FALSE(apart("nvfp4_w4a4", 64, 4));
+  EXPECT_TRUE(apart("nvfp4_w4a4", 64, 7)) << "four groups for seven ranks";
+  EXPECT_FALSE(apart("int4_w4a16", 256, 8)) << "activations are not quantized";
+  ParallelConfig experts;
+  experts.ep_size = 2;
+  EXPECT_TRUE(RanksScaleApart(256, experts, SchemeOf("fp8_w8a8:tensor"))) << "each has slots of its own";
+  EXPECT_FALSE(RanksScaleApart(256, experts, SchemeOf("fp8_w8a8:tensor_static")));
+  EXPECT_FALSE(RanksScaleApart(256, experts, SchemeOf("fp8_w8a8:channel")));
   const Plan plan = PlanWith("F32");
   for (const char* scheme : {"fp8_w8a8:channel", "fp8_w8a8:block128", "nvfp4_w4a4"}) {
     EXPECT_GT(BoundOf(plan, SchemeOf(scheme), DType::kBF16, 128, 64, true).value(),

@@ -119,6 +119,14 @@ TEST_F(RunOnRanks, Check_PassesWhereSharesCutGroupsOfActivations) {
   }
 }
 
+// The scale over the batch between the GEMMs is that of a rank's own experts.
+TEST_F(RunOnRanks, Check_PassesWhereRanksHaveOneScaleEachOverTheBatch) {
+  Sample("fp8_w8a8:tensor");
+  const Job job = Run(2, Command("checkpoint", {"--dp", "2", "--ep", "--check"}));
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  EXPECT_TRUE(job.Says({"check:", ": ok"})) << job.text;
+}
+
 TEST_F(RunOnRanks, MoreRanksThanExperts_WriteTheFileOfOneRank) {
   Sample("nvfp4_w4a4", "checkpoint", "128", "3");
   const Job alone = Run(1, Command("checkpoint", {"--determinism", "rank_invariant"}));

@@ -225,9 +225,9 @@ std::string CompareWithin(const std::vector<float>& actual, const std::vector<fl
 /// The bound of verify. On cards both sides may have run other kernels, whose sums differ in their last bits:
 /// now and then a value between the GEMMs becomes the next code, which few tokens do not average out.
 double AllowedError(const RankCell& cell, const MoeLayer& layer, int64_t num_tokens) {
-  const bool cut = SharesCutGroups(kIntermediate, layer.config().parallel, layer.scheme());
+  const bool apart = RanksScaleApart(kIntermediate, layer.config().parallel, layer.scheme());
   const double bound =
-      BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, cut).value();
+      BoundOf(layer.plan(), layer.scheme(), cell.output, kHidden, kIntermediate, apart).value();
   const ActivationFormat& activation = layer.scheme().activation;
   if (cell.device == "cpu" || !activation.quantized() || num_tokens == 0) {
     return bound;

@@ -34,15 +34,16 @@ struct ErrorBound {
   double value() const;
 };
 
-/// Whether tensor-parallel ranks quantize the activations between the GEMMs in other groups of columns than
-/// one rank does: each then takes the scale of its part of a row or group.
-bool SharesCutGroups(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
+/// Whether ranks quantize the activations between the GEMMs by other scales than one rank does: with tensor
+/// parallelism each takes the scale of its part of a row or group, with expert parallelism a scale of the
+/// whole batch over the slots of its own experts.
+bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme);
 
 /// The bound for a backend that runs by `plan` against the reference, which computes in fp32 and better and
-/// returns F32. `output` is the dtype of the result that is compared. `other_groups`: tensor parallelism
-/// makes ranks quantize the values between the GEMMs in other groups (SharesCutGroups).
+/// returns F32. `output` is the dtype of the result that is compared. `scales_apart`: ranks
+/// quantize the values between the GEMMs by scales of their own (RanksScaleApart).
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool other_groups = false);
+                   bool scales_apart = false);
 
 struct CheckOptions {
   int64_t max_tokens =

@@ -164,7 +164,7 @@ class RankMeasurement {
     const Routing routing = RoutingOf(0, Group(layout_.rank));
     FMOE_RETURN_IF_ERROR(Forward(routing));
     row_.bound = BoundOf(layer_->plan(), scheme_, config_.dtype, config_.hidden, config_.intermediate,
-                         SharesCutGroups(config_.intermediate, options_.parallel, scheme_))
+                         RanksScaleApart(config_.intermediate, options_.parallel, scheme_))
                      .value();
     double own = 0;
     if (!ScaleSpansBatch(scheme_)) {  // else the scale is that of all ranks' tokens

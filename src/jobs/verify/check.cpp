@@ -70,7 +70,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   reference_options.executor = options.executor;
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
   report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate,
-                         SharesCutGroups(reference->config().intermediate, config.parallel, layer.scheme()));
+                         RanksScaleApart(reference->config().intermediate, config.parallel, layer.scheme()));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));

@@ -5,6 +5,8 @@
 
 #include <fusedmoe/problems.hpp>
 
+#include "quant/activation_quantizer.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -64,8 +66,11 @@ double ErrorBound::value() const {
   return factor * std::sqrt(sum);
 }
 
-bool SharesCutGroups(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
+bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const Scheme& scheme) {
   const ActivationFormat& activation = scheme.activation;
+  if (parallel.ep_size > 1 && NeedsDynamicTensorScale(activation)) {
+    return true;
+  }
   if (parallel.tp_size <= 1 || !activation.quantized()) {
     return false;
   }
@@ -83,7 +88,7 @@ bool SharesCutGroups(int64_t intermediate, const ParallelConfig& parallel, const
 }
 
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
-                   bool other_groups) {
+                   bool scales_apart) {
   ErrorBound bound;
   bound.output_rounding = RoundingOf(output);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
@@ -122,9 +127,9 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   const double delta = std::max({mid, gemm1, plan.layout_error});
   bound.requantization = std::hypot(std::sqrt(delta * StepOf(*scheme.activation.element)),
                                     LargestOnThreshold(scheme.activation, intermediate));
-  if (other_groups) {
-    // A rank takes the scale of a row, a group, or of all rows over its slice of the columns: other codes
-    // than those of the whole, each wrong by a rounding of its own.
+  if (scales_apart) {
+    // A rank takes the scale of a row, a group, or of all rows over its slice of the columns or the slots of
+    // its experts: other codes than those of the whole, each wrong by a rounding of its own.
     bound.activation_rounding = std::sqrt(2.0) * StepOf(*scheme.activation.element) / std::sqrt(12.0);
   }
   return bound;
