@@ -1,6 +1,8 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <type_traits>
 
@@ -24,7 +26,9 @@ struct Executor {
   void* stream = nullptr;
 };
 
-/// Runs f(0) ... f(count - 1) on the executor; returns when all are done. Allocates nothing.
+/// Runs f(0) ... f(count - 1) on the executor; returns when all are done. Allocates nothing. The first
+/// exception that a task throws (memory runs out) goes on in the calling thread when all have returned; tasks
+/// behind it are left out. None leaves a thread of the executor or crosses the caller's code.
 template <typename F>
 void ParallelFor(const Executor& executor, int64_t count, F&& f) {
   if (executor.parallel == nullptr || count <= 1) {
@@ -33,10 +37,30 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
     }
     return;
   }
-  using Function = std::remove_reference_t<F>;
+  struct Call {
+    std::remove_reference_t<F>* function;
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;  // written by whoever sets `failed`
+  } call{&f};
   executor.parallel(
-      executor.self, count, [](void* context, int64_t index) { (*static_cast<Function*>(context))(index); },
-      const_cast<void*>(static_cast<const void*>(&f)));
+      executor.self, count,
+      [](void* context, int64_t index) noexcept {
+        Call& own = *static_cast<Call*>(context);
+        if (own.failed.load(std::memory_order_relaxed)) {
+          return;
+        }
+        try {
+          (*own.function)(index);
+        } catch (...) {
+          if (!own.failed.exchange(true)) {
+            own.error = std::current_exception();
+          }
+        }
+      },
+      &call);
+  if (call.error != nullptr) {
+    std::rethrow_exception(call.error);
+  }
 }
 
 /// Our own threads. They spin for some microseconds after a call before they sleep, so that the phases of one

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -45,6 +46,29 @@ TEST(ExecutorContract, ResultsOfOneCallAreVisibleToTheNext) {
     from.swap(to);
   }
   EXPECT_EQ(from, std::vector<int64_t>(kCount, 41));
+}
+
+// Memory may run out in any thread. Whoever called learns of it, and the pool goes on.
+TEST(ExecutorContract, ExceptionsOfTasks_ReachTheCaller) {
+  for (const int threads : {1, 2, 3, 7}) {
+    auto pool = ThreadPool::Create(threads);
+    ASSERT_TRUE(pool.ok());
+    constexpr int64_t kCount = 40;
+    for (int64_t bad = 0; bad < kCount; ++bad) {  // tasks of the calling thread and of the others
+      EXPECT_THROW(ParallelFor((*pool)->executor(), kCount,
+                               [&](int64_t index) {
+                                 if (index == bad) {
+                                   throw std::bad_alloc();
+                                 }
+                               }),
+                   std::bad_alloc);
+    }
+    EXPECT_THROW(ParallelFor((*pool)->executor(), kCount, [](int64_t) { throw std::bad_alloc(); }),
+                 std::bad_alloc);
+    std::atomic<int64_t> sum{0};
+    ParallelFor((*pool)->executor(), kCount, [&](int64_t index) { sum += index; });
+    EXPECT_EQ(sum, kCount * (kCount - 1) / 2) << threads;
+  }
 }
 
 TEST(ThreadPool_, ManyCallsAreQuickEvenWithMoreThreadsThanCores) {
