@@ -84,6 +84,7 @@ class MoeLayer {
 
   const MoeConfig& config() const;
   const Scheme& scheme() const;
+  const Scheme* shared_scheme() const;  ///< of the shared experts; null where the layer runs none
   const Plan& plan() const;
   /// The plan together with every candidate that was refused, and why.
   const Selection& selection() const;

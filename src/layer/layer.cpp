@@ -42,6 +42,10 @@ const MoeConfig& MoeLayer::config() const {
 const Scheme& MoeLayer::scheme() const {
   return impl_->scheme;
 }
+
+const Scheme* MoeLayer::shared_scheme() const {
+  return impl_->shared_scheme ? &*impl_->shared_scheme : nullptr;
+}
 const Plan& MoeLayer::plan() const {
   return *impl_->selection.chosen;
 }
@@ -82,6 +86,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   }
   auto impl = std::make_unique<Impl>();
   impl->scheme = experts.scheme;
+  if (shared != nullptr && options.shared_experts) {
+    impl->shared_scheme = shared->source.scheme;
+  }
   impl->router = router;
   impl->config = config;
   impl->config.max_tokens = options.max_tokens;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include <fusedmoe/layer.hpp>
 
@@ -14,6 +15,7 @@ namespace fusedmoe {
 struct MoeLayer::Impl {
   MoeConfig config;
   Scheme scheme;
+  std::optional<Scheme> shared_scheme;  // where the layer runs shared experts
   Selection selection;
   RouterWeights router;
   std::shared_ptr<const Checkpoint> checkpoint;  // keeps mapped weights alive

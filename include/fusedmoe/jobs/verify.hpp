@@ -45,6 +45,10 @@ bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
                    bool scales_apart = false);
 
+/// The same for a layer as it was loaded: on its rank, and with its shared expert, whose own plan and scheme
+/// may have larger terms; of each the larger counts. `intermediate`: of the whole layer.
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate);
+
 struct CheckOptions {
   int64_t max_tokens =
       16;  ///< tokens compared, evenly spread; all, where the activation scale spans the whole batch

@@ -54,7 +54,6 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,
                                           const CheckOptions& options) {
   CheckReport report;
-  const MoeConfig& config = layer.config();
   const std::vector<int64_t> tokens =
       SampleTokens(hidden.dim(0), ScaleSpansBatch(layer.scheme()) ? hidden.dim(0) : options.max_tokens);
   report.tokens = static_cast<int64_t>(tokens.size());
@@ -69,8 +68,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   reference_options.plan_tokens = reference_options.max_tokens;
   reference_options.executor = options.executor;
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<MoeLayer> reference, load(reference_options));
-  report.bound = BoundOf(layer.plan(), layer.scheme(), output.dtype(), config.hidden, config.intermediate,
-                         RanksScaleApart(reference->config().intermediate, config.parallel, layer.scheme()));
+  report.bound = BoundOfLayer(layer, output.dtype(), reference->config().intermediate);
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, reference->CreateWorkspace());
   FMOE_ASSIGN_OR_RETURN(const Tensor some_hidden, Gather(hidden, tokens));
   FMOE_ASSIGN_OR_RETURN(const Tensor some_ids, Gather(topk_ids, tokens));

@@ -55,13 +55,17 @@ double LargestOnThreshold(const ActivationFormat& activation, int64_t columns) {
   return 4.0 / divisor / std::sqrt(2.0 * static_cast<double>(group));
 }
 
+constexpr double ErrorBound::*kTerms[] = {&ErrorBound::output_rounding, &ErrorBound::input_rounding,
+                                          &ErrorBound::mid_rounding,    &ErrorBound::accumulation,
+                                          &ErrorBound::requantization,  &ErrorBound::activation_rounding,
+                                          &ErrorBound::layout};
+
 }  // namespace
 
 double ErrorBound::value() const {
   double sum = 0;
-  for (const double term : {output_rounding, input_rounding, mid_rounding, accumulation, requantization,
-                            activation_rounding, layout}) {
-    sum += term * term;
+  for (double ErrorBound::*term : kTerms) {
+    sum += this->*term * (this->*term);
   }
   return factor * std::sqrt(sum);
 }
@@ -131,6 +135,21 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
     // A rank takes the scale of a row, a group, or of all rows over its slice of the columns or the slots of
     // its experts: other codes than those of the whole, each wrong by a rounding of its own.
     bound.activation_rounding = std::sqrt(2.0) * StepOf(*scheme.activation.element) / std::sqrt(12.0);
+  }
+  return bound;
+}
+
+ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate) {
+  const MoeConfig& config = layer.config();
+  ErrorBound bound = BoundOf(layer.plan(), layer.scheme(), output, config.hidden, config.intermediate,
+                             RanksScaleApart(intermediate, config.parallel, layer.scheme()));
+  if (layer.shared_scheme() == nullptr || layer.plan().shared == nullptr) {
+    return bound;
+  }
+  const ErrorBound shared = BoundOf(*layer.plan().shared, *layer.shared_scheme(), output, config.hidden,
+                                    config.shared.intermediate);
+  for (double ErrorBound::*term : kTerms) {
+    bound.*term = std::max(bound.*term, shared.*term);
   }
   return bound;
 }

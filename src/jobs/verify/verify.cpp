@@ -294,10 +294,8 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
                         reference.Run(inputs.hidden, routed.ids.view(), routed.weights.view(), DType::kF32));
   CompareRows(output, expected, routed, options.worst_rows, report);
   FMOE_RETURN_IF_ERROR(CompareExperts(judged, reference, inputs.hidden, routed, report));
-  const MoeConfig& config = judged.layer->config();
-  const double backend_bound = BoundOf(judged.layer->plan(), judged.layer->scheme(), inputs.hidden.dtype(),
-                                       config.hidden, config.intermediate)
-                                   .value();
+  const double backend_bound =
+      BoundOfLayer(*judged.layer, inputs.hidden.dtype(), judged.layer->config().intermediate).value();
   report.bound = backend_bound;
   if (!sides.same_weights) {
     const double formats = QuantizationBound(judged.layer->scheme(), reference.layer->scheme());
