@@ -52,6 +52,11 @@ enum class FragmentScale : uint8_t {
   kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
 };
 
+/// Kernels expand integers times this (experts/cuda/fragments.cuh); tensor scales carry it back. Scales of 16
+/// bits, below 2^27, fit in BF16 times 2^133 times this, and times this alone remain normal.
+inline constexpr int kIntegerExponent = -32;
+inline constexpr float kIntegerFactor = 0x1p-32F;
+
 /// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt8: two's complement, the weight plus zero point
 /// minus 128.
 enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
@@ -88,6 +93,9 @@ struct FragmentTraits {
   FragmentScale scale;
   int group;
 
+  FMOE_HOST_DEVICE constexpr bool integer() const {
+    return code == FragmentCode::kInt4 || code == FragmentCode::kInt8;
+  }
   /// Slabs of a unit: groups are never cut.
   FMOE_HOST_DEVICE constexpr int unit_slabs() const {
     return group > kFragmentSlab ? group / kFragmentSlab : 1;

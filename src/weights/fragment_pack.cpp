@@ -333,7 +333,9 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_
     case FragmentCode::kInt8: {
       const bool four = traits.code == FragmentCode::kInt4;
       const uint32_t zero = traits.scale == FragmentScale::kF32Zero ? scale & 0xffU : four ? 8U : 128U;
-      value = static_cast<float>(static_cast<int>(four ? code : code ^ 128) - static_cast<int>(zero));
+      value =
+          std::ldexp(static_cast<float>(static_cast<int>(four ? code : code ^ 128) - static_cast<int>(zero)),
+                     kIntegerExponent);
       break;
     }
   }

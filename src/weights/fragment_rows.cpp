@@ -285,6 +285,9 @@ void FragmentRows::Vector(int64_t padded, bool scales, float* out) const {
 
 float FragmentRows::TensorScale() const {
   const float own = matrix_->tensor_scale.value_or(1.0F);
+  if (traits_.integer()) {
+    return std::ldexp(own, -kIntegerExponent);
+  }
   switch (traits_.scale) {
     case FragmentScale::kE4M3:
       return own * 256.0F;  // 2^-126 of the codes times 2^118 of the scales

@@ -16,11 +16,20 @@
 ///            bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 ///            half  s0 e3 s3 e2 e2 m2 s1 e0 e0 m0 e3 m3 s2 e1 e1 m1
 ///          (PairBits in weights/fragment_codes.hpp)
-///   int4   128 + q by one LOP3 (0x4300 | q is BF16 128 + q), then minus 128 + zero
+///   int4,  a mask alone: bits 0 to 7 of a half read as BF16 are u * 2^-133, subnormal up to 127 and then in
+///   int8   the lowest binade, whose steps are the same. One multiply-add takes the zero point off; where
+///          scales of 16 bits act on weights it brings the scale too, with one rounding. A nibble in bits 4
+///          to 7 counts sixteen times, so that the four pairs of a word want one shift: 9 operations for 8
+///          weights (15 with 128 + q, minus 136, times the scale: prefill 4 to 15 % longer). Two's complement
+///          becomes u by the mask's instruction. Values are times 2^-32 (kIntegerExponent).
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
-///   int8   two's complement: low seven bits as 128 + b; minus 128, or 256 with the top bit; exact
 ///   16 bit as they are
 namespace fusedmoe::cuda {
+
+/// 2^exponent as BF16, twice; of normal ones.
+__host__ __device__ constexpr uint32_t PowerPair(int exponent) {
+  return static_cast<uint32_t>(exponent + 127) * 0x00800080U;
+}
 
 /// Where the scales of a group act.
 enum class ScalePlace : uint8_t {
@@ -31,9 +40,9 @@ enum class ScalePlace : uint8_t {
 
 /// The scales of rows r and r + 8 for what a lane holds of a slab.
 struct LaneScales {
-  uint32_t pair[2] = {};  ///< kFragment: BF16 twice
+  uint32_t pair[2] = {};  ///< on weights: BF16 twice
   float row[2] = {};      ///< kAccumulator
-  uint32_t zero[2] = {};  ///< integers with zero points: BF16 of what is subtracted, twice
+  uint32_t zero[2] = {};  ///< integers: what their multiply-add adds, BF16 twice
 };
 
 template <FragmentFormat kFormat>
@@ -47,6 +56,7 @@ struct Fragments {
   static constexpr int kUnitStride = kTraits.unit_stride();  ///< in memory
   static constexpr bool kF16 = kCode == FragmentCode::kF16;
   static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
+  static constexpr bool kInteger = kTraits.integer();
   /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
   static constexpr ScalePlace kPlace = kScale == FragmentScale::kNone  ? ScalePlace::kNone
                                        : kTraits.group < kFragmentSlab ? ScalePlace::kFragment
@@ -94,7 +104,13 @@ struct Fragments {
         low = __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
         high = __half2float(__ushort_as_half(static_cast<uint16_t>(word >> 16)));
       }
-      PutRows<kFold>(low, high, s);
+      if constexpr (kFold) {  // the multiply-adds bring scale and zero point at once
+        const uint32_t both = half_is_f16 ? PackBf16x2(low, high) : word;
+        PutBoth(MulBf16x2(both, (Unit(0) & 0xffffU) | (Unit(1) & 0xffff0000U)), s.pair);
+        PutBoth(MulBf16x2(both, kImpliedZero), s.zero);
+      } else {
+        PutRows<false>(low, high, s);
+      }
     } else if constexpr (kScale == FragmentScale::kF32Zero) {
       const int group = kTraits.group == 32 ? lane >> 1 & 1 : 0;
       const uint2 words = *reinterpret_cast<const uint2*>(at + (group * 8 + (lane >> 2)) * 8);
@@ -127,7 +143,8 @@ struct Fragments {
   static constexpr float kRawTokens = 0x1p118F, kRawSums = 4.0F;
 
   /// The fragment of k-step j. kFold as above; kBare: without scales; kRaw: without the factor of the codes.
-  /// Values are the weights times Factor() (weights/fragment_pack.hpp) over the scales that do not act here.
+  /// Values are the weights without the scales that do not act here, times what their tensor scale carries
+  /// back (FragmentRows::TensorScale).
   template <bool kFold, bool kBare = false, bool kRaw = false>
   __device__ __forceinline__ static void Expand(const Codes& codes, int j, const LaneScales& s,
                                                 uint32_t (&a)[4]) {
@@ -140,13 +157,13 @@ struct Fragments {
       a[1] = MulBf16x2((x << 6) & kMask, s.pair[1]);
       a[2] = MulBf16x2(__funnelshift_r(x, x, 4) & kMask, s.pair[0]);
       a[3] = MulBf16x2(((x << 2) & 0x80C080C0U) | ((x >> 6) & 0x01000100U), s.pair[1]);
-    } else if constexpr (kCode == FragmentCode::kInt4) {
-      const uint32_t x = Word(codes[0], j);
+    } else if constexpr (kInteger) {
+      constexpr bool kByScale = kScaled && kScale == FragmentScale::kHalf;  // scale and zero point at once
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        a[i] =
-            SubBf16x2(AndOr<0x000F000FU>(x >> (4 * i), 0x43004300U), kHasZero ? s.zero[i & 1] : 0x43084308U);
-        if constexpr (kScaled) {
+        const uint32_t factor = kByScale ? s.pair[i & 1] : Unit(i);
+        a[i] = FmaBf16x2(Integers(codes, j, i), factor, kByScale || kHasZero ? s.zero[i & 1] : kImpliedZero);
+        if constexpr (kScaled && !kByScale) {
           a[i] = MulBf16x2(a[i], s.pair[i & 1]);
         }
       }
@@ -169,18 +186,6 @@ struct Fragments {
           a[h + 2] = MulBf16x2(a[h + 2], s.pair[h]);
         }
       }
-    } else if constexpr (kCode == FragmentCode::kInt8) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (8 * (i >> 1));
-        a[i] = SubBf16x2(AndOr<0x007F007FU>(x, 0x43004300U), AndOr<0x00800080U>(x, 0x43004300U));
-        if constexpr (kHasZero) {
-          a[i] = SubBf16x2(a[i], s.zero[i & 1]);
-        }
-        if constexpr (kScaled) {
-          a[i] = MulBf16x2(a[i], s.pair[i & 1]);
-        }
-      }
     } else {
       const uint4 piece = codes[j];
       a[0] = piece.x, a[1] = piece.y, a[2] = piece.z, a[3] = piece.w;
@@ -188,6 +193,24 @@ struct Fragments {
   }
 
  private:
+  static constexpr bool kNibbles = kCode == FragmentCode::kInt4;
+  /// 2^(133 + kIntegerExponent) for a0 and a2, and for a1 and a3, whose nibbles stand four bits higher.
+  __device__ __forceinline__ static constexpr uint32_t Unit(int i) {
+    return PowerPair((kNibbles && i % 2 != 0 ? 129 : 133) + kIntegerExponent);
+  }
+  /// Minus the zero point of codes without stored ones.
+  static constexpr uint32_t kImpliedZero = PowerPair((kNibbles ? 3 : 7) + kIntegerExponent) | 0x80008000U;
+
+  /// The codes of pair i of k-step j: times 2^-133, INT4 of rows r + 8 times 2^-129.
+  __device__ __forceinline__ static uint32_t Integers(const Codes& codes, int j, int i) {
+    if constexpr (kNibbles) {
+      const uint32_t x = Word(codes[0], j) >> (i < 2 ? 0 : 8);
+      return x & (i % 2 == 0 ? 0x000F000FU : 0x00F000F0U);
+    } else {
+      const uint32_t x = Word(codes[j >> 1], (j & 1) * 2 + (i & 1)) >> (i < 2 ? 0 : 8);
+      return AndXor<0x00FF00FFU>(x, 0x00800080U);
+    }
+  }
   __device__ __forceinline__ static uint32_t Word(const uint4& piece, int i) {
     return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
   }
@@ -201,14 +224,14 @@ struct Fragments {
       s.row[1] = high;
     }
   }
-  /// What is subtracted from the expanded code: 128 + zero of 4-bit codes, zero - 128 of 8-bit ones.
+  /// Values of rows r and r + 8, each twice.
+  __device__ __forceinline__ static void PutBoth(uint32_t both, uint32_t (&pair)[2]) {
+    pair[0] = __byte_perm(both, 0, 0x1010);
+    pair[1] = __byte_perm(both, 0, 0x3232);
+  }
+  /// Minus a zero point, read like codes.
   __device__ __forceinline__ static uint32_t ZeroPair(uint32_t zero) {
-    if constexpr (kCode == FragmentCode::kInt4) {
-      return (zero * 0x00010001U) | 0x43004300U;
-    } else {
-      const float value = static_cast<float>(static_cast<int>(zero) - 128);
-      return PackBf16x2(value, value);
-    }
+    return MulBf16x2(zero * 0x00010001U, PowerPair(133 + kIntegerExponent) | 0x80008000U);
   }
 };
 

@@ -60,7 +60,7 @@ struct LayerShape {
 struct DeviceProjection {
   const uint8_t* blocks = nullptr;  ///< [E] fragment layout, expert_bytes apart
   /// F32 [E][parts]: the tensor scale of the matrix (1 where there is none) times what the layout's codes
-  /// leave to it (FragmentFactor), times the static input scale of the expert where activations have one.
+  /// leave to it, times the static input scale of the expert where activations have one.
   const float* tensor_scale = nullptr;
   const float* row_scale = nullptr;  ///< F32 [E][parts][mid_rows or down_rows]: channel scales; null: none
   const float* bias = nullptr;       ///< F32, same shape; null: none

@@ -78,7 +78,7 @@ class PrefillProducts {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) {
           asm volatile("" : "+r"(sums.whole[g][i])::"memory");
-          acc[g][i] = static_cast<float>(sums.whole[g][i]);
+          acc[g][i] = static_cast<float>(sums.whole[g][i]) * kIntegerFactor;
         }
       }
     }

@@ -163,16 +163,25 @@ __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
-__device__ __forceinline__ uint32_t SubBf16x2(uint32_t a, uint32_t b) {
-  uint32_t difference;
-  asm("sub.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
+/// a b + c, rounded once; subnormal operands count.
+__device__ __forceinline__ uint32_t FmaBf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
 }
 /// (x & kMask) | or_bits in one instruction; as C++ with two immediates the compiler takes two.
 template <uint32_t kMask>
 __device__ __forceinline__ uint32_t AndOr(uint32_t x, uint32_t or_bits) {
   uint32_t result;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(x), "n"(kMask), "r"(or_bits));
+  return result;
+}
+
+/// (x & kMask) ^ flip_bits, likewise.
+template <uint32_t kMask>
+__device__ __forceinline__ uint32_t AndXor(uint32_t x, uint32_t flip_bits) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(result) : "r"(x), "n"(kMask), "r"(flip_bits));
   return result;
 }
 
