@@ -44,7 +44,7 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
     return ReadAwqRules(spec, path);
   if (method == "gptq")
     return ReadGptqRules(spec, path);
-  if (method == "auto-round")
+  if (method == "auto-round" || method == "intel/auto-round")  // the latter in early releases
     return ReadAutoRoundRules(spec, path);
   if (method == "quark")
     return ReadQuarkRules(spec, path);

@@ -14,6 +14,11 @@ namespace {
 Result<LinearFormat> AutoRoundIntegerFormat(const JsonValue& spec, int64_t bits, int64_t group,
                                             const std::string& path) {
   const JsonValue* key = spec.Find("packing_format");
+  // Early files name what was to multiply, which says how codes are packed: "auto_round:gptq:exllamav2".
+  if (const JsonValue* early = spec.Find("backend");
+      key == nullptr && early != nullptr && early->string().find(':') != std::string::npos) {
+    key = early;
+  }
   const std::string layout = key == nullptr ? "auto_round:auto_gptq" : key->string();
   if (bits < 2 || bits > 8 || group == 0) {
     return Status::Unsupported(
@@ -124,11 +129,7 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
   const bool pair = group != nullptr && group->is_array() && group->items().size() == 2;
   const int64_t size = group == nullptr || pair ? -1 : group->integer().value_or(-2);
   if (pair) {
-    const int64_t rows = group->items()[0].integer().value_or(0),
-                  cols = group->items()[1].integer().value_or(0);
-    if (rows < 1 || cols < 1 || rows > 65536 || cols > 65536)
-      return Wrong("group_size", group, "two sizes", path);
-    format.weight.block = {rows, cols};
+    FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("group_size", *group, path));
     format.scale = ".weight_scale_inv";
   } else if (size == 0) {
     format.weight.has_tensor_scale = true;

@@ -145,6 +145,20 @@ TEST(UpstreamQuirks, ExtraConfigOfAutoRound_ConcernsTheModulesThatItNames) {
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
 }
 
+// Early auto-round put its address in front of its name, and what was to multiply in place of the packing.
+TEST(UpstreamQuirks, EarlyAutoRound_NamesABackend) {
+  TinyModel model("autoround");
+  auto& quantization = model.config["quantization_config"];
+  quantization["quant_method"] = "intel/auto-round";
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization.erase("packing_format");
+  quantization["backend"] = "auto_round:gptq:exllamav2";
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["backend"] =
+      "auto_round:exllamav2";  // which does not say how zero points are stored
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+}
+
 // auto-round 0.16, scheme MXFP4 in its own format: the tensors of compressed-tensors, exponents by floor.
 TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
   TinyModel model("ct_mxfp4");

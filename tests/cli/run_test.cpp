@@ -212,6 +212,24 @@ TEST(Run, SharedExperts_CountUnlessLeftOut) {
   EXPECT_NE(ReadFile(checkpoint.output()), with);
 }
 
+// The layout of this backend changes the weights of the shared expert (one tensor scale for gate and up), not
+// those of the only routed one.
+TEST(Run, CheckOfALayer_KnowsWhatItsSharedExpertMayDiffer) {
+  const TemporaryDirectory folder;
+  const std::string path = folder.path() / "checkpoint";
+  ASSERT_EQ(RunCommand({"sample", "--family", "qwen3_next", "--scheme", "nvfp4_w4a4", "--hidden", "256",
+                        "--intermediate", "48", "--experts", "1", "--top-k", "1", "--tokens", "5", "--seed",
+                        "0", "--output", path})
+                .exit_code,
+            0);
+  const ProcessResult result =
+      RunCommand({"run", path, "--input", path + "/io/input.safetensors", "--output",
+                  folder.path() / "o.safetensors", "--backend", "FLASHINFER_CUTLASS", "--check", "--json"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_GT(result.Json().at("check").at("rel_l2").get<double>(), 0.01) << "nothing was changed";
+  EXPECT_LT(result.Json().at("check").at("rel_l2").get<double>(), 0.1);
+}
+
 TEST(Sample, DirectoryThatIsNotEmpty_IsLeftAlone) {
   const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
   const std::string before = ReadFile(checkpoint.path() + "/config.json");

@@ -190,6 +190,19 @@ TEST_F(RunOnRanks, Bench_SendsLittleMoreThanTheProtocolMust) {
   }
 }
 
+// One scale over the batch: a few tokens of all ranks are compared as a batch of their own.
+TEST_F(RunOnRanks, Bench_ComparesLayersWithOneScaleOverTheBatch) {
+  const Job job =
+      Run(2, {FMOE_CLI, "bench", "--ranks", "olmoe-1b-7b", "--experts", "8", "--scheme", "fp8_w8a8:tensor",
+              "--tokens", "6", "--seconds", "0", "--dp", "2", "--ep", "--json"});
+  EXPECT_EQ(job.exit_code, 0) << job.text;
+  const size_t begin = job.text.find("{\n");
+  ASSERT_NE(begin, std::string::npos) << job.text;
+  const auto document = nlohmann::json::parse(job.text.substr(begin), nullptr, false);
+  ASSERT_TRUE(document.is_object()) << job.text;
+  EXPECT_GT(document["results"][0]["check"]["rel_l2"].get<double>(), 1e-4) << "outputs are rounded to BF16";
+}
+
 TEST_F(RunOnRanks, Doctor_RefusesRecoveryAndPrintsTheCommand) {
   const Job alone = Run(1, {FMOE_CLI, "doctor", "--ranks"});
   EXPECT_EQ(alone.exit_code, 0) << alone.text;

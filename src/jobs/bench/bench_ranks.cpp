@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 #include <fmt/format.h>
@@ -140,37 +141,86 @@ class RankMeasurement {
                        forward * NumGroups() + group);
   }
 
+  uint64_t SeedOf(int64_t group) const { return options_.seed + 5 + static_cast<uint64_t>(group); }
+
   Status DrawInputs() {
-    const uint64_t seed = options_.seed + 5 + static_cast<uint64_t>(Group(layout_.rank));
-    FMOE_ASSIGN_OR_RETURN(hidden_, DrawHidden(config_.dtype, row_.tokens, config_.hidden, seed));
+    FMOE_ASSIGN_OR_RETURN(
+        hidden_, DrawHidden(config_.dtype, row_.tokens, config_.hidden, SeedOf(Group(layout_.rank))));
     FMOE_ASSIGN_OR_RETURN(output_, Tensor::Allocate(config_.dtype, {row_.tokens, config_.hidden}));
     return Status::Ok();
   }
 
-  Status Forward(const Routing& routing) {
+  /// With the first `tokens` of what was drawn.
+  Status Forward(const Routing& routing, int64_t tokens) {
     const auto view = [&](const void* data, DType dtype) {
-      return TensorView(static_cast<const std::byte*>(data), dtype, {row_.tokens, config_.top_k()});
+      return TensorView(static_cast<const std::byte*>(data), dtype, {tokens, config_.top_k()});
     };
     MoeLayer::Inputs inputs;
-    inputs.hidden = hidden_.view();
+    inputs.hidden = hidden_.view().Rows(0, tokens);
     inputs.topk_ids = view(routing.ids.data(), DType::kI32);
     inputs.topk_weights = view(routing.weights.data(), DType::kF32);
     MoeLayer::Outputs outputs;
-    outputs.output = output_.mutable_view();
+    outputs.output = output_.mutable_view().Rows(0, tokens);
     return layer_->ForwardFromHost(inputs, outputs, workspace_, options_.executor);
   }
 
+  /// Tokens and their routing, some of which are compared: rows of `hidden`, and where this rank's output has
+  /// them.
+  struct Sampled {
+    Tensor hidden;
+    Routing routing;
+    std::vector<int64_t> tokens, compared, output_rows;
+  };
+
+  /// Some of this rank's tokens; a token's result does not depend on the others.
+  Sampled SampleOwn(int64_t count, const Routing& routing) const {
+    Sampled sampled{.routing = routing};
+    for (int64_t index = 0; index < count; ++index) {
+      sampled.tokens.push_back(index * row_.tokens / count);
+    }
+    sampled.compared = sampled.output_rows = sampled.tokens;
+    return sampled;
+  }
+
+  /// The first `count` tokens of all ranks, which are one batch under one activation scale.
+  Result<Sampled> SampleBatch(int64_t count) const {
+    Sampled sampled;
+    FMOE_ASSIGN_OR_RETURN(sampled.hidden,
+                          Tensor::Allocate(config_.dtype, {NumGroups() * count, config_.hidden}));
+    const int64_t own = Group(layout_.rank);
+    for (int64_t group = 0; group < NumGroups(); ++group) {
+      FMOE_ASSIGN_OR_RETURN(const Tensor drawn,
+                            DrawHidden(config_.dtype, row_.tokens, config_.hidden, SeedOf(group)));
+      std::memcpy(sampled.hidden.mutable_view().Rows(group * count, count).data(), drawn.view().data(),
+                  static_cast<size_t>(count * drawn.view().row_bytes()));
+      const Routing routing = RoutingOf(0, group);
+      const auto slots = static_cast<std::ptrdiff_t>(count * config_.top_k());
+      sampled.routing.ids.insert(sampled.routing.ids.end(), routing.ids.begin(), routing.ids.begin() + slots);
+      sampled.routing.weights.insert(sampled.routing.weights.end(), routing.weights.begin(),
+                                     routing.weights.begin() + slots);
+      for (int64_t index = 0; index < count; ++index) {
+        sampled.tokens.push_back(group * count + index);
+        if (group == own) {
+          sampled.compared.push_back(group * count + index);
+          sampled.output_rows.push_back(index);
+        }
+      }
+    }
+    return sampled;
+  }
+
   Status Check() {
+    const bool batch = NeedsDynamicTensorScale(scheme_.activation);
+    const int64_t count = std::min(row_.tokens, kCheckedTokens);
     const Routing routing = RoutingOf(0, Group(layout_.rank));
-    FMOE_RETURN_IF_ERROR(Forward(routing));
+    FMOE_RETURN_IF_ERROR(Forward(routing, batch ? count : row_.tokens));
     row_.bound = BoundOf(layer_->plan(), scheme_, config_.dtype, config_.hidden, config_.intermediate,
                          RanksScaleApart(config_.intermediate, options_.parallel, scheme_))
                      .value();
     double own = 0;
-    if (!ScaleSpansBatch(scheme_)) {  // else the scale is that of all ranks' tokens
-      const Status status = CompareWithReference(routing, own);
-      FMOE_RETURN_IF_ERROR(Agree(*counting_, "bench check", status));
-    }
+    const Result<Sampled> sampled = batch ? SampleBatch(count) : SampleOwn(count, routing);
+    const Status status = sampled.ok() ? CompareWithReference(*sampled, own) : sampled.status();
+    FMOE_RETURN_IF_ERROR(Agree(*counting_, "bench check", status));
     FMOE_ASSIGN_OR_RETURN(const std::vector<double> errors, GatherFromRanks(*counting_, "bench check", own));
     for (const double error : errors) {
       row_.rel_l2 = std::isnan(error) ? error : std::max(row_.rel_l2, error);
@@ -179,27 +229,11 @@ class RankMeasurement {
     return Status::Ok();
   }
 
-  Status CompareWithReference(const Routing& routing, double& error) {
-    std::vector<int64_t> tokens;
-    const int64_t count = std::min(row_.tokens, kCheckedTokens);
-    for (int64_t index = 0; index < count; ++index) {
-      tokens.push_back(index * row_.tokens / count);
-    }
+  Status CompareWithReference(const Sampled& sampled, double& error) {
     ReferenceRows reference(config_, whole_, layer_->plan().activation);
-    FMOE_RETURN_IF_ERROR(reference.Compute(tokens, hidden_.view(), routing, options_.executor));
-    double difference = 0, norm = 0;
-    std::vector<float> actual(static_cast<size_t>(config_.hidden));
-    for (const int64_t token : tokens) {
-      DecodeRow(config_.dtype, output_.view().data() + token * output_.view().row_bytes(), 0, config_.hidden,
-                actual.data());
-      const std::vector<float>& expected = reference.Row(token);
-      for (size_t column = 0; column < actual.size(); ++column) {
-        const double delta = static_cast<double>(actual[column]) - expected[column];
-        difference += delta * delta;
-        norm += static_cast<double>(expected[column]) * expected[column];
-      }
-    }
-    error = difference == 0 ? 0.0 : std::sqrt(difference / norm);
+    const TensorView hidden = sampled.hidden.empty() ? hidden_.view() : sampled.hidden.view();
+    FMOE_RETURN_IF_ERROR(reference.Compute(sampled.tokens, hidden, sampled.routing, options_.executor));
+    error = reference.DistanceOf(sampled.compared, output_.view(), sampled.output_rows);
     return Status::Ok();
   }
 
@@ -326,7 +360,7 @@ class RankMeasurement {
   Status Timed(int64_t forward, double& seconds) {
     const Routing routing = RoutingOf(forward, Group(layout_.rank));
     const Clock::time_point begin = Clock::now();
-    FMOE_RETURN_IF_ERROR(Forward(routing));
+    FMOE_RETURN_IF_ERROR(Forward(routing, row_.tokens));
     seconds = std::chrono::duration<double>(Clock::now() - begin).count();
     return Status::Ok();
   }

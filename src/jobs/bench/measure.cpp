@@ -4,12 +4,14 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include <fusedmoe/jobs/verify.hpp>
 
 #include "numerics/rows.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/graph.hpp"
+#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::bench {
 namespace {
@@ -170,7 +172,7 @@ Status Measurement::Check(const LayerRotation& rotation, const Routing& routing,
       references_.try_emplace(rule, config_, rotation.first_source(), rule).first->second;
   FMOE_RETURN_IF_ERROR(reference.Compute(tokens, hidden_.view(), routing, options_.executor));
   // One scale over the batch: these tokens are a batch of their own for both.
-  const bool alone = ScaleSpansBatch(scheme_);
+  const bool alone = NeedsDynamicTensorScale(scheme_.activation);
   if (alone) {
     FMOE_ASSIGN_OR_RETURN(const SmallBatch batch,
                           TakeTokens(hidden_.view(), routing, config_.top_k(), tokens));
@@ -178,22 +180,12 @@ Status Measurement::Check(const LayerRotation& rotation, const Routing& routing,
   } else {
     FMOE_RETURN_IF_ERROR(Forward(rotation, 0, row.tokens, hidden_.view(), routing));
   }
-  double difference = 0, norm = 0;
-  std::vector<float> actual(static_cast<size_t>(config_.hidden));
-  for (int64_t index = 0; index < count; ++index) {
-    const int64_t token = tokens[static_cast<size_t>(index)];
-    const TensorView output = output_.view();
-    DecodeRow(output.dtype(), output.data() + (alone ? index : token) * output.row_bytes(), 0, config_.hidden,
-              actual.data());
-    const std::vector<float>& expected = reference.Row(token);
-    for (size_t column = 0; column < actual.size(); ++column) {
-      const double delta = static_cast<double>(actual[column]) - expected[column];
-      difference += delta * delta;
-      norm += static_cast<double>(expected[column]) * expected[column];
-    }
+  std::vector<int64_t> rows = tokens;
+  if (alone) {
+    std::iota(rows.begin(), rows.end(), 0);
   }
+  row.rel_l2 = reference.DistanceOf(tokens, output_.view(), rows);
   row.checked_tokens = count;
-  row.rel_l2 = difference == 0 ? 0.0 : std::sqrt(difference / norm);
   row.error_bound = BoundOf(row.plan, scheme_, config_.dtype, config_.hidden, config_.intermediate).value();
   row.ok = row.rel_l2 <= row.error_bound;  // false for NaN
   return Status::Ok();

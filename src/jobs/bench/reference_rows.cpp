@@ -7,6 +7,10 @@
 
 #include <fusedmoe/layer.hpp>
 
+#include "jobs/verify/distance.hpp"
+#include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
+
 namespace fusedmoe::bench {
 namespace {
 
@@ -46,11 +50,6 @@ Result<Tensor> GatherRows(TensorView hidden, const std::vector<int64_t>& tokens)
 }
 
 }  // namespace
-
-bool ScaleSpansBatch(const Scheme& scheme) {
-  return scheme.activation.quantized() && scheme.activation.group == kPerTensor &&
-         !scheme.activation.static_tensor_scale;
-}
 
 // A contract with one activation scale for all experts spans experts, so it cannot be left to layers of one:
 // the scales are shared here, and what remains is the scheme as it stands.
@@ -155,7 +154,7 @@ Status ReferenceRows::RunBatch(const std::vector<int64_t>& tokens, TensorView hi
 Status ReferenceRows::Compute(const std::vector<int64_t>& tokens, TensorView hidden, const Routing& routing,
                               const Executor& executor) {
   FMOE_RETURN_IF_ERROR(ShareInputScales(executor));
-  if (ScaleSpansBatch(source_.scheme)) {
+  if (NeedsDynamicTensorScale(source_.scheme.activation)) {
     return RunBatch(tokens, hidden, routing, executor);
   }
   const int64_t top_k = config_.top_k();
@@ -194,6 +193,21 @@ Status ReferenceRows::Compute(const std::vector<int64_t>& tokens, TensorView hid
     rows_[token].assign(sum.begin(), sum.end());
   }
   return Status::Ok();
+}
+
+double ReferenceRows::DistanceOf(const std::vector<int64_t>& tokens, TensorView output,
+                                 const std::vector<int64_t>& rows) const {
+  Distance whole;
+  std::vector<float> actual(static_cast<size_t>(output.dim(1)));
+  for (size_t index = 0; index < tokens.size(); ++index) {
+    DecodeRow(output.dtype(), output.data() + rows[index] * output.row_bytes(), 0, output.dim(1),
+              actual.data());
+    const std::vector<float>& expected = Row(tokens[index]);
+    for (size_t column = 0; column < actual.size(); ++column) {
+      whole.Take(actual[column], expected[column]);
+    }
+  }
+  return whole.relative();
 }
 
 }  // namespace fusedmoe::bench

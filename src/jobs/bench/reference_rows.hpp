@@ -28,6 +28,9 @@ class ReferenceRows {
                  const Executor& executor);
   /// Row of a token that was computed, `hidden` wide.
   const std::vector<float>& Row(int64_t token) const { return rows_.at(token); }
+  /// Relative L2 distance of `rows` of an output from `tokens` that were computed, one for one.
+  double DistanceOf(const std::vector<int64_t>& tokens, TensorView output,
+                    const std::vector<int64_t>& rows) const;
 
  private:
   struct Visit {
@@ -44,8 +47,5 @@ class ReferenceRows {
   ActivationMode activation_;
   std::map<int64_t, std::vector<float>> rows_;
 };
-
-/// True when the scheme takes one activation scale from the whole batch.
-bool ScaleSpansBatch(const Scheme& scheme);
 
 }  // namespace fusedmoe::bench

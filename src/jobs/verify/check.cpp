@@ -7,6 +7,7 @@
 
 #include "jobs/verify/distance.hpp"
 #include "numerics/rows.hpp"
+#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -33,11 +34,6 @@ std::vector<int64_t> SampleTokens(int64_t num_tokens, int64_t wanted) {
   return tokens;
 }
 
-bool ScaleSpansBatch(const Scheme& scheme) {
-  return scheme.activation.quantized() && scheme.activation.group == kPerTensor &&
-         !scheme.activation.static_tensor_scale;
-}
-
 }  // namespace
 
 Result<CheckReport> CheckAgainstReference(const std::shared_ptr<const Checkpoint>& checkpoint,
@@ -55,7 +51,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
                                           const CheckOptions& options) {
   CheckReport report;
   const std::vector<int64_t> tokens =
-      SampleTokens(hidden.dim(0), ScaleSpansBatch(layer.scheme()) ? hidden.dim(0) : options.max_tokens);
+      SampleTokens(hidden.dim(0), NeedsDynamicTensorScale(layer.scheme().activation) ? hidden.dim(0) : options.max_tokens);
   report.tokens = static_cast<int64_t>(tokens.size());
   report.against = "REFERENCE";
   LayerOptions reference_options;
