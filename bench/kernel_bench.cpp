@@ -162,7 +162,8 @@ void Tile(benchmark::State& state, const Bench& bench, const Named& named, const
   TileJob job{};
   job.weights = bench.weights;
   job.tokens = reinterpret_cast<const uint8_t*>(bench.tile);
-  job.scale = int8 ? sides.data() : nullptr;
+  const bool codes = int8 || named.kernel == kWeightE4m3Scaled;  // whose scales act on sums
+  job.scale = codes ? sides.data() : nullptr;
   job.sum = sides.data();
   job.num_tokens = tokens;
   job.rows = TileRows(tokens);
@@ -173,6 +174,7 @@ void Tile(benchmark::State& state, const Bench& bench, const Named& named, const
   gemm.stripe_bytes = stripe_bytes;
   gemm.num_stripes = 2 * pairs;
   gemm.end_pair = pairs;
+  gemm.scale_group = codes && format.scale_group > 0 ? 128 : 0;
   gemm.weight_group = 128;
   gemm.group_scales = GroupScalesOf(named.panel);
   gemm.scratch = scratch.Get<uint8_t>(WorkspaceSlot{0, kTileScratchBytes});

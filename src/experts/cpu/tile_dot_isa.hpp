@@ -53,18 +53,17 @@ struct TileEngine {
   static constexpr bool kSums = Panel::kGrouped && !kRounded && !kBytes;
   using Scaler = GroupScaler<Panel, kSums, kBytes>;
   using Unit = TileUnit<Shape>;
+  using Steps = PassSteps<Shape>;
   using Groups = GroupPasses<TileEngine>;
 
-  /// Complete sums of a pair on their way to the caller, a piece every kFinishSteps steps of the next pair:
-  /// few large pieces, since each is a call that holds up what comes behind it (every four steps were 3 to 4
-  /// % slower). A fixed place in the code: a count of steps was mispredicted once a piece, and with it went
-  /// what the matrix unit had before it.
-  static constexpr int kFinishSteps = 8;
+  /// Complete sums of a pair on their way to the caller: a piece behind every step of the next pair until
+  /// none is left, as small as it can be, since each holds up the tile instructions behind it (docs/
+  /// kernels_cpu.md has the figures).
   struct Finish {
-    int64_t token, end;  // tokens of the job that are left
-    int64_t piece;       // tokens
-    bool often;          // twice in kFinishSteps
-    float* sums;         // of the tile and the row in it that come next
+    int64_t token, end;  // tokens of the job that are left, and may be finished
+    int64_t tokens;      // of the job
+    int64_t piece;
+    float* sums;  // of the tile and the row in it that come next
     int64_t row, rows;
   };
 
@@ -127,8 +126,9 @@ struct TileEngine {
     }
   }
   void DrainFinish() {
-    if (finish.token < finish.end) {
+    if (finish.token < finish.tokens) {
       Settle();
+      finish.end = finish.tokens;
       while (finish.token < finish.end) {
         FinishPiece(*this);
       }
@@ -139,9 +139,9 @@ struct TileEngine {
 
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions.
   template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
-  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const uint8_t* tokens, const uint8_t* first,
-                        const uint8_t* second, const SumChange& change) {
-    Unit::template Step<kTokenTiles, kFirst>(t, tokens, first, second, change, [&](auto place) FMOE_FLAT {
+  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const StepTiles& at,
+                        const SumChange& change) {
+    Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
       constexpr int kBegin = decltype(place){} * kParts / kPlaces;
       constexpr int kEnd = (decltype(place){} + 1) * kParts / kPlaces;
@@ -151,51 +151,29 @@ struct TileEngine {
     });
   }
 
-  /// What waits for finished sums, after a step. kUnrolled: steps in a row of the code, this being number
-  /// kIndex of them.
-  template <int kUnrolled, int kIndex>
-  FMOE_INLINE void Beside(TileEngine& e, int64_t step) {
-    constexpr int kHalf = kFinishSteps / 2;
-    const Finish& f = e.finish;
-    if constexpr (kUnrolled % kHalf == 0 && kIndex % kHalf != kHalf - 1) {
-      return;
-    } else if constexpr (kUnrolled % kFinishSteps == 0) {
-      if ((kIndex % kFinishSteps == kFinishSteps - 1 || f.often) && f.token < f.end) {
-        FinishPiece(e);
-      }
-    } else if ((step % kFinishSteps == kFinishSteps - 1 || (f.often && step % kHalf == kHalf - 1)) &&
-               f.token < f.end) {
+  /// What waits for finished sums, after a step.
+  FMOE_INLINE void Beside(TileEngine& e) {
+    if (e.finish.token < e.finish.end) {
       FinishPiece(e);
     }
   }
 
   template <int kTokenTiles, int kParts>
   void RunPass(const TilePass& pass) {
-    const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
-    const uint8_t *a = pass.tokens, *b = pass.weights[0];
-    const int64_t second = kDirect ? pass.weights[1] - b : 1024;
-    [[maybe_unused]] const uint8_t *const begin = feeder.ring, *const end = feeder.ring_end;
+    Steps steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, feeder.ring, feeder.ring_end);
     const SumChange change = pass.change;
     TileFeed f;
     CopyFeed(feeder.feed, f);
     Decoder d = feeder.decoder;
     int64_t step = 0;
-    const auto to_next = [&] FMOE_FLAT {
-      a += token_step;
-      b += Shape::kWeightStep;
-      if constexpr (!kDirect) {
-        b = b == end ? begin : b;
-      }
-    };
     bool changes = pass.changes;
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
       const auto feed_unit = [&](auto first) FMOE_FLAT {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
-          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(tiles, f, d, a, b, b + second, change);
-          Beside<kStepsPerFeed, decltype(i){}>(*this, step + i);
-          to_next();
+          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(tiles, f, d, Steps::Take(steps), change);
+          Beside(*this);
         });
         Feeder::EndUnit(feeder, f);
         step += kStepsPerFeed;
@@ -210,9 +188,8 @@ struct TileEngine {
       }
     }
     const auto one_step = [&](auto first) FMOE_FLAT {
-      Step<kTokenTiles, 0, 0, decltype(first){} != 0>(tiles, f, d, a, b, b + second, change);
-      Beside<1, 0>(*this, step);
-      to_next();
+      Step<kTokenTiles, 0, 0, decltype(first){} != 0>(tiles, f, d, Steps::Take(steps), change);
+      Beside(*this);
       ++step;
     };
     if (changes) {
@@ -261,13 +238,12 @@ struct TileEngine {
   /// Over the steps of the next pair, which finds its own sums complete at the end.
   void StartFinish(const TileCursor& c, int64_t tokens, float* sums) {
     const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
-    const int64_t places =
-        passes * (walk.units / c.k_blocks * kStepsPerUnit / kFinishSteps);  // for each block of tokens
-    int64_t piece = g.finish_tokens;
-    while (piece < 16 && piece * places < kTileTokens) {
-      piece *= 2;
-    }
-    finish = {0, tokens, piece, piece * places < kTileTokens, sums, 0, tile_tokens};
+    const int64_t steps = Max(passes * (walk.units / c.k_blocks * kStepsPerUnit), 1);  // for each block
+    const int64_t piece = (2 * tile_tokens + steps - 1) / steps;
+    const int64_t pieces = (piece + g.finish_tokens - 1) / g.finish_tokens;
+    // Sums of the last block may still be on their way to the results that they are scaled into.
+    const bool waits = kFlush && c.blocks > 1;
+    finish = {0, waits ? 0 : tokens, tokens, Min(pieces * g.finish_tokens, 16), sums, 0, tile_tokens};
   }
 
   void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
@@ -300,12 +276,20 @@ struct TileEngine {
     float* sums = ResultsOf(c);
     // Forwards in the last K block where sums are scaled: those of the first tokens are finished first.
     const bool backwards = (kFlush ? c.k_blocks - 1 - c.k_block : c.k_block) % 2 != 0;
+    const auto block_of = [&](int64_t i) { return backwards ? c.blocks - 1 - i : i; };
+    const auto tokens_of = [&](int64_t block) {
+      return job.tokens + TileOffset(walk.units * kStepsPerUnit * 64, 2 * block) +
+             first_step * pass.token_step;
+    };
+    Unit::Begin(tiles, tokens_of(block_of(0)), pass.weights[0]);
     for (int64_t i = 0; i < c.blocks; ++i) {
-      const int64_t block = backwards ? c.blocks - 1 - i : i;
+      const int64_t block = block_of(i);
       const int64_t first_token = block * 2 * tile_tokens;
       const bool two = job.num_tokens - first_token > tile_tokens;
-      pass.tokens =
-          job.tokens + TileOffset(walk.units * kStepsPerUnit * 64, 2 * block) + first_step * pass.token_step;
+      pass.tokens = tokens_of(block);
+      // Behind the last pass the weights are others, and may still be on their way into the ring: what it
+      // loads is not used.
+      pass.next_tokens = i + 1 < c.blocks ? tokens_of(block_of(i + 1)) : pass.tokens;
       if constexpr (kFlush) {
         pass.out = sums + block * kBlockSums;
         pass.first = c.k_block == 0;
@@ -328,6 +312,7 @@ struct TileEngine {
       } else {
         two ? RunPassWith<2>(pass, least_parts) : RunPassWith<1>(pass, least_parts);
       }
+      finish.end = finish.tokens;
       to_decode -= due - feeder.feed.due;
       in_ring += due - feeder.feed.due;
     }

@@ -24,6 +24,7 @@ struct GroupPasses {
   using Feeder = typename Engine::Feeder;
   using Scaler = typename Engine::Scaler;
   using Unit = typename Engine::Unit;
+  using Steps = typename Engine::Steps;
   static constexpr int kGroupSteps = Shape::kGroupSteps, kPairSteps = 2 * kGroupSteps;
   static constexpr bool kBytes = Shape::kBytes;
   /// Whether pairs of groups may be scaled by rows: groups of 128 k, scales of weights in fp32.
@@ -113,9 +114,8 @@ struct GroupPasses {
   /// Four steps at a time, of even (0) or odd (1) place.
   template <int kTokenTiles>
   static void RunByChunks(Engine& e, const TilePass& pass) {
-    const int64_t token_step = kTokenTiles == 2 ? 2048 : pass.token_step;
-    const uint8_t *a = pass.tokens, *b = pass.weights[0];
-    const uint8_t *const begin = e.feeder.ring, *const end = e.feeder.ring_end;
+    Steps steps =
+        Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, e.feeder.ring, e.feeder.ring_end);
     TileFeed f;
     CopyFeed(e.feeder.feed, f);
     Decoder d = e.feeder.decoder;
@@ -124,13 +124,7 @@ struct GroupPasses {
     int64_t step = 0;
     const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
       Engine::template Step<kTokenTiles, decltype(first_part){}, decltype(parts){}, decltype(first){} != 0>(
-          e.tiles, f, d, a, b, b + 1024, {nullptr, e.held, e.held_tiles, true});
-    };
-    const auto to_next = [&] FMOE_FLAT {
-      a += token_step;
-      b += Shape::kWeightStep;
-      b = b == end ? begin : b;
-      ++step;
+          e.tiles, f, d, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true});
     };
     const auto four_steps = [&](auto parts, auto place) FMOE_FLAT {
       Unroll<4>([&](auto i) FMOE_FLAT {
@@ -144,8 +138,8 @@ struct GroupPasses {
         if constexpr ((kStep + 1) % kGroupSteps == 0) {
           EndGroup<kTokenTiles>(e, pass, step);
         }
-        Engine::template Beside<8, kStep>(e, step);
-        to_next();
+        Engine::Beside(e);
+        ++step;
       });
     };
     const auto four_fed_steps = [&](auto place) FMOE_FLAT {
@@ -178,7 +172,7 @@ struct GroupPasses {
       if ((step + 1) % kGroupSteps == 0 || step + 1 == pass.steps) {
         EndGroup<kTokenTiles>(e, pass, step);
       }
-      to_next();
+      ++step;
     }
     CopyFeed(f, e.feeder.feed);
   }
@@ -202,8 +196,8 @@ struct GroupPasses {
       constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
       Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT { RowScaler::Scale(rows, kRow + i); });
     }
-    // One unit may be the last one of this very pass, whose products begin after six steps.
-    constexpr int kFed = kDue == 1 ? kPlaces * 3 / 4 : kPlaces, kParts = 16 * kDue;
+    // One unit may be the last one of this very pass, whose first tile the sixth step loads.
+    constexpr int kFed = kDue == 1 ? kPlaces * 5 / 8 : kPlaces, kParts = 16 * kDue;
     constexpr int kPart = kPlace < kFed ? kPlace * kParts / kFed : kParts;
     constexpr int kEnd = kPlace < kFed ? (kPlace + 1) * kParts / kFed : kParts;
     Unroll<kEnd - kPart>([&](auto i) FMOE_FLAT {
@@ -217,8 +211,8 @@ struct GroupPasses {
 
   template <int kDue>
   static void RunByRows(Engine& e, const TilePass& pass) {
-    const uint8_t *a = pass.tokens, *b = pass.weights[0];
-    const uint8_t *const begin = e.feeder.ring, *const end = e.feeder.ring_end;
+    Steps steps = Steps::Of(pass, 2048, e.feeder.ring, e.feeder.ring_end);
+    steps.left = kPairSteps;  // which the compiler then counts
     TileFeed f;
     CopyFeed(e.feeder.feed, f);
     Decoder d = e.feeder.decoder;
@@ -232,7 +226,7 @@ struct GroupPasses {
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
       constexpr int kStep = decltype(s){}, kStepPlaces = Unit::template kPlaces<2>;
       Unit::template Step<2, kStep % kGroupSteps == 0>(
-          e.tiles, a, b, b + 1024, {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
+          e.tiles, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
             constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
             AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh});
             if constexpr (kPlace < kFirstRowPlace) {
@@ -242,10 +236,7 @@ struct GroupPasses {
       if constexpr ((kStep + 1) % kGroupSteps == 0) {
         CloseGroup<2>(e, pass, kStep, kStep / kGroupSteps);
       }
-      Engine::template Beside<kPairSteps, kStep>(e, kStep);
-      a += 2048;
-      b += Shape::kWeightStep;
-      b = b == end ? begin : b;
+      Engine::Beside(e);
     });
     CopyFeed(f, e.feeder.feed);
   }
