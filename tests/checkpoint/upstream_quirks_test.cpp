@@ -154,8 +154,7 @@ TEST(UpstreamQuirks, EarlyAutoRound_NamesABackend) {
   quantization.erase("packing_format");
   quantization["backend"] = "auto_round:gptq:exllamav2";
   EXPECT_EQ(LoadWith(model).message(), "");
-  quantization["backend"] =
-      "auto_round:exllamav2";  // which does not say how zero points are stored
+  quantization["backend"] = "auto_round:exllamav2";  // which does not say how zero points are stored
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
 }
 

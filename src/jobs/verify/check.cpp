@@ -50,8 +50,8 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
                                           TensorView topk_ids, TensorView topk_weights, TensorView output,
                                           const CheckOptions& options) {
   CheckReport report;
-  const std::vector<int64_t> tokens =
-      SampleTokens(hidden.dim(0), NeedsDynamicTensorScale(layer.scheme().activation) ? hidden.dim(0) : options.max_tokens);
+  const std::vector<int64_t> tokens = SampleTokens(
+      hidden.dim(0), NeedsDynamicTensorScale(layer.scheme().activation) ? hidden.dim(0) : options.max_tokens);
   report.tokens = static_cast<int64_t>(tokens.size());
   report.against = "REFERENCE";
   LayerOptions reference_options;
