@@ -148,6 +148,19 @@ TEST(Tiles, IntegersInGroupsWithInt8Activations_AgreeWithTheScheme) {
   ExpectClose({.scheme = "int4_w4a8:g128", .hidden = 768, .intermediate = 128, .experts = 2}, {9, 40});
 }
 
+/// Of so many steps that sums are finished between the tile instructions of the next pair, not in calls: in
+/// one and two K blocks, added by one thread and put by several.
+TEST(Tiles, Int8OfManySteps_AgreesWithTheScheme) {
+  const LayerSpec spec{.scheme = "int8_w8a8:channel",
+                       .hidden = 1728,
+                       .intermediate = 592,
+                       .experts = 1,
+                       .top_k = 1,
+                       .max_tokens = 50};
+  ExpectClose(spec, {18, 50});
+  ExpectSameBits(spec, MakeBatch(spec, 50, 3), "throughput");
+}
+
 /// Sums of groups of 128 k in pairs and alone at the end of K, of full and half blocks of tokens: by rows,
 /// and (72 columns of up end inside a block of scales) with factors of each weight row. The same bits however
 /// threads divide the tokens.

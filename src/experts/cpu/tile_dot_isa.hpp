@@ -5,6 +5,7 @@
 
 #include "experts/cpu/tile_feed_isa.hpp"
 #include "experts/cpu/tile_group_pass_isa.hpp"
+#include "experts/cpu/tile_spread_isa.hpp"
 #include "experts/cpu/tile_walk_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
@@ -60,12 +61,12 @@ struct TileEngine {
   /// none is left, as small as it can be, since each holds up the tile instructions behind it (docs/
   /// kernels_cpu.md has the figures).
   struct Finish {
-    int64_t token, end;  // tokens of the job that are left, and may be finished
-    int64_t tokens;      // of the job
-    int64_t piece;
-    float* sums;  // of the tile and the row in it that come next
-    int64_t row, rows;
+    FinishWalk left;
+    int64_t tokens;  // of the job
+    int64_t piece;   // of a call
+    bool spread;     // between tile instructions instead
   };
+  static constexpr bool kSpreads = kDirect && kBytes;
 
   const TileGemm& g;
   const Walk walk;
@@ -105,17 +106,11 @@ struct TileEngine {
   }
 
   static FMOE_APART void FinishPiece(TileEngine& e) {
-    Finish& f = e.finish;
-    const int64_t tokens = Min(Min(f.piece, f.end - f.token), f.rows - f.row);
-    float* first = f.sums + f.row * 16;
-    float* second = first + 256;
-    e.g.finish(e.g.finish_context, f.token, tokens, first, second);
-    f.token += tokens;
-    f.row += tokens;
-    if (f.row == f.rows) {
-      f.row = 0;
-      f.sums += 512;
-    }
+    FinishWalk& left = e.finish.left;
+    const int64_t tokens = Min(Min(e.finish.piece, left.end - left.token), left.rows - left.row);
+    float* first = FinishWalk::First(left);
+    e.g.finish(e.g.finish_context, left.token, tokens, first, first + 256);
+    FinishWalk::Next(left, tokens);
   }
 
   /// All sums to their results.
@@ -126,10 +121,10 @@ struct TileEngine {
     }
   }
   void DrainFinish() {
-    if (finish.token < finish.tokens) {
+    if (finish.left.token < finish.tokens) {
       Settle();
-      finish.end = finish.tokens;
-      while (finish.token < finish.end) {
+      finish.left.end = finish.tokens;
+      while (FinishWalk::Left(finish.left)) {
         FinishPiece(*this);
       }
     }
@@ -137,34 +132,39 @@ struct TileEngine {
 
   // ------------------------------------------------------------------------------------- inner loop
 
-  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions.
-  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
-  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const StepTiles& at,
-                        const SumChange& change) {
+  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions, and
+  /// also(place).
+  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, typename Also>
+  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const StepTiles& at, const SumChange& change,
+                        const Also& also) {
     Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
       constexpr int kBegin = decltype(place){} * kParts / kPlaces;
       constexpr int kEnd = (decltype(place){} + 1) * kParts / kPlaces;
       Unroll<kEnd - kBegin>(
           [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kBegin + decltype(i){}>(f, d); });
+      also(place);
       t.Space();
     });
   }
 
   /// What waits for finished sums, after a step.
   FMOE_INLINE void Beside(TileEngine& e) {
-    if (e.finish.token < e.finish.end) {
+    if (FinishWalk::Left(e.finish.left) && !(kSpreads && e.finish.spread)) {
       FinishPiece(e);
     }
   }
 
-  template <int kTokenTiles, int kParts>
+  template <int kTokenTiles, int kParts, typename Spread>
   void RunPass(const TilePass& pass) {
     Steps steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, feeder.ring, feeder.ring_end);
     const SumChange change = pass.change;
     TileFeed f;
     CopyFeed(feeder.feed, f);
     Decoder d = feeder.decoder;
+    Spread spread = Spread::Of(g.finish_context);
+    FinishWalk left;
+    CopyWalk(finish.left, left);
     int64_t step = 0;
     bool changes = pass.changes;
     if constexpr (kParts > 0) {
@@ -172,8 +172,12 @@ struct TileEngine {
       const auto feed_unit = [&](auto first) FMOE_FLAT {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
-          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(tiles, f, d, Steps::Take(steps), change);
-          Beside(*this);
+          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(
+              tiles, f, d, Steps::Take(steps), change,
+              [&](auto place) FMOE_FLAT { Spread::template At<decltype(place){}, kFirst>(spread, left); });
+          if constexpr (Spread::kTokensOfStep == 0) {
+            Beside(*this);
+          }
         });
         Feeder::EndUnit(feeder, f);
         step += kStepsPerFeed;
@@ -188,8 +192,13 @@ struct TileEngine {
       }
     }
     const auto one_step = [&](auto first) FMOE_FLAT {
-      Step<kTokenTiles, 0, 0, decltype(first){} != 0>(tiles, f, d, Steps::Take(steps), change);
-      Beside(*this);
+      constexpr bool kFirst = decltype(first){} != 0;
+      Step<kTokenTiles, 0, 0, kFirst>(tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
+        Spread::template At<decltype(place){}, kFirst>(spread, left);
+      });
+      if constexpr (Spread::kTokensOfStep == 0) {
+        Beside(*this);
+      }
       ++step;
     };
     if (changes) {
@@ -199,23 +208,38 @@ struct TileEngine {
       one_step(Index<0>{});
     }
     CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
+    if constexpr (Spread::kTokensOfStep > 0) {
+      CopyWalk(left, finish.left);
+    }
   }
 
-  template <int kTokenTiles>
+  template <int kTokenTiles, typename Spread = NoSpread>
   void RunPassWith(const TilePass& pass, int64_t least_parts) {
     const int64_t parts =
         Max(feeder.feed.due > 0 ? least_parts : 0, (feeder.feed.due * 16 + pass.steps - 1) / pass.steps);
     if (parts <= 0) {
-      RunPass<kTokenTiles, 0>(pass);
+      RunPass<kTokenTiles, 0, Spread>(pass);
     } else if (parts <= 2) {
-      RunPass<kTokenTiles, 2>(pass);
+      RunPass<kTokenTiles, 2, Spread>(pass);
     } else if (parts <= 4) {
-      RunPass<kTokenTiles, 4>(pass);
+      RunPass<kTokenTiles, 4, Spread>(pass);
     } else if (parts <= 8 || !kBytes) {
-      RunPass<kTokenTiles, 8>(pass);  // the ring frees a unit every two steps
+      RunPass<kTokenTiles, 8, Spread>(pass);  // the ring frees a unit every two steps
     } else if constexpr (kBytes) {
-      RunPass<kTokenTiles, 16>(pass);
+      RunPass<kTokenTiles, 16, Spread>(pass);
     }
+  }
+
+  /// Two tiles of tokens.
+  void RunPassOfTwo(const TilePass& pass, int64_t least_parts) {
+    if constexpr (kSpreads) {
+      if (finish.spread) {
+        WithSpread<kIntegerSums>(
+            g.finish, [&](auto type) { RunPassWith<2, typename decltype(type)::Is>(pass, least_parts); });
+        return;
+      }
+    }
+    RunPassWith<2>(pass, least_parts);
   }
 
   // ---------------------------------------------------------------------------------------- results
@@ -243,7 +267,14 @@ struct TileEngine {
     const int64_t pieces = (piece + g.finish_tokens - 1) / g.finish_tokens;
     // Sums of the last block may still be on their way to the results that they are scaled into.
     const bool waits = kFlush && c.blocks > 1;
-    finish = {0, waits ? 0 : tokens, tokens, Min(pieces * g.finish_tokens, 16), sums, 0, tile_tokens};
+    int64_t of_step = 0;
+    if constexpr (kSpreads) {
+      WithSpread<kIntegerSums>(g.finish, [&](auto type) { of_step = decltype(type)::Is::kTokensOfStep; });
+    }
+    finish = {{0, waits ? 0 : tokens, sums, 0, tile_tokens},
+              tokens,
+              Min(pieces * g.finish_tokens, 16),
+              of_step >= piece};
   }
 
   void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
@@ -310,9 +341,9 @@ struct TileEngine {
       if constexpr (kFlush) {
         two ? Groups::template Run<2>(*this, pass) : Groups::template Run<1>(*this, pass);
       } else {
-        two ? RunPassWith<2>(pass, least_parts) : RunPassWith<1>(pass, least_parts);
+        two ? RunPassOfTwo(pass, least_parts) : RunPassWith<1>(pass, least_parts);
       }
-      finish.end = finish.tokens;
+      finish.left.end = finish.tokens;
       to_decode -= due - feeder.feed.due;
       in_ring += due - feeder.feed.due;
     }

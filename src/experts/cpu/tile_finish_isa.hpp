@@ -54,29 +54,42 @@ void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float
 
 // ------------------------------------------------------------------------------------- to the output
 
-/// TileKernels::add, or put.
+/// TileKernels::add, or put, token by token: what is the same for all of them stands in registers.
 template <TileSums kSums, bool kPut>
-void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
-  const TileAdd* a = (const TileAdd*)context;
-  float* const rows = a->rows;
-  const int64_t stride = a->stride;
-  const bool two = a->stripes == 2;
-  const Reals none = SetReals(0.0F);
-  const Reals scale[2] = {LoadReals(a->scale), LoadReals(a->scale + (two ? 16 : 0))};
-  const Reals bias[2] = {a->bias == nullptr ? none : LoadReals(a->bias),
-                         a->bias == nullptr || !two ? none : LoadReals(a->bias + 16)};
-  const TileSides sides = a->sides;
-  const int32_t* const places = a->places;
-  const float* const weights = a->weights;
-  const SlotEnds* const ends = a->ends;
-  for (int64_t i = 0; i < tokens; ++i) {
-    const int64_t token = first_token + i;
-    float* row = rows + (kPut ? token : places[token]) * stride;
-    const Reals weight = SetReals(kPut ? 1.0F : weights[token]);
-    const bool fresh = !kPut && ends[token].first;
-    const TokenSide<kSums> side = TokenSide<kSums>::Of(sides, token);
+struct RowFinisher {
+  Reals scale[2], bias[2];
+  TileSides sides;
+  float* rows;
+  int64_t stride;
+  const int32_t* places;
+  const float* weights;
+  const SlotEnds* ends;
+  bool two;
+
+  FMOE_INLINE RowFinisher Of(const TileAdd& a) {
+    RowFinisher f;
+    const Reals none = SetReals(0.0F);
+    f.two = a.stripes == 2;
+    f.scale[0] = LoadReals(a.scale);
+    f.scale[1] = LoadReals(a.scale + (f.two ? 16 : 0));
+    f.bias[0] = a.bias == nullptr ? none : LoadReals(a.bias);
+    f.bias[1] = a.bias == nullptr || !f.two ? none : LoadReals(a.bias + 16);
+    f.sides = a.sides;
+    f.rows = a.rows;
+    f.stride = a.stride;
+    f.places = a.places;
+    f.weights = a.weights;
+    f.ends = a.ends;
+    return f;
+  }
+
+  FMOE_INLINE void Token(const RowFinisher& f, int64_t token, const float* first, const float* second) {
+    float* const row = f.rows + (kPut ? token : f.places[token]) * f.stride;
+    const Reals weight = SetReals(kPut ? 1.0F : f.weights[token]);
+    const bool fresh = !kPut && f.ends[token].first;
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(f.sides, token);
     const auto finish = [&](int half, const float* sums) FMOE_FLAT {
-      const Reals x = MultiplyAddReals(SumsOf<kSums>(side, sums + i * 16), scale[half], bias[half]);
+      const Reals x = MultiplyAddReals(SumsOf<kSums>(side, sums), f.scale[half], f.bias[half]);
       float* to = row + half * 16;
       if constexpr (kPut) {
         StoreReals(to, x);
@@ -87,9 +100,18 @@ void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first
       }
     };
     finish(0, first);
-    if (two) {
+    if (f.two) {
       finish(1, second);
     }
+  }
+};
+
+template <TileSums kSums, bool kPut>
+void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  using Finisher = RowFinisher<kSums, kPut>;
+  const Finisher finisher = Finisher::Of(*(const TileAdd*)context);
+  for (int64_t i = 0; i < tokens; ++i) {
+    Finisher::Token(finisher, first_token + i, first + i * 16, second + i * 16);
   }
 }
 
@@ -148,6 +170,10 @@ FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const St
   }
 }
 
+struct SiluValues {
+  Reals gate, up, divisor;
+};
+
 /// The first stage, and what the second one begins with.
 template <TileSums kSums>
 struct Silu {
@@ -158,19 +184,26 @@ struct Silu {
     return {LoadReals(a.gate_scale), LoadReals(a.gate_bias), LoadReals(a.up_scale), LoadReals(a.up_bias),
             a.sides};
   }
+  FMOE_INLINE SiluValues Start(const Silu& s, int64_t token, const float* gates, const float* ups) {
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(s.sides, token);
+    const Reals gate = MultiplyAddReals(SumsOf<kSums>(side, gates), s.gate_scale, s.gate_bias);
+    return {gate, MultiplyAddReals(SumsOf<kSums>(side, ups), s.up_scale, s.up_bias),
+            OnePlusExpOfNegative(gate)};
+  }
+  FMOE_INLINE Reals Value(const SiluValues& v) { return MultiplyReals(DivideReals(v.gate, v.divisor), v.up); }
+
+  /// Of the tokens of a batch.
   FMOE_INLINE void Start(const Silu& s, int64_t token, const float* gates, const float* ups, TileBatch& to) {
     for (int64_t i = 0; i < to.tokens; ++i) {
-      const int64_t at = i * 16;
-      const TokenSide<kSums> side = TokenSide<kSums>::Of(s.sides, token + i);
-      const Reals gate = MultiplyAddReals(SumsOf<kSums>(side, gates + at), s.gate_scale, s.gate_bias);
-      StoreReals(to.gate + at, gate);
-      StoreReals(to.up + at, MultiplyAddReals(SumsOf<kSums>(side, ups + at), s.up_scale, s.up_bias));
-      StoreReals(to.divisor + at, OnePlusExpOfNegative(gate));
+      const SiluValues values = Start(s, token + i, gates + i * 16, ups + i * 16);
+      StoreReals(to.gate + i * 16, values.gate);
+      StoreReals(to.up + i * 16, values.up);
+      StoreReals(to.divisor + i * 16, values.divisor);
     }
   }
   FMOE_INLINE Reals Value(const TileBatch& batch, int64_t i) {
-    const Reals silu = DivideReals(LoadReals(batch.gate + i * 16), LoadReals(batch.divisor + i * 16));
-    return MultiplyReals(silu, LoadReals(batch.up + i * 16));
+    return Value(
+        {LoadReals(batch.gate + i * 16), LoadReals(batch.up + i * 16), LoadReals(batch.divisor + i * 16)});
   }
 };
 

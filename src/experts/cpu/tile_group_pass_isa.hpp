@@ -124,7 +124,7 @@ struct GroupPasses {
     int64_t step = 0;
     const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
       Engine::template Step<kTokenTiles, decltype(first_part){}, decltype(parts){}, decltype(first){} != 0>(
-          e.tiles, f, d, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true});
+          e.tiles, f, d, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [](auto) {});
     };
     const auto four_steps = [&](auto parts, auto place) FMOE_FLAT {
       Unroll<4>([&](auto i) FMOE_FLAT {
