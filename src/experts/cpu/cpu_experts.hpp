@@ -60,6 +60,8 @@ class CpuExperts final : public Experts {
   void PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                   float* row, const TileView& view) const;
   const float* PackedOrder(const GemmShape& shape, const InputTransform& transform, float* row) const;
+  int64_t ScaleIndex(const GemmShape& shape, int64_t g) const;
+  void DecodeScales(const GemmShape& shape, float tensor_scale, const std::byte* stored, float* scales) const;
   void QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform, int64_t slot,
                        float* row, std::byte* buffer, PackCodesArguments& arguments) const;
   /// Where the weights end that a task reads in one piece, and where it reads on; null: nowhere.

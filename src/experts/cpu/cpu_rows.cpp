@@ -11,6 +11,21 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// Codes of a row in the order of packed columns: `columns`[k] of the row, 0 where it is negative; null: as
+/// they are, and zeros behind them. `out` may be `codes` then.
+void PlaceCodes(const int8_t* codes, const int32_t* columns, int64_t count, int64_t width, int8_t* out) {
+  if (columns == nullptr) {
+    if (out != codes) {
+      std::memcpy(out, codes, static_cast<size_t>(count));
+    }
+    std::fill(out + count, out + width, int8_t{0});
+    return;
+  }
+  for (int64_t k = 0; k < width; ++k) {
+    out[k] = columns[k] < 0 ? int8_t{0} : codes[columns[k]];
+  }
+}
+
 /// Work below this many values is not worth waking threads for: 4 K values take some 2 us, and what one
 /// thread packs of rows that others computed waits for their caches.
 constexpr int64_t kSerialValues = 4 << 10;
@@ -106,6 +121,33 @@ void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, const InputTran
   }
 }
 
+/// Which of the scheme's scales of a row counts for group g of a tile's.
+int64_t CpuExperts::ScaleIndex(const GemmShape& shape, int64_t g) const {
+  const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
+  const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
+  return activation_.group.col > 0 ? std::min(last, g * group / activation_.group.col) : 0;
+}
+
+/// One scale for each group of the tile, from what a scheme stores.
+void CpuExperts::DecodeScales(const GemmShape& shape, float tensor_scale, const std::byte* stored,
+                              float* scales) const {
+  const float halved = shape.tile == kTileA4 ? 0.5F : 1.0F;
+  const int64_t groups = shape.padded_cols / ActivationGroup(plan_.kernel, shape.tile);
+  for (int64_t g = 0; g < groups; ++g) {
+    float scale = tensor_scale;
+    if (!IsPerTensor(activation_)) {
+      const int64_t index = ScaleIndex(shape, g);
+      if (activation_.scale_dtype == DType::kF32) {
+        std::memcpy(&scale, stored + index * 4, 4);
+      } else {
+        scale = DecodeCode(activation_.scale_dtype, LoadCode(activation_.scale_dtype, stored, index)) *
+                (IsTwoLevel(activation_) ? tensor_scale : 1.0F);
+      }
+    }
+    scales[g] = scale * halved;
+  }
+}
+
 /// Fills the code, scale and unit fields of `arguments` from a row. `buffer` holds 4 * `width` bytes.
 void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const InputTransform& transform,
                                  int64_t slot, float* row, std::byte* buffer,
@@ -114,75 +156,43 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   const bool coded = run.coded && &shape == &plan_.gate_up;
   auto* codes = reinterpret_cast<int8_t*>(buffer);
   auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
-  const std::byte* stored = buffer + width;
-  const std::byte* stored_scales = buffer + 3 * width;
   const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
   const float tensor_scale = TensorScale(run, transform);
   arguments.units = width / kPanelUnit;
   arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
   arguments.codes = codes;
   arguments.scales = scales;
+  if (!coded && CanRoundRows(activation_)) {
+    int8_t* rounded = transform.columns == nullptr ? codes : reinterpret_cast<int8_t*>(buffer + width);
+    QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, rounded, scales);
+    PlaceCodes(rounded, transform.columns, shape.cols, width, codes);
+    // From the back: none is read after it changed. Where groups are the same, padding takes the last scale.
+    const int64_t own =
+        activation_.group.col == group ? std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) : 0;
+    for (int64_t g = width / group; g-- > own;) {
+      scales[g] = scales[ScaleIndex(shape, g)];
+    }
+    return;
+  }
+  const std::byte* stored = buffer + width;
+  const std::byte* stored_scales = buffer + 3 * width;
   if (coded) {
     stored = run.rows + run.slot_rows[slot] * run.row_bytes;
     stored_scales = run.row_scales + run.slot_rows[slot] * run.row_scale_bytes;
-  } else if (CanRoundRows(activation_)) {
-    int8_t* rounded = transform.columns == nullptr ? codes : reinterpret_cast<int8_t*>(buffer + width);
-    QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, rounded, scales);
-    for (int64_t k = 0; transform.columns != nullptr && k < width; ++k) {
-      codes[k] = transform.columns[k] < 0 ? int8_t{0} : rounded[transform.columns[k]];
-    }
-    if (transform.columns == nullptr) {
-      std::fill(codes + shape.cols, codes + width, int8_t{0});
-    }
-    // From scales of the scheme's groups to those of the tile's, from the back: none is read after it
-    // changed. Where these are the same, padding takes the last one.
-    const int64_t stored_count = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1);
-    if (activation_.group.col == group) {
-      std::fill(scales + stored_count, scales + width / group, scales[stored_count - 1]);
-      return;
-    }
-    for (int64_t g = width / group; g-- > 0;) {
-      scales[g] =
-          scales[activation_.group.col > 0 ? std::min(stored_count - 1, g * group / activation_.group.col)
-                                           : 0];
-    }
-    return;
   } else {
     QuantizeRow(activation_, tensor_scale, row, shape.cols, buffer + width, buffer + 3 * width);
   }
-  const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
   if (shape.tile == kTileA4) {
     static constexpr int8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    const auto* bytes = reinterpret_cast<const uint8_t*>(stored);
     for (int64_t k = 0; k < shape.cols; ++k) {
       codes[k] = kDoubled[k % 2 == 0 ? bytes[k / 2] & 15 : bytes[k / 2] >> 4];
     }
-  } else if (transform.columns != nullptr) {
-    for (int64_t k = 0; k < width; ++k) {
-      codes[k] = transform.columns[k] < 0 ? int8_t{0} : static_cast<int8_t>(bytes[transform.columns[k]]);
-    }
+    std::fill(codes + shape.cols, codes + width, int8_t{0});  // such weights are never reordered
   } else {
-    std::memcpy(codes, bytes, static_cast<size_t>(shape.cols));
+    PlaceCodes(reinterpret_cast<const int8_t*>(stored), transform.columns, shape.cols, width, codes);
   }
-  if (transform.columns == nullptr) {
-    std::fill(codes + shape.cols, codes + width, int8_t{0});
-  }
-  const float halved = shape.tile == kTileA4 ? 0.5F : 1.0F;
-  const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
-  for (int64_t g = 0; g < width / group; ++g) {
-    float scale = tensor_scale;
-    if (!IsPerTensor(activation_)) {
-      const int64_t index = activation_.group.col > 0 ? std::min(last, g * group / activation_.group.col) : 0;
-      const uint32_t code = activation_.scale_dtype == DType::kF32
-                                ? 0
-                                : LoadCode(activation_.scale_dtype, stored_scales, index);
-      if (activation_.scale_dtype == DType::kF32) {
-        std::memcpy(&scale, stored_scales + index * 4, 4);
-      } else {
-        scale = DecodeCode(activation_.scale_dtype, code) * (IsTwoLevel(activation_) ? tensor_scale : 1.0F);
-      }
-    }
-    scales[g] = scale * halved;
-  }
+  DecodeScales(shape, tensor_scale, stored_scales, scales);
 }
 
 /// A row as codes that a 16-bit tile holds exactly, with the scales beside them.
