@@ -67,6 +67,7 @@ Prepared Prepare(const Options& options, const std::string& scheme, int64_t toke
   prepared.problem.scheme = layer.source.scheme;
   prepared.problem.isa = options.isa;
   prepared.problem.mode = options.mode;
+  prepared.problem.weights_have_zero_points = !expert->gate.zero_point.empty();
   prepared.problem.activation = options.a8 ? ActivationMode::kA8 : ActivationMode::kAsCheckpoint;
   const auto verdicts = kCpuFusedBackend.supports(prepared.problem, HostMachine());
   for (const Verdict& verdict : verdicts) {
@@ -82,6 +83,10 @@ Prepared Prepare(const Options& options, const std::string& scheme, int64_t toke
   const double begin = Seconds();
   auto weights = kCpuFusedBackend.prepare(prepared.problem, HostMachine(), source, pool->executor());
   const double seconds = Seconds() - begin;
+  if (!weights.ok()) {
+    std::fprintf(stderr, "%s: %s\n", scheme.c_str(), weights.status().ToString().c_str());
+    return prepared;
+  }
   prepared.weights = std::make_shared<const PreparedWeights>(*std::move(weights));
   const double bytes = static_cast<double>(prepared.weights->total_bytes());
   std::printf("%-22s packed %.0f MB at %.2f GB/s with 2 threads\n", scheme.c_str(), bytes / 1e6,
