@@ -103,13 +103,17 @@ void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& 
         rows.group_scale = group_scale.get();
         rows.amax_bits = amax.get();
         rows.stream = stream;
-        Check(LaunchOperandRows(rows));
-        call.hidden = {operand.get(),
-                       operand_cols,
-                       operand_cols,
-                       false,
-                       HasRowScale(activation) ? row_scale.get() : nullptr,
-                       HasGroupScale(activation) ? group_scale.get() : nullptr};
+        if (QuantizesTokens(shape, plan, activation, rows.source)) {
+          call.tokens = rows.source;
+        } else {
+          Check(LaunchOperandRows(rows));
+          call.hidden = {operand.get(),
+                         operand_cols,
+                         operand_cols,
+                         false,
+                         HasRowScale(activation) ? row_scale.get() : nullptr,
+                         HasGroupScale(activation) ? group_scale.get() : nullptr};
+        }
       }
       Check(LaunchPrefill(shape, weights[static_cast<size_t>(i % options.copies)], call, plan,
                           activation.quantized() ? &mid : nullptr));

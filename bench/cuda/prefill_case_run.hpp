@@ -35,6 +35,7 @@ class PrefillCaseRun {
   bool Plan();
   bool MakeOperand();
   void RunTwice();
+  void Forward(std::vector<uint8_t>& result);
 
   // ---- prefill_definition.cu
   void DecodeInputs();
@@ -83,6 +84,7 @@ class PrefillCaseRun {
   DeviceArray<float> row_scale_, group_scale_;
   DeviceArray<uint32_t> amax_;
   ExpertsCall call_;
+  ActivationRows source_;  ///< what the operand rows were made of
 
   std::vector<uint8_t> y_;
   std::vector<float> inputs_;  ///< decoded

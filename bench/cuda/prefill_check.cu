@@ -275,6 +275,7 @@ bool PrefillCaseRun::MakeOperand() {
     rows.rows_per_expert = c_.batched ? c_.tokens : 0;
     rows.source.tensor_scale = static_scale_ ? d_input_scale_.get() : nullptr;
     rows.source.row_weight = c_.weight_on_input ? d_weights_.get() : nullptr;
+    source_ = rows.source;
     rows.values = operand_.get();
     rows.row_scale = row_scale_.get();
     rows.group_scale = group_scale_.get();
@@ -293,7 +294,21 @@ bool PrefillCaseRun::MakeOperand() {
   return true;
 }
 
-/// On poisoned scratch and outputs; both runs must have the same bits.
+/// On poisoned scratch and outputs.
+void PrefillCaseRun::Forward(std::vector<uint8_t>& result) {
+  DeviceArray<uint8_t> d_y(num_tokens_ * c_.hidden * out_bytes_);
+  DeviceArray<std::byte> scratch(plan_.scratch_bytes);
+  scratch.Poison();
+  d_y.Poison();
+  call_.output = d_y.get();
+  call_.scratch = scratch.get();
+  MidOperand mid{activation_, static_scale_ ? d_mid_scale_.get() : nullptr, nullptr};
+  Check(LaunchPrefill(shape_, device_, call_, plan_, activation_.quantized() ? &mid : nullptr));
+  Check(cudaDeviceSynchronize(), "prefill");
+  result = d_y.Host();
+}
+
+/// All runs must have the same bits, also one that quantizes tokens on their way.
 void PrefillCaseRun::RunTwice() {
   call_.topk_ids = d_ids_.get();
   call_.topk_weights = d_weights_.get();
@@ -301,22 +316,20 @@ void PrefillCaseRun::RunTwice() {
   call_.router_weight_on_input = c_.weight_on_input;
   call_.expert_num_tokens = c_.batched ? d_counts_.get() : nullptr;
   call_.rows_per_expert = c_.batched ? c_.tokens : 0;
-  DeviceArray<uint8_t> d_y(num_tokens_ * c_.hidden * out_bytes_);
-  call_.output = d_y.get();
   call_.output_dtype = c_.out;
-  DeviceArray<std::byte> scratch(plan_.scratch_bytes);
-  call_.scratch = scratch.get();
-  MidOperand mid{activation_, static_scale_ ? d_mid_scale_.get() : nullptr, nullptr};
   std::vector<uint8_t> again;
-  for (std::vector<uint8_t>* result : {&y_, &again}) {
-    scratch.Poison();
-    d_y.Poison();
-    Check(LaunchPrefill(shape_, device_, call_, plan_, activation_.quantized() ? &mid : nullptr));
-    Check(cudaDeviceSynchronize(), "prefill");
-    *result = d_y.Host();
-  }
+  Forward(y_);
+  Forward(again);
   if (y_ != again) {
     Fail("another run has other bits");
+  }
+  if (!by_route_ && !plain_ && MayQuantizeTokens(shape_, plan_, activation_, source_)) {
+    call_.hidden = {};
+    call_.tokens = source_;
+    Forward(again);
+    if (y_ != again) {
+      Fail("tokens quantized on their way give other bits");
+    }
   }
 }
 

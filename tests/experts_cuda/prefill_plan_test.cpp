@@ -95,6 +95,37 @@ TEST(PrefillPlan, IntegerCodes_WaitForRowScalesAndStayWithin32BitSums) {
   EXPECT_FALSE(PlanPrefill(shape, 4096, MidKind::kQuantized, {}).codes);
 }
 
+TEST(PrefillPlan, Tokens_AreQuantizedOnTheirWayInLargeCallsThatMultiplyCodes) {
+  const auto quantizes = [](const char* scheme, FragmentFormat format, int64_t tokens,
+                            const ActivationRows& rows) {
+    LayerShape shape = Shape(format, 2048, 768, 128, 8);
+    const ActivationFormat activation = ParseScheme(scheme)->activation;
+    shape.code_tokens = IsCodeOperand(format, activation);
+    const PrefillPlan plan = PlanPrefill(shape, tokens, MidKindOf(activation), {});
+    return QuantizesTokens(shape, plan, activation, rows);
+  };
+  ActivationRows rows;
+  rows.row_stride = rows.cols = 2048;
+  EXPECT_TRUE(quantizes("fp8_w8a8:channel", FragmentFormat::kFp8, 4096, rows));
+  EXPECT_TRUE(quantizes("fp8_w8a8:tensor_static", FragmentFormat::kFp8, 4096, rows));
+  EXPECT_TRUE(quantizes("fp8_w8a8:block128", FragmentFormat::kFp8Block, 4096, rows));
+  EXPECT_TRUE(quantizes("int8_w8a8:channel", FragmentFormat::kInt8, 4096, rows));
+  EXPECT_FALSE(quantizes("fp8_w8a8:channel", FragmentFormat::kFp8, 512, rows)) << "two launches are faster";
+  EXPECT_FALSE(quantizes("fp8_w8a8:tensor", FragmentFormat::kFp8, 4096, rows)) << "one scale over the call";
+  EXPECT_FALSE(quantizes("mxfp8_w8a8", FragmentFormat::kMxfp8, 4096, rows)) << "values";
+  const float factor = 1;
+  const int32_t column = 0;
+  ActivationRows other = rows;
+  other.smoothing = &factor;
+  EXPECT_FALSE(quantizes("fp8_w8a8:channel", FragmentFormat::kFp8, 4096, other));
+  other = rows;
+  other.order = &column;
+  EXPECT_FALSE(quantizes("fp8_w8a8:channel", FragmentFormat::kFp8, 4096, other));
+  other = rows;
+  other.row_stride = 2052;
+  EXPECT_FALSE(quantizes("fp8_w8a8:channel", FragmentFormat::kFp8, 4096, other)) << "rows on 8 bytes";
+}
+
 TEST(PrefillPlan, Values_AreQuantizedInTheTileUnlessTheirScalesActOnSums) {
   LayerShape shape = Shape(FragmentFormat::kNvfp4, 320, 192, 8, 2);
   const PrefillPlan in_tile = PlanPrefill(shape, 4096, MidKind::kQuantizedInTile, {});

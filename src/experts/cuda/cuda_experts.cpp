@@ -82,6 +82,10 @@ Status CudaExperts::MakeOperand(const ExpertsInput& input, ExpertsCall& call, co
     return Status::Ok();
   }
   const bool by_route = weights_.input_by_expert && !shape.batched;
+  if (!by_route && QuantizesTokens(shape, prefill, plan_.activation, rows.source)) {
+    call.tokens = rows.source;
+    return Status::Ok();
+  }
   rows.padded_cols = prefill.codes ? prefill.hidden_cols : shape.hidden_cols();
   rows.num_rows = call.num_tokens * (by_route ? shape.top_k : 1);
   rows.rows_per_token = by_route ? shape.top_k : 1;

@@ -105,6 +105,11 @@ struct ActivationRows {
   }
 };
 
+/// Rows of 16-bit values in their own order, of which a lane can load four at once.
+inline bool ComeInFours(const ActivationRows& rows) {
+  return rows.order == nullptr && rows.dtype != DType::kF32 && rows.aligned() && rows.cols % 4 == 0;
+}
+
 /// The element of token operands: BF16, F16 where weights are, or `codes` of the weights' kind.
 constexpr DType OperandElement(FragmentFormat format, bool codes) {
   if (codes) {
@@ -117,6 +122,9 @@ constexpr DType OperandElement(FragmentFormat format, bool codes) {
 struct ExpertsCall {
   int64_t num_tokens = 0;  ///< M; batched: num_local_experts * rows_per_expert
   TokenRows hidden;
+  /// Instead of `hidden`, without values: rows that prefill quantizes on their way to its first GEMM
+  /// (MayQuantizeTokens).
+  ActivationRows tokens;
   const int32_t* topk_ids = nullptr;    ///< [M][top_k] global ids; below 0 or beyond the range: skipped
   const float* topk_weights = nullptr;  ///< [M][top_k]
   const int32_t* expert_map = nullptr;  ///< [num_experts] global -> local or -1; null: ids are local
@@ -230,6 +238,13 @@ struct PrefillPlan {
 
 /// `num_tokens` as for PlanDecode.
 PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits);
+
+/// Whether LaunchPrefill can quantize such rows itself (ExpertsCall.tokens): where it multiplies codes, and
+/// no scale or order of theirs depends on the expert; and whether that is faster than rows made before.
+bool MayQuantizeTokens(const LayerShape& shape, const PrefillPlan& plan, const ActivationFormat& format,
+                       const ActivationRows& rows);
+bool QuantizesTokens(const LayerShape& shape, const PrefillPlan& plan, const ActivationFormat& format,
+                     const ActivationRows& rows);
 
 /// How the input of the second GEMM is quantized.
 struct MidOperand {

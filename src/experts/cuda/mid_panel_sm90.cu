@@ -9,6 +9,7 @@ namespace fusedmoe::cuda {
 namespace {
 
 struct MidRows : QuantizedRows {
+  static constexpr bool kManyTargets = false;
   static constexpr bool kWaitFirst = true;  // the GEMM behind reads the map before it waits
   MidPanelParams mid;
   bool is_swish = false;
@@ -69,7 +70,10 @@ struct MidRows : QuantizedRows {
     if (IsCode(mid.element)) {
       uint32_t words[4];
       PackCodes(v, mid.element, words);
-      sink.StoreCodes(place.row, k, padded_cols, words, mid.element == DType::kI8);
+      PanelSink::ArrangeCodes(words, mid.element == DType::kI8);
+      if (k < padded_cols) {
+        sink.StoreCodes(place.row, k, words);
+      }
       return;
     }
     // Without room for scales of groups they are folded into BF16: one rounding.
@@ -81,7 +85,10 @@ struct MidRows : QuantizedRows {
     }
     uint32_t words[8];
     PackLane(folded, mid.element, words);
-    sink.Store(place.row, k, padded_cols, words);
+    PanelSink::Arrange(words);
+    if (k < padded_cols) {
+      sink.Store(place.row, k, words);
+    }
   }
 
   // ---- activated rows (code_rows_sm90.cuh): four columns lie in two row blocks
@@ -116,18 +123,15 @@ struct MidRows : QuantizedRows {
     }
     RoundFirst(quantizer, v);
   }
-  /// TokenByte: where the lane's word stands among the 32 of a row's slab, and the codes in it.
-  __device__ __forceinline__ uint32_t* To(const RowPlace& place, int lane) const {
-    const int high = lane >> 4, quarter = lane >> 2 & 3, step = lane & 3;
-    const bool integers = mid.element == DType::kI8;
-    const int piece = (high * 4 + (integers ? step : quarter)) ^ (static_cast<int>(place.row) & 7);
-    return reinterpret_cast<uint32_t*>(mid.panel) + place.row * 32 + piece * 4 + (integers ? quarter : step);
+  __device__ __forceinline__ uint32_t* To(int64_t row, int lane) const {
+    const PanelSink sink{reinterpret_cast<uint4*>(mid.panel), mid.panel_rows};
+    return sink.CodesAt(row, lane, mid.element == DType::kI8);
   }
   __device__ __forceinline__ int64_t slab_words() const {
     return mid.panel_rows * 32;
   }
   __device__ __forceinline__ static uint32_t Arranged(uint32_t codes) {
-    return __byte_perm(codes, 0, 0x3120);
+    return PanelSink::ArrangedCodes(codes);
   }
 };
 

@@ -104,6 +104,16 @@ bool QuantizesInTile(const ActivationFormat& format) {
          *format.element != DType::kI8 && !format.rule.ties_toward_zero;
 }
 
+bool IsCodeRowQuantizer(const DeviceQuantizer& q) {
+  const bool by_row = q.kind == Kind::kPerRow, stored = q.kind == Kind::kPerTensor && !q.dynamic_tensor_scale;
+  if (q.element == DType::kI8) {
+    return (by_row || stored) && q.rule.int_rounding == IntRounding::kHalfEven &&
+           !q.rule.multiply_by_divisor_over_amax;
+  }
+  return q.element == DType::kF8E4M3 &&
+         (by_row || stored || (q.kind == Kind::kRealGroup && q.group == kFragmentByteSlab));
+}
+
 bool ScalesActOnSums(const ActivationFormat& format) {
   const Kind kind = KindOf(format);
   return kind == Kind::kPerTensor || kind == Kind::kPerRow ||

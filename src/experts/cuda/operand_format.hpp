@@ -55,6 +55,11 @@ Status CheckOperandFormat(const ActivationFormat& format);
 /// The format must have passed CheckOperandFormat.
 DeviceQuantizer MakeDeviceQuantizer(const ActivationFormat& format);
 
+/// The longest row that code_rows_sm90.cuh takes.
+inline constexpr int64_t kMostCodeCols = int64_t{1} << 14;
+/// Whether code_rows_sm90.cuh gives the codes of that quantizer.
+bool IsCodeRowQuantizer(const DeviceQuantizer& quantizer);
+
 /// True when tiles of the first GEMM can quantize their outputs themselves, whatever is multiplied: scales at
 /// hand (stored, or of groups of up to 64), elements that RoundToGrid rounds to.
 bool QuantizesInTile(const ActivationFormat& format);

@@ -237,41 +237,50 @@ __device__ inline void TransposeQuad(uint32_t& w0, uint32_t& w1, uint32_t& w2, u
 }
 
 /// Panels: [slab of 64 k, or 128 of codes][row][8 pieces of 16 bytes], piece c at c ^ (row & 7), see
-/// prefill_gemm_sm90.cuh. All lanes of a warp call Store together; `row` below 0: nothing is stored.
+/// prefill_gemm_sm90.cuh. A row that goes to several places is arranged once, by all lanes of a warp
+/// together.
 struct PanelSink {
   uint4* panel;
   int64_t rows;
-  __device__ void Store(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[8]) const {
+
+  __device__ __forceinline__ static void Arrange(uint32_t (&words)[8]) {
     const int q = static_cast<int>(threadIdx.x) & 3;
-    uint32_t w[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      w[i] = words[i];
-    }
-    TransposeQuad(w[0], w[1], w[2], w[3], q);
-    TransposeQuad(w[4], w[5], w[6], w[7], q);
-    if (row >= 0 && k < padded_cols) {
-      uint4* out = panel + ((k >> 6) * rows + row) * 8;
-      out[q ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);
-      out[(q + 4) ^ (row & 7)] = make_uint4(w[4], w[5], w[6], w[7]);
-    }
+    TransposeQuad(words[0], words[1], words[2], words[3], q);
+    TransposeQuad(words[4], words[5], words[6], words[7], q);
   }
-  /// Codes in order, TokenByte in the panel. `padded_cols`: a multiple of 128.
-  __device__ void StoreCodes(int64_t row, int64_t k, int64_t padded_cols, const uint32_t (&words)[4],
-                             bool integers) const {
+  __device__ __forceinline__ void Store(int64_t row, int64_t k, const uint32_t (&words)[8]) const {
     const int q = static_cast<int>(threadIdx.x) & 3;
-    uint32_t w[4];
+    uint4* out = panel + ((k >> 6) * rows + row) * 8;
+    out[q ^ (row & 7)] = make_uint4(words[0], words[1], words[2], words[3]);
+    out[(q + 4) ^ (row & 7)] = make_uint4(words[4], words[5], words[6], words[7]);
+  }
+  /// Codes in order, TokenByte in the panel.
+  __device__ __forceinline__ static void ArrangeCodes(uint32_t (&words)[4], bool integers) {
+    const int q = static_cast<int>(threadIdx.x) & 3;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      w[i] = __byte_perm(words[i], 0, 0x3120);
+    for (uint32_t& word : words) {
+      word = __byte_perm(word, 0, 0x3120);
     }
     if (integers) {
-      TransposeQuad(w[0], w[1], w[2], w[3], q);
+      TransposeQuad(words[0], words[1], words[2], words[3], q);
     }
-    if (row >= 0 && k < padded_cols) {
-      uint4* out = panel + ((k >> 7) * rows + row) * 8;
-      out[(static_cast<int>(k >> 6 & 1) * 4 + q) ^ (row & 7)] = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+  }
+  __device__ __forceinline__ void StoreCodes(int64_t row, int64_t k, const uint32_t (&words)[4]) const {
+    const int q = static_cast<int>(threadIdx.x) & 3;
+    uint4* out = panel + ((k >> 7) * rows + row) * 8;
+    out[(static_cast<int>(k >> 6 & 1) * 4 + q) ^ (row & 7)] =
+        make_uint4(words[0], words[1], words[2], words[3]);
+  }
+
+  // ---- four codes a lane, lane l those of k = 4 l .. + 3 of a slab of 128 (code_rows_sm90.cuh)
+  __device__ __forceinline__ static uint32_t ArrangedCodes(uint32_t codes) {
+    return __byte_perm(codes, 0, 0x3120);
+  }
+  /// The lane's word in the first slab; the next slab's is rows * 32 further.
+  __device__ __forceinline__ uint32_t* CodesAt(int64_t row, int lane, bool integers) const {
+    const int high = lane >> 4, quarter = lane >> 2 & 3, step = lane & 3;
+    const int piece = (high * 4 + (integers ? step : quarter)) ^ (static_cast<int>(row) & 7);
+    return reinterpret_cast<uint32_t*>(panel) + row * 32 + piece * 4 + (integers ? quarter : step);
   }
 };
 

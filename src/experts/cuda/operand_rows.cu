@@ -10,6 +10,7 @@ namespace fusedmoe::cuda {
 namespace {
 
 struct TokenOperands : QuantizedRows {
+  static constexpr bool kManyTargets = false;
   static constexpr bool kWaitFirst = false;
   OperandRowsCall call;
   bool has_group_scale = false;
@@ -87,8 +88,8 @@ struct TokenOperands : QuantizedRows {
     WeighLane(call.source, place.row / call.rows_per_token, place.expert, k, v);
     RoundFirst(quantizer, v);
   }
-  __device__ __forceinline__ uint32_t* To(const RowPlace& place, int lane) const {
-    return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.values) + place.row * padded_cols) + lane;
+  __device__ __forceinline__ uint32_t* To(int64_t row, int lane) const {
+    return reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(call.values) + row * padded_cols) + lane;
   }
   __device__ __forceinline__ static int slab_words() { return 32; }
   __device__ __forceinline__ static uint32_t Arranged(uint32_t codes) { return codes; }
@@ -120,9 +121,7 @@ Status LaunchOperandRows(const OperandRowsCall& call) {
     FMOE_RETURN_IF_ERROR(
         ToStatus(cudaMemsetAsync(call.amax_bits, 0, sizeof(uint32_t), stream), "amax of the operand"));
   }
-  const bool fours = call.source.order == nullptr && call.source.dtype != DType::kF32 &&
-                     call.source.aligned() && call.source.cols % 4 == 0;
-  return LaunchRows("operand rows", rows, IsCode(call.element) && fours, stream);
+  return LaunchRows("operand rows", rows, IsCode(call.element) && ComeInFours(call.source), stream);
 }
 
 }  // namespace fusedmoe::cuda

@@ -17,7 +17,7 @@
 namespace fusedmoe::cuda {
 
 /// Routes of one CTA of the map.
-inline constexpr int64_t kRouteChunk = 4096;
+inline constexpr int64_t kRouteChunk = 1024;
 
 /// Where every route went. A route is a token and one of its choices, or, batched, a row of the expert slabs.
 struct RouteMap {
@@ -60,6 +60,22 @@ struct GatherParams {
       nullptr;  ///< [padded_cols / 128][panel_rows]: their group_scale; null: folded into BF16
 };
 Status LaunchGather(const GatherParams& params, void* stream);
+
+/// The same from rows as the layer has them, quantized on the way.
+struct QuantizedGatherParams {
+  ActivationRows source;
+  DeviceQuantizer quantizer;  ///< IsCodeRowQuantizer
+  const int32_t* panel_row = nullptr;
+  const int32_t* expert_of = nullptr;
+  int64_t num_tokens = 0;
+  int64_t top_k = 1;
+  int64_t padded_cols = 0;
+  int64_t panel_rows = 0;
+  uint8_t* panel = nullptr;            ///< of codes
+  float* panel_scale = nullptr;        ///< [panel_rows], where the format has scales of rows
+  float* panel_group_scale = nullptr;  ///< [padded_cols / 128][panel_rows], where it has scales of groups
+};
+Status LaunchQuantizedGather(const QuantizedGatherParams& params, void* stream);
 
 /// The gated activations that the first GEMM applies itself, as one formula:
 /// min(g / (1 + 2^(slope g)), swish_limit) * (clamp(u) + beta), g = min(gate, gate_limit).

@@ -89,13 +89,14 @@ class Pass {
         tile_(plan.tile_tokens == 64 ? kernels_.small : kernels_.large),
         quantizer_(mid == nullptr ? DeviceQuantizer{} : MakeDeviceQuantizer(mid->format)) {
     const bool promotes = plan.codes || (PromotesGroups(shape.format) && !plan.fused_mid);
-    if (promotes && call.hidden.group_scale != nullptr) {
+    const bool quantizes = call.tokens.values != nullptr;
+    if (promotes && (quantizes ? HasGroupScale(mid->format) : call.hidden.group_scale != nullptr)) {
       panel_group_scale_ = scratch_.panel_group_scale;
     }
     if (promotes && (plan.codes || plan.rows_f32) && mid != nullptr && HasGroupScale(mid->format)) {
       mid_group_scale_ = scratch_.mid_group_scale;
     }
-    if (call.hidden.row_scale != nullptr) {
+    if (quantizes ? HasRowScale(mid->format) : call.hidden.row_scale != nullptr) {
       panel_scale_ = scratch_.panel_scale;
     }
   }
@@ -143,7 +144,30 @@ class Pass {
     return LaunchRouteMap(map, stream_);
   }
 
+  Status QuantizedGather() const {
+    QuantizedGatherParams gather;
+    gather.source = call_.tokens;
+    gather.source.values =
+        static_cast<const std::byte*>(call_.tokens.values) + first_ * call_.tokens.row_stride * 2;
+    gather.source.row_weight =
+        call_.tokens.row_weight == nullptr ? nullptr : call_.tokens.row_weight + first_;
+    gather.quantizer = quantizer_;
+    gather.panel_row = scratch_.map.panel_row;
+    gather.expert_of = scratch_.map.expert_of;
+    gather.num_tokens = count_;
+    gather.top_k = top_k_;
+    gather.padded_cols = plan_.hidden_cols;
+    gather.panel_rows = plan_.panel_rows;
+    gather.panel = scratch_.panel;
+    gather.panel_scale = panel_scale_;
+    gather.panel_group_scale = panel_group_scale_;
+    return LaunchQuantizedGather(gather, stream_);
+  }
+
   Status Gather() const {
+    if (call_.tokens.values != nullptr) {
+      return QuantizedGather();
+    }
     const auto& hidden = call_.hidden;
     const int64_t first_row = hidden.by_route ? first_ * top_k_ : first_;
     GatherParams gather;
@@ -294,6 +318,10 @@ Status LaunchPrefill(const LayerShape& shape, const DeviceWeights& weights, cons
                      const PrefillPlan& plan, const MidOperand* mid) {
   if (!plan.fits) {
     return Status::Unsupported("prefill: " + plan.why_not);
+  }
+  if (call.tokens.values != nullptr &&
+      (mid == nullptr || !MayQuantizeTokens(shape, plan, mid->format, call.tokens))) {
+    return Status::Usage("prefill does not quantize such tokens itself");
   }
   for (int64_t first = 0; first < call.num_tokens; first += plan.chunk_tokens) {
     const int64_t count = std::min(plan.chunk_tokens, call.num_tokens - first);

@@ -156,4 +156,18 @@ PrefillPlan PlanPrefill(const LayerShape& shape, int64_t num_tokens, MidKind mid
   return plan;
 }
 
+bool MayQuantizeTokens(const LayerShape& shape, const PrefillPlan& plan, const ActivationFormat& format,
+                       const ActivationRows& rows) {
+  return plan.codes && !shape.batched && format.quantized() &&
+         IsCodeRowQuantizer(MakeDeviceQuantizer(format)) && rows.smoothing == nullptr && ComeInFours(rows) &&
+         plan.hidden_cols <= kMostCodeCols;
+}
+
+bool QuantizesTokens(const LayerShape& shape, const PrefillPlan& plan, const ActivationFormat& format,
+                     const ActivationRows& rows) {
+  // Fewer tokens do not fill the card with rows that a warp or two hold: 2 to 7 us longer than two launches.
+  constexpr int64_t kFewestTokens = 2048;
+  return plan.chunk_tokens >= kFewestTokens && MayQuantizeTokens(shape, plan, format, rows);
+}
+
 }  // namespace fusedmoe::cuda

@@ -23,6 +23,11 @@ namespace fusedmoe::cuda {
 inline constexpr int kRowThreads = 256;
 inline constexpr int kRowWarps = kRowThreads / kWarpSize;
 
+struct RowPlace {
+  int64_t row = 0;  ///< where the result goes
+  int expert = 0;
+};
+
 /// What all rows have.
 struct QuantizedRows {
   DeviceQuantizer quantizer;
@@ -31,6 +36,7 @@ struct QuantizedRows {
   const float* tensor_scale = nullptr;  ///< [E] static scales; null: 1
   uint32_t* amax_bits = nullptr;        ///< dynamic tensor scales
   float* row_scale = nullptr;           ///< where the format has one a row
+  using Place = RowPlace;
 
   FMOE_HOST_DEVICE uint32_t parts() const {
     return static_cast<uint32_t>((padded_cols + kPartValues - 1) / kPartValues);
@@ -41,11 +47,6 @@ struct QuantizedRows {
     }
     return tensor_scale != nullptr ? __ldg(tensor_scale + expert) : 1.0F;
   }
-};
-
-struct RowPlace {
-  int64_t row = 0;  ///< where the result goes
-  int expert = 0;
 };
 
 template <typename Rows>

@@ -9,9 +9,10 @@
 //
 //   by expert   one launch, one CTA an expert, which reads all ids twice: shortest while there are few
 //               experts x routes
-//   by chunk    a CTA counts kRouteChunk routes; a second launch sums the chunks and places. 512 experts of
-//               16384 tokens read 1 MB so, not 500 MB. (In use for all sizes, it cost 20 us more at 64 and
-//               512 tokens.)
+//   by chunk    a CTA counts kRouteChunk routes, a thread a route; a second launch sums the chunks and
+//               places. 512 experts of 16384 tokens read 1 MB so, not 500 MB. (In use for all sizes, it cost
+//               20 us more at 64 and 512 tokens. With chunks of 4096 the two took 21 us of 8192 to 131072
+//               routes, not 11 to 14.)
 #include "experts/cuda/host_launch.cuh"
 #include "experts/cuda/prefill.hpp"
 #include "experts/cuda/ptx.cuh"
@@ -24,8 +25,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kByExpertThreads = 512;
 /// Experts x routes up to which the map is made by expert.
 constexpr int64_t kByExpertReads = int64_t{1} << 20;
-constexpr int kRoutesPerWarp = static_cast<int>(kRouteChunk) / kWarps;
-static_assert(kRouteChunk % kThreads == 0, "every warp takes whole rounds of 32 routes");
+static_assert(kRouteChunk == kThreads, "a thread a route");
 constexpr int kExpertLimit = static_cast<int>(kMaxExperts);
 
 __device__ __forceinline__ int LocalExpert(const RouteMapParams& p, int64_t route) {
@@ -40,25 +40,21 @@ __device__ __forceinline__ int LocalExpert(const RouteMapParams& p, int64_t rout
   return id >= 0 && id < p.num_local_experts ? id : -1;
 }
 
-/// Counts of a chunk, one histogram a warp in shared memory: [kWarps][num_local_experts] 16-bit.
-__device__ void CountChunk(const RouteMapParams& p, uint16_t* histogram, int64_t begin, int64_t end) {
+/// Counts of a chunk, one histogram a warp in shared memory: [kWarps][num_local_experts] 16-bit. `expert`: of
+/// the thread's route, -1: none. The lanes whose routes have the same.
+__device__ uint32_t CountChunk(const RouteMapParams& p, uint16_t* histogram, int expert) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int i = static_cast<int>(threadIdx.x); i < kWarps * p.num_local_experts; i += kThreads) {
     histogram[i] = 0;
   }
   __syncthreads();
-  uint16_t* own = histogram + warp * p.num_local_experts;
-  for (int round = 0; round < kRoutesPerWarp / 32; ++round) {
-    const int64_t route = begin + warp * kRoutesPerWarp + round * 32 + lane;
-    const int expert = route < end ? LocalExpert(p, route) : -1;
-    const uint32_t same = __match_any_sync(~0U, expert);
-    if (expert >= 0 && lane == __ffs(static_cast<int>(same)) - 1) {
-      own[expert] = static_cast<uint16_t>(own[expert] + __popc(same));
-    }
-    __syncwarp();
+  const uint32_t same = __match_any_sync(~0U, expert);
+  if (expert >= 0 && lane == __ffs(static_cast<int>(same)) - 1) {
+    histogram[warp * p.num_local_experts + expert] = static_cast<uint16_t>(__popc(same));
   }
   __syncthreads();
+  return same;
 }
 
 /// CTA e: first row, count and places of expert e.
@@ -119,10 +115,11 @@ __global__ void __launch_bounds__(kThreads, 1) CountRoutes(const __grid_constant
   extern __shared__ uint16_t histogram[];
   GridLaunchNext();
   GridWait();
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kRouteChunk;
-  CountChunk(p, histogram, begin, min(p.num_routes, begin + kRouteChunk));
+  const int64_t route = static_cast<int64_t>(blockIdx.x) * kRouteChunk + threadIdx.x;
+  CountChunk(p, histogram, route < p.num_routes ? LocalExpert(p, route) : -1);
   for (int expert = static_cast<int>(threadIdx.x); expert < p.num_local_experts; expert += kThreads) {
     int count = 0;
+#pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
       count += histogram[warp * p.num_local_experts + expert];
     }
@@ -139,19 +136,21 @@ __global__ void __launch_bounds__(kThreads, 1) PlaceRoutes(const __grid_constant
   const int lane = tid % 32;
   GridLaunchNext();
   GridWait();
-  const int64_t begin = static_cast<int64_t>(blockIdx.x) * kRouteChunk;
-  const int64_t end = min(p.num_routes, begin + kRouteChunk);
-  CountChunk(p, histogram, begin, end);
+  const int64_t route = static_cast<int64_t>(blockIdx.x) * kRouteChunk + tid;
+  const int expert = route < p.num_routes ? LocalExpert(p, route) : -1;
+  const uint32_t same = CountChunk(p, histogram, expert);
 
   // Routes of expert `tid` in the chunks before this one, and in all.
   int before = 0;
   int total = 0;
   if (tid < p.num_local_experts) {
     if (gridDim.x == 1) {
+#pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         total += histogram[w * p.num_local_experts + tid];
       }
     } else {
+#pragma unroll 16
       for (int chunk = 0; chunk < static_cast<int>(gridDim.x); ++chunk) {
         const int count = p.chunk_counts[static_cast<int64_t>(chunk) * p.num_local_experts + tid];
         total += count;
@@ -177,29 +176,24 @@ __global__ void __launch_bounds__(kThreads, 1) PlaceRoutes(const __grid_constant
     }
     next_row[tid] = first + before;
     // Each warp's histogram becomes the rank of its first route.
-    int rank = 0;
+    uint16_t counts[kWarps];
+#pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const int count = histogram[w * p.num_local_experts + tid];
+      counts[w] = histogram[w * p.num_local_experts + tid];
+    }
+    int rank = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
       histogram[w * p.num_local_experts + tid] = static_cast<uint16_t>(rank);
-      rank += count;
+      rank += counts[w];
     }
   }
   __syncthreads();
-  uint16_t* own = histogram + warp * p.num_local_experts;
-  for (int round = 0; round < kRoutesPerWarp / 32; ++round) {
-    const int64_t route = begin + warp * kRoutesPerWarp + round * 32 + lane;
-    const int expert = route < end ? LocalExpert(p, route) : -1;
-    const uint32_t same = __match_any_sync(~0U, expert);
-    const int rank = expert >= 0 ? own[expert] : 0;
-    __syncwarp();
-    if (route < end) {
-      p.map.expert_of[route] = expert;
-      p.map.panel_row[route] = expert >= 0 ? next_row[expert] + rank + __popc(same & ((1U << lane) - 1)) : -1;
-    }
-    if (expert >= 0 && lane == __ffs(static_cast<int>(same)) - 1) {
-      own[expert] = static_cast<uint16_t>(rank + __popc(same));
-    }
-    __syncwarp();
+  if (route < p.num_routes) {
+    p.map.expert_of[route] = expert;
+    p.map.panel_row[route] = expert < 0 ? -1
+                                        : next_row[expert] + histogram[warp * p.num_local_experts + expert] +
+                                              __popc(same & ((1U << lane) - 1));
   }
 }
 

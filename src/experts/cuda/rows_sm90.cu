@@ -56,20 +56,25 @@ __global__ void __launch_bounds__(kThreads) Gather(const __grid_constant__ Gathe
       }
     }
     const float row_scale = p.panel_scale != nullptr ? __ldg(p.rows.row_scale + row) : 1.0F;
+    uint32_t codes[4] = {words[0], words[1], words[2], words[3]};
+    if (p.codes) {
+      PanelSink::ArrangeCodes(codes, p.integers);
+    } else {
+      PanelSink::Arrange(words);
+    }
     for (int choice = static_cast<int>(rest % split); choice < routes_per_row;
          choice += static_cast<int>(split)) {
       const int to = __shfl_sync(kAllLanes, target, choice);
-      if (to >= 0) {
+      if (to >= 0 && k < p.padded_cols) {
         if (p.codes) {
-          const uint32_t codes[4] = {words[0], words[1], words[2], words[3]};
-          sink.StoreCodes(to, k, p.padded_cols, codes, p.integers);
+          sink.StoreCodes(to, k, codes);
         } else {
-          sink.Store(to, k, p.padded_cols, words);
+          sink.Store(to, k, words);
         }
         if (p.panel_scale != nullptr && k == 0) {
           p.panel_scale[to] = row_scale;
         }
-        if (p.panel_group_scale != nullptr && k % 128 == 0 && k < p.padded_cols) {
+        if (p.panel_group_scale != nullptr && k % 128 == 0) {
           p.panel_group_scale[k / 128 * p.panel_rows + to] = group_scale;
         }
       }
