@@ -186,7 +186,8 @@ TEST(DecodePlan, Batched_NeverStagesAllRows) {
   ExpectSound(shape, 8 * 4, {}, "batched", MidKind::kQuantized);
 }
 
-/// What mode_bench measured on an H100: the largest call that decode takes, and that it was not slower there.
+/// What mode_bench measured on an H100 (integers of few experts: on an H200): the largest call that decode
+/// takes, and that it was not slower there.
 TEST(DecodePlan, Mode_IsTheOneThatWasFaster) {
   struct Measured {
     FragmentFormat format;
@@ -198,11 +199,11 @@ TEST(DecodePlan, Mode_IsTheOneThatWasFaster) {
                                     {FragmentFormat::kBf16, 2048, 768, 128, 8, 64, 96},
                                     {FragmentFormat::kNvfp4, 7168, 2048, 32, 8, 16, 24},
                                     {FragmentFormat::kFp8, 7168, 2048, 32, 8, 8, 24},
-                                    {FragmentFormat::kInt4Zero32, 7168, 2048, 32, 8, 16, 24},
+                                    {FragmentFormat::kInt4Zero32, 7168, 2048, 32, 8, 8, 16},
                                     {FragmentFormat::kBf16, 7168, 2048, 32, 8, 8, 16},
                                     {FragmentFormat::kNvfp4, 4096, 14336, 8, 2, 16, 48},
                                     {FragmentFormat::kMxfp4, 4096, 14336, 8, 2, 16, 48},
-                                    {FragmentFormat::kInt4Zero32, 4096, 14336, 8, 2, 8, 24},
+                                    {FragmentFormat::kInt4Zero32, 4096, 14336, 8, 2, 8, 12},
                                     {FragmentFormat::kFp8, 4096, 14336, 8, 2, 8, 32},
                                     {FragmentFormat::kBf16, 4096, 14336, 8, 2, 8, 24}};
   for (const Measured& one : kMeasured) {

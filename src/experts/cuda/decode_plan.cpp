@@ -12,8 +12,10 @@ constexpr int64_t kAlign = 256;
 /// Token rows may take this much without costing ring slots.
 constexpr int64_t kEasyRows = 64 << 10;
 constexpr int64_t kFewestRows = 32 << 10;
-/// Tokens an expert, mean, up to which decode may be the faster mode.
-constexpr int64_t kMostMean = 5;
+/// Tokens an expert, mean, up to which decode may be the faster mode. Integers in groups of 32 take two
+/// products there for one of prefill: of few, large experts (mixtral, deepseek-v3 with 32) decode takes 1.01
+/// to 1.08 times as long at three tokens and 1.05 to 1.09 at four, of 128 small ones 0.94 and 0.97.
+constexpr int64_t kMostMean = 5, kMostMeanOfHalves = 2;
 
 /// Bytes of a token row of `cols` in shared memory: 16 mod 128, so that rows fall on different banks.
 int64_t RowStride(int64_t cols, bool group_scales) {
@@ -35,15 +37,19 @@ DecodePlan Unfit(std::string why) {
   return plan;
 }
 
+/// Enough for a list in every other CTA.
+bool HasManyExperts(const LayerShape& shape, const DeviceLimits& limits) {
+  return 2 * shape.num_local_experts >= limits.num_sms;
+}
+
 /// Lists of at most eight tokens, though more would fit. Where a CTA has about one list, one with more than
 /// eight tokens, which takes twice as long to multiply, keeps the whole launch waiting; cut in two it is
 /// spread like others. From three tokens an expert on such lists are common enough: 4-bit weights of 128
 /// experts, 64 tokens, 2 to 9 % faster (40 tokens 2 % slower, 8 experts 2 % slower, 8-bit weights no
 /// difference).
 bool WantsShortLists(const LayerShape& shape, int64_t routes, const DeviceLimits& limits) {
-  return FragmentTraitsOf(shape.format).code_bits == 4 && !shape.batched &&
-         2 * shape.num_local_experts >= limits.num_sms && routes >= 3 * shape.num_experts &&
-         routes <= kMostMean * shape.num_experts;
+  return FragmentTraitsOf(shape.format).code_bits == 4 && !shape.batched && HasManyExperts(shape, limits) &&
+         routes >= 3 * shape.num_experts && routes <= kMostMean * shape.num_experts;
 }
 
 /// Token rows in shared memory.
@@ -191,11 +197,13 @@ ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mi
   }
   // Both read the weights once as long as no expert has more tokens than a list of decode holds; with a list
   // more its weights are read again. At a mean of half a list that is 1 to 2 % of the weights, at a mean of
-  // six for lists of eight 15 %. Above five tokens a mean, lists of sixteen lose by their arithmetic instead
-  // (integer groups of 32: 1.16 times at six, 1.06 at four). Measured by bench/cuda/mode_bench:
-  // docs/kernels_cuda.md.
+  // six for lists of eight 15 %. Above five tokens a mean, lists of sixteen lose by their arithmetic instead.
+  // Measured by bench/cuda/mode_bench: docs/kernels_cuda.md.
   const bool one_list = num_tokens <= std::min(decode.list_tokens, 8);
-  const bool few = 2 * routes <= std::min<int64_t>(2 * kMostMean, decode.list_tokens) * experts;
+  const FragmentTraits traits = FragmentTraitsOf(shape.format);
+  const bool halves = traits.integer() && traits.group == 32 && !HasManyExperts(shape, limits);
+  const int64_t most_mean = halves ? kMostMeanOfHalves : kMostMean;
+  const bool few = 2 * routes <= std::min<int64_t>(2 * most_mean, decode.list_tokens) * experts;
   return one_list || few ? ExecutionMode::kDecode : ExecutionMode::kPrefill;
 }
 
