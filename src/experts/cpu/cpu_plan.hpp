@@ -80,6 +80,9 @@ inline constexpr int64_t kMaxTileScratch = 256;
 inline constexpr int64_t kFewestSharedTokens = 128;
 /// Groups of jobs for each thread from which on a group is one thread's.
 inline constexpr int64_t kGroupsPerThread = 2;
+/// Tasks for each thread on the matrix unit: enough to level out, few enough that each has several steps to
+/// overlap.
+inline constexpr int64_t kTasksPerThread = 4;
 
 /// Everything that follows from the problem and the machine: chosen at plan time, tested without the machine.
 struct CpuPlan {
