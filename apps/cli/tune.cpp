@@ -79,7 +79,8 @@ Action DefineTune(CLI::App& app) {
   app.add_option("--isa", flags->isas, "Instruction sets, separated by commas; without it all of this CPU");
   AddThreads(app, flags->threads);
   app.add_option("--seconds", flags->seconds, "Timed calls of each token count")->check(Between(0, 60));
-  app.add_option("--out", flags->out, "Write the figures to this file, for --tune of run, bench and verify");
+  app.add_option("--out", flags->out,
+                 "Write the figures to this file, for --tune of run, bench, verify and explain");
   return [flags](Output& output) { return Tune(*flags, output); };
 }
 

@@ -152,6 +152,16 @@ TEST(Lint, NanWeights_AreAnError) {
   EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
 }
 
+// Its tokens get the weight 0, as any row of scores that is NaN: nothing else says so.
+TEST(Lint, NanInTheRouter_IsAnError) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");
+  Change(checkpoint, "model.layers.0.mlp.gate.weight",
+         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+}
+
 TEST(Lint, SizesThatDoNotSplit_AreAWarning) {
   const SampleCheckpoint whole("qwen3_moe", "nvfp4_w4a16");
   EXPECT_TRUE(Of(RunLint(whole).Json(), "tp_shard").empty()) << "128 columns in groups of 16 over 8 ranks";

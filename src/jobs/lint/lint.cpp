@@ -58,6 +58,7 @@ class Linter {
   void LintInputScales(const std::vector<ExpertNote>& notes, MatrixNote ExpertNote::*which);
   void LintShards(const LayerContext& context, const Scheme& scheme);
   void LintUnused(const LayerContext& context);
+  void LintRouter(const LayerContext& context, int64_t layer);
 
   const std::shared_ptr<const Checkpoint>& checkpoint_;
   const LintOptions& options_;
@@ -93,18 +94,20 @@ bool Linter::LintScales(const LayerContext& context, const LinearFormat& format,
     const bool e8m0 = suffix == format.scale && format.weight.block_scale_dtype == DType::kF8E8M0;
     const bool level_above = suffix != format.scale || format.weight.has_tensor_scale;
     const bool may_be_negative = format.negative_scales && suffix == format.scale;
+    const bool may_be_zero = !level_above || (suffix == format.scale && format.weight.has_block_scale());
     std::vector<float> values(static_cast<size_t>(view.count()));
     DecodeRow(e8m0 ? DType::kF8E8M0 : view.dtype(), view.data(), 0, view.count(), values.data());
     const auto bad = std::find_if(values.begin(), values.end(), [&](float value) {
-      const bool block = suffix == format.scale && format.weight.has_block_scale();
-      return !std::isfinite(value) || (value < 0 && !may_be_negative) ||
-             (value == 0 && level_above && !block) || (std::signbit(value) && !may_be_negative);
+      return !std::isfinite(value) || (value == 0 && !may_be_zero) ||
+             (std::signbit(value) && !may_be_negative);
     });
     if (bad != values.end()) {
       found = true;
       Add(LintCode::kScaleInvalid, name,
-          fmt::format("element {} is {}; finite and {} is required", bad - values.begin(), *bad,
-                      level_above ? "positive" : "not negative"));
+          fmt::format("element {} is {}; finite{} is required", bad - values.begin(), *bad,
+                      may_be_negative ? (may_be_zero ? "" : " and not zero")
+                      : may_be_zero   ? " and not negative"
+                                      : " and positive"));
     }
   }
   return found;
@@ -308,6 +311,33 @@ void Linter::LintUnused(const LayerContext& context) {
   }
 }
 
+// A router with a NaN in it gives every token the weight 0, silently. A correction bias of -inf bars an
+// expert.
+void Linter::LintRouter(const LayerContext& context, int64_t layer) {
+  const auto& names = context.spec.names;
+  const auto router = checkpoint_->LoadRouter(layer);
+  if (!router.ok()) {
+    AddRefusal(LintCode::kRouterRefused, names.router, router.status());
+    return;
+  }
+  const auto check = [&](const Tensor& tensor, const std::string& name, bool may_bar) {
+    if (tensor.empty()) {
+      return;
+    }
+    std::vector<float> values(static_cast<size_t>(tensor.view().count()));
+    DecodeRow(tensor.view().dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
+    const auto bad = std::find_if(values.begin(), values.end(), [&](float value) {
+      return std::isnan(value) || (std::isinf(value) && !(may_bar && value < 0));
+    });
+    if (bad != values.end()) {
+      Add(LintCode::kWeightNotFinite, name, fmt::format("element {} is {}", bad - values.begin(), *bad));
+    }
+  };
+  check(router->weight, names.router, false);
+  check(router->bias, names.router_bias, false);
+  check(router->correction_bias, names.correction_bias, true);
+}
+
 void Linter::LintLayer(int64_t layer) {
   const auto context = Access::Context(*checkpoint_, layer);
   if (!context.ok()) {
@@ -315,9 +345,7 @@ void Linter::LintLayer(int64_t layer) {
     return;
   }
   const LayerContext& inside = **context;
-  if (const auto router = checkpoint_->LoadRouter(layer); !router.ok()) {
-    AddRefusal(LintCode::kRouterRefused, inside.spec.names.router, router.status());
-  }
+  LintRouter(inside, layer);
   std::vector<ExpertNote> notes(static_cast<size_t>(inside.spec.config.num_experts));
   const std::vector<Projection> projections = Projections(inside);
   ParallelFor(options_.executor, inside.spec.config.num_experts, [&](int64_t expert) {

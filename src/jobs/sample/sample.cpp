@@ -292,6 +292,10 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
     return Status::Usage(
         fmt::format("top_k={} is outside 1..{}, the number of experts", sizes.top_k, sizes.num_experts));
   }
+  if (family.name == "llama4_text" && sizes.top_k != 1) {
+    return Status::Usage(fmt::format(
+        "top_k={}: Llama-4 weighs the input of its experts, so that a token has one", sizes.top_k));
+  }
   return sizes;
 }
 
