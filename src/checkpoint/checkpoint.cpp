@@ -84,6 +84,24 @@ std::string GgufInside(const std::string& directory) {
   return found;
 }
 
+// Of the router: a NaN among its numbers would give tokens the weight 0 without a word.
+Status CheckFinite(const checkpoint::TensorStore& store, const Tensor& tensor, const std::string& name) {
+  const TensorView view = tensor.view();
+  std::vector<float> row(static_cast<size_t>(view.dim(view.shape().rank() - 1)));
+  const auto width = static_cast<int64_t>(row.size());
+  for (int64_t begin = 0; begin < view.count(); begin += width) {
+    DecodeRow(view.dtype(), view.data(), begin, width, row.data());
+    for (int64_t i = 0; i < width; ++i) {
+      const float value = row[static_cast<size_t>(i)];
+      if (!std::isfinite(value)) {
+        return store.Blame(
+            Status::BadInput(fmt::format("element {} is {}; finite is required", begin + i, value)), name);
+      }
+    }
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Status Checkpoint::Impl::OpenDirectory() {
@@ -247,13 +265,7 @@ Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const
     return context.store->Blame(
         Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), count)), name);
   }
-  const auto* data = values->view().as<float>();
-  for (int64_t i = 0; i < count; ++i) {
-    if (!std::isfinite(data[i])) {
-      return context.store->Blame(
-          Status::BadInput(fmt::format("element {} is {}; finite is required", i, data[i])), name);
-    }
-  }
+  FMOE_RETURN_IF_ERROR(CheckFinite(*context.store, *values, name));
   return Tensor::Borrow(TensorView(values->view().data(), DType::kF32, Shape{count}), values->owner());
 }
 
@@ -277,6 +289,7 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
                                      outputs, config.hidden)),
         names.router);
   }
+  FMOE_RETURN_IF_ERROR(CheckFinite(*context->store, router.weight, names.router));
   if (!names.router_bias.empty()) {
     FMOE_ASSIGN_OR_RETURN(router.bias, impl_->RouterVector(*context, names.router_bias, outputs));
   }

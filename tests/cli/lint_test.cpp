@@ -152,14 +152,17 @@ TEST(Lint, NanWeights_AreAnError) {
   EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
 }
 
-// Its tokens get the weight 0, as any row of scores that is NaN: nothing else says so.
-TEST(Lint, NanInTheRouter_IsAnError) {
+// Tokens would get the weight 0, as any row of scores that is NaN: no output would say so.
+TEST(Lint, NanInTheRouter_IsAnErrorThatRunRefuses) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");
   Change(checkpoint, "model.layers.0.mlp.gate.weight",
          [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
   const ProcessResult result = RunLint(checkpoint);
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+  EXPECT_EQ(Of(result.Json(), "router_refused").size(), 1U);
+  const ProcessResult run = checkpoint.Run();
+  EXPECT_EQ(run.exit_code, 3);
+  EXPECT_NE(run.err.find("gate.weight"), std::string::npos) << run.err;
 }
 
 TEST(Lint, SizesThatDoNotSplit_AreAWarning) {

@@ -24,9 +24,9 @@
     "the scheme quantizes activations by a stored scale that is not there; calibrate, or declare it "        \
     "weight-only")                                                                                           \
   X(kWeightNotFinite, "weight_not_finite", kError,                                                           \
-    "weights are NaN or infinite: every token of the expert becomes NaN, or 0 where it is the router's; "    \
-    "the file is damaged")                                                                                   \
-  X(kRouterRefused, "router_refused", kError, "the router's tensors are malformed; run refuses")             \
+    "weights are NaN or infinite: every token of the expert becomes NaN; the file is damaged")               \
+  X(kRouterRefused, "router_refused", kError,                                                                \
+    "the router's tensors are malformed or not finite; run refuses")                                         \
   X(kInputScaleIgnored, "input_scale_ignored", kWarning,                                                     \
     "activations are declared quantized, but their scales are missing; the layer runs weight-only")          \
   X(kGateUpScale, "gate_up_scale_mismatch", kWarning,                                                        \

@@ -58,7 +58,6 @@ class Linter {
   void LintInputScales(const std::vector<ExpertNote>& notes, MatrixNote ExpertNote::*which);
   void LintShards(const LayerContext& context, const Scheme& scheme);
   void LintUnused(const LayerContext& context);
-  void LintRouter(const LayerContext& context, int64_t layer);
 
   const std::shared_ptr<const Checkpoint>& checkpoint_;
   const LintOptions& options_;
@@ -311,33 +310,6 @@ void Linter::LintUnused(const LayerContext& context) {
   }
 }
 
-// A router with a NaN in it gives every token the weight 0, silently. A correction bias of -inf bars an
-// expert.
-void Linter::LintRouter(const LayerContext& context, int64_t layer) {
-  const auto& names = context.spec.names;
-  const auto router = checkpoint_->LoadRouter(layer);
-  if (!router.ok()) {
-    AddRefusal(LintCode::kRouterRefused, names.router, router.status());
-    return;
-  }
-  const auto check = [&](const Tensor& tensor, const std::string& name, bool may_bar) {
-    if (tensor.empty()) {
-      return;
-    }
-    std::vector<float> values(static_cast<size_t>(tensor.view().count()));
-    DecodeRow(tensor.view().dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
-    const auto bad = std::find_if(values.begin(), values.end(), [&](float value) {
-      return std::isnan(value) || (std::isinf(value) && !(may_bar && value < 0));
-    });
-    if (bad != values.end()) {
-      Add(LintCode::kWeightNotFinite, name, fmt::format("element {} is {}", bad - values.begin(), *bad));
-    }
-  };
-  check(router->weight, names.router, false);
-  check(router->bias, names.router_bias, false);
-  check(router->correction_bias, names.correction_bias, true);
-}
-
 void Linter::LintLayer(int64_t layer) {
   const auto context = Access::Context(*checkpoint_, layer);
   if (!context.ok()) {
@@ -345,7 +317,9 @@ void Linter::LintLayer(int64_t layer) {
     return;
   }
   const LayerContext& inside = **context;
-  LintRouter(inside, layer);
+  if (const auto router = checkpoint_->LoadRouter(layer); !router.ok()) {
+    AddRefusal(LintCode::kRouterRefused, inside.spec.names.router, router.status());
+  }
   std::vector<ExpertNote> notes(static_cast<size_t>(inside.spec.config.num_experts));
   const std::vector<Projection> projections = Projections(inside);
   ParallelFor(options_.executor, inside.spec.config.num_experts, [&](int64_t expert) {
