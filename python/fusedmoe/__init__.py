@@ -9,11 +9,21 @@
 `fusedmoe.eplb` plans where experts go.
 """
 
+import importlib
+
 from ._c import Error, version
 from ._layer import Checkpoint, EplbStep, Layer, LayerInfo, Routing
 from ._ranks import Communicator
 from ._threads import set_num_threads
 
 __version__ = version()
+
+
+def __getattr__(name):  # imported when they are asked for: they need torch, or transformers
+    if name in ("torch", "transformers", "eplb"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
 __all__ = ["Checkpoint", "Communicator", "EplbStep", "Error", "Layer", "LayerInfo", "Routing", "set_num_threads",
            "version"]

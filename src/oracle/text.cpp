@@ -113,7 +113,11 @@ std::string ToString(const WhyNotAnswer& answer) {
   for (const Verdict& verdict : answer.verdicts) {
     text += fmt::format("  {}: {}\n", ReasonCode(verdict.reason), verdict.sentence);
   }
-  text += answer.reachable ? "it would be chosen with all of:\n" : "these changes bring it nearer:\n";
+  if (answer.reachable) {
+    text += "it would be chosen with all of:\n";
+  } else if (!answer.changes.empty()) {
+    text += "these changes bring it nearer:\n";
+  }
   for (const std::string& change : answer.changes) {
     text += fmt::format("  {}\n", change);
   }

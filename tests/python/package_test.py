@@ -60,6 +60,11 @@ class Package(unittest.TestCase):
         cls.values = [((i * 7919) % 1000 - 500) / 250 for i in range(5 * info.hidden)]
         cls.hidden = matrix(struct.pack(f"<{len(cls.values)}f", *cls.values), [5, info.hidden])
 
+    def test_modules_come_when_they_are_asked_for(self):
+        self.assertTrue(callable(fusedmoe.eplb.rebalance))
+        with self.assertRaises(AttributeError):
+            fusedmoe.nothing  # noqa: B018
+
     def test_what_a_layer_is(self):
         info = self.checkpoint.describe(self.number)
         self.assertEqual((self.checkpoint.family, self.checkpoint.producer), ("qwen3_moe", "modelopt"))
