@@ -233,6 +233,11 @@ std::string ReportText(const BenchReport& report) {
   return ceilings + "\n" + Table(rows);
 }
 
+std::string RefusalText(const BenchRefusal& refusal) {
+  return fmt::format("{} {} at {}: {}", refusal.problem, refusal.scheme, CountText(refusal.tokens, "token"),
+                     refusal.status.message());
+}
+
 // What the run says as a whole: a wrong result first, then what could not run.
 Status VerdictOf(const BenchReport& report) {
   for (const BenchRow& row : report.rows) {
@@ -243,9 +248,7 @@ Status VerdictOf(const BenchReport& report) {
   }
   if (!report.refusals.empty()) {
     const BenchRefusal& refusal = report.refusals.front();
-    return Status::Unsupported(fmt::format("{} {} at {} tokens: {}", refusal.problem, refusal.scheme,
-                                           refusal.tokens, refusal.status.message()))
-        .WithHint(refusal.status.hint());
+    return Status::Unsupported(RefusalText(refusal)).WithHint(refusal.status.hint());
   }
   return Status::Ok();
 }
@@ -265,13 +268,14 @@ Status Bench(const BenchFlags& flags, Output& output) {
   options.executor = pool->executor();
   options.progress = [&output](std::string_view line) { output.Log(line); };
   FMOE_ASSIGN_OR_RETURN(const BenchReport report, RunBench(options));
+  const Status verdict = VerdictOf(report);
   for (const BenchRefusal& refusal : report.refusals) {
-    output.Log(fmt::format("{} {} at {} tokens: {}", refusal.problem, refusal.scheme, refusal.tokens,
-                           refusal.status.message()));
+    if (const std::string text = RefusalText(refusal); text != verdict.message()) {
+      output.Log(text);  // the verdict is said at the end
+    }
   }
   output.Document(ReportJson(report));
   output.Text(ReportText(report));
-  const Status verdict = VerdictOf(report);
   return verdict.ok() && !flags.plot.empty() ? WriteText(flags.plot, RooflineSvg(report)) : verdict;
 }
 

@@ -273,11 +273,11 @@ bool StoresSmoothing(const StorageRow& row) {
 }
 
 std::string StorableSchemes(std::string_view producer) {
-  std::string names = "unquantized";
+  std::string names;
   std::string_view last;
   for (const StorageRow& row : kStorage) {
     if (row.scheme != last && (producer.empty() || producer == row.producer)) {
-      names += fmt::format(", {}", row.scheme);
+      names += fmt::format("{}{}", names.empty() ? "" : ", ", row.scheme);
       last = row.scheme;
     }
   }

@@ -152,6 +152,15 @@ TEST(Lint, NanWeights_AreAnError) {
   EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
 }
 
+TEST(Lint, NanInTheSharedExpert_IsAnError) {
+  const SampleCheckpoint checkpoint("qwen2_moe", "unquantized");
+  Change(checkpoint, "model.layers.0.mlp.shared_expert.up_proj.weight",
+         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 1);
+  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+}
+
 // Tokens would get the weight 0, as any row of scores that is NaN: no output would say so.
 TEST(Lint, NanInTheRouter_IsAnErrorThatRunRefuses) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");

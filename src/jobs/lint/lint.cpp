@@ -58,6 +58,7 @@ class Linter {
   void LintInputScales(const std::vector<ExpertNote>& notes, MatrixNote ExpertNote::*which);
   void LintShards(const LayerContext& context, const Scheme& scheme);
   void LintUnused(const LayerContext& context);
+  void LintShared(const LayerContext& context, int64_t layer);
 
   const std::shared_ptr<const Checkpoint>& checkpoint_;
   const LintOptions& options_;
@@ -356,14 +357,31 @@ void Linter::LintLayer(int64_t layer) {
   if (const auto experts = checkpoint_->Experts(layer); !experts.ok() && scheme.ok()) {
     AddRefusal(LintCode::kTensorRefused, inside.spec.names.block, experts.status());
   }
+  LintShared(inside, layer);
+  LintUnused(inside);
+}
+
+void Linter::LintShared(const LayerContext& context, int64_t layer) {
   if (const auto shared = checkpoint_->SharedExperts(layer); !shared.ok()) {
-    AddRefusal(LintCode::kTensorRefused, inside.spec.names.shared_up, shared.status());
+    AddRefusal(LintCode::kTensorRefused, context.spec.names.shared_up, shared.status());
   } else if (shared->has_value()) {
-    if (const auto expert = (*shared)->source.load(0); !expert.ok()) {
-      AddRefusal(LintCode::kTensorRefused, inside.spec.names.shared_up, expert.status());
+    const checkpoint::LayerNames& names = context.spec.names;
+    const auto expert = (*shared)->source.load(0);
+    if (!expert.ok()) {
+      AddRefusal(LintCode::kTensorRefused, names.shared_up, expert.status());
+      return;
+    }
+    const std::pair<const CanonicalMatrix*, const std::string*> matrices[] = {
+        {&expert->gate, names.shared_fused ? &names.shared_up : &names.shared_gate_proj},
+        {&expert->up, &names.shared_up},
+        {&expert->down, &names.shared_down}};
+    for (const auto& [matrix, name] : matrices) {
+      const int64_t bad = matrix->empty() ? 0 : lint::Measure(*matrix).not_finite;
+      if (bad > 0) {
+        Add(LintCode::kWeightNotFinite, *name, fmt::format("{} weights are not finite", bad));
+      }
     }
   }
-  LintUnused(inside);
 }
 
 Result<LintReport> Linter::Run() {

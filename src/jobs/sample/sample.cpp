@@ -318,8 +318,9 @@ Result<const StorageRow*> StorageFor(const Scheme& scheme, const FamilyRow& fami
   const StorageRow* row =
       checkpoint::FindStorage(scheme, family.compressed_tensors ? "compressed-tensors" : "modelopt");
   if (row == nullptr) {
-    return Status::Unsupported(fmt::format("no layout of scheme '{}' is known here; there are {}",
-                                           scheme.name, checkpoint::StorableSchemes()));
+    return Status::Unsupported(
+        fmt::format("no layout of scheme '{}' is known here; there are unquantized, {}", scheme.name,
+                    checkpoint::StorableSchemes()));
   }
   return row;
 }
