@@ -113,7 +113,7 @@ Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, A
       strangers.push_back(
           {std::string(*known),
            false,
-           {{Reason::kNotBuilt, fmt::format("{} is not among the backends of this machine", *known),
+           {{Reason::kNotBuilt, fmt::format("the table that is asked for such layers here has no {}", *known),
              std::string(*known), "a row of the table"}}});
     }
   }

@@ -51,8 +51,8 @@ std::optional<Distance> Measure(const ExplainRequest& request, std::string_view 
   return Distance{
       2 * kAbsent,
       {{Reason::kScheme, fmt::format("{} is not in the table that was asked", backend), "absent", "a row"},
-       {Reason::kDevice, fmt::format("{} is not in the table of this platform", backend), request.platform,
-        "another platform"}}};
+       {Reason::kDevice, fmt::format("the table of this platform for such layers has no {}", backend),
+        request.platform, "another platform"}}};
 }
 
 /// Whether rows arrive at all: no way to a choice leads through a deployment that nothing serves.
