@@ -22,11 +22,11 @@ TEST(PieceBoard, OneJobAndManyThreads_EveryPieceOnceAndOthersHelp) {
     threads.emplace_back([&, thread] {
       board.Enter();
       ++ready;
+      while (ready < kThreads) {  // one that left before the owner came would have nobody to help
+        std::this_thread::yield();
+      }
       if (thread == 0) {
         const std::thread::id owner = std::this_thread::get_id();
-        while (ready < kThreads) {
-          std::this_thread::yield();
-        }
         const Status status = board.Run(200, [&](int64_t piece) {
           ++runs[static_cast<size_t>(piece)];
           const bool own = std::this_thread::get_id() == owner;
