@@ -142,33 +142,26 @@ TEST(Lint, WhatIsAnError_IsWhatRunRefuses) {
   }
 }
 
-TEST(Lint, NanWeights_AreAnError) {
-  const SampleCheckpoint checkpoint("mixtral", "unquantized");
-  EXPECT_EQ(RunLint(checkpoint).exit_code, 0);
-  Change(checkpoint, "model.layers.0.block_sparse_moe.experts.1.w2.weight",
-         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
+// One finding of `code` where a NaN stands among the 16-bit numbers of `tensor`.
+void ExpectNanFound(const SampleCheckpoint& checkpoint, const std::string& tensor, const std::string& code) {
+  EXPECT_EQ(RunLint(checkpoint).exit_code, 0) << tensor;
+  Change(checkpoint, tensor, [](Tensor& spoilt) { spoilt.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
   const ProcessResult result = RunLint(checkpoint);
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+  EXPECT_EQ(result.exit_code, 1) << tensor;
+  EXPECT_EQ(Of(result.Json(), code).size(), 1U) << tensor;
 }
 
-TEST(Lint, NanInTheSharedExpert_IsAnError) {
-  const SampleCheckpoint checkpoint("qwen2_moe", "unquantized");
-  Change(checkpoint, "model.layers.0.mlp.shared_expert.up_proj.weight",
-         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
-  const ProcessResult result = RunLint(checkpoint);
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(Of(result.Json(), "weight_not_finite").size(), 1U);
+TEST(Lint, NanWeights_AreAnError) {
+  ExpectNanFound(SampleCheckpoint("mixtral", "unquantized"),
+                 "model.layers.0.block_sparse_moe.experts.1.w2.weight", "weight_not_finite");
+  ExpectNanFound(SampleCheckpoint("qwen2_moe", "unquantized"),
+                 "model.layers.0.mlp.shared_expert.up_proj.weight", "weight_not_finite");
 }
 
 // Tokens would get the weight 0, as any row of scores that is NaN: no output would say so.
 TEST(Lint, NanInTheRouter_IsAnErrorThatRunRefuses) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");
-  Change(checkpoint, "model.layers.0.mlp.gate.weight",
-         [](Tensor& tensor) { tensor.mutable_view().as<uint16_t>()[7] = 0x7fc0; });
-  const ProcessResult result = RunLint(checkpoint);
-  EXPECT_EQ(result.exit_code, 1);
-  EXPECT_EQ(Of(result.Json(), "router_refused").size(), 1U);
+  ExpectNanFound(checkpoint, "model.layers.0.mlp.gate.weight", "router_refused");
   const ProcessResult run = checkpoint.Run();
   EXPECT_EQ(run.exit_code, 3);
   EXPECT_NE(run.err.find("gate.weight"), std::string::npos) << run.err;
