@@ -16,7 +16,7 @@
 #include <fusedmoe/workspace.hpp>
 
 #include "ceilings.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 
 namespace fusedmoe::bench {
 namespace {

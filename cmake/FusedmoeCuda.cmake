@@ -65,7 +65,7 @@ else()
 endif()
 
 # Which kernels are compiled. Takes the files decode_<format>.cu and prefill_<format>[_codes].cu of other formats out of the
-# list `variable`, and writes generated/cuda_formats.inc, one line a format (src/experts/cuda/kernels_left_out.cpp).
+# list `variable`, and writes generated/cuda_formats.inc, one line a format (src/experts/cuda/formats/kernels_left_out.cpp).
 function(fusedmoe_choose_cuda_formats variable)
   file(READ src/weights/fragment.hpp text)
   string(REGEX MATCHALL "X\\(k[A-Za-z0-9]+, \"[a-z0-9_]+\"" rows "${text}")
@@ -83,7 +83,7 @@ function(fusedmoe_choose_cuda_formats variable)
       continue()
     endif()
     string(APPEND text "FMOE_LEFT_OUT(${id})\n")
-    if(EXISTS "${PROJECT_SOURCE_DIR}/src/experts/cuda/prefill_${name}_codes.cu")
+    if(EXISTS "${PROJECT_SOURCE_DIR}/src/experts/cuda/formats/prefill_${name}_codes.cu")
       string(APPEND text "FMOE_LEFT_OUT_CODES(${id})\n")
     endif()
     list(FILTER sources EXCLUDE REGEX "/(decode_${name}|prefill_${name}|prefill_${name}_codes)\\.cu$")

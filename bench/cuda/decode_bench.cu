@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "experts/cuda/decode_arguments.hpp"
+#include "experts/cuda/decode/decode_arguments.hpp"
 #include "platform/cuda/probe.hpp"
 #include "timing.cuh"
 

@@ -5,7 +5,7 @@
 // --codes 0: BF16 values where the plan would multiply codes.
 #include <string>
 
-#include "experts/cuda/operand_rows.hpp"
+#include "experts/cuda/operands/operand_rows.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "timing.cuh"
 

@@ -8,7 +8,7 @@
 #include <fusedmoe/weights.hpp>
 
 #include "device_array.hpp"
-#include "experts/cuda/prefill.hpp"
+#include "experts/cuda/prefill/prefill.hpp"
 #include "prefill_cases.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/fragment_pack.hpp"

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "experts/cuda/operand_rows.hpp"
+#include "experts/cuda/operands/operand_rows.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "prefill_case_run.hpp"

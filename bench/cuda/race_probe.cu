@@ -8,7 +8,7 @@
 #include <string_view>
 
 #include "device_array.hpp"
-#include "experts/cuda/ptx.cuh"
+#include "experts/cuda/device/ptx.cuh"
 #include "numerics/host_device.hpp"
 
 namespace fusedmoe::cuda {

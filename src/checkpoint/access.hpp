@@ -5,9 +5,9 @@
 
 #include <fusedmoe/checkpoint.hpp>
 
-#include "checkpoint/expert_loader.hpp"
-#include "checkpoint/model_config.hpp"
-#include "checkpoint/tensor_store.hpp"
+#include "checkpoint/files/tensor_store.hpp"
+#include "checkpoint/layers/model_config.hpp"
+#include "checkpoint/matrices/expert_loader.hpp"
 
 namespace fusedmoe::checkpoint {
 

@@ -52,8 +52,8 @@ enum class FragmentScale : uint8_t {
   kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
 };
 
-/// Kernels expand integers times this (experts/cuda/fragments.cuh); tensor scales carry it back. Scales of 16
-/// bits, below 2^27, fit in BF16 times 2^133 times this, and times this alone remain normal.
+/// Kernels expand integers times this (experts/cuda/device/fragments.cuh); tensor scales carry it back.
+/// Scales of 16 bits, below 2^27, fit in BF16 times 2^133 times this, and times this alone remain normal.
 inline constexpr int kIntegerExponent = -32;
 inline constexpr float kIntegerFactor = 0x1p-32F;
 

@@ -13,8 +13,8 @@
 #include <fusedmoe/layer.hpp>
 #include <fusedmoe/safetensors.hpp>
 
-#include "checkpoint/families.hpp"
-#include "checkpoint/model_config.hpp"
+#include "checkpoint/layers/families.hpp"
+#include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
 #include "support/test_name.hpp"
 

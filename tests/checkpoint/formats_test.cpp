@@ -12,7 +12,7 @@
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/safetensors.hpp>
 
-#include "checkpoint/matrix_tensors.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
 #include "support/test_name.hpp"
 #include "weights/dequantize.hpp"
 

@@ -2,8 +2,8 @@
 
 #include <chrono>
 
-#include "checkpoint/pattern.hpp"
-#include "checkpoint/quant_rules.hpp"
+#include "checkpoint/rules/pattern.hpp"
+#include "checkpoint/rules/quant_rules.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {

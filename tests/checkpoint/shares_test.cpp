@@ -9,8 +9,8 @@
 
 #include <fusedmoe/safetensors.hpp>
 
-#include "checkpoint/quant_rules.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
+#include "checkpoint/rules/quant_rules.hpp"
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {

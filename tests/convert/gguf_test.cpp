@@ -5,11 +5,11 @@
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/layer.hpp>
 
-#include "checkpoint/families.hpp"
-#include "checkpoint/gguf_header.hpp"
-#include "checkpoint/gguf_model.hpp"
-#include "checkpoint/gguf_writer.hpp"
-#include "checkpoint/model_config.hpp"
+#include "checkpoint/gguf/gguf_header.hpp"
+#include "checkpoint/gguf/gguf_model.hpp"
+#include "checkpoint/gguf/gguf_writer.hpp"
+#include "checkpoint/layers/families.hpp"
+#include "checkpoint/layers/model_config.hpp"
 #include "convert/convert_files.hpp"
 #include "support/test_name.hpp"
 

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "cpu_layer.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 
 namespace fusedmoe::cpu {
 namespace {

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "experts/cpu/cpu_cost_table.hpp"
-#include "experts/cpu/tile_table_isa.hpp"
+#include "experts/cpu/tiles/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
 namespace {

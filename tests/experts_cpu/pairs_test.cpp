@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cpu_layer.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 
 /// The kernels for pairs of 16-bit floats, on the units of this machine or on their emulation.
 namespace fusedmoe::cpu {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cpu_layer.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "experts/cpu/row_quantizer.hpp"
 #include "numerics/codecs.hpp"
 #include "numerics/row_math.hpp"

@@ -1,8 +1,8 @@
 // What the backend answers and plans, without a card.
 
 #include "experts/cuda/cuda_plan.hpp"
-#include "experts/cuda/float32.hpp"
-#include "experts/cuda/prefill.hpp"
+#include "experts/cuda/float32/float32.hpp"
+#include "experts/cuda/prefill/prefill.hpp"
 
 #include <algorithm>
 

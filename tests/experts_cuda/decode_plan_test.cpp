@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "core/checked_math.hpp"
-#include "experts/cuda/decode_arguments.hpp"
+#include "experts/cuda/decode/decode_arguments.hpp"
 #include "experts/cuda/launch.hpp"
 
 namespace fusedmoe::cuda {

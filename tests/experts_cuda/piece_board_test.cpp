@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "experts/cuda/piece_board.hpp"
+#include "experts/cuda/upload/piece_board.hpp"
 
 namespace fusedmoe::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <random>
 
-#include "experts/cuda/prefill.hpp"
+#include "experts/cuda/prefill/prefill.hpp"
 #include "moe/activation.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rules.hpp"

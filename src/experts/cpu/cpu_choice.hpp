@@ -5,7 +5,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "experts/cpu/cpu_plan.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "moe/backend.hpp"
 #include "weights/panel.hpp"
 

@@ -9,7 +9,7 @@
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
 #include "experts/cpu/cpu_plan.hpp"
-#include "experts/cpu/tile_table_isa.hpp"
+#include "experts/cpu/tiles/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
 namespace {

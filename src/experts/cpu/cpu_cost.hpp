@@ -7,7 +7,7 @@
 #include <fusedmoe/cpu_costs.hpp>
 #include <fusedmoe/machine.hpp>
 
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 
 /// Which path multiplies an expert, as a pure function of its token count and a few constants (CpuPathCost).
 /// Vectors are the micro-kernels, short tiles (few tokens: bound by reading) as well as tall ones: a pass for

@@ -10,7 +10,7 @@
 #include <fusedmoe/plan.hpp>
 
 #include "experts/cpu/cpu_cost.hpp"
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "moe/backend.hpp"
 #include "weights/panel.hpp"
 

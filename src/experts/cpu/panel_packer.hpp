@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe::cpu {

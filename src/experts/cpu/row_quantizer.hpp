@@ -5,7 +5,7 @@
 
 #include <fusedmoe/quant.hpp>
 
-#include "experts/cpu/kernels.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 
 /// Rows of activations by the rule of a scheme with the kernels of an instruction set, bit for bit what
 /// QuantizeRow (quant/activation_quantizer.hpp) makes of them: scales of groups by its formulas, one at a

@@ -4,8 +4,8 @@
 
 #include "experts/cuda/cuda_experts.hpp"
 #include "experts/cuda/cuda_plan.hpp"
-#include "experts/cuda/cuda_weights.hpp"
-#include "experts/cuda/float32_experts.hpp"
+#include "experts/cuda/float32/float32_experts.hpp"
+#include "experts/cuda/upload/cuda_weights.hpp"
 #include "moe/cost.hpp"
 
 namespace fusedmoe {

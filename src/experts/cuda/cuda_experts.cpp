@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "experts/cuda/device_call.hpp"
-#include "experts/cuda/operand_format.hpp"
-#include "experts/cuda/operand_rows.hpp"
+#include "experts/cuda/operands/operand_format.hpp"
+#include "experts/cuda/operands/operand_rows.hpp"
 
 namespace fusedmoe::cuda {
 Result<std::unique_ptr<Experts>> CudaExperts::Create(const MoeProblem& problem, const Machine& machine,

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "experts/cuda/cuda_plan.hpp"
-#include "experts/cuda/cuda_weights.hpp"
+#include "experts/cuda/upload/cuda_weights.hpp"
 #include "moe/backend.hpp"
 
 namespace fusedmoe::cuda {

@@ -8,9 +8,9 @@
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/device_call.hpp"
-#include "experts/cuda/float32.hpp"
-#include "experts/cuda/operand_format.hpp"
-#include "experts/cuda/prefill.hpp"
+#include "experts/cuda/float32/float32.hpp"
+#include "experts/cuda/operands/operand_format.hpp"
+#include "experts/cuda/prefill/prefill.hpp"
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
 

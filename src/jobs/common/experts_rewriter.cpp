@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "checkpoint/gguf_model.hpp"
+#include "checkpoint/gguf/gguf_model.hpp"
 #include "numerics/rows.hpp"
 #include "platform/file.hpp"
 

@@ -13,7 +13,7 @@
 #include <fusedmoe/checkpoint.hpp>
 
 #include "checkpoint/access.hpp"
-#include "checkpoint/storage.hpp"
+#include "checkpoint/storage/storage.hpp"
 #include "jobs/common/output_checkpoint.hpp"
 
 namespace fusedmoe::jobs {

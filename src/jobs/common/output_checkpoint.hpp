@@ -11,7 +11,7 @@
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/safetensors.hpp>
 
-#include "checkpoint/gguf_writer.hpp"
+#include "checkpoint/gguf/gguf_writer.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::jobs {

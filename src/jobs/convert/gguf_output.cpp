@@ -5,9 +5,9 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/gguf_model.hpp"
-#include "checkpoint/gguf_writer.hpp"
-#include "checkpoint/matrix_tensors.hpp"
+#include "checkpoint/gguf/gguf_model.hpp"
+#include "checkpoint/gguf/gguf_writer.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

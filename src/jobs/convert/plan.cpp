@@ -6,8 +6,8 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/gguf_writer.hpp"
-#include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/gguf/gguf_writer.hpp"
+#include "checkpoint/matrices/matrix_reader.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

@@ -7,8 +7,8 @@
 
 #include <fusedmoe/jobs/convert.hpp>
 
-#include "checkpoint/gguf_blocks.hpp"
-#include "checkpoint/storage.hpp"
+#include "checkpoint/gguf/gguf_blocks.hpp"
+#include "checkpoint/storage/storage.hpp"
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/convert/other_modules.hpp"
 #include "jobs/convert/transform.hpp"

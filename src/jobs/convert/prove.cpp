@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/matrix_tensors.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
 
 namespace fusedmoe::jobs {
 namespace {

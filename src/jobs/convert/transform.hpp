@@ -7,7 +7,7 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/weights.hpp>
 
-#include "checkpoint/storage.hpp"
+#include "checkpoint/storage/storage.hpp"
 #include "quant/weight_quantizer.hpp"
 
 namespace fusedmoe::jobs {

@@ -10,7 +10,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/access.hpp"
-#include "checkpoint/matrix_reader.hpp"
+#include "checkpoint/matrices/matrix_reader.hpp"
 #include "jobs/lint/statistics.hpp"
 #include "numerics/rows.hpp"
 

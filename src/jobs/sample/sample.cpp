@@ -13,7 +13,7 @@
 #include <fusedmoe/routing.hpp>
 #include <fusedmoe/safetensors.hpp>
 
-#include "checkpoint/storage.hpp"
+#include "checkpoint/storage/storage.hpp"
 #include "core/checked_math.hpp"
 #include "jobs/common/output_checkpoint.hpp"
 #include "jobs/sample/families.hpp"

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include <fusedmoe/checkpoint.hpp>
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/tensor.hpp>
+
+#include "checkpoint/gguf/gguf_blocks.hpp"
+#include "checkpoint/gguf/gguf_header.hpp"
+#include "checkpoint/matrices/four_bit_blocks.hpp"
+#include "checkpoint/mlx/affine_matrix.hpp"
+#include "platform/file.hpp"
+
+namespace fusedmoe::checkpoint {
+
+struct MlxGroups;
+
+/// The tensors of a directory: one safetensors file, or shards with an index; or those of a GGUF file. Knows
+/// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
+class TensorStore {
+ public:
+  /// A 4-bit matrix of bitsandbytes is listed as the 16- or 32-bit one that it decodes to, without the
+  /// tensors that go with it; `mlx`: the affine ones of MLX too, and its other words as the bytes that they
+  /// hold.
+  static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
+                                                         const CheckpointOptions& options,
+                                                         const MlxGroups* mlx = nullptr);
+
+  /// A GGUF file, and those beside it that its metadata counts ("-00001-of-00003.gguf"). `header` becomes
+  /// that of the first. A quantized tensor "X.weight" is listed as the tensors that it holds: "X.weight" with
+  /// its codes, "X.weight_scale" with its scales.
+  static Result<std::unique_ptr<const TensorStore>> OpenGguf(const std::string& path,
+                                                             const CheckpointOptions& options,
+                                                             GgufHeader* header);
+
+  const std::vector<TensorInfo>& tensors() const { return tensors_; }
+  bool is_gguf() const { return gguf_; }
+  /// The block type of a matrix "X.weight" of a GGUF file; null when there is none.
+  const BlockType* BlockTypeOf(std::string_view name) const;
+  /// Null when there is no tensor of that name.
+  const TensorInfo* Find(std::string_view name) const;
+  bool Has(std::string_view name) const { return Find(name) != nullptr; }
+
+  /// kBadInput when the tensor is missing or cannot be used.
+  Result<Tensor> Load(std::string_view name) const;
+  /// Rows [first, first + count) of the first axis; only these bytes are read. The rank is kept.
+  Result<Tensor> LoadRows(std::string_view name, int64_t first, int64_t count) const;
+  /// The sub-tensor at `index` of the first axis, one dimension less.
+  Result<Tensor> LoadItem(std::string_view name, int64_t index) const;
+
+  /// All that the data of tensors whose names begin with `prefix` depends on, without reading it: files with
+  /// sizes and times, tensors with types and places.
+  std::string Version(std::string_view prefix) const;
+
+  /// Puts the file of a tensor, when it is known, and its name into a failure.
+  Status Blame(Status status, std::string_view name) const;
+
+ private:
+  struct Place {
+    int32_t file = 0;
+    int64_t begin = 0;
+    const BlockType* type =
+        nullptr;  // the tensor is a part of the blocks of this type; null: bytes as they are
+    const BlockPart* part = nullptr;
+    int32_t four_bit = -1;  // index into four_bit_: the tensor decodes to what is listed
+    int32_t affine = -1;    // the same of affine_
+  };
+  // A 4-bit matrix of bitsandbytes: where its tensors lie.
+  struct FourBitTensor {
+    FourBitMatrix matrix;
+    Place codes;
+    std::array<Place, kFourBitParts.size()> parts;
+  };
+  struct AffineTensor {
+    AffineMatrix matrix;
+    Place codes, scales, biases;
+  };
+
+  Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
+  Status AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header);
+  Status IndexNames();
+  Status FoldFourBit();
+  Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
+                     std::vector<bool>* hidden);
+  Status FoldMlx(const MlxGroups& groups);
+  Status FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
+  /// Takes tensors out of the list.
+  Status Hide(const std::vector<bool>& hidden);
+  Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<platform::FileBytes> ReadFourBitAt(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<platform::FileBytes> ReadAffineAt(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<size_t> Require(std::string_view name) const;
+  Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
+
+  std::string source_;  // the index, or the directory: where a missing tensor should have been
+  std::vector<TensorInfo> tensors_;
+  std::vector<Place> places_;  // parallel to tensors_
+  std::vector<FourBitTensor> four_bit_;
+  std::vector<AffineTensor> affine_;
+  std::vector<std::shared_ptr<const platform::InputFile>> files_;
+  std::unordered_map<std::string_view, size_t> by_name_;
+  bool gguf_ = false;
+};
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,122 @@
+// GGUF files as tensors: blocks are listed as the tensors that they hold, and taken to pieces when these are
+// read.
+#include <filesystem>
+
+#include <fmt/format.h>
+
+#include "checkpoint/files/tensor_store.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kWeight = ".weight";
+constexpr int64_t kMostFiles = 10'000;
+
+// "x-00002-of-00003.gguf" for part 1 of 3 of "x-00001-of-00003.gguf".
+Result<std::string> PartOf(const std::string& first, int64_t index, int64_t count) {
+  const std::string ending = fmt::format("-{:05}-of-{:05}.gguf", 1, count);
+  if (!first.ends_with(ending)) {
+    return Status::BadInput(
+               fmt::format("the file is one of {}, and its name does not end in '{}'", count, ending))
+        .WithFile(first)
+        .WithHint("give the first of them");
+  }
+  return first.substr(0, first.size() - ending.size()) +
+         fmt::format("-{:05}-of-{:05}.gguf", index + 1, count);
+}
+
+}  // namespace
+
+Status TensorStore::AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header) {
+  const auto access = options.io == IoMode::kMmap ? platform::FileAccess::kMap : platform::FileAccess::kRead;
+  FMOE_ASSIGN_OR_RETURN(auto file, platform::InputFile::Open(path, access));
+  FMOE_ASSIGN_OR_RETURN(*header, ReadGgufHeader(*file));
+  const auto number = static_cast<int32_t>(files_.size());
+  const std::string file_name = fs::path(path).filename().string();
+  files_.push_back(std::move(file));
+  for (const GgufTensor& tensor : header->tensors) {
+    const BlockType* type = FindBlockType(tensor.type);  // known: the header was checked
+    if (type->parts.empty()) {
+      TensorInfo info{tensor.name, DType::kU8, Shape(tensor.dims), file_name, tensor.end - tensor.begin, ""};
+      info.problem = fmt::format("tensors of type {} are not read", type->name);
+      tensors_.push_back(std::move(info));
+      places_.push_back({number, tensor.begin, type, nullptr});
+      continue;
+    }
+    const int64_t blocks = (tensor.end - tensor.begin) / type->bytes;
+    for (const BlockPart& part : type->parts) {
+      std::string name = tensor.name;
+      if (!part.suffix.empty()) {
+        if (name.ends_with(kWeight))
+          name.resize(name.size() - kWeight.size());
+        name += part.suffix;
+      }
+      Shape shape(tensor.dims);
+      shape[shape.rank() - 1] = tensor.dims.back() / type->elements * part.elements;
+      tensors_.push_back({std::move(name), part.dtype, shape, file_name, blocks * part.bytes, ""});
+      places_.push_back({number, tensor.begin, type, part.decode == nullptr ? nullptr : &part});
+    }
+  }
+  return Status::Ok();
+}
+
+Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::string& path,
+                                                                 const CheckpointOptions& options,
+                                                                 GgufHeader* header) {
+  std::unique_ptr<TensorStore> store(new TensorStore);
+  store->source_ = path;
+  store->gguf_ = true;
+  FMOE_RETURN_IF_ERROR(store->AddGguf(path, options, header));
+  const int64_t count = header->Integer("split.count").value_or(1);
+  if (count < 0 || count > kMostFiles)
+    return Status::BadInput(fmt::format("'split.count' is {}", count)).WithFile(path);
+  for (int64_t index = 1; index < count; ++index) {
+    FMOE_ASSIGN_OR_RETURN(const std::string part, PartOf(path, index, count));
+    GgufHeader own;
+    FMOE_RETURN_IF_ERROR(store->AddGguf(part, options, &own));
+    if (own.Integer("split.count") != count || own.Integer("split.no") != index)
+      return Status::BadInput(fmt::format("is not part {} of {}", index + 1, count)).WithFile(part);
+  }
+  // A matrix of two levels whose second is one everywhere lacks it in the file.
+  const size_t listed = store->tensors_.size();
+  FMOE_RETURN_IF_ERROR(store->IndexNames());
+  for (size_t i = 0; i < listed; ++i) {
+    const TensorInfo info = store->tensors_[i];
+    if (store->places_[i].type->id != kGgufNvfp4 || !info.name.ends_with(kWeight))
+      continue;
+    std::string scale = info.name.substr(0, info.name.size() - kWeight.size()) + ".scale";
+    if (store->Has(scale))
+      continue;
+    const Shape shape = info.shape.rank() == 3 ? Shape{info.shape[0]} : Shape{1};
+    const BlockPart& one = UnitScalePart();
+    store->tensors_.push_back({std::move(scale), one.dtype, shape, info.file, shape.count() * one.bytes, ""});
+    store->places_.push_back({store->places_[i].file, 0, nullptr, &one});
+  }
+  store->by_name_.clear();  // its keys are views of names that have moved
+  FMOE_RETURN_IF_ERROR(store->IndexNames());
+  return std::unique_ptr<const TensorStore>(std::move(store));
+}
+
+const BlockType* TensorStore::BlockTypeOf(std::string_view name) const {
+  const auto it = by_name_.find(name);
+  return it == by_name_.end() ? nullptr : places_[it->second].type;
+}
+
+// Whole blocks, as callers read whole rows.
+Result<platform::FileBytes> TensorStore::ReadParts(const Place& place, int64_t offset, int64_t bytes) const {
+  const BlockPart& part = *place.part;
+  const int64_t block_bytes = place.type == nullptr ? 0 : place.type->bytes;
+  const int64_t first = offset / part.bytes, blocks = bytes / part.bytes;
+  FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, platform::AllocateBytes(bytes));
+  FMOE_ASSIGN_OR_RETURN(
+      const platform::FileBytes raw,
+      files_[static_cast<size_t>(place.file)]->Read(place.begin + first * block_bytes, blocks * block_bytes));
+  for (int64_t block = 0; block < blocks; ++block)
+    part.decode(raw.data + block * block_bytes, memory.get() + block * part.bytes);
+  const std::byte* data = memory.get();
+  return platform::FileBytes{data, bytes, std::move(memory)};
+}
+
+}  // namespace fusedmoe::checkpoint

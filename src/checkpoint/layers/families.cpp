@@ -1,0 +1,57 @@
+#include "checkpoint/layers/families.hpp"
+
+#include <algorithm>
+
+#include "checkpoint/layers/model_config.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+using enum FusedLayout;
+
+// Routing that several families share.
+constexpr FamilyRouting kSoftmaxAlways{.renormalize = Renormalize::kAlways, .ignore_groups = true};
+constexpr FamilyRouting kSoftmaxNever{.renormalize = Renormalize::kNever, .ignore_groups = true};
+constexpr FamilyRouting kSoftmaxByConfig{.renormalize = Renormalize::kConfigFalse, .ignore_groups = true};
+constexpr FamilyRouting kSoftmaxRenormalized{.renormalize = Renormalize::kConfigTrue, .ignore_groups = true};
+// DeepSeek-V3 and its many followers.
+constexpr FamilyRouting kDeepSeek{.score = ScoreFunction::kSigmoid,
+                                  .renormalize = Renormalize::kConfigTrue,
+                                  .method = RoutingMethod::kDeepSeekV3,
+                                  .norm_epsilon = 1e-20F};
+constexpr FamilyRouting kDeepSeekByConfig{.score = ScoreFunction::kSigmoid,
+                                          .renormalize = Renormalize::kConfigFalse,
+                                          .method = RoutingMethod::kDeepSeekV3,
+                                          .norm_epsilon = 1e-20F};
+constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
+                                     .renormalize = Renormalize::kAlways,
+                                     .method = RoutingMethod::kDeepSeekV3,
+                                     .norm_epsilon = 1e-20F,
+                                     .ignore_groups = true};
+constexpr FamilyActivation kSwigluOai{.kind = ActivationKind::kSwigluOai,
+                                      .fixed = true,
+                                      .alpha = 1.702F,
+                                      .beta = 1.0F,
+                                      .limit = 7.0F,
+                                      .has_limit = true};
+
+constexpr Family kFamilies[] = {
+#include "checkpoint/layers/families.inc"
+};
+
+}  // namespace
+
+std::span<const Family> FamilyTable() {
+  return kFamilies;
+}
+
+const Family* FindFamily(std::string_view model_type) {
+  for (const Family& family : kFamilies) {
+    const auto types = SplitWords(family.model_types);
+    if (std::find(types.begin(), types.end(), model_type) != types.end())
+      return &family;
+  }
+  return nullptr;
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,290 @@
+#include "checkpoint/layers/layer_names.hpp"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+
+#include "checkpoint/gguf/gguf_model.hpp"
+#include "checkpoint/layers/model_config.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+// What follows the module name of a weight, in every format. Unquantized parameters of fused tensors have no
+// suffix.
+constexpr std::string_view kWeightSuffixes[] = {".weight", ".weight_packed", ".qweight",         "",
+                                                "_blocks", ".blocks",        ".quantized_weight"};
+
+constexpr std::string_view kCommonBlocks =
+    "mlp block_sparse_moe feed_forward ffn moe mixer sparse_moe moe_block";
+
+struct PerExpertSpelling {
+  std::string_view list, gate, up, down;
+  ExpertForm form = ExpertForm::kPerExpert;
+};
+// Gate, up and down of one expert. Without a gate the activation is not gated, or `up` holds both.
+constexpr PerExpertSpelling kPerExpert[] = {
+    {"experts", "gate_proj", "up_proj", "down_proj"},
+    {"experts", "w1", "w3", "w2"},
+    {"experts", "linear", "linear_v", "linear_1"},
+    {"experts", "linear_gate", "up_proj", "down_proj"},
+    // DeepSeek-V4 by llm-compressor: transformers renames every gate_proj on saving, those of experts too.
+    {"experts", "wgate", "up_proj", "down_proj"},
+    {"experts", "fc1", "fc3", "fc2"},
+    // gpt-oss by Quark, which takes the fused tensor apart by experts alone.
+    {"experts", "", "gate_up_proj", "down_proj", ExpertForm::kPerExpertGateUp},
+    {"experts", "", "up_proj", "down_proj"},
+    {"local_experts", "gate_proj", "up_proj", "down_proj"},
+    {"experts", "gate", "up", "down"},
+};
+
+struct FusedSpelling {
+  ExpertForm form;
+  std::string_view gate, up, down;
+  bool flattened = false;
+};
+constexpr FusedSpelling kFused[] = {
+    {ExpertForm::kFused, "", "experts.gate_up_proj", "experts.down_proj"},
+    {ExpertForm::kFused, "", "input_linear", "output_linear"},
+    {ExpertForm::kFused, "", "experts.w13_weight", "experts.w2_weight"},
+    {ExpertForm::kFused, "", "experts.fc1", "experts.fc2"},
+    {ExpertForm::kFused, "", "mlp1_weight", "mlp2_weight"},
+    {ExpertForm::kStacked, "experts.gate_proj", "experts.up_proj", "experts.down_proj"},
+    {ExpertForm::kStacked, "gate_proj", "up_proj", "down_proj"},
+    // MLX, of every family.
+    {ExpertForm::kStacked, "switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"},
+    {ExpertForm::kStacked, "", "switch_mlp.fc1", "switch_mlp.fc2"},
+    {ExpertForm::kStacked, "experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2", true},
+    {ExpertForm::kStacked, "", "experts.up_proj", "experts.down_proj"},
+};
+
+constexpr std::string_view kCommonRouters =
+    "gate.weight router.weight gate.wg.weight router.layer.weight router.classifier.weight "
+    "router.gate.weight gate.gate.weight "
+    "router.proj.weight gate";
+constexpr std::string_view kRouterBiases =
+    "router.bias gate.bias gate.wg.bias router.layer.bias router.classifier.bias router.proj.bias";
+constexpr std::string_view kCorrectionBiases =
+    "gate.e_score_correction_bias e_score_correction_bias gate.expert_bias expert_bias "
+    "router.e_score_correction_bias "
+    "moe_statics.e_score_correction_bias gate.moe_statics.e_score_correction_bias router_bias "
+    "experts.e_score_correction_bias "
+    "router.expert_bias";
+constexpr std::string_view kHashTables = "gate.tid2eid";
+
+std::optional<std::string_view> WeightSuffix(const TensorStore& store, const std::string& base) {
+  for (const std::string_view suffix : kWeightSuffixes) {
+    const TensorInfo* info = store.Find(base + std::string(suffix));
+    if (info != nullptr)
+      return suffix;
+  }
+  return std::nullopt;
+}
+
+// A fused tensor has one dimension more than a matrix: "gate_proj.weight" of a dense layer must not count.
+bool IsStack(const TensorStore& store, const std::string& name, bool flattened) {
+  const TensorInfo* info = store.Find(name);
+  return info != nullptr && (flattened ? info->shape.rank() == 2 : info->shape.rank() >= 3);
+}
+
+std::string Substitute(std::string name, int64_t expert) {
+  const size_t at = name.find("{e}");
+  return at == std::string::npos ? name : name.replace(at, 3, std::to_string(expert));
+}
+
+std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::string& block) {
+  for (const PerExpertSpelling& spelling : kPerExpert) {
+    const std::string stem = block + std::string(spelling.list) + ".{e}.";
+    ExpertNames names;
+    names.form = spelling.form;
+    names.gate = spelling.gate.empty() ? "" : stem + std::string(spelling.gate);
+    names.up = stem + std::string(spelling.up);
+    names.down = stem + std::string(spelling.down);
+    // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a
+    // gated spelling needs a gate, since ungated experts share the other names.
+    const bool gated = !names.gate.empty() || names.joins_gate_up();
+    std::optional<std::string_view> suffix, gate_suffix;
+    for (const int64_t expert : {0, 1}) {
+      if (!gate_suffix && gated)
+        gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
+      if (!suffix)
+        suffix = WeightSuffix(store, names.Down(expert));
+      if (!suffix)
+        suffix = WeightSuffix(store, names.Up(expert));
+    }
+    if (gated)
+      suffix = gate_suffix;
+    if (!suffix)
+      continue;
+    names.weight_suffix = suffix->empty() ? "" : ".weight";
+    return names;
+  }
+  for (const FusedSpelling& spelling : kFused) {
+    const std::string up = block + std::string(spelling.up);
+    const auto suffix = WeightSuffix(store, up);
+    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened))
+      continue;
+    ExpertNames names;
+    names.form = spelling.form;
+    names.gate = spelling.gate.empty() ? "" : block + std::string(spelling.gate);
+    if (!names.gate.empty() && !WeightSuffix(store, names.gate))
+      continue;
+    names.up = up;
+    names.down = block + std::string(spelling.down);
+    names.weight_suffix = suffix->starts_with(".weight") ? ".weight" : "";
+    names.flattened = spelling.flattened;
+    return names;
+  }
+  return std::nullopt;
+}
+
+std::string FirstPresent(const TensorStore& store, const std::string& block, std::string_view family,
+                         std::string_view common) {
+  for (const std::string_view list : {family, common}) {
+    for (const std::string_view word : SplitWords(list)) {
+      std::string name = block + std::string(word);
+      if (store.Has(name))
+        return name;
+    }
+  }
+  return "";
+}
+
+void FindShared(const TensorStore& store, const Family& family, LayerNames* names) {
+  static constexpr PerExpertSpelling kShared[] = {
+      {"", "gate_proj", "up_proj", "down_proj"},   {"", "w1", "w3", "w2"},
+      {"", "linear_gate", "up_proj", "down_proj"}, {"", "", "input_linear", "output_linear"},
+      {"", "", "gate_up_proj", "down_proj"},       {"", "", "up_proj", "down_proj"}};
+  for (const std::string& parent : {names->block, names->prefix}) {
+    for (const std::string_view module : SplitWords(family.shared)) {
+      const std::string stem = parent + std::string(module) + ".";
+      for (const PerExpertSpelling& spelling : kShared) {
+        const bool gated = !spelling.gate.empty();
+        const bool fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
+        // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
+        const bool whole = gated || fused || !family.activation.gated;
+        const TensorInfo* rows = store.Find(stem + std::string(spelling.up) + ".weight");
+        if (rows != nullptr && rows->shape.rank() == 2 && rows->shape[0] == 0)
+          continue;  // transformers writes these where the configuration asks for no shared experts
+        const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
+        if (whole ? !WeightSuffix(store, telling) : !WeightSuffix(store, stem + "up_proj")) {
+          continue;
+        }
+        names->shared_gate_proj = gated ? telling : whole ? "" : stem + "gate_proj";
+        names->shared_up = stem + std::string(spelling.up);
+        names->shared_down = stem + std::string(spelling.down);
+        names->shared_fused = fused;
+        names->shared_gate = FirstPresent(store, names->block, family.shared_gate, "");
+        return;
+      }
+    }
+  }
+}
+
+// Names that hold layers of something else than the language model.
+bool IsForeign(std::string_view prefix) {
+  for (const std::string_view word : {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder",
+                                      "code2wav", "speech", "resampler", "eagle"}) {
+    if (prefix.find(word) != std::string_view::npos)
+      return true;
+  }
+  return false;
+}
+
+// The end of "...layers.N." in a name and the number, or nothing.
+std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
+  for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer.", "blk."}) {
+    for (size_t at = name.find(word); at != std::string_view::npos; at = name.find(word, at + 1)) {
+      if (at != 0 && name[at - 1] != '.')
+        continue;
+      const size_t digits = at + word.size();
+      int64_t layer = 0;
+      const char* end = name.data() + name.size();
+      const auto parsed = std::from_chars(name.data() + digits, end, layer);
+      if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '.' && layer >= 0) {
+        return std::make_pair(static_cast<size_t>(parsed.ptr - name.data()) + 1, layer);
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string ExpertNames::Gate(int64_t expert) const {
+  return Substitute(gate, expert);
+}
+std::string ExpertNames::Up(int64_t expert) const {
+  return Substitute(up, expert);
+}
+std::string ExpertNames::Down(int64_t expert) const {
+  return Substitute(down, expert);
+}
+
+std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
+  struct Stack {
+    std::map<int64_t, std::string> layers;
+    bool has_experts = false;
+  };
+  // Tensors of a layer follow one another in most files, so the last answer is usually this one too.
+  std::map<std::string, Stack> by_stem;
+  Stack* current = nullptr;
+  std::string_view last;
+  for (const TensorInfo& info : store.tensors()) {
+    const std::string_view name = info.name;
+    const bool expert = name.find("expert") != std::string_view::npos;
+    if (!last.empty() && name.starts_with(last)) {
+      if (current != nullptr)
+        current->has_experts |= expert;
+      continue;
+    }
+    const auto end = LayerEnd(name);
+    if (!end)
+      continue;
+    current = nullptr;
+    last = name.substr(0, end->first);
+    const std::string_view stem = last.substr(0, last.size() - 1 - std::to_string(end->second).size());
+    if (IsForeign(stem))
+      continue;
+    current = &by_stem[std::string(stem)];
+    current->layers.emplace(end->second, std::string(last));
+    current->has_experts |= expert;
+  }
+  // The stack with the most layers is the model, and one with experts rather than one without.
+  const Stack* best = nullptr;
+  for (const auto& [stem, stack] : by_stem) {
+    const auto rank = [](const Stack& one) { return std::make_pair(one.has_experts, one.layers.size()); };
+    if (best == nullptr || rank(stack) > rank(*best))
+      best = &stack;
+  }
+  return best == nullptr ? std::map<int64_t, std::string>() : best->layers;
+}
+
+std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
+                                         const std::string& prefix) {
+  if (store.is_gguf())
+    return FindGgufLayerNames(store, prefix);
+  for (const std::string_view list : {family.blocks, kCommonBlocks}) {
+    for (const std::string_view word : SplitWords(list)) {
+      LayerNames names;
+      names.prefix = prefix;
+      names.block = word == "." ? prefix : prefix + std::string(word) + ".";
+      const auto experts = FindExperts(store, names.block);
+      if (!experts)
+        continue;
+      names.experts = *experts;
+      names.router = FirstPresent(store, names.block, family.router, kCommonRouters);
+      names.correction_bias = FirstPresent(store, names.block, family.correction_bias, kCorrectionBiases);
+      names.router_bias = FirstPresent(store, names.block, "", kRouterBiases);
+      if (names.router_bias == names.correction_bias)
+        names.router_bias.clear();
+      names.hash_table = FirstPresent(store, names.block, "", kHashTables);
+      names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
+      FindShared(store, family, &names);
+      return names;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace fusedmoe::checkpoint

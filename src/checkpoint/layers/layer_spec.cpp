@@ -1,0 +1,235 @@
+#include "checkpoint/layers/layer_spec.hpp"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "numerics/element_types.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+constexpr int64_t kMaxSize = int64_t{1} << 24;
+
+constexpr std::string_view kExpertsKeys =
+    "num_experts moe_num_experts n_routed_experts num_local_experts ffn_config.moe_num_experts";
+constexpr std::string_view kIntermediateKeys =
+    "moe_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size ffn_config.ffn_hidden_size "
+    "intermediate_size";
+constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
+
+// The axes of fused tensors; shapes decide only where the family leaves it to them.
+Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, const LayerNames& names,
+                              const MoeConfig& config, const std::string& override_text) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<FusedAxes> forced, ParseExpertLayout(override_text));
+  if (names.experts.form == ExpertForm::kPerExpert)
+    return FusedAxes{};
+  // GGUF and MLX have one order for all architectures. Families that join gate and up, in whatever order,
+  // never store them apart themselves.
+  const bool apart = names.experts.form == ExpertForm::kStacked && !names.experts.flattened;
+  if ((store.is_gguf() || apart) && !forced)
+    return FusedAxes{};
+  FusedAxes axes;
+  axes.in_out = !names.experts.per_expert() &&
+                (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);
+  axes.interleaved =
+      family.fused == FusedLayout::kInOutInterleaved || family.fused == FusedLayout::kOutInInterleaved;
+  const TensorInfo* up = store.Find(names.experts.up + names.experts.weight_suffix);
+  if (family.fused == FusedLayout::kByShape && up != nullptr && up->shape.rank() == 3) {
+    const int64_t out = (names.experts.form == ExpertForm::kFused ? 2 : 1) * config.intermediate;
+    axes.in_out = up->shape[2] == out && up->shape[1] != out;
+  }
+  // MXFP4 blocks lie along the input, whatever the axes of the unquantized form.
+  if (up == nullptr && (store.Has(names.experts.up + "_blocks") || store.Has(names.experts.up + ".blocks")))
+    axes.in_out = false;
+  if (forced)
+    axes = *forced;
+  return axes;
+}
+
+// Switches that change what a layer computes, in ways that no part of this library does.
+Status CheckOddities(const ModelConfig& config) {
+  const auto refuse = [&](std::string_view key, std::string_view why) {
+    return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
+        .WithFile(config.path());
+  };
+  if (config.Find("moe_latent_size") != nullptr)
+    return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
+  if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
+      value != nullptr && value->boolean())
+    return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
+  const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
+  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0))
+    return refuse("ffn_config.moe_normalize_expert_weights",
+                  "router weights are normalized to a sum of 1, or not at all");
+  const JsonValue* zero = config.Find("zero_expert_type");
+  if (zero != nullptr && zero->string() != "identity")
+    return refuse("zero_expert_type", "experts without weights add their weighted input (\"identity\")");
+  return Status::Ok();
+}
+
+// Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
+// divide; compressed-tensors and Quark, which quantize linear modules, a parameter for all experts that they
+// did not take apart (JetMoE, Longcat); bitsandbytes such parameters and the routers of some models.
+bool KeepsPlain(std::string_view producer, const TensorInfo& info) {
+  const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
+  if (producer == "compressed-tensors" || producer == "quark")
+    return plain && info.shape.rank() >= 3;
+  return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
+}
+
+// The tensors of a module, for a message that says what is there instead.
+std::string PresentOf(const TensorStore& store, const std::string& base) {
+  std::string present;
+  for (const TensorInfo& info : store.tensors()) {
+    if (!info.name.starts_with(base) || info.name.size() == base.size() ||
+        (info.name[base.size()] != '.' && info.name[base.size()] != '_')) {
+      continue;
+    }
+    present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
+  }
+  return present;
+}
+
+// What the numbers of experts say about each other.
+Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
+  const RoutingConfig& routing = moe.routing;
+  const auto wrong = [&](const std::string& what) { return Status::BadInput(what).WithFile(config.path()); };
+  if (routing.top_k > moe.num_experts + routing.num_zero_experts)
+    return wrong(fmt::format("each token takes {} experts of {}", routing.top_k, moe.num_experts));
+  if (moe.num_experts % routing.num_groups != 0)
+    return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
+  if (moe.apply_router_weight_on_input && routing.top_k != 1) {
+    return Status::Unsupported(
+               fmt::format("router weights on the input need one expert a token; the model takes {}",
+                           routing.top_k))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
+}
+
+// The activation of the shared experts, and, in Cohere 2, that they and the routed ones count half each.
+Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec& spec) {
+  MoeConfig& moe = spec.config;
+  FMOE_ASSIGN_OR_RETURN(moe.shared.activation,
+                        ResolveSharedActivation(config, family, spec.layer, moe.activation));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
+                        config.Text("shared_expert_combination_strategy"));
+  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
+  if (averages && !spec.names.shared_up.empty()) {
+    moe.shared.weight = 0.5F;
+    moe.routing.scaling_factor *= 0.5F;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text) {
+  if (text.empty())
+    return std::optional<FusedAxes>();
+  FusedAxes axes;
+  for (const std::string_view word : SplitWords(text, ',')) {
+    if (word == "in_out" || word == "out_in") {
+      axes.in_out = word == "in_out";
+    } else if (word == "interleaved" || word == "chunked") {
+      axes.interleaved = word == "interleaved";
+    } else {
+      return Status::Usage(fmt::format(
+          "expert layout '{}' is unknown; in_out or out_in, with ,interleaved or ,chunked, are known", text));
+    }
+  }
+  return std::optional<FusedAxes>(axes);
+}
+
+Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules, const std::string& base,
+                              const std::string& weight_suffix) {
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format, rules.format_of(base));
+  const auto has = [&](std::string_view suffix) {
+    return store.Has(base + std::string(suffix)) ||
+           (weight_suffix.empty() &&
+            (suffix == ".weight" ? store.Has(base) : store.Has(base + "_" + std::string(suffix.substr(1)))));
+  };
+  if (rules.producer == "fp8" && format.quantized()) {
+    for (const std::string_view scale : {".weight_scale_inv", ".scale_inv", ".scale", ".weight_scale"}) {
+      if (has(scale)) {
+        format.scale = scale;
+        break;
+      }
+    }
+  }
+  if (const TensorInfo* info = store.Find(base + weight_suffix);
+      info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {
+    return LinearFormat{};
+  }
+  // ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise.
+  const TensorInfo* scale = store.Find(base + std::string(format.scale));
+  if (rules.producer == "modelopt" && format.weight.block.row > 1 && scale != nullptr &&
+      scale->shape.rank() == 0) {
+    format.weight.block = kPerTensor;
+    format.weight.has_tensor_scale = true;
+  }
+  if (format.input_scale_optional && !has(format.input_scale)) {
+    format.activation = {};
+    format.input_scale = "";
+  }
+  if (has(format.codes) || (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1)))))
+    return format;
+  const std::string present = PresentOf(store, base);
+  return store.Blame(
+      Status::BadInput(fmt::format("the tensor is missing; {} stores weights there, the checkpoint has {}",
+                                   rules.producer == "none" ? "an unquantized checkpoint" : rules.producer,
+                                   present.empty() ? "none of this module" : present)),
+      format.codes == ".weight" ? base + weight_suffix : base + std::string(format.codes));
+}
+
+Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& config, const Family& family,
+                               const std::string& prefix, int64_t layer, const std::string& expert_layout) {
+  std::optional<LayerNames> names = FindLayerNames(store, family, prefix);
+  if (!names) {
+    if (config.SaysMoe(layer).value_or(false)) {
+      return store.Blame(Status::BadInput(fmt::format(
+                             "the experts of layer {} are missing, though config.json gives it some", layer)),
+                         prefix + std::string(SplitWords(family.blocks)[0]) + ".experts");
+    }
+    return Status::Usage(fmt::format("layer {} has no routed experts", layer)).WithFile(config.path());
+  }
+  LayerSpec spec;
+  spec.layer = layer;
+  spec.family = &family;
+  spec.names = *std::move(names);
+  MoeConfig& moe = spec.config;
+  FMOE_ASSIGN_OR_RETURN(moe.num_experts, config.RequiredInteger(kExpertsKeys, layer, 1, kMaxRoutedExperts));
+  moe.num_local_experts = moe.num_experts;
+  FMOE_ASSIGN_OR_RETURN(moe.hidden, config.RequiredInteger(kHiddenKeys, -1, 1, kMaxSize));
+  const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
+  FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
+  moe.dtype = config.ComputeType();
+  FMOE_RETURN_IF_ERROR(CheckOddities(config));
+  const ExpertNames& experts = spec.names.experts;
+  const bool fused = experts.form == ExpertForm::kFused;
+  const bool has_gate = !experts.gate.empty() || experts.form == ExpertForm::kPerExpertGateUp ||
+                        (fused && family.activation.gated);
+  FMOE_ASSIGN_OR_RETURN(moe.activation, ResolveActivation(config, family, layer, has_gate));
+  moe.has_correction_bias = !spec.names.correction_bias.empty();
+  moe.has_router_bias = !spec.names.router_bias.empty();
+  FMOE_ASSIGN_OR_RETURN(moe.routing, ResolveRouting(config, family, layer, moe.has_correction_bias));
+  // Groups compete by their two largest scores where there is a bias: one of zeros changes nothing else.
+  if (family.routing.groups_by_two && moe.routing.num_groups > 1)
+    moe.has_correction_bias = true;
+  moe.apply_router_weight_on_input = moe.routing.method == RoutingMethod::kLlama4;
+  FMOE_RETURN_IF_ERROR(CheckCounts(config, moe));
+  const std::string first_up = experts.Up(0);
+  moe.has_bias = !spec.names.output_bias.empty();
+  for (const std::string& name : {first_up, experts.Down(0)})
+    moe.has_bias |= store.Has(name + ".bias") || store.Has(name + "_bias");
+  if (spec.names.router.empty()) {
+    return store.Blame(Status::BadInput("the router's weight is missing"),
+                       spec.names.block + std::string(SplitWords(family.router)[0]));
+  }
+  FMOE_RETURN_IF_ERROR(ResolveShared(config, family, spec));
+  FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));
+  return spec;
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <cstdint>
+
+#include <fusedmoe/status.hpp>
+#include <fusedmoe/weights.hpp>
+
+#include "checkpoint/linear_format.hpp"
+#include "checkpoint/matrices/matrix_tensors.hpp"
+
+namespace fusedmoe::checkpoint {
+
+/// Reads one matrix [rows, cols] into canonical form and checks it, scales included; errors name the tensor.
+Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
+                                   const MatrixPlace& place, int64_t rows, int64_t cols);
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,178 @@
+#include "checkpoint/matrices/matrix_scales.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "checkpoint/matrices/unpack.hpp"
+#include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/rows.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+// The extents that a tensor of scales may leave out: [n, 1, k, 1] is [n, k], [n] is [n, 1], [] is [1, 1].
+Tensor AsMatrix(const Tensor& tensor, bool column) {
+  std::vector<int64_t> dims;
+  for (const int64_t dim : tensor.shape().dims()) {
+    if (dim != 1)
+      dims.push_back(dim);
+  }
+  const Shape& stored = tensor.shape();
+  if (stored.rank() == 2)
+    return tensor;
+  Shape shape{1, 1};
+  if (stored.rank() == 4 && stored[1] == 1 && stored[3] == 1) {
+    shape = Shape{stored[0], stored[2]};
+  } else if (dims.size() == 2) {
+    shape = Shape{dims[0], dims[1]};
+  } else if (dims.size() == 1) {
+    shape = column ? Shape{dims[0], 1} : Shape{1, dims[0]};
+  } else if (!dims.empty()) {
+    return tensor;
+  }
+  return Tensor::Borrow(TensorView(tensor.view().data(), tensor.dtype(), shape), tensor.owner());
+}
+
+Result<Tensor> Divided(const Tensor& scales, float divisor) {
+  if (divisor == 1.0F)
+    return scales;
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kF32, scales.shape()));
+  const auto* from = scales.view().as<float>();
+  std::transform(from, from + scales.shape().count(), out.mutable_view().as<float>(),
+                 [&](float scale) { return scale / divisor; });
+  return out;
+}
+
+// Scales of channels and of integers are floats, whatever the type of a file's.
+bool ScalesAreFloats(const WeightFormat& weight) {
+  return weight.has_channel_scale || IsPlainFloat(weight.block_scale_dtype);
+}
+
+Status CheckType(const MatrixTensors& tensors, const WeightFormat& weight, const std::string& name,
+                 const Tensor& stored) {
+  const DType wanted = weight.block_scale_dtype, found = stored.dtype();
+  if (wanted == DType::kF8E8M0) {
+    return found == DType::kU8 || found == DType::kF8E8M0 ? Status::Ok()
+                                                          : tensors.Wrong(name, stored, "U8 or F8_E8M0");
+  }
+  if (ScalesAreFloats(weight)) {
+    return IsPlainFloat(found) || found == DType::kF8E8M0 ? Status::Ok()
+                                                          : tensors.Wrong(name, stored, "F32, BF16 or F16");
+  }
+  return found == wanted ? Status::Ok() : tensors.Wrong(name, stored, DTypeName(wanted));
+}
+
+int64_t BlockRows(const WeightFormat& weight) {
+  return weight.has_block_scale() ? std::max<int64_t>(weight.block.row, 1) : 1;
+}
+
+// Rows of the first block that belong to the part before, where up begins inside of a block.
+int64_t RowOffset(const MatrixTensors& tensors, int64_t block_rows) {
+  const MatrixPlace& place = tensors.place;
+  return place.parts == 2 && !place.interleaved ? place.part * tensors.rows % block_rows : 0;
+}
+
+// The scales of this part, one for each block of its rows and columns, however the file lays them out.
+Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format, const std::string& name,
+                       Tensor stored) {
+  const WeightFormat& weight = format.weight;
+  const int64_t block_rows = BlockRows(weight);
+  const int64_t block_cols =
+      weight.has_block_scale() && weight.block.col > 0 ? weight.block.col : tensors.cols;
+  const int64_t stored_rows = std::max(format.stored_block_rows, block_rows);
+  if (tensors.place.in_out && stored.shape().rank() == 4) {
+    // ModelOpt's 2-D blocks of fused experts: computed as [out, 1, in, 1], then used in the same order as
+    // [in, out], so that the codes need them that way.
+    const Shape blocks{CeilDiv(tensors.cols, block_cols),
+                       CeilDiv(tensors.rows * tensors.place.parts, stored_rows)};
+    if (blocks.count() != stored.shape().count())
+      return tensors.Wrong(name, stored, fmt::format("{} blocks", blocks.count()));
+    stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), blocks), stored.owner());
+  }
+  if (format.scale_is_in_out) {
+    FMOE_ASSIGN_OR_RETURN(stored, Transpose(AsMatrix(stored, false)));
+  } else {
+    stored = AsMatrix(stored, !tensors.place.in_out);
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor half, tensors.Part(std::move(stored), name, block_rows));
+  if (stored_rows > block_rows && tensors.place.parts == 1) {
+    FMOE_ASSIGN_OR_RETURN(half,
+                          RepeatRows(half, stored_rows / block_rows, CeilDiv(tensors.rows, block_rows)));
+  }
+  const int64_t want_rows = CeilDiv(RowOffset(tensors, block_rows) + tensors.rows, block_rows);
+  const int64_t want_cols = CeilDiv(tensors.cols, block_cols);
+  if (half.dim(0) != want_rows || half.dim(1) != want_cols) {
+    return tensors.Wrong(name, half, fmt::format("[{}, {}]", want_rows, want_cols));
+  }
+  return half;
+}
+
+Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const std::string& name) {
+  const TensorView& view = scale.view();
+  std::vector<float> values(static_cast<size_t>(view.dim(1)));
+  for (int64_t r = 0; r < view.dim(0); ++r) {
+    DecodeRow(view.dtype(), view.data() + r * view.stride_bytes(0), 0, view.dim(1), values.data());
+    for (int64_t c = 0; c < view.dim(1); ++c) {
+      const float value = values[static_cast<size_t>(c)];
+      if (!std::signbit(value) && std::isfinite(value))
+        continue;
+      return tensors.store.Blame(
+          Status::BadInput(
+              fmt::format("the scale at [{}, {}] is {}; finite and >= 0 is required", r, c, value)),
+          name);
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
+  const WeightFormat& weight = format.weight;
+  const std::string name = tensors.NameOf(format.scale);
+  if (!weight.has_block_scale() && !weight.has_channel_scale) {
+    FMOE_ASSIGN_OR_RETURN(const float value, tensors.LoadScale(format.scale));
+    matrix->tensor_scale = value;
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.scale));
+  FMOE_RETURN_IF_ERROR(CheckType(tensors, weight, name, stored));
+  const DType found = stored.dtype();
+  if (weight.has_channel_scale && tensors.place.item >= 0 && stored.shape().count() == 1) {
+    // ModelOpt's fused experts: the "channel" of a stack is the expert.
+    FMOE_ASSIGN_OR_RETURN(const Tensor one, ToF32(stored));
+    FMOE_ASSIGN_OR_RETURN(matrix->channel_scale, Tensor::Allocate(DType::kF32, Shape{tensors.rows}));
+    std::fill_n(matrix->channel_scale.mutable_view().as<float>(), tensors.rows, *one.view().as<float>());
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor half, Arrange(tensors, format, name, std::move(stored)));
+  if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
+      (ScalesAreFloats(weight) && found == DType::kF8E8M0) || format.scale_divisor != 1.0F) {
+    FMOE_ASSIGN_OR_RETURN(half, ToF32(half));
+    FMOE_ASSIGN_OR_RETURN(half, Divided(half, format.scale_divisor));
+    if (weight.has_channel_scale) {
+      matrix->channel_scale =
+          Tensor::Borrow(TensorView(half.view().data(), DType::kF32, Shape{tensors.rows}), half.owner());
+      return Status::Ok();
+    }
+    matrix->format.block_scale_dtype = DType::kF32;
+  } else {
+    const DType as = weight.block_scale_dtype == DType::kF8E8M0 ? DType::kF8E8M0 : found;
+    TensorView view(half.view().data(), as, half.shape());
+    view.set_stride_bytes(0, half.view().stride_bytes(0));
+    half = Tensor::Borrow(view, half.owner());
+    matrix->format.block_scale_dtype = as;
+  }
+  if (weight.may_have_zero_point && !format.negative_scales)
+    FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
+  matrix->block_scale = std::move(half);
+  matrix->scale_row_offset = RowOffset(tensors, BlockRows(weight));
+  return Status::Ok();
+}
+
+}  // namespace fusedmoe::checkpoint

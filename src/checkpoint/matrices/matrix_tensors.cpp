@@ -1,0 +1,137 @@
+#include "checkpoint/matrices/matrix_tensors.hpp"
+
+#include <cmath>
+
+#include <fmt/format.h>
+
+#include "checkpoint/matrices/unpack.hpp"
+#include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
+#include "numerics/rows.hpp"
+
+namespace fusedmoe::checkpoint {
+
+std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix) {
+  const std::string plain = place.base + std::string(suffix);
+  if (place.weight_suffix == ".weight")
+    return plain;
+  // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
+  // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
+  if (suffix == ".weight")
+    return place.base;
+  std::string_view word = suffix;
+  if (word.starts_with('.') || word.starts_with('_'))
+    word.remove_prefix(1);
+  const std::string with_underscore = place.base + "_" + std::string(word);
+  if (store.Has(with_underscore))
+    return with_underscore;
+  if (word.starts_with("weight_")) {
+    const std::string shorter = place.base + "_" + std::string(word.substr(7));
+    if (store.Has(shorter))
+      return shorter;
+  }
+  return store.Has(plain) ? plain : with_underscore;
+}
+
+Status MatrixTensors::Wrong(const std::string& name, const Tensor& tensor, std::string_view wanted) const {
+  return store.Blame(Status::BadInput(fmt::format("{} {}; {} is needed", DTypeName(tensor.dtype()),
+                                                  tensor.shape().ToString(), wanted)),
+                     name);
+}
+
+Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
+  const std::string name = NameOf(suffix);
+  if (place.item < 0)
+    return store.Load(name);
+  const TensorInfo* info = store.Find(name);
+  if (info == nullptr)
+    return store.Load(name);  // the error that names it
+  if (place.flattened) {
+    const int64_t length = info->shape.rank() == 2 ? info->shape[0] : 0;
+    if (length == 0 || length % place.num_items != 0) {
+      return store.Blame(Status::BadInput(fmt::format("{}; rows for {} experts are needed",
+                                                      info->shape.ToString(), place.num_items)),
+                         name);
+    }
+    const int64_t each = length / place.num_items;
+    return store.LoadRows(name, place.item * each, each);
+  }
+  if (info->shape.rank() == 0 || (info->shape.rank() == 1 && info->shape[0] == 1 && place.num_items != 1)) {
+    return store.Load(name);  // one number for all experts
+  }
+  if (info->shape[0] != place.num_items && info->shape[0] != place.num_items + place.spare_items) {
+    return store.Blame(Status::BadInput(fmt::format("{}; the first dimension must be the {} experts",
+                                                    info->shape.ToString(), place.num_items)),
+                       name);
+  }
+  return store.LoadItem(name, place.item);
+}
+
+Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64_t block) const {
+  if (tensor.shape().rank() != 2)
+    return Wrong(name, tensor, "a matrix");
+  if (place.in_out) {
+    FMOE_ASSIGN_OR_RETURN(tensor, Transpose(tensor));
+  }
+  if (place.parts == 1)
+    return tensor;
+  const TensorView view = tensor.view();
+  if (place.interleaved) {
+    if (block != 1)
+      return tensor;  // blocks hold rows of both
+    if (view.dim(0) % 2 != 0)
+      return Wrong(name, tensor, "an even number of rows, alternating gate and up");
+    TensorView half(view.data() + place.part * view.stride_bytes(0), view.dtype(),
+                    Shape{view.dim(0) / 2, view.dim(1)});
+    half.set_stride_bytes(0, 2 * view.stride_bytes(0));
+    return Tensor::Borrow(half, tensor.owner());
+  }
+  const int64_t first = place.part * rows / block;
+  const int64_t count = CeilDiv((place.part + 1) * rows, block) - first;
+  if (view.dim(0) != CeilDiv(2 * rows, block))
+    return Wrong(name, tensor, fmt::format("{} rows", CeilDiv(2 * rows, block)));
+  return Tensor::Borrow(view.Rows(first, count), tensor.owner());
+}
+
+Result<float> MatrixTensors::LoadScale(std::string_view suffix) const {
+  const std::string name = NameOf(suffix);
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, Load(suffix));
+  // [E, 2]: gate and up each have their own.
+  if (stored.shape().count() == 2 && place.parts == 2 && stored.shape().rank() == 1) {
+    FMOE_ASSIGN_OR_RETURN(const Tensor both, ToF32(stored));
+    return both.view().as<float>()[place.part];
+  }
+  const DType found = stored.dtype();
+  if (stored.shape().count() != 1 ||
+      (found != DType::kF32 && found != DType::kBF16 && found != DType::kF16)) {
+    return Wrong(name, stored, "one F32, BF16 or F16");
+  }
+  float value = 0.0F;
+  DecodeRow(found, stored.view().data(), 0, 1, &value);
+  if (!std::isfinite(value) || value <= 0.0F) {
+    return store.Blame(Status::BadInput(fmt::format("the scale is {}; finite and > 0 is required", value)),
+                       name);
+  }
+  return value;
+}
+
+Result<Tensor> ToF32(const Tensor& tensor) {
+  if (tensor.dtype() == DType::kF32 && tensor.view().dense())
+    return tensor;
+  if (!IsFloat(tensor.dtype())) {
+    return Status::BadInput(fmt::format("{}; a float type is needed", DTypeName(tensor.dtype())));
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kF32, tensor.shape()));
+  const TensorView& view = tensor.view();
+  auto* to = out.mutable_view().as<float>();
+  if (view.rank() == 2) {
+    for (int64_t r = 0; r < view.dim(0); ++r) {
+      DecodeRow(view.dtype(), view.data() + r * view.stride_bytes(0), 0, view.dim(1), to + r * view.dim(1));
+    }
+  } else {
+    DecodeRow(view.dtype(), view.data(), 0, view.count(), to);
+  }
+  return out;
+}
+
+}  // namespace fusedmoe::checkpoint

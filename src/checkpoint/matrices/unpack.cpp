@@ -1,0 +1,238 @@
+#include "checkpoint/matrices/unpack.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include <fmt/format.h>
+
+#include "core/checked_math.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+// Where AWQ puts column j of a group of eight: nibble kAwqNibble[j] of the word.
+constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+Status WrongStorage(const Tensor& stored, DType dtype, const Shape& shape) {
+  return Status::BadInput(fmt::format("{} {}; {} {} is needed", DTypeName(stored.dtype()),
+                                      stored.shape().ToString(), DTypeName(dtype), shape.ToString()));
+}
+
+// 32-bit words of a stored tensor, whatever their alignment.
+class Words {
+ public:
+  explicit Words(const Tensor& tensor) : data_(tensor.view().data()), columns_(tensor.dim(1)) {}
+  uint32_t operator()(int64_t row, int64_t column) const {
+    uint32_t word = 0;
+    std::memcpy(&word, data_ + (row * columns_ + column) * 4, sizeof(word));
+    return word;
+  }
+
+ private:
+  const std::byte* data_;
+  int64_t columns_;
+};
+
+// Integer codes go to U4 (two a byte) or U8.
+void PutCode(std::byte* row, int64_t column, int width, uint32_t code) {
+  if (width == 8) {
+    row[column] = static_cast<std::byte>(code);
+  } else {
+    row[column / 2] |= static_cast<std::byte>(code << (column % 2 * 4));
+  }
+}
+
+// Field `index` of a dense stream of fields of `bits` that fills words from their low end. Where 32 is no
+// multiple of `bits`, fields go on in the next word.
+template <typename Word>
+uint32_t Field(const Word& word_at, int64_t index, int bits) {
+  const int64_t first_bit = index * bits;
+  const int64_t word = first_bit / 32, shift = first_bit % 32;
+  uint32_t field = word_at(word) >> shift;
+  if (shift + bits > 32)
+    field |= word_at(word + 1) << (32 - shift);
+  return field & ((uint32_t{1} << bits) - 1);
+}
+
+int64_t StreamWords(int64_t fields, int bits) {
+  return CeilDiv(fields * bits, int64_t{32});
+}
+
+}  // namespace
+
+Result<Tensor> Transpose(const Tensor& matrix) {
+  const TensorView& from = matrix.view();
+  const int64_t width = DTypeBits(from.dtype()) / 8;
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(from.dtype(), Shape{from.dim(1), from.dim(0)}));
+  std::byte* to = out.mutable_view().data();
+  const int64_t rows = from.dim(0), columns = from.dim(1);
+  const auto copy = [&](auto size) {
+    constexpr size_t kSize = decltype(size)::value;
+    // Tiles of 64 x 64 keep both sides in the first-level cache.
+    constexpr int64_t kTile = 64;
+    for (int64_t r0 = 0; r0 < rows; r0 += kTile) {
+      for (int64_t c0 = 0; c0 < columns; c0 += kTile) {
+        for (int64_t c = c0; c < std::min(c0 + kTile, columns); ++c) {
+          for (int64_t r = r0; r < std::min(r0 + kTile, rows); ++r) {
+            std::memcpy(to + (c * rows + r) * static_cast<int64_t>(kSize),
+                        from.data() + r * from.stride_bytes(0) + c * static_cast<int64_t>(kSize), kSize);
+          }
+        }
+      }
+    }
+  };
+  if (width == 1) {
+    copy(std::integral_constant<size_t, 1>());
+  } else if (width == 2) {
+    copy(std::integral_constant<size_t, 2>());
+  } else if (width == 4) {
+    copy(std::integral_constant<size_t, 4>());
+  } else {
+    return Status::BadInput(fmt::format("{} cannot be transposed", DTypeName(from.dtype())));
+  }
+  return out;
+}
+
+Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows) {
+  const TensorView& from = matrix.view();
+  const int64_t count = std::min(rows, from.dim(0) * times);
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(from.dtype(), Shape{count, from.dim(1)}));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < count; ++r) {
+    std::memcpy(to.data() + r * to.stride_bytes(0), from.data() + r / times * from.stride_bytes(0),
+                static_cast<size_t>(from.row_bytes()));
+  }
+  return out;
+}
+
+Result<Tensor> PackSigned4(const Tensor& codes) {
+  const TensorView& from = codes.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kI4, from.shape()));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < from.dim(1); ++c) {
+      const auto value = static_cast<int8_t>(from.data()[r * from.stride_bytes(0) + c]);
+      if (value < -8 || value > 7) {
+        return Status::BadInput(fmt::format("the code at [{}, {}] is {}; 4 bits hold -8 to 7", r, c, value));
+      }
+      PutCode(to.data() + r * to.stride_bytes(0), c, 4, static_cast<uint32_t>(value) & 15U);
+    }
+  }
+  return out;
+}
+
+Result<Tensor> AroundMiddle(const Tensor& codes) {
+  const TensorView& from = codes.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, from.shape()));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    const std::byte* row = from.data() + r * from.stride_bytes(0);
+    std::transform(row, row + from.dim(1), to.data() + r * to.stride_bytes(0),
+                   [](std::byte code) { return code ^ std::byte{0x80}; });
+  }
+  return out;
+}
+
+Result<Tensor> UnpackNibbles(const Tensor& packed) {
+  const TensorView& from = packed.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{from.dim(0), 2 * from.dim(1)}));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < 2 * from.dim(1); ++c) {
+      to.data()[r * to.stride_bytes(0) + c] =
+          from.data()[r * from.stride_bytes(0) + c / 2] >> (c % 2 * 4) & std::byte{15};
+    }
+  }
+  return out;
+}
+
+Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
+  const TensorView& from = codes.view();
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, from.shape()));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < from.dim(1); ++c) {
+      PutCode(to.data() + r * to.stride_bytes(0), c, 4,
+              std::to_integer<uint32_t>(from.data()[r * from.stride_bytes(0) + c]));
+    }
+  }
+  return out;
+}
+
+Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,
+                           bool has_zero_points) {
+  const int bits = format.bits;
+  const bool words = format.packing != Packing::kRowPairs;
+  const Shape wanted = format.packing == Packing::kGptq   ? Shape{StreamWords(cols, bits), rows}
+                       : format.packing == Packing::kAwq  ? Shape{cols, StreamWords(rows, bits)}
+                       : format.packing == Packing::kBits ? Shape{rows, StreamWords(cols, bits)}
+                                                          : Shape{CeilDiv(rows, 2), cols};
+  if (stored.dtype() != (words ? DType::kI32 : DType::kU8) || !(stored.shape() == wanted)) {
+    return WrongStorage(stored, words ? DType::kI32 : DType::kU8, wanted);
+  }
+  const DType element = format.weight.element;
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
+  const MutableTensorView to = out.mutable_view();
+  const Words word(stored);
+  // Signed fields become unsigned ones with the zero in the middle, by turning their sign bit.
+  const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
+  // Without zero points, zero is the middle of the codes: of those stored, then of the wider ones.
+  const int width = DTypeBits(element);
+  const uint32_t lift = has_zero_points ? 0 : (uint32_t{1} << (width - 1)) - (uint32_t{1} << (bits - 1));
+  for (int64_t r = 0; r < rows; ++r) {
+    std::byte* row = to.data() + r * to.stride_bytes(0);
+    for (int64_t c = 0; c < cols; ++c) {
+      uint32_t code = 0;
+      switch (format.packing) {
+        case Packing::kGptq:
+          code = Field([&](int64_t w) { return word(w, r); }, c, bits);
+          break;
+        case Packing::kAwq:
+          code = bits == 4 ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
+                           : Field([&](int64_t w) { return word(c, w); }, r, bits);
+          break;
+        case Packing::kBits:
+          code = Field([&](int64_t w) { return word(r, w); }, c, bits);
+          break;
+        default:
+          code = std::to_integer<uint32_t>(stored.view().data()[r / 2 * cols + c]) >> (r % 2 * 4) & 15U;
+          break;
+      }
+      PutCode(row, c, width, (code ^ flip) + lift);
+    }
+  }
+  return out;
+}
+
+Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
+                                int64_t groups) {
+  const int bits = format.bits;
+  const Shape wanted = format.packing == Packing::kBits ? Shape{StreamWords(rows, bits), groups}
+                                                        : Shape{groups, StreamWords(rows, bits)};
+  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted))
+    return WrongStorage(stored, DType::kI32, wanted);
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
+  auto* to = out.mutable_view().as<uint8_t>();
+  const Words word(stored);
+  const uint32_t mask = (uint32_t{1} << bits) - 1;
+  const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t g = 0; g < groups; ++g) {
+      uint32_t zero = 0;
+      if (format.packing == Packing::kAwq && bits == 4) {
+        zero = word(g, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U;
+      } else if (format.packing == Packing::kBits) {
+        zero = Field([&](int64_t w) { return word(w, g); }, r, bits);
+      } else {
+        zero = Field([&](int64_t w) { return word(g, w); }, r, bits);
+      }
+      // Unpacked first: one added to the whole word would carry into the next field.
+      if (format.zero_plus_one)
+        zero = (zero + 1) & mask;
+      to[r * groups + g] = static_cast<uint8_t>(zero ^ flip);
+    }
+  }
+  return out;
+}
+
+}  // namespace fusedmoe::checkpoint

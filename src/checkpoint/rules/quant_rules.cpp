@@ -1,0 +1,156 @@
+#include "checkpoint/rules/quant_rules.hpp"
+
+#include <filesystem>
+
+#include <fmt/format.h>
+
+#include "checkpoint/files/tensor_index.hpp"
+#include "platform/file.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+struct Side {
+  JsonValue document;
+  std::string path;
+};
+
+// A configuration file beside config.json; nothing when there is none.
+Result<std::optional<Side>> OpenSide(const std::string& directory, std::string_view name) {
+  std::error_code error;
+  if (!std::filesystem::exists(std::filesystem::path(directory) / std::string(name), error))
+    return std::optional<Side>();
+  FMOE_ASSIGN_OR_RETURN(std::string path, ResolveInside(directory, name));
+  FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, int64_t{64} << 20));
+  Result<JsonValue> document = JsonValue::Parse(text);
+  if (!document.ok())
+    return std::move(document).status().WithFile(path);
+  return std::optional<Side>(Side{*std::move(document), std::move(path)});
+}
+
+Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, const std::string& path,
+                            const ModelConfig& config) {
+  if (method == "modelopt" || method == "modelopt_fp4" || method == "modelopt_mixed" ||
+      method == "modelopt_mxfp8") {
+    return ReadModelOptRules(spec, path);
+  }
+  if (method == "compressed-tensors")
+    return ReadCompressedTensorsRules(spec, path);
+  if (method == "fp8" || method == "deepseek_v4_fp8")
+    return ReadBlockFp8Rules(spec, path, config);
+  if (method == "mxfp4")
+    return ReadMxfp4Rules(spec, path);
+  if (method == "awq")
+    return ReadAwqRules(spec, path);
+  if (method == "gptq")
+    return ReadGptqRules(spec, path);
+  if (method == "auto-round" || method == "intel/auto-round")  // the latter in early releases
+    return ReadAutoRoundRules(spec, path);
+  if (method == "quark")
+    return ReadQuarkRules(spec, path);
+  if (method == "bitsandbytes")
+    return ReadBitsAndBytesRules(spec, path);
+  return Status::Unsupported(fmt::format("quant_method '{}' is not supported", method))
+      .WithFile(path)
+      .WithHint(
+          "modelopt, compressed-tensors, fp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes are");
+}
+
+Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {
+  const JsonValue* method = spec.Find("quant_method");
+  if (method == nullptr)
+    return std::string(fallback);
+  if (!method->is_string()) {
+    return Status::BadInput(fmt::format("'quant_method' is {}; a string is needed", method->ToString()))
+        .WithFile(path);
+  }
+  return method->string();
+}
+
+}  // namespace
+
+Result<Scheme> SchemeOf(const LinearFormat& format) {
+  FMOE_ASSIGN_OR_RETURN(std::string name, SchemeNameFor(format.weight, format.activation));
+  return Scheme{std::move(name), format.weight, format.activation};
+}
+
+bool MatchesWildcard(std::string_view pattern, std::string_view text) {
+  // Greedy with one point of return: after a '*' that took too little, it takes one character more.
+  size_t p = 0, t = 0, star = std::string_view::npos, mark = 0;
+  while (t < text.size()) {
+    if (p < pattern.size() && (pattern[p] == '?' || (pattern[p] == text[t] && pattern[p] != '*'))) {
+      ++p;
+      ++t;
+    } else if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      mark = t;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      t = ++mark;
+    } else {
+      return false;
+    }
+  }
+  while (p < pattern.size() && pattern[p] == '*')
+    ++p;
+  return p == pattern.size();
+}
+
+bool HasComponents(std::string_view name, std::string_view part) {
+  for (size_t at = name.find(part); at != std::string_view::npos && !part.empty();
+       at = name.find(part, at + 1)) {
+    const size_t end = at + part.size();
+    if ((at == 0 || name[at - 1] == '.') && (end == name.size() || name[end] == '.'))
+      return true;
+  }
+  return false;
+}
+
+Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key,
+                                            const std::string& path) {
+  std::vector<std::string> strings;
+  if (list == nullptr)
+    return strings;
+  if (!list->is_array()) {
+    return Status::BadInput(fmt::format("'{}' is {}; a list of strings is needed", key, list->ToString()))
+        .WithFile(path);
+  }
+  for (const JsonValue& item : list->items()) {
+    if (!item.is_string()) {
+      return Status::BadInput(fmt::format("'{}' holds {}; strings are needed", key, item.ToString()))
+          .WithFile(path);
+    }
+    strings.push_back(item.string());
+  }
+  return strings;
+}
+
+Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfig& config) {
+  if (const JsonValue* spec = config.Find("quantization_config compression_config"); spec != nullptr) {
+    if (!spec->is_object()) {
+      return Status::BadInput(
+                 fmt::format("'quantization_config' is {}; an object is needed", spec->ToString()))
+          .WithFile(config.path());
+    }
+    FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(*spec, "", config.path()));
+    if (method.empty())
+      return Status::BadInput("'quantization_config' lacks 'quant_method'").WithFile(config.path());
+    return Dispatch(method, *spec, config.path(), config);
+  }
+  struct Known {
+    std::string_view file, method;
+  };
+  for (const Known& known : {Known{"hf_quant_config.json", "modelopt"}, Known{"quantize_config.json", "gptq"},
+                             Known{"quant_config.json", "awq"}}) {
+    FMOE_ASSIGN_OR_RETURN(std::optional<Side> side, OpenSide(directory, known.file));
+    if (!side)
+      continue;
+    FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(side->document, known.method, side->path));
+    return Dispatch(method, side->document, side->path, config);
+  }
+  QuantRules rules;
+  rules.format_of = [](const std::string&) -> Result<LinearFormat> { return LinearFormat{}; };
+  return rules;
+}
+
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,210 @@
+// ModelOpt: quant_algo names the format; excluded modules are wildcards; MIXED_PRECISION lists modules one by
+// one.
+#include <algorithm>
+#include <map>
+
+#include <fmt/format.h>
+
+#include "checkpoint/formats.hpp"
+#include "checkpoint/rules/quant_rules.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+std::string Upper(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  return text;
+}
+
+// ModelOpt floors E4M3 scales of activations at the smallest subnormal.
+constexpr float kSmallestE4m3 = 0x1p-9F;
+
+// quant_algo of 4-bit floats. `group`: as the metadata say, or what the algorithm always has.
+std::optional<LinearFormat> Fp4Format(const std::string& algorithm, int64_t group) {
+  LinearFormat format;
+  format.weight = Nvfp4(group);
+  format.second_scale = ".weight_scale_2";
+  if (algorithm == "NVFP4" || algorithm == "NVFP4_AWQ") {
+    format.activation = Nvfp4Input();
+    format.activation.rule.scale_floor = kSmallestE4m3;
+  } else if (algorithm == "W4A8_NVFP4_FP8") {
+    format.activation = StaticFp8();
+  } else if (algorithm == "W4A8_MXFP4_FP8") {
+    format.weight = Mx(DType::kF4E2M1);
+    format.second_scale = "";
+    format.activation = StaticFp8();
+    format.input_scale_optional = true;
+  } else if (algorithm != "W4A16_NVFP4") {
+    return std::nullopt;
+  }
+  return format;
+}
+
+std::optional<LinearFormat> Fp8Format(const std::string& algorithm) {
+  LinearFormat format;
+  format.weight = Fp8();
+  if (algorithm == "FP8") {
+    format.weight.has_tensor_scale = true;
+    format.activation = StaticFp8();
+  } else if (algorithm == "FP8_PER_CHANNEL_PER_TOKEN") {
+    format.weight.has_channel_scale = true;
+    format.activation = TokenFp8();
+  } else if (algorithm == "FP8_PB_WO" || algorithm == "FP8_PB_REAL") {
+    format.weight.block = {128, 128};
+  } else if (algorithm == "MXFP8") {
+    format.weight = Mx(DType::kF8E4M3);
+    format.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+  } else {
+    return std::nullopt;
+  }
+  return format;
+}
+
+std::optional<LinearFormat> IntegerFormat(const std::string& algorithm, int64_t group) {
+  LinearFormat format;
+  if (algorithm == "W4A16_AWQ" || algorithm == "W4A8_AWQ") {
+    format.weight = {.element = DType::kI4, .block = {1, group}, .block_scale_dtype = DType::kBF16};
+    format.packing = Packing::kRowPairs;
+    format.bits = 4;
+    if (algorithm == "W4A8_AWQ") {
+      format.activation = StaticFp8();
+      format.second_scale = ".weight_scale_2";
+      format.weight.has_tensor_scale = true;
+    }
+  } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
+    format.weight = {.element = DType::kI8, .has_channel_scale = true};
+    format.bits = 8;
+    if (algorithm == "W8A8_SQ_PER_CHANNEL")
+      format.activation = {.element = DType::kI8, .group = kPerTensor, .static_tensor_scale = true};
+  } else {
+    return std::nullopt;
+  }
+  return format;
+}
+
+Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::optional<int64_t> group,
+                                       const std::string& path) {
+  // Groups of W4A8_NVFP4_FP8 are of 32; older files say 16.
+  const bool either = algorithm == "W4A8_NVFP4_FP8";
+  if (algorithm.find("NVFP4") != std::string::npos) {
+    const int64_t expected = either ? 32 : 16;
+    if (group && *group != expected && !(either && *group == 16)) {
+      return Status::BadInput(
+                 fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group))
+          .WithFile(path);
+    }
+    group = group.value_or(expected);
+  }
+  std::optional<LinearFormat> format = Fp4Format(algorithm, group.value_or(16));
+  if (!format)
+    format = Fp8Format(algorithm);
+  if (!format)
+    format = IntegerFormat(algorithm, group.value_or(128));
+  if (!format) {
+    return Status::Unsupported(fmt::format("ModelOpt's quant_algo '{}' is not supported", algorithm))
+        .WithFile(path)
+        .WithHint(
+            "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
+            "MXFP8, W4A8_MXFP4_FP8, "
+            "W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
+  }
+  format->scale = ".weight_scale";
+  format->pre_quant_scale = ".pre_quant_scale";
+  if (format->activation.static_tensor_scale)
+    format->input_scale = ".input_scale";
+  return *format;
+}
+
+struct ModelOptRules {
+  std::optional<LinearFormat> all;
+  std::map<std::string, Result<LinearFormat>> by_module;
+  std::vector<std::string> excluded;
+};
+
+// Wildcards for the whole name; without one, the name itself or whole components of it: "shared_expert"
+// leaves every such module alone, but "model.layers.1" does not touch layer 10.
+bool Excluded(const std::vector<std::string>& patterns, const std::string& module) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) {
+    return pattern.find_first_of("*?") != std::string::npos ? MatchesWildcard(pattern, module)
+                                                            : HasComponents(module, pattern);
+  });
+}
+
+Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
+  const JsonValue* value = spec.Find("group_size");
+  if (value == nullptr)
+    return std::optional<int64_t>();
+  const std::optional<int64_t> size = value->integer();
+  if (!size || *size < 1 || *size > 65536) {
+    return Status::BadInput(
+               fmt::format("'group_size' is {}; an integer from 1 to 65536 is needed", value->ToString()))
+        .WithFile(path);
+  }
+  return size;
+}
+
+}  // namespace
+
+Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path) {
+  // hf_quant_config.json nests what config.json has at the top.
+  const JsonValue* inner = spec.Find("quantization");
+  const JsonValue& source = inner != nullptr && inner->is_object() ? *inner : spec;
+  const JsonValue* algorithm = source.Find("quant_algo");
+  if (algorithm == nullptr || !algorithm->is_string()) {
+    return Status::BadInput("ModelOpt's 'quant_algo' is missing or no string").WithFile(path);
+  }
+  auto rules = std::make_shared<ModelOptRules>();
+  for (const char* key : {"exclude_modules", "ignore"}) {
+    FMOE_ASSIGN_OR_RETURN(std::vector<std::string> patterns, StringList(source.Find(key), key, path));
+    rules->excluded.insert(rules->excluded.end(), patterns.begin(), patterns.end());
+  }
+  FMOE_ASSIGN_OR_RETURN(std::optional<int64_t> group, GroupSize(source, path));
+  if (const JsonValue* groups = source.Find("config_groups");
+      !group && groups != nullptr && groups->members().size() == 1) {
+    if (const JsonValue* weights = groups->members()[0].second.Find("weights"); weights != nullptr) {
+      FMOE_ASSIGN_OR_RETURN(group, GroupSize(*weights, path));
+    }
+  }
+  const std::string name = Upper(algorithm->string());
+  if (name == "MIXED_PRECISION") {
+    const JsonValue* layers = source.Find("quantized_layers");
+    if (layers == nullptr || !layers->is_object()) {
+      return Status::BadInput("MIXED_PRECISION needs 'quantized_layers'").WithFile(path);
+    }
+    for (const auto& [module, entry] : layers->members()) {
+      const JsonValue* own = entry.Find("quant_algo");
+      if (own == nullptr || !own->is_string()) {
+        return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module))
+            .WithFile(path);
+      }
+      FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
+      // What this library cannot run is an error only where a module of the experts has it.
+      Result<LinearFormat> format = FormatOfAlgorithm(Upper(own->string()), own_group, path);
+      if (format.status().code() == StatusCode::kBadInput)
+        return format.status();
+      rules->by_module.emplace(module, std::move(format));
+    }
+  } else {
+    FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
+  }
+  QuantRules result;
+  result.producer = "modelopt";
+  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
+    if (Excluded(rules->excluded, module))
+      return LinearFormat{};
+    if (rules->all)
+      return *rules->all;
+    // A fused module is listed by its own name, or by that of the block around it.
+    for (std::string part = module; !part.empty();) {
+      if (const auto it = rules->by_module.find(part); it != rules->by_module.end())
+        return it->second;
+      const size_t dot = part.rfind('.');
+      part.resize(dot == std::string::npos ? 0 : dot);
+    }
+    return LinearFormat{};
+  };
+  return result;
+}
+
+}  // namespace fusedmoe::checkpoint

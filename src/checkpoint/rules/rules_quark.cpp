@@ -1,0 +1,275 @@
+// Quark: one description for the model, others for modules by wildcard; a list means two levels.
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "checkpoint/formats.hpp"
+#include "checkpoint/rules/quant_rules.hpp"
+#include "checkpoint/rules/rules_support.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+// One level of a tensor's description.
+struct Level {
+  std::string dtype, qscheme, scale_format, scale_mode;
+  int64_t group = 0, axis = 0;
+  bool dynamic = false, symmetric = true;
+};
+
+Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& path) {
+  std::vector<Level> levels;
+  if (spec == nullptr)
+    return levels;
+  std::vector<const JsonValue*> objects;
+  if (spec->is_array()) {
+    for (const JsonValue& item : spec->items())
+      objects.push_back(&item);
+  } else {
+    objects.push_back(spec);
+  }
+  for (const JsonValue* object : objects) {
+    if (!object->is_object())
+      return Status::BadInput("a Quark tensor description must be an object").WithFile(path);
+    const auto text = [&](const char* key) {
+      const JsonValue* value = object->Find(key);
+      return value == nullptr ? std::string() : value->string();
+    };
+    Level level;
+    level.dtype = text("dtype");
+    level.qscheme = text("qscheme");
+    level.scale_format = text("scale_format");
+    level.scale_mode = text("scale_calculation_mode");
+    if (level.dtype.empty() || level.qscheme.empty()) {
+      return Status::BadInput("a Quark tensor description needs 'dtype' and 'qscheme'").WithFile(path);
+    }
+    if (const JsonValue* group = object->Find("group_size"); group != nullptr) {
+      if (!group->integer() || *group->integer() < 1 || *group->integer() > 65536) {
+        return Status::BadInput(fmt::format("'group_size' is {}; 1 to 65536 is needed", group->ToString()))
+            .WithFile(path);
+      }
+      level.group = *group->integer();
+    }
+    const JsonValue* dynamic = object->Find("is_dynamic");
+    level.dynamic = dynamic != nullptr && dynamic->boolean();
+    const JsonValue* symmetric = object->Find("symmetric");
+    level.symmetric = symmetric == nullptr || symmetric->boolean();
+    levels.push_back(std::move(level));
+  }
+  return levels;
+}
+
+std::string Words(const std::vector<Level>& levels) {
+  std::string out;
+  for (const Level& level : levels) {
+    out += fmt::format("{}{} {}{}", out.empty() ? "" : " + ", level.dtype, level.qscheme,
+                       level.group > 0 ? fmt::format(" {}", level.group) : "");
+  }
+  return out.empty() ? "none" : out;
+}
+
+MxScaleRule RuleOf(const Level& level) {
+  return level.scale_mode == "floor"  ? MxScaleRule::kFloor
+         : level.scale_mode == "ceil" ? MxScaleRule::kCeil
+                                      : MxScaleRule::kEven;
+}
+
+std::optional<DType> MxElement(const Level& level) {
+  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32)
+    return std::nullopt;
+  if (level.dtype == "fp4")
+    return DType::kF4E2M1;
+  if (level.dtype == "fp8_e4m3")
+    return DType::kF8E4M3;
+  if (level.dtype == "fp6_e3m2")
+    return DType::kF6E3M2;
+  if (level.dtype == "fp6_e2m3")
+    return DType::kF6E2M3;
+  return std::nullopt;
+}
+
+bool IsNvFp4(const std::vector<Level>& levels) {
+  return levels.size() == 2 && levels[0].dtype == "fp4" && levels[0].group == 16 &&
+         levels[1].dtype == "fp8_e4m3";
+}
+
+// The formats of one kind of weights each, with the inputs beside them (none: weight only); nothing where
+// Quark describes what is not supported.
+
+std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight = Nvfp4(16);
+  format->second_scale = ".weight_scale_2";
+  if (input.empty())
+    return format;
+  if (!IsNvFp4(input))
+    return std::nullopt;
+  format->activation = Nvfp4Input();
+  format->input_scale = ".input_scale_2";
+  return format;
+}
+
+std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight = Mx(element);
+  if (input == nullptr)
+    return format;
+  if (const std::optional<DType> input_element = MxElement(*input)) {
+    format->activation = MxInput(*input_element, RuleOf(*input));
+    return format;
+  }
+  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor")
+    return std::nullopt;
+  format->activation = StaticFp8();
+  format->activation.static_tensor_scale = !input->dynamic;
+  if (!input->dynamic)
+    format->input_scale = ".input_scale";
+  return format;
+}
+
+std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
+  if (input != nullptr || !awq_order)
+    return std::nullopt;
+  std::optional<LinearFormat> format(std::in_place);
+  format->packing = Packing::kAwq;
+  format->bits = 4;
+  format->weight = IntegerWeight(4, weight.qscheme == "per_group" ? weight.group : -1);
+  format->scale_is_in_out = true;
+  format->twos_complement = weight.dtype == "int4";
+  format->zero_point = ".weight_zero_point";
+  format->zero_point_optional = weight.symmetric;
+  return format;
+}
+
+std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* input) {
+  std::optional<LinearFormat> format(std::in_place);
+  format->weight.element = weight.dtype == "int8" ? DType::kI8 : DType::kF8E4M3;
+  format->bits = weight.dtype == "int8" ? 8 : 0;
+  format->weight.has_tensor_scale = weight.qscheme == "per_tensor";
+  format->weight.has_channel_scale = weight.qscheme == "per_channel";
+  if (!weight.symmetric || (!format->weight.has_tensor_scale && !format->weight.has_channel_scale))
+    return std::nullopt;
+  if (input == nullptr)
+    return format;
+  if (input->dtype != weight.dtype || !input->symmetric)
+    return std::nullopt;
+  format->activation.element = format->weight.element;
+  if (input->qscheme == "per_channel" && input->dynamic) {
+    format->activation.group = kPerRow;  // one scale for each token
+    return format;
+  }
+  if (input->qscheme != "per_tensor")
+    return std::nullopt;
+  format->activation.static_tensor_scale = !input->dynamic;
+  if (!input->dynamic)
+    format->input_scale = ".input_scale";
+  return format;
+}
+
+Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
+  if (weight.empty())
+    return LinearFormat{};
+  std::optional<LinearFormat> format;
+  if (IsNvFp4(weight)) {
+    format = NvFp4Format(input);
+  } else if (weight.size() == 1 && input.size() <= 1) {
+    const Level& w = weight[0];
+    const Level* const x = input.empty() ? nullptr : input.data();
+    if (const std::optional<DType> element = MxElement(w)) {
+      format = MxFormat(*element, x);
+    } else if ((w.dtype == "int4" || w.dtype == "uint4") &&
+               (w.qscheme == "per_group" || w.qscheme == "per_channel")) {
+      format = FourBitFormat(w, x, awq_order);
+    } else if (w.dtype == "fp8_e4m3" || w.dtype == "int8") {
+      format = EightBitFormat(w, x);
+    }
+  }
+  if (!format) {
+    return Status::Unsupported(
+               fmt::format("Quark weights {} with inputs {} are not supported", Words(weight), Words(input)))
+        .WithFile(path);
+  }
+  format->scale = ".weight_scale";
+  return *std::move(format);
+}
+
+// Modules by name, with wildcards, or by a regular expression behind "re:".
+class Selector {
+ public:
+  static Result<Selector> Make(const std::string& text, const std::string& path) {
+    Selector selector;
+    selector.text_ = text;
+    FMOE_ASSIGN_OR_RETURN(selector.regex_, RegexOf(text, path));
+    return selector;
+  }
+  bool Selects(const std::string& module) const {
+    if (regex_)
+      return regex_->MatchesPrefix(module);
+    if (text_.find('*') != std::string::npos)
+      return MatchesWildcard(text_, module);
+    return module == text_ || module.starts_with(text_ + ".");
+  }
+
+ private:
+  std::string text_;
+  std::optional<Pattern> regex_;
+};
+
+struct QuarkRules {
+  Result<LinearFormat> all = LinearFormat{};
+  std::vector<std::pair<Selector, Result<LinearFormat>>> by_selector;
+  std::vector<Selector> excluded;
+};
+
+}  // namespace
+
+Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path) {
+  const JsonValue* global = spec.Find("global_quant_config");
+  if (global == nullptr || !global->is_object())
+    return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
+  bool awq_order = true;
+  if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
+    const JsonValue* method = exported->Find("pack_method");
+    awq_order = method == nullptr || method->string() == "reorder";
+  }
+  auto rules = std::make_shared<QuarkRules>();
+  // What this library cannot run is an error only where a module of the experts has it; malformed metadata
+  // always is.
+  rules->all = FormatOf(*global, awq_order, path);
+  if (rules->all.status().code() == StatusCode::kBadInput)
+    return rules->all.status();
+  if (const JsonValue* layers = spec.Find("layer_quant_config"); layers != nullptr) {
+    for (const auto& [name, own] : layers->members()) {
+      Result<LinearFormat> format = FormatOf(own, awq_order, path);
+      if (format.status().code() == StatusCode::kBadInput)
+        return format.status();
+      FMOE_ASSIGN_OR_RETURN(Selector selector, Selector::Make(name, path));
+      rules->by_selector.emplace_back(std::move(selector), std::move(format));
+    }
+  }
+  FMOE_ASSIGN_OR_RETURN(const auto excluded, StringList(spec.Find("exclude"), "exclude", path));
+  for (const std::string& name : excluded) {
+    FMOE_ASSIGN_OR_RETURN(Selector selector, Selector::Make(name, path));
+    rules->excluded.push_back(std::move(selector));
+  }
+  QuantRules result;
+  result.producer = "quark";
+  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
+    for (const Selector& selector : rules->excluded) {
+      if (selector.Selects(module))
+        return LinearFormat{};
+    }
+    for (const auto& [selector, format] : rules->by_selector) {
+      if (selector.Selects(module))
+        return format;
+    }
+    return rules->all;
+  };
+  return result;
+}
+
+}  // namespace fusedmoe::checkpoint

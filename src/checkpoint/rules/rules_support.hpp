@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <fusedmoe/status.hpp>
+
+#include "checkpoint/files/json.hpp"
+#include "checkpoint/linear_format.hpp"
+#include "checkpoint/rules/pattern.hpp"
+#include "checkpoint/rules/quant_rules.hpp"
+
+/// What the readers of the producers' metadata have in common. `path` is the file, for errors.
+namespace fusedmoe::checkpoint {
+
+/// kBadInput: '<key>' is <value>; <wanted> is needed.
+Status Wrong(std::string_view key, const JsonValue* value, std::string_view wanted, const std::string& path);
+
+/// An integer from `low` to `high`; without a fallback it must be there.
+Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
+                     std::optional<int64_t> fallback, const std::string& path);
+
+/// Rows and columns of a block: [128, 128], or "128x128", as early compressed-tensors wrote it.
+Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, const std::string& path);
+
+Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path);
+
+/// Whether a float of 8 bits is e4m3, by any of its names; nothing is said: it is.
+bool IsE4m3(const JsonValue* name);
+
+/// The regular expression behind "re:"; nothing where a module is named otherwise.
+Result<std::optional<Pattern>> RegexOf(const std::string& text, const std::string& path);
+
+bool IsRegexLike(const std::string& pattern);
+
+/// True when a list of modules to leave alone names this one. It holds full names, last components
+/// ("lm_head", "gate"), and wildcards.
+bool Listed(const std::vector<std::string>& patterns, const std::string& module);
+
+/// One format for all modules that are not skipped.
+Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped);
+
+}  // namespace fusedmoe::checkpoint

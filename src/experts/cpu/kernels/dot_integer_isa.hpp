@@ -1,0 +1,413 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/dot_prefetch_isa.hpp"
+#include "experts/cpu/kernels/kernel_table_isa.hpp"
+
+/// Micro-kernels of formats that become bytes: e2m1, 4-bit and 8-bit integers (dot_isa.hpp).
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Where things stand in a block of an integer format.
+template <WeightKernel kWeight>
+struct IntegerPanel {
+  static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
+  static constexpr bool kNibbles = kWeight < kWeightU8;
+  static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
+  static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
+  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
+  static constexpr int kGroup = kWeight == kWeightNvfp4 ? 16 : kWeight == kWeightMxfp4 || kGroup32 ? 32 : 64;
+  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
+  static constexpr int kCodeBytes = kUnits * kUnitBytes;
+  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
+  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
+  /// The bytes of a block, at least.
+  static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
+                                                   : kGrouped ? 32 * kBlockGroups
+                                                              : 0);
+
+  FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
+    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kLeastBytes;
+  }
+
+  /// 16 k as four vectors of unsigned bytes.
+  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
+    if constexpr (kE2m1) {
+      DecodeE2m1(unit + step * 128, half, table, out);
+      DecodeE2m1(unit + step * 128 + 64, half, table, out + 2);
+    } else if constexpr (kNibbles) {
+      DecodeU4(unit + step * 128, half, out);
+      DecodeU4(unit + step * 128 + 64, half, out + 2);
+    } else {
+      Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
+    }
+  }
+};
+
+/// sums[t] += four vectors of weights times 16 k of token t, for kCount tokens `height` words apart.
+template <int kLargestCode, int kCount>
+FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
+  if constexpr (kHasByteDot) {
+    // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
+    // operations and ran at 60-90 % of this order (Emerald Rapids).
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<kCount>(
+          [&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
+    });
+  } else if constexpr (kLargestCode <= 24) {
+    // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints words16 = MultiplyAddPairs(weights[0], IntSet(words[t]));
+      Unroll<3>([&](auto q) FMOE_FLAT {
+        words16 = AddWords(words16, MultiplyAddPairs(weights[q + 1], IntSet(words[(q + 1) * height + t])));
+      });
+      sums[t] = IntAdd(sums[t], MultiplyAddWords(words16, 1));
+    });
+  } else {
+    // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
+    Ints low[4], high[4];
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      low[q] = LowNibbles(weights[q]);
+      high[q] = HighNibbles(weights[q]);
+    });
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints sum_low = MultiplyAddPairs(low[0], IntSet(words[t]));
+      Ints sum_high = MultiplyAddPairs(high[0], IntSet(words[t]));
+      Unroll<3>([&](auto q) FMOE_FLAT {
+        sum_low = AddWords(sum_low, MultiplyAddPairs(low[q + 1], IntSet(words[(q + 1) * height + t])));
+        sum_high = AddWords(sum_high, MultiplyAddPairs(high[q + 1], IntSet(words[(q + 1) * height + t])));
+      });
+      sums[t] = IntAdd(sums[t], IntAdd(MultiplyAddWords(sum_low, 1), MultiplyAddWords(sum_high, 16)));
+    });
+  }
+}
+
+/// Tokens whose sums live in registers at the same time. Two planes need two sums each; groups below 64 also
+/// keep fp32 sums of the unit for every token.
+template <TileKind kKind, int kGroup, int kHeight>
+constexpr int TokensAtOnce() {
+  constexpr int kPlanes = Planes(kKind);
+  constexpr int kRegisters = kHalves == 1 ? (kPlanes > 1 && kGroup < 64 ? 4
+                                             : kPlanes == 3             ? 4
+                                                                        : 8)
+                                          : (kPlanes > 1 ? 2 : 4);
+  return kHeight < kRegisters ? kHeight : kRegisters;
+}
+
+/// Chains of additions of a token and plane. Groups of 64 are sixteen `vpdpbusd` behind each other: with one
+/// token they fill the scheduler with operations that wait, and loads of the next blocks come late.
+template <TileKind kKind, int kGroup, int kCount>
+constexpr int SumChains() {
+  return kHasByteDot && kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
+}
+
+/// Whether lines that come later are asked for beside the loads of each 16 k, not all at the beginning of a
+/// block: a request that meets full buffers is dropped, and 17 in a row are too many beside chains that run
+/// ahead. Weights from memory, Zen 5, GB/s of 41, one token: INT4 per channel 36.5 -> 38.8, g64 36.0 -> 37.7,
+/// g128 37.8 -> 39.4, INT8 g128 35.5 -> 37.5; two: INT4 g128 33.5 -> 38.5, NVFP4 in 15 bits, bound by
+/// arithmetic, 31.7 -> 33.3, the others lose 1 to 3 %. Layers in INT8 g32 go from 84 and 82 % of the read
+/// rate (one and four tokens) to 90 and 88. Other e2m1, whose groups wait for each other, loses 5 to 10 %,
+/// INT4 g32 7.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool AsksBySteps() {
+  using Panel = IntegerPanel<kWeight>;
+  if (!kHasByteDot || kHeight > 2) {
+    return false;
+  }
+  if (Panel::kE2m1) {
+    return kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2;
+  }
+  return Panel::kCodeBytes == 1024 || (kHeight == 1 && Panel::kGroup == 64);
+}
+
+/// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
+/// Integers in groups add their correction behind the products: chains that started at it or at zero, as
+/// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
+FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
+                           const int32_t* correction, bool zero_points, int first, int64_t ahead,
+                           Floats* sums) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kSteps = Panel::kGroup / 16;
+  constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
+  constexpr int kChains = SumChains<kKind, Panel::kGroup, kCount>();
+  Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
+  Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
+    constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
+    if constexpr (!Panel::kGrouped && chain == 0) {
+      sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
+      if constexpr (kKind == kTileA24) {
+        sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
+      }
+    }
+  });
+  Unroll<kSteps>([&](auto step) FMOE_FLAT {
+    if constexpr (AsksBySteps<kWeight, kKind, kHeight>()) {
+      constexpr int kStepBytes = Panel::kUnitBytes / 4;
+      for (int line = 0; line < kStepBytes; line += 64) {
+        Prefetch(unit + ahead + (group * kSteps + step) * kStepBytes + line);
+      }
+    }
+    Ints weights[4];
+    Panel::Decode(unit, group * kSteps + step, half, table, weights);
+    const int32_t* at = words + step * kStepWords + first;
+    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
+      Dot16<Panel::kLargestCode, kCount>(sum[step % kChains][plane], weights, at + plane * 4 * kHeight,
+                                         kHeight);
+    });
+  });
+  Unroll<(kChains - 1) * Planes(kKind) * kCount>([&](auto i) FMOE_FLAT {
+    constexpr int chain = 1 + decltype(i)() / (Planes(kKind) * kCount);
+    constexpr int plane = decltype(i)() / kCount % Planes(kKind), t = decltype(i)() % kCount;
+    sum[0][plane][t] = IntAdd(sum[0][plane][t], sum[chain][plane][t]);
+  });
+  if (Panel::kGrouped && !zero_points) {
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Ints& last = sum[0][Planes(kKind) - 1][t];
+      last = IntAdd(last, IntSet(correction[first + t]));
+      if constexpr (kKind == kTileA24) {
+        sum[0][0][t] = IntAdd(sum[0][0][t], IntSet(correction[kHeight + first + t]));
+      }
+    });
+  }
+  Unroll<kCount>([&](auto t) FMOE_FLAT {
+    constexpr int kLast = Planes(kKind) - 1;
+    Ints low = sum[0][kLast][t];
+    if constexpr (kLast > 0) {
+      low = IntAdd(ShiftLeft<7>(sum[0][kLast - 1][t]), low);
+    }
+    sums[t] = ToFloats(low);
+    if constexpr (kKind == kTileA24) {  // three planes in 32 bits would overflow
+      sums[t] = MultiplyAdd(ToFloats(sum[0][0][t]), Set(16384.0F), sums[t]);
+    }
+  });
+}
+
+/// The scale of a group; 1 where the panel has none.
+template <WeightKernel kWeight>
+FMOE_INLINE Floats LoadGroupScale(const uint8_t* scales, GroupScales type, int group, int half) {
+  if constexpr (kWeight == kWeightNvfp4) {
+    return LoadE4m3Scales(scales + group * 16, half);
+  } else if constexpr (kWeight == kWeightMxfp4) {
+    return LoadE8m0Scales(scales + group * 16, half);
+  } else if constexpr (IntegerPanel<kWeight>::kGrouped) {
+    const uint8_t* at = scales + group * GroupBytes(type);
+    if (type.type == kRowBf16) {
+      return LoadBf16((const uint16_t*)at + half * kLanes);
+    }
+    if (type.type == kRowF16) {
+      return LoadF16((const uint16_t*)at + half * kLanes);
+    }
+    return Load((const float*)at + half * kLanes);
+  } else {
+    return Set(1.0F);
+  }
+}
+
+/// Its zero point, where `type` has some.
+template <WeightKernel kWeight>
+FMOE_INLINE Floats LoadGroupZero(const uint8_t* scales, GroupScales type, int group, int half) {
+  return ToFloats(LoadByteLanes(scales + group * GroupBytes(type) + GroupScaleBytes(type) + half * kLanes));
+}
+
+/// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
+/// for (AsksBySteps).
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupScales type, int half,
+                             Ints table, const int32_t* words, const int32_t* correction,
+                             const float* activation_scale, int64_t ahead, Floats* accumulators) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kGroups = 64 / Panel::kGroup;
+  constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
+  constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
+  constexpr bool kUnitSums =
+      kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
+  Floats unit_sums[kHeight];
+  if constexpr (kUnitSums) {
+    Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
+  }
+  const bool zero_points = Panel::kGrouped && type.zero_points;
+  auto one_group = [&](auto group) FMOE_FLAT {
+    const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
+    const Floats zero = zero_points ? LoadGroupZero<kWeight>(scales, type, group, half) : Zero();
+    const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
+    Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
+      constexpr int kFirst = decltype(part)() * kCount;
+      Floats sums[kCount];
+      GroupSums<kWeight, kKind, kHeight, kCount>(unit, group, half, table, words + group * kGroupWords,
+                                                 group_correction, zero_points, kFirst, ahead, sums);
+      Unroll<kCount>([&](auto i) FMOE_FLAT {
+        constexpr int t = kFirst + decltype(i)();
+        Floats sum = sums[i];
+        if (zero_points) {
+          sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
+        }
+        if constexpr (kKind == kTileA4) {
+          const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
+          accumulators[t] = MultiplyAdd(sum, both, accumulators[t]);
+        } else if constexpr (kUnitSums) {
+          unit_sums[t] = MultiplyAdd(sum, scale, unit_sums[t]);
+        } else {
+          if constexpr (Panel::kGrouped) {
+            sum = Multiply(sum, scale);
+          }
+          accumulators[t] = MultiplyAdd(sum, Set(activation_scale[t]), accumulators[t]);
+        }
+      });
+    });
+  };
+  if constexpr (kHeight <= 2) {
+    Unroll<kGroups>(one_group);
+  } else {
+    for (int group = 0; group < kGroups; ++group) {
+      one_group(group);
+    }
+  }
+  if constexpr (kUnitSums) {
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      accumulators[t] = MultiplyAdd(unit_sums[t], Set(activation_scale[t]), accumulators[t]);
+    });
+  }
+}
+
+/// One token where a row of a stripe takes two registers: both halves meet a word of activations together, so
+/// that it is broadcast once. With the halves one after the other GCC kept all words of a block in memory,
+/// and one token was bound by that traffic: NVFP4 with 15 bits 24.6 -> 28.3 GB/s, weights from memory (Zen
+/// 5).
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool HasBothHalves() {
+  return kHalves == 2 && kHeight == 1 && kKind != kTileA24 && IntegerPanel<kWeight>::kNibbles;
+}
+
+/// 16 k of one token: sums[half] += weights * codes, two planes as 128 * upper + lower.
+template <WeightKernel kWeight, int kPlanes>
+FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, const int32_t* words,
+                                 Ints* sums) {
+  using Panel = IntegerPanel<kWeight>;
+  Ints words16[kPlanes][kHalves];  // the sum of eight products: at most 8 * 24 * 127 = 24384
+  Unroll<2>([&](auto vector) FMOE_FLAT {
+    Ints weights[kHalves][2];
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      const uint8_t* codes = unit + step * 128 + vector * 64;
+      if constexpr (Panel::kE2m1) {
+        DecodeE2m1(codes, half, table, weights[half]);
+      } else {
+        DecodeU4(codes, half, weights[half]);
+      }
+    });
+    Unroll<2 * kPlanes>([&](auto i) FMOE_FLAT {
+      constexpr int kWord = decltype(i)() / kPlanes, kPlane = decltype(i)() % kPlanes;
+      const Ints word = IntSet(words[kPlane * 4 + 2 * vector + kWord]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        const Ints products = MultiplyAddPairs(weights[half][kWord], word);
+        words16[kPlane][half] =
+            vector == 0 && kWord == 0 ? products : AddWords(words16[kPlane][half], products);
+      });
+    });
+  });
+  Unroll<kHalves>([&](auto half) FMOE_FLAT {
+    if constexpr (kPlanes == 2) {
+      sums[half] = IntAdd(sums[half], MultiplyAddWords(words16[0][half], 128));
+    }
+    sums[half] = IntAdd(sums[half], MultiplyAddWords(words16[kPlanes - 1][half], 1));
+  });
+}
+
+/// One unit of 64 k of one token, with the additions of IntegerUnit in their order.
+template <WeightKernel kWeight, TileKind kKind>
+FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scales, GroupScales type,
+                                       Ints table, const int32_t* words, const int32_t* correction,
+                                       const float* activation_scale, Floats* accumulators) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
+  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
+  const bool zero_points = Panel::kGrouped && type.zero_points;
+  Floats unit_sums[kHalves];
+  Unroll<kGroups>([&](auto group) FMOE_FLAT {
+    Ints sums[kHalves];
+    const Ints start = Panel::kGrouped && zero_points ? IntZero() : IntSet(correction[group]);
+    Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half] = start; });
+    Unroll<kSteps>([&](auto step) FMOE_FLAT {
+      constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
+      Dot16BothHalves<kWeight, kPlanes>(unit, kStep, table, words + kStep * kPlanes * 4, sums);
+    });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Floats sum = ToFloats(sums[half]);
+      const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
+      if (zero_points) {
+        const Floats zero = LoadGroupZero<kWeight>(scales, type, group, half);
+        sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group]), sum);
+      }
+      if constexpr (kKind == kTileA4) {
+        const Floats both = Multiply(scale, Set(activation_scale[group]));
+        accumulators[half] = MultiplyAdd(sum, both, accumulators[half]);
+      } else if constexpr (kUnitSums) {
+        unit_sums[half] = MultiplyAdd(sum, scale, group == 0 ? Zero() : unit_sums[half]);
+      } else {
+        if constexpr (Panel::kGrouped) {
+          sum = Multiply(sum, scale);
+        }
+        accumulators[half] = MultiplyAdd(sum, Set(activation_scale[0]), accumulators[half]);
+      }
+    });
+  });
+  if constexpr (kUnitSums) {
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      accumulators[half] = MultiplyAdd(unit_sums[half], Set(activation_scale[0]), accumulators[half]);
+    });
+  }
+}
+
+/// Stripes one after the other.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
+  constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
+  constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
+  const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
+  const GroupScales type = tile->group_scales;
+  const int64_t block_bytes = Panel::BlockBytes(type);
+  for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
+    const int32_t* words = (const int32_t*)tile->codes;
+    const int32_t* correction = tile->correction;
+    const float* scale = tile->scale;
+    Floats accumulators[kHalves][kHeight];
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
+    for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
+      constexpr int kFirst = AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
+      const int64_t ahead = PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
+      const uint8_t* unit = stripes;
+      for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
+        if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
+          IntegerUnitBothHalves<kWeight, kKind>(unit, stripes + Panel::kCodeBytes, type, table, words,
+                                                correction, scale, &accumulators[0][0]);
+        } else {
+          for (int half = 0; half < kHalves; ++half) {
+            Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
+            Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
+            IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kCodeBytes, type, half, table, words,
+                                                 correction, scale, ahead, sums);
+            Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
+          }
+        }
+        words += kUnitWords;
+        correction += kUnitCorrections;
+        scale += kUnitScales;
+      }
+    }
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
+    });
+    out += kHeight * 16;
+    tile = tile->turn == 0 ? tile : tile->turn;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,424 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/dot_integer_isa.hpp"
+
+/// Tall tiles and integer weights: two stripes meet four tokens or three (two of 15 bits) from the first k to
+/// the last.
+///
+///              k ->                    one unit = 64 k
+///     stripes  [codes | scales] x 2    --decode-->  vectors of bytes, in registers or from L1
+///     tokens   [64 k] x 4              rows where they stand: each word is broadcast for both stripes
+///     sums     [2][4] fp32             in registers until the stripes end
+///
+/// What counts on Zen 5 is the number of stores: a 512-bit store takes the place of two `vpdpbusd` (24 of
+/// these and 6 stores take 18 cycles, without stores 12; the same with fused multiply-adds, not with
+/// operations of two operands). Sums that passed through L1 after each 64 k cost a tenth of the speed.
+/// What counts next are multiplications: two ports make `vpdpbusd`, and products of floats too.
+///
+/// Where the plan says so, eight units at a time are decoded into L1 for all tiles instead ("slabs"), and
+/// meet twice as many tokens ("wide"), with most sums of floats in L1: on cores of Intel stores are cheap,
+/// and what counts is the number of instructions beside `vpdpbusd`, since a core that is shared begins some
+/// three in a cycle.
+///
+/// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+constexpr bool kHasTall = kHasByteDot && kHalves == 1;
+
+/// Tokens that meet the weights at a time. With 16 sums of integers and 8 of floats the registers are full.
+template <TileKind kKind>
+constexpr int kTallTokens = 4 / Planes(kKind);
+
+/// Or one less, so that no token is computed that does not exist: 4 and 3 add up to every number from 6 on, 2
+/// and 1 to all of them.
+template <TileKind kKind>
+constexpr int kFewerTokens = kTallTokens<kKind> - 1;
+
+/// Tokens of a wide pass: 16 sums of integers, and most of those of floats in L1 (TileView::wide_slabs).
+template <TileKind kKind>
+constexpr int kWideTokens = 2 * kTallTokens<kKind>;
+
+/// How many of the `left` last tokens of a tile meet the weights next.
+template <TileKind kKind>
+constexpr int NextTokens(int left) {
+  const bool fewer = Planes(kKind) == 1 ? left <= 3 || left == 5 || left == 6 : left == 1;
+  return fewer ? kFewerTokens<kKind> : kTallTokens<kKind>;
+}
+
+template <TileKind kKind>
+constexpr int64_t NumPasses(int tokens) {
+  return (tokens + kTallTokens<kKind> - 1) / kTallTokens<kKind>;
+}
+
+/// A unit of two stripes as the panel holds it, decoded in registers.
+template <WeightKernel kWeight>
+struct PackedPair {
+  using Panel = IntegerPanel<kWeight>;
+  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
+  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kZeros = Panel::kGrouped;
+
+  const uint8_t* codes;
+  const uint8_t* scales;
+  int64_t stride;  ///< from the first stripe to the second
+  GroupScales type;
+  Ints table;
+
+  /// Eight k of a stripe as two vectors of bytes.
+  FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
+    const uint8_t* at = pair.codes + stripe * pair.stride;
+    if constexpr (Panel::kE2m1) {
+      DecodeE2m1(at + eight * 64, 0, pair.table, out);
+    } else if constexpr (Panel::kNibbles) {
+      DecodeU4(at + eight * 64, 0, out);
+    } else {
+      out[0] = LoadInts(at + eight * 128);
+      out[1] = LoadInts(at + eight * 128 + 64);
+    }
+  }
+  FMOE_INLINE Floats LoadScale(const PackedPair& pair, int stripe, int group) {
+    return LoadGroupScale<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0);
+  }
+  FMOE_INLINE bool HasZeroPoints(const PackedPair& pair) { return pair.type.zero_points; }
+  FMOE_INLINE Floats LoadZero(const PackedPair& pair, int stripe, int group) {
+    return LoadGroupZero<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0);
+  }
+};
+
+/// The same decoded. Formats that look alike share it, and what multiplies it.
+template <int kGroupK, bool kHasScales, bool kHasZeros>
+struct alignas(64) DecodedPair {
+  static constexpr int kGroup = kGroupK, kGroups = 64 / kGroup;
+  static constexpr bool kScales = kHasScales, kZeros = kHasZeros;
+
+  uint8_t codes[8][2][128];
+  float scales[kGroups][2][16];
+  float zeros[kZeros ? kGroups : 1][2][16];
+  bool zero_points;
+
+  FMOE_INLINE void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
+    out[0] = LoadInts(pair.codes[eight][stripe]);
+    out[1] = LoadInts(pair.codes[eight][stripe] + 64);
+  }
+  FMOE_INLINE Floats LoadScale(const DecodedPair& pair, int stripe, int group) {
+    return Load(pair.scales[group][stripe]);
+  }
+  FMOE_INLINE bool HasZeroPoints(const DecodedPair& pair) { return pair.zero_points; }
+  FMOE_INLINE Floats LoadZero(const DecodedPair& pair, int stripe, int group) {
+    return Load(pair.zeros[group][stripe]);
+  }
+
+  template <class Packed>
+  FMOE_INLINE void Decode(const Packed& packed, DecodedPair* out) {
+    Unroll<16>([&](auto i) FMOE_FLAT {
+      constexpr int kEight = decltype(i)() / 2, kStripe = decltype(i)() % 2;
+      Ints weights[2];
+      Packed::Load8(packed, kStripe, kEight, weights);
+      StoreInts(out->codes[kEight][kStripe], weights[0]);
+      StoreInts(out->codes[kEight][kStripe] + 64, weights[1]);
+    });
+    Unroll<kScales ? 2 * kGroups : 0>(
+        [&](auto i) FMOE_FLAT { Store(out->scales[i / 2][i % 2], Packed::LoadScale(packed, i % 2, i / 2)); });
+    out->zero_points = kZeros && Packed::HasZeroPoints(packed);
+    if (out->zero_points) {
+      Unroll<kZeros ? 2 * kGroups : 0>(
+          [&](auto i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], Packed::LoadZero(packed, i % 2, i / 2)); });
+    }
+  }
+};
+
+/// A unit of some tokens, each of which is a tile of its own. Tokens that do not exist repeat the last one.
+template <class Pair, TileKind kKind, int kTokens>
+struct TallTokens {
+  const char* rows[kTokens];
+  int64_t words, correction, scale;  ///< where those of the unit stand in a row
+
+  FMOE_INLINE TallTokens At(const TileView& tile, int64_t units, int64_t unit, int first) {
+    TallTokens at;
+    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      const int token = first + t < tile.tokens ? first + t : tile.tokens - 1;
+      at.rows[t] = (const char*)tile.rows[token];
+    });
+    at.words = 0;
+    at.correction = units * (64 * Planes(kKind));
+    at.scale = at.correction + units * (4 * Pair::kGroups);
+    Advance(at, unit);
+    return at;
+  }
+  FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
+    at.words += units * (64 * Planes(kKind));
+    at.correction += units * (4 * Pair::kGroups);
+    at.scale += units * (4 * (kKind == kTileA4 ? Pair::kGroups : 1));
+  }
+  FMOE_INLINE const int32_t* Words(const TallTokens& at, int token) {
+    return (const int32_t*)(at.rows[token] + at.words);
+  }
+  FMOE_INLINE const int32_t* Correction(const TallTokens& at, int token) {
+    return (const int32_t*)(at.rows[token] + at.correction);
+  }
+  FMOE_INLINE const float* Scale(const TallTokens& at, int token) {
+    return (const float*)(at.rows[token] + at.scale);
+  }
+};
+
+/// Words of a wide pass that `vpdpbusd` reads from memory by itself, once for each stripe: of every second
+/// token. With fewer there are more instructions, with more there is nothing but loads.
+template <TileKind kKind, int kTokens>
+constexpr bool DotsMemory(int token) {
+  return kTokens > kTallTokens<kKind> && token % 2 == 0;
+}
+
+/// One unit of 64 k: sums[stripe][token] += weights times tokens.
+///
+/// Where tokens are few, two groups of k, or two halves of one, have integers of their own, so that sixteen
+/// chains of additions overlap: an instruction takes four cycles and two begin in each (INT4 per channel with
+/// eight chains: 82 % of the peak, with sixteen 88).
+template <class Pair, TileKind kKind, int kTokens>
+FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens,
+                          Floats (*sums)[kTokens]) {
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
+  constexpr int kPlanes = Planes(kKind), kGroups = Pair::kGroups;
+  constexpr int kAtOnce = kTokens > kTallTokens<kKind> ? 1 : 2;
+  constexpr int kChains = kGroups == 1 ? kAtOnce : kGroups;  // pieces of k with integers of their own
+  constexpr int kEights = 8 / kChains;
+  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
+  Floats unit_sums[2][kTokens];
+  const bool zero_points = Pair::kZeros && Pair::HasZeroPoints(pair);
+  const auto add_group = [&](auto group, Ints(*dots)[2][kTokens]) FMOE_FLAT {
+    Unroll<2>([&](auto s) FMOE_FLAT {
+      Floats sum[kTokens];
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        Ints whole = dots[kPlanes - 1][s][t];
+        if constexpr (kPlanes == 2) {
+          whole = IntAdd(ShiftLeft<7>(dots[0][s][t]), whole);
+        }
+        sum[t] = ToFloats(whole);
+      });
+      if (zero_points) {
+        const Floats zero = Pair::LoadZero(pair, s, group);
+        Unroll<kTokens>([&](auto t) FMOE_FLAT {
+          sum[t] =
+              NegativeMultiplyAdd(zero, Set(((const float*)Tokens::Correction(tokens, t))[group]), sum[t]);
+        });
+      }
+      const Floats scale = Pair::LoadScale(pair, s, group);
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        if constexpr (kUnitSums) {
+          unit_sums[s][t] =
+              group == 0 ? Multiply(sum[t], scale) : MultiplyAdd(sum[t], scale, unit_sums[s][t]);
+        } else if constexpr (kKind == kTileA4) {
+          const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[group]));
+          sums[s][t] = MultiplyAdd(sum[t], both, sums[s][t]);
+        } else {
+          const Floats scaled = Pair::kScales ? Multiply(sum[t], scale) : sum[t];
+          sums[s][t] = MultiplyAdd(scaled, Set(*Tokens::Scale(tokens, t)), sums[s][t]);
+        }
+      });
+    });
+  };
+  Unroll<kChains / kAtOnce>([&](auto part) FMOE_FLAT {
+    Ints dots[kAtOnce][kPlanes][2][kTokens];
+    Unroll<kAtOnce * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kChain = decltype(i)() / (kPlanes * kTokens), kPlane = decltype(i)() / kTokens % kPlanes;
+      constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * kAtOnce + kChain;
+      Ints start = IntZero();
+      if constexpr (kPlane + 1 == kPlanes && kAt < kGroups) {
+        start = IntSet(Tokens::Correction(tokens, kToken)[kAt]);
+        start = Pair::kZeros ? IntAnd(start, IntSet(zero_points ? 0 : -1)) : start;
+      }
+      dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] = start;
+    });
+    Unroll<kAtOnce * kEights>([&](auto i) FMOE_FLAT {
+      constexpr int kChain = decltype(i)() % kAtOnce;
+      constexpr int kEight = (decltype(part)() * kAtOnce + kChain) * kEights + decltype(i)() / kAtOnce;
+      Ints weights[2][2];
+      Unroll<2>([&](auto s) FMOE_FLAT { Pair::Load8(pair, s, kEight, weights[s]); });
+      Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
+        constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
+        constexpr int kToken = decltype(j)() % kTokens;
+        constexpr int kWord = (kEight / 2 * kPlanes + kPlane) * 4 + kEight % 2 * 2 + q;
+        const int32_t* word = Tokens::Words(tokens, kToken) + kWord;
+        const Ints both = IntSet(*word);
+        Unroll<2>([&](auto s) FMOE_FLAT {
+          Ints& sum = dots[kChain][kPlane][s][kToken];
+          if constexpr (DotsMemory<kKind, kTokens>(kToken)) {
+            sum = ByteDotWord(sum, weights[s][q], word);
+          } else {
+            sum = ByteDot(sum, weights[s][q], both);
+          }
+        });
+      });
+    });
+    if constexpr (kAtOnce == 1) {
+      add_group(part, dots[0]);
+    } else if constexpr (kGroups == 1) {
+      Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+        Ints* first = &dots[0][0][0][0];
+        first[i] = IntAdd(first[i], (&dots[1][0][0][0])[i]);
+      });
+      add_group(Index<0>(), dots[0]);
+    } else {
+      add_group(Index<decltype(part)() * 2>(), dots[0]);
+      add_group(Index<decltype(part)() * 2 + 1>(), dots[1]);
+    }
+  });
+  if constexpr (kUnitSums) {
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kToken = decltype(i)() / 2, kStripe = decltype(i)() % 2;
+      Floats& sum = sums[kStripe][kToken];
+      sum = MultiplyAdd(unit_sums[kStripe][kToken], Set(*Tokens::Scale(tokens, kToken)), sum);
+    });
+  }
+}
+
+/// out[stripe][token][16] of kTokens tokens of a tile from `first` on.
+template <WeightKernel kWeight, TileKind kKind, int kTokens>
+__attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, int64_t blocks,
+                                        const TileView& tile, int first, NextLines& lines, float* out) {
+  using Pair = PackedPair<kWeight>;
+  using Panel = IntegerPanel<kWeight>;
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
+  Pair pair = {stripes, stripes, stride, tile.group_scales, Panel::kE2m1 ? E2m1Table() : IntZero()};
+  const int64_t block_bytes = Panel::BlockBytes(tile.group_scales);
+  NextLines next = lines;
+  Tokens tokens = Tokens::At(tile, blocks * Panel::kUnits, 0, first);
+  Floats sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
+  for (int64_t block = 0; block < blocks; ++block) {
+    PrefetchLines(next);
+    pair.codes = stripes + block * block_bytes;
+    pair.scales = pair.codes + Panel::kCodeBytes;
+    for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
+      TallUnit<Pair, kKind, kTokens>(pair, tokens, sums);
+      Tokens::Advance(tokens, 1);
+    }
+  }
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    Store(out + (kStripe * kMaxHeight + first + kToken) * 16, sums[kStripe][kToken]);
+  });
+  lines = next;
+}
+
+/// pass(first token, Index<tokens>) for the tokens of a tile, as many at a time as meet the weights together.
+/// kMayBeWide: where the tile says so, twice as many.
+template <TileKind kKind, bool kMayBeWide, typename Pass>
+FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
+  for (int first = 0, count = 0; first < tile.tokens; first += count) {
+    if constexpr (kMayBeWide) {
+      if (tile.wide_slabs && tile.tokens - first > kTallTokens<kKind>) {
+        count = kWideTokens<kKind>;
+        pass(first, Index<kWideTokens<kKind>>());
+        continue;
+      }
+    }
+    count = NextTokens<kKind>(tile.tokens - first);
+    if (count == kFewerTokens<kKind>) {
+      pass(first, Index<kFewerTokens<kKind>>());
+    } else {
+      pass(first, Index<kTallTokens<kKind>>());
+    }
+  }
+}
+
+/// One tile, stripes decoded for every pass again.
+template <WeightKernel kWeight, TileKind kKind>
+void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
+  NextLines lines = LinesOf(tile, blocks * NumPasses<kKind>(tile.tokens));
+  ForEachPass<kKind, false>(tile, [&](int first, auto tokens) {
+    constexpr int kTokens = decltype(tokens)();
+    TallPass<kWeight, kKind, kTokens>(stripes, stride, blocks, tile, first, lines, out);
+  });
+}
+
+/// Units that are decoded for all tiles: 17 to 20 KB of L1, beside a tile.
+constexpr int kSlabUnits = 8;
+
+/// `units` decoded units with those of kTokens tokens of a tile, added to `out` or starting it.
+template <class Pair, TileKind kKind, int kTokens>
+__attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_unit,
+                                        int64_t units, const TileView& tile, int first, NextLines& lines,
+                                        float* out) {
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
+  Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
+  NextLines next = lines;
+  float* place = out + first * 16;
+  Floats sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    sums[kStripe][kToken] = first_unit == 0 ? Zero() : Load(place + (kStripe * kMaxHeight + kToken) * 16);
+  });
+  for (int64_t unit = 0; unit < units; ++unit) {
+    PrefetchLines(next);
+    TallUnit<Pair, kKind, kTokens>(pairs[unit], tokens, sums);
+    Tokens::Advance(tokens, 1);
+  }
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
+    Store(place + (kStripe * kMaxHeight + kToken) * 16, sums[kStripe][kToken]);
+  });
+  lines = next;
+}
+
+/// Several tiles: out[tile][..] as of TallDot, `tile_sums` floats apart.
+template <WeightKernel kWeight, TileKind kKind>
+__attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks,
+                                         const TileView* tiles, int64_t num_tiles, int64_t tile_sums,
+                                         float* out) {
+  using Packed = PackedPair<kWeight>;
+  using Panel = IntegerPanel<kWeight>;
+  using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros>;
+  const int64_t passes = kMaxHeight / (tiles[0].wide_slabs ? kWideTokens<kKind> : kTallTokens<kKind>);
+  Pair pairs[kSlabUnits];
+  const int64_t units = blocks * Panel::kUnits;
+  NextLines next = LinesOf(tiles[0], units * passes);
+  const GroupScales type = tiles[0].group_scales;
+  for (int64_t first = 0, count = 0; first < units; first += count) {
+    count = units - first < kSlabUnits ? units - first : kSlabUnits;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
+      const Packed packed = {block + (first + i) % Panel::kUnits * Panel::kUnitBytes,
+                             block + Panel::kCodeBytes, stride, type, Panel::kE2m1 ? E2m1Table() : IntZero()};
+      Pair::Decode(packed, &pairs[i]);
+    }
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      next.at = tiles[tile].next + first * passes * next.at_once * 64;
+      next.end = tiles[tile].next + tiles[tile].next_bytes;
+      ForEachPass<kKind, true>(tiles[tile], [&](int token, auto tokens) {
+        constexpr int kTokens = decltype(tokens)();
+        SlabPass<Pair, kKind, kTokens>(pairs, units, first, count, tiles[tile], token, next,
+                                       out + tile * tile_sums);
+      });
+    }
+  }
+}
+
+/// A BatchKernel. A last stripe without a partner meets itself.
+template <WeightKernel kWeight, TileKind kKind>
+void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
+               const TileView* tiles, int64_t num_tiles, float* out) {
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  const int64_t tile_sums = num_stripes * kStripeSums;
+  for (int64_t stripe = 0; stripe < num_stripes; stripe += 2, stripes += 2 * stride) {
+    alignas(64) float twice[2 * kMaxHeight * 16];
+    const bool alone = stripe + 1 == num_stripes;
+    if (num_tiles >= tiles[0].slab_tiles && !alone) {
+      TallSlabs<kWeight, kKind>(stripes, stride, blocks, tiles, num_tiles, tile_sums,
+                                out + stripe * kStripeSums);
+      continue;
+    }
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      float* place = out + tile * tile_sums + stripe * kStripeSums;
+      float* sums = alone ? twice : place;
+      TallDot<kWeight, kKind>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
+      for (int64_t i = 0; alone && i < kStripeSums; i += 16) {
+        Store(place + i, Load(twice + i));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,0 +1,188 @@
+#include "experts/cpu/kernels/kernels.hpp"
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+#include <vector>
+
+#include "platform/cpu_features.hpp"
+
+namespace fusedmoe::cpu {
+
+extern const KernelTable kKernelTableAvx2;
+extern const KernelTable kKernelTableAvx512;
+extern const KernelTable kKernelTableAvx512Vnni;
+extern const KernelTable kPairKernelsAvx512Bf16;
+extern const KernelTable kPairKernelsAvx512Fp16;
+extern const KernelTable kPairKernelsEmulated;
+extern const TileKernels kTileKernelsEmulated;
+#if defined(__x86_64__)
+extern const TileKernels kTileKernelsAmx;
+#endif
+
+namespace {
+
+/// Kernels for pairs of 16-bit floats replace some of a table, and the others stay.
+struct Level {
+  Isa isa;
+  const KernelTable* table;
+  const KernelTable* pairs = nullptr;
+};
+
+/// Best first. Where FP16 is, vdpbf16ps is slow (Sapphire Rapids: half of the fp32 rate; Zen 5: twice).
+constexpr Level kLevels[] = {
+    {Isa::kAmx, &kKernelTableAvx512Vnni},  // with tile kernels for experts with many tokens
+    {Isa::kAvx512Fp16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Fp16},
+    {Isa::kAvx512Bf16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Bf16},
+    {Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
+    {Isa::kAvx512, &kKernelTableAvx512},
+    {Isa::kAvx2, &kKernelTableAvx2},
+};
+
+/// `base` with what `pairs` has. On a host without the unit (a plan for a machine that was described) the
+/// emulation takes the place of `pairs`.
+KernelTable WithPairs(const Level& level) {
+  const KernelTable& pairs = HostMachine().Has(level.isa) ? *level.pairs : kPairKernelsEmulated;
+  KernelTable table = *level.table;
+  table.isa = level.pairs->isa;
+  for (int kind = 0; kind < kNumTileKinds; ++kind) {
+    if (!IsPairTile(static_cast<TileKind>(kind)) || level.pairs->pack[kind] == nullptr) {
+      continue;
+    }
+    table.pack[kind] = pairs.pack[kind];
+    for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
+      std::copy_n(pairs.dot[kernel][kind], kNumHeights, table.dot[kernel][kind]);
+      table.batch[kernel][kind] = pairs.batch[kernel][kind];
+    }
+  }
+  return table;
+}
+
+struct PanelKernel {
+  DType code;
+  PanelScale scale;
+  int64_t group;
+  WeightKernel kernel;
+};
+
+constexpr PanelKernel kPanelKernels[] = {
+    {DType::kF32, PanelScale::kNone, 0, kWeightF32},
+    {DType::kBF16, PanelScale::kNone, 0, kWeightBf16},
+    {DType::kF16, PanelScale::kNone, 0, kWeightF16},
+    {DType::kF8E4M3, PanelScale::kNone, 0, kWeightE4m3},
+    {DType::kF8E4M3, PanelScale::kF32, 64, kWeightE4m3Scaled},
+    {DType::kF8E4M3, PanelScale::kE8M0, 32, kWeightMxfp8},
+    {DType::kF8E5M2, PanelScale::kNone, 0, kWeightE5m2},
+    {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
+    {DType::kF4E2M1, PanelScale::kE8M0, 32, kWeightMxfp4},
+    {DType::kU4, PanelScale::kNone, 0, kWeightU4},
+    {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
+    {DType::kU4, PanelScale::kBF16, 64, kWeightU4Group64},
+    {DType::kU4, PanelScale::kBF16, 128, kWeightU4Group128},
+    {DType::kU8, PanelScale::kNone, 0, kWeightU8},
+    {DType::kU8, PanelScale::kBF16, 32, kWeightU8Group32},
+    {DType::kU8, PanelScale::kBF16, 64, kWeightU8Group64},
+    {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
+};
+
+}  // namespace
+
+const KernelTable* FindKernelTable(Isa isa) {
+  static const std::vector<KernelTable> tables = [] {
+    std::vector<KernelTable> all;
+    for (const Level& level : kLevels) {
+      all.push_back(level.pairs == nullptr ? *level.table : WithPairs(level));
+    }
+    return all;
+  }();
+  for (size_t i = 0; i < std::size(kLevels); ++i) {
+    if (kLevels[i].isa == isa) {
+      return &tables[i];
+    }
+  }
+  return nullptr;
+}
+
+std::optional<Isa> BestIsa(const Machine& machine) {
+  for (const Level& level : kLevels) {
+    if (machine.Has(level.isa)) {
+      return level.isa;
+    }
+  }
+  return std::nullopt;
+}
+
+Isa VectorIsa(Isa isa, const Machine& machine) {
+  if (isa != Isa::kAmx) {
+    return isa;
+  }
+  // Experts with few tokens are bound by reading: what units for pairs could add there, tiles do better.
+  for (const Level& level : kLevels) {
+    if (level.isa != Isa::kAmx && level.pairs == nullptr && machine.Has(level.isa)) {
+      return level.isa;
+    }
+  }
+  return Isa::kAvx2;
+}
+
+const TileKernels& HostTileKernels() {
+#if defined(__x86_64__)
+  if (HostMachine().Has(Isa::kAmx) && RequestAmxPermission().ok()) {
+    return kTileKernelsAmx;
+  }
+#endif
+  return kTileKernelsEmulated;
+}
+
+const TileFormat& FormatOf(const TileKernels& kernels, WeightKernel kernel, bool int8, bool rounded) {
+  return (int8 ? kernels.int8 : rounded ? kernels.rounded : kernels.bf16)[kernel];
+}
+
+const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded) {
+  const TileFormat& format = FormatOf(kTileKernelsEmulated, kernel, int8, rounded);
+  return format.gemm == nullptr ? nullptr : &format;
+}
+
+Isa IsaOfKernel(Isa isa, TileKind tile) {
+  for (const Level& level : kLevels) {
+    if (level.isa == isa && level.pairs != nullptr && !IsPairTile(tile)) {
+      return Isa::kAvx512Vnni;
+    }
+  }
+  return isa;
+}
+
+WeightKernel KernelFor(const PanelFormat& format) {
+  const bool integers = format.code == DType::kU4 || format.code == DType::kU8;
+  const PanelScale scale = integers && format.group > 0 ? PanelScale::kBF16 : format.scale;  // of any type
+  for (const PanelKernel& row : kPanelKernels) {
+    if (row.code == format.code && row.scale == scale && row.group == format.group) {
+      return row.kernel;
+    }
+  }
+  return kNumWeightKernels;
+}
+
+GroupScales GroupScalesOf(const PanelFormat& format) {
+  return {format.scale == PanelScale::kBF16  ? kRowBf16
+          : format.scale == PanelScale::kF16 ? kRowF16
+                                             : kRowF32,
+          format.zero_points};
+}
+
+float KernelOutputScale(WeightKernel kernel) {
+  switch (kernel) {
+    case kWeightE4m3:
+    case kWeightE4m3Scaled:
+    case kWeightMxfp8:
+      return 256.0F;
+    case kWeightNvfp4:
+      return 128.0F;  // 2^8 of the e4m3 scale, halved for the doubled code
+    case kWeightMxfp4:
+      return 0.5F;
+    default:
+      return 1.0F;
+  }
+}
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,350 @@
+#pragma once
+
+#include <immintrin.h>
+#include <stdint.h>
+
+#include "experts/cpu/kernels/unroll_isa.hpp"
+
+/// 256-bit registers: two of them hold the 16 rows of a stripe, rows 8h to 8h+7 in half h. Same names as in
+/// simd_avx512_isa.hpp, so that dot_isa.hpp and its like are written once.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+using Floats = __m256;
+using Ints = __m256i;
+constexpr int kLanes = 8;
+constexpr int kHalves = 2;
+constexpr bool kHasByteDot = false;
+
+FMOE_INLINE Floats Zero() {
+  return _mm256_setzero_ps();
+}
+FMOE_INLINE Floats Set(float x) {
+  return _mm256_set1_ps(x);
+}
+FMOE_INLINE Floats Load(const float* p) {
+  return _mm256_loadu_ps(p);
+}
+FMOE_INLINE void Store(float* p, Floats x) {
+  _mm256_storeu_ps(p, x);
+}
+FMOE_INLINE Floats Add(Floats a, Floats b) {
+  return _mm256_add_ps(a, b);
+}
+FMOE_INLINE Floats Subtract(Floats a, Floats b) {
+  return _mm256_sub_ps(a, b);
+}
+FMOE_INLINE Floats Multiply(Floats a, Floats b) {
+  return _mm256_mul_ps(a, b);
+}
+FMOE_INLINE Floats Divide(Floats a, Floats b) {
+  return _mm256_div_ps(a, b);
+}
+FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
+FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) {
+  return _mm256_fnmadd_ps(a, b, c);
+}
+FMOE_INLINE Floats Min(Floats a, Floats b) {
+  return _mm256_min_ps(a, b);
+}
+FMOE_INLINE Floats Max(Floats a, Floats b) {
+  return _mm256_max_ps(a, b);
+}
+FMOE_INLINE Floats RoundEven(Floats x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+FMOE_INLINE Floats Truncate(Floats x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+}
+FMOE_INLINE Floats SelectLess(Floats a, Floats b, Floats then, Floats otherwise) {
+  return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+FMOE_INLINE Floats Absolute(Floats x) {
+  return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+}
+
+FMOE_INLINE Ints IntZero() {
+  return _mm256_setzero_si256();
+}
+FMOE_INLINE Ints IntSet(int32_t x) {
+  return _mm256_set1_epi32(x);
+}
+FMOE_INLINE Ints IntAdd(Ints a, Ints b) {
+  return _mm256_add_epi32(a, b);
+}
+FMOE_INLINE Ints IntSubtract(Ints a, Ints b) {
+  return _mm256_sub_epi32(a, b);
+}
+FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
+  return _mm256_and_si256(a, b);
+}
+FMOE_INLINE Ints IntOr(Ints a, Ints b) {
+  return _mm256_or_si256(a, b);
+}
+FMOE_INLINE Ints IntXor(Ints a, Ints b) {
+  return _mm256_xor_si256(a, b);
+}
+FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
+  return _mm256_max_epu32(a, b);
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftLeft(Ints x) {
+  return _mm256_slli_epi32(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRightSigned(Ints x) {
+  return _mm256_srai_epi32(x, kBits);
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRight(Ints x) {
+  return _mm256_srli_epi32(x, kBits);
+}
+FMOE_INLINE Ints ShiftRight16(Ints x) {
+  return _mm256_srli_epi32(x, 16);
+}
+/// Bytes as lanes.
+FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
+FMOE_INLINE Ints LoadInts(const void* p) {
+  return _mm256_loadu_si256((const __m256i*)p);
+}
+FMOE_INLINE void StoreInts(void* p, Ints x) {
+  _mm256_storeu_si256((__m256i*)p, x);
+}
+FMOE_INLINE Floats ToFloats(Ints x) {
+  return _mm256_cvtepi32_ps(x);
+}
+FMOE_INLINE Ints ToIntsEven(Floats x) {
+  return _mm256_cvtps_epi32(x);
+}
+FMOE_INLINE Ints Bits(Floats x) {
+  return _mm256_castps_si256(x);
+}
+FMOE_INLINE Floats FromBits(Ints x) {
+  return _mm256_castsi256_ps(x);
+}
+/// Each lane becomes the sum of the four of its 128 bits.
+FMOE_INLINE Ints SumOfQuads(Ints x) {
+  x = IntAdd(x, _mm256_shuffle_epi32(x, 0x4e));
+  return IntAdd(x, _mm256_shuffle_epi32(x, 0xb1));
+}
+FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
+  __m128i s = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  s = _mm_max_epu32(s, _mm_shuffle_epi32(s, 0x4e));
+  return (uint32_t)_mm_cvtsi128_si32(_mm_max_epu32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+FMOE_INLINE __m128i PackWords(Ints x) {
+  const __m256i words =
+      _mm256_packus_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)), _mm256_setzero_si256());
+  return _mm256_castsi256_si128(_mm256_permute4x64_epi64(words, 0x08));
+}
+FMOE_INLINE void StoreBytes(int8_t* p, Ints x) {
+  const __m128i words = PackWords(_mm256_and_si256(x, _mm256_set1_epi32(0xff)));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(words, words));
+}
+
+FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
+  return FromBits(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+FMOE_INLINE Floats LoadF16(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
+  _mm_storeu_si128((__m128i*)p, PackWords(low_words));
+}
+FMOE_INLINE void StoreF16(uint16_t* p, Floats x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+FMOE_INLINE Ints SelectNan(Floats x, Ints if_nan, Ints otherwise) {
+  return _mm256_blendv_epi8(otherwise, if_nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+
+FMOE_INLINE Floats LoadE4m3Scales(const uint8_t* p, int half) {
+  return _mm256_cvtph_ps(
+      _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 7));
+}
+FMOE_INLINE Floats LoadE8m0Scales(const uint8_t* p, int half) {
+  return FromBits(
+      _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8 * half))), 23));
+}
+FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int half) {
+  return Load((const float*)p + 8 * half);
+}
+
+FMOE_INLINE Ints E2m1Table() {
+  return _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+FMOE_INLINE Ints LowNibbles(Ints x) {
+  return _mm256_and_si256(x, _mm256_set1_epi8(15));
+}
+FMOE_INLINE Ints HighNibbles(Ints x) {
+  return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15));
+}
+FMOE_INLINE Ints LoadBytes(const uint8_t* p, int half) {
+  return LoadInts(p + 32 * half);
+}
+FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
+  const Ints x = LoadBytes(p, half);
+  out[0] = LowNibbles(x);
+  out[1] = HighNibbles(x);
+}
+FMOE_INLINE void DecodeE2m1(const uint8_t* p, int half, Ints table, Ints* out) {
+  DecodeU4(p, half, out);
+  out[0] = _mm256_shuffle_epi8(table, out[0]);
+  out[1] = _mm256_shuffle_epi8(table, out[1]);
+}
+
+FMOE_INLINE void DecodeBf16(const uint8_t* p, int half, Floats* out) {
+  const Ints x = LoadBytes(p, half);
+  out[0] = FromBits(_mm256_slli_epi32(x, 16));
+  out[1] = FromBits(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+}
+FMOE_INLINE void DecodeF16(const uint8_t* p, int half, Floats* out) {
+  out[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 16 * half)));
+  out[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 32 + 16 * half)));
+}
+/// Words of k 0-1 of the 8 rows, then of k 2-3.
+FMOE_INLINE Ints LoadPairWords(const uint8_t* p, int half) {
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(p + 16 * half))),
+                                 _mm_loadu_si128((const __m128i*)(p + 32 + 16 * half)), 1);
+}
+FMOE_INLINE void ConvertPairs(Ints even, Ints odd, Floats* out) {
+  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(even));
+  out[1] = _mm256_cvtph_ps(_mm256_castsi256_si128(odd));
+  out[2] = _mm256_cvtph_ps(_mm256_extracti128_si256(even, 1));
+  out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1));
+}
+FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
+  const Ints x = LoadPairWords(p, half);
+  const Ints mask = _mm256_set1_epi16((short)0xbf80);
+  ConvertPairs(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), mask),
+               _mm256_and_si256(_mm256_srai_epi16(x, 1), mask), out);
+}
+FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
+  const Ints x = LoadPairWords(p, half);
+  ConvertPairs(_mm256_slli_epi16(x, 8), _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00)), out);
+}
+
+FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) {
+  return _mm256_maddubs_epi16(u, s);
+}
+FMOE_INLINE Ints AddWords(Ints a, Ints b) {
+  return _mm256_add_epi16(a, b);
+}
+FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
+  return _mm256_madd_epi16(a, _mm256_set1_epi16(factor));
+}
+FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
+  return sum;
+}
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints, const int32_t*) {
+  return sum;
+}
+
+/// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
+FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
+  const Ints bias = _mm256_set1_epi32(127);
+  const Ints whole = _mm256_cvtps_epi32(n);
+  const Ints half = _mm256_srai_epi32(whole, 1);
+  const Floats a = FromBits(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
+  const Floats b = FromBits(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
+  return _mm256_mul_ps(_mm256_mul_ps(x, a), b);
+}
+
+/// An 8 x 8 transposition for each half of the rows.
+FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    Ints x[8], y[8];
+    Unroll<8>([&](auto r) FMOE_FLAT { x[r] = LoadInts(rows[8 * half + r] + at); });
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      y[2 * i] = _mm256_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
+      y[2 * i + 1] = _mm256_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
+    });
+    Unroll<2>([&](auto i) FMOE_FLAT {
+      Unroll<2>([&](auto j) FMOE_FLAT {
+        x[4 * i + 2 * j] = _mm256_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
+        x[4 * i + 2 * j + 1] = _mm256_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
+      });
+    });
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      line[2 * i + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+      line[2 * (i + 4) + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+    });
+  });
+}
+
+/// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
+FMOE_INLINE Ints ShuffleNibbles(Ints x) {
+  Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
+  x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
+  t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
+  return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
+}
+
+/// kSplit: the low words of all lanes, then the high ones.
+template <bool kSplit>
+FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
+  if constexpr (kSplit) {
+    Unroll<2>([&](auto half) FMOE_FLAT {
+      _mm_storeu_si128((__m128i*)(p + 16 * half), PackWords(line[half]));
+      _mm_storeu_si128((__m128i*)(p + 32 + 16 * half), PackWords(_mm256_srli_epi32(line[half], 16)));
+    });
+  } else {
+    _mm256_storeu_si256((__m256i*)p, line[0]);
+    _mm256_storeu_si256((__m256i*)(p + 32), line[1]);
+  }
+}
+
+/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows; of each byte the bits of
+/// `mask` stay, and it becomes `least` at least.
+FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
+  const Ints order =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  Ints x[2];
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    x[half] = _mm256_and_si256(LoadInts(p + 32 * half), _mm256_set1_epi32(mask));
+    x[half] = _mm256_max_epu8(x[half], _mm256_set1_epi32(least));
+    x[half] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x[half], order), lanes);
+  });
+  // Each half now has 8 bytes of its rows for each of the four: they alternate.
+  const Ints low = _mm256_unpacklo_epi64(x[0], x[1]), high = _mm256_unpackhi_epi64(x[0], x[1]);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute2x128_si256(low, high, 0x20));
+  _mm256_storeu_si256((__m256i*)(p + 32), _mm256_permute2x128_si256(low, high, 0x31));
+}
+
+/// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto column = [&](int i) FMOE_FLAT { return _mm_loadu_si128((const __m128i*)(columns + at[i])); };
+  const __m128i x[4] = {column(0), column(1), column(2), column(3)};
+  const __m128i low[2] = {_mm_unpacklo_epi8(x[0], x[1]), _mm_unpacklo_epi8(x[2], x[3])};
+  const __m128i high[2] = {_mm_unpackhi_epi8(x[0], x[1]), _mm_unpackhi_epi8(x[2], x[3])};
+  line[0] = _mm256_set_m128i(_mm_unpackhi_epi16(low[0], low[1]), _mm_unpacklo_epi16(low[0], low[1]));
+  line[1] = _mm256_set_m128i(_mm_unpackhi_epi16(high[0], high[1]), _mm_unpacklo_epi16(high[0], high[1]));
+}
+
+/// table[byte] of bytes below 64.
+FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
+  Ints found = IntZero();
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    // Bytes of this quarter become 0x70..0x7f, all others have their highest bit set, which looks up zero.
+    const Ints index = _mm256_add_epi8(IntXor(x, _mm256_set1_epi8(16 * i)), _mm256_set1_epi8(0x70));
+    const Ints quarter = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)(table + 16 * i)));
+    found = IntOr(found, _mm256_shuffle_epi8(quarter, index));
+  });
+  return found;
+}
+
+FMOE_INLINE void Prefetch(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+}
+FMOE_INLINE void PrefetchFar(const uint8_t* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T1);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

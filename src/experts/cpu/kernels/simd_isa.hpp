@@ -1,0 +1,8 @@
+#pragma once
+
+/// The widest registers that the flags of this file allow.
+#if defined(__AVX512BW__)
+#include "experts/cpu/kernels/simd_avx512_isa.hpp"
+#else
+#include "experts/cpu/kernels/simd_avx2_isa.hpp"
+#endif

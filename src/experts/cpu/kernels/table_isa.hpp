@@ -1,0 +1,100 @@
+#pragma once
+
+#include "experts/cpu/kernels/dot_isa.hpp"
+#include "experts/cpu/kernels/epilogue_isa.hpp"
+#include "experts/cpu/kernels/pack_isa.hpp"
+#include "experts/cpu/kernels/panel_isa.hpp"
+#include "experts/cpu/kernels/quantize_isa.hpp"
+
+/// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Eight tokens need the 32 registers of AVX-512.
+constexpr bool kHasEight = kHalves == 1;
+
+template <WeightKernel kWeight, TileKind kKind>
+constexpr void SetIntegerDots(KernelTable& table) {
+  table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
+  table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
+  if constexpr (kHasTall && kKind != kTileA24) {
+    table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
+  } else {
+    table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
+    if constexpr (kHasEight && kKind != kTileA24) {
+      table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
+    }
+  }
+}
+
+template <WeightKernel kWeight>
+constexpr void SetInteger(KernelTable& table) {
+  SetIntegerDots<kWeight, kTileA24>(table);
+  SetIntegerDots<kWeight, kTileA16>(table);
+  SetIntegerDots<kWeight, kTileA8>(table);
+}
+
+/// Codes of up to a byte may come in an order of their own.
+template <PanelTransform kTransform>
+constexpr void SetPanel(KernelTable& table) {
+  table.pack_panel[kTransform] = &PackPanel<kTransform>;
+  table.turn_codes[kTransform] = &TurnCodes<kTransform>;
+  table.pack_columns[kTransform] = &PackColumns<kTransform>;
+}
+
+constexpr KernelTable MakeTable(const char* isa) {
+  KernelTable table = {};
+  table.isa = isa;
+  SetFloatDots<kWeightF32, kTileF32>(table);
+  SetFloatDots<kWeightBf16, kTileF32>(table);
+  SetFloatDots<kWeightF16, kTileF32>(table);
+  SetFloatDots<kWeightE4m3, kTileF32>(table);
+  SetFloatDots<kWeightE4m3Scaled, kTileF32>(table);
+  SetFloatDots<kWeightMxfp8, kTileF32>(table);
+  SetFloatDots<kWeightE5m2, kTileF32>(table);
+  SetInteger<kWeightNvfp4>(table);
+  SetInteger<kWeightMxfp4>(table);
+  SetIntegerDots<kWeightNvfp4, kTileA4>(table);
+  SetIntegerDots<kWeightMxfp4, kTileA4>(table);
+  SetInteger<kWeightU4>(table);
+  SetInteger<kWeightU4Group32>(table);
+  SetInteger<kWeightU4Group64>(table);
+  SetInteger<kWeightU4Group128>(table);
+  SetInteger<kWeightU8>(table);
+  SetInteger<kWeightU8Group32>(table);
+  SetInteger<kWeightU8Group64>(table);
+  SetInteger<kWeightU8Group128>(table);
+  table.pack[kTileF32] = &PackF32;
+  table.pack[kTileA24] = &PackIntegers<kTileA24>;
+  table.pack[kTileA16] = &PackIntegers<kTileA16>;
+  table.pack[kTileA8] = &PackIntegers<kTileA8>;
+  table.pack_codes = &PackCodes;
+  table.interleave = &Interleave;
+  table.amax = &Amax;
+  table.round = &Round;
+  table.two_level = &RoundTwoLevel;
+  table.activate = &Activate;
+  table.accumulate = &Accumulate;
+  table.to_float[kRowF32] = &CopyFloats;
+  table.to_float[kRowBf16] = &Bf16ToFloat;
+  table.to_float[kRowF16] = &F16ToFloat;
+  table.from_float[kRowF32] = &CopyFloatsOut;
+  table.from_float[kRowBf16] = &FloatToBf16;
+  table.from_float[kRowF16] = &FloatToF16;
+  SetPanel<kPanelNibbles>(table);
+  SetPanel<kPanelBytes>(table);
+  SetPanel<kPanelHalfLanes>(table);
+  SetPanel<kPanelSixBits>(table);
+  table.pack_panel[kPanelWords] = &PackPanel<kPanelWords>;
+  table.pack_panel[kPanelHalfWords] = &PackPanel<kPanelHalfWords>;
+  table.pack_panel[kPanelFloats] = &PackPanel<kPanelFloats>;
+  table.pack_sides[kSideBytes] = &PackSides<kSideBytes>;
+  table.pack_sides[kSideWords] = &PackSides<kSideWords>;
+  table.pack_sides[kSideFloats] = &PackSides<kSideFloats>;
+  table.pack_sides[kSideBf16ToFloat] = &PackSides<kSideBf16ToFloat>;
+  table.pack_sides[kSideF16ToFloat] = &PackSides<kSideF16ToFloat>;
+  return table;
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,8 +1,0 @@
-#pragma once
-
-/// The widest registers that the flags of this file allow.
-#if defined(__AVX512BW__)
-#include "experts/cpu/simd_avx512_isa.hpp"
-#else
-#include "experts/cpu/simd_avx2_isa.hpp"
-#endif

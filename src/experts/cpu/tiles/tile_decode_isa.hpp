@@ -1,0 +1,221 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/tiles/tile_table_isa.hpp"
+#include "experts/cpu/tiles/tile_unit_isa.hpp"
+
+/// Panels to the rows of weight tiles. A row of a tile holds a pair of k (bf16) or four k (int8) of all 16
+/// weight rows. Panels keep four k of a row in 32 bits, so that decoded words are the pairs (0, 2) and (1, 3)
+/// of every four; tokens are packed in that order instead of shuffling weights.
+///
+///   f16 to bf16 without a conversion: (bits >> 3) keeps sign, exponent and 7 bits of mantissa, and read as
+///   bf16 it is the value times 2^-112. Tokens carry 2^96 and the end 2^16: exact, and nothing is subnormal
+///   on the way, which matrix units take for zero. Tokens must stay below 2^31.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Where things stand in a panel, and what becomes of them. kRounded: weights with scales of groups are
+/// rounded to bf16, scale included, instead of sums being scaled in fp32.
+template <WeightKernel kWeight, bool kRounded>
+struct TilePanel {
+  static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kWeight < kWeightU8;
+  static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
+  static constexpr bool kU8 = kWeight >= kWeightU8;
+  static constexpr bool kBf16 = kWeight == kWeightBf16;
+  static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
+  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
+  static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
+  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
+  static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
+                                     : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
+                                     : kWeight == kWeightE4m3Scaled                       ? 64
+                                                                                          : 0;
+  static constexpr int kCodeBytes = kUnits * kUnitBytes;
+  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
+  /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales.
+  static constexpr int kUsualBytes = kCodeBytes + (kGrouped ? kBlockGroups * 48 : kScaleBytes);
+  /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
+  static constexpr int kFlush = kRounded                                   ? 0
+                                : kGroup32                                 ? 32
+                                : kGroup128                                ? 128
+                                : kGrouped || kWeight == kWeightE4m3Scaled ? 64
+                                                                           : 0;
+
+  FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
+    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kUsualBytes;
+  }
+};
+
+/// f16 bits as bf16, times 2^-112.
+FMOE_INLINE Words HalvesToBf16(Words halves) {
+  return And(ShiftRightArithmetic<3>(halves), SetWords(0x8fff));
+}
+
+/// Row `row` of the two tiles that hold 64 k: tiles of two stripes alternate.
+FMOE_INLINE void PutRow(uint8_t* tiles, int row, Words values) {
+  StoreWords(tiles + row / 16 * 2048 + row % 16 * 64, values);
+}
+
+/// Scale and zero point of a group of 4-bit or 8-bit integers.
+FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, GroupScales type, float implied_zero, Reals* scale,
+                                  Reals* zero) {
+  *scale = type.type == kRowBf16  ? LoadBf16Reals(p)
+           : type.type == kRowF16 ? LoadF16Reals(p)
+                                  : LoadReals((const float*)p);
+  *zero = type.zero_points ? LoadByteReals(p + GroupScaleBytes(type)) : SetReals(implied_zero);
+}
+
+/// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
+/// `scales`; units come in ascending order.
+template <WeightKernel kWeight, bool kBytes, bool kRounded>
+struct TileDecoder {
+  using Panel = TilePanel<kWeight, kRounded>;
+  static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
+                                  kWeight == kWeightE4m3Scaled || (Panel::kU8 && !kBytes);
+  static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
+  static constexpr bool kFloatScaled = kWeight == kWeightE4m3Scaled && kRounded;
+  static constexpr int kShift = kHalves && !kFloatScaled ? 96 : 0;
+  /// Of a decoded value: times this it is what the vector kernels decode to (KernelOutputScale).
+  static constexpr float kPost = kWeight == kWeightNvfp4                                  ? 65536.0F / 128
+                                 : kWeight == kWeightMxfp4                                ? 2.0F
+                                 : kFloatScaled                                           ? 1.0F / (16 * 256)
+                                 : kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ? 4096.0F / 256
+                                 : kWeight == kWeightMxfp8                                ? 1.0F / 256
+                                 : kHalves                                                ? 65536.0F
+                                                                                          : 1.0F;
+  Words table, scale;
+  Words offset, exponent;  // kRounded; kBytes: offset holds the zero points
+  GroupScales type;
+
+  FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
+    d.type = type;
+    alignas(64) uint16_t words[32] = {};
+    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 as f16 and (-8..7) as
+    // bf16.
+    constexpr uint16_t kE2m1Halves[8] = {0, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600};
+    constexpr uint16_t kE2m1Bf16[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+    constexpr uint16_t kHalves4[16] = {0,      0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700,
+                                       0x4800, 0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80};
+    constexpr uint16_t kIntegers[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+                                        0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+    for (int i = 0; i < 32; ++i) {
+      const int magnitude = i & 7, sign = (i & 8) << 12;
+      if constexpr (kWeight == kWeightNvfp4) {
+        words[i] = (uint16_t)(kE2m1Halves[magnitude] | (magnitude == 0 ? 0 : sign));
+      } else if constexpr (kWeight == kWeightMxfp4) {
+        words[i] = magnitude == 0 ? 0 : (uint16_t)((kE2m1Bf16[magnitude] + (125 << 7)) | sign);
+      } else if constexpr (kWeight == kWeightU4) {
+        const int value = (i & 15) - 8;
+        words[i] = (uint16_t)(value < 0 ? kIntegers[-value] | 0x8000 : kIntegers[value]);
+      } else if constexpr (Panel::kU4) {
+        words[i] = kRounded ? kHalves4[i & 15] : kIntegers[i & 15];
+      } else if constexpr (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
+                           kWeight == kWeightMxfp8) {
+        words[i] = (uint16_t)(i / 2 + 16 * (i & 1));  // the first two k of a row beside its last two
+      }
+    }
+    d.table = LoadWords(words);
+    d.scale = d.offset = d.exponent = d.table;
+  }
+
+  template <int kUnit>
+  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
+    if constexpr (kBytes && Panel::kU4) {
+      // Codes without their zero points: -16 to 15.
+      if constexpr (kUnit == 0) {
+        d.offset =
+            d.type.zero_points ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
+      }
+      const Words x = LoadWords(codes + kUnit * 64);
+      PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));
+      PutRow(tiles, kUnit * 2 + 1, SubtractBytes(And(ShiftRight<4>(x), SetWords(0x0f0f)), d.offset));
+    } else if constexpr (kBytes) {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        PutRow(tiles, kUnit * 2 + i, SubtractBytes(x, SetWords(0x8080)));
+      });
+    } else if constexpr (Panel::kNibbles) {
+      if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
+        // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
+        d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));
+      } else if constexpr (kWeight == kWeightMxfp4 && kUnit % 4 == 0) {
+        // What the table is too large by. Larger scales than 2^125 would take 6 beyond fp32.
+        const Words exponent = MinSigned(SpreadBytes(scales + kUnit / 4 * 16), SetWords(252));
+        d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
+      }
+      if constexpr (kRounded && kUnit % 4 == 0) {
+        const int64_t group = Panel::kGroup32 ? kUnit / 4 * GroupBytes(d.type) : 0;
+        Reals scale, zero;
+        LoadScaleAndZero(scales + group, d.type, 8.0F, &scale, &zero);
+        SplitScale(scale, zero, &d.scale, &d.offset, &d.exponent);
+      }
+      const Words x = LoadWords(codes + kUnit * 64);
+      auto row = [&](int i, Words index) FMOE_FLAT {
+        Words value = LookUp(index, d.table);
+        if constexpr (kRounded) {
+          // To 11 bits, then to 8, half a step added: what is zero becomes 2^-15 of the scale.
+          value = MultiplyAddHalves(value, d.scale, d.offset);
+          value = AddWords(HalvesToBf16(AddWords(value, SetWords(4))), d.exponent);
+        }
+        if constexpr (kWeight == kWeightNvfp4) {
+          value = HalvesToBf16(MultiplyHalves(value, d.scale));
+        } else if constexpr (kWeight == kWeightMxfp4) {
+          value = SubtractSaturated(value, d.scale);  // zero stays zero
+        }
+        PutRow(tiles, kUnit * 4 + i, value);
+      };
+      row(0, x);
+      row(1, ShiftRight<8>(x));
+      row(2, ShiftRight<4>(x));
+      row(3, ShiftRight<12>(x));
+    } else if constexpr (Panel::kU8) {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        auto row = [&](int r, Words integers) FMOE_FLAT {
+          Words halves = IntegersToHalves(integers);
+          if constexpr (!Panel::kGrouped) {
+            halves = SubtractHalves(halves, SetWords(0x5800));  // 128
+          }
+          PutRow(tiles, kUnit * 4 + 2 * i + r, HalvesToBf16(halves));
+        };
+        row(0, And(x, SetWords(0x00ff)));
+        row(1, ShiftRight<8>(x));
+      });
+    } else {
+      if constexpr (kWeight == kWeightMxfp8 && kUnit % 4 == 0) {
+        // Exponents of the decoded values lie from 10 to 27 for 2^-9 to 448.
+        const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
+        d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
+      }
+      if constexpr (kRounded && kUnit % 4 == 0) {
+        SplitScale(LoadReals((const float*)scales), SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
+        d.scale = MultiplyHalves(d.scale, SetWords(0x6c00));  // 2^12, as below
+      }
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LookUp(d.table, LoadWords(codes + kUnit * 128 + i * 64));
+        auto row = [&](int r, Words halves) FMOE_FLAT {
+          Words value;
+          if constexpr (kRounded) {
+            // To 11 bits, then to 8, half a step added.
+            value = HalvesToBf16(AddWords(MultiplyHalves(halves, d.scale), SetWords(4)));
+            value = AddToNonZero(value, d.exponent);
+          } else {
+            // times 2^12: e4m3 subnormals become normal
+            value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
+          }
+          if constexpr (kWeight == kWeightMxfp8) {
+            value = AddToNonZero(value, d.scale);
+          }
+          PutRow(tiles, kUnit * 4 + 2 * i + r, value);
+        };
+        row(0, And(ShiftRightArithmetic<1>(ShiftLeft<8>(x)), SetWords(0xbf80)));
+        row(1, And(ShiftRightArithmetic<1>(x), SetWords(0xbf80)));
+      });
+    }
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

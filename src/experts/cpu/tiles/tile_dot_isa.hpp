@@ -1,0 +1,391 @@
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#include "experts/cpu/tiles/tile_feed_isa.hpp"
+#include "experts/cpu/tiles/tile_group_pass_isa.hpp"
+#include "experts/cpu/tiles/tile_spread_isa.hpp"
+#include "experts/cpu/tiles/tile_walk_isa.hpp"
+
+/// The product of all tokens of an expert with pairs of stripes, on matrix units.
+///
+///            32 weight rows (a pair of stripes)
+///            [tile 6 ][tile 7 ]   from L1: one K block, decoded beforehand into a ring of 32 KiB
+///   [tile 4] [ sum 0 ][ sum 1 ]
+///   [tile 5] [ sum 2 ][ sum 3 ]   32 tokens, streamed from L2
+///
+/// A step is (pair, K block), up to six units of 64 k (`TileWalk`). While it is multiplied with all its
+/// tokens, a block of them in each pass, the next one is decoded between the tile instructions
+/// (`TileFeeder`): the matrix unit and the vector ports work at the same time; the one after is fetched into
+/// L2.
+///
+/// Sums pass through memory between K blocks, which costs most of what the unit is short of its peak. Two
+/// things make it less: blocks of tokens are taken forwards in one K block and backwards in the next, so that
+/// the sums of the block at the turn stay where they are; and sums change places inside the first step of a
+/// pass, a tile right before its product, so that three products are between the last of the sums before and
+/// the first of the new ones (before the step instead, the unit stood still for 40 cycles more each time):
+///
+///   last step                         first step of the next pass
+///   dot 0   dot 1   dot 2   dot 3     store 0, load 0, dot 0   store 1, load 1, dot 1   ...
+///
+///   K block 0:  block 0  1  2  3        K block 1:  block 3  2  1  0        K block 2:  block 0 ...
+///                              \_______________________/            \____________________/
+///
+/// What becomes of finished sums (activation, weighted addition) runs a few tokens at a time between the tile
+/// instructions of the pair that follows; done in one piece it cost a fifth of the time.
+///
+/// Sums of a token run through ascending k in the same order whatever its neighbours and the size of K
+/// blocks.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// kGroupSteps: as of TileSteps.
+template <WeightKernel kWeight, bool kBytes, bool kRounded,
+          int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / (kBytes ? 64 : 32)>
+struct TileEngine {
+  using Panel = TilePanel<kWeight, kRounded>;
+  using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
+  using Shape = TileSteps<kWeight, kBytes, kRounded, kGroupSteps>;
+  using Walk = TileWalk<Shape>;
+  using Feeder = TileFeeder<Shape, Decoder>;
+  static constexpr int kStepsPerUnit = Shape::kStepsPerUnit, kStepK = Shape::kStepK;
+  static constexpr bool kFlush = Shape::kFlush, kDirect = Shape::kDirect;
+  static constexpr bool kSums = Panel::kGrouped && !kRounded && !kBytes;
+  using Scaler = GroupScaler<Panel, kSums, kBytes>;
+  using Unit = TileUnit<Shape>;
+  using Steps = PassSteps<Shape>;
+  using Groups = GroupPasses<TileEngine>;
+
+  /// Complete sums of a pair on their way to the caller: a piece behind every step of the next pair until
+  /// none is left, as small as it can be, since each holds up the tile instructions behind it (docs/
+  /// kernels_cpu.md has the figures).
+  struct Finish {
+    FinishWalk left;
+    int64_t tokens;  // of the job
+    int64_t piece;   // of a call
+    bool spread;     // between tile instructions instead
+  };
+  static constexpr bool kSpreads = kDirect && kBytes;
+
+  const TileGemm& g;
+  const Walk walk;
+  Feeder feeder;
+  Tiles tiles;
+  GroupPair pairs[2];  // the one whose groups are multiplied, and the one before, whose sums are scaled
+  Finish finish;
+  /// Where the sums that stand in the tiles belong; null: nowhere.
+  float* held = nullptr;
+  int held_tiles = 0;
+  int64_t tile_tokens = 0;  // for which the tiles are configured
+  uint8_t* decoded;         // in the ring, of the present step
+  float* group_sums;        // three places
+  float* results;
+  int filling = 0, group_place = 0, current_results = 0;
+  bool results_in_chunks = false;
+
+  explicit TileEngine(const TileGemm& gemm) : g(gemm), walk(gemm), feeder(gemm) {
+    decoded = gemm.scratch;
+    group_sums = (float*)(gemm.scratch + kTileRingBytes);
+    results = (float*)(gemm.scratch + kTileRingBytes + 3 * kTileSumBytes);
+    for (GroupPair& p : pairs) {
+      p.groups = p.next = p.chunks = 0;
+      p.by_rows = false;
+      p.type = gemm.group_scales;
+    }
+    finish = {};
+  }
+
+  // ------------------------------------------------------------------------------------------- sums
+
+  void StoreHeld() {
+    Unroll<4>([&](auto tile) FMOE_FLAT {
+      Unit::template Leave<decltype(tile){}>(tiles, {nullptr, held, held_tiles, false});
+    });
+    held = nullptr;
+  }
+
+  static FMOE_APART void FinishPiece(TileEngine& e) {
+    FinishWalk& left = e.finish.left;
+    const int64_t tokens = Min(Min(e.finish.piece, left.end - left.token), left.rows - left.row);
+    float* first = FinishWalk::First(left);
+    e.g.finish(e.g.finish_context, left.token, tokens, first, first + 256);
+    FinishWalk::Next(left, tokens);
+  }
+
+  /// All sums to their results.
+  void Settle() {
+    StoreHeld();
+    if constexpr (kFlush) {
+      Scaler::Drain(pairs[filling ^ 1]);
+    }
+  }
+  void DrainFinish() {
+    if (finish.left.token < finish.tokens) {
+      Settle();
+      finish.left.end = finish.tokens;
+      while (FinishWalk::Left(finish.left)) {
+        FinishPiece(*this);
+      }
+    }
+  }
+
+  // ------------------------------------------------------------------------------------- inner loop
+
+  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions, and
+  /// also(place).
+  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, typename Also>
+  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const StepTiles& at, const SumChange& change,
+                        const Also& also) {
+    Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
+      constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
+      constexpr int kBegin = decltype(place){} * kParts / kPlaces;
+      constexpr int kEnd = (decltype(place){} + 1) * kParts / kPlaces;
+      Unroll<kEnd - kBegin>(
+          [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kBegin + decltype(i){}>(f, d); });
+      also(place);
+      t.Space();
+    });
+  }
+
+  /// What waits for finished sums, after a step.
+  FMOE_INLINE void Beside(TileEngine& e) {
+    if (FinishWalk::Left(e.finish.left) && !(kSpreads && e.finish.spread)) {
+      FinishPiece(e);
+    }
+  }
+
+  template <int kTokenTiles, int kParts, typename Spread>
+  void RunPass(const TilePass& pass) {
+    Steps steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, feeder.ring, feeder.ring_end);
+    const SumChange change = pass.change;
+    TileFeed f;
+    CopyFeed(feeder.feed, f);
+    Decoder d = feeder.decoder;
+    Spread spread = Spread::Of(g.finish_context);
+    FinishWalk left;
+    CopyWalk(finish.left, left);
+    int64_t step = 0;
+    bool changes = pass.changes;
+    if constexpr (kParts > 0) {
+      constexpr int kStepsPerFeed = 16 / kParts;
+      const auto feed_unit = [&](auto first) FMOE_FLAT {
+        Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
+          constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
+          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(
+              tiles, f, d, Steps::Take(steps), change,
+              [&](auto place) FMOE_FLAT { Spread::template At<decltype(place){}, kFirst>(spread, left); });
+          if constexpr (Spread::kTokensOfStep == 0) {
+            Beside(*this);
+          }
+        });
+        Feeder::EndUnit(feeder, f);
+        step += kStepsPerFeed;
+      };
+      const auto feeds = [&] FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
+      if (changes && feeds()) {
+        feed_unit(Index<1>{});
+        changes = false;
+      }
+      while (feeds()) {
+        feed_unit(Index<0>{});
+      }
+    }
+    const auto one_step = [&](auto first) FMOE_FLAT {
+      constexpr bool kFirst = decltype(first){} != 0;
+      Step<kTokenTiles, 0, 0, kFirst>(tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
+        Spread::template At<decltype(place){}, kFirst>(spread, left);
+      });
+      if constexpr (Spread::kTokensOfStep == 0) {
+        Beside(*this);
+      }
+      ++step;
+    };
+    if (changes) {
+      one_step(Index<1>{});
+    }
+    while (step < pass.steps) {
+      one_step(Index<0>{});
+    }
+    CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
+    if constexpr (Spread::kTokensOfStep > 0) {
+      CopyWalk(left, finish.left);
+    }
+  }
+
+  template <int kTokenTiles, typename Spread = NoSpread>
+  void RunPassWith(const TilePass& pass, int64_t least_parts) {
+    const int64_t parts =
+        Max(feeder.feed.due > 0 ? least_parts : 0, (feeder.feed.due * 16 + pass.steps - 1) / pass.steps);
+    if (parts <= 0) {
+      RunPass<kTokenTiles, 0, Spread>(pass);
+    } else if (parts <= 2) {
+      RunPass<kTokenTiles, 2, Spread>(pass);
+    } else if (parts <= 4) {
+      RunPass<kTokenTiles, 4, Spread>(pass);
+    } else if (parts <= 8 || !kBytes) {
+      RunPass<kTokenTiles, 8, Spread>(pass);  // the ring frees a unit every two steps
+    } else if constexpr (kBytes) {
+      RunPass<kTokenTiles, 16, Spread>(pass);
+    }
+  }
+
+  /// Two tiles of tokens.
+  void RunPassOfTwo(const TilePass& pass, int64_t least_parts) {
+    if constexpr (kSpreads) {
+      if (finish.spread) {
+        WithSpread<kIntegerSums>(
+            g.finish, [&](auto type) { RunPassWith<2, typename decltype(type)::Is>(pass, least_parts); });
+        return;
+      }
+    }
+    RunPassWith<2>(pass, least_parts);
+  }
+
+  // ---------------------------------------------------------------------------------------- results
+
+  /// Where the sums of a step's pair belong. Those of the pair before are being finished meanwhile, so that
+  /// pairs take turns in two places; where K blocks are the outer loop, each pair of a chunk has its own.
+  float* ResultsOf(const TileCursor& c) {
+    const bool in_chunks = c.chunk_pairs > 1;
+    if (c.k_block == 0 && c.pair == c.chunk) {
+      if (in_chunks || results_in_chunks) {
+        DrainFinish();
+        Settle();
+      }
+      results_in_chunks = in_chunks;
+    }
+    return in_chunks ? results + (c.pair - c.chunk) * c.blocks * kBlockSums
+                     : results + current_results * kTileJobSums;
+  }
+
+  /// Over the steps of the next pair, which finds its own sums complete at the end.
+  void StartFinish(const TileCursor& c, int64_t tokens, float* sums) {
+    const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
+    const int64_t steps = Max(passes * (walk.units / c.k_blocks * kStepsPerUnit), 1);  // for each block
+    const int64_t piece = (2 * tile_tokens + steps - 1) / steps;
+    const int64_t pieces = (piece + g.finish_tokens - 1) / g.finish_tokens;
+    // Sums of the last block may still be on their way to the results that they are scaled into.
+    const bool waits = kFlush && c.blocks > 1;
+    int64_t of_step = 0;
+    if constexpr (kSpreads) {
+      WithSpread<kIntegerSums>(g.finish, [&](auto type) { of_step = decltype(type)::Is::kTokensOfStep; });
+    }
+    finish = {{0, waits ? 0 : tokens, sums, 0, tile_tokens},
+              tokens,
+              Min(pieces * g.finish_tokens, 16),
+              of_step >= piece};
+  }
+
+  void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
+    const TileJob& job = g.jobs[c.job];
+    const int64_t steps = c.count * kStepsPerUnit;
+    const bool last = c.k_block + 1 == c.k_blocks;
+    const int64_t own = feeder.feed.left;
+    int64_t in_ring = c.count - own;  // without what the last pass frees
+    int64_t to_decode = own + (next.valid ? next.count - Feeder::OwnUnits(next) : 0);
+    feeder.FollowWith(walk, next, after);
+    TilePass pass = {};
+    for (int half = 0; half < 2; ++half) {
+      pass.weights[half] = kDirect ? walk.Codes(c, half) : decoded + half * 1024;
+    }
+    pass.steps = steps;
+    pass.token_step = TileStepBytes(job.num_tokens);
+    if (const int64_t tokens = TileTokens(job.num_tokens); tokens != tile_tokens) {
+      StoreHeld();
+      tiles.Configure(tokens);
+      tile_tokens = tokens;
+    }
+    if constexpr (kFlush) {
+      pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / kStepK : 1;
+      for (int half = 0; half < 2; ++half) {
+        pass.scales[half] = walk.Codes(c, half) + Panel::kCodeBytes;
+      }
+      pass.scale_stride = pass.sum_stride = job.rows;
+    }
+    const int64_t first_step = c.unit * kStepsPerUnit;
+    float* sums = ResultsOf(c);
+    // Forwards in the last K block where sums are scaled: those of the first tokens are finished first.
+    const bool backwards = (kFlush ? c.k_blocks - 1 - c.k_block : c.k_block) % 2 != 0;
+    const auto block_of = [&](int64_t i) { return backwards ? c.blocks - 1 - i : i; };
+    const auto tokens_of = [&](int64_t block) {
+      return job.tokens + TileOffset(walk.units * kStepsPerUnit * 64, 2 * block) +
+             first_step * pass.token_step;
+    };
+    Unit::Begin(tiles, tokens_of(block_of(0)), pass.weights[0]);
+    for (int64_t i = 0; i < c.blocks; ++i) {
+      const int64_t block = block_of(i);
+      const int64_t first_token = block * 2 * tile_tokens;
+      const bool two = job.num_tokens - first_token > tile_tokens;
+      pass.tokens = tokens_of(block);
+      // Behind the last pass the weights are others, and may still be on their way into the ring: what it
+      // loads is not used.
+      pass.next_tokens = i + 1 < c.blocks ? tokens_of(block_of(i + 1)) : pass.tokens;
+      if constexpr (kFlush) {
+        pass.out = sums + block * kBlockSums;
+        pass.first = c.k_block == 0;
+        pass.first_step = first_step;
+        pass.token_scale = g.scale_group == 0 || job.scale == nullptr ? nullptr : job.scale + first_token;
+        pass.token_sum =
+            kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
+      } else {
+        float* in = sums + block * kBlockSums;
+        pass.change = {in, held, held_tiles, c.k_block == 0};
+        pass.changes = held != in;
+        held = in;
+        held_tiles = two ? 4 : 2;
+      }
+      const int64_t due = feeder.feed.due =
+          Feeder::UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
+      [[maybe_unused]] const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
+      if constexpr (kFlush) {
+        two ? Groups::template Run<2>(*this, pass) : Groups::template Run<1>(*this, pass);
+      } else {
+        two ? RunPassOfTwo(pass, least_parts) : RunPassWith<1>(pass, least_parts);
+      }
+      finish.left.end = finish.tokens;
+      to_decode -= due - feeder.feed.due;
+      in_ring += due - feeder.feed.due;
+    }
+    if (last) {
+      DrainFinish();
+      if (kFlush && c.blocks == 1) {
+        Settle();  // its first tokens are finished before the next pair's groups could have them scaled
+      }
+      StartFinish(c, job.num_tokens, sums);
+      g.begin(g.begin_context, &job, 2 * c.pair);
+      current_results ^= 1;
+    }
+    feeder.Finish();
+    if constexpr (!kDirect) {
+      decoded += c.count * Shape::kUnitTileBytes;
+      decoded -= decoded >= feeder.ring_end ? feeder.ring_end - feeder.ring : 0;
+    }
+  }
+
+  void Run() {
+    TileCursor now, next, after;
+    walk.Enter(now, 0);
+    if (!now.valid || g.first_pair >= g.end_pair) {
+      return;
+    }
+    next = now;
+    walk.Advance(next);
+    after = next;
+    walk.Advance(after);
+    feeder.FollowWith(walk, now, next);
+    feeder.feed.due = now.count - Feeder::OwnUnits(now);
+    feeder.Finish();
+    while (now.valid) {
+      RunStep(now, next, after);
+      now = next;
+      next = after;
+      walk.Advance(after);
+    }
+    DrainFinish();
+    tiles.Release();
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

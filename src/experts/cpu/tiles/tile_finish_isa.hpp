@@ -1,0 +1,381 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/exp_isa.hpp"
+#include "experts/cpu/tiles/tile_table_isa.hpp"
+#include "experts/cpu/tiles/tile_unit_isa.hpp"
+
+/// What becomes of finished sums: the activation, and the tokens or rows of the second GEMM; or the weighted
+/// addition to the output. All of it runs a few tokens at a time between tile instructions, where every load
+/// and every instruction counts: what stays the same for all tokens is held in registers.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// What the sums of a token lack, read once: the compiler cannot tell that storing results leaves it alone.
+template <TileSums kSums>
+struct TokenSide {
+  Reals scale;
+  Words correction;
+
+  FMOE_INLINE TokenSide Of(const TileSides& sides, int64_t token) {
+    TokenSide side;
+    if constexpr (kSums != kPlainSums) {
+      side.scale = SetReals(sides.scale[token]);
+    }
+    if constexpr (kSums == kIntegerSums) {
+      side.correction = SpreadInteger(sides.correction + token);
+    }
+    return side;
+  }
+};
+
+/// The sums of a token with 16 rows, as fp32, with its own scale.
+template <TileSums kSums>
+FMOE_INLINE Reals SumsOf(const TokenSide<kSums>& side, const float* sums) {
+  if constexpr (kSums == kPlainSums) {
+    return LoadReals(sums);
+  } else if constexpr (kSums == kScaledSums) {
+    return MultiplyReals(LoadReals(sums), side.scale);
+  } else {
+    return MultiplyReals(IntegersToReals(sums, side.correction), side.scale);
+  }
+}
+
+/// In place, for activations that are left to the vector kernels.
+template <TileSums kSums>
+void ScaleSums(const TileSides* sides, int64_t first_token, int64_t count, float* first, float* second) {
+  for (int64_t i = 0; kSums != kPlainSums && i < count; ++i) {
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(*sides, first_token + i);
+    StoreReals(first + i * 16, SumsOf<kSums>(side, first + i * 16));
+    StoreReals(second + i * 16, SumsOf<kSums>(side, second + i * 16));
+  }
+}
+
+// ------------------------------------------------------------------------------------- to the output
+
+/// TileKernels::add, or put, token by token: what is the same for all of them stands in registers.
+template <TileSums kSums, bool kPut>
+struct RowFinisher {
+  Reals scale[2], bias[2];
+  TileSides sides;
+  float* rows;
+  int64_t stride;
+  const int32_t* places;
+  const float* weights;
+  const SlotEnds* ends;
+  bool two;
+
+  FMOE_INLINE RowFinisher Of(const TileAdd& a) {
+    RowFinisher f;
+    const Reals none = SetReals(0.0F);
+    f.two = a.stripes == 2;
+    f.scale[0] = LoadReals(a.scale);
+    f.scale[1] = LoadReals(a.scale + (f.two ? 16 : 0));
+    f.bias[0] = a.bias == nullptr ? none : LoadReals(a.bias);
+    f.bias[1] = a.bias == nullptr || !f.two ? none : LoadReals(a.bias + 16);
+    f.sides = a.sides;
+    f.rows = a.rows;
+    f.stride = a.stride;
+    f.places = a.places;
+    f.weights = a.weights;
+    f.ends = a.ends;
+    return f;
+  }
+
+  FMOE_INLINE void Token(const RowFinisher& f, int64_t token, const float* first, const float* second) {
+    float* const row = f.rows + (kPut ? token : f.places[token]) * f.stride;
+    const Reals weight = SetReals(kPut ? 1.0F : f.weights[token]);
+    const bool fresh = !kPut && f.ends[token].first;
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(f.sides, token);
+    const auto finish = [&](int half, const float* sums) FMOE_FLAT {
+      const Reals x = MultiplyAddReals(SumsOf<kSums>(side, sums), f.scale[half], f.bias[half]);
+      float* to = row + half * 16;
+      if constexpr (kPut) {
+        StoreReals(to, x);
+      } else {
+        StoreReals(to, MultiplyAddReals(weight, x, LoadRealsUnless(fresh, to)));
+        // Rows lie pages apart, and no hardware prefetch follows.
+        PrefetchToL2((const uint8_t*)(to + 32));
+      }
+    };
+    finish(0, first);
+    if (f.two) {
+      finish(1, second);
+    }
+  }
+};
+
+template <TileSums kSums, bool kPut>
+void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  using Finisher = RowFinisher<kSums, kPut>;
+  const Finisher finisher = Finisher::Of(*(const TileAdd*)context);
+  for (int64_t i = 0; i < tokens; ++i) {
+    Finisher::Token(finisher, first_token + i, first + i * 16, second + i * 16);
+  }
+}
+
+/// A line of each slot's row at a time: eight streams that hardware follows.
+void AddSlots(const TileSlotSum* sum) {
+  const TileSlotSum s = *sum;
+  for (int64_t column = 0; column < s.columns; column += 16) {
+    Reals total = s.fresh ? SetReals(0.0F) : LoadReals(s.sums + column);
+    for (int64_t i = 0; i < s.count; ++i) {
+      const float* row = s.rows + (s.slots[i] - s.first_slot) * s.stride;
+      total = MultiplyAddReals(SetReals(s.weights[s.slots[i]]), LoadReals(row + column), total);
+    }
+    StoreReals(s.sums + column, total);
+  }
+}
+
+// ------------------------------------------------------------------------------------------- SwiGLU
+
+/// 1 + e^-x, by exp_isa.hpp's powers of two: three instructions and 20 cycles less than e^x by powers of e.
+FMOE_INLINE Reals OnePlusExpOfNegative(Reals x) {
+  x = MaxReals(SetReals(-kExpHighest), MinReals(SetReals(-kExpLowest), x));
+  const Reals factor = SetReals(-kLog2OfE), round = SetReals(kExp2Round);
+  const Reals n = SubtractReals(MultiplyAddReals(x, factor, round), round);
+  Reals f = MultiplySubtractReals(x, factor, n);
+  f = NegativeMultiplyAddReals(x, SetReals(kLog2OfELow), f);
+  Reals p = SetReals(kExp2[0]);
+  Unroll<kExp2Degree>([&](auto i) FMOE_FLAT { p = MultiplyAddReals(p, f, SetReals(kExp2[i + 1])); });
+  return AddReals(ScaleReals(p, n), SetReals(1.0F));
+}
+
+/// silu(gate) * up of 16 columns, the activation of nearly all models without the detour through the vector
+/// kernels, in stages:
+///
+///   tick 4   | sums -> gate, up, 1 + e^-gate | -> silu * up | -> scales of groups | -> codes |
+///   tokens   | 16-19                         | 12-15        | 8-11                | 4-7      |
+///
+/// What the processor has ahead of its oldest instruction is two or three steps of the matrix unit, some 150
+/// cycles. All of it one after the other takes 150 (bf16) to 400 (NVFP4), and the unit would stand still for
+/// the rest of every piece; no stage takes more than 90. Each is so many tokens behind the one before
+/// (TileBatch), and the last tokens of a pair are followed by empty ticks.
+template <int kStages, typename Stages>
+FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const Stages& stages) {
+  static_assert(kStages <= kMostStages);
+  const bool last = first_token + tokens == a->num_tokens;
+  const int64_t ticks = (tokens + kTickTokens - 1) / kTickTokens + (last ? kStages - 1 : 0);
+  for (int64_t i = 0; i < ticks; ++i, ++a->tick) {
+    const int64_t left = tokens - i * kTickTokens;
+    a->batches[a->tick % kMostStages].tokens = left < 0 ? 0 : left < kTickTokens ? left : kTickTokens;
+    Unroll<kStages>([&](auto s) FMOE_FLAT {
+      constexpr int kStage = kStages - 1 - decltype(s){};
+      TileBatch& batch = a->batches[(a->tick - kStage) % kMostStages];
+      if (batch.tokens > 0) {
+        Stages::template Run<kStage>(stages, batch, i * kTickTokens);
+      }
+    });
+  }
+}
+
+struct SiluValues {
+  Reals gate, up, divisor;
+};
+
+/// The first stage, and what the second one begins with.
+template <TileSums kSums>
+struct Silu {
+  Reals gate_scale, gate_bias, up_scale, up_bias;
+  TileSides sides;
+
+  FMOE_INLINE Silu Of(const TileSilu& a) {
+    return {LoadReals(a.gate_scale), LoadReals(a.gate_bias), LoadReals(a.up_scale), LoadReals(a.up_bias),
+            a.sides};
+  }
+  FMOE_INLINE SiluValues Start(const Silu& s, int64_t token, const float* gates, const float* ups) {
+    const TokenSide<kSums> side = TokenSide<kSums>::Of(s.sides, token);
+    const Reals gate = MultiplyAddReals(SumsOf<kSums>(side, gates), s.gate_scale, s.gate_bias);
+    return {gate, MultiplyAddReals(SumsOf<kSums>(side, ups), s.up_scale, s.up_bias),
+            OnePlusExpOfNegative(gate)};
+  }
+  FMOE_INLINE Reals Value(const SiluValues& v) { return MultiplyReals(DivideReals(v.gate, v.divisor), v.up); }
+
+  /// Of the tokens of a batch.
+  FMOE_INLINE void Start(const Silu& s, int64_t token, const float* gates, const float* ups, TileBatch& to) {
+    for (int64_t i = 0; i < to.tokens; ++i) {
+      const SiluValues values = Start(s, token + i, gates + i * 16, ups + i * 16);
+      StoreReals(to.gate + i * 16, values.gate);
+      StoreReals(to.up + i * 16, values.up);
+      StoreReals(to.divisor + i * 16, values.divisor);
+    }
+  }
+  FMOE_INLINE Reals Value(const TileBatch& batch, int64_t i) {
+    return Value(
+        {LoadReals(batch.gate + i * 16), LoadReals(batch.up + i * 16), LoadReals(batch.divisor + i * 16)});
+  }
+};
+
+/// Where 16 columns of a token stand in the tiles of the second GEMM.
+FMOE_INLINE uint8_t* MidOf(const TileSilu& a, int64_t token) {
+  return a.mid + TileTokenOffset(a.row_bytes, a.num_tokens, token) +
+         (a.k >> 5) * TileStepBytes(a.num_tokens) + (a.k & 31) * 2;
+}
+
+/// To bf16.
+template <bool kPermuted>
+struct TileStages {
+  Silu<kPlainSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  uint8_t* out;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const TileStages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = s.out + i * 64;
+      Silu<kPlainSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
+    } else {
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        const Reals h = Silu<kPlainSums>::Value(batch, t);
+        StoreBf16<kPermuted>(batch.out + t * 64, h, h, 1.0F);
+      }
+    }
+  }
+};
+
+template <bool kPermuted>
+FMOE_INLINE void SiluToTiles(TileSilu* a, int64_t first_token, int64_t tokens, const float* first,
+                             const float* second) {
+  TileStages<kPermuted> stages{Silu<kPlainSums>::Of(*a), first_token, first, second, MidOf(*a, first_token)};
+  // The shift of tokens, with up: a power of two.
+  const Reals factor = SetReals(a->shift != 0 ? 0x1p96F : 1.0F);
+  stages.silu.up_scale = MultiplyReals(stages.silu.up_scale, factor);
+  stages.silu.up_bias = MultiplyReals(stages.silu.up_bias, factor);
+  Tick<2>(a, first_token, tokens, stages);
+}
+
+void SiluToTiles(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  a->permuted ? SiluToTiles<true>(a, first_token, tokens, first, second)
+              : SiluToTiles<false>(a, first_token, tokens, first, second);
+}
+
+/// To rows in fp32, where the scale of a row needs all of it.
+template <TileSums kSums>
+struct RowStages {
+  Silu<kSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  float* out;
+  int64_t stride;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const RowStages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = (uint8_t*)(s.out + i * s.stride);
+      Silu<kSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
+    } else {
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        StoreReals((float*)batch.out + t * s.stride, Silu<kSums>::Value(batch, t));
+      }
+    }
+  }
+};
+
+template <TileSums kSums>
+void SiluToRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  const RowStages<kSums> stages{
+      Silu<kSums>::Of(*a), first_token, first, second, a->rows + first_token * a->row_stride + a->k,
+      a->row_stride};
+  Tick<2>(a, first_token, tokens, stages);
+}
+
+// -------------------------------------------------------------------------------------------- NVFP4
+//
+// Groups of 16 values of four tokens to NVFP4 and, in bf16, which holds a code times its block scale exactly,
+// to a tile. The bits of QuantizeRow (quant/): the scales of four groups share the vectors that compute them.
+
+/// The block scales of four groups, each in four lanes.
+FMOE_INLINE Reals Nvfp4Scales(Reals largest, Reals tensor_scale) {
+  Reals scale = DivideReals(DivideReals(largest, SetReals(6.0F)), tensor_scale);
+  scale = OnSmallGrid<3, -6>(MinReals(scale, SetReals(448.0F)));
+  // NaN where a value is not finite.
+  return AddReals(scale, NegativeMultiplyAddReals(largest, SetReals(1.0F), largest));
+}
+
+/// x / y from r, the float nearest to 1 / y: the residual of a quotient that is less than one unit off is
+/// exact, and adding r times it rounds as the division does; the first step leads there from two units. Five
+/// instructions that do not wait for each other's units, instead of sixteen cycles of the divider a token.
+FMOE_INLINE Reals DivideBy(Reals x, Reals y, Reals r) {
+  Reals quotient = MultiplyReals(x, r);
+  quotient = MultiplyAddReals(NegativeMultiplyAddReals(quotient, y, x), r, quotient);
+  return MultiplyAddReals(NegativeMultiplyAddReals(quotient, y, x), r, quotient);
+}
+
+FMOE_INLINE void StoreNvfp4Codes(const float* values, Reals scale, Reals tensor_scale, int64_t count,
+                                 uint8_t* out) {
+  const Reals full = MultiplyReals(scale, tensor_scale), shifted = MultiplyReals(scale, SetReals(0x1p96F));
+  const auto store = [&](auto&& divide) FMOE_FLAT {
+    Unroll<kTickTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kToken = decltype(i){};
+      if (kToken < count) {
+        const Reals x = LoadReals(values + kToken * 16);
+        // Where the scale is zero the quotient is no number, and any code will do.
+        const Reals code = OnSmallGrid<1, 0>(MinReals(Magnitude(divide(x, i)), SetReals(6.0F)));
+        const Reals value = MultiplyReals(WithSign(code, x), Quarter<kToken>(shifted));
+        StoreBf16<true>(out + kToken * 64, value, scale, 1.0F);
+      }
+    });
+  };
+  // Where 1 / y or a residual would leave the range of normal numbers, by division.
+  if (AllWithin(full, 0x1p-90F, 0x1p90F)) {
+    const Reals inverse = DivideReals(SetReals(1.0F), full);
+    store([&](Reals x, auto i) FMOE_FLAT {
+      return DivideBy(x, Quarter<decltype(i){}>(full), Quarter<decltype(i){}>(inverse));
+    });
+  } else {
+    store([&](Reals x, auto i) FMOE_FLAT { return DivideReals(x, Quarter<decltype(i){}>(full)); });
+  }
+}
+
+FMOE_INLINE Reals LargestOfBatch(const float* values) {
+  return LargestOfFour(LoadReals(values), LoadReals(values + 16), LoadReals(values + 32),
+                       LoadReals(values + 48));
+}
+
+struct Nvfp4Stages {
+  Silu<kScaledSums> silu;
+  int64_t token;
+  const float *gates, *ups;
+  uint8_t* out;
+  Reals tensor_scale;
+
+  template <int kStage>
+  FMOE_INLINE void Run(const Nvfp4Stages& s, TileBatch& batch, int64_t i) {
+    if constexpr (kStage == 0) {
+      batch.out = s.out + i * 64;
+      Silu<kScaledSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
+    } else if constexpr (kStage == 1) {
+      // Values beyond the last token are those of some token before.
+      for (int64_t t = 0; t < batch.tokens; ++t) {
+        StoreReals(batch.value + t * 16, Silu<kScaledSums>::Value(batch, t));
+      }
+    } else if constexpr (kStage == 2) {
+      StoreReals(batch.scale, Nvfp4Scales(LargestOfBatch(batch.value), s.tensor_scale));
+    } else {
+      StoreNvfp4Codes(batch.value, LoadReals(batch.scale), s.tensor_scale, batch.tokens, batch.out);
+    }
+  }
+};
+
+void SiluToNvfp4(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
+  TileSilu* a = (TileSilu*)context;
+  const Nvfp4Stages stages{Silu<kScaledSums>::Of(*a), first_token, first, second, MidOf(*a, first_token),
+                           SetReals(a->tensor_scale)};
+  Tick<4>(a, first_token, tokens, stages);
+}
+
+/// The same of values that the vector kernels made: values[token][16], room for a multiple of four tokens.
+void PackTileNvfp4(const float* values, float tensor_scale, int64_t tokens, uint8_t* tile, int64_t k) {
+  uint8_t* out = tile + k % 32 * 2;
+  for (int64_t i = 0; i < tokens; i += kTickTokens, out += kTickTokens * 64) {
+    const Reals scale = Nvfp4Scales(LargestOfBatch(values + i * 16), SetReals(tensor_scale));
+    StoreNvfp4Codes(values + i * 16, scale, SetReals(tensor_scale), tokens - i, out);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

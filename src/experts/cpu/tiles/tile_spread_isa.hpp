@@ -1,0 +1,131 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/unroll_isa.hpp"
+#include "experts/cpu/tiles/tile_finish_isa.hpp"
+
+/// Finished sums between the tile instructions of a step, a token (t) at a time:
+///
+///   place   1     2     3     4     5     6     7     8
+///   rows    | t   |     |     | t+1 |     | t+2 |     |     added or put
+///   silu    | t: gate, up, 1 + e^-gate    | t: h      |     to rows in fp32
+///
+/// In the step in which sums change places, behind its last product: what is finished may leave the tiles in
+/// it. A call for several tokens holds up the tile instructions behind it for as long as it takes, since the
+/// processor does not look further ahead than a step or two; a token between two of them is hidden (INT8 at
+/// 256 tokens an expert: 8 to 10 % of the layer). Only for panels that are tiles as they stand, whose steps
+/// have nothing else to do.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Sums of finished tokens, one after the other. A copy of it stands in registers during a pass.
+struct FinishWalk {
+  int64_t token, end;  // tokens of the job that are left, and may be finished
+  float* sums;         // of the tile and the row in it that come next
+  int64_t row, rows;
+
+  FMOE_INLINE bool Left(const FinishWalk& w) { return w.token < w.end; }
+  FMOE_INLINE float* First(const FinishWalk& w) { return w.sums + w.row * 16; }
+  FMOE_INLINE void Next(FinishWalk& w, int64_t tokens) {
+    w.token += tokens;
+    w.row += tokens;
+    const bool tile_ends = w.row == w.rows;
+    w.row = tile_ends ? 0 : w.row;
+    w.sums += tile_ends ? 512 : 0;
+  }
+};
+
+/// Field by field, as CopyFeed.
+FMOE_INLINE void CopyWalk(const FinishWalk& from, FinishWalk& to) {
+  to.token = from.token;
+  to.end = from.end;
+  to.sums = from.sums;
+  to.row = from.row;
+  to.rows = from.rows;
+}
+
+/// Nothing: sums are finished in calls.
+struct NoSpread {
+  static constexpr int64_t kTokensOfStep = 0;
+
+  FMOE_INLINE NoSpread Of(const void*) { return {}; }
+  template <int kPlace, bool kFirst>
+  FMOE_INLINE void At(NoSpread&, FinishWalk&) {}
+};
+
+template <TileSums kSums, bool kPut>
+struct RowSpread {
+  using Finisher = RowFinisher<kSums, kPut>;
+  static constexpr int64_t kTokensOfStep = 3;
+
+  Finisher finisher;
+
+  FMOE_INLINE RowSpread Of(const void* context) { return {Finisher::Of(*(const TileAdd*)context)}; }
+  template <int kPlace, bool kFirst>
+  FMOE_INLINE void At(RowSpread& s, FinishWalk& w) {
+    if constexpr (kFirst ? kPlace == 7 : kPlace == 0 || kPlace == 3 || kPlace == 5) {
+      if (FinishWalk::Left(w)) {
+        const float* sums = FinishWalk::First(w);
+        Finisher::Token(s.finisher, w.token, sums, sums + 256);
+        FinishWalk::Next(w, 1);
+      }
+    }
+  }
+};
+
+template <TileSums kSums>
+struct SiluSpread {
+  static constexpr int64_t kTokensOfStep = 1;
+
+  Silu<kSums> silu;
+  SiluValues values;
+  float* rows;
+  int64_t stride;
+
+  FMOE_INLINE SiluSpread Of(const void* context) {
+    const TileSilu& a = *(const TileSilu*)context;
+    SiluSpread s;
+    s.silu = Silu<kSums>::Of(a);
+    s.values.gate = s.values.up = s.values.divisor = SetReals(1.0F);
+    s.rows = a.rows + a.k;
+    s.stride = a.row_stride;
+    return s;
+  }
+  template <int kPlace, bool kFirst>
+  FMOE_INLINE void At(SiluSpread& s, FinishWalk& w) {
+    if constexpr (kPlace == (kFirst ? 7 : 0)) {
+      if (FinishWalk::Left(w)) {
+        const float* sums = FinishWalk::First(w);
+        s.values = Silu<kSums>::Start(s.silu, w.token, sums, sums + 256);
+      }
+    }
+    if constexpr (kPlace == (kFirst ? 7 : 4)) {
+      if (FinishWalk::Left(w)) {
+        StoreReals(s.rows + w.token * s.stride, Silu<kSums>::Value(s.values));
+        FinishWalk::Next(w, 1);
+      }
+    }
+  }
+};
+
+template <typename Spread>
+struct SpreadType {
+  using Is = Spread;
+};
+/// use(SpreadType<...>{}) of what does the work of `finish` between tile instructions.
+template <TileSums kSums, typename Use>
+FMOE_INLINE void WithSpread(TileFinish finish, const Use& use) {
+  if (finish == &FinishRows<kSums, false>) {
+    use(SpreadType<RowSpread<kSums, false>>{});
+  } else if (finish == &FinishRows<kSums, true>) {
+    use(SpreadType<RowSpread<kSums, true>>{});
+  } else if (finish == &SiluToRows<kSums>) {
+    use(SpreadType<SiluSpread<kSums>>{});
+  } else {
+    use(SpreadType<NoSpread>{});
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -1,9 +1,0 @@
-#include "experts/cuda/arrange.hpp"
-
-namespace fusedmoe::cuda {
-
-Status LaunchArrange(const ArrangeCall& /*call*/) {
-  return Status::Unsupported("this build has no CUDA kernels");
-}
-
-}  // namespace fusedmoe::cuda

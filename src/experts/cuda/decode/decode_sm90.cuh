@@ -1,0 +1,277 @@
+#pragma once
+
+#include "experts/cuda/decode/decode_exchange_sm90.cuh"
+#include "experts/cuda/decode/decode_map_sm90.cuh"
+#include "experts/cuda/decode/decode_operands_sm90.cuh"
+#include "experts/cuda/decode/decode_rows_sm90.cuh"
+#include "experts/cuda/decode/decode_work_sm90.cuh"
+
+/// Decode: the whole layer in one persistent launch, one CTA of 16 warps an SM, weights read once.
+///
+///   route map   every CTA sorts the routes by expert: a counting sort of 1 us, cheaper than a launch;
+///               lists = up to list_tokens routes of one expert               decode_map_sm90.cuh
+///   token rows  to shared memory                                             decode_rows_sm90.cuh
+///               quantized on the way                                         decode_operands_sm90.cuh
+///   gate-up     CTA: a contiguous range of (list, row block);
+///               warp: an even share of its chunks                            decode_work_sm90.cuh
+///   hand-over   no barrier; only CTAs that share an expert wait for
+///               each other                                                   decode_exchange_sm90.cuh
+///   down        the same over (list, split of K, row block)
+///   combine     the sum over routes, as they come
+///
+///   warp:  ring  | slot 0: chunk | slot 1: chunk | ...   chunk = SPC slabs of a row block, one bulk copy
+///          One lane refills the slot just read. The ring runs over blocks, experts and from gate-up into
+///          down, so the stream never stops: down weights arrive while the CTA waits for activations.
+///   MMA    16 x 8 x 16: rows are weights, columns tokens. Unused columns read a row of zeros: repeating a
+///          token instead cost 10-14 % through power (H200, dsv3 M=8: 175 -> 203 us).
+///
+/// A row block that a warp boundary cuts is added in warp order through shared memory: results do not depend
+/// on timing. All CTAs must be resident: the grid is at most one CTA an SM.
+///
+/// Measured choices (H200, NVFP4, on the first form of this kernel): 16 warps (8: 151, 12: 129, 16: 118 us,
+/// qwen3-30b M=64); 2 ring slots (4 slots 46.6, 2 slots 43.8 us, M=8: a deeper ring only lengthens the
+/// queue that token rows wait in); one slot in flight before the token rows are fetched, the rest behind
+/// them (M=1: 20.0 -> 15.6 us).
+namespace fusedmoe::cuda {
+
+/// kOperands: DecodePlan.makes_operands.
+template <FragmentFormat kFormat, bool kOperands, int SPC, int NT>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    DecodeKernel(const __grid_constant__ DecodeArguments args) {
+  using Format = Fragments<kFormat>;
+  using Work = DecodeWork<kFormat, kOperands, SPC, NT>;
+  constexpr int kSlabBytes = Format::kUnitStride / Format::kUnitSlabs;  // in memory
+  constexpr int kChunkBytes = SPC / Format::kUnitSlabs * Format::kUnitBytes;
+  constexpr int kScaleBytes = kChunkBytes - SPC * kSlabBytes;  // that stand apart there
+  static_assert(kScaleBytes == 0 || (kScaleBytes == 16 && SPC == Format::kUnitSlabs),
+                "in its slot a unit is whole");
+  static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const int routes = args.num_tokens * args.top_k.divisor, route_chunks = (routes + 31) / 32;
+  const DecodeShared& at = args.shared;
+  const DecodeMap map(shared, at, routes);
+  const uint8_t* const ring = shared + warp * args.slots * kChunkBytes;
+  uint8_t* const rows = shared + at.rows;
+  uint8_t* const tokens = shared + at.tokens;  // kOperands: as they came
+  // Rows of by_token.
+  const int token_rows = args.top_k.divisor == args.routes_per_row.divisor ? args.num_tokens : routes;
+  float* const sums = reinterpret_cast<float*>(shared + at.partial_sums);
+  const uint32_t barriers = SharedAddress(shared + at.barriers) + warp * args.slots * 8;
+
+  Stamp(args, 8);
+  if (lane == 0) {
+#pragma unroll 1
+    for (int s = 0; s < args.slots; ++s) {
+      BarrierInit(barriers + 8 * s, kScaleBytes == 0 ? 1 : 2);
+    }
+  }
+  BarrierInitFence();
+  if (routes > kFewRoutes) {
+    for (int i = tid; i < (route_chunks * args.num_local_experts + 1) / 2; i += kDecodeThreads) {
+      reinterpret_cast<uint32_t*>(map.histogram)[i] = 0;
+    }
+  }
+  if (kOperands && tid == 0) {
+    *map.amax = 0;
+  }
+  // The fp32 scales are wanted only in the epilogues, each time at the end of a dependent chain: to L2 now.
+  if (tid < (args.num_local_experts * 2 + 31) / 32) {
+    const int parts = args.gated ? 2 : 1;
+    PrefetchL2(args.phase[0].tensor_scale + min(32 * tid, args.num_local_experts * parts - 1));
+    PrefetchL2(args.phase[1].tensor_scale + min(32 * tid, args.num_local_experts - 1));
+  }
+  __syncthreads();
+  GridLaunchNext();
+  GridWait();
+  Stamp(args, 0);
+  if (tid < route_chunks && args.topk_weights != nullptr) {
+    PrefetchL2(args.topk_weights + 32 * tid);
+  }
+
+  // Loads first, answers later: the routes and the tag come while the token rows are asked for.
+  static_assert(kDecodeThreads >= kMaxRoutes, "a thread a route, a thread a counter");
+  const bool has_route = tid < routes;
+  const uint64_t departures = tid == kDecodeThreads - 1 ? LoadDepartures(args) : 0;
+  const int loaded = has_route ? LoadRoute(args, tid) : -1;
+  if constexpr (kOperands) {
+    if (args.stages_tokens) {
+      const ActivationRows& source = args.source[0];
+      const int pieces = static_cast<int>(source.cols) / 8;
+      StageTokens(tokens, TokenStride(args), source.values, source.row_stride, args.num_tokens, pieces,
+                  pieces);
+    }
+  } else if (args.by_token) {
+    const DecodePhase& f = args.phase[0];
+    StageTokens(rows, f.split_k * 2 + 16, f.rows, f.row_stride, token_rows, f.cols / 8, f.split_k / 8);
+  }
+  if (tid == kDecodeThreads - 1) {
+    *map.tag = LaunchTag(args, departures);
+  }
+  const int expert = has_route ? RouteExpert(args, tid, loaded) : -1;
+  int lists = 0, rank = 0;
+  if (routes > kFewRoutes) {
+    lists = SortMany(args, map, routes, expert, rank);
+  } else if (warp == 0) {
+    lists = SortFew(args, map, expert);
+  }
+  if (warp == 0) {
+    __syncwarp();
+    if (lane < 2) {
+      CutSegments(args, map, lists, lane);
+    }
+    if (kOperands && lane == 2) {
+      *map.num_lists = lists;
+    }
+  }
+  __syncthreads();
+  const uint32_t tag = *map.tag;
+
+  WeightStream<kChunkBytes, kSlabBytes, kScaleBytes> stream{
+      args, map, SharedAddress(ring), barriers, EvictFirstPolicy(), warp, lane};
+  stream.Issue(
+      args.slots);  // the rest once the token rows are on their way: they must not queue behind a full ring
+  if (routes > kFewRoutes && expert >= 0) {
+    map.route_of[map.expert_first[expert] + map.histogram[warp * args.num_local_experts + expert] + rank] =
+        static_cast<uint16_t>(tid);
+  }
+  if (blockIdx.x == 0) {
+    ListCounters(args, tag, true)[tid] = 0;
+    if (kOperands && tid == 0) {
+      *MidAmax(args, tag, true) = 0;
+    }
+  }
+  Stamp(args, 1);
+
+  int slot = 0, parity = 0;
+  const uint8_t* units = ring;  // of the slot
+  bool primed = false, knows_amax = false;
+  const auto prime = [&]() {
+    if (!primed) {
+      primed = true;
+      for (int s = 1; s < args.slots; ++s) {
+        stream.Issue(args.slots);
+      }
+    }
+  };
+#pragma unroll 1
+  for (int phase = 0; phase < 2; ++phase) {
+    const DecodePhase& f = args.phase[phase];
+    const bool tagged = phase == 1 && args.tagged_mid;
+#pragma unroll 1
+    for (int s = 0; s < map.num_segments[phase]; ++s) {
+      const DecodeSegment segment = MakeSegment(args, map, phase, s);
+      // ---- token rows of this segment to shared memory
+      // The first token rows are asked for in CTAs without gate-up work too: they land before others follow.
+      CopyAsyncWaitAll();
+      __syncthreads();  // the map (route_of), or the last segment's readers
+      if (!segment.by_token) {
+        const bool by_call = kOperands && args.quantizer.dynamic_tensor_scale;
+        ListRows<kOperands>(args, map, segment, rows);
+        if (phase == 1 && !tagged) {
+          WaitForLists(args, map, segment, tag, by_call);
+        }
+        if (phase == 0 && by_call && !knows_amax) {
+          knows_amax = true;
+          FindTokensAmax(args, map, tokens);
+        }
+        __syncthreads();
+        if constexpr (kOperands) {
+          prime();  // staged tokens have come; others wait behind the ring
+          MakeRows<Format::kF16>(args, map, segment, tag, tokens, rows,
+                                 Work::kRaw ? Format::kRawTokens : 1.0F);
+        } else if (tagged) {
+          ReceiveMid(args, map, f, tag, rows, segment.stride);
+        } else {
+          StageRows(map, f, segment.stride, rows);
+        }
+      }
+      const int zero_row = segment.by_token ? token_rows : *map.num_rows;
+      StageZeroRow(f, segment.stride, rows + zero_row * segment.stride);
+      if constexpr (!kOperands) {
+        prime();
+      }
+      CopyAsyncWaitAll();
+      __syncthreads();
+
+      // ---- this warp's chunks
+      const int total = segment.num_blocks * f.chunks.divisor;
+      const int c0 = total * warp / kDecodeWarps, c1 = total * (warp + 1) / kDecodeWarps;
+      Work work{args, map, f, segment, rows, sums, tag, zero_row, warp, lane, lane >> 2, lane & 3};
+      work.block = f.chunks.Div(c0), work.chunk = c0 - work.block * f.chunks.divisor;
+      work.block += segment.block0;
+      work.list = f.blocks_per_expert.Div(work.block);
+      work.block -= work.list * f.blocks_per_expert.divisor;
+      bool own = work.chunk == 0;  // this warp has the first chunk of the row block
+      Stamp(args, 2 + 2 * phase);
+      if (c0 < c1) {
+        work.first_row = segment.by_token ? 0 : map.row_offset[work.list];
+        work.OpenList();
+      }
+#pragma unroll 1
+      for (int c = c0; c < c1; ++c) {
+        const bool whole = work.chunk < work.whole_chunks;
+        if (whole || work.chunk < work.chunks) {
+          stream.Await(barriers + 8 * slot, parity);
+          work.MultiplyChunk(units, whole);
+          __syncwarp();
+          stream.Issue(args.slots);
+          units += kChunkBytes;
+          if (++slot == args.slots) {
+            slot = 0, parity ^= 1, units = ring;
+          }
+        }
+        if (++work.chunk == f.chunks.divisor) {
+          work.Fold();
+          if (own) {
+            work.Epilogue();
+          } else {
+            work.PutSums();
+          }
+          work.Clear();
+          work.chunk = 0;
+          own = true;
+          if (c + 1 < c1 && ++work.block == f.blocks_per_expert.divisor) {
+            // By the count of the list before: ptxas 13.0 read row_offset[list + 2] where one of the kernels
+            // (INT4 in groups of 128, lists of 8) looked the next list up.
+            work.block = 0, ++work.list, work.first_row += work.count;
+            work.OpenList();
+          }
+        }
+      }
+      // ---- row blocks that several warps share: added in warp order by the warp that has the first chunk
+      if (work.chunk != 0) {
+        work.Fold();
+        if (!own) {
+          work.PutSums();
+        }
+      }
+      __syncthreads();
+      Stamp(args, 3 + 2 * phase);
+      if (work.chunk != 0 && own && c0 < c1) {
+        const int end = c1 - work.chunk + f.chunks.divisor;
+        for (int w = warp + 1; w < kDecodeWarps && total * w / kDecodeWarps < end; ++w) {
+          work.AddSums(w);
+        }
+        work.Epilogue();
+      }
+      if (phase == 0 && !args.tagged_mid) {
+        __syncthreads();
+        if (tid < segment.num_lists) {
+          const int first = max(tid * f.blocks_per_expert.divisor, segment.block0);
+          const int last = min((tid + 1) * f.blocks_per_expert.divisor, segment.block0 + segment.num_blocks);
+          AddRelease(ListCounters(args, tag, false) + segment.list0 + tid, last - first);
+        }
+      }
+    }
+  }
+
+  Stamp(args, 6);
+  CombineRoutes(args, map);
+  Stamp(args, 7);
+  if (tid == 0) {
+    CountDeparture(args);
+  }
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,8 +1,0 @@
-#include "experts/cuda/decode_launch.cuh"
-
-namespace fusedmoe::cuda {
-
-template Status LaunchDecodeKernel<FragmentFormat::kInt4Zero32>(const DecodeArguments&, const DecodePlan&,
-                                                                void*);
-
-}  // namespace fusedmoe::cuda

@@ -1,7 +1,0 @@
-#include "experts/cuda/decode_launch.cuh"
-
-namespace fusedmoe::cuda {
-
-template Status LaunchDecodeKernel<FragmentFormat::kInt8>(const DecodeArguments&, const DecodePlan&, void*);
-
-}  // namespace fusedmoe::cuda

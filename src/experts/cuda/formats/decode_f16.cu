@@ -1,0 +1,7 @@
+#include "experts/cuda/decode/decode_launch.cuh"
+
+namespace fusedmoe::cuda {
+
+template Status LaunchDecodeKernel<FragmentFormat::kF16>(const DecodeArguments&, const DecodePlan&, void*);
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,7 @@
+#include "experts/cuda/decode/decode_launch.cuh"
+
+namespace fusedmoe::cuda {
+
+template Status LaunchDecodeKernel<FragmentFormat::kFp8>(const DecodeArguments&, const DecodePlan&, void*);
+
+}  // namespace fusedmoe::cuda

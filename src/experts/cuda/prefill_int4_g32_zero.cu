@@ -1,3 +1,0 @@
-#include "experts/cuda/prefill_instance.cuh"
-
-FMOE_PREFILL_KERNELS(kInt4Zero32)

@@ -1,0 +1,424 @@
+#include "experts/cuda/upload/cuda_weights.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "core/checked_math.hpp"
+#include "experts/cuda/upload/arrange.hpp"
+#include "experts/cuda/upload/piece_board.hpp"
+#include "platform/cuda/card.hpp"
+#include "platform/cuda/upload.hpp"
+#include "weights/fragment_stager.hpp"
+
+namespace fusedmoe::cuda {
+namespace {
+
+constexpr std::string_view kInputByExpert = "input_by_expert";
+
+/// Pinned buffers: two a thread, which all share, and at most so many, of at least so many bytes. Small
+/// copies leave gaps on the link; many or large buffers take long to pin.
+constexpr int kMostBuffers = 24;
+constexpr int64_t kBufferBytes = int64_t{3} << 20;
+
+/// The small vectors of all experts, on the host until the last expert is on its way.
+struct HostVectors {
+  std::vector<float> gate_up_tensor, down_tensor, gate_up_row, down_row, gate_up_bias, down_bias;
+  std::vector<float> input_scale, mid_scale, input_smoothing, mid_smoothing;
+  std::vector<uint8_t> input_scales_differ;  ///< by expert: gate's and up's
+  std::vector<int32_t> input_order;
+  std::atomic<bool> has_nan_rows = false;
+  std::mutex smoothing_mutex;  ///< the first expert that smooths makes the vectors
+};
+
+/// Codes of NaN become scales of NaN (FragmentStager), so that e4m3 may need scales of rows where it has
+/// none.
+bool MayHaveRowScales(const CudaPlan& plan) {
+  return plan.spec.row_scale || FragmentTraitsOf(plan.spec.format).code == FragmentCode::kE4M3;
+}
+
+void MakeVectors(const CudaPlan& plan, const FragmentSizes& sizes, HostVectors& host) {
+  const auto experts = static_cast<size_t>(plan.shape.num_local_experts);
+  const auto gate_up_rows = experts * static_cast<size_t>(sizes.parts * sizes.gate_up_rows);
+  const auto down_rows = experts * static_cast<size_t>(sizes.down_rows);
+  host.gate_up_tensor.assign(experts * static_cast<size_t>(sizes.parts), 0.0F);
+  host.down_tensor.assign(experts, 0.0F);
+  if (MayHaveRowScales(plan)) {
+    host.gate_up_row.assign(gate_up_rows, 0.0F);
+    host.down_row.assign(down_rows, 0.0F);
+  }
+  if (plan.has_bias) {
+    host.gate_up_bias.assign(gate_up_rows, 0.0F);
+    host.down_bias.assign(down_rows, 0.0F);
+  }
+  if (plan.activation.static_tensor_scale) {
+    host.input_scale.assign(experts, 1.0F);
+    host.mid_scale.assign(experts, 1.0F);
+    host.input_scales_differ.assign(experts, 0);
+  }
+  if (plan.reordered) {
+    host.input_order.assign(experts * static_cast<size_t>(plan.shape.hidden), 0);
+  }
+}
+
+/// Those of expert e, `count` values apart; null where there are none.
+template <typename T>
+T* Of(std::vector<T>& values, int64_t expert, int64_t count) {
+  return values.empty() ? nullptr : values.data() + expert * count;
+}
+
+/// Static input scales: kernels multiply by them together with the tensor scale. Gate and up share the input,
+/// so that one scale quantizes it: the larger.
+void TakeInputScales(const CanonicalExpert& expert, int64_t index, const FragmentSizes& sizes,
+                     HostVectors& host) {
+  if (host.input_scale.empty()) {
+    return;
+  }
+  const auto at = static_cast<size_t>(index);
+  const bool gated = !expert.gate.empty();
+  const float up = expert.up.input_tensor_scale.value_or(1.0F);
+  const float gate = gated ? expert.gate.input_tensor_scale.value_or(1.0F) : up;
+  host.input_scales_differ[at] = gate != up ? 1 : 0;
+  host.input_scale[at] = std::max(gate, up);
+  host.mid_scale[at] = expert.down.input_tensor_scale.value_or(1.0F);
+  for (int64_t part = 0; part < sizes.parts; ++part) {
+    host.gate_up_tensor[static_cast<size_t>(index * sizes.parts + part)] *= host.input_scale[at];
+  }
+  host.down_tensor[at] *= host.mid_scale[at];
+}
+
+Status CheckSmoothing(const CanonicalExpert& expert) {
+  const Tensor& gate = expert.gate.pre_quant_scale;
+  const Tensor& up = expert.up.pre_quant_scale;
+  if (expert.gate.empty()) {
+    return Status::Ok();
+  }
+  const bool same = gate.empty() == up.empty() &&
+                    (gate.empty() || std::memcmp(gate.view().data(), up.view().data(),
+                                                 static_cast<size_t>(gate.view().total_bytes())) == 0);
+  return same ? Status::Ok()
+              : Status::Unsupported(
+                    "gate and up smooth their common input by different factors (pre_quant_scale)");
+}
+
+/// `order`: of the columns, as the layout has them.
+void CopySmoothing(const Tensor& scale, int64_t index, int64_t cols, int64_t experts,
+                   std::span<const int32_t> order, std::vector<float>& out) {
+  if (scale.empty()) {
+    return;
+  }
+  if (out.empty()) {
+    out.assign(static_cast<size_t>(experts * cols), 1.0F);
+  }
+  const auto* from = scale.view().as<float>();
+  for (int64_t k = 0; k < cols; ++k) {
+    out[static_cast<size_t>(index * cols + k)] = from[order.empty() ? k : order[static_cast<size_t>(k)]];
+  }
+}
+
+/// Named tensors of the card, those of one Place in one allocation and one copy: each takes 0.1 ms, beside
+/// the 7 ms that a layer of 350 MB is on the link.
+class Shelf {
+ public:
+  explicit Shelf(PreparedWeights& prepared) : prepared_(prepared) {}
+
+  /// `values`: of the shape, to stay as they are until Place; null: somebody else writes them. Where they
+  /// will stand behind what Place returns.
+  int64_t Add(std::string_view name, DType dtype, const Shape& shape, const void* values = nullptr) {
+    constexpr int64_t kAlign = 256;
+    items_.push_back({name, TensorView(nullptr, dtype, shape), values, bytes_});
+    bytes_ = RoundUp(bytes_ + items_.back().sizes.total_bytes(), kAlign);
+    return items_.back().offset;
+  }
+  template <typename T>
+  void Add(std::string_view name, const std::vector<T>& values) {
+    static_assert(sizeof(T) == 4);
+    if (!values.empty()) {
+      constexpr DType kDType = std::is_same_v<T, float> ? DType::kF32 : DType::kI32;
+      Add(name, kDType, {static_cast<int64_t>(values.size())}, values.data());
+    }
+  }
+
+  /// At least one tensor was added.
+  Result<std::byte*> Place() {
+    FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> memory,
+                          AllocateOnDevice(bytes_, items_.front().name));
+    std::vector<std::byte> copied;
+    for (const Item& item : items_) {
+      const TensorView view(memory.get() + item.offset, item.sizes.dtype(), item.sizes.shape());
+      prepared_.tensors.push_back(
+          {std::string(item.name), Tensor::Borrow(view, std::shared_ptr<const void>(memory))});
+      if (item.values != nullptr) {
+        copied.resize(static_cast<size_t>(bytes_));
+        std::memcpy(copied.data() + item.offset, item.values, static_cast<size_t>(view.total_bytes()));
+      }
+    }
+    items_.clear();
+    bytes_ = 0;
+    if (!copied.empty()) {
+      FMOE_RETURN_IF_ERROR(
+          CopyToDevice(memory.get(), copied.data(), static_cast<int64_t>(copied.size()), nullptr));
+      FMOE_RETURN_IF_ERROR(Synchronize(nullptr));
+    }
+    return memory.get();
+  }
+
+ private:
+  struct Item {
+    std::string_view name;
+    TensorView sizes;  ///< no data
+    const void* values = nullptr;
+    int64_t offset = 0;
+  };
+  PreparedWeights& prepared_;
+  std::vector<Item> items_;
+  int64_t bytes_ = 0;
+};
+
+Status CheckMemory(const CudaPlan& plan) {
+  FMOE_ASSIGN_OR_RETURN(const MemoryFigures figures, ReadMemory());
+  const int64_t needed = DeviceWeightBytes(plan);
+  if (needed > figures.free_bytes) {
+    return Status::System(
+        fmt::format("the card has too little memory for the weights: needed {} bytes, free {} of {}", needed,
+                    figures.free_bytes, figures.total_bytes));
+  }
+  return Status::Ok();
+}
+
+/// Whether all experts have the same `count` values.
+template <typename T>
+bool AllEqual(const std::vector<T>& values, int64_t count) {
+  for (size_t at = static_cast<size_t>(count); at < values.size(); ++at) {
+    if (values[at] != values[at - static_cast<size_t>(count)]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// One expert to the card and into the vectors.
+class ExpertUpload {
+ public:
+  ExpertUpload(const CudaPlan& plan, const FragmentSizes& sizes, Uploader& uploader, uint8_t* gate_up,
+               uint8_t* down, int64_t buffer_bytes, HostVectors& host)
+      : plan_(plan),
+        sizes_(sizes),
+        uploader_(uploader),
+        gate_up_(gate_up),
+        down_(down),
+        buffer_bytes_(buffer_bytes),
+        host_(host) {}
+
+  /// Threads that have nothing else to do take some of the pieces. `first_share`: of a buffer, for the first
+  /// copy.
+  Status Run(const CanonicalExpert& expert, int64_t index, double first_share, PieceBoard& board) const {
+    FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
+    FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
+    const auto first_bytes = static_cast<int64_t>(first_share * static_cast<double>(buffer_bytes_));
+    const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_, first_bytes);
+    std::vector<std::vector<int64_t>> nan_rows_of(copies.size());
+    FMOE_RETURN_IF_ERROR(board.Run(static_cast<int64_t>(copies.size()), [&](int64_t copy) -> Status {
+      const auto at = static_cast<size_t>(copy);
+      return Send(stager, copies[at], index, nan_rows_of[at]);
+    }));
+    std::vector<int64_t> nan_rows;
+    for (const std::vector<int64_t>& rows : nan_rows_of) {
+      nan_rows.insert(nan_rows.end(), rows.begin(), rows.end());
+    }
+    if (!nan_rows.empty()) {
+      host_.has_nan_rows = true;
+    }
+    const int64_t gate_up_rows = sizes_.parts * sizes_.gate_up_rows;
+    FragmentOutput out;
+    out.gate_up_tensor_scale = Of(host_.gate_up_tensor, index, sizes_.parts);
+    out.down_tensor_scale = Of(host_.down_tensor, index, 1);
+    out.gate_up_row_scale = Of(host_.gate_up_row, index, gate_up_rows);
+    out.down_row_scale = Of(host_.down_row, index, sizes_.down_rows);
+    out.gate_up_bias = Of(host_.gate_up_bias, index, gate_up_rows);
+    out.down_bias = Of(host_.down_bias, index, sizes_.down_rows);
+    out.input_order = Of(host_.input_order, index, plan_.shape.hidden);
+    FMOE_RETURN_IF_ERROR(stager.Vectors(nan_rows, out));
+    TakeInputScales(expert, index, sizes_, host_);
+    const std::scoped_lock lock(host_.smoothing_mutex);
+    const int64_t experts = plan_.shape.num_local_experts;
+    CopySmoothing(expert.up.pre_quant_scale, index, plan_.shape.hidden, experts, stager.input_order(),
+                  host_.input_smoothing);
+    CopySmoothing(expert.down.pre_quant_scale, index, plan_.shape.intermediate, experts, stager.mid_order(),
+                  host_.mid_smoothing);
+    return Status::Ok();
+  }
+
+ private:
+  /// Stages pieces in a buffer; they are copied and arranged behind this call.
+  Status Send(const FragmentStager& stager, const FragmentPieces& pieces, int64_t index,
+              std::vector<int64_t>& nan_rows) const {
+    return uploader_.Send([&](std::byte* host, const std::byte* device) {
+      Uploader::Piece sent;
+      std::vector<ArrangeCall> calls;
+      for (const FragmentPiece& piece : pieces) {
+        stager.Stage(piece, reinterpret_cast<uint8_t*>(host) + sent.bytes, nan_rows);
+        calls.push_back(
+            Arrangement(stager, piece, index, reinterpret_cast<const uint8_t*>(device) + sent.bytes));
+        sent.bytes += stager.StagedBytes(piece);
+      }
+      sent.behind = [calls = std::move(calls)](void* stream) {
+        for (ArrangeCall call : calls) {
+          call.stream = stream;
+          FMOE_RETURN_IF_ERROR(LaunchArrange(call));
+        }
+        return Status::Ok();
+      };
+      return sent;
+    });
+  }
+
+  ArrangeCall Arrangement(const FragmentStager& stager, const FragmentPiece& piece, int64_t index,
+                          const uint8_t* staged) const {
+    const bool is_down = piece.part == FragmentPart::kDown;
+    ArrangeCall arrange;
+    arrange.format = plan_.spec.format;
+    arrange.staged = stager.View(piece, staged);
+    arrange.blocks = piece.blocks;
+    arrange.places = stager.PlacesOf(piece);
+    arrange.first_block = piece.first_block;
+    arrange.matrix = is_down ? down_ + index * sizes_.down_bytes : gate_up_ + index * sizes_.gate_up_bytes;
+    return arrange;
+  }
+
+  const CudaPlan& plan_;
+  const FragmentSizes& sizes_;
+  Uploader& uploader_;
+  uint8_t* gate_up_;
+  uint8_t* down_;
+  int64_t buffer_bytes_;
+  HostVectors& host_;
+};
+
+/// All experts, each by the thread that comes first; threads for which none is left help the others.
+Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int buffers,
+                 const Executor& executor) {
+  const int threads = std::max(executor.num_threads, 1);
+  std::atomic<int64_t> next = 0;
+  std::vector<Status> statuses(static_cast<size_t>(threads));
+  PieceBoard board;
+  ParallelFor(executor, threads, [&](int64_t thread) {
+    Status& status = statuses[static_cast<size_t>(thread)];
+    board.Enter();
+    for (int64_t index = next++; index < source.num_local_experts; index = next++) {
+      // The first copies grow: whole buffers would all be full at the same time, and the link at rest until
+      // then (0.7 ms of 8.7 in a layer of 350 MB).
+      const double first_share = std::min(1.0, (static_cast<double>(index) + 1.0) / buffers);
+      Result<CanonicalExpert> expert = source.load(index);
+      status = expert.ok() ? upload.Run(*expert, index, first_share, board) : expert.status();
+      if (!status.ok()) {
+        status = std::move(status).WithContext(fmt::format("expert {}", index));
+        next = source.num_local_experts;  // the others end too
+        break;
+      }
+    }
+    board.LeaveAndHelp();
+  });
+  for (Status& status : statuses) {
+    FMOE_RETURN_IF_ERROR(std::move(status));
+  }
+  return Status::Ok();
+}
+
+const float* Floats(const PreparedWeights& weights, std::string_view name) {
+  const Tensor* tensor = weights.Find(name);
+  return tensor == nullptr ? nullptr : tensor->view().as<float>();
+}
+
+}  // namespace
+
+Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSource& source,
+                                           const Executor& executor) {
+  FMOE_RETURN_IF_ERROR(CheckCard(HostMachine()));
+  FMOE_RETURN_IF_ERROR(CheckMemory(plan));
+  const int64_t experts = source.num_local_experts;
+  const FragmentSizes sizes =
+      FragmentSizesOf(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated());
+  PreparedWeights prepared;
+  prepared.layout_key = "cuda:" + plan.spec.ToString();
+  prepared.recipe = CudaRecipe(plan);
+  Shelf shelf(prepared);
+  const int64_t gate_up = shelf.Add("gate_up", DType::kU8, {experts, sizes.gate_up_bytes});
+  const int64_t down = shelf.Add("down", DType::kU8, {experts, sizes.down_bytes});
+  FMOE_ASSIGN_OR_RETURN(std::byte* const placed, shelf.Place());
+  auto* const blocks = reinterpret_cast<uint8_t*>(placed);
+  HostVectors host;
+  MakeVectors(plan, sizes, host);
+  const int buffers = std::min(2 * std::max(executor.num_threads, 1), kMostBuffers);
+  const int64_t buffer_bytes = std::max(
+      kBufferBytes,
+      FragmentStager::FewestBytes(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated()));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(buffers, buffer_bytes));
+  const ExpertUpload upload(plan, sizes, *uploader, blocks + gate_up, blocks + down, buffer_bytes, host);
+  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, buffers, executor));
+  if (!plan.spec.row_scale && !host.has_nan_rows) {
+    host.gate_up_row.clear();
+    host.down_row.clear();
+  }
+  shelf.Add("gate_up_tensor_scale", host.gate_up_tensor);
+  shelf.Add("down_tensor_scale", host.down_tensor);
+  shelf.Add("gate_up_row_scale", host.gate_up_row);
+  shelf.Add("down_row_scale", host.down_row);
+  shelf.Add("gate_up_bias", host.gate_up_bias);
+  shelf.Add("down_bias", host.down_bias);
+  shelf.Add("input_tensor_scale", host.input_scale);
+  shelf.Add("mid_tensor_scale", host.mid_scale);
+  shelf.Add("input_smoothing", host.input_smoothing);
+  shelf.Add("mid_smoothing", host.mid_smoothing);
+  if (std::any_of(host.input_scales_differ.begin(), host.input_scales_differ.end(),
+                  [](uint8_t one) { return one != 0; })) {
+    prepared.recipe.push_back("max_input_scale()");
+  }
+  shelf.Add("input_order", host.input_order);
+  const float by_expert = 1.0F;
+  if (!host.input_smoothing.empty() || !AllEqual(host.input_scale, 1) ||
+      !AllEqual(host.input_order, plan.shape.hidden)) {
+    shelf.Add(kInputByExpert, DType::kF32, {1}, &by_expert);
+  }
+  FMOE_RETURN_IF_ERROR(shelf.Place().status());  // while the last copies are on the link
+  FMOE_RETURN_IF_ERROR(uploader->Finish());
+  Uploader::Keep(std::move(uploader));
+  // Scales beside zero points keep 15 bits of their mantissa: exact for 16-bit scales.
+  const bool short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
+                            source.scheme.weight.block_scale_dtype == DType::kF32;
+  prepared.layout_error = short_scales ? 0x1p-17 : 0.0;
+  return prepared;
+}
+
+Result<CudaWeights> FindCudaWeights(const CudaPlan& plan, const PreparedWeights& weights) {
+  if (weights.layout_key != "cuda:" + plan.spec.ToString()) {
+    return Status::Unsupported(fmt::format("CUDA_FUSED reads weights in layout 'cuda:{}', these are in '{}'",
+                                           plan.spec.ToString(), weights.layout_key));
+  }
+  CudaWeights found;
+  found.kernels.gate_up.blocks = weights.Find("gate_up")->view().as<uint8_t>();
+  found.kernels.down.blocks = weights.Find("down")->view().as<uint8_t>();
+  found.kernels.gate_up.tensor_scale = Floats(weights, "gate_up_tensor_scale");
+  found.kernels.down.tensor_scale = Floats(weights, "down_tensor_scale");
+  found.kernels.gate_up.row_scale = Floats(weights, "gate_up_row_scale");
+  found.kernels.down.row_scale = Floats(weights, "down_row_scale");
+  found.kernels.gate_up.bias = Floats(weights, "gate_up_bias");
+  found.kernels.down.bias = Floats(weights, "down_bias");
+  found.kernels.half_scale_is_f16 = plan.spec.half_scale == DType::kF16;
+  found.input_scale = Floats(weights, "input_tensor_scale");
+  found.mid_scale = Floats(weights, "mid_tensor_scale");
+  found.input_smoothing = Floats(weights, "input_smoothing");
+  found.mid_smoothing = Floats(weights, "mid_smoothing");
+  const Tensor* order = weights.Find("input_order");
+  found.input_order = order == nullptr ? nullptr : order->view().as<int32_t>();
+  found.input_by_expert = weights.Find(kInputByExpert) != nullptr;
+  return found;
+}
+
+}  // namespace fusedmoe::cuda
