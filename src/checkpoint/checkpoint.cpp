@@ -17,6 +17,7 @@
 #include "checkpoint/matrices/matrix_reader.hpp"
 #include "checkpoint/mlx/mlx_model.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
+#include "numerics/rows.hpp"
 #include "parallel/agreement.hpp"
 #include "platform/file.hpp"
 #include "weights/dequantize.hpp"
