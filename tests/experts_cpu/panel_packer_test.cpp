@@ -1,5 +1,6 @@
 #include "experts/cpu/panel_packer.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "cpu_layer.hpp"
@@ -8,6 +9,21 @@
 
 namespace fusedmoe::cpu {
 namespace {
+
+/// Rows of a stripe with a code of e4m3 that is NaN, bit r for row r.
+uint32_t RowsWithNan(const CanonicalMatrix& matrix, int64_t stripe) {
+  uint32_t rows = 0;
+  const bool fp8 = matrix.format.element == DType::kF8E4M3;
+  for (int64_t row = stripe * kPanelRows; fp8 && row < std::min(matrix.rows, (stripe + 1) * kPanelRows);
+       ++row) {
+    const std::byte* codes = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
+    const bool found = std::any_of(codes, codes + matrix.cols, [](std::byte code) {
+      return (code & std::byte{0x7f}) == std::byte{0x7f};
+    });
+    rows |= found ? 1U << row % kPanelRows : 0U;
+  }
+  return rows;
+}
 
 /// Every stripe of a matrix by every instruction set of this machine.
 void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat& format,
@@ -23,7 +39,8 @@ void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat
     for (int64_t stripe = 0; stripe * kPanelRows < matrix.rows; ++stripe) {
       PackPanelStripe(matrix, format, columns, stripe, expected.data());
       std::memset(actual, 0x5a, bytes);
-      packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
+      const uint32_t nan_rows = packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
+      EXPECT_EQ(nan_rows, RowsWithNan(matrix, stripe)) << what << " stripe " << stripe << " with " << isa;
       ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
           << what << " " << matrix.rows << " x " << matrix.cols << " stripe " << stripe << " with " << isa;
     }
@@ -56,7 +73,11 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         std::mt19937 random(3);
         // Plain weights may end inside a unit of 64.
         const int64_t odd = layer.scheme.weight.quantized() ? 0 : 27;
-        const CanonicalMatrix matrix = cpu_test::RandomMatrix(layer, rows, cols - odd, random);
+        CanonicalMatrix matrix = cpu_test::RandomMatrix(layer, rows, cols - odd, random);
+        if (matrix.format.element == DType::kF8E4M3) {  // in the middle, and in a tail of columns
+          matrix.codes.mutable_view().data()[5 * cols + 70] = std::byte{0x7f};
+          matrix.codes.mutable_view().data()[rows * cols - 1] = std::byte{0xff};
+        }
         // Half of the matrices without zero points stand among others that have them.
         const bool planned =
             !matrix.zero_point.empty() || (layer.scheme.weight.may_have_zero_point && rows == 37);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
 
 #include "core/checked_math.hpp"
@@ -124,12 +125,13 @@ class MatrixPacking {
   void Pack(int64_t stripe, const MatrixPacking* next, int64_t next_stripe) {
     const CanonicalMatrix& canonical = *matrix_->canonical;
     const int64_t position = stripe * matrix_->shape->parts + matrix_->part;
-    packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes,
-                  next == nullptr ? nullptr : &*next->packer_, next_stripe);
+    const uint32_t nan_rows = packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes,
+                                            next == nullptr ? nullptr : &*next->packer_, next_stripe);
     float* scales = row_scale_ + position * kPanelRows;
     PanelRowScales(canonical, stripe, scales);
     for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-      scales[lane] *= output_scale_;
+      const bool spoilt = (nan_rows >> lane & 1) != 0;
+      scales[lane] = spoilt ? std::numeric_limits<float>::quiet_NaN() : scales[lane] * output_scale_;
     }
     if (!canonical.bias.empty()) {
       const int64_t first = stripe * kPanelRows;

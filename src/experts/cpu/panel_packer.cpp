@@ -83,6 +83,7 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
   blank_.assign(static_cast<size_t>(source_.blocks * source_.row_bytes), flip_);
   codes_.units_per_block = source_.columns / kPanelUnit;
   codes_.flip = static_cast<int32_t>(flip_ * 0x01010101U);
+  codes_.nan_rows = &nan_rows_;
   if (transform == kPanelSixBits) {
     for (uint32_t code = 0; code < six_bits_.size(); ++code) {
       six_bits_[code] = static_cast<uint8_t>(PanelCode(element, code));
@@ -292,10 +293,11 @@ void PanelPacker::PackSides(int64_t first_row, int64_t rows) {
   }
 }
 
-void PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* next, int64_t next_index) {
+uint32_t PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* next, int64_t next_index) {
+  nan_rows_ = 0;
   if (transform_ == kNumPanelTransforms) {
     PackPanelStripe(matrix_, format_, columns_, index, out);
-    return;
+    return nan_rows_;  // such codes are never FP8
   }
   const int64_t first_row = index * kPanelRows;
   const int64_t rows = std::clamp<int64_t>(matrix_.rows - first_row, 0, kPanelRows);
@@ -316,6 +318,7 @@ void PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* next, i
   if (sides_.empty() && format_.scale != PanelScale::kNone) {
     PackPanelScales(matrix_, format_, scale_columns_, index, out);
   }
+  return nan_rows_;
 }
 
 }  // namespace fusedmoe::cpu

@@ -23,8 +23,10 @@ class PanelPacker {
               const KernelTable& table);
 
   /// All blocks of a stripe. On its way it asks for what the packer of the next one will read, if there is
-  /// one: gate and up are packed in turn.
-  void Pack(int64_t stripe, std::byte* out, const PanelPacker* next = nullptr, int64_t next_stripe = 0);
+  /// one: gate and up are packed in turn. Gives the rows of the stripe with a NaN among their FP8 codes, bit
+  /// r for row r: their scale has to become NaN, since kernels multiply by such codes as if they were
+  /// numbers.
+  uint32_t Pack(int64_t stripe, std::byte* out, const PanelPacker* next = nullptr, int64_t next_stripe = 0);
 
  private:
   using RowOf = const std::byte* (*)(const CanonicalMatrix&, int64_t row);
@@ -64,6 +66,7 @@ class PanelPacker {
     int64_t row_bytes = 0;  ///< of one row's codes in a block
   };
   Source source_;
+  uint32_t nan_rows_ = 0;  ///< of the present stripe
   /// Of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
   SidesArguments scales_{}, zeros_{};

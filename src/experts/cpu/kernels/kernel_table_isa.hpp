@@ -369,6 +369,7 @@ struct PanelArguments {
   const uint8_t* sides;
   int64_t side_bytes;  ///< of one block, a multiple of 16
   uint8_t* out;
+  uint32_t* nan_rows;  ///< kPanelHalfLanes: bit r is set where a code of row r is NaN in e4m3 (0x7f, 0xff)
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 

@@ -154,6 +154,38 @@ class PiecesAhead {
   int64_t row_ = 0, line_ = 0;
 };
 
+/// Rows that have had a code 0x7f or 0xff. Kernels read it as 480 (they widen e4m3 as if it had no NaN), so
+/// whoever packs spoils the scale of such a row. Of other transforms nothing is asked.
+template <PanelTransform kTransform>
+class NanRows {
+ public:
+  FMOE_FLAT NanRows() {
+    Unroll<kHalves>([&](auto half) FMOE_FLAT { found_[half] = IntZero(); });
+  }
+  /// A line holds a word of each row.
+  FMOE_FLAT void Take(const Ints* line) {
+    if constexpr (kAsked) {
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        const Ints magnitude = IntAnd(line[half], IntSet(0x7f7f7f7f));
+        found_[half] = IntOr(found_[half], IntAdd(magnitude, IntSet(0x01010101)));
+      });
+    }
+  }
+  FMOE_FLAT void AddTo(uint32_t* rows) const {
+    if constexpr (kAsked) {
+      alignas(64) uint32_t words[16];
+      StoreLine<false>((uint8_t*)words, found_);
+      for (int row = 0; row < 16; ++row) {
+        *rows |= (words[row] & 0x80808080U) != 0 ? 1U << row : 0U;
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kAsked = kTransform == kPanelHalfLanes;
+  Ints found_[kHalves];
+};
+
 /// Blocks one after the other, so that the panel is written once, from its beginning to its end: scales that
 /// came after the codes of a whole stripe found their lines in L2 again.
 template <PanelTransform kTransform>
@@ -161,6 +193,7 @@ void PackPanel(const PanelArguments* a) {
   constexpr int64_t kBytes = StepBytes(kTransform), kLines = StepLines(kTransform);
   const int64_t steps = a->units_per_block * UnitLines(kTransform) / kLines;
   PiecesAhead ahead(a, a->blocks * steps * kBytes);
+  NanRows<kTransform> nan_rows;
   uint8_t* out = a->out;
   const uint8_t* sides = a->sides;
   int64_t at = 0;
@@ -168,6 +201,7 @@ void PackPanel(const PanelArguments* a) {
     for (int64_t step = 0; step < steps; ++step, at += kBytes, out += kLines * 64) {
       ahead.Step<kBytes>(at);
       TransposeStep<kTransform>(a, at, [&](auto v, const Ints* line) FMOE_FLAT {
+        nan_rows.Take(line);
         StoreLine<SplitsLanes(kTransform)>(out + 64 * v, line);
       });
     }
@@ -177,6 +211,7 @@ void PackPanel(const PanelArguments* a) {
     }
     out += a->side_bytes;
   }
+  nan_rows.AddTo(a->nan_rows);
 }
 
 /// Columns of sixteen bytes, one for each k.
@@ -187,11 +222,13 @@ void TurnCodes(const PanelArguments* a) {
   constexpr int64_t kLineBytes = kNibbles ? 128 : 64;
   const int64_t steps = a->blocks * UnitLines(kTransform) / kLines;
   PiecesAhead ahead(a, steps * kBytes);
+  NanRows<kTransform> nan_rows;
   uint8_t* out = a->out;
   for (int64_t step = 0; step < steps; ++step, out += kLines * kLineBytes) {
     ahead.Step<kBytes>(step * kBytes);
     TransposeStep<kTransform>(a, step * kBytes, [&](auto v, const Ints* line) FMOE_FLAT {
       uint8_t* columns = out + kLineBytes * v;
+      nan_rows.Take(line);
       if constexpr (kNibbles) {
         Ints high[kHalves];
         Unroll<kHalves>([&](auto half) FMOE_FLAT { high[half] = ShiftRight<4>(line[half]); });
@@ -202,6 +239,7 @@ void TurnCodes(const PanelArguments* a) {
       TransposeBytes(columns, kNibbles ? 0x0f0f0f0f : -1, 0);
     });
   }
+  nan_rows.AddTo(a->nan_rows);
 }
 
 /// The blocks of a stripe from columns in any order.
