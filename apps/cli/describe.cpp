@@ -171,6 +171,12 @@ bool IsFigure(const std::string& cell) {
 
 }  // namespace
 
+std::string NotFiniteText(int64_t outputs) {
+  return outputs == 0
+             ? std::string()
+             : fmt::format("{}: NaN, or the same infinity, on both sides\n", CountText(outputs, "output"));
+}
+
 std::string Table(const std::vector<std::vector<std::string>>& rows) {
   struct Column {
     size_t width = 0;

@@ -43,12 +43,19 @@ Json ToJson(const VerifyReport& report, const Subject& subject) {
   for (const RowError& row : report.worst_rows) {
     worst.push_back({{"token", row.token}, {"rel_l2", row.rel_l2}, {"experts", row.experts}});
   }
-  Json json = {{"ok", report.ok},           {"rows", report.rows},
-               {"rel_l2", report.rel_l2},   {"max_row_error", report.max_row_error},
-               {"bound", report.bound},     {"experts", experts},
-               {"worst_rows", worst},       {"layer", subject.layer()},
-               {"backend", report.backend}, {"scheme", report.scheme},
-               {"against", report.against}, {"against_scheme", report.against_scheme}};
+  Json json = {{"ok", report.ok},
+               {"rows", report.rows},
+               {"rel_l2", report.rel_l2},
+               {"max_row_error", report.max_row_error},
+               {"bound", report.bound},
+               {"experts", experts},
+               {"not_finite", report.not_finite},
+               {"worst_rows", worst},
+               {"layer", subject.layer()},
+               {"backend", report.backend},
+               {"scheme", report.scheme},
+               {"against", report.against},
+               {"against_scheme", report.against_scheme}};
   if (subject.prepared) {
     Json damaged = Json::array();
     for (const DamagedTensor& one : report.damaged) {
@@ -65,6 +72,7 @@ std::string ToText(const VerifyReport& report) {
       fmt::format("{} {} against {} {}: relative L2 {:.3e}, worst token {:.3e}, bound {:.3e}: {}\n",
                   report.backend, report.scheme, report.against, report.against_scheme, report.rel_l2,
                   report.max_row_error, report.bound, report.ok ? "ok" : "FAILED");
+  text += NotFiniteText(report.not_finite);
   for (const DamagedTensor& one : report.damaged) {
     text += fmt::format("damaged: {}, {}: {}\n", ExpertName(one), one.tensor, one.what);
   }

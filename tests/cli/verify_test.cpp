@@ -1,5 +1,6 @@
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
@@ -45,6 +46,24 @@ TEST(Verify, BoundZero_ExitsOne) {
   const ProcessResult result = Verify(checkpoint, {"--bound", "0"});
   EXPECT_EQ(result.exit_code, 1) << result.err;
   EXPECT_FALSE(result.Json().at("ok").get<bool>());
+}
+
+TEST(Verify, OutputsThatAreNoNumbers_AreCounted) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "fp8_w8a16:channel");
+  EXPECT_EQ(Verify(checkpoint, {}).Json().at("not_finite"), 0);
+  checkpoint.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    for (NamedTensor& tensor : tensors) {
+      if (tensor.name.ends_with("down_proj.weight")) {  // one row of each expert: an output of each token
+        Tensor spoilt = *Tensor::Allocate(tensor.tensor.dtype(), tensor.tensor.shape());
+        std::copy_n(tensor.tensor.view().data(), spoilt.view().total_bytes(), spoilt.mutable_view().data());
+        spoilt.mutable_view().data()[3] = std::byte{0x7f};
+        tensor.tensor = spoilt;
+      }
+    }
+  });
+  const ProcessResult result = Verify(checkpoint, {});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.Json().at("not_finite"), result.Json().at("rows"));
 }
 
 TEST(Verify, AgainstTheOriginal_BlamesTheExpertThatWasChanged) {

@@ -60,7 +60,9 @@ struct CheckReport {
   std::string against;  ///< the backend compared with
   int64_t tokens = 0;
   double rel_l2 = 0;
-  double max_row_error = 0;  ///< the largest relative L2 of one token
+  double max_row_error = 0;  ///< the largest relative L2 of one token; NaN counts as the largest
+  /// Outputs that are NaN, or the same infinity, here and in the reference: no difference, and no number.
+  int64_t not_finite = 0;
   ErrorBound bound;
   bool ok = false;
 };
@@ -117,6 +119,7 @@ struct VerifyReport {
   int64_t rows = 0;
   double rel_l2 = 0;
   double max_row_error = 0;
+  int64_t not_finite = 0;  ///< outputs that are NaN, or the same infinity, on both sides
   double bound = 0;
   std::string backend;
   std::string against;  ///< "REFERENCE", or the other checkpoint's directory

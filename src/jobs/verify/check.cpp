@@ -88,11 +88,11 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
     for (size_t column = 0; column < row.size(); ++column) {
       one.Take(row[column], wanted[column]);
     }
-    report.max_row_error = std::max(report.max_row_error, one.relative());
-    whole.difference += one.difference;
-    whole.norm += one.norm;
+    report.max_row_error = Larger(report.max_row_error, one.relative());
+    whole.Add(one);
   }
   report.rel_l2 = whole.relative();
+  report.not_finite = whole.not_finite;
   report.ok = report.rel_l2 <= report.bound.value();  // false for NaN
   return report;
 }

@@ -144,11 +144,11 @@ void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& rou
     const int32_t* ids = routed.ids.view().as<int32_t>() + row * top_k;
     error.experts.assign(ids, ids + top_k);
     report.worst_rows.push_back(std::move(error));
-    // NaN must win here.
-    report.max_row_error = all.relative() <= report.max_row_error ? report.max_row_error : all.relative();
+    report.max_row_error = Larger(report.max_row_error, all.relative());
     whole.Add(all);
   }
   report.rel_l2 = whole.relative();
+  report.not_finite = whole.not_finite;
   for (size_t index = 0; index < patches.size(); ++index) {
     const double norm =
         map_norm[index / static_cast<size_t>(report.map_cols)] / static_cast<double>(report.map_cols);
