@@ -12,38 +12,14 @@
 #include "numerics/integer_codecs.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
-#include "quant/activation_formulas.hpp"
+#include "quant/weight_scales.hpp"
 
 namespace fusedmoe {
 namespace {
 
-constexpr float kLargestE4m3 = 448.0F;
+using namespace weight_scales;  // NOLINT: the formulas of this quantizer
 
-struct Extremes {
-  float low = 0.0F, high = 0.0F;  // zero is always inside, as every range of codes holds it
-  float amax() const { return std::max(-low, high); }
-  void Take(float value) {
-    low = std::min(low, value);
-    high = std::max(high, value);
-  }
-};
-
-struct Job {
-  TensorView weights;
-  int64_t rows, cols, block_rows, block_cols;
-  WeightFormat format;
-  WeightQuantizerOptions options;
-  DType input_dtype;
-  bool integer = false;
-  float largest_low = 0.0F, largest_high = 0.0F;  // the codes that a value may become, relative to zero
-  float divisor = 1.0F;                           // scale = amax / divisor
-};
-
-int64_t ColumnBlocks(const Job& job) {
-  return CeilDiv(job.cols, job.block_cols);
-}
-
-Status LoadRow(const Job& job, int64_t row, float* values) {
+Status LoadRow(const WeightJob& job, int64_t row, float* values) {
   DecodeRow(job.input_dtype, job.weights.data() + row * job.weights.stride_bytes(0), 0, job.cols, values);
   if (std::isnan(RowAmax(values, job.cols)) || std::isinf(RowAmax(values, job.cols))) {
     for (int64_t col = 0; col < job.cols; ++col) {
@@ -56,98 +32,6 @@ Status LoadRow(const Job& job, int64_t row, float* values) {
   return Status::Ok();
 }
 
-ElementRange RangeOfElement(DType element) {
-  switch (element) {
-    case DType::kF4E2M1:
-      return RangeOf<E2m1>();
-    case DType::kF6E3M2:
-      return RangeOf<E3m2>();
-    case DType::kF6E2M3:
-      return RangeOf<E2m3>();
-    case DType::kF8E5M2:
-      return RangeOf<E5m2>();
-    default:
-      return RangeOf<E4m3fn>();
-  }
-}
-
-/// A scale as its type holds it; what would become zero becomes the smallest positive code, so that codes
-/// exist.
-uint32_t ScaleCode(DType dtype, float scale) {
-  const uint32_t code = EncodeCode(dtype, scale);
-  return DecodeCode(dtype, code) > 0.0F ? code : 1;
-}
-
-float StoreScale(DType dtype, std::byte* row, int64_t index, float scale) {
-  if (dtype == DType::kF32) {
-    reinterpret_cast<float*>(row)[index] = scale;
-    return scale;
-  }
-  const uint32_t code = dtype == DType::kF8E8M0 ? EncodeE8m0Ceil(scale) : ScaleCode(dtype, scale);
-  StoreCode(dtype, row, index, code);
-  return DecodeCode(dtype, code);
-}
-
-/// The tensor scale of a two-level float format. compressed-tensors files store its reciprocal and the
-/// quantizer there computes with that.
-struct TwoLevelScale {
-  float tensor_scale = 1.0F;
-  std::optional<float> encode_multiplier;
-};
-
-TwoLevelScale ChooseTwoLevelScale(const Job& job, float amax) {
-  // Groups of 32 (NVFP4 weights for e4m3 activations): the tensor scale is amax / 448 there, so that block
-  // scales end at 448 / 6 and e2m1 * block scale stays within e4m3.
-  const float range = job.format.block.col == 32 ? kLargestE4m3 : job.divisor * kLargestE4m3;
-  const bool compressed_tensors = job.options.recipe == WeightRecipe::kCompressedTensors;
-  const float multiplier = range / amax;
-  const float scale = compressed_tensors ? 1.0F / multiplier : amax / range;
-  if (!(std::isfinite(scale) && std::isfinite(multiplier) && scale > 0.0F)) {
-    return {};  // nothing but zeros, or values near the ends of fp32
-  }
-  return {scale, compressed_tensors ? std::optional(multiplier) : std::nullopt};
-}
-
-uint8_t TwoLevelBlockScale(const Job& job, const TwoLevelScale& level, float amax) {
-  if (level.encode_multiplier) {
-    float local = amax / job.divisor;
-    RoundRow(job.input_dtype, &local, 1);
-    const uint8_t code = EncodeE4m3RneSaturating(local * *level.encode_multiplier);
-    return code != 0 ? code : EncodeE4m3RneSaturating(0.125F);
-  }
-  const float scale = amax == 0.0F ? 1.0F : amax / (job.divisor * level.tensor_scale);
-  return EncodeE4m3RneSaturating(std::clamp(scale, 0x1p-9F, kLargestE4m3));
-}
-
-struct IntegerScale {
-  float scale;
-  float zero;  // of the codes as stored
-};
-
-IntegerScale ScaleOfIntegers(const Job& job, const Extremes& extremes) {
-  const auto implied = static_cast<float>(job.format.implied_zero());
-  if (job.options.symmetric) {
-    const float amax = extremes.amax();
-    return {amax == 0.0F ? 1.0F : amax / job.divisor, implied};
-  }
-  const float codes = job.format.element == DType::kU4 ? 15.0F : 255.0F;
-  const float range = extremes.high - extremes.low;
-  if (range == 0.0F) {
-    return {1.0F, implied};
-  }
-  return {range / codes, 0.0F};  // the zero follows from the scale as stored
-}
-
-/// Codes of columns [begin, end): value / scale to nearest even, saturating, above `zero`.
-void EncodeIntegers(const Job& job, float* values, int64_t count, float scale, float zero) {
-  const float low = job.options.symmetric ? job.largest_low : -zero;
-  const float high =
-      job.options.symmetric ? job.largest_high : (job.format.element == DType::kU4 ? 15.0F : 255.0F) - zero;
-  for (int64_t i = 0; i < count; ++i) {
-    values[i] = RoundHalfEven(std::clamp(values[i] / scale, low, high)) + zero;
-  }
-}
-
 /// Quotients; -0 becomes +0, as the producers of these files have it.
 void DivideBy(float* values, int64_t count, float scale) {
   for (int64_t i = 0; i < count; ++i) {
@@ -157,7 +41,7 @@ void DivideBy(float* values, int64_t count, float scale) {
 
 class Quantizer {
  public:
-  explicit Quantizer(Job job) : job_(std::move(job)), row_(static_cast<size_t>(job_.cols)) {}
+  explicit Quantizer(WeightJob job) : job_(std::move(job)), row_(static_cast<size_t>(job_.cols)) {}
 
   Result<QuantizedMatrix> Run() {
     FMOE_RETURN_IF_ERROR(Allocate());
@@ -175,7 +59,7 @@ class Quantizer {
     result_.cols = job_.cols;
     result_.format = format;
     FMOE_ASSIGN_OR_RETURN(result_.codes, Tensor::Allocate(format.element, Shape{job_.rows, job_.cols}));
-    const Shape blocks{CeilDiv(job_.rows, job_.block_rows), ColumnBlocks(job_)};
+    const Shape blocks{CeilDiv(job_.rows, job_.block_rows), job_.column_blocks()};
     if (format.has_block_scale()) {
       FMOE_ASSIGN_OR_RETURN(result_.block_scale, Tensor::Allocate(format.block_scale_dtype, blocks));
     }
@@ -213,10 +97,10 @@ class Quantizer {
 
   /// Rows [begin, end) share their block scales.
   Status QuantizeBand(int64_t begin, int64_t end) {
-    extremes_.assign(static_cast<size_t>(ColumnBlocks(job_)), {});
+    extremes_.assign(static_cast<size_t>(job_.column_blocks()), {});
     for (int64_t row = begin; row < end; ++row) {
       FMOE_RETURN_IF_ERROR(LoadRow(job_, row, row_.data()));
-      for (int64_t block = 0; block < ColumnBlocks(job_); ++block) {
+      for (int64_t block = 0; block < job_.column_blocks(); ++block) {
         Extremes& extremes = extremes_[static_cast<size_t>(block)];
         const int64_t stop = std::min((block + 1) * job_.block_cols, job_.cols);
         for (int64_t col = block * job_.block_cols; col < stop; ++col) {
@@ -336,7 +220,7 @@ class Quantizer {
     EncodeRow(element, row_.data(), job_.cols, out);
   }
 
-  Job job_;
+  WeightJob job_;
   QuantizedMatrix result_;
   float tensor_scale_ = 1.0F;
   TwoLevelScale two_level_;
@@ -353,24 +237,61 @@ Status CheckInput(TensorView weights) {
                                             DTypeName(weights.dtype()), weights.shape().ToString()));
 }
 
-/// Divisors of integer scales. Dividing by half of the number of codes uses the one code more that negatives
-/// have: at 4 bits that is 0.110 instead of 0.117 relative error on normal data (groups of 128); at 8 bits
-/// nothing is won.
-void SetIntegerRange(Job& job) {
-  const bool four = job.format.element == DType::kU4 || job.format.element == DType::kI4;
-  const float codes = four ? 15.0F : 255.0F;
-  const bool half = four ? job.options.recipe != WeightRecipe::kModelOpt
-                         : job.options.recipe == WeightRecipe::kCompressedTensors;
-  job.divisor = half ? codes / 2.0F : (codes - 1.0F) / 2.0F;
-  job.largest_high = (codes - 1.0F) / 2.0F;
-  job.largest_low = half ? -job.largest_high - 1.0F : -job.largest_high;
+/// Whether there is a quantizer for the format, and it fits the matrix.
+Status CheckFormat(const WeightJob& job) {
+  const WeightFormat& format = job.format;
+  const DType element = format.element;
+  if (!IsNumeric(element) || !(job.integer || IsFloat(element)) || element == DType::kF8E8M0) {
+    return Status::Unsupported(fmt::format("weights cannot be quantized to {}", DTypeName(element)));
+  }
+  const bool block = format.has_block_scale();
+  if (block && (format.block.row == 0 || format.block.col == 0)) {
+    return Status::Usage("block sizes of 0 are not possible");
+  }
+  const int64_t group = format.block.col > 0 ? format.block.col : job.cols;
+  if (block && format.block.row == 1 && job.cols % group != 0) {
+    return Status::Unsupported(fmt::format(
+        "{} columns are no multiple of the group size {}; partial groups are not padded", job.cols, group));
+  }
+  if (!block && format.has_channel_scale && format.has_tensor_scale) {
+    return Status::Unsupported("channel and tensor scales together, without blocks, have no quantizer");
+  }
+  const bool one_level = format.block_scale_dtype != DType::kF8E4M3;
+  if (block && (format.has_tensor_scale || format.has_channel_scale) && one_level) {
+    return Status::Unsupported(
+        fmt::format("two levels of scales with {} blocks have no quantizer; F8_E4M3 has",
+                    DTypeName(format.block_scale_dtype)));
+  }
+  if (block && format.has_channel_scale && (!job.integer || format.has_tensor_scale)) {
+    return Status::Unsupported("channel scales above block scales exist for integer weights only");
+  }
+  if (!job.options.symmetric && (!format.may_have_zero_point || !job.integer || !block)) {
+    return Status::Usage(fmt::format("{} weights cannot have zero points", Describe(format)));
+  }
+  if (!format.quantized() && (block || format.has_channel_scale || format.has_tensor_scale)) {
+    return Status::Usage(fmt::format("{} weights have no scales", DTypeName(element)));
+  }
+  return Status::Ok();
+}
+
+/// The divisor of float scales, and the rule of MX exponents that the options left open.
+void SetFloatRange(WeightJob& job) {
+  const DType element = job.format.element;
+  const WeightRecipe recipe = job.options.recipe;
+  job.divisor = job.format.quantized() ? LargestValue(element) : 1.0F;
+  if (!job.options.mx_scale) {
+    job.options.mx_scale = recipe == WeightRecipe::kModelOpt            ? MxScaleRule::kCeil
+                           : element != DType::kF8E4M3                  ? MxScaleRule::kEven
+                           : recipe == WeightRecipe::kCompressedTensors ? MxScaleRule::kEvenE2m1
+                                                                        : MxScaleRule::kFloor;
+  }
 }
 
 }  // namespace
 
 Result<float> WeightAmax(TensorView weights) {
   FMOE_RETURN_IF_ERROR(CheckInput(weights));
-  Job job{weights, weights.dim(0), weights.dim(1), 1, 1, {}, {}, weights.dtype()};
+  WeightJob job{weights, weights.dim(0), weights.dim(1), 1, 1, {}, {}, weights.dtype()};
   std::vector<float> row(static_cast<size_t>(job.cols));
   float amax = 0.0F;
   for (int64_t r = 0; r < job.rows; ++r) {
@@ -383,55 +304,19 @@ Result<float> WeightAmax(TensorView weights) {
 Result<QuantizedMatrix> QuantizeWeights(TensorView weights, const WeightFormat& format,
                                         const WeightQuantizerOptions& options) {
   FMOE_RETURN_IF_ERROR(CheckInput(weights));
-  Job job{weights, weights.dim(0), weights.dim(1), 1, weights.dim(1), format, options, weights.dtype()};
+  WeightJob job{weights, weights.dim(0), weights.dim(1), 1, weights.dim(1), format, options, weights.dtype()};
   const DType element = format.element;
   job.integer =
       element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
-  if (!IsNumeric(element) || !(job.integer || IsFloat(element)) || element == DType::kF8E8M0) {
-    return Status::Unsupported(fmt::format("weights cannot be quantized to {}", DTypeName(element)));
-  }
+  FMOE_RETURN_IF_ERROR(CheckFormat(job));
   if (format.has_block_scale()) {
     job.block_rows = format.block.row > 0 ? std::min(format.block.row, job.rows) : job.rows;
     job.block_cols = format.block.col > 0 ? format.block.col : job.cols;
-    if (format.block.row == 1 && job.cols % job.block_cols != 0) {
-      return Status::Unsupported(
-          fmt::format("{} columns are no multiple of the group size {}; partial groups are not padded",
-                      job.cols, job.block_cols));
-    }
-    if (format.block.row == 0 || format.block.col == 0) {
-      return Status::Usage("block sizes of 0 are not possible");
-    }
-  } else if (format.has_channel_scale && format.has_tensor_scale) {
-    return Status::Unsupported("channel and tensor scales together, without blocks, have no quantizer");
-  }
-  const bool one_level = format.block_scale_dtype != DType::kF8E4M3;
-  if (format.has_block_scale() && (format.has_tensor_scale || format.has_channel_scale) && one_level) {
-    return Status::Unsupported(
-        fmt::format("two levels of scales with {} blocks have no quantizer; F8_E4M3 has",
-                    DTypeName(format.block_scale_dtype)));
-  }
-  if (format.has_block_scale() && format.has_channel_scale && (!job.integer || format.has_tensor_scale)) {
-    return Status::Unsupported("channel scales above block scales exist for integer weights only");
-  }
-  if (!options.symmetric && (!format.may_have_zero_point || !job.integer || !format.has_block_scale())) {
-    return Status::Usage(fmt::format("{} weights cannot have zero points", Describe(format)));
   }
   if (job.integer) {
     SetIntegerRange(job);
   } else {
-    job.divisor = LargestValue(element);
-    if (!job.options.mx_scale) {
-      job.options.mx_scale = options.recipe == WeightRecipe::kModelOpt            ? MxScaleRule::kCeil
-                             : element != DType::kF8E4M3                          ? MxScaleRule::kEven
-                             : options.recipe == WeightRecipe::kCompressedTensors ? MxScaleRule::kEvenE2m1
-                                                                                  : MxScaleRule::kFloor;
-    }
-  }
-  if (!format.quantized()) {
-    job.divisor = 1.0F;
-    if (format.has_block_scale() || format.has_channel_scale || format.has_tensor_scale) {
-      return Status::Usage(fmt::format("{} weights have no scales", DTypeName(element)));
-    }
+    SetFloatRange(job);
   }
   return Quantizer(std::move(job)).Run();
 }

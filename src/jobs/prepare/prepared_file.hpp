@@ -15,10 +15,10 @@
 ///
 ///   format, backend, layout_key, recipe, layout_error    which layout, and how it came about
 ///   config, scheme, quant_config, source                 MoeConfig, Scheme, layer and family
-///   tensors                                              dtype and shape [experts, ...] of each prepared
-///   tensor shared                                               scheme and sizes of the shared expert, where
-///   there is one digests                                              SHA-256 (128 bits of it) of each
-///   tensor, by expert metadata_digest                                      SHA-256 of all of the above
+///   tensors                                              dtype and shape [experts, ...] of each prepared one
+///   shared                                               scheme and sizes of the shared expert, if any
+///   digests                                              128 bits of SHA-256 of each tensor, by expert
+///   metadata_digest                                      SHA-256 of all of the above
 namespace fusedmoe::prepared {
 
 inline constexpr const char* kFormat = "fusedmoe.prepared/1";
@@ -39,6 +39,9 @@ Status WritePreparedFile(const PreparedFile& file, const std::string& path, cons
 
 /// Reads and checks everything but the digests of tensors: the file is untrusted.
 Result<PreparedFile> ReadPreparedFile(const std::string& path);
+
+/// Of all fields but the digest itself.
+std::string MetadataDigest(const SafetensorsMetadata& metadata);
 
 /// Puts the digest of all other fields into the metadata.
 void Seal(SafetensorsMetadata& metadata);
