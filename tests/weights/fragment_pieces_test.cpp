@@ -1,0 +1,126 @@
+#include <algorithm>
+#include <utility>
+
+#include "fragment_case.hpp"
+#include "weights/fragment_stager.hpp"
+
+/// Experts in pieces, as uploads stage and arrange them.
+namespace fusedmoe::fragment_test {
+namespace {
+
+template <FragmentFormat kFormat>
+void ArrangeAs(const StagedRows& staged, const FragmentPiece& piece, const FragmentPlaces& places,
+               uint8_t* matrix) {
+  const int64_t slabs = int64_t{staged.code_bytes} * 8 / FragmentTraitsOf(kFormat).code_bits / kFragmentSlab;
+  for (int64_t b = 0; b < piece.blocks; ++b) {
+    for (int64_t slab = 0; slab < slabs; ++slab) {
+      for (int lane = 0; lane < 32; ++lane) {
+        ArrangeSlab<kFormat>(staged, b, slab, lane, places, piece.first_block + b, matrix);
+      }
+    }
+  }
+}
+
+void Arrange(FragmentFormat format, const StagedRows& staged, const FragmentPiece& piece,
+             const FragmentPlaces& places, uint8_t* matrix) {
+  switch (format) {
+#define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group) \
+  case FragmentFormat::id:                                    \
+    return ArrangeAs<FragmentFormat::id>(staged, piece, places, matrix);
+    FMOE_FRAGMENT_FORMATS(FMOE_ARRANGE_CASE)
+#undef FMOE_ARRANGE_CASE
+  }
+}
+
+/// Whatever K is: copies that begin inside a line of memory are slower.
+TEST(Fragment, ScalesApart_UnitsAndMatricesBeginOnLines) {
+  for (const auto& [blocks, cols] : {std::pair{3, 128}, {360, 2880}, {446, 256}}) {
+    const FragmentPlaces places = FragmentPlacesOf(FragmentFormat::kFp8Block, blocks, cols);
+    const int64_t units = (cols + 127) / 128;
+    const int64_t codes = blocks * units * 2048;
+    EXPECT_EQ(places.Codes(1), units * 2048);
+    EXPECT_EQ(places.Scales(3), codes) << "four row blocks have the same";
+    EXPECT_EQ(places.Scales(4), codes + units * 16);
+    EXPECT_EQ(places.bytes, (codes + (blocks + 3) / 4 * units * 16 + 127) / 128 * 128);
+  }
+  const FragmentPlaces together = FragmentPlacesOf(FragmentFormat::kNvfp4, 3, 128);
+  EXPECT_EQ(together.Codes(2), 2 * 2 * 576);
+  EXPECT_EQ(together.Scales(2), 2 * 2 * 576 + 512);
+  EXPECT_EQ(together.bytes, 3 * 2 * 576);
+}
+
+/// As an upload does it: buffers of several pieces, arranged one piece after the other.
+TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
+  for (const Case& c : Cases()) {
+    std::mt19937 generator(41);
+    const CanonicalExpert expert = RandomExpert(c, 384, 320, true, generator);
+    const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+    Packed packed = Allocate(spec, 384, 320, true);
+    ASSERT_TRUE(PackFragmentExpert(expert, spec, packed.view()).ok()) << c.scheme;
+    const auto stager = FragmentStager::Create(expert, spec);
+    ASSERT_TRUE(stager.ok());
+    const int64_t fewest = FragmentStager::FewestBytes(spec, 384, 320, true);
+    constexpr int64_t kAll = int64_t{1} << 30;
+    for (const auto& [bytes, first_bytes] : {std::pair{fewest, fewest},
+                                             {5 * fewest / 2, 5 * fewest / 2},
+                                             {kAll, kAll},
+                                             {kAll, 2 * fewest},
+                                             {kAll, int64_t{0}}}) {
+      std::vector<uint8_t> gate_up(packed.gate_up.size(), 0xee), down(packed.down.size(), 0xee);
+      std::vector<int64_t> nan_rows;
+      const std::vector<FragmentPieces> copies = stager->CutTogether(bytes, first_bytes);
+      if (first_bytes < bytes) {
+        EXPECT_EQ(copies.size(), 2U) << c.scheme << ": a first piece, and the rest";
+        EXPECT_LE(stager->StagedBytes(copies[0].front()), std::max(first_bytes, fewest)) << c.scheme;
+      }
+      for (const FragmentPieces& together : copies) {
+        std::vector<uint32_t> buffer(static_cast<size_t>(bytes == kAll ? 8 * fewest : bytes) / 4);
+        auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
+        for (const FragmentPiece& piece : together) {
+          ASSERT_LE(staged + stager->StagedBytes(piece),
+                    reinterpret_cast<uint8_t*>(buffer.data() + buffer.size()))
+              << c.scheme << ": more than a buffer holds";
+          stager->Stage(piece, staged, nan_rows);
+          const bool is_down = piece.part == FragmentPart::kDown;
+          Arrange(spec.format, stager->View(piece, staged), piece, stager->PlacesOf(piece),
+                  (is_down ? down : gate_up).data());
+          staged += stager->StagedBytes(piece);
+        }
+      }
+      EXPECT_EQ(gate_up, packed.gate_up) << c.scheme << " " << bytes;
+      EXPECT_EQ(down, packed.down) << c.scheme << " " << bytes;
+    }
+    EXPECT_EQ(stager->CutTogether(kAll).size(), 1U) << c.scheme << ": a buffer holds all";
+  }
+}
+
+/// Pieces of any size arrange to the same blocks.
+TEST(Fragment, Pieces_CoverEveryBlockOnce) {
+  for (const Case& c : Cases()) {
+    for (const bool gated : {true, false}) {
+      std::mt19937 generator(37);
+      const CanonicalExpert expert = RandomExpert(c, 384, 256, gated, generator);
+      const FragmentSpec spec = *ChooseFragmentSpec(expert.up.format, c.zero_points);
+      const auto stager = FragmentStager::Create(expert, spec);
+      ASSERT_TRUE(stager.ok());
+      const FragmentSizes sizes = FragmentSizesOf(spec, 384, 256, gated);
+      for (const int64_t bytes : {int64_t{0}, int64_t{40} << 10, int64_t{1} << 30}) {
+        int64_t at[2] = {0, 0};
+        for (const FragmentPiece& piece : stager->Cut(bytes)) {
+          const bool down = piece.part == FragmentPart::kDown;
+          EXPECT_EQ(piece.first_block, at[down ? 1 : 0]) << c.scheme;
+          at[down ? 1 : 0] += piece.blocks;
+          EXPECT_EQ(stager->PlacesOf(piece).bytes, down ? sizes.down_bytes : sizes.gate_up_bytes) << c.scheme;
+          EXPECT_LE(stager->StagedBytes(piece),
+                    std::max(bytes, FragmentStager::FewestBytes(spec, 384, 256, gated)))
+              << c.scheme;
+        }
+        EXPECT_EQ(at[0], GateUpBlocks(256, gated)) << c.scheme << " " << bytes;
+        EXPECT_EQ(at[1], DownBlocks(384)) << c.scheme << " " << bytes;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::fragment_test
