@@ -1,6 +1,7 @@
 #include "jobs/convert/other_modules.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 namespace fusedmoe::jobs {
 namespace {
@@ -8,14 +9,18 @@ namespace {
 using checkpoint::LinearFormat;
 using checkpoint::Packing;
 
-// Rows and columns from the shape of the codes.
-void SizeOf(const LinearFormat& format, const Shape& shape, OtherModule& module) {
+// Rows and columns from the codes.
+void SizeOf(const LinearFormat& format, const TensorInfo& codes, OtherModule& module) {
+  const Shape& shape = codes.shape;
   const auto fields = [&](int64_t words) { return words * 32 / std::max(format.bits, 1); };
   module.rows = shape[0];
   module.cols = shape[1];
   switch (format.packing) {
     case Packing::kDirect:
-      break;  // below: stored bytes hold one or two codes
+      // Floats below a byte are packed; integers of 4 bits and less may come one a byte.
+      if (DTypeBits(codes.dtype) == 8 && (codes.dtype == DType::kU8 || format.bits == 0))
+        module.cols = shape[1] * 8 / DTypeBits(format.weight.element);
+      return;
     case Packing::kBits:
       module.cols = fields(shape[1]);
       return;
@@ -31,6 +36,17 @@ void SizeOf(const LinearFormat& format, const Shape& shape, OtherModule& module)
       module.rows *= 2;
       return;
   }
+}
+
+// The columns where the last word of a row is not full: only the tensor of the shape says how many there are.
+Result<int64_t> ColumnsByShape(const checkpoint::TensorStore& store, const std::string& name,
+                               int64_t columns) {
+  FMOE_ASSIGN_OR_RETURN(const Tensor shape, store.Load(name));
+  if (shape.dtype() != DType::kI64 || shape.shape().count() != 2)
+    return columns;  // its reader says what is wrong
+  int64_t said = 0;
+  std::memcpy(&said, shape.view().data() + sizeof(said), sizeof(said));
+  return said < columns && said > columns - 32 ? said : columns;
 }
 
 }  // namespace
@@ -57,10 +73,11 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
       if (!format->scale.empty() && !any_layer.store->Has(module.module + std::string(format->scale))) {
         break;
       }
-      SizeOf(*format, spec.shape, module);
-      const bool two_a_byte = format->packing == Packing::kDirect && DTypeBits(format->weight.element) == 4 &&
-                              DTypeBits(spec.dtype) == 8;
-      module.cols *= two_a_byte ? 2 : 1;
+      SizeOf(*format, spec, module);
+      const std::string shape = module.module + std::string(format->shape);
+      if (!format->shape.empty() && any_layer.store->Has(shape)) {
+        FMOE_ASSIGN_OR_RETURN(module.cols, ColumnsByShape(*any_layer.store, shape, module.cols));
+      }
       FMOE_ASSIGN_OR_RETURN(module.scheme, SchemeOf(*format));
       for (const std::string_view part :
            {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,

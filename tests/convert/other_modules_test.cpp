@@ -1,0 +1,106 @@
+// Quantized matrices beside the experts (attention): their sizes follow from their codes.
+#include <cstring>
+#include <functional>
+
+#include "convert/convert_files.hpp"
+
+namespace fusedmoe::convert_test {
+namespace {
+
+class ConvertOtherModules : public ConvertTest {
+ protected:
+  // The checkpoint with a copy of an expert's matrix as one of attention, written to `name`.
+  std::string WithAttention(const std::string& source, const std::string& name,
+                            const std::function<void(NamedTensor&)>& change = {}) const {
+    fs::create_directories(At(name));
+    auto file = ReadSafetensors(source + "/model.safetensors");
+    EXPECT_TRUE(file.ok()) << file.status().ToString();
+    for (NamedTensor& tensor : file->tensors) {
+      if (change)
+        change(tensor);
+    }
+    const std::string from = "layers.0.mlp.experts.0.down_proj.", to = "layers.0.self_attn.o_proj.";
+    std::vector<NamedTensor> copies;
+    for (const NamedTensor& tensor : file->tensors) {
+      if (const size_t at = tensor.name.find(from); at != std::string::npos) {
+        copies.push_back(tensor);
+        copies.back().name.replace(at, from.size(), to);
+      }
+    }
+    EXPECT_FALSE(copies.empty());
+    file->tensors.insert(file->tensors.end(), copies.begin(), copies.end());
+    EXPECT_TRUE(WriteSafetensors(At(name) + "/model.safetensors", file->tensors, file->metadata).ok());
+    Json config = ReadJson(source + "/config.json");
+    config["quantization_config"]["ignore"] = Json::array();
+    WriteJson(At(name) + "/config.json", config);
+    return At(name);
+  }
+
+  // Both decode to the same numbers.
+  void ExpectEqualTwins(const std::string& source) const {
+    const std::string plain = Lossless(source, "f32", fs::path(source).filename().string() + "-f32");
+    const auto file = ReadSafetensors(plain + "/model.safetensors");
+    ASSERT_TRUE(file.ok()) << file.status().ToString();
+    const Tensor* expert = file->Find("model.layers.0.mlp.experts.0.down_proj.weight");
+    const Tensor* attention = file->Find("model.layers.0.self_attn.o_proj.weight");
+    ASSERT_TRUE(expert != nullptr && attention != nullptr);
+    ASSERT_EQ(attention->shape(), expert->shape());
+    EXPECT_EQ(std::memcmp(attention->view().data(), expert->view().data(), expert->view().total_bytes()), 0);
+  }
+};
+
+TEST_F(ConvertOtherModules, FourBitsInABytePerCode_AreReadAtTheirWidth) {
+  const fs::path formats = fs::path(FMOE_GOLDEN_DIR) / "formats";
+  ExpectEqualTwins(WithAttention((formats / "ct-w3a8").string(), "unpacked"));
+}
+
+TEST_F(ConvertOtherModules, SixBitFloats_AreFourInThreeBytes) {
+  const std::string four = Lossless(Sample("four", "mxfp4_w4a16"), "compressed-tensors", "ct");
+  Json config = ReadJson(four + "/config.json");
+  Json& group = config["quantization_config"]["config_groups"]["group_0"];
+  group["weights"]["num_bits"] = 6;
+  group["format"] = config["quantization_config"]["format"] = "mxfp6-pack-quantized";
+  const std::string six = WithAttention(four, "six", [](NamedTensor& tensor) {
+    if (!tensor.name.ends_with("weight_packed"))
+      return;
+    auto codes = Tensor::Allocate(DType::kU8, {tensor.tensor.dim(0), tensor.tensor.dim(1) / 2 * 3});
+    ASSERT_TRUE(codes.ok());
+    for (int64_t i = 0; i < codes->view().count(); ++i)
+      codes->mutable_view().as<uint8_t>()[i] = static_cast<uint8_t>(i * 37 + 11);
+    tensor.tensor = *std::move(codes);
+  });
+  WriteJson(six + "/config.json", config);
+  ExpectEqualTwins(six);
+}
+
+// 4 bits, 36 columns: the last of five words is half empty, and only weight_shape says so.
+TEST_F(ConvertOtherModules, ColumnsThatFillNoWord_AreThoseOfWeightShape) {
+  fs::create_directories(At("odd"));
+  const std::string ct = Lossless(Sample("groups", "int4_w4a16:channel"), "compressed-tensors", "ct");
+  auto file = ReadSafetensors(ct + "/model.safetensors");
+  ASSERT_TRUE(file.ok());
+  const std::string stem = "model.layers.0.self_attn.o_proj.";
+  auto codes = Tensor::Allocate(DType::kI32, {8, 5}), scale = Tensor::Allocate(DType::kF32, {8, 1});
+  auto shape = Tensor::Allocate(DType::kI64, {2});
+  ASSERT_TRUE(codes.ok() && scale.ok() && shape.ok());
+  std::memset(codes->mutable_view().data(), 0x99, codes->view().total_bytes());  // 9 - 8 = 1
+  std::fill_n(scale->mutable_view().as<float>(), 8, 0.5F);
+  shape->mutable_view().as<int64_t>()[0] = 8;
+  shape->mutable_view().as<int64_t>()[1] = 36;
+  file->tensors.push_back({stem + "weight_packed", *codes});
+  file->tensors.push_back({stem + "weight_scale", *scale});
+  file->tensors.push_back({stem + "weight_shape", *shape});
+  ASSERT_TRUE(WriteSafetensors(At("odd") + "/model.safetensors", file->tensors, file->metadata).ok());
+  Json config = ReadJson(ct + "/config.json");
+  config["quantization_config"]["ignore"] = Json::array();
+  WriteJson(At("odd") + "/config.json", config);
+  const auto plain = ReadSafetensors(Lossless(At("odd"), "f32", "odd-f32") + "/model.safetensors");
+  ASSERT_TRUE(plain.ok());
+  const Tensor* found = plain->Find(stem + "weight");
+  ASSERT_NE(found, nullptr);
+  ASSERT_EQ(found->shape(), (Shape{8, 36}));
+  EXPECT_EQ(*found->view().as<float>(), 0.5F);
+}
+
+}  // namespace
+}  // namespace fusedmoe::convert_test
