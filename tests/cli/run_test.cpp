@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <ostream>
@@ -11,6 +12,7 @@
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -65,6 +67,32 @@ TEST_P(SampleRun, PassesItsCheckAndWritesWhatItSays) {
   const int64_t top_k = one_expert ? 1 : 2;
   EXPECT_EQ(file->Find("topk_ids")->shape(), (Shape{5, top_k}));
   EXPECT_EQ(file->Find("topk_weights")->dtype(), DType::kF32);
+}
+
+// Kernels on bf16 units take such rows in one plane: the bound of the check has to know.
+TEST(Run, RowsOfMoreBitsThanTheLayer_PassTheCheck) {
+  for (const char* scheme : {"unquantized", "fp8_w8a16:channel", "int4_w4a16:g32", "nvfp4_w4a4"}) {
+    const SampleCheckpoint checkpoint("qwen2_moe", scheme);
+    for (const DType dtype : {DType::kF32, DType::kF16}) {
+      checkpoint.Rewrite("io/input.safetensors", [&](std::vector<NamedTensor>& tensors) {
+        for (NamedTensor& tensor : tensors) {
+          if (tensor.name != "hidden_states")
+            continue;
+          auto rows = Tensor::Allocate(dtype, tensor.tensor.shape());
+          ASSERT_TRUE(rows.ok());
+          std::vector<float> values(static_cast<size_t>(rows->view().count()));
+          for (size_t i = 0; i < values.size(); ++i)
+            values[i] = std::sin(static_cast<float>(i) * 0.7F);
+          EncodeRow(dtype, values.data(), static_cast<int64_t>(values.size()), rows->mutable_view().data());
+          tensor.tensor = *std::move(rows);
+        }
+      });
+      for (const char* mode : {"latency", "throughput"}) {
+        const ProcessResult result = checkpoint.Run({"--check", "--mode", mode});
+        EXPECT_EQ(result.exit_code, 0) << scheme << " " << DTypeName(dtype) << " " << mode << ": " << result.err;
+      }
+    }
+  }
 }
 
 TEST(Run, Reference_IsChosenByName) {

@@ -139,15 +139,29 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
   return bound;
 }
 
+namespace {
+
+// Units for bf16 take rows of a BF16 layer in one plane, whatever they came in.
+void RoundRows(const Plan& plan, const Scheme& scheme, DType layer, DType rows, ErrorBound& bound) {
+  if (layer == DType::kBF16 && rows != DType::kBF16 && !scheme.activation.quantized() &&
+      plan.arithmetic.find("bf16") != std::string::npos) {
+    bound.input_rounding = std::max(bound.input_rounding, 0x1p-9);
+  }
+}
+
+}  // namespace
+
 ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate) {
   const MoeConfig& config = layer.config();
   ErrorBound bound = BoundOf(layer.plan(), layer.scheme(), output, config.hidden, config.intermediate,
                              RanksScaleApart(intermediate, config.parallel, layer.scheme()));
+  RoundRows(layer.plan(), layer.scheme(), config.dtype, output, bound);
   if (layer.shared_scheme() == nullptr || layer.plan().shared == nullptr) {
     return bound;
   }
-  const ErrorBound shared = BoundOf(*layer.plan().shared, *layer.shared_scheme(), output, config.hidden,
-                                    config.shared.intermediate);
+  ErrorBound shared = BoundOf(*layer.plan().shared, *layer.shared_scheme(), output, config.hidden,
+                              config.shared.intermediate);
+  RoundRows(*layer.plan().shared, *layer.shared_scheme(), config.dtype, output, shared);
   for (double ErrorBound::*term : kTerms) {
     bound.*term = std::max(bound.*term, shared.*term);
   }
