@@ -1,7 +1,6 @@
 """Layers in torch: an operator that torch.compile sees as one node, and a module."""
 
 import itertools
-import threading
 import weakref
 
 import torch
@@ -10,7 +9,6 @@ from ._layer import Layer
 
 _layers: weakref.WeakValueDictionary[int, Layer] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
-_lock = threading.Lock()
 
 
 @torch.library.custom_op("fusedmoe::experts", mutates_args=())
@@ -31,9 +29,9 @@ class Experts(torch.nn.Module):
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.layer = layer
-        with _lock:
-            self._number = next(_numbers)
-            _layers[self._number] = layer
+        # Without a lock, which a fork could leave closed: each of the two is atomic, and no number comes twice.
+        self._number = next(_numbers)
+        _layers[self._number] = layer
 
     def forward(self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()

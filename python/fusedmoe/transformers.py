@@ -43,6 +43,15 @@ _made: weakref.WeakKeyDictionary[torch.nn.Module, _Made] = weakref.WeakKeyDictio
 _lock = threading.Lock()
 
 
+def _begin_in_child() -> None:
+    """After a fork: whoever holds the lock stayed with the parent."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)
+
+
 def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint,
                     **options: Any) -> list[str]:
     """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers

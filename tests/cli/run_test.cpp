@@ -89,7 +89,8 @@ TEST(Run, RowsOfMoreBitsThanTheLayer_PassTheCheck) {
       });
       for (const char* mode : {"latency", "throughput"}) {
         const ProcessResult result = checkpoint.Run({"--check", "--mode", mode});
-        EXPECT_EQ(result.exit_code, 0) << scheme << " " << DTypeName(dtype) << " " << mode << ": " << result.err;
+        EXPECT_EQ(result.exit_code, 0)
+            << scheme << " " << DTypeName(dtype) << " " << mode << ": " << result.err;
       }
     }
   }

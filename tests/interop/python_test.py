@@ -1,7 +1,9 @@
 """The Python package under torch and transformers: tensors of torch and NumPy, the operator, whole models."""
 
 import copy
+import os
 import re
+import signal
 import subprocess
 import sys
 import unittest
@@ -48,6 +50,20 @@ class Python(Case):
 
     def fresh(self, **options):
         return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32, **options).eval()
+
+    def test_children_forked_while_a_lock_is_held_compute(self):
+        """torch's own kernels are no part of it: its threads do not survive a fork."""
+        experts = self.fresh(experts_implementation="fusedmoe").model.layers[0].mlp.experts
+        hidden, ids, weights = torch.randn(1, 64), torch.tensor([[1, 2]]), torch.tensor([[0.5, 0.5]])
+        with torch.no_grad():
+            expected = fusedmoe.transformers.experts_forward(experts, hidden, ids, weights)
+            with fusedmoe.transformers._lock:  # as another thread would hold it
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(30)
+                    found = fusedmoe.transformers.experts_forward(experts, hidden, ids, weights)
+                    os._exit(0 if torch.equal(found, expected) else 1)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
 
     def test_torch_and_numpy_give_the_same_bits(self):
         layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)

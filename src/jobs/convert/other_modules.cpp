@@ -18,8 +18,9 @@ void SizeOf(const LinearFormat& format, const TensorInfo& codes, OtherModule& mo
   switch (format.packing) {
     case Packing::kDirect:
       // Floats below a byte are packed; integers of 4 bits and less may come one a byte.
-      if (DTypeBits(codes.dtype) == 8 && (codes.dtype == DType::kU8 || format.bits == 0))
+      if (DTypeBits(codes.dtype) == 8 && (codes.dtype == DType::kU8 || format.bits == 0)) {
         module.cols = shape[1] * 8 / DTypeBits(format.weight.element);
+      }
       return;
     case Packing::kBits:
       module.cols = fields(shape[1]);
@@ -42,8 +43,9 @@ void SizeOf(const LinearFormat& format, const TensorInfo& codes, OtherModule& mo
 Result<int64_t> ColumnsByShape(const checkpoint::TensorStore& store, const std::string& name,
                                int64_t columns) {
   FMOE_ASSIGN_OR_RETURN(const Tensor shape, store.Load(name));
-  if (shape.dtype() != DType::kI64 || shape.shape().count() != 2)
+  if (shape.dtype() != DType::kI64 || shape.shape().count() != 2) {
     return columns;  // its reader says what is wrong
+  }
   int64_t said = 0;
   std::memcpy(&said, shape.view().data() + sizeof(said), sizeof(said));
   return said < columns && said > columns - 32 ? said : columns;
