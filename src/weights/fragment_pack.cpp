@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <optional>
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
@@ -30,6 +31,64 @@ constexpr uint8_t E4m3OfE5m3(uint32_t code) {
                       : static_cast<uint8_t>((8 | mantissa) >> (1 - exponent));
 }
 
+bool IsInteger(DType element) {
+  return element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
+}
+
+// `plain`: no scales but those of rows and of the tensor, and no zero points.
+std::optional<FragmentFormat> FormatOfIntegers(const WeightFormat& format, bool plain, bool zero_points) {
+  const bool four = DTypeBits(format.element) == 4;
+  const int64_t group = format.block.col;
+  if (plain) {
+    return four ? FragmentFormat::kInt4 : FragmentFormat::kInt8;
+  }
+  if (group <= 0 || group % 128 == 0) {
+    const bool half =
+        four && !zero_points && format.block.row == 1 && format.block_scale_dtype != DType::kF32;
+    return half   ? FragmentFormat::kInt4Half128
+           : four ? FragmentFormat::kInt4Zero128
+                  : FragmentFormat::kInt8Zero128;
+  }
+  if (four && group % 64 == 0) {
+    return FragmentFormat::kInt4Zero64;
+  }
+  if (group % 32 == 0) {
+    return four ? FragmentFormat::kInt4Zero32 : FragmentFormat::kInt8Zero32;
+  }
+  return std::nullopt;
+}
+
+std::optional<FragmentFormat> FormatOfFloats(const WeightFormat& format, bool plain) {
+  // Groups of `least` columns, or a multiple, under scales of `scale`.
+  const auto grouped = [&](DType scale, int64_t least) {
+    return !plain && format.block.row == 1 && format.block_scale_dtype == scale && format.block.col > 0 &&
+           format.block.col % least == 0;
+  };
+  const bool mx = grouped(DType::kF8E8M0, 32);
+  const std::optional<FragmentFormat> none;
+  switch (format.element) {
+    case DType::kBF16:
+      return plain ? FragmentFormat::kBf16 : none;
+    case DType::kF16:
+      return plain ? FragmentFormat::kF16 : none;
+    case DType::kF4E2M1:
+      return grouped(DType::kF8E4M3, 16) ? FragmentFormat::kNvfp4 : mx ? FragmentFormat::kMxfp4 : none;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+      return mx ? FragmentFormat::kMxfp8 : none;
+    case DType::kF8E4M3: {
+      const bool blocks = !plain && format.block.row % 64 == 0 && format.block.col > 0 &&
+                          format.block.col % 128 == 0 && format.block_scale_dtype != DType::kF8E8M0;
+      return plain    ? FragmentFormat::kFp8
+             : mx     ? FragmentFormat::kMxfp8
+             : blocks ? FragmentFormat::kFp8Block
+                      : none;
+    }
+    default:
+      return none;
+  }
+}
+
 }  // namespace
 
 std::string FragmentSpec::ToString() const {
@@ -41,76 +100,20 @@ std::string FragmentSpec::ToString() const {
 }
 
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points) {
-  FragmentSpec spec;
-  const int64_t group = format.block.col;
-  const bool rows_alone = format.block.row == 1;
   const bool row_blocks = BlocksAreRows(format) && !has_zero_points;
-  spec.row_scale = format.has_channel_scale || row_blocks;
   const bool plain = !format.has_block_scale() || row_blocks;
-  const auto unsupported = [&] {
+  const bool integers = IsInteger(format.element);
+  const std::optional<FragmentFormat> fragment =
+      integers ? FormatOfIntegers(format, plain && !has_zero_points, has_zero_points)
+               : FormatOfFloats(format, plain);
+  if (!fragment) {
     return Status::Unsupported(fmt::format("no fragment layout holds {}", Describe(format)));
-  };
-  switch (format.element) {
-    case DType::kBF16:
-    case DType::kF16:
-      spec.format = format.element == DType::kBF16 ? FragmentFormat::kBf16 : FragmentFormat::kF16;
-      return plain ? Result<FragmentSpec>(spec) : unsupported();
-    case DType::kF4E2M1:
-      if (!plain && rows_alone && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&
-          group % 16 == 0) {
-        spec.format = FragmentFormat::kNvfp4;
-        return spec;
-      }
-      if (!plain && rows_alone && format.block_scale_dtype == DType::kF8E8M0 && group > 0 &&
-          group % 32 == 0) {
-        spec.format = FragmentFormat::kMxfp4;
-        return spec;
-      }
-      return unsupported();
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:
-    case DType::kF8E4M3:
-      if (plain && format.element == DType::kF8E4M3) {
-        spec.format = FragmentFormat::kFp8;
-        return spec;
-      }
-      if (!plain && rows_alone && format.block_scale_dtype == DType::kF8E8M0 && group > 0 &&
-          group % 32 == 0) {
-        spec.format = FragmentFormat::kMxfp8;
-        return spec;
-      }
-      if (!plain && format.element == DType::kF8E4M3 && format.block.row % 64 == 0 && group > 0 &&
-          group % 128 == 0 && format.block_scale_dtype != DType::kF8E8M0) {
-        spec.format = FragmentFormat::kFp8Block;
-        return spec;
-      }
-      return unsupported();
-    case DType::kU4:
-    case DType::kI4:
-    case DType::kU8:
-    case DType::kI8:
-      break;
-    default:
-      return unsupported();
   }
-  const bool four = DTypeBits(format.element) == 4;
-  if (plain && !has_zero_points) {
-    spec.format = four ? FragmentFormat::kInt4 : FragmentFormat::kInt8;
-    return spec;
-  }
-  const bool wide = group <= 0 || group % 128 == 0;
-  const DType scale = format.block_scale_dtype;
-  if (four && wide && !has_zero_points && scale != DType::kF32 && rows_alone) {
-    spec.format = FragmentFormat::kInt4Half128;
-    spec.half_scale = scale == DType::kF16 ? DType::kF16 : DType::kBF16;
-  } else if (wide) {
-    spec.format = four ? FragmentFormat::kInt4Zero128 : FragmentFormat::kInt8Zero128;
-  } else if (four && group % 64 == 0) {
-    spec.format = FragmentFormat::kInt4Zero64;
-  } else if (group % 32 == 0) {
-    spec.format = four ? FragmentFormat::kInt4Zero32 : FragmentFormat::kInt8Zero32;
-  } else {
-    return unsupported();
+  FragmentSpec spec;
+  spec.format = *fragment;
+  spec.row_scale = format.has_channel_scale || row_blocks;
+  if (*fragment == FragmentFormat::kInt4Half128) {
+    spec.half_scale = format.block_scale_dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
   }
   return spec;
 }
