@@ -5,13 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <mutex>
-#include <span>
 #include <utility>
 #include <vector>
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/upload/arrange.hpp"
+#include "experts/cuda/upload/host_vectors.hpp"
 #include "experts/cuda/upload/piece_board.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/cuda/upload.hpp"
@@ -26,101 +25,6 @@ constexpr std::string_view kInputByExpert = "input_by_expert";
 /// copies leave gaps on the link; many or large buffers take long to pin.
 constexpr int kMostBuffers = 24;
 constexpr int64_t kBufferBytes = int64_t{3} << 20;
-
-/// The small vectors of all experts, on the host until the last expert is on its way.
-struct HostVectors {
-  std::vector<float> gate_up_tensor, down_tensor, gate_up_row, down_row, gate_up_bias, down_bias;
-  std::vector<float> input_scale, mid_scale, input_smoothing, mid_smoothing;
-  std::vector<uint8_t> input_scales_differ;  ///< by expert: gate's and up's
-  std::vector<int32_t> input_order;
-  std::atomic<bool> has_nan_rows = false;
-  std::mutex smoothing_mutex;  ///< the first expert that smooths makes the vectors
-};
-
-/// Codes of NaN become scales of NaN (FragmentStager), so that e4m3 may need scales of rows where it has
-/// none.
-bool MayHaveRowScales(const CudaPlan& plan) {
-  return plan.spec.row_scale || FragmentTraitsOf(plan.spec.format).code == FragmentCode::kE4M3;
-}
-
-void MakeVectors(const CudaPlan& plan, const FragmentSizes& sizes, HostVectors& host) {
-  const auto experts = static_cast<size_t>(plan.shape.num_local_experts);
-  const auto gate_up_rows = experts * static_cast<size_t>(sizes.parts * sizes.gate_up_rows);
-  const auto down_rows = experts * static_cast<size_t>(sizes.down_rows);
-  host.gate_up_tensor.assign(experts * static_cast<size_t>(sizes.parts), 0.0F);
-  host.down_tensor.assign(experts, 0.0F);
-  if (MayHaveRowScales(plan)) {
-    host.gate_up_row.assign(gate_up_rows, 0.0F);
-    host.down_row.assign(down_rows, 0.0F);
-  }
-  if (plan.has_bias) {
-    host.gate_up_bias.assign(gate_up_rows, 0.0F);
-    host.down_bias.assign(down_rows, 0.0F);
-  }
-  if (plan.activation.static_tensor_scale) {
-    host.input_scale.assign(experts, 1.0F);
-    host.mid_scale.assign(experts, 1.0F);
-    host.input_scales_differ.assign(experts, 0);
-  }
-  if (plan.reordered) {
-    host.input_order.assign(experts * static_cast<size_t>(plan.shape.hidden), 0);
-  }
-}
-
-/// Those of expert e, `count` values apart; null where there are none.
-template <typename T>
-T* Of(std::vector<T>& values, int64_t expert, int64_t count) {
-  return values.empty() ? nullptr : values.data() + expert * count;
-}
-
-/// Static input scales: kernels multiply by them together with the tensor scale. Gate and up share the input,
-/// so that one scale quantizes it: the larger.
-void TakeInputScales(const CanonicalExpert& expert, int64_t index, const FragmentSizes& sizes,
-                     HostVectors& host) {
-  if (host.input_scale.empty()) {
-    return;
-  }
-  const auto at = static_cast<size_t>(index);
-  const bool gated = !expert.gate.empty();
-  const float up = expert.up.input_tensor_scale.value_or(1.0F);
-  const float gate = gated ? expert.gate.input_tensor_scale.value_or(1.0F) : up;
-  host.input_scales_differ[at] = gate != up ? 1 : 0;
-  host.input_scale[at] = std::max(gate, up);
-  host.mid_scale[at] = expert.down.input_tensor_scale.value_or(1.0F);
-  for (int64_t part = 0; part < sizes.parts; ++part) {
-    host.gate_up_tensor[static_cast<size_t>(index * sizes.parts + part)] *= host.input_scale[at];
-  }
-  host.down_tensor[at] *= host.mid_scale[at];
-}
-
-Status CheckSmoothing(const CanonicalExpert& expert) {
-  const Tensor& gate = expert.gate.pre_quant_scale;
-  const Tensor& up = expert.up.pre_quant_scale;
-  if (expert.gate.empty()) {
-    return Status::Ok();
-  }
-  const bool same = gate.empty() == up.empty() &&
-                    (gate.empty() || std::memcmp(gate.view().data(), up.view().data(),
-                                                 static_cast<size_t>(gate.view().total_bytes())) == 0);
-  return same ? Status::Ok()
-              : Status::Unsupported(
-                    "gate and up smooth their common input by different factors (pre_quant_scale)");
-}
-
-/// `order`: of the columns, as the layout has them.
-void CopySmoothing(const Tensor& scale, int64_t index, int64_t cols, int64_t experts,
-                   std::span<const int32_t> order, std::vector<float>& out) {
-  if (scale.empty()) {
-    return;
-  }
-  if (out.empty()) {
-    out.assign(static_cast<size_t>(experts * cols), 1.0F);
-  }
-  const auto* from = scale.view().as<float>();
-  for (int64_t k = 0; k < cols; ++k) {
-    out[static_cast<size_t>(index * cols + k)] = from[order.empty() ? k : order[static_cast<size_t>(k)]];
-  }
-}
 
 /// Named tensors of the card, those of one Place in one allocation and one copy: each takes 0.1 ms, beside
 /// the 7 ms that a layer of 350 MB is on the link.
@@ -219,7 +123,7 @@ class ExpertUpload {
   /// Threads that have nothing else to do take some of the pieces. `first_share`: of a buffer, for the first
   /// copy.
   Status Run(const CanonicalExpert& expert, int64_t index, double first_share, PieceBoard& board) const {
-    FMOE_RETURN_IF_ERROR(CheckSmoothing(expert));
+    FMOE_RETURN_IF_ERROR(HostVectors::Check(expert));
     FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
     const auto first_bytes = static_cast<int64_t>(first_share * static_cast<double>(buffer_bytes_));
     const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_, first_bytes);
@@ -235,23 +139,8 @@ class ExpertUpload {
     if (!nan_rows.empty()) {
       host_.has_nan_rows = true;
     }
-    const int64_t gate_up_rows = sizes_.parts * sizes_.gate_up_rows;
-    FragmentOutput out;
-    out.gate_up_tensor_scale = Of(host_.gate_up_tensor, index, sizes_.parts);
-    out.down_tensor_scale = Of(host_.down_tensor, index, 1);
-    out.gate_up_row_scale = Of(host_.gate_up_row, index, gate_up_rows);
-    out.down_row_scale = Of(host_.down_row, index, sizes_.down_rows);
-    out.gate_up_bias = Of(host_.gate_up_bias, index, gate_up_rows);
-    out.down_bias = Of(host_.down_bias, index, sizes_.down_rows);
-    out.input_order = Of(host_.input_order, index, plan_.shape.hidden);
-    FMOE_RETURN_IF_ERROR(stager.Vectors(nan_rows, out));
-    TakeInputScales(expert, index, sizes_, host_);
-    const std::scoped_lock lock(host_.smoothing_mutex);
-    const int64_t experts = plan_.shape.num_local_experts;
-    CopySmoothing(expert.up.pre_quant_scale, index, plan_.shape.hidden, experts, stager.input_order(),
-                  host_.input_smoothing);
-    CopySmoothing(expert.down.pre_quant_scale, index, plan_.shape.intermediate, experts, stager.mid_order(),
-                  host_.mid_smoothing);
+    FMOE_RETURN_IF_ERROR(stager.Vectors(nan_rows, host_.OutputOf(index)));
+    host_.TakeScales(expert, index, stager);
     return Status::Ok();
   }
 
@@ -353,8 +242,7 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   const int64_t down = shelf.Add("down", DType::kU8, {experts, sizes.down_bytes});
   FMOE_ASSIGN_OR_RETURN(std::byte* const placed, shelf.Place());
   auto* const blocks = reinterpret_cast<uint8_t*>(placed);
-  HostVectors host;
-  MakeVectors(plan, sizes, host);
+  HostVectors host(plan, sizes);
   const int buffers = std::min(2 * std::max(executor.num_threads, 1), kMostBuffers);
   const int64_t buffer_bytes = std::max(
       kBufferBytes,
