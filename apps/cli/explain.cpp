@@ -47,6 +47,10 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
         .WithHint("see fusedmoe explain --help");
   }
   if (flags.checkpoint.directory.empty()) {
+    if (const std::string idle = IdleWithoutCheckpoint(flags.checkpoint); !idle.empty()) {
+      return Status::Usage(
+          fmt::format("{} has no effect on a described layer, which is read from no files", idle));
+    }
     FMOE_ASSIGN_OR_RETURN(const Problem problem, ReadProblem(flags.problem));
     FMOE_ASSIGN_OR_RETURN(request.scheme, ParseScheme(flags.scheme.empty() ? problem.scheme : flags.scheme));
     request.problem = problem.name;
@@ -85,9 +89,27 @@ Status SetParallel(ParallelSizes sizes, bool sequence_parallel, int64_t rank, Ex
   return Status::Ok();
 }
 
+// What chooses among the kernels of this build says nothing of upstream's backends. `--diff` may ask about
+// both.
+Status CheckPlatform(const ExplainFlags& flags) {
+  FMOE_ASSIGN_OR_RETURN(const Platform platform, FindPlatform(flags.platform));
+  const char* idle = !flags.plan.isa.empty()    ? "--isa"
+                     : !flags.plan.mode.empty() ? "--mode"
+                     : !flags.plan.tune.empty() ? "--tune"
+                                                : nullptr;
+  if (platform.runs_this_build || idle == nullptr || !flags.diff.empty()) {
+    return Status::Ok();
+  }
+  return Status::Usage(
+      fmt::format("{} has no effect on the platform {}: it is of the CPU kernels of this build, which host "
+                  "and cpu-... have",
+                  idle, platform.name));
+}
+
 Result<ExplainRequest> RequestOf(const ExplainFlags& flags) {
   ExplainRequest request;
   FMOE_ASSIGN_OR_RETURN(const LayerOptions plan, Resolve(flags.plan));
+  FMOE_RETURN_IF_ERROR(CheckPlatform(flags));
   FMOE_RETURN_IF_ERROR(TakeLayer(flags, request));
   FMOE_RETURN_IF_ERROR(SetParallel(flags.parallel, flags.sequence_parallel, flags.rank, request));
   request.platform = flags.platform;

@@ -202,6 +202,13 @@ Result<CheckpointOptions> Resolve(const CheckpointFlags& flags) {
   return options;
 }
 
+std::string IdleWithoutCheckpoint(const CheckpointFlags& flags) {
+  return !flags.expert_layout.empty() ? "--expert-layout"
+         : flags.allow_partial        ? "--allow-partial"
+         : flags.io != "auto"         ? "--io"
+                                      : "";
+}
+
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags) {
   FMOE_ASSIGN_OR_RETURN(const CheckpointOptions options, Resolve(flags));
   return Checkpoint::Open(flags.directory, options);

@@ -61,6 +61,8 @@ struct CheckpointFlags {
 void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required,
                    const std::string& about = "Directory with config.json and safetensors files");
 Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
+/// The first of these options that is given, for commands whose subject is no checkpoint; empty for none.
+std::string IdleWithoutCheckpoint(const CheckpointFlags& flags);
 Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags);
 
 /// The layer that was asked for, or the only one with experts. kUsage with those that exist.

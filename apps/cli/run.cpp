@@ -237,15 +237,44 @@ void SetRank(const RunFlags& flags, const RankGroup& ranks, const InputFile& inp
   }
 }
 
-Answer Describe(const RunFlags& flags, const Subject& subject, const MoeLayer& layer, int64_t num_tokens,
-                int num_threads, double load_seconds) {
+/// Options that were given and changed nothing: said, not refused, since scripts give them to any layer and
+/// any number of ranks.
+std::vector<std::string> IdleNotes(const RunFlags& flags, const RankGroup& ranks, const Plan& plan) {
+  std::vector<std::string> notes;
+  if (!flags.plan.tune.empty() && !plan.costs.starts_with("measured here")) {
+    notes.push_back(fmt::format("--tune has no effect: {}",
+                                plan.costs.empty()
+                                    ? fmt::format("{} chooses by no figures", plan.backend)
+                                    : "the file lacks these kernels, figures are " + plan.costs));
+  }
+  const RankFlags defaults;
+  const RankFlags& given = flags.ranks;
+  const std::pair<bool, const char*> options[] = {
+      {given.sizes.enable_expert_parallel, "--ep"},
+      {given.sequence_parallel, "--sp"},
+      {given.sizes.all2all != defaults.sizes.all2all, "--all2all"},
+      {given.deadline_seconds != defaults.deadline_seconds, "--deadline"}};
+  for (const auto& [is_given, name] : options) {
+    if (is_given && ranks.size() == 1) {
+      notes.push_back(fmt::format("{} has no effect on one rank; mpirun starts more", name));
+    }
+  }
+  return notes;
+}
+
+Answer Describe(const RunFlags& flags, const Subject& subject, const RankGroup& ranks, const MoeLayer& layer,
+                int64_t num_tokens, int num_threads, double load_seconds) {
   Answer answer;
   answer.document = {
       {"checkpoint", subject.path()},  {"layer", subject.layer()}, {"family", subject.description.family},
       {"scheme", layer.scheme().name}, {"tokens", num_tokens},     {"plan", ToJson(layer.plan())},
       {"threads", num_threads},        {"repeat", flags.repeat},   {"load_seconds", load_seconds}};
   answer.text = PlanText(layer.plan());
-  if (const std::vector<std::string>& notes = layer.selection().notes; !notes.empty()) {
+  std::vector<std::string> notes = layer.selection().notes;
+  for (std::string& note : IdleNotes(flags, ranks, layer.plan())) {
+    notes.push_back(std::move(note));
+  }
+  if (!notes.empty()) {
     answer.document["notes"] = notes;
     answer.text += fmt::format("note: {}\n", fmt::join(notes, "\nnote: "));
   }
@@ -265,7 +294,7 @@ Result<CheckReport> Check(const Subject& subject, const MoeLayer& layer, const I
 Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) {
   FMOE_ASSIGN_OR_RETURN(LayerOptions options, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
-  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options));
+  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, flags.checkpoint, options));
   FMOE_RETURN_IF_ERROR(CheckPlaces(flags, subject, ranks));
   FMOE_ASSIGN_OR_RETURN(const InputFile input, InputFile::Read(flags.input, subject.description.config));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool,
@@ -286,7 +315,7 @@ Status RunOnRank(const RunFlags& flags, const RankGroup& ranks, Output& output) 
   if (!ranks.leads()) {
     return Status::Ok();  // rank 0 has all rows, checks and writes them
   }
-  Answer answer = Describe(flags, subject, *layer, num_tokens, executor.num_threads, load_seconds);
+  Answer answer = Describe(flags, subject, ranks, *layer, num_tokens, executor.num_threads, load_seconds);
   Status verdict = Status::Ok();
   if (flags.check) {
     FMOE_ASSIGN_OR_RETURN(const CheckReport check, Check(subject, *layer, input, forward, flags, executor));

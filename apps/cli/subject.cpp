@@ -15,9 +15,10 @@ Result<std::unique_ptr<MoeLayer>> Subject::LoadCanonical(const LayerOptions& opt
                     : prepared->LoadCanonical(options);
 }
 
-Status Subject::Complete(const PlanFlags& flags, LayerOptions& options) const {
-  if (prepared && !flags.pack_cache.empty()) {
-    return Status::Usage("--pack-cache has no effect on a prepared file, which is read as it is")
+Status Subject::Complete(const PlanFlags& flags, const CheckpointFlags& files, LayerOptions& options) const {
+  const std::string idle = !flags.pack_cache.empty() ? "--pack-cache" : IdleWithoutCheckpoint(files);
+  if (prepared && !idle.empty()) {
+    return Status::Usage(fmt::format("{} has no effect on a prepared file, which is read as it is", idle))
         .WithFile(path());
   }
   if (prepared && flags.activation_format.empty()) {

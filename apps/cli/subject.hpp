@@ -24,8 +24,8 @@ struct Subject {
   /// For the reference: from the checkpoint, or from what the prepared file leads back to.
   Result<std::unique_ptr<MoeLayer>> LoadCanonical(const LayerOptions& options) const;
   /// What a prepared file says about its backend, where nothing else was asked for. kUsage for flags that
-  /// serve checkpoints only.
-  Status Complete(const PlanFlags& flags, LayerOptions& options) const;
+  /// serve checkpoints only; `files` are those of the subject alone.
+  Status Complete(const PlanFlags& flags, const CheckpointFlags& files, LayerOptions& options) const;
 };
 
 /// kUsage when `output` would replace a file that the subject is read from.

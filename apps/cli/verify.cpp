@@ -95,7 +95,8 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   VerifyOptions options;
   FMOE_ASSIGN_OR_RETURN(options.layer, Resolve(flags.plan));
   FMOE_ASSIGN_OR_RETURN(const Subject subject, OpenSubject(flags.checkpoint, flags.layer));
-  FMOE_RETURN_IF_ERROR(subject.Complete(flags.plan, options.layer));
+  FMOE_RETURN_IF_ERROR(subject.Complete(
+      flags.plan, flags.against.empty() ? flags.checkpoint : CheckpointFlags{}, options.layer));
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, subject));
   FMOE_RETURN_IF_ERROR(CheckOutput(flags.plot, {flags.input, flags.plan.tune}));
   std::optional<InputFile> input;

@@ -49,6 +49,25 @@ TEST(Explain, UnknownBackendOrProblem_ExitsTwo) {
   EXPECT_EQ(RunCommand({"explain"}).exit_code, 2);
 }
 
+TEST(Explain, OptionsWithoutEffect_AreRefused) {
+  const auto refused = [](std::vector<std::string> more, const std::string& text) {
+    more.insert(more.begin(), {"explain", "--problem", "qwen3-30b-a3b"});
+    const ProcessResult result = RunCommand(more);
+    EXPECT_EQ(result.exit_code, 2) << text;
+    EXPECT_NE(result.err.find(text + " has no effect"), std::string::npos) << result.err;
+  };
+  refused({"--platform", "sm90", "--isa", "avx2"}, "--isa");
+  refused({"--platform", "sm90", "--mode", "latency"}, "--mode");
+  refused({"--io", "mmap"}, "--io");
+  refused({"--expert-layout", "in_out"}, "--expert-layout");
+  refused({"--allow-partial"}, "--allow-partial");
+  EXPECT_EQ(RunCommand({"explain", "--problem", "qwen3-30b-a3b", "--platform", "cpu-avx512", "--isa", "avx2"})
+                .exit_code,
+            0);
+  EXPECT_EQ(
+      RunCommand({"explain", "--problem", "qwen3-30b-a3b", "--isa", "avx2", "--diff", "sm90"}).exit_code, 0);
+}
+
 TEST(Explain, Problem_OnADescribedPlatform) {
   const ProcessResult result = RunCommand({"explain", "--problem", "deepseek-v3", "--scheme", "nvfp4_w4a4",
                                            "--platform", "sm100", "--tokens", "64", "--json"});

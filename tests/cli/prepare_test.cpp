@@ -61,6 +61,16 @@ TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
     EXPECT_TRUE(verified.Json()["damaged"].empty());
     EXPECT_EQ(RunCommand({"verify", file, "--against", sample.path()}).exit_code, 0);
 
+    for (const std::vector<std::string>& idle :
+         {std::vector<std::string>{"--io", "mmap"}, {"--allow-partial"}, {"--expert-layout", "in_out"}}) {
+      std::vector<std::string> command = {"run", file, "--input", sample.input(), "--output", out};
+      command.insert(command.end(), idle.begin(), idle.end());
+      const ProcessResult no_effect = RunCommand(command);
+      EXPECT_EQ(no_effect.exit_code, 2);
+      EXPECT_NE(no_effect.err.find(idle[0] + " has no effect on a prepared file"), std::string::npos)
+          << no_effect.err;
+    }
+
     const std::string other = backend == "MARLIN" ? "VLLM_CUTLASS" : "MARLIN";
     const ProcessResult refused =
         RunCommand({"run", file, "--backend", other, "--input", sample.input(), "--output", out + ".no"});

@@ -75,7 +75,12 @@ TEST_P(QuantizeScheme, RunsReadsBackAndHasTheErrorOfItsFormat) {
   const SampleCheckpoint source("qwen3_moe", "unquantized");
   const TemporaryDirectory directory;
   const std::string output = directory / "quantized";
-  std::vector<std::string> more = {"--act-stats", Calibrate(source, directory / "stats.safetensors")};
+  std::vector<std::string> more;
+  const auto scheme = ParseScheme(GetParam().scheme);
+  ASSERT_TRUE(scheme.ok()) << scheme.status().ToString();
+  if (scheme->activation.static_tensor_scale) {
+    more = {"--act-stats", Calibrate(source, directory / "stats.safetensors")};
+  }
   if (!GetParam().format.empty()) {
     more.insert(more.end(), {"--format", GetParam().format});
   }
@@ -196,6 +201,11 @@ TEST(Quantize, Refusals_HaveTheirCodesAndLeaveNothing) {
   EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", source.path()).exit_code, 2) << "not empty";
   EXPECT_EQ(Quantize(source.path(), "nvfp4_w4a16", output + ".gguf").exit_code, 2) << "the name of a file";
   EXPECT_TRUE(fs::is_empty(directory.path())) << "a failing command leaves nothing";
+  const std::string statistics = Calibrate(source, directory / "stats.safetensors");
+  const ProcessResult idle = Quantize(source.path(), "nvfp4_w4a16", output, {"--act-stats", statistics});
+  EXPECT_EQ(idle.exit_code, 2);
+  EXPECT_NE(idle.err.find("nvfp4_w4a16 stores no scales of inputs"), std::string::npos) << idle.err;
+  EXPECT_FALSE(fs::exists(output));
 }
 
 // --force replaces a whole folder: never the one that is read, and never one that is no checkpoint.

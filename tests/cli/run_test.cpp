@@ -96,6 +96,30 @@ TEST(Run, RowsOfMoreBitsThanTheLayer_PassTheCheck) {
   }
 }
 
+TEST(Run, OptionsWithoutEffect_AreNamedInNotes) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const auto notes = [&checkpoint](const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = more;
+    arguments.emplace_back("--json");
+    const ProcessResult result = checkpoint.Run(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return result.Json().contains("notes") ? result.Json().at("notes").dump() : "";
+  };
+  EXPECT_EQ(notes({}), "");
+  EXPECT_NE(notes({"--ep"}).find("--ep has no effect on one rank"), std::string::npos);
+  EXPECT_NE(notes({"--sp"}).find("--sp has no effect on one rank"), std::string::npos);
+  EXPECT_NE(notes({"--deadline", "5"}).find("--deadline has no effect"), std::string::npos);
+  EXPECT_NE(notes({"--all2all", "naive"}).find("--all2all has no effect"), std::string::npos);
+  const std::string figures = checkpoint.path() + "/tune.json";
+  const ProcessResult tuned = RunCommand({"tune", "--scheme", "int8_w8a8", "--isa", "avx2", "--seconds",
+                                          "0.1", "--threads", "1", "--out", figures});
+  ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
+  EXPECT_NE(notes({"--tune", figures}).find("--tune has no effect: the file lacks these kernels"),
+            std::string::npos);
+  EXPECT_NE(notes({"--tune", figures, "--backend", "reference"}).find("REFERENCE chooses by no figures"),
+            std::string::npos);
+}
+
 TEST(Run, Reference_IsChosenByName) {
   const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a4");
   const ProcessResult result = checkpoint.Run({"--backend", "reference", "--json"});

@@ -61,8 +61,9 @@ class Quantized(Case):
         key = f"{form}-{scheme}".replace(":", "_")
         if key not in self.made:
             target, plain = self.folder / key, self.folder / f"{key}-f32"
+            stored = scheme in ("nvfp4_w4a4", "fp8_w8a8:tensor_static")
             self.run_command("quantize", self.source, "--scheme", scheme, "--format", form, "--output", target,
-                             "--act-stats", self.statistics())
+                             *(["--act-stats", self.statistics()] if stored else []))
             self.run_command("convert", target, "--to", "f32", "--output", plain)
             self.made[key] = (target, tensors_of(plain))
         return self.made[key]

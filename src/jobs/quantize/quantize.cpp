@@ -347,6 +347,10 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
     return Status::Usage(
         fmt::format("a rule for MX scales is given, {} has no weight scales in E8M0", scheme.name));
   }
+  if (options.activation_stats && !scheme.activation.static_tensor_scale) {
+    return Status::Usage(
+        fmt::format("activation statistics are given, {} stores no scales of inputs", scheme.name));
+  }
   if (!options.format.empty() && options.format != "modelopt" && options.format != "compressed-tensors" &&
       options.format != "deepseek") {
     return Status::Usage(
