@@ -14,6 +14,11 @@ constexpr bool IsPlainFloat(DType dtype) {
   return dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16;
 }
 
+/// I4, U4, I8 and U8: the integers that codes of weights may be.
+constexpr bool IsIntegerCode(DType dtype) {
+  return dtype == DType::kI4 || dtype == DType::kU4 || dtype == DType::kI8 || dtype == DType::kU8;
+}
+
 /// The largest finite magnitude of an element type: 6, 28, 7.5, 448, 57344, 240 (e4m3fnuz), 127, 7 (I4), 15
 /// (U4), ...; 0 for types that are not IsNumeric.
 float LargestValue(DType dtype);

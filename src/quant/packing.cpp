@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {
@@ -208,9 +209,7 @@ Result<Tensor> Transpose(TensorView matrix) {
 
 Result<Tensor> NarrowCodes(TensorView codes, DType element) {
   const int bits = DTypeBits(element);
-  const bool integer =
-      element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
-  if (!integer) {
+  if (!IsIntegerCode(element)) {
     return Status::Unsupported(fmt::format("integer codes are not stored as {}", DTypeName(element)));
   }
   FMOE_RETURN_IF_ERROR(CheckCodes(codes, bits));

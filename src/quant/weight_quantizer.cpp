@@ -12,6 +12,7 @@
 #include "numerics/integer_codecs.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
+#include "quant/activation_rows.hpp"
 #include "quant/weight_scales.hpp"
 
 namespace fusedmoe {
@@ -141,9 +142,9 @@ class Quantizer {
       const float amax = extremes_[block].amax();
       const auto index = static_cast<int64_t>(block);
       if (format.block_scale_dtype == DType::kF8E8M0 && format.block.row == 1) {
-        const uint8_t code = amax == 0.0F
-                                 ? uint8_t{127}
-                                 : MxScaleCode(*job_.options.mx_scale, RangeOfElement(format.element), amax);
+        const uint8_t code = amax == 0.0F ? uint8_t{127}
+                                          : MxScaleCode(*job_.options.mx_scale,
+                                                        quant_rows::RangeOfElement(format.element), amax);
         StoreCode(DType::kF8E8M0, scale_row, index, code);
         divisors_[block] = DecodeE8m0(code);
       } else if (format.has_tensor_scale) {
@@ -305,9 +306,7 @@ Result<QuantizedMatrix> QuantizeWeights(TensorView weights, const WeightFormat& 
                                         const WeightQuantizerOptions& options) {
   FMOE_RETURN_IF_ERROR(CheckInput(weights));
   WeightJob job{weights, weights.dim(0), weights.dim(1), 1, weights.dim(1), format, options, weights.dtype()};
-  const DType element = format.element;
-  job.integer =
-      element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
+  job.integer = IsIntegerCode(format.element);
   FMOE_RETURN_IF_ERROR(CheckFormat(job));
   if (format.has_block_scale()) {
     job.block_rows = format.block.row > 0 ? std::min(format.block.row, job.rows) : job.rows;

@@ -17,21 +17,6 @@ uint32_t ScaleCode(DType dtype, float scale) {
 
 }  // namespace
 
-ElementRange RangeOfElement(DType element) {
-  switch (element) {
-    case DType::kF4E2M1:
-      return RangeOf<E2m1>();
-    case DType::kF6E3M2:
-      return RangeOf<E3m2>();
-    case DType::kF6E2M3:
-      return RangeOf<E2m3>();
-    case DType::kF8E5M2:
-      return RangeOf<E5m2>();
-    default:
-      return RangeOf<E4m3fn>();
-  }
-}
-
 void SetIntegerRange(WeightJob& job) {
   const bool four = job.format.element == DType::kU4 || job.format.element == DType::kI4;
   const float codes = four ? 15.0F : 255.0F;

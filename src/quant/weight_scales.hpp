@@ -6,8 +6,6 @@
 #include <optional>
 
 #include "core/checked_math.hpp"
-#include "numerics/element_types.hpp"
-#include "quant/activation_formulas.hpp"
 #include "quant/weight_quantizer.hpp"
 
 /// How scales of weights are chosen and stored, by the recipe of each tool (docs/scales.md has the formulas).
@@ -38,8 +36,6 @@ struct WeightJob {
 
   int64_t column_blocks() const { return CeilDiv(cols, block_cols); }
 };
-
-ElementRange RangeOfElement(DType element);
 
 /// Divisors of integer scales. Dividing by half of the number of codes uses the one code more that negatives
 /// have: at 4 bits that is 0.110 instead of 0.117 relative error on normal data (groups of 128); at 8 bits

@@ -11,6 +11,7 @@
 #include <optional>
 
 #include "core/checked_math.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "weights/fragment_codes.hpp"
 #include "weights/fragment_stager.hpp"
@@ -29,10 +30,6 @@ constexpr uint8_t E4m3OfE5m3(uint32_t code) {
   const uint32_t mantissa = code & 7;
   return exponent > 0 ? static_cast<uint8_t>(static_cast<uint32_t>(exponent) << 3 | mantissa)
                       : static_cast<uint8_t>((8 | mantissa) >> (1 - exponent));
-}
-
-bool IsInteger(DType element) {
-  return element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
 }
 
 // `plain`: no scales but those of rows and of the tensor, and no zero points.
@@ -102,7 +99,7 @@ std::string FragmentSpec::ToString() const {
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points) {
   const bool row_blocks = BlocksAreRows(format) && !has_zero_points;
   const bool plain = !format.has_block_scale() || row_blocks;
-  const bool integers = IsInteger(format.element);
+  const bool integers = IsIntegerCode(format.element);
   const std::optional<FragmentFormat> fragment =
       integers ? FormatOfIntegers(format, plain && !has_zero_points, has_zero_points)
                : FormatOfFloats(format, plain);

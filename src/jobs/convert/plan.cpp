@@ -8,6 +8,7 @@
 
 #include "checkpoint/gguf/gguf_writer.hpp"
 #include "checkpoint/matrices/matrix_reader.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe::jobs {
 namespace {
@@ -64,10 +65,6 @@ Status CheckGptOss(const ExpertsRewriter& rewriter) {
     }
   }
   return Status::Ok();
-}
-
-bool IsInteger(DType element) {
-  return element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
 }
 
 class Planner {
@@ -183,7 +180,7 @@ Result<Rule> Planner::RuleFor(const Scheme& source) const {
 // all others.
 Result<size_t> Planner::Find(const Scheme& source, std::span<const CanonicalMatrix* const> samples) {
   Scheme own = source;
-  const bool integers = IsInteger(own.weight.element);
+  const bool integers = IsIntegerCode(own.weight.element);
   for (const CanonicalMatrix* sample : samples) {
     own.weight.block_scale_dtype = sample->format.block_scale_dtype;
     if (!own.weight.quantized()) {

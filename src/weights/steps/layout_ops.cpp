@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
 #include "quant/swizzle.hpp"
@@ -217,9 +218,7 @@ Result<Tensor> UnrepeatRows(TensorView matrix, int64_t parts, int64_t times, int
 }
 
 Result<Tensor> FlipSigns(TensorView codes, DType element) {
-  const bool known =
-      element == DType::kU4 || element == DType::kI4 || element == DType::kU8 || element == DType::kI8;
-  if (!known || DTypeBits(element) != DTypeBits(codes.dtype())) {
+  if (!IsIntegerCode(element) || DTypeBits(element) != DTypeBits(codes.dtype())) {
     return WrongSize("flipping signs", codes, "4- or 8-bit integers");
   }
   FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(element, codes.shape()));

@@ -4,16 +4,15 @@
 #include <numeric>
 
 #include "experts/contracts/common/contract.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe {
 namespace {
 
 bool IsInteger(const WeightFormat& format) {
-  const DType element = format.element;
-  const bool integer =
-      element == DType::kU4 || element == DType::kU8 || element == DType::kI4 || element == DType::kI8;
   // Two-level scales (e4m3 below a channel) belong to the FP8-activation kernels.
-  return integer && !(format.has_block_scale() && format.has_channel_scale) && format.block.row <= 1;
+  return IsIntegerCode(format.element) && !(format.has_block_scale() && format.has_channel_scale) &&
+         format.block.row <= 1;
 }
 
 void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
