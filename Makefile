@@ -13,7 +13,8 @@ help:
 	@echo "make test         tools/check, all tests of the release build"
 	@echo "make test-slow    every scheme through every backend, 25 drawn problems each"
 	@echo "make test-ranks   the tests under mpirun     make test-interop   against the Python ecosystem"
-	@echo "make test-cuda    the tests that need a card make asan tsan fuzz the sanitizers and fuzz targets"
+	@echo "make test-cuda    the tests that need a card"
+	@echo "make asan         tests under address and undefined, make tsan under thread; make fuzz: fuzz targets"
 	@echo "make check        tools/check    make format   clang-format everything"
 	@echo "make tables       write the generated pages  make clean          remove build/"
 
