@@ -104,6 +104,10 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     FMOE_ASSIGN_OR_RETURN(half,
                           RepeatRows(half, stored_rows / block_rows, CeilDiv(tensors.rows, block_rows)));
   }
+  if (format.stored_block_cols > block_cols) {
+    FMOE_ASSIGN_OR_RETURN(
+        half, RepeatColumns(half, format.stored_block_cols / block_cols, CeilDiv(tensors.cols, block_cols)));
+  }
   const int64_t want_rows = CeilDiv(RowOffset(tensors, block_rows) + tensors.rows, block_rows);
   const int64_t want_cols = CeilDiv(tensors.cols, block_cols);
   if (half.dim(0) != want_rows || half.dim(1) != want_cols) {

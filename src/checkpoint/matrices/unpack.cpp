@@ -105,6 +105,20 @@ Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows) {
   return out;
 }
 
+Result<Tensor> RepeatColumns(const Tensor& matrix, int64_t times, int64_t columns) {
+  const TensorView& from = matrix.view();
+  const int64_t width = DTypeBits(from.dtype()) / 8, count = std::min(columns, from.dim(1) * times);
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(from.dtype(), Shape{from.dim(0), count}));
+  const MutableTensorView to = out.mutable_view();
+  for (int64_t r = 0; r < from.dim(0); ++r) {
+    for (int64_t c = 0; c < count; ++c) {
+      std::memcpy(to.data() + r * to.stride_bytes(0) + c * width,
+                  from.data() + r * from.stride_bytes(0) + c / times * width, static_cast<size_t>(width));
+    }
+  }
+  return out;
+}
+
 Result<Tensor> PackSigned4(const Tensor& codes) {
   const TensorView& from = codes.view();
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kI4, from.shape()));

@@ -17,6 +17,8 @@ Result<Tensor> Transpose(const Tensor& matrix);
 /// A copy of `rows` rows: each of the matrix `times` times, the last perhaps less often; elements of whole
 /// bytes. Fewer rows where the matrix has not enough.
 Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows);
+/// The same of columns.
+Result<Tensor> RepeatColumns(const Tensor& matrix, int64_t times, int64_t columns);
 
 /// I8 [rows, cols] of -8 .. 7 as I4.
 Result<Tensor> PackSigned4(const Tensor& codes);

@@ -20,6 +20,8 @@ std::string Upper(std::string text) {
 // ModelOpt floors E4M3 scales of activations at the smallest subnormal.
 constexpr float kSmallestE4m3 = 0x1p-9F;
 
+constexpr int64_t kNvfp4Group = 16;
+
 // quant_algo of 4-bit floats. `group`: as the metadata say, or what the algorithm always has.
 std::optional<LinearFormat> Fp4Format(const std::string& algorithm, int64_t group) {
   LinearFormat format;
@@ -35,7 +37,13 @@ std::optional<LinearFormat> Fp4Format(const std::string& algorithm, int64_t grou
     format.second_scale = "";
     format.activation = StaticFp8();
     format.input_scale_optional = true;
-  } else if (algorithm != "W4A16_NVFP4") {
+  } else if (algorithm == "W4A16_NVFP4") {
+    format.weight = Nvfp4(kNvfp4Group);  // each scale of a larger group is that of several
+    format.stored_block_cols = group;
+  } else if (algorithm == "MXFP4") {  // the file does not say whether inputs are to be quantized
+    format.weight = Mx(DType::kF4E2M1);
+    format.second_scale = "";
+  } else {
     return std::nullopt;
   }
   return format;
@@ -88,8 +96,9 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
   // Groups of W4A8_NVFP4_FP8 are of 32; older files say 16.
   const bool either = algorithm == "W4A8_NVFP4_FP8";
   if (algorithm.find("NVFP4") != std::string::npos) {
-    const int64_t expected = either ? 32 : 16;
-    if (group && *group != expected && !(either && *group == 16)) {
+    const int64_t expected = either ? 32 : kNvfp4Group;
+    const bool several = algorithm == "W4A16_NVFP4" && group.value_or(expected) % kNvfp4Group == 0;
+    if (group && *group != expected && !several && !(either && *group == 16)) {
       return Status::BadInput(
                  fmt::format("{} has groups of {}, but 'group_size' is {}", algorithm, expected, *group))
           .WithFile(path);
@@ -107,7 +116,7 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
         .WithHint(
             "NVFP4, W4A16_NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8, FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, "
             "MXFP8, W4A8_MXFP4_FP8, "
-            "W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
+            "MXFP4, W4A16_AWQ, W4A8_AWQ, W8A16, W8A8_SQ_PER_CHANNEL and MIXED_PRECISION are");
   }
   format->scale = ".weight_scale";
   format->pre_quant_scale = ".pre_quant_scale";
