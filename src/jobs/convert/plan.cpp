@@ -129,7 +129,7 @@ Result<Rule> Planner::GgufRule(const Scheme& source) const {
            : e2m1 && weight.block_scale_dtype == DType::kF8E8M0           ? "mxfp4_w4a16"
            : e2m1 && weight.has_tensor_scale                              ? "nvfp4_w4a16"
            : weight.element == DType::kU4 || weight.element == DType::kI4 ? "int4_w4a16:g32"
-           : IsInteger(weight.element)                                    ? "int8_w8a16:g32"
+           : IsIntegerCode(weight.element)                                    ? "int8_w8a16:g32"
                                                                           : "";
   }
   constexpr std::pair<std::string_view, uint32_t> kTypes[] = {{"mxfp4_w4a16", checkpoint::kGgufMxfp4},
@@ -197,7 +197,7 @@ Result<size_t> Planner::Find(const Scheme& source, std::span<const CanonicalMatr
     FMOE_ASSIGN_OR_RETURN(Rule rule, RuleFor(own));
     // 16-bit scales of integers keep the type that the source has, those of rows become F32.
     WeightFormat& format = rule.target.format;
-    if (plan_.form == Form::kTool && integers && rule.row != nullptr && IsInteger(format.element) &&
+    if (plan_.form == Form::kTool && integers && rule.row != nullptr && IsIntegerCode(format.element) &&
         format.has_block_scale() && DTypeBits(own.weight.block_scale_dtype) >= 16) {
       format.block_scale_dtype = own.weight.has_block_scale() ? own.weight.block_scale_dtype : DType::kF32;
       rule.to.weight.block_scale_dtype = format.block_scale_dtype;
