@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <numeric>
+#include <span>
+#include <vector>
 
 #include "core/checked_math.hpp"
 #include "weights/panel.hpp"
@@ -21,6 +23,23 @@ int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
   }
   const int64_t group = GroupColumns(matrix.format);
   return group <= 0 ? 0 : (matrix.scale_col_offset + col) / group;
+}
+
+/// All columns in ascending order of their groups, those of one group as they stand. Counted: a comparison
+/// sort was a tenth of packing INT4.
+std::vector<int32_t> ColumnsByGroup(const Tensor& group_index) {
+  const std::span<const int32_t> groups(group_index.view().as<int32_t>(),
+                                        static_cast<size_t>(group_index.view().count()));
+  std::vector<int32_t> next, columns(groups.size());
+  for (const int32_t group : groups) {
+    next.resize(std::max(next.size(), static_cast<size_t>(group) + 2), 0);
+    ++next[static_cast<size_t>(group) + 1];
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  for (size_t column = 0; column < groups.size(); ++column) {
+    columns[static_cast<size_t>(next[static_cast<size_t>(groups[column])]++)] = static_cast<int32_t>(column);
+  }
+  return columns;
 }
 
 }  // namespace
@@ -48,12 +67,8 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
     fill_to(format.block);
     return columns;
   }
-  std::vector<int32_t> order(static_cast<size_t>(matrix.cols));
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t a, int32_t b) { return ScaleColumn(matrix, a) < ScaleColumn(matrix, b); });
   int64_t current = -1;
-  for (const int32_t col : order) {
+  for (const int32_t col : ColumnsByGroup(matrix.group_index)) {
     const int64_t scale_col = format.group == 0 ? 0 : ScaleColumn(matrix, col);
     if (scale_col != current && format.group != 0) {
       fill_to(format.group);

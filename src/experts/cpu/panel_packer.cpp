@@ -39,6 +39,15 @@ PanelTransform TransformOf(DType element, const PanelFormat& format) {
   }
 }
 
+/// Of a column that is turned, and where it stands (`TurnCodes`).
+int64_t ColumnBytes(PanelTransform transform) {
+  return transform == kPanelNibbles ? kPanelRows / 2 : kPanelRows;
+}
+int64_t TurnedColumn(PanelTransform transform, int64_t k) {
+  const int64_t place = transform == kPanelNibbles ? k / 8 * 8 + k % 2 * 4 + k % 8 / 2 : k;
+  return place * ColumnBytes(transform);
+}
+
 /// How stored scales become lines; none where their values must be converted one by one.
 SideTransform TransformOf(DType stored, PanelScale scale) {
   switch (scale) {
@@ -77,8 +86,9 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
   transform_ = transform;
   flip_ = element == DType::kI4 ? 0x88 : element == DType::kI8 ? 0x80 : 0;
   const int64_t blocks = static_cast<int64_t>(columns.size()) / format.block;
-  source_ = in_order ? Source{format.block, blocks, format.block_bytes()}
-                     : Source{kPanelUnit, CeilDiv(matrix.cols, kPanelUnit), kPanelUnit * kPanelRows};
+  source_ = in_order
+                ? Source{format.block, blocks, format.block_bytes()}
+                : Source{kPanelUnit, CeilDiv(matrix.cols, kPanelUnit), kPanelUnit * ColumnBytes(transform)};
   source_.row_bytes = source_.columns * DTypeBits(element) / 8;
   blank_.assign(static_cast<size_t>(source_.blocks * source_.row_bytes), flip_);
   codes_.units_per_block = source_.columns / kPanelUnit;
@@ -105,7 +115,7 @@ void PanelPacker::PlaceColumns() {
   turned_.assign(static_cast<size_t>(turned_bytes + kPanelRows), 0);
   places_.resize(columns_.size());
   std::transform(columns_.begin(), columns_.end(), places_.begin(), [&](int32_t column) {
-    return static_cast<int32_t>(column < 0 ? turned_bytes : column * kPanelRows);
+    return static_cast<int32_t>(column < 0 ? turned_bytes : TurnedColumn(transform_, column));
   });
   ordered_.turned = turned_.data();
   ordered_.columns = places_.data();

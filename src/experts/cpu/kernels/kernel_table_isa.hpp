@@ -373,14 +373,14 @@ struct PanelArguments {
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 
-/// How codes become columns: a byte of each of sixteen rows, column after column. As PanelArguments, with one
-/// unit a block and nothing behind it; null where no panel needs it.
+/// How codes become columns: a code of each of sixteen rows, in 16 bytes (4 bits: in 8), column after column.
+/// As PanelArguments, with one unit a block and nothing behind it; null where no panel needs it.
 typedef void (*TurnCodesKernel)(const PanelArguments* arguments);
 
 /// Blocks of sixteen rows from such columns, in any order.
 struct ColumnsArguments {
   const uint8_t* turned;
-  const int32_t* columns;  ///< of every k of the blocks: where its sixteen bytes stand
+  const int32_t* columns;  ///< of every k of the blocks: where its sixteen codes stand
   int64_t blocks;
   int64_t units_per_block;
   const uint8_t* sides;  ///< as PanelArguments has them

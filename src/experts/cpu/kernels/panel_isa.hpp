@@ -16,23 +16,11 @@
 ///     ..                                ..
 ///
 /// Columns in an order of their own (activation order) take two steps, by way of a buffer in which a column
-/// is sixteen bytes, so that their order costs a load for each:
+/// is sixteen bytes (eight of nibbles), so that their order costs a load for each:
 ///
 ///     lines ─► columns   k 0: r0 r1 .. rf   k 1: r0 r1 .. rf   ..        four are one line of the panel
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
-
-/// Sixteen rows of 32 bytes to eight lines, at lines[v * 64].
-template <bool kSplit>
-FMOE_INLINE void TransposeRows(const uint8_t* const* rows, int64_t at, Ints flip, uint8_t* lines) {
-  Ints line[8 * kHalves];  // [line][half of its rows]
-  LoadTransposed(rows, at, line);
-  Unroll<8>([&](auto v) FMOE_FLAT {
-    Unroll<kHalves>([&](auto half)
-                        FMOE_FLAT { line[v * kHalves + half] = IntXor(line[v * kHalves + half], flip); });
-    StoreLine<kSplit>(lines + 64 * v, line + v * kHalves);
-  });
-}
 
 /// Bytes of each row that a step takes, and the lines that it gives.
 constexpr int64_t StepBytes(PanelTransform transform) {
@@ -59,8 +47,8 @@ FMOE_INLINE Ints SpreadSixBits(Ints x) {
                IntOr(IntAnd(ShiftLeft<4>(x), IntSet(0x3f0000)), IntAnd(ShiftLeft<6>(x), IntSet(0x3f000000))));
 }
 
-/// put(v, line) of the lines of a step, codes as the panel has them.
-template <PanelTransform kTransform, typename Put>
+/// put(v, line) of the lines of a step, codes as the panel has them; kAsStored: but for the order of nibbles.
+template <PanelTransform kTransform, bool kAsStored = false, typename Put>
 FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
   Ints line[8 * kHalves];  // [line][half of its rows]
   if constexpr (kTransform != kPanelSixBits) {
@@ -69,7 +57,7 @@ FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
     Unroll<8>([&](auto v) FMOE_FLAT {
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
         Ints& x = line[v * kHalves + half];
-        x = IntXor(kTransform == kPanelNibbles ? ShuffleNibbles(x) : x, flip);
+        x = IntXor(kTransform == kPanelNibbles && !kAsStored ? ShuffleNibbles(x) : x, flip);
       });
       put(v, line + v * kHalves);
     });
@@ -214,29 +202,26 @@ void PackPanel(const PanelArguments* a) {
   nan_rows.AddTo(a->nan_rows);
 }
 
-/// Columns of sixteen bytes, one for each k.
+/// Columns of sixteen codes, one for each k; nibbles have row r in the low and row r + 8 in the high half of
+/// byte r, and come in the order 0 2 4 6 1 3 5 7.
 template <PanelTransform kTransform>
 void TurnCodes(const PanelArguments* a) {
   constexpr int64_t kBytes = StepBytes(kTransform), kLines = StepLines(kTransform);
-  constexpr bool kNibbles = kTransform == kPanelNibbles;
-  constexpr int64_t kLineBytes = kNibbles ? 128 : 64;
   const int64_t steps = a->blocks * UnitLines(kTransform) / kLines;
   PiecesAhead ahead(a, steps * kBytes);
   NanRows<kTransform> nan_rows;
   uint8_t* out = a->out;
-  for (int64_t step = 0; step < steps; ++step, out += kLines * kLineBytes) {
+  for (int64_t step = 0; step < steps; ++step, out += kLines * 64) {
     ahead.Step<kBytes>(step * kBytes);
-    TransposeStep<kTransform>(a, step * kBytes, [&](auto v, const Ints* line) FMOE_FLAT {
-      uint8_t* columns = out + kLineBytes * v;
+    TransposeStep<kTransform, true>(a, step * kBytes, [&](auto v, Ints* line) FMOE_FLAT {
       nan_rows.Take(line);
-      if constexpr (kNibbles) {
-        Ints high[kHalves];
-        Unroll<kHalves>([&](auto half) FMOE_FLAT { high[half] = ShiftRight<4>(line[half]); });
-        StoreLine<false>(columns + 64, high);
-        TransposeBytes(columns + 64, 0x0f0f0f0f, 0);
+      if constexpr (kTransform == kPanelNibbles) {
+        TurnHalves(line);
+        ExchangeNibbles(line);
+      } else {
+        TurnBytes(line);
       }
-      StoreLine<false>(columns, line);
-      TransposeBytes(columns, kNibbles ? 0x0f0f0f0f : -1, 0);
+      StoreLine<false>(out + 64 * v, line);
     });
   }
   nan_rows.AddTo(a->nan_rows);
@@ -245,22 +230,22 @@ void TurnCodes(const PanelArguments* a) {
 /// The blocks of a stripe from columns in any order.
 template <PanelTransform kTransform>
 void PackColumns(const ColumnsArguments* a) {
-  constexpr bool kNibbles = kTransform == kPanelNibbles;
   const int64_t lines = a->units_per_block * UnitLines(kTransform);
+  const uint8_t* turned = a->turned;
   const int32_t* columns = a->columns;
   uint8_t* out = a->out;
   const uint8_t* sides = a->sides;
   for (int64_t block = 0; block < a->blocks; ++block) {
     for (int64_t i = 0; i < lines; ++i, out += 64) {
       Ints line[kHalves];
-      WordsOfColumns(a->turned, columns, line);
-      columns += 4;
-      if constexpr (kNibbles) {
-        Ints high[kHalves];
-        WordsOfColumns(a->turned, columns, high);
+      if constexpr (kTransform == kPanelNibbles) {
+        LoadColumns(turned, columns, line);
+        ExchangeNibbles(line);
+        TurnHalvesBack(line);
+        columns += 8;
+      } else {
+        WordsOfColumns(turned, columns, line);
         columns += 4;
-        Unroll<kHalves>([&](auto half)
-                            FMOE_FLAT { line[half] = IntOr(line[half], ShiftLeft<4>(high[half])); });
       }
       StoreLine<SplitsLanes(kTransform)>(out, line);
     }
@@ -299,10 +284,21 @@ void PackSides(const SidesArguments* a) {
   int64_t left = a->groups;
   for (int64_t first = 0; first < a->columns; first += kColumns) {
     uint8_t* lines = in_place ? out + first * 16 * kBytes : turned;
-    TransposeRows<kBytes == 2>(a->rows, first * kBytes, flip, lines);
-    if constexpr (kBytes == 1) {
-      Unroll<8>([&](auto v) FMOE_FLAT { TransposeBytes(lines + 64 * v, a->mask, a->least); });
-    }
+    Ints line[8 * kHalves];
+    LoadTransposed(a->rows, first * kBytes, line);
+    Unroll<8>([&](auto v) FMOE_FLAT {
+      Ints* x = line + v * kHalves;
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        x[half] = IntXor(x[half], flip);
+        if constexpr (kBytes == 1) {
+          x[half] = LimitBytes(x[half], a->mask, a->least);
+        }
+      });
+      if constexpr (kBytes == 1) {
+        TurnBytes(x);
+      }
+      StoreLine<kBytes == 2>(lines + 64 * v, x);
+    });
     if (in_place) {
       continue;
     }

@@ -299,22 +299,53 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   }
 }
 
-/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows; of each byte the bits of
-/// `mask` stay, and it becomes `least` at least.
-FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
-  const Ints order =
-      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+/// Of every byte the bits of `mask`, and `least` at least.
+FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
+  return _mm256_max_epu8(_mm256_and_si256(x, _mm256_set1_epi32(mask)), _mm256_set1_epi32(least));
+}
+
+/// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
+FMOE_INLINE Ints TurnFours(Ints x) {
+  return _mm256_shuffle_epi8(
+      x, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+
+/// The same of eight rows in each half of a line, and the way back.
+FMOE_INLINE void TurnHalves(Ints* line) {
   const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  Ints x[2];
-  Unroll<2>([&](auto half) FMOE_FLAT {
-    x[half] = _mm256_and_si256(LoadInts(p + 32 * half), _mm256_set1_epi32(mask));
-    x[half] = _mm256_max_epu8(x[half], _mm256_set1_epi32(least));
-    x[half] = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(x[half], order), lanes);
-  });
+  Unroll<2>([&](auto half)
+                FMOE_FLAT { line[half] = _mm256_permutevar8x32_epi32(TurnFours(line[half]), lanes); });
+}
+FMOE_INLINE void TurnHalvesBack(Ints* line) {
+  const Ints lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  Unroll<2>([&](auto half)
+                FMOE_FLAT { line[half] = TurnFours(_mm256_permutevar8x32_epi32(line[half], lanes)); });
+}
+
+/// The same of sixteen rows.
+FMOE_INLINE void TurnBytes(Ints* line) {
+  TurnHalves(line);
   // Each half now has 8 bytes of its rows for each of the four: they alternate.
-  const Ints low = _mm256_unpacklo_epi64(x[0], x[1]), high = _mm256_unpackhi_epi64(x[0], x[1]);
-  _mm256_storeu_si256((__m256i*)p, _mm256_permute2x128_si256(low, high, 0x20));
-  _mm256_storeu_si256((__m256i*)(p + 32), _mm256_permute2x128_si256(low, high, 0x31));
+  const Ints low = _mm256_unpacklo_epi64(line[0], line[1]), high = _mm256_unpackhi_epi64(line[0], line[1]);
+  line[0] = _mm256_permute2x128_si256(low, high, 0x20);
+  line[1] = _mm256_permute2x128_si256(low, high, 0x31);
+}
+
+/// The high nibbles of the first half of a line change places with the low ones of the second.
+FMOE_INLINE void ExchangeNibbles(Ints* line) {
+  const Ints low = IntSet(0x0f0f0f0f), first = line[0], second = line[1];
+  line[0] = IntOr(IntAnd(first, low), _mm256_andnot_si256(low, ShiftLeft<4>(second)));
+  line[1] = IntOr(IntAnd(ShiftRight<4>(first), low), _mm256_andnot_si256(low, second));
+}
+
+/// Eight columns of eight bytes.
+FMOE_INLINE void LoadColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto pair = [&](int i) FMOE_FLAT {
+    const __m128i first = _mm_loadl_epi64((const __m128i*)(columns + at[i]));
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(first), (const double*)(columns + at[i + 1])));
+  };
+  line[0] = _mm256_set_m128i(pair(2), pair(0));
+  line[1] = _mm256_set_m128i(pair(6), pair(4));
 }
 
 /// The way back: words of sixteen rows, a byte from each of four columns of sixteen.

@@ -328,15 +328,50 @@ FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
   _mm512_storeu_si512(p, x);
 }
 
-/// Four bytes of each of sixteen rows to four times the bytes of sixteen rows; of each byte the bits of
-/// `mask` stay, and it becomes `least` at least.
-FMOE_INLINE void TransposeBytes(uint8_t* p, int32_t mask, int32_t least) {
-  const Ints x = _mm512_max_epu8(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(mask)),
-                                 _mm512_set1_epi32(least));
-  const Ints order =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+/// Of every byte the bits of `mask`, and `least` at least.
+FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
+  return _mm512_max_epu8(_mm512_and_si512(x, _mm512_set1_epi32(mask)), _mm512_set1_epi32(least));
+}
+
+/// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
+FMOE_INLINE Ints TurnFours(Ints x) {
+  return _mm512_shuffle_epi8(
+      x, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
+}
+
+/// The same of sixteen rows.
+FMOE_INLINE void TurnBytes(Ints* line) {
   const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(lanes, _mm512_shuffle_epi8(x, order)));
+  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
+}
+
+/// The same of eight rows in each half of a line, and the way back.
+FMOE_INLINE void TurnHalves(Ints* line) {
+  const Ints lanes = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
+}
+FMOE_INLINE void TurnHalvesBack(Ints* line) {
+  const Ints lanes = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, line[0]));
+}
+
+/// The high nibbles of the first half of a line change places with the low ones of the second.
+FMOE_INLINE void ExchangeNibbles(Ints* line) {
+  const Ints stay = _mm512_mask_blend_epi32(0xff00, IntSet(0x0f0f0f0f), IntSet(~0x0f0f0f0f));
+  const Ints turn = _mm512_mask_blend_epi32(0xff00, IntSet(4), IntSet(28));
+  const Ints others = _mm512_rolv_epi32(_mm512_shuffle_i64x2(line[0], line[0], 0x4e), turn);
+  line[0] = _mm512_ternarylogic_epi32(stay, line[0], others, 0xca);
+}
+
+/// Eight columns of eight bytes.
+FMOE_INLINE void LoadColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto pair = [&](int i) FMOE_FLAT {
+    const __m128i first = _mm_loadl_epi64((const __m128i*)(columns + at[i]));
+    return _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(first), (const double*)(columns + at[i + 1])));
+  };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(0)), pair(2), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(pair(4)), pair(6), 1);
+  line[0] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 
 /// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
@@ -346,10 +381,8 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   x = _mm512_inserti32x4(x, column(1), 1);
   x = _mm512_inserti32x4(x, column(2), 2);
   x = _mm512_inserti32x4(x, column(3), 3);
-  const Ints order =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  line[0] = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(lanes, x), order);
+  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, x));
 }
 
 /// table[byte] of bytes below 64.
