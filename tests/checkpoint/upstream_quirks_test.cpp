@@ -17,6 +17,12 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
   return text;
 }
 
+Status LoadWith(TinyModel& model) {
+  const TemporaryDirectory folder;
+  model.WriteTo(folder);
+  return LoadEverything(folder.path());
+}
+
 // llm-compressor 0.14 with transformers 5.23 on DeepSeek-V4: "gate_proj" becomes "wgate" on saving.
 TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   TinyModel model("ct_int4");
@@ -26,6 +32,73 @@ TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   model.WriteTo(folder);
   const Status status = LoadEverything(folder.path());
   EXPECT_TRUE(status.ok()) << status.ToString();
+}
+
+// auto-round 0.16 as auto_awq: symmetric, and yet with zero points, which the kernels of AutoAWQ and vLLM
+// use.
+TEST(UpstreamQuirks, ZeroPointsOfAwq_AreReadWhereverTheyAre) {
+  TinyModel model("awq");
+  std::vector<std::string> zeros;
+  for (const bool zero_point : {true, false}) {
+    model.config["quantization_config"]["zero_point"] = zero_point;
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    const auto expert = written.source->load(0);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    ASSERT_FALSE(expert->gate.zero_point.empty()) << zero_point;
+    const TensorView& view = expert->gate.zero_point.view();
+    zeros.emplace_back(reinterpret_cast<const char*>(view.data()), static_cast<size_t>(view.total_bytes()));
+  }
+  EXPECT_EQ(zeros[0], zeros[1]);
+  std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".qzeros"); });
+  const WrittenModel without(model);
+  ASSERT_TRUE(without.source.ok()) << without.source.status().ToString();
+  const auto expert = without.source->load(0);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  EXPECT_TRUE(expert->gate.zero_point.empty());
+}
+
+// amd-quark 0.13 stores INT4 by channel as [out, in / 8], in groups as [in, out / 8]: square matrices were
+// read turned.
+TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {
+  TinyModel model("awq");
+  for (RawTensor& tensor : model.tensors) {
+    tensor.name = Replaced(Replaced(tensor.name, ".qweight", ".weight"), ".scales", ".weight_scale");
+    if (tensor.name.ends_with(".qzeros"))
+      tensor.name = Replaced(tensor.name, ".qzeros", ".weight_zero_point");
+  }
+  nlohmann::ordered_json weight = {{"dtype", "uint4"}, {"qscheme", "per_group"}, {"group_size", 32}};
+  weight["symmetric"] = false;
+  auto& quantization = model.config["quantization_config"];
+  quantization = {{"quant_method", "quark"}, {"export", {{"pack_method", "reorder"}}}};
+  quantization["global_quant_config"] = {{"weight", weight}};
+  EXPECT_EQ(LoadWith(model).message(), "");
+  quantization["global_quant_config"]["weight"]["qscheme"] = "per_channel";
+  quantization["global_quant_config"]["weight"]["group_size"] = nullptr;
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with(".weight_scale"))
+      tensor = Floats(tensor.name, {tensor.shape[1]}, 0.5F);
+    if (tensor.name.ends_with(".weight_zero_point"))
+      tensor =
+          Ints(tensor.name, {tensor.shape[1]}, std::vector<int32_t>(static_cast<size_t>(tensor.shape[1])));
+  }
+  const Status status = LoadWith(model);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.ToString();
+  EXPECT_NE(status.message().find("uint4 per_channel"), std::string::npos) << status.ToString();
+}
+
+// The scheme BF16 of auto-round 0.16: a configuration that quantizes nothing.
+TEST(UpstreamQuirks, SixteenBitsOfAutoRound_AreUntouched) {
+  TinyModel model("bf16");
+  model.config["quantization_config"] = {{"quant_method", "auto-round"},
+                                         {"bits", 16},
+                                         {"data_type", "fp"},
+                                         {"group_size", 128},
+                                         {"sym", true},
+                                         {"packing_format", "auto_round:auto_gptq"}};
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  EXPECT_EQ(written.source->scheme.name, "unquantized");
 }
 
 // The MXFP8 preset of compressed-tensors 0.20.
@@ -49,12 +122,6 @@ TEST(UpstreamQuirks, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
   ASSERT_TRUE(source.ok()) << source.status().ToString();
   EXPECT_EQ(source->scheme.activation.element, DType::kF8E4M3);
   EXPECT_EQ(source->scheme.activation.rule.mx_scale, MxScaleRule::kEvenE2m1);
-}
-
-Status LoadWith(TinyModel& model) {
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  return LoadEverything(folder.path());
 }
 
 // compressed-tensors 0.20 reads both, the string for configurations that older versions wrote.

@@ -184,7 +184,7 @@ struct AutoRoundOverride {
 }  // namespace
 
 Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 16, std::nullopt, path));
+  FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, "bits", 1, 32, std::nullopt, path));
   for (const char* key : {"rotation_config", "spinquant_config"}) {
     if (spec.Find(key) != nullptr) {
       return Status::Unsupported(
@@ -194,7 +194,10 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
     }
   }
   const JsonValue* group = spec.Find("group_size");
-  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, AutoRoundFormat(spec, bits, group, path));
+  LinearFormat format;
+  if (bits < 16) {  // 16 bits and more mean untouched
+    FMOE_ASSIGN_OR_RETURN(format, AutoRoundFormat(spec, bits, group, path));
+  }
   auto overrides = std::make_shared<std::vector<AutoRoundOverride>>();
   if (const JsonValue* extra = spec.Find("extra_config"); extra != nullptr) {
     for (const auto& [key, own] : extra->members()) {
@@ -207,7 +210,7 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
       }
       const JsonValue merged = spec.With(own);
       FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(merged, "bits", 1, 32, std::nullopt, path));
-      if (own_bits < 16)  // 16 bits and more mean untouched
+      if (own_bits < 16)
         override.format = AutoRoundFormat(merged, own_bits, merged.Find("group_size"), path);
       overrides->push_back(std::move(override));
     }

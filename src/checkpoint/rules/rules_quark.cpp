@@ -129,13 +129,15 @@ std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
   return format;
 }
 
+// In groups codes are [in, out / 8]. By channel they are [out, in / 8], which the shapes of a square matrix
+// would not tell apart: not read.
 std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
   if (input != nullptr || !awq_order)
     return std::nullopt;
   std::optional<LinearFormat> format(std::in_place);
   format->packing = Packing::kAwq;
   format->bits = 4;
-  format->weight = IntegerWeight(4, weight.qscheme == "per_group" ? weight.group : -1);
+  format->weight = IntegerWeight(4, weight.group);
   format->scale_is_in_out = true;
   format->twos_complement = weight.dtype == "int4";
   format->zero_point = ".weight_zero_point";
@@ -181,8 +183,7 @@ Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::
     const Level* const x = input.empty() ? nullptr : input.data();
     if (const std::optional<DType> element = MxElement(w)) {
       format = MxFormat(*element, x);
-    } else if ((w.dtype == "int4" || w.dtype == "uint4") &&
-               (w.qscheme == "per_group" || w.qscheme == "per_channel")) {
+    } else if ((w.dtype == "int4" || w.dtype == "uint4") && w.qscheme == "per_group") {
       format = FourBitFormat(w, x, awq_order);
     } else if (w.dtype == "fp8_e4m3" || w.dtype == "int8") {
       format = EightBitFormat(w, x);

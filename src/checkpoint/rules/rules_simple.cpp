@@ -180,8 +180,8 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) 
   format.codes = ".qweight";
   format.scale = ".scales";
   format.scale_is_in_out = true;
-  if (zero_point)
-    format.zero_point = ".qzeros";
+  format.zero_point = ".qzeros";  // its kernels use them whenever they are there
+  format.zero_point_optional = !zero_point;
   format.negative_scales = IsFromAutoRound(spec);
   return Uniform("awq", format, std::move(skipped));
 }
