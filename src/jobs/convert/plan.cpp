@@ -129,7 +129,7 @@ Result<Rule> Planner::GgufRule(const Scheme& source) const {
            : e2m1 && weight.block_scale_dtype == DType::kF8E8M0           ? "mxfp4_w4a16"
            : e2m1 && weight.has_tensor_scale                              ? "nvfp4_w4a16"
            : weight.element == DType::kU4 || weight.element == DType::kI4 ? "int4_w4a16:g32"
-           : IsIntegerCode(weight.element)                                    ? "int8_w8a16:g32"
+           : IsIntegerCode(weight.element)                                ? "int8_w8a16:g32"
                                                                           : "";
   }
   constexpr std::pair<std::string_view, uint32_t> kTypes[] = {{"mxfp4_w4a16", checkpoint::kGgufMxfp4},
