@@ -1,5 +1,6 @@
 #include "platform/file.hpp"
 
+#include <atomic>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
