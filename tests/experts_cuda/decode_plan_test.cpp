@@ -156,6 +156,25 @@ TEST(DecodePlan, Exchange_PlacesDependOnTheShapeAlone) {
   }
 }
 
+TEST(DecodePlan, HandOver_OfFewRoutesAndShortRowsHasTags) {
+  const LayerShape fine = Shape(FragmentFormat::kNvfp4, 2048, 768, 128, 8);
+  const LayerShape mixtral = Shape(FragmentFormat::kInt4Half128, 4096, 14336, 8, 2);
+  EXPECT_TRUE(PlanDecode(fine, 2, MidKind::kRounded, {}).tagged_mid);
+  EXPECT_FALSE(PlanDecode(fine, 3, MidKind::kRounded, {}).tagged_mid);
+  EXPECT_TRUE(PlanDecode(mixtral, 6, MidKind::kRounded, {}).tagged_mid);
+  const DecodePlan eight = PlanDecode(mixtral, 8, MidKind::kRounded, {});
+  EXPECT_FALSE(eight.tagged_mid);
+  EXPECT_GE(eight.scratch_bytes, 16 * 14336 * 2);
+}
+
+TEST(DecodePlan, ManyBytes_AreThoseOfTheExpertsThatRoutesMayName) {
+  const LayerShape fine = Shape(FragmentFormat::kInt4Half128, 2048, 768, 128, 8);  // 2.4 MB an expert
+  EXPECT_FALSE(PlanDecode(fine, 4, MidKind::kRounded, {}).many_bytes);
+  EXPECT_TRUE(PlanDecode(fine, 8, MidKind::kRounded, {}).many_bytes);
+  const LayerShape mixtral = Shape(FragmentFormat::kInt4Half128, 4096, 14336, 8, 2);
+  EXPECT_TRUE(PlanDecode(mixtral, 1, MidKind::kRounded, {}).many_bytes);
+}
+
 TEST(DecodePlan, Launch_WantsOperandsExactlyWhereThePlanMakesThem) {
   const LayerShape shape = Shape(FragmentFormat::kFp8Block, 2048, 768, 128, 8);
   const DecodeOperands operands;

@@ -179,6 +179,8 @@ struct DecodePlan {
   int64_t shared_bytes = 0;  ///< all of it
   /// Token rows and intermediate are made operands where they are staged: any MidKind but kRounded.
   bool makes_operands = false;
+  /// So much is read that memory decides: 4-bit integers become BF16 by additions (device/fragments.cuh).
+  bool many_bytes = false;
   int64_t mid_offset = 0;  ///< in scratch: [routes][mid_cols] of the operand's element, or F32
   int64_t scratch_bytes = 0;
   /// What CTAs hand to each other (decode_exchange_sm90.cuh), behind the counters. The first offset depends

@@ -9,9 +9,9 @@
 ///
 ///   partial sums   F32 [route][split][column]: zero while not there (a zero is sent as -0). The one thread
 ///                  that adds a word clears it for the next launch.
-///   intermediate   up to kTaggedRoutes: 64 bits, two elements of the operand (or one F32 that becomes one)
-///                  and the tag of the launch. Each launch has a tag of its own, so that nothing needs
-///                  clearing; a word has many readers.
+///   intermediate   up to kTaggedRoutes and kTaggedElements: 64 bits, two elements of the operand (or
+///                  one F32 that becomes one) and the tag of the launch. Each launch has a tag of its own, so
+///                  that nothing needs clearing; a word has many readers.
 ///                  Beyond: through scratch, with a counter a list, which only the CTAs of that expert wait
 ///                  for. With many rows tags cost more than they save: asynchronous copies are all in flight
 ///                  at once, words with tags wait in registers (mixtral, 8 tokens: rows up to 10 us late).

@@ -102,6 +102,7 @@ DecodeArguments MakeDecodeArguments(const LayerShape& shape, const DeviceWeights
   };
   arguments.plain = arguments.plain_silu && !arguments.row_scales && bare(arguments.phase[0]) &&
                     bare(arguments.phase[1]) && shape.hidden % kFragmentRows == 0;
+  arguments.many_bytes = plan.many_bytes;
   arguments.tagged_mid = plan.tagged_mid;
   auto* const exchange = reinterpret_cast<std::byte*>(call.counters);
   arguments.tagged = reinterpret_cast<uint64_t*>(exchange + plan.tagged_offset);

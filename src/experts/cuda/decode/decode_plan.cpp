@@ -9,6 +9,9 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr int64_t kAlign = 256;
+/// Of weights; below, decode of 4-bit integers takes 0.4 to 0.8 us longer with additions (20 to 80 MB), above
+/// 0.2 to 8 us less (from 155 MB on): docs/kernels_cuda.md.
+constexpr int64_t kManyBytes = int64_t{128} << 20;
 /// Token rows may take this much without costing ring slots.
 constexpr int64_t kEasyRows = 64 << 10;
 constexpr int64_t kFewestRows = 32 << 10;
@@ -40,6 +43,14 @@ DecodePlan Unfit(std::string why) {
 /// Enough for a list in every other CTA.
 bool HasManyExperts(const LayerShape& shape, const DeviceLimits& limits) {
   return 2 * shape.num_local_experts >= limits.num_sms;
+}
+
+/// Of weights, where each route names an expert of its own as far as there are some.
+int64_t BytesToRead(const LayerShape& shape, int64_t routes) {
+  const int64_t experts = shape.batched ? shape.num_local_experts : shape.num_experts;
+  const int64_t named =
+      std::min(routes * shape.num_local_experts / std::max<int64_t>(1, experts), shape.num_local_experts);
+  return named * (shape.gate_up_expert_bytes() + shape.down_expert_bytes());
 }
 
 /// Lists of at most eight tokens, though more would fit. Where a CTA has about one list, one with more than
@@ -148,6 +159,7 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
     return Unfit(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
                              shared(2, need), most));
   }
+  plan.many_bytes = BytesToRead(shape, routes) >= kManyBytes;
   // Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.
   plan.makes_operands = mid != MidKind::kRounded;
   const int64_t tokens_bytes = RoundUp(num_tokens * shape.hidden * 2, 128);
@@ -160,12 +172,15 @@ DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, 
                   (num_tokens + 1) * RowStride(shape.hidden_cols(), shape.group_scales) <= need;
 
   // One scale over the call wants every list first, and counters say when they are there.
-  plan.tagged_mid = mid != MidKind::kQuantizedByBatch && routes <= kTaggedRoutes;
+  plan.tagged_mid = mid != MidKind::kQuantizedByBatch && routes <= kTaggedRoutes &&
+                    routes * shape.mid_cols() <= kTaggedElements;
   const int64_t mid_bytes = plan.makes_operands ? 4 : 2;
   plan.scratch_bytes = plan.tagged_mid ? 0 : RoundUp(routes * shape.mid_cols() * mid_bytes, kAlign);
   plan.tagged_offset = RoundUp(kCounterBytes, kAlign);
   const int64_t tagged_bytes =
-      mid == MidKind::kQuantizedByBatch ? 0 : kTaggedRoutes * shape.mid_cols() * 2 * mid_bytes;
+      mid == MidKind::kQuantizedByBatch
+          ? 0
+          : std::min(kTaggedRoutes * shape.mid_cols(), kTaggedElements) * 2 * mid_bytes;
   plan.partial_offset = plan.tagged_offset + RoundUp(tagged_bytes, kAlign);
   plan.counter_bytes = plan.partial_offset + RoundUp(routes * splits * shape.down_rows() * 4, kAlign);
   plan.fits = true;
@@ -187,10 +202,8 @@ ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mi
   // more. That is even where 110 us of weights are read; of fewer than eight experts tiles do not fill the
   // card.
   constexpr int64_t kFewestBlockRoutes = 8, kFewestBlockBytes = int64_t{512} << 20;
-  const int64_t named =
-      std::min(routes * shape.num_local_experts / std::max<int64_t>(1, experts), shape.num_local_experts);
   const bool blocks = shape.format == FragmentFormat::kFp8Block && routes >= kFewestBlockRoutes &&
-                      named * (shape.gate_up_expert_bytes() + shape.down_expert_bytes()) >= kFewestBlockBytes;
+                      BytesToRead(shape, routes) >= kFewestBlockBytes;
   if (PlanPrefill(shape, num_tokens, mid, limits).codes &&
       (routes >= kFewestCodeRoutes || routes >= 2 * experts || blocks)) {
     return ExecutionMode::kPrefill;

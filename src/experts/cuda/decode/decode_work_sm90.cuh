@@ -87,9 +87,13 @@ struct DecodeWork {
       }
     }
     const int expert = map.list_expert[l], parts = !down && args.gated ? 2 : 1;
-    constexpr float kScale = kRaw ? Format::kRawSums : 1.0F;
-    list_scale[0] = __ldg(f.tensor_scale + expert * parts) * kScale;
-    list_scale[1] = __ldg(f.tensor_scale + expert * parts + parts - 1) * kScale;
+    list_scale[0] = __ldg(f.tensor_scale + expert * parts);
+    list_scale[1] = __ldg(f.tensor_scale + expert * parts + parts - 1);
+  }
+  /// What sums of a part are multiplied with. Not where a list is opened: the multiplication would wait for
+  /// the load there (INT4, one token of qwen3-30b-a3b: 1.1 us).
+  __device__ __forceinline__ float ListScale(int part) const {
+    return kRaw ? list_scale[part] * Format::kRawSums : list_scale[part];
   }
 
   /// What follows the products of a row block. It comes after every third chunk where K of down is 768: with
@@ -106,7 +110,7 @@ struct DecodeWork {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           if (there[c]) {
-            const float scale = list_scale[0] * factor[t][c];
+            const float scale = ListScale(0) * factor[t][c];
             SendPartial(to + list_to[t][c], acc[t][c] * scale);
             SendPartial(to + list_to[t][c] + 8, acc[t][c + 2] * scale);
           }
@@ -116,7 +120,7 @@ struct DecodeWork {
       float value[2];
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        value[c] = FastSwish(acc[t][c] * list_scale[0], 1.0F) * (acc[t][c + 2] * list_scale[1]);
+        value[c] = FastSwish(acc[t][c] * ListScale(0), 1.0F) * (acc[t][c + 2] * ListScale(1));
       }
       HandOver(t, there, static_cast<int>(IntermediateColumn(block, r)), value[0], value[1]);
     }
@@ -139,7 +143,7 @@ struct DecodeWork {
     const int row_b = down    ? row_a + 8
                       : gated ? row_a
                               : static_cast<int>(IntermediateColumn(2 * block + 1, r));
-    float scale_a = list_scale[0], scale_b = list_scale[1];
+    float scale_a = ListScale(0), scale_b = ListScale(1);
     const int64_t at_a = static_cast<int64_t>(expert) * parts * f.padded_rows + row_a;
     const int64_t at_b = static_cast<int64_t>(expert * parts + parts - 1) * f.padded_rows + row_b;
     float bias_a = 0, bias_b = 0;
@@ -245,7 +249,12 @@ struct DecodeWork {
   /// The slabs of a chunk that has come. `whole`: it has SPC of them.
   __device__ __forceinline__ void MultiplyChunk(const uint8_t* units, bool whole) {
     const auto slabs = [&](auto nt_constant) {
-      if (whole) {
+      if (whole && Format::kMayAdd && args.many_bytes) {
+#pragma unroll
+        for (int s = 0; s < SPC; s += kStep) {
+          Multiply<decltype(nt_constant)::value, Format::kMayAdd>(units, s);
+        }
+      } else if (whole) {
 #pragma unroll
         for (int s = 0; s < SPC; s += kStep) {
           Multiply<decltype(nt_constant)::value>(units, s);
@@ -291,8 +300,8 @@ struct DecodeWork {
     }
   }
 
-  /// kStep slabs from slab `s` of the chunk, for the first nt * 8 tokens of the list.
-  template <int nt>
+  /// kStep slabs from slab `s` of the chunk, for the first nt * 8 tokens of the list. kAdds: of Expand.
+  template <int nt, bool kAdds = false>
   __device__ __forceinline__ void Multiply(const uint8_t* units, int s) {
     [[maybe_unused]] float group[nt][4];
     [[maybe_unused]] LaneScales scales;
@@ -302,9 +311,9 @@ struct DecodeWork {
       typename Format::Codes codes;
       Format::LoadCodes(units, s + i, lane, codes);
       if constexpr (kHalves) {
-        Format::LoadHalves(units, s + i, lane, scales, half_scale);
+        Format::template LoadHalves<kAdds>(units, s + i, lane, scales, half_scale);
       } else if (i == 0) {
-        Format::template LoadScales<false>(units, s + i, lane, args.half_is_f16, scales);
+        Format::template LoadScales<false, kAdds>(units, s + i, lane, args.half_is_f16, scales);
       }
       uint4 b[nt][2];
 #pragma unroll
@@ -327,7 +336,7 @@ struct DecodeWork {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t a[4];
-        Format::template Expand<false, kHalves, kRaw>(codes, j, scales, a);
+        Format::template Expand<false, kHalves, kRaw, kAdds>(codes, j, scales, a);
 #pragma unroll
         for (int t = 0; t < nt; ++t) {
           const uint4& v = b[t][j / 2];

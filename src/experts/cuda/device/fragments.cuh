@@ -22,6 +22,9 @@
 ///          to 7 counts sixteen times, so that the four pairs of a word want one shift: 9 operations for 8
 ///          weights (15 with 128 + q, minus 136, times the scale: prefill 4 to 15 % longer). Two's complement
 ///          becomes u by the mask's instruction. Values are times 2^-32 (kIntegerExponent).
+///          Decode of many weights adds (kAdds): 128 + q, times 2^-32, by mask and OR, then minus 128 and
+///          the zero point. That is the same value in 11 operations, and yet the shorter way takes 1 to 4 %
+///          longer there: docs/kernels_cuda.md.
 ///   e4m3   bytes 0, 2 of a row's word are one pair, 1, 3 the other; as BF16 value * 2^-120
 ///   16 bit as they are
 namespace fusedmoe::cuda {
@@ -57,6 +60,7 @@ struct Fragments {
   static constexpr bool kF16 = kCode == FragmentCode::kF16;
   static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
   static constexpr bool kInteger = kTraits.integer();
+  static constexpr bool kMayAdd = kCode == FragmentCode::kInt4;
   /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
   static constexpr ScalePlace kPlace = kScale == FragmentScale::kNone  ? ScalePlace::kNone
                                        : kTraits.group < kFragmentSlab ? ScalePlace::kFragment
@@ -84,7 +88,8 @@ struct Fragments {
   }
 
   /// `half_is_f16`: FragmentScale::kHalf only. kFold: accumulator scales are wanted on the weights, as BF16.
-  template <bool kFold>
+  /// kAdds: for Expand by additions.
+  template <bool kFold, bool kAdds = false>
   __device__ __forceinline__ static void LoadScales(const uint8_t* units, int slab, int lane,
                                                     bool half_is_f16, LaneScales& s) {
     const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.unit_code_bytes();
@@ -114,8 +119,8 @@ struct Fragments {
     } else if constexpr (kScale == FragmentScale::kF32Zero) {
       const int group = kTraits.group == 32 ? lane >> 1 & 1 : 0;
       const uint2 words = *reinterpret_cast<const uint2*>(at + (group * 8 + (lane >> 2)) * 8);
-      s.zero[0] = ZeroPair(words.x & 0xffU);
-      s.zero[1] = ZeroPair(words.y & 0xffU);
+      s.zero[0] = ZeroPair<kAdds>(words.x & 0xffU);
+      s.zero[1] = ZeroPair<kAdds>(words.y & 0xffU);
       PutRows<kFold || kPlace == ScalePlace::kFragment>(__uint_as_float(words.x & 0xffffff00U),
                                                         __uint_as_float(words.y & 0xffffff00U), s);
     } else if constexpr (kScale == FragmentScale::kF32Halves) {
@@ -125,13 +130,14 @@ struct Fragments {
   }
 
   /// kHalves: the scales of both groups, [half][row], and the zero points of this lane's.
+  template <bool kAdds = false>
   __device__ __forceinline__ static void LoadHalves(const uint8_t* units, int slab, int lane, LaneScales& s,
                                                     float (&scale)[2][2]) {
     const uint8_t* at = units + slab / kUnitSlabs * kUnitBytes + kTraits.unit_code_bytes() + (lane >> 2) * 8;
     const bool second = (lane >> 1 & 1) != 0;
     const uint2 low = *reinterpret_cast<const uint2*>(at), high = *reinterpret_cast<const uint2*>(at + 64);
-    s.zero[0] = ZeroPair((second ? high.x : low.x) & 0xffU);
-    s.zero[1] = ZeroPair((second ? high.y : low.y) & 0xffU);
+    s.zero[0] = ZeroPair<kAdds>((second ? high.x : low.x) & 0xffU);
+    s.zero[1] = ZeroPair<kAdds>((second ? high.y : low.y) & 0xffU);
     scale[0][0] = __uint_as_float(low.x & 0xffffff00U), scale[0][1] = __uint_as_float(low.y & 0xffffff00U);
     scale[1][0] = __uint_as_float(high.x & 0xffffff00U), scale[1][1] = __uint_as_float(high.y & 0xffffff00U);
   }
@@ -145,7 +151,7 @@ struct Fragments {
   /// The fragment of k-step j. kFold as above; kBare: without scales; kRaw: without the factor of the codes.
   /// Values are the weights without the scales that do not act here, times what their tensor scale carries
   /// back (FragmentRows::TensorScale).
-  template <bool kFold, bool kBare = false, bool kRaw = false>
+  template <bool kFold, bool kBare = false, bool kRaw = false, bool kAdds = false>
   __device__ __forceinline__ static void Expand(const Codes& codes, int j, const LaneScales& s,
                                                 uint32_t (&a)[4]) {
     constexpr bool kScaled =
@@ -157,6 +163,13 @@ struct Fragments {
       a[1] = MulBf16x2((x << 6) & kMask, s.pair[1]);
       a[2] = MulBf16x2(__funnelshift_r(x, x, 4) & kMask, s.pair[0]);
       a[3] = MulBf16x2(((x << 2) & 0x80C080C0U) | ((x >> 6) & 0x01000100U), s.pair[1]);
+    } else if constexpr (kAdds) {
+      static_assert(kMayAdd && !kScaled, "4 bits, and sums take the scales");
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t from128 = AndOr<0x000F000FU>(Word(codes[0], j) >> (4 * i), k128);
+        a[i] = AddBf16x2(from128, kHasZero ? s.zero[i & 1] : kMinus128 + 0x00080008U);
+      }
     } else if constexpr (kInteger) {
       constexpr bool kByScale = kScaled && kScale == FragmentScale::kHalf;  // scale and zero point at once
 #pragma unroll
@@ -194,6 +207,9 @@ struct Fragments {
 
  private:
   static constexpr bool kNibbles = kCode == FragmentCode::kInt4;
+  /// 128 and its negative, times 2^kIntegerExponent; their last bits count one.
+  static constexpr uint32_t k128 = PowerPair(7 + kIntegerExponent), kMinus128 = k128 | 0x80008000U;
+
   /// 2^(133 + kIntegerExponent) for a0 and a2, and for a1 and a3, whose nibbles stand four bits higher.
   __device__ __forceinline__ static constexpr uint32_t Unit(int i) {
     return PowerPair((kNibbles && i % 2 != 0 ? 129 : 133) + kIntegerExponent);
@@ -229,9 +245,14 @@ struct Fragments {
     pair[0] = __byte_perm(both, 0, 0x1010);
     pair[1] = __byte_perm(both, 0, 0x3232);
   }
-  /// Minus a zero point, read like codes.
+  /// Minus a zero point, read like codes; kAdds: and minus 128.
+  template <bool kAdds>
   __device__ __forceinline__ static uint32_t ZeroPair(uint32_t zero) {
-    return MulBf16x2(zero * 0x00010001U, PowerPair(133 + kIntegerExponent) | 0x80008000U);
+    if constexpr (kAdds) {
+      return kMinus128 + zero * 0x00010001U;
+    } else {
+      return MulBf16x2(zero * 0x00010001U, PowerPair(133 + kIntegerExponent) | 0x80008000U);
+    }
   }
 };
 

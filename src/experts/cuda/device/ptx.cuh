@@ -163,6 +163,11 @@ __device__ __forceinline__ uint32_t MulBf16x2(uint32_t a, uint32_t b) {
   asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
+__device__ __forceinline__ uint32_t AddBf16x2(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
 /// a b + c, rounded once; subnormal operands count.
 __device__ __forceinline__ uint32_t FmaBf16x2(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t sum;
