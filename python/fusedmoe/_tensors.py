@@ -73,6 +73,8 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
     tensor = _c.Tensor()
     if value is None:
         return tensor, None
+    if is_torch(value) and value.is_neg():  # the sign is no part of the memory
+        raise ValueError(f"{name} is a view that negates its memory: give its resolve_neg()")
     address, dtype, shape, strides, owner = _parts(value)
     shape, strides = list(shape), list(strides)
     if element is not None and dtype != element:
@@ -87,7 +89,8 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
         raise TypeError(f"{name} has elements of type {dtype}, which the library does not know")
     if len(shape) > _c.MAX_RANK:
         raise ValueError(f"{name} has {len(shape)} axes, the library knows {_c.MAX_RANK}")
-    size = 1 if element in PACKED else {"BOOL": 1}.get(dtype, int("".join(filter(str.isdigit, dtype.split("_")[0]))) // 8)
+    digits = "".join(filter(str.isdigit, dtype.split("_")[0]))
+    size = 1 if element in PACKED or not digits else int(digits) // 8
     if 0 not in shape and shape and shape[-1] > 1 and strides[-1] != size:
         raise ValueError(f"{name} has gaps between the elements of a row (stride {strides[-1]} bytes): make it contiguous")
     # Rows that are one row over and over, of broadcast_to and expand: strides of 0 say "dense" to the library.

@@ -51,6 +51,16 @@ class Python(Case):
     def fresh(self, **options):
         return AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32, **options).eval()
 
+    def test_tensors_that_memory_does_not_say_are_refused(self):
+        layer = fusedmoe.Checkpoint(self.source).load_layer(0, max_tokens=32)
+        hidden = torch.randn(3, 64)
+        with self.assertRaisesRegex(ValueError, r"hidden is a view that negates its memory: give its resolve_neg\(\)"):
+            layer(torch._neg_view(hidden))
+        self.assertTrue(torch.equal(layer(torch._neg_view(hidden).resolve_neg()), layer(-hidden)))
+        for wrong in (hidden > 0, (hidden > 0).numpy()):
+            with self.assertRaisesRegex(fusedmoe.Error, "hidden is BOOL, the layer takes"):
+                layer(wrong)
+
     def test_children_forked_while_a_lock_is_held_compute(self):
         """torch's own kernels are no part of it: its threads do not survive a fork."""
         experts = self.fresh(experts_implementation="fusedmoe").model.layers[0].mlp.experts
