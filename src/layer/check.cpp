@@ -27,7 +27,9 @@ Status CheckMatrix(std::string_view name, TensorView view, int64_t rows, int64_t
     if (view.dtype() == dtype) {
       return Status::Ok();
     }
-    names += (names.empty() ? "" : ", ") + std::string(DTypeName(dtype));
+    if (names != DTypeName(dtype)) {  // F32 rows may give F32 or F32
+      names += (names.empty() ? "" : ", ") + std::string(DTypeName(dtype));
+    }
   }
   return Status::Usage(fmt::format("{} is {}, the layer takes {}", name, DTypeName(view.dtype()), names));
 }

@@ -57,6 +57,8 @@ class Python(Case):
         with self.assertRaisesRegex(ValueError, r"hidden is a view that negates its memory: give its resolve_neg\(\)"):
             layer(torch._neg_view(hidden))
         self.assertTrue(torch.equal(layer(torch._neg_view(hidden).resolve_neg()), layer(-hidden)))
+        with self.assertRaisesRegex(fusedmoe.Error, "output is BF16, the layer takes F32$"):
+            layer(hidden, out=torch.empty(3, 64, dtype=torch.bfloat16))
         for wrong in (hidden > 0, (hidden > 0).numpy()):
             with self.assertRaisesRegex(fusedmoe.Error, "hidden is BOOL, the layer takes"):
                 layer(wrong)
