@@ -66,7 +66,11 @@ struct TileEngine {
     int64_t piece;   // of a call
     bool spread;     // between tile instructions instead
   };
-  static constexpr bool kSpreads = kDirect && kBytes;
+  /// Codes under scales of whole tokens: FP8, NVFP4 W4A4.
+  static constexpr bool kScaledTokens =
+      !kFlush && !kBytes && (kWeight == kWeightE4m3 || kWeight == kWeightNvfp4);
+  static constexpr bool kSpreads = (kDirect && kBytes) || kScaledTokens;
+  static constexpr TileSums kSpreadSums = kScaledTokens ? kScaledSums : kIntegerSums;
 
   const TileGemm& g;
   const Walk walk;
@@ -234,7 +238,7 @@ struct TileEngine {
   void RunPassOfTwo(const TilePass& pass, int64_t least_parts) {
     if constexpr (kSpreads) {
       if (finish.spread) {
-        WithSpread<kIntegerSums>(
+        WithSpread<kSpreadSums>(
             g.finish, [&](auto type) { RunPassWith<2, typename decltype(type)::Is>(pass, least_parts); });
         return;
       }
@@ -269,7 +273,7 @@ struct TileEngine {
     const bool waits = kFlush && c.blocks > 1;
     int64_t of_step = 0;
     if constexpr (kSpreads) {
-      WithSpread<kIntegerSums>(g.finish, [&](auto type) { of_step = decltype(type)::Is::kTokensOfStep; });
+      WithSpread<kSpreadSums>(g.finish, [&](auto type) { of_step = decltype(type)::Is::kTokensOfStep; });
     }
     finish = {{0, waits ? 0 : tokens, sums, 0, tile_tokens},
               tokens,
