@@ -73,6 +73,23 @@ TEST_F(ConvertOtherModules, SixBitFloats_AreFourInThreeBytes) {
   ExpectEqualTwins(six);
 }
 
+// Where a module of a scheme with stored scales of inputs has none, ModelOpt left its inputs alone.
+TEST_F(ConvertOtherModules, MissingInputScale_MeansThatInputsAreNotQuantized) {
+  const std::string both = WithAttention(Sample("static", "fp8_w8a8:tensor_static"), "both");
+  auto file = ReadSafetensors(both + "/model.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  const size_t before = file->tensors.size();
+  std::erase_if(file->tensors, [](const NamedTensor& tensor) {
+    return tensor.name == "model.layers.0.self_attn.o_proj.input_scale";
+  });
+  ASSERT_EQ(file->tensors.size(), before - 1);
+  fs::create_directories(At("one"));
+  fs::copy_file(both + "/config.json", At("one") + "/config.json");
+  ASSERT_TRUE(WriteSafetensors(At("one") + "/model.safetensors", file->tensors, file->metadata).ok());
+  ExpectEqualTwins(At("one"));
+  Lossless(At("one"), "compressed-tensors", "one-ct");
+}
+
 // 4 bits, 36 columns: the last of five words is half empty, and only weight_shape says so.
 TEST_F(ConvertOtherModules, ColumnsThatFillNoWord_AreThoseOfWeightShape) {
   fs::create_directories(At("odd"));

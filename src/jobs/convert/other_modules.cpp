@@ -75,6 +75,11 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
       if (!format->scale.empty() && !any_layer.store->Has(module.module + std::string(format->scale))) {
         break;
       }
+      if (any_layer.rules->producer == "modelopt" && !format->input_scale.empty() &&
+          !any_layer.store->Has(module.module + std::string(format->input_scale))) {
+        format->activation = {};  // its preset leaves the inputs of this module alone
+        format->input_scale = "";
+      }
       SizeOf(*format, spec, module);
       const std::string shape = module.module + std::string(format->shape);
       if (!format->shape.empty() && any_layer.store->Has(shape)) {
