@@ -48,6 +48,11 @@ struct LinearFormat {
   bool negative_scales = false;      ///< the writer uses them (auto-round); elsewhere they are refused
   bool input_scale_optional = false;  ///< a missing input scale makes the scheme weight-only
   bool quantized() const { return weight.quantized(); }
+  /// Weight-only: of modules whose file has no scales of inputs.
+  void LeaveInputsAlone() {
+    activation = {};
+    input_scale = "";
+  }
 };
 
 /// Everything that a format's readers fill in of a scheme: the name from the scheme table.

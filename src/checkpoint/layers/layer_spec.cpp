@@ -170,8 +170,7 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     format.weight.has_tensor_scale = true;
   }
   if (format.input_scale_optional && !has(format.input_scale)) {
-    format.activation = {};
-    format.input_scale = "";
+    format.LeaveInputsAlone();
   }
   if (has(format.codes) || (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1)))))
     return format;

@@ -77,8 +77,7 @@ Result<std::vector<OtherModule>> FindOtherModules(const checkpoint::LayerContext
       }
       if (any_layer.rules->producer == "modelopt" && !format->input_scale.empty() &&
           !any_layer.store->Has(module.module + std::string(format->input_scale))) {
-        format->activation = {};  // its preset leaves the inputs of this module alone
-        format->input_scale = "";
+        format->LeaveInputsAlone();  // as its preset does
       }
       SizeOf(*format, spec, module);
       const std::string shape = module.module + std::string(format->shape);

@@ -7,6 +7,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/matrices/unpack.hpp"
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
@@ -43,21 +44,10 @@ Result<Tensor> Recode(const Tensor& tensor, DType dtype) {
   return kept == values ? std::move(out) : Tensor();
 }
 
-// Column j of the result is column j * from / to of a [rows, groups] tensor: each group becomes several.
-Result<Tensor> RepeatColumns(const Tensor& tensor, int64_t from, int64_t to, int64_t cols) {
-  if (tensor.empty() || from == to) {
-    return tensor;
-  }
-  const int64_t width = DTypeBits(tensor.dtype()) / 8, groups = cols / to;
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(tensor.dtype(), {tensor.dim(0), groups}));
-  for (int64_t row = 0; row < tensor.dim(0); ++row) {
-    const std::byte* source = tensor.view().data() + row * tensor.view().stride_bytes(0);
-    std::byte* target = out.mutable_view().data() + row * groups * width;
-    for (int64_t group = 0; group < groups; ++group) {
-      std::memcpy(target + group * width, source + group * to / from * width, static_cast<size_t>(width));
-    }
-  }
-  return out;
+// Each group becomes several; an absent tensor stays absent.
+Result<Tensor> SplitGroups(const Tensor& tensor, int64_t from, int64_t to, int64_t cols) {
+  return tensor.empty() || from == to ? Result<Tensor>(tensor)
+                                      : checkpoint::RepeatColumns(tensor, from / to, cols / to);
 }
 
 // Signed integers as unsigned ones around 128.
@@ -171,8 +161,8 @@ Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& tar
   }
   if (target.format.has_block_scale() && target.format.block.row == 1) {
     const int64_t into = GroupOf(to);
-    FMOE_ASSIGN_OR_RETURN(to.block_scale, RepeatColumns(to.block_scale, group, into, from.cols));
-    FMOE_ASSIGN_OR_RETURN(to.zero_point, RepeatColumns(to.zero_point, group, into, from.cols));
+    FMOE_ASSIGN_OR_RETURN(to.block_scale, SplitGroups(to.block_scale, group, into, from.cols));
+    FMOE_ASSIGN_OR_RETURN(to.zero_point, SplitGroups(to.zero_point, group, into, from.cols));
     FMOE_ASSIGN_OR_RETURN(to.block_scale, Recode(to.block_scale, target.format.block_scale_dtype));
     if (to.block_scale.empty()) {
       return CanonicalMatrix();
