@@ -34,12 +34,6 @@ int ChooseSlabs(const LayerShape& shape) {
                                                                                 : choice.first;
 }
 
-DecodePlan Unfit(std::string why) {
-  DecodePlan plan;
-  plan.why_not = std::move(why);
-  return plan;
-}
-
 /// Enough for a list in every other CTA.
 bool HasManyExperts(const LayerShape& shape, const DeviceLimits& limits) {
   return 2 * shape.num_local_experts >= limits.num_sms;
@@ -95,96 +89,154 @@ RowsPlan PlanRows(const LayerShape& shape, const DecodePlan& plan, int64_t num_t
   return result;
 }
 
+/// Makes one plan in stages; each says why the call does not fit, or nothing.
+class DecodePlanner {
+ public:
+  DecodePlanner(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits)
+      : shape_(shape),
+        traits_(FragmentTraitsOf(shape.format)),
+        num_tokens_(num_tokens),
+        routes_(num_tokens * (shape.batched ? 1 : shape.top_k)),
+        mid_(mid),
+        limits_(limits) {}
+
+  DecodePlan Plan() {
+    for (const auto stage : {&DecodePlanner::PlanTables, &DecodePlanner::PlanTokenRows,
+                             &DecodePlanner::PlanSegments, &DecodePlanner::PlanSlots}) {
+      if (std::string why = (this->*stage)(); !why.empty()) {
+        DecodePlan unfit;
+        unfit.why_not = std::move(why);
+        return unfit;
+      }
+    }
+    PlanOperands();
+    PlanScratch();
+    plan_.fits = true;
+    return plan_;
+  }
+
+ private:
+  /// Bytes of shared memory with `slots` weight slots a warp and `rows_bytes` of token rows.
+  int64_t SharedBytes(int64_t slots, int64_t rows_bytes) const {
+    return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes),
+                            static_cast<int>(plan_.tokens_bytes), static_cast<int>(routes_),
+                            static_cast<int>(shape_.num_local_experts), static_cast<int>(ChunkBytes()),
+                            plan_.token_tile)
+        .bytes;
+  }
+
+  int64_t ChunkBytes() const { return int64_t{plan_.slabs} / traits_.unit_slabs() * traits_.unit_bytes(); }
+
+  int64_t MostRowsBytes() const { return (limits_.shared_memory_per_block - SharedBytes(2, 0)) / 128 * 128; }
+
+  std::string PlanTables() {
+    if (routes_ > kMaxRoutes) {
+      return fmt::format("{} routes; the sort of the decode kernel holds {}", routes_, kMaxRoutes);
+    }
+    if (shape_.num_local_experts > kMaxExperts) {
+      return fmt::format("{} local experts; {} at most", shape_.num_local_experts, kMaxExperts);
+    }
+    if (shape_.group_scales && (traits_.group != 128 || traits_.code_bits != 8)) {
+      return fmt::format("activation scales of groups of 128 need 8-bit weights of groups of 128, not {}",
+                         traits_.name);
+    }
+    plan_.slabs = ChooseSlabs(shape_);
+    plan_.grid = limits_.num_sms;
+    return {};
+  }
+
+  std::string PlanTokenRows() {
+    plan_.token_tile = num_tokens_ <= 8 || WantsShortLists(shape_, routes_, limits_) ? 1 : 2;
+    RowsPlan rows = PlanRows(shape_, plan_, num_tokens_, MostRowsBytes());
+    if (plan_.token_tile == 2 && rows.list_tokens <= 8) {  // the smaller tile leaves more memory for rows
+      plan_.token_tile = 1;
+      rows = PlanRows(shape_, plan_, num_tokens_, MostRowsBytes());
+    }
+    plan_.rows_bytes = rows.bytes;
+    plan_.splits = static_cast<int>(rows.splits);
+    plan_.list_tokens = static_cast<int>(rows.list_tokens);
+    if (plan_.list_tokens < 1) {
+      return fmt::format(
+          "a token row of {} bytes beside the weight rings; {} bytes of shared memory are left",
+          RowStride(shape_.hidden_cols(), shape_.group_scales), MostRowsBytes());
+    }
+    return {};
+  }
+
+  /// A CTA's share of the lists, each cut at both ends, must fit its table of segments.
+  std::string PlanSegments() {
+    const int64_t lists = routes_ * plan_.splits;
+    if (CeilDiv(lists, plan_.grid) + 2 > kMaxSegments) {
+      return fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes_, plan_.splits,
+                         plan_.grid, kMaxSegments);
+    }
+    const int64_t work = lists * std::max(shape_.gate_up_blocks(), shape_.down_blocks());
+    if (work >= (int64_t{1} << 24) || work * plan_.grid >= (int64_t{1} << 31) ||
+        shape_.gate_up_blocks() * CeilDiv(shape_.hidden_cols() / kFragmentSlab, plan_.slabs) >=
+            (int64_t{1} << 20)) {
+      return fmt::format("{} row blocks are beyond the index range of the kernel", work);
+    }
+    return {};
+  }
+
+  std::string PlanSlots() {
+    const int64_t most = limits_.shared_memory_per_block, rows_bytes = plan_.rows_bytes;
+    const int64_t slots = (most - SharedBytes(0, rows_bytes)) / (kDecodeWarps * (ChunkBytes() + 8));
+    // A third only lengthens queues: docs/kernels_cuda.md.
+    plan_.slots = static_cast<int>(std::min<int64_t>(slots, 2));
+    while (plan_.slots > 0 && SharedBytes(plan_.slots, rows_bytes) > most) {
+      --plan_.slots;
+    }
+    if (plan_.slots < 2) {
+      return fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
+                         SharedBytes(2, rows_bytes), most);
+    }
+    plan_.many_bytes = BytesToRead(shape_, routes_) >= kManyBytes;
+    return {};
+  }
+
+  /// Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.
+  void PlanOperands() {
+    plan_.makes_operands = mid_ != MidKind::kRounded;
+    const int64_t tokens_bytes = RoundUp(num_tokens_ * shape_.hidden * 2, 128);
+    if (plan_.makes_operands && !shape_.batched && tokens_bytes <= kEasyRows &&
+        SharedBytes(plan_.slots, plan_.rows_bytes) + tokens_bytes <= limits_.shared_memory_per_block) {
+      plan_.tokens_bytes = tokens_bytes;
+    }
+    plan_.shared_bytes = SharedBytes(plan_.slots, plan_.rows_bytes);
+    plan_.by_token =
+        !plan_.makes_operands && !shape_.batched &&
+        (num_tokens_ + 1) * RowStride(shape_.hidden_cols(), shape_.group_scales) <= plan_.rows_bytes;
+  }
+
+  /// One scale over the call wants every list first, and counters say when they are there.
+  void PlanScratch() {
+    const bool by_batch = mid_ == MidKind::kQuantizedByBatch;
+    const int64_t elements = routes_ * shape_.mid_cols();
+    plan_.tagged_mid = !by_batch && routes_ <= kTaggedRoutes && elements <= kTaggedElements;
+    const int64_t mid_bytes = plan_.makes_operands ? 4 : 2;
+    plan_.scratch_bytes = plan_.tagged_mid ? 0 : RoundUp(elements * mid_bytes, kAlign);
+    plan_.tagged_offset = RoundUp(kCounterBytes, kAlign);
+    const int64_t tagged_elements =
+        by_batch ? 0 : std::min(kTaggedRoutes * shape_.mid_cols(), kTaggedElements);
+    plan_.partial_offset = plan_.tagged_offset + RoundUp(tagged_elements * 2 * mid_bytes, kAlign);
+    plan_.counter_bytes =
+        plan_.partial_offset + RoundUp(routes_ * plan_.splits * shape_.down_rows() * 4, kAlign);
+  }
+
+  const LayerShape& shape_;
+  const FragmentTraits traits_;
+  const int64_t num_tokens_;
+  const int64_t routes_;
+  const MidKind mid_;
+  const DeviceLimits& limits_;
+  DecodePlan plan_;
+};
+
 }  // namespace
 
 DecodePlan PlanDecode(const LayerShape& shape, int64_t num_tokens, MidKind mid, const DeviceLimits& limits) {
-  const int64_t routes = num_tokens * (shape.batched ? 1 : shape.top_k);
-  if (routes > kMaxRoutes) {
-    return Unfit(fmt::format("{} routes; the sort of the decode kernel holds {}", routes, kMaxRoutes));
-  }
-  if (shape.num_local_experts > kMaxExperts) {
-    return Unfit(fmt::format("{} local experts; {} at most", shape.num_local_experts, kMaxExperts));
-  }
-  const FragmentTraits traits = FragmentTraitsOf(shape.format);
-  if (shape.group_scales && (traits.group != 128 || traits.code_bits != 8)) {
-    return Unfit(fmt::format("activation scales of groups of 128 need 8-bit weights of groups of 128, not {}",
-                             traits.name));
-  }
-  DecodePlan plan;
-  plan.slabs = ChooseSlabs(shape);
-  plan.grid = limits.num_sms;
-  const int64_t chunk_bytes = int64_t{plan.slabs} / traits.unit_slabs() * traits.unit_bytes();
-  const auto shared = [&](int64_t slots, int64_t rows_bytes) -> int64_t {
-    return MakeDecodeShared(static_cast<int>(slots), static_cast<int>(rows_bytes),
-                            static_cast<int>(plan.tokens_bytes), static_cast<int>(routes),
-                            static_cast<int>(shape.num_local_experts), static_cast<int>(chunk_bytes),
-                            plan.token_tile)
-        .bytes;
-  };
-  const int64_t most = limits.shared_memory_per_block;
-  const auto most_rows = [&] { return (most - shared(2, 0)) / 128 * 128; };
-  plan.token_tile = num_tokens <= 8 || WantsShortLists(shape, routes, limits) ? 1 : 2;
-  RowsPlan rows = PlanRows(shape, plan, num_tokens, most_rows());
-  if (plan.token_tile == 2 && rows.list_tokens <= 8) {  // the smaller tile leaves more memory for rows
-    plan.token_tile = 1;
-    rows = PlanRows(shape, plan, num_tokens, most_rows());
-  }
-  const int64_t need = rows.bytes, splits = rows.splits;
-  plan.rows_bytes = need;
-  plan.splits = static_cast<int>(splits);
-  plan.list_tokens = static_cast<int>(rows.list_tokens);
-  if (plan.list_tokens < 1) {
-    return Unfit(
-        fmt::format("a token row of {} bytes beside the weight rings; {} bytes of shared memory are left",
-                    RowStride(shape.hidden_cols(), shape.group_scales), most_rows()));
-  }
-  // A CTA's share of the lists, each cut at both ends, must fit its table of segments.
-  if (CeilDiv(routes * splits, plan.grid) + 2 > kMaxSegments) {
-    return Unfit(fmt::format("{} routes in {} splits on {} SMs; {} segments an SM at most", routes, splits,
-                             plan.grid, kMaxSegments));
-  }
-  const int64_t work = routes * splits * std::max(shape.gate_up_blocks(), shape.down_blocks());
-  if (work >= (int64_t{1} << 24) || work * plan.grid >= (int64_t{1} << 31) ||
-      shape.gate_up_blocks() * CeilDiv(shape.hidden_cols() / kFragmentSlab, plan.slabs) >=
-          (int64_t{1} << 20)) {
-    return Unfit(fmt::format("{} row blocks are beyond the index range of the kernel", work));
-  }
-  const int64_t slots = (most - shared(0, need)) / (kDecodeWarps * (chunk_bytes + 8));
-  plan.slots =
-      static_cast<int>(std::min<int64_t>(slots, 2));  // a third only lengthens queues: docs/kernels_cuda.md
-  while (plan.slots > 0 && shared(plan.slots, need) > most) {
-    --plan.slots;
-  }
-  if (plan.slots < 2) {
-    return Unfit(fmt::format("two weight slots a warp need {} bytes of shared memory, the device has {}",
-                             shared(2, need), most));
-  }
-  plan.many_bytes = BytesToRead(shape, routes) >= kManyBytes;
-  // Operands are made for the lists of a CTA alone, but of tokens that it asked for before it had lists.
-  plan.makes_operands = mid != MidKind::kRounded;
-  const int64_t tokens_bytes = RoundUp(num_tokens * shape.hidden * 2, 128);
-  if (plan.makes_operands && !shape.batched && tokens_bytes <= kEasyRows &&
-      shared(plan.slots, need) + tokens_bytes <= most) {
-    plan.tokens_bytes = tokens_bytes;
-  }
-  plan.shared_bytes = shared(plan.slots, need);
-  plan.by_token = !plan.makes_operands && !shape.batched &&
-                  (num_tokens + 1) * RowStride(shape.hidden_cols(), shape.group_scales) <= need;
-
-  // One scale over the call wants every list first, and counters say when they are there.
-  plan.tagged_mid = mid != MidKind::kQuantizedByBatch && routes <= kTaggedRoutes &&
-                    routes * shape.mid_cols() <= kTaggedElements;
-  const int64_t mid_bytes = plan.makes_operands ? 4 : 2;
-  plan.scratch_bytes = plan.tagged_mid ? 0 : RoundUp(routes * shape.mid_cols() * mid_bytes, kAlign);
-  plan.tagged_offset = RoundUp(kCounterBytes, kAlign);
-  const int64_t tagged_bytes =
-      mid == MidKind::kQuantizedByBatch
-          ? 0
-          : std::min(kTaggedRoutes * shape.mid_cols(), kTaggedElements) * 2 * mid_bytes;
-  plan.partial_offset = plan.tagged_offset + RoundUp(tagged_bytes, kAlign);
-  plan.counter_bytes = plan.partial_offset + RoundUp(routes * splits * shape.down_rows() * 4, kAlign);
-  plan.fits = true;
-  return plan;
+  return DecodePlanner(shape, num_tokens, mid, limits).Plan();
 }
 
 ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mid,
