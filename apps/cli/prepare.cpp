@@ -39,7 +39,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
   } else {
     if (flags.backend.empty()) {
       return Status::Usage("--backend is required: the backend for whose layout to prepare")
-          .WithHint("fusedmoe backends lists them");
+          .WithHint(fmt::format("one of {}", fmt::join(BackendsWithLayouts(), ", ")));
     }
     FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.source));
     FMOE_RETURN_IF_ERROR(CheckOutput(flags.output, *checkpoint));
@@ -78,7 +78,9 @@ Action DefinePrepare(CLI::App& app) {
                 "Directory with config.json and safetensors files; with --invert a prepared file");
   AddLayer(app, flags->layer);
   app.add_option("--backend", flags->backend,
-                 "Backend for whose layout to prepare; with --invert the one that the file must be for");
+                 fmt::format("Backend for whose layout to prepare ({}); with --invert the one that the file "
+                             "must be for",
+                             fmt::join(BackendsWithLayouts(), ", ")));
   app.add_option("--output", flags->output, "File to write")->required();
   app.add_flag("--batched", flags->batched, "For rows in the BatchedExperts format");
   CLI::Option* invert =

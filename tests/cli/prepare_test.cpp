@@ -31,6 +31,23 @@ TEST(Prepare, Inverted_GivesTheSameFileFromEveryLayout) {
   }
 }
 
+TEST(Prepare, BackendWithoutLayout_IsRefusedWithThoseThatHaveOne) {
+  const SampleCheckpoint sample("qwen3_moe", "nvfp4_w4a4");
+  TemporaryDirectory directory;
+  const std::string file = directory / "prepared.safetensors";
+  const ProcessResult missing = RunCommand({"prepare", sample.path(), "--output", file});
+  EXPECT_EQ(missing.exit_code, 2);
+  EXPECT_NE(missing.err.find("MARLIN"), std::string::npos) << missing.err;
+  for (const std::string backend : {"REFERENCE", "CPU_FUSED"}) {
+    const ProcessResult refused =
+        RunCommand({"prepare", sample.path(), "--backend", backend, "--output", file});
+    EXPECT_EQ(refused.exit_code, 4);
+    EXPECT_NE(refused.err.find(backend), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find("MARLIN"), std::string::npos) << refused.err;
+    EXPECT_TRUE(ReadFile(file).empty());
+  }
+}
+
 // The whole way of a user: prepare, run, verify, refuse, invert, without the checkpoint.
 TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
   const SampleCheckpoint sample("qwen2_moe", "nvfp4_w4a4");

@@ -12,6 +12,10 @@
 
 namespace fusedmoe {
 
+/// Backends whose layout is the same bytes on every machine, so that WritePrepared can write it. Those of
+/// CPUs and cards follow the machine and are made when a layer is loaded.
+std::vector<std::string> BackendsWithLayouts();
+
 /// What WritePrepared made.
 struct PrepareReport {
   std::string backend;

@@ -78,7 +78,23 @@ Result<int64_t> LoadedBytes(const ExpertSource& source, WeightFormat& format) {
   return bytes;
 }
 
+/// The same bytes for every machine.
+bool HasLayoutToWrite(const Backend& backend) {
+  return !backend.layout_key.empty() && backend.layout_key != prepared::kCanonicalKey &&
+         backend.layout_key != "cpu_panels";
+}
+
 }  // namespace
+
+std::vector<std::string> BackendsWithLayouts() {
+  std::vector<std::string> names;
+  for (const HostBackend& row : HostTable()) {
+    if (row.backend != nullptr && HasLayoutToWrite(*row.backend)) {
+      names.emplace_back(row.name);
+    }
+  }
+  return names;
+}
 
 Result<PrepareReport> WritePrepared(const Checkpoint& checkpoint, int64_t layer, const LayerOptions& options,
                                     const std::string& path) {
@@ -96,16 +112,15 @@ Result<PrepareReport> WritePrepared(const Checkpoint& checkpoint, int64_t layer,
   PrepareReport report;
   report.backend = file.backend = selection.chosen->backend;
   const Backend* backend = FindBackend(report.backend);
-  if (backend->layout_key == prepared::kCanonicalKey) {
+  if (!HasLayoutToWrite(*backend)) {
+    const bool canonical = backend->layout_key == prepared::kCanonicalKey;
     return Status::Unsupported(
-        fmt::format("{} computes on the canonical form and has no layout to write", report.backend));
-  }
-  if (backend->layout_key.empty() || backend->layout_key == "cpu_panels") {
-    return Status::Unsupported(
-               fmt::format(
-                   "the layout of {} follows the machine that runs it: it is made when a layer is loaded",
-                   report.backend))
-        .WithHint("fusedmoe run CHECKPOINT");
+               fmt::format("{} {}", report.backend,
+                           canonical
+                               ? "computes on the canonical form and has no layout to write"
+                               : "makes its layout when a layer is loaded, for the machine that runs it"))
+        .WithHint(fmt::format("fusedmoe run CHECKPOINT needs no prepared file; layouts to write have {}",
+                              fmt::join(BackendsWithLayouts(), ", ")));
   }
   FMOE_ASSIGN_OR_RETURN(const int64_t loaded_bytes, LoadedBytes(source, file.description.scheme.weight));
   const int64_t before = TensorBytes();
