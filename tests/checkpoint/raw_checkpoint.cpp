@@ -289,4 +289,17 @@ Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptio
   return Status::Ok();
 }
 
+void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected) {
+  SCOPED_TRACE(what);
+  CountMalformed();
+  const TemporaryDirectory folder;
+  model.WriteTo(folder);
+  const Status status = LoadEverything(folder.path());
+  EXPECT_EQ(status.code(), expected.code) << status.ToString();
+  EXPECT_FALSE(status.file().empty()) << status.ToString();
+  if (!expected.tensor.empty()) {
+    EXPECT_EQ(status.tensor(), expected.tensor) << status.ToString();
+  }
+}
+
 }  // namespace fusedmoe::testing_support

@@ -72,4 +72,13 @@ inline constexpr int64_t kLeastMalformed = 1000;
 /// Opens the folder and loads all of layer 0: the first failure, or ok.
 Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options = {});
 
+/// How a malformed model must be refused.
+struct Expected {
+  StatusCode code = StatusCode::kBadInput;
+  std::string tensor;  // empty: any
+};
+
+/// Counts the model and expects that status, with a file named.
+void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected = {});
+
 }  // namespace fusedmoe::testing_support

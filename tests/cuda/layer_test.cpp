@@ -1,210 +1,25 @@
-// Layers on the card against the reference on the CPU: every scheme, drawn shapes with tails, both kinds of
-// kernels, twice.
+// What a caller relies on beside the values: graphs, workspaces, batches, rows that are not finite, refusals.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <string>
 
-#include <fusedmoe/jobs/verify.hpp>
-#include <fusedmoe/layer.hpp>
-
-#include "conformance/drawn_case.hpp"
 #include "cuda/card.hpp"
-#include "cuda/on_card.hpp"
+#include "cuda/layer_batch.hpp"
 #include "platform/cuda/graph.hpp"
 #include "support/count_allocations.hpp"
-#include "support/random_layer.hpp"
 #include "support/relative_l2.hpp"
 
 namespace fusedmoe {
 namespace {
 
-using conformance::Draw;
-using conformance::DrawnCase;
 using test::RelativeL2;
 using testing_support::MakeRandomLayer;
 using testing_support::MakeRandomRouting;
 using testing_support::RandomRouting;
 using testing_support::RandomRows;
-using testing_support::ShuffleGroups;
-
-#ifdef FMOE_ALL_CUDA_TESTS
-constexpr uint64_t kRounds = 12;
-#else
-constexpr uint64_t kRounds = 2;
-#endif
-
-struct Batch {
-  Tensor hidden;
-  RandomRouting routing;
-};
-
-std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch, const Workspace& workspace) {
-  const int64_t tokens = batch.hidden.dim(0), k = layer.config().top_k();
-  Tensor output = *Tensor::Allocate(DType::kF32, {tokens, layer.config().hidden});
-  MoeLayer::Inputs inputs;
-  inputs.hidden = batch.hidden.view();
-  inputs.topk_ids =
-      TensorView(reinterpret_cast<const std::byte*>(batch.routing.ids.data()), DType::kI32, {tokens, k});
-  inputs.topk_weights =
-      TensorView(reinterpret_cast<const std::byte*>(batch.routing.weights.data()), DType::kF32, {tokens, k});
-  MoeLayer::Outputs outputs;
-  outputs.output = output.mutable_view();
-  const Status status = layer.ForwardFromHost(inputs, outputs, workspace);
-  EXPECT_TRUE(status.ok()) << status.message();
-  const auto* values = output.view().as<float>();
-  return {values, values + output.view().count()};
-}
-
-std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch) {
-  const auto workspace = layer.CreateWorkspace();
-  EXPECT_TRUE(workspace.ok()) << workspace.status().message();
-  return RunLayer(layer, batch, *workspace);
-}
-
-/// The bound of verify, and the one event that a small batch cannot average out (tests/conformance says
-/// more).
-double AllowedError(const MoeLayer& layer, DType dtype, int64_t tokens) {
-  const MoeConfig& config = layer.config();
-  double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate).value();
-  // Operands are BF16 or F16 whatever the hidden states are.
-  bound = std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);
-  const ActivationFormat& activation = layer.scheme().activation;
-  if (!activation.quantized()) {
-    return bound;
-  }
-  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
-  const auto values = static_cast<double>(tokens * config.top_k() * config.intermediate);
-  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
-  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
-}
-
-/// Compares one drawn problem in one format and mode. False where the backend refuses it.
-bool Check(const DrawnCase& drawn, ActivationFormatKind format, const std::string& mode) {
-  Batch batch{
-      RandomRows(drawn.tokens, drawn.config.hidden, drawn.dtype, drawn.seed + 1),
-      MakeRandomRouting(drawn.tokens, drawn.config.top_k(), drawn.config.num_experts, drawn.seed + 2)};
-  for (size_t slot = 0; slot < batch.routing.ids.size(); ++slot) {
-    if (drawn.seed % 3 == 0 && slot % 7 == 3) {
-      batch.routing.ids[slot] = -1;
-    }
-  }
-  LayerOptions options;
-  options.device = "cuda";
-  options.mode = mode;
-  options.activation_format = format;
-  options.max_tokens = options.plan_tokens = drawn.tokens;
-  const auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
-  if (!layer.ok()) {
-    EXPECT_EQ(layer.status().code(), StatusCode::kUnsupported) << layer.status().message();
-    return false;
-  }
-  LayerOptions reference_options;
-  reference_options.backend = "REFERENCE";
-  reference_options.max_tokens = drawn.tokens;
-  reference_options.activation = (*layer)->plan().activation;
-  const auto reference = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, reference_options);
-  EXPECT_TRUE(reference.ok());
-  const std::vector<float> expected = RunLayer(**reference, batch), produced = RunLayer(**layer, batch);
-  const int64_t values =
-      drawn.tokens * std::min(drawn.config.hidden, drawn.config.top_k() * drawn.config.intermediate);
-  if (values >= 8) {  // fewer often nearly cancel: a relative error says nothing there
-    EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, drawn.dtype, drawn.tokens))
-        << (*layer)->plan().mode << " " << (*layer)->plan().recipe.front();
-  }
-  EXPECT_TRUE(SameBits(produced, RunLayer(**layer, batch)))
-      << (*layer)->plan().mode << ": a second run gives other bits";
-  return true;
-}
-
-class CudaScheme : public testing::TestWithParam<std::string> {};
-
-TEST_P(CudaScheme, DrawnShapes_WithinTheBoundOfTheReference) {
-  FMOE_SKIP_WITHOUT_CARD();
-  int ran = 0;
-  for (uint64_t seed = 1; seed <= kRounds; ++seed) {
-    const DrawnCase drawn = Draw(GetParam(), seed);
-    SCOPED_TRACE(testing::Message() << drawn);
-    for (const std::string mode : {"latency", "throughput"}) {
-      ran += Check(drawn, ActivationFormatKind::kStandard, mode) ? 1 : 0;
-    }
-    ran += Check(drawn, ActivationFormatKind::kBatchedExperts, "") ? 1 : 0;
-  }
-  RecordProperty("ran", ran);
-}
-
-DrawnCase SmallLayer(const std::string& scheme, int64_t experts, int64_t top_k) {
-  DrawnCase drawn;
-  drawn.scheme = scheme;
-  drawn.seed = 11;
-  drawn.tokens = 21;
-  drawn.config.num_experts = drawn.config.num_local_experts = experts;
-  drawn.config.routing.top_k = top_k;
-  drawn.config.hidden = 384;
-  drawn.config.intermediate = 256;
-  drawn.config.has_bias = true;
-  drawn.source = MakeRandomLayer(drawn.config, scheme, 5).source;
-  return drawn;
-}
-
-/// What tools/sanitize_cuda runs: a layer with tails in every size, in each mode.
-TEST_P(CudaScheme, OneSmallLayer_EveryMode) {
-  FMOE_SKIP_WITHOUT_CARD();
-  const DrawnCase drawn = SmallLayer(GetParam(), 5, 2);
-  for (const char* mode : {"latency", "throughput"}) {
-    Check(drawn, ActivationFormatKind::kStandard, mode);
-  }
-  Check(drawn, ActivationFormatKind::kBatchedExperts, "");
-}
-
-INSTANTIATE_TEST_SUITE_P(Table, CudaScheme, testing::ValuesIn(SchemeNames()), [](const auto& instance) {
-  std::string name = instance.param;
-  std::replace(name.begin(), name.end(), ':', '_');
-  return name;
-});
-
-struct SizedCase {
-  const char* scheme;
-  int64_t tokens, experts, top_k, hidden, intermediate;
-};
-
-class CudaSizes : public testing::TestWithParam<SizedCase> {};
-
-/// Sizes like those of models, and tokens on both sides of the change of kernels; half of the tokens on one
-/// expert.
-TEST_P(CudaSizes, ModelLikeLayers_WithinTheBound) {
-  FMOE_SKIP_WITHOUT_CARD();
-  const SizedCase& sizes = GetParam();
-  DrawnCase drawn;
-  drawn.scheme = sizes.scheme;
-  drawn.seed = 11;
-  drawn.config.num_experts = drawn.config.num_local_experts = sizes.experts;
-  drawn.config.routing.top_k = sizes.top_k;
-  drawn.config.hidden = sizes.hidden;
-  drawn.config.intermediate = sizes.intermediate;
-  drawn.tokens = sizes.tokens;
-  drawn.source = MakeRandomLayer(drawn.config, sizes.scheme, 5).source;
-  EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, ""));
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    Sizes, CudaSizes,
-    testing::Values(
-        SizedCase{"nvfp4_w4a16", 1, 16, 8, 1024, 768}, SizedCase{"nvfp4_w4a16", 37, 16, 8, 1024, 768},
-        SizedCase{"nvfp4_w4a16", 300, 16, 4, 512, 384}, SizedCase{"nvfp4_w4a4", 64, 16, 8, 512, 768},
-        SizedCase{"nvfp4_w4a4", 200, 8, 2, 1024, 256}, SizedCase{"mxfp4_w4a16", 8, 32, 4, 2880, 320},
-        SizedCase{"mxfp4_w4a8", 150, 8, 4, 512, 512}, SizedCase{"int4_w4a16:g128", 20, 8, 2, 1024, 512},
-        SizedCase{"fp8_w8a8:block128", 130, 8, 4, 512, 384},
-        SizedCase{"fp8_w8a8:channel", 64, 8, 4, 512, 256}, SizedCase{"int8_w8a8:channel", 64, 8, 4, 512, 256},
-        SizedCase{"unquantized", 250, 8, 2, 512, 384}),
-    [](const auto& instance) {
-      std::string name = std::string(instance.param.scheme) + "_" + std::to_string(instance.param.tokens);
-      std::replace(name.begin(), name.end(), ':', '_');
-      return name;
-    });
 
 /// A layer with a router, everything on the card.
 struct CardLayer {
@@ -383,28 +198,6 @@ TEST(CudaLayer, WeightCodesOfNaN_OutputsNotFiniteWhereTheReferenceHasThem) {
         const Batch batch{RandomRows(tokens, 256, DType::kBF16, 5), MakeRandomRouting(tokens, 2, 8, 6)};
         ExpectFiniteAsTheReference(config, source, batch, mode);
       }
-    }
-  }
-}
-
-TEST(CudaLayer, ActivationOrder_WithinTheBound) {
-  FMOE_SKIP_WITHOUT_CARD();
-  for (const char* scheme : {"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"}) {
-    for (const bool by_expert : {false, true}) {
-      SCOPED_TRACE(testing::Message() << scheme << (by_expert ? " by expert" : " one order"));
-      DrawnCase drawn = SmallLayer(scheme, 6, 3);
-      drawn.source.load = [load = drawn.source.load, by_expert](int64_t index) -> Result<CanonicalExpert> {
-        FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
-        std::mt19937_64 random(by_expert ? static_cast<uint64_t>(index) : 99U);
-        ShuffleGroups(expert.up, random);
-        expert.gate.group_index = expert.up.group_index;
-        ShuffleGroups(expert.down, random);
-        return expert;
-      };
-      for (const char* mode : {"latency", "throughput"}) {
-        EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, mode)) << mode;
-      }
-      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
     }
   }
 }

@@ -1,0 +1,230 @@
+// The C interface gives what the C++ one gives, bit by bit.
+#include <fusedmoe/fusedmoe.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "capi/handles.hpp"
+#include "capi/held_layer.hpp"
+#include "support/count_allocations.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using testing_support::MakeRandomLayer;
+using testing_support::RandomLayer;
+using testing_support::RandomRows;
+
+const std::string kCheckpoint = FMOE_GOLDEN_DIR "/checkpoints/mixtral-modelopt-nvfp4";
+constexpr int64_t kTokens = 5;
+
+TEST(CApi, ForwardOfACheckpoint_GivesTheBitsOfTheCppLayer) {
+  fmoe_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(fmoe_checkpoint_open(kCheckpoint.c_str(), &checkpoint), FMOE_OK) << LastText();
+  EXPECT_STREQ(fmoe_checkpoint_family(checkpoint), "mixtral");
+  EXPECT_STREQ(fmoe_checkpoint_producer(checkpoint), "modelopt");
+  int64_t count = 0;
+  const int64_t* layers = fmoe_checkpoint_moe_layers(checkpoint, &count);
+  ASSERT_GE(count, 1);
+  const int64_t number = layers[0];
+  fmoe_layer_info info;
+  fmoe_layer_info_init(&info);
+  ASSERT_EQ(fmoe_checkpoint_describe(checkpoint, number, &info), FMOE_OK) << LastText();
+  EXPECT_STREQ(info.scheme, "nvfp4_w4a4");
+  EXPECT_STREQ(info.backend, "");
+
+  fmoe_thread_pool* pool = nullptr;
+  ASSERT_EQ(fmoe_thread_pool_create(2, &pool), FMOE_OK) << LastText();
+  const fmoe_executor executor = fmoe_thread_pool_executor(pool);
+  fmoe_layer_options options;
+  fmoe_layer_options_init(&options);
+  options.max_tokens = 16;
+  options.executor = executor;
+  Loaded loaded;
+  ASSERT_EQ(fmoe_layer_load(checkpoint, number, &options, &loaded.layer), FMOE_OK) << LastText();
+  fmoe_checkpoint_release(checkpoint);  // the layer keeps what it needs
+
+  ASSERT_EQ(fmoe_layer_get_info(loaded.layer, &info), FMOE_OK) << LastText();
+  LayerOptions cpp_options;
+  cpp_options.max_tokens = 16;
+  const auto cpp = MoeLayer::Load(*Checkpoint::Open(kCheckpoint), number, cpp_options);
+  ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+  EXPECT_EQ(info.backend, (*cpp)->plan().backend);
+  EXPECT_EQ(info.max_tokens, 16);
+  EXPECT_EQ(info.workspace_bytes, (*cpp)->plan().workspace_bytes);
+  EXPECT_EQ(fmoe_layer_plan_text(loaded.layer), ToString((*cpp)->plan()));
+  EXPECT_EQ(fmoe_layer_selection_text(loaded.layer), ToString((*cpp)->selection()));
+
+  const Tensor hidden = RandomRows(kTokens, info.hidden, DType::kBF16, 3);
+  const Tensor logits = RandomRows(kTokens, info.num_experts, DType::kF32, 4);
+  EXPECT_EQ(loaded.Run(hidden, logits, &executor), RunCpp(**cpp, hidden, logits));
+  fmoe_thread_pool_release(pool);
+}
+
+TEST(CApi, LayerOfHeldExperts_GivesTheBitsOfTheCppLayer) {
+  for (const char* scheme : {"unquantized", "nvfp4_w4a16", "fp8_w8a8:block128", "int4_w4a16:g32"}) {
+    SCOPED_TRACE(scheme);
+    const RandomLayer random = MakeRandomLayer(SmallConfig(), scheme, 5);
+    HeldExperts held(random);
+    const fmoe_expert_source source = held.Source();
+    fmoe_layer_options options;
+    fmoe_layer_options_init(&options);
+    options.max_tokens = 16;
+    const fmoe_layer_config config = ToC(random.config, scheme);
+    {
+      Loaded loaded;
+      ASSERT_EQ(fmoe_layer_create(&config, &source, &options, &loaded.layer), FMOE_OK) << LastText();
+      LayerOptions cpp_options;
+      cpp_options.max_tokens = 16;
+      const auto cpp = MoeLayer::Create(random.config, random.source, RouterWeights{}, cpp_options);
+      ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+      const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kBF16, 6);
+      const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+      EXPECT_EQ(loaded.Run(hidden, logits), RunCpp(**cpp, hidden, logits));
+    }
+    EXPECT_GE(held.loads, config.num_experts);
+    EXPECT_EQ(held.unloads, held.loads);
+  }
+}
+
+TEST(CApi, ForwardAllocatesNothing) {
+  const HeldLayer layer("nvfp4_w4a16");
+  const fmoe_layer_config& config = layer.config;
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+  std::vector<float> output(static_cast<size_t>(kTokens * config.hidden));
+  fmoe_forward forward{};
+  forward.hidden = ToC(hidden.view());
+  forward.router_logits = ToC(logits.view());
+  forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
+  const int64_t before = CountAllocations();
+  ASSERT_EQ(fmoe_layer_forward(layer.loaded.layer, &forward, layer.loaded.workspace, nullptr), FMOE_OK)
+      << LastText();
+  EXPECT_EQ(CountAllocations(), before);
+}
+
+TEST(CApi, WeightsOfTheCaller_MayHaveEveryPlainFloatType) {
+  const HeldLayer one("unquantized");
+  const int64_t hidden = one.random.config.hidden, top_k = one.random.config.top_k();
+  Tensor rows = *Tensor::Allocate(DType::kBF16, {2, hidden});
+  std::fill_n(rows.mutable_view().as<uint16_t>(), 2 * hidden, uint16_t{0x3f80});
+  std::vector<int32_t> ids;
+  for (int64_t slot = 0; slot < 2 * top_k; ++slot) {
+    ids.push_back(static_cast<int32_t>(slot % top_k));
+  }
+  std::vector<float> output(static_cast<size_t>(2 * hidden)), first;
+  for (const auto& [dtype, half] :
+       {std::pair{DType::kF32, 0}, {DType::kBF16, 0x3f00}, {DType::kF16, 0x3800}}) {
+    Tensor weights = *Tensor::Allocate(dtype, {2, top_k});
+    if (dtype == DType::kF32) {
+      std::fill_n(weights.mutable_view().as<float>(), 2 * top_k, 0.5F);
+    } else {
+      std::fill_n(weights.mutable_view().as<uint16_t>(), 2 * top_k, static_cast<uint16_t>(half));
+    }
+    fmoe_forward forward{};
+    forward.hidden = ToC(rows.view());
+    forward.topk_ids = ToC(TensorView(reinterpret_cast<std::byte*>(ids.data()), DType::kI32, {2, top_k}));
+    forward.topk_weights = ToC(weights.view());
+    forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, rows.shape()));
+    ASSERT_EQ(fmoe_layer_forward(one.loaded.layer, &forward, one.loaded.workspace, nullptr), FMOE_OK)
+        << LastText();
+    first = first.empty() ? output : first;
+    EXPECT_EQ(output, first) << DTypeName(dtype);
+  }
+}
+
+// What a program was compiled with may lack the last fields of a struct.
+TEST(CApi, StructOfAnOlderHeader_KeepsDefaultsForTheRest) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  const fmoe_layer_config config = ToC(random.config, "unquantized");
+  fmoe_layer_options options;
+  fmoe_layer_options_init(&options);
+  std::memset(reinterpret_cast<char*>(&options) + offsetof(fmoe_layer_options, max_tokens), 0x7f,
+              sizeof(options) - offsetof(fmoe_layer_options, max_tokens));
+  options.struct_size = offsetof(fmoe_layer_options, max_tokens);
+  Loaded loaded;
+  ASSERT_EQ(fmoe_layer_create(&config, &source, &options, &loaded.layer), FMOE_OK) << LastText();
+  fmoe_layer_info info;
+  fmoe_layer_info_init(&info);
+  info.struct_size = offsetof(fmoe_layer_info, workspace_bytes);
+  info.workspace_bytes = -1;
+  ASSERT_EQ(fmoe_layer_get_info(loaded.layer, &info), FMOE_OK) << LastText();
+  EXPECT_EQ(info.max_tokens, LayerOptions().max_tokens);
+  EXPECT_EQ(info.workspace_bytes, -1);
+}
+
+// Token t goes to experts t and t + 1, with weights 0.75 and 0.25.
+int32_t ChooseByToken(void* self, const fmoe_tensor* hidden, const fmoe_tensor* logits, int64_t top_k,
+                      int32_t /*renormalize*/, int32_t* ids, float* weights) {
+  const int32_t answer = *static_cast<int32_t*>(self);
+  for (int64_t token = 0; token < hidden->shape[0] && answer == 0; ++token) {
+    for (int64_t slot = 0; slot < top_k; ++slot) {
+      ids[token * top_k + slot] = static_cast<int32_t>((token + slot) % logits->shape[1]);
+      weights[token * top_k + slot] = slot == 0 ? 0.75F : slot == 1 ? 0.25F : 0.0F;
+    }
+  }
+  return answer;
+}
+
+TEST(CApi, RoutingOfTheCaller_ChoosesTheExperts) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  fmoe_layer_config config = ToC(random.config, "unquantized");
+  int32_t answer = 0;
+  config.routing = "Custom";
+  Loaded loaded;
+  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_USAGE) << "no callback";
+  config.custom_routing = &ChooseByToken;
+  config.routing_self = &answer;
+  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+  const std::vector<float> output = loaded.Run(hidden, logits);
+  std::vector<int32_t> ids(static_cast<size_t>(kTokens * config.top_k));
+  std::vector<float> weights(ids.size());
+  const fmoe_tensor hidden_c = ToC(hidden.view()), logits_c = ToC(logits.view());
+  ChooseByToken(&answer, &hidden_c, &logits_c, config.top_k, 1, ids.data(), weights.data());
+  std::vector<float> given(output.size());
+  fmoe_forward forward{};
+  forward.hidden = hidden_c;
+  const Shape slots{kTokens, config.top_k};
+  forward.topk_ids = ToC(TensorView(reinterpret_cast<std::byte*>(ids.data()), DType::kI32, slots));
+  forward.topk_weights = ToC(TensorView(reinterpret_cast<std::byte*>(weights.data()), DType::kF32, slots));
+  forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(given.data()), DType::kF32, hidden.shape()));
+  ASSERT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+  EXPECT_EQ(output, given);
+
+  answer = 7;
+  fmoe_forward routed{};
+  routed.hidden = hidden_c;
+  routed.router_logits = logits_c;
+  routed.output = forward.output;
+  EXPECT_EQ(fmoe_layer_forward(loaded.layer, &routed, loaded.workspace, nullptr), FMOE_BAD_INPUT);
+  EXPECT_NE(LastText().find("custom_routing returned 7"), std::string::npos) << LastText();
+  EXPECT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+}
+
+TEST(CApi, InitOfAnOlderHeader_WritesNoMoreThanItKnows) {
+  struct {
+    fmoe_layer_options options;
+    char behind[64];
+  } memory;
+  std::memset(&memory, 0x5a, sizeof(memory));
+  constexpr size_t kOlder = offsetof(fmoe_layer_options, max_tokens);
+  fmoe_layer_options_init_sized(&memory.options, kOlder);
+  EXPECT_EQ(memory.options.struct_size, kOlder);
+  EXPECT_EQ(memory.options.shared_experts, 1);
+  const auto* bytes = reinterpret_cast<const char*>(&memory);
+  EXPECT_EQ(std::count(bytes + kOlder, bytes + sizeof(memory), 0x5a),
+            static_cast<int64_t>(sizeof(memory) - kOlder));
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,210 @@
+// Configurations and quantization metadata that contradict themselves or the tensors: each is refused with
+// the expected code, and the error names the file.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "checkpoint/raw_checkpoint.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+struct ConfigCase {
+  std::string what;
+  std::function<void(nlohmann::ordered_json&)> change;
+  StatusCode code = StatusCode::kBadInput;
+};
+
+void RunConfigCases(const std::string& format, const std::vector<ConfigCase>& cases) {
+  for (const ConfigCase& one : cases) {
+    TinyModel model(format);
+    one.change(model.config);
+    ExpectRefused(format + ": " + one.what, model, {one.code, ""});
+  }
+}
+
+TEST(MalformedConfig, RulesOfTheConfiguration_AreChecked) {
+  RunConfigCases(
+      "bf16",
+      {
+          {"no model_type", [](auto& c) { c.erase("model_type"); }},
+          {"model_type a number", [](auto& c) { c["model_type"] = 3; }},
+          {"unknown model_type", [](auto& c) { c["model_type"] = "no_such_moe"; }, StatusCode::kUnsupported},
+          {"refused model_type", [](auto& c) { c["model_type"] = "zaya"; }, StatusCode::kUnsupported},
+          {"more experts a token than there are", [](auto& c) { c["num_experts_per_tok"] = 3; }},
+          {"more experts than the library routes to", [](auto& c) { c["num_experts"] = 2049; }},
+          {"renormalization a word", [](auto& c) { c["norm_topk_prob"] = "yes"; }},
+          {"unknown activation", [](auto& c) { c["hidden_act"] = "sine"; }, StatusCode::kUnsupported},
+          {"activation a number", [](auto& c) { c["hidden_act"] = 1; }},
+          {"unknown scores", [](auto& c) { c["scoring_func"] = "tanh"; }, StatusCode::kUnsupported},
+          {"scaling a word", [](auto& c) { c["routed_scaling_factor"] = "2"; }},
+          {"layers a word", [](auto& c) { c["num_hidden_layers"] = "2"; }},
+          {"layers 0", [](auto& c) { c["num_hidden_layers"] = 0; }},
+          {"zero experts that are no identities", [](auto& c) { c["zero_expert_type"] = "drop"; },
+           StatusCode::kUnsupported},
+          {"another hidden size", [](auto& c) { c["hidden_size"] = 65; }},
+          {"another intermediate size", [](auto& c) { c["moe_intermediate_size"] = 33; }},
+          {"quantization a list", [](auto& c) { c["quantization_config"] = {1}; }},
+          {"quantization without a method",
+           [](auto& c) {
+             c["quantization_config"] = {{"bits", 4}};
+           }},
+          {"unknown method",
+           [](auto& c) {
+             c["quantization_config"] = {{"quant_method", "hqq"}};
+           },
+           StatusCode::kUnsupported},
+          {"method a number",
+           [](auto& c) {
+             c["quantization_config"] = {{"quant_method", 4}};
+           }},
+          {"method that the tensors belie",
+           [](auto& c) {
+             c["quantization_config"] = {{"quant_method", "gptq"}, {"bits", 4}};
+           }},
+      });
+  RunConfigCases(
+      "fp8_block",
+      {
+          {"block a number", [](auto& c) { c["quantization_config"]["weight_block_size"] = 128; }},
+          {"block of 0",
+           [](auto& c) {
+             c["quantization_config"]["weight_block_size"] = {0, 128};
+           }},
+          {"block of three",
+           [](auto& c) {
+             c["quantization_config"]["weight_block_size"] = {1, 2, 3};
+           }},
+          {"another block",
+           [](auto& c) {
+             c["quantization_config"]["weight_block_size"] = {32, 32};
+           }},
+          {"e5m2", [](auto& c) { c["quantization_config"]["fmt"] = "e5m2"; }, StatusCode::kUnsupported},
+          {"unknown activation scheme",
+           [](auto& c) { c["quantization_config"]["activation_scheme"] = "none"; }},
+          {"skip list a word",
+           [](auto& c) { c["quantization_config"]["modules_to_not_convert"] = "lm_head"; }},
+      });
+  TinyModel groups("bf16");
+  groups.config["model_type"] = "deepseek_v3";
+  groups.config["n_group"] = 3;
+  groups.config["topk_group"] = 1;
+  ExpectRefused("groups that do not divide the experts", groups);
+  groups.config["n_group"] = 2;
+  groups.config["topk_group"] = 3;
+  ExpectRefused("more groups kept than there are", groups);
+}
+
+TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
+  RunConfigCases(
+      "modelopt_nvfp4",
+      {
+          {"no algorithm", [](auto& c) { c["quantization_config"].erase("quant_algo"); }},
+          {"algorithm null", [](auto& c) { c["quantization_config"]["quant_algo"] = nullptr; }},
+          {"unknown algorithm", [](auto& c) { c["quantization_config"]["quant_algo"] = "NF4"; },
+           StatusCode::kUnsupported},
+          {"another group", [](auto& c) { c["quantization_config"]["group_size"] = 32; }},
+          {"group a word", [](auto& c) { c["quantization_config"]["group_size"] = "16"; }},
+          {"group -1", [](auto& c) { c["quantization_config"]["group_size"] = -1; }},
+          {"ignore a word", [](auto& c) { c["quantization_config"]["ignore"] = "lm_head"; }},
+          {"ignore of numbers", [](auto& c) { c["quantization_config"]["ignore"] = {1}; }},
+          {"FP8 that the tensors belie", [](auto& c) { c["quantization_config"]["quant_algo"] = "FP8"; }},
+          {"mixed without a list",
+           [](auto& c) { c["quantization_config"]["quant_algo"] = "MIXED_PRECISION"; }},
+          {"experts excluded that are quantized",
+           [](auto& c) { c["quantization_config"]["ignore"] = {"*experts*"}; }},
+      });
+  const auto weights = [](auto& c) -> nlohmann::ordered_json& {
+    return c["quantization_config"]["config_groups"]["group_0"]["weights"];
+  };
+  // As llm-compressor's QuIPModifier writes it. Rotations of weights alone change nothing that is computed.
+  const auto transform = [](const std::string& location) {
+    return [location](auto& c) {
+      c["quantization_config"]["transform_config"]["config_groups"]["u"]["apply"] = {
+          {{"location", "weight_output"}, {"targets", {"Linear"}}},
+          {{"location", location}, {"targets", {"re:.*experts.*proj$"}}, {"ignore", {"lm_head"}}}};
+    };
+  };
+  RunConfigCases(
+      "ct_int4",
+      {
+          {"no groups", [](auto& c) { c["quantization_config"].erase("config_groups"); }},
+          {"groups a list", [](auto& c) { c["quantization_config"]["config_groups"] = {1}; }},
+          {"no bits", [&](auto& c) { weights(c).erase("num_bits"); }},
+          {"9 bits", [&](auto& c) { weights(c)["num_bits"] = 9; }, StatusCode::kUnsupported},
+          {"99 bits", [&](auto& c) { weights(c)["num_bits"] = 99; }},
+          {"8 bits that the tensors belie", [&](auto& c) { weights(c)["num_bits"] = 8; }},
+          {"type unknown", [&](auto& c) { weights(c)["type"] = "posit"; }},
+          {"symmetric a word", [&](auto& c) { weights(c)["symmetric"] = "yes"; }},
+          {"group of 0", [&](auto& c) { weights(c)["group_size"] = 0; }},
+          {"another group", [&](auto& c) { weights(c)["group_size"] = 16; }},
+          {"strategy unknown", [&](auto& c) { weights(c)["strategy"] = "row"; }, StatusCode::kUnsupported},
+          {"format unknown", [](auto& c) { c["quantization_config"]["format"] = "marlin-24"; },
+           StatusCode::kUnsupported},
+          {"a broken pattern", [](auto& c) { c["quantization_config"]["ignore"] = {"re:(["}; }},
+          {"a pattern beyond reason",
+           [](auto& c) { c["quantization_config"]["ignore"] = {"re:" + std::string(5000, 'a')}; }},
+          {"targets a word",
+           [](auto& c) { c["quantization_config"]["config_groups"]["group_0"]["targets"] = "Linear"; }},
+          {"sparse",
+           [](auto& c) {
+             c["quantization_config"]["sparsity_config"] = {{"format", "sparse-24-bitmask"}};
+           },
+           StatusCode::kUnsupported},
+          {"rotated outputs", transform("output"), StatusCode::kUnsupported},
+          {"rotated inputs", transform("input"), StatusCode::kUnsupported},
+      });
+  for (const std::string format : {"gptq", "awq", "autoround"}) {
+    RunConfigCases(
+        format,
+        {
+            {"no bits", [](auto& c) { c["quantization_config"].erase("bits"); }},
+            {"9 bits", [](auto& c) { c["quantization_config"]["bits"] = 9; }, StatusCode::kUnsupported},
+            {"bits a word", [](auto& c) { c["quantization_config"]["bits"] = "4"; }},
+            {"group a word", [](auto& c) { c["quantization_config"]["group_size"] = "32"; }},
+            {"another group", [](auto& c) { c["quantization_config"]["group_size"] = 16; }},
+        });
+  }
+  RunConfigCases("gptq",
+                 {{"planar", [](auto& c) { c["quantization_config"]["checkpoint_format"] = "gptq_p"; },
+                   StatusCode::kUnsupported}});
+  RunConfigCases("awq", {{"gemv", [](auto& c) { c["quantization_config"]["version"] = "gemv"; },
+                          StatusCode::kUnsupported}});
+  RunConfigCases(
+      "quark_mxfp4",
+      {
+          {"no description", [](auto& c) { c["quantization_config"].erase("global_quant_config"); }},
+          {"no dtype",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"].erase("dtype"); }},
+          {"fp6 that the tensors belie",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["dtype"] = "fp6_e3m2"; }},
+          {"fp5",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["dtype"] = "fp5_e2m2"; },
+           StatusCode::kUnsupported},
+          {"group a word",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["group_size"] = "32"; }},
+      });
+}
+
+TEST(MalformedConfig, ConfigurationFiles_AreRefused) {
+  for (const std::string text : {"", "{", "[]", "null", "{\"model_type\":\"mixtral\",}",
+                                 "{\"model_type\":\"mixtral\",\"model_type\":\"olmoe\"}", "\xff\xfe{}"}) {
+    const TemporaryDirectory folder;
+    TinyModel("bf16").WriteTo(folder);
+    folder.Write("config.json", text);
+    const Status status = LoadEverything(folder.path());
+    EXPECT_EQ(status.code(), StatusCode::kBadInput) << text << ": " << status.ToString();
+    EXPECT_NE(status.file().find("config.json"), std::string::npos) << status.ToString();
+  }
+  const TemporaryDirectory empty;
+  EXPECT_EQ(LoadEverything(empty.path()).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(empty.path() / "absent").code(), StatusCode::kBadInput);
+  const TemporaryDirectory no_weights;
+  no_weights.Write("config.json", TinyModel("bf16").config.dump());
+  EXPECT_EQ(LoadEverything(no_weights.path()).code(), StatusCode::kBadInput);
+}
+
+}  // namespace
+}  // namespace fusedmoe

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/layer.hpp>
+
+#include "cuda/on_card.hpp"
+#include "support/random_layer.hpp"
+
+namespace fusedmoe {
+
+/// Tokens and where they go.
+struct Batch {
+  Tensor hidden;
+  testing_support::RandomRouting routing;
+};
+
+/// F32 output of the batch, whatever device the layer is on.
+inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch, const Workspace& workspace) {
+  const int64_t tokens = batch.hidden.dim(0), k = layer.config().top_k();
+  Tensor output = *Tensor::Allocate(DType::kF32, {tokens, layer.config().hidden});
+  MoeLayer::Inputs inputs;
+  inputs.hidden = batch.hidden.view();
+  inputs.topk_ids =
+      TensorView(reinterpret_cast<const std::byte*>(batch.routing.ids.data()), DType::kI32, {tokens, k});
+  inputs.topk_weights =
+      TensorView(reinterpret_cast<const std::byte*>(batch.routing.weights.data()), DType::kF32, {tokens, k});
+  MoeLayer::Outputs outputs;
+  outputs.output = output.mutable_view();
+  const Status status = layer.ForwardFromHost(inputs, outputs, workspace);
+  EXPECT_TRUE(status.ok()) << status.message();
+  const auto* values = output.view().as<float>();
+  return {values, values + output.view().count()};
+}
+
+inline std::vector<float> RunLayer(const MoeLayer& layer, const Batch& batch) {
+  const auto workspace = layer.CreateWorkspace();
+  EXPECT_TRUE(workspace.ok()) << workspace.status().message();
+  return RunLayer(layer, batch, *workspace);
+}
+
+/// The bound of verify, and the one event that a small batch cannot average out (tests/conformance says
+/// more).
+inline double AllowedError(const MoeLayer& layer, DType dtype, int64_t tokens) {
+  const MoeConfig& config = layer.config();
+  double bound = BoundOf(layer.plan(), layer.scheme(), dtype, config.hidden, config.intermediate).value();
+  // Operands are BF16 or F16 whatever the hidden states are.
+  bound = std::hypot(bound, dtype == DType::kBF16 ? 0.0 : 4 * 0x1p-9);
+  const ActivationFormat& activation = layer.scheme().activation;
+  if (!activation.quantized()) {
+    return bound;
+  }
+  const double step = *activation.element == DType::kF4E2M1 ? 0.5 : 0.125;
+  const auto values = static_cast<double>(tokens * config.top_k() * config.intermediate);
+  const auto group = static_cast<double>(std::max<int64_t>(activation.group.col, 1));
+  return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
+}
+
+}  // namespace fusedmoe
