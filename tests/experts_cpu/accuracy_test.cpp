@@ -97,6 +97,27 @@ TEST_P(EveryIsa, HiddenStatesOfEveryType_KeepTheirBits) {
   }
 }
 
+/// The bound of `--check` follows from what the plan says.
+TEST(CpuPlan_IntermediateDtype, IsThatOfTheKernels) {
+  const auto mid = [](LayerSpec spec, const char* isa) {
+    Layer layer = MakeLayer(spec);
+    layer.problem.isa = isa;
+    return kCpuFusedBackend.plan(layer.problem, MachineFor(isa)).intermediate_dtype;
+  };
+  if (!MachineFor("avx512_bf16").Has(Isa::kAvx512Bf16)) {
+    GTEST_SKIP() << "needs avx512_vnni";
+  }
+  for (const char* scheme : {"unquantized", "fp8_w8a16:channel"}) {
+    EXPECT_EQ(mid({.scheme = scheme}, "avx512_bf16"), "BF16") << scheme;
+    EXPECT_EQ(mid({.scheme = scheme, .dtype = DType::kF16}, "avx512_bf16"), "F32") << scheme;
+    EXPECT_EQ(mid({.scheme = scheme, .dtype = DType::kF32}, "avx512_bf16"), "F32") << scheme;
+    EXPECT_EQ(mid({.scheme = scheme}, "avx512_vnni"), "F32") << scheme;
+  }
+  EXPECT_EQ(mid({.weight_dtype = DType::kF16}, "avx512_bf16"), "F32");
+  EXPECT_EQ(mid({.scheme = "fp8_w8a8:channel"}, "avx512_bf16"), "F32");
+  EXPECT_EQ(mid({.scheme = "nvfp4_w4a16"}, "avx512_bf16"), "F32");
+}
+
 TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
   for (const char* scheme : {"nvfp4_w4a4",
                              "nvfp4_w4a8",

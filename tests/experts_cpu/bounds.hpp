@@ -26,7 +26,7 @@ constexpr double kA8Bound = kA16Bound * 128;
 /// one place. Rows here have some 10^4 intermediate values.
 constexpr double kRequantizedBound = 8e-4;
 
-/// A matrix unit takes activations that the scheme leaves alone in bf16, each wrong by at most 2^-8 of
+/// A unit for bf16 takes activations that the scheme leaves alone in bf16, each wrong by at most 2^-8 of
 /// itself. The hidden states of these layers are bf16 already; the intermediate is rounded once, and its
 /// errors pass the second GEMM like the values themselves. Weights and codes of activations enter the tiles
 /// without loss.
@@ -37,7 +37,7 @@ constexpr double kBf16Bound = 0x1p-8;
 /// by at most (2^-9 + 2 * 2^-12) of themselves, once in down and twice (gate and up are multiplied) before.
 constexpr double kRoundedTileBound = kBf16Bound + 3 * (0x1p-9 + 0x1p-11);
 
-/// Two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
+/// F16 layers: two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
 constexpr double kBf16PairBound = kFp32Bound + 0x1p-17;
 
 /// Sums of 64 k in f16: 6.6e-4 expected in each GEMM, gate and up and down: sqrt(3) times that, and four
@@ -68,7 +68,10 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (code == DType::kF4E2M1 || code == DType::kU4 || code == DType::kU8) {
     return kA16Bound;
   }
-  return isa == "avx512_bf16" && code != DType::kF32 ? kBf16PairBound : kFp32Bound;
+  if (isa != "avx512_bf16" || code == DType::kF32 || code == DType::kF16 || spec.dtype == DType::kF32) {
+    return kFp32Bound;
+  }
+  return spec.dtype == DType::kBF16 ? kBf16Bound : kBf16PairBound;
 }
 
 }  // namespace fusedmoe::cpu_test

@@ -31,6 +31,12 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
                                            : "vnni_int8";
 }
 
+/// Whether kernels round the values between the GEMMs, which no scheme quantizes, to BF16.
+bool HoldsMidInBf16(const cpu::CpuPlan& plan) {
+  return (plan.tiles.enabled && !plan.tiles.codes) ||
+         (plan.down.tile == cpu::kTileBf16 && plan.rows == cpu::RowRule::kAsTheyAre);
+}
+
 Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const cpu::CpuPlan cpu_plan = cpu::MakeCpuPlan(problem, machine);
   const MoeConfig& config = problem.config;
@@ -44,7 +50,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   if (cpu_plan.tiles.enabled && cpu_plan.tiles.rounded) {
     plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
   }
-  plan.intermediate_dtype = cpu_plan.tiles.enabled && !cpu_plan.tiles.codes ? "BF16" : "F32";
+  plan.intermediate_dtype = HoldsMidInBf16(cpu_plan) ? "BF16" : "F32";
   DescribeCost(config, cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes(), problem.plan_tokens,
                plan);
   const double slots = static_cast<double>(plan.tokens * config.top_k());

@@ -118,8 +118,13 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
   if (exact == kTileF16 || problem.config.dtype == DType::kF32) {
     return std::nullopt;
   }
-  const bool bf16_rows = problem.config.dtype == DType::kBF16 && !problem.weights_have_pre_quant_scale;
-  return TileChoice{bf16_rows ? kTileBf16 : kTileBf16Pair, kTileBf16Pair, RowRule::kAsTheyAre};
+  if (problem.config.dtype != DType::kBF16) {
+    return TileChoice{kTileBf16Pair, kTileBf16Pair, RowRule::kAsTheyAre};
+  }
+  // Rows of such a model are BF16, and what it was trained with rounds the intermediate to BF16 as well. A
+  // factor on the input makes values of more bits.
+  return TileChoice{problem.weights_have_pre_quant_scale ? kTileBf16Pair : kTileBf16, kTileBf16,
+                    RowRule::kAsTheyAre};
 }
 
 TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
