@@ -1,0 +1,159 @@
+#include "jobs/lint/layer_checks.hpp"
+
+#include <algorithm>
+#include <map>
+
+#include <fmt/format.h>
+
+#include "checkpoint/matrices/matrix_reader.hpp"
+
+namespace fusedmoe::lint {
+
+using checkpoint::LayerContext;
+using checkpoint::Located;
+using checkpoint::Projection;
+
+void LintInputScales(const std::vector<ExpertNote>& notes, MatrixNote ExpertNote::*which,
+                     Findings& findings) {
+  std::vector<std::pair<float, const MatrixNote*>> scales;
+  for (const ExpertNote& note : notes) {
+    const MatrixNote& matrix = note.*which;
+    if (matrix.loaded && matrix.input_scale) {
+      scales.emplace_back(*matrix.input_scale, &matrix);
+    }
+  }
+  if (scales.size() < 2) {
+    return;
+  }
+  std::map<float, int64_t> counts;
+  for (const auto& [scale, matrix] : scales) {
+    ++counts[scale];
+  }
+  if (counts.size() == 1) {
+    findings.Add(LintCode::kInputScaleConstant, scales.front().second->base,
+                 fmt::format("{} experts share the input scale {:g}", scales.size(), scales.front().first));
+    return;
+  }
+  std::vector<float> sorted;
+  for (const auto& entry : scales) {
+    sorted.push_back(entry.first);
+  }
+  std::sort(sorted.begin(), sorted.end());
+  const float median = sorted[sorted.size() / 2], largest = sorted.back();
+  constexpr float kFar = 256.0F;
+  for (const auto& [scale, matrix] : scales) {
+    if (scale == largest && counts[scale] > 1) {
+      findings.Add(LintCode::kExpertUncalibrated, matrix->base,
+                   fmt::format("its input scale {:g} is the largest of the layer, and {} experts have it",
+                               scale, counts[scale]));
+    } else if (scale < median / kFar || scale > median * kFar) {
+      findings.Add(LintCode::kExpertUncalibrated, matrix->base,
+                   fmt::format("its input scale {:g} is far from the median {:g}", scale, median));
+    }
+  }
+}
+
+void LintIgnoredInputs(const LayerContext& context, const Scheme& scheme, Findings& findings) {
+  const Located up = Locate(context, 0, Projection::kUp);
+  const auto declared = context.rules->format_of(up.place.base);
+  if (declared.ok() && declared->input_scale_optional && declared->activation.quantized() &&
+      !scheme.activation.quantized()) {
+    findings.Add(
+        LintCode::kInputScaleIgnored, up.place.base,
+        fmt::format("no {} is there; the layer runs as {}", declared->input_scale.substr(1), scheme.name));
+  }
+}
+
+void LintShards(const LayerContext& context, const Scheme& scheme,
+                std::set<std::pair<int64_t, std::string>>& noted, Findings& findings) {
+  const int64_t intermediate = context.spec.config.intermediate;
+  int64_t unit = 1;
+  for (const int64_t extent :
+       {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
+    unit = std::max(unit, extent);
+  }
+  std::string bad;
+  for (const int64_t ranks : {2, 4, 8}) {
+    if (intermediate % (ranks * unit) != 0) {
+      bad += fmt::format("{}{}", bad.empty() ? "" : ", ", ranks);
+    }
+  }
+  if (!bad.empty() && noted.emplace(intermediate, scheme.name).second) {
+    findings.Add(
+        LintCode::kTpShard, Locate(context, 0, Projection::kDown).place.base,
+        fmt::format("intermediate {} in groups of {} does not split evenly over {} ranks; here shares become "
+                    "uneven, other engines refuse",
+                    intermediate, unit, bad));
+  }
+}
+
+void LintShared(const Checkpoint& checkpoint, const LayerContext& context, int64_t layer,
+                Findings& findings) {
+  if (const auto shared = checkpoint.SharedExperts(layer); !shared.ok()) {
+    findings.AddRefusal(LintCode::kTensorRefused, context.spec.names.shared_up, shared.status());
+  } else if (shared->has_value()) {
+    const checkpoint::LayerNames& names = context.spec.names;
+    const auto expert = (*shared)->source.load(0);
+    if (!expert.ok()) {
+      findings.AddRefusal(LintCode::kTensorRefused, names.shared_up, expert.status());
+      return;
+    }
+    const std::pair<const CanonicalMatrix*, const std::string*> matrices[] = {
+        {&expert->gate, names.shared_fused ? &names.shared_up : &names.shared_gate_proj},
+        {&expert->up, &names.shared_up},
+        {&expert->down, &names.shared_down}};
+    for (const auto& [matrix, name] : matrices) {
+      const int64_t bad = matrix->empty() ? 0 : Measure(*matrix).not_finite;
+      if (bad > 0) {
+        findings.Add(LintCode::kWeightNotFinite, *name, fmt::format("{} weights are not finite", bad));
+      }
+    }
+  }
+}
+
+void LintUnused(const Checkpoint& checkpoint, const LayerContext& context, Findings& findings) {
+  std::map<std::string, std::set<std::string>> used;  // module -> suffixes
+  std::set<std::string> known;
+  for (int64_t expert = 0; expert < context.spec.config.num_experts; ++expert) {
+    for (const Projection projection : Projections(context)) {
+      const Located located = Locate(context, expert, projection);
+      if (used.contains(located.place.base)) {
+        continue;
+      }
+      const auto format = RoutedFormat(context, located);
+      std::set<std::string>& suffixes = used[located.place.base];
+      if (!format.ok()) {
+        return;  // reported already, and what belongs here is not known
+      }
+      for (const std::string_view suffix :
+           {format->codes, format->scale, format->second_scale, format->input_scale, format->zero_point,
+            format->group_index, format->pre_quant_scale, format->shape, format->row_major,
+            std::string_view(".bias")}) {
+        if (!suffix.empty()) {
+          suffixes.insert(std::string(suffix));
+        }
+      }
+    }
+  }
+  const std::string& up = context.spec.names.experts.up;
+  const std::string stem = up.substr(0, up.find("experts.") + 8);
+  if (up.find("experts.") == std::string::npos || !context.spec.names.experts.per_expert()) {
+    return;  // parameters of fused modules have names of many forms
+  }
+  for (const TensorInfo& info : checkpoint.tensors()) {
+    if (!info.name.starts_with(stem) || info.name == context.spec.names.correction_bias) {
+      continue;
+    }
+    const size_t dot = info.name.rfind('.');
+    const auto module = used.find(info.name.substr(0, dot));
+    if (module == used.end() || !module->second.contains(info.name.substr(dot))) {
+      // Zero points of symmetric GPTQ and the like are read or implied; an act-order index of 0, 1, 2 ...
+      // too.
+      findings.Add(
+          LintCode::kUnusedTensor, info.name,
+          fmt::format("{} {} is not part of this format", DTypeName(info.dtype), info.shape.ToString()));
+    }
+  }
+}
+
+}  // namespace fusedmoe::lint
