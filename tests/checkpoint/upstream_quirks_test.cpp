@@ -23,6 +23,22 @@ Status LoadWith(TinyModel& model) {
   return LoadEverything(folder.path());
 }
 
+// transformers 5.23: layers that differ from the rest of the model, by numbers with leading zeros.
+TEST(UpstreamQuirks, PerLayerConfig_ComesBeforeTheModelsOwn) {
+  TinyModel model("bf16");
+  model.config["per_layer_config"] = {{"00", {{"num_experts_per_tok", 1}, {"norm_topk_prob", false}}},
+                                      {"01", {{"num_experts_per_tok", 7}, {"hidden_size", 3}}}};
+  model.config["num_experts_per_tok"] = 2;
+  model.config["norm_topk_prob"] = true;
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto described = written.checkpoint->Describe(0);
+  ASSERT_TRUE(described.ok()) << described.status().ToString();
+  EXPECT_EQ(described->config.routing.top_k, 1);
+  EXPECT_FALSE(described->config.routing.renormalize);
+  EXPECT_EQ(described->config.hidden, kHidden);
+}
+
 // llm-compressor 0.14 with transformers 5.23 on DeepSeek-V4: "gate_proj" becomes "wgate" on saving.
 TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   TinyModel model("ct_int4");

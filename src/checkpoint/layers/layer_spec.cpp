@@ -182,8 +182,9 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
       format.codes == ".weight" ? base + weight_suffix : base + std::string(format.codes));
 }
 
-Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& config, const Family& family,
+Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& model, const Family& family,
                                const std::string& prefix, int64_t layer, const std::string& expert_layout) {
+  const ModelConfig config = model.ForLayer(layer);
   std::optional<LayerNames> names = FindLayerNames(store, family, prefix);
   if (!names) {
     if (config.SaysMoe(layer).value_or(false)) {

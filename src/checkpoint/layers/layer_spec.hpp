@@ -31,7 +31,7 @@ struct LayerSpec {
 };
 
 /// Sizes, routing, activation and tensor names of a layer. kUsage when it has no routed experts.
-Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& config, const Family& family,
+Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& model, const Family& family,
                                const std::string& prefix, int64_t layer, const std::string& expert_layout);
 
 /// Routing of a family under a configuration.

@@ -1,6 +1,7 @@
 #include "checkpoint/layers/model_config.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <filesystem>
 
@@ -62,10 +63,8 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
     return Status::BadInput("the configuration is no JSON object").WithFile(path);
   ModelConfig config;
   config.path_ = std::move(path);
-  config.root_ = *std::move(root);
-  // Moving a JsonValue keeps its members where they are, so these pointers survive moves of the ModelConfig;
-  // only the outermost scope is root_ itself and is looked up separately.
-  for (const JsonValue* scope = &config.root_; scope != nullptr;) {
+  config.root_ = std::make_shared<const JsonValue>(*std::move(root));
+  for (const JsonValue* scope = config.root_.get(); scope != nullptr;) {
     const JsonValue* inner = nullptr;
     for (const std::string_view name : kInnerObjects) {
       const JsonValue* candidate = scope->Find(name);
@@ -77,9 +76,22 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
     if (const JsonValue* type = scope->Find("model_type"); type != nullptr && type->is_string()) {
       config.model_types_.insert(config.model_types_.begin(), type->string());
     }
-    if (inner != nullptr)
-      config.scopes_.insert(config.scopes_.begin(), inner);
+    config.scopes_.insert(config.scopes_.begin(), scope);
     scope = inner;
+  }
+  return config;
+}
+
+ModelConfig ModelConfig::ForLayer(int64_t layer) const {
+  ModelConfig config = *this;
+  const JsonValue* layers = Find("per_layer_config");
+  if (layers == nullptr)
+    return config;
+  for (const auto& [key, overrides] : layers->members()) {  // keys are numbers, with leading zeros
+    int64_t number = -1;
+    const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), number);
+    if (error == std::errc() && end == key.data() + key.size() && number == layer)
+      config.scopes_.insert(config.scopes_.begin(), &overrides);
   }
   return config;
 }
@@ -100,7 +112,7 @@ const JsonValue* ModelConfig::Find(std::string_view keys, std::string_view* foun
     if (const JsonValue* value = search(*scope))
       return value;
   }
-  return search(root_);
+  return nullptr;
 }
 
 Status ModelConfig::Wrong(std::string_view key, const JsonValue& value, std::string_view wanted) const {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -29,7 +30,10 @@ class ModelConfig {
   const std::string& path() const { return path_; }
   /// model_type of the text model, then those of the objects around it.
   const std::vector<std::string>& model_types() const { return model_types_; }
-  const JsonValue& root() const { return root_; }
+  const JsonValue& root() const { return *root_; }
+
+  /// The configuration as one layer sees it: what transformers' `per_layer_config` has for it comes first.
+  ModelConfig ForLayer(int64_t layer) const;
 
   /// The first value found, also looking in the outer objects.
   const JsonValue* Find(std::string_view keys, std::string_view* found = nullptr) const;
@@ -56,8 +60,8 @@ class ModelConfig {
   Status Wrong(std::string_view key, const JsonValue& value, std::string_view wanted) const;
 
   std::string path_;
-  JsonValue root_;
-  std::vector<const JsonValue*> scopes_;  // innermost first; into root_
+  std::shared_ptr<const JsonValue> root_;
+  std::vector<const JsonValue*> scopes_;  // innermost first, root_ last; into root_
   std::vector<std::string> model_types_;
 };
 
