@@ -33,10 +33,11 @@ struct LinearFormat {
   std::string_view zero_point;
   std::string_view group_index;
   std::string_view pre_quant_scale;
-  std::string_view shape;      ///< I64 or I32 [2]: rows and columns, to be compared
-  std::string_view row_major;  ///< U8, 0: codes lie row by row
-  bool reciprocal = false;     ///< second_scale and input_scale are stored as 1 / scale
-  float scale_divisor = 1.0F;  ///< of stored scales of blocks and rows
+  std::string_view shape;         ///< I64 or I32 [2]: rows and columns, to be compared
+  std::string_view row_major;     ///< U8, 0: codes lie row by row
+  bool reciprocal = false;        ///< second_scale and input_scale are stored as 1 / scale
+  bool reciprocal_scale = false;  ///< so is the first scale (GPTQModel's FP8)
+  float scale_divisor = 1.0F;     ///< of stored scales of blocks and rows
   float second_scale_divisor = 1.0F;
   bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
   bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)

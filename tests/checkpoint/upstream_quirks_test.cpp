@@ -164,32 +164,6 @@ TEST(UpstreamQuirks, BlockStructure_IsAPairOrAString) {
   }
 }
 
-// GPTQModel 7 and auto-round 0.16 list what they left alone there: routers, as a rule.
-TEST(UpstreamQuirks, DynamicOfGptq_NamesWhatIsLeftAlone) {
-  TinyModel model("gptq");
-  auto& dynamic = model.config["quantization_config"]["dynamic"];
-  dynamic = {{"-:.*model\\.layers\\.0\\.mlp\\.gate.*", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadWith(model).message(), "");
-
-  // Settings of their own: the first pattern that matches decides, and says what tensors must hold.
-  dynamic = {{"+:.*experts\\..*", {{"bits", 4}, {"group_size", 32}}}, {".*", {{"bits", 8}}}};
-  EXPECT_EQ(LoadWith(model).message(), "");
-  dynamic = {{".*experts\\..*", {{"bits", 8}}}};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
-  dynamic = {{".*experts\\..*", {{"bits", 9}}}};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
-  dynamic = {{"-:.*experts\\.[", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
-  dynamic = {"-:.*gate.*"};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
-
-  TinyModel plain("bf16");
-  plain.config["quantization_config"] = TinyModel("gptq").config["quantization_config"];
-  EXPECT_EQ(LoadWith(plain).code(), StatusCode::kBadInput);
-  plain.config["quantization_config"]["dynamic"] = {{"-:.*experts.*", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadWith(plain).message(), "");
-}
-
 // auto-round 0.16 as auto_gptq and auto_awq: the scale takes the sign of the largest weight.
 TEST(UpstreamQuirks, FormatsWrittenByAutoRound_MayHaveNegativeScales) {
   for (const std::string format : {"gptq", "awq"}) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -38,13 +39,17 @@ Tensor AsMatrix(const Tensor& tensor, bool column) {
   return Tensor::Borrow(TensorView(tensor.view().data(), tensor.dtype(), shape), tensor.owner());
 }
 
-Result<Tensor> Divided(const Tensor& scales, float divisor) {
-  if (divisor == 1.0F)
+// F32 scales as they multiply codes. The reciprocal of an infinite one would be a zero like any other.
+Result<Tensor> AsMultipliers(const Tensor& scales, const LinearFormat& format) {
+  if (format.scale_divisor == 1.0F && !format.reciprocal_scale)
     return scales;
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kF32, scales.shape()));
   const auto* from = scales.view().as<float>();
-  std::transform(from, from + scales.shape().count(), out.mutable_view().as<float>(),
-                 [&](float scale) { return scale / divisor; });
+  std::transform(from, from + scales.shape().count(), out.mutable_view().as<float>(), [&](float scale) {
+    if (!format.reciprocal_scale)
+      return scale / format.scale_divisor;
+    return std::isfinite(scale) ? 1.0F / scale : std::numeric_limits<float>::quiet_NaN();
+  });
   return out;
 }
 
@@ -141,7 +146,7 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
   const std::string name = tensors.NameOf(format.scale);
   if (!weight.has_block_scale() && !weight.has_channel_scale) {
     FMOE_ASSIGN_OR_RETURN(const float value, tensors.LoadScale(format.scale));
-    matrix->tensor_scale = value;
+    matrix->tensor_scale = format.reciprocal_scale ? 1.0F / value : value;
     return Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.scale));
@@ -156,9 +161,10 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
   }
   FMOE_ASSIGN_OR_RETURN(Tensor half, Arrange(tensors, format, name, std::move(stored)));
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
-      (ScalesAreFloats(weight) && found == DType::kF8E8M0) || format.scale_divisor != 1.0F) {
+      (ScalesAreFloats(weight) && found == DType::kF8E8M0) || format.scale_divisor != 1.0F ||
+      format.reciprocal_scale) {
     FMOE_ASSIGN_OR_RETURN(half, ToF32(half));
-    FMOE_ASSIGN_OR_RETURN(half, Divided(half, format.scale_divisor));
+    FMOE_ASSIGN_OR_RETURN(half, AsMultipliers(half, format));
     if (weight.has_channel_scale) {
       matrix->channel_scale =
           Tensor::Borrow(TensorView(half.view().data(), DType::kF32, Shape{tensors.rows}), half.owner());

@@ -30,6 +30,8 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
                                      const ModelConfig& config);
+/// GPTQModel's, which has that name too.
+Result<QuantRules> ReadGptqModelFp8Rules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadMxfp4Rules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path);

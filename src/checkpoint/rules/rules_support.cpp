@@ -81,6 +81,15 @@ bool Listed(const std::vector<std::string>& patterns, const std::string& module)
   });
 }
 
+Result<std::vector<std::string>> SkippedModules(const JsonValue& spec, const std::string& path) {
+  std::vector<std::string> all;
+  for (const char* key : {"modules_to_not_convert", "ignored_layers", "ignore", "modules_to_skip"}) {
+    FMOE_ASSIGN_OR_RETURN(const std::vector<std::string> some, StringList(spec.Find(key), key, path));
+    all.insert(all.end(), some.begin(), some.end());
+  }
+  return all;
+}
+
 Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped) {
   auto shared = std::make_shared<std::pair<LinearFormat, std::vector<std::string>>>(std::move(format),
                                                                                     std::move(skipped));

@@ -40,6 +40,9 @@ bool IsRegexLike(const std::string& pattern);
 /// ("lm_head", "gate"), and wildcards.
 bool Listed(const std::vector<std::string>& patterns, const std::string& module);
 
+/// The modules that `spec` leaves alone, under any of the keys that tools have for them.
+Result<std::vector<std::string>> SkippedModules(const JsonValue& spec, const std::string& path);
+
 /// One format for all modules that are not skipped.
 Result<QuantRules> Uniform(std::string producer, LinearFormat format, std::vector<std::string> skipped);
 
