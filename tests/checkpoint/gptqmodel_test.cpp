@@ -108,6 +108,83 @@ TEST(GptqModel, Fp8OfGptqModel_DividesByItsScales) {
   EXPECT_EQ(LoadModel(gptq).code(), StatusCode::kUnsupported);
 }
 
+// The rule of GPTQModel 7 for 5, 6 and 7 bits (gptq_p), with zero points as they are: the layout of each 32
+// codes.
+std::vector<int32_t> InPlanes(const std::vector<uint32_t>& codes, int bits) {
+  std::vector<int32_t> words;
+  int offset = 0;
+  for (const int width : {8, 4, 2, 1}) {
+    if ((bits & width) == 0)
+      continue;
+    const int per_word = 32 / width;
+    for (int first = 0; first < 32; first += per_word) {
+      uint32_t word = 0;
+      for (int i = 0; i < per_word; ++i)
+        word |= (codes[static_cast<size_t>(first + i)] >> offset & ((1U << width) - 1)) << (i * width);
+      words.push_back(static_cast<int32_t>(word));
+    }
+    offset += width;
+  }
+  return words;
+}
+
+TEST(GptqModel, Planes_HoldTheBitsOfEachCode) {
+  for (int bits = 2; bits <= 8; ++bits) {
+    SCOPED_TRACE(bits);
+    const auto code = [&](int64_t i) { return static_cast<uint32_t>(i * 37 + 11) & ((1U << bits) - 1); };
+    const auto zero = [&](int64_t i) { return static_cast<uint32_t>(i * 5 + 1) & ((1U << bits) - 1); };
+    const auto planes = [&](const auto& value) {
+      std::vector<uint32_t> fields(32);
+      for (size_t i = 0; i < 32; ++i)
+        fields[i] = value(static_cast<int64_t>(i));
+      return InPlanes(fields, bits);
+    };
+    TinyModel model("gptq");
+    model.config["quantization_config"]["bits"] = bits;
+    model.config["quantization_config"]["checkpoint_format"] = "gptq_p";
+    for (RawTensor& tensor : model.tensors) {
+      const bool down = tensor.name.find("down_proj") != std::string::npos;
+      const int64_t rows = down ? kHidden : kIntermediate, cols = down ? kIntermediate : kHidden;
+      if (tensor.name.ends_with(".qweight")) {  // every column of words alike
+        std::vector<int32_t> words;
+        for (int64_t block = 0; block < cols / 32; ++block) {
+          for (const int32_t word : planes(code))
+            words.insert(words.end(), static_cast<size_t>(rows), word);
+        }
+        tensor = Ints(tensor.name, {cols * bits / 32, rows}, words);
+      } else if (tensor.name.ends_with(".qzeros")) {
+        std::vector<int32_t> words;
+        for (int64_t block = 0; block < cols / 32 * rows / 32; ++block) {
+          for (const int32_t word : planes(zero))
+            words.push_back(word);
+        }
+        tensor = Ints(tensor.name, {cols / 32, rows * bits / 32}, words);
+      }
+    }
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    const auto expert = written.source->load(0);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    std::vector<float> row(static_cast<size_t>(kHidden));
+    for (const int64_t r : {0, 3, 31}) {
+      DequantizeRow(expert->up, r, row.data());
+      for (int64_t c = 0; c < kHidden; ++c) {
+        const int difference = static_cast<int>(code(c % 32)) - static_cast<int>(zero(r % 32));
+        ASSERT_EQ(row[static_cast<size_t>(c)], 0.5F * static_cast<float>(difference)) << r << " " << c;
+      }
+    }
+  }
+}
+
+// A stream of E4M3 or NVFP4 between modules: weights alone would compute something else.
+TEST(GptqModel, QuantizedInputs_AreRefused) {
+  TinyModel model("gptq");
+  model.config["quantization_config"]["activation"] = {{"mode", "w4afp8"}};
+  EXPECT_EQ(LoadModel(model).code(), StatusCode::kUnsupported);
+  model.config["quantization_config"]["activation"] = nullptr;
+  EXPECT_EQ(LoadModel(model).message(), "");
+}
+
 // GPTQModel 7 has `dynamic` in every format.
 TEST(GptqModel, DynamicOfGptqModel_HoldsForAwqAndFp8) {
   for (const std::string format : {"awq", "fp8_block"}) {

@@ -1,6 +1,7 @@
 #include "checkpoint/matrices/unpack.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include <fmt/format.h>
@@ -52,6 +53,36 @@ uint32_t Field(const Word& word_at, int64_t index, int bits) {
   if (shift + bits > 32)
     field |= word_at(word + 1) << (32 - shift);
   return field & ((uint32_t{1} << bits) - 1);
+}
+
+// Field `index` where each 32 fields fill `bits` words plane by plane: the low 4 bits of all of them (2 of
+// narrower ones), then the next 2, then the last.
+template <typename Word>
+uint32_t PlaneField(const Word& word_at, int64_t index, int bits) {
+  int64_t word = index / 32 * bits;
+  const auto at = static_cast<int>(index % 32);
+  uint32_t field = 0;
+  for (int done = 0; done < bits;) {
+    const auto width = static_cast<int>(std::bit_floor(static_cast<unsigned>(bits - done)));
+    const int per_word = 32 / width;
+    const uint32_t mask = (uint32_t{1} << width) - 1;
+    field |= (word_at(word + at / per_word) >> (at % per_word * width) & mask) << done;
+    word += width;
+    done += width;
+  }
+  return field;
+}
+
+template <typename Word>
+uint32_t GptqField(const LinearFormat& format, const Word& word_at, int64_t index) {
+  return format.planes ? PlaneField(word_at, index, format.bits) : Field(word_at, index, format.bits);
+}
+
+// Planes are of 32 fields each.
+Status CheckPlanes(const LinearFormat& format, int64_t fields) {
+  if (!format.planes || fields % 32 == 0)
+    return Status::Ok();
+  return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of 32 is needed", fields));
 }
 
 int64_t StreamWords(int64_t fields, int bits) {
@@ -175,6 +206,7 @@ Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
 
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,
                            bool has_zero_points) {
+  FMOE_RETURN_IF_ERROR(CheckPlanes(format, cols));
   const int bits = format.bits;
   const bool words = format.packing != Packing::kRowPairs;
   const Shape wanted = format.packing == Packing::kGptq   ? Shape{StreamWords(cols, bits), rows}
@@ -199,7 +231,8 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
       uint32_t code = 0;
       switch (format.packing) {
         case Packing::kGptq:
-          code = Field([&](int64_t w) { return word(w, r); }, c, bits);
+          code = GptqField(
+              format, [&](int64_t w) { return word(w, r); }, c);
           break;
         case Packing::kAwq:
           code = bits == 4 ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
@@ -220,6 +253,7 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
 
 Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
                                 int64_t groups) {
+  FMOE_RETURN_IF_ERROR(CheckPlanes(format, rows));
   const int bits = format.bits;
   const Shape wanted = format.packing == Packing::kBits ? Shape{StreamWords(rows, bits), groups}
                                                         : Shape{groups, StreamWords(rows, bits)};
@@ -238,7 +272,8 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
       } else if (format.packing == Packing::kBits) {
         zero = Field([&](int64_t w) { return word(w, g); }, r, bits);
       } else {
-        zero = Field([&](int64_t w) { return word(g, w); }, r, bits);
+        zero = GptqField(
+            format, [&](int64_t w) { return word(g, w); }, r);
       }
       // Unpacked first: one added to the whole word would carry into the next field.
       if (format.zero_plus_one)

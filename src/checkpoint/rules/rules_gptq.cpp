@@ -78,7 +78,7 @@ Result<QuantRules> WithOverrides(std::string producer, const LinearFormat& forma
   return rules;
 }
 
-LinearFormat GptqFormat(int64_t bits, int64_t group, bool symmetric, bool zero_plus_one) {
+LinearFormat GptqFormat(int64_t bits, int64_t group, bool symmetric, std::string_view layout) {
   LinearFormat format;
   format.packing = Packing::kGptq;
   format.bits = static_cast<int>(bits);
@@ -89,7 +89,8 @@ LinearFormat GptqFormat(int64_t bits, int64_t group, bool symmetric, bool zero_p
   format.zero_point_optional = symmetric;
   format.group_index = ".g_idx";
   format.scale_is_in_out = true;
-  format.zero_plus_one = zero_plus_one;
+  format.zero_plus_one = layout == "gptq";
+  format.planes = layout == "gptq_p";
   return format;
 }
 
@@ -103,7 +104,7 @@ Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::string_view layo
   if (group == 0)
     return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
   FMOE_ASSIGN_OR_RETURN(const bool symmetric, Flag(spec, "sym", true, path));
-  return GptqFormat(bits, group, symmetric, layout == "gptq");
+  return GptqFormat(bits, group, symmetric, layout);
 }
 
 LinearFormat AwqFormat(int64_t group, bool zero_point) {
@@ -195,9 +196,16 @@ Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path)
   (void)reordered;  // g_idx says it, and is read whenever it is there
   const JsonValue* key = spec.Find("checkpoint_format");
   const std::string layout = key == nullptr ? "gptq" : key->string();
-  if (layout != "gptq" && layout != "gptq_v2") {
+  if (layout != "gptq" && layout != "gptq_v2" && layout != "gptq_p") {
     return Status::Unsupported(
-               fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq and gptq_v2 are", layout))
+               fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq, gptq_v2 and gptq_p are",
+                           layout))
+        .WithFile(path);
+  }
+  // GPTQModel's W4A streams; weights alone would be a different computation.
+  if (const JsonValue* inputs = spec.Find("activation"); inputs != nullptr) {
+    return Status::Unsupported(fmt::format("GPTQ with 'activation' {} is not supported; weights alone are",
+                                           inputs->ToString()))
         .WithFile(path);
   }
   FMOE_ASSIGN_OR_RETURN(LinearFormat format, ReadGptqFormat(spec, layout, path));
