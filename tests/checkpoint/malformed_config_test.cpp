@@ -168,7 +168,7 @@ TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
         });
   }
   RunConfigCases("gptq",
-                 {{"planar", [](auto& c) { c["quantization_config"]["checkpoint_format"] = "gptq_p"; },
+                 {{"for a kernel", [](auto& c) { c["quantization_config"]["checkpoint_format"] = "marlin"; },
                    StatusCode::kUnsupported}});
   RunConfigCases("awq", {{"gemv", [](auto& c) { c["quantization_config"]["version"] = "gemv"; },
                           StatusCode::kUnsupported}});
