@@ -39,6 +39,7 @@ struct LinearFormat {
   bool reciprocal_scale = false;  ///< so is the first scale (GPTQModel's FP8)
   float scale_divisor = 1.0F;     ///< of stored scales of blocks and rows
   float second_scale_divisor = 1.0F;
+  bool bytes_are_exponents = false;  ///< scales of type U8 are E8M0, where floats are expected otherwise
   bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
   bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)
   bool twos_complement = false;      ///< packed integers are signed (Quark int4)

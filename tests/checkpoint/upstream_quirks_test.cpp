@@ -274,6 +274,75 @@ TEST(UpstreamQuirks, ExtraConfigOfAutoRound_SaysWhatBecomesOfInputs) {
 }
 
 // config.json of MiniMax-M2 calls e4m3 by the name of torch.
+// FP8 with one scale a matrix: vLLM's names, transformers' (also of fused experts, one number each) and
+// Mistral's.
+TEST(UpstreamQuirks, StaticFp8_HasSeveralNames) {
+  const std::pair<std::string, std::string> names[] = {{".weight_scale", ".input_scale"},
+                                                       {".weight_scale_inv", ".activation_scale"},
+                                                       {".qscale_weight", ".qscale_act"}};
+  for (const auto& [weight, input] : names) {
+    SCOPED_TRACE(weight);
+    TinyModel model("modelopt_fp8");
+    model.config["quantization_config"] = {{"quant_method", "fp8"}, {"activation_scheme", "static"}};
+    model.config["quantization_config"]["modules_to_not_convert"] = {"lm_head", "gate"};
+    for (RawTensor& tensor : model.tensors) {
+      tensor.name = Replaced(Replaced(tensor.name, ".weight_scale", weight), ".input_scale", input);
+    }
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    EXPECT_EQ(written.checkpoint->Describe(0)->scheme.name, "fp8_w8a8:tensor_static");
+    const auto expert = written.source->load(1);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    EXPECT_EQ(expert->up.tensor_scale, 0.5F);
+    EXPECT_EQ(expert->up.input_tensor_scale, 0.25F);
+  }
+
+  TinyModel fused("bf16");
+  std::erase_if(fused.tensors,
+                [](const RawTensor& tensor) { return tensor.name.find(".experts.") != std::string::npos; });
+  fused.config["quantization_config"] = {{"quant_method", "fp8"}, {"activation_scheme", "static"}};
+  const std::string stem = "model.layers.0.mlp.experts.";
+  fused.tensors.push_back(
+      Bytes(stem + "gate_up_proj", "F8_E4M3", {kExperts, 2 * kIntermediate, kHidden}, 1, 0x38));
+  fused.tensors.push_back(Bytes(stem + "down_proj", "F8_E4M3", {kExperts, kHidden, kIntermediate}, 1, 0x38));
+  for (const auto& [name, value] : {std::pair("gate_up_proj", 0.5F), std::pair("down_proj", 0.125F)}) {
+    fused.tensors.push_back(Floats(stem + name + "_scale_inv", {kExperts, 1, 1}, value));
+    fused.tensors.push_back(Floats(stem + name + "_activation_scale", {kExperts}, value / 2));
+  }
+  const WrittenModel written(fused);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto expert = written.source->load(1);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  EXPECT_EQ(expert->gate.tensor_scale, 0.5F);
+  EXPECT_EQ(expert->gate.input_tensor_scale, 0.25F);
+  EXPECT_EQ(expert->down.input_tensor_scale, 0.0625F);
+}
+
+// transformers 5 reads MXFP8 by the reader of FP8 blocks: powers of two as the bytes of their exponents.
+TEST(UpstreamQuirks, BytesBesideFp8_AreExponents) {
+  for (const std::string method : {"fp8", "mxfp8"}) {
+    SCOPED_TRACE(method);
+    TinyModel model("fp8_block");
+    auto& quantization = model.config["quantization_config"];
+    quantization["quant_method"] = method;
+    quantization["weight_block_size"] = {1, 32};
+    for (RawTensor& tensor : model.tensors) {
+      const bool down = tensor.name.find("down_proj") != std::string::npos;
+      if (tensor.name.ends_with(".weight_scale_inv"))
+        tensor = Bytes(tensor.name, "U8",
+                       {down ? kHidden : kIntermediate, (down ? kIntermediate : kHidden) / 32}, 1, 125);
+    }
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    EXPECT_EQ(written.checkpoint->Describe(0)->scheme.name, "mxfp8_w8a8");
+    const auto expert = written.source->load(0);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    std::vector<float> row(static_cast<size_t>(kHidden));
+    DequantizeRow(expert->gate, 3, row.data());
+    EXPECT_EQ(row.back(), 0.25F);
+  }
+}
+
 TEST(UpstreamQuirks, E4m3_HasSeveralNames) {
   TinyModel model("fp8_block");
   for (const char* name : {"e4m3", "float8_e4m3fn"}) {

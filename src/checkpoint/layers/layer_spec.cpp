@@ -1,6 +1,7 @@
 #include "checkpoint/layers/layer_spec.hpp"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include <fmt/format.h>
 
@@ -151,12 +152,15 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
             (suffix == ".weight" ? store.Has(base) : store.Has(base + "_" + std::string(suffix.substr(1)))));
   };
   if (rules.producer == "fp8" && format.quantized()) {
-    for (const std::string_view scale : {".weight_scale_inv", ".scale_inv", ".scale", ".weight_scale"}) {
-      if (has(scale)) {
-        format.scale = scale;
-        break;
-      }
-    }
+    // transformers', DeepSeek's, vLLM's and Mistral's names, also of fused experts.
+    const auto first = [&](std::initializer_list<std::string_view> names, std::string_view fallback) {
+      const auto* const found = std::find_if(names.begin(), names.end(), has);
+      return found == names.end() ? fallback : *found;
+    };
+    format.scale =
+        first({".weight_scale_inv", ".scale_inv", ".scale", ".weight_scale", ".qscale_weight"}, format.scale);
+    if (!format.input_scale.empty())
+      format.input_scale = first({".input_scale", ".activation_scale", ".qscale_act"}, format.input_scale);
   }
   if (const TensorInfo* info = store.Find(base + weight_suffix);
       info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {

@@ -150,6 +150,9 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
     return Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.scale));
+  if (format.bytes_are_exponents && stored.dtype() == DType::kU8) {
+    stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kF8E8M0, stored.shape()), stored.owner());
+  }
   FMOE_RETURN_IF_ERROR(CheckType(tensors, weight, name, stored));
   const DType found = stored.dtype();
   if (weight.has_channel_scale && tensors.place.item >= 0 && stored.shape().count() == 1) {

@@ -36,7 +36,7 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
   }
   if (method == "compressed-tensors")
     return ReadCompressedTensorsRules(spec, path);
-  if (method == "fp8" || method == "deepseek_v4_fp8")
+  if (method == "fp8" || method == "deepseek_v4_fp8" || method == "mxfp8")
     return ReadBlockFp8Rules(spec, path, config);
   if (method == "mxfp4")
     return ReadMxfp4Rules(spec, path);
@@ -53,7 +53,8 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
   return Status::Unsupported(fmt::format("quant_method '{}' is not supported", method))
       .WithFile(path)
       .WithHint(
-          "modelopt, compressed-tensors, fp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes are");
+          "modelopt, compressed-tensors, fp8, mxfp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes "
+          "are");
 }
 
 Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {

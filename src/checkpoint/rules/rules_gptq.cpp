@@ -134,7 +134,7 @@ Result<LinearFormat> ReadAwqFormat(const JsonValue& spec, const std::string& pat
 }
 
 // GPTQModel's FP8: weights alone, and what it calls the inverse of a scale is what it multiplied by.
-Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& path) {
+Result<LinearFormat> ReadGptqModelFp8Format(const JsonValue& spec, const std::string& path) {
   const auto unsupported = [&](std::string_view key, const JsonValue* value, std::string_view known) {
     return Status::Unsupported(
                fmt::format("fp8 with {} {} is not supported; {}", key, value->ToString(), known))
@@ -167,8 +167,8 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
 }  // namespace
 
 Result<QuantRules> ReadGptqModelFp8Rules(const JsonValue& spec, const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadFp8Format(spec, path));
-  const ReadOwn read = [&](const JsonValue& own) { return ReadFp8Format(spec.With(own), path); };
+  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadGptqModelFp8Format(spec, path));
+  const ReadOwn read = [&](const JsonValue& own) { return ReadGptqModelFp8Format(spec.With(own), path); };
   return WithOverrides("fp8", format, spec, read, path);
 }
 

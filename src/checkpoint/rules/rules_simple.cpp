@@ -11,8 +11,10 @@
 #include "checkpoint/rules/rules_support.hpp"
 
 namespace fusedmoe::checkpoint {
-Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
-                                     const ModelConfig& config) {
+namespace {
+
+// Blocks, or one scale a matrix, as transformers and vLLM have them.
+Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& path) {
   const JsonValue* kind = spec.Find("fmt");
   if (!IsE4m3(kind)) {
     return Status::Unsupported(fmt::format("fp8 with fmt {} is not supported; e4m3 is", kind->ToString()))
@@ -22,28 +24,43 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   const std::string activation = scheme == nullptr ? "dynamic" : scheme->string();
   if (activation != "dynamic" && activation != "static")
     return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
-  if (spec.Find("weight_scale_semantics") != nullptr || spec.Find("weight_scale_method") != nullptr)
-    return ReadGptqModelFp8Rules(spec, path);
-  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
+  const JsonValue* method = spec.Find("quant_method");
+  const bool mx = method != nullptr && method->string() == "mxfp8";  // powers of two for 32 numbers, always
+  const JsonValue* block = spec.Find("weight_block_size");
   LinearFormat format;
   format.weight = Fp8();
-  if (const JsonValue* block = spec.Find("weight_block_size"); block != nullptr) {
-    FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("weight_block_size", *block, path));
-    format.scale = ".weight_scale_inv";
-    format.activation = BlockFp8(format.weight.block.col);
-    // Rounded up to powers of two where the weights' scales are.
-    const JsonValue* scale = spec.Find("scale_fmt");
-    format.activation.rule.power_of_two_scale = scale != nullptr && scale->string() == "ue8m0";
-    if (activation == "static")
-      return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
-  } else {
+  format.bytes_are_exponents = true;
+  if (block == nullptr && !mx) {
     format.weight.has_tensor_scale = true;
     format.scale = ".weight_scale";
     format.activation = StaticFp8();
     format.activation.static_tensor_scale = activation == "static";
     if (activation == "static")
       format.input_scale = ".input_scale";
+    return format;
   }
+  if (activation == "static")
+    return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
+  format.weight.block = {1, 32};
+  if (block != nullptr) {
+    FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("weight_block_size", *block, path));
+  }
+  format.scale = ".weight_scale_inv";
+  format.activation = BlockFp8(format.weight.block.col);
+  // Rounded up to powers of two where the weights' scales are.
+  const JsonValue* scale = spec.Find("scale_fmt");
+  format.activation.rule.power_of_two_scale = mx || (scale != nullptr && scale->string() == "ue8m0");
+  return format;
+}
+
+}  // namespace
+
+Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
+                                     const ModelConfig& config) {
+  if (spec.Find("weight_scale_semantics") != nullptr || spec.Find("weight_scale_method") != nullptr)
+    return ReadGptqModelFp8Rules(spec, path);
+  FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
+  FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadFp8Format(spec, path));
   auto routed = format;
   bool fp4_experts = false;
   // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
