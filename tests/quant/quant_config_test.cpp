@@ -68,6 +68,18 @@ TEST(QuantConfig_WeightBits, OtherThanFourAndEightAreRefusedByName) {
   }
 }
 
+TEST(QuantConfig_OcpMx, HasNoMxfp8Activations) {
+  QuantConfigArguments arguments = Weights();
+  arguments.weight_kind = QuantKind::kMxfp8;
+  arguments.quant_kind = QuantKind::kMxfp4;
+  EXPECT_TRUE(OcpMxConfig(arguments).ok());
+  arguments.quant_kind = QuantKind::kMxfp8;
+  for (const QuantKind weight : {QuantKind::kNone, QuantKind::kMxfp4, QuantKind::kMxfp8}) {
+    arguments.weight_kind = weight;
+    ExpectRefused(OcpMxConfig(arguments), {"quant_kind", "'mxfp8'"});
+  }
+}
+
 TEST(QuantConfig_UnknownFactory, ListsTheKnownOnes) {
   ExpectRefused(MakeQuantConfig("fp3", {}), {"fp3", "fp8_w8a8", "int4_w4afp8"});
 }
