@@ -53,6 +53,9 @@ float RoundAnySize(float value) {
   return std::nearbyint(value);
 }
 
+/// The floor of vLLM's FP8 quantizer per row, by which upstream derives the channel scales.
+constexpr float kLeastChannelScale = 1.0F / (448.0F * 512.0F);
+
 }  // namespace
 
 std::optional<IntegerType> ParseIntegerType(std::string_view name) {
@@ -130,7 +133,7 @@ Result<TwoLevelScales> DeriveTwoLevelScales(TensorView group_scales) {
     if (!std::isfinite(amax)) {
       return Status::BadInput(fmt::format("group scales of row {} are not finite", row));
     }
-    const float channel = amax == 0.0F ? 1.0F : amax / 448.0F;
+    const float channel = std::max(amax / 448.0F, kLeastChannelScale);
     result.channel_scale.mutable_view().as<float>()[row] = channel * 8.0F;
     for (int64_t g = 0; g < groups; ++g) {
       const float full = DecodeE4m3(EncodeE4m3RneSaturating(scales[g] / channel));

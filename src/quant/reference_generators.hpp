@@ -36,7 +36,8 @@ struct TwoLevelScales {
 };
 
 /// W4A8: 16-bit group scales [rows, groups] into e4m3 ones below an F32 scale for each row. c = amax(row) /
-/// 448, s8 = e4m3(s / c); stored are s8 / 8 and 8 * c, so that int4 times the group scale stays within e4m3.
+/// 448, at least 1 / (448 * 512), s8 = e4m3(s / c); stored are s8 / 8 and 8 * c, so that int4 times the group
+/// scale stays within e4m3.
 Result<TwoLevelScales> DeriveTwoLevelScales(TensorView group_scales);
 
 }  // namespace fusedmoe

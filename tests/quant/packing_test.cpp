@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <random>
+#include <vector>
 
 #include "quant/packing_formats.hpp"
 #include "quant/reference_generators.hpp"
@@ -184,6 +185,23 @@ TEST(ReferenceGenerator_BadGroups, AreRefused) {
   EXPECT_FALSE(QuantizeIntegerReference(weights->view(), IntegerType::kUint4b8, 16, true).ok());
   EXPECT_FALSE(QuantizeIntegerReference(weights->view(), IntegerType::kUint4, 0, true).ok());
   EXPECT_TRUE(QuantizeIntegerReference(weights->view(), IntegerType::kUint4, -1, true).ok());
+}
+
+TEST(ReferenceGenerator_TwoLevelScales, HaveTheFloorOfTheFp8Quantizer) {
+  // Rows with amax / 448 above, below and far below 1 / (448 * 512); what vLLM's convert_bf16_scales_to_fp8
+  // gives.
+  constexpr float kFloor = 1.0F / (448.0F * 512.0F);
+  auto scales = Tensor::Allocate(DType::kF32, Shape{3, 2});
+  const float values[] = {0.01F, 0.005F, 0.001F, 0.0005F, 0.0F, 0.0F};
+  std::copy(std::begin(values), std::end(values), scales->mutable_view().as<float>());
+  const auto derived = DeriveTwoLevelScales(scales->view());
+  ASSERT_TRUE(derived.ok()) << derived.status().ToString();
+  const auto* channel = derived->channel_scale.view().as<float>();
+  EXPECT_EQ(channel[0], 0.01F / 448.0F * 8.0F);
+  EXPECT_EQ(channel[1], kFloor * 8.0F);
+  EXPECT_EQ(channel[2], kFloor * 8.0F);
+  const auto* group = derived->group_scale.view().as<uint8_t>();
+  EXPECT_EQ(std::vector<int>(group, group + 6), (std::vector<int>{0x66, 0x5e, 0x5e, 0x56, 0, 0}));
 }
 
 }  // namespace
