@@ -53,9 +53,6 @@ TEST(ActivationRules, Scales_FollowTheirProducers) {
   EXPECT_EQ(TwoLevelScaleCode(rule("compressed_tensors_nvfp4"), 6.0F, 1.0F, 0.0F),
             EncodeE4m3RneSaturating(0.125F));
   EXPECT_EQ(TwoLevelScaleCode(rule("modelopt_nvfp4"), 6.0F, 1.0F, 0.0F), 1);
-  EXPECT_EQ(TwoLevelScaleCode(rule("modelopt_nvfp4_weight"), 6.0F, 1.0F, 0.0F),
-            EncodeE4m3RneSaturating(1.0F));
-  EXPECT_EQ(TwoLevelScaleCode(rule("modelopt_nvfp4_weight"), 6.0F, 1.0F, 1e-9F), 1);
   ActivationRule bounded;
   bounded.amax_upper_bound = 1.5F;
   EXPECT_EQ(RealScale(bounded, 448.0F, 100.0F), 1.5F / 448.0F);

@@ -2,7 +2,9 @@
 
 #include "numerics/row_math.hpp"
 #include "quant/activation_rules.hpp"
+#include "quant/weight_quantizer.hpp"
 #include "vectors/quantize_support.hpp"
+#include "weights/dequantize.hpp"
 
 namespace fusedmoe::golden {
 namespace {
@@ -93,16 +95,26 @@ Outcome GlobalScale(const GoldenCase& golden_case) {
 }
 
 Outcome ModelOptWeight(const GoldenCase& golden_case) {
-  ActivationFormat format = Nvfp4(golden_case, "modelopt_nvfp4_weight");
-  format.static_tensor_scale = false;
-  QuantizedCase result = QuantizeTensor(format, std::nullopt, golden_case.Input("w"));
-  if (result.failure) {
-    return result.failure;
+  const WeightFormat format{.element = DType::kF4E2M1,
+                            .block = {1, golden_case.parameters().value("block", int64_t{16})},
+                            .block_scale_dtype = DType::kF8E4M3,
+                            .has_tensor_scale = true};
+  const auto result = QuantizeWeights(golden_case.Input("w"), format, {.recipe = WeightRecipe::kModelOpt});
+  if (!result.ok()) {
+    return result.status().ToString();
   }
-  return FirstOf({golden_case.CompareFloats("weight_scale_2", {result.tensor_scale}),
-                  golden_case.Compare("block_scale", result.scales.view()),
-                  golden_case.Compare("packed", result.codes.view(), DType::kF4E2M1),
-                  golden_case.CompareFloats("dequantized", DequantizeTensor(format, result))});
+  CanonicalMatrix matrix{.rows = result->rows, .cols = result->cols, .format = format};
+  matrix.codes = result->codes;
+  matrix.block_scale = result->block_scale;
+  matrix.tensor_scale = result->tensor_scale;
+  const auto decoded = DequantizeMatrix(matrix);
+  if (!decoded.ok()) {
+    return decoded.status().ToString();
+  }
+  return FirstOf({golden_case.CompareFloats("weight_scale_2", {result->tensor_scale.value_or(0.0F)}),
+                  golden_case.Compare("block_scale", result->block_scale.view()),
+                  golden_case.Compare("packed", result->codes.view(), DType::kF4E2M1),
+                  golden_case.Compare("dequantized", decoded->view())});
 }
 
 }  // namespace
