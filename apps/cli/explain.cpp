@@ -4,6 +4,7 @@
 #include <sstream>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
@@ -36,6 +37,7 @@ struct ExplainFlags {
   std::vector<std::string> env;
   int64_t tokens = 1;
   int threads = 0;
+  bool threads_given = false;  // not by the environment
 };
 
 // The layer in question, from a checkpoint or described.
@@ -96,6 +98,7 @@ Status CheckPlatform(const ExplainFlags& flags) {
   const char* idle = !flags.plan.isa.empty()    ? "--isa"
                      : !flags.plan.mode.empty() ? "--mode"
                      : !flags.plan.tune.empty() ? "--tune"
+                     : flags.threads_given      ? "--threads"
                                                 : nullptr;
   if (platform.runs_this_build || idle == nullptr || !flags.diff.empty()) {
     return Status::Ok();
@@ -295,9 +298,27 @@ Json ExplanationJson(const Explanation& explanation) {
           {"alternatives", explanation.alternatives}};
 }
 
+// Plans reserve memory for threads where kernels need some of their own, and never for fewer than there are
+// cores.
+Status NoteIdleThreads(ExplainRequest request, Explanation& explanation) {
+  const int asked = std::exchange(request.num_threads, HostMachine().num_cores);
+  FMOE_ASSIGN_OR_RETURN(const Explanation usual, Explain(request));
+  const auto bytes = [](const Explanation& of) {
+    return of.selection.chosen ? of.selection.chosen->workspace_bytes : 0;
+  };
+  if (bytes(usual) == bytes(explanation)) {
+    explanation.selection.notes.push_back(fmt::format("--threads {} has no effect: the plan is that of {}",
+                                                      asked, CountText(request.num_threads, "thread")));
+  }
+  return Status::Ok();
+}
+
 Status ExplainLayer(const ExplainFlags& flags, Output& output) {
   FMOE_ASSIGN_OR_RETURN(const ExplainRequest request, RequestOf(flags));
-  FMOE_ASSIGN_OR_RETURN(const Explanation explanation, Explain(request));
+  FMOE_ASSIGN_OR_RETURN(Explanation explanation, Explain(request));
+  if (flags.threads_given) {
+    FMOE_RETURN_IF_ERROR(NoteIdleThreads(request, explanation));
+  }
   Json document = ExplanationJson(explanation);
   std::string text = ToString(explanation);
   if (!flags.why_not.empty()) {
@@ -341,7 +362,8 @@ Action DefineExplain(CLI::App& app) {
                  "Compare with the answer on this platform or deployment, or two with each other")
       ->expected(1, 2);
   app.footer(Words());
-  return [flags](Output& output) {
+  return [flags, threads = app.get_option("--threads")](Output& output) {
+    flags->threads_given = threads->count() > 0;
     // `--diff A DIRECTORY`: the option takes two words when it can; the second was meant as the checkpoint.
     if (flags->checkpoint.directory.empty() && flags->problem.empty() && flags->diff.size() == 2) {
       flags->checkpoint.directory = flags->diff.back();

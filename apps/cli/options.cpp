@@ -260,6 +260,15 @@ Result<std::shared_ptr<const CpuCosts>> ReadTune(const std::string& file) {
   return std::make_shared<const CpuCosts>(std::move(costs));
 }
 
+std::string IdleTune(const PlanFlags& flags, const std::string& backend, const std::string& costs) {
+  if (flags.tune.empty() || costs.starts_with("measured here")) {
+    return "";
+  }
+  return fmt::format("--tune has no effect: {}", costs.empty()
+                                                     ? fmt::format("{} chooses by no figures", backend)
+                                                     : "the file lacks these kernels, figures are " + costs);
+}
+
 Result<LayerOptions> Resolve(const PlanFlags& flags) {
   LayerOptions options;
   FMOE_ASSIGN_OR_RETURN(options.cpu_costs, ReadTune(flags.tune));

@@ -90,6 +90,10 @@ Result<std::shared_ptr<const CpuCosts>> ReadTune(const std::string& file);
 /// The layer options of these flags, with everything else at its default.
 Result<LayerOptions> Resolve(const PlanFlags& flags);
 
+/// Why --tune changed nothing for a layer that was planned with `costs` (Plan::costs); empty where it did, or
+/// was not given.
+std::string IdleTune(const PlanFlags& flags, const std::string& backend, const std::string& costs);
+
 /// kUsage "NAME 'value' does not exist; there are ...".
 Status UnknownName(std::string_view what, std::string_view value, const std::vector<std::string>& names);
 

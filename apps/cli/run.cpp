@@ -241,11 +241,8 @@ void SetRank(const RunFlags& flags, const RankGroup& ranks, const InputFile& inp
 /// any number of ranks.
 std::vector<std::string> IdleNotes(const RunFlags& flags, const RankGroup& ranks, const Plan& plan) {
   std::vector<std::string> notes;
-  if (!flags.plan.tune.empty() && !plan.costs.starts_with("measured here")) {
-    notes.push_back(fmt::format("--tune has no effect: {}",
-                                plan.costs.empty()
-                                    ? fmt::format("{} chooses by no figures", plan.backend)
-                                    : "the file lacks these kernels, figures are " + plan.costs));
+  if (std::string idle = IdleTune(flags.plan, plan.backend, plan.costs); !idle.empty()) {
+    notes.push_back(std::move(idle));
   }
   const RankFlags defaults;
   const RankFlags& given = flags.ranks;

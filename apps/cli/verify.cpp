@@ -56,6 +56,9 @@ Json ToJson(const VerifyReport& report, const Subject& subject) {
                {"scheme", report.scheme},
                {"against", report.against},
                {"against_scheme", report.against_scheme}};
+  if (!report.notes.empty()) {
+    json["notes"] = report.notes;
+  }
   if (subject.prepared) {
     Json damaged = Json::array();
     for (const DamagedTensor& one : report.damaged) {
@@ -73,6 +76,9 @@ std::string ToText(const VerifyReport& report) {
                   report.backend, report.scheme, report.against, report.against_scheme, report.rel_l2,
                   report.max_row_error, report.bound, report.ok ? "ok" : "FAILED");
   text += NotFiniteText(report.not_finite);
+  for (const std::string& note : report.notes) {
+    text += fmt::format("note: {}\n", note);
+  }
   for (const DamagedTensor& one : report.damaged) {
     text += fmt::format("damaged: {}, {}: {}\n", ExpertName(one), one.tensor, one.what);
   }
@@ -117,9 +123,12 @@ Status Verify(const VerifyFlags& flags, Output& output) {
   options.seed = flags.seed;
   options.bound = flags.bound;
   options.worst_rows = flags.worst;
-  FMOE_ASSIGN_OR_RETURN(const VerifyReport report,
-                        subject.prepared ? VerifyPrepared(subject.prepared, options)
-                                         : VerifyLayer(subject.checkpoint, subject.layer(), options));
+  FMOE_ASSIGN_OR_RETURN(VerifyReport report, subject.prepared
+                                                 ? VerifyPrepared(subject.prepared, options)
+                                                 : VerifyLayer(subject.checkpoint, subject.layer(), options));
+  if (std::string idle = IdleTune(flags.plan, report.backend, report.costs); !idle.empty()) {
+    report.notes.push_back(std::move(idle));
+  }
   if (!flags.plot.empty()) {
     FMOE_RETURN_IF_ERROR(WriteText(flags.plot, ErrorMapSvg(report)));
   }

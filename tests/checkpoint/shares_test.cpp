@@ -134,6 +134,16 @@ TEST(ExpertLayout, UnknownWords_AreUsageErrors) {
   EXPECT_TRUE(Checkpoint::Open(folder.path().string(), {.expert_layout = "in_out,interleaved"}).ok());
 }
 
+TEST(ExpertLayout, WhereNothingIsFused_IsAUsageError) {
+  const TemporaryDirectory folder;
+  TinyModel("bf16").WriteTo(folder);
+  const auto checkpoint = Checkpoint::Open(folder.path().string(), {.expert_layout = "in_out"});
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  const Status status = (*checkpoint)->Describe(0).status();
+  EXPECT_EQ(status.code(), StatusCode::kUsage);
+  EXPECT_NE(status.message().find("'in_out' has no effect"), std::string::npos) << status.message();
+}
+
 TEST(Components, WholeOnesOnly) {
   EXPECT_TRUE(checkpoint::HasComponents("model.layers.1.mlp", "model.layers.1"));
   EXPECT_FALSE(checkpoint::HasComponents("model.layers.10.mlp", "model.layers.1"));

@@ -58,6 +58,7 @@ TEST(Explain, OptionsWithoutEffect_AreRefused) {
   };
   refused({"--platform", "sm90", "--isa", "avx2"}, "--isa");
   refused({"--platform", "sm90", "--mode", "latency"}, "--mode");
+  refused({"--platform", "sm90", "--threads", "2"}, "--threads");
   refused({"--io", "mmap"}, "--io");
   refused({"--expert-layout", "in_out"}, "--expert-layout");
   refused({"--allow-partial"}, "--allow-partial");
@@ -66,6 +67,20 @@ TEST(Explain, OptionsWithoutEffect_AreRefused) {
             0);
   EXPECT_EQ(
       RunCommand({"explain", "--problem", "qwen3-30b-a3b", "--isa", "avx2", "--diff", "sm90"}).exit_code, 0);
+}
+
+// Plans reserve memory for all cores; only more threads change them, where kernels need memory for each.
+TEST(Explain, ThreadsWithoutEffect_AreNamedInNotes) {
+  const auto explained = [](const char* threads) {
+    const ProcessResult result = RunCommand({"explain", "--problem", "qwen3-30b-a3b", "--tokens", "512",
+                                             "--platform", "cpu-amx", "--threads", threads, "--json"});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    return result.Json();
+  };
+  const nlohmann::json one = explained("1"), many = explained("1024");
+  EXPECT_NE(one.at("notes").dump().find("--threads 1 has no effect"), std::string::npos) << one.at("notes");
+  EXPECT_EQ(many.at("notes").dump().find("--threads"), std::string::npos);
+  EXPECT_LT(one.at("chosen").at("workspace_bytes"), many.at("chosen").at("workspace_bytes"));
 }
 
 TEST(Explain, Problem_OnADescribedPlatform) {

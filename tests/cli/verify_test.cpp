@@ -48,6 +48,22 @@ TEST(Verify, BoundZero_ExitsOne) {
   EXPECT_FALSE(result.Json().at("ok").get<bool>());
 }
 
+TEST(Verify, OptionsWithoutEffect_AreNamedInNotes) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "nvfp4_w4a16");
+  const std::string cache = checkpoint.path() + "/cache", figures = checkpoint.path() + "/tune.json";
+  EXPECT_FALSE(Verify(checkpoint, {}).Json().contains("notes"));
+  const nlohmann::json packed = Verify(checkpoint, {"--pack-cache", cache}).Json();
+  EXPECT_NE(packed.at("notes").dump().find("pack cache: wrote"), std::string::npos);
+  const nlohmann::json canonical =
+      Verify(checkpoint, {"--pack-cache", cache, "--backend", "reference"}).Json();
+  EXPECT_NE(canonical.at("notes").dump().find("nothing is kept"), std::string::npos);
+  const ProcessResult tuned = RunCommand({"tune", "--scheme", "int8_w8a8", "--isa", "avx2", "--seconds",
+                                          "0.1", "--threads", "1", "--out", figures});
+  ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
+  EXPECT_NE(Verify(checkpoint, {"--tune", figures}).Json().at("notes").dump().find("--tune has no effect"),
+            std::string::npos);
+}
+
 TEST(Verify, OutputsThatAreNoNumbers_AreCounted) {
   const SampleCheckpoint checkpoint("qwen3_moe", "fp8_w8a16:channel");
   EXPECT_EQ(Verify(checkpoint, {}).Json().at("not_finite"), 0);

@@ -124,6 +124,8 @@ struct VerifyReport {
   std::string backend;
   std::string against;  ///< "REFERENCE", or the other checkpoint's directory
   std::string scheme, against_scheme;
+  std::string costs;               ///< Plan::costs of the backend that is judged
+  std::vector<std::string> notes;  ///< Selection::notes of its layer
   /// Prepared files only: tensors that are not what their digests, or the preparation of the original, make
   /// them. Not ok when there are any; when they keep the layer from running, rows is 0.
   std::vector<DamagedTensor> damaged;

@@ -23,8 +23,15 @@ constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
 Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, const LayerNames& names,
                               const MoeConfig& config, const std::string& override_text) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<FusedAxes> forced, ParseExpertLayout(override_text));
-  if (names.experts.form == ExpertForm::kPerExpert)
-    return FusedAxes{};
+  if (names.experts.form == ExpertForm::kPerExpert) {
+    return forced ? Result<FusedAxes>(
+                        Status::Usage(
+                            fmt::format("expert layout '{}' has no effect: no tensor holds several experts "
+                                        "or projections",
+                                        override_text))
+                            .WithTensor(names.experts.Up(0)))
+                  : FusedAxes{};
+  }
   // GGUF and MLX have one order for all architectures. Families that join gate and up, in whatever order,
   // never store them apart themselves.
   const bool apart = names.experts.form == ExpertForm::kStacked && !names.experts.flattened;

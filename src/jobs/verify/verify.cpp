@@ -287,6 +287,8 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   report.backend = judged.layer->plan().backend;
   report.against = sides.against;
   report.scheme = judged.layer->scheme().name;
+  report.costs = judged.layer->plan().costs;
+  report.notes = judged.layer->selection().notes;
   report.against_scheme = reference.layer->scheme().name;
   Tensor output;
   FMOE_ASSIGN_OR_RETURN(const Routed routed, Route(judged, inputs, &output));
