@@ -59,20 +59,25 @@ SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
   ActivationFormat& activation = scheme.activation;
   if (name == "unquantized") {
     weight.element = golden_case.Input("gate_up").dtype();
-  } else if (name == "fp8_tensor") {
+  } else if (StartsWith(name, "fp8_tensor")) {
     weight.element = DType::kF8E4M3;
     weight.has_tensor_scale = true;
     activation.element = DType::kF8E4M3;
     activation.static_tensor_scale = !parameters.value("dynamic", false);
-  } else if (name == "fp8_channel_token" || name == "int8_channel_token") {
+  } else if (StartsWith(name, "fp8_channel_token") || StartsWith(name, "int8_channel_token")) {
     weight.element = name[0] == 'f' ? DType::kF8E4M3 : DType::kI8;
     weight.has_channel_scale = true;
     activation.element = weight.element;
     activation.group = kPerRow;
-  } else if (name == "fp8_block" || name == "int8_block" || name == "fp8_w8a16") {
+  } else if (StartsWith(name, "fp8_block") || StartsWith(name, "int8_block") ||
+             StartsWith(name, "fp8_w8a16")) {
     weight.element = name[0] == 'f' ? DType::kF8E4M3 : DType::kI8;
-    weight.block = BlockOf(golden_case);
-    if (name != "fp8_w8a16") {
+    weight.has_tensor_scale = golden_case.Has("gate_up_tensor_scale");
+    weight.has_channel_scale = golden_case.Has("gate_up_channel_scale");
+    if (golden_case.Has("gate_up_block_scale")) {
+      weight.block = BlockOf(golden_case);
+    }
+    if (!StartsWith(name, "fp8_w8a16")) {
       activation.element = weight.element;
       activation.group = {1, weight.block.col};
     }
@@ -80,7 +85,7 @@ SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
     weight.element = StartsWith(name, "int4") ? DType::kU4 : DType::kU8;
     weight.block = {1, parameters.at("group").get<int64_t>()};
     weight.may_have_zero_point = true;
-  } else if (name == "int4_w4a8_fp8") {
+  } else if (StartsWith(name, "int4_w4a8_fp8")) {
     weight.element = DType::kI4;
     weight.block = {1, parameters.at("group").get<int64_t>()};
     weight.block_scale_dtype = DType::kF8E4M3;
@@ -88,7 +93,7 @@ SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
     activation.element = DType::kF8E4M3;
     activation.group = kPerRow;
     activation.rule.scale_floor = 1.0F / (448.0F * 512.0F);
-  } else if (StartsWith(name, "nvfp4_")) {
+  } else if (StartsWith(name, "nvfp4_w4a4") || StartsWith(name, "nvfp4_w4a16")) {
     weight.element = DType::kF4E2M1;
     weight.block = {1, 16};
     weight.block_scale_dtype = DType::kF8E4M3;
@@ -101,11 +106,11 @@ SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
     }
   } else if (StartsWith(name, "mxfp4_")) {
     SetMx(scheme, DType::kF4E2M1);
-    if (name == "mxfp4_w4a4") {
+    if (StartsWith(name, "mxfp4_w4a4")) {
       SetMxActivation(scheme, DType::kF4E2M1, MxScaleRule::kEven, bf16_first);
-    } else if (name == "mxfp4_mxfp8") {
+    } else if (StartsWith(name, "mxfp4_mxfp8")) {
       SetMxActivation(scheme, DType::kF8E4M3, MxScaleRule::kNoElementMax, bf16_first);
-    } else if (name == "mxfp4_w4a8") {
+    } else if (StartsWith(name, "mxfp4_w4a8")) {
       activation.element = DType::kF8E4M3;
       activation.static_tensor_scale = true;
     }
@@ -115,9 +120,14 @@ SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
     if (name.find("_a_") != std::string::npos) {
       SetMxActivation(scheme, element, MxScaleRule::kEven, bf16_first);
     }
-  } else if (name == "mxfp8") {
+  } else if (name == "mxfp8" || StartsWith(name, "mxfp8_w8a8")) {
     SetMx(scheme, DType::kF8E4M3);
     SetMxActivation(scheme, DType::kF8E4M3, MxScaleRule::kNoElementMax, bf16_first);
+  } else if (auto parsed = ParseScheme(name); parsed.ok()) {
+    scheme = *std::move(parsed);  // a name of ours
+    activation.rule.round_to_bf16_first = bf16_first;
+    const bool stored = golden_case.Has("input_tensor_scale") || golden_case.Has("input_encode_multiplier");
+    activation.static_tensor_scale = activation.static_tensor_scale && stored;  // else over the batch
   } else {
     made.known = false;
   }
@@ -188,11 +198,16 @@ CanonicalMatrix MakeMatrix(const GoldenCase& golden_case, const Scheme& scheme, 
     const int64_t per_expert = tensor.count() / golden_case.Input(operand).dim(0);
     matrix.tensor_scale = tensor.as<float>()[expert * per_expert + (per_expert > 1 ? part : 0)];
   }
+  // One value for all experts, or one for each.
+  const auto of_expert = [&](const std::string& name) {
+    const std::vector<float> values = golden_case.Floats(name);
+    return values.at(values.size() == 1 ? 0 : static_cast<size_t>(expert));
+  };
   const std::string side = operand == "down" ? "mid" : "input";
   if (golden_case.Has(side + "_tensor_scale")) {
-    matrix.input_tensor_scale = golden_case.Floats(side + "_tensor_scale")[0];
+    matrix.input_tensor_scale = of_expert(side + "_tensor_scale");
   } else if (golden_case.Has(side + "_encode_multiplier")) {
-    matrix.input_tensor_scale = 1.0F / golden_case.Floats(side + "_encode_multiplier")[0];
+    matrix.input_tensor_scale = 1.0F / of_expert(side + "_encode_multiplier");
   }
   return matrix;
 }

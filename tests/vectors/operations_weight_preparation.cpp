@@ -197,6 +197,9 @@ WeightFormat FormatOf(const std::string& name) {
             .block_scale_dtype = DType::kF8E4M3,
             .has_tensor_scale = true};
   }
+  if (name.find("mxfp4") != std::string::npos) {
+    return {.element = DType::kF4E2M1, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
+  }
   if (name.find("mxfp8") != std::string::npos) {
     return {.element = DType::kF8E4M3, .block = {1, 32}, .block_scale_dtype = DType::kF8E8M0};
   }
@@ -204,6 +207,14 @@ WeightFormat FormatOf(const std::string& name) {
     return {.element = DType::kF8E4M3, .block = {128, 128}};
   }
   return {.element = DType::kF8E4M3, .has_tensor_scale = true};
+}
+
+/// The power of two that keeps the block scales of all experts within Marlin's S0E5M3.
+int MarlinFactorOf(const GoldenCase& golden_case, const char* tensor, DType activation) {
+  const TensorView codes = golden_case.Input(tensor);
+  std::vector<float> scales(static_cast<size_t>(codes.count()));
+  DecodeRow(DType::kF8E4M3, codes.data(), 0, codes.count(), scales.data());
+  return MarlinNvfp4Factor(RowAmax(scales.data(), codes.count()), activation);
 }
 
 LayoutProblem ProblemOf(const GoldenCase& golden_case, const WeightFormat& format) {
@@ -216,6 +227,13 @@ LayoutProblem ProblemOf(const GoldenCase& golden_case, const WeightFormat& forma
   problem.gated = gate_up.dim(1) == 2 * problem.intermediate;
   problem.has_input_scales = golden_case.Has("input_tensor_scale");
   problem.max_gate_up = true;
+  if (golden_case.parameters().value("activation_dtype", "") == "fp16") {
+    problem.activation = DType::kF16;
+  }
+  if (format.block_scale_dtype == DType::kF8E4M3 && golden_case.Has("down_scale")) {
+    problem.gate_up_factor = MarlinFactorOf(golden_case, "gate_up_scale", problem.activation);
+    problem.down_factor = MarlinFactorOf(golden_case, "down_scale", problem.activation);
+  }
   return problem;
 }
 
@@ -291,6 +309,9 @@ Result<LayoutRecipe> RecipeOf(const std::string& backend, const LayoutProblem& p
   }
   if (Contains(backend, "CUTLASS") || Contains(backend, "cutlass")) {
     return FlashInferCutlassRecipe(problem);
+  }
+  if (Contains(backend, "MARLIN") || Contains(backend, "marlin")) {
+    return MarlinRecipe(problem);
   }
   return Status::Unsupported("no recipe for backend '" + backend + "'");
 }
@@ -440,7 +461,8 @@ Outcome RunWeightPreparation(const GoldenCase& golden_case) {
   if (name.starts_with("fp8_tensor_output_scales")) {
     return Fp8Outputs(golden_case);
   }
-  if (name.starts_with("fp8_") || name.starts_with("mxfp8_") || name.starts_with("nvfp4_")) {
+  if (name.starts_with("fp8_") || name.starts_with("mxfp8_") || name.starts_with("mxfp4_") ||
+      name.starts_with("nvfp4_")) {
     return Pipeline(golden_case, name);
   }
   return UnknownOperation(golden_case);

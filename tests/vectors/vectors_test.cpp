@@ -16,17 +16,20 @@ TEST_P(GoldenVectors, AreReproduced) {
   EXPECT_FALSE(outcome.has_value()) << outcome.value_or("");
 }
 
+/// The topics of tests/golden/vectors, each of which must be there, and those of tests/golden/edges.
 std::vector<GoldenCase> AllCases() {
-  std::vector<GoldenCase> all;
-  for (const std::string topic : {
-#define FMOE_GOLDEN_TOPIC(topic, function) #topic,
+  std::vector<std::pair<std::string, std::string>> manifests = {
+#define FMOE_GOLDEN_TOPIC(topic, function) {FMOE_GOLDEN_DIR "/vectors", #topic},
 #include "vectors/topics.inc"
 #undef FMOE_GOLDEN_TOPIC
-           ""}) {
-    if (topic.empty()) {
-      continue;
-    }
-    auto cases = LoadTopic(FMOE_GOLDEN_DIR "/vectors", topic);
+  };
+  for (const std::string& topic : TopicsIn(FMOE_GOLDEN_DIR "/edges")) {
+    manifests.emplace_back(FMOE_GOLDEN_DIR "/edges", topic);
+  }
+  EXPECT_GT(manifests.size(), size_t{12}) << "tests/golden/edges holds no topics";
+  std::vector<GoldenCase> all;
+  for (const auto& [folder, topic] : manifests) {
+    auto cases = LoadTopic(folder, topic);
     EXPECT_TRUE(cases.ok()) << cases.status().ToString();
     if (cases.ok()) {
       all.insert(all.end(), cases->begin(), cases->end());
