@@ -89,46 +89,21 @@ int64_t FragmentStager::FewestBytes(const FragmentSpec& spec, int64_t hidden, in
   return RoundUp(std::max(gate_up, kFragmentRows * RowBytes(spec.format, intermediate)), 16);
 }
 
-FragmentPieces FragmentStager::Cut(int64_t most_bytes, int64_t first_bytes) const {
-  FragmentPieces pieces;
+std::vector<FragmentPiece> FragmentStager::Cut(int64_t most_bytes) const {
+  std::vector<FragmentPiece> pieces;
   const auto cut = [&](FragmentPart part, int64_t rows, int64_t step, int64_t step_blocks) {
     const FragmentPiece one{part, 0, step, step_blocks, 0};
-    const auto fit = [&](int64_t bytes) { return std::max<int64_t>(1, bytes / StagedBytes(one)); };
-    const int64_t all = CeilDiv(rows, step);
-    int64_t at = 0;
-    const auto take = [&](int64_t steps) {
+    const int64_t all = CeilDiv(rows, step), fit = std::max<int64_t>(1, most_bytes / StagedBytes(one));
+    const int64_t steps = CeilDiv(all, CeilDiv(all, fit));  // about one size
+    for (int64_t at = 0; at < all; at += steps) {
       const int64_t count = std::min(steps, all - at);
       pieces.push_back({part, at * step, count * step, count * step_blocks, at * step_blocks});
-      at += count;
-    };
-    if (pieces.empty() && first_bytes < most_bytes) {
-      take(fit(first_bytes));
-    }
-    const int64_t left = all - at;
-    const int64_t steps = left == 0 ? 0 : CeilDiv(left, CeilDiv(left, fit(most_bytes)));  // about one size
-    while (at < all) {
-      take(steps);
     }
   };
   cut(gated() ? FragmentPart::kGateUp : FragmentPart::kUp, intermediate_, kFragmentSlab,
       GateUpBlocks(kFragmentSlab, gated()));
   cut(FragmentPart::kDown, hidden_, kFragmentRows, 1);
   return pieces;
-}
-
-std::vector<FragmentPieces> FragmentStager::CutTogether(int64_t most_bytes, int64_t first_bytes) const {
-  std::vector<FragmentPieces> together;
-  int64_t bytes = 0;
-  for (const FragmentPiece& piece : Cut(most_bytes, first_bytes)) {
-    const bool behind_first = together.size() == 1 && first_bytes < most_bytes;
-    bytes += StagedBytes(piece);
-    if (together.empty() || behind_first || bytes > most_bytes) {
-      together.emplace_back();
-      bytes = StagedBytes(piece);
-    }
-    together.back().push_back(piece);
-  }
-  return together;
 }
 
 FragmentPlaces FragmentStager::PlacesOf(const FragmentPiece& piece) const {

@@ -25,9 +25,6 @@ struct FragmentPiece {
   int64_t first_block = 0;  ///< of the matrix, or of gate and up together
 };
 
-/// Pieces that follow each other, staged and sent together.
-using FragmentPieces = std::vector<FragmentPiece>;
-
 /// One expert on its way to fragments; it must outlive this. Const after creation: pieces may be staged by
 /// several threads.
 class FragmentStager {
@@ -41,16 +38,8 @@ class FragmentStager {
   FragmentPlaces PlacesOf(const FragmentPiece& piece) const;
   /// The fewest bytes that hold any piece of such an expert.
   static int64_t FewestBytes(const FragmentSpec& spec, int64_t hidden, int64_t intermediate, bool gated);
-  /// Pieces of at most `most_bytes` of staged rows (the first one `first_bytes`), or of the fewest rows that
-  /// make whole blocks.
-  FragmentPieces Cut(int64_t most_bytes, int64_t first_bytes) const;
-  FragmentPieces Cut(int64_t most_bytes) const { return Cut(most_bytes, most_bytes); }
-  /// The same pieces, neighbours together as far as `most_bytes` hold them, each on 16 bytes: a link rests
-  /// between copies. A first piece of fewer bytes stays alone.
-  std::vector<FragmentPieces> CutTogether(int64_t most_bytes, int64_t first_bytes) const;
-  std::vector<FragmentPieces> CutTogether(int64_t most_bytes) const {
-    return CutTogether(most_bytes, most_bytes);
-  }
+  /// Pieces of at most `most_bytes` of staged rows, or of the fewest rows that make whole blocks.
+  std::vector<FragmentPiece> Cut(int64_t most_bytes) const;
   int64_t StagedBytes(const FragmentPiece& piece) const;
   /// Writes StagedBytes to `out`, 16-byte aligned; the view of what was written there, or of a copy of it at
   /// `elsewhere`. Rows with NaN codes are added to `nan_rows` as Vectors wants them.

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <thread>
@@ -64,41 +65,49 @@ TEST(Card, Workspace_IsClearedAndOnTheDevice) {
   }
 }
 
+/// More than a ring holds, pieces of several sizes; and the same uploader again.
 TEST(Card, Uploader_ManyPieces_AllArrive) {
   FMOE_SKIP_WITHOUT_CARD();
   constexpr int64_t kPiece = 1 << 20;
-  constexpr int kPieces = 37, kThreads = 4;
+  constexpr int kPieces = 120, kThreads = 4;
+  const auto size_of = [](int piece) { return piece % 5 == 0 ? int64_t{37} : kPiece - piece; };
   auto memory = cuda::AllocateOnDevice(kPiece * kPieces, "a test");
   ASSERT_TRUE(memory.ok());
-  auto uploader = cuda::Uploader::Create(2, kPiece);  // fewer buffers than threads
+  auto uploader = cuda::Uploader::Create(kThreads, kPiece);
   ASSERT_TRUE(uploader.ok());
-  const auto send = [&](int piece) {
-    return (*uploader)->Send([&, piece](std::byte* host, const std::byte* device) {
-      std::memset(host, piece + 1, kPiece);
-      std::byte* const to = memory->get() + piece * kPiece;
-      return cuda::Uploader::Piece{
-          kPiece, [=](void* stream) { return cuda::CopyOnDevice(to, device, kPiece, stream); }};
-    });
-  };
-  std::vector<std::thread> threads;
-  std::atomic<int> next = 0;
-  std::atomic<int> failed = 0;
-  for (int thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back([&] {
-      for (int piece = next++; piece < kPieces; piece = next++) {
-        failed += send(piece).ok() ? 0 : 1;
-      }
-    });
-  }
-  for (std::thread& thread : threads) {
-    thread.join();
-  }
-  EXPECT_EQ(failed, 0);
-  ASSERT_TRUE((*uploader)->Finish().ok());
-  std::vector<std::byte> host(kPiece * kPieces);
-  ASSERT_TRUE(cuda::CopyToHost(host.data(), memory->get(), kPiece * kPieces, nullptr).ok());
-  for (int64_t index = 0; index < kPiece * kPieces; ++index) {
-    ASSERT_EQ(static_cast<int64_t>(host[static_cast<size_t>(index)]), index / kPiece + 1) << index;
+  for (int turn = 0; turn < 2; ++turn) {
+    const auto value_of = [turn](int piece) { return piece + 1 + 100 * turn; };
+    const auto send = [&](int piece) {
+      return (*uploader)->Send(size_of(piece), [&, piece](std::byte* host, const std::byte* device) {
+        std::memset(host, value_of(piece), static_cast<size_t>(size_of(piece)));
+        std::byte* const to = memory->get() + piece * kPiece;
+        return [=](void* stream, bool) { return cuda::CopyOnDevice(to, device, size_of(piece), stream); };
+      });
+    };
+    std::vector<std::thread> threads;
+    std::atomic<int> next = 0;
+    std::atomic<int> failed = 0;
+    for (int thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&] {
+        for (int piece = next++; piece < kPieces; piece = next++) {
+          failed += send(piece).ok() ? 0 : 1;
+        }
+      });
+    }
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+    EXPECT_EQ(failed, 0);
+    ASSERT_TRUE((*uploader)->Flush().ok());
+    ASSERT_TRUE((*uploader)->Finish().ok());
+    std::vector<std::byte> host(kPiece * kPieces);
+    ASSERT_TRUE(cuda::CopyToHost(host.data(), memory->get(), kPiece * kPieces, nullptr).ok());
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const auto* const at = host.data() + piece * kPiece;
+      ASSERT_TRUE(std::all_of(at, at + size_of(piece), [&](std::byte b) {
+        return b == static_cast<std::byte>(value_of(piece));
+      })) << piece;
+    }
   }
 }
 
@@ -107,16 +116,21 @@ TEST(Card, Uploader_PieceThatFails_IsTheResultOfAllThatFollows) {
   auto uploader = cuda::Uploader::Create(2, 256);
   ASSERT_TRUE(uploader.ok());
   const auto send = [&](int64_t bytes, const Status& behind) {
-    return (*uploader)->Send([&](std::byte*, const std::byte*) {
-      return cuda::Uploader::Piece{bytes, [behind](void*) { return behind; }};
-    });
+    return (*uploader)->Send(
+        bytes, [&](std::byte*, const std::byte*) { return [behind](void*, bool) { return behind; }; });
   };
   EXPECT_TRUE(send(256, Status::Ok()).ok());
-  EXPECT_EQ(send(257, Status::Ok()).code(), StatusCode::kUsage) << "more than a buffer holds";
-  for (int turn = 0; turn < 5; ++turn) {  // buffers come back
-    EXPECT_EQ(send(256, Status::System("refused")).code(), StatusCode::kUsage);
-  }
+  EXPECT_EQ(send(int64_t{1} << 30, Status::Ok()).code(), StatusCode::kUsage) << "more than the ring holds";
+  EXPECT_EQ(send(256, Status::System("refused")).code(), StatusCode::kUsage);
   EXPECT_EQ((*uploader)->Finish().code(), StatusCode::kUsage);
+
+  uploader = cuda::Uploader::Create(2, 256);
+  ASSERT_TRUE(uploader.ok());
+  Status status = Status::Ok();
+  for (int turn = 0; turn < 5 && status.ok(); ++turn) {
+    status = send(256, Status::System("refused"));
+  }
+  EXPECT_EQ((*uploader)->Finish().code(), StatusCode::kSystem);
 }
 
 // Hopper cards read 2 to 5 TB/s and multiply 400 to 1000 TFLOP/s: a probe whose loads or products the

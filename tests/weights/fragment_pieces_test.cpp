@@ -49,8 +49,8 @@ TEST(Fragment, ScalesApart_UnitsAndMatricesBeginOnLines) {
   EXPECT_EQ(together.bytes, 3 * 2 * 576);
 }
 
-/// As an upload does it: buffers of several pieces, arranged one piece after the other.
-TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
+/// As an upload does it: staged one behind the other, then arranged.
+TEST(Fragment, Pieces_ArrangeToTheBlocksOfTheExpert) {
   for (const Case& c : Cases()) {
     std::mt19937 generator(41);
     const CanonicalExpert expert = RandomExpert(c, 384, 320, true, generator);
@@ -60,37 +60,22 @@ TEST(Fragment, PiecesTogether_ArrangeToTheBlocksOfTheExpert) {
     const auto stager = FragmentStager::Create(expert, spec);
     ASSERT_TRUE(stager.ok());
     const int64_t fewest = FragmentStager::FewestBytes(spec, 384, 320, true);
-    constexpr int64_t kAll = int64_t{1} << 30;
-    for (const auto& [bytes, first_bytes] : {std::pair{fewest, fewest},
-                                             {5 * fewest / 2, 5 * fewest / 2},
-                                             {kAll, kAll},
-                                             {kAll, 2 * fewest},
-                                             {kAll, int64_t{0}}}) {
+    for (const int64_t bytes : {fewest, 5 * fewest / 2, int64_t{1} << 30}) {
       std::vector<uint8_t> gate_up(packed.gate_up.size(), 0xee), down(packed.down.size(), 0xee);
       std::vector<int64_t> nan_rows;
-      const std::vector<FragmentPieces> copies = stager->CutTogether(bytes, first_bytes);
-      if (first_bytes < bytes) {
-        EXPECT_EQ(copies.size(), 2U) << c.scheme << ": a first piece, and the rest";
-        EXPECT_LE(stager->StagedBytes(copies[0].front()), std::max(first_bytes, fewest)) << c.scheme;
-      }
-      for (const FragmentPieces& together : copies) {
-        std::vector<uint32_t> buffer(static_cast<size_t>(bytes == kAll ? 8 * fewest : bytes) / 4);
+      for (const FragmentPiece& piece : stager->Cut(bytes)) {
+        ASSERT_LE(stager->StagedBytes(piece), bytes) << c.scheme;
+        std::vector<uint32_t> buffer(static_cast<size_t>(stager->StagedBytes(piece)) / 4);
         auto* staged = reinterpret_cast<uint8_t*>(buffer.data());
-        for (const FragmentPiece& piece : together) {
-          ASSERT_LE(staged + stager->StagedBytes(piece),
-                    reinterpret_cast<uint8_t*>(buffer.data() + buffer.size()))
-              << c.scheme << ": more than a buffer holds";
-          stager->Stage(piece, staged, nan_rows);
-          const bool is_down = piece.part == FragmentPart::kDown;
-          Arrange(spec.format, stager->View(piece, staged), piece, stager->PlacesOf(piece),
-                  (is_down ? down : gate_up).data());
-          staged += stager->StagedBytes(piece);
-        }
+        stager->Stage(piece, staged, nan_rows);
+        const bool is_down = piece.part == FragmentPart::kDown;
+        Arrange(spec.format, stager->View(piece, staged), piece, stager->PlacesOf(piece),
+                (is_down ? down : gate_up).data());
       }
       EXPECT_EQ(gate_up, packed.gate_up) << c.scheme << " " << bytes;
       EXPECT_EQ(down, packed.down) << c.scheme << " " << bytes;
     }
-    EXPECT_EQ(stager->CutTogether(kAll).size(), 1U) << c.scheme << ": a buffer holds all";
+    EXPECT_EQ(stager->Cut(int64_t{1} << 30).size(), 2U) << c.scheme << ": one a GEMM";
   }
 }
 

@@ -108,17 +108,21 @@ struct Uploader::Impl {};
 Uploader::Uploader() = default;
 Uploader::~Uploader() = default;
 
-Result<std::unique_ptr<Uploader>> Uploader::Create(int /*buffers*/, int64_t /*buffer_bytes*/) {
+Result<std::unique_ptr<Uploader>> Uploader::Create(int /*threads*/, int64_t /*piece_bytes*/) {
   return NotBuilt();
 }
 
-Result<std::unique_ptr<Uploader>> Uploader::Take(int /*buffers*/, int64_t /*buffer_bytes*/) {
+Result<std::unique_ptr<Uploader>> Uploader::Take(int /*threads*/, int64_t /*piece_bytes*/) {
   return NotBuilt();
 }
 
 void Uploader::Keep(std::unique_ptr<Uploader> /*uploader*/) {}
 
-Status Uploader::Send(const Write& /*write*/) {
+Status Uploader::Send(int64_t /*bytes*/, const Write& /*write*/) {
+  return NotBuilt();
+}
+
+Status Uploader::Flush() {
   return NotBuilt();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include <fusedmoe/status.hpp>
 
@@ -16,10 +17,9 @@ struct ArrangeCall {
   FragmentPlaces places;
   int64_t first_block = 0;
   uint8_t* matrix = nullptr;  ///< its first block
-  void* stream = nullptr;
 };
 
-/// Enqueues the kernel that arranges them.
-Status LaunchArrange(const ArrangeCall& call);
+/// Enqueues kernels that arrange them, all of one format.
+Status LaunchArrange(std::span<const ArrangeCall> calls, void* stream);
 
 }  // namespace fusedmoe::cuda

@@ -2,7 +2,7 @@
 
 namespace fusedmoe::cuda {
 
-Status LaunchArrange(const ArrangeCall& /*call*/) {
+Status LaunchArrange(std::span<const ArrangeCall> /*calls*/, void* /*stream*/) {
   return Status::Unsupported("this build has no CUDA kernels");
 }
 

@@ -1,5 +1,7 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
+
 #include "experts/cuda/device/host_launch.cuh"
 #include "experts/cuda/device/ptx.cuh"
 #include "experts/cuda/upload/arrange.hpp"
@@ -8,46 +10,49 @@ namespace fusedmoe::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int64_t kWarps = kThreads / kWarpSize;
+constexpr int kMostPieces = 16;  ///< of a launch
 
-struct ArrangeParams {
+/// Staged rows of one piece.
+struct ArrangePiece {
   StagedRows staged;
   int64_t slabs = 0;  ///< of a row
-  int64_t units = 0;  ///< slabs of all blocks
+  int64_t end = 0;    ///< slabs of all blocks, of this piece and those before it
   FragmentPlaces places;
   int64_t first_block = 0;
   uint8_t* matrix = nullptr;
+};
+struct ArrangeParams {
+  ArrangePiece pieces[kMostPieces];
+  int count = 0;
 };
 
 /// A slab a warp.
 template <FragmentFormat kFormat>
 __global__ void __launch_bounds__(kThreads) Arrange(const __grid_constant__ ArrangeParams p) {
   GridWait();
-  const int64_t warp = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarpSize;
-  if (warp < p.units) {
-    const int64_t block = warp / p.slabs;
-    ArrangeSlab<kFormat>(p.staged, block, warp - block * p.slabs, static_cast<int>(threadIdx.x % kWarpSize),
-                         p.places, p.first_block + block, p.matrix);
+  int64_t unit = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / kWarpSize;
+  if (unit < p.pieces[p.count - 1].end) {
+    int at = 0;
+    while (unit >= p.pieces[at].end) {
+      ++at;
+    }
+    const ArrangePiece& piece = p.pieces[at];
+    unit -= at == 0 ? 0 : p.pieces[at - 1].end;
+    const int64_t block = unit / piece.slabs;
+    ArrangeSlab<kFormat>(piece.staged, block, unit - block * piece.slabs,
+                         static_cast<int>(threadIdx.x % kWarpSize), piece.places, piece.first_block + block,
+                         piece.matrix);
   }
 }
 
-}  // namespace
-
-Status LaunchArrange(const ArrangeCall& call) {
-  ArrangeParams params;
-  params.staged = call.staged;
-  params.slabs =
-      int64_t{call.staged.code_bytes} * 8 / FragmentTraitsOf(call.format).code_bits / kFragmentSlab;
-  params.units = call.blocks * params.slabs;
-  params.places = call.places;
-  params.first_block = call.first_block;
-  params.matrix = call.matrix;
-  if (params.units == 0) {
+Status Launch(FragmentFormat format, const ArrangeParams& params, cudaStream_t stream) {
+  const int64_t units = params.count == 0 ? 0 : params.pieces[params.count - 1].end;
+  if (units == 0) {
     return Status::Ok();
   }
-  constexpr int64_t kWarps = kThreads / kWarpSize;
-  const auto grid = static_cast<unsigned>((params.units + kWarps - 1) / kWarps);
-  auto* const stream = static_cast<cudaStream_t>(call.stream);
-  switch (call.format) {
+  const auto grid = static_cast<unsigned>((units + kWarps - 1) / kWarps);
+  switch (format) {
 #define FMOE_ARRANGE_CASE(id, name, code, bits, scale, group) \
   case FragmentFormat::id:                                    \
     return LaunchKernel("arrange " name, Arrange<FragmentFormat::id>, grid, kThreads, 0, stream, params);
@@ -55,6 +60,29 @@ Status LaunchArrange(const ArrangeCall& call) {
 #undef FMOE_ARRANGE_CASE
   }
   return Status::Usage("no such fragment format");
+}
+
+}  // namespace
+
+Status LaunchArrange(std::span<const ArrangeCall> calls, void* stream) {
+  for (size_t first = 0; first < calls.size(); first += kMostPieces) {
+    ArrangeParams params;
+    int64_t units = 0;
+    for (const ArrangeCall& call :
+         calls.subspan(first, std::min<size_t>(kMostPieces, calls.size() - first))) {
+      ArrangePiece& piece = params.pieces[params.count++];
+      piece.staged = call.staged;
+      piece.slabs =
+          int64_t{call.staged.code_bytes} * 8 / FragmentTraitsOf(call.format).code_bits / kFragmentSlab;
+      units += call.blocks * piece.slabs;
+      piece.end = units;
+      piece.places = call.places;
+      piece.first_block = call.first_block;
+      piece.matrix = call.matrix;
+    }
+    FMOE_RETURN_IF_ERROR(Launch(calls.front().format, params, static_cast<cudaStream_t>(stream)));
+  }
+  return Status::Ok();
 }
 
 }  // namespace fusedmoe::cuda

@@ -21,10 +21,8 @@ namespace {
 
 constexpr std::string_view kInputByExpert = "input_by_expert";
 
-/// Pinned buffers: two a thread, which all share, and at most so many, of at least so many bytes. Small
-/// copies leave gaps on the link; many or large buffers take long to pin.
-constexpr int kMostBuffers = 24;
-constexpr int64_t kBufferBytes = int64_t{3} << 20;
+/// Pieces of so many bytes, or of the fewest rows that make whole blocks.
+constexpr int64_t kPieceBytes = int64_t{1} << 19;
 
 /// Named tensors of the card, those of one Place in one allocation and one copy: each takes 0.1 ms, beside
 /// the 7 ms that a layer of 350 MB is on the link.
@@ -111,26 +109,24 @@ bool AllEqual(const std::vector<T>& values, int64_t count) {
 class ExpertUpload {
  public:
   ExpertUpload(const CudaPlan& plan, const FragmentSizes& sizes, Uploader& uploader, uint8_t* gate_up,
-               uint8_t* down, int64_t buffer_bytes, HostVectors& host)
+               uint8_t* down, int64_t piece_bytes, HostVectors& host)
       : plan_(plan),
         sizes_(sizes),
         uploader_(uploader),
         gate_up_(gate_up),
         down_(down),
-        buffer_bytes_(buffer_bytes),
+        piece_bytes_(piece_bytes),
         host_(host) {}
 
-  /// Threads that have nothing else to do take some of the pieces. `first_share`: of a buffer, for the first
-  /// copy.
-  Status Run(const CanonicalExpert& expert, int64_t index, double first_share, PieceBoard& board) const {
+  /// Threads that have nothing else to do take some of the pieces.
+  Status Run(const CanonicalExpert& expert, int64_t index, PieceBoard& board) const {
     FMOE_RETURN_IF_ERROR(HostVectors::Check(expert));
     FMOE_ASSIGN_OR_RETURN(const FragmentStager stager, FragmentStager::Create(expert, plan_.spec));
-    const auto first_bytes = static_cast<int64_t>(first_share * static_cast<double>(buffer_bytes_));
-    const std::vector<FragmentPieces> copies = stager.CutTogether(buffer_bytes_, first_bytes);
-    std::vector<std::vector<int64_t>> nan_rows_of(copies.size());
-    FMOE_RETURN_IF_ERROR(board.Run(static_cast<int64_t>(copies.size()), [&](int64_t copy) -> Status {
-      const auto at = static_cast<size_t>(copy);
-      return Send(stager, copies[at], index, nan_rows_of[at]);
+    const std::vector<FragmentPiece> pieces = stager.Cut(piece_bytes_);
+    std::vector<std::vector<int64_t>> nan_rows_of(pieces.size());
+    FMOE_RETURN_IF_ERROR(board.Run(static_cast<int64_t>(pieces.size()), [&](int64_t piece) -> Status {
+      const auto at = static_cast<size_t>(piece);
+      return Send(stager, pieces[at], index, nan_rows_of[at]);
     }));
     std::vector<int64_t> nan_rows;
     for (const std::vector<int64_t>& rows : nan_rows_of) {
@@ -145,26 +141,21 @@ class ExpertUpload {
   }
 
  private:
-  /// Stages pieces in a buffer; they are copied and arranged behind this call.
-  Status Send(const FragmentStager& stager, const FragmentPieces& pieces, int64_t index,
+  /// Stages a piece; it is copied and arranged behind this call, together with others.
+  Status Send(const FragmentStager& stager, const FragmentPiece& piece, int64_t index,
               std::vector<int64_t>& nan_rows) const {
-    return uploader_.Send([&](std::byte* host, const std::byte* device) {
-      Uploader::Piece sent;
-      std::vector<ArrangeCall> calls;
-      for (const FragmentPiece& piece : pieces) {
-        stager.Stage(piece, reinterpret_cast<uint8_t*>(host) + sent.bytes, nan_rows);
-        calls.push_back(
-            Arrangement(stager, piece, index, reinterpret_cast<const uint8_t*>(device) + sent.bytes));
-        sent.bytes += stager.StagedBytes(piece);
-      }
-      sent.behind = [calls = std::move(calls)](void* stream) {
-        for (ArrangeCall call : calls) {
-          call.stream = stream;
-          FMOE_RETURN_IF_ERROR(LaunchArrange(call));
+    return uploader_.Send(stager.StagedBytes(piece), [&](std::byte* host, const std::byte* device) {
+      stager.Stage(piece, reinterpret_cast<uint8_t*>(host), nan_rows);
+      const ArrangeCall call = Arrangement(stager, piece, index, reinterpret_cast<const uint8_t*>(device));
+      return [this, call](void* stream, bool more) {
+        to_arrange_.push_back(call);
+        if (more) {
+          return Status::Ok();
         }
-        return Status::Ok();
+        Status status = LaunchArrange(to_arrange_, stream);
+        to_arrange_.clear();
+        return status;
       };
-      return sent;
     });
   }
 
@@ -186,13 +177,13 @@ class ExpertUpload {
   Uploader& uploader_;
   uint8_t* gate_up_;
   uint8_t* down_;
-  int64_t buffer_bytes_;
+  int64_t piece_bytes_;
   HostVectors& host_;
+  mutable std::vector<ArrangeCall> to_arrange_;  ///< pieces of the copy that is being enqueued
 };
 
 /// All experts, each by the thread that comes first; threads for which none is left help the others.
-Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int buffers,
-                 const Executor& executor) {
+Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, const Executor& executor) {
   const int threads = std::max(executor.num_threads, 1);
   std::atomic<int64_t> next = 0;
   std::vector<Status> statuses(static_cast<size_t>(threads));
@@ -201,11 +192,8 @@ Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, int buf
     Status& status = statuses[static_cast<size_t>(thread)];
     board.Enter();
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
-      // The first copies grow: whole buffers would all be full at the same time, and the link at rest until
-      // then (0.7 ms of 8.7 in a layer of 350 MB).
-      const double first_share = std::min(1.0, (static_cast<double>(index) + 1.0) / buffers);
       Result<CanonicalExpert> expert = source.load(index);
-      status = expert.ok() ? upload.Run(*expert, index, first_share, board) : expert.status();
+      status = expert.ok() ? upload.Run(*expert, index, board) : expert.status();
       if (!status.ok()) {
         status = std::move(status).WithContext(fmt::format("expert {}", index));
         next = source.num_local_experts;  // the others end too
@@ -243,13 +231,14 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   FMOE_ASSIGN_OR_RETURN(std::byte* const placed, shelf.Place());
   auto* const blocks = reinterpret_cast<uint8_t*>(placed);
   HostVectors host(plan, sizes);
-  const int buffers = std::min(2 * std::max(executor.num_threads, 1), kMostBuffers);
-  const int64_t buffer_bytes = std::max(
-      kBufferBytes,
+  const int64_t piece_bytes = std::max(
+      kPieceBytes,
       FragmentStager::FewestBytes(plan.spec, plan.shape.hidden, plan.shape.intermediate, plan.shape.gated()));
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader, Uploader::Take(buffers, buffer_bytes));
-  const ExpertUpload upload(plan, sizes, *uploader, blocks + gate_up, blocks + down, buffer_bytes, host);
-  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, buffers, executor));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<Uploader> uploader,
+                        Uploader::Take(std::max(executor.num_threads, 1), piece_bytes));
+  const ExpertUpload upload(plan, sizes, *uploader, blocks + gate_up, blocks + down, piece_bytes, host);
+  FMOE_RETURN_IF_ERROR(UploadAll(source, upload, executor));
+  FMOE_RETURN_IF_ERROR(uploader->Flush());
   if (!plan.spec.row_scale && !host.has_nan_rows) {
     host.gate_up_row.clear();
     host.down_row.clear();
