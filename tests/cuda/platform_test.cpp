@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -130,6 +131,22 @@ TEST(Card, Uploader_PieceThatFails_IsTheResultOfAllThatFollows) {
   for (int turn = 0; turn < 5 && status.ok(); ++turn) {
     status = send(256, Status::System("refused"));
   }
+  EXPECT_EQ((*uploader)->Finish().code(), StatusCode::kSystem);
+}
+
+// Memory that runs out in one thread: the others would have waited for its part of the ring for ever.
+TEST(Card, Uploader_WriteThatThrows_EndsTheUpload) {
+  FMOE_SKIP_WITHOUT_CARD();
+  auto uploader = cuda::Uploader::Create(2, 256);
+  ASSERT_TRUE(uploader.ok());
+  const auto nothing = [](std::byte*, const std::byte*) -> cuda::Uploader::Behind {
+    return [](void*, bool) { return Status::Ok(); };
+  };
+  EXPECT_THROW(
+      (void)(*uploader)->Send(
+          256, [](std::byte*, const std::byte*) -> cuda::Uploader::Behind { throw std::bad_alloc(); }),
+      std::bad_alloc);
+  EXPECT_EQ((*uploader)->Send(256, nothing).code(), StatusCode::kSystem);
   EXPECT_EQ((*uploader)->Finish().code(), StatusCode::kSystem);
 }
 

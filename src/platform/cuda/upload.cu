@@ -129,9 +129,9 @@ struct Uploader::Impl {
 
   Copy& MarkOf(int64_t copy) { return marks[static_cast<size_t>(copy % kMostCopies)]; }
 
-  void Fail(const Status& failure) {
+  void Fail(Status failure) {
     if (status.ok()) {
-      status = failure;
+      status = std::move(failure);
       ++changes;
     }
   }
@@ -283,6 +283,20 @@ struct Uploader::Impl {
   }
 };
 
+/// A piece that nobody fills, since writing it has thrown, would keep its part of the ring and all who wait.
+struct Uploader::Writing {
+  explicit Writing(Impl& impl) : impl(impl) {}
+  ~Writing() {
+    if (!done) {
+      const Lock lock(impl.mutex);
+      impl.Fail(std::move(failure));
+    }
+  }
+  Impl& impl;
+  bool done = false;
+  Status failure = Status::System("a piece of an upload could not be written");  // made where memory is left
+};
+
 Uploader::Uploader() = default;
 Uploader::~Uploader() = default;
 
@@ -347,7 +361,9 @@ Status Uploader::Send(int64_t bytes, const Write& write) {
     return impl.status;
   }
   lock.unlock();
+  Writing writing(impl);
   Behind behind = write(impl.pinned + slot->begin, impl.staging.get() + slot->begin);
+  writing.done = true;
   lock.lock();
   slot->behind = std::move(behind);
   slot->filled = true;

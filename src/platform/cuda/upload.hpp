@@ -43,7 +43,8 @@ class Uploader {
   using Write = std::function<Behind(std::byte* host, const std::byte* device)>;
   /// Waits for room for `bytes`, and sends what `write` puts there without waiting for it. Any number of
   /// threads at a time; pieces of different threads arrive in any order. Where the card or a Behind has
-  /// failed, this and all that follows, Finish too, gives that failure.
+  /// failed, or a Write has thrown (its exception passes), this and all that follows, Finish too, gives that
+  /// failure.
   Status Send(int64_t bytes, const Write& write);
   /// Enqueues what is left, without waiting for it. No Send may run, or follow before Finish.
   Status Flush();
@@ -53,6 +54,7 @@ class Uploader {
  private:
   Uploader();
   struct Impl;
+  struct Writing;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -190,7 +190,7 @@ Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, const E
   PieceBoard board;
   ParallelFor(executor, threads, [&](int64_t thread) {
     Status& status = statuses[static_cast<size_t>(thread)];
-    board.Enter();
+    PieceBoard::Owner owner(board);
     for (int64_t index = next++; index < source.num_local_experts; index = next++) {
       Result<CanonicalExpert> expert = source.load(index);
       status = expert.ok() ? upload.Run(*expert, index, board) : expert.status();
@@ -200,7 +200,7 @@ Status UploadAll(const ExpertSource& source, const ExpertUpload& upload, const E
         break;
       }
     }
-    board.LeaveAndHelp();
+    owner.LeaveAndHelp();
   });
   for (Status& status : statuses) {
     FMOE_RETURN_IF_ERROR(std::move(status));

@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <vector>
@@ -23,13 +24,25 @@ class PieceBoard {
  public:
   using Piece = std::function<Status(int64_t piece)>;
 
-  /// The thread will bring jobs, until LeaveAndHelp.
-  void Enter();
+  /// While it lives its thread brings jobs: others wait for them.
+  class Owner {
+   public:
+    explicit Owner(PieceBoard& board);
+    ~Owner();  ///< leaves without helping, where an exception ends the thread's part
+    Owner(const Owner&) = delete;
+    Owner& operator=(const Owner&) = delete;
+    /// The thread has no more jobs: helps until no thread brings any.
+    void LeaveAndHelp();
+
+   private:
+    PieceBoard& board_;
+    bool left_ = false;
+  };
+
   /// Runs run(0) to run(count - 1), here and in threads that help, and returns when all have ended. The first
-  /// failure is the result; no piece of the job begins after it.
+  /// failure is the result, and the first exception goes on here, whoever ran the piece; no piece of the job
+  /// begins after either.
   Status Run(int64_t count, const Piece& run);
-  /// The thread has no more jobs: helps until no thread brings any.
-  void LeaveAndHelp();
 
  private:
   struct Job {
@@ -37,8 +50,11 @@ class PieceBoard {
     int64_t next = 0, count = 0;
     int running = 0;
     Status status = Status::Ok();
+    std::exception_ptr error;
   };
   void TakePiece(Job& job, std::unique_lock<std::mutex>& lock);
+  void Leave();
+  void Help();
 
   std::mutex mutex_;
   std::condition_variable changed_;  ///< a job came, its last piece ended, or a thread left
