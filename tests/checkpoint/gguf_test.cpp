@@ -1,4 +1,5 @@
 // GGUF files made byte by byte: what sound ones decode to, and how damaged ones are refused.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -143,28 +144,64 @@ Status Load(const RawGguf& model) {
   return LoadEverything(folder.path() / "a.gguf");
 }
 
-TEST(Gguf, Blocks_DecodeToTheirValues) {
+// Element `i` of a matrix of that type.
+float Wanted(uint32_t type, int64_t i) {
   static constexpr float kE2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.0F, -.5, -1, -1.5, -2, -3, -4, -6};
-  for (const uint32_t type : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4, kTypeNvfp4}) {
-    const TemporaryDirectory folder;
-    folder.Write("a.gguf", Model(type).Bytes());
-    const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
-    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-    EXPECT_EQ((*checkpoint)->producer(), "gguf");
-    EXPECT_EQ((*checkpoint)->family(), "qwen3_moe");
-    const auto experts = (*checkpoint)->Experts(0);
-    ASSERT_TRUE(experts.ok()) << experts.status().ToString();
-    const auto expert = experts->load(1);
-    ASSERT_TRUE(expert.ok()) << type << expert.status().ToString();
-    const auto values = DequantizeMatrix(expert->down);
+  const auto j = static_cast<size_t>(i % 32);
+  return type == kTypeF32    ? 0.25F
+         : type == kTypeQ4_0 ? 0.5F * (static_cast<float>(j % 16) - 8)
+         : type == kTypeQ8_0 ? 0.5F * (static_cast<float>(j) - 16)
+                             : 0.5F * kE2m1[j % 16];
+}
+
+// Gate and up of one type, down of another.
+void ExpectValues(const RawGguf& model, uint32_t type, uint32_t down, const std::string& scheme) {
+  SCOPED_TRACE(fmt::format("types {} and {}", type, down));
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  EXPECT_EQ((*checkpoint)->producer(), "gguf");
+  EXPECT_EQ((*checkpoint)->family(), "qwen3_moe");
+  const auto description = (*checkpoint)->Describe(0);
+  ASSERT_TRUE(description.ok()) << description.status().ToString();
+  EXPECT_EQ(description->scheme.name, scheme);
+  const auto experts = (*checkpoint)->Experts(0);
+  ASSERT_TRUE(experts.ok()) << experts.status().ToString();
+  const auto expert = experts->load(1);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  for (const CanonicalMatrix* matrix : {&expert->gate, &expert->down}) {
+    const auto values = DequantizeMatrix(*matrix);
     ASSERT_TRUE(values.ok()) << values.status().ToString();
     for (int64_t i = 0; i < kMiddle * kHiddenSize; ++i) {
-      const auto j = static_cast<size_t>(i % 32);
-      const float wanted = type == kTypeF32    ? 0.25F
-                           : type == kTypeQ4_0 ? 0.5F * (static_cast<float>(j % 16) - 8)
-                           : type == kTypeQ8_0 ? 0.5F * (static_cast<float>(j) - 16)
-                                               : 0.5F * kE2m1[j % 16];
-      ASSERT_EQ(values->view().as<float>()[i], wanted) << "type " << type << ", element " << i;
+      const float wanted = Wanted(matrix == &expert->gate ? type : down, i);
+      ASSERT_EQ(values->view().as<float>()[i], wanted) << "element " << i;
+    }
+  }
+}
+
+TEST(Gguf, Blocks_DecodeToTheirValues) {
+  const std::pair<uint32_t, const char*> types[] = {{kTypeF32, "unquantized"},
+                                                    {kTypeQ4_0, "int4_w4a16:g32"},
+                                                    {kTypeQ8_0, "int8_w8a16:g32"},
+                                                    {kTypeMxfp4, "mxfp4_w4a16"},
+                                                    {kTypeNvfp4, "nvfp4_w4a16"}};
+  for (const auto& [type, scheme] : types) {
+    ExpectValues(Model(type), type, type, scheme);
+  }
+}
+
+// llama.cpp chooses for each matrix: where rows are no whole blocks of 256, Q6_K becomes Q8_0, say.
+TEST(Gguf, TypesOfOneLayer_MayDiffer) {
+  for (const uint32_t type : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4}) {
+    for (const uint32_t down : {kTypeF32, kTypeQ4_0, kTypeQ8_0, kTypeMxfp4}) {
+      if (type == down) {
+        continue;
+      }
+      RawGguf model = Model(type);
+      model.Find("blk.0.ffn_down_exps.weight") =
+          Stack("blk.0.ffn_down_exps.weight", {kMiddle, kHiddenSize, 2}, down);
+      ExpectValues(model, type, down, "unquantized");
     }
   }
 }

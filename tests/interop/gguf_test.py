@@ -13,8 +13,8 @@ if not MISSING:
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYER, TOKENS = 256, 512, 4, 2, 1, 9
 QUANTIZED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-             "IQ4_NL", "MXFP4", "NVFP4"]
-REFUSED = ["IQ2_XXS", "IQ3_S", "IQ4_XS", "TQ1_0", "TQ2_0"]
+             "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"]
+REFUSED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
 
 
 def encode(generator, shape, kind):
@@ -26,7 +26,7 @@ def encode(generator, shape, kind):
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         data = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
         scales = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
-                  Type.IQ4_NL: (0,)}.get(kind, ())
+                  Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}.get(kind, ())
         for at in scales:
             small = generator.uniform(1e-4, 4e-4, data.shape[:-1]).astype(np.float16)
             data[..., at:at + 2] = small[..., None].view(np.uint8)
@@ -131,6 +131,11 @@ class Gguf(Case):
 
     def test_mixture_of_k_types(self):
         self.check(*self.softmax_model("mixture", ("Q4_K", "Q6_K")))
+
+    def test_a_type_for_each_matrix(self):
+        """As quantizers choose where rows are no whole blocks of the type that was asked for."""
+        for kinds in (("Q4_K", "Q8_0"), ("Q4_0", "Q4_1"), ("Q8_0", "Q4_0"), ("MXFP4", "Q8_0"), ("Q4_0", "BF16"), ("F16", "MXFP4")):
+            self.check(*self.softmax_model("-".join(kinds), kinds))
 
     def test_nvfp4_side_scales(self):
         model, hidden, expected = self.softmax_model("side", ("NVFP4", "NVFP4"), side=[0.5, 1.5, 0.75, 3.0])

@@ -5,6 +5,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
@@ -20,6 +21,9 @@
 namespace fusedmoe::checkpoint {
 
 struct MlxGroups;
+
+/// Experts of a GGUF file whose matrices have different types, by what their names have in common.
+using MixedExperts = std::unordered_set<std::string>;
 
 /// The tensors of a directory: one safetensors file, or shards with an index; or those of a GGUF file. Knows
 /// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
@@ -83,7 +87,11 @@ class TensorStore {
   };
 
   Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
-  Status AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header);
+  Status OpenGgufFile(const std::string& path, const CheckpointOptions& options,
+                      std::vector<GgufHeader>* headers);
+  /// Takes the tensors of a file into the list; the experts that are `mixed` decoded, where their type is
+  /// not.
+  void ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed);
   Status IndexNames();
   Status FoldFourBit();
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,

@@ -143,13 +143,56 @@ void DecodeQ6K(const std::byte* block, std::byte* out) {
   }
 }
 
-void DecodeIq4Nl(const std::byte* block, std::byte* out) {
+// 32 codes of IQ4_NL, the first half of them in the low nibbles.
+void DecodeIq4(const std::byte* codes, float scale, std::byte* out) {
   static constexpr int kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                       1,    13,   25,  38,  53,  69,  89,  113};
+  for (int64_t j = 0; j < 32; ++j) {
+    const uint32_t code = j < 16 ? Byte(codes, j) & 15U : Byte(codes, j - 16) >> 4;
+    Put(out, j, scale * static_cast<float>(kValues[code]));
+  }
+}
+
+void DecodeIq4Nl(const std::byte* block, std::byte* out) {
+  DecodeIq4(block + 2, Half(block), out);
+}
+
+// Eight groups with scales of six bits: the high two of each in a word, the low four in nibbles.
+void DecodeIq4Xs(const std::byte* block, std::byte* out) {
+  const float scale = Half(block);
+  const uint32_t high = Byte(block, 2) | Byte(block, 3) << 8;
+  for (int64_t group = 0; group < 8; ++group) {
+    const uint32_t low = Byte(block, 4 + group / 2) >> (group % 2 * 4) & 15U;
+    const int32_t step = static_cast<int32_t>(low | (high >> (2 * group) & 3U) << 4) - 32;
+    DecodeIq4(block + 8 + group * 16, scale * static_cast<float>(step), out + group * 32 * 4);
+  }
+}
+
+// ---- types that schemes have, decoded where a layer mixes types ----
+
+void DecodeQ4_0(const std::byte* block, std::byte* out) {
   const float scale = Half(block);
   for (int64_t j = 0; j < 32; ++j) {
     const uint32_t code = j < 16 ? Byte(block, 2 + j) & 15U : Byte(block, 2 + j - 16) >> 4;
-    Put(out, j, scale * static_cast<float>(kValues[code]));
+    Put(out, j, scale * static_cast<float>(static_cast<int32_t>(code) - 8));
+  }
+}
+
+void DecodeQ8_0(const std::byte* block, std::byte* out) {
+  const float scale = Half(block);
+  for (int64_t j = 0; j < 32; ++j) {
+    Put(out, j, scale * static_cast<float>(static_cast<int8_t>(Byte(block, 2 + j))));
+  }
+}
+
+void DecodeMxfp4(const std::byte* block, std::byte* out) {
+  std::byte pairs[16];
+  PairNibbles<1, 32, 1>(block, pairs);
+  float values[32], scale = 0.0F;
+  DecodeRow(DType::kF8E8M0, block, 0, 1, &scale);
+  DecodeRow(DType::kF4E2M1, pairs, 0, 32, values);
+  for (int64_t j = 0; j < 32; ++j) {
+    Put(out, j, scale * values[j]);
   }
 }
 
@@ -192,7 +235,7 @@ constexpr BlockType kTypes[] = {
     {20, "IQ4_NL", 32, 18, kDecoded<32, DecodeIq4Nl>},
     {21, "IQ3_S", kSuper, 110, {}},
     {22, "IQ2_S", kSuper, 82, {}},
-    {23, "IQ4_XS", kSuper, 136, {}},
+    {23, "IQ4_XS", kSuper, 136, kDecoded<kSuper, DecodeIq4Xs>},
     {24, "I8", 1, 1, kPlain<DType::kI8, 1>},
     {25, "I16", 1, 2, kPlain<DType::kI16, 2>},
     {26, "I32", 1, 4, kPlain<DType::kI32, 4>},
@@ -207,12 +250,25 @@ constexpr BlockType kTypes[] = {
     {41, "Q1_0", 128, 18, {}},
 };
 
+// Ids that no file has.
+constexpr BlockType kDecodedTypes[] = {
+    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, DecodeQ4_0>},
+    {kGgufDecoded + kGgufQ8_0, "Q8_0", 32, 34, kDecoded<32, DecodeQ8_0>},
+    {kGgufDecoded + kGgufMxfp4, "MXFP4", 32, 17, kDecoded<32, DecodeMxfp4>},
+};
+
 }  // namespace
 
 const BlockType* FindBlockType(uint32_t id) {
   const auto* found = std::find_if(std::begin(kTypes), std::end(kTypes),
                                    [&](const BlockType& type) { return type.id == id; });
   return found == std::end(kTypes) ? nullptr : found;
+}
+
+const BlockType& DecodedType(const BlockType& type) {
+  const auto* found = std::find_if(std::begin(kDecodedTypes), std::end(kDecodedTypes),
+                                   [&](const BlockType& row) { return row.id == kGgufDecoded + type.id; });
+  return found == std::end(kDecodedTypes) ? type : *found;
 }
 
 const BlockPart& UnitScalePart() {

@@ -34,11 +34,14 @@ struct BlockType {
 /// Null for a number that no type has.
 const BlockType* FindBlockType(uint32_t id);
 
+/// The same blocks decoded to F32, where a scheme has the type as it is and a decoder has not; else the type.
+const BlockType& DecodedType(const BlockType& type);
+
 /// The number one, for scales that a file leaves out: a part that reads nothing.
 const BlockPart& UnitScalePart();
 
 /// Numbers that the formats are told by.
 inline constexpr uint32_t kGgufF32 = 0, kGgufF16 = 1, kGgufQ4_0 = 2, kGgufQ8_0 = 8, kGgufBf16 = 30,
-                          kGgufMxfp4 = 39, kGgufNvfp4 = 40;
+                          kGgufMxfp4 = 39, kGgufNvfp4 = 40, kGgufDecoded = 0x10000;
 
 }  // namespace fusedmoe::checkpoint

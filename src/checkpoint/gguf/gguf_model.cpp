@@ -160,7 +160,7 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
           Status::Unsupported(fmt::format("tensors of type {} are not supported", type->name))
               .WithHint(
                   "F32, F16, BF16, Q4_0, Q8_0, MXFP4 and NVFP4 are read as they are; Q4_1, Q5_0, Q5_1, Q2_K "
-                  "to Q6_K and IQ4_NL are decoded to F32"),
+                  "to Q6_K, IQ4_NL and IQ4_XS are decoded to F32"),
           module + ".weight");
     }
     switch (type->id) {

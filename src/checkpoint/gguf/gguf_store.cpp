@@ -27,17 +27,57 @@ Result<std::string> PartOf(const std::string& first, int64_t index, int64_t coun
          fmt::format("-{:05}-of-{:05}.gguf", index + 1, count);
 }
 
+// Of "blk.3.ffn_down_exps.weight" "blk.3.ffn_exps": what the matrices of a layer's routed, or shared, experts
+// have in common. Empty for other tensors.
+std::string ExpertsOf(std::string_view name) {
+  const size_t at = name.find(".ffn_");
+  for (const std::string_view ending : {"_exps.weight", "_shexp.weight"}) {
+    if (at != std::string_view::npos && name.ends_with(ending)) {
+      return fmt::format("{}{}", name.substr(0, at), ending);
+    }
+  }
+  return "";
+}
+
+// A layer runs by one scheme. Where quantizers chose a type for each matrix (a row of 1408 elements, say, is
+// no whole number of blocks of Q6_K, and becomes Q8_0), all that can be decoded are.
+MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
+  std::unordered_map<std::string, const BlockType*> first;
+  MixedExperts mixed;
+  for (const GgufHeader& header : headers) {
+    for (const GgufTensor& tensor : header.tensors) {
+      const std::string experts = ExpertsOf(tensor.name);
+      if (experts.empty()) {
+        continue;
+      }
+      const BlockType* type = FindBlockType(tensor.type);
+      const auto [it, is_new] = first.emplace(experts, type);
+      if (!is_new && it->second != type) {
+        mixed.insert(experts);
+      }
+    }
+  }
+  return mixed;
+}
+
 }  // namespace
 
-Status TensorStore::AddGguf(const std::string& path, const CheckpointOptions& options, GgufHeader* header) {
+Status TensorStore::OpenGgufFile(const std::string& path, const CheckpointOptions& options,
+                                 std::vector<GgufHeader>* headers) {
   const auto access = options.io == IoMode::kMmap ? platform::FileAccess::kMap : platform::FileAccess::kRead;
   FMOE_ASSIGN_OR_RETURN(auto file, platform::InputFile::Open(path, access));
-  FMOE_ASSIGN_OR_RETURN(*header, ReadGgufHeader(*file));
-  const auto number = static_cast<int32_t>(files_.size());
-  const std::string file_name = fs::path(path).filename().string();
+  FMOE_ASSIGN_OR_RETURN(headers->emplace_back(), ReadGgufHeader(*file));
   files_.push_back(std::move(file));
-  for (const GgufTensor& tensor : header->tensors) {
+  return Status::Ok();
+}
+
+void TensorStore::ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed) {
+  const std::string file_name = fs::path(files_[static_cast<size_t>(number)]->path()).filename().string();
+  for (const GgufTensor& tensor : header.tensors) {
     const BlockType* type = FindBlockType(tensor.type);  // known: the header was checked
+    if (mixed.contains(ExpertsOf(tensor.name))) {
+      type = &DecodedType(*type);
+    }
     if (type->parts.empty()) {
       TensorInfo info{tensor.name, DType::kU8, Shape(tensor.dims), file_name, tensor.end - tensor.begin, ""};
       info.problem = fmt::format("tensors of type {} are not read", type->name);
@@ -59,7 +99,6 @@ Status TensorStore::AddGguf(const std::string& path, const CheckpointOptions& op
       places_.push_back({number, tensor.begin, type, part.decode == nullptr ? nullptr : &part});
     }
   }
-  return Status::Ok();
 }
 
 Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::string& path,
@@ -68,17 +107,23 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::stri
   std::unique_ptr<TensorStore> store(new TensorStore);
   store->source_ = path;
   store->gguf_ = true;
-  FMOE_RETURN_IF_ERROR(store->AddGguf(path, options, header));
-  const int64_t count = header->Integer("split.count").value_or(1);
+  std::vector<GgufHeader> headers;
+  FMOE_RETURN_IF_ERROR(store->OpenGgufFile(path, options, &headers));
+  const int64_t count = headers.front().Integer("split.count").value_or(1);
   if (count < 0 || count > kMostFiles)
     return Status::BadInput(fmt::format("'split.count' is {}", count)).WithFile(path);
   for (int64_t index = 1; index < count; ++index) {
     FMOE_ASSIGN_OR_RETURN(const std::string part, PartOf(path, index, count));
-    GgufHeader own;
-    FMOE_RETURN_IF_ERROR(store->AddGguf(part, options, &own));
+    FMOE_RETURN_IF_ERROR(store->OpenGgufFile(part, options, &headers));
+    const GgufHeader& own = headers.back();
     if (own.Integer("split.count") != count || own.Integer("split.no") != index)
       return Status::BadInput(fmt::format("is not part {} of {}", index + 1, count)).WithFile(part);
   }
+  const MixedExperts mixed = FindMixedExperts(headers);
+  for (size_t number = 0; number < headers.size(); ++number) {
+    store->ListGguf(headers[number], static_cast<int32_t>(number), mixed);
+  }
+  *header = std::move(headers.front());
   // A matrix of two levels whose second is one everywhere lacks it in the file.
   const size_t listed = store->tensors_.size();
   FMOE_RETURN_IF_ERROR(store->IndexNames());
