@@ -73,9 +73,14 @@ void StoreScale(const MutableTensorView& scales, const Block& block, float scale
   EncodeRow(DType::kF32, &scale, 1, scales.data() + block.row * scales.stride_bytes(0) + block.column * 4);
 }
 
-/// Quantizes one block of rows that `load(row, first, count, buffer)` yields.
-template <typename Load>
-void QuantizeBlock(const ActivationFormat& format, const Block& block, Load&& load,
+struct ScaleAndStep {
+  float scale = 0.0F;
+  EncodeStep step;
+};
+
+/// Quantizes one block of rows that `load(row, first, count, buffer)` yields, by what `choose(amax)` says.
+template <typename Load, typename Choose>
+void QuantizeBlock(const ActivationFormat& format, const Block& block, Load&& load, Choose&& choose,
                    const MutableTensorView& codes, const MutableTensorView& scales) {
   float buffer[kChunk];
   float amax = 0.0F;
@@ -92,12 +97,33 @@ void QuantizeBlock(const ActivationFormat& format, const Block& block, Load&& lo
     const float part = RowAmax(buffer, length);
     amax = FloatBits(part) > FloatBits(amax) ? part : amax;
   });
-  const float scale = RealScale(format.rule, quant_rows::DivisorOf(format), amax);
-  const EncodeStep step = StepFor(format.rule, scale);
+  const ScaleAndStep chosen = choose(amax);
   for_chunks([&](int64_t row, int64_t first, int64_t length) {
-    quant_rows::EncodeChunk(format, step, buffer, length, codes.data() + row * codes.stride_bytes(0) + first);
+    quant_rows::EncodeChunk(format, chosen.step, buffer, length,
+                            codes.data() + row * codes.stride_bytes(0) + first);
   });
-  StoreScale(scales, block, scale);
+  StoreScale(scales, block, chosen.scale);
+}
+
+/// As the rule of the format says.
+ScaleAndStep ByRule(const ActivationFormat& format, float amax) {
+  const float scale = RealScale(format.rule, quant_rows::DivisorOf(format), amax);
+  return {scale, StepFor(format.rule, scale)};
+}
+
+template <typename Choose>
+void QuantizeMatrix(const ActivationFormat& format, const TensorView& weight, Choose&& choose,
+                    const MutableTensorView& codes, const MutableTensorView& scales) {
+  ForBlocks(format.group, codes.dim(0), codes.dim(1), [&](const Block& part) {
+    QuantizeBlock(
+        format, part,
+        [&](int64_t row, int64_t first, int64_t count, float* out) {
+          Source{weight.dtype(), weight.data() + row * weight.stride_bytes(0),
+                 format.rule.round_to_bf16_first}
+              .Chunk(first, count, out);
+        },
+        choose, codes, scales);
+  });
 }
 
 }  // namespace
@@ -111,15 +137,24 @@ Status QuantizeBlocks(GroupShape block, const ActivationRule& rule, const Tensor
                       const MutableTensorView& codes, const MutableTensorView& scales) {
   FMOE_RETURN_IF_ERROR(CheckOperands(block, codes, scales, weight).WithContext("quantizing blocks"));
   const ActivationFormat format{.element = codes.dtype(), .group = block, .rule = rule};
-  ForBlocks(block, codes.dim(0), codes.dim(1), [&](const Block& part) {
-    QuantizeBlock(
-        format, part,
-        [&](int64_t row, int64_t first, int64_t count, float* out) {
-          Source{weight.dtype(), weight.data() + row * weight.stride_bytes(0), rule.round_to_bf16_first}
-              .Chunk(first, count, out);
-        },
-        codes, scales);
-  });
+  QuantizeMatrix(
+      format, weight, [&](float amax) { return ByRule(format, amax); }, codes, scales);
+  return Status::Ok();
+}
+
+Status ScaledQuantizeBlocks(GroupShape block, const TensorView& weight, const MutableTensorView& codes,
+                            const MutableTensorView& scales) {
+  FMOE_RETURN_IF_ERROR(CheckOperands(block, codes, scales, weight).WithContext("quantizing blocks"));
+  const ActivationFormat format{.element = codes.dtype(), .group = block};
+  const float largest = quant_rows::DivisorOf(format);
+  QuantizeMatrix(
+      format, weight,
+      [&](float amax) {
+        // torch evaluates largest / amax as the reciprocal of amax times largest.
+        const float multiplier = 1.0F / (amax < 1e-12F ? 1e-12F : amax) * largest;
+        return ScaleAndStep{1.0F / multiplier, {multiplier, true}};
+      },
+      codes, scales);
   return Status::Ok();
 }
 
@@ -164,7 +199,7 @@ Status RequantizeBlocksToPowersOfTwo(GroupShape block, const ActivationRule& rul
             out[i] *= old_scale;
           }
         },
-        new_codes, new_scales);
+        [&](float amax) { return ByRule(format, amax); }, new_codes, new_scales);
   });
   return Status::Ok();
 }

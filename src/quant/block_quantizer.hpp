@@ -23,6 +23,11 @@ Shape BlockScaleShape(GroupShape block, int64_t rows, int64_t columns);
 Status QuantizeBlocks(GroupShape block, const ActivationRule& rule, const TensorView& weight,
                       const MutableTensorView& codes, const MutableTensorView& scales);
 
+/// The same as vLLM's scaled_quantize spells it: codes from w * (largest element / amax), scales the
+/// reciprocal of that multiplier, amax of at least 1e-12. Ties fall otherwise than by QuantizeBlocks.
+Status ScaledQuantizeBlocks(GroupShape block, const TensorView& weight, const MutableTensorView& codes,
+                            const MutableTensorView& scales);
+
 /// out (F32, BF16, F16) = code * scale, rounded once.
 Status DequantizeBlocks(GroupShape block, const TensorView& codes, const TensorView& scales,
                         const MutableTensorView& out);

@@ -128,8 +128,31 @@ TEST(BlockQuantizer, NanStaysInItsBlock) {
   }
 }
 
+TEST(BlockQuantizer, Scaled_KeepsZeroBlocksAndNanToThemselves) {
+  Matrix matrix(4, 8, {2, 4});
+  for (const size_t i : {0U, 1U, 2U, 3U, 8U, 9U, 10U, 11U}) {
+    matrix.values[i] = 0.0F;
+  }
+  matrix.values[4] = std::nanf("");
+  ASSERT_TRUE(ScaledQuantizeBlocks(matrix.block, View(matrix.values, DType::kF32, {4, 8}),
+                                   View(matrix.codes, DType::kF8E4M3, {4, 8}),
+                                   View(matrix.scales, DType::kF32, {2, 2}))
+                  .ok());
+  EXPECT_EQ(matrix.scales[0], 1.0F / (1.0F / 1e-12F * 448.0F));
+  const auto decoded = matrix.Dequantize(DType::kF8E4M3);
+  for (size_t i = 0; i < 32; ++i) {
+    const bool first_rows = i / 8 < 2, first_columns = i % 8 < 4;
+    EXPECT_EQ(std::isnan(decoded[i]), first_rows && !first_columns) << i;
+    EXPECT_TRUE(!(first_rows && first_columns) || decoded[i] == 0.0F) << i;
+  }
+}
+
 TEST(BlockQuantizer, OperandsThatDoNotFit_AreRefused) {
   Matrix matrix(4, 8, {2, 4});
+  EXPECT_FALSE(ScaledQuantizeBlocks(matrix.block, View(matrix.values, DType::kF32, {4, 8}),
+                                    View(matrix.codes, DType::kU8, {4, 8}),
+                                    View(matrix.scales, DType::kF32, {2, 2}))
+                   .ok());
   EXPECT_FALSE(matrix.Quantize(DType::kF4E2M1).ok());
   EXPECT_FALSE(matrix.Quantize(DType::kU8).ok());
   matrix.block = {0, 4};

@@ -48,12 +48,14 @@ Outcome Quantize(const GoldenCase& golden_case, const ActivationFormat& format,
   return outcome;
 }
 
-Outcome QuantizeWeight(const GoldenCase& golden_case, const ActivationRule& rule) {
+/// Without a rule: vLLM's scaled_quantize.
+Outcome QuantizeWeight(const GoldenCase& golden_case, std::optional<ActivationRule> rule) {
   const TensorView weight = InputOrParameter(golden_case, "w");
   const GroupShape block = BlockOf(golden_case);
   Produced codes(DType::kF8E4M3, weight.shape());
   Produced scales(DType::kF32, BlockScaleShape(block, weight.dim(0), weight.dim(1)));
-  const Status status = QuantizeBlocks(block, rule, weight, codes.view(), scales.view());
+  const Status status = rule ? QuantizeBlocks(block, *rule, weight, codes.view(), scales.view())
+                             : ScaledQuantizeBlocks(block, weight, codes.view(), scales.view());
   if (!status.ok()) {
     return status.ToString();
   }
@@ -172,7 +174,7 @@ Outcome RunFp8(const GoldenCase& golden_case) {
         golden_case, *ActivationRuleByName(power_of_two ? "deepgemm_fp8_block_ue8m0" : "deepgemm_fp8_block"));
   }
   if (name.starts_with("scaled_quantize")) {
-    return QuantizeWeight(golden_case, *ActivationRuleByName("vllm_fp8_tensor"));
+    return QuantizeWeight(golden_case, std::nullopt);
   }
   if (name.starts_with("requantize_ue8m0")) {
     return RequantizeToPowersOfTwo(golden_case);
