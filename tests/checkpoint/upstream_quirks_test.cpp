@@ -274,6 +274,18 @@ TEST(UpstreamQuirks, ExtraConfigOfAutoRound_SaysWhatBecomesOfInputs) {
 }
 
 // config.json of MiniMax-M2 calls e4m3 by the name of torch.
+// Its router is written for two: transformers 5 takes two of them whatever num_experts_per_tok is.
+TEST(UpstreamQuirks, PhiMoe_ChoosesTwoExperts) {
+  TinyModel model("bf16");
+  model.config["model_type"] = "phimoe";
+  for (const int count : {2, 1}) {
+    model.config["num_experts_per_tok"] = count;
+    const WrittenModel written(model);
+    EXPECT_EQ(written.source.status().code(), count == 2 ? StatusCode::kOk : StatusCode::kUnsupported)
+        << written.source.status().ToString();
+  }
+}
+
 // FP8 with one scale a matrix: vLLM's names, transformers' (also of fused experts, one number each) and
 // Mistral's.
 TEST(UpstreamQuirks, StaticFp8_HasSeveralNames) {

@@ -107,6 +107,13 @@ Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
     return wrong(fmt::format("each token takes {} experts of {}", routing.top_k, moe.num_experts));
   if (moe.num_experts % routing.num_groups != 0)
     return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
+  if (routing.method == RoutingMethod::kSparseMixer && routing.top_k != 2) {
+    return Status::Unsupported(
+               fmt::format(
+                   "the router of Phi-MoE chooses two experts a token, whatever the model says; it says {}",
+                   routing.top_k))
+        .WithFile(config.path());
+  }
   if (moe.apply_router_weight_on_input && routing.top_k != 1) {
     return Status::Unsupported(
                fmt::format("router weights on the input need one expert a token; the model takes {}",
