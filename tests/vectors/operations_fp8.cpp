@@ -13,11 +13,6 @@ ActivationFormat Fp8(GroupShape group, const char* rule) {
   return {.element = DType::kF8E4M3, .group = group, .rule = *ActivationRuleByName(rule)};
 }
 
-GroupShape BlockOf(const GoldenCase& golden_case) {
-  const auto& block = golden_case.parameters().at("block");
-  return {block.at(0).get<int64_t>(), block.at(1).get<int64_t>()};
-}
-
 /// An input of this case, or the tensor of another case that a parameter of that name points at.
 TensorView InputOrParameter(const GoldenCase& golden_case, const char* name) {
   return golden_case.Has(name) ? golden_case.Input(name)

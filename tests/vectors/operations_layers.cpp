@@ -15,124 +15,10 @@
 #include "prepare_finalize/no_ep/no_ep.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "support/golden.hpp"
+#include "vectors/layer_scheme.hpp"
 
 namespace fusedmoe::golden {
 namespace {
-
-bool StartsWith(const std::string& text, std::string_view prefix) {
-  return text.rfind(prefix, 0) == 0;
-}
-
-struct SchemeOfCase {
-  Scheme scheme;
-  bool known = true;
-};
-
-GroupShape BlockOf(const GoldenCase& golden_case) {
-  const auto& block = golden_case.parameters().at("block");
-  return {block[0].get<int64_t>(), block[1].get<int64_t>()};
-}
-
-void SetMx(Scheme& scheme, DType weight) {
-  scheme.weight.element = weight;
-  scheme.weight.block = {1, 32};
-  scheme.weight.block_scale_dtype = DType::kF8E8M0;
-}
-
-void SetMxActivation(Scheme& scheme, DType element, MxScaleRule rule, bool bf16_first) {
-  scheme.activation.element = element;
-  scheme.activation.group = {1, 32};
-  scheme.activation.scale_dtype = DType::kF8E8M0;
-  scheme.activation.rule.mx_scale = rule;
-  scheme.activation.rule.round_to_bf16_first = bf16_first;
-}
-
-// The formats behind the words of the manifest; several of them leave parts to parameters.
-SchemeOfCase MakeScheme(const GoldenCase& golden_case) {
-  const auto& parameters = golden_case.parameters();
-  const std::string name = parameters.at("scheme");
-  const bool bf16_first = parameters.contains("mid_rounding") && parameters["mid_rounding"] == "bf16";
-  SchemeOfCase made;
-  Scheme& scheme = made.scheme;
-  scheme.name = name;
-  WeightFormat& weight = scheme.weight;
-  ActivationFormat& activation = scheme.activation;
-  if (name == "unquantized") {
-    weight.element = golden_case.Input("gate_up").dtype();
-  } else if (StartsWith(name, "fp8_tensor")) {
-    weight.element = DType::kF8E4M3;
-    weight.has_tensor_scale = true;
-    activation.element = DType::kF8E4M3;
-    activation.static_tensor_scale = !parameters.value("dynamic", false);
-  } else if (StartsWith(name, "fp8_channel_token") || StartsWith(name, "int8_channel_token")) {
-    weight.element = name[0] == 'f' ? DType::kF8E4M3 : DType::kI8;
-    weight.has_channel_scale = true;
-    activation.element = weight.element;
-    activation.group = kPerRow;
-  } else if (StartsWith(name, "fp8_block") || StartsWith(name, "int8_block") ||
-             StartsWith(name, "fp8_w8a16")) {
-    weight.element = name[0] == 'f' ? DType::kF8E4M3 : DType::kI8;
-    weight.has_tensor_scale = golden_case.Has("gate_up_tensor_scale");
-    weight.has_channel_scale = golden_case.Has("gate_up_channel_scale");
-    if (golden_case.Has("gate_up_block_scale")) {
-      weight.block = BlockOf(golden_case);
-    }
-    if (!StartsWith(name, "fp8_w8a16")) {
-      activation.element = weight.element;
-      activation.group = {1, weight.block.col};
-    }
-  } else if (StartsWith(name, "int4_w4a16") || StartsWith(name, "int8_w8a16")) {
-    weight.element = StartsWith(name, "int4") ? DType::kU4 : DType::kU8;
-    weight.block = {1, parameters.at("group").get<int64_t>()};
-    weight.may_have_zero_point = true;
-  } else if (StartsWith(name, "int4_w4a8_fp8")) {
-    weight.element = DType::kI4;
-    weight.block = {1, parameters.at("group").get<int64_t>()};
-    weight.block_scale_dtype = DType::kF8E4M3;
-    weight.has_channel_scale = true;
-    activation.element = DType::kF8E4M3;
-    activation.group = kPerRow;
-    activation.rule.scale_floor = 1.0F / (448.0F * 512.0F);
-  } else if (StartsWith(name, "nvfp4_w4a4") || StartsWith(name, "nvfp4_w4a16")) {
-    weight.element = DType::kF4E2M1;
-    weight.block = {1, 16};
-    weight.block_scale_dtype = DType::kF8E4M3;
-    weight.has_tensor_scale = true;
-    if (StartsWith(name, "nvfp4_w4a4")) {
-      activation.element = DType::kF4E2M1;
-      activation.group = {1, 16};
-      activation.scale_dtype = DType::kF8E4M3;
-      activation.static_tensor_scale = true;
-    }
-  } else if (StartsWith(name, "mxfp4_")) {
-    SetMx(scheme, DType::kF4E2M1);
-    if (StartsWith(name, "mxfp4_w4a4")) {
-      SetMxActivation(scheme, DType::kF4E2M1, MxScaleRule::kEven, bf16_first);
-    } else if (StartsWith(name, "mxfp4_mxfp8")) {
-      SetMxActivation(scheme, DType::kF8E4M3, MxScaleRule::kNoElementMax, bf16_first);
-    } else if (StartsWith(name, "mxfp4_w4a8")) {
-      activation.element = DType::kF8E4M3;
-      activation.static_tensor_scale = true;
-    }
-  } else if (StartsWith(name, "mxfp6_")) {
-    const DType element = name.find("e3m2") != std::string::npos ? DType::kF6E3M2 : DType::kF6E2M3;
-    SetMx(scheme, element);
-    if (name.find("_a_") != std::string::npos) {
-      SetMxActivation(scheme, element, MxScaleRule::kEven, bf16_first);
-    }
-  } else if (name == "mxfp8" || StartsWith(name, "mxfp8_w8a8")) {
-    SetMx(scheme, DType::kF8E4M3);
-    SetMxActivation(scheme, DType::kF8E4M3, MxScaleRule::kNoElementMax, bf16_first);
-  } else if (auto parsed = ParseScheme(name); parsed.ok()) {
-    scheme = *std::move(parsed);  // a name of ours
-    activation.rule.round_to_bf16_first = bf16_first;
-    const bool stored = golden_case.Has("input_tensor_scale") || golden_case.Has("input_encode_multiplier");
-    activation.static_tensor_scale = activation.static_tensor_scale && stored;  // else over the batch
-  } else {
-    made.known = false;
-  }
-  return made;
-}
 
 // Rows first, first + step, ... of one expert's [rows, bytes] tensor, as an owned copy of `columns` elements
 // of `dtype`.
@@ -262,27 +148,28 @@ Outcome CompareMid(const GoldenCase& golden_case, const Scheme& scheme, const Ca
 }  // namespace
 
 Outcome RunLayers(const GoldenCase& golden_case) {
-  const SchemeOfCase made = MakeScheme(golden_case);
-  if (!made.known) {
-    return "unknown scheme '" + made.scheme.name + "'";
+  const Result<Scheme> made = MakeScheme(golden_case);
+  if (!made.ok()) {
+    return made.status().ToString();
   }
+  const Scheme& scheme = *made;
   MoeProblem problem;
   problem.config = MakeConfig(golden_case);
-  problem.scheme = made.scheme;
+  problem.scheme = scheme;
   const MoeConfig& config = problem.config;
   const bool gated = config.activation.gated();
 
   ExpertSource source;
   source.num_local_experts = config.num_local_experts;
-  source.scheme = made.scheme;
+  source.scheme = scheme;
   source.load = [&](int64_t expert) -> Result<CanonicalExpert> {
     CanonicalExpert loaded;
     if (gated) {
-      loaded.gate = MakeMatrix(golden_case, made.scheme, "gate_up", expert, 0, 2, config.hidden);
+      loaded.gate = MakeMatrix(golden_case, scheme, "gate_up", expert, 0, 2, config.hidden);
     }
     loaded.up =
-        MakeMatrix(golden_case, made.scheme, "gate_up", expert, gated ? 1 : 0, gated ? 2 : 1, config.hidden);
-    loaded.down = MakeMatrix(golden_case, made.scheme, "down", expert, 0, 1, config.intermediate);
+        MakeMatrix(golden_case, scheme, "gate_up", expert, gated ? 1 : 0, gated ? 2 : 1, config.hidden);
+    loaded.down = MakeMatrix(golden_case, scheme, "down", expert, 0, 1, config.intermediate);
     return loaded;
   };
 
@@ -304,7 +191,7 @@ Outcome RunLayers(const GoldenCase& golden_case) {
   const ReferenceExperts& reference = *experts;
   parts.experts = std::move(experts);
   parts.prepare_finalize =
-      *MakeNoEpPrepareFinalize(config, made.scheme.activation, reference.traits(), parts.expert_map, book);
+      *MakeNoEpPrepareFinalize(config, scheme.activation, reference.traits(), parts.expert_map, book);
   auto kernel = MoeKernel::Create(std::move(parts), book);
   if (!kernel.ok()) {
     return kernel.status().ToString();
@@ -327,7 +214,7 @@ Outcome RunLayers(const GoldenCase& golden_case) {
   }
   Outcome mid;
   if (golden_case.Has("mid_codes")) {
-    mid = CompareMid(golden_case, made.scheme, weights->canonical[0],
+    mid = CompareMid(golden_case, scheme, weights->canonical[0],
                      reference.MidRows(config.max_tokens * config.top_k(), workspace));
   }
   return FirstOf({mid, golden_case.Compare("output", output.view())});

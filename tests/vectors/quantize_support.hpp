@@ -26,6 +26,12 @@ struct Produced {
   MutableTensorView view() { return {bytes.data(), dtype, shape}; }
 };
 
+/// The parameter "block": rows and columns that share a scale.
+inline GroupShape BlockOf(const GoldenCase& golden_case) {
+  const auto& block = golden_case.parameters().at("block");
+  return {block.at(0).get<int64_t>(), block.at(1).get<int64_t>()};
+}
+
 /// The shape with the last dimension replaced.
 inline Shape WithColumns(Shape shape, int64_t columns) {
   shape[shape.rank() - 1] = columns;
