@@ -262,9 +262,9 @@ void PanelPacker::PointAtSides(const SideRows& rows, int64_t first_row, int64_t 
 void PanelPacker::PrefetchSides(const SideRows& rows, int64_t first_row) const {
   const uint8_t* first = RowAt(rows, first_row);
   const uint8_t* last = RowAt(rows, std::min(first_row + kPanelRows, matrix_.rows) - 1);
-  const int64_t bytes = std::min(last - first + rows.bytes, kMostScaleBytes);
-  for (int64_t line = 0; line < bytes; line += 64) {
-    __builtin_prefetch(first + line);
+  const uint8_t* end = std::min(last + rows.bytes, first + kMostScaleBytes);
+  for (const uint8_t* at = first - reinterpret_cast<uintptr_t>(first) % 64; at < end; at += 64) {
+    __builtin_prefetch(at);
     asm volatile("");  // GCC drops calls of a function that only prefetches
   }
 }

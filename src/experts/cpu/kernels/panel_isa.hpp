@@ -122,6 +122,12 @@ class PiecesAhead {
       offset_ = last ? 0 : piece_end_;
       row_ = line_ = 0;
     }
+    if (lines_ == kBytes / 4) {
+      const uint8_t* row = ahead_[row_] + offset_;
+      row_ = (row_ + 1) % 16;
+      Unroll<kBytes / 4>([&](auto i) FMOE_FLAT { Prefetch(row + 64 * i); });
+      return;
+    }
     for (int64_t i = 0; i < kBytes / 4; ++i) {
       Prefetch(ahead_[row_] + offset_ + line_ * 64);
       if (++line_ == lines_) {
@@ -254,62 +260,6 @@ void PackColumns(const ColumnsArguments* a) {
       sides += a->side_bytes;
     }
     out += a->side_bytes;
-  }
-}
-
-/// A line as the panel has it.
-template <SideTransform kTransform>
-FMOE_INLINE void PutLine(uint8_t* out, const uint8_t* line) {
-  if constexpr (kTransform == kSideBf16ToFloat || kTransform == kSideF16ToFloat) {
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      const uint16_t* words = (const uint16_t*)line + half * kLanes;
-      Store((float*)out + half * kLanes, kTransform == kSideBf16ToFloat ? LoadBf16(words) : LoadF16(words));
-    });
-  } else {
-    memcpy(out, line, kTransform == kSideBytes ? 16 : kTransform == kSideWords ? 32 : 64);
-  }
-}
-
-/// 32 bytes of each row at a time are turned like codes; each line goes to the groups of its column, or
-/// where it belongs at once if lines follow each other (then with what else came with 32 bytes).
-template <SideTransform kTransform>
-void PackSides(const SidesArguments* a) {
-  constexpr int64_t kBytes = kTransform == kSideBytes ? 1 : kTransform == kSideFloats ? 4 : 2;
-  constexpr int64_t kColumns = 32 / kBytes;
-  constexpr bool kConverts = kTransform == kSideBf16ToFloat || kTransform == kSideF16ToFloat;
-  const Ints flip = IntSet(a->flip);
-  const bool in_place = !kConverts && a->groups_per_column == 1 && a->stride == 16 * kBytes;
-  alignas(64) uint8_t turned[512];
-  uint8_t* out = a->out;
-  int64_t left = a->groups;
-  for (int64_t first = 0; first < a->columns; first += kColumns) {
-    uint8_t* lines = in_place ? out + first * 16 * kBytes : turned;
-    Ints line[8 * kHalves];
-    LoadTransposed(a->rows, first * kBytes, line);
-    Unroll<8>([&](auto v) FMOE_FLAT {
-      Ints* x = line + v * kHalves;
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        x[half] = IntXor(x[half], flip);
-        if constexpr (kBytes == 1) {
-          x[half] = LimitBytes(x[half], a->mask, a->least);
-        }
-      });
-      if constexpr (kBytes == 1) {
-        TurnBytes(x);
-      }
-      StoreLine<kBytes == 2>(lines + 64 * v, x);
-    });
-    if (in_place) {
-      continue;
-    }
-    const int64_t count = a->columns - first < kColumns ? a->columns - first : kColumns;
-    for (int64_t column = 0; column < count; ++column) {
-      const int64_t shared = left < a->groups_per_column ? left : a->groups_per_column;
-      for (int64_t group = 0; group < shared; ++group, out += a->stride) {
-        PutLine<kTransform>(out, lines + column * 16 * kBytes);
-      }
-      left -= shared;
-    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include "experts/cpu/kernels/epilogue_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
 #include "experts/cpu/kernels/panel_isa.hpp"
+#include "experts/cpu/kernels/panel_sides_isa.hpp"
 #include "experts/cpu/kernels/quantize_isa.hpp"
 
 /// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
