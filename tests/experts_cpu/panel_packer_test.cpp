@@ -82,6 +82,10 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         const bool planned =
             !matrix.zero_point.empty() || (layer.scheme.weight.may_have_zero_point && rows == 37);
         ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);
+        if (!matrix.zero_point.empty()) {  // the same bytes as signed codes and zero points
+          matrix.format.element = matrix.format.element == DType::kU4 ? DType::kI4 : DType::kI8;
+          ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);
+        }
       }
     }
   }
