@@ -176,6 +176,24 @@ TEST(GptqModel, Planes_HoldTheBitsOfEachCode) {
   }
 }
 
+// Of gpt-oss, whose rows of gate and up alternate, GPTQModel 7 calls the halves gate_proj and up_proj:
+// outputs were wrong.
+TEST(GptqModel, HalvesOfGptOss_AreRefused) {
+  TinyModel model("gptq");
+  model.config["model_type"] = "gpt_oss";
+  model.config["num_local_experts"] = kExperts;
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with("mlp.gate.weight")) {
+      tensor.name = "model.layers.0.mlp.router.weight";
+    }
+  }
+  EXPECT_EQ(LoadModel(model).message(), "");
+  model.config["quantization_config"]["meta"] = {{"quantizer", {"gptqmodel:7.7.0"}}};
+  const Status status = LoadModel(model);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(status.tensor(), "model.layers.0.mlp.experts.0.up_proj.qweight");
+}
+
 // A stream of E4M3 or NVFP4 between modules: weights alone would compute something else.
 TEST(GptqModel, QuantizedInputs_AreRefused) {
   TinyModel model("gptq");

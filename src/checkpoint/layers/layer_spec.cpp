@@ -76,6 +76,26 @@ Status CheckOddities(const ModelConfig& config) {
   return Status::Ok();
 }
 
+// GPTQModel 7 cuts the fused gate_up_proj of every family into halves, and joins what they give before the
+// activation. Rows of gpt-oss alternate: each half has gates and ups, under names that say otherwise.
+Status CheckHalves(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
+  const JsonValue* writer = config.Find("quantization_config.meta.quantizer");
+  if (writer == nullptr || spec.family->name != "gpt_oss" ||
+      spec.names.experts.form != ExpertForm::kPerExpert) {
+    return Status::Ok();
+  }
+  const std::string& name =
+      writer->is_array() && !writer->items().empty() ? writer->items().front().string() : writer->string();
+  if (!name.starts_with("gptqmodel")) {
+    return Status::Ok();
+  }
+  return store.Blame(
+      Status::Unsupported(fmt::format("{} stores the halves of gpt-oss' gate_up_proj as gate_proj and "
+                                      "up_proj; rows of gate and up alternate in both",
+                                      name)),
+      spec.names.experts.Up(0) + ".qweight");
+}
+
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
 // divide; compressed-tensors and Quark, which quantize linear modules, a parameter for all experts that they
 // did not take apart (JetMoE, Longcat); bitsandbytes such parameters and the routers of some models.
@@ -245,6 +265,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
     return store.Blame(Status::BadInput("the router's weight is missing"),
                        spec.names.block + std::string(SplitWords(family.router)[0]));
   }
+  FMOE_RETURN_IF_ERROR(CheckHalves(store, config, spec));
   FMOE_RETURN_IF_ERROR(ResolveShared(config, family, spec));
   FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));
   return spec;
