@@ -193,6 +193,32 @@ TEST(JoinedGateUp, EveryFormatAndOrder_GivesTheNumbersOfTwoMatrices) {
   }
 }
 
+// Unsloth's gpt-oss, and GPTQModel's before 7: lists of matrices, each with the number of the expert behind.
+TEST(JoinedGateUp, ListsOfMatrices_AreThoseOfTheExperts) {
+  for (const std::string format : {"bf16", "gptq"}) {
+    for (const std::string ending : {"_projs.", "."}) {
+      SCOPED_TRACE(format + ending);
+      const TinyModel alternating = Separate(format, "gpt_oss");
+      TinyModel lists = Joined(alternating, true);
+      for (RawTensor& tensor : lists.tensors) {
+        for (int64_t expert = 0; expert < kExperts; ++expert) {
+          const std::string number = std::to_string(expert);
+          for (const std::string word : {"gate_up", "down"}) {
+            const std::string from = "experts." + number + "." + word + "_proj.";
+            if (const size_t at = tensor.name.find(from); at != std::string::npos) {
+              tensor.name.replace(at, from.size(), "experts." + word + ending + number + ".");
+            }
+          }
+        }
+        if (const size_t at = tensor.name.find(".router."); at != std::string::npos) {
+          tensor.name.replace(at, 8, ".router.linear.");
+        }
+      }
+      ExpectSame(Load(lists), Load(alternating));
+    }
+  }
+}
+
 // A scale of 16 alternating rows is one of 8 rows of the gate and 8 of up, and the layer has one size of
 // block.
 TEST(JoinedGateUp, BlocksOfAlternatingRows_AreBlocksOfHalfAsManyRows) {

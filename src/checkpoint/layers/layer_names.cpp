@@ -4,6 +4,8 @@
 #include <array>
 #include <charconv>
 
+#include <fmt/format.h>
+
 #include "checkpoint/gguf/gguf_model.hpp"
 #include "checkpoint/layers/model_config.hpp"
 
@@ -21,6 +23,7 @@ constexpr std::string_view kCommonBlocks =
 struct PerExpertSpelling {
   std::string_view list, gate, up, down;
   ExpertForm form = ExpertForm::kPerExpert;
+  bool expert_last = false;  // experts.down.3, not experts.3.down
 };
 // Gate, up and down of one expert. Without a gate the activation is not gated, or `up` holds both.
 constexpr PerExpertSpelling kPerExpert[] = {
@@ -33,6 +36,9 @@ constexpr PerExpertSpelling kPerExpert[] = {
     {"experts", "fc1", "fc3", "fc2"},
     // gpt-oss by Quark, which takes the fused tensor apart by experts alone.
     {"experts", "", "gate_up_proj", "down_proj", ExpertForm::kPerExpertGateUp},
+    // The same by Unsloth, and by GPTQModel before 7.
+    {"experts", "", "gate_up_projs", "down_projs", ExpertForm::kPerExpertGateUp, true},
+    {"experts", "", "gate_up", "down", ExpertForm::kPerExpertGateUp, true},
     {"experts", "", "up_proj", "down_proj"},
     {"local_experts", "gate_proj", "up_proj", "down_proj"},
     {"experts", "gate", "up", "down"},
@@ -61,9 +67,10 @@ constexpr FusedSpelling kFused[] = {
 constexpr std::string_view kCommonRouters =
     "gate.weight router.weight gate.wg.weight router.layer.weight router.classifier.weight "
     "router.gate.weight gate.gate.weight "
-    "router.proj.weight gate";
+    "router.proj.weight router.linear.weight gate";
 constexpr std::string_view kRouterBiases =
-    "router.bias gate.bias gate.wg.bias router.layer.bias router.classifier.bias router.proj.bias";
+    "router.bias gate.bias gate.wg.bias router.layer.bias router.classifier.bias router.proj.bias "
+    "router.linear.bias";
 constexpr std::string_view kCorrectionBiases =
     "gate.e_score_correction_bias e_score_correction_bias gate.expert_bias expert_bias "
     "router.e_score_correction_bias "
@@ -94,12 +101,15 @@ std::string Substitute(std::string name, int64_t expert) {
 
 std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::string& block) {
   for (const PerExpertSpelling& spelling : kPerExpert) {
-    const std::string stem = block + std::string(spelling.list) + ".{e}.";
+    const auto name = [&](std::string_view word) {
+      return spelling.expert_last ? fmt::format("{}{}.{}.{{e}}", block, spelling.list, word)
+                                  : fmt::format("{}{}.{{e}}.{}", block, spelling.list, word);
+    };
     ExpertNames names;
     names.form = spelling.form;
-    names.gate = spelling.gate.empty() ? "" : stem + std::string(spelling.gate);
-    names.up = stem + std::string(spelling.up);
-    names.down = stem + std::string(spelling.down);
+    names.gate = spelling.gate.empty() ? "" : name(spelling.gate);
+    names.up = name(spelling.up);
+    names.down = name(spelling.down);
     // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a
     // gated spelling needs a gate, since ungated experts share the other names.
     const bool gated = !names.gate.empty() || names.joins_gate_up();
