@@ -41,8 +41,9 @@ void PrintStamps(const Call& call) {
   Check(cudaMemcpy(v.data(), stamps.get(), v.size() * 8, cudaMemcpyDeviceToHost), "stamps");
   const long long* last = v.data() + sms * kDecodeStamps;
   long long before = 0;
-  for (size_t c = 0; c < sms; ++c)
+  for (size_t c = 0; c < sms; ++c) {
     before = std::max(before, v[c * kDecodeStamps + 7]);
+  }
   std::printf("  stamps us (mean/max):");
   for (const int j : {-1, 8, 1, 2, 3, 4, 5, 6, 7}) {
     double mean = 0, most = -1e9;

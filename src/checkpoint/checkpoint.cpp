@@ -51,14 +51,16 @@ namespace {
 Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& config) {
   for (const std::string& type : config.model_types()) {
     if (const checkpoint::Family* family = checkpoint::FindFamily(type); family != nullptr) {
-      if (family->refused.empty())
+      if (family->refused.empty()) {
         return family;
+      }
       return Status::Unsupported(fmt::format("model_type '{}' is not supported: {}", type, family->refused))
           .WithFile(config.path());
     }
   }
-  if (config.model_types().empty())
+  if (config.model_types().empty()) {
     return Status::BadInput("'model_type' is missing").WithFile(config.path());
+  }
   return Status::Unsupported(fmt::format("model_type '{}' is unknown", config.model_types().front()))
       .WithFile(config.path())
       .WithHint("docs/checkpoints.md lists the families, and how to add one");
@@ -70,16 +72,19 @@ std::string GgufInside(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code error;
   std::string found;
-  if (!fs::is_directory(directory, error) || fs::exists(fs::path(directory) / "config.json", error))
+  if (!fs::is_directory(directory, error) || fs::exists(fs::path(directory) / "config.json", error)) {
     return "";
+  }
   for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename().string();
     const bool later_part =
         name.find("-of-") != std::string::npos && name.find("-00001-of-") == std::string::npos;
-    if (!name.ends_with(".gguf") || name.starts_with('.') || later_part)
+    if (!name.ends_with(".gguf") || name.starts_with('.') || later_part) {
       continue;
-    if (!found.empty())
+    }
+    if (!found.empty()) {
       return "";
+    }
     found = entry->path().string();
   }
   return found;
@@ -144,22 +149,26 @@ Checkpoint::~Checkpoint() = default;
 
 Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& directory,
                                                            const CheckpointOptions& options) {
-  if (directory.empty())
+  if (directory.empty()) {
     return Status::Usage("the path of the checkpoint is empty");
+  }
   auto impl = std::make_unique<Impl>();
   impl->directory = directory;
-  if (std::string inside = GgufInside(directory); !inside.empty())
+  if (std::string inside = GgufInside(directory); !inside.empty()) {
     impl->directory = std::move(inside);
+  }
   impl->options = options;
-  if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok())
+  if (auto layout = checkpoint::ParseExpertLayout(options.expert_layout); !layout.ok()) {
     return std::move(layout).status();
+  }
   FMOE_RETURN_IF_ERROR(checkpoint::IsGgufFile(impl->directory) ? impl->OpenGguf() : impl->OpenDirectory());
   impl->prefixes = checkpoint::FindLayerPrefixes(*impl->store);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
   impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);
   for (const auto& [layer, prefix] : impl->prefixes) {
-    if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix))
+    if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix)) {
       impl->moe_layers.push_back(layer);
+    }
   }
   return std::shared_ptr<const Checkpoint>(new Checkpoint(std::move(impl)));
 }
@@ -244,12 +253,14 @@ Result<Tensor> Checkpoint::Impl::LoadDense(const LayerContext& context, const st
   FMOE_ASSIGN_OR_RETURN(Tensor stored, context.store->Load(name));
   constexpr std::string_view kWeight = ".weight";
   const DType dtype = stored.dtype();
-  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 || !name.ends_with(kWeight))
+  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 || !name.ends_with(kWeight)) {
     return stored;
+  }
   const checkpoint::MatrixPlace place{.base = name.substr(0, name.size() - kWeight.size())};
   const auto format = FormatAt(*context.store, *context.rules, place.base, std::string(kWeight));
-  if (!format.ok() || !format->quantized() || format->codes != kWeight)
+  if (!format.ok() || !format->quantized() || format->codes != kWeight) {
     return stored;
+  }
   FMOE_ASSIGN_OR_RETURN(const CanonicalMatrix matrix,
                         ReadMatrix(*context.store, *format, place, shape[0], shape[1]));
   return DequantizeMatrix(matrix);
@@ -260,8 +271,9 @@ Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const
                                               int64_t count) const {
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadDense(context, name, Shape{1, count}));
   Result<Tensor> values = checkpoint::ToF32(stored);
-  if (!values.ok())
+  if (!values.ok()) {
     return context.store->Blame(std::move(values).status(), name);
+  }
   if (stored.shape().count() != count) {
     return context.store->Blame(
         Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), count)), name);
@@ -358,8 +370,9 @@ std::string Checkpoint::Impl::Identity(const std::string& what, const std::strin
 Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t layer,
                                                                      const ParallelConfig& parallel) const {
   FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
-  if (context->spec.names.shared_up.empty())
+  if (context->spec.names.shared_up.empty()) {
     return std::optional<SharedExpertWeights>();
+  }
   SharedExpertWeights shared;
   FMOE_ASSIGN_OR_RETURN(shared.source, checkpoint::SharedExpert(context, parallel));
   const std::string& block = context->spec.names.block;

@@ -26,21 +26,24 @@ Result<IntermediateRange> IntermediateShare(int64_t intermediate, const Parallel
   if (parallel.tp_size < 1 || parallel.tp_rank < 0 || parallel.tp_rank >= parallel.tp_size) {
     return Status::Usage(fmt::format("tensor-parallel rank {} of {}", parallel.tp_rank, parallel.tp_size));
   }
-  if (parallel.tp_size == 1)
+  if (parallel.tp_size == 1) {
     return IntermediateRange{0, intermediate};
+  }
   // Blocks stay whole where there are enough of them: then the activations between the two GEMMs are
   // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
   // codes.
   int64_t unit = 1;
   for (const int64_t extent :
        {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
-    if (extent > 1)
+    if (extent > 1) {
       unit = std::lcm(unit, extent);
+    }
   }
   const int bits = DTypeBits(scheme.weight.element);
   const int64_t least = bits == 4 ? 2 : bits == 6 ? 4 : 1;
-  while (unit > least && intermediate / unit < parallel.tp_size)
+  while (unit > least && intermediate / unit < parallel.tp_size) {
     unit = unit % 2 == 0 ? unit / 2 : least;
+  }
   unit = std::max(unit, least);
   const int64_t units = (intermediate + unit - 1) / unit;
   if (units < parallel.tp_size) {
@@ -55,8 +58,9 @@ Result<IntermediateRange> IntermediateShare(int64_t intermediate, const Parallel
 }
 
 Result<MoeConfig> PerRank(const MoeConfig& config, const ParallelConfig& parallel, const Scheme& scheme) {
-  if (parallel.use_ep || parallel.tp_size <= 1)
+  if (parallel.use_ep || parallel.tp_size <= 1) {
     return PerRank(config, parallel);
+  }
   FMOE_ASSIGN_OR_RETURN(const IntermediateRange range,
                         IntermediateShare(config.intermediate, parallel, scheme));
   MoeConfig even = config;

@@ -34,8 +34,9 @@ class Descriptor {
  public:
   explicit Descriptor(int value) : value_(value) {}
   ~Descriptor() {
-    if (value_ >= 0)
+    if (value_ >= 0) {
       close(value_);
+    }
   }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
@@ -52,8 +53,9 @@ Status WriteAll(int descriptor, int64_t offset, std::span<const std::byte> bytes
     const auto want = static_cast<size_t>(std::min(total - done, kLargestTransfer));
     const ssize_t wrote = pwrite(descriptor, bytes.data() + done, want, offset + done);
     if (wrote < 0) {
-      if (errno == EINTR)
+      if (errno == EINTR) {
         continue;
+      }
       return Status::System(
                  fmt::format("cannot write {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
           .WithFile(path);
@@ -145,8 +147,9 @@ Status InputFile::CheckRange(int64_t offset, int64_t count) const {
 
 Status InputFile::CheckUnchanged(int descriptor) const {
   FMOE_ASSIGN_OR_RETURN(const Identity now, Identify(descriptor, path_));
-  if (now == identity_)
+  if (now == identity_) {
     return Status::Ok();
+  }
   return Status::BadInput(fmt::format("the file changed while it was in use: {} bytes when opened, {} now{}",
                                       identity_.size, now.size,
                                       now.size == identity_.size ? ", with another inode or time" : ""))
@@ -164,8 +167,9 @@ Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) con
   while (done < count) {
     const auto want = static_cast<size_t>(std::min(count - done, kLargestTransfer));
     const ssize_t got = pread(descriptor.get(), destination.data() + done, want, offset + done);
-    if (got < 0 && errno == EINTR)
+    if (got < 0 && errno == EINTR) {
       continue;
+    }
     if (got < 0) {
       return Status::System(
                  fmt::format("cannot read {} bytes at offset {}: {}", want, offset + done, ErrorText(errno)))
@@ -195,11 +199,13 @@ Status InputFile::CopyMapped(int64_t offset, std::span<std::byte> destination) c
     const auto want = static_cast<size_t>(std::min(count - done, kLargestTransfer));
     const iovec to{destination.data() + done, want}, source{from + done, want};
     const ssize_t got = process_vm_readv(getpid(), &to, 1, &source, 1, 0);
-    if (got < 0 && errno == EINTR)
+    if (got < 0 && errno == EINTR) {
       continue;
+    }
     // Where the call is not to be had (old sandboxes), reading does as well.
-    if (got < 0 && (errno == ENOSYS || errno == EPERM))
+    if (got < 0 && (errno == ENOSYS || errno == EPERM)) {
       return ReadInto(offset, destination);
+    }
     if (got <= 0) {
       FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
       return Status::System(fmt::format("cannot copy {} mapped bytes at offset {}: {}", want, offset + done,
@@ -265,8 +271,9 @@ Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) 
 }
 
 OutputFile::~OutputFile() {
-  if (descriptor_ < 0)
+  if (descriptor_ < 0) {
     return;
+  }
   close(descriptor_);
   unlink(temporary_.c_str());
 }
@@ -293,14 +300,17 @@ Status OutputFile::Commit() {
   if (result == 0 || errno == EINVAL) {
     result = close(descriptor_);
     descriptor_ = -1;
-    if (result == 0)
+    if (result == 0) {
       result = rename(temporary_.c_str(), path_.c_str());
+    }
   }
-  if (result == 0)
+  if (result == 0) {
     return Status::Ok();
+  }
   const int error = errno;
-  if (descriptor_ < 0)
+  if (descriptor_ < 0) {
     unlink(temporary_.c_str());
+  }
   return Status::System(fmt::format("cannot finish the file: {}", ErrorText(error))).WithFile(path_);
 }
 

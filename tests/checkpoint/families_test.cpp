@@ -30,8 +30,9 @@ fs::path Root() {
 std::vector<std::string> Cases() {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(Root())) {
-    if (entry.is_directory())
+    if (entry.is_directory()) {
       names.push_back(entry.path().filename().string());
+    }
   }
   std::sort(names.begin(), names.end());
   return names;
@@ -58,8 +59,9 @@ TEST_P(Families, Layer_ComputesWhatTransformersDoes) {
   MoeLayer::Inputs inputs{.hidden = io->Find("hidden_states")->view()};
   const auto router = (*checkpoint)->LoadRouter(layer);
   ASSERT_TRUE(router.ok());
-  if (!router->token_id_to_experts.empty())
+  if (!router->token_id_to_experts.empty()) {
     inputs.token_ids = io->Find("input_ids")->view();
+  }
   const Status status = (*loaded)->Forward(inputs, {.output = output->mutable_view()}, *workspace);
   ASSERT_TRUE(status.ok()) << status.ToString();
   const auto* expected = io->Find("expected_output")->view().as<float>();

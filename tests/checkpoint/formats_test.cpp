@@ -28,8 +28,9 @@ fs::path FormatsRoot() {
 std::vector<std::string> FormatCases() {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(FormatsRoot())) {
-    if (entry.is_directory())
+    if (entry.is_directory()) {
       names.push_back(entry.path().filename().string());
+    }
   }
   std::sort(names.begin(), names.end());
   return names;
@@ -50,8 +51,9 @@ TEST_P(Formats, Weights_AreThoseOfTheTool) {
   EXPECT_EQ(source->scheme.name, facts["scheme"].get<std::string>());
   const auto expected = ReadSafetensors((directory / "expected.safetensors").string());
   ASSERT_TRUE(expected.ok()) << expected.status().ToString();
-  for (int64_t e = 0; e < source->num_local_experts; ++e)
+  for (int64_t e = 0; e < source->num_local_experts; ++e) {
     EXPECT_TRUE(source->load(e).ok()) << e;
+  }
   const auto expert = source->load(facts["expert"].get<int64_t>());
   ASSERT_TRUE(expert.ok()) << expert.status().ToString();
   for (const auto& [name, matrix] :

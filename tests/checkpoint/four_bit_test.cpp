@@ -29,17 +29,21 @@ struct FourBitModel : TinyModel {
     Drop(kUp);
     tensors.push_back(Bytes(kUp, "U8", {kIntermediate * kHidden / 2, 1}, 1, 0x12));
     std::vector<float> table(16), scales(kIntermediate), outer(256);
-    for (size_t i = 0; i < 16; ++i)
+    for (size_t i = 0; i < 16; ++i) {
       table[i] = static_cast<float>(i) / 2;
-    for (size_t i = 0; i < outer.size(); ++i)
+    }
+    for (size_t i = 0; i < outer.size(); ++i) {
       outer[i] = static_cast<float>(i) / 4;
-    for (size_t i = 0; i < scales.size(); ++i)
+    }
+    for (size_t i = 0; i < scales.size(); ++i) {
       scales[i] = static_cast<float>(i);
+    }
     Add(".quant_map", "F32", 16, FloatBytes(table));
     if (nested) {
       std::string codes;
-      for (int64_t row = 0; row < kIntermediate; ++row)
+      for (int64_t row = 0; row < kIntermediate; ++row) {
         codes.push_back(static_cast<char>(row));
+      }
       Add(".absmax", "U8", kIntermediate, codes);
       Add(".nested_absmax", "F32", 2, FloatBytes({4.0F, 8.0F}));
       Add(".nested_quant_map", "F32", 256, FloatBytes(outer));
@@ -131,8 +135,9 @@ TEST(FourBit, FilesThatContradictThemselves_AreNamed) {
                                                                  : key);
     }
     for (const std::string part : {".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"}) {
-      if (!nested && part.starts_with(".nested"))
+      if (!nested && part.starts_with(".nested")) {
         continue;
+      }
       TinyModel lost = sound.Whole();
       lost.Drop(kUp + part);
       expect(lost, part + "' is missing");
@@ -159,8 +164,9 @@ TEST(FourBit, EightBitRows_AreScaledByTheirLargest) {
   TinyModel model("ct_int8");
   model.config["quantization_config"] = {{"quant_method", "bitsandbytes"}, {"load_in_8bit", true}};
   for (RawTensor& tensor : model.tensors) {
-    if (tensor.name.ends_with(".weight_scale"))
+    if (tensor.name.ends_with(".weight_scale")) {
       tensor = Floats(tensor.name.substr(0, tensor.name.size() - 13) + ".SCB", {tensor.shape[0]}, 254.0F);
+    }
   }
   model.tensors.push_back(Bytes("model.layers.0.mlp.experts.1.up_proj.weight_format", "U8", {}, 1, 0));
   EXPECT_EQ(LoadOf(model).message(), "");

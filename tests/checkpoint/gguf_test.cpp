@@ -49,8 +49,9 @@ struct RawGguf {
   }
   Tensor& Find(const std::string& name) {
     for (Tensor& tensor : tensors) {
-      if (tensor.name == name)
+      if (tensor.name == name) {
         return tensor;
+      }
     }
     ADD_FAILURE() << name;
     return tensors.front();
@@ -59,16 +60,18 @@ struct RawGguf {
   std::string Bytes() const {
     std::string out = magic + Raw(version) + Raw<uint64_t>(tensors.size() + more_tensors) +
                       Raw<uint64_t>(values.size() + more_values);
-    for (const auto& [key, bytes] : values)
+    for (const auto& [key, bytes] : values) {
       out += Text(key) + bytes;
+    }
     std::string data;
     const auto pad = [&](std::string* bytes) {
       bytes->resize((bytes->size() + alignment - 1) / alignment * alignment, '\0');
     };
     for (const Tensor& tensor : tensors) {
       out += Text(tensor.name) + Raw<uint32_t>(static_cast<uint32_t>(tensor.dims.size()));
-      for (const uint64_t dim : tensor.dims)
+      for (const uint64_t dim : tensor.dims) {
         out += Raw(dim);
+      }
       out += Raw(tensor.type) + Raw<uint64_t>(data.size() + static_cast<uint64_t>(tensor.offset_error));
       data += tensor.bytes;
       pad(&data);
@@ -81,27 +84,34 @@ struct RawGguf {
 // A block of that type whose element j has the code j (mod 16); scales of 0.5.
 std::string Block(uint32_t type) {
   std::string block;
-  if (type == kTypeF32)
+  if (type == kTypeF32) {
     return Raw(0.25F);
-  if (type == kTypeQ4_0 || type == kTypeQ8_0)
+  }
+  if (type == kTypeQ4_0 || type == kTypeQ8_0) {
     block = Raw<uint16_t>(0x3800);
-  if (type == kTypeMxfp4)
+  }
+  if (type == kTypeMxfp4) {
     block = Raw<uint8_t>(126);
-  if (type == kTypeNvfp4)
+  }
+  if (type == kTypeNvfp4) {
     block = std::string(4, '\x30');
+  }
   if (type == kTypeQ8_0) {
-    for (int j = 0; j < 32; ++j)
+    for (int j = 0; j < 32; ++j) {
       block += static_cast<char>(j - 16);
+    }
     return block;
   }
-  if (type == kTypeIq2Xs)
+  if (type == kTypeIq2Xs) {
     return std::string(74, '\0');
+  }
   // Nibbles: element j below element j + half; halves of 16 (of 8 in NVFP4).
   const int half = type == kTypeNvfp4 ? 8 : 16;
   const int groups = type == kTypeNvfp4 ? 4 : 1;
   for (int group = 0; group < groups; ++group) {
-    for (int j = 0; j < half; ++j)
+    for (int j = 0; j < half; ++j) {
       block += static_cast<char>((j % 16) | ((j + half) % 16) << 4);
+    }
   }
   return block;
 }
@@ -112,11 +122,13 @@ int64_t ElementsOf(uint32_t type) {
 
 RawGguf::Tensor Stack(const std::string& name, std::vector<uint64_t> dims, uint32_t type) {
   uint64_t count = 1;
-  for (const uint64_t dim : dims)
+  for (const uint64_t dim : dims) {
     count *= dim;
+  }
   RawGguf::Tensor tensor{name, std::move(dims), type, "", 0};
-  for (uint64_t i = 0; i < count / static_cast<uint64_t>(ElementsOf(type)); ++i)
+  for (uint64_t i = 0; i < count / static_cast<uint64_t>(ElementsOf(type)); ++i) {
     tensor.bytes += Block(type);
+  }
   return tensor;
 }
 
@@ -264,9 +276,11 @@ std::vector<Damage> Damages() {
       {"one value more than there is", [](RawGguf& m) { m.more_values = 1; }},
       {"2^62 values", [](RawGguf& m) { m.more_values = uint64_t{1} << 62; }},
       {"bytes behind the data", [](RawGguf& m) { m.tail = std::string(33, 'x'); }},
-      {"a list of lists", add("a.b", kArray, Raw(kArray) + Raw<uint64_t>(1) + Raw(kUint8) + Raw<uint64_t>(0))},
+      {"a list of lists",
+       add("a.b", kArray, Raw(kArray) + Raw<uint64_t>(1) + Raw(kUint8) + Raw<uint64_t>(0))},
       {"an unknown value type", add("a.b", 13, Raw<uint64_t>(0))},
-      {"an unknown element type", add("a.b", kArray, Raw<uint32_t>(99) + Raw<uint64_t>(1) + Raw<uint64_t>(0))},
+      {"an unknown element type",
+       add("a.b", kArray, Raw<uint32_t>(99) + Raw<uint64_t>(1) + Raw<uint64_t>(0))},
       {"a list of 2^60", add("a.b", kArray, Raw(kUint64) + Raw<uint64_t>(uint64_t{1} << 60))},
       {"2^61 strings", add("a.b", kArray, Raw(kText) + Raw<uint64_t>(uint64_t{1} << 61))},
       {"a string of 2^63", add("a.b", kText, Raw<uint64_t>(uint64_t{1} << 63))},

@@ -25,8 +25,9 @@ fs::path GoldenRoot() {
 std::vector<std::string> GoldenCases() {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(GoldenRoot())) {
-    if (fs::exists(entry.path() / "case.json"))
+    if (fs::exists(entry.path() / "case.json")) {
       names.push_back(entry.path().filename().string());
+    }
   }
   std::sort(names.begin(), names.end());
   return names;

@@ -57,15 +57,17 @@ TEST(GptqModel, Fp8OfGptqModel_DividesByItsScales) {
     const auto expert = written.source->load(0);
     EXPECT_TRUE(expert.ok()) << expert.status().ToString();
     std::vector<float> row(static_cast<size_t>(kHidden));
-    if (expert.ok())
+    if (expert.ok()) {
       DequantizeRow(expert->gate, 0, row.data());
+    }
     return std::pair(described.ok() ? described->scheme.name : "", row);
   };
   TinyModel deepseek("fp8_block"), gptq = deepseek;
   for (TinyModel* model : {&deepseek, &gptq}) {
     for (RawTensor& tensor : model->tensors) {
-      if (tensor.name.ends_with(".weight_scale_inv"))
+      if (tensor.name.ends_with(".weight_scale_inv")) {
         tensor = Floats(tensor.name, tensor.shape, model == &gptq ? 4.0F : 0.25F);
+      }
     }
   }
   auto& quantization = gptq.config["quantization_config"];
@@ -88,9 +90,10 @@ TEST(GptqModel, Fp8OfGptqModel_DividesByItsScales) {
     TinyModel model = gptq;
     for (RawTensor& tensor : model.tensors) {
       const bool down = tensor.name.find("down_proj") != std::string::npos;
-      if (tensor.name.ends_with(".weight_scale_inv"))
+      if (tensor.name.ends_with(".weight_scale_inv")) {
         tensor = Floats(tensor.name,
                         by_row ? std::vector{down ? kHidden : kIntermediate} : std::vector<int64_t>{}, 4.0F);
+      }
     }
     const auto found = first(model);
     EXPECT_EQ(found.second, expected.second);
@@ -114,13 +117,15 @@ std::vector<int32_t> InPlanes(const std::vector<uint32_t>& codes, int bits) {
   std::vector<int32_t> words;
   int offset = 0;
   for (const int width : {8, 4, 2, 1}) {
-    if ((bits & width) == 0)
+    if ((bits & width) == 0) {
       continue;
+    }
     const int per_word = 32 / width;
     for (int first = 0; first < 32; first += per_word) {
       uint32_t word = 0;
-      for (int i = 0; i < per_word; ++i)
+      for (int i = 0; i < per_word; ++i) {
         word |= (codes[static_cast<size_t>(first + i)] >> offset & ((1U << width) - 1)) << (i * width);
+      }
       words.push_back(static_cast<int32_t>(word));
     }
     offset += width;
@@ -135,8 +140,9 @@ TEST(GptqModel, Planes_HoldTheBitsOfEachCode) {
     const auto zero = [&](int64_t i) { return static_cast<uint32_t>(i * 5 + 1) & ((1U << bits) - 1); };
     const auto planes = [&](const auto& value) {
       std::vector<uint32_t> fields(32);
-      for (size_t i = 0; i < 32; ++i)
+      for (size_t i = 0; i < 32; ++i) {
         fields[i] = value(static_cast<int64_t>(i));
+      }
       return InPlanes(fields, bits);
     };
     TinyModel model("gptq");
@@ -148,15 +154,17 @@ TEST(GptqModel, Planes_HoldTheBitsOfEachCode) {
       if (tensor.name.ends_with(".qweight")) {  // every column of words alike
         std::vector<int32_t> words;
         for (int64_t block = 0; block < cols / 32; ++block) {
-          for (const int32_t word : planes(code))
+          for (const int32_t word : planes(code)) {
             words.insert(words.end(), static_cast<size_t>(rows), word);
+          }
         }
         tensor = Ints(tensor.name, {cols * bits / 32, rows}, words);
       } else if (tensor.name.ends_with(".qzeros")) {
         std::vector<int32_t> words;
         for (int64_t block = 0; block < cols / 32 * rows / 32; ++block) {
-          for (const int32_t word : planes(zero))
+          for (const int32_t word : planes(zero)) {
             words.push_back(word);
+          }
         }
         tensor = Ints(tensor.name, {cols / 32, rows * bits / 32}, words);
       }
@@ -210,8 +218,9 @@ TEST(GptqModel, DynamicOfGptqModel_HoldsForAwqAndFp8) {
     TinyModel model("bf16");
     auto& quantization = model.config["quantization_config"];
     quantization = TinyModel(format).config["quantization_config"];
-    if (format == "fp8_block")
+    if (format == "fp8_block") {
       quantization["weight_scale_method"] = "block";
+    }
     EXPECT_EQ(LoadModel(model).code(), format == "awq" ? StatusCode::kBadInput : StatusCode::kOk);
     quantization["dynamic"] = {{"-:.*experts.*", nlohmann::ordered_json::object()}};
     EXPECT_EQ(LoadModel(model).message(), "");

@@ -31,13 +31,15 @@ TinyModel QuarkFp8(bool per_channel) {
       {"quant_method", "quark"},
       {"global_quant_config", {{"weight", weight}, {"input_tensors", input}}},
       {"exclude", {"*.mlp.gate"}}};
-  if (!per_channel)
+  if (!per_channel) {
     return model;
+  }
   std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".input_scale"); });
   for (RawTensor& tensor : model.tensors) {
-    if (tensor.name.ends_with(".weight_scale"))
+    if (tensor.name.ends_with(".weight_scale")) {
       tensor =
           Floats(tensor.name, {tensor.name.find("down") == std::string::npos ? kIntermediate : kHidden}, 1);
+    }
   }
   return model;
 }
@@ -55,8 +57,9 @@ TinyModel Separate(const std::string& format, const std::string& family) {
   for (RawTensor& tensor : model.tensors) {
     const std::string& name = tensor.name;
     if (!name.starts_with(kStem) || name.ends_with(".g_idx") || name.ends_with(".weight_shape") ||
-        name.ends_with(".qzeros"))
+        name.ends_with(".qzeros")) {
       continue;
+    }
     const bool scale = name.find("scale") != std::string::npos;
     const bool floats = tensor.dtype == "F32" || tensor.dtype == "BF16";
     // A number of the matrix is one of gate and up together; down has its own.
@@ -88,10 +91,12 @@ TinyModel Separate(const std::string& format, const std::string& family) {
 RawTensor Join(const RawTensor& gate, const RawTensor& up, std::string name, bool interleaved) {
   RawTensor joined = gate;
   joined.name = std::move(name);
-  if (joined.name.ends_with(".weight_shape"))
+  if (joined.name.ends_with(".weight_shape")) {
     return Longs(joined.name, {2 * kIntermediate, kHidden});
-  if (gate.shape.empty() || joined.name.ends_with(".g_idx"))
+  }
+  if (gate.shape.empty() || joined.name.ends_with(".g_idx")) {
     return joined;
+  }
   const size_t axis = OutputAxis(joined.name), slabs = axis == 0 ? 1 : static_cast<size_t>(gate.shape[0]);
   const size_t rows = static_cast<size_t>(gate.shape[axis]), width = gate.bytes.size() / slabs / rows;
   joined.shape[axis] *= 2;
@@ -112,8 +117,9 @@ TinyModel Joined(const TinyModel& separate, bool interleaved) {
   for (const RawTensor& tensor : separate.tensors) {
     const size_t at = tensor.name.find(".gate_proj.");
     if (at == std::string::npos) {
-      if (tensor.name.find(".up_proj.") == std::string::npos)
+      if (tensor.name.find(".up_proj.") == std::string::npos) {
         joined.tensors.push_back(tensor);
+      }
       continue;
     }
     const std::string module = tensor.name.substr(0, at), suffix = tensor.name.substr(at + 10);
@@ -137,18 +143,21 @@ Loaded Load(const TinyModel& model, const std::string& layout = "") {
   const auto checkpoint =
       Checkpoint::Open(folder.path().string(), {.io = IoMode::kPread, .expert_layout = layout});
   loaded.status = checkpoint.status();
-  if (!loaded.status.ok())
+  if (!loaded.status.ok()) {
     return loaded;
+  }
   const auto source = (*checkpoint)->Experts(0);
   loaded.status = source.status();
   for (int64_t e = 0; loaded.status.ok() && e < kExperts; ++e) {
     auto expert = source->load(e);
     loaded.status = expert.status();
-    if (expert.ok())
+    if (expert.ok()) {
       loaded.experts.push_back(*std::move(expert));
+    }
   }
-  if (loaded.status.ok())
+  if (loaded.status.ok()) {
     loaded.scheme = source->scheme.name;
+  }
   return loaded;
 }
 
@@ -157,12 +166,14 @@ void ExpectSameNumbers(const CanonicalMatrix& found, const CanonicalMatrix& expe
   ASSERT_TRUE(a.ok() && b.ok()) << a.status().ToString() << b.status().ToString();
   ASSERT_EQ(a->shape(), b->shape());
   const int64_t cols = expected.cols;
-  for (int64_t i = 0; i < a->shape().count(); ++i)
+  for (int64_t i = 0; i < a->shape().count(); ++i) {
     ASSERT_EQ(a->view().as<float>()[i], b->view().as<float>()[i])
         << "row " << i / cols << " column " << i % cols;
+  }
   ASSERT_EQ(found.bias.shape(), expected.bias.shape());
-  for (int64_t i = 0; i < expected.rows; ++i)
+  for (int64_t i = 0; i < expected.rows; ++i) {
     ASSERT_EQ(found.bias.view().as<float>()[i], expected.bias.view().as<float>()[i]) << "bias of row " << i;
+  }
   EXPECT_EQ(found.input_tensor_scale, expected.input_tensor_scale);
   EXPECT_EQ(found.tensor_scale, expected.tensor_scale);
 }

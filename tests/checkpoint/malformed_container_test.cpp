@@ -211,8 +211,9 @@ Status LoadSharded(const std::function<void(nlohmann::ordered_json&, const Tempo
         it < middle ? "model-00001-of-00002.safetensors" : "model-00002-of-00002.safetensors";
   }
   change(index, folder);
-  if (!index.is_null())
+  if (!index.is_null()) {
     folder.Write("model.safetensors.index.json", index.dump());
+  }
   return LoadEverything(folder.path(), {.allow_partial = allow_partial});
 }
 

@@ -151,8 +151,9 @@ TEST(MalformedFused, MissingTensor_IsNamed) {
                            tensor.name.ends_with("gate_up_proj") ||
                            tensor.name.ends_with("input_linear.weight") ||
                            tensor.name.ends_with("shared_expert.up_proj.weight");
-      if (IsOptional(tensor.name) || telling)
+      if (IsOptional(tensor.name) || telling) {
         continue;
+      }
       TinyModel model = sound;
       model.Drop(tensor.name);
       ExpectRefused(name + " without " + tensor.name, model, tensor.name);
@@ -177,11 +178,13 @@ TEST(MalformedFused, WrongShape_IsNamed) {
       for (size_t axis = 0; axis < tensor.shape.size(); ++axis) {
         // The vocabulary may be of any size; the rows of a shared expert are what the tensor says.
         if ((tensor.name.ends_with("tid2eid") && axis == 0) ||
-            tensor.name.find("shared_expert") != std::string::npos)
+            tensor.name.find("shared_expert") != std::string::npos) {
           continue;
+        }
         for (const int64_t delta : {-1, 1}) {
-          if (tensor.shape[axis] + delta < 1)
+          if (tensor.shape[axis] + delta < 1) {
             continue;
+          }
           TinyModel model = sound;
           RawTensor& damaged = model.Find(tensor.name);
           const size_t each = damaged.bytes.size() / static_cast<size_t>(damaged.shape[axis]);
@@ -212,8 +215,9 @@ TEST(MalformedFused, BadValues_AreNamed) {
         }
       }
       const bool vector = tensor.name.ends_with("bias");
-      if (!vector && !(scale && tensor.dtype == "F32"))
+      if (!vector && !(scale && tensor.dtype == "F32")) {
         continue;
+      }
       for (const float value : {nan, infinity, -infinity}) {
         TinyModel model = sound;
         RawTensor& damaged = model.Find(tensor.name);
@@ -229,8 +233,9 @@ TEST(MalformedFused, BadValues_AreNamed) {
   for (const int32_t expert :
        {-1, 2, std::numeric_limits<int32_t>::max(), std::numeric_limits<int32_t>::min()}) {
     for (auto& [name, model] : Layers()) {
-      if (name != "deepseek_v4_hash")
+      if (name != "deepseek_v4_hash") {
         continue;
+      }
       const std::string table = "layers.0.ffn.gate.tid2eid";
       std::memcpy(model.Find(table).bytes.data() + 4, &expert, 4);
       ExpectRefused("token table with expert " + std::to_string(expert), model, table);
@@ -240,11 +245,13 @@ TEST(MalformedFused, BadValues_AreNamed) {
 
 void Leaves(Json& json, const std::string& path, std::vector<std::pair<std::string, Json*>>& out) {
   if (json.is_object()) {
-    for (auto& [key, child] : json.items())
+    for (auto& [key, child] : json.items()) {
       Leaves(child, path + "/" + key, out);
+    }
   } else if (json.is_array()) {
-    for (Json& child : json)
+    for (Json& child : json) {
       Leaves(child, path + "/*", out);
+    }
   }
   out.emplace_back(path, &json);
 }

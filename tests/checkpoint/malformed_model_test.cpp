@@ -64,8 +64,9 @@ bool IsOptional(const std::string& format, const std::string& suffix) {
 std::vector<std::string> Roles(const std::string& format) {
   std::vector<std::string> names;
   for (const RawTensor& tensor : TinyModel(format).tensors) {
-    if (tensor.name.starts_with(kGate))
+    if (tensor.name.starts_with(kGate)) {
       names.push_back(tensor.name.substr(kGate.size()));
+    }
   }
   return names;
 }
@@ -73,8 +74,9 @@ std::vector<std::string> Roles(const std::string& format) {
 TEST(MalformedModel, MissingPartner_IsNamed) {
   for (const std::string& format : kFormats) {
     for (const std::string& role : Roles(format)) {
-      if (IsOptional(format, role))
+      if (IsOptional(format, role)) {
         continue;
+      }
       TinyModel model(format);
       model.Drop(kGate + role);
       ExpectRefused(format + " without " + role, model, {StatusCode::kBadInput, kGate + role});
@@ -108,11 +110,13 @@ TEST(MalformedModel, WrongShape_IsNamed) {
         for (const int64_t delta : {-1, 1}) {
           TinyModel model(format);
           RawTensor& tensor = model.Find(kGate + role);
-          if (tensor.shape.empty())
+          if (tensor.shape.empty()) {
             tensor.shape = {1};
+          }
           const auto rows = static_cast<size_t>(tensor.shape[axis]);
-          if (static_cast<int64_t>(rows) + delta <= 0)
+          if (static_cast<int64_t>(rows) + delta <= 0) {
             continue;
+          }
           const size_t slice = tensor.bytes.size() / rows;
           tensor.shape[axis] += delta;
           tensor.bytes.resize(tensor.bytes.size() / rows * rows, '\0');
@@ -150,17 +154,21 @@ TEST(MalformedModel, BadFloatScales_AreNamed) {
   for (const std::string& format : kFormats) {
     for (const std::string& role : Roles(format)) {
       const std::string dtype = TinyModel(format).Find(kGate + role).dtype;
-      if ((dtype != "F32" && dtype != "BF16") || role == ".weight")
+      if ((dtype != "F32" && dtype != "BF16") || role == ".weight") {
         continue;
+      }
       const bool single = TinyModel(format).Find(kGate + role).bytes.size() <= 4;
       for (const float value : {nan, infinity, -infinity, -1.0F, -0.0F, 0.0F}) {
         // A block may have the scale 0; a whole matrix may not. auto-round writes negative scales of groups.
-        if (!single && value == 0.0F && !std::signbit(value))
+        if (!single && value == 0.0F && !std::signbit(value)) {
           continue;
-        if (format == "autoround" && std::isfinite(value))
+        }
+        if (format == "autoround" && std::isfinite(value)) {
           continue;
-        if (format == "ct_int8" && value == 0.0F)
+        }
+        if (format == "ct_int8" && value == 0.0F) {
           continue;  // a row without weights
+        }
         TinyModel model(format);
         Poke(model.Find(kGate + role), value);
         ExpectRefused(format + " " + role + " = " + std::to_string(value), model,

@@ -22,8 +22,9 @@ struct MlxModel : TinyModel {
     std::erase_if(tensors, [](const RawTensor& tensor) {
       return tensor.name.find(".mlp.experts.") != std::string::npos;
     });
-    for (const char* name : {"gate_proj", "up_proj"})
+    for (const char* name : {"gate_proj", "up_proj"}) {
       tensors.push_back(Bf16(kStack + name + ".weight", {kExperts, kIntermediate, kHidden}, 0.25F));
+    }
     tensors.push_back(Bytes(kStack + "down_proj.weight", "U32", {kExperts, kHidden, 4}, 4, 0x21));
     tensors.push_back(Bf16(kStack + "down_proj.scales", {kExperts, kHidden, 1}, 0.5F));
     tensors.push_back(Bf16(kStack + "down_proj.biases", {kExperts, kHidden, 1}, -1.0F));

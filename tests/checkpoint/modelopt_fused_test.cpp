@@ -44,8 +44,9 @@ class Fused {
       : stored_(stored), in_(in), out_(out) {
     const bool nibbles = stored.code == DType::kF4E2M1;
     codes_.resize(static_cast<size_t>(kExperts * in * out / (nibbles ? 2 : 1)));
-    for (char& byte : codes_)
+    for (char& byte : codes_) {
       byte = static_cast<char>(random() & (nibbles ? 0xff : 0x77));  // no NaN
+    }
     const int64_t scales = stored.block == 0  ? kExperts
                            : stored.block < 0 ? kExperts * Ceil(in, 128) * Ceil(out, 128)
                                               : kExperts * in * (out / stored.block);
@@ -63,18 +64,22 @@ class Fused {
     model.tensors.push_back(
         {name, nibbles ? "U8" : "F8_E4M3", {kExperts, in_, nibbles ? out_ / 2 : out_}, codes_});
     std::vector<int64_t> shape = {kExperts};
-    if (stored_.block < 0)
+    if (stored_.block < 0) {
       shape = {kExperts, Ceil(out_, 128), 1, Ceil(in_, 128), 1};  // shape of [out, in], order of [in, out]
-    if (stored_.block > 0)
+    }
+    if (stored_.block > 0) {
       shape = {kExperts, in_, out_ / stored_.block};
+    }
     const std::string type = stored_.scale == DType::kF32      ? "F32"
                              : stored_.scale == DType::kF8E8M0 ? "U8"
                                                                : "F8_E4M3";
     model.tensors.push_back({name + "_weight_scale", type, shape, scales_});
-    if (stored_.second)
+    if (stored_.second) {
       model.tensors.push_back(Floats(name + "_weight_scale_2", {}, 0.5F));
-    if (stored_.input)
+    }
+    if (stored_.input) {
       model.tensors.push_back(Floats(name + "_input_scale", {}, 0.125F));
+    }
   }
 
   float At(int64_t expert, int64_t in, int64_t out) const {

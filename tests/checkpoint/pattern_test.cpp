@@ -55,8 +55,9 @@ TEST(Pattern, PythonExpressions_MatchAsPythonDoes) {
       {"(?:a(?=b|$)b?)*$", "abab", true},
       {"(?:|a)*b", "aab", true},  // a group that may be empty
   };
-  for (const Case& one : cases)
+  for (const Case& one : cases) {
     EXPECT_EQ(Matches(one.pattern, one.text), one.matches) << one.pattern << " on " << one.text;
+  }
 }
 
 TEST(Pattern, Mistakes_AreRefused) {
@@ -83,8 +84,9 @@ TEST(Pattern, NestedRepetition_TakesNoTime) {
 TEST(Pattern, NestedLookAheads_TakeNoTime) {
   const auto begin = std::chrono::steady_clock::now();
   std::string pattern = "zz";
-  for (int i = 0; i < 30; ++i)
+  for (int i = 0; i < 30; ++i) {
     pattern = "(?=.*" + pattern + ")";
+  }
   const std::string text(300, 'a');
   EXPECT_FALSE(Matches(pattern + ".*", text));
   EXPECT_TRUE(Matches(pattern + ".*", text + "zz"));

@@ -17,8 +17,9 @@ std::string Layer(const std::string& rest) {
 
 int64_t Count(const std::vector<int64_t>& shape) {
   int64_t count = 1;
-  for (const int64_t dim : shape)
+  for (const int64_t dim : shape) {
     count *= dim;
+  }
   return count;
 }
 
@@ -70,8 +71,9 @@ std::vector<RawTensor> Projection(const std::string& format, const std::string& 
                                       Bf16(at(".scales"), {cols / 32, rows}, 0.5F)};
     if (format == "gptq") {
       std::vector<int32_t> groups(static_cast<size_t>(cols));
-      for (int64_t c = 0; c < cols; ++c)
+      for (int64_t c = 0; c < cols; ++c) {
         groups[static_cast<size_t>(c)] = static_cast<int32_t>((cols - 1 - c) / 32);
+      }
       tensors.push_back(Ints(at(".g_idx"), {cols}, groups));
     }
     return tensors;
@@ -90,13 +92,15 @@ std::vector<RawTensor> Projection(const std::string& format, const std::string& 
 
 nlohmann::ordered_json QuantizationConfig(const std::string& format) {
   const nlohmann::ordered_json none = nullptr;
-  if (format == "modelopt_nvfp4")
+  if (format == "modelopt_nvfp4") {
     return {{"quant_method", "modelopt"},
             {"quant_algo", "NVFP4"},
             {"group_size", 16},
             {"ignore", {"lm_head", "*mlp.gate"}}};
-  if (format == "modelopt_fp8")
+  }
+  if (format == "modelopt_fp8") {
     return {{"quant_method", "modelopt"}, {"quant_algo", "FP8"}, {"ignore", {"lm_head", "*mlp.gate"}}};
+  }
   const nlohmann::ordered_json fp4 = {
       {"num_bits", 4}, {"type", "float"}, {"strategy", "tensor_group"}, {"group_size", 16}};
   if (format == "ct_nvfp4") {
@@ -108,31 +112,36 @@ nlohmann::ordered_json QuantizationConfig(const std::string& format) {
     return CtGroup({{"num_bits", 4}, {"type", "float"}, {"strategy", "group"}, {"group_size", 32}}, none,
                    "mxfp4-pack-quantized");
   }
-  if (format == "ct_int4")
+  if (format == "ct_int4") {
     return CtGroup({{"num_bits", 4}, {"type", "int"}, {"strategy", "group"}, {"group_size", 32}}, none,
                    "pack-quantized");
+  }
   if (format == "ct_int8") {
     return CtGroup({{"num_bits", 8}, {"type", "int"}, {"strategy", "channel"}},
                    {{"num_bits", 8}, {"type", "int"}, {"strategy", "token"}, {"dynamic", true}},
                    "int-quantized");
   }
-  if (format == "fp8_block")
+  if (format == "fp8_block") {
     return {{"quant_method", "fp8"}, {"activation_scheme", "dynamic"}, {"weight_block_size", {16, 16}}};
-  if (format == "gptq")
+  }
+  if (format == "gptq") {
     return {{"quant_method", "gptq"},
             {"bits", 4},
             {"group_size", 32},
             {"desc_act", true},
             {"checkpoint_format", "gptq"}};
-  if (format == "autoround")
+  }
+  if (format == "autoround") {
     return {{"quant_method", "auto-round"},
             {"bits", 4},
             {"group_size", 32},
             {"sym", true},
             {"packing_format", "auto_round:auto_gptq"}};
-  if (format == "awq")
+  }
+  if (format == "awq") {
     return {
         {"quant_method", "awq"}, {"bits", 4}, {"group_size", 32}, {"zero_point", true}, {"version", "gemm"}};
+  }
   if (format == "quark_mxfp4") {
     return {{"quant_method", "quark"},
             {"global_quant_config",
@@ -165,15 +174,17 @@ nlohmann::ordered_json Header(const std::vector<RawTensor>& tensors) {
 
 std::string Safetensors(const std::vector<RawTensor>& tensors) {
   std::string data;
-  for (const RawTensor& tensor : tensors)
+  for (const RawTensor& tensor : tensors) {
     data += tensor.bytes;
+  }
   return Container(Header(tensors).dump(), data);
 }
 
 RawTensor Floats(std::string name, std::vector<int64_t> shape, float value) {
   RawTensor tensor{std::move(name), "F32", std::move(shape), ""};
-  for (int64_t i = 0; i < Count(tensor.shape); ++i)
+  for (int64_t i = 0; i < Count(tensor.shape); ++i) {
     tensor.bytes.append(reinterpret_cast<const char*>(&value), 4);
+  }
   return tensor;
 }
 
@@ -182,8 +193,9 @@ RawTensor Bf16(std::string name, std::vector<int64_t> shape, float value) {
   std::memcpy(&bits, &value, 4);
   const auto code = static_cast<uint16_t>(bits >> 16);
   RawTensor tensor{std::move(name), "BF16", std::move(shape), ""};
-  for (int64_t i = 0; i < Count(tensor.shape); ++i)
+  for (int64_t i = 0; i < Count(tensor.shape); ++i) {
     tensor.bytes.append(reinterpret_cast<const char*>(&code), 2);
+  }
   return tensor;
 }
 
@@ -210,8 +222,9 @@ TinyModel::TinyModel(const std::string& format) {
   config = {{"model_type", "qwen3_moe"}, {"hidden_size", kHidden},   {"moe_intermediate_size", kIntermediate},
             {"num_experts", kExperts},   {"num_experts_per_tok", 1}, {"num_hidden_layers", 1},
             {"hidden_act", "silu"},      {"norm_topk_prob", true},   {"torch_dtype", "bfloat16"}};
-  if (const auto quantization = QuantizationConfig(format); !quantization.is_null())
+  if (const auto quantization = QuantizationConfig(format); !quantization.is_null()) {
     config["quantization_config"] = quantization;
+  }
   tensors.push_back(Bf16(Layer("gate.weight"), {kExperts, kHidden}, 0.1F));
   for (int64_t e = 0; e < kExperts; ++e) {
     for (const std::string projection : {"gate_proj", "up_proj", "down_proj"}) {
@@ -228,8 +241,9 @@ TinyModel::TinyModel(const std::string& format) {
 RawTensor& TinyModel::Find(const std::string& name) {
   const auto it = std::find_if(tensors.begin(), tensors.end(),
                                [&](const RawTensor& tensor) { return tensor.name == name; });
-  if (it == tensors.end())
+  if (it == tensors.end()) {
     throw std::runtime_error("the test asks for a tensor that it did not make: " + name);
+  }
   return *it;
 }
 
@@ -249,8 +263,9 @@ std::atomic<int64_t> malformed{0};
 class MalformedCorpus : public testing::Environment {
  public:
   void TearDown() override {
-    if (testing::GTEST_FLAG(filter) != "*")
+    if (testing::GTEST_FLAG(filter) != "*") {
       return;  // a part of the tests makes a part of the corpus
+    }
     std::printf("[   INFO   ] %lld malformed checkpoints\n", static_cast<long long>(malformed.load()));
     EXPECT_GE(malformed.load(), kLeastMalformed);
   }
@@ -281,11 +296,13 @@ Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptio
   FMOE_RETURN_IF_ERROR(checkpoint->Describe(0).status());
   FMOE_RETURN_IF_ERROR(checkpoint->LoadRouter(0).status());
   FMOE_ASSIGN_OR_RETURN(const ExpertSource source, checkpoint->Experts(0));
-  for (int64_t e = 0; e < source.num_local_experts; ++e)
+  for (int64_t e = 0; e < source.num_local_experts; ++e) {
     FMOE_RETURN_IF_ERROR(source.load(e).status());
+  }
   FMOE_ASSIGN_OR_RETURN(const auto shared, checkpoint->SharedExperts(0));
-  if (shared)
+  if (shared) {
     FMOE_RETURN_IF_ERROR(shared->source.load(0).status());
+  }
   return Status::Ok();
 }
 

@@ -64,12 +64,14 @@ TEST(TensorParallel, SlicesTogether_AreTheWhole) {
     TinyModel model(format);
     // Different codes everywhere, so that a slice from the wrong place shows.
     for (RawTensor& tensor : model.tensors) {
-      if (tensor.name.find("experts") == std::string::npos)
+      if (tensor.name.find("experts") == std::string::npos) {
         continue;
+      }
       if (tensor.name.ends_with("weight_packed") || tensor.name.ends_with("qweight") ||
           tensor.dtype == "I8") {
-        for (size_t i = 0; i < tensor.bytes.size(); ++i)
+        for (size_t i = 0; i < tensor.bytes.size(); ++i) {
           tensor.bytes[i] = static_cast<char>(i * 37 + i / 64);
+        }
       }
     }
     model.WriteTo(folder);
@@ -161,8 +163,9 @@ std::string ReadBytes(const std::filesystem::path& path) {
 NamedTensor Filled(const std::string& name, DType dtype, const Shape& shape, int seed) {
   Tensor tensor = *Tensor::Allocate(dtype, shape);
   std::byte* data = tensor.mutable_view().data();
-  for (int64_t i = 0; i < tensor.view().total_bytes(); ++i)
+  for (int64_t i = 0; i < tensor.view().total_bytes(); ++i) {
     data[i] = static_cast<std::byte>(i * 31 + seed);
+  }
   return {name, tensor};
 }
 

@@ -12,8 +12,9 @@ namespace {
 using namespace testing_support;
 
 std::string Replaced(std::string text, const std::string& from, const std::string& to) {
-  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size()))
+  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {
     text.replace(at, from.size(), to);
+  }
   return text;
 }
 
@@ -42,8 +43,9 @@ TEST(UpstreamQuirks, PerLayerConfig_ComesBeforeTheModelsOwn) {
 // llm-compressor 0.14 with transformers 5.23 on DeepSeek-V4: "gate_proj" becomes "wgate" on saving.
 TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   TinyModel model("ct_int4");
-  for (RawTensor& tensor : model.tensors)
+  for (RawTensor& tensor : model.tensors) {
     tensor.name = Replaced(tensor.name, ".gate_proj.", ".wgate.");
+  }
   const TemporaryDirectory folder;
   model.WriteTo(folder);
   const Status status = LoadEverything(folder.path());
@@ -80,8 +82,9 @@ TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {
   TinyModel model("awq");
   for (RawTensor& tensor : model.tensors) {
     tensor.name = Replaced(Replaced(tensor.name, ".qweight", ".weight"), ".scales", ".weight_scale");
-    if (tensor.name.ends_with(".qzeros"))
+    if (tensor.name.ends_with(".qzeros")) {
       tensor.name = Replaced(tensor.name, ".qzeros", ".weight_zero_point");
+    }
   }
   nlohmann::ordered_json weight = {{"dtype", "uint4"}, {"qscheme", "per_group"}, {"group_size", 32}};
   weight["symmetric"] = false;
@@ -92,11 +95,13 @@ TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {
   quantization["global_quant_config"]["weight"]["qscheme"] = "per_channel";
   quantization["global_quant_config"]["weight"]["group_size"] = nullptr;
   for (RawTensor& tensor : model.tensors) {
-    if (tensor.name.ends_with(".weight_scale"))
+    if (tensor.name.ends_with(".weight_scale")) {
       tensor = Floats(tensor.name, {tensor.shape[1]}, 0.5F);
-    if (tensor.name.ends_with(".weight_zero_point"))
+    }
+    if (tensor.name.ends_with(".weight_zero_point")) {
       tensor =
           Ints(tensor.name, {tensor.shape[1]}, std::vector<int32_t>(static_cast<size_t>(tensor.shape[1])));
+    }
   }
   const Status status = LoadWith(model);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.ToString();
@@ -128,8 +133,9 @@ TEST(UpstreamQuirks, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
   group["input_activations"] = group["weights"];
   group["input_activations"]["dynamic"] = true;
   for (RawTensor& tensor : model.tensors) {
-    if (!tensor.name.ends_with(".weight_packed"))
+    if (!tensor.name.ends_with(".weight_packed")) {
       continue;
+    }
     const std::string name = Replaced(tensor.name, ".weight_packed", ".weight");
     tensor = Bytes(name, "F8_E4M3", {tensor.shape[0], 2 * tensor.shape[1]}, 1, 0x38);
   }
@@ -143,8 +149,9 @@ TEST(UpstreamQuirks, Mxfp8OfCompressedTensors_BumpsExponentsLikeE2m1) {
 // compressed-tensors 0.20 reads both, the string for configurations that older versions wrote.
 TEST(UpstreamQuirks, BlockStructure_IsAPairOrAString) {
   TinyModel model("fp8_block");
-  for (RawTensor& tensor : model.tensors)
+  for (RawTensor& tensor : model.tensors) {
     tensor.name = Replaced(tensor.name, ".weight_scale_inv", ".weight_scale");
+  }
   const nlohmann::ordered_json weights = {{"num_bits", 8}, {"type", "float"}, {"strategy", "block"}};
   const nlohmann::ordered_json inputs = {
       {"num_bits", 8}, {"type", "float"}, {"strategy", "group"}, {"group_size", 16}, {"dynamic", true}};
@@ -340,9 +347,10 @@ TEST(UpstreamQuirks, BytesBesideFp8_AreExponents) {
     quantization["weight_block_size"] = {1, 32};
     for (RawTensor& tensor : model.tensors) {
       const bool down = tensor.name.find("down_proj") != std::string::npos;
-      if (tensor.name.ends_with(".weight_scale_inv"))
+      if (tensor.name.ends_with(".weight_scale_inv")) {
         tensor = Bytes(tensor.name, "U8",
                        {down ? kHidden : kIntermediate, (down ? kIntermediate : kHidden) / 32}, 1, 125);
+      }
     }
     const WrittenModel written(model);
     ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
@@ -377,8 +385,9 @@ TEST(UpstreamQuirks, ShapesOfPackedMatrices_MayHave32Bits) {
   }
   EXPECT_EQ(LoadWith(model).message(), "");
   for (RawTensor& tensor : model.tensors) {
-    if (tensor.name.ends_with(".up_proj.weight_shape"))
+    if (tensor.name.ends_with(".up_proj.weight_shape")) {
       tensor = Ints(tensor.name, {2}, {kIntermediate, kHidden + 1});
+    }
   }
   EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
 }
@@ -435,10 +444,12 @@ TEST(UpstreamQuirks, ZeroPointsThatArePromised_AreNeeded) {
     SCOPED_TRACE(format);
     TinyModel model(format);
     auto& quantization = model.config["quantization_config"];
-    if (format == "gptq")
+    if (format == "gptq") {
       quantization["sym"] = false;
-    if (format == "ct_int4")
+    }
+    if (format == "ct_int4") {
       quantization["config_groups"]["group_0"]["weights"]["symmetric"] = false;
+    }
     std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".qzeros"); });
     EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
     if (format == "gptq") {
@@ -489,12 +500,14 @@ TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
     }
     for (RawTensor& tensor : model.tensors) {
       const bool codes = tensor.dtype == "U8" && !tensor.name.ends_with("_scale");
-      if (!codes)
+      if (!codes) {
         continue;
+      }
       tensor.shape[1] = tensor.shape[1] / 2 * 3;  // from 4 to 6 bits
       tensor.bytes.clear();
-      for (int64_t i = 0; i < tensor.shape[0] * tensor.shape[1]; i += 3)
+      for (int64_t i = 0; i < tensor.shape[0] * tensor.shape[1]; i += 3) {
         tensor.bytes += {static_cast<char>(0x81), static_cast<char>(0x30), static_cast<char>(0xfe)};
+      }
     }
     const WrittenModel written(model);
     const auto& source = written.source;
@@ -504,8 +517,9 @@ TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
     for (const CanonicalMatrix* matrix : {&expert->gate, &expert->up, &expert->down}) {
       const auto decoded = DequantizeMatrix(*matrix);
       ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
-      for (int64_t i = 0; i < decoded->shape().count(); ++i)
+      for (int64_t i = 0; i < decoded->shape().count(); ++i) {
         ASSERT_EQ(decoded->view().as<float>()[i], one.values[static_cast<size_t>(i % 4)]) << i;
+      }
     }
   }
 }

@@ -27,8 +27,9 @@ namespace fs = std::filesystem;
 bool RunAndKill(std::vector<std::string> arguments, std::chrono::microseconds after) {
   arguments.insert(arguments.begin(), FMOE_CLI);
   std::vector<char*> words;
-  for (std::string& argument : arguments)
+  for (std::string& argument : arguments) {
     words.push_back(argument.data());
+  }
   words.push_back(nullptr);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
@@ -48,8 +49,9 @@ std::map<std::string, std::string> FilesOf(const std::string& directory) {
   std::map<std::string, std::string> files;
   for (const auto& entry : fs::directory_iterator(directory)) {
     // A hidden mark may be left of a run killed in its last moment.
-    if (entry.is_regular_file() && !entry.path().filename().string().starts_with('.'))
+    if (entry.is_regular_file() && !entry.path().filename().string().starts_with('.')) {
       files[entry.path().filename()] = ReadFile(entry.path());
+    }
   }
   return files;
 }

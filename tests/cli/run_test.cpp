@@ -76,13 +76,15 @@ TEST(Run, RowsOfMoreBitsThanTheLayer_PassTheCheck) {
     for (const DType dtype : {DType::kF32, DType::kF16}) {
       checkpoint.Rewrite("io/input.safetensors", [&](std::vector<NamedTensor>& tensors) {
         for (NamedTensor& tensor : tensors) {
-          if (tensor.name != "hidden_states")
+          if (tensor.name != "hidden_states") {
             continue;
+          }
           auto rows = Tensor::Allocate(dtype, tensor.tensor.shape());
           ASSERT_TRUE(rows.ok());
           std::vector<float> values(static_cast<size_t>(rows->view().count()));
-          for (size_t i = 0; i < values.size(); ++i)
+          for (size_t i = 0; i < values.size(); ++i) {
             values[i] = std::sin(static_cast<float>(i) * 0.7F);
+          }
           EncodeRow(dtype, values.data(), static_cast<int64_t>(values.size()), rows->mutable_view().data());
           tensor.tensor = *std::move(rows);
         }

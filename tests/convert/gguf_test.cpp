@@ -96,15 +96,17 @@ TEST_F(ConvertGguf, Rounding_NeedsLeaveAndStatesTheError) {
 std::vector<float> Output(const std::string& path, int64_t layer, const SafetensorsFile& io) {
   const auto checkpoint = Checkpoint::Open(path);
   EXPECT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
-  if (!checkpoint.ok())
+  if (!checkpoint.ok()) {
     return {};
+  }
   LayerOptions options;
   options.backend = "REFERENCE";
   options.max_tokens = 5;
   const auto loaded = MoeLayer::Load(*checkpoint, layer, options);
   EXPECT_TRUE(loaded.ok()) << loaded.status().ToString();
-  if (!loaded.ok())
+  if (!loaded.ok()) {
     return {};
+  }
   auto output = Tensor::Allocate(DType::kF32, io.Find("expected_output")->shape());
   auto workspace = (*loaded)->CreateWorkspace();
   EXPECT_TRUE(output.ok() && workspace.ok());
@@ -127,8 +129,9 @@ double Distance(const std::vector<float>& a, const float* b) {
 std::vector<std::string> Families() {
   std::vector<std::string> names;
   for (const auto& entry : fs::directory_iterator(Golden("families"))) {
-    if (entry.is_directory())
+    if (entry.is_directory()) {
       names.push_back(entry.path().filename().string());
+    }
   }
   std::sort(names.begin(), names.end());
   return names;
@@ -173,8 +176,9 @@ TEST_P(ConvertGgufFamilies, Layer_ComputesTheSameFromTheFileOrIsRefusedByName) {
 TEST(GgufArchitectures, HoldMostFamilies) {
   std::set<std::string_view> held;
   for (const checkpoint::Family& family : checkpoint::FamilyTable()) {
-    if (!checkpoint::GgufArchitectureOf(family).empty())
+    if (!checkpoint::GgufArchitectureOf(family).empty()) {
       held.insert(family.name);
+    }
   }
   EXPECT_GE(held.size(), 30U);
 }
@@ -208,8 +212,9 @@ TEST_F(ConvertGguf, Bytes_DoNotDependOnThreadsAndNothingElseIsLeft) {
   ASSERT_TRUE(folder.ok()) << folder.status().ToString();
   EXPECT_EQ((*folder)->producer(), "gguf");
   std::set<std::string> names;
-  for (const auto& entry : fs::directory_iterator(root_))
+  for (const auto& entry : fs::directory_iterator(root_)) {
     names.insert(entry.path().filename().string());
+  }
   EXPECT_EQ(names, (std::set<std::string>{"source", "serial.gguf", "threads.gguf", "folder"}));
 }
 
@@ -234,8 +239,9 @@ TEST_F(ConvertGguf, Header_HasTheNamesAndPlacesOfTheFormat) {
   }
   std::set<std::string> wanted = {"blk.0.ffn_gate_inp.weight"};
   for (const char* projection : {"gate", "up", "down"}) {
-    for (const char* part : {"weight", "scale", "input_scale"})
+    for (const char* part : {"weight", "scale", "input_scale"}) {
       wanted.insert("blk.0.ffn_" + std::string(projection) + "_exps." + part);
+    }
   }
   EXPECT_EQ(names, wanted);
 }

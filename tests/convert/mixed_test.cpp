@@ -41,8 +41,9 @@ class ConvertMixed : public ConvertTest {
       const auto file = ReadSafetensors(own + "/model.safetensors");
       EXPECT_TRUE(file.ok());
       for (const NamedTensor& tensor : file->tensors) {
-        if (tensor.name.find("layers." + std::to_string(layer) + ".") != std::string::npos)
+        if (tensor.name.find("layers." + std::to_string(layer) + ".") != std::string::npos) {
           tensors.push_back(tensor);
+        }
       }
     }
     config["quantization_config"]["config_groups"] = groups;
@@ -57,8 +58,9 @@ class ConvertMixed : public ConvertTest {
     const auto checkpoint = Checkpoint::Open(path);
     EXPECT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
     std::vector<std::string> schemes;
-    for (const int64_t layer : (*checkpoint)->moe_layers())
+    for (const int64_t layer : (*checkpoint)->moe_layers()) {
       schemes.push_back((*checkpoint)->Describe(layer)->scheme.name);
+    }
     return schemes;
   }
 };
@@ -144,12 +146,14 @@ class ConvertSmoothed : public ConvertMixed {
     Rewrite(directory, [&](std::vector<NamedTensor>& tensors) {
       std::vector<NamedTensor> more;
       for (const NamedTensor& tensor : tensors) {
-        if (!tensor.name.ends_with("weight_scale_2"))
+        if (!tensor.name.ends_with("weight_scale_2")) {
           continue;
+        }
         auto made = Tensor::Allocate(DType::kF32, {128});
         ASSERT_TRUE(made.ok());
-        for (int64_t col = 0; col < 128; ++col)
+        for (int64_t col = 0; col < 128; ++col) {
           made->mutable_view().as<float>()[col] = factor(col);
+        }
         more.push_back({tensor.name.substr(0, tensor.name.rfind('.')) + ".pre_quant_scale", *made});
       }
       tensors.insert(tensors.end(), more.begin(), more.end());
@@ -170,8 +174,9 @@ TEST_F(ConvertSmoothed, Factors_ArePartOfPlainWeights) {
   const std::vector<float> smoothed = Values(Smoothed("source", "nvfp4_w4a4", factor));
   const std::vector<float> own = Values(Sample("bare", "nvfp4_w4a4"));
   ASSERT_EQ(smoothed.size(), own.size());
-  for (size_t i = 0; i < own.size(); ++i)
+  for (size_t i = 0; i < own.size(); ++i) {
     ASSERT_EQ(smoothed[i], own[i] * factor(static_cast<int64_t>(i % 128))) << i;
+  }
 }
 
 TEST_F(ConvertSmoothed, OnePowerOfTwo_GoesIntoTheTensorScales) {

@@ -16,8 +16,9 @@ class ConvertOtherModules : public ConvertTest {
     auto file = ReadSafetensors(source + "/model.safetensors");
     EXPECT_TRUE(file.ok()) << file.status().ToString();
     for (NamedTensor& tensor : file->tensors) {
-      if (change)
+      if (change) {
         change(tensor);
+      }
     }
     const std::string from = "layers.0.mlp.experts.0.down_proj.", to = "layers.0.self_attn.o_proj.";
     std::vector<NamedTensor> copies;
@@ -61,12 +62,14 @@ TEST_F(ConvertOtherModules, SixBitFloats_AreFourInThreeBytes) {
   group["weights"]["num_bits"] = 6;
   group["format"] = config["quantization_config"]["format"] = "mxfp6-pack-quantized";
   const std::string six = WithAttention(four, "six", [](NamedTensor& tensor) {
-    if (!tensor.name.ends_with("weight_packed"))
+    if (!tensor.name.ends_with("weight_packed")) {
       return;
+    }
     auto codes = Tensor::Allocate(DType::kU8, {tensor.tensor.dim(0), tensor.tensor.dim(1) / 2 * 3});
     ASSERT_TRUE(codes.ok());
-    for (int64_t i = 0; i < codes->view().count(); ++i)
+    for (int64_t i = 0; i < codes->view().count(); ++i) {
       codes->mutable_view().as<uint8_t>()[i] = static_cast<uint8_t>(i * 37 + 11);
+    }
     tensor.tensor = *std::move(codes);
   });
   WriteJson(six + "/config.json", config);

@@ -49,6 +49,16 @@ class CheckTest(unittest.TestCase):
         self.assertEqual(self.found(check, *arguments), [])
 
 
+class Braces(CheckTest):
+    def test_bodies(self):
+        self.write("src/core/a.cpp", "void F() {\n  if (G(1)) {\n    do {\n    } while (H());\n  } else if (I()) {\n  }\n"
+                   "  const char* text = \"if (x) y\";  // else z\n}\n#if A\n#else\n#endif\n")
+        self.expect_clean("braces")
+        for body in ("if (G(\n    1))\n  return;", "if (a) {\n} else\n  b();", "for (;;)\n  a();", "while (a)\n  b();"):
+            self.write("src/core/a.cpp", f"void F() {{\n{body}\n}}\n")
+            self.expect("braces", "a body without braces")
+
+
 class Format(CheckTest):
     def test_clean(self):
         self.write("src/core/a.cpp", "int F();\n")

@@ -9,12 +9,14 @@ namespace fusedmoe::checkpoint {
 
 Result<JsonValue> JsonValue::Parse(std::string_view text) {
   // A byte order mark is not JSON, but editors leave it.
-  if (text.starts_with("\xEF\xBB\xBF"))
+  if (text.starts_with("\xEF\xBB\xBF")) {
     text.remove_prefix(3);
+  }
   JsonReader reader(text);
   JsonValue value;
-  if (!Build(reader, &value) || !reader.Finish())
+  if (!Build(reader, &value) || !reader.Finish()) {
     return reader.status();
+  }
   return value;
 }
 
@@ -22,31 +24,37 @@ bool JsonValue::Build(JsonReader& reader, JsonValue* value) {
   value->kind_ = reader.Peek();
   switch (value->kind_) {
     case Kind::kObject: {
-      if (!reader.EnterObject())
+      if (!reader.EnterObject()) {
         return false;
+      }
       std::unordered_set<std::string> seen;
       for (std::string_view key; reader.NextKey(&key);) {
-        if (!seen.emplace(key).second)
+        if (!seen.emplace(key).second) {
           return reader.Fail(fmt::format("the key '{}' occurs twice", key));
+        }
         value->members_.emplace_back(std::string(key), JsonValue());
-        if (!Build(reader, &value->members_.back().second))
+        if (!Build(reader, &value->members_.back().second)) {
           return false;
+        }
       }
       return reader.ok();
     }
     case Kind::kArray:
-      if (!reader.EnterArray())
+      if (!reader.EnterArray()) {
         return false;
+      }
       while (reader.NextElement()) {
         value->items_.emplace_back();
-        if (!Build(reader, &value->items_.back()))
+        if (!Build(reader, &value->items_.back())) {
           return false;
+        }
       }
       return reader.ok();
     case Kind::kString: {
       std::string_view text;
-      if (!reader.String(&text))
+      if (!reader.String(&text)) {
         return false;
+      }
       value->string_ = text;
       return true;
     }
@@ -63,14 +71,17 @@ bool JsonValue::Build(JsonReader& reader, JsonValue* value) {
 }
 
 std::optional<int64_t> JsonValue::integer() const {
-  if (kind_ != Kind::kNumber)
+  if (kind_ != Kind::kNumber) {
     return std::nullopt;
-  if (integer_)
+  }
+  if (integer_) {
     return integer_;
+  }
   // 2^53: beyond it a double no longer tells neighbours apart.
   constexpr double kExact = 9007199254740992.0;
-  if (std::abs(number_) <= kExact && number_ == std::trunc(number_))
+  if (std::abs(number_) <= kExact && number_ == std::trunc(number_)) {
     return static_cast<int64_t>(number_);
+  }
   return std::nullopt;
 }
 
@@ -78,20 +89,23 @@ JsonValue JsonValue::With(const JsonValue& over) const {
   JsonValue both;
   both.kind_ = Kind::kObject;
   for (const auto& [key, value] : over.members_) {
-    if (!value.is_null())
+    if (!value.is_null()) {
       both.members_.emplace_back(key, value);
+    }
   }
   for (const auto& [key, value] : members_) {
-    if (over.Find(key) == nullptr)
+    if (over.Find(key) == nullptr) {
       both.members_.emplace_back(key, value);
+    }
   }
   return both;
 }
 
 const JsonValue* JsonValue::Find(std::string_view key) const {
   for (const auto& [name, value] : members_) {
-    if (name == key)
+    if (name == key) {
       return value.is_null() ? nullptr : &value;
+    }
   }
   return nullptr;
 }
@@ -106,8 +120,9 @@ std::string JsonValue::ToString() const {
       return boolean_ ? "true" : "false";
     case Kind::kArray: {
       std::string out = "[";
-      for (size_t i = 0; i < items_.size() && i < 6; ++i)
+      for (size_t i = 0; i < items_.size() && i < 6; ++i) {
         out += (i == 0 ? "" : ", ") + items_[i].ToString();
+      }
       return out + (items_.size() > 6 ? ", ...]" : "]");
     }
     case Kind::kObject:

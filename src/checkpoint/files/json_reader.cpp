@@ -42,16 +42,19 @@ bool JsonReader::At(std::string_view characters) const {
 }
 
 void JsonReader::SkipSpace() {
-  while (At(" \n\r\t"))
+  while (At(" \n\r\t")) {
     ++position_;
+  }
 }
 
 JsonReader::Kind JsonReader::Peek() {
-  if (!ok())
+  if (!ok()) {
     return Kind::kInvalid;
+  }
   SkipSpace();
-  if (position_ >= text_.size())
+  if (position_ >= text_.size()) {
     return Kind::kInvalid;
+  }
   switch (text_[position_]) {
     case '{':
       return Kind::kObject;
@@ -70,22 +73,27 @@ JsonReader::Kind JsonReader::Peek() {
 }
 
 bool JsonReader::Expect(char c) {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
-  if (position_ >= text_.size())
+  if (position_ >= text_.size()) {
     return Fail(fmt::format("the text ends where '{}' is expected", c));
-  if (text_[position_] != c)
+  }
+  if (text_[position_] != c) {
     return Fail(fmt::format("'{}' is expected", c));
+  }
   ++position_;
   return true;
 }
 
 bool JsonReader::Enter(char open) {
-  if (!Expect(open))
+  if (!Expect(open)) {
     return false;
-  if (open_.size() >= kMaxNesting)
+  }
+  if (open_.size() >= kMaxNesting) {
     return Fail(fmt::format("more than {} nested values", kMaxNesting));
+  }
   open_.push_back(open == '{' ? '}' : ']');
   first_ = true;
   return true;
@@ -99,8 +107,9 @@ bool JsonReader::EnterArray() {
 }
 
 bool JsonReader::NextElement() {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
   const char close = open_.back();
   if (position_ < text_.size() && text_[position_] == close) {
@@ -109,8 +118,9 @@ bool JsonReader::NextElement() {
     first_ = false;
     return false;
   }
-  if (!first_ && !Expect(','))
+  if (!first_ && !Expect(',')) {
     return false;
+  }
   first_ = false;
   return true;
 }
@@ -120,8 +130,9 @@ bool JsonReader::NextKey(std::string_view* key) {
 }
 
 bool JsonReader::String(std::string_view* value) {
-  if (!Expect('"'))
+  if (!Expect('"')) {
     return false;
+  }
   const size_t begin = position_;
   while (position_ < text_.size()) {
     const char c = text_[position_];
@@ -130,22 +141,26 @@ bool JsonReader::String(std::string_view* value) {
       ++position_;
       return true;
     }
-    if (c == '\\')
+    if (c == '\\') {
       return StringSlow(begin, value);
-    if (static_cast<unsigned char>(c) < 0x20)
+    }
+    if (static_cast<unsigned char>(c) < 0x20) {
       return Fail("a control character inside a string");
+    }
     ++position_;
   }
   return Fail("the text ends inside a string");
 }
 
 bool JsonReader::HexQuad(uint32_t* value) {
-  if (text_.size() - position_ < 4)
+  if (text_.size() - position_ < 4) {
     return Fail("the text ends inside a \\u escape");
+  }
   const char* begin = text_.data() + position_;
   const auto [end, error] = std::from_chars(begin, begin + 4, *value, 16);
-  if (error != std::errc() || end != begin + 4)
+  if (error != std::errc() || end != begin + 4) {
     return Fail("a \\u escape needs four hexadecimal digits");
+  }
   position_ += 4;
   return true;
 }
@@ -159,34 +174,41 @@ bool JsonReader::StringSlow(size_t begin, std::string_view* value) {
       *value = unescaped_.back();
       return true;
     }
-    if (static_cast<unsigned char>(c) < 0x20)
+    if (static_cast<unsigned char>(c) < 0x20) {
       return Fail("a control character inside a string");
+    }
     if (c != '\\') {
       out.push_back(c);
       continue;
     }
-    if (position_ >= text_.size())
+    if (position_ >= text_.size()) {
       break;
+    }
     const char escape = text_[position_++];
     constexpr std::string_view kCodes = "\"\\/bfnrt", kMeanings = "\"\\/\b\f\n\r\t";
     if (const size_t index = kCodes.find(escape); index != std::string_view::npos) {
       out.push_back(kMeanings[index]);
       continue;
     }
-    if (escape != 'u')
+    if (escape != 'u') {
       return Fail("an unknown escape in a string");
+    }
     uint32_t code = 0;
-    if (!HexQuad(&code))
+    if (!HexQuad(&code)) {
       return false;
+    }
     if (code >= 0xD800 && code < 0xDC00) {
       uint32_t low = 0;
-      if (text_.substr(position_, 2) != "\\u")
+      if (text_.substr(position_, 2) != "\\u") {
         return Fail("half a surrogate pair in a string");
+      }
       position_ += 2;
-      if (!HexQuad(&low))
+      if (!HexQuad(&low)) {
         return false;
-      if (low < 0xDC00 || low > 0xDFFF)
+      }
+      if (low < 0xDC00 || low > 0xDFFF) {
         return Fail("half a surrogate pair in a string");
+      }
       code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
     } else if (code >= 0xDC00 && code < 0xE000) {
       return Fail("half a surrogate pair in a string");
@@ -197,8 +219,9 @@ bool JsonReader::StringSlow(size_t begin, std::string_view* value) {
 }
 
 bool JsonReader::Literal(std::string_view word) {
-  if (text_.substr(position_, word.size()) != word)
+  if (text_.substr(position_, word.size()) != word) {
     return false;
+  }
   position_ += word.size();
   return true;
 }
@@ -210,54 +233,64 @@ bool JsonReader::Word(double* value) {
     return true;
   }
   const bool negative = text_.substr(position_).starts_with("-Infinity");
-  if (!Literal(negative ? "-Infinity" : "Infinity"))
+  if (!Literal(negative ? "-Infinity" : "Infinity")) {
     return false;
+  }
   *value = negative ? -std::numeric_limits<double>::infinity() : std::numeric_limits<double>::infinity();
   return true;
 }
 
 bool JsonReader::Digits(std::string_view wanted) {
   const size_t begin = position_;
-  while (At("0123456789"))
+  while (At("0123456789")) {
     ++position_;
+  }
   return position_ != begin || Fail(std::string(wanted));
 }
 
 // Walks over [-] digits [. digits] [e [+-] digits].
 bool JsonReader::Spelling(bool* is_integer) {
-  if (At("-"))
+  if (At("-")) {
     ++position_;
+  }
   const size_t whole = position_;
-  if (!Digits("a value is expected"))
+  if (!Digits("a value is expected")) {
     return false;
-  if (position_ > whole + 1 && text_[whole] == '0')
+  }
+  if (position_ > whole + 1 && text_[whole] == '0') {
     return Fail("a number starts with 0");
+  }
   *is_integer = !At(".eE");
   if (At(".")) {
     ++position_;
-    if (!Digits("a digit is expected behind the decimal point"))
+    if (!Digits("a digit is expected behind the decimal point")) {
       return false;
+    }
   }
   if (At("eE")) {
     ++position_;
-    if (At("+-"))
+    if (At("+-")) {
       ++position_;
+    }
     return Digits("a digit is expected in the exponent");
   }
   return true;
 }
 
 bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
   integer->reset();
-  if (Word(value))
+  if (Word(value)) {
     return true;
+  }
   const size_t begin = position_;
   bool is_integer = false;
-  if (!Spelling(&is_integer))
+  if (!Spelling(&is_integer)) {
     return false;
+  }
   const std::string_view number = text_.substr(begin, position_ - begin);
   const char* end = number.data() + number.size();
   if (std::from_chars(number.data(), end, *value).ec == std::errc::result_out_of_range) {
@@ -268,19 +301,22 @@ bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
     *value = tiny ? 0.0 : sign * std::numeric_limits<double>::infinity();
   }
   int64_t exact = 0;
-  if (is_integer && std::from_chars(number.data(), end, exact).ec == std::errc())
+  if (is_integer && std::from_chars(number.data(), end, exact).ec == std::errc()) {
     *integer = exact;
+  }
   return true;
 }
 
 bool JsonReader::Integer(int64_t* value) {
   double number = 0.0;
   std::optional<int64_t> integer;
-  if (Peek() != Kind::kNumber)
+  if (Peek() != Kind::kNumber) {
     return Fail("an integer is expected");
+  }
   const size_t begin = position_;
-  if (!Number(&number, &integer))
+  if (!Number(&number, &integer)) {
     return false;
+  }
   if (!integer) {
     return Fail(fmt::format("{} is no integer of 64 bits",
                             text_.substr(begin, std::min<size_t>(40, position_ - begin))));
@@ -290,8 +326,9 @@ bool JsonReader::Integer(int64_t* value) {
 }
 
 bool JsonReader::Bool(bool* value) {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
   if (Literal("true")) {
     *value = true;
@@ -305,8 +342,9 @@ bool JsonReader::Bool(bool* value) {
 }
 
 bool JsonReader::Null() {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
   return Literal("null") || Fail("null is expected");
 }
@@ -338,29 +376,34 @@ bool JsonReader::Skip() {
       case Kind::kInvalid: {
         double ignored = 0.0;
         std::optional<int64_t> also_ignored;
-        if (ok())
+        if (ok()) {
           Number(&ignored, &also_ignored);
+        }
         break;
       }
     }
-    if (!ok())
+    if (!ok()) {
       return false;
+    }
     // Walk to the next value inside the containers that this value opened.
     while (open_.size() > base) {
       std::string_view key;
       const bool more = open_.back() == '}' ? NextKey(&key) : NextElement();
-      if (!ok())
+      if (!ok()) {
         return false;
-      if (more)
+      }
+      if (more) {
         break;
+      }
     }
   } while (open_.size() > base);
   return true;
 }
 
 bool JsonReader::Finish() {
-  if (!ok())
+  if (!ok()) {
     return false;
+  }
   SkipSpace();
   return position_ == text_.size() || Fail("text behind the end of the document");
 }

@@ -33,15 +33,19 @@ Status CheckSpec(const TensorSpec& spec) {
   const auto refuse = [&](std::string message) {
     return Status::Usage(std::move(message)).WithTensor(spec.name);
   };
-  if (spec.name.empty() || spec.name == "__metadata__")
+  if (spec.name.empty() || spec.name == "__metadata__") {
     return refuse("no name for a tensor");
-  if (spec.name.size() > 4096)
+  }
+  if (spec.name.size() > 4096) {
     return refuse("a tensor name has at most 4096 bytes");
-  if (!checkpoint::IsUtf8(spec.name))
+  }
+  if (!checkpoint::IsUtf8(spec.name)) {
     return refuse("a tensor name must be UTF-8");
+  }
   for (const char c : spec.name) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F)
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F) {
       return refuse("a tensor name must not hold control characters");
+    }
   }
   if (spec.dtype == DType::kU4 || spec.dtype == DType::kI4) {
     return refuse(fmt::format("safetensors has no dtype {}", DTypeName(spec.dtype)));
@@ -53,8 +57,9 @@ Status CheckSpec(const TensorSpec& spec) {
 
 const Tensor* SafetensorsFile::Find(std::string_view name) const {
   for (const NamedTensor& named : tensors) {
-    if (named.name == name)
+    if (named.name == name) {
       return &named.tensor;
+    }
   }
   return nullptr;
 }
@@ -104,8 +109,9 @@ Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::
   if (!metadata.empty()) {
     header += "\"__metadata__\":{";
     for (const auto& [key, value] : metadata) {
-      if (header.back() != '{')
+      if (header.back() != '{') {
         header.push_back(',');
+      }
       AppendJsonString(key, &header);
       header.push_back(':');
       AppendJsonString(value, &header);
@@ -115,8 +121,9 @@ Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::
   int64_t offset = 0;
   impl->slots.reserve(specs.size());
   for (TensorSpec& spec : specs) {
-    if (Status status = CheckSpec(spec); !status.ok())
+    if (Status status = CheckSpec(spec); !status.ok()) {
       return std::move(status).WithFile(path);
+    }
     const std::optional<int64_t> bytes = CheckedTensorBytes(spec.dtype, spec.shape.dims());
     const std::optional<int64_t> end = bytes ? CheckedAdd(offset, *bytes) : std::nullopt;
     if (!end) {
@@ -125,8 +132,9 @@ Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::
           .WithFile(path)
           .WithTensor(spec.name);
     }
-    if (header.size() > 1)
+    if (header.size() > 1) {
       header.push_back(',');
+    }
     AppendJsonString(spec.name, &header);
     header += fmt::format(":{{\"dtype\":\"{}\",\"shape\":[", DTypeName(spec.dtype));
     for (int axis = 0; axis < spec.shape.rank(); ++axis) {
@@ -171,19 +179,22 @@ Status SafetensorsWriter::Write(std::string_view name, TensorView tensor) {
     return Status::Usage(std::move(message)).WithFile(impl_->path).WithTensor(name);
   };
   const auto found = impl_->by_name.find(name);
-  if (found == impl_->by_name.end())
+  if (found == impl_->by_name.end()) {
     return refuse("the file was planned without this tensor");
+  }
   Impl::Slot& slot = impl_->slots[found->second];
-  if (slot.written)
+  if (slot.written) {
     return refuse("the tensor was written before");
+  }
   if (tensor.dtype() != slot.spec.dtype || !(tensor.shape() == slot.spec.shape)) {
     return refuse(fmt::format("{} {} is given, {} {} was planned", DTypeName(tensor.dtype()),
                               tensor.shape().ToString(), DTypeName(slot.spec.dtype),
                               slot.spec.shape.ToString()));
   }
   slot.written = true;
-  if (slot.bytes == 0)
+  if (slot.bytes == 0) {
     return Status::Ok();
+  }
   if (tensor.dense()) {
     return impl_->file->WriteAt(slot.begin, {tensor.data(), static_cast<size_t>(slot.bytes)});
   }
@@ -194,12 +205,14 @@ Status SafetensorsWriter::Write(std::string_view name, TensorView tensor) {
   std::array<int64_t, kMaxRank> index{};
   for (int64_t row = 0; row < rows; ++row) {
     int64_t source = 0;
-    for (int axis = 0; axis + 1 < tensor.rank(); ++axis)
+    for (int axis = 0; axis + 1 < tensor.rank(); ++axis) {
       source += index[static_cast<size_t>(axis)] * tensor.stride_bytes(axis);
+    }
     std::memcpy(packed.data() + row * row_bytes, tensor.data() + source, static_cast<size_t>(row_bytes));
     for (int axis = tensor.rank() - 2; axis >= 0; --axis) {
-      if (++index[static_cast<size_t>(axis)] < tensor.dim(axis))
+      if (++index[static_cast<size_t>(axis)] < tensor.dim(axis)) {
         break;
+      }
       index[static_cast<size_t>(axis)] = 0;
     }
   }
@@ -225,11 +238,13 @@ Status WriteSafetensors(const std::string& path, std::span<const NamedTensor> te
                         const SafetensorsMetadata& metadata) {
   std::vector<TensorSpec> specs;
   specs.reserve(tensors.size());
-  for (const NamedTensor& named : tensors)
+  for (const NamedTensor& named : tensors) {
     specs.push_back({named.name, named.tensor.dtype(), named.tensor.shape()});
+  }
   FMOE_ASSIGN_OR_RETURN(auto writer, SafetensorsWriter::Create(path, std::move(specs), metadata));
-  for (const NamedTensor& named : tensors)
+  for (const NamedTensor& named : tensors) {
     FMOE_RETURN_IF_ERROR(writer->Write(named.name, named.tensor.view()));
+  }
   return writer->Finish();
 }
 

@@ -21,8 +21,9 @@ constexpr size_t kMaxFileRank = 16;
 // The dtypes of the file format; U4 and I4 are our own and never stand in a file.
 std::optional<DType> FileDType(std::string_view name) {
   const std::optional<DType> dtype = ParseDType(name);
-  if (dtype == DType::kU4 || dtype == DType::kI4)
+  if (dtype == DType::kU4 || dtype == DType::kI4) {
     return std::nullopt;
+  }
   return dtype;
 }
 
@@ -42,47 +43,60 @@ struct RawEntry {
 // A member of an entry that occurs twice is a mistake; members that nobody knows are skipped, as every reader
 // does.
 bool ReadEntry(JsonReader& json, RawEntry* entry) {
-  if (!json.EnterObject())
+  if (!json.EnterObject()) {
     return false;
+  }
   for (std::string_view key; json.NextKey(&key);) {
     const auto once = [&](bool* seen) {
-      if (*seen)
+      if (*seen) {
         return json.Fail(fmt::format("'{}' occurs twice in one entry", key));
+      }
       return *seen = true;
     };
     if (key == "dtype") {
-      if (!once(&entry->has_dtype) || !json.String(&entry->dtype))
+      if (!once(&entry->has_dtype) || !json.String(&entry->dtype)) {
         return false;
+      }
     } else if (key == "shape") {
-      if (!once(&entry->has_shape) || !json.EnterArray())
+      if (!once(&entry->has_shape) || !json.EnterArray()) {
         return false;
+      }
       while (json.NextElement()) {
         int64_t dim = 0;
-        if (!json.Integer(&dim))
+        if (!json.Integer(&dim)) {
           return false;
-        if (dim < 0)
+        }
+        if (dim < 0) {
           return json.Fail(fmt::format("dimension {} is negative", dim));
-        if (entry->dims.size() == kMaxFileRank)
+        }
+        if (entry->dims.size() == kMaxFileRank) {
           return json.Fail(fmt::format("more than {} dimensions", kMaxFileRank));
+        }
         entry->dims.push_back(dim);
       }
     } else if (key == "data_offsets") {
-      if (!once(&entry->has_offsets) || !json.EnterArray())
+      if (!once(&entry->has_offsets) || !json.EnterArray()) {
         return false;
-      if (!json.NextElement() || !json.Integer(&entry->begin))
+      }
+      if (!json.NextElement() || !json.Integer(&entry->begin)) {
         return json.Fail("data_offsets needs two integers");
-      if (!json.NextElement() || !json.Integer(&entry->end))
+      }
+      if (!json.NextElement() || !json.Integer(&entry->end)) {
         return json.Fail("data_offsets needs two integers");
-      if (json.NextElement())
+      }
+      if (json.NextElement()) {
         return json.Fail("data_offsets needs two integers");
+      }
     } else if (!json.Skip()) {
       return false;
     }
-    if (!json.ok())
+    if (!json.ok()) {
       return false;
+    }
   }
-  if (!json.ok())
+  if (!json.ok()) {
     return false;
+  }
   if (!entry->has_dtype || !entry->has_shape || !entry->has_offsets) {
     return json.Fail(fmt::format("the entry lacks '{}'", !entry->has_dtype   ? "dtype"
                                                          : !entry->has_shape ? "shape"
@@ -117,8 +131,9 @@ Status CheckEntry(const RawEntry& raw, int64_t data_bytes, HeaderEntry* entry) {
   const std::optional<int64_t> bytes = CheckedTensorBytes(*dtype, raw.dims);
   // Strides are computed from the dimensions alone, so that [2^62, 0, 2^62] must not overflow either.
   std::vector<int64_t> at_least_one = raw.dims;
-  for (int64_t& dim : at_least_one)
+  for (int64_t& dim : at_least_one) {
     dim = std::max<int64_t>(dim, 1);
+  }
   const std::optional<int64_t> cells = CheckedElementCount(at_least_one);
   const bool strides_fit = cells && CheckedMultiply(*cells, 64);
   if (!bytes || !strides_fit) {
@@ -138,19 +153,23 @@ Status CheckEntry(const RawEntry& raw, int64_t data_bytes, HeaderEntry* entry) {
 }
 
 bool ReadMetadata(JsonReader& json, SafetensorsMetadata* metadata) {
-  if (json.Peek() != JsonReader::Kind::kObject)
+  if (json.Peek() != JsonReader::Kind::kObject) {
     return json.Fail("__metadata__ must be an object of strings");
-  if (!json.EnterObject())
+  }
+  if (!json.EnterObject()) {
     return false;
+  }
   for (std::string_view key; json.NextKey(&key);) {
     std::string_view value;
     if (json.Peek() != JsonReader::Kind::kString) {
       return json.Fail(fmt::format("__metadata__ '{}' must be a string", key));
     }
-    if (!json.String(&value))
+    if (!json.String(&value)) {
       return false;
-    if (!metadata->emplace(key, value).second)
+    }
+    if (!metadata->emplace(key, value).second) {
       return json.Fail(fmt::format("__metadata__ '{}' occurs twice", key));
+    }
   }
   return json.ok();
 }
@@ -177,11 +196,13 @@ Status CheckCoverage(const std::vector<HeaderEntry>& entries, int64_t data_bytes
 }
 
 Status ParseHeader(std::string_view text, int64_t data_bytes, SafetensorsHeader* header) {
-  if (!IsUtf8(text))
+  if (!IsUtf8(text)) {
     return Status::BadInput("the header is not valid UTF-8");
+  }
   JsonReader json(text);
-  if (json.Peek() != JsonReader::Kind::kObject)
+  if (json.Peek() != JsonReader::Kind::kObject) {
     return Status::BadInput("the header is no JSON object");
+  }
   json.EnterObject();
   // Views of `text`, or of strings that `json` keeps.
   std::unordered_set<std::string_view> names;
@@ -190,10 +211,12 @@ Status ParseHeader(std::string_view text, int64_t data_bytes, SafetensorsHeader*
   RawEntry raw;
   for (std::string_view name; json.NextKey(&name);) {
     if (name == "__metadata__") {
-      if (std::exchange(has_metadata, true))
+      if (std::exchange(has_metadata, true)) {
         return Status::BadInput("__metadata__ occurs twice");
-      if (!ReadMetadata(json, &header->metadata))
+      }
+      if (!ReadMetadata(json, &header->metadata)) {
         return json.status();
+      }
       continue;
     }
     if (name.empty() || name.size() > kMaxNameBytes) {
@@ -204,22 +227,27 @@ Status ParseHeader(std::string_view text, int64_t data_bytes, SafetensorsHeader*
       return Status::BadInput(
           fmt::format("a control character in the tensor name at byte {}", json.position()));
     }
-    if (!names.insert(name).second)
+    if (!names.insert(name).second) {
       return Status::BadInput("the name occurs twice").WithTensor(name);
+    }
     raw.dims.clear();
     raw.has_dtype = raw.has_shape = raw.has_offsets = false;
-    if (json.Peek() != JsonReader::Kind::kObject)
+    if (json.Peek() != JsonReader::Kind::kObject) {
       json.Fail("the entry is no object");
-    if (!json.ok() || !ReadEntry(json, &raw))
+    }
+    if (!json.ok() || !ReadEntry(json, &raw)) {
       return Status(json.status()).WithTensor(name);
+    }
     HeaderEntry entry;
     entry.name = name;
-    if (Status status = CheckEntry(raw, data_bytes, &entry); !status.ok())
+    if (Status status = CheckEntry(raw, data_bytes, &entry); !status.ok()) {
       return std::move(status).WithTensor(name);
+    }
     header->entries.push_back(std::move(entry));
   }
-  if (!json.Finish())
+  if (!json.Finish()) {
     return json.status();
+  }
   std::sort(header->entries.begin(), header->entries.end(), [](const HeaderEntry& a, const HeaderEntry& b) {
     return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
   });
@@ -245,16 +273,19 @@ bool IsUtf8(std::string_view text) {
       continue;
     }
     const int extra = *p >= 0xF0 ? 3 : *p >= 0xE0 ? 2 : 1;
-    if (*p < 0xC2 || *p > 0xF4 || end - p <= extra)
+    if (*p < 0xC2 || *p > 0xF4 || end - p <= extra) {
       return false;
+    }
     // The second byte excludes overlong forms, surrogates and codes beyond U+10FFFF.
     const unsigned char low = *p == 0xE0 ? 0xA0 : *p == 0xF0 ? 0x90 : 0x80;
     const unsigned char high = *p == 0xED ? 0x9F : *p == 0xF4 ? 0x8F : 0xBF;
-    if (p[1] < low || p[1] > high)
+    if (p[1] < low || p[1] > high) {
       return false;
+    }
     for (int i = 2; i <= extra; ++i) {
-      if (p[i] < 0x80 || p[i] > 0xBF)
+      if (p[i] < 0x80 || p[i] > 0xBF) {
         return false;
+      }
     }
     p += extra + 1;
   }

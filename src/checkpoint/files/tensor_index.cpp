@@ -19,24 +19,28 @@ namespace fs = std::filesystem;
 constexpr int64_t kMaxIndexBytes = int64_t{1} << 30;
 
 Status ParseIndex(TensorIndex* index) {
-  if (!IsUtf8(index->text))
+  if (!IsUtf8(index->text)) {
     return Status::BadInput("the index is not valid UTF-8");
+  }
   index->reader = std::make_unique<JsonReader>(index->text);
   JsonReader& json = *index->reader;
   bool has_map = false;
   std::map<std::string_view, bool> seen_files;
-  if (json.Peek() != JsonReader::Kind::kObject)
+  if (json.Peek() != JsonReader::Kind::kObject) {
     return Status::BadInput("the index is no JSON object");
+  }
   json.EnterObject();
   for (std::string_view key; json.NextKey(&key);) {
     if (key != "weight_map") {
       json.Skip();
       continue;
     }
-    if (std::exchange(has_map, true))
+    if (std::exchange(has_map, true)) {
       return Status::BadInput("'weight_map' occurs twice");
-    if (json.Peek() != JsonReader::Kind::kObject)
+    }
+    if (json.Peek() != JsonReader::Kind::kObject) {
       return Status::BadInput("'weight_map' is no object");
+    }
     json.EnterObject();
     index->file_of.reserve(index->text.size() / 100);
     for (std::string_view tensor; json.NextKey(&tensor);) {
@@ -44,26 +48,31 @@ Status ParseIndex(TensorIndex* index) {
       if (json.Peek() != JsonReader::Kind::kString) {
         return Status::BadInput("'weight_map' must give a file name").WithTensor(tensor);
       }
-      if (!json.String(&file))
+      if (!json.String(&file)) {
         break;
+      }
       if (!index->file_of.emplace(tensor, file).second) {
         return Status::BadInput("the name occurs twice in 'weight_map'").WithTensor(tensor);
       }
-      if (seen_files.emplace(file, true).second)
+      if (seen_files.emplace(file, true).second) {
         index->files.emplace_back(file);
+      }
     }
   }
-  if (!json.Finish())
+  if (!json.Finish()) {
     return json.status();
-  if (!has_map)
+  }
+  if (!has_map) {
     return Status::BadInput("the index has no 'weight_map'");
+  }
   return Status::Ok();
 }
 
 std::string Sample(const std::vector<std::string_view>& names) {
   std::string out;
-  for (size_t i = 0; i < names.size() && i < 3; ++i)
+  for (size_t i = 0; i < names.size() && i < 3; ++i) {
     out += fmt::format("{}'{}'", i == 0 ? "" : ", ", names[i]);
+  }
   return names.size() > 3 ? out + fmt::format(" and {} more", names.size() - 3) : out;
 }
 
@@ -75,28 +84,34 @@ Result<std::string> ResolveInside(const std::string& directory, std::string_view
     return Status::BadInput(fmt::format("the file name '{}' {}", std::string(name.substr(0, 200)), why))
         .WithFile(directory);
   };
-  if (name.empty() || name.find('\0') != std::string_view::npos)
+  if (name.empty() || name.find('\0') != std::string_view::npos) {
     return refuse("is no file name");
-  if (relative.is_absolute())
+  }
+  if (relative.is_absolute()) {
     return refuse("is absolute; shards lie in the checkpoint's directory");
+  }
   for (const fs::path& part : relative) {
-    if (part == "..")
+    if (part == "..") {
       return refuse("leaves the checkpoint's directory");
+    }
   }
   const fs::path path = fs::path(directory) / relative;
   std::error_code error;
   const fs::path root = fs::canonical(directory, error);
-  if (error)
+  if (error) {
     return Status::BadInput(fmt::format("cannot open the directory: {}", error.message()))
         .WithFile(directory);
+  }
   const fs::path target = fs::weakly_canonical(path, error);
-  if (error)
+  if (error) {
     return refuse(fmt::format("cannot be resolved: {}", error.message()));
+  }
   const auto lies_in = [&](const fs::path& parent) {
     return std::mismatch(parent.begin(), parent.end(), target.begin(), target.end()).first == parent.end();
   };
-  if (lies_in(root))
+  if (lies_in(root)) {
     return path.string();
+  }
   // The Hugging Face cache: <repository>/snapshots/<revision>/<name> -> ../../blobs/<hash>.
   if (root.parent_path().filename() == "snapshots" && lies_in(root.parent_path().parent_path() / "blobs")) {
     return path.string();
@@ -113,16 +128,19 @@ Result<std::vector<std::string>> FindSafetensors(const std::string& directory, s
       return std::vector<std::string>{};
     }
     const std::string single = fmt::format("{}.safetensors", stem);
-    if (fs::exists(fs::path(directory) / single, error))
+    if (fs::exists(fs::path(directory) / single, error)) {
       return std::vector<std::string>{single};
+    }
   }
   std::vector<std::string> files;
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
-    if (name.ends_with(".safetensors.index.json"))
+    if (name.ends_with(".safetensors.index.json")) {
       *index_name = name;
-    if (name.ends_with(".safetensors"))
+    }
+    if (name.ends_with(".safetensors")) {
       files.push_back(name);
+    }
   }
   if (error) {
     return Status::BadInput(fmt::format("cannot list the directory: {}", error.message()))
@@ -149,16 +167,19 @@ Result<std::vector<std::string>> ShardsOf(const TensorIndex& index, const std::s
   const auto refuse = [&index](const std::string& why) { return Status::BadInput(why).WithFile(index.path); };
   std::vector<std::string> shards;
   for (const std::string& file : index.files) {
-    if (!file.ends_with(".safetensors"))
+    if (!file.ends_with(".safetensors")) {
       return refuse(fmt::format("the index names '{}', which is no safetensors file", file.substr(0, 200)));
+    }
     const Result<std::string> path = ResolveInside(directory, file);
-    if (!path.ok())
+    if (!path.ok()) {
       return refuse(path.status().message());
+    }
     std::error_code error;
-    if (fs::exists(*path, error))
+    if (fs::exists(*path, error)) {
       shards.push_back(file);
-    else if (!allow_partial)
+    } else if (!allow_partial) {
       return refuse(fmt::format("the shard '{}', which the index names, is missing", file));
+    }
   }
   return shards;
 }
@@ -180,11 +201,13 @@ Status CheckIndex(const TensorIndex& index, const TensorStore& store, bool allow
   }
   std::vector<std::string_view> missing;
   for (const auto& [tensor, file] : index.file_of) {
-    if (!store.Has(tensor))
+    if (!store.Has(tensor)) {
       missing.push_back(tensor);
+    }
   }
-  if (allow_partial || missing.empty())
+  if (allow_partial || missing.empty()) {
     return Status::Ok();
+  }
   std::sort(missing.begin(), missing.end());
   return refuse(fmt::format("{} tensors of the index are in no shard: {}", missing.size(), Sample(missing)),
                 missing.front())

@@ -51,14 +51,17 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
     FMOE_ASSIGN_OR_RETURN(files, ShardsOf(index, directory, options.allow_partial));
     store->source_ = index.path;
   }
-  for (const std::string& file : files)
+  for (const std::string& file : files) {
     FMOE_RETURN_IF_ERROR(store->AddFile(directory, file, options));
+  }
   FMOE_RETURN_IF_ERROR(store->IndexNames());
-  if (!index_name.empty())
+  if (!index_name.empty()) {
     FMOE_RETURN_IF_ERROR(CheckIndex(index, *store, options.allow_partial));
+  }
   FMOE_RETURN_IF_ERROR(store->FoldFourBit());
-  if (mlx != nullptr)
+  if (mlx != nullptr) {
     FMOE_RETURN_IF_ERROR(store->FoldMlx(*mlx));
+  }
   return std::unique_ptr<const TensorStore>(std::move(store));
 }
 
@@ -66,8 +69,9 @@ Status TensorStore::IndexNames() {
   by_name_.reserve(tensors_.size());
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const auto [it, added] = by_name_.emplace(tensors_[i].name, i);
-    if (added)
+    if (added) {
       continue;
+    }
     return Status::BadInput(
                fmt::format("the tensor stands in two files, the other is '{}'", tensors_[it->second].file))
         .WithFile(files_[static_cast<size_t>(places_[i].file)]->path())
@@ -80,8 +84,9 @@ Status TensorStore::FoldFourBit() {
   std::vector<bool> hidden;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const std::string_view weight = FourBitWeightOf(tensors_[i].name);
-    if (weight.empty())
+    if (weight.empty()) {
       continue;
+    }
     hidden.resize(tensors_.size());
     hidden[i] = true;
     FMOE_RETURN_IF_ERROR(FoldFourBit(tensors_[i], places_[i], weight, &hidden));
@@ -93,8 +98,9 @@ Status TensorStore::Hide(const std::vector<bool>& hidden) {
   by_name_.clear();  // its keys are views of names that move
   size_t kept = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (hidden[i])
+    if (hidden[i]) {
       continue;
+    }
     if (kept != i) {
       tensors_[kept] = std::move(tensors_[i]);
       places_[kept] = places_[i];
@@ -110,8 +116,9 @@ Status TensorStore::Hide(const std::vector<bool>& hidden) {
 Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                                 std::vector<bool>* hidden) {
   const auto codes = by_name_.find(weight);
-  if (codes == by_name_.end())
+  if (codes == by_name_.end()) {
     return Blame(Status::BadInput("its matrix is missing"), state.name);
+  }
   TensorInfo& listed = tensors_[codes->second];
   Place& listed_place = places_[codes->second];
   const auto spoil = [&](const std::string& why) {
@@ -119,15 +126,17 @@ Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std
     return Status::Ok();
   };
   constexpr int64_t kMostStateBytes = 1 << 16;
-  if (state.dtype != DType::kU8 || state.bytes > kMostStateBytes)
+  if (state.dtype != DType::kU8 || state.bytes > kMostStateBytes) {
     return spoil(
         fmt::format("'{}' is {} of {} bytes; U8 is needed", state.name, DTypeName(state.dtype), state.bytes));
+  }
   FMOE_ASSIGN_OR_RETURN(const platform::FileBytes text,
                         files_[static_cast<size_t>(place.file)]->Read(place.begin, state.bytes));
   const Result<FourBitMatrix> matrix = ParseFourBitState(
       std::string_view(reinterpret_cast<const char*>(text.data), static_cast<size_t>(text.size)));
-  if (!matrix.ok())
+  if (!matrix.ok()) {
     return spoil(fmt::format("'{}': {}", state.name, matrix.status().message()));
+  }
   FourBitTensor tensor{.matrix = *matrix, .codes = listed_place, .parts = {}};
   const bool nested = matrix->nested_block > 0;
   const std::array<int64_t, kFourBitParts.size()> bytes = {matrix->num_blocks() * (nested ? 1 : 4), 16 * 4,
@@ -136,12 +145,15 @@ Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std
   for (size_t i = 0; i < kFourBitParts.size(); ++i) {
     const std::string name = std::string(weight) + std::string(kFourBitParts[i]);
     const auto found = by_name_.find(name);
-    if (found != by_name_.end())
+    if (found != by_name_.end()) {
       (*hidden)[found->second] = true;
-    if (bytes[i] == 0)
+    }
+    if (bytes[i] == 0) {
       continue;
-    if (found == by_name_.end())
+    }
+    if (found == by_name_.end()) {
       return spoil(fmt::format("'{}' is missing", name));
+    }
     const TensorInfo& info = tensors_[found->second];
     const DType dtype = nested && i == 0 ? DType::kU8 : DType::kF32;
     if (info.dtype != dtype || info.bytes != bytes[i]) {
@@ -152,8 +164,9 @@ Status TensorStore::FoldFourBit(const TensorInfo& state, const Place& place, std
   }
   const int64_t packed = (matrix->shape.count() + 1) / 2;
   // Training stores the bytes as another type, and that type pads them to whole elements.
-  if (listed.bytes < packed || listed.bytes > packed + 7)
+  if (listed.bytes < packed || listed.bytes > packed + 7) {
     return spoil(fmt::format("codes of {} bytes; {} is needed", listed.bytes, packed));
+  }
   listed.dtype = matrix->dtype;
   listed.shape = matrix->shape;
   listed.bytes = matrix->shape.count() * (DTypeBits(matrix->dtype) / 8);
@@ -168,8 +181,9 @@ Result<platform::FileBytes> TensorStore::ReadFourBitAt(const Place& place, int64
   const int64_t width = DTypeBits(tensor.matrix.dtype) / 8;
   const auto read = [&](std::string_view part, int64_t at, int64_t count) {
     size_t index = 0;
-    while (index < kFourBitParts.size() && kFourBitParts[index] != part)
+    while (index < kFourBitParts.size() && kFourBitParts[index] != part) {
       ++index;
+    }
     const Place& from = part.empty() ? tensor.codes : tensor.parts[index];
     return files_[static_cast<size_t>(from.file)]->Read(from.begin + at, count);
   };
@@ -207,10 +221,12 @@ std::string TensorStore::Version(std::string_view prefix) const {
 
 Result<size_t> TensorStore::Require(std::string_view name) const {
   const auto it = by_name_.find(name);
-  if (it == by_name_.end())
+  if (it == by_name_.end()) {
     return Blame(Status::BadInput("the tensor is missing"), name);
-  if (!tensors_[it->second].problem.empty())
+  }
+  if (!tensors_[it->second].problem.empty()) {
     return Blame(Status::BadInput(tensors_[it->second].problem), name);
+  }
   return it->second;
 }
 
@@ -221,8 +237,9 @@ Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, 
                                      : place.affine >= 0     ? ReadAffineAt(place, offset, bytes)
                                      : place.part == nullptr ? file->Read(place.begin + offset, bytes)
                                                              : ReadParts(place, offset, bytes);
-  if (!read.ok())
+  if (!read.ok()) {
     return Blame(std::move(read).status(), tensors_[index].name);
+  }
   // Only the start of the data is aligned in a file; a mapped tensor that would be misread by type is copied.
   const auto width = static_cast<uintptr_t>(std::max(1, DTypeBits(tensors_[index].dtype) / 8));
   if (reinterpret_cast<uintptr_t>(read->data) % width != 0) {

@@ -44,14 +44,16 @@ void PairNibbles(const std::byte* block, std::byte* out) {
 
 // Two's complement bytes as unsigned ones around 128.
 void Q8Codes(const std::byte* block, std::byte* out) {
-  for (int64_t j = 0; j < 32; ++j)
+  for (int64_t j = 0; j < 32; ++j) {
     out[j] = block[2 + j] ^ std::byte{0x80};
+  }
 }
 
 // The unsigned e4m3 of GGUF's NVFP4 reads 0x7f as zero.
 void Nvfp4Scales(const std::byte* block, std::byte* out) {
-  for (int64_t group = 0; group < 4; ++group)
+  for (int64_t group = 0; group < 4; ++group) {
     out[group] = block[group] == std::byte{0x7f} ? std::byte{0} : block[group];
+  }
 }
 
 void One(const std::byte* /*block*/, std::byte* out) {
@@ -69,8 +71,9 @@ void DecodeOld(const std::byte* block, std::byte* out) {
   const std::byte* low = high + (kFive ? 4 : 0);
   for (int64_t j = 0; j < 32; ++j) {
     uint32_t code = j < 16 ? Byte(low, j) & 15U : Byte(low, j - 16) >> 4;
-    if (kFive)
+    if (kFive) {
       code |= (Byte(high, j / 8) >> (j % 8) & 1U) << 4;
+    }
     const auto centered = static_cast<float>(static_cast<int32_t>(code) - (kMinimum ? 0 : 16));
     Put(out, j, scale * centered + minimum);
   }
@@ -124,8 +127,9 @@ void DecodeQ45K(const std::byte* block, std::byte* out) {
     const float group_minimum = minimum * static_cast<float>(offset);
     for (int64_t j = 0; j < 32; ++j) {
       uint32_t code = Byte(low, group / 2 * 32 + j) >> (group % 2 * 4) & 15U;
-      if (kFive)
+      if (kFive) {
         code |= (Byte(high, j) >> group & 1U) << 4;
+      }
       Put(out, group * 32 + j, group_scale * static_cast<float>(code) - group_minimum);
     }
   }

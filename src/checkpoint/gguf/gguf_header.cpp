@@ -81,8 +81,9 @@ class Cursor {
   int64_t left() const { return file_.size() - position_; }
 
   Status Bytes(void* to, int64_t count) {
-    if (count > left())
+    if (count > left()) {
       return Ends(count);
+    }
     auto* out = static_cast<std::byte*>(to);
     while (count > 0) {
       if (position_ < begin_ || position_ >= begin_ + static_cast<int64_t>(window_.size())) {
@@ -108,8 +109,9 @@ class Cursor {
   }
 
   Status Pass(int64_t count) {
-    if (count < 0 || count > left())
+    if (count < 0 || count > left()) {
       return Ends(count);
+    }
     position_ += count;
     return Status::Ok();
   }
@@ -194,8 +196,9 @@ Status Wrong(const std::string& key, std::string message) {
 
 Status ReadText(Cursor& cursor, const std::string& key, std::string* text) {
   FMOE_ASSIGN_OR_RETURN(const int64_t length, cursor.Count(fmt::format("length of '{}'", key), 1));
-  if (text == nullptr || length > kKeptText)
+  if (text == nullptr || length > kKeptText) {
     return cursor.Pass(length);
+  }
   text->resize(static_cast<size_t>(length));
   return cursor.Bytes(text->data(), length);
 }
@@ -207,18 +210,21 @@ Result<GgufValue> ReadValue(Cursor& cursor, const std::string& key) {
   if (type == kArray) {
     value.is_list = true;
     FMOE_ASSIGN_OR_RETURN(type, cursor.Value<uint32_t>());
-    if (type == kArray)
+    if (type == kArray) {
       return Wrong(key, "is a list of lists");
+    }
     // The least that an element takes: a string has a length.
     const int64_t each = type == kText ? 8 : std::max<int64_t>(SizeOf(type), 1);
     FMOE_ASSIGN_OR_RETURN(count, cursor.Count(fmt::format("length of '{}'", key), each));
   }
   value.kind = KindOf(type);
-  if (value.kind == GgufValue::Kind::kOther)
+  if (value.kind == GgufValue::Kind::kOther) {
     return Wrong(key, fmt::format("has the unknown type {}", type));
+  }
   if (type == kText) {
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
       FMOE_RETURN_IF_ERROR(ReadText(cursor, key, value.is_list ? nullptr : &value.text));
+    }
     return value;
   }
   if (count > kKeptList) {
@@ -227,8 +233,9 @@ Result<GgufValue> ReadValue(Cursor& cursor, const std::string& key) {
   }
   for (int64_t i = 0; i < count; ++i) {
     FMOE_ASSIGN_OR_RETURN(const double number, Number(cursor, type));
-    if (type == kBoolean && number != 0.0 && number != 1.0)
+    if (type == kBoolean && number != 0.0 && number != 1.0) {
       return Wrong(key, fmt::format("is {}; 0 or 1 is needed", number));
+    }
     value.numbers.push_back(number);
   }
   return value;
@@ -241,12 +248,14 @@ Result<GgufTensor> ReadTensor(Cursor& cursor, uint64_t* offset) {
     return Status::BadInput(std::move(message)).WithTensor(tensor.name);
   };
   FMOE_ASSIGN_OR_RETURN(const uint32_t rank, cursor.Value<uint32_t>());
-  if (rank < 1 || rank > kMostDims)
+  if (rank < 1 || rank > kMostDims) {
     return wrong(fmt::format("{} dimensions; 1 to {} are accepted", rank, kMostDims));
+  }
   for (uint32_t i = 0; i < rank; ++i) {
     FMOE_ASSIGN_OR_RETURN(const uint64_t dim, cursor.Value<uint64_t>());
-    if (dim < 1 || dim > static_cast<uint64_t>(std::numeric_limits<int64_t>::max()))
+    if (dim < 1 || dim > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
       return wrong(fmt::format("a dimension is {}", dim));
+    }
     tensor.dims.insert(tensor.dims.begin(), static_cast<int64_t>(dim));
   }
   FMOE_ASSIGN_OR_RETURN(tensor.type, cursor.Value<uint32_t>());
@@ -267,20 +276,24 @@ Result<int64_t> SizeOfData(const GgufTensor& tensor) {
         .WithTensor(tensor.name);
   }
   std::optional<int64_t> bytes = CheckedMultiply(tensor.dims.back() / type->elements, type->bytes);
-  for (size_t i = 0; bytes && i + 1 < tensor.dims.size(); ++i)
+  for (size_t i = 0; bytes && i + 1 < tensor.dims.size(); ++i) {
     bytes = CheckedMultiply(*bytes, tensor.dims[i]);
-  if (!bytes)
+  }
+  if (!bytes) {
     return Status::BadInput("its size overflows").WithTensor(tensor.name);
+  }
   return *bytes;
 }
 
 Result<int64_t> Alignment(const GgufHeader& header) {
   const GgufValue* value = header.Find("general.alignment");
-  if (value == nullptr)
+  if (value == nullptr) {
     return int64_t{32};
+  }
   const int64_t alignment = header.Integer("general.alignment").value_or(0);
-  if (alignment < 1 || alignment > kLargestAlignment || (alignment & (alignment - 1)) != 0)
+  if (alignment < 1 || alignment > kLargestAlignment || (alignment & (alignment - 1)) != 0) {
     return Wrong("general.alignment", "must be a power of two up to 2^20");
+  }
   return alignment;
 }
 
@@ -288,8 +301,9 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
   Cursor cursor(file);
   char magic[sizeof(kMagic)] = {};
   FMOE_RETURN_IF_ERROR(cursor.Bytes(magic, sizeof(magic)));
-  if (std::memcmp(magic, kMagic, sizeof(magic)) != 0)
+  if (std::memcmp(magic, kMagic, sizeof(magic)) != 0) {
     return Status::BadInput("the file does not begin with 'GGUF'");
+  }
   FMOE_ASSIGN_OR_RETURN(const uint32_t version, cursor.Value<uint32_t>());
   if (version != 2 && version != 3) {
     return Status::Unsupported((version & 0xffffU) == 0
@@ -299,14 +313,16 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
   // A tensor takes at least a name, a rank, a dimension, a type and an offset; a value a key and a type.
   FMOE_ASSIGN_OR_RETURN(const int64_t num_tensors, cursor.Count("number of tensors", 8 + 1 + 4 + 8 + 4 + 8));
   FMOE_ASSIGN_OR_RETURN(const int64_t num_values, cursor.Count("number of values", 8 + 1 + 4 + 1));
-  if (num_tensors > kMostTensors)
+  if (num_tensors > kMostTensors) {
     return Status::BadInput(fmt::format("{} tensors; at most {} are accepted", num_tensors, kMostTensors));
+  }
   GgufHeader header;
   for (int64_t i = 0; i < num_values; ++i) {
     FMOE_ASSIGN_OR_RETURN(std::string key, cursor.Name("key"));
     FMOE_ASSIGN_OR_RETURN(GgufValue value, ReadValue(cursor, key));
-    if (header.values.contains(key))
+    if (header.values.contains(key)) {
       return Wrong(key, "occurs twice");
+    }
     header.values.emplace(std::move(key), std::move(value));
   }
   FMOE_ASSIGN_OR_RETURN(const int64_t alignment, Alignment(header));
@@ -316,8 +332,9 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
   for (uint64_t& offset : offsets) {
     FMOE_ASSIGN_OR_RETURN(GgufTensor tensor, ReadTensor(cursor, &offset));
     header.tensors.push_back(std::move(tensor));
-    if (!names.insert(header.tensors.back().name).second)
+    if (!names.insert(header.tensors.back().name).second) {
       return Status::BadInput("the tensor occurs twice").WithTensor(header.tensors.back().name);
+    }
   }
   const auto align = [&](int64_t at) { return (at + alignment - 1) / alignment * alignment; };
   const int64_t data = align(cursor.position());
@@ -353,8 +370,9 @@ const GgufValue* GgufHeader::Find(std::string_view key) const {
 
 std::optional<int64_t> GgufHeader::Integer(std::string_view key) const {
   const GgufValue* value = Find(key);
-  if (value == nullptr || value->is_list || value->kind != GgufValue::Kind::kInteger)
+  if (value == nullptr || value->is_list || value->kind != GgufValue::Kind::kInteger) {
     return std::nullopt;
+  }
   constexpr double kExact = 9007199254740992.0;  // 2^53
   const double number = value->numbers.front();
   return std::fabs(number) < kExact ? std::optional(static_cast<int64_t>(number)) : std::nullopt;
@@ -367,8 +385,9 @@ Result<GgufHeader> ReadGgufHeader(const platform::InputFile& file) {
 
 bool IsGgufFile(const std::string& path) {
   std::error_code error;
-  if (!std::filesystem::is_regular_file(path, error))
+  if (!std::filesystem::is_regular_file(path, error)) {
     return false;
+  }
   const auto file = platform::InputFile::Open(path, platform::FileAccess::kRead);
   std::byte magic[sizeof(kMagic)] = {};
   return file.ok() && (*file)->size() >= static_cast<int64_t>(sizeof(magic)) &&

@@ -60,11 +60,13 @@ std::string AsJson(const GgufValue& value) {
            : value.kind == GgufValue::Kind::kInteger ? fmt::format("{:.0f}", x)
                                                      : fmt::format("{:.9g}", x);
   };
-  if (!value.is_list)
+  if (!value.is_list) {
     return number(value.numbers.front());
+  }
   std::string list;
-  for (const double x : value.numbers)
+  for (const double x : value.numbers) {
     list += fmt::format("{}{}", list.empty() ? "" : ",", number(x));
+  }
   return "[" + list + "]";
 }
 
@@ -92,8 +94,9 @@ constexpr Key kKeys[] = {
 
 Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path) {
   const GgufValue* named = header.Find("general.architecture");
-  if (named == nullptr || named->kind != GgufValue::Kind::kString || named->text.empty())
+  if (named == nullptr || named->kind != GgufValue::Kind::kString || named->text.empty()) {
     return Status::BadInput("'general.architecture' is missing or no string").WithFile(path);
+  }
   const auto* known = std::find_if(std::begin(kArchitectures), std::end(kArchitectures),
                                    [&](const Architecture& row) { return row.name == named->text; });
   if (known == std::end(kArchitectures)) {
@@ -107,8 +110,9 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path
   std::string json;
   for (const Key& key : kKeys) {
     const GgufValue* value = header.Find(stem + std::string(key.gguf));
-    if (value == nullptr)
+    if (value == nullptr) {
       continue;
+    }
     const bool numbers =
         value->kind != GgufValue::Kind::kString && !value->numbers.empty() &&
         std::all_of(value->numbers.begin(), value->numbers.end(), [](double x) { return std::isfinite(x); });
@@ -120,11 +124,13 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path
   }
   if (const GgufValue* scale = header.Find(stem + "expert_weights_scale"); scale != nullptr) {
     // Zero stands for "none".
-    if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front()))
+    if (scale->is_list || scale->numbers.empty() || !std::isfinite(scale->numbers.front())) {
       return Status::BadInput(fmt::format("'{}expert_weights_scale' is no finite number", stem))
           .WithFile(path);
-    if (scale->numbers.front() != 0.0)
+    }
+    if (scale->numbers.front() != 0.0) {
       json += fmt::format(",\"routed_scaling_factor\":{}", AsJson(*scale));
+    }
   }
   if (header.Find(stem + "expert_gating_func") != nullptr) {
     const int64_t scores = header.Integer(stem + "expert_gating_func").value_or(-1);
@@ -132,17 +138,21 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path
       return Status::Unsupported(fmt::format("'{}expert_gating_func' is {}; 1 to 3 are known", stem, scores))
           .WithFile(path);
     }
-    if (scores != kSoftmaxOfChosen)
+    if (scores != kSoftmaxOfChosen) {
       json += fmt::format(",\"scoring_func\":\"{}\"", scores == kSigmoidScores ? "sigmoid" : "softmax");
-    if (model_type == "deepseek_v2" && scores == kSigmoidScores)
+    }
+    if (model_type == "deepseek_v2" && scores == kSigmoidScores) {
       model_type = "deepseek_v3";
+    }
   }
   // Files leave it out where it is the model's nature.
   if (header.Find(stem + "expert_weights_norm") == nullptr) {
-    if (named->text == "qwen3moe")
+    if (named->text == "qwen3moe") {
       json += ",\"norm_topk_prob\":true";
-    if (named->text == "deepseek2")
+    }
+    if (named->text == "deepseek2") {
       json += ",\"norm_topk_prob\":false";
+    }
   }
   return ModelConfig::Parse(fmt::format("{{\"model_type\":\"{}\"{}}}", model_type, json), path);
 }
@@ -153,8 +163,9 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
   rules.format_of = [store = std::move(store)](const std::string& module) -> Result<LinearFormat> {
     LinearFormat format;
     const BlockType* type = store->BlockTypeOf(module + ".weight");
-    if (type == nullptr)
+    if (type == nullptr) {
       return format;
+    }
     if (type->parts.empty()) {
       return store->Blame(
           Status::Unsupported(fmt::format("tensors of type {} are not supported", type->name))
@@ -187,12 +198,14 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
 }
 
 std::string_view GgufArchitectureOf(const Family& family) {
-  if (family.name == "deepseek_v3")
+  if (family.name == "deepseek_v3") {
     return "deepseek2";
+  }
   for (const Architecture& row : kArchitectures) {
     // "deepseek" holds the first generation alone.
-    if (row.name != "deepseek" && FindFamily(row.model_type) == &family)
+    if (row.name != "deepseek" && FindFamily(row.model_type) == &family) {
       return row.name;
+    }
   }
   return "";
 }
@@ -218,8 +231,9 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
   integer("embedding_length", first.hidden);
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> dense,
                         config.Integer("intermediate_size", -1, 0, int64_t{1} << 31));
-  if (dense && *dense > 0)
+  if (dense && *dense > 0) {
     integer("feed_forward_length", *dense);
+  }
   integer("expert_feed_forward_length", first.intermediate);
   integer("expert_count", first.num_experts);
   integer("expert_used_count", routing.top_k);
@@ -231,20 +245,23 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
     integer("expert_group_count", routing.num_groups);
     integer("expert_group_used_count", routing.topk_groups);
   }
-  if (routing.scaling_factor != 1.0F)
+  if (routing.scaling_factor != 1.0F) {
     add("expert_weights_scale", routing.scaling_factor);
+  }
   add("expert_weights_norm", routing.renormalize);
   integer("expert_gating_func", family.name == "gpt_oss"                   ? kSoftmaxOfChosen
                                 : routing.score == ScoreFunction::kSigmoid ? kSigmoidScores
                                                                            : kSoftmaxScores);
-  if (routing.logit_softcap != 0.0F)
+  if (routing.logit_softcap != 0.0F) {
     add("router_logit_softcapping", routing.logit_softcap);
+  }
   if (family.activation.kind == ActivationKind::kSwigluStep) {
     std::vector<float> routed(static_cast<size_t>(num_layers)), shared(routed.size());
     for (const GgufLayer& layer : layers) {
       routed[static_cast<size_t>(layer.layer)] = layer.config.activation.limit;
-      if (layer.config.shared.activation)
+      if (layer.config.shared.activation) {
         shared[static_cast<size_t>(layer.layer)] = layer.config.shared.activation->limit;
+      }
     }
     add("swiglu_clamp_exp", std::move(routed));
     add("swiglu_clamp_shexp", std::move(shared));
@@ -260,14 +277,17 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
   names.prefix = fmt::format("model.layers.{}.", spec.layer);
   names.block = names.prefix + first_word(family.blocks) + ".";
   names.router = names.block + first_word(family.router);
-  if (!own.router_bias.empty())
+  if (!own.router_bias.empty()) {
     names.router_bias = names.router.substr(0, names.router.rfind('.')) + ".bias";
-  if (!own.correction_bias.empty())
+  }
+  if (!own.correction_bias.empty()) {
     names.correction_bias = names.block + first_word(family.correction_bias);
+  }
   const std::string stem = names.block + "experts.{e}.";
   const bool gated = !own.experts.gate.empty() || own.experts.form == ExpertForm::kFused;
-  if (gated)
+  if (gated) {
     names.experts.gate = stem + "gate_proj";
+  }
   names.experts.up = stem + "up_proj";
   names.experts.down = stem + "down_proj";
   if (!own.shared_up.empty()) {
@@ -276,12 +296,14 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
         names.block +
         (family.shared_gate.starts_with("shared_expert_gate") ? "shared_expert" : first_word(family.shared)) +
         ".";
-    if (!own.shared_gate_proj.empty())
+    if (!own.shared_gate_proj.empty()) {
       names.shared_gate_proj = shared + "gate_proj";
+    }
     names.shared_up = shared + "up_proj";
     names.shared_down = shared + "down_proj";
-    if (!own.shared_gate.empty())
+    if (!own.shared_gate.empty()) {
       names.shared_gate = names.block + first_word(family.shared_gate);
+    }
   }
   return names;
 }
@@ -300,8 +322,9 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std
   } else if (!present("ffn_up_exps.weight").empty()) {
     experts.form = ExpertForm::kStacked;
     experts.up = prefix + "ffn_up_exps";
-    if (!present("ffn_gate_exps.weight").empty())
+    if (!present("ffn_gate_exps.weight").empty()) {
       experts.gate = prefix + "ffn_gate_exps";
+    }
   } else {
     return std::nullopt;
   }
@@ -309,13 +332,15 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std
   names.router = present("ffn_gate_inp.weight");
   names.router_bias = present("ffn_gate_inp.bias");
   names.correction_bias = present("exp_probs_b.bias");
-  if (names.correction_bias.empty())
+  if (names.correction_bias.empty()) {
     names.correction_bias = present("exp_probs_b");
+  }
   if (!present("ffn_up_shexp.weight").empty()) {
     names.shared_up = prefix + "ffn_up_shexp";
     names.shared_down = prefix + "ffn_down_shexp";
-    if (!present("ffn_gate_shexp.weight").empty())
+    if (!present("ffn_gate_shexp.weight").empty()) {
       names.shared_gate_proj = prefix + "ffn_gate_shexp";
+    }
     names.shared_gate = present("ffn_gate_inp_shexp.weight");
   }
   return names;

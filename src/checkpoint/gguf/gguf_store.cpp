@@ -89,8 +89,9 @@ void TensorStore::ListGguf(const GgufHeader& header, int32_t number, const Mixed
     for (const BlockPart& part : type->parts) {
       std::string name = tensor.name;
       if (!part.suffix.empty()) {
-        if (name.ends_with(kWeight))
+        if (name.ends_with(kWeight)) {
           name.resize(name.size() - kWeight.size());
+        }
         name += part.suffix;
       }
       Shape shape(tensor.dims);
@@ -110,14 +111,16 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::stri
   std::vector<GgufHeader> headers;
   FMOE_RETURN_IF_ERROR(store->OpenGgufFile(path, options, &headers));
   const int64_t count = headers.front().Integer("split.count").value_or(1);
-  if (count < 0 || count > kMostFiles)
+  if (count < 0 || count > kMostFiles) {
     return Status::BadInput(fmt::format("'split.count' is {}", count)).WithFile(path);
+  }
   for (int64_t index = 1; index < count; ++index) {
     FMOE_ASSIGN_OR_RETURN(const std::string part, PartOf(path, index, count));
     FMOE_RETURN_IF_ERROR(store->OpenGgufFile(part, options, &headers));
     const GgufHeader& own = headers.back();
-    if (own.Integer("split.count") != count || own.Integer("split.no") != index)
+    if (own.Integer("split.count") != count || own.Integer("split.no") != index) {
       return Status::BadInput(fmt::format("is not part {} of {}", index + 1, count)).WithFile(part);
+    }
   }
   const MixedExperts mixed = FindMixedExperts(headers);
   for (size_t number = 0; number < headers.size(); ++number) {
@@ -129,11 +132,13 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::stri
   FMOE_RETURN_IF_ERROR(store->IndexNames());
   for (size_t i = 0; i < listed; ++i) {
     const TensorInfo info = store->tensors_[i];
-    if (store->places_[i].type->id != kGgufNvfp4 || !info.name.ends_with(kWeight))
+    if (store->places_[i].type->id != kGgufNvfp4 || !info.name.ends_with(kWeight)) {
       continue;
+    }
     std::string scale = info.name.substr(0, info.name.size() - kWeight.size()) + ".scale";
-    if (store->Has(scale))
+    if (store->Has(scale)) {
       continue;
+    }
     const Shape shape = info.shape.rank() == 3 ? Shape{info.shape[0]} : Shape{1};
     const BlockPart& one = UnitScalePart();
     store->tensors_.push_back({std::move(scale), one.dtype, shape, info.file, shape.count() * one.bytes, ""});
@@ -158,8 +163,9 @@ Result<platform::FileBytes> TensorStore::ReadParts(const Place& place, int64_t o
   FMOE_ASSIGN_OR_RETURN(
       const platform::FileBytes raw,
       files_[static_cast<size_t>(place.file)]->Read(place.begin + first * block_bytes, blocks * block_bytes));
-  for (int64_t block = 0; block < blocks; ++block)
+  for (int64_t block = 0; block < blocks; ++block) {
     part.decode(raw.data + block * block_bytes, memory.get() + block * part.bytes);
+  }
   const std::byte* data = memory.get();
   return platform::FileBytes{data, bytes, std::move(memory)};
 }

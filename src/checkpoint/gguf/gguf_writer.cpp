@@ -50,8 +50,9 @@ void PutValue(std::string& out, const GgufEntry& entry) {
     Put(out, kArray);
     Put(out, kFloat32);
     Put<uint64_t>(out, list.size());
-    for (const float value : list)
+    for (const float value : list) {
       Put(out, value);
+    }
   }
 }
 
@@ -62,19 +63,23 @@ Status Wrong(const GgufSpec& spec, std::string message) {
 // Bytes of a tensor.
 Result<int64_t> SizeOf(const GgufSpec& spec) {
   const BlockType* type = FindBlockType(spec.type);
-  if (type == nullptr)
+  if (type == nullptr) {
     return Wrong(spec, fmt::format("the tensor type {} is unknown", spec.type));
-  if (spec.dims.empty() || spec.dims.size() > 4)
+  }
+  if (spec.dims.empty() || spec.dims.size() > 4) {
     return Wrong(spec, fmt::format("{} dimensions; 1 to 4 are possible", spec.dims.size()));
+  }
   if (spec.dims.back() % type->elements != 0) {
     return Wrong(spec, fmt::format("rows of {} elements are no whole blocks of {} ({})", spec.dims.back(),
                                    type->elements, type->name));
   }
   int64_t bytes = spec.dims.back() / type->elements * type->bytes;
-  for (size_t i = 0; i + 1 < spec.dims.size(); ++i)
+  for (size_t i = 0; i + 1 < spec.dims.size(); ++i) {
     bytes *= spec.dims[i];
-  if (spec.parts < 1 || bytes % spec.parts != 0)
+  }
+  if (spec.parts < 1 || bytes % spec.parts != 0) {
     return Wrong(spec, fmt::format("{} bytes do not come in {} equal parts", bytes, spec.parts));
+  }
   return bytes;
 }
 
@@ -103,8 +108,9 @@ Result<std::unique_ptr<GgufWriter>> GgufWriter::Create(const std::string& path,
   Put<uint64_t>(header, entries.size());
   std::set<std::string_view> keys;
   for (const GgufEntry& entry : entries) {
-    if (entry.key.empty() || !keys.insert(entry.key).second)
+    if (entry.key.empty() || !keys.insert(entry.key).second) {
       return Status::Usage(fmt::format("the key '{}' is empty or occurs twice", entry.key));
+    }
     PutText(header, entry.key);
     PutValue(header, entry);
   }
@@ -118,18 +124,21 @@ Result<std::unique_ptr<GgufWriter>> GgufWriter::Create(const std::string& path,
     Impl::Place place{Align(end), bytes / spec.parts, std::vector<bool>(static_cast<size_t>(spec.parts))};
     PutText(header, spec.name);
     Put(header, static_cast<uint32_t>(spec.dims.size()));
-    for (auto dim = spec.dims.rbegin(); dim != spec.dims.rend(); ++dim)
+    for (auto dim = spec.dims.rbegin(); dim != spec.dims.rend(); ++dim) {
       Put(header, static_cast<uint64_t>(*dim));
+    }
     Put(header, spec.type);
     Put(header, static_cast<uint64_t>(place.begin));
     end = place.begin + bytes;
-    if (!impl->places.emplace(spec.name, std::move(place)).second)
+    if (!impl->places.emplace(spec.name, std::move(place)).second) {
       return Wrong(spec, "the tensor occurs twice");
+    }
   }
   header.resize(static_cast<size_t>(Align(static_cast<int64_t>(header.size()))), '\0');
   const auto data = static_cast<int64_t>(header.size());
-  for (auto& [name, place] : impl->places)
+  for (auto& [name, place] : impl->places) {
     place.begin += data;
+  }
   impl->bytes = Align(data + end);
   FMOE_ASSIGN_OR_RETURN(impl->file, platform::OutputFile::Create(path));
   FMOE_RETURN_IF_ERROR(impl->file->Resize(impl->bytes));
@@ -139,8 +148,9 @@ Result<std::unique_ptr<GgufWriter>> GgufWriter::Create(const std::string& path,
 
 Status GgufWriter::Write(std::string_view name, int64_t part, std::span<const std::byte> bytes) {
   const auto found = impl_->places.find(name);
-  if (found == impl_->places.end())
+  if (found == impl_->places.end()) {
     return Status::Usage("no such tensor was announced").WithTensor(std::string(name));
+  }
   Impl::Place& place = found->second;
   if (part < 0 || part >= static_cast<int64_t>(place.written.size()) ||
       static_cast<int64_t>(bytes.size()) != place.part_bytes || place.written[static_cast<size_t>(part)]) {
@@ -155,8 +165,9 @@ Status GgufWriter::Write(std::string_view name, int64_t part, std::span<const st
 
 Status GgufWriter::Finish() {
   for (const auto& [name, place] : impl_->places) {
-    if (std::find(place.written.begin(), place.written.end(), false) != place.written.end())
+    if (std::find(place.written.begin(), place.written.end(), false) != place.written.end()) {
       return Status::Usage("not all of the tensor was written").WithTensor(name);
+    }
   }
   return impl_->file->Commit();
 }
@@ -175,8 +186,9 @@ void SplitHalves(const std::byte* pairs, int64_t group, std::byte* out) {
     const auto byte = std::to_integer<uint32_t>(pairs[j / 2]);
     return j % 2 == 0 ? byte & 15U : byte >> 4;
   };
-  for (int64_t j = 0; j < half; ++j)
+  for (int64_t j = 0; j < half; ++j) {
     out[j] = static_cast<std::byte>(code(j) | code(j + half) << 4);
+  }
 }
 
 void EncodeBlock(uint32_t type, const std::byte* codes, const std::byte* scales, std::byte* out) {
@@ -187,8 +199,9 @@ void EncodeBlock(uint32_t type, const std::byte* codes, const std::byte* scales,
       return;
     case kGgufQ8_0:
       std::memcpy(out, scales, 2);
-      for (int64_t j = 0; j < 32; ++j)
+      for (int64_t j = 0; j < 32; ++j) {
         out[2 + j] = codes[j] ^ std::byte{0x80};
+      }
       return;
     case kGgufMxfp4:
       out[0] = scales[0];
@@ -196,8 +209,9 @@ void EncodeBlock(uint32_t type, const std::byte* codes, const std::byte* scales,
       return;
     default:  // NVFP4
       std::memcpy(out, scales, 4);
-      for (int64_t group = 0; group < 4; ++group)
+      for (int64_t group = 0; group < 4; ++group) {
         SplitHalves(codes + group * 8, 16, out + 4 + group * 8);
+      }
       return;
   }
 }
@@ -218,8 +232,9 @@ WeightFormat FormatOfBlocks(const BlockType& type) {
       return Nvfp4(16);
     default: {
       WeightFormat format;
-      if (type.parts.size() == 1 && type.parts.front().decode == nullptr)
+      if (type.parts.size() == 1 && type.parts.front().decode == nullptr) {
         format.element = type.parts.front().dtype;
+      }
       return format;
     }
   }
@@ -227,8 +242,9 @@ WeightFormat FormatOfBlocks(const BlockType& type) {
 
 Result<Tensor> EncodeBlocks(const BlockType& type, const CanonicalMatrix& matrix) {
   const WeightFormat wanted = FormatOfBlocks(type);
-  if (!(matrix.format == wanted) || (type.elements == 1 && wanted.quantized()))
+  if (!(matrix.format == wanted) || (type.elements == 1 && wanted.quantized())) {
     return Status::Unsupported(fmt::format("{} does not hold {}", type.name, Describe(matrix.format)));
+  }
   if (matrix.cols % type.elements != 0) {
     return Status::Unsupported(fmt::format("{} columns are no multiple of {}, which {} needs", matrix.cols,
                                            type.elements, type.name));

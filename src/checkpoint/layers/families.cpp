@@ -48,8 +48,9 @@ std::span<const Family> FamilyTable() {
 const Family* FindFamily(std::string_view model_type) {
   for (const Family& family : kFamilies) {
     const auto types = SplitWords(family.model_types);
-    if (std::find(types.begin(), types.end(), model_type) != types.end())
+    if (std::find(types.begin(), types.end(), model_type) != types.end()) {
       return &family;
+    }
   }
   return nullptr;
 }

@@ -82,8 +82,9 @@ constexpr std::string_view kHashTables = "gate.tid2eid";
 std::optional<std::string_view> WeightSuffix(const TensorStore& store, const std::string& base) {
   for (const std::string_view suffix : kWeightSuffixes) {
     const TensorInfo* info = store.Find(base + std::string(suffix));
-    if (info != nullptr)
+    if (info != nullptr) {
       return suffix;
+    }
   }
   return std::nullopt;
 }
@@ -115,30 +116,37 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
     const bool gated = !names.gate.empty() || names.joins_gate_up();
     std::optional<std::string_view> suffix, gate_suffix;
     for (const int64_t expert : {0, 1}) {
-      if (!gate_suffix && gated)
+      if (!gate_suffix && gated) {
         gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
-      if (!suffix)
+      }
+      if (!suffix) {
         suffix = WeightSuffix(store, names.Down(expert));
-      if (!suffix)
+      }
+      if (!suffix) {
         suffix = WeightSuffix(store, names.Up(expert));
+      }
     }
-    if (gated)
+    if (gated) {
       suffix = gate_suffix;
-    if (!suffix)
+    }
+    if (!suffix) {
       continue;
+    }
     names.weight_suffix = suffix->empty() ? "" : ".weight";
     return names;
   }
   for (const FusedSpelling& spelling : kFused) {
     const std::string up = block + std::string(spelling.up);
     const auto suffix = WeightSuffix(store, up);
-    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened))
+    if (!suffix || !IsStack(store, up + std::string(*suffix), spelling.flattened)) {
       continue;
+    }
     ExpertNames names;
     names.form = spelling.form;
     names.gate = spelling.gate.empty() ? "" : block + std::string(spelling.gate);
-    if (!names.gate.empty() && !WeightSuffix(store, names.gate))
+    if (!names.gate.empty() && !WeightSuffix(store, names.gate)) {
       continue;
+    }
     names.up = up;
     names.down = block + std::string(spelling.down);
     names.weight_suffix = suffix->starts_with(".weight") ? ".weight" : "";
@@ -153,8 +161,9 @@ std::string FirstPresent(const TensorStore& store, const std::string& block, std
   for (const std::string_view list : {family, common}) {
     for (const std::string_view word : SplitWords(list)) {
       std::string name = block + std::string(word);
-      if (store.Has(name))
+      if (store.Has(name)) {
         return name;
+      }
     }
   }
   return "";
@@ -174,8 +183,9 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
         // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
         const bool whole = gated || fused || !family.activation.gated;
         const TensorInfo* rows = store.Find(stem + std::string(spelling.up) + ".weight");
-        if (rows != nullptr && rows->shape.rank() == 2 && rows->shape[0] == 0)
+        if (rows != nullptr && rows->shape.rank() == 2 && rows->shape[0] == 0) {
           continue;  // transformers writes these where the configuration asks for no shared experts
+        }
         const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
         if (whole ? !WeightSuffix(store, telling) : !WeightSuffix(store, stem + "up_proj")) {
           continue;
@@ -195,8 +205,9 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
 bool IsForeign(std::string_view prefix) {
   for (const std::string_view word : {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder",
                                       "code2wav", "speech", "resampler", "eagle"}) {
-    if (prefix.find(word) != std::string_view::npos)
+    if (prefix.find(word) != std::string_view::npos) {
       return true;
+    }
   }
   return false;
 }
@@ -205,8 +216,9 @@ bool IsForeign(std::string_view prefix) {
 std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
   for (const std::string_view word : {"layers.", "blocks.", "block.", "h.", "layer.", "blk."}) {
     for (size_t at = name.find(word); at != std::string_view::npos; at = name.find(word, at + 1)) {
-      if (at != 0 && name[at - 1] != '.')
+      if (at != 0 && name[at - 1] != '.') {
         continue;
+      }
       const size_t digits = at + word.size();
       int64_t layer = 0;
       const char* end = name.data() + name.size();
@@ -244,18 +256,21 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
     const std::string_view name = info.name;
     const bool expert = name.find("expert") != std::string_view::npos;
     if (!last.empty() && name.starts_with(last)) {
-      if (current != nullptr)
+      if (current != nullptr) {
         current->has_experts |= expert;
+      }
       continue;
     }
     const auto end = LayerEnd(name);
-    if (!end)
+    if (!end) {
       continue;
+    }
     current = nullptr;
     last = name.substr(0, end->first);
     const std::string_view stem = last.substr(0, last.size() - 1 - std::to_string(end->second).size());
-    if (IsForeign(stem))
+    if (IsForeign(stem)) {
       continue;
+    }
     current = &by_stem[std::string(stem)];
     current->layers.emplace(end->second, std::string(last));
     current->has_experts |= expert;
@@ -264,30 +279,34 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
   const Stack* best = nullptr;
   for (const auto& [stem, stack] : by_stem) {
     const auto rank = [](const Stack& one) { return std::make_pair(one.has_experts, one.layers.size()); };
-    if (best == nullptr || rank(stack) > rank(*best))
+    if (best == nullptr || rank(stack) > rank(*best)) {
       best = &stack;
+    }
   }
   return best == nullptr ? std::map<int64_t, std::string>() : best->layers;
 }
 
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
                                          const std::string& prefix) {
-  if (store.is_gguf())
+  if (store.is_gguf()) {
     return FindGgufLayerNames(store, prefix);
+  }
   for (const std::string_view list : {family.blocks, kCommonBlocks}) {
     for (const std::string_view word : SplitWords(list)) {
       LayerNames names;
       names.prefix = prefix;
       names.block = word == "." ? prefix : prefix + std::string(word) + ".";
       const auto experts = FindExperts(store, names.block);
-      if (!experts)
+      if (!experts) {
         continue;
+      }
       names.experts = *experts;
       names.router = FirstPresent(store, names.block, family.router, kCommonRouters);
       names.correction_bias = FirstPresent(store, names.block, family.correction_bias, kCorrectionBiases);
       names.router_bias = FirstPresent(store, names.block, "", kRouterBiases);
-      if (names.router_bias == names.correction_bias)
+      if (names.router_bias == names.correction_bias) {
         names.router_bias.clear();
+      }
       names.hash_table = FirstPresent(store, names.block, "", kHashTables);
       names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
       FindShared(store, family, &names);

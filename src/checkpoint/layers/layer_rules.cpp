@@ -23,17 +23,22 @@ constexpr std::string_view kActivationKeys =
     "mlp_hidden_act hidden_act hidden_activation activation_function ffn_config.ffn_act_fn.name";
 
 Result<ScoreFunction> ResolveScore(const ModelConfig& config, const FamilyRouting& routing) {
-  if (routing.ignore_score_key)
+  if (routing.ignore_score_key) {
     return routing.score;
+  }
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kScoreKeys));
-  if (!word)
+  if (!word) {
     return routing.score;
-  if (*word == "softmax")
+  }
+  if (*word == "softmax") {
     return ScoreFunction::kSoftmax;
-  if (*word == "sigmoid")
+  }
+  if (*word == "sigmoid") {
     return ScoreFunction::kSigmoid;
-  if (*word == "sqrtsoftplus")
+  }
+  if (*word == "sqrtsoftplus") {
     return ScoreFunction::kSqrtSoftplus;
+  }
   return Status::Unsupported(
              fmt::format("router scores by '{}' are not supported; softmax, sigmoid and sqrtsoftplus are",
                          *word))
@@ -46,16 +51,20 @@ RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
     case ScoreFunction::kSqrtSoftplus:
       return RoutingMethod::kDeepseekV4;
     case ScoreFunction::kSigmoid:
-      if (has_bias)
+      if (has_bias) {
         return RoutingMethod::kDeepSeekV3;
-      if (grouped)
+      }
+      if (grouped) {
         return RoutingMethod::kGroupedTopK;
+      }
       return routing.renormalize ? RoutingMethod::kSigmoidRenorm : RoutingMethod::kSigmoid;
     case ScoreFunction::kSoftmax:
-      if (has_bias)
+      if (has_bias) {
         return RoutingMethod::kSoftmaxBias;
-      if (grouped)
+      }
+      if (grouped) {
         return RoutingMethod::kGroupedTopK;
+      }
       return routing.renormalize ? RoutingMethod::kRenormalize : RoutingMethod::kDefault;
   }
   return RoutingMethod::kUnspecified;
@@ -63,8 +72,9 @@ RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
 
 Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& config) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kActivationKeys));
-  if (!word)
+  if (!word) {
     return std::optional<ActivationKind>();
+  }
   const std::optional<ActivationKind> kind = ParseActivation(*word);
   if (!kind) {
     return Status::Unsupported(fmt::format("the activation '{}' is not supported", *word))
@@ -75,8 +85,9 @@ Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& co
 
 // A swiglustep that clamps nothing is silu.
 ActivationSpec WithoutLimit(ActivationSpec spec) {
-  if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F)
+  if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F) {
     spec.kind = ActivationKind::kSilu;
+  }
   return spec;
 }
 
@@ -111,8 +122,9 @@ Status ResolveGroups(const ModelConfig& config, RoutingConfig& routing) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
   routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
   routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
-  if (how == "greedy")
+  if (how == "greedy") {
     routing.num_groups = routing.topk_groups = 1;
+  }
   if (routing.topk_groups > routing.num_groups) {
     return Status::BadInput(fmt::format("'topk_group' is {}, but there are {} groups", routing.topk_groups,
                                         routing.num_groups))
@@ -139,8 +151,9 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
   if (!has_gate && !row.gated) {
     const std::optional<ActivationKind> ungated =
         ParseActivation(std::string(ActivationName(spec.kind)) + "_no_mul");
-    if (ungated)
+    if (ungated) {
       spec.kind = *ungated;
+    }
   }
   if (spec.gated() && !has_gate && row.gated) {
     return Status::BadInput(
@@ -160,10 +173,12 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
                           config.Number("swiglu_limit swiglu_limits", layer));
-    if (alpha)
+    if (alpha) {
       spec.alpha = static_cast<float>(*alpha);
-    if (limit)
+    }
+    if (limit) {
       spec.limit = static_cast<float>(*limit);
+    }
     if (spec.limit < 0.0F) {
       return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
           .WithFile(config.path());
@@ -198,16 +213,18 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   FMOE_ASSIGN_OR_RETURN(routing.top_k, config.RequiredInteger(kTopKKeys, layer, 1, kMaxTopK));
   FMOE_ASSIGN_OR_RETURN(routing.score, ResolveScore(config, row));
   FMOE_ASSIGN_OR_RETURN(routing.renormalize, ResolveRenormalize(config, row, routing.score));
-  if (!row.ignore_groups)
+  if (!row.ignore_groups) {
     FMOE_RETURN_IF_ERROR(ResolveGroups(config, routing));
+  }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
   routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,
                         config.Number("router_logit_softcapping moe_router_logit_softcapping", -1));
   routing.logit_softcap = softcap ? static_cast<float>(*softcap) : row.softcap;
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> jitter, config.Number("router_jitter_noise", -1));
-  if (jitter && row.method == RoutingMethod::kSparseMixer)
+  if (jitter && row.method == RoutingMethod::kSparseMixer) {
     routing.jitter = static_cast<float>(*jitter);
+  }
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> zero_experts,
                         config.Integer("zero_expert_num", -1, 0, kMaxRoutedExperts));
   routing.num_zero_experts = zero_experts.value_or(0);
@@ -219,8 +236,9 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
       (row.method == RoutingMethod::kDeepSeekV3 && routing.score != ScoreFunction::kSigmoid)) {
     routing.method = DeriveMethod(routing, has_correction_bias);
   }
-  if (row.groups_by_two && routing.num_groups > 1)
+  if (row.groups_by_two && routing.num_groups > 1) {
     routing.method = RoutingMethod::kGroupedTopK;  // with a bias, of zeros: ResolveLayer
+  }
   return routing;
 }
 

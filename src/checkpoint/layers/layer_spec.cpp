@@ -35,8 +35,9 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   // GGUF and MLX have one order for all architectures. Families that join gate and up, in whatever order,
   // never store them apart themselves.
   const bool apart = names.experts.form == ExpertForm::kStacked && !names.experts.flattened;
-  if ((store.is_gguf() || apart) && !forced)
+  if ((store.is_gguf() || apart) && !forced) {
     return FusedAxes{};
+  }
   FusedAxes axes;
   axes.in_out = !names.experts.per_expert() &&
                 (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);
@@ -48,10 +49,12 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
     axes.in_out = up->shape[2] == out && up->shape[1] != out;
   }
   // MXFP4 blocks lie along the input, whatever the axes of the unquantized form.
-  if (up == nullptr && (store.Has(names.experts.up + "_blocks") || store.Has(names.experts.up + ".blocks")))
+  if (up == nullptr && (store.Has(names.experts.up + "_blocks") || store.Has(names.experts.up + ".blocks"))) {
     axes.in_out = false;
-  if (forced)
+  }
+  if (forced) {
     axes = *forced;
+  }
   return axes;
 }
 
@@ -61,18 +64,22 @@ Status CheckOddities(const ModelConfig& config) {
     return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
         .WithFile(config.path());
   };
-  if (config.Find("moe_latent_size") != nullptr)
+  if (config.Find("moe_latent_size") != nullptr) {
     return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
+  }
   if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
-      value != nullptr && value->boolean())
+      value != nullptr && value->boolean()) {
     return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
+  }
   const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
-  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0))
+  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0)) {
     return refuse("ffn_config.moe_normalize_expert_weights",
                   "router weights are normalized to a sum of 1, or not at all");
+  }
   const JsonValue* zero = config.Find("zero_expert_type");
-  if (zero != nullptr && zero->string() != "identity")
+  if (zero != nullptr && zero->string() != "identity") {
     return refuse("zero_expert_type", "experts without weights add their weighted input (\"identity\")");
+  }
   return Status::Ok();
 }
 
@@ -101,8 +108,9 @@ Status CheckHalves(const TensorStore& store, const ModelConfig& config, const La
 // did not take apart (JetMoE, Longcat); bitsandbytes such parameters and the routers of some models.
 bool KeepsPlain(std::string_view producer, const TensorInfo& info) {
   const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
-  if (producer == "compressed-tensors" || producer == "quark")
+  if (producer == "compressed-tensors" || producer == "quark") {
     return plain && info.shape.rank() >= 3;
+  }
   return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
 }
 
@@ -123,10 +131,12 @@ std::string PresentOf(const TensorStore& store, const std::string& base) {
 Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
   const RoutingConfig& routing = moe.routing;
   const auto wrong = [&](const std::string& what) { return Status::BadInput(what).WithFile(config.path()); };
-  if (routing.top_k > moe.num_experts + routing.num_zero_experts)
+  if (routing.top_k > moe.num_experts + routing.num_zero_experts) {
     return wrong(fmt::format("each token takes {} experts of {}", routing.top_k, moe.num_experts));
-  if (moe.num_experts % routing.num_groups != 0)
+  }
+  if (moe.num_experts % routing.num_groups != 0) {
     return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
+  }
   if (routing.method == RoutingMethod::kSparseMixer && routing.top_k != 2) {
     return Status::Unsupported(
                fmt::format(
@@ -161,8 +171,9 @@ Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec&
 }  // namespace
 
 Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text) {
-  if (text.empty())
+  if (text.empty()) {
     return std::optional<FusedAxes>();
+  }
   FusedAxes axes;
   for (const std::string_view word : SplitWords(text, ',')) {
     if (word == "in_out" || word == "out_in") {
@@ -193,8 +204,9 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     };
     format.scale =
         first({".weight_scale_inv", ".scale_inv", ".scale", ".weight_scale", ".qscale_weight"}, format.scale);
-    if (!format.input_scale.empty())
+    if (!format.input_scale.empty()) {
       format.input_scale = first({".input_scale", ".activation_scale", ".qscale_act"}, format.input_scale);
+    }
   }
   if (const TensorInfo* info = store.Find(base + weight_suffix);
       info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {
@@ -210,8 +222,10 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
   if (format.input_scale_optional && !has(format.input_scale)) {
     format.LeaveInputsAlone();
   }
-  if (has(format.codes) || (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1)))))
+  if (has(format.codes) ||
+      (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1))))) {
     return format;
+  }
   const std::string present = PresentOf(store, base);
   return store.Blame(
       Status::BadInput(fmt::format("the tensor is missing; {} stores weights there, the checkpoint has {}",
@@ -253,14 +267,16 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   moe.has_router_bias = !spec.names.router_bias.empty();
   FMOE_ASSIGN_OR_RETURN(moe.routing, ResolveRouting(config, family, layer, moe.has_correction_bias));
   // Groups compete by their two largest scores where there is a bias: one of zeros changes nothing else.
-  if (family.routing.groups_by_two && moe.routing.num_groups > 1)
+  if (family.routing.groups_by_two && moe.routing.num_groups > 1) {
     moe.has_correction_bias = true;
+  }
   moe.apply_router_weight_on_input = moe.routing.method == RoutingMethod::kLlama4;
   FMOE_RETURN_IF_ERROR(CheckCounts(config, moe));
   const std::string first_up = experts.Up(0);
   moe.has_bias = !spec.names.output_bias.empty();
-  for (const std::string& name : {first_up, experts.Down(0)})
+  for (const std::string& name : {first_up, experts.Down(0)}) {
     moe.has_bias |= store.Has(name + ".bias") || store.Has(name + "_bias");
+  }
   if (spec.names.router.empty()) {
     return store.Blame(Status::BadInput("the router's weight is missing"),
                        spec.names.block + std::string(SplitWords(family.router)[0]));

@@ -25,8 +25,9 @@ const JsonValue* FindPath(const JsonValue& object, std::string_view key) {
   const JsonValue* value = &object;
   for (const std::string_view part : SplitWords(key, '.')) {
     value = value->Find(part);
-    if (value == nullptr)
+    if (value == nullptr) {
       return nullptr;
+    }
   }
   return value;
 }
@@ -42,8 +43,9 @@ std::vector<std::string_view> SplitWords(std::string_view list, char separator) 
   std::vector<std::string_view> words;
   while (!list.empty()) {
     const size_t end = std::min(list.find(separator), list.size());
-    if (end > 0)
+    if (end > 0) {
       words.push_back(list.substr(0, end));
+    }
     list.remove_prefix(std::min(end + 1, list.size()));
   }
   return words;
@@ -57,10 +59,12 @@ Result<ModelConfig> ModelConfig::Open(const std::string& directory) {
 
 Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) {
   Result<JsonValue> root = JsonValue::Parse(text);
-  if (!root.ok())
+  if (!root.ok()) {
     return std::move(root).status().WithFile(path);
-  if (!root->is_object())
+  }
+  if (!root->is_object()) {
     return Status::BadInput("the configuration is no JSON object").WithFile(path);
+  }
   ModelConfig config;
   config.path_ = std::move(path);
   config.root_ = std::make_shared<const JsonValue>(*std::move(root));
@@ -85,13 +89,15 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
 ModelConfig ModelConfig::ForLayer(int64_t layer) const {
   ModelConfig config = *this;
   const JsonValue* layers = Find("per_layer_config");
-  if (layers == nullptr)
+  if (layers == nullptr) {
     return config;
+  }
   for (const auto& [key, overrides] : layers->members()) {  // keys are numbers, with leading zeros
     int64_t number = -1;
     const auto [end, error] = std::from_chars(key.data(), key.data() + key.size(), number);
-    if (error == std::errc() && end == key.data() + key.size() && number == layer)
+    if (error == std::errc() && end == key.data() + key.size() && number == layer) {
       config.scopes_.insert(config.scopes_.begin(), &overrides);
+    }
   }
   return config;
 }
@@ -100,17 +106,20 @@ const JsonValue* ModelConfig::Find(std::string_view keys, std::string_view* foun
   const auto search = [&](const JsonValue& scope) -> const JsonValue* {
     for (const std::string_view key : SplitWords(keys)) {
       const JsonValue* value = FindPath(scope, key);
-      if (value == nullptr)
+      if (value == nullptr) {
         continue;
-      if (found != nullptr)
+      }
+      if (found != nullptr) {
         *found = key;
+      }
       return value;
     }
     return nullptr;
   };
   for (const JsonValue* scope : scopes_) {
-    if (const JsonValue* value = search(*scope))
+    if (const JsonValue* value = search(*scope)) {
       return value;
+    }
   }
   return nullptr;
 }
@@ -124,8 +133,9 @@ Result<std::optional<int64_t>> ModelConfig::Integer(std::string_view keys, int64
                                                     int64_t high) const {
   std::string_view key;
   const JsonValue* value = Find(keys, &key);
-  if (value == nullptr)
+  if (value == nullptr) {
     return std::optional<int64_t>();
+  }
   if (value->is_array() && layer >= 0) {
     if (layer >= static_cast<int64_t>(value->items().size())) {
       return Wrong(key, *value, fmt::format("an entry for layer {}", layer));
@@ -142,8 +152,9 @@ Result<std::optional<int64_t>> ModelConfig::Integer(std::string_view keys, int64
 Result<int64_t> ModelConfig::RequiredInteger(std::string_view keys, int64_t layer, int64_t low,
                                              int64_t high) const {
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> value, Integer(keys, layer, low, high));
-  if (value)
+  if (value) {
     return *value;
+  }
   std::string spellings(keys);
   std::replace(spellings.begin(), spellings.end(), ' ', '|');
   return Status::BadInput(fmt::format("'{}' is missing", spellings)).WithFile(path_);
@@ -152,35 +163,42 @@ Result<int64_t> ModelConfig::RequiredInteger(std::string_view keys, int64_t laye
 Result<std::optional<double>> ModelConfig::Number(std::string_view keys, int64_t layer) const {
   std::string_view key;
   const JsonValue* value = Find(keys, &key);
-  if (value == nullptr)
+  if (value == nullptr) {
     return std::optional<double>();
+  }
   if (value->is_array() && layer >= 0 && layer < static_cast<int64_t>(value->items().size())) {
     value = &value->items()[static_cast<size_t>(layer)];
-    if (value->is_null())
+    if (value->is_null()) {
       return std::optional<double>();
+    }
   }
-  if (!value->is_number() || !std::isfinite(value->number()))
+  if (!value->is_number() || !std::isfinite(value->number())) {
     return Wrong(key, *value, "a finite number");
+  }
   return std::optional<double>(value->number());
 }
 
 Result<std::optional<bool>> ModelConfig::Boolean(std::string_view keys) const {
   std::string_view key;
   const JsonValue* value = Find(keys, &key);
-  if (value == nullptr)
+  if (value == nullptr) {
     return std::optional<bool>();
-  if (!value->is_bool())
+  }
+  if (!value->is_bool()) {
     return Wrong(key, *value, "true or false");
+  }
   return std::optional<bool>(value->boolean());
 }
 
 Result<std::optional<std::string>> ModelConfig::Text(std::string_view keys) const {
   std::string_view key;
   const JsonValue* value = Find(keys, &key);
-  if (value == nullptr)
+  if (value == nullptr) {
     return std::optional<std::string>();
-  if (!value->is_string())
+  }
+  if (!value->is_string()) {
     return Wrong(key, *value, "a string");
+  }
   return std::optional<std::string>(value->string());
 }
 
@@ -197,8 +215,9 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
   for (const std::string_view key :
        {"mlp_layer_types", "layers_block_type", "is_moe_layer", "moe_layer_freq", "moe_layers_enum"}) {
     const JsonValue* list = Find(key);
-    if (list == nullptr || !list->is_array() || layer >= static_cast<int64_t>(list->items().size()))
+    if (list == nullptr || !list->is_array() || layer >= static_cast<int64_t>(list->items().size())) {
       continue;
+    }
     const JsonValue& entry = list->items()[static_cast<size_t>(layer)];
     if (entry.is_string()) {
       // Granite's layers_block_type speaks of mamba and attention alone: there every layer has experts.
@@ -206,20 +225,24 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
           std::any_of(list->items().begin(), list->items().end(), [](const JsonValue& item) {
             return item.string().find("moe") != std::string::npos || item.string() == "sparse";
           });
-      if (!names_moe)
+      if (!names_moe) {
         continue;
+      }
       return entry.string() == "sparse" || entry.string().find("moe") != std::string::npos;
     }
-    if (entry.is_bool())
+    if (entry.is_bool()) {
       return entry.boolean();
-    if (entry.is_number())
+    }
+    if (entry.is_number()) {
       return entry.number() != 0.0;
+    }
   }
   if (const JsonValue* pattern = Find("hybrid_override_pattern");
       pattern != nullptr && pattern->is_string()) {
     const std::string& letters = pattern->string();
-    if (layer < static_cast<int64_t>(letters.size()))
+    if (layer < static_cast<int64_t>(letters.size())) {
       return letters[static_cast<size_t>(layer)] == 'E';
+    }
   }
   if (const JsonValue* layers = Find("moe_layers");
       layers != nullptr && layers->is_array() && !layers->items().empty()) {
@@ -247,10 +270,12 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
 DType ModelConfig::ComputeType() const {
   const JsonValue* value = Find("torch_dtype dtype");
   const std::string name = value == nullptr ? std::string() : value->string();
-  if (name.ends_with("float32"))
+  if (name.ends_with("float32")) {
     return DType::kF32;
-  if (name.ends_with("float16") && !name.ends_with("bfloat16"))
+  }
+  if (name.ends_with("float16") && !name.ends_with("bfloat16")) {
     return DType::kF16;
+  }
   return DType::kBF16;
 }
 

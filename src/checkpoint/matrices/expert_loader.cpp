@@ -31,8 +31,9 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
     place.part = projection == Projection::kGate ? 0 : 1;
     place.interleaved = spec.axes.interleaved;
   }
-  if (names.per_expert())
+  if (names.per_expert()) {
     return located;
+  }
   place.item = expert;
   place.num_items = spec.config.num_experts;
   place.spare_items = spec.config.routing.num_zero_experts;
@@ -41,8 +42,9 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
 }
 
 std::vector<Projection> Projections(const LayerContext& context) {
-  if (context.spec.config.activation.gated())
+  if (context.spec.config.activation.gated()) {
     return {Projection::kGate, Projection::kUp, Projection::kDown};
+  }
   return {Projection::kUp, Projection::kDown};
 }
 
@@ -51,8 +53,9 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& lo
   FMOE_ASSIGN_OR_RETURN(LinearFormat format,
                         FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
   GroupShape& block = format.weight.block;
-  if (!format.weight.has_block_scale())
+  if (!format.weight.has_block_scale()) {
     return format;
+  }
   // ModelOpt quantizes fused experts [E, in, out] as they lie; of all formats, NVFP4 alone is turned first.
   const bool turned = format.weight.block_scale_dtype == DType::kF8E4M3 &&
                       format.activation.element != std::optional(DType::kF8E4M3);
@@ -73,8 +76,9 @@ namespace {
 
 Result<Scheme> SchemeAt(const LayerContext& context, const std::string& base, const LinearFormat& format) {
   Result<Scheme> scheme = SchemeOf(format);
-  if (!scheme.ok())
+  if (!scheme.ok()) {
     return context.store->Blame(std::move(scheme).status(), base);
+  }
   return scheme;
 }
 
@@ -87,8 +91,9 @@ bool SameScheme(const Scheme& a, const Scheme& b) {
 /// them all.
 void JoinElement(const LayerContext& context, const MatrixPlace& place, std::optional<DType>* element) {
   const TensorInfo* info = context.store->Find(place.base + place.weight_suffix);
-  if (info != nullptr)
+  if (info != nullptr) {
     *element = !*element || *element == info->dtype ? info->dtype : DType::kF32;
+  }
 }
 
 /// To the type of the layer.
@@ -127,10 +132,12 @@ Result<std::pair<int64_t, int64_t>> Share(int64_t intermediate, const ParallelCo
 Result<CanonicalExpert> Slice(CanonicalExpert expert, int64_t intermediate, std::pair<int64_t, int64_t> share,
                               bool first_rank) {
   const auto [begin, end] = share;
-  if (begin == 0 && end == intermediate)
+  if (begin == 0 && end == intermediate) {
     return expert;
-  if (!expert.gate.empty())
+  }
+  if (!expert.gate.empty()) {
     expert.gate = SliceRows(expert.gate, begin, end);
+  }
   expert.up = SliceRows(expert.up, begin, end);
   expert.down = SliceColumns(expert.down, begin, end);
   if (!first_rank && !expert.down.bias.empty()) {
@@ -164,8 +171,9 @@ Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
   FMOE_ASSIGN_OR_RETURN(expert->down.bias, ToF32(stored));
   FMOE_RETURN_IF_ERROR(CheckFinite(context, expert->down.bias, name));
   for (CanonicalMatrix* matrix : {&expert->gate, &expert->up}) {
-    if (matrix->empty())
+    if (matrix->empty()) {
       continue;
+    }
     FMOE_ASSIGN_OR_RETURN(matrix->bias, Tensor::Allocate(DType::kF32, Shape{matrix->rows}));
   }
   return Status::Ok();
@@ -177,8 +185,9 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
     const Located located = Locate(context, expert, projection);
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, located));
     FMOE_ASSIGN_OR_RETURN(const Scheme own, SchemeAt(context, located.place.base, format));
-    if (!SameScheme(own, scheme))
+    if (!SameScheme(own, scheme)) {
       return Different(context, located.place.base, own, scheme);
+    }
     FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
                           ReadMatrix(*context.store, format, located.place, located.rows, located.cols));
     FMOE_RETURN_IF_ERROR(Widen(scheme, &matrix));
@@ -187,16 +196,18 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
                                                             : loaded.down;
     slot = std::move(matrix);
   }
-  if (!context.spec.names.output_bias.empty())
+  if (!context.spec.names.output_bias.empty()) {
     FMOE_RETURN_IF_ERROR(AddOutputBias(context, &loaded));
+  }
   return loaded;
 }
 
 // Per-expert tensors: the last expert must be there, and none behind it.
 Status CheckExpertCount(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
-  if (!names.per_expert())
+  if (!names.per_expert()) {
     return Status::Ok();
+  }
   const int64_t count = context.spec.config.num_experts;
   const std::string beyond = names.Down(count);
   for (const char* suffix : {".weight", ".weight_packed", ".qweight"}) {
@@ -230,8 +241,9 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
     add(Projection::kGate, names.shared_up, 0, 2);
     add(Projection::kUp, names.shared_up, 1, 2);
   } else {
-    if (!names.shared_gate_proj.empty())
+    if (!names.shared_gate_proj.empty()) {
       add(Projection::kGate, names.shared_gate_proj, 0, 1);
+    }
     add(Projection::kUp, names.shared_up, 0, 1);
   }
   add(Projection::kDown, names.shared_down, 0, 1);
@@ -245,15 +257,19 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
     return context.store->Blame(Status::BadInput("the shared experts' tensor is missing or no matrix"), name);
   }
   int64_t out = info->shape[0];
-  if (format.packing == Packing::kGptq)
+  if (format.packing == Packing::kGptq) {
     out = info->shape[1];
-  if (format.packing == Packing::kAwq)
+  }
+  if (format.packing == Packing::kAwq) {
     out = info->shape[1] * 32 / format.bits;
-  if (format.packing == Packing::kRowPairs)
+  }
+  if (format.packing == Packing::kRowPairs) {
     out = info->shape[0] * 2;
+  }
   plan.intermediate = names.shared_fused ? out / 2 : out;
-  if (plan.intermediate < 1)
+  if (plan.intermediate < 1) {
     return context.store->Blame(Status::BadInput(info->shape.ToString() + " has no rows"), name);
+  }
   return plan;
 }
 
@@ -269,15 +285,17 @@ Result<Scheme> RoutedScheme(const LayerContext& context) {
       first = std::move(scheme);
       continue;
     }
-    if (!SameScheme(*first, scheme))
+    if (!SameScheme(*first, scheme)) {
       return Different(context, Locate(context, 0, projection).place.base, scheme, *first);
+    }
   }
   if (!first->weight.quantized()) {
     const bool alone = context.spec.names.experts.per_expert();
     std::optional<DType> element;
     for (int64_t expert = 0; expert < (alone ? context.spec.config.num_experts : 1); ++expert) {
-      for (const Projection projection : Projections(context))
+      for (const Projection projection : Projections(context)) {
         JoinElement(context, Locate(context, expert, projection).place, &element);
+      }
     }
     first->weight.element = element.value_or(first->weight.element);
   }
@@ -312,8 +330,9 @@ Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context,
 }
 
 Result<int64_t> SharedIntermediate(const LayerContext& context) {
-  if (context.spec.names.shared_up.empty())
+  if (context.spec.names.shared_up.empty()) {
     return int64_t{0};
+  }
   FMOE_ASSIGN_OR_RETURN(const SharedPlan plan, PlanShared(context));
   return plan.intermediate;
 }
@@ -327,13 +346,16 @@ Result<Scheme> SharedScheme(const LayerContext& context) {
                           FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
     FMOE_ASSIGN_OR_RETURN(Scheme scheme, SchemeAt(context, place.base, format));
     JoinElement(context, place, &element);
-    if (first && !SameScheme(*first, scheme))
+    if (first && !SameScheme(*first, scheme)) {
       return Different(context, place.base, scheme, *first);
-    if (!first)
+    }
+    if (!first) {
       first = std::move(scheme);
+    }
   }
-  if (!first->weight.quantized())
+  if (!first->weight.quantized()) {
     first->weight.element = element.value_or(first->weight.element);
+  }
   return *std::move(first);
 }
 
@@ -347,8 +369,9 @@ Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
   const bool first_rank = parallel.tp_rank == 0;
   source.load = [context, plan, scheme = source.scheme, share,
                  first_rank](int64_t local) -> Result<CanonicalExpert> {
-    if (local != 0)
+    if (local != 0) {
       return Status::Usage(fmt::format("shared expert {} is asked for; they count as one", local));
+    }
     CanonicalExpert loaded;
     for (const auto& [projection, place] : plan.places) {
       const bool down = projection == Projection::kDown;
@@ -373,16 +396,19 @@ int64_t ExpertBytes(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
   std::vector<std::string> stems;
   for (const std::string& name : {names.gate, names.up, names.down}) {
-    if (!name.empty())
+    if (!name.empty()) {
       stems.push_back(name.substr(0, name.find("{e}")));
+    }
   }
   int64_t bytes = 0;
   for (const TensorInfo& info : context.store->tensors()) {
-    if (!info.name.starts_with(context.spec.names.block))
+    if (!info.name.starts_with(context.spec.names.block)) {
       continue;
+    }
     if (std::any_of(stems.begin(), stems.end(),
-                    [&](const std::string& stem) { return info.name.starts_with(stem); }))
+                    [&](const std::string& stem) { return info.name.starts_with(stem); })) {
       bytes += info.bytes;
+    }
   }
   return bytes;
 }

@@ -37,8 +37,9 @@ Result<std::vector<float>> Scales(const FourBitMatrix& matrix, const FourBitRead
   std::vector<float> scales(static_cast<size_t>(count));
   if (matrix.nested_block == 0) {
     FMOE_ASSIGN_OR_RETURN(const platform::FileBytes stored, read(".absmax", first * 4, count * 4));
-    for (int64_t i = 0; i < count; ++i)
+    for (int64_t i = 0; i < count; ++i) {
       scales[static_cast<size_t>(i)] = FloatAt(stored.data, i);
+    }
   } else {
     const int64_t first_outer = first / matrix.nested_block;
     const int64_t num_outer = (first + count - 1) / matrix.nested_block - first_outer + 1;
@@ -67,8 +68,9 @@ Result<std::vector<float>> Scales(const FourBitMatrix& matrix, const FourBitRead
 
 std::string_view FourBitWeightOf(std::string_view name) {
   for (const std::string_view ending : {".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"}) {
-    if (name.ends_with(ending))
+    if (name.ends_with(ending)) {
       return name.substr(0, name.size() - ending.size());
+    }
   }
   return "";
 }
@@ -96,8 +98,9 @@ Result<FourBitMatrix> ParseFourBitState(std::string_view json) {
   matrix.shape = Shape{side(0), side(1)};
   FMOE_ASSIGN_OR_RETURN(matrix.block, Count(state, "blocksize"));
   const JsonValue* offset = state.Find("nested_offset");
-  if (offset == nullptr && state.Find("nested_blocksize") == nullptr)
+  if (offset == nullptr && state.Find("nested_blocksize") == nullptr) {
     return matrix;
+  }
   FMOE_ASSIGN_OR_RETURN(matrix.nested_block, Count(state, "nested_blocksize"));
   const JsonValue* nested = state.Find("nested_dtype");
   if (nested == nullptr || nested->string() != "float32") {
@@ -117,8 +120,9 @@ Result<platform::FileBytes> ReadFourBit(const FourBitMatrix& matrix, const FourB
   const int64_t width = DTypeBits(matrix.dtype) / 8;
   FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, platform::AllocateBytes(count * width));
   const std::byte* data = memory.get();
-  if (count == 0)
+  if (count == 0) {
     return platform::FileBytes{data, 0, std::move(memory)};
+  }
   const int64_t first_block = first / matrix.block, last_block = (first + count - 1) / matrix.block;
   FMOE_ASSIGN_OR_RETURN(const std::vector<float> scales,
                         Scales(matrix, read, first_block, last_block - first_block + 1));

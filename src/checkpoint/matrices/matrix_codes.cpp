@@ -31,8 +31,9 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
     const bool has_zero_points = !format.zero_point.empty() && tensors.Has(format.zero_point);
     Result<Tensor> unpacked =
         UnpackCodes(format, stored, tensors.rows * tensors.place.parts, tensors.cols, has_zero_points);
-    if (!unpacked.ok())
+    if (!unpacked.ok()) {
       return tensors.store.Blame(std::move(unpacked).status(), name);
+    }
     return tensors.Part(*std::move(unpacked), name, 1);
   }
   // gpt-oss keeps the bytes of a group in an axis of their own.
@@ -40,8 +41,9 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
     const Shape flat{stored.dim(0), stored.dim(1) * stored.dim(2)};
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), flat), stored.owner());
   }
-  if (stored.shape().rank() != 2)
+  if (stored.shape().rank() != 2) {
     return tensors.Wrong(name, stored, "a matrix");
+  }
   const int bits = DTypeBits(element);
   const DType found = stored.dtype();
   const bool packed_bytes = bits < 8 && (found == DType::kU8 || found == DType::kI8);
@@ -58,26 +60,31 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
                                                                    : "BF16, F16 or F32"));
   }
   const bool nibbles = packed_bytes && !widened;
-  if (nibbles)
+  if (nibbles) {
     stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, stored.shape()), stored.owner());
+  }
   if (same && bits < 8) {
     const Shape bytes{stored.dim(0), stored.view().row_bytes()};
     stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, bytes), stored.owner());
   }
-  if (nibbles && format.codes_along_out)
+  if (nibbles && format.codes_along_out) {
     return CodesAlongOut(tensors, format, stored, name);
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor half, tensors.Part(std::move(stored), name, 1));
   const bool in_bytes = nibbles || (same && bits < 8);
   const int64_t width = in_bytes ? PackedBytes(element, tensors.cols) : tensors.cols;
   if (half.dim(0) != tensors.rows || half.dim(1) != width || (in_bytes && tensors.cols * bits % 8 != 0)) {
     return tensors.Wrong(name, half, fmt::format("[{}, {}]", tensors.rows, width));
   }
-  if (widened)
+  if (widened) {
     return PackSigned4(half);
-  if (centered)
+  }
+  if (centered) {
     return AroundMiddle(half);
-  if (!in_bytes)
+  }
+  if (!in_bytes) {
     return half;
+  }
   TensorView view(half.view().data(), element, Shape{tensors.rows, tensors.cols});
   view.set_stride_bytes(0, half.view().stride_bytes(0));
   return Tensor::Borrow(view, half.owner());

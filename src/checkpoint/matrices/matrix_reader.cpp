@@ -18,24 +18,28 @@ namespace {
 
 Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(format.zero_point);
-  if (format.zero_point_optional && !tensors.store.Has(name))
+  if (format.zero_point_optional && !tensors.store.Has(name)) {
     return Status::Ok();
+  }
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.zero_point));
   const int64_t groups = matrix->block_scale.dim(1);
   Result<Tensor> zeros = UnpackZeroPoints(format, stored, tensors.rows * tensors.place.parts, groups);
-  if (!zeros.ok())
+  if (!zeros.ok()) {
     return tensors.store.Blame(std::move(zeros).status(), name);
+  }
   FMOE_ASSIGN_OR_RETURN(matrix->zero_point, tensors.Part(*std::move(zeros), name, 1));
   return Status::Ok();
 }
 
 Status ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(format.group_index);
-  if (!tensors.store.Has(name))
+  if (!tensors.store.Has(name)) {
     return Status::Ok();
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor index, tensors.Load(format.group_index));
-  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{tensors.cols}))
+  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{tensors.cols})) {
     return tensors.Wrong(name, index, fmt::format("I32 [{}]", tensors.cols));
+  }
   // An index in order is the plain grouping, which kernels like better.
   const auto* values = index.view().as<int32_t>();
   const int64_t group = matrix->format.block.col;
@@ -45,8 +49,9 @@ Status ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format, 
     std::memcpy(&value, values + c, sizeof(value));
     plain = value == c / group;
   }
-  if (!plain)
+  if (!plain) {
     matrix->group_index = std::move(index);
+  }
   return Status::Ok();
 }
 
@@ -56,8 +61,9 @@ Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
     return tensors.place.needs_bias ? tensors.store.Load(name).status() : Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(".bias"));
-  if (!IsFloat(stored.dtype()))
+  if (!IsFloat(stored.dtype())) {
     return tensors.Wrong(name, stored, "BF16, F16 or F32");
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor bias, ToF32(stored));
   if (bias.shape().rank() != 1 || bias.dim(0) != tensors.rows * tensors.place.parts) {
     return tensors.Wrong(name, stored, fmt::format("[{}]", tensors.rows * tensors.place.parts));
@@ -69,9 +75,10 @@ Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
   FMOE_ASSIGN_OR_RETURN(Tensor half, Tensor::Allocate(DType::kF32, Shape{tensors.rows}));
   const auto* from = bias.view().as<float>();
   auto* to = half.mutable_view().as<float>();
-  for (int64_t r = 0; r < tensors.rows; ++r)
+  for (int64_t r = 0; r < tensors.rows; ++r) {
     to[r] = tensors.place.interleaved ? from[2 * r + tensors.place.part]
                                       : from[tensors.place.part * tensors.rows + r];
+  }
   matrix->bias = std::move(half);
   return Status::Ok();
 }
@@ -79,8 +86,9 @@ Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
 Status CheckShapeTensor(const MatrixTensors& tensors, const LinearFormat& format) {
   const std::string name = tensors.NameOf(format.shape);
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.shape));
-  if ((stored.dtype() != DType::kI64 && stored.dtype() != DType::kI32) || stored.shape().count() != 2)
+  if ((stored.dtype() != DType::kI64 && stored.dtype() != DType::kI32) || stored.shape().count() != 2) {
     return tensors.Wrong(name, stored, "I64 or I32 [2]");
+  }
   int64_t shape[2] = {0, 0};
   if (stored.dtype() == DType::kI64) {
     std::memcpy(shape, stored.view().data(), sizeof(shape));
@@ -89,8 +97,9 @@ Status CheckShapeTensor(const MatrixTensors& tensors, const LinearFormat& format
     std::memcpy(narrow, stored.view().data(), sizeof(narrow));
     std::copy(std::begin(narrow), std::end(narrow), shape);
   }
-  if (shape[0] == tensors.rows * tensors.place.parts && shape[1] == tensors.cols)
+  if (shape[0] == tensors.rows * tensors.place.parts && shape[1] == tensors.cols) {
     return Status::Ok();
+  }
   return tensors.store.Blame(
       Status::BadInput(fmt::format("says [{}, {}], but the matrix is [{}, {}]", shape[0], shape[1],
                                    tensors.rows * tensors.place.parts, tensors.cols)),
@@ -99,14 +108,17 @@ Status CheckShapeTensor(const MatrixTensors& tensors, const LinearFormat& format
 
 Status CheckRowMajor(const MatrixTensors& tensors, const LinearFormat& format) {
   const std::string name = tensors.NameOf(format.row_major);
-  if (!tensors.store.Has(name))
+  if (!tensors.store.Has(name)) {
     return Status::Ok();
+  }
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.row_major));
-  if (stored.dtype() != DType::kU8 || stored.shape().count() != 1)
+  if (stored.dtype() != DType::kU8 || stored.shape().count() != 1) {
     return tensors.Wrong(name, stored, "one U8");
+  }
   const int layout = std::to_integer<int>(*stored.view().data());
-  if (layout == 0)
+  if (layout == 0) {
     return Status::Ok();
+  }
   return tensors.store.Blame(
       Status::Unsupported(fmt::format("codes in layout {} are not supported; 0, row by row, is", layout)),
       name);
@@ -126,8 +138,9 @@ Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Stat
       {"pre_quant_scale", format.pre_quant_scale},
       {"bias", ".bias"}};
   for (const auto& [field, suffix] : fields) {
-    if (message.starts_with(field))
+    if (message.starts_with(field)) {
       return tensors.store.Blame(std::move(status), tensors.NameOf(suffix));
+    }
   }
   return tensors.store.Blame(std::move(status), tensors.NameOf(format.codes));
 }
@@ -142,22 +155,28 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   matrix.cols = cols;
   matrix.format = format.weight;
   FMOE_ASSIGN_OR_RETURN(matrix.codes, ReadCodes(tensors, format));
-  if (!format.quantized())
+  if (!format.quantized()) {
     matrix.format.element = matrix.codes.dtype();
-  if (!format.shape.empty())
+  }
+  if (!format.shape.empty()) {
     FMOE_RETURN_IF_ERROR(CheckShapeTensor(tensors, format));
-  if (!format.row_major.empty())
+  }
+  if (!format.row_major.empty()) {
     FMOE_RETURN_IF_ERROR(CheckRowMajor(tensors, format));
-  if (!format.scale.empty())
+  }
+  if (!format.scale.empty()) {
     FMOE_RETURN_IF_ERROR(ReadScale(tensors, format, &matrix));
+  }
   if (!format.second_scale.empty()) {
     FMOE_ASSIGN_OR_RETURN(const float stored, tensors.LoadScale(format.second_scale));
     matrix.tensor_scale = (format.reciprocal ? 1.0F / stored : stored) / format.second_scale_divisor;
   }
-  if (!format.zero_point.empty())
+  if (!format.zero_point.empty()) {
     FMOE_RETURN_IF_ERROR(ReadZeroPoints(tensors, format, &matrix));
-  if (!format.group_index.empty())
+  }
+  if (!format.group_index.empty()) {
     FMOE_RETURN_IF_ERROR(ReadGroupIndex(tensors, format, &matrix));
+  }
   if (!format.input_scale.empty() && (!format.input_scale_optional || tensors.Has(format.input_scale))) {
     FMOE_ASSIGN_OR_RETURN(const float stored, tensors.LoadScale(format.input_scale));
     matrix.input_tensor_scale = format.reciprocal ? 1.0F / stored : stored;
@@ -166,12 +185,14 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
     const std::string name = tensors.NameOf(format.pre_quant_scale);
     FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.pre_quant_scale));
     FMOE_ASSIGN_OR_RETURN(matrix.pre_quant_scale, ToF32(stored));
-    if (!(stored.shape() == Shape{cols}))
+    if (!(stored.shape() == Shape{cols})) {
       return tensors.Wrong(name, stored, fmt::format("[{}]", cols));
+    }
   }
   FMOE_RETURN_IF_ERROR(ReadBias(tensors, &matrix));
-  if (Status status = ValidateCanonical(matrix); !status.ok())
+  if (Status status = ValidateCanonical(matrix); !status.ok()) {
     return BlameField(tensors, format, std::move(status));
+  }
   return matrix;
 }
 

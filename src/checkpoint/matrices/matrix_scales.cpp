@@ -20,12 +20,14 @@ namespace {
 Tensor AsMatrix(const Tensor& tensor, bool column) {
   std::vector<int64_t> dims;
   for (const int64_t dim : tensor.shape().dims()) {
-    if (dim != 1)
+    if (dim != 1) {
       dims.push_back(dim);
+    }
   }
   const Shape& stored = tensor.shape();
-  if (stored.rank() == 2)
+  if (stored.rank() == 2) {
     return tensor;
+  }
   Shape shape{1, 1};
   if (stored.rank() == 4 && stored[1] == 1 && stored[3] == 1) {
     shape = Shape{stored[0], stored[2]};
@@ -41,13 +43,15 @@ Tensor AsMatrix(const Tensor& tensor, bool column) {
 
 // F32 scales as they multiply codes. The reciprocal of an infinite one would be a zero like any other.
 Result<Tensor> AsMultipliers(const Tensor& scales, const LinearFormat& format) {
-  if (format.scale_divisor == 1.0F && !format.reciprocal_scale)
+  if (format.scale_divisor == 1.0F && !format.reciprocal_scale) {
     return scales;
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kF32, scales.shape()));
   const auto* from = scales.view().as<float>();
   std::transform(from, from + scales.shape().count(), out.mutable_view().as<float>(), [&](float scale) {
-    if (!format.reciprocal_scale)
+    if (!format.reciprocal_scale) {
       return scale / format.scale_divisor;
+    }
     return std::isfinite(scale) ? 1.0F / scale : std::numeric_limits<float>::quiet_NaN();
   });
   return out;
@@ -95,8 +99,9 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     // [in, out], so that the codes need them that way.
     const Shape blocks{CeilDiv(tensors.cols, block_cols),
                        CeilDiv(tensors.rows * tensors.place.parts, stored_rows)};
-    if (blocks.count() != stored.shape().count())
+    if (blocks.count() != stored.shape().count()) {
       return tensors.Wrong(name, stored, fmt::format("{} blocks", blocks.count()));
+    }
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), blocks), stored.owner());
   }
   if (format.scale_is_in_out) {
@@ -128,8 +133,9 @@ Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const s
     DecodeRow(view.dtype(), view.data() + r * view.stride_bytes(0), 0, view.dim(1), values.data());
     for (int64_t c = 0; c < view.dim(1); ++c) {
       const float value = values[static_cast<size_t>(c)];
-      if (!std::signbit(value) && std::isfinite(value))
+      if (!std::signbit(value) && std::isfinite(value)) {
         continue;
+      }
       return tensors.store.Blame(
           Status::BadInput(
               fmt::format("the scale at [{}, {}] is {}; finite and >= 0 is required", r, c, value)),
@@ -181,8 +187,9 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
     half = Tensor::Borrow(view, half.owner());
     matrix->format.block_scale_dtype = as;
   }
-  if (weight.may_have_zero_point && !format.negative_scales)
+  if (weight.may_have_zero_point && !format.negative_scales) {
     FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
+  }
   matrix->block_scale = std::move(half);
   matrix->scale_row_offset = RowOffset(tensors, BlockRows(weight));
   return Status::Ok();

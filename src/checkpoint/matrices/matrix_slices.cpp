@@ -8,18 +8,21 @@ namespace fusedmoe::checkpoint {
 namespace {
 
 Tensor SliceTensorRows(const Tensor& tensor, int64_t begin, int64_t count) {
-  if (tensor.empty())
+  if (tensor.empty()) {
     return tensor;
+  }
   const TensorView& view = tensor.view();
-  if (view.rank() >= 2)
+  if (view.rank() >= 2) {
     return Tensor::Borrow(view.Rows(begin, count), tensor.owner());
+  }
   const int64_t width = DTypeBits(view.dtype()) / 8;
   return Tensor::Borrow(TensorView(view.data() + begin * width, view.dtype(), Shape{count}), tensor.owner());
 }
 
 Tensor SliceTensorColumns(const Tensor& tensor, int64_t begin, int64_t count) {
-  if (tensor.empty())
+  if (tensor.empty()) {
     return tensor;
+  }
   const TensorView& view = tensor.view();
   TensorView slice(view.data() + begin * DTypeBits(view.dtype()) / 8, view.dtype(),
                    Shape{view.dim(0), count});

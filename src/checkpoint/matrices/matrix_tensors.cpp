@@ -13,22 +13,27 @@ namespace fusedmoe::checkpoint {
 
 std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix) {
   const std::string plain = place.base + std::string(suffix);
-  if (place.weight_suffix == ".weight")
+  if (place.weight_suffix == ".weight") {
     return plain;
+  }
   // Parameters of fused modules are tensors themselves: "gate_up_proj", "gate_up_proj_weight_scale"
   // (ModelOpt), "gate_up_proj_scale_inv" (transformers), "gate_up_proj_scales" (gpt-oss).
-  if (suffix == ".weight")
+  if (suffix == ".weight") {
     return place.base;
+  }
   std::string_view word = suffix;
-  if (word.starts_with('.') || word.starts_with('_'))
+  if (word.starts_with('.') || word.starts_with('_')) {
     word.remove_prefix(1);
+  }
   const std::string with_underscore = place.base + "_" + std::string(word);
-  if (store.Has(with_underscore))
+  if (store.Has(with_underscore)) {
     return with_underscore;
+  }
   if (word.starts_with("weight_")) {
     const std::string shorter = place.base + "_" + std::string(word.substr(7));
-    if (store.Has(shorter))
+    if (store.Has(shorter)) {
       return shorter;
+    }
   }
   return store.Has(plain) ? plain : with_underscore;
 }
@@ -41,11 +46,13 @@ Status MatrixTensors::Wrong(const std::string& name, const Tensor& tensor, std::
 
 Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
   const std::string name = NameOf(suffix);
-  if (place.item < 0)
+  if (place.item < 0) {
     return store.Load(name);
+  }
   const TensorInfo* info = store.Find(name);
-  if (info == nullptr)
+  if (info == nullptr) {
     return store.Load(name);  // the error that names it
+  }
   if (place.flattened) {
     const int64_t length = info->shape.rank() == 2 ? info->shape[0] : 0;
     if (length == 0 || length % place.num_items != 0) {
@@ -68,19 +75,23 @@ Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
 }
 
 Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64_t block) const {
-  if (tensor.shape().rank() != 2)
+  if (tensor.shape().rank() != 2) {
     return Wrong(name, tensor, "a matrix");
+  }
   if (place.in_out) {
     FMOE_ASSIGN_OR_RETURN(tensor, Transpose(tensor));
   }
-  if (place.parts == 1)
+  if (place.parts == 1) {
     return tensor;
+  }
   const TensorView view = tensor.view();
   if (place.interleaved) {
-    if (block != 1)
+    if (block != 1) {
       return tensor;  // blocks hold rows of both
-    if (view.dim(0) % 2 != 0)
+    }
+    if (view.dim(0) % 2 != 0) {
       return Wrong(name, tensor, "an even number of rows, alternating gate and up");
+    }
     TensorView half(view.data() + place.part * view.stride_bytes(0), view.dtype(),
                     Shape{view.dim(0) / 2, view.dim(1)});
     half.set_stride_bytes(0, 2 * view.stride_bytes(0));
@@ -88,8 +99,9 @@ Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64
   }
   const int64_t first = place.part * rows / block;
   const int64_t count = CeilDiv((place.part + 1) * rows, block) - first;
-  if (view.dim(0) != CeilDiv(2 * rows, block))
+  if (view.dim(0) != CeilDiv(2 * rows, block)) {
     return Wrong(name, tensor, fmt::format("{} rows", CeilDiv(2 * rows, block)));
+  }
   return Tensor::Borrow(view.Rows(first, count), tensor.owner());
 }
 
@@ -116,8 +128,9 @@ Result<float> MatrixTensors::LoadScale(std::string_view suffix) const {
 }
 
 Result<Tensor> ToF32(const Tensor& tensor) {
-  if (tensor.dtype() == DType::kF32 && tensor.view().dense())
+  if (tensor.dtype() == DType::kF32 && tensor.view().dense()) {
     return tensor;
+  }
   if (!IsFloat(tensor.dtype())) {
     return Status::BadInput(fmt::format("{}; a float type is needed", DTypeName(tensor.dtype())));
   }

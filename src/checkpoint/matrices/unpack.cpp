@@ -50,8 +50,9 @@ uint32_t Field(const Word& word_at, int64_t index, int bits) {
   const int64_t first_bit = index * bits;
   const int64_t word = first_bit / 32, shift = first_bit % 32;
   uint32_t field = word_at(word) >> shift;
-  if (shift + bits > 32)
+  if (shift + bits > 32) {
     field |= word_at(word + 1) << (32 - shift);
+  }
   return field & ((uint32_t{1} << bits) - 1);
 }
 
@@ -80,8 +81,9 @@ uint32_t GptqField(const LinearFormat& format, const Word& word_at, int64_t inde
 
 // Planes are of 32 fields each.
 Status CheckPlanes(const LinearFormat& format, int64_t fields) {
-  if (!format.planes || fields % 32 == 0)
+  if (!format.planes || fields % 32 == 0) {
     return Status::Ok();
+  }
   return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of 32 is needed", fields));
 }
 
@@ -257,8 +259,9 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
   const int bits = format.bits;
   const Shape wanted = format.packing == Packing::kBits ? Shape{StreamWords(rows, bits), groups}
                                                         : Shape{groups, StreamWords(rows, bits)};
-  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted))
+  if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted)) {
     return WrongStorage(stored, DType::kI32, wanted);
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
   auto* to = out.mutable_view().as<uint8_t>();
   const Words word(stored);
@@ -276,8 +279,9 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
             format, [&](int64_t w) { return word(g, w); }, r);
       }
       // Unpacked first: one added to the whole word would carry into the next field.
-      if (format.zero_plus_one)
+      if (format.zero_plus_one) {
         zero = (zero + 1) & mask;
+      }
       to[r * groups + g] = static_cast<uint8_t>(zero ^ flip);
     }
   }

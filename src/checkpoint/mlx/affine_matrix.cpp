@@ -15,8 +15,9 @@ namespace {
 uint32_t CodeAt(const std::byte* row, int64_t bytes, int64_t index, int bits) {
   const int64_t first_bit = index * bits, first = first_bit / 8;
   uint32_t pair = std::to_integer<uint32_t>(row[first]);
-  if (first + 1 < bytes)
+  if (first + 1 < bytes) {
     pair |= std::to_integer<uint32_t>(row[first + 1]) << 8;
+  }
   return pair >> (first_bit % 8) & ((uint32_t{1} << bits) - 1);
 }
 

@@ -24,12 +24,14 @@ Result<int64_t> Group(const JsonValue& spec, std::optional<int64_t> fallback, co
 Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) {
   const int rank = matrix.shape.rank();
   bool same_rows = rank == scales.shape.rank() && (rank == 2 || rank == 3);
-  for (int axis = 0; same_rows && axis + 1 < rank; ++axis)
+  for (int axis = 0; same_rows && axis + 1 < rank; ++axis) {
     same_rows = matrix.shape[axis] == scales.shape[axis];
+  }
   const int64_t words = same_rows ? matrix.shape[rank - 1] : 0;
   const int64_t num_groups = same_rows ? scales.shape[rank - 1] : 0;
-  if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0)
+  if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0) {
     return Status::BadInput(fmt::format("words {} do not fit scales", matrix.shape.ToString()));
+  }
   return words * 32 / num_groups;
 }
 
@@ -79,12 +81,14 @@ Status TensorStore::FoldMlx(const MlxGroups& groups) {
   std::vector<std::pair<TensorInfo, Place>> unit_scales;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     TensorInfo& scales = tensors_[i];
-    if (!scales.name.ends_with(kScales))
+    if (!scales.name.ends_with(kScales)) {
       continue;
+    }
     const std::string module = scales.name.substr(0, scales.name.size() - kScales.size());
     const auto codes = by_name_.find(module + std::string(kWeightSuffix));
-    if (codes == by_name_.end() || tensors_[codes->second].dtype != DType::kU32)
+    if (codes == by_name_.end() || tensors_[codes->second].dtype != DType::kU32) {
       continue;
+    }
     TensorInfo& matrix = tensors_[codes->second];
     const Status listed = IsPlainFloat(scales.dtype)
                               ? FoldAffine(groups.Of(module), codes->second, i, &hidden)
@@ -121,8 +125,9 @@ Status TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales, std::
     return Status::BadInput("biases like the scales are needed");
   }
   const int64_t bits = bits_of_group / group;
-  if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7)
+  if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7) {
     return Status::BadInput(fmt::format("groups of {} would have {} bits each", group, bits_of_group));
+  }
   const AffineMatrix affine{type, static_cast<int>(bits), group, groups[groups.rank() - 1] * group};
   (*hidden)[scales] = (*hidden)[biases->second] = true;
   matrix.dtype = affine.dtype;
@@ -156,8 +161,9 @@ QuantRules MlxRules(std::shared_ptr<const TensorStore> store) {
     LinearFormat format;
     const TensorInfo* codes = store->Find(module + std::string(kWeightSuffix));
     const TensorInfo* scales = store->Find(module + std::string(kScales));
-    if (codes == nullptr || scales == nullptr || codes->dtype == DType::kU32)
+    if (codes == nullptr || scales == nullptr || codes->dtype == DType::kU32) {
       return format;
+    }
     format.scale = kScales;
     if (scales->dtype == DType::kF8E4M3) {
       format.weight = Nvfp4(16);

@@ -17,8 +17,9 @@ constexpr int kUnbounded = -1;
 
 std::bitset<256> Range(int first, int last) {
   std::bitset<256> set;
-  for (int c = first; c <= last; ++c)
+  for (int c = first; c <= last; ++c) {
     set.set(static_cast<size_t>(c));
+  }
   return set;
 }
 
@@ -65,17 +66,22 @@ class PatternCompiler {
 
   Result<Pattern> Compile() {
     Code code;
-    if (text_.size() > kMaxText)
+    if (text_.size() > kMaxText) {
       Fail(fmt::format("{} characters; at most {} are accepted", text_.size(), kMaxText));
-    if (ok())
+    }
+    if (ok()) {
       code = Alternatives(0);
-    if (ok() && at_ < text_.size())
+    }
+    if (ok() && at_ < text_.size()) {
       Fail("a ')' too many");
-    if (!ok())
+    }
+    if (!ok()) {
       return status_;
+    }
     code.push_back({Pattern::Op::kMatch});
-    for (size_t i = 0; i < code.size(); ++i)
+    for (size_t i = 0; i < code.size(); ++i) {
       MakeAbsolute(code[i], static_cast<int32_t>(i));
+    }
     pattern_.program_ = std::move(code);
     pattern_.Connect();
     return std::move(pattern_);
@@ -88,16 +94,18 @@ class PatternCompiler {
 
   bool ok() const { return status_.ok(); }
   void Fail(std::string message, bool unsupported = false) {
-    if (!ok())
+    if (!ok()) {
       return;
+    }
     message = fmt::format("the pattern '{}' is not understood at character {}: {}", text_.substr(0, 100), at_,
                           message);
     status_ = unsupported ? Status::Unsupported(std::move(message)) : Status::BadInput(std::move(message));
   }
   bool More() const { return ok() && at_ < text_.size(); }
   bool Take(char c) {
-    if (!More() || text_[at_] != c)
+    if (!More() || text_[at_] != c) {
       return false;
+    }
     ++at_;
     return true;
   }
@@ -108,8 +116,9 @@ class PatternCompiler {
     }
   }
   void Append(Code& code, const Code& more) {
-    if (code.size() + more.size() > kMaxProgram)
+    if (code.size() + more.size() > kMaxProgram) {
       return Fail("it unfolds to too many steps");
+    }
     code.insert(code.end(), more.begin(), more.end());
   }
   Code Class(const std::bitset<256>& set) {
@@ -118,8 +127,9 @@ class PatternCompiler {
   }
 
   Code Alternatives(int depth) {
-    if (depth > kMaxDepth)
+    if (depth > kMaxDepth) {
       Fail("groups are nested too deeply");
+    }
     Code left = Sequence(depth);
     while (Take('|')) {
       const Code right = Sequence(depth);
@@ -134,8 +144,9 @@ class PatternCompiler {
 
   Code Sequence(int depth) {
     Code code;
-    while (More() && text_[at_] != '|' && text_[at_] != ')')
+    while (More() && text_[at_] != '|' && text_[at_] != ')') {
       Append(code, Repeated(depth));
+    }
     return code;
   }
 
@@ -151,14 +162,17 @@ class PatternCompiler {
     } else if (More() && text_[at_] == '{' && !Counts(&low, &high)) {
       return operand;
     }
-    if (low == 1 && high == 1)
+    if (low == 1 && high == 1) {
       return operand;
+    }
     Take('?');  // lazy or greedy, the answer is the same
-    if (More() && (text_[at_] == '*' || text_[at_] == '+'))
+    if (More() && (text_[at_] == '*' || text_[at_] == '+')) {
       Fail("a repetition of a repetition");
+    }
     Code code;
-    for (int i = 0; i < low && ok(); ++i)
+    for (int i = 0; i < low && ok(); ++i) {
       Append(code, operand);
+    }
     const auto length = static_cast<int32_t>(operand.size());
     if (high == kUnbounded) {
       Append(code, {{Op::kSplit, 1, length + 2}});
@@ -177,8 +191,9 @@ class PatternCompiler {
     const size_t begin = at_++;
     const auto number = [&](int* value) {
       const size_t start = at_;
-      for (*value = 0; More() && text_[at_] >= '0' && text_[at_] <= '9' && *value < 100000; ++at_)
+      for (*value = 0; More() && text_[at_] >= '0' && text_[at_] <= '9' && *value < 100000; ++at_) {
         *value = *value * 10 + (text_[at_] - '0');
+      }
       return at_ > start;
     };
     int first = 0, second = 0;
@@ -191,8 +206,9 @@ class PatternCompiler {
     }
     *low = first;
     *high = !comma ? first : has_second ? second : kUnbounded;
-    if (*high != kUnbounded && *high < *low)
+    if (*high != kUnbounded && *high < *low) {
       Fail("counts that run backwards");
+    }
     return true;
   }
 
@@ -227,16 +243,21 @@ class PatternCompiler {
       return {};
     }
     const char c = text_[at_++];
-    if (const auto set = EscapedSet(c))
+    if (const auto set = EscapedSet(c)) {
       return Class(*set);
-    if (c == 'b' || c == 'B')
+    }
+    if (c == 'b' || c == 'B') {
       return {{Op::kWordBoundary, 0, 0, c == 'B'}};
-    if (c == 'A')
+    }
+    if (c == 'A') {
       return {{Op::kBegin}};
-    if (c == 'Z' || c == 'z')
+    }
+    if (c == 'Z' || c == 'z') {
       return {{Op::kEnd}};
-    if (c >= '1' && c <= '9')
+    }
+    if (c >= '1' && c <= '9') {
       Fail("back references are not supported", true);
+    }
     const auto code = static_cast<unsigned char>(EscapedCharacter(c));
     return Class(Range(code, code));
   }
@@ -247,18 +268,21 @@ class PatternCompiler {
       if (Take('=') || (negated = Take('!'))) {
         look = true;
       } else if (Take('P')) {
-        while (More() && text_[at_] != '>')
+        while (More() && text_[at_] != '>') {
           ++at_;
+        }
         Take('>');
       } else if (!Take(':')) {
         Fail("this kind of group is not supported", true);
       }
     }
     Code inner = Alternatives(depth + 1);
-    if (!Take(')'))
+    if (!Take(')')) {
       Fail("a ')' is missing");
-    if (!look)
+    }
+    if (!look) {
       return inner;
+    }
     Code code = {{Op::kLook, 1, static_cast<int32_t>(inner.size()) + 2, negated}};
     Append(code, inner);
     Append(code, {{Op::kMatch}});
@@ -274,8 +298,9 @@ class PatternCompiler {
         return {};
       }
       char c = text_[at_++];
-      if (c == ']' && !first)
+      if (c == ']' && !first) {
         break;
+      }
       if (c == '\\' && More()) {
         c = text_[at_++];
         if (const auto escaped = EscapedSet(c)) {
@@ -288,13 +313,16 @@ class PatternCompiler {
       if (at_ + 1 < text_.size() && text_[at_] == '-' && text_[at_ + 1] != ']') {
         last = text_[at_ + 1];
         at_ += 2;
-        if (last == '\\' && More())
+        if (last == '\\' && More()) {
           last = EscapedCharacter(text_[at_++]);
-        if (static_cast<unsigned char>(last) < static_cast<unsigned char>(c))
+        }
+        if (static_cast<unsigned char>(last) < static_cast<unsigned char>(c)) {
           Fail("a range that runs backwards");
+        }
       }
-      if (ok())
+      if (ok()) {
         set |= Range(static_cast<unsigned char>(c), static_cast<unsigned char>(last));
+      }
     }
     return Class(negated ? ~set : set);
   }
@@ -344,8 +372,9 @@ void Pattern::Connect() {
   for (auto look = looks.rbegin(); look != looks.rend(); ++look) {
     std::vector<int32_t>& own = nests_.emplace_back();
     for (int32_t at = look->first; at < look->second; ++at) {
-      if (!placed[static_cast<size_t>(at)])
+      if (!placed[static_cast<size_t>(at)]) {
         own.push_back(at);
+      }
       placed[static_cast<size_t>(at)] = true;
     }
   }
@@ -375,8 +404,9 @@ bool Pattern::MatchesPrefix(std::string_view text) const {
   for (size_t position = text.size() + 1; position-- > 0;) {
     std::fill(matches.begin(), matches.end(), 0);
     const auto found = [&](int32_t at) {
-      if (std::exchange(matches[static_cast<size_t>(at)], 1) == 0)
+      if (std::exchange(matches[static_cast<size_t>(at)], 1) == 0) {
         pending.push_back(at);
+      }
     };
     for (const std::vector<int32_t>& nest : nests_) {
       for (const int32_t at : nest) {
@@ -385,15 +415,17 @@ bool Pattern::MatchesPrefix(std::string_view text) const {
             instruction.op == Op::kClass && position < text.size() &&
             behind[static_cast<size_t>(at) + 1] != 0 &&
             classes_[static_cast<size_t>(instruction.x)].test(static_cast<unsigned char>(text[position]));
-        if (takes || instruction.op == Op::kMatch)
+        if (takes || instruction.op == Op::kMatch) {
           found(at);
+        }
       }
       while (!pending.empty()) {
         const int32_t at = pending.back();
         pending.pop_back();
         for (const int32_t source : sources_[static_cast<size_t>(at)]) {
-          if (Holds(program_[static_cast<size_t>(source)], text, position, matches))
+          if (Holds(program_[static_cast<size_t>(source)], text, position, matches)) {
             found(source);
+          }
         }
       }
     }

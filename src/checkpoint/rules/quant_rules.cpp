@@ -18,13 +18,15 @@ struct Side {
 // A configuration file beside config.json; nothing when there is none.
 Result<std::optional<Side>> OpenSide(const std::string& directory, std::string_view name) {
   std::error_code error;
-  if (!std::filesystem::exists(std::filesystem::path(directory) / std::string(name), error))
+  if (!std::filesystem::exists(std::filesystem::path(directory) / std::string(name), error)) {
     return std::optional<Side>();
+  }
   FMOE_ASSIGN_OR_RETURN(std::string path, ResolveInside(directory, name));
   FMOE_ASSIGN_OR_RETURN(const std::string text, platform::ReadTextFile(path, int64_t{64} << 20));
   Result<JsonValue> document = JsonValue::Parse(text);
-  if (!document.ok())
+  if (!document.ok()) {
     return std::move(document).status().WithFile(path);
+  }
   return std::optional<Side>(Side{*std::move(document), std::move(path)});
 }
 
@@ -34,22 +36,30 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
       method == "modelopt_mxfp8") {
     return ReadModelOptRules(spec, path);
   }
-  if (method == "compressed-tensors")
+  if (method == "compressed-tensors") {
     return ReadCompressedTensorsRules(spec, path);
-  if (method == "fp8" || method == "deepseek_v4_fp8" || method == "mxfp8")
+  }
+  if (method == "fp8" || method == "deepseek_v4_fp8" || method == "mxfp8") {
     return ReadBlockFp8Rules(spec, path, config);
-  if (method == "mxfp4")
+  }
+  if (method == "mxfp4") {
     return ReadMxfp4Rules(spec, path);
-  if (method == "awq")
+  }
+  if (method == "awq") {
     return ReadAwqRules(spec, path);
-  if (method == "gptq")
+  }
+  if (method == "gptq") {
     return ReadGptqRules(spec, path);
-  if (method == "auto-round" || method == "intel/auto-round")  // the latter in early releases
+  }
+  if (method == "auto-round" || method == "intel/auto-round") {  // the latter in early releases
     return ReadAutoRoundRules(spec, path);
-  if (method == "quark")
+  }
+  if (method == "quark") {
     return ReadQuarkRules(spec, path);
-  if (method == "bitsandbytes")
+  }
+  if (method == "bitsandbytes") {
     return ReadBitsAndBytesRules(spec, path);
+  }
   return Status::Unsupported(fmt::format("quant_method '{}' is not supported", method))
       .WithFile(path)
       .WithHint(
@@ -59,8 +69,9 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
 
 Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {
   const JsonValue* method = spec.Find("quant_method");
-  if (method == nullptr)
+  if (method == nullptr) {
     return std::string(fallback);
+  }
   if (!method->is_string()) {
     return Status::BadInput(fmt::format("'quant_method' is {}; a string is needed", method->ToString()))
         .WithFile(path);
@@ -92,8 +103,9 @@ bool MatchesWildcard(std::string_view pattern, std::string_view text) {
       return false;
     }
   }
-  while (p < pattern.size() && pattern[p] == '*')
+  while (p < pattern.size() && pattern[p] == '*') {
     ++p;
+  }
   return p == pattern.size();
 }
 
@@ -101,8 +113,9 @@ bool HasComponents(std::string_view name, std::string_view part) {
   for (size_t at = name.find(part); at != std::string_view::npos && !part.empty();
        at = name.find(part, at + 1)) {
     const size_t end = at + part.size();
-    if ((at == 0 || name[at - 1] == '.') && (end == name.size() || name[end] == '.'))
+    if ((at == 0 || name[at - 1] == '.') && (end == name.size() || name[end] == '.')) {
       return true;
+    }
   }
   return false;
 }
@@ -110,8 +123,9 @@ bool HasComponents(std::string_view name, std::string_view part) {
 Result<std::vector<std::string>> StringList(const JsonValue* list, std::string_view key,
                                             const std::string& path) {
   std::vector<std::string> strings;
-  if (list == nullptr)
+  if (list == nullptr) {
     return strings;
+  }
   if (!list->is_array()) {
     return Status::BadInput(fmt::format("'{}' is {}; a list of strings is needed", key, list->ToString()))
         .WithFile(path);
@@ -134,8 +148,9 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
           .WithFile(config.path());
     }
     FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(*spec, "", config.path()));
-    if (method.empty())
+    if (method.empty()) {
       return Status::BadInput("'quantization_config' lacks 'quant_method'").WithFile(config.path());
+    }
     return Dispatch(method, *spec, config.path(), config);
   }
   struct Known {
@@ -144,8 +159,9 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
   for (const Known& known : {Known{"hf_quant_config.json", "modelopt"}, Known{"quantize_config.json", "gptq"},
                              Known{"quant_config.json", "awq"}}) {
     FMOE_ASSIGN_OR_RETURN(std::optional<Side> side, OpenSide(directory, known.file));
-    if (!side)
+    if (!side) {
       continue;
+    }
     FMOE_ASSIGN_OR_RETURN(const std::string method, MethodOf(side->document, known.method, side->path));
     return Dispatch(method, side->document, side->path, config);
   }

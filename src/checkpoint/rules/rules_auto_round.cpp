@@ -119,10 +119,12 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
     return Status::Unsupported(fmt::format("auto-round's FP8 with {} {} is not supported", what, value))
         .WithFile(path);
   };
-  if (!IsE4m3(kind))
+  if (!IsE4m3(kind)) {
     return refuse("fmt", kind->ToString());
-  if (bits != 8 || (input_bits != 8 && input_bits < 16))
+  }
+  if (bits != 8 || (input_bits != 8 && input_bits < 16)) {
     return refuse("weights and inputs of", fmt::format("{} and {} bits", bits, input_bits));
+  }
   LinearFormat format;
   format.weight = Fp8();
   format.scale = ".weight_scale";
@@ -138,11 +140,13 @@ Result<LinearFormat> AutoRoundFp8Format(const JsonValue& spec, int64_t bits, con
   } else {
     return refuse("group_size", group->ToString());
   }
-  if (input_bits >= 16)
+  if (input_bits >= 16) {
     return format;
+  }
   const bool blocks = input_group > 0 && input_group == format.weight.block.col;
-  if (input_group > 0 && (!blocks || !dynamic))
+  if (input_group > 0 && (!blocks || !dynamic)) {
     return refuse("act_group_size", fmt::format("{} ({})", input_group, dynamic ? "dynamic" : "static"));
+  }
   format.activation = blocks ? BlockFp8(input_group) : input_group == 0 ? StaticFp8() : TokenFp8();
   if (input_group == 0) {
     format.activation.static_tensor_scale = !dynamic;
@@ -157,17 +161,22 @@ Result<LinearFormat> AutoRoundFormat(const JsonValue& spec, int64_t bits, const 
                                      const std::string& path) {
   const JsonValue* type = spec.Find("data_type");
   const std::string name = type == nullptr ? "int" : type->string();
-  if (name == "fp" || name == "fp8" || name == "fp8_e4m3" || name == "fp8_e4m3fn")
+  if (name == "fp" || name == "fp8" || name == "fp8_e4m3" || name == "fp8_e4m3fn") {
     return AutoRoundFp8Format(spec, bits, group_key, path);
+  }
   const std::optional<int64_t> group = group_key == nullptr ? 128 : group_key->integer();
-  if (!group || *group < -1 || *group > 65536)
+  if (!group || *group < -1 || *group > 65536) {
     return Wrong("group_size", group_key, "an integer from -1 to 65536", path);
-  if (name.starts_with("mx_fp"))
+  }
+  if (name.starts_with("mx_fp")) {
     return AutoRoundMxFormat(spec, bits, *group, path);
-  if (name == "nv_fp" || name == "nv_fp4")
+  }
+  if (name == "nv_fp" || name == "nv_fp4") {
     return AutoRoundNvFormat(spec, bits, *group, path);
-  if (name == "int")
+  }
+  if (name == "int") {
     return AutoRoundIntegerFormat(spec, bits, *group, path);
+  }
   return Status::Unsupported(fmt::format("auto-round with data_type {} is not supported; \"int\", \"fp\", "
                                          "\"nv_fp\" and \"mx_fp\" are",
                                          type->ToString()))
@@ -204,14 +213,16 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
       AutoRoundOverride override{.key = key};
       if (IsRegexLike(key)) {
         Result<Pattern> pattern = Pattern::Compile(".*(?:" + key + ")");  // found anywhere there (re.search)
-        if (!pattern.ok())
+        if (!pattern.ok()) {
           return std::move(pattern).status().WithFile(path);
+        }
         override.pattern = *std::move(pattern);
       }
       const JsonValue merged = spec.With(own);
       FMOE_ASSIGN_OR_RETURN(const int64_t own_bits, Size(merged, "bits", 1, 32, std::nullopt, path));
-      if (own_bits < 16)
+      if (own_bits < 16) {
         override.format = AutoRoundFormat(merged, own_bits, merged.Find("group_size"), path);
+      }
       overrides->push_back(std::move(override));
     }
   }
@@ -219,8 +230,9 @@ Result<QuantRules> ReadAutoRoundRules(const JsonValue& spec, const std::string& 
   rules.producer = "auto-round";
   rules.format_of = [format, overrides](const std::string& module) -> Result<LinearFormat> {
     for (const AutoRoundOverride& override : *overrides) {
-      if (override.pattern ? override.pattern->MatchesPrefix(module) : Listed({override.key}, module))
+      if (override.pattern ? override.pattern->MatchesPrefix(module) : Listed({override.key}, module)) {
         return override.format;
+      }
     }
     return format;
   };

@@ -34,8 +34,9 @@ class Target {
     return target;
   }
   bool Matches(const std::string& module) const {
-    if (pattern_)
+    if (pattern_) {
       return pattern_->MatchesPrefix(module);
+    }
     // Class names: experts and shared experts are all linear modules.
     return text_ == module || text_ == "Linear";
   }
@@ -81,19 +82,23 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
                                         value == nullptr ? "missing" : value->ToString(), wanted))
         .WithFile(path);
   };
-  if (!spec.is_object())
+  if (!spec.is_object()) {
     return Status::BadInput("a quantization scheme must be an object").WithFile(path);
+  }
   const JsonValue* bits = spec.Find("num_bits");
-  if (bits == nullptr || !bits->integer() || *bits->integer() < 1 || *bits->integer() > 16)
+  if (bits == nullptr || !bits->integer() || *bits->integer() < 1 || *bits->integer() > 16) {
     return wrong("num_bits", "1 to 16");
+  }
   args.bits = *bits->integer();
   const JsonValue* type = spec.Find("type");
   args.type = type == nullptr ? "int" : type->string();
-  if (args.type != "int" && args.type != "float")
+  if (args.type != "int" && args.type != "float") {
     return wrong("type", "\"int\" or \"float\"");
+  }
   if (const JsonValue* symmetric = spec.Find("symmetric"); symmetric != nullptr) {
-    if (!symmetric->is_bool())
+    if (!symmetric->is_bool()) {
       return wrong("symmetric", "true or false");
+    }
     args.symmetric = symmetric->boolean();
   }
   if (const JsonValue* group = spec.Find("group_size"); group != nullptr) {
@@ -103,8 +108,9 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
     args.group = *group->integer();
   }
   if (const JsonValue* strategy = spec.Find("strategy"); strategy != nullptr) {
-    if (!strategy->is_string())
+    if (!strategy->is_string()) {
       return wrong("strategy", "a string");
+    }
     args.strategy = strategy->string();
   } else {
     args.strategy = args.group > 0 ? "group" : args.group == -1 ? "channel" : "tensor";
@@ -114,12 +120,14 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
   }
   if (const JsonValue* dynamic = spec.Find("dynamic"); dynamic != nullptr) {
     args.static_global = dynamic->is_string() && dynamic->string() == "local";
-    if (!dynamic->is_bool() && !args.static_global)
+    if (!dynamic->is_bool() && !args.static_global) {
       return wrong("dynamic", "true, false or \"local\"");
+    }
     args.dynamic = args.static_global || dynamic->boolean();
   }
-  if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr)
+  if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr) {
     args.e8m0 = scale->string() == "torch.uint8";
+  }
   return args;
 }
 
@@ -134,8 +142,9 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
     return Status::Unsupported(fmt::format("input activations as {} are not supported", Words(args)))
         .WithFile(path);
   };
-  if (!args.symmetric)
+  if (!args.symmetric) {
     return refuse();
+  }
   if (is_float && args.bits == 4 && args.strategy == "tensor_group" && args.group == 16) {
     ActivationFormat format = Nvfp4Input();
     // A zero scale becomes 0.125 there: an all-zero group, whose codes are zero either way.
@@ -147,16 +156,19 @@ Result<ActivationFormat> InputFormat(const Args& args, const LinearFormat& weigh
            : args.bits == 6 ? MxInput(DType::kF6E2M3, MxScaleRule::kEven)
                             : MxInput(DType::kF8E4M3, MxScaleRule::kEvenE2m1);
   }
-  if (args.bits != 8)
+  if (args.bits != 8) {
     return refuse();
+  }
   ActivationFormat format;
   format.element = is_float ? DType::kF8E4M3 : DType::kI8;
   // The range is taken as 255 steps wide there, so that 8-bit integers divide by 127.5.
-  if (!is_float)
+  if (!is_float) {
     format.rule.amax_divisor = 127.5F;
+  }
   if (!args.dynamic) {
-    if (args.strategy != "tensor")
+    if (args.strategy != "tensor") {
       return refuse();
+    }
     format.static_tensor_scale = true;
   } else if (args.strategy == "token") {
     format.group = kPerRow;
@@ -203,11 +215,13 @@ bool SetPacked(std::string_view name, const Args& args, LinearFormat& format) {
 // One code an element, in a type that safetensors has.
 bool SetPlain(const Args& args, LinearFormat& format) {
   const bool is_float = args.type == "float";
-  if (!args.symmetric || (is_float ? args.bits != 8 : args.bits > 8))
+  if (!args.symmetric || (is_float ? args.bits != 8 : args.bits > 8)) {
     return false;
+  }
   format.weight.element = is_float ? DType::kF8E4M3 : args.bits > 4 ? DType::kI8 : DType::kI4;
-  if (!is_float)
+  if (!is_float) {
     format.bits = static_cast<int>(args.bits);
+  }
   format.input_scale = ".input_scale";
   if (args.strategy == "tensor") {
     format.weight.has_tensor_scale = true;
@@ -225,32 +239,38 @@ bool SetPlain(const Args& args, LinearFormat& format) {
 }
 
 bool SetMxfp8(const Args& args, LinearFormat& format) {
-  if (args.type != "float" || args.bits != 8 || args.group != 32)
+  if (args.type != "float" || args.bits != 8 || args.group != 32) {
     return false;
+  }
   format.weight = Mx(DType::kF8E4M3);
   return true;
 }
 
 bool SetWeights(std::string_view name, const Args& args, LinearFormat& format) {
-  if (name.ends_with("pack-quantized"))
+  if (name.ends_with("pack-quantized")) {
     return SetPacked(name, args, format);
-  if (name == "mxfp8-quantized" || (name == "float-quantized" && args.e8m0))
+  }
+  if (name == "mxfp8-quantized" || (name == "float-quantized" && args.e8m0)) {
     return SetMxfp8(args, format);
-  if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized")
+  }
+  if (name == "float-quantized" || name == "naive-quantized" || name == "int-quantized") {
     return SetPlain(args, format);
+  }
   return false;
 }
 
 Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view outer_format,
                                    const std::string& path) {
   const JsonValue* weights_spec = group.Find("weights");
-  if (weights_spec == nullptr)
+  if (weights_spec == nullptr) {
     return LinearFormat{};
+  }
   FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
   const JsonValue* own = group.Find("format");
   const std::string name(own != nullptr && own->is_string() ? std::string_view(own->string()) : outer_format);
-  if (name == "dense")
+  if (name == "dense") {
     return LinearFormat{};
+  }
   LinearFormat format;
   if (!SetWeights(name, weights, format)) {
     return Status::Unsupported(
@@ -262,8 +282,9 @@ Result<LinearFormat> FormatOfGroup(const JsonValue& group, std::string_view oute
     FMOE_ASSIGN_OR_RETURN(const Args input, ReadArgs(*input_spec, path));
     FMOE_ASSIGN_OR_RETURN(format.activation, InputFormat(input, format, path));
   }
-  if (!format.activation.static_tensor_scale)
+  if (!format.activation.static_tensor_scale) {
     format.input_scale = "";
+  }
   return format;
 }
 
@@ -288,16 +309,19 @@ Result<std::vector<OnlineTransform>> OnlineTransforms(const JsonValue& spec, con
   std::vector<OnlineTransform> found;
   const JsonValue* config = spec.Find("transform_config");
   const JsonValue* groups = config == nullptr ? nullptr : config->Find("config_groups");
-  if (groups == nullptr || !groups->is_object())
+  if (groups == nullptr || !groups->is_object()) {
     return found;
+  }
   for (const auto& [name, group] : groups->members()) {
     const JsonValue* applications = group.Find("apply");
-    if (applications == nullptr || !applications->is_array())
+    if (applications == nullptr || !applications->is_array()) {
       return Status::BadInput(fmt::format("transform '{}' needs a list 'apply'", name)).WithFile(path);
+    }
     for (const JsonValue& application : applications->items()) {
       const JsonValue* location = application.Find("location");
-      if (location == nullptr || (location->string() != "input" && location->string() != "output"))
+      if (location == nullptr || (location->string() != "input" && location->string() != "output")) {
         continue;
+      }
       OnlineTransform transform{.name = name, .location = std::string(location->string())};
       FMOE_ASSIGN_OR_RETURN(transform.targets, Targets(application.Find("targets"), "targets", path));
       FMOE_ASSIGN_OR_RETURN(transform.ignored, Targets(application.Find("ignore"), "ignore", path));
@@ -328,13 +352,15 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
   FMOE_ASSIGN_OR_RETURN(rules->transforms, OnlineTransforms(spec, path));
   for (const auto& [name, group] : groups->members()) {
     FMOE_ASSIGN_OR_RETURN(std::vector<Target> targets, Targets(group.Find("targets"), "targets", path));
-    for (Target& target : targets)
+    for (Target& target : targets) {
       rules->targets.push_back({std::move(target), rules->formats.size()});
+    }
     // A group that this library cannot run matters only when a module of the experts is in it; malformed ones
     // always do.
     rules->formats.push_back(FormatOfGroup(group, outer, path));
-    if (rules->formats.back().status().code() == StatusCode::kBadInput)
+    if (rules->formats.back().status().code() == StatusCode::kBadInput) {
       return rules->formats.back().status();
+    }
   }
   // Of one target in two groups the later group counts.
   std::reverse(rules->targets.begin(), rules->targets.end());
@@ -353,11 +379,13 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
             .WithTensor(module);
       }
     }
-    if (AnyMatches(rules->ignored, module))
+    if (AnyMatches(rules->ignored, module)) {
       return LinearFormat{};
+    }
     for (const GroupTarget& target : rules->targets) {
-      if (target.target.Matches(module))
+      if (target.target.Matches(module)) {
         return rules->formats[target.group];
+      }
     }
     return LinearFormat{};
   };

@@ -35,20 +35,24 @@ Result<std::vector<Override>> ReadOverrides(const JsonValue& spec, const ReadOwn
                                             const std::string& path) {
   std::vector<Override> overrides;
   const JsonValue* dynamic = spec.Find("dynamic");
-  if (dynamic == nullptr)
+  if (dynamic == nullptr) {
     return overrides;
-  if (!dynamic->is_object())
+  }
+  if (!dynamic->is_object()) {
     return Wrong("dynamic", dynamic, "an object of patterns", path);
+  }
   for (const auto& [key, own] : dynamic->members()) {
     const bool left_alone = key.starts_with("-:");
     const bool is_signed = left_alone || key.starts_with("+:");
     Result<Pattern> pattern = Pattern::Compile(std::string_view(key).substr(is_signed ? 2 : 0));
-    if (!pattern.ok())
+    if (!pattern.ok()) {
       return std::move(pattern).status().WithFile(path);
+    }
     Override override{.pattern = *std::move(pattern)};
     if (!left_alone) {
-      if (!own.is_object())
+      if (!own.is_object()) {
         return Wrong(key, &own, "an object", path);
+      }
       FMOE_ASSIGN_OR_RETURN(override.format, read(own));
     }
     overrides.push_back(std::move(override));
@@ -61,17 +65,20 @@ Result<QuantRules> WithOverrides(std::string producer, const LinearFormat& forma
                                  const ReadOwn& read, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
   FMOE_ASSIGN_OR_RETURN(std::vector<Override> own, ReadOverrides(spec, read, path));
-  if (own.empty())
+  if (own.empty()) {
     return Uniform(std::move(producer), format, std::move(skipped));
+  }
   QuantRules rules;
   rules.producer = std::move(producer);
   const auto overrides = std::make_shared<std::vector<Override>>(std::move(own));
   rules.format_of = [format, overrides, skipped](const std::string& module) -> Result<LinearFormat> {
-    if (Listed(skipped, module))
+    if (Listed(skipped, module)) {
       return LinearFormat{};
+    }
     for (const Override& override : *overrides) {
-      if (override.pattern.MatchesPrefix(module))
+      if (override.pattern.MatchesPrefix(module)) {
         return override.format;
+      }
     }
     return format;
   };
@@ -101,8 +108,9 @@ Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::string_view layo
     return Status::Unsupported(fmt::format("GPTQ with {} bits is not supported; 2 to 8 are", bits))
         .WithFile(path);
   }
-  if (group == 0)
+  if (group == 0) {
     return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
+  }
   FMOE_ASSIGN_OR_RETURN(const bool symmetric, Flag(spec, "sym", true, path));
   return GptqFormat(bits, group, symmetric, layout);
 }
@@ -125,10 +133,12 @@ Result<LinearFormat> ReadAwqFormat(const JsonValue& spec, const std::string& pat
   FMOE_ASSIGN_OR_RETURN(const int64_t bits, Size(spec, bits_key, 1, 16, std::nullopt, path));
   const char* group_key = spec.Find("group_size") != nullptr ? "group_size" : "q_group_size";
   FMOE_ASSIGN_OR_RETURN(const int64_t group, Size(spec, group_key, -1, 65536, 128, path));
-  if (bits != 4)
+  if (bits != 4) {
     return Status::Unsupported(fmt::format("AWQ with {} bits is not supported; 4 are", bits)).WithFile(path);
-  if (group == 0)
+  }
+  if (group == 0) {
     return Wrong(group_key, spec.Find(group_key), "-1 or at least 1", path);
+  }
   FMOE_ASSIGN_OR_RETURN(const bool zero_point, Flag(spec, "zero_point", true, path));
   return AwqFormat(group, zero_point);
 }
@@ -140,11 +150,13 @@ Result<LinearFormat> ReadGptqModelFp8Format(const JsonValue& spec, const std::st
                fmt::format("fp8 with {} {} is not supported; {}", key, value->ToString(), known))
         .WithFile(path);
   };
-  if (const JsonValue* kind = spec.Find("format"); !IsE4m3(kind))
+  if (const JsonValue* kind = spec.Find("format"); !IsE4m3(kind)) {
     return unsupported("format", kind, "float8_e4m3fn is");
+  }
   if (const JsonValue* how = spec.Find("weight_scale_semantics");
-      how != nullptr && how->string() != "inverse")
+      how != nullptr && how->string() != "inverse") {
     return unsupported("weight_scale_semantics", how, "\"inverse\" is");
+  }
   LinearFormat format;
   format.weight = Fp8();
   format.scale = ".weight_scale_inv";
@@ -153,8 +165,9 @@ Result<LinearFormat> ReadGptqModelFp8Format(const JsonValue& spec, const std::st
   const JsonValue* block = spec.Find("weight_block_size");
   const std::string word = method != nullptr ? method->string() : block != nullptr ? "block" : "row";
   if (word == "block") {
-    if (block == nullptr)
+    if (block == nullptr) {
       return Wrong("weight_block_size", block, "a list of two sizes", path);
+    }
     FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("weight_block_size", *block, path));
   } else if (word == "row" || word == "tensor") {
     (word == "row" ? format.weight.has_channel_scale : format.weight.has_tensor_scale) = true;

@@ -83,8 +83,9 @@ std::optional<LinearFormat> IntegerFormat(const std::string& algorithm, int64_t 
   } else if (algorithm == "W8A16" || algorithm == "W8A8_SQ_PER_CHANNEL") {
     format.weight = {.element = DType::kI8, .has_channel_scale = true};
     format.bits = 8;
-    if (algorithm == "W8A8_SQ_PER_CHANNEL")
+    if (algorithm == "W8A8_SQ_PER_CHANNEL") {
       format.activation = {.element = DType::kI8, .group = kPerTensor, .static_tensor_scale = true};
+    }
   } else {
     return std::nullopt;
   }
@@ -106,10 +107,12 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
     group = group.value_or(expected);
   }
   std::optional<LinearFormat> format = Fp4Format(algorithm, group.value_or(16));
-  if (!format)
+  if (!format) {
     format = Fp8Format(algorithm);
-  if (!format)
+  }
+  if (!format) {
     format = IntegerFormat(algorithm, group.value_or(128));
+  }
   if (!format) {
     return Status::Unsupported(fmt::format("ModelOpt's quant_algo '{}' is not supported", algorithm))
         .WithFile(path)
@@ -120,8 +123,9 @@ Result<LinearFormat> FormatOfAlgorithm(const std::string& algorithm, std::option
   }
   format->scale = ".weight_scale";
   format->pre_quant_scale = ".pre_quant_scale";
-  if (format->activation.static_tensor_scale)
+  if (format->activation.static_tensor_scale) {
     format->input_scale = ".input_scale";
+  }
   return *format;
 }
 
@@ -142,8 +146,9 @@ bool Excluded(const std::vector<std::string>& patterns, const std::string& modul
 
 Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
   const JsonValue* value = spec.Find("group_size");
-  if (value == nullptr)
+  if (value == nullptr) {
     return std::optional<int64_t>();
+  }
   const std::optional<int64_t> size = value->integer();
   if (!size || *size < 1 || *size > 65536) {
     return Status::BadInput(
@@ -190,8 +195,9 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
       FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
       // What this library cannot run is an error only where a module of the experts has it.
       Result<LinearFormat> format = FormatOfAlgorithm(Upper(own->string()), own_group, path);
-      if (format.status().code() == StatusCode::kBadInput)
+      if (format.status().code() == StatusCode::kBadInput) {
         return format.status();
+      }
       rules->by_module.emplace(module, std::move(format));
     }
   } else {
@@ -200,14 +206,17 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
   QuantRules result;
   result.producer = "modelopt";
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
-    if (Excluded(rules->excluded, module))
+    if (Excluded(rules->excluded, module)) {
       return LinearFormat{};
-    if (rules->all)
+    }
+    if (rules->all) {
       return *rules->all;
+    }
     // A fused module is listed by its own name, or by that of the block around it.
     for (std::string part = module; !part.empty();) {
-      if (const auto it = rules->by_module.find(part); it != rules->by_module.end())
+      if (const auto it = rules->by_module.find(part); it != rules->by_module.end()) {
         return it->second;
+      }
       const size_t dot = part.rfind('.');
       part.resize(dot == std::string::npos ? 0 : dot);
     }

@@ -21,18 +21,21 @@ struct Level {
 
 Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& path) {
   std::vector<Level> levels;
-  if (spec == nullptr)
+  if (spec == nullptr) {
     return levels;
+  }
   std::vector<const JsonValue*> objects;
   if (spec->is_array()) {
-    for (const JsonValue& item : spec->items())
+    for (const JsonValue& item : spec->items()) {
       objects.push_back(&item);
+    }
   } else {
     objects.push_back(spec);
   }
   for (const JsonValue* object : objects) {
-    if (!object->is_object())
+    if (!object->is_object()) {
       return Status::BadInput("a Quark tensor description must be an object").WithFile(path);
+    }
     const auto text = [&](const char* key) {
       const JsonValue* value = object->Find(key);
       return value == nullptr ? std::string() : value->string();
@@ -77,16 +80,21 @@ MxScaleRule RuleOf(const Level& level) {
 }
 
 std::optional<DType> MxElement(const Level& level) {
-  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32)
+  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32) {
     return std::nullopt;
-  if (level.dtype == "fp4")
+  }
+  if (level.dtype == "fp4") {
     return DType::kF4E2M1;
-  if (level.dtype == "fp8_e4m3")
+  }
+  if (level.dtype == "fp8_e4m3") {
     return DType::kF8E4M3;
-  if (level.dtype == "fp6_e3m2")
+  }
+  if (level.dtype == "fp6_e3m2") {
     return DType::kF6E3M2;
-  if (level.dtype == "fp6_e2m3")
+  }
+  if (level.dtype == "fp6_e2m3") {
     return DType::kF6E2M3;
+  }
   return std::nullopt;
 }
 
@@ -102,10 +110,12 @@ std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
   std::optional<LinearFormat> format(std::in_place);
   format->weight = Nvfp4(16);
   format->second_scale = ".weight_scale_2";
-  if (input.empty())
+  if (input.empty()) {
     return format;
-  if (!IsNvFp4(input))
+  }
+  if (!IsNvFp4(input)) {
     return std::nullopt;
+  }
   format->activation = Nvfp4Input();
   format->input_scale = ".input_scale_2";
   return format;
@@ -114,26 +124,30 @@ std::optional<LinearFormat> NvFp4Format(const std::vector<Level>& input) {
 std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
   std::optional<LinearFormat> format(std::in_place);
   format->weight = Mx(element);
-  if (input == nullptr)
+  if (input == nullptr) {
     return format;
+  }
   if (const std::optional<DType> input_element = MxElement(*input)) {
     format->activation = MxInput(*input_element, RuleOf(*input));
     return format;
   }
-  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor")
+  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor") {
     return std::nullopt;
+  }
   format->activation = StaticFp8();
   format->activation.static_tensor_scale = !input->dynamic;
-  if (!input->dynamic)
+  if (!input->dynamic) {
     format->input_scale = ".input_scale";
+  }
   return format;
 }
 
 // In groups codes are [in, out / 8]. By channel they are [out, in / 8], which the shapes of a square matrix
 // would not tell apart: not read.
 std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
-  if (input != nullptr || !awq_order)
+  if (input != nullptr || !awq_order) {
     return std::nullopt;
+  }
   std::optional<LinearFormat> format(std::in_place);
   format->packing = Packing::kAwq;
   format->bits = 4;
@@ -151,30 +165,36 @@ std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* inp
   format->bits = weight.dtype == "int8" ? 8 : 0;
   format->weight.has_tensor_scale = weight.qscheme == "per_tensor";
   format->weight.has_channel_scale = weight.qscheme == "per_channel";
-  if (!weight.symmetric || (!format->weight.has_tensor_scale && !format->weight.has_channel_scale))
+  if (!weight.symmetric || (!format->weight.has_tensor_scale && !format->weight.has_channel_scale)) {
     return std::nullopt;
-  if (input == nullptr)
+  }
+  if (input == nullptr) {
     return format;
-  if (input->dtype != weight.dtype || !input->symmetric)
+  }
+  if (input->dtype != weight.dtype || !input->symmetric) {
     return std::nullopt;
+  }
   format->activation.element = format->weight.element;
   if (input->qscheme == "per_channel" && input->dynamic) {
     format->activation.group = kPerRow;  // one scale for each token
     return format;
   }
-  if (input->qscheme != "per_tensor")
+  if (input->qscheme != "per_tensor") {
     return std::nullopt;
+  }
   format->activation.static_tensor_scale = !input->dynamic;
-  if (!input->dynamic)
+  if (!input->dynamic) {
     format->input_scale = ".input_scale";
+  }
   return format;
 }
 
 Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
-  if (weight.empty())
+  if (weight.empty()) {
     return LinearFormat{};
+  }
   std::optional<LinearFormat> format;
   if (IsNvFp4(weight)) {
     format = NvFp4Format(input);
@@ -208,10 +228,12 @@ class Selector {
     return selector;
   }
   bool Selects(const std::string& module) const {
-    if (regex_)
+    if (regex_) {
       return regex_->MatchesPrefix(module);
-    if (text_.find('*') != std::string::npos)
+    }
+    if (text_.find('*') != std::string::npos) {
       return MatchesWildcard(text_, module);
+    }
     return module == text_ || module.starts_with(text_ + ".");
   }
 
@@ -230,8 +252,9 @@ struct QuarkRules {
 
 Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path) {
   const JsonValue* global = spec.Find("global_quant_config");
-  if (global == nullptr || !global->is_object())
+  if (global == nullptr || !global->is_object()) {
     return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
+  }
   bool awq_order = true;
   if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
     const JsonValue* method = exported->Find("pack_method");
@@ -241,13 +264,15 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   // What this library cannot run is an error only where a module of the experts has it; malformed metadata
   // always is.
   rules->all = FormatOf(*global, awq_order, path);
-  if (rules->all.status().code() == StatusCode::kBadInput)
+  if (rules->all.status().code() == StatusCode::kBadInput) {
     return rules->all.status();
+  }
   if (const JsonValue* layers = spec.Find("layer_quant_config"); layers != nullptr) {
     for (const auto& [name, own] : layers->members()) {
       Result<LinearFormat> format = FormatOf(own, awq_order, path);
-      if (format.status().code() == StatusCode::kBadInput)
+      if (format.status().code() == StatusCode::kBadInput) {
         return format.status();
+      }
       FMOE_ASSIGN_OR_RETURN(Selector selector, Selector::Make(name, path));
       rules->by_selector.emplace_back(std::move(selector), std::move(format));
     }
@@ -261,12 +286,14 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   result.producer = "quark";
   result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
     for (const Selector& selector : rules->excluded) {
-      if (selector.Selects(module))
+      if (selector.Selects(module)) {
         return LinearFormat{};
+      }
     }
     for (const auto& [selector, format] : rules->by_selector) {
-      if (selector.Selects(module))
+      if (selector.Selects(module)) {
         return format;
+      }
     }
     return rules->all;
   };

@@ -22,8 +22,9 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   }
   const JsonValue* scheme = spec.Find("activation_scheme");
   const std::string activation = scheme == nullptr ? "dynamic" : scheme->string();
-  if (activation != "dynamic" && activation != "static")
+  if (activation != "dynamic" && activation != "static") {
     return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
+  }
   const JsonValue* method = spec.Find("quant_method");
   const bool mx = method != nullptr && method->string() == "mxfp8";  // powers of two for 32 numbers, always
   const JsonValue* block = spec.Find("weight_block_size");
@@ -35,12 +36,14 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
     format.scale = ".weight_scale";
     format.activation = StaticFp8();
     format.activation.static_tensor_scale = activation == "static";
-    if (activation == "static")
+    if (activation == "static") {
       format.input_scale = ".input_scale";
+    }
     return format;
   }
-  if (activation == "static")
+  if (activation == "static") {
     return Wrong("activation_scheme", scheme, "\"dynamic\", with blocks,", path);
+  }
   format.weight.block = {1, 32};
   if (block != nullptr) {
     FMOE_ASSIGN_OR_RETURN(format.weight.block, BlockSizes("weight_block_size", *block, path));
@@ -57,8 +60,9 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
 
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
                                      const ModelConfig& config) {
-  if (spec.Find("weight_scale_semantics") != nullptr || spec.Find("weight_scale_method") != nullptr)
+  if (spec.Find("weight_scale_semantics") != nullptr || spec.Find("weight_scale_method") != nullptr) {
     return ReadGptqModelFp8Rules(spec, path);
+  }
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
   FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadFp8Format(spec, path));
   auto routed = format;
@@ -75,8 +79,9 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   QuantRules rules;
   rules.producer = "fp8";
   rules.format_of = [=](const std::string& module) -> Result<LinearFormat> {
-    if (Listed(*shared, module))
+    if (Listed(*shared, module)) {
       return LinearFormat{};
+    }
     return fp4_experts && module.find(".experts.") != std::string::npos ? routed : format;
   };
   return rules;

@@ -19,11 +19,13 @@ Status Wrong(std::string_view key, const JsonValue* value, std::string_view want
 Result<int64_t> Size(const JsonValue& spec, std::string_view key, int64_t low, int64_t high,
                      std::optional<int64_t> fallback, const std::string& path) {
   const JsonValue* value = spec.Find(key);
-  if (value == nullptr && fallback)
+  if (value == nullptr && fallback) {
     return *fallback;
+  }
   const std::optional<int64_t> size = value == nullptr ? std::nullopt : value->integer();
-  if (!size || *size < low || *size > high)
+  if (!size || *size < low || *size > high) {
     return Wrong(key, value, fmt::format("an integer from {} to {}", low, high), path);
+  }
   return *size;
 }
 
@@ -36,20 +38,24 @@ Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, cons
     const char* end = text.data() + text.size();
     const auto [x, bad_rows] = std::from_chars(text.data(), end, sizes.row);
     const bool parted = bad_rows == std::errc() && x != end && *x == 'x';
-    if (!parted || std::from_chars(x + 1, end, sizes.col).ptr != end)
+    if (!parted || std::from_chars(x + 1, end, sizes.col).ptr != end) {
       sizes = {0, 0};
+    }
   }
-  if (sizes.row < 1 || sizes.col < 1 || sizes.row > kLargest || sizes.col > kLargest)
+  if (sizes.row < 1 || sizes.col < 1 || sizes.row > kLargest || sizes.col > kLargest) {
     return Wrong(key, &block, fmt::format("two sizes from 1 to {}", kLargest), path);
+  }
   return sizes;
 }
 
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path) {
   const JsonValue* value = spec.Find(key);
-  if (value == nullptr)
+  if (value == nullptr) {
     return fallback;
-  if (!value->is_bool())
+  }
+  if (!value->is_bool()) {
     return Wrong(key, value, "true or false", path);
+  }
   return value->boolean();
 }
 
@@ -60,11 +66,13 @@ bool IsE4m3(const JsonValue* name) {
 }
 
 Result<std::optional<Pattern>> RegexOf(const std::string& text, const std::string& path) {
-  if (!text.starts_with("re:"))
+  if (!text.starts_with("re:")) {
     return std::optional<Pattern>();
+  }
   Result<Pattern> pattern = Pattern::Compile(std::string_view(text).substr(3));
-  if (!pattern.ok())
+  if (!pattern.ok()) {
     return std::move(pattern).status().WithFile(path);
+  }
   return std::optional<Pattern>(*std::move(pattern));
 }
 

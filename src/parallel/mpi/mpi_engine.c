@@ -1,5 +1,6 @@
-/* The module libfusedmoe_mpi.so: fmoe_rank_engine on MPI. Everything that decides (order, counts, deadlines, errors) is
- * in the library; this file only passes messages on, so that the library can be used where MPI is not installed. */
+/* The module libfusedmoe_mpi.so: fmoe_rank_engine on MPI. Everything that decides (order, counts, deadlines,
+ * errors) is in the library; this file only passes messages on, so that the library can be used where MPI is
+ * not installed. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,9 +27,13 @@ static int Send(void* self, int32_t slot, const void* data, int64_t rows, int64_
                 int32_t tag) {
   State* state = self;
   MPI_Datatype type;
-  if (rows > INT32_MAX || row_bytes > INT32_MAX) return MPI_ERR_COUNT;
+  if (rows > INT32_MAX || row_bytes > INT32_MAX) {
+    return MPI_ERR_COUNT;
+  }
   int error = RowType(row_bytes, &type);
-  if (error != MPI_SUCCESS) return error;
+  if (error != MPI_SUCCESS) {
+    return error;
+  }
   state->bytes[slot] = -1;
   error = MPI_Isend(data, (int)rows, type, peer, tag, state->comm, &state->requests[slot]);
   MPI_Type_free(&type);
@@ -39,9 +44,13 @@ static int Receive(void* self, int32_t slot, void* data, int64_t rows, int64_t r
                    int32_t tag) {
   State* state = self;
   MPI_Datatype type;
-  if (rows > INT32_MAX || row_bytes > INT32_MAX) return MPI_ERR_COUNT;
+  if (rows > INT32_MAX || row_bytes > INT32_MAX) {
+    return MPI_ERR_COUNT;
+  }
   int error = RowType(row_bytes, &type);
-  if (error != MPI_SUCCESS) return error;
+  if (error != MPI_SUCCESS) {
+    return error;
+  }
   state->bytes[slot] = rows * row_bytes;
   error = MPI_Irecv(data, (int)rows, type, peer, tag, state->comm, &state->requests[slot]);
   MPI_Type_free(&type);
@@ -57,7 +66,9 @@ static int Test(void* self, int32_t slot, int32_t* done) {
   if (error == MPI_SUCCESS && flag && state->bytes[slot] >= 0) {
     MPI_Count received = 0;
     MPI_Get_elements_x(&status, MPI_BYTE, &received);
-    if (received != state->bytes[slot]) return MPI_ERR_TRUNCATE; /* a short message is no error to MPI */
+    if (received != state->bytes[slot]) {
+      return MPI_ERR_TRUNCATE; /* a short message is no error to MPI */
+    }
   }
   return error;
 }
@@ -77,12 +88,16 @@ static void Abort(void* self, int exit_code) {
 static void Close(void* self) {
   State* state = self;
   const int is_rank = state->process == getpid(), finalize = is_rank && state->finalize;
-  if (is_rank) MPI_Comm_free(&state->comm);
+  if (is_rank) {
+    MPI_Comm_free(&state->comm);
+  }
   free(state->requests);
   free(state->bytes);
   free(state->nodes);
   free(state);
-  if (finalize) MPI_Finalize();
+  if (finalize) {
+    MPI_Finalize();
+  }
 }
 
 /* The lowest rank on the machine of each rank. */
@@ -90,13 +105,18 @@ static int FindNodes(State* state, int rank, int size) {
   MPI_Comm node;
   int32_t lowest = rank;
   state->nodes = malloc((size_t)size * sizeof(int32_t));
-  if (state->nodes == NULL) return MPI_ERR_NO_MEM;
+  if (state->nodes == NULL) {
+    return MPI_ERR_NO_MEM;
+  }
   int error = MPI_Comm_split_type(state->comm, MPI_COMM_TYPE_SHARED, rank, MPI_INFO_NULL, &node);
-  if (error != MPI_SUCCESS) return error;
+  if (error != MPI_SUCCESS) {
+    return error;
+  }
   error = MPI_Bcast(&lowest, 1, MPI_INT32_T, 0, node);
   MPI_Comm_free(&node);
-  return error != MPI_SUCCESS ? error
-                              : MPI_Allgather(&lowest, 1, MPI_INT32_T, state->nodes, 1, MPI_INT32_T, state->comm);
+  return error != MPI_SUCCESS
+             ? error
+             : MPI_Allgather(&lowest, 1, MPI_INT32_T, state->nodes, 1, MPI_INT32_T, state->comm);
 }
 
 __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engine* engine, char* text,
@@ -104,7 +124,9 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
   int initialized = 0, provided = 0, rank = 0, size = 0;
   State* state = calloc(1, sizeof(State));
   snprintf(text, (size_t)capacity, "out of memory");
-  if (state == NULL) return 1;
+  if (state == NULL) {
+    return 1;
+  }
   state->process = getpid();
   MPI_Initialized(&initialized);
   if (!initialized) {
@@ -115,7 +137,8 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
     }
     state->finalize = 1;
   }
-  /* A communicator of our own: no message of the program around us is mistaken for ours, and errors come back. */
+  /* A communicator of our own: no message of the program around us is mistaken for ours, and errors come
+   * back. */
   if (MPI_Comm_dup(MPI_COMM_WORLD, &state->comm) != MPI_SUCCESS) {
     snprintf(text, (size_t)capacity, "MPI_Comm_dup failed");
     free(state);
@@ -126,12 +149,16 @@ __attribute__((visibility("default"))) int fmoe_rank_engine_open(fmoe_rank_engin
   MPI_Comm_size(state->comm, &size);
   state->requests = malloc(2 * (size_t)size * sizeof(MPI_Request));
   state->bytes = malloc(2 * (size_t)size * sizeof(int64_t));
-  if (state->requests == NULL || state->bytes == NULL) return 1;
+  if (state->requests == NULL || state->bytes == NULL) {
+    return 1;
+  }
   if (FindNodes(state, rank, size) != MPI_SUCCESS) {
     snprintf(text, (size_t)capacity, "the ranks of one machine cannot be found");
     return 1;
   }
-  for (int slot = 0; slot < 2 * size; ++slot) state->requests[slot] = MPI_REQUEST_NULL;
+  for (int slot = 0; slot < 2 * size; ++slot) {
+    state->requests[slot] = MPI_REQUEST_NULL;
+  }
   engine->abi_version = FMOE_RANK_ENGINE_ABI;
   engine->rank = rank;
   engine->size = size;
