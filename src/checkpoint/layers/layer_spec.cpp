@@ -24,13 +24,13 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
                               const MoeConfig& config, const std::string& override_text) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<FusedAxes> forced, ParseExpertLayout(override_text));
   if (names.experts.form == ExpertForm::kPerExpert) {
-    return forced ? Result<FusedAxes>(
-                        Status::Usage(
-                            fmt::format("expert layout '{}' has no effect: no tensor holds several experts "
-                                        "or projections",
-                                        override_text))
-                            .WithTensor(names.experts.Up(0)))
-                  : FusedAxes{};
+    if (forced) {
+      return Status::Usage(fmt::format("expert layout '{}' has no effect: no tensor holds several experts or "
+                                       "projections",
+                                       override_text))
+          .WithTensor(names.experts.Up(0));
+    }
+    return FusedAxes{};
   }
   // GGUF and MLX have one order for all architectures. Families that join gate and up, in whatever order,
   // never store them apart themselves.

@@ -131,7 +131,7 @@ struct Uploader::Impl {
 
   void Fail(Status failure) {
     if (status.ok()) {
-      status = std::move(failure);
+      std::swap(status, failure);
       ++changes;
     }
   }
