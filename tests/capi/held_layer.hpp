@@ -14,6 +14,7 @@
 /// Layers as a caller of the C interface has them: of a checkpoint, or of experts in its own memory.
 namespace fusedmoe {
 
+/// As a caller in C fills it: strides left 0, which stands for rows without gaps.
 inline fmoe_tensor ToC(TensorView view) {
   fmoe_tensor tensor{};
   tensor.data = const_cast<std::byte*>(view.data());

@@ -20,6 +20,12 @@ float Half(const std::byte* at) {
   return value;
 }
 
+// Of 2 * kHalf codes, the first half in the low nibbles.
+template <int64_t kHalf>
+uint32_t Nibble(const std::byte* codes, int64_t index) {
+  return index < kHalf ? Byte(codes, index) & 15U : Byte(codes, index - kHalf) >> 4;
+}
+
 void Put(std::byte* out, int64_t index, float value) {
   std::memcpy(out + index * 4, &value, sizeof(value));
 }
@@ -35,9 +41,9 @@ void PairNibbles(const std::byte* block, std::byte* out) {
   constexpr int64_t kHalf = kGroup / 2;
   for (int64_t group = 0; group < kGroups; ++group) {
     const std::byte* from = block + kFrom + group * kHalf;
-    const auto code = [&](int64_t j) { return j < kHalf ? Byte(from, j) & 15U : Byte(from, j - kHalf) >> 4; };
     for (int64_t pair = 0; pair < kHalf; ++pair) {
-      out[group * kHalf + pair] = static_cast<std::byte>(code(2 * pair) | code(2 * pair + 1) << 4);
+      out[group * kHalf + pair] =
+          static_cast<std::byte>(Nibble<kHalf>(from, 2 * pair) | Nibble<kHalf>(from, 2 * pair + 1) << 4);
     }
   }
 }
@@ -62,7 +68,7 @@ void One(const std::byte* /*block*/, std::byte* out) {
 
 // ---- types whose scales no scheme has: decoded to F32 ----
 
-// Q4_1, Q5_0, Q5_1: scale, minimum (kMinimum), fifth bits (kFive), nibbles in halves.
+// Q4_0 (below), Q4_1, Q5_0, Q5_1: scale, minimum (kMinimum), fifth bits (kFive), nibbles in halves.
 template <bool kMinimum, bool kFive>
 void DecodeOld(const std::byte* block, std::byte* out) {
   const float scale = Half(block);
@@ -70,11 +76,11 @@ void DecodeOld(const std::byte* block, std::byte* out) {
   const std::byte* high = block + (kMinimum ? 4 : 2);
   const std::byte* low = high + (kFive ? 4 : 0);
   for (int64_t j = 0; j < 32; ++j) {
-    uint32_t code = j < 16 ? Byte(low, j) & 15U : Byte(low, j - 16) >> 4;
+    uint32_t code = Nibble<16>(low, j);
     if (kFive) {
       code |= (Byte(high, j / 8) >> (j % 8) & 1U) << 4;
     }
-    const auto centered = static_cast<float>(static_cast<int32_t>(code) - (kMinimum ? 0 : 16));
+    const auto centered = static_cast<float>(static_cast<int32_t>(code) - (kMinimum ? 0 : kFive ? 16 : 8));
     Put(out, j, scale * centered + minimum);
   }
 }
@@ -152,8 +158,7 @@ void DecodeIq4(const std::byte* codes, float scale, std::byte* out) {
   static constexpr int kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                       1,    13,   25,  38,  53,  69,  89,  113};
   for (int64_t j = 0; j < 32; ++j) {
-    const uint32_t code = j < 16 ? Byte(codes, j) & 15U : Byte(codes, j - 16) >> 4;
-    Put(out, j, scale * static_cast<float>(kValues[code]));
+    Put(out, j, scale * static_cast<float>(kValues[Nibble<16>(codes, j)]));
   }
 }
 
@@ -173,14 +178,6 @@ void DecodeIq4Xs(const std::byte* block, std::byte* out) {
 }
 
 // ---- types that schemes have, decoded where a layer mixes types ----
-
-void DecodeQ4_0(const std::byte* block, std::byte* out) {
-  const float scale = Half(block);
-  for (int64_t j = 0; j < 32; ++j) {
-    const uint32_t code = j < 16 ? Byte(block, 2 + j) & 15U : Byte(block, 2 + j - 16) >> 4;
-    Put(out, j, scale * static_cast<float>(static_cast<int32_t>(code) - 8));
-  }
-}
 
 void DecodeQ8_0(const std::byte* block, std::byte* out) {
   const float scale = Half(block);
@@ -256,7 +253,7 @@ constexpr BlockType kTypes[] = {
 
 // Ids that no file has.
 constexpr BlockType kDecodedTypes[] = {
-    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, DecodeQ4_0>},
+    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, DecodeOld<false, false>>},
     {kGgufDecoded + kGgufQ8_0, "Q8_0", 32, 34, kDecoded<32, DecodeQ8_0>},
     {kGgufDecoded + kGgufMxfp4, "MXFP4", 32, 17, kDecoded<32, DecodeMxfp4>},
 };

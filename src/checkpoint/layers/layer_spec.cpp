@@ -19,6 +19,11 @@ constexpr std::string_view kIntermediateKeys =
     "intermediate_size";
 constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
 
+// Rows of gate and up alternate in the fused tensors of the family.
+bool IsInterleaved(const Family& family) {
+  return family.fused == FusedLayout::kInOutInterleaved || family.fused == FusedLayout::kOutInInterleaved;
+}
+
 // The axes of fused tensors; shapes decide only where the family leaves it to them.
 Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, const LayerNames& names,
                               const MoeConfig& config, const std::string& override_text) {
@@ -41,8 +46,7 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   FusedAxes axes;
   axes.in_out = !names.experts.per_expert() &&
                 (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);
-  axes.interleaved =
-      family.fused == FusedLayout::kInOutInterleaved || family.fused == FusedLayout::kOutInInterleaved;
+  axes.interleaved = IsInterleaved(family);
   const TensorInfo* up = store.Find(names.experts.up + names.experts.weight_suffix);
   if (family.fused == FusedLayout::kByShape && up != nullptr && up->shape.rank() == 3) {
     const int64_t out = (names.experts.form == ExpertForm::kFused ? 2 : 1) * config.intermediate;
@@ -84,10 +88,10 @@ Status CheckOddities(const ModelConfig& config) {
 }
 
 // GPTQModel 7 cuts the fused gate_up_proj of every family into halves, and joins what they give before the
-// activation. Rows of gpt-oss alternate: each half has gates and ups, under names that say otherwise.
+// activation. Where rows alternate (gpt-oss), each half has gates and ups, under names that say otherwise.
 Status CheckHalves(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   const JsonValue* writer = config.Find("quantization_config.meta.quantizer");
-  if (writer == nullptr || spec.family->name != "gpt_oss" ||
+  if (writer == nullptr || !IsInterleaved(*spec.family) ||
       spec.names.experts.form != ExpertForm::kPerExpert) {
     return Status::Ok();
   }
@@ -97,9 +101,9 @@ Status CheckHalves(const TensorStore& store, const ModelConfig& config, const La
     return Status::Ok();
   }
   return store.Blame(
-      Status::Unsupported(fmt::format("{} stores the halves of gpt-oss' gate_up_proj as gate_proj and "
+      Status::Unsupported(fmt::format("{} stores the halves of {}'s gate_up_proj as gate_proj and "
                                       "up_proj; rows of gate and up alternate in both",
-                                      name)),
+                                      name, spec.family->name)),
       spec.names.experts.Up(0) + ".qweight");
 }
 
