@@ -92,12 +92,29 @@ fmoe_code Report(const Status& status) {
     return FMOE_OK;
   }
   LastError& last = OfThisThread();
+  last.text = status.ToString();  // may throw, and `shown` points into `status`
   last.status = status;
-  last.text = status.ToString();
   last.shown = {static_cast<fmoe_code>(status.code()), last.text.c_str(),
                 last.status.message().c_str(),         last.status.file().c_str(),
                 last.status.tensor().c_str(),          last.status.hint().c_str()};
   return last.shown.code;
+}
+
+fmoe_code ReportException() noexcept {
+  try {
+    try {
+      throw;
+    } catch (const std::bad_alloc&) {
+      return Report(Status::System("out of memory"));
+    } catch (const std::exception& error) {
+      return Report(Status::System(error.what()));
+    } catch (...) {
+      return Report(Status::System("an exception of a callback's own type"));
+    }
+  } catch (const std::bad_alloc&) {
+    OfThisThread().shown = {FMOE_SYSTEM, "out of memory", "out of memory", "", "", ""};
+    return FMOE_SYSTEM;
+  }
 }
 
 Status NotNull(const void* pointer, std::string_view name) {

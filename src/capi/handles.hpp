@@ -43,15 +43,17 @@ namespace fusedmoe::capi {
 /// Keeps `status` as the last error of this thread, where it is one; its code.
 fmoe_code Report(const Status& status);
 
+/// Keeps what the standard library threw, in the handler of which this is called. Where there is no memory
+/// for an error either, the last error says so from texts that need none.
+fmoe_code ReportException() noexcept;
+
 /// The code of f(), which returns a Status. What the standard library throws ends here.
 template <typename F>
-fmoe_code Guarded(F&& f) {
+fmoe_code Guarded(F&& f) noexcept {
   try {
     return Report(f());
-  } catch (const std::bad_alloc&) {
-    return Report(Status::System("out of memory"));
-  } catch (const std::exception& error) {
-    return Report(Status::System(error.what()));
+  } catch (...) {
+    return ReportException();
   }
 }
 

@@ -5,8 +5,9 @@ using namespace fusedmoe::capi;
 
 namespace {
 
-fmoe_code Adopt(fmoe_layer** out, std::string_view name, const fmoe_layer_options* given,
-                const std::function<Result<std::unique_ptr<MoeLayer>>(const LayerOptions&)>& make) {
+/// The layer that make(const LayerOptions&) gives, with the texts that the caller may ask for.
+template <typename F>
+fmoe_code Adopt(fmoe_layer** out, std::string_view name, const fmoe_layer_options* given, F&& make) {
   return Make(out, name, [&](fmoe_layer& made) -> Status {
     FMOE_ASSIGN_OR_RETURN(const LayerOptions options, ToOptions(given));
     FMOE_ASSIGN_OR_RETURN(made.layer, make(options));

@@ -10,6 +10,10 @@
 namespace fusedmoe::capi {
 namespace {
 
+/// Made when the library is loaded: a function that fills a struct of the caller's must not allocate, since
+/// it has no way to fail.
+const LayerOptions kDefaults;
+
 std::string Text(const char* text) {
   return text == nullptr ? std::string() : std::string(text);
 }
@@ -101,7 +105,7 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
 }  // namespace fusedmoe::capi
 
 void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_size) {
-  const fusedmoe::LayerOptions defaults;
+  const fusedmoe::LayerOptions& defaults = fusedmoe::capi::kDefaults;
   fmoe_layer_options made{};
   made.shared_experts = defaults.shared_experts ? 1 : 0;
   made.max_tokens = defaults.max_tokens;

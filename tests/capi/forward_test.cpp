@@ -10,7 +10,7 @@
 
 #include "capi/handles.hpp"
 #include "capi/held_layer.hpp"
-#include "support/count_allocations.hpp"
+#include "support/allocations.hpp"
 
 namespace fusedmoe {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "conformance/drawn_case.hpp"
 #include "oracle/host_table.hpp"
-#include "support/count_allocations.hpp"
+#include "support/allocations.hpp"
 #include "support/random_layer.hpp"
 #include "support/relative_l2.hpp"
 #include "support/test_name.hpp"

@@ -9,7 +9,7 @@
 #include "cuda/card.hpp"
 #include "cuda/layer_batch.hpp"
 #include "platform/cuda/graph.hpp"
-#include "support/count_allocations.hpp"
+#include "support/allocations.hpp"
 #include "support/relative_l2.hpp"
 
 namespace fusedmoe {

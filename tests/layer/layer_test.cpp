@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 
 #include "numerics/rows.hpp"
-#include "support/count_allocations.hpp"
+#include "support/allocations.hpp"
 #include "support/random_layer.hpp"
 
 namespace fusedmoe {
