@@ -100,17 +100,9 @@ fmoe_code Report(const Status& status) {
   return last.shown.code;
 }
 
-fmoe_code ReportException() noexcept {
+fmoe_code ReportException(const char* what) noexcept {
   try {
-    try {
-      throw;
-    } catch (const std::bad_alloc&) {
-      return Report(Status::System("out of memory"));
-    } catch (const std::exception& error) {
-      return Report(Status::System(error.what()));
-    } catch (...) {
-      return Report(Status::System("an exception of a callback's own type"));
-    }
+    return Report(Status::System(what));
   } catch (const std::bad_alloc&) {
     OfThisThread().shown = {FMOE_SYSTEM, "out of memory", "out of memory", "", "", ""};
     return FMOE_SYSTEM;

@@ -43,17 +43,21 @@ namespace fusedmoe::capi {
 /// Keeps `status` as the last error of this thread, where it is one; its code.
 fmoe_code Report(const Status& status);
 
-/// Keeps what the standard library threw, in the handler of which this is called. Where there is no memory
-/// for an error either, the last error says so from texts that need none.
-fmoe_code ReportException() noexcept;
+/// The same for an exception. Where there is no memory for its text, the last error is that.
+fmoe_code ReportException(const char* what) noexcept;
 
-/// The code of f(), which returns a Status. What the standard library throws ends here.
+/// The code of f(), which returns a Status. What the standard library or a callback of the caller's threw
+/// ends here.
 template <typename F>
 fmoe_code Guarded(F&& f) noexcept {
   try {
     return Report(f());
+  } catch (const std::bad_alloc&) {
+    return ReportException("out of memory");
+  } catch (const std::exception& error) {
+    return ReportException(error.what());
   } catch (...) {
-    return ReportException();
+    return ReportException("a callback threw what is no std::exception");
   }
 }
 

@@ -1,5 +1,5 @@
-// Allocations on the way from a directory to an output fail, each alone and with all that follow it: the caller
-// gets a code and a text, nothing is left behind, and the next attempt succeeds.
+// Allocations on the way from a directory to an output fail, each alone and with all that follow it: the
+// caller gets a code and a text, nothing is left behind, and the next attempt succeeds.
 #include <fusedmoe/fusedmoe.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ fmoe_code RunCheckpoint(const char* directory, const fmoe_executor& executor, co
   return code;
 }
 
-/// Every allocation of the beginning, then every seventh: several thousand in all, which repeat for each expert.
+/// Every allocation of the beginning, then every seventh: there are thousands, alike for each expert.
 constexpr int64_t kTriedInARow = 64, kStep = 7;
 
 /// What the last failure of a thread keeps: its status, four texts in it, and the line of them all.
