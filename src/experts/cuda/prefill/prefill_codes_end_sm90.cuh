@@ -6,6 +6,7 @@
 #include "experts/cuda/device/swish_sm90.cuh"
 #include "experts/cuda/operands/operand_lanes.cuh"
 #include "experts/cuda/prefill/prefill.hpp"
+#include "experts/cuda/prefill/prefill_codes_shape.cuh"
 #include "experts/cuda/prefill/prefill_tiles_sm90.cuh"
 
 /// What becomes of the sums of a tile of prefill_codes_sm90.cuh. A lane has two tokens and of each, in every
@@ -18,12 +19,6 @@
 /// Instructions count here. Scales and biases of rows looked up by code that all layers share, and words
 /// stored one by one: 2863 instead of 2694 us (deepseek-v3, M=4096), 537 instead of 477 (qwen3-30b-a3b).
 namespace fusedmoe::cuda {
-
-struct CodesEndShared {
-  uint32_t largest[2][64];  ///< [slab][token]
-  /// [warpgroup][0: scales, 1: biases] of the 256 weight rows of its tile; gated: gate 128, up 128.
-  float rows[2][2][256];
-};
 
 /// Made before the products of the tile, so that what it reads is there behind them: reads of the scales of
 /// rows in each end were waits for memory, about 1 us a tile (218 us, now 204: qwen3-30b-a3b, M=512).

@@ -11,10 +11,10 @@ PrefillKernels::Tile PrefillCodesTileOf() {
   tile.panel = &PrefillGemmOfCodes<kFormat, PrefillEpilogue::kPanel, kTileTokens>;
   tile.rows16 = &PrefillGemmOfCodes<kFormat, PrefillEpilogue::kRows16, kTileTokens>;
   tile.rows_f32 = &PrefillGemmOfCodes<kFormat, PrefillEpilogue::kRowsF32, kTileTokens>;
-  tile.threads = CodesShape<kTileTokens>::kThreads;
-  tile.shared_bytes = CodesShape<kTileTokens>::kBytes;
+  tile.threads = CodesShape<kFormat, kTileTokens>::kThreads;
+  tile.shared_bytes = CodesShape<kFormat, kTileTokens>::kBytes;
   tile.slabs = 1;
-  tile.cluster = CodesShape<kTileTokens>::kPairs ? 2 : 1;
+  tile.cluster = CodesShape<kFormat, kTileTokens>::kPairs ? 2 : 1;
   return tile;
 }
 
