@@ -1,8 +1,7 @@
 // The router's product in the order of router_gemm.hpp: 16 lanes of fused multiply-adds, lane l takes the
-// columns l, l + 16,
-// ...; then lanes pairwise, 8 apart, 4, 2, 1. Two threads share a tile of tokens by experts: each holds eight
-// lanes of every sum, so that it reads eight neighbouring columns at once, and the first addition is between
-// the two.
+// columns l, l + 16, ...; then lanes pairwise, 8 apart, 4, 2, 1. Two threads share a tile of tokens by
+// experts: each holds eight lanes of every sum, so that it reads eight neighbouring columns at once, and the
+// first addition is between the two.
 
 #include <algorithm>
 
@@ -49,30 +48,57 @@ __device__ inline void LoadTail(const std::byte* row, int64_t column, int64_t wi
   }
 }
 
+__device__ inline void AddProducts(const float (&values)[kHalf], const float (&weights)[kHalf],
+                                   float (&sums)[kHalf]) {
+#pragma unroll
+  for (int lane = 0; lane < kHalf; ++lane) {
+    sums[lane] = fmaf(values[lane], weights[lane], sums[lane]);
+  }
+}
+
+/// The sum of all 16 lanes, in the even thread of the pair.
+__device__ inline float AddLanes(const float (&sums)[kHalf]) {
+  float part[kHalf];
+#pragma unroll
+  for (int lane = 0; lane < kHalf; ++lane) {  // lanes 0..7 of the even thread plus 8..15 of the odd one
+    part[lane] = sums[lane] + __shfl_down_sync(0xffffffffU, sums[lane], 1);
+  }
+#pragma unroll
+  for (int distance = kHalf / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int lane = 0; lane < distance; ++lane) {
+      part[lane] += part[lane + distance];
+    }
+  }
+  return part[0];
+}
+
+/// The products of a tile, this thread's half of the lanes. Rows beyond the last token or expert repeat it.
 template <DType hidden_type, DType weight_type, int kTokens, int kExperts>
-__global__ void __launch_bounds__(kThreads) ProductKernel(const RouterProduct product) {
-  const int64_t pair = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 2;
-  const int half = static_cast<int>(threadIdx.x & 1);
-  const int64_t expert_tiles = (product.num_experts + kExperts - 1) / kExperts;
-  const int64_t first_token = pair / expert_tiles * kTokens;
-  const int64_t first_expert = pair % expert_tiles * kExperts;
-  const bool active = first_token < product.num_tokens;
+struct ProductTile {
+  int64_t first_token;
+  int64_t first_expert;
+  int half;  ///< 0: lanes 0..7, 1: lanes 8..15
   const std::byte* hidden[kTokens];
   const std::byte* weight[kExperts];
-#pragma unroll
-  for (int token = 0; token < kTokens; ++token) {
-    const int64_t row = min(first_token + token, product.num_tokens - 1);
-    hidden[token] = product.hidden.data + row * product.hidden.stride_bytes;
-  }
-#pragma unroll
-  for (int expert = 0; expert < kExperts; ++expert) {
-    const int64_t row = min(first_expert + expert, product.num_experts - 1);
-    weight[expert] = product.weight.data + row * product.weight.stride_bytes;
-  }
   float sums[kTokens][kExperts][kHalf] = {};
-  const int64_t whole = product.width / 16 * 16;
-#pragma unroll(kTokens* kExperts == 1 ? 8 : 1)
-  for (int64_t base = 0; base < whole; base += 16) {
+
+  __device__ ProductTile(const RouterProduct& product, int64_t token, int64_t expert, int of_pair)
+      : first_token(token), first_expert(expert), half(of_pair) {
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) {
+      const int64_t row = min(first_token + t, product.num_tokens - 1);
+      hidden[t] = product.hidden.data + row * product.hidden.stride_bytes;
+    }
+#pragma unroll
+    for (int e = 0; e < kExperts; ++e) {
+      const int64_t row = min(first_expert + e, product.num_experts - 1);
+      weight[e] = product.weight.data + row * product.weight.stride_bytes;
+    }
+  }
+
+  /// 16 columns from `base` on.
+  __device__ void Add(int64_t base) {
     const int64_t column = base + half * kHalf;
     float rows[kExperts][kHalf];
 #pragma unroll
@@ -85,54 +111,61 @@ __global__ void __launch_bounds__(kThreads) ProductKernel(const RouterProduct pr
       LoadEight<hidden_type>(hidden[token], column, values);
 #pragma unroll
       for (int expert = 0; expert < kExperts; ++expert) {
-#pragma unroll
-        for (int lane = 0; lane < kHalf; ++lane) {
-          sums[token][expert][lane] = fmaf(values[lane], rows[expert][lane], sums[token][expert][lane]);
-        }
+        AddProducts(values, rows[expert], sums[token][expert]);
       }
     }
   }
-  if (whole < product.width) {
-    const int64_t column = whole + half * kHalf;
+
+  /// The columns from `base` to `width`, fewer than 16.
+  __device__ void AddTail(int64_t base, int64_t width) {
+    const int64_t column = base + half * kHalf;
 #pragma unroll
     for (int token = 0; token < kTokens; ++token) {
       float values[kHalf];
-      LoadTail<hidden_type>(hidden[token], column, product.width, values);
+      LoadTail<hidden_type>(hidden[token], column, width, values);
 #pragma unroll
       for (int expert = 0; expert < kExperts; ++expert) {
         float row[kHalf];
-        LoadTail<weight_type>(weight[expert], column, product.width, row);
+        LoadTail<weight_type>(weight[expert], column, width, row);
+        AddProducts(values, row, sums[token][expert]);
+      }
+    }
+  }
+
+  /// Both threads of the pair; the even one writes.
+  __device__ void Store(const RouterProduct& product) const {
 #pragma unroll
-        for (int lane = 0; lane < kHalf; ++lane) {
-          sums[token][expert][lane] = fmaf(values[lane], row[lane], sums[token][expert][lane]);
+    for (int token = 0; token < kTokens; ++token) {
+#pragma unroll
+      for (int expert = 0; expert < kExperts; ++expert) {
+        const float sum = AddLanes(sums[token][expert]);
+        const int64_t m = first_token + token, e = first_expert + expert;
+        if (half == 0 && m < product.num_tokens && e < product.num_experts) {
+          const float addend =
+              product.bias.data == nullptr ? 0.0F : LoadFloat(product.bias.data, product.bias.dtype, e);
+          product.logits[m * product.num_experts + e] = sum + addend;
         }
       }
     }
   }
-#pragma unroll
-  for (int token = 0; token < kTokens; ++token) {
-#pragma unroll
-    for (int expert = 0; expert < kExperts; ++expert) {
-      float part[kHalf];
-#pragma unroll
-      for (int lane = 0; lane < kHalf; ++lane) {  // lanes 0..7 of the even thread plus 8..15 of the odd one
-        part[lane] = sums[token][expert][lane] + __shfl_down_sync(0xffffffffU, sums[token][expert][lane], 1);
-      }
-#pragma unroll
-      for (int distance = kHalf / 2; distance > 0; distance /= 2) {
-#pragma unroll
-        for (int lane = 0; lane < distance; ++lane) {
-          part[lane] += part[lane + distance];
-        }
-      }
-      const int64_t m = first_token + token, e = first_expert + expert;
-      if (half == 0 && active && m < product.num_tokens && e < product.num_experts) {
-        const float addend =
-            product.bias.data == nullptr ? 0.0F : LoadFloat(product.bias.data, product.bias.dtype, e);
-        product.logits[m * product.num_experts + e] = part[0] + addend;
-      }
-    }
+};
+
+template <DType hidden_type, DType weight_type, int kTokens, int kExperts>
+__global__ void __launch_bounds__(kThreads) ProductKernel(const RouterProduct product) {
+  const int64_t pair = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 2;
+  const int64_t expert_tiles = (product.num_experts + kExperts - 1) / kExperts;
+  ProductTile<hidden_type, weight_type, kTokens, kExperts> tile(product, pair / expert_tiles * kTokens,
+                                                                pair % expert_tiles * kExperts,
+                                                                static_cast<int>(threadIdx.x & 1));
+  const int64_t whole = product.width / 16 * 16;
+#pragma unroll(kTokens* kExperts == 1 ? 8 : 1)
+  for (int64_t base = 0; base < whole; base += 16) {
+    tile.Add(base);
   }
+  if (whole < product.width) {
+    tile.AddTail(whole, product.width);
+  }
+  tile.Store(product);
 }
 
 template <DType hidden_type, DType weight_type>

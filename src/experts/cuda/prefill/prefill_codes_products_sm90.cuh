@@ -65,9 +65,8 @@ class CodesProducts {
   }
 
  private:
-  template <int kSlabsOf>
+  template <int kSlabs>
   struct Sums {
-    static constexpr int kSlabs = kSlabsOf;
     static constexpr int kSets = kSlabs == 2 ? 1 : 2;  ///< of products: what registers allow
     const CodesPart& part;
     int row;
