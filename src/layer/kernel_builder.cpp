@@ -121,6 +121,46 @@ void DescribeWeights(const PreparedWeights& weights, Plan& plan) {
   }
 }
 
+// What the deployment says of an exchange; the layer's config is still missing.
+AllToAllParts ExchangeOf(const RankPlan& rank, const LayerOptions& options, const ExpertPlacement& placement,
+                         uint64_t fingerprint) {
+  AllToAllParts exchange;
+  exchange.expert_map = rank.expert_map;
+  exchange.owners = rank.owners;
+  exchange.replicas = rank.replicas;
+  exchange.replica_begin = rank.replica_begin;
+  exchange.slot_rows = options.determinism == Determinism::kRankInvariant;
+  exchange.fingerprint = fingerprint;
+  exchange.epoch = placement.epoch;
+  exchange.load = placement.load;
+  exchange.communicator = options.communicator;
+  return exchange;
+}
+
+// MakeKernelParts of a layer that is spread over ranks.
+Result<MoeKernel::Parts> MakeSpreadParts(const MoeProblem& problem, const Backend& backend,
+                                         std::shared_ptr<const PreparedWeights> weights,
+                                         AllToAllParts exchange, BuiltKernel& built, WorkspaceBook& book) {
+  Plan& plan = *built.selection.chosen;
+  MoeKernel::Parts parts;
+  parts.on_device = backend.device != "cpu";
+  parts.expert_map = exchange.expert_map;
+  DescribeWeights(*weights, plan);
+  FMOE_ASSIGN_OR_RETURN(parts.experts, backend.create(problem, HostMachine(), std::move(weights), book));
+  exchange.activation = problem.scheme.activation;
+  exchange.traits = parts.experts->traits();
+  built.wire = std::make_shared<WireChoice>();
+  built.wire->possible = exchange.activation.quantized() && exchange.traits.takes_codes;
+  built.wire->any = problem.config.num_local_experts == 0;
+  built.wire->scale = exchange.traits.input_tensor_scale.value_or(0.0F);
+  exchange.wire = built.wire;
+  FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize, parts.on_device
+                                                    ? MakeGatherOnCards(std::move(exchange), book)
+                                                    : MakeAllToAllPrepareFinalize(std::move(exchange), book));
+  plan.prepare_finalize = parts.prepare_finalize->name();
+  return parts;
+}
+
 }  // namespace
 
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
@@ -207,34 +247,12 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
                         PrepareFor(*backend, plan, problem, source, options, built.selection.notes));
   MoeKernel::Parts parts;
   if (spread) {
-    DescribeWeights(*weights, plan);
-    FMOE_ASSIGN_OR_RETURN(parts.experts, backend->create(problem, HostMachine(), std::move(weights), book));
-    parts.on_device = backend->device != "cpu";
-    parts.expert_map = rank.expert_map;
     built.fingerprint = LayerFingerprint(whole, source.scheme, options, plan.backend);
-    AllToAllParts exchange;
+    AllToAllParts exchange = ExchangeOf(rank, options, placement, built.fingerprint);
     exchange.config = problem.config;
     exchange.config.max_tokens = config.max_tokens;
-    exchange.activation = problem.scheme.activation;
-    exchange.traits = parts.experts->traits();
-    built.wire = std::make_shared<WireChoice>();
-    built.wire->possible = exchange.activation.quantized() && exchange.traits.takes_codes;
-    built.wire->any = config.num_local_experts == 0;
-    built.wire->scale = exchange.traits.input_tensor_scale.value_or(0.0F);
-    exchange.wire = built.wire;
-    exchange.expert_map = rank.expert_map;
-    exchange.owners = rank.owners;
-    exchange.replicas = rank.replicas;
-    exchange.replica_begin = rank.replica_begin;
-    exchange.slot_rows = options.determinism == Determinism::kRankInvariant;
-    exchange.fingerprint = built.fingerprint;
-    exchange.epoch = placement.epoch;
-    exchange.load = placement.load;
-    exchange.communicator = options.communicator;
-    FMOE_ASSIGN_OR_RETURN(parts.prepare_finalize,
-                          parts.on_device ? MakeGatherOnCards(std::move(exchange), book)
-                                          : MakeAllToAllPrepareFinalize(std::move(exchange), book));
-    plan.prepare_finalize = parts.prepare_finalize->name();
+    FMOE_ASSIGN_OR_RETURN(
+        parts, MakeSpreadParts(problem, *backend, std::move(weights), std::move(exchange), built, book));
     plan.communicator = options.communicator->describe();
   } else {
     FMOE_ASSIGN_OR_RETURN(parts, MakeKernelParts(problem, *backend, std::move(weights), plan, book));

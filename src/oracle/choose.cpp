@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <numeric>
 
 #include <fmt/format.h>
 
@@ -73,6 +74,42 @@ Verdict Exclusion(const Asked& row, const std::optional<std::vector<std::string_
   return {};
 }
 
+/// A name that none of the asked rows answers to, as a refused candidate. Names that exist nowhere are
+/// misuse.
+Result<Candidate> NotInTable(const std::vector<Asked>& asked, std::string_view named) {
+  std::vector<std::string_view> names = AllBackendNames();
+  for (const Asked& row : asked) {
+    if (!In(names, row.name)) {
+      names.push_back(row.name);
+    }
+  }
+  const std::vector<std::string_view> words = AllBackendWords();
+  const std::string_view* known = FindName(names, named);
+  if (known == nullptr) {
+    known = FindName(words, named);
+  }
+  if (known == nullptr) {
+    return Status::Usage(fmt::format("backend '{}' does not exist; known: {}; or as a word: {}", named,
+                                     Join(names), Join(words)));
+  }
+  return Candidate{
+      std::string(*known),
+      false,
+      {{Reason::kNotBuilt, fmt::format("the table that is asked for such layers here has no {}", *known),
+        std::string(*known), "a row of the table"}}};
+}
+
+/// The rows in the order in which they are tried: those of `first` as they stand there, then the others.
+std::vector<size_t> OrderOf(const std::vector<std::string_view>& first, const std::vector<Asked>& asked) {
+  std::vector<size_t> order(asked.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](size_t left, size_t right) {
+    const auto place = [&](size_t index) { return std::find(first.begin(), first.end(), asked[index].name); };
+    return place(left) < place(right);
+  });
+  return order;
+}
+
 }  // namespace
 
 std::string UpperCase(std::string_view text) {
@@ -95,44 +132,17 @@ Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, A
     only_verdict = {Reason::kNotNamed, fmt::format("{} was asked for by name", UpperCase(named)), "not named",
                     UpperCase(named)};
     if (only->empty()) {
-      std::vector<std::string_view> names = AllBackendNames();
-      for (const Asked& row : asked) {
-        if (!In(names, row.name)) {
-          names.push_back(row.name);
-        }
-      }
-      const std::vector<std::string_view> words = AllBackendWords();
-      const std::string_view* known = FindName(names, named);
-      if (known == nullptr) {
-        known = FindName(words, named);
-      }
-      if (known == nullptr) {
-        return Status::Usage(fmt::format("backend '{}' does not exist; known: {}; or as a word: {}", named,
-                                         Join(names), Join(words)));
-      }
-      strangers.push_back(
-          {std::string(*known),
-           false,
-           {{Reason::kNotBuilt, fmt::format("the table that is asked for such layers here has no {}", *known),
-             std::string(*known), "a row of the table"}}});
+      FMOE_ASSIGN_OR_RETURN(Candidate stranger, NotInTable(asked, named));
+      strangers.push_back(std::move(stranger));
     }
-  }
-  std::vector<size_t> order;
-  for (size_t index = 0; index < asked.size(); ++index) {
-    order.push_back(index);
-  }
-  if (only && named.empty()) {  // a switch may try them in an order of its own
-    std::stable_sort(order.begin(), order.end(), [&](size_t left, size_t right) {
-      const auto place = [&](size_t index) {
-        return std::find(only->begin(), only->end(), asked[index].name);
-      };
-      return place(left) < place(right);
-    });
   }
   std::vector<Verdict> exclusions;
   for (const Asked& row : asked) {
     exclusions.push_back(Exclusion(row, only, only_verdict, !named.empty(), overrides));
   }
+  // A switch may try them in an order of its own.
+  const std::vector<size_t> order =
+      OrderOf(only && named.empty() ? *only : std::vector<std::string_view>(), asked);
   for (const size_t index : order) {
     if (asked[index].objections.empty() && exclusions[index].reason == Reason::kNone) {
       choice.index = static_cast<int>(index);

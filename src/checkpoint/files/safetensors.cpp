@@ -83,9 +83,16 @@ Result<SafetensorsFile> ReadSafetensors(const std::string& path) {
 struct SafetensorsWriter::Impl {
   struct Slot {
     TensorSpec spec;
-    int64_t begin = 0, bytes = 0;
+    int64_t begin = 0, bytes = 0;  ///< in the file
     bool written = false;
   };
+  /// Slots for `specs` one behind the other, from 0 on.
+  Status Place(std::vector<TensorSpec> specs);
+  /// The JSON header of the slots, padded so that the data starts at a multiple of 8.
+  std::string Header(const SafetensorsMetadata& metadata) const;
+  /// The data follows a header of so many bytes.
+  Status MoveBehind(int64_t header_bytes);
+
   std::unique_ptr<platform::OutputFile> file;
   std::string path;
   std::vector<Slot> slots;
@@ -93,18 +100,31 @@ struct SafetensorsWriter::Impl {
   int64_t total = 0;
 };
 
-SafetensorsWriter::SafetensorsWriter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-SafetensorsWriter::~SafetensorsWriter() = default;
-
-Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::string& path,
-                                                                     std::vector<TensorSpec> specs,
-                                                                     const SafetensorsMetadata& metadata) {
-  auto impl = std::make_unique<Impl>();
-  impl->path = path;
+Status SafetensorsWriter::Impl::Place(std::vector<TensorSpec> specs) {
   std::sort(specs.begin(), specs.end(), [](const TensorSpec& a, const TensorSpec& b) {
     return std::make_tuple(-static_cast<int>(a.dtype), std::string_view(a.name)) <
            std::make_tuple(-static_cast<int>(b.dtype), std::string_view(b.name));
   });
+  slots.reserve(specs.size());
+  for (TensorSpec& spec : specs) {
+    if (Status status = CheckSpec(spec); !status.ok()) {
+      return std::move(status).WithFile(path);
+    }
+    const std::optional<int64_t> bytes = CheckedTensorBytes(spec.dtype, spec.shape.dims());
+    const std::optional<int64_t> end = bytes ? CheckedAdd(total, *bytes) : std::nullopt;
+    if (!end) {
+      return Status::Usage(fmt::format("{} of {} does not fill whole bytes or overflows 64 bits",
+                                       spec.shape.ToString(), DTypeName(spec.dtype)))
+          .WithFile(path)
+          .WithTensor(spec.name);
+    }
+    slots.push_back({std::move(spec), total, *bytes, false});
+    total = *end;
+  }
+  return Status::Ok();
+}
+
+std::string SafetensorsWriter::Impl::Header(const SafetensorsMetadata& metadata) const {
   std::string header = "{";
   if (!metadata.empty()) {
     header += "\"__metadata__\":{";
@@ -118,50 +138,51 @@ Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::
     }
     header += "}";
   }
-  int64_t offset = 0;
-  impl->slots.reserve(specs.size());
-  for (TensorSpec& spec : specs) {
-    if (Status status = CheckSpec(spec); !status.ok()) {
-      return std::move(status).WithFile(path);
-    }
-    const std::optional<int64_t> bytes = CheckedTensorBytes(spec.dtype, spec.shape.dims());
-    const std::optional<int64_t> end = bytes ? CheckedAdd(offset, *bytes) : std::nullopt;
-    if (!end) {
-      return Status::Usage(fmt::format("{} of {} does not fill whole bytes or overflows 64 bits",
-                                       spec.shape.ToString(), DTypeName(spec.dtype)))
-          .WithFile(path)
-          .WithTensor(spec.name);
-    }
+  for (const Slot& slot : slots) {
     if (header.size() > 1) {
       header.push_back(',');
     }
-    AppendJsonString(spec.name, &header);
-    header += fmt::format(":{{\"dtype\":\"{}\",\"shape\":[", DTypeName(spec.dtype));
-    for (int axis = 0; axis < spec.shape.rank(); ++axis) {
-      header += fmt::format("{}{}", axis == 0 ? "" : ",", spec.shape[axis]);
+    AppendJsonString(slot.spec.name, &header);
+    header += fmt::format(":{{\"dtype\":\"{}\",\"shape\":[", DTypeName(slot.spec.dtype));
+    for (int axis = 0; axis < slot.spec.shape.rank(); ++axis) {
+      header += fmt::format("{}{}", axis == 0 ? "" : ",", slot.spec.shape[axis]);
     }
-    header += fmt::format("],\"data_offsets\":[{},{}]}}", offset, *end);
-    impl->slots.push_back({std::move(spec), offset, *bytes, false});
-    offset = *end;
+    header += fmt::format("],\"data_offsets\":[{},{}]}}", slot.begin, slot.begin + slot.bytes);
   }
   header += "}";
-  // The data starts at a multiple of 8; the padding is part of the header.
   header.resize(static_cast<size_t>(RoundUp(static_cast<int64_t>(header.size()), 8)), ' ');
-  if (static_cast<int64_t>(header.size()) > checkpoint::kMaxHeaderBytes) {
-    return Status::Usage(fmt::format("a header of {} bytes; readers accept {}", header.size(),
+  return header;
+}
+
+Status SafetensorsWriter::Impl::MoveBehind(int64_t header_bytes) {
+  if (header_bytes > checkpoint::kMaxHeaderBytes) {
+    return Status::Usage(fmt::format("a header of {} bytes; readers accept {}", header_bytes,
                                      checkpoint::kMaxHeaderBytes))
         .WithFile(path)
         .WithHint("write several shards");
   }
-  const int64_t data_begin = 8 + static_cast<int64_t>(header.size());
-  for (size_t i = 0; i < impl->slots.size(); ++i) {
-    Impl::Slot& slot = impl->slots[i];
-    slot.begin += data_begin;
-    if (!impl->by_name.emplace(slot.spec.name, i).second) {
-      return Status::Usage("the name occurs twice").WithFile(path).WithTensor(slot.spec.name);
+  const int64_t data_begin = 8 + header_bytes;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    slots[i].begin += data_begin;
+    if (!by_name.emplace(slots[i].spec.name, i).second) {
+      return Status::Usage("the name occurs twice").WithFile(path).WithTensor(slots[i].spec.name);
     }
   }
-  impl->total = data_begin + offset;
+  total += data_begin;
+  return Status::Ok();
+}
+
+SafetensorsWriter::SafetensorsWriter(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+SafetensorsWriter::~SafetensorsWriter() = default;
+
+Result<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(const std::string& path,
+                                                                     std::vector<TensorSpec> specs,
+                                                                     const SafetensorsMetadata& metadata) {
+  auto impl = std::make_unique<Impl>();
+  impl->path = path;
+  FMOE_RETURN_IF_ERROR(impl->Place(std::move(specs)));
+  const std::string header = impl->Header(metadata);
+  FMOE_RETURN_IF_ERROR(impl->MoveBehind(static_cast<int64_t>(header.size())));
   FMOE_ASSIGN_OR_RETURN(impl->file, platform::OutputFile::Create(path));
   FMOE_RETURN_IF_ERROR(impl->file->Resize(impl->total));
   const auto length = static_cast<uint64_t>(header.size());

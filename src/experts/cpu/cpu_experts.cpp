@@ -111,10 +111,9 @@ Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView
   return Status::Ok();
 }
 
-Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
-                         const Executor& executor) const {
-  FMOE_RETURN_IF_ERROR(CheckInput(input, output));
-  Run run{};
+/// What stands still during one Apply: rows, outputs, and where everything lies in the workspace.
+void CpuExperts::OpenRun(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+                         const Executor& executor, Run& run) const {
   run.input = &input;
   run.output = output;
   run.executor = &executor;
@@ -160,22 +159,15 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
     run.output_offsets = workspace.Get<int32_t>(slots_.output_offsets);
     run.output_slots = workspace.Get<int32_t>(slots_.output_slots);
   }
+}
+
+Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+                         const Executor& executor) const {
+  FMOE_RETURN_IF_ERROR(CheckInput(input, output));
+  Run run{};
+  OpenRun(input, output, workspace, executor, run);
   if (run.batched) {
-    for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
-      const int32_t count = input.expert_num_tokens[expert];
-      if (count < 0 || count > input.rows.values.dim(1)) {
-        return Status::Usage(fmt::format("expert {} has a count of {}; its slab holds 0..{} rows", expert,
-                                         count, input.rows.values.dim(1)));
-      }
-    }
-    int64_t expert = 0, row = 0;
-    while (true) {
-      TakeBatchedRows(input, expert, row, run);
-      if (run.num_slots == 0) {
-        return Status::Ok();
-      }
-      RunPiece(run);
-    }
+    return ApplyBatched(input, run);
   }
   // Equal pieces: the last one should not be short of tokens per expert.
   const int64_t outputs_per_token = plan_.slots_apart ? plan_.top_k : 1;
@@ -187,6 +179,24 @@ Status CpuExperts::Apply(const ExpertsInput& input, MutableTensorView output, co
     RunPiece(run);
   }
   return Status::Ok();
+}
+
+Status CpuExperts::ApplyBatched(const ExpertsInput& input, Run& run) const {
+  for (int64_t expert = 0; expert < plan_.num_local_experts; ++expert) {
+    const int32_t count = input.expert_num_tokens[expert];
+    if (count < 0 || count > input.rows.values.dim(1)) {
+      return Status::Usage(fmt::format("expert {} has a count of {}; its slab holds 0..{} rows", expert,
+                                       count, input.rows.values.dim(1)));
+    }
+  }
+  int64_t expert = 0, row = 0;
+  while (true) {
+    TakeBatchedRows(input, expert, row, run);
+    if (run.num_slots == 0) {
+      return Status::Ok();
+    }
+    RunPiece(run);
+  }
 }
 
 /// Counting sort of the piece's (token, position) slots by local expert; within an expert tokens ascend.

@@ -39,6 +39,9 @@ class CpuExperts final : public Experts {
 
   CpuExperts() = default;
   Status CheckInput(const ExpertsInput& input, const MutableTensorView& output) const;
+  void OpenRun(const ExpertsInput& input, MutableTensorView output, const Workspace& workspace,
+               const Executor& executor, Run& run) const;
+  Status ApplyBatched(const ExpertsInput& input, Run& run) const;
   void RunPiece(Run& run) const;
   Status SortTokens(const ExpertsInput& input, int64_t first_token, int64_t count, Run& run) const;
   void TakeBatchedRows(const ExpertsInput& input, int64_t& expert, int64_t& row, Run& run) const;
@@ -109,6 +112,8 @@ class CpuExperts final : public Experts {
     int64_t stride;
     const std::byte *codes, *code_scales;  ///< of a row that comes quantized
   };
+  void QuantizeToValues(const GemmShape& shape, const PackTarget& target, float tensor_scale,
+                        const float* row, float* values) const;
   void PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
                   const PackTarget& target, const float* row, float* buffer) const;
   void PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job, int64_t token,

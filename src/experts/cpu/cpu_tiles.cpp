@@ -191,6 +191,33 @@ void CpuExperts::PackJobRow(const Run& run, const GemmShape& shape, int part, co
   PackForJob(run, shape, part == 2 ? expert.mid : expert.input[0], target, row, buffer);
 }
 
+/// The row as the values of its codes, apart from their scales. `values` has room for two rows, of which the
+/// second holds codes on the way.
+void CpuExperts::QuantizeToValues(const GemmShape& shape, const PackTarget& target, float tensor_scale,
+                                  const float* row, float* values) const {
+  const int64_t width = shape.padded_cols;
+  if (target.codes == nullptr && CanRoundRows(activation_)) {
+    QuantizeRowToBlocks(*table_, activation_, tensor_scale, row, shape.cols, values, target.scales,
+                        target.stride);
+  } else {
+    const std::byte* stored = target.codes;
+    const std::byte* stored_scales = target.code_scales;
+    if (stored == nullptr) {
+      auto* quantized = reinterpret_cast<std::byte*>(values + width);
+      QuantizeRow(activation_, tensor_scale, row, shape.cols, quantized, quantized + width);
+      stored = quantized;
+      stored_scales = quantized + width;
+    }
+    DecodeRowToBlocks(activation_, tensor_scale, stored, stored_scales, shape.cols, values, target.scales,
+                      target.stride);
+  }
+  const int64_t group = plan_.tiles.scale_group;
+  const int64_t groups = group > 0 ? CeilDiv(width, group) : 1;
+  for (int64_t g = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1); g < groups; ++g) {
+    target.scales[g * target.stride] = 1.0F;  // of padding
+  }
+}
+
 /// A row in fp32 into its place. `buffer` has room for three rows, and `row` is the first of them unless it
 /// is to stay as it is.
 void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
@@ -202,38 +229,20 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
       buffer[k] *= transform.pre_quant_scale[k];
     }
   }
-  float* scales = target.scales;
   float* values = buffer;
   if (tiles.codes) {
     const float tensor_scale = TensorScale(run, transform);
-    values = buffer + width;
-    auto* quantized = reinterpret_cast<std::byte*>(buffer + 2 * width);
     if (tiles.int8 && tiles.scale_group == 0 && target.codes == nullptr && transform.columns == nullptr &&
         CanRoundRows(activation_)) {
-      auto* codes = reinterpret_cast<int8_t*>(quantized);
-      QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, scales);
+      auto* codes = reinterpret_cast<int8_t*>(buffer + 2 * width);
+      QuantizeRowToCodes(*table_, activation_, tensor_scale, row, shape.cols, codes, target.scales);
       std::fill(codes + shape.cols, codes + width, int8_t{0});
       tiles_->pack_codes(codes, width / kPanelUnit, target.token, target.step_bytes,
                          reinterpret_cast<int32_t*>(target.sums));
       return;
     }
-    if (target.codes == nullptr && CanRoundRows(activation_)) {
-      QuantizeRowToBlocks(*table_, activation_, tensor_scale, row, shape.cols, values, scales, target.stride);
-    } else {
-      const std::byte* stored = target.codes;
-      const std::byte* stored_scales = target.code_scales;
-      if (stored == nullptr) {
-        QuantizeRow(activation_, tensor_scale, row, shape.cols, quantized, quantized + width);
-        stored = quantized;
-        stored_scales = quantized + width;
-      }
-      DecodeRowToBlocks(activation_, tensor_scale, stored, stored_scales, shape.cols, values, scales,
-                        target.stride);
-    }
-    const int64_t groups = tiles.scale_group > 0 ? CeilDiv(width, tiles.scale_group) : 1;
-    for (int64_t g = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1); g < groups; ++g) {
-      scales[g * target.stride] = 1.0F;  // of padding
-    }
+    values = buffer + width;
+    QuantizeToValues(shape, target, tensor_scale, row, values);
   }
   if (transform.columns != nullptr) {
     float* packed = values + width;

@@ -31,6 +31,10 @@ Result<std::shared_ptr<std::byte>> Upload(TensorView view, std::string_view what
 }  // namespace
 
 struct DeviceRouter::Impl {
+  Status UploadCorrectionBias(const TensorView& bias);
+  Status UploadHashTable(const TensorView& of_checkpoint);
+  Status DrawRouting();
+
   RoutingConfig config;
   RoutingRule rule;
   int64_t num_logits = 0, max_tokens = 0;
@@ -38,6 +42,67 @@ struct DeviceRouter::Impl {
   TensorView weight_view, bias_view;
   int64_t vocabulary = 0;
 };
+
+/// As fp32, whatever it is in the checkpoint.
+Status DeviceRouter::Impl::UploadCorrectionBias(const TensorView& bias) {
+  if (bias.count() != num_logits) {
+    return Status::Usage("the correction bias has " + std::to_string(bias.count()) + " values for " +
+                         std::to_string(num_logits) + " experts");
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor row, Tensor::Allocate(DType::kF32, {num_logits}));
+  for (int64_t expert = 0; expert < num_logits; ++expert) {
+    float value = 0.0F;
+    if (bias.dtype() == DType::kF32) {
+      value = bias.as<float>()[expert];
+    } else {
+      const uint16_t code = bias.as<uint16_t>()[expert];
+      value = bias.dtype() == DType::kF16 ? DecodeFp16(code) : DecodeBf16(code);
+    }
+    row.mutable_view().as<float>()[expert] = value;
+  }
+  FMOE_ASSIGN_OR_RETURN(correction_bias, Upload(row.view(), "the correction bias"));
+  return Status::Ok();
+}
+
+/// As dense 32-bit ids, each checked here: the kernel does not.
+Status DeviceRouter::Impl::UploadHashTable(const TensorView& of_checkpoint) {
+  vocabulary = of_checkpoint.dim(0);
+  if (of_checkpoint.dim(1) != config.top_k) {
+    return Status::Usage("the table of hash routing has rows of " + std::to_string(of_checkpoint.dim(1)) +
+                         ", top_k is " + std::to_string(config.top_k));
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor dense, Tensor::Allocate(DType::kI32, {vocabulary, config.top_k}));
+  auto* out = dense.mutable_view().as<int32_t>();
+  for (int64_t token = 0; token < vocabulary; ++token) {
+    const std::byte* row = of_checkpoint.data() + token * of_checkpoint.stride_bytes(0);
+    for (int64_t slot = 0; slot < config.top_k; ++slot) {
+      const int64_t id = of_checkpoint.dtype() == DType::kI64 ? reinterpret_cast<const int64_t*>(row)[slot]
+                                                              : reinterpret_cast<const int32_t*>(row)[slot];
+      if (id < 0 || id >= num_logits) {
+        return Status::BadInput("the table of hash routing sends token id " + std::to_string(token) +
+                                " to expert " + std::to_string(id) + " of " + std::to_string(num_logits));
+      }
+      *out++ = static_cast<int32_t>(id);
+    }
+  }
+  FMOE_ASSIGN_OR_RETURN(table, Upload(dense.view(), "the table of hash routing"));
+  return Status::Ok();
+}
+
+/// Simulated ids and weights depend on nothing but the token's place: drawn once, by the code that the CPU
+/// draws by.
+Status DeviceRouter::Impl::DrawRouting() {
+  FMOE_ASSIGN_OR_RETURN(Tensor logits, Tensor::Allocate(DType::kF32, {max_tokens, num_logits}));
+  FMOE_ASSIGN_OR_RETURN(Tensor ids, Tensor::Allocate(DType::kI32, {max_tokens, config.top_k}));
+  FMOE_ASSIGN_OR_RETURN(Tensor weights, Tensor::Allocate(DType::kF32, {max_tokens, config.top_k}));
+  RoutingInputs inputs;
+  inputs.router_logits = logits.view();
+  FMOE_RETURN_IF_ERROR(
+      Route(config, inputs, ids.mutable_view().as<int32_t>(), weights.mutable_view().as<float>()));
+  FMOE_ASSIGN_OR_RETURN(drawn_ids, Upload(ids.view(), "the simulated routing"));
+  FMOE_ASSIGN_OR_RETURN(drawn_weights, Upload(weights.view(), "the simulated routing"));
+  return Status::Ok();
+}
 
 DeviceRouter::DeviceRouter() = default;
 DeviceRouter::~DeviceRouter() = default;
@@ -62,57 +127,13 @@ Result<std::unique_ptr<DeviceRouter>> DeviceRouter::Create(const RoutingConfig& 
   impl.weight_view = on_card(impl.weight, tables.weight);
   impl.bias_view = on_card(impl.bias, tables.bias);
   if (!tables.correction_bias.empty()) {
-    const TensorView& bias = tables.correction_bias;
-    if (bias.count() != num_logits) {
-      return Status::Usage("the correction bias has " + std::to_string(bias.count()) + " values for " +
-                           std::to_string(num_logits) + " experts");
-    }
-    FMOE_ASSIGN_OR_RETURN(Tensor row, Tensor::Allocate(DType::kF32, {num_logits}));
-    for (int64_t expert = 0; expert < num_logits; ++expert) {
-      float value = 0.0F;
-      if (bias.dtype() == DType::kF32) {
-        value = bias.as<float>()[expert];
-      } else {
-        const uint16_t code = bias.as<uint16_t>()[expert];
-        value = bias.dtype() == DType::kF16 ? DecodeFp16(code) : DecodeBf16(code);
-      }
-      row.mutable_view().as<float>()[expert] = value;
-    }
-    FMOE_ASSIGN_OR_RETURN(impl.correction_bias, Upload(row.view(), "the correction bias"));
+    FMOE_RETURN_IF_ERROR(impl.UploadCorrectionBias(tables.correction_bias));
   }
-  if (const TensorView& table = tables.token_id_to_experts; !table.empty()) {
-    impl.vocabulary = table.dim(0);
-    if (table.dim(1) != config.top_k) {
-      return Status::Usage("the table of hash routing has rows of " + std::to_string(table.dim(1)) +
-                           ", top_k is " + std::to_string(config.top_k));
-    }
-    FMOE_ASSIGN_OR_RETURN(Tensor dense, Tensor::Allocate(DType::kI32, {impl.vocabulary, config.top_k}));
-    auto* out = dense.mutable_view().as<int32_t>();
-    for (int64_t token = 0; token < impl.vocabulary; ++token) {
-      const std::byte* row = table.data() + token * table.stride_bytes(0);
-      for (int64_t slot = 0; slot < config.top_k; ++slot) {
-        const int64_t id = table.dtype() == DType::kI64 ? reinterpret_cast<const int64_t*>(row)[slot]
-                                                        : reinterpret_cast<const int32_t*>(row)[slot];
-        if (id < 0 || id >= num_logits) {
-          return Status::BadInput("the table of hash routing sends token id " + std::to_string(token) +
-                                  " to expert " + std::to_string(id) + " of " + std::to_string(num_logits));
-        }
-        *out++ = static_cast<int32_t>(id);
-      }
-    }
-    FMOE_ASSIGN_OR_RETURN(impl.table, Upload(dense.view(), "the table of hash routing"));
+  if (!tables.token_id_to_experts.empty()) {
+    FMOE_RETURN_IF_ERROR(impl.UploadHashTable(tables.token_id_to_experts));
   }
   if (config.method == RoutingMethod::kSimulated) {
-    // Ids and weights depend on nothing but the token's place: drawn once, by the code that the CPU draws by.
-    FMOE_ASSIGN_OR_RETURN(Tensor logits, Tensor::Allocate(DType::kF32, {max_tokens, num_logits}));
-    FMOE_ASSIGN_OR_RETURN(Tensor ids, Tensor::Allocate(DType::kI32, {max_tokens, config.top_k}));
-    FMOE_ASSIGN_OR_RETURN(Tensor weights, Tensor::Allocate(DType::kF32, {max_tokens, config.top_k}));
-    RoutingInputs inputs;
-    inputs.router_logits = logits.view();
-    FMOE_RETURN_IF_ERROR(
-        Route(config, inputs, ids.mutable_view().as<int32_t>(), weights.mutable_view().as<float>()));
-    FMOE_ASSIGN_OR_RETURN(impl.drawn_ids, Upload(ids.view(), "the simulated routing"));
-    FMOE_ASSIGN_OR_RETURN(impl.drawn_weights, Upload(weights.view(), "the simulated routing"));
+    FMOE_RETURN_IF_ERROR(impl.DrawRouting());
   }
   return Result<std::unique_ptr<DeviceRouter>>(std::move(router));
 }

@@ -123,97 +123,120 @@ struct TileDecoder {
   template <int kUnit>
   FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
     if constexpr (kBytes && Panel::kU4) {
-      // Codes without their zero points: -16 to 15.
-      if constexpr (kUnit == 0) {
-        d.offset =
-            d.type.zero_points ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
-      }
-      const Words x = LoadWords(codes + kUnit * 64);
-      PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));
-      PutRow(tiles, kUnit * 2 + 1, SubtractBytes(And(ShiftRight<4>(x), SetWords(0x0f0f)), d.offset));
+      BytesOfU4<kUnit>(d, codes, scales, tiles);
     } else if constexpr (kBytes) {
       Unroll<2>([&](auto i) FMOE_FLAT {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
         PutRow(tiles, kUnit * 2 + i, SubtractBytes(x, SetWords(0x8080)));
       });
     } else if constexpr (Panel::kNibbles) {
-      if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
-        // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
-        d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));
-      } else if constexpr (kWeight == kWeightMxfp4 && kUnit % 4 == 0) {
-        // What the table is too large by. Larger scales than 2^125 would take 6 beyond fp32.
-        const Words exponent = MinSigned(SpreadBytes(scales + kUnit / 4 * 16), SetWords(252));
-        d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
-      }
-      if constexpr (kRounded && kUnit % 4 == 0) {
-        const int64_t group = Panel::kGroup32 ? kUnit / 4 * GroupBytes(d.type) : 0;
-        Reals scale, zero;
-        LoadScaleAndZero(scales + group, d.type, 8.0F, &scale, &zero);
-        SplitScale(scale, zero, &d.scale, &d.offset, &d.exponent);
-      }
+      LoadNibbleScales<kUnit>(d, scales);
       const Words x = LoadWords(codes + kUnit * 64);
-      auto row = [&](int i, Words index) FMOE_FLAT {
-        Words value = LookUp(index, d.table);
-        if constexpr (kRounded) {
-          // To 11 bits, then to 8, half a step added: what is zero becomes 2^-15 of the scale.
-          value = MultiplyAddHalves(value, d.scale, d.offset);
-          value = AddWords(HalvesToBf16(AddWords(value, SetWords(4))), d.exponent);
-        }
-        if constexpr (kWeight == kWeightNvfp4) {
-          value = HalvesToBf16(MultiplyHalves(value, d.scale));
-        } else if constexpr (kWeight == kWeightMxfp4) {
-          value = SubtractSaturated(value, d.scale);  // zero stays zero
-        }
-        PutRow(tiles, kUnit * 4 + i, value);
-      };
-      row(0, x);
-      row(1, ShiftRight<8>(x));
-      row(2, ShiftRight<4>(x));
-      row(3, ShiftRight<12>(x));
+      PutRow(tiles, kUnit * 4, NibblesToBf16(d, x));
+      PutRow(tiles, kUnit * 4 + 1, NibblesToBf16(d, ShiftRight<8>(x)));
+      PutRow(tiles, kUnit * 4 + 2, NibblesToBf16(d, ShiftRight<4>(x)));
+      PutRow(tiles, kUnit * 4 + 3, NibblesToBf16(d, ShiftRight<12>(x)));
     } else if constexpr (Panel::kU8) {
       Unroll<2>([&](auto i) FMOE_FLAT {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
-        auto row = [&](int r, Words integers) FMOE_FLAT {
-          Words halves = IntegersToHalves(integers);
-          if constexpr (!Panel::kGrouped) {
-            halves = SubtractHalves(halves, SetWords(0x5800));  // 128
-          }
-          PutRow(tiles, kUnit * 4 + 2 * i + r, HalvesToBf16(halves));
-        };
-        row(0, And(x, SetWords(0x00ff)));
-        row(1, ShiftRight<8>(x));
+        PutRow(tiles, kUnit * 4 + 2 * i, U8ToBf16(And(x, SetWords(0x00ff))));
+        PutRow(tiles, kUnit * 4 + 2 * i + 1, U8ToBf16(ShiftRight<8>(x)));
       });
     } else {
-      if constexpr (kWeight == kWeightMxfp8 && kUnit % 4 == 0) {
-        // Exponents of the decoded values lie from 10 to 27 for 2^-9 to 448.
-        const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
-        d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
-      }
-      if constexpr (kRounded && kUnit % 4 == 0) {
-        SplitScale(LoadReals((const float*)scales), SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
-        d.scale = MultiplyHalves(d.scale, SetWords(0x6c00));  // 2^12, as below
-      }
+      LoadE4m3Scales<kUnit>(d, scales);
       Unroll<2>([&](auto i) FMOE_FLAT {
         const Words x = LookUp(d.table, LoadWords(codes + kUnit * 128 + i * 64));
-        auto row = [&](int r, Words halves) FMOE_FLAT {
-          Words value;
-          if constexpr (kRounded) {
-            // To 11 bits, then to 8, half a step added.
-            value = HalvesToBf16(AddWords(MultiplyHalves(halves, d.scale), SetWords(4)));
-            value = AddToNonZero(value, d.exponent);
-          } else {
-            // times 2^12: e4m3 subnormals become normal
-            value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
-          }
-          if constexpr (kWeight == kWeightMxfp8) {
-            value = AddToNonZero(value, d.scale);
-          }
-          PutRow(tiles, kUnit * 4 + 2 * i + r, value);
-        };
-        row(0, And(ShiftRightArithmetic<1>(ShiftLeft<8>(x)), SetWords(0xbf80)));
-        row(1, And(ShiftRightArithmetic<1>(x), SetWords(0xbf80)));
+        PutRow(tiles, kUnit * 4 + 2 * i, E4m3ToBf16(d, ShiftLeft<8>(x)));
+        PutRow(tiles, kUnit * 4 + 2 * i + 1, E4m3ToBf16(d, x));
       });
     }
+  }
+
+ private:
+  /// int8 codes without their zero points: -16 to 15.
+  template <int kUnit>
+  FMOE_INLINE void BytesOfU4(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
+    if constexpr (kUnit == 0) {
+      d.offset = d.type.zero_points ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
+    }
+    const Words x = LoadWords(codes + kUnit * 64);
+    PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));
+    PutRow(tiles, kUnit * 2 + 1, SubtractBytes(And(ShiftRight<4>(x), SetWords(0x0f0f)), d.offset));
+  }
+
+  /// Where a unit begins a group.
+  template <int kUnit>
+  FMOE_INLINE void LoadNibbleScales(TileDecoder& d, const uint8_t* scales) {
+    if constexpr (kWeight == kWeightNvfp4 && kUnit % 2 == 0) {
+      // e4m3 bits << 7 are the f16 value times 2^-8, subnormals included.
+      d.scale = ShiftLeft<7>(SpreadBytes(scales + kUnit / 2 * 16));
+    } else if constexpr (kWeight == kWeightMxfp4 && kUnit % 4 == 0) {
+      // What the table is too large by. Larger scales than 2^125 would take 6 beyond fp32.
+      const Words exponent = MinSigned(SpreadBytes(scales + kUnit / 4 * 16), SetWords(252));
+      d.scale = ShiftLeft<7>(SubtractWords(SetWords(252), exponent));
+    }
+    if constexpr (kRounded && kUnit % 4 == 0) {
+      const int64_t group = Panel::kGroup32 ? kUnit / 4 * GroupBytes(d.type) : 0;
+      Reals scale, zero;
+      LoadScaleAndZero(scales + group, d.type, 8.0F, &scale, &zero);
+      SplitScale(scale, zero, &d.scale, &d.offset, &d.exponent);
+    }
+  }
+
+  /// The low four bits of every 16.
+  FMOE_INLINE Words NibblesToBf16(const TileDecoder& d, Words index) {
+    Words value = LookUp(index, d.table);
+    if constexpr (kRounded) {
+      // To 11 bits, then to 8, half a step added: what is zero becomes 2^-15 of the scale.
+      value = MultiplyAddHalves(value, d.scale, d.offset);
+      value = AddWords(HalvesToBf16(AddWords(value, SetWords(4))), d.exponent);
+    }
+    if constexpr (kWeight == kWeightNvfp4) {
+      value = HalvesToBf16(MultiplyHalves(value, d.scale));
+    } else if constexpr (kWeight == kWeightMxfp4) {
+      value = SubtractSaturated(value, d.scale);  // zero stays zero
+    }
+    return value;
+  }
+
+  FMOE_INLINE Words U8ToBf16(Words integers) {
+    Words halves = IntegersToHalves(integers);
+    if constexpr (!Panel::kGrouped) {
+      halves = SubtractHalves(halves, SetWords(0x5800));  // 128
+    }
+    return HalvesToBf16(halves);
+  }
+
+  /// Where a unit begins a group.
+  template <int kUnit>
+  FMOE_INLINE void LoadE4m3Scales(TileDecoder& d, const uint8_t* scales) {
+    if constexpr (kWeight == kWeightMxfp8 && kUnit % 4 == 0) {
+      // Exponents of the decoded values lie from 10 to 27 for 2^-9 to 448.
+      const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
+      d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
+    }
+    if constexpr (kRounded && kUnit % 4 == 0) {
+      SplitScale(LoadReals((const float*)scales), SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
+      d.scale = MultiplyHalves(d.scale, SetWords(0x6c00));  // 2^12, as below
+    }
+  }
+
+  /// The upper eight bits of every 16.
+  FMOE_INLINE Words E4m3ToBf16(const TileDecoder& d, Words codes) {
+    const Words halves = And(ShiftRightArithmetic<1>(codes), SetWords(0xbf80));
+    Words value;
+    if constexpr (kRounded) {
+      // To 11 bits, then to 8, half a step added.
+      value = HalvesToBf16(AddWords(MultiplyHalves(halves, d.scale), SetWords(4)));
+      value = AddToNonZero(value, d.exponent);
+    } else {
+      // times 2^12: e4m3 subnormals become normal
+      value = HalvesToBf16(MultiplyHalves(halves, SetWords(0x6c00)));
+    }
+    if constexpr (kWeight == kWeightMxfp8) {
+      value = AddToNonZero(value, d.scale);
+    }
+    return value;
   }
 };
 
