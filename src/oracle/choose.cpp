@@ -55,10 +55,10 @@ bool In(const std::vector<std::string_view>& names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
-/// What forbids the choice of a row; kNone: nothing.
-Verdict Exclusion(const Asked& row, const std::optional<std::vector<std::string_view>>& only,
-                  const Verdict& only_verdict, bool named, const Overrides& overrides) {
-  if (only) {
+/// What forbids the choice of a row; kNone: nothing. `only`: the rows that may be chosen; null: all.
+Verdict Exclusion(const Asked& row, const std::vector<std::string_view>* only, const Verdict& only_verdict,
+                  bool named, const Overrides& overrides) {
+  if (only != nullptr) {
     return In(*only, row.name) ? Verdict{} : only_verdict;
   }
   if (!named) {
@@ -123,12 +123,14 @@ Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, A
                       const Overrides& overrides) {
   Choice choice;
   choice.selection.notes = overrides.notes;
-  std::optional<std::vector<std::string_view>> only = overrides.only;
+  std::vector<std::string_view> rows_named;
+  const std::vector<std::string_view>* only = overrides.only ? &*overrides.only : nullptr;
   Verdict only_verdict = overrides.only_verdict;
   std::vector<Candidate> strangers;
   if (!named.empty()) {
     choice.selection.notes.clear();
-    only = RowsNamed(asked, named, format, choice.selection.notes);
+    rows_named = RowsNamed(asked, named, format, choice.selection.notes);
+    only = &rows_named;
     only_verdict = {Reason::kNotNamed, fmt::format("{} was asked for by name", UpperCase(named)), "not named",
                     UpperCase(named)};
     if (only->empty()) {
@@ -141,8 +143,8 @@ Result<Choice> Choose(const std::vector<Asked>& asked, std::string_view named, A
     exclusions.push_back(Exclusion(row, only, only_verdict, !named.empty(), overrides));
   }
   // A switch may try them in an order of its own.
-  const std::vector<size_t> order =
-      OrderOf(only && named.empty() ? *only : std::vector<std::string_view>(), asked);
+  const bool ordered = named.empty() && only != nullptr;
+  const std::vector<size_t> order = OrderOf(ordered ? *only : std::vector<std::string_view>(), asked);
   for (const size_t index : order) {
     if (asked[index].objections.empty() && exclusions[index].reason == Reason::kNone) {
       choice.index = static_cast<int>(index);
