@@ -52,6 +52,40 @@ TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   EXPECT_TRUE(status.ok()) << status.ToString();
 }
 
+// ModelOpt 0.47: where down is a single block of 128 x 128 its scale is [], that of gate and up [1, 1, 1, 1].
+TEST(UpstreamQuirks, ScaleOfASingleBlock_MayBeAScalar) {
+  TinyModel model("modelopt_fp8");
+  model.config["quantization_config"]["quant_algo"] = "FP8_PB_WO";
+  std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".input_scale"); });
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with("gate_proj.weight_scale") || tensor.name.ends_with("up_proj.weight_scale")) {
+      tensor.shape = {1, 1, 1, 1};
+    }
+  }
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto described = written.checkpoint->Describe(0);
+  ASSERT_TRUE(described.ok()) << described.status().ToString();
+  EXPECT_EQ(described->scheme.name, "fp8_w8a16:block128");
+}
+
+// ModelOpt 0.47 with transformers 5.23 on Nemotron-H: the mark of a renaming stays in the names of modules.
+TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
+  const std::string mark(".\0backbone.pt_name_sentinel", 27);
+  TinyModel plain("bf16");
+  plain.config["quantization_config"] = {{"quant_method", "modelopt"},
+                                         {"quant_algo", "NVFP4"},
+                                         {"ignore", {"model.layers.0.mlp.experts" + mark + "*"}}};
+  EXPECT_TRUE(LoadWith(plain).ok()) << LoadWith(plain).ToString();
+
+  TinyModel mixed("modelopt_fp8");
+  mixed.config["quantization_config"] = {
+      {"quant_method", "modelopt"},
+      {"quant_algo", "MIXED_PRECISION"},
+      {"quantized_layers", {{"model.layers.0.mlp.experts" + mark, {{"quant_algo", "FP8"}}}}}};
+  EXPECT_TRUE(LoadWith(mixed).ok()) << LoadWith(mixed).ToString();
+}
+
 // auto-round 0.16 as auto_awq: symmetric, and yet with zero points, which the kernels of AutoAWQ and vLLM
 // use.
 TEST(UpstreamQuirks, ZeroPointsOfAwq_AreReadWhereverTheyAre) {

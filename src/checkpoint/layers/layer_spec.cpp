@@ -172,6 +172,20 @@ Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec&
   return Status::Ok();
 }
 
+// ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise. It also
+// leaves out the extents of the scale of a matrix that is a single block, beside others that keep them.
+bool HasScaleOfMatrix(const TensorStore& store, const std::string& base, const std::string& weight_suffix,
+                      const LinearFormat& format) {
+  const TensorInfo* scale = store.Find(base + std::string(format.scale));
+  if (scale == nullptr || scale->shape.rank() != 0) {
+    return false;
+  }
+  const TensorInfo* info = store.Find(base + weight_suffix);
+  const auto& block = format.weight.block;
+  return info == nullptr || info->shape.rank() != 2 || info->shape[0] > block.row ||
+         info->shape[1] > block.col;
+}
+
 }  // namespace
 
 Result<std::optional<FusedAxes>> ParseExpertLayout(const std::string& text) {
@@ -216,10 +230,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
       info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {
     return LinearFormat{};
   }
-  // ModelOpt keeps one scale for a matrix of fused experts, whatever blocks its metadata promise.
-  const TensorInfo* scale = store.Find(base + std::string(format.scale));
-  if (rules.producer == "modelopt" && format.weight.block.row > 1 && scale != nullptr &&
-      scale->shape.rank() == 0) {
+  if (rules.producer == "modelopt" && format.weight.block.row > 1 &&
+      HasScaleOfMatrix(store, base, weight_suffix, format)) {
     format.weight.block = kPerTensor;
     format.weight.has_tensor_scale = true;
   }

@@ -1,6 +1,7 @@
 // ModelOpt: quant_algo names the format; excluded modules are wildcards; MIXED_PRECISION lists modules one by
 // one.
 #include <algorithm>
+#include <iterator>
 #include <map>
 
 #include <fmt/format.h>
@@ -144,6 +145,18 @@ bool Excluded(const std::vector<std::string>& patterns, const std::string& modul
   });
 }
 
+// ModelOpt 0.47 renames modules behind a mark, ".\0modelopt_name_sentinel", and takes it away again; where
+// the renaming reaches into it ("model." of Nemotron-H), it stays. What follows it are wildcards.
+std::string WithoutMark(std::string name) {
+  const size_t at = name.find(std::string_view(".\0", 2));
+  if (at == std::string::npos) {
+    return name;
+  }
+  const std::string rest = name.substr(at);
+  name.resize(at);
+  return name + (rest.ends_with(".*") ? ".*" : rest.ends_with('*') ? "*" : "");
+}
+
 Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::string& path) {
   const JsonValue* value = spec.Find("group_size");
   if (value == nullptr) {
@@ -171,7 +184,7 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
   auto rules = std::make_shared<ModelOptRules>();
   for (const char* key : {"exclude_modules", "ignore"}) {
     FMOE_ASSIGN_OR_RETURN(std::vector<std::string> patterns, StringList(source.Find(key), key, path));
-    rules->excluded.insert(rules->excluded.end(), patterns.begin(), patterns.end());
+    std::transform(patterns.begin(), patterns.end(), std::back_inserter(rules->excluded), WithoutMark);
   }
   FMOE_ASSIGN_OR_RETURN(std::optional<int64_t> group, GroupSize(source, path));
   if (const JsonValue* groups = source.Find("config_groups");
@@ -198,7 +211,7 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
       if (format.status().code() == StatusCode::kBadInput) {
         return format.status();
       }
-      rules->by_module.emplace(module, std::move(format));
+      rules->by_module.emplace(WithoutMark(module), std::move(format));
     }
   } else {
     FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
