@@ -63,10 +63,12 @@ void ParallelFor(const Executor& executor, int64_t count, F&& f) {
   }
 }
 
-/// Our own threads. They spin for some microseconds after a call before they sleep, so that the phases of one
-/// forward follow each other without system calls; with more threads than cores they do not spin. Several
-/// callers may share a pool; their calls take turns. A task must not use the pool that runs it. In a process
-/// that was forked from the one that made it, a pool has no threads: calls run in the calling thread, and its
+/// Our own threads. They watch memory for some microseconds after a call, and in a row of calls less than a
+/// millisecond apart look on whenever nobody else wants their core, before they sleep: neither the phases of
+/// one forward nor the layers of a model wait for a system call. With more threads than cores they sleep at
+/// once. Several callers may share a pool; their calls take turns. Threads keep off the processor that their
+/// caller ran on when it last woke them. A task must not use the pool that runs it. In a process that was
+/// forked from the one that made it, a pool has no threads: calls run in the calling thread, and its
 /// destruction leaves the copy of its memory to the end of the process.
 class ThreadPool {
  public:

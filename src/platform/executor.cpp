@@ -1,6 +1,7 @@
 #include <fusedmoe/executor.hpp>
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <chrono>
@@ -10,49 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "platform/pool_threads.hpp"
 #include "platform/topology.hpp"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace fusedmoe {
 namespace {
-
-void Pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-/// How long a thread watches memory before it sleeps. Longer than the gaps between the phases of one forward
-/// (a few microseconds of serial work), shorter than what a scheduler notices. docs/decisions/0004 has the
-/// measurements.
-constexpr std::chrono::microseconds kSpin{50};
-
-/// Waits until `done()`, watching for at most kSpin. False: time is up.
-template <typename Done>
-bool SpinUntil(const Done& done, bool may_spin) {
-  if (done()) {
-    return true;
-  }
-  if (!may_spin) {
-    return false;
-  }
-  constexpr int kPausesPerLook = 16;
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
-  do {
-    for (int i = 0; i < kPausesPerLook; ++i) {
-      if (done()) {
-        return true;
-      }
-      Pause();
-    }
-  } while (std::chrono::steady_clock::now() < deadline);
-  return false;
-}
 
 /// How many forks lie between this process and the one that loaded the library. A number of our own, since
 /// asking the kernel for the process costs a system call in each phase of a forward.
@@ -91,9 +54,13 @@ struct ThreadPool::Impl {
   const uint32_t forks = g_forks.load(std::memory_order_relaxed);
   alignas(64) std::atomic<uint32_t> gate{0};
   alignas(64) std::atomic<bool> stop{false};
+  alignas(64) std::atomic<int> resting{0};  ///< threads that look less often than always
   std::vector<std::thread> threads;
+  std::vector<Affinity> affinities;  ///< of these
+  int kept_off = -1;                 ///< the processor that they leave to their caller
 
-  explicit Impl(int num_threads) : ranges(static_cast<size_t>(num_threads)) {}
+  explicit Impl(int num_threads)
+      : ranges(static_cast<size_t>(num_threads)), affinities(static_cast<size_t>(num_threads - 1)) {}
 
   void Work(size_t self) {
     const size_t count = ranges.size();
@@ -131,22 +98,40 @@ struct ThreadPool::Impl {
     }
   }
 
+  /// Looks for `done()` as long as this pool may.
+  template <typename Done>
+  bool Watch(const Done& done) const {
+    return done() || (may_spin && SpinUntil(done));
+  }
+
+  /// Waits for a call other than `seen`, or for the end; may return before. `patient`: calls follow each
+  /// other soon.
+  template <typename Done>
+  void Rest(const Done& come, uint32_t seen, bool& patient) {
+    const auto begin = std::chrono::steady_clock::now();
+    resting.fetch_add(1, std::memory_order_relaxed);
+    if (!(patient && YieldUntil(come))) {
+      const uint32_t now = gate.load(std::memory_order_acquire);
+      if (!stop.load(std::memory_order_acquire) && ((now & kOpen) == 0 || now / kCall == seen)) {
+        gate.wait(now, std::memory_order_acquire);
+      }
+      patient = may_spin && std::chrono::steady_clock::now() - begin < kPatience;
+    }
+    resting.fetch_sub(1, std::memory_order_relaxed);
+  }
+
   void Loop(size_t self) {
     uint32_t seen = 0;
-    while (true) {
+    bool patient = false;
+    while (!stop.load(std::memory_order_acquire)) {
       bool entered = false;
-      SpinUntil([&] { return stop.load(std::memory_order_relaxed) || (entered = Enter(seen)); }, may_spin);
+      const auto come = [&] { return stop.load(std::memory_order_relaxed) || (entered = Enter(seen)); };
+      if (!Watch(come)) {
+        Rest(come, seen, patient);
+      }
       if (entered) {
         Work(self);
         Leave();
-        continue;
-      }
-      const uint32_t now = gate.load(std::memory_order_acquire);
-      if (stop.load(std::memory_order_acquire)) {
-        return;
-      }
-      if ((now & kOpen) == 0 || now / kCall == seen) {
-        gate.wait(now, std::memory_order_acquire);
       }
     }
   }
@@ -154,6 +139,19 @@ struct ThreadPool::Impl {
   /// In a child of the process that made the pool, which has a copy of its memory and none of its threads:
   /// locks may be held, and calls be open, for good.
   bool IsForked() const { return forks != g_forks.load(std::memory_order_relaxed); }
+
+  /// Before threads that rest are woken. The system may put one behind the caller, on a processor that is
+  /// busy, and part the two only milliseconds later (Linux, where the others are virtual and halted).
+  void KeepOffCaller() {
+    const int processor = sched_getcpu();
+    if (processor < 0 || processor == kept_off) {
+      return;
+    }
+    for (size_t t = 0; t < threads.size(); ++t) {
+      affinities[t].KeepOff(threads[t].native_handle(), processor);
+    }
+    kept_off = processor;
+  }
 
   void Run(int64_t count, void (*call_task)(void* context, int64_t index), void* call_context) {
     if (IsForked()) {
@@ -174,6 +172,9 @@ struct ThreadPool::Impl {
       ranges[static_cast<size_t>(t)].end.store(end, std::memory_order_relaxed);
       begin = end;
     }
+    if (may_spin && resting.load(std::memory_order_relaxed) != 0) {
+      KeepOffCaller();
+    }
     // Nobody is inside and the gate is closed, so that a plain store opens it.
     gate.store(((gate.load(std::memory_order_relaxed) / kCall + 1) * kCall) | kOpen,
                std::memory_order_release);
@@ -181,7 +182,7 @@ struct ThreadPool::Impl {
     Work(0);
     gate.fetch_and(~kOpen, std::memory_order_acq_rel);
     const auto empty = [this] { return (gate.load(std::memory_order_acquire) & kInside) == 0; };
-    while (!SpinUntil(empty, may_spin)) {
+    while (!Watch(empty) && !(may_spin && YieldUntil(empty))) {
       const uint32_t now = gate.load(std::memory_order_acquire);
       if ((now & kInside) != 0) {
         gate.wait(now, std::memory_order_acquire);

@@ -1,15 +1,20 @@
 #include <fusedmoe/executor.hpp>
 
+#include <pthread.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <ctime>
 #include <new>
 #include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
+
+#include "platform/topology.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -122,6 +127,115 @@ TEST(ThreadPool_, SleepingThreadsWakeForTheNextCall) {
     });
     EXPECT_TRUE(met.load()) << "the second thread never came";
   }
+}
+
+/// The processors of one thread, as a mask, while it exists; those before when it ends.
+class PinnedThread {
+ public:
+  explicit PinnedThread(int processor) {
+    pthread_getaffinity_np(pthread_self(), sizeof(before_), &before_);
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(static_cast<size_t>(processor), &one);
+    pthread_setaffinity_np(pthread_self(), sizeof(one), &one);
+  }
+  ~PinnedThread() { pthread_setaffinity_np(pthread_self(), sizeof(before_), &before_); }
+  PinnedThread(const PinnedThread&) = delete;
+  PinnedThread& operator=(const PinnedThread&) = delete;
+
+ private:
+  cpu_set_t before_{};
+};
+
+/// Where the other thread of a pool of two may run: it is called after some rest until it comes.
+cpu_set_t ProcessorsOfOther(const ThreadPool& pool) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  cpu_set_t found;
+  CPU_ZERO(&found);
+  std::atomic<bool> came{false};
+  while (!came.load() && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    const auto patience = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+    ParallelFor(pool.executor(), 2, [&, caller = std::this_thread::get_id()](int64_t) {
+      if (std::this_thread::get_id() != caller) {
+        pthread_getaffinity_np(pthread_self(), sizeof(found), &found);
+        came.store(true);
+      }
+      while (!came.load() && std::chrono::steady_clock::now() < patience) {
+        std::this_thread::yield();
+      }
+    });
+  }
+  EXPECT_TRUE(came.load());
+  return found;
+}
+
+// A thread that rests may be woken on the processor that its caller is on, and then waits milliseconds for
+// the system to part them: two threads were no faster than one where a caller had slept before its call.
+TEST(ThreadPool_, ThreadsThatRestedKeepOffTheirCallersProcessor) {
+  const std::vector<int> processors = AllowedCpus();
+  if (HostTopology().num_cores < 2) {
+    GTEST_SKIP() << "one core";
+  }
+  auto pool = ThreadPool::Create(2);
+  ASSERT_TRUE(pool.ok());
+  for (const int processor : {processors[0], processors[1], processors[0]}) {
+    const PinnedThread pinned(processor);
+    const cpu_set_t other = ProcessorsOfOther(**pool);
+    EXPECT_FALSE(CPU_ISSET(static_cast<size_t>(processor), &other)) << processor;
+    EXPECT_EQ(CPU_COUNT(&other), static_cast<int>(processors.size()) - 1);
+  }
+}
+
+TEST(ThreadPool_, ProcessorsThatSomebodyElseChoseAreKept) {
+  const std::vector<int> processors = AllowedCpus();
+  if (HostTopology().num_cores < 2) {
+    GTEST_SKIP() << "one core";
+  }
+  auto pool = ThreadPool::Create(2);
+  ASSERT_TRUE(pool.ok());
+  cpu_set_t chosen;
+  CPU_ZERO(&chosen);
+  CPU_SET(static_cast<size_t>(processors[0]), &chosen);
+  {
+    const PinnedThread pinned(processors[0]);
+    ProcessorsOfOther(**pool);
+    std::atomic<bool> chose{false};
+    ParallelFor((*pool)->executor(), 2, [&, caller = std::this_thread::get_id()](int64_t) {
+      if (std::this_thread::get_id() != caller) {
+        pthread_setaffinity_np(pthread_self(), sizeof(chosen), &chosen);
+        chose.store(true);
+      }
+      while (!chose.load()) {
+        std::this_thread::yield();
+      }
+    });
+  }
+  // Where that is the caller's own the thread shares it rather than go elsewhere.
+  for (const int processor : {processors[0], processors[1], processors[0]}) {
+    const PinnedThread pinned(processor);
+    const cpu_set_t other = ProcessorsOfOther(**pool);
+    EXPECT_TRUE(CPU_EQUAL(&other, &chosen)) << processor;
+  }
+}
+
+TEST(ThreadPool_, BurnsNoCoreOnceCallsHaveEnded) {
+  auto pool = ThreadPool::Create(2);
+  ASSERT_TRUE(pool.ok());
+  const auto call = [&] {
+    std::atomic<int> sum{0};
+    ParallelFor((*pool)->executor(), 2, [&](int64_t) { ++sum; });
+    EXPECT_EQ(sum.load(), 2);
+  };
+  for (int round = 0; round < 50; ++round) {  // the threads learn that calls follow each other soon
+    call();
+    const auto begin = std::chrono::steady_clock::now();
+    while (std::chrono::steady_clock::now() - begin < std::chrono::microseconds(200)) {
+    }
+  }
+  const std::clock_t begin = std::clock();  // of the whole process
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  EXPECT_LT(static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC, 0.05);
 }
 
 TEST(ThreadPool_, CallersTakeTurns) {
