@@ -15,6 +15,10 @@ int64_t Bytes(const CanonicalMatrix& matrix) {
 
 }  // namespace
 
+ActivationFormat ActivationOf(const MoeProblem& problem) {
+  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
+}
+
 const Tensor* PreparedWeights::Find(std::string_view name) const {
   for (const Named& named : tensors) {
     if (named.name == name) {

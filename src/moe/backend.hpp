@@ -38,6 +38,10 @@ struct MoeProblem {
   std::string device = "cpu";                 ///< where hidden states lie and the layer runs: "cpu" or "cuda"
 };
 
+/// The format that tokens are quantized to by the scheme's own rule; plain where another activation mode was
+/// asked for.
+ActivationFormat ActivationOf(const MoeProblem& problem);
+
 /// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which
 /// layout this is, so that another backend's file is refused. Immutable; shared by all who run it.
 struct PreparedWeights {

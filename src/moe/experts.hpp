@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string_view>
 
 #include <fusedmoe/config.hpp>
 #include <fusedmoe/executor.hpp>
@@ -35,6 +36,9 @@ struct ExpertsInput {
   bool router_weight_on_input = false;         ///< the input already carries the weights: do not weight again
   const RoutingInputs* routing = nullptr;      ///< monolithic implementations route themselves
 };
+
+/// "Standard" or "BatchedExperts", as in vLLM.
+std::string_view FormatName(ActivationFormatKind format);
 
 /// Who weights and reduces what an experts implementation leaves behind.
 enum class WeightAndReduceKind : uint8_t {

@@ -15,10 +15,6 @@ namespace {
 
 constexpr int64_t kFloatBytes = static_cast<int64_t>(sizeof(float));
 
-std::string_view FormatName(ActivationFormatKind format) {
-  return format == ActivationFormatKind::kStandard ? "Standard" : "BatchedExperts";
-}
-
 // sigmoid(hidden . gate) of each token, in a fixed order of additions.
 void SharedGates(TensorView hidden, TensorView gate, float* gates, const Executor& executor) {
   constexpr int64_t kChunk = 512;

@@ -1,6 +1,12 @@
 #include <fusedmoe/plan.hpp>
 
+#include "moe/experts.hpp"
+
 namespace fusedmoe {
+
+std::string_view FormatName(ActivationFormatKind format) {
+  return format == ActivationFormatKind::kStandard ? "Standard" : "BatchedExperts";
+}
 
 std::string_view ActivationModeName(ActivationMode mode) {
   switch (mode) {

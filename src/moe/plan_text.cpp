@@ -5,6 +5,8 @@
 
 #include <fusedmoe/plan.hpp>
 
+#include "moe/experts.hpp"
+
 namespace fusedmoe {
 
 std::string_view ReasonCode(Reason reason) {
@@ -36,8 +38,7 @@ std::string CountText(int64_t count, std::string_view what) {
 std::string ToString(const Plan& plan) {
   std::string text =
       fmt::format("{}{}{}, {} mode, {} rows, activations {}", plan.backend, plan.isa.empty() ? "" : " ",
-                  plan.isa, plan.mode.empty() ? "its only" : plan.mode,
-                  plan.activation_format == ActivationFormatKind::kStandard ? "Standard" : "BatchedExperts",
+                  plan.isa, plan.mode.empty() ? "its only" : plan.mode, FormatName(plan.activation_format),
                   ActivationModeName(plan.activation));
   if (!plan.prepare_finalize.empty()) {
     text += fmt::format(", prepare and finalize by {}", plan.prepare_finalize);

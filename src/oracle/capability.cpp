@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include "moe/experts.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -304,10 +306,6 @@ class Checker {
 };
 
 }  // namespace
-
-std::string_view FormatName(ActivationFormatKind format) {
-  return format == ActivationFormatKind::kStandard ? "Standard" : "BatchedExperts";
-}
 
 std::string ParallelText(const ParallelConfig& config) {
   return fmt::format("tp {}, pcp {}, dp {}, ep {}, {}", config.tp_size, config.pcp_size, config.dp_size,

@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "moe/experts.hpp"
 #include "oracle/choose.hpp"
 #include "oracle/described.hpp"
 

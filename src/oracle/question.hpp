@@ -37,8 +37,6 @@ inline int64_t NumRanks(const ParallelConfig& parallel) {
 /// How this build exchanges rows: by the protocol of the named backend, where upstream would use one.
 WireProtocol WireOf(const ParallelConfig& parallel);
 
-std::string_view FormatName(ActivationFormatKind format);
-
 /// "tp 1, dp 8, ep 8, deepep_low_latency"
 std::string ParallelText(const ParallelConfig& config);
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "moe/experts.hpp"
 #include "oracle/explain.hpp"
 
 namespace fusedmoe {

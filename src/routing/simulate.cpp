@@ -4,21 +4,21 @@
 #include <numeric>
 #include <utility>
 
+#include "core/random_bits.hpp"
+
 namespace fusedmoe {
 namespace {
 
-/// SplitMix64: every state gives a good sequence, so tokens need no jumps.
+/// A stream of each token, from its second draw on.
 class Random {
  public:
-  Random(uint64_t seed, int64_t token) : state_(seed * 0x9e3779b97f4a7c15U + static_cast<uint64_t>(token)) {
-    Next();
-  }
+  Random(uint64_t seed, int64_t token)
+      : counter_((seed + 1) * kSplitMix64Step + static_cast<uint64_t>(token)) {}
 
   uint64_t Next() {
-    uint64_t z = state_ += 0x9e3779b97f4a7c15U;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
-    return z ^ (z >> 31);
+    const uint64_t bits = SplitMix64(counter_);
+    counter_ += kSplitMix64Step;
+    return bits;
   }
   /// In (0, 1).
   double Uniform() { return (static_cast<double>(Next() >> 11) + 0.5) * 0x1p-53; }
@@ -29,7 +29,7 @@ class Random {
   }
 
  private:
-  uint64_t state_;
+  uint64_t counter_;
 };
 
 }  // namespace

@@ -97,10 +97,6 @@ Isa IsaOf(const MoeProblem& problem, const Machine& machine) {
   return (problem.isa.empty() ? BestIsa(machine) : ParseIsa(problem.isa)).value_or(Isa::kAvx2);
 }
 
-ActivationFormat ActivationOf(const MoeProblem& problem) {
-  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
-}
-
 std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
   const KernelTable* table = FindKernelTable(isa);
   const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };

@@ -18,9 +18,6 @@ bool IsFloatKernel(WeightKernel kernel);
 /// The level that the problem names, or the best of the machine.
 Isa IsaOf(const MoeProblem& problem, const Machine& machine);
 
-/// The activation format that counts for the kernels: none when only weights are quantized.
-ActivationFormat ActivationOf(const MoeProblem& problem);
-
 /// Scales in the type that the weights have, with zero points where they have some.
 Result<PanelFormat> PanelOf(const MoeProblem& problem);
 

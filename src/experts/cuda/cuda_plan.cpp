@@ -17,10 +17,6 @@
 namespace fusedmoe::cuda {
 namespace {
 
-ActivationFormat ActivationOf(const MoeProblem& problem) {
-  return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
-}
-
 DeviceLimits LimitsOf(const Machine& machine) {
   DeviceLimits limits;
   if (machine.cuda && machine.cuda->num_multiprocessors > 0) {

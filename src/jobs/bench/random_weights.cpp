@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
+#include "core/random_bits.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 
@@ -17,14 +18,6 @@ namespace fusedmoe::bench {
 namespace {
 
 constexpr int64_t kFewestScales = 61;  // rows of one scale each still differ
-
-// The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a counter in, 64 independent bits out.
-uint64_t Mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15ULL;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
-  return value ^ (value >> 31);
-}
 
 /// Codes of normal values, some to a unit of whole bytes, looked up by random bits: a byte of weights costs a
 /// nanosecond, where quantizing it would cost ten.
@@ -63,7 +56,7 @@ class CodeTable {
   void FillUnits(uint64_t key, int64_t count, std::byte* row) const {
     const int64_t whole = count / unit_values_;
     for (int64_t unit = 0; unit < whole; unit += 4) {
-      uint64_t bits = Mix(key + static_cast<uint64_t>(unit));
+      uint64_t bits = SplitMix64(key + static_cast<uint64_t>(unit));
       const int64_t lanes = std::min<int64_t>(4, whole - unit);
       for (int64_t lane = 0; lane < lanes; ++lane) {
         std::memcpy(row + (unit + lane) * kBytes, units_.data() + (bits & (kUnits - 1)) * kBytes, kBytes);
@@ -121,7 +114,8 @@ Result<CanonicalMatrix> DrawMatrix(const Scheme& scheme, const Recipe& recipe, i
   FMOE_ASSIGN_OR_RETURN(matrix.codes, Tensor::Allocate(format.element, {rows, cols}));
   const MutableTensorView codes = matrix.codes.mutable_view();
   for (int64_t row = 0; row < rows; ++row) {
-    recipe.codes->Fill(Mix(key + static_cast<uint64_t>(row)), cols, codes.data() + row * codes.row_bytes());
+    recipe.codes->Fill(SplitMix64(key + static_cast<uint64_t>(row)), cols,
+                       codes.data() + row * codes.row_bytes());
   }
   float scale = recipe.scale;
   if (format.has_block_scale()) {
@@ -179,22 +173,22 @@ Result<ExpertSource> RandomExperts(const MoeConfig& config, const Scheme& scheme
                                 config.has_bias ? "with" : "without");
   const Recipe inner = RecipeFor(scheme.weight, config.hidden);
   const Recipe down = RecipeFor(scheme.weight, config.intermediate);
-  const uint64_t layer_key = Mix(Mix(seed) + static_cast<uint64_t>(layer));
+  const uint64_t layer_key = SplitMix64(SplitMix64(seed) + static_cast<uint64_t>(layer));
   source.load = [=](int64_t expert) -> Result<CanonicalExpert> {
-    const uint64_t key = Mix(layer_key + static_cast<uint64_t>(expert));
+    const uint64_t key = SplitMix64(layer_key + static_cast<uint64_t>(expert));
     const int64_t hidden = config.hidden, intermediate = config.intermediate;
     CanonicalExpert drawn;
     if (config.activation.gated()) {
-      FMOE_ASSIGN_OR_RETURN(drawn.gate,
-                            DrawMatrix(scheme, inner, intermediate, hidden, config.has_bias, Mix(key + 1)));
+      FMOE_ASSIGN_OR_RETURN(
+          drawn.gate, DrawMatrix(scheme, inner, intermediate, hidden, config.has_bias, SplitMix64(key + 1)));
     }
-    FMOE_ASSIGN_OR_RETURN(drawn.up,
-                          DrawMatrix(scheme, inner, intermediate, hidden, config.has_bias, Mix(key + 2)));
+    FMOE_ASSIGN_OR_RETURN(
+        drawn.up, DrawMatrix(scheme, inner, intermediate, hidden, config.has_bias, SplitMix64(key + 2)));
     if (config.activation.gated()) {
       drawn.up.input_tensor_scale = drawn.gate.input_tensor_scale;  // calibrated on the same hidden states
     }
-    FMOE_ASSIGN_OR_RETURN(drawn.down,
-                          DrawMatrix(scheme, down, hidden, intermediate, config.has_bias, Mix(key + 3)));
+    FMOE_ASSIGN_OR_RETURN(
+        drawn.down, DrawMatrix(scheme, down, hidden, intermediate, config.has_bias, SplitMix64(key + 3)));
     return drawn;
   };
   return source;

@@ -7,6 +7,7 @@
 
 #include <fusedmoe/jobs/verify.hpp>
 
+#include "core/random_bits.hpp"
 #include "jobs/prepare/prepared_file.hpp"
 #include "jobs/verify/distance.hpp"
 #include "numerics/rows.hpp"
@@ -16,24 +17,21 @@ namespace {
 
 constexpr int64_t kMapRows = 64, kMapCols = 96;
 
-// Steele's splitmix64, twelve uniforms a normal number: enough for inputs, and the same on every machine.
+// Twelve uniforms a normal number: enough for inputs, and the same on every machine.
 class Normal {
  public:
-  explicit Normal(uint64_t seed) : state_(seed) {}
+  explicit Normal(uint64_t seed) : counter_(seed) {}
   float Next() {
     double sum = -6.0;
     for (int i = 0; i < 12; ++i) {
-      state_ += 0x9e3779b97f4a7c15ULL;
-      uint64_t bits = state_;
-      bits = (bits ^ (bits >> 30)) * 0xbf58476d1ce4e5b9ULL;
-      bits = (bits ^ (bits >> 27)) * 0x94d049bb133111ebULL;
-      sum += static_cast<double>((bits ^ (bits >> 31)) >> 11) * 0x1p-53;
+      sum += static_cast<double>(SplitMix64(counter_) >> 11) * 0x1p-53;
+      counter_ += kSplitMix64Step;
     }
     return static_cast<float>(sum);
   }
 
  private:
-  uint64_t state_;
+  uint64_t counter_;
 };
 
 Result<Tensor> RandomHidden(int64_t tokens, int64_t hidden, uint64_t seed) {

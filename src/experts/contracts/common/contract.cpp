@@ -4,6 +4,7 @@
 
 #include "experts/contracts/common/contract_experts.hpp"
 #include "moe/cost.hpp"
+#include "moe/experts.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
@@ -11,11 +12,13 @@ namespace {
 
 void CommonObjections(const Contract& contract, const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const MoeConfig& config = problem.config;
-  const bool batched = config.activation_format == ActivationFormatKind::kBatchedExperts;
+  const ActivationFormatKind format = config.activation_format;
+  const bool batched = format == ActivationFormatKind::kBatchedExperts;
   if (batched ? !contract.batched : !contract.standard) {
-    Refuse(verdicts, Reason::kActivationFormat,
-           fmt::format("{} reads {} rows only", contract.name, batched ? "Standard" : "BatchedExperts"),
-           batched ? "BatchedExperts" : "Standard", batched ? "Standard" : "BatchedExperts");
+    const std::string_view other =
+        FormatName(batched ? ActivationFormatKind::kStandard : ActivationFormatKind::kBatchedExperts);
+    Refuse(verdicts, Reason::kActivationFormat, fmt::format("{} reads {} rows only", contract.name, other),
+           FormatName(format), other);
   }
   if (config.apply_router_weight_on_input && config.top_k() != 1) {
     Refuse(verdicts, Reason::kRouterWeightOnInput, "router weights on the input need one expert per token",
