@@ -24,7 +24,4 @@ std::vector<Change> ChangesFor(Reason reason, Effort effort, const ExplainReques
 /// Both at once: what leads to the table of another kind of model.
 std::vector<Change> SchemeAndActivationChanges(const ExplainRequest& request);
 
-/// The nearest changes of a question with no answer that leave something to run.
-std::vector<std::string> Alternatives(const ExplainRequest& request, const Selection& selection);
-
 }  // namespace fusedmoe

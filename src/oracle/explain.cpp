@@ -8,7 +8,7 @@
 
 #include "core/checked_math.hpp"
 
-#include "oracle/changes.hpp"
+#include "oracle/alternatives.hpp"
 #include "oracle/costs.hpp"
 #include "oracle/described.hpp"
 #include "oracle/select.hpp"
