@@ -70,12 +70,6 @@ struct FourBitModel : TinyModel {
   }
 };
 
-Status LoadOf(const TinyModel& model) {
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  return LoadEverything(folder.path());
-}
-
 TEST(FourBit, Matrices_AreListedAndReadAsWhatTheyDecodeTo) {
   for (const bool nested : {false, true}) {
     SCOPED_TRACE(nested);
@@ -109,14 +103,14 @@ TEST(FourBit, Matrices_AreListedAndReadAsWhatTheyDecodeTo) {
 
 TEST(FourBit, FilesThatContradictThemselves_AreNamed) {
   const auto expect = [](const TinyModel& model, const std::string& word) {
-    const Status status = LoadOf(model);
+    const Status status = LoadEverything(model);
     EXPECT_EQ(status.code(), StatusCode::kBadInput) << word;
     EXPECT_EQ(status.tensor(), kUp) << status.ToString();
     EXPECT_NE(status.message().find(word), std::string::npos) << status.ToString();
   };
   for (const bool nested : {false, true}) {
     const FourBitModel sound(nested);
-    EXPECT_EQ(LoadOf(sound.Whole()).message(), "");
+    EXPECT_EQ(LoadEverything(sound.Whole()).message(), "");
     expect(sound, "U8 [1024, 1]; BF16, F16 or F32 is needed");  // nothing says how to read it
     for (const auto& [key, value] : std::vector<std::pair<std::string, nlohmann::ordered_json>>{
              {"dtype", "float8"},
@@ -169,11 +163,11 @@ TEST(FourBit, EightBitRows_AreScaledByTheirLargest) {
     }
   }
   model.tensors.push_back(Bytes("model.layers.0.mlp.experts.1.up_proj.weight_format", "U8", {}, 1, 0));
-  EXPECT_EQ(LoadOf(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   model.tensors.back().bytes[0] = 2;
-  EXPECT_EQ(LoadOf(model).code(), StatusCode::kUnsupported) << "tiles of a graphics card";
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported) << "tiles of a graphics card";
   model.config["quantization_config"].erase("load_in_8bit");
-  EXPECT_EQ(LoadOf(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
 }  // namespace

@@ -14,36 +14,30 @@ namespace {
 
 using namespace testing_support;
 
-Status LoadModel(const TinyModel& model) {
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  return LoadEverything(folder.path());
-}
-
 // GPTQModel 7 and auto-round 0.16 list what they left alone there: routers, as a rule.
 TEST(GptqModel, DynamicOfGptq_NamesWhatIsLeftAlone) {
   TinyModel model("gptq");
   auto& dynamic = model.config["quantization_config"]["dynamic"];
   dynamic = {{"-:.*model\\.layers\\.0\\.mlp\\.gate.*", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadModel(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
 
   // Settings of their own: the first pattern that matches decides, and says what tensors must hold.
   dynamic = {{"+:.*experts\\..*", {{"bits", 4}, {"group_size", 32}}}, {".*", {{"bits", 8}}}};
-  EXPECT_EQ(LoadModel(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   dynamic = {{".*experts\\..*", {{"bits", 8}}}};
-  EXPECT_EQ(LoadModel(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
   dynamic = {{".*experts\\..*", {{"bits", 9}}}};
-  EXPECT_EQ(LoadModel(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   dynamic = {{"-:.*experts\\.[", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadModel(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
   dynamic = {"-:.*gate.*"};
-  EXPECT_EQ(LoadModel(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 
   TinyModel plain("bf16");
   plain.config["quantization_config"] = TinyModel("gptq").config["quantization_config"];
-  EXPECT_EQ(LoadModel(plain).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(plain).code(), StatusCode::kBadInput);
   plain.config["quantization_config"]["dynamic"] = {{"-:.*experts.*", nlohmann::ordered_json::object()}};
-  EXPECT_EQ(LoadModel(plain).message(), "");
+  EXPECT_EQ(LoadEverything(plain).message(), "");
 }
 
 // GPTQModel 7 stores what it multiplied weights by, under DeepSeek's name of the tensor and of the method:
@@ -101,14 +95,14 @@ TEST(GptqModel, Fp8OfGptqModel_DividesByItsScales) {
     for (const float bad : {0.0F, std::numeric_limits<float>::infinity(), -1.0F}) {
       RawTensor& scale = model.Find("model.layers.0.mlp.experts.1.up_proj.weight_scale_inv");
       scale = Floats(scale.name, scale.shape, bad);
-      EXPECT_EQ(LoadModel(model).code(), StatusCode::kBadInput) << bad;
+      EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << bad;
     }
   }
   quantization["format"] = "float8_e5m2";
-  EXPECT_EQ(LoadModel(gptq).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(gptq).code(), StatusCode::kUnsupported);
   quantization["format"] = "float8_e4m3fn";
   quantization["weight_scale_semantics"] = "direct";
-  EXPECT_EQ(LoadModel(gptq).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(gptq).code(), StatusCode::kUnsupported);
 }
 
 // The rule of GPTQModel 7 for 5, 6 and 7 bits (gptq_p), with zero points as they are: the layout of each 32
@@ -195,9 +189,9 @@ TEST(GptqModel, HalvesOfGptOss_AreRefused) {
       tensor.name = "model.layers.0.mlp.router.weight";
     }
   }
-  EXPECT_EQ(LoadModel(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   model.config["quantization_config"]["meta"] = {{"quantizer", {"gptqmodel:7.7.0"}}};
-  const Status status = LoadModel(model);
+  const Status status = LoadEverything(model);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
   EXPECT_EQ(status.tensor(), "model.layers.0.mlp.experts.0.up_proj.qweight");
 }
@@ -206,9 +200,9 @@ TEST(GptqModel, HalvesOfGptOss_AreRefused) {
 TEST(GptqModel, QuantizedInputs_AreRefused) {
   TinyModel model("gptq");
   model.config["quantization_config"]["activation"] = {{"mode", "w4afp8"}};
-  EXPECT_EQ(LoadModel(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   model.config["quantization_config"]["activation"] = nullptr;
-  EXPECT_EQ(LoadModel(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
 }
 
 // GPTQModel 7 has `dynamic` in every format.
@@ -221,11 +215,11 @@ TEST(GptqModel, DynamicOfGptqModel_HoldsForAwqAndFp8) {
     if (format == "fp8_block") {
       quantization["weight_scale_method"] = "block";
     }
-    EXPECT_EQ(LoadModel(model).code(), format == "awq" ? StatusCode::kBadInput : StatusCode::kOk);
+    EXPECT_EQ(LoadEverything(model).code(), format == "awq" ? StatusCode::kBadInput : StatusCode::kOk);
     quantization["dynamic"] = {{"-:.*experts.*", nlohmann::ordered_json::object()}};
-    EXPECT_EQ(LoadModel(model).message(), "");
+    EXPECT_EQ(LoadEverything(model).message(), "");
     quantization["dynamic"] = {{".*experts.*", 1}};
-    EXPECT_EQ(LoadModel(model).code(), StatusCode::kBadInput);
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
   }
 }
 

@@ -135,9 +135,7 @@ void ExpectRefused(const std::string& what, const TinyModel& model, const std::s
 
 TEST(MalformedFused, SoundLayers_Load) {
   for (const auto& [name, model] : Layers()) {
-    const TemporaryDirectory folder;
-    model.WriteTo(folder);
-    const Status status = LoadEverything(folder.path());
+    const Status status = LoadEverything(model);
     EXPECT_TRUE(status.ok()) << name << ": " << status.ToString();
   }
 }

@@ -306,12 +306,16 @@ Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptio
   return Status::Ok();
 }
 
+Status LoadEverything(const TinyModel& model) {
+  const TemporaryDirectory folder;
+  model.WriteTo(folder);
+  return LoadEverything(folder.path());
+}
+
 void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected) {
   SCOPED_TRACE(what);
   CountMalformed();
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  const Status status = LoadEverything(folder.path());
+  const Status status = LoadEverything(model);
   EXPECT_EQ(status.code(), expected.code) << status.ToString();
   EXPECT_FALSE(status.file().empty()) << status.ToString();
   if (!expected.tensor.empty()) {

@@ -72,6 +72,9 @@ inline constexpr int64_t kLeastMalformed = 1000;
 /// Opens the folder and loads all of layer 0: the first failure, or ok.
 Status LoadEverything(const std::filesystem::path& folder, const CheckpointOptions& options = {});
 
+/// The same of a model that is written for it.
+Status LoadEverything(const TinyModel& model);
+
 /// How a malformed model must be refused.
 struct Expected {
   StatusCode code = StatusCode::kBadInput;

@@ -18,12 +18,6 @@ std::string Replaced(std::string text, const std::string& from, const std::strin
   return text;
 }
 
-Status LoadWith(TinyModel& model) {
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  return LoadEverything(folder.path());
-}
-
 // transformers 5.23: layers that differ from the rest of the model, by numbers with leading zeros.
 TEST(UpstreamQuirks, PerLayerConfig_ComesBeforeTheModelsOwn) {
   TinyModel model("bf16");
@@ -46,9 +40,7 @@ TEST(UpstreamQuirks, GatesCalledWgate_AreFound) {
   for (RawTensor& tensor : model.tensors) {
     tensor.name = Replaced(tensor.name, ".gate_proj.", ".wgate.");
   }
-  const TemporaryDirectory folder;
-  model.WriteTo(folder);
-  const Status status = LoadEverything(folder.path());
+  const Status status = LoadEverything(model);
   EXPECT_TRUE(status.ok()) << status.ToString();
 }
 
@@ -125,7 +117,7 @@ TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {
   auto& quantization = model.config["quantization_config"];
   quantization = {{"quant_method", "quark"}, {"export", {{"pack_method", "reorder"}}}};
   quantization["global_quant_config"] = {{"weight", weight}};
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["global_quant_config"]["weight"]["qscheme"] = "per_channel";
   quantization["global_quant_config"]["weight"]["group_size"] = nullptr;
   for (RawTensor& tensor : model.tensors) {
@@ -137,7 +129,7 @@ TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {
           Ints(tensor.name, {tensor.shape[1]}, std::vector<int32_t>(static_cast<size_t>(tensor.shape[1])));
     }
   }
-  const Status status = LoadWith(model);
+  const Status status = LoadEverything(model);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.ToString();
   EXPECT_NE(status.message().find("uint4 per_channel"), std::string::npos) << status.ToString();
 }
@@ -196,12 +188,12 @@ TEST(UpstreamQuirks, BlockStructure_IsAPairOrAString) {
        {{"group_0", {{"targets", {"Linear"}}, {"weights", weights}, {"input_activations", inputs}}}}}};
   auto& block = model.config["quantization_config"]["config_groups"]["group_0"]["weights"]["block_structure"];
   block = {16, 16};
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   block = "16x16";
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   for (const char* bad : {"128", "128x", "x128", "128x128x128", "0x128", "128 x 128", "-1x128"}) {
     block = bad;
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << bad;
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << bad;
   }
 }
 
@@ -212,9 +204,9 @@ TEST(UpstreamQuirks, FormatsWrittenByAutoRound_MayHaveNegativeScales) {
     TinyModel model(format);
     RawTensor& scales = model.Find("model.layers.0.mlp.experts.1.up_proj.scales");
     scales = Bf16(scales.name, scales.shape, -0.5F);
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
     model.config["quantization_config"]["autoround_version"] = "0.16.1";
-    EXPECT_EQ(LoadWith(model).message(), "");
+    EXPECT_EQ(LoadEverything(model).message(), "");
   }
 }
 
@@ -227,20 +219,20 @@ TEST(UpstreamQuirks, ExtraConfigOfAutoRound_ConcernsTheModulesThatItNames) {
                                 ".*layers\\.7\\.mlp\\.experts.*"}) {
     SCOPED_TRACE(key);
     extra = {{key, untouched}};
-    EXPECT_EQ(LoadWith(model).message(), "");
+    EXPECT_EQ(LoadEverything(model).message(), "");
     extra = {{key, wider}};
-    EXPECT_EQ(LoadWith(model).message(), "");
+    EXPECT_EQ(LoadEverything(model).message(), "");
   }
   for (const std::string key :
        {"model.layers.0.mlp.experts.1.up_proj", ".*\\.mlp\\.experts.*", "mlp\\.experts\\.1\\.up_proj$"}) {
     SCOPED_TRACE(key);
     extra = {{key, wider}};
-    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk);
+    EXPECT_NE(LoadEverything(model).code(), StatusCode::kOk);
     extra = {{key, untouched}};
-    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk) << "the tensors are quantized";
+    EXPECT_NE(LoadEverything(model).code(), StatusCode::kOk) << "the tensors are quantized";
   }
   extra = {{".*experts\\.[", untouched}};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
 // Early auto-round put its address in front of its name, and what was to multiply in place of the packing.
@@ -248,12 +240,12 @@ TEST(UpstreamQuirks, EarlyAutoRound_NamesABackend) {
   TinyModel model("autoround");
   auto& quantization = model.config["quantization_config"];
   quantization["quant_method"] = "intel/auto-round";
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization.erase("packing_format");
   quantization["backend"] = "auto_round:gptq:exllamav2";
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["backend"] = "auto_round:exllamav2";  // which does not say how zero points are stored
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
 }
 
 // auto-round 0.16, scheme MXFP4 in its own format: the tensors of compressed-tensors, exponents by floor.
@@ -280,14 +272,14 @@ TEST(UpstreamQuirks, MxOfAutoRound_HasTheTensorsOfCompressedTensors) {
     EXPECT_TRUE(source->load(0).ok());
   }
   quantization["act_bits"] = 16;
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["bits"] = 8;
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << "no .weight of e4m3 there";
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << "no .weight of e4m3 there";
   quantization["group_size"] = 64;
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   for (const char* type : {"nv_fp", "nvfp4_v2", "mx_int"}) {
     quantization["data_type"] = type;
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported) << type;
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported) << type;
   }
 }
 
@@ -401,10 +393,10 @@ TEST(UpstreamQuirks, E4m3_HasSeveralNames) {
   TinyModel model("fp8_block");
   for (const char* name : {"e4m3", "float8_e4m3fn"}) {
     model.config["quantization_config"]["fmt"] = name;
-    EXPECT_EQ(LoadWith(model).message(), "") << name;
+    EXPECT_EQ(LoadEverything(model).message(), "") << name;
   }
   model.config["quantization_config"]["fmt"] = "float8_e5m2";
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
 }
 
 // Kimi-K2.5 in INT4 stores the shapes of packed matrices in 32 bits.
@@ -417,28 +409,28 @@ TEST(UpstreamQuirks, ShapesOfPackedMatrices_MayHave32Bits) {
       tensor = Ints(tensor.name, {2}, {static_cast<int32_t>(shape[0]), static_cast<int32_t>(shape[1])});
     }
   }
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   for (RawTensor& tensor : model.tensors) {
     if (tensor.name.ends_with(".up_proj.weight_shape")) {
       tensor = Ints(tensor.name, {2}, {kIntermediate, kHidden + 1});
     }
   }
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
 TEST(UpstreamQuirks, ModulesOfQuark_MayBeRegularExpressions) {
   TinyModel model("quark_mxfp4");
   auto& quantization = model.config["quantization_config"];
   quantization["exclude"] = {"re:^(?!.*\\.mlp\\.experts(?:\\.|$)).*$"};  // all but the experts
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   const auto four_bit = quantization["global_quant_config"];
   quantization["global_quant_config"] = {{"weight", {{"dtype", "int8"}, {"qscheme", "per_channel"}}}};
   quantization["layer_quant_config"] = {{"re:model\\.layers\\.\\d+\\.mlp\\.experts\\.", four_bit}};
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["exclude"] = {"re:.*experts.*"};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput) << "quantized weights where none should be";
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << "quantized weights where none should be";
   quantization["exclude"] = {"re:("};
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
 // Only the formats of experts must be known.
@@ -449,9 +441,9 @@ TEST(UpstreamQuirks, MixedPrecisionOfModelOpt_MayHoldOtherFormatsElsewhere) {
   quantization["quantized_layers"] = {
       {"model.layers.0.self_attn.q_proj", {{"quant_algo", "SOMETHING_NEW"}}},
       {"model.layers.0.mlp.experts", {{"quant_algo", "NVFP4"}, {"group_size", 16}}}};
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["quantized_layers"]["model.layers.0.mlp.experts"]["quant_algo"] = "SOMETHING_NEW";
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
 }
 
 // Inputs that the tool rounds to integers, and those it rotates (Hadamard, SpinQuant), would silently stay as
@@ -461,13 +453,13 @@ TEST(UpstreamQuirks, InputsThatAutoRoundChanges_AreRefused) {
   auto& quantization = model.config["quantization_config"];
   quantization["act_bits"] = 16;
   quantization["rotation_config"] = nullptr;
-  EXPECT_EQ(LoadWith(model).message(), "");
+  EXPECT_EQ(LoadEverything(model).message(), "");
   quantization["act_bits"] = 4;
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   quantization["act_bits"] = 16;
   for (const char* key : {"rotation_config", "spinquant_config"}) {
     quantization[key] = {{"hadamard_type", "hadamard"}};
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kUnsupported) << key;
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported) << key;
     quantization.erase(key);
   }
 }
@@ -485,10 +477,10 @@ TEST(UpstreamQuirks, ZeroPointsThatArePromised_AreNeeded) {
       quantization["config_groups"]["group_0"]["weights"]["symmetric"] = false;
     }
     std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".qzeros"); });
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
     if (format == "gptq") {
       quantization["sym"] = true;
-      EXPECT_EQ(LoadWith(model).message(), "");
+      EXPECT_EQ(LoadEverything(model).message(), "");
     }
   }
 }
@@ -500,16 +492,16 @@ TEST(UpstreamQuirks, FusedExpertsWithoutScales_AreLeftAlone) {
     SCOPED_TRACE(producer);
     TinyModel model("bf16");
     model.config["quantization_config"] = TinyModel(producer).config["quantization_config"];
-    EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput)
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput)
         << "matrices of single experts are linear modules";
     std::erase_if(model.tensors,
                   [](const RawTensor& tensor) { return tensor.name.find(".experts.") != std::string::npos; });
     const std::string experts = "model.layers.0.mlp.experts.";
     model.tensors.push_back(Bf16(experts + "gate_up_proj", {kExperts, 2 * kIntermediate, kHidden}, 0.5F));
     model.tensors.push_back(Bf16(experts + "down_proj", {kExperts, kHidden, kIntermediate}, 0.5F));
-    EXPECT_EQ(LoadWith(model).message(), "");
+    EXPECT_EQ(LoadEverything(model).message(), "");
     model.tensors.push_back(Bytes(experts + "down_proj_weight_scale", "U8", {kExperts, kHidden, 1}, 1, 127));
-    EXPECT_NE(LoadWith(model).code(), StatusCode::kOk) << "a scale without codes";
+    EXPECT_NE(LoadEverything(model).code(), StatusCode::kOk) << "a scale without codes";
   }
 }
 

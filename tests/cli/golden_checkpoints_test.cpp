@@ -15,6 +15,7 @@
 #include "cli/process.hpp"
 #include "numerics/rows.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::test {
@@ -34,12 +35,6 @@ std::vector<std::string> Cases() {
   }
   std::sort(names.begin(), names.end());
   return names;
-}
-
-std::vector<float> Floats(const Tensor& tensor) {
-  std::vector<float> values(static_cast<size_t>(tensor.view().count()));
-  DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
-  return values;
 }
 
 // Expert id -> weight of one token; ids are compared as sets.

@@ -6,22 +6,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <iterator>
-
 #include <gtest/gtest.h>
 
 extern char** environ;
 
 namespace fusedmoe::test {
-std::string ReadFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
-void WriteFile(const std::string& path, const std::string& contents) {
-  std::ofstream(path, std::ios::binary) << contents;
-}
 
 nlohmann::json ProcessResult::Json() const {
   nlohmann::json json = nlohmann::json::parse(out, nullptr, false);

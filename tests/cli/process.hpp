@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "support/files.hpp"
 #include "support/temporary_directory.hpp"
 
 namespace fusedmoe::test {
@@ -22,8 +23,5 @@ struct ProcessResult {
 
 /// Runs the built `fusedmoe` command with these arguments and waits for it.
 ProcessResult RunCommand(const std::vector<std::string>& arguments);
-
-std::string ReadFile(const std::string& path);
-void WriteFile(const std::string& path, const std::string& contents);
 
 }  // namespace fusedmoe::test

@@ -21,6 +21,7 @@
 #include "support/allocations.hpp"
 #include "support/random_layer.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe::conformance {
@@ -96,11 +97,6 @@ double AllowedError(const DrawnCase& drawn, const MoeLayer& layer) {
   return std::hypot(bound, step * std::sqrt((group + 15.0) / values));
 }
 
-bool SameBits(const std::vector<float>& left, const std::vector<float>& right) {
-  return left.size() == right.size() &&
-         std::memcmp(left.data(), right.data(), left.size() * sizeof(float)) == 0;
-}
-
 // The layer, or null where the backend refuses the problem (with a reason).
 std::unique_ptr<MoeLayer> Make(const DrawnCase& drawn, const LayerOptions& options) {
   auto layer = MoeLayer::Create(drawn.config, drawn.source, RouterWeights{}, options);
@@ -150,7 +146,8 @@ void Check(const DrawnCase& drawn, const std::string& backend, Tally& tally) {
           8) {
         EXPECT_LE(RelativeL2(produced, expected), AllowedError(drawn, *layer));
       }
-      EXPECT_TRUE(SameBits(produced, Run(*layer, batch, 0, drawn.tokens, 3))) << "3 threads, other bits";
+      EXPECT_TRUE(test::SameBits(produced, Run(*layer, batch, 0, drawn.tokens, 3)))
+          << "3 threads, other bits";
 
       options.determinism = Determinism::kBatchInvariant;
       const auto invariant = Make(drawn, options);
@@ -162,7 +159,7 @@ void Check(const DrawnCase& drawn, const std::string& backend, Tally& tally) {
       const int64_t token = drawn.tokens / 2;
       const auto alone = Run(*invariant, batch, token, 1, 1);
       const auto row = whole.begin() + token * drawn.config.hidden;
-      EXPECT_TRUE(SameBits(alone, {row, row + drawn.config.hidden}))
+      EXPECT_TRUE(test::SameBits(alone, {row, row + drawn.config.hidden}))
           << "batch_invariant, but token " << token << " alone gives other bits than in the batch";
     }
   }

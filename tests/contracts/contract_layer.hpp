@@ -237,4 +237,11 @@ inline std::vector<float> RunBatched(const Running& running, const Batch& batch)
   return out;
 }
 
+/// Either, as the layer's activation format says.
+inline std::vector<float> RunEither(const Running& running, const Batch& batch) {
+  return running.problem.config.activation_format == ActivationFormatKind::kStandard
+             ? RunStandard(running, batch)
+             : RunBatched(running, batch);
+}
+
 }  // namespace fusedmoe::contract_test

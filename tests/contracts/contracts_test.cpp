@@ -13,12 +13,6 @@ MoeProblem ReferenceProblem(const Running& running) {
   return problem;
 }
 
-std::vector<float> RunEither(const Running& running, const Batch& batch) {
-  return running.problem.config.activation_format == ActivationFormatKind::kStandard
-             ? RunStandard(running, batch)
-             : RunBatched(running, batch);
-}
-
 double BoundFor(const Plan& plan, const Scheme& scheme, const LayerCase& c) {
   return BoundOf(plan, scheme, DType::kF32, c.hidden, c.intermediate).value();
 }

@@ -117,12 +117,6 @@ std::vector<Cell> CellsOf(const Subject& s) {
 
 class ContractMatrix : public testing::TestWithParam<Subject> {};
 
-std::vector<float> RunEither(const Running& running, const Batch& batch) {
-  return running.problem.config.activation_format == ActivationFormatKind::kStandard
-             ? RunStandard(running, batch)
-             : RunBatched(running, batch);
-}
-
 TEST_P(ContractMatrix, EveryCell_AgreesWithTheReferenceOrIsRefusedAsWrittenHere) {
   for (const Cell& cell : CellsOf(GetParam())) {
     SCOPED_TRACE(cell.name);

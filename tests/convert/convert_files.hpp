@@ -3,7 +3,6 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -14,6 +13,7 @@
 #include <fusedmoe/jobs/sample.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "support/files.hpp"
 #include "support/temporary_directory.hpp"
 
 /// Checkpoints that are converted, in a folder that goes away.
@@ -62,12 +62,7 @@ class ConvertTest : public testing::Test {
     return At(output);
   }
 
-  static std::string Bytes(const std::string& path) {
-    std::ifstream stream(path, std::ios::binary);
-    EXPECT_TRUE(stream.good()) << path;
-    return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  }
-  static Json ReadJson(const std::string& path) { return Json::parse(Bytes(path)); }
+  static Json ReadJson(const std::string& path) { return Json::parse(test::ReadFile(path)); }
   static void WriteJson(const std::string& path, const Json& json) { std::ofstream(path) << json.dump(1); }
 
   /// Every weight of the experts as F32, decoded in a conversion of its own: layer by layer, in order.

@@ -198,7 +198,7 @@ TEST_F(ConvertGguf, Bytes_DoNotDependOnThreadsAndNothingElseIsLeft) {
   const auto report = Convert(*checkpoint, options);
   ASSERT_TRUE(report.ok()) << report.status().ToString();
   EXPECT_EQ(report->files, std::vector<std::string>{"threads.gguf"});
-  EXPECT_EQ(Bytes(At("serial.gguf")), Bytes(At("threads.gguf")));
+  EXPECT_EQ(test::ReadFile(At("serial.gguf")), test::ReadFile(At("threads.gguf")));
   EXPECT_EQ(Convert(*checkpoint, options).status().code(), StatusCode::kUsage) << "the file exists";
   options.overwrite = true;
   EXPECT_TRUE(Convert(*checkpoint, options).ok());
@@ -206,7 +206,7 @@ TEST_F(ConvertGguf, Bytes_DoNotDependOnThreadsAndNothingElseIsLeft) {
   options.directory = At("folder");
   options.overwrite = false;
   ASSERT_TRUE(Convert(*checkpoint, options).ok());
-  EXPECT_EQ(Bytes(At("serial.gguf")), Bytes(At("folder/model.gguf")));
+  EXPECT_EQ(test::ReadFile(At("serial.gguf")), test::ReadFile(At("folder/model.gguf")));
   EXPECT_TRUE(fs::exists(At("folder/conversion_report.json")));
   const auto folder = Checkpoint::Open(At("folder"));
   ASSERT_TRUE(folder.ok()) << folder.status().ToString();

@@ -18,6 +18,7 @@
 #include "cuda/on_card.hpp"
 #include "numerics/rows.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe {
@@ -69,12 +70,6 @@ std::vector<T> ValuesOf(const Tensor& tensor) {
   return {values, values + tensor.view().count()};
 }
 
-std::vector<float> Floats(const Tensor& tensor) {
-  std::vector<float> values(static_cast<size_t>(tensor.view().count()));
-  DecodeRow(tensor.dtype(), tensor.view().data(), 0, tensor.view().count(), values.data());
-  return values;
-}
-
 MoeLayer::Inputs InputsOf(const SafetensorsFile& file) {
   const auto view = [&](const char* name) {
     const Tensor* tensor = file.Find(name);
@@ -121,8 +116,9 @@ TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
     const Result<Produced> actual = ForwardOf(**layer, inputs), wanted = ForwardOf(**cpu, inputs);
     ASSERT_TRUE(actual.ok()) << actual.status().ToString();
     ASSERT_TRUE(wanted.ok()) << wanted.status().ToString();
-    EXPECT_TRUE(SameBits(ValuesOf<int32_t>(actual->ids), ValuesOf<int32_t>(wanted->ids))) << "other experts";
-    EXPECT_TRUE(SameBits(ValuesOf<float>(actual->weights), ValuesOf<float>(wanted->weights)))
+    EXPECT_TRUE(test::SameBits(ValuesOf<int32_t>(actual->ids), ValuesOf<int32_t>(wanted->ids)))
+        << "other experts";
+    EXPECT_TRUE(test::SameBits(ValuesOf<float>(actual->weights), ValuesOf<float>(wanted->weights)))
         << "other weights";
     const Plan& plan = (*layer)->plan();
     const MoeConfig& config = (*layer)->config();
@@ -130,7 +126,7 @@ TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
         BoundOf(plan, (*layer)->scheme(), inputs.hidden.dtype(), config.hidden, config.intermediate).value();
     // Operands are 16-bit whatever the hidden states are, and both results are rounded.
     bound = std::hypot(bound, 4 * std::sqrt(2.0) * 0x1p-9);
-    EXPECT_LE(RelativeL2(Floats(actual->output), Floats(wanted->output)), bound)
+    EXPECT_LE(RelativeL2(test::Floats(actual->output), test::Floats(wanted->output)), bound)
         << plan.mode << " against the reference";
     const char* rounded = "tolerance_rel_l2_if_intermediate_is_rounded_to_bf16_first";
     const Tensor* expected = file->Find("expected_output");
@@ -138,7 +134,7 @@ TEST_P(CudaGolden, SameRoutingAsTheCpu_OutputsAsCloseAsItsCaseAsks) {
       const bool short_mid =
           plan.intermediate_dtype != "F32" && info.contains(rounded) && info.at(rounded).is_number();
       const auto tolerance = info.at(short_mid ? rounded : "tolerance_rel_l2").get<double>();
-      EXPECT_LE(RelativeL2(Floats(actual->output), Floats(*expected)), tolerance)
+      EXPECT_LE(RelativeL2(test::Floats(actual->output), test::Floats(*expected)), tolerance)
           << plan.mode << " against the golden output";
     }
   }

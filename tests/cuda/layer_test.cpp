@@ -11,6 +11,7 @@
 #include "platform/cuda/graph.hpp"
 #include "support/allocations.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -73,7 +74,7 @@ TEST(CudaLayer, Graph_CapturesForwardAndGivesTheSameBits) {
     ASSERT_TRUE(graph.ok()) << graph.status().message();
     for (int round = 0; round < 3; ++round) {
       ASSERT_TRUE((*graph)->Run().ok());
-      EXPECT_TRUE(SameBits(replayed.Read(), direct.Read())) << tokens << " tokens, round " << round;
+      EXPECT_TRUE(test::SameBits(replayed.Read(), direct.Read())) << tokens << " tokens, round " << round;
     }
   }
 }
@@ -109,7 +110,7 @@ TEST(CudaLayer, OneWorkspace_CallsOfAnySizeInAnyOrder_SameBitsAsAFreshOne) {
       for (size_t slot = 0; slot < batch.routing.ids.size(); ++slot) {
         batch.routing.ids[slot] = (slot + seed) % 5 == 0 ? -1 : batch.routing.ids[slot];
       }
-      EXPECT_TRUE(SameBits(RunLayer(**layer, batch, workspace), RunLayer(**layer, batch)))
+      EXPECT_TRUE(test::SameBits(RunLayer(**layer, batch, workspace), RunLayer(**layer, batch)))
           << tokens << " tokens";
     }
   }
@@ -239,7 +240,7 @@ TEST(CudaLayer, BatchInvariant_TokensHaveTheSameBitsInEveryBatch) {
     for (const auto& [first, count] :
          {std::pair<int64_t, int64_t>{0, 1}, {37, 1}, {5, 9}, {64, 64}, {100, 300}}) {
       const std::vector<float> want(all.begin() + first * kHidden, all.begin() + (first + count) * kHidden);
-      EXPECT_TRUE(SameBits(run(first, count), want)) << count << " tokens from " << first;
+      EXPECT_TRUE(test::SameBits(run(first, count), want)) << count << " tokens from " << first;
     }
   }
 }

@@ -41,10 +41,4 @@ class OnCard {
   std::shared_ptr<std::byte> memory_;
 };
 
-/// True when both hold the same bits: NaN equals NaN, and -0 is not 0.
-template <typename T>
-bool SameBits(const std::vector<T>& left, const std::vector<T>& right) {
-  return left.size() == right.size() && std::memcmp(left.data(), right.data(), left.size() * sizeof(T)) == 0;
-}
-
 }  // namespace fusedmoe

@@ -26,6 +26,7 @@
 #include "support/random_layer.hpp"
 #include "support/rank_cells.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -225,7 +226,7 @@ TEST_P(CardRanks, SameTokens_OneStepTwoStepsAndReplays_EqualOneCard) {
           ASSERT_TRUE((*graph)->Run().ok());
         }
       }
-      EXPECT_TRUE(SameBits(actual.output.Read(), once)) << tokens << " tokens, replayed";
+      EXPECT_TRUE(test::SameBits(actual.output.Read(), once)) << tokens << " tokens, replayed";
     }
   });
 }

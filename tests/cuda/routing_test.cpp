@@ -11,6 +11,7 @@
 #include "numerics/rows.hpp"
 #include "routing/cuda/device_router.hpp"
 #include "routing/router_gemm.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -78,8 +79,8 @@ void ExpectSame(const Case& one, unsigned seed) {
   ASSERT_TRUE(status.ok()) << status.message();
   const std::string name =
       std::string(RoutingMethodName(one.config.method)) + " over " + std::to_string(experts);
-  EXPECT_TRUE(SameBits(card_ids.Read(), ids)) << name << ": ids differ";
-  EXPECT_TRUE(SameBits(card_weights.Read(), weights)) << name << ": weights differ";
+  EXPECT_TRUE(test::SameBits(card_ids.Read(), ids)) << name << ": ids differ";
+  EXPECT_TRUE(test::SameBits(card_weights.Read(), weights)) << name << ": weights differ";
 }
 
 TEST(DeviceRouting, EveryMethod_IdsAndWeightsOfTheCpu) {
@@ -195,7 +196,7 @@ TEST(DeviceRouting, RouterProduct_LogitsOfTheCpu) {
         const Status status =
             (*router)->Logits(card_hidden.View(hidden_type, {tokens, width}), logits.data(), nullptr);
         ASSERT_TRUE(status.ok()) << status.message();
-        EXPECT_TRUE(SameBits(logits.Read(), expected))
+        EXPECT_TRUE(test::SameBits(logits.Read(), expected))
             << DTypeName(hidden_type) << " x " << DTypeName(weight_type) << " [" << tokens << ", " << experts
             << ", " << width << "]";
       }

@@ -9,6 +9,7 @@
 #include "cuda/card.hpp"
 #include "cuda/layer_batch.hpp"
 #include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -60,7 +61,7 @@ bool Check(const DrawnCase& drawn, ActivationFormatKind format, const std::strin
     EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, drawn.dtype, drawn.tokens))
         << (*layer)->plan().mode << " " << (*layer)->plan().recipe.front();
   }
-  EXPECT_TRUE(SameBits(produced, RunLayer(**layer, batch)))
+  EXPECT_TRUE(test::SameBits(produced, RunLayer(**layer, batch)))
       << (*layer)->plan().mode << ": a second run gives other bits";
   return true;
 }

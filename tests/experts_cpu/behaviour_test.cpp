@@ -41,10 +41,6 @@ namespace {
 const char* const kSchemes[] = {"unquantized",        "nvfp4_w4a16",      "int4_w4a16:g32",
                                 "fp8_w8a16:block128", "fp8_w8a8:channel", "mxfp8_w8a8"};
 
-LayerSpec SpecOf(const char* scheme) {
-  return {.scheme = scheme, .hidden = 160, .intermediate = 96, .experts = 6, .top_k = 3};
-}
-
 /// Levels without tiles, under which a token has its bits whatever its neighbours.
 std::vector<std::string> VectorIsas() {
   std::vector<std::string> names = HostIsas();

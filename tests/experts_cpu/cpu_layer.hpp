@@ -42,6 +42,11 @@ struct LayerSpec {
   std::optional<DType> scale_dtype{};  ///< of block scales, where it is not the scheme's
 };
 
+/// A small layer; neither K is a multiple of 64.
+inline LayerSpec SpecOf(const char* scheme) {
+  return {.scheme = scheme, .hidden = 160, .intermediate = 96, .experts = 6, .top_k = 3};
+}
+
 struct Layer {
   LayerSpec spec;
   Scheme scheme;

@@ -6,10 +6,6 @@
 namespace fusedmoe::cpu_test {
 namespace {
 
-LayerSpec SpecOf(const char* scheme) {
-  return {.scheme = scheme, .hidden = 160, .intermediate = 96, .experts = 6, .top_k = 3};
-}
-
 TEST(NotFinite, Tokens_StayInTheirRow) {
   for (const char* scheme : {"unquantized", "nvfp4_w4a16", "int4_w4a16:g32", "fp8_w8a16:block128",
                              "fp8_w8a8:channel", "mxfp8_w8a8"}) {

@@ -7,20 +7,10 @@
 #include "core/checked_math.hpp"
 #include "experts/cuda/decode/decode_arguments.hpp"
 #include "experts/cuda/launch.hpp"
+#include "experts_cuda/layer_shape.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
-
-LayerShape Shape(FragmentFormat format, int64_t hidden, int64_t intermediate, int64_t experts,
-                 int64_t top_k) {
-  LayerShape shape;
-  shape.format = format;
-  shape.hidden = hidden;
-  shape.intermediate = intermediate;
-  shape.num_local_experts = shape.num_experts = experts;
-  shape.top_k = top_k;
-  return shape;
-}
 
 const std::vector<FragmentFormat>& AllFormats() {
   static const std::vector<FragmentFormat> kFormats = {

@@ -4,23 +4,13 @@
 #include <random>
 
 #include "experts/cuda/prefill/prefill.hpp"
+#include "experts_cuda/layer_shape.hpp"
 #include "moe/activation.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "quant/activation_rules.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
-
-LayerShape Shape(FragmentFormat format, int64_t hidden, int64_t intermediate, int64_t experts,
-                 int64_t top_k) {
-  LayerShape shape;
-  shape.format = format;
-  shape.hidden = hidden;
-  shape.intermediate = intermediate;
-  shape.num_local_experts = shape.num_experts = experts;
-  shape.top_k = top_k;
-  return shape;
-}
 
 TEST(PrefillPlan, AnyTokenCount_PassesCoverTheCallAndScratchStaysNearTheTarget) {
   const LayerShape shape = Shape(FragmentFormat::kNvfp4, 7168, 2048, 32, 8);

@@ -10,6 +10,7 @@
 #include <fusedmoe/jobs/sample.hpp>
 #include <fusedmoe/safetensors.hpp>
 
+#include "support/files.hpp"
 #include "support/temporary_directory.hpp"
 
 namespace fusedmoe {
@@ -29,11 +30,7 @@ class SampleTest : public testing::Test {
     options.num_tokens = 3;
     return options;
   }
-  std::string Bytes(const std::string& file) const {
-    std::ifstream stream(root_ / file, std::ios::binary);
-    EXPECT_TRUE(stream.good()) << file;
-    return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
-  }
+  std::string Bytes(const std::string& file) const { return test::ReadFile(root_ / file); }
 
   const test::TemporaryDirectory directory_;
   const fs::path& root_ = directory_.path();

@@ -12,8 +12,8 @@
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/layer.hpp>
 
+#include "support/files.hpp"
 #include "support/random_layer.hpp"
-
 #include "support/temporary_directory.hpp"
 
 namespace fusedmoe {
@@ -32,15 +32,6 @@ class PackCache : public ::testing::Test {
 
   const test::TemporaryDirectory directory_;
 };
-
-std::string Bytes(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
-void Write(const fs::path& path, const std::string& bytes) {
-  std::ofstream(path, std::ios::binary) << bytes;
-}
 
 PreparedWeights SmallWeights() {
   PreparedWeights weights;
@@ -91,12 +82,12 @@ TEST_F(PackCache, RefusesTheFileOfSomethingElse) {
 
 TEST_F(PackCache, NoticesEveryChangedByte) {
   ASSERT_TRUE(WritePacked(Path("file"), "key", SmallWeights(), {}).ok());
-  const std::string bytes = Bytes(Path("file"));
+  const std::string bytes = test::ReadFile(Path("file"));
   int64_t refused = 0;
   for (size_t at = 0; at < bytes.size(); at += at % 4096 < 320 ? 1 : 61) {  // densely where something stands
     std::string changed = bytes;
     changed[at] = static_cast<char>(changed[at] ^ 0x10);
-    Write(Path("changed"), changed);
+    test::WriteFile(Path("changed"), changed);
     const auto read = ReadPacked(Path("changed"), "key", {});
     if (read.ok()) {
       ExpectSame(*read, SmallWeights());  // a byte between the tensors
@@ -109,10 +100,10 @@ TEST_F(PackCache, NoticesEveryChangedByte) {
 
 TEST_F(PackCache, RefusesEveryShorterFile) {
   ASSERT_TRUE(WritePacked(Path("file"), "key", SmallWeights(), {}).ok());
-  const std::string bytes = Bytes(Path("file"));
+  const std::string bytes = test::ReadFile(Path("file"));
   const size_t needed = 2 * 4096 + 120;  // header, codes and the last byte of the scales
   for (size_t size = 0; size < needed; size += size < 300 ? 1 : 97) {
-    Write(Path("shorter"), bytes.substr(0, size));
+    test::WriteFile(Path("shorter"), bytes.substr(0, size));
     EXPECT_FALSE(ReadPacked(Path("shorter"), "key", {}).ok()) << size << " bytes";
   }
 }
@@ -177,9 +168,9 @@ TEST_F(PackCache, LayerIsTheSameFromTheFileAndADamagedOneIsMadeAgain) {
 
   const std::vector<fs::path> files = FilesOf(options.pack_cache);
   ASSERT_EQ(files.size(), 1U);
-  std::string bytes = Bytes(files[0]);
+  std::string bytes = test::ReadFile(files[0]);
   bytes[4096 + 70] = static_cast<char>(bytes[4096 + 70] ^ 1);
-  Write(files[0], bytes);
+  test::WriteFile(files[0], bytes);
   EXPECT_EQ(RunLayer(made, options, &notes), expected);
   ASSERT_EQ(notes.size(), 2U);
   EXPECT_NE(notes[0].find("damaged"), std::string::npos) << notes[0];
@@ -210,7 +201,7 @@ TEST_F(PackCache, OtherWeightsSizesAndBackendsHaveOtherFiles) {
 
 TEST_F(PackCache, FolderThatCannotBeWrittenIsNoError) {
   const Made made = MakeLayer();
-  Write(Path("a file"), "");
+  test::WriteFile(Path("a file"), "");
   LayerOptions options;
   options.pack_cache = Path("a file");
   std::vector<std::string> notes;
@@ -230,10 +221,10 @@ TEST_F(PackCache, IdentityOfACheckpointFollowsFilesLayerAndShare) {
   EXPECT_FALSE(first.empty());
   EXPECT_EQ(identity(), first);
   EXPECT_NE(identity({0}), first);
-  std::string config = Bytes(copy / "config.json");
-  Write(copy / "config.json", config + "\n");
+  std::string config = test::ReadFile(copy / "config.json");
+  test::WriteFile(copy / "config.json", config + "\n");
   EXPECT_NE(identity(), first);
-  Write(copy / "config.json", config);
+  test::WriteFile(copy / "config.json", config);
   EXPECT_EQ(identity(), first);
   for (const auto& entry : fs::directory_iterator(copy)) {
     if (entry.path().extension() == ".safetensors") {
@@ -247,9 +238,9 @@ TEST_F(PackCache, IdentityOfACheckpointFollowsFilesLayerAndShare) {
   for (const auto& entry : fs::directory_iterator(copy)) {
     if (entry.path().extension() == ".safetensors") {
       const auto time = fs::last_write_time(entry.path());
-      std::string bytes = Bytes(entry.path());
+      std::string bytes = test::ReadFile(entry.path());
       bytes.back() = static_cast<char>(bytes.back() ^ 1);
-      Write(entry.path(), bytes);
+      test::WriteFile(entry.path(), bytes);
       fs::last_write_time(entry.path(), time);
     }
   }

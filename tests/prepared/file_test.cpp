@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "prepared/prepared_layer.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe::prepared_test {
 namespace {
@@ -24,11 +25,6 @@ Tensor Output(const MoeLayer& layer, const Tensor& hidden) {
   return output;
 }
 
-bool SameBytes(const Tensor& a, const Tensor& b) {
-  return a.dtype() == b.dtype() && a.shape() == b.shape() &&
-         std::memcmp(a.view().data(), b.view().data(), static_cast<size_t>(a.view().total_bytes())) == 0;
-}
-
 // Router, routing method, shared expert, biases, activation and its constants all come out of the file.
 TEST_P(PreparedFiles, Run_GivesTheBytesOfTheCheckpoint) {
   const Files files;
@@ -43,7 +39,7 @@ TEST_P(PreparedFiles, Run_GivesTheBytesOfTheCheckpoint) {
   unnamed.backend.clear();
   const auto from_file = (*prepared)->Load(unnamed);
   ASSERT_TRUE(from_file.ok()) << from_file.status().ToString();
-  EXPECT_TRUE(SameBytes(Output(**from_file, hidden), Output(**from_checkpoint, hidden)));
+  EXPECT_TRUE(test::SameBytes(Output(**from_file, hidden), Output(**from_checkpoint, hidden)));
   EXPECT_EQ((*from_file)->plan().backend, GetParam().backend);
   EXPECT_EQ((*from_file)->plan().recipe, (*from_checkpoint)->plan().recipe);
   EXPECT_EQ((*from_file)->plan().layout_error, (*from_checkpoint)->plan().layout_error);
@@ -94,7 +90,7 @@ TEST_P(PreparedFiles, Inverted_RunsAsTheReferenceOfTheCheckpoint) {
   const auto ours = (*inverted)->LoadCanonical(options);
   const auto theirs = MoeLayer::Load(checkpoint, checkpoint->moe_layers().front(), options);
   ASSERT_TRUE(ours.ok() && theirs.ok());
-  EXPECT_TRUE(SameBytes(Output(**ours, hidden), Output(**theirs, hidden)));
+  EXPECT_TRUE(test::SameBytes(Output(**ours, hidden), Output(**theirs, hidden)));
 }
 
 // Tensors that live at a time beyond the result: at most one expert, scalars and the list of names aside.

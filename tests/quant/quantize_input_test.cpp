@@ -8,6 +8,7 @@
 #include "numerics/rows.hpp"
 #include "quant/activation_formats.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -52,10 +53,6 @@ Output Quantize(const NamedFormat& named, const TensorView& values, std::span<co
   return out;
 }
 
-TensorView View(const std::vector<float>& values, const Shape& shape) {
-  return {reinterpret_cast<const std::byte*>(values.data()), DType::kF32, shape};
-}
-
 /// Like memcmp, but ranges of no bytes may have no address.
 bool SameBytes(const void* a, const void* b, size_t bytes) {
   return bytes == 0 || std::memcmp(a, b, bytes) == 0;
@@ -73,8 +70,8 @@ TEST_P(QuantizeInputTest, Matrix_EqualsItsRows_OnAnyExecutor) {
   for (const auto& [rows, columns] :
        std::vector<std::pair<int64_t, int64_t>>{{1, 1}, {3, 50}, {37, 131}, {5, 300}}) {
     const auto x = GaussianRow(rows * columns, static_cast<uint32_t>(rows + columns));
-    const Output serial = Quantize(named, View(x, {rows, columns}));
-    const Output threaded = Quantize(named, View(x, {rows, columns}), {}, (*pool)->executor());
+    const Output serial = Quantize(named, test::ViewOf(x, {rows, columns}));
+    const Output threaded = Quantize(named, test::ViewOf(x, {rows, columns}), {}, (*pool)->executor());
     EXPECT_EQ(serial.codes, threaded.codes);
     EXPECT_EQ(serial.scales, threaded.scales);
     for (int64_t row = 0; row < rows; ++row) {
@@ -96,13 +93,13 @@ TEST_P(QuantizeInputTest, RowsBeyondTheCount_AreNeitherReadNorWritten) {
   const std::vector<int32_t> valid = {2, 0, 4};
   auto x = GaussianRow(experts * rows * columns, 11);
   const auto value = [&](int64_t expert, int64_t row) { return x.data() + (expert * rows + row) * columns; };
-  const Output clean = Quantize(named, View(x, {experts, rows, columns}), valid);
+  const Output clean = Quantize(named, test::ViewOf(x, {experts, rows, columns}), valid);
   for (int64_t expert = 0; expert < experts; ++expert) {
     for (int64_t row = valid[static_cast<size_t>(expert)]; row < rows; ++row) {
       std::fill_n(value(expert, row), columns, 1e30F);
     }
   }
-  const Output out = Quantize(named, View(x, {experts, rows, columns}), valid);
+  const Output out = Quantize(named, test::ViewOf(x, {experts, rows, columns}), valid);
   EXPECT_EQ(*out.tensor_scale, *clean.tensor_scale) << "the scale looked at rows that are not valid";
   EXPECT_EQ(out.codes, clean.codes);
   EXPECT_EQ(out.scales, clean.scales);
@@ -121,10 +118,10 @@ TEST_P(QuantizeInputTest, BadRows_DoNotChangeTheOthers) {
   const int64_t rows = 5, columns = 70;
   auto x = GaussianRow(rows * columns, 21);
   x[4] = 9.0F;  // the largest of all, in row 0
-  const Output clean = Quantize(named, View(x, {rows, columns}));
+  const Output clean = Quantize(named, test::ViewOf(x, {rows, columns}));
   x[2 * columns + 3] = std::nanf("");
   x[3 * columns + 3] = -INFINITY;
-  const Output out = Quantize(named, View(x, {rows, columns}));
+  const Output out = Quantize(named, test::ViewOf(x, {rows, columns}));
   EXPECT_EQ(*out.tensor_scale, *clean.tensor_scale);
   for (const int64_t row : {0, 1, 4}) {
     EXPECT_TRUE(SameBytes(out.codes.data() + row * CodeRowBytes(named.format, columns),
@@ -144,7 +141,7 @@ TEST_P(QuantizeInputTest, SixteenBitValues_EqualTheSameValuesInFp32) {
     std::vector<std::byte> narrow(static_cast<size_t>(rows * columns * 2));
     EncodeRow(dtype, x.data(), rows * columns, narrow.data());
     RoundRow(dtype, x.data(), rows * columns);
-    const Output wide = Quantize(named, View(x, {rows, columns}));
+    const Output wide = Quantize(named, test::ViewOf(x, {rows, columns}));
     const Output out = Quantize(named, TensorView(narrow.data(), dtype, {rows, columns}));
     EXPECT_EQ(out.codes, wide.codes);
     EXPECT_EQ(out.scales, wide.scales);
@@ -155,7 +152,7 @@ TEST_P(QuantizeInputTest, FakeForm_EqualsRealForm_InPlaceToo) {
   const NamedFormat& named = GetParam();
   const int64_t rows = 4, columns = 90;
   auto x = GaussianRow(rows * columns, 41);
-  const Output real = Quantize(named, View(x, {rows, columns}));
+  const Output real = Quantize(named, test::ViewOf(x, {rows, columns}));
   std::vector<float> decoded(x.size());
   for (int64_t row = 0; row < rows; ++row) {
     DequantizeRow(named.format, *real.tensor_scale,
@@ -175,8 +172,9 @@ TEST_P(QuantizeInputTest, SwizzledScales_AreTheLinearOnesMovedAndPadded) {
   if (IsPerTensor(named.format) || DTypeBits(named.format.scale_dtype) != 8) {
     Output out(named.format, {2, 64});
     const std::vector<float> x(128);
-    const auto refused = QuantizeInput(Executor{}, named.format, named.tensor_scale, {View(x, {2, 64})},
-                                       {out.code_view, out.scale_view, BlockScaleLayout::k128x4});
+    const auto refused =
+        QuantizeInput(Executor{}, named.format, named.tensor_scale, {test::ViewOf(x, {2, 64})},
+                      {out.code_view, out.scale_view, BlockScaleLayout::k128x4});
     EXPECT_EQ(refused.ok(), IsPerTensor(named.format)) << "F32 scales have no swizzled form";
     return;
   }
@@ -184,8 +182,8 @@ TEST_P(QuantizeInputTest, SwizzledScales_AreTheLinearOnesMovedAndPadded) {
     const int64_t experts = 2, rows = 9, columns = 170;
     const auto x = GaussianRow(experts * rows * columns, 51);
     const std::vector<int32_t> valid = {9, 5};
-    const Output linear = Quantize(named, View(x, {experts, rows, columns}), valid);
-    const Output moved = Quantize(named, View(x, {experts, rows, columns}), valid, {}, layout);
+    const Output linear = Quantize(named, test::ViewOf(x, {experts, rows, columns}), valid);
+    const Output moved = Quantize(named, test::ViewOf(x, {experts, rows, columns}), valid, {}, layout);
     EXPECT_EQ(moved.codes, linear.codes);
     std::vector<std::byte> zeroed = linear.scales;
     const int64_t scale_columns = ScalesPerRow(named.format, columns);
@@ -201,10 +199,10 @@ TEST(QuantizeInput, DynamicTensorScale_CoversAllValidRows) {
   const std::vector<float> x = {1.0F, -2.0F, 0.5F, 0.25F, 8.0F, 100.0F};
   const std::vector<int32_t> valid = {1, 1, 0};
   const NamedFormat named{"", format};
-  EXPECT_EQ(*Quantize(named, View(x, {3, 1, 2}), valid).tensor_scale, 2.0F / 448.0F);
-  EXPECT_EQ(*Quantize(named, View(x, {3, 2})).tensor_scale, 100.0F / 448.0F);
+  EXPECT_EQ(*Quantize(named, test::ViewOf(x, {3, 1, 2}), valid).tensor_scale, 2.0F / 448.0F);
+  EXPECT_EQ(*Quantize(named, test::ViewOf(x, {3, 2})).tensor_scale, 100.0F / 448.0F);
   const std::vector<float> zeros(6, 0.0F);
-  const Output all_zero = Quantize(named, View(zeros, {3, 2}));
+  const Output all_zero = Quantize(named, test::ViewOf(zeros, {3, 2}));
   EXPECT_EQ(*all_zero.tensor_scale, 0.0F);
   EXPECT_EQ(all_zero.codes, std::vector<std::byte>(6));
 }
@@ -213,19 +211,19 @@ TEST(QuantizeInput, DynamicSecondLevel_UsesTheWholeRangeOfScales) {
   ActivationFormat format{.element = DType::kF4E2M1, .group = {1, 16}, .scale_dtype = DType::kF8E4M3};
   auto x = GaussianRow(64, 3);
   x[5] = 12.0F;
-  const Output out = Quantize({"", format}, View(x, {2, 32}));
+  const Output out = Quantize({"", format}, test::ViewOf(x, {2, 32}));
   EXPECT_EQ(*out.tensor_scale, 12.0F / 2688.0F);
   EXPECT_EQ(out.scales[0], std::byte{0x7e}) << "448 for the block of the largest value";
   const std::vector<float> zeros(32, 0.0F);
-  EXPECT_EQ(*Quantize({"", format}, View(zeros, {1, 32})).tensor_scale, 1.0F);
+  EXPECT_EQ(*Quantize({"", format}, test::ViewOf(zeros, {1, 32})).tensor_scale, 1.0F);
 }
 
 TEST(QuantizeInput, EmptyBatches_AreFine) {
   for (const NamedFormat& named : AllFormats()) {
     const std::vector<float> nothing(1);
-    EXPECT_TRUE(Quantize(named, View(nothing, {0, 64})).tensor_scale.ok());
-    EXPECT_TRUE(Quantize(named, View(nothing, {5, 0})).tensor_scale.ok());
-    EXPECT_TRUE(Quantize(named, View(nothing, {0, 4, 64})).tensor_scale.ok());
+    EXPECT_TRUE(Quantize(named, test::ViewOf(nothing, {0, 64})).tensor_scale.ok());
+    EXPECT_TRUE(Quantize(named, test::ViewOf(nothing, {5, 0})).tensor_scale.ok());
+    EXPECT_TRUE(Quantize(named, test::ViewOf(nothing, {0, 4, 64})).tensor_scale.ok());
   }
 }
 
@@ -240,11 +238,11 @@ TEST(QuantizeInput, OperandsThatDoNotFit_AreRefusedByName) {
     EXPECT_NE(result.status().message().find(word), std::string::npos) << result.status().message();
   };
   const QuantizedRows good{out.code_view, out.scale_view};
-  const TensorView values = View(x, {2, 64});
+  const TensorView values = test::ViewOf(x, {2, 64});
   refused({}, {}, {values}, good, "does not quantize");
   refused(format, {}, {TensorView(values.data(), DType::kI32, {2, 64})}, good, "I32");
-  refused(format, {}, {View(x, {128})}, good, "[128]");
-  refused(format, {}, {View(x, {4, 32})}, good, "codes");
+  refused(format, {}, {test::ViewOf(x, {128})}, good, "[128]");
+  refused(format, {}, {test::ViewOf(x, {4, 32})}, good, "codes");
   const std::vector<int32_t> one = {2}, two = {1, 1}, many = {3}, negative = {-1};
   refused(format, {}, {values, two}, good, "2 row counts");
   refused(format, {}, {values, many}, good, "3");

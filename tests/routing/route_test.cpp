@@ -11,6 +11,7 @@
 #include "numerics/codecs.hpp"
 #include "routing/route.hpp"
 #include "routing/topk_ids.hpp"
+#include "support/tensors.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -24,17 +25,13 @@ struct Routed {
   std::vector<float> weights;
 };
 
-TensorView View(const std::vector<float>& values, const Shape& shape) {
-  return {reinterpret_cast<const std::byte*>(values.data()), DType::kF32, shape};
-}
-
 Routed RouteLogits(const RoutingConfig& config, const std::vector<float>& logits, int64_t num_experts,
                    const std::vector<float>& bias = {}, const Executor& executor = {}) {
   RoutingInputs inputs;
   const auto num_tokens = static_cast<int64_t>(logits.size()) / num_experts;
-  inputs.router_logits = View(logits, {num_tokens, num_experts});
+  inputs.router_logits = test::ViewOf(logits, {num_tokens, num_experts});
   if (!bias.empty()) {
-    inputs.correction_bias = View(bias, {static_cast<int64_t>(bias.size())});
+    inputs.correction_bias = test::ViewOf(bias, {static_cast<int64_t>(bias.size())});
   }
   Routed routed;
   routed.ids.resize(static_cast<size_t>(num_tokens * std::max<int64_t>(config.top_k, 0)));
@@ -218,7 +215,7 @@ TEST(Routing, HalfPrecisionLogitsAreReadExactly) {
 TEST(Routing, RowsMayHaveGapsBetweenThem) {
   const std::vector<float> wide = RandomLogits(4 * 10, 6);
   RoutingInputs inputs;
-  inputs.router_logits = View(wide, {4, 8});
+  inputs.router_logits = test::ViewOf(wide, {4, 8});
   inputs.router_logits.set_stride_bytes(0, 10 * 4);
   std::vector<float> narrow;
   for (size_t token = 0; token < 4; ++token) {
@@ -249,7 +246,7 @@ TEST(Routing, CustomAnswersAreSortedScaledAndChecked) {
 TEST(Routing, HashTablesOutOfRangeAreRefused) {
   const std::vector<float> logits = RandomLogits(2 * 4, 9);
   RoutingInputs inputs;
-  inputs.router_logits = View(logits, {2, 4});
+  inputs.router_logits = test::ViewOf(logits, {2, 4});
   std::vector<int32_t> tokens = {0, 2};
   std::vector<int64_t> table = {0, 1, 2, 3, 3, 1};
   inputs.token_ids = {reinterpret_cast<const std::byte*>(tokens.data()), DType::kI32, {2}};

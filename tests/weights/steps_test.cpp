@@ -4,6 +4,7 @@
 #include <limits>
 #include <random>
 
+#include "support/tensors.hpp"
 #include "weights/steps/flashinfer.hpp"
 #include "weights/steps/layout_ops.hpp"
 #include "weights/steps/output_scales.hpp"
@@ -21,11 +22,6 @@ Tensor RandomMatrix(DType dtype, const Shape& shape, uint32_t seed) {
     tensor.mutable_view().data()[index] = static_cast<std::byte>(random() % 0x7F);
   }
   return tensor;
-}
-
-bool SameBytes(const Tensor& a, const Tensor& b) {
-  return a.dtype() == b.dtype() && a.shape() == b.shape() &&
-         std::memcmp(a.view().data(), b.view().data(), static_cast<size_t>(a.view().total_bytes())) == 0;
 }
 
 TEST(LayoutStep, EveryLosslessStep_IsUndoneByItsInverse) {
@@ -54,7 +50,7 @@ TEST(LayoutStep, EveryLosslessStep_IsUndoneByItsInverse) {
     ASSERT_TRUE(there.ok()) << InfoOf(step.op).name << ": " << there.status().ToString();
     const Result<Tensor> back = InvertStep(step, there->view());
     ASSERT_TRUE(back.ok()) << InfoOf(step.op).name << ": " << back.status().ToString();
-    EXPECT_TRUE(SameBytes(*back, matrix)) << InfoOf(step.op).name;
+    EXPECT_TRUE(test::SameBytes(*back, matrix)) << InfoOf(step.op).name;
   }
 }
 
@@ -142,11 +138,11 @@ TEST(UpstreamSlips, GateAndUpScales_AreFoldedNotDropped) {
   const float* folded = expert.Find("gate_up_tensor_scale")->view().as<float>();
   EXPECT_EQ(folded[0], 1.0F);
   EXPECT_EQ(folded[1], 1.0F);
-  EXPECT_FALSE(SameBytes(*expert.Find("gate_up_block_scale"), *before.Find("gate_up_block_scale")));
+  EXPECT_FALSE(test::SameBytes(*expert.Find("gate_up_block_scale"), *before.Find("gate_up_block_scale")));
   EXPECT_GE(expert.squared_error, 0.0);
   ASSERT_TRUE(recipe.Invert(expert).ok());
-  EXPECT_TRUE(SameBytes(*expert.Find("gate_up_block_scale"), *before.Find("gate_up_block_scale")));
-  EXPECT_TRUE(SameBytes(*expert.Find("gate_up_tensor_scale"), *before.Find("gate_up_tensor_scale")));
+  EXPECT_TRUE(test::SameBytes(*expert.Find("gate_up_block_scale"), *before.Find("gate_up_block_scale")));
+  EXPECT_TRUE(test::SameBytes(*expert.Find("gate_up_tensor_scale"), *before.Find("gate_up_tensor_scale")));
 }
 
 TEST(PrepareFp8, PlainFunction_TakesTheStepsOfTheRecipes) {
