@@ -63,10 +63,94 @@ __device__ float LoadValue(const Float32Rows& rows, int64_t at) {
   }
 }
 
+/// The tiles of 16 k that a CTA multiplies.
+template <int kParts>
+struct Tiles {
+  float x[kDepth][kPitch];
+  float w[kParts][kDepth][kPitch];
+};
+
+/// The token row that a thread brings of every tile.
+struct SourceRow {
+  bool there = false;
+  int64_t row = 0;      ///< of Float32Rows
+  float factor = 1.0F;  ///< its router weight, where the input carries it
+};
+
+template <bool kDown>
+__device__ __forceinline__ SourceRow SourceOf(const GemmParams& p, int64_t panel_row, bool there) {
+  SourceRow source{there, panel_row};
+  if (!kDown && there) {
+    const int route = p.routes[panel_row];
+    source.factor = p.rows.weights == nullptr ? 1.0F : __ldg(p.rows.weights + route);
+    source.row = route / p.top_k;
+  }
+  return source;
+}
+
+/// `k0`: the first k. Each thread brings four consecutive k of line tid / 4 of every tile.
+template <int kParts>
+__device__ __forceinline__ void LoadTiles(const GemmParams& p, const SourceRow& source, const float* weights,
+                                          int column0, int k0, Tiles<kParts>& tiles) {
+  const int tid = static_cast<int>(threadIdx.x);
+  const int line = tid / 4, depth = tid % 4 * 4;
+  const bool has_column = column0 + line < p.columns;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int k = k0 + depth + i;
+    tiles.x[depth + i][line] =
+        source.there && k < p.k ? LoadValue(p.rows, source.row * p.rows.stride + k) * source.factor : 0.0F;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int64_t at = (int64_t{part} * p.columns + column0 + line) * p.k + k;
+      tiles.w[part][depth + i][line] = has_column && k < p.k ? __ldg(weights + at) : 0.0F;
+    }
+  }
+}
+
+/// sum[part][i][j] += the products of row `row` + i and column `column` + j of the tiles.
+template <int kParts>
+__device__ __forceinline__ void AddProducts(const Tiles<kParts>& tiles, int row, int column,
+                                            float (&sum)[kParts][4][4]) {
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k) {
+    float a[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = tiles.x[k][row + i];
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float b = tiles.w[part][k][column + j];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[part][i][j] = __fmaf_rn(a[i], b, sum[part][i][j]);
+        }
+      }
+    }
+  }
+}
+
+/// With its bias, activated.
+template <int kParts, bool kDown>
+__device__ __forceinline__ float OutputOf(const GemmParams& p, int expert, int column,
+                                          float (&value)[kParts]) {
+  if (p.bias != nullptr) {
+    for (int part = 0; part < kParts; ++part) {
+      value[part] += __ldg(p.bias + (int64_t{expert} * kParts + part) * p.columns + column);
+    }
+  }
+  return kDown         ? value[0]
+         : kParts == 2 ? Activate(p.activation, value[0], value[kParts - 1])
+                       : Activate(p.activation, value[0], 0.0F);
+}
+
 /// kParts 2: gate and up, activated. 1: up alone (activated), or down.
 template <int kParts, bool kDown>
 __global__ void __launch_bounds__(kThreads) Gemm(const __grid_constant__ GemmParams p) {
-  __shared__ float x[kDepth][kPitch], w[kParts][kDepth][kPitch];
+  __shared__ Tiles<kParts> tiles;
   GridWait();
   const int expert = static_cast<int>(blockIdx.x) / p.column_tiles;
   const int column0 = (static_cast<int>(blockIdx.x) - expert * p.column_tiles) * kTile;
@@ -75,49 +159,13 @@ __global__ void __launch_bounds__(kThreads) Gemm(const __grid_constant__ GemmPar
   const int row_of_thread = tid / 16 * 4, column_of_thread = tid % 16 * 4;
   for (int row0 = 0; row0 < count; row0 += kTile) {
     float sum[kParts][4][4] = {};
-    // Each thread brings four consecutive k of one row of every tile.
-    const int line = tid / 4, depth = tid % 4 * 4;
-    const bool has_row = row0 + line < count, has_column = column0 + line < p.columns;
-    int64_t source = int64_t{first} + row0 + line;
-    float factor = 1.0F;
-    if (!kDown && has_row) {
-      const int route = p.routes[source];
-      factor = p.rows.weights == nullptr ? 1.0F : __ldg(p.rows.weights + route);
-      source = route / p.top_k;
-    }
+    const int line = row0 + tid / 4;
+    const SourceRow source = SourceOf<kDown>(p, int64_t{first} + line, line < count);
     for (int k0 = 0; k0 < p.k; k0 += kDepth) {
       __syncthreads();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int k = k0 + depth + i;
-        x[depth + i][line] =
-            has_row && k < p.k ? LoadValue(p.rows, source * p.rows.stride + k) * factor : 0.0F;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          const int64_t at = (int64_t{part} * p.columns + column0 + line) * p.k + k;
-          w[part][depth + i][line] = has_column && k < p.k ? __ldg(weights + at) : 0.0F;
-        }
-      }
+      LoadTiles(p, source, weights, column0, k0, tiles);
       __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kDepth; ++k) {
-        float a[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          a[i] = x[k][row_of_thread + i];
-        }
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float b = w[part][k][column_of_thread + j];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              sum[part][i][j] = __fmaf_rn(a[i], b, sum[part][i][j]);
-            }
-          }
-        }
-      }
+      AddProducts(tiles, row_of_thread, column_of_thread, sum);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -128,14 +176,8 @@ __global__ void __launch_bounds__(kThreads) Gemm(const __grid_constant__ GemmPar
           float value[kParts];
           for (int part = 0; part < kParts; ++part) {
             value[part] = sum[part][i][j];
-            if (p.bias != nullptr) {
-              value[part] += __ldg(p.bias + (int64_t{expert} * kParts + part) * p.columns + column);
-            }
           }
-          const float result = kDown         ? value[0]
-                               : kParts == 2 ? Activate(p.activation, value[0], value[kParts - 1])
-                                             : Activate(p.activation, value[0], 0.0F);
-          p.out[(int64_t{first} + row) * p.ld + column] = result;
+          p.out[(int64_t{first} + row) * p.ld + column] = OutputOf<kParts, kDown>(p, expert, column, value);
         }
       }
     }
