@@ -23,107 +23,171 @@ struct Wishes {
   int codes = 1;
 };
 
-void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& options) {
+/// A layer of random weights, as many copies of them as are read in turn.
+struct BenchLayer {
+  Scheme scheme;
+  LayerShape shape;
+  std::vector<DeviceArray<uint8_t>> gate_up, down;
+  DeviceArray<float> ones;  ///< every other scale; not 1, so that sums stay small
+  std::vector<DeviceWeights> weights;
+
+  BenchLayer(const BenchModel& model, const std::string& scheme_name, const Wishes& options);
+};
+
+Scheme SchemeOf(const BenchModel& model, const std::string& name) {
   const int64_t sizes[] = {model.hidden, model.intermediate};
-  auto parsed = ParseScheme(scheme_name, sizes);
-  Check(parsed.status());
-  const Scheme scheme = *parsed;
+  auto scheme = ParseScheme(name, sizes);
+  Check(scheme.status());
+  return *scheme;
+}
+
+BenchLayer::BenchLayer(const BenchModel& model, const std::string& scheme_name, const Wishes& options)
+    : scheme(SchemeOf(model, scheme_name)), weights(static_cast<size_t>(options.copies)) {
   const auto spec = ChooseFragmentSpec(scheme.weight, false);
   Check(spec.status());
-  LayerShape shape;
   shape.hidden = model.hidden;
   shape.intermediate = model.intermediate;
   shape.num_local_experts = shape.num_experts = model.experts;
   shape.top_k = model.top_k;
   shape.format = spec->format;
-  const ActivationFormat& activation = scheme.activation;
-  shape.code_tokens = options.codes != 0 && IsCodeOperand(spec->format, activation);
-  const bool static_scale = activation.static_tensor_scale;
-  std::vector<DeviceArray<uint8_t>> gate_up, down;
+  shape.code_tokens = options.codes != 0 && IsCodeOperand(spec->format, scheme.activation);
+  ones = DeviceArray<float>(std::vector<float>(
+      static_cast<size_t>(model.experts * 2 * (shape.mid_rows() + shape.down_rows())), 0.01F));
   for (int i = 0; i < options.copies; ++i) {
     const auto seed = static_cast<uint64_t>(i) << 40;
     gate_up.push_back(RandomBlocks(scheme, *spec, model.experts, shape.gate_up_blocks(), shape.hidden, seed));
     down.push_back(
         RandomBlocks(scheme, *spec, model.experts, shape.down_blocks(), shape.intermediate, seed + 1));
-  }
-  const DeviceArray<float> ones(std::vector<float>(
-      static_cast<size_t>(model.experts * 2 * (shape.mid_rows() + shape.down_rows())), 0.01F));
-  std::vector<DeviceWeights> weights(static_cast<size_t>(options.copies));
-  for (size_t i = 0; i < weights.size(); ++i) {
-    for (DeviceProjection* p : {&weights[i].gate_up, &weights[i].down}) {
+    DeviceWeights& own = weights[static_cast<size_t>(i)];
+    for (DeviceProjection* p : {&own.gate_up, &own.down}) {
       p->tensor_scale = ones.get();
       p->row_scale = spec->row_scale ? ones.get() : nullptr;
     }
-    weights[i].gate_up.blocks = gate_up[i].get();
-    weights[i].down.blocks = down[i].get();
+    own.gate_up.blocks = gate_up.back().get();
+    own.down.blocks = down.back().get();
   }
-  const DeviceLimits limits = CurrentLimits();
-  for (const int64_t m : options.tokens) {
-    const int ring = m <= 64 ? 16 : m <= 512 ? 8 : 2;
-    const Routings routing(model, m, ring, options.skew);
-    const DeviceArray<uint16_t> d_x(NormalBf16(m * model.hidden, 7));
-    const DeviceArray<int32_t> d_ids(routing.ids);
-    const DeviceArray<float> d_weights(routing.weights);
-    const DeviceArray<uint16_t> y(m * model.hidden);
-    const MidKind kind = MidKindOf(activation);
-    PrefillPlan plan = PlanPrefill(shape, m, kind, limits);
-    const bool values_in_tile = plan.fused_mid && !plan.codes && activation.quantized();
-    if (options.tile != 0 && !values_in_tile) {  // what quantizes in its tile has no other
-      plan.tile_tokens = options.tile;
+}
+
+PrefillPlan PlanOf(const BenchLayer& layer, int64_t m, const Wishes& options) {
+  const ActivationFormat& activation = layer.scheme.activation;
+  PrefillPlan plan = PlanPrefill(layer.shape, m, MidKindOf(activation), CurrentLimits());
+  const bool values_in_tile = plan.fused_mid && !plan.codes && activation.quantized();
+  if (options.tile != 0 && !values_in_tile) {  // what quantizes in its tile has no other
+    plan.tile_tokens = options.tile;
+  }
+  return plan;
+}
+
+/// Forwards of M tokens: their memory, and one call.
+class Forwards {
+ public:
+  Forwards(const BenchModel& model, const BenchLayer& layer, int64_t m, const Wishes& options)
+      : model_(model),
+        layer_(layer),
+        m_(m),
+        plan_(PlanOf(layer, m, options)),
+        ring_(m <= 64    ? 16
+              : m <= 512 ? 8
+                         : 2),
+        operand_cols_(plan_.codes ? plan_.hidden_cols : layer.shape.hidden_cols()),
+        x_(NormalBf16(m * model.hidden, 7)),
+        y_(m * model.hidden),
+        operand_(m * operand_cols_),
+        row_scale_(m),
+        group_scale_(m * (operand_cols_ / 128 + 1)),
+        amax_(1),
+        scratch_(plan_.scratch_bytes) {
+    const Routings routing(model, m, ring_, options.skew);
+    ids_ = DeviceArray<int32_t>(routing.ids);
+    weights_ = DeviceArray<float>(routing.weights);
+  }
+
+  const PrefillPlan& plan() const { return plan_; }
+  int ring() const { return ring_; }
+
+  /// The i-th: routing and copy of the weights go round.
+  void Launch(int i, cudaStream_t stream) const {
+    const ActivationFormat& activation = layer_.scheme.activation;
+    const int64_t routes = m_ * model_.top_k;
+    ExpertsCall call;
+    call.num_tokens = m_;
+    call.hidden = {x_.get(), model_.hidden, model_.hidden};
+    call.topk_ids = ids_.get() + (i % ring_) * routes;
+    call.topk_weights = weights_.get() + (i % ring_) * routes;
+    call.output = y_.get();
+    call.scratch = scratch_.get();
+    call.stream = stream;
+    if (activation.quantized()) {
+      GiveOperands(call);
     }
-    const int64_t operand_cols = plan.codes ? plan.hidden_cols : shape.hidden_cols();
-    const DeviceArray<uint16_t> operand(m * operand_cols);
-    const DeviceArray<float> row_scale(m), group_scale(m * (operand_cols / 128 + 1));
-    const DeviceArray<uint32_t> amax(1);
-    const DeviceArray<std::byte> scratch(plan.scratch_bytes);
-    const auto forward = [&](int i, cudaStream_t stream) {
-      ExpertsCall call;
-      call.num_tokens = m;
-      call.hidden = {d_x.get(), model.hidden, model.hidden};
-      call.topk_ids = d_ids.get() + (i % ring) * m * model.top_k;
-      call.topk_weights = d_weights.get() + (i % ring) * m * model.top_k;
-      call.output = y.get();
-      call.scratch = scratch.get();
-      call.stream = stream;
-      MidOperand mid{activation, static_scale ? ones.get() : nullptr, nullptr};
-      if (activation.quantized()) {
-        OperandRowsCall rows;
-        rows.source.values = d_x.get();
-        rows.source.row_stride = rows.source.cols = model.hidden;
-        rows.padded_cols = operand_cols;
-        rows.element = OperandElement(shape.format, plan.codes);
-        rows.num_rows = m;
-        rows.activation = activation;
-        rows.topk_ids = call.topk_ids;
-        rows.ids_per_row = model.top_k;
-        rows.num_experts = rows.num_local_experts = model.experts;
-        rows.source.tensor_scale = static_scale ? ones.get() : nullptr;
-        rows.values = operand.get();
-        rows.row_scale = row_scale.get();
-        rows.group_scale = group_scale.get();
-        rows.amax_bits = amax.get();
-        rows.stream = stream;
-        if (QuantizesTokens(shape, plan, activation, rows.source)) {
-          call.tokens = rows.source;
-        } else {
-          Check(LaunchOperandRows(rows));
-          call.hidden = {operand.get(),
-                         operand_cols,
-                         operand_cols,
-                         false,
-                         HasRowScale(activation) ? row_scale.get() : nullptr,
-                         HasGroupScale(activation) ? group_scale.get() : nullptr};
-        }
-      }
-      Check(LaunchPrefill(shape, weights[static_cast<size_t>(i % options.copies)], call, plan,
-                          activation.quantized() ? &mid : nullptr));
-    };
-    const int rounds = std::max(ring, options.copies);
+    const MidOperand mid{activation, TensorScale(), nullptr};
+    const auto copy = static_cast<size_t>(i) % layer_.weights.size();
+    Check(LaunchPrefill(layer_.shape, layer_.weights[copy], call, plan_,
+                        activation.quantized() ? &mid : nullptr));
+  }
+
+ private:
+  const float* TensorScale() const {
+    return layer_.scheme.activation.static_tensor_scale ? layer_.ones.get() : nullptr;
+  }
+
+  /// Tokens quantized on the way into the panel, or by a kernel before it.
+  void GiveOperands(ExpertsCall& call) const {
+    const ActivationFormat& activation = layer_.scheme.activation;
+    OperandRowsCall rows;
+    rows.source.values = x_.get();
+    rows.source.row_stride = rows.source.cols = model_.hidden;
+    rows.source.tensor_scale = TensorScale();
+    if (QuantizesTokens(layer_.shape, plan_, activation, rows.source)) {
+      call.tokens = rows.source;
+      return;
+    }
+    rows.padded_cols = operand_cols_;
+    rows.element = OperandElement(layer_.shape.format, plan_.codes);
+    rows.num_rows = m_;
+    rows.activation = activation;
+    rows.topk_ids = call.topk_ids;
+    rows.ids_per_row = model_.top_k;
+    rows.num_experts = rows.num_local_experts = model_.experts;
+    rows.values = operand_.get();
+    rows.row_scale = row_scale_.get();
+    rows.group_scale = group_scale_.get();
+    rows.amax_bits = amax_.get();
+    rows.stream = call.stream;
+    Check(LaunchOperandRows(rows));
+    call.hidden = {operand_.get(),
+                   operand_cols_,
+                   operand_cols_,
+                   false,
+                   HasRowScale(activation) ? row_scale_.get() : nullptr,
+                   HasGroupScale(activation) ? group_scale_.get() : nullptr};
+  }
+
+  const BenchModel& model_;
+  const BenchLayer& layer_;
+  const int64_t m_;
+  const PrefillPlan plan_;
+  const int ring_;  ///< routings
+  const int64_t operand_cols_;
+  const DeviceArray<uint16_t> x_, y_, operand_;
+  const DeviceArray<float> row_scale_, group_scale_;
+  const DeviceArray<uint32_t> amax_;
+  const DeviceArray<std::byte> scratch_;
+  DeviceArray<int32_t> ids_;
+  DeviceArray<float> weights_;
+};
+
+void Run(const BenchModel& model, const std::string& scheme_name, const Wishes& options) {
+  const BenchLayer layer(model, scheme_name, options);
+  for (const int64_t m : options.tokens) {
+    const Forwards forwards(model, layer, m, options);
+    const auto forward = [&](int i, cudaStream_t stream) { forwards.Launch(i, stream); };
+    const int rounds = std::max(forwards.ring(), options.copies);
     const double us = TimeGraph(rounds, options.rest_ms, options.replays, forward).us;
     const double flops = 6.0 * static_cast<double>(model.hidden * model.intermediate * m * model.top_k);
     std::printf("%-13s M=%-5lld %-18s %9.1f us  %5.0f TFLOP/s  tile %d, scratch %lld MB\n", model.name,
-                static_cast<long long>(m), scheme_name.c_str(), us, flops / us * 1e-6, plan.tile_tokens,
-                static_cast<long long>(plan.scratch_bytes >> 20));
+                static_cast<long long>(m), scheme_name.c_str(), us, flops / us * 1e-6,
+                forwards.plan().tile_tokens, static_cast<long long>(forwards.plan().scratch_bytes >> 20));
     std::fflush(stdout);
   }
 }
