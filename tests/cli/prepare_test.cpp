@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <filesystem>
 
 #include <gtest/gtest.h>
 
@@ -44,7 +45,7 @@ TEST(Prepare, BackendWithoutLayout_IsRefusedWithThoseThatHaveOne) {
     EXPECT_EQ(refused.exit_code, 4);
     EXPECT_NE(refused.err.find(backend), std::string::npos) << refused.err;
     EXPECT_NE(refused.err.find("MARLIN"), std::string::npos) << refused.err;
-    EXPECT_TRUE(ReadFile(file).empty());
+    EXPECT_FALSE(std::filesystem::exists(file));
   }
 }
 
@@ -96,7 +97,7 @@ TEST(Prepare, File_RunsAndVerifiesLikeItsCheckpoint) {
     EXPECT_NE(refused.err.find(verified.Json()["layout_key"].get<std::string>()), std::string::npos);
     EXPECT_EQ(
         RunCommand({"prepare", file, "--invert", "--backend", other, "--output", out + ".no"}).exit_code, 4);
-    EXPECT_TRUE(ReadFile(out + ".no").empty());
+    EXPECT_FALSE(std::filesystem::exists(out + ".no"));
     EXPECT_EQ(RunCommand({"run", file, "--layer", "7", "--input", sample.input(), "--output", out}).exit_code,
               2);
   }
@@ -205,7 +206,7 @@ TEST(Prepare, WithoutALayoutOrABackend_SaysSo) {
   EXPECT_EQ(RunCommand({"prepare", sample.path(), "--backend", "CPU_FUSED", "--output", file}).exit_code, 4);
   EXPECT_EQ(RunCommand({"prepare", sample.input(), "--invert", "--output", file}).exit_code, 3);
   EXPECT_EQ(RunCommand({"prepare", sample.path(), "--invert", "--output", file}).exit_code, 2) << "a folder";
-  EXPECT_TRUE(ReadFile(file).empty()) << "a failing command leaves no file";
+  EXPECT_FALSE(std::filesystem::exists(file)) << "a failing command leaves no file";
 }
 
 }  // namespace
