@@ -94,7 +94,7 @@ Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
     int64_t size, const CommunicatorOptions& options = {});
 
 /// The ranks that mpirun started this process among. `plugin` is the shared module libfusedmoe_mpi.so: this
-/// library itself does not need MPI. Initialises MPI unless somebody did, and finalises it, when it did, once
+/// library itself does not need MPI. Initializes MPI unless somebody did, and finalizes it, when it did, once
 /// the communicator is destroyed in good health. kUnsupported when the module or MPI cannot be loaded,
 /// kSystem when MPI fails.
 Result<std::shared_ptr<Communicator>> MpiCommunicator(const std::string& plugin,

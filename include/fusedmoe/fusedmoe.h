@@ -324,7 +324,7 @@ typedef struct fmoe_workspace fmoe_workspace;
 fmoe_code fmoe_workspace_create(const fmoe_layer* layer, fmoe_workspace** workspace);
 void fmoe_workspace_release(fmoe_workspace* workspace);
 
-/* What one forward of M tokens brings, and where its results go. Zero-initialise it. Beside `hidden`: either
+/* What one forward of M tokens brings, and where its results go. Zero-initialize it. Beside `hidden`: either
  * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. Rows may lie
  * apart, but not those of `hidden` and `output` on several cards. */
 typedef struct fmoe_forward {

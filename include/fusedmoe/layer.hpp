@@ -35,6 +35,7 @@ struct EplbStep {
   double planned_balancedness = 1;  ///< the same on the new one
 };
 
+/// How a layer is loaded, planned and spread; the defaults load it whole for this machine's CPU.
 struct LayerOptions {
   /// "cpu", or "cuda": on the card of HostMachine. Then Forward and all it is given lie there.
   std::string device = "cpu";
@@ -71,6 +72,9 @@ struct LayerOptions {
 class MoeLayer {
  public:
   /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
+  /// Errors: kBadInput, with file and tensor, for what is malformed; kUnsupported, with every refusal, where
+  /// no backend can run it; kUsage for options that contradict each other or name a backend that does not
+  /// exist; kSystem when a file, a card or a rank fails.
   static Result<std::unique_ptr<MoeLayer>> Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                 const LayerOptions& options = {});
   /// The same from weights that an engine already holds in canonical form. `config` describes the whole

@@ -52,6 +52,7 @@ enum class Reason : uint8_t {
 #undef FMOE_REASON_ENUMERATOR
 };
 
+/// The code of the table, e.g. "not_gated".
 std::string_view ReasonCode(Reason reason);
 
 /// One objection: a code, a sentence with the actual and the required value, and both values alone.
@@ -98,7 +99,7 @@ struct Plan {
   int64_t weight_bytes = 0;   ///< prepared weights of this rank
   int64_t read_bytes = 0;     ///< weight bytes one forward of `tokens` is expected to read
   int64_t flops = 0;          ///< of one forward of `tokens`, two per multiply-add
-  int64_t tokens = 0;
+  int64_t tokens = 0;         ///< M that the costs are for (LayerOptions::plan_tokens)
   std::shared_ptr<const Plan> shared;  ///< plan of the shared expert, when there is one
 };
 

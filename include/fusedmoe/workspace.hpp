@@ -26,6 +26,7 @@ class WorkspaceBook {
     WorkspaceSlot slot;
   };
 
+  /// The next slot, of `bytes` >= 0. Whoever books the same sizes in the same order gets the same slots.
   WorkspaceSlot Book(std::string_view name, int64_t bytes);
   int64_t total_bytes() const { return total_bytes_; }
   /// What was booked, in order, for `explain`.

@@ -201,7 +201,7 @@ _INIT: dict[Any, Any] = {
     EplbShape: lib.fmoe_eplb_shape_init_sized}
 
 
-def initialised(struct: type[_Struct]) -> _Struct:
+def initialized(struct: type[_Struct]) -> _Struct:
     """A struct with the defaults of the library. One that is longer than the library's is refused when it is used."""
     value = struct()
     _INIT[struct](ctypes.byref(value), ctypes.sizeof(struct))

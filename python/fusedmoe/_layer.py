@@ -104,7 +104,7 @@ class Checkpoint(Handle):
 
     def describe(self, layer: int) -> LayerInfo:
         """LayerInfo of a layer, without reading its weights."""
-        info = _c.initialised(_c.LayerInfo)
+        info = _c.initialized(_c.LayerInfo)
         _c.check(_c.lib.fmoe_checkpoint_describe(self._handle, _c.integer(layer, "layer"), ctypes.byref(info)))
         return LayerInfo._of(info)
 
@@ -133,7 +133,7 @@ _WORDS = frozenset(field[0] for field in _c.LayerOptions._fields_ if field[1] is
 
 def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
     """The struct of these options, and what it points at."""
-    options = _c.initialised(_c.LayerOptions)
+    options = _c.initialized(_c.LayerOptions)
     pool = current_pool()
     options.executor = pool.executor
     alive: list[Any] = [pool]
@@ -170,7 +170,7 @@ class Layer(Handle):
         self._release_workspace = _c.lib.fmoe_workspace_release
         self._alive: Any = None
         self._routing = routing
-        info = _c.initialised(_c.LayerInfo)
+        info = _c.initialized(_c.LayerInfo)
         _c.check(_c.lib.fmoe_layer_get_info(self._handle, ctypes.byref(info)))
         self.info = LayerInfo._of(info)
 
@@ -208,7 +208,7 @@ class Layer(Handle):
         built = [_expert(expert, number, element) for number, expert in enumerate(experts)]
         if not built:
             raise ValueError("a layer needs at least one expert")
-        config = _c.initialised(_c.LayerConfig)
+        config = _c.initialized(_c.LayerConfig)
         up = built[0][0].up.codes
         if up.rank != 2:
             raise ValueError(f"expert 0, up has shape {up.shape[:up.rank]}, [intermediate, hidden] is required")
@@ -265,7 +265,7 @@ class Layer(Handle):
     def end_step(self) -> EplbStep:
         """Ends a step of a layer with load balancing (eplb=True): all ranks call, in step, between forwards. At the end of
         an interval the experts move to where load is."""
-        step = _c.initialised(_c.EplbStep)
+        step = _c.initialized(_c.EplbStep)
         _c.check(_c.lib.fmoe_layer_end_step(self._handle, ctypes.byref(step)))
         return EplbStep._of(step)
 

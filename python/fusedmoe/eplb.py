@@ -28,7 +28,7 @@ def rebalance(load: Sequence[float], num_physical: int, *, num_ranks: int, num_g
               previous: Sequence[int] | None = None) -> list[int]:
     """The expert of each of `num_physical` slots, rank by rank, for the `load` of each expert. Experts that stay on their
     rank keep the slot that they had in `previous`."""
-    shape = _c.initialised(_c.EplbShape)
+    shape = _c.initialized(_c.EplbShape)
     shape.num_experts, shape.num_physical = len(load), _c.integer(num_physical, "num_physical")
     shape.num_ranks, shape.num_groups = _c.integer(num_ranks, "num_ranks"), _c.integer(num_groups, "num_groups")
     shape.num_nodes = _c.integer(num_nodes, "num_nodes")

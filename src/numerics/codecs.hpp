@@ -65,11 +65,6 @@ FMOE_HOST_DEVICE constexpr uint16_t EncodeBf16Rne(float value) {
   return static_cast<uint16_t>((bits + 0x7fffU + ((bits >> 16) & 1U)) >> 16);
 }
 
-FMOE_HOST_DEVICE constexpr uint16_t EncodeBf16RneSaturating(float value) {
-  const uint16_t code = EncodeBf16Rne(value);
-  return (code & 0x7fffU) == 0x7f80U ? static_cast<uint16_t>((code & 0x8000U) | 0x7f7fU) : code;
-}
-
 FMOE_HOST_DEVICE constexpr float RoundToBf16(float value) {
   return DecodeBf16(EncodeBf16Rne(value));
 }

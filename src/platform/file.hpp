@@ -72,7 +72,7 @@ class InputFile {
 /// The whole file as text. Refuses files above `limit` bytes (kBadInput).
 Result<std::string> ReadTextFile(const std::string& path, int64_t limit);
 
-/// Memory for `size` bytes, 64-byte aligned, uninitialised. Fails (kSystem) when it cannot be had.
+/// Memory for `size` bytes, 64-byte aligned, uninitialized. Fails (kSystem) when it cannot be had.
 Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size);
 
 /// Writes a file under a temporary name in the directory of `path` and renames it in Commit, so that nobody

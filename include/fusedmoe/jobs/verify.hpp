@@ -157,7 +157,7 @@ Result<VerifyReport> VerifyLayer(const std::shared_ptr<const Checkpoint>& checkp
 Result<VerifyReport> VerifyPrepared(const std::shared_ptr<const PreparedLayer>& prepared,
                                     const VerifyOptions& options = {});
 
-/// The error map as an SVG picture: a row for each token (or bundle of tokens), colours by the decimal
+/// The error map as an SVG picture: a row for each token (or bundle of tokens), colors by the decimal
 /// exponent of the error, and the bar of every visited expert.
 std::string ErrorMapSvg(const VerifyReport& report);
 

@@ -21,8 +21,8 @@ double Level(double error) {
   return std::log10(error / kSmallest) / std::log10(kLargest / kSmallest);
 }
 
-// White over orange to dark red: one hue, so that it reads in grey too.
-std::string Colour(double level) {
+// White over orange to dark red: one hue, so that it reads in gray too.
+std::string Color(double level) {
   const auto mix = [level](double low, double middle, double high) {
     const double value =
         level < 0.5 ? low + (middle - low) * 2 * level : middle + (high - middle) * (2 * level - 1);
@@ -52,14 +52,14 @@ std::string ErrorMapSvg(const VerifyReport& report) {
               fmt::format("{} {}: relative L2 {:.2e}, worst token {:.2e}, bound {:.2e}", report.backend,
                           report.scheme, report.rel_l2, report.max_row_error, report.bound));
   svg += Text(10, 30,
-              fmt::format("{} tokens downwards, hidden to the right; colour from {:.0e} to {:.0f}",
+              fmt::format("{} tokens downwards, hidden to the right; color from {:.0e} to {:.0f}",
                           report.rows, kSmallest, kLargest));
   for (int64_t row = 0; row < report.map_rows; ++row) {
     for (int64_t col = 0; col < report.map_cols; ++col) {
       const double error = report.error_map[static_cast<size_t>(row * report.map_cols + col)];
       svg += fmt::format("<rect x=\"{:.1f}\" y=\"{:.1f}\" width=\"{}\" height=\"{}\" fill=\"{}\"/>\n",
                          kLeft + static_cast<double>(col) * kCellX, kTop + static_cast<double>(row) * kRow,
-                         kCellX, kRow, Colour(Level(error)));
+                         kCellX, kRow, Color(Level(error)));
     }
     if (report.map_rows <= 16 || row % 8 == 0) {
       svg += Text(10, kTop + static_cast<double>(row) * kRow + 9,
@@ -74,7 +74,7 @@ std::string ErrorMapSvg(const VerifyReport& report) {
     svg += fmt::format(
         "<rect x=\"{}\" y=\"{:.1f}\" width=\"{:.1f}\" height=\"{}\" fill=\"{}\" stroke=\"#999\" "
         "stroke-width=\"0.5\"/>\n",
-        kLeft, y, width, kRow - 2, Colour(level));
+        kLeft, y, width, kRow - 2, Color(level));
     svg += Text(10, y + 9, fmt::format("{}", expert.expert));
     svg += Text(kLeft + width + 4, y + 9, fmt::format("{:.1e}", expert.rel_l2));
   }

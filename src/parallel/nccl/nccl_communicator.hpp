@@ -11,13 +11,14 @@
 
 namespace fusedmoe {
 
-/// What a communicator asks of the cards of its process; tests bring their own.
+/// What a communicator asks of the cards of its process, which are numbered from 0; tests bring their own.
 struct CardAccess {
   Result<int64_t> (*count)();
-  Result<int64_t> (*current)();
-  Status (*select)(int64_t card);
-  Result<std::string> (*address)(int64_t card);
-  Result<bool> (*idle)(void* stream);
+  Result<int64_t> (*current)();                  ///< of the calling thread
+  Status (*select)(int64_t card);                ///< for the calling thread
+  Result<std::string> (*address)(int64_t card);  ///< on the PCI bus: two ranks with one share a card
+  Result<bool> (*idle)(void* stream);            ///< without waiting: all that was enqueued has ended
+  /// Memory of the current card; `what` names it in the error.
   Result<std::shared_ptr<std::byte>> (*allocate)(int64_t bytes, std::string_view what);
 };
 
@@ -29,6 +30,7 @@ struct CardAccess {
 ///     join (non-blocking, polled) ──► split ──► rows_ : Enqueue = group { send, receive to each rank }
 class CardCommunicator final : public Communicator {
  public:
+  /// All ranks of `host` call; contract and errors of NcclCommunicator (fusedmoe/communicator.hpp).
   static Result<std::shared_ptr<Communicator>> Create(std::shared_ptr<Communicator> host,
                                                       const NcclOptions& options, const CardAccess& cards);
   ~CardCommunicator() override;

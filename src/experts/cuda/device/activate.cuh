@@ -32,12 +32,4 @@ __device__ __forceinline__ float ActivateAny(const ActivationSpec& spec, float g
   return ActivateOutOfLine(spec.kind, spec.alpha, spec.beta, spec.limit, gate, up);
 }
 
-/// The same in line for the kinds in use, for kernels with registers to spare.
-__device__ __forceinline__ float ActivateFast(const ActivationSpec& spec, float gate, float up) {
-  if (spec.kind == ActivationKind::kSilu && !(spec.limit > 0.0F)) {
-    return FastSwish(gate, 1.0F) * up;
-  }
-  return ActivateAny(spec, gate, up);
-}
-
 }  // namespace fusedmoe::cuda
