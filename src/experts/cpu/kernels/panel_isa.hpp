@@ -40,11 +40,18 @@ constexpr bool SplitsLanes(PanelTransform transform) {
   return transform == kPanelHalfLanes || transform == kPanelHalfWords || transform == kPanelSixBits;
 }
 
-/// Four 6-bit codes in the lower 24 bits of each lane to its four bytes.
-FMOE_INLINE Ints SpreadSixBits(Ints x) {
+/// table[code] of the four 6-bit codes in the lower 24 bits of each lane, as its four bytes.
+FMOE_INLINE Ints LookUpSixBits(Ints x, const uint8_t* table) {
+#if defined(__AVX512VBMI__)
+  // Where the byte of each code begins. A look-up of 64 takes no notice of the two bits above a code.
+  const Ints begins = _mm512_set1_epi64(0x322c2620120c0600);
+  return LookUp64(_mm512_multishift_epi64_epi8(begins, x), table);
+#else
   const Ints low = IntOr(IntAnd(x, IntSet(0x3f)), IntAnd(ShiftLeft<2>(x), IntSet(0x3f00)));
-  return IntOr(low,
-               IntOr(IntAnd(ShiftLeft<4>(x), IntSet(0x3f0000)), IntAnd(ShiftLeft<6>(x), IntSet(0x3f000000))));
+  const Ints high =
+      IntOr(IntAnd(ShiftLeft<4>(x), IntSet(0x3f0000)), IntAnd(ShiftLeft<6>(x), IntSet(0x3f000000)));
+  return LookUp64(IntOr(low, high), table);
+#endif
 }
 
 /// put(v, line) of the lines of a step, codes as the panel has them; kAsStored: but for the order of nibbles.
@@ -73,9 +80,8 @@ FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
           const Ints w0 = words[half], w1 = words[kHalves + half], w2 = words[2 * kHalves + half];
           const Ints packed[4] = {w0, IntOr(ShiftRight<24>(w0), ShiftLeft<8>(w1)),
                                   IntOr(ShiftRight<16>(w1), ShiftLeft<16>(w2)), ShiftRight<8>(w2)};
-          Unroll<4>([&](auto i) FMOE_FLAT {
-            codes[i * kHalves + half] = LookUp64(SpreadSixBits(packed[i]), a->table);
-          });
+          Unroll<4>([&](auto i)
+                        FMOE_FLAT { codes[i * kHalves + half] = LookUpSixBits(packed[i], a->table); });
         });
         Unroll<4>([&](auto i) FMOE_FLAT { put(8 * load + 4 * three + i, codes + i * kHalves); });
       });
