@@ -17,6 +17,7 @@
 #include "checkpoint/matrices/matrix_reader.hpp"
 #include "checkpoint/mlx/mlx_model.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
+#include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "parallel/agreement.hpp"
 #include "platform/file.hpp"
@@ -250,16 +251,15 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
 // A tensor that as a rule is not quantized. Some tools quantize every linear module, routers too.
 Result<Tensor> Checkpoint::Impl::LoadDense(const LayerContext& context, const std::string& name,
                                            const Shape& shape) const {
-  FMOE_ASSIGN_OR_RETURN(Tensor stored, context.store->Load(name));
   constexpr std::string_view kWeight = ".weight";
-  const DType dtype = stored.dtype();
-  if (dtype == DType::kF32 || dtype == DType::kF16 || dtype == DType::kBF16 || !name.ends_with(kWeight)) {
-    return stored;
+  const TensorInfo* info = context.store->Find(name);
+  if (info == nullptr ? !name.ends_with(kWeight) : IsPlainFloat(info->dtype) || !name.ends_with(kWeight)) {
+    return context.store->Load(name);
   }
   const checkpoint::MatrixPlace place{.base = name.substr(0, name.size() - kWeight.size())};
   const auto format = FormatAt(*context.store, *context.rules, place.base, std::string(kWeight));
-  if (!format.ok() || !format->quantized() || format->codes != kWeight) {
-    return stored;
+  if (!format.ok() || !format->quantized() || (info != nullptr && format->codes != kWeight)) {
+    return context.store->Load(name);
   }
   FMOE_ASSIGN_OR_RETURN(const CanonicalMatrix matrix,
                         ReadMatrix(*context.store, *format, place, shape[0], shape[1]));

@@ -32,6 +32,7 @@ struct LinearFormat {
   std::string_view input_scale;
   std::string_view zero_point;
   std::string_view group_index;
+  bool group_index_required = false;  ///< the metadata say that columns are reordered
   std::string_view pre_quant_scale;
   std::string_view shape;         ///< I64 or I32 [2]: rows and columns, to be compared
   std::string_view row_major;     ///< U8, 0: codes lie row by row

@@ -189,6 +189,7 @@ TEST(GptqModel, HalvesOfGptOss_AreRefused) {
       tensor.name = "model.layers.0.mlp.router.weight";
     }
   }
+  model.tensors.push_back(Floats("model.layers.0.mlp.router.bias", {kExperts}, 0.0F));
   EXPECT_EQ(LoadEverything(model).message(), "");
   model.config["quantization_config"]["meta"] = {{"quantizer", {"gptqmodel:7.7.0"}}};
   const Status status = LoadEverything(model);

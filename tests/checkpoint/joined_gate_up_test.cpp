@@ -49,6 +49,9 @@ TinyModel Separate(const std::string& format, const std::string& family) {
                     : format == "quark_fp8_channel" ? QuarkFp8(true)
                                                     : TinyModel(format);
   model.config["model_type"] = family;
+  if (family == "gpt_oss") {
+    model.tensors.push_back(Floats("model.layers.0.mlp.gate.bias", {kExperts}, 0.0F));
+  }
   std::mt19937 random(7);
   const auto draw = [&](uint32_t low, uint32_t high) {
     return std::uniform_int_distribution<uint32_t>(low, high)(random);

@@ -101,7 +101,8 @@ std::vector<std::pair<std::string, TinyModel>> Layers() {
        Bf16(mlp + "experts.down_proj", {e, h, i}, 0.5F),
        Bf16(mlp + "shared_expert.gate_proj.weight", {i, h}, 0.5F),
        Bf16(mlp + "shared_expert.up_proj.weight", {i, h}, 0.5F),
-       Bf16(mlp + "shared_expert.down_proj.weight", {h, i}, 0.5F)});
+       Bf16(mlp + "shared_expert.down_proj.weight", {h, i}, 0.5F),
+       Bf16(mlp + "shared_expert_gate.weight", {1, h}, 0.5F)});
   add("granite_bf16", Config("granitemoe", {{"intermediate_size", i}}),
       {Bf16(sparse + "router.layer.weight", {e, h}, 0.1F),
        Bf16(sparse + "input_linear.weight", {e, 2 * i, h}, 0.5F),

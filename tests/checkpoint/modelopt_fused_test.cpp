@@ -116,6 +116,7 @@ TEST_P(ModelOptFused, EveryElement_IsWhatTheBytesSay) {
   model.config["quantization_config"] = {{"quant_method", "modelopt"}, {"quant_algo", stored.algorithm}};
   model.config["quantization_config"]["ignore"] = {"lm_head", block + "router"};
   model.tensors.push_back(Bf16(block + "router.weight", {kExperts, kIn}, 0.1F));
+  model.tensors.push_back(Bf16(block + "router.bias", {kExperts}, 0.1F));
   const Fused gate_up(stored, kIn, 2 * kMid, random), down(stored, kMid, kIn, random);
   gate_up.AddTo(model, block + "experts.gate_up_proj");
   down.AddTo(model, block + "experts.down_proj");

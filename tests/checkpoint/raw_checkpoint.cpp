@@ -26,6 +26,7 @@ int64_t Count(const std::vector<int64_t>& shape) {
 nlohmann::ordered_json CtGroup(const nlohmann::ordered_json& weights, const nlohmann::ordered_json& inputs,
                                const std::string& format) {
   return {{"quant_method", "compressed-tensors"},
+          {"version", "0.20.0"},
           {"format", format},
           {"config_groups",
            {{"group_0", {{"targets", {"Linear"}}, {"weights", weights}, {"input_activations", inputs}}}}},

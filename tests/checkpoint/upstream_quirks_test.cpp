@@ -78,6 +78,26 @@ TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
   EXPECT_TRUE(LoadWith(mixed).ok()) << LoadWith(mixed).ToString();
 }
 
+// auto-round 0.16 as llm_compressor: scales of groups may be negative, and no version is written, which
+// compressed-tensors always does.
+TEST(UpstreamQuirks, NegativeScalesWithoutAVersion_AreAutoRounds) {
+  TinyModel model("ct_int4");
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with(".weight_scale")) {
+      tensor = Bf16(tensor.name, tensor.shape, -0.5F);
+    }
+  }
+  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+  model.config["quantization_config"].erase("version");
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto expert = written.source->load(0);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  const auto up = DequantizeMatrix(expert->up);
+  ASSERT_TRUE(up.ok());
+  EXPECT_EQ(up->view().as<float>()[0], 0.5F) << "code 7, of the middle 8, times -0.5";
+}
+
 // auto-round 0.16 as auto_awq: symmetric, and yet with zero points, which the kernels of AutoAWQ and vLLM
 // use.
 TEST(UpstreamQuirks, ZeroPointsOfAwq_AreReadWhereverTheyAre) {

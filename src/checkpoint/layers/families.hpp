@@ -40,6 +40,7 @@ struct FamilyRouting {
   bool ignore_score_key = false;  ///< the configuration's scoring_func is not the router's
   bool groups_by_two = false;     ///< without a bias too, groups compete by their two largest scores
   float softcap = 0.0F;           ///< when the configuration has no softcap of the logits
+  bool corrected = false;         ///< every layer has a correction bias, unless the configuration says no
 };
 
 struct FamilyActivation {
@@ -71,8 +72,13 @@ struct Family {
   /// [H] in the block, added to the output (JetMoE: its weights sum to 1, so that it is a bias of the down
   /// projection).
   std::string_view output_bias = "";
+  bool has_router_bias = false;  ///< every router has one
   /// Why layers of this family are refused (kUnsupported); empty: they are not.
   std::string_view refused = "";
+  /// Whether rows of gate and up alternate in fused tensors.
+  constexpr bool interleaved() const {
+    return fused == FusedLayout::kInOutInterleaved || fused == FusedLayout::kOutInInterleaved;
+  }
 };
 
 /// All rows, in the order of the table.

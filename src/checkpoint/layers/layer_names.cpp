@@ -156,12 +156,19 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
   return std::nullopt;
 }
 
+// Tools that quantize every linear module quantize routers too, and call the weight otherwise.
+bool HasCodes(const TensorStore& store, const std::string& name) {
+  constexpr std::string_view kPlain = ".weight";
+  return name.ends_with(kPlain) &&
+         (store.Has(name + "_packed") || store.Has(name.substr(0, name.size() - kPlain.size()) + ".qweight"));
+}
+
 std::string FirstPresent(const TensorStore& store, const std::string& block, std::string_view family,
                          std::string_view common) {
   for (const std::string_view list : {family, common}) {
     for (const std::string_view word : SplitWords(list)) {
       std::string name = block + std::string(word);
-      if (store.Has(name)) {
+      if (store.Has(name) || HasCodes(store, name)) {
         return name;
       }
     }
@@ -169,32 +176,52 @@ std::string FirstPresent(const TensorStore& store, const std::string& block, std
   return "";
 }
 
+constexpr PerExpertSpelling kShared[] = {
+    {"", "gate_proj", "up_proj", "down_proj"},   {"", "w1", "w3", "w2"},
+    {"", "linear_gate", "up_proj", "down_proj"}, {"", "", "input_linear", "output_linear"},
+    {"", "", "gate_up_proj", "down_proj"},       {"", "", "up_proj", "down_proj"}};
+
+// transformers writes matrices without rows where the configuration asks for no shared experts.
+bool HasElements(const TensorStore& store, const std::string& base) {
+  const auto suffix = WeightSuffix(store, base);
+  return suffix && store.Find(base + std::string(*suffix))->shape.count() > 0;
+}
+
+bool FindSharedAt(const TensorStore& store, const Family& family, const std::string& stem,
+                  const PerExpertSpelling& spelling, LayerNames* names) {
+  const bool gated = !spelling.gate.empty();
+  const bool fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
+  // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
+  const bool whole = gated || fused || !family.activation.gated;
+  const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
+  if (!HasElements(store, whole ? telling : stem + "up_proj")) {
+    return false;
+  }
+  names->shared_gate_proj = gated ? telling : whole ? "" : stem + "gate_proj";
+  names->shared_up = stem + std::string(spelling.up);
+  names->shared_down = stem + std::string(spelling.down);
+  names->shared_fused = fused;
+  names->shared_gate = FirstPresent(store, names->block, family.shared_gate, "");
+  names->missing.clear();
+  if (names->shared_gate.empty() && !family.shared_gate.empty()) {
+    names->missing = names->block + std::string(SplitWords(family.shared_gate).front());
+  }
+  return true;
+}
+
 void FindShared(const TensorStore& store, const Family& family, LayerNames* names) {
-  static constexpr PerExpertSpelling kShared[] = {
-      {"", "gate_proj", "up_proj", "down_proj"},   {"", "w1", "w3", "w2"},
-      {"", "linear_gate", "up_proj", "down_proj"}, {"", "", "input_linear", "output_linear"},
-      {"", "", "gate_up_proj", "down_proj"},       {"", "", "up_proj", "down_proj"}};
   for (const std::string& parent : {names->block, names->prefix}) {
     for (const std::string_view module : SplitWords(family.shared)) {
       const std::string stem = parent + std::string(module) + ".";
       for (const PerExpertSpelling& spelling : kShared) {
-        const bool gated = !spelling.gate.empty();
-        const bool fused = spelling.up == "input_linear" || spelling.up == "gate_up_proj";
-        // Gated experts have gated shared ones: there, up and down alone mean that the gate was lost.
-        const bool whole = gated || fused || !family.activation.gated;
-        const TensorInfo* rows = store.Find(stem + std::string(spelling.up) + ".weight");
-        if (rows != nullptr && rows->shape.rank() == 2 && rows->shape[0] == 0) {
-          continue;  // transformers writes these where the configuration asks for no shared experts
+        if (FindSharedAt(store, family, stem, spelling, names)) {
+          return;
         }
-        const std::string telling = stem + std::string(gated ? spelling.gate : spelling.up);
-        if (whole ? !WeightSuffix(store, telling) : !WeightSuffix(store, stem + "up_proj")) {
-          continue;
+        if (names->missing.empty() && HasElements(store, stem + std::string(spelling.down))) {
+          names->missing = stem + std::string(spelling.up) + ".weight";
         }
-        names->shared_gate_proj = gated ? telling : whole ? "" : stem + "gate_proj";
-        names->shared_up = stem + std::string(spelling.up);
-        names->shared_down = stem + std::string(spelling.down);
-        names->shared_fused = fused;
-        names->shared_gate = FirstPresent(store, names->block, family.shared_gate, "");
+      }
+      if (!names->missing.empty()) {
         return;
       }
     }

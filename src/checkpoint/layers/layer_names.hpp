@@ -57,6 +57,7 @@ struct LayerNames {
   std::string shared_weight_suffix = ".weight";
   bool shared_fused = false;  ///< shared_up holds gate and up rows (Granite: input_linear)
   std::string shared_gate;    ///< tensor of the sigmoid gate
+  std::string missing;        ///< of the shared experts, a tensor that the others belong to
 };
 
 /// The layers of a checkpoint: number -> "model.layers.N.", of the language model alone.

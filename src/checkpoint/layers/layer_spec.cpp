@@ -19,11 +19,6 @@ constexpr std::string_view kIntermediateKeys =
     "intermediate_size";
 constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
 
-// Rows of gate and up alternate in the fused tensors of the family.
-bool IsInterleaved(const Family& family) {
-  return family.fused == FusedLayout::kInOutInterleaved || family.fused == FusedLayout::kOutInInterleaved;
-}
-
 // The axes of fused tensors; shapes decide only where the family leaves it to them.
 Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, const LayerNames& names,
                               const MoeConfig& config, const std::string& override_text) {
@@ -46,7 +41,7 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   FusedAxes axes;
   axes.in_out = !names.experts.per_expert() &&
                 (family.fused == FusedLayout::kInOut || family.fused == FusedLayout::kInOutInterleaved);
-  axes.interleaved = IsInterleaved(family);
+  axes.interleaved = family.interleaved();
   const TensorInfo* up = store.Find(names.experts.up + names.experts.weight_suffix);
   if (family.fused == FusedLayout::kByShape && up != nullptr && up->shape.rank() == 3) {
     const int64_t out = (names.experts.form == ExpertForm::kFused ? 2 : 1) * config.intermediate;
@@ -60,51 +55,6 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
     axes = *forced;
   }
   return axes;
-}
-
-// Switches that change what a layer computes, in ways that no part of this library does.
-Status CheckOddities(const ModelConfig& config) {
-  const auto refuse = [&](std::string_view key, std::string_view why) {
-    return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
-        .WithFile(config.path());
-  };
-  if (config.Find("moe_latent_size") != nullptr) {
-    return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
-  }
-  if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
-      value != nullptr && value->boolean()) {
-    return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
-  }
-  const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
-  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0)) {
-    return refuse("ffn_config.moe_normalize_expert_weights",
-                  "router weights are normalized to a sum of 1, or not at all");
-  }
-  const JsonValue* zero = config.Find("zero_expert_type");
-  if (zero != nullptr && zero->string() != "identity") {
-    return refuse("zero_expert_type", "experts without weights add their weighted input (\"identity\")");
-  }
-  return Status::Ok();
-}
-
-// GPTQModel 7 cuts the fused gate_up_proj of every family into halves, and joins what they give before the
-// activation. Where rows alternate (gpt-oss), each half has gates and ups, under names that say otherwise.
-Status CheckHalves(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
-  const JsonValue* writer = config.Find("quantization_config.meta.quantizer");
-  if (writer == nullptr || !IsInterleaved(*spec.family) ||
-      spec.names.experts.form != ExpertForm::kPerExpert) {
-    return Status::Ok();
-  }
-  const std::string& name =
-      writer->is_array() && !writer->items().empty() ? writer->items().front().string() : writer->string();
-  if (!name.starts_with("gptqmodel")) {
-    return Status::Ok();
-  }
-  return store.Blame(
-      Status::Unsupported(fmt::format("{} stores the halves of {}'s gate_up_proj as gate_proj and "
-                                      "up_proj; rows of gate and up alternate in both",
-                                      name, spec.family->name)),
-      spec.names.experts.Up(0) + ".qweight");
 }
 
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
@@ -273,7 +223,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
   FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
   moe.dtype = config.ComputeType();
-  FMOE_RETURN_IF_ERROR(CheckOddities(config));
+  FMOE_RETURN_IF_ERROR(CheckSwitches(config));
   const ExpertNames& experts = spec.names.experts;
   const bool fused = experts.form == ExpertForm::kFused;
   const bool has_gate = !experts.gate.empty() || experts.form == ExpertForm::kPerExpertGateUp ||
@@ -293,11 +243,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   for (const std::string& name : {first_up, experts.Down(0)}) {
     moe.has_bias |= store.Has(name + ".bias") || store.Has(name + "_bias");
   }
-  if (spec.names.router.empty()) {
-    return store.Blame(Status::BadInput("the router's weight is missing"),
-                       spec.names.block + std::string(SplitWords(family.router)[0]));
-  }
-  FMOE_RETURN_IF_ERROR(CheckHalves(store, config, spec));
+  FMOE_RETURN_IF_ERROR(CheckTensors(store, config, spec));
   FMOE_RETURN_IF_ERROR(ResolveShared(config, family, spec));
   FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));
   return spec;

@@ -34,6 +34,12 @@ struct LayerSpec {
 Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& model, const Family& family,
                                const std::string& prefix, int64_t layer, const std::string& expert_layout);
 
+/// Refuses switches that change what a layer computes, in ways that no part of this library does.
+Status CheckSwitches(const ModelConfig& config);
+
+/// Refuses layers that lack tensors without which they would compute something else and not fail.
+Status CheckTensors(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec);
+
 /// Routing of a family under a configuration.
 Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& family, int64_t layer,
                                      bool has_correction_bias);

@@ -33,7 +33,7 @@ Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, 
 
 Status ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(format.group_index);
-  if (!tensors.store.Has(name)) {
+  if (!tensors.store.Has(name) && !format.group_index_required) {
     return Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor index, tensors.Load(format.group_index));

@@ -358,6 +358,10 @@ Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::
     // A group that this library cannot run matters only when a module of the experts is in it; malformed ones
     // always do.
     rules->formats.push_back(FormatOfGroup(group, outer, path));
+    // The library writes its version; auto-round, whose scales may be negative, writes none.
+    if (Result<LinearFormat>& added = rules->formats.back(); added.ok() && spec.Find("version") == nullptr) {
+      added->negative_scales = added->weight.may_have_zero_point;
+    }
     if (rules->formats.back().status().code() == StatusCode::kBadInput) {
       return rules->formats.back().status();
     }

@@ -112,7 +112,10 @@ Result<LinearFormat> ReadGptqFormat(const JsonValue& spec, std::string_view layo
     return Wrong("group_size", spec.Find("group_size"), "-1 or at least 1", path);
   }
   FMOE_ASSIGN_OR_RETURN(const bool symmetric, Flag(spec, "sym", true, path));
-  return GptqFormat(bits, group, symmetric, layout);
+  FMOE_ASSIGN_OR_RETURN(const bool reordered, Flag(spec, "desc_act", false, path));
+  LinearFormat format = GptqFormat(bits, group, symmetric, layout);
+  format.group_index_required = reordered && group > 0;
+  return format;
 }
 
 LinearFormat AwqFormat(int64_t group, bool zero_point) {
@@ -205,8 +208,6 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) 
 }
 
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path) {
-  FMOE_ASSIGN_OR_RETURN(const bool reordered, Flag(spec, "desc_act", false, path));
-  (void)reordered;  // g_idx says it, and is read whenever it is there
   const JsonValue* key = spec.Find("checkpoint_format");
   const std::string layout = key == nullptr ? "gptq" : key->string();
   if (layout != "gptq" && layout != "gptq_v2" && layout != "gptq_p") {

@@ -1,0 +1,122 @@
+// What a layer must not be, and what it must have: switches that nothing here computes, and tensors without
+// which a layer would compute something else and not fail.
+#include <fmt/format.h>
+
+#include "checkpoint/layers/layer_spec.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+constexpr int64_t kMaxHashLayers = int64_t{1} << 20;
+
+// GPTQModel 7 cuts the fused gate_up_proj of every family into halves, and joins what they give before the
+// activation. Where rows alternate (gpt-oss), each half has gates and ups, under names that say otherwise.
+Status CheckHalves(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
+  const JsonValue* writer = config.Find("quantization_config.meta.quantizer");
+  if (writer == nullptr || !spec.family->interleaved() || spec.names.experts.form != ExpertForm::kPerExpert) {
+    return Status::Ok();
+  }
+  const std::string& name =
+      writer->is_array() && !writer->items().empty() ? writer->items().front().string() : writer->string();
+  if (!name.starts_with("gptqmodel")) {
+    return Status::Ok();
+  }
+  return store.Blame(
+      Status::Unsupported(fmt::format("{} stores the halves of {}'s gate_up_proj as gate_proj and "
+                                      "up_proj; rows of gate and up alternate in both",
+                                      name, spec.family->name)),
+      spec.names.experts.Up(0) + ".qweight");
+}
+
+// Whether the configuration takes away the correction bias that layers of the family have.
+Result<bool> HasNoCorrection(const ModelConfig& config) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> method, config.Text("topk_method"));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> used,
+                        config.Boolean("use_expert_bias use_routing_bias moe_router_enable_expert_bias "
+                                       "moe_router_use_expert_bias use_moe_router_bias moe_use_aux_free"));
+  return method.value_or("noaux_tc") != "noaux_tc" || !used.value_or(true);
+}
+
+// DeepSeek-V4: the first layers look their experts up by token ids.
+Result<bool> HashesTokens(const ModelConfig& config, int64_t layer) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> first,
+                        config.Integer("num_hash_layers", -1, 0, kMaxHashLayers));
+  const JsonValue* types = config.Find("mlp_layer_types");
+  const auto at = static_cast<size_t>(layer);
+  const bool listed = types != nullptr && types->is_array() && at < types->items().size() &&
+                      types->items()[at].is_string() && types->items()[at].string() == "hash_moe";
+  return listed || layer < first.value_or(0);
+}
+
+// Tensors without which a layer would compute something else and not fail.
+Status CheckWhole(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
+  const LayerNames& names = spec.names;
+  const Family& family = *spec.family;
+  const auto missing = [&](const std::string& name, std::string_view why) {
+    return store.Blame(Status::BadInput(fmt::format("the tensor is missing; {}", why)), name);
+  };
+  const auto first = [&](std::string_view words) {
+    return names.block + std::string(SplitWords(words).front());
+  };
+  if (names.router.empty()) {
+    return store.Blame(Status::BadInput("the router's weight is missing"), first(family.router));
+  }
+  if (store.is_gguf()) {
+    return Status::Ok();
+  }
+  if (!names.missing.empty()) {
+    return missing(names.missing, "the layer has shared experts that need it");
+  }
+  if (family.has_router_bias && names.router_bias.empty()) {
+    return missing(names.router.substr(0, names.router.rfind('.')) + ".bias",
+                   fmt::format("routers of {} have one", family.name));
+  }
+  if (!family.output_bias.empty() && names.output_bias.empty()) {
+    return missing(first(family.output_bias), fmt::format("layers of {} have one", family.name));
+  }
+  FMOE_ASSIGN_OR_RETURN(const bool hashes, HashesTokens(config, spec.layer));
+  if (hashes && names.hash_table.empty()) {
+    return missing(names.block + "gate.tid2eid", "the layer chooses experts by token ids");
+  }
+  FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config));
+  if (family.routing.corrected && names.correction_bias.empty() && !no_correction &&
+      spec.config.routing.score == family.routing.score) {
+    return missing(first(family.correction_bias),
+                   fmt::format("routers of {} choose experts by scores plus this bias", family.name));
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+// Switches that change what a layer computes, in ways that no part of this library does.
+Status CheckSwitches(const ModelConfig& config) {
+  const auto refuse = [&](std::string_view key, std::string_view why) {
+    return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
+        .WithFile(config.path());
+  };
+  if (config.Find("moe_latent_size") != nullptr) {
+    return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
+  }
+  if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
+      value != nullptr && value->boolean()) {
+    return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
+  }
+  const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
+  if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0)) {
+    return refuse("ffn_config.moe_normalize_expert_weights",
+                  "router weights are normalized to a sum of 1, or not at all");
+  }
+  const JsonValue* zero = config.Find("zero_expert_type");
+  if (zero != nullptr && zero->string() != "identity") {
+    return refuse("zero_expert_type", "experts without weights add their weighted input (\"identity\")");
+  }
+  return Status::Ok();
+}
+
+Status CheckTensors(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
+  FMOE_RETURN_IF_ERROR(CheckHalves(store, config, spec));
+  return CheckWhole(store, config, spec);
+}
+
+}  // namespace fusedmoe::checkpoint
