@@ -68,14 +68,14 @@ TEST(UpstreamQuirks, MarksInModelOptsNames_AreTakenAway) {
   plain.config["quantization_config"] = {{"quant_method", "modelopt"},
                                          {"quant_algo", "NVFP4"},
                                          {"ignore", {"model.layers.0.mlp.experts" + mark + "*"}}};
-  EXPECT_TRUE(LoadWith(plain).ok()) << LoadWith(plain).ToString();
+  EXPECT_TRUE(LoadEverything(plain).ok()) << LoadEverything(plain).ToString();
 
   TinyModel mixed("modelopt_fp8");
   mixed.config["quantization_config"] = {
       {"quant_method", "modelopt"},
       {"quant_algo", "MIXED_PRECISION"},
       {"quantized_layers", {{"model.layers.0.mlp.experts" + mark, {{"quant_algo", "FP8"}}}}}};
-  EXPECT_TRUE(LoadWith(mixed).ok()) << LoadWith(mixed).ToString();
+  EXPECT_TRUE(LoadEverything(mixed).ok()) << LoadEverything(mixed).ToString();
 }
 
 // auto-round 0.16 as llm_compressor: scales of groups may be negative, and no version is written, which
@@ -87,7 +87,7 @@ TEST(UpstreamQuirks, NegativeScalesWithoutAVersion_AreAutoRounds) {
       tensor = Bf16(tensor.name, tensor.shape, -0.5F);
     }
   }
-  EXPECT_EQ(LoadWith(model).code(), StatusCode::kBadInput);
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
   model.config["quantization_config"].erase("version");
   const WrittenModel written(model);
   ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
@@ -505,10 +505,10 @@ TEST(UpstreamQuirks, ZeroPointsThatArePromised_AreNeeded) {
   }
 }
 
-// llm-compressor 0.14 on JetMoE, Quark 0.13 on experts that it was not told to take apart: the linear modules
-// are quantized, the one parameter of all experts is as it was.
+// llm-compressor 0.14 on JetMoE, Quark 0.13 on experts that it was not told to take apart, auto-round 0.16 on
+// Llama-4: the linear modules are quantized, the one parameter of all experts is as it was.
 TEST(UpstreamQuirks, FusedExpertsWithoutScales_AreLeftAlone) {
-  for (const std::string producer : {"ct_int4", "quark_mxfp4"}) {
+  for (const std::string producer : {"ct_int4", "quark_mxfp4", "gptq", "awq", "autoround"}) {
     SCOPED_TRACE(producer);
     TinyModel model("bf16");
     model.config["quantization_config"] = TinyModel(producer).config["quantization_config"];
@@ -520,7 +520,9 @@ TEST(UpstreamQuirks, FusedExpertsWithoutScales_AreLeftAlone) {
     model.tensors.push_back(Bf16(experts + "gate_up_proj", {kExperts, 2 * kIntermediate, kHidden}, 0.5F));
     model.tensors.push_back(Bf16(experts + "down_proj", {kExperts, kHidden, kIntermediate}, 0.5F));
     EXPECT_EQ(LoadEverything(model).message(), "");
-    model.tensors.push_back(Bytes(experts + "down_proj_weight_scale", "U8", {kExperts, kHidden, 1}, 1, 127));
+    const bool integers = producer == "gptq" || producer == "awq" || producer == "autoround";
+    model.tensors.push_back(Bytes(experts + (integers ? "down_proj_scales" : "down_proj_weight_scale"), "U8",
+                                  {kExperts, kHidden, 1}, 1, 127));
     EXPECT_NE(LoadEverything(model).code(), StatusCode::kOk) << "a scale without codes";
   }
 }

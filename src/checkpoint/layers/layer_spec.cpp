@@ -58,11 +58,12 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
 }
 
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
-// divide; compressed-tensors and Quark, which quantize linear modules, a parameter for all experts that they
-// did not take apart (JetMoE, Longcat); bitsandbytes such parameters and the routers of some models.
+// divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
+// (JetMoE, Longcat, Llama-4 by auto-round); bitsandbytes such parameters and the routers of some models.
 bool KeepsPlain(std::string_view producer, const TensorInfo& info) {
   const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
-  if (producer == "compressed-tensors" || producer == "quark") {
+  if (producer == "compressed-tensors" || producer == "quark" || producer == "gptq" || producer == "awq" ||
+      producer == "auto-round") {
     return plain && info.shape.rank() >= 3;
   }
   return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
