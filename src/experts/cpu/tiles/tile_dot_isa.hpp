@@ -83,9 +83,9 @@ struct TileEngine {
   int held_tiles = 0;
   int64_t tile_tokens = 0;  // for which the tiles are configured
   uint8_t* decoded;         // in the ring, of the present step
-  float* group_sums;        // three places
+  float* group_sums;        // three places, of which passes by rows use two
   float* results;
-  int filling = 0, group_place = 0, current_results = 0;
+  int filling = 0, current_results = 0;
   bool results_in_chunks = false;
 
   explicit TileEngine(const TileGemm& gemm) : g(gemm), walk(gemm), feeder(gemm) {

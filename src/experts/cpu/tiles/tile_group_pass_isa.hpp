@@ -12,6 +12,7 @@
 ///   steps       | group 0       | group 1       | group 2       | group 3       |
 ///   leave       |               | 0             | 1             | 2             | 3
 ///   are scaled  |                               |      0 and 1                  |      2 and 3
+///   by rows     |                               |   0 and 1         |           |   2 and 3
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -27,8 +28,7 @@ struct GroupPasses {
   using Steps = typename Engine::Steps;
   static constexpr int kGroupSteps = Shape::kGroupSteps, kPairSteps = 2 * kGroupSteps;
   static constexpr bool kBytes = Shape::kBytes;
-  /// Whether pairs of groups may be scaled by rows: groups of 128 k, scales of weights in fp32.
-  static constexpr bool kByRows = Panel::kScaleBytes == 64 && kGroupSteps == 4;
+  static constexpr bool kByRows = Shape::kByRows;
 
   /// The sums of a group are complete, and leave the tiles in the next step. Sums of its pair are scaled from
   /// then on; those of the pair before must have been.
@@ -39,9 +39,16 @@ struct GroupPasses {
   template <int kTokenTiles>
   FMOE_INLINE void CloseGroup(Engine& e, const TilePass& pass, int64_t step, int group) {
     GroupPair& p = e.pairs[e.filling];
+    GroupPair& before = e.pairs[e.filling ^ 1];
+    const bool pair_ends = group == 1 || step + 1 == pass.steps;
+    if (pair_ends) {
+      Scaler::Drain(before);
+    }
     p.groups = group + 1;
-    p.sums[group] = e.held = e.group_sums + e.group_place * (kTileSumBytes / 4);
-    e.group_place = e.group_place == 2 ? 0 : e.group_place + 1;
+    p.sums[group] = e.held = FreePlace(e, before.Waits() ? before.sums[0] : nullptr,
+                                       group == 1         ? p.sums[0]
+                                       : before.Waits() ? before.sums[1]
+                                                        : nullptr);
     e.held_tiles = 2 * kTokenTiles;
     const int64_t k = step / kGroupSteps * kGroupSteps;  // first step of the group
     constexpr int64_t kScaleSteps = Panel::kFlush / Shape::kStepK;
@@ -61,7 +68,7 @@ struct GroupPasses {
       p.tile_tokens = e.tile_tokens;
       p.first = pass.first && k == 0;
     }
-    if (group == 1 || step + 1 == pass.steps) {
+    if (pair_ends) {
       if constexpr (kByRows && kTokenTiles == 2) {
         RowScaler::Prepare(p);
       } else {
@@ -70,9 +77,18 @@ struct GroupPasses {
       p.next = 0;
       p.chunks = 2 * kTokenTiles;
       e.filling ^= 1;
-      Scaler::Drain(e.pairs[e.filling]);
-      e.pairs[e.filling].groups = 0;
+      before.groups = 0;
     }
+  }
+
+  /// Where sums may go while those at `first` and `second` wait. By rows none wait, and two places take turns,
+  /// which leaves L1 to others.
+  FMOE_INLINE float* FreePlace(Engine& e, const float* first, const float* second) {
+    float* place = e.group_sums;
+    while (place == first || place == second) {
+      place += kTileSumBytes / 4;
+    }
+    return place;
   }
 
   template <int kTokenTiles>
@@ -184,17 +200,25 @@ struct GroupPasses {
 
   static constexpr int64_t kMostDue = 4;
   static constexpr int kPlaces = kPairSteps * Unit::template kPlaces<2>;
-  /// In the first two steps the last sums of the pair before are on their way to memory.
-  static constexpr int kFirstRowPlace = kPlaces / 4;
+  /// In the first step the last sums of the pair before leave the tiles. In the fifth those of the first group
+  /// of this pair do, the last tile behind place 38, into the place of what has been scaled until then.
+  static constexpr int kFirstRowPlace = kPlaces / 8, kEndRowPlace = kPlaces / 2 + 7;
 
   /// What stands at place kPlace of kPlaces.
   template <int kDue, int kPlace>
-  FMOE_INLINE void AtPlace(Feeder& feeder, TileFeed& f, Decoder& d, const RowScaler& rows) {
-    if constexpr (kPlace >= kFirstRowPlace) {
-      constexpr int kAt = kPlace - kFirstRowPlace, kRowPlaces = kPlaces - kFirstRowPlace;
+  FMOE_INLINE void AtPlace(Feeder& feeder, TileFeed& f, Decoder& d, const RowScaler& rows,
+                           int64_t tile_tokens) {
+    if constexpr (kPlace >= kFirstRowPlace && kPlace < kEndRowPlace) {
+      constexpr int kAt = kPlace - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
       constexpr int kRow = kAt * RowScaler::kRows / kRowPlaces;
       constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
-      Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT { RowScaler::Scale(rows, kRow + i); });
+      Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT {
+        // Tiles have nine rows at least.
+        constexpr int kOfTile = (kRow + decltype(i){}) % 16;
+        if (kOfTile < 9 || kOfTile < tile_tokens) {
+          RowScaler::Scale(rows, kRow + i);
+        }
+      });
     }
     // One unit may be the last one of this very pass, whose first tile the sixth step loads.
     constexpr int kFed = kDue == 1 ? kPlaces * 5 / 8 : kPlaces, kParts = 16 * kDue;
@@ -222,14 +246,16 @@ struct GroupPasses {
     const float* const factors = before.factors[0];
     float* const results = before.results;
     const bool fresh = before.first;
+    const int64_t tile_tokens = before.tile_tokens;
     before.next = before.chunks;
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
       constexpr int kStep = decltype(s){}, kStepPlaces = Unit::template kPlaces<2>;
       Unit::template Step<2, kStep % kGroupSteps == 0>(
           e.tiles, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
             constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
-            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh});
-            if constexpr (kPlace < kFirstRowPlace) {
+            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh},
+                                  tile_tokens);
+            if constexpr (kPlace < kFirstRowPlace || kPlace >= kEndRowPlace) {
               e.tiles.Space();
             }
           });

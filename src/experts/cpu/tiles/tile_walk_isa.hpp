@@ -24,6 +24,8 @@ struct TileSteps {
   static constexpr bool kRounded = kRoundedWeights;
   static constexpr int kGroupSteps = kStepsOfGroup;
   static constexpr bool kFlush = kGroupSteps != 0;
+  /// Whether pairs of groups may be scaled by rows: groups of 128 k, scales of weights in fp32.
+  static constexpr bool kByRows = Panel::kScaleBytes == 64 && kGroupSteps == 4;
   static constexpr int kStepK = kBytes ? 64 : 32;
   static constexpr int kStepsPerUnit = 64 / kStepK;  // of 64 bytes, in 64 k
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
@@ -31,11 +33,12 @@ struct TileSteps {
   static constexpr bool kDirect = Panel::kBf16 || (kBytes && !Panel::kGrouped);
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
-  /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums.
+  /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums; by rows with
+  /// a place less (docs/kernels_cpu.md has the figures).
   static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
                                          : kFlush ? 4 * 4096 / kUnitTileBytes
                                                   : kTileRingBytes / kUnitTileBytes - 2;
-  static constexpr int64_t kRingUnits = kBlockUnits + 2;
+  static constexpr int64_t kRingUnits = kBlockUnits + (kByRows ? 1 : 2);
   /// Of units that belong together: blocks of panels and groups of scales have up to 128 k.
   static constexpr int64_t kGranule = Panel::kUnits == 2 || kFlush ? 2 : 1;
 };
