@@ -46,7 +46,7 @@ struct GroupPasses {
     }
     p.groups = group + 1;
     p.sums[group] = e.held = FreePlace(e, before.Waits() ? before.sums[0] : nullptr,
-                                       group == 1         ? p.sums[0]
+                                       group == 1       ? p.sums[0]
                                        : before.Waits() ? before.sums[1]
                                                         : nullptr);
     e.held_tiles = 2 * kTokenTiles;
@@ -81,8 +81,8 @@ struct GroupPasses {
     }
   }
 
-  /// Where sums may go while those at `first` and `second` wait. By rows none wait, and two places take turns,
-  /// which leaves L1 to others.
+  /// Where sums may go while those at `first` and `second` wait. By rows none wait, and two places take
+  /// turns, which leaves L1 to others.
   FMOE_INLINE float* FreePlace(Engine& e, const float* first, const float* second) {
     float* place = e.group_sums;
     while (place == first || place == second) {
@@ -200,8 +200,8 @@ struct GroupPasses {
 
   static constexpr int64_t kMostDue = 4;
   static constexpr int kPlaces = kPairSteps * Unit::template kPlaces<2>;
-  /// In the first step the last sums of the pair before leave the tiles. In the fifth those of the first group
-  /// of this pair do, the last tile behind place 38, into the place of what has been scaled until then.
+  /// In the first step the last sums of the pair before leave the tiles. In the fifth those of the first
+  /// group of this pair do, the last tile behind place 38, into the place of what has been scaled until then.
   static constexpr int kFirstRowPlace = kPlaces / 8, kEndRowPlace = kPlaces / 2 + 7;
 
   /// What stands at place kPlace of kPlaces.
@@ -253,8 +253,7 @@ struct GroupPasses {
       Unit::template Step<2, kStep % kGroupSteps == 0>(
           e.tiles, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
             constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
-            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh},
-                                  tile_tokens);
+            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh}, tile_tokens);
             if constexpr (kPlace < kFirstRowPlace || kPlace >= kEndRowPlace) {
               e.tiles.Space();
             }
