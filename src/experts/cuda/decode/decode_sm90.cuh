@@ -34,40 +34,21 @@
 /// them (M=1: 20.0 -> 15.6 us).
 namespace fusedmoe::cuda {
 
-/// kOperands: DecodePlan.makes_operands.
-template <FragmentFormat kFormat, bool kOperands, int SPC, int NT>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
-    DecodeKernel(const __grid_constant__ DecodeArguments args) {
-  using Format = Fragments<kFormat>;
-  using Work = DecodeWork<kFormat, kOperands, SPC, NT>;
-  constexpr int kSlabBytes = Format::kUnitStride / Format::kUnitSlabs;  // in memory
-  constexpr int kChunkBytes = SPC / Format::kUnitSlabs * Format::kUnitBytes;
-  constexpr int kScaleBytes = kChunkBytes - SPC * kSlabBytes;  // that stand apart there
-  static_assert(kScaleBytes == 0 || (kScaleBytes == 16 && SPC == Format::kUnitSlabs),
-                "in its slot a unit is whole");
-  static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
-  extern __shared__ __align__(128) uint8_t shared[];
-  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
-  const int routes = args.num_tokens * args.top_k.divisor, route_chunks = (routes + 31) / 32;
-  const DecodeShared& at = args.shared;
-  const DecodeMap map(shared, at, routes);
-  const uint8_t* const ring = shared + warp * args.slots * kChunkBytes;
-  uint8_t* const rows = shared + at.rows;
-  uint8_t* const tokens = shared + at.tokens;  // kOperands: as they came
-  // Rows of by_token.
-  const int token_rows = args.top_k.divisor == args.routes_per_row.divisor ? args.num_tokens : routes;
-  float* const sums = reinterpret_cast<float*>(shared + at.partial_sums);
-  const uint32_t barriers = SharedAddress(shared + at.barriers) + warp * args.slots * 8;
-
-  Stamp(args, 8);
-  if (lane == 0) {
+/// Before the grid may be waited for: the barriers of a warp's ring, zeros to count in, and to L2 the fp32
+/// scales, which are wanted only in the epilogues, each time at the end of a dependent chain.
+template <bool kOperands>
+__device__ __forceinline__ void PrepareDecode(const DecodeArguments& args, const DecodeMap& map,
+                                              uint32_t barriers, int arrivals, int routes) {
+  const int tid = threadIdx.x;
+  if ((tid & 31) == 0) {
 #pragma unroll 1
     for (int s = 0; s < args.slots; ++s) {
-      BarrierInit(barriers + 8 * s, kScaleBytes == 0 ? 1 : 2);
+      BarrierInit(barriers + 8 * s, arrivals);
     }
   }
   BarrierInitFence();
   if (routes > kFewRoutes) {
+    const int route_chunks = (routes + 31) / 32;
     for (int i = tid; i < (route_chunks * args.num_local_experts + 1) / 2; i += kDecodeThreads) {
       reinterpret_cast<uint32_t*>(map.histogram)[i] = 0;
     }
@@ -75,25 +56,18 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   if (kOperands && tid == 0) {
     *map.amax = 0;
   }
-  // The fp32 scales are wanted only in the epilogues, each time at the end of a dependent chain: to L2 now.
   if (tid < (args.num_local_experts * 2 + 31) / 32) {
     const int parts = args.gated ? 2 : 1;
     PrefetchL2(args.phase[0].tensor_scale + min(32 * tid, args.num_local_experts * parts - 1));
     PrefetchL2(args.phase[1].tensor_scale + min(32 * tid, args.num_local_experts - 1));
   }
-  __syncthreads();
-  GridLaunchNext();
-  GridWait();
-  Stamp(args, 0);
-  if (tid < route_chunks && args.topk_weights != nullptr) {
-    PrefetchL2(args.topk_weights + 32 * tid);
-  }
+}
 
-  // Loads first, answers later: the routes and the tag come while the token rows are asked for.
-  static_assert(kDecodeThreads >= kMaxRoutes, "a thread a route, a thread a counter");
-  const bool has_route = tid < routes;
-  const uint64_t departures = tid == kDecodeThreads - 1 ? LoadDepartures(args) : 0;
-  const int loaded = has_route ? LoadRoute(args, tid) : -1;
+/// Asks for the rows of all tokens, where a CTA stages them once: kOperands as they came, to be quantized
+/// from `tokens`, else to `rows`.
+template <bool kOperands>
+__device__ __forceinline__ void AskForTokens(const DecodeArguments& args, uint8_t* tokens, uint8_t* rows,
+                                             int token_rows) {
   if constexpr (kOperands) {
     if (args.stages_tokens) {
       const ActivationRows& source = args.source[0];
@@ -105,11 +79,15 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     const DecodePhase& f = args.phase[0];
     StageTokens(rows, f.split_k * 2 + 16, f.rows, f.row_stride, token_rows, f.cols / 8, f.split_k / 8);
   }
-  if (tid == kDecodeThreads - 1) {
-    *map.tag = LaunchTag(args, departures);
-  }
-  const int expert = has_route ? RouteExpert(args, tid, loaded) : -1;
-  int lists = 0, rank = 0;
+}
+
+/// The lists of the call and the segments of this CTA. `expert`: of the thread's route, -1: none. `rank`: of
+/// many routes, the thread's among those of its warp and expert.
+template <bool kOperands>
+__device__ __forceinline__ void MapRoutes(const DecodeArguments& args, const DecodeMap& map, int routes,
+                                          int expert, int& rank) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  int lists = 0;
   if (routes > kFewRoutes) {
     lists = SortMany(args, map, routes, expert, rank);
   } else if (warp == 0) {
@@ -124,6 +102,113 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       *map.num_lists = lists;
     }
   }
+}
+
+/// The ring slot that a warp reads next.
+struct DecodeSlot {
+  const uint8_t* units;
+  int at = 0, parity = 0;
+};
+
+/// A warp's chunks c0 .. c1 - 1 of a segment. `own`: it has the first chunk of the row block at hand.
+template <int kChunkBytes, typename Work, typename Stream>
+__device__ __forceinline__ void MultiplyChunks(const DecodeArguments& args, Work& work, Stream& stream,
+                                               const uint8_t* ring, uint32_t barriers, DecodeSlot& slot,
+                                               int c0, int c1, bool& own) {
+  const DecodePhase& f = work.f;
+#pragma unroll 1
+  for (int c = c0; c < c1; ++c) {
+    const bool whole = work.chunk < work.whole_chunks;
+    if (whole || work.chunk < work.chunks) {
+      stream.Await(barriers + 8 * slot.at, slot.parity);
+      work.MultiplyChunk(slot.units, whole);
+      __syncwarp();
+      stream.Issue(args.slots);
+      slot.units += kChunkBytes;
+      if (++slot.at == args.slots) {
+        slot.at = 0, slot.parity ^= 1, slot.units = ring;
+      }
+    }
+    if (++work.chunk == f.chunks.divisor) {
+      work.Fold();
+      if (own) {
+        work.Epilogue();
+      } else {
+        work.PutSums();
+      }
+      work.Clear();
+      work.chunk = 0;
+      own = true;
+      if (c + 1 < c1 && ++work.block == f.blocks_per_expert.divisor) {
+        // By the count of the list before: ptxas 13.0 read row_offset[list + 2] where one of the kernels
+        // (INT4 in groups of 128, lists of 8) looked the next list up.
+        work.block = 0, ++work.list, work.first_row += work.count;
+        work.OpenList();
+      }
+    }
+  }
+}
+
+/// All threads, behind the sums of a gate-up segment: CTAs that wait for its lists are told.
+__device__ __forceinline__ void ReportLists(const DecodeArguments& args, const DecodeSegment& segment,
+                                            uint32_t tag) {
+  const DecodePhase& f = args.phase[0];
+  const int tid = threadIdx.x;
+  __syncthreads();
+  if (tid < segment.num_lists) {
+    const int first = max(tid * f.blocks_per_expert.divisor, segment.block0);
+    const int last = min((tid + 1) * f.blocks_per_expert.divisor, segment.block0 + segment.num_blocks);
+    AddRelease(ListCounters(args, tag, false) + segment.list0 + tid, last - first);
+  }
+}
+
+/// kOperands: DecodePlan.makes_operands.
+template <FragmentFormat kFormat, bool kOperands, int SPC, int NT>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    DecodeKernel(const __grid_constant__ DecodeArguments args) {
+  using Format = Fragments<kFormat>;
+  using Work = DecodeWork<kFormat, kOperands, SPC, NT>;
+  constexpr int kSlabBytes = Format::kUnitStride / Format::kUnitSlabs;  // in memory
+  constexpr int kChunkBytes = SPC / Format::kUnitSlabs * Format::kUnitBytes;
+  constexpr int kScaleBytes = kChunkBytes - SPC * kSlabBytes;  // that stand apart there
+  static_assert(kScaleBytes == 0 || (kScaleBytes == 16 && SPC == Format::kUnitSlabs),
+                "in its slot a unit is whole");
+  static_assert(Format::kUnitBytes % 16 == 0, "bulk copies move whole 16 bytes");
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+  const int routes = args.num_tokens * args.top_k.divisor;
+  const DecodeShared& at = args.shared;
+  const DecodeMap map(shared, at, routes);
+  const uint8_t* const ring = shared + warp * args.slots * kChunkBytes;
+  uint8_t* const rows = shared + at.rows;
+  uint8_t* const tokens = shared + at.tokens;  // kOperands: as they came
+  // Rows of by_token.
+  const int token_rows = args.top_k.divisor == args.routes_per_row.divisor ? args.num_tokens : routes;
+  float* const sums = reinterpret_cast<float*>(shared + at.partial_sums);
+  const uint32_t barriers = SharedAddress(shared + at.barriers) + warp * args.slots * 8;
+
+  Stamp(args, 8);
+  PrepareDecode<kOperands>(args, map, barriers, kScaleBytes == 0 ? 1 : 2, routes);
+  __syncthreads();
+  GridLaunchNext();
+  GridWait();
+  Stamp(args, 0);
+  if (tid < (routes + 31) / 32 && args.topk_weights != nullptr) {
+    PrefetchL2(args.topk_weights + 32 * tid);
+  }
+
+  // Loads first, answers later: the routes and the tag come while the token rows are asked for.
+  static_assert(kDecodeThreads >= kMaxRoutes, "a thread a route, a thread a counter");
+  const bool has_route = tid < routes;
+  const uint64_t departures = tid == kDecodeThreads - 1 ? LoadDepartures(args) : 0;
+  const int loaded = has_route ? LoadRoute(args, tid) : -1;
+  AskForTokens<kOperands>(args, tokens, rows, token_rows);
+  if (tid == kDecodeThreads - 1) {
+    *map.tag = LaunchTag(args, departures);
+  }
+  const int expert = has_route ? RouteExpert(args, tid, loaded) : -1;
+  int rank = 0;
+  MapRoutes<kOperands>(args, map, routes, expert, rank);
   __syncthreads();
   const uint32_t tag = *map.tag;
 
@@ -143,8 +228,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   }
   Stamp(args, 1);
 
-  int slot = 0, parity = 0;
-  const uint8_t* units = ring;  // of the slot
+  DecodeSlot slot{ring};
   bool primed = false, knows_amax = false;
   const auto prime = [&]() {
     if (!primed) {
@@ -202,43 +286,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       work.block += segment.block0;
       work.list = f.blocks_per_expert.Div(work.block);
       work.block -= work.list * f.blocks_per_expert.divisor;
-      bool own = work.chunk == 0;  // this warp has the first chunk of the row block
+      bool own = work.chunk == 0;
       Stamp(args, 2 + 2 * phase);
       if (c0 < c1) {
         work.first_row = segment.by_token ? 0 : map.row_offset[work.list];
         work.OpenList();
       }
-#pragma unroll 1
-      for (int c = c0; c < c1; ++c) {
-        const bool whole = work.chunk < work.whole_chunks;
-        if (whole || work.chunk < work.chunks) {
-          stream.Await(barriers + 8 * slot, parity);
-          work.MultiplyChunk(units, whole);
-          __syncwarp();
-          stream.Issue(args.slots);
-          units += kChunkBytes;
-          if (++slot == args.slots) {
-            slot = 0, parity ^= 1, units = ring;
-          }
-        }
-        if (++work.chunk == f.chunks.divisor) {
-          work.Fold();
-          if (own) {
-            work.Epilogue();
-          } else {
-            work.PutSums();
-          }
-          work.Clear();
-          work.chunk = 0;
-          own = true;
-          if (c + 1 < c1 && ++work.block == f.blocks_per_expert.divisor) {
-            // By the count of the list before: ptxas 13.0 read row_offset[list + 2] where one of the kernels
-            // (INT4 in groups of 128, lists of 8) looked the next list up.
-            work.block = 0, ++work.list, work.first_row += work.count;
-            work.OpenList();
-          }
-        }
-      }
+      MultiplyChunks<kChunkBytes>(args, work, stream, ring, barriers, slot, c0, c1, own);
+
       // ---- row blocks that several warps share: added in warp order by the warp that has the first chunk
       if (work.chunk != 0) {
         work.Fold();
@@ -256,12 +311,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
         work.Epilogue();
       }
       if (phase == 0 && !args.tagged_mid) {
-        __syncthreads();
-        if (tid < segment.num_lists) {
-          const int first = max(tid * f.blocks_per_expert.divisor, segment.block0);
-          const int last = min((tid + 1) * f.blocks_per_expert.divisor, segment.block0 + segment.num_blocks);
-          AddRelease(ListCounters(args, tag, false) + segment.list0 + tid, last - first);
-        }
+        ReportLists(args, segment, tag);
       }
     }
   }
