@@ -303,6 +303,19 @@ TEST(MalformedIndex, AllowPartial_GoesOnWithoutTheMissing) {
   EXPECT_TRUE(LoadSharded(extra, true).ok());
 }
 
+TEST(MalformedContainer, WeightsInAnotherForm_AreNamed) {
+  const TemporaryDirectory folder;
+  folder.Write("config.json", TinyModel("bf16").config.dump());
+  EXPECT_EQ(LoadEverything(folder.path()).code(), StatusCode::kBadInput) << "no weights at all";
+  folder.Write("training_args.bin", "");
+  folder.Write("pytorch_model-00002-of-00002.bin", "");
+  folder.Write("pytorch_model-00001-of-00002.bin", "");
+  const Status status = LoadEverything(folder.path());
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("'pytorch_model-00001-of-00002.bin'"), std::string::npos)
+      << status.ToString();
+}
+
 TEST(MalformedIndex, HuggingFaceCacheLinks_AreFollowed) {
   const TemporaryDirectory repository;
   const fs::path blobs = repository.path() / "blobs", snapshot = repository.path() / "snapshots" / "abc";

@@ -167,6 +167,21 @@ TEST(Lint, NanInTheRouter_IsAnErrorThatRunRefuses) {
   EXPECT_NE(run.err.find("gate.weight"), std::string::npos) << run.err;
 }
 
+TEST(Lint, PromisedSharedExpertsThatAreMissing_AreAWarning) {
+  const SampleCheckpoint checkpoint("qwen2_moe", "unquantized");
+  EXPECT_TRUE(Of(RunLint(checkpoint).Json(), "shared_experts_missing").empty());
+  checkpoint.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    std::erase_if(tensors, [](const NamedTensor& tensor) {
+      return tensor.name.find("shared_expert") != std::string::npos;
+    });
+  });
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 0) << result.out << result.err;
+  const auto found = Of(result.Json(), "shared_experts_missing");
+  ASSERT_EQ(found.size(), 1U) << result.out;
+  EXPECT_EQ(found.front().at("tensor"), "model.layers.0.mlp");
+}
+
 TEST(Lint, SizesThatDoNotSplit_AreAWarning) {
   const SampleCheckpoint whole("qwen3_moe", "nvfp4_w4a16");
   EXPECT_TRUE(Of(RunLint(whole).Json(), "tp_shard").empty()) << "128 columns in groups of 16 over 8 ranks";

@@ -48,6 +48,8 @@
     "rows alternate where halves are expected, or the other way round: gate and up may be taken apart "      \
     "wrongly; --expert-layout overrides")                                                                    \
   X(kWeightsZero, "weights_zero", kWarning, "all weights of the projection are zero")                        \
+  X(kSharedMissing, "shared_experts_missing", kWarning,                                                      \
+    "the configuration promises shared experts, and the layer has none: it runs without them")               \
   X(kTpShard, "tp_shard", kWarning,                                                                          \
     "the intermediate size does not split into equal whole groups over these tensor-parallel ranks")         \
   X(kUnusedTensor, "unused_tensor", kWarning,                                                                \

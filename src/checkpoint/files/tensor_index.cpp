@@ -133,6 +133,7 @@ Result<std::vector<std::string>> FindSafetensors(const std::string& directory, s
     }
   }
   std::vector<std::string> files;
+  std::string other;  // weights in a form that nothing here reads
   for (fs::directory_iterator it(directory, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
     if (name.ends_with(".safetensors.index.json")) {
@@ -141,10 +142,22 @@ Result<std::vector<std::string>> FindSafetensors(const std::string& directory, s
     if (name.ends_with(".safetensors")) {
       files.push_back(name);
     }
+    for (const std::string_view ending :
+         {".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".tensors"}) {
+      if (name.ends_with(ending) && (other.empty() || name < other)) {
+        other = name;
+      }
+    }
   }
   if (error) {
     return Status::BadInput(fmt::format("cannot list the directory: {}", error.message()))
         .WithFile(directory);
+  }
+  if (files.empty() && index_name->empty() && !other.empty()) {
+    return Status::Unsupported(
+               fmt::format("weights in '{}'; safetensors and GGUF are read", other.substr(0, 200)))
+        .WithFile(directory)
+        .WithHint("write them as safetensors first (save_pretrained of transformers does)");
   }
   if (files.empty() && index_name->empty()) {
     return Status::BadInput("no safetensors file in the directory")

@@ -18,6 +18,10 @@ constexpr std::string_view kIntermediateKeys =
     "moe_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size ffn_config.ffn_hidden_size "
     "intermediate_size";
 constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
+// How many shared experts there are, or how wide they are.
+constexpr std::string_view kSharedKeys =
+    "n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert "
+    "shared_expert_intermediate_size shared_intermediate_size";
 
 // The axes of fused tensors; shapes decide only where the family leaves it to them.
 Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, const LayerNames& names,
@@ -120,6 +124,9 @@ Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec&
     moe.shared.weight = 0.5F;
     moe.routing.scaling_factor *= 0.5F;
   }
+  const JsonValue* promised = config.Find(kSharedKeys);
+  spec.lacks_shared = spec.names.shared_up.empty() && !family.shared.empty() && promised != nullptr &&
+                      promised->is_number() && promised->number() > 0.0;
   return Status::Ok();
 }
 

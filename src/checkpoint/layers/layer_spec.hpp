@@ -28,6 +28,7 @@ struct LayerSpec {
   LayerNames names;
   MoeConfig config;  ///< as one rank with all experts sees it
   FusedAxes axes;
+  bool lacks_shared = false;  ///< the configuration promises shared experts, and there are none
 };
 
 /// Sizes, routing, activation and tensor names of a layer. kUsage when it has no routed experts.

@@ -89,6 +89,11 @@ void LintShards(const LayerContext& context, const Scheme& scheme,
 
 void LintShared(const Checkpoint& checkpoint, const LayerContext& context, int64_t layer,
                 Findings& findings) {
+  if (context.spec.lacks_shared) {
+    const std::string& block = context.spec.names.block;  // ends with a dot
+    findings.Add(LintCode::kSharedMissing, block.substr(0, block.size() - 1),
+                 "it has no tensor of shared experts, and runs without them");
+  }
   if (const auto shared = checkpoint.SharedExperts(layer); !shared.ok()) {
     findings.AddRefusal(LintCode::kTensorRefused, context.spec.names.shared_up, shared.status());
   } else if (shared->has_value()) {
