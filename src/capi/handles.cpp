@@ -55,15 +55,30 @@ static_assert(static_cast<int>(FMOE_BAD_INPUT) == static_cast<int>(StatusCode::k
 static_assert(static_cast<int>(FMOE_UNSUPPORTED) == static_cast<int>(StatusCode::kUnsupported));
 static_assert(static_cast<int>(FMOE_SYSTEM) == static_cast<int>(StatusCode::kSystem));
 
+bool Overflows(int64_t a, int64_t b) {
+  int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product);
+}
+
+/// Whether bytes and strides of a dense tensor of that shape fit into 64 bits. Beside an extent of 0 strides
+/// are as long as beside 1.
+bool Fits(std::span<const int64_t> shape) {
+  int64_t bits = 64;  // of an element, at most
+  for (const int64_t extent : shape) {
+    if (Overflows(bits, std::max<int64_t>(extent, 1))) {
+      return false;
+    }
+    bits *= std::max<int64_t>(extent, 1);
+  }
+  return true;
+}
+
 template <typename Byte>
 Result<BasicTensorView<Byte>> ViewOf(const fmoe_tensor& tensor, std::string_view name) {
   if (tensor.data == nullptr) {
     return BasicTensorView<Byte>();
   }
-  if (static_cast<int>(tensor.dtype) < 0 || static_cast<int>(tensor.dtype) >= kNumDTypes) {
-    return Status::Usage(fmt::format("{}.dtype is {}, dtypes are 0..{}", name, static_cast<int>(tensor.dtype),
-                                     kNumDTypes - 1));
-  }
+  FMOE_ASSIGN_OR_RETURN(const DType dtype, ToDType(tensor.dtype, name));
   if (tensor.rank < 0 || tensor.rank > kMaxRank) {
     return Status::Usage(fmt::format("{}.rank is {}, ranks are 0..{}", name, tensor.rank, kMaxRank));
   }
@@ -75,10 +90,17 @@ Result<BasicTensorView<Byte>> ViewOf(const fmoe_tensor& tensor, std::string_view
           fmt::format("{}.shape[{}] is {}, it must not be negative", name, axis, tensor.shape[axis]));
     }
     dense = dense && (axis + 1 == rank || tensor.stride_bytes[axis] == 0);
+    if (axis + 1 < rank && Overflows(tensor.shape[axis], tensor.stride_bytes[axis])) {
+      return Status::Usage(fmt::format("{}.stride_bytes[{}] is {}: {} steps of it do not fit into 64 bits",
+                                       name, axis, tensor.stride_bytes[axis], tensor.shape[axis]));
+    }
   }
-  const auto dtype = static_cast<DType>(tensor.dtype);
-  BasicTensorView<Byte> view(static_cast<Byte*>(tensor.data), dtype,
-                             Shape(std::span<const int64_t>(tensor.shape, rank)));
+  const std::span<const int64_t> shape(tensor.shape, rank);
+  if (!Fits(shape)) {
+    return Status::Usage(
+        fmt::format("{}.shape {} has more bits than 64 bits can count", name, Shape(shape).ToString()));
+  }
+  BasicTensorView<Byte> view(static_cast<Byte*>(tensor.data), dtype, Shape(shape));
   for (size_t axis = 0; !dense && axis + 1 < rank; ++axis) {
     view.set_stride_bytes(static_cast<int>(axis), tensor.stride_bytes[axis]);
   }
@@ -86,6 +108,16 @@ Result<BasicTensorView<Byte>> ViewOf(const fmoe_tensor& tensor, std::string_view
 }
 
 }  // namespace
+
+Result<DType> ToDType(const fmoe_dtype& dtype, std::string_view name) {
+  int32_t number = 0;
+  static_assert(sizeof(dtype) == sizeof(number));
+  std::memcpy(&number, &dtype, sizeof(number));  // as an enumeration other numbers may not even be read
+  if (number < 0 || number >= kNumDTypes) {
+    return Status::Usage(fmt::format("{}.dtype is {}, dtypes are 0..{}", name, number, kNumDTypes - 1));
+  }
+  return static_cast<DType>(number);
+}
 
 fmoe_code Report(const Status& status) {
   if (status.ok()) {

@@ -130,6 +130,8 @@ Result<Struct> Whole(const Struct* given, void (*init)(Struct*), std::string_vie
 }
 
 Executor ToExecutor(const fmoe_executor* executor);
+/// kUsage for a number that is no dtype, which a caller in C may leave there.
+Result<DType> ToDType(const fmoe_dtype& dtype, std::string_view name);
 /// Empty where there is no data.
 Result<TensorView> ToView(const fmoe_tensor& tensor, std::string_view name);
 Result<MutableTensorView> ToMutableView(const fmoe_tensor& tensor, std::string_view name);

@@ -120,7 +120,7 @@ Result<MoeConfig> ToConfig(const fmoe_layer_config& from) {
   config.has_router_bias = from.router_bias.data != nullptr;
   config.has_correction_bias = from.correction_bias.data != nullptr;
   config.apply_router_weight_on_input = from.apply_router_weight_on_input != 0;
-  config.dtype = static_cast<DType>(from.dtype);
+  FMOE_ASSIGN_OR_RETURN(config.dtype, ToDType(from.dtype, "fmoe_layer_config"));
   FMOE_RETURN_IF_ERROR(TakeName(from.activation, "activation", &ParseActivation, config.activation.kind));
   config.activation.alpha = from.alpha;
   config.activation.beta = from.beta;

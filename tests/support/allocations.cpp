@@ -15,14 +15,19 @@ std::atomic<int64_t> g_live{0};
 std::atomic<int64_t> g_first_failing{kNever}, g_last_failing{kNever};
 std::atomic<bool> g_failed{false};
 
-void* Allocate(size_t bytes) {
+void* AllocateOrNull(size_t bytes) {
   const int64_t number = g_allocations++;
   if (number >= g_first_failing && number <= g_last_failing) {
     g_failed = true;
-    throw std::bad_alloc();
+    return nullptr;
   }
-  if (void* memory = std::malloc(bytes == 0 ? 1 : bytes); memory != nullptr) {
-    ++g_live;
+  void* memory = std::malloc(bytes == 0 ? 1 : bytes);
+  g_live += memory == nullptr ? 0 : 1;
+  return memory;
+}
+
+void* Allocate(size_t bytes) {
+  if (void* memory = AllocateOrNull(bytes); memory != nullptr) {
     return memory;
   }
   throw std::bad_alloc();
@@ -41,6 +46,12 @@ void* operator new(size_t bytes) {
 }
 void* operator new[](size_t bytes) {
   return Allocate(bytes);
+}
+void* operator new(size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
+  return AllocateOrNull(bytes);
+}
+void* operator new[](size_t bytes, const std::nothrow_t& /*tag*/) noexcept {
+  return AllocateOrNull(bytes);
 }
 void operator delete(void* memory) noexcept {
   Free(memory);
