@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fusedmoe/config.hpp>
 
+#include "config/limits.hpp"
 #include "core/checked_math.hpp"
 #include "routing/methods.hpp"
 
@@ -11,7 +12,6 @@ namespace {
 
 constexpr int64_t kMaxWidth = int64_t{1}
                               << 24;  // of hidden and intermediate: a thousand times today's models
-constexpr int64_t kMaxSlots = int64_t{1} << 30;  // slots are indexed by int32
 
 Status CheckRange(std::string_view field, int64_t value, int64_t lowest, int64_t highest) {
   if (value < lowest || value > highest) {

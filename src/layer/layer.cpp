@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "config/limits.hpp"
 #include "layer/check.hpp"
 #include "layer/device_forward.hpp"
 #include "layer/kernel_builder.hpp"
@@ -93,10 +94,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
   impl->config = config;
   impl->config.max_tokens = options.max_tokens;
   FMOE_RETURN_IF_ERROR(Validate(impl->config));  // before sizes are multiplied
-  constexpr int64_t kMostSlots = int64_t{1} << 30;
-  if (options.plan_tokens < 0 || options.plan_tokens > kMostSlots / config.top_k()) {
+  if (options.plan_tokens < 0 || options.plan_tokens > kMaxSlots / config.top_k()) {
     return Status::Usage(fmt::format("plan_tokens={} must be between 0 and {}", options.plan_tokens,
-                                     kMostSlots / config.top_k()));
+                                     kMaxSlots / config.top_k()));
   }
   FMOE_RETURN_IF_ERROR(CheckRouter(router, config, impl->num_logits()));
   WorkspaceBook book;

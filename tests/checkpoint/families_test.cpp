@@ -2,7 +2,6 @@
 // experts.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +15,7 @@
 #include "checkpoint/layers/families.hpp"
 #include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
+#include "support/files.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe {
@@ -25,17 +25,6 @@ namespace fs = std::filesystem;
 
 fs::path Root() {
   return fs::path(FMOE_GOLDEN_DIR) / "families";
-}
-
-std::vector<std::string> Cases() {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(Root())) {
-    if (entry.is_directory()) {
-      names.push_back(entry.path().filename().string());
-    }
-  }
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 class Families : public testing::TestWithParam<std::string> {};
@@ -76,7 +65,7 @@ TEST_P(Families, Layer_ComputesWhatTransformersDoes) {
   EXPECT_LT(std::sqrt(error / norm), 5e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(Cases()), test::NamedAfterText);
+INSTANTIATE_TEST_SUITE_P(All, Families, testing::ValuesIn(test::FoldersIn(Root())), test::NamedAfterText);
 
 // Encoders of multimodal models are deeper than a small language model, and not always named after what they
 // see.
@@ -110,7 +99,7 @@ TEST(FamilyTable, Rows_HaveAGoldenLayerOrAReason) {
   const std::set<std::string> without = {"grok",           "arctic",   "bailing_moe",
                                          "bailing_moe_v2", "deepseek", "step3"};
   std::set<std::string> covered;
-  for (const std::string& name : Cases()) {
+  for (const std::string& name : test::FoldersIn(Root())) {
     const auto config = checkpoint::ModelConfig::Open((Root() / name).string());
     ASSERT_TRUE(config.ok());
     const checkpoint::Family* family = checkpoint::FindFamily(config->model_types().front());

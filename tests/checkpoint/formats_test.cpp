@@ -2,7 +2,6 @@
 // (golden/formats/README.md).
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -13,6 +12,7 @@
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/matrices/matrix_tensors.hpp"
+#include "support/files.hpp"
 #include "support/test_name.hpp"
 #include "weights/dequantize.hpp"
 
@@ -23,17 +23,6 @@ namespace fs = std::filesystem;
 
 fs::path FormatsRoot() {
   return fs::path(FMOE_GOLDEN_DIR) / "formats";
-}
-
-std::vector<std::string> FormatCases() {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(FormatsRoot())) {
-    if (entry.is_directory()) {
-      names.push_back(entry.path().filename().string());
-    }
-  }
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 class Formats : public testing::TestWithParam<std::string> {};
@@ -75,7 +64,8 @@ TEST_P(Formats, Weights_AreThoseOfTheTool) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Formats, testing::ValuesIn(FormatCases()), test::NamedAfterText);
+INSTANTIATE_TEST_SUITE_P(All, Formats, testing::ValuesIn(test::FoldersIn(FormatsRoot())),
+                         test::NamedAfterText);
 
 }  // namespace
 }  // namespace fusedmoe

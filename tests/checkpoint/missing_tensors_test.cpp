@@ -1,14 +1,12 @@
 // Tensors that a layer needs, taken away one by one: each is asked for by name, none is passed over.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <regex>
 
 #include "checkpoint/raw_checkpoint.hpp"
+#include "support/files.hpp"
 #include "support/test_name.hpp"
 
 namespace fusedmoe {
@@ -21,24 +19,8 @@ fs::path FamiliesRoot() {
   return fs::path(FMOE_GOLDEN_DIR) / "families";
 }
 
-std::vector<std::string> FamilyCases() {
-  std::vector<std::string> names;
-  for (const auto& entry : fs::directory_iterator(FamiliesRoot())) {
-    if (entry.is_directory()) {
-      names.push_back(entry.path().filename().string());
-    }
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
-
-std::string Contents(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 std::vector<RawTensor> TensorsOf(const fs::path& path) {
-  const std::string text = Contents(path);
+  const std::string text = test::ReadFile(path);
   uint64_t length = 0;
   std::memcpy(&length, text.data(), sizeof(length));
   std::vector<RawTensor> tensors;
@@ -78,7 +60,7 @@ class MissingTensors : public testing::TestWithParam<std::string> {};
 
 TEST_P(MissingTensors, OfEveryFamily_AreAskedForByName) {
   const fs::path source = FamiliesRoot() / GetParam();
-  const int64_t layer = nlohmann::json::parse(Contents(source / "case.json"))["layer"].get<int64_t>();
+  const int64_t layer = nlohmann::json::parse(test::ReadFile(source / "case.json"))["layer"].get<int64_t>();
   const std::vector<RawTensor> tensors = TensorsOf(source / "model.safetensors");
   const TemporaryDirectory folder;
   fs::copy_file(source / "config.json", folder.path() / "config.json");
@@ -99,7 +81,8 @@ TEST_P(MissingTensors, OfEveryFamily_AreAskedForByName) {
   EXPECT_GE(counted, 2);
 }
 
-INSTANTIATE_TEST_SUITE_P(Golden, MissingTensors, testing::ValuesIn(FamilyCases()), test::NamedAfterText);
+INSTANTIATE_TEST_SUITE_P(Golden, MissingTensors, testing::ValuesIn(test::FoldersIn(FamiliesRoot())),
+                         test::NamedAfterText);
 
 // GPTQ in activation order: without g_idx, columns would be taken in the order of the file.
 TEST(MissingTensor, GroupIndexOfReorderedColumns_IsAskedFor) {
