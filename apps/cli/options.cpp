@@ -96,6 +96,7 @@ Status CheckPlace(const std::string& path) {
     return faccessat(AT_FDCWD, place.c_str(), wanted, AT_EACCESS) == 0 ? 0 : errno;
   };
   const int reason = std::filesystem::is_directory(path, ignored) ? EISDIR
+                     : std::filesystem::is_socket(path, ignored)  ? ENXIO
                      : std::filesystem::exists(path, ignored)
                          ? refused(path, W_OK)
                          : refused(folder.empty() ? "." : folder, W_OK | X_OK);

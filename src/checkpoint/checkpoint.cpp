@@ -138,7 +138,7 @@ Status Checkpoint::Impl::OpenDirectory() {
 Status Checkpoint::Impl::OpenGguf() {
   checkpoint::GgufHeader header;
   FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::OpenGguf(directory, options, &header));
-  FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, directory));
+  FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, *store, directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
   family_name = family->name;
   rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::GgufRules(store));

@@ -83,6 +83,9 @@ Result<int> InputFile::OpenDescriptor(const std::string& path) {
   } while (descriptor < 0 && errno == EINTR);
   if (descriptor < 0) {
     const int error = errno;
+    if (error == ENXIO) {  // a socket, or a device that nothing drives
+      return Status::BadInput("not a regular file").WithFile(path);
+    }
     std::string message = fmt::format("cannot open the file: {}", ErrorText(error));
     const bool absent = error == ENOENT || error == ENOTDIR || error == ELOOP || error == ENAMETOOLONG;
     return (absent ? Status::BadInput(std::move(message)) : Status::System(std::move(message)))

@@ -51,6 +51,16 @@ TEST(MalformedContainer, Lengths_AreRefused) {
   ExpectBadFile("two bytes short", good.substr(0, good.size() - 2));
 }
 
+// What a clone without Git LFS leaves in the place of large files.
+TEST(MalformedContainer, PointerOfGitLfs_IsNamed) {
+  const TemporaryDirectory folder;
+  folder.Write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n");
+  const auto whole = ReadSafetensors((folder.path() / "model.safetensors").string());
+  ASSERT_FALSE(whole.ok());
+  EXPECT_EQ(whole.status().code(), StatusCode::kBadInput);
+  EXPECT_NE(whole.status().ToString().find("Git LFS"), std::string::npos) << whole.status().ToString();
+}
+
 TEST(MalformedContainer, TruncationAnywhere_IsRefused) {
   const std::string good = Safetensors(TinyModel("modelopt_nvfp4").tensors);
   for (size_t size = 0; size < good.size(); size += size < 4096 ? 64 : 1021) {

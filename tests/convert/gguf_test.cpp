@@ -151,13 +151,16 @@ TEST_P(ConvertGgufFamilies, Layer_ComputesTheSameFromTheFileOrIsRefusedByName) {
   const checkpoint::Family* family = FamilyOf(source);
   ASSERT_NE(family, nullptr);
   const auto report = To(source, "gguf", "a.gguf");
-  if (checkpoint::GgufArchitectureOf(*family).empty()) {
+  // Refused are families without an architecture, tables of token ids, and what the architecture does not do
+  // (Cohere 2 averages).
+  const std::string reason = checkpoint::GgufArchitectureOf(*family).empty() ? std::string(family->name)
+                             : GetParam() == "deepseek_v4-orig"              ? "hashes token ids"
+                             : GetParam() == "cohere2_moe_sum-orig" ? "the scaling factor 1 reads as 0.5"
+                                                                    : "";
+  if (!reason.empty()) {
     ASSERT_FALSE(report.ok());
     EXPECT_EQ(report.status().code(), StatusCode::kUnsupported);
-    const std::string text = report.status().ToString();
-    EXPECT_TRUE(text.find(std::string(family->name)) != std::string::npos ||
-                text.find("hashes") != std::string::npos)
-        << text;
+    EXPECT_NE(report.status().ToString().find(reason), std::string::npos) << report.status().ToString();
     EXPECT_TRUE(fs::is_empty(root_));
     return;
   }

@@ -2,12 +2,15 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <thread>
 
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "support/temporary_directory.hpp"
@@ -37,6 +40,24 @@ TEST(InputFile, Reads_GiveTheBytesInBothWays) {
     EXPECT_FALSE((*file)->Read(99'990, 11).ok());
     EXPECT_TRUE((*file)->Read(100'000, 0).ok());
   }
+}
+
+TEST(InputFile, FoldersPipesSocketsAndDevices_AreNoRegularFiles) {
+  const test::TemporaryDirectory directory;
+  const std::string pipe = directory / "pipe", name = directory / "socket";
+  ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
+  const int descriptor = socket(AF_UNIX, SOCK_STREAM, 0);
+  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+  ASSERT_LT(name.size(), sizeof(address.sun_path));
+  std::copy(name.begin(), name.end(), std::begin(address.sun_path));
+  ASSERT_EQ(bind(descriptor, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  for (const std::string& path : {pipe, name, directory.path().string(), std::string("/dev/null")}) {
+    const auto file = InputFile::Open(path, FileAccess::kRead);
+    ASSERT_FALSE(file.ok()) << path;
+    EXPECT_EQ(file.status().code(), StatusCode::kBadInput) << file.status().ToString();
+    EXPECT_EQ(file.status().file(), path);
+  }
+  close(descriptor);
 }
 
 // With the rights for it, a finished file would take the place of a device.

@@ -294,6 +294,7 @@ bool IsUtf8(std::string_view text) {
 
 Result<SafetensorsHeader> ReadSafetensorsHeader(const platform::InputFile& file) {
   constexpr int64_t kPrefix = 8;
+  constexpr char kLfsPointer[] = "version https://git-lfs";
   const auto bad = [&](std::string message) {
     return Status::BadInput(std::move(message)).WithFile(file.path());
   };
@@ -304,6 +305,10 @@ Result<SafetensorsHeader> ReadSafetensorsHeader(const platform::InputFile& file)
   }
   uint64_t stored = 0;
   FMOE_RETURN_IF_ERROR(file.ReadInto(0, std::as_writable_bytes(std::span<uint64_t>(&stored, 1))));
+  if (std::memcmp(&stored, kLfsPointer, sizeof(stored)) == 0) {
+    return bad("the file is a pointer of Git LFS, not the tensors it stands for")
+        .WithHint("run 'git lfs pull' in the repository, or download the file itself");
+  }
   if (stored > static_cast<uint64_t>(kMaxHeaderBytes)) {
     return bad(fmt::format("the header claims {} bytes; at most {} are accepted", stored, kMaxHeaderBytes));
   }

@@ -23,6 +23,7 @@ constexpr Architecture kArchitectures[] = {
     {"qwen3vlmoe", "qwen3_vl_moe_text"},
     {"qwen3next", "qwen3_next"},
     {"qwen35moe", "qwen3_5_moe_text"},
+    {"qwen4exp", "qwen4_exp_text"},
     {"phimoe", "phimoe"},
     {"jamba", "jamba"},
     {"dbrx", "dbrx"},
@@ -30,21 +31,34 @@ constexpr Architecture kArchitectures[] = {
     {"arctic", "arctic"},
     {"deepseek", "deepseek_v2"},
     {"deepseek2", "deepseek_v2"},  // deepseek_v3 where scores are sigmoids
+    {"deepseek2-ocr", "deepseek_ocr2"},
+    {"deepseek32", "deepseek_v32"},
+    {"deepseek4", "deepseek_v4"},
     {"glm4moe", "glm4_moe"},
     {"glm-dsa", "glm_moe_dsa"},
+    {"glm5-next", "glm5_next_text"},
     {"ernie4_5-moe", "ernie4_5_moe"},
     {"nemotron_h_moe", "nemotron_h"},
     {"exaone-moe", "exaone_moe"},
     {"granitemoe", "granitemoe"},
     {"granitehybrid", "granitemoehybrid"},
+    {"granite_swa", "granitemoe_swa"},
     {"bailingmoe", "bailing_moe"},
     {"bailingmoe2", "bailing_moe_v2"},
     {"dots1", "dots1"},
+    {"dots3note", "dots3_note_text"},
     {"afmoe", "afmoe"},
     {"hunyuan-moe", "hunyuan_v1_moe"},
+    {"hy_v3", "hy_v3"},
+    {"hy_v4", "hy_v4"},
+    {"laguna", "laguna"},
+    {"mellum", "mellum"},
+    {"cohere2moe", "cohere2_moe"},
     {"gpt-oss", "gpt_oss"},
     {"lfm2moe", "lfm2_moe"},
+    {"minimax-01", "minimax_text_01"},
     {"minimax-m2", "minimax_m2"},
+    {"minimax-m3", "minimax_m3_vl_text"},
     {"mistral4", "mistral4"},
     {"mimo2", "mimo_v2_flash"},
     {"step35", "step3p5"},
@@ -52,7 +66,15 @@ constexpr Architecture kArchitectures[] = {
 };
 
 // expert_gating_func.
-constexpr int64_t kSoftmaxScores = 1, kSigmoidScores = 2, kSoftmaxOfChosen = 3;
+constexpr int64_t kSoftmaxScores = 1, kSigmoidScores = 2, kSoftmaxOfChosen = 3, kSqrtSoftplusScores = 4;
+// In config.json; the third is the nature of the families that have it.
+constexpr std::string_view kScoreWords[] = {"", "softmax", "sigmoid", "", "sqrtsoftplus"};
+
+int64_t GatingFunction(ScoreFunction score) {
+  return score == ScoreFunction::kSigmoid        ? kSigmoidScores
+         : score == ScoreFunction::kSqrtSoftplus ? kSqrtSoftplusScores
+                                                 : kSoftmaxScores;
+}
 
 std::string AsJson(const GgufValue& value) {
   const auto number = [&](double x) {
@@ -88,11 +110,31 @@ constexpr Key kKeys[] = {
     {"router_logit_softcapping", "router_logit_softcapping"},
     {"swiglu_clamp_exp", "swiglu_limits"},
     {"swiglu_clamp_shexp", "swiglu_limits_shared"},
+    {"hash_layer_count", "num_hash_layers"},
 };
+
+// The scores of the router; 0 where the file does not say. "deepseek2" holds models of both: of those files
+// that say nothing, GLM-4.7-Flash has a correction bias, which belongs to sigmoids, and DeepSeek-V2 none.
+Result<int64_t> GatingFunctionOf(const GgufHeader& header, const TensorStore& store,
+                                 const std::string& architecture, const std::string& path) {
+  const std::string key = architecture + ".expert_gating_func";
+  if (header.Find(key) != nullptr) {
+    const int64_t function = header.Integer(key).value_or(-1);
+    if (function < kSoftmaxScores || function > kSqrtSoftplusScores) {
+      return Status::Unsupported(fmt::format("'{}' is {}; 1 to 4 are known", key, function)).WithFile(path);
+    }
+    return function;
+  }
+  const auto is_bias = [](const TensorInfo& info) {
+    return info.name.find(".exp_probs_b") != std::string::npos;
+  };
+  const bool biased = std::any_of(store.tensors().begin(), store.tensors().end(), is_bias);
+  return architecture == "deepseek2" && biased ? kSigmoidScores : 0;
+}
 
 }  // namespace
 
-Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path) {
+Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& store, const std::string& path) {
   const GgufValue* named = header.Find("general.architecture");
   if (named == nullptr || named->kind != GgufValue::Kind::kString || named->text.empty()) {
     return Status::BadInput("'general.architecture' is missing or no string").WithFile(path);
@@ -132,18 +174,12 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path
       json += fmt::format(",\"routed_scaling_factor\":{}", AsJson(*scale));
     }
   }
-  if (header.Find(stem + "expert_gating_func") != nullptr) {
-    const int64_t scores = header.Integer(stem + "expert_gating_func").value_or(-1);
-    if (scores != kSoftmaxScores && scores != kSigmoidScores && scores != kSoftmaxOfChosen) {
-      return Status::Unsupported(fmt::format("'{}expert_gating_func' is {}; 1 to 3 are known", stem, scores))
-          .WithFile(path);
-    }
-    if (scores != kSoftmaxOfChosen) {
-      json += fmt::format(",\"scoring_func\":\"{}\"", scores == kSigmoidScores ? "sigmoid" : "softmax");
-    }
-    if (model_type == "deepseek_v2" && scores == kSigmoidScores) {
-      model_type = "deepseek_v3";
-    }
+  FMOE_ASSIGN_OR_RETURN(const int64_t scores, GatingFunctionOf(header, store, named->text, path));
+  if (const std::string_view word = kScoreWords[scores]; !word.empty()) {
+    json += fmt::format(",\"scoring_func\":\"{}\"", word);
+  }
+  if (model_type == "deepseek_v2" && scores == kSigmoidScores) {
+    model_type = "deepseek_v3";
   }
   // Files leave it out where it is the model's nature.
   if (header.Find(stem + "expert_weights_norm") == nullptr) {
@@ -165,6 +201,13 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
     const BlockType* type = store->BlockTypeOf(module + ".weight");
     if (type == nullptr) {
       return format;
+    }
+    if (const std::string scale = module + ".scale"; type->id != kGgufNvfp4 && store->Has(scale)) {
+      return store->Blame(
+          Status::Unsupported(fmt::format("scales beside a matrix of type {} are not supported; only NVFP4 "
+                                          "has them",
+                                          type->name)),
+          scale);
     }
     if (type->parts.empty()) {
       return store->Blame(
@@ -245,23 +288,22 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
     integer("expert_group_count", routing.num_groups);
     integer("expert_group_used_count", routing.topk_groups);
   }
-  if (routing.scaling_factor != 1.0F) {
-    add("expert_weights_scale", routing.scaling_factor);
+  // Where routed and shared experts are averaged, the reader halves the factor again.
+  if (const float scale = routing.scaling_factor / first.shared.weight; scale != 1.0F) {
+    add("expert_weights_scale", scale);
   }
   add("expert_weights_norm", routing.renormalize);
-  integer("expert_gating_func", family.name == "gpt_oss"                   ? kSoftmaxOfChosen
-                                : routing.score == ScoreFunction::kSigmoid ? kSigmoidScores
-                                                                           : kSoftmaxScores);
+  integer("expert_gating_func", family.name == "gpt_oss" ? kSoftmaxOfChosen : GatingFunction(routing.score));
   if (routing.logit_softcap != 0.0F) {
     add("router_logit_softcapping", routing.logit_softcap);
   }
-  if (family.activation.kind == ActivationKind::kSwigluStep) {
+  // swigluoai's limit has no key: readers know it.
+  if (family.activation.has_limit && family.activation.kind != ActivationKind::kSwigluOai) {
     std::vector<float> routed(static_cast<size_t>(num_layers)), shared(routed.size());
     for (const GgufLayer& layer : layers) {
-      routed[static_cast<size_t>(layer.layer)] = layer.config.activation.limit;
-      if (layer.config.shared.activation) {
-        shared[static_cast<size_t>(layer.layer)] = layer.config.shared.activation->limit;
-      }
+      const ActivationSpec& own = layer.config.activation;
+      routed[static_cast<size_t>(layer.layer)] = own.limit;
+      shared[static_cast<size_t>(layer.layer)] = layer.config.shared.activation.value_or(own).limit;
     }
     add("swiglu_clamp_exp", std::move(routed));
     add("swiglu_clamp_shexp", std::move(shared));
@@ -308,7 +350,8 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
   return names;
 }
 
-std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std::string& prefix) {
+std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Family& family,
+                                             const std::string& prefix) {
   const auto present = [&](std::string_view name) {
     std::string full = prefix + std::string(name);
     return store.Has(full) ? full : std::string();
@@ -335,11 +378,14 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std
   if (names.correction_bias.empty()) {
     names.correction_bias = present("exp_probs_b");
   }
+  names.hash_table = present("ffn_gate_tid2eid.weight");
   if (!present("ffn_up_shexp.weight").empty()) {
     names.shared_up = prefix + "ffn_up_shexp";
     names.shared_down = prefix + "ffn_down_shexp";
     if (!present("ffn_gate_shexp.weight").empty()) {
       names.shared_gate_proj = prefix + "ffn_gate_shexp";
+    } else {
+      names.shared_fused = family.activation.gated;
     }
     names.shared_gate = present("ffn_gate_inp_shexp.weight");
   }

@@ -20,14 +20,15 @@
 namespace fusedmoe::checkpoint {
 
 /// The configuration that a config.json of the same model would hold, as far as its MoE layers go. An
-/// architecture that is not in the table is kUnsupported, by name.
-Result<ModelConfig> GgufConfig(const GgufHeader& header, const std::string& path);
+/// architecture that is not in the table is kUnsupported, by name. `store` holds the tensors of all parts.
+Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& store, const std::string& path);
 
 /// The formats of its matrices, by their block types; the store must outlive the rules.
 QuantRules GgufRules(std::shared_ptr<const TensorStore> store);
 
 /// The names of a layer ("blk.3."), or nothing when it has no routed experts.
-std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const std::string& prefix);
+std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Family& family,
+                                             const std::string& prefix);
 
 // ---- the way out ----
 

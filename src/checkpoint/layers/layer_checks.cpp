@@ -61,6 +61,11 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   if (names.router.empty()) {
     return store.Blame(Status::BadInput("the router's weight is missing"), first(family.router));
   }
+  FMOE_ASSIGN_OR_RETURN(const bool hashes, HashesTokens(config, spec.layer));
+  if (hashes && names.hash_table.empty()) {
+    return missing(names.block + (store.is_gguf() ? "ffn_gate_tid2eid.weight" : "gate.tid2eid"),
+                   "the layer chooses experts by token ids");
+  }
   if (store.is_gguf()) {
     return Status::Ok();
   }
@@ -73,10 +78,6 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   }
   if (!family.output_bias.empty() && names.output_bias.empty()) {
     return missing(first(family.output_bias), fmt::format("layers of {} have one", family.name));
-  }
-  FMOE_ASSIGN_OR_RETURN(const bool hashes, HashesTokens(config, spec.layer));
-  if (hashes && names.hash_table.empty()) {
-    return missing(names.block + "gate.tid2eid", "the layer chooses experts by token ids");
   }
   FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config));
   if (family.routing.corrected && names.correction_bias.empty() && !no_correction &&

@@ -316,7 +316,7 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
                                          const std::string& prefix) {
   if (store.is_gguf()) {
-    return FindGgufLayerNames(store, prefix);
+    return FindGgufLayerNames(store, family, prefix);
   }
   for (const std::string_view list : {family.blocks, kCommonBlocks}) {
     for (const std::string_view word : SplitWords(list)) {

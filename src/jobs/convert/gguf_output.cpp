@@ -143,7 +143,7 @@ Status LayersWriter::AddRouter(const SourceLayer& layer) {
   const std::string stem = fmt::format("blk.{}.", layer.layer);
   FMOE_ASSIGN_OR_RETURN(const RouterWeights router, rewriter_.checkpoint().LoadRouter(layer.layer));
   if (!router.token_id_to_experts.empty()) {
-    return Status::Unsupported("GGUF has no place for the table of a router that hashes token ids")
+    return Status::Unsupported("the table of a router that hashes token ids is not written to GGUF")
         .WithTensor(layer.context->spec.names.hash_table);
   }
   FMOE_RETURN_IF_ERROR(AddPlain(stem + "ffn_gate_inp.weight", router.weight));

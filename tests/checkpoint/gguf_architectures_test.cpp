@@ -1,0 +1,132 @@
+// What the architectures of GGUF mean: scores that files do not state, tensors that one of them has alone.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "checkpoint/raw_checkpoint.hpp"
+#include "checkpoint/raw_gguf.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+Result<LayerDescription> Describe(const RawGguf& model) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open((folder.path() / "a.gguf").string()));
+  return checkpoint->Describe(0);
+}
+
+Status Load(const RawGguf& model) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  return LoadEverything(folder.path() / "a.gguf");
+}
+
+void ExpectScores(const RawGguf& model, ScoreFunction score) {
+  const auto layer = Describe(model);
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  EXPECT_EQ(layer->config.routing.score, score);
+}
+
+RawGguf::Tensor Bias() {
+  return {"blk.0.exp_probs_b.bias", {2}, kTypeF32, Raw(0.5F) + Raw(-0.5F), 0};
+}
+
+// GLM-4.7-Flash, and DeepSeek-V3 as transformers 5 saves it: the converter finds no scoring_func to copy.
+TEST(GgufArchitectures, Deepseek2_WithABiasAndNoGatingFunctionScoresBySigmoids) {
+  RawGguf model = Model(kTypeMxfp4, "deepseek2");
+  ExpectScores(model, ScoreFunction::kSoftmax);
+  model.tensors.push_back(Bias());
+  ExpectScores(model, ScoreFunction::kSigmoid);
+  model.Value("deepseek2.expert_gating_func", kUint32, Raw<uint32_t>(1));
+  ExpectScores(model, ScoreFunction::kSoftmax);
+}
+
+TEST(GgufArchitectures, GatingFunctions_AreThoseOfTheirNumbers) {
+  const auto with = [](uint32_t function) {
+    RawGguf model = Model(kTypeMxfp4, "dots1");
+    model.Value("dots1.expert_gating_func", kUint32, Raw(function));
+    return model;
+  };
+  ExpectScores(with(1), ScoreFunction::kSoftmax);
+  ExpectScores(with(2), ScoreFunction::kSigmoid);
+  ExpectScores(with(4), ScoreFunction::kSqrtSoftplus);
+  for (const uint32_t unknown : {0U, 5U}) {
+    EXPECT_EQ(Load(with(unknown)).code(), StatusCode::kUnsupported) << unknown;
+  }
+}
+
+TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
+  const std::pair<const char*, const char*> held[] = {
+      {"cohere2moe", "cohere2_moe"},
+      {"deepseek2-ocr", "deepseek_v2"},
+      {"deepseek32", "deepseek_v3"},
+      {"deepseek4", "deepseek_v4"},
+      {"dots3note", "dots3_note"},
+      {"glm5-next", "glm5_next"},
+      {"granite_swa", "granitemoe"},
+      {"hy_v3", "hy_v3"},
+      {"hy_v4", "hy_v4"},
+      {"laguna", "laguna"},
+      {"mellum", "mellum"},
+      {"minimax-01", "mixtral"},
+      {"minimax-m3", "minimax_m3"},
+      {"qwen4exp", "qwen4_exp"},
+  };
+  for (const auto& [architecture, family] : held) {
+    const TemporaryDirectory folder;
+    folder.Write("a.gguf", Model(kTypeMxfp4, architecture).Bytes());
+    const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    EXPECT_EQ((*checkpoint)->family(), family);
+    EXPECT_TRUE(LoadEverything(folder.path() / "a.gguf").ok()) << architecture;
+  }
+}
+
+// The first layers of DeepSeek-V4 choose experts by token ids.
+TEST(GgufArchitectures, Deepseek4_NeedsItsTableOfTokens) {
+  RawGguf model = Model(kTypeMxfp4, "deepseek4");
+  model.Value("deepseek4.hash_layer_count", kUint32, Raw<uint32_t>(1));
+  const Status missing = Load(model);
+  EXPECT_EQ(missing.code(), StatusCode::kBadInput);
+  EXPECT_EQ(missing.tensor(), "blk.0.ffn_gate_tid2eid.weight");
+  std::string ids;
+  for (int32_t token = 0; token < 8; ++token) {
+    ids += Raw(token % 2);
+  }
+  constexpr uint32_t kTypeI32 = 26;
+  model.tensors.push_back({"blk.0.ffn_gate_tid2eid.weight", {1, 8}, kTypeI32, ids, 0});
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  const auto router = (*checkpoint)->LoadRouter(0);
+  ASSERT_TRUE(router.ok()) << router.status().ToString();
+  EXPECT_EQ(router->token_id_to_experts.shape(), (Shape{8, 1}));
+}
+
+// Granite with sliding windows keeps gate and up of the shared expert in one matrix.
+TEST(GgufArchitectures, SharedExpertsWithoutAGate_HaveItInTheUpProjection) {
+  RawGguf model = Model(kTypeF32, "granite_swa");
+  model.tensors.push_back(Stack("blk.0.ffn_up_shexp.weight", {kHiddenSize, 64}, kTypeF32));
+  model.tensors.push_back(Stack("blk.0.ffn_down_shexp.weight", {32, kHiddenSize}, kTypeF32));
+  const auto layer = Describe(model);
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  EXPECT_EQ(layer->config.shared.intermediate, 32);
+  EXPECT_TRUE(Load(model).ok()) << Load(model).ToString();
+}
+
+// Only NVFP4 has scales beside its blocks; llama.cpp would multiply those of any type.
+TEST(GgufArchitectures, ScalesBesideOtherTypes_AreRefused) {
+  for (const uint32_t type : {kTypeF32, kTypeQ8_0, kTypeMxfp4}) {
+    RawGguf model = Model(type);
+    model.tensors.push_back({"blk.0.ffn_up_exps.scale", {2}, kTypeF32, Raw(2.0F) + Raw(3.0F), 0});
+    const Status status = Load(model);
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.ToString();
+    EXPECT_EQ(status.tensor(), "blk.0.ffn_up_exps.scale");
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
