@@ -105,6 +105,34 @@ TEST(Interrupted, ConvertToGguf_LeavesNothingHalfWritten) {
                  directory / "out.gguf");
 }
 
+// Killed while the checkpoint that it replaces was moved away, or was being removed: every later run failed,
+// after all its work.
+TEST(Interrupted, Replacing_LeavesNothingInTheWayOfTheNextRun) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string out = directory / "out", old = directory / ".out.incomplete.old";
+  std::vector<std::string> command = {"quantize", source.path(), "--scheme", "nvfp4_w4a16", "--output", out};
+  ASSERT_EQ(RunCommand(command).exit_code, 0);
+  const auto wanted = FilesOf(out);
+  fs::rename(out, old);
+  const ProcessResult refused = RunCommand(command);
+  EXPECT_EQ(refused.exit_code, 2) << refused.err;
+  EXPECT_EQ(FilesOf(out), wanted) << "the only checkpoint is back";
+  command.emplace_back("--force");
+  for (const char* left : {"config.json", "model.safetensors"}) {
+    fs::create_directories(old);
+    fs::rename(fs::path(out) / left, fs::path(old) / left);
+    fs::copy(fs::path(old) / left, out);
+    const ProcessResult again = RunCommand(command);
+    EXPECT_EQ(again.exit_code, 0) << again.err;
+    EXPECT_EQ(FilesOf(out), wanted);
+    EXPECT_FALSE(fs::exists(old));
+  }
+  fs::rename(out, old);
+  EXPECT_EQ(RunCommand(command).exit_code, 0);
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), {}), 1) << "out alone is left";
+}
+
 TEST(Interrupted, CalibrateAndPrepare_LeaveNothingHalfWritten) {
   const SampleCheckpoint source("qwen3_moe", "nvfp4_w4a16");
   const TemporaryDirectory directory;

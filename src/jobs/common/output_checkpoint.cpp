@@ -97,6 +97,34 @@ void ClearUnfinished(const fs::path& temporary) {
   }
 }
 
+/// Where Commit moves the checkpoint that it replaces.
+fs::path MovedAway(const fs::path& temporary) {
+  return temporary.string() + ".old";
+}
+
+/// What a run that was killed in Commit has moved away: the only checkpoint of that name goes back, one that
+/// has been replaced goes for good.
+Status ClearMovedAway(const fs::path& temporary, const OutputPlace& place, const fs::path& final_path) {
+  const fs::path old = MovedAway(temporary);
+  std::error_code error;
+  if (!fs::exists(old, error)) {
+    return Status::Ok();
+  }
+  if (fs::exists(final_path, error)) {
+    fs::remove_all(old, error);
+    return Status::Ok();
+  }
+  fs::rename(old, final_path, error);
+  if (error) {
+    return Status::System("cannot move the directory back: " + error.message()).WithFile(old.string());
+  }
+  return place.overwrite
+             ? Status::Ok()
+             : Status::Usage("the directory is not empty: a run that was killed had moved it away")
+                   .WithFile(place.directory)
+                   .WithHint("--force replaces it");
+}
+
 /// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
 void RemoveUnfinished(const fs::path& temporary) {
   std::error_code ignored;
@@ -160,6 +188,10 @@ Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const OutputP
                : lock.status();
   }
   ClearUnfinished(temporary);
+  if (Status moved = ClearMovedAway(temporary, place, final_path); !moved.ok()) {
+    RemoveUnfinished(temporary);
+    return moved;
+  }
   std::unique_ptr<OutputCheckpoint> output(
       new OutputCheckpoint(final_path.string(), temporary.string(), place.overwrite));
   if (single_file) {
@@ -363,7 +395,7 @@ Status OutputCheckpoint::Commit() {
   }
   fs::path old;
   if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {
-    old = temporary_ + ".old";
+    old = MovedAway(temporary_);
     fs::rename(final_, old, error);
     if (error) {
       return failed("move the old directory away");
