@@ -58,6 +58,26 @@ TEST(Mlx, AffineMatrices_AreListedAndReadAsWhatTheyDecodeTo) {
   }
 }
 
+// mlx-lm has a module for the router of some families: Bailing, Laguna, Step-3.5 with its bias.
+TEST(Mlx, RoutersOfModulesOfTheirOwn_AreFound) {
+  const std::string gate = "model.layers.0.mlp.gate.";
+  for (const char* word : {"gate_proj.weight", "proj.weight", "gate.weight"}) {
+    MlxModel model;
+    model.Find(gate + "weight").name = gate + word;
+    EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
+  }
+  MlxModel model;
+  model.config["model_type"] = "step3p5";
+  model.Find(gate + "weight").name = gate + "gate.weight";
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << "its routers have a bias";
+  model.tensors.push_back(Bf16(gate + "router_bias", {kExperts}, 0.5F));
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto router = written.checkpoint->LoadRouter(0);
+  ASSERT_TRUE(router.ok()) << router.status().ToString();
+  EXPECT_FALSE(router->correction_bias.empty());
+}
+
 TEST(Mlx, FilesThatContradictThemselves_AreNamed) {
   ASSERT_EQ(LoadEverything(MlxModel()).message(), "");
   const auto expect = [](const TinyModel& model, const std::string& word) {

@@ -66,7 +66,7 @@ constexpr FusedSpelling kFused[] = {
 
 constexpr std::string_view kCommonRouters =
     "gate.weight router.weight gate.wg.weight router.layer.weight router.classifier.weight "
-    "router.gate.weight gate.gate.weight "
+    "router.gate.weight gate.gate.weight gate.gate_proj.weight gate.proj.weight "
     "router.proj.weight router.linear.weight gate";
 constexpr std::string_view kRouterBiases =
     "router.bias gate.bias gate.wg.bias router.layer.bias router.classifier.bias router.proj.bias "
@@ -75,6 +75,7 @@ constexpr std::string_view kCorrectionBiases =
     "gate.e_score_correction_bias e_score_correction_bias gate.expert_bias expert_bias "
     "router.e_score_correction_bias "
     "moe_statics.e_score_correction_bias gate.moe_statics.e_score_correction_bias router_bias "
+    "gate.router_bias "
     "experts.e_score_correction_bias "
     "router.expert_bias";
 constexpr std::string_view kHashTables = "gate.tid2eid";

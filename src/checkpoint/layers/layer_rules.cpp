@@ -14,7 +14,8 @@ constexpr std::string_view kTopKKeys =
     "num_experts_per_tok num_experts_per_token moe_top_k moe_topk moe_k top_k_experts num_selected_experts "
     "ffn_config.moe_top_k";
 constexpr std::string_view kScoreKeys =
-    "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn";
+    "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn "
+    "moe_router_score_func";
 constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight";
 constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
