@@ -51,8 +51,9 @@ constexpr int kMaxHeight = 8;
 enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 
 /// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
-/// the checkpoint has, and sixteen zero points, a byte each, or none. Kernels ask for it a group at a time: a
-/// branch that always goes the same way, instead of a kernel for each of six.
+/// the checkpoint has, and sixteen zero points, a byte each, or none. Short tiles ask for it a group at a
+/// time, by a branch that always goes the same way, instead of a kernel for each of six; tall ones for the
+/// type of scales a unit at a time.
 struct GroupScales {
   RowType type;
   bool zero_points;
