@@ -118,7 +118,8 @@ int Main(int argc, char** argv) {
       {"int8_w8a16:g128", false},    {"int8_w8a16:g128", true},    {"int8_w8a16:channel", false},
       {"int8_w8a8:block128", false}, {"fp8_w8a16:channel", false}, {"fp8_w8a16:tensor", false},
       {"fp8_w8a16:block128", false}, {"mxfp8_w8a16", false},       {"w_mxfp6_e3m2", false},
-      {"w_mxfp6_e2m3", false},       {"unquantized", false}};
+      {"w_mxfp6_e2m3", false},       {"mxfp8_w8a8_out", false},    {"nvfp4_w4a8_out", false},
+      {"unquantized", false}};
   for (const auto& [scheme, shuffled] : cases) {
     for (const int threads : {1, 2}) {
       benchmark::RegisterBenchmark(

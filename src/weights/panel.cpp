@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <optional>
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
@@ -96,6 +97,39 @@ void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> colum
   }
   std::fill(out + matrix.cols, out + columns.size(), uint8_t{0});
 }
+
+/// Rows of a matrix as BF16: the products of its codes with the scales of blocks along the outputs, which
+/// neighbouring rows share.
+class ProductRows {
+ public:
+  explicit ProductRows(const CanonicalMatrix& matrix)
+      : matrix_(matrix),
+        scales_(static_cast<size_t>(matrix.cols)),
+        values_(scales_.size()),
+        products_(scales_.size()) {}
+
+  void Gather(std::span<const int32_t> columns, int64_t row, uint16_t* out) {
+    if (const std::byte* scales = PanelScaleRow(matrix_, row); scales != scale_row_) {
+      DecodeRow(matrix_.block_scale.dtype(), scales, matrix_.scale_col_offset, matrix_.cols, scales_.data());
+      scale_row_ = scales;
+    }
+    const std::byte* codes = matrix_.codes.view().data() + row * matrix_.codes.view().stride_bytes(0);
+    DecodeRow(matrix_.format.element, codes, 0, matrix_.cols, values_.data());
+    for (size_t k = 0; k < values_.size(); ++k) {
+      values_[k] *= scales_[k];
+    }
+    EncodeRow(DType::kBF16, values_.data(), matrix_.cols, reinterpret_cast<std::byte*>(products_.data()));
+    for (size_t k = 0; k < columns.size(); ++k) {
+      out[k] = columns[k] < 0 ? uint16_t{0} : products_[static_cast<size_t>(columns[k])];
+    }
+  }
+
+ private:
+  const CanonicalMatrix& matrix_;
+  const std::byte* scale_row_ = nullptr;
+  std::vector<float> scales_, values_;
+  std::vector<uint16_t> products_;
+};
 
 /// Byte offset of the code of (row, k) in its block, k < block; for nibbles the byte that holds it.
 int64_t CodeOffset(DType code, int64_t row, int64_t k) {
@@ -244,6 +278,10 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
   const bool identity = PanelColumnsAreIdentity(columns);
   const int bits = DTypeBits(format.code);
+  std::optional<ProductRows> products;
+  if (PanelHoldsProducts(matrix.format, format)) {
+    products.emplace(matrix);
+  }
   std::vector<uint32_t> buffer(static_cast<size_t>(CeilDiv(count * std::max(bits, 8), 32)));
   for (int64_t lane = 0; lane < num_rows; ++lane) {
     const int64_t row = first_row + lane;
@@ -253,7 +291,11 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
       ScatterRow(format, codes, count, lane, out);
     } else if (bits == 16) {
       auto* codes = reinterpret_cast<uint16_t*>(buffer.data());
-      GatherCodes(matrix, columns, row, codes);
+      if (products) {
+        products->Gather(columns, row, codes);
+      } else {
+        GatherCodes(matrix, columns, row, codes);
+      }
       ScatterWide(format, codes, count, lane, out);
     } else {
       GatherCodes(matrix, columns, row, buffer.data());

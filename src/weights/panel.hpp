@@ -74,6 +74,9 @@ struct PanelFormat {
 /// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
 /// ones.
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
+/// Whether panels of such weights hold codes times block scales: those of blocks along the outputs differ
+/// from column to column and fit no group of k.
+bool PanelHoldsProducts(const WeightFormat& weight, const PanelFormat& format);
 /// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
 uint32_t PanelCode(DType source, uint32_t code);
 /// What a code of integers means that no zero point stands beside: 8, 128.
@@ -115,7 +118,7 @@ void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
 float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row, int64_t packed_col);
 
 /// The inverse step: the codes of a matrix (as `weight.element`) back from its stripes; scales are not
-/// touched.
+/// touched. Not of panels that hold products.
 void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std::span<const int32_t> columns,
                       const std::byte* stripes, int64_t rows, std::byte* codes, int64_t row_bytes);
 

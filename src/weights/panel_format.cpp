@@ -14,6 +14,12 @@ const char* ScaleName(PanelScale scale) {
   return kNames[static_cast<int>(scale)];
 }
 
+/// Whether codes times block scales are BF16 without loss: at most 4 + 4 significant bits.
+bool ProductsFitInBf16(const WeightFormat& format) {
+  return (format.element == DType::kF4E2M1 || format.element == DType::kF8E4M3) &&
+         (format.block_scale_dtype == DType::kF8E4M3 || format.block_scale_dtype == DType::kF8E8M0);
+}
+
 }  // namespace
 
 int64_t PanelScaleBytes(PanelScale scale) {
@@ -65,6 +71,10 @@ std::string PanelFormat::ToString() const {
                                                         : fmt::format(", {}{} per {}", ScaleName(scale),
                                                                       zero_points ? " and zero" : "", group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
+}
+
+bool PanelHoldsProducts(const WeightFormat& weight, const PanelFormat& format) {
+  return weight.has_block_scale() && format.code == DType::kBF16;
 }
 
 int PanelZeroPoint(DType code) {
@@ -124,6 +134,8 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
     panel.scale = PanelScale::kF32;
     panel.group = 64;
+  } else if (one_column && ProductsFitInBf16(format)) {
+    panel.code = DType::kBF16;
   } else {
     return Status::Unsupported(fmt::format("panels hold no {} weights with {} scales per {} x {}",
                                            DTypeName(format.element), DTypeName(format.block_scale_dtype),

@@ -138,7 +138,11 @@ TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
                              "fp8_w8a8:block128",
                              "mxfp8_w8a8",
                              "w_mxfp4_a_mxfp6_e3m2",
-                             "w_mxfp6_e2m3_a_mxfp6_e2m3"}) {
+                             "w_mxfp6_e2m3_a_mxfp6_e2m3",
+                             "mxfp8_w8a8_out",
+                             "nvfp4_w4a8_out",
+                             "mxfp4_w4a8_out:out16_static",
+                             "mxfp4_w4a8_out:out32_tensor"}) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .experts = 3}, GetParam(), {1, 4, 23});
     ExpectClose(
         {.scheme = scheme, .hidden = 128, .intermediate = 128, .bias = true, .different_scales = true},

@@ -12,6 +12,7 @@
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
+#include "weights/slice.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -104,6 +105,21 @@ TEST(Panel_EveryScheme, HoldsTheValuesAndGivesTheCodesBack) {
       ExpectSameValues(matrix, panels, scheme);
       ExpectSameCodes(matrix, panels, scheme);
     }
+  }
+}
+
+// Their scales differ from column to column: panels hold codes times scales, all of whose bits BF16 has.
+TEST(Panel_BlocksAlongTheOutputs, HoldTheValues) {
+  for (const char* scheme :
+       {"mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out32_static", "mxfp4_w4a8_out:out16_static"}) {
+    const CanonicalMatrix matrix = Quantized(scheme, 160, 100);
+    const Panels panels = Pack(matrix);
+    EXPECT_EQ(panels.format.code, DType::kBF16) << scheme;
+    EXPECT_TRUE(PanelHoldsProducts(matrix.format, panels.format)) << scheme;
+    ExpectSameValues(matrix, panels, scheme);
+    const Result<CanonicalMatrix> slice = SliceMatrix(matrix, 24, 72, 10, 78);  // begins inside a block
+    ASSERT_TRUE(slice.ok()) << slice.status().ToString();
+    ExpectSameValues(*slice, Pack(*slice), scheme);
   }
 }
 

@@ -218,6 +218,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.isa = IsaOf(problem, machine);
   plan.vector_isa = VectorIsa(plan.isa, machine);
   plan.panel = *PanelOf(problem);
+  plan.products = PanelHoldsProducts(problem.scheme.weight, plan.panel);
   plan.kernel = KernelFor(plan.panel);
   const TileChoice choice = ChooseTile(problem, plan.kernel, plan.vector_isa);
   plan.rows = choice.rows;

@@ -91,6 +91,7 @@ struct CpuPlan {
   Mode mode = Mode::kLatency;
   std::string cost_source;  ///< of the figures behind `mode` and `tiles.from_tokens`
   PanelFormat panel;
+  bool products = false;  ///< panels hold codes times block scales
   WeightKernel kernel = kNumWeightKernels;
   /// How rows are brought into tiles.
   RowRule rows = RowRule::kAsTheyAre;

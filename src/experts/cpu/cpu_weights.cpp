@@ -321,6 +321,9 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   if (plan.gate_up.parts == 2) {
     recipe.push_back("interleave_gate_up(16)");
   }
+  if (plan.products) {
+    recipe.push_back("multiply_block_scales(BF16)");
+  }
   recipe.push_back("panel(" + plan.panel.ToString() + ")");
   return recipe;
 }

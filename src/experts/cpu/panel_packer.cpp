@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -90,6 +91,13 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
                 ? Source{format.block, blocks, format.block_bytes()}
                 : Source{kPanelUnit, CeilDiv(matrix.cols, kPanelUnit), kPanelUnit * ColumnBytes(transform)};
   source_.row_bytes = source_.columns * DTypeBits(element) / 8;
+  if (PanelHoldsProducts(matrix.format, format)) {
+    codes_.units_per_block = format.block / kPanelUnit;
+    products_.resize(static_cast<size_t>(kPanelRows * blocks * format.block));
+    even_scales_.resize(static_cast<size_t>(RoundUp(matrix.cols, kProductColumns) / 2));
+    odd_scales_.resize(even_scales_.size());
+    return;
+  }
   blank_.assign(static_cast<size_t>(source_.blocks * source_.row_bytes), flip_);
   codes_.units_per_block = source_.columns / kPanelUnit;
   codes_.flip = static_cast<int32_t>(flip_ * 0x01010101U);
@@ -217,6 +225,40 @@ void PanelPacker::PackCodes(int64_t first_row, int64_t rows, uint8_t* out) {
   }
 }
 
+/// Rows of a block share theirs.
+void PanelPacker::LoadColumnScales(const std::byte* row) {
+  if (row == column_scales_) {
+    return;
+  }
+  column_scales_ = row;
+  std::vector<float> scales(static_cast<size_t>(matrix_.cols));
+  DecodeRow(matrix_.block_scale.dtype(), row, matrix_.scale_col_offset, matrix_.cols, scales.data());
+  for (size_t k = 0; k < scales.size(); ++k) {
+    (k % 2 == 0 ? even_scales_ : odd_scales_)[k / 2] = scales[k];
+  }
+}
+
+/// Columns are in order, and padding is zero since products_ was made.
+void PanelPacker::PackProducts(int64_t first_row, int64_t rows, uint8_t* out) {
+  const int64_t stride = static_cast<int64_t>(products_.size()) / kPanelRows;
+  const TensorView& codes = matrix_.codes.view();
+  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+    uint16_t* products = products_.data() + lane * stride;
+    codes_.rows[lane] = codes_.next[lane] = reinterpret_cast<const uint8_t*>(products);
+    if (lane >= rows) {
+      std::fill(products, products + stride, uint16_t{0});
+      continue;
+    }
+    LoadColumnScales(PanelScaleRow(matrix_, first_row + lane));
+    const ProductArguments arguments = {Bytes(codes.data()) + (first_row + lane) * codes.stride_bytes(0),
+                                        matrix_.cols, even_scales_.data(), odd_scales_.data(), products};
+    (matrix_.format.element == DType::kF4E2M1 ? table_.multiply_e2m1 : table_.multiply_e4m3)(&arguments);
+  }
+  codes_.blocks = source_.blocks;
+  codes_.out = out;
+  table_.pack_panel[kPanelWords](&codes_);
+}
+
 PanelPacker::SideRows PanelPacker::RowsOf(const Tensor& tensor, RowOf row_of) const {
   const int64_t value_bytes = DTypeBits(tensor.dtype()) / 8;
   SideRows rows;
@@ -311,6 +353,10 @@ uint32_t PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* nex
   }
   const int64_t first_row = index * kPanelRows;
   const int64_t rows = std::clamp<int64_t>(matrix_.rows - first_row, 0, kPanelRows);
+  if (!products_.empty()) {
+    PackProducts(first_row, rows, reinterpret_cast<uint8_t*>(out));
+    return 0;  // NaN stays NaN
+  }
   if (!sides_.empty()) {
     PackSides(first_row, rows);
   }

@@ -15,6 +15,8 @@ namespace fusedmoe::cpu {
 ///   rows of codes ─► lines, transposed alike ─► block by block, with its sides behind it ─► the stripe
 ///   columns in an order of their own:        ─► columns of sixteen codes ─► block by block ...
 ///
+///   rows of codes whose scales differ by column ─► rows of products ─► lines, transposed alike ─► the stripe
+///
 /// Codes of more than a byte in an order of their own take PackPanelStripe. A packer belongs to one thread;
 /// the matrix and its columns must outlive it.
 class PanelPacker {
@@ -53,6 +55,8 @@ class PanelPacker {
   template <typename Kernel>
   void ForEachBlock(int64_t first_row, int64_t rows, uint8_t* out, Kernel kernel);
   void PackCodes(int64_t first_row, int64_t rows, uint8_t* out);
+  void LoadColumnScales(const std::byte* row);
+  void PackProducts(int64_t first_row, int64_t rows, uint8_t* out);
 
   const CanonicalMatrix& matrix_;
   PanelFormat format_;
@@ -74,7 +78,11 @@ class PanelPacker {
   std::array<uint8_t, 64> six_bits_{};  ///< their bytes in the panel
   std::vector<uint8_t> turned_;         ///< columns of the present stripe; none: they are in order
   std::vector<int32_t> places_;         ///< in turned_, of the columns of the panel
-  std::vector<uint8_t> blank_;          ///< codes of rows that do not exist
+  /// Of weights that become products: sixteen rows of them, and the scales of the columns that they share.
+  std::vector<uint16_t> products_;
+  std::vector<float> even_scales_, odd_scales_;
+  const std::byte* column_scales_ = nullptr;  ///< whose they are
+  std::vector<uint8_t> blank_;                ///< codes of rows that do not exist
   std::vector<int32_t> scale_columns_;
   int64_t real_groups_ = 0;        ///< of scale_columns_; the others are padding
   int64_t groups_per_column_ = 1;  ///< neighbours that share a column

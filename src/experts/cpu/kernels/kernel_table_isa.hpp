@@ -374,6 +374,18 @@ struct PanelArguments {
 };
 typedef void (*PackPanelKernel)(const PanelArguments* arguments);
 
+/// Codes of a row times the scales of their columns, as bf16.
+struct ProductArguments {
+  const uint8_t* codes;
+  int64_t columns;
+  /// Of columns 0, 2, 4, ... and 1, 3, 5, ...: zeros behind the last one, up to the next kProductColumns.
+  const float* even_scales;
+  const float* odd_scales;
+  uint16_t* out;  ///< with room for as many
+};
+constexpr int64_t kProductColumns = 32;
+typedef void (*MultiplyCodesKernel)(const ProductArguments* arguments);
+
 /// How codes become columns: a code of each of sixteen rows, in 16 bytes (4 bits: in 8), column after column.
 /// As PanelArguments, with one unit a block and nothing behind it; null where no panel needs it.
 typedef void (*TurnCodesKernel)(const PanelArguments* arguments);
@@ -431,6 +443,7 @@ struct KernelTable {
   TurnCodesKernel turn_codes[kNumPanelTransforms];
   PackColumnsKernel pack_columns[kNumPanelTransforms];
   PackSidesKernel pack_sides[kNumSideTransforms];
+  MultiplyCodesKernel multiply_e2m1, multiply_e4m3;
 };
 
 }  // namespace fusedmoe::cpu

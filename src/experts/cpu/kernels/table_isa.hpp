@@ -4,6 +4,7 @@
 #include "experts/cpu/kernels/epilogue_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
 #include "experts/cpu/kernels/panel_isa.hpp"
+#include "experts/cpu/kernels/panel_products_isa.hpp"
 #include "experts/cpu/kernels/panel_sides_isa.hpp"
 #include "experts/cpu/kernels/quantize_isa.hpp"
 
@@ -94,6 +95,8 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack_sides[kSideFloats] = &PackSides<kSideFloats>;
   table.pack_sides[kSideBf16ToFloat] = &PackSides<kSideBf16ToFloat>;
   table.pack_sides[kSideF16ToFloat] = &PackSides<kSideF16ToFloat>;
+  table.multiply_e2m1 = &MultiplyCodes<4>;
+  table.multiply_e4m3 = &MultiplyCodes<8>;
   return table;
 }
 
