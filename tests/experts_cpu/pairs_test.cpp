@@ -68,6 +68,24 @@ std::vector<float> PackedTile(const KernelTable& table, const PairKernel& kernel
   return memory;
 }
 
+/// Of 64 k of 16 rows.
+int64_t BlockBytes(WeightKernel weight) {
+  switch (weight) {
+    case kWeightNvfp4:
+      return 512 + 64;
+    case kWeightMxfp4:
+      return 512 + 32;
+    case kWeightMxfp8:
+      return 1024 + 32;
+    case kWeightE4m3Scaled:
+      return 1024 + 64;
+    case kWeightBf16:
+      return 2048;
+    default:
+      return 1024;
+  }
+}
+
 /// A stripe of fp8 codes without block scales.
 std::vector<uint8_t> StripeOf(const std::vector<uint8_t>& codes) {
   std::vector<uint8_t> stripe(static_cast<size_t>(16 * kK) + 16384);  // kernels prefetch beyond
@@ -104,6 +122,45 @@ TEST_F(CpuPairs, EveryCodeOfFp8_IsExact) {
         const uint8_t code = codes[static_cast<size_t>(row * kK + k)];
         EXPECT_EQ(out[row] * KernelOutputScale(kernel.weight), DecodeCode(dtype, code))
             << IsaName(kernel.isa) << " code " << int{code} << " tile " << kernel.tile;
+      }
+    }
+  }
+}
+
+/// Both nibbles of every byte of a panel, below scales of one: lane n of vector v holds k = 8v + j in the low
+/// nibble of byte j and k = 8v + 4 + j in the high one.
+TEST_F(CpuPairs, EveryCodeOfE2m1_IsExact) {
+  for (const PairKernel& kernel : PairKernels()) {
+    const bool nvfp4 = kernel.weight == kWeightNvfp4;
+    if (!nvfp4 && kernel.weight != kWeightMxfp4) {
+      continue;
+    }
+    const KernelTable& table = *FindKernelTable(kernel.isa);
+    const int64_t block_bytes = BlockBytes(kernel.weight);
+    std::vector<uint8_t> stripe(static_cast<size_t>(kK / 64 * block_bytes) + 16384);
+    const auto code = [](int64_t row, int64_t k) {
+      return static_cast<uint32_t>(row * 7 + k * 3 + k / 16) % 16;
+    };
+    for (int64_t block = 0; block < kK / 64; ++block) {
+      uint8_t* bytes = stripe.data() + block * block_bytes;
+      std::fill(bytes + 512, bytes + block_bytes, static_cast<uint8_t>(nvfp4 ? 0x38 : 0x7f));  // 1
+      for (int64_t row = 0; row < 16; ++row) {
+        for (int64_t k = 0; k < 64; ++k) {
+          bytes[k / 8 * 64 + row * 4 + k % 4] |=
+              static_cast<uint8_t>(code(row, block * 64 + k) << (k % 8 < 4 ? 0 : 4));
+        }
+      }
+    }
+    for (int64_t k = 0; k < kK; ++k) {
+      std::vector<float> token(kK);
+      token[static_cast<size_t>(k)] = 1.0F;
+      TileView view{};
+      const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
+      float out[16];
+      table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+      for (int64_t row = 0; row < 16; ++row) {
+        EXPECT_EQ(out[row] * KernelOutputScale(kernel.weight), DecodeCode(DType::kF4E2M1, code(row, k)))
+            << IsaName(kernel.isa) << " row " << row << " k " << k;
       }
     }
   }
@@ -150,11 +207,7 @@ TEST_F(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
           {tokens.begin() + tile * kMaxHeight, tokens.begin() + (tile + 1) * kMaxHeight}, views[tile]));
     }
     std::vector<float> together(kTiles * 2 * kMaxHeight * 16), one(2 * kMaxHeight * 16);
-    const int64_t stripe_bytes = (kernel.weight == kWeightBf16         ? 32
-                                  : kernel.weight == kWeightE4m3Scaled ? 17
-                                                                       : 16) *
-                                     kK +
-                                 (kernel.weight == kWeightMxfp8 ? kK / 2 : 0);
+    const int64_t stripe_bytes = kK / 64 * BlockBytes(kernel.weight);
     table.batch[kernel.weight][kernel.tile](stripes.data(), 2, stripe_bytes, kK / 64, views, kTiles,
                                             together.data());
     for (int h = 0; h < kNumHeights; ++h) {

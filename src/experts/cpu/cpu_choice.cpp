@@ -20,6 +20,11 @@ bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
          (group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered);
 }
 
+/// Floats of 6 and 8 bits, which no integers hold.
+bool HasFloatCodes(const ActivationFormat& activation) {
+  return activation.quantized() && activation.element != DType::kI8 && activation.element != DType::kF4E2M1;
+}
+
 int MaxHeightIndex(const KernelTable& table, WeightKernel kernel, TileKind tile) {
   int index = kNumHeights - 1;
   while (index > 0 && table.batch[kernel][tile] == nullptr && table.dot[kernel][tile][index] == nullptr) {
@@ -101,10 +106,12 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
   const KernelTable* table = FindKernelTable(isa);
   const auto has = [&](TileKind tile) { return table != nullptr && table->dot[kernel][tile][0] != nullptr; };
   const TileKind exact = has(kTileBf16) ? kTileBf16 : kTileF16;
-  if (!has(exact)) {
+  const ActivationFormat activation = ActivationOf(problem);
+  // Beside weights of 4 bits, integers hold other activations in fewer products.
+  if (!has(exact) || (!IsFloatKernel(kernel) && !HasFloatCodes(activation))) {
     return std::nullopt;
   }
-  if (ActivationOf(problem).quantized()) {
+  if (activation.quantized()) {
     return FitsPairTile(problem, exact) ? std::optional(TileChoice{exact, exact, RowRule::kCodes})
                                         : std::nullopt;
   }
@@ -162,7 +169,8 @@ void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
   const KernelTable* table = FindKernelTable(plan.vector_isa);
   const TileKind tile = plan.gate_up.tile;
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, tile);
-  plan.tall = table != nullptr && table->batch[plan.kernel][tile] != nullptr && !IsFloatKernel(plan.kernel);
+  plan.tall =
+      table != nullptr && table->batch[plan.kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
   plan.slab_tiles = SlabTiles(machine, plan.kernel);
   plan.batch_tiles = BatchTiles(machine);
   plan.wide_slabs = WideSlabs(machine, plan.kernel, tile);

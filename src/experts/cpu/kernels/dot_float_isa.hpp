@@ -31,14 +31,17 @@ struct FloatPanel {
   static constexpr int kVectorWords = VectorK(kWeight) / Unit::kWordK;
   static constexpr int kVectors = 64 / VectorK(kWeight);
   static constexpr int kCodeBytes = kVectors * 64;
-  static constexpr bool kScaled = kWeight == kWeightE4m3Scaled || kWeight == kWeightMxfp8;
-  static constexpr int kGroups = kWeight == kWeightMxfp8 ? 2 : 1;  // of sums in a block
-  static constexpr int kScaleBytes = kWeight == kWeightE4m3Scaled ? 64 : kWeight == kWeightMxfp8 ? 32 : 0;
+  static constexpr bool kE8m0 = kWeight == kWeightMxfp8 || kWeight == kWeightMxfp4;
+  static constexpr bool kScaled = kE8m0 || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
+  static constexpr int kGroups = kE8m0 ? 2 : kWeight == kWeightNvfp4 ? 4 : 1;  // of sums in a block
+  static constexpr int kScaleBytes = !kScaled ? 0 : kE8m0 ? 32 : 64;
   static constexpr int kBlockBytes = kCodeBytes + kScaleBytes;
 
   FMOE_INLINE Floats Scale(const uint8_t* block, int group, int half) {
-    if constexpr (kWeight == kWeightMxfp8) {
+    if constexpr (kE8m0) {
       return LoadE8m0Scales(block + kCodeBytes + group * 16, half);
+    } else if constexpr (kWeight == kWeightNvfp4) {
+      return LoadE4m3Scales(block + kCodeBytes + group * 16, half);
     } else {
       return LoadFloatScales(block + kCodeBytes, half);
     }

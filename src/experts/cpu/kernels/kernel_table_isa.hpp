@@ -115,7 +115,12 @@ struct Correction {
   int zero;   ///< the constant zero; 0: the sums are stored instead
 };
 
-/// k that share a correction.
+/// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
+static constexpr bool IsPairTile(TileKind kind) {
+  return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
+}
+
+/// k that share a correction, in tiles of integers.
 static constexpr int CorrectionGroup(WeightKernel kernel) {
   switch (kernel) {
     case kWeightNvfp4:
@@ -144,11 +149,6 @@ static constexpr int WeightGroup(WeightKernel kernel) {
   return kernel == kWeightNvfp4 ? 16 : 32;
 }
 
-/// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
-static constexpr bool IsPairTile(TileKind kind) {
-  return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
-}
-
 /// k that share an activation scale.
 static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
   return kind == kTileA4 ? WeightGroup(kernel) : 64;
@@ -166,15 +166,20 @@ static constexpr int Corrections(TileKind kind) {
   return kind == kTileA24 ? 2 : 1;
 }
 
+/// Bytes of the corrections of a token.
+static constexpr int64_t CorrectionBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
+  const int64_t group = IsPairTile(kind) ? 0 : CorrectionGroup(kernel);
+  return group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
+}
+
 /// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction,
 /// scale.
 static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
   if (kind == kTileF32) {
     return padded_k * 4;
   }
-  const int64_t group = CorrectionGroup(kernel);
-  const int64_t corrections = group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
-  return padded_k * TileCodeBytes(kind) + corrections + padded_k / ActivationGroup(kernel, kind) * 4;
+  return padded_k * TileCodeBytes(kind) + CorrectionBytes(kernel, kind, padded_k) +
+         padded_k / ActivationGroup(kernel, kind) * 4;
 }
 
 /// Field by field: a TileView that is returned and copied waits for its own stores, 4 % of prefill with 16
@@ -187,9 +192,8 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
   view->height = view->tokens = height;
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
-    const int64_t group = CorrectionGroup(kernel);
     view->correction = (int32_t*)at;
-    view->scale = (float*)(at + (group > 0 ? padded_k / group * 4 * Corrections(kind) * height : 0));
+    view->scale = (float*)(at + CorrectionBytes(kernel, kind, padded_k) * height);
   }
 }
 

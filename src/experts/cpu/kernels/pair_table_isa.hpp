@@ -16,6 +16,10 @@ constexpr void SetBf16(KernelTable& table) {
   SetFloatDots<kWeightE4m3Scaled, kKind>(table);
   SetFloatDots<kWeightMxfp8, kKind>(table);
   SetFloatDots<kWeightE5m2, kKind>(table);
+  if constexpr (kKind == kTileBf16) {  // for codes of 6 and 8 bits; 16-bit rows are faster on integers
+    SetFloatDots<kWeightNvfp4, kKind>(table);
+    SetFloatDots<kWeightMxfp4, kKind>(table);
+  }
   table.pack[kKind] = &PackBf16<kKind>;
 }
 

@@ -50,6 +50,20 @@ constexpr Bf16Table MakeBf16Table(int mantissa_bits, int exponent_shift, bool ha
 constexpr Bf16Table kE4m3AsBf16 = MakeBf16Table(3, 127 - 7 - 8, false);
 constexpr Bf16Table kE5m2AsBf16 = MakeBf16Table(2, 127 - 15, true);
 
+/// Doubled e2m1 values as bf16. The table repeats, so that of an index the bits above the code do not matter.
+struct E2m1Bf16Table {
+  alignas(64) uint16_t words[32];
+};
+constexpr E2m1Bf16Table MakeE2m1Bf16Table() {
+  constexpr uint16_t kMagnitudes[8] = {0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140};
+  E2m1Bf16Table table = {};
+  for (int code = 0; code < 32; ++code) {
+    table.words[code] = (uint16_t)(kMagnitudes[code % 8] | (code % 16 < 8 ? 0 : 0x8000));
+  }
+  return table;
+}
+constexpr E2m1Bf16Table kE2m1AsBf16 = MakeE2m1Bf16Table();
+
 /// vdpbf16ps: products are exact, sums are fp32. Subnormal numbers count as zero: products below 2^-126 are
 /// lost.
 struct Bf16Unit : PairUnit {
@@ -70,14 +84,26 @@ struct Bf16Unit : PairUnit {
     return Add(first, second);
   }
 
-  /// BF16 stands in panels as it is multiplied. 8-bit floats look their two bytes up (`vpermi2b`: 128
-  /// entries), whose interleaving leaves four rows in each quarter of a register: rows 0-3 and 8-11 in one,
-  /// 4-7 and 12-15 in the other.
+  /// BF16 stands in panels as it is multiplied. e2m1 looks its words up, 8-bit floats their two bytes up
+  /// (`vpermi2b`: 128 entries), whose interleaving leaves four rows in each quarter of a register: rows 0-3
+  /// and 8-11 in one, 4-7 and 12-15 in the other.
   template <WeightKernel kWeight>
   FMOE_INLINE void Decode(const uint8_t* vector, int, Ints* pairs) {
     const Ints x = LoadInts(vector);
     if constexpr (kWeight == kWeightBf16) {
       pairs[0] = x;
+    } else if constexpr (VectorK(kWeight) == 8) {
+#if defined(__AVX512VBMI__)
+      // Bits 0 and 8 of a lane are where k 0 and 1 begin, 16 and 24 k 2 and 3, 4 and 12 k 4 and 5, 20 and 28
+      // k 6 and 7: they become the low bytes of the words of an index.
+      constexpr long long kBegins[4] = {0x0028002000080000, 0x0038003000180010, 0x002c0024000c0004,
+                                        0x003c0034001c0014};
+      const Ints table = LoadInts(kE2m1AsBf16.words);
+      Unroll<4>([&](auto p) FMOE_FLAT {
+        const Ints index = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(kBegins[p]), x);
+        pairs[p] = _mm512_permutexvar_epi16(index, table);
+      });
+#endif
     } else {
 #if defined(__AVX512VBMI__)
       const Bf16Table& table = kWeight == kWeightE5m2 ? kE5m2AsBf16 : kE4m3AsBf16;
