@@ -70,7 +70,7 @@ class SafetensorsWriter {
 /// an empty path, a folder or a device; kSystem for a folder that is missing or must not be written.
 Status CheckSafetensorsPlace(const std::string& path);
 
-/// Writes a whole file at once, under a temporary name beside `path` until it is complete.
+/// Writes a whole file at once; what stands at `path` stays until the new one is complete.
 Status WriteSafetensors(const std::string& path, std::span<const NamedTensor> tensors,
                         const SafetensorsMetadata& metadata = {});
 

@@ -241,6 +241,40 @@ Result<std::string> ReadTextFile(const std::string& path, int64_t limit) {
   return text;
 }
 
+namespace {
+
+// Not mkostemp, whose files only the owner can read: what the umask leaves of these rights is known to open
+// alone, since asking for the umask sets it for all threads.
+constexpr mode_t kRights = 0666;
+
+std::string FolderOf(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, slash + 1);
+}
+
+// Another one each time: a process that was killed may have left a file.
+std::string TemporaryName(const std::string& path) {
+  static std::atomic<uint64_t> count = 0;
+  return fmt::format("{}.{:x}-{:x}", path, getpid(), count.fetch_add(1));
+}
+
+std::string LinkOf(int descriptor) {
+  return fmt::format("/proc/self/fd/{}", descriptor);
+}
+
+// A file without a name, of which nothing is left when the process is killed; -1 where the file system has
+// none, or names cannot be given later.
+int OpenUnnamed(const std::string& folder) {
+  const int descriptor = open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, kRights);
+  if (descriptor >= 0 && access(LinkOf(descriptor).c_str(), F_OK) != 0) {
+    close(descriptor);
+    return -1;
+  }
+  return descriptor;
+}
+
+}  // namespace
+
 Status OutputFile::CheckPlace(const std::string& path) {
   if (path.empty()) {
     return Status::Usage("the file to be written has no name");
@@ -250,25 +284,20 @@ Status OutputFile::CheckPlace(const std::string& path) {
   if (stat(path.c_str(), &old) == 0 && !S_ISREG(old.st_mode)) {
     return Status::Usage("a folder or a device stands there; only a regular file is replaced").WithFile(path);
   }
-  const size_t slash = path.rfind('/');
-  const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
-  return faccessat(AT_FDCWD, folder.c_str(), W_OK | X_OK, AT_EACCESS) == 0 ? Status::Ok()
-                                                                           : NotCreated(path, errno);
+  return faccessat(AT_FDCWD, FolderOf(path).c_str(), W_OK | X_OK, AT_EACCESS) == 0 ? Status::Ok()
+                                                                                   : NotCreated(path, errno);
 }
 
 Result<std::unique_ptr<OutputFile>> OutputFile::Create(const std::string& path) {
   FMOE_RETURN_IF_ERROR(CheckPlace(path));
-  // Not mkostemp, whose files only the owner can read: what the umask leaves of 0666 is known to open alone,
-  // since asking for the umask sets it for all threads.
-  static std::atomic<uint64_t> count = 0;
   std::string temporary;
-  int descriptor = -1;
-  do {
-    temporary = fmt::format("{}.{:x}-{:x}", path, getpid(), count.fetch_add(1));
-    descriptor = open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-  } while (descriptor < 0 && errno == EEXIST);  // left by a process that was killed
-  if (descriptor < 0) {
-    return NotCreated(path, errno);
+  int descriptor = OpenUnnamed(FolderOf(path));
+  while (descriptor < 0) {
+    temporary = TemporaryName(path);
+    descriptor = open(temporary.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, kRights);
+    if (descriptor < 0 && errno != EEXIST) {
+      return NotCreated(path, errno);
+    }
   }
   return std::unique_ptr<OutputFile>(new OutputFile(descriptor, path, std::move(temporary)));
 }
@@ -278,7 +307,9 @@ OutputFile::~OutputFile() {
     return;
   }
   close(descriptor_);
-  unlink(temporary_.c_str());
+  if (!temporary_.empty()) {
+    unlink(temporary_.c_str());
+  }
 }
 
 Status OutputFile::Resize(int64_t size) {
@@ -300,12 +331,23 @@ Status OutputFile::WriteAt(int64_t offset, std::span<const std::byte> bytes) {
 
 Status OutputFile::Commit() {
   int result = fsync(descriptor_);
-  if (result == 0 || errno == EINVAL) {
+  result = result == 0 || errno == EINVAL ? 0 : result;
+  // A name that exists cannot be given, and rename alone replaces.
+  while (result == 0 && temporary_.empty()) {
+    std::string name = TemporaryName(path_);
+    result = linkat(AT_FDCWD, LinkOf(descriptor_).c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW);
+    if (result == 0) {
+      temporary_ = std::move(name);
+    } else if (errno == EEXIST) {
+      result = 0;
+    }
+  }
+  if (result == 0) {
     result = close(descriptor_);
     descriptor_ = -1;
-    if (result == 0) {
-      result = rename(temporary_.c_str(), path_.c_str());
-    }
+  }
+  if (result == 0) {
+    result = rename(temporary_.c_str(), path_.c_str());
   }
   if (result == 0) {
     return Status::Ok();

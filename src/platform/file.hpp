@@ -75,9 +75,9 @@ Result<std::string> ReadTextFile(const std::string& path, int64_t limit);
 /// Memory for `size` bytes, 64-byte aligned, uninitialized. Fails (kSystem) when it cannot be had.
 Result<std::shared_ptr<std::byte>> AllocateBytes(int64_t size);
 
-/// Writes a file under a temporary name in the directory of `path` and renames it in Commit, so that nobody
-/// ever sees a half-written file and existing mappings of an older one stay whole. Without Commit the
-/// destructor removes it.
+/// Writes a file without a name (under a temporary one where the file system has none such) in the directory
+/// of `path`, which it gets in Commit, so that nobody ever sees a half-written file and existing mappings of
+/// an older one stay whole. Without Commit nothing is left, even of a process that is killed.
 class OutputFile {
  public:
   /// What Create would say of the place, as far as can be known without creating anything: kUsage for an

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <thread>
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -74,6 +75,30 @@ TEST(OutputFile, PlaceOfAFolderOrADevice_IsRefusedAndStays) {
   }
   EXPECT_TRUE(fs::is_fifo(pipe));
   EXPECT_EQ(std::distance(fs::directory_iterator(directory.path()), {}), 1) << "nothing lies beside it";
+}
+
+// A command that is killed must not leave gigabytes that nobody looks for.
+TEST(OutputFile, UntilCommit_NothingIsInTheFolder) {
+  const test::TemporaryDirectory directory;
+  const int unnamed = open(directory.path().c_str(), O_TMPFILE | O_RDWR, 0600);
+  if (unnamed < 0) {
+    GTEST_SKIP() << "the file system has no files without names";
+  }
+  close(unnamed);
+  const auto count = [&] { return std::distance(fs::directory_iterator(directory.path()), {}); };
+  for (const char* bytes : {"one", "two"}) {
+    const auto file = OutputFile::Create(directory / "file");
+    ASSERT_TRUE(file.ok()) << file.status().ToString();
+    const auto before = count();
+    ASSERT_TRUE((*file)->Append(std::as_bytes(std::span(bytes, 3))).ok());
+    EXPECT_EQ(count(), before);
+    EXPECT_EQ(before, bytes[0] == 'o' ? 0 : 1);
+    ASSERT_TRUE((*file)->Commit().ok());
+    EXPECT_EQ(count(), 1);
+    const auto text = ReadTextFile(directory / "file", 100);
+    ASSERT_TRUE(text.ok());
+    EXPECT_EQ(*text, bytes);
+  }
 }
 
 TEST(OutputFile, CheckPlace_SaysWhatCreateWouldAndCreatesNothing) {
