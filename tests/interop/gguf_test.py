@@ -218,9 +218,15 @@ class Gguf(Case):
             self.assertGreater(compared, 0)
 
     def test_deepseek_bias_groups_and_shared_experts(self):
-        model = Model(self.folder / "deepseek.gguf", "deepseek2", {
+        self.deepseek("named.gguf", {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID})
+
+    def test_deepseek_whose_scores_are_not_named(self):
+        self.deepseek("unnamed.gguf", {})
+
+    def deepseek(self, name, keys):
+        model = Model(self.folder / name, "deepseek2", {
             "expert_feed_forward_length": INTERMEDIATE, "expert_weights_norm": True, "expert_weights_scale": 2.5,
-            "expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID, "expert_shared_count": 1})
+            "expert_shared_count": 1, **keys})
         block = f"blk.{LAYER}."
         model.add(block + "ffn_gate_inp.weight", (EXPERTS, HIDDEN))
         model.constant(block + "exp_probs_b.bias", [0.3, -0.2, 0.1, 0.0])
