@@ -64,8 +64,7 @@ Result<QuantRules> Dispatch(std::string_view method, const JsonValue& spec, cons
       .WithFile(path)
       .WithHint(
           "modelopt, compressed-tensors, fp8, mxfp8, mxfp4, awq, gptq, auto-round, quark and bitsandbytes "
-          "are; "
-          "dequantize the model to BF16 with the tool that wrote it");
+          "are; dequantize the model to BF16 with the tool that wrote it");
 }
 
 Result<std::string> MethodOf(const JsonValue& spec, std::string_view fallback, const std::string& path) {
