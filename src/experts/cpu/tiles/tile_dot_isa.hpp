@@ -281,25 +281,17 @@ struct TileEngine {
               of_step >= piece};
   }
 
-  void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
+  /// What all passes of a step have in common.
+  TilePass PassOf(const TileCursor& c) const {
     const TileJob& job = g.jobs[c.job];
-    const int64_t steps = c.count * kStepsPerUnit;
-    const bool last = c.k_block + 1 == c.k_blocks;
-    const int64_t own = feeder.feed.left;
-    int64_t in_ring = c.count - own;  // without what the last pass frees
-    int64_t to_decode = own + (next.valid ? next.count - Feeder::OwnUnits(next) : 0);
-    feeder.FollowWith(walk, next, after);
     TilePass pass = {};
     for (int half = 0; half < 2; ++half) {
       pass.weights[half] = kDirect ? walk.Codes(c, half) : decoded + half * 1024;
     }
-    pass.steps = steps;
+    pass.steps = c.count * kStepsPerUnit;
     pass.token_step = TileStepBytes(job.num_tokens);
-    if (const int64_t tokens = TileTokens(job.num_tokens); tokens != tile_tokens) {
-      StoreHeld();
-      tiles.Configure(tokens);
-      tile_tokens = tokens;
-    }
+    pass.first_step = c.unit * kStepsPerUnit;
+    pass.first = c.k_block == 0;
     if constexpr (kFlush) {
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / kStepK : 1;
       for (int half = 0; half < 2; ++half) {
@@ -307,14 +299,47 @@ struct TileEngine {
       }
       pass.scale_stride = pass.sum_stride = job.rows;
     }
-    const int64_t first_step = c.unit * kStepsPerUnit;
+    return pass;
+  }
+
+  /// Where the sums of a block of tokens go, and what scales them.
+  void SetSums(const TileJob& job, int64_t first_token, int num_tiles, float* out, TilePass& pass) {
+    if constexpr (kFlush) {
+      pass.out = out;
+      pass.token_scale = g.scale_group == 0 || job.scale == nullptr ? nullptr : job.scale + first_token;
+      pass.token_sum =
+          kSums ? job.sum + pass.first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
+    } else {
+      pass.change = {out, held, held_tiles, pass.first};
+      pass.changes = held != out;
+      held = out;
+      held_tiles = num_tiles;
+    }
+  }
+
+  void ConfigureFor(const TileJob& job) {
+    if (const int64_t tokens = TileTokens(job.num_tokens); tokens != tile_tokens) {
+      StoreHeld();
+      tiles.Configure(tokens);
+      tile_tokens = tokens;
+    }
+  }
+
+  void RunStep(const TileCursor& c, const TileCursor& next, const TileCursor& after) {
+    const TileJob& job = g.jobs[c.job];
+    const int64_t own = feeder.feed.left;
+    int64_t in_ring = c.count - own;  // without what the last pass frees
+    int64_t to_decode = own + (next.valid ? next.count - Feeder::OwnUnits(next) : 0);
+    feeder.FollowWith(walk, next, after);
+    ConfigureFor(job);
+    TilePass pass = PassOf(c);
     float* sums = ResultsOf(c);
     // Forwards in the last K block where sums are scaled: those of the first tokens are finished first.
     const bool backwards = (kFlush ? c.k_blocks - 1 - c.k_block : c.k_block) % 2 != 0;
     const auto block_of = [&](int64_t i) { return backwards ? c.blocks - 1 - i : i; };
     const auto tokens_of = [&](int64_t block) {
       return job.tokens + TileOffset(walk.units * kStepsPerUnit * 64, 2 * block) +
-             first_step * pass.token_step;
+             pass.first_step * pass.token_step;
     };
     Unit::Begin(tiles, tokens_of(block_of(0)), pass.weights[0]);
     for (int64_t i = 0; i < c.blocks; ++i) {
@@ -325,20 +350,7 @@ struct TileEngine {
       // Behind the last pass the weights are others, and may still be on their way into the ring: what it
       // loads is not used.
       pass.next_tokens = i + 1 < c.blocks ? tokens_of(block_of(i + 1)) : pass.tokens;
-      if constexpr (kFlush) {
-        pass.out = sums + block * kBlockSums;
-        pass.first = c.k_block == 0;
-        pass.first_step = first_step;
-        pass.token_scale = g.scale_group == 0 || job.scale == nullptr ? nullptr : job.scale + first_token;
-        pass.token_sum =
-            kSums ? job.sum + first_step / (Panel::kFlush / 32) * job.rows + first_token : nullptr;
-      } else {
-        float* in = sums + block * kBlockSums;
-        pass.change = {in, held, held_tiles, c.k_block == 0};
-        pass.changes = held != in;
-        held = in;
-        held_tiles = two ? 4 : 2;
-      }
+      SetSums(job, first_token, two ? 4 : 2, sums + block * kBlockSums, pass);
       const int64_t due = feeder.feed.due =
           Feeder::UnitsDue(to_decode, c.blocks - i, i == 0 ? own : 0, in_ring);
       [[maybe_unused]] const int64_t least_parts = i == 0 && own > 0 ? 4 : 0;
@@ -351,20 +363,26 @@ struct TileEngine {
       to_decode -= due - feeder.feed.due;
       in_ring += due - feeder.feed.due;
     }
-    if (last) {
-      DrainFinish();
-      if (kFlush && c.blocks == 1) {
-        Settle();  // its first tokens are finished before the next pair's groups could have them scaled
-      }
-      StartFinish(c, job.num_tokens, sums);
-      g.begin(g.begin_context, &job, 2 * c.pair);
-      current_results ^= 1;
+    if (c.k_block + 1 == c.k_blocks) {
+      EndPair(c, sums);
     }
     feeder.Finish();
     if constexpr (!kDirect) {
       decoded += c.count * Shape::kUnitTileBytes;
       decoded -= decoded >= feeder.ring_end ? feeder.ring_end - feeder.ring : 0;
     }
+  }
+
+  /// The sums of a pair are complete: the next one's steps finish them.
+  void EndPair(const TileCursor& c, float* sums) {
+    const TileJob& job = g.jobs[c.job];
+    DrainFinish();
+    if (kFlush && c.blocks == 1) {
+      Settle();  // its first tokens are finished before the next pair's groups could have them scaled
+    }
+    StartFinish(c, job.num_tokens, sums);
+    g.begin(g.begin_context, &job, 2 * c.pair);
+    current_results ^= 1;
   }
 
   void Run() {

@@ -42,15 +42,15 @@ struct TilePass {
   const uint8_t* next_tokens;  // of the pass that follows with the same weights
   int64_t token_step;
   int64_t steps;
+  int64_t first_step;  // in K
+  bool first;          // its sums begin
   SumChange change;
   bool changes;
   // Of sums that are scaled:
-  int64_t first_step;  // in K
-  float* out;          // results of the block
+  float* out;  // results of the block
   const uint8_t* scales[2];
   const float *token_scale, *token_sum;
   int64_t scale_stride, sum_stride, steps_per_scale;
-  bool first;
 };
 
 /// The steps of a pass, one after the other. Behind its last one the next pass begins with the same weights.
