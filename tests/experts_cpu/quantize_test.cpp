@@ -377,6 +377,100 @@ TEST_P(QuantizeEveryIsa, Nvfp4ValuesNextToTies_RoundAsTheDefinition) {
   }
 }
 
+/// Rows straight into tiles of bf16, where that is done: codes of QuantizeRow times 2^96, every four k in the
+/// order 0, 2, 1, 3, and the scales of groups. Returns whether it was.
+bool PackedAsTheDefinition(const cpu::KernelTable& table, const ActivationFormat& format,
+                           const std::vector<float>& values, const std::string& what) {
+  constexpr int64_t kStepBytes = 1024;
+  const auto count = static_cast<int64_t>(values.size());
+  std::vector<std::byte> stored(static_cast<size_t>(CodeRowBytes(format, count)));
+  std::vector<std::byte> stored_scales(static_cast<size_t>(ScaleRowBytes(format, count)));
+  QuantizeRow(format, 1.0F, values.data(), count, stored.data(), stored_scales.data());
+  std::vector<uint8_t> tiles(static_cast<size_t>(count / 32 * kStepBytes));
+  std::vector<float> scales(static_cast<size_t>(ScalesPerRow(format, count)) * 2);
+  cpu::TilePack pack{};
+  pack.values = values.data();
+  pack.count = count;
+  pack.token = tiles.data();
+  pack.step_bytes = kStepBytes;
+  pack.shift = 96;
+  pack.permuted = 1;
+  if (!cpu::PackRoundedRow(table, cpu::HostTileKernels(), format, pack, scales.data(), 2)) {
+    return false;
+  }
+  for (int64_t g = 0; g < ScalesPerRow(format, count); ++g) {
+    float scale = 0.0F;
+    std::memcpy(&scale, stored_scales.data() + g * 4, 4);
+    EXPECT_EQ(scales[static_cast<size_t>(2 * g)], scale) << what << " scale " << g;
+  }
+  for (int64_t k = 0; k < count && !testing::Test::HasFailure(); ++k) {
+    const int64_t place = (k & 28) | (k & 1) << 1 | (k >> 1 & 1);
+    uint16_t word = 0;
+    std::memcpy(&word, tiles.data() + k / 32 * kStepBytes + place * 2, 2);
+    EXPECT_EQ(DecodeBf16(word),
+              DecodeCode(*format.element, LoadCode(*format.element, stored.data(), k)) * 0x1p96F)
+        << what << ", k " << k << ", value " << values[static_cast<size_t>(k)];
+  }
+  return true;
+}
+
+TEST_P(QuantizeEveryIsa, Fp8RowsIntoTiles_AreThoseOfTheDefinitionForEveryRule) {
+  const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  int packed = 0;
+  for (const auto& [name, format] : RoundedFormats()) {
+    for (const size_t count : {64, 192, 832, 8960}) {  // tails of groups and of stretches
+      for (const int exponent : {-126, -30, -3, 0, 9, 80}) {
+        std::vector<float> values(count);
+        for (float& value : values) {
+          value = std::ldexp(normal(random), exponent - static_cast<int>(random() % 12));
+        }
+        packed +=
+            PackedAsTheDefinition(table, format, values, name + " 2^" + std::to_string(exponent)) ? 1 : 0;
+        ASSERT_FALSE(HasFailure());
+      }
+    }
+  }
+  EXPECT_GE(packed, 40);  // two schemes of codes with scales in fp32, by the default rule alone
+}
+
+TEST_P(QuantizeEveryIsa, Fp8TiesIntoTiles_RoundAsTheDefinition) {
+  const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
+  const ActivationFormat format = ParseScheme("fp8_w8a8:block128")->activation;
+  std::mt19937 random(12);
+  std::uniform_real_distribution<float> mantissa(1.0F, 2.0F);
+  for (int turn = 0; turn < 200; ++turn) {
+    // The middles between neighbouring codes and the values next to them, under a scale of any mantissa.
+    const float scale = std::ldexp(mantissa(random), static_cast<int>(random() % 40) - 20);
+    std::vector<float> values;
+    for (int code = 0; code < 126; ++code) {
+      const float middle =
+          (DecodeE4m3(static_cast<uint8_t>(code)) + DecodeE4m3(static_cast<uint8_t>(code + 1))) / 2;
+      for (const float value : {std::nextafter(middle * scale, 0.0F), middle * scale,
+                                -std::nextafter(middle * scale, INFINITY)}) {
+        if (values.size() % 128 == 0) {
+          values.push_back(448.0F * scale);  // the largest of its group
+        }
+        values.push_back(value);
+      }
+    }
+    values.resize((values.size() + 127) / 128 * 128, 448.0F * scale);
+    ASSERT_TRUE(PackedAsTheDefinition(table, format, values, "scale " + std::to_string(scale)));
+    ASSERT_FALSE(HasFailure());
+  }
+}
+
+TEST_P(QuantizeEveryIsa, Fp8RowsThatTilesCannotRound_AreLeftToOthers) {
+  const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
+  const ActivationFormat format = ParseScheme("fp8_w8a8:block128")->activation;
+  for (const float value : {std::nanf(""), INFINITY, 1e38F, 1e-35F}) {
+    std::vector<float> values(256, 1.5F);
+    std::fill(values.begin() + 128, values.end(), value);
+    EXPECT_FALSE(PackedAsTheDefinition(table, format, values, "")) << value;
+  }
+}
+
 TEST_P(QuantizeEveryIsa, FiniteAmax_LeavesOutNanAndInfinity) {
   const cpu::KernelTable& table = *cpu::FindKernelTable(*ParseIsa(GetParam()));
   std::mt19937 random(5);

@@ -115,7 +115,13 @@ class CpuExperts final : public Experts {
   void QuantizeToValues(const GemmShape& shape, const PackTarget& target, float tensor_scale,
                         const float* row, float* values) const;
   void PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
-                  const PackTarget& target, const float* row, float* buffer) const;
+                  const PackTarget& target, float* buffer) const;
+  /// Intermediate rows of a job in fp32: 16 columns of a token, and floats to the next token and columns.
+  struct MidRows {
+    float* first;
+    int64_t token_stride, block_stride;
+  };
+  MidRows MidRowsOf(const Run& run, const TileJob& job) const;
   void PackJobRow(const Run& run, const GemmShape& shape, int part, const TileJob& job, int64_t token,
                   float* buffer) const;
   // Its jobs: cpu_jobs.cpp.

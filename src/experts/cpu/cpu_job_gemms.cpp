@@ -98,7 +98,7 @@ struct CpuExperts::GateUpFinish {
   void BeginSilu(const float* row_scale, const float* bias) {
     static constexpr float kZeros[2 * kPanelRows] = {};
     const float* biases = bias == nullptr ? kZeros : bias;
-    const int64_t stride = experts.plan_.gate_up.row_stride();
+    const MidRows mid = experts.MidRowsOf(run, job);
     silu.sides = sides;
     silu.gate_scale = row_scale;
     silu.up_scale = row_scale + kPanelRows;
@@ -111,8 +111,8 @@ struct CpuExperts::GateUpFinish {
     silu.shift = experts.tile_format_.shift;
     silu.permuted = experts.tile_format_.permuted;
     silu.tensor_scale = experts.MidTensorScale(down);
-    silu.rows = run.mid + job.mid_row * stride;
-    silu.row_stride = stride;
+    silu.rows = mid.first + stripe * mid.block_stride;
+    silu.row_stride = mid.token_stride;
   }
 
   void BeginOther(const float* row_scale, const float* bias) {
@@ -129,7 +129,7 @@ struct CpuExperts::GateUpFinish {
       to.gate_bias = bias;
       to.up_row_scale = row_scale + up;
       to.up_bias = bias == nullptr ? nullptr : bias + up;
-      to.mid_stride = experts.direct_mid_ ? kPanelRows : shape.row_stride();
+      to.mid_stride = experts.direct_mid_ ? kPanelRows : experts.MidRowsOf(run, job).token_stride;
     }
   }
 
@@ -138,6 +138,7 @@ struct CpuExperts::GateUpFinish {
     auto& to = *static_cast<GateUpFinish*>(context);
     const CpuExperts& experts = to.experts;
     const GemmShape& shape = experts.plan_.gate_up;
+    const MidRows mid = experts.MidRowsOf(to.run, to.job);
     experts.tiles_->scale[experts.sums_](&to.sides, first_token, tokens, first, second);
     alignas(64) float values[16 * kPanelRows];
     for (int64_t i = 0; i < to.count; ++i) {
@@ -145,9 +146,9 @@ struct CpuExperts::GateUpFinish {
       arguments.gate = shape.parts == 2 ? first : nullptr;
       arguments.up = shape.parts == 2 || i == 1 ? second : first;
       arguments.tokens = static_cast<int>(tokens);
-      arguments.mid = experts.direct_mid_ ? values
-                                          : to.run.mid + (to.job.mid_row + first_token) * shape.row_stride() +
-                                                (to.stripe + i) * kPanelRows;
+      arguments.mid = experts.direct_mid_
+                          ? values
+                          : mid.first + first_token * mid.token_stride + (to.stripe + i) * mid.block_stride;
       experts.table_->activate(&arguments);
       if (experts.direct_mid_) {
         experts.StoreMid(to.down, to.stripe + i, first_token, tokens, values);

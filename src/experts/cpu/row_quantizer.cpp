@@ -1,13 +1,16 @@
 #include "experts/cpu/row_quantizer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <optional>
 
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
+#include "quant/activation_formulas.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "quant/activation_rows.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -157,6 +160,36 @@ void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& forma
   if (!apart) {
     scales[0] = IsTwoLevel(format) ? tensor_scale : 1.0F;
   }
+}
+
+bool PackRoundedRow(const KernelTable& table, const TileKernels& tiles, const ActivationFormat& format,
+                    const TilePack& pack, float* scales, int64_t stride) {
+  constexpr float kLeast = 0x1p-90F, kMost = 0x1p90F;  // of TilePackRoundedKernel
+  const float divisor = quant_rows::DivisorOf(format);
+  const int64_t group = std::min(GroupColumns(format, pack.count), pack.count);
+  if (GridOf(format) != kGridE4m3 || format.scale_dtype != DType::kF32 || IsPerTensor(format) ||
+      format.rule.multiply_by_reciprocal || group % 32 != 0) {
+    return false;
+  }
+  TilePack part = pack;
+  for (int64_t first = 0; first < pack.count; first += kGroupsAtOnce * group) {
+    part.values = pack.values + first;
+    part.count = std::min(kGroupsAtOnce * group, pack.count - first);
+    part.k = pack.k + first;
+    uint32_t largest[kGroupsAtOnce];
+    const AmaxArguments amax{part.values, part.count, group, false, largest};
+    table.amax(&amax);
+    float divisors[kGroupsAtOnce];
+    for (int64_t g = 0; g * group < part.count; ++g, scales += stride) {
+      const float magnitude = FloatFromBits(largest[g]);
+      divisors[g] = *scales = RealScale(format.rule, divisor, magnitude);
+      if (!(divisors[g] >= kLeast && divisors[g] <= kMost) || !std::isfinite(magnitude)) {
+        return false;
+      }
+    }
+    tiles.pack_rounded(&part, divisors, group);
+  }
+  return true;
 }
 
 void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,

@@ -36,7 +36,13 @@ void QuantizeRowToCodes(const KernelTable& table, const ActivationFormat& format
 void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& format, float tensor_scale,
                          const float* row, int64_t count, float* values, float* scales, int64_t stride);
 
-/// The same of a row that is quantized already: codes and block scales as QuantizeRow leaves them.
+/// QuantizeRowToBlocks straight into tiles, where their kernels can round: `pack` with the row and all of its
+/// columns. False where they cannot: FP8 codes with scales of groups or rows in fp32 only, finite values,
+/// ordinary scales. Then some of the tiles may be written.
+bool PackRoundedRow(const KernelTable& table, const TileKernels& tiles, const ActivationFormat& format,
+                    const TilePack& pack, float* scales, int64_t stride);
+
+/// QuantizeRowToBlocks of a row that is quantized already: codes and block scales as QuantizeRow leaves them.
 void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,
                        const std::byte* block_scales, int64_t count, float* values, float* scales,
                        int64_t stride);

@@ -170,6 +170,18 @@ FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const St
   }
 }
 
+/// use(i) for the tokens of a batch, of which most are full: without a loop then.
+template <typename Use>
+FMOE_INLINE void ForTokens(int64_t tokens, const Use& use) {
+  if (tokens == kTickTokens) {
+    Unroll<kTickTokens>([&](auto i) FMOE_FLAT { use((int64_t)i); });
+  } else {
+    for (int64_t i = 0; i < tokens; ++i) {
+      use(i);
+    }
+  }
+}
+
 struct SiluValues {
   Reals gate, up, divisor;
 };
@@ -194,12 +206,12 @@ struct Silu {
 
   /// Of the tokens of a batch.
   FMOE_INLINE void Start(const Silu& s, int64_t token, const float* gates, const float* ups, TileBatch& to) {
-    for (int64_t i = 0; i < to.tokens; ++i) {
+    ForTokens(to.tokens, [&](int64_t i) FMOE_FLAT {
       const SiluValues values = Start(s, token + i, gates + i * 16, ups + i * 16);
       StoreReals(to.gate + i * 16, values.gate);
       StoreReals(to.up + i * 16, values.up);
       StoreReals(to.divisor + i * 16, values.divisor);
-    }
+    });
   }
   FMOE_INLINE Reals Value(const TileBatch& batch, int64_t i) {
     return Value(
@@ -227,10 +239,11 @@ struct TileStages {
       batch.out = s.out + i * 64;
       Silu<kPlainSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
     } else {
-      for (int64_t t = 0; t < batch.tokens; ++t) {
+      uint8_t* const out = batch.out;
+      ForTokens(batch.tokens, [&](int64_t t) FMOE_FLAT {
         const Reals h = Silu<kPlainSums>::Value(batch, t);
-        StoreBf16<kPermuted>(batch.out + t * 64, h, h, 1.0F);
-      }
+        StoreBf16<kPermuted>(out + t * 64, h, h, 1.0F);
+      });
     }
   }
 };
@@ -267,9 +280,10 @@ struct RowStages {
       batch.out = (uint8_t*)(s.out + i * s.stride);
       Silu<kSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
     } else {
-      for (int64_t t = 0; t < batch.tokens; ++t) {
-        StoreReals((float*)batch.out + t * s.stride, Silu<kSums>::Value(batch, t));
-      }
+      float* const out = (float*)batch.out;
+      const int64_t stride = s.stride;
+      ForTokens(batch.tokens,
+                [&](int64_t t) FMOE_FLAT { StoreReals(out + t * stride, Silu<kSums>::Value(batch, t)); });
     }
   }
 };
@@ -278,8 +292,7 @@ template <TileSums kSums>
 void SiluToRows(void* context, int64_t first_token, int64_t tokens, float* first, float* second) {
   TileSilu* a = (TileSilu*)context;
   const RowStages<kSums> stages{
-      Silu<kSums>::Of(*a), first_token, first, second, a->rows + first_token * a->row_stride + a->k,
-      a->row_stride};
+      Silu<kSums>::Of(*a), first_token, first, second, a->rows + first_token * a->row_stride, a->row_stride};
   Tick<2>(a, first_token, tokens, stages);
 }
 
@@ -350,9 +363,9 @@ struct Nvfp4Stages {
       Silu<kScaledSums>::Start(s.silu, s.token + i, s.gates + i * 16, s.ups + i * 16, batch);
     } else if constexpr (kStage == 1) {
       // Values beyond the last token are those of some token before.
-      for (int64_t t = 0; t < batch.tokens; ++t) {
+      ForTokens(batch.tokens, [&](int64_t t) FMOE_FLAT {
         StoreReals(batch.value + t * 16, Silu<kScaledSums>::Value(batch, t));
-      }
+      });
     } else if constexpr (kStage == 2) {
       StoreReals(batch.scale, Nvfp4Scales(LargestOfBatch(batch.value), s.tensor_scale));
     } else {

@@ -213,9 +213,9 @@ struct GroupPasses {
       constexpr int kRow = kAt * RowScaler::kRows / kRowPlaces;
       constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
       Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT {
-        // Tiles have nine rows at least.
+        // Most tiles have twelve rows or more; those beyond the last are not used.
         constexpr int kOfTile = (kRow + decltype(i){}) % 16;
-        if (kOfTile < 9 || kOfTile < tile_tokens) {
+        if (kOfTile < 12 || kOfTile < tile_tokens) {
           RowScaler::Scale(rows, kRow + i);
         }
       });
@@ -251,7 +251,7 @@ struct GroupPasses {
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
       constexpr int kStep = decltype(s){}, kStepPlaces = Unit::template kPlaces<2>;
       Unit::template Step<2, kStep % kGroupSteps == 0>(
-          e.tiles, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [&](auto i) FMOE_FLAT {
+          e.tiles, Steps::Take(steps), {nullptr, e.held, 4, true}, [&](auto i) FMOE_FLAT {
             constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
             AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh}, tile_tokens);
             if constexpr (kPlace < kFirstRowPlace || kPlace >= kEndRowPlace) {

@@ -69,6 +69,7 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
   kernels.rounded[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false, true>();
   kernels.pack = &PackTile;
+  kernels.pack_rounded = &PackTileRounded;
   kernels.pack_nvfp4 = &PackTileNvfp4;
   kernels.pack_codes = &PackTileCodes;
   kernels.gather = &GatherTile;

@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "experts/cpu/tiles/tile_finish_isa.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 #include "experts/cpu/tiles/tile_unit_isa.hpp"
 
@@ -26,6 +27,29 @@ void PackTileRow(const TilePack* p) {
       sums = SetReals(0.0F);
     }
   }
+}
+
+template <bool kPermuted>
+void PackRoundedRow(const TilePack* p, const float* divisors, int64_t group) {
+  const Reals factor = SetReals(p->shift != 0 ? 0x1p96F : 1.0F), none = SetReals(0.0F);
+  uint8_t* out = p->token + p->k / 32 * p->step_bytes;
+  for (int64_t first = 0; first < p->count; first += group, ++divisors) {
+    const int64_t end = first + group < p->count ? first + group : p->count;
+    // Saturating: the quotient of the limit is 448, or rounds to it.
+    const Reals divisor = SetReals(*divisors), limit = SetReals(*divisors * 448.0F);
+    const Reals inverse = DivideReals(SetReals(1.0F), divisor);
+    for (int64_t i = first; i < end; i += 32, out += p->step_bytes) {
+      Unroll<2>([&](auto half) FMOE_FLAT {
+        const Reals x = LoadReals(p->values + i + half * 16);
+        const Reals code = OnSmallGrid<3, -6>(DivideBy(MinReals(Magnitude(x), limit), divisor, inverse));
+        StoreBf16<kPermuted>(out + half * 32, WithSign(MultiplyReals(code, factor), x), none, 1.0F);
+      });
+    }
+  }
+}
+
+void PackTileRounded(const TilePack* p, const float* divisors, int64_t group) {
+  p->permuted ? PackRoundedRow<true>(p, divisors, group) : PackRoundedRow<false>(p, divisors, group);
 }
 
 void PackTileCodes(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,

@@ -89,7 +89,7 @@ struct SiluSpread {
     SiluSpread s;
     s.silu = Silu<kSums>::Of(a);
     s.values.gate = s.values.up = s.values.divisor = SetReals(1.0F);
-    s.rows = a.rows + a.k;
+    s.rows = a.rows;
     s.stride = a.row_stride;
     return s;
   }

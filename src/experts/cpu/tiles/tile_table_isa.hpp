@@ -109,7 +109,12 @@ struct TilePack {
 };
 typedef void (*TilePackKernel)(const TilePack* pack);
 
-/// The same for 16 values, from a multiple of 16 on, of each of up to 16 tokens: values[token][16] to
+/// The same for values that are rounded to e4m3 on the way, without `sum` and from a multiple of 32 on: to
+/// the nearest code of value / divisors[g] for group g of `group` columns (a multiple of 32), ties to even.
+/// Values are finite, divisors from 2^-90 to 2^90.
+typedef void (*TilePackRoundedKernel)(const TilePack* pack, const float* divisors, int64_t group);
+
+/// TilePackKernel for 16 values, from a multiple of 16 on, of each of up to 16 tokens: values[token][16] to
 /// `tile`, the tile of their step.
 typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t* tile, int64_t k, int shift,
                                     int permuted);
@@ -201,7 +206,7 @@ struct TileSilu {
   int shift;  ///< as in TilePack
   int permuted;
   float tensor_scale;  ///< silu_nvfp4
-  // silu_rows: in fp32.
+  // silu_rows: in fp32, these columns of the first token, and floats from a token to the next.
   float* rows;
   int64_t row_stride;
   // Of the kernels: from zero, and empty again behind the last token of a pair of stripes.
@@ -230,6 +235,7 @@ struct TileKernels {
   /// Weights with scales of groups, rounded to bf16: relative 2^-9, and no scaling of sums.
   TileFormat rounded[kNumWeightKernels];
   TilePackKernel pack;
+  TilePackRoundedKernel pack_rounded;
   TilePackBlockKernel pack_block;
   TilePackCodesKernel pack_codes;
   TilePackNvfp4Kernel pack_nvfp4;
