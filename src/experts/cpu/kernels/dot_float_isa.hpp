@@ -12,7 +12,8 @@
 ///                                            | k 0,1 | k 2,3 | ... | 62,63 |  16 bits
 ///     tile   | word 0 of its tokens | word 1 | ...         each broadcast for one or two stripes
 ///
-///     after 64 k:  total[token][row] += (chain 0 + chain 1) * scales
+///     after a group:  sum[token][row] = (chain 0 + chain 1) * scale of the weights, and those before
+///     after 64 k:     total[token][row] += sum * scale of the token
 ///
 /// With one plane the chains are words 0, 2, 4, ... and 1, 3, 5, ...: a single chain of additions would leave
 /// a unit idle for most of its latency. With two planes they are the planes. The order is the same at every
@@ -48,25 +49,22 @@ struct FloatPanel {
   }
 
   /// The sum of a group of a block with its scales, beside the row scales that wait for the end. `so_far`:
-  /// that of the groups before. `token_scale` counts for 16-bit tiles.
-  template <TileKind kKind>
-  FMOE_INLINE Floats AddGroup(Floats sum, const uint8_t* block, int group, int half, const float* token_scale,
-                              Floats so_far) {
-    if constexpr (!kScaled && kKind == kTileF32) {
+  /// that of the groups before.
+  FMOE_INLINE Floats AddGroup(Floats sum, const uint8_t* block, int group, int half, Floats so_far) {
+    if constexpr (!kScaled) {
       return sum;
     } else {
-      Floats factor;
-      if constexpr (!kScaled) {
-        factor = Set(*token_scale);
-      } else if constexpr (kKind == kTileF32) {
-        factor = Scale(block, group, half);
-      } else {
-        factor = Multiply(Scale(block, group, half), Set(*token_scale));
-      }
-      return group == 0 ? Multiply(sum, factor) : MultiplyAdd(sum, factor, so_far);
+      const Floats scale = Scale(block, group, half);
+      return group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, so_far);
     }
   }
 };
+
+/// The total with the sum of a block. `token_scale` counts for 16-bit tiles.
+template <TileKind kKind>
+FMOE_INLINE Floats AddBlock(Floats total, Floats sum, const float* token_scale) {
+  return kKind == kTileF32 ? Add(total, sum) : MultiplyAdd(sum, Set(*token_scale), total);
+}
 
 /// One word of one or two stripes with kTokens tokens of a tile of kHeight.
 template <TileKind kKind, int kStripes, int kTokens, int kHeight, typename Word, typename Sums>
@@ -116,13 +114,15 @@ FMOE_INLINE void ShortBlocks(const uint8_t* block, int half, const int32_t* word
     Unroll<kBlocks * kHeight>([&](auto i) FMOE_FLAT {
       constexpr int kBlock = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
       const auto& chains = sums[kBlock][0][kToken];
-      scaled[kBlock][kToken] = Panel::template AddGroup<kKind>(
-          Unit::Finish(chains[0], chains[1]), block + kBlock * Panel::kBlockBytes, group, half,
-          scales + kBlock * kHeight + kToken, scaled[kBlock][kToken]);
+      scaled[kBlock][kToken] =
+          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), block + kBlock * Panel::kBlockBytes, group, half,
+                          scaled[kBlock][kToken]);
     });
   });
   Unroll<kBlocks>([&](auto b) FMOE_FLAT {
-    Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[b][t]); });
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      totals[t] = AddBlock<kKind>(totals[t], scaled[b][t], scales + b * kHeight + t);
+    });
   });
 }
 
@@ -203,14 +203,13 @@ FMOE_INLINE void TallBlock(const uint8_t* const* from, const uint8_t* const* blo
       constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
       const auto& chains = sums[kStripe][kToken];
       Floats& into = scaled[kStripe][kToken];
-      into = Panel::template AddGroup<kKind>(Unit::Finish(chains[0], chains[1]), blocks[kStripe], group, 0,
-                                             scales + kToken, into);
+      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), blocks[kStripe], group, 0, into);
     });
   });
   Unroll<kStripes * kPairTokens>([&](auto i) FMOE_FLAT {
     constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
     float* total = out + (kStripe * kMaxHeight + kToken) * 16;
-    Store(total, Add(Load(total), scaled[kStripe][kToken]));
+    Store(total, AddBlock<kKind>(Load(total), scaled[kStripe][kToken], scales + kToken));
   });
 }
 
