@@ -115,8 +115,8 @@ FMOE_INLINE void ShortBlocks(const uint8_t* block, int half, const int32_t* word
       constexpr int kBlock = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
       const auto& chains = sums[kBlock][0][kToken];
       scaled[kBlock][kToken] =
-          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), block + kBlock * Panel::kBlockBytes, group, half,
-                          scaled[kBlock][kToken]);
+          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), block + kBlock * Panel::kBlockBytes, group,
+                          half, scaled[kBlock][kToken]);
     });
   });
   Unroll<kBlocks>([&](auto b) FMOE_FLAT {
