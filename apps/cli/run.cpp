@@ -215,6 +215,8 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
       answer.text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads",
                                  100 * read_gbps / machine_gbps, machine_gbps);
     }
+  } else {
+    answer.text += " (the first call, which touches its memory; --repeat measures)";
   }
   answer.text += "\n";
 }
