@@ -7,7 +7,8 @@
 #include "experts/cpu/kernels/simd_isa.hpp"
 
 /// Codes times scales as bf16, for panels of weights whose scales differ from column to column. Both fit: at
-/// most eight significant bits, so that the upper half of the fp32 product is the product.
+/// most eight significant bits, so that the upper half of the fp32 product is the product. (Below 2^-126 bits
+/// are cut off; units for bf16 take such weights for zero.)
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
