@@ -239,7 +239,7 @@ void AddPlan(CLI::App& app, PlanFlags& flags) {
   app.add_option("--determinism", flags.determinism,
                  "run_to_run, thread_invariant, batch_invariant or rank_invariant");
   app.add_option("--activation", flags.activation,
-                 "a8 lets weight-only int4 and int8 layers use int8 activations");
+                 "a8 lets weight-only layers multiply with activations of 8 bits");
   app.add_option("--activation-format", flags.activation_format, "standard or batched");
   AddTune(app, flags.tune);
 }

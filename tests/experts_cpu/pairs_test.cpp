@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -98,12 +99,26 @@ std::vector<uint8_t> StripeOf(const std::vector<uint8_t>& codes) {
   return stripe;
 }
 
+/// The column k of a stripe: what its rows give for a token that is one there and zero elsewhere.
+std::array<float, 16> ColumnOf(const PairKernel& kernel, const std::vector<uint8_t>& stripe, int64_t k) {
+  const KernelTable& table = *FindKernelTable(kernel.isa);
+  std::vector<float> token(kK);
+  token[static_cast<size_t>(k)] = 1.0F;
+  TileView view{};
+  const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
+  std::array<float, 16> column{};
+  table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, column.data());
+  for (float& value : column) {
+    value *= KernelOutputScale(kernel.weight);
+  }
+  return column;
+}
+
 TEST_F(CpuPairs, EveryCodeOfFp8_IsExact) {
   for (const PairKernel& kernel : PairKernels()) {
     if (kernel.weight != kWeightE4m3 && kernel.weight != kWeightE5m2) {
       continue;
     }
-    const KernelTable& table = *FindKernelTable(kernel.isa);
     const DType dtype = kernel.weight == kWeightE4m3 ? DType::kF8E4M3 : DType::kF8E5M2;
     std::vector<uint8_t> codes(16 * kK);
     for (size_t i = 0; i < codes.size(); ++i) {
@@ -112,15 +127,10 @@ TEST_F(CpuPairs, EveryCodeOfFp8_IsExact) {
     }
     const std::vector<uint8_t> stripe = StripeOf(codes);
     for (int64_t k = 0; k < kK; ++k) {
-      std::vector<float> token(kK);
-      token[static_cast<size_t>(k)] = 1.0F;
-      TileView view{};
-      const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
-      float out[16];
-      table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+      const std::array<float, 16> column = ColumnOf(kernel, stripe, k);
       for (int64_t row = 0; row < 16; ++row) {
         const uint8_t code = codes[static_cast<size_t>(row * kK + k)];
-        EXPECT_EQ(out[row] * KernelOutputScale(kernel.weight), DecodeCode(dtype, code))
+        EXPECT_EQ(column[static_cast<size_t>(row)], DecodeCode(dtype, code))
             << IsaName(kernel.isa) << " code " << int{code} << " tile " << kernel.tile;
       }
     }
@@ -135,7 +145,6 @@ TEST_F(CpuPairs, EveryCodeOfE2m1_IsExact) {
     if (!nvfp4 && kernel.weight != kWeightMxfp4) {
       continue;
     }
-    const KernelTable& table = *FindKernelTable(kernel.isa);
     const int64_t block_bytes = BlockBytes(kernel.weight);
     std::vector<uint8_t> stripe(static_cast<size_t>(kK / 64 * block_bytes) + 16384);
     const auto code = [](int64_t row, int64_t k) {
@@ -152,14 +161,9 @@ TEST_F(CpuPairs, EveryCodeOfE2m1_IsExact) {
       }
     }
     for (int64_t k = 0; k < kK; ++k) {
-      std::vector<float> token(kK);
-      token[static_cast<size_t>(k)] = 1.0F;
-      TileView view{};
-      const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
-      float out[16];
-      table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+      const std::array<float, 16> column = ColumnOf(kernel, stripe, k);
       for (int64_t row = 0; row < 16; ++row) {
-        EXPECT_EQ(out[row] * KernelOutputScale(kernel.weight), DecodeCode(DType::kF4E2M1, code(row, k)))
+        EXPECT_EQ(column[static_cast<size_t>(row)], DecodeCode(DType::kF4E2M1, code(row, k)))
             << IsaName(kernel.isa) << " row " << row << " k " << k;
       }
     }

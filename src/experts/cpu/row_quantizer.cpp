@@ -8,9 +8,7 @@
 
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
-#include "quant/activation_formulas.hpp"
 #include "quant/activation_quantizer.hpp"
-#include "quant/activation_rows.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -45,24 +43,43 @@ std::optional<CodeGrid> GridOf(const ActivationFormat& format) {
   }
 }
 
-/// Rounds a row in stretches of groups. `choose(group, scale)` returns what codes of the group are multiplied
-/// with in `out`.
-template <typename Choose>
-void RoundRow(const KernelTable& table, const ActivationFormat& format, float tensor_scale, const float* row,
-              int64_t count, float* out, int8_t* codes, Choose&& choose) {
-  const int64_t group = std::min(GroupColumns(format, count), std::max<int64_t>(count, 1));
-  RoundArguments round{};
-  round.group = group;
-  round.grid = *GridOf(format);
-  for (int64_t first = 0, index = 0; first < count; first += kGroupsAtOnce * group) {
+/// Of a group of a row; all of it where it is shorter.
+int64_t GroupOf(const ActivationFormat& format, int64_t count) {
+  return std::min(GroupColumns(format, count), std::max<int64_t>(count, 1));
+}
+
+/// use(first, length, largest) for one stretch of kGroupsAtOnce groups after the other, until it says false:
+/// `largest` has the bits of each group's largest magnitude, 0 where the tensor has one scale.
+template <typename Use>
+bool ForEachStretch(const KernelTable& table, const ActivationFormat& format, const float* row, int64_t count,
+                    Use&& use) {
+  const int64_t group = GroupOf(format, count);
+  for (int64_t first = 0; first < count; first += kGroupsAtOnce * group) {
     const int64_t length = std::min(kGroupsAtOnce * group, count - first);
     uint32_t largest[kGroupsAtOnce] = {};
     if (!IsPerTensor(format)) {
       const AmaxArguments amax{row + first, length, group, false, largest};
       table.amax(&amax);
     }
+    if (!use(first, length, largest)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// Rounds a row in stretches of groups. `choose(group, scale)` returns what codes of the group are multiplied
+/// with in `out`.
+template <typename Choose>
+void RoundRow(const KernelTable& table, const ActivationFormat& format, float tensor_scale, const float* row,
+              int64_t count, float* out, int8_t* codes, Choose&& choose) {
+  RoundArguments round{};
+  round.group = GroupOf(format, count);
+  round.grid = *GridOf(format);
+  int64_t index = 0;
+  ForEachStretch(table, format, row, count, [&](int64_t first, int64_t length, const uint32_t* largest) {
     RoundStep steps[kGroupsAtOnce];
-    for (int64_t g = 0; g * group < length; ++g, ++index) {
+    for (int64_t g = 0; g * round.group < length; ++g, ++index) {
       const GroupScale scale = ScaleOfGroup(format, tensor_scale, FloatFromBits(largest[g]));
       steps[g] = {scale.step.factor, scale.step.multiply, choose(index, scale)};
     }
@@ -72,7 +89,8 @@ void RoundRow(const KernelTable& table, const ActivationFormat& format, float te
     round.out = out == nullptr ? nullptr : out + first;
     round.codes = codes == nullptr ? nullptr : codes + first;
     table.round(&round);
-  }
+    return true;
+  });
 }
 
 /// NVFP4, with scales of groups among the vectors, and by `by_groups(first, end)` where the kernel gives up.
@@ -165,31 +183,28 @@ void QuantizeRowToBlocks(const KernelTable& table, const ActivationFormat& forma
 bool PackRoundedRow(const KernelTable& table, const TileKernels& tiles, const ActivationFormat& format,
                     const TilePack& pack, float* scales, int64_t stride) {
   constexpr float kLeast = 0x1p-90F, kMost = 0x1p90F;  // of TilePackRoundedKernel
-  const float divisor = quant_rows::DivisorOf(format);
-  const int64_t group = std::min(GroupColumns(format, pack.count), pack.count);
+  const int64_t group = GroupOf(format, pack.count);
   if (GridOf(format) != kGridE4m3 || format.scale_dtype != DType::kF32 || IsPerTensor(format) ||
       format.rule.multiply_by_reciprocal || group % 32 != 0) {
     return false;
   }
   TilePack part = pack;
-  for (int64_t first = 0; first < pack.count; first += kGroupsAtOnce * group) {
+  const auto pack_stretch = [&](int64_t first, int64_t length, const uint32_t* largest) {
     part.values = pack.values + first;
-    part.count = std::min(kGroupsAtOnce * group, pack.count - first);
+    part.count = length;
     part.k = pack.k + first;
-    uint32_t largest[kGroupsAtOnce];
-    const AmaxArguments amax{part.values, part.count, group, false, largest};
-    table.amax(&amax);
     float divisors[kGroupsAtOnce];
-    for (int64_t g = 0; g * group < part.count; ++g, scales += stride) {
+    for (int64_t g = 0; g * group < length; ++g, scales += stride) {
       const float magnitude = FloatFromBits(largest[g]);
-      divisors[g] = *scales = RealScale(format.rule, divisor, magnitude);
+      divisors[g] = *scales = ScaleOfGroup(format, 1.0F, magnitude).multiplier;
       if (!(divisors[g] >= kLeast && divisors[g] <= kMost) || !std::isfinite(magnitude)) {
         return false;
       }
     }
     tiles.pack_rounded(&part, divisors, group);
-  }
-  return true;
+    return true;
+  };
+  return ForEachStretch(table, format, pack.values, pack.count, pack_stretch);
 }
 
 void DecodeRowToBlocks(const ActivationFormat& format, float tensor_scale, const std::byte* codes,
