@@ -219,14 +219,13 @@ struct CpuExperts::DownFinish {
     const GemmShape& shape = to.experts.plan_.down;
     const ExpertPanels& expert = to.experts.experts_[static_cast<size_t>(job->expert)];
     const int64_t col = first_stripe * kPanelRows;
-    float* rows = to.experts.SlotsWait(run)
-                      ? run.slot_sums + (job->first_slot - run.first_slot) * shape.row_stride()
-                      : run.sums;
+    const bool wait = to.experts.SlotsWait(run);
+    const int64_t slot = job->first_slot - run.first_slot;
     to.add = {SidesOf(*job),
               to.experts.TileScales(job->expert, 1) + col,
               expert.down_bias == nullptr ? nullptr : expert.down_bias + col,
               std::min<int64_t>(2, shape.stripes - first_stripe),
-              rows + col,
+              wait ? run.slot_sums + col * run.waiting_slots + slot * kPutColumns : run.sums + col,
               shape.row_stride(),
               run.slot_outputs + job->first_slot,
               run.slot_weights + job->first_slot,

@@ -10,11 +10,11 @@
 ///
 ///   one thread     group: pack, gate/up, pack, down --- added to ---> sums of outputs ---> outputs, after
 ///                                                                     the last of their slots
-///   many threads   group: pack, gate/up, pack, down --- put into ---> rows of slots --.
-///                  group: ...                                         rows of slots --+--> sums of outputs
+///   many threads   group: pack, gate/up, pack, down --- put into ---> sums of slots --.
+///                  group: ...                                         sums of slots --+--> sums of outputs
 ///
 /// A thread takes a group through the layer alone, so that tokens and intermediate values never leave its L2;
-/// the rows of slots are then added up in the order in which one thread would have added them. Where groups
+/// the sums of slots are then added up in the order in which one thread would have added them. Where groups
 /// are too few, all threads share the pairs of stripes of one group after the other.
 namespace fusedmoe::cpu {
 CpuExperts::TaskScratch::TaskScratch(Run& run, const CpuPlan& plan) {
@@ -137,6 +137,7 @@ void CpuExperts::RunJobs(Run& run) const {
          end < run.num_groups && end_slot(run.groups[end]) - run.first_slot <= plan_.tiles.max_slot_sums;) {
       ++end;
     }
+    run.waiting_slots = end_slot(run.groups[end - 1]) - run.first_slot;
     const JobGroup jobs{run.groups[begin].begin, run.groups[end - 1].end};
     if (end - begin >= kGroupsPerThread * run.executor->num_threads) {
       RunGroupsApart(run, run.groups + begin, end - begin);
@@ -217,7 +218,7 @@ void CpuExperts::StoreOutputsOf(Run& run, const JobGroup& group) const {
   }
 }
 
-/// Whether results wait in rows of their slots.
+/// Whether the sums of slots wait for those of the others of their output.
 bool CpuExperts::SlotsWait(const Run& run) const {
   return run.executor->num_threads > 1 && plan_.tiles.max_slot_sums > 0;
 }
@@ -243,23 +244,23 @@ void CpuExperts::AddSlotSums(Run& run, const JobGroup& jobs, bool first, bool la
   const bool done = last && run.num_tiles == 0;
   const int64_t tasks = std::min(kTasksPerThread * run.executor->num_threads, run.num_outputs);
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
-    for (int64_t row = run.num_outputs * task / tasks; row < run.num_outputs * (task + 1) / tasks; ++row) {
-      const int32_t begin = row == 0 ? 0 : run.output_offsets[row - 1];
-      float* sums = run.sums + row * shape.row_stride();
-      TileSlotSum sum{};
-      sum.rows = run.slot_sums;
-      sum.stride = shape.row_stride();
-      sum.slots = run.output_slots + begin;
-      sum.count = run.output_offsets[row] - begin;
-      sum.first_slot = run.first_slot;
-      sum.weights = run.slot_weights;
-      sum.columns = shape.padded_rows();
-      sum.sums = sums;
-      sum.fresh = first;
-      tiles_->add_slots(&sum);
-      if (done) {
-        StoreOutput(run, row, 0, shape.rows);
-      }
+    const int64_t first_row = run.num_outputs * task / tasks, end_row = run.num_outputs * (task + 1) / tasks;
+    TileSlotSum sum{};
+    sum.rows = run.slot_sums;
+    sum.block_slots = run.waiting_slots;
+    sum.first_slot = run.first_slot;
+    sum.slots = run.output_slots;
+    sum.ends = run.output_offsets + first_row;
+    sum.begin = first_row == 0 ? 0 : run.output_offsets[first_row - 1];
+    sum.weights = run.slot_weights;
+    sum.outputs = end_row - first_row;
+    sum.columns = shape.padded_rows();
+    sum.sums = run.sums + first_row * shape.row_stride();
+    sum.stride = shape.row_stride();
+    sum.fresh = first;
+    tiles_->add_slots(&sum);
+    for (int64_t row = first_row; done && row < end_row; ++row) {
+      StoreOutput(run, row, 0, shape.rows);
     }
   });
 }

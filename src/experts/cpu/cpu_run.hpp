@@ -64,10 +64,10 @@ struct CpuExperts::Run {
   std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};
   int64_t num_jobs = 0, num_groups = 0;
   SlotEnds* slot_ends;      // where one thread adds them up
-  float* slot_sums;         // rows of the slots from first_slot on, where several threads work on jobs
+  float* slot_sums;         // of waiting_slots from first_slot on, where several threads work on jobs
   int32_t* output_offsets;  // where the slots of an output begin in output_slots; one thread: its last slot
   int32_t* output_slots;
-  int64_t first_slot = 0;
+  int64_t first_slot = 0, waiting_slots = 0;
   int64_t num_slots = 0, num_tiles = 0;
   int64_t tiled_experts = 0, tiled_slots = 0;  // what the tiles hold
   float batch_scale = 1.0F;  // of the rows that are packed, where the scheme has one scale for all

@@ -84,7 +84,7 @@ struct RowFinisher {
   }
 
   FMOE_INLINE void Token(const RowFinisher& f, int64_t token, const float* first, const float* second) {
-    float* const row = f.rows + (kPut ? token : f.places[token]) * f.stride;
+    float* const row = f.rows + (kPut ? token * kPutColumns : f.places[token] * f.stride);
     const Reals weight = SetReals(kPut ? 1.0F : f.weights[token]);
     const bool fresh = !kPut && f.ends[token].first;
     const TokenSide<kSums> side = TokenSide<kSums>::Of(f.sides, token);
@@ -115,16 +115,38 @@ void FinishRows(void* context, int64_t first_token, int64_t tokens, float* first
   }
 }
 
-/// A line of each slot's row at a time: eight streams that hardware follows.
+/// Outputs that are added up together: their sums stay in L2, and neighbours of them share pages of slots.
+constexpr int64_t kStripOutputs = 16;
+
+/// Outputs first to last - 1, whose slots begin at `begin`.
+FMOE_INLINE void AddStrip(const TileSlotSum& s, int64_t first, int64_t last, int64_t begin) {
+  const int64_t block_stride = s.block_slots * kPutColumns;
+  const float* block = s.rows - s.first_slot * kPutColumns;
+  for (int64_t column = 0; column < s.columns; column += kPutColumns, block += block_stride) {
+    const int64_t second = column + 16 < s.columns ? 16 : 0;  // 0: the same again
+    int64_t i = begin;
+    for (int64_t output = first; output < last; ++output) {
+      float* const sums = s.sums + output * s.stride + column;
+      Reals total[2] = {LoadRealsUnless(s.fresh, sums), LoadRealsUnless(s.fresh, sums + second)};
+      for (; i < s.ends[output]; ++i) {
+        const float* values = block + s.slots[i] * kPutColumns;
+        const Reals weight = SetReals(s.weights[s.slots[i]]);
+        PrefetchToL2((const uint8_t*)(values + block_stride));
+        PrefetchToL2((const uint8_t*)(values + block_stride + 16));
+        total[0] = MultiplyAddReals(weight, LoadReals(values), total[0]);
+        total[1] = MultiplyAddReals(weight, LoadReals(values + second), total[1]);
+      }
+      StoreReals(sums, total[0]);
+      StoreReals(sums + second, total[1]);
+    }
+  }
+}
+
 void AddSlots(const TileSlotSum* sum) {
   const TileSlotSum s = *sum;
-  for (int64_t column = 0; column < s.columns; column += 16) {
-    Reals total = s.fresh ? SetReals(0.0F) : LoadReals(s.sums + column);
-    for (int64_t i = 0; i < s.count; ++i) {
-      const float* row = s.rows + (s.slots[i] - s.first_slot) * s.stride;
-      total = MultiplyAddReals(SetReals(s.weights[s.slots[i]]), LoadReals(row + column), total);
-    }
-    StoreReals(s.sums + column, total);
+  for (int64_t first = 0; first < s.outputs; first += kStripOutputs) {
+    const int64_t last = first + kStripOutputs < s.outputs ? first + kStripOutputs : s.outputs;
+    AddStrip(s, first, last, first == 0 ? s.begin : s.ends[first - 1]);
   }
 }
 

@@ -153,34 +153,40 @@ struct SlotEnds {
 ///   rows + places[token] * stride   +=  weights[token] * (sum * scale + bias)
 ///
 /// Lines of the next 32 columns are asked for. TileFinish of TileKernels::put leaves the weight to
-/// TileSlotSum:
+/// TileSlotSum, and the 32 columns of a token behind those of the token before:
 ///
-///   rows + token * stride            =   sum * scale + bias
+///   rows + token * kPutColumns       =   sum * scale + bias
+constexpr int64_t kPutColumns = 32;
 struct TileAdd {
   TileSides sides;
   const float* scale;  ///< [32]
   const float* bias;   ///< or null
   int64_t stripes;     ///< 1 where the second does not exist
   float* rows;
-  int64_t stride;         ///< floats
+  int64_t stride;         ///< of add, floats
   const int32_t* places;  ///< of the job's tokens
   const float* weights;
   const SlotEnds* ends;  ///< of add: rows begin with the first of their slots
 };
 
-/// What `put` left of the slots of an output, in their order, to its sums:
+/// What `put` left of the slots of some outputs, in their order, to the sums of these:
 ///
-///   sums[columns]  (+)=  weights[slot] * rows[slot - first_slot][columns]      for each slot
+///   rows             | 32 columns of each slot | the next 32 columns of each slot | ...
+///
+///   sums[output][column]  (+)=  weights[slot] * value of slot and column     for each slot of the output
 struct TileSlotSum {
-  const float* rows;
-  int64_t stride;  ///< floats
-  const int32_t* slots;
-  int64_t count;
+  const float* rows;    ///< from first_slot on
+  int64_t block_slots;  ///< slots that 32 columns are there of
   int64_t first_slot;
+  const int32_t* slots;
+  const int32_t* ends;  ///< of each output in `slots`; it begins where the one before ends
+  int64_t begin;        ///< of the first output
   const float* weights;
+  int64_t outputs;
   int64_t columns;  ///< a multiple of 16
   float* sums;
-  int fresh;  ///< sums begin at zero
+  int64_t stride;  ///< floats from an output to the next
+  int fresh;       ///< sums begin at zero
 };
 typedef void (*TileSlotSumKernel)(const TileSlotSum* sum);
 
