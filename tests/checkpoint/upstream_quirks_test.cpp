@@ -527,6 +527,30 @@ TEST(UpstreamQuirks, FusedExpertsWithoutScales_AreLeftAlone) {
   }
 }
 
+// AutoAWQ 0.2.9 leaves out modules whose names hold a part that modules_to_not_convert lists ("layers.0.",
+// "shared_exp"), and other writers leave them out without a list.
+TEST(UpstreamQuirks, ModulesThatAwqAndGptqLeftOut_AreReadAsTheyAre) {
+  for (const std::string format : {"gptq", "awq"}) {
+    for (const char* part : {"layers.0.", "mlp.exp", ""}) {
+      SCOPED_TRACE(format + " " + part);
+      TinyModel model("bf16");
+      auto& quantization = model.config["quantization_config"];
+      quantization = TinyModel(format).config["quantization_config"];
+      if (*part != '\0') {
+        quantization["modules_to_not_convert"] = {part};
+      }
+      EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput) << "nothing is quantized";
+      model.tensors.push_back(Bytes("model.layers.1.mlp.experts.0.up_proj.qweight", "I32", {1, 4}, 4, 7));
+      EXPECT_EQ(LoadEverything(model).message(), "");
+    }
+    TinyModel halved(format);
+    const std::string up = "model.layers.0.mlp.experts.0.up_proj";
+    std::erase_if(halved.tensors, [&](const RawTensor& tensor) { return tensor.name == up + ".scales"; });
+    halved.tensors.push_back(Bf16(up + ".weight", {kIntermediate, kHidden}, 0.5F));
+    EXPECT_EQ(LoadEverything(halved).code(), StatusCode::kBadInput) << "codes without scales";
+  }
+}
+
 // Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
 // bytes.
 TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {

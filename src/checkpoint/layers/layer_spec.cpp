@@ -63,12 +63,19 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
 
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
 // divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
-// (JetMoE, Longcat, Llama-4 by auto-round); bitsandbytes such parameters and the routers of some models.
-bool KeepsPlain(std::string_view producer, const TensorInfo& info) {
+// (JetMoE, Longcat, Llama-4 by auto-round); bitsandbytes such parameters and the routers of some models. AWQ
+// and GPTQ files leave out any module, by parts of names ("layers.0.", "shared_exp") or without a word, and
+// vLLM goes by the tensors; where nothing at all has codes, the configuration is another model's.
+bool KeepsPlain(const TensorStore& store, std::string_view producer, const LinearFormat& format,
+                const TensorInfo& info) {
   const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
-  if (producer == "compressed-tensors" || producer == "quark" || producer == "gptq" || producer == "awq" ||
-      producer == "auto-round") {
-    return plain && info.shape.rank() >= 3;
+  const bool joined = info.shape.rank() >= 3;
+  if (producer == "gptq" || producer == "awq") {
+    const auto has_codes = [&](const TensorInfo& other) { return other.name.ends_with(format.codes); };
+    return plain && (joined || std::any_of(store.tensors().begin(), store.tensors().end(), has_codes));
+  }
+  if (producer == "compressed-tensors" || producer == "quark" || producer == "auto-round") {
+    return plain && joined;
   }
   return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
 }
@@ -185,7 +192,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     }
   }
   if (const TensorInfo* info = store.Find(base + weight_suffix);
-      info != nullptr && format.quantized() && !has(format.scale) && KeepsPlain(rules.producer, *info)) {
+      info != nullptr && format.quantized() && !has(format.scale) &&
+      (format.codes == ".weight" || !has(format.codes)) && KeepsPlain(store, rules.producer, format, *info)) {
     return LinearFormat{};
   }
   if (rules.producer == "modelopt" && format.weight.block.row > 1 &&
