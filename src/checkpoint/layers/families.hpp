@@ -36,11 +36,12 @@ struct FamilyRouting {
   /// A method that scores and bias alone do not tell; kUnspecified: derived from them (DeriveMethod).
   RoutingMethod method = RoutingMethod::kUnspecified;
   float norm_epsilon = 0.0F;
-  bool ignore_groups = false;     ///< the configuration's groups mean something else, or nothing
-  bool ignore_score_key = false;  ///< the configuration's scoring_func is not the router's
-  bool groups_by_two = false;     ///< without a bias too, groups compete by their two largest scores
-  float softcap = 0.0F;           ///< when the configuration has no softcap of the logits
-  bool corrected = false;         ///< every layer has a correction bias, unless the configuration says no
+  bool ignore_groups = false;        ///< the configuration's groups mean something else, or nothing
+  bool ignore_score_key = false;     ///< the configuration's scoring_func is not the router's
+  bool groups_by_two = false;        ///< without a bias too, groups compete by their two largest scores
+  float softcap = 0.0F;              ///< when the configuration has no softcap of the logits
+  bool corrected = false;            ///< every layer has a correction bias, unless the configuration says no
+  bool corrected_when_said = false;  ///< with `corrected`: only where the configuration says yes
 };
 
 struct FamilyActivation {

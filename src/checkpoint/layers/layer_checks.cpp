@@ -29,12 +29,13 @@ Status CheckHalves(const TensorStore& store, const ModelConfig& config, const La
 }
 
 // Whether the configuration takes away the correction bias that layers of the family have.
-Result<bool> HasNoCorrection(const ModelConfig& config) {
+Result<bool> HasNoCorrection(const ModelConfig& config, const FamilyRouting& row) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> method, config.Text("topk_method"));
   FMOE_ASSIGN_OR_RETURN(const std::optional<bool> used,
                         config.Boolean("use_expert_bias use_routing_bias moe_router_enable_expert_bias "
-                                       "moe_router_use_expert_bias use_moe_router_bias moe_use_aux_free"));
-  return method.value_or("noaux_tc") != "noaux_tc" || !used.value_or(true);
+                                       "moe_router_use_expert_bias use_moe_router_bias moe_use_aux_free "
+                                       "router_enable_expert_bias moe_gate_bias"));
+  return method.value_or("noaux_tc") != "noaux_tc" || !used.value_or(!row.corrected_when_said);
 }
 
 // DeepSeek-V4: the first layers look their experts up by token ids.
@@ -79,7 +80,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   if (!family.output_bias.empty() && names.output_bias.empty()) {
     return missing(first(family.output_bias), fmt::format("layers of {} have one", family.name));
   }
-  FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config));
+  FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config, family.routing));
   if (family.routing.corrected && names.correction_bias.empty() && !no_correction &&
       spec.config.routing.score == family.routing.score) {
     return missing(first(family.correction_bias),

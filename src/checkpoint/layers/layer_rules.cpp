@@ -15,7 +15,7 @@ constexpr std::string_view kTopKKeys =
     "ffn_config.moe_top_k";
 constexpr std::string_view kScoreKeys =
     "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn "
-    "moe_router_score_func";
+    "moe_router_score_func router_score_func";
 constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight";
 constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
@@ -173,7 +173,7 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
   if (row.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
-                          config.Number("swiglu_limit swiglu_limits", layer));
+                          config.Number("swiglu_limit swiglu_limits expert_swiglu_limit_list", layer));
     if (alpha) {
       spec.alpha = static_cast<float>(*alpha);
     }
@@ -199,7 +199,8 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
     FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
     own = ActivationSpec{.kind = kind.value_or(routed.kind)};
   } else if (family.activation.kind == ActivationKind::kSwigluStep) {
-    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number("swiglu_limits_shared", layer));
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
+                          config.Number("swiglu_limits_shared share_expert_swiglu_limit_list", layer));
     ActivationSpec spec{.kind = ActivationKind::kSwigluStep,
                         .limit = static_cast<float>(limit.value_or(0.0))};
     own = WithoutLimit(spec);

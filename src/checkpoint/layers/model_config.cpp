@@ -166,7 +166,10 @@ Result<std::optional<double>> ModelConfig::Number(std::string_view keys, int64_t
   if (value == nullptr) {
     return std::optional<double>();
   }
-  if (value->is_array() && layer >= 0 && layer < static_cast<int64_t>(value->items().size())) {
+  if (value->is_array() && layer >= 0) {  // layers behind the end of a list, of draft heads, have no entry
+    if (layer >= static_cast<int64_t>(value->items().size())) {
+      return std::optional<double>();
+    }
     value = &value->items()[static_cast<size_t>(layer)];
     if (value->is_null()) {
       return std::optional<double>();
