@@ -141,7 +141,8 @@ inline std::vector<PrefillCase> PrefillCases() {
        {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp4_w4a8:dynamic", "mxfp8_w8a8",
         "fp8_w8a8:channel", "fp8_w8a8:tensor", "fp8_w8a8:tensor_static", "fp8_w8a8:tensor_token",
         "fp8_w8a8:block128", "int8_w8a8:channel", "int8_w8a8:channel_static", "int4_w4a8:g128",
-        "int4_w4a8:g32", "nvfp4_w4a8:g16", "w_mxfp4_a_mxfp6_e3m2", "w_mxfp6_e2m3_a_mxfp6_e2m3"}) {
+        "int4_w4a8:g32", "nvfp4_w4a8:g16", "w_mxfp4_a_mxfp6_e3m2", "w_mxfp6_e2m3_a_mxfp6_e2m3",
+        "mxfp4_w4a8_out:out16_tensor"}) {
     add({.name = std::string("quantized ") + scheme,
          .scheme = scheme,
          .hidden = 384,
@@ -198,8 +199,9 @@ inline std::vector<PrefillCase> PrefillCases() {
        .per_expert_scale = true});
   // as values: in 128-token tiles quantized there, in those of 64 between the GEMMs; groups of 16 and 32 and
   // none, tails, odd K, options
-  for (const char* scheme : {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp8_w8a8",
-                             "nvfp4_w4a8:g16", "w_mxfp6_e2m3_a_mxfp6_e2m3"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp4_w4a8:static", "mxfp8_w8a8", "nvfp4_w4a8:g16",
+        "w_mxfp6_e2m3_a_mxfp6_e2m3", "mxfp8_w8a8_out", "nvfp4_w4a8_out"}) {
     for (const int64_t tokens : {60, 350}) {
       const std::string name = std::string(scheme) + " values of " + std::to_string(tokens);
       add({.name = name, .scheme = scheme, .hidden = 320, .intermediate = 192, .tokens = tokens});

@@ -13,6 +13,7 @@
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 #include "weights/fragment_codes.hpp"
 #include "weights/fragment_stager.hpp"
 
@@ -56,6 +57,9 @@ std::optional<FragmentFormat> FormatOfIntegers(const WeightFormat& format, bool 
 }
 
 std::optional<FragmentFormat> FormatOfFloats(const WeightFormat& format, bool plain) {
+  if (BecomesProducts(format)) {
+    return FragmentFormat::kBf16;
+  }
   // Groups of `least` columns, or a multiple, under scales of `scale`.
   const auto grouped = [&](DType scale, int64_t least) {
     return !plain && format.block.row == 1 && format.block_scale_dtype == scale && format.block.col > 0 &&
@@ -109,6 +113,7 @@ Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zer
   FragmentSpec spec;
   spec.format = *fragment;
   spec.row_scale = format.has_channel_scale || row_blocks;
+  spec.products = BecomesProducts(format);
   if (*fragment == FragmentFormat::kInt4Half128) {
     spec.half_scale = format.block_scale_dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
   }
@@ -284,6 +289,9 @@ int LargestOf(const CanonicalMatrix& matrix, const float* tensor_scale) {
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert) {
   const FragmentTraits traits = FragmentTraitsOf(spec.format);
   const bool gated = !expert.gate.empty();
+  if (spec.products) {
+    return Status::Unsupported("fragments hold products of codes and scales; neither can be had back");
+  }
   for (const CanonicalMatrix* matrix : {&expert.up, &expert.down}) {
     if (matrix->codes.empty()) {
       return Status::Usage("unpacking needs matrices whose codes are allocated");

@@ -16,6 +16,7 @@ struct FragmentSpec {
   FragmentFormat format = FragmentFormat::kBf16;
   DType half_scale = DType::kBF16;  ///< of FragmentScale::kHalf: BF16 or F16
   bool row_scale = false;           ///< channel scales stand beside the blocks, F32 a row
+  bool products = false;            ///< codes times block scales (block_products.hpp)
   bool operator==(const FragmentSpec&) const = default;
   /// "fragment(nvfp4, 576 bytes a unit of 64)"
   std::string ToString() const;
@@ -59,7 +60,7 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
 
 /// The inverse: codes and block scales (and zero points) of one expert back into matrices whose tensors are
 /// allocated and whose shapes are set, in the order of the layout. Codes of NVFP4 blocks with scale zero come
-/// back as zero.
+/// back as zero. kUnsupported of products, which do not say what their factors were.
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
 
 /// What the kernels decode from a row block and the scales of its first unit (FragmentPlaces): the weight of

@@ -7,6 +7,7 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -94,7 +95,11 @@ bool HasNanE4m3(const uint8_t* codes, int64_t count) {
 
 FragmentRows::FragmentRows(const CanonicalMatrix& matrix, const FragmentSpec& spec,
                            std::span<const int32_t> row_order, std::span<const int32_t> col_order)
-    : matrix_(&matrix), traits_(FragmentTraitsOf(spec.format)), row_order_(row_order), col_order_(col_order) {
+    : matrix_(&matrix),
+      traits_(FragmentTraitsOf(spec.format)),
+      products_(spec.products),
+      row_order_(row_order),
+      col_order_(col_order) {
   if (traits_.scale == FragmentScale::kE8M0 && !matrix.empty()) {
     largest_ = LargestExponent(matrix);
   }
@@ -123,7 +128,9 @@ void FragmentRows::Codes(int64_t row, int64_t code_bytes, uint8_t* out) const {
   const int64_t cols = matrix_->cols, whole = cols * bits / 8;
   const uint8_t flip = element == DType::kI4 ? 0x88 : element == DType::kU8 ? 0x80 : 0;
   const uint8_t empty = traits_.code == FragmentCode::kInt4 ? 0x88 : 0;
-  if (element == DType::kF6E2M3 || element == DType::kF6E3M2) {
+  if (products_) {
+    MultiplyRow(*matrix_, row, reinterpret_cast<uint16_t*>(out));
+  } else if (element == DType::kF6E2M3 || element == DType::kF6E3M2) {
     for (int64_t c = 0; c < cols; ++c) {  // every e2m3 and e3m2 value is an e4m3 value
       out[c] =
           static_cast<uint8_t>(EncodeCode(DType::kF8E4M3, DecodeCode(element, LoadCode(element, source, c))));

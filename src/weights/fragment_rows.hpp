@@ -61,6 +61,7 @@ class FragmentRows {
 
   const CanonicalMatrix* matrix_;
   FragmentTraits traits_;
+  bool products_;
   std::span<const int32_t> row_order_, col_order_;
   int largest_ = 0;  ///< exponent of an MX matrix
 };

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <optional>
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -97,39 +97,6 @@ void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> colum
   }
   std::fill(out + matrix.cols, out + columns.size(), uint8_t{0});
 }
-
-/// Rows of a matrix as BF16: the products of its codes with the scales of blocks along the outputs, which
-/// neighbouring rows share.
-class ProductRows {
- public:
-  explicit ProductRows(const CanonicalMatrix& matrix)
-      : matrix_(matrix),
-        scales_(static_cast<size_t>(matrix.cols)),
-        values_(scales_.size()),
-        products_(scales_.size()) {}
-
-  void Gather(std::span<const int32_t> columns, int64_t row, uint16_t* out) {
-    if (const std::byte* scales = PanelScaleRow(matrix_, row); scales != scale_row_) {
-      DecodeRow(matrix_.block_scale.dtype(), scales, matrix_.scale_col_offset, matrix_.cols, scales_.data());
-      scale_row_ = scales;
-    }
-    const std::byte* codes = matrix_.codes.view().data() + row * matrix_.codes.view().stride_bytes(0);
-    DecodeRow(matrix_.format.element, codes, 0, matrix_.cols, values_.data());
-    for (size_t k = 0; k < values_.size(); ++k) {
-      values_[k] *= scales_[k];
-    }
-    EncodeRow(DType::kBF16, values_.data(), matrix_.cols, reinterpret_cast<std::byte*>(products_.data()));
-    for (size_t k = 0; k < columns.size(); ++k) {
-      out[k] = columns[k] < 0 ? uint16_t{0} : products_[static_cast<size_t>(columns[k])];
-    }
-  }
-
- private:
-  const CanonicalMatrix& matrix_;
-  const std::byte* scale_row_ = nullptr;
-  std::vector<float> scales_, values_;
-  std::vector<uint16_t> products_;
-};
 
 /// Byte offset of the code of (row, k) in its block, k < block; for nibbles the byte that holds it.
 int64_t CodeOffset(DType code, int64_t row, int64_t k) {
@@ -278,9 +245,9 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
   const bool identity = PanelColumnsAreIdentity(columns);
   const int bits = DTypeBits(format.code);
-  std::optional<ProductRows> products;
-  if (PanelHoldsProducts(matrix.format, format)) {
-    products.emplace(matrix);
+  std::vector<uint16_t> products;
+  if (BecomesProducts(matrix.format)) {
+    products.resize(static_cast<size_t>(matrix.cols));
   }
   std::vector<uint32_t> buffer(static_cast<size_t>(CeilDiv(count * std::max(bits, 8), 32)));
   for (int64_t lane = 0; lane < num_rows; ++lane) {
@@ -291,8 +258,12 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
       ScatterRow(format, codes, count, lane, out);
     } else if (bits == 16) {
       auto* codes = reinterpret_cast<uint16_t*>(buffer.data());
-      if (products) {
-        products->Gather(columns, row, codes);
+      if (!products.empty()) {
+        MultiplyRow(matrix, row, products.data());
+        for (int64_t k = 0; k < count; ++k) {
+          const int32_t col = columns[static_cast<size_t>(k)];
+          codes[k] = col < 0 ? uint16_t{0} : products[static_cast<size_t>(col)];
+        }
       } else {
         GatherCodes(matrix, columns, row, codes);
       }

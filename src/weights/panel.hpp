@@ -74,9 +74,6 @@ struct PanelFormat {
 /// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
 /// ones.
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
-/// Whether panels of such weights hold codes times block scales: those of blocks along the outputs differ
-/// from column to column and fit no group of k.
-bool PanelHoldsProducts(const WeightFormat& weight, const PanelFormat& format);
 /// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
 uint32_t PanelCode(DType source, uint32_t code);
 /// What a code of integers means that no zero point stands beside: 8, 128.

@@ -4,6 +4,7 @@
 
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe {
@@ -12,12 +13,6 @@ namespace {
 const char* ScaleName(PanelScale scale) {
   constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
   return kNames[static_cast<int>(scale)];
-}
-
-/// Whether codes times block scales are BF16 without loss: at most 4 + 4 significant bits.
-bool ProductsFitInBf16(const WeightFormat& format) {
-  return (format.element == DType::kF4E2M1 || format.element == DType::kF8E4M3) &&
-         (format.block_scale_dtype == DType::kF8E4M3 || format.block_scale_dtype == DType::kF8E8M0);
 }
 
 }  // namespace
@@ -71,10 +66,6 @@ std::string PanelFormat::ToString() const {
                                                         : fmt::format(", {}{} per {}", ScaleName(scale),
                                                                       zero_points ? " and zero" : "", group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
-}
-
-bool PanelHoldsProducts(const WeightFormat& weight, const PanelFormat& format) {
-  return weight.has_block_scale() && format.code == DType::kBF16;
 }
 
 int PanelZeroPoint(DType code) {
@@ -134,7 +125,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
     panel.scale = PanelScale::kF32;
     panel.group = 64;
-  } else if (one_column && ProductsFitInBf16(format)) {
+  } else if (BecomesProducts(format)) {
     panel.code = DType::kBF16;
   } else {
     return Status::Unsupported(fmt::format("panels hold no {} weights with {} scales per {} x {}",

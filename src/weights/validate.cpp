@@ -163,6 +163,9 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   if (!format.has_block_scale() && !matrix.group_index.empty()) {
     return Status::BadInput("group_index is given, but the format has no blocks");
   }
+  if (format.block.row != 1 && format.block.col == 1 && !matrix.group_index.empty()) {
+    return Status::BadInput("group_index is given, but blocks along the outputs have no groups of columns");
+  }
   if (format.has_channel_scale != !matrix.channel_scale.empty()) {
     return Status::BadInput(fmt::format("channel_scale is {}, but the format {} one",
                                         format.has_channel_scale ? "missing" : "given",

@@ -59,7 +59,7 @@ bool Check(const DrawnCase& drawn, ActivationFormatKind format, const std::strin
       drawn.tokens * std::min(drawn.config.hidden, drawn.config.top_k() * drawn.config.intermediate);
   if (values >= 8) {  // fewer often nearly cancel: a relative error says nothing there
     EXPECT_LE(RelativeL2(produced, expected), AllowedError(**layer, drawn.dtype, drawn.tokens))
-        << (*layer)->plan().mode << " " << (*layer)->plan().recipe.front();
+        << (*layer)->plan().mode << " " << (*layer)->plan().recipe.back();
   }
   EXPECT_TRUE(test::SameBits(produced, RunLayer(**layer, batch)))
       << (*layer)->plan().mode << ": a second run gives other bits";
@@ -145,12 +145,41 @@ INSTANTIATE_TEST_SUITE_P(
         SizedCase{"mxfp4_w4a8", 150, 8, 4, 512, 512}, SizedCase{"int4_w4a16:g128", 20, 8, 2, 1024, 512},
         SizedCase{"fp8_w8a8:block128", 130, 8, 4, 512, 384},
         SizedCase{"fp8_w8a8:channel", 64, 8, 4, 512, 256}, SizedCase{"int8_w8a8:channel", 64, 8, 4, 512, 256},
-        SizedCase{"unquantized", 250, 8, 2, 512, 384}),
+        SizedCase{"unquantized", 250, 8, 2, 512, 384}, SizedCase{"mxfp8_w8a8_out", 8, 16, 1, 1024, 512},
+        SizedCase{"mxfp8_w8a8_out", 300, 8, 2, 512, 384}, SizedCase{"nvfp4_w4a8_out", 200, 8, 4, 512, 384},
+        SizedCase{"mxfp4_w4a8_out:out32_static", 250, 8, 4, 2880, 320},
+        SizedCase{"mxfp4_w4a8_out:out16_tensor", 250, 8, 4, 512, 384}),
     [](const auto& instance) {
       std::string name = std::string(instance.param.scheme) + "_" + std::to_string(instance.param.tokens);
       std::replace(name.begin(), name.end(), ':', '_');
       return name;
     });
+
+/// As the models that have such weights: gpt-oss with biases and its activation, Llama-4 with the router's
+/// weight on the input. None of them may be refused.
+TEST(CudaBlocksAlongTheOutputs, LayersOfTheirModels_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const char* scheme :
+       {"mxfp8_w8a8_out:out32", "nvfp4_w4a8_out:out32", "mxfp4_w4a8_out:out32_static",
+        "mxfp4_w4a8_out:out32_tensor", "mxfp4_w4a8_out:out16_static", "mxfp4_w4a8_out:out16_tensor"}) {
+    DrawnCase gpt_oss = SmallLayer(scheme, 8, 4);
+    gpt_oss.config.activation = {ActivationKind::kSwigluOai, 1.702F, 1.0F, 7.0F};
+    DrawnCase llama4 = SmallLayer(scheme, 16, 1);
+    llama4.config.has_bias = false;
+    llama4.config.apply_router_weight_on_input = true;
+    llama4.source = MakeRandomLayer(llama4.config, scheme, 5).source;
+    for (const DrawnCase& drawn : {gpt_oss, llama4}) {
+      SCOPED_TRACE(testing::Message() << drawn);
+      for (const char* mode : {"latency", "throughput"}) {
+        EXPECT_TRUE(Check(drawn, ActivationFormatKind::kStandard, mode)) << mode;
+      }
+      EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
+      DrawnCase many = drawn;
+      many.tokens = 900;  // tiles of 128
+      EXPECT_TRUE(Check(many, ActivationFormatKind::kStandard, "throughput"));
+    }
+  }
+}
 
 TEST(CudaActivationOrder, EveryGroupedScheme_WithinTheBound) {
   FMOE_SKIP_WITHOUT_CARD();

@@ -5,15 +5,16 @@
 
 #include "cpu_layer.hpp"
 #include "support/random_layer.hpp"
+#include "weights/block_products.hpp"
 #include "weights/slice.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
 
 /// Rows of a stripe with a code of e4m3 that is NaN, bit r for row r; products are NaN themselves.
-uint32_t RowsWithNan(const CanonicalMatrix& matrix, const PanelFormat& format, int64_t stripe) {
+uint32_t RowsWithNan(const CanonicalMatrix& matrix, int64_t stripe) {
   uint32_t rows = 0;
-  const bool fp8 = matrix.format.element == DType::kF8E4M3 && !PanelHoldsProducts(matrix.format, format);
+  const bool fp8 = matrix.format.element == DType::kF8E4M3 && !BecomesProducts(matrix.format);
   for (int64_t row = stripe * kPanelRows; fp8 && row < std::min(matrix.rows, (stripe + 1) * kPanelRows);
        ++row) {
     const std::byte* codes = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
@@ -40,8 +41,7 @@ void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat
       PackPanelStripe(matrix, format, columns, stripe, expected.data());
       std::memset(actual, 0x5a, bytes);
       const uint32_t nan_rows = packer.Pack(stripe, actual, stripe % 2 == 0 ? &packer : nullptr, stripe + 1);
-      EXPECT_EQ(nan_rows, RowsWithNan(matrix, format, stripe))
-          << what << " stripe " << stripe << " with " << isa;
+      EXPECT_EQ(nan_rows, RowsWithNan(matrix, stripe)) << what << " stripe " << stripe << " with " << isa;
       ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
           << what << " " << matrix.rows << " x " << matrix.cols << " stripe " << stripe << " with " << isa;
     }

@@ -49,7 +49,8 @@ std::vector<Verdict> Objections(const MoeProblem& problem, const Machine& machin
 TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
   for (const char* scheme :
        {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "int4_w4a16:g128", "int4_w4a16:g32",
-        "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
+        "fp8_w8a8:tensor", "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized",
+        "mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out16_tensor"}) {
     EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
         << scheme << ": " << Objections(Problem(scheme), Hopper()).front().sentence;
   }
@@ -259,9 +260,34 @@ TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights
   }
 }
 
+// What the card holds of them are BF16 weights, and what it multiplies them with is what the scheme says.
+TEST(CudaPlan, BlocksAlongTheOutputs_Bf16ProductsUnderQuantizedActivations) {
+  const CudaPlan plain = MakeCudaPlan(Problem("unquantized"), Hopper());
+  const std::pair<const char*, MidKind> schemes[] = {
+      {"mxfp8_w8a8_out", MidKind::kQuantizedInTile},
+      {"nvfp4_w4a8_out", MidKind::kQuantizedInTile},
+      {"mxfp4_w4a8_out:out32_static", MidKind::kQuantizedInTile},
+      {"mxfp4_w4a8_out:out16_tensor", MidKind::kQuantizedByBatch}};
+  for (const auto& [scheme, mid] : schemes) {
+    const MoeProblem problem = Problem(scheme);
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    EXPECT_EQ(CudaRecipe(plan), (RecipeText{"multiply_block_scales(BF16)", plain.spec.ToString()})) << scheme;
+    EXPECT_EQ(DeviceWeightBytes(plan), DeviceWeightBytes(plain)) << scheme;
+    EXPECT_EQ(plan.mid, mid) << scheme;
+    EXPECT_FALSE(MayMultiplyCodes(plan)) << scheme;
+    EXPECT_EQ(FoldedScaleError(plan, problem.scheme.weight), 0.0) << scheme << ": products are exact";
+    EXPECT_EQ(ModeName(plan, 1), "latency") << scheme;
+    EXPECT_EQ(ModeName(plan, 4096), "throughput") << scheme;
+    EXPECT_FALSE(PlanPrefill(plan.shape, 4096, plan.mid, plan.limits).fused_mid)
+        << scheme << ": kernels of BF16 weights quantize between the GEMMs";
+  }
+  EXPECT_EQ(CudaRecipe(plain), RecipeText{plain.spec.ToString()});
+}
+
 // A forward must find room whatever its token count is.
 TEST(CudaPlan, Workspace_CoversEveryTokenCount) {
-  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "fp8_w8a8:tensor", "fp8_w8a8:block128"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "nvfp4_w4a4", "fp8_w8a8:tensor", "fp8_w8a8:block128", "mxfp8_w8a8_out"}) {
     for (const bool batched : {false, true}) {
       MoeProblem problem = Problem(scheme);
       problem.config.num_experts = problem.config.num_local_experts = 8;

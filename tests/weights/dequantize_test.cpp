@@ -204,6 +204,7 @@ TEST(ValidateCanonical_WrongParts, AreNamed) {
   ExpectInvalid(matrix, "group_index[5] is 2; 0 to 1");
   matrix.group_index.mutable_view().as<int32_t>()[5] = -1;
   ExpectInvalid(matrix, "group_index[5] is -1");
+  ExpectInvalid(Valid("mxfp8_w8a8_out", {.group_index = true}), "no groups of columns");
 }
 
 }  // namespace

@@ -43,7 +43,10 @@ inline std::vector<Case> Cases() {
           {"mxfp8_w8a8", FragmentFormat::kMxfp8},
           {"mxfp4_w4a16", FragmentFormat::kMxfp4},
           {"w_mxfp6_e3m2", FragmentFormat::kMxfp8},
-          {"w_mxfp6_e2m3", FragmentFormat::kMxfp8}};
+          {"w_mxfp6_e2m3", FragmentFormat::kMxfp8},
+          {"mxfp8_w8a8_out", FragmentFormat::kBf16},
+          {"nvfp4_w4a8_out", FragmentFormat::kBf16},
+          {"mxfp4_w4a8_out:out16_static", FragmentFormat::kBf16}};
 }
 
 inline WeightFormat FormatOf(const Case& c) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
 #include "weights/slice.hpp"
@@ -115,7 +116,7 @@ TEST(Panel_BlocksAlongTheOutputs, HoldTheValues) {
     const CanonicalMatrix matrix = Quantized(scheme, 160, 100);
     const Panels panels = Pack(matrix);
     EXPECT_EQ(panels.format.code, DType::kBF16) << scheme;
-    EXPECT_TRUE(PanelHoldsProducts(matrix.format, panels.format)) << scheme;
+    EXPECT_TRUE(BecomesProducts(matrix.format)) << scheme;
     ExpectSameValues(matrix, panels, scheme);
     const Result<CanonicalMatrix> slice = SliceMatrix(matrix, 24, 72, 10, 78);  // begins inside a block
     ASSERT_TRUE(slice.ok()) << slice.status().ToString();

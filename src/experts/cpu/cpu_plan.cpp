@@ -5,6 +5,7 @@
 #include "core/checked_math.hpp"
 #include "experts/cpu/cpu_choice.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "weights/block_products.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -218,7 +219,7 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.isa = IsaOf(problem, machine);
   plan.vector_isa = VectorIsa(plan.isa, machine);
   plan.panel = *PanelOf(problem);
-  plan.products = PanelHoldsProducts(problem.scheme.weight, plan.panel);
+  plan.products = BecomesProducts(problem.scheme.weight);
   plan.kernel = KernelFor(plan.panel);
   const TileChoice choice = ChooseTile(problem, plan.kernel, plan.vector_isa);
   plan.rows = choice.rows;

@@ -5,6 +5,7 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
+#include "weights/block_products.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -91,7 +92,7 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
                 ? Source{format.block, blocks, format.block_bytes()}
                 : Source{kPanelUnit, CeilDiv(matrix.cols, kPanelUnit), kPanelUnit * ColumnBytes(transform)};
   source_.row_bytes = source_.columns * DTypeBits(element) / 8;
-  if (PanelHoldsProducts(matrix.format, format)) {
+  if (BecomesProducts(matrix.format)) {
     codes_.units_per_block = format.block / kPanelUnit;
     products_.resize(static_cast<size_t>(kPanelRows * blocks * format.block));
     even_scales_.resize(static_cast<size_t>(RoundUp(matrix.cols, kProductColumns) / 2));

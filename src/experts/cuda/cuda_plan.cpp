@@ -354,7 +354,12 @@ CudaSlots BookCudaSlots(const CudaPlan& plan, bool input_by_route, WorkspaceBook
 }
 
 RecipeText CudaRecipe(const CudaPlan& plan) {
-  return {plan.float32 ? "as_stored(F32)" : plan.spec.ToString()};
+  RecipeText recipe;
+  if (plan.spec.products) {
+    recipe.push_back("multiply_block_scales(BF16)");
+  }
+  recipe.push_back(plan.float32 ? "as_stored(F32)" : plan.spec.ToString());
+  return recipe;
 }
 
 std::string_view ModeName(const CudaPlan& plan, int64_t num_rows) {
