@@ -57,6 +57,7 @@ Json ToJson(const Plan& plan) {
                    {"prepare_finalize", plan.prepare_finalize},
                    {"recipe", plan.recipe},
                    {"intermediate_dtype", plan.intermediate_dtype},
+                   {"rows_dtype", plan.rows_dtype.empty() ? "F32" : plan.rows_dtype},
                    {"arithmetic", plan.arithmetic},
                    {"tile_tokens", plan.tile_tokens},
                    {"costs", plan.costs},

@@ -90,6 +90,7 @@ struct Plan {
   RecipeText recipe;
   std::string
       intermediate_dtype;   ///< what the values between the GEMMs are held in before they are requantized
+  std::string rows_dtype;   ///< and the rows of experts before those of a token are added up; empty: F32
   std::string arithmetic;   ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
   int64_t tile_tokens = 0;  ///< tokens of an expert from which on a CPU's matrix unit multiplies it; 0: never
   std::string costs;        ///< where that number and `mode` come from; empty: from nothing measured

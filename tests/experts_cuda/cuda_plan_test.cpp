@@ -260,6 +260,24 @@ TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights
   }
 }
 
+// A bound that does not know of it refuses right outputs of F32 and F16 layers.
+TEST(CudaPlan, RowsBeforeTheReduction_Bf16WhereACallMayBePrefilled) {
+  const auto rounds = [](const char* name, int64_t tokens) {
+    MoeProblem problem = Problem(name);
+    problem.config.max_tokens = tokens;
+    return MayRoundRows(MakeCudaPlan(problem, Hopper()));
+  };
+  for (const char* name :
+       {"mxfp8_w8a8", "nvfp4_w4a4", "fp8_w8a8:channel", "unquantized", "int4_w4a16:g128"}) {
+    EXPECT_TRUE(rounds(name, 4096)) << name;
+    EXPECT_FALSE(rounds(name, 1)) << name << ": decode adds up in fp32";
+  }
+  EXPECT_FALSE(rounds("int4_w4a8:g128", 4096)) << "scales of groups on sums";
+  MoeProblem batched = Problem("mxfp8_w8a8");
+  batched.config.activation_format = ActivationFormatKind::kBatchedExperts;
+  EXPECT_FALSE(MayRoundRows(MakeCudaPlan(batched, Hopper())));
+}
+
 // What the card holds of them are BF16 weights, and what it multiplies them with is what the scheme says.
 TEST(CudaPlan, BlocksAlongTheOutputs_Bf16ProductsUnderQuantizedActivations) {
   const CudaPlan plain = MakeCudaPlan(Problem("unquantized"), Hopper());

@@ -30,6 +30,18 @@ TEST(ErrorBound, Bf16Output_AllowsItsRoundingAndNoMore) {
   EXPECT_NEAR(bound.value(), 4 * 0x1p-9, 1e-4);
 }
 
+TEST(ErrorBound, RowsOfBf16_AreRoundedBesideTheOutput) {
+  Plan plan = PlanWith("F32");
+  plan.rows_dtype = "BF16";
+  const Scheme scheme = SchemeOf("mxfp8_w8a8");
+  // Layers of 128 x 128 on a card, F32 outputs: 1.60e-3 to 1.74e-3 from the definition in prefill.
+  const double rows = BoundOf(plan, scheme, DType::kF32, 128, 128).value();
+  EXPECT_GT(rows, 4 * 1.74e-3);
+  EXPECT_LT(rows, 4 * 0x1p-8);
+  plan.rows_dtype = "F32";
+  EXPECT_LT(BoundOf(plan, scheme, DType::kF32, 128, 128).value(), 1.5e-3);
+}
+
 TEST(ErrorBound, ShortIntermediate_CostsMoreWhereItIsRequantized) {
   const Scheme scheme = SchemeOf("nvfp4_w4a4");
   const double exact = BoundOf(PlanWith("F32"), scheme, DType::kBF16, 128, 64).value();

@@ -287,6 +287,11 @@ bool MayMultiplyCodes(const CudaPlan& plan) {
          PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).codes;
 }
 
+bool MayRoundRows(const CudaPlan& plan) {
+  return !plan.float32 && ChooseKernels(plan, plan.max_rows) == Kernels::kPrefill &&
+         !PlanPrefill(plan.shape, plan.max_rows, plan.mid, plan.limits).rows_f32;
+}
+
 double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
   const FragmentScale scale = FragmentTraitsOf(plan.shape.format).scale;
   const bool real =

@@ -46,6 +46,9 @@ Kernels ChooseKernels(const CudaPlan& plan, int64_t num_rows);
 /// Whether a call of the layer may multiply codes on the 8-bit units: from a number of routes on.
 bool MayMultiplyCodes(const CudaPlan& plan);
 
+/// Whether a call of the layer may round the rows of its experts to BF16 before it adds them up.
+bool MayRoundRows(const CudaPlan& plan);
+
 /// The error that prefill adds to weights whose group scales it multiplies into them, in BF16: relative, root
 /// mean square, of one rounding (2^-9.2, rounded up) or of two where the scales themselves are no BF16
 /// numbers. 0 where scales act on sums or no call of the layer is prefilled.

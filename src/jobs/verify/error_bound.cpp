@@ -94,7 +94,7 @@ bool RanksScaleApart(int64_t intermediate, const ParallelConfig& parallel, const
 ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t hidden, int64_t intermediate,
                    bool scales_apart) {
   ErrorBound bound;
-  bound.output_rounding = RoundingOf(output);
+  bound.output_rounding = std::hypot(RoundingOf(output), plan.rows_dtype == "BF16" ? 0x1p-9 : 0.0);
   // Partial sums walk like sqrt(K) roundings of 2^-25 expected each, in two kernels and two GEMMs.
   // The 8-bit units of Hopper hold sums of 128 products with 13 bits behind the point (docs/accuracy.md).
   // Sums of 64 products in f16 lose 6.6e-4 (ditto).
