@@ -551,6 +551,36 @@ TEST(UpstreamQuirks, ModulesThatAwqAndGptqLeftOut_AreReadAsTheyAre) {
   }
 }
 
+// DeepSeek-V4 by ModelOpt: the metadata of the FP8 model, with an algorithm for the routed experts alone.
+TEST(UpstreamQuirks, RoutedExpertsOfAnFp8ModelInNvfp4_AreReadAsThat) {
+  TinyModel model("modelopt_nvfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization = {{"quant_method", "fp8"},           {"fmt", "e4m3"},        {"activation_scheme", "dynamic"},
+                  {"weight_block_size", {128, 128}}, {"scale_fmt", "ue8m0"}, {"moe_quant_algo", "NVFP4"}};
+  model.config["expert_dtype"] = "fp4";
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  EXPECT_EQ(written.checkpoint->Describe(0)->scheme.name, "nvfp4_w4a4");
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  quantization["moe_quant_algo"] = "INT1";
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
+  quantization["moe_quant_algo"] = 4;
+  EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
+}
+
+// Kimi-K3 and InternS1-Pro, in the metadata of families that compute something else without these keys.
+TEST(UpstreamQuirks, LatentExpertsAndOtherChoices_AreRefused) {
+  for (const char* key : {"routed_expert_hidden_size", "router_n_groups"}) {
+    TinyModel model("bf16");
+    model.config[key] = 2;
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported) << key;
+  }
+  TinyModel images("bf16");
+  images.tensors.push_back(Bf16("model.layers.0.mlp.gate.bias_vl", {kExperts}, 0.5F));
+  EXPECT_EQ(LoadEverything(images).code(), StatusCode::kUnsupported)
+      << "image tokens have a bias of their own";
+}
+
 // Quark 0.13 (Pack_fp6) and compressed-tensors 0.20 (pack_fp6_to_uint8) put code i of four at bit 6i of three
 // bytes.
 TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {

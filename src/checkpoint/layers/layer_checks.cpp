@@ -100,6 +100,13 @@ Status CheckSwitches(const ModelConfig& config) {
   if (config.Find("moe_latent_size") != nullptr) {
     return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
   }
+  if (const JsonValue* value = config.Find("routed_expert_hidden_size"); value != nullptr) {
+    return refuse("routed_expert_hidden_size",
+                  "experts behind a projection to a smaller space are not supported");
+  }
+  if (const JsonValue* value = config.Find("router_n_groups"); value != nullptr && value->number() > 1.0) {
+    return refuse("router_n_groups", "routers that take as many experts from every group are not supported");
+  }
   if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
       value != nullptr && value->boolean()) {
     return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
@@ -118,6 +125,12 @@ Status CheckSwitches(const ModelConfig& config) {
 
 Status CheckTensors(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   FMOE_RETURN_IF_ERROR(CheckHalves(store, config, spec));
+  // DeepSeek-V4 with a vision tower; hidden states do not say what they are of.
+  if (const std::string bias = spec.names.block + "gate.bias_vl"; store.Has(bias)) {
+    return store.Blame(Status::Unsupported("image tokens choose their experts by this bias, text tokens by "
+                                           "another; layers that tell them apart are not supported"),
+                       bias);
+  }
   return CheckWhole(store, config, spec);
 }
 

@@ -27,6 +27,8 @@ Result<QuantRules> ReadQuantRules(const std::string& directory, const ModelConfi
 
 /// The parsers of the producers: `spec` is the object that holds quant_method, `path` its file.
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path);
+/// What one of ModelOpt's quant_algo means, with the group that it always has.
+Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::string& path);
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path);
 Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& path,
                                      const ModelConfig& config);

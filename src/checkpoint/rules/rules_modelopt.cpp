@@ -173,6 +173,10 @@ Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::strin
 
 }  // namespace
 
+Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::string& path) {
+  return FormatOfAlgorithm(Upper(algorithm), std::nullopt, path);
+}
+
 Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& path) {
   // hf_quant_config.json nests what config.json has at the top.
   const JsonValue* inner = spec.Find("quantization");

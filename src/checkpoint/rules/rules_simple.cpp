@@ -66,14 +66,22 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   FMOE_ASSIGN_OR_RETURN(std::vector<std::string> skipped, SkippedModules(spec, path));
   FMOE_ASSIGN_OR_RETURN(const LinearFormat format, ReadFp8Format(spec, path));
   auto routed = format;
-  bool fp4_experts = false;
+  bool own_experts = false;
   // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
   // shorter names.
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
   if (expert_dtype == "fp4") {
-    fp4_experts = true;
+    own_experts = true;
     routed.weight = Mx(DType::kF4E2M1);
     routed.activation = MxInput(DType::kF8E4M3, MxScaleRule::kCeil);
+  }
+  // The same with the routed experts quantized anew by ModelOpt (NVFP4).
+  if (const JsonValue* algorithm = spec.Find("moe_quant_algo"); algorithm != nullptr) {
+    if (!algorithm->is_string()) {
+      return Wrong("moe_quant_algo", algorithm, "a string", path);
+    }
+    own_experts = true;
+    FMOE_ASSIGN_OR_RETURN(routed, ModelOptFormat(algorithm->string(), path));
   }
   auto shared = std::make_shared<std::vector<std::string>>(std::move(skipped));
   QuantRules rules;
@@ -82,7 +90,7 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
     if (Listed(*shared, module)) {
       return LinearFormat{};
     }
-    return fp4_experts && module.find(".experts.") != std::string::npos ? routed : format;
+    return own_experts && module.find(".experts.") != std::string::npos ? routed : format;
   };
   return rules;
 }
