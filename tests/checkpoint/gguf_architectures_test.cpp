@@ -59,6 +59,7 @@ TEST(GgufArchitectures, GatingFunctions_AreThoseOfTheirNumbers) {
 
 TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
   const std::pair<const char*, const char*> held[] = {
+      {"bailingmoe3", "bailing_hybrid"},
       {"cohere2moe", "cohere2_moe"},
       {"deepseek2-ocr", "deepseek_v2"},
       {"deepseek32", "deepseek_v3"},
@@ -69,10 +70,14 @@ TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
       {"hy_v3", "hy_v3"},
       {"hy_v4", "hy_v4"},
       {"laguna", "laguna"},
+      {"llada-moe", "llada_moe"},
+      {"maple", "maple"},
       {"mellum", "mellum"},
       {"minimax-01", "mixtral"},
       {"minimax-m3", "minimax_m3"},
+      {"mistral3", "mixtral"},
       {"qwen4exp", "qwen4_exp"},
+      {"rnd1", "qwen3_moe"},
   };
   for (const auto& [architecture, family] : held) {
     const TemporaryDirectory folder;
@@ -81,6 +86,32 @@ TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
     ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
     EXPECT_EQ((*checkpoint)->family(), family);
     EXPECT_TRUE(LoadEverything(folder.path() / "a.gguf").ok()) << architecture;
+  }
+}
+
+TEST(GgufArchitectures, ThoseThatComputeSomethingElse_AreRefusedWithTheReason) {
+  for (const char* architecture : {"gemma4", "grovemoe", "kimi-k3", "smallthinker"}) {
+    const Status status = Load(Model(kTypeF32, architecture));
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported) << architecture;
+    EXPECT_NE(status.message().find("is not supported: "), std::string::npos) << status.ToString();
+  }
+  EXPECT_EQ(Load(Model(kTypeF32, "mamba")).code(), StatusCode::kUnsupported);
+}
+
+// Ling 3.0 clamps behind silu, in the layers that have a limit; Maple before it, in all of them.
+TEST(GgufArchitectures, ClampsOfLayers_AreRead) {
+  for (const std::string architecture : {"bailingmoe3", "maple", "step35"}) {
+    RawGguf model = Model(kTypeF32, architecture);
+    const auto plain = Describe(model);
+    ASSERT_TRUE(plain.ok()) << plain.status().ToString();
+    EXPECT_EQ(plain->config.activation.limit, architecture == "maple" ? 7.0F : 0.0F);
+    EXPECT_EQ(plain->config.activation.kind, ActivationKind::kSilu);
+    model.Value(architecture + ".swiglu_clamp_exp", kFloat32, Raw(5.0F));
+    const auto clamped = Describe(model);
+    ASSERT_TRUE(clamped.ok()) << clamped.status().ToString();
+    EXPECT_EQ(clamped->config.activation.limit, 5.0F);
+    EXPECT_EQ(clamped->config.activation.kind,
+              architecture == "maple" ? ActivationKind::kSilu : ActivationKind::kSwigluStep);
   }
 }
 

@@ -45,6 +45,7 @@ constexpr Architecture kArchitectures[] = {
     {"granite_swa", "granitemoe_swa"},
     {"bailingmoe", "bailing_moe"},
     {"bailingmoe2", "bailing_moe_v2"},
+    {"bailingmoe3", "bailing_hybrid"},
     {"dots1", "dots1"},
     {"dots3note", "dots3_note_text"},
     {"afmoe", "afmoe"},
@@ -63,6 +64,15 @@ constexpr Architecture kArchitectures[] = {
     {"mimo2", "mimo_v2_flash"},
     {"step35", "step3p5"},
     {"kimi-linear", "kimi_linear"},
+    {"llada-moe", "llada_moe"},
+    {"maple", "maple"},
+    {"mistral3", "mixtral"},
+    {"rnd1", "qwen3_moe"},
+    // Refused, with the family's reason.
+    {"gemma4", "gemma4"},
+    {"grovemoe", "grove_moe"},
+    {"kimi-k3", "kimi_k3"},
+    {"smallthinker", "smallthinker"},
 };
 
 // expert_gating_func.
@@ -183,7 +193,7 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
   }
   // Files leave it out where it is the model's nature.
   if (header.Find(stem + "expert_weights_norm") == nullptr) {
-    if (named->text == "qwen3moe") {
+    if (named->text == "qwen3moe" || named->text == "rnd1") {
       json += ",\"norm_topk_prob\":true";
     }
     if (named->text == "deepseek2") {

@@ -180,6 +180,10 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
     if (limit) {
       spec.limit = static_cast<float>(*limit);
     }
+    FMOE_ASSIGN_OR_RETURN(const std::optional<bool> clamps, config.Boolean("use_swiglu_clamp"));
+    if (!clamps.value_or(true)) {
+      spec.limit = 0.0F;
+    }
     if (spec.limit < 0.0F) {
       return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
           .WithFile(config.path());
