@@ -115,6 +115,42 @@ TEST(GgufArchitectures, ClampsOfLayers_AreRead) {
   }
 }
 
+// glm5-next and deepseek4 name the limit of the shared expert too.
+TEST(GgufArchitectures, ClampsOfSharedExperts_AreTheirOwn) {
+  RawGguf model = Model(kTypeF32, "glm5-next");
+  for (const char* name : {"gate", "up"}) {
+    model.tensors.push_back(
+        Stack(std::string("blk.0.ffn_") + name + "_shexp.weight", {kHiddenSize, 32}, kTypeF32));
+  }
+  model.tensors.push_back(Stack("blk.0.ffn_down_shexp.weight", {32, kHiddenSize}, kTypeF32));
+  model.Value("glm5-next.swiglu_clamp_exp", kFloat32, Raw(5.0F));
+  EXPECT_FALSE(Describe(model)->config.shared.activation.has_value()) << "without a limit of its own";
+  model.Value("glm5-next.swiglu_clamp_shexp", kFloat32, Raw(3.0F));
+  const auto layer = Describe(model);
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  ASSERT_TRUE(layer->config.shared.activation.has_value());
+  EXPECT_EQ(layer->config.shared.activation->limit, 3.0F);
+  EXPECT_EQ(layer->config.shared.activation->kind, ActivationKind::kSilu);
+}
+
+// afmoe and hy_v3 as vLLM and llama.cpp read them, deepseek4 too: transformers always normalizes.
+TEST(GgufArchitectures, WeightsThatAreNotNormalized_StayAsTheyAre) {
+  for (const std::string architecture : {"afmoe", "hy_v3", "deepseek4"}) {
+    RawGguf model = Model(kTypeF32, architecture);
+    EXPECT_TRUE(Describe(model)->config.routing.renormalize) << architecture;
+    model.Value(architecture + ".expert_weights_norm", kBoolean, Raw<uint8_t>(0));
+    EXPECT_FALSE(Describe(model)->config.routing.renormalize) << architecture;
+  }
+  TinyModel model("bf16");
+  model.config["model_type"] = "hy_v3";
+  model.config.erase("norm_topk_prob");
+  model.config["route_norm"] = false;
+  model.tensors.push_back(Bf16("model.layers.0.mlp.expert_bias", {kExperts}, 0.5F));
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  EXPECT_FALSE(written.checkpoint->Describe(0)->config.routing.renormalize);
+}
+
 // The first layers of DeepSeek-V4 choose experts by token ids.
 TEST(GgufArchitectures, Deepseek4_NeedsItsTableOfTokens) {
   RawGguf model = Model(kTypeMxfp4, "deepseek4");

@@ -16,7 +16,7 @@ constexpr std::string_view kTopKKeys =
 constexpr std::string_view kScoreKeys =
     "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn "
     "moe_router_score_func router_score_func";
-constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight";
+constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight route_norm";
 constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
     "moe_routed_scaling_factor";
@@ -202,12 +202,17 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
   } else if (family.activation.shared_by_config) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
     own = ActivationSpec{.kind = kind.value_or(routed.kind)};
-  } else if (family.activation.kind == ActivationKind::kSwigluStep) {
+  } else if (family.activation.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
                           config.Number("swiglu_limits_shared share_expert_swiglu_limit_list", layer));
-    ActivationSpec spec{.kind = ActivationKind::kSwigluStep,
-                        .limit = static_cast<float>(limit.value_or(0.0))};
-    own = WithoutLimit(spec);
+    // GGUF has this key for all; elsewhere the routed experts' limit is the shared ones' too, but for these.
+    const bool apart = family.activation.kind == ActivationKind::kSwigluStep;
+    if (limit || apart) {
+      own = routed;
+      own->kind = apart ? ActivationKind::kSwigluStep : routed.kind;
+      own->limit = static_cast<float>(limit.value_or(0.0));
+      own = WithoutLimit(*own);
+    }
   }
   return own == routed ? std::nullopt : own;
 }
