@@ -11,5 +11,19 @@ namespace fusedmoe {
 /// memory needs that of a few. In the heap, large aligned blocks leave holes that the next ones do not fit
 /// into, once something small has settled there (measured: quantizing 865 MB took 860 MB).
 std::shared_ptr<std::byte> AllocateMemory(int64_t bytes);
+/// The same, all zero.
+std::shared_ptr<std::byte> AllocateZeros(int64_t bytes);
+
+/// While one lives, memory of the system that is released waits for the next allocation of its size, of any
+/// thread: experts that come and go one after the other are of one size, and zeroing fresh pages took more
+/// than half of their loading. What waits is never more than was in use at once of that size; the last one
+/// gives it back.
+class MemoryReuse {
+ public:
+  MemoryReuse();
+  ~MemoryReuse();
+  MemoryReuse(const MemoryReuse&) = delete;
+  MemoryReuse& operator=(const MemoryReuse&) = delete;
+};
 
 }  // namespace fusedmoe

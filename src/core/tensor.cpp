@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cassert>
-#include <cstring>
 
 #include "core/checked_math.hpp"
 #include "core/memory.hpp"
@@ -109,12 +108,11 @@ Result<Tensor> Tensor::Allocate(DType dtype, const Shape& shape) {
   if (!bytes || *bytes < 0 || *bytes > INT64_MAX / 2) {
     return Status::System("a tensor of shape " + shape.ToString() + " does not fit the address space");
   }
-  std::shared_ptr<std::byte> memory = AllocateMemory(*bytes);
+  std::shared_ptr<std::byte> memory = AllocateZeros(*bytes);
   if (memory == nullptr) {
     return Status::System("out of memory: " + std::to_string(*bytes) + " bytes for a tensor of shape " +
                           shape.ToString());
   }
-  std::memset(memory.get(), 0, static_cast<size_t>(*bytes));
   Tensor tensor;
   tensor.mutable_data_ = memory.get();
   tensor.view_ = TensorView(tensor.mutable_data_, dtype, shape);

@@ -11,6 +11,7 @@
 #include <fusedmoe/version.hpp>
 
 #include "core/checked_math.hpp"
+#include "core/memory.hpp"
 #include "platform/file.hpp"
 
 /// A packed file: magic, length and checksum of the header, the header, then the tensors on pages of their
@@ -262,6 +263,7 @@ Result<PreparedWeights> PrepareCached(const Backend& backend, const Plan& plan, 
                                       const Machine& machine, const ExpertSource& source,
                                       const Executor& executor, const std::string& directory,
                                       std::vector<std::string>& notes) {
+  const MemoryReuse reuse;  // of one expert by the next
   if (directory.empty() || source.identity.empty()) {
     if (!directory.empty()) {
       notes.emplace_back("pack cache: weights that come from no file have no identity and are not kept");

@@ -5,6 +5,7 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
+#include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 
@@ -54,10 +55,14 @@ Status CheckBlockScales(const CanonicalMatrix& matrix) {
   const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
   const bool may_be_negative =
       integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);
+  const FiniteRows finite(dtype, may_be_negative);
   constexpr int64_t kChunk = 256;
   float values[kChunk];
   for (int64_t row = 0; row < scales.dim(0); ++row) {
     const std::byte* data = scales.data() + row * scales.stride_bytes(0);
+    if (finite.Hold(data, scales.dim(1))) {
+      continue;
+    }
     for (int64_t begin = 0; begin < scales.dim(1); begin += kChunk) {
       const int64_t count = std::min(kChunk, scales.dim(1) - begin);
       DecodeRow(dtype, data, begin, count, values);

@@ -35,15 +35,25 @@ void Copy(const std::byte* block, std::byte* out) {
   std::memcpy(out, block + kFrom, kCount);
 }
 
+// The low nibbles of eight bytes, side by side.
+uint32_t PairNibblesOf(uint64_t bytes) {
+  bytes &= 0x0f0f0f0f0f0f0f0f;
+  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
+}
+
 // Nibbles of kGroup elements, the first half of them in the low ones, to pairs of neighbours.
 template <int64_t kFrom, int64_t kGroup, int64_t kGroups>
 void PairNibbles(const std::byte* block, std::byte* out) {
   constexpr int64_t kHalf = kGroup / 2;
-  for (int64_t group = 0; group < kGroups; ++group) {
-    const std::byte* from = block + kFrom + group * kHalf;
-    for (int64_t pair = 0; pair < kHalf; ++pair) {
-      out[group * kHalf + pair] =
-          static_cast<std::byte>(Nibble<kHalf>(from, 2 * pair) | Nibble<kHalf>(from, 2 * pair + 1) << 4);
+  for (int64_t at = 0; at < kGroups * kHalf; at += kHalf) {
+    for (int64_t eight = 0; eight < kHalf; eight += 8) {
+      uint64_t codes = 0;
+      std::memcpy(&codes, block + kFrom + at + eight, sizeof(codes));
+      const uint32_t low = PairNibblesOf(codes), high = PairNibblesOf(codes >> 4);
+      std::memcpy(out + at + eight / 2, &low, sizeof(low));
+      std::memcpy(out + at + (eight + kHalf) / 2, &high, sizeof(high));
     }
   }
 }

@@ -11,6 +11,7 @@
 #include "checkpoint/matrices/unpack.hpp"
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
+#include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -128,8 +129,12 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
 
 Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const std::string& name) {
   const TensorView& view = scale.view();
+  const FiniteRows finite(view.dtype(), /*may_be_negative=*/false);
   std::vector<float> values(static_cast<size_t>(view.dim(1)));
   for (int64_t r = 0; r < view.dim(0); ++r) {
+    if (finite.Hold(view.data() + r * view.stride_bytes(0), view.dim(1))) {
+      continue;
+    }
     DecodeRow(view.dtype(), view.data() + r * view.stride_bytes(0), 0, view.dim(1), values.data());
     for (int64_t c = 0; c < view.dim(1); ++c) {
       const float value = values[static_cast<size_t>(c)];

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "checkpoint/matrices/turn_words.hpp"
 #include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {
@@ -89,6 +90,51 @@ Status CheckPlanes(const LinearFormat& format, int64_t fields) {
 
 int64_t StreamWords(int64_t fields, int bits) {
   return CeilDiv(fields * bits, int64_t{32});
+}
+
+// Whether whole words, or bytes of row pairs, become those of rows.
+bool WordsAreRows(const LinearFormat& format, int64_t rows, int64_t cols) {
+  if (format.planes || (format.bits != 4 && format.bits != 8)) {
+    return false;
+  }
+  switch (format.packing) {
+    case Packing::kGptq:
+    case Packing::kBits:
+      return cols * format.bits % 32 == 0;
+    case Packing::kAwq:
+      return format.bits == 4 && rows % 8 == 0 && cols % 8 == 0;
+    default:
+      return format.bits == 4 && cols % 2 == 0;
+  }
+}
+
+// Of codes that are as wide as those stored: nothing is added to them.
+Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
+  const DType element = format.weight.element;
+  const int64_t words = cols * format.bits / 32;
+  const std::byte* from = stored.view().data();
+  const uint32_t flip = !format.twos_complement ? 0 : format.bits == 4 ? 0x88888888 : 0x80808080;
+  if (format.packing == Packing::kBits && flip == 0) {
+    return Tensor::Borrow(TensorView(from, element, Shape{rows, cols}), stored.owner());
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
+  std::byte* to = out.mutable_view().data();
+  switch (format.packing) {
+    case Packing::kGptq:
+      TurnWords(from, words, rows, flip, to);
+      break;
+    case Packing::kAwq:
+      TurnNibbles(from, cols, rows, kAwqNibble, flip, to);
+      break;
+    case Packing::kBits:
+      std::transform(from, from + rows * words * 4, to,
+                     [flip](std::byte codes) { return codes ^ static_cast<std::byte>(flip & 0xff); });
+      break;
+    default:
+      PartRowPairs(from, rows, cols, static_cast<uint8_t>(flip & 0xff), to);
+      break;
+  }
+  return out;
 }
 
 }  // namespace
@@ -219,6 +265,9 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
     return WrongStorage(stored, words ? DType::kI32 : DType::kU8, wanted);
   }
   const DType element = format.weight.element;
+  if (stored.view().dense() && DTypeBits(element) == bits && WordsAreRows(format, rows, cols)) {
+    return TurnCodes(format, stored, rows, cols);
+  }
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
   const MutableTensorView to = out.mutable_view();
   const Words word(stored);
@@ -267,23 +316,24 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
   const Words word(stored);
   const uint32_t mask = (uint32_t{1} << bits) - 1;
   const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t g = 0; g < groups; ++g) {
-      uint32_t zero = 0;
-      if (format.packing == Packing::kAwq && bits == 4) {
-        zero = word(g, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U;
-      } else if (format.packing == Packing::kBits) {
-        zero = Field([&](int64_t w) { return word(w, g); }, r, bits);
-      } else {
-        zero = GptqField(
-            format, [&](int64_t w) { return word(g, w); }, r);
+  // Unpacked first: one added to the whole word would carry into the next field.
+  const uint32_t more = format.zero_plus_one ? 1 : 0;
+  const auto unpack = [&](const auto& field_at) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t g = 0; g < groups; ++g) {
+        to[r * groups + g] = static_cast<uint8_t>(((field_at(g, r) + more) & mask) ^ flip);
       }
-      // Unpacked first: one added to the whole word would carry into the next field.
-      if (format.zero_plus_one) {
-        zero = (zero + 1) & mask;
-      }
-      to[r * groups + g] = static_cast<uint8_t>(zero ^ flip);
     }
+  };
+  if (format.packing == Packing::kAwq && bits == 4) {
+    unpack([&](int64_t g, int64_t r) { return word(g, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U; });
+  } else if (format.packing == Packing::kBits) {
+    unpack([&](int64_t g, int64_t r) { return Field([&](int64_t w) { return word(w, g); }, r, bits); });
+  } else {
+    unpack([&](int64_t g, int64_t r) {
+      return GptqField(
+          format, [&](int64_t w) { return word(g, w); }, r);
+    });
   }
   return out;
 }

@@ -1,0 +1,106 @@
+#include "checkpoint/matrices/unpack.hpp"
+
+#include <gtest/gtest.h>
+
+#include <fmt/format.h>
+#include <random>
+
+#include "numerics/rows.hpp"
+
+namespace fusedmoe::checkpoint {
+namespace {
+
+constexpr int kAwqOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};  // which output a nibble holds
+
+Tensor RandomBytes(DType dtype, const Shape& shape, std::mt19937& random) {
+  Tensor tensor = *Tensor::Allocate(dtype, shape);
+  for (int64_t i = 0; i < tensor.view().total_bytes(); ++i) {
+    tensor.mutable_view().data()[i] = static_cast<std::byte>(random() & 255U);
+  }
+  return tensor;
+}
+
+uint32_t WordAt(const Tensor& words, int64_t row, int64_t column) {
+  return words.view().as<uint32_t>()[row * words.dim(1) + column];
+}
+
+// Of one element, as docs/checkpoints.md has the layouts.
+uint32_t CodeAt(const LinearFormat& format, const Tensor& stored, int64_t row, int64_t col) {
+  const int bits = format.bits, per_word = 32 / bits;
+  const uint32_t mask = (1U << bits) - 1;
+  switch (format.packing) {
+    case Packing::kGptq:
+      return WordAt(stored, col / per_word, row) >> (col % per_word * bits) & mask;
+    case Packing::kBits:
+      return WordAt(stored, row, col / per_word) >> (col % per_word * bits) & mask;
+    case Packing::kAwq:
+      for (int nibble = 0; bits == 4 && nibble < 8; ++nibble) {
+        if (kAwqOrder[nibble] == row % 8) {
+          return WordAt(stored, col, row / 8) >> (4 * nibble) & mask;
+        }
+      }
+      return WordAt(stored, col, row / per_word) >> (row % per_word * bits) & mask;
+    default:
+      return stored.view().as<uint8_t>()[row / 2 * stored.dim(1) + col] >> (row % 2 * 4) & mask;
+  }
+}
+
+Shape StoredShape(const LinearFormat& format, int64_t rows, int64_t cols) {
+  const int64_t per_word = 32 / format.bits;
+  switch (format.packing) {
+    case Packing::kGptq:
+      return {(cols + per_word - 1) / per_word, rows};
+    case Packing::kBits:
+      return {rows, (cols + per_word - 1) / per_word};
+    case Packing::kAwq:
+      return {cols, (rows + per_word - 1) / per_word};
+    default:
+      return {(rows + 1) / 2, cols};
+  }
+}
+
+void ExpectCodes(LinearFormat format, int64_t rows, int64_t cols, std::mt19937& random) {
+  format.weight.element = format.bits == 4 ? DType::kU4 : DType::kU8;
+  const DType stored_type = format.packing == Packing::kRowPairs ? DType::kU8 : DType::kI32;
+  const Tensor stored = RandomBytes(stored_type, StoredShape(format, rows, cols), random);
+  const Result<Tensor> codes = UnpackCodes(format, stored, rows, cols, true);
+  ASSERT_TRUE(codes.ok()) << codes.status().ToString();
+  ASSERT_EQ(codes->shape(), (Shape{rows, cols}));
+  const uint32_t flip = format.twos_complement ? 1U << (format.bits - 1) : 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t col = 0; col < cols; ++col) {
+      ASSERT_EQ(LoadCode(codes->dtype(), codes->view().data() + row * codes->view().stride_bytes(0), col),
+                CodeAt(format, stored, row, col) ^ flip)
+          << fmt::format("packing {}, {} bits, {} x {}, flip {}: row {}, column {}",
+                         static_cast<int>(format.packing), format.bits, rows, cols, flip, row, col);
+    }
+  }
+}
+
+// Whole tiles, tiles cut in either direction, words cut by the end of the columns or of the rows.
+TEST(UnpackCodes_, PutEveryCodeWhereItsLayoutHasIt) {
+  std::mt19937 random(7);
+  for (const Packing packing : {Packing::kGptq, Packing::kBits, Packing::kAwq, Packing::kRowPairs}) {
+    for (const int bits : {4, 8}) {
+      if (bits == 8 && packing == Packing::kRowPairs) {
+        continue;
+      }
+      for (const bool twos_complement : {false, true}) {
+        LinearFormat format;
+        format.packing = packing;
+        format.bits = bits;
+        format.twos_complement = twos_complement;
+        for (const int64_t rows : {8, 16, 24, 128, 136, 152}) {
+          for (const int64_t cols : {8, 64, 128, 136, 160}) {
+            ExpectCodes(format, rows, cols, random);
+          }
+        }
+        ExpectCodes(format, 10, 22, random);
+        ExpectCodes(format, 16, 21, random);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::checkpoint

@@ -1,0 +1,78 @@
+#include "core/memory.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include <sys/mman.h>
+
+namespace fusedmoe {
+namespace {
+
+constexpr int64_t kBytes = 1 << 20;
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kReuses = false;  // sanitizers watch the heap, and all memory is taken from there
+#else
+constexpr bool kReuses = true;
+#endif
+
+bool IsMapped(void* page) {
+  unsigned char there = 0;
+  return mincore(page, 1, &there) == 0;
+}
+
+TEST(Memory_Reuse, ABlockComesBackForTheNextOfItsSize) {
+  if (!kReuses) {
+    GTEST_SKIP();
+  }
+  const MemoryReuse reuse;
+  auto first = AllocateMemory(kBytes);
+  std::byte* const place = first.get();
+  std::memset(place, 0xa5, kBytes);
+  first.reset();
+  EXPECT_NE(AllocateMemory(2 * kBytes).get(), place);
+  auto second = AllocateMemory(kBytes);
+  EXPECT_EQ(second.get(), place);
+  EXPECT_NE(AllocateMemory(kBytes).get(), place) << "one block, two owners";
+}
+
+TEST(Memory_Reuse, ZerosAreZeroInUsedBlocks) {
+  const MemoryReuse reuse;
+  for (const int64_t bytes : {int64_t{1000}, kBytes}) {
+    for (int turn = 0; turn < 2; ++turn) {
+      const auto memory = AllocateZeros(bytes);
+      EXPECT_TRUE(
+          std::all_of(memory.get(), memory.get() + bytes, [](std::byte b) { return b == std::byte{0}; }));
+      std::memset(memory.get(), 0xa5, static_cast<size_t>(bytes));
+    }
+  }
+}
+
+TEST(Memory_Reuse, TheLastOneGivesBlocksBack) {
+  if (!kReuses) {
+    GTEST_SKIP();
+  }
+  void* place = nullptr;
+  std::shared_ptr<std::byte> kept;
+  {
+    const MemoryReuse outer;
+    {
+      const MemoryReuse inner;
+      auto memory = AllocateZeros(kBytes);
+      place = memory.get();
+      kept = AllocateZeros(kBytes);
+    }
+    EXPECT_TRUE(IsMapped(place)) << "another one lives";
+  }
+  EXPECT_FALSE(IsMapped(place));
+  void* const still_used = kept.get();
+  EXPECT_TRUE(IsMapped(still_used));
+  kept.reset();
+  EXPECT_FALSE(IsMapped(still_used)) << "released when none lives";
+}
+
+}  // namespace
+}  // namespace fusedmoe
