@@ -1,11 +1,11 @@
 #include "core/memory.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
-#include <utility>
+#include <new>
 
 #include <sys/mman.h>
 
@@ -21,7 +21,8 @@ constexpr int64_t kFromSystem = INT64_MAX;
 constexpr int64_t kFromSystem = int64_t{64} << 10;
 #endif
 
-/// Blocks of the system that nobody uses now, by their size.
+/// Blocks of the system that nobody uses now. They are lists by themselves, so that giving one back, which
+/// happens in destructors, allocates nothing.
 class Waiting {
  public:
   static Waiting& Instance() {
@@ -29,45 +30,88 @@ class Waiting {
     return *waiting;
   }
 
+  /// A block that waited, or null; either way `bytes` more are in use.
   void* Take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = blocks_.find(bytes);
-    return found == blocks_.end() ? nullptr : blocks_.extract(found).mapped();
+    in_use_ += bytes;
+    most_in_use_ = std::max(most_in_use_, in_use_);
+    for (Block** at = &List(bytes); *at != nullptr; at = &(*at)->next) {
+      if (Block* const block = *at; block->bytes == bytes) {
+        *at = block->next;
+        waiting_ -= bytes;
+        return block;
+      }
+    }
+    return nullptr;
   }
 
+  /// What waits never exceeds what was in use at once: a process that loads layers of ever new sizes, with
+  /// one load always under way, would keep blocks of all of them.
   void Release(void* memory, size_t bytes) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (users_ > 0) {
-        blocks_.emplace(bytes, memory);
-        return;
-      }
-    }
-    munmap(memory, bytes);
-  }
-
-  void Begin() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ++users_;
-  }
-
-  void End() {
-    std::multimap<size_t, void*> blocks;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (--users_ == 0) {
-        std::swap(blocks, blocks_);
-      }
-    }
-    for (const auto& [bytes, memory] : blocks) {
+    if (!Keep(memory, bytes)) {
       munmap(memory, bytes);
     }
   }
 
+  /// Of a block that could not be had after Take.
+  void Forget(size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_use_ -= bytes;
+  }
+
+  void Begin() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (users_++ == 0) {
+      most_in_use_ = in_use_;
+    }
+  }
+
+  void End() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (--users_ == 0) {
+      GiveBack();
+    }
+  }
+
  private:
+  struct Block {
+    Block* next;
+    size_t bytes;
+  };
+
+  bool Keep(void* memory, size_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_use_ -= bytes;
+    if (users_ == 0) {
+      return false;
+    }
+    if (waiting_ + bytes > most_in_use_) {
+      GiveBack();
+    }
+    Block*& first = List(bytes);
+    first = new (memory) Block{first, bytes};
+    waiting_ += bytes;
+    return true;
+  }
+
+  /// Blocks of one size are in one list, and few sizes share one.
+  Block*& List(size_t bytes) { return lists_[bytes / kAlignment % lists_.size()]; }
+
+  void GiveBack() {
+    for (Block*& first : lists_) {
+      while (first != nullptr) {
+        Block* const block = first;
+        first = block->next;
+        munmap(block, block->bytes);
+      }
+    }
+    waiting_ = 0;
+  }
+
   std::mutex mutex_;
   int users_ = 0;
-  std::multimap<size_t, void*> blocks_;
+  size_t in_use_ = 0, most_in_use_ = 0, waiting_ = 0;  ///< bytes
+  std::array<Block*, 61> lists_{};
 };
 
 std::shared_ptr<std::byte> Allocate(int64_t bytes, bool zeros) {
@@ -81,6 +125,7 @@ std::shared_ptr<std::byte> Allocate(int64_t bytes, bool zeros) {
     if (memory == nullptr) {
       memory = mmap(nullptr, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (memory == MAP_FAILED) {
+        Waiting::Instance().Forget(padded);
         return nullptr;
       }
     } else if (zeros) {

@@ -160,9 +160,8 @@ Status InputFile::CheckUnchanged(int descriptor) const {
       .WithHint("open the checkpoint again when its writer is done");
 }
 
-Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) const {
+Status InputFile::CopyRead(int64_t offset, std::span<std::byte> destination) const {
   const auto count = static_cast<int64_t>(destination.size());
-  FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
   FMOE_ASSIGN_OR_RETURN(const int raw, OpenDescriptor(path_));
   const Descriptor descriptor(raw);
   FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
@@ -207,7 +206,7 @@ Status InputFile::CopyMapped(int64_t offset, std::span<std::byte> destination) c
     }
     // Where the call is not to be had (old sandboxes), reading does as well.
     if (got < 0 && (errno == ENOSYS || errno == EPERM)) {
-      return ReadInto(offset, destination);
+      return CopyRead(offset, destination);
     }
     if (got <= 0) {
       FMOE_RETURN_IF_ERROR(CheckUnchanged(descriptor.get()));
@@ -220,11 +219,15 @@ Status InputFile::CopyMapped(int64_t offset, std::span<std::byte> destination) c
   return CheckUnchanged(descriptor.get());
 }
 
+Status InputFile::ReadInto(int64_t offset, std::span<std::byte> destination) const {
+  FMOE_RETURN_IF_ERROR(CheckRange(offset, static_cast<int64_t>(destination.size())));
+  return mapping_ != nullptr ? CopyMapped(offset, destination) : CopyRead(offset, destination);
+}
+
 Result<FileBytes> InputFile::Read(int64_t offset, int64_t count) const {
   FMOE_RETURN_IF_ERROR(CheckRange(offset, count));
   FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, AllocateBytes(count));
-  const std::span<std::byte> destination(memory.get(), static_cast<size_t>(count));
-  FMOE_RETURN_IF_ERROR(mapping_ != nullptr ? CopyMapped(offset, destination) : ReadInto(offset, destination));
+  FMOE_RETURN_IF_ERROR(ReadInto(offset, {memory.get(), static_cast<size_t>(count)}));
   const std::byte* data = memory.get();
   return FileBytes{data, count, std::move(memory)};
 }

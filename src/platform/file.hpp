@@ -45,7 +45,7 @@ class InputFile {
   /// Bytes [offset, offset + count). The range must lie in the file (kBadInput
   /// otherwise).
   Result<FileBytes> Read(int64_t offset, int64_t count) const;
-  /// The same, always copied, into memory of the caller.
+  /// The same, into memory of the caller.
   Status ReadInto(int64_t offset, std::span<std::byte> destination) const;
 
  private:
@@ -56,6 +56,7 @@ class InputFile {
   };
 
   InputFile(std::string path, Identity identity) : path_(std::move(path)), identity_(identity) {}
+  Status CopyRead(int64_t offset, std::span<std::byte> destination) const;
   Status CopyMapped(int64_t offset, std::span<std::byte> destination) const;
   Status CheckRange(int64_t offset, int64_t count) const;
   Status CheckUnchanged(int descriptor) const;

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
+#include <fstream>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 namespace fusedmoe {
 namespace {
@@ -22,6 +23,12 @@ constexpr bool kReuses = true;
 bool IsMapped(void* page) {
   unsigned char there = 0;
   return mincore(page, 1, &there) == 0;
+}
+
+int64_t MappedBytes() {
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * sysconf(_SC_PAGESIZE);
 }
 
 TEST(Memory_Reuse, ABlockComesBackForTheNextOfItsSize) {
@@ -72,6 +79,28 @@ TEST(Memory_Reuse, TheLastOneGivesBlocksBack) {
   EXPECT_TRUE(IsMapped(still_used));
   kept.reset();
   EXPECT_FALSE(IsMapped(still_used)) << "released when none lives";
+}
+
+// Layers of other sizes, one after the other, while another load lives.
+TEST(Memory_Reuse, NoMoreWaitsThanWasInUseAtOnce) {
+  if (!kReuses) {
+    GTEST_SKIP();
+  }
+  const MemoryReuse lives;
+  const int64_t before = MappedBytes();
+  int64_t largest = 0;
+  for (int64_t size = 0; size < 40; ++size) {
+    largest = kBytes + 4096 * size;
+    const auto first = AllocateZeros(largest), second = AllocateZeros(largest);
+  }
+  EXPECT_LE(MappedBytes() - before, 2 * largest + kBytes / 4);  // and what the heap took meanwhile
+}
+
+TEST(Memory_Reuse, RunningOutOfMemoryIsAnAnswer) {
+  const MemoryReuse reuse;
+  EXPECT_EQ(AllocateMemory(int64_t{1} << 60), nullptr);
+  EXPECT_EQ(AllocateZeros(int64_t{1} << 60), nullptr);
+  EXPECT_NE(AllocateZeros(kBytes), nullptr);
 }
 
 }  // namespace

@@ -211,42 +211,51 @@ void DecodeMxfp4(const std::byte* block, std::byte* out) {
 
 template <DType kDType, int64_t kBytes>
 constexpr BlockPart kPlain[] = {{.dtype = kDType, .elements = 1, .bytes = kBytes}};
-template <int64_t kElements, void (*kDecode)(const std::byte*, std::byte*)>
-constexpr BlockPart kDecoded[] = {{".weight", DType::kF32, kElements, kElements * 4, kDecode}};
+/// kDecode of blocks of kBytes bytes each, which gives kOut bytes.
+template <int64_t kBytes, int64_t kOut, void (*kDecode)(const std::byte*, std::byte*)>
+void Each(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += kBytes, out += kOut) {
+    kDecode(blocks, out);
+  }
+}
 
-constexpr BlockPart kQ4_0[] = {{".weight", DType::kU4, 32, 16, PairNibbles<2, 32, 1>},
-                               {".weight_scale", DType::kF16, 1, 2, Copy<0, 2>}};
-constexpr BlockPart kQ8_0[] = {{".weight", DType::kU8, 32, 32, Q8Codes},
-                               {".weight_scale", DType::kF16, 1, 2, Copy<0, 2>}};
-constexpr BlockPart kMxfp4[] = {{".weight", DType::kF4E2M1, 32, 16, PairNibbles<1, 32, 1>},
-                                {".weight_scale", DType::kF8E8M0, 1, 1, Copy<0, 1>}};
-constexpr BlockPart kNvfp4[] = {{".weight", DType::kF4E2M1, 64, 32, PairNibbles<4, 16, 4>},
-                                {".weight_scale", DType::kF8E4M3, 4, 4, Nvfp4Scales}};
-constexpr BlockPart kUnitScale = {".scale", DType::kF32, 1, 4, One};
+template <int64_t kElements, int64_t kBytes, void (*kDecode)(const std::byte*, std::byte*)>
+constexpr BlockPart kDecoded[] = {
+    {".weight", DType::kF32, kElements, kElements * 4, Each<kBytes, kElements * 4, kDecode>}};
+
+constexpr BlockPart kQ4_0[] = {{".weight", DType::kU4, 32, 16, Each<18, 16, PairNibbles<2, 32, 1>>},
+                               {".weight_scale", DType::kF16, 1, 2, Each<18, 2, Copy<0, 2>>}};
+constexpr BlockPart kQ8_0[] = {{".weight", DType::kU8, 32, 32, Each<34, 32, Q8Codes>},
+                               {".weight_scale", DType::kF16, 1, 2, Each<34, 2, Copy<0, 2>>}};
+constexpr BlockPart kMxfp4[] = {{".weight", DType::kF4E2M1, 32, 16, Each<17, 16, PairNibbles<1, 32, 1>>},
+                                {".weight_scale", DType::kF8E8M0, 1, 1, Each<17, 1, Copy<0, 1>>}};
+constexpr BlockPart kNvfp4[] = {{".weight", DType::kF4E2M1, 64, 32, Each<36, 32, PairNibbles<4, 16, 4>>},
+                                {".weight_scale", DType::kF8E4M3, 4, 4, Each<36, 4, Nvfp4Scales>}};
+constexpr BlockPart kUnitScale = {".scale", DType::kF32, 1, 4, Each<0, 4, One>};
 
 constexpr BlockType kTypes[] = {
     {0, "F32", 1, 4, kPlain<DType::kF32, 4>},
     {1, "F16", 1, 2, kPlain<DType::kF16, 2>},
     {kGgufQ4_0, "Q4_0", 32, 18, kQ4_0},
-    {3, "Q4_1", 32, 20, kDecoded<32, DecodeOld<true, false>>},
-    {6, "Q5_0", 32, 22, kDecoded<32, DecodeOld<false, true>>},
-    {7, "Q5_1", 32, 24, kDecoded<32, DecodeOld<true, true>>},
+    {3, "Q4_1", 32, 20, kDecoded<32, 20, DecodeOld<true, false>>},
+    {6, "Q5_0", 32, 22, kDecoded<32, 22, DecodeOld<false, true>>},
+    {7, "Q5_1", 32, 24, kDecoded<32, 24, DecodeOld<true, true>>},
     {kGgufQ8_0, "Q8_0", 32, 34, kQ8_0},
     {9, "Q8_1", 32, 36, {}},
-    {10, "Q2_K", kSuper, 84, kDecoded<kSuper, DecodeQ2K>},
-    {11, "Q3_K", kSuper, 110, kDecoded<kSuper, DecodeQ3K>},
-    {12, "Q4_K", kSuper, 144, kDecoded<kSuper, DecodeQ45K<false>>},
-    {13, "Q5_K", kSuper, 176, kDecoded<kSuper, DecodeQ45K<true>>},
-    {14, "Q6_K", kSuper, 210, kDecoded<kSuper, DecodeQ6K>},
+    {10, "Q2_K", kSuper, 84, kDecoded<kSuper, 84, DecodeQ2K>},
+    {11, "Q3_K", kSuper, 110, kDecoded<kSuper, 110, DecodeQ3K>},
+    {12, "Q4_K", kSuper, 144, kDecoded<kSuper, 144, DecodeQ45K<false>>},
+    {13, "Q5_K", kSuper, 176, kDecoded<kSuper, 176, DecodeQ45K<true>>},
+    {14, "Q6_K", kSuper, 210, kDecoded<kSuper, 210, DecodeQ6K>},
     {15, "Q8_K", kSuper, 292, {}},
     {16, "IQ2_XXS", kSuper, 66, {}},
     {17, "IQ2_XS", kSuper, 74, {}},
     {18, "IQ3_XXS", kSuper, 98, {}},
     {19, "IQ1_S", kSuper, 50, {}},
-    {20, "IQ4_NL", 32, 18, kDecoded<32, DecodeIq4Nl>},
+    {20, "IQ4_NL", 32, 18, kDecoded<32, 18, DecodeIq4Nl>},
     {21, "IQ3_S", kSuper, 110, {}},
     {22, "IQ2_S", kSuper, 82, {}},
-    {23, "IQ4_XS", kSuper, 136, kDecoded<kSuper, DecodeIq4Xs>},
+    {23, "IQ4_XS", kSuper, 136, kDecoded<kSuper, 136, DecodeIq4Xs>},
     {24, "I8", 1, 1, kPlain<DType::kI8, 1>},
     {25, "I16", 1, 2, kPlain<DType::kI16, 2>},
     {26, "I32", 1, 4, kPlain<DType::kI32, 4>},
@@ -263,9 +272,9 @@ constexpr BlockType kTypes[] = {
 
 // Ids that no file has.
 constexpr BlockType kDecodedTypes[] = {
-    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, DecodeOld<false, false>>},
-    {kGgufDecoded + kGgufQ8_0, "Q8_0", 32, 34, kDecoded<32, DecodeQ8_0>},
-    {kGgufDecoded + kGgufMxfp4, "MXFP4", 32, 17, kDecoded<32, DecodeMxfp4>},
+    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, 18, DecodeOld<false, false>>},
+    {kGgufDecoded + kGgufQ8_0, "Q8_0", 32, 34, kDecoded<32, 34, DecodeQ8_0>},
+    {kGgufDecoded + kGgufMxfp4, "MXFP4", 32, 17, kDecoded<32, 17, DecodeMxfp4>},
 };
 
 }  // namespace

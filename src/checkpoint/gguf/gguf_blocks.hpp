@@ -18,8 +18,8 @@ struct BlockPart {
   DType dtype = DType::kU8;
   int64_t elements = 0;  ///< from one block
   int64_t bytes = 0;     ///< of these elements
-  /// Writes `bytes` bytes from the block. Null: the bytes of the file as they are.
-  void (*decode)(const std::byte* block, std::byte* out) = nullptr;
+  /// Writes `bytes` bytes from each of `count` blocks. Null: the bytes of the file as they are.
+  void (*decode)(const std::byte* blocks, int64_t count, std::byte* out) = nullptr;
 };
 
 struct BlockType {
