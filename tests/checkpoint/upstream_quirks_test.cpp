@@ -575,6 +575,11 @@ TEST(UpstreamQuirks, LatentExpertsAndOtherChoices_AreRefused) {
     model.config[key] = 2;
     EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported) << key;
   }
+  TinyModel clamped("bf16");
+  clamped.config["swiglu_limits"] = {0.0};
+  EXPECT_EQ(LoadEverything(clamped).message(), "");
+  clamped.config["swiglu_limits"] = {7.0};
+  EXPECT_EQ(LoadEverything(clamped).code(), StatusCode::kUnsupported) << "before silu, or behind it?";
   TinyModel images("bf16");
   images.tensors.push_back(Bf16("model.layers.0.mlp.gate.bias_vl", {kExperts}, 0.5F));
   EXPECT_EQ(LoadEverything(images).code(), StatusCode::kUnsupported)

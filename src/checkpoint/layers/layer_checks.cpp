@@ -35,7 +35,8 @@ Result<bool> HasNoCorrection(const ModelConfig& config, const FamilyRouting& row
                         config.Boolean("use_expert_bias use_routing_bias moe_router_enable_expert_bias "
                                        "moe_router_use_expert_bias use_moe_router_bias moe_use_aux_free "
                                        "router_enable_expert_bias moe_gate_bias"));
-  return method.value_or("noaux_tc") != "noaux_tc" || !used.value_or(!row.corrected_when_said);
+  const bool said = method == "noaux_tc" || !row.corrected_when_said;
+  return (method && method != "noaux_tc") || !used.value_or(said);
 }
 
 // DeepSeek-V4: the first layers look their experts up by token ids.
@@ -82,7 +83,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   }
   FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config, family.routing));
   if (family.routing.corrected && names.correction_bias.empty() && !no_correction &&
-      spec.config.routing.score == family.routing.score) {
+      (family.routing.corrected_when_said || spec.config.routing.score == family.routing.score)) {
     return missing(first(family.correction_bias),
                    fmt::format("routers of {} choose experts by scores plus this bias", family.name));
   }

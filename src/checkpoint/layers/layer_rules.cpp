@@ -20,6 +20,7 @@ constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize no
 constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
     "moe_routed_scaling_factor";
+constexpr std::string_view kLimitKeys = "swiglu_limit swiglu_limits expert_swiglu_limit_list";
 constexpr std::string_view kActivationKeys =
     "mlp_hidden_act hidden_act hidden_activation activation_function ffn_config.ffn_act_fn.name";
 
@@ -170,12 +171,20 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
                            has_gate ? "one" : "none"))
         .WithFile(config.path());
   }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number(kLimitKeys, layer));
+  if (!row.has_limit && limit.value_or(0.0) != 0.0) {
+    return Status::Unsupported(
+               fmt::format("'swiglu_limit' is {}: how experts of {} clamp is not known", *limit, family.name))
+        .WithFile(config.path());
+  }
   if (row.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));
-    FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
-                          config.Number("swiglu_limit swiglu_limits expert_swiglu_limit_list", layer));
+    FMOE_ASSIGN_OR_RETURN(const std::optional<double> beta, config.Number("swiglu_beta", -1));
     if (alpha) {
       spec.alpha = static_cast<float>(*alpha);
+    }
+    if (beta) {
+      spec.beta = static_cast<float>(*beta);
     }
     if (limit) {
       spec.limit = static_cast<float>(*limit);
