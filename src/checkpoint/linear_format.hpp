@@ -43,6 +43,7 @@ struct LinearFormat {
   bool bytes_are_exponents = false;  ///< scales of type U8 are E8M0, where floats are expected otherwise
   bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
   bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)
+  bool nibbles_in_order = false;     ///< kAwq without AWQ's order (Quark's pack_method "order")
   bool twos_complement = false;      ///< packed integers are signed (Quark int4)
   int64_t stored_block_rows = 0;     ///< of a stored block, where it is more than weight.block.row
   int64_t stored_block_cols = 0;     ///< of a stored group, where it is several of weight.block.col

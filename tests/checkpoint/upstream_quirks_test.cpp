@@ -122,6 +122,40 @@ TEST(UpstreamQuirks, ZeroPointsOfAwq_AreReadWhereverTheyAre) {
   EXPECT_TRUE(expert->gate.zero_point.empty());
 }
 
+// amd-quark 0.13 with pack_method "order": the eight outputs of a word from its low bits on, not in AWQ's
+// order.
+TEST(UpstreamQuirks, FourBitsOfQuark_LieInTheOrderThatItNames) {
+  for (const std::string method : {"reorder", "order"}) {
+    SCOPED_TRACE(method);
+    TinyModel model("awq");
+    for (RawTensor& tensor : model.tensors) {
+      const auto words = static_cast<size_t>(tensor.bytes.size() / 4);
+      if (tensor.name.ends_with(".qweight")) {
+        tensor = Ints(Replaced(tensor.name, ".qweight", ".weight"), tensor.shape,
+                      std::vector<int32_t>(words, 0x76543210));
+      } else if (tensor.name.ends_with(".qzeros")) {
+        tensor = Ints(Replaced(tensor.name, ".qzeros", ".weight_zero_point"), tensor.shape,
+                      std::vector<int32_t>(words, 0x11111110));
+      }
+      tensor.name = Replaced(tensor.name, ".scales", ".weight_scale");
+    }
+    nlohmann::ordered_json weight = {{"dtype", "uint4"}, {"qscheme", "per_group"}, {"group_size", 32}};
+    weight["symmetric"] = false;
+    model.config["quantization_config"] = {{"quant_method", "quark"}, {"export", {{"pack_method", method}}}};
+    model.config["quantization_config"]["global_quant_config"] = {{"weight", weight}};
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    const auto expert = written.source->load(0);
+    ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+    // Output 1 is the second nibble of a word, or, in AWQ's order, the fifth.
+    std::vector<float> row(static_cast<size_t>(kHidden));
+    DequantizeRow(expert->gate, 1, row.data());
+    EXPECT_EQ(row[0], method == "order" ? 0.0F : 1.5F) << "the code 1 or 4, less the zero point 1, times 0.5";
+    model.config["quantization_config"]["export"]["pack_method"] = "sideways";
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
+  }
+}
+
 // amd-quark 0.13 stores INT4 by channel as [out, in / 8], in groups as [in, out / 8]: square matrices were
 // read turned.
 TEST(UpstreamQuirks, FourBitsOfQuarkByChannel_AreRefused) {

@@ -14,6 +14,11 @@ namespace {
 
 // Where AWQ puts column j of a group of eight: nibble kAwqNibble[j] of the word.
 constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+constexpr int kNibbleInOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+bool InAwqOrder(const LinearFormat& format) {
+  return format.packing == Packing::kAwq && format.bits == 4 && !format.nibbles_in_order;
+}
 
 Status WrongStorage(const Tensor& stored, DType dtype, const Shape& shape) {
   return Status::BadInput(fmt::format("{} {}; {} {} is needed", DTypeName(stored.dtype()),
@@ -124,7 +129,7 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
       TurnWords(from, words, rows, flip, to);
       break;
     case Packing::kAwq:
-      TurnNibbles(from, cols, rows, kAwqNibble, flip, to);
+      TurnNibbles(from, cols, rows, format.nibbles_in_order ? kNibbleInOrder : kAwqNibble, flip, to);
       break;
     case Packing::kBits:
       std::transform(from, from + rows * words * 4, to,
@@ -286,8 +291,8 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
               format, [&](int64_t w) { return word(w, r); }, c);
           break;
         case Packing::kAwq:
-          code = bits == 4 ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
-                           : Field([&](int64_t w) { return word(c, w); }, r, bits);
+          code = InAwqOrder(format) ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
+                                    : Field([&](int64_t w) { return word(c, w); }, r, bits);
           break;
         case Packing::kBits:
           code = Field([&](int64_t w) { return word(r, w); }, c, bits);
@@ -325,7 +330,7 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
       }
     }
   };
-  if (format.packing == Packing::kAwq && bits == 4) {
+  if (InAwqOrder(format)) {
     unpack([&](int64_t g, int64_t r) { return word(g, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U; });
   } else if (format.packing == Packing::kBits) {
     unpack([&](int64_t g, int64_t r) { return Field([&](int64_t w) { return word(w, g); }, r, bits); });

@@ -145,11 +145,12 @@ std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
 // In groups codes are [in, out / 8]. By channel they are [out, in / 8], which the shapes of a square matrix
 // would not tell apart: not read.
 std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
-  if (input != nullptr || !awq_order) {
+  if (input != nullptr) {
     return std::nullopt;
   }
   std::optional<LinearFormat> format(std::in_place);
   format->packing = Packing::kAwq;
+  format->nibbles_in_order = !awq_order;
   format->bits = 4;
   format->weight = IntegerWeight(4, weight.group);
   format->scale_is_in_out = true;
@@ -259,6 +260,9 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
     const JsonValue* method = exported->Find("pack_method");
     awq_order = method == nullptr || method->string() == "reorder";
+    if (!awq_order && method->string() != "order") {
+      return Wrong("pack_method", method, "\"reorder\" or \"order\"", path);
+    }
   }
   auto rules = std::make_shared<QuarkRules>();
   // What this library cannot run is an error only where a module of the experts has it; malformed metadata
