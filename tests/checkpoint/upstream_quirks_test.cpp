@@ -614,6 +614,12 @@ TEST(UpstreamQuirks, LatentExpertsAndOtherChoices_AreRefused) {
   EXPECT_EQ(LoadEverything(clamped).message(), "");
   clamped.config["swiglu_limits"] = {7.0};
   EXPECT_EQ(LoadEverything(clamped).code(), StatusCode::kUnsupported) << "before silu, or behind it?";
+  clamped.config["model_type"] = "glm5_next";
+  clamped.config["swiglu_limits"] = {-1.0};
+  clamped.tensors.push_back(Bf16("model.layers.0.mlp.gate.e_score_correction_bias", {kExperts}, 0.5F));
+  const WrittenModel open(clamped);
+  ASSERT_TRUE(open.source.ok()) << open.source.status().ToString();
+  EXPECT_EQ(open.checkpoint->Describe(0)->config.activation.limit, 0.0F) << "below zero: none";
   TinyModel images("bf16");
   images.tensors.push_back(Bf16("model.layers.0.mlp.gate.bias_vl", {kExperts}, 0.5F));
   EXPECT_EQ(LoadEverything(images).code(), StatusCode::kUnsupported)

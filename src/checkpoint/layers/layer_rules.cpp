@@ -172,7 +172,7 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
         .WithFile(config.path());
   }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number(kLimitKeys, layer));
-  if (!row.has_limit && limit.value_or(0.0) != 0.0) {
+  if (!row.has_limit && limit.value_or(0.0) > 0.0) {
     return Status::Unsupported(
                fmt::format("'swiglu_limit' is {}: how experts of {} clamp is not known", *limit, family.name))
         .WithFile(config.path());
@@ -192,6 +192,9 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
     FMOE_ASSIGN_OR_RETURN(const std::optional<bool> clamps, config.Boolean("use_swiglu_clamp"));
     if (!clamps.value_or(true)) {
       spec.limit = 0.0F;
+    }
+    if (spec.limit < 0.0F && spec.kind != ActivationKind::kSwigluOai) {
+      spec.limit = 0.0F;  // Hunyuan 4 and K-EXAONE: none
     }
     if (spec.limit < 0.0F) {
       return Status::BadInput(fmt::format("'swiglu_limit' is {}; at least 0 is needed", spec.limit))
