@@ -181,6 +181,7 @@ Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
 
 Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& scheme, int64_t expert) {
   CanonicalExpert loaded;
+  JoinedTensors joined;
   for (const Projection projection : Projections(context)) {
     const Located located = Locate(context, expert, projection);
     FMOE_ASSIGN_OR_RETURN(const LinearFormat format, RoutedFormat(context, located));
@@ -188,8 +189,8 @@ Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& sc
     if (!SameScheme(own, scheme)) {
       return Different(context, located.place.base, own, scheme);
     }
-    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix,
-                          ReadMatrix(*context.store, format, located.place, located.rows, located.cols));
+    FMOE_ASSIGN_OR_RETURN(CanonicalMatrix matrix, ReadMatrix(*context.store, format, located.place,
+                                                             located.rows, located.cols, &joined));
     FMOE_RETURN_IF_ERROR(Widen(scheme, &matrix));
     CanonicalMatrix& slot = projection == Projection::kGate ? loaded.gate
                             : projection == Projection::kUp ? loaded.up

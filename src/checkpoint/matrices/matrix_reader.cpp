@@ -148,8 +148,9 @@ Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Stat
 }  // namespace
 
 Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
-                                   const MatrixPlace& place, int64_t rows, int64_t cols) {
-  const MatrixTensors tensors{store, place, rows, cols};
+                                   const MatrixPlace& place, int64_t rows, int64_t cols,
+                                   JoinedTensors* joined) {
+  const MatrixTensors tensors{store, place, rows, cols, joined};
   CanonicalMatrix matrix;
   matrix.rows = rows;
   matrix.cols = cols;

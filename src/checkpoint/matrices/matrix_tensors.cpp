@@ -44,8 +44,21 @@ Status MatrixTensors::Wrong(const std::string& name, const Tensor& tensor, std::
                      name);
 }
 
-Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
-  const std::string name = NameOf(suffix);
+namespace {
+
+/// make(), or what it gave for the other part.
+template <typename Make>
+Result<Tensor> Once(std::map<std::string, Tensor, std::less<>>& kept, const std::string& name, Make make) {
+  if (const auto found = kept.find(name); found != kept.end()) {
+    return found->second;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor tensor, make());
+  kept.emplace(name, tensor);
+  return tensor;
+}
+
+// The tensor of this expert, or what all experts share.
+Result<Tensor> LoadStored(const TensorStore& store, const MatrixPlace& place, const std::string& name) {
   if (place.item < 0) {
     return store.Load(name);
   }
@@ -74,12 +87,22 @@ Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
   return store.LoadItem(name, place.item);
 }
 
+}  // namespace
+
+Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
+  const std::string name = NameOf(suffix);
+  const auto load = [&] { return LoadStored(store, place, name); };
+  return joined == nullptr || place.parts == 1 ? load() : Once(joined->stored, name, load);
+}
+
 Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64_t block) const {
   if (tensor.shape().rank() != 2) {
     return Wrong(name, tensor, "a matrix");
   }
   if (place.in_out) {
-    FMOE_ASSIGN_OR_RETURN(tensor, Transpose(tensor));
+    const auto turn = [&] { return Transpose(tensor); };
+    FMOE_ASSIGN_OR_RETURN(tensor,
+                          joined == nullptr || place.parts == 1 ? turn() : Once(joined->turned, name, turn));
   }
   if (place.parts == 1) {
     return tensor;

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <string_view>
 
@@ -26,6 +28,12 @@ struct MatrixPlace {
   bool needs_bias = false;
 };
 
+/// Tensors that hold gate and up of an expert, by name, kept from the one matrix for the other: as they
+/// stand, and with their axes exchanged.
+struct JoinedTensors {
+  std::map<std::string, Tensor, std::less<>> stored, turned;
+};
+
 /// The tensor that has the role of `suffix` there; its preferred spelling when there is none.
 std::string RoleName(const TensorStore& store, const MatrixPlace& place, std::string_view suffix);
 
@@ -36,6 +44,7 @@ struct MatrixTensors {
   const TensorStore& store;
   const MatrixPlace& place;
   int64_t rows, cols;
+  JoinedTensors* joined = nullptr;  ///< null: nothing is kept
 
   std::string NameOf(std::string_view suffix) const { return RoleName(store, place, suffix); }
   bool Has(std::string_view suffix) const { return store.Has(NameOf(suffix)); }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "checkpoint/matrices/transpose_square.hpp"
+
 namespace fusedmoe::checkpoint {
 namespace {
 
@@ -10,7 +12,6 @@ namespace {
 constexpr int64_t kTile = 16;
 constexpr int64_t kWord = sizeof(uint32_t);
 using Line = uint32_t __attribute__((vector_size(kTile * kWord)));
-using Four = uint32_t __attribute__((vector_size(4 * kWord)));
 
 /// The first `words` of a line. All of them are most often copied, and a size that is not known costs more
 /// than the copy.
@@ -22,25 +23,15 @@ void CopyLine(void* to, const void* from, int64_t words) {
   }
 }
 
-/// Words [word][row] of a tile to [row][word], four by four.
+/// Words [word][row] of a tile to [row][word].
 void TransposeTile(const Line (&in)[kTile], Line (&out)[kTile]) {
+  const auto* from = reinterpret_cast<const std::byte*>(in);
+  auto* to = reinterpret_cast<std::byte*>(out);
+  constexpr int64_t kLineBytes = sizeof(Line);
   for (int64_t word = 0; word < kTile; word += 4) {
     for (int64_t row = 0; row < kTile; row += 4) {
-      Four x[4];
-      for (int i = 0; i < 4; ++i) {
-        std::memcpy(&x[i], reinterpret_cast<const std::byte*>(&in[word + i]) + row * kWord, sizeof(Four));
-      }
-      const Four low01 = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5);
-      const Four high01 = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-      const Four low23 = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
-      const Four high23 = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-      const Four turned[4] = {__builtin_shufflevector(low01, low23, 0, 1, 4, 5),
-                              __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-                              __builtin_shufflevector(high01, high23, 0, 1, 4, 5),
-                              __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
-      for (int i = 0; i < 4; ++i) {
-        std::memcpy(reinterpret_cast<std::byte*>(&out[row + i]) + word * kWord, &turned[i], sizeof(Four));
-      }
+      TransposeSquare<kWord>(from + word * kLineBytes + row * kWord, kLineBytes,
+                             to + row * kLineBytes + word * kWord, kLineBytes);
     }
   }
 }
