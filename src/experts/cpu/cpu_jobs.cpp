@@ -97,8 +97,12 @@ void CpuExperts::PlaceJobs(Run& run, const JobGroup& group, int64_t row) const {
   for (int64_t index = group.begin; index < group.end; ++index) {
     for (int i = 0; i < 2; ++i) {
       TileJob& job = run.jobs[i * tiles.max_jobs + index];
-      const std::byte* tokens = run.tokens + (i == 0 ? 0 : tiles.max_rows * tiles.row_bytes[0]);
-      job.tokens = reinterpret_cast<const uint8_t*>(tokens + row * tiles.row_bytes[i]);
+      // Behind rows in fp32 the tokens of the first GEMM have done their work when those of the second come:
+      // in their place these find lines that are in L2 (FP8 in blocks, 128 tokens: 1 % of the layer).
+      const bool reuses = i == 1 && !direct_mid_ && tiles.row_bytes[1] <= tiles.row_bytes[0];
+      const int64_t place = i == 0 || reuses ? row * tiles.row_bytes[0]
+                                             : tiles.max_rows * tiles.row_bytes[0] + row * tiles.row_bytes[1];
+      job.tokens = reinterpret_cast<const uint8_t*>(run.tokens + place);
       const float* sides = run.sides + (i == 0 ? 0 : tiles.max_rows * tiles.sides[0]) + row * tiles.sides[i];
       const int64_t scales = tiles.scale_group > 0 ? CeilDiv(shapes[i]->padded_cols, tiles.scale_group) : 1;
       job.scale = tiles.codes ? sides : nullptr;

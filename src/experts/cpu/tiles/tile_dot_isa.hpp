@@ -266,8 +266,9 @@ struct TileEngine {
   /// Over the steps of the next pair, which finds its own sums complete at the end.
   void StartFinish(const TileCursor& c, int64_t tokens, float* sums) {
     const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
-    const int64_t steps = Max(passes * (walk.units / c.k_blocks * kStepsPerUnit), 1);  // for each block
-    // By rows one token a call or two took 1 to 2 % longer than four.
+    const int64_t all_steps = passes * (walk.units / c.k_blocks * kStepsPerUnit);  // for each block
+    // By rows behind every second one; one token a call or two took 1 to 2 % longer than four.
+    const int64_t steps = Max(Shape::kByRows ? all_steps / 2 : all_steps, 1);
     const int64_t piece = Max((2 * tile_tokens + steps - 1) / steps, Shape::kByRows ? 4 : 1);
     const int64_t pieces = (piece + g.finish_tokens - 1) / g.finish_tokens;
     // Sums of the last block may still be on their way to the results that they are scaled into.

@@ -261,7 +261,9 @@ struct GroupPasses {
       if constexpr ((kStep + 1) % kGroupSteps == 0) {
         CloseGroup<2>(e, pass, kStep, kStep / kGroupSteps);
       }
-      Engine::Beside(e);
+      if constexpr (kStep >= kGroupSteps) {  // most of those before have rows beside them
+        Engine::Beside(e);
+      }
     });
     CopyFeed(f, e.feeder.feed);
   }

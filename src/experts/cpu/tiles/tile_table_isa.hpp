@@ -200,7 +200,8 @@ struct alignas(64) TileBatch {
 };
 
 /// TileFinish of TileKernels::silu and the like, the context: silu(gate) * up of 16 columns, to the second
-/// GEMM. Tokens of a call are written with one of the next calls, those of the last call with it.
+/// GEMM. silu and silu_nvfp4 write the tokens of a call with one of the next calls, those of the last call
+/// with it; silu_rows writes them at once.
 struct TileSilu {
   TileSides sides;
   const float *gate_scale, *up_scale;  ///< [16]
