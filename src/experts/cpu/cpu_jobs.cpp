@@ -98,7 +98,7 @@ void CpuExperts::PlaceJobs(Run& run, const JobGroup& group, int64_t row) const {
     for (int i = 0; i < 2; ++i) {
       TileJob& job = run.jobs[i * tiles.max_jobs + index];
       // Behind rows in fp32 the tokens of the first GEMM have done their work when those of the second come:
-      // in their place these find lines that are in L2 (0.5 to 1 % of the layer).
+      // in their place these find lines that are in L2.
       const bool reuses = i == 1 && !direct_mid_ && tiles.row_bytes[1] <= tiles.row_bytes[0];
       const int64_t place = i == 0 || reuses ? row * tiles.row_bytes[0]
                                              : tiles.max_rows * tiles.row_bytes[0] + row * tiles.row_bytes[1];
