@@ -103,6 +103,42 @@ TEST(UnpackCodes_, PutEveryCodeWhereItsLayoutHasIt) {
   }
 }
 
+TEST(Nibbles_, ArePackedAndTakenApart) {
+  std::mt19937 random(11);
+  for (const int64_t columns : {1, 2, 17, 64, 131}) {
+    Tensor bytes = RandomBytes(DType::kI8, Shape{3, columns}, random);
+    auto* values = bytes.mutable_view().as<int8_t>();
+    for (int64_t i = 0; i < 3 * columns; ++i) {
+      values[i] = static_cast<int8_t>((values[i] & 15) - 8);
+    }
+    const Result<Tensor> packed = PackSigned4(bytes);
+    ASSERT_TRUE(packed.ok());
+    for (int64_t i = 0; i < 3 * columns; ++i) {
+      const std::byte* row = packed->view().data() + i / columns * packed->view().stride_bytes(0);
+      ASSERT_EQ(LoadCode(DType::kI4, row, i % columns), static_cast<uint32_t>(values[i]) & 15U) << i;
+    }
+    for (const int value : {-128, -9, 8, 127}) {
+      const int8_t kept = values[2 * columns];
+      values[2 * columns] = static_cast<int8_t>(value);
+      const Result<Tensor> refused = PackSigned4(bytes);
+      ASSERT_FALSE(refused.ok());
+      EXPECT_EQ(refused.status().message(),
+                fmt::format("the code at [2, 0] is {}; 4 bits hold -8 to 7", value));
+      values[2 * columns] = kept;
+    }
+    const Tensor pairs = RandomBytes(DType::kU8, Shape{3, columns}, random);
+    const Result<Tensor> apart = UnpackNibbles(pairs);
+    ASSERT_TRUE(apart.ok());
+    ASSERT_EQ(apart->shape(), (Shape{3, 2 * columns}));
+    for (int64_t i = 0; i < 6 * columns; ++i) {
+      ASSERT_EQ(apart->view().as<uint8_t>()[i], LoadCode(DType::kU4, pairs.view().data(), i)) << i;
+    }
+    const Result<Tensor> together = PackNibbles(*apart, DType::kF4E2M1);
+    ASSERT_TRUE(together.ok());
+    EXPECT_EQ(std::memcmp(together->view().data(), pairs.view().data(), static_cast<size_t>(3 * columns)), 0);
+  }
+}
+
 // Whole tiles and squares, and what they leave; a view of every second row.
 TEST(Transpose_, PutsEveryElementWhereItBelongs) {
   std::mt19937 random(9);

@@ -50,6 +50,16 @@ void PutCode(std::byte* row, int64_t column, int width, uint32_t code) {
   }
 }
 
+// The low nibbles of a row of bytes, two a byte.
+void PackPairs(const uint8_t* codes, int64_t columns, std::byte* row) {
+  for (int64_t c = 0; c < columns / 2; ++c) {
+    row[c] = static_cast<std::byte>((codes[2 * c] & 15U) | (codes[2 * c + 1] & 15U) << 4);
+  }
+  if (columns % 2 != 0) {
+    row[columns / 2] = static_cast<std::byte>(codes[columns - 1] & 15U);
+  }
+}
+
 // Field `index` of a dense stream of fields of `bits` that fills words from their low end. Where 32 is no
 // multiple of `bits`, fields go on in the next word.
 template <typename Word>
@@ -219,13 +229,18 @@ Result<Tensor> PackSigned4(const Tensor& codes) {
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kI4, from.shape()));
   const MutableTensorView to = out.mutable_view();
   for (int64_t r = 0; r < from.dim(0); ++r) {
+    const auto* row = reinterpret_cast<const uint8_t*>(from.data() + r * from.stride_bytes(0));
+    // Of what lies within -8 .. 7, eight more has no bit above the fourth.
+    uint32_t beyond = 0;
     for (int64_t c = 0; c < from.dim(1); ++c) {
-      const auto value = static_cast<int8_t>(from.data()[r * from.stride_bytes(0) + c]);
-      if (value < -8 || value > 7) {
+      beyond |= (row[c] + 8U) & 0xf0U;
+    }
+    for (int64_t c = 0; beyond != 0 && c < from.dim(1); ++c) {
+      if (const auto value = static_cast<int8_t>(row[c]); value < -8 || value > 7) {
         return Status::BadInput(fmt::format("the code at [{}, {}] is {}; 4 bits hold -8 to 7", r, c, value));
       }
-      PutCode(to.data() + r * to.stride_bytes(0), c, 4, static_cast<uint32_t>(value) & 15U);
     }
+    PackPairs(row, from.dim(1), to.data() + r * to.stride_bytes(0));
   }
   return out;
 }
@@ -247,9 +262,11 @@ Result<Tensor> UnpackNibbles(const Tensor& packed) {
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{from.dim(0), 2 * from.dim(1)}));
   const MutableTensorView to = out.mutable_view();
   for (int64_t r = 0; r < from.dim(0); ++r) {
-    for (int64_t c = 0; c < 2 * from.dim(1); ++c) {
-      to.data()[r * to.stride_bytes(0) + c] =
-          from.data()[r * from.stride_bytes(0) + c / 2] >> (c % 2 * 4) & std::byte{15};
+    const std::byte* pairs = from.data() + r * from.stride_bytes(0);
+    std::byte* row = to.data() + r * to.stride_bytes(0);
+    for (int64_t c = 0; c < from.dim(1); ++c) {
+      row[2 * c] = pairs[c] & std::byte{15};
+      row[2 * c + 1] = pairs[c] >> 4;
     }
   }
   return out;
@@ -260,10 +277,8 @@ Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
   FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, from.shape()));
   const MutableTensorView to = out.mutable_view();
   for (int64_t r = 0; r < from.dim(0); ++r) {
-    for (int64_t c = 0; c < from.dim(1); ++c) {
-      PutCode(to.data() + r * to.stride_bytes(0), c, 4,
-              std::to_integer<uint32_t>(from.data()[r * from.stride_bytes(0) + c]));
-    }
+    PackPairs(reinterpret_cast<const uint8_t*>(from.data() + r * from.stride_bytes(0)), from.dim(1),
+              to.data() + r * to.stride_bytes(0));
   }
   return out;
 }
