@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 namespace fusedmoe {
@@ -26,7 +27,7 @@ constexpr int64_t kFromSystem = int64_t{64} << 10;
 class Waiting {
  public:
   static Waiting& Instance() {
-    static Waiting* const waiting = new Waiting;  // memory may be released when statics are gone
+    static Waiting* const waiting = Make();
     return *waiting;
   }
 
@@ -78,6 +79,15 @@ class Waiting {
     Block* next;
     size_t bytes;
   };
+
+  /// Never deleted: memory may be released when statics are gone. A process that forks while another thread
+  /// is at the lists would leave a child that waits for it for good.
+  static Waiting* Make() {
+    auto* const waiting = new Waiting;
+    (void)pthread_atfork([] { Instance().mutex_.lock(); }, [] { Instance().mutex_.unlock(); },
+                         [] { Instance().mutex_.unlock(); });
+    return waiting;
+  }
 
   bool Keep(void* memory, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);

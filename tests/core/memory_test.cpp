@@ -6,7 +6,11 @@
 #include <cstring>
 #include <fstream>
 
+#include <atomic>
+#include <thread>
+
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 namespace fusedmoe {
@@ -44,6 +48,33 @@ TEST(Memory_Reuse, ABlockComesBackForTheNextOfItsSize) {
   auto second = AllocateMemory(kBytes);
   EXPECT_EQ(second.get(), place);
   EXPECT_NE(AllocateMemory(kBytes).get(), place) << "one block, two owners";
+}
+
+// A child has one thread: a lock that another one held when the process forked stays taken.
+TEST(Memory_Reuse, ChildrenAllocateToo) {
+  if (!kReuses) {
+    GTEST_SKIP();
+  }
+  const MemoryReuse reuse;
+  std::atomic<bool> done{false};
+  std::thread other([&done] {
+    while (!done.load()) {
+      AllocateMemory(kBytes);
+    }
+  });
+  int failed = 0;
+  for (int i = 0; i < 200 && failed == 0; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);  // one that waits ends by a signal
+      _exit(AllocateMemory(kBytes) == nullptr ? 1 : 0);
+    }
+    int ended = -1;
+    failed += child > 0 && waitpid(child, &ended, 0) == child && ended == 0 ? 0 : 1;
+  }
+  done.store(true);
+  other.join();
+  EXPECT_EQ(failed, 0);
 }
 
 TEST(Memory_Reuse, ZerosAreZeroInUsedBlocks) {
