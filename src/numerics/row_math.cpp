@@ -8,12 +8,12 @@ namespace fusedmoe {
 
 float RowAmax(const float* values, int64_t count) {
   // As integers, magnitudes order like floats, with NaN above infinity: the maximum keeps NaN, and
-  // vectorizes.
-  uint32_t largest = 0;
+  // vectorizes, signed also without SSE4.1.
+  int32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    largest = std::max(largest, FloatBits(values[i]) & 0x7fffffffU);
+    largest = std::max(largest, static_cast<int32_t>(FloatBits(values[i]) & 0x7fffffffU));
   }
-  return FloatFromBits(largest);
+  return FloatFromBits(static_cast<uint32_t>(largest));
 }
 
 float RowFiniteAmax(const float* values, int64_t count) {

@@ -22,7 +22,7 @@ using namespace weight_scales;  // NOLINT: the formulas of this quantizer
 
 Status LoadRow(const WeightJob& job, int64_t row, float* values) {
   DecodeRow(job.input_dtype, job.weights.data() + row * job.weights.stride_bytes(0), 0, job.cols, values);
-  if (std::isnan(RowAmax(values, job.cols)) || std::isinf(RowAmax(values, job.cols))) {
+  if (!std::isfinite(RowAmax(values, job.cols))) {
     for (int64_t col = 0; col < job.cols; ++col) {
       if (!std::isfinite(values[col])) {
         return Status::BadInput(

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "core/memory.hpp"
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/convert/gguf_output.hpp"
 #include "jobs/convert/gpt_oss.hpp"
@@ -154,6 +155,7 @@ Status Job::Judge(const Difference& all, ConvertReport& report) const {
 }
 
 Result<ConvertReport> Job::Run() {
+  const MemoryReuse reuse;  // of one expert by the next
   const bool gguf = plan_.form == Form::kGguf;
   FMOE_ASSIGN_OR_RETURN(const auto output,
                         OutputCheckpoint::Create({.directory = options_.directory,

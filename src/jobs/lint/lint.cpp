@@ -9,6 +9,7 @@
 
 #include "checkpoint/access.hpp"
 #include "checkpoint/matrices/matrix_reader.hpp"
+#include "core/memory.hpp"
 #include "jobs/lint/layer_checks.hpp"
 #include "jobs/lint/matrix_checks.hpp"
 
@@ -80,6 +81,7 @@ void Linter::LintScheme(const LayerContext& context, int64_t layer) {
 }
 
 Result<LintReport> Linter::Run() {
+  const MemoryReuse reuse;  // of one expert by the next
   const std::vector<int64_t>& layers = options_.layers.empty() ? checkpoint_.moe_layers() : options_.layers;
   if (layers.empty()) {
     return Status::Usage("no layer with routed experts was found").WithFile(checkpoint_.directory());

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
 
@@ -76,11 +77,11 @@ Power NoiseOf(TensorView weights, const CanonicalMatrix& matrix) {
     DecodeRow(weights.dtype(), weights.data() + row * weights.stride_bytes(0), 0, matrix.cols,
               original.data());
     decoder.Decode(row, 0, matrix.cols, decoded.data());
+    power.signal += DotRows(original.data(), original.data(), matrix.cols);
     for (size_t col = 0; col < original.size(); ++col) {
-      const double delta = static_cast<double>(original[col]) - decoded[col];
-      power.noise += delta * delta;
-      power.signal += static_cast<double>(original[col]) * original[col];
+      original[col] -= decoded[col];
     }
+    power.noise += DotRows(original.data(), original.data(), matrix.cols);
   }
   return power;
 }

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "core/memory.hpp"
 #include "jobs/common/experts_rewriter.hpp"
 #include "jobs/quantize/measure.hpp"
 #include "jobs/quantize/scale_search.hpp"
@@ -282,6 +283,7 @@ Status Job::ReadBack(const std::string& directory) const {
 }
 
 Result<QuantizeReport> Job::Run() {
+  const MemoryReuse reuse;  // of one expert by the next
   FMOE_RETURN_IF_ERROR(CheckSource());
   FMOE_RETURN_IF_ERROR(CheckSizes());
   FMOE_RETURN_IF_ERROR(ResolveInputs());
