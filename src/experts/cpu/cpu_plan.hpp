@@ -76,7 +76,7 @@ struct TilePlan {
 };
 inline constexpr int64_t kMaxTileScratch = 256;
 /// Threads that share too few jobs cut them as short as that: decoding weights for 128 tokens costs no more
-/// than 2 % beside 256 (docs/kernels_cpu.md, kernels alone), for 64 tokens 10 %.
+/// than 2 % beside 256 (docs/kernels_amx.md, kernels alone), for 64 tokens 10 %.
 inline constexpr int64_t kFewestSharedTokens = 128;
 /// Groups of jobs for each thread from which on a group is one thread's.
 inline constexpr int64_t kGroupsPerThread = 2;

@@ -59,7 +59,7 @@ struct TileEngine {
 
   /// Complete sums of a pair on their way to the caller: a piece behind every step of the next pair until
   /// none is left, as small as it can be, since each holds up the tile instructions behind it (docs/
-  /// kernels_cpu.md has the figures).
+  /// kernels_amx.md has the figures).
   struct Finish {
     FinishWalk left;
     int64_t tokens;  // of the job

@@ -133,7 +133,7 @@ struct GroupScaler {
 };
 
 /// A pair of groups of two token tiles, a vector of results at a time. Chunks are calls that hold up the
-/// tile instructions behind them (docs/kernels_cpu.md has the figures).
+/// tile instructions behind them (docs/kernels_amx.md has the figures).
 struct RowScaler {
   static constexpr int kRows = 64;
 

@@ -15,7 +15,7 @@
 /// The numbers are places for other work. It is spread over them as evenly as it can be, and where it is
 /// little there are a few empty instructions besides (Tiles::Space). While the core's other hardware thread
 /// is at work, every tile instruction takes some 20 cycles, one that follows another directly some ten more,
-/// and so does a product right behind the load that it waits for (docs/kernels_cpu.md). In undisturbed
+/// and so does a product right behind the load that it waits for (docs/kernels_amx.md). In undisturbed
 /// minutes neither makes a difference.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {

@@ -34,7 +34,7 @@ struct TileSteps {
   static constexpr int64_t kWeightStep = kDirect ? 1024 : 2048;
   /// Units of a K block at most, and of the ring. Panels that are read as tiles have no ring, and are in L1
   /// once. Where sums are scaled, blocks are two groups of 128 k, and the rest of L1 is for sums; by rows
-  /// with a place less (docs/kernels_cpu.md has the figures).
+  /// with a place less (docs/kernels_amx.md has the figures).
   static constexpr int64_t kBlockUnits = kDirect  ? kTileRingBytes / kUnitTileBytes
                                          : kFlush ? 4 * 4096 / kUnitTileBytes
                                                   : kTileRingBytes / kUnitTileBytes - 2;
