@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/executor.hpp>
@@ -30,22 +31,34 @@ std::string FileOf(const std::string& path, const Checkpoint& checkpoint) {
   return std::filesystem::is_directory(path) ? path + "/" + checkpoint.tensors().front().file : path;
 }
 
-double ReadSeconds(const platform::InputFile& file, int64_t pieces, const Executor& executor) {
+Result<double> ReadSeconds(const platform::InputFile& file, int64_t pieces, const Executor& executor) {
   const auto total = static_cast<size_t>(pieces * kPiece);
-  auto* memory = static_cast<std::byte*>(
-      mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  (void)madvise(memory, total, MADV_HUGEPAGE);
+  void* const mapped =
+      mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) {
+    return Status::System(fmt::format("no {} bytes to read into", total));
+  }
+  (void)madvise(mapped, total, MADV_HUGEPAGE);
+  auto* const memory = static_cast<std::byte*>(mapped);
+  std::vector<Status> statuses(static_cast<size_t>(pieces));
   const double begin = Seconds();
   ParallelFor(executor, pieces, [&](int64_t i) {
-    (void)file.ReadInto(i * kPiece, {memory + i * kPiece, static_cast<size_t>(kPiece)});
+    statuses[static_cast<size_t>(i)] =
+        file.ReadInto(i * kPiece, {memory + i * kPiece, static_cast<size_t>(kPiece)});
   });
   const double seconds = Seconds() - begin;
-  munmap(memory, total);
+  munmap(mapped, total);
+  for (const Status& status : statuses) {
+    FMOE_RETURN_IF_ERROR(status);
+  }
   return seconds;
 }
 
 Status Measure(const std::string& path, const Executor& executor) {
   FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(path));
+  if (checkpoint->moe_layers().empty()) {
+    return Status::Usage("no layer with routed experts was found");
+  }
   FMOE_ASSIGN_OR_RETURN(const auto file,
                         platform::InputFile::Open(FileOf(path, *checkpoint), platform::FileAccess::kRead));
   int64_t bytes = 0;
@@ -59,7 +72,8 @@ Status Measure(const std::string& path, const Executor& executor) {
   options.executor = executor;
   double load = 1e9, read = 1e9;
   for (int turn = 0; turn < kTurns; ++turn) {
-    read = std::min(read, ReadSeconds(*file, pieces, executor));
+    FMOE_ASSIGN_OR_RETURN(const double seconds, ReadSeconds(*file, pieces, executor));
+    read = std::min(read, seconds);
     const double begin = Seconds();
     FMOE_RETURN_IF_ERROR(MoeLayer::Load(checkpoint, checkpoint->moe_layers().front(), options).status());
     load = std::min(load, Seconds() - begin);

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <type_traits>
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -26,16 +27,10 @@ constexpr int64_t kFromSystem = int64_t{64} << 10;
 /// happens in destructors, allocates nothing.
 class Waiting {
  public:
-  static Waiting& Instance() {
-    static Waiting* const waiting = Make();
-    return *waiting;
-  }
-
   /// A block that waited, or null; either way `bytes` more are in use.
   void* Take(size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     in_use_ += bytes;
-    most_in_use_ = std::max(most_in_use_, in_use_);
     for (Block** at = &List(bytes); *at != nullptr; at = &(*at)->next) {
       if (Block* const block = *at; block->bytes == bytes) {
         *at = block->next;
@@ -67,6 +62,10 @@ class Waiting {
     }
   }
 
+  /// For who forks: a child of a process whose other thread is at the lists would wait for it for good.
+  void Lock() { mutex_.lock(); }
+  void Unlock() { mutex_.unlock(); }
+
   void End() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (--users_ == 0) {
@@ -80,17 +79,9 @@ class Waiting {
     size_t bytes;
   };
 
-  /// Never deleted: memory may be released when statics are gone. A process that forks while another thread
-  /// is at the lists would leave a child that waits for it for good.
-  static Waiting* Make() {
-    auto* const waiting = new Waiting;
-    (void)pthread_atfork([] { Instance().mutex_.lock(); }, [] { Instance().mutex_.unlock(); },
-                         [] { Instance().mutex_.unlock(); });
-    return waiting;
-  }
-
   bool Keep(void* memory, size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
+    most_in_use_ = std::max(most_in_use_, in_use_);  // only here: not of what could not be had
     in_use_ -= bytes;
     if (users_ == 0) {
       return false;
@@ -124,6 +115,12 @@ class Waiting {
   std::array<Block*, 61> lists_{};
 };
 
+constinit Waiting g_waiting;
+static_assert(std::is_trivially_destructible_v<Waiting>, "memory may be released when statics are gone");
+
+[[maybe_unused]] const int g_fork_handlers =
+    pthread_atfork([] { g_waiting.Lock(); }, [] { g_waiting.Unlock(); }, [] { g_waiting.Unlock(); });
+
 std::shared_ptr<std::byte> Allocate(int64_t bytes, bool zeros) {
   if (bytes < 0 || bytes > INT64_MAX - kAlignment) {
     return nullptr;
@@ -131,18 +128,17 @@ std::shared_ptr<std::byte> Allocate(int64_t bytes, bool zeros) {
   const auto padded =
       static_cast<size_t>((std::max<int64_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment);
   if (bytes >= kFromSystem) {
-    void* memory = Waiting::Instance().Take(padded);
+    void* memory = g_waiting.Take(padded);
     if (memory == nullptr) {
       memory = mmap(nullptr, padded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (memory == MAP_FAILED) {
-        Waiting::Instance().Forget(padded);
+        g_waiting.Forget(padded);
         return nullptr;
       }
     } else if (zeros) {
       std::memset(memory, 0, padded);
     }
-    return {static_cast<std::byte*>(memory),
-            [padded](std::byte* data) { Waiting::Instance().Release(data, padded); }};
+    return {static_cast<std::byte*>(memory), [padded](std::byte* data) { g_waiting.Release(data, padded); }};
   }
   auto* memory = static_cast<std::byte*>(std::aligned_alloc(static_cast<size_t>(kAlignment), padded));
   if (memory == nullptr) {
@@ -165,11 +161,11 @@ std::shared_ptr<std::byte> AllocateZeros(int64_t bytes) {
 }
 
 MemoryReuse::MemoryReuse() {
-  Waiting::Instance().Begin();
+  g_waiting.Begin();
 }
 
 MemoryReuse::~MemoryReuse() {
-  Waiting::Instance().End();
+  g_waiting.End();
 }
 
 }  // namespace fusedmoe

@@ -152,7 +152,7 @@ TEST(UpstreamQuirks, FourBitsOfQuark_LieInTheOrderThatItNames) {
     DequantizeRow(expert->gate, 1, row.data());
     EXPECT_EQ(row[0], method == "order" ? 0.0F : 1.5F) << "the code 1 or 4, less the zero point 1, times 0.5";
     model.config["quantization_config"]["export"]["pack_method"] = "sideways";
-    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
+    EXPECT_EQ(LoadEverything(model).code(), StatusCode::kUnsupported);
   }
 }
 
@@ -620,6 +620,26 @@ TEST(UpstreamQuirks, LatentExpertsAndOtherChoices_AreRefused) {
   const WrittenModel open(clamped);
   ASSERT_TRUE(open.source.ok()) << open.source.status().ToString();
   EXPECT_EQ(open.checkpoint->Describe(0)->config.activation.limit, 0.0F) << "below zero: none";
+  clamped.config["swiglu_limits_shared"] = {-1.0};
+  const WrittenModel both(clamped);
+  ASSERT_TRUE(both.source.ok()) << both.source.status().ToString();
+  EXPECT_EQ(both.checkpoint->Describe(0)->config.shared.activation, std::nullopt) << "none either";
+  clamped.config["swiglu_limits"] = {7.0};
+  clamped.config["swiglu_limits_shared"] = {5.0};
+  const WrittenModel apart(clamped);
+  ASSERT_TRUE(apart.source.ok()) << apart.source.status().ToString();
+  EXPECT_EQ(apart.checkpoint->Describe(0)->config.activation.limit, 7.0F);
+  EXPECT_EQ(apart.checkpoint->Describe(0)->config.shared.activation->limit, 5.0F);
+  clamped.config["use_swiglu_clamp"] = false;
+  const WrittenModel off(clamped);
+  ASSERT_TRUE(off.source.ok()) << off.source.status().ToString();
+  EXPECT_EQ(off.checkpoint->Describe(0)->config.activation.limit, 0.0F);
+  EXPECT_EQ(off.checkpoint->Describe(0)->config.shared.activation, std::nullopt);
+  clamped.config.erase("use_swiglu_clamp");
+  clamped.config["swiglu_limits"] = nlohmann::json::array();
+  const Status lacks = LoadEverything(clamped);
+  EXPECT_EQ(lacks.code(), StatusCode::kBadInput) << "no entry for a layer of the model";
+  EXPECT_NE(lacks.message().find("swiglu_limits"), std::string::npos) << lacks.message();
   TinyModel images("bf16");
   images.tensors.push_back(Bf16("model.layers.0.mlp.gate.bias_vl", {kExperts}, 0.5F));
   EXPECT_EQ(LoadEverything(images).code(), StatusCode::kUnsupported)

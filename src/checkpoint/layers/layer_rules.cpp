@@ -137,6 +137,15 @@ Status ResolveGroups(const ModelConfig& config, RoutingConfig& routing) {
 
 }  // namespace
 
+// The clamp of such keys; 0, which is none, where the configuration switches clamps off.
+Result<std::optional<double>> ReadLimit(const ModelConfig& config, std::string_view keys, int64_t layer) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> clamps, config.Boolean("use_swiglu_clamp"));
+  if (!clamps.value_or(true)) {
+    return std::optional<double>(0.0);
+  }
+  return config.Number(keys, layer);
+}
+
 Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family& family, int64_t layer,
                                          bool has_gate) {
   const FamilyActivation& row = family.activation;
@@ -171,7 +180,7 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
                            has_gate ? "one" : "none"))
         .WithFile(config.path());
   }
-  FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, config.Number(kLimitKeys, layer));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit, ReadLimit(config, kLimitKeys, layer));
   if (!row.has_limit && limit.value_or(0.0) > 0.0) {
     return Status::Unsupported(
                fmt::format("'swiglu_limit' is {}: how experts of {} clamp is not known", *limit, family.name))
@@ -188,10 +197,6 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
     }
     if (limit) {
       spec.limit = static_cast<float>(*limit);
-    }
-    FMOE_ASSIGN_OR_RETURN(const std::optional<bool> clamps, config.Boolean("use_swiglu_clamp"));
-    if (!clamps.value_or(true)) {
-      spec.limit = 0.0F;
     }
     if (spec.limit < 0.0F && spec.kind != ActivationKind::kSwigluOai) {
       spec.limit = 0.0F;  // Hunyuan 4 and K-EXAONE: none
@@ -216,13 +221,13 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
     own = ActivationSpec{.kind = kind.value_or(routed.kind)};
   } else if (family.activation.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
-                          config.Number("swiglu_limits_shared share_expert_swiglu_limit_list", layer));
+                          ReadLimit(config, "swiglu_limits_shared share_expert_swiglu_limit_list", layer));
     // GGUF has this key for all; elsewhere the routed experts' limit is the shared ones' too, but for these.
     const bool apart = family.activation.kind == ActivationKind::kSwigluStep;
     if (limit || apart) {
       own = routed;
       own->kind = apart ? ActivationKind::kSwigluStep : routed.kind;
-      own->limit = static_cast<float>(limit.value_or(0.0));
+      own->limit = std::max(0.0F, static_cast<float>(limit.value_or(0.0)));  // below zero: none
       own = WithoutLimit(*own);
     }
   }

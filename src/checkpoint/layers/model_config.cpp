@@ -166,9 +166,13 @@ Result<std::optional<double>> ModelConfig::Number(std::string_view keys, int64_t
   if (value == nullptr) {
     return std::optional<double>();
   }
-  if (value->is_array() && layer >= 0) {  // layers behind the end of a list, of draft heads, have no entry
+  if (value->is_array() && layer >= 0) {
     if (layer >= static_cast<int64_t>(value->items().size())) {
-      return std::optional<double>();
+      FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> layers, NumLayers());
+      if (layers && layer >= *layers) {
+        return std::optional<double>();  // draft heads, behind the layers of the model, may have no entry
+      }
+      return Wrong(key, *value, fmt::format("an entry for layer {}", layer));
     }
     value = &value->items()[static_cast<size_t>(layer)];
     if (value->is_null()) {

@@ -144,13 +144,14 @@ std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
 
 // In groups codes are [in, out / 8]. By channel they are [out, in / 8], which the shapes of a square matrix
 // would not tell apart: not read.
-std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input, bool awq_order) {
-  if (input != nullptr) {
+std::optional<LinearFormat> FourBitFormat(const Level& weight, const Level* input,
+                                          std::optional<bool> awq_order) {
+  if (input != nullptr || !awq_order) {
     return std::nullopt;
   }
   std::optional<LinearFormat> format(std::in_place);
   format->packing = Packing::kAwq;
-  format->nibbles_in_order = !awq_order;
+  format->nibbles_in_order = !*awq_order;
   format->bits = 4;
   format->weight = IntegerWeight(4, weight.group);
   format->scale_is_in_out = true;
@@ -190,7 +191,8 @@ std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* inp
   return format;
 }
 
-Result<LinearFormat> FormatOf(const JsonValue& spec, bool awq_order, const std::string& path) {
+/// `awq_order`: of integers of 4 bits; nothing: not known.
+Result<LinearFormat> FormatOf(const JsonValue& spec, std::optional<bool> awq_order, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
   if (weight.empty()) {
@@ -256,12 +258,11 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   if (global == nullptr || !global->is_object()) {
     return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
   }
-  bool awq_order = true;
+  std::optional<bool> awq_order = true;
   if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
     const JsonValue* method = exported->Find("pack_method");
-    awq_order = method == nullptr || method->string() == "reorder";
-    if (!awq_order && method->string() != "order") {
-      return Wrong("pack_method", method, "\"reorder\" or \"order\"", path);
+    if (method != nullptr && method->string() != "reorder") {
+      awq_order = method->string() == "order" ? std::optional<bool>(false) : std::nullopt;
     }
   }
   auto rules = std::make_shared<QuarkRules>();

@@ -207,7 +207,7 @@ void CpuExperts::ClearMidPadding(const TileJob& down) const {
   }
 }
 
-/// What sums of 32 columns are added to, or the rows that they are put into.
+/// What sums of 32 columns are added to, or where they wait.
 struct CpuExperts::DownFinish {
   const CpuExperts& experts;
   const Run& run;
