@@ -9,6 +9,7 @@
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
+#include "quant/transpose_square.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -54,19 +55,27 @@ Status CheckExtent(std::string_view what, int64_t words, int64_t codes, int bits
   return Status::Ok();
 }
 
-template <typename T>
-void TransposeElements(TensorView from, T* to) {
-  constexpr int64_t kTile = 32;
-  const int64_t rows = from.dim(0);
-  const int64_t cols = from.dim(1);
-  for (int64_t row0 = 0; row0 < rows; row0 += kTile) {
-    for (int64_t col0 = 0; col0 < cols; col0 += kTile) {
-      for (int64_t row = row0; row < std::min(row0 + kTile, rows); ++row) {
-        const std::byte* source = from.data() + row * from.stride_bytes(0);
-        for (int64_t col = col0; col < std::min(col0 + kTile, cols); ++col) {
-          std::memcpy(to + col * rows + row, source + col * static_cast<int64_t>(sizeof(T)), sizeof(T));
+// In tiles whose sides stay in the first-level cache, of squares; what squares leave, one by one.
+template <size_t kBytes>
+void TransposeElements(const TensorView& from, std::byte* to) {
+  constexpr auto kWidth = static_cast<int64_t>(kBytes);
+  constexpr int64_t kSide = 16 / kWidth, kTile = 64;
+  const int64_t rows = from.dim(0), columns = from.dim(1), stride = from.stride_bytes(0);
+  const auto at = [&](int64_t r, int64_t c) { return from.data() + r * stride + c * kWidth; };
+  const auto put = [&](int64_t r, int64_t c) { return to + (c * rows + r) * kWidth; };
+  const int64_t square_rows = rows / kSide * kSide, square_columns = columns / kSide * kSide;
+  for (int64_t r0 = 0; r0 < square_rows; r0 += kTile) {
+    for (int64_t c0 = 0; c0 < square_columns; c0 += kTile) {
+      for (int64_t c = c0; c < std::min(c0 + kTile, square_columns); c += kSide) {
+        for (int64_t r = r0; r < std::min(r0 + kTile, square_rows); r += kSide) {
+          TransposeSquare<kBytes>(at(r, c), stride, put(r, c), rows * kWidth);
         }
       }
+    }
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = r < square_rows ? square_columns : 0; c < columns; ++c) {
+      std::memcpy(put(r, c), at(r, c), kBytes);
     }
   }
 }
@@ -190,16 +199,16 @@ Result<Tensor> Transpose(TensorView matrix) {
   std::byte* out = result.mutable_view().data();
   switch (DTypeBits(matrix.dtype())) {
     case 8:
-      TransposeElements(matrix, reinterpret_cast<uint8_t*>(out));
+      TransposeElements<1>(matrix, out);
       return result;
     case 16:
-      TransposeElements(matrix, reinterpret_cast<uint16_t*>(out));
+      TransposeElements<2>(matrix, out);
       return result;
     case 32:
-      TransposeElements(matrix, reinterpret_cast<uint32_t*>(out));
+      TransposeElements<4>(matrix, out);
       return result;
     case 64:
-      TransposeElements(matrix, reinterpret_cast<uint64_t*>(out));
+      TransposeElements<8>(matrix, out);
       return result;
     default:
       return Status::Unsupported(fmt::format("{} elements are packed and cannot be transposed as they are",

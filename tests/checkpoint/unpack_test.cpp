@@ -139,37 +139,5 @@ TEST(Nibbles_, ArePackedAndTakenApart) {
   }
 }
 
-// Whole tiles and squares, and what they leave; a view of every second row.
-TEST(Transpose_, PutsEveryElementWhereItBelongs) {
-  std::mt19937 random(9);
-  for (const DType dtype : {DType::kU8, DType::kBF16, DType::kF32}) {
-    const int64_t width = DTypeBits(dtype) / 8;
-    for (const int64_t rows : {1, 7, 16, 64, 83, 130}) {
-      for (const int64_t columns : {1, 16, 35, 64, 144}) {
-        const Tensor both = RandomBytes(dtype, Shape{2 * rows, columns}, random);
-        TensorView every_second(both.view().data(), dtype, Shape{rows, columns});
-        every_second.set_stride_bytes(0, 2 * both.view().stride_bytes(0));
-        const Result<Tensor> turned = Transpose(Tensor::Borrow(every_second, both.owner()));
-        ASSERT_TRUE(turned.ok());
-        ASSERT_EQ(turned->shape(), (Shape{columns, rows}));
-        for (int64_t r = 0; r < rows; ++r) {
-          for (int64_t c = 0; c < columns; ++c) {
-            ASSERT_EQ(
-                std::memcmp(turned->view().data() + (c * rows + r) * width,
-                            both.view().data() + (2 * r * columns + c) * width, static_cast<size_t>(width)),
-                0)
-                << fmt::format("{} of {} x {}: row {}, column {}", DTypeName(dtype), rows, columns, r, c);
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST(Transpose_, RefusesElementsThatAreNoWholeBytes) {
-  const Tensor nibbles = *Tensor::Allocate(DType::kU4, Shape{16, 16});
-  EXPECT_EQ(Transpose(nibbles).status().code(), StatusCode::kBadInput);
-}
-
 }  // namespace
 }  // namespace fusedmoe::checkpoint

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -202,6 +203,39 @@ TEST(ReferenceGenerator_TwoLevelScales, HaveTheFloorOfTheFp8Quantizer) {
   EXPECT_EQ(channel[2], kFloor * 8.0F);
   const auto* group = derived->group_scale.view().as<uint8_t>();
   EXPECT_EQ(std::vector<int>(group, group + 6), (std::vector<int>{0x66, 0x5e, 0x5e, 0x56, 0, 0}));
+}
+
+// Whole tiles and squares, and what they leave; a view of every second row.
+TEST(Transpose_, PutsEveryElementWhereItBelongs) {
+  std::mt19937 generator(9);
+  for (const DType dtype : {DType::kU8, DType::kBF16, DType::kF32, DType::kI64}) {
+    const int64_t width = DTypeBits(dtype) / 8;
+    for (const int64_t rows : {1, 7, 16, 64, 83, 130}) {
+      for (const int64_t cols : {1, 16, 35, 64, 144}) {
+        const Tensor bytes = Codes(2 * rows, cols * width, 8, generator);
+        const std::byte* data = bytes.view().data();
+        TensorView every_second(data, dtype, Shape{rows, cols});
+        every_second.set_stride_bytes(0, 2 * cols * width);
+        const Result<Tensor> turned = Transpose(every_second);
+        ASSERT_TRUE(turned.ok());
+        ASSERT_EQ(turned->shape(), (Shape{cols, rows}));
+        for (int64_t row = 0; row < rows; ++row) {
+          for (int64_t col = 0; col < cols; ++col) {
+            ASSERT_EQ(std::memcmp(turned->view().data() + (col * rows + row) * width,
+                                  data + (2 * row * cols + col) * width, static_cast<size_t>(width)),
+                      0)
+                << DTypeName(dtype) << " of " << rows << " x " << cols << ": row " << row << ", column "
+                << col;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Transpose_, RefusesElementsThatAreNoWholeBytes) {
+  const Tensor nibbles = *Tensor::Allocate(DType::kU4, Shape{16, 16});
+  EXPECT_EQ(Transpose(nibbles.view()).status().code(), StatusCode::kUnsupported);
 }
 
 }  // namespace

@@ -14,29 +14,24 @@ constexpr FamilyRouting kSoftmaxAlways{.renormalize = Renormalize::kAlways, .ign
 constexpr FamilyRouting kSoftmaxNever{.renormalize = Renormalize::kNever, .ignore_groups = true};
 constexpr FamilyRouting kSoftmaxByConfig{.renormalize = Renormalize::kConfigFalse, .ignore_groups = true};
 constexpr FamilyRouting kSoftmaxRenormalized{.renormalize = Renormalize::kConfigTrue, .ignore_groups = true};
+constexpr FamilyRouting With(FamilyRouting routing, Renormalize renormalize) {
+  routing.renormalize = renormalize;
+  return routing;
+}
 // DeepSeek-V3 and its many followers.
 constexpr FamilyRouting kDeepSeek{.score = ScoreFunction::kSigmoid,
                                   .renormalize = Renormalize::kConfigTrue,
                                   .method = RoutingMethod::kDeepSeekV3,
                                   .norm_epsilon = 1e-20F,
                                   .corrected = true};
-constexpr FamilyRouting kDeepSeekByConfig{.score = ScoreFunction::kSigmoid,
-                                          .renormalize = Renormalize::kConfigFalse,
-                                          .method = RoutingMethod::kDeepSeekV3,
-                                          .norm_epsilon = 1e-20F,
-                                          .corrected = true};
+constexpr FamilyRouting kDeepSeekByConfig = With(kDeepSeek, Renormalize::kConfigFalse);
 constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
                                      .renormalize = Renormalize::kAlways,
                                      .method = RoutingMethod::kDeepSeekV3,
                                      .norm_epsilon = 1e-20F,
                                      .ignore_groups = true,
                                      .corrected = true};
-constexpr FamilyRouting kSigmoidBiasByConfig{.score = ScoreFunction::kSigmoid,
-                                             .renormalize = Renormalize::kConfigTrue,
-                                             .method = RoutingMethod::kDeepSeekV3,
-                                             .norm_epsilon = 1e-20F,
-                                             .ignore_groups = true,
-                                             .corrected = true};
+constexpr FamilyRouting kSigmoidBiasByConfig = With(kSigmoidBias, Renormalize::kConfigTrue);
 constexpr FamilyActivation kSwigluOai{.kind = ActivationKind::kSwigluOai,
                                       .fixed = true,
                                       .alpha = 1.702F,

@@ -13,6 +13,7 @@
 #include "numerics/element_types.hpp"
 #include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
+#include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -106,7 +107,11 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), blocks), stored.owner());
   }
   if (format.scale_is_in_out) {
-    FMOE_ASSIGN_OR_RETURN(stored, Transpose(AsMatrix(stored, false)));
+    stored = AsMatrix(stored, false);
+    if (stored.shape().rank() != 2) {
+      return tensors.Wrong(name, stored, "a matrix");
+    }
+    FMOE_ASSIGN_OR_RETURN(stored, Transpose(stored.view()));
   } else {
     stored = AsMatrix(stored, !tensors.place.in_out);
   }

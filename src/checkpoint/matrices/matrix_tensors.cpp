@@ -8,6 +8,7 @@
 #include "core/checked_math.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
+#include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
 
@@ -100,7 +101,7 @@ Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64
     return Wrong(name, tensor, "a matrix");
   }
   if (place.in_out) {
-    const auto turn = [&] { return Transpose(tensor); };
+    const auto turn = [&] { return Transpose(tensor.view()); };
     FMOE_ASSIGN_OR_RETURN(tensor,
                           joined == nullptr || place.parts == 1 ? turn() : Once(joined->turned, name, turn));
   }

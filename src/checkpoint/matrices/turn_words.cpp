@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "checkpoint/matrices/transpose_square.hpp"
+#include "quant/transpose_square.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {

@@ -6,7 +6,6 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/matrices/transpose_square.hpp"
 #include "checkpoint/matrices/turn_words.hpp"
 #include "core/checked_math.hpp"
 
@@ -108,31 +107,6 @@ int64_t StreamWords(int64_t fields, int bits) {
   return CeilDiv(fields * bits, int64_t{32});
 }
 
-// In tiles whose sides stay in the first-level cache, of squares; what squares leave, one by one.
-template <size_t kBytes>
-void TransposeElements(const TensorView& from, std::byte* to) {
-  constexpr auto kWidth = static_cast<int64_t>(kBytes);
-  constexpr int64_t kSide = 16 / kWidth, kTile = 64;
-  const int64_t rows = from.dim(0), columns = from.dim(1), stride = from.stride_bytes(0);
-  const auto at = [&](int64_t r, int64_t c) { return from.data() + r * stride + c * kWidth; };
-  const auto put = [&](int64_t r, int64_t c) { return to + (c * rows + r) * kWidth; };
-  const int64_t square_rows = rows / kSide * kSide, square_columns = columns / kSide * kSide;
-  for (int64_t r0 = 0; r0 < square_rows; r0 += kTile) {
-    for (int64_t c0 = 0; c0 < square_columns; c0 += kTile) {
-      for (int64_t c = c0; c < std::min(c0 + kTile, square_columns); c += kSide) {
-        for (int64_t r = r0; r < std::min(r0 + kTile, square_rows); r += kSide) {
-          TransposeSquare<kBytes>(at(r, c), stride, put(r, c), rows * kWidth);
-        }
-      }
-    }
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = r < square_rows ? square_columns : 0; c < columns; ++c) {
-      std::memcpy(put(r, c), at(r, c), kBytes);
-    }
-  }
-}
-
 // Whether whole words, or bytes of row pairs, become those of rows.
 bool WordsAreRows(const LinearFormat& format, int64_t rows, int64_t cols) {
   if (format.planes || (format.bits != 4 && format.bits != 8)) {
@@ -179,24 +153,6 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
 }
 
 }  // namespace
-
-Result<Tensor> Transpose(const Tensor& matrix) {
-  const TensorView& from = matrix.view();
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(from.dtype(), Shape{from.dim(1), from.dim(0)}));
-  switch (DTypeBits(from.dtype())) {
-    case 8:
-      TransposeElements<1>(from, out.mutable_view().data());
-      return out;
-    case 16:
-      TransposeElements<2>(from, out.mutable_view().data());
-      return out;
-    case 32:
-      TransposeElements<4>(from, out.mutable_view().data());
-      return out;
-    default:
-      return Status::BadInput(fmt::format("{} cannot be transposed", DTypeName(from.dtype())));
-  }
-}
 
 Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows) {
   const TensorView& from = matrix.view();

@@ -11,9 +11,6 @@
 /// points.
 namespace fusedmoe::checkpoint {
 
-/// A dense copy with the axes exchanged; elements of whole bytes.
-Result<Tensor> Transpose(const Tensor& matrix);
-
 /// A copy of `rows` rows: each of the matrix `times` times, the last perhaps less often; elements of whole
 /// bytes. Fewer rows where the matrix has not enough.
 Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows);

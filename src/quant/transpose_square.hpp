@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-/// The step of all that exchanges axes: as many rows as elements fit into 16 bytes, 4, 8 or 16 of each.
-namespace fusedmoe::checkpoint {
+/// The step of all that exchanges axes: as many rows as elements fit into 16 bytes, 2, 4, 8 or 16 of each.
+namespace fusedmoe {
 
 template <size_t kBytes>
 struct SquareLine;
@@ -31,6 +31,12 @@ struct SquareLine<4> {
   using Type = uint32_t __attribute__((vector_size(16)));
   static Type Low(Type a, Type b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
   static Type High(Type a, Type b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+};
+template <>
+struct SquareLine<8> {
+  using Type = uint64_t __attribute__((vector_size(16)));
+  static Type Low(Type a, Type b) { return __builtin_shufflevector(a, b, 0, 2); }
+  static Type High(Type a, Type b) { return __builtin_shufflevector(a, b, 1, 3); }
 };
 
 /// Elements of kBytes bytes, 16 / kBytes rows and columns of them; rows stand so many bytes apart.
@@ -59,4 +65,4 @@ void TransposeSquare(const std::byte* from, int64_t from_stride, std::byte* to, 
   }
 }
 
-}  // namespace fusedmoe::checkpoint
+}  // namespace fusedmoe
