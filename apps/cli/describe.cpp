@@ -172,10 +172,17 @@ bool IsFigure(const std::string& cell) {
 
 }  // namespace
 
-std::string NotFiniteText(int64_t outputs) {
-  return outputs == 0
-             ? std::string()
-             : fmt::format("{}: NaN, or the same infinity, on both sides\n", CountText(outputs, "output"));
+std::string NotFiniteText(int64_t not_finite, int64_t overflowed) {
+  std::string text;
+  if (not_finite > 0) {
+    text += fmt::format("{}: NaN, or the same infinity, on both sides\n", CountText(not_finite, "output"));
+  }
+  if (overflowed > 0) {
+    text +=
+        fmt::format("{}: infinite, beyond the largest number of this dtype; BF16 or F32 would hold them\n",
+                    CountText(overflowed, "output"));
+  }
+  return text;
 }
 
 std::string Table(const std::vector<std::vector<std::string>>& rows) {

@@ -25,8 +25,9 @@ std::string PlanText(const Plan& plan);
 std::string_view ActivationFormatName(ActivationFormatKind kind);  // "standard", "batched"
 std::vector<std::string> IsaNames(const Machine& machine);
 
-/// A line that says how many outputs are no numbers on both sides of a comparison; empty for none.
-std::string NotFiniteText(int64_t outputs);
+/// Lines that say how many outputs are no numbers on both sides of a comparison, or beyond their dtype; empty
+/// for none.
+std::string NotFiniteText(int64_t not_finite, int64_t overflowed);
 
 /// Columns of equal width, the first row being the head; figures stand on the right.
 std::string Table(const std::vector<std::vector<std::string>>& rows);

@@ -147,6 +147,7 @@ Json CheckToJson(const CheckReport& report) {
           {"rel_l2", report.rel_l2},
           {"max_row_error", report.max_row_error},
           {"not_finite", report.not_finite},
+          {"overflowed", report.overflowed},
           {"bound", report.bound.value()},
           {"bound_terms",
            {{"output_rounding", report.bound.output_rounding},
@@ -171,7 +172,7 @@ void AddCheck(const CheckReport& report, Answer& answer) {
   answer.text +=
       fmt::format("check: relative L2 {:.2e} against the reference on {}, bound {:.2e}: {}\n", report.rel_l2,
                   CountText(report.tokens, "token"), report.bound.value(), report.ok ? "ok" : "FAILED");
-  answer.text += NotFiniteText(report.not_finite);
+  answer.text += NotFiniteText(report.not_finite, report.overflowed);
 }
 
 void AddRanks(const RankGroup& ranks, const EplbTotals& eplb, Answer& answer) {

@@ -50,6 +50,7 @@ Json ToJson(const VerifyReport& report, const Subject& subject) {
                {"bound", report.bound},
                {"experts", experts},
                {"not_finite", report.not_finite},
+               {"overflowed", report.overflowed},
                {"worst_rows", worst},
                {"layer", subject.layer()},
                {"backend", report.backend},
@@ -75,7 +76,7 @@ std::string ToText(const VerifyReport& report) {
       fmt::format("{} {} against {} {}: relative L2 {:.3e}, worst token {:.3e}, bound {:.3e}: {}\n",
                   report.backend, report.scheme, report.against, report.against_scheme, report.rel_l2,
                   report.max_row_error, report.bound, report.ok ? "ok" : "FAILED");
-  text += NotFiniteText(report.not_finite);
+  text += NotFiniteText(report.not_finite, report.overflowed);
   for (const std::string& note : report.notes) {
     text += fmt::format("note: {}\n", note);
   }

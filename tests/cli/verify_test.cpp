@@ -4,11 +4,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
+#include "numerics/rows.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -80,6 +82,43 @@ TEST(Verify, OutputsThatAreNoNumbers_AreCounted) {
   const ProcessResult result = Verify(checkpoint, {});
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(result.Json().at("not_finite"), result.Json().at("rows"));
+}
+
+// Hidden states of the sample, times `factor`.
+void ScaleInput(const SampleCheckpoint& checkpoint, float factor) {
+  checkpoint.Rewrite("io/input.safetensors", [&](std::vector<NamedTensor>& tensors) {
+    for (NamedTensor& tensor : tensors) {
+      if (tensor.name != "hidden_states") {
+        continue;
+      }
+      const TensorView old = tensor.tensor.view();
+      Tensor scaled = *Tensor::Allocate(old.dtype(), old.shape());
+      std::vector<float> values(static_cast<size_t>(old.count()));
+      DecodeRow(old.dtype(), old.data(), 0, old.count(), values.data());
+      std::transform(values.begin(), values.end(), values.begin(),
+                     [factor](float value) { return value * factor; });
+      EncodeRow(old.dtype(), values.data(), old.count(), scaled.mutable_view().data());
+      tensor.tensor = scaled;
+    }
+  });
+}
+
+TEST(Verify, OutputsOutsideTheRangeOfF16_AreNoError) {
+  for (const char* scheme : {"mxfp8_w8a16", "fp8_w8a8:block128"}) {
+    const SampleCheckpoint large("qwen3_moe", scheme, {"--dtype", "F16"});
+    ScaleInput(large, 4096);  // silu(gate) x up grows by the square
+    const SampleCheckpoint small("qwen3_moe", scheme, {"--dtype", "F16"});
+    ScaleInput(small, 0x1p-12F);
+    for (const SampleCheckpoint* checkpoint : {&large, &small}) {
+      const ProcessResult verified = Verify(*checkpoint, {"--input", checkpoint->input(), "--layer", "0"});
+      EXPECT_EQ(verified.exit_code, 0) << scheme << verified.err;
+      const ProcessResult run = checkpoint->Run({"--check", "--json"});
+      ASSERT_EQ(run.exit_code, 0) << scheme << run.err;
+      const int64_t overflowed = run.Json().at("check").at("overflowed").get<int64_t>();
+      EXPECT_EQ(overflowed > 0, checkpoint == &large) << scheme;
+      EXPECT_EQ(verified.Json().at("overflowed"), overflowed);
+    }
+  }
 }
 
 TEST(Verify, AgainstTheOriginal_BlamesTheExpertThatWasChanged) {

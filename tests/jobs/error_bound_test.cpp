@@ -1,8 +1,11 @@
 #include <cmath>
+#include <limits>
 
 #include <gtest/gtest.h>
 
 #include <fusedmoe/jobs/verify.hpp>
+
+#include "jobs/verify/distance.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -40,6 +43,35 @@ TEST(ErrorBound, RowsOfBf16_AreRoundedBesideTheOutput) {
   EXPECT_LT(rows, 4 * 0x1p-8);
   plan.rows_dtype = "F32";
   EXPECT_LT(BoundOf(plan, scheme, DType::kF32, 128, 128).value(), 1.5e-3);
+}
+
+TEST(Distance, InfiniteOutput_StandsForWhatRoundsToIt) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const auto error = [](float actual, float expected, DType output) {
+    Distance distance;
+    distance.Take(actual, expected, RangeOf(output));
+    return distance.relative();
+  };
+  EXPECT_EQ(error(infinity, 1e6F, DType::kF16), 0.0);
+  EXPECT_EQ(error(-infinity, -65520.0F, DType::kF16), 0.0);
+  EXPECT_NEAR(error(infinity, 65000.0F, DType::kF16), 520.0 / 65000, 1e-6);  // rounded the other way
+  EXPECT_GT(error(infinity, 1.0F, DType::kF16), 1e4);
+  EXPECT_GT(error(-infinity, 1e6F, DType::kF16), 1.9);
+  EXPECT_GT(error(65504.0F, 1e6F, DType::kF16), 0.9);  // no infinity where one was due
+  EXPECT_GT(error(infinity, 1e6F, DType::kF32), 1e4);
+  EXPECT_EQ(error(infinity, infinity, DType::kF32), 0.0);
+}
+
+TEST(Distance, SmallestStep_CountsWhereValuesAreThatSmall) {
+  Distance ordinary, tiny;
+  for (int i = 0; i < 100; ++i) {
+    ordinary.Take(1.0F, 1.0F);
+    tiny.Take(0.0F, 0x1p-26F);  // below half a step of F16
+  }
+  const OutputRange f16 = RangeOf(DType::kF16);
+  EXPECT_DOUBLE_EQ(ordinary.step_rounding(f16), 0x1p-25);
+  EXPECT_GE(4 * tiny.step_rounding(f16), tiny.relative());
+  EXPECT_LT(4 * tiny.step_rounding(RangeOf(DType::kBF16)), tiny.relative());
 }
 
 TEST(ErrorBound, ShortIntermediate_CostsMoreWhereItIsRequantized) {

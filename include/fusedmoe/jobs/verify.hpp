@@ -20,7 +20,7 @@ namespace fusedmoe {
 /// How far two right evaluations of a layer may lie apart, as a relative L2 norm, and what that is made of.
 /// Every term is an expected (root-mean-square) relative error; docs/accuracy.md derives them.
 struct ErrorBound {
-  double output_rounding = 0;  ///< the result, rounded once to its dtype
+  double output_rounding = 0;  ///< the result, rounded once to its dtype, and to its smallest step
   double input_rounding = 0;   ///< hidden states where the kernel holds them in fewer bits than their dtype
   double mid_rounding = 0;     ///< the values between the GEMMs where they are held in 16 bits
   double accumulation = 0;     ///< fp32 sums over hidden and intermediate
@@ -63,6 +63,8 @@ struct CheckReport {
   double max_row_error = 0;  ///< the largest relative L2 of one token; NaN counts as the largest
   /// Outputs that are NaN, or the same infinity, here and in the reference: no difference, and no number.
   int64_t not_finite = 0;
+  /// Outputs that are infinite because their dtype ends before the value (65504 in F16): no difference.
+  int64_t overflowed = 0;
   ErrorBound bound;
   bool ok = false;
 };
@@ -120,6 +122,7 @@ struct VerifyReport {
   double rel_l2 = 0;
   double max_row_error = 0;
   int64_t not_finite = 0;  ///< outputs that are NaN, or the same infinity, on both sides
+  int64_t overflowed = 0;  ///< outputs beyond the largest number of their dtype, as in CheckReport
   double bound = 0;
   std::string backend;
   std::string against;  ///< "REFERENCE", or the other checkpoint's directory

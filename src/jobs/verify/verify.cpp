@@ -118,14 +118,14 @@ std::vector<float> RowOf(const Tensor& tensor, int64_t row) {
 
 // Row errors, the whole and the map, from both outputs.
 void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& routed, int64_t worst,
-                 VerifyReport& report) {
+                 VerifyReport& report, Distance& whole) {
   const int64_t rows = actual.dim(0), cols = actual.dim(1);
+  const OutputRange range = RangeOf(actual.dtype());
   report.rows = rows;
   report.map_rows = std::min(rows, kMapRows);
   report.map_cols = std::min(cols, kMapCols);
   std::vector<Distance> patches(static_cast<size_t>(report.map_rows * report.map_cols));
   std::vector<double> map_norm(static_cast<size_t>(report.map_rows));
-  Distance whole;
   const int64_t top_k = routed.ids.dim(1);
   for (int64_t row = 0; row < rows; ++row) {
     const std::vector<float> left = RowOf(actual, row), right = RowOf(expected, row);
@@ -133,7 +133,7 @@ void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& rou
     const int64_t map_row = row * report.map_rows / rows;
     for (int64_t col = 0; col < cols; ++col) {
       Distance one;
-      one.Take(left[static_cast<size_t>(col)], right[static_cast<size_t>(col)]);
+      one.Take(left[static_cast<size_t>(col)], right[static_cast<size_t>(col)], range);
       all.Add(one);
       patches[static_cast<size_t>(map_row * report.map_cols + col * report.map_cols / cols)].Add(one);
     }
@@ -147,6 +147,7 @@ void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& rou
   }
   report.rel_l2 = whole.relative();
   report.not_finite = whole.not_finite;
+  report.overflowed = whole.overflowed;
   for (size_t index = 0; index < patches.size(); ++index) {
     const double norm =
         map_norm[index / static_cast<size_t>(report.map_cols)] / static_cast<double>(report.map_cols);
@@ -292,10 +293,12 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Routed routed, Route(judged, inputs, &output));
   FMOE_ASSIGN_OR_RETURN(const Tensor expected,
                         reference.Run(inputs.hidden, routed.ids.view(), routed.weights.view(), DType::kF32));
-  CompareRows(output, expected, routed, options.worst_rows, report);
+  Distance whole;
+  CompareRows(output, expected, routed, options.worst_rows, report, whole);
   FMOE_RETURN_IF_ERROR(CompareExperts(judged, reference, inputs.hidden, routed, report));
-  const double backend_bound =
-      BoundOfLayer(*judged.layer, inputs.hidden.dtype(), judged.layer->config().intermediate).value();
+  ErrorBound bound = BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate);
+  bound.output_rounding = std::hypot(bound.output_rounding, whole.step_rounding(RangeOf(output.dtype())));
+  const double backend_bound = bound.value();
   report.bound = backend_bound;
   if (!sides.same_weights) {
     const double formats = QuantizationBound(judged.layer->scheme(), reference.layer->scheme());
