@@ -3,26 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <iterator>
+#include <string_view>
+#include <utility>
 
-#include "core/checked_math.hpp"
-#include "numerics/element_types.hpp"
-#include "numerics/rows.hpp"
 #include "quant/transpose_square.hpp"
 
 namespace fusedmoe {
 namespace {
-
-constexpr std::array<int, 16> kSequentialLanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-constexpr std::array<int, 8> kAwqLanes4 = {0, 2, 4, 6, 1, 3, 5, 7};
-constexpr std::array<int, 4> kAwqLanes8 = {0, 2, 1, 3};
-
-const int* LanesOf(LaneOrder order, int bits) {
-  return order == LaneOrder::kSequential ? kSequentialLanes.data()
-         : bits == 4                     ? kAwqLanes4.data()
-                                         : kAwqLanes8.data();
-}
 
 Status CheckWords(TensorView words, std::string_view what) {
   const bool fits = !words.empty() && words.rank() == 2 && words.dense() &&
@@ -33,26 +22,57 @@ Status CheckWords(TensorView words, std::string_view what) {
 }
 
 Status CheckCodes(TensorView codes, int bits) {
-  if (codes.empty() || codes.rank() != 2 || codes.dtype() != DType::kU8 || !codes.dense()) {
-    return Status::BadInput(fmt::format("codes are {} {}; dense U8 of two dimensions is required",
+  if (codes.empty() || codes.rank() != 2 || codes.dtype() != DType::kU8) {
+    return Status::BadInput(fmt::format("codes are {} {}; U8 of two dimensions is required",
                                         DTypeName(codes.dtype()), codes.shape().ToString()));
   }
-  const auto* data = codes.as<uint8_t>();
-  for (int64_t i = 0; i < codes.count(); ++i) {
-    if (data[i] >> bits != 0) {
-      return Status::BadInput(fmt::format("code {} at {} does not fit {} bits", data[i], i, bits));
+  for (int64_t row = 0; row < codes.dim(0) && bits < 8; ++row) {
+    const auto* values = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));
+    uint32_t all = 0;
+    for (int64_t col = 0; col < codes.dim(1); ++col) {
+      all |= values[col];
+    }
+    for (int64_t col = 0; all >> bits != 0 && col < codes.dim(1); ++col) {
+      if (values[col] >> bits != 0) {
+        return Status::BadInput(
+            fmt::format("code {} at [{}, {}] does not fit {} bits", values[col], row, col, bits));
+      }
     }
   }
   return Status::Ok();
 }
 
-Status CheckExtent(std::string_view what, int64_t words, int64_t codes, int bits) {
-  const int64_t lanes = 32 / bits;
-  if (codes < 0 || words != CeilDiv(codes, lanes)) {
-    return Status::BadInput(fmt::format("{}: {} words hold {} codes of {} bits, {} codes are expected", what,
-                                        words, words * lanes, bits, codes));
+Status CheckExtent(std::string_view what, WordLayout layout, int64_t words, int64_t codes) {
+  if (codes < 0 || words != WordsOf(layout, codes)) {
+    return Status::BadInput(fmt::format("{}: {} words, but {} codes of {} bits are expected, which fill {}",
+                                        what, words, codes, layout.bits, WordsOf(layout, codes)));
+  }
+  if (layout.order == LaneOrder::kPlanes && codes % kLanes != 0) {
+    return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of {} is needed", codes, kLanes));
   }
   return Status::Ok();
+}
+
+// calls visit(word, piece) for the parts of code `index`.
+template <typename Visit>
+void ForEachPiece(const Lanes& lanes, int bits, int64_t index, Visit visit) {
+  for (const LanePiece& piece : lanes[static_cast<size_t>(index % kLanes)]) {
+    if (piece.width != 0) {
+      visit(index / kLanes * bits + piece.word, piece);
+    }
+  }
+}
+
+constexpr int64_t kWordBytes = sizeof(uint32_t);
+
+uint32_t LoadWord(const std::byte* words, int64_t index) {
+  uint32_t word = 0;
+  std::memcpy(&word, words + index * kWordBytes, sizeof word);
+  return word;
+}
+
+uint32_t MaskOf(const LanePiece& piece) {
+  return (uint32_t{1} << piece.width) - 1;
 }
 
 // In tiles whose sides stay in the first-level cache, of squares; what squares leave, one by one.
@@ -82,110 +102,99 @@ void TransposeElements(const TensorView& from, std::byte* to) {
 
 }  // namespace
 
-Status CheckPackedBits(int bits, LaneOrder order, std::string_view what) {
-  const bool known = bits == 4 || bits == 8 || (bits == 2 && order == LaneOrder::kSequential);
-  return known ? Status::Ok()
-               : Status::Unsupported(fmt::format("{} of {} bits are not supported; {} bits are", what, bits,
-                                                 order == LaneOrder::kAwq ? "4 and 8" : "2, 4 and 8"));
-}
-
-Result<Tensor> UnpackRows(TensorView words, int bits, int64_t rows) {
-  FMOE_RETURN_IF_ERROR(CheckPackedBits(bits, LaneOrder::kSequential, "codes packed along rows"));
+Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows) {
+  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along rows"));
   FMOE_RETURN_IF_ERROR(CheckWords(words, "words packed along rows"));
-  FMOE_RETURN_IF_ERROR(CheckExtent("packed rows", words.dim(0), rows, bits));
+  FMOE_RETURN_IF_ERROR(CheckExtent("packed rows", layout, words.dim(0), rows));
   const int64_t cols = words.dim(1);
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{rows, cols}));
-  auto* out = codes.mutable_view().as<uint8_t>();
-  const int64_t lanes = 32 / bits;
-  const uint32_t mask = (1U << bits) - 1;
+  const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < rows; ++row) {
-    const auto* source = words.as<uint32_t>() + row / lanes * cols;
-    const int shift = static_cast<int>(row % lanes) * bits;
-    for (int64_t col = 0; col < cols; ++col) {
-      out[row * cols + col] = static_cast<uint8_t>(source[col] >> shift & mask);
-    }
+    auto* out = codes.mutable_view().as<uint8_t>() + row * cols;
+    ForEachPiece(lanes, layout.bits, row, [&](int64_t word, const LanePiece& piece) {
+      const std::byte* from = words.data() + word * cols * kWordBytes;
+      const uint32_t mask = MaskOf(piece);
+      for (int64_t col = 0; col < cols; ++col) {
+        out[col] |= static_cast<uint8_t>((LoadWord(from, col) >> piece.shift & mask) << piece.to);
+      }
+    });
   }
   return codes;
 }
 
-Result<Tensor> PackRows(TensorView codes, int bits) {
-  FMOE_RETURN_IF_ERROR(CheckPackedBits(bits, LaneOrder::kSequential, "codes packed along rows"));
-  FMOE_RETURN_IF_ERROR(CheckCodes(codes, bits));
-  const int64_t lanes = 32 / bits;
-  const int64_t cols = codes.dim(1);
-  FMOE_ASSIGN_OR_RETURN(Tensor words,
-                        Tensor::Allocate(DType::kI32, Shape{CeilDiv(codes.dim(0), lanes), cols}));
-  auto* out = words.mutable_view().as<uint32_t>();
-  for (int64_t row = 0; row < codes.dim(0); ++row) {
-    const auto* source = codes.as<uint8_t>() + row * cols;
-    const int shift = static_cast<int>(row % lanes) * bits;
-    for (int64_t col = 0; col < cols; ++col) {
-      out[row / lanes * cols + col] |= static_cast<uint32_t>(source[col]) << shift;
-    }
+Result<Tensor> PackRows(TensorView codes, WordLayout layout) {
+  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along rows"));
+  FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
+  const int64_t rows = codes.dim(0), cols = codes.dim(1), num_words = WordsOf(layout, rows);
+  FMOE_RETURN_IF_ERROR(CheckExtent("packed rows", layout, num_words, rows));
+  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{num_words, cols}));
+  const Lanes lanes = LanesOf(layout);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto* from = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));
+    ForEachPiece(lanes, layout.bits, row, [&](int64_t word, const LanePiece& piece) {
+      auto* out = words.mutable_view().as<uint32_t>() + word * cols;
+      for (int64_t col = 0; col < cols; ++col) {
+        out[col] |= (static_cast<uint32_t>(from[col]) >> piece.to & MaskOf(piece)) << piece.shift;
+      }
+    });
   }
   return words;
 }
 
-Result<Tensor> UnpackColumns(TensorView words, int bits, LaneOrder order, int64_t cols) {
-  FMOE_RETURN_IF_ERROR(CheckPackedBits(bits, order, "codes packed along columns"));
+Result<Tensor> UnpackColumns(TensorView words, WordLayout layout, int64_t cols) {
+  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along columns"));
   FMOE_RETURN_IF_ERROR(CheckWords(words, "words packed along columns"));
-  FMOE_RETURN_IF_ERROR(CheckExtent("packed columns", words.dim(1), cols, bits));
-  const int64_t lanes = 32 / bits;
-  if (order == LaneOrder::kAwq && cols % lanes != 0) {
-    return Status::BadInput(fmt::format("{} AWQ columns do not fill words of {} codes", cols, lanes));
-  }
+  FMOE_RETURN_IF_ERROR(CheckExtent("packed columns", layout, words.dim(1), cols));
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{words.dim(0), cols}));
-  auto* out = codes.mutable_view().as<uint8_t>();
-  const int* lane_codes = LanesOf(order, bits);
-  const uint32_t mask = (1U << bits) - 1;
+  const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < words.dim(0); ++row) {
-    for (int64_t word = 0; word < words.dim(1); ++word) {
-      const uint32_t bits_of_word = words.as<uint32_t>()[row * words.dim(1) + word];
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        const int64_t col = word * lanes + lane_codes[lane];
-        if (col < cols) {
-          out[row * cols + col] = static_cast<uint8_t>(bits_of_word >> (lane * bits) & mask);
-        }
-      }
+    const std::byte* from = words.data() + row * words.dim(1) * kWordBytes;
+    auto* out = codes.mutable_view().as<uint8_t>() + row * cols;
+    for (int64_t col = 0; col < cols; ++col) {
+      ForEachPiece(lanes, layout.bits, col, [&](int64_t word, const LanePiece& piece) {
+        out[col] |= static_cast<uint8_t>((LoadWord(from, word) >> piece.shift & MaskOf(piece)) << piece.to);
+      });
     }
   }
   return codes;
 }
 
-Result<Tensor> PackColumns(TensorView codes, int bits, LaneOrder order) {
-  FMOE_RETURN_IF_ERROR(CheckPackedBits(bits, order, "codes packed along columns"));
-  FMOE_RETURN_IF_ERROR(CheckCodes(codes, bits));
-  const int64_t lanes = 32 / bits;
-  const int64_t cols = codes.dim(1);
-  if (order == LaneOrder::kAwq && cols % lanes != 0) {
-    return Status::BadInput(fmt::format("{} AWQ columns do not fill words of {} codes", cols, lanes));
-  }
-  const int64_t row_words = CeilDiv(cols, lanes);
-  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{codes.dim(0), row_words}));
-  auto* out = words.mutable_view().as<uint32_t>();
-  const int* lane_codes = LanesOf(order, bits);
-  for (int64_t row = 0; row < codes.dim(0); ++row) {
-    for (int64_t word = 0; word < row_words; ++word) {
-      uint32_t packed = 0;
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        const int64_t col = word * lanes + lane_codes[lane];
-        packed |=
-            col < cols ? static_cast<uint32_t>(codes.as<uint8_t>()[row * cols + col]) << (lane * bits) : 0U;
-      }
-      out[row * row_words + word] = packed;
+Result<Tensor> PackColumns(TensorView codes, WordLayout layout) {
+  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along columns"));
+  FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
+  const int64_t rows = codes.dim(0), cols = codes.dim(1), row_words = WordsOf(layout, cols);
+  FMOE_RETURN_IF_ERROR(CheckExtent("packed columns", layout, row_words, cols));
+  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{rows, row_words}));
+  const Lanes lanes = LanesOf(layout);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto* from = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));
+    auto* out = words.mutable_view().as<uint32_t>() + row * row_words;
+    for (int64_t col = 0; col < cols; ++col) {
+      ForEachPiece(lanes, layout.bits, col, [&](int64_t word, const LanePiece& piece) {
+        out[word] |= (static_cast<uint32_t>(from[col]) >> piece.to & MaskOf(piece)) << piece.shift;
+      });
     }
   }
   return words;
 }
 
-Result<Tensor> FlipNibbleSigns(TensorView packed) {
-  if (packed.empty() || !packed.dense()) {
-    return Status::BadInput("nibbles to flip must be a dense tensor");
+Result<Tensor> FlipSigns(TensorView codes) {
+  constexpr std::pair<DType, DType> kTypes[] = {
+      {DType::kU4, DType::kI4}, {DType::kI4, DType::kU4}, {DType::kU8, DType::kI8}, {DType::kI8, DType::kU8}};
+  const auto* types = std::find_if(std::begin(kTypes), std::end(kTypes),
+                                   [&](const auto& pair) { return pair.first == codes.dtype(); });
+  if (codes.empty() || codes.rank() != 2 || types == std::end(kTypes)) {
+    return Status::BadInput(
+        fmt::format("signs are turned in U4, I4, U8 and I8 of two dimensions, not in {} {}",
+                    DTypeName(codes.dtype()), codes.shape().ToString()));
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor flipped, Tensor::Allocate(packed.dtype(), packed.shape()));
-  std::byte* out = flipped.mutable_view().data();
-  for (int64_t i = 0; i < packed.total_bytes(); ++i) {
-    out[i] = packed.data()[i] ^ std::byte{0x88};
+  FMOE_ASSIGN_OR_RETURN(Tensor flipped, Tensor::Allocate(types->second, codes.shape()));
+  const MutableTensorView out = flipped.mutable_view();
+  const std::byte signs = DTypeBits(codes.dtype()) == 4 ? std::byte{0x88} : std::byte{0x80};
+  for (int64_t row = 0; row < codes.dim(0); ++row) {
+    const std::byte* from = codes.data() + row * codes.stride_bytes(0);
+    std::transform(from, from + codes.row_bytes(), out.data() + row * out.stride_bytes(0),
+                   [signs](std::byte code) { return code ^ signs; });
   }
   return flipped;
 }
@@ -216,40 +225,57 @@ Result<Tensor> Transpose(TensorView matrix) {
   }
 }
 
+void PackNibbles(const uint8_t* codes, int64_t columns, std::byte* row) {
+  for (int64_t c = 0; c < columns / 2; ++c) {
+    row[c] = static_cast<std::byte>((codes[2 * c] & 15U) | (codes[2 * c + 1] & 15U) << 4);
+  }
+  if (columns % 2 != 0) {
+    row[columns / 2] = static_cast<std::byte>(codes[columns - 1] & 15U);
+  }
+}
+
 Result<Tensor> NarrowCodes(TensorView codes, DType element) {
   const int bits = DTypeBits(element);
-  if (!IsIntegerCode(element)) {
-    return Status::Unsupported(fmt::format("integer codes are not stored as {}", DTypeName(element)));
+  if (bits != 4 && bits != 8) {
+    return Status::Unsupported(fmt::format(
+        "codes, one a byte, are not stored as {}; types of 4 and 8 bits are", DTypeName(element)));
   }
   FMOE_RETURN_IF_ERROR(CheckCodes(codes, bits));
   FMOE_ASSIGN_OR_RETURN(Tensor packed, Tensor::Allocate(element, codes.shape()));
-  const int64_t cols = codes.dim(1);
+  const MutableTensorView out = packed.mutable_view();
   for (int64_t row = 0; row < codes.dim(0); ++row) {
-    const auto* source = codes.as<uint8_t>() + row * cols;
-    auto* out = reinterpret_cast<uint8_t*>(packed.mutable_view().data()) + row * packed.view().row_bytes();
+    const auto* from = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));
+    std::byte* to = out.data() + row * out.stride_bytes(0);
     if (bits == 8) {
-      std::memcpy(out, source, static_cast<size_t>(cols));
-      continue;
-    }
-    for (int64_t col = 0; col < cols; col += 2) {
-      out[col / 2] = static_cast<uint8_t>(source[col] | (col + 1 < cols ? source[col + 1] << 4 : 0));
+      std::memcpy(to, from, static_cast<size_t>(codes.dim(1)));
+    } else {
+      PackNibbles(from, codes.dim(1), to);
     }
   }
   return packed;
 }
 
 Result<Tensor> WidenCodes(TensorView packed) {
-  if (packed.empty() || packed.rank() != 2 || DTypeBits(packed.dtype()) > 8) {
-    return Status::BadInput(fmt::format("{} {} holds no codes of at most 8 bits", DTypeName(packed.dtype()),
+  const int bits = DTypeBits(packed.dtype());
+  if (packed.empty() || packed.rank() != 2 || (bits != 4 && bits != 8)) {
+    return Status::BadInput(fmt::format("{} {} holds no codes of 4 or 8 bits", DTypeName(packed.dtype()),
                                         packed.shape().ToString()));
   }
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, packed.shape()));
   const int64_t cols = packed.dim(1);
-  auto* out = codes.mutable_view().as<uint8_t>();
   for (int64_t row = 0; row < packed.dim(0); ++row) {
-    const std::byte* source = packed.data() + row * packed.stride_bytes(0);
-    for (int64_t col = 0; col < cols; ++col) {
-      out[row * cols + col] = static_cast<uint8_t>(LoadCode(packed.dtype(), source, col));
+    const auto* from = reinterpret_cast<const uint8_t*>(packed.data() + row * packed.stride_bytes(0));
+    auto* to = codes.mutable_view().as<uint8_t>() + row * cols;
+    if (bits == 8) {
+      std::memcpy(to, from, static_cast<size_t>(cols));
+      continue;
+    }
+    for (int64_t pair = 0; pair < cols / 2; ++pair) {
+      to[2 * pair] = from[pair] & 15;
+      to[2 * pair + 1] = from[pair] >> 4;
+    }
+    if (cols % 2 != 0) {
+      to[cols - 1] = from[cols / 2] & 15;
     }
   }
   return codes;

@@ -158,7 +158,7 @@ Result<Tensor> MarlinPackWeights(TensorView codes, MarlinKind kind) {
   auto* out = stream.mutable_view().as<uint8_t>();
   ForEachCode(inputs, outputs, kind,
               [&](int64_t position, int64_t source) { out[position] = codes.as<uint8_t>()[source]; });
-  return PackColumns(stream.view(), kind.bits, LaneOrder::kSequential);
+  return PackColumns(stream.view(), {.bits = kind.bits});
 }
 
 Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
@@ -170,8 +170,7 @@ Result<Tensor> MarlinUnpackWeights(TensorView packed, MarlinKind kind) {
   const int64_t row_codes = packed.dim(1) * (32 / kind.bits);
   const int64_t outputs = row_codes / kTile;
   FMOE_RETURN_IF_ERROR(CheckWeightShape(inputs, outputs, kind));
-  FMOE_ASSIGN_OR_RETURN(const Tensor stream,
-                        UnpackColumns(packed, kind.bits, LaneOrder::kSequential, row_codes));
+  FMOE_ASSIGN_OR_RETURN(const Tensor stream, UnpackColumns(packed, {.bits = kind.bits}, row_codes));
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{inputs, outputs}));
   auto* out = codes.mutable_view().as<uint8_t>();
   ForEachCode(inputs, outputs, kind,
@@ -252,13 +251,13 @@ Result<Tensor> MarlinPackZeroPoints(TensorView zero_points, MarlinKind kind) {
   if (kind.activation_bits != 8) {
     FMOE_ASSIGN_OR_RETURN(permuted, Permuted(permuted.view(), Interleave(kind), false));
   }
-  return PackColumns(permuted.view(), kind.bits, LaneOrder::kSequential);
+  return PackColumns(permuted.view(), {.bits = kind.bits});
 }
 
 Result<Tensor> MarlinUnpackZeroPoints(TensorView packed, MarlinKind kind) {
   FMOE_RETURN_IF_ERROR(CheckMarlinKind(kind));
   const int64_t cols = packed.rank() == 2 ? packed.dim(1) * (32 / kind.bits) : 0;
-  FMOE_ASSIGN_OR_RETURN(Tensor codes, UnpackColumns(packed, kind.bits, LaneOrder::kSequential, cols));
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, UnpackColumns(packed, {.bits = kind.bits}, cols));
   if (kind.activation_bits != 8) {
     FMOE_ASSIGN_OR_RETURN(codes, Permuted(codes.view(), Interleave(kind), true));
   }

@@ -5,8 +5,10 @@
 #include <fmt/format.h>
 #include <cstring>
 #include <random>
+#include <vector>
 
 #include "numerics/rows.hpp"
+#include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -103,6 +105,27 @@ TEST(UnpackCodes_, PutEveryCodeWhereItsLayoutHasIt) {
   }
 }
 
+TEST(UnpackZeroPoints_, AddOneWithoutCarryingIntoTheNeighbour) {
+  LinearFormat format;
+  format.packing = Packing::kGptq;
+  format.bits = 4;
+  const auto zeros = [&](uint32_t word, bool zero_plus_one) {
+    format.zero_plus_one = zero_plus_one;
+    Tensor stored = *Tensor::Allocate(DType::kI32, Shape{1, 1});
+    *stored.mutable_view().as<uint32_t>() = word;
+    const Result<Tensor> unpacked = UnpackZeroPoints(format, stored, 8, 1);
+    EXPECT_TRUE(unpacked.ok()) << unpacked.status().ToString();
+    const auto* values = unpacked->view().as<uint8_t>();
+    return std::vector<int>(values, values + unpacked->shape().count());
+  };
+  // A stored 15 beside a stored 3: adding 0x11111111 to the word would give 0 and 5.
+  EXPECT_EQ(zeros(0x0000003fU, true), (std::vector<int>{0, 4, 1, 1, 1, 1, 1, 1}));
+  EXPECT_EQ(zeros(0x0000003fU, false), (std::vector<int>{15, 3, 0, 0, 0, 0, 0, 0}));
+  // Symmetric files: 0x77777777 in version 1 and 0x88888888 in version 2 both mean 8.
+  EXPECT_EQ(zeros(0x77777777U, true), std::vector<int>(8, 8));
+  EXPECT_EQ(zeros(0x88888888U, false), std::vector<int>(8, 8));
+}
+
 TEST(Nibbles_, ArePackedAndTakenApart) {
   std::mt19937 random(11);
   for (const int64_t columns : {1, 2, 17, 64, 131}) {
@@ -126,14 +149,14 @@ TEST(Nibbles_, ArePackedAndTakenApart) {
                 fmt::format("the code at [2, 0] is {}; 4 bits hold -8 to 7", value));
       values[2 * columns] = kept;
     }
-    const Tensor pairs = RandomBytes(DType::kU8, Shape{3, columns}, random);
-    const Result<Tensor> apart = UnpackNibbles(pairs);
+    const Tensor pairs = RandomBytes(DType::kU4, Shape{3, 2 * columns}, random);
+    const Result<Tensor> apart = WidenCodes(pairs.view());
     ASSERT_TRUE(apart.ok());
     ASSERT_EQ(apart->shape(), (Shape{3, 2 * columns}));
     for (int64_t i = 0; i < 6 * columns; ++i) {
       ASSERT_EQ(apart->view().as<uint8_t>()[i], LoadCode(DType::kU4, pairs.view().data(), i)) << i;
     }
-    const Result<Tensor> together = PackNibbles(*apart, DType::kF4E2M1);
+    const Result<Tensor> together = NarrowCodes(apart->view(), DType::kF4E2M1);
     ASSERT_TRUE(together.ok());
     EXPECT_EQ(std::memcmp(together->view().data(), pairs.view().data(), static_cast<size_t>(3 * columns)), 0);
   }

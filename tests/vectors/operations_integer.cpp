@@ -1,6 +1,8 @@
+#include <algorithm>
+
+#include "checkpoint/matrices/unpack.hpp"
 #include "quant/activation_rules.hpp"
 #include "quant/packing.hpp"
-#include "quant/packing_formats.hpp"
 #include "quant/reference_generators.hpp"
 #include "vectors/quantize_support.hpp"
 #include "weights/dequantize.hpp"
@@ -87,12 +89,25 @@ Outcome QuantizeWeightsReference(const GoldenCase& golden_case) {
   return outcome;
 }
 
+/// The same memory under another type and shape; sizes agree.
+Tensor Reread(const Tensor& tensor, DType dtype, const Shape& shape) {
+  return Tensor::Borrow(TensorView(tensor.view().data(), dtype, shape), tensor.owner());
+}
+
+/// Each nibble minus 8, in two's complement.
+Result<Tensor> FlipSignsOfWords(TensorView words) {
+  const Shape nibbles{words.dim(0), words.dim(1) * 8};
+  FMOE_ASSIGN_OR_RETURN(const Tensor flipped, FlipSigns(TensorView(words.data(), DType::kU4, nibbles)));
+  return Reread(flipped, words.dtype(), words.shape());
+}
+
 Outcome Pack(const GoldenCase& golden_case) {
   const int bits = golden_case.parameters().at("bits").get<int>();
   const TensorView codes = golden_case.Input("codes");
-  const auto gptq = PackRows(codes, bits);
-  const auto columns = PackColumns(codes, bits, LaneOrder::kSequential);
-  const auto awq = PackColumns(codes, bits, LaneOrder::kAwq);
+  const WordLayout in_order{.bits = bits}, awq_order{bits, LaneOrder::kAwq};
+  const auto gptq = PackRows(codes, in_order);
+  const auto columns = PackColumns(codes, in_order);
+  const auto awq = PackColumns(codes, awq_order);
   Outcome outcome =
       FirstOf({CompareResult(golden_case, "gptq", gptq), CompareResult(golden_case, "columns", columns),
                CompareResult(golden_case, "awq", awq)});
@@ -100,14 +115,13 @@ Outcome Pack(const GoldenCase& golden_case) {
     return outcome;
   }
   if (golden_case.Has("gptq_signed")) {
-    outcome = CompareResult(golden_case, "gptq_signed", FlipNibbleSigns(gptq->view()));
+    outcome = CompareResult(golden_case, "gptq_signed", FlipSignsOfWords(gptq->view()));
   }
   const int64_t cols = codes.dim(1);
-  return FirstOf(
-      {outcome, CompareInverse(golden_case, "codes", UnpackRows(gptq->view(), bits, codes.dim(0))),
-       CompareInverse(golden_case, "codes",
-                      UnpackColumns(columns->view(), bits, LaneOrder::kSequential, cols)),
-       CompareInverse(golden_case, "codes", UnpackColumns(awq->view(), bits, LaneOrder::kAwq, cols))});
+  return FirstOf({outcome,
+                  CompareInverse(golden_case, "codes", UnpackRows(gptq->view(), in_order, codes.dim(0))),
+                  CompareInverse(golden_case, "codes", UnpackColumns(columns->view(), in_order, cols)),
+                  CompareInverse(golden_case, "codes", UnpackColumns(awq->view(), awq_order, cols))});
 }
 
 /// Signed values to codes with the offset 2^(bits - 1), and back.
@@ -125,15 +139,15 @@ Outcome CompressedTensors(const GoldenCase& golden_case) {
   const int bits = golden_case.parameters().at("bits").get<int>();
   const TensorView values = golden_case.Input("values");
   const Tensor codes = Offset(values, bits, DType::kU8);
-  const auto canonical = NarrowCodes(codes.view(), bits == 4 ? DType::kU4 : DType::kU8);
-  if (!canonical.ok()) {
-    return canonical.status().ToString();
-  }
-  const auto packed = PackCompressedTensorsWeights(canonical->view(), bits);
+  const auto packed = PackColumns(codes.view(), {.bits = bits});
   if (Outcome outcome = CompareResult(golden_case, "packed", packed)) {
     return outcome;
   }
-  const auto unpacked = UnpackCompressedTensorsWeights(packed->view(), bits, values.dim(1));
+  checkpoint::LinearFormat format;
+  format.packing = checkpoint::Packing::kBits;
+  format.bits = bits;
+  format.weight.element = bits == 4 ? DType::kU4 : DType::kU8;
+  const auto unpacked = checkpoint::UnpackCodes(format, *packed, values.dim(0), values.dim(1), true);
   if (!unpacked.ok()) {
     return unpacked.status().ToString();
   }
@@ -141,27 +155,45 @@ Outcome CompressedTensors(const GoldenCase& golden_case) {
   return CompareInverse(golden_case, "values", Offset(wide->view(), bits, DType::kI8));
 }
 
+/// Files of GPTQ and AWQ as the loader reads them; written back; zero points as the kernels of moe_wna16 want
+/// them, which are pairs of rows.
 Outcome Wna16(const GoldenCase& golden_case, bool awq) {
-  const TensorView qweight = golden_case.Input("qweight");
-  const TensorView qzeros = golden_case.Input("qzeros");
-  const auto weight = awq ? UnpackAwqWeights(qweight, 4) : UnpackGptqWeights(qweight, 4);
-  const auto zeros = awq ? UnpackAwqZeroPoints(qzeros, 4) : UnpackGptqZeroPoints(qzeros, 4, GptqVersion::kV1);
-  if (!weight.ok() || !zeros.ok()) {
-    return weight.status().ToString() + "; " + zeros.status().ToString();
+  const auto borrow = [&](const char* name) { return Tensor::Borrow(golden_case.Input(name), nullptr); };
+  checkpoint::LinearFormat format, pairs;
+  format.packing = awq ? checkpoint::Packing::kAwq : checkpoint::Packing::kGptq;
+  pairs.packing = checkpoint::Packing::kRowPairs;
+  format.bits = pairs.bits = 4;
+  format.weight.element = pairs.weight.element = DType::kU4;
+  format.zero_plus_one = !awq;
+  const Tensor qweight = borrow("qweight"), qzeros = borrow("qzeros");
+  const int64_t rows = 8 * qzeros.dim(1), groups = qzeros.dim(0);
+  const auto weight =
+      checkpoint::UnpackCodes(format, qweight, rows, awq ? qweight.dim(0) : 8 * qweight.dim(0), true);
+  const auto zeros = checkpoint::UnpackZeroPoints(format, qzeros, rows, groups);
+  const auto paired = checkpoint::UnpackCodes(pairs, borrow("zero"), rows, groups, true);
+  if (!weight.ok() || !zeros.ok() || !paired.ok()) {
+    return weight.status().ToString() + "; " + zeros.status().ToString() + "; " + paired.status().ToString();
   }
   const auto turned = Transpose(zeros->view());
-  const auto codes = WidenCodes(weight->view());
-  const auto turned_codes = Transpose(codes->view());
+  const auto turned_pairs = Transpose(WidenCodes(paired->view())->view());
+  const auto codes = Transpose(WidenCodes(weight->view())->view());
+  Tensor stored_zeros = *turned;
+  if (!awq) {
+    stored_zeros = *Tensor::Allocate(DType::kU8, turned->shape());
+    const auto* from = turned->view().as<uint8_t>();
+    std::transform(from, from + turned->shape().count(), stored_zeros.mutable_view().as<uint8_t>(),
+                   [](uint8_t zero) { return static_cast<uint8_t>((zero - 1) & 15); });
+  }
+  const WordLayout layout{4, awq ? LaneOrder::kAwq : LaneOrder::kSequential};
   return FirstOf(
-      {CompareResult(golden_case, "weight", weight), CompareResult(golden_case, "codes", turned_codes),
+      {CompareResult(golden_case, "weight", weight), CompareResult(golden_case, "codes", codes),
        CompareResult(golden_case, "zero_points", turned),
        CompareResult(golden_case, "effective_zero_points", turned),
-       CompareResult(golden_case, "zero", PackWna16ZeroPoints(zeros->view(), 4)),
+       CompareInverse(golden_case, golden_case.Has("zero_points") ? "zero_points" : "effective_zero_points",
+                      turned_pairs),
        CompareInverse(golden_case, "qweight",
-                      awq ? PackAwqWeights(weight->view(), 4) : PackGptqWeights(weight->view(), 4)),
-       CompareInverse(golden_case, "qzeros",
-                      awq ? PackAwqZeroPoints(zeros->view(), 4)
-                          : PackGptqZeroPoints(zeros->view(), 4, GptqVersion::kV1))});
+                      awq ? PackColumns(codes->view(), layout) : PackRows(codes->view(), layout)),
+       CompareInverse(golden_case, "qzeros", PackColumns(stored_zeros.view(), layout))});
 }
 
 Outcome CompareIndices(const GoldenCase& golden_case, const char* name, const std::vector<int32_t>& indices) {
@@ -202,7 +234,7 @@ Outcome MarlinZeroPoints(const GoldenCase& golden_case) {
   if (!outcome && golden_case.Has("awq")) {
     outcome = CompareInverse(
         golden_case, "zero_points",
-        UnpackColumns(golden_case.Input("awq"), kind.bits, LaneOrder::kAwq, zero_points.dim(1)));
+        UnpackColumns(golden_case.Input("awq"), {kind.bits, LaneOrder::kAwq}, zero_points.dim(1)));
   }
   return outcome ? outcome
                  : CompareInverse(golden_case, "zero_points", MarlinUnpackZeroPoints(packed->view(), kind));

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include "checkpoint/matrices/unpack.hpp"
+#include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -12,13 +13,15 @@ namespace {
 // U8 [in, out / 2], two neighbouring outputs a byte, as nibbles along the input.
 Result<Tensor> CodesAlongOut(const MatrixTensors& tensors, const LinearFormat& format, const Tensor& stored,
                              const std::string& name) {
-  FMOE_ASSIGN_OR_RETURN(Tensor bytes, UnpackNibbles(stored));
+  TensorView nibbles(stored.view().data(), DType::kU4, Shape{stored.dim(0), 2 * stored.dim(1)});
+  nibbles.set_stride_bytes(0, stored.view().stride_bytes(0));
+  FMOE_ASSIGN_OR_RETURN(Tensor bytes, WidenCodes(nibbles));
   FMOE_ASSIGN_OR_RETURN(const Tensor half, tensors.Part(std::move(bytes), name, 1));
   if (half.dim(0) != tensors.rows || half.dim(1) != tensors.cols || tensors.cols % 2 != 0) {
     return tensors.Wrong(name, stored,
                          fmt::format("[{}, {}]", tensors.cols, tensors.rows * tensors.place.parts / 2));
   }
-  return PackNibbles(half, format.weight.element);
+  return NarrowCodes(half.view(), format.weight.element);
 }
 
 }  // namespace
@@ -80,7 +83,7 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
     return PackSigned4(half);
   }
   if (centered) {
-    return AroundMiddle(half);
+    return FlipSigns(half.view());
   }
   if (!in_bytes) {
     return half;

@@ -1,110 +1,25 @@
 #include "checkpoint/matrices/unpack.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include <fmt/format.h>
 
-#include "checkpoint/matrices/turn_words.hpp"
 #include "core/checked_math.hpp"
+#include "quant/packing.hpp"
+#include "quant/turn_words.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
-// Where AWQ puts column j of a group of eight: nibble kAwqNibble[j] of the word.
-constexpr int kAwqNibble[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-constexpr int kNibbleInOrder[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-
-bool InAwqOrder(const LinearFormat& format) {
-  return format.packing == Packing::kAwq && format.bits == 4 && !format.nibbles_in_order;
+WordLayout LayoutOf(const LinearFormat& format) {
+  const bool awq = format.packing == Packing::kAwq && format.bits == 4 && !format.nibbles_in_order;
+  return {format.bits, format.planes ? LaneOrder::kPlanes : awq ? LaneOrder::kAwq : LaneOrder::kSequential};
 }
 
 Status WrongStorage(const Tensor& stored, DType dtype, const Shape& shape) {
   return Status::BadInput(fmt::format("{} {}; {} {} is needed", DTypeName(stored.dtype()),
                                       stored.shape().ToString(), DTypeName(dtype), shape.ToString()));
-}
-
-// 32-bit words of a stored tensor, whatever their alignment.
-class Words {
- public:
-  explicit Words(const Tensor& tensor) : data_(tensor.view().data()), columns_(tensor.dim(1)) {}
-  uint32_t operator()(int64_t row, int64_t column) const {
-    uint32_t word = 0;
-    std::memcpy(&word, data_ + (row * columns_ + column) * 4, sizeof(word));
-    return word;
-  }
-
- private:
-  const std::byte* data_;
-  int64_t columns_;
-};
-
-// Integer codes go to U4 (two a byte) or U8.
-void PutCode(std::byte* row, int64_t column, int width, uint32_t code) {
-  if (width == 8) {
-    row[column] = static_cast<std::byte>(code);
-  } else {
-    row[column / 2] |= static_cast<std::byte>(code << (column % 2 * 4));
-  }
-}
-
-// The low nibbles of a row of bytes, two a byte.
-void PackPairs(const uint8_t* codes, int64_t columns, std::byte* row) {
-  for (int64_t c = 0; c < columns / 2; ++c) {
-    row[c] = static_cast<std::byte>((codes[2 * c] & 15U) | (codes[2 * c + 1] & 15U) << 4);
-  }
-  if (columns % 2 != 0) {
-    row[columns / 2] = static_cast<std::byte>(codes[columns - 1] & 15U);
-  }
-}
-
-// Field `index` of a dense stream of fields of `bits` that fills words from their low end. Where 32 is no
-// multiple of `bits`, fields go on in the next word.
-template <typename Word>
-uint32_t Field(const Word& word_at, int64_t index, int bits) {
-  const int64_t first_bit = index * bits;
-  const int64_t word = first_bit / 32, shift = first_bit % 32;
-  uint32_t field = word_at(word) >> shift;
-  if (shift + bits > 32) {
-    field |= word_at(word + 1) << (32 - shift);
-  }
-  return field & ((uint32_t{1} << bits) - 1);
-}
-
-// Field `index` where each 32 fields fill `bits` words plane by plane: the low 4 bits of all of them (2 of
-// narrower ones), then the next 2, then the last.
-template <typename Word>
-uint32_t PlaneField(const Word& word_at, int64_t index, int bits) {
-  int64_t word = index / 32 * bits;
-  const auto at = static_cast<int>(index % 32);
-  uint32_t field = 0;
-  for (int done = 0; done < bits;) {
-    const auto width = static_cast<int>(std::bit_floor(static_cast<unsigned>(bits - done)));
-    const int per_word = 32 / width;
-    const uint32_t mask = (uint32_t{1} << width) - 1;
-    field |= (word_at(word + at / per_word) >> (at % per_word * width) & mask) << done;
-    word += width;
-    done += width;
-  }
-  return field;
-}
-
-template <typename Word>
-uint32_t GptqField(const LinearFormat& format, const Word& word_at, int64_t index) {
-  return format.planes ? PlaneField(word_at, index, format.bits) : Field(word_at, index, format.bits);
-}
-
-// Planes are of 32 fields each.
-Status CheckPlanes(const LinearFormat& format, int64_t fields) {
-  if (!format.planes || fields % 32 == 0) {
-    return Status::Ok();
-  }
-  return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of 32 is needed", fields));
-}
-
-int64_t StreamWords(int64_t fields, int bits) {
-  return CeilDiv(fields * bits, int64_t{32});
 }
 
 // Whether whole words, or bytes of row pairs, become those of rows.
@@ -139,7 +54,7 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
       TurnWords(from, words, rows, flip, to);
       break;
     case Packing::kAwq:
-      TurnNibbles(from, cols, rows, format.nibbles_in_order ? kNibbleInOrder : kAwqNibble, flip, to);
+      TurnNibbles(from, cols, rows, LanesOf(LayoutOf(format)), flip, to);
       break;
     case Packing::kBits:
       std::transform(from, from + rows * words * 4, to,
@@ -150,6 +65,34 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
       break;
   }
   return out;
+}
+
+// U8 [rows, cols], the codes as they are stored.
+Result<Tensor> WidenStored(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
+  const WordLayout layout = LayoutOf(format);
+  Tensor turned;
+  switch (format.packing) {
+    case Packing::kBits:
+      return UnpackColumns(stored.view(), layout, cols);
+    case Packing::kGptq: {
+      FMOE_ASSIGN_OR_RETURN(turned, UnpackRows(stored.view(), layout, cols));
+      return Transpose(turned.view());
+    }
+    case Packing::kAwq: {
+      FMOE_ASSIGN_OR_RETURN(turned, UnpackColumns(stored.view(), layout, rows));
+      return Transpose(turned.view());
+    }
+    default:
+      break;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{rows, cols}));
+  const auto* pairs = stored.view().as<uint8_t>();
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < cols; ++c) {
+      codes.mutable_view().as<uint8_t>()[r * cols + c] = pairs[r / 2 * cols + c] >> (r % 2 * 4) & 15;
+    }
+  }
+  return codes;
 }
 
 }  // namespace
@@ -196,133 +139,60 @@ Result<Tensor> PackSigned4(const Tensor& codes) {
         return Status::BadInput(fmt::format("the code at [{}, {}] is {}; 4 bits hold -8 to 7", r, c, value));
       }
     }
-    PackPairs(row, from.dim(1), to.data() + r * to.stride_bytes(0));
-  }
-  return out;
-}
-
-Result<Tensor> AroundMiddle(const Tensor& codes) {
-  const TensorView& from = codes.view();
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, from.shape()));
-  const MutableTensorView to = out.mutable_view();
-  for (int64_t r = 0; r < from.dim(0); ++r) {
-    const std::byte* row = from.data() + r * from.stride_bytes(0);
-    std::transform(row, row + from.dim(1), to.data() + r * to.stride_bytes(0),
-                   [](std::byte code) { return code ^ std::byte{0x80}; });
-  }
-  return out;
-}
-
-Result<Tensor> UnpackNibbles(const Tensor& packed) {
-  const TensorView& from = packed.view();
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{from.dim(0), 2 * from.dim(1)}));
-  const MutableTensorView to = out.mutable_view();
-  for (int64_t r = 0; r < from.dim(0); ++r) {
-    const std::byte* pairs = from.data() + r * from.stride_bytes(0);
-    std::byte* row = to.data() + r * to.stride_bytes(0);
-    for (int64_t c = 0; c < from.dim(1); ++c) {
-      row[2 * c] = pairs[c] & std::byte{15};
-      row[2 * c + 1] = pairs[c] >> 4;
-    }
-  }
-  return out;
-}
-
-Result<Tensor> PackNibbles(const Tensor& codes, DType element) {
-  const TensorView& from = codes.view();
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, from.shape()));
-  const MutableTensorView to = out.mutable_view();
-  for (int64_t r = 0; r < from.dim(0); ++r) {
-    PackPairs(reinterpret_cast<const uint8_t*>(from.data() + r * from.stride_bytes(0)), from.dim(1),
-              to.data() + r * to.stride_bytes(0));
+    PackNibbles(row, from.dim(1), to.data() + r * to.stride_bytes(0));
   }
   return out;
 }
 
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,
                            bool has_zero_points) {
-  FMOE_RETURN_IF_ERROR(CheckPlanes(format, cols));
-  const int bits = format.bits;
+  const WordLayout layout = LayoutOf(format);
   const bool words = format.packing != Packing::kRowPairs;
-  const Shape wanted = format.packing == Packing::kGptq   ? Shape{StreamWords(cols, bits), rows}
-                       : format.packing == Packing::kAwq  ? Shape{cols, StreamWords(rows, bits)}
-                       : format.packing == Packing::kBits ? Shape{rows, StreamWords(cols, bits)}
+  const Shape wanted = format.packing == Packing::kGptq   ? Shape{WordsOf(layout, cols), rows}
+                       : format.packing == Packing::kAwq  ? Shape{cols, WordsOf(layout, rows)}
+                       : format.packing == Packing::kBits ? Shape{rows, WordsOf(layout, cols)}
                                                           : Shape{CeilDiv(rows, 2), cols};
   if (stored.dtype() != (words ? DType::kI32 : DType::kU8) || !(stored.shape() == wanted)) {
     return WrongStorage(stored, words ? DType::kI32 : DType::kU8, wanted);
   }
   const DType element = format.weight.element;
-  if (stored.view().dense() && DTypeBits(element) == bits && WordsAreRows(format, rows, cols)) {
+  if (stored.view().dense() && DTypeBits(element) == format.bits && WordsAreRows(format, rows, cols)) {
     return TurnCodes(format, stored, rows, cols);
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
-  const MutableTensorView to = out.mutable_view();
-  const Words word(stored);
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, WidenStored(format, stored, rows, cols));
   // Signed fields become unsigned ones with the zero in the middle, by turning their sign bit.
-  const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
+  const uint32_t middle = uint32_t{1} << (format.bits - 1);
+  const uint32_t flip = format.twos_complement ? middle : 0;
   // Without zero points, zero is the middle of the codes: of those stored, then of the wider ones.
-  const int width = DTypeBits(element);
-  const uint32_t lift = has_zero_points ? 0 : (uint32_t{1} << (width - 1)) - (uint32_t{1} << (bits - 1));
-  for (int64_t r = 0; r < rows; ++r) {
-    std::byte* row = to.data() + r * to.stride_bytes(0);
-    for (int64_t c = 0; c < cols; ++c) {
-      uint32_t code = 0;
-      switch (format.packing) {
-        case Packing::kGptq:
-          code = GptqField(
-              format, [&](int64_t w) { return word(w, r); }, c);
-          break;
-        case Packing::kAwq:
-          code = InAwqOrder(format) ? word(c, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U
-                                    : Field([&](int64_t w) { return word(c, w); }, r, bits);
-          break;
-        case Packing::kBits:
-          code = Field([&](int64_t w) { return word(r, w); }, c, bits);
-          break;
-        default:
-          code = std::to_integer<uint32_t>(stored.view().data()[r / 2 * cols + c]) >> (r % 2 * 4) & 15U;
-          break;
-      }
-      PutCode(row, c, width, (code ^ flip) + lift);
-    }
-  }
-  return out;
+  const uint32_t lift = has_zero_points ? 0 : (uint32_t{1} << (DTypeBits(element) - 1)) - middle;
+  auto* const each = codes.mutable_view().as<uint8_t>();
+  std::transform(each, each + rows * cols, each,
+                 [=](uint8_t code) { return static_cast<uint8_t>((code ^ flip) + lift); });
+  return element == DType::kU8 ? codes : NarrowCodes(codes.view(), element);
 }
 
 Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
                                 int64_t groups) {
-  FMOE_RETURN_IF_ERROR(CheckPlanes(format, rows));
-  const int bits = format.bits;
-  const Shape wanted = format.packing == Packing::kBits ? Shape{StreamWords(rows, bits), groups}
-                                                        : Shape{groups, StreamWords(rows, bits)};
+  const WordLayout layout = LayoutOf(format);
+  const bool along_rows = format.packing == Packing::kBits;
+  const Shape wanted =
+      along_rows ? Shape{WordsOf(layout, rows), groups} : Shape{groups, WordsOf(layout, rows)};
   if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted)) {
     return WrongStorage(stored, DType::kI32, wanted);
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
-  auto* to = out.mutable_view().as<uint8_t>();
-  const Words word(stored);
-  const uint32_t mask = (uint32_t{1} << bits) - 1;
-  const uint32_t flip = format.twos_complement ? uint32_t{1} << (bits - 1) : 0;
+  FMOE_ASSIGN_OR_RETURN(Tensor zeros, along_rows ? UnpackRows(stored.view(), layout, rows)
+                                                 : UnpackColumns(stored.view(), layout, rows));
+  if (!along_rows) {
+    FMOE_ASSIGN_OR_RETURN(zeros, Transpose(zeros.view()));
+  }
+  const uint32_t mask = (uint32_t{1} << format.bits) - 1;
+  const uint32_t flip = format.twos_complement ? uint32_t{1} << (format.bits - 1) : 0;
   // Unpacked first: one added to the whole word would carry into the next field.
   const uint32_t more = format.zero_plus_one ? 1 : 0;
-  const auto unpack = [&](const auto& field_at) {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t g = 0; g < groups; ++g) {
-        to[r * groups + g] = static_cast<uint8_t>(((field_at(g, r) + more) & mask) ^ flip);
-      }
-    }
-  };
-  if (InAwqOrder(format)) {
-    unpack([&](int64_t g, int64_t r) { return word(g, r / 8) >> (4 * kAwqNibble[r % 8]) & 15U; });
-  } else if (format.packing == Packing::kBits) {
-    unpack([&](int64_t g, int64_t r) { return Field([&](int64_t w) { return word(w, g); }, r, bits); });
-  } else {
-    unpack([&](int64_t g, int64_t r) {
-      return GptqField(
-          format, [&](int64_t w) { return word(g, w); }, r);
-    });
-  }
-  return out;
+  auto* const each = zeros.mutable_view().as<uint8_t>();
+  std::transform(each, each + rows * groups, each,
+                 [=](uint8_t zero) { return static_cast<uint8_t>(((zero + more) & mask) ^ flip); });
+  return zeros;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -20,14 +20,6 @@ Result<Tensor> RepeatColumns(const Tensor& matrix, int64_t times, int64_t column
 /// I8 [rows, cols] of -8 .. 7 as I4.
 Result<Tensor> PackSigned4(const Tensor& codes);
 
-/// I8 as U8 around 128.
-Result<Tensor> AroundMiddle(const Tensor& codes);
-
-/// U8 [rows, cols / 2], first element in the low nibble, as one code a byte; and back, as `element` of 4
-/// bits.
-Result<Tensor> UnpackNibbles(const Tensor& packed);
-Result<Tensor> PackNibbles(const Tensor& codes, DType element);
-
 /// Codes packed by `format.packing` (not kDirect), as U4 up to 4 bits and U8 above. Narrower codes keep their
 /// values with zero points; without, they are moved so that zero is in the middle of the wider ones.
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,

@@ -9,7 +9,7 @@
 
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
-#include "quant/packing_formats.hpp"
+#include "quant/packing.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -113,7 +113,7 @@ Result<Tensor> DataOf(const Part& part, const CanonicalMatrix& matrix, const Sha
       return tensor;
     }
     case Source::kZeroPoint:
-      return PackCompressedTensorsZeroPoints(matrix.zero_point.view(), DTypeBits(matrix.format.element));
+      return PackRows(matrix.zero_point.view(), {.bits = DTypeBits(matrix.format.element)});
     case Source::kGroupIndex:
       return as_stored(matrix.group_index);
     case Source::kPreQuantScale:

@@ -50,17 +50,6 @@ Result<Tensor> SplitGroups(const Tensor& tensor, int64_t from, int64_t to, int64
                                       : checkpoint::RepeatColumns(tensor, from / to, cols / to);
 }
 
-// Signed integers as unsigned ones around 128.
-Result<Tensor> FlipByteSigns(const Tensor& tensor) {
-  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(DType::kU8, tensor.shape()));
-  const std::byte* from = tensor.view().data();
-  std::byte* to = out.mutable_view().data();
-  for (int64_t i = 0; i < tensor.shape().count(); ++i) {
-    to[i] = from[i] ^ std::byte{0x80};
-  }
-  return out;
-}
-
 int64_t GroupOf(const CanonicalMatrix& matrix) {
   return matrix.format.block.col < 0 ? matrix.cols : matrix.format.block.col;
 }
@@ -144,10 +133,8 @@ Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& tar
   CanonicalMatrix to = from;
   to.format = target.format;
   FMOE_ASSIGN_OR_RETURN(to.codes, Dense(from.codes));
-  if (from.format.element == DType::kI4 && target.format.element == DType::kU4) {
-    FMOE_ASSIGN_OR_RETURN(to.codes, FlipNibbleSigns(to.codes.view()));
-  } else if (from.format.element == DType::kI8 && target.format.element == DType::kU8) {
-    FMOE_ASSIGN_OR_RETURN(to.codes, FlipByteSigns(to.codes));
+  if (from.format.element != target.format.element) {
+    FMOE_ASSIGN_OR_RETURN(to.codes, FlipSigns(to.codes.view()));
   }
   int64_t group = GroupOf(from);
   FMOE_ASSIGN_OR_RETURN(to.block_scale, Dense(from.block_scale));

@@ -1,11 +1,11 @@
-#include "checkpoint/matrices/turn_words.hpp"
+#include "quant/turn_words.hpp"
 
 #include <algorithm>
 #include <cstring>
 
 #include "quant/transpose_square.hpp"
 
-namespace fusedmoe::checkpoint {
+namespace fusedmoe {
 namespace {
 
 /// Words of a line of the first-level cache: both sides of a tile are read and written in whole lines.
@@ -77,7 +77,7 @@ void TurnWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t fl
   }
 }
 
-void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const int (&nibble)[8], uint32_t flip,
+void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
                  std::byte* out) {
   const int64_t stored_words = rows / 8, words = cols / 8;
   Line x[8] = {}, tiles[8][kTile] = {}, turned[kTile];
@@ -90,8 +90,8 @@ void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const int 
           CopyLine(&x[i], stored + (((word + w) * 8 + i) * stored_words + first) * kWord, height);
         }
         TransposeNibbles(x);
-        for (int64_t r = 0; r < 8; ++r) {
-          tiles[r][w] = x[nibble[r]] ^ flip;
+        for (size_t r = 0; r < 8; ++r) {
+          tiles[r][w] = x[lanes[r].front().shift / 4] ^ flip;
         }
       }
       for (int64_t r = 0; r < 8; ++r) {
@@ -117,4 +117,4 @@ void PartRowPairs(const std::byte* stored, int64_t rows, int64_t cols, uint8_t f
   }
 }
 
-}  // namespace fusedmoe::checkpoint
+}  // namespace fusedmoe
