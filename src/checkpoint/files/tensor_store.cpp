@@ -230,13 +230,16 @@ Result<size_t> TensorStore::Require(std::string_view name) const {
   return it->second;
 }
 
-Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const {
+Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
+                                   BlockParts* beside) const {
   const Place& place = places_[index];
+  if (place.part != nullptr) {
+    return ReadBlocks(index, offset, bytes, shape, beside);
+  }
   const auto& file = files_[static_cast<size_t>(place.file)];
-  Result<platform::FileBytes> read = place.four_bit >= 0     ? ReadFourBitAt(place, offset, bytes)
-                                     : place.affine >= 0     ? ReadAffineAt(place, offset, bytes)
-                                     : place.part == nullptr ? file->Read(place.begin + offset, bytes)
-                                                             : ReadParts(place, offset, bytes);
+  Result<platform::FileBytes> read = place.four_bit >= 0 ? ReadFourBitAt(place, offset, bytes)
+                                     : place.affine >= 0 ? ReadAffineAt(place, offset, bytes)
+                                                         : file->Read(place.begin + offset, bytes);
   if (!read.ok()) {
     return Blame(std::move(read).status(), tensors_[index].name);
   }
@@ -251,12 +254,13 @@ Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, 
   return Tensor::Borrow(TensorView(read->data, tensors_[index].dtype, shape), std::move(read->owner));
 }
 
-Result<Tensor> TensorStore::Load(std::string_view name) const {
+Result<Tensor> TensorStore::Load(std::string_view name, BlockParts* beside) const {
   FMOE_ASSIGN_OR_RETURN(const size_t index, Require(name));
-  return ReadAt(index, 0, tensors_[index].bytes, tensors_[index].shape);
+  return ReadAt(index, 0, tensors_[index].bytes, tensors_[index].shape, beside);
 }
 
-Result<Tensor> TensorStore::LoadRows(std::string_view name, int64_t first, int64_t count) const {
+Result<Tensor> TensorStore::LoadRows(std::string_view name, int64_t first, int64_t count,
+                                     BlockParts* beside) const {
   FMOE_ASSIGN_OR_RETURN(const size_t index, Require(name));
   const TensorInfo& info = tensors_[index];
   const int64_t rows = info.shape.rank() == 0 ? 0 : info.shape[0];
@@ -268,11 +272,11 @@ Result<Tensor> TensorStore::LoadRows(std::string_view name, int64_t first, int64
   Shape shape = info.shape;
   shape[0] = count;
   const int64_t row_bytes = info.bytes / rows;
-  return ReadAt(index, first * row_bytes, count * row_bytes, shape);
+  return ReadAt(index, first * row_bytes, count * row_bytes, shape, beside);
 }
 
-Result<Tensor> TensorStore::LoadItem(std::string_view name, int64_t index) const {
-  FMOE_ASSIGN_OR_RETURN(Tensor rows, LoadRows(name, index, 1));
+Result<Tensor> TensorStore::LoadItem(std::string_view name, int64_t index, BlockParts* beside) const {
+  FMOE_ASSIGN_OR_RETURN(Tensor rows, LoadRows(name, index, 1, beside));
   const Shape shape(rows.shape().dims().subspan(1));
   return Tensor::Borrow(TensorView(rows.view().data(), rows.dtype(), shape), rows.owner());
 }

@@ -25,6 +25,17 @@ struct MlxGroups;
 /// Experts of a GGUF file whose matrices have different types, by what their names have in common.
 using MixedExperts = std::unordered_set<std::string>;
 
+/// Tensors that came with others of the same blocks of a GGUF file, until they are asked for: while it is
+/// kept, each block is read once.
+struct BlockParts {
+  struct Part {
+    size_t tensor = 0;  ///< which of the store
+    int64_t first_block = 0;
+    Tensor data;
+  };
+  std::vector<Part> parts;
+};
+
 /// The tensors of a directory: one safetensors file, or shards with an index; or those of a GGUF file. Knows
 /// names, shapes and places; says nothing about what the tensors mean. Immutable; safe from many threads.
 class TensorStore {
@@ -52,11 +63,12 @@ class TensorStore {
   bool Has(std::string_view name) const { return Find(name) != nullptr; }
 
   /// kBadInput when the tensor is missing or cannot be used.
-  Result<Tensor> Load(std::string_view name) const;
+  Result<Tensor> Load(std::string_view name, BlockParts* beside = nullptr) const;
   /// Rows [first, first + count) of the first axis; only these bytes are read. The rank is kept.
-  Result<Tensor> LoadRows(std::string_view name, int64_t first, int64_t count) const;
+  Result<Tensor> LoadRows(std::string_view name, int64_t first, int64_t count,
+                          BlockParts* beside = nullptr) const;
   /// The sub-tensor at `index` of the first axis, one dimension less.
-  Result<Tensor> LoadItem(std::string_view name, int64_t index) const;
+  Result<Tensor> LoadItem(std::string_view name, int64_t index, BlockParts* beside = nullptr) const;
 
   /// All that the data of tensors whose names begin with `prefix` depends on, without reading it: files with
   /// sizes and times, tensors with types and places.
@@ -100,11 +112,13 @@ class TensorStore {
   Status FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
   /// Takes tensors out of the list.
   Status Hide(const std::vector<bool>& hidden);
-  Result<platform::FileBytes> ReadParts(const Place& place, int64_t offset, int64_t bytes) const;
+  Result<Tensor> ReadBlocks(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
+                            BlockParts* beside) const;
   Result<platform::FileBytes> ReadFourBitAt(const Place& place, int64_t offset, int64_t bytes) const;
   Result<platform::FileBytes> ReadAffineAt(const Place& place, int64_t offset, int64_t bytes) const;
   Result<size_t> Require(std::string_view name) const;
-  Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape) const;
+  Result<Tensor> ReadAt(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
+                        BlockParts* beside) const;
 
   std::string source_;  // the index, or the directory: where a missing tensor should have been
   std::vector<TensorInfo> tensors_;

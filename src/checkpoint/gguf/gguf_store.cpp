@@ -2,6 +2,7 @@
 // read.
 #include <algorithm>
 #include <filesystem>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -155,26 +156,57 @@ const BlockType* TensorStore::BlockTypeOf(std::string_view name) const {
   return it == by_name_.end() ? nullptr : places_[it->second].type;
 }
 
-// Whole blocks, as callers read whole rows.
-Result<platform::FileBytes> TensorStore::ReadParts(const Place& place, int64_t offset, int64_t bytes) const {
-  const BlockPart& part = *place.part;
-  const int64_t block_bytes = place.type == nullptr ? 0 : place.type->bytes;
-  const int64_t first = offset / part.bytes, blocks = bytes / part.bytes;
-  const auto& file = files_[static_cast<size_t>(place.file)];
-  FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> memory, platform::AllocateBytes(bytes));
+// Whole blocks, as callers read whole rows. Their other tensors stand beside this one in the list.
+Result<Tensor> TensorStore::ReadBlocks(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
+                                       BlockParts* beside) const {
+  const Place& place = places_[index];
+  const BlockPart& wanted = *place.part;
+  const int64_t first = offset / wanted.bytes, blocks = bytes / wanted.bytes;
+  if (beside != nullptr) {
+    for (const BlockParts::Part& kept : beside->parts) {
+      if (kept.tensor == index && kept.first_block == first && kept.data.shape() == shape) {
+        return kept.data;
+      }
+    }
+  }
+  const bool all = beside != nullptr && place.type != nullptr;
+  const std::span<const BlockPart> parts =
+      all ? place.type->parts : std::span<const BlockPart>(&wanted, size_t{1});
+  const auto own = static_cast<size_t>(&wanted - parts.data());
+  std::vector<std::shared_ptr<std::byte>> memory(parts.size());
+  for (size_t p = 0; p < parts.size(); ++p) {
+    FMOE_ASSIGN_OR_RETURN(memory[p], platform::AllocateBytes(blocks * parts[p].bytes));
+  }
   // In pieces that stay in a core's cache while they are taken apart.
   constexpr int64_t kPieceBytes = 512 << 10;
+  const int64_t block_bytes = place.type == nullptr ? 0 : place.type->bytes;
   const int64_t piece = std::max<int64_t>(1, block_bytes == 0 ? blocks : kPieceBytes / block_bytes);
   FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<std::byte> raw,
                         platform::AllocateBytes(std::min(piece, blocks) * block_bytes));
   for (int64_t block = 0; block < blocks; block += piece) {
     const int64_t count = std::min(piece, blocks - block);
-    FMOE_RETURN_IF_ERROR(file->ReadInto(place.begin + (first + block) * block_bytes,
-                                        {raw.get(), static_cast<size_t>(count * block_bytes)}));
-    part.decode(raw.get(), count, memory.get() + block * part.bytes);
+    Status status = files_[static_cast<size_t>(place.file)]->ReadInto(
+        place.begin + (first + block) * block_bytes, {raw.get(), static_cast<size_t>(count * block_bytes)});
+    if (!status.ok()) {
+      return Blame(std::move(status), tensors_[index].name);
+    }
+    for (size_t p = 0; p < parts.size(); ++p) {
+      parts[p].decode(raw.get(), count, memory[p].get() + block * parts[p].bytes);
+    }
   }
-  const std::byte* data = memory.get();
-  return platform::FileBytes{data, bytes, std::move(memory)};
+  Tensor result;
+  for (size_t p = 0; p < parts.size(); ++p) {
+    Shape own_shape = shape;
+    own_shape[shape.rank() - 1] = shape[shape.rank() - 1] / wanted.elements * parts[p].elements;
+    const TensorView view(memory[p].get(), parts[p].dtype, own_shape);
+    Tensor data = Tensor::Borrow(view, std::move(memory[p]));
+    if (p == own) {
+      result = std::move(data);
+    } else {
+      beside->parts.push_back({index - own + p, first, std::move(data)});
+    }
+  }
+  return result;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -150,7 +150,8 @@ Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Stat
 Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
                                    const MatrixPlace& place, int64_t rows, int64_t cols,
                                    JoinedTensors* joined) {
-  const MatrixTensors tensors{store, place, rows, cols, joined};
+  BlockParts beside;
+  const MatrixTensors tensors{store, place, rows, cols, joined, &beside};
   CanonicalMatrix matrix;
   matrix.rows = rows;
   matrix.cols = cols;

@@ -59,9 +59,10 @@ Result<Tensor> Once(std::map<std::string, Tensor, std::less<>>& kept, const std:
 }
 
 // The tensor of this expert, or what all experts share.
-Result<Tensor> LoadStored(const TensorStore& store, const MatrixPlace& place, const std::string& name) {
+Result<Tensor> LoadStored(const TensorStore& store, const MatrixPlace& place, const std::string& name,
+                          BlockParts* beside) {
   if (place.item < 0) {
-    return store.Load(name);
+    return store.Load(name, beside);
   }
   const TensorInfo* info = store.Find(name);
   if (info == nullptr) {
@@ -75,7 +76,7 @@ Result<Tensor> LoadStored(const TensorStore& store, const MatrixPlace& place, co
                          name);
     }
     const int64_t each = length / place.num_items;
-    return store.LoadRows(name, place.item * each, each);
+    return store.LoadRows(name, place.item * each, each, beside);
   }
   if (info->shape.rank() == 0 || (info->shape.rank() == 1 && info->shape[0] == 1 && place.num_items != 1)) {
     return store.Load(name);  // one number for all experts
@@ -85,14 +86,14 @@ Result<Tensor> LoadStored(const TensorStore& store, const MatrixPlace& place, co
                                                     info->shape.ToString(), place.num_items)),
                        name);
   }
-  return store.LoadItem(name, place.item);
+  return store.LoadItem(name, place.item, beside);
 }
 
 }  // namespace
 
 Result<Tensor> MatrixTensors::Load(std::string_view suffix) const {
   const std::string name = NameOf(suffix);
-  const auto load = [&] { return LoadStored(store, place, name); };
+  const auto load = [&] { return LoadStored(store, place, name, beside); };
   return joined == nullptr || place.parts == 1 ? load() : Once(joined->stored, name, load);
 }
 

@@ -45,6 +45,7 @@ struct MatrixTensors {
   const MatrixPlace& place;
   int64_t rows, cols;
   JoinedTensors* joined = nullptr;  ///< null: nothing is kept
+  BlockParts* beside = nullptr;     ///< where the codes of blocks leave their scales; null: nowhere
 
   std::string NameOf(std::string_view suffix) const { return RoleName(store, place, suffix); }
   bool Has(std::string_view suffix) const { return store.Has(NameOf(suffix)); }
