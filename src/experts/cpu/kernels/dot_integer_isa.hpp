@@ -97,19 +97,20 @@ constexpr int TokensAtOnce() {
 }
 
 /// Chains of additions of a token and plane. Groups of 64 are sixteen `vpdpbusd` behind each other: with one
-/// token they fill the scheduler with operations that wait, and loads of the next blocks come late.
-template <TileKind kKind, int kGroup, int kCount>
+/// token of nibbles they fill the scheduler with operations that wait, and loads of the next blocks come
+/// late. Bytes take twice as long to arrive, and are read 1 to 3 % slower by kernels that run ahead of them.
+template <WeightKernel kWeight, TileKind kKind, int kCount>
 constexpr int SumChains() {
-  return kHasByteDot && kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
+  using Panel = IntegerPanel<kWeight>;
+  return kHasByteDot && Panel::kNibbles && Panel::kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
 }
 
-/// Whether lines that come later are asked for beside the loads of each 16 k, not all at the beginning of a
-/// block: a request that meets full buffers is dropped, and 17 in a row are too many beside chains that run
-/// ahead. Weights from memory, Zen 5, GB/s of 41, one token: INT4 per channel 36.5 -> 38.8, g64 36.0 -> 37.7,
-/// g128 37.8 -> 39.4, INT8 g128 35.5 -> 37.5; two: INT4 g128 33.5 -> 38.5, NVFP4 in 15 bits, bound by
-/// arithmetic, 31.7 -> 33.3, the others lose 1 to 3 %. Layers in INT8 g32 go from 84 and 82 % of the read
-/// rate (one and four tokens) to 90 and 88. Other e2m1, whose groups wait for each other, loses 5 to 10 %,
-/// INT4 g32 7.
+/// Whether lines that come later are asked for beside the products of each 16 k (PrefetchBeside), not all at
+/// the beginning of a block: a request that meets full buffers is dropped, and 17 in a row are too many
+/// beside chains that run ahead. Layers of Qwen3-30B-A3B with one token, at the beginning of units -> by
+/// steps, share of the read rate (Zen 5): INT4 per channel 86 -> 97, g128 86 -> 98, INT8 90 -> 96, g128 91 ->
+/// 97, g32 94 -> 95; four tokens as much. Other e2m1, whose groups wait for each other, loses 1 to 4 %, INT4
+/// g32 gains nothing.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksBySteps() {
   using Panel = IntegerPanel<kWeight>;
@@ -132,7 +133,9 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
-  constexpr int kChains = SumChains<kKind, Panel::kGroup, kCount>();
+  constexpr int kChains = SumChains<kWeight, kKind, kCount>();
+  constexpr bool kAsks = AsksBySteps<kWeight, kKind, kHeight>();
+  const uint8_t* asked = kAsks ? InRegister(unit + ahead) : nullptr;
   Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
   Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
     constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
@@ -145,11 +148,12 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    if constexpr (AsksBySteps<kWeight, kKind, kHeight>()) {
+    if constexpr (kAsks) {
       constexpr int kStepBytes = Panel::kUnitBytes / 4;
-      for (int line = 0; line < kStepBytes; line += 64) {
-        Prefetch(unit + ahead + (group * kSteps + step) * kStepBytes + line);
-      }
+      Unroll<kStepBytes / 64>([&](auto line) FMOE_FLAT {
+        PrefetchBeside(asked + (group * kSteps + step) * kStepBytes + line * 64,
+                       sum[step % kChains][line % Planes(kKind)][0]);
+      });
     }
     Ints weights[4];
     Panel::Decode(unit, group * kSteps + step, half, table, weights);
