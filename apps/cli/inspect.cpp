@@ -27,7 +27,9 @@ std::string SharedText(const LayerDescription& description) {
 std::string RouterText(const MoeConfig& config) {
   std::string text(RoutingMethodName(config.routing.method));
   if (config.routing.num_groups > 1) {
-    text += fmt::format(" {}/{} groups", config.routing.topk_groups, config.routing.num_groups);
+    text += config.routing.topk_groups == kEveryGroup
+                ? fmt::format(" of each of {} groups", config.routing.num_groups)
+                : fmt::format(" {}/{} groups", config.routing.topk_groups, config.routing.num_groups);
   }
   if (config.has_correction_bias) {
     text += " +bias";

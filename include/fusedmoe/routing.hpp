@@ -80,6 +80,9 @@ RoutingMethod DeriveRoutingMethod(const RouterDescription& router, RoutingEra er
 using CustomRouting = std::function<void(TensorView hidden, TensorView router_logits, int64_t top_k,
                                          bool renormalize, int32_t* topk_ids, float* topk_weights)>;
 
+/// Of RoutingConfig::topk_groups: every group gives the same number of experts (Intern-S1-Pro).
+inline constexpr int64_t kEveryGroup = 0;
+
 /// Which experts a token goes to, and with what weight. Groups and the scaling factor act with every method;
 /// the fields that only some methods read say so.
 struct RoutingConfig {
@@ -90,7 +93,7 @@ struct RoutingConfig {
   /// kUnspecified, kSimulated; handed to kCustom. The other methods say it by their name.
   bool renormalize = true;
   int64_t num_groups = 1;       ///< expert groups; 1: none
-  int64_t topk_groups = 1;      ///< groups kept
+  int64_t topk_groups = 1;      ///< groups kept; kEveryGroup: all, and top_k / num_groups experts of each
   float scaling_factor = 1.0F;  ///< routed scaling, applied to the weights, exactly once
   float norm_epsilon = 0.0F;    ///< added to the sum that renormalization divides by
   float logit_softcap = 0.0F;   ///< x -> cap * tanh(x / cap) first; 0: none (Grok)

@@ -142,7 +142,7 @@ Status ReadRouting(Fields& fields, MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(ParseNamed("routing", method, ParseRoutingMethod(method), routing.method));
   FMOE_RETURN_IF_ERROR(fields.Flag("renormalize", routing.renormalize));
   FMOE_RETURN_IF_ERROR(fields.Integer("num_groups", routing.num_groups, 1, config.num_experts));
-  FMOE_RETURN_IF_ERROR(fields.Integer("topk_groups", routing.topk_groups, 1, routing.num_groups));
+  FMOE_RETURN_IF_ERROR(fields.Integer("topk_groups", routing.topk_groups, kEveryGroup, routing.num_groups));
   FMOE_RETURN_IF_ERROR(fields.Float("scaling_factor", routing.scaling_factor));
   FMOE_RETURN_IF_ERROR(fields.Float("norm_epsilon", routing.norm_epsilon));
   FMOE_RETURN_IF_ERROR(fields.Flag("correction_bias", config.has_correction_bias));

@@ -41,6 +41,14 @@ Status CheckGroups(const RoutingConfig& config, int64_t num_experts) {
         fmt::format("{} experts cannot be split into {} groups; num_groups must be one of {}", num_experts,
                     config.num_groups, DivisorList(num_experts)));
   }
+  if (config.topk_groups == kEveryGroup) {
+    if (config.top_k % config.num_groups != 0) {
+      return Status::Usage(
+          fmt::format("top_k is {}; {} groups that give as many experts each need a multiple", config.top_k,
+                      config.num_groups));
+    }
+    return Status::Ok();
+  }
   if (config.topk_groups < 1 || config.topk_groups > config.num_groups) {
     return Status::Usage(fmt::format("topk_groups is {}; it must be between 1 and the {} groups",
                                      config.topk_groups, config.num_groups));
@@ -166,7 +174,11 @@ void RouteToken(const Batch& batch, int64_t token, TokenScratch& scratch, int32_
       } else {
         ComputeChoices(batch.num_experts, batch.bias, config.num_groups, config.topk_groups,
                        batch.rule.groups_by_two || batch.bias != nullptr, scratch);
-        SelectTopK(batch.num_experts, top_k, scratch, ids);
+        const int64_t parts = config.topk_groups == kEveryGroup ? config.num_groups : 1;
+        const int64_t size = batch.num_experts / parts;
+        for (int64_t part = 0; part < parts; ++part) {
+          SelectTopK(part * size, size, top_k / parts, scratch, ids + part * (top_k / parts));
+        }
       }
       ComputeWeights(batch.rule.weighting, batch.num_experts, top_k, config.norm_epsilon, scratch, ids,
                      weights);

@@ -122,15 +122,15 @@ void ComputeChoices(int64_t num_experts, const float* bias, int64_t num_groups, 
     const float choice = scratch.score[expert] + (bias == nullptr ? 0.0F : bias[expert]);
     scratch.choice[expert] = std::isnan(choice) ? 0.0F : choice;
   }
-  if (topk_groups < num_groups) {
+  if (topk_groups != kEveryGroup && topk_groups < num_groups) {
     MaskGroups(num_experts, num_groups, topk_groups, groups_by_two, scratch);
   }
 }
 
-void SelectTopK(int64_t num_experts, int64_t top_k, TokenScratch& scratch, int32_t* ids) {
+void SelectTopK(int64_t first, int64_t count, int64_t top_k, TokenScratch& scratch, int32_t* ids) {
   float* const chosen = scratch.chosen;
   int64_t filled = 0;
-  for (int64_t expert = 0; expert < num_experts; ++expert) {
+  for (int64_t expert = first; expert < first + count; ++expert) {
     const float value = scratch.choice[expert];
     if (filled == top_k && !(value > chosen[top_k - 1])) {
       continue;  // later experts lose ties, so only a larger value enters

@@ -20,13 +20,13 @@ struct TokenScratch {
 void ComputeScores(Score score, int64_t num_experts, TokenScratch& scratch);
 
 /// `scratch.choice` from the scores: plus `bias` (may be null), then, with more than one group, -inf in all
-/// but the best `topk_groups` groups. A group counts by its largest choice, or by the sum of its two largest
-/// where `groups_by_two`.
+/// but the best `topk_groups` groups (none with kEveryGroup). A group counts by its largest choice, or by the
+/// sum of its two largest where `groups_by_two`.
 void ComputeChoices(int64_t num_experts, const float* bias, int64_t num_groups, int64_t topk_groups,
                     bool groups_by_two, TokenScratch& scratch);
 
-/// Ids of the `top_k` best choices, best first.
-void SelectTopK(int64_t num_experts, int64_t top_k, TokenScratch& scratch, int32_t* ids);
+/// Ids of the `top_k` best choices among `count` experts from `first`, best first.
+void SelectTopK(int64_t first, int64_t count, int64_t top_k, TokenScratch& scratch, int32_t* ids);
 
 /// Weights of the selected ids: what `weighting` says, not yet scaled.
 void ComputeWeights(Weighting weighting, int64_t num_experts, int64_t top_k, float epsilon,

@@ -116,16 +116,18 @@ TEST(DeviceRouting, Groups_IdsAndWeightsOfTheCpu) {
   for (const RoutingMethod method :
        {RoutingMethod::kDeepSeekV3, RoutingMethod::kGroupedTopK, RoutingMethod::kDefault}) {
     for (const ScoreFunction score : {ScoreFunction::kSoftmax, ScoreFunction::kSigmoid}) {
-      Case one;
-      one.config.method = method;
-      one.config.score = score;
-      one.config.top_k = 8;
-      one.config.num_groups = 8;
-      one.config.topk_groups = 4;
-      one.num_experts = 256;
-      one.num_tokens = 100;
-      one.with_bias = method == RoutingMethod::kDeepSeekV3;
-      ExpectSame(one, ++seed);
+      for (const int64_t kept : {int64_t{4}, kEveryGroup}) {
+        Case one;
+        one.config.method = method;
+        one.config.score = score;
+        one.config.top_k = 16;
+        one.config.num_groups = 8;
+        one.config.topk_groups = kept;
+        one.num_experts = 256;
+        one.num_tokens = 100;
+        one.with_bias = method == RoutingMethod::kDeepSeekV3;
+        ExpectSame(one, ++seed);
+      }
     }
   }
 }

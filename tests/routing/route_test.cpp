@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <set>
 
@@ -284,6 +285,9 @@ TEST(Routing, ImpossibleConfigurationsNameBothValues) {
   refusal([](auto& c) { c.num_groups = 4, c.topk_groups = 5; });
   EXPECT_NE(refusal([](auto& c) { c.num_groups = 12, c.topk_groups = 1; }).find("only 1 experts"),
             std::string::npos);
+  EXPECT_NE(
+      refusal([](auto& c) { c.num_groups = 4, c.topk_groups = kEveryGroup; }).find("top_k is 2; 4 groups"),
+      std::string::npos);
   refusal([](auto&) {}, std::vector<float>(12, 0.0F));
   refusal([](auto& c) { c.num_zero_experts = 12; });
   refusal([](auto& c) { c.scaling_factor = kNan; });
@@ -295,6 +299,39 @@ TEST(Routing, ImpossibleConfigurationsNameBothValues) {
             std::string::npos);
   refusal([](auto& c) { c.method = RoutingMethod::kSparseMixer, c.num_groups = 4, c.topk_groups = 2; });
   refusal([](auto& c) { c.method = RoutingMethod::kMiniMax2; }, std::vector<float>(11, 0.0F));
+}
+
+TEST(Routing, EveryGroup_GivesItsBest) {
+  constexpr int64_t kExperts = 24, kGroups = 3, kEach = 2, kTokens = 40;
+  const std::vector<float> logits = RandomLogits(kTokens * kExperts, 12);
+  const std::vector<float> bias = RandomLogits(kExperts, 13);
+  for (const bool biased : {false, true}) {
+    RoutingConfig config =
+        Config(biased ? RoutingMethod::kDeepSeekV3 : RoutingMethod::kGroupedTopK, kGroups * kEach);
+    config.num_groups = kGroups;
+    config.topk_groups = kEveryGroup;
+    const Routed routed = RouteLogits(config, logits, kExperts, biased ? bias : std::vector<float>());
+    ASSERT_TRUE(routed.status.ok()) << routed.status.ToString();
+    for (int64_t token = 0; token < kTokens; ++token) {
+      std::set<int32_t> wanted;
+      for (int64_t group = 0; group < kGroups; ++group) {
+        std::vector<int32_t> ids(kExperts / kGroups);
+        std::iota(ids.begin(), ids.end(), static_cast<int32_t>(group * kExperts / kGroups));
+        const auto value = [&](int32_t id) {
+          const float x = logits[static_cast<size_t>(token * kExperts + id)];
+          return biased ? 1.0F / (1.0F + std::exp(-x)) + bias[static_cast<size_t>(id)] : x;
+        };
+        std::sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return value(a) > value(b); });
+        wanted.insert(ids.begin(), ids.begin() + kEach);
+      }
+      const auto* first = routed.ids.data() + token * kGroups * kEach;
+      EXPECT_EQ(std::set<int32_t>(first, first + kGroups * kEach), wanted) << "token " << token;
+      for (int64_t slot = 1; slot < kGroups * kEach; ++slot) {
+        const float* weights = routed.weights.data() + token * kGroups * kEach;
+        EXPECT_GE(weights[slot - 1], weights[slot]);
+      }
+    }
+  }
 }
 
 TEST(Routing, GroupsConfineTheSelection) {

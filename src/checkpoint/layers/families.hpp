@@ -38,6 +38,7 @@ struct FamilyRouting {
   float norm_epsilon = 0.0F;
   bool ignore_groups = false;        ///< the configuration's groups mean something else, or nothing
   bool ignore_score_key = false;     ///< the configuration's scoring_func is not the router's
+  bool every_group = false;          ///< router_n_groups of the configuration: each gives as many experts
   bool groups_by_two = false;        ///< without a bias too, groups compete by their two largest scores
   float softcap = 0.0F;              ///< when the configuration has no softcap of the logits
   bool corrected = false;            ///< every layer has a correction bias, unless the configuration says no

@@ -93,7 +93,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
 }  // namespace
 
 // Switches that change what a layer computes, in ways that no part of this library does.
-Status CheckSwitches(const ModelConfig& config) {
+Status CheckSwitches(const ModelConfig& config, const Family& family) {
   const auto refuse = [&](std::string_view key, std::string_view why) {
     return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
         .WithFile(config.path());
@@ -105,8 +105,11 @@ Status CheckSwitches(const ModelConfig& config) {
     return refuse("routed_expert_hidden_size",
                   "experts behind a projection to a smaller space are not supported");
   }
-  if (const JsonValue* value = config.Find("router_n_groups"); value != nullptr && value->number() > 1.0) {
-    return refuse("router_n_groups", "routers that take as many experts from every group are not supported");
+  if (const JsonValue* value = config.Find("router_n_groups");
+      value != nullptr && value->number() > 1.0 && !family.routing.every_group) {
+    return refuse(
+        "router_n_groups",
+        fmt::format("how routers of {} take as many experts from every group is not known", family.name));
   }
   if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
       value != nullptr && value->boolean()) {

@@ -244,6 +244,14 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   if (!row.ignore_groups) {
     FMOE_RETURN_IF_ERROR(ResolveGroups(config, routing));
   }
+  if (row.every_group) {
+    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> groups,
+                          config.Integer("router_n_groups", -1, -1, kMaxRoutedExperts));
+    if (groups.value_or(0) > 1) {
+      routing.num_groups = *groups;
+      routing.topk_groups = kEveryGroup;
+    }
+  }
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> scaling, config.Number(kScalingKeys, -1));
   routing.scaling_factor = static_cast<float>(scaling.value_or(1.0));
   FMOE_ASSIGN_OR_RETURN(const std::optional<double> softcap,

@@ -103,6 +103,10 @@ Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
   if (moe.num_experts % routing.num_groups != 0) {
     return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
   }
+  if (routing.topk_groups == kEveryGroup && routing.top_k % routing.num_groups != 0) {
+    return wrong(fmt::format("each token takes {} experts, which do not divide into {} groups", routing.top_k,
+                             routing.num_groups));
+  }
   if (routing.method == RoutingMethod::kSparseMixer && routing.top_k != 2) {
     return Status::Unsupported(
                fmt::format(
@@ -239,7 +243,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
   FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
   moe.dtype = config.ComputeType();
-  FMOE_RETURN_IF_ERROR(CheckSwitches(config));
+  FMOE_RETURN_IF_ERROR(CheckSwitches(config, family));
   const ExpertNames& experts = spec.names.experts;
   const bool fused = experts.form == ExpertForm::kFused;
   const bool has_gate = !experts.gate.empty() || experts.form == ExpertForm::kPerExpertGateUp ||

@@ -36,7 +36,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
                                const std::string& prefix, int64_t layer, const std::string& expert_layout);
 
 /// Refuses switches that change what a layer computes, in ways that no part of this library does.
-Status CheckSwitches(const ModelConfig& config);
+Status CheckSwitches(const ModelConfig& config, const Family& family);
 
 /// Refuses layers that lack tensors without which they would compute something else and not fail.
 Status CheckTensors(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec);

@@ -88,6 +88,10 @@ Result<ModelConfig> ModelConfig::Parse(std::string_view text, std::string path) 
 
 ModelConfig ModelConfig::ForLayer(int64_t layer) const {
   ModelConfig config = *this;
+  const JsonValue* blocks = Find("block_configs");
+  if (blocks != nullptr && layer < static_cast<int64_t>(blocks->items().size())) {
+    config.scopes_.insert(config.scopes_.begin(), &blocks->items()[static_cast<size_t>(layer)]);
+  }
   const JsonValue* layers = Find("per_layer_config");
   if (layers == nullptr) {
     return config;
@@ -218,6 +222,11 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
     const JsonValue* value = Find(keys);
     return value == nullptr ? std::optional<int64_t>() : value->integer();
   };
+  const JsonValue* blocks = Find("block_configs");
+  if (blocks != nullptr && layer < static_cast<int64_t>(blocks->items().size())) {
+    const JsonValue* type = blocks->items()[static_cast<size_t>(layer)].Find("block_type");
+    return type != nullptr && type->string() == "moe";
+  }
   // Lists with one word or flag a layer.
   for (const std::string_view key :
        {"mlp_layer_types", "layers_block_type", "is_moe_layer", "moe_layer_freq", "moe_layers_enum"}) {

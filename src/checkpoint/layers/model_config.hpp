@@ -32,7 +32,8 @@ class ModelConfig {
   const std::vector<std::string>& model_types() const { return model_types_; }
   const JsonValue& root() const { return *root_; }
 
-  /// The configuration as one layer sees it: what transformers' `per_layer_config` has for it comes first.
+  /// The configuration as one layer sees it: what transformers' `per_layer_config`, or `block_configs` of
+  /// models made by Puzzle, has for it comes first.
   ModelConfig ForLayer(int64_t layer) const;
 
   /// The first value found, also looking in the outer objects.

@@ -241,7 +241,7 @@ void Fields(Archive& archive, RoutingConfig& routing) {
   archive.Named("score", routing.score, ScoreFunctionName, ParseScoreFunction);
   archive.Flag("renormalize", routing.renormalize);
   archive.Integer("num_groups", routing.num_groups, 1, kLargestSize);
-  archive.Integer("topk_groups", routing.topk_groups, 1, kLargestSize);
+  archive.Integer("topk_groups", routing.topk_groups, kEveryGroup, kLargestSize);
   archive.Number("scaling_factor", routing.scaling_factor);
   archive.Number("norm_epsilon", routing.norm_epsilon);
   archive.Number("logit_softcap", routing.logit_softcap);

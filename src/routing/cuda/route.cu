@@ -111,7 +111,7 @@ __device__ void ComputeChoices(const RouteArguments& call, const TokenRoom& room
     room.choice[expert] = choice != choice ? 0.0F : choice;
   }
   __syncwarp();
-  if (call.topk_groups < call.num_groups) {
+  if (call.topk_groups != kEveryGroup && call.topk_groups < call.num_groups) {
     MaskGroups(call, room, lane);
   }
 }
@@ -141,14 +141,18 @@ __device__ int BestLeft(const float* values, int count, uint64_t taken, int lane
 }
 
 __device__ void SelectTopK(const RouteArguments& call, const TokenRoom& room, int lane) {
-  uint64_t taken = 0;
-  for (int slot = 0; slot < call.top_k; ++slot) {
-    const int best = BestLeft(room.choice, call.num_experts, taken, lane);
-    if (best % kWarp == lane) {
-      taken |= uint64_t{1} << (best / kWarp);
-    }
-    if (lane == 0) {
-      room.id[slot] = best;
+  const int parts = call.topk_groups == kEveryGroup ? call.num_groups : 1;
+  const int size = call.num_experts / parts, kept = call.top_k / parts;
+  for (int part = 0; part < parts; ++part) {
+    uint64_t taken = 0;
+    for (int slot = 0; slot < kept; ++slot) {
+      const int best = BestLeft(room.choice + part * size, size, taken, lane);
+      if (best % kWarp == lane) {
+        taken |= uint64_t{1} << (best / kWarp);
+      }
+      if (lane == 0) {
+        room.id[part * kept + slot] = part * size + best;
+      }
     }
   }
   __syncwarp();
