@@ -5,8 +5,8 @@
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/layer.hpp>
 
+#include "checkpoint/gguf/gguf_architectures.hpp"
 #include "checkpoint/gguf/gguf_header.hpp"
-#include "checkpoint/gguf/gguf_model.hpp"
 #include "checkpoint/gguf/gguf_writer.hpp"
 #include "checkpoint/layers/families.hpp"
 #include "checkpoint/layers/model_config.hpp"

@@ -1,16 +1,14 @@
 #pragma once
 
 #include <memory>
-#include <span>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include <fusedmoe/status.hpp>
 
 #include "checkpoint/files/tensor_store.hpp"
 #include "checkpoint/gguf/gguf_header.hpp"
-#include "checkpoint/gguf/gguf_writer.hpp"
 #include "checkpoint/layers/layer_names.hpp"
 #include "checkpoint/layers/layer_spec.hpp"
 #include "checkpoint/layers/model_config.hpp"
@@ -29,21 +27,6 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store);
 /// The names of a layer ("blk.3."), or nothing when it has no routed experts.
 std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Family& family,
                                              const std::string& prefix);
-
-// ---- the way out ----
-
-/// The architecture under which models of a family are stored; empty: there is none.
-std::string_view GgufArchitectureOf(const Family& family);
-
-/// A layer to be written, with its shared experts in `config`.
-struct GgufLayer {
-  int64_t layer = 0;
-  MoeConfig config;
-};
-/// The metadata from which GgufConfig makes the same layers again, as far as there are keys for what they
-/// are: whoever writes them reads them back and compares. kUnsupported when no architecture holds the family.
-Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelConfig& config,
-                                            int64_t num_layers, std::span<const GgufLayer> layers);
 
 /// Names that a directory of safetensors files has for a layer of a GGUF file: those of its family, a tensor
 /// for each expert. Only what the layer has.

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
@@ -10,45 +9,16 @@
 #include <fusedmoe/status.hpp>
 #include <fusedmoe/weights.hpp>
 
-#include "checkpoint/layers/layer_spec.hpp"
-#include "checkpoint/matrices/matrix_tensors.hpp"
+#include "checkpoint/matrices/expert_places.hpp"
 
 namespace fusedmoe::checkpoint {
-
-/// What every loader of a layer shares; kept alive by the sources that it hands out.
-struct LayerContext {
-  std::shared_ptr<const TensorStore> store;
-  std::shared_ptr<const QuantRules> rules;
-  LayerSpec spec;
-};
-
-enum class Projection : uint8_t { kGate, kUp, kDown };
-
-/// Where one projection of one routed expert is, and its size.
-struct Located {
-  MatrixPlace place;
-  int64_t rows = 0, cols = 0;
-};
-Located Locate(const LayerContext& context, int64_t expert, Projection projection);
-/// How it is stored, with the blocks of fused tensors turned the way they lie.
-Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located);
-/// Gate (where the activation is gated), up, down.
-std::vector<Projection> Projections(const LayerContext& context);
-
-/// The scheme of the routed experts. kUnsupported when gate, up and down differ.
-Result<Scheme> RoutedScheme(const LayerContext& context);
 
 /// Experts `global_ids` (empty: all) in canonical form, this rank's columns of I.
 Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context,
                                    const ParallelConfig& parallel, const std::vector<int64_t>& global_ids);
 
-/// The joint size of the shared experts; 0: none.
-Result<int64_t> SharedIntermediate(const LayerContext& context);
-Result<Scheme> SharedScheme(const LayerContext& context);
+/// The shared experts as one, in the same form.
 Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
                                   const ParallelConfig& parallel);
-
-/// Bytes of all routed experts on disk.
-int64_t ExpertBytes(const LayerContext& context);
 
 }  // namespace fusedmoe::checkpoint

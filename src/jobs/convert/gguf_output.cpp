@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/gguf/gguf_model.hpp"
+#include "checkpoint/gguf/gguf_metadata.hpp"
 #include "checkpoint/gguf/gguf_writer.hpp"
 #include "checkpoint/matrices/matrix_tensors.hpp"
 

@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "checkpoint/matrices/expert_loader.hpp"
+#include "checkpoint/matrices/expert_places.hpp"
 #include "jobs/lint/findings.hpp"
 #include "jobs/lint/statistics.hpp"
 
