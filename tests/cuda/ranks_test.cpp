@@ -183,7 +183,7 @@ struct LargeCase {
           ids(from.routing.ids),
           weights(from.routing.weights),
           output(std::vector<float>(static_cast<size_t>(kTokens * kHidden))) {}
-    Status Forward(const MoeLayer& layer, const Workspace& workspace, int64_t tokens, void* stream) const {
+    Status Forward(const MoeLayer& on, const Workspace& workspace, int64_t tokens, void* stream) const {
       MoeLayer::Inputs inputs;
       inputs.hidden = hidden.View(DType::kBF16, {tokens, kHidden});
       inputs.topk_ids = ids.View(DType::kI32, {tokens, kTopK});
@@ -192,7 +192,7 @@ struct LargeCase {
       outputs.output = output.MutableView(DType::kF32, {tokens, kHidden});
       Executor executor;
       executor.stream = stream;
-      return layer.Forward(inputs, outputs, workspace, executor);
+      return on.Forward(inputs, outputs, workspace, executor);
     }
   };
 };

@@ -1,13 +1,8 @@
 #pragma once
 
-// GCC 12 takes the deliberately undefined operands of its own AVX-512 intrinsics for a mistake of ours.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
 #include <stdint.h>
 
+#include "experts/cpu/kernels/intrinsics_isa.hpp"
 #include "experts/cpu/kernels/unroll_isa.hpp"
 
 /// 512-bit registers: one register holds all 16 rows of a stripe. With VBMI a table look-up needs no masking,

@@ -186,7 +186,7 @@ struct TileEngine {
         Feeder::EndUnit(feeder, f);
         step += kStepsPerFeed;
       };
-      const auto feeds = [&] FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
+      const auto feeds = [&]() FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
       if (changes && feeds()) {
         feed_unit(Index<1>{});
         changes = false;
