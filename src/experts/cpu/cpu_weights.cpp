@@ -1,266 +1,20 @@
 #include "experts/cpu/cpu_weights.hpp"
 
 #include <fmt/format.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
-#include <limits>
-#include <optional>
 
-#include "core/checked_math.hpp"
-#include "experts/cpu/panel_packer.hpp"
+#include "experts/cpu/expert_packer.hpp"
+#include "experts/cpu/weight_pages.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
 
-constexpr int64_t kHugePage = int64_t{2} << 20;
-
-/// Spreads pages that nobody has touched over memory nodes, one after the other. Every thread reads its
-/// columns of every expert, so that no node is a better home for an expert than another, and all nodes
-/// deliver at once; left to the first touch, an expert would lie where the thread that packed it happened to
-/// run. Advice only: where the system refuses, pages come from where they are touched.
-void SpreadOverNodes(void* pages, size_t bytes, int nodes) {
-  constexpr int kInterleave = 3;  // MPOL_INTERLEAVE; the header of libnuma is not needed for one number
-  const unsigned long mask = nodes >= kMostMemoryNodes ? ~0UL : (1UL << nodes) - 1;
-  (void)syscall(SYS_mbind, pages, bytes, kInterleave, &mask, static_cast<unsigned long>(nodes) + 1, 0U);
-}
-
-/// Memory of the system that is zero, in huge pages where they can be had: they are worth 2 to 9 % of the
-/// read bandwidth.
-Result<Tensor> AllocatePages(DType dtype, const Shape& shape, int nodes, std::byte** data) {
-  const int64_t bytes = std::max<int64_t>(PackedBytes(dtype, shape.count()), 1);
-  const auto mapped = static_cast<size_t>(RoundUp(bytes, kHugePage) + kHugePage);
-  void* memory =
-      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    return Status::System(fmt::format("out of memory: {} bytes of prepared weights", bytes));
-  }
-  std::shared_ptr<void> owner(memory, [mapped](void* pages) { munmap(pages, mapped); });
-  auto* first = static_cast<std::byte*>(memory);
-  first += RoundUp(static_cast<int64_t>(reinterpret_cast<uintptr_t>(first)), kHugePage) -
-           static_cast<int64_t>(reinterpret_cast<uintptr_t>(first));
-  if (bytes >= kHugePage) {
-    (void)madvise(first, static_cast<size_t>(RoundUp(bytes, kHugePage)), MADV_HUGEPAGE);  // advice only
-  }
-  if (nodes > 1) {
-    SpreadOverNodes(first, static_cast<size_t>(RoundUp(bytes, kHugePage)), nodes);
-  }
-  *data = first;
-  return Tensor::Borrow(TensorView(first, dtype, shape), std::move(owner));
-}
-
-/// What an expert has beside its panels, kept until all are known.
-struct Extras {
-  std::vector<int32_t> columns[3];  // gate (or up), up, down; empty: identity
-  std::vector<float> pre_quant_scale[3];
-  float tensor_scale[3] = {1.0F, 1.0F, 1.0F};
-  bool has_bias = false;
-  Status status;
-};
-
-struct Matrix {
-  const CanonicalMatrix* canonical;
-  const GemmShape* shape;
-  int part;   // position among the stripes of the shape
-  int index;  // of Extras
-  const char* name;
-};
-
-struct Targets {
-  std::byte* panels[2];  // gate_up, down
-  float* row_scale[2];
-  float* bias[2];
-};
-
-Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
-  const CanonicalMatrix& canonical = *matrix.canonical;
-  if (canonical.rows != matrix.shape->rows || canonical.cols != matrix.shape->cols) {
-    return Status::BadInput(fmt::format("{} is {} x {}; the layer needs {} x {}", matrix.name, canonical.rows,
-                                        canonical.cols, matrix.shape->rows, matrix.shape->cols));
-  }
-  const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format, !canonical.zero_point.empty());
-  FMOE_RETURN_IF_ERROR(panel.status());
-  if (!plan.panel.Holds(*panel)) {
-    return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name,
-                                        panel->ToString(), plan.panel.ToString()));
-  }
-  return Status::Ok();
-}
-
-/// Which stripes of every matrix of an expert a task packs; the first share also fills what stands beside
-/// them.
-struct Share {
-  int64_t index = 0, count = 1;
-};
-
-/// One matrix on its way to panels.
-class MatrixPacking {
- public:
-  Status Begin(const CpuPlan& plan, const Matrix& matrix, const Targets& targets, int64_t expert) {
-    FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
-    matrix_ = &matrix;
-    const GemmShape& shape = *matrix.shape;
-    columns_ = PanelColumns(*matrix.canonical, plan.panel);
-    if (static_cast<int64_t>(columns_.size()) > shape.padded_cols) {
-      return Status::Unsupported(
-                 fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
-                             "{} are planned",
-                             matrix.name, shape.cols, columns_.size(), shape.padded_cols))
-          .WithHint("scale groups that a slice cuts need activation order to be declared");
-    }
-    columns_.resize(static_cast<size_t>(shape.padded_cols), -1);
-    const int target = matrix.shape == &plan.down ? 1 : 0;
-    const int64_t side = shape.parts * shape.stripes * kPanelRows;
-    panels_ = targets.panels[target] + expert * shape.expert_bytes();
-    row_scale_ = targets.row_scale[target] + expert * side;
-    bias_ = targets.bias[target] + expert * side;
-    output_scale_ = KernelOutputScale(plan.kernel);
-    packer_.emplace(*matrix.canonical, plan.panel, columns_, *FindKernelTable(plan.isa));
-    return Status::Ok();
-  }
-
-  void Pack(int64_t stripe, const MatrixPacking* next, int64_t next_stripe) {
-    const CanonicalMatrix& canonical = *matrix_->canonical;
-    const int64_t position = stripe * matrix_->shape->parts + matrix_->part;
-    const uint32_t nan_rows = packer_->Pack(stripe, panels_ + position * matrix_->shape->stripe_bytes,
-                                            next == nullptr ? nullptr : &*next->packer_, next_stripe);
-    float* scales = row_scale_ + position * kPanelRows;
-    PanelRowScales(canonical, stripe, scales);
-    for (int64_t lane = 0; lane < kPanelRows; ++lane) {
-      const bool spoilt = (nan_rows >> lane & 1) != 0;
-      scales[lane] = spoilt ? std::numeric_limits<float>::quiet_NaN() : scales[lane] * output_scale_;
-    }
-    if (!canonical.bias.empty()) {
-      const int64_t first = stripe * kPanelRows;
-      std::copy_n(canonical.bias.view().as<float>() + first, std::min(kPanelRows, canonical.rows - first),
-                  bias_ + position * kPanelRows);
-    }
-  }
-
-  /// What stands beside the panels.
-  void End(Extras& extras) {
-    const CanonicalMatrix& canonical = *matrix_->canonical;
-    extras.has_bias = extras.has_bias || !canonical.bias.empty();
-    extras.tensor_scale[matrix_->index] = canonical.input_tensor_scale.value_or(1.0F);
-    if (!PanelColumnsAreIdentity(columns_)) {
-      extras.columns[matrix_->index] = std::move(columns_);
-    }
-    if (!canonical.pre_quant_scale.empty()) {
-      const float* scale = canonical.pre_quant_scale.view().as<float>();
-      extras.pre_quant_scale[matrix_->index].assign(scale, scale + canonical.cols);
-    }
-  }
-
- private:
-  const Matrix* matrix_ = nullptr;
-  std::vector<int32_t> columns_;
-  std::byte* panels_ = nullptr;
-  float* row_scale_ = nullptr;
-  float* bias_ = nullptr;
-  float output_scale_ = 1.0F;
-  std::optional<PanelPacker> packer_;
-};
-
-Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Targets& targets, int64_t index,
-                  Share share, Extras& extras) {
-  const bool gated = plan.gate_up.parts == 2;
-  if (gated != !expert.gate.empty()) {
-    return Status::BadInput(gated ? "the activation is gated and there is no gate projection"
-                                  : "there is a gate projection and the activation takes none");
-  }
-  const Matrix matrices[3] = {{&expert.gate, &plan.gate_up, 0, 0, "gate"},
-                              {&expert.up, &plan.gate_up, gated ? 1 : 0, 1, "up"},
-                              {&expert.down, &plan.down, 0, 2, "down"}};
-  MatrixPacking packings[3];
-  for (int i = gated ? 0 : 1; i < 3; ++i) {
-    FMOE_RETURN_IF_ERROR(packings[i].Begin(plan, matrices[i], targets, index));
-  }
-  // Gate and up in turn: they are neighbours in the panels, whose pages are touched once.
-  struct Step {
-    MatrixPacking* packing;
-    int64_t stripe;
-  };
-  std::vector<Step> steps;
-  const auto add = [&](int first, int end, int64_t stripes) {
-    for (int64_t stripe = stripes * share.index / share.count;
-         stripe < stripes * (share.index + 1) / share.count; ++stripe) {
-      for (int i = first; i < end; ++i) {
-        steps.push_back({&packings[i], stripe});
-      }
-    }
-  };
-  add(gated ? 0 : 1, 2, plan.gate_up.stripes);
-  add(2, 3, plan.down.stripes);
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const Step next = i + 1 < steps.size() ? steps[i + 1] : Step{};
-    steps[i].packing->Pack(steps[i].stripe, next.packing, next.stripe);
-  }
-  if (share.index > 0) {
-    return Status::Ok();
-  }
-  for (int i = gated ? 0 : 1; i < 3; ++i) {
-    packings[i].End(extras);
-  }
-  if (!gated) {
-    extras.columns[0] = extras.columns[1];
-    extras.pre_quant_scale[0] = extras.pre_quant_scale[1];
-    extras.tensor_scale[0] = extras.tensor_scale[1];
-  }
-  return Status::Ok();
-}
-
-/// All experts, streamed: besides the result there is never more than one expert for each thread. Where there
-/// are too few experts to keep the threads busy, those of one round are loaded together and packed in shares.
-void PackExperts(const CpuPlan& plan, const ExpertSource& source, const Executor& executor,
-                 const Targets& targets, std::vector<Extras>& extras) {
-  const int64_t experts = source.num_local_experts;
-  const int64_t threads = std::max(executor.num_threads, 1);
-  constexpr int64_t kExpertsPerThread = 4;
-  if (threads == 1 || experts >= kExpertsPerThread * threads) {
-    ParallelFor(executor, experts, [&](int64_t expert) {
-      Extras& mine = extras[static_cast<size_t>(expert)];
-      const Result<CanonicalExpert> loaded = source.load(expert);
-      mine.status = loaded.ok() ? PackExpert(plan, *loaded, targets, expert, {}, mine) : loaded.status();
-    });
-    return;
-  }
-  for (int64_t first = 0; first < experts; first += threads) {
-    const int64_t count = std::min(threads, experts - first);
-    std::vector<CanonicalExpert> loaded(static_cast<size_t>(count));
-    ParallelFor(executor, count, [&](int64_t i) {
-      Result<CanonicalExpert> expert = source.load(first + i);
-      if (expert.ok()) {
-        loaded[static_cast<size_t>(i)] = *std::move(expert);
-      } else {
-        extras[static_cast<size_t>(first + i)].status = expert.status();
-      }
-    });
-    const int64_t shares = CeilDiv(kExpertsPerThread * threads, count);
-    std::vector<Extras> others(
-        static_cast<size_t>(count * shares));  // their status is that of the first share
-    ParallelFor(executor, count * shares, [&](int64_t task) {
-      const int64_t i = task / shares;
-      Extras& mine =
-          task % shares == 0 ? extras[static_cast<size_t>(first + i)] : others[static_cast<size_t>(task)];
-      if (loaded[static_cast<size_t>(i)].up.empty()) {
-        return;  // was not loaded
-      }
-      Status status =
-          PackExpert(plan, loaded[static_cast<size_t>(i)], targets, first + i, {task % shares, shares}, mine);
-      if (task % shares == 0) {
-        mine.status = std::move(status);
-      }
-    });
-  }
-}
-
 template <typename T>
 Status AddRows(PreparedWeights& weights, const char* name, DType dtype, int64_t cols, int64_t row_length,
-               const std::vector<Extras>& extras, std::vector<T> (Extras::*member)[3], int first, int count) {
-  const bool any = std::any_of(extras.begin(), extras.end(), [&](const Extras& expert) {
+               const std::vector<ExpertExtras>& extras, std::vector<T> (ExpertExtras::*member)[3], int first,
+               int count) {
+  const bool any = std::any_of(extras.begin(), extras.end(), [&](const ExpertExtras& expert) {
     return std::any_of(expert.*member + first, expert.*member + first + count,
                        [](const std::vector<T>& row) { return !row.empty(); });
   });
@@ -270,7 +24,7 @@ Status AddRows(PreparedWeights& weights, const char* name, DType dtype, int64_t 
   const Shape shape{static_cast<int64_t>(extras.size()), count, row_length};
   FMOE_ASSIGN_OR_RETURN(Tensor tensor, Tensor::Allocate(dtype, shape));
   T* out = tensor.mutable_view().as<T>();
-  for (const Extras& expert : extras) {
+  for (const ExpertExtras& expert : extras) {
     for (int i = first; i < first + count; ++i, out += row_length) {
       const std::vector<T>& row = (expert.*member)[i];
       for (int64_t k = 0; k < row_length; ++k) {
@@ -284,11 +38,11 @@ Status AddRows(PreparedWeights& weights, const char* name, DType dtype, int64_t 
   return Status::Ok();
 }
 
-Status AddTensorScales(PreparedWeights& weights, const std::vector<Extras>& extras) {
+Status AddTensorScales(PreparedWeights& weights, const std::vector<ExpertExtras>& extras) {
   FMOE_ASSIGN_OR_RETURN(Tensor tensor,
                         Tensor::Allocate(DType::kF32, Shape{static_cast<int64_t>(extras.size()), 3}));
   float* out = tensor.mutable_view().as<float>();
-  for (const Extras& expert : extras) {
+  for (const ExpertExtras& expert : extras) {
     out = std::copy(expert.tensor_scale, expert.tensor_scale + 3, out);
   }
   weights.tensors.push_back({"input_tensor_scale", std::move(tensor)});
@@ -341,7 +95,7 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
   const GemmShape* shapes[2] = {&plan.gate_up, &plan.down};
   const char* names[2][3] = {{"gate_up", "gate_up_row_scale", "gate_up_bias"},
                              {"down", "down_row_scale", "down_bias"}};
-  Targets targets{};
+  PackTargets targets{};
   Tensor bias[2];
   for (int i = 0; i < 2; ++i) {
     const GemmShape& shape = *shapes[i];
@@ -357,7 +111,7 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
     FMOE_ASSIGN_OR_RETURN(bias[i], AllocatePages(DType::kF32, side, plan.weight_nodes, &data));
     targets.bias[i] = reinterpret_cast<float*>(data);
   }
-  std::vector<Extras> extras(static_cast<size_t>(experts));
+  std::vector<ExpertExtras> extras(static_cast<size_t>(experts));
   PackExperts(plan, source, executor, targets, extras);
   bool has_bias = false;
   for (size_t expert = 0; expert < extras.size(); ++expert) {
@@ -371,13 +125,13 @@ Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSourc
     weights.tensors.push_back({names[1][2], bias[1]});
   }
   FMOE_RETURN_IF_ERROR(AddRows(weights, "input_columns", DType::kI32, plan.gate_up.cols,
-                               plan.gate_up.padded_cols, extras, &Extras::columns, 0, 2));
+                               plan.gate_up.padded_cols, extras, &ExpertExtras::columns, 0, 2));
   FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_columns", DType::kI32, plan.down.cols, plan.down.padded_cols,
-                               extras, &Extras::columns, 2, 1));
+                               extras, &ExpertExtras::columns, 2, 1));
   FMOE_RETURN_IF_ERROR(AddRows(weights, "input_pre_quant_scale", DType::kF32, plan.gate_up.cols,
-                               plan.gate_up.cols, extras, &Extras::pre_quant_scale, 0, 2));
+                               plan.gate_up.cols, extras, &ExpertExtras::pre_quant_scale, 0, 2));
   FMOE_RETURN_IF_ERROR(AddRows(weights, "mid_pre_quant_scale", DType::kF32, plan.down.cols, plan.down.cols,
-                               extras, &Extras::pre_quant_scale, 2, 1));
+                               extras, &ExpertExtras::pre_quant_scale, 2, 1));
   FMOE_RETURN_IF_ERROR(AddTensorScales(weights, extras));
   return weights;
 }

@@ -14,8 +14,6 @@ namespace fusedmoe::jobs {
 namespace {
 
 namespace fs = std::filesystem;
-// Tells a directory that a killed run left behind from one that somebody else put there.
-constexpr std::string_view kMarker = ".fusedmoe-incomplete";
 constexpr int64_t kLargestSideFile = int64_t{256} << 20;
 
 bool IsSideFile(const std::string& name) {
@@ -50,88 +48,6 @@ std::string HashOf(const NamedTensor& tensor) {
   return hash.Finish();
 }
 
-/// Whether `inner` is `outer` or lies below it, by what stands on the disk.
-bool IsWithin(const fs::path& inner, const fs::path& outer) {
-  std::error_code error;
-  for (fs::path place = fs::weakly_canonical(inner, error); !error; place = place.parent_path()) {
-    if (fs::equivalent(place, outer, error)) {
-      return true;
-    }
-    if (place == place.parent_path()) {
-      return false;
-    }
-  }
-  return false;
-}
-
-/// --force removes the whole folder: what else than a checkpoint lies there may be anybody's.
-Status CheckReplaceable(const fs::path& directory, const std::string& source) {
-  if (IsWithin(source, directory)) {
-    return Status::Usage("the folder holds the checkpoint that is read, and would be replaced")
-        .WithFile(directory.string())
-        .WithHint("choose another folder");
-  }
-  std::error_code error;
-  if (fs::is_directory(directory, error) && !fs::is_empty(directory, error) &&
-      !fs::exists(directory / "config.json", error) &&
-      !fs::exists(directory / "conversion_report.json", error)) {
-    return Status::Usage("the folder is not empty and holds no config.json; only a checkpoint is replaced")
-        .WithFile(directory.string())
-        .WithHint("choose another folder, or remove this one");
-  }
-  return Status::Ok();
-}
-
-/// All but the mark.
-void ClearUnfinished(const fs::path& temporary) {
-  std::error_code ignored;
-  std::vector<fs::path> files;
-  for (fs::directory_iterator entry(temporary, ignored), end; !ignored && entry != end;
-       entry.increment(ignored)) {
-    if (entry->path().filename() != kMarker) {
-      files.push_back(entry->path());
-    }
-  }
-  for (const fs::path& file : files) {
-    fs::remove_all(file, ignored);
-  }
-}
-
-/// Where Commit moves the checkpoint that it replaces.
-fs::path MovedAway(const fs::path& temporary) {
-  return temporary.string() + ".old";
-}
-
-/// What a run that was killed in Commit has moved away: the only checkpoint of that name goes back, one that
-/// has been replaced goes for good.
-Status ClearMovedAway(const fs::path& temporary, const OutputPlace& place, const fs::path& final_path) {
-  const fs::path old = MovedAway(temporary);
-  std::error_code error;
-  if (!fs::exists(old, error)) {
-    return Status::Ok();
-  }
-  if (fs::exists(final_path, error)) {
-    fs::remove_all(old, error);
-    return Status::Ok();
-  }
-  fs::rename(old, final_path, error);
-  if (error) {
-    return Status::System("cannot move the directory back: " + error.message()).WithFile(old.string());
-  }
-  return place.overwrite
-             ? Status::Ok()
-             : Status::Usage("the directory is not empty: a run that was killed had moved it away")
-                   .WithFile(place.directory)
-                   .WithHint("--force replaces it");
-}
-
-/// The mark goes last: a run that is killed meanwhile leaves what the next one knows for its own.
-void RemoveUnfinished(const fs::path& temporary) {
-  std::error_code ignored;
-  ClearUnfinished(temporary);
-  fs::remove_all(temporary, ignored);
-}
-
 }  // namespace
 
 int64_t Unit::bytes() const {
@@ -143,73 +59,12 @@ int64_t Unit::bytes() const {
 }
 
 Result<std::unique_ptr<OutputCheckpoint>> OutputCheckpoint::Create(const OutputPlace& place) {
-  std::error_code error;
-  fs::path final_path = fs::path(place.directory).lexically_normal();
-  if (!final_path.has_filename()) {
-    final_path = final_path.parent_path();  // "DIR/"
-  }
-  if (final_path.empty() || final_path.filename() == "." || final_path.filename() == "..") {
-    return Status::Usage(
-        fmt::format("'{}' cannot be made: a name for a new directory is needed", place.directory));
-  }
-  const bool is_directory = fs::is_directory(final_path, error), exists = fs::exists(final_path, error);
-  const bool single_file = final_path.extension() == ".gguf" && !is_directory;
-  if (single_file && !place.gguf) {
-    return Status::Usage("a directory is written; a name that ends in .gguf is that of a GGUF file")
-        .WithFile(place.directory)
-        .WithHint("convert --to gguf writes those");
-  }
-  if (exists && !single_file && !is_directory) {
-    return Status::Usage("a file stands there, and a directory is to be written").WithFile(place.directory);
-  }
-  if (exists && !place.overwrite && (single_file || !fs::is_empty(final_path, error))) {
-    return Status::Usage(single_file ? "the file exists" : "the directory is not empty")
-        .WithFile(place.directory)
-        .WithHint("--force replaces it");
-  }
-  if (exists && place.overwrite) {
-    FMOE_RETURN_IF_ERROR(CheckReplaceable(final_path, place.source));
-  }
-  const fs::path temporary =
-      final_path.parent_path() / fmt::format(".{}.incomplete", final_path.filename().string());
-  const fs::path marker = temporary / kMarker;
-  fs::create_directories(temporary, error);
-  if (error) {
-    return Status::System("cannot create the directory: " + error.message()).WithFile(temporary.string());
-  }
-  // A run that was killed has left the directory with its mark, or empty.
-  if (!fs::exists(marker) && !fs::is_empty(temporary, error)) {
-    return Status::Usage("the place for unfinished files is taken").WithFile(temporary.string());
-  }
-  Result<std::unique_ptr<platform::FileLock>> lock = platform::FileLock::Take(marker.string());
-  if (!lock.ok()) {
-    return lock.status().code() == StatusCode::kUsage
-               ? Status::Usage("another run writes there").WithFile(place.directory)
-               : lock.status();
-  }
-  ClearUnfinished(temporary);
-  if (Status moved = ClearMovedAway(temporary, place, final_path); !moved.ok()) {
-    RemoveUnfinished(temporary);
-    return moved;
-  }
-  std::unique_ptr<OutputCheckpoint> output(
-      new OutputCheckpoint(final_path.string(), temporary.string(), place.overwrite));
-  if (single_file) {
-    output->single_file_ = true;
-    output->gguf_name_ = final_path.filename().string();
-  }
-  output->lock_ = *std::move(lock);
-  return output;
-}
-
-OutputCheckpoint::~OutputCheckpoint() {
-  if (!committed_) {
-    RemoveUnfinished(temporary_);
-  }
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<UnfinishedOutput> output, UnfinishedOutput::Take(place));
+  return std::unique_ptr<OutputCheckpoint>(new OutputCheckpoint(std::move(output)));
 }
 
 Status OutputCheckpoint::WriteText(const std::string& file, const std::string& text) {
-  FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(temporary_ + "/" + file));
+  FMOE_ASSIGN_OR_RETURN(const auto output, platform::OutputFile::Create(path() + "/" + file));
   FMOE_RETURN_IF_ERROR(output->Append(std::as_bytes(std::span(text))));
   FMOE_RETURN_IF_ERROR(output->Commit());
   files_.push_back(file);
@@ -217,7 +72,7 @@ Status OutputCheckpoint::WriteText(const std::string& file, const std::string& t
 }
 
 Status OutputCheckpoint::WriteTensors(const std::string& file, std::span<const NamedTensor> tensors) {
-  const fs::path path = fs::path(temporary_) / file;
+  const fs::path path = fs::path(output_->path()) / file;
   std::error_code error;
   fs::create_directories(path.parent_path(), error);  // WriteSafetensors says it where that failed
   FMOE_RETURN_IF_ERROR(WriteSafetensors(path.string(), tensors));
@@ -236,7 +91,7 @@ Status OutputCheckpoint::CopySideFiles(const std::string& source) {
   }
   for (const fs::path& path : found) {
     const std::string name = path.filename().string();
-    if (!fs::copy_file(path, temporary_ + "/" + name, error)) {
+    if (!fs::copy_file(path, output_->path() + "/" + name, error)) {
       return Status::System("cannot copy the file: " + error.message()).WithFile(path.string());
     }
     files_.push_back(name);
@@ -305,8 +160,8 @@ Status OutputCheckpoint::WriteShard(const std::string& file, const Unit* units, 
   for (int64_t index = 0; index < count; ++index) {
     specs.insert(specs.end(), units[index].specs.begin(), units[index].specs.end());
   }
-  FMOE_ASSIGN_OR_RETURN(const auto writer, SafetensorsWriter::Create(temporary_ + "/" + file,
-                                                                     std::move(specs), {{"format", "pt"}}));
+  FMOE_ASSIGN_OR_RETURN(const auto writer,
+                        SafetensorsWriter::Create(path() + "/" + file, std::move(specs), {{"format", "pt"}}));
   FMOE_RETURN_IF_ERROR(
       MakeUnits(units, count, options, done, total, [&](const Unit&, const NamedTensor& tensor) {
         return writer->Write(tensor.name, tensor.tensor.view());
@@ -367,7 +222,7 @@ Status OutputCheckpoint::WriteGguf(const std::vector<checkpoint::GgufEntry>& ent
       }));
   bytes_ += writer->file_bytes();
   FMOE_RETURN_IF_ERROR(writer->Finish());
-  files_.push_back(gguf_name_);
+  files_.push_back(output_->gguf_name());
   return Status::Ok();
 }
 
@@ -381,39 +236,9 @@ std::string OutputCheckpoint::ContentHash() const {
 }
 
 Status OutputCheckpoint::Commit() {
-  std::error_code error;
-  const auto failed = [&](std::string_view what) {
-    return Status::System(fmt::format("cannot {}: {}", what, error.message())).WithFile(final_);
-  };
-  if (single_file_) {
-    fs::rename(gguf_path(), final_, error);
-    if (error) {
-      return failed("move the file to its name");
-    }
-    files_ = {gguf_name_};
-    return Status::Ok();  // the destructor removes the rest
-  }
-  fs::path old;
-  if (overwrite_ && fs::exists(final_, error) && !fs::is_empty(final_, error)) {
-    old = MovedAway(temporary_);
-    fs::rename(final_, old, error);
-    if (error) {
-      return failed("move the old directory away");
-    }
-  }
-  fs::rename(temporary_, final_, error);
-  if (error) {
-    const Status status = failed("move the directory to its name");
-    if (!old.empty()) {
-      fs::rename(old, final_, error);
-    }
-    return status;
-  }
-  committed_ = true;
-  // Last, so that a run killed here has left either a marked directory or a complete one.
-  fs::remove(final_ + "/" + std::string(kMarker), error);
-  if (!old.empty()) {
-    fs::remove_all(old, error);
+  FMOE_RETURN_IF_ERROR(output_->Commit());
+  if (output_->single_file()) {
+    files_ = {output_->gguf_name()};
   }
   return Status::Ok();
 }

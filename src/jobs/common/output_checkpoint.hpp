@@ -6,13 +6,14 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/gguf/gguf_writer.hpp"
-#include "platform/file.hpp"
+#include "jobs/common/unfinished_output.hpp"
 
 namespace fusedmoe::jobs {
 
@@ -34,29 +35,13 @@ struct WriteOptions {
   bool hash = true;  ///< ContentHash is wanted
 };
 
-/// Where a checkpoint is written.
-struct OutputPlace {
-  std::string directory;
-  bool overwrite = false;  ///< replace the checkpoint that stands there
-  std::string source;      ///< the checkpoint that the new one is made from; empty: none
-  bool gguf = false;       ///< a name that ends in ".gguf" is that of a single file
-};
-
-/// A checkpoint directory under construction, next to its final place under another name: nothing stands
-/// under the final name until Commit, and a run that was killed leaves at most the other directory, which the
-/// next run clears away. Of a single GGUF file, Commit keeps nothing else.
+/// A checkpoint under construction: its files and tensors.
 class OutputCheckpoint {
  public:
-  /// kUsage when the place is taken: by a file or a folder that is not empty, unless `overwrite` is set, or
-  /// by another run that writes there now. Commit removes a folder that it replaces with all that is in it,
-  /// so never `source`, a folder around it, or one that is no checkpoint (kUsage).
   static Result<std::unique_ptr<OutputCheckpoint>> Create(const OutputPlace& place);
-  ~OutputCheckpoint();
-  OutputCheckpoint(const OutputCheckpoint&) = delete;
-  OutputCheckpoint& operator=(const OutputCheckpoint&) = delete;
 
   /// Where the files are until Commit.
-  const std::string& path() const { return temporary_; }
+  const std::string& path() const { return output_->path(); }
   Status WriteText(const std::string& file, const std::string& text);
   /// A safetensors file beside the weights, in a folder of its own where `file` names one.
   Status WriteTensors(const std::string& file, std::span<const NamedTensor> tensors);
@@ -70,29 +55,26 @@ class OutputCheckpoint {
   Status WriteGguf(const std::vector<checkpoint::GgufEntry>& entries,
                    const std::vector<checkpoint::GgufSpec>& specs, const std::vector<Unit>& units,
                    const WriteOptions& options);
-  std::string gguf_path() const { return temporary_ + "/" + gguf_name_; }
+  std::string gguf_path() const { return output_->gguf_path(); }
   /// Over names, types, shapes and bytes of all tensors written with WriteOptions::hash.
   std::string ContentHash() const;
   int64_t bytes() const { return bytes_; }
   const std::vector<std::string>& files() const { return files_; }
-  /// Moves the directory to its final name.
+  /// Moves all to its final name.
   Status Commit();
 
  private:
-  OutputCheckpoint(std::string directory, std::string temporary, bool overwrite)
-      : final_(std::move(directory)), temporary_(std::move(temporary)), overwrite_(overwrite) {}
+  explicit OutputCheckpoint(std::unique_ptr<UnfinishedOutput> output) : output_(std::move(output)) {}
   Status WriteShard(const std::string& file, const Unit* units, int64_t count, const WriteOptions& options,
                     int64_t& done, int64_t total);
   // Makes units and hands what they made to `write`, one tensor at a time.
   Status MakeUnits(const Unit* units, int64_t count, const WriteOptions& options, int64_t& done,
                    int64_t total, const std::function<Status(const Unit&, const NamedTensor&)>& write);
 
-  std::string final_, temporary_, gguf_name_ = "model.gguf";
-  bool overwrite_ = false, committed_ = false, single_file_ = false;
+  std::unique_ptr<UnfinishedOutput> output_;
   int64_t bytes_ = 0;
   std::vector<std::string> files_;
   std::map<std::string, std::string> tensor_hashes_;
-  std::unique_ptr<platform::FileLock> lock_;  // of the mark in `temporary_`
 };
 
 }  // namespace fusedmoe::jobs

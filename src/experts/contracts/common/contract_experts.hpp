@@ -28,8 +28,19 @@ class ContractExperts final : public Experts {
                const Executor& executor) const override;
 
  private:
-  struct Batch;      // rows of the batch by local expert
-  struct GemmInput;  // rows of a block as a GEMM reads them
+  static constexpr int64_t kTokenBlock = 64;  // rows of an expert that share a decoded weight row
+  // Rows of the batch by local expert.
+  struct Batch {
+    int32_t* offsets = nullptr;  // [E_local + 1]
+    int32_t* rows = nullptr;     // slots (Standard) or rows of the batched format, by expert
+    const ExpertRows* source = nullptr;
+    const float* weights = nullptr;  // by slot; null: 1
+    const int32_t* ids = nullptr;
+    int64_t rows_per_token = 1;
+    int64_t num_tokens = 0;
+    bool weight_input = false;
+    float input_scale = 1.0F, mid_scale = 1.0F;  // of the batch, where the scheme has one
+  };
 
   ContractExperts(const Contract& contract, const MoeProblem& problem,
                   std::shared_ptr<const PreparedWeights> weights);
@@ -54,7 +65,6 @@ class ContractExperts final : public Experts {
   const Contract& contract_;
   MoeConfig config_;
   ActivationFormat activation_;
-  WeightFormat format_;
   DType sixteen_bit_ = DType::kF32;  ///< kF32: nothing is rounded
   std::shared_ptr<const PreparedWeights> weights_;
   ExpertsTraits traits_;
