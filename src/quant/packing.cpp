@@ -47,10 +47,7 @@ Status CheckExtent(std::string_view what, WordLayout layout, int64_t words, int6
     return Status::BadInput(fmt::format("{}: {} words, but {} codes of {} bits are expected, which fill {}",
                                         what, words, codes, layout.bits, WordsOf(layout, codes)));
   }
-  if (layout.order == LaneOrder::kPlanes && codes % kLanes != 0) {
-    return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of {} is needed", codes, kLanes));
-  }
-  return Status::Ok();
+  return CheckCount(layout, codes);
 }
 
 // calls visit(word, piece) for the parts of code `index`.
@@ -141,20 +138,25 @@ Result<Tensor> PackRows(TensorView codes, WordLayout layout) {
   return words;
 }
 
+void UnpackLine(const std::byte* words, WordLayout layout, int64_t count, uint8_t* codes) {
+  const Lanes lanes = LanesOf(layout);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t code = 0;
+    ForEachPiece(lanes, layout.bits, i, [&](int64_t word, const LanePiece& piece) {
+      code |= (LoadWord(words, word) >> piece.shift & MaskOf(piece)) << piece.to;
+    });
+    codes[i] = static_cast<uint8_t>(code);
+  }
+}
+
 Result<Tensor> UnpackColumns(TensorView words, WordLayout layout, int64_t cols) {
   FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along columns"));
   FMOE_RETURN_IF_ERROR(CheckWords(words, "words packed along columns"));
   FMOE_RETURN_IF_ERROR(CheckExtent("packed columns", layout, words.dim(1), cols));
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{words.dim(0), cols}));
-  const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < words.dim(0); ++row) {
-    const std::byte* from = words.data() + row * words.dim(1) * kWordBytes;
-    auto* out = codes.mutable_view().as<uint8_t>() + row * cols;
-    for (int64_t col = 0; col < cols; ++col) {
-      ForEachPiece(lanes, layout.bits, col, [&](int64_t word, const LanePiece& piece) {
-        out[col] |= static_cast<uint8_t>((LoadWord(from, word) >> piece.shift & MaskOf(piece)) << piece.to);
-      });
-    }
+    UnpackLine(words.data() + row * words.dim(1) * kWordBytes, layout, cols,
+               codes.mutable_view().as<uint8_t>() + row * cols);
   }
   return codes;
 }

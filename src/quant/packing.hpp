@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include <fusedmoe/status.hpp>
@@ -16,6 +17,9 @@ namespace fusedmoe {
 /// points of compressed-tensors. `rows` may leave the last word partly unused.
 Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows);
 Result<Tensor> PackRows(TensorView codes, WordLayout layout);
+
+/// `count` codes, one a byte, from words that follow each other; the layout is known to be one.
+void UnpackLine(const std::byte* words, WordLayout layout, int64_t count, uint8_t* codes);
 
 /// Codes [rows, cols] from words packed along the last axis, [rows, WordsOf(cols)]: AWQ, zero points of GPTQ,
 /// weights of compressed-tensors.

@@ -67,4 +67,11 @@ Status CheckWordLayout(WordLayout layout, std::string_view what) {
                                          awq ? "4 and 8" : "2 to 8"));
 }
 
+Status CheckCount(WordLayout layout, int64_t codes) {
+  if (layout.order != LaneOrder::kPlanes || codes % kLanes == 0) {
+    return Status::Ok();
+  }
+  return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of {} is needed", codes, kLanes));
+}
+
 }  // namespace fusedmoe

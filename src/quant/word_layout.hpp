@@ -40,4 +40,7 @@ int64_t WordsOf(WordLayout layout, int64_t codes);
 /// kUnsupported unless codes have 2 to 8 bits, 4 or 8 in the order of AWQ; `what` names them in the message.
 Status CheckWordLayout(WordLayout layout, std::string_view what);
 
+/// kBadInput where planes, which are of 32 codes each, do not come out even.
+Status CheckCount(WordLayout layout, int64_t codes);
+
 }  // namespace fusedmoe

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -67,32 +68,81 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
   return out;
 }
 
-// U8 [rows, cols], the codes as they are stored.
-Result<Tensor> WidenStored(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols) {
-  const WordLayout layout = LayoutOf(format);
-  Tensor turned;
-  switch (format.packing) {
-    case Packing::kBits:
-      return UnpackColumns(stored.view(), layout, cols);
-    case Packing::kGptq: {
-      FMOE_ASSIGN_OR_RETURN(turned, UnpackRows(stored.view(), layout, cols));
-      return Transpose(turned.view());
+// What becomes of a stored field: signed ones become unsigned ones with the zero in the middle, by turning
+// their sign bit; where wider codes have another middle, they are moved there.
+struct Change {
+  uint32_t flip = 0, lift = 0;
+};
+
+// Fields, one a byte, as codes from row `row` and column `col` (an even one) on.
+void PutBlock(const Tensor& fields, Change change, int64_t row, int64_t col, const MutableTensorView& out) {
+  const int64_t count = fields.dim(1);
+  std::vector<uint8_t> codes(static_cast<size_t>(count));
+  for (int64_t r = 0; r < fields.dim(0); ++r) {
+    const auto* from = fields.view().as<uint8_t>() + r * count;
+    std::transform(from, from + count, codes.begin(), [change](uint8_t field) {
+      return static_cast<uint8_t>((field ^ change.flip) + change.lift);
+    });
+    std::byte* to = out.data() + (row + r) * out.stride_bytes(0) + PackedBytes(out.dtype(), col);
+    if (out.dtype() == DType::kU8) {
+      std::memcpy(to, codes.data(), codes.size());
+    } else {
+      PackNibbles(codes.data(), count, to);
     }
-    case Packing::kAwq: {
-      FMOE_ASSIGN_OR_RETURN(turned, UnpackColumns(stored.view(), layout, rows));
-      return Transpose(turned.view());
-    }
-    default:
-      break;
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU8, Shape{rows, cols}));
-  const auto* pairs = stored.view().as<uint8_t>();
-  for (int64_t r = 0; r < rows; ++r) {
+}
+
+// Rows of byte pairs, [rows / 2, cols], as fields [count, cols] from the even row `first` on.
+Result<Tensor> SplitRowPairs(const Tensor& stored, int64_t first, int64_t count) {
+  const int64_t cols = stored.dim(1);
+  FMOE_ASSIGN_OR_RETURN(Tensor fields, Tensor::Allocate(DType::kU8, Shape{count, cols}));
+  const auto* pairs = stored.view().as<uint8_t>() + first / 2 * cols;
+  auto* to = fields.mutable_view().as<uint8_t>();
+  for (int64_t r = 0; r < count; ++r) {
     for (int64_t c = 0; c < cols; ++c) {
-      codes.mutable_view().as<uint8_t>()[r * cols + c] = pairs[r / 2 * cols + c] >> (r % 2 * 4) & 15;
+      to[r * cols + c] = pairs[r / 2 * cols + c] >> (r % 2 * 4) & 15;
     }
   }
-  return codes;
+  return fields;
+}
+
+// Codes of any width, by blocks: fields of a whole matrix, one a byte, would be several times as large as it.
+Status SpreadCodes(const LinearFormat& format, const Tensor& stored, Change change,
+                   const MutableTensorView& out) {
+  constexpr int64_t kBlock = 16 * kLanes;
+  const WordLayout layout = LayoutOf(format);
+  const bool along_inputs = format.packing == Packing::kGptq || format.packing == Packing::kAwq;
+  const int64_t rows = out.dim(0), cols = out.dim(1), end = along_inputs ? cols : rows;
+  for (int64_t first = 0; first < end; first += kBlock) {
+    const int64_t count = std::min(kBlock, end - first);
+    Tensor fields;
+    switch (format.packing) {
+      case Packing::kGptq: {
+        const TensorView words = stored.view().Rows(WordsOf(layout, first), WordsOf(layout, count));
+        FMOE_ASSIGN_OR_RETURN(fields, UnpackRows(words, layout, count));
+        break;
+      }
+      case Packing::kAwq: {
+        FMOE_ASSIGN_OR_RETURN(fields, UnpackColumns(stored.view().Rows(first, count), layout, rows));
+        break;
+      }
+      case Packing::kBits: {
+        FMOE_ASSIGN_OR_RETURN(fields, UnpackColumns(stored.view().Rows(first, count), layout, cols));
+        break;
+      }
+      default: {
+        FMOE_ASSIGN_OR_RETURN(fields, SplitRowPairs(stored, first, count));
+        break;
+      }
+    }
+    if (along_inputs) {
+      FMOE_ASSIGN_OR_RETURN(fields, Transpose(fields.view()));
+      PutBlock(fields, change, 0, first, out);
+    } else {
+      PutBlock(fields, change, first, 0, out);
+    }
+  }
+  return Status::Ok();
 }
 
 }  // namespace
@@ -147,6 +197,7 @@ Result<Tensor> PackSigned4(const Tensor& codes) {
 Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int64_t rows, int64_t cols,
                            bool has_zero_points) {
   const WordLayout layout = LayoutOf(format);
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, cols));
   const bool words = format.packing != Packing::kRowPairs;
   const Shape wanted = format.packing == Packing::kGptq   ? Shape{WordsOf(layout, cols), rows}
                        : format.packing == Packing::kAwq  ? Shape{cols, WordsOf(layout, rows)}
@@ -159,39 +210,44 @@ Result<Tensor> UnpackCodes(const LinearFormat& format, const Tensor& stored, int
   if (stored.view().dense() && DTypeBits(element) == format.bits && WordsAreRows(format, rows, cols)) {
     return TurnCodes(format, stored, rows, cols);
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor codes, WidenStored(format, stored, rows, cols));
-  // Signed fields become unsigned ones with the zero in the middle, by turning their sign bit.
+  FMOE_ASSIGN_OR_RETURN(Tensor out, Tensor::Allocate(element, Shape{rows, cols}));
   const uint32_t middle = uint32_t{1} << (format.bits - 1);
-  const uint32_t flip = format.twos_complement ? middle : 0;
   // Without zero points, zero is the middle of the codes: of those stored, then of the wider ones.
-  const uint32_t lift = has_zero_points ? 0 : (uint32_t{1} << (DTypeBits(element) - 1)) - middle;
-  auto* const each = codes.mutable_view().as<uint8_t>();
-  std::transform(each, each + rows * cols, each,
-                 [=](uint8_t code) { return static_cast<uint8_t>((code ^ flip) + lift); });
-  return element == DType::kU8 ? codes : NarrowCodes(codes.view(), element);
+  const Change change{format.twos_complement ? middle : 0,
+                      has_zero_points ? 0 : (uint32_t{1} << (DTypeBits(element) - 1)) - middle};
+  FMOE_RETURN_IF_ERROR(SpreadCodes(format, stored, change, out.mutable_view()));
+  return out;
 }
 
 Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored, int64_t rows,
                                 int64_t groups) {
   const WordLayout layout = LayoutOf(format);
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, rows));
   const bool along_rows = format.packing == Packing::kBits;
   const Shape wanted =
       along_rows ? Shape{WordsOf(layout, rows), groups} : Shape{groups, WordsOf(layout, rows)};
   if (stored.dtype() != DType::kI32 || !(stored.shape() == wanted)) {
     return WrongStorage(stored, DType::kI32, wanted);
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor zeros, along_rows ? UnpackRows(stored.view(), layout, rows)
-                                                 : UnpackColumns(stored.view(), layout, rows));
-  if (!along_rows) {
-    FMOE_ASSIGN_OR_RETURN(zeros, Transpose(zeros.view()));
-  }
   const uint32_t mask = (uint32_t{1} << format.bits) - 1;
   const uint32_t flip = format.twos_complement ? uint32_t{1} << (format.bits - 1) : 0;
   // Unpacked first: one added to the whole word would carry into the next field.
   const uint32_t more = format.zero_plus_one ? 1 : 0;
-  auto* const each = zeros.mutable_view().as<uint8_t>();
-  std::transform(each, each + rows * groups, each,
-                 [=](uint8_t zero) { return static_cast<uint8_t>(((zero + more) & mask) ^ flip); });
+  const auto zero_of = [=](uint8_t field) { return static_cast<uint8_t>(((field + more) & mask) ^ flip); };
+  if (along_rows) {
+    FMOE_ASSIGN_OR_RETURN(Tensor zeros, UnpackRows(stored.view(), layout, rows));
+    auto* const each = zeros.mutable_view().as<uint8_t>();
+    std::transform(each, each + rows * groups, each, zero_of);
+    return zeros;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor zeros, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
+  std::vector<uint8_t> fields(static_cast<size_t>(rows));
+  for (int64_t g = 0; g < groups; ++g) {
+    UnpackLine(stored.view().data() + g * stored.view().row_bytes(), layout, rows, fields.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      zeros.mutable_view().as<uint8_t>()[r * groups + g] = zero_of(fields[static_cast<size_t>(r)]);
+    }
+  }
   return zeros;
 }
 
