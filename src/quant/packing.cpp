@@ -140,12 +140,22 @@ Result<Tensor> PackRows(TensorView codes, WordLayout layout) {
 
 void UnpackLine(const std::byte* words, WordLayout layout, int64_t count, uint8_t* codes) {
   const Lanes lanes = LanesOf(layout);
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t code = 0;
-    ForEachPiece(lanes, layout.bits, i, [&](int64_t word, const LanePiece& piece) {
-      code |= (LoadWord(words, word) >> piece.shift & MaskOf(piece)) << piece.to;
-    });
-    codes[i] = static_cast<uint8_t>(code);
+  const bool whole =
+      std::all_of(lanes.begin(), lanes.end(), [](const Lane& lane) { return lane[1].width == 0; });
+  const uint32_t mask = (uint32_t{1} << layout.bits) - 1;
+  for (int64_t first = 0; first < count; first += kLanes, words += layout.bits * kWordBytes) {
+    const auto end = static_cast<size_t>(std::min(kLanes, count - first));
+    for (size_t i = 0; i < end; ++i) {
+      const LanePiece& low = lanes[i].front();
+      uint32_t code = LoadWord(words, low.word) >> low.shift;
+      if (!whole) {
+        code = 0;
+        ForEachPiece(lanes, layout.bits, static_cast<int64_t>(i), [&](int64_t word, const LanePiece& piece) {
+          code |= (LoadWord(words, word) >> piece.shift & MaskOf(piece)) << piece.to;
+        });
+      }
+      codes[first + static_cast<int64_t>(i)] = static_cast<uint8_t>(code & mask);
+    }
   }
 }
 

@@ -80,6 +80,10 @@ void TurnWords(const std::byte* stored, int64_t words, int64_t rows, uint32_t fl
 void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lanes& lanes, uint32_t flip,
                  std::byte* out) {
   const int64_t stored_words = rows / 8, words = cols / 8;
+  int nibble[8];
+  for (size_t r = 0; r < 8; ++r) {
+    nibble[r] = lanes[r].front().shift / 4;
+  }
   Line x[8] = {}, tiles[8][kTile] = {}, turned[kTile];
   for (int64_t first = 0; first < stored_words; first += kTile) {
     const int64_t height = std::min(kTile, stored_words - first);
@@ -90,8 +94,8 @@ void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lane
           CopyLine(&x[i], stored + (((word + w) * 8 + i) * stored_words + first) * kWord, height);
         }
         TransposeNibbles(x);
-        for (size_t r = 0; r < 8; ++r) {
-          tiles[r][w] = x[lanes[r].front().shift / 4] ^ flip;
+        for (int64_t r = 0; r < 8; ++r) {
+          tiles[r][w] = x[nibble[r]] ^ flip;
         }
       }
       for (int64_t r = 0; r < 8; ++r) {

@@ -241,11 +241,12 @@ Result<Tensor> UnpackZeroPoints(const LinearFormat& format, const Tensor& stored
     return zeros;
   }
   FMOE_ASSIGN_OR_RETURN(Tensor zeros, Tensor::Allocate(DType::kU8, Shape{rows, groups}));
+  auto* const to = zeros.mutable_view().as<uint8_t>();
   std::vector<uint8_t> fields(static_cast<size_t>(rows));
   for (int64_t g = 0; g < groups; ++g) {
     UnpackLine(stored.view().data() + g * stored.view().row_bytes(), layout, rows, fields.data());
     for (int64_t r = 0; r < rows; ++r) {
-      zeros.mutable_view().as<uint8_t>()[r * groups + g] = zero_of(fields[static_cast<size_t>(r)]);
+      to[r * groups + g] = zero_of(fields[static_cast<size_t>(r)]);
     }
   }
   return zeros;
