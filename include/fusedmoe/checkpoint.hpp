@@ -95,6 +95,7 @@ class Checkpoint {
   /// Of a layer of moe_layers(), as the next three. Errors: kUsage for one that the model does not have,
   /// kBadInput, with file and tensor, where what belongs to it is missing or malformed.
   Result<LayerDescription> Describe(int64_t layer) const;
+  /// Empty where the caller routes (RoutingMethod::kCustom).
   Result<RouterWeights> LoadRouter(int64_t layer) const;
   /// The routed experts in canonical form. `parallel` selects this rank's share: a TP slice of the
   /// intermediate size, or its experts of an EP placement (global ids in `global_ids`; empty: all, in order).

@@ -26,7 +26,7 @@
   X(kSoftmaxBias, "SoftmaxBias", "top-k of softmax(x) + bias; weights p (Ernie, LongCat)")                  \
   X(kSparseMixer, "SparseMixer", "two sequential maxima, each softmaxed over its neighbourhood; Phi-MoE")   \
   X(kDeepseekV4, "DeepseekV4", "sqrt(softplus(x)) + bias, or ids from a token-id table; weights g / sum g") \
-  X(kCustom, "Custom", "a callback of the caller")                                                          \
+  X(kCustom, "Custom", "a callback of the caller, or ids with every forward")                               \
   X(kSimulated, "Simulated", "ids and weights drawn from a seeded distribution, logits ignored")            \
   X(kUnspecified, "Unspecified", "no named method describes the configuration")
 

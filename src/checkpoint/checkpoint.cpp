@@ -140,6 +140,12 @@ Status Checkpoint::Impl::OpenGguf() {
   FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::OpenGguf(directory, options, &header));
   FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, *store, directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
+  if (!family->routed_by_caller.empty()) {
+    return Status::Unsupported(fmt::format("model_type '{}' is not supported: in GGUF its router has tensors "
+                                           "beside those of the experts (a folder of safetensors is read)",
+                                           family->name))
+        .WithFile(directory);
+  }
   family_name = family->name;
   rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::GgufRules(store));
   return Status::Ok();
@@ -288,6 +294,9 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   const MoeConfig& config = context->spec.config;
   const int64_t outputs = config.num_experts + config.routing.num_zero_experts;
   RouterWeights router;
+  if (!context->spec.family->routed_by_caller.empty()) {
+    return router;
+  }
   FMOE_ASSIGN_OR_RETURN(router.weight,
                         impl_->LoadDense(*context, names.router, Shape{outputs, config.hidden}));
   const DType dtype = router.weight.dtype();

@@ -180,6 +180,11 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
         CheckMatrix("topk_ids", inputs.topk_ids, num_tokens, config.top_k(), {DType::kI32, DType::kI64}));
     return CheckMatrix("topk_weights", inputs.topk_weights, num_tokens, config.top_k(), floats);
   }
+  if (config.routing.method == RoutingMethod::kCustom && !config.routing.custom) {
+    return Status::Usage(
+        "the caller routes for this layer, whose router is of no known kind: topk_ids and topk_weights are "
+        "needed");
+  }
   if (!inputs.router_logits.empty()) {
     return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), floats);
   }

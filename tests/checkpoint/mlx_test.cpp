@@ -31,6 +31,19 @@ struct MlxModel : TinyModel {
   }
 };
 
+// Gemma 4.
+TEST(Mlx, ExpertsBelowSwitchGlu_AreFound) {
+  MlxModel model;
+  for (RawTensor& tensor : model.tensors) {
+    if (const size_t at = tensor.name.find("switch_mlp"); at != std::string::npos) {
+      tensor.name.replace(at, std::string("switch_mlp").size(), "experts.switch_glu");
+    }
+  }
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  EXPECT_TRUE(written.source->load(1).ok());
+}
+
 TEST(Mlx, AffineMatrices_AreListedAndReadAsWhatTheyDecodeTo) {
   const WrittenModel written((MlxModel()));
   ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();

@@ -64,7 +64,7 @@ constexpr Architecture kArchitectures[] = {
     {"maple", "maple"},
     {"mistral3", "mixtral"},
     {"rnd1", "qwen3_moe"},
-    // Refused, with the family's reason.
+    // Refused, with a reason.
     {"gemma4", "gemma4"},
     {"grovemoe", "grove_moe"},
     {"kimi-k3", "kimi_k3"},
@@ -82,6 +82,9 @@ std::string_view GgufModelType(std::string_view architecture) {
 std::string_view GgufArchitectureOf(const Family& family) {
   if (family.name == "deepseek_v3") {
     return "deepseek2";
+  }
+  if (!family.routed_by_caller.empty()) {
+    return "";
   }
   for (const Architecture& row : kArchitectures) {
     // "deepseek" holds the first generation alone.

@@ -75,6 +75,9 @@ struct Family {
   /// projection).
   std::string_view output_bias = "";
   bool has_router_bias = false;  ///< every router has one
+  /// What its router does that no method here has: the caller routes, forwards bring topk_ids and
+  /// topk_weights. Empty: layers route themselves.
+  std::string_view routed_by_caller = "";
   /// Why layers of this family are refused (kUnsupported); empty: they are not.
   std::string_view refused = "";
   /// Whether rows of gate and up alternate in fused tensors.

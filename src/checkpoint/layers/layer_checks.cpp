@@ -60,7 +60,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   const auto first = [&](std::string_view words) {
     return names.block + std::string(SplitWords(words).front());
   };
-  if (names.router.empty()) {
+  if (names.router.empty() && family.routed_by_caller.empty()) {
     return store.Blame(Status::BadInput("the router's weight is missing"), first(family.router));
   }
   FMOE_ASSIGN_OR_RETURN(const bool hashes, HashesTokens(config, spec.layer));

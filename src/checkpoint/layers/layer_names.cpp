@@ -59,6 +59,8 @@ constexpr FusedSpelling kFused[] = {
     {ExpertForm::kStacked, "gate_proj", "up_proj", "down_proj"},
     // MLX, of every family.
     {ExpertForm::kStacked, "switch_mlp.gate_proj", "switch_mlp.up_proj", "switch_mlp.down_proj"},
+    {ExpertForm::kStacked, "experts.switch_glu.gate_proj", "experts.switch_glu.up_proj",
+     "experts.switch_glu.down_proj"},
     {ExpertForm::kStacked, "", "switch_mlp.fc1", "switch_mlp.fc2"},
     {ExpertForm::kStacked, "experts.mlp.w1", "experts.mlp.v1", "experts.mlp.w2", true},
     {ExpertForm::kStacked, "", "experts.up_proj", "experts.down_proj"},
@@ -229,6 +231,16 @@ void FindShared(const TensorStore& store, const Family& family, LayerNames* name
   }
 }
 
+void FindRouter(const TensorStore& store, const Family& family, LayerNames* names) {
+  names->router = FirstPresent(store, names->block, family.router, kCommonRouters);
+  names->correction_bias = FirstPresent(store, names->block, family.correction_bias, kCorrectionBiases);
+  names->router_bias = FirstPresent(store, names->block, "", kRouterBiases);
+  if (names->router_bias == names->correction_bias) {
+    names->router_bias.clear();
+  }
+  names->hash_table = FirstPresent(store, names->block, "", kHashTables);
+}
+
 // Names that hold layers of something else than the language model.
 bool IsForeign(std::string_view prefix) {
   for (const std::string_view word : {"vision", "visual", "audio", "mtp", "talker", "draft", "encoder",
@@ -329,13 +341,9 @@ std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family&
         continue;
       }
       names.experts = *experts;
-      names.router = FirstPresent(store, names.block, family.router, kCommonRouters);
-      names.correction_bias = FirstPresent(store, names.block, family.correction_bias, kCorrectionBiases);
-      names.router_bias = FirstPresent(store, names.block, "", kRouterBiases);
-      if (names.router_bias == names.correction_bias) {
-        names.router_bias.clear();
+      if (family.routed_by_caller.empty()) {
+        FindRouter(store, family, &names);
       }
-      names.hash_table = FirstPresent(store, names.block, "", kHashTables);
       names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
       FindShared(store, family, &names);
       return names;

@@ -239,6 +239,10 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   const FamilyRouting& row = family.routing;
   RoutingConfig routing;
   FMOE_ASSIGN_OR_RETURN(routing.top_k, config.RequiredInteger(kTopKKeys, layer, 1, kMaxTopK));
+  if (!family.routed_by_caller.empty()) {
+    routing.method = RoutingMethod::kCustom;
+    return routing;
+  }
   FMOE_ASSIGN_OR_RETURN(routing.score, ResolveScore(config, row));
   FMOE_ASSIGN_OR_RETURN(routing.renormalize, ResolveRenormalize(config, row, routing.score));
   if (!row.ignore_groups) {

@@ -251,7 +251,8 @@ void Fields(Archive& archive, RoutingConfig& routing) {
   archive.Text("simulation", routing.simulation);
   archive.Integer("simulation_seed", routing.simulation_seed, 0, INT64_MAX);
   archive.Require(
-      "method", [&] { return routing.method != RoutingMethod::kCustom; }, "a method that needs no callback");
+      "method", [&] { return routing.method != RoutingMethod::kCustom || !routing.custom; },
+      "a method that needs no callback");
 }
 
 template <typename Archive>

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <fusedmoe/jobs/verify.hpp>
+#include <fusedmoe/routing.hpp>
 
 #include "core/random_bits.hpp"
 #include "jobs/prepare/prepared_file.hpp"
@@ -78,13 +79,31 @@ struct Routed {
   Tensor ids, weights;  // [M, k]
 };
 
-Result<Routed> Route(const Runner& runner, const MoeLayer::Inputs& inputs, Tensor* output) {
+// For layers whose caller routes.
+Status DrawExperts(const MoeConfig& config, int64_t tokens, Routed& drawn) {
+  RoutingConfig routing;
+  routing.method = RoutingMethod::kSimulated;
+  routing.simulation = "uniform_random";
+  routing.top_k = config.top_k();
+  const RoutingInputs inputs{.router_logits =
+                                 TensorView(nullptr, DType::kF32, Shape{tokens, config.num_experts})};
+  return fusedmoe::Route(routing, inputs, drawn.ids.mutable_view().as<int32_t>(),
+                         drawn.weights.mutable_view().as<float>());
+}
+
+Result<Routed> Route(const Runner& runner, MoeLayer::Inputs inputs, Tensor* output) {
   const int64_t tokens = inputs.hidden.dim(0);
-  const int64_t top_k = runner.layer->config().top_k();
+  const MoeConfig& config = runner.layer->config();
+  const int64_t top_k = config.top_k();
   Routed routed;
   FMOE_ASSIGN_OR_RETURN(routed.ids, Tensor::Allocate(DType::kI32, {tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(routed.weights, Tensor::Allocate(DType::kF32, {tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(*output, Tensor::Allocate(inputs.hidden.dtype(), inputs.hidden.shape()));
+  if (config.routing.method == RoutingMethod::kCustom && inputs.topk_ids.empty()) {
+    FMOE_RETURN_IF_ERROR(DrawExperts(config, tokens, routed));
+    inputs.topk_ids = routed.ids.view();
+    inputs.topk_weights = routed.weights.view();
+  }
   MoeLayer::Outputs outputs{output->mutable_view(), routed.ids.mutable_view(), routed.weights.mutable_view()};
   FMOE_RETURN_IF_ERROR(runner.layer->ForwardFromHost(inputs, outputs, runner.workspace, runner.executor));
   return routed;
