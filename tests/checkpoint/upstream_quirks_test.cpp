@@ -691,5 +691,50 @@ TEST(UpstreamQuirks, Fp6_IsPackedFourInThreeBytes) {
   }
 }
 
+// Recipes that give down projections more bits.
+TinyModel WithEightBitsDown(const std::string& format) {
+  TinyModel mixed(format);
+  nlohmann::ordered_json& config = mixed.config["quantization_config"];
+  if (format == "gptq") {
+    config["dynamic"] = {{"+:.*down_proj", {{"bits", 8}}}};
+  } else {
+    config["config_groups"]["group_1"] = config["config_groups"]["group_0"];
+    config["config_groups"]["group_1"]["targets"] = {"re:.*down_proj"};
+    config["config_groups"]["group_1"]["weights"]["num_bits"] = 8;
+  }
+  for (RawTensor& tensor : mixed.tensors) {
+    if (tensor.name.ends_with("down_proj.weight_packed")) {
+      tensor = Bytes(tensor.name, "I32", {kHidden, kIntermediate / 4}, 4, 0x97);
+    } else if (tensor.name.ends_with("down_proj.qweight")) {
+      tensor = Bytes(tensor.name, "I32", {kIntermediate / 4, kHidden}, 4, 0x97);
+    } else if (tensor.name.ends_with("down_proj.qzeros")) {
+      tensor = Bytes(tensor.name, "I32", {kIntermediate / 32, kHidden / 4}, 4, 0x77);
+    }
+  }
+  return mixed;
+}
+
+TEST(MixedBits, FourBesideEight_KeepTheirValues) {
+  for (const std::string format : {"ct_int4", "gptq"}) {
+    SCOPED_TRACE(format);
+    const WrittenModel plain((TinyModel(format))), written(WithEightBitsDown(format));
+    ASSERT_TRUE(plain.source.ok() && written.source.ok()) << written.source.status().ToString();
+    EXPECT_EQ(written.source->scheme.name, "int8_w8a16:g32");
+    const auto before = plain.source->load(1), after = written.source->load(1);
+    ASSERT_TRUE(before.ok() && after.ok()) << after.status().ToString();
+    EXPECT_EQ(after->gate.codes.dtype(), DType::kU8);
+    for (const auto member : {&CanonicalExpert::gate, &CanonicalExpert::up}) {
+      const auto narrow = DequantizeMatrix((*before).*member), wide = DequantizeMatrix((*after).*member);
+      ASSERT_TRUE(narrow.ok() && wide.ok());
+      const auto bytes = static_cast<size_t>(narrow->view().total_bytes());
+      EXPECT_EQ(std::memcmp(narrow->view().data(), wide->view().data(), bytes), 0);
+    }
+    const auto down = DequantizeMatrix(after->down);
+    ASSERT_TRUE(down.ok());
+    const int zero = format == "gptq" ? 0x77 + 1 : 128;
+    EXPECT_EQ(down->view().as<float>()[0], static_cast<float>(0x97 - zero) * 0.5F);
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

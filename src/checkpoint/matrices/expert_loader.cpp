@@ -173,8 +173,7 @@ Result<ExpertSource> SharedExpert(std::shared_ptr<const LayerContext> context,
     CanonicalExpert loaded;
     for (const auto& [projection, place] : plan.places) {
       const bool down = projection == Projection::kDown;
-      FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
-                            FormatAt(*context->store, *context->rules, place.base, place.weight_suffix));
+      FMOE_ASSIGN_OR_RETURN(const LinearFormat format, SharedFormat(*context, plan, place));
       FMOE_ASSIGN_OR_RETURN(
           CanonicalMatrix matrix,
           ReadMatrix(*context->store, format, place, down ? context->spec.config.hidden : plan.intermediate,

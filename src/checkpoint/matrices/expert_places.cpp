@@ -67,7 +67,20 @@ std::vector<Projection> Projections(const LayerContext& context) {
   return {Projection::kUp, Projection::kDown};
 }
 
-Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located) {
+namespace {
+
+// A layer has one scheme: integers of 4 bits beside some of 8 in the same groups are read as codes of 8 bits.
+void WidenBeside(const LinearFormat& other, LinearFormat* format) {
+  WeightFormat wide = format->weight;
+  wide.element = DType::kU8;
+  const bool packed = format->packing != Packing::kDirect && other.packing != Packing::kDirect;
+  if (packed && format->weight.element == DType::kU4 && wide == other.weight &&
+      format->activation == other.activation) {
+    format->weight = wide;
+  }
+}
+
+Result<LinearFormat> StoredFormat(const LayerContext& context, const Located& located) {
   const MatrixPlace& place = located.place;
   FMOE_ASSIGN_OR_RETURN(LinearFormat format,
                         FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
@@ -87,6 +100,37 @@ Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& lo
   if (context.spec.axes.interleaved && block.row > 1 && block.row % 2 == 0) {
     format.stored_block_rows = block.row;
     block.row /= 2;
+  }
+  return format;
+}
+
+}  // namespace
+
+Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located) {
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format, StoredFormat(context, located));
+  if (format.weight.element != DType::kU4) {
+    return format;
+  }
+  for (const Projection projection : Projections(context)) {
+    if (const auto other = StoredFormat(context, Locate(context, 0, projection)); other.ok()) {
+      WidenBeside(*other, &format);
+    }
+  }
+  return format;
+}
+
+Result<LinearFormat> SharedFormat(const LayerContext& context, const SharedPlan& plan,
+                                  const MatrixPlace& place) {
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format,
+                        FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
+  if (format.weight.element != DType::kU4) {
+    return format;
+  }
+  for (const auto& [projection, beside] : plan.places) {
+    if (const auto other = FormatAt(*context.store, *context.rules, beside.base, beside.weight_suffix);
+        other.ok()) {
+      WidenBeside(*other, &format);
+    }
   }
   return format;
 }
@@ -189,8 +233,7 @@ Result<Scheme> SharedScheme(const LayerContext& context) {
   std::optional<Scheme> first;
   std::optional<DType> element;
   for (const auto& [projection, place] : plan.places) {
-    FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
-                          FormatAt(*context.store, *context.rules, place.base, place.weight_suffix));
+    FMOE_ASSIGN_OR_RETURN(const LinearFormat format, SharedFormat(context, plan, place));
     if (first) {
       FMOE_RETURN_IF_ERROR(ExpectScheme(context, place.base, format, *first));
     } else {

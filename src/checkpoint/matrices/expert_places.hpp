@@ -47,6 +47,9 @@ struct SharedPlan {
   int64_t intermediate = 0;
 };
 Result<SharedPlan> PlanShared(const LayerContext& context);
+/// How one of them is stored.
+Result<LinearFormat> SharedFormat(const LayerContext& context, const SharedPlan& plan,
+                                  const MatrixPlace& place);
 /// The joint size of the shared experts; 0: none.
 Result<int64_t> SharedIntermediate(const LayerContext& context);
 Result<Scheme> SharedScheme(const LayerContext& context);
