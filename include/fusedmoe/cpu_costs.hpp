@@ -34,7 +34,7 @@ struct CpuCostRow {
 };
 
 /// What `fusedmoe tune` found on one machine, and what chooses the path of an expert there
-/// (LayerOptions::cpu_costs, docs/kernels_cpu.md). Layers whose kernels have no row use the figures of this
+/// (LayerOptions::cpu_costs, docs/kernels_paths.md). Layers whose kernels have no row use the figures of this
 /// build.
 struct CpuCosts {
   std::string cpu;      ///< Machine::cpu_name
