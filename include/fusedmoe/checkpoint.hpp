@@ -81,10 +81,10 @@ class Checkpoint {
   /// True for a file that Open takes: one that begins like a GGUF file, or has its name.
   static bool IsFile(const std::string& path);
 
-  const std::string& directory() const;
-  const std::string& family() const;
-  const std::string& producer() const;
-  int64_t num_layers() const;
+  const std::string& directory() const;  ///< what was opened
+  const std::string& family() const;     ///< "qwen3_moe": its row in the table of families
+  const std::string& producer() const;   ///< whose metadata say how it is quantized: "modelopt"
+  int64_t num_layers() const;            ///< all of the model, with and without routed experts
   /// Layers that hold routed experts, ascending.
   const std::vector<int64_t>& moe_layers() const;
   /// Every tensor, by name.

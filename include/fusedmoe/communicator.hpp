@@ -45,8 +45,8 @@ class Communicator {
   virtual std::string_view name() const = 0;  ///< "single", "in_process", "mpi", "nccl"
   /// As plans print it: the name, with version and file where a library of its own does the work.
   virtual std::string describe() const { return std::string(name()); }
-  virtual int64_t rank() const = 0;
-  virtual int64_t size() const = 0;
+  virtual int64_t rank() const = 0;  ///< of this process: 0 .. size() - 1
+  virtual int64_t size() const = 0;  ///< ranks of the group
   /// Exchanges begun so far: equal on all ranks that are in step.
   virtual int64_t sequence() const = 0;
   /// Bytes sent to other ranks so far.

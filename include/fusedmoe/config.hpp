@@ -32,7 +32,7 @@ enum class ActivationKind : uint8_t {
 #undef FMOE_ACTIVATION_ENUMERATOR
 };
 
-std::string_view ActivationName(ActivationKind kind);
+std::string_view ActivationName(ActivationKind kind);  ///< as the table above spells it
 /// Accepts the names of the table and the aliases "gelu_pytorch_tanh", "swigluoai_uninterleave", "swiglu".
 std::optional<ActivationKind> ParseActivation(std::string_view name);
 
@@ -68,8 +68,8 @@ enum class ActivationFormatKind : uint8_t {
 };
 
 enum class Determinism : uint8_t { kRunToRun, kThreadInvariant, kBatchInvariant, kRankInvariant };
-std::string_view DeterminismName(Determinism level);
-std::optional<Determinism> ParseDeterminism(std::string_view name);
+std::string_view DeterminismName(Determinism level);  ///< "run_to_run", "thread_invariant", ...
+std::optional<Determinism> ParseDeterminism(std::string_view name);  ///< nothing for another name
 
 /// The experts that every token visits, beside the routed ones.
 struct SharedExpertConfig {

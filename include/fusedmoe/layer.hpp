@@ -86,10 +86,10 @@ class MoeLayer {
                                                   const SharedExpertWeights* shared = nullptr);
   ~MoeLayer();
 
-  const MoeConfig& config() const;
-  const Scheme& scheme() const;
+  const MoeConfig& config() const;      ///< sizes, activation, routing, deployment
+  const Scheme& scheme() const;         ///< of the routed experts
   const Scheme* shared_scheme() const;  ///< of the shared experts; null where the layer runs none
-  const Plan& plan() const;
+  const Plan& plan() const;             ///< backend, mode, layout, bytes and operations
   /// The plan together with every candidate that was refused, and why.
   const Selection& selection() const;
 

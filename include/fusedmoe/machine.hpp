@@ -24,8 +24,8 @@ enum class Isa : uint8_t {
 #undef FMOE_ISA_ENUMERATOR
 };
 
-std::string_view IsaName(Isa isa);
-std::optional<Isa> ParseIsa(std::string_view name);
+std::string_view IsaName(Isa isa);                   ///< "avx512_vnni"
+std::optional<Isa> ParseIsa(std::string_view name);  ///< nothing for another name
 /// "avx2, avx512, ...", for messages.
 std::string IsaNames();
 

@@ -42,7 +42,7 @@ struct SelectionRequest {
 Status ToStatus(const Selection& selection);
 
 enum class PlatformKind : uint8_t { kNvidia, kAmd, kIntelGpu, kCpu };
-std::string_view PlatformKindName(PlatformKind kind);
+std::string_view PlatformKindName(PlatformKind kind);  ///< "cuda", "rocm", "xpu", "cpu"
 
 /// A machine as a row of facts: what verdicts and expected times need. Rates are dense peaks of one device; 0
 /// means that the format has no matrix instruction there (or, for `host`, that nobody has measured it).
@@ -77,7 +77,7 @@ struct SwitchInfo {
   std::string_view families;
   std::string_view what;
 };
-std::span<const SwitchInfo> SwitchTable();
+std::span<const SwitchInfo> SwitchTable();  ///< every switch that `ExplainRequest` takes
 
 /// A question to the oracle. `config` describes the whole layer with `config.parallel` flattened; what one
 /// rank sees is derived from both.

@@ -56,14 +56,14 @@ enum class WireProtocol : uint8_t {
   kExpertRows  ///< a row goes once to each of its experts
 };
 
-std::string_view AllToAllName(AllToAllBackend backend);
+std::string_view AllToAllName(AllToAllBackend backend);  ///< "allgather_reducescatter"
 /// The backend of that name (exact spelling; the names that upstream keeps as aliases are backends of their
 /// own here).
 std::optional<AllToAllBackend> ParseAllToAll(std::string_view name);
 /// What upstream runs under that name today: naive and pplx fall back to allgather_reducescatter,
 /// flashinfer_all2allv is the old name of flashinfer_nvlink_two_sided; every other backend is itself.
 AllToAllBackend RunsAs(AllToAllBackend backend);
-WireProtocol WireProtocolOf(AllToAllBackend backend);
+WireProtocol WireProtocolOf(AllToAllBackend backend);  ///< how the rows of that backend travel
 /// "naive, pplx, ...", for messages.
 std::string AllToAllNames();
 
@@ -117,7 +117,7 @@ enum class ParallelPredicate : uint8_t {
   FMOE_PARALLEL_PREDICATE_TABLE(FMOE_PARALLEL_PREDICATE_ENUMERATOR)
 #undef FMOE_PARALLEL_PREDICATE_ENUMERATOR
 };
-std::string_view ParallelPredicateName(ParallelPredicate predicate);
+std::string_view ParallelPredicateName(ParallelPredicate predicate);  ///< upstream's name of it
 std::optional<ParallelPredicate> ParseParallelPredicate(std::string_view name);
 /// Whether the predicate holds. The last two are those of older releases.
 bool Holds(ParallelPredicate predicate, const ParallelConfig& config);
@@ -137,8 +137,8 @@ enum class PlacementStrategy : uint8_t {
   kLinear,     ///< consecutive experts; the first E mod P ranks have one more
   kRoundRobin  ///< rank r owns r, r + P, r + 2P, ...
 };
-std::string_view PlacementStrategyName(PlacementStrategy strategy);  ///< "linear", "round_robin"
-std::optional<PlacementStrategy> ParsePlacementStrategy(std::string_view name);
+std::string_view PlacementStrategyName(PlacementStrategy strategy);              ///< "linear", "round_robin"
+std::optional<PlacementStrategy> ParsePlacementStrategy(std::string_view name);  ///< nothing for another name
 
 /// The strategy that is used, and why it is not the one that was asked for (empty: it is).
 struct PlacementChoice {

@@ -71,7 +71,7 @@ enum class ActivationMode : uint8_t {
   kMaxGateUp,     ///< one activation scale an expert, the larger of gate's and up's
   kA8             ///< int8 activations per 64 for weight-only schemes, opt-in
 };
-std::string_view ActivationModeName(ActivationMode mode);
+std::string_view ActivationModeName(ActivationMode mode);  ///< "as_checkpoint", "weight_only", "a8", ...
 
 /// A named step of a layout recipe with its parameters, as `explain` and prepared files print it:
 /// "pad_rows(96 -> 128)".

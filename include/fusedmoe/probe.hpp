@@ -43,8 +43,8 @@ struct ComputeUnitInfo {
   Isa isa;
   std::string_view instruction;
 };
-std::span<const ComputeUnitInfo> ComputeUnits();
-std::optional<ComputeUnit> ParseComputeUnit(std::string_view name);
+std::span<const ComputeUnitInfo> ComputeUnits();                     ///< all that a peak is measured of
+std::optional<ComputeUnit> ParseComputeUnit(std::string_view name);  ///< by ComputeUnitInfo::name
 
 /// Operations a second (two per multiply-add) of the threads of the executor together, when they do nothing
 /// but issue that instruction on registers, measured now: the best of several samples, a few milliseconds

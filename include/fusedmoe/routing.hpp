@@ -38,15 +38,15 @@ enum class RoutingMethod : uint8_t {
 #undef FMOE_ROUTING_ENUMERATOR
 };
 
-std::string_view RoutingMethodName(RoutingMethod method);
-std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name);
+std::string_view RoutingMethodName(RoutingMethod method);                ///< as the table above spells it
+std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name);  ///< nothing for another name
 /// "Default, Renormalize, ...", for messages.
 std::string RoutingMethodNames();
 
 enum class ScoreFunction : uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 /// "softmax", "sigmoid", "sqrtsoftplus", as configuration files spell them.
 std::string_view ScoreFunctionName(ScoreFunction score);
-std::optional<ScoreFunction> ParseScoreFunction(std::string_view name);
+std::optional<ScoreFunction> ParseScoreFunction(std::string_view name);  ///< nothing for another name
 
 /// vLLM's list of methods grew, and old numbers changed their meaning: which list is meant.
 enum class RoutingEra : uint8_t {

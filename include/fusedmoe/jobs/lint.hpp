@@ -73,7 +73,7 @@ struct LintRule {
   LintSeverity severity;
   std::string_view what;
 };
-std::span<const LintRule> LintTable();
+std::span<const LintRule> LintTable();  ///< every code, as docs/lint.md lists them
 
 struct LintFinding {
   LintCode id = LintCode::kLayerRefused;

@@ -61,12 +61,12 @@ class PreparedLayer {
   static Result<std::shared_ptr<const PreparedLayer>> Open(const std::string& path);
   ~PreparedLayer();
 
-  const std::string& path() const;
+  const std::string& path() const;  ///< as given to Open
   /// Layer number, family and configuration of the checkpoint that it was made from.
   const LayerDescription& description() const;
   const std::string& backend() const;     ///< that it was prepared for
   const std::string& layout_key() const;  ///< "canonical" for what InvertPrepared wrote
-  const RecipeText& recipe() const;
+  const RecipeText& recipe() const;       ///< steps from the canonical form to these bytes
 
   /// The layer, run from the prepared bytes as they are. `options.backend` empty: the file's. Another
   /// backend is refused by its layout (kUnsupported, both keys named), and so are several ranks.

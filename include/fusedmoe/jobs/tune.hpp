@@ -34,7 +34,7 @@ struct CpuCrossover {
   int64_t latency_tokens = 0;  ///< up to so many, reading weights outweighs multiplying them
   int64_t tile_tokens = 0;     ///< from so many on, the matrix unit is faster; 0: never, or there is none
 };
-CpuCrossover CrossoverOf(const CpuCostRow& row);
+CpuCrossover CrossoverOf(const CpuCostRow& row);  ///< by the costs of the row; nothing is measured
 
 /// Times calls like those of a layer with forced paths on weights that no cache holds, over token counts and
 /// two sizes of experts, and fits the constants of each path: figures of kernels, packing and all. Some 5 s a
