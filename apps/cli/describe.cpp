@@ -67,6 +67,10 @@ Json ToJson(const Plan& plan) {
                    {"read_bytes", plan.read_bytes},
                    {"flops", plan.flops},
                    {"tokens", plan.tokens}});
+  if (plan.latent > 0) {
+    json.update(Json{
+        {"latent", plan.latent}, {"latent_bytes", plan.latent_bytes}, {"latent_flops", plan.latent_flops}});
+  }
   if (!plan.communicator.empty()) {
     json["communicator"] = plan.communicator;
   }
@@ -92,6 +96,10 @@ std::string PlanText(const Plan& plan) {
   }
   if (!plan.recipe.empty()) {
     text += fmt::format("layout: {}\n", fmt::join(plan.recipe, ", "));
+  }
+  if (plan.latent > 0) {
+    text += fmt::format("latent experts: rows of {} between projections of {}\n", plan.latent,
+                        BytesText(plan.latent_bytes));
   }
   if (plan.shared != nullptr) {
     text += "shared experts, " + PlanText(*plan.shared);
@@ -119,6 +127,9 @@ Json ToJson(const MoeConfig& config) {
                  {"has_router_bias", config.has_router_bias}}},
                {"router_weight_on_input", config.apply_router_weight_on_input},
                {"shared_intermediate", config.shared.intermediate}};
+  if (config.latent > 0) {
+    json["latent"] = config.latent;
+  }
   if (config.shared.intermediate > 0) {
     json["shared_has_gate"] = config.shared.has_gate;
   }

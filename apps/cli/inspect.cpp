@@ -150,7 +150,9 @@ std::string TextOf(const Checkpoint& checkpoint, const std::vector<LayerDescript
   for (const LayerDescription& layer : layers) {
     const MoeConfig& config = layer.config;
     rows.push_back({fmt::format("{}", layer.layer), layer.scheme.name, fmt::format("{}", config.num_experts),
-                    fmt::format("{}", config.top_k()), fmt::format("{}", config.hidden),
+                    fmt::format("{}", config.top_k()),
+                    config.latent > 0 ? fmt::format("{}, latent {}", config.hidden, config.latent)
+                                      : fmt::format("{}", config.hidden),
                     fmt::format("{}", config.intermediate),
                     std::string(ActivationName(config.activation.kind)), RouterText(config),
                     SharedText(layer), BytesText(layer.expert_bytes)});

@@ -92,7 +92,7 @@ class Checkpoint {
   /// The data of one tensor, mapped or read.
   Result<Tensor> Load(std::string_view tensor) const;
 
-  /// Of a layer of moe_layers(), as the next three. Errors: kUsage for one that the model does not have,
+  /// Of a layer of moe_layers(), as the next four. Errors: kUsage for one that the model does not have,
   /// kBadInput, with file and tensor, where what belongs to it is missing or malformed.
   Result<LayerDescription> Describe(int64_t layer) const;
   /// Empty where the caller routes (RoutingMethod::kCustom).
@@ -101,6 +101,8 @@ class Checkpoint {
   /// intermediate size, or its experts of an EP placement (global ids in `global_ids`; empty: all, in order).
   Result<ExpertSource> Experts(int64_t layer, const ParallelConfig& parallel = {},
                                const std::vector<int64_t>& global_ids = {}) const;
+  /// Nothing when the routed experts read the hidden states themselves. Quantized projections come decoded.
+  Result<std::optional<LatentWeights>> Latent(int64_t layer) const;
   /// Nothing when the layer has no shared expert.
   Result<std::optional<SharedExpertWeights>> SharedExperts(int64_t layer,
                                                            const ParallelConfig& parallel = {}) const;

@@ -87,6 +87,7 @@ struct MoeConfig {
   int64_t num_experts = 0;        ///< E, global
   int64_t num_local_experts = 0;  ///< on this rank
   int64_t hidden = 0;             ///< H
+  int64_t latent = 0;             ///< width of the rows of routed experts, between two projections; 0: H
   int64_t intermediate = 0;       ///< I, on this rank
   ActivationSpec activation;
   bool has_bias = false;       ///< both projections carry a bias
@@ -101,7 +102,12 @@ struct MoeConfig {
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   int64_t max_tokens = 8192;  ///< largest M of one forward
   int64_t top_k() const { return routing.top_k; }
+  /// Width of the rows that the routed experts read and write.
+  int64_t expert_hidden() const { return latent > 0 ? latent : hidden; }
 };
+
+/// The layer as its routed experts see it: `hidden` is the width of their rows, nothing is projected.
+MoeConfig RoutedConfig(const MoeConfig& layer);
 
 /// Checks sizes against each other and against what the library can index; errors (kBadInput) name the field,
 /// its value and the values that would do. A method kCustom may still be without its callback.

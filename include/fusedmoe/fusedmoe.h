@@ -179,6 +179,7 @@ typedef struct fmoe_layer_info {
   int32_t on_device; /* tensors of its forwards are addresses of a card */
   char backend[64], isa[32], mode[32];
   int64_t weight_bytes, workspace_bytes;
+  int64_t latent; /* width of the experts' rows, behind projections; 0: they read hidden states */
 } fmoe_layer_info;
 
 void fmoe_layer_info_init_sized(fmoe_layer_info* info, size_t struct_size);
@@ -215,6 +216,9 @@ typedef struct fmoe_layer_options {
    * the steps between plans (3000, the first after a quarter of it). */
   int32_t load_balancing;
   int64_t redundant_experts, eplb_window_steps, eplb_interval_steps;
+  /* Of a checkpoint's latent experts: 0 leaves the projections, and with them the router, to the caller, whose
+   * rows have the latent width; then shared_experts must be 0. 1 */
+  int32_t latent_projections;
 } fmoe_layer_options;
 
 void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_size);

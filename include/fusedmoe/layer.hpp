@@ -46,6 +46,10 @@ struct LayerOptions {
   ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   bool shared_experts = true;
+  /// Of Load, for layers with latent experts. False: the routed experts alone, on rows of the latent width
+  /// that the caller projects: `hidden` is that width, logits or ids are given, and shared experts must be
+  /// off.
+  bool latent_projections = true;
   int64_t max_tokens = 8192;
   int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
   /// Folder in which weights of a checkpoint are kept as the backend packs them, to be mapped the next time;
@@ -79,11 +83,12 @@ class MoeLayer {
                                                 const LayerOptions& options = {});
   /// The same from weights that an engine already holds in canonical form. `config` describes the whole
   /// layer; on several ranks `experts` are those of this rank (its slices, with tensor parallelism), `shared`
-  /// is whole.
+  /// and `latent` (where config.latent > 0) are whole.
   static Result<std::unique_ptr<MoeLayer>> Create(const MoeConfig& config, const ExpertSource& experts,
                                                   const RouterWeights& router,
                                                   const LayerOptions& options = {},
-                                                  const SharedExpertWeights* shared = nullptr);
+                                                  const SharedExpertWeights* shared = nullptr,
+                                                  const LatentWeights* latent = nullptr);
   ~MoeLayer();
 
   const MoeConfig& config() const;      ///< sizes, activation, routing, deployment
@@ -153,7 +158,8 @@ class MoeLayer {
   static Result<std::unique_ptr<MoeLayer>> CreateAlone(const MoeConfig& config, const ExpertSource& experts,
                                                        const RouterWeights& router,
                                                        const LayerOptions& options,
-                                                       const SharedExpertWeights* shared);
+                                                       const SharedExpertWeights* shared,
+                                                       const LatentWeights* latent);
   static Result<std::unique_ptr<MoeLayer>> LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
                                                      int64_t layer, const LayerOptions& options);
   static Result<std::unique_ptr<MoeLayer>> AgreeOn(Result<std::unique_ptr<MoeLayer>> layer,

@@ -42,7 +42,7 @@ class LayerInfo(Structure):
                 ("top_k", c_int64), ("hidden", c_int64), ("intermediate", c_int64), ("max_tokens", c_int64),
                 ("dtype", ctypes.c_int), ("has_shared_experts", c_int32), ("scheme", c_char * 64),
                 ("on_device", c_int32), ("backend", c_char * 64), ("isa", c_char * 32), ("mode", c_char * 32),
-                ("weight_bytes", c_int64), ("workspace_bytes", c_int64)]
+                ("weight_bytes", c_int64), ("workspace_bytes", c_int64), ("latent", c_int64)]
 
 
 class LayerOptions(Structure):
@@ -53,7 +53,7 @@ class LayerOptions(Structure):
                 ("prefill_context_parallel", c_int64), ("data_parallel", c_int64), ("sequence_parallel", c_int64),
                 ("expert_parallel", c_int32), ("all2all", c_char_p), ("activation_format", c_char_p),
                 ("load_balancing", c_int32), ("redundant_experts", c_int64), ("eplb_window_steps", c_int64),
-                ("eplb_interval_steps", c_int64)]
+                ("eplb_interval_steps", c_int64), ("latent_projections", c_int32)]
 
 
 class Matrix(Structure):

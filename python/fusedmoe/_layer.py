@@ -37,6 +37,7 @@ class LayerInfo:
     mode: str
     weight_bytes: int
     workspace_bytes: int
+    latent: int  # width of the rows that routed experts read, behind projections; 0: hidden
 
     @classmethod
     def _of(cls, info: _c.LayerInfo) -> LayerInfo:
@@ -110,8 +111,8 @@ class Checkpoint(Handle):
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options are those of `fusedmoe run`: device ("cpu", "cuda"), backend, isa, mode, determinism,
-        activation ("a8"), activation_format ("batched"), pack_cache, shared_experts (True), max_tokens (8192), plan_tokens
-        (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
+        activation ("a8"), activation_format ("batched"), pack_cache, shared_experts (True), latent_projections (True),
+        max_tokens (8192), plan_tokens (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
         eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
         c_options, alive = _options(options)
         loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
@@ -122,12 +123,12 @@ class Checkpoint(Handle):
 
 # Options as Python has them, and as the header calls them.
 _OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation", "activation_format",
-                                    "pack_cache", "shared_experts", "max_tokens", "plan_tokens", "all2all",
-                                    "redundant_experts")}
+                                    "pack_cache", "shared_experts", "latent_projections", "max_tokens", "plan_tokens",
+                                    "all2all", "redundant_experts")}
 _OPTIONS |= {"tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel", "sp": "sequence_parallel",
              "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
              "eplb_interval": "eplb_interval_steps"}
-_FLAGS = ("shared_experts", "ep", "eplb")
+_FLAGS = ("shared_experts", "latent_projections", "ep", "eplb")
 _WORDS = frozenset(field[0] for field in _c.LayerOptions._fields_ if field[1] is ctypes.c_char_p)
 
 

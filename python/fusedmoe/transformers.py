@@ -54,8 +54,8 @@ os.register_at_fork(after_in_child=_begin_in_child)
 
 def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] | Checkpoint,
                     **options: Any) -> list[str]:
-    """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers
-    and shared experts stay. Options: Checkpoint.load_layer. Returns the names of the modules that were replaced."""
+    """Puts the layers of `checkpoint` (a path or a Checkpoint) in the place of the routed experts of `model`; routers,
+    shared experts and the projections of latent experts stay. Options: Checkpoint.load_layer. Returns the names of the modules that were replaced."""
     if not isinstance(checkpoint, Checkpoint):
         checkpoint = Checkpoint(checkpoint)
     layers = set(checkpoint.moe_layers)
@@ -75,7 +75,8 @@ def replace_experts(model: torch.nn.Module, checkpoint: str | os.PathLike[str] |
         for field, size in sizes.items():
             if getattr(old, field, size) != size:
                 raise ValueError(f"{name}.{field} is {getattr(old, field)}, the checkpoint has {size}")
-        setattr(parent, "experts", Experts(checkpoint.load_layer(number, shared_experts=False, **options)))
+        layer = checkpoint.load_layer(number, shared_experts=False, latent_projections=False, **options)
+        setattr(parent, "experts", Experts(layer))
     return [found[number] for number in sorted(found)]
 
 

@@ -9,6 +9,7 @@ fmoe_layer_info InfoOf(const MoeConfig& config, const Scheme& scheme) {
   info.num_local_experts = config.num_local_experts;
   info.top_k = config.top_k();
   info.hidden = config.hidden;
+  info.latent = config.latent;
   info.intermediate = config.intermediate;
   info.max_tokens = config.max_tokens;
   info.dtype = static_cast<fmoe_dtype>(config.dtype);

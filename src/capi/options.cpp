@@ -95,6 +95,7 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
     options.activation_format = ActivationFormatKind::kBatchedExperts;
   }
   options.shared_experts = from.shared_experts != 0;
+  options.latent_projections = from.latent_projections != 0;
   options.max_tokens = from.max_tokens;
   options.plan_tokens = from.plan_tokens;
   options.executor = ToExecutor(&from.executor);
@@ -108,6 +109,7 @@ void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_si
   const fusedmoe::LayerOptions& defaults = fusedmoe::capi::kDefaults;
   fmoe_layer_options made{};
   made.shared_experts = defaults.shared_experts ? 1 : 0;
+  made.latent_projections = defaults.latent_projections ? 1 : 0;
   made.max_tokens = defaults.max_tokens;
   made.plan_tokens = defaults.plan_tokens;
   made.executor.num_threads = 1;

@@ -44,6 +44,8 @@ struct Checkpoint::Impl {
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
   std::string Identity(const std::string& what, const std::string& prefix) const;
   Result<Tensor> LoadDense(const LayerContext& context, const std::string& name, const Shape& shape) const;
+  Result<Tensor> PlainMatrix(const LayerContext& context, std::string_view what, const std::string& name,
+                             const Shape& shape) const;
   Result<Tensor> RouterVector(const LayerContext& context, const std::string& name, int64_t count) const;
 };
 
@@ -288,6 +290,24 @@ Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const
   return Tensor::Borrow(TensorView(values->view().data(), DType::kF32, Shape{count}), values->owner());
 }
 
+// A matrix beside the experts, in a type that its product is computed in.
+Result<Tensor> Checkpoint::Impl::PlainMatrix(const LayerContext& context, std::string_view what,
+                                             const std::string& name, const Shape& shape) const {
+  FMOE_ASSIGN_OR_RETURN(Tensor matrix, LoadDense(context, name, shape));
+  if (!IsPlainFloat(matrix.dtype())) {
+    return context.store->Blame(Status::BadInput(fmt::format("{} is {}; BF16, F16 or F32 is needed", what,
+                                                             DTypeName(matrix.dtype()))),
+                                name);
+  }
+  if (!(matrix.shape() == shape)) {
+    return context.store->Blame(Status::BadInput(fmt::format("{} is {}; {} is needed", what,
+                                                             matrix.shape().ToString(), shape.ToString())),
+                                name);
+  }
+  FMOE_RETURN_IF_ERROR(CheckFinite(*context.store, matrix, name));
+  return matrix;
+}
+
 Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
   const checkpoint::LayerNames& names = context->spec.names;
@@ -297,21 +317,8 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   if (!context->spec.family->routed_by_caller.empty()) {
     return router;
   }
-  FMOE_ASSIGN_OR_RETURN(router.weight,
-                        impl_->LoadDense(*context, names.router, Shape{outputs, config.hidden}));
-  const DType dtype = router.weight.dtype();
-  if (dtype != DType::kF32 && dtype != DType::kF16 && dtype != DType::kBF16) {
-    return context->store->Blame(
-        Status::BadInput(fmt::format("the router is {}; BF16, F16 or F32 is needed", DTypeName(dtype))),
-        names.router);
-  }
-  if (!(router.weight.shape() == Shape{outputs, config.hidden})) {
-    return context->store->Blame(
-        Status::BadInput(fmt::format("the router is {}; [{}, {}] is needed", router.weight.shape().ToString(),
-                                     outputs, config.hidden)),
-        names.router);
-  }
-  FMOE_RETURN_IF_ERROR(CheckFinite(*context->store, router.weight, names.router));
+  FMOE_ASSIGN_OR_RETURN(
+      router.weight, impl_->PlainMatrix(*context, "the router", names.router, Shape{outputs, config.hidden}));
   if (!names.router_bias.empty()) {
     FMOE_ASSIGN_OR_RETURN(router.bias, impl_->RouterVector(*context, names.router_bias, outputs));
   }
@@ -350,6 +357,30 @@ Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
     }
   }
   return router;
+}
+
+Result<std::optional<LatentWeights>> Checkpoint::Latent(int64_t layer) const {
+  FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
+  const MoeConfig& config = context->spec.config;
+  if (config.latent == 0) {
+    return std::optional<LatentWeights>();
+  }
+  const checkpoint::LayerNames& names = context->spec.names;
+  LatentWeights latent;
+  const auto load = [&](const std::string& name, int64_t rows, int64_t cols, Tensor& weight,
+                        Tensor& bias) -> Status {
+    FMOE_ASSIGN_OR_RETURN(weight, impl_->PlainMatrix(*context, "the projection", name, Shape{rows, cols}));
+    const std::string of_bias = name.substr(0, name.rfind('.')) + ".bias";
+    if (context->store->Has(of_bias)) {
+      FMOE_ASSIGN_OR_RETURN(bias, impl_->RouterVector(*context, of_bias, rows));
+    }
+    return Status::Ok();
+  };
+  FMOE_RETURN_IF_ERROR(
+      load(names.to_latent, config.latent, config.hidden, latent.to_latent, latent.to_latent_bias));
+  FMOE_RETURN_IF_ERROR(
+      load(names.from_latent, config.hidden, config.latent, latent.from_latent, latent.from_latent_bias));
+  return std::optional<LatentWeights>(std::move(latent));
 }
 
 Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& parallel,

@@ -24,16 +24,23 @@ Status CheckRange(std::string_view field, int64_t value, int64_t lowest, int64_t
 Status CheckSizes(const MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(CheckRange("num_experts", config.num_experts, 1, kMaxRoutedExperts));
   FMOE_RETURN_IF_ERROR(CheckRange("hidden", config.hidden, 1, kMaxWidth));
+  FMOE_RETURN_IF_ERROR(CheckRange("latent", config.latent, 0, kMaxWidth));
   FMOE_RETURN_IF_ERROR(CheckRange("intermediate", config.intermediate, 1, kMaxWidth));
   FMOE_RETURN_IF_ERROR(CheckRange("shared.intermediate", config.shared.intermediate, 0, kMaxWidth));
   FMOE_RETURN_IF_ERROR(CheckRange("num_zero_experts", config.routing.num_zero_experts, 0, kMaxRoutedExperts));
   const int64_t num_outputs = config.num_experts + config.routing.num_zero_experts;
   FMOE_RETURN_IF_ERROR(CheckRange("top_k", config.top_k(), 1, num_outputs));
   FMOE_RETURN_IF_ERROR(CheckRange("max_tokens", config.max_tokens, 1, kMaxSlots / config.top_k()));
-  const int64_t weights_of_expert[] = {config.num_experts, 2 * config.intermediate, config.hidden, 8};
+  const int64_t weights_of_expert[] = {config.num_experts, 2 * config.intermediate, config.expert_hidden(),
+                                       8};
   if (!CheckedElementCount(weights_of_expert)) {
     return Status::BadInput(fmt::format("{} experts of {} x {} weights cannot be addressed in 63 bits",
-                                        config.num_experts, 2 * config.intermediate, config.hidden));
+                                        config.num_experts, 2 * config.intermediate, config.expert_hidden()));
+  }
+  if (config.latent > 0 && config.routing.num_zero_experts > 0) {
+    return Status::BadInput(
+        fmt::format("latent is {} beside {} experts that give back their input, which has {} columns",
+                    config.latent, config.routing.num_zero_experts, config.hidden));
   }
   return Status::Ok();
 }
@@ -120,6 +127,13 @@ Status CheckRouting(const MoeConfig& config) {
 }
 
 }  // namespace
+
+MoeConfig RoutedConfig(const MoeConfig& layer) {
+  MoeConfig routed = layer;
+  routed.hidden = layer.expert_hidden();
+  routed.latent = 0;
+  return routed;
+}
 
 Status Validate(const MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(CheckSizes(config));

@@ -22,6 +22,7 @@ struct LayerBalance {
   LayerOptions options;
   ExpertSource source;  ///< of the experts that this rank has now
   std::optional<SharedExpertWeights> shared;
+  std::shared_ptr<const LatentProjections> latent;  ///< null: none
   /// Opens the experts of other logical ids where they are stored; null: what other ranks have sent is kept.
   std::function<Result<ExpertSource>(const std::vector<int64_t>& local_experts)> reload;
   uint64_t fingerprint = 0;

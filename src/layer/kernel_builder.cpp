@@ -43,6 +43,7 @@ bool TakesLargerInputScale(const RecipeText& recipe) {
 MoeConfig SharedConfig(const MoeConfig& config) {
   MoeConfig shared = config;
   shared.num_experts = shared.num_local_experts = 1;
+  shared.latent = 0;  // it reads the hidden states
   shared.intermediate = config.shared.intermediate;
   shared.routing = RoutingConfig{};
   shared.has_bias = config.shared.has_bias;
@@ -169,7 +170,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
     return Status::Unsupported(fmt::format("device '{}': layers run on 'cpu' or 'cuda'", options.device));
   }
   MoeProblem problem;
-  problem.config = config;
+  problem.config = RoutedConfig(config);
   problem.config.max_tokens = options.max_tokens;
   problem.config.activation_format = options.activation_format;
   FMOE_RETURN_IF_ERROR(Validate(problem.config));
@@ -215,7 +216,8 @@ Result<MoeKernel::Parts> MakeKernelParts(const MoeProblem& problem, const Backen
 
 Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& source,
                                 const LayerOptions& asked_options, const SharedExpertWeights* shared,
-                                WorkspaceBook& book, const ExpertPlacement& placement) {
+                                WorkspaceBook& book, const ExpertPlacement& placement,
+                                std::shared_ptr<const LatentProjections> latent) {
   FMOE_RETURN_IF_ERROR(CheckNamedLayout(source, asked_options));
   LayerOptions options = asked_options;
   RankPlan rank;
@@ -230,7 +232,9 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     options.activation_format = rank.config.activation_format;
   }
   FMOE_ASSIGN_OR_RETURN(MoeProblem problem, MakeProblem(rank.config, source, options));
-  const MoeConfig config = problem.config;  // experts see the tokens of all ranks, the layer its own
+  MoeConfig config = problem.config;  // experts see the tokens of all ranks, the layer its own
+  config.hidden = whole.hidden;
+  config.latent = whole.latent;
   if (spread) {
     problem.config.max_tokens = MaxDispatchedTokens(options.parallel, config.max_tokens);
     problem.config.num_experts = rank.num_physical_experts;
@@ -249,7 +253,7 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   if (spread) {
     built.fingerprint = LayerFingerprint(whole, source.scheme, options, plan.backend);
     AllToAllParts exchange = ExchangeOf(rank, options, placement, built.fingerprint);
-    exchange.config = problem.config;
+    exchange.config = problem.config;  // rows travel as experts read them
     exchange.config.max_tokens = config.max_tokens;
     FMOE_ASSIGN_OR_RETURN(
         parts, MakeSpreadParts(problem, *backend, std::move(weights), std::move(exchange), built, book));
@@ -258,6 +262,10 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
     FMOE_ASSIGN_OR_RETURN(parts, MakeKernelParts(problem, *backend, std::move(weights), plan, book));
   }
   parts.config = config;
+  if (latent != nullptr) {
+    latent->Describe(plan);
+    parts.latent = std::move(latent);
+  }
   if (shared != nullptr && options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(BuiltKernel shared_built,
                           BuildShared(config, *shared, options, book, built.selection.notes));

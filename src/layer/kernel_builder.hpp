@@ -24,8 +24,9 @@ struct BuiltKernel {
   std::shared_ptr<WireChoice> wire;
 };
 
-/// The question that a layer of this configuration, scheme and options puts to the oracle. Looks at the first
-/// expert to learn whether the weights carry zero points or an activation order.
+/// The question that a layer of this configuration, scheme and options puts to the oracle, about its routed
+/// experts (RoutedConfig). Looks at the first expert to learn whether the weights carry zero points or an
+/// activation order.
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
                                const LayerOptions& options);
 
@@ -43,9 +44,11 @@ struct ExpertPlacement {
 };
 
 /// Selects a backend, prepares the weights for it, and composes the kernel; all workspace is booked in
-/// `book`. `shared` (may be null) is planned on its own, through the same table.
+/// `book`. `shared` (may be null) is planned on its own, through the same table; `latent` where config.latent
+/// says so.
 Result<BuiltKernel> BuildKernel(const MoeConfig& config, const ExpertSource& source,
                                 const LayerOptions& options, const SharedExpertWeights* shared,
-                                WorkspaceBook& book, const ExpertPlacement& placement = {});
+                                WorkspaceBook& book, const ExpertPlacement& placement = {},
+                                std::shared_ptr<const LatentProjections> latent = nullptr);
 
 }  // namespace fusedmoe

@@ -33,6 +33,21 @@ class ForwardUnderWay {
   LayerBalance* balance_;
 };
 
+// Those of a layer with latent experts; null for any other.
+Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig& config,
+                                                                 const LatentWeights* weights,
+                                                                 bool on_device) {
+  if ((weights != nullptr) != (config.latent > 0)) {
+    return Status::Usage(
+        weights != nullptr ? std::string("projections are given, but the config has no latent size")
+                           : fmt::format("latent={} needs the projections of LatentWeights", config.latent));
+  }
+  if (weights == nullptr) {
+    return std::shared_ptr<const LatentProjections>();
+  }
+  return LatentProjections::Create(*weights, config.hidden, config.latent, on_device);
+}
+
 }  // namespace
 
 MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -74,14 +89,16 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::AgreeOn(Result<std::unique_ptr<MoeLa
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, const ExpertSource& experts,
                                                    const RouterWeights& router, const LayerOptions& options,
-                                                   const SharedExpertWeights* shared) {
-  return AgreeOn(CreateAlone(config, Validated(experts), router, options, shared), options);
+                                                   const SharedExpertWeights* shared,
+                                                   const LatentWeights* latent) {
+  return AgreeOn(CreateAlone(config, Validated(experts), router, options, shared, latent), options);
 }
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config, const ExpertSource& experts,
                                                         const RouterWeights& router,
                                                         const LayerOptions& options,
-                                                        const SharedExpertWeights* shared) {
+                                                        const SharedExpertWeights* shared,
+                                                        const LatentWeights* latent) {
   if (options.max_tokens < 1) {
     return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
   }
@@ -99,14 +116,17 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config,
                                      kMaxSlots / config.top_k()));
   }
   FMOE_RETURN_IF_ERROR(CheckRouter(router, config, impl->num_logits()));
+  FMOE_ASSIGN_OR_RETURN(const auto projections, MakeProjections(config, latent, options.device == "cuda"));
   WorkspaceBook book;
   impl->Book(book);
   if (IsSpread(options) && options.parallel.enable_eplb) {
     FMOE_ASSIGN_OR_RETURN(impl->balance, MakeBalance(config, experts, options, shared));
+    impl->balance->latent = projections;
   }
-  FMOE_ASSIGN_OR_RETURN(BuiltKernel built,
-                        BuildKernel(config, experts, options, shared, book,
-                                    impl->balance ? impl->balance->Placement() : ExpertPlacement{}));
+  FMOE_ASSIGN_OR_RETURN(
+      BuiltKernel built,
+      BuildKernel(config, experts, options, shared, book,
+                  impl->balance ? impl->balance->Placement() : ExpertPlacement{}, projections));
   impl->config = built.kernel->config();
   impl->kernel = std::move(built.kernel);
   impl->wire = std::move(built.wire);

@@ -1,12 +1,31 @@
 #include <optional>
 #include <utility>
 
+#include <fmt/format.h>
 #include <fusedmoe/layer.hpp>
 
 #include "layer/layer_impl.hpp"
 #include "layer/rank_plan.hpp"
 
 namespace fusedmoe {
+namespace {
+
+// The routed experts of a layer on rows that the caller projects; the router would need the hidden states.
+Status LeaveProjections(const LayerOptions& options, MoeConfig& config, RouterWeights& router) {
+  if (options.shared_experts && config.shared.intermediate > 0) {
+    return Status::Usage(
+               fmt::format(
+                   "latent_projections is off, so that rows have {} columns; the shared experts of the layer "
+                   "read {}",
+                   config.latent, config.hidden))
+        .WithHint("load the layer without shared experts");
+  }
+  config = RoutedConfig(config);
+  router.weight = router.bias = {};  // the correction bias still counts, where logits are given
+  return Status::Ok();
+}
+
+}  // namespace
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                  const LayerOptions& options) {
@@ -16,8 +35,14 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoin
 Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
                                                       int64_t layer, const LayerOptions& asked_options) {
   LayerOptions options = asked_options;
-  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
-  FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
+  FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
+  FMOE_ASSIGN_OR_RETURN(RouterWeights router, checkpoint->LoadRouter(layer));
+  std::optional<LatentWeights> latent;
+  if (options.latent_projections) {
+    FMOE_ASSIGN_OR_RETURN(latent, checkpoint->Latent(layer));
+  } else if (description.config.latent > 0) {
+    FMOE_RETURN_IF_ERROR(LeaveProjections(options, description.config, router));
+  }
   std::vector<int64_t> local_experts;  // empty: all
   bool has_experts = true;
   if (IsSpread(options)) {
@@ -34,8 +59,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
   if (options.shared_experts) {
     FMOE_ASSIGN_OR_RETURN(shared, checkpoint->SharedExperts(layer));
   }
-  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded, CreateAlone(description.config, experts, router,
-                                                                      options, shared ? &*shared : nullptr));
+  FMOE_ASSIGN_OR_RETURN(std::unique_ptr<MoeLayer> loaded,
+                        CreateAlone(description.config, experts, router, options, shared ? &*shared : nullptr,
+                                    latent ? &*latent : nullptr));
   if (LayerBalance* balance = loaded->impl_->balance.get()) {
     // Experts that moved are read from their files from then on; what was sent need not be kept.
     balance->reload = [checkpoint, layer, parallel = options.parallel](const std::vector<int64_t>& local) {

@@ -56,6 +56,10 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
   const Parts& own = kernel->parts_;
   const int64_t hidden = own.config.hidden;
   const int64_t rows = own.prepare_finalize->max_rows();
+  const int64_t max_tokens = own.config.max_tokens;
+  if (own.latent != nullptr) {
+    kernel->latent_ = own.latent->Book(max_tokens, book);
+  }
   const bool direct = traits.weight_and_reduce == WeightAndReduceKind::kNoOp &&
                       own.prepare_finalize->experts_may_write_output();
   if (!direct) {
@@ -65,10 +69,10 @@ Result<std::unique_ptr<MoeKernel>> MoeKernel::Create(Parts parts, WorkspaceBook&
     } else if (traits.activation_format == ActivationFormatKind::kBatchedExperts) {
       expert_rows = rows * own.config.num_local_experts;
     }
-    kernel->expert_output_ = book.Book("expert_output", expert_rows * hidden * kFloatBytes);
+    kernel->expert_output_ =
+        book.Book("expert_output", expert_rows * own.config.expert_hidden() * kFloatBytes);
   }
-  const int64_t max_tokens = own.config.max_tokens;
-  if (own.shared != nullptr || own.config.routing.num_zero_experts > 0) {
+  if (own.shared != nullptr || own.latent != nullptr || own.config.routing.num_zero_experts > 0) {
     kernel->routed_ = book.Book("routed_output", max_tokens * hidden * kFloatBytes);
   }
   if (own.shared != nullptr) {
@@ -114,10 +118,20 @@ Status MoeKernel::Add(TensorView first, TensorView second, const float* gates, M
   return Status::Ok();
 }
 
+Status MoeKernel::Round(TensorView rows, MutableTensorView output, const Executor& executor) const {
+  if (parts_.on_device) {
+    cuda::RankRows alone;
+    alone.own = rows.as<float>();
+    return cuda::AddRankRows(alone, output, executor.stream);
+  }
+  ConvertRows(rows, output, executor);
+  return Status::Ok();
+}
+
 MutableTensorView MoeKernel::ExpertOutput(int64_t num_tokens, const Workspace& workspace) const {
   const ExpertsTraits& traits = parts_.experts->traits();
   auto* memory = workspace.Get<std::byte>(expert_output_);
-  const int64_t hidden = parts_.config.hidden;
+  const int64_t hidden = parts_.config.expert_hidden();
   if (traits.activation_format == ActivationFormatKind::kBatchedExperts) {
     return {
         memory, DType::kF32, {parts_.config.num_local_experts, parts_.prepare_finalize->max_rows(), hidden}};
@@ -167,14 +181,59 @@ Status MoeKernel::RunShared(TensorView hidden, MutableTensorView shared_output, 
   return Status::Ok();
 }
 
+Result<TensorView> MoeKernel::ExpertRows(TensorView hidden, const Workspace& workspace,
+                                         const Executor& executor) const {
+  if (parts_.latent == nullptr) {
+    return hidden;
+  }
+  return parts_.latent->ToLatent(hidden, latent_, workspace, executor);
+}
+
+MutableTensorView MoeKernel::RoutedSums(const KernelInput& input, MutableTensorView output,
+                                        const Workspace& workspace) const {
+  const int64_t num_tokens = input.hidden.dim(0);
+  if (parts_.latent != nullptr) {
+    return parts_.latent->Sums(num_tokens, latent_, workspace);
+  }
+  if (parts_.shared == nullptr && input.identity_weights == nullptr) {
+    return output;
+  }
+  return {workspace.Get<std::byte>(routed_), DType::kF32, {num_tokens, parts_.config.hidden}};
+}
+
+Status MoeKernel::Combine(const KernelInput& input, MutableTensorView routed, TensorView shared,
+                          MutableTensorView output, const Workspace& workspace,
+                          const Executor& executor) const {
+  if (parts_.latent != nullptr) {
+    const MutableTensorView rows(workspace.Get<std::byte>(routed_), DType::kF32,
+                                 {input.hidden.dim(0), parts_.config.hidden});
+    FMOE_RETURN_IF_ERROR(parts_.latent->FromLatent(routed, rows, executor));
+    routed = rows;
+    if (shared.empty()) {
+      return Round(routed, output, executor);
+    }
+  }
+  if (input.identity_weights != nullptr) {
+    const MutableTensorView sums = shared.empty() ? output : routed;
+    FMOE_RETURN_IF_ERROR(Add(routed, input.hidden, input.identity_weights, sums, executor));
+  }
+  if (shared.empty()) {
+    return Status::Ok();
+  }
+  const float* gates = parts_.shared_gate.empty() ? nullptr : workspace.Get<float>(shared_gates_);
+  return Add(routed, shared, gates, output, executor);
+}
+
 Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, const Workspace& workspace,
                           const Executor& executor) const {
-  const int64_t num_tokens = input.hidden.dim(0);
   const ExpertsTraits& traits = parts_.experts->traits();
   const PrepareFinalize& outer = *parts_.prepare_finalize;
-
+  const Result<TensorView> rows = ExpertRows(input.hidden, workspace, executor);
+  if (!rows.ok()) {
+    return outer.Abandon(rows.status(), false, workspace);
+  }
   PrepareInput prepare;
-  prepare.hidden = input.hidden;
+  prepare.hidden = *rows;
   prepare.topk_ids = input.topk_ids;
   prepare.topk_weights = input.topk_weights;
   // A monolithic implementation knows the weights only after it has routed: it multiplies its input itself.
@@ -184,12 +243,7 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   PrepareOutput prepared;
   FMOE_RETURN_IF_ERROR(outer.Prepare(prepare, prepared, workspace, executor));
 
-  const bool has_shared = parts_.shared != nullptr;
-  const int64_t hidden = parts_.config.hidden;
-  MutableTensorView routed = output;
-  if (has_shared || input.identity_weights != nullptr) {
-    routed = MutableTensorView(workspace.Get<std::byte>(routed_), DType::kF32, {num_tokens, hidden});
-  }
+  const MutableTensorView routed = RoutedSums(input, output, workspace);
   const bool direct =
       traits.weight_and_reduce == WeightAndReduceKind::kNoOp && outer.experts_may_write_output();
   const MutableTensorView target = direct ? routed : ExpertOutput(prepared.num_tokens, workspace);
@@ -203,17 +257,15 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
   finalize.prepared = &prepared;
   finalize.topk_ids = input.topk_ids;
   finalize.topk_weights = input.topk_weights;
-  finalize.num_tokens = num_tokens;
+  finalize.num_tokens = input.hidden.dim(0);
   finalize.router_weight_on_input = parts_.config.apply_router_weight_on_input;
-  if (!has_shared) {
+  if (parts_.shared == nullptr) {
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
-    if (input.identity_weights != nullptr) {
-      return Add(routed, input.hidden, input.identity_weights, output, executor);
-    }
-    return Status::Ok();
+    return Combine(input, routed, {}, output, workspace, executor);
   }
 
-  const MutableTensorView shared(workspace.Get<std::byte>(shared_output_), DType::kF32, {num_tokens, hidden});
+  const MutableTensorView shared(workspace.Get<std::byte>(shared_output_), DType::kF32,
+                                 {input.hidden.dim(0), parts_.config.hidden});
   auto* gates = workspace.Get<float>(shared_gates_);
   if (outer.supports_async()) {
     FMOE_RETURN_IF_ERROR(outer.FinalizeStart(finalize, workspace, executor));
@@ -227,10 +279,7 @@ Status MoeKernel::Forward(const KernelInput& input, MutableTensorView output, co
     }
     FMOE_RETURN_IF_ERROR(outer.Finalize(finalize, routed, workspace, executor));
   }
-  if (input.identity_weights != nullptr) {
-    FMOE_RETURN_IF_ERROR(Add(routed, input.hidden, input.identity_weights, routed, executor));
-  }
-  return Add(routed, shared, parts_.shared_gate.empty() ? nullptr : gates, output, executor);
+  return Combine(input, routed, shared, output, workspace, executor);
 }
 
 }  // namespace fusedmoe

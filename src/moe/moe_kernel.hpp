@@ -9,6 +9,7 @@
 #include <fusedmoe/workspace.hpp>
 
 #include "moe/experts.hpp"
+#include "moe/latent_projections.hpp"
 #include "moe/prepare_finalize.hpp"
 
 namespace fusedmoe {
@@ -28,6 +29,10 @@ struct KernelInput {
 ///
 ///   prepare ─► experts ─► finalize ─► add the shared experts ─► round to the dtype of the output
 ///
+/// Latent experts have a projection in front of prepare, on the tokens of this rank, and one behind finalize,
+/// on their finished sums. Projecting back is linear and could be done before ranks add up; behind it, rows
+/// of the latent width travel, each is projected once, and its bits do not depend on the number of ranks.
+///
 /// Where the finalize step is asynchronous, the shared experts run while its rows travel.
 ///
 /// Immutable after creation; Forward may run in several threads at once, each with a workspace of its own.
@@ -40,7 +45,8 @@ class MoeKernel {
     ExpertMap expert_map;  ///< empty: all experts are local
     /// Experts that every token visits: a kernel of one expert. Null: none.
     std::unique_ptr<MoeKernel> shared;
-    Tensor shared_gate;  ///< F32 [H]; empty: the shared output is added as it is
+    Tensor shared_gate;                               ///< F32 [H]; empty: the shared output is added as it is
+    std::shared_ptr<const LatentProjections> latent;  ///< where config.latent > 0; else null
     /// Everything that Forward is given lies on a card, and Forward only launches, in the order of the
     /// executor's stream.
     bool on_device = false;
@@ -66,14 +72,27 @@ class MoeKernel {
   explicit MoeKernel(Parts parts) : parts_(std::move(parts)) {}
   Status RunExperts(const KernelInput& input, const PrepareOutput& prepared, MutableTensorView target,
                     const Workspace& workspace, const Executor& executor) const;
+  /// The tokens as the routed experts see them.
+  Result<TensorView> ExpertRows(TensorView hidden, const Workspace& workspace,
+                                const Executor& executor) const;
+  /// Where finalize leaves the sums of the routed experts; `output` itself, if nothing is added to them.
+  MutableTensorView RoutedSums(const KernelInput& input, MutableTensorView output,
+                               const Workspace& workspace) const;
+  /// Brings those sums back to the hidden size, and adds what belongs to them. `shared`: empty without shared
+  /// experts.
+  Status Combine(const KernelInput& input, MutableTensorView routed, TensorView shared,
+                 MutableTensorView output, const Workspace& workspace, const Executor& executor) const;
   Status RunShared(TensorView hidden, MutableTensorView shared_output, float* gates,
                    const Workspace& workspace, const Executor& executor) const;
   Status MoveToDevice();
   Status Add(TensorView first, TensorView second, const float* gates, MutableTensorView output,
              const Executor& executor) const;
+  /// F32 rows, dense, to the dtype of `output`.
+  Status Round(TensorView rows, MutableTensorView output, const Executor& executor) const;
   MutableTensorView ExpertOutput(int64_t num_tokens, const Workspace& workspace) const;
 
   Parts parts_;
+  LatentProjections::Slots latent_;
   WorkspaceSlot expert_output_;
   WorkspaceSlot routed_;
   WorkspaceSlot shared_output_;

@@ -56,6 +56,11 @@ std::string ToString(const Plan& plan) {
                       BytesText(plan.weight_bytes), BytesText(plan.workspace_bytes),
                       CountText(plan.tokens, "token"), BytesText(plan.read_bytes),
                       static_cast<double>(plan.flops) / 1e9);
+  if (plan.latent > 0) {
+    text += fmt::format(
+        "  latent experts: rows of {}; the projections there and back read {} and take {:.3f} GFLOP\n",
+        plan.latent, BytesText(plan.latent_bytes), static_cast<double>(plan.latent_flops) / 1e9);
+  }
   if (plan.shared != nullptr) {
     text += fmt::format("  shared expert: {}", ToString(*plan.shared));
   }

@@ -96,8 +96,10 @@ void OtherSizes(Reason reason, const ExplainRequest& request, Changes& out) {
   }
   for (const int64_t multiple : {16, 32, 64, 128, 256}) {
     if (reason == Reason::kHiddenSize) {
-      add(round_up(config.hidden, multiple), config.hidden, "hidden",
-          [](ExplainRequest& changed, int64_t size) { changed.config.hidden = size; });
+      add(round_up(config.expert_hidden(), multiple), config.expert_hidden(),
+          config.latent > 0 ? "latent" : "hidden", [](ExplainRequest& changed, int64_t size) {
+            (changed.config.latent > 0 ? changed.config.latent : changed.config.hidden) = size;
+          });
     } else {
       add(round_up(config.intermediate, multiple * config.parallel.tp_size), config.intermediate,
           "intermediate", [](ExplainRequest& changed, int64_t size) { changed.config.intermediate = size; });

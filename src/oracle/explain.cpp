@@ -53,6 +53,7 @@ Status CheckRange(std::string_view what, int64_t value, int64_t least, int64_t m
 Status CheckSizes(const MoeConfig& config, int64_t tokens) {
   constexpr int64_t kMaxTokens = int64_t{1} << 24;
   FMOE_RETURN_IF_ERROR(CheckRange("hidden", config.hidden, 1, 1 << 16));
+  FMOE_RETURN_IF_ERROR(CheckRange("latent", config.latent, 0, 1 << 16));
   FMOE_RETURN_IF_ERROR(CheckRange("intermediate", config.intermediate, 1, 1 << 18));
   FMOE_RETURN_IF_ERROR(CheckRange("num_experts", config.num_experts, 1, 1 << 13));
   FMOE_RETURN_IF_ERROR(CheckRange("shared intermediate", config.shared.intermediate, 0, 1 << 18));
@@ -71,7 +72,7 @@ std::shared_ptr<const Plan> PlanShared(const Question& question, const ExplainRe
   shared.config = MoeConfig{};
   shared.config.num_experts = 1;
   shared.config.num_local_experts = 1;
-  shared.config.hidden = question.config.hidden;
+  shared.config.hidden = request.config.hidden;  // whatever the routed experts read
   shared.config.intermediate = question.config.shared.intermediate;
   shared.config.activation = question.config.activation;
   shared.config.dtype = question.config.dtype;
@@ -96,6 +97,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   FMOE_ASSIGN_OR_RETURN(question.config, question.platform.runs_this_build
                                              ? PerRank(request.config, parallel, request.scheme)
                                              : PerRank(request.config, parallel));
+  question.config = RoutedConfig(question.config);
   if (question.platform.name == "host") {
     question.platform.memory_gbps = request.host_memory_gbps;
   }
@@ -135,6 +137,8 @@ Result<Explanation> Explain(const ExplainRequest& request) {
   Explanation explanation;
   explanation.request = request;
   explanation.rank_config = question.config;
+  explanation.rank_config.hidden = request.config.hidden;
+  explanation.rank_config.latent = request.config.latent;
   explanation.platform = question.platform;
   explanation.family = question.platform.runs_this_build ? "this build" : std::string(Name(question.family));
   FMOE_ASSIGN_OR_RETURN(explanation.selection, SelectFor(question, request));

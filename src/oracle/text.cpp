@@ -17,10 +17,11 @@ std::string Seconds(double seconds) {
 std::string Problem(const Explanation& explanation) {
   const MoeConfig& config = explanation.rank_config;
   return fmt::format(
-      "problem   {}{}{} experts ({} here), top {}, hidden {}, intermediate {}, {}, {} routing, {}\n"
+      "problem   {}{}{} experts ({} here), top {}, hidden {}{}, intermediate {}, {}, {} routing, {}\n"
       "          {}, {}, {}\n",
       explanation.request.problem, explanation.request.problem.empty() ? "" : ": ", config.num_experts,
-      config.num_local_experts, config.top_k(), config.hidden, config.intermediate,
+      config.num_local_experts, config.top_k(), config.hidden,
+      config.latent > 0 ? fmt::format(", latent {}", config.latent) : "", config.intermediate,
       ActivationName(config.activation.kind), RoutingMethodName(config.routing.method),
       explanation.request.scheme.name, ParallelText(config.parallel),
       CountText(explanation.request.tokens, "token"), DeterminismName(explanation.request.determinism));

@@ -65,6 +65,28 @@ TEST(CApi, ForwardOfACheckpoint_GivesTheBitsOfTheCppLayer) {
   fmoe_thread_pool_release(pool);
 }
 
+// The width of the rows of experts, before a layer is loaded and then.
+TEST(CApi, LatentExperts_AreToldOf) {
+  const std::string path = std::string(FMOE_GOLDEN_DIR) + "/families/nemotron_h_latent-orig";
+  fmoe_checkpoint* checkpoint = nullptr;
+  ASSERT_EQ(fmoe_checkpoint_open(path.c_str(), &checkpoint), FMOE_OK) << LastText();
+  fmoe_layer_info info;
+  fmoe_layer_info_init(&info);
+  ASSERT_EQ(fmoe_checkpoint_describe(checkpoint, 1, &info), FMOE_OK) << LastText();
+  EXPECT_EQ(info.hidden, 32);
+  EXPECT_EQ(info.latent, 16);
+  Loaded loaded;
+  ASSERT_EQ(fmoe_layer_load(checkpoint, 1, nullptr, &loaded.layer), FMOE_OK) << LastText();
+  fmoe_checkpoint_release(checkpoint);
+  ASSERT_EQ(fmoe_layer_get_info(loaded.layer, &info), FMOE_OK) << LastText();
+  EXPECT_EQ(info.latent, 16);
+  const auto cpp = MoeLayer::Load(*Checkpoint::Open(path), 1);
+  ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+  const Tensor hidden = RandomRows(kTokens, info.hidden, DType::kF32, 3);
+  const Tensor logits = RandomRows(kTokens, info.num_experts, DType::kF32, 4);
+  EXPECT_EQ(loaded.Run(hidden, logits, nullptr), RunCpp(**cpp, hidden, logits));
+}
+
 TEST(CApi, LayerOfHeldExperts_GivesTheBitsOfTheCppLayer) {
   for (const char* scheme : {"unquantized", "nvfp4_w4a16", "fp8_w8a8:block128", "int4_w4a16:g32"}) {
     SCOPED_TRACE(scheme);

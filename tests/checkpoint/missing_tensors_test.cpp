@@ -42,14 +42,16 @@ bool Counts(const RawTensor& tensor) {
   if (tensor.bytes.empty() || has("attn") || std::regex_search(tensor.name, std::regex("experts\\.[1-9]"))) {
     return false;
   }
-  return has("experts") || has("router") || has("gate.") || has("shared") || has("_linear") ||
-         has("expert_bias") || has("e_score_correction_bias") || tensor.name.ends_with("mlp.bias");
+  return has("experts") || (has("latent_proj") && !has("input_scale")) || has("router") || has("gate.") ||
+         has("shared") || has("_linear") || has("expert_bias") || has("e_score_correction_bias") ||
+         tensor.name.ends_with("mlp.bias");
 }
 
 Status LoadLayer(const fs::path& folder, int64_t layer) {
   FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(folder.string()));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription described, checkpoint->Describe(layer));
   FMOE_RETURN_IF_ERROR(checkpoint->LoadRouter(layer).status());
+  FMOE_RETURN_IF_ERROR(checkpoint->Latent(layer).status());
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
   for (int64_t expert = 0; expert < described.config.num_experts; ++expert) {
     FMOE_RETURN_IF_ERROR(experts.load(expert).status());

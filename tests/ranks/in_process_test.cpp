@@ -10,9 +10,11 @@
 namespace fusedmoe {
 namespace {
 
+using testing_support::IdPattern;
 using testing_support::RankCell;
 using testing_support::RankCells;
 using testing_support::RunRankCell;
+using testing_support::TokenPattern;
 
 // The ranks are threads: what is tested here are the protocols, not the transport.
 std::vector<std::string> RunOnThreads(int64_t ranks, const RankCell& cell) {
@@ -41,6 +43,57 @@ TEST_P(CellsOnThreads, EqualOneRank) {
     for (size_t rank = 0; rank < wrong.size(); ++rank) {
       EXPECT_EQ(wrong[rank], "") << cells[index].Name() << ", rank " << rank << " of " << ranks;
     }
+  }
+}
+
+// Latent experts: each rank projects its tokens, rows of the latent width travel, and what is projected back
+// is the finished sum, so that experts spread over ranks give the bits of one rank.
+std::vector<RankCell> LatentCells() {
+  std::vector<RankCell> cells;
+  for (const char* scheme : {"unquantized", "nvfp4_w4a16"}) {
+    for (const char* backend : {"REFERENCE", "CPU_FUSED"}) {
+      RankCell cell;
+      cell.latent = 64;
+      cell.scheme = scheme;
+      cell.backend = backend;
+      cell.shared = true;
+      cell.seed = cells.size() + 1;
+      RankCell tensor_parallel = cell;
+      tensor_parallel.sizes.tp = 2;
+      tensor_parallel.determinism = Determinism::kThreadInvariant;
+      cells.push_back(tensor_parallel);
+      for (const char* name : {"allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"}) {
+        cell.sizes = {};
+        cell.sizes.dp = 2;
+        cell.sizes.enable_expert_parallel = true;
+        cell.sizes.all2all = name;
+        cell.tokens = TokenPattern::kDescending;
+        cell.ids = IdPattern::kHoles;
+        cell.determinism = Determinism::kRankInvariant;
+        cells.push_back(cell);
+        cell.tokens = TokenPattern::kZeroOnOne;
+        cell.determinism = Determinism::kThreadInvariant;
+        cells.push_back(cell);
+      }
+      cell.sizes = {};
+      cell.sizes.tp = cell.sizes.sp = 2;
+      cell.sizes.enable_expert_parallel = true;
+      cell.tokens = TokenPattern::kEqual;
+      cell.determinism = Determinism::kRankInvariant;
+      cells.push_back(cell);
+      cell.sizes.sp = 1;  // experts apart, tokens of both ranks the same
+      cell.shared = false;
+      cells.push_back(cell);
+    }
+  }
+  return cells;
+}
+
+TEST(LatentExperts, OnTwoRanks_EqualOneRank) {
+  for (const RankCell& cell : LatentCells()) {
+    const std::vector<std::string> wrong = RunOnThreads(2, cell);
+    EXPECT_EQ(wrong[0], "") << cell.Name();
+    EXPECT_EQ(wrong[1], "") << cell.Name();
   }
 }
 

@@ -110,6 +110,18 @@ TEST(Rebalance, MovedExperts_LeaveOutputsAsTheyWere) {
   }
 }
 
+// Rows of experts are shorter than hidden states; the projections stay where they are.
+TEST(Rebalance, MovedLatentExperts_LeaveOutputsAsTheyWere) {
+  RankCell cell = BalancedCell(2);
+  cell.scheme = "nvfp4_w4a16";
+  cell.latent = 64;
+  cell.shared = true;
+  for (const Outcome& outcome : RunOnThreads(2, cell, 9)) {
+    EXPECT_EQ(outcome.wrong, "") << cell.Name();
+    EXPECT_GE(outcome.report.switches, 1) << cell.Name();
+  }
+}
+
 TEST(Rebalance, BusyExpert_GetsReplicasOnOtherRanks) {
   RankCell cell = BalancedCell(2);
   cell.ids = IdPattern::kOneExpert;  // the last expert has all the load

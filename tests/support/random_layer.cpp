@@ -94,6 +94,26 @@ Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed) {
   return rounded;
 }
 
+LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto weight = [&](int64_t rows, int64_t cols) {
+    const Tensor drawn = Normal(rows, cols, 1.0F / std::sqrt(static_cast<float>(cols)), random);
+    Tensor rounded = *Tensor::Allocate(DType::kBF16, {rows, cols});
+    EncodeRow(DType::kBF16, drawn.view().as<float>(), rows * cols, rounded.mutable_view().data());
+    return rounded;
+  };
+  const auto bias = [&](int64_t count) {
+    const Tensor drawn = Normal(1, count, 0.1F, random);
+    return Tensor::Borrow(TensorView(drawn.view().data(), DType::kF32, {count}), drawn.owner());
+  };
+  LatentWeights weights;
+  weights.to_latent = weight(latent, hidden);
+  weights.to_latent_bias = bias(latent);
+  weights.from_latent = weight(hidden, latent);
+  weights.from_latent_bias = bias(hidden);
+  return weights;
+}
+
 RandomRouting MakeRandomRouting(int64_t num_tokens, int64_t top_k, int64_t num_experts, uint64_t seed) {
   std::mt19937_64 random(seed);
   RandomRouting routing;

@@ -29,20 +29,22 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   static std::mutex mutex;  // ranks may be threads
   static std::map<std::string, RandomLayer> drawn;
   const std::lock_guard lock(mutex);
-  const std::string key =
-      fmt::format("{} {} {} {}", cell.scheme, cell.num_experts, cell.top_k, cell.same_input_scale);
+  const std::string key = fmt::format("{} {} {} {} {}", cell.scheme, cell.num_experts, cell.top_k,
+                                      cell.same_input_scale, cell.latent);
   const auto found = drawn.find(key);
   if (found != drawn.end()) {
     return found->second;
   }
   MoeConfig config;
   config.num_experts = config.num_local_experts = cell.num_experts;
-  config.hidden = kHidden;
+  config.hidden = cell.latent > 0 ? cell.latent : kHidden;
   config.intermediate = kIntermediate;
   config.routing.top_k = cell.top_k;
   config.dtype = DType::kBF16;
   config.max_tokens = kMaxTokens;
   RandomLayer layer = MakeRandomLayer(config, cell.scheme, 5);
+  layer.config.hidden = kHidden;
+  layer.config.latent = cell.latent;
   if (cell.same_input_scale) {
     layer.source.load = [load = layer.source.load](int64_t expert) -> Result<CanonicalExpert> {
       FMOE_ASSIGN_OR_RETURN(CanonicalExpert loaded, load(expert));
@@ -71,9 +73,9 @@ Result<ExpertSource> SourceOfRank(const RandomLayer& layer, const ParallelConfig
   part.load = [whole, range](int64_t expert) -> Result<CanonicalExpert> {
     FMOE_ASSIGN_OR_RETURN(CanonicalExpert loaded, whole(expert));
     const int64_t width = range.end - range.begin;
-    FMOE_ASSIGN_OR_RETURN(loaded.gate, SliceMatrix(loaded.gate, range.begin, width, 0, kHidden));
-    FMOE_ASSIGN_OR_RETURN(loaded.up, SliceMatrix(loaded.up, range.begin, width, 0, kHidden));
-    FMOE_ASSIGN_OR_RETURN(loaded.down, SliceMatrix(loaded.down, 0, kHidden, range.begin, width));
+    FMOE_ASSIGN_OR_RETURN(loaded.gate, SliceMatrix(loaded.gate, range.begin, width, 0, loaded.gate.cols));
+    FMOE_ASSIGN_OR_RETURN(loaded.up, SliceMatrix(loaded.up, range.begin, width, 0, loaded.up.cols));
+    FMOE_ASSIGN_OR_RETURN(loaded.down, SliceMatrix(loaded.down, 0, loaded.down.rows, range.begin, width));
     return loaded;
   };
   return part;
@@ -161,7 +163,8 @@ struct Alone {
   Workspace workspace;
 };
 
-Result<Alone> MakeAlone(const RankCell& cell, const RandomLayer& random, const SharedExpertWeights* shared) {
+Result<Alone> MakeAlone(const RankCell& cell, const RandomLayer& random, const SharedExpertWeights* shared,
+                        const LatentWeights* latent) {
   LayerOptions options;
   options.device = cell.device;
   options.backend = cell.backend;
@@ -169,8 +172,8 @@ Result<Alone> MakeAlone(const RankCell& cell, const RandomLayer& random, const S
   options.max_tokens = kMaxTokens;
   options.determinism = cell.determinism;
   Alone alone;
-  FMOE_ASSIGN_OR_RETURN(alone.layer,
-                        MoeLayer::Create(random.config, random.source, RouterWeights{}, options, shared));
+  FMOE_ASSIGN_OR_RETURN(
+      alone.layer, MoeLayer::Create(random.config, random.source, RouterWeights{}, options, shared, latent));
   FMOE_ASSIGN_OR_RETURN(alone.workspace, alone.layer->CreateWorkspace());
   return alone;
 }
@@ -243,13 +246,17 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   FMOE_ASSIGN_OR_RETURN(const ParallelRanks place, RanksOf(cell.sizes, communicator->rank()));
   FMOE_ASSIGN_OR_RETURN(const ParallelConfig parallel, MakeParallelConfig(cell.sizes, place));
   const RandomLayer& random = LayerOf(cell);
-  SharedExpertWeights shared{random.source, {}};
+  RankCell of_shared = cell;  // which read the hidden states, whatever the routed experts do
+  of_shared.latent = 0;
+  SharedExpertWeights shared{LayerOf(of_shared).source, {}};
   shared.source.num_local_experts = 1;
   RandomLayer with_shared = random;
   if (cell.shared) {
     with_shared.config.shared.intermediate = kIntermediate;
   }
   const SharedExpertWeights* shared_weights = cell.shared ? &shared : nullptr;
+  const LatentWeights latent = RandomLatent(kHidden, std::max<int64_t>(cell.latent, 1), 31);
+  const LatentWeights* latent_weights = cell.latent > 0 ? &latent : nullptr;
 
   LayerOptions options;
   options.device = cell.device;
@@ -266,9 +273,9 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
   }
   FMOE_ASSIGN_OR_RETURN(
       const std::unique_ptr<MoeLayer> layer,
-      MoeLayer::Create(with_shared.config, source, RouterWeights{}, options, shared_weights));
+      MoeLayer::Create(with_shared.config, source, RouterWeights{}, options, shared_weights, latent_weights));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer->CreateWorkspace());
-  FMOE_ASSIGN_OR_RETURN(const Alone alone, MakeAlone(cell, with_shared, shared_weights));
+  FMOE_ASSIGN_OR_RETURN(const Alone alone, MakeAlone(cell, with_shared, shared_weights, latent_weights));
 
   const TokenLayout tokens = TokenLayoutOf(parallel);
   const int64_t group = tokens.shares_tokens ? tokens.rank / tokens.tp : tokens.rank;
@@ -286,7 +293,7 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
                              (batched && cell.backend == "REFERENCE") || communicator->size() == 1;
     if (parallel.use_ep && bits_of_one) {
       wrong = CompareBits(actual, expected);
-    } else if (parallel.use_ep && !batched && !parallel.enable_eplb && sums_keep_bits) {
+    } else if (parallel.use_ep && !batched && !parallel.enable_eplb && sums_keep_bits && cell.latent == 0) {
       FMOE_ASSIGN_OR_RETURN(const RankPlan plan, PlanRank(random.config, random.source.scheme, parallel));
       FMOE_ASSIGN_OR_RETURN(expected, SumInRankOrder(cell, alone, batch, plan.owners, communicator->size()));
       wrong = CompareBits(actual, expected);
@@ -319,7 +326,8 @@ std::string RankCell::Name() const {
              sizes.enable_eplb ? fmt::format(" eplb+{}/{}", sizes.num_redundant_experts, eplb_interval) : "",
              sizes.all2all, kTokenNames[static_cast<int>(tokens)], kIdNames[static_cast<int>(ids)], scheme,
              backend, num_experts, top_k, DeterminismName(determinism), shared ? " shared" : "") +
-         (same_input_scale ? " same_scale" : "") + (isa.empty() ? "" : " " + isa);
+         (latent > 0 ? fmt::format(" latent {}", latent) : "") + (same_input_scale ? " same_scale" : "") +
+         (isa.empty() ? "" : " " + isa);
 }
 
 std::string RunRankCell(const std::shared_ptr<Communicator>& communicator, const RankCell& cell,

@@ -43,6 +43,9 @@ Result<std::vector<GgufEntry>> GgufMetadata(const Family& family, const ModelCon
     integer("feed_forward_length", *dense);
   }
   integer("expert_feed_forward_length", first.intermediate);
+  if (first.latent > 0) {
+    integer("moe_latent_size", first.latent);
+  }
   integer("expert_count", first.num_experts);
   integer("expert_used_count", routing.top_k);
   if (first.shared.intermediate > 0) {

@@ -98,6 +98,9 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
       return Status::BadInput(fmt::format("'{}{}' is no finite number or short list of such", stem, key.gguf))
           .WithFile(path);
     }
+    if (key.gguf == "moe_latent_size" && !value->is_list && value->numbers.front() == 0.0) {
+      continue;  // none
+    }
     json += fmt::format(",\"{}\":{}", key.config, AsJson(*value));
   }
   if (const GgufValue* scale = header.Find(stem + "expert_weights_scale"); scale != nullptr) {
@@ -205,6 +208,8 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Fam
     names.correction_bias = present("exp_probs_b");
   }
   names.hash_table = present("ffn_gate_tid2eid.weight");
+  names.to_latent = present("ffn_latent_down.weight");
+  names.from_latent = present("ffn_latent_up.weight");
   if (!present("ffn_up_shexp.weight").empty()) {
     names.shared_up = prefix + "ffn_up_shexp";
     names.shared_down = prefix + "ffn_down_shexp";
@@ -232,6 +237,10 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
   }
   if (!own.correction_bias.empty()) {
     names.correction_bias = names.block + first_word(family.correction_bias);
+  }
+  if (!own.to_latent.empty()) {
+    names.to_latent = names.block + "fc1_latent_proj.weight";
+    names.from_latent = names.block + "fc2_latent_proj.weight";
   }
   const std::string stem = names.block + "experts.{e}.";
   const bool gated = !own.experts.gate.empty() || own.experts.form == ExpertForm::kFused;

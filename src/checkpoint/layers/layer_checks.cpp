@@ -50,6 +50,46 @@ Result<bool> HashesTokens(const ModelConfig& config, int64_t layer) {
   return listed || layer < first.value_or(0);
 }
 
+// Latent experts: the configuration has a size, the layer two projections; each needs the other.
+Status CheckLatent(const TensorStore& store, const LayerSpec& spec) {
+  const int64_t latent = spec.config.latent;
+  const LayerNames& names = spec.names;
+  for (const auto& [name, expected] :
+       {std::pair(&names.to_latent, store.is_gguf() ? "ffn_latent_down.weight" : "fc1_latent_proj.weight"),
+        std::pair(&names.from_latent, store.is_gguf() ? "ffn_latent_up.weight" : "fc2_latent_proj.weight")}) {
+    if (latent > 0 && name->empty()) {
+      return store.Blame(
+          Status::BadInput(fmt::format(
+              "the tensor is missing; 'moe_latent_size' is {}: it stands between hidden states and experts",
+              latent)),
+          names.block + expected);
+    }
+    if (latent == 0 && !name->empty()) {
+      return store.Blame(
+          Status::BadInput("the layer projects the rows of its experts, but 'moe_latent_size' is not given"),
+          *name);
+    }
+  }
+  return Status::Ok();
+}
+
+// Nemotron-H: everything but the routed experts has biases, or nothing has.
+Status CheckMlpBiases(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> biased, config.Boolean("mlp_bias"));
+  if (spec.family->name != "nemotron_h" || !biased.value_or(false)) {
+    return Status::Ok();
+  }
+  const auto module_of = [](const std::string& weight) { return weight.substr(0, weight.rfind('.')); };
+  const LayerNames& names = spec.names;
+  for (const std::string& module :
+       {names.shared_up, names.shared_down, module_of(names.to_latent), module_of(names.from_latent)}) {
+    if (!module.empty() && !store.Has(module + ".bias")) {
+      return store.Blame(Status::BadInput("the tensor is missing; 'mlp_bias' is true"), module + ".bias");
+    }
+  }
+  return Status::Ok();
+}
+
 // Tensors without which a layer would compute something else and not fail.
 Status CheckWhole(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   const LayerNames& names = spec.names;
@@ -68,9 +108,11 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
     return missing(names.block + (store.is_gguf() ? "ffn_gate_tid2eid.weight" : "gate.tid2eid"),
                    "the layer chooses experts by token ids");
   }
+  FMOE_RETURN_IF_ERROR(CheckLatent(store, spec));
   if (store.is_gguf()) {
     return Status::Ok();
   }
+  FMOE_RETURN_IF_ERROR(CheckMlpBiases(store, config, spec));
   if (!names.missing.empty()) {
     return missing(names.missing, "the layer has shared experts that need it");
   }
@@ -98,12 +140,9 @@ Status CheckSwitches(const ModelConfig& config, const Family& family) {
     return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
         .WithFile(config.path());
   };
-  if (config.Find("moe_latent_size") != nullptr) {
-    return refuse("moe_latent_size", "experts behind a projection to a smaller space are not supported");
-  }
   if (const JsonValue* value = config.Find("routed_expert_hidden_size"); value != nullptr) {
     return refuse("routed_expert_hidden_size",
-                  "experts behind a projection to a smaller space are not supported");
+                  "experts behind a projection to a smaller space with a norm are not supported");
   }
   if (const JsonValue* value = config.Find("router_n_groups");
       value != nullptr && value->number() > 1.0 && !family.routing.every_group) {

@@ -51,6 +51,8 @@ struct LayerNames {
   std::string correction_bias;
   std::string hash_table;
   std::string output_bias;
+  /// Weights of the projections around latent experts; empty where the layer has none.
+  std::string to_latent, from_latent;
   ExpertNames experts;
   std::string shared_gate_proj, shared_up,
       shared_down;  ///< names up to the suffix; gate empty when not gated

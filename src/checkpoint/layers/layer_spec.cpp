@@ -123,6 +123,13 @@ Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
   return Status::Ok();
 }
 
+// The width of the rows of latent experts (Nemotron-3); 0: they read the hidden states.
+Result<int64_t> LatentSize(const ModelConfig& config) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> size,
+                        config.Integer("moe_latent_size", -1, 1, kMaxSize));
+  return size.value_or(0);
+}
+
 // The activation of the shared experts, and, in Cohere 2, that they and the routed ones count half each.
 Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec& spec) {
   MoeConfig& moe = spec.config;
@@ -242,6 +249,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   FMOE_ASSIGN_OR_RETURN(moe.hidden, config.RequiredInteger(kHiddenKeys, -1, 1, kMaxSize));
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
   FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
+  FMOE_ASSIGN_OR_RETURN(moe.latent, LatentSize(config));
   moe.dtype = config.ComputeType();
   FMOE_RETURN_IF_ERROR(CheckSwitches(config, family));
   const ExpertNames& experts = spec.names.experts;

@@ -71,10 +71,10 @@ Status CheckFinite(const LayerContext& context, const Tensor& bias, const std::s
 Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
   const std::string& name = context.spec.names.output_bias;
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, context.store->Load(name));
-  if (!(stored.shape() == Shape{context.spec.config.hidden})) {
-    return context.store->Blame(Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(),
-                                                             context.spec.config.hidden)),
-                                name);
+  const int64_t width = context.spec.config.expert_hidden();
+  if (!(stored.shape() == Shape{width})) {
+    return context.store->Blame(
+        Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), width)), name);
   }
   FMOE_ASSIGN_OR_RETURN(expert->down.bias, ToF32(stored));
   FMOE_RETURN_IF_ERROR(CheckFinite(context, expert->down.bias, name));

@@ -36,8 +36,8 @@ Located Locate(const LayerContext& context, int64_t expert, Projection projectio
   const ExpertNames& names = spec.names.experts;
   const bool down = projection == Projection::kDown;
   Located located;
-  located.rows = down ? spec.config.hidden : spec.config.intermediate;
-  located.cols = down ? spec.config.intermediate : spec.config.hidden;
+  located.rows = down ? spec.config.expert_hidden() : spec.config.intermediate;
+  located.cols = down ? spec.config.intermediate : spec.config.expert_hidden();
   MatrixPlace& place = located.place;
   place.weight_suffix = names.weight_suffix;
   place.base = down                                                  ? names.Down(expert)

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "moe/activation.hpp"
+#include "moe/latent_projections.hpp"
 #include "numerics/row_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
@@ -80,6 +81,29 @@ Result<std::vector<std::vector<Visit>>> RouteTokens(const std::shared_ptr<const 
     }
   }
   return visits;
+}
+
+// What the routed experts read, and the memory that it lies in.
+struct ExpertInputs {
+  Workspace workspace;
+  TensorView view;
+};
+
+Result<ExpertInputs> ProjectInputs(const Checkpoint& checkpoint, const LayerDescription& layer,
+                                   TensorView hidden, const Executor& executor) {
+  ExpertInputs inputs;
+  inputs.view = hidden;
+  FMOE_ASSIGN_OR_RETURN(auto weights, checkpoint.Latent(layer.layer));
+  if (!weights) {
+    return inputs;
+  }
+  FMOE_ASSIGN_OR_RETURN(const auto latent, LatentProjections::Create(*std::move(weights), layer.config.hidden,
+                                                                     layer.config.latent, false));
+  WorkspaceBook book;
+  const LatentProjections::Slots slots = latent->Book(hidden.dim(0), book);
+  FMOE_ASSIGN_OR_RETURN(inputs.workspace, Workspace::Allocate(book.total_bytes()));
+  FMOE_ASSIGN_OR_RETURN(inputs.view, latent->ToLatent(hidden, slots, inputs.workspace, executor));
+  return inputs;
 }
 
 struct Amax {
@@ -159,6 +183,9 @@ Result<ActivationStats> Calibrate(const std::shared_ptr<const Checkpoint>& check
   }
   FMOE_ASSIGN_OR_RETURN(const auto visits, RouteTokens(checkpoint, layer, inputs, options));
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
+  FMOE_ASSIGN_OR_RETURN(const ExpertInputs rows,
+                        ProjectInputs(*checkpoint, description, inputs.hidden, options.executor));
+  const MoeConfig config = RoutedConfig(description.config);
   const size_t num_experts = visits.size();
   std::vector<Amax> amax(num_experts);
   std::vector<Status> failures(num_experts);
@@ -172,7 +199,7 @@ Result<ActivationStats> Calibrate(const std::shared_ptr<const Checkpoint>& check
       failures[at] = expert.status();
       return;
     }
-    amax[at] = Measure(*expert, description.config, visits[at], inputs.hidden);
+    amax[at] = Measure(*expert, config, visits[at], rows.view);
     if (!std::isfinite(amax[at].input) || !std::isfinite(amax[at].mid)) {
       failures[at] = Status::BadInput(fmt::format(
           "activations of expert {} of layer {} are not finite; they cannot be calibrated on", index, layer));
@@ -183,8 +210,8 @@ Result<ActivationStats> Calibrate(const std::shared_ptr<const Checkpoint>& check
   }
   ActivationStats stats;
   LayerActivationStats& columns = stats.layers[layer];
-  columns.hidden = description.config.hidden;
-  columns.intermediate = description.config.intermediate;
+  columns.hidden = config.hidden;
+  columns.intermediate = config.intermediate;
   for (size_t index = 0; index < num_experts; ++index) {
     columns.gate_up_amax.push_back(amax[index].input);
     columns.down_amax.push_back(amax[index].mid);

@@ -64,6 +64,11 @@ Json AsJson(const checkpoint::JsonValue& value) {
                              : Json(nullptr);
 }
 
+// Of a weight that need not be there.
+std::string BiasOf(const std::string& weight) {
+  return weight.empty() ? weight : weight.substr(0, weight.rfind('.')) + ".bias";
+}
+
 }  // namespace
 
 std::string TargetModule(const SourceLayer& layer, int64_t expert, Projection projection) {
@@ -92,7 +97,11 @@ void ExpertsRewriter::Rename(SourceLayer& layer) {
   const std::pair<std::string, std::string> pairs[] = {{from.router, to.router},
                                                        {from.router_bias, to.router_bias},
                                                        {from.correction_bias, to.correction_bias},
-                                                       {from.shared_gate, to.shared_gate}};
+                                                       {from.shared_gate, to.shared_gate},
+                                                       {from.to_latent, to.to_latent},
+                                                       {from.from_latent, to.from_latent},
+                                                       {BiasOf(from.to_latent), BiasOf(to.to_latent)},
+                                                       {BiasOf(from.from_latent), BiasOf(to.from_latent)}};
   for (const auto& [old_name, new_name] : pairs) {
     if (!old_name.empty() && !new_name.empty()) {
       renames_[old_name] = new_name;

@@ -49,6 +49,7 @@ class LayersWriter {
                                             const CanonicalExpert& made, bool input_scales) const;
   Status AddLayer(size_t index);
   Status AddRouter(const SourceLayer& layer);
+  Status AddLatent(const SourceLayer& layer);
   Status AddShared(size_t index, const SharedExpertWeights& shared, int64_t intermediate);
   // A whole tensor in F32.
   Status AddPlain(const std::string& name, const Tensor& tensor);
@@ -87,7 +88,8 @@ Status LayersWriter::Announce(const SourceLayer& layer, const Rule& rule, bool s
   };
   for (const Projection projection : Projections(*layer.context)) {
     const bool down = projection == Projection::kDown;
-    const int64_t rows = down ? config.hidden : intermediate, cols = down ? intermediate : config.hidden;
+    const int64_t hidden = shared ? config.hidden : config.expert_hidden();
+    const int64_t rows = down ? hidden : intermediate, cols = down ? intermediate : hidden;
     const std::string stem = Stem(layer.layer, projection, shared);
     if (cols % rule.blocks->elements != 0) {
       return Status::Unsupported(fmt::format("{} columns are no multiple of {}, which {} of GGUF needs", cols,
@@ -156,6 +158,22 @@ Status LayersWriter::AddRouter(const SourceLayer& layer) {
   return Status::Ok();
 }
 
+Status LayersWriter::AddLatent(const SourceLayer& layer) {
+  FMOE_ASSIGN_OR_RETURN(const auto latent, rewriter_.checkpoint().Latent(layer.layer));
+  if (!latent) {
+    return Status::Ok();
+  }
+  if (!latent->to_latent_bias.empty() || !latent->from_latent_bias.empty()) {
+    const std::string& weight = latent->to_latent_bias.empty() ? layer.context->spec.names.from_latent
+                                                               : layer.context->spec.names.to_latent;
+    return Status::Unsupported("GGUF has no place for a bias of the projections around latent experts")
+        .WithTensor(weight.substr(0, weight.rfind('.')) + ".bias");
+  }
+  const std::string stem = fmt::format("blk.{}.ffn_latent_", layer.layer);
+  FMOE_RETURN_IF_ERROR(AddPlain(stem + "down.weight", latent->to_latent));
+  return AddPlain(stem + "up.weight", latent->from_latent);
+}
+
 Status LayersWriter::AddShared(size_t index, const SharedExpertWeights& shared, int64_t intermediate) {
   const SourceLayer& layer = rewriter_.layers()[index];
   const Rule& rule = plan_.rules[*plan_.shared_rules[index]];
@@ -181,6 +199,7 @@ Status LayersWriter::AddLayer(size_t index) {
   const int64_t shared_intermediate = description.config.shared.intermediate;
   layers_.push_back({layer.layer, std::move(description.config)});
   FMOE_RETURN_IF_ERROR(AddRouter(layer));
+  FMOE_RETURN_IF_ERROR(AddLatent(layer));
   const Rule& rule = plan_.RuleOf(index);
   // GGUF keeps them, though nothing that reads it here computes with them.
   const bool input_scales = rule.from.activation.static_tensor_scale && rule.from.weight.quantized();
@@ -233,8 +252,9 @@ int64_t LeftOutOfGguf(const ExpertsRewriter& rewriter) {
           };
           return name.starts_with(names.prefix) &&
                  (name == names.router || name == names.router_bias || name == names.correction_bias ||
-                  name == names.shared_gate || below(names.shared_gate_proj) || below(names.shared_up) ||
-                  below(names.shared_down));
+                  name == names.shared_gate || below(names.to_latent.substr(0, names.to_latent.rfind('.'))) ||
+                  below(names.from_latent.substr(0, names.from_latent.rfind('.'))) ||
+                  below(names.shared_gate_proj) || below(names.shared_up) || below(names.shared_down));
         });
     left_out += taken ? 0 : 1;
   }

@@ -34,6 +34,7 @@ std::string DifferentRule(const MoeConfig& before, const MoeConfig& after) {
       number("the number of experts", static_cast<double>(before.num_experts),
              static_cast<double>(after.num_experts)),
       number("the hidden size", static_cast<double>(before.hidden), static_cast<double>(after.hidden)),
+      number("the latent size", static_cast<double>(before.latent), static_cast<double>(after.latent)),
       number("the intermediate size", static_cast<double>(before.intermediate),
              static_cast<double>(after.intermediate)),
       number("bias", before.has_bias, after.has_bias),
@@ -80,6 +81,24 @@ Result<bool> SameNumbers(const Tensor& before, const Tensor& after) {
          std::memcmp(left.view().data(), right.view().data(), bytes) == 0;
 }
 
+// Projections may be of another type in the files, or quantized in one and not in the other.
+Status CompareLatent(const Checkpoint& source, const Checkpoint& written, int64_t layer) {
+  FMOE_ASSIGN_OR_RETURN(const auto before, source.Latent(layer));
+  FMOE_ASSIGN_OR_RETURN(const auto after, written.Latent(layer));
+  if (!before || !after) {
+    return Status::Ok();  // the sizes are equal
+  }
+  for (Tensor LatentWeights::*part : {&LatentWeights::to_latent, &LatentWeights::to_latent_bias,
+                                      &LatentWeights::from_latent, &LatentWeights::from_latent_bias}) {
+    FMOE_ASSIGN_OR_RETURN(const bool same, SameNumbers((*before).*part, (*after).*part));
+    if (!same) {
+      return Status::Unsupported(fmt::format(
+          "a projection of the latent experts of layer {} reads differently in the files written", layer));
+    }
+  }
+  return Status::Ok();
+}
+
 Status CompareLayer(const Checkpoint& source, const Checkpoint& written, int64_t layer) {
   FMOE_ASSIGN_OR_RETURN(const LayerDescription before, source.Describe(layer));
   FMOE_ASSIGN_OR_RETURN(const LayerDescription after, written.Describe(layer));
@@ -96,7 +115,7 @@ Status CompareLayer(const Checkpoint& source, const Checkpoint& written, int64_t
     return Status::Unsupported(
         fmt::format("the router of layer {} reads differently in the files written", layer));
   }
-  return Status::Ok();
+  return CompareLatent(source, written, layer);
 }
 
 Difference CompareExperts(const SourceLayer& layer, const CanonicalExpert& before,

@@ -48,6 +48,9 @@ void Linter::LintLayer(int64_t layer) {
   if (const auto router = checkpoint_.LoadRouter(layer); !router.ok()) {
     findings_.AddRefusal(LintCode::kRouterRefused, (*context)->spec.names.router, router.status());
   }
+  if (const auto latent = checkpoint_.Latent(layer); !latent.ok()) {
+    findings_.AddRefusal(LintCode::kTensorRefused, (*context)->spec.names.to_latent, latent.status());
+  }
   LintExperts(**context);
   LintScheme(**context, layer);
   lint::LintShared(checkpoint_, **context, layer, findings_);

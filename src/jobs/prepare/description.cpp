@@ -33,6 +33,12 @@ class FieldWriter {
   void Integer(const char* name, Value& value, int64_t /*low*/, int64_t /*high*/) {
     json_[name] = value;
   }
+  /// A size that most do not have: 0 is not written.
+  void IntegerIfAny(const char* name, int64_t& value, int64_t /*high*/) {
+    if (value > 0) {
+      json_[name] = value;
+    }
+  }
   void Number(const char* name, float& value) { json_[name] = value; }
   void Flag(const char* name, bool& value) { json_[name] = value; }
   void Text(const char* name, std::string& value) { json_[name] = value; }
@@ -83,6 +89,9 @@ class FieldReader {
   template <std::integral Value>
   void Integer(const char* name, Value& value, int64_t low, int64_t high) {
     value = static_cast<Value>(IntegerOf(name, low, high));
+  }
+  void IntegerIfAny(const char* name, int64_t& value, int64_t high) {
+    value = Has(name) ? IntegerOf(name, 1, high) : 0;
   }
   void Number(const char* name, float& value);
   void Flag(const char* name, bool& value);
@@ -269,6 +278,7 @@ void Fields(Archive& archive, MoeConfig& config) {
   archive.Integer("num_experts", config.num_experts, 1, kMaxRoutedExperts);
   archive.Integer("num_local_experts", config.num_local_experts, 1, kMaxRoutedExperts);
   archive.Integer("hidden", config.hidden, 1, kLargestSize);
+  archive.IntegerIfAny("latent", config.latent, kLargestSize);
   archive.Integer("intermediate", config.intermediate, 1, kLargestSize);
   archive.Integer("top_k", config.routing.top_k, 1, kMaxRoutedExperts);
   archive.Object("activation", config.activation);

@@ -102,6 +102,7 @@ Result<PrepareReport> WritePrepared(const Checkpoint& checkpoint, int64_t layer,
   FMOE_ASSIGN_OR_RETURN(file.description, checkpoint.Describe(layer));
   FMOE_ASSIGN_OR_RETURN(file.router, checkpoint.LoadRouter(layer));
   FMOE_ASSIGN_OR_RETURN(file.shared, checkpoint.SharedExperts(layer));
+  FMOE_ASSIGN_OR_RETURN(file.latent, checkpoint.Latent(layer));
   FMOE_ASSIGN_OR_RETURN(const ExpertSource source, checkpoint.Experts(layer));
   FMOE_ASSIGN_OR_RETURN(const MoeProblem problem, MakeProblem(file.description.config, source, options));
   file.description.config.activation_format = options.activation_format;

@@ -33,7 +33,7 @@ std::vector<std::string> DigestsOf(const Tensor& tensor, bool by_expert, const E
   return digests;
 }
 
-/// Router and shared expert: what the file carries beside the layout.
+/// Router, projections and shared expert: what the file carries beside the layout.
 std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
   std::vector<NamedTensor> tensors;
   for (const auto& [name, tensor] :
@@ -42,6 +42,16 @@ std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
         std::pair("router.token_id_to_experts", &file.router.token_id_to_experts)}) {
     if (!tensor->empty()) {
       tensors.push_back({name, *tensor});
+    }
+  }
+  if (file.latent) {
+    for (const auto& [name, tensor] : {std::pair("latent.to", &file.latent->to_latent),
+                                       std::pair("latent.to_bias", &file.latent->to_latent_bias),
+                                       std::pair("latent.from", &file.latent->from_latent),
+                                       std::pair("latent.from_bias", &file.latent->from_latent_bias)}) {
+      if (!tensor->empty()) {
+        tensors.push_back({name, *tensor});
+      }
     }
   }
   if (file.shared) {
@@ -92,7 +102,7 @@ bool SameKind(const WeightFormat& a, const WeightFormat& b) {
 
 FusedShape ShapeOf(const LayerDescription& description) {
   const MoeConfig& config = description.config;
-  return {config.hidden, config.intermediate, config.activation.gated(), description.scheme.weight};
+  return {config.expert_hidden(), config.intermediate, config.activation.gated(), description.scheme.weight};
 }
 
 std::string MetadataDigest(const SafetensorsMetadata& metadata) {

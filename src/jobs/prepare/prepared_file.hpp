@@ -30,6 +30,7 @@ struct PreparedFile {
   PreparedWeights weights;
   RouterWeights router;
   std::optional<SharedExpertWeights> shared;
+  std::optional<LatentWeights> latent;
   /// By tensor: one digest for each expert (prepared ones), or one (all others).
   std::vector<std::pair<std::string, std::vector<std::string>>> digests;
 };

@@ -35,7 +35,7 @@ struct PreparedLayer::Impl {
   Result<std::unique_ptr<MoeLayer>> Load(const LayerOptions& options, bool as_prepared) const {
     Result<std::unique_ptr<MoeLayer>> layer =
         MoeLayer::Create(file.description.config, Source(as_prepared), file.router, options,
-                         file.shared ? &*file.shared : nullptr);
+                         file.shared ? &*file.shared : nullptr, file.latent ? &*file.latent : nullptr);
     if (!layer.ok() && layer.status().code() != StatusCode::kUsage) {
       return std::move(layer).status().WithFile(path);
     }
@@ -120,13 +120,15 @@ Result<std::vector<DamagedTensor>> PreparedLayer::CompareWith(const Checkpoint* 
   if (checkpoint != nullptr) {
     FMOE_ASSIGN_OR_RETURN(const LayerDescription other, checkpoint->Describe(layer));
     FMOE_ASSIGN_OR_RETURN(source, checkpoint->Experts(layer));
-    if (other.config.hidden != own.config.hidden || other.config.intermediate != own.config.intermediate ||
+    if (other.config.expert_hidden() != own.config.expert_hidden() ||
+        other.config.intermediate != own.config.intermediate ||
         other.config.num_experts != own.config.num_experts ||
         !prepared::SameKind(other.scheme.weight, own.scheme.weight)) {
       return Status::Usage(fmt::format(
           "the prepared layer is {} with {} experts of {} x {}; the checkpoint's is {} with {} of {} x {}",
-          own.scheme.name, own.config.num_experts, own.config.intermediate, own.config.hidden,
-          other.scheme.name, other.config.num_experts, other.config.intermediate, other.config.hidden));
+          own.scheme.name, own.config.num_experts, own.config.intermediate, own.config.expert_hidden(),
+          other.scheme.name, other.config.num_experts, other.config.intermediate,
+          other.config.expert_hidden()));
     }
   }
   std::vector<DamagedTensor> damaged;

@@ -33,6 +33,7 @@ class Reader {
     FMOE_RETURN_IF_ERROR(ReadRecipe(out.weights));
     FMOE_RETURN_IF_ERROR(ReadTensors(out));
     FMOE_RETURN_IF_ERROR(ReadRouter(out));
+    FMOE_RETURN_IF_ERROR(ReadLatent(out));
     FMOE_RETURN_IF_ERROR(ReadShared(out));
     return ReadDigests(out);
   }
@@ -161,31 +162,52 @@ class Reader {
     return Status::Ok();
   }
 
+  /// A tensor beside the experts, where the file has it. A row count below zero is free.
+  Status Take(const char* name, const Shape& shape, std::initializer_list<DType> dtypes,
+              Tensor& target) const {
+    const Tensor* tensor = file_.Find(name);
+    if (tensor == nullptr) {
+      return Status::Ok();
+    }
+    const bool rows_free = shape[0] < 0 && tensor->shape().rank() == 2 && tensor->dim(1) == shape[1];
+    if ((!(tensor->shape() == shape) && !rows_free) ||
+        std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
+      return Status::BadInput(fmt::format("is {} {}; the layer needs {}", DTypeName(tensor->dtype()),
+                                          tensor->shape().ToString(), shape.ToString()))
+          .WithTensor(name);
+    }
+    target = *tensor;
+    return Status::Ok();
+  }
+
+  Status ReadLatent(PreparedFile& out) const {
+    const int64_t hidden = out.description.config.hidden, width = out.description.config.latent;
+    if (width == 0) {
+      return Status::Ok();
+    }
+    const std::initializer_list<DType> floats = {DType::kF32, DType::kF16, DType::kBF16};
+    LatentWeights latent;
+    FMOE_RETURN_IF_ERROR(Take("latent.to", Shape{width, hidden}, floats, latent.to_latent));
+    FMOE_RETURN_IF_ERROR(Take("latent.to_bias", Shape{width}, {DType::kF32}, latent.to_latent_bias));
+    FMOE_RETURN_IF_ERROR(Take("latent.from", Shape{hidden, width}, floats, latent.from_latent));
+    FMOE_RETURN_IF_ERROR(Take("latent.from_bias", Shape{hidden}, {DType::kF32}, latent.from_latent_bias));
+    if (latent.to_latent.empty() || latent.from_latent.empty()) {
+      return Status::BadInput("the tensor is missing")
+          .WithTensor(latent.to_latent.empty() ? "latent.to" : "latent.from");
+    }
+    out.latent = std::move(latent);
+    return Status::Ok();
+  }
+
   Status ReadRouter(PreparedFile& out) const {
     const MoeConfig& config = out.description.config;
     const int64_t outputs = config.num_experts + config.routing.num_zero_experts;
-    const auto take = [&](const char* name, const Shape& shape, std::initializer_list<DType> dtypes,
-                          Tensor& target) -> Status {
-      const Tensor* tensor = file_.Find(name);
-      if (tensor == nullptr) {
-        return Status::Ok();
-      }
-      const bool rows_free = shape[0] < 0 && tensor->shape().rank() == 2 && tensor->dim(1) == shape[1];
-      if ((!(tensor->shape() == shape) && !rows_free) ||
-          std::find(dtypes.begin(), dtypes.end(), tensor->dtype()) == dtypes.end()) {
-        return Status::BadInput(fmt::format("is {} {}; the layer needs {}", DTypeName(tensor->dtype()),
-                                            tensor->shape().ToString(), shape.ToString()))
-            .WithTensor(name);
-      }
-      target = *tensor;
-      return Status::Ok();
-    };
-    FMOE_RETURN_IF_ERROR(take("router.weight", Shape{outputs, config.hidden},
+    FMOE_RETURN_IF_ERROR(Take("router.weight", Shape{outputs, config.hidden},
                               {DType::kF32, DType::kF16, DType::kBF16}, out.router.weight));
-    FMOE_RETURN_IF_ERROR(take("router.bias", Shape{outputs}, {DType::kF32}, out.router.bias));
+    FMOE_RETURN_IF_ERROR(Take("router.bias", Shape{outputs}, {DType::kF32}, out.router.bias));
     FMOE_RETURN_IF_ERROR(
-        take("router.correction_bias", Shape{outputs}, {DType::kF32}, out.router.correction_bias));
-    FMOE_RETURN_IF_ERROR(take("router.token_id_to_experts", Shape{-1, config.top_k()},
+        Take("router.correction_bias", Shape{outputs}, {DType::kF32}, out.router.correction_bias));
+    FMOE_RETURN_IF_ERROR(Take("router.token_id_to_experts", Shape{-1, config.top_k()},
                               {DType::kI32, DType::kI64}, out.router.token_id_to_experts));
     if (config.has_correction_bias && out.router.correction_bias.empty()) {
       return Status::BadInput("the tensor is missing").WithTensor("router.correction_bias");

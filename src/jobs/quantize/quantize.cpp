@@ -114,7 +114,7 @@ Status Job::ResolveInputs() {
     const LayerActivationStats& stats = found->second;
     const MoeConfig& config = layer.context->spec.config;
     const int64_t num_experts = config.num_experts;
-    const ActivationStatsSizes expected{num_experts, config.hidden, config.intermediate};
+    const ActivationStatsSizes expected{num_experts, config.expert_hidden(), config.intermediate};
     if (stats.sizes() != expected) {
       return Status::Usage(fmt::format("the activation statistics of layer {} are of {}; the layer has {}",
                                        layer.layer, stats.sizes().ToString(), expected.ToString()));
@@ -334,7 +334,7 @@ Result<QuantizeReport> Quantize(const std::shared_ptr<const Checkpoint>& source,
   FMOE_ASSIGN_OR_RETURN(ExpertsRewriter rewriter, ExpertsRewriter::Open(source));
   std::vector<int64_t> reductions;
   for (const SourceLayer& layer : rewriter.layers()) {
-    reductions.push_back(layer.context->spec.config.hidden);
+    reductions.push_back(layer.context->spec.config.expert_hidden());
     reductions.push_back(layer.context->spec.config.intermediate);
   }
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(options.scheme, reductions));

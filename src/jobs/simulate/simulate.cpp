@@ -221,14 +221,14 @@ Result<SimulateReport> Simulate(const Problem& problem, const SimulateOptions& o
   SimulateReport report;
   report.scheme = options.scheme.empty() ? problem.scheme : options.scheme;
   FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(report.scheme));
-  FMOE_ASSIGN_OR_RETURN(int64_t dispatch_row, DispatchRowBytes(options, scheme, config.hidden));
+  FMOE_ASSIGN_OR_RETURN(int64_t dispatch_row, DispatchRowBytes(options, scheme, config.expert_hidden()));
   const WireProtocol protocol = WireProtocolOf(*backend);
   report.protocol = ProtocolName(protocol);
   // Ids (4 bytes) and weights (4) of a row; its index at home.
   dispatch_row += protocol == WireProtocol::kExpertRows
                       ? kHeaderBytes
                       : 8 * config.top_k() + (protocol == WireProtocol::kRankRows ? 4 : 0);
-  const int64_t combine_row = options.combine_bytes * config.hidden;
+  const int64_t combine_row = options.combine_bytes * config.expert_hidden();
   const LinkModel& link = options.link;
   const auto ranks = static_cast<double>(options.ranks);
   const double per_node = std::min(ranks, static_cast<double>(link.ranks_per_node));

@@ -153,8 +153,11 @@ void RoundRows(const Plan& plan, const Scheme& scheme, DType layer, DType rows, 
 
 ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate) {
   const MoeConfig& config = layer.config();
-  ErrorBound bound = BoundOf(layer.plan(), layer.scheme(), output, config.hidden, config.intermediate,
-                             RanksScaleApart(intermediate, config.parallel, layer.scheme()));
+  // Latent experts read the same rows in all kernels (moe/latent_projections.hpp), and projecting back leaves
+  // the relative error of their sums as it is.
+  ErrorBound bound =
+      BoundOf(layer.plan(), layer.scheme(), output, config.expert_hidden(), config.intermediate,
+              RanksScaleApart(intermediate, config.parallel, layer.scheme()));
   RoundRows(layer.plan(), layer.scheme(), config.dtype, output, bound);
   if (layer.shared_scheme() == nullptr || layer.plan().shared == nullptr) {
     return bound;

@@ -30,6 +30,30 @@ Result<std::shared_ptr<std::byte>> Upload(TensorView view, std::string_view what
 
 }  // namespace
 
+Result<DeviceProduct> DeviceProduct::Create(TensorView weight, TensorView bias, std::string_view what) {
+  DeviceProduct product;
+  FMOE_ASSIGN_OR_RETURN(product.weight_, Upload(weight, what));
+  FMOE_ASSIGN_OR_RETURN(product.bias_, Upload(bias, what));
+  const auto on_card = [](const std::shared_ptr<std::byte>& memory, TensorView host) {
+    return memory == nullptr ? TensorView() : TensorView(memory.get(), host.dtype(), host.shape());
+  };
+  product.weight_view_ = on_card(product.weight_, weight);
+  product.bias_view_ = on_card(product.bias_, bias);
+  return product;
+}
+
+Status DeviceProduct::Run(TensorView rows, float* sums, void* stream) const {
+  RouterProduct product;
+  product.hidden = RowsOf(rows);
+  product.weight = RowsOf(weight_view_);
+  product.bias = RowsOf(bias_view_);
+  product.num_tokens = rows.dim(0);
+  product.num_experts = weight_view_.dim(0);
+  product.width = rows.dim(1);
+  product.logits = sums;
+  return ToStatus(LaunchRouterProduct(product, ToStream(stream)), "launching the router's product");
+}
+
 struct DeviceRouter::Impl {
   Status UploadCorrectionBias(const TensorView& bias);
   Status UploadHashTable(const TensorView& of_checkpoint);
@@ -38,8 +62,8 @@ struct DeviceRouter::Impl {
   RoutingConfig config;
   RoutingRule rule;
   int64_t num_logits = 0, max_tokens = 0;
-  std::shared_ptr<std::byte> weight, bias, correction_bias, table, drawn_ids, drawn_weights;
-  TensorView weight_view, bias_view;
+  DeviceProduct product;
+  std::shared_ptr<std::byte> correction_bias, table, drawn_ids, drawn_weights;
   int64_t vocabulary = 0;
 };
 
@@ -119,13 +143,7 @@ Result<std::unique_ptr<DeviceRouter>> DeviceRouter::Create(const RoutingConfig& 
   impl.rule = RuleOf(config);
   impl.num_logits = num_logits;
   impl.max_tokens = max_tokens;
-  FMOE_ASSIGN_OR_RETURN(impl.weight, Upload(tables.weight, "the router"));
-  FMOE_ASSIGN_OR_RETURN(impl.bias, Upload(tables.bias, "the router's bias"));
-  const auto on_card = [](const std::shared_ptr<std::byte>& memory, TensorView host) {
-    return memory == nullptr ? TensorView() : TensorView(memory.get(), host.dtype(), host.shape());
-  };
-  impl.weight_view = on_card(impl.weight, tables.weight);
-  impl.bias_view = on_card(impl.bias, tables.bias);
+  FMOE_ASSIGN_OR_RETURN(impl.product, DeviceProduct::Create(tables.weight, tables.bias, "the router"));
   if (!tables.correction_bias.empty()) {
     FMOE_RETURN_IF_ERROR(impl.UploadCorrectionBias(tables.correction_bias));
   }
@@ -139,18 +157,10 @@ Result<std::unique_ptr<DeviceRouter>> DeviceRouter::Create(const RoutingConfig& 
 }
 
 Status DeviceRouter::Logits(TensorView hidden, float* logits, void* stream) const {
-  if (impl_->weight == nullptr) {
+  if (impl_->product.empty()) {
     return Status::Usage("the layer has no router: give router_logits, or topk_ids with topk_weights");
   }
-  RouterProduct product;
-  product.hidden = RowsOf(hidden);
-  product.weight = RowsOf(impl_->weight_view);
-  product.bias = RowsOf(impl_->bias_view);
-  product.num_tokens = hidden.dim(0);
-  product.num_experts = impl_->weight_view.dim(0);
-  product.width = hidden.dim(1);
-  product.logits = logits;
-  return ToStatus(LaunchRouterProduct(product, ToStream(stream)), "launching the router's product");
+  return impl_->product.Run(hidden, logits, stream);
 }
 
 Status DeviceRouter::Choose(int64_t num_tokens, TensorView router_logits, TensorView token_ids,

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string_view>
 
 #include <fusedmoe/routing.hpp>
 #include <fusedmoe/status.hpp>
@@ -11,6 +12,21 @@
 /// router's product has one order of additions everywhere (router_gemm.hpp), and everything behind it is
 /// score_math.hpp.
 namespace fusedmoe::cuda {
+
+/// RouterGemm on the card: the weights of one product there. Immutable: any number of streams may use it.
+class DeviceProduct {
+ public:
+  /// Copies weight [N, K] and bias [N] (may be empty) to the card; `what` stands in errors. kSystem when it
+  /// has no memory.
+  static Result<DeviceProduct> Create(TensorView weight, TensorView bias, std::string_view what);
+  /// sums [M, N] F32 from rows [M, K] on the card, in the order of `stream`.
+  Status Run(TensorView rows, float* sums, void* stream) const;
+  bool empty() const { return weight_ == nullptr; }
+
+ private:
+  std::shared_ptr<std::byte> weight_, bias_;
+  TensorView weight_view_, bias_view_;
+};
 
 /// What a layer's router brings, on the host; any of them may be empty.
 struct RouterTables {

@@ -1,0 +1,111 @@
+#include "moe/latent_projections.hpp"
+
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "moe/cuda/row_ops.hpp"
+#include "moe/rows.hpp"
+#include "numerics/element_types.hpp"
+#include "routing/router_gemm.hpp"
+
+namespace fusedmoe {
+namespace {
+
+Status CheckWeight(const char* name, const Tensor& weight, const Tensor& bias, int64_t rows, int64_t cols) {
+  if (!(weight.shape() == Shape{rows, cols}) || !IsPlainFloat(weight.dtype())) {
+    return Status::Usage(fmt::format("is {} {}; [{}, {}] of F32, BF16 or F16 is needed",
+                                     DTypeName(weight.dtype()), weight.shape().ToString(), rows, cols))
+        .WithTensor(name);
+  }
+  if (!bias.empty() && (bias.dtype() != DType::kF32 || !(bias.shape() == Shape{rows}))) {
+    return Status::Usage(fmt::format("is {} {}; F32 [{}] is needed", DTypeName(bias.dtype()),
+                                     bias.shape().ToString(), rows))
+        .WithTensor(fmt::format("{}_bias", name));
+  }
+  return Status::Ok();
+}
+
+int64_t BytesOf(const Tensor& tensor) {
+  return tensor.empty() ? 0 : tensor.view().total_bytes();
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const LatentProjections>> LatentProjections::Create(LatentWeights weights,
+                                                                           int64_t hidden, int64_t latent,
+                                                                           bool on_device) {
+  FMOE_RETURN_IF_ERROR(CheckWeight("to_latent", weights.to_latent, weights.to_latent_bias, latent, hidden));
+  FMOE_RETURN_IF_ERROR(
+      CheckWeight("from_latent", weights.from_latent, weights.from_latent_bias, hidden, latent));
+  auto made = std::make_shared<LatentProjections>();
+  made->hidden_ = hidden;
+  made->latent_ = latent;
+  made->on_device_ = on_device;
+  if (on_device) {
+    FMOE_ASSIGN_OR_RETURN(made->to_latent_,
+                          cuda::DeviceProduct::Create(weights.to_latent.view(), weights.to_latent_bias.view(),
+                                                      "the projection to latent experts"));
+    FMOE_ASSIGN_OR_RETURN(made->from_latent_, cuda::DeviceProduct::Create(
+                                                  weights.from_latent.view(), weights.from_latent_bias.view(),
+                                                  "the projection from latent experts"));
+  }
+  made->weights_ = std::move(weights);
+  return std::shared_ptr<const LatentProjections>(std::move(made));
+}
+
+LatentProjections::Slots LatentProjections::Book(int64_t max_tokens, WorkspaceBook& book) const {
+  const int64_t bytes = max_tokens * latent_ * static_cast<int64_t>(sizeof(float));
+  return {book.Book("latent_sums", bytes), book.Book("latent_rows", bytes)};
+}
+
+MutableTensorView LatentProjections::Sums(int64_t num_tokens, const Slots& slots,
+                                          const Workspace& workspace) const {
+  return {workspace.Get<std::byte>(slots.sums), DType::kF32, {num_tokens, latent_}};
+}
+
+Result<TensorView> LatentProjections::ToLatent(TensorView hidden, const Slots& slots,
+                                               const Workspace& workspace, const Executor& executor) const {
+  const int64_t num_tokens = hidden.dim(0);
+  const MutableTensorView rows(workspace.Get<std::byte>(slots.rows), hidden.dtype(), {num_tokens, latent_});
+  // Rows of fp32 are written where they are read.
+  const bool rounds = hidden.dtype() != DType::kF32;
+  auto* sums = workspace.Get<float>(rounds ? slots.sums : slots.rows);
+  if (num_tokens == 0) {
+    return TensorView(rows);
+  }
+  if (on_device_) {
+    FMOE_RETURN_IF_ERROR(to_latent_.Run(hidden, sums, executor.stream));
+    if (rounds) {
+      cuda::RankRows alone;
+      alone.own = sums;
+      FMOE_RETURN_IF_ERROR(cuda::AddRankRows(alone, rows, executor.stream));
+    }
+    return TensorView(rows);
+  }
+  FMOE_RETURN_IF_ERROR(
+      RouterGemm(hidden, weights_.to_latent.view(), weights_.to_latent_bias.view(), sums, executor));
+  if (rounds) {
+    ConvertRows(Sums(num_tokens, slots, workspace), rows, executor);
+  }
+  return TensorView(rows);
+}
+
+Status LatentProjections::FromLatent(TensorView sums, MutableTensorView rows,
+                                     const Executor& executor) const {
+  if (sums.dim(0) == 0) {
+    return Status::Ok();
+  }
+  return on_device_ ? from_latent_.Run(sums, rows.as<float>(), executor.stream)
+                    : RouterGemm(sums, weights_.from_latent.view(), weights_.from_latent_bias.view(),
+                                 rows.as<float>(), executor);
+}
+
+void LatentProjections::Describe(Plan& plan) const {
+  plan.latent = latent_;
+  plan.latent_bytes = BytesOf(weights_.to_latent) + BytesOf(weights_.to_latent_bias) +
+                      BytesOf(weights_.from_latent) + BytesOf(weights_.from_latent_bias);
+  plan.latent_flops = 4 * plan.tokens * hidden_ * latent_;
+}
+
+}  // namespace fusedmoe

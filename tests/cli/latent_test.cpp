@@ -1,0 +1,192 @@
+// Layers with latent experts through the commands: what is run, told, prepared, calibrated, quantized,
+// converted.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include <fusedmoe/safetensors.hpp>
+
+#include "cli/process.hpp"
+#include "support/relative_l2.hpp"
+#include "support/tensors.hpp"
+
+namespace fusedmoe::test {
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kBlock = "backbone.layers.1.mixer.";
+
+std::string Golden(const std::string& name) {
+  return std::string(FMOE_GOLDEN_DIR) + "/families/nemotron_h_" + name;
+}
+std::string InputOf(const std::string& checkpoint) {
+  return checkpoint + "/io/m5.safetensors";
+}
+
+std::vector<float> Floats(const SafetensorsFile& file, const std::string& name) {
+  const Tensor* tensor = file.Find(name);
+  EXPECT_NE(tensor, nullptr) << name;
+  const auto* values = tensor->view().as<float>();
+  return {values, values + tensor->view().count()};
+}
+
+/// The output of `run` with these words, and that it exits with 0.
+std::vector<float> Output(const std::string& what, const std::string& input,
+                          const TemporaryDirectory& directory, const std::vector<std::string>& more) {
+  std::vector<std::string> words = {"run", what, "--input", input, "--output", directory / "out.safetensors"};
+  words.insert(words.end(), more.begin(), more.end());
+  const ProcessResult result = RunCommand(words);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  return Floats(*ReadSafetensors(directory / "out.safetensors"), "output");
+}
+
+// The bound is that of the families' tests on the reference; CPU_FUSED multiplies these BF16 weights in BF16.
+TEST(LatentCommands, Run_ChecksAgainstTheReference) {
+  const TemporaryDirectory directory;
+  for (const char* name : {"latent-orig", "latent_bias-orig", "latent_mixed-orig"}) {
+    const std::string source = Golden(name);
+    const std::vector<float> expected = Floats(*ReadSafetensors(InputOf(source)), "expected_output");
+    EXPECT_LT(RelativeL2(Output(source, InputOf(source), directory,
+                                {"--layer", "1", "--backend", "REFERENCE", "--threads", "2"}),
+                         expected),
+              5e-6)
+        << name;
+    const ProcessResult checked =
+        RunCommand({"run", source, "--layer", "1", "--input", InputOf(source), "--output",
+                    directory / "out.safetensors", "--check", "--json"});
+    EXPECT_EQ(checked.exit_code, 0) << checked.err;
+    EXPECT_EQ(checked.Json().at("check").at("ok"), true);
+    EXPECT_GT(checked.Json().at("plan").at("latent"), 0);
+  }
+}
+
+TEST(LatentCommands, InspectAndExplain_TellBothWidths) {
+  const std::string source = Golden("latent_mixed-orig");
+  const nlohmann::json inspected = RunCommand({"inspect", source, "--json"}).Json();
+  EXPECT_EQ(inspected.at("layers").at(0).at("config").at("latent"), 64);
+  const std::string text = RunCommand({"inspect", Golden("latent-orig")}).out;
+  EXPECT_NE(text.find("32, latent 16"), std::string::npos) << text;
+  const ProcessResult explained = RunCommand({"explain", Golden("latent-orig"), "--layer", "1"});
+  EXPECT_EQ(explained.exit_code, 0) << explained.err;
+  EXPECT_NE(explained.out.find("hidden 32, latent 16"), std::string::npos) << explained.out;
+  // What is weighed are the experts on their own rows: 8 of 2 x 16 x 16 values in F32, here and elsewhere.
+  for (const char* platform : {"host", "sm90"}) {
+    const nlohmann::json costs =
+        RunCommand({"explain", Golden("latent-orig"), "--layer", "1", "--platform", platform, "--json"})
+            .Json()
+            .at("costs");
+    EXPECT_EQ(costs.at("weight_bytes"), 8 * 2 * 16 * 16 * 4) << platform;
+  }
+}
+
+TEST(LatentCommands, PreparedFile_CarriesTheProjections) {
+  const TemporaryDirectory directory;
+  const std::string source = Golden("latent_mixed-orig"), file = directory / "prepared.safetensors";
+  const ProcessResult prepared =
+      RunCommand({"prepare", source, "--layer", "1", "--backend", "MARLIN", "--output", file});
+  ASSERT_EQ(prepared.exit_code, 0) << prepared.err;
+  EXPECT_EQ(Output(file, InputOf(source), directory, {}),
+            Output(source, InputOf(source), directory, {"--layer", "1", "--backend", "MARLIN"}));
+  EXPECT_EQ(RunCommand({"verify", file, "--against", source, "--layer", "1"}).exit_code, 0);
+  for (const char* name : {"latent.to", "latent.from"}) {
+    SafetensorsFile damaged = *ReadSafetensors(file);
+    std::erase_if(damaged.tensors, [&](const NamedTensor& tensor) { return tensor.name == name; });
+    const std::string without = directory / "without.safetensors";
+    ASSERT_TRUE(WriteSafetensors(without, damaged.tensors, damaged.metadata).ok());
+    const ProcessResult refused =
+        RunCommand({"run", without, "--input", InputOf(source), "--output", directory / "no.safetensors"});
+    EXPECT_EQ(refused.exit_code, 3) << refused.err;
+    EXPECT_NE(refused.err.find(name), std::string::npos) << refused.err;
+  }
+}
+
+// Experts read projected rows: of all tokens the largest value that a projection gives is the largest that
+// any expert read. Quantized with it, the layer has the projections' bytes as they were.
+TEST(LatentCommands, CalibrateAndQuantize_SeeProjectedRows) {
+  const TemporaryDirectory directory;
+  const std::string source = Golden("latent-orig"), statistics = directory / "stats.safetensors";
+  ASSERT_EQ(
+      RunCommand({"calibrate", source, "--layer", "1", "--input", InputOf(source), "--output", statistics})
+          .exit_code,
+      0);
+  const SafetensorsFile weights = *ReadSafetensors(source + "/model.safetensors");
+  const std::vector<float> hidden = Floats(*ReadSafetensors(InputOf(source)), "hidden_states");
+  const std::vector<float> matrix = Floats(weights, kBlock + "fc1_latent_proj.weight");
+  double largest = 0;
+  for (size_t row = 0; row < 5 * 16; ++row) {
+    double sum = 0;
+    for (size_t col = 0; col < 32; ++col) {
+      sum +=
+          static_cast<double>(hidden[row / 16 * 32 + col]) * static_cast<double>(matrix[row % 16 * 32 + col]);
+    }
+    largest = std::max(largest, std::fabs(sum));
+  }
+  const std::vector<float> amax = Floats(*ReadSafetensors(statistics), "layers.1.gate_up_amax");
+  EXPECT_NEAR(*std::max_element(amax.begin(), amax.end()), largest, 1e-5 * largest);
+
+  const std::string made = directory / "quantized";
+  const ProcessResult quantized =
+      RunCommand({"quantize", source, "--scheme", "nvfp4_w4a4", "--act-stats", statistics, "--output", made});
+  ASSERT_EQ(quantized.exit_code, 0) << quantized.err;
+  const SafetensorsFile written = *ReadSafetensors(made + "/model.safetensors");
+  for (const char* name : {"fc1_latent_proj.weight", "fc2_latent_proj.weight"}) {
+    ASSERT_NE(written.Find(kBlock + name), nullptr) << name;
+    EXPECT_TRUE(SameBytes(*written.Find(kBlock + name), *weights.Find(kBlock + name))) << name;
+  }
+  EXPECT_EQ(RunCommand({"verify", made, "--layer", "1"}).exit_code, 0);
+}
+
+// The projections are FP8 in the source: matrices like others for the tools' forms, decoded in GGUF.
+TEST(LatentCommands, Convert_KeepsWhatTheLayerComputes) {
+  const TemporaryDirectory directory;
+  const std::string source = Golden("latent_mixed-orig");
+  const std::vector<float> expected = Floats(*ReadSafetensors(InputOf(source)), "expected_output");
+  for (const auto& [form, target] : {std::pair("modelopt", "modelopt"), std::pair("compressed-tensors", "ct"),
+                                     std::pair("gguf", "a.gguf")}) {
+    const std::string made = directory / target;
+    const ProcessResult converted = RunCommand({"convert", source, "--to", form, "--output", made});
+    ASSERT_EQ(converted.exit_code, 0) << converted.err;
+    EXPECT_EQ(converted.out.find("left out"), std::string::npos) << converted.out;
+    EXPECT_LT(RelativeL2(Output(made, InputOf(source), directory, {"--layer", "1", "--backend", "REFERENCE"}),
+                         expected),
+              5e-6)
+        << form;
+  }
+}
+
+TEST(LatentCommands, LintFindsWhatRunRefuses) {
+  const TemporaryDirectory directory;
+  const std::string copy = directory / "copy";
+  fs::copy(Golden("latent-orig"), copy, fs::copy_options::recursive);
+  EXPECT_EQ(RunCommand({"lint", copy}).exit_code, 0);
+  const std::string name = kBlock + "fc2_latent_proj.weight";
+  SafetensorsFile file = *ReadSafetensors(copy + "/model.safetensors");
+  for (NamedTensor& named : file.tensors) {
+    if (named.name == name) {
+      Tensor changed = *Tensor::Allocate(DType::kF32, named.tensor.shape());
+      std::memcpy(changed.mutable_view().data(), named.tensor.view().data(),
+                  static_cast<size_t>(changed.view().total_bytes()));
+      changed.mutable_view().as<float>()[3] = std::numeric_limits<float>::quiet_NaN();
+      named.tensor = std::move(changed);
+    }
+  }
+  ASSERT_TRUE(WriteSafetensors(copy + "/model.safetensors", file.tensors, file.metadata).ok());
+  const ProcessResult linted = RunCommand({"lint", copy, "--json"});
+  EXPECT_EQ(linted.exit_code, 1);
+  EXPECT_EQ(linted.Json().at("findings").at(0).at("code"), "tensor_refused");
+  EXPECT_EQ(linted.Json().at("findings").at(0).at("tensor"), name);
+  const ProcessResult run = RunCommand(
+      {"run", copy, "--layer", "1", "--input", InputOf(copy), "--output", directory / "out.safetensors"});
+  EXPECT_EQ(run.exit_code, 3);
+  EXPECT_NE(run.err.find(name), std::string::npos) << run.err;
+}
+
+}  // namespace
+}  // namespace fusedmoe::test
