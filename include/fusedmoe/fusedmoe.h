@@ -216,8 +216,8 @@ typedef struct fmoe_layer_options {
    * the steps between plans (3000, the first after a quarter of it). */
   int32_t load_balancing;
   int64_t redundant_experts, eplb_window_steps, eplb_interval_steps;
-  /* Of a checkpoint's latent experts: 0 leaves the projections, and with them the router, to the caller, whose
-   * rows have the latent width; then shared_experts must be 0. 1 */
+  /* Of a checkpoint's latent experts: 0 leaves the projections, and with them the router, to the caller,
+   * whose rows have the latent width; then shared_experts must be 0. 1 */
   int32_t latent_projections;
 } fmoe_layer_options;
 

@@ -45,33 +45,59 @@ TEST(ErrorBound, RowsOfBf16_AreRoundedBesideTheOutput) {
   EXPECT_LT(BoundOf(plan, scheme, DType::kF32, 128, 128).value(), 1.5e-3);
 }
 
-TEST(Distance, InfiniteOutput_StandsForWhatRoundsToIt) {
-  const float infinity = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+TEST(Distance, InfiniteOutput_IsRightWhereItsDtypeEnds) {
   const auto error = [](float actual, float expected, DType output) {
     Distance distance;
     distance.Take(actual, expected, RangeOf(output));
     return distance.relative();
   };
-  EXPECT_EQ(error(infinity, 1e6F, DType::kF16), 0.0);
-  EXPECT_EQ(error(-infinity, -65520.0F, DType::kF16), 0.0);
-  EXPECT_NEAR(error(infinity, 65000.0F, DType::kF16), 520.0 / 65000, 1e-6);  // rounded the other way
-  EXPECT_GT(error(infinity, 1.0F, DType::kF16), 1e4);
-  EXPECT_GT(error(-infinity, 1e6F, DType::kF16), 1.9);
+  EXPECT_EQ(error(kInfinity, 1e6F, DType::kF16), 0.0);
+  EXPECT_EQ(error(-kInfinity, -65520.0F, DType::kF16), 0.0);
+  EXPECT_EQ(error(kInfinity, 65000.0F, DType::kF16), 0.0);  // rounded the other way
+  EXPECT_EQ(error(kInfinity, kInfinity, DType::kF32), 0.0);
+  EXPECT_EQ(error(kInfinity, 60000.0F, DType::kF16), kInfinity);
+  EXPECT_EQ(error(-kInfinity, 1e6F, DType::kF16), kInfinity);
+  EXPECT_EQ(error(kInfinity, 1e6F, DType::kF32), kInfinity);
   EXPECT_GT(error(65504.0F, 1e6F, DType::kF16), 0.9);  // no infinity where one was due
-  EXPECT_GT(error(infinity, 1e6F, DType::kF32), 1e4);
-  EXPECT_EQ(error(infinity, infinity, DType::kF32), 0.0);
 }
 
-TEST(Distance, SmallestStep_CountsWhereValuesAreThatSmall) {
+TEST(RowsDistance, RowThatOverflows_HidesNoOther) {
+  Distance large, wrong, right;
+  for (int i = 0; i < 64; ++i) {
+    large.Take(kInfinity, 1e7F, RangeOf(DType::kF16));
+    wrong.Take(0.0F, 1.0F);
+    right.Take(1.0F, 1.0F);
+  }
+  RowsDistance rows(DType::kF16);
+  rows.AddRow(large);
+  rows.AddRow(right);
+  EXPECT_EQ(rows.relative(), 0.0);
+  EXPECT_EQ(rows.overflowed(), 64);
+  rows.AddRow(wrong);
+  EXPECT_NEAR(rows.relative(), std::sqrt(0.5), 1e-6);
+  // A value of that row which is finite, and wrong, counts in its own norm.
+  large.Take(0.0F, 2e7F, RangeOf(DType::kF16));
+  RowsDistance alone(DType::kF16);
+  alone.AddRow(large);
+  EXPECT_GT(alone.relative(), 0.2);
+}
+
+TEST(RowsDistance, SmallestStep_CountsWhereValuesAreThatSmall) {
   Distance ordinary, tiny;
   for (int i = 0; i < 100; ++i) {
     ordinary.Take(1.0F, 1.0F);
     tiny.Take(0.0F, 0x1p-26F);  // below half a step of F16
   }
-  const OutputRange f16 = RangeOf(DType::kF16);
-  EXPECT_DOUBLE_EQ(ordinary.step_rounding(f16), 0x1p-25);
-  EXPECT_GE(4 * tiny.step_rounding(f16), tiny.relative());
-  EXPECT_LT(4 * tiny.step_rounding(RangeOf(DType::kBF16)), tiny.relative());
+  ordinary.Take(kInfinity, kInfinity);  // is in no norm
+  RowsDistance f16(DType::kF16), small(DType::kF16), bf16(DType::kBF16);
+  f16.AddRow(ordinary);
+  small.AddRow(tiny);
+  bf16.AddRow(tiny);
+  EXPECT_DOUBLE_EQ(f16.step_rounding(), 0x1p-24 / std::sqrt(12.0));
+  EXPECT_GE(4 * small.step_rounding(), small.relative());
+  EXPECT_LT(4 * bf16.step_rounding(), bf16.relative());
 }
 
 TEST(ErrorBound, ShortIntermediate_CostsMoreWhereItIsRequantized) {

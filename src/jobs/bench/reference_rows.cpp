@@ -197,17 +197,19 @@ Status ReferenceRows::Compute(const std::vector<int64_t>& tokens, TensorView hid
 
 double ReferenceRows::DistanceOf(const std::vector<int64_t>& tokens, TensorView output,
                                  const std::vector<int64_t>& rows) const {
-  Distance whole;
+  RowsDistance distance(output.dtype());
   std::vector<float> actual(static_cast<size_t>(output.dim(1)));
   for (size_t index = 0; index < tokens.size(); ++index) {
     DecodeRow(output.dtype(), output.data() + rows[index] * output.row_bytes(), 0, output.dim(1),
               actual.data());
     const std::vector<float>& expected = Row(tokens[index]);
+    Distance row;
     for (size_t column = 0; column < actual.size(); ++column) {
-      whole.Take(actual[column], expected[column]);
+      row.Take(actual[column], expected[column], distance.range());
     }
+    distance.AddRow(row);
   }
-  return whole.relative();
+  return distance.relative();
 }
 
 }  // namespace fusedmoe::bench

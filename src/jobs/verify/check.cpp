@@ -78,8 +78,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   outputs.output = expected.mutable_view();
   FMOE_RETURN_IF_ERROR(reference->Forward(inputs, outputs, workspace, options.executor));
 
-  const OutputRange range = RangeOf(output.dtype());
-  Distance whole;
+  RowsDistance distance(output.dtype());
   std::vector<float> row(static_cast<size_t>(hidden.dim(1)));
   for (size_t index = 0; index < tokens.size(); ++index) {
     DecodeRow(output.dtype(), output.data() + tokens[index] * output.stride_bytes(0), 0, output.dim(1),
@@ -87,15 +86,15 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
     const float* wanted = expected.view().as<float>() + index * row.size();
     Distance one;
     for (size_t column = 0; column < row.size(); ++column) {
-      one.Take(row[column], wanted[column], range);
+      one.Take(row[column], wanted[column], distance.range());
     }
-    report.max_row_error = Larger(report.max_row_error, one.relative());
-    whole.Add(one);
+    distance.AddRow(one);
   }
-  report.rel_l2 = whole.relative();
-  report.not_finite = whole.not_finite;
-  report.overflowed = whole.overflowed;
-  report.bound.output_rounding = std::hypot(report.bound.output_rounding, whole.step_rounding(range));
+  report.rel_l2 = distance.relative();
+  report.max_row_error = distance.largest();
+  report.not_finite = distance.not_finite();
+  report.overflowed = distance.overflowed();
+  report.bound.output_rounding = std::hypot(report.bound.output_rounding, distance.step_rounding());
   report.ok = report.rel_l2 <= report.bound.value();  // false for NaN
   return report;
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -27,32 +26,34 @@ inline OutputRange RangeOf(DType output) {
   }
 }
 
+/// The larger of two errors; NaN is larger than all.
+inline double Larger(double a, double b) {
+  return b <= a ? a : b;
+}
+
 /// Squared differences and norms, summed.
 struct Distance {
   double difference = 0, norm = 0;
-  int64_t values = 0;
+  int64_t values = 0;      // of which norm is the sum
   int64_t not_finite = 0;  // values that are NaN, or the same infinity, on both sides
-  int64_t overflowed = 0;  // values that are infinite only because their dtype ends before them
+  int64_t overflowed = 0;  // values that are infinite because their dtype ends before them
 
-  // Values that are not finite must be so on both sides; they carry no distance. An infinite output stands
-  // for all numbers that round to it, of which the nearest counts.
+  // Values that are not finite must be so on both sides, or lie at or beyond the end of the output's dtype (a
+  // sixteenth less, for the error that a right kernel may have); they carry no distance.
   void Take(float actual, float expected, const OutputRange& range = {}) {
-    ++values;
-    if (actual == expected || (std::isnan(actual) && std::isnan(expected))) {
-      if (std::isfinite(expected)) {
-        norm += static_cast<double>(expected) * expected;
-      } else {
-        ++not_finite;
-      }
+    if (!std::isfinite(expected) && (actual == expected || (std::isnan(actual) && std::isnan(expected)))) {
+      ++not_finite;
       return;
     }
-    if (std::isinf(actual) && std::isfinite(expected) && std::isfinite(range.overflow)) {
+    ++values;
+    norm += static_cast<double>(expected) * expected;
+    if (std::isinf(actual) && std::signbit(actual) == std::signbit(expected) &&
+        std::fabs(expected) >= range.overflow * 0.9375F) {
       ++overflowed;
-      actual = std::copysign(std::max(range.overflow, std::fabs(expected)), actual);
+      return;
     }
     const double delta = static_cast<double>(actual) - expected;
     difference += delta * delta;
-    norm += static_cast<double>(expected) * expected;
   }
   void Add(const Distance& other) {
     difference += other.difference;
@@ -63,15 +64,41 @@ struct Distance {
   }
   // Against an expected zero every difference is infinitely large.
   double relative() const { return difference == 0 ? 0.0 : std::sqrt(difference / norm); }
-  // What rounding to multiples of the smallest step does to values like these: half a step at most.
-  double step_rounding(const OutputRange& range) const {
-    return norm > 0 ? range.step / 2 * std::sqrt(static_cast<double>(values) / norm) : 0.0;
-  }
 };
 
-/// The larger of two errors; NaN is larger than all.
-inline double Larger(double a, double b) {
-  return b <= a ? a : b;
-}
+/// Rows of outputs beside those that are expected, and the largest error of one. A row in which some overflow
+/// is held against its own norm: in that of all rows, its large values would hide what is wrong in others.
+class RowsDistance {
+ public:
+  explicit RowsDistance(DType output) : range_(RangeOf(output)) {}
+
+  void AddRow(const Distance& row) {
+    not_finite_ += row.not_finite;
+    overflowed_ += row.overflowed;
+    largest_ = Larger(largest_, row.relative());
+    if (row.overflowed > 0) {
+      alone_ = Larger(alone_, row.relative());
+    } else {
+      whole_.Add(row);
+    }
+  }
+  const OutputRange& range() const { return range_; }
+  double relative() const { return Larger(whole_.relative(), alone_); }
+  double largest() const { return largest_; }
+  int64_t not_finite() const { return not_finite_; }
+  int64_t overflowed() const { return overflowed_; }
+  // What rounding to multiples of the smallest step does to values like these.
+  double step_rounding() const {
+    return whole_.norm > 0
+               ? range_.step / std::sqrt(12.0) * std::sqrt(static_cast<double>(whole_.values) / whole_.norm)
+               : 0.0;
+  }
+
+ private:
+  OutputRange range_;
+  Distance whole_;
+  double alone_ = 0, largest_ = 0;
+  int64_t not_finite_ = 0, overflowed_ = 0;
+};
 
 }  // namespace fusedmoe

@@ -137,9 +137,8 @@ std::vector<float> RowOf(const Tensor& tensor, int64_t row) {
 
 // Row errors, the whole and the map, from both outputs.
 void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& routed, int64_t worst,
-                 VerifyReport& report, Distance& whole) {
+                 VerifyReport& report, RowsDistance& distance) {
   const int64_t rows = actual.dim(0), cols = actual.dim(1);
-  const OutputRange range = RangeOf(actual.dtype());
   report.rows = rows;
   report.map_rows = std::min(rows, kMapRows);
   report.map_cols = std::min(cols, kMapCols);
@@ -152,7 +151,7 @@ void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& rou
     const int64_t map_row = row * report.map_rows / rows;
     for (int64_t col = 0; col < cols; ++col) {
       Distance one;
-      one.Take(left[static_cast<size_t>(col)], right[static_cast<size_t>(col)], range);
+      one.Take(left[static_cast<size_t>(col)], right[static_cast<size_t>(col)], distance.range());
       all.Add(one);
       patches[static_cast<size_t>(map_row * report.map_cols + col * report.map_cols / cols)].Add(one);
     }
@@ -161,12 +160,12 @@ void CompareRows(const Tensor& actual, const Tensor& expected, const Routed& rou
     const int32_t* ids = routed.ids.view().as<int32_t>() + row * top_k;
     error.experts.assign(ids, ids + top_k);
     report.worst_rows.push_back(std::move(error));
-    report.max_row_error = Larger(report.max_row_error, all.relative());
-    whole.Add(all);
+    distance.AddRow(all);
   }
-  report.rel_l2 = whole.relative();
-  report.not_finite = whole.not_finite;
-  report.overflowed = whole.overflowed;
+  report.rel_l2 = distance.relative();
+  report.max_row_error = distance.largest();
+  report.not_finite = distance.not_finite();
+  report.overflowed = distance.overflowed();
   for (size_t index = 0; index < patches.size(); ++index) {
     const double norm =
         map_norm[index / static_cast<size_t>(report.map_cols)] / static_cast<double>(report.map_cols);
@@ -312,11 +311,11 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   FMOE_ASSIGN_OR_RETURN(const Routed routed, Route(judged, inputs, &output));
   FMOE_ASSIGN_OR_RETURN(const Tensor expected,
                         reference.Run(inputs.hidden, routed.ids.view(), routed.weights.view(), DType::kF32));
-  Distance whole;
-  CompareRows(output, expected, routed, options.worst_rows, report, whole);
+  RowsDistance distance(output.dtype());
+  CompareRows(output, expected, routed, options.worst_rows, report, distance);
   FMOE_RETURN_IF_ERROR(CompareExperts(judged, reference, inputs.hidden, routed, report));
   ErrorBound bound = BoundOfLayer(*judged.layer, output.dtype(), judged.layer->config().intermediate);
-  bound.output_rounding = std::hypot(bound.output_rounding, whole.step_rounding(RangeOf(output.dtype())));
+  bound.output_rounding = std::hypot(bound.output_rounding, distance.step_rounding());
   const double backend_bound = bound.value();
   report.bound = backend_bound;
   if (!sides.same_weights) {
