@@ -17,12 +17,6 @@ Result<LayerDescription> Describe(const RawGguf& model) {
   return checkpoint->Describe(0);
 }
 
-Status Load(const RawGguf& model) {
-  const TemporaryDirectory folder;
-  folder.Write("a.gguf", model.Bytes());
-  return LoadEverything(folder.path() / "a.gguf");
-}
-
 void ExpectScores(const RawGguf& model, ScoreFunction score) {
   const auto layer = Describe(model);
   ASSERT_TRUE(layer.ok()) << layer.status().ToString();
@@ -53,7 +47,7 @@ TEST(GgufArchitectures, GatingFunctions_AreThoseOfTheirNumbers) {
   ExpectScores(with(2), ScoreFunction::kSigmoid);
   ExpectScores(with(4), ScoreFunction::kSqrtSoftplus);
   for (const uint32_t unknown : {0U, 5U}) {
-    EXPECT_EQ(Load(with(unknown)).code(), StatusCode::kUnsupported) << unknown;
+    EXPECT_EQ(LoadEverything(with(unknown)).code(), StatusCode::kUnsupported) << unknown;
   }
 }
 
@@ -91,11 +85,11 @@ TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
 
 TEST(GgufArchitectures, ThoseThatComputeSomethingElse_AreRefusedWithTheReason) {
   for (const char* architecture : {"gemma4", "grovemoe", "kimi-k3", "smallthinker"}) {
-    const Status status = Load(Model(kTypeF32, architecture));
+    const Status status = LoadEverything(Model(kTypeF32, architecture));
     EXPECT_EQ(status.code(), StatusCode::kUnsupported) << architecture;
     EXPECT_NE(status.message().find("is not supported: "), std::string::npos) << status.ToString();
   }
-  EXPECT_EQ(Load(Model(kTypeF32, "mamba")).code(), StatusCode::kUnsupported);
+  EXPECT_EQ(LoadEverything(Model(kTypeF32, "mamba")).code(), StatusCode::kUnsupported);
 }
 
 // Ling 3.0 clamps behind silu, in the layers that have a limit; Maple before it, in all of them.
@@ -155,7 +149,7 @@ TEST(GgufArchitectures, WeightsThatAreNotNormalized_StayAsTheyAre) {
 TEST(GgufArchitectures, Deepseek4_NeedsItsTableOfTokens) {
   RawGguf model = Model(kTypeMxfp4, "deepseek4");
   model.Value("deepseek4.hash_layer_count", kUint32, Raw<uint32_t>(1));
-  const Status missing = Load(model);
+  const Status missing = LoadEverything(model);
   EXPECT_EQ(missing.code(), StatusCode::kBadInput);
   EXPECT_EQ(missing.tensor(), "blk.0.ffn_gate_tid2eid.weight");
   std::string ids;
@@ -181,7 +175,7 @@ TEST(GgufArchitectures, SharedExpertsWithoutAGate_HaveItInTheUpProjection) {
   const auto layer = Describe(model);
   ASSERT_TRUE(layer.ok()) << layer.status().ToString();
   EXPECT_EQ(layer->config.shared.intermediate, 32);
-  EXPECT_TRUE(Load(model).ok()) << Load(model).ToString();
+  EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
 }
 
 // Only NVFP4 has scales beside its blocks; llama.cpp would multiply those of any type.
@@ -189,7 +183,7 @@ TEST(GgufArchitectures, ScalesBesideOtherTypes_AreRefused) {
   for (const uint32_t type : {kTypeF32, kTypeQ8_0, kTypeMxfp4}) {
     RawGguf model = Model(type);
     model.tensors.push_back({"blk.0.ffn_up_exps.scale", {2}, kTypeF32, Raw(2.0F) + Raw(3.0F), 0});
-    const Status status = Load(model);
+    const Status status = LoadEverything(model);
     EXPECT_EQ(status.code(), StatusCode::kUnsupported) << status.ToString();
     EXPECT_EQ(status.tensor(), "blk.0.ffn_up_exps.scale");
   }

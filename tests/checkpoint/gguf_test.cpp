@@ -15,12 +15,6 @@ namespace {
 
 using namespace testing_support;
 
-Status Load(const RawGguf& model) {
-  const TemporaryDirectory folder;
-  folder.Write("a.gguf", model.Bytes());
-  return LoadEverything(folder.path() / "a.gguf");
-}
-
 // Element `i` of a matrix of that type.
 float Wanted(uint32_t type, int64_t i) {
   static constexpr float kE2m1[16] = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.0F, -.5, -1, -1.5, -2, -3, -4, -6};
@@ -87,9 +81,9 @@ TEST(Gguf, NegativeScalesOfQ4_0_AreItsNature) {
   RawGguf model = Model(kTypeQ4_0);
   RawGguf::Tensor& tensor = model.Find("blk.0.ffn_up_exps.weight");
   tensor.bytes.replace(0, 2, Raw<uint16_t>(0xb800));
-  EXPECT_TRUE(Load(model).ok()) << Load(model).ToString();
+  EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
   tensor.bytes.replace(0, 2, Raw<uint16_t>(0x7c00));
-  const Status infinite = Load(model);
+  const Status infinite = LoadEverything(model);
   EXPECT_EQ(infinite.code(), StatusCode::kBadInput);
   EXPECT_EQ(infinite.tensor(), "blk.0.ffn_up_exps.weight_scale");
 }
@@ -205,12 +199,12 @@ std::vector<Damage> Damages() {
 }
 
 TEST(Gguf, DamagedFiles_AreRefused) {
-  ASSERT_TRUE(Load(Model(kTypeMxfp4)).ok()) << Load(Model(kTypeMxfp4)).ToString();
+  ASSERT_TRUE(LoadEverything(Model(kTypeMxfp4)).ok()) << LoadEverything(Model(kTypeMxfp4)).ToString();
   for (const Damage& damage : Damages()) {
     SCOPED_TRACE(damage.what);
     RawGguf model = Model(kTypeMxfp4);
     damage.apply(model);
-    const Status status = Load(model);
+    const Status status = LoadEverything(model);
     EXPECT_EQ(status.code(), damage.code) << status.ToString();
     EXPECT_FALSE(status.file().empty()) << status.ToString();
   }

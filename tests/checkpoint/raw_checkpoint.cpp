@@ -313,6 +313,13 @@ Status LoadEverything(const TinyModel& model) {
   return LoadEverything(folder.path());
 }
 
+std::string Replaced(std::string text, const std::string& from, const std::string& to) {
+  for (size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + to.size())) {
+    text.replace(at, from.size(), to);
+  }
+  return text;
+}
+
 void ExpectRefused(const std::string& what, const TinyModel& model, const Expected& expected) {
   SCOPED_TRACE(what);
   CountMalformed();

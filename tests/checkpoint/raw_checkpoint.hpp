@@ -64,6 +64,9 @@ struct WrittenModel {
   Result<ExpertSource> source;
 };
 
+/// `text` with every `from` as `to`.
+std::string Replaced(std::string text, const std::string& from, const std::string& to);
+
 /// Counts a malformed checkpoint. At the end of a whole run of the program their number is printed, and fewer
 /// than kLeastMalformed of them fail it.
 void CountMalformed();

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "checkpoint/raw_checkpoint.hpp"
+
 namespace fusedmoe::testing_support {
 namespace {
 
@@ -107,6 +109,12 @@ RawGguf Model(uint32_t type, const std::string& architecture) {
                    Stack("blk.0.ffn_up_exps.weight", {kHiddenSize, kMiddle, 2}, type),
                    Stack("blk.0.ffn_down_exps.weight", {kMiddle, kHiddenSize, 2}, type)};
   return model;
+}
+
+Status LoadEverything(const RawGguf& model) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  return LoadEverything(folder.path() / "a.gguf");
 }
 
 }  // namespace fusedmoe::testing_support

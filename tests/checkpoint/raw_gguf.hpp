@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include <fusedmoe/status.hpp>
+
 /// GGUF files made byte by byte, sound and damaged ones.
 namespace fusedmoe::testing_support {
 
@@ -51,5 +53,8 @@ RawGguf::Tensor Stack(const std::string& name, std::vector<uint64_t> dims, uint3
 
 /// One layer of Qwen3 with two experts of that type, under the name of any architecture.
 RawGguf Model(uint32_t type, const std::string& architecture = "qwen3moe");
+
+/// Opens the model and loads all of layer 0: the first failure, or ok.
+Status LoadEverything(const RawGguf& model);
 
 }  // namespace fusedmoe::testing_support

@@ -1,5 +1,8 @@
 #include "checkpoint/matrices/matrix_codes.hpp"
 
+#include <cstdint>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include <fmt/format.h>
@@ -24,6 +27,42 @@ Result<Tensor> CodesAlongOut(const MatrixTensors& tensors, const LinearFormat& f
   return NarrowCodes(half.view(), format.weight.element);
 }
 
+// Codes that lie in the order of their matrix as the type that they have in the file.
+enum class StoredAs : uint8_t {
+  kElements,  // the format's own type, or a float of an unquantized matrix
+  kBytes,     // bytes, each of which holds several codes
+  kWide,      // a signed byte for each code of 4 bits
+  kCentered   // signed bytes, for unsigned ones around 128
+};
+
+std::optional<StoredAs> FindStoredAs(const LinearFormat& format, DType found) {
+  const DType element = format.weight.element;
+  const bool bytes = found == DType::kU8 || found == DType::kI8;
+  if (format.bits > 0 && found == DType::kI8 && element == DType::kI4) {
+    return StoredAs::kWide;
+  }
+  if (DTypeBits(element) < 8 && (bytes || found == element)) {
+    return StoredAs::kBytes;
+  }
+  if (format.bits == 8 && found == DType::kI8 && element == DType::kU8) {
+    return StoredAs::kCentered;
+  }
+  const bool plain = found == DType::kF32 || found == DType::kF16 || found == DType::kBF16;
+  return found == element || (!format.quantized() && plain) ? std::optional(StoredAs::kElements)
+                                                            : std::nullopt;
+}
+
+Result<Tensor> ReadPacked(const MatrixTensors& tensors, const LinearFormat& format, const Tensor& stored,
+                          const std::string& name) {
+  const bool has_zero_points = !format.zero_point.empty() && tensors.Has(format.zero_point);
+  Result<Tensor> unpacked =
+      UnpackCodes(format, stored, tensors.rows * tensors.place.parts, tensors.cols, has_zero_points);
+  if (!unpacked.ok()) {
+    return tensors.store.Blame(std::move(unpacked).status(), name);
+  }
+  return tensors.Part(*std::move(unpacked), name, 1);
+}
+
 }  // namespace
 
 Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& format) {
@@ -31,13 +70,7 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.codes));
   const DType element = format.weight.element;
   if (format.packing != Packing::kDirect) {
-    const bool has_zero_points = !format.zero_point.empty() && tensors.Has(format.zero_point);
-    Result<Tensor> unpacked =
-        UnpackCodes(format, stored, tensors.rows * tensors.place.parts, tensors.cols, has_zero_points);
-    if (!unpacked.ok()) {
-      return tensors.store.Blame(std::move(unpacked).status(), name);
-    }
-    return tensors.Part(*std::move(unpacked), name, 1);
+    return ReadPacked(tensors, format, stored, name);
   }
   // gpt-oss keeps the bytes of a group in an axis of their own.
   if (stored.shape().rank() == 3 && stored.view().dense()) {
@@ -48,45 +81,37 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
     return tensors.Wrong(name, stored, "a matrix");
   }
   const int bits = DTypeBits(element);
-  const DType found = stored.dtype();
-  const bool packed_bytes = bits < 8 && (found == DType::kU8 || found == DType::kI8);
-  const bool same = found == element;
-  const bool plain =
-      !format.quantized() && (found == DType::kF32 || found == DType::kF16 || found == DType::kBF16);
-  const bool widened = format.bits > 0 && found == DType::kI8 && element == DType::kI4;
-  const bool centered = format.bits == 8 && found == DType::kI8 && element == DType::kU8;
-  if (!packed_bytes && !same && !plain && !widened && !centered) {
+  const std::optional<StoredAs> as = FindStoredAs(format, stored.dtype());
+  if (!as) {
     return tensors.Wrong(name, stored,
                          fmt::format("{}", bits < 8                ? "U8"
                                            : element == DType::kU8 ? "I8"
                                            : format.quantized()    ? DTypeName(element)
                                                                    : "BF16, F16 or F32"));
   }
-  const bool nibbles = packed_bytes && !widened;
-  if (nibbles) {
-    stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, stored.shape()), stored.owner());
-  }
-  if (same && bits < 8) {
-    const Shape bytes{stored.dim(0), stored.view().row_bytes()};
+  const bool in_bytes = as == StoredAs::kBytes;
+  if (in_bytes) {
+    const bool elements = stored.dtype() == element;
+    const Shape bytes{stored.dim(0), elements ? stored.view().row_bytes() : stored.dim(1)};
     stored = Tensor::Borrow(TensorView(stored.view().data(), DType::kU8, bytes), stored.owner());
-  }
-  if (nibbles && format.codes_along_out) {
-    return CodesAlongOut(tensors, format, stored, name);
+    if (!elements && format.codes_along_out) {
+      return CodesAlongOut(tensors, format, stored, name);
+    }
   }
   FMOE_ASSIGN_OR_RETURN(Tensor half, tensors.Part(std::move(stored), name, 1));
-  const bool in_bytes = nibbles || (same && bits < 8);
   const int64_t width = in_bytes ? PackedBytes(element, tensors.cols) : tensors.cols;
   if (half.dim(0) != tensors.rows || half.dim(1) != width || (in_bytes && tensors.cols * bits % 8 != 0)) {
     return tensors.Wrong(name, half, fmt::format("[{}, {}]", tensors.rows, width));
   }
-  if (widened) {
-    return PackSigned4(half);
-  }
-  if (centered) {
-    return FlipSigns(half.view());
-  }
-  if (!in_bytes) {
-    return half;
+  switch (*as) {
+    case StoredAs::kElements:
+      return half;
+    case StoredAs::kWide:
+      return PackSigned4(half);
+    case StoredAs::kCentered:
+      return FlipSigns(half.view());
+    case StoredAs::kBytes:
+      break;
   }
   TensorView view(half.view().data(), element, Shape{tensors.rows, tensors.cols});
   view.set_stride_bytes(0, half.view().stride_bytes(0));
