@@ -32,7 +32,7 @@ TEST(MalformedConfig, RulesOfTheConfiguration_AreChecked) {
           {"no model_type", [](auto& c) { c.erase("model_type"); }},
           {"model_type a number", [](auto& c) { c["model_type"] = 3; }},
           {"unknown model_type", [](auto& c) { c["model_type"] = "no_such_moe"; }, StatusCode::kUnsupported},
-          {"refused model_type", [](auto& c) { c["model_type"] = "zaya"; }, StatusCode::kUnsupported},
+          {"refused model_type", [](auto& c) { c["model_type"] = "doge"; }, StatusCode::kUnsupported},
           {"more experts a token than there are", [](auto& c) { c["num_experts_per_tok"] = 3; }},
           {"more experts than the library routes to", [](auto& c) { c["num_experts"] = 2049; }},
           {"renormalization a word", [](auto& c) { c["norm_topk_prob"] = "yes"; }},
