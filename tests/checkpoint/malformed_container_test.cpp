@@ -197,7 +197,8 @@ TEST(MalformedContainer, OddButLegalFiles_AreRead) {
           R"(  {"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})",
           R"({"a":{"dtype":"I64","shape":[],"data_offsets":[0,8]}})",
           R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"z":{"dtype":"F32","shape":[2,0],"data_offsets":[8,8]}})",
-          R"({"a":{"dtype":"F4","shape":[16],"data_offsets":[0,8],"future":{"x":[1,{}]}},"__metadata__":{"format":"pt"}})"}) {
+          R"({"a":{"dtype":"F4","shape":[16],"data_offsets":[0,8],"future":{"x":[1,{}]}},"__metadata__":{"format":"pt"}})",
+          R"({"__metadata__":null,"a":{"dtype":"F4","shape":[16],"data_offsets":[0,8]}})"}) {
     const TemporaryDirectory folder;
     folder.Write("x.safetensors", Container(header, data));
     const auto file = ReadSafetensors((folder.path() / "x.safetensors").string());

@@ -153,6 +153,9 @@ Status CheckEntry(const RawEntry& raw, int64_t data_bytes, HeaderEntry* entry) {
 }
 
 bool ReadMetadata(JsonReader& json, SafetensorsMetadata* metadata) {
+  if (json.Peek() == JsonReader::Kind::kNull) {
+    return json.Null();  // MLX, of a file without metadata
+  }
   if (json.Peek() != JsonReader::Kind::kObject) {
     return json.Fail("__metadata__ must be an object of strings");
   }
