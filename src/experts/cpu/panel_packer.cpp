@@ -14,6 +14,8 @@ namespace {
 constexpr int64_t kLineBytes = 32;
 /// What it may write beyond the last group where lines follow each other.
 constexpr int64_t kMostLines = 512;
+/// Codes come from files and from the heap, whose pages are small.
+constexpr int64_t kPageBytes = 4096;
 /// Scales that are asked for ahead: 16 rows of K = 8192 in groups of 16.
 constexpr int64_t kMostScaleBytes = 8192;
 
@@ -309,6 +311,20 @@ void PanelPacker::PrefetchSides(const SideRows& rows, int64_t first_row) const {
   for (const uint8_t* at = first - reinterpret_cast<uintptr_t>(first) % 64; at < end; at += 64) {
     __builtin_prefetch(at);
     asm volatile("");  // GCC drops calls of a function that only prefetches
+  }
+}
+
+void PanelPacker::AskPages(int64_t index) const {
+  if (transform_ == kNumPanelTransforms || !AsksByLines(transform_)) {
+    return;
+  }
+  const int64_t first_row = index * kPanelRows;
+  const int64_t rows = std::clamp<int64_t>(matrix_.rows - first_row, 0, kPanelRows);
+  const int64_t stride = matrix_.codes.view().stride_bytes(0);
+  const uint8_t* first = Bytes(matrix_.codes.view().data()) + first_row * stride;
+  for (const uint8_t* at = first; at < first + rows * stride; at += kPageBytes) {
+    __builtin_prefetch(at);
+    asm volatile("");  // as in PrefetchSides
   }
 }
 

@@ -362,6 +362,12 @@ enum PanelTransform : int {
   kNumPanelTransforms
 };
 
+/// Whether the codes of the next stripe are asked for line by line, in the order of memory, beside the lines
+/// that are packed (panel_isa.hpp): where packing takes longer than memory does.
+static constexpr bool AsksByLines(PanelTransform transform) {
+  return transform == kPanelNibbles || transform == kPanelSixBits;
+}
+
 /// `blocks` blocks of sixteen rows; each row holds all of their codes.
 struct PanelArguments {
   const uint8_t* rows[16];
