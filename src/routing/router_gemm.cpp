@@ -84,6 +84,10 @@ Status RouterGemmWith(const RouterKernels& kernels, TensorView hidden, TensorVie
       FillRows(weight, expert, tile.weight);
       for (int64_t token = first_token; token < end_token; token += 4) {
         FillRows(hidden, token, tile.hidden);
+        // The next four rows, while these are read for the first time: [1024, 4096] BF16 from memory, one
+        // thread, 0.41 -> 0.28 ms with one token, 0.52 -> 0.27 with four. 1, 2 or 4 KB ahead in the row: the
+        // same.
+        tile.ahead = token == first_token ? 4 * weight.stride_bytes(0) : 0;
         tile.num_tokens = static_cast<int>(std::min<int64_t>(4, end_token - token));
         kernels.tile(tile);
         for (int64_t row = 0; row < tile.num_tokens; ++row) {

@@ -15,6 +15,7 @@ struct RouterTile {
   RouterElement hidden_element;
   RouterElement weight_element;
   int64_t width;  ///< columns
+  int64_t ahead;  ///< from a row of weights to the one that is asked for beside it, in bytes
   int num_tokens;
   float* sums;  ///< [4][4], tokens by experts; rows beyond num_tokens are left alone
 };
