@@ -64,6 +64,8 @@ struct LayerDescription {
   std::string producer;  ///< "modelopt", "compressed-tensors", "none", ...
   std::optional<Scheme> shared_scheme;
   int64_t expert_bytes = 0;  ///< on disk, all experts
+  /// What its router does that no method here has, so that the caller routes; empty: the layer routes itself.
+  std::string routed_by_caller;
 };
 
 /// A Hugging Face checkpoint directory: config.json, one or several safetensors files, quantization metadata;

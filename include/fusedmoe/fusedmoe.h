@@ -295,7 +295,7 @@ typedef struct fmoe_layer_config {
   const char* routing;             /* "Renormalize" */
   const char* score;               /* "softmax", "sigmoid", "sqrtsoftplus": for the methods that read it */
   int32_t renormalize;             /* 1 */
-  int64_t num_groups, topk_groups; /* 1, 1; topk_groups 0: every group gives top_k / num_groups experts */
+  int64_t num_groups, topk_groups; /* 1, 1; topk_groups -1: every group gives top_k / num_groups experts */
   float scaling_factor;            /* 1 */
   int32_t apply_router_weight_on_input;
   /* Of the layer's own router, BF16, F16 or F32, borrowed for as long as the layer; absent: forwards bring

@@ -81,7 +81,7 @@ using CustomRouting = std::function<void(TensorView hidden, TensorView router_lo
                                          bool renormalize, int32_t* topk_ids, float* topk_weights)>;
 
 /// Of RoutingConfig::topk_groups: every group gives the same number of experts (Intern-S1-Pro).
-inline constexpr int64_t kEveryGroup = 0;
+inline constexpr int64_t kEveryGroup = -1;
 
 /// Which experts a token goes to, and with what weight. Groups and the scaling factor act with every method;
 /// the fields that only some methods read say so.

@@ -133,9 +133,6 @@ Result<MoeConfig> ToConfig(const fmoe_layer_config& from) {
   routing.num_groups = from.num_groups;
   routing.topk_groups = from.topk_groups;
   routing.scaling_factor = from.scaling_factor;
-  if (routing.method == RoutingMethod::kCustom && from.custom_routing == nullptr) {
-    return Status::Usage("fmoe_layer_config.custom_routing is null, routing \"Custom\" needs it");
-  }
   if (from.custom_routing != nullptr) {
     routing.custom = [choose = from.custom_routing, self = from.routing_self](
                          TensorView hidden, TensorView logits, int64_t top_k, bool renormalize, int32_t* ids,

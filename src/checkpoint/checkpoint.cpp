@@ -143,9 +143,10 @@ Status Checkpoint::Impl::OpenGguf() {
   FMOE_ASSIGN_OR_RETURN(config, checkpoint::GgufConfig(header, *store, directory));
   FMOE_ASSIGN_OR_RETURN(family, ChooseFamily(config));
   if (!family->routed_by_caller.empty()) {
-    return Status::Unsupported(fmt::format("model_type '{}' is not supported: in GGUF its router has tensors "
-                                           "beside those of the experts (a folder of safetensors is read)",
-                                           family->name))
+    return Status::Unsupported(
+               fmt::format("a GGUF file of {} is not supported: its router has tensors beside those "
+                           "of the experts there (a folder of safetensors is read)",
+                           family->name))
         .WithFile(directory);
   }
   family_name = family->name;
@@ -245,6 +246,7 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
   description.family = impl_->family_name;
   description.producer = impl_->rules->producer;
   description.config = context->spec.config;
+  description.routed_by_caller = std::string(context->spec.family->routed_by_caller);
   FMOE_ASSIGN_OR_RETURN(description.scheme, checkpoint::RoutedScheme(*context));
   FMOE_ASSIGN_OR_RETURN(description.config.shared.intermediate, checkpoint::SharedIntermediate(*context));
   if (description.config.shared.intermediate > 0) {

@@ -182,8 +182,7 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
   }
   if (config.routing.method == RoutingMethod::kCustom && !config.routing.custom) {
     return Status::Usage(
-        "the caller routes for this layer, whose router is of no known kind: topk_ids and topk_weights are "
-        "needed");
+        "the layer has no router of its own, the caller routes: topk_ids and topk_weights are needed");
   }
   if (!inputs.router_logits.empty()) {
     return CheckMatrix("router_logits", inputs.router_logits, num_tokens, num_logits(), floats);

@@ -68,6 +68,10 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
       return checkpoint->Experts(layer, parallel, local);
     };
   }
+  if (!description.routed_by_caller.empty()) {
+    loaded->impl_->selection.notes.push_back("the caller routes; of the model's router: " +
+                                             description.routed_by_caller);
+  }
   loaded->impl_->checkpoint = std::move(checkpoint);
   return loaded;
 }

@@ -42,10 +42,11 @@ Status CheckGroups(const RoutingConfig& config, int64_t num_experts) {
                     config.num_groups, DivisorList(num_experts)));
   }
   if (config.topk_groups == kEveryGroup) {
-    if (config.top_k % config.num_groups != 0) {
-      return Status::Usage(
-          fmt::format("top_k is {}; {} groups that give as many experts each need a multiple", config.top_k,
-                      config.num_groups));
+    if (config.num_groups == 1 || config.top_k % config.num_groups != 0) {
+      return Status::Usage(fmt::format(
+          "top_k is {} of {} groups that give as many experts each; a multiple of two groups or more "
+          "is needed",
+          config.top_k, config.num_groups));
     }
     return Status::Ok();
   }

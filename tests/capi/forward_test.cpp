@@ -202,7 +202,10 @@ TEST(CApi, RoutingOfTheCaller_ChoosesTheExperts) {
   int32_t answer = 0;
   config.routing = "Custom";
   Loaded loaded;
-  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_USAGE) << "no callback";
+  {
+    Loaded by_ids;  // without a callback, forwards bring ids
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &by_ids.layer), FMOE_OK) << LastText();
+  }
   config.custom_routing = &ChooseByToken;
   config.routing_self = &answer;
   ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();

@@ -2,6 +2,7 @@
 // all families.
 #include <gtest/gtest.h>
 
+#include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
 
 namespace fusedmoe {
@@ -197,6 +198,33 @@ TEST(UpstreamQuirks, LatentExpertsAndOtherChoices_AreRefused) {
   images.tensors.push_back(Bf16("model.layers.0.mlp.gate.bias_vl", {kExperts}, 0.5F));
   EXPECT_EQ(LoadEverything(images).code(), StatusCode::kUnsupported)
       << "image tokens have a bias of their own";
+}
+
+// Intern-S1-Pro takes top_k / router_n_groups experts of every group.
+TEST(UpstreamQuirks, GroupsThatDoNotDivideTopK_AreRefused) {
+  TinyModel model("bf16");
+  model.config["model_type"] = "interns1_pro";
+  model.config["router_n_groups"] = 2;
+  model.config["num_experts_per_tok"] = 2;
+  EXPECT_TRUE(WrittenModel(model).source.ok());
+  model.config["num_experts_per_tok"] = 1;
+  const WrittenModel odd(model);
+  ASSERT_FALSE(odd.source.ok());
+  EXPECT_EQ(odd.source.status().code(), StatusCode::kBadInput);
+  EXPECT_TRUE(odd.source.status().file().ends_with("config.json")) << odd.source.status().ToString();
+}
+
+// Puzzle: what a block does not say, the other lists do.
+TEST(UpstreamQuirks, BlocksWithoutAType_LeaveItToTheModel) {
+  const auto config = checkpoint::ModelConfig::Parse(
+      R"({"block_configs": [{"block_type": "mamba"}, {"block_type": "moe"}, {"block_type": 3}, {}],
+          "mlp_layer_types": ["sparse", "dense", "sparse", "dense"]})",
+      "config.json");
+  ASSERT_TRUE(config.ok()) << config.status().ToString();
+  EXPECT_EQ(config->SaysMoe(0), false);
+  EXPECT_EQ(config->SaysMoe(1), true);
+  EXPECT_EQ(config->SaysMoe(2), true);
+  EXPECT_EQ(config->SaysMoe(3), false);
 }
 
 }  // namespace

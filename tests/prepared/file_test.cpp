@@ -3,6 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "jobs/prepare/description.hpp"
 #include "prepared/prepared_layer.hpp"
 #include "support/tensors.hpp"
 
@@ -132,6 +133,18 @@ void ExpectNoCrash(const std::string& path, const std::string& what) {
     const Tensor hidden = *Tensor::Allocate(DType::kBF16, {2, 128});
     Output(**layer, hidden);
   }
+}
+
+// Gemma 4: the caller routes.
+TEST(PreparedMetadata, CustomRoutingWithoutACallback_IsRead) {
+  MoeConfig config;
+  config.num_experts = config.num_local_experts = 4;
+  config.hidden = config.intermediate = 32;
+  config.routing.method = RoutingMethod::kCustom;
+  config.routing.top_k = 2;
+  const auto parsed = prepared::ParseConfig(prepared::ConfigText(config));
+  ASSERT_TRUE(parsed.ok()) << parsed.status().ToString();
+  EXPECT_EQ(parsed->routing.method, RoutingMethod::kCustom);
 }
 
 TEST(PreparedMetadata, ChangedWithoutItsDigest_IsRefused) {

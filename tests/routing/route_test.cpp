@@ -286,8 +286,10 @@ TEST(Routing, ImpossibleConfigurationsNameBothValues) {
   EXPECT_NE(refusal([](auto& c) { c.num_groups = 12, c.topk_groups = 1; }).find("only 1 experts"),
             std::string::npos);
   EXPECT_NE(
-      refusal([](auto& c) { c.num_groups = 4, c.topk_groups = kEveryGroup; }).find("top_k is 2; 4 groups"),
+      refusal([](auto& c) { c.num_groups = 4, c.topk_groups = kEveryGroup; }).find("top_k is 2 of 4 groups"),
       std::string::npos);
+  refusal([](auto& c) { c.topk_groups = kEveryGroup; });
+  refusal([](auto& c) { c.num_groups = 2, c.topk_groups = 0; });
   refusal([](auto&) {}, std::vector<float>(12, 0.0F));
   refusal([](auto& c) { c.num_zero_experts = 12; });
   refusal([](auto& c) { c.scaling_factor = kNan; });

@@ -229,8 +229,7 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
   const auto first_word = [](std::string_view words) { return std::string(SplitWords(words).front()); };
   LayerNames names;
   names.prefix = fmt::format("model.layers.{}.", spec.layer);
-  const std::string block = first_word(family.blocks);
-  names.block = block == "." ? names.prefix : names.prefix + block + ".";
+  names.block = BlockName(names.prefix, first_word(family.blocks));
   names.router = names.block + first_word(family.router);
   if (!own.router_bias.empty()) {
     names.router_bias = names.router.substr(0, names.router.rfind('.')) + ".bias";

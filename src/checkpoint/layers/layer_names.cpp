@@ -276,6 +276,10 @@ std::optional<std::pair<size_t, int64_t>> LayerEnd(std::string_view name) {
 
 }  // namespace
 
+std::string BlockName(const std::string& prefix, std::string_view word) {
+  return word == "." ? prefix : prefix + std::string(word) + ".";
+}
+
 std::string ExpertNames::Gate(int64_t expert) const {
   return Substitute(gate, expert);
 }
@@ -338,7 +342,7 @@ std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family&
     for (const std::string_view word : SplitWords(list)) {
       LayerNames names;
       names.prefix = prefix;
-      names.block = word == "." ? prefix : prefix + std::string(word) + ".";
+      names.block = BlockName(prefix, word);
       const auto experts = FindExperts(store, names.block);
       if (!experts) {
         continue;

@@ -62,6 +62,9 @@ struct LayerNames {
   std::string missing;        ///< of the shared experts, a tensor that the others belong to
 };
 
+/// The block that a word of Family::blocks names, with the dot; ".": the layer itself.
+std::string BlockName(const std::string& prefix, std::string_view word);
+
 /// The layers of a checkpoint: number -> "model.layers.N.", of the language model alone.
 std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store);
 

@@ -103,9 +103,11 @@ Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
   if (moe.num_experts % routing.num_groups != 0) {
     return wrong(fmt::format("{} experts do not divide into {} groups", moe.num_experts, routing.num_groups));
   }
-  if (routing.topk_groups == kEveryGroup && routing.top_k % routing.num_groups != 0) {
-    return wrong(fmt::format("each token takes {} experts, which do not divide into {} groups", routing.top_k,
-                             routing.num_groups));
+  if (routing.method != RoutingMethod::kCustom) {
+    if (const Status status = ValidateRouting(routing, moe.num_experts + routing.num_zero_experts);
+        !status.ok()) {
+      return wrong(status.message());
+    }
   }
   if (routing.method == RoutingMethod::kSparseMixer && routing.top_k != 2) {
     return Status::Unsupported(
@@ -235,7 +237,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
     if (config.SaysMoe(layer).value_or(false)) {
       return store.Blame(Status::BadInput(fmt::format(
                              "the experts of layer {} are missing, though config.json gives it some", layer)),
-                         prefix + std::string(SplitWords(family.blocks)[0]) + ".experts");
+                         BlockName(prefix, SplitWords(family.blocks)[0]) + "experts");
     }
     return Status::Usage(fmt::format("layer {} has no routed experts", layer)).WithFile(config.path());
   }

@@ -225,7 +225,9 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
   const JsonValue* blocks = Find("block_configs");
   if (blocks != nullptr && layer < static_cast<int64_t>(blocks->items().size())) {
     const JsonValue* type = blocks->items()[static_cast<size_t>(layer)].Find("block_type");
-    return type != nullptr && type->string() == "moe";
+    if (type != nullptr && type->is_string()) {
+      return type->string() == "moe";
+    }
   }
   // Lists with one word or flag a layer.
   for (const std::string_view key :

@@ -91,7 +91,8 @@ Status DrawExperts(const MoeConfig& config, int64_t tokens, Routed& drawn) {
                          drawn.weights.mutable_view().as<float>());
 }
 
-Result<Routed> Route(const Runner& runner, MoeLayer::Inputs inputs, Tensor* output) {
+Result<Routed> Route(const Runner& runner, MoeLayer::Inputs inputs, Tensor* output,
+                     std::vector<std::string>* notes) {
   const int64_t tokens = inputs.hidden.dim(0);
   const MoeConfig& config = runner.layer->config();
   const int64_t top_k = config.top_k();
@@ -99,8 +100,10 @@ Result<Routed> Route(const Runner& runner, MoeLayer::Inputs inputs, Tensor* outp
   FMOE_ASSIGN_OR_RETURN(routed.ids, Tensor::Allocate(DType::kI32, {tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(routed.weights, Tensor::Allocate(DType::kF32, {tokens, top_k}));
   FMOE_ASSIGN_OR_RETURN(*output, Tensor::Allocate(inputs.hidden.dtype(), inputs.hidden.shape()));
-  if (config.routing.method == RoutingMethod::kCustom && inputs.topk_ids.empty()) {
+  if (config.routing.method == RoutingMethod::kCustom && inputs.topk_ids.empty() &&
+      inputs.router_logits.empty()) {
     FMOE_RETURN_IF_ERROR(DrawExperts(config, tokens, routed));
+    notes->push_back("experts are drawn, all equally likely: the caller routes");
     inputs.topk_ids = routed.ids.view();
     inputs.topk_weights = routed.weights.view();
   }
@@ -308,7 +311,7 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   report.notes = judged.layer->selection().notes;
   report.against_scheme = reference.layer->scheme().name;
   Tensor output;
-  FMOE_ASSIGN_OR_RETURN(const Routed routed, Route(judged, inputs, &output));
+  FMOE_ASSIGN_OR_RETURN(const Routed routed, Route(judged, inputs, &output, &report.notes));
   FMOE_ASSIGN_OR_RETURN(const Tensor expected,
                         reference.Run(inputs.hidden, routed.ids.view(), routed.weights.view(), DType::kF32));
   RowsDistance distance(output.dtype());
