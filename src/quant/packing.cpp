@@ -43,11 +43,12 @@ Status CheckCodes(TensorView codes, int bits) {
 }
 
 Status CheckExtent(std::string_view what, WordLayout layout, int64_t words, int64_t codes) {
-  if (codes < 0 || words != WordsOf(layout, codes)) {
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, codes));
+  if (words != WordsOf(layout, codes)) {
     return Status::BadInput(fmt::format("{}: {} words, but {} codes of {} bits are expected, which fill {}",
                                         what, words, codes, layout.bits, WordsOf(layout, codes)));
   }
-  return CheckCount(layout, codes);
+  return Status::Ok();
 }
 
 // calls visit(word, piece) for the parts of code `index`.
@@ -122,8 +123,9 @@ Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows) {
 Result<Tensor> PackRows(TensorView codes, WordLayout layout) {
   FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along rows"));
   FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
-  const int64_t rows = codes.dim(0), cols = codes.dim(1), num_words = WordsOf(layout, rows);
-  FMOE_RETURN_IF_ERROR(CheckExtent("packed rows", layout, num_words, rows));
+  const int64_t rows = codes.dim(0), cols = codes.dim(1);
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, rows));
+  const int64_t num_words = WordsOf(layout, rows);
   FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{num_words, cols}));
   const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < rows; ++row) {
@@ -174,8 +176,9 @@ Result<Tensor> UnpackColumns(TensorView words, WordLayout layout, int64_t cols) 
 Result<Tensor> PackColumns(TensorView codes, WordLayout layout) {
   FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along columns"));
   FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
-  const int64_t rows = codes.dim(0), cols = codes.dim(1), row_words = WordsOf(layout, cols);
-  FMOE_RETURN_IF_ERROR(CheckExtent("packed columns", layout, row_words, cols));
+  const int64_t rows = codes.dim(0), cols = codes.dim(1);
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, cols));
+  const int64_t row_words = WordsOf(layout, cols);
   FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{rows, row_words}));
   const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < rows; ++row) {
@@ -202,7 +205,7 @@ Result<Tensor> FlipSigns(TensorView codes) {
   }
   FMOE_ASSIGN_OR_RETURN(Tensor flipped, Tensor::Allocate(types->second, codes.shape()));
   const MutableTensorView out = flipped.mutable_view();
-  const std::byte signs = DTypeBits(codes.dtype()) == 4 ? std::byte{0x88} : std::byte{0x80};
+  const auto signs = static_cast<std::byte>(SignBits(DTypeBits(codes.dtype())) & 0xff);
   for (int64_t row = 0; row < codes.dim(0); ++row) {
     const std::byte* from = codes.data() + row * codes.stride_bytes(0);
     std::transform(from, from + codes.row_bytes(), out.data() + row * out.stride_bytes(0),

@@ -14,7 +14,7 @@
 namespace fusedmoe {
 
 /// Codes [rows, cols] from words packed along the first axis, [WordsOf(rows), cols]: weights of GPTQ, zero
-/// points of compressed-tensors. `rows` may leave the last word partly unused.
+/// points of compressed-tensors.
 Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows);
 Result<Tensor> PackRows(TensorView codes, WordLayout layout);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/checked_math.hpp"
 #include "quant/transpose_square.hpp"
 
 namespace fusedmoe {
@@ -109,14 +110,17 @@ void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lane
 }
 
 void PartRowPairs(const std::byte* stored, int64_t rows, int64_t cols, uint8_t flip, std::byte* out) {
-  const int64_t row_bytes = cols / 2;
+  const int64_t row_bytes = CeilDiv(cols, 2), whole = cols / 2;
   for (int64_t row = 0; row < rows; ++row) {
     const auto* pairs = reinterpret_cast<const uint8_t*>(stored) + row / 2 * cols;
     auto* to = reinterpret_cast<uint8_t*>(out) + row * row_bytes;
     const int shift = row % 2 == 0 ? 0 : 4;
-    for (int64_t c = 0; c < row_bytes; ++c) {
+    for (int64_t c = 0; c < whole; ++c) {
       const uint32_t low = pairs[2 * c] >> shift & 15U, high = pairs[2 * c + 1] >> shift & 15U;
       to[c] = static_cast<uint8_t>((low | high << 4) ^ flip);
+    }
+    if (whole < row_bytes) {
+      to[whole] = static_cast<uint8_t>(((pairs[cols - 1] >> shift) ^ flip) & 15U);
     }
   }
 }

@@ -20,7 +20,7 @@ void TurnNibbles(const std::byte* stored, int64_t cols, int64_t rows, const Lane
                  std::byte* out);
 
 /// Bytes [rows / 2, cols] that hold two neighbouring outputs each, as rows of nibbles, [rows, cols / 2]
-/// bytes. `cols` is even.
+/// bytes; what an odd number leaves of a byte is zero.
 void PartRowPairs(const std::byte* stored, int64_t rows, int64_t cols, uint8_t flip, std::byte* out);
 
 }  // namespace fusedmoe

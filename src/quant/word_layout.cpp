@@ -68,10 +68,14 @@ Status CheckWordLayout(WordLayout layout, std::string_view what) {
 }
 
 Status CheckCount(WordLayout layout, int64_t codes) {
-  if (layout.order != LaneOrder::kPlanes || codes % kLanes == 0) {
-    return Status::Ok();
+  constexpr int64_t kMost = int64_t{1} << 56;  // their bits are counted in 64
+  if (codes < 0 || codes > kMost) {
+    return Status::BadInput(fmt::format("{} codes; 0 to {} are possible", codes, kMost));
   }
-  return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of {} is needed", codes, kLanes));
+  if (layout.order == LaneOrder::kPlanes && codes % kLanes != 0) {
+    return Status::BadInput(fmt::format("{} codes in bit planes; a multiple of {} is needed", codes, kLanes));
+  }
+  return Status::Ok();
 }
 
 }  // namespace fusedmoe

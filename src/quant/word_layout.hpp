@@ -34,13 +34,20 @@ using Lanes = std::array<Lane, kLanes>;
 /// Of a layout that CheckWordLayout accepts.
 Lanes LanesOf(WordLayout layout);
 
-/// Words that hold so many codes.
+/// Words that hold so many codes, a number that CheckCount accepts.
 int64_t WordsOf(WordLayout layout, int64_t codes);
+
+/// Of a word of codes of 4 or 8 bits, the highest bit of each: turned, it makes signed ones of those around
+/// the middle, and the other way round.
+constexpr uint32_t SignBits(int bits) {
+  return bits == 4 ? 0x88888888 : 0x80808080;
+}
 
 /// kUnsupported unless codes have 2 to 8 bits, 4 or 8 in the order of AWQ; `what` names them in the message.
 Status CheckWordLayout(WordLayout layout, std::string_view what);
 
-/// kBadInput where planes, which are of 32 codes each, do not come out even.
+/// kBadInput where there cannot be so many codes, and where planes, which are of 32 codes each, do not come
+/// out even.
 Status CheckCount(WordLayout layout, int64_t codes);
 
 }  // namespace fusedmoe

@@ -141,6 +141,47 @@ TEST(PackedCodes, ShapesOfPackedMatrices_MayHave32Bits) {
   EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
+// compressed-tensors 0.20 keeps integers that it does not pack one a byte, of 4 bits too.
+TEST(PackedCodes, BytesBeyondTheirBits_AreBlamedOnTheirTensor) {
+  TinyModel model("ct_int8");
+  model.config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 4;
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  const std::string name = "model.layers.0.mlp.experts.1.up_proj.weight";
+  model.Find(name).bytes[5] = 9;
+  const Status status = LoadEverything(model);
+  EXPECT_EQ(status.code(), StatusCode::kBadInput);
+  EXPECT_EQ(status.message(), "the code at [0, 5] is 9; 4 bits hold -8 to 7");
+  EXPECT_EQ(status.tensor(), name);
+  EXPECT_TRUE(status.file().ends_with("model.safetensors")) << status.file();
+}
+
+// AWQ puts eight outputs into a word, whether or not there are so many; the inputs of down are counted in
+// whole.
+TEST(PackedCodes, SharedExpertsThatFillNoWords_AreCountedByTheirInputs) {
+  constexpr int64_t kShared = 20;
+  TinyModel model("awq");
+  model.config["model_type"] = "qwen2_moe";
+  model.config["shared_expert_intermediate_size"] = kShared;
+  const std::string stem = "model.layers.0.mlp.shared_expert";
+  const auto add = [&](const std::string& name, int64_t rows, int64_t cols) {
+    const int64_t words = (rows + 7) / 8, groups = (cols + 31) / 32;
+    const std::string base = stem + "." + name;
+    model.tensors.push_back(Bytes(base + ".qweight", "I32", {cols, words}, 4, 0x97));
+    model.tensors.push_back(Bytes(base + ".qzeros", "I32", {groups, words}, 4, 0x77));
+    model.tensors.push_back(Bf16(base + ".scales", {groups, rows}, 0.5F));
+  };
+  add("gate_proj", kShared, kHidden);
+  add("up_proj", kShared, kHidden);
+  add("down_proj", kHidden, kShared);
+  model.tensors.push_back(Bf16(stem + "_gate.weight", {1, kHidden}, 0.5F));
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.checkpoint != nullptr);
+  const auto described = written.checkpoint->Describe(0);
+  ASSERT_TRUE(described.ok()) << described.status().ToString();
+  EXPECT_EQ(described->config.shared.intermediate, kShared);
+  EXPECT_EQ(LoadEverything(model).message(), "");
+}
+
 // A symmetric GPTQ file says nothing by its zero points; where the metadata promise some, they must be there.
 TEST(PackedCodes, ZeroPointsThatArePromised_AreNeeded) {
   for (const std::string format : {"gptq", "awq", "ct_int4"}) {

@@ -100,6 +100,7 @@ TEST(UnpackCodes_, PutEveryCodeWhereItsLayoutHasIt) {
         }
         ExpectCodes(format, 10, 22, random);
         ExpectCodes(format, 16, 21, random);
+        ExpectCodes(format, 11, 21, random);
       }
     }
   }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -71,6 +72,9 @@ TEST(Packing_PublishedWords, AreReproduced) {
     columns->mutable_view().as<uint8_t>()[i] = static_cast<uint8_t>(i + 1);
   }
   ExpectSame(PackColumns(columns->view(), {4, LaneOrder::kAwq}), Words({0x86427531U}, {1, 1}), "AWQ");
+  // Of a word that three columns leave partly unused, the others' lanes are zero.
+  const TensorView three(columns->view().data(), DType::kU8, Shape{1, 3});
+  ExpectSame(PackColumns(three, {4, LaneOrder::kAwq}), Words({0x00020031U}, {1, 1}), "three of AWQ");
 }
 
 TEST(Packing_FlippedSigns, AreMinusEight) {
@@ -113,6 +117,25 @@ TEST(Packing_WrongShapesAndTypes, AreBadInput) {
   const Tensor wide = Codes(1, 64, 8, generator);
   EXPECT_EQ(PackRows(wide.view(), four).status().code(), StatusCode::kBadInput)
       << "codes beyond 15 do not fit 4 bits";
+}
+
+// The bits of 2^61 codes of 8 bits and more are beyond 64 bits: they looked like those of fewer words.
+TEST(Packing_CountsThatCannotBe, AreRefusedBeforeTheirBitsAreCounted) {
+  const Tensor words = Words({0, 0}, {1, 2}), none = *Tensor::Allocate(DType::kI32, Shape{0, 0});
+  for (const int64_t codes : {int64_t{-1}, INT64_MIN, (int64_t{1} << 56) + 1, int64_t{1} << 61, INT64_MAX}) {
+    for (const LaneOrder order : {LaneOrder::kSequential, LaneOrder::kAwq, LaneOrder::kPlanes}) {
+      for (const Tensor& stored : {words, none}) {
+        for (const Status& status : {UnpackRows(stored.view(), {8, order}, codes).status(),
+                                     UnpackColumns(stored.view(), {8, order}, codes).status()}) {
+          ASSERT_EQ(status.code(), StatusCode::kBadInput) << codes;
+          if (stored.shape().count() != 0) {
+            EXPECT_EQ(status.message(),
+                      std::to_string(codes) + " codes; 0 to 72057594037927936 are possible");
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(ReferenceGenerator_BadGroups, AreRefused) {

@@ -25,8 +25,8 @@ struct MlxGroups;
 /// Experts of a GGUF file whose matrices have different types, by what their names have in common.
 using MixedExperts = std::unordered_set<std::string>;
 
-/// Tensors that came with others of the same blocks of a GGUF file, until they are asked for: while it is
-/// kept, each block is read once.
+/// Tensors that came with others of the same blocks of a GGUF file, until they are asked for: where each is
+/// asked for once, each block is read once.
 struct BlockParts {
   struct Part {
     size_t tensor = 0;  ///< which of the store

@@ -163,10 +163,14 @@ Result<Tensor> TensorStore::ReadBlocks(size_t index, int64_t offset, int64_t byt
   const BlockPart& wanted = *place.part;
   const int64_t first = offset / wanted.bytes, blocks = bytes / wanted.bytes;
   if (beside != nullptr) {
-    for (const BlockParts::Part& kept : beside->parts) {
-      if (kept.tensor == index && kept.first_block == first && kept.data.shape() == shape) {
-        return kept.data;
-      }
+    const auto kept =
+        std::find_if(beside->parts.begin(), beside->parts.end(), [&](const BlockParts::Part& part) {
+          return part.tensor == index && part.first_block == first && part.data.shape() == shape;
+        });
+    if (kept != beside->parts.end()) {
+      Tensor data = std::move(kept->data);
+      beside->parts.erase(kept);
+      return data;
     }
   }
   const bool all = beside != nullptr && place.type != nullptr;

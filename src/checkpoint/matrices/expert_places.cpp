@@ -172,24 +172,24 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
   add(Projection::kDown, names.shared_down, 0, 1);
   // Its size stands in the configuration under a dozen names, or as a multiple of the routed one; the tensors
   // know.
-  FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
+  FMOE_ASSIGN_OR_RETURN(LinearFormat format,
                         FormatAt(*context.store, *context.rules, names.shared_up, suffix));
-  const std::string name = names.shared_up + std::string(format.codes);
+  // Where outputs share words or bytes, which they may not fill, the inputs of down count them.
+  const bool by_down = format.packing == Packing::kAwq || format.packing == Packing::kRowPairs;
+  const std::string& counted = by_down ? names.shared_down : names.shared_up;
+  if (by_down) {
+    FMOE_ASSIGN_OR_RETURN(format, FormatAt(*context.store, *context.rules, counted, suffix));
+  }
+  const std::string name = counted + std::string(format.codes);
   const TensorInfo* info = context.store->Find(name);
   if (info == nullptr || info->shape.rank() != 2) {
     return context.store->Blame(Status::BadInput("the shared experts' tensor is missing or no matrix"), name);
   }
-  int64_t out = info->shape[0];
-  if (format.packing == Packing::kGptq) {
-    out = info->shape[1];
+  const bool in_out = format.packing == Packing::kGptq || format.packing == Packing::kAwq;
+  plan.intermediate = info->shape[in_out == by_down ? 0 : 1];
+  if (names.shared_fused && !by_down) {
+    plan.intermediate /= 2;
   }
-  if (format.packing == Packing::kAwq) {
-    out = info->shape[1] * 32 / format.bits;
-  }
-  if (format.packing == Packing::kRowPairs) {
-    out = info->shape[0] * 2;
-  }
-  plan.intermediate = names.shared_fused ? out / 2 : out;
   if (plan.intermediate < 1) {
     return context.store->Blame(Status::BadInput(info->shape.ToString() + " has no rows"), name);
   }

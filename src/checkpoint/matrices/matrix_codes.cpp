@@ -55,23 +55,14 @@ std::optional<StoredAs> FindStoredAs(const LinearFormat& format, DType found) {
 Result<Tensor> ReadPacked(const MatrixTensors& tensors, const LinearFormat& format, const Tensor& stored,
                           const std::string& name) {
   const bool has_zero_points = !format.zero_point.empty() && tensors.Has(format.zero_point);
-  Result<Tensor> unpacked =
-      UnpackCodes(format, stored, tensors.rows * tensors.place.parts, tensors.cols, has_zero_points);
-  if (!unpacked.ok()) {
-    return tensors.store.Blame(std::move(unpacked).status(), name);
-  }
-  return tensors.Part(*std::move(unpacked), name, 1);
+  FMOE_ASSIGN_OR_RETURN(Tensor unpacked, UnpackCodes(format, stored, tensors.rows * tensors.place.parts,
+                                                     tensors.cols, has_zero_points));
+  return tensors.Part(std::move(unpacked), name, 1);
 }
 
-}  // namespace
-
-Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& format) {
-  const std::string name = tensors.NameOf(format.codes);
-  FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.codes));
+Result<Tensor> ReadDirect(const MatrixTensors& tensors, const LinearFormat& format, Tensor stored,
+                          const std::string& name) {
   const DType element = format.weight.element;
-  if (format.packing != Packing::kDirect) {
-    return ReadPacked(tensors, format, stored, name);
-  }
   // gpt-oss keeps the bytes of a group in an axis of their own.
   if (stored.shape().rank() == 3 && stored.view().dense()) {
     const Shape flat{stored.dim(0), stored.dim(1) * stored.dim(2)};
@@ -116,6 +107,20 @@ Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& forma
   TensorView view(half.view().data(), element, Shape{tensors.rows, tensors.cols});
   view.set_stride_bytes(0, half.view().stride_bytes(0));
   return Tensor::Borrow(view, half.owner());
+}
+
+}  // namespace
+
+Result<Tensor> ReadCodes(const MatrixTensors& tensors, const LinearFormat& format) {
+  const std::string name = tensors.NameOf(format.codes);
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.codes));
+  Result<Tensor> codes = format.packing == Packing::kDirect
+                             ? ReadDirect(tensors, format, std::move(stored), name)
+                             : ReadPacked(tensors, format, stored, name);
+  if (!codes.ok()) {
+    return tensors.store.Blame(std::move(codes).status(), name);
+  }
+  return codes;
 }
 
 }  // namespace fusedmoe::checkpoint

@@ -35,7 +35,7 @@ bool WordsAreRows(const LinearFormat& format, int64_t rows, int64_t cols) {
     case Packing::kAwq:
       return format.bits == 4 && rows % 8 == 0 && cols % 8 == 0;
     default:
-      return format.bits == 4 && cols % 2 == 0;
+      return true;
   }
 }
 
@@ -44,7 +44,7 @@ Result<Tensor> TurnCodes(const LinearFormat& format, const Tensor& stored, int64
   const DType element = format.weight.element;
   const int64_t words = cols * format.bits / 32;
   const std::byte* from = stored.view().data();
-  const uint32_t flip = !format.twos_complement ? 0 : format.bits == 4 ? 0x88888888 : 0x80808080;
+  const uint32_t flip = format.twos_complement ? SignBits(format.bits) : 0;
   if (format.packing == Packing::kBits && flip == 0) {
     return Tensor::Borrow(TensorView(from, element, Shape{rows, cols}), stored.owner());
   }
@@ -92,21 +92,8 @@ void PutBlock(const Tensor& fields, Change change, int64_t row, int64_t col, con
   }
 }
 
-// Rows of byte pairs, [rows / 2, cols], as fields [count, cols] from the even row `first` on.
-Result<Tensor> SplitRowPairs(const Tensor& stored, int64_t first, int64_t count) {
-  const int64_t cols = stored.dim(1);
-  FMOE_ASSIGN_OR_RETURN(Tensor fields, Tensor::Allocate(DType::kU8, Shape{count, cols}));
-  const auto* pairs = stored.view().as<uint8_t>() + first / 2 * cols;
-  auto* to = fields.mutable_view().as<uint8_t>();
-  for (int64_t r = 0; r < count; ++r) {
-    for (int64_t c = 0; c < cols; ++c) {
-      to[r * cols + c] = pairs[r / 2 * cols + c] >> (r % 2 * 4) & 15;
-    }
-  }
-  return fields;
-}
-
-// Codes of any width, by blocks: fields of a whole matrix, one a byte, would be several times as large as it.
+// Codes of any width in words, by blocks: fields of a whole matrix, one a byte, would be several times as
+// large as it.
 Status SpreadCodes(const LinearFormat& format, const Tensor& stored, Change change,
                    const MutableTensorView& out) {
   constexpr int64_t kBlock = 16 * kLanes;
@@ -126,12 +113,8 @@ Status SpreadCodes(const LinearFormat& format, const Tensor& stored, Change chan
         FMOE_ASSIGN_OR_RETURN(fields, UnpackColumns(stored.view().Rows(first, count), layout, rows));
         break;
       }
-      case Packing::kBits: {
-        FMOE_ASSIGN_OR_RETURN(fields, UnpackColumns(stored.view().Rows(first, count), layout, cols));
-        break;
-      }
       default: {
-        FMOE_ASSIGN_OR_RETURN(fields, SplitRowPairs(stored, first, count));
+        FMOE_ASSIGN_OR_RETURN(fields, UnpackColumns(stored.view().Rows(first, count), layout, cols));
         break;
       }
     }

@@ -222,7 +222,7 @@ Result<Tensor> FlipSigns(TensorView codes, DType element) {
     return WrongSize("flipping signs", codes, "4- or 8-bit integers");
   }
   FMOE_ASSIGN_OR_RETURN(Tensor result, Tensor::Allocate(element, codes.shape()));
-  const auto mask = static_cast<std::byte>(DTypeBits(element) == 4 ? 0x88 : 0x80);
+  const auto mask = static_cast<std::byte>(SignBits(DTypeBits(element)) & 0xff);
   std::byte* out = result.mutable_view().data();
   for (int64_t index = 0; index < codes.total_bytes(); ++index) {
     out[index] = codes.data()[index] ^ mask;
