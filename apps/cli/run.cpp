@@ -126,7 +126,8 @@ Result<Forward> RunLayer(MoeLayer& layer, const MoeLayer::Inputs& inputs, const 
   return forward;
 }
 
-/// Bytes of weights that the tokens of a run touched: prepared bytes an expert, times experts visited.
+/// Bytes of weights that the tokens of a run touched: prepared bytes an expert, times experts visited, and
+/// those of projections and shared experts.
 int64_t BytesRead(const MoeLayer& layer, const Forward& forward) {
   std::set<int32_t> visited;
   const auto* ids = forward.topk_ids.view().as<int32_t>();
@@ -137,7 +138,7 @@ int64_t BytesRead(const MoeLayer& layer, const Forward& forward) {
   }
   const Plan& plan = layer.plan();
   const int64_t experts = std::max<int64_t>(layer.config().num_local_experts, 1);
-  return plan.weight_bytes / experts * static_cast<int64_t>(visited.size()) +
+  return plan.weight_bytes / experts * static_cast<int64_t>(visited.size()) + plan.latent_bytes +
          (plan.shared == nullptr ? 0 : plan.shared->weight_bytes);
 }
 

@@ -303,7 +303,8 @@ typedef struct fmoe_layer_config {
   fmoe_tensor router_weight;   /* [E, H] */
   fmoe_tensor router_bias;     /* [E] */
   fmoe_tensor correction_bias; /* [E], for the selection only */
-  /* With routing "Custom", on CPUs: the caller chooses. */
+  /* With routing "Custom", on CPUs: the caller chooses. Null: every forward brings ids and weights, anywhere.
+   */
   fmoe_routing custom_routing;
   void* routing_self;
 } fmoe_layer_config;

@@ -46,7 +46,7 @@ struct LayerOptions {
   ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   bool shared_experts = true;
-  /// Of Load, for layers with latent experts. False: the routed experts alone, on rows of the latent width
+  /// For layers with latent experts. False: the routed experts alone, on rows of the latent width
   /// that the caller projects: `hidden` is that width, logits or ids are given, and shared experts must be
   /// off.
   bool latent_projections = true;

@@ -33,6 +33,21 @@ class ForwardUnderWay {
   LayerBalance* balance_;
 };
 
+// The routed experts of a layer on rows that the caller projects; the router would need the hidden states.
+Status LeaveProjections(bool with_shared, MoeConfig& config, RouterWeights& router) {
+  if (with_shared) {
+    return Status::Usage(
+               fmt::format(
+                   "latent_projections is off, so that rows have {} columns; the shared experts of the layer "
+                   "read {}",
+                   config.latent, config.hidden))
+        .WithHint("load the layer without shared experts");
+  }
+  config = RoutedConfig(config);
+  router.weight = router.bias = {};  // the correction bias still counts, where logits are given
+  return Status::Ok();
+}
+
 // Those of a layer with latent experts; null for any other.
 Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig& config,
                                                                  const LatentWeights* weights,
@@ -94,13 +109,19 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
   return AgreeOn(CreateAlone(config, Validated(experts), router, options, shared, latent), options);
 }
 
-Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& config, const ExpertSource& experts,
-                                                        const RouterWeights& router,
+Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& whole, const ExpertSource& experts,
+                                                        const RouterWeights& given_router,
                                                         const LayerOptions& options,
                                                         const SharedExpertWeights* shared,
                                                         const LatentWeights* latent) {
   if (options.max_tokens < 1) {
     return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
+  }
+  MoeConfig config = whole;
+  RouterWeights router = given_router;
+  if (config.latent > 0 && !options.latent_projections) {
+    FMOE_RETURN_IF_ERROR(LeaveProjections(shared != nullptr && options.shared_experts, config, router));
+    latent = nullptr;
   }
   auto impl = std::make_unique<Impl>();
   impl->scheme = experts.scheme;

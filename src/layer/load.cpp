@@ -1,32 +1,12 @@
 #include <optional>
 #include <utility>
 
-#include <fmt/format.h>
 #include <fusedmoe/layer.hpp>
 
 #include "layer/layer_impl.hpp"
 #include "layer/rank_plan.hpp"
 
 namespace fusedmoe {
-namespace {
-
-// The routed experts of a layer on rows that the caller projects; the router would need the hidden states.
-Status LeaveProjections(const LayerOptions& options, MoeConfig& config, RouterWeights& router) {
-  if (options.shared_experts && config.shared.intermediate > 0) {
-    return Status::Usage(
-               fmt::format(
-                   "latent_projections is off, so that rows have {} columns; the shared experts of the layer "
-                   "read {}",
-                   config.latent, config.hidden))
-        .WithHint("load the layer without shared experts");
-  }
-  config = RoutedConfig(config);
-  router.weight = router.bias = {};  // the correction bias still counts, where logits are given
-  return Status::Ok();
-}
-
-}  // namespace
-
 Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoint> checkpoint, int64_t layer,
                                                  const LayerOptions& options) {
   return AgreeOn(LoadAlone(std::move(checkpoint), layer, options), options);
@@ -35,13 +15,11 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Load(std::shared_ptr<const Checkpoin
 Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Checkpoint> checkpoint,
                                                       int64_t layer, const LayerOptions& asked_options) {
   LayerOptions options = asked_options;
-  FMOE_ASSIGN_OR_RETURN(LayerDescription description, checkpoint->Describe(layer));
-  FMOE_ASSIGN_OR_RETURN(RouterWeights router, checkpoint->LoadRouter(layer));
+  FMOE_ASSIGN_OR_RETURN(const LayerDescription description, checkpoint->Describe(layer));
+  FMOE_ASSIGN_OR_RETURN(const RouterWeights router, checkpoint->LoadRouter(layer));
   std::optional<LatentWeights> latent;
   if (options.latent_projections) {
     FMOE_ASSIGN_OR_RETURN(latent, checkpoint->Latent(layer));
-  } else if (description.config.latent > 0) {
-    FMOE_RETURN_IF_ERROR(LeaveProjections(options, description.config, router));
   }
   std::vector<int64_t> local_experts;  // empty: all
   bool has_experts = true;

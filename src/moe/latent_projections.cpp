@@ -42,6 +42,8 @@ Result<std::shared_ptr<const LatentProjections>> LatentProjections::Create(Laten
   made->hidden_ = hidden;
   made->latent_ = latent;
   made->on_device_ = on_device;
+  made->bytes_ = BytesOf(weights.to_latent) + BytesOf(weights.to_latent_bias) + BytesOf(weights.from_latent) +
+                 BytesOf(weights.from_latent_bias);
   if (on_device) {
     FMOE_ASSIGN_OR_RETURN(made->to_latent_,
                           cuda::DeviceProduct::Create(weights.to_latent.view(), weights.to_latent_bias.view(),
@@ -49,8 +51,9 @@ Result<std::shared_ptr<const LatentProjections>> LatentProjections::Create(Laten
     FMOE_ASSIGN_OR_RETURN(made->from_latent_, cuda::DeviceProduct::Create(
                                                   weights.from_latent.view(), weights.from_latent_bias.view(),
                                                   "the projection from latent experts"));
+  } else {
+    made->weights_ = std::move(weights);
   }
-  made->weights_ = std::move(weights);
   return std::shared_ptr<const LatentProjections>(std::move(made));
 }
 
@@ -101,11 +104,10 @@ Status LatentProjections::FromLatent(TensorView sums, MutableTensorView rows,
                                  rows.as<float>(), executor);
 }
 
-void LatentProjections::Describe(Plan& plan) const {
-  plan.latent = latent_;
-  plan.latent_bytes = BytesOf(weights_.to_latent) + BytesOf(weights_.to_latent_bias) +
-                      BytesOf(weights_.from_latent) + BytesOf(weights_.from_latent_bias);
-  plan.latent_flops = 4 * plan.tokens * hidden_ * latent_;
+void DescribeProjections(int64_t hidden, int64_t latent, int64_t bytes, Plan& plan) {
+  plan.latent = latent;
+  plan.latent_bytes = bytes;
+  plan.latent_flops = 4 * plan.tokens * hidden * latent;
 }
 
 }  // namespace fusedmoe

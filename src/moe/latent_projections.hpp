@@ -13,6 +13,10 @@
 
 namespace fusedmoe {
 
+/// What projections between rows of `hidden` and of `latent` cost in a forward of plan.tokens; `bytes`: of
+/// their weights.
+void DescribeProjections(int64_t hidden, int64_t latent, int64_t bytes, Plan& plan);
+
 /// The way of tokens to latent experts and back, around dispatch and combine: shorter rows travel between
 /// ranks, and what is projected back is the finished sum of a token.
 ///
@@ -43,12 +47,11 @@ class LatentProjections {
   /// Sums [M, latent] to rows [M, H] F32, dense.
   Status FromLatent(TensorView sums, MutableTensorView rows, const Executor& executor) const;
 
-  /// Writes what one forward of plan.tokens costs.
-  void Describe(Plan& plan) const;
+  void Describe(Plan& plan) const { DescribeProjections(hidden_, latent_, bytes_, plan); }
 
  private:
-  LatentWeights weights_;
-  int64_t hidden_ = 0, latent_ = 0;
+  LatentWeights weights_;  // empty on a card, which has its own
+  int64_t hidden_ = 0, latent_ = 0, bytes_ = 0;
   bool on_device_ = false;
   cuda::DeviceProduct to_latent_, from_latent_;
 };

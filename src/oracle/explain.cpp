@@ -1,4 +1,5 @@
 #include "oracle/explain.hpp"
+#include "moe/latent_projections.hpp"
 
 #include <algorithm>
 
@@ -145,6 +146,10 @@ Result<Explanation> Explain(const ExplainRequest& request) {
   explanation.prepare_finalize = SelectPrepareFinalize(question);
   std::optional<Plan>& chosen = explanation.selection.chosen;
   if (chosen) {
+    if (request.config.latent > 0) {  // in BF16, whatever a checkpoint has
+      DescribeProjections(request.config.hidden, request.config.latent,
+                          2 * request.config.hidden * request.config.latent * int64_t{2}, *chosen);
+    }
     if (question.platform.runs_this_build && question.config.shared.intermediate > 0) {
       chosen->shared = PlanShared(question, request);
     }

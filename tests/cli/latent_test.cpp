@@ -84,6 +84,10 @@ TEST(LatentCommands, InspectAndExplain_TellBothWidths) {
             .at("costs");
     EXPECT_EQ(costs.at("weight_bytes"), 8 * 2 * 16 * 16 * 4) << platform;
   }
+  const nlohmann::json chosen =
+      RunCommand({"explain", Golden("latent-orig"), "--layer", "1", "--json"}).Json().at("chosen");
+  EXPECT_EQ(chosen.at("latent"), 16);
+  EXPECT_EQ(chosen.at("latent_bytes"), 2 * 32 * 16 * 2);
 }
 
 TEST(LatentCommands, PreparedFile_CarriesTheProjections) {

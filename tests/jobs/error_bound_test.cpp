@@ -84,6 +84,25 @@ TEST(RowsDistance, RowThatOverflows_HidesNoOther) {
   EXPECT_GT(alone.relative(), 0.2);
 }
 
+TEST(RowsDistance, NanIsTheLargest_WhereverItsRowStands) {
+  Distance nan, large, right;
+  nan.Take(std::nanf(""), 1.0F);
+  large.Take(kInfinity, 1e6F, RangeOf(DType::kF16));
+  right.Take(1.0F, 1.0F);
+  Distance nan_beside_large = large;
+  nan_beside_large.Add(nan);
+  for (const Distance* spoilt : {&nan, &nan_beside_large}) {
+    for (const bool first : {true, false}) {
+      RowsDistance rows(DType::kF16);
+      rows.AddRow(first ? *spoilt : large);
+      rows.AddRow(right);
+      rows.AddRow(first ? large : *spoilt);
+      EXPECT_TRUE(std::isnan(rows.relative()));
+      EXPECT_TRUE(std::isnan(rows.largest()));
+    }
+  }
+}
+
 TEST(RowsDistance, SmallestStep_CountsWhereValuesAreThatSmall) {
   Distance ordinary, tiny;
   for (int i = 0; i < 100; ++i) {

@@ -302,5 +302,23 @@ TEST(LatentLayer, ProjectionsThatDoNotFit_AreRefusedByName) {
   EXPECT_NE(without.status().message().find("latent=64"), std::string::npos) << without.status().ToString();
 }
 
+// Also where both widths are the same, so that nothing else would show it.
+TEST(LatentLayer, WithoutProjections_RowsStayAsTheyAre) {
+  Latent latent;
+  latent.config.hidden = kLatent;
+  latent.weights = RandomLatent(kLatent, kLatent, 9);
+  LayerOptions options = Options("REFERENCE");
+  options.latent_projections = options.shared_experts = false;
+  const auto alone = latent.Make(options, false);
+  ASSERT_TRUE(alone.ok()) << alone.status().ToString();
+  const auto experts = MoeLayer::Create(latent.routed.config, latent.routed.source, RouterWeights{}, options);
+  ASSERT_TRUE(experts.ok()) << experts.status().ToString();
+  const Tensor rows = RandomRows(kTokens, kLatent, DType::kBF16, 21);
+  const RandomRouting routing = MakeRandomRouting(kTokens, kTopK, kExperts, 22);
+  EXPECT_EQ((*alone)->plan().latent, 0);
+  EXPECT_EQ(OutputOf(**alone, rows.view(), routing, DType::kF32),
+            OutputOf(**experts, rows.view(), routing, DType::kF32));
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -172,21 +172,28 @@ Result<SharedPlan> PlanShared(const LayerContext& context) {
   add(Projection::kDown, names.shared_down, 0, 1);
   // Its size stands in the configuration under a dozen names, or as a multiple of the routed one; the tensors
   // know.
-  FMOE_ASSIGN_OR_RETURN(LinearFormat format,
+  FMOE_ASSIGN_OR_RETURN(const LinearFormat format,
                         FormatAt(*context.store, *context.rules, names.shared_up, suffix));
-  // Where outputs share words or bytes, which they may not fill, the inputs of down count them.
-  const bool by_down = format.packing == Packing::kAwq || format.packing == Packing::kRowPairs;
-  const std::string& counted = by_down ? names.shared_down : names.shared_up;
+  // Where outputs share words or bytes, which they may not fill, the inputs of down count them, if it is
+  // packed alike.
+  bool by_down = format.packing == Packing::kAwq || format.packing == Packing::kRowPairs;
   if (by_down) {
-    FMOE_ASSIGN_OR_RETURN(format, FormatAt(*context.store, *context.rules, counted, suffix));
+    FMOE_ASSIGN_OR_RETURN(const LinearFormat down,
+                          FormatAt(*context.store, *context.rules, names.shared_down, suffix));
+    by_down = down.packing == format.packing;
   }
-  const std::string name = counted + std::string(format.codes);
+  const std::string name = (by_down ? names.shared_down : names.shared_up) + std::string(format.codes);
   const TensorInfo* info = context.store->Find(name);
   if (info == nullptr || info->shape.rank() != 2) {
     return context.store->Blame(Status::BadInput("the shared experts' tensor is missing or no matrix"), name);
   }
   const bool in_out = format.packing == Packing::kGptq || format.packing == Packing::kAwq;
   plan.intermediate = info->shape[in_out == by_down ? 0 : 1];
+  if (!by_down && format.packing == Packing::kAwq) {
+    plan.intermediate = plan.intermediate * 32 / format.bits;
+  } else if (!by_down && format.packing == Packing::kRowPairs) {
+    plan.intermediate *= 2;
+  }
   if (names.shared_fused && !by_down) {
     plan.intermediate /= 2;
   }

@@ -28,7 +28,7 @@ inline OutputRange RangeOf(DType output) {
 
 /// The larger of two errors; NaN is larger than all.
 inline double Larger(double a, double b) {
-  return b <= a ? a : b;
+  return std::isnan(a) || b <= a ? a : b;
 }
 
 /// Squared differences and norms, summed.

@@ -154,7 +154,7 @@ void RoundRows(const Plan& plan, const Scheme& scheme, DType layer, DType rows, 
 ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate) {
   const MoeConfig& config = layer.config();
   // Latent experts read the same rows in all kernels (moe/latent_projections.hpp), and projecting back leaves
-  // the relative error of their sums as it is.
+  // the relative error of their sums as it is, unless these lie where it has small singular values.
   ErrorBound bound =
       BoundOf(layer.plan(), layer.scheme(), output, config.expert_hidden(), config.intermediate,
               RanksScaleApart(intermediate, config.parallel, layer.scheme()));

@@ -119,6 +119,9 @@ Status SameSizes(const MoeConfig& left, const MoeConfig& right) {
   if (left.hidden != right.hidden) {
     return differs("hidden", left.hidden, right.hidden);
   }
+  if (left.latent != right.latent) {
+    return differs("latent", left.latent, right.latent);
+  }
   if (left.intermediate != right.intermediate) {
     return differs("intermediate", left.intermediate, right.intermediate);
   }

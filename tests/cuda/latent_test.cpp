@@ -1,0 +1,83 @@
+// Latent experts on a card: both projections, with biases, beside routed experts and with shared ones.
+#include <string>
+
+#include "cuda/card.hpp"
+#include "cuda/layer_batch.hpp"
+#include "support/relative_l2.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using testing_support::MakeRandomLayer;
+using testing_support::MakeRandomRouting;
+using testing_support::RandomLatent;
+using testing_support::RandomRows;
+
+/// More outputs than a block of the product has, and widths that fill none.
+struct Widths {
+  int64_t hidden, latent;
+};
+
+Result<std::unique_ptr<MoeLayer>> MakeLayer(const Widths& widths, const std::string& scheme, DType dtype,
+                                            bool with_shared, const std::string& device) {
+  MoeConfig inner;
+  inner.num_experts = 12;
+  inner.hidden = widths.latent;
+  inner.intermediate = 128;
+  inner.activation.kind = ActivationKind::kRelu2NoMul;
+  inner.routing.top_k = 3;
+  inner.dtype = dtype;
+  const auto routed = MakeRandomLayer(inner, scheme, 11);
+  MoeConfig config = routed.config;
+  config.hidden = widths.hidden;
+  config.latent = widths.latent;
+  config.shared.intermediate = with_shared ? 96 : 0;
+  inner.num_experts = inner.routing.top_k = 1;
+  inner.hidden = widths.hidden;
+  inner.intermediate = 96;
+  const SharedExpertWeights shared{MakeRandomLayer(inner, "unquantized", 12).source, {}};
+  const LatentWeights latent = RandomLatent(widths.hidden, widths.latent, 8);
+  LayerOptions options;
+  options.device = device;
+  options.backend = device == "cuda" ? "" : "REFERENCE";
+  options.max_tokens = 96;
+  return MoeLayer::Create(config, routed.source, RouterWeights{}, options, with_shared ? &shared : nullptr,
+                          &latent);
+}
+
+TEST(CudaLatent, Projections_AreThoseOfTheReference) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const Widths& widths : {Widths{2112, 256}, Widths{160, 544}}) {
+    for (const char* scheme : {"unquantized", "nvfp4_w4a16"}) {
+      for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+        for (const bool with_shared : {false, true}) {
+          SCOPED_TRACE(std::string(scheme) + " " + std::string(DTypeName(dtype)) +
+                       (with_shared ? " shared" : ""));
+          const auto card = MakeLayer(widths, scheme, dtype, with_shared, "cuda");
+          const auto reference = MakeLayer(widths, scheme, dtype, with_shared, "cpu");
+          ASSERT_TRUE(card.ok() && reference.ok())
+              << card.status().ToString() << reference.status().ToString();
+          EXPECT_EQ((*card)->plan().latent, widths.latent);
+          EXPECT_EQ((*card)->plan().latent_bytes, (*reference)->plan().latent_bytes);
+          for (const int64_t tokens : {1, 7, 96}) {
+            const Batch batch{RandomRows(tokens, widths.hidden, dtype, 20 + tokens),
+                              MakeRandomRouting(tokens, 3, 12, 30 + tokens)};
+            const auto actual = RunLayer(**card, batch), expected = RunLayer(**reference, batch);
+            EXPECT_LT(test::RelativeL2(actual, expected), AllowedError(**card, dtype, tokens)) << tokens;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(CudaLatent, NoTokens_WriteNothing) {
+  FMOE_SKIP_WITHOUT_CARD();
+  const auto layer = MakeLayer({2112, 256}, "nvfp4_w4a16", DType::kBF16, true, "cuda");
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  const Batch none{*Tensor::Allocate(DType::kBF16, {0, 2112}), {}};
+  EXPECT_TRUE(RunLayer(**layer, none).empty());
+}
+
+}  // namespace
+}  // namespace fusedmoe
