@@ -98,6 +98,16 @@ void TransposeElements(const TensorView& from, std::byte* to) {
   }
 }
 
+// Zeros for the words of codes that are packed along `axis`.
+Result<Tensor> EmptyWords(TensorView codes, WordLayout layout, size_t axis, std::string_view what) {
+  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, what));
+  FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
+  Shape shape = codes.shape();
+  FMOE_RETURN_IF_ERROR(CheckCount(layout, shape[axis]));
+  shape[axis] = WordsOf(layout, shape[axis]);
+  return Tensor::Allocate(DType::kI32, shape);
+}
+
 }  // namespace
 
 Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows) {
@@ -121,12 +131,8 @@ Result<Tensor> UnpackRows(TensorView words, WordLayout layout, int64_t rows) {
 }
 
 Result<Tensor> PackRows(TensorView codes, WordLayout layout) {
-  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along rows"));
-  FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
+  FMOE_ASSIGN_OR_RETURN(Tensor words, EmptyWords(codes, layout, 0, "codes packed along rows"));
   const int64_t rows = codes.dim(0), cols = codes.dim(1);
-  FMOE_RETURN_IF_ERROR(CheckCount(layout, rows));
-  const int64_t num_words = WordsOf(layout, rows);
-  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{num_words, cols}));
   const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < rows; ++row) {
     const auto* from = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));
@@ -174,12 +180,8 @@ Result<Tensor> UnpackColumns(TensorView words, WordLayout layout, int64_t cols) 
 }
 
 Result<Tensor> PackColumns(TensorView codes, WordLayout layout) {
-  FMOE_RETURN_IF_ERROR(CheckWordLayout(layout, "codes packed along columns"));
-  FMOE_RETURN_IF_ERROR(CheckCodes(codes, layout.bits));
-  const int64_t rows = codes.dim(0), cols = codes.dim(1);
-  FMOE_RETURN_IF_ERROR(CheckCount(layout, cols));
-  const int64_t row_words = WordsOf(layout, cols);
-  FMOE_ASSIGN_OR_RETURN(Tensor words, Tensor::Allocate(DType::kI32, Shape{rows, row_words}));
+  FMOE_ASSIGN_OR_RETURN(Tensor words, EmptyWords(codes, layout, 1, "codes packed along columns"));
+  const int64_t rows = codes.dim(0), cols = codes.dim(1), row_words = words.dim(1);
   const Lanes lanes = LanesOf(layout);
   for (int64_t row = 0; row < rows; ++row) {
     const auto* from = reinterpret_cast<const uint8_t*>(codes.data() + row * codes.stride_bytes(0));

@@ -44,46 +44,43 @@ void ExpectSame(const Result<Tensor>& read, const Result<Tensor>& alone) {
             0);
 }
 
-TEST(BlockParts_, HoldTheScalesOfTheCodesUntilTheyAreAskedFor) {
-  for (const uint32_t type : {kTypeQ4_0, kTypeQ8_0, kTypeMxfp4}) {
-    SCOPED_TRACE(type);
-    const test::TemporaryDirectory folder;
-    const auto store = OpenJoined(folder, type);
-    ASSERT_TRUE(store != nullptr);
-    BlockParts beside;
-    ExpectSame(store->Load(kCodes, &beside), store->Load(kCodes));
-    ASSERT_EQ(beside.parts.size(), 1U);
-    const std::byte* held = beside.parts.front().data.view().data();
-    const auto scales = store->Load(kScales, &beside);
-    ExpectSame(scales, store->Load(kScales));
-    EXPECT_EQ(scales->view().data(), held) << "the blocks were read again";
-    EXPECT_TRUE(beside.parts.empty());
-    // The other way round: scales leave codes.
-    ExpectSame(store->Load(kScales, &beside), store->Load(kScales));
-    ExpectSame(store->Load(kCodes, &beside), store->Load(kCodes));
-    EXPECT_TRUE(beside.parts.empty());
-  }
+class BlocksReadOnce : public testing::TestWithParam<uint32_t> {
+ protected:
+  void SetUp() override { ASSERT_TRUE(store != nullptr); }
+
+  test::TemporaryDirectory folder;
+  std::shared_ptr<const TensorStore> store = OpenJoined(folder, GetParam());
+  BlockParts beside;
+};
+
+INSTANTIATE_TEST_SUITE_P(Types, BlocksReadOnce, testing::Values(kTypeQ4_0, kTypeQ8_0, kTypeMxfp4));
+
+TEST_P(BlocksReadOnce, HoldTheScalesOfTheCodesUntilTheyAreAskedFor) {
+  ExpectSame(store->Load(kCodes, &beside), store->Load(kCodes));
+  ASSERT_EQ(beside.parts.size(), 1U);
+  const std::byte* held = beside.parts.front().data.view().data();
+  const auto scales = store->Load(kScales, &beside);
+  ExpectSame(scales, store->Load(kScales));
+  EXPECT_EQ(scales->view().data(), held) << "the blocks were read again";
+  EXPECT_TRUE(beside.parts.empty());
+  // The other way round: scales leave codes.
+  ExpectSame(store->Load(kScales, &beside), store->Load(kScales));
+  ExpectSame(store->Load(kCodes, &beside), store->Load(kCodes));
+  EXPECT_TRUE(beside.parts.empty());
 }
 
-TEST(BlockParts_, AreThoseOfTheItemsAndRowsThatWereRead) {
-  for (const uint32_t type : {kTypeQ4_0, kTypeQ8_0, kTypeMxfp4}) {
-    SCOPED_TRACE(type);
-    const test::TemporaryDirectory folder;
-    const auto store = OpenJoined(folder, type);
-    ASSERT_TRUE(store != nullptr);
-    BlockParts beside;
-    for (const int64_t item : {0, 1}) {
-      ExpectSame(store->LoadItem(kCodes, item, &beside), store->LoadItem(kCodes, item));
-    }
-    EXPECT_EQ(beside.parts.size(), 2U);
-    ExpectSame(store->Load(kScales, &beside), store->Load(kScales));  // all of them is none of those held
-    for (const int64_t item : {1, 0}) {
-      ExpectSame(store->LoadItem(kScales, item, &beside), store->LoadItem(kScales, item));
-    }
-    ExpectSame(store->LoadRows(kCodes, 1, 1, &beside), store->LoadRows(kCodes, 1, 1));
-    ExpectSame(store->LoadRows(kScales, 0, 2, &beside), store->LoadRows(kScales, 0, 2));
-    ExpectSame(store->LoadRows(kScales, 1, 1, &beside), store->LoadRows(kScales, 1, 1));
+TEST_P(BlocksReadOnce, AreThoseOfTheItemsAndRowsThatWereRead) {
+  for (const int64_t item : {0, 1}) {
+    ExpectSame(store->LoadItem(kCodes, item, &beside), store->LoadItem(kCodes, item));
   }
+  EXPECT_EQ(beside.parts.size(), 2U);
+  ExpectSame(store->Load(kScales, &beside), store->Load(kScales));  // all of them is none of those held
+  for (const int64_t item : {1, 0}) {
+    ExpectSame(store->LoadItem(kScales, item, &beside), store->LoadItem(kScales, item));
+  }
+  ExpectSame(store->LoadRows(kCodes, 1, 1, &beside), store->LoadRows(kCodes, 1, 1));
+  ExpectSame(store->LoadRows(kScales, 0, 2, &beside), store->LoadRows(kScales, 0, 2));
+  ExpectSame(store->LoadRows(kScales, 1, 1, &beside), store->LoadRows(kScales, 1, 1));
 }
 
 }  // namespace
