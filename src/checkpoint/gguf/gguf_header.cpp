@@ -9,16 +9,14 @@
 
 #include <fmt/format.h>
 
-#include "checkpoint/files/safetensors_header.hpp"
 #include "checkpoint/gguf/gguf_blocks.hpp"
+#include "checkpoint/gguf/gguf_cursor.hpp"
 #include "core/checked_math.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
 constexpr char kMagic[] = {'G', 'G', 'U', 'F'};
-constexpr int64_t kWindow = int64_t{1} << 20;
-constexpr int64_t kLongestName = 4096;
 constexpr int64_t kKeptText = 4096;
 constexpr int64_t kKeptList = 4096;
 constexpr int64_t kLargestAlignment = int64_t{1} << 20;
@@ -72,99 +70,13 @@ GgufValue::Kind KindOf(uint32_t type) {
                                               : GgufValue::Kind::kOther;
 }
 
-// Reads from front to back through a window; nothing is read that is passed over.
-class Cursor {
- public:
-  explicit Cursor(const platform::InputFile& file) : file_(file) {}
-
-  int64_t position() const { return position_; }
-  int64_t left() const { return file_.size() - position_; }
-
-  Status Bytes(void* to, int64_t count) {
-    if (count > left()) {
-      return Ends(count);
-    }
-    auto* out = static_cast<std::byte*>(to);
-    while (count > 0) {
-      if (position_ < begin_ || position_ >= begin_ + static_cast<int64_t>(window_.size())) {
-        begin_ = position_;
-        window_.resize(static_cast<size_t>(std::min(kWindow, left())));
-        FMOE_RETURN_IF_ERROR(file_.ReadInto(begin_, window_));
-      }
-      const int64_t at = position_ - begin_;
-      const int64_t here = std::min(count, static_cast<int64_t>(window_.size()) - at);
-      std::memcpy(out, window_.data() + at, static_cast<size_t>(here));
-      out += here;
-      position_ += here;
-      count -= here;
-    }
-    return Status::Ok();
-  }
-
-  template <typename T>
-  Result<T> Value() {
-    T value{};
-    FMOE_RETURN_IF_ERROR(Bytes(&value, sizeof(T)));
-    return value;
-  }
-
-  Status Pass(int64_t count) {
-    if (count < 0 || count > left()) {
-      return Ends(count);
-    }
-    position_ += count;
-    return Status::Ok();
-  }
-
-  // A length or a number of things of which each takes at least `each` bytes of what is left.
-  Result<int64_t> Count(std::string_view what, int64_t each) {
-    FMOE_ASSIGN_OR_RETURN(const uint64_t count, Value<uint64_t>());
-    if (count > static_cast<uint64_t>(left() / each)) {
-      return Status::BadInput(
-                 fmt::format("the {} is {}, but {} bytes of the file are left", what, count, left()))
-          .WithFile(file_.path());
-    }
-    return static_cast<int64_t>(count);
-  }
-
-  Result<std::string> Name(std::string_view what) {
-    FMOE_ASSIGN_OR_RETURN(const int64_t length, Count(fmt::format("length of a {}", what), 1));
-    if (length < 1 || length > kLongestName) {
-      return Status::BadInput(
-                 fmt::format("a {} of {} bytes; 1 to {} are accepted", what, length, kLongestName))
-          .WithFile(file_.path());
-    }
-    std::string name(static_cast<size_t>(length), '\0');
-    FMOE_RETURN_IF_ERROR(Bytes(name.data(), length));
-    const bool control = std::any_of(
-        name.begin(), name.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20 || c == 0x7f; });
-    if (control || !IsUtf8(name)) {
-      return Status::BadInput(fmt::format("a {} holds control characters or no UTF-8", what))
-          .WithFile(file_.path());
-    }
-    return name;
-  }
-
-  Status Ends(int64_t count) const {
-    return Status::BadInput(
-               fmt::format("the header ends in the middle: {} bytes are needed at {}, {} are left", count,
-                           position_, left()))
-        .WithFile(file_.path());
-  }
-
- private:
-  const platform::InputFile& file_;
-  std::vector<std::byte> window_;
-  int64_t begin_ = 0, position_ = 0;
-};
-
 template <typename T>
-Result<double> As(Cursor& cursor) {
+Result<double> As(GgufCursor& cursor) {
   FMOE_ASSIGN_OR_RETURN(const T value, cursor.Value<T>());
   return static_cast<double>(value);
 }
 
-Result<double> Number(Cursor& cursor, uint32_t type) {
+Result<double> Number(GgufCursor& cursor, uint32_t type) {
   switch (type) {
     case kUint8:
     case kBoolean:
@@ -194,7 +106,7 @@ Status Wrong(const std::string& key, std::string message) {
   return Status::BadInput(fmt::format("'{}' {}", key, std::move(message)));
 }
 
-Status ReadText(Cursor& cursor, const std::string& key, std::string* text) {
+Status ReadText(GgufCursor& cursor, const std::string& key, std::string* text) {
   FMOE_ASSIGN_OR_RETURN(const int64_t length, cursor.Count(fmt::format("length of '{}'", key), 1));
   if (text == nullptr || length > kKeptText) {
     return cursor.Pass(length);
@@ -203,7 +115,7 @@ Status ReadText(Cursor& cursor, const std::string& key, std::string* text) {
   return cursor.Bytes(text->data(), length);
 }
 
-Result<GgufValue> ReadValue(Cursor& cursor, const std::string& key) {
+Result<GgufValue> ReadValue(GgufCursor& cursor, const std::string& key) {
   GgufValue value;
   FMOE_ASSIGN_OR_RETURN(uint32_t type, cursor.Value<uint32_t>());
   int64_t count = 1;
@@ -241,7 +153,7 @@ Result<GgufValue> ReadValue(Cursor& cursor, const std::string& key) {
   return value;
 }
 
-Result<GgufTensor> ReadTensor(Cursor& cursor, uint64_t* offset) {
+Result<GgufTensor> ReadTensor(GgufCursor& cursor, uint64_t* offset) {
   GgufTensor tensor;
   FMOE_ASSIGN_OR_RETURN(tensor.name, cursor.Name("tensor name"));
   const auto wrong = [&](std::string message) {
@@ -297,8 +209,7 @@ Result<int64_t> Alignment(const GgufHeader& header) {
   return alignment;
 }
 
-Result<GgufHeader> Read(const platform::InputFile& file) {
-  Cursor cursor(file);
+Status ReadMagic(GgufCursor& cursor) {
   char magic[sizeof(kMagic)] = {};
   FMOE_RETURN_IF_ERROR(cursor.Bytes(magic, sizeof(magic)));
   if (std::memcmp(magic, kMagic, sizeof(magic)) != 0) {
@@ -310,14 +221,11 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
                                    ? std::string("big-endian GGUF is not supported")
                                    : fmt::format("GGUF version {}; 2 and 3 are read", version));
   }
-  // A tensor takes at least a name, a rank, a dimension, a type and an offset; a value a key and a type.
-  FMOE_ASSIGN_OR_RETURN(const int64_t num_tensors, cursor.Count("number of tensors", 8 + 1 + 4 + 8 + 4 + 8));
-  FMOE_ASSIGN_OR_RETURN(const int64_t num_values, cursor.Count("number of values", 8 + 1 + 4 + 1));
-  if (num_tensors > kMostTensors) {
-    return Status::BadInput(fmt::format("{} tensors; at most {} are accepted", num_tensors, kMostTensors));
-  }
-  GgufHeader header;
-  for (int64_t i = 0; i < num_values; ++i) {
+  return Status::Ok();
+}
+
+Status ReadValues(GgufCursor& cursor, int64_t count, GgufHeader& header) {
+  for (int64_t i = 0; i < count; ++i) {
     FMOE_ASSIGN_OR_RETURN(std::string key, cursor.Name("key"));
     FMOE_ASSIGN_OR_RETURN(GgufValue value, ReadValue(cursor, key));
     if (header.values.contains(key)) {
@@ -325,8 +233,12 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
     }
     header.values.emplace(std::move(key), std::move(value));
   }
-  FMOE_ASSIGN_OR_RETURN(const int64_t alignment, Alignment(header));
-  std::vector<uint64_t> offsets(static_cast<size_t>(num_tensors));
+  return Status::Ok();
+}
+
+// The tensors without their bytes, and where each says that these begin.
+Result<std::vector<uint64_t>> ReadTensors(GgufCursor& cursor, int64_t count, GgufHeader& header) {
+  std::vector<uint64_t> offsets(static_cast<size_t>(count));
   std::set<std::string_view> names;
   header.tensors.reserve(offsets.size());
   for (uint64_t& offset : offsets) {
@@ -336,8 +248,15 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
       return Status::BadInput("the tensor occurs twice").WithTensor(header.tensors.back().name);
     }
   }
+  return offsets;
+}
+
+// From the end of the header on, one tensor behind the other, each aligned; nothing stands behind the last.
+Status PlaceTensors(int64_t header_bytes, int64_t file_bytes, const std::vector<uint64_t>& offsets,
+                    GgufHeader& header) {
+  FMOE_ASSIGN_OR_RETURN(const int64_t alignment, Alignment(header));
   const auto align = [&](int64_t at) { return (at + alignment - 1) / alignment * alignment; };
-  const int64_t data = align(cursor.position());
+  const int64_t data = align(header_bytes);
   int64_t end = data;
   for (size_t i = 0; i < offsets.size(); ++i) {
     GgufTensor& tensor = header.tensors[i];
@@ -348,16 +267,32 @@ Result<GgufHeader> Read(const platform::InputFile& file) {
                                           tensor.begin - data))
           .WithTensor(tensor.name);
     }
-    if (tensor.begin > file.size() || bytes > file.size() - tensor.begin) {
+    if (tensor.begin > file_bytes || bytes > file_bytes - tensor.begin) {
       return Status::BadInput(fmt::format("its {} bytes at {} lie outside the file of {} bytes", bytes,
-                                          tensor.begin, file.size()))
+                                          tensor.begin, file_bytes))
           .WithTensor(tensor.name);
     }
     tensor.end = end = tensor.begin + bytes;
   }
-  if (!offsets.empty() && file.size() > align(end)) {
-    return Status::BadInput(fmt::format("{} bytes stand behind the last tensor", file.size() - align(end)));
+  if (!offsets.empty() && file_bytes > align(end)) {
+    return Status::BadInput(fmt::format("{} bytes stand behind the last tensor", file_bytes - align(end)));
   }
+  return Status::Ok();
+}
+
+Result<GgufHeader> Read(const platform::InputFile& file) {
+  GgufCursor cursor(file);
+  FMOE_RETURN_IF_ERROR(ReadMagic(cursor));
+  // A tensor takes at least a name, a rank, a dimension, a type and an offset; a value a key and a type.
+  FMOE_ASSIGN_OR_RETURN(const int64_t num_tensors, cursor.Count("number of tensors", 8 + 1 + 4 + 8 + 4 + 8));
+  FMOE_ASSIGN_OR_RETURN(const int64_t num_values, cursor.Count("number of values", 8 + 1 + 4 + 1));
+  if (num_tensors > kMostTensors) {
+    return Status::BadInput(fmt::format("{} tensors; at most {} are accepted", num_tensors, kMostTensors));
+  }
+  GgufHeader header;
+  FMOE_RETURN_IF_ERROR(ReadValues(cursor, num_values, header));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<uint64_t> offsets, ReadTensors(cursor, num_tensors, header));
+  FMOE_RETURN_IF_ERROR(PlaceTensors(cursor.position(), file.size(), offsets, header));
   return header;
 }
 
