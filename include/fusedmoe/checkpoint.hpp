@@ -20,6 +20,8 @@ namespace checkpoint {
 struct Access;
 }
 
+/// Tensors are copies of what the files hold: by reads (kPread, and kAuto so far), or out of a private
+/// mapping.
 enum class IoMode : uint8_t { kAuto, kMmap, kPread };
 
 struct CheckpointOptions {
@@ -41,12 +43,13 @@ struct TensorInfo {
   std::string problem;
 };
 
-/// The router of a layer and what goes with it. Tensors borrow from the checkpoint or own a converted copy.
+/// The router of a layer and what goes with it; E counts zero experts too. What LoadRouter gives owns its
+/// memory, is finite, and has its biases in F32.
 struct RouterWeights {
   Tensor weight;               ///< [E, H] BF16, F16 or F32
   Tensor bias;                 ///< [E] BF16, F16 or F32, added to the logits; empty: none
   Tensor correction_bias;      ///< [E] BF16, F16 or F32, selection only; empty: none
-  Tensor token_id_to_experts;  ///< hash routing table; empty: none
+  Tensor token_id_to_experts;  ///< of hash routing, [vocabulary, top_k] I32 or I64; empty: none
 };
 
 /// Experts that every token visits.
@@ -91,7 +94,8 @@ class Checkpoint {
   const std::vector<int64_t>& moe_layers() const;
   /// Every tensor, by name.
   const std::vector<TensorInfo>& tensors() const;
-  /// The data of one tensor, mapped or read.
+  /// The data of one tensor, a copy that outlives the checkpoint. kBadInput when there is none of that name
+  /// or its TensorInfo has a `problem`.
   Result<Tensor> Load(std::string_view tensor) const;
 
   /// Of a layer of moe_layers(), as the next four. Errors: kUsage for one that the model does not have,

@@ -1,7 +1,5 @@
 #include <fusedmoe/checkpoint.hpp>
 
-#include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <map>
 
@@ -14,14 +12,11 @@
 #include "checkpoint/layers/layer_spec.hpp"
 #include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/matrices/expert_loader.hpp"
-#include "checkpoint/matrices/matrix_reader.hpp"
+#include "checkpoint/matrices/router_loader.hpp"
 #include "checkpoint/mlx/mlx_model.hpp"
 #include "checkpoint/rules/quant_rules.hpp"
-#include "numerics/element_types.hpp"
-#include "numerics/rows.hpp"
 #include "parallel/agreement.hpp"
 #include "platform/file.hpp"
-#include "weights/dequantize.hpp"
 
 namespace fusedmoe {
 
@@ -43,10 +38,6 @@ struct Checkpoint::Impl {
   Status OpenGguf();
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
   std::string Identity(const std::string& what, const std::string& prefix) const;
-  Result<Tensor> LoadDense(const LayerContext& context, const std::string& name, const Shape& shape) const;
-  Result<Tensor> PlainMatrix(const LayerContext& context, std::string_view what, const std::string& name,
-                             const Shape& shape) const;
-  Result<Tensor> RouterVector(const LayerContext& context, const std::string& name, int64_t count) const;
 };
 
 namespace {
@@ -91,24 +82,6 @@ std::string GgufInside(const std::string& directory) {
     found = entry->path().string();
   }
   return found;
-}
-
-// Of the router: a NaN among its numbers would give tokens the weight 0 without a word.
-Status CheckFinite(const checkpoint::TensorStore& store, const Tensor& tensor, const std::string& name) {
-  const TensorView view = tensor.view();
-  std::vector<float> row(static_cast<size_t>(view.dim(view.shape().rank() - 1)));
-  const auto width = static_cast<int64_t>(row.size());
-  for (int64_t begin = 0; begin < view.count(); begin += width) {
-    DecodeRow(view.dtype(), view.data(), begin, width, row.data());
-    for (int64_t i = 0; i < width; ++i) {
-      const float value = row[static_cast<size_t>(i)];
-      if (!std::isfinite(value)) {
-        return store.Blame(
-            Status::BadInput(fmt::format("element {} is {}; finite is required", begin + i, value)), name);
-      }
-    }
-  }
-  return Status::Ok();
 }
 
 }  // namespace
@@ -258,131 +231,14 @@ Result<LayerDescription> Checkpoint::Describe(int64_t layer) const {
   return description;
 }
 
-// A tensor that as a rule is not quantized. Some tools quantize every linear module, routers too.
-Result<Tensor> Checkpoint::Impl::LoadDense(const LayerContext& context, const std::string& name,
-                                           const Shape& shape) const {
-  constexpr std::string_view kWeight = ".weight";
-  const TensorInfo* info = context.store->Find(name);
-  if (info == nullptr ? !name.ends_with(kWeight) : IsPlainFloat(info->dtype) || !name.ends_with(kWeight)) {
-    return context.store->Load(name);
-  }
-  const checkpoint::MatrixPlace place{.base = name.substr(0, name.size() - kWeight.size())};
-  const auto format = FormatAt(*context.store, *context.rules, place.base, std::string(kWeight));
-  if (!format.ok() || !format->quantized() || (info != nullptr && format->codes != kWeight)) {
-    return context.store->Load(name);
-  }
-  FMOE_ASSIGN_OR_RETURN(const CanonicalMatrix matrix,
-                        ReadMatrix(*context.store, *format, place, shape[0], shape[1]));
-  return DequantizeMatrix(matrix);
-}
-
-// An F32 vector of the router, [count] or with dimensions of 1 around it; finite.
-Result<Tensor> Checkpoint::Impl::RouterVector(const LayerContext& context, const std::string& name,
-                                              int64_t count) const {
-  FMOE_ASSIGN_OR_RETURN(const Tensor stored, LoadDense(context, name, Shape{1, count}));
-  Result<Tensor> values = checkpoint::ToF32(stored);
-  if (!values.ok()) {
-    return context.store->Blame(std::move(values).status(), name);
-  }
-  if (stored.shape().count() != count) {
-    return context.store->Blame(
-        Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), count)), name);
-  }
-  FMOE_RETURN_IF_ERROR(CheckFinite(*context.store, *values, name));
-  return Tensor::Borrow(TensorView(values->view().data(), DType::kF32, Shape{count}), values->owner());
-}
-
-// A matrix beside the experts, in a type that its product is computed in.
-Result<Tensor> Checkpoint::Impl::PlainMatrix(const LayerContext& context, std::string_view what,
-                                             const std::string& name, const Shape& shape) const {
-  FMOE_ASSIGN_OR_RETURN(Tensor matrix, LoadDense(context, name, shape));
-  if (!IsPlainFloat(matrix.dtype())) {
-    return context.store->Blame(Status::BadInput(fmt::format("{} is {}; BF16, F16 or F32 is needed", what,
-                                                             DTypeName(matrix.dtype()))),
-                                name);
-  }
-  if (!(matrix.shape() == shape)) {
-    return context.store->Blame(Status::BadInput(fmt::format("{} is {}; {} is needed", what,
-                                                             matrix.shape().ToString(), shape.ToString())),
-                                name);
-  }
-  FMOE_RETURN_IF_ERROR(CheckFinite(*context.store, matrix, name));
-  return matrix;
-}
-
 Result<RouterWeights> Checkpoint::LoadRouter(int64_t layer) const {
   FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
-  const checkpoint::LayerNames& names = context->spec.names;
-  const MoeConfig& config = context->spec.config;
-  const int64_t outputs = config.num_experts + config.routing.num_zero_experts;
-  RouterWeights router;
-  if (!context->spec.family->routed_by_caller.empty()) {
-    return router;
-  }
-  FMOE_ASSIGN_OR_RETURN(
-      router.weight, impl_->PlainMatrix(*context, "the router", names.router, Shape{outputs, config.hidden}));
-  if (!names.router_bias.empty()) {
-    FMOE_ASSIGN_OR_RETURN(router.bias, impl_->RouterVector(*context, names.router_bias, outputs));
-  }
-  if (!names.correction_bias.empty()) {
-    FMOE_ASSIGN_OR_RETURN(router.correction_bias,
-                          impl_->RouterVector(*context, names.correction_bias, outputs));
-  }
-  if (names.correction_bias.empty() && config.has_correction_bias) {
-    FMOE_ASSIGN_OR_RETURN(router.correction_bias, Tensor::Allocate(DType::kF32, Shape{outputs}));
-  }
-  if (!names.hash_table.empty()) {
-    FMOE_ASSIGN_OR_RETURN(router.token_id_to_experts, context->store->Load(names.hash_table));
-    const Tensor& table = router.token_id_to_experts;
-    if ((table.dtype() != DType::kI32 && table.dtype() != DType::kI64) || table.shape().rank() != 2 ||
-        table.dim(1) != config.top_k()) {
-      return context->store->Blame(
-          Status::BadInput(fmt::format("{} {}; I32 or I64 [vocabulary, {}] is needed",
-                                       DTypeName(table.dtype()), table.shape().ToString(), config.top_k())),
-          names.hash_table);
-    }
-    const int64_t width = DTypeBits(table.dtype()) / 8;
-    for (int64_t i = 0; i < table.shape().count(); ++i) {
-      int64_t id = 0;
-      if (width == 4) {
-        int32_t narrow = 0;
-        std::memcpy(&narrow, table.view().data() + i * width, sizeof(narrow));
-        id = narrow;
-      } else {
-        std::memcpy(&id, table.view().data() + i * width, sizeof(id));
-      }
-      if (id < 0 || id >= config.num_experts) {
-        return context->store->Blame(Status::BadInput(fmt::format("entry {} is expert {}; 0 to {} exist", i,
-                                                                  id, config.num_experts - 1)),
-                                     names.hash_table);
-      }
-    }
-  }
-  return router;
+  return checkpoint::LoadRouter(*context);
 }
 
 Result<std::optional<LatentWeights>> Checkpoint::Latent(int64_t layer) const {
   FMOE_ASSIGN_OR_RETURN(const auto context, impl_->Context(layer));
-  const MoeConfig& config = context->spec.config;
-  if (config.latent == 0) {
-    return std::optional<LatentWeights>();
-  }
-  const checkpoint::LayerNames& names = context->spec.names;
-  LatentWeights latent;
-  const auto load = [&](const std::string& name, int64_t rows, int64_t cols, Tensor& weight,
-                        Tensor& bias) -> Status {
-    FMOE_ASSIGN_OR_RETURN(weight, impl_->PlainMatrix(*context, "the projection", name, Shape{rows, cols}));
-    const std::string of_bias = name.substr(0, name.rfind('.')) + ".bias";
-    if (context->store->Has(of_bias)) {
-      FMOE_ASSIGN_OR_RETURN(bias, impl_->RouterVector(*context, of_bias, rows));
-    }
-    return Status::Ok();
-  };
-  FMOE_RETURN_IF_ERROR(
-      load(names.to_latent, config.latent, config.hidden, latent.to_latent, latent.to_latent_bias));
-  FMOE_RETURN_IF_ERROR(
-      load(names.from_latent, config.hidden, config.latent, latent.from_latent, latent.from_latent_bias));
-  return std::optional<LatentWeights>(std::move(latent));
+  return checkpoint::LoadLatent(*context);
 }
 
 Result<ExpertSource> Checkpoint::Experts(int64_t layer, const ParallelConfig& parallel,
@@ -420,10 +276,7 @@ Result<std::optional<SharedExpertWeights>> Checkpoint::SharedExperts(int64_t lay
   const std::string& block = context->spec.names.block;
   shared.source.identity = impl_->Identity(
       fmt::format("{} shared experts tp {}/{}", block, parallel.tp_rank, parallel.tp_size), block);
-  if (!context->spec.names.shared_gate.empty()) {
-    FMOE_ASSIGN_OR_RETURN(shared.gate, impl_->RouterVector(*context, context->spec.names.shared_gate,
-                                                           context->spec.config.hidden));
-  }
+  FMOE_ASSIGN_OR_RETURN(shared.gate, checkpoint::LoadSharedGate(*context));
   return std::optional<SharedExpertWeights>(std::move(shared));
 }
 

@@ -1,7 +1,5 @@
 #include "checkpoint/files/tensor_store.hpp"
 
-#include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 
@@ -242,14 +240,6 @@ Result<Tensor> TensorStore::ReadAt(size_t index, int64_t offset, int64_t bytes, 
                                                          : file->Read(place.begin + offset, bytes);
   if (!read.ok()) {
     return Blame(std::move(read).status(), tensors_[index].name);
-  }
-  // Only the start of the data is aligned in a file; a mapped tensor that would be misread by type is copied.
-  const auto width = static_cast<uintptr_t>(std::max(1, DTypeBits(tensors_[index].dtype) / 8));
-  if (reinterpret_cast<uintptr_t>(read->data) % width != 0) {
-    FMOE_ASSIGN_OR_RETURN(std::shared_ptr<std::byte> copy, platform::AllocateBytes(bytes));
-    std::memcpy(copy.get(), read->data, static_cast<size_t>(bytes));
-    read->data = copy.get();
-    read->owner = std::move(copy);
   }
   return Tensor::Borrow(TensorView(read->data, tensors_[index].dtype, shape), std::move(read->owner));
 }

@@ -1,7 +1,6 @@
 #include "checkpoint/matrices/expert_loader.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #include <fmt/format.h>
 
@@ -55,17 +54,6 @@ Result<CanonicalExpert> Slice(CanonicalExpert expert, int64_t intermediate, std:
   return expert;
 }
 
-Status CheckFinite(const LayerContext& context, const Tensor& bias, const std::string& name) {
-  const auto* values = bias.view().as<float>();
-  for (int64_t i = 0; i < bias.shape().count(); ++i) {
-    if (!std::isfinite(values[i])) {
-      return context.store->Blame(
-          Status::BadInput(fmt::format("element {} is {}; finite is required", i, values[i])), name);
-    }
-  }
-  return Status::Ok();
-}
-
 // JetMoE: one bias behind all experts. The weights of a token sum to 1, so it may as well be each down
 // projection's.
 Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
@@ -77,7 +65,7 @@ Status AddOutputBias(const LayerContext& context, CanonicalExpert* expert) {
         Status::BadInput(fmt::format("{}; [{}] is needed", stored.shape().ToString(), width)), name);
   }
   FMOE_ASSIGN_OR_RETURN(expert->down.bias, ToF32(stored));
-  FMOE_RETURN_IF_ERROR(CheckFinite(context, expert->down.bias, name));
+  FMOE_RETURN_IF_ERROR(CheckFinite(*context.store, expert->down.bias, name));
   for (CanonicalMatrix* matrix : {&expert->gate, &expert->up}) {
     if (matrix->empty()) {
       continue;

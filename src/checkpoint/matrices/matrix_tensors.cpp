@@ -172,4 +172,21 @@ Result<Tensor> ToF32(const Tensor& tensor) {
   return out;
 }
 
+Status CheckFinite(const TensorStore& store, const Tensor& tensor, const std::string& name) {
+  const TensorView view = tensor.view();
+  std::vector<float> row(static_cast<size_t>(view.dim(view.shape().rank() - 1)));
+  const auto width = static_cast<int64_t>(row.size());
+  for (int64_t begin = 0; begin < view.count(); begin += width) {
+    DecodeRow(view.dtype(), view.data(), begin, width, row.data());
+    for (int64_t i = 0; i < width; ++i) {
+      const float value = row[static_cast<size_t>(i)];
+      if (!std::isfinite(value)) {
+        return store.Blame(
+            Status::BadInput(fmt::format("element {} is {}; finite is required", begin + i, value)), name);
+      }
+    }
+  }
+  return Status::Ok();
+}
+
 }  // namespace fusedmoe::checkpoint

@@ -63,4 +63,7 @@ struct MatrixTensors {
 /// A float tensor as F32, in its shape; shares memory when it is F32 already.
 Result<Tensor> ToF32(const Tensor& tensor);
 
+/// kBadInput, with the file and the name, when an element of a dense tensor is not finite.
+Status CheckFinite(const TensorStore& store, const Tensor& tensor, const std::string& name);
+
 }  // namespace fusedmoe::checkpoint
