@@ -23,7 +23,7 @@ struct CanonicalMatrix {
   WeightFormat format;
   Tensor codes;          ///< [rows, cols] of format.element
   Tensor block_scale;    ///< [row blocks, column blocks] of format.block_scale_dtype
-  Tensor zero_point;     ///< U8, one a byte, shape of block_scale; empty: format.implied_zero()
+  Tensor zero_point;     ///< of format.zero_point_dtype, shape of block_scale; empty: format.implied_zero()
   Tensor channel_scale;  ///< F32 [rows]
   std::optional<float> tensor_scale;
   /// Decode multiplier of the input of this projection, where the checkpoint stores one.

@@ -45,7 +45,8 @@ RowDecoder::RowDecoder(const CanonicalMatrix& matrix)
       tensor_scale_(matrix.tensor_scale.value_or(1.0F)),
       implied_zero_(static_cast<float>(matrix.format.implied_zero())),
       element_(matrix.format.element),
-      scale_dtype_(matrix.format.block_scale_dtype) {
+      scale_dtype_(matrix.format.block_scale_dtype),
+      zeros_are_floats_(matrix.format.zero_point_dtype == DType::kF32) {
   const int wide_factors = (block_scale_ != nullptr && scale_dtype_ == DType::kF32 ? 1 : 0) +
                            (channel_scale_ != nullptr ? 1 : 0) + (matrix.tensor_scale.has_value() ? 1 : 0);
   two_wide_factors_ = wide_factors > 1;
@@ -60,11 +61,11 @@ void RowDecoder::ForEachSegment(int64_t row, int64_t begin, int64_t end, Apply a
   }
   const int64_t scale_row = block_rows_ > 0 ? (row_offset_ + row) / block_rows_ : 0;
   const std::byte* scales = block_scale_ + scale_row * scale_stride_;
-  const auto* zeros = zero_point_ == nullptr
-                          ? nullptr
-                          : reinterpret_cast<const uint8_t*>(zero_point_) + scale_row * zero_stride_;
+  const std::byte* zeros = zero_point_ == nullptr ? nullptr : zero_point_ + scale_row * zero_stride_;
   const auto zero_of = [&](int64_t group) {
-    return zeros == nullptr ? implied_zero_ : static_cast<float>(zeros[group]);
+    return zeros == nullptr    ? implied_zero_
+           : zeros_are_floats_ ? reinterpret_cast<const float*>(zeros)[group]
+                               : static_cast<float>(std::to_integer<uint8_t>(zeros[group]));
   };
   float decoded[kChunk];
   if (group_index_ != nullptr) {
@@ -112,7 +113,7 @@ void RowDecoder::DecodeChunk(int64_t row, int64_t begin, int64_t end, T* out) co
       const double scale = static_cast<double>(segment.scale) * static_cast<double>(channel) *
                            static_cast<double>(tensor_scale_);
       for (int64_t c = segment.begin; c < segment.end; ++c) {
-        out[c] = static_cast<T>(static_cast<double>(values[c] - segment.zero) * scale);
+        out[c] = static_cast<T>((static_cast<double>(values[c]) - static_cast<double>(segment.zero)) * scale);
       }
     });
     return;

@@ -46,29 +46,23 @@ Status CheckScalar(const char* field, std::optional<float> value) {
   return Status::Ok();
 }
 
-/// Codes, not values, decide: -0 is a sign bit, and e8m0 0xff decodes to NaN.
-Status CheckBlockScales(const CanonicalMatrix& matrix) {
-  const TensorView scales = matrix.block_scale.view();
-  const DType dtype = matrix.format.block_scale_dtype;
-  // auto-round turns the sign of a group whose largest weight is positive, to use the code -8: 16-bit scales
-  // of integer groups may be negative. Everywhere else a sign is a damaged file.
-  const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
-  const bool may_be_negative =
-      integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);
+/// Every number of a matrix finite, and without a sign where it must not have one.
+Status CheckFiniteRows(std::string_view field, TensorView numbers, bool may_be_negative) {
+  const DType dtype = numbers.dtype();
   const FiniteRows finite(dtype, may_be_negative);
   constexpr int64_t kChunk = 256;
   float values[kChunk];
-  for (int64_t row = 0; row < scales.dim(0); ++row) {
-    const std::byte* data = scales.data() + row * scales.stride_bytes(0);
-    if (finite.Hold(data, scales.dim(1))) {
+  for (int64_t row = 0; row < numbers.dim(0); ++row) {
+    const std::byte* data = numbers.data() + row * numbers.stride_bytes(0);
+    if (finite.Hold(data, numbers.dim(1))) {
       continue;
     }
-    for (int64_t begin = 0; begin < scales.dim(1); begin += kChunk) {
-      const int64_t count = std::min(kChunk, scales.dim(1) - begin);
+    for (int64_t begin = 0; begin < numbers.dim(1); begin += kChunk) {
+      const int64_t count = std::min(kChunk, numbers.dim(1) - begin);
       DecodeRow(dtype, data, begin, count, values);
       for (int64_t i = 0; i < count; ++i) {
         if (!std::isfinite(values[i]) || (std::signbit(values[i]) && !may_be_negative)) {
-          return Status::BadInput(fmt::format("block_scale[{}, {}] is {} ({}); finite{} is required", row,
+          return Status::BadInput(fmt::format("{}[{}, {}] is {} ({}); finite{} is required", field, row,
                                               begin + i, values[i], DTypeName(dtype),
                                               may_be_negative ? "" : " and >= 0"));
         }
@@ -76,6 +70,18 @@ Status CheckBlockScales(const CanonicalMatrix& matrix) {
     }
   }
   return Status::Ok();
+}
+
+/// Codes, not values, decide: -0 is a sign bit, and e8m0 0xff decodes to NaN.
+Status CheckBlockScales(const CanonicalMatrix& matrix) {
+  const DType dtype = matrix.format.block_scale_dtype;
+  // auto-round turns the sign of a group whose largest weight is positive, to use the code -8: 16-bit scales
+  // of integer groups may be negative, and F32 ones that were made of such. Everywhere else a sign is a damaged
+  // file.
+  const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
+  const bool may_be_negative =
+      integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);
+  return CheckFiniteRows("block_scale", matrix.block_scale.view(), may_be_negative);
 }
 
 Status CheckZeroPoints(const CanonicalMatrix& matrix) {
@@ -88,8 +94,15 @@ Status CheckZeroPoints(const CanonicalMatrix& matrix) {
   if (matrix.block_scale.empty()) {
     return Status::BadInput("zero_point is given without block_scale, whose groups it shares");
   }
+  const DType dtype = matrix.format.zero_point_dtype;
+  if (dtype != DType::kU8 && dtype != DType::kF32) {
+    return Status::BadInput(fmt::format("zero_point is of {}; U8 or F32 is required", DTypeName(dtype)));
+  }
   FMOE_RETURN_IF_ERROR(
-      CheckMatrix("zero_point", zeros, DType::kU8, matrix.block_scale.dim(0), matrix.block_scale.dim(1)));
+      CheckMatrix("zero_point", zeros, dtype, matrix.block_scale.dim(0), matrix.block_scale.dim(1)));
+  if (dtype == DType::kF32) {
+    return CheckFiniteRows("zero_point", zeros.view(), /*may_be_negative=*/true);
+  }
   const int largest = element == DType::kU4 ? 15 : 255;
   for (int64_t row = 0; row < zeros.dim(0); ++row) {
     const auto* codes =
