@@ -252,7 +252,7 @@ fmoe_code fmoe_scheme_element(const char* scheme, fmoe_dtype* element);
 typedef struct fmoe_matrix {
   fmoe_tensor codes;           /* [rows, cols] in the element type of the scheme */
   fmoe_tensor block_scale;     /* [row blocks, column blocks]; where the scheme says F32, also F16 or BF16 */
-  fmoe_tensor zero_point;      /* U8, shape of block_scale */
+  fmoe_tensor zero_point;      /* U8 or F32, shape of block_scale */
   fmoe_tensor channel_scale;   /* F32 [rows] */
   fmoe_tensor bias;            /* F32 [rows] */
   fmoe_tensor group_index;     /* I32 [cols]: scale column of each input (activation order) */

@@ -43,6 +43,9 @@ Result<CanonicalMatrix> ToMatrix(const fmoe_matrix& from, const WeightFormat& fo
     matrix.rows = matrix.codes.dim(0);
     matrix.cols = matrix.codes.dim(1);
   }
+  if (!matrix.zero_point.empty()) {
+    matrix.format.zero_point_dtype = matrix.zero_point.dtype();
+  }
   if (from.tensor_scale != nullptr) {
     matrix.tensor_scale = *from.tensor_scale;
   }

@@ -12,7 +12,7 @@ int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols) {
     const int64_t row_blocks = format.block.row < 0 ? 1 : CeilDiv(rows, format.block.row);
     const int64_t col_blocks = format.block.col < 0 ? 1 : CeilDiv(cols, format.block.col);
     bytes += PackedBytes(format.block_scale_dtype, row_blocks * col_blocks);
-    bytes += format.may_have_zero_point ? row_blocks * col_blocks : 0;
+    bytes += format.may_have_zero_point ? PackedBytes(format.zero_point_dtype, row_blocks * col_blocks) : 0;
   }
   bytes += format.has_channel_scale ? rows * 4 : 0;
   bytes += format.has_tensor_scale ? 4 : 0;

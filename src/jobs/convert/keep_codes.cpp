@@ -95,6 +95,9 @@ bool NeedsZeroPoints(const CanonicalMatrix& matrix) {
   if (matrix.zero_point.empty()) {
     return false;
   }
+  if (matrix.format.zero_point_dtype != DType::kU8) {
+    return true;
+  }
   const TensorView view = matrix.zero_point.view();
   for (int64_t row = 0; row < view.dim(0); ++row) {
     const auto* values = reinterpret_cast<const uint8_t*>(view.data() + row * view.stride_bytes(0));
@@ -145,6 +148,9 @@ std::string WhyNotKept(const CanonicalMatrix& from, const Target& target) {
   }
   if (!target.negative_scales && HasNegativeScale(from.block_scale)) {
     return "groups have negative scales, as auto-round and GGUF use them, and the target reads none";
+  }
+  if (!from.zero_point.empty() && from.format.zero_point_dtype != DType::kU8) {
+    return "its zero points are no codes, and no target stores such";
   }
   if (!target.storage.zero_points && NeedsZeroPoints(from)) {
     return "it has zero points, which the target or the first experts lack";

@@ -46,6 +46,12 @@ class FieldWriter {
   void Named(const char* name, Value& value, Name name_of, Parse /*parse*/) {
     json_[name] = std::string(name_of(value));
   }
+  /// A type that is nearly always `usual`, which is not written.
+  void TypeUnless(const char* name, DType& value, DType usual) {
+    if (value != usual) {
+      Named(name, value, DTypeName, ParseDType);
+    }
+  }
   template <typename Value>
   void Listed(const char* name, Value& value, std::span<const std::string_view> names) {
     json_[name] = std::string(names[static_cast<size_t>(value)]);
@@ -101,6 +107,12 @@ class FieldReader {
     std::string text;
     Text(name, text);
     Take(name, value, std::optional<Value>(parse(text)));
+  }
+  void TypeUnless(const char* name, DType& value, DType usual) {
+    value = usual;
+    if (Has(name)) {
+      Named(name, value, DTypeName, ParseDType);
+    }
   }
   template <typename Value>
   void Listed(const char* name, Value& value, std::span<const std::string_view> names) {
@@ -327,6 +339,7 @@ void Fields(Archive& archive, WeightFormat& format) {
   archive.Flag("has_channel_scale", format.has_channel_scale);
   archive.Flag("has_tensor_scale", format.has_tensor_scale);
   archive.Flag("may_have_zero_point", format.may_have_zero_point);
+  archive.TypeUnless("zero_point_dtype", format.zero_point_dtype, DType::kU8);
 }
 
 /// What the schemes of this library are made of; anything else would reach decoders that do not know it.

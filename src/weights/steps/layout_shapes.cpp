@@ -251,7 +251,7 @@ std::vector<TensorPlan> FusedTensors(const FusedShape& shape, const FusedParts& 
       tensors.push_back({name + "_block_scale", format.block_scale_dtype, blocks});
     }
     if (parts.zero_points) {
-      tensors.push_back({name + "_zero_point", DType::kU8, blocks});
+      tensors.push_back({name + "_zero_point", format.zero_point_dtype, blocks});
     }
     if (parts.group_index) {
       tensors.push_back({name + "_group_index", DType::kI32, Shape{1, columns}});

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include <fmt/format.h>
+
 #include "experts/contracts/common/contract.hpp"
 #include "numerics/element_types.hpp"
 
@@ -21,6 +23,14 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const bool fp8 = IsFp8PerTensor(weight) || IsFp8PerChannel(weight) || IsFp8Block128(weight);
   if (!IsNvfp4(weight) && !mx && !fp8 && !IsInteger(weight)) {
     RefuseScheme(verdicts, problem, "INT4, INT8, FP8, NVFP4, MXFP4, MXFP8 weights");
+  }
+  if (IsInteger(weight) && weight.has_block_scale() && weight.block.col > 0 && weight.block.col % 32 != 0) {
+    Refuse(verdicts, Reason::kScheme, "the kernels know no such groups", fmt::format("groups of {}", weight.block.col),
+           "a multiple of 32");
+  }
+  if (problem.weights_have_zero_points && weight.zero_point_dtype != DType::kU8) {
+    Refuse(verdicts, Reason::kZeroPoint, "the kernels subtract zero points that are codes",
+           std::string(DTypeName(weight.zero_point_dtype)), "U8");
   }
   if (DTypeBits(weight.element) == 4) {  // rows of codes are padded by whole bytes
     RequireMultiple(verdicts, Reason::kHiddenSize, "hidden", problem.config.hidden, 2);
