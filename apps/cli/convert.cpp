@@ -25,7 +25,8 @@ Status RunConvert(const ConvertFlags& flags, Output& output) {
   if (flags.shards->count() > 0 && flags.options.to == "gguf") {
     return Status::Usage("--max-shard-bytes has no effect with --to gguf, which writes one file");
   }
-  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint,
+                        OpenCheckpoint(flags.checkpoint, true));
   FMOE_ASSIGN_OR_RETURN(const std::unique_ptr<ThreadPool> pool, ThreadPool::Create(flags.threads));
   ConvertOptions options = flags.options;
   options.executor = pool->executor();

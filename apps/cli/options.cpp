@@ -210,8 +210,9 @@ std::string IdleWithoutCheckpoint(const CheckpointFlags& flags) {
                                       : "";
 }
 
-Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags) {
-  FMOE_ASSIGN_OR_RETURN(const CheckpointOptions options, Resolve(flags));
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags, bool decode_blocks) {
+  FMOE_ASSIGN_OR_RETURN(CheckpointOptions options, Resolve(flags));
+  options.decode_blocks = decode_blocks;
   return Checkpoint::Open(flags.directory, options);
 }
 

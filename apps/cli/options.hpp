@@ -63,7 +63,9 @@ void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required,
 Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
 /// The first of these options that is given, for commands whose subject is no checkpoint; empty for none.
 std::string IdleWithoutCheckpoint(const CheckpointFlags& flags);
-Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags);
+/// `decode_blocks`: of commands that write weights anew (CheckpointOptions).
+Result<std::shared_ptr<const Checkpoint>> OpenCheckpoint(const CheckpointFlags& flags,
+                                                         bool decode_blocks = false);
 
 /// The layer that was asked for, or the only one with experts. kUsage with those that exist.
 Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoint& checkpoint);

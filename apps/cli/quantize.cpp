@@ -34,7 +34,8 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   } else if (!flags.mx_scale.empty()) {
     return UnknownName("MX scale rule", flags.mx_scale, {"even", "floor", "ceil"});
   }
-  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint, OpenCheckpoint(flags.checkpoint));
+  FMOE_ASSIGN_OR_RETURN(const std::shared_ptr<const Checkpoint> checkpoint,
+                        OpenCheckpoint(flags.checkpoint, true));
   if (!flags.statistics.empty()) {
     FMOE_RETURN_IF_ERROR(CheckReplaced(options.directory, flags.statistics));
     FMOE_ASSIGN_OR_RETURN(options.activation_stats, ReadActivationStats(flags.statistics));

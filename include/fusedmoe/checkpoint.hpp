@@ -30,6 +30,9 @@ struct CheckpointOptions {
   /// experts), with ",interleaved" or ",chunked".
   std::string expert_layout;
   bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
+  /// GGUF types that no checkpoint format stores (all integers but Q4_0 and Q8_0) are decoded to F32, for
+  /// those who write weights anew; else they keep their codes.
+  bool decode_blocks = false;
 };
 
 /// One tensor of the checkpoint, as its header describes it.

@@ -34,7 +34,8 @@ struct WeightFormat {
   bool has_channel_scale = false;  ///< F32 [rows]
   bool has_tensor_scale = false;   ///< one F32 for the matrix (gate, up and down have their own)
   bool may_have_zero_point = false;
-  /// Of stored zero points: kU8, codes of the element, or kF32, any finite number (the minima of GGUF's types).
+  /// Of stored zero points: kU8, codes of the element, or kF32, any finite number (the minima of GGUF's
+  /// types).
   DType zero_point_dtype = DType::kU8;
   /// The code that means zero when no zero points are stored: 8 for kU4, 128 for kU8, else 0.
   int implied_zero() const { return element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0; }

@@ -102,8 +102,8 @@ std::string FragmentSpec::ToString() const {
 
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points) {
   if (has_zero_points && format.zero_point_dtype != DType::kU8) {
-    return Status::Unsupported(
-        fmt::format("no fragment layout holds zero points of {}; U8 is required", DTypeName(format.zero_point_dtype)));
+    return Status::Unsupported(fmt::format("no fragment layout holds zero points of {}; U8 is required",
+                                           DTypeName(format.zero_point_dtype)));
   }
   const bool row_blocks = BlocksAreRows(format) && !has_zero_points;
   const bool plain = !format.has_block_scale() || row_blocks;

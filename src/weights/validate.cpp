@@ -76,8 +76,8 @@ Status CheckFiniteRows(std::string_view field, TensorView numbers, bool may_be_n
 Status CheckBlockScales(const CanonicalMatrix& matrix) {
   const DType dtype = matrix.format.block_scale_dtype;
   // auto-round turns the sign of a group whose largest weight is positive, to use the code -8: 16-bit scales
-  // of integer groups may be negative, and F32 ones that were made of such. Everywhere else a sign is a damaged
-  // file.
+  // of integer groups may be negative, and F32 ones that were made of such. Everywhere else a sign is a
+  // damaged file.
   const bool integers = matrix.format.element == DType::kU4 || matrix.format.element == DType::kU8;
   const bool may_be_negative =
       integers && (dtype == DType::kF16 || dtype == DType::kBF16 || dtype == DType::kF32);

@@ -5,7 +5,6 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include <fusedmoe/checkpoint.hpp>
@@ -22,8 +21,9 @@ namespace fusedmoe::checkpoint {
 
 struct MlxGroups;
 
-/// Experts of a GGUF file whose matrices have different types, by what their names have in common.
-using MixedExperts = std::unordered_set<std::string>;
+/// Experts of a GGUF file whose matrices have different types, by what their names have in common: the
+/// integers that hold all of them, or none.
+using MixedExperts = std::unordered_map<std::string, IntegerBlocks>;
 
 /// Tensors that came with others of the same blocks of a GGUF file, until they are asked for: where each is
 /// asked for once, each block is read once.
@@ -101,9 +101,8 @@ class TensorStore {
   Status AddFile(const std::string& directory, const std::string& name, const CheckpointOptions& options);
   Status OpenGgufFile(const std::string& path, const CheckpointOptions& options,
                       std::vector<GgufHeader>* headers);
-  /// Takes the tensors of a file into the list; the experts that are `mixed` decoded, where their type is
-  /// not.
-  void ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed);
+  /// Takes the tensors of a file into the list. `decode`: CheckpointOptions::decode_blocks.
+  void ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed, bool decode);
   Status IndexNames();
   Status FoldFourBit();
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,

@@ -3,32 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
-#include "numerics/rows.hpp"
+#include "checkpoint/gguf/gguf_integers.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr int64_t kSuper = 256;  // elements of a block of the K types
-
-uint32_t Byte(const std::byte* block, int64_t index) {
-  return std::to_integer<uint32_t>(block[index]);
-}
-
-float Half(const std::byte* at) {
-  float value = 0.0F;
-  DecodeRow(DType::kF16, at, 0, 1, &value);
-  return value;
-}
-
-// Of 2 * kHalf codes, the first half in the low nibbles.
-template <int64_t kHalf>
-uint32_t Nibble(const std::byte* codes, int64_t index) {
-  return index < kHalf ? Byte(codes, index) & 15U : Byte(codes, index - kHalf) >> 4;
-}
-
-void Put(std::byte* out, int64_t index, float value) {
-  std::memcpy(out + index * 4, &value, sizeof(value));
-}
+using namespace gguf_integers;
 
 template <int64_t kFrom, int64_t kCount>
 void Copy(const std::byte* block, std::byte* out) {
@@ -58,13 +38,6 @@ void PairNibbles(const std::byte* block, std::byte* out) {
   }
 }
 
-// Two's complement bytes as unsigned ones around 128.
-void Q8Codes(const std::byte* block, std::byte* out) {
-  for (int64_t j = 0; j < 32; ++j) {
-    out[j] = block[2 + j] ^ std::byte{0x80};
-  }
-}
-
 // The unsigned e4m3 of GGUF's NVFP4 reads 0x7f as zero.
 void Nvfp4Scales(const std::byte* block, std::byte* out) {
   for (int64_t group = 0; group < 4; ++group) {
@@ -73,144 +46,10 @@ void Nvfp4Scales(const std::byte* block, std::byte* out) {
 }
 
 void One(const std::byte* /*block*/, std::byte* out) {
-  Put(out, 0, 1.0F);
+  constexpr float kOne = 1.0F;
+  std::memcpy(out, &kOne, sizeof(kOne));
 }
 
-// ---- types whose scales no scheme has: decoded to F32 ----
-
-// Q4_0 (below), Q4_1, Q5_0, Q5_1: scale, minimum (kMinimum), fifth bits (kFive), nibbles in halves.
-template <bool kMinimum, bool kFive>
-void DecodeOld(const std::byte* block, std::byte* out) {
-  const float scale = Half(block);
-  const float minimum = kMinimum ? Half(block + 2) : 0.0F;
-  const std::byte* high = block + (kMinimum ? 4 : 2);
-  const std::byte* low = high + (kFive ? 4 : 0);
-  for (int64_t j = 0; j < 32; ++j) {
-    uint32_t code = Nibble<16>(low, j);
-    if (kFive) {
-      code |= (Byte(high, j / 8) >> (j % 8) & 1U) << 4;
-    }
-    const auto centered = static_cast<float>(static_cast<int32_t>(code) - (kMinimum ? 0 : kFive ? 16 : 8));
-    Put(out, j, scale * centered + minimum);
-  }
-}
-
-void DecodeQ2K(const std::byte* block, std::byte* out) {
-  const float scale = Half(block + 80), minimum = Half(block + 82);
-  for (int64_t i = 0; i < kSuper; ++i) {
-    const uint32_t both = Byte(block, i / 16);
-    const uint32_t code = Byte(block, 16 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3U;
-    Put(out, i,
-        scale * static_cast<float>(both & 15U) * static_cast<float>(code) -
-            minimum * static_cast<float>(both >> 4));
-  }
-}
-
-void DecodeQ3K(const std::byte* block, std::byte* out) {
-  const float scale = Half(block + 108);
-  for (int64_t i = 0; i < kSuper; ++i) {
-    const int64_t group = i / 16;
-    const uint32_t low = Byte(block, 96 + group % 8) >> (group / 8 * 4) & 15U;
-    const uint32_t high = Byte(block, 104 + group % 4) >> (group / 4 * 2) & 3U;
-    const int32_t step = static_cast<int32_t>(low | high << 4) - 32;
-    const auto code =
-        static_cast<int32_t>(Byte(block, 32 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3U);
-    const bool third = (Byte(block, i % 32) >> (i / 32) & 1U) != 0;
-    Put(out, i, scale * static_cast<float>(step) * static_cast<float>(third ? code : code - 4));
-  }
-}
-
-// Six-bit scale and minimum of group `index` (of eight) in the twelve bytes of Q4_K and Q5_K.
-void ScaleAndMinimum(const std::byte* packed, int64_t index, uint32_t* scale, uint32_t* minimum) {
-  if (index < 4) {
-    *scale = Byte(packed, index) & 63U;
-    *minimum = Byte(packed, index + 4) & 63U;
-  } else {
-    *scale = (Byte(packed, index + 4) & 15U) | Byte(packed, index - 4) >> 6 << 4;
-    *minimum = Byte(packed, index + 4) >> 4 | Byte(packed, index) >> 6 << 4;
-  }
-}
-
-template <bool kFive>
-void DecodeQ45K(const std::byte* block, std::byte* out) {
-  const float scale = Half(block), minimum = Half(block + 2);
-  const std::byte* high = block + 16;
-  const std::byte* low = high + (kFive ? 32 : 0);
-  for (int64_t group = 0; group < 8; ++group) {
-    uint32_t step = 0, offset = 0;
-    ScaleAndMinimum(block + 4, group, &step, &offset);
-    const float group_scale = scale * static_cast<float>(step);
-    const float group_minimum = minimum * static_cast<float>(offset);
-    for (int64_t j = 0; j < 32; ++j) {
-      uint32_t code = Byte(low, group / 2 * 32 + j) >> (group % 2 * 4) & 15U;
-      if (kFive) {
-        code |= (Byte(high, j) >> group & 1U) << 4;
-      }
-      Put(out, group * 32 + j, group_scale * static_cast<float>(code) - group_minimum);
-    }
-  }
-}
-
-void DecodeQ6K(const std::byte* block, std::byte* out) {
-  const float scale = Half(block + 208);
-  for (int64_t i = 0; i < kSuper; ++i) {
-    const int64_t half = i / 128, within = i % 128;
-    const uint32_t low = Byte(block, half * 64 + within % 64) >> (within / 64 * 4) & 15U;
-    const uint32_t high = Byte(block, 128 + half * 32 + within % 32) >> (within / 32 * 2) & 3U;
-    const auto step = static_cast<int8_t>(Byte(block, 192 + i / 16));
-    const int32_t code = static_cast<int32_t>(low | high << 4) - 32;
-    Put(out, i, scale * static_cast<float>(step) * static_cast<float>(code));
-  }
-}
-
-// 32 codes of IQ4_NL, the first half of them in the low nibbles.
-void DecodeIq4(const std::byte* codes, float scale, std::byte* out) {
-  static constexpr int kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                      1,    13,   25,  38,  53,  69,  89,  113};
-  for (int64_t j = 0; j < 32; ++j) {
-    Put(out, j, scale * static_cast<float>(kValues[Nibble<16>(codes, j)]));
-  }
-}
-
-void DecodeIq4Nl(const std::byte* block, std::byte* out) {
-  DecodeIq4(block + 2, Half(block), out);
-}
-
-// Eight groups with scales of six bits: the high two of each in a word, the low four in nibbles.
-void DecodeIq4Xs(const std::byte* block, std::byte* out) {
-  const float scale = Half(block);
-  const uint32_t high = Byte(block, 2) | Byte(block, 3) << 8;
-  for (int64_t group = 0; group < 8; ++group) {
-    const uint32_t low = Byte(block, 4 + group / 2) >> (group % 2 * 4) & 15U;
-    const int32_t step = static_cast<int32_t>(low | (high >> (2 * group) & 3U) << 4) - 32;
-    DecodeIq4(block + 8 + group * 16, scale * static_cast<float>(step), out + group * 32 * 4);
-  }
-}
-
-// ---- types that schemes have, decoded where a layer mixes types ----
-
-void DecodeQ8_0(const std::byte* block, std::byte* out) {
-  const float scale = Half(block);
-  for (int64_t j = 0; j < 32; ++j) {
-    Put(out, j, scale * static_cast<float>(static_cast<int8_t>(Byte(block, 2 + j))));
-  }
-}
-
-void DecodeMxfp4(const std::byte* block, std::byte* out) {
-  std::byte pairs[16];
-  PairNibbles<1, 32, 1>(block, pairs);
-  float values[32], scale = 0.0F;
-  DecodeRow(DType::kF8E8M0, block, 0, 1, &scale);
-  DecodeRow(DType::kF4E2M1, pairs, 0, 32, values);
-  for (int64_t j = 0; j < 32; ++j) {
-    Put(out, j, scale * values[j]);
-  }
-}
-
-// ---- the table ----
-
-template <DType kDType, int64_t kBytes>
-constexpr BlockPart kPlain[] = {{.dtype = kDType, .elements = 1, .bytes = kBytes}};
 /// kDecode of blocks of kBytes bytes each, which gives kOut bytes.
 template <int64_t kBytes, int64_t kOut, void (*kDecode)(const std::byte*, std::byte*)>
 void Each(const std::byte* blocks, int64_t count, std::byte* out) {
@@ -219,63 +58,174 @@ void Each(const std::byte* blocks, int64_t count, std::byte* out) {
   }
 }
 
-template <int64_t kElements, int64_t kBytes, void (*kDecode)(const std::byte*, std::byte*)>
-constexpr BlockPart kDecoded[] = {
-    {".weight", DType::kF32, kElements, kElements * 4, Each<kBytes, kElements * 4, kDecode>}};
+// ---- parts ----
+
+template <DType kDType, int64_t kBytes>
+constexpr BlockPart kPlain[] = {{.dtype = kDType, .elements = 1, .bytes = kBytes}};
 
 constexpr BlockPart kQ4_0[] = {{".weight", DType::kU4, 32, 16, Each<18, 16, PairNibbles<2, 32, 1>>},
-                               {".weight_scale", DType::kF16, 1, 2, Each<18, 2, Copy<0, 2>>}};
-constexpr BlockPart kQ8_0[] = {{".weight", DType::kU8, 32, 32, Each<34, 32, Q8Codes>},
-                               {".weight_scale", DType::kF16, 1, 2, Each<34, 2, Copy<0, 2>>}};
+                               {".weight_scale", DType::kF16, 1, 2, HalfScale<Old<false, false>>}};
 constexpr BlockPart kMxfp4[] = {{".weight", DType::kF4E2M1, 32, 16, Each<17, 16, PairNibbles<1, 32, 1>>},
                                 {".weight_scale", DType::kF8E8M0, 1, 1, Each<17, 1, Copy<0, 1>>}};
 constexpr BlockPart kNvfp4[] = {{".weight", DType::kF4E2M1, 64, 32, Each<36, 32, PairNibbles<4, 16, 4>>},
                                 {".weight_scale", DType::kF8E4M3, 4, 4, Each<36, 4, Nvfp4Scales>}};
 constexpr BlockPart kUnitScale = {".scale", DType::kF32, 1, 4, Each<0, 4, One>};
 
+template <typename Type, int kBits, bool kZeros>
+constexpr BlockPart CodesOf() {
+  if constexpr (kBits == 4) {
+    return {".weight", DType::kU4, Type::kElements, Type::kElements / 2, NibbleCodes<Type, kZeros>};
+  } else {
+    return {".weight", DType::kU8, Type::kElements, Type::kElements, ByteCodes<Type, kZeros>};
+  }
+}
+
+/// Codes of kBits below the F16 scale that begins each block.
+template <typename Type, int kBits>
+constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
+                                   {".weight_scale", DType::kF16, 1, 2, HalfScale<Type>}};
+
+/// Below F32 scales of kGroup elements.
+template <typename Type, int kBits, int64_t kGroup>
+constexpr BlockPart kWithFloats[] = {CodesOf<Type, kBits, false>(),
+                                     {".weight_scale", DType::kF32, Type::kElements / kGroup,
+                                      Type::kElements / kGroup * 4, GroupScales<Type, kGroup>}};
+
+/// With zero points besides.
+template <typename Type, int kBits, int64_t kGroup>
+constexpr BlockPart kWithZeros[] = {CodesOf<Type, kBits, true>(), kWithFloats<Type, kBits, kGroup>[1], {
+                                      ".weight_zero", DType::kF32, Type::kElements / kGroup,
+                                          Type::kElements / kGroup * 4, GroupZeros<Type, kGroup>
+                                    }};
+
+template <typename Type>
+constexpr BlockPart kValues[] = {
+    {".weight", DType::kF32, Type::kElements, Type::kElements * 4, DecodeValues<Type>}};
+
+// ---- the tables ----
+
+/// A type with a scale for each block, its codes in bytes.
+template <typename Type>
+constexpr BlockType InBlocks(uint32_t id, std::string_view name) {
+  return {id, name, Type::kElements, Type::kBytes, kWithHalf<Type, 8>, {8, Type::kGroup, false}};
+}
+
+/// A type with scales of its own for each group, in the fewest bits that hold its codes.
+template <typename Type>
+constexpr BlockType InGroups(uint32_t id, std::string_view name) {
+  constexpr int kBits = Type::kBits <= 4 ? 4 : 8;
+  if constexpr (Type::kMinima) {
+    return {id,
+            name,
+            Type::kElements,
+            Type::kBytes,
+            kWithZeros<Type, kBits, Type::kGroup>,
+            {kBits, Type::kGroup, true}};
+  } else {
+    return {id,
+            name,
+            Type::kElements,
+            Type::kBytes,
+            kWithFloats<Type, kBits, Type::kGroup>,
+            {kBits, Type::kGroup, false}};
+  }
+}
+
+using Q4_0 = Old<false, false>;
+using Q4_1 = Old<true, false>;
+using Q5_0 = Old<false, true>;
+using Q5_1 = Old<true, true>;
+using Q4K = Q45K<false>;
+using Q5K = Q45K<true>;
+
 constexpr BlockType kTypes[] = {
-    {0, "F32", 1, 4, kPlain<DType::kF32, 4>},
-    {1, "F16", 1, 2, kPlain<DType::kF16, 2>},
-    {kGgufQ4_0, "Q4_0", 32, 18, kQ4_0},
-    {3, "Q4_1", 32, 20, kDecoded<32, 20, DecodeOld<true, false>>},
-    {6, "Q5_0", 32, 22, kDecoded<32, 22, DecodeOld<false, true>>},
-    {7, "Q5_1", 32, 24, kDecoded<32, 24, DecodeOld<true, true>>},
-    {kGgufQ8_0, "Q8_0", 32, 34, kQ8_0},
-    {9, "Q8_1", 32, 36, {}},
-    {10, "Q2_K", kSuper, 84, kDecoded<kSuper, 84, DecodeQ2K>},
-    {11, "Q3_K", kSuper, 110, kDecoded<kSuper, 110, DecodeQ3K>},
-    {12, "Q4_K", kSuper, 144, kDecoded<kSuper, 144, DecodeQ45K<false>>},
-    {13, "Q5_K", kSuper, 176, kDecoded<kSuper, 176, DecodeQ45K<true>>},
-    {14, "Q6_K", kSuper, 210, kDecoded<kSuper, 210, DecodeQ6K>},
-    {15, "Q8_K", kSuper, 292, {}},
-    {16, "IQ2_XXS", kSuper, 66, {}},
-    {17, "IQ2_XS", kSuper, 74, {}},
-    {18, "IQ3_XXS", kSuper, 98, {}},
-    {19, "IQ1_S", kSuper, 50, {}},
-    {20, "IQ4_NL", 32, 18, kDecoded<32, 18, DecodeIq4Nl>},
-    {21, "IQ3_S", kSuper, 110, {}},
-    {22, "IQ2_S", kSuper, 82, {}},
-    {23, "IQ4_XS", kSuper, 136, kDecoded<kSuper, 136, DecodeIq4Xs>},
-    {24, "I8", 1, 1, kPlain<DType::kI8, 1>},
-    {25, "I16", 1, 2, kPlain<DType::kI16, 2>},
-    {26, "I32", 1, 4, kPlain<DType::kI32, 4>},
-    {27, "I64", 1, 8, kPlain<DType::kI64, 8>},
-    {28, "F64", 1, 8, kPlain<DType::kF64, 8>},
-    {29, "IQ1_M", kSuper, 56, {}},
-    {30, "BF16", 1, 2, kPlain<DType::kBF16, 2>},
-    {34, "TQ1_0", kSuper, 54, {}},
-    {35, "TQ2_0", kSuper, 66, {}},
-    {kGgufMxfp4, "MXFP4", 32, 17, kMxfp4},
-    {kGgufNvfp4, "NVFP4", 64, 36, kNvfp4},
-    {41, "Q1_0", 128, 18, {}},
+    {0, "F32", 1, 4, kPlain<DType::kF32, 4>, {}},
+    {1, "F16", 1, 2, kPlain<DType::kF16, 2>, {}},
+    {kGgufQ4_0, "Q4_0", 32, 18, kQ4_0, {4, 32, false}},
+    InGroups<Q4_1>(3, "Q4_1"),
+    InBlocks<Q5_0>(6, "Q5_0"),
+    InGroups<Q5_1>(7, "Q5_1"),
+    InBlocks<Q8_0>(kGgufQ8_0, "Q8_0"),
+    {9, "Q8_1", 32, 36, {}, {}},
+    InGroups<Q2K>(10, "Q2_K"),
+    InGroups<Q3K>(11, "Q3_K"),
+    InGroups<Q4K>(12, "Q4_K"),
+    InGroups<Q5K>(13, "Q5_K"),
+    InGroups<Q6K>(14, "Q6_K"),
+    {15, "Q8_K", kSuper, 292, {}, {}},
+    {16, "IQ2_XXS", kSuper, 66, {}, {}},
+    {17, "IQ2_XS", kSuper, 74, {}, {}},
+    {18, "IQ3_XXS", kSuper, 98, {}, {}},
+    {19, "IQ1_S", kSuper, 50, {}, {}},
+    InBlocks<Iq4Nl>(20, "IQ4_NL"),
+    {21, "IQ3_S", kSuper, 110, {}, {}},
+    {22, "IQ2_S", kSuper, 82, {}, {}},
+    InGroups<Iq4Xs>(23, "IQ4_XS"),
+    {24, "I8", 1, 1, kPlain<DType::kI8, 1>, {}},
+    {25, "I16", 1, 2, kPlain<DType::kI16, 2>, {}},
+    {26, "I32", 1, 4, kPlain<DType::kI32, 4>, {}},
+    {27, "I64", 1, 8, kPlain<DType::kI64, 8>, {}},
+    {28, "F64", 1, 8, kPlain<DType::kF64, 8>, {}},
+    {29, "IQ1_M", kSuper, 56, {}, {}},
+    {30, "BF16", 1, 2, kPlain<DType::kBF16, 2>, {}},
+    {34, "TQ1_0", kSuper, 54, {}, {}},
+    {35, "TQ2_0", kSuper, 66, {}, {}},
+    {kGgufMxfp4, "MXFP4", 32, 17, kMxfp4, {}},
+    {kGgufNvfp4, "NVFP4", 64, 36, kNvfp4, {}},
+    {41, "Q1_0", 128, 18, {}, {}},
 };
 
-// Ids that no file has.
-constexpr BlockType kDecodedTypes[] = {
-    {kGgufDecoded + kGgufQ4_0, "Q4_0", 32, 18, kDecoded<32, 18, DecodeOld<false, false>>},
-    {kGgufDecoded + kGgufQ8_0, "Q8_0", 32, 34, kDecoded<32, 34, DecodeQ8_0>},
-    {kGgufDecoded + kGgufMxfp4, "MXFP4", 32, 17, kDecoded<32, 17, DecodeMxfp4>},
+/// Other forms of types of integers. Their ids are none of a file: those of the type and of the form.
+struct Forms {
+  uint32_t id;
+  BlockType decoded;
+  BlockType bytes[2][2];  ///< [groups of 16][zero points]
 };
+
+template <typename Type>
+constexpr BlockType Bytes(uint32_t id, std::string_view name, bool sixteen, bool zeros) {
+  constexpr int64_t kElements = Type::kElements;
+  if (!sixteen && Type::kGroup < 32) {
+    return {id, name, kElements, Type::kBytes, {}, {}};
+  }
+  if (sixteen) {
+    return {id,
+            name,
+            kElements,
+            Type::kBytes,
+            zeros ? std::span<const BlockPart>(kWithZeros<Type, 8, 16>) : kWithFloats<Type, 8, 16>,
+            {8, 16, zeros}};
+  }
+  return {id,
+          name,
+          kElements,
+          Type::kBytes,
+          zeros ? std::span<const BlockPart>(kWithZeros<Type, 8, Type::kGroup>)
+                : kWithFloats<Type, 8, Type::kGroup>,
+          {8, Type::kGroup, zeros}};
+}
+
+template <typename Type>
+constexpr Forms FormsOf(uint32_t id, std::string_view name) {
+  const uint32_t own = kGgufDecoded + id;
+  return {id,
+          {own, name, Type::kElements, Type::kBytes, kValues<Type>, {}},
+          {{Bytes<Type>(own, name, false, false), Bytes<Type>(own, name, false, true)},
+           {Bytes<Type>(own, name, true, false), Bytes<Type>(own, name, true, true)}}};
+}
+
+constexpr Forms kForms[] = {
+    FormsOf<Q4_0>(kGgufQ4_0, "Q4_0"),   FormsOf<Q4_1>(3, "Q4_1"),         FormsOf<Q5_0>(6, "Q5_0"),
+    FormsOf<Q5_1>(7, "Q5_1"),           FormsOf<Q8_0>(kGgufQ8_0, "Q8_0"), FormsOf<Q2K>(10, "Q2_K"),
+    FormsOf<Q3K>(11, "Q3_K"),           FormsOf<Q4K>(12, "Q4_K"),         FormsOf<Q5K>(13, "Q5_K"),
+    FormsOf<Q6K>(14, "Q6_K"),           FormsOf<Iq4Nl>(20, "IQ4_NL"),     FormsOf<Iq4Xs>(23, "IQ4_XS"),
+    FormsOf<Mxfp4>(kGgufMxfp4, "MXFP4")};
+
+const Forms* FindForms(const BlockType& type) {
+  const auto* found =
+      std::find_if(std::begin(kForms), std::end(kForms), [&](const Forms& row) { return row.id == type.id; });
+  return found == std::end(kForms) ? nullptr : found;
+}
 
 }  // namespace
 
@@ -286,9 +236,17 @@ const BlockType* FindBlockType(uint32_t id) {
 }
 
 const BlockType& DecodedType(const BlockType& type) {
-  const auto* found = std::find_if(std::begin(kDecodedTypes), std::end(kDecodedTypes),
-                                   [&](const BlockType& row) { return row.id == kGgufDecoded + type.id; });
-  return found == std::end(kDecodedTypes) ? type : *found;
+  const Forms* forms = FindForms(type);
+  return forms == nullptr ? type : forms->decoded;
+}
+
+const BlockType* BytesType(const BlockType& type, int64_t group, bool zeros) {
+  const Forms* forms = FindForms(type);
+  if (forms == nullptr) {
+    return nullptr;
+  }
+  const BlockType& bytes = forms->bytes[group == 16 ? 1 : 0][zeros ? 1 : 0];
+  return bytes.parts.empty() ? nullptr : &bytes;
 }
 
 const BlockPart& UnitScalePart() {

@@ -22,6 +22,14 @@ struct BlockPart {
   void (*decode)(const std::byte* blocks, int64_t count, std::byte* out) = nullptr;
 };
 
+/// Codes around the middle of 4 or 8 bits, or below zero points, as a block type is listed; 0 bits: it is
+/// none of integers.
+struct IntegerBlocks {
+  int bits = 0;
+  int64_t group = 0;   ///< elements of a scale
+  bool zeros = false;  ///< F32 zero points, where the type has minima
+};
+
 struct BlockType {
   uint32_t id = 0;
   std::string_view name;
@@ -29,6 +37,7 @@ struct BlockType {
   int64_t bytes = 1;     ///< of a block
   /// Empty: a type that is known and not read.
   std::span<const BlockPart> parts;
+  IntegerBlocks integers;
 };
 
 /// Null for a number that no type has.
@@ -36,6 +45,11 @@ const BlockType* FindBlockType(uint32_t id);
 
 /// The same blocks decoded to F32, where a scheme has the type as it is and a decoder has not; else the type.
 const BlockType& DecodedType(const BlockType& type);
+
+/// The same blocks as bytes in such groups, with F32 scales and, where `zeros` is set, zero points: what a
+/// type may be listed as beside others of integers. `group`: 16 or 32, no more than the type has. Null for
+/// floats.
+const BlockType* BytesType(const BlockType& type, int64_t group, bool zeros);
 
 /// The number one, for scales that a file leaves out: a part that reads nothing.
 const BlockPart& UnitScalePart();

@@ -149,29 +149,27 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
           scale);
     }
     if (type->parts.empty()) {
-      return store->Blame(
-          Status::Unsupported(fmt::format("tensors of type {} are not supported", type->name))
-              .WithHint(
-                  "F32, F16, BF16, Q4_0, Q8_0, MXFP4 and NVFP4 are read as they are; Q4_1, Q5_0, Q5_1, Q2_K "
-                  "to Q6_K, IQ4_NL and IQ4_XS are decoded to F32"),
-          module + ".weight");
+      return store->Blame(Status::Unsupported(fmt::format("tensors of type {} are not supported", type->name))
+                              .WithHint("F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, "
+                                        "IQ4_XS, MXFP4 and NVFP4 "
+                                        "are read"),
+                          module + ".weight");
     }
-    switch (type->id) {
-      case kGgufQ4_0:
-      case kGgufQ8_0:
-        format.bits = type->id == kGgufQ4_0 ? 4 : 8;
-        format.weight = IntegerWeight(format.bits, type->elements);
-        format.negative_scales = true;  // Q4_0 uses the code -8 for the largest value, whatever its sign
-        break;
-      case kGgufMxfp4:
-        format.weight = Mx(DType::kF4E2M1);
-        break;
-      case kGgufNvfp4:
-        format.weight = Nvfp4(16);
-        format.second_scale = ".scale";
-        break;
-      default:
-        return format;
+    if (type->integers.bits > 0) {
+      format.bits = type->integers.bits;
+      format.weight = IntegerWeight(format.bits, type->integers.group);
+      format.negative_scales = true;  // Q4_0 uses the code -8 for the largest value, whatever its sign
+      if (type->integers.zeros) {
+        format.weight.zero_point_dtype = DType::kF32;
+        format.zero_point = ".weight_zero";
+      }
+    } else if (type->id == kGgufMxfp4) {
+      format.weight = Mx(DType::kF4E2M1);
+    } else if (type->id == kGgufNvfp4) {
+      format.weight = Nvfp4(16);
+      format.second_scale = ".scale";
+    } else {
+      return format;
     }
     format.scale = ".weight_scale";
     return format;

@@ -41,25 +41,50 @@ std::string ExpertsOf(std::string_view name) {
   return "";
 }
 
+// Types that published schemes have: what they are listed as, whatever is asked for.
+bool HasScheme(const BlockType& type) {
+  return type.id == kGgufQ4_0 || type.id == kGgufQ8_0;
+}
+
 // A layer runs by one scheme. Where quantizers chose a type for each matrix (a row of 1408 elements, say, is
-// no whole number of blocks of Q6_K, and becomes Q8_0), all that can be decoded are.
+// no whole number of blocks of Q6_K, and becomes Q8_0), integers are listed as bytes in the shortest groups,
+// with zero points where one of them has minima; other mixtures are decoded.
 MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
-  std::unordered_map<std::string, const BlockType*> first;
-  MixedExperts mixed;
+  std::unordered_map<std::string, std::vector<const BlockType*>> types;
   for (const GgufHeader& header : headers) {
     for (const GgufTensor& tensor : header.tensors) {
-      const std::string experts = ExpertsOf(tensor.name);
-      if (experts.empty()) {
-        continue;
-      }
-      const BlockType* type = FindBlockType(tensor.type);
-      const auto [it, is_new] = first.emplace(experts, type);
-      if (!is_new && it->second != type) {
-        mixed.insert(experts);
+      if (std::string experts = ExpertsOf(tensor.name); !experts.empty()) {
+        types[std::move(experts)].push_back(FindBlockType(tensor.type));
       }
     }
   }
+  MixedExperts mixed;
+  for (const auto& [experts, own] : types) {
+    if (std::all_of(own.begin(), own.end(), [&](const BlockType* type) { return type == own.front(); })) {
+      continue;
+    }
+    IntegerBlocks common{8, 32, false};
+    for (const BlockType* type : own) {
+      common.group = type->integers.group == 16 ? 16 : common.group;
+      common.zeros |= type->integers.zeros;
+    }
+    const bool integers = std::all_of(own.begin(), own.end(), [&](const BlockType* type) {
+      return BytesType(*type, common.group, common.zeros) != nullptr;
+    });
+    mixed.emplace(experts, integers ? common : IntegerBlocks{});
+  }
   return mixed;
+}
+
+// What a tensor of such blocks is listed as.
+const BlockType& ListedType(const BlockType& type, const IntegerBlocks* mixed, bool decode) {
+  if (decode && (mixed != nullptr || (type.integers.bits > 0 && !HasScheme(type)))) {
+    return DecodedType(type);
+  }
+  if (mixed == nullptr) {
+    return type;
+  }
+  return mixed->bits > 0 ? *BytesType(type, mixed->group, mixed->zeros) : DecodedType(type);
 }
 
 }  // namespace
@@ -73,13 +98,12 @@ Status TensorStore::OpenGgufFile(const std::string& path, const CheckpointOption
   return Status::Ok();
 }
 
-void TensorStore::ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed) {
+void TensorStore::ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed, bool decode) {
   const std::string file_name = fs::path(files_[static_cast<size_t>(number)]->path()).filename().string();
   for (const GgufTensor& tensor : header.tensors) {
-    const BlockType* type = FindBlockType(tensor.type);  // known: the header was checked
-    if (mixed.contains(ExpertsOf(tensor.name))) {
-      type = &DecodedType(*type);
-    }
+    const auto experts = mixed.find(ExpertsOf(tensor.name));
+    const BlockType* type = &ListedType(*FindBlockType(tensor.type),  // known: the header was checked
+                                        experts == mixed.end() ? nullptr : &experts->second, decode);
     if (type->parts.empty()) {
       TensorInfo info{tensor.name, DType::kU8, Shape(tensor.dims), file_name, tensor.end - tensor.begin, ""};
       info.problem = fmt::format("tensors of type {} are not read", type->name);
@@ -126,7 +150,7 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::OpenGguf(const std::stri
   }
   const MixedExperts mixed = FindMixedExperts(headers);
   for (size_t number = 0; number < headers.size(); ++number) {
-    store->ListGguf(headers[number], static_cast<int32_t>(number), mixed);
+    store->ListGguf(headers[number], static_cast<int32_t>(number), mixed, options.decode_blocks);
   }
   *header = std::move(headers.front());
   // A matrix of two levels whose second is one everywhere lacks it in the file.

@@ -23,6 +23,14 @@ Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, 
   }
   FMOE_ASSIGN_OR_RETURN(const Tensor stored, tensors.Load(format.zero_point));
   const int64_t groups = matrix->block_scale.dim(1);
+  if (format.weight.zero_point_dtype == DType::kF32) {  // as they act
+    const Shape wanted{tensors.rows * tensors.place.parts, groups};
+    if (stored.dtype() != DType::kF32 || !(stored.shape() == wanted)) {
+      return tensors.Wrong(name, stored, fmt::format("F32 {}", wanted.ToString()));
+    }
+    FMOE_ASSIGN_OR_RETURN(matrix->zero_point, tensors.Part(stored, name, 1));
+    return Status::Ok();
+  }
   Result<Tensor> zeros = UnpackZeroPoints(format, stored, tensors.rows * tensors.place.parts, groups);
   if (!zeros.ok()) {
     return tensors.store.Blame(std::move(zeros).status(), name);

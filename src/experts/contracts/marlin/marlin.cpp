@@ -25,8 +25,8 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
     RefuseScheme(verdicts, problem, "INT4, INT8, FP8, NVFP4, MXFP4, MXFP8 weights");
   }
   if (IsInteger(weight) && weight.has_block_scale() && weight.block.col > 0 && weight.block.col % 32 != 0) {
-    Refuse(verdicts, Reason::kScheme, "the kernels know no such groups", fmt::format("groups of {}", weight.block.col),
-           "a multiple of 32");
+    Refuse(verdicts, Reason::kScheme, "the kernels know no such groups",
+           fmt::format("groups of {}", weight.block.col), "a multiple of 32");
   }
   if (problem.weights_have_zero_points && weight.zero_point_dtype != DType::kU8) {
     Refuse(verdicts, Reason::kZeroPoint, "the kernels subtract zero points that are codes",

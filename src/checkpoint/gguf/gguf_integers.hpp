@@ -1,0 +1,322 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include <fusedmoe/dtype.hpp>
+
+#include "numerics/rows.hpp"
+
+/// The block types of GGUF whose elements are integers below scales, and below minima where they have some:
+///
+///     value = scale * (code - kCenter) - minimum          a scale, and a minimum, for each kGroup elements
+///
+/// Each struct reads one block of kBytes bytes: `Codes` gives its kElements codes, `Scales` a scale and a
+/// minimum for each group. Products of a 16-bit scale and one of at most eight bits are exact in F32. Layouts
+/// and formulas: ggml's `block_*` and `dequantize_row_*`.
+namespace fusedmoe::checkpoint::gguf_integers {
+
+constexpr int64_t kSuper = 256;  // elements of a block of the K types
+
+inline uint8_t Byte(const std::byte* block, int64_t index) {
+  return std::to_integer<uint8_t>(block[index]);
+}
+
+inline float Half(const std::byte* at) {
+  float value = 0.0F;
+  DecodeRow(DType::kF16, at, 0, 1, &value);
+  return value;
+}
+
+/// Nibbles of 32 elements, the first half of them in the low ones.
+inline void Nibbles32(const std::byte* from, uint8_t* codes) {
+  for (int64_t j = 0; j < 16; ++j) {
+    codes[j] = Byte(from, j) & 15U;
+    codes[j + 16] = Byte(from, j) >> 4;
+  }
+}
+
+/// Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum (kHasMinimum, added here), fifth bits (kFive), nibbles.
+template <bool kHasMinimum, bool kFive>
+struct Old {
+  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 18 + (kHasMinimum ? 2 : 0) + (kFive ? 4 : 0);
+  static constexpr int kBits = kFive ? 5 : 4, kCenter = kHasMinimum ? 0 : kFive ? 16 : 8;
+  static constexpr bool kMinima = kHasMinimum;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    const std::byte* high = block + (kHasMinimum ? 4 : 2);
+    Nibbles32(high + (kFive ? 4 : 0), codes);
+    if constexpr (kFive) {
+      for (int64_t j = 0; j < 32; ++j) {
+        codes[j] = static_cast<uint8_t>(codes[j] | (Byte(high, j / 8) >> (j % 8) & 1U) << 4);
+      }
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    scales[0] = Half(block);
+    minima[0] = kHasMinimum ? -Half(block + 2) : 0.0F;
+  }
+};
+
+struct Q8_0 {
+  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 34;
+  static constexpr int kBits = 8, kCenter = 128;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t j = 0; j < 32; ++j) {
+      codes[j] = Byte(block, 2 + j) ^ 0x80U;
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    scales[0] = Half(block);
+    minima[0] = 0.0F;
+  }
+};
+
+/// Four bits of scale and of minimum for each 16 elements.
+struct Q2K {
+  static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 84;
+  static constexpr int kBits = 2, kCenter = 0;
+  static constexpr bool kMinima = true;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t i = 0; i < kSuper; ++i) {
+      codes[i] = Byte(block, 16 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3U;
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    const float scale = Half(block + 80), minimum = Half(block + 82);
+    for (int64_t group = 0; group < 16; ++group) {
+      scales[group] = scale * static_cast<float>(Byte(block, group) & 15U);
+      minima[group] = minimum * static_cast<float>(Byte(block, group) >> 4);
+    }
+  }
+};
+
+/// Third bits, two low bits, six bits of scale for each 16 elements.
+struct Q3K {
+  static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 110;
+  static constexpr int kBits = 3, kCenter = 4;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t i = 0; i < kSuper; ++i) {
+      const int low = Byte(block, 32 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3;
+      codes[i] = static_cast<uint8_t>(low | (Byte(block, i % 32) >> (i / 32) & 1) << 2);
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    const float scale = Half(block + 108);
+    for (int64_t group = 0; group < 16; ++group) {
+      const int low = Byte(block, 96 + group % 8) >> (group / 8 * 4) & 15;
+      const int high = Byte(block, 104 + group % 4) >> (group / 4 * 2) & 3;
+      scales[group] = scale * static_cast<float>((low | high << 4) - 32);
+      minima[group] = 0.0F;
+    }
+  }
+};
+
+/// Q4_K and Q5_K (kFive): six bits of scale and of minimum for each 32 elements.
+template <bool kFive>
+struct Q45K {
+  static constexpr int64_t kElements = kSuper, kGroup = 32, kBytes = kFive ? 176 : 144;
+  static constexpr int kBits = kFive ? 5 : 4, kCenter = 0;
+  static constexpr bool kMinima = true;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    const std::byte* high = block + 16;
+    const std::byte* low = high + (kFive ? 32 : 0);
+    for (int64_t two = 0; two < 4; ++two, codes += 64, low += 32) {
+      for (int64_t j = 0; j < 32; ++j) {
+        const int fifths = kFive ? Byte(high, j) >> (2 * two) : 0;
+        codes[j] = static_cast<uint8_t>((Byte(low, j) & 15) | (fifths & 1) << 4);
+        codes[j + 32] = static_cast<uint8_t>(Byte(low, j) >> 4 | (fifths & 2) << 3);
+      }
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    const float scale = Half(block), minimum = Half(block + 2);
+    const std::byte* packed = block + 4;
+    for (int64_t group = 0; group < 8; ++group) {
+      const bool first = group < 4;  // the others have their upper two bits in the bytes of the first
+      const int step = first ? Byte(packed, group) & 63
+                             : (Byte(packed, group + 4) & 15) | Byte(packed, group - 4) >> 6 << 4;
+      const int offset =
+          first ? Byte(packed, group + 4) & 63 : Byte(packed, group + 4) >> 4 | Byte(packed, group) >> 6 << 4;
+      scales[group] = scale * static_cast<float>(step);
+      minima[group] = minimum * static_cast<float>(offset);
+    }
+  }
+};
+
+/// Four low bits, two high bits, a signed byte of scale for each 16 elements.
+struct Q6K {
+  static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 210;
+  static constexpr int kBits = 6, kCenter = 32;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t half = 0; half < 2; ++half, codes += 128) {
+      const std::byte *low = block + half * 64, *high = block + 128 + half * 32;
+      for (int64_t j = 0; j < 128; ++j) {
+        const int nibble = Byte(low, j % 64) >> (j / 64 * 4) & 15;
+        codes[j] = static_cast<uint8_t>(nibble | (Byte(high, j % 32) >> (j / 32 * 2) & 3) << 4);
+      }
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    const float scale = Half(block + 208);
+    for (int64_t group = 0; group < 16; ++group) {
+      scales[group] = scale * static_cast<float>(static_cast<int8_t>(Byte(block, 192 + group)));
+      minima[group] = 0.0F;
+    }
+  }
+};
+
+/// Values of IQ4_NL and IQ4_XS, around 128.
+inline constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+struct Iq4Nl {
+  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 18;
+  static constexpr int kBits = 8, kCenter = 128;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    Nibbles32(block + 2, codes);
+    std::transform(codes, codes + 32, codes, [](uint8_t index) { return kIq4[index]; });
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    scales[0] = Half(block);
+    minima[0] = 0.0F;
+  }
+};
+
+/// Eight groups with scales of six bits: the high two of each in a word, the low four in nibbles.
+struct Iq4Xs {
+  static constexpr int64_t kElements = kSuper, kGroup = 32, kBytes = 136;
+  static constexpr int kBits = 8, kCenter = 128;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    for (int64_t group = 0; group < 8; ++group) {
+      Iq4Nl::Codes(block + 8 + group * 16 - 2, codes + group * 32);
+    }
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    const float scale = Half(block);
+    const int high = Byte(block, 2) | Byte(block, 3) << 8;
+    for (int64_t group = 0; group < 8; ++group) {
+      const int low = Byte(block, 4 + group / 2) >> (group % 2 * 4) & 15;
+      scales[group] = scale * static_cast<float>((low | (high >> (2 * group) & 3) << 4) - 32);
+      minima[group] = 0.0F;
+    }
+  }
+};
+
+/// MXFP4 where it stands beside integers: e2m1 are the even numbers 0, 1, 2, 3, 4, 6, 8, 12 in halves.
+struct Mxfp4 {
+  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 17;
+  static constexpr int kBits = 8, kCenter = 128;
+  static constexpr bool kMinima = false;
+  static void Codes(const std::byte* block, uint8_t* codes) {
+    static constexpr uint8_t kHalves[16] = {128, 129, 130, 131, 132, 134, 136, 140,
+                                            128, 127, 126, 125, 124, 122, 120, 116};
+    Nibbles32(block + 1, codes);
+    std::transform(codes, codes + 32, codes, [](uint8_t code) { return kHalves[code]; });
+  }
+  static void Scales(const std::byte* block, float* scales, float* minima) {
+    DecodeRow(DType::kF8E8M0, block, 0, 1, scales);
+    scales[0] *= 0.5F;
+    minima[0] = 0.0F;
+  }
+};
+
+/// What the parts of a block are made of.
+template <typename Type>
+struct Groups {
+  static constexpr int64_t kCount = Type::kElements / Type::kGroup;
+  float scales[kCount], minima[kCount];
+  explicit Groups(const std::byte* block) { Type::Scales(block, scales, minima); }
+};
+
+/// A group whose scale is zero and whose minimum is not has one value: codes in steps so small that they
+/// vanish beside the zero point, by which the same formula gives that value.
+inline float StepOf(float scale, float minimum) {
+  const bool one_value = scale == 0.0F && minimum != 0.0F && std::isfinite(minimum);
+  return one_value ? std::ldexp(1.0F, std::ilogb(minimum) - 30) : scale;
+}
+
+/// Each function writes one tensor's share of `count` blocks.
+template <typename Type>
+void DecodeValues(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes) {
+    uint8_t codes[Type::kElements];
+    Type::Codes(blocks, codes);
+    const Groups<Type> groups(blocks);
+    float values[Type::kElements];
+    for (int64_t i = 0; i < Type::kElements; ++i) {
+      const int64_t group = i / Type::kGroup;
+      values[i] = groups.scales[group] * static_cast<float>(codes[i] - Type::kCenter) - groups.minima[group];
+    }
+    std::memcpy(out, values, sizeof(values));
+    out += sizeof(values);
+  }
+}
+
+/// Bytes around 128, or codes as they are below zero points (kZeros).
+template <typename Type, bool kZeros>
+void ByteCodes(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes, out += Type::kElements) {
+    uint8_t codes[Type::kElements];
+    Type::Codes(blocks, codes);
+    for (int64_t i = 0; i < Type::kElements; ++i) {
+      out[i] = static_cast<std::byte>(codes[i] + (kZeros ? 0 : 128 - Type::kCenter));
+    }
+  }
+}
+
+/// The same in nibbles, around 8.
+template <typename Type, bool kZeros>
+void NibbleCodes(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes, out += Type::kElements / 2) {
+    uint8_t codes[Type::kElements];
+    Type::Codes(blocks, codes);
+    constexpr int kMore = kZeros ? 0 : 8 - Type::kCenter;
+    for (int64_t i = 0; i < Type::kElements / 2; ++i) {
+      out[i] = static_cast<std::byte>((codes[2 * i] + kMore) | (codes[2 * i + 1] + kMore) << 4);
+    }
+  }
+}
+
+/// F32 of each `kGroup` elements, as many as a group of the type has or fewer.
+template <typename Type, int64_t kGroup, typename Number>
+void Spread(const std::byte* blocks, int64_t count, std::byte* out, Number number) {
+  for (; count > 0; --count, blocks += Type::kBytes) {
+    const Groups<Type> groups(blocks);
+    float spread[Type::kElements / kGroup];
+    for (int64_t i = 0; i < Type::kElements / kGroup; ++i) {
+      const int64_t group = i * kGroup / Type::kGroup;
+      spread[i] = number(groups.scales[group], groups.minima[group]);
+    }
+    std::memcpy(out, spread, sizeof(spread));
+    out += sizeof(spread);
+  }
+}
+
+template <typename Type, int64_t kGroup>
+void GroupScales(const std::byte* blocks, int64_t count, std::byte* out) {
+  Spread<Type, kGroup>(blocks, count, out, [](float scale, float minimum) { return StepOf(scale, minimum); });
+}
+
+template <typename Type, int64_t kGroup>
+void GroupZeros(const std::byte* blocks, int64_t count, std::byte* out) {
+  Spread<Type, kGroup>(blocks, count, out, [](float scale, float minimum) {
+    return static_cast<float>(Type::kCenter) + (minimum == 0.0F ? 0.0F : minimum / StepOf(scale, minimum));
+  });
+}
+
+/// The first two bytes of a block: a scale in F16.
+template <typename Type>
+void HalfScale(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes, out += 2) {
+    std::memcpy(out, blocks, 2);
+  }
+}
+
+}  // namespace fusedmoe::checkpoint::gguf_integers
