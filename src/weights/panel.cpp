@@ -185,18 +185,27 @@ void ScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const 
   }
 }
 
-/// The zero point of each group as the panel's codes count.
+/// The zero point of each group as the panel's codes count, in the low bytes; 0 where the group has no columns.
 void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
-               std::span<const int32_t> scale_columns, int64_t row, uint8_t* codes) {
+               std::span<const int32_t> scale_columns, int64_t row, uint32_t* codes) {
   const DType element = matrix.format.element;
   const bool is_signed = element == DType::kI4 || element == DType::kI8;
   const uint32_t sign = is_signed ? PanelCode(element, 0) : 0;
-  const std::byte* zeros = matrix.zero_point.empty() ? nullptr : PanelZeroRow(matrix, row);
+  const bool stored = !matrix.zero_point.empty();
+  const std::byte* zeros = stored ? PanelZeroRow(matrix, row) : nullptr;
+  const bool floats = stored && matrix.zero_point.dtype() == DType::kF32;
   for (size_t g = 0; g < scale_columns.size(); ++g) {
     const int32_t col = scale_columns[g];
-    codes[g] = static_cast<uint8_t>(col < 0            ? 0
-                                    : zeros == nullptr ? static_cast<uint32_t>(PanelZeroPoint(format.code))
-                                                       : static_cast<uint32_t>(zeros[col]) ^ sign);
+    if (col < 0) {
+      codes[g] = 0;
+    } else if (floats) {
+      std::memcpy(&codes[g], zeros + 4 * int64_t{col}, 4);
+    } else {
+      const uint32_t zero = stored ? static_cast<uint32_t>(zeros[col]) ^ sign
+                                   : static_cast<uint32_t>(PanelZeroPoint(format.code));
+      codes[g] =
+          format.zeros == PanelZero::kFloats ? std::bit_cast<uint32_t>(static_cast<float>(zero)) : zero;
+    }
   }
 }
 
@@ -212,25 +221,23 @@ const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row) {
 
 void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
-  const int64_t value_bytes = PanelScaleBytes(format.scale);
-  std::vector<uint32_t> scales(scale_columns.size(), 0);
-  std::vector<uint8_t> zeros(scale_columns.size(), 0);
+  const int64_t value_bytes = PanelScaleBytes(format.scale), zero_bytes = PanelZeroBytes(format.zeros);
+  std::vector<uint32_t> scales(scale_columns.size(), 0), zeros(scale_columns.size(), 0);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     if (const int64_t row = stripe * kPanelRows + lane; row < matrix.rows) {
       ScaleCodes(matrix, format.scale, scale_columns, row, scales.data());
       ZeroCodes(matrix, format, scale_columns, row, zeros.data());
     } else {
       std::fill(scales.begin(), scales.end(), 0U);
-      std::fill(zeros.begin(), zeros.end(), uint8_t{0});
+      std::fill(zeros.begin(), zeros.end(), 0U);
     }
     for (size_t g = 0; g < scales.size(); ++g) {
       const int64_t first = static_cast<int64_t>(g) * format.group;
       std::byte* group = out + first / format.block * format.block_bytes() + format.code_bytes() +
                          first % format.block / format.group * format.group_bytes();
       std::memcpy(group + lane * value_bytes, &scales[g], static_cast<size_t>(value_bytes));
-      if (format.zero_points) {
-        group[kPanelRows * value_bytes + lane] = static_cast<std::byte>(zeros[g]);
-      }
+      std::memcpy(group + kPanelRows * value_bytes + lane * zero_bytes, &zeros[g],
+                  static_cast<size_t>(zero_bytes));
     }
   }
 }
@@ -312,8 +319,11 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
   }
   const std::byte* group = block + format.code_bytes() + k / format.group * format.group_bytes();
   const int64_t value_bytes = PanelScaleBytes(format.scale);
-  if (format.zero_points) {
-    zero = static_cast<float>(static_cast<uint8_t>(group[kPanelRows * value_bytes + row]));
+  const std::byte* zeros = group + kPanelRows * value_bytes;
+  if (format.zeros == PanelZero::kBytes) {
+    zero = static_cast<float>(static_cast<uint8_t>(zeros[row]));
+  } else if (format.zeros == PanelZero::kFloats) {
+    std::memcpy(&zero, zeros + row * 4, 4);
   }
   float factor = 0;
   DecodeRow(ScaleDType(format.scale), group + row * value_bytes, 0, 1, &factor);

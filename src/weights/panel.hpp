@@ -17,7 +17,7 @@
 ///     matrix  | stripe 0 | stripe 1 | ...     rows 0-15, rows 16-31, ...; missing rows are zero
 ///     stripe  | block 0 | block 1 | ...       k 0-63, k 64-127, ...; missing columns are zero
 ///     block   | 64-byte vectors of codes | 16 scales a group |     lane n of a vector belongs to row n
-///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...     in the type that the checkpoint has
+///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...     in the types that the checkpoint has
 ///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
@@ -46,6 +46,15 @@ enum class PanelScale : uint8_t {
 /// Of one scale.
 int64_t PanelScaleBytes(PanelScale scale);
 
+/// What stands behind the scales of a group of integers.
+enum class PanelZero : uint8_t {
+  kNone,   ///< PanelZeroPoint of the code
+  kBytes,  ///< codes
+  kFloats  ///< numbers, F32; scales beside them are F32 too
+};
+/// Of one zero point.
+int64_t PanelZeroBytes(PanelZero zeros);
+
 /// Integers of 4 and 8 bits, which panels hold unsigned.
 constexpr bool IsPanelInteger(DType code) {
   return code == DType::kU4 || code == DType::kU8;
@@ -56,23 +65,24 @@ struct PanelFormat {
   PanelScale scale = PanelScale::kNone;
   int64_t group = 0;           ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;  ///< k of a block
-  bool zero_points = false;    ///< a byte for each scale, behind those of its group
+  PanelZero zeros = PanelZero::kNone;  ///< one for each scale, behind those of its group
   bool operator==(const PanelFormat&) const = default;
 
   int64_t code_bytes() const { return kPanelRows * block * DTypeBits(code) / 8; }
+  bool has_zero_points() const { return zeros != PanelZero::kNone; }
   /// Of one group: its scales and zero points.
   int64_t group_bytes() const;
   int64_t scale_bytes() const { return group == 0 ? 0 : block / group * group_bytes(); }
   int64_t block_bytes() const { return code_bytes() + scale_bytes(); }
-  /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales that
-  /// fp32 holds as well and zero points that need not be there.
+  /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales and
+  /// zero points that fp32 holds as well and zero points that need not be there.
   bool Holds(const PanelFormat& other) const;
   /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)"
   std::string ToString() const;
 };
 
 /// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
-/// ones.
+/// ones, of format.zero_point_dtype.
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
 /// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
 uint32_t PanelCode(DType source, uint32_t code);
@@ -101,7 +111,7 @@ std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const Pane
                                        std::span<const int32_t> columns);
 /// Block scales of the row that a row of the matrix uses.
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row);
-/// The same of zero points, a byte each.
+/// The same of zero points.
 const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row);
 /// The scales and zero points of a stripe to behind the codes of its blocks; rows and groups that do not
 /// exist are zero.

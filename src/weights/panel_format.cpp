@@ -33,6 +33,10 @@ int64_t PanelScaleBytes(PanelScale scale) {
   return 0;
 }
 
+int64_t PanelZeroBytes(PanelZero zeros) {
+  return zeros == PanelZero::kFloats ? 4 : zeros == PanelZero::kBytes ? 1 : 0;
+}
+
 uint32_t PanelCode(DType source, uint32_t code) {
   switch (source) {
     case DType::kI4:
@@ -49,7 +53,7 @@ uint32_t PanelCode(DType source, uint32_t code) {
 }
 
 int64_t PanelFormat::group_bytes() const {
-  return kPanelRows * (PanelScaleBytes(scale) + (zero_points ? 1 : 0));
+  return kPanelRows * (PanelScaleBytes(scale) + PanelZeroBytes(zeros));
 }
 
 bool PanelFormat::Holds(const PanelFormat& other) const {
@@ -57,14 +61,18 @@ bool PanelFormat::Holds(const PanelFormat& other) const {
   if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
     needed.scale = scale;
   }
-  needed.zero_points = other.zero_points || (zero_points && other.group > 0);
+  if (other.group > 0 && zeros > other.zeros) {
+    needed.zeros = zeros;
+  }
   return *this == needed;
 }
 
 std::string PanelFormat::ToString() const {
-  const std::string scales = scale == PanelScale::kNone ? ""
-                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
-                                                                      zero_points ? " and zero" : "", group);
+  constexpr const char* kZeros[] = {"", " and zero", " and F32 zero"};
+  const std::string scales = scale == PanelScale::kNone
+                                 ? ""
+                                 : fmt::format(", {}{} per {}", ScaleName(scale),
+                                               kZeros[static_cast<int>(zeros)], group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 
@@ -116,11 +124,14 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
     panel.group = 32;
   } else if (IsPanelInteger(panel.code)) {
     // e4m3 and e8m0 are bf16 as well; the kernels read three types of scales beside integers.
-    panel.scale = format.block_scale_dtype == DType::kF32   ? PanelScale::kF32
+    panel.zeros = !has_zero_points                           ? PanelZero::kNone
+                  : format.zero_point_dtype == DType::kF32 ? PanelZero::kFloats
+                                                             : PanelZero::kBytes;
+    const bool wide = format.block_scale_dtype == DType::kF32 || panel.zeros == PanelZero::kFloats;
+    panel.scale = wide                                      ? PanelScale::kF32
                   : format.block_scale_dtype == DType::kF16 ? PanelScale::kF16
                                                             : PanelScale::kBF16;
-    panel.zero_points = has_zero_points;
-    panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : 32;
+    panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16;
     panel.block = std::max(kPanelUnit, panel.group);
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
     panel.scale = PanelScale::kF32;

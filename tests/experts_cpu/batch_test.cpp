@@ -15,13 +15,19 @@ const Weights kWeights[] = {
     {kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
     {kWeightU4, {DType::kU4}},
-    {kWeightU4Group32, {DType::kU4, PanelScale::kF16, 32, 64, true}},
+    {kWeightU4Group16, {DType::kU4, PanelScale::kF32, 16, 64, PanelZero::kFloats}},
+    {kWeightU4Group16, {DType::kU4, PanelScale::kBF16, 16}},
+    {kWeightU4Group32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kBytes}},
+    {kWeightU4Group32, {DType::kU4, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
     {kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
-    {kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, true}},
+    {kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, PanelZero::kBytes}},
     {kWeightU8, {DType::kU8}},
+    {kWeightU8Group16, {DType::kU8, PanelScale::kF32, 16}},
+    {kWeightU8Group16, {DType::kU8, PanelScale::kF16, 16, 64, PanelZero::kBytes}},
     {kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32}},
+    {kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
     {kWeightU8Group64, {DType::kU8, PanelScale::kF16, 64}},
-    {kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, true}},
+    {kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, PanelZero::kBytes}},
 };
 
 /// Any bytes are codes; scales are small, so that sums stay finite.
@@ -41,6 +47,10 @@ void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random,
         scale = 0.5F + static_cast<float>(random() & 255) / 64.0F;
       }
       EncodeRow(dtype, scales, kPanelRows, bytes + group);
+      for (int64_t row = 0; panel.zeros == PanelZero::kFloats && row < kPanelRows; ++row) {
+        const float zero = static_cast<float>(random() & 4095) / 64.0F - 16.0F;
+        std::memcpy(bytes + group + 64 + 4 * row, &zero, 4);
+      }
     }
   }
 }
@@ -51,7 +61,7 @@ void FillTile(const Weights& weights, TileKind kind, int64_t k, std::mt19937& ra
   for (int64_t i = 0; i < k * Planes(kind); ++i) {
     bytes[i] = static_cast<std::byte>(static_cast<int8_t>(static_cast<int>(random() % 255) - 127));
   }
-  const Correction correction = CorrectionOf(weights.kernel, weights.panel.zero_points);
+  const Correction correction = CorrectionOf(weights.kernel, weights.panel.has_zero_points());
   for (int64_t i = 0; i < k / correction.group; ++i) {
     view.correction[i] = static_cast<int32_t>(random() % 2000) - 1000;
     if (correction.zero == 0) {
@@ -143,7 +153,8 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   if (compared == 0) {
     GTEST_SKIP() << "needs avx512_vnni";
   }
-  EXPECT_EQ(compared % ((10 * 2 + 2) * static_cast<int64_t>(std::size(batches))), 0)
+  const auto kinds = static_cast<int64_t>(2 * std::size(kWeights) + 2);  // two each, e2m1 one more
+  EXPECT_EQ(compared % (kinds * static_cast<int64_t>(std::size(batches))), 0)
       << "all integer formats, with every kind that they have";
 }
 
@@ -158,16 +169,19 @@ TEST(Kernel_GroupScales, AreExact) {
           (weights.panel.code != DType::kU4 && weights.panel.code != DType::kU8)) {
         continue;
       }
-      for (const bool zero_points : {false, true}) {
+      for (const PanelZero zeros : {PanelZero::kNone, PanelZero::kBytes, PanelZero::kFloats}) {
         for (const PanelScale scale : {PanelScale::kBF16, PanelScale::kF16, PanelScale::kF32}) {
+          if (zeros == PanelZero::kFloats && scale != PanelScale::kF32) {
+            continue;
+          }
           PanelFormat panel = weights.panel;
           panel.scale = scale;
-          panel.zero_points = zero_points;
+          panel.zeros = zeros;
           const DType dtype = scale == PanelScale::kF32    ? DType::kF32
                               : scale == PanelScale::kBF16 ? DType::kBF16
                                                            : DType::kF16;
           // Codes are one above their zero points in k = 0 and equal them elsewhere.
-          const int zero = zero_points ? 5 : PanelZeroPoint(panel.code);
+          const int zero = panel.has_zero_points() ? 5 : PanelZeroPoint(panel.code);
           std::memset(block, panel.code == DType::kU4 ? zero * 17 : zero, sizeof(block));
           for (int64_t row = 0; row < kPanelRows; ++row) {
             block[4 * row] =
@@ -178,7 +192,7 @@ TEST(Kernel_GroupScales, AreExact) {
           PackCodesArguments input{};
           input.tile = ViewTile(tile, weights.kernel, kTileA8, panel.block, 1);
           input.tile.group_scales = GroupScalesOf(panel);
-          input.correction = CorrectionOf(weights.kernel, zero_points);
+          input.correction = CorrectionOf(weights.kernel, panel.has_zero_points());
           input.units = panel.block / kPanelUnit;
           input.scales_per_unit = 1;
           input.codes = codes;
@@ -193,8 +207,12 @@ TEST(Kernel_GroupScales, AreExact) {
               const auto bytes = static_cast<size_t>(DTypeBits(dtype) / 8);
               std::memcpy(group + row * bytes, &code, bytes);
               DecodeRow(dtype, group + row * bytes, 0, 1, expected + row);
-              if (zero_points) {
-                group[kPanelRows * bytes + row] = static_cast<std::byte>(zero);
+              std::byte* zero_points = group + kPanelRows * bytes;
+              if (zeros == PanelZero::kBytes) {
+                zero_points[row] = static_cast<std::byte>(zero);
+              } else if (zeros == PanelZero::kFloats) {
+                const auto number = static_cast<float>(zero);
+                std::memcpy(zero_points + 4 * row, &number, 4);
               }
             }
             table.dot[weights.kernel][kTileA8][0](reinterpret_cast<const uint8_t*>(block), 1, 1, &input.tile,

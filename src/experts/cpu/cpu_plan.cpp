@@ -42,7 +42,8 @@ GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, TileKind tile
 TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan,
                    const CostChoice& cost) {
   TilePlan tiles;
-  if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency)) {
+  if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency) ||
+      plan.panel.zeros == PanelZero::kFloats) {  // tiles subtract codes alone
     return tiles;
   }
   const bool forced = problem.mode == ModeName(Mode::kThroughput);
@@ -60,7 +61,7 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
   }
   // Bytes take four bits without their zero points, and eight where zero is in the middle.
   tiles.int8 = activation.element == DType::kI8 && FindTileFormat(plan.kernel, true, false) != nullptr &&
-               !(plan.panel.code == DType::kU8 && plan.panel.zero_points);
+               !(plan.panel.code == DType::kU8 && plan.panel.has_zero_points());
   // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it.
   tiles.rounded = !tiles.codes && FindTileFormat(plan.kernel, false, true) != nullptr;
   const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8, tiles.rounded);

@@ -254,7 +254,7 @@ const float* CpuExperts::RowInPlace(const Run& run, const GemmShape& shape, cons
 void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          int64_t slot, float* row_buffer, std::byte* out) const {
   const TileView view = ViewTile(out, plan_.kernel, shape.tile, shape.padded_cols, 1);
-  const Correction correction = CorrectionOf(plan_.kernel, plan_.panel.zero_points);
+  const Correction correction = CorrectionOf(plan_.kernel, plan_.panel.has_zero_points());
   if (const float* row = RowInPlace(run, shape, transform, slot)) {
     PackArguments values{.tile = view, .correction = correction};
     values.units = shape.padded_cols / kPanelUnit;

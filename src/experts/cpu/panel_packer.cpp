@@ -152,7 +152,9 @@ void PanelPacker::ChooseSides(int64_t blocks) {
     }
   }
   side_transform_ = TransformOf(matrix_.block_scale.dtype(), format_.scale);
-  if (side_transform_ == kNumSideTransforms) {
+  const bool bytes_as_floats = format_.zeros == PanelZero::kFloats &&
+                               (matrix_.zero_point.empty() || matrix_.zero_point.dtype() != DType::kF32);
+  if (side_transform_ == kNumSideTransforms || bytes_as_floats) {
     return;
   }
   sides_.assign(static_cast<size_t>(blocks * format_.scale_bytes() + kMostLines), 0);
@@ -164,7 +166,7 @@ void PanelPacker::ChooseSides(int64_t blocks) {
   scales_.least = format_.scale == PanelScale::kE8M0 ? 0x01010101 : 0;
   scales_.stride = format_.group_bytes();
   scales_.out = sides_.data();
-  if (!format_.zero_points) {
+  if (!format_.has_zero_points()) {
     return;
   }
   if (!matrix_.zero_point.empty()) {
@@ -172,7 +174,7 @@ void PanelPacker::ChooseSides(int64_t blocks) {
   }
   zeros_ = scales_;
   zeros_.flip = static_cast<int32_t>((format_.code == DType::kU4 ? flip_ & 15 : flip_) * 0x01010101U);
-  zeros_.out = sides_.data() + format_.group_bytes() - kPanelRows;
+  zeros_.out = sides_.data() + kPanelRows * PanelScaleBytes(format_.scale);
 }
 
 void PanelPacker::PointAtCodes(int64_t first_row, const uint8_t** rows) const {
@@ -336,13 +338,13 @@ void PanelPacker::PackSides(int64_t first_row, int64_t rows) {
   }
   PointAtSides(scale_rows_, first_row, rows, scales_.rows);
   table_.pack_sides[side_transform_](&scales_);
-  if (format_.zero_points && matrix_.zero_point.empty()) {
+  if (format_.has_zero_points() && matrix_.zero_point.empty()) {
     for (int64_t group = 0; group < real_groups_; ++group) {
       std::memset(zeros_.out + group * zeros_.stride, PanelZeroPoint(format_.code), kPanelRows);
     }
-  } else if (format_.zero_points) {
+  } else if (format_.has_zero_points()) {
     PointAtSides(zero_rows_, first_row, rows, zeros_.rows);
-    table_.pack_sides[kSideBytes](&zeros_);
+    table_.pack_sides[format_.zeros == PanelZero::kFloats ? kSideFloats : kSideBytes](&zeros_);
   }
   const auto groups = static_cast<int64_t>(scale_columns_.size());
   if (real_groups_ < groups) {
@@ -352,13 +354,12 @@ void PanelPacker::PackSides(int64_t first_row, int64_t rows) {
   if (rows == kPanelRows) {
     return;
   }
-  const int64_t scale_bytes = (scales_.stride - (format_.zero_points ? kPanelRows : 0)) / kPanelRows;
+  const int64_t scale_bytes = PanelScaleBytes(format_.scale), zero_bytes = PanelZeroBytes(format_.zeros);
   for (int64_t group = 0; group < real_groups_; ++group) {
     uint8_t* lines = sides_.data() + group * scales_.stride;
     std::memset(lines + rows * scale_bytes, 0, static_cast<size_t>((kPanelRows - rows) * scale_bytes));
-    if (format_.zero_points) {
-      std::memset(zeros_.out + group * zeros_.stride + rows, 0, static_cast<size_t>(kPanelRows - rows));
-    }
+    uint8_t* zeros = lines + kPanelRows * scale_bytes;
+    std::memset(zeros + rows * zero_bytes, 0, static_cast<size_t>((kPanelRows - rows) * zero_bytes));
   }
 }
 

@@ -15,13 +15,16 @@ struct IntegerPanel {
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
   static constexpr bool kNibbles = kWeight < kWeightU8;
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
+  static constexpr bool kGroup16 = kWeight == kWeightU4Group16 || kWeight == kWeightU8Group16;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
-  static constexpr int kGroup = kWeight == kWeightNvfp4 ? 16 : kWeight == kWeightMxfp4 || kGroup32 ? 32 : 64;
+  static constexpr int kGroup = kWeight == kWeightNvfp4 || kGroup16   ? 16
+                                : kWeight == kWeightMxfp4 || kGroup32 ? 32
+                                                                      : 64;
   static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
-  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
+  static constexpr int kBlockGroups = 64 / kGroup;  // GroupScales in a block
   static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
   /// The bytes of a block, at least.
   static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
@@ -214,7 +217,11 @@ FMOE_INLINE Floats LoadGroupScale(const uint8_t* scales, GroupScales type, int g
 /// Its zero point, where `type` has some.
 template <WeightKernel kWeight>
 FMOE_INLINE Floats LoadGroupZero(const uint8_t* scales, GroupScales type, int group, int half) {
-  return ToFloats(LoadByteLanes(scales + group * GroupBytes(type) + GroupScaleBytes(type) + half * kLanes));
+  const uint8_t* at = scales + group * GroupBytes(type) + GroupScaleBytes(type);
+  if (type.zeros == kZeroFloats) {
+    return Load((const float*)at + half * kLanes);
+  }
+  return ToFloats(LoadByteLanes(at + half * kLanes));
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
@@ -233,7 +240,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
   if constexpr (kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
-  const bool zero_points = Panel::kGrouped && type.zero_points;
+  const bool zero_points = Panel::kGrouped && type.zeros != kZeroNone;
   auto one_group = [&](auto group) FMOE_FLAT {
     const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
     const Floats zero = zero_points ? LoadGroupZero<kWeight>(scales, type, group, half) : Zero();
@@ -328,7 +335,7 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
   constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
-  const bool zero_points = Panel::kGrouped && type.zero_points;
+  const bool zero_points = Panel::kGrouped && type.zeros != kZeroNone;
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     Ints sums[kHalves];

@@ -90,11 +90,11 @@ struct PackedPair {
       });
     };
     if (!Panel::kGrouped || pair.type.type == kRowBf16) {
-      load({kRowBf16, pair.type.zero_points});
+      load({kRowBf16, pair.type.zeros});
     } else if (pair.type.type == kRowF16) {
-      load({kRowF16, pair.type.zero_points});
+      load({kRowF16, pair.type.zeros});
     } else {
-      load({kRowF32, pair.type.zero_points});
+      load({kRowF32, pair.type.zeros});
     }
   }
   FMOE_INLINE Floats LoadZero(const PackedPair& pair, int stripe, int group) {
@@ -442,7 +442,7 @@ template <WeightKernel kWeight, TileKind kKind>
 void TallBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                const TileView* tiles, int64_t num_tiles, float* out) {
   if constexpr (IntegerPanel<kWeight>::kGrouped) {
-    if (tiles[0].group_scales.zero_points) {
+    if (tiles[0].group_scales.zeros != kZeroNone) {
       TallStripes<kWeight, true, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
       return;
     }

@@ -19,10 +19,12 @@ enum WeightKernel : int {
   kWeightNvfp4,  ///< e2m1 with e4m3 per 16
   kWeightMxfp4,  ///< e2m1 with e8m0 per 32
   kWeightU4,
-  kWeightU4Group32,  ///< scale and zero point per group: GroupScales
+  kWeightU4Group16,  ///< scale and zero point per group: GroupScales
+  kWeightU4Group32,
   kWeightU4Group64,
   kWeightU4Group128,
   kWeightU8,
+  kWeightU8Group16,
   kWeightU8Group32,
   kWeightU8Group64,
   kWeightU8Group128,
@@ -50,20 +52,23 @@ constexpr int kMaxHeight = 8;
 
 enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 
+/// Zero points of integers in groups: codes, or numbers beside scales of fp32.
+enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
+
 /// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
-/// the checkpoint has, and sixteen zero points, a byte each, or none. Short tiles ask for it a group at a
-/// time, by a branch that always goes the same way, instead of a kernel for each of six; tall ones for the
-/// type of scales a unit at a time.
+/// the checkpoint has, and sixteen zero points, or none. Short tiles ask for it a group at a time, by a
+/// branch that always goes the same way, instead of a kernel for each of seven; tall ones for the type of
+/// scales a unit at a time.
 struct GroupScales {
   RowType type;
-  bool zero_points;
+  ZeroType zeros;
 };
 /// Bytes of the scales of one group, and of all that it has.
 static constexpr int GroupScaleBytes(GroupScales scales) {
   return 16 * (scales.type == kRowF32 ? 4 : 2);
 }
 static constexpr int GroupBytes(GroupScales scales) {
-  return GroupScaleBytes(scales) + (scales.zero_points ? 16 : 0);
+  return GroupScaleBytes(scales) + (scales.zeros == kZeroFloats ? 64 : scales.zeros == kZeroBytes ? 16 : 0);
 }
 
 /// Tiles and stripes of a call, at most (CpuPlan::batch_tiles). Tall tiles have kMaxHeight.
@@ -124,6 +129,8 @@ static constexpr bool IsPairTile(TileKind kind) {
 static constexpr int CorrectionGroup(WeightKernel kernel) {
   switch (kernel) {
     case kWeightNvfp4:
+    case kWeightU4Group16:
+    case kWeightU8Group16:
       return 16;
     case kWeightMxfp4:
     case kWeightU4Group32:
@@ -199,7 +206,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, false}, 0, 0, 0, 0, false, false, kNoSlabs};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone}, 0, 0, 0, 0, false, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

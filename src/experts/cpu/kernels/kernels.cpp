@@ -76,10 +76,12 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
     {DType::kF4E2M1, PanelScale::kE8M0, 32, kWeightMxfp4},
     {DType::kU4, PanelScale::kNone, 0, kWeightU4},
+    {DType::kU4, PanelScale::kBF16, 16, kWeightU4Group16},
     {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
     {DType::kU4, PanelScale::kBF16, 64, kWeightU4Group64},
     {DType::kU4, PanelScale::kBF16, 128, kWeightU4Group128},
     {DType::kU8, PanelScale::kNone, 0, kWeightU8},
+    {DType::kU8, PanelScale::kBF16, 16, kWeightU8Group16},
     {DType::kU8, PanelScale::kBF16, 32, kWeightU8Group32},
     {DType::kU8, PanelScale::kBF16, 64, kWeightU8Group64},
     {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
@@ -167,7 +169,9 @@ GroupScales GroupScalesOf(const PanelFormat& format) {
   return {format.scale == PanelScale::kBF16  ? kRowBf16
           : format.scale == PanelScale::kF16 ? kRowF16
                                              : kRowF32,
-          format.zero_points};
+          format.zeros == PanelZero::kFloats  ? kZeroFloats
+          : format.zeros == PanelZero::kBytes ? kZeroBytes
+                                              : kZeroNone};
 }
 
 float KernelOutputScale(WeightKernel kernel) {

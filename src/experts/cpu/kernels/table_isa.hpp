@@ -59,10 +59,12 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetIntegerDots<kWeightNvfp4, kTileA4>(table);
   SetIntegerDots<kWeightMxfp4, kTileA4>(table);
   SetInteger<kWeightU4>(table);
+  SetInteger<kWeightU4Group16>(table);
   SetInteger<kWeightU4Group32>(table);
   SetInteger<kWeightU4Group64>(table);
   SetInteger<kWeightU4Group128>(table);
   SetInteger<kWeightU8>(table);
+  SetInteger<kWeightU8Group16>(table);
   SetInteger<kWeightU8Group32>(table);
   SetInteger<kWeightU8Group64>(table);
   SetInteger<kWeightU8Group128>(table);

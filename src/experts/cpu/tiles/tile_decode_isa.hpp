@@ -64,7 +64,7 @@ FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, GroupScales type, float impl
   *scale = type.type == kRowBf16  ? LoadBf16Reals(p)
            : type.type == kRowF16 ? LoadF16Reals(p)
                                   : LoadReals((const float*)p);
-  *zero = type.zero_points ? LoadByteReals(p + GroupScaleBytes(type)) : SetReals(implied_zero);
+  *zero = type.zeros == kZeroBytes ? LoadByteReals(p + GroupScaleBytes(type)) : SetReals(implied_zero);
 }
 
 /// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
@@ -157,7 +157,7 @@ struct TileDecoder {
   template <int kUnit>
   FMOE_INLINE void BytesOfU4(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
     if constexpr (kUnit == 0) {
-      d.offset = d.type.zero_points ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
+      d.offset = d.type.zeros == kZeroBytes ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
     }
     const Words x = LoadWords(codes + kUnit * 64);
     PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));
