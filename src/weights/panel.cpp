@@ -185,7 +185,8 @@ void ScaleCodes(const CanonicalMatrix& matrix, PanelScale kind, std::span<const 
   }
 }
 
-/// The zero point of each group as the panel's codes count, in the low bytes; 0 where the group has no columns.
+/// The zero point of each group as the panel's codes count, in the low bytes; 0 where the group has no
+/// columns.
 void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
                std::span<const int32_t> scale_columns, int64_t row, uint32_t* codes) {
   const DType element = matrix.format.element;

@@ -69,10 +69,9 @@ bool PanelFormat::Holds(const PanelFormat& other) const {
 
 std::string PanelFormat::ToString() const {
   constexpr const char* kZeros[] = {"", " and zero", " and F32 zero"};
-  const std::string scales = scale == PanelScale::kNone
-                                 ? ""
-                                 : fmt::format(", {}{} per {}", ScaleName(scale),
-                                               kZeros[static_cast<int>(zeros)], group);
+  const std::string scales = scale == PanelScale::kNone ? ""
+                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
+                                                                      kZeros[static_cast<int>(zeros)], group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 
@@ -124,9 +123,9 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
     panel.group = 32;
   } else if (IsPanelInteger(panel.code)) {
     // e4m3 and e8m0 are bf16 as well; the kernels read three types of scales beside integers.
-    panel.zeros = !has_zero_points                           ? PanelZero::kNone
+    panel.zeros = !has_zero_points                         ? PanelZero::kNone
                   : format.zero_point_dtype == DType::kF32 ? PanelZero::kFloats
-                                                             : PanelZero::kBytes;
+                                                           : PanelZero::kBytes;
     const bool wide = format.block_scale_dtype == DType::kF32 || panel.zeros == PanelZero::kFloats;
     panel.scale = wide                                      ? PanelScale::kF32
                   : format.block_scale_dtype == DType::kF16 ? PanelScale::kF16

@@ -44,7 +44,8 @@ TEST_P(EveryIsa, WeightOnlySchemes_AgreeWithFp64) {
 }
 
 TEST_P(EveryIsa, GroupsThatEndInsideABlock_AgreeWithFp64) {
-  for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g32", "mxfp8_w8a16"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "mxfp8_w8a16"}) {
     ExpectClose({.scheme = scheme, .hidden = 96, .intermediate = 32, .experts = 3}, GetParam(), {1, 7});
   }
   ExpectClose({.scheme = "nvfp4_w4a16", .hidden = 16, .intermediate = 48, .experts = 2}, GetParam(), {1, 40});
@@ -69,6 +70,15 @@ TEST_P(EveryIsa, GroupScalesOfEveryType_AgreeWithFp64) {
 TEST_P(EveryIsa, EightBitActivations_StayWithinTheirBound) {
   for (const char* scheme : {"nvfp4_w4a16", "mxfp4_w4a16", "int4_w4a16:g128", "int8_w8a16:channel"}) {
     ExpectClose({.scheme = scheme, .hidden = 256, .intermediate = 128, .mode = ActivationMode::kA8},
+                GetParam(), {1, 13});
+  }
+  for (const char* scheme : {"int4_w4a16:g32", "int8_w8a16:g16"}) {
+    ExpectClose({.scheme = scheme,
+                 .hidden = 256,
+                 .intermediate = 128,
+                 .zero_points = true,
+                 .float_zeros = true,
+                 .mode = ActivationMode::kA8},
                 GetParam(), {1, 13});
   }
 }

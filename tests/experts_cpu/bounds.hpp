@@ -45,6 +45,18 @@ constexpr double kBf16PairBound = kFp32Bound + 0x1p-17;
 constexpr double kF16Bound = 4.6e-3;
 constexpr double kF16RequantizedBound = 3.6e-2;
 
+inline PanelFormat PanelOf(const LayerSpec& spec) {
+  WeightFormat weight = ParseScheme(spec.scheme)->weight;
+  weight.zero_point_dtype = spec.float_zeros ? DType::kF32 : DType::kU8;
+  return *ChoosePanelFormat(weight, spec.zero_points);
+}
+
+/// Integers in groups of 16, and zero points that are numbers, have no tiles: vectors take all tokens.
+inline bool HasTiles(const LayerSpec& spec) {
+  const PanelFormat panel = PanelOf(spec);
+  return panel.zeros != PanelZero::kFloats && !(IsPanelInteger(panel.code) && panel.group == 16);
+}
+
 /// The bound of one level; on `amx` of either unit, the tiles and the vectors beside them.
 inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const Scheme scheme = *ParseScheme(spec.scheme);
@@ -55,9 +67,9 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (fp8 && spec.mode == ActivationMode::kA8) {
     return isa == "avx512_fp16" ? kF16Bound : kBf16Bound;
   }
-  const PanelFormat panel = *ChoosePanelFormat(scheme.weight, spec.zero_points);
+  const PanelFormat panel = PanelOf(spec);
   const DType code = panel.code;
-  if (isa == "amx") {
+  if (isa == "amx" && HasTiles(spec)) {
     const bool blocks = fp8 && panel.scale == PanelScale::kF32;
     return std::max(code == DType::kU4 || blocks ? kRoundedTileBound : kBf16Bound,
                     spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);

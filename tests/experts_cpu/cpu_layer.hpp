@@ -18,6 +18,7 @@
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "support/float_zeros.hpp"
 #include "support/relative_l2.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
@@ -33,6 +34,7 @@ struct LayerSpec {
   ActivationSpec activation{};
   bool bias = false;
   bool zero_points = false;
+  bool float_zeros = false;       ///< as numbers
   bool different_scales = false;  ///< gate and up quantized apart, each with an input scale of its own
   DType dtype = DType::kBF16;     ///< of hidden states
   DType weight_dtype = DType::kBF16;
@@ -81,6 +83,9 @@ inline CanonicalMatrix RandomMatrix(const Layer& layer, int64_t rows, int64_t co
     Result<CanonicalMatrix> quantized = QuantizeMatrix(values.view(), format, options);
     EXPECT_TRUE(quantized.ok()) << quantized.status().ToString();
     matrix = *std::move(quantized);
+    if (layer.spec.float_zeros) {
+      testing_support::MakeZerosFloats(matrix, random);
+    }
   } else {
     format.element = layer.spec.weight_dtype;
     matrix.rows = rows;
@@ -133,6 +138,7 @@ inline Layer MakeLayer(const LayerSpec& spec) {
   problem.config.dtype = spec.dtype;
   problem.config.routing.top_k = spec.top_k;
   problem.config.max_tokens = spec.max_tokens;
+  layer.scheme.weight.zero_point_dtype = spec.float_zeros ? DType::kF32 : DType::kU8;
   problem.scheme = layer.scheme;
   problem.activation = spec.mode;
   problem.weights_have_zero_points = spec.zero_points;
@@ -351,10 +357,10 @@ inline std::vector<float> RunBatch(const Layer& layer, const Runner& runner, con
 
 /// Every panel format under activations that no scheme quantizes.
 inline constexpr const char* kWeightOnlySchemes[] = {
-    "nvfp4_w4a16",        "mxfp4_w4a16",        "int4_w4a16:g32",     "int4_w4a16:g64",
-    "int4_w4a16:g128",    "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g32",
-    "int8_w8a16:g64",     "int8_w8a16:g128",    "fp8_w8a16:tensor",   "fp8_w8a16:channel",
-    "fp8_w8a16:block128", "mxfp8_w8a16",        "w_mxfp6_e3m2",       "w_mxfp6_e2m3"};
+    "nvfp4_w4a16",     "mxfp4_w4a16",        "int4_w4a16:g16",     "int4_w4a16:g32",    "int4_w4a16:g64",
+    "int4_w4a16:g128", "int4_w4a16:channel", "int8_w8a16:channel", "int8_w8a16:g16",    "int8_w8a16:g32",
+    "int8_w8a16:g64",  "int8_w8a16:g128",    "fp8_w8a16:tensor",   "fp8_w8a16:channel", "fp8_w8a16:block128",
+    "mxfp8_w8a16",     "w_mxfp6_e3m2",       "w_mxfp6_e2m3"};
 
 /// Integers in groups with scales of each type, with zero points and without.
 inline std::vector<LayerSpec> GroupScaleSpecs() {
@@ -367,6 +373,17 @@ inline std::vector<LayerSpec> GroupScaleSpecs() {
         spec.scale_dtype = scale;
         specs.push_back(spec);
       }
+    }
+  }
+  for (const char* scheme : {"int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "int8_w8a16:g128"}) {
+    for (const DType scale : {DType::kF32, DType::kF16}) {
+      specs.push_back({.scheme = scheme,
+                       .hidden = 256,
+                       .intermediate = 128,
+                       .experts = 2,
+                       .zero_points = true,
+                       .float_zeros = true,
+                       .scale_dtype = scale});
     }
   }
   return specs;

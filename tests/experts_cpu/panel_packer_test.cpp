@@ -51,10 +51,11 @@ void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat
 /// Every scheme and awkward sizes.
 TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
   const char* const schemes[] = {
-      "nvfp4_w4a16",       "nvfp4_w4a8:g32",     "mxfp4_w4a16",     "mxfp8_w8a16",       "w_mxfp6_e3m2",
-      "w_mxfp6_e2m3",      "int4_w4a16:g32",     "int4_w4a16:g64",  "int4_w4a16:g128",   "int4_w4a16:channel",
-      "int4_w4a8:g128",    "int8_w8a16:g32",     "int8_w8a16:g128", "int8_w8a8:channel", "int8_w8a8:block128",
-      "fp8_w8a16:channel", "fp8_w8a16:block128", "unquantized",     "mxfp8_w8a8_out",    "nvfp4_w4a8_out"};
+      "nvfp4_w4a16",       "nvfp4_w4a8:g32",     "mxfp4_w4a16",       "mxfp8_w8a16",        "w_mxfp6_e3m2",
+      "w_mxfp6_e2m3",      "int4_w4a16:g16",     "int8_w8a16:g16",    "int4_w4a16:g32",     "int4_w4a16:g64",
+      "int4_w4a16:g128",   "int4_w4a16:channel", "int4_w4a8:g128",    "int8_w8a16:g32",     "int8_w8a16:g128",
+      "int8_w8a8:channel", "int8_w8a8:block128", "fp8_w8a16:channel", "fp8_w8a16:block128", "unquantized",
+      "mxfp8_w8a8_out",    "nvfp4_w4a8_out"};
   const DType scale_types[] = {DType::kF16, DType::kBF16, DType::kF32};
   const std::pair<int64_t, int64_t> sizes[] = {{16, 128}, {37, 1152}, {130, 2944}};
   for (const char* name : schemes) {
@@ -86,6 +87,14 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         if (!matrix.zero_point.empty()) {  // the same bytes as signed codes and zero points
           matrix.format.element = matrix.format.element == DType::kU4 ? DType::kI4 : DType::kI8;
           ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);
+          matrix.format.element = matrix.format.element == DType::kI4 ? DType::kU4 : DType::kU8;
+          CanonicalMatrix floats = matrix;
+          testing_support::MakeZerosFloats(floats, random);
+          const PanelFormat format = *ChoosePanelFormat(floats.format, planned);
+          ExpectBytesOfTheDefinition(floats, format, name);
+          ExpectBytesOfTheDefinition(matrix, format, name);  // bytes among others that have numbers
+          matrix.zero_point = Tensor();
+          ExpectBytesOfTheDefinition(matrix, format, name);
         }
       }
     }
@@ -100,7 +109,8 @@ TEST(PanelPacker_ColumnsInAnOrderOfTheirOwn, WritesTheBytesOfTheDefinition) {
     int64_t first, last;  // columns of a slice
     bool shuffled;
   };
-  const Case cases[] = {{"int4_w4a16:g32", 0, 1152, true},       {"int4_w4a16:g128", 0, 1152, true},
+  const Case cases[] = {{"int4_w4a16:g16", 0, 1152, true},       {"int8_w8a16:g16", 8, 1152, false},
+                        {"int4_w4a16:g32", 0, 1152, true},       {"int4_w4a16:g128", 0, 1152, true},
                         {"int4_w4a16:g128", 384, 906, true},     {"int4_w4a16:g64", 24, 1150, false},
                         {"int8_w8a16:g32", 0, 1152, true},       {"int8_w8a16:g128", 0, 1152, true},
                         {"int8_w8a16:g128", 77, 1001, false},    {"nvfp4_w4a16", 8, 1144, false},
@@ -123,6 +133,11 @@ TEST(PanelPacker_ColumnsInAnOrderOfTheirOwn, WritesTheBytesOfTheDefinition) {
       const PanelFormat format = *ChoosePanelFormat(matrix.format, !matrix.zero_point.empty());
       ASSERT_FALSE(PanelColumnsAreIdentity(PanelColumns(matrix, format))) << each.scheme;
       ExpectBytesOfTheDefinition(matrix, format, each.scheme);
+      if (!matrix.zero_point.empty()) {
+        CanonicalMatrix floats = matrix;
+        testing_support::MakeZerosFloats(floats, random);
+        ExpectBytesOfTheDefinition(floats, *ChoosePanelFormat(floats.format, true), each.scheme);
+      }
     }
   }
 }

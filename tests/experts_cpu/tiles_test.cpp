@@ -71,9 +71,11 @@ void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string
 
 TEST(Tiles, WeightOnlySchemes_AgreeWithFp64) {
   for (const char* scheme : kWeightOnlySchemes) {
-    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23});
+    const bool tiles = HasTiles({.scheme = scheme});
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23}, tiles);
     ExpectClose(
-        {.scheme = scheme, .hidden = 384, .intermediate = 128, .experts = 2, .top_k = 2, .bias = true}, {18});
+        {.scheme = scheme, .hidden = 384, .intermediate = 128, .experts = 2, .top_k = 2, .bias = true}, {18},
+        tiles);
   }
 }
 
@@ -103,7 +105,22 @@ TEST(Tiles, ZeroPoints_AreSubtracted) {
 
 TEST(Tiles, GroupScalesOfEveryType_AgreeWithFp64) {
   for (const LayerSpec& spec : GroupScaleSpecs()) {
-    ExpectClose(spec, {1, 21});
+    ExpectClose(spec, {1, 21}, HasTiles(spec));
+  }
+}
+
+TEST(Tiles, PanelsWithoutTiles_AreSaidToRunOnVectors) {
+  const LayerSpec specs[] = {{.scheme = "int4_w4a16:g16"},
+                             {.scheme = "int8_w8a16:g16"},
+                             {.scheme = "int4_w4a16:g32", .zero_points = true, .float_zeros = true}};
+  for (const LayerSpec& spec : specs) {
+    const Plan plan = kCpuFusedBackend.plan(TileLayer(spec).problem, MachineWithTiles());
+    EXPECT_EQ(plan.isa, "amx") << spec.scheme;
+    EXPECT_EQ(plan.tile_tokens, 0) << spec.scheme;
+    EXPECT_NE(plan.arithmetic.find("int8"), std::string::npos) << plan.arithmetic;
+    EXPECT_EQ(plan.arithmetic.find("amx"), std::string::npos) << plan.arithmetic;
+    EXPECT_EQ(plan.intermediate_dtype, "F32") << spec.scheme;
+    EXPECT_EQ(plan.layout_error, 0.0) << spec.scheme;
   }
 }
 

@@ -46,17 +46,19 @@ std::vector<float> ExactToken(TileKind kind, int64_t cols, int64_t padded, std::
   int power = 0;
   for (int64_t k = 0; k < cols; ++k) {
     power = k % 64 == 0 ? static_cast<int>(random() % 4) : power;
-    const int code = k % 64 == 0 ? -largest : static_cast<int>(random() % (2U * largest + 1)) - largest;
+    const int code = k % 64 == 0
+                         ? -largest
+                         : static_cast<int>(random() % static_cast<uint32_t>(2 * largest + 1)) - largest;
     token[static_cast<size_t>(k)] = std::ldexp(static_cast<float>(code), -power);
   }
   return token;
 }
 
 /// A sum in fp64, and what fp32 may add to it. Of a group: the sums of codes times activations and of
-/// activations are rounded when they become fp32 (three planes: twice, joined), then the multiply-add that
-/// takes the zero point off, the scale, four additions of a unit and one for each unit with the activation
-/// scale: 10 + units roundings of 2^-24 each, of no more than |scale| (|sum of code x| + |zero sum of x|) of
-/// all groups. An error of a zero point by one unit of its last place is 16 of them.
+/// activations are rounded when they become fp32 (three planes: twice, and joined), then come the
+/// multiply-add that takes the zero point off, the scale, four additions of a unit and one for each unit with
+/// the activation scale: 10 + units roundings of at most 2^-24 of |scale| (sum of |code x| + |zero sum of x|)
+/// of all groups.
 struct Sum {
   double value = 0, bound = 0;
 };
@@ -65,16 +67,18 @@ Sum ExpectedSum(const CanonicalMatrix& matrix, int64_t row, const std::vector<fl
   const std::byte* codes = matrix.codes.view().data() + row * matrix.codes.view().stride_bytes(0);
   Sum sum;
   for (int64_t g = 0; g < groups; ++g) {
-    double of_codes = 0, of_token = 0;
+    double of_codes = 0, magnitude = 0, of_token = 0;
     for (int64_t k = g * group; k < std::min((g + 1) * group, matrix.cols); ++k) {
       const auto x = static_cast<double>(token[static_cast<size_t>(k)]);
-      of_codes += static_cast<double>(LoadCode(matrix.format.element, codes, k)) * x;
+      const double product = static_cast<double>(LoadCode(matrix.format.element, codes, k)) * x;
+      of_codes += product;
+      magnitude += std::fabs(product);
       of_token += x;
     }
     const auto scale = static_cast<double>(matrix.block_scale.view().as<float>()[row * groups + g]);
     const auto zero = static_cast<double>(matrix.zero_point.view().as<float>()[row * groups + g]);
     sum.value += scale * (of_codes - zero * of_token);
-    sum.bound += std::fabs(scale) * (std::fabs(of_codes) + std::fabs(zero * of_token));
+    sum.bound += std::fabs(scale) * (magnitude + std::fabs(zero * of_token));
   }
   sum.bound *= 0x1p-24 * (10.0 + static_cast<double>(token.size()) / 64.0) * 1.01;
   return sum;

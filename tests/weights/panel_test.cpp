@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "numerics/rows.hpp"
+#include "support/float_zeros.hpp"
 #include "weights/block_products.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
@@ -93,10 +94,11 @@ void ExpectSameCodes(const CanonicalMatrix& matrix, const Panels& panels, const 
 }
 
 const char* const kSchemes[] = {
-    "nvfp4_w4a16",      "nvfp4_w4a8:g32",     "mxfp4_w4a16",      "mxfp8_w8a16",        "w_mxfp6_e3m2",
-    "w_mxfp6_e2m3",     "int4_w4a16:g32",     "int4_w4a16:g64",   "int4_w4a16:g128",    "int4_w4a16:channel",
-    "int4_w4a8:g128",   "int4_w4afp8:g64",    "int8_w8a16:g32",   "int8_w8a16:channel", "int8_w8a8:channel",
-    "int8_w8a8:tensor", "int8_w8a8:block128", "fp8_w8a16:tensor", "fp8_w8a16:channel",  "fp8_w8a16:block128"};
+    "nvfp4_w4a16",        "nvfp4_w4a8:g32",     "mxfp4_w4a16",      "mxfp8_w8a16",        "w_mxfp6_e3m2",
+    "w_mxfp6_e2m3",       "int4_w4a16:g16",     "int8_w8a16:g16",   "int4_w4a16:g32",     "int4_w4a16:g64",
+    "int4_w4a16:g128",    "int4_w4a16:channel", "int4_w4a8:g128",   "int4_w4afp8:g64",    "int8_w8a16:g32",
+    "int8_w8a16:channel", "int8_w8a8:channel",  "int8_w8a8:tensor", "int8_w8a8:block128", "fp8_w8a16:tensor",
+    "fp8_w8a16:channel",  "fp8_w8a16:block128"};
 
 TEST(Panel_EveryScheme, HoldsTheValuesAndGivesTheCodesBack) {
   for (const char* scheme : kSchemes) {
@@ -129,6 +131,51 @@ TEST(Panel_ZeroPoints, AreKept) {
     const CanonicalMatrix matrix = Quantized(scheme, 20, 256, /*symmetric=*/false);
     ASSERT_FALSE(matrix.zero_point.empty());
     ExpectSameValues(matrix, Pack(matrix), scheme);
+  }
+}
+
+TEST(Panel_ZeroPointsThatAreNumbers, AreKept) {
+  std::mt19937 random(11);
+  for (const char* scheme : {"int4_w4a16:g16", "int4_w4a16:g32", "int4_w4a16:g128", "int8_w8a16:g16"}) {
+    CanonicalMatrix matrix = Quantized(scheme, 20, 256, /*symmetric=*/false);
+    testing_support::MakeZerosFloats(matrix, random);
+    const Panels panels = Pack(matrix);
+    EXPECT_EQ(panels.format.zeros, PanelZero::kFloats);
+    EXPECT_EQ(panels.format.scale, PanelScale::kF32) << "of BF16 in the checkpoint";
+    ExpectSameValues(matrix, panels, scheme);
+    ExpectSameCodes(matrix, panels, scheme);
+    const Result<CanonicalMatrix> slice = SliceMatrix(matrix, 0, 20, 8, 200);  // begins inside a group
+    ASSERT_TRUE(slice.ok()) << slice.status().ToString();
+    ExpectSameValues(*slice, Pack(*slice), scheme);
+  }
+}
+
+// Fractions, negative numbers, ones far outside the codes, subnormal ones.
+TEST(Panel_ZeroPointsThatAreNumbers, KeepEveryBit) {
+  constexpr int64_t kGroups = 4096;
+  for (const char* scheme : {"int4_w4a16:g16", "int8_w8a16:g32", "int4_w4a16:g128"}) {
+    CanonicalMatrix matrix;
+    matrix.format = ParseScheme(scheme)->weight;
+    matrix.format.block_scale_dtype = matrix.format.zero_point_dtype = DType::kF32;
+    matrix.rows = kPanelRows;
+    matrix.cols = kGroups * matrix.format.block.col;
+    matrix.block_scale = *Tensor::Allocate(DType::kF32, Shape{kPanelRows, kGroups});
+    matrix.zero_point = *Tensor::Allocate(DType::kF32, Shape{kPanelRows, kGroups});
+    auto* zeros = matrix.zero_point.mutable_view().as<uint32_t>();
+    for (uint32_t i = 0; i < kPanelRows * kGroups; ++i) {
+      zeros[i] = i * 65521U;
+    }
+    const PanelFormat format = *ChoosePanelFormat(matrix.format, true);
+    const std::vector<int32_t> columns = PanelColumns(matrix, format);
+    std::vector<std::byte> stripe(columns.size() / static_cast<size_t>(format.block) *
+                                  static_cast<size_t>(format.block_bytes()));
+    PackPanelScales(matrix, format, PanelScaleColumns(matrix, format, columns), 0, stripe.data());
+    for (int64_t i = 0; i < kPanelRows * kGroups; ++i) {
+      const int64_t row = i / kGroups, k = i % kGroups * format.group;
+      const std::byte* group = stripe.data() + k / format.block * format.block_bytes() + format.code_bytes() +
+                               k % format.block / format.group * format.group_bytes();
+      ASSERT_EQ(0, std::memcmp(group + 64 + 4 * row, zeros + i, 4)) << scheme << " row " << row;
+    }
   }
 }
 
@@ -185,6 +232,14 @@ TEST(Panel_OfF32Scales, HoldsNarrowOnesToo) {
   EXPECT_FALSE(panel(f16, false).Holds(panel(f32, false)));
   EXPECT_EQ(panel(bf16, false).block_bytes(), 512 + 32);
   EXPECT_EQ(panel(f32, true).block_bytes(), 512 + 64 + 16);
+  WeightFormat numbers = bf16;
+  numbers.zero_point_dtype = DType::kF32;
+  EXPECT_TRUE(panel(numbers, true).Holds(panel(bf16, true)));
+  EXPECT_TRUE(panel(numbers, true).Holds(panel(f16, false)));
+  EXPECT_FALSE(panel(f32, true).Holds(panel(numbers, true)));
+  EXPECT_EQ(panel(numbers, false), panel(bf16, false)) << "none stored: what they would be does not matter";
+  EXPECT_EQ(panel(numbers, true).block_bytes(), 512 + 64 + 64);
+  EXPECT_EQ(panel(numbers, true).ToString(), "n16k64(U4, F32 and F32 zero per 64)");
 }
 
 TEST(Panel_PlainWeightsOfAnySize, AreKept) {

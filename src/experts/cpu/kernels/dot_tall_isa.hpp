@@ -97,8 +97,20 @@ struct PackedPair {
       load({kRowF32, pair.type.zeros});
     }
   }
-  FMOE_INLINE Floats LoadZero(const PackedPair& pair, int stripe, int group) {
-    return LoadGroupZero<kWeight>(pair.scales + stripe * pair.stride, pair.type, group, 0);
+  /// The same of zero points.
+  template <int kCount>
+  FMOE_INLINE void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
+    const auto load = [&](GroupScales type) FMOE_FLAT {
+      Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
+        out[i / 2][i % 2] =
+            LoadGroupZero<kWeight>(pair.scales + i % 2 * pair.stride, type, group + i / 2, 0);
+      });
+    };
+    if (pair.type.zeros == kZeroBytes) {
+      load({pair.type.type, kZeroBytes});
+    } else {
+      load({kRowF32, kZeroFloats});
+    }
   }
 };
 
@@ -121,8 +133,10 @@ struct alignas(64) DecodedPair {
     Unroll<2 * kCount>([&](auto i)
                            FMOE_FLAT { out[i / 2][i % 2] = Load(pair.scales[group + i / 2][i % 2]); });
   }
-  FMOE_INLINE Floats LoadZero(const DecodedPair& pair, int stripe, int group) {
-    return Load(pair.zeros[group][stripe]);
+  template <int kCount>
+  FMOE_INLINE void LoadZeros(const DecodedPair& pair, int group, Floats (*out)[2]) {
+    Unroll<2 * kCount>([&](auto i)
+                           FMOE_FLAT { out[i / 2][i % 2] = Load(pair.zeros[group + i / 2][i % 2]); });
   }
 
   template <class Packed>
@@ -139,8 +153,11 @@ struct alignas(64) DecodedPair {
       Packed::template LoadScales<kGroups>(packed, 0, scales);
       Unroll<2 * kGroups>([&](auto i) FMOE_FLAT { Store(out->scales[i / 2][i % 2], scales[i / 2][i % 2]); });
     }
-    Unroll<kZeros ? 2 * kGroups : 0>(
-        [&](auto i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], Packed::LoadZero(packed, i % 2, i / 2)); });
+    if constexpr (kZeros) {
+      Floats zeros[kGroups][2];
+      Packed::template LoadZeros<kGroups>(packed, 0, zeros);
+      Unroll<2 * kGroups>([&](auto i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], zeros[i / 2][i % 2]); });
+    }
   }
 };
 
@@ -213,13 +230,13 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       sum[g][s][t] = ToFloats(whole);
     });
     if constexpr (Pair::kZeros) {
-      Unroll<kCount * 2>([&](auto i) FMOE_FLAT {
-        constexpr int g = decltype(i)() / 2, s = decltype(i)() % 2;
-        const Floats zero = Pair::LoadZero(pair, s, kFirst + g);
-        Unroll<kTokens>([&](auto t) FMOE_FLAT {
-          sum[g][s][t] = NegativeMultiplyAdd(
-              zero, Set(((const float*)Tokens::Correction(tokens, t))[kFirst + g]), sum[g][s][t]);
-        });
+      Floats zeros[kCount][2];
+      Pair::template LoadZeros<kCount>(pair, kFirst, zeros);
+      Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
+        constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
+                      t = decltype(i)() % kTokens;
+        const Floats of_token = Set(((const float*)Tokens::Correction(tokens, t))[kFirst + g]);
+        sum[g][s][t] = NegativeMultiplyAdd(zeros[g][s], of_token, sum[g][s][t]);
       });
     }
     Floats scales[kCount][2];
