@@ -157,7 +157,8 @@ struct TileDecoder {
   template <int kUnit>
   FMOE_INLINE void BytesOfU4(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
     if constexpr (kUnit == 0) {
-      d.offset = d.type.zeros == kZeroBytes ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
+      d.offset =
+          d.type.zeros == kZeroBytes ? SpreadBytesToFour(scales + GroupScaleBytes(d.type)) : SetWords(0x0808);
     }
     const Words x = LoadWords(codes + kUnit * 64);
     PutRow(tiles, kUnit * 2, SubtractBytes(And(x, SetWords(0x0f0f)), d.offset));

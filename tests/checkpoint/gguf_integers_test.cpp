@@ -1,0 +1,215 @@
+// GGUF types of integers: the codes, scales and zero points that they are listed as mean the values that they
+// decode to.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "checkpoint/raw_gguf.hpp"
+#include "support/temporary_directory.hpp"
+#include "weights/dequantize.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+constexpr int64_t kHidden = 512, kInner = 256, kExperts = 2;
+
+struct Type {
+  uint32_t id;
+  const char* name;
+  const char* scheme;
+  int64_t elements, bytes;
+  int64_t scale_at;    // of the F16 scale in a block
+  int64_t minimum_at;  // of the F16 minimum; -1: none
+  bool decoded;        // for writers
+};
+
+constexpr Type kTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 0, -1, false},
+                           {3, "Q4_1", "int4_w4a16:g32", 32, 20, 0, 2, true},
+                           {6, "Q5_0", "int8_w8a16:g32", 32, 22, 0, -1, true},
+                           {7, "Q5_1", "int8_w8a16:g32", 32, 24, 0, 2, true},
+                           {8, "Q8_0", "int8_w8a16:g32", 32, 34, 0, -1, false},
+                           {10, "Q2_K", "int4_w4a16:g16", 256, 84, 80, 82, true},
+                           {11, "Q3_K", "int4_w4a16:g16", 256, 110, 108, -1, true},
+                           {12, "Q4_K", "int4_w4a16:g32", 256, 144, 0, 2, true},
+                           {13, "Q5_K", "int8_w8a16:g32", 256, 176, 0, 2, true},
+                           {14, "Q6_K", "int8_w8a16:g16", 256, 210, 208, -1, true},
+                           {20, "IQ4_NL", "int8_w8a16:g32", 32, 18, 0, -1, true},
+                           {23, "IQ4_XS", "int8_w8a16:g32", 256, 136, 0, -1, true}};
+
+void PutHalf(std::string& block, int64_t at, uint16_t half) {
+  block.replace(static_cast<size_t>(at), 2, Raw(half));
+}
+
+/// Random bytes below scales of 2^-8 to 2^-5 and minima of 2^-9 to 2^-6, of either sign; every eighth scale
+/// is zero.
+RawGguf::Tensor RandomStack(const std::string& name, std::vector<uint64_t> dims, const Type& type,
+                            uint32_t seed) {
+  std::mt19937 random(seed);
+  uint64_t blocks = 1;
+  for (const uint64_t dim : dims) {
+    blocks *= dim;
+  }
+  blocks /= static_cast<uint64_t>(type.elements);
+  RawGguf::Tensor tensor{name, std::move(dims), type.id, "", 0};
+  for (uint64_t i = 0; i < blocks; ++i) {
+    std::string block(static_cast<size_t>(type.bytes), '\0');
+    for (char& byte : block) {
+      byte = static_cast<char>(random());
+    }
+    const auto half = [&](uint32_t exponent) {
+      return static_cast<uint16_t>((random() & 1U) << 15 | exponent << 10 | (random() & 0x3ffU));
+    };
+    PutHalf(block, type.scale_at, i % 8 == 7 ? uint16_t{0} : half(7 + random() % 3));
+    if (type.minimum_at >= 0) {
+      PutHalf(block, type.minimum_at, half(6 + random() % 3));
+    }
+    tensor.bytes += block;
+  }
+  return tensor;
+}
+
+RawGguf ModelOf(const Type& inputs, const Type& down) {
+  RawGguf model = Model(kTypeF32);
+  for (auto& [key, bytes] : model.values) {
+    if (key.ends_with("embedding_length")) {
+      bytes = Raw(kUint32) + Raw<uint32_t>(kHidden);
+    } else if (key.ends_with("expert_feed_forward_length")) {
+      bytes = Raw(kUint32) + Raw<uint32_t>(kInner);
+    }
+  }
+  model.tensors = {Stack("blk.0.ffn_gate_inp.weight", {kHidden, kExperts}, kTypeF32),
+                   RandomStack("blk.0.ffn_gate_exps.weight", {kHidden, kInner, kExperts}, inputs, 1),
+                   RandomStack("blk.0.ffn_up_exps.weight", {kHidden, kInner, kExperts}, inputs, 2),
+                   RandomStack("blk.0.ffn_down_exps.weight", {kInner, kHidden, kExperts}, down, 3)};
+  return model;
+}
+
+struct Loaded {
+  Scheme scheme;
+  CanonicalExpert expert;
+};
+
+Loaded Load(const std::string& path, bool decode) {
+  CheckpointOptions options;
+  options.decode_blocks = decode;
+  const auto checkpoint = Checkpoint::Open(path, options);
+  EXPECT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  const auto experts = (*checkpoint)->Experts(0);
+  EXPECT_TRUE(experts.ok()) << experts.status().ToString();
+  auto expert = experts->load(1);
+  EXPECT_TRUE(expert.ok()) << expert.status().ToString();
+  return {experts->scheme, *std::move(expert)};
+}
+
+/// Codes, scales and zero points against the decoded values. Without zero points the product of code and
+/// scale is rounded once, as decoding rounds it. With them, `code - zero`, the product, the zero point
+/// itself, and of the decoded value product and difference are rounded: five steps of at most 2^-24 of |code
+/// * scale| + |minimum|, where the minimum is zero * scale.
+void ExpectSameValues(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
+  ASSERT_EQ(decoded.format.element, DType::kF32);
+  const auto values = DequantizeMatrix(integers);
+  ASSERT_TRUE(values.ok()) << values.status().ToString();
+  const auto* found = values->view().as<float>();
+  const auto* wanted = decoded.codes.view().as<float>();
+  const int64_t group = integers.format.block.col;
+  double largest = 0.0;
+  for (int64_t i = 0; i < integers.rows * integers.cols; ++i) {
+    double bound = 0.0;
+    if (!integers.zero_point.empty()) {
+      const int64_t at = i / group;  // groups divide rows
+      const double scale = std::fabs(integers.block_scale.view().as<float>()[at]);
+      const double zero = std::fabs(integers.zero_point.view().as<float>()[at]);
+      bound = 5 * std::ldexp(scale * (zero + 255.0), -24);
+    }
+    ASSERT_LE(std::fabs(double{found[i]} - double{wanted[i]}), bound) << "element " << i;
+    largest = std::max(largest, std::fabs(double{wanted[i]}));
+  }
+  EXPECT_GT(largest, 0.0);
+}
+
+class GgufIntegers : public testing::TestWithParam<Type> {};
+
+INSTANTIATE_TEST_SUITE_P(Types, GgufIntegers, testing::ValuesIn(kTypes),
+                         [](const auto& param) { return std::string(param.param.name); });
+
+TEST_P(GgufIntegers, CodesBelowScales_MeanTheDecodedValues) {
+  const Type& type = GetParam();
+  const TemporaryDirectory folder;
+  const std::string path = (folder.path() / "a.gguf").string();
+  folder.Write("a.gguf", ModelOf(type, type).Bytes());
+  const Loaded integers = Load(path, false), decoded = Load(path, true);
+  EXPECT_EQ(integers.scheme.name, type.scheme);
+  EXPECT_EQ(decoded.scheme.name, type.decoded ? "unquantized" : type.scheme);
+  for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
+    EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), type.minimum_at < 0);
+    if (type.decoded) {
+      ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
+    }
+  }
+}
+
+// Q4_K_M has Q4_K for gate and up and, in half of the layers, Q6_K for down.
+TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
+  const Type& type = GetParam();
+  for (const Type& down : kTypes) {
+    if (down.id == type.id) {
+      continue;
+    }
+    SCOPED_TRACE(down.name);
+    const TemporaryDirectory folder;
+    const std::string path = (folder.path() / "a.gguf").string();
+    folder.Write("a.gguf", ModelOf(type, down).Bytes());
+    const Loaded integers = Load(path, false), decoded = Load(path, true);
+    const auto has16 = [](const Type& one) { return std::string_view(one.scheme).ends_with("g16"); };
+    EXPECT_EQ(integers.scheme.name, has16(type) || has16(down) ? "int8_w8a16:g16" : "int8_w8a16:g32");
+    EXPECT_EQ(decoded.scheme.name, "unquantized");
+    const bool zeros = type.minimum_at >= 0 || down.minimum_at >= 0;
+    for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
+      EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), !zeros);
+      ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
+    }
+  }
+}
+
+// A group of one value: its scale is zero and its minimum is not.
+TEST(GgufIntegers, GroupsOfOneValue_KeepIt) {
+  const Type& q4_k = kTypes[7];
+  RawGguf model = ModelOf(q4_k, q4_k);
+  RawGguf::Tensor& up = model.Find("blk.0.ffn_up_exps.weight");
+  for (size_t at = 0; at < up.bytes.size(); at += static_cast<size_t>(q4_k.bytes)) {
+    up.bytes.replace(at, 4, Raw<uint16_t>(0) + Raw<uint16_t>(0x1c01));  // 0 and 2^-8 (1 + 2^-10)
+    up.bytes.replace(at + 4, 12, 12, '\x03');                           // steps and minima of three
+  }
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  const Loaded integers = Load((folder.path() / "a.gguf").string(), false);
+  const auto values = DequantizeMatrix(integers.expert.up);
+  ASSERT_TRUE(values.ok()) << values.status().ToString();
+  for (int64_t i = 0; i < 8 * kHidden; ++i) {
+    const float wanted = i % 256 < 128 ? -3.0F * 0x1.004p-8F : 0.0F;  // the last four minima are zero
+    ASSERT_EQ(values->view().as<float>()[i], wanted) << i;
+  }
+}
+
+TEST(GgufIntegers, ScalesAndMinimaThatAreNotFinite_AreRefused) {
+  const Type& q4_k = kTypes[7];
+  for (const int64_t at : {0, 2}) {
+    for (const uint16_t half : {uint16_t{0x7c00}, uint16_t{0xfe00}}) {
+      RawGguf model = ModelOf(q4_k, q4_k);
+      RawGguf::Tensor& down = model.Find("blk.0.ffn_down_exps.weight");
+      down.bytes.replace(static_cast<size_t>(at), 2, Raw(half));
+      down.bytes.replace(4, 12, 12, '\x03');
+      const Status status = LoadEverything(model);
+      EXPECT_EQ(status.code(), StatusCode::kBadInput) << at << " " << half << status.ToString();
+      EXPECT_EQ(status.tensor(),
+                at == 0 ? "blk.0.ffn_down_exps.weight_scale" : "blk.0.ffn_down_exps.weight_zero");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe
