@@ -71,13 +71,16 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   // Zero points, activation order and the type of scales are a matter of the tensors, alike in all experts.
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
   FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, experts.load(0));
+  std::optional<DType> scales;
   for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
     request.weights_have_zero_points = request.weights_have_zero_points || !matrix->zero_point.empty();
     request.weights_have_group_index = request.weights_have_group_index || !matrix->group_index.empty();
     if (!matrix->block_scale.empty()) {
-      request.scheme.weight.block_scale_dtype = matrix->format.block_scale_dtype;
+      const DType own = matrix->format.block_scale_dtype;
+      scales = scales.value_or(own) == own ? own : DType::kF32;
     }
   }
+  request.scheme.weight.block_scale_dtype = scales.value_or(request.scheme.weight.block_scale_dtype);
   return Status::Ok();
 }
 

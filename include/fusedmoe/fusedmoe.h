@@ -269,8 +269,9 @@ typedef struct fmoe_expert {
 } fmoe_expert;
 
 /* Experts that the caller holds. `load` fills in expert e and returns 0; it is called from the threads of
- * options.executor, several at once. Whatever it points at stays where it is until `unload` is called for it,
- * once for each load, from any thread, possibly not before the layer is released. */
+ * options.executor, several at once, and more than once for an expert. Whatever it points at stays where it
+ * is until `unload` is called for it, once for each load, from any thread, possibly not before the layer is
+ * released. */
 typedef struct fmoe_expert_source {
   void* self;
   int32_t (*load)(void* self, int64_t expert, fmoe_expert* out);

@@ -68,6 +68,10 @@ struct ExpertSource {
   /// What the weights are, as text: sources with equal texts load equal weights. Empty: not known, and
   /// nothing made from them is kept (LayerOptions::pack_cache).
   std::string identity = {};
+  /// Every expert has the tensors of the first one (zero points, activation order, smoothing factors, biases,
+  /// scales of a type), so that the first one speaks for all. MoeLayer::Create loads the experts of a source
+  /// that does not say so once more, to give each what some have and it lacks.
+  bool alike = false;
 };
 
 }  // namespace fusedmoe

@@ -5,12 +5,14 @@
 #include <initializer_list>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
 #include "layer/layer_impl.hpp"
 #include "numerics/element_types.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/features.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -75,7 +77,7 @@ bool Overlap(TensorView a, TensorView b) {
 
 ExpertSource Validated(const ExpertSource& experts) {
   ExpertSource checked = experts;
-  checked.load = [load = experts.load](int64_t index) -> Result<CanonicalExpert> {
+  checked.load = [load = experts.load, scheme = experts.scheme](int64_t index) -> Result<CanonicalExpert> {
     Result<CanonicalExpert> expert = load(index);
     if (!expert.ok()) {
       return expert;
@@ -86,10 +88,47 @@ ExpertSource Validated(const ExpertSource& experts) {
       if (Status status = matrix->empty() ? Status::Ok() : ValidateCanonical(*matrix); !status.ok()) {
         return std::move(status).WithTensor(fmt::format("expert {}, {}", index, name));
       }
+      if (!matrix->empty() && scheme.activation.static_tensor_scale && !matrix->input_tensor_scale) {
+        return Status::BadInput(
+                   fmt::format("has no input_tensor_scale; the activations of {} need a stored one",
+                               scheme.name))
+            .WithTensor(fmt::format("expert {}, {}", index, name));
+      }
     }
     return expert;
   };
   return checked;
+}
+
+Result<ExpertSource> MadeAlike(const ExpertSource& experts, const Executor& executor) {
+  if (experts.alike || experts.prepared != nullptr || experts.num_local_experts < 2) {
+    return experts;
+  }
+  const auto count = static_cast<size_t>(experts.num_local_experts);
+  std::vector<ExpertFeatures> features(count);
+  std::vector<Status> statuses(count);
+  ParallelFor(executor, experts.num_local_experts, [&](int64_t index) {
+    const auto at = static_cast<size_t>(index);
+    const Result<CanonicalExpert> expert = experts.load(index);
+    statuses[at] = expert.status();
+    features[at] = expert.ok() ? FeaturesOf(*expert) : ExpertFeatures{};
+  });
+  ExpertFeatures all;
+  for (size_t index = 0; index < count; ++index) {
+    FMOE_RETURN_IF_ERROR(std::move(statuses[index]));
+    all.Join(features[index]);
+  }
+  ExpertSource alike = experts;
+  alike.alike = true;
+  if (std::all_of(features.begin(), features.end(), [&](const ExpertFeatures& one) { return one == all; })) {
+    return alike;
+  }
+  alike.load = [load = experts.load, all](int64_t index) -> Result<CanonicalExpert> {
+    FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+    FMOE_RETURN_IF_ERROR(AddFeatures(all, expert));
+    return expert;
+  };
+  return alike;
 }
 
 Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits) {

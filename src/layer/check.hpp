@@ -10,6 +10,10 @@ namespace fusedmoe {
 /// backend decodes it.
 ExpertSource Validated(const ExpertSource& experts);
 
+/// The same experts, each with all that some of them have beside their codes (AddFeatures). The failure of
+/// the lowest expert that cannot be loaded.
+Result<ExpertSource> MadeAlike(const ExpertSource& experts, const Executor& executor);
+
 /// The router of an engine, which no reader has seen either: logits are written for each of its rows.
 Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t num_logits);
 

@@ -186,6 +186,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   if (source.num_local_experts > 0) {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(0));
     for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      problem.config.has_bias = problem.config.has_bias || !matrix->bias.empty();
       problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();
       problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
       problem.weights_have_pre_quant_scale =

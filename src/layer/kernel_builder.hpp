@@ -25,8 +25,8 @@ struct BuiltKernel {
 };
 
 /// The question that a layer of this configuration, scheme and options puts to the oracle, about its routed
-/// experts (RoutedConfig). Looks at the first expert to learn whether the weights carry zero points or an
-/// activation order.
+/// experts (RoutedConfig). Looks at the first expert, which speaks for all (ExpertSource::alike), to learn
+/// what the weights have: biases, zero points, an activation order, factors of their input, types of scales.
 Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& source,
                                const LayerOptions& options);
 

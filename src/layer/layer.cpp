@@ -106,7 +106,11 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
                                                    const RouterWeights& router, const LayerOptions& options,
                                                    const SharedExpertWeights* shared,
                                                    const LatentWeights* latent) {
-  return AgreeOn(CreateAlone(config, Validated(experts), router, options, shared, latent), options);
+  const auto create = [&]() -> Result<std::unique_ptr<MoeLayer>> {
+    FMOE_ASSIGN_OR_RETURN(const ExpertSource alike, MadeAlike(Validated(experts), options.executor));
+    return CreateAlone(config, alike, router, options, shared, latent);
+  };
+  return AgreeOn(create(), options);
 }
 
 Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& whole, const ExpertSource& experts,

@@ -19,6 +19,12 @@ ActivationFormat ActivationOf(const MoeProblem& problem) {
   return problem.activation == ActivationMode::kAsCheckpoint ? problem.scheme.activation : ActivationFormat{};
 }
 
+WeightFormat WeightsOf(const MoeProblem& problem) {
+  WeightFormat format = problem.scheme.weight;
+  format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);
+  return format;
+}
+
 const Tensor* PreparedWeights::Find(std::string_view name) const {
   for (const Named& named : tensors) {
     if (named.name == name) {

@@ -42,6 +42,9 @@ struct MoeProblem {
 /// asked for.
 ActivationFormat ActivationOf(const MoeProblem& problem);
 
+/// The format of the weights with the type that their block scales have.
+WeightFormat WeightsOf(const MoeProblem& problem);
+
 /// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which
 /// layout this is, so that another backend's file is refused. Immutable; shared by all who run it.
 struct PreparedWeights {

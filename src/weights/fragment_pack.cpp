@@ -133,6 +133,11 @@ Status CheckFragmentMatrix(const CanonicalMatrix& matrix, const FragmentSpec& sp
                     "be a multiple of {}",
                     matrix.scale_col_offset, group, traits.group));
   }
+  const DType scales = matrix.format.block_scale_dtype;
+  if (traits.scale == FragmentScale::kHalf && scales != spec.half_scale && scales != DType::kF8E4M3) {
+    return Status::BadInput(fmt::format("has scales of {}; the layout was made for {}", DTypeName(scales),
+                                        DTypeName(spec.half_scale)));
+  }
   if (traits.scale == FragmentScale::kF32Halves && matrix.scale_row_offset % kFragmentSlab != 0) {
     return Status::Unsupported(
         fmt::format("a slice that starts at row {} cuts a block of {} rows; its start must "

@@ -238,6 +238,18 @@ TEST(CudaPlan, CodesAreMultipliedAsCodes_WhereScalesActOnSumsAndRoutesAreMany) {
   EXPECT_FALSE(MayMultiplyCodes(MakeCudaPlan(mixed, Hopper()))) << "integers by e4m3";
 }
 
+TEST(CudaPlan, TypesOfScales_ThoseOfTheWeightsNotOfTheScheme) {
+  MoeProblem problem = Problem("int4_w4a16:g128");
+  problem.weights_scale_dtype = DType::kF16;
+  EXPECT_EQ(MakeCudaPlan(problem, Hopper()).spec.half_scale, DType::kF16);
+  problem.weights_scale_dtype = DType::kF32;  // more bits than halves have
+  const CudaPlan wide = MakeCudaPlan(problem, Hopper());
+  EXPECT_EQ(wide.spec.format, FragmentFormat::kInt4Zero128);
+  EXPECT_TRUE(wide.short_scales);
+  problem.weights_scale_dtype = DType::kBF16;
+  EXPECT_EQ(MakeCudaPlan(problem, Hopper()).spec, MakeCudaPlan(Problem("int4_w4a16:g128"), Hopper()).spec);
+}
+
 TEST(CudaPlan, ScalesOfGroups_CostARoundingWherePrefillMultipliesThemIntoWeights) {
   const auto error = [](const char* name, DType scale, int64_t tokens) {
     MoeProblem problem = Problem(name);

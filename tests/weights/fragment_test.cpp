@@ -269,6 +269,12 @@ TEST(Fragment, WhatItCannotHold_IsRefusedWithReason) {
   options.col_offset = 64;
   const Status cut = CheckFragmentMatrix(RandomMatrix(16, 128, int4, generator, options), spec);
   EXPECT_NE(cut.message().find("column 64"), std::string::npos) << cut.message();
+  CanonicalMatrix halves = RandomMatrix(16, 128, int4, generator);
+  EXPECT_TRUE(CheckFragmentMatrix(halves, spec).ok());
+  halves.format.block_scale_dtype = DType::kF16;
+  const Status other = CheckFragmentMatrix(halves, spec);
+  EXPECT_NE(other.message().find("scales of F16; the layout was made for BF16"), std::string::npos)
+      << other.message();
   EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF32}, false).ok());
   EXPECT_FALSE(ChooseFragmentSpec({.element = DType::kF8E5M2}, false).ok());
 }

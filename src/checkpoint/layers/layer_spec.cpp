@@ -229,6 +229,18 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
       format.codes == ".weight" ? base + weight_suffix : base + std::string(format.codes));
 }
 
+// Any expert's, so that those of the others are missed by name.
+bool AnyBias(const TensorStore& store, const ExpertNames& experts, int64_t num_experts) {
+  for (int64_t expert = 0; expert < (experts.per_expert() ? num_experts : 1); ++expert) {
+    for (const std::string& name : {experts.Up(expert), experts.Down(expert)}) {
+      if (store.Has(name + ".bias") || store.Has(name + "_bias")) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
 Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& model, const Family& family,
                                const std::string& prefix, int64_t layer, const std::string& expert_layout) {
   const ModelConfig config = model.ForLayer(layer);
@@ -268,11 +280,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   }
   moe.apply_router_weight_on_input = moe.routing.method == RoutingMethod::kLlama4;
   FMOE_RETURN_IF_ERROR(CheckCounts(config, moe));
-  const std::string first_up = experts.Up(0);
-  moe.has_bias = !spec.names.output_bias.empty();
-  for (const std::string& name : {first_up, experts.Down(0)}) {
-    moe.has_bias |= store.Has(name + ".bias") || store.Has(name + "_bias");
-  }
+  moe.has_bias = !spec.names.output_bias.empty() || AnyBias(store, experts, moe.num_experts);
   FMOE_RETURN_IF_ERROR(CheckTensors(store, config, spec));
   FMOE_RETURN_IF_ERROR(ResolveShared(config, family, spec));
   FMOE_ASSIGN_OR_RETURN(spec.axes, ResolveAxes(store, family, spec.names, moe, expert_layout));

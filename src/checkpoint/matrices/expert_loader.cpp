@@ -1,6 +1,8 @@
 #include "checkpoint/matrices/expert_loader.hpp"
 
 #include <algorithm>
+#include <mutex>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -8,6 +10,7 @@
 #include "checkpoint/matrices/matrix_slices.hpp"
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
+#include "weights/features.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -98,6 +101,53 @@ CanonicalMatrix& MatrixOf(CanonicalExpert& expert, Projection projection) {
                                          : expert.down;
 }
 
+// Of one matrix, by the names and types of its tensors; what cannot be read is reported by whoever loads it.
+MatrixFeatures StoredFeatures(const LayerContext& context, const Located& located) {
+  MatrixFeatures features;
+  const Result<LinearFormat> format = RoutedFormat(context, located);
+  if (!format.ok()) {
+    return features;
+  }
+  const MatrixTensors tensors{*context.store, located.place, located.rows, located.cols};
+  const auto has = [&](std::string_view suffix) { return !suffix.empty() && tensors.Has(suffix); };
+  features.zero_point = has(format->zero_point);
+  features.pre_quant_scale = has(format->pre_quant_scale);
+  if (has(format->group_index)) {
+    const Result<Tensor> index = ReadGroupIndex(tensors, *format);
+    features.group_index = index.ok() && !index->empty();
+  }
+  if (const TensorInfo* scale = context.store->Find(tensors.NameOf(format->scale));
+      scale != nullptr && format->weight.has_block_scale()) {
+    features.scale_dtype = scale->dtype;
+  }
+  return features;
+}
+
+/// What experts of the layer have beside their codes, whichever of them a rank loads: found when the first
+/// one is loaded.
+class LayerFeatures {
+ public:
+  const ExpertFeatures& Of(const LayerContext& context) {
+    std::call_once(once_, [&] { Find(context); });
+    return features_;
+  }
+
+ private:
+  void Find(const LayerContext& context) {
+    // Stacks hold all experts alike.
+    const int64_t count = context.spec.names.experts.per_expert() ? context.spec.config.num_experts : 1;
+    for (int64_t expert = 0; expert < count; ++expert) {
+      for (const Projection projection : Projections(context)) {
+        MatrixFeatures& all = projection == Projection::kDown ? features_.down : features_.gate_up;
+        all.Join(StoredFeatures(context, Locate(context, expert, projection)));
+      }
+    }
+  }
+
+  std::once_flag once_;
+  ExpertFeatures features_;
+};
+
 Result<CanonicalExpert> LoadRouted(const LayerContext& context, const Scheme& scheme, int64_t expert) {
   CanonicalExpert loaded;
   JoinedTensors joined;
@@ -133,13 +183,16 @@ Result<ExpertSource> RoutedExperts(std::shared_ptr<const LayerContext> context,
   const int64_t intermediate = context->spec.config.intermediate;
   FMOE_ASSIGN_OR_RETURN(const auto share, Share(intermediate, parallel, source.scheme));
   const bool first_rank = parallel.tp_rank == 0;
-  source.load = [context, scheme = source.scheme, global_ids, intermediate, share, first_rank,
+  source.alike = true;
+  source.load = [context, features = std::make_shared<LayerFeatures>(), scheme = source.scheme, global_ids,
+                 intermediate, share, first_rank,
                  count = source.num_local_experts](int64_t local) -> Result<CanonicalExpert> {
     if (local < 0 || local >= count) {
       return Status::Usage(fmt::format("local expert {} is asked for; there are {}", local, count));
     }
     const int64_t expert = global_ids.empty() ? local : global_ids[static_cast<size_t>(local)];
     FMOE_ASSIGN_OR_RETURN(CanonicalExpert loaded, LoadRouted(*context, scheme, expert));
+    FMOE_RETURN_IF_ERROR(AddFeatures(features->Of(*context), loaded));
     return Slice(std::move(loaded), intermediate, share, first_rank);
   };
   return source;

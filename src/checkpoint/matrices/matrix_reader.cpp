@@ -39,30 +39,6 @@ Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, 
   return Status::Ok();
 }
 
-Status ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
-  const std::string name = tensors.NameOf(format.group_index);
-  if (!tensors.store.Has(name) && !format.group_index_required) {
-    return Status::Ok();
-  }
-  FMOE_ASSIGN_OR_RETURN(Tensor index, tensors.Load(format.group_index));
-  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{tensors.cols})) {
-    return tensors.Wrong(name, index, fmt::format("I32 [{}]", tensors.cols));
-  }
-  // An index in order is the plain grouping, which kernels like better.
-  const auto* values = index.view().as<int32_t>();
-  const int64_t group = matrix->format.block.col;
-  bool plain = group > 0;
-  for (int64_t c = 0; c < tensors.cols && plain; ++c) {
-    int32_t value = 0;
-    std::memcpy(&value, values + c, sizeof(value));
-    plain = value == c / group;
-  }
-  if (!plain) {
-    matrix->group_index = std::move(index);
-  }
-  return Status::Ok();
-}
-
 Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(".bias");
   if (!tensors.store.Has(name)) {
@@ -155,6 +131,26 @@ Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Stat
 
 }  // namespace
 
+Result<Tensor> ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format) {
+  const std::string name = tensors.NameOf(format.group_index);
+  if (!tensors.store.Has(name) && !format.group_index_required) {
+    return Tensor();
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor index, tensors.Load(format.group_index));
+  if (index.dtype() != DType::kI32 || !(index.shape() == Shape{tensors.cols})) {
+    return tensors.Wrong(name, index, fmt::format("I32 [{}]", tensors.cols));
+  }
+  const auto* values = index.view().as<int32_t>();
+  const int64_t group = format.weight.block.col;
+  bool plain = group > 0;
+  for (int64_t c = 0; c < tensors.cols && plain; ++c) {
+    int32_t value = 0;
+    std::memcpy(&value, values + c, sizeof(value));
+    plain = value == c / group;
+  }
+  return plain ? Tensor() : std::move(index);
+}
+
 Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat& format,
                                    const MatrixPlace& place, int64_t rows, int64_t cols,
                                    JoinedTensors* joined) {
@@ -185,7 +181,7 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
     FMOE_RETURN_IF_ERROR(ReadZeroPoints(tensors, format, &matrix));
   }
   if (!format.group_index.empty()) {
-    FMOE_RETURN_IF_ERROR(ReadGroupIndex(tensors, format, &matrix));
+    FMOE_ASSIGN_OR_RETURN(matrix.group_index, ReadGroupIndex(tensors, format));
   }
   if (!format.input_scale.empty() && (!format.input_scale_optional || tensors.Has(format.input_scale))) {
     FMOE_ASSIGN_OR_RETURN(const float stored, tensors.LoadScale(format.input_scale));

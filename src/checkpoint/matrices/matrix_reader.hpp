@@ -16,4 +16,8 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
                                    const MatrixPlace& place, int64_t rows, int64_t cols,
                                    JoinedTensors* joined = nullptr);
 
+/// The scale column of each input channel, where they are in an order of their own: an index in order is the
+/// plain grouping, which kernels like better, and comes back empty.
+Result<Tensor> ReadGroupIndex(const MatrixTensors& tensors, const LinearFormat& format);
+
 }  // namespace fusedmoe::checkpoint

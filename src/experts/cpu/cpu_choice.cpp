@@ -160,9 +160,7 @@ TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
 }
 
 Result<PanelFormat> PanelOf(const MoeProblem& problem) {
-  WeightFormat format = problem.scheme.weight;
-  format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);
-  return ChoosePanelFormat(format, problem.weights_have_zero_points);
+  return ChoosePanelFormat(WeightsOf(problem), problem.weights_have_zero_points);
 }
 
 void FitVectorKernels(const Machine& machine, CpuPlan& plan) {

@@ -65,8 +65,7 @@ bool IsFloat32(const WeightFormat& weight) {
 }
 
 void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
-  const Result<FragmentSpec> spec =
-      ChooseFragmentSpec(problem.scheme.weight, problem.weights_have_zero_points);
+  const Result<FragmentSpec> spec = ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points);
   if (!spec.ok() && !IsFloat32(problem.scheme.weight)) {
     Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
            "F32, BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
@@ -177,7 +176,7 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   const MoeConfig& config = problem.config;
   CudaPlan plan;
   if (const Result<FragmentSpec> spec =
-          ChooseFragmentSpec(problem.scheme.weight, problem.weights_have_zero_points);
+          ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points);
       spec.ok()) {
     plan.spec = *spec;
   }
@@ -207,6 +206,8 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
   }
   plan.has_bias = config.has_bias;
   plan.reordered = problem.weights_have_group_index;
+  plan.short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
+                      WeightsOf(problem).block_scale_dtype == DType::kF32;
   plan.weights_input = config.apply_router_weight_on_input;
   const int64_t tokens = std::max<int64_t>(config.max_tokens, 1);
   plan.rows_per_expert = plan.shape.batched ? tokens : 0;

@@ -29,6 +29,7 @@ struct CudaPlan {
   bool has_bias = false;
   bool float32 = false;         ///< F32 weights: kernels and layout of their own (float32.hpp)
   bool reordered = false;       ///< weights in activation order: the input is gathered
+  bool short_scales = false;    ///< F32 scales beside zero points: they keep 15 bits of their mantissa
   bool weights_input = false;   ///< the router weight multiplies the input
   int64_t max_rows = 0;         ///< of a call: tokens; batched: rows of all experts
   int64_t rows_per_expert = 0;  ///< batched

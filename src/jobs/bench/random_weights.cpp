@@ -169,6 +169,7 @@ Result<ExpertSource> RandomExperts(const MoeConfig& config, const Scheme& scheme
   ExpertSource source;
   source.num_local_experts = config.num_local_experts;
   source.scheme = scheme;
+  source.alike = true;
   source.identity = fmt::format("random weights 2, seed {}, layer {}, {} biases", seed, layer,
                                 config.has_bias ? "with" : "without");
   const Recipe inner = RecipeFor(scheme.weight, config.hidden);

@@ -23,6 +23,7 @@ struct PreparedLayer::Impl {
     ExpertSource source;
     source.num_local_experts = file.description.config.num_experts;
     source.scheme = file.description.scheme;
+    source.alike = true;  // stacks of experts
     source.load = [weights = weights, shape = prepared::ShapeOf(file.description)](int64_t expert) {
       return RestoreExpert(*weights, shape, expert);
     };

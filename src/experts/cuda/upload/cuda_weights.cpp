@@ -269,10 +269,7 @@ Result<PreparedWeights> PrepareCudaWeights(const CudaPlan& plan, const ExpertSou
   FMOE_RETURN_IF_ERROR(shelf.Place().status());  // while the last copies are on the link
   FMOE_RETURN_IF_ERROR(uploader->Finish());
   Uploader::Keep(std::move(uploader));
-  // Scales beside zero points keep 15 bits of their mantissa: exact for 16-bit scales.
-  const bool short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
-                            source.scheme.weight.block_scale_dtype == DType::kF32;
-  prepared.layout_error = short_scales ? 0x1p-17 : 0.0;
+  prepared.layout_error = plan.short_scales ? 0x1p-17 : 0.0;
   return prepared;
 }
 
