@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <optional>
-#include <set>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -117,6 +117,43 @@ Findings Examine(int64_t ranks, int64_t nodes, int64_t largest_node, int64_t cor
   return findings;
 }
 
+void Report(int64_t ranks, int64_t nodes, int64_t cores, const Findings& findings, Output& output) {
+  const std::string command = CommandLine(ranks, cores, nodes > 1);
+  Json settings = Json::array();
+  std::vector<std::vector<std::string>> table = {{"setting", "value", "here", "why"}};
+  for (const Setting& setting : kSettings) {
+    const std::optional<std::string> given = Given(setting.name);
+    settings.push_back({{"name", setting.name},
+                        {"value", setting.value},
+                        {"given", given ? Json(*given) : Json(nullptr)},
+                        {"why", setting.why}});
+    table.push_back({setting.name, setting.value, given.value_or("-"), setting.why});
+  }
+  const std::string launcher = PathOf("mpirun");
+  output.Document({{"ranks", ranks},
+                   {"nodes", nodes},
+                   {"cores", cores},
+                   {"launcher", launcher},
+                   {"command", command},
+                   {"settings", settings},
+                   {"errors", findings.errors},
+                   {"warnings", findings.warnings},
+                   {"ok", findings.errors.empty()}});
+  std::string text =
+      fmt::format("{} rank{} on {} machine{} with {} cores; launcher: {}\n\n", ranks, ranks == 1 ? "" : "s",
+                  nodes, nodes == 1 ? "" : "s", cores,
+                  launcher.empty() ? "none (apt-get install openmpi-bin libopenmpi-dev)" : launcher);
+  text += command + "\n\n" + Table(table) +
+          "\nnever: --enable-recovery (aborted jobs would end with exit code 0)\n";
+  for (const std::string& error : findings.errors) {
+    text += "error: " + error + "\n";
+  }
+  for (const std::string& warning : findings.warnings) {
+    text += "warning: " + warning + "\n";
+  }
+  output.Text(text);
+}
+
 }  // namespace
 
 Status ExamineRanks(double deadline_seconds, Output& output) {
@@ -129,58 +166,21 @@ Status ExamineRanks(double deadline_seconds, Output& output) {
     EndJob(nullptr, group.status(), output);
     return group.status();
   }
-  std::vector<int64_t> ranks_of_node(static_cast<size_t>(started), 0);
-  std::set<int64_t> nodes;
+  std::map<int64_t, int64_t> ranks_of_node;
   for (int64_t rank = 0; rank < started; ++rank) {
-    const int64_t node = group->communicator() == nullptr ? 0 : group->communicator()->node_of(rank);
-    nodes.insert(node);
-    ++ranks_of_node[static_cast<size_t>(node)];
+    ++ranks_of_node[group->communicator() == nullptr ? 0 : group->communicator()->node_of(rank)];
   }
   int64_t largest = 0;
-  for (const int64_t count : ranks_of_node) {
+  for (const auto& [node, count] : ranks_of_node) {
     largest = std::max(largest, count);
   }
-  const auto num_nodes = static_cast<int64_t>(nodes.size());
-  const Findings findings = Examine(started, num_nodes, largest, cores);
-  const Status verdict = findings.errors.empty() ? Status::Ok() : Status::No(findings.errors.front());
+  const auto num_nodes = static_cast<int64_t>(ranks_of_node.size());
   if (!group->leads()) {
     return Status::Ok();  // one rank speaks for all
   }
-  const std::string command = CommandLine(started, cores, num_nodes > 1);
-  Json settings = Json::array();
-  std::vector<std::vector<std::string>> table = {{"setting", "value", "here", "why"}};
-  for (const Setting& setting : kSettings) {
-    const std::optional<std::string> given = Given(setting.name);
-    settings.push_back({{"name", setting.name},
-                        {"value", setting.value},
-                        {"given", given ? Json(*given) : Json(nullptr)},
-                        {"why", setting.why}});
-    table.push_back({setting.name, setting.value, given.value_or("-"), setting.why});
-  }
-  const std::string launcher = PathOf("mpirun");
-  output.Document({{"ranks", started},
-                   {"nodes", num_nodes},
-                   {"cores", cores},
-                   {"launcher", launcher},
-                   {"command", command},
-                   {"settings", settings},
-                   {"errors", findings.errors},
-                   {"warnings", findings.warnings},
-                   {"ok", findings.errors.empty()}});
-  std::string text =
-      fmt::format("{} rank{} on {} machine{} with {} cores; launcher: {}\n\n", started,
-                  started == 1 ? "" : "s", num_nodes, num_nodes == 1 ? "" : "s", cores,
-                  launcher.empty() ? "none (apt-get install openmpi-bin libopenmpi-dev)" : launcher);
-  text += command + "\n\n" + Table(table) +
-          "\nnever: --enable-recovery (aborted jobs would end with exit code 0)\n";
-  for (const std::string& error : findings.errors) {
-    text += "error: " + error + "\n";
-  }
-  for (const std::string& warning : findings.warnings) {
-    text += "warning: " + warning + "\n";
-  }
-  output.Text(text);
-  return verdict;
+  const Findings findings = Examine(started, num_nodes, largest, cores);
+  Report(started, num_nodes, cores, findings, output);
+  return findings.errors.empty() ? Status::Ok() : Status::No(findings.errors.front());
 }
 
 }  // namespace fusedmoe::cli

@@ -181,6 +181,20 @@ void LessDeterminism(const ExplainRequest& request, Changes& out) {
   }
 }
 
+void OtherDtypes(Changes& out) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    out.push_back({fmt::format("hidden states in {}", DTypeName(dtype)),
+                   [dtype](ExplainRequest& changed) { changed.config.dtype = dtype; }});
+  }
+}
+
+void OtherLogitsDtypes(Changes& out) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    out.push_back({fmt::format("router logits in {}", DTypeName(dtype)),
+                   [dtype](ExplainRequest& changed) { changed.selection.router_logits_dtype = dtype; }});
+  }
+}
+
 void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out) {
   switch (reason) {
     case Reason::kSwitch:
@@ -219,16 +233,10 @@ void OtherDeployments(Reason reason, const ExplainRequest& request, Changes& out
       out.push_back({"without LoRA", [](ExplainRequest& changed) { changed.selection.lora = false; }});
       break;
     case Reason::kRouterLogitsDtype:
-      for (const DType dtype : {DType::kF32, DType::kBF16}) {
-        out.push_back({fmt::format("router logits in {}", DTypeName(dtype)),
-                       [dtype](ExplainRequest& changed) { changed.selection.router_logits_dtype = dtype; }});
-      }
+      OtherLogitsDtypes(out);
       break;
     case Reason::kDtype:
-      for (const DType dtype : {DType::kBF16, DType::kF16}) {
-        out.push_back({fmt::format("hidden states in {}", DTypeName(dtype)),
-                       [dtype](ExplainRequest& changed) { changed.config.dtype = dtype; }});
-      }
+      OtherDtypes(out);
       break;
     case Reason::kIsa:
       if (!request.isa.empty()) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 
 #include <fmt/format.h>
 
@@ -13,6 +14,30 @@ namespace {
 const char* ScaleName(PanelScale scale) {
   constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
   return kNames[static_cast<int>(scale)];
+}
+
+/// The codes of a panel: 4-bit and 8-bit integers without a sign, 6-bit floats as the e4m3 of the same value.
+std::optional<DType> PanelCodeOf(DType element) {
+  switch (element) {
+    case DType::kF32:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF8E4M3:
+    case DType::kF8E5M2:
+    case DType::kF4E2M1:
+      return element;
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+      return DType::kF8E4M3;
+    case DType::kI4:
+    case DType::kU4:
+      return DType::kU4;
+    case DType::kI8:
+    case DType::kU8:
+      return DType::kU8;
+    default:
+      return std::nullopt;
+  }
 }
 
 }  // namespace
@@ -81,36 +106,15 @@ int PanelZeroPoint(DType code) {
 
 Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points) {
   PanelFormat panel;
-  const int64_t group = format.has_block_scale() ? format.block.col : 0;
-  switch (format.element) {
-    case DType::kF32:
-    case DType::kF16:
-    case DType::kBF16:
-    case DType::kF8E4M3:
-    case DType::kF8E5M2:
-      panel.code = format.element;
-      break;
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:
-      panel.code = DType::kF8E4M3;
-      break;
-    case DType::kF4E2M1:
-      panel.code = DType::kF4E2M1;
-      break;
-    case DType::kI4:
-    case DType::kU4:
-      panel.code = DType::kU4;
-      break;
-    case DType::kI8:
-    case DType::kU8:
-      panel.code = DType::kU8;
-      break;
-    default:
-      return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
+  const std::optional<DType> code = PanelCodeOf(format.element);
+  if (!code) {
+    return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
   }
+  panel.code = *code;
   if (!format.has_block_scale()) {
     return panel;
   }
+  const int64_t group = format.block.col;
   const bool one_row = format.block.row == 1;
   const bool one_column = format.block.col == 1 && !one_row;
   if (panel.code == DType::kF4E2M1 && one_row && format.block_scale_dtype == DType::kF8E4M3 && group > 0 &&

@@ -40,6 +40,37 @@ struct RawEntry {
   bool has_dtype = false, has_shape = false, has_offsets = false;
 };
 
+bool ReadShape(JsonReader& json, RawEntry* entry) {
+  if (!json.EnterArray()) {
+    return false;
+  }
+  while (json.NextElement()) {
+    int64_t dim = 0;
+    if (!json.Integer(&dim)) {
+      return false;
+    }
+    if (dim < 0) {
+      return json.Fail(fmt::format("dimension {} is negative", dim));
+    }
+    if (entry->dims.size() == kMaxFileRank) {
+      return json.Fail(fmt::format("more than {} dimensions", kMaxFileRank));
+    }
+    entry->dims.push_back(dim);
+  }
+  return json.ok();
+}
+
+bool ReadOffsets(JsonReader& json, RawEntry* entry) {
+  if (!json.EnterArray()) {
+    return false;
+  }
+  if (!json.NextElement() || !json.Integer(&entry->begin) || !json.NextElement() ||
+      !json.Integer(&entry->end) || json.NextElement()) {
+    return json.Fail("data_offsets needs two integers");
+  }
+  return json.ok();
+}
+
 // A member of an entry that occurs twice is a mistake; members that nobody knows are skipped, as every reader
 // does.
 bool ReadEntry(JsonReader& json, RawEntry* entry) {
@@ -58,34 +89,12 @@ bool ReadEntry(JsonReader& json, RawEntry* entry) {
         return false;
       }
     } else if (key == "shape") {
-      if (!once(&entry->has_shape) || !json.EnterArray()) {
+      if (!once(&entry->has_shape) || !ReadShape(json, entry)) {
         return false;
-      }
-      while (json.NextElement()) {
-        int64_t dim = 0;
-        if (!json.Integer(&dim)) {
-          return false;
-        }
-        if (dim < 0) {
-          return json.Fail(fmt::format("dimension {} is negative", dim));
-        }
-        if (entry->dims.size() == kMaxFileRank) {
-          return json.Fail(fmt::format("more than {} dimensions", kMaxFileRank));
-        }
-        entry->dims.push_back(dim);
       }
     } else if (key == "data_offsets") {
-      if (!once(&entry->has_offsets) || !json.EnterArray()) {
+      if (!once(&entry->has_offsets) || !ReadOffsets(json, entry)) {
         return false;
-      }
-      if (!json.NextElement() || !json.Integer(&entry->begin)) {
-        return json.Fail("data_offsets needs two integers");
-      }
-      if (!json.NextElement() || !json.Integer(&entry->end)) {
-        return json.Fail("data_offsets needs two integers");
-      }
-      if (json.NextElement()) {
-        return json.Fail("data_offsets needs two integers");
       }
     } else if (!json.Skip()) {
       return false;

@@ -217,19 +217,8 @@ Result<std::optional<int64_t>> ModelConfig::NumLayers() const {
   return Integer("num_hidden_layers n_layers num_layers n_layer", -1, 1, kMaxLayers);
 }
 
-std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
-  const auto integer = [&](std::string_view keys) {
-    const JsonValue* value = Find(keys);
-    return value == nullptr ? std::optional<int64_t>() : value->integer();
-  };
-  const JsonValue* blocks = Find("block_configs");
-  if (blocks != nullptr && layer < static_cast<int64_t>(blocks->items().size())) {
-    const JsonValue* type = blocks->items()[static_cast<size_t>(layer)].Find("block_type");
-    if (type != nullptr && type->is_string()) {
-      return type->string() == "moe";
-    }
-  }
-  // Lists with one word or flag a layer.
+// Lists with one word or flag a layer.
+std::optional<bool> ModelConfig::ListSaysMoe(int64_t layer) const {
   for (const std::string_view key :
        {"mlp_layer_types", "layers_block_type", "is_moe_layer", "moe_layer_freq", "moe_layers_enum"}) {
     const JsonValue* list = Find(key);
@@ -254,6 +243,24 @@ std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
     if (entry.is_number()) {
       return entry.number() != 0.0;
     }
+  }
+  return std::nullopt;
+}
+
+std::optional<bool> ModelConfig::SaysMoe(int64_t layer) const {
+  const auto integer = [&](std::string_view keys) {
+    const JsonValue* value = Find(keys);
+    return value == nullptr ? std::optional<int64_t>() : value->integer();
+  };
+  const JsonValue* blocks = Find("block_configs");
+  if (blocks != nullptr && layer < static_cast<int64_t>(blocks->items().size())) {
+    const JsonValue* type = blocks->items()[static_cast<size_t>(layer)].Find("block_type");
+    if (type != nullptr && type->is_string()) {
+      return type->string() == "moe";
+    }
+  }
+  if (const std::optional<bool> listed = ListSaysMoe(layer)) {
+    return listed;
   }
   if (const JsonValue* pattern = Find("hybrid_override_pattern");
       pattern != nullptr && pattern->is_string()) {

@@ -59,6 +59,7 @@ class ModelConfig {
 
  private:
   Status Wrong(std::string_view key, const JsonValue& value, std::string_view wanted) const;
+  std::optional<bool> ListSaysMoe(int64_t layer) const;
 
   std::string path_;
   std::shared_ptr<const JsonValue> root_;

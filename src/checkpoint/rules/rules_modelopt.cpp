@@ -134,6 +134,9 @@ struct ModelOptRules {
   std::optional<LinearFormat> all;
   std::map<std::string, Result<LinearFormat>> by_module;
   std::vector<std::string> excluded;
+
+  Status ReadModules(const JsonValue* layers, const std::string& path);
+  Result<LinearFormat> FormatOf(const std::string& module) const;
 };
 
 // Wildcards for the whole name; without one, the name itself or whole components of it: "shared_expert"
@@ -171,6 +174,45 @@ Result<std::optional<int64_t>> GroupSize(const JsonValue& spec, const std::strin
   return size;
 }
 
+Status ModelOptRules::ReadModules(const JsonValue* layers, const std::string& path) {
+  if (layers == nullptr || !layers->is_object()) {
+    return Status::BadInput("MIXED_PRECISION needs 'quantized_layers'").WithFile(path);
+  }
+  for (const auto& [module, entry] : layers->members()) {
+    const JsonValue* algorithm = entry.Find("quant_algo");
+    if (algorithm == nullptr || !algorithm->is_string()) {
+      return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module))
+          .WithFile(path);
+    }
+    FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> group, GroupSize(entry, path));
+    // What this library cannot run is an error only where a module of the experts has it.
+    Result<LinearFormat> format = FormatOfAlgorithm(Upper(algorithm->string()), group, path);
+    if (format.status().code() == StatusCode::kBadInput) {
+      return format.status();
+    }
+    by_module.emplace(WithoutMark(module), std::move(format));
+  }
+  return Status::Ok();
+}
+
+Result<LinearFormat> ModelOptRules::FormatOf(const std::string& module) const {
+  if (Excluded(excluded, module)) {
+    return LinearFormat{};
+  }
+  if (all) {
+    return *all;
+  }
+  // A fused module is listed by its own name, or by that of the block around it.
+  for (std::string part = module; !part.empty();) {
+    if (const auto it = by_module.find(part); it != by_module.end()) {
+      return it->second;
+    }
+    const size_t dot = part.rfind('.');
+    part.resize(dot == std::string::npos ? 0 : dot);
+  }
+  return LinearFormat{};
+}
+
 }  // namespace
 
 Result<LinearFormat> ModelOptFormat(const std::string& algorithm, const std::string& path) {
@@ -199,46 +241,13 @@ Result<QuantRules> ReadModelOptRules(const JsonValue& spec, const std::string& p
   }
   const std::string name = Upper(algorithm->string());
   if (name == "MIXED_PRECISION") {
-    const JsonValue* layers = source.Find("quantized_layers");
-    if (layers == nullptr || !layers->is_object()) {
-      return Status::BadInput("MIXED_PRECISION needs 'quantized_layers'").WithFile(path);
-    }
-    for (const auto& [module, entry] : layers->members()) {
-      const JsonValue* own = entry.Find("quant_algo");
-      if (own == nullptr || !own->is_string()) {
-        return Status::BadInput(fmt::format("'quantized_layers' has no quant_algo for '{}'", module))
-            .WithFile(path);
-      }
-      FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> own_group, GroupSize(entry, path));
-      // What this library cannot run is an error only where a module of the experts has it.
-      Result<LinearFormat> format = FormatOfAlgorithm(Upper(own->string()), own_group, path);
-      if (format.status().code() == StatusCode::kBadInput) {
-        return format.status();
-      }
-      rules->by_module.emplace(WithoutMark(module), std::move(format));
-    }
+    FMOE_RETURN_IF_ERROR(rules->ReadModules(source.Find("quantized_layers"), path));
   } else {
     FMOE_ASSIGN_OR_RETURN(rules->all, FormatOfAlgorithm(name, group, path));
   }
   QuantRules result;
   result.producer = "modelopt";
-  result.format_of = [rules](const std::string& module) -> Result<LinearFormat> {
-    if (Excluded(rules->excluded, module)) {
-      return LinearFormat{};
-    }
-    if (rules->all) {
-      return *rules->all;
-    }
-    // A fused module is listed by its own name, or by that of the block around it.
-    for (std::string part = module; !part.empty();) {
-      if (const auto it = rules->by_module.find(part); it != rules->by_module.end()) {
-        return it->second;
-      }
-      const size_t dot = part.rfind('.');
-      part.resize(dot == std::string::npos ? 0 : dot);
-    }
-    return LinearFormat{};
-  };
+  result.format_of = [rules](const std::string& module) { return rules->FormatOf(module); };
   return result;
 }
 

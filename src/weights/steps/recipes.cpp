@@ -254,49 +254,60 @@ PaddedSizes MarlinSizes(const LayoutProblem& problem) {
   return {RoundUp(problem.hidden, multiple), RoundUp(problem.intermediate, multiple)};
 }
 
+/// The codes of a projection; gives the type that they have from then on.
+DType MarlinCodes(Builder& builder, const std::string& name) {
+  LayoutRecipe& recipe = builder.recipe;
+  DType element = builder.problem().format.element;
+  if (builder.problem().has_group_index) {
+    recipe.Add(LayoutOp::kSortInputs, name);
+  }
+  if (element == DType::kI4 || element == DType::kI8) {
+    recipe.Add(LayoutOp::kFlipSign, name, {static_cast<int64_t>(element)});
+    element = element == DType::kI4 ? DType::kU4 : DType::kU8;
+  }
+  builder.PadRowsOf(name);
+  builder.PadColumnsOf(name, false);
+  recipe.Add(LayoutOp::kMarlinWeights, name, {static_cast<int64_t>(element)});
+  return element;
+}
+
+void MarlinBlockScales(Builder& builder, const std::string& name, DType element) {
+  const LayoutProblem& problem = builder.problem();
+  const WeightFormat& format = problem.format;
+  LayoutRecipe& recipe = builder.recipe;
+  const bool down = Builder::IsDown(name);
+  const int64_t inputs = down ? builder.sizes().intermediate : builder.sizes().hidden;
+  const int64_t outputs = down ? problem.hidden : problem.intermediate;
+  const std::string scale = name + "_block_scale";
+  if (format.block.row > 1) {
+    recipe.Add(LayoutOp::kRepeatRows, scale,
+               {down ? 1 : problem.parts(), format.block.row, CeilDiv(outputs, format.block.row), outputs});
+  }
+  builder.PadRowsOf(scale);
+  builder.PadColumnsOf(scale, true);
+  const bool grouped = MarlinScalesAreGrouped(inputs, format.block.col, {DTypeBits(element), 16});
+  recipe.Add(LayoutOp::kMarlinScales, scale, {grouped ? 1 : 0});
+  if (IsNvfp4(format)) {
+    const int64_t factor = down ? problem.down_factor : problem.gate_up_factor;
+    const int64_t half = problem.activation == DType::kF16 ? 1 : 0;
+    recipe.Add(LayoutOp::kMarlinNvfp4Scales, scale, {factor, half});
+    recipe.Add(LayoutOp::kMarlinTensorScale, name + "_tensor_scale", {factor, half});
+  } else if (HasTiledScales(format)) {
+    recipe.Add(LayoutOp::kMarlinFours, scale);
+  }
+}
+
 LayoutRecipe MarlinRecipe(const LayoutProblem& problem) {
   const WeightFormat& format = problem.format;
-  const PaddedSizes sizes = MarlinSizes(problem);
-  const int64_t half = problem.activation == DType::kF16 ? 1 : 0;
-  const bool is_signed = format.element == DType::kI4 || format.element == DType::kI8;
-  Builder builder(problem, sizes);
+  Builder builder(problem, MarlinSizes(problem));
   LayoutRecipe& recipe = builder.recipe;
   if (IsNvfp4(format)) {  // elsewhere each half keeps its own
     builder.FoldTensorScales(FoldTarget(format));
   }
   for (const std::string name : {"gate_up", "down"}) {
-    const bool down = Builder::IsDown(name);
-    const int64_t inputs = down ? sizes.intermediate : sizes.hidden;
-    const int64_t outputs = down ? problem.hidden : problem.intermediate;
-    DType element = format.element;
-    if (problem.has_group_index) {
-      recipe.Add(LayoutOp::kSortInputs, name);
-    }
-    if (is_signed) {
-      recipe.Add(LayoutOp::kFlipSign, name, {static_cast<int64_t>(element)});
-      element = element == DType::kI4 ? DType::kU4 : DType::kU8;
-    }
-    builder.PadRowsOf(name);
-    builder.PadColumnsOf(name, false);
-    recipe.Add(LayoutOp::kMarlinWeights, name, {static_cast<int64_t>(element)});
-    const bool grouped = MarlinScalesAreGrouped(inputs, format.block.col, {DTypeBits(element), 16});
+    const DType element = MarlinCodes(builder, name);
     if (format.has_block_scale()) {
-      const std::string scale = name + "_block_scale";
-      if (format.block.row > 1) {
-        recipe.Add(
-            LayoutOp::kRepeatRows, scale,
-            {down ? 1 : problem.parts(), format.block.row, CeilDiv(outputs, format.block.row), outputs});
-      }
-      builder.PadRowsOf(scale);
-      builder.PadColumnsOf(scale, true);
-      recipe.Add(LayoutOp::kMarlinScales, scale, {grouped ? 1 : 0});
-      if (IsNvfp4(format)) {
-        const int64_t factor = down ? problem.down_factor : problem.gate_up_factor;
-        recipe.Add(LayoutOp::kMarlinNvfp4Scales, scale, {factor, half});
-        recipe.Add(LayoutOp::kMarlinTensorScale, name + "_tensor_scale", {factor, half});
-      } else if (HasTiledScales(format)) {
-        recipe.Add(LayoutOp::kMarlinFours, scale);
-      }
+      MarlinBlockScales(builder, name, element);
     }
     for (const auto& [present, suffix] :
          {std::pair(format.has_channel_scale, "_channel_scale"), std::pair(problem.has_bias, "_bias")}) {
