@@ -188,6 +188,9 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
     for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
       problem.config.has_bias = problem.config.has_bias || !matrix->bias.empty();
       problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();
+      if (!matrix->zero_point.empty() && matrix->format.zero_point_dtype == DType::kF32) {
+        problem.scheme.weight.zero_point_dtype = DType::kF32;
+      }
       problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
       problem.weights_have_pre_quant_scale =
           problem.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();

@@ -11,6 +11,9 @@ namespace {
 MatrixFeatures FeaturesOf(const CanonicalMatrix& matrix) {
   MatrixFeatures features;
   features.zero_point = !matrix.zero_point.empty();
+  if (features.zero_point) {
+    features.zero_point_dtype = matrix.format.zero_point_dtype;
+  }
   features.group_index = !matrix.group_index.empty();
   features.pre_quant_scale = !matrix.pre_quant_scale.empty();
   features.bias = !matrix.bias.empty();
@@ -43,9 +46,9 @@ Result<Tensor> GroupsInOrder(const CanonicalMatrix& matrix) {
   return index;
 }
 
-Result<Tensor> InF32(const Tensor& scales) {
-  FMOE_ASSIGN_OR_RETURN(Tensor wide, Tensor::Allocate(DType::kF32, scales.shape()));
-  const TensorView from = scales.view();
+Result<Tensor> InF32(const Tensor& numbers) {
+  FMOE_ASSIGN_OR_RETURN(Tensor wide, Tensor::Allocate(DType::kF32, numbers.shape()));
+  const TensorView from = numbers.view();
   for (int64_t row = 0; row < from.dim(0); ++row) {
     DecodeRow(from.dtype(), from.data() + row * from.stride_bytes(0), 0, from.dim(1),
               wide.mutable_view().as<float>() + row * from.dim(1));
@@ -59,6 +62,11 @@ Status AddFeatures(const MatrixFeatures& features, CanonicalMatrix& matrix) {
   if (features.zero_point && matrix.zero_point.empty() && has_scales &&
       (element == DType::kU4 || element == DType::kU8)) {
     FMOE_ASSIGN_OR_RETURN(matrix.zero_point, MiddleCodes(matrix));
+    matrix.format.zero_point_dtype = DType::kU8;
+  }
+  if (!matrix.zero_point.empty() && matrix.format.zero_point_dtype != features.zero_point_dtype) {
+    FMOE_ASSIGN_OR_RETURN(matrix.zero_point, InF32(matrix.zero_point));
+    matrix.format.zero_point_dtype = DType::kF32;
   }
   if (features.group_index && matrix.group_index.empty() && has_scales) {
     FMOE_ASSIGN_OR_RETURN(matrix.group_index, GroupsInOrder(matrix));
@@ -84,6 +92,9 @@ void MatrixFeatures::Join(const MatrixFeatures& other) {
   group_index = group_index || other.group_index;
   pre_quant_scale = pre_quant_scale || other.pre_quant_scale;
   bias = bias || other.bias;
+  if (other.zero_point_dtype == DType::kF32) {
+    zero_point_dtype = DType::kF32;
+  }
   if (!scale_dtype) {
     scale_dtype = other.scale_dtype;
   } else if (other.scale_dtype && other.scale_dtype != scale_dtype) {

@@ -11,7 +11,8 @@ namespace fusedmoe {
 /// what each of them needs, so that one plan and one layout hold them all.
 struct MatrixFeatures {
   bool zero_point = false, group_index = false, pre_quant_scale = false, bias = false;
-  std::optional<DType> scale_dtype;  ///< of block scales; F32 where experts differ
+  std::optional<DType> scale_dtype;     ///< of block scales; F32 where experts differ
+  DType zero_point_dtype = DType::kU8;  ///< F32 where one has such
 
   void Join(const MatrixFeatures& other);
   bool operator==(const MatrixFeatures&) const = default;
@@ -28,7 +29,7 @@ struct ExpertFeatures {
 ExpertFeatures FeaturesOf(const CanonicalExpert& expert);
 
 /// Gives the expert what it lacks of `features`, without a change of its values: zero points of the middle
-/// code, groups in order, factors of one, biases of zero, scales in F32.
+/// code, groups in order, factors of one, biases of zero, scales and zero points in F32.
 Status AddFeatures(const ExpertFeatures& features, CanonicalExpert& expert);
 
 }  // namespace fusedmoe

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bounds.hpp"
+#include "core/checked_math.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
 
 /// Integers in groups whose zero points are any numbers, (code - zero) * scale: the types of GGUF that have

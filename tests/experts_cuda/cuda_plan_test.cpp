@@ -181,6 +181,34 @@ TEST(CudaPlan, BatchInvariant_OneTileAndOneKindOfProductsForEveryCall) {
   }
 }
 
+// What GGUF's types of integers become: no fragments hold them, ordinary units multiply their values.
+TEST(CudaPlan, IntegersThatFragmentsDoNotHold_AreDecodedToF32) {
+  const auto expect = [](const MoeProblem& problem, bool decoded) {
+    EXPECT_TRUE(Objections(problem, Hopper()).empty());
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    EXPECT_EQ(plan.decoded, decoded);
+    EXPECT_EQ(plan.float32, decoded);
+    if (decoded) {
+      EXPECT_EQ(CudaRecipe(plan), RecipeText{"decoded(F32)"});
+      const MoeConfig& config = problem.config;
+      EXPECT_EQ(DeviceWeightBytes(plan), config.num_experts * 3 * config.hidden * config.intermediate * 4);
+    }
+  };
+  for (const char* scheme : {"int4_w4a16:g16", "int8_w8a16:g16"}) {
+    expect(Problem(scheme), true);
+  }
+  for (const char* scheme : {"int4_w4a16:g32", "int8_w8a16:g32"}) {
+    MoeProblem problem = Problem(scheme);
+    expect(problem, false);
+    problem.weights_have_zero_points = true;
+    expect(problem, false);
+    problem.scheme.weight.zero_point_dtype = DType::kF32;
+    expect(problem, true);
+    problem.weights_have_pre_quant_scale = true;
+    EXPECT_FALSE(Objections(problem, Hopper()).empty());
+  }
+}
+
 TEST(CudaPlan, F32Weights_TheirOwnKernelsForEveryCall) {
   MoeProblem problem = Problem("unquantized");
   problem.scheme.weight.element = DType::kF32;

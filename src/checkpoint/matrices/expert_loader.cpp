@@ -111,6 +111,7 @@ MatrixFeatures StoredFeatures(const LayerContext& context, const Located& locate
   const MatrixTensors tensors{*context.store, located.place, located.rows, located.cols};
   const auto has = [&](std::string_view suffix) { return !suffix.empty() && tensors.Has(suffix); };
   features.zero_point = has(format->zero_point);
+  features.zero_point_dtype = format->weight.zero_point_dtype;
   features.pre_quant_scale = has(format->pre_quant_scale);
   if (has(format->group_index)) {
     const Result<Tensor> index = ReadGroupIndex(tensors, *format);

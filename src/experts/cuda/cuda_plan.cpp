@@ -11,6 +11,7 @@
 #include "experts/cuda/float32/float32.hpp"
 #include "experts/cuda/operands/operand_format.hpp"
 #include "experts/cuda/prefill/prefill.hpp"
+#include "numerics/element_types.hpp"
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
 
@@ -60,13 +61,22 @@ void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   }
 }
 
-bool IsFloat32(const WeightFormat& weight) {
-  return weight.element == DType::kF32 && !weight.quantized();
+/// F32 weights, and integers that fragments do not hold, which are decoded to such: groups of 16, zero points
+/// that are no codes.
+bool IsFloat32(const MoeProblem& problem) {
+  const WeightFormat weight = WeightsOf(problem);
+  if (!weight.quantized()) {
+    return weight.element == DType::kF32;
+  }
+  const bool short_groups = weight.block.row == 1 && weight.block.col > 0 && weight.block.col % 32 != 0;
+  const bool other_zeros = problem.weights_have_zero_points && weight.zero_point_dtype != DType::kU8;
+  return IsIntegerCode(weight.element) && (short_groups || other_zeros) &&
+         !ActivationOf(problem).quantized() && !problem.weights_have_pre_quant_scale;
 }
 
 void CheckScheme(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   const Result<FragmentSpec> spec = ChooseFragmentSpec(WeightsOf(problem), problem.weights_have_zero_points);
-  if (!spec.ok() && !IsFloat32(problem.scheme.weight)) {
+  if (!spec.ok() && !IsFloat32(problem)) {
     Refuse(verdicts, Reason::kScheme, spec.status().message(), problem.scheme.name,
            "F32, BF16, F16, FP8, MXFP8, NVFP4, MXFP4, INT4 or INT8 weights");
   }
@@ -180,7 +190,8 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
       spec.ok()) {
     plan.spec = *spec;
   }
-  plan.float32 = IsFloat32(problem.scheme.weight);
+  plan.float32 = IsFloat32(problem);
+  plan.decoded = plan.float32 && problem.scheme.weight.quantized();
   plan.limits = LimitsOf(machine);
   plan.activation = ActivationOf(problem);
   plan.shape.hidden = config.hidden;
@@ -205,7 +216,7 @@ CudaPlan MakeCudaPlan(const MoeProblem& problem, const Machine& machine) {
     plan.forced = Kernels::kPrefill;
   }
   plan.has_bias = config.has_bias;
-  plan.reordered = problem.weights_have_group_index;
+  plan.reordered = problem.weights_have_group_index && !plan.float32;
   plan.short_scales = FragmentTraitsOf(plan.spec.format).scale == FragmentScale::kF32Zero &&
                       WeightsOf(problem).block_scale_dtype == DType::kF32;
   plan.weights_input = config.apply_router_weight_on_input;
@@ -364,7 +375,7 @@ RecipeText CudaRecipe(const CudaPlan& plan) {
   if (plan.spec.products) {
     recipe.push_back("multiply_block_scales(BF16)");
   }
-  recipe.push_back(plan.float32 ? "as_stored(F32)" : plan.spec.ToString());
+  recipe.push_back(plan.decoded ? "decoded(F32)" : plan.float32 ? "as_stored(F32)" : plan.spec.ToString());
   return recipe;
 }
 

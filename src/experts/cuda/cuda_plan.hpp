@@ -28,6 +28,7 @@ struct CudaPlan {
   std::optional<Kernels> forced;
   bool has_bias = false;
   bool float32 = false;         ///< F32 weights: kernels and layout of their own (float32.hpp)
+  bool decoded = false;         ///< the same for integers that fragments do not hold, decoded to F32
   bool reordered = false;       ///< weights in activation order: the input is gathered
   bool short_scales = false;    ///< F32 scales beside zero points: they keep 15 bits of their mantissa
   bool weights_input = false;   ///< the router weight multiplies the input

@@ -102,8 +102,7 @@ struct PackedPair {
   FMOE_INLINE void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
     const auto load = [&](GroupScales type) FMOE_FLAT {
       Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-        out[i / 2][i % 2] =
-            LoadGroupZero<kWeight>(pair.scales + i % 2 * pair.stride, type, group + i / 2, 0);
+        out[i / 2][i % 2] = LoadGroupZero<kWeight>(pair.scales + i % 2 * pair.stride, type, group + i / 2, 0);
       });
     };
     if (pair.type.zeros == kZeroBytes) {
@@ -135,8 +134,7 @@ struct alignas(64) DecodedPair {
   }
   template <int kCount>
   FMOE_INLINE void LoadZeros(const DecodedPair& pair, int group, Floats (*out)[2]) {
-    Unroll<2 * kCount>([&](auto i)
-                           FMOE_FLAT { out[i / 2][i % 2] = Load(pair.zeros[group + i / 2][i % 2]); });
+    Unroll<2 * kCount>([&](auto i) FMOE_FLAT { out[i / 2][i % 2] = Load(pair.zeros[group + i / 2][i % 2]); });
   }
 
   template <class Packed>

@@ -9,6 +9,7 @@
 #include "experts/cuda/device_call.hpp"
 #include "experts/cuda/float32/float32.hpp"
 #include "platform/cuda/card.hpp"
+#include "weights/dequantize.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -99,6 +100,11 @@ Result<PreparedWeights> PrepareFloat32Weights(const CudaPlan& plan, const Expert
     Result<CanonicalExpert> loaded = source.load(index);
     if (!loaded.ok()) {
       return std::move(loaded).status().WithContext(fmt::format("expert {}", index));
+    }
+    for (CanonicalMatrix* matrix : {&loaded->gate, &loaded->up, &loaded->down}) {
+      if (plan.decoded && !matrix->empty()) {
+        FMOE_ASSIGN_OR_RETURN(matrix->codes, DequantizeMatrix(*matrix));
+      }
     }
     for (const auto& [matrix, part] : {std::pair{&loaded->gate, int64_t{0}}, {&loaded->up, parts - 1}}) {
       if (!matrix->empty()) {
