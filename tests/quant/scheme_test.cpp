@@ -109,8 +109,9 @@ TEST(Scheme_CanonicalNames, RoundTripByName) {
 
 TEST(Scheme_UnknownGranularity, IsRefusedWithAllThatAreAccepted) {
   EXPECT_TRUE(ParseScheme("int4_w4a16:g100").ok());
-  EXPECT_EQ(ParseScheme("int4_w4a16:row").status().message(),
-            "scheme 'int4_w4a16' has no granularity 'row', it has: g128,g64,g32,g16,channel, gSIZE of any size");
+  EXPECT_EQ(
+      ParseScheme("int4_w4a16:row").status().message(),
+      "scheme 'int4_w4a16' has no granularity 'row', it has: g128,g64,g32,g16,channel, gSIZE of any size");
   EXPECT_EQ(
       ParseScheme("fp8_w8a16:row").status().message(),
       "scheme 'fp8_w8a16' has no granularity 'row', it has: channel,tensor,block128, blockROWSxCOLUMNS of "
