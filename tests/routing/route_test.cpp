@@ -11,7 +11,6 @@
 
 #include "numerics/codecs.hpp"
 #include "routing/route.hpp"
-#include "routing/topk_ids.hpp"
 #include "support/tensors.hpp"
 
 namespace fusedmoe {
@@ -376,74 +375,6 @@ TEST(SimulatedRouting, IsSeededAndUniform) {
         normal.weights[slot] + normal.weights[slot + 1] + normal.weights[slot + 2] + normal.weights[slot + 3],
         1.0, 1e-6);
   }
-}
-
-TEST(TopKIds, PackingKeepsIdsAndRoundsWeightsToBf16) {
-  const std::vector<int32_t> ids = {0, 1, 511, 32767};
-  const std::vector<float> weights = {0.1F, 1.0F, 2.5e-9F, 0.333333F};
-  std::vector<int32_t> packed(4), ids_back(4);
-  std::vector<float> weights_back(4);
-  PackTopK(ids, weights, packed);
-  UnpackTopK(packed, ids_back, weights_back);
-  EXPECT_EQ(ids_back, ids);
-  for (size_t slot = 0; slot < 4; ++slot) {
-    EXPECT_EQ(weights_back[slot], RoundToBf16(weights[slot]));
-  }
-}
-
-TEST(TopKIds, EveryReplicaIsUsedAndRowsOutsideAreRefused) {
-  const std::vector<int32_t> count = {1, 3};
-  const std::vector<int32_t> map = {0, -1, -1, 1, 2, 3};
-  std::vector<int32_t> ids(200, 1), physical(200);
-  ids[7] = -1;
-  ids[9] = 0;
-  ASSERT_TRUE(ChooseReplicas(ids, 1, count, map, physical).ok());
-  EXPECT_EQ(physical[7], -1);
-  EXPECT_EQ(physical[9], 0);
-  EXPECT_EQ(std::set<int32_t>(physical.begin(), physical.end()), (std::set<int32_t>{-1, 0, 1, 2, 3}));
-  ids[0] = 2;
-  EXPECT_EQ(ChooseReplicas(ids, 1, count, map, physical).code(), StatusCode::kBadInput);
-}
-
-TEST(TopKIds, ZeroExpertsLeaveTheirWeightToTheToken) {
-  std::vector<int32_t> ids = {5, 1, 4, 0, 2, 3};
-  std::vector<float> weights = {0.5F, 0.25F, 0.125F, 0.75F, 0.5F, 0.25F};
-  std::vector<float> identity(2);
-  SplitZeroExperts(2, 3, 4, ids.data(), weights.data(), identity.data());
-  EXPECT_EQ(ids, (std::vector<int32_t>{-1, 1, -1, 0, 2, 3}));
-  EXPECT_EQ(weights, (std::vector<float>{0.0F, 0.25F, 0.0F, 0.75F, 0.5F, 0.25F}));
-  EXPECT_EQ(identity, (std::vector<float>{0.625F, 0.0F}));
-}
-
-TEST(RoutingNames, AreReadBackAndNumbersAreOfTheirEra) {
-  for (const RoutingMethod method : kAllMethods) {
-    EXPECT_EQ(ParseRoutingMethod(RoutingMethodName(method)), method);
-    for (const RoutingEra era :
-         {RoutingEra::kSeed, RoutingEra::kHead, RoutingEra::kNewest, RoutingEra::kFlashInfer}) {
-      if (const auto value = RoutingMethodValue(method, era)) {
-        EXPECT_EQ(RoutingMethodOfValue(*value, era), method);
-      }
-    }
-  }
-  EXPECT_FALSE(ParseRoutingMethod("default"));
-  EXPECT_EQ(RoutingMethodOfValue(8, RoutingEra::kSeed), RoutingMethod::kUnspecified);
-  EXPECT_EQ(RoutingMethodOfValue(8, RoutingEra::kNewest), RoutingMethod::kSigmoid);
-  EXPECT_EQ(RoutingMethodOfValue(6, RoutingEra::kSeed), RoutingMethod::kCustom);
-  EXPECT_FALSE(RoutingMethodOfValue(-1, RoutingEra::kSeed));
-}
-
-TEST(RoutingNames, DerivedLabelsChangeWithTheEra) {
-  const RouterDescription biased{.score = ScoreFunction::kSigmoid,
-                                 .top_k = 8,
-                                 .renormalize = true,
-                                 .has_correction_bias = true,
-                                 .scaling_factor = 2.0F};
-  EXPECT_EQ(DeriveRoutingMethod(biased, RoutingEra::kSeed), RoutingMethod::kUnspecified);
-  EXPECT_EQ(DeriveRoutingMethod(biased, RoutingEra::kHead), RoutingMethod::kMiniMax2);
-  EXPECT_EQ(DeriveRoutingMethod(biased, RoutingEra::kNewest), RoutingMethod::kUnspecified);
-  const RouterDescription plain{.score = ScoreFunction::kSigmoid, .top_k = 8};
-  EXPECT_EQ(DeriveRoutingMethod(plain, RoutingEra::kHead), RoutingMethod::kUnspecified);
-  EXPECT_EQ(DeriveRoutingMethod(plain, RoutingEra::kNewest), RoutingMethod::kSigmoid);
 }
 
 }  // namespace

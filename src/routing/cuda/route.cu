@@ -4,9 +4,8 @@
 
 #include <algorithm>
 
+#include "core/checked_math.hpp"
 #include "platform/cuda/card.hpp"
-#include "platform/cuda/error.hpp"
-#include "routing/cuda/device_router.hpp"
 #include "routing/cuda/router_kernels.cuh"
 #include "routing/score_math.hpp"
 
@@ -315,81 +314,16 @@ __global__ void RouteKernel(const RouteArguments call) {
   }
 }
 
-struct ChoiceArguments {
-  const std::byte* ids;
-  int64_t id_stride;
-  DType id_dtype;
-  FloatRows weights;
-  int64_t num_slots, top_k, num_experts;
-  int32_t* out_ids;
-  float* out_weights;
-};
-
-__global__ void TakeChoiceKernel(const ChoiceArguments call) {
-  const int64_t slot = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (slot >= call.num_slots) {
-    return;
-  }
-  const int64_t token = slot / call.top_k, position = slot % call.top_k;
-  const int64_t id = LoadInteger(call.ids + token * call.id_stride, call.id_dtype, position);
-  call.out_ids[slot] = id >= 0 && id < call.num_experts ? static_cast<int32_t>(id) : -1;
-  call.out_weights[slot] =
-      LoadFloat(call.weights.data + token * call.weights.stride_bytes, call.weights.dtype, position);
-}
-
-__global__ void SplitIdentityKernel(int64_t num_tokens, int64_t top_k, int64_t num_real_experts,
-                                    const int32_t* ids, const float* weights, int32_t* kept,
-                                    float* identity_weights) {
-  const int64_t token = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  if (token >= num_tokens) {
-    return;
-  }
-  float sum = 0.0F;
-  for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
-    const bool identity = ids[slot] >= num_real_experts;
-    sum += identity ? weights[slot] : 0.0F;
-    kept[slot] = identity ? -1 : ids[slot];
-  }
-  identity_weights[token] = sum;
-}
-
-constexpr int kThreads = 256;
-
-unsigned Blocks(int64_t count, int threads) {
-  return static_cast<unsigned>((count + threads - 1) / threads);
-}
-
 }  // namespace
 
 Status LaunchRoute(const RouteArguments& call, cudaStream_t stream) {
   const int room_bytes = RoomWords(call.num_experts, call.top_k) * 4;
-  constexpr int kSharedBytes =
-      48 << 10;  // what a launch may ask for without an attribute; 2048 experts: 48 KiB at most
+  // What a launch may ask for without an attribute. 2048 experts: 48 KiB at most.
+  constexpr int kSharedBytes = 48 << 10;
   const int warps = std::clamp(kSharedBytes / room_bytes, 1, 4);
-  RouteKernel<<<Blocks(call.num_tokens, warps), static_cast<unsigned>(warps * kWarp),
+  RouteKernel<<<static_cast<unsigned>(CeilDiv(call.num_tokens, warps)), static_cast<unsigned>(warps * kWarp),
                 static_cast<size_t>(warps * room_bytes), stream>>>(call);
   return CheckLaunch("RouteKernel");
-}
-
-Status TakeChoice(TensorView ids, TensorView weights, int64_t num_experts, int32_t* topk_ids,
-                  float* topk_weights, void* stream) {
-  const ChoiceArguments call{ids.data(), ids.stride_bytes(0), ids.dtype(), RowsOf(weights), ids.count(),
-                             ids.dim(1), num_experts,         topk_ids,    topk_weights};
-  if (call.num_slots == 0) {
-    return Status::Ok();
-  }
-  TakeChoiceKernel<<<Blocks(call.num_slots, kThreads), kThreads, 0, ToStream(stream)>>>(call);
-  return CheckLaunch("TakeChoiceKernel");
-}
-
-Status SplitIdentity(int64_t num_tokens, int64_t top_k, int64_t num_real_experts, const int32_t* topk_ids,
-                     const float* topk_weights, int32_t* kept, float* identity_weights, void* stream) {
-  if (num_tokens == 0) {
-    return Status::Ok();
-  }
-  SplitIdentityKernel<<<Blocks(num_tokens, kThreads), kThreads, 0, ToStream(stream)>>>(
-      num_tokens, top_k, num_real_experts, topk_ids, topk_weights, kept, identity_weights);
-  return CheckLaunch("SplitIdentityKernel");
 }
 
 }  // namespace fusedmoe::cuda
