@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "experts/cpu/kernels/kernels.hpp"
+#include "experts/cpu/panel_sides.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe::cpu {
@@ -37,27 +38,8 @@ class PanelPacker {
   void AskPages(int64_t stripe) const;
 
  private:
-  using RowOf = const std::byte* (*)(const CanonicalMatrix&, int64_t row);
-  /// Scales or zero points as they are stored.
-  struct SideRows {
-    RowOf row_of = nullptr;
-    bool own = true;                 ///< each row of the matrix has one
-    int64_t offset = 0, bytes = 0;   ///< of the columns that count in a row
-    const uint8_t* first = nullptr;  ///< those of row 0; null: there are none
-    int64_t stride = 0;              ///< of own rows
-    const uint8_t* end = nullptr;    ///< of what may be read
-  };
   void PlaceColumns();
-  void ChooseSides(int64_t blocks);
-  SideRows RowsOf(const Tensor& tensor, RowOf row_of) const;
-  const uint8_t* RowAt(const SideRows& rows, int64_t row) const {
-    return rows.own ? rows.first + row * rows.stride
-                    : reinterpret_cast<const uint8_t*>(rows.row_of(matrix_, row)) + rows.offset;
-  }
-  void PrefetchSides(const SideRows& rows, int64_t first_row) const;
-  void PointAtSides(const SideRows& rows, int64_t first_row, int64_t count, const uint8_t** pointers);
   void PointAtCodes(int64_t first_row, const uint8_t** rows) const;
-  void PackSides(int64_t first_row, int64_t rows);
   template <typename Kernel>
   void ForEachBlock(int64_t first_row, int64_t rows, uint8_t* out, Kernel kernel);
   void PackCodes(int64_t first_row, int64_t rows, uint8_t* out);
@@ -79,7 +61,6 @@ class PanelPacker {
   uint32_t nan_rows_ = 0;  ///< of the present stripe
   /// Of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
-  SidesArguments scales_{}, zeros_{};
   ColumnsArguments ordered_{};
   std::array<uint8_t, 64> six_bits_{};  ///< their bytes in the panel
   std::vector<uint8_t> turned_;         ///< columns of the present stripe; none: they are in order
@@ -89,13 +70,8 @@ class PanelPacker {
   std::vector<float> even_scales_, odd_scales_;
   const std::byte* column_scales_ = nullptr;  ///< whose they are
   std::vector<uint8_t> blank_;                ///< codes of rows that do not exist
-  std::vector<int32_t> scale_columns_;
-  int64_t real_groups_ = 0;        ///< of scale_columns_; the others are padding
-  int64_t groups_per_column_ = 1;  ///< neighbours that share a column
-  SideTransform side_transform_ = kNumSideTransforms;
-  SideRows scale_rows_, zero_rows_;
-  std::vector<uint8_t> sides_;   ///< of the present stripe; none: PackPanelScales does it
-  std::vector<uint8_t> copies_;  ///< of scale rows at the end of a tensor
+  std::vector<int32_t> scale_columns_;        ///< of the groups of the panel
+  PanelSides sides_;                          ///< empty: PackPanelScales does it
 };
 
 }  // namespace fusedmoe::cpu
