@@ -1,45 +1,13 @@
 #include <gtest/gtest.h>
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <atomic>
-#include <cstdlib>
+#include <algorithm>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #include "bounds.hpp"
-#include "experts/cpu/cpu_plan.hpp"
-
-// Counts allocations of the whole program while `counting` is set.
-namespace {
-std::atomic<bool> counting{false};
-std::atomic<int64_t> allocations{0};
-}  // namespace
-
-__attribute__((noinline)) void* operator new(size_t size) {
-  if (counting.load(std::memory_order_relaxed)) {
-    ++allocations;
-  }
-  void* memory = std::malloc(size == 0 ? 1 : size);
-  if (memory == nullptr) {
-    throw std::bad_alloc();
-  }
-  return memory;
-}
-__attribute__((noinline)) void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-__attribute__((noinline)) void operator delete(void* memory, size_t) noexcept {
-  std::free(memory);
-}
 
 namespace fusedmoe::cpu_test {
 namespace {
-
-const char* const kSchemes[] = {"unquantized",        "nvfp4_w4a16",      "int4_w4a16:g32",
-                                "fp8_w8a16:block128", "fp8_w8a8:channel", "mxfp8_w8a8"};
 
 /// Levels without tiles, under which a token has its bits whatever its neighbours.
 std::vector<std::string> VectorIsas() {
@@ -60,7 +28,7 @@ INSTANTIATE_TEST_SUITE_P(Host, EveryVectorIsa, testing::ValuesIn(VectorIsas()),
                          [](const auto& each) { return each.param; });
 
 TEST_P(EveryVectorIsa, AnyNumberOfThreads_GivesTheSameBits) {
-  for (const char* scheme : kSchemes) {
+  for (const char* scheme : kOneOfEachKernel) {
     const LayerSpec spec = SpecOf(scheme);
     const Layer layer = LayerOf(spec);
     const Runner runner = MakeRunner(layer);
@@ -77,7 +45,7 @@ TEST_P(EveryVectorIsa, AnyNumberOfThreads_GivesTheSameBits) {
 }
 
 TEST_P(EveryVectorIsa, ATokenAmongOthers_HasTheBitsItHasAlone) {
-  for (const char* scheme : kSchemes) {
+  for (const char* scheme : kOneOfEachKernel) {
     const LayerSpec spec = SpecOf(scheme);
     const Layer layer = LayerOf(spec);
     const Runner runner = MakeRunner(layer);
@@ -109,33 +77,6 @@ TEST_P(EveryVectorIsa, MoreTokensThanAPiece_AreCutWithoutChangingBits) {
     layer.problem.config.max_tokens = 64;  // pieces of at most 64 tokens
     const Runner pieces = MakeRunner(layer);
     EXPECT_EQ(RunBatch(layer, pieces, batch), expected) << scheme;
-  }
-}
-
-TEST(CpuExperts_Apply, AllocatesNothing) {
-  for (const char* scheme : kSchemes) {
-    const LayerSpec spec = SpecOf(scheme);
-    const Layer layer = MakeLayer(spec);
-    const Runner runner = MakeRunner(layer);
-    const auto pool = *ThreadPool::Create(2);
-    for (const int64_t tokens : {1, 33}) {
-      const Batch batch = MakeBatch(spec, tokens, 7);
-      ExpertsInput input;
-      input.num_tokens = tokens;
-      input.rows.values = batch.hidden.view();
-      input.topk_ids = batch.ids.data();
-      input.topk_weights = batch.weights.data();
-      Tensor output = *Tensor::Allocate(DType::kBF16, Shape{tokens, spec.hidden});
-      ASSERT_TRUE(
-          runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor()).ok());
-      allocations = 0;
-      counting = true;
-      const Status status =
-          runner.experts->Apply(input, output.mutable_view(), runner.workspace, pool->executor());
-      counting = false;
-      EXPECT_TRUE(status.ok());
-      EXPECT_EQ(allocations.load(), 0) << scheme << " tokens=" << tokens;
-    }
   }
 }
 
@@ -241,69 +182,10 @@ TEST(CpuExperts_SixteenBitOutput, IsTheFp32SumRoundedOnce) {
   }
 }
 
-/// Bytes that end where an inaccessible page begins.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) : bytes_(bytes) {
-    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    mapped_ = (bytes + page_ - 1) / page_ * page_ + page_;
-    memory_ = static_cast<std::byte*>(
-        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(memory_ + mapped_ - page_, page_, PROT_NONE);
-  }
-  ~Guarded() { munmap(memory_, mapped_); }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-  std::byte* data() const { return memory_ + mapped_ - page_ - bytes_; }
-
- private:
-  size_t bytes_, page_, mapped_;
-  std::byte* memory_;
-};
-
-TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
-  for (const char* scheme : kSchemes) {
-    LayerSpec spec = SpecOf(scheme);
-    spec.hidden = scheme == std::string("unquantized") ? 77 : 160;
-    for (const std::string& isa : HostIsas()) {
-      Layer layer = MakeLayer(spec);
-      layer.problem.isa = isa;
-      Runner runner = MakeRunner(layer);
-      // Weights at the end of a page too: every tensor moves.
-      PreparedWeights moved;
-      moved.layout_key = runner.weights->layout_key;
-      for (const PreparedWeights::Named& named : runner.weights->tensors) {
-        const auto bytes = static_cast<size_t>(named.tensor.view().total_bytes());
-        auto copy = std::make_shared<Guarded>(bytes);
-        std::memcpy(copy->data(), named.tensor.view().data(), bytes);
-        moved.tensors.push_back(
-            {named.name,
-             Tensor::Borrow(TensorView(copy->data(), named.tensor.dtype(), named.tensor.shape()), copy)});
-      }
-      WorkspaceBook book;
-      auto weights = std::make_shared<const PreparedWeights>(std::move(moved));
-      runner.experts = *kCpuFusedBackend.create(layer.problem, MachineFor(isa), weights, book);
-      for (const int64_t tokens : {1, 5, 16}) {
-        const Batch batch = MakeBatch(spec, tokens, 2);
-        const auto bytes = static_cast<size_t>(batch.hidden.view().total_bytes());
-        const Guarded hidden(bytes), output(bytes);
-        std::memcpy(hidden.data(), batch.hidden.view().data(), bytes);
-        ExpertsInput input;
-        input.num_tokens = tokens;
-        input.rows.values = TensorView(hidden.data(), DType::kBF16, Shape{tokens, spec.hidden});
-        input.topk_ids = batch.ids.data();
-        input.topk_weights = batch.weights.data();
-        const MutableTensorView view(output.data(), DType::kBF16, Shape{tokens, spec.hidden});
-        EXPECT_TRUE(runner.experts->Apply(input, view, runner.workspace, {}).ok());
-      }
-    }
-  }
-}
-
 class EveryIsaBehaves : public testing::TestWithParam<std::string> {};
 
 TEST_P(EveryIsaBehaves, BatchedRows_EqualStandardOnesAndRespectTheCounts) {
-  for (const char* scheme : kSchemes) {
+  for (const char* scheme : kOneOfEachKernel) {
     LayerSpec spec = SpecOf(scheme);
     spec.dtype = DType::kF32;
     spec.max_tokens = 8;
@@ -348,74 +230,6 @@ TEST_P(EveryIsaBehaves, BatchedRows_EqualStandardOnesAndRespectTheCounts) {
 
 INSTANTIATE_TEST_SUITE_P(Host, EveryIsaBehaves, testing::ValuesIn(HostIsas()),
                          [](const auto& isa) { return isa.param; });
-
-TEST(CpuExperts_WeightsOfAnotherLayout, AreRefused) {
-  const Layer nvfp4 = MakeLayer(SpecOf("nvfp4_w4a16"));
-  const Layer plain = MakeLayer(SpecOf("unquantized"));
-  const Runner runner = MakeRunner(plain);
-  WorkspaceBook book;
-  const auto created = kCpuFusedBackend.create(nvfp4.problem, HostMachine(), runner.weights, book);
-  ASSERT_FALSE(created.ok());
-  EXPECT_EQ(created.status().code(), StatusCode::kUnsupported);
-}
-
-TEST(CpuExperts_ScalesThatThePlanDoesNotHold, AreRefused) {
-  LayerSpec spec{.scheme = "int4_w4a16:g32"};
-  Layer layer = MakeLayer(spec);
-  const Executor executor;
-  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
-  spec.scale_dtype = DType::kF32;
-  const Layer wide = MakeLayer(spec);
-  layer.experts[3].down = wide.experts[3].down;
-  const auto refused = kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor);
-  ASSERT_FALSE(refused.ok());
-  EXPECT_NE(refused.status().ToString().find("down has format n16k64(U4, F32 per 32); the plan was made for "
-                                             "n16k64(U4, BF16 per 32)"),
-            std::string::npos)
-      << refused.status().ToString();
-  layer.problem.weights_scale_dtype = DType::kF32;  // which holds both
-  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
-}
-
-TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
-  Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
-  Machine machine = HostMachine();
-  machine.num_numa_nodes = 1;
-  machine.cpu_name = "AMD EPYC 9755";
-  const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
-  EXPECT_EQ(amd.weight_nodes, 1);
-  EXPECT_FALSE(amd.next_into_l2);
-  EXPECT_GT(amd.prefetch[0], 0);
-  EXPECT_GT(amd.prefetch[1], amd.prefetch[0]);  // two tokens compute longer on 4-bit codes
-  machine.num_numa_nodes = 4;
-  machine.cpu_name = "INTEL(R) XEON(R)";
-  const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
-  EXPECT_EQ(intel.weight_nodes, 4);
-  EXPECT_TRUE(intel.next_into_l2);
-  EXPECT_GT(intel.prefetch[0], 4096);           // beyond the page that the core prefetches by itself
-  EXPECT_LT(intel.slab_tiles, amd.slab_tiles);  // fewer tiles pay for decoding once
-  EXPECT_EQ(amd.batch_tiles, 8);
-  EXPECT_EQ(intel.batch_tiles, 16);
-  EXPECT_TRUE(intel.wide_slabs);
-  EXPECT_FALSE(amd.wide_slabs);
-  layer.problem.activation = ActivationMode::kA8;
-  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).wide_slabs);  // scales take the ports that multiply
-}
-
-/// A system with one node refuses to spread pages over four, and weights are the same.
-TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
-  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
-  Machine machine = HostMachine();
-  const PreparedWeights here = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
-  machine.num_numa_nodes = 4;
-  const PreparedWeights there = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
-  ASSERT_EQ(here.tensors.size(), there.tensors.size());
-  for (size_t i = 0; i < here.tensors.size(); ++i) {
-    const TensorView& a = here.tensors[i].tensor.view();
-    EXPECT_EQ(0, std::memcmp(a.data(), there.tensors[i].tensor.view().data(),
-                             static_cast<size_t>(a.total_bytes())));
-  }
-}
 
 }  // namespace
 }  // namespace fusedmoe::cpu_test

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cpu_layer.hpp"
+#include "definition.hpp"
 #include "experts/cpu/panel_packer.hpp"
 
 /// Relative L2 errors that a layer may have, derived from how a level holds activations and weights.

@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "cpu_layer.hpp"
+#include "definition.hpp"
 
 /// What NaN and infinity spoil, in tokens and among codes of weights, and that they spoil nothing else.
 namespace fusedmoe::cpu_test {

@@ -12,6 +12,7 @@
 #include "experts/cpu/row_quantizer.hpp"
 #include "numerics/codecs.hpp"
 #include "numerics/row_math.hpp"
+#include "quant/activation_quantizer.hpp"
 #include "quant/activation_rules.hpp"
 
 namespace fusedmoe::cpu_test {

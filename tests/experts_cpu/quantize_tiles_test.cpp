@@ -10,6 +10,7 @@
 #include "cpu_layer.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
 #include "numerics/codecs.hpp"
+#include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe::cpu_test {
 namespace {

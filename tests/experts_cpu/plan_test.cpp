@@ -1,0 +1,81 @@
+#include "experts/cpu/cpu_plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cpu_layer.hpp"
+
+namespace fusedmoe::cpu_test {
+namespace {
+
+TEST(CpuExperts_WeightsOfAnotherLayout, AreRefused) {
+  const Layer nvfp4 = MakeLayer(SpecOf("nvfp4_w4a16"));
+  const Layer plain = MakeLayer(SpecOf("unquantized"));
+  const Runner runner = MakeRunner(plain);
+  WorkspaceBook book;
+  const auto created = kCpuFusedBackend.create(nvfp4.problem, HostMachine(), runner.weights, book);
+  ASSERT_FALSE(created.ok());
+  EXPECT_EQ(created.status().code(), StatusCode::kUnsupported);
+}
+
+TEST(CpuExperts_ScalesThatThePlanDoesNotHold, AreRefused) {
+  LayerSpec spec{.scheme = "int4_w4a16:g32"};
+  Layer layer = MakeLayer(spec);
+  const Executor executor;
+  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
+  spec.scale_dtype = DType::kF32;
+  const Layer wide = MakeLayer(spec);
+  layer.experts[3].down = wide.experts[3].down;
+  const auto refused = kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().ToString().find("down has format n16k64(U4, F32 per 32); the plan was made for "
+                                             "n16k64(U4, BF16 per 32)"),
+            std::string::npos)
+      << refused.status().ToString();
+  layer.problem.weights_scale_dtype = DType::kF32;  // which holds both
+  EXPECT_TRUE(kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), executor).ok());
+}
+
+TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
+  Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  Machine machine = HostMachine();
+  machine.num_numa_nodes = 1;
+  machine.cpu_name = "AMD EPYC 9755";
+  const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
+  EXPECT_EQ(amd.weight_nodes, 1);
+  EXPECT_FALSE(amd.next_into_l2);
+  EXPECT_GT(amd.prefetch[0], 0);
+  EXPECT_GT(amd.prefetch[1], amd.prefetch[0]);  // two tokens compute longer on 4-bit codes
+  machine.num_numa_nodes = 4;
+  machine.cpu_name = "INTEL(R) XEON(R)";
+  const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
+  EXPECT_EQ(intel.weight_nodes, 4);
+  EXPECT_TRUE(intel.next_into_l2);
+  EXPECT_GT(intel.prefetch[0], 4096);           // beyond the page that the core prefetches by itself
+  EXPECT_LT(intel.slab_tiles, amd.slab_tiles);  // fewer tiles pay for decoding once
+  EXPECT_EQ(amd.batch_tiles, 8);
+  EXPECT_EQ(intel.batch_tiles, 16);
+  EXPECT_TRUE(intel.wide_slabs);
+  EXPECT_FALSE(amd.wide_slabs);
+  layer.problem.activation = ActivationMode::kA8;
+  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).wide_slabs);  // scales take the ports that multiply
+}
+
+/// A system with one node refuses to spread pages over four, and weights are the same.
+TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
+  const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
+  Machine machine = HostMachine();
+  const PreparedWeights here = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
+  machine.num_numa_nodes = 4;
+  const PreparedWeights there = *kCpuFusedBackend.prepare(layer.problem, machine, layer.Source(), {});
+  ASSERT_EQ(here.tensors.size(), there.tensors.size());
+  for (size_t i = 0; i < here.tensors.size(); ++i) {
+    const TensorView& a = here.tensors[i].tensor.view();
+    EXPECT_EQ(0, std::memcmp(a.data(), there.tensors[i].tensor.view().data(),
+                             static_cast<size_t>(a.total_bytes())));
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu_test
