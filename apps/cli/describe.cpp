@@ -1,7 +1,6 @@
 #include "describe.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #include <fmt/format.h>
 

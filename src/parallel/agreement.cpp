@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include <fmt/format.h>
 

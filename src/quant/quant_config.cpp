@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-
 #include "core/checked_math.hpp"
 
 namespace fusedmoe {

@@ -1,7 +1,6 @@
 #include <fusedmoe/fusedmoe.h>
 
 #include <array>
-#include <cstring>
 #include <functional>
 #include <limits>
 #include <random>

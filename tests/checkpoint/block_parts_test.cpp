@@ -2,8 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <string>
-#include <vector>
 
 #include "checkpoint/files/tensor_store.hpp"
 #include "checkpoint/raw_gguf.hpp"

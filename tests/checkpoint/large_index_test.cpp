@@ -3,9 +3,7 @@
 
 #include <chrono>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
-#include <fstream>
 
 #include <sys/resource.h>
 

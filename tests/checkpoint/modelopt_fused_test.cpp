@@ -2,8 +2,6 @@
 // every element decodes to is computed here a second time, from the stored bytes.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <cstring>
 #include <random>
 
 #include "checkpoint/raw_checkpoint.hpp"

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 
 namespace fusedmoe::testing_support {
 namespace {

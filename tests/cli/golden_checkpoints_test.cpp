@@ -2,7 +2,6 @@
 // (tests/golden/checkpoints/README.md): `fusedmoe run` must come as close as each case.json says.
 
 #include <algorithm>
-#include <cmath>
 #include <filesystem>
 #include <map>
 #include <string>

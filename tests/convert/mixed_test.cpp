@@ -1,5 +1,4 @@
 // Checkpoints that mix schemes, and inputs that are smoothed (AWQ).
-#include <algorithm>
 #include <functional>
 
 #include "convert/convert_files.hpp"

@@ -1,8 +1,6 @@
 // What a caller relies on beside the values: graphs, workspaces, batches, rows that are not finite, refusals.
 
-#include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <string>
 

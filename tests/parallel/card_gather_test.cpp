@@ -1,7 +1,6 @@
 // The gather between cards without cards: what the other ranks see when one fails behind the agreement.
 
 #include <chrono>
-#include <numeric>
 #include <string>
 #include <vector>
 

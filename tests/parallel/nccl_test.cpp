@@ -2,7 +2,6 @@
 // names and checks its protocol (tests/fake_nccl). Ranks are threads, cards are numbers.
 
 #include <cstring>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>

@@ -1,4 +1,3 @@
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>

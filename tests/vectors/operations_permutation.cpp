@@ -1,7 +1,5 @@
 #include "routing/permutation.hpp"
 
-#include <algorithm>
-
 #include "support/golden.hpp"
 
 namespace fusedmoe::golden {

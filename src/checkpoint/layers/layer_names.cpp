@@ -1,7 +1,5 @@
 #include "checkpoint/layers/layer_names.hpp"
 
-#include <algorithm>
-#include <array>
 #include <charconv>
 
 #include <fmt/format.h>

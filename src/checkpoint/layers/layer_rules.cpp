@@ -1,6 +1,5 @@
 // What the configuration and the family together say of routing and activation.
 #include <algorithm>
-#include <cmath>
 
 #include <fmt/format.h>
 

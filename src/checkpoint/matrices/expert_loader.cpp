@@ -1,6 +1,5 @@
 #include "checkpoint/matrices/expert_loader.hpp"
 
-#include <algorithm>
 #include <mutex>
 #include <utility>
 

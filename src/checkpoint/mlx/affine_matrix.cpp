@@ -1,7 +1,6 @@
 #include "checkpoint/mlx/affine_matrix.hpp"
 
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 #include <fmt/format.h>

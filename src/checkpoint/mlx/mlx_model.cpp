@@ -1,8 +1,5 @@
 #include "checkpoint/mlx/mlx_model.hpp"
 
-#include <algorithm>
-#include <array>
-
 #include <fmt/format.h>
 
 #include "checkpoint/formats.hpp"

@@ -1,6 +1,5 @@
 // The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4,
 // bitsandbytes.
-#include <algorithm>
 #include <memory>
 
 #include <fmt/format.h>

@@ -1,7 +1,6 @@
 #include "jobs/common/sha256.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include <fmt/format.h>

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <string>
 
 #include <fmt/format.h>
 

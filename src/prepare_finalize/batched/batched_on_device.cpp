@@ -1,4 +1,3 @@
-#include <utility>
 
 #include "prepare_finalize/batched/batched.hpp"
 #include "prepare_finalize/batched/cuda/batched_rows.hpp"

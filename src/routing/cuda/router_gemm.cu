@@ -3,8 +3,6 @@
 // experts: each holds eight lanes of every sum, so that it reads eight neighbouring columns at once, and the
 // first addition is between the two.
 
-#include <algorithm>
-
 #include "routing/cuda/router_kernels.cuh"
 
 namespace fusedmoe::cuda {

@@ -1,7 +1,6 @@
 #include "experts/contracts/common/weight_rows.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include <fmt/format.h>
 

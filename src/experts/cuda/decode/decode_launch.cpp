@@ -1,4 +1,3 @@
-#include <string>
 
 #include "core/checked_math.hpp"
 #include "experts/cuda/decode/decode_arguments.hpp"

@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "experts/cuda/device_call.hpp"
 #include "experts/cuda/float32/float32.hpp"
