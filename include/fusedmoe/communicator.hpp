@@ -89,7 +89,8 @@ struct CommunicatorOptions {
 /// One rank: what it sends to itself is copied.
 std::shared_ptr<Communicator> SingleCommunicator();
 
-/// `size` ranks in one process, one thread each: element r serves rank r. For tests and simulations.
+/// `size` ranks in one process, one thread each: element r serves rank r. For tests and simulations. kUsage
+/// beyond 1 to 4096.
 Result<std::vector<std::shared_ptr<Communicator>>> InProcessCommunicators(
     int64_t size, const CommunicatorOptions& options = {});
 

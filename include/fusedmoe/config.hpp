@@ -67,7 +67,14 @@ enum class ActivationFormatKind : uint8_t {
   kBatchedExperts  ///< [E_local, max_tokens * num_dispatchers, H] with a count per expert
 };
 
-enum class Determinism : uint8_t { kRunToRun, kThreadInvariant, kBatchInvariant, kRankInvariant };
+/// What the bits of a result must not depend on; each level includes those before it. Where a backend cannot
+/// promise a level it is refused (docs/oracle.md), never weakened.
+enum class Determinism : uint8_t {
+  kRunToRun,         ///< when it is computed
+  kThreadInvariant,  ///< the number of threads
+  kBatchInvariant,   ///< the other tokens of the batch
+  kRankInvariant     ///< the number of ranks that whole experts are spread over
+};
 std::string_view DeterminismName(Determinism level);  ///< "run_to_run", "thread_invariant", ...
 std::optional<Determinism> ParseDeterminism(std::string_view name);  ///< nothing for another name
 

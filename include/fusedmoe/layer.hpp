@@ -42,16 +42,16 @@ struct LayerOptions {
   std::string backend;  ///< empty: the first that can
   std::string isa;      ///< empty: the best the machine has
   std::string mode;     ///< empty: chosen by the token count; "latency" or "throughput" forces one
-  Determinism determinism = Determinism::kThreadInvariant;
+  Determinism determinism = Determinism::kThreadInvariant;    ///< at least; the plan is refused without it
   ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
-  bool shared_experts = true;
+  bool shared_experts = true;  ///< run those that the checkpoint has; false: the routed ones alone
   /// For layers with latent experts. False: the routed experts alone, on rows of the latent width
   /// that the caller projects: `hidden` is that width, logits or ids are given, and shared experts must be
   /// off.
   bool latent_projections = true;
-  int64_t max_tokens = 8192;
-  int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
+  int64_t max_tokens = 8192;  ///< largest M of one Forward on this rank; decides the workspace
+  int64_t plan_tokens = 1;    ///< the token count that the printed costs are for
   /// Folder in which weights of a checkpoint are kept as the backend packs them, to be mapped the next time;
   /// made when it does not exist. Empty: nothing is kept. What was found there, written or refused stands in
   /// selection().notes.

@@ -85,16 +85,16 @@ struct Plan {
   std::string mode;
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
-  std::string prepare_finalize;
+  std::string prepare_finalize;  ///< the steps around the experts by name, "no_ep" on one rank
   std::string communicator;  ///< that joins the ranks, with the version of what moves rows; empty: one rank
-  RecipeText recipe;
-  std::string
-      intermediate_dtype;   ///< what the values between the GEMMs are held in before they are requantized
+  RecipeText recipe;         ///< how the layout of the weights is made of their canonical form
+  /// What the values between the GEMMs are held in before they are requantized.
+  std::string intermediate_dtype;
   std::string rows_dtype;   ///< and the rows of experts before those of a token are added up; empty: F32
   std::string arithmetic;   ///< the unit of probe.hpp that bounds its GEMMs ("vnni_int8"); empty: not named
   int64_t tile_tokens = 0;  ///< tokens of an expert from which on a CPU's matrix unit multiplies it; 0: never
   std::string costs;        ///< where that number and `mode` come from; empty: from nothing measured
-  std::vector<WorkspaceBook::Entry> workspace;
+  std::vector<WorkspaceBook::Entry> workspace;  ///< what a forward of max_tokens needs, piece by piece
   int64_t workspace_bytes = 0;
   double layout_error = 0.0;  ///< relative change of the weights by steps with a loss, root mean square
   int64_t weight_bytes = 0;   ///< prepared weights of this rank

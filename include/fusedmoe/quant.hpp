@@ -62,8 +62,8 @@ enum class IntRounding : uint8_t { kHalfEven, kHalfAway, kTruncate };
 /// accurate definition (IEEE division, round to nearest even, no floor beyond what avoids 0/0).
 struct ActivationRule {
   float amax_divisor = 0.0F;  ///< scale = amax / divisor; 0: the largest finite element (448, 127, 6 ...)
-  float scale_floor =
-      0.0F;  ///< smallest scale (0: an all-zero group gets codes 0 and the scale that its format gives)
+  /// Smallest scale; 0: an all-zero group gets codes 0 and the scale that its format gives.
+  float scale_floor = 0.0F;
   bool multiply_by_reciprocal = false;         ///< codes from x * (1/scale) instead of x / scale
   bool multiply_by_divisor_over_amax = false;  ///< integer codes from x * (1/amax * divisor), in fp64
   MxScaleRule mx_scale = MxScaleRule::kEven;

@@ -63,8 +63,8 @@ class EplbState {
   EplbShape shape_;
   Options options_;
   std::vector<EplbMaps> layers_;
-  std::vector<int64_t>
-      window_;  // [window_steps, num_layers, num_experts], by logical expert: maps may change within
+  // [window_steps, num_layers, num_experts], by logical expert: maps may change within.
+  std::vector<int64_t> window_;
   std::vector<int64_t> window_sum_;
   int64_t window_position_ = 0;
   int64_t step_ = 0;

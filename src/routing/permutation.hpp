@@ -48,8 +48,8 @@ Result<int64_t> AlignBatchedBlockSize(std::span<const int32_t> expert_counts, in
 
 /// The permutation of a batch into rows grouped by local expert.
 struct Permutation {
-  std::span<int64_t>
-      expert_first_row;  ///< [num_local_experts + 1]: exclusive prefix sums; the last: all local rows
+  /// [num_local_experts + 1]: exclusive prefix sums; the last: all local rows.
+  std::span<int64_t> expert_first_row;
   std::span<int32_t> slot_to_row;  ///< [slots]; slots without a local expert get the rows behind all others,
                                    ///< by global id
   std::span<int32_t> row_to_slot;  ///< [slots]; `slots` in rows without a local expert

@@ -45,8 +45,8 @@ struct SampleOptions {
 struct SampleReport {
   std::vector<std::string> files;  ///< relative to the directory, in the order of writing
   int64_t bytes = 0;
-  std::string
-      producer;  ///< whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none"
+  /// Whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none".
+  std::string producer;
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0;
   std::string input_file;  ///< io/input.safetensors with hidden_states [M, H]
 };

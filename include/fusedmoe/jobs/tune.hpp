@@ -15,9 +15,9 @@ namespace fusedmoe {
 
 /// What to measure: schemes on instruction sets.
 struct TuneOptions {
-  std::vector<std::string>
-      schemes;                    ///< empty: one of each kernel; ":a8" behind a name measures --activation a8
-  std::vector<std::string> isas;  ///< empty: all that this machine has and this build has kernels for
+  /// Empty: one of each kernel; ":a8" behind a name measures --activation a8.
+  std::vector<std::string> schemes;
+  std::vector<std::string> isas;    ///< empty: all that this machine has and this build has kernels for
   double seconds_per_point = 0.02;  ///< of timed calls, at least three of them
   /// That a call visits, each token eight of them; a multiple of eight. With four, the vectors were a third
   /// faster than in layers.

@@ -24,8 +24,8 @@ struct ErrorBound {
   double input_rounding = 0;   ///< hidden states where the kernel holds them in fewer bits than their dtype
   double mid_rounding = 0;     ///< the values between the GEMMs where they are held in 16 bits
   double accumulation = 0;     ///< fp32 sums over hidden and intermediate
-  double requantization =
-      0;  ///< values that fall on the other side of a rounding threshold of the second GEMM's input
+  /// Values that fall on the other side of a rounding threshold of the second GEMM's input.
+  double requantization = 0;
   double activation_rounding = 0;  ///< int8 activations that the scheme does not ask for (a8), or scales of
                                    ///< whole rows taken over slices
   double layout = 0;               ///< weights that the layout changed (folded scales)
@@ -50,8 +50,8 @@ ErrorBound BoundOf(const Plan& plan, const Scheme& scheme, DType output, int64_t
 ErrorBound BoundOfLayer(const MoeLayer& layer, DType output, int64_t intermediate);
 
 struct CheckOptions {
-  int64_t max_tokens =
-      16;  ///< tokens compared, evenly spread; all, where the activation scale spans the whole batch
+  /// Tokens compared, evenly spread; all, where the activation scale spans the whole batch.
+  int64_t max_tokens = 16;
   bool shared_experts = true;
   Executor executor;
 };

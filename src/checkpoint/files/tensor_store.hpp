@@ -81,8 +81,8 @@ class TensorStore {
   struct Place {
     int32_t file = 0;
     int64_t begin = 0;
-    const BlockType* type =
-        nullptr;  // the tensor is a part of the blocks of this type; null: bytes as they are
+    // The tensor is a part of the blocks of this type; null: bytes as they are.
+    const BlockType* type = nullptr;
     const BlockPart* part = nullptr;
     int32_t four_bit = -1;  // index into four_bit_: the tensor decodes to what is listed
     int32_t affine = -1;    // the same of affine_

@@ -25,8 +25,8 @@ struct GgufValue {
 
 struct GgufTensor {
   std::string name;
-  std::vector<int64_t>
-      dims;  ///< slowest first, as everywhere else here; the file has them the other way round
+  /// Slowest first, as everywhere else here; the file has them the other way round.
+  std::vector<int64_t> dims;
   uint32_t type = 0;
   int64_t begin = 0, end = 0;  ///< bytes of the file
 };

@@ -54,8 +54,8 @@ struct LayerNames {
   /// Weights of the projections around latent experts; empty where the layer has none.
   std::string to_latent, from_latent;
   ExpertNames experts;
-  std::string shared_gate_proj, shared_up,
-      shared_down;  ///< names up to the suffix; gate empty when not gated
+  /// Names up to the suffix; gate empty when not gated.
+  std::string shared_gate_proj, shared_up, shared_down;
   std::string shared_weight_suffix = ".weight";
   bool shared_fused = false;  ///< shared_up holds gate and up rows (Granite: input_linear)
   std::string shared_gate;    ///< tensor of the sigmoid gate

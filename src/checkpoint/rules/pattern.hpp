@@ -36,10 +36,10 @@ class Pattern {
 
   std::vector<Instruction> program_;
   std::vector<std::bitset<256>> classes_;
-  std::vector<std::vector<int32_t>>
-      sources_;  // of each instruction: those that lead to it without a character
-  std::vector<std::vector<int32_t>>
-      nests_;  // instructions of each look-ahead, inner ones first; the rest last
+  // Of each instruction: those that lead to it without a character.
+  std::vector<std::vector<int32_t>> sources_;
+  // Instructions of each look-ahead, inner ones first; the rest last.
+  std::vector<std::vector<int32_t>> nests_;
 };
 
 }  // namespace fusedmoe::checkpoint

@@ -13,8 +13,8 @@ namespace fusedmoe::cpu {
 
 /// What happens to a row before it meets a projection, where that differs from doing nothing.
 struct InputTransform {
-  const int32_t* columns =
-      nullptr;  ///< [padded_cols] source column of each packed k, -1: zero; null: identity
+  /// [padded_cols] source column of each packed k, -1: zero; null: identity.
+  const int32_t* columns = nullptr;
   const float* pre_quant_scale = nullptr;  ///< [cols]
   float tensor_scale = 1.0F;               ///< of the activation format
   bool operator==(const InputTransform&) const = default;
