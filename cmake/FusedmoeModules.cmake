@@ -7,6 +7,16 @@ set(FUSEDMOE_ISA_FLAGS_avx512_vnni ${FUSEDMOE_ISA_FLAGS_avx512} -mavx512vnni -ma
 set(FUSEDMOE_ISA_FLAGS_avx512_bf16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512bf16)
 set(FUSEDMOE_ISA_FLAGS_avx512_fp16 ${FUSEDMOE_ISA_FLAGS_avx512_vnni} -mavx512fp16)
 set(FUSEDMOE_ISA_FLAGS_amx ${FUSEDMOE_ISA_FLAGS_avx512_fp16} -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16)
+# The scheduler before register allocation, which AArch64 has by default, doubles the loads and stores of registers (GCC 12).
+set(FUSEDMOE_ISA_FLAGS_neon -march=armv8.2-a+dotprod -fno-schedule-insns)
+
+# The levels of the processor that is built for; kernels of others are left out.
+set(FUSEDMOE_ISAS "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
+  set(FUSEDMOE_ISAS avx2 avx512 avx512_vnni avx512_bf16 avx512_fp16 amx)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
+  set(FUSEDMOE_ISAS neon)
+endif()
 
 # Takes the kernels out of the list `variable` of a module's sources and compiles them as fmoe_<module>_kernels, without
 # sanitizers: instrumented vectors take minutes and gigabytes to compile, and their reads and writes are tested at guard
@@ -16,8 +26,12 @@ function(fusedmoe_take_kernels target variable)
   set(kernels "")
   foreach(source IN LISTS ${variable})
     get_filename_component(stem "${source}" NAME_WE)
-    if(stem MATCHES "^kernels_.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$")
-      string(REGEX REPLACE "^.*_(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx)$" "\\1" isa "${stem}")
+    if(stem MATCHES "^kernels_.*_?(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx|neon)$")
+      string(REGEX REPLACE "^.*_(avx2|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx|neon)$" "\\1" isa "${stem}")
+      if(NOT isa IN_LIST FUSEDMOE_ISAS)
+        list(REMOVE_ITEM ${variable} "${source}")
+        continue()
+      endif()
       set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${FUSEDMOE_ISA_FLAGS_${isa}}")
     elseif(stem MATCHES "_emulated$")  # the same kernels in portable code: -O3 takes ten times as long to compile
       set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS -O1)

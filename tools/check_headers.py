@@ -13,10 +13,13 @@ from pathlib import Path
 import source_tree
 from check_layers import includes
 
-# Headers of kernels are compiled for the largest instruction set, in the namespace that the build would give them.
+# Headers of kernels are compiled for the largest instruction set, in the namespace that the build would give them, on x86;
+# those of AArch64 there or where a cross compiler is found.
 KERNEL_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl",
                 "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-int8",
                 "-mamx-bf16", "-DFMOE_ISA_NS=header_check"]
+ARM_KERNEL_FLAGS = ["-march=armv8.2-a+dotprod", "-DFMOE_ISA_NS=header_check"]
+ARM_INTRINSICS = "<arm_neon.h>"
 GUARD = re.compile(r"^[ \t]*#[ \t]*(pragma once\b|ifndef \w+\s*\n[ \t]*#[ \t]*define )", re.M)
 
 
@@ -26,6 +29,14 @@ def _compiler():
         if name and shutil.which(name):
             return name
     return None
+
+
+def _kernel_compiler(text, compiler):
+    """Of a header of kernels; None: nothing here compiles it."""
+    on_arm = os.uname().machine == "aarch64"
+    if ARM_INTRINSICS in text:
+        return compiler if on_arm else shutil.which("aarch64-linux-gnu-g++")
+    return None if on_arm else compiler
 
 
 def _resolve(root, name, angle, path):
@@ -62,7 +73,9 @@ def _flags(root, name, text):
         shown = subprocess.run([mpicxx, "--showme:compile"], capture_output=True, text=True,
                                check=False) if mpicxx else None
         flags += shlex.split(shown.stdout) if shown and shown.returncode == 0 else []
-    if name.endswith("_isa.hpp") or "<immintrin.h>" in text and os.uname().machine == "x86_64":
+    if ARM_INTRINSICS in source_tree.read(root, name):
+        flags += ARM_KERNEL_FLAGS
+    elif name.endswith("_isa.hpp") or "<immintrin.h>" in text and os.uname().machine == "x86_64":
         flags += KERNEL_FLAGS
     return flags
 
@@ -92,9 +105,12 @@ def check(root):
             return [f"{name}: does not start with #pragma once"]
         if name in tried and not name.endswith(".h"):
             return []
+        used = _kernel_compiler(text, compiler) if name.endswith("_isa.hpp") else compiler
+        if used is None:
+            return []
         closure = _closure(root, name, memory)
         whole = "\n".join(memory[part][1] for part in closure)
-        key = passed.key(compiler, Path(__file__).read_bytes(), *(part for c in closure for part in (c, memory[c][1])))
+        key = passed.key(used, Path(__file__).read_bytes(), *(part for c in closure for part in (c, memory[c][1])))
         if key in passed:
             return []
         source = f'#include "{Path(root) / name}"\n'
@@ -103,7 +119,7 @@ def check(root):
             languages.append(["-x", "c", "-std=c11", "-Wno-unknown-warning-option"])
         for language in languages:
             ran = subprocess.run(
-                [compiler, *language, *_flags(root, name, whole), "-fsyntax-only", "-Wall", "-Wextra",
+                [used, *language, *_flags(root, name, whole), "-fsyntax-only", "-Wall", "-Wextra",
                  "-Wno-missing-field-initializers", "-Wno-unused", "-Wno-psabi", "-Werror", "-"],
                 input=source, capture_output=True, text=True, check=False)
             if ran.returncode != 0:

@@ -3,6 +3,8 @@
 #include <array>
 #include <cstring>
 #include <fstream>
+#include <string_view>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -111,13 +113,49 @@ uint32_t IsaMask(const X86Features& f) {
   return mask;
 }
 
+uint32_t ArmIsaMask(uint64_t hwcap) {
+  // HWCAP_ASIMD and HWCAP_ASIMDDP of the system's interface.
+  constexpr uint64_t kAsimd = 1U << 1, kAsimdDotProduct = 1U << 20;
+  return HasAll(hwcap, kAsimd | kAsimdDotProduct) ? Bit(Isa::kNeon) : 0;
+}
+
 uint32_t HostIsaMask() {
 #if defined(__aarch64__) && defined(__linux__)
-  constexpr unsigned long kAsimdDotProduct = 1UL << 20;  // HWCAP_ASIMDDP
-  return (getauxval(AT_HWCAP) & kAsimdDotProduct) != 0 ? Bit(Isa::kNeon) : 0;
+  return ArmIsaMask(getauxval(AT_HWCAP));
 #else
   return IsaMask(ReadX86Features());
 #endif
+}
+
+std::string CpuNameIn(std::istream& cpuinfo) {
+  std::string implementer, part;
+  for (std::string line; std::getline(cpuinfo, line);) {
+    const size_t colon = line.find(": ");
+    if (colon == std::string::npos) {
+      continue;
+    }
+    const std::string value = line.substr(colon + 2);
+    if (line.rfind("model name", 0) == 0) {
+      return value;
+    }
+    if (line.rfind("CPU implementer", 0) == 0) {
+      implementer = value;
+    } else if (line.rfind("CPU part", 0) == 0) {
+      part = value;
+      break;
+    }
+  }
+  if (implementer == "0x41") {  // Arm; the numbers of its server cores, as Linux knows them
+    constexpr std::pair<std::string_view, std::string_view> kCores[] = {
+        {"0xd0c", "Neoverse-N1"}, {"0xd40", "Neoverse-V1"}, {"0xd49", "Neoverse-N2"},
+        {"0xd4f", "Neoverse-V2"}, {"0xd84", "Neoverse-V3"}, {"0xd8e", "Neoverse-N3"}};
+    for (const auto& [number, core] : kCores) {
+      if (part == number) {
+        return std::string(core);
+      }
+    }
+  }
+  return part.empty() ? std::string() : "CPU part " + part + " of implementer " + implementer;
 }
 
 std::string CpuName() {
@@ -135,13 +173,7 @@ std::string CpuName() {
   }
 #else
   std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);) {
-    const size_t colon = line.find(": ");
-    if (line.rfind("model name", 0) == 0 && colon != std::string::npos) {
-      name = line.substr(colon + 2);
-      break;
-    }
-  }
+  name = CpuNameIn(file);
 #endif
   const size_t first = name.find_first_not_of(' ');
   return first == std::string::npos ? std::string()

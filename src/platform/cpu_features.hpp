@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <istream>
 #include <string>
 
 #include <fusedmoe/machine.hpp>
@@ -27,8 +28,15 @@ X86Features ReadX86Features();
 /// when the system saves its registers.
 uint32_t IsaMask(const X86Features& features);
 
+/// The same on AArch64, from the word AT_HWCAP in which Linux tells what a process may use.
+uint32_t ArmIsaMask(uint64_t hwcap);
+
 /// The levels of this processor, on any architecture.
 uint32_t HostIsaMask();
+
+/// The name of the first processor that a text like /proc/cpuinfo describes; on AArch64 that has numbers
+/// only.
+std::string CpuNameIn(std::istream& cpuinfo);
 
 /// The name the processor gives itself; empty where it has none.
 std::string CpuName();

@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 #include <immintrin.h>
 
 #include "platform/peak_kernels.hpp"
@@ -87,5 +85,3 @@ void SpinBf16Amx(int64_t rounds) {
 }
 
 }  // namespace fusedmoe
-
-#endif

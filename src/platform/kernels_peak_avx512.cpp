@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 #include <immintrin.h>
 
 #include "platform/peak_kernels.hpp"
@@ -16,5 +14,3 @@ FMOE_PEAK(SpinFmaAvx512, __m512, FMOE_FMA)
 FMOE_PEAK(SpinInt8Avx512, __m512i, FMOE_DOT)
 
 }  // namespace fusedmoe
-
-#endif

@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 #include <immintrin.h>
 
 #include "platform/peak_kernels.hpp"
@@ -11,5 +9,3 @@ namespace fusedmoe {
 FMOE_PEAK(SpinFmaAvx512Fp16, __m512i, FMOE_FMA)
 
 }  // namespace fusedmoe
-
-#endif

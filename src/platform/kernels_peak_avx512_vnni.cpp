@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 #include <immintrin.h>
 
 #include "platform/peak_kernels.hpp"
@@ -11,5 +9,3 @@ namespace fusedmoe {
 FMOE_PEAK(SpinVnniAvx512Vnni, __m512i, FMOE_DOT)
 
 }  // namespace fusedmoe
-
-#endif

@@ -22,6 +22,9 @@ void SpinDotAvx512Bf16(int64_t rounds);   ///< 64
 /// permission to use tiles; they are released at the end.
 void SpinInt8Amx(int64_t rounds);
 void SpinBf16Amx(int64_t rounds);
+#elif defined(__aarch64__)
+void SpinFmaNeon(int64_t rounds);  ///< 8 operations an instruction
+void SpinDotNeon(int64_t rounds);  ///< 32
 #endif
 
 }  // namespace fusedmoe

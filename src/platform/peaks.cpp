@@ -47,10 +47,22 @@ Loop LoopOf(ComputeUnit unit) {
       return {&SpinFmaAvx2, 16.0 * kPeakChains, 1'200'000};
     case ComputeUnit::kAvx2Int8:
       return {&SpinInt8Avx2, 64.0 * kPeakChains, 400'000};
+    default:
+      return {};
   }
-#endif
+#elif defined(__aarch64__)
+  switch (unit) {
+    case ComputeUnit::kNeonFma:
+      return {&SpinFmaNeon, 8.0 * kPeakChains, 1'200'000};
+    case ComputeUnit::kNeonInt8:
+      return {&SpinDotNeon, 32.0 * kPeakChains, 1'200'000};
+    default:
+      return {};
+  }
+#else
   static_cast<void>(unit);
   return {};
+#endif
 }
 
 }  // namespace

@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 #include <immintrin.h>
 
 #include "routing/router_kernels.hpp"
@@ -51,5 +49,3 @@ inline Lanes Load(const std::byte* row, int64_t column) {
 const RouterKernels kRouterKernelsAvx2 = {Tile};
 
 }  // namespace fusedmoe
-
-#endif

@@ -1,5 +1,3 @@
-#if defined(__x86_64__)
-
 // GCC 12 takes the undefined sources inside its own conversion intrinsics for ours.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -46,5 +44,3 @@ inline Lanes Load(const std::byte* row, int64_t column) {
 const RouterKernels kRouterKernelsAvx512 = {Tile};
 
 }  // namespace fusedmoe
-
-#endif

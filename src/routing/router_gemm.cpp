@@ -32,6 +32,10 @@ const RouterKernels& HostKernels() {
   if (machine.Has(Isa::kAvx2)) {
     return kRouterKernelsAvx2;
   }
+#elif defined(__aarch64__)
+  if (HostMachine().Has(Isa::kNeon)) {
+    return kRouterKernelsNeon;
+  }
 #endif
   return kRouterKernelsPortable;
 }

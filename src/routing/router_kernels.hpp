@@ -29,6 +29,8 @@ extern const RouterKernels kRouterKernelsPortable;
 #if defined(__x86_64__)
 extern const RouterKernels kRouterKernelsAvx2;
 extern const RouterKernels kRouterKernelsAvx512;
+#elif defined(__aarch64__)
+extern const RouterKernels kRouterKernelsNeon;
 #endif
 
 }  // namespace fusedmoe

@@ -3,60 +3,18 @@
 
 #include "cpu_layer.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
+#include "kernel_stripes.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
 
-struct Weights {
-  WeightKernel kernel;
-  PanelFormat panel;
-};
-const Weights kWeights[] = {
-    {kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
-    {kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
-    {kWeightU4, {DType::kU4}},
-    {kWeightU4Group16, {DType::kU4, PanelScale::kF32, 16, 64, PanelZero::kFloats}},
-    {kWeightU4Group16, {DType::kU4, PanelScale::kBF16, 16}},
-    {kWeightU4Group32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kBytes}},
-    {kWeightU4Group32, {DType::kU4, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
-    {kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
-    {kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, PanelZero::kBytes}},
-    {kWeightU8, {DType::kU8}},
-    {kWeightU8Group16, {DType::kU8, PanelScale::kF32, 16}},
-    {kWeightU8Group16, {DType::kU8, PanelScale::kF16, 16, 64, PanelZero::kBytes}},
-    {kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32}},
-    {kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
-    {kWeightU8Group64, {DType::kU8, PanelScale::kF16, 64}},
-    {kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, PanelZero::kBytes}},
-};
-
-/// Any bytes are codes; scales are small, so that sums stay finite.
-void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random, std::byte* bytes) {
-  const int64_t codes = panel.code_bytes();
-  for (int64_t block = 0; block < blocks; ++block, bytes += panel.block_bytes()) {
-    for (int64_t i = 0; i < panel.block_bytes(); ++i) {
-      bytes[i] = static_cast<std::byte>(i < codes ? random() & 255 : 0x30 + (random() & 15));
-    }
-    const bool integers = panel.code == DType::kU4 || panel.code == DType::kU8;
-    for (int64_t group = codes; integers && group < panel.block_bytes(); group += panel.group_bytes()) {
-      const DType dtype = panel.scale == PanelScale::kF32    ? DType::kF32
-                          : panel.scale == PanelScale::kBF16 ? DType::kBF16
-                                                             : DType::kF16;
-      float scales[kPanelRows];
-      for (float& scale : scales) {
-        scale = 0.5F + static_cast<float>(random() & 255) / 64.0F;
-      }
-      EncodeRow(dtype, scales, kPanelRows, bytes + group);
-      for (int64_t row = 0; panel.zeros == PanelZero::kFloats && row < kPanelRows; ++row) {
-        const float zero = static_cast<float>(random() & 4095) / 64.0F - 16.0F;
-        std::memcpy(bytes + group + 64 + 4 * row, &zero, 4);
-      }
-    }
-  }
-}
+using cpu_test::FillStripes;
+using cpu_test::KernelWeights;
+using cpu_test::kIntegerWeights;
 
 /// Codes of every size, and corrections and scales as packing would leave them, in kind if not in value.
-void FillTile(const Weights& weights, TileKind kind, int64_t k, std::mt19937& random, std::byte* bytes) {
+void FillTile(const KernelWeights& weights, TileKind kind, int64_t k, std::mt19937& random,
+              std::byte* bytes) {
   const TileView view = ViewTile(bytes, weights.kernel, kind, k, 1);
   for (int64_t i = 0; i < k * Planes(kind); ++i) {
     bytes[i] = static_cast<std::byte>(static_cast<int8_t>(static_cast<int>(random() % 255) - 127));
@@ -95,7 +53,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   int64_t compared = 0;
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
-    for (const Weights& weights : kWeights) {
+    for (const KernelWeights& weights : kIntegerWeights) {
       for (const TileKind kind : {kTileA16, kTileA8, kTileA4}) {
         if (table.batch[weights.kernel][kind] == nullptr) {
           continue;
@@ -164,7 +122,7 @@ TEST(Kernel_GroupScales, AreExact) {
                         block[2048 + 16384] = {};  // prefetches may ask for more, loads may not
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
-    for (const Weights& weights : kWeights) {
+    for (const KernelWeights& weights : kIntegerWeights) {
       if (weights.panel.group == 0 ||
           (weights.panel.code != DType::kU4 && weights.panel.code != DType::kU8)) {
         continue;

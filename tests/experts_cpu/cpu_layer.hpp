@@ -14,6 +14,7 @@
 #include <fusedmoe/machine.hpp>
 
 #include "experts/cpu/cpu_backend.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "moe/experts.hpp"
 #include "numerics/element_types.hpp"
 #include "numerics/rows.hpp"
@@ -261,8 +262,7 @@ inline std::vector<LayerSpec> GroupScaleSpecs() {
 /// Instruction sets of this machine that have kernels.
 inline std::vector<std::string> HostIsas() {
   std::vector<std::string> names;
-  for (const Isa isa :
-       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
+  for (const Isa isa : cpu::BuiltIsas()) {
     if (MachineFor(std::string(IsaName(isa))).Has(isa)) {
       names.emplace_back(IsaName(isa));
     }

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "cpu_layer.hpp"
 
@@ -74,6 +76,31 @@ TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
     const TensorView& a = here.tensors[i].tensor.view();
     EXPECT_EQ(0, std::memcmp(a.data(), there.tensors[i].tensor.view().data(),
                              static_cast<size_t>(a.total_bytes())));
+  }
+}
+
+/// A described machine whose levels this build has no kernels for: an Arm machine on x86, and the other way
+/// round.
+TEST(CpuObjections, LevelsOfOtherProcessors_AreRefusedByName) {
+  Layer layer = MakeLayer({});
+  const std::vector<Isa> built = cpu::BuiltIsas();
+  ASSERT_FALSE(built.empty());
+  Machine machine;
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAmx, Isa::kNeon}) {
+    if (std::find(built.begin(), built.end(), isa) != built.end()) {
+      continue;
+    }
+    machine.isa_mask = 1U << static_cast<int>(isa);
+    layer.problem.isa.clear();
+    std::vector<Verdict> verdicts = kCpuFusedBackend.supports(layer.problem, machine);
+    ASSERT_EQ(verdicts.size(), 1U) << IsaName(isa);
+    EXPECT_EQ(verdicts[0].reason, Reason::kIsa);
+    EXPECT_EQ(verdicts[0].required.rfind(IsaName(built.front()), 0), 0U) << verdicts[0].required;
+    layer.problem.isa = IsaName(isa);
+    verdicts = kCpuFusedBackend.supports(layer.problem, machine);
+    ASSERT_EQ(verdicts.size(), 1U) << IsaName(isa);
+    EXPECT_EQ(verdicts[0].reason, Reason::kNotBuilt);
+    EXPECT_EQ(verdicts[0].actual, IsaName(isa));
   }
 }
 

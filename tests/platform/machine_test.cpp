@@ -76,6 +76,25 @@ TEST(IsaMaskOf, VnniWithoutVbmiIsPlainAvx512) {
   EXPECT_EQ(IsaMask(cascade_lake), Mask({Isa::kAvx2, Isa::kAvx512}));
 }
 
+TEST(IsaMaskOf, ArmNeedsTheDotProduct) {
+  // The features that /proc/cpuinfo names on such processors, as bits.
+  constexpr uint64_t kCortexA72 = 0x8ff, kNeoverseN1 = 0x10119fff;
+  EXPECT_EQ(ArmIsaMask(kCortexA72), 0U);
+  EXPECT_EQ(ArmIsaMask(kNeoverseN1), Mask({Isa::kNeon}));
+}
+
+TEST(CpuNameIn, TakesTheModelOrTheNumbersOfArm) {
+  const auto name = [](const char* text) {
+    std::istringstream cpuinfo(text);
+    return CpuNameIn(cpuinfo);
+  };
+  EXPECT_EQ(name("processor\t: 0\nmodel name\t: A core\n"), "A core");
+  EXPECT_EQ(name("CPU implementer\t: 0x41\nCPU part\t: 0xd40\nCPU revision\t: 1\n"), "Neoverse-V1");
+  EXPECT_EQ(name("CPU implementer\t: 0xc0\nCPU part\t: 0xac3\n"), "CPU part 0xac3 of implementer 0xc0");
+  EXPECT_EQ(name("processor\t: 0\n"), "");
+}
+
+#if defined(__x86_64__)
 /// The words of a line of /proc/cpuinfo; empty where there is no such file or line.
 std::set<std::string> KernelFlags() {
   std::ifstream file("/proc/cpuinfo");
@@ -108,6 +127,7 @@ TEST(HostMachine_, AgreesWithTheFlagsOfTheKernel) {
   EXPECT_FALSE(machine.Has(Isa::kAmx) && !all({"amx_tile", "amx_int8", "amx_bf16"}));
   EXPECT_FALSE(machine.Has(Isa::kNeon));
 }
+#endif
 
 TEST(HostMachine_, AmxPermissionIsGrantedWhereTheMaskPromisesIt) {
   EXPECT_EQ(RequestAmxPermission().ok(), ReadX86Features().amx_offered);

@@ -96,6 +96,11 @@ TEST(RouterGemm, InstructionSetsThreadsAndBatchesGiveTheSameBits) {
     ASSERT_TRUE(RouterGemmWith(kRouterKernelsAvx512, hidden.view, weight.view, {}, logits.data(), {}).ok());
     EXPECT_TRUE(same(logits, logits.size())) << "avx512";
   }
+#elif defined(__aarch64__)
+  if (HostMachine().Has(Isa::kNeon)) {
+    ASSERT_TRUE(RouterGemmWith(kRouterKernelsNeon, hidden.view, weight.view, {}, logits.data(), {}).ok());
+    EXPECT_TRUE(same(logits, logits.size())) << "neon";
+  }
 #endif
   for (const int threads : {2, 3, 7}) {
     auto pool = ThreadPool::Create(threads);

@@ -11,12 +11,20 @@ Verdict Objection(Reason reason, std::string sentence, std::string actual, std::
   return {reason, std::move(sentence), std::move(actual), std::move(required)};
 }
 
+std::string BuiltIsaNames() {
+  std::string names;
+  for (const Isa isa : BuiltIsas()) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", IsaName(isa));
+  }
+  return names.empty() ? "none" : names;
+}
+
 void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Verdict>& verdicts) {
   if (problem.isa.empty()) {
     if (!BestIsa(machine)) {
       verdicts.push_back(Objection(Reason::kIsa,
-                                   "the kernels need AVX2, FMA and F16C at least, this CPU lacks them",
-                                   machine.cpu_name, "avx2"));
+                                   "this build has no kernels for any instruction set of this CPU",
+                                   machine.cpu_name, BuiltIsaNames()));
     }
     return;
   }
@@ -24,7 +32,7 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
   if (!isa || FindKernelTable(*isa) == nullptr) {
     verdicts.push_back(Objection(
         Reason::kNotBuilt, fmt::format("this build has no kernels for the instruction set '{}'", problem.isa),
-        problem.isa, "avx2, avx512, avx512_vnni, avx512_bf16, avx512_fp16 or amx"));
+        problem.isa, BuiltIsaNames()));
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
     verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),

@@ -24,7 +24,9 @@ double Since(Clock::time_point begin) {
 
 /// The unit that counts as the ceiling of arithmetic: that of the plan, or plain fp32.
 ComputeUnit UnitOf(const Plan& plan) {
-  const ComputeUnit plain = HostMachine().Has(Isa::kAvx512) ? ComputeUnit::kF32Fma : ComputeUnit::kAvx2Fma;
+  const ComputeUnit plain = HostMachine().Has(Isa::kAvx512) ? ComputeUnit::kF32Fma
+                            : HostMachine().Has(Isa::kNeon) ? ComputeUnit::kNeonFma
+                                                            : ComputeUnit::kAvx2Fma;
   return ParseComputeUnit(plan.arithmetic).value_or(plain);
 }
 

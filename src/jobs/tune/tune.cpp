@@ -48,9 +48,8 @@ constexpr tune::ExpertSize kSizes[] = {{2048, 768}, {1024, 256}};
 
 std::vector<std::string> IsasOf(const TuneOptions& options) {
   std::vector<std::string> isas = options.isas;
-  for (const Isa isa :
-       {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
-    if (options.isas.empty() && HostMachine().Has(isa) && cpu::FindKernelTable(isa) != nullptr) {
+  for (const Isa isa : cpu::BuiltIsas()) {
+    if (options.isas.empty() && HostMachine().Has(isa)) {
       isas.emplace_back(IsaName(isa));
     }
   }
@@ -124,7 +123,7 @@ CpuCrossover CrossoverOf(const CpuCostRow& row) {
   constexpr int64_t kUnit = 64, kRows = 16;
   cpu::ExpertWork work;
   work.blocks = 3 * kSizes[0].hidden * kSizes[0].intermediate / (kUnit * kRows);
-  work.max_height = row.isa == IsaName(Isa::kAvx2) ? 4 : 8;
+  work.max_height = row.isa == IsaName(Isa::kAvx2) || row.isa == IsaName(Isa::kNeon) ? 4 : 8;
   CpuCrossover crossover;
   crossover.latency_tokens = cpu::LatencyTokens(row.vectors);
   const int64_t tiles = cpu::TileCrossover(row, work);

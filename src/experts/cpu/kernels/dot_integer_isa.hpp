@@ -9,6 +9,9 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
+/// A level whose registers hold a stripe, and that multiplies bytes in one instruction.
+constexpr bool kHasWideDot = kHasByteDot && kHalves == 1;
+
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
 struct IntegerPanel {
@@ -26,6 +29,8 @@ struct IntegerPanel {
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup;  // GroupScales in a block
   static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
+  /// Codes are multiplied less 128, which makes them signed.
+  static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
   static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
                                                    : kGrouped ? 32 * kBlockGroups
@@ -35,7 +40,7 @@ struct IntegerPanel {
     return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kLeastBytes;
   }
 
-  /// 16 k as four vectors of unsigned bytes.
+  /// 16 k as four vectors of unsigned bytes, or less 128.
   FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
     if constexpr (kE2m1) {
       DecodeE2m1(unit + step * 128, half, table, out);
@@ -45,6 +50,9 @@ struct IntegerPanel {
       DecodeU4(unit + step * 128 + 64, half, out + 2);
     } else {
       Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
+      if constexpr (kLess128) {
+        Unroll<4>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
+      }
     }
   }
 };
@@ -105,7 +113,7 @@ constexpr int TokensAtOnce() {
 template <WeightKernel kWeight, TileKind kKind, int kCount>
 constexpr int SumChains() {
   using Panel = IntegerPanel<kWeight>;
-  return kHasByteDot && Panel::kNibbles && Panel::kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
+  return kHasWideDot && Panel::kNibbles && Panel::kGroup == 64 && kCount <= 2 && kKind != kTileA24 ? 4 : 1;
 }
 
 /// Whether lines that come later are asked for beside the products of each 16 k (PrefetchBeside), not all at
@@ -117,7 +125,7 @@ constexpr int SumChains() {
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksBySteps() {
   using Panel = IntegerPanel<kWeight>;
-  if (!kHasByteDot || kHeight > 2) {
+  if (!kHasWideDot || kHeight > 2) {
     return false;
   }
   if (Panel::kE2m1) {
@@ -143,7 +151,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
     constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
     Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
-    if constexpr (!Panel::kGrouped && chain == 0) {
+    if constexpr (!Panel::kGrouped && !Panel::kLess128 && chain == 0) {
       sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
       if constexpr (kKind == kTileA24) {
         sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
@@ -171,7 +179,22 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     constexpr int plane = decltype(i)() / kCount % Planes(kKind), t = decltype(i)() % kCount;
     sum[0][plane][t] = IntAdd(sum[0][plane][t], sum[chain][plane][t]);
   });
-  if (Panel::kGrouped && !zero_points) {
+  if constexpr (Panel::kLess128) {
+    // The correction of codes without zero points of their own is 128 times the same sum, and is left out.
+    if (zero_points) {
+      Unroll<Planes(kKind) * kCount>([&](auto i) FMOE_FLAT {
+        constexpr int plane = decltype(i)() / kCount, t = decltype(i)() % kCount;
+        Ints values = IntZero();
+        for (int step = 0; step < kSteps; ++step) {
+          const int32_t* at = words + step * kStepWords + plane * 4 * kHeight + first + t;
+          for (int q = 0; q < 4; ++q) {
+            values = IntAdd(values, SumsOfFours(IntSet(at[q * kHeight])));
+          }
+        }
+        sum[0][plane][t] = IntAdd(sum[0][plane][t], ShiftLeft<7>(values));
+      });
+    }
+  } else if (Panel::kGrouped && !zero_points) {
     Unroll<kCount>([&](auto t) FMOE_FLAT {
       Ints& last = sum[0][Planes(kKind) - 1][t];
       last = IntAdd(last, IntSet(correction[first + t]));
@@ -290,7 +313,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
 /// 5).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
-  return kHalves == 2 && kHeight == 1 && kKind != kTileA24 && IntegerPanel<kWeight>::kNibbles;
+  return kHalves == 2 && !kHasByteDot && kHeight == 1 && kKind != kTileA24 && IntegerPanel<kWeight>::kNibbles;
 }
 
 /// 16 k of one token: sums[half] += weights * codes, two planes as 128 * upper + lower.

@@ -26,8 +26,6 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-constexpr bool kHasTall = kHasByteDot && kHalves == 1;
-
 /// Tokens that meet the weights at a time. With 16 sums of integers and 8 of floats the registers are full.
 template <TileKind kKind>
 constexpr int kTallTokens = 4 / Planes(kKind);

@@ -1,7 +1,7 @@
 #include "experts/cpu/kernels/kernels.hpp"
 
 #include <algorithm>
-#include <iterator>
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -9,16 +9,18 @@
 
 namespace fusedmoe::cpu {
 
+#if defined(__x86_64__)
 extern const KernelTable kKernelTableAvx2;
 extern const KernelTable kKernelTableAvx512;
 extern const KernelTable kKernelTableAvx512Vnni;
 extern const KernelTable kPairKernelsAvx512Bf16;
 extern const KernelTable kPairKernelsAvx512Fp16;
 extern const KernelTable kPairKernelsEmulated;
-extern const TileKernels kTileKernelsEmulated;
-#if defined(__x86_64__)
 extern const TileKernels kTileKernelsAmx;
+#elif defined(__aarch64__)
+extern const KernelTable kKernelTableNeon;
 #endif
+extern const TileKernels kTileKernelsEmulated;
 
 namespace {
 
@@ -27,22 +29,29 @@ struct Level {
   Isa isa;
   const KernelTable* table;
   const KernelTable* pairs = nullptr;
+  const KernelTable* emulated_pairs = nullptr;
 };
 
+#if defined(__x86_64__)
 /// Best first. Where FP16 is, vdpbf16ps is slow (Sapphire Rapids: half of the fp32 rate; Zen 5: twice).
-constexpr Level kLevels[] = {
-    {Isa::kAmx, &kKernelTableAvx512Vnni},  // with tile kernels for experts with many tokens
-    {Isa::kAvx512Fp16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Fp16},
-    {Isa::kAvx512Bf16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Bf16},
-    {Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
-    {Isa::kAvx512, &kKernelTableAvx512},
-    {Isa::kAvx2, &kKernelTableAvx2},
+constexpr std::array kLevels = {
+    Level{Isa::kAmx, &kKernelTableAvx512Vnni},  // with tile kernels for experts with many tokens
+    Level{Isa::kAvx512Fp16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Fp16, &kPairKernelsEmulated},
+    Level{Isa::kAvx512Bf16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Bf16, &kPairKernelsEmulated},
+    Level{Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
+    Level{Isa::kAvx512, &kKernelTableAvx512},
+    Level{Isa::kAvx2, &kKernelTableAvx2},
 };
+#elif defined(__aarch64__)
+constexpr std::array kLevels = {Level{Isa::kNeon, &kKernelTableNeon}};
+#else
+constexpr std::array<Level, 0> kLevels{};
+#endif
 
 /// `base` with what `pairs` has. On a host without the unit (a plan for a machine that was described) the
 /// emulation takes the place of `pairs`.
 KernelTable WithPairs(const Level& level) {
-  const KernelTable& pairs = HostMachine().Has(level.isa) ? *level.pairs : kPairKernelsEmulated;
+  const KernelTable& pairs = HostMachine().Has(level.isa) ? *level.pairs : *level.emulated_pairs;
   KernelTable table = *level.table;
   table.isa = level.pairs->isa;
   for (int kind = 0; kind < kNumTileKinds; ++kind) {
@@ -97,12 +106,20 @@ const KernelTable* FindKernelTable(Isa isa) {
     }
     return all;
   }();
-  for (size_t i = 0; i < std::size(kLevels); ++i) {
+  for (size_t i = 0; i < kLevels.size(); ++i) {
     if (kLevels[i].isa == isa) {
       return &tables[i];
     }
   }
   return nullptr;
+}
+
+std::vector<Isa> BuiltIsas() {
+  std::vector<Isa> isas;
+  for (const Level& level : kLevels) {
+    isas.insert(isas.begin(), level.isa);
+  }
+  return isas;
 }
 
 std::optional<Isa> BestIsa(const Machine& machine) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include <fusedmoe/machine.hpp>
 
@@ -13,7 +14,10 @@ namespace fusedmoe::cpu {
 /// The kernels of an instruction set, or null when this build has none for it.
 const KernelTable* FindKernelTable(Isa isa);
 
-/// The best level that this build has kernels for and the machine can run; nothing below AVX2.
+/// The levels that this build has kernels for, those of the processor it is built for, best last.
+std::vector<Isa> BuiltIsas();
+
+/// The best of them that the machine can run; nothing below the first.
 std::optional<Isa> BestIsa(const Machine& machine);
 
 /// The level whose micro-kernels work beside the matrix unit of `isa`; `isa` itself where it has none.

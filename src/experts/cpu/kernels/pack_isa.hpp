@@ -95,8 +95,7 @@ template <int kPieces>
 FMOE_INLINE void SumCodes(const int8_t* codes, int32_t* sums) {
   int32_t fours[4 * kPieces];
   Unroll<4 * kPieces / kLanes>([&](auto v) FMOE_FLAT {
-    const Ints pairs = MultiplyAddPairs(IntSet(0x01010101), LoadInts(codes + 4 * kLanes * v));
-    StoreInts(fours + kLanes * v, SumOfQuads(MultiplyAddWords(pairs, 1)));
+    StoreInts(fours + kLanes * v, SumOfQuads(SumsOfFours(LoadInts(codes + 4 * kLanes * v))));
   });
   Unroll<kPieces>([&](auto i) FMOE_FLAT { sums[i] = fours[4 * i]; });
 }
@@ -183,7 +182,7 @@ void F16ToFloat(const void* values, int64_t count, float* out) {
     Store(out + i, LoadF16(in + i));
   }
   for (; i < count; ++i) {
-    out[i] = _cvtsh_ss(in[i]);
+    out[i] = FloatOfF16(in[i]);
   }
 }
 

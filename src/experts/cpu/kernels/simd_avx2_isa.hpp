@@ -15,6 +15,7 @@ using Ints = __m256i;
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = false;
+constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
   return _mm256_setzero_ps();
@@ -152,6 +153,9 @@ FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
 FMOE_INLINE Floats LoadF16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
+FMOE_INLINE float FloatOfF16(uint16_t x) {
+  return _cvtsh_ss(x);
+}
 FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
   _mm_storeu_si128((__m128i*)p, PackWords(low_words));
 }
@@ -237,6 +241,10 @@ FMOE_INLINE Ints AddWords(Ints a, Ints b) {
 }
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
   return _mm256_madd_epi16(a, _mm256_set1_epi16(factor));
+}
+/// Sums of four bytes each, of values.
+FMOE_INLINE Ints SumsOfFours(Ints x) {
+  return MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), x), 1);
 }
 FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
   return sum;

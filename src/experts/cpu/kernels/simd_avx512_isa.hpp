@@ -19,6 +19,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
+constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
   return _mm512_setzero_ps();
@@ -155,6 +156,9 @@ FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
 FMOE_INLINE Floats LoadF16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
+FMOE_INLINE float FloatOfF16(uint16_t x) {
+  return _cvtsh_ss(x);
+}
 FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(low_words));
 }
@@ -248,6 +252,10 @@ FMOE_INLINE Ints AddWords(Ints a, Ints b) {
 }
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
   return _mm512_madd_epi16(a, _mm512_set1_epi16(factor));
+}
+/// Sums of four bytes each, of values.
+FMOE_INLINE Ints SumsOfFours(Ints x) {
+  return MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), x), 1);
 }
 FMOE_INLINE Ints LowNibbles(Ints x) {
   return _mm512_and_si512(x, _mm512_set1_epi8(15));

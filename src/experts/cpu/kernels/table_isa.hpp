@@ -19,7 +19,7 @@ template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
-  if constexpr (kHasTall && kKind != kTileA24) {
+  if constexpr (kHasWideDot && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
   } else {
     table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;

@@ -1,0 +1,438 @@
+#pragma once
+
+#include <arm_neon.h>
+#include <stdint.h>
+
+#include "experts/cpu/kernels/unroll_isa.hpp"
+
+/// Two 128-bit registers as one of 256 bits: two such pairs hold the 16 rows of a stripe, rows 8h to 8h+7 in
+/// half h, as in simd_avx2_isa.hpp, whose names these are. So panels are the same on all processors, and so
+/// are the order of additions and the bits of results. Armv8.2 with the dot product (sdot).
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+struct Floats {
+  float32x4_t low, high;
+};
+struct Ints {
+  int32x4_t low, high;
+};
+constexpr int kLanes = 8;
+constexpr int kHalves = 2;
+constexpr bool kHasByteDot = true;
+/// sdot takes weights for signed: those of 8 bits come to it less 128 (dot_integer_isa.hpp).
+constexpr bool kSignedWeights = true;
+
+FMOE_INLINE uint8x16_t BytesOf(int32x4_t x) {
+  return vreinterpretq_u8_s32(x);
+}
+FMOE_INLINE uint32x4_t WordsOf(int32x4_t x) {
+  return vreinterpretq_u32_s32(x);
+}
+FMOE_INLINE int32x4_t SignedOf(uint8x16_t x) {
+  return vreinterpretq_s32_u8(x);
+}
+FMOE_INLINE int32x4_t SignedOf(uint16x8_t x) {
+  return vreinterpretq_s32_u16(x);
+}
+FMOE_INLINE int32x4_t SignedOf(uint32x4_t x) {
+  return vreinterpretq_s32_u32(x);
+}
+
+FMOE_INLINE Floats Set(float x) {
+  return {vdupq_n_f32(x), vdupq_n_f32(x)};
+}
+FMOE_INLINE Floats Zero() {
+  return Set(0.0F);
+}
+FMOE_INLINE Floats Load(const float* p) {
+  return {vld1q_f32(p), vld1q_f32(p + 4)};
+}
+FMOE_INLINE void Store(float* p, Floats x) {
+  vst1q_f32(p, x.low);
+  vst1q_f32(p + 4, x.high);
+}
+FMOE_INLINE Floats Add(Floats a, Floats b) {
+  return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)};
+}
+FMOE_INLINE Floats Subtract(Floats a, Floats b) {
+  return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)};
+}
+FMOE_INLINE Floats Multiply(Floats a, Floats b) {
+  return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)};
+}
+FMOE_INLINE Floats Divide(Floats a, Floats b) {
+  return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)};
+}
+FMOE_INLINE Floats MultiplyAdd(Floats a, Floats b, Floats c) {
+  return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
+}
+FMOE_INLINE Floats NegativeMultiplyAdd(Floats a, Floats b, Floats c) {
+  return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
+}
+FMOE_INLINE Floats Select(uint32x4_t low, uint32x4_t high, Floats then, Floats otherwise) {
+  return {vbslq_f32(low, then.low, otherwise.low), vbslq_f32(high, then.high, otherwise.high)};
+}
+FMOE_INLINE Floats SelectLess(Floats a, Floats b, Floats then, Floats otherwise) {
+  return Select(vcltq_f32(a.low, b.low), vcltq_f32(a.high, b.high), then, otherwise);
+}
+/// The second where one is NaN, as on x86: fmin gives the NaN, whichever it is.
+FMOE_INLINE Floats Min(Floats a, Floats b) {
+  return SelectLess(a, b, a, b);
+}
+FMOE_INLINE Floats Max(Floats a, Floats b) {
+  return SelectLess(b, a, a, b);
+}
+FMOE_INLINE Floats RoundEven(Floats x) {
+  return {vrndnq_f32(x.low), vrndnq_f32(x.high)};
+}
+FMOE_INLINE Floats Truncate(Floats x) {
+  return {vrndq_f32(x.low), vrndq_f32(x.high)};
+}
+FMOE_INLINE Floats Absolute(Floats x) {
+  return {vabsq_f32(x.low), vabsq_f32(x.high)};
+}
+
+FMOE_INLINE Ints IntSet(int32_t x) {
+  return {vdupq_n_s32(x), vdupq_n_s32(x)};
+}
+FMOE_INLINE Ints IntZero() {
+  return IntSet(0);
+}
+FMOE_INLINE Ints IntAdd(Ints a, Ints b) {
+  return {vaddq_s32(a.low, b.low), vaddq_s32(a.high, b.high)};
+}
+FMOE_INLINE Ints IntSubtract(Ints a, Ints b) {
+  return {vsubq_s32(a.low, b.low), vsubq_s32(a.high, b.high)};
+}
+FMOE_INLINE Ints IntAnd(Ints a, Ints b) {
+  return {vandq_s32(a.low, b.low), vandq_s32(a.high, b.high)};
+}
+FMOE_INLINE Ints IntOr(Ints a, Ints b) {
+  return {vorrq_s32(a.low, b.low), vorrq_s32(a.high, b.high)};
+}
+FMOE_INLINE Ints IntXor(Ints a, Ints b) {
+  return {veorq_s32(a.low, b.low), veorq_s32(a.high, b.high)};
+}
+FMOE_INLINE Ints IntMaxUnsigned(Ints a, Ints b) {
+  return {SignedOf(vmaxq_u32(WordsOf(a.low), WordsOf(b.low))),
+          SignedOf(vmaxq_u32(WordsOf(a.high), WordsOf(b.high)))};
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftLeft(Ints x) {
+  return {vshlq_n_s32(x.low, kBits), vshlq_n_s32(x.high, kBits)};
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRightSigned(Ints x) {
+  return {vshrq_n_s32(x.low, kBits), vshrq_n_s32(x.high, kBits)};
+}
+template <int kBits>
+FMOE_INLINE Ints ShiftRight(Ints x) {
+  return {SignedOf(vshrq_n_u32(WordsOf(x.low), kBits)), SignedOf(vshrq_n_u32(WordsOf(x.high), kBits))};
+}
+FMOE_INLINE Ints ShiftRight16(Ints x) {
+  return ShiftRight<16>(x);
+}
+/// 16-bit words as lanes, in their low bits or, shifted by 16, in their high ones.
+template <int kBits>
+FMOE_INLINE Ints Widened(uint16x8_t x) {
+  return {SignedOf(vshll_n_u16(vget_low_u16(x), kBits)), SignedOf(vshll_n_u16(vget_high_u16(x), kBits))};
+}
+/// Bytes as lanes.
+FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
+  return Widened<0>(vmovl_u8(vld1_u8(p)));
+}
+FMOE_INLINE Ints LoadInts(const void* p) {
+  return {SignedOf(vld1q_u8((const uint8_t*)p)), SignedOf(vld1q_u8((const uint8_t*)p + 16))};
+}
+FMOE_INLINE void StoreInts(void* p, Ints x) {
+  vst1q_u8((uint8_t*)p, BytesOf(x.low));
+  vst1q_u8((uint8_t*)p + 16, BytesOf(x.high));
+}
+FMOE_INLINE Floats ToFloats(Ints x) {
+  return {vcvtq_f32_s32(x.low), vcvtq_f32_s32(x.high)};
+}
+FMOE_INLINE Ints ToIntsEven(Floats x) {
+  return {vcvtnq_s32_f32(x.low), vcvtnq_s32_f32(x.high)};
+}
+FMOE_INLINE Ints Bits(Floats x) {
+  return {vreinterpretq_s32_f32(x.low), vreinterpretq_s32_f32(x.high)};
+}
+FMOE_INLINE Floats FromBits(Ints x) {
+  return {vreinterpretq_f32_s32(x.low), vreinterpretq_f32_s32(x.high)};
+}
+/// Each lane becomes the sum of the four of its 128 bits.
+FMOE_INLINE Ints SumOfQuads(Ints x) {
+  x = {vpaddq_s32(x.low, x.low), vpaddq_s32(x.high, x.high)};
+  return {vpaddq_s32(x.low, x.low), vpaddq_s32(x.high, x.high)};
+}
+FMOE_INLINE uint32_t MaxUnsignedOf(Ints x) {
+  return vmaxvq_u32(vmaxq_u32(WordsOf(x.low), WordsOf(x.high)));
+}
+FMOE_INLINE uint16x8_t PackWords(Ints x) {
+  return vuzp1q_u16(vreinterpretq_u16_s32(x.low), vreinterpretq_u16_s32(x.high));
+}
+FMOE_INLINE void StoreBytes(int8_t* p, Ints x) {
+  vst1_u8((uint8_t*)p, vmovn_u16(PackWords(x)));
+}
+
+FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
+  return FromBits(Widened<16>(vld1q_u16(p)));
+}
+/// f16 as fp32.
+FMOE_INLINE Floats FloatsOfF16(uint16x8_t x) {
+  const float16x8_t halves = vreinterpretq_f16_u16(x);
+  return {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+}
+FMOE_INLINE Floats LoadF16(const uint16_t* p) {
+  return FloatsOfF16(vld1q_u16(p));
+}
+FMOE_INLINE float FloatOfF16(uint16_t x) {
+  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x))), 0);
+}
+FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
+  vst1q_u16(p, PackWords(low_words));
+}
+FMOE_INLINE void StoreF16(uint16_t* p, Floats x) {
+  vst1q_u16(p, vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(x.low), x.high)));
+}
+FMOE_INLINE Ints SelectNan(Floats x, Ints if_nan, Ints otherwise) {
+  return Bits(
+      Select(vceqq_f32(x.low, x.low), vceqq_f32(x.high, x.high), FromBits(otherwise), FromBits(if_nan)));
+}
+
+FMOE_INLINE Floats LoadE4m3Scales(const uint8_t* p, int half) {
+  return FloatsOfF16(vshll_n_u8(vld1_u8(p + 8 * half), 7));
+}
+FMOE_INLINE Floats LoadE8m0Scales(const uint8_t* p, int half) {
+  return FromBits(ShiftLeft<23>(LoadByteLanes(p + 8 * half)));
+}
+FMOE_INLINE Floats LoadFloatScales(const uint8_t* p, int half) {
+  return Load((const float*)p + 8 * half);
+}
+
+FMOE_INLINE Ints LookUp16(uint8x16_t table, Ints x) {
+  return {SignedOf(vqtbl1q_u8(table, BytesOf(x.low))), SignedOf(vqtbl1q_u8(table, BytesOf(x.high)))};
+}
+FMOE_INLINE Ints E2m1Table() {
+  constexpr uint8_t kTable[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+  const int32x4_t table = SignedOf(vld1q_u8(kTable));
+  return {table, table};
+}
+FMOE_INLINE Ints LowNibbles(Ints x) {
+  return IntAnd(x, IntSet(0x0f0f0f0f));
+}
+FMOE_INLINE Ints HighNibbles(Ints x) {
+  return {SignedOf(vshrq_n_u8(BytesOf(x.low), 4)), SignedOf(vshrq_n_u8(BytesOf(x.high), 4))};
+}
+FMOE_INLINE Ints LoadBytes(const uint8_t* p, int half) {
+  return LoadInts(p + 32 * half);
+}
+FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
+  const Ints x = LoadBytes(p, half);
+  out[0] = LowNibbles(x);
+  out[1] = HighNibbles(x);
+}
+FMOE_INLINE void DecodeE2m1(const uint8_t* p, int half, Ints table, Ints* out) {
+  DecodeU4(p, half, out);
+  out[0] = LookUp16(BytesOf(table.low), out[0]);
+  out[1] = LookUp16(BytesOf(table.low), out[1]);
+}
+
+FMOE_INLINE void DecodeBf16(const uint8_t* p, int half, Floats* out) {
+  const Ints x = LoadBytes(p, half);
+  out[0] = FromBits(ShiftLeft<16>(x));
+  out[1] = FromBits(IntAnd(x, IntSet((int32_t)0xffff0000)));
+}
+FMOE_INLINE void DecodeF16(const uint8_t* p, int half, Floats* out) {
+  out[0] = LoadF16((const uint16_t*)(p + 16 * half));
+  out[1] = LoadF16((const uint16_t*)(p + 32 + 16 * half));
+}
+/// Words of k 0-1 of the 8 rows, then of k 2-3.
+FMOE_INLINE uint16x8_t LoadPairWords(const uint8_t* p, int half, int pair) {
+  return vreinterpretq_u16_u8(vld1q_u8(p + 32 * pair + 16 * half));
+}
+FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
+  const uint16x8_t mask = vdupq_n_u16(0xbf80);
+  Unroll<2>([&](auto pair) FMOE_FLAT {
+    const int16x8_t x = vreinterpretq_s16_u16(LoadPairWords(p, half, pair));
+    const int16x8_t even = vshrq_n_s16(vshlq_n_s16(x, 8), 1), odd = vshrq_n_s16(x, 1);
+    out[2 * pair] = FloatsOfF16(vandq_u16(vreinterpretq_u16_s16(even), mask));
+    out[2 * pair + 1] = FloatsOfF16(vandq_u16(vreinterpretq_u16_s16(odd), mask));
+  });
+}
+FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
+  Unroll<2>([&](auto pair) FMOE_FLAT {
+    const uint16x8_t x = LoadPairWords(p, half, pair);
+    out[2 * pair] = FloatsOfF16(vshlq_n_u16(x, 8));
+    out[2 * pair + 1] = FloatsOfF16(vandq_u16(x, vdupq_n_u16(0xff00)));
+  });
+}
+
+/// sum + the products of four bytes each. Of weights as signed bytes: up to 127.
+FMOE_INLINE Ints ByteDot(Ints sum, Ints weights, Ints values) {
+  const auto dot = [](int32x4_t s, int32x4_t a, int32x4_t b)
+                       FMOE_FLAT { return vdotq_s32(s, vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b)); };
+  return {dot(sum.low, weights.low, values.low), dot(sum.high, weights.high, values.high)};
+}
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints weights, const int32_t* word) {
+  return ByteDot(sum, weights, IntSet(*word));
+}
+/// Sums of four bytes each, of values.
+FMOE_INLINE Ints SumsOfFours(Ints x) {
+  return ByteDot(IntZero(), x, IntSet(0x01010101));
+}
+// Steps of a dot product where there is none.
+FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints) {
+  return u;
+}
+FMOE_INLINE Ints AddWords(Ints a, Ints) {
+  return a;
+}
+FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
+  return a;
+}
+
+/// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
+FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
+  const Ints bias = IntSet(127), whole = ToIntsEven(n), half = ShiftRightSigned<1>(whole);
+  const Floats a = FromBits(ShiftLeft<23>(IntAdd(half, bias)));
+  const Floats b = FromBits(ShiftLeft<23>(IntAdd(IntSubtract(whole, half), bias)));
+  return Multiply(Multiply(x, a), b);
+}
+
+/// A 4 x 4 transposition.
+FMOE_INLINE void Transpose4(int32x4_t* x) {
+  const auto wide = [](int32x4_t y) FMOE_FLAT { return vreinterpretq_s64_s32(y); };
+  const int64x2_t even[2] = {wide(vtrn1q_s32(x[0], x[1])), wide(vtrn1q_s32(x[2], x[3]))};
+  const int64x2_t odd[2] = {wide(vtrn2q_s32(x[0], x[1])), wide(vtrn2q_s32(x[2], x[3]))};
+  x[0] = vreinterpretq_s32_s64(vtrn1q_s64(even[0], even[1]));
+  x[1] = vreinterpretq_s32_s64(vtrn1q_s64(odd[0], odd[1]));
+  x[2] = vreinterpretq_s32_s64(vtrn2q_s64(even[0], even[1]));
+  x[3] = vreinterpretq_s32_s64(vtrn2q_s64(odd[0], odd[1]));
+}
+
+/// Four words of eight rows at a time.
+FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
+  Unroll<4>([&](auto i) FMOE_FLAT {
+    constexpr int kHalf = decltype(i)() / 2, kWords = decltype(i)() % 2 * 4;
+    int32x4_t low[4], high[4];
+    Unroll<4>([&](auto r) FMOE_FLAT {
+      low[r] = SignedOf(vld1q_u8(rows[8 * kHalf + r] + at + 4 * kWords));
+      high[r] = SignedOf(vld1q_u8(rows[8 * kHalf + 4 + r] + at + 4 * kWords));
+    });
+    Transpose4(low);
+    Transpose4(high);
+    Unroll<4>([&](auto w) FMOE_FLAT { line[2 * (kWords + w) + kHalf] = {low[w], high[w]}; });
+  });
+}
+
+/// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
+FMOE_INLINE Ints ShuffleNibbles(Ints x) {
+  Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
+  x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
+  t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
+  return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
+}
+
+/// kSplit: the low words of all lanes, then the high ones.
+template <bool kSplit>
+FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    if constexpr (kSplit) {
+      StoreWords((uint16_t*)(p + 16 * half), line[half]);
+      StoreWords((uint16_t*)(p + 32 + 16 * half), ShiftRight<16>(line[half]));
+    } else {
+      StoreInts(p + 32 * half, line[half]);
+    }
+  });
+}
+
+/// Of every byte the bits of `mask`, and `least` at least.
+FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
+  const Ints masked = IntAnd(x, IntSet(mask));
+  const uint8x16_t floor = vreinterpretq_u8_s32(vdupq_n_s32(least));
+  return {SignedOf(vmaxq_u8(BytesOf(masked.low), floor)), SignedOf(vmaxq_u8(BytesOf(masked.high), floor))};
+}
+
+/// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
+FMOE_INLINE Ints TurnFours(Ints x) {
+  constexpr uint8_t kOrder[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  const uint8x16_t order = vld1q_u8(kOrder);
+  return {SignedOf(vqtbl1q_u8(BytesOf(x.low), order)), SignedOf(vqtbl1q_u8(BytesOf(x.high), order))};
+}
+
+/// The same of eight rows in each half of a line, and the way back.
+FMOE_INLINE void TurnHalves(Ints* line) {
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    const Ints x = TurnFours(line[half]);
+    line[half] = {vzip1q_s32(x.low, x.high), vzip2q_s32(x.low, x.high)};
+  });
+}
+FMOE_INLINE void TurnHalvesBack(Ints* line) {
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    const Ints x = line[half];
+    line[half] = TurnFours({vuzp1q_s32(x.low, x.high), vuzp2q_s32(x.low, x.high)});
+  });
+}
+
+/// The same of sixteen rows.
+FMOE_INLINE void TurnBytes(Ints* line) {
+  TurnHalves(line);
+  // Each half now has 8 bytes of its rows for each of the four: they alternate.
+  const auto alternate = [](int32x4_t a, int32x4_t b) FMOE_FLAT {
+    const int64x2_t x = vreinterpretq_s64_s32(a), y = vreinterpretq_s64_s32(b);
+    return Ints{vreinterpretq_s32_s64(vtrn1q_s64(x, y)), vreinterpretq_s32_s64(vtrn2q_s64(x, y))};
+  };
+  const Ints first = alternate(line[0].low, line[1].low);
+  line[1] = alternate(line[0].high, line[1].high);
+  line[0] = first;
+}
+
+/// The high nibbles of the first half of a line change places with the low ones of the second.
+FMOE_INLINE void ExchangeNibbles(Ints* line) {
+  const Ints low = IntSet(0x0f0f0f0f), upper = IntSet((int32_t)0xf0f0f0f0), first = line[0], second = line[1];
+  line[0] = IntOr(IntAnd(first, low), IntAnd(ShiftLeft<4>(second), upper));
+  line[1] = IntOr(IntAnd(ShiftRight<4>(first), low), IntAnd(second, upper));
+}
+
+/// Eight columns of eight bytes.
+FMOE_INLINE void LoadColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const auto pair = [&](int i) FMOE_FLAT {
+    return SignedOf(vcombine_u8(vld1_u8(columns + at[i]), vld1_u8(columns + at[i + 1])));
+  };
+  line[0] = {pair(0), pair(2)};
+  line[1] = {pair(4), pair(6)};
+}
+
+/// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
+  const uint8x16_t x[4] = {vld1q_u8(columns + at[0]), vld1q_u8(columns + at[1]), vld1q_u8(columns + at[2]),
+                           vld1q_u8(columns + at[3])};
+  const auto words = [](uint8x16_t a, uint8x16_t b) FMOE_FLAT {
+    const uint16x8_t y = vreinterpretq_u16_u8(a), z = vreinterpretq_u16_u8(b);
+    return Ints{SignedOf(vzip1q_u16(y, z)), SignedOf(vzip2q_u16(y, z))};
+  };
+  line[0] = words(vzip1q_u8(x[0], x[1]), vzip1q_u8(x[2], x[3]));
+  line[1] = words(vzip2q_u8(x[0], x[1]), vzip2q_u8(x[2], x[3]));
+}
+
+/// table[byte] of bytes below 64.
+FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
+  const uint8x16x4_t all = vld1q_u8_x4(table);
+  return {SignedOf(vqtbl4q_u8(all, BytesOf(x.low))), SignedOf(vqtbl4q_u8(all, BytesOf(x.high)))};
+}
+
+FMOE_INLINE void Prefetch(const uint8_t* p) {
+  __builtin_prefetch(p, 0, 3);
+}
+/// At this place among the operations that change `x`, whereas the compiler moves plain requests.
+FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
+  asm("prfm pldl1keep, %1" : "+w"(x.low) : "Q"(*p));
+}
+FMOE_INLINE void PrefetchFar(const uint8_t* p) {
+  __builtin_prefetch(p, 0, 2);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

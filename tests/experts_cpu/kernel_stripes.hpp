@@ -1,0 +1,82 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <random>
+
+#include "experts/cpu/kernels/kernels.hpp"
+#include "numerics/rows.hpp"
+#include "weights/panel.hpp"
+
+/// Stripes of random weights for the micro-kernels. Numbers come from the generator alone, so that they are
+/// the same on every machine.
+namespace fusedmoe::cpu_test {
+
+struct KernelWeights {
+  cpu::WeightKernel kernel;
+  PanelFormat panel;
+};
+
+inline constexpr KernelWeights kIntegerWeights[] = {
+    {cpu::kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
+    {cpu::kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
+    {cpu::kWeightU4, {DType::kU4}},
+    {cpu::kWeightU4Group16, {DType::kU4, PanelScale::kF32, 16, 64, PanelZero::kFloats}},
+    {cpu::kWeightU4Group16, {DType::kU4, PanelScale::kBF16, 16}},
+    {cpu::kWeightU4Group32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kBytes}},
+    {cpu::kWeightU4Group32, {DType::kU4, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
+    {cpu::kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
+    {cpu::kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, PanelZero::kBytes}},
+    {cpu::kWeightU8, {DType::kU8}},
+    {cpu::kWeightU8Group16, {DType::kU8, PanelScale::kF32, 16}},
+    {cpu::kWeightU8Group16, {DType::kU8, PanelScale::kF16, 16, 64, PanelZero::kBytes}},
+    {cpu::kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32}},
+    {cpu::kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
+    {cpu::kWeightU8Group64, {DType::kU8, PanelScale::kF16, 64}},
+    {cpu::kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, PanelZero::kBytes}},
+};
+
+inline constexpr KernelWeights kFloatWeights[] = {
+    {cpu::kWeightF32, {DType::kF32}},
+    {cpu::kWeightBf16, {DType::kBF16}},
+    {cpu::kWeightF16, {DType::kF16}},
+    {cpu::kWeightE4m3, {DType::kF8E4M3}},
+    {cpu::kWeightE4m3Scaled, {DType::kF8E4M3, PanelScale::kF32, 64}},
+    {cpu::kWeightMxfp8, {DType::kF8E4M3, PanelScale::kE8M0, 32}},
+    {cpu::kWeightE5m2, {DType::kF8E5M2}},
+};
+
+/// Any bytes are codes, but for floats of 16 and 32 bits and e5m2, which are below 2; scales are small, so
+/// that sums stay finite.
+inline void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random, std::byte* bytes) {
+  const int64_t codes = panel.code_bytes();
+  const int64_t float_bytes = DTypeBits(panel.code) >= 16 ? DTypeBits(panel.code) / 8 : 0;
+  const unsigned mask = panel.code == DType::kF8E5M2 ? 0xbfU : 0xffU;
+  for (int64_t block = 0; block < blocks; ++block, bytes += panel.block_bytes()) {
+    for (int64_t i = 0; i < panel.block_bytes(); ++i) {
+      bytes[i] = static_cast<std::byte>(i < codes ? random() & mask : 0x30 + (random() & 15));
+    }
+    for (int64_t i = 0; float_bytes > 0 && i < codes; i += float_bytes) {
+      const float value = static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F;
+      EncodeRow(panel.code, &value, 1, bytes + i);
+    }
+    for (int64_t group = codes; IsPanelInteger(panel.code) && group < panel.block_bytes();
+         group += panel.group_bytes()) {
+      const DType dtype = panel.scale == PanelScale::kF32    ? DType::kF32
+                          : panel.scale == PanelScale::kBF16 ? DType::kBF16
+                                                             : DType::kF16;
+      float scales[kPanelRows];
+      for (float& scale : scales) {
+        scale = 0.5F + static_cast<float>(random() & 255) / 64.0F;
+      }
+      EncodeRow(dtype, scales, kPanelRows, bytes + group);
+      for (int64_t row = 0; panel.zeros == PanelZero::kFloats && row < kPanelRows; ++row) {
+        const float zero = static_cast<float>(random() & 4095) / 64.0F - 16.0F;
+        std::memcpy(bytes + group + 64 + 4 * row, &zero, 4);
+      }
+    }
+  }
+}
+
+}  // namespace fusedmoe::cpu_test

@@ -1,0 +1,157 @@
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include <fmt/format.h>
+
+#include "cpu_layer.hpp"
+#include "kernel_stripes.hpp"
+
+/// Levels whose micro-kernels add in one order give the same bits, on x86 and on AArch64: what each makes of
+/// the same numbers is summed up in a word.
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int64_t kK = 640;
+constexpr int64_t kStripes = 2;
+
+/// FNV-1a.
+struct Digest {
+  uint64_t word = 0xcbf29ce484222325U;
+
+  void Add(const void* data, int64_t bytes) {
+    const auto* at = static_cast<const uint8_t*>(data);
+    for (int64_t i = 0; i < bytes; ++i) {
+      word = (word ^ at[i]) * 0x100000001b3U;
+    }
+  }
+};
+
+/// A token packed from values or, where they are codes (kTileA4), from these; beside the tile 64 words that
+/// an interleaved one may read.
+std::vector<int32_t> PackToken(const KernelTable& table, const cpu_test::KernelWeights& weights,
+                               TileKind kind, std::mt19937& random) {
+  const int64_t bytes = TileRowBytes(weights.kernel, kind, kK);
+  std::vector<int32_t> memory(static_cast<size_t>(bytes / 4 + 2 * kTileWords));
+  const TileView tile = ViewTile(memory.data(), weights.kernel, kind, kK, 1);
+  const Correction correction = CorrectionOf(weights.kernel, weights.panel.zero_points);
+  if (kind == kTileA4) {
+    constexpr int8_t kGrid[] = {-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12};
+    std::vector<int8_t> codes;
+    std::vector<float> scales;
+    for (int64_t k = 0; k < kK; ++k) {
+      codes.push_back(kGrid[random() % std::size(kGrid)]);
+    }
+    for (int64_t k = 0; k < kK; k += WeightGroup(weights.kernel)) {
+      scales.push_back(0.01F + static_cast<float>(random() & 255) / 256.0F);
+    }
+    PackCodesArguments arguments{};
+    arguments.tile = tile;
+    arguments.correction = correction;
+    arguments.units = kK / kPanelUnit;
+    arguments.scales_per_unit = static_cast<int>(kPanelUnit / WeightGroup(weights.kernel));
+    arguments.codes = codes.data();
+    arguments.scales = scales.data();
+    table.pack_codes(&arguments);
+    return memory;
+  }
+  std::vector<float> values;
+  for (int64_t k = 0; k < kK; ++k) {
+    values.push_back(static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F);
+  }
+  PackArguments arguments{};
+  arguments.tile = tile;
+  arguments.correction = correction;
+  arguments.units = kK / kPanelUnit;
+  arguments.values = values.data();
+  table.pack[kind](&arguments);
+  return memory;
+}
+
+/// What a level makes of weights: tiles of one to four tokens, and their products.
+uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weights) {
+  std::mt19937 random(11);
+  const int64_t blocks = kK / weights.panel.block;
+  const int64_t stripe_bytes = blocks * weights.panel.block_bytes();
+  std::vector<std::byte> stripes(static_cast<size_t>((kStripes + 8) * stripe_bytes));  // requests go further
+  cpu_test::FillStripes(weights.panel, kStripes * blocks, random, stripes.data());
+  Digest digest;
+  for (const TileKind kind : {kTileF32, kTileA24, kTileA16, kTileA8, kTileA4}) {
+    if (table.dot[weights.kernel][kind][0] == nullptr) {
+      continue;
+    }
+    std::vector<std::vector<int32_t>> tokens;
+    for (int t = 0; t < 4; ++t) {
+      tokens.push_back(PackToken(table, weights, kind, random));
+      digest.Add(tokens.back().data(), TileRowBytes(weights.kernel, kind, kK));
+    }
+    for (int index = 0; index < 3; ++index) {
+      // Where tall tiles come together, four tokens have no kernel of their own; they repeat one token's
+      // bits.
+      const DotKernel dot = table.dot[weights.kernel][kind][index];
+      const int height = kHeights[index];
+      const int32_t* pointers[4] = {tokens[0].data(), tokens[1].data(), tokens[2].data(), tokens[3].data()};
+      const int64_t words =
+          (TileRowBytes(weights.kernel, kind, kK) / 4 + kTileWords - 1) / kTileWords * kTileWords;
+      std::vector<int32_t> tall(static_cast<size_t>(words * height));
+      table.interleave(pointers, words, height, tall.data());
+      std::vector<float> out(static_cast<size_t>(kStripes * height * kPanelRows));
+      for (int t = 0; dot == nullptr && t < height; ++t) {
+        TileView tile = ViewTile(tokens[static_cast<size_t>(t)].data(), weights.kernel, kind, kK, 1);
+        tile.group_scales = GroupScalesOf(weights.panel);
+        std::vector<float> alone(kStripes * kPanelRows);
+        table.dot[weights.kernel][kind][0](reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks,
+                                           &tile, alone.data());
+        for (int64_t s = 0; s < kStripes; ++s) {
+          std::copy_n(alone.data() + s * kPanelRows, kPanelRows, out.data() + (s * height + t) * kPanelRows);
+        }
+      }
+      if (dot != nullptr) {
+        TileView tile = ViewTile(tall.data(), weights.kernel, kind, kK, height);
+        tile.group_scales = GroupScalesOf(weights.panel);
+        dot(reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks, &tile, out.data());
+      }
+      EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
+      digest.Add(out.data(), static_cast<int64_t>(out.size() * sizeof(float)));
+    }
+  }
+  return digest.word;
+}
+
+/// Of avx2, avx512 and avx512_vnni.
+struct Known {
+  WeightKernel kernel;
+  uint64_t digest;
+};
+constexpr Known kKnown[] = {
+    {kWeightF32, 0x57942ba222f11de9},        {kWeightBf16, 0xc701f0999c4ea1d3},
+    {kWeightF16, 0x9850a1fa864e4344},        {kWeightE4m3, 0x8b8c8f41059b4ba4},
+    {kWeightE4m3Scaled, 0x39028ba6d83e5b27}, {kWeightMxfp8, 0x06ce435c1a83f805},
+    {kWeightE5m2, 0x9c5d89f1c7218dcb},       {kWeightNvfp4, 0x0ce1cc9d773a9684},
+    {kWeightMxfp4, 0x253c1ec6c7f30ae6},      {kWeightU4, 0x15f26667128c01a3},
+    {kWeightU4Group32, 0xdc10a678e9ae3c35},  {kWeightU4Group64, 0xd499ad0870f2b29e},
+    {kWeightU4Group128, 0x0605b8f08ee8bce7}, {kWeightU8, 0xce6a66eaadb94f89},
+    {kWeightU8Group32, 0xd2aaff289952ae36},  {kWeightU8Group64, 0x82597146c9983d29},
+    {kWeightU8Group128, 0x0ab584886dbfb78e},
+};
+
+TEST(Kernel_SameBits, OnEveryLevel) {
+  for (const std::string& isa : cpu_test::HostIsas()) {
+    const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
+    const auto check = [&](const cpu_test::KernelWeights& weights) {
+      const uint64_t digest = DigestOf(table, weights);
+      for (const Known& known : kKnown) {
+        if (known.kernel == weights.kernel) {
+          EXPECT_EQ(digest, known.digest)
+              << isa << " " << weights.panel.ToString() << fmt::format(" {:#x}", digest);
+        }
+      }
+    };
+    std::for_each(std::begin(cpu_test::kIntegerWeights), std::end(cpu_test::kIntegerWeights), check);
+    std::for_each(std::begin(cpu_test::kFloatWeights), std::end(cpu_test::kFloatWeights), check);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu
