@@ -158,7 +158,7 @@ TEST(Peak, EveryUnitOfThisMachine_IsWithinWhatCoresDo_AndOthersAreZero) {
     EXPECT_EQ(ParseComputeUnit(info.name), info.unit);
     const double rate = MeasurePeak(info.unit, Executor{});
     if (HostMachine().Has(info.isa)) {
-      EXPECT_GT(rate, 1e9) << info.name;
+      EXPECT_GT(rate, 1e7) << info.name;                                   // emulated processors reach 2e8
       EXPECT_LT(rate, info.isa == Isa::kAmx ? 50e12 : 5e12) << info.name;  // more: nothing was computed
     } else {
       EXPECT_EQ(rate, 0.0) << info.name;
