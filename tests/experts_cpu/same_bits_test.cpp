@@ -35,7 +35,7 @@ std::vector<int32_t> PackToken(const KernelTable& table, const cpu_test::KernelW
   const int64_t bytes = TileRowBytes(weights.kernel, kind, kK);
   std::vector<int32_t> memory(static_cast<size_t>(bytes / 4 + 2 * kTileWords));
   const TileView tile = ViewTile(memory.data(), weights.kernel, kind, kK, 1);
-  const Correction correction = CorrectionOf(weights.kernel, weights.panel.zero_points);
+  const Correction correction = CorrectionOf(weights.kernel, weights.panel.has_zero_points());
   if (kind == kTileA4) {
     constexpr int8_t kGrid[] = {-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12};
     std::vector<int8_t> codes;
