@@ -142,6 +142,8 @@ TEST_P(EveryIsa, QuantizedActivations_AgreeWithTheScheme) {
                              "int4_w4a8:g128",
                              "int4_w4a8:g32",
                              "int4_w4afp8:g128",
+                             "int4_w4afp8:g64",
+                             "int4_w4afp8:g32",
                              "fp8_w8a8:channel",
                              "fp8_w8a8:tensor",
                              "fp8_w8a8:tensor_static",

@@ -3,16 +3,19 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
+#include <optional>
 #include <vector>
 
 #include "cpu_layer.hpp"
+#include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
 
 /// The kernels for pairs of 16-bit floats, on the units of this machine or on their emulation.
 namespace fusedmoe::cpu {
 namespace {
 
-constexpr int64_t kK = 128;  // two blocks
+constexpr int64_t kK = 256;  // four blocks, or two
 
 struct PairKernel {
   Isa isa;
@@ -56,6 +59,7 @@ std::vector<float> PackedTile(const KernelTable& table, const PairKernel& kernel
     arguments.tile = ViewTile(rows.back().data(), kernel.weight, kernel.tile, kK, 1);
     arguments.units = kK / 64;
     arguments.values = tokens[static_cast<size_t>(t)].data();
+    arguments.nibbles = kernel.weight >= kWeightNvfp4;
     table.pack[kernel.tile](&arguments);
   }
   for (int t = 0; t < height; ++t) {
@@ -69,11 +73,21 @@ std::vector<float> PackedTile(const KernelTable& table, const PairKernel& kernel
   return memory;
 }
 
-/// Of 64 k of 16 rows.
+/// k of a block.
+int64_t BlockK(WeightKernel weight) {
+  return weight == kWeightU4Group128 ? 128 : 64;
+}
+
+/// Of a block of 16 rows.
 int64_t BlockBytes(WeightKernel weight) {
   switch (weight) {
     case kWeightNvfp4:
+    case kWeightU4Group32:
       return 512 + 64;
+    case kWeightU4Group64:
+      return 512 + 32;
+    case kWeightU4Group128:
+      return 1024 + 32;
     case kWeightMxfp4:
       return 512 + 32;
     case kWeightMxfp8:
@@ -107,7 +121,8 @@ std::array<float, 16> ColumnOf(const PairKernel& kernel, const std::vector<uint8
   TileView view{};
   const std::vector<float> memory = PackedTile(table, kernel, 1, {token}, view);
   std::array<float, 16> column{};
-  table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, column.data());
+  table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / BlockK(kernel.weight), &view,
+                                           column.data());
   for (float& value : column) {
     value *= KernelOutputScale(kernel.weight);
   }
@@ -137,37 +152,75 @@ TEST_F(CpuPairs, EveryCodeOfFp8_IsExact) {
   }
 }
 
-/// Both nibbles of every byte of a panel, below scales of one: lane n of vector v holds k = 8v + j in the low
-/// nibble of byte j and k = 8v + 4 + j in the high one.
-TEST_F(CpuPairs, EveryCodeOfE2m1_IsExact) {
+/// Both nibbles of every byte of a panel, each group below a scale of its own: lane n of vector v holds k =
+/// 8v + j in the low nibble of byte j and k = 8v + 4 + j in the high one.
+TEST_F(CpuPairs, EveryCodeOfFourBits_IsExact) {
+  struct Format {
+    WeightKernel weight;
+    DType code;
+    int64_t group;
+    std::array<uint16_t, 2> scales;  // of one and two, the bits that a panel has
+  };
+  constexpr Format kFormats[] = {{kWeightNvfp4, DType::kF4E2M1, 16, {0x38, 0x40}},
+                                 {kWeightMxfp4, DType::kF4E2M1, 32, {0x7f, 0x80}},
+                                 {kWeightU4Group32, DType::kU4, 32, {0x3f80, 0x4000}},
+                                 {kWeightU4Group64, DType::kU4, 64, {0x3f80, 0x4000}},
+                                 {kWeightU4Group128, DType::kU4, 128, {0x3f80, 0x4000}}};
+  const auto code = [](int64_t row, int64_t k) {
+    return static_cast<uint32_t>(row * 7 + k * 3 + k / 16) % 16;
+  };
   for (const PairKernel& kernel : PairKernels()) {
-    const bool nvfp4 = kernel.weight == kWeightNvfp4;
-    if (!nvfp4 && kernel.weight != kWeightMxfp4) {
+    const Format* format =
+        std::find_if(std::begin(kFormats), std::end(kFormats),
+                     [&](const Format& candidate) { return candidate.weight == kernel.weight; });
+    if (format == std::end(kFormats)) {
       continue;
     }
-    const int64_t block_bytes = BlockBytes(kernel.weight);
-    std::vector<uint8_t> stripe(static_cast<size_t>(kK / 64 * block_bytes) + 16384);
-    const auto code = [](int64_t row, int64_t k) {
-      return static_cast<uint32_t>(row * 7 + k * 3 + k / 16) % 16;
-    };
-    for (int64_t block = 0; block < kK / 64; ++block) {
-      uint8_t* bytes = stripe.data() + block * block_bytes;
-      std::fill(bytes + 512, bytes + block_bytes, static_cast<uint8_t>(nvfp4 ? 0x38 : 0x7f));  // 1
-      for (int64_t row = 0; row < 16; ++row) {
-        for (int64_t k = 0; k < 64; ++k) {
-          bytes[k / 8 * 64 + row * 4 + k % 4] |=
-              static_cast<uint8_t>(code(row, block * 64 + k) << (k % 8 < 4 ? 0 : 4));
-        }
+    const int64_t block_k = BlockK(kernel.weight), block_bytes = BlockBytes(kernel.weight);
+    const int64_t scale_bytes = format->code == DType::kU4 ? 2 : 1;
+    const auto scale = [&](int64_t row, int64_t k) { return (k / format->group + row) % 2; };
+    std::vector<uint8_t> stripe(static_cast<size_t>(kK / block_k * block_bytes) + 16384);
+    for (int64_t row = 0; row < 16; ++row) {
+      for (int64_t k = 0; k < kK; ++k) {
+        uint8_t* block = stripe.data() + k / block_k * block_bytes;
+        const int64_t in_block = k % block_k;
+        block[in_block / 8 * 64 + row * 4 + k % 4] |=
+            static_cast<uint8_t>(code(row, k) << (k % 8 < 4 ? 0 : 4));
+        uint8_t* at = block + block_k * 8 + (in_block / format->group * 16 + row) * scale_bytes;
+        std::memcpy(at, &format->scales[static_cast<size_t>(scale(row, k))],
+                    static_cast<size_t>(scale_bytes));
       }
     }
     for (int64_t k = 0; k < kK; ++k) {
       const std::array<float, 16> column = ColumnOf(kernel, stripe, k);
       for (int64_t row = 0; row < 16; ++row) {
-        EXPECT_EQ(column[static_cast<size_t>(row)], DecodeCode(DType::kF4E2M1, code(row, k)))
-            << IsaName(kernel.isa) << " row " << row << " k " << k;
+        const float value = format->code == DType::kU4 ? static_cast<float>(code(row, k)) - 8
+                                                       : DecodeCode(format->code, code(row, k));
+        EXPECT_EQ(column[static_cast<size_t>(row)], value * static_cast<float>(1 + scale(row, k)))
+            << IsaName(kernel.isa) << " kernel " << kernel.weight << " row " << row << " k " << k;
       }
     }
   }
+}
+
+/// INT4 meets codes of FP8 on bf16 units where its groups have scales of BF16, which those of the scheme fit.
+TEST_F(CpuPairs, IntegersWithFloatCodes_AreTakenWithBf16Scales) {
+  const auto tile = [](const char* scheme, std::optional<DType> scales, bool zero_points = false) {
+    cpu_test::Layer layer = cpu_test::MakeLayer({.scheme = scheme, .hidden = 256, .intermediate = 128});
+    layer.problem.isa = "avx512_bf16";
+    layer.problem.weights_scale_dtype = scales;
+    layer.problem.weights_have_zero_points = zero_points;
+    return MakeCpuPlan(layer.problem, cpu_test::MachineFor("avx512_bf16")).gate_up.tile;
+  };
+  for (const char* scheme : {"int4_w4afp8:g128", "int4_w4afp8:g64", "int4_w4afp8:g32"}) {
+    EXPECT_EQ(tile(scheme, std::nullopt), kTileBf16) << scheme;
+    EXPECT_EQ(tile(scheme, DType::kBF16), kTileBf16) << scheme;
+    EXPECT_EQ(tile(scheme, DType::kF16), kTileA24) << scheme;
+    EXPECT_EQ(tile(scheme, DType::kF32), kTileA24) << scheme;
+    EXPECT_EQ(tile(scheme, std::nullopt, true), kTileA24) << scheme;
+  }
+  EXPECT_EQ(tile("int4_w4a16:g128", DType::kBF16), kTileA16);
+  EXPECT_EQ(tile("int4_w4a8:g128", DType::kBF16), kTileA8);
 }
 
 TEST_F(CpuPairs, LargestSums_StayFinite) {
@@ -181,7 +234,7 @@ TEST_F(CpuPairs, LargestSums_StayFinite) {
     TileView view{};
     const std::vector<float> memory = PackedTile(table, kernel, 1, {std::vector<float>(kK, value)}, view);
     float out[16];
-    table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / 64, &view, out);
+    table.dot[kernel.weight][kernel.tile][0](stripe.data(), 1, kK / BlockK(kernel.weight), &view, out);
     EXPECT_NEAR(out[5] * KernelOutputScale(kernel.weight), kK * 448.0F, kK * 448.0F * 0x1p-8F)
         << IsaName(kernel.isa) << " tile " << kernel.tile;
   }
@@ -211,8 +264,8 @@ TEST_F(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
           {tokens.begin() + tile * kMaxHeight, tokens.begin() + (tile + 1) * kMaxHeight}, views[tile]));
     }
     std::vector<float> together(kTiles * 2 * kMaxHeight * 16), one(2 * kMaxHeight * 16);
-    const int64_t stripe_bytes = kK / 64 * BlockBytes(kernel.weight);
-    table.batch[kernel.weight][kernel.tile](stripes.data(), 2, stripe_bytes, kK / 64, views, kTiles,
+    const int64_t blocks = kK / BlockK(kernel.weight), stripe_bytes = blocks * BlockBytes(kernel.weight);
+    table.batch[kernel.weight][kernel.tile](stripes.data(), 2, stripe_bytes, blocks, views, kTiles,
                                             together.data());
     for (int h = 0; h < kNumHeights; ++h) {
       const int height = kHeights[h];
@@ -220,7 +273,7 @@ TEST_F(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
         TileView view{};
         const std::vector<float> tile = PackedTile(
             table, kernel, height, {tokens.begin() + first, tokens.begin() + first + height}, view);
-        table.dot[kernel.weight][kernel.tile][h](stripes.data(), 2, kK / 64, &view, one.data());
+        table.dot[kernel.weight][kernel.tile][h](stripes.data(), 2, blocks, &view, one.data());
         for (int stripe = 0; stripe < 2; ++stripe) {
           for (int t = 0; t < height; ++t) {
             const int token = first + t;

@@ -20,6 +20,16 @@ bool FitsPairTile(const MoeProblem& problem, TileKind tile) {
          (group.row == 1 && group.col > 0 && group.col % kPanelUnit == 0 && !reordered);
 }
 
+/// Integers are multiplied as 16-bit floats where their groups have scales of BF16 (as those of e4m3 become)
+/// and no zero points: what schemes with float codes have.
+bool FitsPairPanel(const MoeProblem& problem, WeightKernel kernel) {
+  if (kernel < kWeightU4) {
+    return true;
+  }
+  const Result<PanelFormat> panel = PanelOf(problem);
+  return panel.ok() && panel->scale == PanelScale::kBF16 && !panel->has_zero_points();
+}
+
 /// Floats of 6 and 8 bits, which no integers hold.
 bool HasFloatCodes(const ActivationFormat& activation) {
   return activation.quantized() && activation.element != DType::kI8 && activation.element != DType::kF4E2M1;
@@ -108,7 +118,8 @@ std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel
   const TileKind exact = has(kTileBf16) ? kTileBf16 : kTileF16;
   const ActivationFormat activation = ActivationOf(problem);
   // Beside weights of 4 bits, integers hold other activations in fewer products.
-  if (!has(exact) || (!IsFloatKernel(kernel) && !HasFloatCodes(activation))) {
+  if (!has(exact) || !FitsPairPanel(problem, kernel) ||
+      (!IsFloatKernel(kernel) && !HasFloatCodes(activation))) {
     return std::nullopt;
   }
   if (activation.quantized()) {

@@ -198,7 +198,10 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
 /// A row as codes that a 16-bit tile holds exactly, with the scales beside them.
 void CpuExperts::PackBlocks(const Run& run, const GemmShape& shape, const InputTransform& transform,
                             int64_t slot, float* row, const TileView& view) const {
-  PackArguments values{.tile = view, .units = shape.padded_cols / kPanelUnit, .scales = view.scale};
+  PackArguments values{.tile = view,
+                       .units = shape.padded_cols / kPanelUnit,
+                       .nibbles = !IsFloatKernel(plan_.kernel),
+                       .scales = view.scale};
   const float tensor_scale = TensorScale(run, transform);
   if (run.coded && &shape == &plan_.gate_up) {
     const int64_t source = run.slot_rows[slot];

@@ -15,6 +15,8 @@
 ///     after a group:  sum[token][row] = (chain 0 + chain 1) * scale of the weights, and those before
 ///     after 64 k:     total[token][row] += sum * scale of the token
 ///
+/// Blocks of 128 k are two units of 64, whose scales stand behind both.
+///
 /// With one plane the chains are words 0, 2, 4, ... and 1, 3, 5, ...: a single chain of additions would leave
 /// a unit idle for most of its latency. With two planes they are the planes. The order is the same at every
 /// height and for any number of tiles.
@@ -28,41 +30,51 @@ namespace {
 template <WeightKernel kWeight, typename Unit>
 struct FloatPanel {
   static constexpr bool kDirect = VectorK(kWeight) == Unit::kWordK;  // words stand in the panel
-  static constexpr int kWords = 64 / Unit::kWordK;                   // of a block
+  static constexpr int kWords = 64 / Unit::kWordK;                   // of a unit
   static constexpr int kVectorWords = VectorK(kWeight) / Unit::kWordK;
   static constexpr int kVectors = 64 / VectorK(kWeight);
-  static constexpr int kCodeBytes = kVectors * 64;
+  static constexpr int kUnitBytes = kVectors * 64;
+  static constexpr int kUnits = kWeight == kWeightU4Group128 ? 2 : 1;  // of a block
+  static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr bool kE8m0 = kWeight == kWeightMxfp8 || kWeight == kWeightMxfp4;
-  static constexpr bool kScaled = kE8m0 || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
-  static constexpr int kGroups = kE8m0 ? 2 : kWeight == kWeightNvfp4 ? 4 : 1;  // of sums in a block
-  static constexpr int kScaleBytes = !kScaled ? 0 : kE8m0 ? 32 : 64;
-  static constexpr int kBlockBytes = kCodeBytes + kScaleBytes;
+  static constexpr bool kInteger = kWeight > kWeightU4;  // in groups, with scales of bf16
+  static constexpr bool kScaled =
+      kE8m0 || kInteger || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
+  /// Of sums in a unit.
+  static constexpr int kGroups = kE8m0 || kWeight == kWeightU4Group32 ? 2 : kWeight == kWeightNvfp4 ? 4 : 1;
+  static constexpr int kGroupBytes = !kScaled                           ? 0
+                                     : kInteger                         ? 32
+                                     : kE8m0 || kWeight == kWeightNvfp4 ? 16
+                                                                        : 64;
+  static constexpr int kBlockBytes = kCodeBytes + kGroups * kGroupBytes;
 
-  FMOE_INLINE Floats Scale(const uint8_t* block, int group, int half) {
+  FMOE_INLINE Floats Scale(const uint8_t* scales, int half) {
     if constexpr (kE8m0) {
-      return LoadE8m0Scales(block + kCodeBytes + group * 16, half);
+      return LoadE8m0Scales(scales, half);
     } else if constexpr (kWeight == kWeightNvfp4) {
-      return LoadE4m3Scales(block + kCodeBytes + group * 16, half);
+      return LoadE4m3Scales(scales, half);
+    } else if constexpr (kInteger) {
+      return LoadBf16((const uint16_t*)scales + half * kLanes);
     } else {
-      return LoadFloatScales(block + kCodeBytes, half);
+      return LoadFloatScales(scales, half);
     }
   }
 
-  /// The sum of a group of a block with its scales, beside the row scales that wait for the end. `so_far`:
+  /// The sum of a group of a unit with its scales, beside the row scales that wait for the end. `so_far`:
   /// that of the groups before.
-  FMOE_INLINE Floats AddGroup(Floats sum, const uint8_t* block, int group, int half, Floats so_far) {
+  FMOE_INLINE Floats AddGroup(Floats sum, const uint8_t* scales, int group, int half, Floats so_far) {
     if constexpr (!kScaled) {
       return sum;
     } else {
-      const Floats scale = Scale(block, group, half);
+      const Floats scale = Scale(scales + group * kGroupBytes, half);
       return group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, so_far);
     }
   }
 };
 
-/// The total with the sum of a block. `token_scale` counts for 16-bit tiles.
+/// The total with the sum of a unit. `token_scale` counts for 16-bit tiles.
 template <TileKind kKind>
-FMOE_INLINE Floats AddBlock(Floats total, Floats sum, const float* token_scale) {
+FMOE_INLINE Floats AddUnit(Floats total, Floats sum, const float* token_scale) {
   return kKind == kTileF32 ? Add(total, sum) : MultiplyAdd(sum, Set(*token_scale), total);
 }
 
@@ -80,66 +92,90 @@ FMOE_INLINE void DotWord(int word, const Word* weights, const int32_t* words, Su
   });
 }
 
-/// kBlocks adjacent blocks of a stripe for a short tile, decoded as they are met, one half of the rows.
-/// Blocks have sums of their own: side by side, their chains of additions overlap.
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kBlocks>
-FMOE_INLINE void ShortBlocks(const uint8_t* block, int half, const int32_t* words, const float* scales,
-                             Floats* totals) {
+/// Whether lines that come later are asked for beside the vectors of a unit, as those of integers are
+/// (AsksBySteps), not all at the beginning of a block. Kernels alone on `vdpbf16ps`, weights from memory,
+/// share of a plain read (Zen 5): with two tokens INT4 g128 71 -> 98 %, g32 98 -> 100, NVFP4 96 -> 99, MXFP4
+/// 96 -> 98, with one 0 to 3 less; FP8 in blocks, which took two at a time before, 98 -> 102 with one and 101
+/// -> 104 with two, MXFP8 99 -> 101 and 97 -> 101; FP8 without scales and BF16 the same.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool AsksByVectors() {
+  constexpr bool kScaledBytes = kWeight == kWeightE4m3Scaled || kWeight == kWeightMxfp8;
+  return (kKind == kTileBf16 || kKind == kTileBf16Pair) && kHeight <= 2 &&
+         (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
+}
+
+/// kUnits adjacent units of a stripe for a short tile, decoded as they are met, one half of the rows. Units
+/// have sums of their own: side by side, their chains of additions overlap.
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kUnits>
+FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead, int half,
+                            const int32_t* words, const float* scales, Floats* totals) {
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
   constexpr int kStep = Panel::kVectorWords == 1 ? 2 : 1;  // vectors at a time, so that chains are constants
   constexpr int kStepWords = kStep * Panel::kVectorWords;
+  constexpr bool kInBlock = Panel::kUnits > 1;  // below the same scales
+  constexpr int kStride = kInBlock ? Panel::kUnitBytes : Panel::kBlockBytes;
+  constexpr int kScaleStride = kInBlock ? 0 : Panel::kBlockBytes;
   constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
   constexpr int kWordWords = Planes(kKind) * kHeight;  // of a tile, for a word of weights
-  Floats scaled[kBlocks][kHeight];  // later blocks wait, so that additions keep their order
+  constexpr bool kAsks = AsksByVectors<kWeight, kKind, kHeight>();
+  const uint8_t* asked = kAsks ? InRegister(unit + ahead) : nullptr;
+  Floats scaled[kUnits][kHeight];  // later units wait, so that additions keep their order
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-    typename Unit::Sums sums[kBlocks][1][kHeight][2];
-    Unroll<kBlocks * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Unit::Start(); });
-    const uint8_t* vectors = block + group * kGroupVectors * 64;
+    typename Unit::Sums sums[kUnits][1][kHeight][2];
+    Unroll<kUnits * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Unit::Start(); });
+    const uint8_t* vectors = unit + group * kGroupVectors * 64;
     for (int v = 0; v < kGroupVectors; v += kStep, vectors += kStep * 64, words += kStepWords * kWordWords) {
-      typename Unit::Word weights[kBlocks][kStepWords];
-      Unroll<kBlocks>([&](auto b) FMOE_FLAT {
+      if constexpr (kAsks) {
+        Unroll<kUnits>([&](auto i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
+        asked += kUnits * 64;
+      }
+      typename Unit::Word weights[kUnits][kStepWords];
+      Unroll<kUnits>([&](auto b) FMOE_FLAT {
         Unroll<kStep>([&](auto i) FMOE_FLAT {
-          Unit::template Decode<kWeight>(vectors + b * Panel::kBlockBytes + i * 64, half,
+          Unit::template Decode<kWeight>(vectors + b * kStride + i * 64, half,
                                          weights[b] + i * Panel::kVectorWords);
         });
       });
-      Unroll<kStepWords * kBlocks>([&](auto i) FMOE_FLAT {
-        constexpr int kWord = decltype(i)() / kBlocks, kBlock = decltype(i)() % kBlocks;
-        DotWord<kKind, 1, kHeight, kHeight>(kWord, weights[kBlock] + kWord,
-                                            words + (kBlock * Panel::kWords + kWord) * kWordWords,
-                                            sums[kBlock]);
+      Unroll<kStepWords * kUnits>([&](auto i) FMOE_FLAT {
+        constexpr int kWord = decltype(i)() / kUnits, kIndex = decltype(i)() % kUnits;
+        DotWord<kKind, 1, kHeight, kHeight>(kWord, weights[kIndex] + kWord,
+                                            words + (kIndex * Panel::kWords + kWord) * kWordWords,
+                                            sums[kIndex]);
       });
     }
-    Unroll<kBlocks * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kBlock = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-      const auto& chains = sums[kBlock][0][kToken];
-      scaled[kBlock][kToken] =
-          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), block + kBlock * Panel::kBlockBytes, group,
-                          half, scaled[kBlock][kToken]);
+    Unroll<kUnits * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kIndex = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      const auto& chains = sums[kIndex][0][kToken];
+      scaled[kIndex][kToken] =
+          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales + kIndex * kScaleStride, group,
+                          half, scaled[kIndex][kToken]);
     });
   });
-  Unroll<kBlocks>([&](auto b) FMOE_FLAT {
+  Unroll<kUnits>([&](auto b) FMOE_FLAT {
     Unroll<kHeight>([&](auto t) FMOE_FLAT {
-      totals[t] = AddBlock<kKind>(totals[t], scaled[b][t], scales + b * kHeight + t);
+      totals[t] = AddUnit<kKind>(totals[t], scaled[b][t], scales + b * kHeight + t);
     });
   });
 }
 
-/// Whether a tile takes two blocks at a time. A block of 16 or 32 bits a value takes longer to arrive than
-/// one or two tokens' chains of additions: there, two blocks are only two streams to read, and BF16 got 85 %
-/// of the read rate instead of 95 (Zen 5).
-template <WeightKernel kWeight, int kHeight>
+/// Whether a tile takes two units at a time. One of 16 or 32 bits a value takes longer to arrive than one or
+/// two tokens' chains of additions: there, two units are only two streams to read, and BF16 got 85 % of the
+/// read rate instead of 95 (Zen 5). Smaller groups have chains of their own.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool IsSideBySide() {
-  return kHeight <= 2 && VectorK(kWeight) == 4;
+  using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
+  return kHeight <= 2 && (VectorK(kWeight) == 4 ? !AsksByVectors<kWeight, kKind, kHeight>()
+                                                : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
 /// Short tiles: stripes one after the other.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  constexpr int kBlocks = IsSideBySide<kWeight, kHeight>() ? 2 : 1;
-  constexpr int kBlockWords = Panel::kWords * Planes(kKind) * kHeight;
+  constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() ? 2 : 1;  // units
+  constexpr int kBlocks = kAtOnce > Panel::kUnits ? kAtOnce / Panel::kUnits : 1;
+  constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kHeight;
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const int32_t* words = (const int32_t*)tile->codes;
     const float* scales = tile->scale;
@@ -147,17 +183,25 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
-      PrefetchBlock<kBlocks * Panel::kBlockBytes>(stripes, kBlocks * Panel::kBlockBytes, tile);
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        ShortBlocks<kWeight, kKind, kHeight, kBlocks>(stripes, half, words, scales, totals[half]);
-      });
+      constexpr int kFirst = AsksByVectors<kWeight, kKind, kHeight>() ? kBlocks * Panel::kCodeBytes : 0;
+      const int64_t ahead =
+          PrefetchBlock<kBlocks * Panel::kBlockBytes, kFirst>(stripes, kBlocks * Panel::kBlockBytes, tile);
+      for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
+        Unroll<kHalves>([&](auto half) FMOE_FLAT {
+          ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes,
+                                                       stripes + Panel::kCodeBytes, ahead, half, words,
+                                                       scales, totals[half]);
+        });
+        words += kAtOnce * kUnitWords;
+        scales += kAtOnce * kHeight;
+      }
       stripes += kBlocks * Panel::kBlockBytes;
-      words += kBlocks * kBlockWords;
-      scales += kBlocks * kHeight;
     }
-    if (block < blocks) {
+    if (kBlocks > 1 && block < blocks) {
+      const int64_t ahead = InStretch(stripes + tile->prefetch, tile) - stripes;
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        ShortBlocks<kWeight, kKind, kHeight, 1>(stripes, half, words, scales, totals[half]);
+        ShortUnits<kWeight, kKind, kHeight, 1>(stripes, stripes + Panel::kCodeBytes, ahead, half, words,
+                                               scales, totals[half]);
       });
       stripes += Panel::kBlockBytes;
     }
@@ -172,11 +216,11 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
 /// Tokens of a tall tile that meet two stripes at a time.
 constexpr int kPairTokens = 4;
 
-/// Four tokens of a tall tile with one block of kStripes stripes, into their totals. `from`: words that are
-/// decoded, or the block itself.
+/// Four tokens of a tall tile with one unit of kStripes stripes, into their totals. `from`: words that are
+/// decoded, or the unit itself.
 template <WeightKernel kWeight, TileKind kKind, int kStripes, bool kDecoded>
-FMOE_INLINE void TallBlock(const uint8_t* const* from, const uint8_t* const* blocks, const int32_t* words,
-                           const float* scales, float* out) {
+FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* group_scales,
+                          const int32_t* words, const float* scales, float* out) {
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
   constexpr int kWordWords = Planes(kKind) * kMaxHeight, kGroupWords = Panel::kWords / Panel::kGroups;
@@ -203,24 +247,24 @@ FMOE_INLINE void TallBlock(const uint8_t* const* from, const uint8_t* const* blo
       constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
       const auto& chains = sums[kStripe][kToken];
       Floats& into = scaled[kStripe][kToken];
-      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), blocks[kStripe], group, 0, into);
+      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales[kStripe], group, 0, into);
     });
   });
   Unroll<kStripes * kPairTokens>([&](auto i) FMOE_FLAT {
     constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
     float* total = out + (kStripe * kMaxHeight + kToken) * 16;
-    Store(total, AddBlock<kKind>(Load(total), scaled[kStripe][kToken], scales + kToken));
+    Store(total, AddUnit<kKind>(Load(total), scaled[kStripe][kToken], scales + kToken));
   });
 }
 
-/// Words of a block, where tall tiles load them. A function of its own: inlined, its tables and masks took
-/// the registers of the sums, at half of the speed.
+/// Words of a unit, where tall tiles load them. A function of its own: inlined, its tables and masks took the
+/// registers of the sums, at half of the speed.
 template <WeightKernel kWeight, typename Unit>
-__attribute__((noinline)) void DecodeBlock(const uint8_t* block, uint8_t* words) {
+__attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
   using Panel = FloatPanel<kWeight, Unit>;
-  for (int v = 0; v < Panel::kVectors; ++v, block += 64) {
+  for (int v = 0; v < Panel::kVectors; ++v, unit += 64) {
     typename Unit::Word weights[Panel::kVectorWords];
-    Unit::template Decode<kWeight>(block, 0, weights);
+    Unit::template Decode<kWeight>(unit, 0, weights);
     Unroll<Panel::kVectorWords>([&](auto i) FMOE_FLAT { Unit::StoreWord(words + 64 * i, weights[i]); });
     words += 64 * Panel::kVectorWords;
   }
@@ -232,33 +276,35 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
   constexpr bool kBuffered = kDecoded && !Panel::kDirect;
-  constexpr int kBlockWords = Panel::kWords * Planes(kKind) * kMaxHeight;
+  constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kMaxHeight;
   alignas(64) uint8_t buffer[2][kBuffered ? Panel::kWords * 64 : 64];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     for (int i = 0; i < kStripes * kMaxHeight; ++i) {
       Store(out + tile * tile_sums + i * 16, Zero());
     }
   }
-  const int64_t lines_at_once = LinesOf(tiles[0], blocks).at_once;
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t offset = block * Panel::kBlockBytes;
-    const uint8_t *at[2], *from[2];
+  const int64_t units = blocks * Panel::kUnits;
+  const int64_t lines_at_once = LinesOf(tiles[0], units).at_once;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    const uint8_t *group_scales[2], *from[2];
     for (int s = 0; s < kStripes; ++s) {
-      at[s] = from[s] = stripes + s * stripe_stride + offset;
+      const uint8_t* block = stripes + s * stripe_stride + unit / Panel::kUnits * Panel::kBlockBytes;
+      group_scales[s] = block + Panel::kCodeBytes;
+      from[s] = block + unit % Panel::kUnits * Panel::kUnitBytes;
       if constexpr (kBuffered) {
+        DecodeUnit<kWeight, Unit>(from[s], buffer[s]);
         from[s] = buffer[s];
-        DecodeBlock<kWeight, Unit>(at[s], buffer[s]);
       }
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      const int32_t* words = (const int32_t*)tiles[tile].codes + block * kBlockWords;
-      const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : block * kMaxHeight);
-      NextLines next = {tiles[tile].next + block * lines_at_once * 64,
+      const int32_t* words = (const int32_t*)tiles[tile].codes + unit * kUnitWords;
+      const float* scales = tiles[tile].scale + (kKind == kTileF32 ? 0 : unit * kMaxHeight);
+      NextLines next = {tiles[tile].next + unit * lines_at_once * 64,
                         tiles[tile].next + tiles[tile].next_bytes, lines_at_once, tiles[tile].next_into_l2};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
-        TallBlock<kWeight, kKind, kStripes, kDecoded>(from, at, words + first, scales + first,
-                                                      out + tile * tile_sums + first * 16);
+        TallUnit<kWeight, kKind, kStripes, kDecoded>(from, group_scales, words + first, scales + first,
+                                                     out + tile * tile_sums + first * 16);
       }
     }
   }

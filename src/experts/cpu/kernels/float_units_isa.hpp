@@ -18,10 +18,10 @@ namespace {
 
 /// k in 64 bytes of a panel.
 constexpr int VectorK(WeightKernel weight) {
-  return weight == kWeightF32                               ? 1
-         : weight == kWeightBf16 || weight == kWeightF16    ? 2
-         : weight == kWeightNvfp4 || weight == kWeightMxfp4 ? 8
-                                                            : 4;
+  return weight == kWeightF32                            ? 1
+         : weight == kWeightBf16 || weight == kWeightF16 ? 2
+         : weight >= kWeightNvfp4 && weight < kWeightU8  ? 8
+                                                         : 4;
 }
 
 struct F32Unit {

@@ -227,6 +227,8 @@ struct PackArguments {
   Correction correction;
   int64_t units;
   const float* values;  ///< 64 * units
+  /// kTileBf16: of each eight values the even ones stand before the odd ones, as weights of 4 bits have them.
+  bool nibbles;
   /// 16-bit tiles: of each unit, where values are codes that the tile holds exactly; else null.
   const float* scales;
 };

@@ -27,10 +27,12 @@ FMOE_INLINE void StoreBf16Planes(uint16_t* out, Floats x) {
 
 template <TileKind kKind>
 void PackBf16(const PackArguments* a) {
+  const Ints halves = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   uint16_t* out = (uint16_t*)a->tile.codes;
   for (int64_t unit = 0; unit < a->units; ++unit) {
     for (int v = 0; v < 64; v += 16, out += 16 * Planes(kKind)) {
-      StoreBf16Planes<kKind>(out, Load(a->values + 64 * unit + v));
+      const Floats x = Load(a->values + 64 * unit + v);
+      StoreBf16Planes<kKind>(out, a->nibbles ? _mm512_permutexvar_ps(halves, x) : x);
     }
     a->tile.scale[unit] = a->scales != nullptr ? a->scales[unit] : 1.0F;
   }

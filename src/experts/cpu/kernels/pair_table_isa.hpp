@@ -19,6 +19,9 @@ constexpr void SetBf16(KernelTable& table) {
   if constexpr (kKind == kTileBf16) {  // for codes of 6 and 8 bits; 16-bit rows are faster on integers
     SetFloatDots<kWeightNvfp4, kKind>(table);
     SetFloatDots<kWeightMxfp4, kKind>(table);
+    SetFloatDots<kWeightU4Group32, kKind>(table);
+    SetFloatDots<kWeightU4Group64, kKind>(table);
+    SetFloatDots<kWeightU4Group128, kKind>(table);
   }
   table.pack[kKind] = &PackBf16<kKind>;
 }

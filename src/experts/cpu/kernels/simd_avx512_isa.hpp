@@ -411,6 +411,9 @@ FMOE_INLINE void Prefetch(const uint8_t* p) {
 FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
   asm("prefetcht0 %1" : "+v"(x) : "m"(*p));
 }
+FMOE_INLINE void PrefetchBeside(const uint8_t* p, Floats& x) {
+  asm("prefetcht0 %1" : "+v"(x) : "m"(*p));
+}
 FMOE_INLINE void PrefetchFar(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T1);
 }
