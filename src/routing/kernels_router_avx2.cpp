@@ -42,10 +42,12 @@ inline Lanes Load(const std::byte* row, int64_t column) {
   return {LoadHalf<element>(row, column), LoadHalf<element>(row, column + 8)};
 }
 
+constexpr int kTileTokens = 4;
+
 #include "routing/router_tile.inc"
 
 }  // namespace
 
-const RouterKernels kRouterKernelsAvx2 = {Tile};
+const RouterKernels kRouterKernelsAvx2 = {Tile, kTileTokens};
 
 }  // namespace fusedmoe

@@ -37,10 +37,15 @@ inline Lanes Load(const std::byte* row, int64_t column) {
   }
 }
 
+// 24 sums and what they are made of fill the 32 registers: each row that was converted serves four experts,
+// each of weights six tokens. [32, 4096] x [256, 4096] in BF16, both in L2, one thread of Zen 5: 4 x 4 176 to
+// 192 GFLOP/s, 8 x 3 200, 5 x 5 222, 6 x 4 223 to 226.
+constexpr int kTileTokens = 6;
+
 #include "routing/router_tile.inc"
 
 }  // namespace
 
-const RouterKernels kRouterKernelsAvx512 = {Tile};
+const RouterKernels kRouterKernelsAvx512 = {Tile, kTileTokens};
 
 }  // namespace fusedmoe

@@ -44,10 +44,12 @@ inline Lanes Load(const std::byte* row, int64_t column) {
   return lanes;
 }
 
+constexpr int kTileTokens = 4;
+
 #include "routing/router_tile.inc"
 
 }  // namespace
 
-const RouterKernels kRouterKernelsPortable = {Tile};
+const RouterKernels kRouterKernelsPortable = {Tile, kTileTokens};
 
 }  // namespace fusedmoe
