@@ -81,6 +81,13 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
     }
   }
   request.scheme.weight.block_scale_dtype = scales.value_or(request.scheme.weight.block_scale_dtype);
+  FMOE_ASSIGN_OR_RETURN(const std::optional<LatentWeights> latent, checkpoint->Latent(layer));
+  if (latent) {
+    for (const Tensor* part :
+         {&latent->to_latent, &latent->to_latent_bias, &latent->from_latent, &latent->from_latent_bias}) {
+      request.latent_bytes += part->empty() ? 0 : part->view().total_bytes();
+    }
+  }
   return Status::Ok();
 }
 

@@ -36,6 +36,7 @@ Status Sample(const SampleFlags& flags, Output& output) {
                    {"scheme", options.scheme},
                    {"producer", report.producer},
                    {"hidden", report.hidden},
+                   {"latent", report.latent},
                    {"intermediate", report.intermediate},
                    {"num_experts", report.num_experts},
                    {"top_k", report.top_k},
@@ -45,10 +46,11 @@ Status Sample(const SampleFlags& flags, Output& output) {
                    {"input", report.input_file},
                    {"seconds", seconds}});
   output.Text(
-      fmt::format("{}: {} {}, {} of {} experts, top {}, hidden {}, intermediate {}; {} in {:.1f} s\n"
+      fmt::format("{}: {} {}, {} of {} experts, top {}, hidden {}{}, intermediate {}; {} in {:.1f} s\n"
                   "run it: fusedmoe run {} --layer 0 --input {}/{} --output out.safetensors\n",
                   options.directory, options.family, options.scheme, CountText(options.num_layers, "layer"),
-                  report.num_experts, report.top_k, report.hidden, report.intermediate,
+                  report.num_experts, report.top_k, report.hidden,
+                  report.latent > 0 ? fmt::format(", latent {}", report.latent) : "", report.intermediate,
                   BytesText(report.bytes), seconds, options.directory, options.directory, report.input_file));
   return Status::Ok();
 }
@@ -63,6 +65,7 @@ Action DefineSample(CLI::App& app) {
   app.add_option("--scheme", options.scheme, "Scheme of the experts")->required();
   app.add_option("--output", options.directory, "Directory to write; created when absent")->required();
   app.add_option("--hidden", options.hidden, "Hidden size; 0: that of the family's model")->check(size);
+  app.add_option("--latent", options.latent, "Width of the rows of latent experts; 0: as above")->check(size);
   app.add_option("--intermediate", options.intermediate, "Intermediate size of one expert; 0: as above")
       ->check(size);
   app.add_option("--experts", options.num_experts, "Experts of a layer; 0: as above")->check(size);

@@ -92,6 +92,8 @@ struct ExplainRequest {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
+  /// Of the projections around latent experts, where they are known; 0: two matrices of config.dtype.
+  int64_t latent_bytes = 0;
   std::string isa;                            ///< forced by name; empty: free
   std::string mode;                           ///< forced by name; empty: by token count
   std::shared_ptr<const CpuCosts> cpu_costs;  ///< as LayerOptions::cpu_costs

@@ -113,6 +113,7 @@ Status ReadSizes(Fields& fields, Problem& problem) {
   FMOE_RETURN_IF_ERROR(fields.Integer("num_experts", config.num_experts, 1, 1 << 13));
   FMOE_RETURN_IF_ERROR(fields.Integer("top_k", config.routing.top_k, 1, config.num_experts));
   FMOE_RETURN_IF_ERROR(fields.Integer("hidden", config.hidden, 1, 1 << 16));
+  FMOE_RETURN_IF_ERROR(fields.Integer("latent", config.latent, 0, 1 << 16));
   FMOE_RETURN_IF_ERROR(fields.Integer("intermediate", config.intermediate, 1, 1 << 18));
   FMOE_RETURN_IF_ERROR(fields.Integer("shared_intermediate", config.shared.intermediate, 0, 1 << 18));
   FMOE_RETURN_IF_ERROR(fields.Flag("shared_gate", config.shared.has_gate));

@@ -104,6 +104,10 @@ Status LatentProjections::FromLatent(TensorView sums, MutableTensorView rows,
                                  rows.as<float>(), executor);
 }
 
+int64_t ProjectionBytes(const MoeConfig& config, DType dtype) {
+  return 2 * PackedBytes(dtype, config.hidden * config.latent);
+}
+
 void DescribeProjections(int64_t hidden, int64_t latent, int64_t bytes, Plan& plan) {
   plan.latent = latent;
   plan.latent_bytes = bytes;

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include <fusedmoe/config.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/status.hpp>
@@ -12,6 +13,9 @@
 #include "routing/cuda/device_router.hpp"
 
 namespace fusedmoe {
+
+/// The weights of both projections in one type; 0 where a layer has no latent experts.
+int64_t ProjectionBytes(const MoeConfig& config, DType dtype);
 
 /// What projections between rows of `hidden` and of `latent` cost in a forward of plan.tokens; `bytes`: of
 /// their weights.

@@ -146,9 +146,10 @@ Result<Explanation> Explain(const ExplainRequest& request) {
   explanation.prepare_finalize = SelectPrepareFinalize(question);
   std::optional<Plan>& chosen = explanation.selection.chosen;
   if (chosen) {
-    if (request.config.latent > 0) {  // in BF16, whatever a checkpoint has
-      DescribeProjections(request.config.hidden, request.config.latent,
-                          2 * request.config.hidden * request.config.latent * int64_t{2}, *chosen);
+    if (request.config.latent > 0) {
+      const int64_t bytes = request.latent_bytes > 0 ? request.latent_bytes
+                                                     : ProjectionBytes(request.config, request.config.dtype);
+      DescribeProjections(request.config.hidden, request.config.latent, bytes, *chosen);
     }
     if (question.platform.runs_this_build && question.config.shared.intermediate > 0) {
       chosen->shared = PlanShared(question, request);

@@ -87,7 +87,51 @@ TEST(LatentCommands, InspectAndExplain_TellBothWidths) {
   const nlohmann::json chosen =
       RunCommand({"explain", Golden("latent-orig"), "--layer", "1", "--json"}).Json().at("chosen");
   EXPECT_EQ(chosen.at("latent"), 16);
-  EXPECT_EQ(chosen.at("latent_bytes"), 2 * 32 * 16 * 2);
+  EXPECT_EQ(chosen.at("latent_bytes"), 2 * 32 * 16 * 4) << "in F32, as the file has them";
+}
+
+TEST(LatentCommands, Problems_AreDescribedMeasuredAndSimulated) {
+  const nlohmann::json chosen =
+      RunCommand({"explain", "--problem", "nemotron-3-super", "--json"}).Json().at("chosen");
+  EXPECT_EQ(chosen.at("latent"), 1024);
+  EXPECT_EQ(chosen.at("latent_bytes"), 2 * 4096 * 1024 * 2);
+  const TemporaryDirectory directory;
+  const std::string problem = directory.Write(
+      "problem.json",
+      R"({"name": "tiny", "scheme": "nvfp4_w4a16", "num_experts": 8, "top_k": 2, "hidden": 128,
+                          "latent": 64, "intermediate": 96, "activation": "relu2_no_mul"})");
+  const ProcessResult measured =
+      RunCommand({"bench", problem, "--tokens", "1,4", "--seconds", "0.01", "--json"});
+  ASSERT_EQ(measured.exit_code, 0) << measured.err;
+  EXPECT_EQ(measured.Json().at("results").size(), 2);
+  const ProcessResult simulated =
+      RunCommand({"simulate", problem, "--ranks", "4", "--all2all", "deepep_low_latency", "--json"});
+  ASSERT_EQ(simulated.exit_code, 0) << simulated.err;
+  EXPECT_EQ(simulated.Json().at("combine").at("row_bytes"), 2 * 64);
+}
+
+// A checkpoint with one other byte in each projection is not what the file was made from.
+void ExpectProjectionsCompared(const std::string& file, const std::string& source,
+                               const TemporaryDirectory& directory) {
+  const std::string other = directory / "other";
+  fs::copy(source, other, fs::copy_options::recursive);
+  SafetensorsFile changed = *ReadSafetensors(source + "/model.safetensors");
+  for (NamedTensor& tensor : changed.tensors) {
+    if (tensor.name.ends_with("_latent_proj.weight")) {
+      Tensor copy = *Tensor::Allocate(tensor.tensor.dtype(), tensor.tensor.shape());
+      std::memcpy(copy.mutable_view().data(), tensor.tensor.view().data(),
+                  static_cast<size_t>(copy.view().total_bytes()));
+      copy.mutable_view().data()[5] ^= std::byte{0x80};  // a sign
+      tensor.tensor = std::move(copy);
+    }
+  }
+  ASSERT_TRUE(WriteSafetensors(other + "/model.safetensors", changed.tensors, changed.metadata).ok());
+  const ProcessResult differs = RunCommand({"verify", file, "--against", other, "--layer", "1", "--json"});
+  EXPECT_EQ(differs.exit_code, 1) << differs.err;
+  const nlohmann::json damaged = differs.Json().at("damaged");
+  ASSERT_EQ(damaged.size(), 2) << damaged;
+  EXPECT_EQ(damaged.at(0).at("tensor"), "latent.to");
+  EXPECT_EQ(damaged.at(1).at("tensor"), "latent.from");
 }
 
 TEST(LatentCommands, PreparedFile_CarriesTheProjections) {
@@ -99,6 +143,7 @@ TEST(LatentCommands, PreparedFile_CarriesTheProjections) {
   EXPECT_EQ(Output(file, InputOf(source), directory, {}),
             Output(source, InputOf(source), directory, {"--layer", "1", "--backend", "MARLIN"}));
   EXPECT_EQ(RunCommand({"verify", file, "--against", source, "--layer", "1"}).exit_code, 0);
+  ExpectProjectionsCompared(file, source, directory);
   for (const char* name : {"latent.to", "latent.from"}) {
     SafetensorsFile damaged = *ReadSafetensors(file);
     std::erase_if(damaged.tensors, [&](const NamedTensor& tensor) { return tensor.name == name; });

@@ -13,8 +13,9 @@ namespace {
 
 TEST(Problems, AllThatTheCommandLinePromises_AreThere) {
   const std::set<std::string> promised = {
-      "qwen3-30b-a3b",    "qwen3-235b-a22b", "mixtral-8x7b", "deepseek-v3", "kimi-k2",    "llama-4-scout",
-      "llama-4-maverick", "gpt-oss-20b",     "gpt-oss-120b", "glm-4.5",     "minimax-m2", "olmoe-1b-7b"};
+      "qwen3-30b-a3b", "qwen3-235b-a22b",  "mixtral-8x7b",    "deepseek-v3",  "kimi-k2",
+      "llama-4-scout", "llama-4-maverick", "gpt-oss-20b",     "gpt-oss-120b", "glm-4.5",
+      "minimax-m2",    "olmoe-1b-7b",      "nemotron-3-super"};
   std::set<std::string> found;
   for (const Problem& problem : Problems()) {
     found.insert(problem.name);
@@ -32,8 +33,9 @@ TEST(Problems, ExpertParameters_AddUpToTheModelsNames) {
     Result<Problem> problem = ParseProblem(name);
     EXPECT_TRUE(problem.ok()) << name;
     const MoeConfig& config = problem->config;
-    return 3e-9 * static_cast<double>(problem->num_layers * config.num_experts * config.hidden *
-                                      config.intermediate);
+    const int64_t matrices = config.activation.gated() ? 3 : 2;
+    return 1e-9 * static_cast<double>(matrices * problem->num_layers * config.num_experts *
+                                      config.expert_hidden() * config.intermediate);
   };
   EXPECT_NEAR(billions("qwen3-30b-a3b"), 29.0, 0.1);
   EXPECT_NEAR(billions("qwen3-235b-a22b"), 227.1, 0.1);
@@ -47,6 +49,7 @@ TEST(Problems, ExpertParameters_AddUpToTheModelsNames) {
   EXPECT_NEAR(billions("glm-4.5"), 336.0, 0.1);
   EXPECT_NEAR(billions("minimax-m2"), 224.7, 0.1);
   EXPECT_NEAR(billions("olmoe-1b-7b"), 6.4, 0.1);
+  EXPECT_NEAR(billions("nemotron-3-super"), 112.7, 0.1);
 }
 
 TEST(Problems, JsonText_IsReadWithItsDefaults) {
@@ -58,6 +61,15 @@ TEST(Problems, JsonText_IsReadWithItsDefaults) {
   EXPECT_EQ(problem->config.top_k(), 2);
   EXPECT_EQ(problem->config.activation.kind, ActivationKind::kSilu);
   EXPECT_EQ(problem->config.routing.method, RoutingMethod::kRenormalize);
+}
+
+TEST(Problems, LatentExperts_ReadShorterRows) {
+  const std::string sizes = R"("num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96)";
+  Result<Problem> problem = ParseProblem("{" + sizes + R"(, "latent": 32})");
+  ASSERT_TRUE(problem.ok()) << problem.status().ToString();
+  EXPECT_EQ(problem->config.latent, 32);
+  EXPECT_EQ(problem->config.expert_hidden(), 32);
+  EXPECT_FALSE(ParseProblem("{" + sizes + R"(, "latent": -1})").ok());
 }
 
 TEST(Problems, MalformedText_IsRefusedWithTheField) {

@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <fusedmoe/checkpoint.hpp>
 #include <fusedmoe/executor.hpp>
 #include <fusedmoe/jobs/sample.hpp>
+#include <fusedmoe/layer.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "support/files.hpp"
@@ -122,6 +124,30 @@ TEST_F(SampleTest, Families_AreWrittenPlainAndQuantized) {
       EXPECT_TRUE(report.ok()) << family.name << " " << scheme << ": " << report.status().ToString();
     }
   }
+}
+
+TEST_F(SampleTest, LatentExperts_HaveProjectionsAndRun) {
+  for (const char* scheme : {"unquantized", "nvfp4_w4a4", "fp8_w8a8:block128"}) {
+    SampleOptions options = Tiny(scheme);
+    options.family = "nemotron_h";
+    options.scheme = scheme;
+    options.latent = 64;
+    const auto report = WriteSample(options);
+    ASSERT_TRUE(report.ok()) << scheme << ": " << report.status().ToString();
+    EXPECT_EQ(report->latent, 64);
+    const auto checkpoint = Checkpoint::Open(options.directory);
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    const auto description = (*checkpoint)->Describe(0);
+    ASSERT_TRUE(description.ok()) << description.status().ToString();
+    EXPECT_EQ(description->config.latent, 64);
+    EXPECT_EQ(description->config.hidden, 128);
+    EXPECT_FALSE(description->config.activation.gated());
+    const auto layer = MoeLayer::Load(*checkpoint, 0, {});
+    EXPECT_TRUE(layer.ok()) << scheme << ": " << layer.status().ToString();
+  }
+  SampleOptions options = Tiny("no");
+  options.latent = 64;  // whose experts read the hidden states
+  EXPECT_EQ(WriteSample(options).status().code(), StatusCode::kUsage);
 }
 
 TEST_F(SampleTest, Schemes_AreWritten) {

@@ -49,6 +49,25 @@ TEST(Simulate, HighThroughput_MovesAsManyBytesAsItsRowsHave) {
   EXPECT_GT(report.dispatch.seconds, report.dispatch.network_bytes / 46e9);
 }
 
+TEST(Simulate, LatentExperts_SendShorterRowsAndProjectThem) {
+  Problem problem = *ParseProblem("nemotron-3-super");
+  SimulateOptions options;
+  options.link = *ParseLink("h800_cx7");
+  options.all2all = "deepep_low_latency";
+  const auto latent = Simulate(problem, options);
+  ASSERT_TRUE(latent.ok()) << latent.status().ToString();
+  problem.config.hidden = problem.config.latent;
+  problem.config.latent = 0;
+  const auto short_rows = Simulate(problem, options);  // of a model as narrow as they are
+  ASSERT_TRUE(short_rows.ok());
+  EXPECT_EQ(latent->dispatch.row_bytes, short_rows->dispatch.row_bytes);
+  EXPECT_EQ(latent->combine.row_bytes, short_rows->combine.row_bytes);
+  const double bytes = 2.0 * 2 * 4096 * 1024, flops = 4.0 * 128 * 4096 * 1024;
+  EXPECT_EQ(latent->weight_bytes - short_rows->weight_bytes, static_cast<int64_t>(bytes));
+  EXPECT_NEAR(latent->compute_seconds - short_rows->compute_seconds,
+              std::max(bytes / (options.link.read_gbps * 1e9), flops / (options.link.gflops * 1e9)), 1e-9);
+}
+
 TEST(Simulate, ExpectedDestinations_AreThoseOfDrawsWithoutRepetition) {
   EXPECT_DOUBLE_EQ(ExpectedDestinations(8, 1, 4), 1);
   EXPECT_DOUBLE_EQ(ExpectedDestinations(4, 4, 4), 4);

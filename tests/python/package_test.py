@@ -332,6 +332,32 @@ class Package(unittest.TestCase):
         with self.assertRaisesRegex(fusedmoe.Error, "activation_format 'sorted'"):
             self.checkpoint.load_layer(self.number, activation_format="sorted")
 
+    def test_latent_experts(self):
+        folder = ROOT / "tests" / "golden" / "families" / "nemotron_h_latent_bias-orig"
+        case = read_safetensors(folder / "io" / "m5.safetensors")
+        hidden, expected = (matrix(case[name][2], case[name][1]) for name in ("hidden_states", "expected_output"))
+        checkpoint = fusedmoe.Checkpoint(folder)
+        layer = checkpoint.load_layer(1, max_tokens=8)
+        self.assertEqual((layer.info.hidden, layer.info.latent, checkpoint.describe(1).latent), (32, 16, 16))
+        out = matrix(bytes(expected.nbytes), expected.shape)
+        layer(hidden, out=out)
+        largest = max(map(abs, memoryview(bytes(expected)).cast("f")))
+        for one, other in zip(memoryview(bytes(out)).cast("f"), memoryview(bytes(expected)).cast("f")):
+            self.assertAlmostEqual(one, other, delta=1e-4 * largest)  # F32 weights: sums in another order
+
+        routed = checkpoint.load_layer(1, max_tokens=8, latent_projections=False, shared_experts=False)
+        self.assertEqual((routed.info.hidden, routed.info.latent), (16, 0))
+        ids = matrix(struct.pack("<15i", *[0, 1, 2] * 5), [5, 3], "i")
+        weights = matrix(struct.pack("<15f", *[0.5, 0.25, 0.25] * 5), [5, 3])
+        rows = matrix(bytes(hidden)[:5 * 16 * 4], [5, 16])
+        inner = matrix(bytes(rows.nbytes), rows.shape)
+        routed(rows, topk_ids=ids, topk_weights=weights, out=inner)
+        self.assertTrue(any(bytes(inner)))
+        with self.assertRaisesRegex(fusedmoe.Error, r"\[5, 32\]"):  # the caller projects
+            routed(hidden, topk_ids=ids, topk_weights=weights, out=out)
+        with self.assertRaisesRegex(fusedmoe.Error, "shared experts"):
+            checkpoint.load_layer(1, latent_projections=False)
+
     def test_placement_is_that_of_the_policy(self):
         load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
         placed = fusedmoe.eplb.rebalance(load, 16, num_ranks=8, num_groups=4, num_nodes=2)

@@ -77,7 +77,8 @@ class PreparedLayer {
   /// Tensors whose bytes do not have the digest that the metadata promises, by expert.
   std::vector<DamagedTensor> FindDamage(const Executor& executor = {}) const;
   /// Prepares the layer again and compares byte by byte: from a checkpoint, or (null) from the canonical form
-  /// that the file itself leads back to. kUsage when sizes or formats differ.
+  /// that the file itself leads back to. A checkpoint's router, projections of latent experts and shared
+  /// expert are compared too. kUsage when sizes or formats differ.
   Result<std::vector<DamagedTensor>> CompareWith(const Checkpoint* checkpoint, int64_t layer,
                                                  const Executor& executor = {}) const;
 

@@ -17,6 +17,7 @@ struct SampleFamily {
   std::string_view name;   ///< as in config.json: model_type
   std::string_view model;  ///< whose sizes are the defaults
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0;
+  int64_t latent = 0;  ///< width of the rows that routed experts read, behind projections; 0: hidden
 };
 
 /// The families, in the order of the table (src/jobs/sample/families.cpp).
@@ -29,6 +30,7 @@ struct SampleOptions {
   /// Created when absent; must be empty, or with `overwrite` a checkpoint, which is then replaced.
   std::string directory;
   int64_t hidden = 0;
+  int64_t latent = 0;  ///< of families with latent experts
   int64_t intermediate = 0;
   int64_t num_experts = 0;
   int64_t top_k = 0;
@@ -48,6 +50,7 @@ struct SampleReport {
   /// Whose layout the quantized tensors have: "modelopt", "compressed-tensors", "none".
   std::string producer;
   int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0;
+  int64_t latent = 0;      ///< 0: experts read the hidden states
   std::string input_file;  ///< io/input.safetensors with hidden_states [M, H]
 };
 

@@ -17,9 +17,9 @@ namespace {
 using namespace bench;  // NOLINT: the pieces of this job
 
 /// The routed experts of the problem on one rank, with plain top-k: ids are given, and what the routers of
-/// the models do besides costs the same for every kernel.
+/// the models do besides costs the same for every kernel. Latent experts: on the rows that they read.
 Result<MoeConfig> ConfigFor(const Problem& problem, const BenchOptions& options) {
-  MoeConfig config = problem.config;
+  MoeConfig config = RoutedConfig(problem.config);
   if (options.num_experts > 0) {
     config.num_experts = options.num_experts;
   }

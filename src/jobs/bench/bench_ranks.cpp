@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kMostTokens = int64_t{1} << 16;
 
 Result<MoeConfig> ConfigOf(const RankBenchOptions& options) {
-  MoeConfig config = options.problem.config;
+  MoeConfig config = RoutedConfig(options.problem.config);
   config.num_experts = options.num_experts > 0 ? options.num_experts : config.num_experts;
   config.num_local_experts = config.num_experts;
   config.shared = SharedExpertConfig{};

@@ -33,7 +33,8 @@ std::vector<std::string> DigestsOf(const Tensor& tensor, bool by_expert, const E
   return digests;
 }
 
-/// Router, projections and shared expert: what the file carries beside the layout.
+}  // namespace
+
 std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
   std::vector<NamedTensor> tensors;
   for (const auto& [name, tensor] :
@@ -69,7 +70,6 @@ std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
   return tensors;
 }
 
-/// Dense memory, so that digests and files see the bytes one after another.
 Result<Tensor> Dense(const Tensor& tensor) {
   if (tensor.view().dense()) {
     return tensor;
@@ -82,6 +82,8 @@ Result<Tensor> Dense(const Tensor& tensor) {
   }
   return copy;
 }
+
+namespace {
 
 Json DescribeTensors(const PreparedWeights& weights) {
   Json json = Json::object();

@@ -47,6 +47,12 @@ std::string MetadataDigest(const SafetensorsMetadata& metadata);
 /// Puts the digest of all other fields into the metadata.
 void Seal(SafetensorsMetadata& metadata);
 
+/// Router, projections and shared expert: what the file carries beside the layout.
+std::vector<NamedTensor> OtherTensors(const PreparedFile& file);
+
+/// Dense memory, so that digests, files and comparisons see the bytes one after another.
+Result<Tensor> Dense(const Tensor& tensor);
+
 /// Where tensors do not have the digest that the metadata promises.
 std::vector<DamagedTensor> FindDamage(const PreparedFile& file, const Executor& executor);
 

@@ -54,8 +54,43 @@ std::string Differs(TensorView actual, TensorView expected) {
       ++count;
     }
   }
-  return fmt::format("{} of {} bytes differ from the preparation, the first at {}", count,
-                     actual.total_bytes(), first);
+  return fmt::format("{} of {} bytes differ, the first at {}", count, actual.total_bytes(), first);
+}
+
+/// Router, projections and shared expert beside those of the checkpoint.
+Status CompareOthers(const prepared::PreparedFile& own, const Checkpoint& checkpoint, int64_t layer,
+                     std::vector<DamagedTensor>& damaged) {
+  prepared::PreparedFile other;
+  FMOE_ASSIGN_OR_RETURN(other.router, checkpoint.LoadRouter(layer));
+  FMOE_ASSIGN_OR_RETURN(other.shared, checkpoint.SharedExperts(layer));
+  FMOE_ASSIGN_OR_RETURN(other.latent, checkpoint.Latent(layer));
+  const std::vector<NamedTensor> ours = prepared::OtherTensors(own), theirs = prepared::OtherTensors(other);
+  const auto find = [](const std::vector<NamedTensor>& tensors, const std::string& name) {
+    return std::find_if(tensors.begin(), tensors.end(),
+                        [&](const NamedTensor& tensor) { return tensor.name == name; });
+  };
+  for (const NamedTensor& mine : ours) {
+    const auto found = find(theirs, mine.name);
+    if (found == theirs.end() || found->tensor.dtype() != mine.tensor.dtype() ||
+        !(found->tensor.shape() == mine.tensor.shape())) {
+      damaged.push_back({-1, mine.name,
+                         found == theirs.end() ? std::string("the checkpoint has no such tensor")
+                                               : std::string("the checkpoint has another shape of it")});
+      continue;
+    }
+    FMOE_ASSIGN_OR_RETURN(const Tensor actual, prepared::Dense(mine.tensor));
+    FMOE_ASSIGN_OR_RETURN(const Tensor expected, prepared::Dense(found->tensor));
+    if (std::memcmp(actual.view().data(), expected.view().data(),
+                    static_cast<size_t>(actual.view().total_bytes())) != 0) {
+      damaged.push_back({-1, mine.name, Differs(actual.view(), expected.view())});
+    }
+  }
+  for (const NamedTensor& tensor : theirs) {
+    if (find(ours, tensor.name) == ours.end()) {
+      damaged.push_back({-1, tensor.name, "the checkpoint has it, the file has not"});
+    }
+  }
+  return Status::Ok();
 }
 
 }  // namespace
@@ -133,6 +168,9 @@ Result<std::vector<DamagedTensor>> PreparedLayer::CompareWith(const Checkpoint* 
     }
   }
   std::vector<DamagedTensor> damaged;
+  if (checkpoint != nullptr) {
+    FMOE_RETURN_IF_ERROR(CompareOthers(impl_->file, *checkpoint, layer, damaged));
+  }
   PreparedWeights again;
   if (layout_key() == prepared::kCanonicalKey) {
     FMOE_ASSIGN_OR_RETURN(again, prepared::StackCanonical(source));

@@ -118,6 +118,22 @@ void ConfigPhi(Json& json, const Sizes& sizes) {
   json["router_jitter_noise"] = 0.01;
 }
 
+void ConfigNemotron(Json& json, const Sizes& sizes) {
+  json["n_routed_experts"] = sizes.num_experts;
+  json["moe_intermediate_size"] = sizes.intermediate;
+  json["moe_latent_size"] = sizes.latent;
+  json["intermediate_size"] = sizes.intermediate * 2;
+  json["moe_shared_expert_intermediate_size"] = sizes.intermediate * 2;
+  json["n_shared_experts"] = 1;
+  json["layers_block_type"] = std::vector<std::string>(static_cast<size_t>(sizes.num_layers), "moe");
+  json["mlp_hidden_act"] = "relu2";
+  json["mlp_bias"] = false;
+  json["n_group"] = 1;
+  json["topk_group"] = 1;
+  json["norm_topk_prob"] = true;
+  json["routed_scaling_factor"] = 5.0;
+}
+
 template <void (*kAdd)(Json& json, const Sizes& sizes)>
 std::string Text(const Sizes& sizes) {
   Json json = Json::object();
@@ -211,6 +227,14 @@ std::span<const FamilyRow> FamilyTable() {
        .up = "w3",
        .down = "w2",
        .config = Text<ConfigPhi>},
+      {.family = {"nemotron_h", "NVIDIA-Nemotron-3-Super-120B-A12B", 4096, 2688, 512, 22, 1024},
+       .architecture = "NemotronHForCausalLM",
+       .block = "mixer",
+       .correction_bias = kBias,
+       .gate = "",
+       .shared = "shared_experts",
+       .shared_factor = 2,
+       .config = Text<ConfigNemotron>},
   };
   return kTable;
 }

@@ -19,7 +19,9 @@ enum class ExpertForm : uint8_t {
 
 /// Sizes after defaults have been filled in.
 struct Sizes {
-  int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0, num_layers = 0;
+  int64_t hidden = 0, intermediate = 0, num_experts = 0, top_k = 0, num_layers = 0, latent = 0;
+  /// Of the rows that routed experts read.
+  int64_t expert_hidden() const { return latent > 0 ? latent : hidden; }
 };
 
 /// A family as its models are written: names below "model.layers.{L}.".
@@ -32,7 +34,7 @@ struct FamilyRow {
   bool router_bias = false;
   bool expert_bias = false;
   ExpertForm form = ExpertForm::kPerExpert;
-  /// Projections of one expert, unquantized and ModelOpt.
+  /// Projections of one expert, unquantized and ModelOpt. Without a gate: up alone, squared where positive.
   std::string_view gate = "gate_proj", up = "up_proj", down = "down_proj";
   std::string_view shared;    ///< below the block; empty: no shared expert
   int64_t shared_factor = 0;  ///< its size in units of intermediate

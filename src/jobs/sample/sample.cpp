@@ -74,6 +74,7 @@ class UnitList {
     for (int64_t layer = 0; layer < sizes_.num_layers; ++layer) {
       const std::string block = fmt::format("model.layers.{}.{}", layer, family_.block);
       AddRouter(block);
+      AddProjections(block);
       AddShared(block);
       if (storage_ == nullptr && family_.form == ExpertForm::kFusedInOut) {
         AddFusedInOut(block);
@@ -81,7 +82,8 @@ class UnitList {
         AddFusedOutIn(block);
       } else {
         for (int64_t expert = 0; expert < sizes_.num_experts; ++expert) {
-          AddExpert(fmt::format("{}.experts.{}", block, expert), sizes_.intermediate, family_.expert_bias);
+          AddExpert(fmt::format("{}.experts.{}", block, expert), sizes_.expert_hidden(), sizes_.intermediate,
+                    family_.expert_bias);
         }
       }
     }
@@ -114,12 +116,21 @@ class UnitList {
     }
   }
 
+  void AddProjections(const std::string& block) {
+    if (sizes_.latent > 0) {
+      AddTensor(block + ".fc1_latent_proj.weight", options_.dtype, {sizes_.latent, sizes_.hidden},
+                FanIn(sizes_.hidden));
+      AddTensor(block + ".fc2_latent_proj.weight", options_.dtype, {sizes_.hidden, sizes_.latent},
+                FanIn(sizes_.latent));
+    }
+  }
+
   void AddShared(const std::string& block) {
     if (family_.shared.empty()) {
       return;
     }
-    AddExpert(fmt::format("{}.{}", block, family_.shared), sizes_.intermediate * family_.shared_factor,
-              false);
+    AddExpert(fmt::format("{}.{}", block, family_.shared), sizes_.hidden,
+              sizes_.intermediate * family_.shared_factor, false);
     if (family_.shared_gate) {
       AddTensor(fmt::format("{}.{}_gate.weight", block, family_.shared), options_.dtype, {1, sizes_.hidden},
                 FanIn(sizes_.hidden));
@@ -146,7 +157,7 @@ class UnitList {
               {sizes_.num_experts, sizes_.hidden, sizes_.intermediate}, FanIn(sizes_.intermediate));
   }
 
-  void AddExpert(const std::string& name, int64_t intermediate, bool bias) {
+  void AddExpert(const std::string& name, int64_t hidden, int64_t intermediate, bool bias) {
     struct Projection {
       std::string name;
       int64_t rows, cols;
@@ -159,11 +170,14 @@ class UnitList {
       return fmt::format("{}.{}", name, renamed ? common : own);
     };
     constexpr float kLargest = 5.0F;
-    const float mid = kLargest / (1.0F + std::exp(-kLargest)) * kLargest * 0.5F;
-    const std::vector<Projection> projections = {
-        {spelt(family_.gate, "gate_proj"), intermediate, sizes_.hidden, kLargest},
-        {spelt(family_.up, "up_proj"), intermediate, sizes_.hidden, kLargest},
-        {spelt(family_.down, "down_proj"), sizes_.hidden, intermediate, mid}};
+    const bool gated = !family_.gate.empty();
+    const float mid = gated ? kLargest / (1.0F + std::exp(-kLargest)) * kLargest * 0.5F : kLargest * kLargest;
+    std::vector<Projection> projections;
+    if (gated) {
+      projections.push_back({spelt(family_.gate, "gate_proj"), intermediate, hidden, kLargest});
+    }
+    projections.push_back({spelt(family_.up, "up_proj"), intermediate, hidden, kLargest});
+    projections.push_back({spelt(family_.down, "down_proj"), hidden, intermediate, mid});
     Unit unit;
     for (const Projection& projection : projections) {
       if (storage_ == nullptr) {
@@ -239,10 +253,15 @@ std::string_view TorchName(DType dtype) {
   return dtype == DType::kF32 ? "float32" : dtype == DType::kF16 ? "float16" : "bfloat16";
 }
 
-std::vector<std::string> Unquantized(const FamilyRow& family, int64_t num_layers) {
+std::vector<std::string> Unquantized(const FamilyRow& family, const Sizes& sizes) {
   std::vector<std::string> modules = {"lm_head", "model.embed_tokens"};
-  for (int64_t layer = 0; layer < num_layers; ++layer) {
+  for (int64_t layer = 0; layer < sizes.num_layers; ++layer) {
     modules.push_back(fmt::format("model.layers.{}.{}.{}", layer, family.block, family.router));
+    for (const char* projection : {"fc1_latent_proj", "fc2_latent_proj"}) {
+      if (sizes.latent > 0) {
+        modules.push_back(fmt::format("model.layers.{}.{}.{}", layer, family.block, projection));
+      }
+    }
     if (family.shared_gate) {
       modules.push_back(fmt::format("model.layers.{}.{}.{}_gate", layer, family.block, family.shared));
     }
@@ -263,7 +282,7 @@ Json ConfigOf(const SampleOptions& options, const FamilyRow& family, const Sizes
   json.update(Json::parse(family.config(sizes)));
   if (storage != nullptr) {
     json["quantization_config"] =
-        Json::parse(storage->config(scheme, {.ignored = Unquantized(family, sizes.num_layers)}));
+        Json::parse(storage->config(scheme, {.ignored = Unquantized(family, sizes)}));
   }
   return json;
 }
@@ -277,10 +296,18 @@ Status CheckSize(std::string_view name, int64_t value, int64_t largest = kLarges
 
 Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) {
   const auto pick = [](int64_t given, int64_t own) { return given == 0 ? own : given; };
-  Sizes sizes{pick(options.hidden, family.hidden), pick(options.intermediate, family.intermediate),
-              pick(options.num_experts, family.num_experts), pick(options.top_k, family.top_k),
-              options.num_layers};
+  Sizes sizes{pick(options.hidden, family.hidden),
+              pick(options.intermediate, family.intermediate),
+              pick(options.num_experts, family.num_experts),
+              pick(options.top_k, family.top_k),
+              options.num_layers,
+              pick(options.latent, family.latent)};
+  if (options.latent != 0 && family.latent == 0) {
+    return Status::Usage(
+        fmt::format("latent={}: the experts of {} read the hidden states", options.latent, family.name));
+  }
   FMOE_RETURN_IF_ERROR(CheckSize("hidden", sizes.hidden));
+  FMOE_RETURN_IF_ERROR(CheckSize("rows of experts", sizes.expert_hidden()));
   FMOE_RETURN_IF_ERROR(CheckSize("intermediate", sizes.intermediate));
   FMOE_RETURN_IF_ERROR(CheckSize("experts", sizes.num_experts, kMaxRoutedExperts));
   FMOE_RETURN_IF_ERROR(CheckSize("layers", sizes.num_layers));
@@ -303,7 +330,8 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
 Result<Scheme> SchemeFor(const std::string& name, const Sizes& sizes) {
   if (name == "int4_w4a16") {
     for (const int64_t group : {128, 64, 32}) {
-      if (sizes.hidden % group == 0 && sizes.intermediate % group == 0) {
+      if (sizes.hidden % group == 0 && sizes.expert_hidden() % group == 0 &&
+          sizes.intermediate % group == 0) {
         return ParseScheme(fmt::format("{}:g{}", name, group));
       }
     }
@@ -345,8 +373,9 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
 
   if (storage != nullptr) {
     const int64_t word = checkpoint::ColumnsOfAWord(*storage, scheme.weight);
-    for (const auto& [name, size] :
-         {std::pair("hidden", sizes.hidden), {"intermediate", sizes.intermediate}}) {
+    for (const auto& [name, size] : {std::pair("hidden", sizes.hidden),
+                                     {"latent", sizes.latent},
+                                     {"intermediate", sizes.intermediate}}) {
       if (size % word != 0) {
         return Status::Usage(fmt::format("{}={} is no multiple of {}, which {} stores in one word", name,
                                          size, word, scheme.name));
@@ -358,7 +387,7 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   FMOE_RETURN_IF_ERROR(
       output->WriteText("config.json", ConfigOf(options, *family, sizes, scheme, storage).dump(2) + "\n"));
   if (storage != nullptr && storage->side_file != nullptr) {
-    const std::string text = storage->side_file(scheme, {.ignored = Unquantized(*family, sizes.num_layers)});
+    const std::string text = storage->side_file(scheme, {.ignored = Unquantized(*family, sizes)});
     FMOE_RETURN_IF_ERROR(output->WriteText("hf_quant_config.json", Json::parse(text).dump(2) + "\n"));
   }
   UnitList list(options, *family, sizes, scheme, storage);
@@ -379,6 +408,7 @@ Result<SampleReport> WriteSample(const SampleOptions& options) {
   report.files = output->files();
   report.producer = storage == nullptr ? "none" : storage->producer;
   report.hidden = sizes.hidden;
+  report.latent = sizes.latent;
   report.intermediate = sizes.intermediate;
   report.num_experts = sizes.num_experts;
   report.top_k = sizes.top_k;

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "moe/cost.hpp"
+#include "moe/latent_projections.hpp"
 #include "quant/activation_quantizer.hpp"
 
 namespace fusedmoe {
@@ -248,16 +249,22 @@ Result<SimulateReport> Simulate(const Problem& problem, const SimulateOptions& o
              rank_rows ? kRankRowsShare : 1, imbalance);
 
   // Tokens of all ranks meet the experts of one.
-  MoeConfig part = config;
+  MoeConfig part = RoutedConfig(config);
   part.num_local_experts = NumLocalExperts(config.num_experts, options.ranks, 0);
-  const int64_t expert_bytes = ExpertBytes(config, scheme.weight);
+  const int64_t expert_bytes = ExpertBytes(part, scheme.weight);
   const int64_t all_tokens = options.tokens * options.ranks;
   const double read = ExpectedExperts(part, all_tokens) * static_cast<double>(expert_bytes);
   const double flops = static_cast<double>(ForwardFlops(part, all_tokens));
   const double reading = read / (link.read_gbps * 1e9), computing = flops / (link.gflops * 1e9);
-  report.compute_seconds = std::max(reading, computing);
-  report.slowest_compute_seconds = std::max(reading, computing * report.slot_imbalance);
-  report.weight_bytes = part.num_local_experts * expert_bytes;
+  // Every rank projects its own tokens to latent experts and back, with matrices of BF16.
+  Plan home;
+  home.tokens = options.tokens;
+  DescribeProjections(config.hidden, config.latent, ProjectionBytes(config, DType::kBF16), home);
+  const double projecting = std::max(static_cast<double>(home.latent_bytes) / (link.read_gbps * 1e9),
+                                     static_cast<double>(home.latent_flops) / (link.gflops * 1e9));
+  report.compute_seconds = std::max(reading, computing) + projecting;
+  report.slowest_compute_seconds = std::max(reading, computing * report.slot_imbalance) + projecting;
+  report.weight_bytes = part.num_local_experts * expert_bytes + home.latent_bytes;
   report.buffer_bytes = BufferBytes(protocol, config, options, dispatch_row, combine_row);
   return report;
 }
