@@ -54,6 +54,19 @@ void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_cou
   }
 }
 
+Batch TokensOf(const Batch& batch, const LayerSpec& spec, int64_t first, int64_t count) {
+  Batch part = batch;
+  part.tokens = count;
+  const int64_t begin = first * spec.top_k, end = (first + count) * spec.top_k;
+  part.ids.assign(batch.ids.begin() + begin, batch.ids.begin() + end);
+  part.weights.assign(batch.weights.begin() + begin, batch.weights.begin() + end);
+  part.hidden = *Tensor::Allocate(spec.dtype, Shape{count, spec.hidden});
+  std::memcpy(part.hidden.mutable_view().data(),
+              batch.hidden.view().data() + first * batch.hidden.view().stride_bytes(0),
+              static_cast<size_t>(count * batch.hidden.view().row_bytes()));
+  return part;
+}
+
 /// On one thread, and on 2, 3 and 7 that a plan knows of.
 void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string& mode,
                     const Machine& machine = MachineWithTiles()) {
@@ -192,6 +205,31 @@ TEST(Tiles, ScaledSumsOfSeveralBlocksOfTokens_AgreeWithTheScheme) {
   }
 }
 
+/// Finished sums of more than 16 tokens go through the activation between tile instructions, where K gives
+/// them the steps for it; those of fewer in calls. Both leave the same bits.
+TEST(Tiles, TokensOfManySteps_HaveTheBitsOfFewTokens) {
+  for (const char* scheme : {"nvfp4_w4a4", "nvfp4_w4a16"}) {
+    for (const bool bias : {false, true}) {
+      LayerSpec spec{.scheme = scheme, .hidden = 1664, .intermediate = 80, .experts = 1, .top_k = 1};
+      spec.bias = bias;
+      spec.max_tokens = 75;
+      Layer layer = TileLayer(spec);
+      layer.problem.determinism = Determinism::kBatchInvariant;
+      const Runner runner = MakeTileRunner(layer);
+      for (const int64_t tokens : {17, 40, 75}) {  // tiles of 9, 10 and 13
+        const Batch batch = MakeBatch(spec, tokens, 5);
+        const std::vector<float> all = RunBatch(layer, runner, batch);
+        for (int64_t first = 0; first < tokens; first += 16) {
+          const Batch part = TokensOf(batch, spec, first, std::min<int64_t>(16, tokens - first));
+          const std::vector<float> few = RunBatch(layer, runner, part);
+          EXPECT_TRUE(std::equal(few.begin(), few.end(), all.begin() + first * spec.hidden))
+              << scheme << " " << tokens << " " << first;
+        }
+      }
+    }
+  }
+}
+
 TEST(Tiles, ManyTokensOfAWideLayer_TakeKBlocksOutside) {
   // 2 MiB of tokens are more than L2 should hold: K blocks become the outer loop.
   ExpectClose({.scheme = "mxfp4_w4a16",
@@ -325,17 +363,8 @@ TEST(Tiles, ThroughputMode_IsBatchInvariant) {
     const Runner runner = MakeTileRunner(layer);
     const Batch batch = MakeBatch(spec, 45, 3);
     const std::vector<float> all = RunBatch(layer, runner, batch);
-    Batch alone = batch;
     for (const int64_t token : {0, 17, 44}) {
-      alone.tokens = 1;
-      alone.ids.assign(batch.ids.begin() + token * spec.top_k, batch.ids.begin() + (token + 1) * spec.top_k);
-      alone.weights.assign(batch.weights.begin() + token * spec.top_k,
-                           batch.weights.begin() + (token + 1) * spec.top_k);
-      alone.hidden = *Tensor::Allocate(spec.dtype, Shape{1, spec.hidden});
-      std::memcpy(alone.hidden.mutable_view().data(),
-                  batch.hidden.view().data() + token * batch.hidden.view().stride_bytes(0),
-                  static_cast<size_t>(batch.hidden.view().row_bytes()));
-      const std::vector<float> row = RunBatch(layer, runner, alone);
+      const std::vector<float> row = RunBatch(layer, runner, TokensOf(batch, spec, token, 1));
       EXPECT_TRUE(std::equal(row.begin(), row.end(), all.begin() + token * spec.hidden)) << scheme;
     }
   }

@@ -272,6 +272,14 @@ FMOE_INLINE Reals LargestOfFour(Reals a, Reals b, Reals c, Reals d) {
   m = _mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0x4e));
   return _mm512_castsi512_ps(_mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0xb1)));
 }
+/// Every lane: the largest magnitude of all; NaN is larger than infinity.
+FMOE_INLINE Reals LargestOfAll(Reals x) {
+  __m512i m = _mm512_castps_si512(_mm512_abs_ps(x));
+  m = _mm512_max_epu32(m, _mm512_shuffle_i32x4(m, m, 0x4e));
+  m = _mm512_max_epu32(m, _mm512_shuffle_i32x4(m, m, 0xb1));
+  m = _mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0x4e));
+  return _mm512_castsi512_ps(_mm512_max_epu32(m, _mm512_shuffle_epi32(m, (_MM_PERM_ENUM)0xb1)));
+}
 /// least <= x <= most in every lane.
 FMOE_INLINE bool AllWithin(Reals x, float least, float most) {
   const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(least), _CMP_GE_OQ);

@@ -5,7 +5,7 @@
 
 #include "experts/cpu/tiles/tile_feed_isa.hpp"
 #include "experts/cpu/tiles/tile_group_pass_isa.hpp"
-#include "experts/cpu/tiles/tile_spread_isa.hpp"
+#include "experts/cpu/tiles/tile_spread_silu_isa.hpp"
 #include "experts/cpu/tiles/tile_walk_isa.hpp"
 
 /// The product of all tokens of an expert with pairs of stripes, on matrix units.
@@ -66,11 +66,14 @@ struct TileEngine {
     int64_t piece;   // of a call
     bool spread;     // between tile instructions instead
   };
-  /// Codes under scales of whole tokens: FP8, NVFP4 W4A4.
-  static constexpr bool kScaledTokens =
-      !kFlush && !kBytes && (kWeight == kWeightE4m3 || kWeight == kWeightNvfp4);
-  static constexpr bool kSpreads = (kDirect && kBytes) || kScaledTokens;
-  static constexpr TileSums kSpreadSums = kScaledTokens ? kScaledSums : kIntegerSums;
+  /// What is spread between tile instructions, by what sums lack (TileSums): nothing, beside NVFP4 weights;
+  /// the scale of their token, of codes (FP8, NVFP4 W4A4); that, as integers.
+  struct There {
+    static constexpr bool kNvfp4 = kWeight == kWeightNvfp4, kPlain = kNvfp4;
+    static constexpr bool kScaled = kNvfp4 || (kWeight == kWeightE4m3 && !kFlush && !kBytes);
+    static constexpr bool kInteger = kDirect && kBytes;
+  };
+  static constexpr bool kSpreads = There::kScaled || There::kInteger;
 
   const TileGemm& g;
   const Walk walk;
@@ -125,6 +128,10 @@ struct TileEngine {
     }
   }
   void DrainFinish() {
+    if (kSpreads && finish.spread) {
+      WithSpread<There>(g.finish, [&](auto type) { decltype(type)::Is::End(g.finish_context); });
+      finish.spread = false;
+    }
     if (finish.left.token < finish.tokens) {
       Settle();
       finish.left.end = finish.tokens;
@@ -177,9 +184,11 @@ struct TileEngine {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
           constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
           Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(
-              tiles, f, d, Steps::Take(steps), change,
-              [&](auto place) FMOE_FLAT { Spread::template At<decltype(place){}, kFirst>(spread, left); });
-          if constexpr (Spread::kTokensOfStep == 0) {
+              tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
+                constexpr int kStep = decltype(i){} % Spread::kSteps;
+                Spread::template At<kStep, decltype(place){}, kFirst>(spread, left);
+              });
+          if constexpr (Spread::kTokens == 0) {
             Beside(*this);
           }
         });
@@ -195,25 +204,28 @@ struct TileEngine {
         feed_unit(Index<0>{});
       }
     }
-    const auto one_step = [&](auto first) FMOE_FLAT {
-      constexpr bool kFirst = decltype(first){} != 0;
-      Step<kTokenTiles, 0, 0, kFirst>(tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
-        Spread::template At<decltype(place){}, kFirst>(spread, left);
+    const auto few_steps = [&](auto first) FMOE_FLAT {
+      Unroll<Spread::kSteps>([&](auto i) FMOE_FLAT {
+        constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
+        Step<kTokenTiles, 0, 0, kFirst>(tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
+          Spread::template At<decltype(i){}, decltype(place){}, kFirst>(spread, left);
+        });
       });
-      if constexpr (Spread::kTokensOfStep == 0) {
+      if constexpr (Spread::kTokens == 0) {
         Beside(*this);
       }
-      ++step;
+      step += Spread::kSteps;
     };
     if (changes) {
-      one_step(Index<1>{});
+      few_steps(Index<1>{});
     }
     while (step < pass.steps) {
-      one_step(Index<0>{});
+      few_steps(Index<0>{});
     }
     CopyFeed(f, feeder.feed);  // scales of the decoder are loaded again by the next unit
-    if constexpr (Spread::kTokensOfStep > 0) {
+    if constexpr (Spread::kTokens > 0) {
       CopyWalk(left, finish.left);
+      Spread::Save(spread, g.finish_context);
     }
   }
 
@@ -238,8 +250,8 @@ struct TileEngine {
   void RunPassOfTwo(const TilePass& pass, int64_t least_parts) {
     if constexpr (kSpreads) {
       if (finish.spread) {
-        WithSpread<kSpreadSums>(
-            g.finish, [&](auto type) { RunPassWith<2, typename decltype(type)::Is>(pass, least_parts); });
+        WithSpread<There>(g.finish,
+                          [&](auto type) { RunPassWith<2, typename decltype(type)::Is>(pass, least_parts); });
         return;
       }
     }
@@ -265,22 +277,27 @@ struct TileEngine {
 
   /// Over the steps of the next pair, which finds its own sums complete at the end.
   void StartFinish(const TileCursor& c, int64_t tokens, float* sums) {
-    const int64_t passes = c.chunk_pairs == 1 ? c.k_blocks : 1;
-    const int64_t all_steps = passes * (walk.units / c.k_blocks * kStepsPerUnit);  // for each block
+    const int64_t all_steps =
+        (c.chunk_pairs == 1 ? walk.units : walk.units / c.k_blocks) * kStepsPerUnit;  // for each block
     // By rows behind every second one; one token a call or two took 1 to 2 % longer than four.
     const int64_t steps = Max(Shape::kByRows ? all_steps / 2 : all_steps, 1);
     const int64_t piece = Max((2 * tile_tokens + steps - 1) / steps, Shape::kByRows ? 4 : 1);
     const int64_t pieces = (piece + g.finish_tokens - 1) / g.finish_tokens;
     // Sums of the last block may still be on their way to the results that they are scaled into.
     const bool waits = kFlush && c.blocks > 1;
-    int64_t of_step = 0;
-    if constexpr (kSpreads) {
-      WithSpread<kSpreadSums>(g.finish, [&](auto type) { of_step = decltype(type)::Is::kTokensOfStep; });
+    bool spread = false;  // passes over one tile have calls only
+    if (kSpreads && TileTokens(tokens) < tokens) {
+      WithSpread<There>(g.finish, [&](auto type) {
+        using Spread = typename decltype(type)::Is;
+        const bool steps_suffice = Spread::kTokens * all_steps >= 2 * tile_tokens * Spread::kSteps;
+        spread = steps_suffice && Spread::Takes(g.finish_context);
+        if (spread) {
+          Spread::Begin(g.finish_context);
+        }
+      });
     }
-    finish = {{0, waits ? 0 : tokens, sums, 0, tile_tokens},
-              tokens,
-              Min(pieces * g.finish_tokens, 16),
-              of_step >= piece};
+    finish = {
+        {0, waits ? 0 : tokens, sums, 0, tile_tokens}, tokens, Min(pieces * g.finish_tokens, 16), spread};
   }
 
   /// What all passes of a step have in common.
@@ -382,8 +399,8 @@ struct TileEngine {
     if (kFlush && c.blocks == 1) {
       Settle();  // its first tokens are finished before the next pair's groups could have them scaled
     }
-    StartFinish(c, job.num_tokens, sums);
     g.begin(g.begin_context, &job, 2 * c.pair);
+    StartFinish(c, job.num_tokens, sums);
     current_results ^= 1;
   }
 

@@ -333,6 +333,9 @@ FMOE_EMULATED Reals LargestOfFour(const Reals& a, const Reals& b, const Reals& c
     return FloatOf(largest);
   });
 }
+FMOE_EMULATED Reals LargestOfAll(const Reals& x) {
+  return LargestOfFour(x, x, x, x);
+}
 FMOE_EMULATED bool AllWithin(const Reals& x, float least, float most) {
   bool within = true;
   for (int i = 0; i < 16; ++i) {

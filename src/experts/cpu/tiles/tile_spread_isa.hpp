@@ -16,7 +16,7 @@
 /// processor does not look further ahead than a step or two; a token between two of them is hidden (INT8 at
 /// 256 tokens an expert: 8 to 10 % of the layer). For sums that lack the scale of their token: of int8, whose
 /// panels are tiles as they stand, and of FP8 and NVFP4 codes, beside what is decoded (3 to 4 and 2 to 3 % of
-/// the layer).
+/// the layer); for those of all NVFP4 weights.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -46,24 +46,36 @@ FMOE_INLINE void CopyWalk(const FinishWalk& from, FinishWalk& to) {
   to.rows = from.rows;
 }
 
-/// Nothing: sums are finished in calls.
+/// Nothing: sums are finished in calls. What the others have: how many tokens go through how many steps; what
+/// they keep from pass to pass, and do when a pair of stripes begins or ends.
 struct NoSpread {
-  static constexpr int64_t kTokensOfStep = 0;
+  static constexpr int64_t kTokens = 0;
+  static constexpr int kSteps = 1;
 
+  FMOE_INLINE bool Takes(const void*) { return false; }
+  FMOE_INLINE void Begin(void*) {}
   FMOE_INLINE NoSpread Of(const void*) { return {}; }
-  template <int kPlace, bool kFirst>
+  template <int kStep, int kPlace, bool kFirst>
   FMOE_INLINE void At(NoSpread&, FinishWalk&) {}
+  FMOE_INLINE void Save(const NoSpread&, void*) {}
+  FMOE_INLINE void End(void*) {}
+};
+/// Between passes no token is on its way.
+struct StatelessSpread : NoSpread {
+  FMOE_INLINE bool Takes(const void*) { return true; }
+  template <typename Spread>
+  FMOE_INLINE void Save(const Spread&, void*) {}
 };
 
 template <TileSums kSums, bool kPut>
-struct RowSpread {
+struct RowSpread : StatelessSpread {
   using Finisher = RowFinisher<kSums, kPut>;
-  static constexpr int64_t kTokensOfStep = 3;
+  static constexpr int64_t kTokens = 3;
 
   Finisher finisher;
 
-  FMOE_INLINE RowSpread Of(const void* context) { return {Finisher::Of(*(const TileAdd*)context)}; }
-  template <int kPlace, bool kFirst>
+  FMOE_INLINE RowSpread Of(const void* context) { return {{}, Finisher::Of(*(const TileAdd*)context)}; }
+  template <int kStep, int kPlace, bool kFirst>
   FMOE_INLINE void At(RowSpread& s, FinishWalk& w) {
     if constexpr (kFirst ? kPlace == 7 : kPlace == 0 || kPlace == 3 || kPlace == 5) {
       if (FinishWalk::Left(w)) {
@@ -76,8 +88,8 @@ struct RowSpread {
 };
 
 template <TileSums kSums>
-struct SiluSpread {
-  static constexpr int64_t kTokensOfStep = 1;
+struct SiluSpread : StatelessSpread {
+  static constexpr int64_t kTokens = 1;
 
   Silu<kSums> silu;
   SiluValues values;
@@ -93,7 +105,7 @@ struct SiluSpread {
     s.stride = a.row_stride;
     return s;
   }
-  template <int kPlace, bool kFirst>
+  template <int kStep, int kPlace, bool kFirst>
   FMOE_INLINE void At(SiluSpread& s, FinishWalk& w) {
     if constexpr (kPlace == (kFirst ? 7 : 0)) {
       if (FinishWalk::Left(w)) {
@@ -109,24 +121,6 @@ struct SiluSpread {
     }
   }
 };
-
-template <typename Spread>
-struct SpreadType {
-  using Is = Spread;
-};
-/// use(SpreadType<...>{}) of what does the work of `finish` between tile instructions.
-template <TileSums kSums, typename Use>
-FMOE_INLINE void WithSpread(TileFinish finish, const Use& use) {
-  if (finish == &FinishRows<kSums, false>) {
-    use(SpreadType<RowSpread<kSums, false>>{});
-  } else if (finish == &FinishRows<kSums, true>) {
-    use(SpreadType<RowSpread<kSums, true>>{});
-  } else if (finish == &SiluToRows<kSums>) {
-    use(SpreadType<SiluSpread<kSums>>{});
-  } else {
-    use(SpreadType<NoSpread>{});
-  }
-}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

@@ -199,6 +199,15 @@ struct alignas(64) TileBatch {
   int64_t tokens;
 };
 
+/// Tokens on their way through silu between tile instructions (tile_spread_silu_isa.hpp): one that has its
+/// value, and the one before, which has its scale; and where the next one goes.
+struct alignas(64) TileTrail {
+  float waiting[16], value[16], full[16], inverse[16], shifted[16];
+  uint8_t spare[128];  ///< for those before the first token
+  uint8_t *out, *next_tile;
+  int64_t row, rows, tile_step;
+};
+
 /// TileFinish of TileKernels::silu and the like, the context: silu(gate) * up of 16 columns, to the second
 /// GEMM. silu and silu_nvfp4 write the tokens of a call with one of the next calls, those of the last call
 /// with it; silu_rows writes them at once.
@@ -219,6 +228,7 @@ struct TileSilu {
   // Of the kernels: from zero, and empty again behind the last token of a pair of stripes.
   TileBatch batches[kMostStages];
   uint64_t tick;
+  TileTrail trail;
 };
 
 /// Rows that are packed already (64 bytes a step) into a tile of each step.
