@@ -175,6 +175,26 @@ TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
   }
 }
 
+// What is multiplied in floats is listed as floats, whatever its type.
+TEST(GgufIntegers, RoutersOfSuchTypes_AreDecoded) {
+  for (const Type& type : kTypes) {
+    if (!type.decoded) {
+      continue;
+    }
+    RawGguf model = ModelOf(kTypes[7], kTypes[7]);
+    model.Find("blk.0.ffn_gate_inp.weight") =
+        RandomStack("blk.0.ffn_gate_inp.weight", {kHidden, kExperts}, type, 9);
+    const TemporaryDirectory folder;
+    folder.Write("a.gguf", model.Bytes());
+    const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    const auto router = (*checkpoint)->LoadRouter(0);
+    ASSERT_TRUE(router.ok()) << type.name << router.status().ToString();
+    EXPECT_EQ(router->weight.dtype(), DType::kF32) << type.name;
+    EXPECT_EQ(router->weight.shape(), (Shape{kExperts, kHidden})) << type.name;
+  }
+}
+
 // A group of one value: its scale is zero and its minimum is not.
 TEST(GgufIntegers, GroupsOfOneValue_KeepIt) {
   const Type& q4_k = kTypes[7];

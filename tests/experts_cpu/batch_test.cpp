@@ -111,7 +111,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   if (compared == 0) {
     GTEST_SKIP() << "needs avx512_vnni";
   }
-  const auto kinds = static_cast<int64_t>(2 * std::size(kWeights) + 2);  // two each, e2m1 one more
+  const auto kinds = static_cast<int64_t>(2 * std::size(kIntegerWeights) + 2);  // two each, e2m1 one more
   EXPECT_EQ(compared % (kinds * static_cast<int64_t>(std::size(batches))), 0)
       << "all integer formats, with every kind that they have";
 }

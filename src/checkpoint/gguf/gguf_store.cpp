@@ -101,9 +101,12 @@ Status TensorStore::OpenGgufFile(const std::string& path, const CheckpointOption
 void TensorStore::ListGguf(const GgufHeader& header, int32_t number, const MixedExperts& mixed, bool decode) {
   const std::string file_name = fs::path(files_[static_cast<size_t>(number)]->path()).filename().string();
   for (const GgufTensor& tensor : header.tensors) {
-    const auto experts = mixed.find(ExpertsOf(tensor.name));
-    const BlockType* type = &ListedType(*FindBlockType(tensor.type),  // known: the header was checked
-                                        experts == mixed.end() ? nullptr : &experts->second, decode);
+    const std::string experts = ExpertsOf(tensor.name);
+    const auto common = mixed.find(experts);
+    // Routers and projections are read as floats, or in types that checkpoints have.
+    const BlockType* type =
+        &ListedType(*FindBlockType(tensor.type),  // known: the header was checked
+                    common == mixed.end() ? nullptr : &common->second, decode || experts.empty());
     if (type->parts.empty()) {
       TensorInfo info{tensor.name, DType::kU8, Shape(tensor.dims), file_name, tensor.end - tensor.begin, ""};
       info.problem = fmt::format("tensors of type {} are not read", type->name);
