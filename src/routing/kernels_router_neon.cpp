@@ -51,10 +51,12 @@ inline Lanes Load(const std::byte* row, int64_t column) {
   return lanes;
 }
 
+constexpr int kTileTokens = 4;
+
 #include "routing/router_tile.inc"
 
 }  // namespace
 
-const RouterKernels kRouterKernelsNeon = {Tile};
+const RouterKernels kRouterKernelsNeon = {Tile, kTileTokens};
 
 }  // namespace fusedmoe
