@@ -121,19 +121,15 @@ constexpr int SumChains() {
 /// beside chains that run ahead. Layers of Qwen3-30B-A3B with one token, at the beginning of units -> by
 /// steps, share of the read rate (Zen 5): INT4 per channel 86 -> 97, g128 86 -> 98, INT8 90 -> 96, g128 91 ->
 /// 97, g32 94 -> 95; four tokens as much. Kernels alone, share of a plain read, one token and two: INT4 g32
-/// 88 and 81 -> 95 and 96, with zero points 95 both ways and 95 -> 98. e2m1, whose groups wait for each
-/// other, gains nothing and loses up to 4 %, but for NVFP4 with two tokens; INT4 in groups of 16 was not
-/// measured.
+/// 88 and 81 -> 95 and 96, with zero points 95 both ways and 95 -> 98; g16 84 and 81 -> 95 and 97, with zero
+/// points 82 and 91 -> 98 and 101, those and scales in fp32 75 and 78 -> 83 and 87. e2m1, whose groups wait
+/// for each other, gains nothing and loses up to 4 %, but for NVFP4 with two tokens.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksBySteps() {
-  using Panel = IntegerPanel<kWeight>;
   if (!kHasWideDot || kHeight > 2) {
     return false;
   }
-  if (Panel::kE2m1) {
-    return kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2;
-  }
-  return kWeight != kWeightU4Group16;
+  return !IntegerPanel<kWeight>::kE2m1 || (kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2);
 }
 
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
