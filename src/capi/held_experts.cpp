@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include "capi/handles.hpp"
+#include "numerics/element_types.hpp"
 
 namespace fusedmoe::capi {
 namespace {
@@ -46,6 +47,9 @@ Result<CanonicalMatrix> ToMatrix(const fmoe_matrix& from, const WeightFormat& fo
   if (!matrix.zero_point.empty()) {
     matrix.format.zero_point_dtype = matrix.zero_point.dtype();
   }
+  if (format.may_have_zero_point && !matrix.block_scale.empty() && IsPlainFloat(matrix.block_scale.dtype())) {
+    matrix.format.block_scale_dtype = matrix.block_scale.dtype();
+  }
   if (from.tensor_scale != nullptr) {
     matrix.tensor_scale = *from.tensor_scale;
   }
@@ -82,7 +86,7 @@ Result<CanonicalExpert> LoadHeld(const fmoe_expert_source& source, const WeightF
 }
 
 /// Types that a scheme leaves open are those of expert 0: of plain weights, and of scales in F32, F16 or
-/// BF16.
+/// BF16, which those of weight-only integers may be too, each matrix for itself.
 Result<Scheme> SchemeOf(const fmoe_layer_config& from, const MoeConfig& config,
                         const fmoe_expert_source& source) {
   const int64_t reductions[] = {config.hidden, config.intermediate};
@@ -93,7 +97,8 @@ Result<Scheme> SchemeOf(const fmoe_layer_config& from, const MoeConfig& config,
   if (!format.quantized() && !first.up.codes.empty()) {
     format.element = first.up.codes.dtype();
   }
-  if (format.block_scale_dtype == DType::kF32 && !first.up.block_scale.empty()) {
+  if ((format.block_scale_dtype == DType::kF32 || format.may_have_zero_point) &&
+      !first.up.block_scale.empty()) {
     format.block_scale_dtype = first.up.block_scale.dtype();
   }
   return scheme;

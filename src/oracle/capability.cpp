@@ -274,6 +274,15 @@ class Checker {
     if (ask_.weights_have_zero_points && !can_.zero_points) {
       Object(Reason::kZeroPoint, "takes no zero points", "zero points", "symmetric weights");
     }
+    const WeightFormat& weight = ask_.scheme.weight;
+    if (ask_.weights_have_zero_points && can_.zero_points && weight.zero_point_dtype != DType::kU8) {
+      Object(Reason::kZeroPoint, "takes zero points that are codes",
+             fmt::format("zero points of {}", DTypeName(weight.zero_point_dtype)), "U8");
+    }
+    if (weight.block.row == 1 && weight.block.col > 0 && weight.block.col % can_.group_multiple != 0) {
+      Object(Reason::kScheme, "knows no such groups", fmt::format("groups of {}", weight.block.col),
+             fmt::format("a multiple of {}", can_.group_multiple));
+    }
     if (ask_.weights_have_group_index && !can_.group_index) {
       Object(Reason::kZeroPoint, "takes no activation order", "a group index", "groups in order");
     }

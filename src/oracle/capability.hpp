@@ -103,7 +103,8 @@ struct Capability {
   ExpertIds ids = ExpertIds::kMapped;
   ActivationFormatKind format = ActivationFormatKind::kStandard;
   bool bias = false;
-  bool zero_points = false;
+  bool zero_points = false;    ///< codes of the element
+  int64_t group_multiple = 1;  ///< of integers: columns of a group
   bool group_index = false;
   bool batch_invariant = false;
   bool lora = false;

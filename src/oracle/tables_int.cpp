@@ -19,6 +19,7 @@ constexpr Capability kTriton[] = {Triton(kInt8Pairs)};
 constexpr Capability MarlinInteger(std::span<const SchemePair> schemes, ActivationFormatKind format) {
   Capability marlin = Marlin(schemes, format);
   marlin.zero_points = true;
+  marlin.group_multiple = 32;
   marlin.group_index = true;
   return marlin;
 }

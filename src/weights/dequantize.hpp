@@ -20,8 +20,9 @@ Status ValidateCanonical(const CanonicalMatrix& matrix);
 /// real = (code - zero) * block_scale * channel_scale * tensor_scale.
 ///
 /// The fp32 form is the product rounded once whenever at most one factor besides the code has more than 16
-/// bits, which holds for every scheme of the table; with two fp32 factors (F32 blocks below an F32 channel or
-/// tensor scale) the product is formed in fp64 and rounded once. The fp64 form multiplies in fp64.
+/// bits, which holds for every scheme of the table (zero points of F32 round `code - zero` too); with two
+/// fp32 factors (F32 blocks below an F32 channel or tensor scale) the product is formed in fp64 and rounded
+/// once. The fp64 form multiplies in fp64.
 ///
 /// The matrix must have passed ValidateCanonical and must outlive the decoder. Does not allocate; any number
 /// of threads may share one decoder.

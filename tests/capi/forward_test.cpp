@@ -113,6 +113,36 @@ TEST(CApi, LayerOfHeldExperts_GivesTheBitsOfTheCppLayer) {
   }
 }
 
+// As the types of GGUF become: F32 scales, and zero points that are no codes.
+TEST(CApi, ScalesAndZeroPointsOfIntegers_MayBeF32) {
+  RandomLayer random = MakeRandomLayer(SmallConfig(), "int4_w4a16:g32", 5);
+  random.source.load = [load = random.source.load](int64_t index) -> Result<CanonicalExpert> {
+    FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+    for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+      const Shape shape = matrix->block_scale.shape();
+      Tensor scales = *Tensor::Allocate(DType::kF32, shape), zeros = *Tensor::Allocate(DType::kF32, shape);
+      for (int64_t i = 0; i < shape.count(); ++i) {
+        scales.mutable_view().as<float>()[i] = 0.01F + 0.001F * static_cast<float>((i + index) % 7);
+        zeros.mutable_view().as<float>()[i] = 6.3F + 0.1F * static_cast<float>(i % 11);
+      }
+      matrix->block_scale = std::move(scales);
+      matrix->zero_point = std::move(zeros);
+      matrix->format.block_scale_dtype = matrix->format.zero_point_dtype = DType::kF32;
+    }
+    return expert;
+  };
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  const fmoe_layer_config config = ToC(random.config, "int4_w4a16:g32");
+  Loaded loaded;
+  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+  const auto cpp = MoeLayer::Create(random.config, random.source, RouterWeights{}, {});
+  ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kBF16, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+  EXPECT_EQ(loaded.Run(hidden, logits), RunCpp(**cpp, hidden, logits));
+}
+
 TEST(CApi, ForwardAllocatesNothing) {
   const HeldLayer layer("nvfp4_w4a16");
   const fmoe_layer_config& config = layer.config;

@@ -175,6 +175,34 @@ TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
   }
 }
 
+// The gate of shared experts and Arctic's norm are floats beside matrices of any type.
+TEST(GgufIntegers, FloatsBesideExperts_LeaveThemTheirCodes) {
+  const Type& q4_k = kTypes[7];
+  RawGguf model = ModelOf(q4_k, q4_k);
+  for (auto& [key, bytes] : model.values) {
+    if (key == "general.architecture") {
+      bytes = Raw(kText) + Text("qwen2moe");
+    } else if (key.starts_with("qwen3moe.")) {
+      key = "qwen2moe." + key.substr(9);
+    }
+  }
+  model.tensors.push_back(Stack("blk.0.ffn_norm_exps.weight", {kHidden}, kTypeF32));
+  model.tensors.push_back(Stack("blk.0.ffn_gate_inp_shexp.weight", {kHidden}, kTypeF32));
+  model.tensors.push_back(RandomStack("blk.0.ffn_gate_shexp.weight", {kHidden, kInner}, q4_k, 4));
+  model.tensors.push_back(RandomStack("blk.0.ffn_up_shexp.weight", {kHidden, kInner}, q4_k, 5));
+  model.tensors.push_back(RandomStack("blk.0.ffn_down_shexp.weight", {kInner, kHidden}, q4_k, 6));
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", model.Bytes());
+  const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+  EXPECT_EQ((*checkpoint)->Experts(0)->scheme.name, q4_k.scheme);
+  const auto shared = (*checkpoint)->SharedExperts(0);
+  ASSERT_TRUE(shared.ok()) << shared.status().ToString();
+  ASSERT_TRUE(shared->has_value());
+  EXPECT_EQ((*shared)->source.scheme.name, q4_k.scheme);
+  EXPECT_FALSE((*shared)->gate.empty());
+}
+
 // What is multiplied in floats is listed as floats, whatever its type.
 TEST(GgufIntegers, RoutersOfSuchTypes_AreDecoded) {
   for (const Type& type : kTypes) {

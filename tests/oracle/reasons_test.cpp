@@ -41,6 +41,13 @@ const std::vector<Row>& Rows() {
        [](ExplainRequest& r) { r.config.has_bias = true; }},
       {Reason::kZeroPoint, "fp8_w8a16", "sm90", "MARLIN",
        [](ExplainRequest& r) { r.weights_have_zero_points = true; }},
+      {Reason::kZeroPoint, "int4_w4a16:g32", "sm90", "MARLIN",
+       [](ExplainRequest& r) {
+         r.weights_have_zero_points = true;
+         r.scheme.weight.zero_point_dtype = DType::kF32;
+       }},
+      {Reason::kScheme, "int4_w4a16:g32", "sm90", "MARLIN",
+       [](ExplainRequest& r) { r.scheme = *ParseScheme("int4_w4a16:g16"); }},
       {Reason::kParallel, "nvfp4_w4a4", "sm100", "VLLM_CUTLASS",
        [](ExplainRequest& r) { r.config.parallel = ExpertParallel(8, "allgather_reducescatter"); }},
       {Reason::kAllToAll, "nvfp4_w4a4", "sm90", "MARLIN",

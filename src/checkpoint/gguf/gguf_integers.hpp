@@ -81,8 +81,11 @@ struct Q2K {
   static constexpr int kBits = 2, kCenter = 0;
   static constexpr bool kMinima = true;
   static void Codes(const std::byte* block, uint8_t* codes) {
-    for (int64_t i = 0; i < kSuper; ++i) {
-      codes[i] = Byte(block, 16 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3U;
+    for (int64_t part = 0; part < 8; ++part, codes += 32) {
+      const std::byte* from = block + 16 + part / 4 * 32;
+      for (int64_t j = 0; j < 32; ++j) {
+        codes[j] = Byte(from, j) >> (part % 4 * 2) & 3U;
+      }
     }
   }
   static void Scales(const std::byte* block, float* scales, float* minima) {
@@ -100,9 +103,12 @@ struct Q3K {
   static constexpr int kBits = 3, kCenter = 4;
   static constexpr bool kMinima = false;
   static void Codes(const std::byte* block, uint8_t* codes) {
-    for (int64_t i = 0; i < kSuper; ++i) {
-      const int low = Byte(block, 32 + i / 128 * 32 + i % 32) >> (i % 128 / 32 * 2) & 3;
-      codes[i] = static_cast<uint8_t>(low | (Byte(block, i % 32) >> (i / 32) & 1) << 2);
+    for (int64_t part = 0; part < 8; ++part, codes += 32) {
+      const std::byte* low = block + 32 + part / 4 * 32;
+      for (int64_t j = 0; j < 32; ++j) {
+        const int two = Byte(low, j) >> (part % 4 * 2) & 3;
+        codes[j] = static_cast<uint8_t>(two | (Byte(block, j) >> part & 1) << 2);
+      }
     }
   }
   static void Scales(const std::byte* block, float* scales, float* minima) {
@@ -154,11 +160,12 @@ struct Q6K {
   static constexpr int kBits = 6, kCenter = 32;
   static constexpr bool kMinima = false;
   static void Codes(const std::byte* block, uint8_t* codes) {
-    for (int64_t half = 0; half < 2; ++half, codes += 128) {
-      const std::byte *low = block + half * 64, *high = block + 128 + half * 32;
-      for (int64_t j = 0; j < 128; ++j) {
-        const int nibble = Byte(low, j % 64) >> (j / 64 * 4) & 15;
-        codes[j] = static_cast<uint8_t>(nibble | (Byte(high, j % 32) >> (j / 32 * 2) & 3) << 4);
+    for (int64_t part = 0; part < 8; ++part, codes += 32) {
+      const std::byte* low = block + part / 4 * 64 + part % 2 * 32;
+      const std::byte* high = block + 128 + part / 4 * 32;
+      for (int64_t j = 0; j < 32; ++j) {
+        const int nibble = Byte(low, j) >> (part % 4 / 2 * 4) & 15;
+        codes[j] = static_cast<uint8_t>(nibble | (Byte(high, j) >> (part % 4 * 2) & 3) << 4);
       }
     }
   }

@@ -29,13 +29,16 @@ Result<std::string> PartOf(const std::string& first, int64_t index, int64_t coun
          fmt::format("-{:05}-of-{:05}.gguf", index + 1, count);
 }
 
-// Of "blk.3.ffn_down_exps.weight" "blk.3.ffn_exps": what the matrices of a layer's routed, or shared, experts
-// have in common. Empty for other tensors.
+// Of "blk.3.ffn_down_exps.weight" "blk.3_exps.weight": what the matrices of a layer's routed, or shared,
+// experts have in common. Empty for other tensors, such as the gate of shared experts (ffn_gate_inp_shexp)
+// and Arctic's norm (ffn_norm_exps), which are floats beside matrices of any type.
 std::string ExpertsOf(std::string_view name) {
-  const size_t at = name.find(".ffn_");
-  for (const std::string_view ending : {"_exps.weight", "_shexp.weight"}) {
-    if (at != std::string_view::npos && name.ends_with(ending)) {
-      return fmt::format("{}{}", name.substr(0, at), ending);
+  for (const std::string_view matrix : {".ffn_gate", ".ffn_up", ".ffn_down", ".ffn_gate_up"}) {
+    for (const std::string_view experts : {"_exps.weight", "_shexp.weight"}) {
+      const size_t ending = matrix.size() + experts.size();
+      if (name.ends_with(experts) && name.substr(0, name.size() - experts.size()).ends_with(matrix)) {
+        return fmt::format("{}{}", name.substr(0, name.size() - ending), experts);
+      }
     }
   }
   return "";

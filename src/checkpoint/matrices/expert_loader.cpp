@@ -101,7 +101,9 @@ CanonicalMatrix& MatrixOf(CanonicalExpert& expert, Projection projection) {
 }
 
 // Of one matrix, by the names and types of its tensors; what cannot be read is reported by whoever loads it.
-MatrixFeatures StoredFeatures(const LayerContext& context, const Located& located) {
+// Whether an activation order is none is known when its values are read: of all experts where the metadata
+// say that there are such, else of the first.
+MatrixFeatures StoredFeatures(const LayerContext& context, const Located& located, bool first) {
   MatrixFeatures features;
   const Result<LinearFormat> format = RoutedFormat(context, located);
   if (!format.ok()) {
@@ -112,7 +114,7 @@ MatrixFeatures StoredFeatures(const LayerContext& context, const Located& locate
   features.zero_point = has(format->zero_point);
   features.zero_point_dtype = format->weight.zero_point_dtype;
   features.pre_quant_scale = has(format->pre_quant_scale);
-  if (has(format->group_index)) {
+  if (has(format->group_index) && (first || format->group_index_required)) {
     const Result<Tensor> index = ReadGroupIndex(tensors, *format);
     features.group_index = index.ok() && !index->empty();
   }
@@ -139,7 +141,7 @@ class LayerFeatures {
     for (int64_t expert = 0; expert < count; ++expert) {
       for (const Projection projection : Projections(context)) {
         MatrixFeatures& all = projection == Projection::kDown ? features_.down : features_.gate_up;
-        all.Join(StoredFeatures(context, Locate(context, expert, projection)));
+        all.Join(StoredFeatures(context, Locate(context, expert, projection), expert == 0));
       }
     }
   }

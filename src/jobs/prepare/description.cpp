@@ -340,6 +340,10 @@ void Fields(Archive& archive, WeightFormat& format) {
   archive.Flag("has_tensor_scale", format.has_tensor_scale);
   archive.Flag("may_have_zero_point", format.may_have_zero_point);
   archive.TypeUnless("zero_point_dtype", format.zero_point_dtype, DType::kU8);
+  archive.Require(
+      "zero_point_dtype",
+      [&] { return format.zero_point_dtype == DType::kU8 || format.zero_point_dtype == DType::kF32; },
+      "U8 or F32");
 }
 
 /// What the schemes of this library are made of; anything else would reach decoders that do not know it.
