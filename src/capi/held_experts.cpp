@@ -1,7 +1,6 @@
 #include <fmt/format.h>
 
 #include "capi/handles.hpp"
-#include "numerics/element_types.hpp"
 
 namespace fusedmoe::capi {
 namespace {
@@ -47,8 +46,10 @@ Result<CanonicalMatrix> ToMatrix(const fmoe_matrix& from, const WeightFormat& fo
   if (!matrix.zero_point.empty()) {
     matrix.format.zero_point_dtype = matrix.zero_point.dtype();
   }
-  if (format.may_have_zero_point && !matrix.block_scale.empty() && IsPlainFloat(matrix.block_scale.dtype())) {
-    matrix.format.block_scale_dtype = matrix.block_scale.dtype();
+  const DType scales = matrix.block_scale.empty() ? format.block_scale_dtype : matrix.block_scale.dtype();
+  if (format.may_have_zero_point &&
+      (scales == DType::kF32 || scales == DType::kF16 || scales == DType::kBF16)) {
+    matrix.format.block_scale_dtype = scales;
   }
   if (from.tensor_scale != nullptr) {
     matrix.tensor_scale = *from.tensor_scale;
