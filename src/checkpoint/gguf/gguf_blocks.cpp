@@ -80,6 +80,18 @@ constexpr BlockPart CodesOf() {
   }
 }
 
+template <typename Type, int64_t kGroup>
+constexpr BlockPart ScalesOf() {
+  constexpr int64_t kGroups = Type::kElements / kGroup;
+  return {".weight_scale", DType::kF32, kGroups, kGroups * 4, GroupScales<Type, kGroup>};
+}
+
+template <typename Type, int64_t kGroup>
+constexpr BlockPart ZerosOf() {
+  constexpr int64_t kGroups = Type::kElements / kGroup;
+  return {".weight_zero", DType::kF32, kGroups, kGroups * 4, GroupZeros<Type, kGroup>};
+}
+
 /// Codes of kBits below the F16 scale that begins each block.
 template <typename Type, int kBits>
 constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
@@ -87,16 +99,12 @@ constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
 
 /// Below F32 scales of kGroup elements.
 template <typename Type, int kBits, int64_t kGroup>
-constexpr BlockPart kWithFloats[] = {CodesOf<Type, kBits, false>(),
-                                     {".weight_scale", DType::kF32, Type::kElements / kGroup,
-                                      Type::kElements / kGroup * 4, GroupScales<Type, kGroup>}};
+constexpr BlockPart kWithFloats[] = {CodesOf<Type, kBits, false>(), ScalesOf<Type, kGroup>()};
 
 /// With zero points besides.
 template <typename Type, int kBits, int64_t kGroup>
-constexpr BlockPart kWithZeros[] = {CodesOf<Type, kBits, true>(), kWithFloats<Type, kBits, kGroup>[1], {
-                                      ".weight_zero", DType::kF32, Type::kElements / kGroup,
-                                          Type::kElements / kGroup * 4, GroupZeros<Type, kGroup>
-                                    }};
+constexpr BlockPart kWithZeros[] = {CodesOf<Type, kBits, true>(), ScalesOf<Type, kGroup>(),
+                                    ZerosOf<Type, kGroup>()};
 
 template <typename Type>
 constexpr BlockPart kValues[] = {

@@ -62,7 +62,8 @@ MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
     }
   }
   MixedExperts mixed;
-  for (const auto& [experts, own] : types) {
+  for (const auto& entry : types) {
+    const std::vector<const BlockType*>& own = entry.second;
     if (std::all_of(own.begin(), own.end(), [&](const BlockType* type) { return type == own.front(); })) {
       continue;
     }
@@ -74,7 +75,7 @@ MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
     const bool integers = std::all_of(own.begin(), own.end(), [&](const BlockType* type) {
       return BytesType(*type, common.group, common.zeros) != nullptr;
     });
-    mixed.emplace(experts, integers ? common : IntegerBlocks{});
+    mixed.emplace(entry.first, integers ? common : IntegerBlocks{});
   }
   return mixed;
 }

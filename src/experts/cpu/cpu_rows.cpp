@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/cpu_experts.hpp"
 #include "experts/cpu/cpu_run.hpp"
 #include "experts/cpu/row_quantizer.hpp"
