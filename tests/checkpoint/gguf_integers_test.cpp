@@ -6,10 +6,9 @@
 #include <cmath>
 #include <random>
 
-#include <fusedmoe/checkpoint.hpp>
-
+#include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
-#include "support/temporary_directory.hpp"
+
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {
