@@ -8,7 +8,6 @@
 
 #include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
-
 #include "weights/dequantize.hpp"
 
 namespace fusedmoe {

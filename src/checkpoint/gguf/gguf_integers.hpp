@@ -56,22 +56,26 @@ struct Old {
   }
   static void Scales(const std::byte* block, float* scales, float* minima) {
     scales[0] = Half(block);
-    minima[0] = kHasMinimum ? -Half(block + 2) : 0.0F;
+    if constexpr (kHasMinimum) {
+      minima[0] = -Half(block + 2);
+    }
   }
 };
 
-struct Q8_0 {
-  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 34;
-  static constexpr int kBits = 8, kCenter = 128;
+/// A block with one scale, in F16 at its beginning.
+struct OneScale {
+  static constexpr int64_t kElements = 32, kGroup = 32;
   static constexpr bool kMinima = false;
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) { scales[0] = Half(block); }
+};
+
+struct Q8_0 : OneScale {
+  static constexpr int64_t kBytes = 34;
+  static constexpr int kBits = 8, kCenter = 128;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t j = 0; j < 32; ++j) {
       codes[j] = Byte(block, 2 + j) ^ 0x80U;
     }
-  }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
-    scales[0] = Half(block);
-    minima[0] = 0.0F;
   }
 };
 
@@ -111,13 +115,12 @@ struct Q3K {
       }
     }
   }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     const float scale = Half(block + 108);
     for (int64_t group = 0; group < 16; ++group) {
       const int low = Byte(block, 96 + group % 8) >> (group / 8 * 4) & 15;
       const int high = Byte(block, 104 + group % 4) >> (group / 4 * 2) & 3;
       scales[group] = scale * static_cast<float>((low | high << 4) - 32);
-      minima[group] = 0.0F;
     }
   }
 };
@@ -169,11 +172,10 @@ struct Q6K {
       }
     }
   }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     const float scale = Half(block + 208);
     for (int64_t group = 0; group < 16; ++group) {
       scales[group] = scale * static_cast<float>(static_cast<int8_t>(Byte(block, 192 + group)));
-      minima[group] = 0.0F;
     }
   }
 };
@@ -181,17 +183,12 @@ struct Q6K {
 /// Values of IQ4_NL and IQ4_XS, around 128.
 inline constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
-struct Iq4Nl {
-  static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 18;
+struct Iq4Nl : OneScale {
+  static constexpr int64_t kBytes = 18;
   static constexpr int kBits = 8, kCenter = 128;
-  static constexpr bool kMinima = false;
   static void Codes(const std::byte* block, uint8_t* codes) {
     Nibbles32(block + 2, codes);
     std::transform(codes, codes + 32, codes, [](uint8_t index) { return kIq4[index]; });
-  }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
-    scales[0] = Half(block);
-    minima[0] = 0.0F;
   }
 };
 
@@ -205,13 +202,12 @@ struct Iq4Xs {
       Iq4Nl::Codes(block + 8 + group * 16 - 2, codes + group * 32);
     }
   }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     const float scale = Half(block);
     const int high = Byte(block, 2) | Byte(block, 3) << 8;
     for (int64_t group = 0; group < 8; ++group) {
       const int low = Byte(block, 4 + group / 2) >> (group % 2 * 4) & 15;
       scales[group] = scale * static_cast<float>((low | (high >> (2 * group) & 3) << 4) - 32);
-      minima[group] = 0.0F;
     }
   }
 };
@@ -227,10 +223,9 @@ struct Mxfp4 {
     Nibbles32(block + 1, codes);
     std::transform(codes, codes + 32, codes, [](uint8_t code) { return kHalves[code]; });
   }
-  static void Scales(const std::byte* block, float* scales, float* minima) {
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     DecodeRow(DType::kF8E8M0, block, 0, 1, scales);
     scales[0] *= 0.5F;
-    minima[0] = 0.0F;
   }
 };
 
@@ -238,7 +233,7 @@ struct Mxfp4 {
 template <typename Type>
 struct Groups {
   static constexpr int64_t kCount = Type::kElements / Type::kGroup;
-  float scales[kCount], minima[kCount];
+  float scales[kCount], minima[kCount] = {};
   explicit Groups(const std::byte* block) { Type::Scales(block, scales, minima); }
 };
 
