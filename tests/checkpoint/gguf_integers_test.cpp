@@ -1,11 +1,14 @@
-// GGUF types of integers: the codes, scales and zero points that they are listed as mean the values that they
-// decode to.
+// GGUF types of integers: what they decode to, and that the codes, scales and zero points that they are
+// listed as mean the same values.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <random>
 
+#include <fusedmoe/safetensors.hpp>
+
+#include "checkpoint/gguf/gguf_blocks.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
 #include "weights/dequantize.hpp"
@@ -24,24 +27,47 @@ struct Type {
   int64_t elements, bytes;
   int64_t scale_at;    // of the F16 scale in a block
   int64_t minimum_at;  // of the F16 minimum; -1: none
+  bool zeros;          // listed with zero points
   bool decoded;        // for writers
 };
 
-constexpr Type kTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 0, -1, false},
-                           {3, "Q4_1", "int4_w4a16:g32", 32, 20, 0, 2, true},
-                           {6, "Q5_0", "int8_w8a16:g32", 32, 22, 0, -1, true},
-                           {7, "Q5_1", "int8_w8a16:g32", 32, 24, 0, 2, true},
-                           {8, "Q8_0", "int8_w8a16:g32", 32, 34, 0, -1, false},
-                           {10, "Q2_K", "int4_w4a16:g16", 256, 84, 80, 82, true},
-                           {11, "Q3_K", "int4_w4a16:g16", 256, 110, 108, -1, true},
-                           {12, "Q4_K", "int4_w4a16:g32", 256, 144, 0, 2, true},
-                           {13, "Q5_K", "int8_w8a16:g32", 256, 176, 0, 2, true},
-                           {14, "Q6_K", "int8_w8a16:g16", 256, 210, 208, -1, true},
-                           {20, "IQ4_NL", "int8_w8a16:g32", 32, 18, 0, -1, true},
-                           {23, "IQ4_XS", "int8_w8a16:g32", 256, 136, 0, -1, true}};
+constexpr Type kTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 0, -1, false, false},
+                           {3, "Q4_1", "int4_w4a16:g32", 32, 20, 0, 2, true, true},
+                           {6, "Q5_0", "int8_w8a16:g32", 32, 22, 0, -1, false, true},
+                           {7, "Q5_1", "int8_w8a16:g32", 32, 24, 0, 2, true, true},
+                           {8, "Q8_0", "int8_w8a16:g32", 32, 34, 0, -1, false, false},
+                           {10, "Q2_K", "int4_w4a16:g16", 256, 84, 80, 82, true, true},
+                           {11, "Q3_K", "int4_w4a16:g16", 256, 110, 108, -1, false, true},
+                           {12, "Q4_K", "int4_w4a16:g32", 256, 144, 0, 2, true, true},
+                           {13, "Q5_K", "int8_w8a16:g32", 256, 176, 0, 2, true, true},
+                           {14, "Q6_K", "int8_w8a16:g16", 256, 210, 208, -1, false, true},
+                           {16, "IQ2_XXS", "int8_w8a16:g32", 256, 66, 0, -1, false, true},
+                           {17, "IQ2_XS", "int8_w8a16:g16", 256, 74, 0, -1, false, true},
+                           {18, "IQ3_XXS", "int8_w8a16:g32", 256, 98, 0, -1, false, true},
+                           {19, "IQ1_S", "int4_w4a16:g32", 256, 50, 0, -1, true, true},
+                           {20, "IQ4_NL", "int8_w8a16:g32", 32, 18, 0, -1, false, true},
+                           {21, "IQ3_S", "int4_w4a16:g32", 256, 110, 0, -1, true, true},
+                           {22, "IQ2_S", "int8_w8a16:g16", 256, 82, 0, -1, false, true},
+                           {23, "IQ4_XS", "int8_w8a16:g32", 256, 136, 0, -1, false, true},
+                           {29, "IQ1_M", "int8_w8a16:g16", 256, 56, 48, -1, false, true},
+                           {34, "TQ1_0", "int4_w4a16:g32", 256, 54, 52, -1, false, true},
+                           {35, "TQ2_0", "int4_w4a16:g32", 256, 66, 64, -1, false, true},
+                           {41, "Q1_0", "int4_w4a16:g32", 128, 18, 0, -1, false, true}};
 
 void PutHalf(std::string& block, int64_t at, uint16_t half) {
   block.replace(static_cast<size_t>(at), 2, Raw(half));
+}
+
+/// IQ1_M has its scale in the upper nibbles of four words.
+void PutScale(std::string& block, const Type& type, uint16_t half) {
+  if (std::string_view(type.name) != "IQ1_M") {
+    PutHalf(block, type.scale_at, half);
+    return;
+  }
+  for (int64_t word = 0; word < 4; ++word) {
+    char& byte = block[static_cast<size_t>(type.scale_at + 2 * word + 1)];
+    byte = static_cast<char>((byte & 15) | (half >> (4 * word) & 15) << 4);
+  }
 }
 
 /// Random bytes below scales of 2^-8 to 2^-5 and minima of 2^-9 to 2^-6, of either sign; every eighth scale
@@ -63,7 +89,7 @@ RawGguf::Tensor RandomStack(const std::string& name, std::vector<uint64_t> dims,
     const auto half = [&](uint32_t exponent) {
       return static_cast<uint16_t>((random() & 1U) << 15 | exponent << 10 | (random() & 0x3ffU));
     };
-    PutHalf(block, type.scale_at, i % 8 == 7 ? uint16_t{0} : half(7 + random() % 3));
+    PutScale(block, type, i % 8 == 7 ? uint16_t{0} : half(7 + random() % 3));
     if (type.minimum_at >= 0) {
       PutHalf(block, type.minimum_at, half(6 + random() % 3));
     }
@@ -131,6 +157,45 @@ void ExpectSameValues(const CanonicalMatrix& integers, const CanonicalMatrix& de
   EXPECT_GT(largest, 0.0);
 }
 
+// The values of the gguf package's own decoder, bit for bit.
+TEST(GgufBlocks, DecodeAsThePackageDoes) {
+  const auto file = ReadSafetensors(FMOE_GOLDEN_DIR "/gguf/blocks.safetensors");
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  for (const Type& type : kTypes) {
+    if (std::string_view(type.name) == "Q1_0") {  // which that decoder lacks
+      continue;
+    }
+    SCOPED_TRACE(type.name);
+    const checkpoint::BlockType* found = checkpoint::FindBlockType(type.id);
+    ASSERT_TRUE(found != nullptr);
+    const checkpoint::BlockType& decoded = checkpoint::DecodedType(*found);
+    ASSERT_EQ(decoded.parts.size(), 1U);
+    ASSERT_EQ(decoded.parts[0].dtype, DType::kF32);
+    const Tensor* blocks = file->Find(std::string(type.name) + ".blocks");
+    const Tensor* values = file->Find(std::string(type.name) + ".values");
+    ASSERT_TRUE(blocks != nullptr && values != nullptr);
+    ASSERT_EQ(blocks->dim(1), decoded.bytes);
+    ASSERT_EQ(values->dim(1), decoded.elements);
+    std::vector<float> ours(static_cast<size_t>(values->shape().count()));
+    decoded.parts[0].decode(blocks->view().data(), blocks->dim(0), reinterpret_cast<std::byte*>(ours.data()));
+    for (size_t i = 0; i < ours.size(); ++i) {
+      ASSERT_EQ(ours[i], values->view().as<float>()[i]) << "element " << i;
+    }
+  }
+}
+
+TEST(GgufBlocks, Q1_0_IsAScaleAndSigns) {
+  const checkpoint::BlockType& decoded = checkpoint::DecodedType(*checkpoint::FindBlockType(41));
+  std::string block = Raw<uint16_t>(0x4100) + std::string("\x05\x00\x80", 3) + std::string(13, '\0');  // 2.5
+  ASSERT_EQ(static_cast<int64_t>(block.size()), decoded.bytes);
+  float values[128];
+  decoded.parts[0].decode(reinterpret_cast<const std::byte*>(block.data()), 1,
+                          reinterpret_cast<std::byte*>(values));
+  for (int i = 0; i < 128; ++i) {
+    EXPECT_EQ(values[i], i == 0 || i == 2 || i == 23 ? 2.5F : -2.5F) << "element " << i;
+  }
+}
+
 class GgufIntegers : public testing::TestWithParam<Type> {};
 
 INSTANTIATE_TEST_SUITE_P(Types, GgufIntegers, testing::ValuesIn(kTypes),
@@ -145,7 +210,7 @@ TEST_P(GgufIntegers, CodesBelowScales_MeanTheDecodedValues) {
   EXPECT_EQ(integers.scheme.name, type.scheme);
   EXPECT_EQ(decoded.scheme.name, type.decoded ? "unquantized" : type.scheme);
   for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
-    EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), type.minimum_at < 0);
+    EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), !type.zeros);
     if (type.decoded) {
       ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
     }
@@ -167,7 +232,7 @@ TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
     const auto has16 = [](const Type& one) { return std::string_view(one.scheme).ends_with("g16"); };
     EXPECT_EQ(integers.scheme.name, has16(type) || has16(down) ? "int8_w8a16:g16" : "int8_w8a16:g32");
     EXPECT_EQ(decoded.scheme.name, "unquantized");
-    const bool zeros = type.minimum_at >= 0 || down.minimum_at >= 0;
+    const bool zeros = type.zeros || down.zeros;
     for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
       EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), !zeros);
       ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);

@@ -174,7 +174,7 @@ std::vector<Damage> Damages() {
       {"an unread type",
        [up](RawGguf& m) {
          m.tensors.pop_back();
-         m.tensors.push_back(Stack("blk.0.ffn_down_exps.weight", {256, kHiddenSize, 2}, kTypeIq2Xs));
+         m.tensors.push_back(Stack("blk.0.ffn_down_exps.weight", {256, kHiddenSize, 2}, kTypeQ8K));
        },
        kUnsupported},
       {"no dimension", [up](RawGguf& m) { m.Find(up).dims.clear(); }},

@@ -28,8 +28,8 @@ std::string Block(uint32_t type) {
     }
     return block;
   }
-  if (type == kTypeIq2Xs) {
-    return std::string(74, '\0');
+  if (type == kTypeQ8K) {
+    return std::string(292, '\0');
   }
   // Nibbles: element j below element j + half; halves of 16 (of 8 in NVFP4).
   const int half = type == kTypeNvfp4 ? 8 : 16;
@@ -43,7 +43,7 @@ std::string Block(uint32_t type) {
 }
 
 int64_t ElementsOf(uint32_t type) {
-  return type == kTypeF32 ? 1 : type == kTypeNvfp4 ? 64 : type == kTypeIq2Xs ? 256 : 32;
+  return type == kTypeF32 ? 1 : type == kTypeNvfp4 ? 64 : type == kTypeQ8K ? 256 : 32;
 }
 
 }  // namespace

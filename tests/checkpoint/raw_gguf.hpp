@@ -12,7 +12,7 @@ namespace fusedmoe::testing_support {
 
 inline constexpr uint32_t kUint8 = 0, kUint32 = 4, kFloat32 = 6, kBoolean = 7, kText = 8, kArray = 9,
                           kUint64 = 10;
-inline constexpr uint32_t kTypeF32 = 0, kTypeQ4_0 = 2, kTypeQ8_0 = 8, kTypeIq2Xs = 17, kTypeMxfp4 = 39,
+inline constexpr uint32_t kTypeF32 = 0, kTypeQ4_0 = 2, kTypeQ8_0 = 8, kTypeQ8K = 15, kTypeMxfp4 = 39,
                           kTypeNvfp4 = 40;
 inline constexpr int64_t kHiddenSize = 64, kMiddle = 64;
 

@@ -13,8 +13,9 @@ if not MISSING:
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYER, TOKENS = 256, 512, 4, 2, 1, 9
 QUANTIZED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
-             "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"]
-REFUSED = ["IQ2_XXS", "IQ3_S", "TQ1_0", "TQ2_0"]
+             "IQ4_NL", "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0",
+             "MXFP4", "NVFP4"]
+REFUSED = ["Q8_K"]
 
 
 def encode(generator, shape, kind):
@@ -26,10 +27,15 @@ def encode(generator, shape, kind):
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         data = generator.integers(0, 256, (*shape[:-1], shape[-1] // elements, size), dtype=np.uint8)
         scales = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,),
-                  Type.IQ4_NL: (0,), Type.IQ4_XS: (0,)}.get(kind, ())
+                  Type.IQ4_NL: (0,), Type.IQ4_XS: (0,), Type.IQ1_S: (0,), Type.IQ2_XXS: (0,), Type.IQ2_XS: (0,),
+                  Type.IQ2_S: (0,), Type.IQ3_XXS: (0,), Type.IQ3_S: (0,)}.get(kind, ())
         for at in scales:
             small = generator.uniform(1e-4, 4e-4, data.shape[:-1]).astype(np.float16)
             data[..., at:at + 2] = small[..., None].view(np.uint8)
+        if kind == Type.IQ1_M:  # the scale lies in the upper nibbles of four words
+            small = generator.uniform(1e-4, 4e-4, data.shape[:-1]).astype(np.float16).view(np.uint16)
+            for word in range(4):
+                data[..., 49 + 2 * word] = data[..., 49 + 2 * word] & 15 | (small >> 4 * word & 15) << 4
         if kind == Type.MXFP4:
             data[..., 0] = generator.integers(118, 124, data.shape[:-1])
         if kind == Type.NVFP4:
