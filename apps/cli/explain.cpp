@@ -68,13 +68,16 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   request.problem = fmt::format("{} layer {}", checkpoint->directory(), layer);
   request.config = description.config;
   request.scheme = description.scheme;
-  // Zero points, activation order and the type of scales are a matter of the tensors, alike in all experts.
+  // Zero points, activation order, smoothing factors and the type of scales are a matter of the tensors,
+  // alike in all experts.
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
   FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, experts.load(0));
   std::optional<DType> scales;
   for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
     request.weights_have_zero_points = request.weights_have_zero_points || !matrix->zero_point.empty();
     request.weights_have_group_index = request.weights_have_group_index || !matrix->group_index.empty();
+    request.weights_have_pre_quant_scale =
+        request.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();
     if (!matrix->block_scale.empty()) {
       const DType own = matrix->format.block_scale_dtype;
       scales = scales.value_or(own) == own ? own : DType::kF32;

@@ -92,6 +92,7 @@ struct ExplainRequest {
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
+  bool weights_have_pre_quant_scale = false;  ///< factors that smooth the input of a projection
   /// Of the projections around latent experts, where they are known; 0: two matrices of config.dtype.
   int64_t latent_bytes = 0;
   std::string isa;                            ///< forced by name; empty: free

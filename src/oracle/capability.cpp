@@ -286,6 +286,10 @@ class Checker {
     if (ask_.weights_have_group_index && !can_.group_index) {
       Object(Reason::kZeroPoint, "takes no activation order", "a group index", "groups in order");
     }
+    if (ask_.weights_have_pre_quant_scale) {  // experts upstream have no parameter for them
+      Object(Reason::kScheme, "multiplies no smoothing factors (pre_quant_scale) into its input",
+             "pre_quant_scale", "none");
+    }
     if (!Contains(can_.dtypes, ask_.config.dtype)) {
       Object(Reason::kDtype, fmt::format("does not take {} hidden states", DTypeName(ask_.config.dtype)),
              std::string(DTypeName(ask_.config.dtype)), DTypeNames(can_.dtypes));

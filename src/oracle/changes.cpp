@@ -137,6 +137,7 @@ void OtherSchemes(const ExplainRequest& request, Changes& out) {
                        changed.activation = ActivationMode::kAsCheckpoint;
                        changed.weights_have_zero_points = false;
                        changed.weights_have_group_index = false;
+                       changed.weights_have_pre_quant_scale = false;
                      }});
     }
   }

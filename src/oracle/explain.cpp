@@ -34,6 +34,7 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.activation = question.activation_mode;
   problem.weights_have_zero_points = question.weights_have_zero_points;
   problem.weights_have_group_index = question.weights_have_group_index;
+  problem.weights_have_pre_quant_scale = question.weights_have_pre_quant_scale;
   problem.isa = request.isa;
   problem.device = request.device;
   problem.mode = request.mode;
@@ -118,6 +119,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   question.activation_mode = request.activation;
   question.weights_have_zero_points = request.weights_have_zero_points;
   question.weights_have_group_index = request.weights_have_group_index;
+  question.weights_have_pre_quant_scale = request.weights_have_pre_quant_scale;
   question.lora = request.selection.lora;
   question.on_card = request.device != "cpu";
   question.router_logits_dtype = request.selection.router_logits_dtype;

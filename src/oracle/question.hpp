@@ -23,6 +23,7 @@ struct Question {
   ActivationMode activation_mode = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
   bool weights_have_group_index = false;
+  bool weights_have_pre_quant_scale = false;
   bool lora = false;
   bool on_card = false;  ///< of a host
   DType router_logits_dtype = DType::kF32;

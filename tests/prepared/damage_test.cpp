@@ -162,5 +162,29 @@ TEST(PreparedFile, RouterAndSharedExpert_AreWatchedToo) {
   }
 }
 
+// The checkpoint has the tensors, but they cannot be used: that, and which, is what the user must learn.
+TEST(PreparedFile, OriginalWithABrokenSharedExpert_IsAnErrorWithItsTensor) {
+  const Files files;
+  const auto checkpoint = files.Sample("qwen2_moe", "nvfp4_w4a4");
+  const auto layer = PreparedLayer::Open(files.Prepare(*checkpoint, {"VLLM_CUTLASS", "nvfp4_w4a4"}));
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  const std::string scales = "model.layers.0.mlp.shared_expert.up_proj.weight_scale";
+  Rewrite(files / "checkpoint/model.safetensors", files / "checkpoint/model.safetensors",
+          [&](SafetensorsFile& file) {
+            ASSERT_TRUE(ChangeExpert(file, scales, 0, [](std::byte* data, int64_t) {
+              data[0] = std::byte{0x7f};  // NaN
+            }));
+          });
+  const auto broken = Checkpoint::Open(files / "checkpoint");
+  ASSERT_TRUE(broken.ok()) << broken.status().ToString();
+  VerifyOptions options;
+  options.layer = Files::OptionsOf({"VLLM_CUTLASS", "nvfp4_w4a4"});
+  options.tokens = 4;
+  options.against = *broken;
+  const auto report = VerifyPrepared(*layer, options);
+  ASSERT_FALSE(report.ok());
+  EXPECT_EQ(report.status().tensor(), scales) << report.status().ToString();
+}
+
 }  // namespace
 }  // namespace fusedmoe::prepared_test

@@ -216,6 +216,57 @@ TEST(PreparedMetadata, SealedNonsense_IsRefusedOrHarmless) {
   }
 }
 
+// No layout of routed experts takes zero points that are numbers; shared experts lie in the canonical form.
+TEST(PreparedFile, SharedExpertWithZeroPointsOfF32_ComesBackAsItWasWritten) {
+  const Files files;
+  const auto checkpoint = files.Sample("qwen2_moe", "int4_w4a16:g32");
+  auto file = prepared::ReadPreparedFile(files.Prepare(*checkpoint, {"MARLIN", "int4_w4a16:g32"}));
+  ASSERT_TRUE(file.ok()) << file.status().ToString();
+  CanonicalExpert expert = *file->shared->source.load(0);
+  for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+    matrix->format.zero_point_dtype = DType::kF32;
+    matrix->format.may_have_zero_point = true;
+    matrix->zero_point = *Tensor::Allocate(DType::kF32, matrix->block_scale.shape());
+    for (int64_t i = 0; i < matrix->zero_point.view().count(); ++i) {
+      matrix->zero_point.mutable_view().as<float>()[i] = 8.0F - static_cast<float>(i % 23) / 7;
+    }
+  }
+  file->shared->source.scheme.weight = expert.up.format;
+  file->shared->source.load = [expert](int64_t) -> Result<CanonicalExpert> { return expert; };
+  const std::string path = files / "zeros.safetensors";
+  const Status written = prepared::WritePreparedFile(*file, path, {});
+  ASSERT_TRUE(written.ok()) << written.ToString();
+  auto again = prepared::ReadPreparedFile(path);
+  ASSERT_TRUE(again.ok()) << again.status().ToString();
+  const CanonicalExpert read = *again->shared->source.load(0);
+  for (const auto& [mine, theirs] : {std::pair(&read.gate, &expert.gate), std::pair(&read.up, &expert.up),
+                                     std::pair(&read.down, &expert.down)}) {
+    EXPECT_EQ(mine->format, theirs->format);
+    EXPECT_TRUE(test::SameBytes(mine->zero_point, theirs->zero_point));
+    EXPECT_TRUE(test::SameBytes(mine->codes, theirs->codes));
+  }
+  const auto prepared = PreparedLayer::Open(path);
+  ASSERT_TRUE(prepared.ok()) << prepared.status().ToString();
+  EXPECT_TRUE((*prepared)->FindDamage().empty());
+  LayerOptions options = Files::OptionsOf({"MARLIN", "int4_w4a16:g32"});
+  const auto layer = (*prepared)->Load(options);
+  ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+  const auto plain = (*PreparedLayer::Open(files / "prepared.safetensors"))->Load(options);
+  ASSERT_TRUE(plain.ok()) << plain.status().ToString();
+  const Tensor hidden = *ReadSafetensors(files / "checkpoint/io/input.safetensors")->Find("hidden_states");
+  EXPECT_FALSE(test::SameBytes(Output(**layer, hidden), Output(**plain, hidden)))
+      << "zero points were not used";
+  EXPECT_TRUE(InvertPrepared(path, files / "inverted.safetensors", "MARLIN").ok());
+
+  Rewrite(path, path, [](SafetensorsFile& stored) {
+    ASSERT_TRUE(ChangeExpert(stored, "shared.down.zero_point", 0,
+                             [](std::byte* data, int64_t) { data[0] ^= std::byte{1}; }));
+  });
+  const auto damaged = (*PreparedLayer::Open(path))->FindDamage();
+  ASSERT_EQ(damaged.size(), 1U);
+  EXPECT_EQ(damaged[0].tensor, "shared.down.zero_point");
+}
+
 TEST(PreparedMetadata, SealedRecipes_ThatDoNotFitAreRefusedWithTheirTensor) {
   const Files files;
   const auto checkpoint = files.Sample("qwen3_moe", "nvfp4_w4a4", 2);

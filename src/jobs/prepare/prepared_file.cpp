@@ -35,7 +35,7 @@ std::vector<std::string> DigestsOf(const Tensor& tensor, bool by_expert, const E
 
 }  // namespace
 
-std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
+Result<std::vector<NamedTensor>> OtherTensors(const PreparedFile& file) {
   std::vector<NamedTensor> tensors;
   for (const auto& [name, tensor] :
        {std::pair("router.weight", &file.router.weight), std::pair("router.bias", &file.router.bias),
@@ -59,13 +59,12 @@ std::vector<NamedTensor> OtherTensors(const PreparedFile& file) {
     if (!file.shared->gate.empty()) {
       tensors.push_back({"shared.output_gate", file.shared->gate});
     }
-    if (const Result<CanonicalExpert> expert = file.shared->source.load(0); expert.ok()) {
-      if (!expert->gate.empty()) {
-        AppendMatrix("shared.gate", expert->gate, tensors);
-      }
-      AppendMatrix("shared.up", expert->up, tensors);
-      AppendMatrix("shared.down", expert->down, tensors);
+    FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, file.shared->source.load(0));
+    if (!expert.gate.empty()) {
+      AppendMatrix("shared.gate", expert.gate, tensors);
     }
+    AppendMatrix("shared.up", expert.up, tensors);
+    AppendMatrix("shared.down", expert.down, tensors);
   }
   return tensors;
 }
@@ -132,7 +131,8 @@ Status WritePreparedFile(const PreparedFile& file, const std::string& path, cons
     stored.push_back(AsStored(named.name, named.tensor));
     digests[named.name] = DigestsOf(named.tensor, true, executor);
   }
-  for (const NamedTensor& other : OtherTensors(file)) {
+  FMOE_ASSIGN_OR_RETURN(const std::vector<NamedTensor> others, OtherTensors(file));
+  for (const NamedTensor& other : others) {
     FMOE_ASSIGN_OR_RETURN(Tensor dense, Dense(other.tensor));
     digests[other.name] = DigestsOf(dense, false, executor);
     stored.push_back({other.name, std::move(dense)});
@@ -159,7 +159,12 @@ Status WritePreparedFile(const PreparedFile& file, const std::string& path, cons
 
 std::vector<DamagedTensor> FindDamage(const PreparedFile& file, const Executor& executor) {
   std::vector<DamagedTensor> damaged;
-  const std::vector<NamedTensor> others = OtherTensors(file);
+  const Result<std::vector<NamedTensor>> read = OtherTensors(file);
+  if (!read.ok()) {
+    damaged.push_back({-1, "shared", read.status().ToString()});
+    return damaged;
+  }
+  const std::vector<NamedTensor>& others = *read;
   for (const auto& [name, promised] : file.digests) {
     const Tensor* tensor = file.weights.Find(name);
     const bool by_expert = tensor != nullptr;

@@ -48,7 +48,7 @@ std::string MetadataDigest(const SafetensorsMetadata& metadata);
 void Seal(SafetensorsMetadata& metadata);
 
 /// Router, projections and shared expert: what the file carries beside the layout.
-std::vector<NamedTensor> OtherTensors(const PreparedFile& file);
+Result<std::vector<NamedTensor>> OtherTensors(const PreparedFile& file);
 
 /// Dense memory, so that digests, files and comparisons see the bytes one after another.
 Result<Tensor> Dense(const Tensor& tensor);

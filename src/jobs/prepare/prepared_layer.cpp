@@ -64,7 +64,8 @@ Status CompareOthers(const prepared::PreparedFile& own, const Checkpoint& checkp
   FMOE_ASSIGN_OR_RETURN(other.router, checkpoint.LoadRouter(layer));
   FMOE_ASSIGN_OR_RETURN(other.shared, checkpoint.SharedExperts(layer));
   FMOE_ASSIGN_OR_RETURN(other.latent, checkpoint.Latent(layer));
-  const std::vector<NamedTensor> ours = prepared::OtherTensors(own), theirs = prepared::OtherTensors(other);
+  FMOE_ASSIGN_OR_RETURN(const std::vector<NamedTensor> ours, prepared::OtherTensors(own));
+  FMOE_ASSIGN_OR_RETURN(const std::vector<NamedTensor> theirs, prepared::OtherTensors(other));
   const auto find = [](const std::vector<NamedTensor>& tensors, const std::string& name) {
     return std::find_if(tensors.begin(), tensors.end(),
                         [&](const NamedTensor& tensor) { return tensor.name == name; });
