@@ -19,6 +19,8 @@
   X(kSwigluOai, "swigluoai", true, "g = min(g, L), u = clamp(u, -L, L); g * sigmoid(alpha g) * (u + beta)") \
   X(kSwigluStep, "swiglustep", true, "min(silu(g), L) * clamp(u, -L, L)")                                   \
   X(kRelu2, "relu2", true, "relu(g)^2 * u")                                                                 \
+  X(kSitu, "situ", true,                                                                                    \
+    "alpha tanh(g / alpha) * sigmoid(g) * u; with limit L > 0: u = L tanh(u / L) first")                    \
   X(kSiluNoMul, "silu_no_mul", false, "silu(x)")                                                            \
   X(kGeluNoMul, "gelu_no_mul", false, "gelu_erf(x)")                                                        \
   X(kGeluTanhNoMul, "gelu_tanh_no_mul", false, "gelu_tanh(x)")                                              \
@@ -55,7 +57,7 @@ std::optional<ActivationKind> WithoutMul(ActivationKind kind);
 /// when the result is requantized.
 struct ActivationSpec {
   ActivationKind kind = ActivationKind::kSilu;
-  float alpha = 1.0F;  ///< kSwigluOai
+  float alpha = 1.0F;  ///< kSwigluOai; kSitu, above zero
   float beta = 0.0F;   ///< kSwigluOai
   float limit = 0.0F;  ///< clamp L; 0: none
   bool gated() const { return IsGated(kind); }
@@ -91,11 +93,12 @@ struct SharedExpertConfig {
 
 /// The sizes and rules of one layer of experts, as one rank sees it.
 struct MoeConfig {
-  int64_t num_experts = 0;        ///< E, global
-  int64_t num_local_experts = 0;  ///< on this rank
-  int64_t hidden = 0;             ///< H
-  int64_t latent = 0;             ///< width of the rows of routed experts, between two projections; 0: H
-  int64_t intermediate = 0;       ///< I, on this rank
+  int64_t num_experts = 0;           ///< E, global
+  int64_t num_local_experts = 0;     ///< on this rank
+  int64_t hidden = 0;                ///< H
+  int64_t latent = 0;                ///< width of the rows of routed experts, between two projections; 0: H
+  float latent_norm_epsilon = 0.0F;  ///< of the norm in front of the projection back; 0: there is none
+  int64_t intermediate = 0;          ///< I, on this rank
   ActivationSpec activation;
   bool has_bias = false;       ///< both projections carry a bias
   DType dtype = DType::kBF16;  ///< of hidden states and output

@@ -44,13 +44,15 @@ struct CanonicalExpert {
 };
 
 /// The projections around routed experts that work on shorter rows than the model (Nemotron-3: latent
-/// experts). Every token is projected before it is dispatched, every weighted sum of experts behind it; the
-/// router and the shared experts see the hidden states themselves.
+/// experts; Kimi-K3). Every token is projected before it is dispatched, every weighted sum of experts behind
+/// it, divided by its root mean square before where there is a norm; the router and the shared experts see
+/// the hidden states themselves.
 struct LatentWeights {
   Tensor to_latent;         ///< [latent, H] BF16, F16 or F32
   Tensor to_latent_bias;    ///< F32 [latent]; empty: none
   Tensor from_latent;       ///< [H, latent] BF16, F16 or F32
   Tensor from_latent_bias;  ///< F32 [H]; empty: none
+  Tensor norm;  ///< F32 [latent]: sum / sqrt(mean(sum^2) + config.latent_norm_epsilon) * norm; empty: none
 };
 
 /// Weights in the layout of a backend; what it is made of is the library's business.

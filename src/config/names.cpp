@@ -54,6 +54,7 @@ std::optional<ActivationKind> WithoutMul(ActivationKind kind) {
       return ActivationKind::kRelu2NoMul;
     case ActivationKind::kSwigluOai:
     case ActivationKind::kSwigluStep:
+    case ActivationKind::kSitu:
       return std::nullopt;
     case ActivationKind::kSiluNoMul:
     case ActivationKind::kGeluNoMul:

@@ -42,6 +42,13 @@ Status CheckSizes(const MoeConfig& config) {
         fmt::format("latent is {} beside {} experts that give back their input, which has {} columns",
                     config.latent, config.routing.num_zero_experts, config.hidden));
   }
+  if (!(config.latent_norm_epsilon >= 0.0F) || !std::isfinite(config.latent_norm_epsilon) ||
+      (config.latent_norm_epsilon > 0.0F && config.latent == 0)) {
+    return Status::BadInput(
+        fmt::format("latent_norm_epsilon is {} with latent {}; it must be at least 0, and above it there "
+                    "must be a latent size",
+                    config.latent_norm_epsilon, config.latent));
+  }
   return Status::Ok();
 }
 
@@ -86,7 +93,7 @@ Status CheckParallel(const MoeConfig& config) {
 
 bool HasClamp(ActivationKind kind) {
   return kind == ActivationKind::kSilu || kind == ActivationKind::kSwigluOai ||
-         kind == ActivationKind::kSwigluStep;
+         kind == ActivationKind::kSwigluStep || kind == ActivationKind::kSitu;
 }
 
 Status CheckActivation(const ActivationSpec& activation) {
@@ -99,8 +106,12 @@ Status CheckActivation(const ActivationSpec& activation) {
   }
   if (activation.limit > 0.0F && !HasClamp(activation.kind)) {
     return Status::BadInput(fmt::format(
-        "activation {} has no clamp, but a limit of {} is set; silu, swigluoai and swiglustep have one",
+        "activation {} has no clamp, but a limit of {} is set; silu, swigluoai, swiglustep and situ have one",
         ActivationName(activation.kind), activation.limit));
+  }
+  if (activation.kind == ActivationKind::kSitu && activation.alpha <= 0.0F) {
+    return Status::BadInput(
+        fmt::format("activation situ has alpha {}; the bound of its gate must be above 0", activation.alpha));
   }
   return Status::Ok();
 }
@@ -132,6 +143,7 @@ MoeConfig RoutedConfig(const MoeConfig& layer) {
   MoeConfig routed = layer;
   routed.hidden = layer.expert_hidden();
   routed.latent = 0;
+  routed.latent_norm_epsilon = 0.0F;
   return routed;
 }
 

@@ -239,6 +239,7 @@ Result<BuiltKernel> BuildKernel(const MoeConfig& whole, const ExpertSource& sour
   MoeConfig config = problem.config;  // experts see the tokens of all ranks, the layer its own
   config.hidden = whole.hidden;
   config.latent = whole.latent;
+  config.latent_norm_epsilon = whole.latent_norm_epsilon;
   if (spread) {
     problem.config.max_tokens = MaxDispatchedTokens(options.parallel, config.max_tokens);
     problem.config.num_experts = rank.num_physical_experts;

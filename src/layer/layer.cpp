@@ -60,7 +60,7 @@ Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig
   if (weights == nullptr) {
     return std::shared_ptr<const LatentProjections>();
   }
-  return LatentProjections::Create(*weights, config.hidden, config.latent, on_device);
+  return LatentProjections::Create(*weights, config, on_device);
 }
 
 }  // namespace

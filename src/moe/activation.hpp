@@ -65,6 +65,12 @@ FMOE_HOST_DEVICE inline Real Relu2(Real x) {
   return positive * positive;
 }
 
+/// a tanh(x / a) * sigmoid(x).
+template <typename Real>
+FMOE_HOST_DEVICE inline Real Situ(Real x, Real bound) {
+  return bound * std::tanh(x / bound) / (Real(1) + std::exp(-x));
+}
+
 }  // namespace activation
 
 /// One output of the activation. Gated kinds take gate and up; the others take their input as `gate` and
@@ -96,6 +102,11 @@ FMOE_HOST_DEVICE inline Real Activate(const ActivationSpec& spec, Real gate, Rea
       return activation::Silu(gate) * up;
     case ActivationKind::kRelu2:
       return activation::Relu2(gate) * up;
+    case ActivationKind::kSitu:
+      if (clamped) {
+        up = limit * std::tanh(up / limit);
+      }
+      return activation::Situ(gate, Real(spec.alpha)) * up;
     case ActivationKind::kSiluNoMul:
       return activation::Silu(gate);
     case ActivationKind::kGeluNoMul:

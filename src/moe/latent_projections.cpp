@@ -7,6 +7,7 @@
 #include "moe/cuda/row_ops.hpp"
 #include "moe/rows.hpp"
 #include "numerics/element_types.hpp"
+#include "platform/cuda/card.hpp"
 #include "routing/router_gemm.hpp"
 
 namespace fusedmoe {
@@ -26,6 +27,21 @@ Status CheckWeight(const char* name, const Tensor& weight, const Tensor& bias, i
   return Status::Ok();
 }
 
+Status CheckNorm(const Tensor& norm, const MoeConfig& config) {
+  const bool wanted = config.latent_norm_epsilon > 0.0F;
+  if (wanted == !norm.empty() &&
+      (!wanted || (norm.dtype() == DType::kF32 && norm.shape() == Shape{config.latent}))) {
+    return Status::Ok();
+  }
+  return Status::Usage(fmt::format("is {}; with latent_norm_epsilon={} {} is needed",
+                                   norm.empty() ? std::string("not given")
+                                                : fmt::format("{} {}", DTypeName(norm.dtype()),
+                                                              norm.shape().ToString()),
+                                   config.latent_norm_epsilon,
+                                   wanted ? fmt::format("F32 [{}]", config.latent) : std::string("none")))
+      .WithTensor("norm");
+}
+
 int64_t BytesOf(const Tensor& tensor) {
   return tensor.empty() ? 0 : tensor.view().total_bytes();
 }
@@ -33,17 +49,20 @@ int64_t BytesOf(const Tensor& tensor) {
 }  // namespace
 
 Result<std::shared_ptr<const LatentProjections>> LatentProjections::Create(LatentWeights weights,
-                                                                           int64_t hidden, int64_t latent,
+                                                                           const MoeConfig& config,
                                                                            bool on_device) {
+  const int64_t hidden = config.hidden, latent = config.latent;
   FMOE_RETURN_IF_ERROR(CheckWeight("to_latent", weights.to_latent, weights.to_latent_bias, latent, hidden));
   FMOE_RETURN_IF_ERROR(
       CheckWeight("from_latent", weights.from_latent, weights.from_latent_bias, hidden, latent));
+  FMOE_RETURN_IF_ERROR(CheckNorm(weights.norm, config));
   auto made = std::make_shared<LatentProjections>();
   made->hidden_ = hidden;
   made->latent_ = latent;
   made->on_device_ = on_device;
   made->bytes_ = BytesOf(weights.to_latent) + BytesOf(weights.to_latent_bias) + BytesOf(weights.from_latent) +
-                 BytesOf(weights.from_latent_bias);
+                 BytesOf(weights.from_latent_bias) + BytesOf(weights.norm);
+  made->norm_epsilon_ = config.latent_norm_epsilon;
   if (on_device) {
     FMOE_ASSIGN_OR_RETURN(made->to_latent_,
                           cuda::DeviceProduct::Create(weights.to_latent.view(), weights.to_latent_bias.view(),
@@ -51,6 +70,14 @@ Result<std::shared_ptr<const LatentProjections>> LatentProjections::Create(Laten
     FMOE_ASSIGN_OR_RETURN(made->from_latent_, cuda::DeviceProduct::Create(
                                                   weights.from_latent.view(), weights.from_latent_bias.view(),
                                                   "the projection from latent experts"));
+    if (!weights.norm.empty()) {
+      const TensorView norm = weights.norm.view();
+      FMOE_ASSIGN_OR_RETURN(made->device_norm_,
+                            cuda::AllocateOnDevice(norm.total_bytes(), "the norm of latent experts"));
+      FMOE_RETURN_IF_ERROR(
+          cuda::CopyToDevice(made->device_norm_.get(), norm.data(), norm.total_bytes(), nullptr));
+      FMOE_RETURN_IF_ERROR(cuda::Synchronize(nullptr));
+    }
   } else {
     made->weights_ = std::move(weights);
   }
@@ -94,10 +121,16 @@ Result<TensorView> LatentProjections::ToLatent(TensorView hidden, const Slots& s
   return TensorView(rows);
 }
 
-Status LatentProjections::FromLatent(TensorView sums, MutableTensorView rows,
+Status LatentProjections::FromLatent(MutableTensorView sums, MutableTensorView rows,
                                      const Executor& executor) const {
   if (sums.dim(0) == 0) {
     return Status::Ok();
+  }
+  if (norm_epsilon_ > 0.0F && on_device_) {
+    FMOE_RETURN_IF_ERROR(cuda::NormalizeRows(sums, reinterpret_cast<const float*>(device_norm_.get()),
+                                             norm_epsilon_, executor.stream));
+  } else if (norm_epsilon_ > 0.0F) {
+    NormalizeRows(sums, weights_.norm.view().as<float>(), norm_epsilon_, executor);
   }
   return on_device_ ? from_latent_.Run(sums, rows.as<float>(), executor.stream)
                     : RouterGemm(sums, weights_.from_latent.view(), weights_.from_latent_bias.view(),

@@ -32,10 +32,10 @@ void DescribeProjections(int64_t hidden, int64_t latent, int64_t bytes, Plan& pl
 /// Immutable; Forward may run in several threads at once, each with a workspace of its own.
 class LatentProjections {
  public:
-  /// `hidden`, `latent`: the widths. kUsage, with the tensor's name, for weights that do not fit them;
-  /// kSystem when a card has no memory.
-  static Result<std::shared_ptr<const LatentProjections>> Create(LatentWeights weights, int64_t hidden,
-                                                                 int64_t latent, bool on_device);
+  /// Widths and the norm's epsilon are those of `config`. kUsage, with the tensor's name, for weights that do
+  /// not fit them; kSystem when a card has no memory.
+  static Result<std::shared_ptr<const LatentProjections>> Create(LatentWeights weights,
+                                                                 const MoeConfig& config, bool on_device);
 
   /// What a forward of up to max_tokens needs. Books the same slots each time.
   struct Slots {
@@ -48,16 +48,18 @@ class LatentProjections {
                               const Executor& executor) const;
   /// Where the experts' sums [M, latent] F32 go.
   MutableTensorView Sums(int64_t num_tokens, const Slots& slots, const Workspace& workspace) const;
-  /// Sums [M, latent] to rows [M, H] F32, dense.
-  Status FromLatent(TensorView sums, MutableTensorView rows, const Executor& executor) const;
+  /// Sums [M, latent], normalized in place where there is a norm, to rows [M, H] F32, dense.
+  Status FromLatent(MutableTensorView sums, MutableTensorView rows, const Executor& executor) const;
 
   void Describe(Plan& plan) const { DescribeProjections(hidden_, latent_, bytes_, plan); }
 
  private:
   LatentWeights weights_;  // empty on a card, which has its own
   int64_t hidden_ = 0, latent_ = 0, bytes_ = 0;
+  float norm_epsilon_ = 0.0F;
   bool on_device_ = false;
   cuda::DeviceProduct to_latent_, from_latent_;
+  std::shared_ptr<std::byte> device_norm_;
 };
 
 }  // namespace fusedmoe

@@ -1,10 +1,12 @@
 #include "moe/rows.hpp"
 
 #include <algorithm>
+#include <cmath>
 
 #include "numerics/rows.hpp"
 
 namespace fusedmoe {
+
 void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, float* out) {
   DecodeRow(dtype, row, 0, count, out);
   for (int64_t col = 0; col < count; ++col) {
@@ -29,6 +31,21 @@ void AddRows(TensorView first, TensorView second, const float* gates, MutableTen
         sum[col] += gate * addend[col];
       }
       EncodeRow(output.dtype(), sum, count, target + PackedBytes(output.dtype(), begin));
+    }
+  });
+}
+
+void NormalizeRows(MutableTensorView rows, const float* weight, float epsilon, const Executor& executor) {
+  const int64_t width = rows.dim(1);
+  ParallelFor(executor, rows.dim(0), [&](int64_t token) {
+    auto* row = reinterpret_cast<float*>(rows.data() + token * rows.stride_bytes(0));
+    double squares = 0.0;
+    for (int64_t col = 0; col < width; ++col) {
+      squares += static_cast<double>(row[col]) * row[col];
+    }
+    const auto factor = static_cast<float>(1.0 / std::sqrt(squares / static_cast<double>(width) + epsilon));
+    for (int64_t col = 0; col < width; ++col) {
+      row[col] = row[col] * factor * weight[col];
     }
   });
 }

@@ -18,6 +18,10 @@ void ScaleRow(DType dtype, const std::byte* row, float weight, int64_t count, fl
 void AddRows(TensorView first, TensorView second, const float* gates, MutableTensorView output,
              const Executor& executor);
 
+/// rows[m] *= weight / sqrt(mean(rows[m]^2) + epsilon): F32 [M, H] in place. Squares are summed in fp64, in
+/// the order of the columns.
+void NormalizeRows(MutableTensorView rows, const float* weight, float epsilon, const Executor& executor);
+
 /// Copies [M, H] rows between dtypes, rounding once.
 void ConvertRows(TensorView source, MutableTensorView target, const Executor& executor);
 

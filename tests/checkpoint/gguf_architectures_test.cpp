@@ -84,12 +84,55 @@ TEST(GgufArchitectures, NewerOnes_AreThoseOfTheirFamilies) {
 }
 
 TEST(GgufArchitectures, ThoseThatComputeSomethingElse_AreRefusedWithTheReason) {
-  for (const char* architecture : {"gemma4", "grovemoe", "kimi-k3", "smallthinker"}) {
+  for (const char* architecture : {"gemma4", "grovemoe", "smallthinker"}) {
     const Status status = LoadEverything(Model(kTypeF32, architecture));
     EXPECT_EQ(status.code(), StatusCode::kUnsupported) << architecture;
     EXPECT_NE(status.message().find("is not supported: "), std::string::npos) << status.ToString();
   }
   EXPECT_EQ(LoadEverything(Model(kTypeF32, "mamba")).code(), StatusCode::kUnsupported);
+}
+
+// Converters name the tensors around Kimi-K3's experts in several ways.
+TEST(GgufArchitectures, KimiK3_HasLatentExpertsBehindANorm) {
+  constexpr uint64_t kWide = 64;
+  const auto make = [](const std::string& stem, const std::string& norm) {
+    RawGguf model = Model(kTypeF32, "kimi-k3");
+    for (auto& [key, bytes] : model.values) {
+      if (key == "kimi-k3.embedding_length") {
+        bytes = Raw(kUint32) + Raw<uint32_t>(kWide);
+      }
+    }
+    model.Value("kimi-k3.expert_latent_length", kUint32, Raw<uint32_t>(kHiddenSize));
+    model.Value("kimi-k3.attention.layer_norm_rms_epsilon", kFloat32, Raw(1e-5F));
+    model.Value("kimi-k3.activation.situ_beta", kFloat32, Raw(4.0F));
+    model.Value("kimi-k3.activation.situ_linear_beta", kFloat32, Raw(25.0F));
+    model.Value("kimi-k3.expert_gating_func", kUint32, Raw<uint32_t>(2));
+    model.Find("blk.0.ffn_gate_inp.weight") = Stack("blk.0.ffn_gate_inp.weight", {kWide, 2}, kTypeF32);
+    model.tensors.push_back(Stack("blk.0.exp_probs_b.bias", {2}, kTypeF32));
+    model.tensors.push_back(Stack("blk.0." + stem + "_down.weight", {kWide, kHiddenSize}, kTypeF32));
+    model.tensors.push_back(Stack("blk.0." + stem + "_up.weight", {kHiddenSize, kWide}, kTypeF32));
+    model.tensors.push_back(Stack("blk.0." + norm + ".weight", {kHiddenSize}, kTypeF32));
+    return model;
+  };
+  for (const auto& [stem, norm] : {std::pair("ffn_latent", "ffn_norm_exps"),
+                                   {"ffn_routed", "ffn_routed_norm"},
+                                   {"ffn_latent", "ffn_latent_norm"}}) {
+    const auto layer = Describe(make(stem, norm));
+    ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+    const MoeConfig& config = layer->config;
+    EXPECT_EQ(config.latent, kHiddenSize);
+    EXPECT_EQ(config.latent_norm_epsilon, 1e-5F);
+    EXPECT_EQ(config.activation.kind, ActivationKind::kSitu);
+    EXPECT_EQ(config.activation.alpha, 4.0F);
+    EXPECT_EQ(config.activation.limit, 25.0F);
+    EXPECT_TRUE(LoadEverything(make(stem, norm)).ok());
+  }
+  RawGguf silent = make("ffn_latent", "ffn_norm_exps");
+  std::erase_if(silent.values,
+                [](const auto& value) { return value.first == "kimi-k3.activation.situ_beta"; });
+  const Status status = LoadEverything(silent);
+  EXPECT_EQ(status.code(), StatusCode::kBadInput);
+  EXPECT_NE(status.message().find("'kimi-k3.activation.situ_beta' is missing"), std::string::npos);
 }
 
 // Ling 3.0 clamps behind silu, in the layers that have a limit; Maple before it, in all of them.

@@ -119,7 +119,7 @@ TEST(LatentCheckpoints, MissingAndMalformedProjections_AreRefusedByName) {
     const std::string name = kBlock + word + ".weight";
     TinyModel missing = LatentModel();
     missing.Drop(name);
-    ExpectRefusal(missing, name, "'moe_latent_size' is 64");
+    ExpectRefusal(missing, name, "the latent size is 64");
     TinyModel shape = LatentModel();
     shape.Find(name) = Bf16(name, {kLatent, kLatent}, 1.0F);
     ExpectRefusal(shape, name, "[64, 64]");
@@ -154,10 +154,10 @@ TEST(LatentCheckpoints, SizesThatDoNotFit_AreRefused) {
   ExpectRefused("experts of another width", wider);
   TinyModel silent = LatentModel();  // hidden states would go where latent rows belong
   silent.config.erase("moe_latent_size");
-  ExpectRefusal(silent, kBlock + "fc1_latent_proj.weight", "'moe_latent_size' is not given");
+  ExpectRefusal(silent, kBlock + "fc1_latent_proj.weight", "no latent size is given");
   TinyModel nothing = LatentModel();
   nothing.config["moe_latent_size"] = nullptr;
-  ExpectRefusal(nothing, kBlock + "fc1_latent_proj.weight", "'moe_latent_size' is not given");
+  ExpectRefusal(nothing, kBlock + "fc1_latent_proj.weight", "no latent size is given");
 }
 
 // Of a model whose experts read hidden states: the size alone changes what a layer computes.
@@ -165,6 +165,84 @@ TEST(LatentCheckpoints, SizeWithoutProjections_IsRefused) {
   TinyModel model("bf16");
   model.config["moe_latent_size"] = kHidden;
   ExpectRefusal(model, kBlock + "fc1_latent_proj.weight", "the tensor is missing");
+}
+
+/// Kimi-K3 as its files are: the text model within, experts w1 to w3 below block_sparse_moe.
+TinyModel KimiModel() {
+  TinyModel model("bf16");
+  const std::string block = "model.layers.0.block_sparse_moe.";
+  model.config["model_type"] = "kimi_linear";
+  model.config["hidden_size"] = kModel;
+  model.config["routed_expert_hidden_size"] = kLatent;
+  model.config["latent_moe_use_norm"] = true;
+  model.config["rms_norm_eps"] = 1e-5;
+  model.config["hidden_act"] = "situ";
+  model.config["activation_situ_beta"] = 4.0;
+  model.config["activation_situ_linear_beta"] = 25.0;
+  model.Drop(kBlock + "gate.weight");
+  for (auto& tensor : model.tensors) {
+    if (tensor.name.starts_with(kBlock)) {
+      tensor.name = block + tensor.name.substr(kBlock.size());
+    }
+  }
+  model.tensors.push_back(Bf16(block + "gate.weight", {kExperts, kModel}, 0.5F));
+  model.tensors.push_back(Floats(block + "gate.e_score_correction_bias", {kExperts}, 0.0F));
+  model.tensors.push_back(Bf16(block + "routed_expert_down_proj.weight", {kLatent, kModel}, 0.25F));
+  model.tensors.push_back(Bf16(block + "routed_expert_up_proj.weight", {kModel, kLatent}, -0.5F));
+  model.tensors.push_back(Bf16(block + "routed_expert_norm.weight", {kLatent}, 1.5F));
+  const auto text = model.config;
+  model.config = {{"model_type", "kimi_k3"}, {"text_config", text}};
+  return model;
+}
+
+Result<MoeConfig> ConfigOf(const TinyModel& model) {
+  const TemporaryDirectory folder;
+  model.WriteTo(folder);
+  FMOE_ASSIGN_OR_RETURN(const auto checkpoint, Checkpoint::Open(folder.path().string()));
+  FMOE_ASSIGN_OR_RETURN(const LayerDescription layer, checkpoint->Describe(0));
+  return layer.config;
+}
+
+TEST(LatentCheckpoints, KimiK3_HasANormAndBoundsOfGateAndUp) {
+  const auto config = ConfigOf(KimiModel());
+  ASSERT_TRUE(config.ok()) << config.status().ToString();
+  EXPECT_EQ(config->hidden, kModel);
+  EXPECT_EQ(config->latent, kLatent);
+  EXPECT_EQ(config->latent_norm_epsilon, 1e-5F);
+  EXPECT_EQ(config->activation,
+            (ActivationSpec{.kind = ActivationKind::kSitu, .alpha = 4.0F, .limit = 25.0F}));
+  const Status status = LoadLatent(KimiModel(), [](const LatentWeights& latent) {
+    EXPECT_EQ(latent.norm.shape(), (Shape{kLatent}));
+    EXPECT_EQ(latent.norm.view().as<float>()[kLatent - 1], 1.5F);
+  });
+  EXPECT_TRUE(status.ok()) << status.ToString();
+  TinyModel unbounded = KimiModel();
+  unbounded.config["text_config"]["activation_situ_beta"] = nullptr;
+  unbounded.config["text_config"]["activation_situ_linear_beta"] = nullptr;
+  EXPECT_EQ(ConfigOf(unbounded)->activation, (ActivationSpec{.kind = ActivationKind::kSitu}));
+}
+
+TEST(LatentCheckpoints, KimiK3_IsRefusedWhereItsNormIsInDoubt) {
+  const std::string norm = "model.layers.0.block_sparse_moe.routed_expert_norm.weight";
+  TinyModel missing = KimiModel();
+  missing.Drop(norm);
+  ExpectRefusal(missing, norm, "the tensor is missing");
+  TinyModel unwanted = KimiModel();
+  unwanted.config["text_config"]["latent_moe_use_norm"] = false;
+  ExpectRefusal(unwanted, norm, "'latent_moe_use_norm' is false");
+  TinyModel other_size = KimiModel();
+  other_size.Find(norm) = Bf16(norm, {kLatent + 1}, 1.5F);
+  ExpectRefusal(other_size, norm, "[65]");
+  TinyModel no_epsilon = KimiModel();
+  no_epsilon.config["text_config"].erase("rms_norm_eps");
+  EXPECT_NE(ConfigOf(no_epsilon).status().message().find("'rms_norm_eps' is missing"), std::string::npos);
+  TinyModel negative = KimiModel();
+  negative.config["text_config"]["activation_situ_linear_beta"] = -25.0;
+  EXPECT_NE(ConfigOf(negative).status().message().find("activation_situ_linear_beta"), std::string::npos);
+  TinyModel without = KimiModel();  // the model may have none
+  without.Drop(norm);
+  without.config["text_config"].erase("latent_moe_use_norm");
+  EXPECT_EQ(ConfigOf(without)->latent_norm_epsilon, 0.0F);
 }
 
 // transformers projects in its own module: the layer gets rows of the latent width, and gives back their

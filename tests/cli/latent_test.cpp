@@ -237,5 +237,43 @@ TEST(LatentCommands, LintFindsWhatRunRefuses) {
   EXPECT_NE(run.err.find(name), std::string::npos) << run.err;
 }
 
+// A norm behind the experts, SiTU in them: sampled, run, prepared, damaged.
+TEST(LatentCommands, KimiK3_RunsFromItsFilesAndFromPreparedOnes) {
+  const TemporaryDirectory directory;
+  const std::string source = directory / "k3", file = directory / "prepared.safetensors";
+  ASSERT_EQ(
+      RunCommand({"sample", "--family", "kimi_k3", "--hidden", "256", "--latent", "128", "--intermediate",
+                  "96", "--experts", "8", "--top-k", "3", "--scheme", "mxfp4_w4a16", "--output", source})
+          .exit_code,
+      0);
+  const std::string input = source + "/io/input.safetensors";
+  for (const char* isa : {"avx2", "avx512_vnni"}) {
+    const ProcessResult checked =
+        RunCommand({"run", source, "--layer", "0", "--input", input, "--output",
+                    directory / "out.safetensors", "--isa", isa, "--check", "--json"});
+    if (checked.exit_code == 4) {
+      continue;  // this machine has no such instructions
+    }
+    ASSERT_EQ(checked.exit_code, 0) << checked.err;
+    EXPECT_EQ(checked.Json().at("check").at("ok"), true) << isa;
+    EXPECT_EQ(checked.Json().at("plan").at("latent"), 128);
+  }
+  ASSERT_EQ(
+      RunCommand({"prepare", source, "--layer", "0", "--backend", "MARLIN", "--output", file}).exit_code, 0);
+  EXPECT_EQ(Output(file, input, directory, {"--backend", "MARLIN"}),
+            Output(source, input, directory, {"--layer", "0", "--backend", "MARLIN"}));
+  EXPECT_EQ(RunCommand({"verify", file, "--against", source}).exit_code, 0);
+  SafetensorsFile prepared = *ReadSafetensors(file);
+  for (NamedTensor& named : prepared.tensors) {
+    if (named.name == "latent.norm") {
+      named.tensor.mutable_view().as<float>()[0] += 1.0F;
+    }
+  }
+  ASSERT_TRUE(WriteSafetensors(file, prepared.tensors, prepared.metadata).ok());
+  const ProcessResult damaged = RunCommand({"verify", file, "--against", source, "--json"});
+  EXPECT_EQ(damaged.exit_code, 1);
+  EXPECT_EQ(damaged.Json().at("damaged").at(0).at("tensor"), "latent.norm");
+}
+
 }  // namespace
 }  // namespace fusedmoe::test

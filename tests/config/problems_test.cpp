@@ -13,9 +13,9 @@ namespace {
 
 TEST(Problems, AllThatTheCommandLinePromises_AreThere) {
   const std::set<std::string> promised = {
-      "qwen3-30b-a3b", "qwen3-235b-a22b",  "mixtral-8x7b",    "deepseek-v3",  "kimi-k2",
-      "llama-4-scout", "llama-4-maverick", "gpt-oss-20b",     "gpt-oss-120b", "glm-4.5",
-      "minimax-m2",    "olmoe-1b-7b",      "nemotron-3-super"};
+      "qwen3-30b-a3b", "qwen3-235b-a22b",  "mixtral-8x7b",     "deepseek-v3",  "kimi-k2",
+      "llama-4-scout", "llama-4-maverick", "gpt-oss-20b",      "gpt-oss-120b", "glm-4.5",
+      "minimax-m2",    "olmoe-1b-7b",      "nemotron-3-super", "kimi-k3"};
   std::set<std::string> found;
   for (const Problem& problem : Problems()) {
     found.insert(problem.name);
@@ -42,6 +42,7 @@ TEST(Problems, ExpertParameters_AddUpToTheModelsNames) {
   EXPECT_NEAR(billions("mixtral-8x7b"), 45.1, 0.1);
   EXPECT_NEAR(billions("deepseek-v3"), 653.9, 0.1);
   EXPECT_NEAR(billions("kimi-k2"), 1014.7, 0.1);
+  EXPECT_NEAR(billions("kimi-k3"), 2722.7, 0.1);
   EXPECT_NEAR(billions("llama-4-scout"), 96.6, 0.1);
   EXPECT_NEAR(billions("llama-4-maverick"), 386.5, 0.1);
   EXPECT_NEAR(billions("gpt-oss-120b"), 114.7, 0.1);

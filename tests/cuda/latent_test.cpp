@@ -18,25 +18,32 @@ struct Widths {
   int64_t hidden, latent;
 };
 
+/// Nemotron-3, and Kimi-K3 with its norm.
+constexpr ActivationSpec kRelu{.kind = ActivationKind::kRelu2NoMul};
+constexpr ActivationSpec kSitu{.kind = ActivationKind::kSitu, .alpha = 4.0F, .limit = 25.0F};
+
 Result<std::unique_ptr<MoeLayer>> MakeLayer(const Widths& widths, const std::string& scheme, DType dtype,
-                                            bool with_shared, const std::string& device) {
+                                            bool with_shared, const std::string& device,
+                                            const ActivationSpec& activation = kRelu) {
   MoeConfig inner;
   inner.num_experts = 12;
   inner.hidden = widths.latent;
   inner.intermediate = 128;
-  inner.activation.kind = ActivationKind::kRelu2NoMul;
+  inner.activation = activation;
   inner.routing.top_k = 3;
   inner.dtype = dtype;
   const auto routed = MakeRandomLayer(inner, scheme, 11);
   MoeConfig config = routed.config;
   config.hidden = widths.hidden;
   config.latent = widths.latent;
+  const bool with_norm = activation.kind == ActivationKind::kSitu;
+  config.latent_norm_epsilon = with_norm ? 1e-5F : 0.0F;
   config.shared.intermediate = with_shared ? 96 : 0;
   inner.num_experts = inner.routing.top_k = 1;
   inner.hidden = widths.hidden;
   inner.intermediate = 96;
   const SharedExpertWeights shared{MakeRandomLayer(inner, "unquantized", 12).source, {}};
-  const LatentWeights latent = RandomLatent(widths.hidden, widths.latent, 8);
+  const LatentWeights latent = RandomLatent(widths.hidden, widths.latent, 8, with_norm);
   LayerOptions options;
   options.device = device;
   options.backend = device == "cuda" ? "" : "REFERENCE";
@@ -67,6 +74,24 @@ TEST(CudaLatent, Projections_AreThoseOfTheReference) {
           }
         }
       }
+    }
+  }
+}
+
+TEST(CudaLatent, SumsBehindANorm_AreThoseOfTheReference) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const char* scheme : {"unquantized", "mxfp4_w4a16", "fp8_w8a8:block128"}) {
+    SCOPED_TRACE(scheme);
+    const Widths widths{2112, 256};
+    const auto card = MakeLayer(widths, scheme, DType::kBF16, true, "cuda", kSitu);
+    const auto reference = MakeLayer(widths, scheme, DType::kBF16, true, "cpu", kSitu);
+    ASSERT_TRUE(card.ok() && reference.ok()) << card.status().ToString() << reference.status().ToString();
+    EXPECT_EQ((*card)->plan().latent_bytes, (*reference)->plan().latent_bytes);
+    for (const int64_t tokens : {1, 7, 96}) {
+      const Batch batch{RandomRows(tokens, widths.hidden, DType::kBF16, 20 + tokens),
+                        MakeRandomRouting(tokens, 3, 12, 30 + tokens)};
+      const auto actual = RunLayer(**card, batch), expected = RunLayer(**reference, batch);
+      EXPECT_LT(test::RelativeL2(actual, expected), AllowedError(**card, DType::kBF16, tokens)) << tokens;
     }
   }
 }

@@ -2,9 +2,11 @@
 // the hidden states.
 #include <fusedmoe/layer.hpp>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -34,7 +36,7 @@ struct Latent {
   MoeConfig config;
   LatentWeights weights = RandomLatent(kHidden, kLatent, 8);
 
-  explicit Latent(const std::string& scheme = "unquantized") {
+  explicit Latent(const std::string& scheme = "unquantized", bool with_norm = false) {
     MoeConfig inner;
     inner.num_experts = kExperts;
     inner.hidden = kLatent;
@@ -46,6 +48,10 @@ struct Latent {
     config = routed.config;
     config.hidden = kHidden;
     config.latent = kLatent;
+    if (with_norm) {
+      weights = RandomLatent(kHidden, kLatent, 8, true);
+      config.latent_norm_epsilon = 0.25F;  // large enough to count
+    }
     config.shared.intermediate = 48;
     inner.num_experts = inner.routing.top_k = 1;
     inner.hidden = kHidden;
@@ -113,7 +119,8 @@ std::vector<double> ValuesOf(const Tensor& tensor) {
 }
 
 /// The definition, step by step: project in fp64, round to the dtype of the hidden states, run the routed
-/// experts as a layer of their own, project back in fp64, add the shared expert as another layer.
+/// experts as a layer of their own, normalize and project back in fp64, add the shared expert as another
+/// layer.
 std::vector<double> ByParts(const Latent& latent, const Tensor& hidden, const RandomRouting& routing,
                             bool with_shared) {
   const int64_t tokens = hidden.dim(0);
@@ -125,8 +132,18 @@ std::vector<double> ByParts(const Latent& latent, const Tensor& hidden, const Ra
   const auto experts =
       *MoeLayer::Create(latent.routed.config, latent.routed.source, RouterWeights{}, Options("REFERENCE"));
   const std::vector<float> sums = OutputOf(*experts, rows.view(), routing, DType::kF32);
-  std::vector<double> result = Project(std::vector<double>(sums.begin(), sums.end()),
-                                       latent.weights.from_latent, latent.weights.from_latent_bias);
+  std::vector<double> wide(sums.begin(), sums.end());
+  for (size_t row = 0; !latent.weights.norm.empty() && row < wide.size(); row += kLatent) {
+    double squares = 0.0;
+    for (size_t col = 0; col < kLatent; ++col) {
+      squares += wide[row + col] * wide[row + col];
+    }
+    const double divisor = std::sqrt(squares / kLatent + double{latent.config.latent_norm_epsilon});
+    for (size_t col = 0; col < kLatent; ++col) {
+      wide[row + col] *= latent.weights.norm.view().as<float>()[col] / divisor;
+    }
+  }
+  std::vector<double> result = Project(wide, latent.weights.from_latent, latent.weights.from_latent_bias);
   if (with_shared) {
     const auto shared =
         *MoeLayer::Create(latent.shared.config, latent.shared.source, RouterWeights{}, Options("REFERENCE"));
@@ -148,8 +165,9 @@ class LatentLayers : public testing::TestWithParam<DType> {};
 // by 2^-8 at most. Three of them are 3e-4 of all; fp32 rows know no such step, and keep 1e-6.
 TEST_P(LatentLayers, ComputeWhatTheirPartsDo) {
   for (const char* scheme : {"unquantized", "nvfp4_w4a16"}) {
-    for (const bool with_shared : {true, false}) {
-      const Latent latent(scheme);
+    for (const auto& [with_shared, with_norm] :
+         {std::pair(true, false), std::pair(false, false), std::pair(true, true)}) {
+      const Latent latent(scheme, with_norm);
       const Tensor hidden = RandomRows(kTokens, kHidden, GetParam(), 5);
       const RandomRouting routing = MakeRandomRouting(kTokens, kTopK, kExperts, 6);
       const auto layer = latent.Make(Options("REFERENCE"), with_shared);
@@ -181,10 +199,10 @@ TEST(LatentLayer, OutputsOf16Bits_AreTheRoundedSums) {
 // that is given the projected rows, to the bit.
 TEST(LatentLayer, FusedAndBatchedExperts_ReadProjectedRows) {
   for (const char* scheme : {"unquantized", "nvfp4_w4a4", "int4_w4a16:g32", "fp8_w8a8"}) {
-    const Latent latent(scheme);
+    const Latent latent(scheme, true);
     const Tensor hidden = RandomRows(kTokens, kHidden, DType::kBF16, 5);
     const RandomRouting routing = MakeRandomRouting(kTokens, kTopK, kExperts, 6);
-    const auto projections = *LatentProjections::Create(latent.weights, kHidden, kLatent, false);
+    const auto projections = *LatentProjections::Create(latent.weights, latent.config, false);
     WorkspaceBook book;
     const LatentProjections::Slots slots = projections->Book(kTokens, book);
     const Workspace workspace = *Workspace::Allocate(book.total_bytes());
@@ -197,9 +215,10 @@ TEST(LatentLayer, FusedAndBatchedExperts_ReadProjectedRows) {
       ASSERT_TRUE(layer.ok()) << layer.status().ToString();
       const auto experts =
           *MoeLayer::Create(latent.routed.config, latent.routed.source, RouterWeights{}, options);
-      const std::vector<float> sums = OutputOf(*experts, rows, routing, DType::kF32);
+      std::vector<float> sums = OutputOf(*experts, rows, routing, DType::kF32);
       Tensor expected = *Tensor::Allocate(DType::kF32, {kTokens, kHidden});
-      const TensorView view(reinterpret_cast<const std::byte*>(sums.data()), DType::kF32, {kTokens, kLatent});
+      const MutableTensorView view(reinterpret_cast<std::byte*>(sums.data()), DType::kF32,
+                                   {kTokens, kLatent});
       ASSERT_TRUE(projections->FromLatent(view, expected.mutable_view(), {}).ok());
       const std::vector<float> output = OutputOf(**layer, hidden.view(), routing, DType::kF32);
       EXPECT_EQ(0, std::memcmp(output.data(), expected.view().data(), output.size() * sizeof(float)))
@@ -286,6 +305,13 @@ TEST(LatentLayer, ProjectionsThatDoNotFit_AreRefusedByName) {
               latent.weights.from_latent_bias = *Tensor::Allocate(DType::kF32, {kHidden - 1});
             }).tensor(),
             "from_latent_bias");
+  const Status no_norm = refusal([](Latent& latent) { latent.config.latent_norm_epsilon = 1e-5F; });
+  EXPECT_EQ(no_norm.tensor(), "norm");
+  EXPECT_NE(no_norm.message().find("F32 [64] is needed"), std::string::npos) << no_norm.ToString();
+  const Status norm_alone =
+      refusal([](Latent& latent) { latent.weights.norm = *Tensor::Allocate(DType::kF32, {kLatent}); });
+  EXPECT_EQ(norm_alone.tensor(), "norm");
+  EXPECT_NE(norm_alone.message().find("none is needed"), std::string::npos) << norm_alone.ToString();
   EXPECT_NE(refusal([](Latent& latent) { latent.config.latent = 0; }).message().find("latent size"),
             std::string::npos);
   EXPECT_NE(refusal([](Latent& latent) { latent.config.latent = -1; }).message().find("latent is -1"),

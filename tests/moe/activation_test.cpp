@@ -49,6 +49,18 @@ TEST(Activation, LimitsClampGateAboveAndUpOnBothSides) {
   EXPECT_EQ(Activate(silu, 100.0F, 1.0F), Activate(silu, 7.0F, 1.0F));
 }
 
+// Kimi-K3 has bounds of 4 and 25. Small values pass as silu(g) * u.
+TEST(Activation, SituBoundsGateAndUpByTanh) {
+  const ActivationSpec situ{.kind = ActivationKind::kSitu, .alpha = 4.0F, .limit = 25.0F};
+  EXPECT_NEAR(Activate<double>(situ, 2.0, 3.0),
+              4 * std::tanh(0.5) / (1 + std::exp(-2.0)) * 25 * std::tanh(0.12), 1e-12);
+  EXPECT_NEAR(Activate<double>(situ, 200.0, 1000.0), 100.0, 1e-9);
+  EXPECT_NEAR(Activate<double>(situ, -200.0, -1000.0), 0.0, 1e-9);
+  EXPECT_NEAR(Activate<double>(situ, 1e-4, 1e-3), 5e-8, 5e-12);
+  const ActivationSpec gate_alone{.kind = ActivationKind::kSitu, .alpha = 4.0F};
+  EXPECT_NEAR(Activate<double>(gate_alone, 200.0, 1000.0), 4000.0, 1e-6);
+}
+
 TEST(Activation, NanStaysNanInEveryKind) {
   for (const ActivationKind kind : kAllKinds) {
     const ActivationSpec spec{.kind = kind, .limit = 7.0F};

@@ -94,7 +94,7 @@ Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed) {
   return rounded;
 }
 
-LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed) {
+LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed, bool with_norm) {
   std::mt19937_64 random(seed);
   const auto weight = [&](int64_t rows, int64_t cols) {
     const Tensor drawn = Normal(rows, cols, 1.0F / std::sqrt(static_cast<float>(cols)), random);
@@ -111,6 +111,9 @@ LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed) {
   weights.to_latent_bias = bias(latent);
   weights.from_latent = weight(hidden, latent);
   weights.from_latent_bias = bias(hidden);
+  if (with_norm) {
+    weights.norm = bias(latent);
+  }
   return weights;
 }
 

@@ -29,7 +29,7 @@ void ShuffleGroups(CanonicalMatrix& matrix, std::mt19937_64& random);
 Tensor RandomRows(int64_t rows, int64_t cols, DType dtype, uint64_t seed);
 
 /// Projections of unit gain with biases, in BF16, for a layer of these sizes.
-LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed);
+LatentWeights RandomLatent(int64_t hidden, int64_t latent, uint64_t seed, bool with_norm = false);
 
 /// Ids without repetition within a token, drawn uniformly, and positive weights that sum to about one.
 struct RandomRouting {

@@ -45,6 +45,7 @@ const RandomLayer& LayerOf(const RankCell& cell) {
   RandomLayer layer = MakeRandomLayer(config, cell.scheme, 5);
   layer.config.hidden = kHidden;
   layer.config.latent = cell.latent;
+  layer.config.latent_norm_epsilon = cell.latent > 0 ? 1e-5F : 0.0F;
   if (cell.same_input_scale) {
     layer.source.load = [load = layer.source.load](int64_t expert) -> Result<CanonicalExpert> {
       FMOE_ASSIGN_OR_RETURN(CanonicalExpert loaded, load(expert));
@@ -255,7 +256,7 @@ Result<std::string> RunSteps(const std::shared_ptr<Communicator>& communicator, 
     with_shared.config.shared.intermediate = kIntermediate;
   }
   const SharedExpertWeights* shared_weights = cell.shared ? &shared : nullptr;
-  const LatentWeights latent = RandomLatent(kHidden, std::max<int64_t>(cell.latent, 1), 31);
+  const LatentWeights latent = RandomLatent(kHidden, std::max<int64_t>(cell.latent, 1), 31, true);
   const LatentWeights* latent_weights = cell.latent > 0 ? &latent : nullptr;
 
   LayerOptions options;

@@ -60,6 +60,7 @@ constexpr Architecture kArchitectures[] = {
     {"mimo2", "mimo_v2_flash"},
     {"step35", "step3p5"},
     {"kimi-linear", "kimi_linear"},
+    {"kimi-k3", "kimi_k3"},
     {"llada-moe", "llada_moe"},
     {"maple", "maple"},
     {"mistral3", "mixtral"},
@@ -67,7 +68,6 @@ constexpr Architecture kArchitectures[] = {
     // Refused, with a reason.
     {"gemma4", "gemma4"},
     {"grovemoe", "grove_moe"},
-    {"kimi-k3", "kimi_k3"},
     {"smallthinker", "smallthinker"},
 };
 

@@ -45,6 +45,10 @@ constexpr Key kKeys[] = {
     {"expert_group_used_count", "topk_group"},
     {"expert_weights_norm", "norm_topk_prob"},
     {"moe_latent_size", "moe_latent_size"},
+    {"expert_latent_length", "routed_expert_hidden_size"},
+    {"attention.layer_norm_rms_epsilon", "rms_norm_eps"},
+    {"activation.situ_beta", "activation_situ_beta"},
+    {"activation.situ_linear_beta", "activation_situ_linear_beta"},
     {"router_logit_softcapping", "router_logit_softcapping"},
     {"swiglu_clamp_exp", "swiglu_limits"},
     {"swiglu_clamp_shexp", "swiglu_limits_shared"},
@@ -98,10 +102,19 @@ Result<ModelConfig> GgufConfig(const GgufHeader& header, const TensorStore& stor
       return Status::BadInput(fmt::format("'{}{}' is no finite number or short list of such", stem, key.gguf))
           .WithFile(path);
     }
-    if (key.gguf == "moe_latent_size" && !value->is_list && value->numbers.front() == 0.0) {
+    if ((key.gguf == "moe_latent_size" || key.gguf == "expert_latent_length") && !value->is_list &&
+        value->numbers.front() == 0.0) {
       continue;  // none
     }
     json += fmt::format(",\"{}\":{}", key.config, AsJson(*value));
+  }
+  if (named->text == "kimi-k3") {  // no key names its activation, and those of its bounds must be there
+    const std::string bound = stem + "activation.situ_beta";
+    if (header.Find(bound) == nullptr) {
+      return Status::BadInput(fmt::format("'{}' is missing: experts of kimi-k3 need it", bound))
+          .WithFile(path);
+    }
+    json += ",\"hidden_act\":\"situ\"";
   }
   if (const GgufValue* scale = header.Find(stem + "expert_weights_scale"); scale != nullptr) {
     // Zero stands for "none".
@@ -206,8 +219,21 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Fam
     names.correction_bias = present("exp_probs_b");
   }
   names.hash_table = present("ffn_gate_tid2eid.weight");
-  names.to_latent = present("ffn_latent_down.weight");
-  names.from_latent = present("ffn_latent_up.weight");
+  const auto first_of = [&](std::initializer_list<const char*> suffixes) {
+    for (const char* suffix : suffixes) {
+      if (std::string name = present(suffix); !name.empty()) {
+        return name;
+      }
+    }
+    return std::string();
+  };
+  // Converters of Kimi-K3 name these in several ways; the last is Arctic's word for a norm of its own.
+  names.to_latent = first_of({"ffn_latent_down.weight", "ffn_routed_down.weight"});
+  names.from_latent = first_of({"ffn_latent_up.weight", "ffn_routed_up.weight"});
+  if (!family.latent_norm.empty()) {
+    names.latent_norm =
+        first_of({"ffn_latent_norm.weight", "ffn_routed_norm.weight", "ffn_norm_exps.weight"});
+  }
   if (!present("ffn_up_shexp.weight").empty()) {
     names.shared_up = prefix + "ffn_up_shexp";
     names.shared_down = prefix + "ffn_down_shexp";
@@ -236,8 +262,11 @@ LayerNames HuggingFaceNames(const LayerSpec& spec) {
     names.correction_bias = names.block + first_word(family.correction_bias);
   }
   if (!own.to_latent.empty()) {
-    names.to_latent = names.block + "fc1_latent_proj.weight";
-    names.from_latent = names.block + "fc2_latent_proj.weight";
+    names.to_latent = names.block + std::string(family.to_latent);
+    names.from_latent = names.block + std::string(family.from_latent);
+  }
+  if (!own.latent_norm.empty()) {
+    names.latent_norm = names.block + std::string(family.latent_norm);
   }
   const std::string stem = names.block + "experts.{e}.";
   const bool gated = !own.experts.gate.empty() || own.experts.form == ExpertForm::kFused;

@@ -66,6 +66,9 @@ struct Family {
   std::string_view correction_bias = "gate.e_score_correction_bias";
   std::string_view shared = "shared_experts shared_expert";
   std::string_view shared_gate = "";
+  /// Around latent experts, and a norm in front of the second; empty: none.
+  std::string_view to_latent = "fc1_latent_proj.weight", from_latent = "fc2_latent_proj.weight";
+  std::string_view latent_norm = "";
   FusedLayout fused = FusedLayout::kOutIn;
   FamilyRouting routing;
   FamilyActivation activation;

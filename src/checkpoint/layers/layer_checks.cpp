@@ -50,25 +50,42 @@ Result<bool> HashesTokens(const ModelConfig& config, int64_t layer) {
   return listed || layer < first.value_or(0);
 }
 
-// Latent experts: the configuration has a size, the layer two projections; each needs the other.
-Status CheckLatent(const TensorStore& store, const LayerSpec& spec) {
+// Latent experts: the configuration has a size, the layer two projections; each needs the other. Kimi-K3 says
+// whether there is a norm.
+Status CheckLatent(const TensorStore& store, const ModelConfig& config, const LayerSpec& spec) {
   const int64_t latent = spec.config.latent;
   const LayerNames& names = spec.names;
-  for (const auto& [name, expected] :
-       {std::pair(&names.to_latent, store.is_gguf() ? "ffn_latent_down.weight" : "fc1_latent_proj.weight"),
-        std::pair(&names.from_latent, store.is_gguf() ? "ffn_latent_up.weight" : "fc2_latent_proj.weight")}) {
+  const Family& family = *spec.family;
+  const auto expected = [&](std::string_view gguf, std::string_view own) {
+    return names.block + std::string(store.is_gguf() ? gguf : own);
+  };
+  const auto missing = [&](const std::string& name) {
+    return store.Blame(
+        Status::BadInput(fmt::format(
+            "the tensor is missing; the latent size is {}: it stands between hidden states and experts",
+            latent)),
+        name);
+  };
+  for (const auto& [name, wanted] :
+       {std::pair(&names.to_latent, expected("ffn_latent_down.weight", family.to_latent)),
+        std::pair(&names.from_latent, expected("ffn_latent_up.weight", family.from_latent))}) {
     if (latent > 0 && name->empty()) {
-      return store.Blame(
-          Status::BadInput(fmt::format(
-              "the tensor is missing; 'moe_latent_size' is {}: it stands between hidden states and experts",
-              latent)),
-          names.block + expected);
+      return missing(wanted);
     }
     if (latent == 0 && !name->empty()) {
       return store.Blame(
-          Status::BadInput("the layer projects the rows of its experts, but 'moe_latent_size' is not given"),
-          *name);
+          Status::BadInput("the layer projects the rows of its experts, but no latent size is given"), *name);
     }
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> normalized, config.Boolean("latent_moe_use_norm"));
+  if (latent > 0 && normalized.value_or(false) && names.latent_norm.empty()) {
+    return missing(names.block + std::string(family.latent_norm));
+  }
+  if (!names.latent_norm.empty() && (latent == 0 || !normalized.value_or(true))) {
+    return store.Blame(Status::BadInput(fmt::format(
+                           "the layer has a norm behind its experts, but {}",
+                           latent == 0 ? "no latent size is given" : "'latent_moe_use_norm' is false")),
+                       names.latent_norm);
   }
   return Status::Ok();
 }
@@ -108,7 +125,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
     return missing(names.block + (store.is_gguf() ? "ffn_gate_tid2eid.weight" : "gate.tid2eid"),
                    "the layer chooses experts by token ids");
   }
-  FMOE_RETURN_IF_ERROR(CheckLatent(store, spec));
+  FMOE_RETURN_IF_ERROR(CheckLatent(store, config, spec));
   if (store.is_gguf()) {
     return Status::Ok();
   }
@@ -140,10 +157,6 @@ Status CheckSwitches(const ModelConfig& config, const Family& family) {
     return Status::Unsupported(fmt::format("'{}' is {}: {}", key, config.Find(key)->ToString(), why))
         .WithFile(config.path());
   };
-  if (const JsonValue* value = config.Find("routed_expert_hidden_size"); value != nullptr) {
-    return refuse("routed_expert_hidden_size",
-                  "experts behind a projection to a smaller space with a norm are not supported");
-  }
   if (const JsonValue* value = config.Find("router_n_groups");
       value != nullptr && value->number() > 1.0 && !family.routing.every_group) {
     return refuse(

@@ -80,9 +80,6 @@ constexpr std::string_view kCorrectionBiases =
     "router.expert_bias";
 constexpr std::string_view kHashTables = "gate.tid2eid";
 
-// Nemotron-3. Kimi-K3 (routed_expert_down_proj) has a norm between them, and is refused.
-constexpr std::string_view kToLatent = "fc1_latent_proj.weight", kFromLatent = "fc2_latent_proj.weight";
-
 std::optional<std::string_view> WeightSuffix(const TensorStore& store, const std::string& base) {
   for (const std::string_view suffix : kWeightSuffixes) {
     const TensorInfo* info = store.Find(base + std::string(suffix));
@@ -350,8 +347,9 @@ std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family&
         FindRouter(store, family, &names);
       }
       names.output_bias = FirstPresent(store, names.block, family.output_bias, "");
-      names.to_latent = FirstPresent(store, names.block, kToLatent, "");
-      names.from_latent = FirstPresent(store, names.block, kFromLatent, "");
+      names.to_latent = FirstPresent(store, names.block, family.to_latent, "");
+      names.from_latent = FirstPresent(store, names.block, family.from_latent, "");
+      names.latent_norm = FirstPresent(store, names.block, family.latent_norm, "");
       FindShared(store, family, &names);
       return names;
     }

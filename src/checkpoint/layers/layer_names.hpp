@@ -53,6 +53,7 @@ struct LayerNames {
   std::string output_bias;
   /// Weights of the projections around latent experts; empty where the layer has none.
   std::string to_latent, from_latent;
+  std::string latent_norm;  ///< in front of from_latent; empty: none
   ExpertNames experts;
   /// Names up to the suffix; gate empty when not gated.
   std::string shared_gate_proj, shared_up, shared_down;

@@ -84,6 +84,22 @@ Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& co
   return kind;
 }
 
+// Kimi-K3: bounds of gate and up, which may be null.
+Status ReadSitu(const ModelConfig& config, ActivationSpec& spec) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> gate, config.Number("activation_situ_beta", -1));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> up, config.Number("activation_situ_linear_beta", -1));
+  if (gate.value_or(0.0) < 0.0 || (up && !(*up > 0.0))) {
+    return Status::BadInput(
+               fmt::format("'activation_situ_beta' is {} and 'activation_situ_linear_beta' {}; numbers above "
+                           "0 are needed",
+                           gate.value_or(0.0), up.value_or(0.0)))
+        .WithFile(config.path());
+  }
+  spec.alpha = gate.value_or(0.0) > 0.0 ? static_cast<float>(*gate) : 1.0F;
+  spec.limit = static_cast<float>(up.value_or(0.0));
+  return Status::Ok();
+}
+
 // A swiglustep that clamps nothing is silu.
 ActivationSpec WithoutLimit(ActivationSpec spec) {
   if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F) {
@@ -184,6 +200,9 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
     return Status::Unsupported(
                fmt::format("'swiglu_limit' is {}: how experts of {} clamp is not known", *limit, family.name))
         .WithFile(config.path());
+  }
+  if (spec.kind == ActivationKind::kSitu) {
+    FMOE_RETURN_IF_ERROR(ReadSitu(config, spec));
   }
   if (row.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> alpha, config.Number("swiglu_alpha", -1));

@@ -17,6 +17,7 @@ constexpr std::string_view kExpertsKeys =
 constexpr std::string_view kIntermediateKeys =
     "moe_intermediate_size moe_ffn_hidden_size expert_ffn_hidden_size ffn_config.ffn_hidden_size "
     "intermediate_size";
+constexpr std::string_view kLatentKeys = "moe_latent_size routed_expert_hidden_size";
 constexpr std::string_view kHiddenKeys = "hidden_size d_model n_embd";
 // How many shared experts there are, or how wide they are.
 constexpr std::string_view kSharedKeys =
@@ -125,11 +126,22 @@ Status CheckCounts(const ModelConfig& config, const MoeConfig& moe) {
   return Status::Ok();
 }
 
-// The width of the rows of latent experts (Nemotron-3); 0: they read the hidden states.
-Result<int64_t> LatentSize(const ModelConfig& config) {
-  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> size,
-                        config.Integer("moe_latent_size", -1, 1, kMaxSize));
-  return size.value_or(0);
+// Latent experts: the width of their rows (Nemotron-3, Kimi-K3), 0 where they read the hidden states, and the
+// epsilon of the norm behind them.
+Status ReadLatent(const ModelConfig& config, const LayerNames& names, MoeConfig& moe) {
+  FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> size, config.Integer(kLatentKeys, -1, 1, kMaxSize));
+  moe.latent = size.value_or(0);
+  if (names.latent_norm.empty()) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::optional<double> epsilon, config.Number("rms_norm_eps", -1));
+  moe.latent_norm_epsilon = static_cast<float>(epsilon.value_or(0.0));
+  if (!(moe.latent_norm_epsilon > 0.0F)) {
+    return Status::BadInput(fmt::format("'rms_norm_eps' is {}; the norm behind the experts needs one above 0",
+                                        epsilon ? fmt::format("{}", *epsilon) : "missing"))
+        .WithFile(config.path());
+  }
+  return Status::Ok();
 }
 
 // The activation of the shared experts, and, in Cohere 2, that they and the routed ones count half each.
@@ -263,7 +275,7 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   FMOE_ASSIGN_OR_RETURN(moe.hidden, config.RequiredInteger(kHiddenKeys, -1, 1, kMaxSize));
   const std::string keys = std::string(family.intermediate_keys) + " " + std::string(kIntermediateKeys);
   FMOE_ASSIGN_OR_RETURN(moe.intermediate, config.RequiredInteger(keys, layer, 1, kMaxSize));
-  FMOE_ASSIGN_OR_RETURN(moe.latent, LatentSize(config));
+  FMOE_RETURN_IF_ERROR(ReadLatent(config, spec.names, moe));
   moe.dtype = config.ComputeType();
   FMOE_RETURN_IF_ERROR(CheckSwitches(config, family));
   const ExpertNames& experts = spec.names.experts;

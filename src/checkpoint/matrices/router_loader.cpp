@@ -141,6 +141,9 @@ Result<std::optional<LatentWeights>> LoadLatent(const LayerContext& context) {
       load(names.to_latent, config.latent, config.hidden, latent.to_latent, latent.to_latent_bias));
   FMOE_RETURN_IF_ERROR(
       load(names.from_latent, config.hidden, config.latent, latent.from_latent, latent.from_latent_bias));
+  if (!names.latent_norm.empty()) {
+    FMOE_ASSIGN_OR_RETURN(latent.norm, LoadVector(context, names.latent_norm, config.latent));
+  }
   return std::optional<LatentWeights>(std::move(latent));
 }
 

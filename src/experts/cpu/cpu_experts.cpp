@@ -15,6 +15,7 @@ namespace {
 // The kernels know activations by these numbers.
 static_assert(kActSilu == static_cast<int>(ActivationKind::kSilu) &&
               kActSwigluStep == static_cast<int>(ActivationKind::kSwigluStep) &&
+              kActSitu == static_cast<int>(ActivationKind::kSitu) &&
               kActRelu2NoMul == static_cast<int>(ActivationKind::kRelu2NoMul));
 
 RowType RowTypeOf(DType dtype) {

@@ -1,5 +1,7 @@
 #include "experts/emulation/emulation.hpp"
 
+#include <fmt/format.h>
+
 #include "experts/contracts/common/contract.hpp"
 
 namespace fusedmoe {
@@ -12,8 +14,11 @@ void Objections(const MoeProblem& problem, std::vector<Verdict>& verdicts) {
   if (!IsNvfp4(weight) && !mx) {
     RefuseScheme(verdicts, problem, "NVFP4 and OCP-MX weights");
   }
-  if (problem.config.activation.kind == ActivationKind::kRelu2) {
-    Refuse(verdicts, Reason::kActivation, "there is no gated relu2 in it", "relu2", "another activation");
+  const ActivationKind kind = problem.config.activation.kind;
+  if (kind == ActivationKind::kRelu2 || kind == ActivationKind::kSitu) {
+    const std::string name(ActivationName(kind));
+    Refuse(verdicts, Reason::kActivation, fmt::format("there is no gated {} in it", name), name,
+           "another activation");
   }
   RefuseZeroPoints(verdicts, problem);
 }

@@ -97,8 +97,8 @@ Result<ExpertInputs> ProjectInputs(const Checkpoint& checkpoint, const LayerDesc
   if (!weights) {
     return inputs;
   }
-  FMOE_ASSIGN_OR_RETURN(const auto latent, LatentProjections::Create(*std::move(weights), layer.config.hidden,
-                                                                     layer.config.latent, false));
+  FMOE_ASSIGN_OR_RETURN(const auto latent,
+                        LatentProjections::Create(*std::move(weights), layer.config, false));
   WorkspaceBook book;
   const LatentProjections::Slots slots = latent->Book(hidden.dim(0), book);
   FMOE_ASSIGN_OR_RETURN(inputs.workspace, Workspace::Allocate(book.total_bytes()));

@@ -101,7 +101,8 @@ void ExpertsRewriter::Rename(SourceLayer& layer) {
                                                        {from.to_latent, to.to_latent},
                                                        {from.from_latent, to.from_latent},
                                                        {BiasOf(from.to_latent), BiasOf(to.to_latent)},
-                                                       {BiasOf(from.from_latent), BiasOf(to.from_latent)}};
+                                                       {BiasOf(from.from_latent), BiasOf(to.from_latent)},
+                                                       {from.latent_norm, to.latent_norm}};
   for (const auto& [old_name, new_name] : pairs) {
     if (!old_name.empty() && !new_name.empty()) {
       renames_[old_name] = new_name;

@@ -169,6 +169,11 @@ Status LayersWriter::AddLatent(const SourceLayer& layer) {
     return Status::Unsupported("GGUF has no place for a bias of the projections around latent experts")
         .WithTensor(weight.substr(0, weight.rfind('.')) + ".bias");
   }
+  if (!latent->norm.empty()) {
+    return Status::Unsupported(
+               "a norm between latent experts and their projection back is not written to GGUF")
+        .WithTensor(layer.context->spec.names.latent_norm);
+  }
   const std::string stem = fmt::format("blk.{}.ffn_latent_", layer.layer);
   FMOE_RETURN_IF_ERROR(AddPlain(stem + "down.weight", latent->to_latent));
   return AddPlain(stem + "up.weight", latent->from_latent);

@@ -35,6 +35,7 @@ std::string DifferentRule(const MoeConfig& before, const MoeConfig& after) {
              static_cast<double>(after.num_experts)),
       number("the hidden size", static_cast<double>(before.hidden), static_cast<double>(after.hidden)),
       number("the latent size", static_cast<double>(before.latent), static_cast<double>(after.latent)),
+      number("the epsilon of the latent norm", before.latent_norm_epsilon, after.latent_norm_epsilon),
       number("the intermediate size", static_cast<double>(before.intermediate),
              static_cast<double>(after.intermediate)),
       number("bias", before.has_bias, after.has_bias),
@@ -88,8 +89,9 @@ Status CompareLatent(const Checkpoint& source, const Checkpoint& written, int64_
   if (!before || !after) {
     return Status::Ok();  // the sizes are equal
   }
-  for (Tensor LatentWeights::*part : {&LatentWeights::to_latent, &LatentWeights::to_latent_bias,
-                                      &LatentWeights::from_latent, &LatentWeights::from_latent_bias}) {
+  for (Tensor LatentWeights::*part :
+       {&LatentWeights::to_latent, &LatentWeights::to_latent_bias, &LatentWeights::from_latent,
+        &LatentWeights::from_latent_bias, &LatentWeights::norm}) {
     FMOE_ASSIGN_OR_RETURN(const bool same, SameNumbers((*before).*part, (*after).*part));
     if (!same) {
       return Status::Unsupported(fmt::format(

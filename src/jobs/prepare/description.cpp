@@ -40,6 +40,11 @@ class FieldWriter {
     }
   }
   void Number(const char* name, float& value) { json_[name] = value; }
+  void NumberIfAny(const char* name, float& value) {
+    if (value > 0.0F) {
+      json_[name] = value;
+    }
+  }
   void Flag(const char* name, bool& value) { json_[name] = value; }
   void Text(const char* name, std::string& value) { json_[name] = value; }
   template <typename Value, typename Name, typename Parse>
@@ -100,6 +105,12 @@ class FieldReader {
     value = Has(name) ? IntegerOf(name, 1, high) : 0;
   }
   void Number(const char* name, float& value);
+  void NumberIfAny(const char* name, float& value) {
+    value = 0.0F;
+    if (Has(name)) {
+      Number(name, value);
+    }
+  }
   void Flag(const char* name, bool& value);
   void Text(const char* name, std::string& value);
   template <typename Value, typename Name, typename Parse>
@@ -291,6 +302,7 @@ void Fields(Archive& archive, MoeConfig& config) {
   archive.Integer("num_local_experts", config.num_local_experts, 1, kMaxRoutedExperts);
   archive.Integer("hidden", config.hidden, 1, kLargestSize);
   archive.IntegerIfAny("latent", config.latent, kLargestSize);
+  archive.NumberIfAny("latent_norm_epsilon", config.latent_norm_epsilon);
   archive.Integer("intermediate", config.intermediate, 1, kLargestSize);
   archive.Integer("top_k", config.routing.top_k, 1, kMaxRoutedExperts);
   archive.Object("activation", config.activation);

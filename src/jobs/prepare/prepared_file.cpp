@@ -49,7 +49,8 @@ Result<std::vector<NamedTensor>> OtherTensors(const PreparedFile& file) {
     for (const auto& [name, tensor] : {std::pair("latent.to", &file.latent->to_latent),
                                        std::pair("latent.to_bias", &file.latent->to_latent_bias),
                                        std::pair("latent.from", &file.latent->from_latent),
-                                       std::pair("latent.from_bias", &file.latent->from_latent_bias)}) {
+                                       std::pair("latent.from_bias", &file.latent->from_latent_bias),
+                                       std::pair("latent.norm", &file.latent->norm)}) {
       if (!tensor->empty()) {
         tensors.push_back({name, *tensor});
       }

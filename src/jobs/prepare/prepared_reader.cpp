@@ -191,6 +191,7 @@ class Reader {
     FMOE_RETURN_IF_ERROR(Take("latent.to_bias", Shape{width}, {DType::kF32}, latent.to_latent_bias));
     FMOE_RETURN_IF_ERROR(Take("latent.from", Shape{hidden, width}, floats, latent.from_latent));
     FMOE_RETURN_IF_ERROR(Take("latent.from_bias", Shape{hidden}, {DType::kF32}, latent.from_latent_bias));
+    FMOE_RETURN_IF_ERROR(Take("latent.norm", Shape{width}, {DType::kF32}, latent.norm));
     if (latent.to_latent.empty() || latent.from_latent.empty()) {
       return Status::BadInput("the tensor is missing")
           .WithTensor(latent.to_latent.empty() ? "latent.to" : "latent.from");

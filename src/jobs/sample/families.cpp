@@ -134,6 +134,23 @@ void ConfigNemotron(Json& json, const Sizes& sizes) {
   json["routed_scaling_factor"] = 5.0;
 }
 
+void ConfigKimiK3(Json& json, const Sizes& sizes) {
+  json["hidden_act"] = "situ";
+  json["activation_situ_beta"] = 4.0;
+  json["activation_situ_linear_beta"] = 25.0;
+  json["num_experts"] = sizes.num_experts;
+  json["moe_intermediate_size"] = sizes.intermediate;
+  json["routed_expert_hidden_size"] = sizes.latent;
+  json["latent_moe_use_norm"] = true;
+  json["rms_norm_eps"] = 1e-5;
+  json["num_shared_experts"] = 2;
+  json["moe_router_activation_func"] = "sigmoid";
+  json["moe_renormalize"] = true;
+  json["num_expert_group"] = 1;
+  json["topk_group"] = 1;
+  json["routed_scaling_factor"] = 2.5;
+}
+
 template <void (*kAdd)(Json& json, const Sizes& sizes)>
 std::string Text(const Sizes& sizes) {
   Json json = Json::object();
@@ -235,6 +252,20 @@ std::span<const FamilyRow> FamilyTable() {
        .shared = "shared_experts",
        .shared_factor = 2,
        .config = Text<ConfigNemotron>},
+      {.family = {"kimi_k3", "Kimi-K3", 7168, 3072, 896, 16, 3584},
+       .architecture = "KimiK3ForCausalLM",
+       .block = "block_sparse_moe",
+       .correction_bias = kBias,
+       .gate = "w1",
+       .up = "w3",
+       .down = "w2",
+       .to_latent = "routed_expert_down_proj",
+       .from_latent = "routed_expert_up_proj",
+       .latent_norm = "routed_expert_norm",
+       .shared = "shared_experts",
+       .shared_factor = 2,
+       .compressed_tensors = true,
+       .config = Text<ConfigKimiK3>},
   };
   return kTable;
 }

@@ -36,6 +36,8 @@ struct FamilyRow {
   ExpertForm form = ExpertForm::kPerExpert;
   /// Projections of one expert, unquantized and ModelOpt. Without a gate: up alone, squared where positive.
   std::string_view gate = "gate_proj", up = "up_proj", down = "down_proj";
+  /// Around latent experts, and a norm in front of the second (empty: none), below the block.
+  std::string_view to_latent = "fc1_latent_proj", from_latent = "fc2_latent_proj", latent_norm;
   std::string_view shared;    ///< below the block; empty: no shared expert
   int64_t shared_factor = 0;  ///< its size in units of intermediate
   bool shared_gate = false;

@@ -35,7 +35,7 @@ std::vector<std::string> Unquantized(const FamilyRow& family, const Sizes& sizes
   std::vector<std::string> modules = {"lm_head", "model.embed_tokens"};
   for (int64_t layer = 0; layer < sizes.num_layers; ++layer) {
     modules.push_back(fmt::format("model.layers.{}.{}.{}", layer, family.block, family.router));
-    for (const char* projection : {"fc1_latent_proj", "fc2_latent_proj"}) {
+    for (const std::string_view projection : {family.to_latent, family.from_latent}) {
       if (sizes.latent > 0) {
         modules.push_back(fmt::format("model.layers.{}.{}.{}", layer, family.block, projection));
       }

@@ -119,10 +119,14 @@ class UnitList {
 
   void AddProjections(const std::string& block) {
     if (sizes_.latent > 0) {
-      AddTensor(block + ".fc1_latent_proj.weight", options_.dtype, {sizes_.latent, sizes_.hidden},
-                FanIn(sizes_.hidden));
-      AddTensor(block + ".fc2_latent_proj.weight", options_.dtype, {sizes_.hidden, sizes_.latent},
-                FanIn(sizes_.latent));
+      AddTensor(fmt::format("{}.{}.weight", block, family_.to_latent), options_.dtype,
+                {sizes_.latent, sizes_.hidden}, FanIn(sizes_.hidden));
+      AddTensor(fmt::format("{}.{}.weight", block, family_.from_latent), options_.dtype,
+                {sizes_.hidden, sizes_.latent}, FanIn(sizes_.latent));
+      if (!family_.latent_norm.empty()) {
+        AddTensor(fmt::format("{}.{}.weight", block, family_.latent_norm), options_.dtype, {sizes_.latent},
+                  1.0F);
+      }
     }
   }
 

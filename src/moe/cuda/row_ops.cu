@@ -31,13 +31,9 @@ __global__ void AddRowsKernel(Rows first, Rows second, const float* gates, std::
   }
 }
 
-__global__ void SharedGatesKernel(Rows hidden, int64_t cols, const float* gate, float* gates) {
-  __shared__ double sums[kThreads];
-  double sum = 0.0;
-  for (int64_t col = threadIdx.x; col < cols; col += kThreads) {
-    sum += static_cast<double>(Load(hidden, blockIdx.x, col)) * gate[col];
-  }
-  sums[threadIdx.x] = sum;
+/// The sum of what the threads of a block bring, for all of them; `sums`: shared memory.
+__device__ inline double BlockSum(double own, double (&sums)[kThreads]) {
+  sums[threadIdx.x] = own;
   __syncthreads();
   for (unsigned distance = kThreads / 2; distance > 0; distance /= 2) {
     if (threadIdx.x < distance) {
@@ -45,8 +41,34 @@ __global__ void SharedGatesKernel(Rows hidden, int64_t cols, const float* gate, 
     }
     __syncthreads();
   }
+  return sums[0];
+}
+
+__global__ void SharedGatesKernel(Rows hidden, int64_t cols, const float* gate, float* gates) {
+  __shared__ double sums[kThreads];
+  double sum = 0.0;
+  for (int64_t col = threadIdx.x; col < cols; col += kThreads) {
+    sum += static_cast<double>(Load(hidden, blockIdx.x, col)) * gate[col];
+  }
+  sum = BlockSum(sum, sums);
   if (threadIdx.x == 0) {
-    gates[blockIdx.x] = static_cast<float>(1.0 / (1.0 + exp(-sums[0])));
+    gates[blockIdx.x] = static_cast<float>(1.0 / (1.0 + exp(-sum)));
+  }
+}
+
+/// A block for each row.
+__global__ void NormalizeRowsKernel(std::byte* rows, int64_t stride_bytes, int64_t cols, const float* weight,
+                                    float epsilon) {
+  __shared__ double sums[kThreads];
+  auto* row = reinterpret_cast<float*>(rows + blockIdx.x * stride_bytes);
+  double squares = 0.0;
+  for (int64_t col = threadIdx.x; col < cols; col += kThreads) {
+    squares += static_cast<double>(row[col]) * row[col];
+  }
+  squares = BlockSum(squares, sums);
+  const auto factor = static_cast<float>(1.0 / sqrt(squares / static_cast<double>(cols) + epsilon));
+  for (int64_t col = threadIdx.x; col < cols; col += kThreads) {
+    row[col] = row[col] * factor * weight[col];
   }
 }
 
@@ -123,6 +145,15 @@ Status SharedGates(TensorView hidden, const float* gate, float* gates, void* str
   SharedGatesKernel<<<static_cast<unsigned>(hidden.dim(0)), kThreads, 0, ToStream(stream)>>>(
       RowsOf(hidden), hidden.dim(1), gate, gates);
   return CheckLaunch("SharedGatesKernel");
+}
+
+Status NormalizeRows(MutableTensorView rows, const float* weight, float epsilon, void* stream) {
+  if (rows.dim(0) == 0) {
+    return Status::Ok();
+  }
+  NormalizeRowsKernel<<<static_cast<unsigned>(rows.dim(0)), kThreads, 0, ToStream(stream)>>>(
+      rows.data(), rows.stride_bytes(0), rows.dim(1), weight, epsilon);
+  return CheckLaunch("NormalizeRowsKernel");
 }
 
 Status AddRankRows(const RankRows& parts, MutableTensorView output, void* stream) {

@@ -15,6 +15,9 @@ Status AddRows(TensorView first, TensorView second, const float* gates, MutableT
 /// gates[m] = sigmoid(hidden[m] . gate), summed in fp64. `gate` F32 [H].
 Status SharedGates(TensorView hidden, const float* gate, float* gates, void* stream);
 
+/// rows[m] *= weight / sqrt(mean(rows[m]^2) + epsilon): F32 in place, squares summed in fp64.
+Status NormalizeRows(MutableTensorView rows, const float* weight, float epsilon, void* stream);
+
 /// Partial sums of all ranks for the same rows, F32, rows dense.
 struct RankRows {
   const float* own = nullptr;       ///< those of this rank

@@ -14,6 +14,11 @@ Status SharedGates(TensorView /*hidden*/, const float* /*gate*/, float* /*gates*
   return Status::Unsupported(std::string(WhyNotBuilt()));
 }
 
+Status NormalizeRows(MutableTensorView /*rows*/, const float* /*weight*/, float /*epsilon*/,
+                     void* /*stream*/) {
+  return Status::Unsupported(std::string(WhyNotBuilt()));
+}
+
 Status AddRankRows(const RankRows& /*parts*/, MutableTensorView /*output*/, void* /*stream*/) {
   return Status::Unsupported(std::string(WhyNotBuilt()));
 }

@@ -71,6 +71,25 @@ FMOE_INLINE Floats Clamp(Floats x, float limit) {
   return Max(Set(-limit), Min(Set(limit), x));
 }
 
+/// tanh x = (e^2x - 1) / (e^2x + 1), where e^2x - 1 is 2^n (e^r - 1) + (2^n - 1) of the exponential above:
+/// small values keep their digits. From 10 on it is 1.
+FMOE_INLINE Floats Tanh(Floats x) {
+  x = Max(Set(-20.0F), Min(Set(20.0F), Add(x, x)));
+  const Floats n = RoundEven(Multiply(x, Set(kLog2OfE)));
+  Floats r = NegativeMultiplyAdd(n, Set(kLn2High), x);
+  r = NegativeMultiplyAdd(n, Set(kLn2Low), r);
+  Floats p = Set(kExpTaylor[0]);
+  Unroll<kExpDegree - 1>([&](auto i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
+  const Floats power = ScaleByPowerOfTwo(Set(1.0F), n);
+  const Floats less_one = MultiplyAdd(Multiply(p, r), power, Subtract(power, Set(1.0F)));
+  return Divide(less_one, Add(less_one, Set(2.0F)));
+}
+
+/// L tanh(x / L)
+FMOE_INLINE Floats SoftClamp(Floats x, float limit) {
+  return Multiply(Set(limit), Tanh(Divide(x, Set(limit))));
+}
+
 FMOE_INLINE Floats Activated(const ActivateArguments* a, Floats gate, Floats up) {
   switch (a->activation) {
     case kActSilu:
@@ -98,6 +117,11 @@ FMOE_INLINE Floats Activated(const ActivateArguments* a, Floats gate, Floats up)
       return Multiply(gate, up);
     case kActRelu2:
       return Multiply(Relu2(gate), up);
+    case kActSitu:
+      if (a->limit > 0.0F) {
+        up = SoftClamp(up, a->limit);
+      }
+      return Multiply(TimesSigmoid(SoftClamp(gate, a->alpha), gate), up);
     case kActSiluNoMul:
       return Silu(up);
     case kActGeluNoMul:

@@ -321,6 +321,7 @@ enum ActivationCode : int {
   kActSwigluOai,
   kActSwigluStep,
   kActRelu2,
+  kActSitu,
   kActSiluNoMul,
   kActGeluNoMul,
   kActGeluTanhNoMul,

@@ -23,6 +23,7 @@ inline __device__ __noinline__ float ActivateOutOfLine(ActivationKind kind, floa
   }
   ActivationSpec spec;
   spec.kind = kind;
+  spec.alpha = alpha;
   spec.limit = limit;
   return Activate(spec, gate, up);
 }
