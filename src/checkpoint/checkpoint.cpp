@@ -1,5 +1,6 @@
 #include <fusedmoe/checkpoint.hpp>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 
@@ -61,13 +62,13 @@ Result<const checkpoint::Family*> ChooseFamily(const checkpoint::ModelConfig& co
 }
 
 // The GGUF file that stands in a directory without config.json, or the first of several parts; "" when there
-// is none, or more than one model.
-std::string GgufInside(const std::string& directory) {
+// is none.
+Result<std::string> GgufInside(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code error;
   std::string found;
   if (!fs::is_directory(directory, error) || fs::exists(fs::path(directory) / "config.json", error)) {
-    return "";
+    return found;
   }
   for (fs::directory_iterator entry(directory, error), end; !error && entry != end; entry.increment(error)) {
     const std::string name = entry->path().filename().string();
@@ -77,7 +78,12 @@ std::string GgufInside(const std::string& directory) {
       continue;
     }
     if (!found.empty()) {
-      return "";
+      return Status::BadInput(
+                 fmt::format("the folder has no config.json and holds several GGUF models: {} and {}",
+                             std::min(fs::path(found).filename().string(), name),
+                             std::max(fs::path(found).filename().string(), name)))
+          .WithFile(directory)
+          .WithHint("give the file of one of them");
     }
     found = entry->path().string();
   }
@@ -137,7 +143,8 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   }
   auto impl = std::make_unique<Impl>();
   impl->directory = directory;
-  if (std::string inside = GgufInside(directory); !inside.empty()) {
+  FMOE_ASSIGN_OR_RETURN(std::string inside, GgufInside(directory));
+  if (!inside.empty()) {
     impl->directory = std::move(inside);
   }
   impl->options = options;

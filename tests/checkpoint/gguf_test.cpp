@@ -25,14 +25,15 @@ float Wanted(uint32_t type, int64_t i) {
 }
 
 // Gate and up of one type, down of another.
-void ExpectValues(const RawGguf& model, uint32_t type, uint32_t down, const std::string& scheme) {
+void ExpectValues(const RawGguf& model, uint32_t type, uint32_t down, const std::string& scheme,
+                  const std::string& family = "qwen3_moe") {
   SCOPED_TRACE(fmt::format("types {} and {}", type, down));
   const TemporaryDirectory folder;
   folder.Write("a.gguf", model.Bytes());
   const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string());
   ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
   EXPECT_EQ((*checkpoint)->producer(), "gguf");
-  EXPECT_EQ((*checkpoint)->family(), "qwen3_moe");
+  EXPECT_EQ((*checkpoint)->family(), family);
   const auto description = (*checkpoint)->Describe(0);
   ASSERT_TRUE(description.ok()) << description.status().ToString();
   EXPECT_EQ(description->scheme.name, scheme);
@@ -75,6 +76,46 @@ TEST(Gguf, TypesOfOneLayer_MayDiffer) {
       ExpectValues(model, type, down, floats ? "unquantized" : "int8_w8a16:g32");
     }
   }
+}
+
+// "blk.0.ffn_up_exps.weight" of two experts as files before April 2024 have it: "blk.0.ffn_up.0.weight", ...
+RawGguf OldModel(uint32_t type, uint32_t down) {
+  RawGguf model = Model(type, "llama");
+  std::erase_if(model.tensors, [](const auto& tensor) { return tensor.name.ends_with("_exps.weight"); });
+  for (const int64_t expert : {0, 1}) {
+    for (const char* matrix : {"gate", "up", "down"}) {
+      const bool is_down = std::string_view(matrix) == "down";
+      model.tensors.push_back(Stack(fmt::format("blk.0.ffn_{}.{}.weight", matrix, expert),
+                                    {is_down ? kMiddle : kHiddenSize, is_down ? kHiddenSize : kMiddle},
+                                    is_down ? down : type));
+    }
+  }
+  return model;
+}
+
+TEST(Gguf, TensorForEachExpert_OfOldFiles) {
+  for (const auto& [type, down, scheme] :
+       {std::tuple(kTypeQ4_0, kTypeQ4_0, "int4_w4a16:g32"),
+        std::tuple(kTypeQ4_0, kTypeQ8_0, "int8_w8a16:g32"), std::tuple(kTypeF32, kTypeQ4_0, "unquantized")}) {
+    ExpectValues(OldModel(type, down), type, down, scheme, "mixtral");
+  }
+  RawGguf lost = OldModel(kTypeQ4_0, kTypeQ8_0);
+  std::erase_if(lost.tensors, [](const auto& tensor) { return tensor.name == "blk.0.ffn_up.1.weight"; });
+  const Status status = LoadEverything(lost);
+  EXPECT_EQ(status.code(), StatusCode::kBadInput);
+  EXPECT_EQ(status.tensor(), "blk.0.ffn_up.1.weight") << status.ToString();
+}
+
+// As repositories with many sizes of one model have them.
+TEST(Gguf, FolderOfSeveralModels_NamesThem) {
+  const TemporaryDirectory folder;
+  folder.Write("m-Q4_0.gguf", Model(kTypeQ4_0).Bytes());
+  EXPECT_TRUE(Checkpoint::Open(folder.path().string()).ok());
+  folder.Write("m-Q8_0.gguf", Model(kTypeQ8_0).Bytes());
+  const Status status = Checkpoint::Open(folder.path().string()).status();
+  EXPECT_EQ(status.code(), StatusCode::kBadInput);
+  EXPECT_NE(status.message().find("m-Q4_0.gguf and m-Q8_0.gguf"), std::string::npos) << status.ToString();
+  EXPECT_FALSE(status.hint().empty());
 }
 
 TEST(Gguf, NegativeScalesOfQ4_0_AreItsNature) {

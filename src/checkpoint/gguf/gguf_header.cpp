@@ -217,9 +217,11 @@ Status ReadMagic(GgufCursor& cursor) {
   }
   FMOE_ASSIGN_OR_RETURN(const uint32_t version, cursor.Value<uint32_t>());
   if (version != 2 && version != 3) {
-    return Status::Unsupported((version & 0xffffU) == 0
-                                   ? std::string("big-endian GGUF is not supported")
-                                   : fmt::format("GGUF version {}; 2 and 3 are read", version));
+    if ((version & 0xffffU) == 0) {
+      return Status::Unsupported("big-endian GGUF is not supported")
+          .WithHint("gguf-convert-endian of the Python package gguf rewrites it: FILE little");
+    }
+    return Status::Unsupported(fmt::format("GGUF version {}; 2 and 3 are read", version));
   }
   return Status::Ok();
 }

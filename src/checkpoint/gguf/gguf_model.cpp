@@ -208,10 +208,15 @@ std::optional<LayerNames> FindGgufLayerNames(const TensorStore& store, const Fam
     if (!present("ffn_gate_exps.weight").empty()) {
       experts.gate = prefix + "ffn_gate_exps";
     }
+  } else if (!present("ffn_up.0.weight").empty() || !present("ffn_down.0.weight").empty()) {
+    // Files of before April 2024 (Mixtral, Grok): a tensor for each expert.
+    experts.form = ExpertForm::kPerExpert;
+    experts.up = prefix + "ffn_up.{e}";
+    experts.gate = prefix + "ffn_gate.{e}";
   } else {
     return std::nullopt;
   }
-  experts.down = prefix + "ffn_down_exps";
+  experts.down = prefix + (experts.per_expert() ? "ffn_down.{e}" : "ffn_down_exps");
   names.router = present("ffn_gate_inp.weight");
   names.router_bias = present("ffn_gate_inp.bias");
   names.correction_bias = present("exp_probs_b.bias");

@@ -29,9 +29,10 @@ Result<std::string> PartOf(const std::string& first, int64_t index, int64_t coun
          fmt::format("-{:05}-of-{:05}.gguf", index + 1, count);
 }
 
-// Of "blk.3.ffn_down_exps.weight" "blk.3_exps.weight": what the matrices of a layer's routed, or shared,
-// experts have in common. Empty for other tensors, such as the gate of shared experts (ffn_gate_inp_shexp)
-// and Arctic's norm (ffn_norm_exps), which are floats beside matrices of any type.
+// Of "blk.3.ffn_down_exps.weight" and, in old files, "blk.3.ffn_down.7.weight" "blk.3_exps.weight": what the
+// matrices of a layer's routed, or shared, experts have in common. Empty for other tensors, such as the gate
+// of shared experts (ffn_gate_inp_shexp) and Arctic's norm (ffn_norm_exps), which are floats beside matrices
+// of any type.
 std::string ExpertsOf(std::string_view name) {
   for (const std::string_view matrix : {".ffn_gate", ".ffn_up", ".ffn_down", ".ffn_gate_up"}) {
     for (const std::string_view experts : {"_exps.weight", "_shexp.weight"}) {
@@ -39,6 +40,14 @@ std::string ExpertsOf(std::string_view name) {
       if (name.ends_with(experts) && name.substr(0, name.size() - experts.size()).ends_with(matrix)) {
         return fmt::format("{}{}", name.substr(0, name.size() - ending), experts);
       }
+    }
+    if (!name.ends_with(kWeight)) {
+      continue;
+    }
+    const std::string_view module = name.substr(0, name.size() - kWeight.size());
+    const std::string_view numbered = module.substr(0, module.find_last_not_of("0123456789") + 1);
+    if (numbered.size() < module.size() && numbered.ends_with(std::string(matrix) + ".")) {
+      return fmt::format("{}_exps.weight", numbered.substr(0, numbered.size() - matrix.size() - 1));
     }
   }
   return "";
