@@ -86,7 +86,8 @@ RawGguf OldModel(uint32_t type, uint32_t down) {
     for (const char* matrix : {"gate", "up", "down"}) {
       const bool is_down = std::string_view(matrix) == "down";
       model.tensors.push_back(Stack(fmt::format("blk.0.ffn_{}.{}.weight", matrix, expert),
-                                    {is_down ? kMiddle : kHiddenSize, is_down ? kHiddenSize : kMiddle},
+                                    {static_cast<uint64_t>(is_down ? kMiddle : kHiddenSize),
+                                     static_cast<uint64_t>(is_down ? kHiddenSize : kMiddle)},
                                     is_down ? down : type));
     }
   }

@@ -266,7 +266,11 @@ TEST(LatentCommands, KimiK3_RunsFromItsFilesAndFromPreparedOnes) {
   SafetensorsFile prepared = *ReadSafetensors(file);
   for (NamedTensor& named : prepared.tensors) {
     if (named.name == "latent.norm") {
-      named.tensor.mutable_view().as<float>()[0] += 1.0F;
+      Tensor changed = *Tensor::Allocate(DType::kF32, named.tensor.shape());
+      std::memcpy(changed.mutable_view().data(), named.tensor.view().data(),
+                  static_cast<size_t>(changed.view().total_bytes()));
+      changed.mutable_view().as<float>()[0] += 1.0F;
+      named.tensor = std::move(changed);
     }
   }
   ASSERT_TRUE(WriteSafetensors(file, prepared.tensors, prepared.metadata).ok());
