@@ -70,7 +70,7 @@ TEST(Command, VersionAsAnOption_ExitsZeroOnStdout) {
 TEST(Command, OutputThatDoesNotArrive_ExitsFive) {
   // Short and long: what fills the buffer of stdout fails in another place than its last piece.
   for (const char* arguments : {"version", "--help", "explain --problem qwen3-30b-a3b --json"}) {
-    const int status = std::system((std::string(FMOE_CLI) + " " + arguments + " >/dev/full 2>&1").c_str());
+    const int status = std::system((CommandText() + " " + arguments + " >/dev/full 2>&1").c_str());
     EXPECT_EQ(WEXITSTATUS(status), 5) << arguments;
   }
 }

@@ -25,7 +25,8 @@ namespace fs = std::filesystem;
 
 // Starts the command and kills it after that time, unless it has ended before. True: it was killed.
 bool RunAndKill(std::vector<std::string> arguments, std::chrono::microseconds after) {
-  arguments.insert(arguments.begin(), FMOE_CLI);
+  const std::vector<std::string> command = CommandWords();
+  arguments.insert(arguments.begin(), command.begin(), command.end());
   std::vector<char*> words;
   for (std::string& argument : arguments) {
     words.push_back(argument.data());
@@ -36,7 +37,7 @@ bool RunAndKill(std::vector<std::string> arguments, std::chrono::microseconds af
   posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
   posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
   pid_t child = 0;
-  EXPECT_EQ(posix_spawn(&child, FMOE_CLI, &actions, nullptr, words.data(), environ), 0);
+  EXPECT_EQ(posix_spawnp(&child, words.front(), &actions, nullptr, words.data(), environ), 0);
   posix_spawn_file_actions_destroy(&actions);
   std::this_thread::sleep_for(after);
   kill(child, SIGKILL);

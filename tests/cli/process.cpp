@@ -18,6 +18,19 @@ nlohmann::json ProcessResult::Json() const {
   return json.is_discarded() ? nlohmann::json() : json;
 }
 
+std::vector<std::string> CommandWords() {
+  const std::string emulator = FMOE_CLI_EMULATOR;
+  return emulator.empty() ? std::vector<std::string>{FMOE_CLI} : std::vector<std::string>{emulator, FMOE_CLI};
+}
+
+std::string CommandText() {
+  std::string text;
+  for (const std::string& word : CommandWords()) {
+    text += (text.empty() ? "" : " ") + word;
+  }
+  return text;
+}
+
 ProcessResult RunCommand(const std::vector<std::string>& arguments) {
   // Through files rather than pipes: nothing to drain, nothing that can block.
   const TemporaryDirectory directory;
@@ -28,7 +41,7 @@ ProcessResult RunCommand(const std::vector<std::string>& arguments) {
   posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out.c_str(), O_WRONLY | O_CREAT, 0600);
   posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, err.c_str(), O_WRONLY | O_CREAT, 0600);
-  std::vector<std::string> words = {FMOE_CLI};
+  std::vector<std::string> words = CommandWords();
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<char*> argv;
   for (std::string& word : words) {
@@ -37,7 +50,7 @@ ProcessResult RunCommand(const std::vector<std::string>& arguments) {
   argv.push_back(nullptr);
   ProcessResult result;
   pid_t pid = 0;
-  const int failure = posix_spawn(&pid, FMOE_CLI, &actions, nullptr, argv.data(), environ);
+  const int failure = posix_spawnp(&pid, argv.front(), &actions, nullptr, argv.data(), environ);
   posix_spawn_file_actions_destroy(&actions);
   EXPECT_EQ(failure, 0) << "cannot start " << FMOE_CLI;
   int wait_status = 0;

@@ -11,6 +11,13 @@
 
 namespace fusedmoe::test {
 
+/// The level of the CPU kernels that every machine of this architecture is expected to have.
+#if defined(__aarch64__)
+inline constexpr const char* kFirstIsa = "neon";
+#else
+inline constexpr const char* kFirstIsa = "avx2";
+#endif
+
 /// What a finished process left behind.
 struct ProcessResult {
   int exit_code = -1;  ///< -1: killed by a signal, or not started
@@ -20,6 +27,12 @@ struct ProcessResult {
   /// stdout as JSON; a test failure and null when it is none.
   nlohmann::json Json() const;
 };
+
+/// The built `fusedmoe` command, behind what runs programs of this build where it was cross-compiled.
+std::vector<std::string> CommandWords();
+
+/// The same for a shell.
+std::string CommandText();
 
 /// Runs the built `fusedmoe` command with these arguments and waits for it.
 ProcessResult RunCommand(const std::vector<std::string>& arguments);

@@ -59,7 +59,7 @@ TEST(Verify, OptionsWithoutEffect_AreNamedInNotes) {
   const nlohmann::json canonical =
       Verify(checkpoint, {"--pack-cache", cache, "--backend", "reference"}).Json();
   EXPECT_NE(canonical.at("notes").dump().find("nothing is kept"), std::string::npos);
-  const ProcessResult tuned = RunCommand({"tune", "--scheme", "int8_w8a8", "--isa", "avx2", "--seconds",
+  const ProcessResult tuned = RunCommand({"tune", "--scheme", "int8_w8a8", "--isa", kFirstIsa, "--seconds",
                                           "0.1", "--threads", "1", "--out", figures});
   ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
   EXPECT_NE(Verify(checkpoint, {"--tune", figures}).Json().at("notes").dump().find("--tune has no effect"),
@@ -181,8 +181,8 @@ TEST(Verify, PlotThatDoesNotFit_IsRemoved) {
   const TemporaryDirectory directory;
   const std::string plot = directory / "map.svg";
   // A file size limit of some kilobytes stands for a full disk.
-  const std::string command = "trap '' XFSZ; ulimit -f 4; " + std::string(FMOE_CLI) + " verify " +
-                              checkpoint.path() + " --plot " + plot + " >/dev/null 2>&1";
+  const std::string command = "trap '' XFSZ; ulimit -f 4; " + CommandText() + " verify " + checkpoint.path() +
+                              " --plot " + plot + " >/dev/null 2>&1";
   EXPECT_EQ(WEXITSTATUS(std::system(command.c_str())), 5);
   EXPECT_FALSE(std::filesystem::exists(plot));
 }
