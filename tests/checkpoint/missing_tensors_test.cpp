@@ -119,5 +119,39 @@ TEST(MissingTensor, RouterInCodes_IsNotMissing) {
   EXPECT_EQ(router->weight.shape(), (Shape{kExperts, kHidden}));
 }
 
+// Lists and targets that miss the experts: the metadata are to blame, not the tensors.
+TEST(LeftAlone, QuantizedExpertsThatTheMetadataLeaveOut_SayWhichFieldsDecide) {
+  struct Case {
+    const char* format;
+    nlohmann::json change;  // of quantization_config
+    const char* word;       // of the hint
+  };
+  const auto groups = [](const char* target) {
+    nlohmann::json config = TinyModel("ct_int4").config["quantization_config"]["config_groups"];
+    for (auto& group : config) {
+      group["targets"] = {target};
+    }
+    return nlohmann::json{{"config_groups", config}};
+  };
+  for (const Case& c :
+       {Case{"ct_int4", groups("FusedMoE"), "config_groups"},
+        Case{"ct_nvfp4", {{"ignore", {"re:.*experts.*"}}}, "ignore"},
+        Case{"modelopt_nvfp4", {{"exclude_modules", {"*experts*"}}}, "exclude_modules"},
+        Case{"modelopt_nvfp4",
+             {{"quant_algo", "MIXED_PRECISION"}, {"quantized_layers", nlohmann::json::object()}},
+             "quantized_layers"},
+        Case{"gptq", {{"dynamic", {{"-:.*gate", nlohmann::json::object()}}}}, "dynamic"},
+        Case{"quark_mxfp4", {{"exclude", {"*experts*"}}}, "exclude"},
+        Case{"fp8_block", {{"modules_to_not_convert", {"model.layers.0.mlp.experts"}}}, "modules_to_not"}}) {
+    TinyModel model(c.format);
+    model.config["quantization_config"].update(c.change);
+    const Status status = LoadEverything(model);
+    EXPECT_EQ(status.code(), StatusCode::kBadInput) << c.format;
+    EXPECT_NE(status.message().find("leave this module unquantized"), std::string::npos) << status.ToString();
+    EXPECT_NE(status.hint().find(c.word), std::string::npos) << status.ToString();
+    EXPECT_EQ(status.tensor(), "model.layers.0.mlp.experts.0.gate_proj.weight") << c.format;
+  }
+}
+
 }  // namespace
 }  // namespace fusedmoe

@@ -48,6 +48,14 @@ TEST(Pattern, PythonExpressions_MatchAsPythonDoes) {
       {"[\\w.-]+$", "a-b.c_d", true},
       {"(?=.*b)(?!.*c)a", "aab", true},
       {"(?=.*b)(?!.*c)a", "aabc", false},
+      {"(?<=a)b", "ab", false},  // from the beginning on, as re.match
+      {"a(?<=a)b", "ab", true},
+      {".*(?<!shared_)experts", "mlp.experts.0", true},
+      {".*(?<!shared_)experts", "mlp.shared_experts.0", false},
+      {".*(?<=mlp\\.|moe\\.)experts", "moe.experts", true},
+      {".*(?<=mlp\\.|moe\\.)experts", "block.experts", false},
+      {"(?<!a)b", "b", true},
+      {"(?:x(?<=[xy]))+(?<!y)$", "xxx", true},
       {"(?=a(?!b)|x)..", "ac", true},  // one look-ahead in another
       {"(?=a(?!b)|x)..", "ab", false},
       {"(?!(?=a)b)a", "ab", true},
@@ -69,7 +77,8 @@ TEST(Pattern, Mistakes_AreRefused) {
                 compiled.status().code() == StatusCode::kUnsupported);
   }
   EXPECT_EQ(Pattern::Compile("(a)\\1").status().code(), StatusCode::kUnsupported);
-  EXPECT_EQ(Pattern::Compile("(?<=a)b").status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(Pattern::Compile("(?<=a+)b").status().code(), StatusCode::kUnsupported);
+  EXPECT_EQ(Pattern::Compile("(?i)a").status().code(), StatusCode::kUnsupported);
   EXPECT_FALSE(Pattern::Compile(std::string(1000, '(')).ok());
 }
 

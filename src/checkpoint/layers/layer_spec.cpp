@@ -62,6 +62,10 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
   return axes;
 }
 
+bool IsPlain(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF16 || dtype == DType::kF32;
+}
+
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
 // divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
 // (JetMoE, Longcat, Llama-4 by auto-round); bitsandbytes such parameters and the routers of some models. AWQ
@@ -69,7 +73,7 @@ Result<FusedAxes> ResolveAxes(const TensorStore& store, const Family& family, co
 // vLLM goes by the tensors; where nothing at all has codes, the configuration is another model's.
 bool KeepsPlain(const TensorStore& store, std::string_view producer, const LinearFormat& format,
                 const TensorInfo& info) {
-  const bool plain = info.dtype == DType::kBF16 || info.dtype == DType::kF16 || info.dtype == DType::kF32;
+  const bool plain = IsPlain(info.dtype);
   const bool joined = info.shape.rank() >= 3;
   if (producer == "gptq" || producer == "awq") {
     const auto has_codes = [&](const TensorInfo& other) { return other.name.ends_with(format.codes); };
@@ -92,6 +96,24 @@ std::string PresentOf(const TensorStore& store, const std::string& base) {
     present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
   }
   return present;
+}
+
+// Metadata that leave a quantized module alone: which of their fields to look at. Null for producers whose
+// quantized tensors do not show.
+const char* WhoLeavesAlone(std::string_view producer) {
+  if (producer == "compressed-tensors") {
+    return "'ignore' matches it, or no target of 'config_groups' does (of classes Linear alone is known)";
+  }
+  if (producer == "modelopt") {
+    return "'ignore' or 'exclude_modules' matches it, or 'quantized_layers' lacks it";
+  }
+  if (producer == "gptq" || producer == "awq") {
+    return "'modules_to_not_convert' or 'dynamic' matches it";
+  }
+  if (producer == "quark") {
+    return "'exclude' matches it";
+  }
+  return producer == "fp8" ? "'modules_to_not_convert' or 'ignored_layers' matches it" : nullptr;
 }
 
 // What the numbers of experts say about each other.
@@ -216,8 +238,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
       format.input_scale = first({".input_scale", ".activation_scale", ".qscale_act"}, format.input_scale);
     }
   }
-  if (const TensorInfo* info = store.Find(base + weight_suffix);
-      info != nullptr && format.quantized() && !has(format.scale) &&
+  const TensorInfo* info = store.Find(base + weight_suffix);
+  if (info != nullptr && format.quantized() && !has(format.scale) &&
       (format.codes == ".weight" || !has(format.codes)) && KeepsPlain(store, rules.producer, format, *info)) {
     return LinearFormat{};
   }
@@ -228,6 +250,16 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
   }
   if (format.input_scale_optional && !has(format.input_scale)) {
     format.LeaveInputsAlone();
+  }
+  const char* left_alone = format.quantized() ? nullptr : WhoLeavesAlone(rules.producer);
+  if (left_alone != nullptr && (info == nullptr || !IsPlain(info->dtype)) &&
+      !PresentOf(store, base).empty()) {
+    return store.Blame(
+        Status::BadInput(fmt::format("the metadata of {} leave this module unquantized, and the checkpoint "
+                                     "has {} of it",
+                                     rules.producer, PresentOf(store, base)))
+            .WithHint(left_alone),
+        base + weight_suffix);
   }
   if (has(format.codes) ||
       (format.codes.starts_with('_') && has(fmt::format(".{}", format.codes.substr(1))))) {

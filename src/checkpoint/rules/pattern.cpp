@@ -36,6 +36,7 @@ void Pattern::Connect() {
       case Op::kBegin:
       case Op::kEnd:
       case Op::kWordBoundary:
+      case Op::kBehind:
         leads_to(at + 1);
         break;
       case Op::kClass:
@@ -57,6 +58,19 @@ void Pattern::Connect() {
   }
 }
 
+bool Pattern::EndsWith(std::string_view text, const std::vector<int32_t>& classes) const {
+  if (text.size() < classes.size()) {
+    return false;
+  }
+  const std::string_view end = text.substr(text.size() - classes.size());
+  for (size_t i = 0; i < classes.size(); ++i) {
+    if (!classes_[static_cast<size_t>(classes[i])].test(static_cast<unsigned char>(end[i]))) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool Pattern::Holds(const Instruction& instruction, std::string_view text, size_t position,
                     const std::vector<char>& matches) const {
   switch (instruction.op) {
@@ -68,6 +82,12 @@ bool Pattern::Holds(const Instruction& instruction, std::string_view text, size_
       return ((position > 0 && IsWord(text, position - 1)) != IsWord(text, position)) != instruction.negated;
     case Op::kLook:
       return (matches[static_cast<size_t>(instruction.x)] != 0) != instruction.negated;
+    case Op::kBehind: {
+      const auto& ways = behinds_[static_cast<size_t>(instruction.x)];
+      return std::any_of(ways.begin(), ways.end(), [&](const std::vector<int32_t>& classes) {
+               return EndsWith(text.substr(0, position), classes);
+             }) != instruction.negated;
+    }
     default:
       return true;
   }

@@ -251,6 +251,8 @@ class PatternCompiler {
     if (Take('?')) {
       if (Take('=') || (negated = Take('!'))) {
         look = true;
+      } else if (Take('<')) {
+        return Behind(depth);
       } else if (Take('P')) {
         while (More() && text_[at_] != '>') {
           ++at_;
@@ -271,6 +273,29 @@ class PatternCompiler {
     Append(code, inner);
     Append(code, {{Op::kMatch}});
     return code;
+  }
+
+  // "(?<=" or "(?<!" of alternatives of characters and classes, behind its '<'.
+  Code Behind(int depth) {
+    const bool negated = Take('!');
+    if (!negated && !Take('=')) {
+      Fail("this kind of group is not supported", true);
+    }
+    std::vector<std::vector<int32_t>> ways;
+    do {
+      std::vector<int32_t>& classes = ways.emplace_back();
+      for (const Instruction& step : Sequence(depth + 1)) {
+        if (step.op != Op::kClass) {
+          Fail("look-behind of more than characters is not supported", true);
+        }
+        classes.push_back(step.x);
+      }
+    } while (Take('|'));
+    if (!Take(')')) {
+      Fail("a ')' is missing");
+    }
+    pattern_.behinds_.push_back(std::move(ways));
+    return {{Op::kBehind, static_cast<int32_t>(pattern_.behinds_.size() - 1), 0, negated}};
   }
 
   Code Brackets() {
