@@ -170,6 +170,8 @@ class Layer(Handle):
         self._workspaces = list[ctypes.c_void_p]()
         self._release_workspace = _c.lib.fmoe_workspace_release
         self._alive: Any = None
+        if routing is not None and not callable(routing):
+            raise TypeError(f"routing is {type(routing).__name__}, a function of hidden, router_logits and top_k is required")
         self._routing = routing
         info = _c.initialized(_c.LayerInfo)
         _c.check(_c.lib.fmoe_layer_get_info(self._handle, ctypes.byref(info)))
@@ -284,7 +286,10 @@ class Layer(Handle):
         if _tensors.device_of(hidden) != device:
             raise ValueError(f"hidden lies on {_tensors.device_of(hidden)}, the layer on {device}")
         if self._routing is not None and router_logits is not None and topk_ids is None:
-            topk_ids, topk_weights = self._routing(hidden, router_logits, self.info.top_k)
+            chosen = self._routing(hidden, router_logits, self.info.top_k)
+            if not isinstance(chosen, (tuple, list)) or len(chosen) != 2:
+                raise TypeError(f"routing gave {type(chosen).__name__}, (topk_ids, topk_weights) is required")
+            topk_ids, topk_weights = chosen
             router_logits = None
         if out is not None and not _tensors.is_writable(out):
             raise ValueError("out is read-only")

@@ -52,15 +52,18 @@ def stream_of(value: Tensor) -> int:
     return int(torch.cuda.current_stream(value.device).cuda_stream)
 
 
-def _parts(value: Tensor) -> tuple[int, str, Sequence[int], Sequence[int], Any]:
+def _parts(value: Tensor, name: str) -> tuple[int, str, Sequence[int], Sequence[int], Any]:
     """Address, dtype name, shape and strides in bytes; and what must live as long as the address."""
     if is_torch(value):
-        name = str(value.dtype).removeprefix("torch.")
-        return value.data_ptr(), NAMES.get(name, name), value.shape, [s * value.element_size() for s in value.stride()], value
+        kind = str(value.dtype).removeprefix("torch.")
+        return value.data_ptr(), NAMES.get(kind, kind), value.shape, [s * value.element_size() for s in value.stride()], value
     if is_numpy(value):
-        name = value.dtype.name if value.dtype.isnative else f"{value.dtype.name} of the other byte order"
-        return value.ctypes.data, NAMES.get(name, name), value.shape, value.strides, value
-    view = memoryview(value)
+        kind = value.dtype.name if value.dtype.isnative else f"{value.dtype.name} of the other byte order"
+        return value.ctypes.data, NAMES.get(kind, kind), value.shape, value.strides, value
+    try:
+        view = memoryview(value)
+    except TypeError:
+        raise TypeError(f"{name} is {type(value).__name__}, a tensor, an array or a writable buffer is required") from None
     if view.readonly or view.shape is None or view.strides is None:
         raise TypeError("a read-only buffer has no address to lend: give a writable one, a NumPy array or a tensor")
     holder = (ctypes.c_char * 0).from_buffer(view)
@@ -75,7 +78,7 @@ def window(value: Tensor | None, name: str, element: str | None = None) -> tuple
         return tensor, None
     if is_torch(value) and value.is_neg():  # the sign is no part of the memory
         raise ValueError(f"{name} is a view that negates its memory: give its resolve_neg()")
-    address, dtype, shape, strides, owner = _parts(value)
+    address, dtype, shape, strides, owner = _parts(value, name)
     shape, strides = list(shape), list(strides)
     if element is not None and dtype != element:
         if dtype not in ("U8", "I8", element):

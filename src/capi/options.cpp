@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <fusedmoe/machine.hpp>
+#include <fusedmoe/parallel.hpp>
 
 #include "capi/handles.hpp"
 
@@ -32,6 +33,9 @@ Status CheckName(std::string_view field, const char* name, std::initializer_list
 
 /// The place of this rank among all of them.
 Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
+  if (from.all2all != nullptr && !ParseAllToAll(from.all2all)) {
+    return Unknown("all2all", from.all2all, AllToAllNames());
+  }
   ParallelSizes sizes;
   sizes.tp = from.tensor_parallel;
   sizes.pcp = from.prefill_context_parallel;

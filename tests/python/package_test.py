@@ -221,7 +221,10 @@ class Package(unittest.TestCase):
                 (lambda: fusedmoe.eplb.maps([1 << 32, 1], 2), ValueError, r"physical_to_logical\[0\] is 4294967296"),
                 (lambda: fusedmoe.eplb.rebalance([1.0] * 4, 4, num_ranks=(1 << 64) + 2), ValueError, "num_ranks is"),
                 (lambda: self.layer([[1.0]]), TypeError, "hidden is list"),
-                (lambda: self.layer(None), TypeError, "hidden is NoneType")]:
+                (lambda: self.layer(None), TypeError, "hidden is NoneType"),
+                (lambda: self.layer(self.hidden, out=[1]), TypeError, "output is list"),
+                (lambda: load(self.number, all2all="pigeon"), fusedmoe.Error, "all2all 'pigeon' is unknown"),
+                (lambda: load(self.number, routing=3), TypeError, "routing is int")]:
             with self.assertRaisesRegex(kind, says):
                 call()
 
@@ -304,6 +307,9 @@ class Package(unittest.TestCase):
 
         layer = fusedmoe.Layer.create(experts, top_k=1, dtype="F32", max_tokens=8, routing=fails)
         with self.assertRaisesRegex(KeyError, "no such expert"):
+            layer(self.hidden, router_logits=logits, out=routed)
+        layer = fusedmoe.Layer.create(experts, top_k=1, dtype="F32", max_tokens=8, routing=lambda *_: None)
+        with self.assertRaisesRegex(TypeError, "routing gave NoneType"):
             layer(self.hidden, router_logits=logits, out=routed)
 
     def test_routing_by_name(self):
