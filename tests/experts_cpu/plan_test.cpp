@@ -64,6 +64,21 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).wide_slabs);  // scales take the ports that multiply
 }
 
+/// Where two ports decode and multiply 8-bit floats in fp32.
+TEST(Plan_OfADescribedMachine, StagesFloatsOfEightBitsOnIntel) {
+  Layer layer = MakeLayer({.scheme = "fp8_w8a16:block128", .hidden = 128, .intermediate = 128});
+  layer.problem.isa = "avx512_vnni";
+  Machine machine = HostMachine();
+  for (const bool amd : {false, true}) {
+    machine.cpu_name = amd ? "AMD EPYC 9755" : "INTEL(R) XEON(R)";
+    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).staged, !amd);
+  }
+  machine.cpu_name = "INTEL(R) XEON(R)";
+  layer.problem.isa = "avx512_fp16";
+  layer.problem.activation = ActivationMode::kA8;
+  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).staged);  // tiles in f16
+}
+
 /// A system with one node refuses to spread pages over four, and weights are the same.
 TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
   const Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});

@@ -70,7 +70,7 @@ std::vector<int32_t> PackToken(const KernelTable& table, const cpu_test::KernelW
 }
 
 /// What a level makes of weights: tiles of one to four tokens, and their products.
-uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weights) {
+uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weights, bool staged) {
   std::mt19937 random(11);
   const int64_t blocks = kK / weights.panel.block;
   const int64_t stripe_bytes = blocks * weights.panel.block_bytes();
@@ -100,6 +100,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       for (int t = 0; dot == nullptr && t < height; ++t) {
         TileView tile = ViewTile(tokens[static_cast<size_t>(t)].data(), weights.kernel, kind, kK, 1);
         tile.group_scales = GroupScalesOf(weights.panel);
+        tile.staged = staged;
         std::vector<float> alone(kStripes * kPanelRows);
         table.dot[weights.kernel][kind][0](reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks,
                                            &tile, alone.data());
@@ -110,6 +111,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       if (dot != nullptr) {
         TileView tile = ViewTile(tall.data(), weights.kernel, kind, kK, height);
         tile.group_scales = GroupScalesOf(weights.panel);
+        tile.staged = staged;
         dot(reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks, &tile, out.data());
       }
       EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
@@ -135,9 +137,50 @@ template <size_t kCount>
 void ExpectDigests(const std::string& isa, const cpu_test::KernelWeights (&all)[kCount],
                    const uint64_t (&digests)[kCount]) {
   for (size_t i = 0; i < kCount; ++i) {
-    const uint64_t digest = DigestOf(*FindKernelTable(*ParseIsa(isa)), all[i]);
-    EXPECT_EQ(digest, digests[i]) << isa << " " << all[i].panel.ToString()
-                                  << fmt::format(" {:#018x}", digest);
+    for (const bool staged : {false, true}) {
+      const uint64_t digest = DigestOf(*FindKernelTable(*ParseIsa(isa)), all[i], staged);
+      EXPECT_EQ(digest, digests[i]) << isa << " " << all[i].panel.ToString()
+                                    << fmt::format(" {:#018x} staged {}", digest, staged);
+    }
+  }
+}
+
+/// Stripes of few and odd numbers of blocks, and of two tiles in turns.
+TEST(Kernel_Staged, HasTheBitsOfOthers) {
+  std::mt19937 random(13);
+  for (const std::string& isa : cpu_test::HostIsas()) {
+    const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
+    for (const cpu_test::KernelWeights& weights : cpu_test::kFloatWeights) {
+      for (const int64_t blocks : {1, 2, 3, 4, 7}) {
+        constexpr int64_t kFour = 4;  // stripes
+        std::vector<std::byte> stripes(
+            static_cast<size_t>(kFour * blocks * weights.panel.block_bytes() + (16 << 10)));
+        cpu_test::FillStripes(weights.panel, kFour * blocks, random, stripes.data());
+        std::vector<float> tokens[2];
+        for (std::vector<float>& values : tokens) {
+          for (int64_t i = 0; i < 2 * blocks * kPanelUnit; ++i) {
+            values.push_back(static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F);
+          }
+        }
+        for (const int index : {0, 1}) {
+          std::vector<float> out[2];
+          for (const bool staged : {false, true}) {
+            TileView tiles[2];
+            for (int i = 0; i < 2; ++i) {
+              tiles[i] =
+                  ViewTile(tokens[i].data(), weights.kernel, kTileF32, blocks * kPanelUnit, kHeights[index]);
+              tiles[i].staged = staged;
+              tiles[i].turn = &tiles[1 - i];
+            }
+            out[staged].resize(static_cast<size_t>(kFour * kHeights[index] * kPanelRows));
+            table.dot[weights.kernel][kTileF32][index](reinterpret_cast<const uint8_t*>(stripes.data()),
+                                                       kFour, blocks, &tiles[0], out[staged].data());
+          }
+          EXPECT_EQ(std::memcmp(out[0].data(), out[1].data(), out[0].size() * sizeof(float)), 0)
+              << isa << " " << weights.panel.ToString() << " " << blocks << " " << kHeights[index];
+        }
+      }
+    }
   }
 }
 

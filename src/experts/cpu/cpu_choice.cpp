@@ -54,8 +54,9 @@ bool IsAmd(const Machine& machine) {
 void SetPrefetch(const Machine& machine, CpuPlan& plan) {
   const int bits = DTypeBits(plan.panel.code);
   if (!IsAmd(machine)) {
-    const bool integers = plan.panel.code == DType::kU4 || plan.panel.code == DType::kU8;
-    plan.prefetch[0] = plan.prefetch[1] = integers ? 7680 : 4608;
+    const bool wide = plan.vector_isa != Isa::kAvx2 && plan.vector_isa != Isa::kNeon;
+    plan.staged = wide && bits == 8 && plan.gate_up.tile == kTileF32;
+    plan.prefetch[0] = plan.prefetch[1] = plan.staged ? 9216 : IsPanelInteger(plan.panel.code) ? 7680 : 4608;
     plan.next_into_l2 = true;
     return;
   }

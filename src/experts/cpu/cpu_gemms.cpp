@@ -90,6 +90,7 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.slab_tiles = plan_.slab_tiles;
   view.wide_slabs = plan_.wide_slabs;
   view.prefetch = plan_.prefetch[std::min(tile.height_index, 1)];
+  view.staged = plan_.staged;
   view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;

@@ -117,6 +117,8 @@ struct CpuPlan {
   int weight_nodes = 1;
   /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
   int64_t prefetch[2] = {};
+  /// TileView::staged.
+  bool staged = false;
   /// Whether tall tiles ask for the next stripes into L2, not into L1.
   bool next_into_l2 = false;
   /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).

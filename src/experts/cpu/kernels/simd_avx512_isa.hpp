@@ -223,25 +223,28 @@ FMOE_INLINE void DecodeF16(const uint8_t* p, int, Floats* out) {
 }
 /// e4m3 through f16 bits (times 2^-8): conversions take f16 subnormals at full speed, whereas shifting e4m3
 /// bits to fp32 makes fp32 subnormals, which cost a microcode assist for each product on many CPUs.
-FMOE_INLINE void DecodeE4m3(const uint8_t* p, int, Floats* out) {
-  const Ints x = _mm512_loadu_si512(p);
-  const Ints mask = _mm512_set1_epi16((short)0xbf80);
-  const Ints even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 1), mask);
-  const Ints odd = _mm512_and_si512(_mm512_srai_epi16(x, 1), mask);
-  out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
-  out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
-  out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
-  out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+/// e5m2 is the upper half of f16. In f16: k 0 and 2 of 16 rows, k 1 and 3.
+template <bool kE5m2>
+FMOE_INLINE void DecodeHalves(const uint8_t* p, Ints* out) {
+  const Ints x = _mm512_loadu_si512(p), even = _mm512_slli_epi16(x, 8);
+  const Ints mask = _mm512_set1_epi16((short)(kE5m2 ? 0xff00 : 0xbf80));
+  out[0] = kE5m2 ? even : _mm512_and_si512(_mm512_srai_epi16(even, 1), mask);
+  out[1] = _mm512_and_si512(kE5m2 ? x : _mm512_srai_epi16(x, 1), mask);
 }
-/// e5m2 is the upper half of f16.
+template <bool kE5m2>
+FMOE_INLINE void DecodeFloats8(const uint8_t* p, Floats* out) {
+  Ints halves[2];
+  DecodeHalves<kE5m2>(p, halves);
+  out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves[0]));
+  out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(halves[1]));
+  out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves[0], 1));
+  out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves[1], 1));
+}
+FMOE_INLINE void DecodeE4m3(const uint8_t* p, int, Floats* out) {
+  DecodeFloats8<false>(p, out);
+}
 FMOE_INLINE void DecodeE5m2(const uint8_t* p, int, Floats* out) {
-  const Ints x = _mm512_loadu_si512(p);
-  const Ints even = _mm512_slli_epi16(x, 8);
-  const Ints odd = _mm512_and_si512(x, _mm512_set1_epi16((short)0xff00));
-  out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
-  out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
-  out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
-  out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+  DecodeFloats8<true>(p, out);
 }
 
 FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) {
@@ -416,6 +419,9 @@ FMOE_INLINE void PrefetchBeside(const uint8_t* p, Floats& x) {
 }
 FMOE_INLINE void PrefetchFar(const uint8_t* p) {
   _mm_prefetch((const char*)p, _MM_HINT_T1);
+}
+FMOE_INLINE void PrefetchFarBeside(const uint8_t* p, Floats& x) {
+  asm("prefetcht1 %1" : "+v"(x) : "m"(*p));
 }
 
 }  // namespace

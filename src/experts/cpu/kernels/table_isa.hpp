@@ -1,6 +1,9 @@
 #pragma once
 
 #include "experts/cpu/kernels/dot_isa.hpp"
+#if defined(__AVX512BW__)
+#include "experts/cpu/kernels/dot_staged_isa.hpp"
+#endif
 #include "experts/cpu/kernels/epilogue_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
 #include "experts/cpu/kernels/panel_isa.hpp"
@@ -54,6 +57,12 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetFloatDots<kWeightE4m3Scaled, kTileF32>(table);
   SetFloatDots<kWeightMxfp8, kTileF32>(table);
   SetFloatDots<kWeightE5m2, kTileF32>(table);
+#if defined(__AVX512BW__)
+  SetStagedDots<kWeightE4m3>(table);
+  SetStagedDots<kWeightE4m3Scaled>(table);
+  SetStagedDots<kWeightMxfp8>(table);
+  SetStagedDots<kWeightE5m2>(table);
+#endif
   SetInteger<kWeightNvfp4>(table);
   SetInteger<kWeightMxfp4>(table);
   SetIntegerDots<kWeightNvfp4, kTileA4>(table);
