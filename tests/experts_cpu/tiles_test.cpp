@@ -208,9 +208,11 @@ TEST(Tiles, ScaledSumsOfSeveralBlocksOfTokens_AgreeWithTheScheme) {
 /// Finished sums of more than 16 tokens go through the activation between tile instructions, where K gives
 /// them the steps for it; those of fewer in calls. Both leave the same bits.
 TEST(Tiles, TokensOfManySteps_HaveTheBitsOfFewTokens) {
-  for (const char* scheme : {"nvfp4_w4a4", "nvfp4_w4a16"}) {
+  for (const char* scheme :
+       {"nvfp4_w4a4", "nvfp4_w4a16", "mxfp4_w4a16", "mxfp8_w8a16", "int4_w4a16:g32", "int4_w4a16:g128",
+        "int8_w8a16:channel", "fp8_w8a16:channel", "fp8_w8a16:block128"}) {
     for (const bool bias : {false, true}) {
-      LayerSpec spec{.scheme = scheme, .hidden = 1664, .intermediate = 80, .experts = 1, .top_k = 1};
+      LayerSpec spec{.scheme = scheme, .hidden = 1664, .intermediate = 128, .experts = 1, .top_k = 1};
       spec.bias = bias;
       spec.max_tokens = 75;
       Layer layer = TileLayer(spec);

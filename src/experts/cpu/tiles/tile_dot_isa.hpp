@@ -66,14 +66,16 @@ struct TileEngine {
     int64_t piece;   // of a call
     bool spread;     // between tile instructions instead
   };
-  /// What is spread between tile instructions, by what sums lack (TileSums): nothing, beside NVFP4 weights;
-  /// the scale of their token, of codes (FP8, NVFP4 W4A4); that, as integers.
+  /// What is spread between tile instructions, by what sums lack (TileSums): nothing, of the formats that
+  /// were measured to gain by it; the scale of their token, of codes (FP8, NVFP4 W4A4); that, as integers.
   struct There {
-    static constexpr bool kNvfp4 = kWeight == kWeightNvfp4, kPlain = kNvfp4;
+    static constexpr bool kNvfp4 = kWeight == kWeightNvfp4;
+    static constexpr bool kPlain =
+        kNvfp4 || kWeight == kWeightMxfp4 || (kWeight == kWeightE4m3 && !kBytes) || kRounded;
     static constexpr bool kScaled = kNvfp4 || (kWeight == kWeightE4m3 && !kFlush && !kBytes);
     static constexpr bool kInteger = kDirect && kBytes;
   };
-  static constexpr bool kSpreads = There::kScaled || There::kInteger;
+  static constexpr bool kSpreads = There::kPlain || There::kScaled || There::kInteger;
 
   const TileGemm& g;
   const Walk walk;
