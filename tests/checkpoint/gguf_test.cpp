@@ -107,6 +107,16 @@ TEST(Gguf, TensorForEachExpert_OfOldFiles) {
   EXPECT_EQ(status.tensor(), "blk.0.ffn_up.1.weight") << status.ToString();
 }
 
+// IQ4_K of ik_llama.cpp.
+TEST(Gguf, TypeOfAFork_SaysWhatToDo) {
+  RawGguf model = Model(kTypeQ4_0);
+  model.Find("blk.0.ffn_up_exps.weight").type = 139;
+  const Status status = LoadEverything(model);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(status.tensor(), "blk.0.ffn_up_exps.weight");
+  EXPECT_NE(status.hint().find("ik_llama.cpp"), std::string::npos) << status.ToString();
+}
+
 // As repositories with many sizes of one model have them.
 TEST(Gguf, FolderOfSeveralModels_NamesThem) {
   const TemporaryDirectory folder;

@@ -109,6 +109,10 @@ TEST_F(SampleTest, Refusals_LeaveNothing) {
   options.top_k = 2;  // which run would refuse
   refused(options, StatusCode::kUsage);
   options = Tiny("x");
+  options.family = "phimoe";
+  options.top_k = 3;  // which Describe would refuse
+  refused(options, StatusCode::kUsage);
+  options = Tiny("x");
   options.num_tokens = -1;
   refused(options, StatusCode::kUsage);
 }

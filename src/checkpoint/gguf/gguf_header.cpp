@@ -180,7 +180,10 @@ Result<int64_t> SizeOfData(const GgufTensor& tensor) {
   const BlockType* type = FindBlockType(tensor.type);
   if (type == nullptr) {
     return Status::Unsupported(fmt::format("the tensor type {} is unknown", tensor.type))
-        .WithTensor(tensor.name);
+        .WithTensor(tensor.name)
+        .WithHint(
+            "types of forks (IQ4_K, IQ4_KS and others of ik_llama.cpp) and those that llama.cpp gave up are "
+            "not read: take a file in llama.cpp's own types");
   }
   if (tensor.dims.back() % type->elements != 0) {
     return Status::BadInput(fmt::format("rows of {} elements are no whole blocks of {} ({})",

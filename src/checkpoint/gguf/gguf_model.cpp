@@ -163,9 +163,7 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
     }
     if (type->parts.empty()) {
       return store->Blame(Status::Unsupported(fmt::format("tensors of type {} are not supported", type->name))
-                              .WithHint("F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, "
-                                        "IQ4_XS, MXFP4 and NVFP4 "
-                                        "are read"),
+                              .WithHint("docs/checkpoints.md lists those that are read"),
                           module + ".weight");
     }
     if (type->integers.bits > 0) {

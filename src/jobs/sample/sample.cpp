@@ -101,6 +101,10 @@ Result<Sizes> SizesOf(const SampleOptions& options, const SampleFamily& family) 
     return Status::Usage(fmt::format(
         "top_k={}: Llama-4 weighs the input of its experts, so that a token has one", sizes.top_k));
   }
+  if (family.name == "phimoe" && sizes.top_k != 2) {
+    return Status::Usage(
+        fmt::format("top_k={}: the router of Phi-MoE chooses two experts a token", sizes.top_k));
+  }
   return sizes;
 }
 
