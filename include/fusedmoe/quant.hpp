@@ -37,6 +37,9 @@ struct WeightFormat {
   /// Of stored zero points: kU8, codes of the element, or kF32, any finite number (the minima of GGUF's
   /// types).
   DType zero_point_dtype = DType::kU8;
+  /// Columns of a super-block, in which F32 scales of a row are integers of a byte in one unit, and minima,
+  /// zero * scale, such integers in another (GGUF's K types: CanonicalMatrix::super_scale). 0: they are not.
+  int64_t super_cols = 0;
   /// The code that means zero when no zero points are stored: 8 for kU4, 128 for kU8, else 0.
   int implied_zero() const { return element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0; }
   bool has_block_scale() const { return !(block == kPerTensor); }

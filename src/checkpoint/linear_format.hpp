@@ -31,6 +31,7 @@ struct LinearFormat {
   std::string_view second_scale;  ///< F32 of the matrix above blocks
   std::string_view input_scale;
   std::string_view zero_point;
+  std::string_view super_scale, super_minimum;  ///< of CanonicalMatrix
   std::string_view group_index;
   bool group_index_required = false;  ///< the metadata say that columns are reordered
   std::string_view pre_quant_scale;

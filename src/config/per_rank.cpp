@@ -33,8 +33,9 @@ Result<IntermediateRange> IntermediateShare(int64_t intermediate, const Parallel
   // quantized in the same groups as on one rank. Otherwise smaller units, down to whole bytes of packed
   // codes.
   int64_t unit = 1;
-  for (const int64_t extent :
-       {scheme.weight.block.row, scheme.weight.block.col, scheme.activation.group.col}) {
+  // Of super-blocks halves: panels hold these (weights/panel.hpp), and they go round more evenly.
+  for (const int64_t extent : {scheme.weight.block.row, scheme.weight.block.col, scheme.weight.super_cols / 2,
+                               scheme.activation.group.col}) {
     if (extent > 1) {
       unit = std::lcm(unit, extent);
     }

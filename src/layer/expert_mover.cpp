@@ -31,9 +31,9 @@ static_assert(sizeof(BlobHeader) == 72);
 constexpr int64_t kHeaderBytes = 128;
 
 constexpr Tensor CanonicalMatrix::*kTensors[] = {
-    &CanonicalMatrix::codes,          &CanonicalMatrix::block_scale, &CanonicalMatrix::zero_point,
-    &CanonicalMatrix::channel_scale,  &CanonicalMatrix::bias,        &CanonicalMatrix::group_index,
-    &CanonicalMatrix::pre_quant_scale};
+    &CanonicalMatrix::codes,       &CanonicalMatrix::block_scale,   &CanonicalMatrix::zero_point,
+    &CanonicalMatrix::super_scale, &CanonicalMatrix::super_minimum, &CanonicalMatrix::channel_scale,
+    &CanonicalMatrix::bias,        &CanonicalMatrix::group_index,   &CanonicalMatrix::pre_quant_scale};
 
 template <typename Expert>
 auto MatricesOf(Expert& expert) {

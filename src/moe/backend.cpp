@@ -9,8 +9,8 @@ int64_t Bytes(const Tensor& tensor) {
 
 int64_t Bytes(const CanonicalMatrix& matrix) {
   return Bytes(matrix.codes) + Bytes(matrix.block_scale) + Bytes(matrix.zero_point) +
-         Bytes(matrix.channel_scale) + Bytes(matrix.bias) + Bytes(matrix.group_index) +
-         Bytes(matrix.pre_quant_scale);
+         Bytes(matrix.super_scale) + Bytes(matrix.super_minimum) + Bytes(matrix.channel_scale) +
+         Bytes(matrix.bias) + Bytes(matrix.group_index) + Bytes(matrix.pre_quant_scale);
 }
 
 }  // namespace

@@ -63,6 +63,8 @@ Status AddFeatures(const MatrixFeatures& features, CanonicalMatrix& matrix) {
       (element == DType::kU4 || element == DType::kU8)) {
     FMOE_ASSIGN_OR_RETURN(matrix.zero_point, MiddleCodes(matrix));
     matrix.format.zero_point_dtype = DType::kU8;
+    matrix.format.super_cols = 0;  // these are no minima
+    matrix.super_scale = {};
   }
   if (!matrix.zero_point.empty() && matrix.format.zero_point_dtype != features.zero_point_dtype) {
     FMOE_ASSIGN_OR_RETURN(matrix.zero_point, InF32(matrix.zero_point));

@@ -8,6 +8,7 @@
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/super_scales.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -22,6 +23,8 @@ DType ScaleDType(PanelScale scale) {
       return DType::kBF16;
     case PanelScale::kF16:
       return DType::kF16;
+    case PanelScale::kI8:
+      return DType::kI8;
     default:
       return DType::kF32;
   }
@@ -210,6 +213,42 @@ void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
 }
 
+/// Integers and units of two levels; what belongs to no row or column is zero.
+void PackSuperScales(const CanonicalMatrix& matrix, const PanelFormat& format,
+                     std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
+  SuperRow row(matrix);
+  const bool minima = format.has_zero_points();
+  const int64_t groups = format.block / format.group,
+                blocks = static_cast<int64_t>(scale_columns.size()) / groups;
+  for (int64_t block = 0; block < blocks; ++block) {
+    std::memset(out + block * format.block_bytes() + format.code_bytes(), 0,
+                static_cast<size_t>(format.scale_bytes()));
+  }
+  for (int64_t lane = 0; lane < kPanelRows && stripe * kPanelRows + lane < matrix.rows; ++lane) {
+    row.Take(ScaleRow(matrix, stripe * kPanelRows + lane));
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int32_t* columns = scale_columns.data() + block * groups;
+      if (columns[0] < 0) {
+        continue;
+      }
+      std::byte* units = out + block * format.block_bytes() + format.code_bytes();
+      const uint16_t unit = row.scale_unit(columns[0]);
+      std::memcpy(units + 2 * lane, &unit, 2);
+      if (minima) {
+        const uint16_t minimum_unit = row.minimum_unit(columns[0]);
+        std::memcpy(units + 2 * (kPanelRows + lane), &minimum_unit, 2);
+      }
+      std::byte* sides = units + format.unit_bytes() + lane;
+      for (int64_t g = 0; g < groups && columns[g] >= 0; ++g, sides += format.group_bytes()) {
+        sides[0] = static_cast<std::byte>(row.scale(columns[g]));
+        if (minima) {
+          sides[kPanelRows] = static_cast<std::byte>(row.minimum(columns[g]));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row) {
@@ -222,6 +261,10 @@ const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row) {
 
 void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
+  if (format.scale == PanelScale::kI8) {
+    PackSuperScales(matrix, format, scale_columns, stripe, out);
+    return;
+  }
   const int64_t value_bytes = PanelScaleBytes(format.scale), zero_bytes = PanelZeroBytes(format.zeros);
   std::vector<uint32_t> scales(scale_columns.size(), 0), zeros(scale_columns.size(), 0);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
@@ -318,7 +361,8 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
   if (format.scale == PanelScale::kNone) {
     return value - zero;
   }
-  const std::byte* group = block + format.code_bytes() + k / format.group * format.group_bytes();
+  const std::byte* units = block + format.code_bytes();
+  const std::byte* group = units + format.unit_bytes() + k / format.group * format.group_bytes();
   const int64_t value_bytes = PanelScaleBytes(format.scale);
   const std::byte* zeros = group + kPanelRows * value_bytes;
   if (format.zeros == PanelZero::kBytes) {
@@ -328,6 +372,17 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
   }
   float factor = 0;
   DecodeRow(ScaleDType(format.scale), group + row * value_bytes, 0, 1, &factor);
+  if (format.scale == PanelScale::kI8) {
+    float unit = 0;
+    DecodeRow(DType::kF16, units, row, 1, &unit);
+    factor *= unit;
+  }
+  if (format.zeros == PanelZero::kMinima) {
+    float minimum = 0, unit = 0;
+    DecodeRow(DType::kI8, zeros, row, 1, &minimum);
+    DecodeRow(DType::kF16, units, kPanelRows + row, 1, &unit);
+    return value * factor - minimum * unit;
+  }
   return (value - zero) * factor;
 }
 

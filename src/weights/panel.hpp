@@ -18,6 +18,7 @@
 ///     stripe  | block 0 | block 1 | ...       k 0-63, k 64-127, ...; missing columns are zero
 ///     block   | 64-byte vectors of codes | 16 scales a group |     lane n of a vector belongs to row n
 ///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...     in the types that the checkpoint has
+///     levels  | 16 units of scales, 16 of minima | group 0: 16 scales, 16 minima | group 1 | ...
 ///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
@@ -41,16 +42,18 @@ enum class PanelScale : uint8_t {
   kE8M0,  ///< one byte; the code 0 (2^-127, not a normal float) is stored as 1
   kF32,
   kBF16,
-  kF16
+  kF16,
+  kI8  ///< one byte, times the F16 unit of the row and block (WeightFormat::super_cols)
 };
 /// Of one scale.
 int64_t PanelScaleBytes(PanelScale scale);
 
 /// What stands behind the scales of a group of integers.
 enum class PanelZero : uint8_t {
-  kNone,   ///< PanelZeroPoint of the code
-  kBytes,  ///< codes
-  kFloats  ///< numbers, F32; scales beside them are F32 too
+  kNone,    ///< PanelZeroPoint of the code
+  kBytes,   ///< codes
+  kFloats,  ///< numbers, F32; scales beside them are F32 too
+  kMinima   ///< beside kI8: a byte, times a unit of its own, that is taken from code * scale
 };
 /// Of one zero point.
 int64_t PanelZeroBytes(PanelZero zeros);
@@ -72,7 +75,9 @@ struct PanelFormat {
   bool has_zero_points() const { return zeros != PanelZero::kNone; }
   /// Of one group: its scales and zero points.
   int64_t group_bytes() const;
-  int64_t scale_bytes() const { return group == 0 ? 0 : block / group * group_bytes(); }
+  /// Of one block: the units of its scales and minima, which stand in front of them.
+  int64_t unit_bytes() const;
+  int64_t scale_bytes() const { return group == 0 ? 0 : unit_bytes() + block / group * group_bytes(); }
   int64_t block_bytes() const { return code_bytes() + scale_bytes(); }
   /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales and
   /// zero points that fp32 holds as well and zero points that need not be there.
@@ -91,6 +96,7 @@ int PanelZeroPoint(DType code);
 
 /// The position of every packed k in the source matrix; -1 is padding. Groups of scales start on multiples of
 /// the panel's group: activation order is undone here, and a slice that starts inside a group pads before it.
+/// Super-blocks start on its blocks, likewise.
 std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelFormat& format);
 /// True when PanelColumns is 0, 1, 2, ... and then padding.
 bool PanelColumnsAreIdentity(std::span<const int32_t> columns);

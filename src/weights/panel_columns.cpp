@@ -16,6 +16,11 @@ int64_t GroupColumns(const WeightFormat& format) {
   return format.block.col;
 }
 
+/// Of a super-block where the panel has units of such; else 0.
+int64_t SuperColumns(const WeightFormat& weight, const PanelFormat& format) {
+  return format.scale == PanelScale::kI8 ? weight.super_cols : 0;
+}
+
 /// The scale column that source column c uses.
 int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
   if (!matrix.group_index.empty()) {
@@ -52,12 +57,12 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
   };
   if (matrix.group_index.empty()) {
     const int64_t group = format.group == 0 ? 0 : GroupColumns(matrix.format);
-    const bool aligned = group <= 0 || (group % format.group == 0 && matrix.scale_col_offset % group == 0);
+    const int64_t super = SuperColumns(matrix.format, format), unit = std::max(group, super);
+    const bool aligned = group <= 0 || (group % format.group == 0 && matrix.scale_col_offset % unit == 0);
     for (int64_t col = 0; col < matrix.cols;) {
-      const int64_t end = aligned
-                              ? matrix.cols
-                              : std::min(matrix.cols, col + group - (matrix.scale_col_offset + col) % group);
-      fill_to(std::max<int64_t>(format.group, 1));
+      const int64_t from = matrix.scale_col_offset + col;
+      const int64_t end = aligned ? matrix.cols : std::min(matrix.cols, col + group - from % group);
+      fill_to(super > 0 && from % super == 0 ? format.block : std::max<int64_t>(format.group, 1));
       const size_t begin = columns.size();
       columns.resize(begin + static_cast<size_t>(end - col));
       std::iota(columns.begin() + static_cast<std::ptrdiff_t>(begin), columns.end(),
@@ -97,6 +102,10 @@ int64_t PanelColumnsBound(const WeightFormat& weight, const PanelFormat& format,
   const int64_t group = weight.has_block_scale() ? weight.block.col : 0;
   const bool aligned = format.group == 0 || group <= 0 || group % format.group == 0;
   int64_t bound = cols;
+  if (SuperColumns(weight, format) > 0 && reordered) {
+    // The first and the last super-block may end inside a block, and a group begin before the slice.
+    return (cols + 2 * (format.block - 1) + group - 1) / format.block * format.block;
+  }
   if (!aligned || reordered) {
     // Every group may end inside one of ours; a slice has one more than its columns would fill.
     const int64_t groups = group <= 0 ? 1 : CeilDiv(cols, group) + 1;

@@ -12,7 +12,7 @@ namespace fusedmoe {
 namespace {
 
 const char* ScaleName(PanelScale scale) {
-  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16"};
+  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16", "I8"};
   return kNames[static_cast<int>(scale)];
 }
 
@@ -40,6 +40,14 @@ std::optional<DType> PanelCodeOf(DType element) {
   }
 }
 
+/// k of a block with units: the longest that slices of super-blocks cut seldom.
+constexpr int64_t kSuperBlock = 128;
+
+bool IsSuperPanel(const WeightFormat& format, const PanelFormat& panel) {
+  return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && format.block.col <= 32 &&
+         panel.scale == PanelScale::kF32 && panel.zeros != PanelZero::kBytes;
+}
+
 }  // namespace
 
 int64_t PanelScaleBytes(PanelScale scale) {
@@ -48,6 +56,7 @@ int64_t PanelScaleBytes(PanelScale scale) {
       return 0;
     case PanelScale::kE4M3:
     case PanelScale::kE8M0:
+    case PanelScale::kI8:
       return 1;
     case PanelScale::kBF16:
     case PanelScale::kF16:
@@ -59,7 +68,7 @@ int64_t PanelScaleBytes(PanelScale scale) {
 }
 
 int64_t PanelZeroBytes(PanelZero zeros) {
-  return zeros == PanelZero::kFloats ? 4 : zeros == PanelZero::kBytes ? 1 : 0;
+  return zeros == PanelZero::kFloats ? 4 : zeros == PanelZero::kNone ? 0 : 1;
 }
 
 uint32_t PanelCode(DType source, uint32_t code) {
@@ -81,19 +90,23 @@ int64_t PanelFormat::group_bytes() const {
   return kPanelRows * (PanelScaleBytes(scale) + PanelZeroBytes(zeros));
 }
 
+int64_t PanelFormat::unit_bytes() const {
+  return scale == PanelScale::kI8 ? kPanelRows * 2 * (has_zero_points() ? 2 : 1) : 0;
+}
+
 bool PanelFormat::Holds(const PanelFormat& other) const {
   PanelFormat needed = other;
   if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
     needed.scale = scale;
   }
-  if (other.group > 0 && zeros > other.zeros) {
+  if (other.group > 0 && zeros > other.zeros && zeros != PanelZero::kMinima) {
     needed.zeros = zeros;
   }
   return *this == needed;
 }
 
 std::string PanelFormat::ToString() const {
-  constexpr const char* kZeros[] = {"", " and zero", " and F32 zero"};
+  constexpr const char* kZeros[] = {"", " and zero", " and F32 zero", " and minimum"};
   const std::string scales = scale == PanelScale::kNone ? ""
                                                         : fmt::format(", {}{} per {}", ScaleName(scale),
                                                                       kZeros[static_cast<int>(zeros)], group);
@@ -136,6 +149,11 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
                                                             : PanelScale::kBF16;
     panel.group = group < 0 || group % 128 == 0 ? 128 : group % 64 == 0 ? 64 : group % 32 == 0 ? 32 : 16;
     panel.block = std::max(kPanelUnit, panel.group);
+    if (IsSuperPanel(format, panel)) {
+      panel.scale = PanelScale::kI8;
+      panel.zeros = has_zero_points ? PanelZero::kMinima : PanelZero::kNone;
+      panel.block = kSuperBlock;
+    }
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
     panel.scale = PanelScale::kF32;
     panel.group = 64;

@@ -8,6 +8,7 @@
 #include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/super_scales.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -177,6 +178,9 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   FMOE_RETURN_IF_ERROR(CheckBlocks(matrix));
   if (!matrix.zero_point.empty()) {
     FMOE_RETURN_IF_ERROR(CheckZeroPoints(matrix));
+  }
+  if (format.super_cols != 0) {
+    FMOE_RETURN_IF_ERROR(CheckSuperScales(matrix));
   }
   if (!format.has_block_scale() && !matrix.group_index.empty()) {
     return Status::BadInput("group_index is given, but the format has no blocks");

@@ -12,6 +12,8 @@
 #include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/panel.hpp"
+#include "weights/slice.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -53,6 +55,11 @@ constexpr Type kTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 0, -1, false, f
                            {34, "TQ1_0", "int4_w4a16:g32", 256, 54, 52, -1, false, true},
                            {35, "TQ2_0", "int4_w4a16:g32", 256, 66, 64, -1, false, true},
                            {41, "Q1_0", "int4_w4a16:g32", 128, 18, 0, -1, false, true}};
+
+/// K types and IQ4_XS.
+bool HasTwoLevels(const Type& type) {
+  return (type.id >= 10 && type.id <= 14) || type.id == 23;
+}
 
 void PutHalf(std::string& block, int64_t at, uint16_t half) {
   block.replace(static_cast<size_t>(at), 2, Raw(half));
@@ -196,6 +203,29 @@ TEST(GgufBlocks, Q1_0_IsAScaleAndSigns) {
   }
 }
 
+/// In the panels of CPUs scales of two levels are the integers and units of the file, and minima too:
+/// products and differences are those of decoding, bit by bit.
+void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
+  const PanelFormat format = *ChoosePanelFormat(integers.format, !integers.zero_point.empty());
+  EXPECT_EQ(format.scale, PanelScale::kI8);
+  const std::vector<int32_t> columns = PanelColumns(integers, format);
+  std::vector<std::byte> stripe(columns.size() / static_cast<size_t>(format.block) *
+                                static_cast<size_t>(format.block_bytes()));
+  const auto* wanted = decoded.codes.view().as<float>();
+  for (int64_t row = 0; row < integers.rows; ++row) {
+    if (row % kPanelRows == 0) {
+      PackPanelStripe(integers, format, columns, row / kPanelRows, stripe.data());
+    }
+    for (size_t k = 0; k < columns.size(); ++k) {
+      if (columns[k] >= 0) {
+        ASSERT_EQ(PanelValue(format, stripe.data(), row % kPanelRows, static_cast<int64_t>(k)),
+                  wanted[row * decoded.codes.view().stride_bytes(0) / 4 + columns[k]])
+            << "row " << row << " column " << columns[k];
+      }
+    }
+  }
+}
+
 class GgufIntegers : public testing::TestWithParam<Type> {};
 
 INSTANTIATE_TEST_SUITE_P(Types, GgufIntegers, testing::ValuesIn(kTypes),
@@ -214,6 +244,46 @@ TEST_P(GgufIntegers, CodesBelowScales_MeanTheDecodedValues) {
     if (type.decoded) {
       ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
     }
+    EXPECT_EQ((integers.expert.*matrix).format.super_cols, HasTwoLevels(type) ? 256 : 0);
+    if (HasTwoLevels(type)) {
+      ExpectPanelsOfTwoLevels(integers.expert.*matrix, decoded.expert.*matrix);
+    }
+  }
+}
+
+// Shares of ranks: halves of super-blocks while these go round, then less. They hold what the whole matrix
+// holds there, in as many columns of panels as a plan expects.
+TEST_P(GgufIntegers, SharesOfRanks_HoldTheSameValues) {
+  const Type& type = GetParam();
+  if (!HasTwoLevels(type)) {
+    return;
+  }
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(type, type).Bytes());
+  CheckpointOptions options;
+  const auto checkpoint = Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+  ASSERT_TRUE(checkpoint.ok());
+  options.decode_blocks = true;
+  const auto floats = Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+  ASSERT_TRUE(floats.ok());
+  const CanonicalExpert whole = *(*floats)->Experts(0)->load(1);
+  for (const int ranks : {2, 3, 5, 16}) {
+    int64_t begin = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      ParallelConfig parallel;
+      parallel.tp_size = ranks;
+      parallel.tp_rank = rank;
+      const auto experts = (*checkpoint)->Experts(0, parallel);
+      ASSERT_TRUE(experts.ok()) << experts.status().ToString();
+      const auto expert = experts->load(1);
+      ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+      const int64_t share = expert->down.cols;
+      ASSERT_TRUE(ValidateCanonical(expert->down).ok()) << ValidateCanonical(expert->down).ToString();
+      ExpectPanelsOfTwoLevels(expert->up, *SliceMatrix(whole.up, begin, share, 0, kHidden));
+      ExpectPanelsOfTwoLevels(expert->down, *SliceMatrix(whole.down, 0, kHidden, begin, share));
+      begin += share;
+    }
+    EXPECT_EQ(begin, kInner);
   }
 }
 
@@ -235,6 +305,8 @@ TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
     const bool zeros = type.zeros || down.zeros;
     for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
       EXPECT_EQ((integers.expert.*matrix).zero_point.empty(), !zeros);
+      EXPECT_EQ((integers.expert.*matrix).format.super_cols,
+                HasTwoLevels(type) && HasTwoLevels(down) ? 256 : 0);
       ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
     }
   }

@@ -28,6 +28,9 @@ inline constexpr KernelWeights kIntegerWeights[] = {
     {cpu::kWeightU4Group32, {DType::kU4, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
     {cpu::kWeightU4Group64, {DType::kU4, PanelScale::kBF16, 64}},
     {cpu::kWeightU4Group128, {DType::kU4, PanelScale::kBF16, 128, 128, PanelZero::kBytes}},
+    {cpu::kWeightU4Super16, {DType::kU4, PanelScale::kI8, 16, 128, PanelZero::kMinima}},
+    {cpu::kWeightU4Super16, {DType::kU4, PanelScale::kI8, 16, 128}},
+    {cpu::kWeightU4Super32, {DType::kU4, PanelScale::kI8, 32, 128, PanelZero::kMinima}},
     {cpu::kWeightU8, {DType::kU8}},
     {cpu::kWeightU8Group16, {DType::kU8, PanelScale::kF32, 16}},
     {cpu::kWeightU8Group16, {DType::kU8, PanelScale::kF16, 16, 64, PanelZero::kBytes}},
@@ -35,6 +38,9 @@ inline constexpr KernelWeights kIntegerWeights[] = {
     {cpu::kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
     {cpu::kWeightU8Group64, {DType::kU8, PanelScale::kF16, 64}},
     {cpu::kWeightU8Group128, {DType::kU8, PanelScale::kF32, 128, 128, PanelZero::kBytes}},
+    {cpu::kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128}},
+    {cpu::kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128}},
+    {cpu::kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128, PanelZero::kMinima}},
 };
 
 inline constexpr KernelWeights kFloatWeights[] = {
@@ -60,6 +66,16 @@ inline void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& 
     for (int64_t i = 0; float_bytes > 0 && i < codes; i += float_bytes) {
       const float value = static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F;
       EncodeRow(panel.code, &value, 1, bytes + i);
+    }
+    if (panel.scale == PanelScale::kI8) {  // any bytes are scales and minima
+      for (int64_t i = codes; i < panel.block_bytes(); ++i) {
+        bytes[i] = static_cast<std::byte>(random() & 255);
+      }
+      for (int64_t at = codes; at < codes + panel.unit_bytes(); at += 2) {
+        const float unit = static_cast<float>(static_cast<int>(random() & 2047) - 1024) / 65536.0F;
+        EncodeRow(DType::kF16, &unit, 1, bytes + at);
+      }
+      continue;
     }
     for (int64_t group = codes; IsPanelInteger(panel.code) && group < panel.block_bytes();
          group += panel.group_bytes()) {

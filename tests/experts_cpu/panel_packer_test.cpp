@@ -5,6 +5,7 @@
 
 #include "cpu_layer.hpp"
 #include "support/random_layer.hpp"
+#include "support/super_scales.hpp"
 #include "weights/block_products.hpp"
 #include "weights/slice.hpp"
 
@@ -44,6 +45,25 @@ void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat
       EXPECT_EQ(nan_rows, RowsWithNan(matrix, stripe)) << what << " stripe " << stripe << " with " << isa;
       ASSERT_EQ(0, std::memcmp(expected.data(), actual, bytes))
           << what << " " << matrix.rows << " x " << matrix.cols << " stripe " << stripe << " with " << isa;
+    }
+  }
+}
+
+TEST(PanelPacker_SuperBlocks, WritesTheBytesOfTheDefinition) {
+  std::mt19937 random(4);
+  for (const char* name : {"int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "int8_w8a16:g32"}) {
+    for (const bool minima : {false, true}) {
+      cpu_test::Layer layer;
+      layer.spec.scheme = name;
+      layer.scheme = *ParseScheme(name);
+      CanonicalMatrix matrix = cpu_test::RandomMatrix(layer, 37, 1280, random);
+      testing_support::MakeSuper(matrix, minima, random);
+      for (const auto& [col, cols] : {std::pair<int64_t, int64_t>{0, 1280}, {128, 1024}, {224, 96}}) {
+        const CanonicalMatrix slice = *SliceMatrix(matrix, 0, 37, col, cols);
+        const PanelFormat format = *ChoosePanelFormat(slice.format, minima);
+        ASSERT_EQ(format.scale, PanelScale::kI8);
+        ExpectBytesOfTheDefinition(slice, format, name);
+      }
     }
   }
 }

@@ -5,6 +5,7 @@
 #include "bounds.hpp"
 #include "core/checked_math.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
+#include "support/super_scales.hpp"
 
 /// Integers in groups whose zero points are any numbers, (code - zero) * scale: the types of GGUF that have
 /// minima.
@@ -55,11 +56,11 @@ std::vector<float> ExactToken(TileKind kind, int64_t cols, int64_t padded, std::
   return token;
 }
 
-/// A sum in fp64, and what fp32 may add to it. Of a group: the sums of codes times activations and of
-/// activations are rounded when they become fp32 (three planes: twice, and joined), then come the
-/// multiply-add that takes the zero point off, the scale, four additions of a unit and one for each unit with
-/// the activation scale: 10 + units roundings of at most 2^-24 of |scale| (sum of |code x| + |zero sum of x|)
-/// of all groups.
+/// A sum in fp64 (without zero points: of the middle code), and what fp32 may add to it. Of a group: the sums
+/// of codes times activations and of activations are rounded when they become fp32 (three planes: twice, and
+/// joined), then come the multiply-add that takes the zero point off, the scale, four additions of a unit and
+/// one for each unit with the activation scale: 10 + units roundings of at most 2^-24 of |scale| (sum of
+/// |code x| + |zero sum of x|) of all groups.
 struct Sum {
   double value = 0, bound = 0;
 };
@@ -77,7 +78,9 @@ Sum ExpectedSum(const CanonicalMatrix& matrix, int64_t row, const std::vector<fl
       of_token += x;
     }
     const auto scale = static_cast<double>(matrix.block_scale.view().as<float>()[row * groups + g]);
-    const auto zero = static_cast<double>(matrix.zero_point.view().as<float>()[row * groups + g]);
+    const double zero = matrix.zero_point.empty()
+                            ? matrix.format.implied_zero()
+                            : static_cast<double>(matrix.zero_point.view().as<float>()[row * groups + g]);
     sum.value += scale * (of_codes - zero * of_token);
     sum.bound += std::fabs(scale) * (magnitude + std::fabs(zero * of_token));
   }
@@ -119,8 +122,7 @@ Tile MakeTile(const KernelTable& table, const PanelFormat& panel, TileKind kind,
 
 void ExpectSums(const CanonicalMatrix& matrix, const std::string& isa, std::mt19937& random) {
   const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
-  const PanelFormat panel = *ChoosePanelFormat(matrix.format, true);
-  ASSERT_EQ(panel.zeros, PanelZero::kFloats);
+  const PanelFormat panel = *ChoosePanelFormat(matrix.format, !matrix.zero_point.empty());
   ASSERT_EQ(panel.group, matrix.format.block.col);
   const std::vector<int32_t> columns = PanelColumns(matrix, panel);
   const auto padded = static_cast<int64_t>(columns.size());
@@ -169,7 +171,29 @@ TEST(Kernel_FloatZeroPoints, AgreeWithFp64) {
       for (const int64_t group : {16, 32, 64, 128}) {
         std::mt19937 random(static_cast<uint32_t>(group));
         for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{16, 128}, {48, 640}, {21, 600}}) {
-          ExpectSums(RandomGroups(code, group, rows, cols, random), isa, random);
+          const CanonicalMatrix matrix = RandomGroups(code, group, rows, cols, random);
+          ASSERT_EQ(ChoosePanelFormat(matrix.format, true)->zeros, PanelZero::kFloats);
+          ExpectSums(matrix, isa, random);
+        }
+      }
+    }
+  }
+}
+
+// Scales and minima of two levels. Of a zero point stored as a number the kernel has the minimum itself: one
+// rounding of the bound less, and one that the zero point had of its own (2^-24 of |zero|).
+TEST(Kernel_SuperBlocks, AgreeWithFp64) {
+  for (const std::string& isa : cpu_test::HostIsas()) {
+    for (const DType code : {DType::kU4, DType::kU8}) {
+      for (const int64_t group : {16, 32}) {
+        std::mt19937 random(static_cast<uint32_t>(group));
+        for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{16, 128}, {48, 640}, {21, 600}}) {
+          for (const bool minima : {false, true}) {
+            CanonicalMatrix matrix = RandomGroups(code, group, rows, cols, random);
+            testing_support::MakeSuper(matrix, minima, random);
+            ASSERT_EQ(ChoosePanelFormat(matrix.format, minima)->scale, PanelScale::kI8);
+            ExpectSums(matrix, isa, random);
+          }
         }
       }
     }

@@ -11,6 +11,7 @@
 
 #include "numerics/rows.hpp"
 #include "support/float_zeros.hpp"
+#include "support/super_scales.hpp"
 #include "weights/block_products.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/quantize.hpp"
@@ -85,6 +86,33 @@ void ExpectSameValues(const CanonicalMatrix& matrix, const Panels& panels, const
       << what << ": a column is missing";
 }
 
+/// The same where zero points are numbers, and panels have minima in their place: `code - zero`, its product
+/// with the scale and the zero point are rounded, and in the panel the product and the difference; five steps
+/// of 2^-24 of |code * scale| + |minimum|.
+void ExpectSameSums(const CanonicalMatrix& matrix, const Panels& panels, const std::string& what) {
+  std::vector<double> row(static_cast<size_t>(matrix.cols));
+  const RowDecoder decoder(matrix);
+  const int64_t group = matrix.format.block.col;
+  for (int64_t r = 0; r < matrix.rows; ++r) {
+    decoder.Decode(r, 0, matrix.cols, row.data());
+    for (size_t k = 0; k < panels.columns.size(); ++k) {
+      if (panels.columns[k] < 0) {
+        continue;
+      }
+      const auto col = static_cast<size_t>(panels.columns[k]);
+      const float value =
+          PanelValue(panels.format, panels.bytes.data() + r / kPanelRows * panels.stripe_bytes,
+                     r % kPanelRows, static_cast<int64_t>(k));
+      const int64_t at = (matrix.scale_row_offset + r) * matrix.block_scale.dim(1) +
+                         (matrix.scale_col_offset + static_cast<int64_t>(col)) / group;
+      const double scale = std::fabs(matrix.block_scale.view().as<float>()[at]);
+      const double zero = std::fabs(matrix.zero_point.view().as<float>()[at]);
+      ASSERT_LE(std::fabs(value - row[col]), 5 * 0x1p-24 * scale * (255.0 + zero))
+          << what << " row " << r << " k " << k;
+    }
+  }
+}
+
 void ExpectSameCodes(const CanonicalMatrix& matrix, const Panels& panels, const std::string& what) {
   const auto bytes = static_cast<size_t>(matrix.codes.view().total_bytes());
   std::vector<std::byte> codes(bytes, std::byte{0});
@@ -147,6 +175,90 @@ TEST(Panel_ZeroPointsThatAreNumbers, AreKept) {
     const Result<CanonicalMatrix> slice = SliceMatrix(matrix, 0, 20, 8, 200);  // begins inside a group
     ASSERT_TRUE(slice.ok()) << slice.status().ToString();
     ExpectSameValues(*slice, Pack(*slice), scheme);
+  }
+}
+
+TEST(Panel_SuperBlocks, HoldIntegersAndUnits) {
+  std::mt19937 random(5);
+  for (const char* scheme : {"int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "int8_w8a16:g32"}) {
+    for (const bool minima : {false, true}) {
+      CanonicalMatrix matrix = Quantized(scheme, 37, 768);
+      testing_support::MakeSuper(matrix, minima, random);
+      ASSERT_TRUE(ValidateCanonical(matrix).ok()) << ValidateCanonical(matrix).ToString();
+      const auto expect_same = [&](const CanonicalMatrix& part) {
+        const Panels panels = Pack(part);
+        EXPECT_EQ(panels.format.scale, PanelScale::kI8);
+        EXPECT_EQ(panels.format.zeros, minima ? PanelZero::kMinima : PanelZero::kNone);
+        const int64_t codes = 128 * DTypeBits(panels.format.code) / 8;  // of a row of a block
+        EXPECT_EQ(panels.format.block_bytes() / 16,
+                  codes + (128 / panels.format.group + 2) * (minima ? 2 : 1));
+        EXPECT_LE(static_cast<int64_t>(panels.columns.size()),
+                  PanelColumnsBound(part.format, panels.format, part.cols, part.cols != 768));
+        if (minima) {
+          ExpectSameSums(part, panels, scheme);
+        } else {
+          ExpectSameValues(part, panels, scheme);
+        }
+      };
+      expect_same(matrix);
+      ExpectSameCodes(matrix, Pack(matrix), scheme);
+      // On blocks of the panel, on groups, inside of a group; within a super-block and across some.
+      for (const auto& [col, cols] : {std::pair<int64_t, int64_t>{128, 256},
+                                      {192, 192},
+                                      {96, 64},
+                                      {32, 640},
+                                      {40, 500},
+                                      {250, 20},
+                                      {256, 512},
+                                      {0, 100}}) {
+        const Result<CanonicalMatrix> slice = SliceMatrix(matrix, 3, 33, col, cols);
+        ASSERT_TRUE(slice.ok()) << slice.status().ToString();
+        ASSERT_TRUE(ValidateCanonical(*slice).ok());
+        expect_same(*slice);
+      }
+    }
+  }
+}
+
+TEST(Panel_SuperBlocks, AreRefusedWhereUnitsDoNotDivide) {
+  std::mt19937 random(6);
+  for (const bool minima : {false, true}) {
+    CanonicalMatrix matrix = Quantized("int4_w4a16:g32", 16, 512);
+    testing_support::MakeSuper(matrix, minima, random);
+    const auto status_with = [&](auto change) {
+      CanonicalMatrix changed = matrix;
+      for (Tensor* tensor : {&changed.block_scale, &changed.zero_point, &changed.super_scale}) {
+        if (!tensor->empty()) {
+          Tensor copy = *Tensor::Allocate(tensor->dtype(), tensor->shape());
+          std::memcpy(copy.mutable_view().data(), tensor->view().data(),
+                      static_cast<size_t>(tensor->view().total_bytes()));
+          *tensor = std::move(copy);
+        }
+      }
+      change(changed);
+      return ValidateCanonical(changed).ToString();
+    };
+    EXPECT_NE(status_with([](CanonicalMatrix& m) {
+                m.block_scale.mutable_view().as<float>()[17] += 0x1p-17F;
+              }).find("row 1 does not divide"),
+              std::string::npos);
+    EXPECT_NE(status_with([](CanonicalMatrix& m) {
+                m.block_scale.mutable_view().as<float>()[0] *= 256.0F;
+              }).find("row 0 does not divide"),
+              std::string::npos);
+    EXPECT_NE(status_with([](CanonicalMatrix& m) { m.super_scale = {}; }).find("super_scale is missing"),
+              std::string::npos);
+    EXPECT_NE(status_with([](CanonicalMatrix& m) { m.format.super_cols = 48; }).find("super_cols is 48"),
+              std::string::npos);
+    if (minima) {
+      EXPECT_NE(
+          status_with([](CanonicalMatrix& m) { m.super_minimum = {}; }).find("super_minimum is missing"),
+          std::string::npos);
+      EXPECT_NE(status_with([](CanonicalMatrix& m) {
+                  m.zero_point.mutable_view().as<float>()[16] *= 1.01F;
+                }).find("row 1 does not divide"),
+                std::string::npos);
+    }
   }
 }
 

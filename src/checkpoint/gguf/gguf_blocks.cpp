@@ -1,6 +1,7 @@
 #include "checkpoint/gguf/gguf_blocks.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "checkpoint/gguf/gguf_grid_types.hpp"
@@ -98,14 +99,27 @@ template <typename Type, int kBits>
 constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
                                    {".weight_scale", DType::kF16, 1, 2, HalfScale<Type>}};
 
-/// Below F32 scales of kGroup elements.
-template <typename Type, int kBits, int64_t kGroup>
-constexpr BlockPart kWithFloats[] = {CodesOf<Type, kBits, false>(), ScalesOf<Type, kGroup>()};
-
-/// With zero points besides.
-template <typename Type, int kBits, int64_t kGroup>
-constexpr BlockPart kWithZeros[] = {CodesOf<Type, kBits, true>(), ScalesOf<Type, kGroup>(),
-                                    ZerosOf<Type, kGroup>()};
+/// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both (kSuper).
+template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
+constexpr auto PartsOf() {
+  std::array<BlockPart, (kZeros ? 3 : 2) + (!kSuper  ? 0
+                                            : kZeros ? 2
+                                                     : 1)>
+      parts = {CodesOf<Type, kBits, kZeros>(), ScalesOf<Type, kGroup>()};
+  size_t next = 2;
+  if constexpr (kZeros) {
+    parts[next++] = ZerosOf<Type, kGroup>();
+  }
+  if constexpr (kSuper) {
+    parts[next++] = {".weight_super_scale", DType::kF16, 1, 2, SuperScale<Type>};
+  }
+  if constexpr (kSuper && kZeros) {
+    parts[next++] = {".weight_super_minimum", DType::kF16, 1, 2, SuperMinimum<Type>};
+  }
+  return parts;
+}
+template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
+constexpr auto kGroupParts = PartsOf<Type, kBits, kGroup, kZeros, kSuper>();
 
 template <typename Type>
 constexpr BlockPart kValues[] = {
@@ -119,25 +133,22 @@ constexpr BlockType InBlocks(uint32_t id, std::string_view name) {
   return {id, name, Type::kElements, Type::kBytes, kWithHalf<Type, 8>, {8, Type::kGroup, false}};
 }
 
-/// A type with scales of its own for each group, in the fewest bits that hold its codes.
+/// A type with scales of its own for each group, its codes in kBits.
+template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
+constexpr BlockType Grouped(uint32_t id, std::string_view name) {
+  return {id,
+          name,
+          Type::kElements,
+          Type::kBytes,
+          kGroupParts<Type, kBits, kGroup, kZeros, kSuper>,
+          {kBits, kGroup, kZeros, kSuper ? Type::kElements : 0}};
+}
+
+/// In the fewest bits that hold its codes.
 template <typename Type>
 constexpr BlockType InGroups(uint32_t id, std::string_view name) {
   constexpr int kBits = Type::kBits <= 4 ? 4 : 8;
-  if constexpr (Type::kMinima) {
-    return {id,
-            name,
-            Type::kElements,
-            Type::kBytes,
-            kWithZeros<Type, kBits, Type::kGroup>,
-            {kBits, Type::kGroup, true}};
-  } else {
-    return {id,
-            name,
-            Type::kElements,
-            Type::kBytes,
-            kWithFloats<Type, kBits, Type::kGroup>,
-            {kBits, Type::kGroup, false}};
-  }
+  return Grouped<Type, kBits, Type::kGroup, Type::kMinima, kIsSuper<Type>>(id, name);
 }
 
 using Q4_0 = Old<false, false>;
@@ -188,30 +199,17 @@ constexpr BlockType kTypes[] = {
 struct Forms {
   uint32_t id;
   BlockType decoded;
-  BlockType bytes[2][2];  ///< [groups of 16][zero points]
+  BlockType bytes[2][2][2];  ///< [groups of 16][zero points][two levels]
 };
 
-template <typename Type>
-constexpr BlockType Bytes(uint32_t id, std::string_view name, bool sixteen, bool zeros) {
-  constexpr int64_t kElements = Type::kElements;
-  if (!sixteen && Type::kGroup < 32) {
-    return {id, name, kElements, Type::kBytes, {}, {}};
+/// Empty where the type has no such form.
+template <typename Type, bool kSixteen, bool kZeros, bool kSuper>
+constexpr BlockType Bytes(uint32_t id, std::string_view name) {
+  if constexpr ((!kSixteen && Type::kGroup < 32) || (kSuper && !kIsSuper<Type>)) {
+    return {id, name, Type::kElements, Type::kBytes, {}, {}};
+  } else {
+    return Grouped < Type, 8, kSixteen ? 16 : Type::kGroup, kZeros, kSuper > (id, name);
   }
-  if (sixteen) {
-    return {id,
-            name,
-            kElements,
-            Type::kBytes,
-            zeros ? std::span<const BlockPart>(kWithZeros<Type, 8, 16>) : kWithFloats<Type, 8, 16>,
-            {8, 16, zeros}};
-  }
-  return {id,
-          name,
-          kElements,
-          Type::kBytes,
-          zeros ? std::span<const BlockPart>(kWithZeros<Type, 8, Type::kGroup>)
-                : kWithFloats<Type, 8, Type::kGroup>,
-          {8, Type::kGroup, zeros}};
 }
 
 template <typename Type>
@@ -219,8 +217,10 @@ constexpr Forms FormsOf(uint32_t id, std::string_view name) {
   const uint32_t own = kGgufDecoded + id;
   return {id,
           {own, name, Type::kElements, Type::kBytes, kValues<Type>, {}},
-          {{Bytes<Type>(own, name, false, false), Bytes<Type>(own, name, false, true)},
-           {Bytes<Type>(own, name, true, false), Bytes<Type>(own, name, true, true)}}};
+          {{{Bytes<Type, false, false, false>(own, name), Bytes<Type, false, false, true>(own, name)},
+            {Bytes<Type, false, true, false>(own, name), Bytes<Type, false, true, true>(own, name)}},
+           {{Bytes<Type, true, false, false>(own, name), Bytes<Type, true, false, true>(own, name)},
+            {Bytes<Type, true, true, false>(own, name), Bytes<Type, true, true, true>(own, name)}}}};
 }
 
 constexpr Forms kForms[] = {
@@ -252,12 +252,12 @@ const BlockType& DecodedType(const BlockType& type) {
   return forms == nullptr ? type : forms->decoded;
 }
 
-const BlockType* BytesType(const BlockType& type, int64_t group, bool zeros) {
+const BlockType* BytesType(const BlockType& type, const IntegerBlocks& as) {
   const Forms* forms = FindForms(type);
   if (forms == nullptr) {
     return nullptr;
   }
-  const BlockType& bytes = forms->bytes[group == 16 ? 1 : 0][zeros ? 1 : 0];
+  const BlockType& bytes = forms->bytes[as.group == 16 ? 1 : 0][as.zeros ? 1 : 0][as.super > 0 ? 1 : 0];
   return bytes.parts.empty() ? nullptr : &bytes;
 }
 

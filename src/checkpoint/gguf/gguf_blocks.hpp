@@ -28,6 +28,7 @@ struct IntegerBlocks {
   int bits = 0;
   int64_t group = 0;   ///< elements of a scale
   bool zeros = false;  ///< F32 zero points, where the type has minima
+  int64_t super = 0;   ///< elements that share the units of their scales (WeightFormat::super_cols)
 };
 
 struct BlockType {
@@ -46,10 +47,10 @@ const BlockType* FindBlockType(uint32_t id);
 /// The same blocks decoded to F32, where a scheme has the type as it is and a decoder has not; else the type.
 const BlockType& DecodedType(const BlockType& type);
 
-/// The same blocks as bytes in such groups, with F32 scales and, where `zeros` is set, zero points: what a
-/// type may be listed as beside others of integers. `group`: 16 or 32, no more than the type has. Null for
-/// floats.
-const BlockType* BytesType(const BlockType& type, int64_t group, bool zeros);
+/// The same blocks as bytes with F32 scales, in groups (of 16 or 32, no more than the type has), with zero
+/// points and units of scales as `as` says: what a type may be listed as beside others of integers. Null for
+/// floats, and where the type has no such units.
+const BlockType* BytesType(const BlockType& type, const IntegerBlocks& as);
 
 /// The number one, for scales that a file leaves out: a part that reads nothing.
 const BlockPart& UnitScalePart();

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -9,14 +8,16 @@
 #include <fusedmoe/dtype.hpp>
 
 #include "numerics/rows.hpp"
+#include "weights/super_scales.hpp"
 
 /// The block types of GGUF whose elements are integers below scales, and below minima where they have some:
 ///
 ///     value = scale * (code - kCenter) - minimum          a scale, and a minimum, for each kGroup elements
 ///
 /// Each struct reads one block of kBytes bytes: `Codes` gives its kElements codes, `Scales` a scale and a
-/// minimum for each group. Products of a 16-bit scale and one of at most eight bits are exact in F32. Layouts
-/// and formulas: ggml's `block_*` and `dequantize_row_*`.
+/// minimum for each group. Products of a 16-bit scale and one of at most eight bits are exact in F32. Where a
+/// scale is such a product, kSuperAt is the place of the F16 factor that all of the block share, and
+/// kSuperMinimumAt that of the minima. Layouts and formulas: ggml's `block_*` and `dequantize_row_*`.
 namespace fusedmoe::checkpoint::gguf_integers {
 
 constexpr int64_t kSuper = 256;  // elements of a block of the K types
@@ -84,6 +85,7 @@ struct Q2K {
   static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 84;
   static constexpr int kBits = 2, kCenter = 0;
   static constexpr bool kMinima = true;
+  static constexpr int64_t kSuperAt = 80, kSuperMinimumAt = 82;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* from = block + 16 + part / 4 * 32;
@@ -93,7 +95,7 @@ struct Q2K {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* minima) {
-    const float scale = Half(block + 80), minimum = Half(block + 82);
+    const float scale = Half(block + kSuperAt), minimum = Half(block + kSuperMinimumAt);
     for (int64_t group = 0; group < 16; ++group) {
       scales[group] = scale * static_cast<float>(Byte(block, group) & 15U);
       minima[group] = minimum * static_cast<float>(Byte(block, group) >> 4);
@@ -106,6 +108,7 @@ struct Q3K {
   static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 110;
   static constexpr int kBits = 3, kCenter = 4;
   static constexpr bool kMinima = false;
+  static constexpr int64_t kSuperAt = 108;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* low = block + 32 + part / 4 * 32;
@@ -116,7 +119,7 @@ struct Q3K {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    const float scale = Half(block + 108);
+    const float scale = Half(block + kSuperAt);
     for (int64_t group = 0; group < 16; ++group) {
       const int low = Byte(block, 96 + group % 8) >> (group / 8 * 4) & 15;
       const int high = Byte(block, 104 + group % 4) >> (group / 4 * 2) & 3;
@@ -131,6 +134,7 @@ struct Q45K {
   static constexpr int64_t kElements = kSuper, kGroup = 32, kBytes = kFive ? 176 : 144;
   static constexpr int kBits = kFive ? 5 : 4, kCenter = 0;
   static constexpr bool kMinima = true;
+  static constexpr int64_t kSuperAt = 0, kSuperMinimumAt = 2;
   static void Codes(const std::byte* block, uint8_t* codes) {
     const std::byte* high = block + 16;
     const std::byte* low = high + (kFive ? 32 : 0);
@@ -143,7 +147,7 @@ struct Q45K {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* minima) {
-    const float scale = Half(block), minimum = Half(block + 2);
+    const float scale = Half(block + kSuperAt), minimum = Half(block + kSuperMinimumAt);
     const std::byte* packed = block + 4;
     for (int64_t group = 0; group < 8; ++group) {
       const bool first = group < 4;  // the others have their upper two bits in the bytes of the first
@@ -162,6 +166,7 @@ struct Q6K {
   static constexpr int64_t kElements = kSuper, kGroup = 16, kBytes = 210;
   static constexpr int kBits = 6, kCenter = 32;
   static constexpr bool kMinima = false;
+  static constexpr int64_t kSuperAt = 208;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* low = block + part / 4 * 64 + part % 2 * 32;
@@ -173,7 +178,7 @@ struct Q6K {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    const float scale = Half(block + 208);
+    const float scale = Half(block + kSuperAt);
     for (int64_t group = 0; group < 16; ++group) {
       scales[group] = scale * static_cast<float>(static_cast<int8_t>(Byte(block, 192 + group)));
     }
@@ -197,13 +202,14 @@ struct Iq4Xs {
   static constexpr int64_t kElements = kSuper, kGroup = 32, kBytes = 136;
   static constexpr int kBits = 8, kCenter = 128;
   static constexpr bool kMinima = false;
+  static constexpr int64_t kSuperAt = 0;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t group = 0; group < 8; ++group) {
       Iq4Nl::Codes(block + 8 + group * 16 - 2, codes + group * 32);
     }
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    const float scale = Half(block);
+    const float scale = Half(block + kSuperAt);
     const int high = Byte(block, 2) | Byte(block, 3) << 8;
     for (int64_t group = 0; group < 8; ++group) {
       const int low = Byte(block, 4 + group / 2) >> (group % 2 * 4) & 15;
@@ -236,13 +242,6 @@ struct Groups {
   float scales[kCount], minima[kCount] = {};
   explicit Groups(const std::byte* block) { Type::Scales(block, scales, minima); }
 };
-
-/// A group whose scale is zero and whose minimum is not has one value: codes in steps so small that they
-/// vanish beside the zero point, by which the same formula gives that value.
-inline float StepOf(float scale, float minimum) {
-  const bool one_value = scale == 0.0F && minimum != 0.0F && std::isfinite(minimum);
-  return one_value ? std::ldexp(1.0F, std::ilogb(minimum) - 30) : scale;
-}
 
 /// Each function writes one tensor's share of `count` blocks.
 template <typename Type>
@@ -303,14 +302,42 @@ void Spread(const std::byte* blocks, int64_t count, std::byte* out, Number numbe
 
 template <typename Type, int64_t kGroup>
 void GroupScales(const std::byte* blocks, int64_t count, std::byte* out) {
-  Spread<Type, kGroup>(blocks, count, out, [](float scale, float minimum) { return StepOf(scale, minimum); });
+  Spread<Type, kGroup>(blocks, count, out,
+                       [](float scale, float minimum) { return NumbersOf(scale, minimum).scale; });
 }
 
 template <typename Type, int64_t kGroup>
 void GroupZeros(const std::byte* blocks, int64_t count, std::byte* out) {
   Spread<Type, kGroup>(blocks, count, out, [](float scale, float minimum) {
-    return static_cast<float>(Type::kCenter) + (minimum == 0.0F ? 0.0F : minimum / StepOf(scale, minimum));
+    return static_cast<float>(Type::kCenter) + NumbersOf(scale, minimum).zero;
   });
+}
+
+/// Types with two levels of scales.
+template <typename Type>
+constexpr bool kIsSuper = requires {
+  Type::kSuperAt;
+};
+
+/// The units of the scales.
+template <typename Type>
+void SuperScale(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes, out += 2) {
+    std::memcpy(out, blocks + Type::kSuperAt, 2);
+  }
+}
+
+/// Those of the minima: the file's, or, of codes around a center, as many scales.
+template <typename Type>
+void SuperMinimum(const std::byte* blocks, int64_t count, std::byte* out) {
+  for (; count > 0; --count, blocks += Type::kBytes, out += 2) {
+    if constexpr (Type::kMinima) {
+      std::memcpy(out, blocks + Type::kSuperMinimumAt, 2);
+    } else {
+      const float center = static_cast<float>(Type::kCenter) * Half(blocks + Type::kSuperAt);
+      EncodeRow(DType::kF16, &center, 1, out);
+    }
+  }
 }
 
 /// The first two bytes of a block: a scale in F16.

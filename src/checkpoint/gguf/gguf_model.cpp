@@ -174,6 +174,11 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
         format.weight.zero_point_dtype = DType::kF32;
         format.zero_point = ".weight_zero";
       }
+      if (type->integers.super > 0) {
+        format.weight.super_cols = type->integers.super;
+        format.super_scale = ".weight_super_scale";
+        format.super_minimum = type->integers.zeros ? ".weight_super_minimum" : "";
+      }
     } else if (type->id == kGgufMxfp4) {
       format.weight = Mx(DType::kF4E2M1);
     } else if (type->id == kGgufNvfp4) {

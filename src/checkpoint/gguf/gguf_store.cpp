@@ -60,7 +60,8 @@ bool HasScheme(const BlockType& type) {
 
 // A layer runs by one scheme. Where quantizers chose a type for each matrix (a row of 1408 elements, say, is
 // no whole number of blocks of Q6_K, and becomes Q8_0), integers are listed as bytes in the shortest groups,
-// with zero points where one of them has minima; other mixtures are decoded.
+// with zero points where one of them has minima and two levels of scales where all have them; other mixtures
+// are decoded.
 MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
   std::unordered_map<std::string, std::vector<const BlockType*>> types;
   for (const GgufHeader& header : headers) {
@@ -76,14 +77,14 @@ MixedExperts FindMixedExperts(std::span<const GgufHeader> headers) {
     if (std::all_of(own.begin(), own.end(), [&](const BlockType* type) { return type == own.front(); })) {
       continue;
     }
-    IntegerBlocks common{8, 32, false};
+    IntegerBlocks common{8, 32, false, own.front()->integers.super};
     for (const BlockType* type : own) {
       common.group = type->integers.group == 16 ? 16 : common.group;
       common.zeros |= type->integers.zeros;
+      common.super = std::min(common.super, type->integers.super);
     }
-    const bool integers = std::all_of(own.begin(), own.end(), [&](const BlockType* type) {
-      return BytesType(*type, common.group, common.zeros) != nullptr;
-    });
+    const bool integers = std::all_of(
+        own.begin(), own.end(), [&](const BlockType* type) { return BytesType(*type, common) != nullptr; });
     mixed.emplace(entry.first, integers ? common : IntegerBlocks{});
   }
   return mixed;
@@ -97,7 +98,7 @@ const BlockType& ListedType(const BlockType& type, const IntegerBlocks* mixed, b
   if (mixed == nullptr) {
     return type;
   }
-  return mixed->bits > 0 ? *BytesType(type, mixed->group, mixed->zeros) : DecodedType(type);
+  return mixed->bits > 0 ? *BytesType(type, *mixed) : DecodedType(type);
 }
 
 }  // namespace

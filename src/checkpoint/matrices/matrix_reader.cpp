@@ -39,6 +39,20 @@ Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, 
   return Status::Ok();
 }
 
+// Units of scales and minima, as F16.
+Result<Tensor> ReadUnits(const MatrixTensors& tensors, std::string_view suffix, const WeightFormat& weight) {
+  if (suffix.empty()) {
+    return Tensor();
+  }
+  const std::string name = tensors.NameOf(suffix);
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(suffix));
+  const Shape wanted{tensors.rows * tensors.place.parts, tensors.cols / weight.super_cols};
+  if (stored.dtype() != DType::kF16 || !(stored.shape() == wanted)) {
+    return tensors.Wrong(name, stored, fmt::format("F16 {}", wanted.ToString()));
+  }
+  return tensors.Part(std::move(stored), name, 1);
+}
+
 Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(".bias");
   if (!tensors.store.Has(name)) {
@@ -118,6 +132,8 @@ Status BlameField(const MatrixTensors& tensors, const LinearFormat& format, Stat
       {"tensor_scale", first_is_tensor ? format.scale : format.second_scale},
       {"input_tensor_scale", format.input_scale},
       {"zero_point", format.zero_point},
+      {"super_scale", format.super_scale},
+      {"super_minimum", format.super_minimum},
       {"group_index", format.group_index},
       {"pre_quant_scale", format.pre_quant_scale},
       {"bias", ".bias"}};
@@ -180,6 +196,8 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   if (!format.zero_point.empty()) {
     FMOE_RETURN_IF_ERROR(ReadZeroPoints(tensors, format, &matrix));
   }
+  FMOE_ASSIGN_OR_RETURN(matrix.super_scale, ReadUnits(tensors, format.super_scale, format.weight));
+  FMOE_ASSIGN_OR_RETURN(matrix.super_minimum, ReadUnits(tensors, format.super_minimum, format.weight));
   if (!format.group_index.empty()) {
     FMOE_ASSIGN_OR_RETURN(matrix.group_index, ReadGroupIndex(tensors, format));
   }

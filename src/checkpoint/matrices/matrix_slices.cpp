@@ -53,6 +53,8 @@ CanonicalMatrix SliceRows(const CanonicalMatrix& matrix, int64_t begin, int64_t 
     const ScaleRange scales = ScalesOf(matrix.scale_row_offset, begin, end, block);
     slice.block_scale = SliceTensorRows(matrix.block_scale, scales.first, scales.count);
     slice.zero_point = SliceTensorRows(matrix.zero_point, scales.first, scales.count);
+    slice.super_scale = SliceTensorRows(matrix.super_scale, scales.first, scales.count);
+    slice.super_minimum = SliceTensorRows(matrix.super_minimum, scales.first, scales.count);
     slice.scale_row_offset = scales.offset;
   }
   return slice;
@@ -64,12 +66,16 @@ CanonicalMatrix SliceColumns(const CanonicalMatrix& matrix, int64_t begin, int64
   slice.codes = SliceTensorColumns(matrix.codes, begin, slice.cols);
   slice.pre_quant_scale = SliceTensorRows(matrix.pre_quant_scale, begin, slice.cols);
   slice.group_index = SliceTensorRows(matrix.group_index, begin, slice.cols);
-  const int64_t block = matrix.format.block.col;
+  const int64_t block = matrix.format.block.col, super = matrix.format.super_cols;
   if (!matrix.block_scale.empty() && matrix.group_index.empty() && block > 0) {
-    const ScaleRange scales = ScalesOf(matrix.scale_col_offset, begin, end, block);
-    slice.block_scale = SliceTensorColumns(matrix.block_scale, scales.first, scales.count);
-    slice.zero_point = SliceTensorColumns(matrix.zero_point, scales.first, scales.count);
-    slice.scale_col_offset = scales.offset;
+    const ScaleRange whole = ScalesOf(matrix.scale_col_offset, begin, end, std::max(block, super));
+    slice.super_scale = SliceTensorColumns(matrix.super_scale, whole.first, whole.count);
+    slice.super_minimum = SliceTensorColumns(matrix.super_minimum, whole.first, whole.count);
+    const int64_t first = super > 0 ? whole.first * (super / block) : whole.first;
+    const int64_t count = CeilDiv(matrix.scale_col_offset + end, block) - first;
+    slice.block_scale = SliceTensorColumns(matrix.block_scale, first, count);
+    slice.zero_point = SliceTensorColumns(matrix.zero_point, first, count);
+    slice.scale_col_offset = whole.offset;
   }
   return slice;
 }

@@ -77,10 +77,12 @@ void SetPrefetch(const Machine& machine, CpuPlan& plan) {
 /// which need no decoding, lose 10 with two, nothing with three, and gain 12 with eight (Sapphire Rapids,
 /// wide slabs). On Zen 5 what is decoded has to be stored, which costs as much (layers at 64 tokens an
 /// expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but for NVFP4 with its four
-/// scales a unit (56 and 59.5).
+/// scales a unit (56 and 59.5), and for scales of two levels (eight tiles alone, groups of 32 and 16: INT4 5
+/// and 9
+/// %, `a8` 2 and 22; INT8 4 and 6, `a8` 5 and 0).
 int SlabTiles(const Machine& machine, WeightKernel kernel) {
   if (IsAmd(machine)) {
-    return kernel == kWeightNvfp4 ? 4 : kNoSlabs;
+    return kernel == kWeightNvfp4 || HasTwoLevels(kernel) ? 4 : kNoSlabs;
   }
   if (kernel == kWeightU8) {
     return 4;

@@ -18,6 +18,13 @@ constexpr int64_t kFewestTokens = 64;
 /// Jobs with fewer tokens would decode weights too often; where these many overflow L2, blocks of K do not.
 constexpr int64_t kFewestJobTokens = 256;
 
+/// Shares of super-blocks are whole blocks of the panel as long as these go round (IntermediateShare): a rank
+/// that has more than one has nothing else.
+bool CutsBlocks(const CpuPlan& plan, int64_t share) {
+  const int64_t block = plan.panel.block;
+  return plan.panel.scale == PanelScale::kI8 && (share % block != 0 || share <= block);
+}
+
 GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, TileKind tile, int64_t rows, int64_t cols,
                    int64_t parts) {
   GemmShape shape;
@@ -28,8 +35,9 @@ GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, TileKind tile
   shape.stripes = CeilDiv(rows, kPanelRows);
   // Tensor parallelism cuts the intermediate, which is K of the second GEMM, maybe inside a group of scales.
   const int64_t group = problem.scheme.weight.block.col;
-  const bool cut =
-      problem.config.parallel.tp_size > 1 && group > 0 && problem.config.intermediate % group != 0;
+  const bool cut = problem.config.parallel.tp_size > 1 && group > 0 &&
+                   (problem.config.intermediate % group != 0 ||
+                    (cols == problem.config.intermediate && CutsBlocks(plan, cols)));
   shape.padded_cols =
       PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index || cut);
   shape.blocks = shape.padded_cols / plan.panel.block;

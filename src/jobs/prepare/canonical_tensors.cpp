@@ -17,6 +17,7 @@ using Matrix = CanonicalMatrix;
 
 constexpr std::pair<const char*, Tensor Matrix::*> kTensors[] = {
     {"block_scale", &Matrix::block_scale},     {"zero_point", &Matrix::zero_point},
+    {"super_scale", &Matrix::super_scale},     {"super_minimum", &Matrix::super_minimum},
     {"channel_scale", &Matrix::channel_scale}, {"bias", &Matrix::bias},
     {"group_index", &Matrix::group_index},     {"pre_quant_scale", &Matrix::pre_quant_scale}};
 

@@ -356,6 +356,7 @@ void Fields(Archive& archive, WeightFormat& format) {
       "zero_point_dtype",
       [&] { return format.zero_point_dtype == DType::kU8 || format.zero_point_dtype == DType::kF32; },
       "U8 or F32");
+  archive.IntegerIfAny("super_cols", format.super_cols, kLargestSize);
 }
 
 /// What the schemes of this library are made of; anything else would reach decoders that do not know it.

@@ -133,6 +133,7 @@ CanonicalMatrix SplitMatrix(const FusedShape& shape, const ExpertTensors& tensor
   matrix.rows = down ? shape.hidden : shape.intermediate;
   matrix.cols = down ? shape.intermediate : shape.hidden;
   matrix.format = shape.format;
+  matrix.format.super_cols = 0;  // fused tensors hold the numbers alone
   matrix.codes = RowsOf(tensors.Find(name), part, parts);
   matrix.block_scale = RowsOf(tensors.Find(name + "_block_scale"), part, parts);
   matrix.zero_point = RowsOf(tensors.Find(name + "_zero_point"), part, parts);

@@ -12,32 +12,49 @@ namespace {
 /// A level whose registers hold a stripe, and that multiplies bytes in one instruction.
 constexpr bool kHasWideDot = kHasByteDot && kHalves == 1;
 
+/// What stands beside the codes of 64 k: scales and zero points of its groups; and, of two levels, the units
+/// of both.
+struct Sides {
+  const uint8_t* groups;
+  const uint8_t* units;
+  GroupScales type;
+};
+
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
 struct IntegerPanel {
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
   static constexpr bool kNibbles = kWeight < kWeightU8;
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
-  static constexpr bool kGroup16 = kWeight == kWeightU4Group16 || kWeight == kWeightU8Group16;
-  static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
+  static constexpr bool kSuper = HasTwoLevels(kWeight);
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
-  static constexpr int kGroup = kWeight == kWeightNvfp4 || kGroup16   ? 16
-                                : kWeight == kWeightMxfp4 || kGroup32 ? 32
-                                                                      : 64;
-  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr int kGroup = CorrectionGroup(kWeight);
+  static constexpr int kUnits = kGroup128 || kSuper ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
-  static constexpr int kBlockGroups = 64 / kGroup;  // GroupScales in a block
+  static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
   static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
   static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
+                                                   : kSuper   ? 32 + 16 * kBlockGroups
                                                    : kGrouped ? 32 * kBlockGroups
                                                               : 0);
 
+  /// From a group to the next one, and of the units in front of all.
+  FMOE_INLINE int64_t GroupStride(GroupScales scales) {
+    return !kSuper ? GroupBytes(scales) : scales.zeros == kZeroNone ? 16 : 32;
+  }
+  FMOE_INLINE int64_t UnitsBytes(GroupScales scales) { return kSuper ? 2 * GroupStride(scales) : 0; }
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
-    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kLeastBytes;
+    return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kLeastBytes;
+  }
+  /// Of the unit of 64 k that is number `index` of its block.
+  FMOE_INLINE Sides SidesOf(const uint8_t* block, int index, GroupScales type) {
+    const uint8_t* sides = block + kCodeBytes;
+    const int64_t groups = kSuper ? UnitsBytes(type) + index * (64 / kGroup) * GroupStride(type) : 0;
+    return {sides + groups, sides, type};
   }
 
   /// 16 k as four vectors of unsigned bytes, or less 128.
@@ -214,19 +231,28 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
   });
 }
 
+/// A byte of each row times its unit, exactly.
+FMOE_INLINE Floats LoadInUnits(const uint8_t* bytes, const uint8_t* units, int half) {
+  return Multiply(ToFloats(LoadSignedByteLanes(bytes + half * kLanes)),
+                  LoadF16((const uint16_t*)units + half * kLanes));
+}
+
 /// The scale of a group; 1 where the panel has none.
 template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupScale(const uint8_t* scales, GroupScales type, int group, int half) {
+FMOE_INLINE Floats LoadGroupScale(const Sides& sides, int group, int half) {
+  using Panel = IntegerPanel<kWeight>;
+  const uint8_t* at = sides.groups + (Panel::kE2m1 ? group * 16 : group * Panel::GroupStride(sides.type));
   if constexpr (kWeight == kWeightNvfp4) {
-    return LoadE4m3Scales(scales + group * 16, half);
+    return LoadE4m3Scales(at, half);
   } else if constexpr (kWeight == kWeightMxfp4) {
-    return LoadE8m0Scales(scales + group * 16, half);
-  } else if constexpr (IntegerPanel<kWeight>::kGrouped) {
-    const uint8_t* at = scales + group * GroupBytes(type);
-    if (type.type == kRowBf16) {
+    return LoadE8m0Scales(at, half);
+  } else if constexpr (Panel::kSuper) {
+    return LoadInUnits(at, sides.units, half);
+  } else if constexpr (Panel::kGrouped) {
+    if (sides.type.type == kRowBf16) {
       return LoadBf16((const uint16_t*)at + half * kLanes);
     }
-    if (type.type == kRowF16) {
+    if (sides.type.type == kRowF16) {
       return LoadF16((const uint16_t*)at + half * kLanes);
     }
     return Load((const float*)at + half * kLanes);
@@ -235,22 +261,28 @@ FMOE_INLINE Floats LoadGroupScale(const uint8_t* scales, GroupScales type, int g
   }
 }
 
-/// Its zero point, where `type` has some.
+/// Its zero point, or its minimum (two levels), where the type has some.
 template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupZero(const uint8_t* scales, GroupScales type, int group, int half) {
-  const uint8_t* at = scales + group * GroupBytes(type) + GroupScaleBytes(type);
-  if (type.zeros == kZeroFloats) {
-    return Load((const float*)at + half * kLanes);
+FMOE_INLINE Floats LoadGroupZero(const Sides& sides, int group, int half) {
+  using Panel = IntegerPanel<kWeight>;
+  const uint8_t* at = sides.groups + group * Panel::GroupStride(sides.type);
+  if constexpr (Panel::kSuper) {
+    return LoadInUnits(at + 16, sides.units + 32, half);
+  } else {
+    at += GroupScaleBytes(sides.type);
+    if (sides.type.zeros == kZeroFloats) {
+      return Load((const float*)at + half * kLanes);
+    }
+    return ToFloats(LoadByteLanes(at + half * kLanes));
   }
-  return ToFloats(LoadByteLanes(at + half * kLanes));
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
 /// for (AsksBySteps).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
-FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupScales type, int half,
-                             Ints table, const int32_t* words, const int32_t* correction,
-                             const float* activation_scale, int64_t ahead, Floats* accumulators) {
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, Ints table,
+                             const int32_t* words, const int32_t* correction, const float* activation_scale,
+                             int64_t ahead, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
@@ -261,10 +293,10 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
   if constexpr (kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
-  const bool zero_points = Panel::kGrouped && type.zeros != kZeroNone;
+  const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   auto one_group = [&](auto group) FMOE_FLAT {
-    const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
-    const Floats zero = zero_points ? LoadGroupZero<kWeight>(scales, type, group, half) : Zero();
+    const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
+    const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
@@ -274,7 +306,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
       Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
-        if (zero_points) {
+        if (zero_points && !Panel::kSuper) {
           sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
         }
         if constexpr (kKind == kTileA4) {
@@ -282,6 +314,9 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const uint8_t* scales, GroupSc
           accumulators[t] = MultiplyAdd(sum, both, accumulators[t]);
         } else if constexpr (kUnitSums) {
           unit_sums[t] = MultiplyAdd(sum, scale, unit_sums[t]);
+          if (zero_points && Panel::kSuper) {
+            unit_sums[t] = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), unit_sums[t]);
+          }
         } else {
           if constexpr (Panel::kGrouped) {
             sum = Multiply(sum, scale);
@@ -350,13 +385,13 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
 
 /// One unit of 64 k of one token, with the additions of IntegerUnit in their order.
 template <WeightKernel kWeight, TileKind kKind>
-FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scales, GroupScales type,
-                                       Ints table, const int32_t* words, const int32_t* correction,
+FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
+                                       const int32_t* words, const int32_t* correction,
                                        const float* activation_scale, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
   constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
-  const bool zero_points = Panel::kGrouped && type.zeros != kZeroNone;
+  const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     Ints sums[kHalves];
@@ -368,16 +403,20 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const uint8_t* scale
     });
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       Floats sum = ToFloats(sums[half]);
-      const Floats scale = LoadGroupScale<kWeight>(scales, type, group, half);
-      if (zero_points) {
-        const Floats zero = LoadGroupZero<kWeight>(scales, type, group, half);
-        sum = NegativeMultiplyAdd(zero, Set(((const float*)correction)[group]), sum);
+      const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
+      const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
+      const Floats of_token = Set(((const float*)correction)[group]);
+      if (zero_points && !Panel::kSuper) {
+        sum = NegativeMultiplyAdd(zero, of_token, sum);
       }
       if constexpr (kKind == kTileA4) {
         const Floats both = Multiply(scale, Set(activation_scale[group]));
         accumulators[half] = MultiplyAdd(sum, both, accumulators[half]);
       } else if constexpr (kUnitSums) {
         unit_sums[half] = MultiplyAdd(sum, scale, group == 0 ? Zero() : unit_sums[half]);
+        if (zero_points && Panel::kSuper) {
+          unit_sums[half] = NegativeMultiplyAdd(zero, of_token, unit_sums[half]);
+        }
       } else {
         if constexpr (Panel::kGrouped) {
           sum = Multiply(sum, scale);
@@ -415,15 +454,16 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
       const int64_t ahead = PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
+        const Sides sides = Panel::SidesOf(stripes, index, type);
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
-          IntegerUnitBothHalves<kWeight, kKind>(unit, stripes + Panel::kCodeBytes, type, table, words,
-                                                correction, scale, &accumulators[0][0]);
+          IntegerUnitBothHalves<kWeight, kKind>(unit, sides, table, words, correction, scale,
+                                                &accumulators[0][0]);
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
             Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
-            IntegerUnit<kWeight, kKind, kHeight>(unit, stripes + Panel::kCodeBytes, type, half, table, words,
-                                                 correction, scale, ahead, sums);
+            IntegerUnit<kWeight, kKind, kHeight>(unit, sides, half, table, words, correction, scale, ahead,
+                                                 sums);
             Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
         }

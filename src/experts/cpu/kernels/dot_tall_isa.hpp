@@ -59,12 +59,21 @@ struct PackedPair {
   using Panel = IntegerPanel<kWeight>;
   static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
   static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kZeros = kHasZeros;
+  static constexpr bool kMinima = kHasZeros && Panel::kSuper;  // in place of zero points
 
   const uint8_t* codes;
-  const uint8_t* scales;
+  Sides sides;
   int64_t stride;  ///< from the first stripe to the second
-  GroupScales type;
   Ints table;
+
+  /// With what is known when this is compiled.
+  FMOE_INLINE GroupScales TypeOf(GroupScales type) {
+    return Panel::kSuper ? GroupScales{kRowF32, kHasZeros ? kZeroBytes : kZeroNone} : type;
+  }
+  FMOE_INLINE Sides SidesOf(const PackedPair& pair, int stripe, GroupScales type) {
+    const int64_t offset = stripe * pair.stride;
+    return {pair.sides.groups + offset, pair.sides.units + offset, type};
+  }
 
   /// Eight k of a stripe as two vectors of bytes.
   FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
@@ -83,16 +92,18 @@ struct PackedPair {
   FMOE_INLINE void LoadScales(const PackedPair& pair, int group, Floats (*out)[2]) {
     const auto load = [&](GroupScales type) FMOE_FLAT {
       Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-        out[i / 2][i % 2] =
-            LoadGroupScale<kWeight>(pair.scales + i % 2 * pair.stride, type, group + i / 2, 0);
+        out[i / 2][i % 2] = LoadGroupScale<kWeight>(SidesOf(pair, i % 2, type), group + i / 2, 0);
       });
     };
-    if (!Panel::kGrouped || pair.type.type == kRowBf16) {
-      load({kRowBf16, pair.type.zeros});
-    } else if (pair.type.type == kRowF16) {
-      load({kRowF16, pair.type.zeros});
+    const GroupScales type = pair.sides.type;
+    if (Panel::kSuper) {
+      load(TypeOf(type));
+    } else if (!Panel::kGrouped || type.type == kRowBf16) {
+      load({kRowBf16, type.zeros});
+    } else if (type.type == kRowF16) {
+      load({kRowF16, type.zeros});
     } else {
-      load({kRowF32, pair.type.zeros});
+      load({kRowF32, type.zeros});
     }
   }
   /// The same of zero points.
@@ -100,11 +111,14 @@ struct PackedPair {
   FMOE_INLINE void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
     const auto load = [&](GroupScales type) FMOE_FLAT {
       Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-        out[i / 2][i % 2] = LoadGroupZero<kWeight>(pair.scales + i % 2 * pair.stride, type, group + i / 2, 0);
+        out[i / 2][i % 2] = LoadGroupZero<kWeight>(SidesOf(pair, i % 2, type), group + i / 2, 0);
       });
     };
-    if (pair.type.zeros == kZeroBytes) {
-      load({pair.type.type, kZeroBytes});
+    const GroupScales type = pair.sides.type;
+    if (Panel::kSuper) {
+      load(TypeOf(type));
+    } else if (type.zeros == kZeroBytes) {
+      load({type.type, kZeroBytes});
     } else {
       load({kRowF32, kZeroFloats});
     }
@@ -112,10 +126,10 @@ struct PackedPair {
 };
 
 /// The same decoded. Formats that look alike share it, and what multiplies it.
-template <int kGroupK, bool kHasScales, bool kHasZeros>
+template <int kGroupK, bool kHasScales, bool kHasZeros, bool kHasMinima>
 struct alignas(64) DecodedPair {
   static constexpr int kGroup = kGroupK, kGroups = 64 / kGroup;
-  static constexpr bool kScales = kHasScales, kZeros = kHasZeros;
+  static constexpr bool kScales = kHasScales, kZeros = kHasZeros, kMinima = kHasMinima;
 
   uint8_t codes[8][2][128];
   float scales[kGroups][2][16];
@@ -225,14 +239,20 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       }
       sum[g][s][t] = ToFloats(whole);
     });
+    Floats zeros[kCount][2];
+    const auto less_zeros = [&](auto i, Floats x) FMOE_FLAT {
+      constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
+                    t = decltype(i)() % kTokens;
+      const Floats of_token = Set(((const float*)Tokens::Correction(tokens, t))[kFirst + g]);
+      return NegativeMultiplyAdd(zeros[g][s], of_token, x);
+    };
     if constexpr (Pair::kZeros) {
-      Floats zeros[kCount][2];
       Pair::template LoadZeros<kCount>(pair, kFirst, zeros);
+    }
+    if constexpr (Pair::kZeros && !Pair::kMinima) {
       Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
-        constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
-                      t = decltype(i)() % kTokens;
-        const Floats of_token = Set(((const float*)Tokens::Correction(tokens, t))[kFirst + g]);
-        sum[g][s][t] = NegativeMultiplyAdd(zeros[g][s], of_token, sum[g][s][t]);
+        Floats& x = (&sum[0][0][0])[i];
+        x = less_zeros(i, x);
       });
     }
     Floats scales[kCount][2];
@@ -243,6 +263,9 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       const Floats x = sum[g][s][t], scale = scales[g][s];
       if constexpr (kUnitSums) {
         unit_sums[s][t] = kFirst + g == 0 ? Multiply(x, scale) : MultiplyAdd(x, scale, unit_sums[s][t]);
+        if constexpr (Pair::kMinima) {
+          unit_sums[s][t] = less_zeros(i, unit_sums[s][t]);
+        }
       } else if constexpr (kKind == kTileA4) {
         const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[kFirst + g]));
         sums[s][t] = MultiplyAdd(x, both, sums[s][t]);
@@ -310,17 +333,19 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
   using Pair = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   using Tokens = TallTokens<Pair, kKind, kTokens>;
-  Pair pair = {stripes, stripes, stride, tile.group_scales, Panel::kE2m1 ? E2m1Table() : IntZero()};
-  const int64_t block_bytes = Panel::BlockBytes(tile.group_scales);
+  Pair pair = {stripes, {}, stride, Panel::kE2m1 ? E2m1Table() : IntZero()};
+  const GroupScales type = Pair::TypeOf(tile.group_scales);
+  const int64_t block_bytes = Panel::BlockBytes(type);
   NextLines next = lines;
   Tokens tokens = Tokens::At(tile, blocks * Panel::kUnits, 0, first);
   Floats sums[2][kTokens];
   Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block) {
     PrefetchLines(next);
-    pair.codes = stripes + block * block_bytes;
-    pair.scales = pair.codes + Panel::kCodeBytes;
+    const uint8_t* first_k = stripes + block * block_bytes;
+    pair.codes = first_k;
     for (int unit = 0; unit < Panel::kUnits; ++unit, pair.codes += Panel::kUnitBytes) {
+      pair.sides = Panel::SidesOf(first_k, unit, type);
       TallUnit<Pair, kKind, kTokens>(pair, tokens, sums);
       Tokens::Advance(tokens, 1);
     }
@@ -399,18 +424,19 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
                                          float* out) {
   using Packed = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
-  using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros>;
+  using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros, Packed::kMinima>;
   const int64_t passes = kMaxHeight / (tiles[0].wide_slabs ? kWideTokens<kKind> : kTallTokens<kKind>);
   Pair pairs[kSlabUnits];
   const int64_t units = blocks * Panel::kUnits;
   NextLines next = LinesOf(tiles[0], units * passes);
-  const GroupScales type = tiles[0].group_scales;
+  const GroupScales type = Packed::TypeOf(tiles[0].group_scales);
   for (int64_t first = 0, count = 0; first < units; first += count) {
     count = units - first < kSlabUnits ? units - first : kSlabUnits;
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
-      const Packed packed = {block + (first + i) % Panel::kUnits * Panel::kUnitBytes,
-                             block + Panel::kCodeBytes, stride, type, Panel::kE2m1 ? E2m1Table() : IntZero()};
+      const int unit = (int)((first + i) % Panel::kUnits);
+      const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
+                             Panel::kE2m1 ? E2m1Table() : IntZero()};
       Pair::Decode(packed, &pairs[i]);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {

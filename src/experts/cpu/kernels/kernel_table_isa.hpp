@@ -23,11 +23,15 @@ enum WeightKernel : int {
   kWeightU4Group32,
   kWeightU4Group64,
   kWeightU4Group128,
+  kWeightU4Super16,  ///< scale and minimum per group in units of a block of 128: two levels
+  kWeightU4Super32,
   kWeightU8,
   kWeightU8Group16,
   kWeightU8Group32,
   kWeightU8Group64,
   kWeightU8Group128,
+  kWeightU8Super16,
+  kWeightU8Super32,
   kNumWeightKernels
 };
 
@@ -52,7 +56,8 @@ constexpr int kMaxHeight = 8;
 
 enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
 
-/// Zero points of integers in groups: codes, or numbers beside scales of fp32.
+/// Zero points of integers in groups: codes, or numbers beside scales of fp32. Minima of two levels are
+/// kZeroBytes: which kernel reads them says what they are.
 enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
 
 /// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
@@ -122,6 +127,12 @@ struct Correction {
   int zero;   ///< the constant zero; 0: the sums are stored instead
 };
 
+/// Integers in groups whose scales are bytes in units of a block.
+static constexpr bool HasTwoLevels(WeightKernel kernel) {
+  return kernel == kWeightU4Super16 || kernel == kWeightU4Super32 || kernel == kWeightU8Super16 ||
+         kernel == kWeightU8Super32;
+}
+
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
 static constexpr bool IsPairTile(TileKind kind) {
   return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
@@ -133,10 +144,14 @@ static constexpr int CorrectionGroup(WeightKernel kernel) {
     case kWeightNvfp4:
     case kWeightU4Group16:
     case kWeightU8Group16:
+    case kWeightU4Super16:
+    case kWeightU8Super16:
       return 16;
     case kWeightMxfp4:
     case kWeightU4Group32:
     case kWeightU8Group32:
+    case kWeightU4Super32:
+    case kWeightU8Super32:
       return 32;
     default:
       return kernel < kWeightNvfp4 ? 0 : 64;

@@ -89,11 +89,15 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
     {DType::kU4, PanelScale::kBF16, 64, kWeightU4Group64},
     {DType::kU4, PanelScale::kBF16, 128, kWeightU4Group128},
+    {DType::kU4, PanelScale::kI8, 16, kWeightU4Super16},
+    {DType::kU4, PanelScale::kI8, 32, kWeightU4Super32},
     {DType::kU8, PanelScale::kNone, 0, kWeightU8},
     {DType::kU8, PanelScale::kBF16, 16, kWeightU8Group16},
     {DType::kU8, PanelScale::kBF16, 32, kWeightU8Group32},
     {DType::kU8, PanelScale::kBF16, 64, kWeightU8Group64},
     {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
+    {DType::kU8, PanelScale::kI8, 16, kWeightU8Super16},
+    {DType::kU8, PanelScale::kI8, 32, kWeightU8Super32},
 };
 
 }  // namespace
@@ -173,7 +177,8 @@ Isa IsaOfKernel(Isa isa, TileKind tile) {
 
 WeightKernel KernelFor(const PanelFormat& format) {
   const bool integers = format.code == DType::kU4 || format.code == DType::kU8;
-  const PanelScale scale = integers && format.group > 0 ? PanelScale::kBF16 : format.scale;  // of any type
+  const bool of_any_type = integers && format.group > 0 && format.scale != PanelScale::kI8;
+  const PanelScale scale = of_any_type ? PanelScale::kBF16 : format.scale;
   for (const PanelKernel& row : kPanelKernels) {
     if (row.code == format.code && row.scale == scale && row.group == format.group) {
       return row.kernel;
@@ -186,9 +191,9 @@ GroupScales GroupScalesOf(const PanelFormat& format) {
   return {format.scale == PanelScale::kBF16  ? kRowBf16
           : format.scale == PanelScale::kF16 ? kRowF16
                                              : kRowF32,
-          format.zeros == PanelZero::kFloats  ? kZeroFloats
-          : format.zeros == PanelZero::kBytes ? kZeroBytes
-                                              : kZeroNone};
+          format.zeros == PanelZero::kFloats ? kZeroFloats
+          : format.has_zero_points()         ? kZeroBytes
+                                             : kZeroNone};
 }
 
 float KernelOutputScale(WeightKernel kernel) {

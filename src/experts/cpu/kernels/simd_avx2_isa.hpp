@@ -109,6 +109,9 @@ FMOE_INLINE Ints ShiftRight16(Ints x) {
 FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 }
+FMOE_INLINE Ints LoadSignedByteLanes(const uint8_t* p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+}
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm256_loadu_si256((const __m256i*)p);
 }

@@ -119,6 +119,9 @@ FMOE_INLINE Ints ShiftRight16(Ints x) {
 FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
+FMOE_INLINE Ints LoadSignedByteLanes(const uint8_t* p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+}
 FMOE_INLINE Ints LoadInts(const void* p) {
   return _mm512_loadu_si512(p);
 }

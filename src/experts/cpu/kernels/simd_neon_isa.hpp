@@ -142,6 +142,10 @@ FMOE_INLINE Ints Widened(uint16x8_t x) {
 FMOE_INLINE Ints LoadByteLanes(const uint8_t* p) {
   return Widened<0>(vmovl_u8(vld1_u8(p)));
 }
+FMOE_INLINE Ints LoadSignedByteLanes(const uint8_t* p) {
+  const int16x8_t words = vmovl_s8(vld1_s8((const int8_t*)p));
+  return {vmovl_s16(vget_low_s16(words)), vmovl_s16(vget_high_s16(words))};
+}
 FMOE_INLINE Ints LoadInts(const void* p) {
   return {SignedOf(vld1q_u8((const uint8_t*)p)), SignedOf(vld1q_u8((const uint8_t*)p + 16))};
 }

@@ -72,11 +72,15 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetInteger<kWeightU4Group32>(table);
   SetInteger<kWeightU4Group64>(table);
   SetInteger<kWeightU4Group128>(table);
+  SetInteger<kWeightU4Super16>(table);
+  SetInteger<kWeightU4Super32>(table);
   SetInteger<kWeightU8>(table);
   SetInteger<kWeightU8Group16>(table);
   SetInteger<kWeightU8Group32>(table);
   SetInteger<kWeightU8Group64>(table);
   SetInteger<kWeightU8Group128>(table);
+  SetInteger<kWeightU8Super16>(table);
+  SetInteger<kWeightU8Super32>(table);
   table.pack[kTileF32] = &PackF32;
   table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
