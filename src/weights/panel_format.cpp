@@ -43,8 +43,10 @@ std::optional<DType> PanelCodeOf(DType element) {
 /// k of a block with units: the longest that slices of super-blocks cut seldom.
 constexpr int64_t kSuperBlock = 128;
 
+/// Not of groups of 32 without minima (IQ4_XS): AMX tiles take these with F32 scales, which are 0.6 bits.
 bool IsSuperPanel(const WeightFormat& format, const PanelFormat& panel) {
-  return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && format.block.col <= 32 &&
+  const bool tiles = panel.group == 32 && panel.zeros == PanelZero::kNone;
+  return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && panel.group <= 32 && !tiles &&
          panel.scale == PanelScale::kF32 && panel.zeros != PanelZero::kBytes;
 }
 
