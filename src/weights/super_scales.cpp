@@ -7,19 +7,13 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
-#include "numerics/rows.hpp"
+#include "numerics/codecs.hpp"
 
 namespace fusedmoe {
 namespace {
 
 const float* FloatsOf(const Tensor& numbers, int64_t row, int64_t first) {
   return reinterpret_cast<const float*>(numbers.view().data() + row * numbers.view().stride_bytes(0)) + first;
-}
-
-float FloatOf(uint16_t half) {
-  float value = 0.0F;
-  DecodeRow(DType::kF16, reinterpret_cast<const std::byte*>(&half), 0, 1, &value);
-  return value;
 }
 
 float Reciprocal(float unit) {
@@ -61,7 +55,7 @@ bool SuperRow::Take(int64_t scale_row) {
 /// short.
 bool SuperRow::TakeSuperBlock(int64_t first, int64_t count) {
   const float* scales = FloatsOf(matrix_.block_scale, row_, first);
-  const float unit = FloatOf(scale_unit(first)), per_unit = Reciprocal(unit);
+  const float unit = DecodeFp16(scale_unit(first)), per_unit = Reciprocal(unit);
   int8_t *own_scales = scales_.data() + first, *own_minima = minima_.data() + first;
   int others = 0;
   for (int64_t g = 0; g < count; ++g) {
@@ -73,7 +67,7 @@ bool SuperRow::TakeSuperBlock(int64_t first, int64_t count) {
     return others == 0;
   }
   const float* zeros = FloatsOf(matrix_.zero_point, row_, first);
-  const float minimum_unit = FloatOf(this->minimum_unit(first)), per_minimum = Reciprocal(minimum_unit);
+  const float minimum_unit = DecodeFp16(this->minimum_unit(first)), per_minimum = Reciprocal(minimum_unit);
   for (int64_t g = 0; g < count; ++g) {
     const float code = Nearest(zeros[g] * scales[g] * per_minimum), minimum = code * minimum_unit;
     own_minima[g] = static_cast<int8_t>(static_cast<int>(code));
@@ -88,7 +82,7 @@ bool SuperRow::TakeSuperBlock(int64_t first, int64_t count) {
 bool SuperRow::TakeOneValues(int64_t first, int64_t count) {
   const float* scales = FloatsOf(matrix_.block_scale, row_, first);
   const float* zeros = FloatsOf(matrix_.zero_point, row_, first);
-  const float unit = FloatOf(scale_unit(first)), minimum_unit = FloatOf(this->minimum_unit(first));
+  const float unit = DecodeFp16(scale_unit(first)), minimum_unit = DecodeFp16(this->minimum_unit(first));
   for (int64_t g = 0; g < count; ++g) {
     int8_t& code = scales_[static_cast<size_t>(first + g)];
     const float minimum = minimum_unit * static_cast<float>(minima_[static_cast<size_t>(first + g)]);

@@ -17,14 +17,6 @@ void Copy(const std::byte* block, std::byte* out) {
   std::memcpy(out, block + kFrom, kCount);
 }
 
-// The low nibbles of eight bytes, side by side.
-uint32_t PairNibblesOf(uint64_t bytes) {
-  bytes &= 0x0f0f0f0f0f0f0f0f;
-  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
-  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
-  return static_cast<uint32_t>(bytes | bytes >> 16);
-}
-
 // Nibbles of kGroup elements, the first half of them in the low ones, to pairs of neighbours.
 template <int64_t kFrom, int64_t kGroup, int64_t kGroups>
 void PairNibbles(const std::byte* block, std::byte* out) {
@@ -102,10 +94,9 @@ constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
 /// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both (kSuper).
 template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
 constexpr auto PartsOf() {
-  std::array<BlockPart, (kZeros ? 3 : 2) + (!kSuper  ? 0
-                                            : kZeros ? 2
-                                                     : 1)>
-      parts = {CodesOf<Type, kBits, kZeros>(), ScalesOf<Type, kGroup>()};
+  constexpr size_t kLevels = kZeros ? 2 : 1;
+  std::array<BlockPart, 1 + kLevels*(kSuper ? 2 : 1)> parts = {CodesOf<Type, kBits, kZeros>(),
+                                                               ScalesOf<Type, kGroup>()};
   size_t next = 2;
   if constexpr (kZeros) {
     parts[next++] = ZerosOf<Type, kGroup>();
@@ -208,7 +199,8 @@ constexpr BlockType Bytes(uint32_t id, std::string_view name) {
   if constexpr ((!kSixteen && Type::kGroup < 32) || (kSuper && !kIsSuper<Type>)) {
     return {id, name, Type::kElements, Type::kBytes, {}, {}};
   } else {
-    return Grouped < Type, 8, kSixteen ? 16 : Type::kGroup, kZeros, kSuper > (id, name);
+    constexpr int64_t kGroup = kSixteen ? 16 : Type::kGroup;
+    return Grouped<Type, 8, kGroup, kZeros, kSuper>(id, name);
   }
 }
 

@@ -7,6 +7,7 @@
 
 #include <fusedmoe/dtype.hpp>
 
+#include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/super_scales.hpp"
 
@@ -27,9 +28,25 @@ inline uint8_t Byte(const std::byte* block, int64_t index) {
 }
 
 inline float Half(const std::byte* at) {
-  float value = 0.0F;
-  DecodeRow(DType::kF16, at, 0, 1, &value);
-  return value;
+  uint16_t half = 0;
+  std::memcpy(&half, at, sizeof(half));
+  return DecodeFp16(half);
+}
+
+/// Bits [shift, shift + width) of eight bytes, in as many: compilers make a loop over bytes whose shift is a
+/// variable one over 32-bit numbers.
+inline uint64_t EightFields(const std::byte* from, int64_t shift, int width) {
+  uint64_t bytes = 0;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return bytes >> shift & 0x0101010101010101U * ((uint64_t{1} << width) - 1);
+}
+
+/// The low nibbles of eight bytes, side by side.
+inline uint32_t PairNibblesOf(uint64_t bytes) {
+  bytes &= 0x0f0f0f0f0f0f0f0f;
+  bytes = (bytes | bytes >> 4) & 0x00ff00ff00ff00ff;
+  bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(bytes | bytes >> 16);
 }
 
 /// Nibbles of 32 elements, the first half of them in the low ones.
@@ -89,8 +106,9 @@ struct Q2K {
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* from = block + 16 + part / 4 * 32;
-      for (int64_t j = 0; j < 32; ++j) {
-        codes[j] = Byte(from, j) >> (part % 4 * 2) & 3U;
+      for (int64_t j = 0; j < 32; j += 8) {
+        const uint64_t two = EightFields(from + j, part % 4 * 2, 2);
+        std::memcpy(codes + j, &two, sizeof(two));
       }
     }
   }
@@ -112,9 +130,9 @@ struct Q3K {
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* low = block + 32 + part / 4 * 32;
-      for (int64_t j = 0; j < 32; ++j) {
-        const int two = Byte(low, j) >> (part % 4 * 2) & 3;
-        codes[j] = static_cast<uint8_t>(two | (Byte(block, j) >> part & 1) << 2);
+      for (int64_t j = 0; j < 32; j += 8) {
+        const uint64_t three = EightFields(low + j, part % 4 * 2, 2) | EightFields(block + j, part, 1) << 2;
+        std::memcpy(codes + j, &three, sizeof(three));
       }
     }
   }
@@ -138,11 +156,13 @@ struct Q45K {
   static void Codes(const std::byte* block, uint8_t* codes) {
     const std::byte* high = block + 16;
     const std::byte* low = high + (kFive ? 32 : 0);
-    for (int64_t two = 0; two < 4; ++two, codes += 64, low += 32) {
-      for (int64_t j = 0; j < 32; ++j) {
-        const int fifths = kFive ? Byte(high, j) >> (2 * two) : 0;
-        codes[j] = static_cast<uint8_t>((Byte(low, j) & 15) | (fifths & 1) << 4);
-        codes[j + 32] = static_cast<uint8_t>(Byte(low, j) >> 4 | (fifths & 2) << 3);
+    for (int64_t part = 0; part < 8; ++part, codes += 32) {
+      for (int64_t j = 0; j < 32; j += 8) {
+        uint64_t code = EightFields(low + part / 2 * 32 + j, part % 2 * 4, 4);
+        if constexpr (kFive) {
+          code |= EightFields(high + j, part, 1) << 4;
+        }
+        std::memcpy(codes + j, &code, sizeof(code));
       }
     }
   }
@@ -171,9 +191,10 @@ struct Q6K {
     for (int64_t part = 0; part < 8; ++part, codes += 32) {
       const std::byte* low = block + part / 4 * 64 + part % 2 * 32;
       const std::byte* high = block + 128 + part / 4 * 32;
-      for (int64_t j = 0; j < 32; ++j) {
-        const int nibble = Byte(low, j) >> (part % 4 / 2 * 4) & 15;
-        codes[j] = static_cast<uint8_t>(nibble | (Byte(high, j) >> (part % 4 * 2) & 3) << 4);
+      for (int64_t j = 0; j < 32; j += 8) {
+        const uint64_t six =
+            EightFields(low + j, part % 4 / 2 * 4, 4) | EightFields(high + j, part % 4 * 2, 2) << 4;
+        std::memcpy(codes + j, &six, sizeof(six));
       }
     }
   }
@@ -278,9 +299,12 @@ void NibbleCodes(const std::byte* blocks, int64_t count, std::byte* out) {
   for (; count > 0; --count, blocks += Type::kBytes, out += Type::kElements / 2) {
     uint8_t codes[Type::kElements];
     Type::Codes(blocks, codes);
-    constexpr int kMore = kZeros ? 0 : 8 - Type::kCenter;
-    for (int64_t i = 0; i < Type::kElements / 2; ++i) {
-      out[i] = static_cast<std::byte>((codes[2 * i] + kMore) | (codes[2 * i + 1] + kMore) << 4);
+    constexpr auto kMore = static_cast<uint64_t>(kZeros ? 0 : 8 - Type::kCenter);
+    for (int64_t i = 0; i < Type::kElements; i += 8) {
+      uint64_t eight = 0;
+      std::memcpy(&eight, codes + i, sizeof(eight));
+      const uint32_t nibbles = PairNibblesOf(eight + kMore * 0x0101010101010101U);
+      std::memcpy(out + i / 2, &nibbles, sizeof(nibbles));
     }
   }
 }
@@ -334,8 +358,9 @@ void SuperMinimum(const std::byte* blocks, int64_t count, std::byte* out) {
     if constexpr (Type::kMinima) {
       std::memcpy(out, blocks + Type::kSuperMinimumAt, 2);
     } else {
-      const float center = static_cast<float>(Type::kCenter) * Half(blocks + Type::kSuperAt);
-      EncodeRow(DType::kF16, &center, 1, out);
+      const uint16_t center =
+          EncodeFp16Rne(static_cast<float>(Type::kCenter) * Half(blocks + Type::kSuperAt));
+      std::memcpy(out, &center, sizeof(center));
     }
   }
 }
