@@ -44,8 +44,8 @@ struct IntermediateRange {
 };
 
 /// The share of a tensor-parallel rank: whole blocks of the scheme (halves of super-blocks), as even as they
-/// come, so that any intermediate size works; smaller units where there are fewer blocks than ranks. kUnsupported when even
-/// these do not go round.
+/// come, so that any intermediate size works; smaller units where there are fewer blocks than ranks.
+/// kUnsupported when even these do not go round.
 Result<IntermediateRange> IntermediateShare(int64_t intermediate, const ParallelConfig& parallel,
                                             const Scheme& scheme);
 
