@@ -220,9 +220,10 @@ void PackSuperScales(const CanonicalMatrix& matrix, const PanelFormat& format,
   const bool minima = format.has_zero_points();
   const int64_t groups = format.block / format.group,
                 blocks = static_cast<int64_t>(scale_columns.size()) / groups;
+  const int64_t block_bytes = format.block_bytes(), code_bytes = format.code_bytes(),
+                unit_bytes = format.unit_bytes(), group_bytes = format.group_bytes();
   for (int64_t block = 0; block < blocks; ++block) {
-    std::memset(out + block * format.block_bytes() + format.code_bytes(), 0,
-                static_cast<size_t>(format.scale_bytes()));
+    std::memset(out + block * block_bytes + code_bytes, 0, static_cast<size_t>(format.scale_bytes()));
   }
   for (int64_t lane = 0; lane < kPanelRows && stripe * kPanelRows + lane < matrix.rows; ++lane) {
     row.Take(ScaleRow(matrix, stripe * kPanelRows + lane));
@@ -231,15 +232,15 @@ void PackSuperScales(const CanonicalMatrix& matrix, const PanelFormat& format,
       if (columns[0] < 0) {
         continue;
       }
-      std::byte* units = out + block * format.block_bytes() + format.code_bytes();
+      std::byte* units = out + block * block_bytes + code_bytes;
       const uint16_t unit = row.scale_unit(columns[0]);
       std::memcpy(units + 2 * lane, &unit, 2);
       if (minima) {
         const uint16_t minimum_unit = row.minimum_unit(columns[0]);
         std::memcpy(units + 2 * (kPanelRows + lane), &minimum_unit, 2);
       }
-      std::byte* sides = units + format.unit_bytes() + lane;
-      for (int64_t g = 0; g < groups && columns[g] >= 0; ++g, sides += format.group_bytes()) {
+      std::byte* sides = units + unit_bytes + lane;
+      for (int64_t g = 0; g < groups && columns[g] >= 0; ++g, sides += group_bytes) {
         sides[0] = static_cast<std::byte>(row.scale(columns[g]));
         if (minima) {
           sides[kPanelRows] = static_cast<std::byte>(row.minimum(columns[g]));

@@ -16,15 +16,47 @@ const float* FloatsOf(const Tensor& numbers, int64_t row, int64_t first) {
   return reinterpret_cast<const float*>(numbers.view().data() + row * numbers.view().stride_bytes(0)) + first;
 }
 
-float Reciprocal(float unit) {
-  return unit == 0.0F ? 0.0F : 1.0F / unit;
+/// codes[g] = the nearest integer of a byte of numbers[g] / unit, and what they come to. As loops of their
+/// own over whole vectors: this is done for every group of a layer.
+template <int64_t kGroups>
+void TakeIntegers(const float* numbers, float unit, int8_t* codes, float* products) {
+  constexpr float kWhole = 0x1.8p23F;  // floats there are whole
+  const float per_unit = unit == 0.0F ? 0.0F : 1.0F / unit;
+  int32_t whole[kGroups];
+  for (int64_t g = 0; g < kGroups; ++g) {
+    const float code = std::max(-128.0F, std::min(127.0F, (numbers[g] * per_unit + kWhole) - kWhole));
+    products[g] = code * unit;
+    whole[g] = static_cast<int32_t>(code);
+  }
+  for (int64_t g = 0; g < kGroups; ++g) {
+    codes[g] = static_cast<int8_t>(whole[g]);
+  }
 }
 
-/// The nearest integer of a byte; whether it is the number is asked later. A function of its own would be
-/// called, and loops over groups are to run in vectors.
-float Nearest(float x) {
-  constexpr float kWhole = 0x1.8p23F;  // floats there are whole
-  return std::max(-128.0F, std::min(127.0F, (x + kWhole) - kWhole));
+/// Whether these are integers of bytes of their units: scales to the bit, since both factors are short, and
+/// minima, which zero points divide by scales, to the two roundings that takes.
+template <int64_t kGroups>
+bool TakeGroups(const float* scales, float unit, int8_t* codes, const float* zeros, float minimum_unit,
+                int8_t* minima) {
+  float products[kGroups];
+  int others = 0;
+  TakeIntegers<kGroups>(scales, unit, codes, products);
+  for (int64_t g = 0; g < kGroups; ++g) {
+    others += static_cast<int>(products[g] != scales[g]);
+  }
+  if (zeros == nullptr) {
+    return others == 0;
+  }
+  float numbers[kGroups];
+  for (int64_t g = 0; g < kGroups; ++g) {
+    numbers[g] = zeros[g] * scales[g];
+  }
+  TakeIntegers<kGroups>(numbers, minimum_unit, minima, products);
+  for (int64_t g = 0; g < kGroups; ++g) {
+    const bool near = std::fabs(numbers[g] - products[g]) <= 0x1p-23F * std::fabs(products[g]);
+    others += static_cast<int>(!near);
+  }
+  return others == 0;
 }
 
 }  // namespace
@@ -34,12 +66,6 @@ SuperRow::SuperRow(const CanonicalMatrix& matrix)
       groups_(matrix.format.super_cols / matrix.format.block.col),
       scales_(static_cast<size_t>(matrix.block_scale.dim(1))),
       minima_(scales_.size()) {}
-
-uint16_t SuperRow::UnitOf(const Tensor& units, int64_t col) const {
-  uint16_t unit = 0;
-  std::memcpy(&unit, units.view().data() + row_ * units.view().stride_bytes(0) + col / groups_ * 2, 2);
-  return unit;
-}
 
 bool SuperRow::Take(int64_t scale_row) {
   row_ = scale_row;
@@ -51,31 +77,23 @@ bool SuperRow::Take(int64_t scale_row) {
   return all;
 }
 
-/// Numbers that are integers of their unit come back when they are multiplied with it: both factors are
-/// short.
 bool SuperRow::TakeSuperBlock(int64_t first, int64_t count) {
   const float* scales = FloatsOf(matrix_.block_scale, row_, first);
-  const float unit = DecodeFp16(scale_unit(first)), per_unit = Reciprocal(unit);
-  int8_t *own_scales = scales_.data() + first, *own_minima = minima_.data() + first;
-  int others = 0;
-  for (int64_t g = 0; g < count; ++g) {
-    const float code = Nearest(scales[g] * per_unit);
-    own_scales[g] = static_cast<int8_t>(static_cast<int>(code));
-    others += code * unit != scales[g] ? 1 : 0;
+  const float* zeros = matrix_.zero_point.empty() ? nullptr : FloatsOf(matrix_.zero_point, row_, first);
+  const float unit = DecodeFp16(scale_unit(first));
+  const float minimum_unit = zeros == nullptr ? 0.0F : DecodeFp16(this->minimum_unit(first));
+  int8_t *codes = scales_.data() + first, *minima = minima_.data() + first;
+  bool all = true;
+  int64_t g = 0;
+  for (; g + 8 <= count; g += 8) {
+    all &= TakeGroups<8>(scales + g, unit, codes + g, zeros == nullptr ? nullptr : zeros + g, minimum_unit,
+                         minima + g);
   }
-  if (matrix_.zero_point.empty()) {
-    return others == 0;
+  for (; g < count; ++g) {
+    all &= TakeGroups<1>(scales + g, unit, codes + g, zeros == nullptr ? nullptr : zeros + g, minimum_unit,
+                         minima + g);
   }
-  const float* zeros = FloatsOf(matrix_.zero_point, row_, first);
-  const float minimum_unit = DecodeFp16(this->minimum_unit(first)), per_minimum = Reciprocal(minimum_unit);
-  for (int64_t g = 0; g < count; ++g) {
-    const float code = Nearest(zeros[g] * scales[g] * per_minimum), minimum = code * minimum_unit;
-    own_minima[g] = static_cast<int8_t>(static_cast<int>(code));
-    // Where the scale is zero, so is every weight, whatever the zero point.
-    const bool zero = scales[g] == 0.0F;
-    others += static_cast<int>(!zero) & static_cast<int>(minimum / (zero ? 1.0F : scales[g]) != zeros[g]);
-  }
-  return others == 0 || TakeOneValues(first, count);
+  return all || (zeros != nullptr && TakeOneValues(first, count));
 }
 
 /// The same where some groups have one value.

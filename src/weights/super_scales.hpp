@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include <fusedmoe/status.hpp>
@@ -38,7 +39,11 @@ class SuperRow {
   uint16_t minimum_unit(int64_t col) const { return UnitOf(matrix_.super_minimum, col); }
 
  private:
-  uint16_t UnitOf(const Tensor& units, int64_t col) const;
+  uint16_t UnitOf(const Tensor& units, int64_t col) const {
+    uint16_t unit = 0;
+    std::memcpy(&unit, units.view().data() + row_ * units.view().stride_bytes(0) + col / groups_ * 2, 2);
+    return unit;
+  }
   bool TakeSuperBlock(int64_t first, int64_t count);
   bool TakeOneValues(int64_t first, int64_t count);
 

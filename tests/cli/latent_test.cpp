@@ -33,6 +33,7 @@ std::string InputOf(const std::string& checkpoint) {
 std::vector<float> Floats(const SafetensorsFile& file, const std::string& name) {
   const Tensor* tensor = file.Find(name);
   EXPECT_NE(tensor, nullptr) << name;
+  EXPECT_EQ(tensor->dtype(), DType::kF32) << name;
   const auto* values = tensor->view().as<float>();
   return {values, values + tensor->view().count()};
 }
@@ -241,11 +242,11 @@ TEST(LatentCommands, LintFindsWhatRunRefuses) {
 TEST(LatentCommands, KimiK3_RunsFromItsFilesAndFromPreparedOnes) {
   const TemporaryDirectory directory;
   const std::string source = directory / "k3", file = directory / "prepared.safetensors";
-  ASSERT_EQ(
-      RunCommand({"sample", "--family", "kimi_k3", "--hidden", "256", "--latent", "128", "--intermediate",
-                  "96", "--experts", "8", "--top-k", "3", "--scheme", "mxfp4_w4a16", "--output", source})
-          .exit_code,
-      0);
+  ASSERT_EQ(RunCommand({"sample", "--family", "kimi_k3", "--hidden", "256", "--latent", "128",
+                        "--intermediate", "96", "--experts", "8", "--top-k", "3", "--scheme", "mxfp4_w4a16",
+                        "--dtype", "F32", "--output", source})
+                .exit_code,
+            0);
   const std::string input = source + "/io/input.safetensors";
   for (const char* isa : {"avx2", "avx512_vnni"}) {
     const ProcessResult checked =
