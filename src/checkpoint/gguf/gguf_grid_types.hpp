@@ -55,6 +55,14 @@ inline float Iq2Scale(float scale, uint32_t step) {
   return scale * 0.125F * static_cast<float>(2 * step + 1);
 }
 
+/// The same of a nibble for each 16 elements.
+inline void Iq2NibbleScales(const std::byte* block, const std::byte* steps, float* scales) {
+  const float scale = Half(block);
+  for (int64_t group = 0; group < 16; ++group) {
+    scales[group] = Iq2Scale(scale, Nibble(steps, group));
+  }
+}
+
 /// For each 32 elements four numbers of points, a byte each, and a word: four times seven signs, and four
 /// bits of scale.
 struct Iq2Xxs : SuperBlock<66, 32, 8, 128, false> {
@@ -83,10 +91,7 @@ struct Iq2Xs : SuperBlock<74, 16, 8, 128, false> {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    const float scale = Half(block);
-    for (int64_t group = 0; group < 16; ++group) {
-      scales[group] = Iq2Scale(scale, Nibble(block + 66, group));
-    }
+    Iq2NibbleScales(block, block + 66, scales);
   }
 };
 
@@ -99,10 +104,7 @@ struct Iq2S : SuperBlock<82, 16, 8, 128, false> {
     }
   }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
-    const float scale = Half(block);
-    for (int64_t group = 0; group < 16; ++group) {
-      scales[group] = Iq2Scale(scale, Nibble(block + 74, group));
-    }
+    Iq2NibbleScales(block, block + 74, scales);
   }
 };
 
