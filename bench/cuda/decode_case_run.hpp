@@ -7,6 +7,7 @@
 
 #include "decode_cases.hpp"
 #include "experts/cuda/launch.hpp"
+#include "experts/cuda/prefill/prefill.hpp"
 #include "tests/weights/canonical.hpp"
 #include "weights/fragment_pack.hpp"
 
@@ -16,6 +17,9 @@ namespace fusedmoe::cuda {
 class DecodeCaseRun {
  public:
   explicit DecodeCaseRun(const DecodeCase& c);
+
+  /// Whether this build has the kernels of its format (FMOE_CUDA_FORMATS).
+  bool IsBuilt() const { return HasKernels(spec_.format); }
 
   /// Prints a line; whether all was as it should be.
   bool Run();

@@ -193,13 +193,18 @@ bool DecodeCaseRun::Run() {
 
 int main(int argc, char** argv) {
   using namespace fusedmoe::cuda;
-  int runs = 0, failures = 0;
+  int runs = 0, failures = 0, left_out = 0;
   for (const DecodeCase& c : DecodeCases()) {
     if (argc < 2 || c.scheme.starts_with(argv[1])) {
+      DecodeCaseRun run(c);
+      if (!run.IsBuilt()) {
+        ++left_out;
+        continue;
+      }
       ++runs;
-      failures += DecodeCaseRun(c).Run() ? 0 : 1;
+      failures += run.Run() ? 0 : 1;
     }
   }
-  std::printf("%d cases, %d failures\n", runs, failures);
+  std::printf("%d cases, %d failures, %d of formats that were left out\n", runs, failures, left_out);
   return failures == 0 ? 0 : 1;
 }

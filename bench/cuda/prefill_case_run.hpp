@@ -20,6 +20,9 @@ class PrefillCaseRun {
  public:
   explicit PrefillCaseRun(const PrefillCase& c);
 
+  /// Whether this build has the kernels of its format (FMOE_CUDA_FORMATS).
+  bool IsBuilt() const;
+
   /// Prints a line; whether all was as it should be.
   bool Run();
 

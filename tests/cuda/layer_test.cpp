@@ -45,7 +45,7 @@ CardLayer MakeCardLayer(int64_t max_tokens) {
 }
 
 TEST(CudaLayer, Graph_CapturesForwardAndGivesTheSameBits) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("nvfp4_w4a16");
   for (const int64_t tokens : {3, 200}) {
     const CardLayer made = MakeCardLayer(tokens);
     const Workspace workspace = *made.layer->CreateWorkspace();
@@ -87,6 +87,9 @@ TEST(CudaLayer, OneWorkspace_CallsOfAnySizeInAnyOrder_SameBitsAsAFreshOne) {
                                        std::pair<const char*, int64_t>{"fp8_w8a8:tensor", 544},
                                        std::pair<const char*, int64_t>{"fp8_w8a8:channel", 544},
                                        std::pair<const char*, int64_t>{"unquantized", 514}}) {
+    if (!KernelsAreBuilt(scheme)) {
+      continue;
+    }
     SCOPED_TRACE(scheme);
     MoeConfig config;
     config.num_experts = config.num_local_experts = 16;
@@ -147,9 +150,9 @@ void ExpectFiniteAsTheReference(const MoeConfig& config, const ExpertSource& sou
 TEST(CudaLayer, TokensThatAreNotFinite_OutputsNotFiniteWhereTheReferenceHasThem) {
   FMOE_SKIP_WITHOUT_CARD();
   constexpr int64_t kTokens = 9, kHidden = 256;
-  for (const char* scheme :
-       {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8", "int4_w4a16:g32", "int4_w4a16:g128",
-        "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
+  for (const std::string& scheme : BuiltSchemes({"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "mxfp4_w4a8",
+                                                 "int4_w4a16:g32", "int4_w4a16:g128", "fp8_w8a8:channel",
+                                                 "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"})) {
     for (const char* mode : {"latency", "throughput"}) {
       SCOPED_TRACE(testing::Message() << scheme << " " << mode);
       MoeConfig config;
@@ -171,8 +174,9 @@ TEST(CudaLayer, TokensThatAreNotFinite_OutputsNotFiniteWhereTheReferenceHasThem)
 /// e4m3 weights whose codes are NaN: one expert has one in up, another in down. 200 tokens multiply codes.
 TEST(CudaLayer, WeightCodesOfNaN_OutputsNotFiniteWhereTheReferenceHasThem) {
   FMOE_SKIP_WITHOUT_CARD();
-  for (const char* scheme : {"fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a8:channel",
-                             "fp8_w8a8:tensor_static", "fp8_w8a8:block128", "mxfp8_w8a8"}) {
+  for (const std::string& scheme :
+       BuiltSchemes({"fp8_w8a16:channel", "fp8_w8a16:tensor", "fp8_w8a8:channel", "fp8_w8a8:tensor_static",
+                     "fp8_w8a8:block128", "mxfp8_w8a8"})) {
     for (const char* mode : {"latency", "throughput"}) {
       for (const int64_t tokens : {9, 200}) {
         SCOPED_TRACE(testing::Message() << scheme << " " << mode << " " << tokens);
@@ -205,8 +209,9 @@ TEST(CudaLayer, WeightCodesOfNaN_OutputsNotFiniteWhereTheReferenceHasThem) {
 TEST(CudaLayer, BatchInvariant_TokensHaveTheSameBitsInEveryBatch) {
   FMOE_SKIP_WITHOUT_CARD();
   constexpr int64_t kMost = 600, kHidden = 512;
-  for (const char* scheme : {"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "int4_w4a16:g128", "int4_w4a16:g32",
-                             "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"}) {
+  for (const std::string& scheme :
+       BuiltSchemes({"nvfp4_w4a16", "nvfp4_w4a4", "mxfp4_w4a16", "int4_w4a16:g128", "int4_w4a16:g32",
+                     "fp8_w8a8:channel", "fp8_w8a8:block128", "int8_w8a8:channel", "unquantized"})) {
     SCOPED_TRACE(scheme);
     MoeConfig config;
     config.num_experts = config.num_local_experts = 8;
@@ -244,7 +249,7 @@ TEST(CudaLayer, BatchInvariant_TokensHaveTheSameBitsInEveryBatch) {
 }
 
 TEST(CudaLayer, Forward_HostWorkspace_Refused) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("nvfp4_w4a16");
   const CardLayer made = MakeCardLayer(4);
   const Workspace workspace = *Workspace::Allocate(made.layer->plan().workspace_bytes);
   const Tensor hidden = RandomRows(1, 512, DType::kBF16, 9);
@@ -257,7 +262,7 @@ TEST(CudaLayer, Forward_HostWorkspace_Refused) {
 }
 
 TEST(CudaLayer, NoTokens_NothingHappens) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("nvfp4_w4a16");
   const CardLayer made = MakeCardLayer(4);
   const Workspace workspace = *made.layer->CreateWorkspace();
   MoeLayer::Inputs inputs;

@@ -103,6 +103,7 @@ class CardRanks : public testing::TestWithParam<int64_t> {
     if (const std::string reason = WhyNotCards(ranks_); !reason.empty()) {
       GTEST_SKIP() << reason;
     }
+    FMOE_SKIP_WITHOUT_KERNELS("unquantized");
   }
 
   /// Joins the ranks once for all tests, which takes about a second, and never leaves: when static objects

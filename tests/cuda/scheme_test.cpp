@@ -122,7 +122,7 @@ class CudaSizes : public testing::TestWithParam<SizedCase> {};
 /// Sizes like those of models, and tokens on both sides of the change of kernels; half of the tokens on one
 /// expert.
 TEST_P(CudaSizes, ModelLikeLayers_WithinTheBound) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS(GetParam().scheme);
   const SizedCase& sizes = GetParam();
   DrawnCase drawn;
   drawn.scheme = sizes.scheme;
@@ -158,7 +158,7 @@ INSTANTIATE_TEST_SUITE_P(
 /// As the models that have such weights: gpt-oss with biases and its activation, Llama-4 with the router's
 /// weight on the input. None of them may be refused.
 TEST(CudaBlocksAlongTheOutputs, LayersOfTheirModels_WithinTheBound) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("unquantized");
   for (const char* scheme :
        {"mxfp8_w8a8_out:out32", "nvfp4_w4a8_out:out32", "mxfp4_w4a8_out:out32_static",
         "mxfp4_w4a8_out:out32_tensor", "mxfp4_w4a8_out:out16_static", "mxfp4_w4a8_out:out16_tensor"}) {
@@ -183,7 +183,7 @@ TEST(CudaBlocksAlongTheOutputs, LayersOfTheirModels_WithinTheBound) {
 
 TEST(CudaActivationOrder, EveryGroupedScheme_WithinTheBound) {
   FMOE_SKIP_WITHOUT_CARD();
-  for (const char* scheme : {"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"}) {
+  for (const std::string& scheme : BuiltSchemes({"int4_w4a16:g128", "int4_w4a16:g32", "int8_w8a16:g128"})) {
     for (const bool by_expert : {false, true}) {
       SCOPED_TRACE(testing::Message() << scheme << (by_expert ? " by expert" : " one order"));
       DrawnCase drawn = SmallLayer(scheme, 6, 3);

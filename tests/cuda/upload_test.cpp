@@ -17,7 +17,7 @@ namespace {
 class CudaUpload : public testing::TestWithParam<std::string> {};
 
 TEST_P(CudaUpload, EveryExpert_TheBlocksOfPackFragmentExpert) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS(GetParam());
   MoeProblem problem;
   problem.config.num_experts = problem.config.num_local_experts = 5;
   problem.config.routing.top_k = 2;
@@ -70,7 +70,7 @@ INSTANTIATE_TEST_SUITE_P(Formats, CudaUpload,
                          });
 
 TEST(CudaUploadErrors, ExpertThatDoesNotLoad_IsNamed) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("nvfp4_w4a16");
   MoeProblem problem;
   problem.config.num_experts = problem.config.num_local_experts = 4;
   problem.config.hidden = problem.config.intermediate = 128;
