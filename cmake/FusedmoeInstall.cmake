@@ -3,9 +3,11 @@
 include(CMakePackageConfigHelpers)
 
 set(package_dir lib/cmake/fusedmoe)
-install(TARGETS fusedmoe fusedmoe_c EXPORT fusedmoe_targets ARCHIVE DESTINATION lib LIBRARY DESTINATION lib)
+install(TARGETS fusedmoe EXPORT fusedmoe_cxx_targets ARCHIVE DESTINATION lib)
+install(TARGETS fusedmoe_c EXPORT fusedmoe_c_targets LIBRARY DESTINATION lib)
 install(DIRECTORY include/fusedmoe DESTINATION include)
-install(EXPORT fusedmoe_targets FILE fusedmoeTargets.cmake NAMESPACE fusedmoe:: DESTINATION ${package_dir})
+install(EXPORT fusedmoe_cxx_targets FILE fusedmoeCxxTargets.cmake NAMESPACE fusedmoe:: DESTINATION ${package_dir})
+install(EXPORT fusedmoe_c_targets FILE fusedmoeCTargets.cmake NAMESPACE fusedmoe:: DESTINATION ${package_dir})
 
 configure_package_config_file(cmake/fusedmoeConfig.cmake.in "${PROJECT_BINARY_DIR}/generated/fusedmoeConfig.cmake"
   INSTALL_DESTINATION ${package_dir})

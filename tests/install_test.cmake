@@ -36,9 +36,11 @@ if(GENERATOR STREQUAL "Ninja")
   endforeach()
 endif()
 
+set(options_minimal "")
+set(options_c -D CMAKE_DISABLE_FIND_PACKAGE_fmt=ON)  # the component c asks for no other package
 foreach(example IN ITEMS minimal c)
   run_or_fail("${CMAKE_COMMAND}" -S "${SOURCE}/examples/${example}" -B "${folder}/${example}" -G "${GENERATOR}"
-    -D "CMAKE_CXX_COMPILER=${CXX}" -D "CMAKE_C_COMPILER=${CC}" -D "CMAKE_PREFIX_PATH=${prefix}")
+    -D "CMAKE_CXX_COMPILER=${CXX}" -D "CMAKE_C_COMPILER=${CC}" -D "CMAKE_PREFIX_PATH=${prefix}" ${options_${example}})
   run_or_fail("${CMAKE_COMMAND}" --build "${folder}/${example}")
 endforeach()
 set(input "${checkpoint}/io/m5.safetensors")
