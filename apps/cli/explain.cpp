@@ -72,6 +72,10 @@ Status TakeLayer(const ExplainFlags& flags, ExplainRequest& request) {
   // alike in all experts.
   FMOE_ASSIGN_OR_RETURN(const ExpertSource experts, checkpoint->Experts(layer));
   FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, experts.load(0));
+  if (expert.gate.empty() || expert.gate.stored == expert.up.stored) {
+    request.gate_up_stored = expert.up.stored;
+  }
+  request.down_stored = expert.down.stored;
   std::optional<DType> scales;
   for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
     request.weights_have_zero_points = request.weights_have_zero_points || !matrix->zero_point.empty();

@@ -49,6 +49,20 @@ struct WeightFormat {
   bool operator==(const WeightFormat&) const = default;
 };
 
+/// What the integers of a matrix need, where the matrix has the wider format of a layer whose matrices were
+/// stored in several types (GGUF: Q4_K beside Q6_K): bytes in the shortest groups, with zero points where one
+/// type has minima. A layout that has a format for each GEMM goes back to this, without loss
+/// (weights/narrow.hpp).
+struct StoredIntegers {
+  int bits = 0;       ///< 4 or 8: they fit around the middle of a code, or below zero points; 0: unknown
+  int64_t group = 0;  ///< columns of a scale
+  bool zero_points = false;         ///< they have some, F32; else `center` is zero in all groups
+  int center = 0;                   ///< of codes as they stand below zero points
+  DType scale_dtype = DType::kF32;  ///< that holds the scales: F16 or F32
+  int64_t super_cols = 0;           ///< as WeightFormat::super_cols; the matrix has the units
+  bool operator==(const StoredIntegers&) const = default;
+};
+
 /// The exponent of an MX block scale, from the largest magnitude of the block (docs/numerics.md, "MX rules").
 enum class MxScaleRule : uint8_t {
   kEven,   ///< compressed-tensors, Quark: the exponent is bumped from 1.75 * 2^n upwards; then minus emax

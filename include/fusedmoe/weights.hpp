@@ -24,10 +24,12 @@ struct CanonicalMatrix {
   Tensor codes;        ///< [rows, cols] of format.element
   Tensor block_scale;  ///< [row blocks, column blocks] of format.block_scale_dtype
   Tensor zero_point;   ///< of format.zero_point_dtype, shape of block_scale; empty: format.implied_zero()
-  /// Where format.super_cols is set, units of block scales and, beside zero points, of minima: F16 [row
-  /// blocks, super-blocks]. They say how scales came about; what weights mean is said without them.
+  /// Where format.super_cols or stored.super_cols is set, units of block scales and, beside zero points, of
+  /// minima: F16 [row blocks, super-blocks]. They say how scales came about; what weights mean is said
+  /// without them.
   Tensor super_scale, super_minimum;
-  Tensor channel_scale;  ///< F32 [rows]
+  StoredIntegers stored;  ///< as which type the same values were stored; bits 0: in this format, or not known
+  Tensor channel_scale;   ///< F32 [rows]
   std::optional<float> tensor_scale;
   /// Decode multiplier of the input of this projection, where the checkpoint stores one.
   std::optional<float> input_tensor_scale;

@@ -25,7 +25,8 @@ struct LinearFormat {
   WeightFormat weight;
   ActivationFormat activation;
   Packing packing = Packing::kDirect;
-  int bits = 0;  ///< of a stored integer, which becomes one of 4 or 8 bits; 0 for floats
+  StoredIntegers stored;  ///< of CanonicalMatrix
+  int bits = 0;           ///< of a stored integer, which becomes one of 4 or 8 bits; 0 for floats
   std::string_view codes = ".weight";
   std::string_view scale;         ///< the first level
   std::string_view second_scale;  ///< F32 of the matrix above blocks

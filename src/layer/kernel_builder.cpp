@@ -15,6 +15,7 @@
 #include "prepare_finalize/all_to_all/on_cards.hpp"
 #include "prepare_finalize/batched/batched.hpp"
 #include "prepare_finalize/no_ep/no_ep.hpp"
+#include "weights/features.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -185,6 +186,8 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   problem.num_threads = options.executor.num_threads;
   if (source.num_local_experts > 0) {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(0));
+    problem.gate_up_stored = FeaturesOf(expert).gate_up.stored.value_or(StoredIntegers());
+    problem.down_stored = expert.down.stored;
     for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
       problem.config.has_bias = problem.config.has_bias || !matrix->bias.empty();
       problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();

@@ -26,6 +26,8 @@ struct MoeProblem {
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
+  /// Of the matrices of each GEMM, where all of them were stored alike (CanonicalMatrix::stored).
+  StoredIntegers gate_up_stored, down_stored;
   /// Of their block scales where the weights are known: integers of a scheme may have any float type.
   std::optional<DType> weights_scale_dtype;
   bool weights_have_group_index = false;

@@ -33,6 +33,8 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.determinism = question.determinism;
   problem.activation = question.activation_mode;
   problem.weights_have_zero_points = question.weights_have_zero_points;
+  problem.gate_up_stored = question.gate_up_stored;
+  problem.down_stored = question.down_stored;
   problem.weights_have_group_index = question.weights_have_group_index;
   problem.weights_have_pre_quant_scale = question.weights_have_pre_quant_scale;
   problem.isa = request.isa;
@@ -118,6 +120,8 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   question.determinism = request.determinism;
   question.activation_mode = request.activation;
   question.weights_have_zero_points = request.weights_have_zero_points;
+  question.gate_up_stored = request.gate_up_stored;
+  question.down_stored = request.down_stored;
   question.weights_have_group_index = request.weights_have_group_index;
   question.weights_have_pre_quant_scale = request.weights_have_pre_quant_scale;
   question.lora = request.selection.lora;

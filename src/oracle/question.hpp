@@ -22,6 +22,7 @@ struct Question {
   Determinism determinism = Determinism::kThreadInvariant;
   ActivationMode activation_mode = ActivationMode::kAsCheckpoint;
   bool weights_have_zero_points = false;
+  StoredIntegers gate_up_stored, down_stored;
   bool weights_have_group_index = false;
   bool weights_have_pre_quant_scale = false;
   bool lora = false;

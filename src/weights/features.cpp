@@ -10,6 +10,9 @@ namespace {
 
 MatrixFeatures FeaturesOf(const CanonicalMatrix& matrix) {
   MatrixFeatures features;
+  if (!matrix.empty()) {
+    features.stored = matrix.stored;
+  }
   features.zero_point = !matrix.zero_point.empty();
   if (features.zero_point) {
     features.zero_point_dtype = matrix.format.zero_point_dtype;
@@ -59,12 +62,16 @@ Result<Tensor> InF32(const Tensor& numbers) {
 Status AddFeatures(const MatrixFeatures& features, CanonicalMatrix& matrix) {
   const DType element = matrix.format.element;
   const bool has_scales = !matrix.block_scale.empty();
+  if (!(features.stored == matrix.stored)) {
+    matrix.stored = {};
+  }
   if (features.zero_point && matrix.zero_point.empty() && has_scales &&
       (element == DType::kU4 || element == DType::kU8)) {
     FMOE_ASSIGN_OR_RETURN(matrix.zero_point, MiddleCodes(matrix));
     matrix.format.zero_point_dtype = DType::kU8;
     matrix.format.super_cols = 0;  // these are no minima
     matrix.super_scale = {};
+    matrix.stored = {};
   }
   if (!matrix.zero_point.empty() && matrix.format.zero_point_dtype != features.zero_point_dtype) {
     FMOE_ASSIGN_OR_RETURN(matrix.zero_point, InF32(matrix.zero_point));
@@ -96,6 +103,11 @@ void MatrixFeatures::Join(const MatrixFeatures& other) {
   bias = bias || other.bias;
   if (other.zero_point_dtype == DType::kF32) {
     zero_point_dtype = DType::kF32;
+  }
+  if (!stored) {
+    stored = other.stored;
+  } else if (other.stored && other.stored != stored) {
+    stored = StoredIntegers();
   }
   if (!scale_dtype) {
     scale_dtype = other.scale_dtype;

@@ -13,6 +13,8 @@ struct MatrixFeatures {
   bool zero_point = false, group_index = false, pre_quant_scale = false, bias = false;
   std::optional<DType> scale_dtype;     ///< of block scales; F32 where experts differ
   DType zero_point_dtype = DType::kU8;  ///< F32 where one has such
+  /// How all were stored; of no bits where they differ. Empty: of no matrix.
+  std::optional<StoredIntegers> stored;
 
   void Join(const MatrixFeatures& other);
   bool operator==(const MatrixFeatures&) const = default;

@@ -3,15 +3,25 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
+#include <tuple>
 
+#include <fusedmoe/layer.hpp>
+#include <fusedmoe/machine.hpp>
+#include <fusedmoe/problems.hpp>
 #include <fusedmoe/safetensors.hpp>
 
 #include "checkpoint/gguf/gguf_blocks.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
 #include "checkpoint/raw_gguf.hpp"
+#include "experts/cpu/cpu_plan.hpp"
+#include "experts/cpu/cpu_weights.hpp"
+#include "layer/kernel_builder.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/narrow.hpp"
 #include "weights/panel.hpp"
 #include "weights/slice.hpp"
 
@@ -311,6 +321,206 @@ TEST_P(GgufIntegers, BesideOthers_BecomeBytesInTheShortestGroups) {
       ExpectSameValues(integers.expert.*matrix, decoded.expert.*matrix);
     }
   }
+}
+
+/// The tensors of two matrices, byte by byte.
+void ExpectSameMatrix(const CanonicalMatrix& found, const CanonicalMatrix& wanted) {
+  EXPECT_EQ(Describe(found.format), Describe(wanted.format));
+  EXPECT_EQ(*ChoosePanelFormat(found.format, !found.zero_point.empty()),
+            *ChoosePanelFormat(wanted.format, !wanted.zero_point.empty()));
+  for (const auto tensor :
+       {&CanonicalMatrix::codes, &CanonicalMatrix::block_scale, &CanonicalMatrix::zero_point,
+        &CanonicalMatrix::super_scale, &CanonicalMatrix::super_minimum}) {
+    const TensorView &own = (found.*tensor).view(), &other = (wanted.*tensor).view();
+    ASSERT_EQ(own.empty(), other.empty());
+    if (own.empty()) {
+      continue;
+    }
+    ASSERT_EQ(own.shape(), other.shape());
+    ASSERT_EQ(own.dtype(), other.dtype());
+    EXPECT_EQ(std::memcmp(own.data(), other.data(), static_cast<size_t>(own.total_bytes())), 0);
+  }
+}
+
+// From the bytes of a layer of several types back to what each of them is alone.
+TEST_P(GgufIntegers, BesideOthers_NarrowToWhatTheyAreAlone) {
+  const Type& type = GetParam();
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(type, type).Bytes());
+  const CanonicalExpert own = Load((folder.path() / "a.gguf").string(), false).expert;
+  EXPECT_EQ(own.up.stored, StoredIntegers());
+  for (const Type& down : kTypes) {
+    if (down.id == type.id) {
+      continue;
+    }
+    SCOPED_TRACE(down.name);
+    folder.Write("b.gguf", ModelOf(type, down).Bytes());
+    const CanonicalExpert mixed = Load((folder.path() / "b.gguf").string(), false).expert;
+    ASSERT_GT(mixed.up.stored.bits, 0);
+    const Result<CanonicalMatrix> narrow = Narrow(mixed.up);
+    ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+    ExpectSameMatrix(*narrow, own.up);
+  }
+}
+
+/// Of a file, what the CPU backend would compute.
+MoeProblem ProblemOf(const Checkpoint& checkpoint, const ParallelConfig& parallel = {}) {
+  const ExpertSource source = *checkpoint.Experts(0, parallel);
+  const MoeConfig config = *PerRank(checkpoint.Describe(0)->config, parallel, source.scheme);
+  LayerOptions options;
+  options.mode = "latency";  // tiles of AMX take one format for both GEMMs
+  options.max_tokens = 8;
+  Result<MoeProblem> problem = MakeProblem(config, source, options);
+  EXPECT_TRUE(problem.ok()) << problem.status().ToString();
+  return *std::move(problem);
+}
+
+// The panels of such a layer are those of two layers of one type each; outputs are those of the reference.
+TEST(GgufIntegers, TypesOfEachGemm_HavePanelsOfTheirOwn) {
+  const auto type = [](uint32_t id) {
+    return *std::find_if(std::begin(kTypes), std::end(kTypes), [&](const Type& one) { return one.id == id; });
+  };
+  const TemporaryDirectory folder;
+  const auto open = [&](const Type& inputs, const Type& down) {
+    const std::string name = fmt::format("{}-{}.gguf", inputs.name, down.name);
+    folder.Write(name, ModelOf(inputs, down).Bytes());
+    return *Checkpoint::Open((folder.path() / name).string(), CheckpointOptions());
+  };
+  for (const auto& [inputs, outputs, bits] : {std::tuple(12U, 14U, 2 * 4.75 + 8.625),  // Q4_K_M
+                                              std::tuple(12U, 6U, 2 * 4.75 + 8.5),     // rows of 1408
+                                              std::tuple(2U, 8U, 2 * 4.5 + 8.5)}) {
+    SCOPED_TRACE(fmt::format("{} and {}", inputs, outputs));
+    const auto prepare = [&](const Checkpoint& checkpoint) {
+      const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(checkpoint), HostMachine());
+      Result<PreparedWeights> weights = cpu::PrepareCpuWeights(plan, *checkpoint.Experts(0), {});
+      EXPECT_TRUE(weights.ok()) << weights.status().ToString();
+      return *std::move(weights);
+    };
+    const auto mixed = open(type(inputs), type(outputs));
+    const PreparedWeights both = prepare(*mixed);
+    const PreparedWeights first = prepare(*open(type(inputs), type(inputs)));
+    const PreparedWeights second = prepare(*open(type(outputs), type(outputs)));
+    EXPECT_NE(both.layout_key, first.layout_key);
+    double bytes = 0;
+    for (const auto& [name, alone] : {std::pair("gate_up", &first), std::pair("down", &second)}) {
+      const TensorView& found = both.Find(name)->view();
+      bytes += static_cast<double>(found.total_bytes());
+      const TensorView& wanted = alone->Find(name)->view();
+      ASSERT_EQ(found.shape(), wanted.shape());
+      EXPECT_EQ(std::memcmp(found.data(), wanted.data(), static_cast<size_t>(found.total_bytes())), 0);
+    }
+    EXPECT_EQ(bytes * 8 / static_cast<double>(kExperts * kHidden * kInner), bits);
+
+    constexpr int64_t kTokens = 5;
+    std::mt19937 random(7);
+    std::uniform_real_distribution<float> uniform(-1.0F, 1.0F);
+    Tensor hidden = *Tensor::Allocate(DType::kF32, Shape{kTokens, kHidden});
+    std::generate_n(hidden.mutable_view().as<float>(), kTokens * kHidden, [&] { return uniform(random); });
+    std::vector<std::vector<float>> outputs_of;
+    for (const char* backend : {"REFERENCE", "CPU_FUSED"}) {
+      LayerOptions options;
+      options.backend = backend;
+      options.max_tokens = kTokens;
+      const auto layer = MoeLayer::Load(mixed, 0, options);
+      ASSERT_TRUE(layer.ok()) << layer.status().ToString();
+      auto workspace = (*layer)->CreateWorkspace();
+      ASSERT_TRUE(workspace.ok());
+      Tensor logits = *Tensor::Allocate(DType::kF32, Shape{kTokens, kExperts});
+      Tensor output = *Tensor::Allocate(DType::kF32, Shape{kTokens, kHidden});
+      const Status status =
+          (*layer)->Forward(hidden.view(), logits.view(), output.mutable_view(), *workspace);
+      ASSERT_TRUE(status.ok()) << status.ToString();
+      const auto* values = output.view().as<float>();
+      outputs_of.emplace_back(values, values + kTokens * kHidden);
+    }
+    double error = 0, size = 0;
+    for (size_t i = 0; i < outputs_of[0].size(); ++i) {
+      error += std::pow(outputs_of[1][i] - outputs_of[0][i], 2);
+      size += std::pow(outputs_of[0][i], 2);
+    }
+    // Rows are held in 15 bits of the largest of 64 values: 2^-15 of it, 2^-13 of a value in the mean, in
+    // both GEMMs; twice that for what cancels.
+    EXPECT_GT(size, 0);
+    EXPECT_LT(std::sqrt(error / size), 0x1p-11);
+  }
+}
+
+// Shares of ranks know the groups of the layer; those of a type may be longer.
+TEST(GgufIntegers, SharesOfRanksBesideOthers_NarrowToTheSameValues) {
+  for (const auto& [inputs, down] : {std::pair(9, 7), std::pair(7, 9), std::pair(4, 7), std::pair(6, 1)}) {
+    const TemporaryDirectory folder;
+    folder.Write("a.gguf", ModelOf(kTypes[inputs], kTypes[down]).Bytes());
+    CheckpointOptions options;
+    const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+    options.decode_blocks = true;
+    const auto floats = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+    const CanonicalExpert whole = *(*floats).Experts(0)->load(1);
+    for (const int ranks : {2, 3, 5, 16}) {
+      int64_t begin = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        SCOPED_TRACE(
+            fmt::format("{} and {}, rank {} of {}", kTypes[inputs].name, kTypes[down].name, rank, ranks));
+        ParallelConfig parallel;
+        parallel.tp_size = ranks;
+        parallel.tp_rank = rank;
+        const auto expert = checkpoint->Experts(0, parallel)->load(1);
+        ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+        const Result<CanonicalMatrix> narrow = Narrow(expert->down);
+        ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+        const Status valid = ValidateCanonical(*narrow);
+        ASSERT_TRUE(valid.ok()) << valid.ToString();
+        const CanonicalMatrix wanted = *SliceMatrix(whole.down, 0, kHidden, begin, narrow->cols);
+        const auto found = DequantizeMatrix(*narrow), same = DequantizeMatrix(expert->down);
+        ASSERT_TRUE(found.ok() && same.ok());
+        // Codes less zero points are the same numbers, but where the zero point has left.
+        EXPECT_EQ(std::memcmp(found->view().data(), same->view().data(),
+                              static_cast<size_t>(found->view().total_bytes())),
+                  0);
+        const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(*checkpoint, parallel), HostMachine());
+        ASSERT_EQ(plan.down.panel, *ChoosePanelFormat(narrow->format, !narrow->zero_point.empty()));
+        EXPECT_LE(static_cast<int64_t>(PanelColumns(*narrow, plan.down.panel).size()), plan.down.padded_cols);
+        if (plan.down.panel.scale == PanelScale::kI8) {
+          ExpectPanelsOfTwoLevels(*narrow, wanted);
+        }
+        begin += narrow->cols;
+      }
+      EXPECT_EQ(begin, kInner);
+    }
+  }
+}
+
+// A matrix that is not what it says is refused, and the message says where.
+TEST(GgufIntegers, MatricesThatAreNotOfTheirType_AreRefused) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(kTypes[7], kTypes[9]).Bytes());  // Q4_K, Q6_K
+  const CanonicalExpert expert = Load((folder.path() / "a.gguf").string(), false).expert;
+  const auto refused = [](CanonicalMatrix matrix, auto change, const char* what) {
+    for (Tensor* tensor : {&matrix.codes, &matrix.block_scale, &matrix.zero_point}) {
+      Tensor copy = *Tensor::Allocate(tensor->dtype(), tensor->shape());
+      std::memcpy(copy.mutable_view().data(), tensor->view().data(),
+                  static_cast<size_t>(tensor->view().total_bytes()));
+      *tensor = std::move(copy);
+    }
+    ASSERT_TRUE(Narrow(matrix).ok());
+    change(matrix);
+    const Result<CanonicalMatrix> narrow = Narrow(matrix);
+    ASSERT_FALSE(narrow.ok());
+    EXPECT_NE(narrow.status().message().find(what), std::string::npos) << narrow.status().message();
+  };
+  refused(
+      expert.up, [](CanonicalMatrix& m) { m.codes.mutable_view().data()[2 * kHidden] = std::byte{16}; },
+      "row 2 has codes from 0 to 16; 0 to 15");
+  refused(
+      expert.up, [](CanonicalMatrix& m) { m.block_scale.mutable_view().as<float>()[5] += 1.0F; },
+      "scales of row 0 differ in groups 4 and 5");
+  refused(
+      expert.up, [](CanonicalMatrix& m) { m.zero_point.mutable_view().as<float>()[5] += 1.0F; },
+      "zero points of row 0 differ in groups 4 and 5");
+  refused(
+      expert.down, [](CanonicalMatrix& m) { m.zero_point.mutable_view().as<float>()[5] += 1.0F; },
+      "zero_point of row 0, group 5, is 33; 32 is that");
+  refused(
+      expert.up, [](CanonicalMatrix& m) { m.stored = {}; }, "do not hold 0 bits");
 }
 
 // The gate of shared experts and Arctic's norm are floats beside matrices of any type.

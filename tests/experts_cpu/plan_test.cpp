@@ -47,21 +47,22 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(amd.weight_nodes, 1);
   EXPECT_FALSE(amd.next_into_l2);
-  EXPECT_GT(amd.prefetch[0], 0);
-  EXPECT_GT(amd.prefetch[1], amd.prefetch[0]);  // two tokens compute longer on 4-bit codes
+  EXPECT_GT(amd.gate_up.prefetch[0], 0);
+  EXPECT_GT(amd.gate_up.prefetch[1], amd.gate_up.prefetch[0]);  // two tokens compute longer on 4-bit codes
   machine.num_numa_nodes = 4;
   machine.cpu_name = "INTEL(R) XEON(R)";
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(intel.weight_nodes, 4);
   EXPECT_TRUE(intel.next_into_l2);
-  EXPECT_GT(intel.prefetch[0], 4096);           // beyond the page that the core prefetches by itself
-  EXPECT_LT(intel.slab_tiles, amd.slab_tiles);  // fewer tiles pay for decoding once
+  EXPECT_GT(intel.gate_up.prefetch[0], 4096);  // beyond the page that the core prefetches by itself
+  EXPECT_LT(intel.gate_up.slab_tiles, amd.gate_up.slab_tiles);  // fewer tiles pay for decoding once
   EXPECT_EQ(amd.batch_tiles, 8);
   EXPECT_EQ(intel.batch_tiles, 16);
-  EXPECT_TRUE(intel.wide_slabs);
-  EXPECT_FALSE(amd.wide_slabs);
+  EXPECT_TRUE(intel.gate_up.wide_slabs);
+  EXPECT_FALSE(amd.gate_up.wide_slabs);
   layer.problem.activation = ActivationMode::kA8;
-  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).wide_slabs);  // scales take the ports that multiply
+  EXPECT_FALSE(
+      cpu::MakeCpuPlan(layer.problem, machine).gate_up.wide_slabs);  // scales take the ports that multiply
 }
 
 /// Where two ports decode and multiply 8-bit floats in fp32.
@@ -71,12 +72,12 @@ TEST(Plan_OfADescribedMachine, StagesFloatsOfEightBitsOnIntel) {
   Machine machine = HostMachine();
   for (const bool amd : {false, true}) {
     machine.cpu_name = amd ? "AMD EPYC 9755" : "INTEL(R) XEON(R)";
-    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).staged, !amd);
+    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.staged, !amd);
   }
   machine.cpu_name = "INTEL(R) XEON(R)";
   layer.problem.isa = "avx512_fp16";
   layer.problem.activation = ActivationMode::kA8;
-  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).staged);  // tiles in f16
+  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).gate_up.staged);  // tiles in f16
 }
 
 /// A system with one node refuses to spread pages over four, and weights are the same.

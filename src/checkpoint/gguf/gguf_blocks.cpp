@@ -186,6 +186,22 @@ constexpr BlockType kTypes[] = {
     InGroups<Q1_0>(41, "Q1_0"),
 };
 
+template <typename Type>
+constexpr bool kIsHalf = requires {
+  requires Type::kHalfScale;
+};
+
+/// What its integers need.
+template <typename Type>
+constexpr StoredIntegers StoredAs() {
+  return {Type::kBits <= 4 ? 4 : 8,
+          Type::kGroup,
+          Type::kMinima,
+          Type::kCenter,
+          kIsHalf<Type> ? DType::kF16 : DType::kF32,
+          kIsSuper<Type> ? Type::kElements : 0};
+}
+
 /// Other forms of types of integers. Their ids are none of a file: those of the type and of the form.
 struct Forms {
   uint32_t id;
@@ -200,7 +216,10 @@ constexpr BlockType Bytes(uint32_t id, std::string_view name) {
     return {id, name, Type::kElements, Type::kBytes, {}, {}};
   } else {
     constexpr int64_t kGroup = kSixteen ? 16 : Type::kGroup;
-    return Grouped<Type, 8, kGroup, kZeros, kSuper>(id, name);
+    BlockType type = Grouped<Type, 8, kGroup, kZeros, kIsSuper<Type>>(id, name);
+    type.integers.super = kSuper ? Type::kElements : 0;
+    type.stored = StoredAs<Type>();
+    return type;
   }
 }
 

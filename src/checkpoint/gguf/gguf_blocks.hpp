@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include <fusedmoe/dtype.hpp>
+#include <fusedmoe/quant.hpp>
 
 /// The tensor types of GGUF: blocks that hold codes and scales side by side. A reader sees each such tensor
 /// as the tensors that other formats store apart (codes, scales); the blocks are taken to pieces when they
@@ -39,6 +40,7 @@ struct BlockType {
   /// Empty: a type that is known and not read.
   std::span<const BlockPart> parts;
   IntegerBlocks integers;
+  StoredIntegers stored;  ///< what a form of BytesType was
 };
 
 /// Null for a number that no type has.
@@ -48,8 +50,9 @@ const BlockType* FindBlockType(uint32_t id);
 const BlockType& DecodedType(const BlockType& type);
 
 /// The same blocks as bytes with F32 scales, in groups (of 16 or 32, no more than the type has), with zero
-/// points and units of scales as `as` says: what a type may be listed as beside others of integers. Null for
-/// floats, and where the type has no such units.
+/// points and units of scales as `as` says: what a type may be listed as beside others of integers, with
+/// what it was. Null for floats, and where the type has no such units. Units are listed wherever there are
+/// some.
 const BlockType* BytesType(const BlockType& type, const IntegerBlocks& as);
 
 /// The number one, for scales that a file leaves out: a part that reads nothing.

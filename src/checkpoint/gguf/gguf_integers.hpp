@@ -62,7 +62,7 @@ template <bool kHasMinimum, bool kFive>
 struct Old {
   static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 18 + (kHasMinimum ? 2 : 0) + (kFive ? 4 : 0);
   static constexpr int kBits = kFive ? 5 : 4, kCenter = kHasMinimum ? 0 : kFive ? 16 : 8;
-  static constexpr bool kMinima = kHasMinimum;
+  static constexpr bool kMinima = kHasMinimum, kHalfScale = !kHasMinimum;
   static void Codes(const std::byte* block, uint8_t* codes) {
     const std::byte* high = block + (kHasMinimum ? 4 : 2);
     Nibbles32(high + (kFive ? 4 : 0), codes);
@@ -83,7 +83,7 @@ struct Old {
 /// A block with one scale, in F16 at its beginning.
 struct OneScale {
   static constexpr int64_t kElements = 32, kGroup = 32;
-  static constexpr bool kMinima = false;
+  static constexpr bool kMinima = false, kHalfScale = true;
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) { scales[0] = Half(block); }
 };
 

@@ -174,7 +174,8 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
         format.weight.zero_point_dtype = DType::kF32;
         format.zero_point = ".weight_zero";
       }
-      if (type->integers.super > 0) {
+      format.stored = type->stored;
+      if (type->integers.super > 0 || type->stored.super_cols > 0) {
         format.weight.super_cols = type->integers.super;
         format.super_scale = ".weight_super_scale";
         format.super_minimum = type->integers.zeros ? ".weight_super_minimum" : "";

@@ -110,6 +110,7 @@ MatrixFeatures StoredFeatures(const LayerContext& context, const Located& locate
     return features;
   }
   const MatrixTensors tensors{*context.store, located.place, located.rows, located.cols};
+  features.stored = format->stored;
   const auto has = [&](std::string_view suffix) { return !suffix.empty() && tensors.Has(suffix); };
   features.zero_point = has(format->zero_point);
   features.zero_point_dtype = format->weight.zero_point_dtype;

@@ -40,13 +40,14 @@ Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, 
 }
 
 // Units of scales and minima, as F16.
-Result<Tensor> ReadUnits(const MatrixTensors& tensors, std::string_view suffix, const WeightFormat& weight) {
+Result<Tensor> ReadUnits(const MatrixTensors& tensors, std::string_view suffix, const LinearFormat& format) {
   if (suffix.empty()) {
     return Tensor();
   }
   const std::string name = tensors.NameOf(suffix);
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(suffix));
-  const Shape wanted{tensors.rows * tensors.place.parts, tensors.cols / weight.super_cols};
+  const Shape wanted{tensors.rows * tensors.place.parts,
+                     tensors.cols / std::max(format.weight.super_cols, format.stored.super_cols)};
   if (stored.dtype() != DType::kF16 || !(stored.shape() == wanted)) {
     return tensors.Wrong(name, stored, fmt::format("F16 {}", wanted.ToString()));
   }
@@ -176,6 +177,7 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   matrix.rows = rows;
   matrix.cols = cols;
   matrix.format = format.weight;
+  matrix.stored = format.stored;
   FMOE_ASSIGN_OR_RETURN(matrix.codes, ReadCodes(tensors, format));
   if (!format.quantized()) {
     matrix.format.element = matrix.codes.dtype();
@@ -196,8 +198,8 @@ Result<CanonicalMatrix> ReadMatrix(const TensorStore& store, const LinearFormat&
   if (!format.zero_point.empty()) {
     FMOE_RETURN_IF_ERROR(ReadZeroPoints(tensors, format, &matrix));
   }
-  FMOE_ASSIGN_OR_RETURN(matrix.super_scale, ReadUnits(tensors, format.super_scale, format.weight));
-  FMOE_ASSIGN_OR_RETURN(matrix.super_minimum, ReadUnits(tensors, format.super_minimum, format.weight));
+  FMOE_ASSIGN_OR_RETURN(matrix.super_scale, ReadUnits(tensors, format.super_scale, format));
+  FMOE_ASSIGN_OR_RETURN(matrix.super_minimum, ReadUnits(tensors, format.super_minimum, format));
   if (!format.group_index.empty()) {
     FMOE_ASSIGN_OR_RETURN(matrix.group_index, ReadGroupIndex(tensors, format));
   }

@@ -66,7 +66,9 @@ CanonicalMatrix SliceColumns(const CanonicalMatrix& matrix, int64_t begin, int64
   slice.codes = SliceTensorColumns(matrix.codes, begin, slice.cols);
   slice.pre_quant_scale = SliceTensorRows(matrix.pre_quant_scale, begin, slice.cols);
   slice.group_index = SliceTensorRows(matrix.group_index, begin, slice.cols);
-  const int64_t block = matrix.format.block.col, super = matrix.format.super_cols;
+  const int64_t block = matrix.format.block.col;
+  // Scales of which a layout takes several together stay together.
+  const int64_t super = std::max({matrix.format.super_cols, matrix.stored.super_cols, matrix.stored.group});
   if (!matrix.block_scale.empty() && matrix.group_index.empty() && block > 0) {
     const ScaleRange whole = ScalesOf(matrix.scale_col_offset, begin, end, std::max(block, super));
     slice.super_scale = SliceTensorColumns(matrix.super_scale, whole.first, whole.count);

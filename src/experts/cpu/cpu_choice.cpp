@@ -1,7 +1,10 @@
 #include "experts/cpu/cpu_choice.hpp"
 
+#include <tuple>
+
 #include "experts/cpu/row_quantizer.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -51,23 +54,24 @@ bool IsAmd(const Machine& machine) {
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less. Cores of Intel prefetch to the end of a page by themselves; what they lack begins
 /// behind it.
-void SetPrefetch(const Machine& machine, CpuPlan& plan) {
-  const int bits = DTypeBits(plan.panel.code);
+void SetPrefetch(const Machine& machine, const CpuPlan& plan, GemmShape& shape) {
+  const int bits = DTypeBits(shape.panel.code);
   if (!IsAmd(machine)) {
     const bool wide = plan.vector_isa != Isa::kAvx2 && plan.vector_isa != Isa::kNeon;
-    plan.staged = wide && bits == 8 && plan.gate_up.tile == kTileF32;
-    plan.prefetch[0] = plan.prefetch[1] = plan.staged ? 9216 : IsPanelInteger(plan.panel.code) ? 7680 : 4608;
-    plan.next_into_l2 = true;
+    shape.staged = wide && bits == 8 && plan.gate_up.tile == kTileF32;
+    shape.prefetch[0] = shape.prefetch[1] = shape.staged                       ? 9216
+                                            : IsPanelInteger(shape.panel.code) ? 7680
+                                                                               : 4608;
     return;
   }
   for (const int tokens : {1, 2}) {
     const int products = tokens * Planes(plan.gate_up.tile);  // of a weight
-    plan.prefetch[tokens - 1] = bits == 4                       ? (products == 1   ? 7680
-                                                                   : products == 2 ? 9216
-                                                                                   : 12288)
-                                : bits > 8                      ? 5120
-                                : plan.panel.code == DType::kU8 ? (products == tokens ? 5120 : 7680)
-                                                                : 10752;
+    shape.prefetch[tokens - 1] = bits == 4                        ? (products == 1   ? 7680
+                                                                     : products == 2 ? 9216
+                                                                                     : 12288)
+                                 : bits > 8                       ? 5120
+                                 : shape.panel.code == DType::kU8 ? (products == tokens ? 5120 : 7680)
+                                                                  : 10752;
   }
 }
 
@@ -177,16 +181,40 @@ Result<PanelFormat> PanelOf(const MoeProblem& problem) {
   return ChoosePanelFormat(WeightsOf(problem), problem.weights_have_zero_points);
 }
 
+std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const StoredIntegers& stored) {
+  if (stored.bits == 0) {
+    return std::nullopt;
+  }
+  const Result<PanelFormat> panel =
+      ChoosePanelFormat(NarrowFormat(problem.scheme.weight, stored), stored.zero_points);
+  return panel.ok() && KernelFor(*panel) != kNumWeightKernels ? std::optional(*panel) : std::nullopt;
+}
+
+bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, WeightKernel kernel) {
+  const KernelTable* table = FindKernelTable(plan.vector_isa);
+  const auto cut = [&](WeightKernel weights) {
+    const TileChoice choice = ChooseTile(problem, weights, plan.vector_isa);
+    return std::tuple(choice.gate_up, choice.down, choice.rows,
+                      MaxHeightIndex(*table, weights, choice.gate_up),
+                      table->batch[weights][choice.gate_up] == nullptr);
+  };
+  return table != nullptr && cut(kernel) == cut(plan.gate_up.kernel);
+}
+
 void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
   const KernelTable* table = FindKernelTable(plan.vector_isa);
   const TileKind tile = plan.gate_up.tile;
-  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, plan.kernel, tile);
+  const WeightKernel kernel = plan.gate_up.kernel;  // CutAlike: down has such a one
+  plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, kernel, tile);
   plan.tall =
-      table != nullptr && table->batch[plan.kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
-  plan.slab_tiles = SlabTiles(machine, plan.kernel);
+      table != nullptr && table->batch[kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
   plan.batch_tiles = BatchTiles(machine);
-  plan.wide_slabs = WideSlabs(machine, plan.kernel, tile);
-  SetPrefetch(machine, plan);
+  plan.next_into_l2 = !IsAmd(machine);
+  for (GemmShape* shape : {&plan.gate_up, &plan.down}) {
+    shape->slab_tiles = SlabTiles(machine, shape->kernel);
+    shape->wide_slabs = WideSlabs(machine, shape->kernel, tile);
+    SetPrefetch(machine, plan, *shape);
+  }
 }
 
 }  // namespace fusedmoe::cpu

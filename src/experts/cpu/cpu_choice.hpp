@@ -21,6 +21,13 @@ Isa IsaOf(const MoeProblem& problem, const Machine& machine);
 /// Scales in the type that the weights have, with zero points where they have some.
 Result<PanelFormat> PanelOf(const MoeProblem& problem);
 
+/// Of the matrices of a GEMM as they were stored; empty: not known, or no kernel reads it.
+std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const StoredIntegers& stored);
+
+/// Whether tiles are cut and filled for such weights as for those of the plan's first GEMM: both meet the
+/// same tiles of slots.
+bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, WeightKernel kernel);
+
 /// How tiles hold the activations of a scheme in the two GEMMs, and what becomes of its codes.
 struct TileChoice {
   TileKind gate_up, down;

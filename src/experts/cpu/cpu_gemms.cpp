@@ -84,13 +84,13 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   void* memory = ReadsTokensApart(plan_, tile)
                      ? view.rows[0]
                      : run.Tiles(plan_, part) + tile.first_row * shape.tile_row_bytes;
-  PlaceTile(&view, memory, plan_.kernel, shape.tile, shape.padded_cols, kHeights[tile.height_index]);
+  PlaceTile(&view, memory, shape.kernel, shape.tile, shape.padded_cols, kHeights[tile.height_index]);
   view.tokens = tile.count;
-  view.group_scales = GroupScalesOf(plan_.panel);
-  view.slab_tiles = plan_.slab_tiles;
-  view.wide_slabs = plan_.wide_slabs;
-  view.prefetch = plan_.prefetch[std::min(tile.height_index, 1)];
-  view.staged = plan_.staged;
+  view.group_scales = GroupScalesOf(shape.panel);
+  view.slab_tiles = shape.slab_tiles;
+  view.wide_slabs = shape.wide_slabs;
+  view.prefetch = shape.prefetch[std::min(tile.height_index, 1)];
+  view.staged = shape.staged;
   view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;
@@ -211,7 +211,7 @@ int64_t CpuExperts::ColumnsAtOnce(const Run& run, const GemmShape& shape, int64_
 
 /// Whether a tile is for the batch kernels.
 bool CpuExperts::IsTall(const GemmShape& shape, const Tile& tile) const {
-  return table_->batch[plan_.kernel][shape.tile] != nullptr && kHeights[tile.height_index] == kMaxHeight;
+  return table_->batch[shape.kernel][shape.tile] != nullptr && kHeights[tile.height_index] == kMaxHeight;
 }
 
 /// Tiles from `begin` on that meet the weights together: tall ones of one height, or one.
@@ -232,10 +232,10 @@ int64_t CpuExperts::TilesAtOnce(const Run& run, const GemmShape& shape, int64_t 
 void CpuExperts::Multiply(const GemmShape& shape, const Tile& first, const TileView* views, int64_t count,
                           const Stripes& stripes, float* sums) const {
   if (IsTall(shape, first)) {
-    table_->batch[plan_.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
+    table_->batch[shape.kernel][shape.tile](stripes.first, stripes.count, stripes.stride, shape.blocks, views,
                                             count, sums);
   } else {
-    table_->dot[plan_.kernel][shape.tile][first.height_index](stripes.first, stripes.count, shape.blocks,
+    table_->dot[shape.kernel][shape.tile][first.height_index](stripes.first, stripes.count, shape.blocks,
                                                               views, sums);
   }
 }

@@ -37,7 +37,7 @@ void CpuExperts::RunGemm(const GemmShape& shape, const TileJob* jobs, int64_t nu
   gemm.end_pair = end_pair;
   gemm.scale_group = plan_.tiles.scale_group;
   gemm.weight_group = plan_.tiles.weight_group;
-  gemm.group_scales = GroupScalesOf(plan_.panel);
+  gemm.group_scales = GroupScalesOf(shape.panel);
   gemm.scratch = scratch.tiles();
   tile_format_.gemm(&gemm);
 }

@@ -6,6 +6,7 @@
 #include "experts/cpu/cpu_choice.hpp"
 #include "quant/activation_quantizer.hpp"
 #include "weights/block_products.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -19,30 +20,42 @@ constexpr int64_t kFewestTokens = 64;
 constexpr int64_t kFewestJobTokens = 256;
 
 /// Shares of super-blocks are whole blocks of the panel as long as these go round (IntermediateShare): a rank
-/// that has more than one has nothing else.
-bool CutsBlocks(const CpuPlan& plan, int64_t share) {
-  const int64_t block = plan.panel.block;
-  return plan.panel.scale == PanelScale::kI8 && (share % block != 0 || share <= block);
+/// that has more than one has nothing else. Shares know the format of the layer only: groups and super-blocks
+/// that are longer than its own are cut.
+bool CutsBlocks(const MoeProblem& problem, const GemmShape& shape) {
+  const WeightFormat& weight = problem.scheme.weight;
+  if (shape.narrow &&
+      (problem.down_stored.group > weight.block.col || problem.down_stored.super_cols > weight.super_cols)) {
+    return true;
+  }
+  const int64_t block = shape.panel.block, share = shape.cols;
+  return shape.panel.scale == PanelScale::kI8 && (share % block != 0 || share <= block);
 }
 
-GemmShape MakeGemm(const CpuPlan& plan, const MoeProblem& problem, TileKind tile, int64_t rows, int64_t cols,
-                   int64_t parts) {
+GemmShape MakeGemm(const MoeProblem& problem, std::optional<PanelFormat> narrow, TileKind tile, bool down) {
+  const MoeConfig& config = problem.config;
   GemmShape shape;
+  shape.panel = narrow ? *narrow : *PanelOf(problem);
+  shape.narrow = narrow.has_value();
+  shape.kernel = KernelFor(shape.panel);
   shape.tile = tile;
-  shape.rows = rows;
-  shape.cols = cols;
-  shape.parts = parts;
-  shape.stripes = CeilDiv(rows, kPanelRows);
+  shape.rows = down ? config.hidden : config.intermediate;
+  shape.cols = down ? config.intermediate : config.hidden;
+  shape.parts = !down && config.activation.gated() ? 2 : 1;
+  shape.stripes = CeilDiv(shape.rows, kPanelRows);
+  const WeightFormat weight =
+      narrow ? NarrowFormat(problem.scheme.weight, down ? problem.down_stored : problem.gate_up_stored)
+             : problem.scheme.weight;
   // Tensor parallelism cuts the intermediate, which is K of the second GEMM, maybe inside a group of scales.
-  const int64_t group = problem.scheme.weight.block.col;
-  const bool cut = problem.config.parallel.tp_size > 1 && group > 0 &&
-                   (problem.config.intermediate % group != 0 ||
-                    (cols == problem.config.intermediate && CutsBlocks(plan, cols)));
+  const int64_t group = weight.block.col;
+  const bool cut =
+      config.parallel.tp_size > 1 && group > 0 &&
+      (config.intermediate % group != 0 || (shape.cols == config.intermediate && CutsBlocks(problem, shape)));
   shape.padded_cols =
-      PanelColumnsBound(problem.scheme.weight, plan.panel, cols, problem.weights_have_group_index || cut);
-  shape.blocks = shape.padded_cols / plan.panel.block;
-  shape.stripe_bytes = shape.blocks * plan.panel.block_bytes();
-  shape.tile_row_bytes = RoundUp(TileRowBytes(plan.kernel, tile, shape.padded_cols), 4 * kTileWords);
+      PanelColumnsBound(weight, shape.panel, shape.cols, problem.weights_have_group_index || cut);
+  shape.blocks = shape.padded_cols / shape.panel.block;
+  shape.stripe_bytes = shape.blocks * shape.panel.block_bytes();
+  shape.tile_row_bytes = RoundUp(TileRowBytes(shape.kernel, tile, shape.padded_cols), 4 * kTileWords);
   return shape;
 }
 
@@ -51,7 +64,7 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
                    const CostChoice& cost) {
   TilePlan tiles;
   if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency) ||
-      plan.panel.zeros == PanelZero::kFloats) {  // tiles subtract codes alone
+      plan.gate_up.panel.zeros == PanelZero::kFloats) {  // tiles subtract codes alone
     return tiles;
   }
   const bool forced = problem.mode == ModeName(Mode::kThroughput);
@@ -68,11 +81,12 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
     return tiles;  // bf16 tokens would lose bits that such a layer keeps
   }
   // Bytes take four bits without their zero points, and eight where zero is in the middle.
-  tiles.int8 = activation.element == DType::kI8 && FindTileFormat(plan.kernel, true, false) != nullptr &&
-               !(plan.panel.code == DType::kU8 && plan.panel.has_zero_points());
+  tiles.int8 = activation.element == DType::kI8 &&
+               FindTileFormat(plan.gate_up.kernel, true, false) != nullptr &&
+               !(plan.gate_up.panel.code == DType::kU8 && plan.gate_up.panel.has_zero_points());
   // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it.
-  tiles.rounded = !tiles.codes && FindTileFormat(plan.kernel, false, true) != nullptr;
-  const TileFormat* format = FindTileFormat(plan.kernel, tiles.int8, tiles.rounded);
+  tiles.rounded = !tiles.codes && FindTileFormat(plan.gate_up.kernel, false, true) != nullptr;
+  const TileFormat* format = FindTileFormat(plan.gate_up.kernel, tiles.int8, tiles.rounded);
   if (format == nullptr) {
     return tiles;
   }
@@ -220,6 +234,28 @@ void PlanJobs(const MoeProblem& problem, const Machine& machine, CpuPlan& plan) 
   tiles.max_slot_sums = SlotSums(problem, machine, plan);
 }
 
+/// The GEMMs in the format of the layer.
+void PlanGemms(const MoeProblem& problem, CpuPlan& plan) {
+  const TileChoice choice = ChooseTile(problem, KernelFor(*PanelOf(problem)), plan.vector_isa);
+  plan.rows = choice.rows;
+  plan.gate_up = MakeGemm(problem, std::nullopt, choice.gate_up, /*down=*/false);
+  plan.down = MakeGemm(problem, std::nullopt, choice.down, /*down=*/true);
+}
+
+/// Each GEMM in the format that its matrices were stored in, where the vector kernels for both take the tiles
+/// that those of the layer's format take. Tiles of the matrix unit have one format for both.
+void NarrowGemms(const MoeProblem& problem, CpuPlan& plan) {
+  const auto narrow = [&](const StoredIntegers& stored) {
+    std::optional<PanelFormat> panel = NarrowPanelOf(problem, stored);
+    return panel && *panel != plan.gate_up.panel && CutAlike(plan, problem, KernelFor(*panel)) ? panel
+                                                                                               : std::nullopt;
+  };
+  const std::optional<PanelFormat> gate_up = narrow(problem.gate_up_stored),
+                                   down = narrow(problem.down_stored);
+  plan.gate_up = MakeGemm(problem, gate_up, plan.gate_up.tile, /*down=*/false);
+  plan.down = MakeGemm(problem, down, plan.down.tile, /*down=*/true);
+}
+
 }  // namespace
 
 CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
@@ -227,25 +263,27 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   CpuPlan plan;
   plan.isa = IsaOf(problem, machine);
   plan.vector_isa = VectorIsa(plan.isa, machine);
-  plan.panel = *PanelOf(problem);
   plan.products = BecomesProducts(problem.scheme.weight);
-  plan.kernel = KernelFor(plan.panel);
-  const TileChoice choice = ChooseTile(problem, plan.kernel, plan.vector_isa);
-  plan.rows = choice.rows;
   plan.num_local_experts = config.num_local_experts;
   plan.top_k = config.top_k();
-  plan.gate_up = MakeGemm(plan, problem, choice.gate_up, config.intermediate, config.hidden,
-                          config.activation.gated() ? 2 : 1);
-  plan.down = MakeGemm(plan, problem, choice.down, config.hidden, config.intermediate, 1);
+  PlanGemms(problem, plan);
   FitVectorKernels(machine, plan);
 
-  const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, choice.gate_up),
-                                   plan.kernel, choice.gate_up, ActivationOf(problem).quantized());
+  const auto find_cost = [&] {
+    return FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, plan.gate_up.tile),
+                    plan.gate_up.kernel, plan.gate_up.tile, ActivationOf(problem).quantized());
+  };
+  CostChoice cost = find_cost();
+  plan.tiles = PlanTiles(problem, machine, plan, cost);
+  if (!plan.tiles.enabled) {
+    NarrowGemms(problem, plan);
+    FitVectorKernels(machine, plan);
+    cost = find_cost();
+  }
   plan.cost_source = cost.source;
   constexpr int64_t kLatencyTokens = 4;  // of kernels that nobody has measured
   plan.mode = ChooseMode(problem, problem.plan_tokens,
                          cost.row == nullptr ? kLatencyTokens : LatencyTokens(cost.row->vectors));
-  plan.tiles = PlanTiles(problem, machine, plan, cost);
   PlanPieces(problem, plan);
   if (plan.tiles.enabled) {
     PlanJobs(problem, machine, plan);

@@ -33,6 +33,10 @@ enum class RowRule : uint8_t {
 
 /// One of the two GEMMs: [rows, cols] of one expert in stripes.
 struct GemmShape {
+  PanelFormat panel;
+  /// The panels hold what the matrices were stored as (weights/narrow.hpp), not the format of the layer.
+  bool narrow = false;
+  WeightKernel kernel = kNumWeightKernels;
   TileKind tile = kTileF32;  ///< how its activations are held
   int64_t rows = 0, cols = 0;
   int64_t parts = 1;        ///< 2: gate and up stripes alternate
@@ -41,6 +45,14 @@ struct GemmShape {
   int64_t blocks = 0;
   int64_t stripe_bytes = 0;
   int64_t tile_row_bytes = 0;  ///< activations of one token
+  /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
+  int64_t prefetch[2] = {};
+  /// TileView::staged.
+  bool staged = false;
+  /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
+  int slab_tiles = kNoSlabs;
+  /// Whether such weights meet all tokens of a tile at a time.
+  bool wide_slabs = false;
   int64_t expert_bytes() const { return parts * stripes * stripe_bytes; }
   /// Floats between rows of results. Not a multiple of 4 KiB: such rows would share a few sets of the caches.
   int64_t row_stride() const { return padded_rows() + 16; }
@@ -90,9 +102,7 @@ struct CpuPlan {
   Isa vector_isa = Isa::kAvx2;  ///< of the micro-kernels
   Mode mode = Mode::kLatency;
   std::string cost_source;  ///< of the figures behind `mode` and `tiles.from_tokens`
-  PanelFormat panel;
-  bool products = false;  ///< panels hold codes times block scales
-  WeightKernel kernel = kNumWeightKernels;
+  bool products = false;    ///< panels hold codes times block scales
   /// How rows are brought into tiles.
   RowRule rows = RowRule::kAsTheyAre;
   GemmShape gate_up, down;
@@ -115,18 +125,10 @@ struct CpuPlan {
   int input_sets = 1;            ///< 2: gate and up see different inputs (known with the weights)
   /// Memory nodes over which pages of weights are spread in turn; 1: wherever they are touched first.
   int weight_nodes = 1;
-  /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
-  int64_t prefetch[2] = {};
-  /// TileView::staged.
-  bool staged = false;
   /// Whether tall tiles ask for the next stripes into L2, not into L1.
   bool next_into_l2 = false;
-  /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
-  int slab_tiles = kNoSlabs;
   /// Tall tiles that meet the weights of a call together, at most.
   int batch_tiles = kBatchTiles;
-  /// Whether such weights meet all tokens of a tile at a time.
-  bool wide_slabs = false;
   TilePlan tiles;
 };
 

@@ -125,7 +125,7 @@ void CpuExperts::LoadRow(const Run& run, const GemmShape& shape, const InputTran
 /// Which of the scheme's scales of a row counts for group g of a tile's.
 int64_t CpuExperts::ScaleIndex(const GemmShape& shape, int64_t g) const {
   const int64_t last = std::max<int64_t>(ScalesPerRow(activation_, shape.cols), 1) - 1;
-  const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
+  const int64_t group = ActivationGroup(shape.kernel, shape.tile);
   return activation_.group.col > 0 ? std::min(last, g * group / activation_.group.col) : 0;
 }
 
@@ -133,7 +133,7 @@ int64_t CpuExperts::ScaleIndex(const GemmShape& shape, int64_t g) const {
 void CpuExperts::DecodeScales(const GemmShape& shape, float tensor_scale, const std::byte* stored,
                               float* scales) const {
   const float halved = shape.tile == kTileA4 ? 0.5F : 1.0F;
-  const int64_t groups = shape.padded_cols / ActivationGroup(plan_.kernel, shape.tile);
+  const int64_t groups = shape.padded_cols / ActivationGroup(shape.kernel, shape.tile);
   for (int64_t g = 0; g < groups; ++g) {
     float scale = tensor_scale;
     if (!IsPerTensor(activation_)) {
@@ -157,7 +157,7 @@ void CpuExperts::QuantizeToCodes(const Run& run, const GemmShape& shape, const I
   const bool coded = run.coded && &shape == &plan_.gate_up;
   auto* codes = reinterpret_cast<int8_t*>(buffer);
   auto* scales = reinterpret_cast<float*>(buffer + 2 * width);
-  const int64_t group = ActivationGroup(plan_.kernel, shape.tile);
+  const int64_t group = ActivationGroup(shape.kernel, shape.tile);
   const float tensor_scale = TensorScale(run, transform);
   arguments.units = width / kPanelUnit;
   arguments.scales_per_unit = static_cast<int>(kPanelUnit / group);
@@ -201,7 +201,7 @@ void CpuExperts::PackBlocks(const Run& run, const GemmShape& shape, const InputT
                             int64_t slot, float* row, const TileView& view) const {
   PackArguments values{.tile = view,
                        .units = shape.padded_cols / kPanelUnit,
-                       .nibbles = !IsFloatKernel(plan_.kernel),
+                       .nibbles = !IsFloatKernel(shape.kernel),
                        .scales = view.scale};
   const float tensor_scale = TensorScale(run, transform);
   if (run.coded && &shape == &plan_.gate_up) {
@@ -257,8 +257,8 @@ const float* CpuExperts::RowInPlace(const Run& run, const GemmShape& shape, cons
 /// A row as a tile of one token.
 void CpuExperts::PackRow(const Run& run, const GemmShape& shape, const InputTransform& transform,
                          int64_t slot, float* row_buffer, std::byte* out) const {
-  const TileView view = ViewTile(out, plan_.kernel, shape.tile, shape.padded_cols, 1);
-  const Correction correction = CorrectionOf(plan_.kernel, plan_.panel.has_zero_points());
+  const TileView view = ViewTile(out, shape.kernel, shape.tile, shape.padded_cols, 1);
+  const Correction correction = CorrectionOf(shape.kernel, shape.panel.has_zero_points());
   if (const float* row = RowInPlace(run, shape, transform, slot)) {
     PackArguments values{.tile = view, .correction = correction};
     values.units = shape.padded_cols / kPanelUnit;

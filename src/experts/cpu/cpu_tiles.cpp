@@ -38,7 +38,7 @@ Status CpuExperts::ChooseTiles() {
     tiles.weight_group = 64;
   }
   tiles_ = &HostTileKernels();
-  tile_format_ = FormatOf(*tiles_, plan_.kernel, tiles.int8, tiles.rounded);
+  tile_format_ = FormatOf(*tiles_, plan_.gate_up.kernel, tiles.int8, tiles.rounded);
   if (tiles.codes) {
     activation_ = problem_.scheme.activation;
   }

@@ -49,6 +49,12 @@ Status AddTensorScales(PreparedWeights& weights, const std::vector<ExpertExtras>
   return Status::Ok();
 }
 
+/// The format of both GEMMs, or that of each.
+std::string PanelNames(const CpuPlan& plan, const char* between) {
+  const std::string gate_up = plan.gate_up.panel.ToString(), down = plan.down.panel.ToString();
+  return gate_up == down ? gate_up : gate_up + between + down;
+}
+
 template <typename T>
 const T* FindData(const PreparedWeights& weights, std::string_view name) {
   const Tensor* tensor = weights.Find(name);
@@ -58,7 +64,7 @@ const T* FindData(const PreparedWeights& weights, std::string_view name) {
 }  // namespace
 
 std::string LayoutKey(const CpuPlan& plan) {
-  return fmt::format("{}/{}x{}x{}/{}", plan.panel.ToString(), plan.num_local_experts, plan.gate_up.cols,
+  return fmt::format("{}/{}x{}x{}/{}", PanelNames(plan, "+"), plan.num_local_experts, plan.gate_up.cols,
                      plan.gate_up.rows, plan.gate_up.parts == 2 ? "gated" : "ungated");
 }
 
@@ -78,7 +84,7 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   if (plan.products) {
     recipe.push_back("multiply_block_scales(BF16)");
   }
-  recipe.push_back("panel(" + plan.panel.ToString() + ")");
+  recipe.push_back("panel(" + PanelNames(plan, ", down ") + ")");
   return recipe;
 }
 

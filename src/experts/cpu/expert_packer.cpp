@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "core/checked_math.hpp"
 #include "experts/cpu/panel_packer.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::cpu {
 namespace {
@@ -21,7 +23,7 @@ struct Matrix {
   const char* name;
 };
 
-Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
+Status CheckMatrix(const Matrix& matrix) {
   const CanonicalMatrix& canonical = *matrix.canonical;
   if (canonical.rows != matrix.shape->rows || canonical.cols != matrix.shape->cols) {
     return Status::BadInput(fmt::format("{} is {} x {}; the layer needs {} x {}", matrix.name, canonical.rows,
@@ -29,11 +31,31 @@ Status CheckMatrix(const CpuPlan& plan, const Matrix& matrix) {
   }
   const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format, !canonical.zero_point.empty());
   FMOE_RETURN_IF_ERROR(panel.status());
-  if (!plan.panel.Holds(*panel)) {
+  if (!matrix.shape->panel.Holds(*panel)) {
     return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name,
-                                        panel->ToString(), plan.panel.ToString()));
+                                        panel->ToString(), matrix.shape->panel.ToString()));
   }
   return Status::Ok();
+}
+
+/// An expert whose matrices are as the plan's GEMMs need them.
+Result<CanonicalExpert> LoadExpert(const CpuPlan& plan, const ExpertSource& source, int64_t index) {
+  FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, source.load(index));
+  const std::tuple<CanonicalMatrix*, const GemmShape*, const char*> matrices[] = {
+      {&expert.gate, &plan.gate_up, "gate"},
+      {&expert.up, &plan.gate_up, "up"},
+      {&expert.down, &plan.down, "down"}};
+  for (const auto& [matrix, shape, name] : matrices) {
+    if (!shape->narrow || matrix->empty()) {
+      continue;
+    }
+    Result<CanonicalMatrix> narrow = Narrow(*matrix);
+    if (!narrow.ok()) {
+      return std::move(narrow).status().WithContext(name);
+    }
+    *matrix = *std::move(narrow);
+  }
+  return expert;
 }
 
 /// Which stripes of every matrix of an expert a task packs; the first share also fills what stands beside
@@ -46,10 +68,10 @@ struct Share {
 class MatrixPacking {
  public:
   Status Begin(const CpuPlan& plan, const Matrix& matrix, const PackTargets& targets, int64_t expert) {
-    FMOE_RETURN_IF_ERROR(CheckMatrix(plan, matrix));
+    FMOE_RETURN_IF_ERROR(CheckMatrix(matrix));
     matrix_ = &matrix;
     const GemmShape& shape = *matrix.shape;
-    columns_ = PanelColumns(*matrix.canonical, plan.panel);
+    columns_ = PanelColumns(*matrix.canonical, shape.panel);
     if (static_cast<int64_t>(columns_.size()) > shape.padded_cols) {
       return Status::Unsupported(
                  fmt::format("the groups of {} cut its {} columns into pieces that need {} packed columns; "
@@ -63,8 +85,8 @@ class MatrixPacking {
     panels_ = targets.panels[target] + expert * shape.expert_bytes();
     row_scale_ = targets.row_scale[target] + expert * side;
     bias_ = targets.bias[target] + expert * side;
-    output_scale_ = KernelOutputScale(plan.kernel);
-    packer_.emplace(*matrix.canonical, plan.panel, columns_, *FindKernelTable(plan.isa));
+    output_scale_ = KernelOutputScale(shape.kernel);
+    packer_.emplace(*matrix.canonical, shape.panel, columns_, *FindKernelTable(plan.isa));
     return Status::Ok();
   }
 
@@ -173,7 +195,7 @@ void PackExperts(const CpuPlan& plan, const ExpertSource& source, const Executor
   if (threads == 1 || experts >= kExpertsPerThread * threads) {
     ParallelFor(executor, experts, [&](int64_t expert) {
       ExpertExtras& mine = extras[static_cast<size_t>(expert)];
-      const Result<CanonicalExpert> loaded = source.load(expert);
+      const Result<CanonicalExpert> loaded = LoadExpert(plan, source, expert);
       mine.status = loaded.ok() ? PackExpert(plan, *loaded, targets, expert, {}, mine) : loaded.status();
     });
     return;
@@ -182,7 +204,7 @@ void PackExperts(const CpuPlan& plan, const ExpertSource& source, const Executor
     const int64_t count = std::min(threads, experts - first);
     std::vector<CanonicalExpert> loaded(static_cast<size_t>(count));
     ParallelFor(executor, count, [&](int64_t i) {
-      Result<CanonicalExpert> expert = source.load(first + i);
+      Result<CanonicalExpert> expert = LoadExpert(plan, source, first + i);
       if (expert.ok()) {
         loaded[static_cast<size_t>(i)] = *std::move(expert);
       } else {

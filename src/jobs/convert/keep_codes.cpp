@@ -174,6 +174,7 @@ std::string WhyNotKept(const CanonicalMatrix& from, const Target& target) {
 Result<CanonicalMatrix> KeepCodes(const CanonicalMatrix& from, const Target& target) {
   CanonicalMatrix to = from;
   to.format = target.format;
+  to.stored = {};
   FMOE_ASSIGN_OR_RETURN(to.codes, Dense(from.codes));
   if (from.format.element != target.format.element) {
     FMOE_ASSIGN_OR_RETURN(to.codes, FlipSigns(to.codes.view()));
@@ -232,6 +233,7 @@ std::optional<std::vector<CanonicalMatrix>> MxAsNvfp4(std::span<const CanonicalM
   for (const CanonicalMatrix* matrix : matrices) {
     CanonicalMatrix to = *matrix;
     to.format = target.format;
+    to.stored = {};
     to.tensor_scale = std::ldexp(1.0F, shift);
     auto codes = Dense(matrix->codes);
     auto scales = Tensor::Allocate(DType::kF8E4M3, {matrix->rows, matrix->cols / 16});

@@ -96,7 +96,7 @@ Status TuneScheme(const TuneOptions& options, const tune::Subject& subject,
     CpuCostRow row;
     row.scheme = subject.name;
     row.isa = paths[i].isa;
-    row.weights = cpu::WeightKernelName(plan.kernel);
+    row.weights = cpu::WeightKernelName(plan.gate_up.kernel);
     row.activations = cpu::TileKindName(plan.gate_up.tile);
     row.codes = subject.activation == ActivationMode::kAsCheckpoint && subject.scheme.activation.quantized();
     std::vector<tune::Point>* tile_points =
