@@ -31,10 +31,10 @@ Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end) {
   std::vector<uint8_t> moved(static_cast<size_t>(RoundUp(matrix.cols, 2)), 0);
   for (int64_t row = 0; row < matrix.rows; ++row) {
     const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
-    int lowest = 255, highest = 0;
+    uint8_t lowest = 255, highest = 0;  // bytes, so that the loop runs in vectors of them
     for (int64_t col = 0; col < matrix.cols; ++col) {
-      lowest = std::min<int>(lowest, from[col]);
-      highest = std::max<int>(highest, from[col]);
+      lowest = std::min(lowest, from[col]);
+      highest = std::max(highest, from[col]);
       moved[static_cast<size_t>(col)] = static_cast<uint8_t>(from[col] + shift);
     }
     if (lowest + shift < 0 || highest + shift >= end) {

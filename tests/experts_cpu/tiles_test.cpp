@@ -409,6 +409,32 @@ TEST(Tiles, Plan_NamesTheUnit) {
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_int8");
 }
 
+/// Matrices stored in two types have a panel format for each GEMM, where tiles, which have one for both, do
+/// not take the layer.
+TEST(Tiles, OfMatricesOfTwoTypes_TakeTheFormatOfTheLayer) {
+  Layer layer = TileLayer({.scheme = "int8_w8a16:g32", .hidden = 128, .intermediate = 128});
+  layer.problem.weights_scale_dtype = DType::kF32;
+  layer.problem.gate_up_stored = {4, 32, false, 8, DType::kF16, 0};  // Q4_0
+  layer.problem.down_stored = {8, 32, false, 128, DType::kF16, 0};   // Q8_0
+  const cpu::CpuPlan tiles = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
+  EXPECT_TRUE(tiles.tiles.enabled);
+  EXPECT_EQ(tiles.gate_up.panel.ToString(), "n16k64(U8, F32 per 32)");
+  EXPECT_EQ(tiles.down.panel, tiles.gate_up.panel);
+  layer.problem.mode = "latency";
+  const cpu::CpuPlan vectors = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
+  EXPECT_FALSE(vectors.tiles.enabled);
+  EXPECT_EQ(vectors.gate_up.panel.ToString(), "n16k64(U4, F16 per 32)");
+  EXPECT_EQ(vectors.down.panel.ToString(), "n16k64(U8, F16 per 32)");
+  EXPECT_EQ(vectors.gate_up.kernel, cpu::kWeightU4Group32);
+  EXPECT_EQ(vectors.down.kernel, cpu::kWeightU8Group32);
+  // An expert that does not say what it was stored as.
+  const auto refused =
+      kCpuFusedBackend.prepare(layer.problem, MachineWithTiles(), layer.Source(), Executor());
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().ToString().find("expert 0: gate"), std::string::npos)
+      << refused.status().ToString();
+}
+
 /// Without a mode, tiles take experts from the crossover of the figures on; what nobody has measured needs
 /// the mode.
 TEST(Tiles_WithoutAMode, TakeWhatTheFiguresSay) {
