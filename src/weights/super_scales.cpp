@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -17,20 +18,25 @@ const float* FloatsOf(const Tensor& numbers, int64_t row, int64_t first) {
 }
 
 /// codes[g] = the nearest integer of a byte of numbers[g] / unit, and what they come to. As loops of their
-/// own over whole vectors: this is done for every group of a layer.
+/// own over whole vectors: this is done for every group of a layer. Limits are those of integers, since
+/// compilers make branches of the limits of floats (Q4_K loaded in CHANGED ms), and bytes go out together,
+/// since a pointer to them might be one to `numbers`.
 template <int64_t kGroups>
 void TakeIntegers(const float* numbers, float unit, int8_t* codes, float* products) {
-  constexpr float kWhole = 0x1.8p23F;  // floats there are whole
+  constexpr float kWhole = 0x1.8p23F;  // floats there are whole, and their bits count as integers do
+  constexpr auto kZero = std::bit_cast<int32_t>(kWhole);
   const float per_unit = unit == 0.0F ? 0.0F : 1.0F / unit;
   int32_t whole[kGroups];
   for (int64_t g = 0; g < kGroups; ++g) {
-    const float code = std::max(-128.0F, std::min(127.0F, (numbers[g] * per_unit + kWhole) - kWhole));
-    products[g] = code * unit;
-    whole[g] = static_cast<int32_t>(code);
+    const auto bits = std::bit_cast<int32_t>(numbers[g] * per_unit + kWhole);
+    whole[g] = std::clamp(bits, kZero - 128, kZero + 127) - kZero;
+    products[g] = static_cast<float>(whole[g]) * unit;
   }
+  int8_t bytes[kGroups];
   for (int64_t g = 0; g < kGroups; ++g) {
-    codes[g] = static_cast<int8_t>(whole[g]);
+    bytes[g] = static_cast<int8_t>(whole[g]);
   }
+  std::memcpy(codes, bytes, sizeof(bytes));
 }
 
 /// Whether these are integers of bytes of their units: scales to the bit, since both factors are short, and

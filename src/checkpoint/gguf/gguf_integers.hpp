@@ -309,15 +309,30 @@ void NibbleCodes(const std::byte* blocks, int64_t count, std::byte* out) {
   }
 }
 
-/// F32 of each `kGroup` elements, as many as a group of the type has or fewer.
-template <typename Type, int64_t kGroup, typename Number>
-void Spread(const std::byte* blocks, int64_t count, std::byte* out, Number number) {
+/// F32 of each `kGroup` elements, as many as a group of the type has or fewer. `whole` takes all groups of a
+/// block whose scales are other than zero, in a loop without branches; `number` any.
+template <typename Type, int64_t kGroup, typename Whole, typename Number>
+void Spread(const std::byte* blocks, int64_t count, std::byte* out, Whole whole, Number number) {
+  constexpr int64_t kCount = Groups<Type>::kCount;
   for (; count > 0; --count, blocks += Type::kBytes) {
     const Groups<Type> groups(blocks);
+    int zeros = 0;
+    for (int64_t g = 0; g < kCount; ++g) {
+      zeros += static_cast<int>(groups.scales[g] == 0.0F);
+    }
+    float numbers[kCount];
+    if (zeros == 0) {
+      for (int64_t g = 0; g < kCount; ++g) {
+        numbers[g] = whole(groups.scales[g], groups.minima[g]);
+      }
+    } else {
+      for (int64_t g = 0; g < kCount; ++g) {
+        numbers[g] = number(NumbersOf(groups.scales[g], groups.minima[g]));
+      }
+    }
     float spread[Type::kElements / kGroup];
     for (int64_t i = 0; i < Type::kElements / kGroup; ++i) {
-      const int64_t group = i * kGroup / Type::kGroup;
-      spread[i] = number(groups.scales[group], groups.minima[group]);
+      spread[i] = numbers[i * kGroup / Type::kGroup];
     }
     std::memcpy(out, spread, sizeof(spread));
     out += sizeof(spread);
@@ -326,15 +341,17 @@ void Spread(const std::byte* blocks, int64_t count, std::byte* out, Number numbe
 
 template <typename Type, int64_t kGroup>
 void GroupScales(const std::byte* blocks, int64_t count, std::byte* out) {
-  Spread<Type, kGroup>(blocks, count, out,
-                       [](float scale, float minimum) { return NumbersOf(scale, minimum).scale; });
+  Spread<Type, kGroup>(
+      blocks, count, out, [](float scale, float /*minimum*/) { return scale; },
+      [](GroupNumbers numbers) { return numbers.scale; });
 }
 
 template <typename Type, int64_t kGroup>
 void GroupZeros(const std::byte* blocks, int64_t count, std::byte* out) {
-  Spread<Type, kGroup>(blocks, count, out, [](float scale, float minimum) {
-    return static_cast<float>(Type::kCenter) + NumbersOf(scale, minimum).zero;
-  });
+  constexpr auto kCenter = static_cast<float>(Type::kCenter);
+  Spread<Type, kGroup>(
+      blocks, count, out, [](float scale, float minimum) { return kCenter + minimum / scale; },
+      [](GroupNumbers numbers) { return kCenter + numbers.zero; });
 }
 
 /// Types with two levels of scales.
