@@ -19,7 +19,7 @@ const float* FloatsOf(const Tensor& numbers, int64_t row, int64_t first) {
 
 /// codes[g] = the nearest integer of a byte of numbers[g] / unit, and what they come to. As loops of their
 /// own over whole vectors: this is done for every group of a layer. Limits are those of integers, since
-/// compilers make branches of the limits of floats (Q4_K loaded in CHANGED ms), and bytes go out together,
+/// compilers make branches of the limits of floats, and bytes go out together,
 /// since a pointer to them might be one to `numbers`.
 template <int64_t kGroups>
 void TakeIntegers(const float* numbers, float unit, int8_t* codes, float* products) {
@@ -39,16 +39,20 @@ void TakeIntegers(const float* numbers, float unit, int8_t* codes, float* produc
   std::memcpy(codes, bytes, sizeof(bytes));
 }
 
+/// What a minimum may be off, since zero points divide it by scales: two roundings.
+constexpr float kNear = 0x1p-23F;
+
 /// Whether these are integers of bytes of their units: scales to the bit, since both factors are short, and
-/// minima, which zero points divide by scales, to the two roundings that takes.
+/// minima nearly. Differences are asked by their bits, which compilers take several of at a time, unlike
+/// comparisons.
 template <int64_t kGroups>
 bool TakeGroups(const float* scales, float unit, int8_t* codes, const float* zeros, float minimum_unit,
                 int8_t* minima) {
   float products[kGroups];
-  int others = 0;
+  uint32_t others = 0;
   TakeIntegers<kGroups>(scales, unit, codes, products);
   for (int64_t g = 0; g < kGroups; ++g) {
-    others += static_cast<int>(products[g] != scales[g]);
+    others |= std::bit_cast<uint32_t>(products[g] - scales[g]) << 1;  // zero of either sign is none
   }
   if (zeros == nullptr) {
     return others == 0;
@@ -58,11 +62,12 @@ bool TakeGroups(const float* scales, float unit, int8_t* codes, const float* zer
     numbers[g] = zeros[g] * scales[g];
   }
   TakeIntegers<kGroups>(numbers, minimum_unit, minima, products);
+  uint32_t far = 0;
   for (int64_t g = 0; g < kGroups; ++g) {
-    const bool near = std::fabs(numbers[g] - products[g]) <= 0x1p-23F * std::fabs(products[g]);
-    others += static_cast<int>(!near);
+    const float room = std::fabs(products[g]) * kNear - std::fabs(numbers[g] - products[g]);
+    far |= std::bit_cast<uint32_t>(room);  // negative
   }
-  return others == 0;
+  return others == 0 && far >> 31 == 0 && std::isfinite(minimum_unit);
 }
 
 }  // namespace
@@ -110,6 +115,10 @@ bool SuperRow::TakeOneValues(int64_t first, int64_t count) {
   for (int64_t g = 0; g < count; ++g) {
     int8_t& code = scales_[static_cast<size_t>(first + g)];
     const float minimum = minimum_unit * static_cast<float>(minima_[static_cast<size_t>(first + g)]);
+    const float distance = std::fabs(zeros[g] * scales[g] - minimum);
+    if (scales[g] == unit * static_cast<float>(code) && distance <= std::fabs(minimum) * kNear) {
+      continue;
+    }
     const auto is = [&](GroupNumbers numbers) {
       return numbers.scale == scales[g] && (numbers.zero == zeros[g] || scales[g] == 0.0F);
     };

@@ -231,7 +231,8 @@ TEST(Panel_SuperBlocks, AreRefusedWhereUnitsDoNotDivide) {
     testing_support::MakeSuper(matrix, minima, random);
     const auto status_with = [&](auto change) {
       CanonicalMatrix changed = matrix;
-      for (Tensor* tensor : {&changed.block_scale, &changed.zero_point, &changed.super_scale}) {
+      for (Tensor* tensor :
+           {&changed.block_scale, &changed.zero_point, &changed.super_scale, &changed.super_minimum}) {
         if (!tensor->empty()) {
           Tensor copy = *Tensor::Allocate(tensor->dtype(), tensor->shape());
           std::memcpy(copy.mutable_view().data(), tensor->view().data(),
@@ -258,6 +259,11 @@ TEST(Panel_SuperBlocks, AreRefusedWhereUnitsDoNotDivide) {
       EXPECT_NE(
           status_with([](CanonicalMatrix& m) { m.super_minimum = {}; }).find("super_minimum is missing"),
           std::string::npos);
+      EXPECT_NE(status_with([](CanonicalMatrix& m) {
+                  const uint16_t infinite = 0x7c00;
+                  std::memcpy(m.super_minimum.mutable_view().data(), &infinite, sizeof(infinite));
+                }).find("row 0 does not divide"),
+                std::string::npos);
       EXPECT_NE(status_with([](CanonicalMatrix& m) {
                   m.zero_point.mutable_view().as<float>()[16] *= 1.01F;
                 }).find("row 1 does not divide"),

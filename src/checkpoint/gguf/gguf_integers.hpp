@@ -299,13 +299,16 @@ void NibbleCodes(const std::byte* blocks, int64_t count, std::byte* out) {
   for (; count > 0; --count, blocks += Type::kBytes, out += Type::kElements / 2) {
     uint8_t codes[Type::kElements];
     Type::Codes(blocks, codes);
-    constexpr auto kMore = static_cast<uint64_t>(kZeros ? 0 : 8 - Type::kCenter);
-    for (int64_t i = 0; i < Type::kElements; i += 8) {
-      uint64_t eight = 0;
-      std::memcpy(&eight, codes + i, sizeof(eight));
-      const uint32_t nibbles = PairNibblesOf(eight + kMore * 0x0101010101010101U);
-      std::memcpy(out + i / 2, &nibbles, sizeof(nibbles));
+    // Pairs as 16-bit words, which compilers take eight of at a time.
+    constexpr auto kMore = static_cast<uint16_t>((kZeros ? 0 : 8 - Type::kCenter) * 0x0101);
+    uint8_t nibbles[Type::kElements / 2];
+    for (int64_t i = 0; i < Type::kElements / 2; ++i) {
+      uint16_t two = 0;
+      std::memcpy(&two, codes + 2 * i, sizeof(two));
+      two = static_cast<uint16_t>(two + kMore);
+      nibbles[i] = static_cast<uint8_t>(two | two >> 4);
     }
+    std::memcpy(out, nibbles, sizeof(nibbles));
   }
 }
 

@@ -349,8 +349,8 @@ FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
   return _mm512_max_epu8(_mm512_and_si512(x, _mm512_set1_epi32(mask)), _mm512_set1_epi32(least));
 }
 
-/// Where words of a line come from behind, or in front of, a turn of four bytes of each of four rows into four
-/// times the bytes of four rows, in every 16 bytes: sixteen rows; eight rows in each half; the way back.
+/// Where words of a line come from behind, or in front of, a turn of four bytes of each of four rows into
+/// four times the bytes of four rows, in every 16 bytes: sixteen rows; eight rows in each half; the way back.
 enum ByteTurn : int { kTurnBytes, kTurnHalves, kTurnHalvesBack };
 constexpr int kTurnedWords[3][16] = {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
                                      {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
