@@ -33,6 +33,7 @@ const Named kKernels[] = {
     {"f16", kWeightF16, {DType::kF16}},
     {"e4m3", kWeightE4m3, {DType::kF8E4M3}},
     {"e4m3_scaled", kWeightE4m3Scaled, {DType::kF8E4M3, PanelScale::kF32, 64}},
+    {"e4m3_stripe", kWeightE4m3Stripe, {DType::kF8E4M3, PanelScale::kStripeF32, 64}},
     {"mxfp8", kWeightMxfp8, {DType::kF8E4M3, PanelScale::kE8M0, 32}},
     {"e5m2", kWeightE5m2, {DType::kF8E5M2}},
     {"nvfp4", kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
@@ -95,7 +96,7 @@ void Count(benchmark::State& state, double seconds, double ops, double peak, int
 void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int height_index,
          bool cold) {
   const int64_t blocks = bench.k / named.panel.block;
-  const int64_t stripe_bytes = blocks * named.panel.block_bytes();
+  const int64_t stripe_bytes = named.panel.stripe_bytes(blocks);
   const int64_t bytes = cold ? kBytes - (int64_t{1} << 20) : int64_t{384} << 10;
   const int64_t count = std::max<int64_t>(2, bytes / stripe_bytes / 2 * 2);
   const int height = kHeights[height_index];
@@ -124,7 +125,7 @@ enum class Slabs { kNone, kNarrow, kWide };
 void Batch(benchmark::State& state, const Bench& bench, const Named& named, TileKind kind, int num_tiles,
            Slabs slabs) {
   const int64_t blocks = bench.k / named.panel.block;
-  const int64_t stripe_bytes = blocks * named.panel.block_bytes();
+  const int64_t stripe_bytes = named.panel.stripe_bytes(blocks);
   const int64_t count = std::max<int64_t>(2, (int64_t{384} << 10) / stripe_bytes / 2 * 2);
   TileView views[kBatchTiles];
   void* rows[kBatchTiles * kMaxHeight];
@@ -158,7 +159,7 @@ void Batch(benchmark::State& state, const Bench& bench, const Named& named, Tile
 void Tile(benchmark::State& state, const Bench& bench, const Named& named, const TileFormat& format,
           bool int8, int64_t tokens) {
   const int64_t blocks = bench.k / named.panel.block;
-  const int64_t stripe_bytes = blocks * named.panel.block_bytes();
+  const int64_t stripe_bytes = named.panel.stripe_bytes(blocks);
   const int64_t pairs = std::max<int64_t>(2, (int64_t{256} << 10) / stripe_bytes / 2);
   const int64_t row_bytes = int8 ? bench.k : 2 * bench.k;
   auto* values = reinterpret_cast<uint16_t*>(bench.tile);
@@ -170,7 +171,8 @@ void Tile(benchmark::State& state, const Bench& bench, const Named& named, const
   TileJob job{};
   job.weights = bench.weights;
   job.tokens = reinterpret_cast<const uint8_t*>(bench.tile);
-  const bool codes = int8 || named.kernel == kWeightE4m3Scaled;  // whose scales act on sums
+  const bool codes = int8 || named.kernel == kWeightE4m3Scaled ||
+                     named.kernel == kWeightE4m3Stripe;  // whose scales act on sums
   job.scale = codes ? sides.data() : nullptr;
   job.sum = sides.data();
   job.num_tokens = tokens;

@@ -16,6 +16,7 @@
 #include "prepare_finalize/batched/batched.hpp"
 #include "prepare_finalize/no_ep/no_ep.hpp"
 #include "weights/features.hpp"
+#include "weights/panel.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -197,6 +198,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
       problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
       problem.weights_have_pre_quant_scale =
           problem.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();
+      problem.weights_cut_stripes = problem.weights_cut_stripes || CutsStripes(*matrix);
       if (!matrix->block_scale.empty()) {
         const DType dtype = matrix->format.block_scale_dtype;
         problem.weights_scale_dtype =

@@ -32,6 +32,8 @@ struct MoeProblem {
   std::optional<DType> weights_scale_dtype;
   bool weights_have_group_index = false;
   bool weights_have_pre_quant_scale = false;
+  /// Block scales change inside 16 rows that follow each other in a matrix (CutsStripes).
+  bool weights_cut_stripes = false;
   std::string isa;   ///< forced by name; empty: free
   std::string mode;  ///< forced by name; empty: by token count
   int64_t plan_tokens = 1;

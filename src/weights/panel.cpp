@@ -213,6 +213,18 @@ void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
   }
 }
 
+/// One scale a group, of all rows of the stripe; the rest of the header is zero.
+void PackStripeScales(const CanonicalMatrix& matrix, const PanelFormat& format,
+                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
+  const auto groups = static_cast<int64_t>(scale_columns.size());
+  std::vector<uint32_t> header(
+      static_cast<size_t>(format.header_bytes(groups * format.group / format.block) / 4), 0);
+  if (const int64_t row = stripe * kPanelRows; row < matrix.rows) {
+    ScaleCodes(matrix, format.scale, scale_columns, row, header.data());
+  }
+  std::memcpy(out, header.data(), header.size() * 4);
+}
+
 /// Integers and units of two levels; what belongs to no row or column is zero.
 void PackSuperScales(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out) {
@@ -266,6 +278,10 @@ void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
     PackSuperScales(matrix, format, scale_columns, stripe, out);
     return;
   }
+  if (format.scale == PanelScale::kStripeF32) {
+    PackStripeScales(matrix, format, scale_columns, stripe, out);
+    return;
+  }
   const int64_t value_bytes = PanelScaleBytes(format.scale), zero_bytes = PanelZeroBytes(format.zeros);
   std::vector<uint32_t> scales(scale_columns.size(), 0), zeros(scale_columns.size(), 0);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
@@ -293,8 +309,9 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
   const int64_t first_row = stripe * kPanelRows;
   const int64_t num_rows = std::clamp<int64_t>(matrix.rows - first_row, 0, kPanelRows);
   if (num_rows < kPanelRows) {
-    std::memset(out, 0, static_cast<size_t>(count / format.block * format.block_bytes()));
+    std::memset(out, 0, static_cast<size_t>(format.stripe_bytes(count / format.block)));
   }
+  std::byte* blocks = out + format.header_bytes(count / format.block);
   const bool identity = PanelColumnsAreIdentity(columns);
   const int bits = DTypeBits(format.code);
   std::vector<uint16_t> products;
@@ -307,7 +324,7 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
     if (bits <= 8) {
       auto* codes = reinterpret_cast<uint8_t*>(buffer.data());
       LoadByteCodes(matrix, columns, identity, row, codes);
-      ScatterRow(format, codes, count, lane, out);
+      ScatterRow(format, codes, count, lane, blocks);
     } else if (bits == 16) {
       auto* codes = reinterpret_cast<uint16_t*>(buffer.data());
       if (!products.empty()) {
@@ -319,10 +336,10 @@ void PackPanelStripe(const CanonicalMatrix& matrix, const PanelFormat& format,
       } else {
         GatherCodes(matrix, columns, row, codes);
       }
-      ScatterWide(format, codes, count, lane, out);
+      ScatterWide(format, codes, count, lane, blocks);
     } else {
       GatherCodes(matrix, columns, row, buffer.data());
-      ScatterWide(format, buffer.data(), count, lane, out);
+      ScatterWide(format, buffer.data(), count, lane, blocks);
     }
   }
   if (format.scale != PanelScale::kNone) {
@@ -343,8 +360,10 @@ void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out) {
   }
 }
 
-float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row, int64_t packed_col) {
-  const std::byte* block = stripe + packed_col / format.block * format.block_bytes();
+float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blocks, int64_t row,
+                 int64_t packed_col) {
+  const std::byte* block =
+      stripe + format.header_bytes(blocks) + packed_col / format.block * format.block_bytes();
   const int64_t k = packed_col % format.block;
   const std::byte* at = block + CodeOffset(format.code, row, k);
   uint32_t code = 0;
@@ -361,6 +380,11 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
   auto zero = static_cast<float>(PanelZeroPoint(format.code));
   if (format.scale == PanelScale::kNone) {
     return value - zero;
+  }
+  if (format.scale == PanelScale::kStripeF32) {
+    float scale = 0;
+    std::memcpy(&scale, stripe + packed_col / format.group * 4, 4);
+    return value * scale;
   }
   const std::byte* units = block + format.code_bytes();
   const std::byte* group = units + format.unit_bytes() + k / format.group * format.group_bytes();
@@ -390,9 +414,10 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row
 void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std::span<const int32_t> columns,
                       const std::byte* stripes, int64_t rows, std::byte* codes, int64_t row_bytes) {
   const auto count = static_cast<int64_t>(columns.size());
-  const int64_t stripe_bytes = count / format.block * format.block_bytes();
+  const int64_t stripe_bytes = format.stripe_bytes(count / format.block);
   for (int64_t row = 0; row < rows; ++row) {
-    const std::byte* stripe = stripes + row / kPanelRows * stripe_bytes;
+    const std::byte* stripe =
+        stripes + row / kPanelRows * stripe_bytes + format.header_bytes(count / format.block);
     for (int64_t k = 0; k < count; ++k) {
       const int32_t col = columns[static_cast<size_t>(k)];
       if (col < 0) {

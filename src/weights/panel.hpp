@@ -19,6 +19,7 @@
 ///     block   | 64-byte vectors of codes | 16 scales a group |     lane n of a vector belongs to row n
 ///     scales  | group 0: 16 scales, 16 zero points | group 1 | ...     in the types that the checkpoint has
 ///     levels  | 16 units of scales, 16 of minima | group 0: 16 scales, 16 minima | group 1 | ...
+///     header  | 1 scale a group, filled up to 64 bytes |     in front of block 0, where stripes share scales
 ///
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
@@ -43,7 +44,8 @@ enum class PanelScale : uint8_t {
   kF32,
   kBF16,
   kF16,
-  kI8  ///< one byte, times the F16 unit of the row and block (WeightFormat::super_cols)
+  kI8,        ///< one byte, times the F16 unit of the row and block (WeightFormat::super_cols)
+  kStripeF32  ///< one F32 for all rows of a stripe: in front of its blocks (PanelFormat::header_bytes)
 };
 /// Of one scale.
 int64_t PanelScaleBytes(PanelScale scale);
@@ -73,22 +75,32 @@ struct PanelFormat {
 
   int64_t code_bytes() const { return kPanelRows * block * DTypeBits(code) / 8; }
   bool has_zero_points() const { return zeros != PanelZero::kNone; }
-  /// Of one group: its scales and zero points.
+  /// Of one group in a block: its scales and zero points.
   int64_t group_bytes() const;
   /// Of one block: the units of its scales and minima, which stand in front of them.
   int64_t unit_bytes() const;
   int64_t scale_bytes() const { return group == 0 ? 0 : unit_bytes() + block / group * group_bytes(); }
   int64_t block_bytes() const { return code_bytes() + scale_bytes(); }
+  /// What stands in front of the blocks of a stripe: whole lines.
+  int64_t header_bytes(int64_t blocks) const;
+  int64_t stripe_bytes(int64_t blocks) const { return header_bytes(blocks) + blocks * block_bytes(); }
   /// True where weights that ask for `other` lose nothing in this format: the same one, but for scales and
-  /// zero points that fp32 holds as well and zero points that need not be there.
+  /// zero points that fp32 holds as well, scales of stripes that rows may have, and zero points that need not
+  /// be there.
   bool Holds(const PanelFormat& other) const;
-  /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)"
+  /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)"
   std::string ToString() const;
 };
 
 /// The panel format that holds such weights without loss, or why there is none. `has_zero_points`: stored
-/// ones, of format.zero_point_dtype.
-Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points);
+/// ones, of format.zero_point_dtype. `stripes_cut`: CutsStripes of some matrix of the layer.
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points,
+                                      bool stripes_cut = false);
+/// The same of one matrix.
+Result<PanelFormat> ChoosePanelFormat(const CanonicalMatrix& matrix);
+/// True where a stripe of the matrix has more than one row of block scales: blocks of fewer than 16 rows, or
+/// a slice that begins elsewhere in a block than on a stripe.
+bool CutsStripes(const CanonicalMatrix& matrix);
 /// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
 uint32_t PanelCode(DType source, uint32_t code);
 /// What a code of integers means that no zero point stands beside: 8, 128.
@@ -119,16 +131,17 @@ std::vector<int32_t> PanelScaleColumns(const CanonicalMatrix& matrix, const Pane
 const std::byte* PanelScaleRow(const CanonicalMatrix& matrix, int64_t row);
 /// The same of zero points.
 const std::byte* PanelZeroRow(const CanonicalMatrix& matrix, int64_t row);
-/// The scales and zero points of a stripe to behind the codes of its blocks; rows and groups that do not
-/// exist are zero.
+/// The scales and zero points of a stripe to behind the codes of its blocks, or in front of all of them; rows
+/// and groups that do not exist are zero.
 void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
                      std::span<const int32_t> scale_columns, int64_t stripe, std::byte* out);
 
 /// The factor of each of the 16 rows that the kernels apply at the end: channel scale times tensor scale.
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
 
-/// The inverse: the real value of element (row of the stripe, packed k), without row scales.
-float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t row, int64_t packed_col);
+/// The inverse: the real value of element (row of the stripe of so many blocks, packed k), without row scales.
+float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blocks, int64_t row,
+                 int64_t packed_col);
 
 /// The inverse step: the codes of a matrix (as `weight.element`) back from its stripes; scales are not
 /// touched. Not of panels that hold products.

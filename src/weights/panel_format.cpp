@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
@@ -12,7 +13,7 @@ namespace fusedmoe {
 namespace {
 
 const char* ScaleName(PanelScale scale) {
-  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16", "I8"};
+  constexpr const char* kNames[] = {"row", "E4M3", "E8M0", "F32", "BF16", "F16", "I8", "F32"};
   return kNames[static_cast<int>(scale)];
 }
 
@@ -64,6 +65,7 @@ int64_t PanelScaleBytes(PanelScale scale) {
     case PanelScale::kF16:
       return 2;
     case PanelScale::kF32:
+    case PanelScale::kStripeF32:
       return 4;
   }
   return 0;
@@ -89,7 +91,11 @@ uint32_t PanelCode(DType source, uint32_t code) {
 }
 
 int64_t PanelFormat::group_bytes() const {
-  return kPanelRows * (PanelScaleBytes(scale) + PanelZeroBytes(zeros));
+  return scale == PanelScale::kStripeF32 ? 0 : kPanelRows * (PanelScaleBytes(scale) + PanelZeroBytes(zeros));
+}
+
+int64_t PanelFormat::header_bytes(int64_t blocks) const {
+  return scale == PanelScale::kStripeF32 ? RoundUp(blocks * block / group * PanelScaleBytes(scale), 64) : 0;
 }
 
 int64_t PanelFormat::unit_bytes() const {
@@ -101,6 +107,9 @@ bool PanelFormat::Holds(const PanelFormat& other) const {
   if (scale == PanelScale::kF32 && (other.scale == PanelScale::kBF16 || other.scale == PanelScale::kF16)) {
     needed.scale = scale;
   }
+  if (scale == PanelScale::kF32 && other.scale == PanelScale::kStripeF32) {
+    needed.scale = scale;
+  }
   if (other.group > 0 && zeros > other.zeros && zeros != PanelZero::kMinima) {
     needed.zeros = zeros;
   }
@@ -109,9 +118,11 @@ bool PanelFormat::Holds(const PanelFormat& other) const {
 
 std::string PanelFormat::ToString() const {
   constexpr const char* kZeros[] = {"", " and zero", " and F32 zero", " and minimum"};
-  const std::string scales = scale == PanelScale::kNone ? ""
-                                                        : fmt::format(", {}{} per {}", ScaleName(scale),
-                                                                      kZeros[static_cast<int>(zeros)], group);
+  const std::string scales =
+      scale == PanelScale::kNone ? ""
+                                 : fmt::format(", {}{} per {}{}", ScaleName(scale),
+                                               kZeros[static_cast<int>(zeros)],
+                                               scale == PanelScale::kStripeF32 ? "16x" : "", group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 
@@ -119,7 +130,25 @@ int PanelZeroPoint(DType code) {
   return code == DType::kU4 ? 8 : code == DType::kU8 ? 128 : 0;
 }
 
-Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points) {
+bool CutsStripes(const CanonicalMatrix& matrix) {
+  const int64_t block_rows = matrix.format.block.row;
+  if (!matrix.format.has_block_scale() || block_rows <= 0) {
+    return false;
+  }
+  for (int64_t first = 0; first < matrix.rows; first += kPanelRows) {
+    const int64_t last = std::min(first + kPanelRows, matrix.rows) - 1;
+    if ((matrix.scale_row_offset + first) / block_rows != (matrix.scale_row_offset + last) / block_rows) {
+      return true;
+    }
+  }
+  return false;
+}
+
+Result<PanelFormat> ChoosePanelFormat(const CanonicalMatrix& matrix) {
+  return ChoosePanelFormat(matrix.format, !matrix.zero_point.empty(), CutsStripes(matrix));
+}
+
+Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_points, bool stripes_cut) {
   PanelFormat panel;
   const std::optional<DType> code = PanelCodeOf(format.element);
   if (!code) {
@@ -157,7 +186,8 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
       panel.block = kSuperBlock;
     }
   } else if (panel.code == DType::kF8E4M3 && !one_column) {
-    panel.scale = PanelScale::kF32;
+    const bool blocks_of_stripes = format.block.row <= 0 || format.block.row % kPanelRows == 0;
+    panel.scale = blocks_of_stripes && !stripes_cut ? PanelScale::kStripeF32 : PanelScale::kF32;
     panel.group = 64;
   } else if (BecomesProducts(format)) {
     panel.code = DType::kBF16;

@@ -229,7 +229,8 @@ void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMat
     }
     for (size_t k = 0; k < columns.size(); ++k) {
       if (columns[k] >= 0) {
-        ASSERT_EQ(PanelValue(format, stripe.data(), row % kPanelRows, static_cast<int64_t>(k)),
+        ASSERT_EQ(PanelValue(format, stripe.data(), static_cast<int64_t>(columns.size()) / format.block,
+                             row % kPanelRows, static_cast<int64_t>(k)),
                   wanted[row * decoded.codes.view().stride_bytes(0) / 4 + columns[k]])
             << "row " << row << " column " << columns[k];
       }

@@ -64,7 +64,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
         const int64_t reach = 8 * stripe_bytes;  // prefetches may ask for more than is there, loads may not
         std::vector<std::byte> stripes(static_cast<size_t>(2 * kMostStripes * stripe_bytes + reach));
         std::vector<std::byte> tiles(static_cast<size_t>(kBatchTiles * kMaxHeight * row_bytes));
-        FillStripes(weights.panel, 2 * kMostStripes * blocks, random, stripes.data());
+        FillStripes(weights.panel, 2 * kMostStripes, blocks, random, stripes.data());
         const auto* first = reinterpret_cast<const uint8_t*>(stripes.data());
         for (const Batch& batch : batches) {
           std::vector<TileView> views;

@@ -70,7 +70,7 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const PanelFormat panel = PanelOf(spec);
   const DType code = panel.code;
   if (isa == "amx" && HasTiles(spec)) {
-    const bool blocks = fp8 && panel.scale == PanelScale::kF32;
+    const bool blocks = fp8 && (panel.scale == PanelScale::kF32 || panel.scale == PanelScale::kStripeF32);
     return std::max(code == DType::kU4 || blocks ? kRoundedTileBound : kBf16Bound,
                     spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
   }

@@ -49,17 +49,30 @@ inline constexpr KernelWeights kFloatWeights[] = {
     {cpu::kWeightF16, {DType::kF16}},
     {cpu::kWeightE4m3, {DType::kF8E4M3}},
     {cpu::kWeightE4m3Scaled, {DType::kF8E4M3, PanelScale::kF32, 64}},
+    {cpu::kWeightE4m3Stripe, {DType::kF8E4M3, PanelScale::kStripeF32, 64}},
     {cpu::kWeightMxfp8, {DType::kF8E4M3, PanelScale::kE8M0, 32}},
     {cpu::kWeightE5m2, {DType::kF8E5M2}},
 };
 
 /// Any bytes are codes, but for floats of 16 and 32 bits and e5m2, which are below 2; scales are small, so
 /// that sums stay finite.
-inline void FillStripes(const PanelFormat& panel, int64_t blocks, std::mt19937& random, std::byte* bytes) {
+inline void FillStripes(const PanelFormat& panel, int64_t stripes, int64_t blocks, std::mt19937& random,
+                        std::byte* bytes) {
+  if (const int64_t header = panel.header_bytes(blocks); header > 0) {
+    const PanelFormat codes{panel.code};
+    for (int64_t stripe = 0; stripe < stripes; ++stripe) {
+      for (int64_t i = 0; i < header; ++i) {
+        *bytes++ = static_cast<std::byte>(0x30 + (random() & 15));
+      }
+      FillStripes(codes, 1, blocks, random, bytes);
+      bytes += blocks * codes.block_bytes();
+    }
+    return;
+  }
   const int64_t codes = panel.code_bytes();
   const int64_t float_bytes = DTypeBits(panel.code) >= 16 ? DTypeBits(panel.code) / 8 : 0;
   const unsigned mask = panel.code == DType::kF8E5M2 ? 0xbfU : 0xffU;
-  for (int64_t block = 0; block < blocks; ++block, bytes += panel.block_bytes()) {
+  for (int64_t block = 0; block < stripes * blocks; ++block, bytes += panel.block_bytes()) {
     for (int64_t i = 0; i < panel.block_bytes(); ++i) {
       bytes[i] = static_cast<std::byte>(i < codes ? random() & mask : 0x30 + (random() & 15));
     }

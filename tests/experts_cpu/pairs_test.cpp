@@ -101,6 +101,10 @@ int64_t BlockBytes(WeightKernel weight) {
   }
 }
 
+int64_t StripeBytes(WeightKernel weight) {
+  return kK / BlockK(weight) * BlockBytes(weight) + (weight == kWeightE4m3Stripe ? 64 : 0);
+}
+
 /// A stripe of fp8 codes without block scales.
 std::vector<uint8_t> StripeOf(const std::vector<uint8_t>& codes) {
   std::vector<uint8_t> stripe(static_cast<size_t>(16 * kK) + 16384);  // kernels prefetch beyond
@@ -264,7 +268,7 @@ TEST_F(CpuPairs, TilesOfEveryHeight_GiveTheSameBits) {
           {tokens.begin() + tile * kMaxHeight, tokens.begin() + (tile + 1) * kMaxHeight}, views[tile]));
     }
     std::vector<float> together(kTiles * 2 * kMaxHeight * 16), one(2 * kMaxHeight * 16);
-    const int64_t blocks = kK / BlockK(kernel.weight), stripe_bytes = blocks * BlockBytes(kernel.weight);
+    const int64_t blocks = kK / BlockK(kernel.weight), stripe_bytes = StripeBytes(kernel.weight);
     table.batch[kernel.weight][kernel.tile](stripes.data(), 2, stripe_bytes, blocks, views, kTiles,
                                             together.data());
     for (int h = 0; h < kNumHeights; ++h) {

@@ -32,7 +32,7 @@ void ExpectBytesOfTheDefinition(const CanonicalMatrix& matrix, const PanelFormat
                                 const std::string& what) {
   const std::vector<int32_t> columns = PanelColumns(matrix, format);
   const auto bytes =
-      static_cast<size_t>(static_cast<int64_t>(columns.size()) / format.block * format.block_bytes());
+      static_cast<size_t>(format.stripe_bytes(static_cast<int64_t>(columns.size()) / format.block));
   for (const std::string& isa : cpu_test::HostIsas()) {
     PanelPacker packer(matrix, format, columns, *FindKernelTable(*ParseIsa(isa)));
     std::vector<std::byte> expected(bytes, std::byte{0xa5});
@@ -104,6 +104,9 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
         const bool planned =
             !matrix.zero_point.empty() || (layer.scheme.weight.may_have_zero_point && rows == 37);
         ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);
+        if (matrix.format.block.row == 128) {  // scales of rows, where others of the layer need them
+          ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned, true), name);
+        }
         if (!matrix.zero_point.empty()) {  // the same bytes as signed codes and zero points
           matrix.format.element = matrix.format.element == DType::kU4 ? DType::kI4 : DType::kI8;
           ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, planned), name);

@@ -46,10 +46,10 @@ struct Panels {
 
 Panels Pack(const CanonicalMatrix& matrix) {
   Panels panels;
-  panels.format = *ChoosePanelFormat(matrix.format, !matrix.zero_point.empty());
+  panels.format = *ChoosePanelFormat(matrix);
   panels.columns = PanelColumns(matrix, panels.format);
   panels.stripe_bytes =
-      static_cast<int64_t>(panels.columns.size()) / panels.format.block * panels.format.block_bytes();
+      panels.format.stripe_bytes(static_cast<int64_t>(panels.columns.size()) / panels.format.block);
   const int64_t stripes = (matrix.rows + kPanelRows - 1) / kPanelRows;
   panels.bytes.resize(static_cast<size_t>(stripes * panels.stripe_bytes), std::byte{0xa5});
   for (int64_t stripe = 0; stripe < stripes; ++stripe) {
@@ -74,7 +74,8 @@ void ExpectSameValues(const CanonicalMatrix& matrix, const Panels& panels, const
       }
       const float value =
           PanelValue(panels.format, panels.bytes.data() + r / kPanelRows * panels.stripe_bytes,
-                     r % kPanelRows, static_cast<int64_t>(k)) *
+                     static_cast<int64_t>(panels.columns.size()) / panels.format.block, r % kPanelRows,
+                     static_cast<int64_t>(k)) *
           row_scale[r % kPanelRows];
       const float expected = row[static_cast<size_t>(panels.columns[k])];
       ASSERT_LE(std::fabs(value - expected), 1.2e-7F * std::fabs(expected))  // the order of two products
@@ -102,7 +103,8 @@ void ExpectSameSums(const CanonicalMatrix& matrix, const Panels& panels, const s
       const auto col = static_cast<size_t>(panels.columns[k]);
       const float value =
           PanelValue(panels.format, panels.bytes.data() + r / kPanelRows * panels.stripe_bytes,
-                     r % kPanelRows, static_cast<int64_t>(k));
+                     static_cast<int64_t>(panels.columns.size()) / panels.format.block, r % kPanelRows,
+                     static_cast<int64_t>(k));
       const int64_t at = (matrix.scale_row_offset + r) * matrix.block_scale.dim(1) +
                          (matrix.scale_col_offset + static_cast<int64_t>(col)) / group;
       const double scale = std::fabs(matrix.block_scale.view().as<float>()[at]);
@@ -417,8 +419,72 @@ TEST(Panel_SlicesThatBeginInsideABlock, KeepTheirScales) {
   slice.scale_col_offset = 96;
   const Panels panels = Pack(slice);
   EXPECT_FALSE(PanelColumnsAreIdentity(panels.columns));
+  EXPECT_EQ(panels.format.scale, PanelScale::kF32) << "row 88 begins a block inside a stripe";
   ExpectSameValues(slice, panels, "slice");
   ExpectSameCodes(slice, panels, "slice");
+}
+
+CanonicalMatrix Rows(const CanonicalMatrix& matrix, int64_t first, int64_t rows) {
+  return *SliceMatrix(matrix, first, rows, 0, matrix.cols);
+}
+
+/// Scales of 128 x 128 blocks stand in front of a stripe where all stripes lie within one row of blocks.
+TEST(Panel_ScalesOfStripes, StandInFront) {
+  const CanonicalMatrix matrix = Quantized("fp8_w8a16:block128", 200, 1100);
+  const Panels panels = Pack(matrix);
+  EXPECT_EQ(panels.format.ToString(), "n16k64(F8_E4M3, F32 per 16x64)");
+  EXPECT_EQ(panels.stripe_bytes, 128 + 18 * 1024) << "18 scales, in two lines";
+  ExpectSameValues(matrix, panels, "whole");
+  ExpectSameCodes(matrix, panels, "whole");
+  const float* scales = matrix.block_scale.view().as<float>();
+  for (int64_t stripe = 0; stripe < 13; ++stripe) {
+    float header[32];
+    std::memcpy(header, panels.bytes.data() + stripe * panels.stripe_bytes, sizeof(header));
+    for (int64_t group = 0; group < 32; ++group) {
+      EXPECT_EQ(header[group], group < 18 ? scales[stripe / 8 * 9 + group / 2] : 0.0F) << stripe << " " << group;
+    }
+  }
+  // Columns that begin inside a block, and end inside of one.
+  for (const auto& [col, cols] : {std::pair<int64_t, int64_t>{64, 300}, {96, 204}, {128, 128}, {100, 20}}) {
+    const CanonicalMatrix slice = *SliceMatrix(matrix, 16, 33, col, cols);
+    const Panels cut = Pack(slice);
+    EXPECT_EQ(cut.format.scale, PanelScale::kStripeF32);
+    ExpectSameValues(slice, cut, "columns");
+    ExpectSameCodes(slice, cut, "columns");
+  }
+}
+
+TEST(Panel_ScalesOfStripes, OnlyWhereNoBlockEndsInAStripe) {
+  const CanonicalMatrix matrix = Quantized("fp8_w8a16:block128", 300, 128);
+  struct Case {
+    int64_t first, rows;
+    bool cut;
+  };
+  for (const Case& each : {Case{0, 300, false}, Case{48, 252, false}, Case{40, 260, true}, Case{8, 120, false},
+                           Case{8, 121, true}, Case{120, 8, false}, Case{124, 8, true}, Case{1, 15, false}}) {
+    const CanonicalMatrix slice = Rows(matrix, each.first, each.rows);
+    EXPECT_EQ(CutsStripes(slice), each.cut) << each.first;
+    const Panels panels = Pack(slice);
+    EXPECT_EQ(panels.format.scale, each.cut ? PanelScale::kF32 : PanelScale::kStripeF32) << each.first;
+    ExpectSameValues(slice, panels, "rows");
+  }
+  WeightFormat format = matrix.format;
+  for (const auto& [rows, stripes] :
+       {std::pair<int64_t, bool>{-1, true}, {16, true}, {48, true}, {8, false}, {1, false}, {24, false}}) {
+    format.block.row = rows;
+    EXPECT_EQ(ChoosePanelFormat(format, false)->scale == PanelScale::kStripeF32, stripes) << rows;
+    EXPECT_EQ(ChoosePanelFormat(format, false, /*stripes_cut=*/true)->scale, PanelScale::kF32) << rows;
+  }
+}
+
+TEST(Panel_ScalesOfStripes, FitWhereRowsHaveTheirOwn) {
+  const CanonicalMatrix matrix = Quantized("fp8_w8a16:block128", 64, 256);
+  const PanelFormat stripes = *ChoosePanelFormat(matrix);
+  const PanelFormat rows = *ChoosePanelFormat(matrix.format, false, /*stripes_cut=*/true);
+  EXPECT_TRUE(rows.Holds(stripes));
+  EXPECT_FALSE(stripes.Holds(rows));
+  EXPECT_EQ(rows.stripe_bytes(4), 4 * 1088);
+  EXPECT_EQ(stripes.stripe_bytes(4), 64 + 4 * 1024);
 }
 
 TEST(Panel_FormatsWithoutPanels, AreRefusedByName) {

@@ -178,7 +178,7 @@ TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
 }
 
 Result<PanelFormat> PanelOf(const MoeProblem& problem) {
-  return ChoosePanelFormat(WeightsOf(problem), problem.weights_have_zero_points);
+  return ChoosePanelFormat(WeightsOf(problem), problem.weights_have_zero_points, problem.weights_cut_stripes);
 }
 
 std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const StoredIntegers& stored) {

@@ -54,7 +54,7 @@ GemmShape MakeGemm(const MoeProblem& problem, std::optional<PanelFormat> narrow,
   shape.padded_cols =
       PanelColumnsBound(weight, shape.panel, shape.cols, problem.weights_have_group_index || cut);
   shape.blocks = shape.padded_cols / shape.panel.block;
-  shape.stripe_bytes = shape.blocks * shape.panel.block_bytes();
+  shape.stripe_bytes = shape.panel.stripe_bytes(shape.blocks);
   shape.tile_row_bytes = RoundUp(TileRowBytes(shape.kernel, tile, shape.padded_cols), 4 * kTileWords);
   return shape;
 }

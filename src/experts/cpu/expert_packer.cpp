@@ -29,7 +29,7 @@ Status CheckMatrix(const Matrix& matrix) {
     return Status::BadInput(fmt::format("{} is {} x {}; the layer needs {} x {}", matrix.name, canonical.rows,
                                         canonical.cols, matrix.shape->rows, matrix.shape->cols));
   }
-  const Result<PanelFormat> panel = ChoosePanelFormat(canonical.format, !canonical.zero_point.empty());
+  const Result<PanelFormat> panel = ChoosePanelFormat(canonical);
   FMOE_RETURN_IF_ERROR(panel.status());
   if (!matrix.shape->panel.Holds(*panel)) {
     return Status::BadInput(fmt::format("{} has format {}; the plan was made for {}", matrix.name,

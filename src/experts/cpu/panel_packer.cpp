@@ -213,7 +213,8 @@ uint32_t PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* nex
     next->PointAtCodes(next_index * kPanelRows, codes_.next);
     next->sides_.Prefetch(next_index * kPanelRows);
   }
-  PackCodes(first_row, rows, reinterpret_cast<uint8_t*>(out));
+  const int64_t blocks = static_cast<int64_t>(columns_.size()) / format_.block;
+  PackCodes(first_row, rows, reinterpret_cast<uint8_t*>(out) + format_.header_bytes(blocks));
   if (sides_.empty() && format_.scale != PanelScale::kNone) {
     PackPanelScales(matrix_, format_, scale_columns_, index, out);
   }

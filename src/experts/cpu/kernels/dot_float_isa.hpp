@@ -15,7 +15,8 @@
 ///     after a group:  sum[token][row] = (chain 0 + chain 1) * scale of the weights, and those before
 ///     after 64 k:     total[token][row] += sum * scale of the token
 ///
-/// Blocks of 128 k are two units of 64, whose scales stand behind both.
+/// Blocks of 128 k are two units of 64, whose scales stand behind both. Scales that a stripe has in common
+/// stand in front of all its blocks, one a unit (kInFront).
 ///
 /// With one plane the chains are words 0, 2, 4, ... and 1, 3, 5, ...: a single chain of additions would leave
 /// a unit idle for most of its latency. With two planes they are the planes. The order is the same at every
@@ -38,16 +39,23 @@ struct FloatPanel {
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr bool kE8m0 = kWeight == kWeightMxfp8 || kWeight == kWeightMxfp4;
   static constexpr bool kInteger = kWeight > kWeightU4;  // in groups, with scales of bf16
+  static constexpr bool kInFront = kWeight == kWeightE4m3Stripe;
   static constexpr bool kScaled =
-      kE8m0 || kInteger || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
+      kE8m0 || kInteger || kInFront || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
   /// Of sums in a unit.
   static constexpr int kGroups = kE8m0 || kWeight == kWeightU4Group32 ? 2 : kWeight == kWeightNvfp4 ? 4 : 1;
-  static constexpr int kGroupBytes = !kScaled                           ? 0
+  static constexpr int kGroupBytes = !kScaled || kInFront               ? 0
                                      : kInteger                         ? 32
                                      : kE8m0 || kWeight == kWeightNvfp4 ? 16
                                                                         : 64;
   static constexpr int kBlockBytes = kCodeBytes + kGroups * kGroupBytes;
+  static constexpr int kScaleStride = kInFront ? 4 : kBlockBytes;  // from the scales of a block to the next
 
+  FMOE_INLINE int64_t HeaderBytes(int64_t blocks) { return kInFront ? (blocks * 4 + 63) / 64 * 64 : 0; }
+  /// Of a block of a stripe.
+  FMOE_INLINE const uint8_t* ScalesOf(const uint8_t* stripe, const uint8_t* block_codes, int64_t block) {
+    return kInFront ? stripe + block * kScaleStride : block_codes + kCodeBytes;
+  }
   FMOE_INLINE Floats Scale(const uint8_t* scales, int half) {
     if constexpr (kE8m0) {
       return LoadE8m0Scales(scales, half);
@@ -55,6 +63,8 @@ struct FloatPanel {
       return LoadE4m3Scales(scales, half);
     } else if constexpr (kInteger) {
       return LoadBf16((const uint16_t*)scales + half * kLanes);
+    } else if constexpr (kInFront) {
+      return Set(*(const float*)scales);
     } else {
       return LoadFloatScales(scales, half);
     }
@@ -99,7 +109,8 @@ FMOE_INLINE void DotWord(int word, const Word* weights, const int32_t* words, Su
 /// -> 104 with two, MXFP8 99 -> 101 and 97 -> 101; FP8 without scales and BF16 the same.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool AsksByVectors() {
-  constexpr bool kScaledBytes = kWeight == kWeightE4m3Scaled || kWeight == kWeightMxfp8;
+  constexpr bool kScaledBytes =
+      kWeight == kWeightE4m3Scaled || kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8;
   return (kKind == kTileBf16 || kKind == kTileBf16Pair) && kHeight <= 2 &&
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
 }
@@ -115,7 +126,7 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, in
   constexpr int kStepWords = kStep * Panel::kVectorWords;
   constexpr bool kInBlock = Panel::kUnits > 1;  // below the same scales
   constexpr int kStride = kInBlock ? Panel::kUnitBytes : Panel::kBlockBytes;
-  constexpr int kScaleStride = kInBlock ? 0 : Panel::kBlockBytes;
+  constexpr int kScaleStride = kInBlock ? 0 : Panel::kScaleStride;
   constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
   constexpr int kWordWords = Planes(kKind) * kHeight;  // of a tile, for a word of weights
   constexpr bool kAsks = AsksByVectors<kWeight, kKind, kHeight>();
@@ -169,6 +180,15 @@ constexpr bool IsSideBySide() {
                                                 : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
+/// As many lines as stand in front of a stripe, ahead of it: blocks ask for as many as they have themselves.
+template <typename Panel>
+FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileView* tile) {
+  const uint8_t* ahead = InStretch(stripe + tile->prefetch, tile);
+  for (int64_t at = 0; at < Panel::HeaderBytes(blocks); at += 64) {
+    Prefetch(ahead + at);
+  }
+}
+
 /// Short tiles: stripes one after the other.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
@@ -181,16 +201,19 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
     const float* scales = tile->scale;
     Floats totals[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
+    const uint8_t* const stripe_begin = stripes;
+    AskForHeader<Panel>(stripes, blocks, tile);
+    stripes += Panel::HeaderBytes(blocks);
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
+      const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
       constexpr int kFirst = AsksByVectors<kWeight, kKind, kHeight>() ? kBlocks * Panel::kCodeBytes : 0;
       const int64_t ahead =
           PrefetchBlock<kBlocks * Panel::kBlockBytes, kFirst>(stripes, kBlocks * Panel::kBlockBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
         Unroll<kHalves>([&](auto half) FMOE_FLAT {
-          ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes,
-                                                       stripes + Panel::kCodeBytes, ahead, half, words,
-                                                       scales, totals[half]);
+          ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes, group_scales,
+                                                       ahead, half, words, scales, totals[half]);
         });
         words += kAtOnce * kUnitWords;
         scales += kAtOnce * kHeight;
@@ -199,9 +222,10 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
     }
     if (kBlocks > 1 && block < blocks) {
       const int64_t ahead = InStretch(stripes + tile->prefetch, tile) - stripes;
+      const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        ShortUnits<kWeight, kKind, kHeight, 1>(stripes, stripes + Panel::kCodeBytes, ahead, half, words,
-                                               scales, totals[half]);
+        ShortUnits<kWeight, kKind, kHeight, 1>(stripes, group_scales, ahead, half, words, scales,
+                                               totals[half]);
       });
       stripes += Panel::kBlockBytes;
     }
@@ -288,8 +312,9 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
   for (int64_t unit = 0; unit < units; ++unit) {
     const uint8_t *group_scales[2], *from[2];
     for (int s = 0; s < kStripes; ++s) {
-      const uint8_t* block = stripes + s * stripe_stride + unit / Panel::kUnits * Panel::kBlockBytes;
-      group_scales[s] = block + Panel::kCodeBytes;
+      const uint8_t* stripe = stripes + s * stripe_stride;
+      const uint8_t* block = stripe + Panel::HeaderBytes(blocks) + unit / Panel::kUnits * Panel::kBlockBytes;
+      group_scales[s] = Panel::ScalesOf(stripe, block, unit / Panel::kUnits);
       from[s] = block + unit % Panel::kUnits * Panel::kUnitBytes;
       if constexpr (kBuffered) {
         DecodeUnit<kWeight, Unit>(from[s], buffer[s]);
@@ -346,7 +371,8 @@ template <WeightKernel kWeight, TileKind kKind>
 void FloatDotTall(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                   float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  FloatBatch<kWeight, kKind>(stripes, num_stripes, blocks * Panel::kBlockBytes, blocks, tile, 1, out);
+  const int64_t stripe_stride = Panel::HeaderBytes(blocks) + blocks * Panel::kBlockBytes;
+  FloatBatch<kWeight, kKind>(stripes, num_stripes, stripe_stride, blocks, tile, 1, out);
 }
 
 template <WeightKernel kWeight, TileKind kKind>

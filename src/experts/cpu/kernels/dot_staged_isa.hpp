@@ -73,7 +73,7 @@ FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales,
       constexpr int kUnit = decltype(i){} / kHeight, kToken = decltype(i){} % kHeight;
       const auto& chains = sums[kUnit][0][kToken];
       scaled[kUnit][kToken] =
-          Panel::AddGroup(Add(chains[0], chains[1]), group_scales + kUnit * Panel::kBlockBytes, group, 0,
+          Panel::AddGroup(Add(chains[0], chains[1]), group_scales + kUnit * Panel::kScaleStride, group, 0,
                           scaled[kUnit][kToken]);
     });
   });
@@ -93,8 +93,9 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     return;
   }
   alignas(64) uint8_t buffers[2][2 * Staging<kWeight>::kUnitHalves];
+  const int64_t header = Panel::HeaderBytes(blocks);
   for (int v = 0; v < Panel::kVectors; ++v) {
-    Staging<kWeight>::Put(stripes + v * 64, buffers[0] + v * 128);
+    Staging<kWeight>::Put(stripes + header + v * 64, buffers[0] + v * 128);
   }
   const uint8_t* staged = buffers[0];
   uint8_t* staging = buffers[1];
@@ -103,14 +104,19 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     const int32_t* words = (const int32_t*)tile->codes;
     Floats totals[kHeight];
     Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
+    const uint8_t* const stripe_begin = stripes;
+    for (int64_t at = 0; at < header; at += 64) {
+      PrefetchFar(InStretch(stripes + tile->prefetch, tile) + at);
+    }
+    stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
       const uint8_t* asked = InStretch(stripes + tile->prefetch, tile);
       for (int64_t line = 2 * Panel::kVectors; line * 64 < kPair; ++line) {
         PrefetchFar(asked + line * 64);
       }
       const bool ends = block + 4 > blocks;
-      const uint8_t* scales = stripes + Panel::kCodeBytes;
-      const uint8_t* next = stripes + kPair + (ends ? last : 0);
+      const uint8_t* scales = Panel::ScalesOf(stripe_begin, stripes, block);
+      const uint8_t* next = stripes + kPair + (ends ? last + header : 0);
       if (!ends || stripe + 1 < num_stripes) {
         StagedUnits<kWeight, kHeight, true>(staged, scales, next, staging, asked, words, totals);
       } else {
@@ -126,8 +132,8 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       for (int64_t line = 0; line * 64 < last; ++line) {
         PrefetchFar(asked + line * 64);
       }
-      ShortUnits<kWeight, kTileF32, kHeight, 1>(stripes, stripes + Panel::kCodeBytes, 0, 0, words,
-                                                tile->scale, totals);
+      ShortUnits<kWeight, kTileF32, kHeight, 1>(
+          stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1), 0, 0, words, tile->scale, totals);
       stripes += last;
     }
     Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16, totals[t]); });

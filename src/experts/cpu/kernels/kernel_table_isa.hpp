@@ -14,6 +14,7 @@ enum WeightKernel : int {
   kWeightF16,
   kWeightE4m3,
   kWeightE4m3Scaled,  ///< fp32 scale per row and 64 k
+  kWeightE4m3Stripe,  ///< fp32 scale per stripe and 64 k, in front of the stripe
   kWeightMxfp8,       ///< e4m3 with e8m0 per 32
   kWeightE5m2,
   kWeightNvfp4,  ///< e2m1 with e4m3 per 16

@@ -80,6 +80,7 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kF16, PanelScale::kNone, 0, kWeightF16},
     {DType::kF8E4M3, PanelScale::kNone, 0, kWeightE4m3},
     {DType::kF8E4M3, PanelScale::kF32, 64, kWeightE4m3Scaled},
+    {DType::kF8E4M3, PanelScale::kStripeF32, 64, kWeightE4m3Stripe},
     {DType::kF8E4M3, PanelScale::kE8M0, 32, kWeightMxfp8},
     {DType::kF8E5M2, PanelScale::kNone, 0, kWeightE5m2},
     {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
@@ -200,6 +201,7 @@ float KernelOutputScale(WeightKernel kernel) {
   switch (kernel) {
     case kWeightE4m3:
     case kWeightE4m3Scaled:
+    case kWeightE4m3Stripe:
     case kWeightMxfp8:
       return 256.0F;
     case kWeightNvfp4:

@@ -14,6 +14,7 @@ constexpr void SetBf16(KernelTable& table) {
   SetFloatDots<kWeightBf16, kKind>(table);
   SetFloatDots<kWeightE4m3, kKind>(table);
   SetFloatDots<kWeightE4m3Scaled, kKind>(table);
+  SetFloatDots<kWeightE4m3Stripe, kKind>(table);
   SetFloatDots<kWeightMxfp8, kKind>(table);
   SetFloatDots<kWeightE5m2, kKind>(table);
   if constexpr (kKind == kTileBf16) {  // for codes of 6 and 8 bits; 16-bit rows are faster on integers
@@ -30,6 +31,7 @@ constexpr void SetBf16(KernelTable& table) {
 constexpr void SetF16(KernelTable& table) {
   SetFloatDots<kWeightE4m3, kTileF16>(table);
   SetFloatDots<kWeightE4m3Scaled, kTileF16>(table);
+  SetFloatDots<kWeightE4m3Stripe, kTileF16>(table);
   SetFloatDots<kWeightMxfp8, kTileF16>(table);
   table.pack[kTileF16] = &PackF16;
 }

@@ -55,11 +55,13 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetFloatDots<kWeightF16, kTileF32>(table);
   SetFloatDots<kWeightE4m3, kTileF32>(table);
   SetFloatDots<kWeightE4m3Scaled, kTileF32>(table);
+  SetFloatDots<kWeightE4m3Stripe, kTileF32>(table);
   SetFloatDots<kWeightMxfp8, kTileF32>(table);
   SetFloatDots<kWeightE5m2, kTileF32>(table);
 #if defined(__AVX512BW__)
   SetStagedDots<kWeightE4m3>(table);
   SetStagedDots<kWeightE4m3Scaled>(table);
+  SetStagedDots<kWeightE4m3Stripe>(table);
   SetStagedDots<kWeightMxfp8>(table);
   SetStagedDots<kWeightE5m2>(table);
 #endif

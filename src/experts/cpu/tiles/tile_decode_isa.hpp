@@ -23,6 +23,9 @@ struct TilePanel {
   static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
   static constexpr bool kU8 = kWeight >= kWeightU8;
   static constexpr bool kBf16 = kWeight == kWeightBf16;
+  /// Scales of FP8 in blocks: of rows, behind each unit, or of stripes, in front of them.
+  static constexpr bool kInFront = kWeight == kWeightE4m3Stripe;
+  static constexpr bool kE4m3Scaled = kWeight == kWeightE4m3Scaled || kInFront;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
   static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
@@ -40,12 +43,13 @@ struct TilePanel {
   static constexpr int kFlush = kRounded                                   ? 0
                                 : kGroup32                                 ? 32
                                 : kGroup128                                ? 128
-                                : kGrouped || kWeight == kWeightE4m3Scaled ? 64
+                                : kGrouped || kE4m3Scaled ? 64
                                                                            : 0;
 
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
     return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kUsualBytes;
   }
+  FMOE_INLINE int64_t HeaderBytes(int64_t blocks) { return kInFront ? (blocks * 4 + 63) / 64 * 64 : 0; }
 };
 
 /// f16 bits as bf16, times 2^-112.
@@ -73,15 +77,15 @@ template <WeightKernel kWeight, bool kBytes, bool kRounded>
 struct TileDecoder {
   using Panel = TilePanel<kWeight, kRounded>;
   static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
-                                  kWeight == kWeightE4m3Scaled || (Panel::kU8 && !kBytes);
+                                  Panel::kE4m3Scaled || (Panel::kU8 && !kBytes);
   static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
-  static constexpr bool kFloatScaled = kWeight == kWeightE4m3Scaled && kRounded;
+  static constexpr bool kFloatScaled = Panel::kE4m3Scaled && kRounded;
   static constexpr int kShift = kHalves && !kFloatScaled ? 96 : 0;
   /// Of a decoded value: times this it is what the vector kernels decode to (KernelOutputScale).
   static constexpr float kPost = kWeight == kWeightNvfp4                                  ? 65536.0F / 128
                                  : kWeight == kWeightMxfp4                                ? 2.0F
                                  : kFloatScaled                                           ? 1.0F / (16 * 256)
-                                 : kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ? 4096.0F / 256
+                                 : kWeight == kWeightE4m3 || Panel::kE4m3Scaled ? 4096.0F / 256
                                  : kWeight == kWeightMxfp8                                ? 1.0F / 256
                                  : kHalves                                                ? 65536.0F
                                                                                           : 1.0F;
@@ -111,8 +115,7 @@ struct TileDecoder {
         words[i] = (uint16_t)(value < 0 ? kIntegers[-value] | 0x8000 : kIntegers[value]);
       } else if constexpr (Panel::kU4) {
         words[i] = kRounded ? kHalves4[i & 15] : kIntegers[i & 15];
-      } else if constexpr (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
-                           kWeight == kWeightMxfp8) {
+      } else if constexpr (kWeight == kWeightE4m3 || Panel::kE4m3Scaled || kWeight == kWeightMxfp8) {
         words[i] = (uint16_t)(i / 2 + 16 * (i & 1));  // the first two k of a row beside its last two
       }
     }
@@ -217,7 +220,8 @@ struct TileDecoder {
       d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
     }
     if constexpr (kRounded && kUnit % 4 == 0) {
-      SplitScale(LoadReals((const float*)scales), SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
+      const Reals scale = Panel::kInFront ? SetReals(*(const float*)scales) : LoadReals((const float*)scales);
+      SplitScale(scale, SetReals(0.0F), &d.scale, &d.offset, &d.exponent);
       d.scale = MultiplyHalves(d.scale, SetWords(0x6c00));  // 2^12, as below
     }
   }

@@ -148,7 +148,7 @@ struct TileEngine {
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions, and
   /// also(place).
   template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, typename Also>
-  FMOE_INLINE void Step(Tiles& t, const TileFeed& f, Decoder& d, const StepTiles& at, const SumChange& change,
+  FMOE_INLINE void Step(Tiles& t, const typename Feeder::Feed& f, Decoder& d, const StepTiles& at, const SumChange& change,
                         const Also& also) {
     Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
@@ -172,7 +172,7 @@ struct TileEngine {
   void RunPass(const TilePass& pass) {
     Steps steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, feeder.ring, feeder.ring_end);
     const SumChange change = pass.change;
-    TileFeed f;
+    typename Feeder::Feed f;
     CopyFeed(feeder.feed, f);
     Decoder d = feeder.decoder;
     Spread spread = Spread::Of(g.finish_context);
@@ -316,7 +316,7 @@ struct TileEngine {
     if constexpr (kFlush) {
       pass.steps_per_scale = g.scale_group > 0 ? g.scale_group / kStepK : 1;
       for (int half = 0; half < 2; ++half) {
-        pass.scales[half] = walk.Codes(c, half) + Panel::kCodeBytes;
+        pass.scales[half] = walk.Scales(c, half);
       }
       pass.scale_stride = pass.sum_stride = job.rows;
     }

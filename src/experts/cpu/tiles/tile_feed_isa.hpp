@@ -24,6 +24,7 @@ namespace {
 
 /// Units that are being decoded into the ring. Passes work on copies of it on their stack: as a member it
 /// would be loaded again after every tile instruction, and loads are what the matrix unit itself is short of.
+template <typename Shape>
 struct TileFeed {
   const uint8_t *codes[2], *ahead[2];
   uint8_t* out;
@@ -31,11 +32,13 @@ struct TileFeed {
   int64_t due = 0;   // of them and the next step's, in this pass
   int second;        // of the two units of a block
   int64_t block_bytes;
+  const uint8_t* scales[2];  // kScalesApart: of the unit
 };
 
 /// Field by field: a copy in one piece reads with one load what several stores wrote, and such a load waits
 /// until everything before it is in the cache, sums that are not multiplied yet included.
-FMOE_INLINE void CopyFeed(const TileFeed& from, TileFeed& to) {
+template <typename Shape>
+FMOE_INLINE void CopyFeed(const TileFeed<Shape>& from, TileFeed<Shape>& to) {
   to.codes[0] = from.codes[0];
   to.codes[1] = from.codes[1];
   to.ahead[0] = from.ahead[0];
@@ -45,18 +48,24 @@ FMOE_INLINE void CopyFeed(const TileFeed& from, TileFeed& to) {
   to.due = from.due;
   to.second = from.second;
   to.block_bytes = from.block_bytes;
+  if constexpr (Shape::kScalesApart) {
+    to.scales[0] = from.scales[0];
+    to.scales[1] = from.scales[1];
+  }
 }
 
 template <typename Shape, typename Decoder>
 struct TileFeeder {
   using Panel = typename Shape::Panel;
 
-  TileFeed feed;
+  using Feed = TileFeed<Shape>;
+
+  Feed feed;
   Decoder decoder;
   uint8_t *ring, *ring_end;
   /// Behind the step that is decoded: its units, and what is fetched beside, those of the step after.
   struct {
-    const uint8_t *codes[2], *ahead[2];
+    const uint8_t *codes[2], *ahead[2], *scales[2];
     int64_t left = 0;
   } following;
 
@@ -89,6 +98,10 @@ struct TileFeeder {
       following.codes[half] = walk.Codes(next, half);
       following.ahead[half] =
           Shape::kDirect || !after.valid ? following.codes[half] : walk.Codes(after, half);
+      following.scales[half] = walk.Scales(next, half);
+      if (Panel::kInFront && after.valid) {
+        PrefetchToL2(walk.Scales(after, half));
+      }
     }
     if (feed.left == 0) {
       TakeFollowing(*this, feed);
@@ -97,7 +110,7 @@ struct TileFeeder {
 
   /// One sixteenth of the work on a unit: 8 k of one stripe, in the order of the tiles.
   template <int kPart>
-  FMOE_INLINE void Part(const TileFeed& f, Decoder& d) {
+  FMOE_INLINE void Part(const Feed& f, Decoder& d) {
     constexpr int kStripe = Shape::kBytes ? kPart / 8 : kPart / 4 % 2;
     constexpr int kSlice = Shape::kBytes ? kPart % 8 : kPart / 8 * 4 + kPart % 4;
     constexpr int64_t kBytesAhead = Panel::kUsualBytes / Panel::kUnits;
@@ -107,7 +120,7 @@ struct TileFeeder {
         [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
     if constexpr (!Shape::kDirect) {
       const uint8_t* codes = f.codes[kStripe];
-      const uint8_t* scales = codes + Panel::kUnitBytes;
+      const uint8_t* scales = Shape::kScalesApart ? f.scales[kStripe] : codes + Panel::kUnitBytes;
       if constexpr ((Shape::kRounded || Shape::kBytes) && Panel::kUnits == 2) {
         scales += f.second ? 0 : Panel::kUnitBytes;
       }
@@ -115,7 +128,7 @@ struct TileFeeder {
     }
   }
 
-  FMOE_INLINE void EndUnit(TileFeeder& e, TileFeed& f) {
+  FMOE_INLINE void EndUnit(TileFeeder& e, Feed& f) {
     int64_t step = f.block_bytes;
     if constexpr (Panel::kUnits == 2) {
       step = f.second ? f.block_bytes - Panel::kUnitBytes : Panel::kUnitBytes;
@@ -124,6 +137,9 @@ struct TileFeeder {
     for (int half = 0; half < 2; ++half) {
       f.codes[half] += step;
       f.ahead[half] += f.block_bytes / Panel::kUnits;
+      if constexpr (Shape::kScalesApart) {
+        f.scales[half] += 4;
+      }
     }
     if constexpr (!Shape::kDirect) {
       f.out += Shape::kUnitTileBytes;
@@ -137,7 +153,7 @@ struct TileFeeder {
 
   /// What the passes of a step have left.
   void Finish() {
-    TileFeed f;
+    Feed f;
     CopyFeed(feed, f);
     Decoder d = decoder;
     while (f.due > 0) {
@@ -150,11 +166,15 @@ struct TileFeeder {
  private:
   /// Inlined: the address of a copy of the feed that went to a function would put all of it into memory,
   /// where every tile instruction lets it be loaded again (a tenth of the time).
-  FMOE_INLINE void TakeFollowing(TileFeeder& e, TileFeed& f) {
+  FMOE_INLINE void TakeFollowing(TileFeeder& e, Feed& f) {
     f.codes[0] = e.following.codes[0];
     f.codes[1] = e.following.codes[1];
     f.ahead[0] = e.following.ahead[0];
     f.ahead[1] = e.following.ahead[1];
+    if constexpr (Shape::kScalesApart) {
+      f.scales[0] = e.following.scales[0];
+      f.scales[1] = e.following.scales[1];
+    }
     f.left = e.following.left;
     f.second = 0;
     e.following.left = 0;

@@ -54,9 +54,10 @@ struct GroupPasses {
     constexpr int64_t kScaleSteps = Panel::kFlush / Shape::kStepK;
     const int64_t index = k / kScaleSteps;
     for (int stripe = 0; stripe < 2; ++stripe) {
-      p.scales[group][stripe] = pass.scales[stripe] + (Panel::kGroup32 ? index / 2 * e.walk.block_bytes +
+      p.scales[group][stripe] = pass.scales[stripe] + (Panel::kInFront   ? index * 4
+                                                       : Panel::kGroup32 ? index / 2 * e.walk.block_bytes +
                                                                              index % 2 * GroupBytes(p.type)
-                                                                       : index * e.walk.block_bytes);
+                                                                         : index * e.walk.block_bytes);
     }
     p.token_scale[group] =
         pass.token_scale == nullptr
@@ -70,7 +71,7 @@ struct GroupPasses {
     }
     if (pair_ends) {
       if constexpr (kByRows && kTokenTiles == 2) {
-        RowScaler::Prepare(p);
+        RowScaler::Prepare<Panel::kInFront>(p);
       } else {
         p.by_rows = false;
       }
@@ -132,7 +133,7 @@ struct GroupPasses {
   static void RunByChunks(Engine& e, const TilePass& pass) {
     Steps steps =
         Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, e.feeder.ring, e.feeder.ring_end);
-    TileFeed f;
+    typename Feeder::Feed f;
     CopyFeed(e.feeder.feed, f);
     Decoder d = e.feeder.decoder;
     const bool fast = kBytes ? f.due * 4 >= pass.steps : f.due * 4 > pass.steps;
@@ -206,7 +207,7 @@ struct GroupPasses {
 
   /// What stands at place kPlace of kPlaces.
   template <int kDue, int kPlace>
-  FMOE_INLINE void AtPlace(Feeder& feeder, TileFeed& f, Decoder& d, const RowScaler& rows,
+  FMOE_INLINE void AtPlace(Feeder& feeder, typename Feeder::Feed& f, Decoder& d, const RowScaler& rows,
                            int64_t tile_tokens) {
     if constexpr (kPlace >= kFirstRowPlace && kPlace < kEndRowPlace) {
       constexpr int kAt = kPlace - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
@@ -237,7 +238,7 @@ struct GroupPasses {
   static void RunByRows(Engine& e, const TilePass& pass) {
     Steps steps = Steps::Of(pass, 2048, e.feeder.ring, e.feeder.ring_end);
     steps.left = kPairSteps;  // which the compiler then counts
-    TileFeed f;
+    typename Feeder::Feed f;
     CopyFeed(e.feeder.feed, f);
     Decoder d = e.feeder.decoder;
     GroupPair& before = e.pairs[e.filling ^ 1];

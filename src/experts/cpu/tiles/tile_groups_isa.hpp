@@ -44,6 +44,8 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
     const uint8_t* scales = p.scales[i / 2][i % 2];
     if constexpr (Panel::kGrouped) {
       LoadScaleAndZero(scales, p.type, Panel::kU4 ? 8.0F : 128.0F, &scale[i / 2][i % 2], &zero[i / 2][i % 2]);
+    } else if constexpr (Panel::kInFront) {
+      scale[i / 2][i % 2] = SetReals(*(const float*)scales);
     } else {
       scale[i / 2][i % 2] = LoadReals((const float*)scales);
     }
@@ -141,14 +143,17 @@ struct RowScaler {
   float* results;
   bool first;
 
-  /// Where scales are those of 128 x 128 weights, fp32, and stripes lie in one such block: the factors of all
-  /// tokens. Later scalings of `pair` may go by rows then.
+  /// Where scales are those of 128 x 128 weights, fp32, and stripes lie in one such block (kOfStripe: they
+  /// do): the factors of all tokens. Later scalings of `pair` may go by rows then.
+  template <bool kOfStripe>
   FMOE_INLINE void Prepare(GroupPair& pair) {
     pair.by_rows = pair.groups == 2 && pair.token_scale[0] != nullptr;
     for (int i = 0; i < 4 && pair.by_rows; ++i) {
       const int group = i / 2, stripe = i % 2;
       const float* scale = (const float*)pair.scales[group][stripe];
-      pair.by_rows = AllWithin(LoadReals(scale), scale[0], scale[0]);
+      if constexpr (!kOfStripe) {
+        pair.by_rows = AllWithin(LoadReals(scale), scale[0], scale[0]);
+      }
       const Reals weights = SetReals(scale[0]);
       for (int tile = 0; tile < 2; ++tile) {
         const Reals tokens = LoadReals(pair.token_scale[group] + tile * pair.tile_tokens);

@@ -12,7 +12,7 @@ namespace {
 
 template <WeightKernel kWeight, bool kBytes, bool kRounded>
 void RunTileGemm(const TileGemm* gemm) {
-  if constexpr (kWeight == kWeightE4m3Scaled && !kRounded) {
+  if constexpr (TilePanel<kWeight, kRounded>::kE4m3Scaled && !kRounded) {
     if (gemm->weight_group == 128 && gemm->scale_group % 128 == 0) {
       TileEngine<kWeight, kBytes, kRounded, 4> engine(*gemm);
       engine.Run();
@@ -50,6 +50,7 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.bf16[kWeightBf16] = MakeTileFormat<kWeightBf16, false>();
   kernels.bf16[kWeightE4m3] = MakeTileFormat<kWeightE4m3, false>();
   kernels.bf16[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false>();
+  kernels.bf16[kWeightE4m3Stripe] = MakeTileFormat<kWeightE4m3Stripe, false>();
   kernels.bf16[kWeightMxfp8] = MakeTileFormat<kWeightMxfp8, false>();
   kernels.bf16[kWeightNvfp4] = MakeTileFormat<kWeightNvfp4, false>();
   kernels.bf16[kWeightMxfp4] = MakeTileFormat<kWeightMxfp4, false>();
@@ -68,6 +69,7 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
   kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
   kernels.rounded[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false, true>();
+  kernels.rounded[kWeightE4m3Stripe] = MakeTileFormat<kWeightE4m3Stripe, false, true>();
   kernels.pack = &PackTile;
   kernels.pack_rounded = &PackTileRounded;
   kernels.pack_nvfp4 = &PackTileNvfp4;

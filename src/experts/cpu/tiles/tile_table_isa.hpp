@@ -83,7 +83,7 @@ struct TileGemm {
   int64_t num_stripes;   ///< of the matrix; where it is odd, the last one has no partner
   int64_t first_pair, end_pair;
   int64_t scale_group;       ///< k that share a TileJob::scale; 0: all of K
-  int64_t weight_group;      ///< kWeightE4m3Scaled: 128 where pairs of its groups of 64 share a scale
+  int64_t weight_group;      ///< FP8 in blocks: 128 where pairs of groups of 64 share a scale
   GroupScales group_scales;  ///< of integers in groups
   uint8_t* scratch;          ///< kTileScratchBytes, aligned to 64
   TileBegin begin;

@@ -25,7 +25,9 @@ struct TileSteps {
   static constexpr int kGroupSteps = kStepsOfGroup;
   static constexpr bool kFlush = kGroupSteps != 0;
   /// Whether pairs of groups may be scaled by rows: groups of 128 k, scales of weights in fp32.
-  static constexpr bool kByRows = Panel::kScaleBytes == 64 && kGroupSteps == 4;
+  static constexpr bool kByRows = (Panel::kScaleBytes == 64 || Panel::kInFront) && kGroupSteps == 4;
+  /// Whether decoding takes scales from in front of the stripe.
+  static constexpr bool kScalesApart = kRounded && Panel::kInFront;
   static constexpr int kStepK = kBytes ? 64 : 32;
   static constexpr int kStepsPerUnit = 64 / kStepK;  // of 64 bytes, in 64 k
   static constexpr int kUnitTileBytes = kStepsPerUnit * 2048;
@@ -65,6 +67,7 @@ struct TileWalk {
   const TileGemm& g;
   int64_t units = g.blocks * Panel::kUnits;
   int64_t block_bytes = Panel::BlockBytes(g.group_scales);
+  int64_t header_bytes = Panel::HeaderBytes(g.blocks);
 
   explicit TileWalk(const TileGemm& gemm) : g(gemm) {}
 
@@ -103,11 +106,18 @@ struct TileWalk {
   }
 
   const uint8_t* Codes(const TileCursor& c, int half) const {
-    const int64_t stripe = Min(2 * c.pair + half, g.num_stripes - 1);
-    return g.jobs[c.job].weights + stripe * g.stripe_bytes + c.unit / Panel::kUnits * block_bytes;
+    return Stripe(c, half) + header_bytes + c.unit / Panel::kUnits * block_bytes;
+  }
+  /// Of the first unit.
+  const uint8_t* Scales(const TileCursor& c, int half) const {
+    return Panel::kInFront ? Stripe(c, half) + c.unit * 4 : Codes(c, half) + Panel::kCodeBytes;
   }
 
  private:
+  const uint8_t* Stripe(const TileCursor& c, int half) const {
+    return g.jobs[c.job].weights + Min(2 * c.pair + half, g.num_stripes - 1) * g.stripe_bytes;
+  }
+
   int64_t Granules() const { return (units + Shape::kGranule - 1) / Shape::kGranule; }
 
   /// K blocks of nearly the same size.
