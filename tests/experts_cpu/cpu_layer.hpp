@@ -179,6 +179,13 @@ struct Runner {
   Workspace workspace;
 };
 
+/// This machine with a matrix unit: where it has none, the kernels run on the emulation.
+inline Machine MachineWithTiles() {
+  Machine machine = HostMachine();
+  machine.isa_mask |= 1U << static_cast<int>(Isa::kAmx);
+  return machine;
+}
+
 /// This machine, with a level that is asked for and whose units the kernels emulate where they are missing.
 inline Machine MachineFor(const std::string& isa) {
   Machine machine = HostMachine();
@@ -188,9 +195,8 @@ inline Machine MachineFor(const std::string& isa) {
   return machine;
 }
 
-inline Runner MakeRunner(const Layer& layer, const Executor& executor = {}) {
+inline Runner MakeRunnerOn(const Machine& machine, const Layer& layer, const Executor& executor = {}) {
   const Backend& backend = kCpuFusedBackend;
-  const Machine machine = MachineFor(layer.problem.isa);
   for (const Verdict& verdict : backend.supports(layer.problem, machine)) {
     ADD_FAILURE() << verdict.sentence;
   }
@@ -204,6 +210,10 @@ inline Runner MakeRunner(const Layer& layer, const Executor& executor = {}) {
   runner.experts = *std::move(experts);
   runner.workspace = *Workspace::Allocate(book.total_bytes());
   return runner;
+}
+
+inline Runner MakeRunner(const Layer& layer, const Executor& executor = {}) {
+  return MakeRunnerOn(MachineFor(layer.problem.isa), layer, executor);
 }
 
 inline std::vector<float> RunBatch(const Layer& layer, const Runner& runner, const Batch& batch,

@@ -131,7 +131,7 @@ constexpr uint64_t kIntegerDigests[] = {
 };
 constexpr uint64_t kFloatDigests[] = {
     0x57942ba222f11de9, 0xc701f0999c4ea1d3, 0x9850a1fa864e4344, 0x8b8c8f41059b4ba4,
-    0x39028ba6d83e5b27, 0, 0x06ce435c1a83f805, 0x9c5d89f1c7218dcb,
+    0x39028ba6d83e5b27, 0x62d4ece91191ec79, 0x06ce435c1a83f805, 0x9c5d89f1c7218dcb,
 };
 
 template <size_t kCount>

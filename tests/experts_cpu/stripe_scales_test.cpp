@@ -1,12 +1,16 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <map>
+#include <string_view>
 #include <vector>
 
 #include "cpu_layer.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "kernel_stripes.hpp"
+#include "layer/kernel_builder.hpp"
 #include "weights/slice.hpp"
 
 /// FP8 in blocks whose scales stand once for a stripe (PanelScale::kStripeF32) beside the same weights with a
@@ -211,23 +215,30 @@ TEST(Tiles_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   }
 }
 
-/// Whole layers at every level.
+/// Whole layers at every level, emulated where this machine has it not.
 TEST(Layer_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
-  for (const std::string& isa : cpu_test::HostIsas()) {
+  std::vector<std::string> isas = cpu_test::HostIsas();
+  if (FindTileFormat(kWeightE4m3Stripe, false, false) != nullptr &&
+      std::find(isas.begin(), isas.end(), "amx") == isas.end()) {
+    isas.emplace_back("amx");
+  }
+  for (const std::string& isa : isas) {
+    const Machine machine = isa == "amx" ? cpu_test::MachineWithTiles() : cpu_test::MachineFor(isa);
     for (const char* scheme : {"fp8_w8a16:block128", "fp8_w8a8:block128"}) {
       for (const ActivationMode mode : {ActivationMode::kAsCheckpoint, ActivationMode::kA8}) {
         for (const char* name : {"latency", "throughput"}) {
-          if (mode == ActivationMode::kA8 && scheme[6] == '8') {
-            continue;  // quantized as they are
+          const bool pairs = isa == "avx512_bf16" || isa == "avx512_fp16";
+          if (mode == ActivationMode::kA8 && !(pairs && std::string_view(scheme) == "fp8_w8a16:block128")) {
+            continue;  // has no meaning there
           }
           LayerSpec spec{.scheme = scheme, .hidden = 1160, .intermediate = 200, .experts = 2};
           spec.mode = mode;
           Layer layer = MakeLayer(spec);
           layer.problem.isa = isa;
           layer.problem.mode = name;
-          const cpu_test::Runner stripes = cpu_test::MakeRunner(layer);
+          const cpu_test::Runner stripes = cpu_test::MakeRunnerOn(machine, layer);
           layer.problem.weights_cut_stripes = true;
-          const cpu_test::Runner rows = cpu_test::MakeRunner(layer);
+          const cpu_test::Runner rows = cpu_test::MakeRunnerOn(machine, layer);
           ASSERT_NE(stripes.weights->layout_key, rows.weights->layout_key);
           for (const int64_t tokens : {1, 4, 40}) {
             const cpu_test::Batch batch = cpu_test::MakeBatch(spec, tokens, 3);
@@ -261,6 +272,9 @@ TEST(Weights_ThatCutStripes, AreRefusedWhereNobodySaidSo) {
       for (const CanonicalExpert& expert : whole.experts) {
         layer.experts.push_back(RowsFrom(expert, first, 120));
       }
+      const Result<MoeProblem> problem = MakeProblem(layer.problem.config, layer.Source(), LayerOptions{});
+      ASSERT_TRUE(problem.ok()) << problem.status().ToString();
+      EXPECT_EQ(problem->weights_cut_stripes, first == 72) << "what a layer of such slices is planned for";
       layer.problem.config.parallel.tp_size = 2;  // down begins inside a group of scales
       layer.problem.config.parallel.tp_rank = 1;
       const Result<PreparedWeights> prepared =

@@ -11,13 +11,6 @@
 namespace fusedmoe::cpu_test {
 namespace {
 
-/// This machine with a matrix unit: where it has none, the kernels run on the emulation.
-Machine MachineWithTiles() {
-  Machine machine = HostMachine();
-  machine.isa_mask |= 1U << static_cast<int>(Isa::kAmx);
-  return machine;
-}
-
 Layer TileLayer(const LayerSpec& spec, const std::string& mode = "throughput") {
   Layer layer = MakeLayer(spec);
   layer.problem.isa = "amx";
@@ -26,19 +19,7 @@ Layer TileLayer(const LayerSpec& spec, const std::string& mode = "throughput") {
 }
 
 Runner MakeTileRunner(const Layer& layer, const Machine& machine = MachineWithTiles()) {
-  const Backend& backend = kCpuFusedBackend;
-  for (const Verdict& verdict : backend.supports(layer.problem, machine)) {
-    ADD_FAILURE() << verdict.sentence;
-  }
-  Runner runner;
-  runner.weights = std::make_shared<const PreparedWeights>(
-      *backend.prepare(layer.problem, machine, layer.Source(), Executor{}));
-  WorkspaceBook book;
-  Result<std::unique_ptr<Experts>> experts = backend.create(layer.problem, machine, runner.weights, book);
-  EXPECT_TRUE(experts.ok()) << experts.status().ToString();
-  runner.experts = *std::move(experts);
-  runner.workspace = *Workspace::Allocate(book.total_bytes());
-  return runner;
+  return MakeRunnerOn(machine, layer);
 }
 
 void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_counts, bool tiles = true) {
