@@ -139,7 +139,8 @@ void PackPanelScales(const CanonicalMatrix& matrix, const PanelFormat& format,
 /// The factor of each of the 16 rows that the kernels apply at the end: channel scale times tensor scale.
 void PanelRowScales(const CanonicalMatrix& matrix, int64_t stripe, float* out);
 
-/// The inverse: the real value of element (row of the stripe of so many blocks, packed k), without row scales.
+/// The inverse: the real value of element (row of the stripe of so many blocks, packed k), without row
+/// scales.
 float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blocks, int64_t row,
                  int64_t packed_col);
 

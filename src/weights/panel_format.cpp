@@ -119,10 +119,10 @@ bool PanelFormat::Holds(const PanelFormat& other) const {
 std::string PanelFormat::ToString() const {
   constexpr const char* kZeros[] = {"", " and zero", " and F32 zero", " and minimum"};
   const std::string scales =
-      scale == PanelScale::kNone ? ""
-                                 : fmt::format(", {}{} per {}{}", ScaleName(scale),
-                                               kZeros[static_cast<int>(zeros)],
-                                               scale == PanelScale::kStripeF32 ? "16x" : "", group);
+      scale == PanelScale::kNone
+          ? ""
+          : fmt::format(", {}{} per {}{}", ScaleName(scale), kZeros[static_cast<int>(zeros)],
+                        scale == PanelScale::kStripeF32 ? "16x" : "", group);
   return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
 }
 

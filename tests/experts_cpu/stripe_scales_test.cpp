@@ -42,7 +42,8 @@ Both MakeBoth(int64_t num_stripes, int64_t blocks, std::mt19937& random) {
     float scale = 0;
     for (int64_t b = 0; b < blocks; ++b, codes += 1024, block += kRows.block_bytes()) {
       if (b % 2 == 0) {
-        scale = std::ldexp(1.0F + static_cast<float>(random() & 255) / 256.0F, static_cast<int>(random() % 6) - 3);
+        scale = std::ldexp(1.0F + static_cast<float>(random() & 255) / 256.0F,
+                           static_cast<int>(random() % 6) - 3);
         scale = random() % 2 == 0 ? scale : -scale;
       }
       for (int64_t i = 0; i < 1024; ++i) {
@@ -88,8 +89,7 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
             memory.emplace_back(static_cast<size_t>(words + 64));
             float* values = memory.back().data();
             view = ViewTile(values, kWeightE4m3Stripe, kind, k, height);
-            const int64_t code_words =
-                kind == kTileF32 ? k * height : k * height * Planes(kind) / 2;
+            const int64_t code_words = kind == kTileF32 ? k * height : k * height * Planes(kind) / 2;
             for (int64_t i = 0; i < code_words; ++i) {
               const float value = static_cast<float>(random() & 0xffff) / 32768.0F - 1.0F;
               const uint32_t pair = kind == kTileF16 ? 0x38003a00U ^ (random() & 0x80ff80ffU)
@@ -284,9 +284,10 @@ TEST(Weights_ThatCutStripes, AreRefusedWhereNobodySaidSo) {
         EXPECT_EQ(prepared->layout_key.find("16x64") == std::string::npos, said);
       } else {
         ASSERT_FALSE(prepared.ok());
-        EXPECT_NE(prepared.status().ToString().find("gate has format n16k64(F8_E4M3, F32 per 64); the plan was "
-                                                    "made for n16k64(F8_E4M3, F32 per 16x64)"),
-                  std::string::npos)
+        EXPECT_NE(
+            prepared.status().ToString().find("gate has format n16k64(F8_E4M3, F32 per 64); the plan was "
+                                              "made for n16k64(F8_E4M3, F32 per 16x64)"),
+            std::string::npos)
             << prepared.status().ToString();
       }
     }

@@ -441,7 +441,8 @@ TEST(Panel_ScalesOfStripes, StandInFront) {
     float header[32];
     std::memcpy(header, panels.bytes.data() + stripe * panels.stripe_bytes, sizeof(header));
     for (int64_t group = 0; group < 32; ++group) {
-      EXPECT_EQ(header[group], group < 18 ? scales[stripe / 8 * 9 + group / 2] : 0.0F) << stripe << " " << group;
+      EXPECT_EQ(header[group], group < 18 ? scales[stripe / 8 * 9 + group / 2] : 0.0F)
+          << stripe << " " << group;
     }
   }
   // Columns that begin inside a block, and end inside of one.
@@ -459,8 +460,9 @@ TEST(Panel_ScalesOfStripes, OnlyWhereNoBlockEndsInAStripe) {
     int64_t first, rows;
     bool cut;
   };
-  for (const Case& each : {Case{0, 300, false}, Case{48, 252, false}, Case{40, 260, true}, Case{8, 120, false},
-                           Case{8, 121, true}, Case{120, 8, false}, Case{124, 8, true}, Case{1, 15, false}}) {
+  for (const Case& each :
+       {Case{0, 300, false}, Case{48, 252, false}, Case{40, 260, true}, Case{8, 120, false},
+        Case{8, 121, true}, Case{120, 8, false}, Case{124, 8, true}, Case{1, 15, false}}) {
     const CanonicalMatrix slice = Rows(matrix, each.first, each.rows);
     EXPECT_EQ(CutsStripes(slice), each.cut) << each.first;
     const Panels panels = Pack(slice);

@@ -132,8 +132,8 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       for (int64_t line = 0; line * 64 < last; ++line) {
         PrefetchFar(asked + line * 64);
       }
-      ShortUnits<kWeight, kTileF32, kHeight, 1>(
-          stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1), 0, 0, words, tile->scale, totals);
+      ShortUnits<kWeight, kTileF32, kHeight, 1>(stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1),
+                                                0, 0, words, tile->scale, totals);
       stripes += last;
     }
     Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16, totals[t]); });

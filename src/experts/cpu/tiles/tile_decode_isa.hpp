@@ -40,11 +40,11 @@ struct TilePanel {
   /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales.
   static constexpr int kUsualBytes = kCodeBytes + (kGrouped ? kBlockGroups * 48 : kScaleBytes);
   /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
-  static constexpr int kFlush = kRounded                                   ? 0
-                                : kGroup32                                 ? 32
-                                : kGroup128                                ? 128
+  static constexpr int kFlush = kRounded                  ? 0
+                                : kGroup32                ? 32
+                                : kGroup128               ? 128
                                 : kGrouped || kE4m3Scaled ? 64
-                                                                           : 0;
+                                                          : 0;
 
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
     return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kUsualBytes;
@@ -76,19 +76,19 @@ FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, GroupScales type, float impl
 template <WeightKernel kWeight, bool kBytes, bool kRounded>
 struct TileDecoder {
   using Panel = TilePanel<kWeight, kRounded>;
-  static constexpr bool kHalves = kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 ||
-                                  Panel::kE4m3Scaled || (Panel::kU8 && !kBytes);
+  static constexpr bool kHalves =
+      kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 || Panel::kE4m3Scaled || (Panel::kU8 && !kBytes);
   static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
   static constexpr bool kFloatScaled = Panel::kE4m3Scaled && kRounded;
   static constexpr int kShift = kHalves && !kFloatScaled ? 96 : 0;
   /// Of a decoded value: times this it is what the vector kernels decode to (KernelOutputScale).
-  static constexpr float kPost = kWeight == kWeightNvfp4                                  ? 65536.0F / 128
-                                 : kWeight == kWeightMxfp4                                ? 2.0F
-                                 : kFloatScaled                                           ? 1.0F / (16 * 256)
+  static constexpr float kPost = kWeight == kWeightNvfp4                        ? 65536.0F / 128
+                                 : kWeight == kWeightMxfp4                      ? 2.0F
+                                 : kFloatScaled                                 ? 1.0F / (16 * 256)
                                  : kWeight == kWeightE4m3 || Panel::kE4m3Scaled ? 4096.0F / 256
-                                 : kWeight == kWeightMxfp8                                ? 1.0F / 256
-                                 : kHalves                                                ? 65536.0F
-                                                                                          : 1.0F;
+                                 : kWeight == kWeightMxfp8                      ? 1.0F / 256
+                                 : kHalves                                      ? 65536.0F
+                                                                                : 1.0F;
   Words table, scale;
   Words offset, exponent;  // kRounded; kBytes: offset holds the zero points
   GroupScales type;

@@ -148,8 +148,8 @@ struct TileEngine {
   /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions, and
   /// also(place).
   template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, typename Also>
-  FMOE_INLINE void Step(Tiles& t, const typename Feeder::Feed& f, Decoder& d, const StepTiles& at, const SumChange& change,
-                        const Also& also) {
+  FMOE_INLINE void Step(Tiles& t, const typename Feeder::Feed& f, Decoder& d, const StepTiles& at,
+                        const SumChange& change, const Also& also) {
     Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
       constexpr int kBegin = decltype(place){} * kParts / kPlaces;

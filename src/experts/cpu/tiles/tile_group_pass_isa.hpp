@@ -56,7 +56,7 @@ struct GroupPasses {
     for (int stripe = 0; stripe < 2; ++stripe) {
       p.scales[group][stripe] = pass.scales[stripe] + (Panel::kInFront   ? index * 4
                                                        : Panel::kGroup32 ? index / 2 * e.walk.block_bytes +
-                                                                             index % 2 * GroupBytes(p.type)
+                                                                               index % 2 * GroupBytes(p.type)
                                                                          : index * e.walk.block_bytes);
     }
     p.token_scale[group] =
