@@ -90,6 +90,8 @@ class MatrixPacking {
     return Status::Ok();
   }
 
+  void AskPages(int64_t stripe) const { packer_->AskPages(stripe); }
+
   void Pack(int64_t stripe, const MatrixPacking* next, int64_t next_stripe) {
     const CanonicalMatrix& canonical = *matrix_->canonical;
     const int64_t position = stripe * matrix_->shape->parts + matrix_->part;
@@ -164,6 +166,9 @@ Status PackExpert(const CpuPlan& plan, const CanonicalExpert& expert, const Pack
   add(2, 3, plan.down.stripes);
   for (size_t i = 0; i < steps.size(); ++i) {
     const Step next = i + 1 < steps.size() ? steps[i + 1] : Step{};
+    if (i + 2 < steps.size()) {
+      steps[i + 2].packing->AskPages(steps[i + 2].stripe);
+    }
     steps[i].packing->Pack(steps[i].stripe, next.packing, next.stripe);
   }
   if (share.index > 0) {

@@ -10,6 +10,9 @@
 namespace fusedmoe::cpu {
 namespace {
 
+/// Codes come from files and from the heap, whose pages are small.
+constexpr int64_t kPageBytes = 4096;
+
 PanelTransform TransformOf(DType element, const PanelFormat& format) {
   if (DTypeBits(element) == 6) {
     return kPanelSixBits;
@@ -190,6 +193,20 @@ void PanelPacker::PackProducts(int64_t first_row, int64_t rows, uint8_t* out) {
   codes_.blocks = source_.blocks;
   codes_.out = out;
   table_.pack_panel[kPanelWords](&codes_);
+}
+
+void PanelPacker::AskPages(int64_t index) const {
+  if (transform_ == kNumPanelTransforms || !AsksByLines(transform_)) {
+    return;
+  }
+  const int64_t first_row = index * kPanelRows;
+  const int64_t rows = std::clamp<int64_t>(matrix_.rows - first_row, 0, kPanelRows);
+  const int64_t stride = matrix_.codes.view().stride_bytes(0);
+  const uint8_t* first = Bytes(matrix_.codes.view().data()) + first_row * stride;
+  for (const uint8_t* at = first; at < first + rows * stride; at += kPageBytes) {
+    __builtin_prefetch(at);
+    asm volatile("");  // GCC drops calls of a function that only prefetches
+  }
 }
 
 uint32_t PanelPacker::Pack(int64_t index, std::byte* out, const PanelPacker* next, int64_t next_index) {

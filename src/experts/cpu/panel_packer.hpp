@@ -31,6 +31,12 @@ class PanelPacker {
   /// numbers.
   uint32_t Pack(int64_t stripe, std::byte* out, const PanelPacker* next = nullptr, int64_t next_stripe = 0);
 
+  /// For a stripe behind the next one: a line of each page of its codes, so that their addresses are known
+  /// when the rest is asked for line by line. Requests that wait for a translation hold up those behind them:
+  /// from pages of 4 KB nibbles packed at 86 % of a copy without, at 100 with it, codes alone (Zen 5). Bytes,
+  /// which are asked for by pieces, lost 3 %.
+  void AskPages(int64_t stripe) const;
+
  private:
   void PlaceColumns();
   void PointAtCodes(int64_t first_row, const uint8_t** rows) const;

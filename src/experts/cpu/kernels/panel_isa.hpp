@@ -107,14 +107,8 @@ FMOE_INLINE void CopySides(uint8_t* out, const uint8_t* sides, int64_t bytes) {
 ///     row 1   [ .. ..       ]
 ///
 /// So a stripe is read while another one is packed: 201 MB of nibbles in 6.3 ms instead of 8 to 9.5 by
-/// pieces; packing alone takes 4.3, plain reading 4.9. Into fresh pages, from pages that are known, that is
-/// 93 % of the rate of a copy instead of 77 to 85, of 6 bits 76 instead of 73 (Zen 5).
-///
-/// Codes come from files and from the heap, whose pages are small, and requests that wait for the address of
-/// a page hold up those behind them. So the first request to a page brings one to the page behind it: rows,
-/// stripes and neighbours of gate and up follow each other in memory. (A request beyond them all reads
-/// nothing.) All pages of a stripe at once, before the one ahead of it was packed, held up its stores: codes
-/// alone 46.7 to 48.1 ms instead of 45.4 to 46.9 (256 MB, copy 38; Zen 4).
+/// pieces; packing alone takes 4.3, plain reading 4.9. Into fresh pages, from pages that are known
+/// (AskPages), that is 93 % of the rate of a copy instead of 77 to 85, of 6 bits 76 instead of 73 (Zen 5).
 class LinesAhead {
  public:
   FMOE_FLAT LinesAhead(const PanelArguments* a, int64_t bytes)
@@ -130,10 +124,6 @@ class LinesAhead {
       return;
     }
     PrefetchBeside(at_, line);
-    const uintptr_t address = (uintptr_t)at_;
-    if (address % kPageBytes < 64) {
-      Prefetch((const uint8_t*)(address + kPageBytes));
-    }
     at_ += 64;
     if (at_ >= end_) {
       row_ = (row_ + 1) % 16;
@@ -143,7 +133,6 @@ class LinesAhead {
   }
 
  private:
-  static constexpr uintptr_t kPageBytes = 4096;
   const uint8_t* const* next_;
   int64_t bytes_, row_ = 0;
   const uint8_t *at_, *end_;

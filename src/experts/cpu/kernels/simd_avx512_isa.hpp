@@ -320,17 +320,10 @@ FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* li
 
 /// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
 FMOE_INLINE Ints ShuffleNibbles(Ints x) {
-#if defined(__AVX512VBMI__)
-  // Bytes that begin at k 0-3, and those that end with k 4-7.
-  const Ints low = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x2c2824200c080400), x);
-  const Ints high = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x3834302c1814100c), x);
-  return _mm512_ternarylogic_epi32(IntSet(0x0f0f0f0f), low, high, 0xca);
-#else
   Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
   x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
   t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
   return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
-#endif
 }
 
 /// kSplit: the low words of all lanes, then the high ones.
@@ -349,70 +342,27 @@ FMOE_INLINE Ints LimitBytes(Ints x, int32_t mask, int32_t least) {
   return _mm512_max_epu8(_mm512_and_si512(x, _mm512_set1_epi32(mask)), _mm512_set1_epi32(least));
 }
 
-/// Where words of a line come from behind, or in front of, a turn of four bytes of each of four rows into
-/// four times the bytes of four rows, in every 16 bytes: sixteen rows; eight rows in each half; the way back.
-enum ByteTurn : int { kTurnBytes, kTurnHalves, kTurnHalvesBack };
-constexpr int kTurnedWords[3][16] = {{0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
-                                     {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
-                                     {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15}};
-
-#if defined(__AVX512VBMI__)
-/// Both in one look-up.
-struct TurnTable {
-  alignas(64) uint8_t at[64];
-  /// `words_first`: words move before the bytes of sixteen are turned.
-  constexpr TurnTable(const int* words, bool words_first) : at{} {
-    for (int i = 0; i < 64; ++i) {
-      const int word = words_first ? i / 16 * 4 + i % 4 : words[i / 4];
-      const int turned = words_first ? i % 16 / 4 : i % 4 * 4 + word % 4;
-      at[i] = (uint8_t)(words_first ? words[word] * 4 + turned : word / 4 * 16 + turned);
-    }
-  }
-};
-constexpr TurnTable kTurnTables[3] = {{kTurnedWords[kTurnBytes], false},
-                                      {kTurnedWords[kTurnHalves], false},
-                                      {kTurnedWords[kTurnHalvesBack], true}};
-constexpr TurnTable kWordsOfColumns = {kTurnedWords[kTurnBytes], true};
-
-FMOE_INLINE Ints TurnAs(const TurnTable& table, Ints x) {
-  return _mm512_permutexvar_epi8(_mm512_load_si512(table.at), x);
-}
-FMOE_INLINE void TurnBytes(Ints* line) {
-  line[0] = TurnAs(kTurnTables[kTurnBytes], line[0]);
-}
-FMOE_INLINE void TurnHalves(Ints* line) {
-  line[0] = TurnAs(kTurnTables[kTurnHalves], line[0]);
-}
-FMOE_INLINE void TurnHalvesBack(Ints* line) {
-  line[0] = TurnAs(kTurnTables[kTurnHalvesBack], line[0]);
-}
-FMOE_INLINE Ints WordsOfFour(Ints x) {
-  return TurnAs(kWordsOfColumns, x);
-}
-#else
+/// Four bytes of each of four rows to four times the bytes of four rows, in every 16 bytes.
 FMOE_INLINE Ints TurnFours(Ints x) {
   return _mm512_shuffle_epi8(
       x, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)));
 }
-FMOE_INLINE Ints TurnedWords(ByteTurn turn) {
-  return _mm512_loadu_si512(kTurnedWords[turn]);
-}
-/// The bytes of sixteen rows.
+
+/// The same of sixteen rows.
 FMOE_INLINE void TurnBytes(Ints* line) {
-  line[0] = _mm512_permutexvar_epi32(TurnedWords(kTurnBytes), TurnFours(line[0]));
+  const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
 }
-/// Those of eight rows in each half of a line, and the way back.
+
+/// The same of eight rows in each half of a line, and the way back.
 FMOE_INLINE void TurnHalves(Ints* line) {
-  line[0] = _mm512_permutexvar_epi32(TurnedWords(kTurnHalves), TurnFours(line[0]));
+  const Ints lanes = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  line[0] = _mm512_permutexvar_epi32(lanes, TurnFours(line[0]));
 }
 FMOE_INLINE void TurnHalvesBack(Ints* line) {
-  line[0] = TurnFours(_mm512_permutexvar_epi32(TurnedWords(kTurnHalvesBack), line[0]));
+  const Ints lanes = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, line[0]));
 }
-/// The way back of sixteen rows.
-FMOE_INLINE Ints WordsOfFour(Ints x) {
-  return TurnFours(_mm512_permutexvar_epi32(TurnedWords(kTurnBytes), x));
-}
-#endif
 
 /// The high nibbles of the first half of a line change places with the low ones of the second.
 FMOE_INLINE void ExchangeNibbles(Ints* line) {
@@ -440,7 +390,8 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   x = _mm512_inserti32x4(x, column(1), 1);
   x = _mm512_inserti32x4(x, column(2), 2);
   x = _mm512_inserti32x4(x, column(3), 3);
-  line[0] = WordsOfFour(x);
+  const Ints lanes = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, x));
 }
 
 /// table[byte] of bytes below 64.
