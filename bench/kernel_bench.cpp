@@ -205,17 +205,18 @@ void Tile(benchmark::State& state, const Bench& bench, const Named& named, const
 }
 
 void RegisterTiles(const Bench& bench) {
-  const TileKernels& kernels = HostTileKernels();
-  const std::pair<const char*, const TileFormat*> kinds[] = {
-      {"bf16", kernels.bf16}, {"rounded", kernels.rounded}, {"int8", kernels.int8}};
+  const std::pair<const char*, TileWeights> kinds[] = {{"bf16", kExactWeights},
+                                                       {"rounded", kRoundedInF16},
+                                                       {"rounded_f32", kRoundedInF32},
+                                                       {"int8", kInt8Weights}};
   for (const Named& named : kKernels) {
-    for (const auto& [kind, formats] : kinds) {
-      const TileFormat& format = formats[named.kernel];
+    for (const auto& [kind, weights] : kinds) {
+      const TileFormat& format = HostTileKernels(weights).formats[weights][named.kernel];
       for (const int64_t tokens : {16, 32, 64, 128, 256}) {
         if (format.gemm == nullptr) {
           continue;
         }
-        const bool int8 = formats == kernels.int8;
+        const bool int8 = weights == kInt8Weights;
         const std::string name =
             std::string("tile/amx/") + named.name + "/" + kind + "/tokens:" + std::to_string(tokens) + "/l2";
         benchmark::RegisterBenchmark(name.c_str(), [&bench, &named, &format, int8,

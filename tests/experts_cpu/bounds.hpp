@@ -35,6 +35,7 @@ constexpr double kBf16Bound = 0x1p-8;
 /// But for weights whose groups have scales that bf16 does not hold (INT4, FP8 in blocks): in tiles they are
 /// rounded together with the scale of their group, which is an f16 number there, to 11 bits and then to bf16,
 /// by at most (2^-9 + 2 * 2^-12) of themselves, once in down and twice (gate and up are multiplied) before.
+/// Those that are computed in fp32 (groups of 16, zero points that are numbers, two levels) by less.
 constexpr double kRoundedTileBound = kBf16Bound + 3 * (0x1p-9 + 0x1p-11);
 
 /// F16 layers: two planes of bf16 leave less than 2^-18 of a value (docs/accuracy.md).
@@ -51,12 +52,6 @@ inline PanelFormat PanelOf(const LayerSpec& spec) {
   return *ChoosePanelFormat(weight, spec.zero_points);
 }
 
-/// Integers in groups of 16, and zero points that are numbers, have no tiles: vectors take all tokens.
-inline bool HasTiles(const LayerSpec& spec) {
-  const PanelFormat panel = PanelOf(spec);
-  return panel.zeros != PanelZero::kFloats && !(IsPanelInteger(panel.code) && panel.group == 16);
-}
-
 /// The bound of one level; on `amx` of either unit, the tiles and the vectors beside them.
 inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const Scheme scheme = *ParseScheme(spec.scheme);
@@ -69,9 +64,10 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   }
   const PanelFormat panel = PanelOf(spec);
   const DType code = panel.code;
-  if (isa == "amx" && HasTiles(spec)) {
+  if (isa == "amx") {
     const bool blocks = fp8 && (panel.scale == PanelScale::kF32 || panel.scale == PanelScale::kStripeF32);
-    return std::max(code == DType::kU4 || blocks ? kRoundedTileBound : kBf16Bound,
+    const bool rounded_bytes = code == DType::kU8 && (panel.group == 16 || panel.zeros == PanelZero::kFloats);
+    return std::max(code == DType::kU4 || blocks || rounded_bytes ? kRoundedTileBound : kBf16Bound,
                     spec.mode == ActivationMode::kA8 ? kA8Bound : 0.0);
   }
   if (spec.mode == ActivationMode::kA8) {

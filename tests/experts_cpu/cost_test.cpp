@@ -127,6 +127,14 @@ TEST(CpuCost, FindCost_PrefersWhatWasMeasuredHere) {
   const CostChoice near = FindCost(nullptr, machine, Isa::kAmx, kWeightU8Group32, kTileA8, true);
   ASSERT_NE(near.row, nullptr);
   EXPECT_EQ(near.row->weights.rfind("u8", 0), 0U);
+  // Kernels of GGUF types have no figures of their own: those of the same activations, in groups as long.
+  const CostChoice super = FindCost(nullptr, machine, Isa::kAmx, kWeightU4Super32, kTileA16, false);
+  ASSERT_NE(super.row, nullptr);
+  EXPECT_EQ(super.row->weights + " " + super.row->activations, "u4_group32 a16");
+  EXPECT_NE(super.source.find("and int4_w4a16:g32"), std::string::npos) << super.source;
+  const CostChoice bytes = FindCost(nullptr, machine, Isa::kAmx, kWeightU8Super16, kTileA8, false);
+  ASSERT_NE(bytes.row, nullptr);
+  EXPECT_EQ(bytes.row->weights + " " + bytes.row->activations, "u8_group32 a8");
   EXPECT_EQ(FindCost(nullptr, machine, Isa::kNeon, kWeightNvfp4, kTileA16, false).row, nullptr);
 }
 

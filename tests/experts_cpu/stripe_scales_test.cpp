@@ -143,7 +143,7 @@ struct Sums {
 
 /// Tiles of this host, or the emulated ones: rounded weights, and sums that are scaled after 64 and 128 k.
 TEST(Tiles_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
-  if (FindTileFormat(kWeightE4m3Stripe, false, false) == nullptr) {
+  if (FindTileFormat(kWeightE4m3Stripe, kExactWeights) == nullptr) {
     GTEST_SKIP() << "no tiles in this build";
   }
   std::mt19937 random(22);
@@ -200,7 +200,10 @@ TEST(Tiles_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
           };
           gemm.begin_context = gemm.finish_context = &sums[i];
           gemm.finish_tokens = 1;
-          FormatOf(kernels, i == 0 ? kWeightE4m3Scaled : kWeightE4m3Stripe, false, way.rounded).gemm(&gemm);
+          kernels
+              .formats[way.rounded ? kRoundedInF16 : kExactWeights]
+                      [i == 0 ? kWeightE4m3Scaled : kWeightE4m3Stripe]
+              .gemm(&gemm);
         }
         ASSERT_EQ(sums[0].of.size(), static_cast<size_t>(3 * tokens));
         for (const auto& [at, expected] : sums[0].of) {
@@ -218,7 +221,7 @@ TEST(Tiles_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
 /// Whole layers at every level, emulated where this machine has it not.
 TEST(Layer_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   std::vector<std::string> isas = cpu_test::HostIsas();
-  if (FindTileFormat(kWeightE4m3Stripe, false, false) != nullptr &&
+  if (FindTileFormat(kWeightE4m3Stripe, kExactWeights) != nullptr &&
       std::find(isas.begin(), isas.end(), "amx") == isas.end()) {
     isas.emplace_back("amx");
   }

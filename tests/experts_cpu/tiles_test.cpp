@@ -1,75 +1,20 @@
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <string>
 
-#include "bounds.hpp"
-#include "experts/cpu/cpu_experts.hpp"
 #include "experts/cpu/cpu_plan.hpp"
+#include "tile_layer.hpp"
 
 /// The kernels for matrix units, on the unit of this machine or on its emulation in portable code.
+/// tiles_integers_test.cpp has what is particular to integers in groups.
 namespace fusedmoe::cpu_test {
 namespace {
 
-Layer TileLayer(const LayerSpec& spec, const std::string& mode = "throughput") {
-  Layer layer = MakeLayer(spec);
-  layer.problem.isa = "amx";
-  layer.problem.mode = mode;
-  return layer;
-}
-
-Runner MakeTileRunner(const Layer& layer, const Machine& machine = MachineWithTiles()) {
-  return MakeRunnerOn(machine, layer);
-}
-
-void ExpectClose(const LayerSpec& spec, std::initializer_list<int64_t> token_counts, bool tiles = true) {
-  const Layer layer = TileLayer(spec);
-  const Definition definition(layer);
-  const Runner runner = MakeTileRunner(layer);
-  EXPECT_EQ(static_cast<const cpu::CpuExperts&>(*runner.experts).tiles() != nullptr, tiles) << spec.scheme;
-  for (const int64_t tokens : token_counts) {
-    const Batch batch = MakeBatch(spec, tokens, static_cast<uint32_t>(17 + tokens));
-    const double error = RelativeL2(RunBatch(layer, runner, batch), definition.Forward(batch));
-    EXPECT_LE(error, BoundOf(spec, "amx")) << spec.scheme << " tokens=" << tokens << " hidden=" << spec.hidden
-                                           << " intermediate=" << spec.intermediate;
-  }
-}
-
-Batch TokensOf(const Batch& batch, const LayerSpec& spec, int64_t first, int64_t count) {
-  Batch part = batch;
-  part.tokens = count;
-  const int64_t begin = first * spec.top_k, end = (first + count) * spec.top_k;
-  part.ids.assign(batch.ids.begin() + begin, batch.ids.begin() + end);
-  part.weights.assign(batch.weights.begin() + begin, batch.weights.begin() + end);
-  part.hidden = *Tensor::Allocate(spec.dtype, Shape{count, spec.hidden});
-  std::memcpy(part.hidden.mutable_view().data(),
-              batch.hidden.view().data() + first * batch.hidden.view().stride_bytes(0),
-              static_cast<size_t>(count * batch.hidden.view().row_bytes()));
-  return part;
-}
-
-/// On one thread, and on 2, 3 and 7 that a plan knows of.
-void ExpectSameBits(const LayerSpec& spec, const Batch& batch, const std::string& mode,
-                    const Machine& machine = MachineWithTiles()) {
-  Layer layer = TileLayer(spec, mode);
-  const Runner single = MakeTileRunner(layer, machine);
-  const std::vector<float> one = RunBatch(layer, single, batch);
-  for (const int threads : {2, 3, 7}) {
-    layer.problem.num_threads = threads;
-    const Runner runner = MakeTileRunner(layer, machine);
-    const auto pool = *ThreadPool::Create(threads);
-    EXPECT_EQ(RunBatch(layer, runner, batch, pool->executor()), one) << spec.scheme << " " << threads;
-    EXPECT_EQ(RunBatch(layer, single, batch, pool->executor()), one) << spec.scheme << " planned for one";
-  }
-}
-
 TEST(Tiles, WeightOnlySchemes_AgreeWithFp64) {
   for (const char* scheme : kWeightOnlySchemes) {
-    const bool tiles = HasTiles({.scheme = scheme});
-    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23}, tiles);
+    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3}, {1, 23});
     ExpectClose(
-        {.scheme = scheme, .hidden = 384, .intermediate = 128, .experts = 2, .top_k = 2, .bias = true}, {18},
-        tiles);
+        {.scheme = scheme, .hidden = 384, .intermediate = 128, .experts = 2, .top_k = 2, .bias = true}, {18});
   }
 }
 
@@ -89,32 +34,14 @@ TEST(Tiles, GroupsThatEndInsideABlock_AgreeWithFp64) {
   ExpectClose({.scheme = "fp8_w8a16:block128", .hidden = 200, .intermediate = 130, .experts = 2}, {2, 9});
 }
 
-TEST(Tiles, ZeroPoints_AreSubtracted) {
-  for (const char* scheme : {"int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128", "int4_w4a16:channel",
-                             "int8_w8a16:g128", "int8_w8a16:channel"}) {
-    ExpectClose({.scheme = scheme, .hidden = 128, .intermediate = 128, .experts = 3, .zero_points = true},
-                {1, 21});
-  }
-}
-
-TEST(Tiles, GroupScalesOfEveryType_AgreeWithFp64) {
-  for (const LayerSpec& spec : GroupScaleSpecs()) {
-    ExpectClose(spec, {1, 21}, HasTiles(spec));
-  }
-}
-
 TEST(Tiles, PanelsWithoutTiles_AreSaidToRunOnVectors) {
-  const LayerSpec specs[] = {{.scheme = "int4_w4a16:g16"},
-                             {.scheme = "int8_w8a16:g16"},
-                             {.scheme = "int4_w4a16:g32", .zero_points = true, .float_zeros = true}};
-  for (const LayerSpec& spec : specs) {
-    const Plan plan = kCpuFusedBackend.plan(TileLayer(spec).problem, MachineWithTiles());
-    EXPECT_EQ(plan.isa, "amx") << spec.scheme;
-    EXPECT_EQ(plan.tile_tokens, 0) << spec.scheme;
-    EXPECT_NE(plan.arithmetic.find("int8"), std::string::npos) << plan.arithmetic;
-    EXPECT_EQ(plan.arithmetic.find("amx"), std::string::npos) << plan.arithmetic;
-    EXPECT_EQ(plan.intermediate_dtype, "F32") << spec.scheme;
-    EXPECT_EQ(plan.layout_error, 0.0) << spec.scheme;
+  for (const DType weights : {DType::kF32, DType::kF16}) {
+    const Plan plan = kCpuFusedBackend.plan(TileLayer({.weight_dtype = weights}).problem, MachineWithTiles());
+    EXPECT_EQ(plan.isa, "amx");
+    EXPECT_EQ(plan.tile_tokens, 0);
+    EXPECT_EQ(plan.arithmetic, "f32_fma");
+    EXPECT_EQ(plan.intermediate_dtype, "F32");
+    EXPECT_EQ(plan.layout_error, 0.0);
   }
 }
 
@@ -148,16 +75,6 @@ TEST(Tiles, AllTokensOnOneExpert_FillSeveralBlocksOfTiles) {
         {.scheme = scheme, .hidden = 128, .intermediate = 64, .experts = 1, .top_k = 1, .max_tokens = 200},
         {16, 17, 32, 33, 48, 49, 200});
   }
-}
-
-/// On int8 tiles: K blocks of eight and of six units, by one pass over their tokens and by several.
-TEST(Tiles, IntegersInGroupsWithInt8Activations_AgreeWithTheScheme) {
-  for (const char* scheme : {"int4_w4a8:g128", "int8_w8a8:block128"}) {
-    ExpectClose(
-        {.scheme = scheme, .hidden = 1408, .intermediate = 128, .experts = 1, .top_k = 1, .max_tokens = 130},
-        {5, 32, 60, 130});
-  }
-  ExpectClose({.scheme = "int4_w4a8:g128", .hidden = 768, .intermediate = 128, .experts = 2}, {9, 40});
 }
 
 /// Of so many steps that sums are finished between the tile instructions of the next pair, not in calls: in
@@ -388,32 +305,6 @@ TEST(Tiles, Plan_NamesTheUnit) {
   layer.problem.plan_tokens = 64;
   layer.problem.mode = "throughput";
   EXPECT_EQ(kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).arithmetic, "amx_int8");
-}
-
-/// Matrices stored in two types have a panel format for each GEMM, where tiles, which have one for both, do
-/// not take the layer.
-TEST(Tiles, OfMatricesOfTwoTypes_TakeTheFormatOfTheLayer) {
-  Layer layer = TileLayer({.scheme = "int8_w8a16:g32", .hidden = 128, .intermediate = 128});
-  layer.problem.weights_scale_dtype = DType::kF32;
-  layer.problem.gate_up_stored = {4, 32, false, 8, DType::kF16, 0};  // Q4_0
-  layer.problem.down_stored = {8, 32, false, 128, DType::kF16, 0};   // Q8_0
-  const cpu::CpuPlan tiles = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
-  EXPECT_TRUE(tiles.tiles.enabled);
-  EXPECT_EQ(tiles.gate_up.panel.ToString(), "n16k64(U8, F32 per 32)");
-  EXPECT_EQ(tiles.down.panel, tiles.gate_up.panel);
-  layer.problem.mode = "latency";
-  const cpu::CpuPlan vectors = cpu::MakeCpuPlan(layer.problem, MachineWithTiles());
-  EXPECT_FALSE(vectors.tiles.enabled);
-  EXPECT_EQ(vectors.gate_up.panel.ToString(), "n16k64(U4, F16 per 32)");
-  EXPECT_EQ(vectors.down.panel.ToString(), "n16k64(U8, F16 per 32)");
-  EXPECT_EQ(vectors.gate_up.kernel, cpu::kWeightU4Group32);
-  EXPECT_EQ(vectors.down.kernel, cpu::kWeightU8Group32);
-  // An expert that does not say what it was stored as.
-  const auto refused =
-      kCpuFusedBackend.prepare(layer.problem, MachineWithTiles(), layer.Source(), Executor());
-  ASSERT_FALSE(refused.ok());
-  EXPECT_NE(refused.status().ToString().find("expert 0: gate"), std::string::npos)
-      << refused.status().ToString();
 }
 
 /// Without a mode, tiles take experts from the crossover of the figures on; what nobody has measured needs

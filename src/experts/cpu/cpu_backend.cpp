@@ -50,7 +50,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   plan.activation_format = config.activation_format;
   plan.activation = problem.activation;
   plan.recipe = cpu::LayoutRecipe(cpu_plan);
-  if (cpu_plan.tiles.enabled && cpu_plan.tiles.rounded) {
+  if (cpu_plan.tiles.rounds_weights()) {
     plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
   }
   plan.intermediate_dtype = HoldsMidInBf16(cpu_plan) ? "BF16" : "F32";

@@ -14,17 +14,32 @@
 namespace fusedmoe::cpu {
 namespace {
 
-constexpr int kStranger = 4;
+constexpr int kOtherWeights = 3, kOtherActivations = 16, kStranger = 64;
 
-/// How far a row is from the kernel in question: 0 is that kernel, 3 one whose codes are of the same kind.
+/// The k of a group as the name of a kernel ends ("u4_super32"), as a power of two; 0: none.
+int GroupBits(std::string_view name) {
+  int group = 0;
+  for (const char c : name.substr(std::min(name.find('_'), name.size()))) {
+    group = c >= '0' && c <= '9' ? group * 10 + (c - '0') : 0;
+  }
+  return group == 0 ? 0 : std::ilogb(group);
+}
+
+/// How far a row is from the kernel in question: 0 is that kernel, up to 2 the same with other activations,
+/// then come those whose codes are of the same kind: the same activations first, then groups nearly as long.
 int Distance(const CpuCostRow& row, std::string_view isa, std::string_view weights,
              std::string_view activations, bool codes) {
   const auto kind = [](std::string_view name) { return name.substr(0, name.find('_')); };
   if (row.isa != isa || kind(row.weights) != kind(weights)) {
     return kStranger;
   }
-  const bool same_weights = row.weights == weights, same_activations = row.activations == activations;
-  return same_weights ? (same_activations ? (row.codes == codes ? 0 : 1) : 2) : 3;
+  const bool same_activations = row.activations == activations;
+  const int codes_apart = row.codes == codes ? 0 : 1;
+  if (row.weights == weights) {
+    return same_activations ? codes_apart : 2;
+  }
+  const int groups = std::abs(GroupBits(row.weights) - GroupBits(weights));
+  return kOtherWeights + 2 * std::min(groups, 7) + codes_apart + (same_activations ? 0 : kOtherActivations);
 }
 
 struct Nearest {

@@ -135,6 +135,9 @@ class CpuExperts final : public Experts {
   bool SlotsWait(const Run& run) const;
   void AddSlotSums(Run& run, const JobGroup& jobs, bool first, bool last) const;
   const float* TileScales(int64_t expert, int gemm) const;
+  const TileFormat& TileFormatOf(const GemmShape& shape) const {
+    return tile_formats_[&shape == &plan_.down ? 1 : 0];
+  }
   template <typename Gemm>
   void ForStripes(Run& run, const Crew& crew, const JobGroup& group, const TileJob* jobs, int64_t stripes,
                   const Gemm& gemm) const;
@@ -155,12 +158,13 @@ class CpuExperts final : public Experts {
   CpuPlan plan_;
   CpuSlots slots_;
   const KernelTable* table_ = nullptr;
-  const TileKernels* tiles_ = nullptr;  ///< null: no matrix unit, or not for this problem
-  TileFormat tile_format_{};
+  const TileKernels* tiles_ = nullptr;     ///< null: no matrix unit, or not for this problem
+  TileFormat tile_formats_[2] = {};        ///< of gate_up and down
+  const TileKernels* gemm_tiles_[2] = {};  ///< which these are of
   std::vector<float> tile_scales_;  ///< of each expert's gate and up, and down; empty: as in the panels
   bool shared_rows_ = false;        ///< every expert sees the same rows
   bool direct_mid_ = false;         ///< the activation writes the tiles of the second GEMM
-  TileSums sums_ = kPlainSums;      ///< what the tiles leave
+  TileSums sums_[2] = {};           ///< what the tiles leave
   TileFinish silu_ = nullptr;       ///< the activation, where the tile kernels have it themselves
   std::shared_ptr<const PreparedWeights> weights_;
   std::vector<ExpertPanels> experts_;

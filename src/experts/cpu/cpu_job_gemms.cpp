@@ -39,7 +39,7 @@ void CpuExperts::RunGemm(const GemmShape& shape, const TileJob* jobs, int64_t nu
   gemm.weight_group = plan_.tiles.weight_group;
   gemm.group_scales = GroupScalesOf(shape.panel);
   gemm.scratch = scratch.tiles();
-  tile_format_.gemm(&gemm);
+  TileFormatOf(shape).gemm(&gemm);
 }
 
 /// Runs `gemm` over the pairs of stripes of a group: all at once, or a job's in parts where several threads
@@ -108,8 +108,8 @@ struct CpuExperts::GateUpFinish {
     silu.mid = const_cast<uint8_t*>(down.tokens);
     silu.num_tokens = down.num_tokens;
     silu.row_bytes = experts.plan_.tiles.row_bytes[1];
-    silu.shift = experts.tile_format_.shift;
-    silu.permuted = experts.tile_format_.permuted;
+    silu.shift = experts.tile_formats_[1].shift;
+    silu.permuted = experts.tile_formats_[1].permuted;
     silu.tensor_scale = experts.MidTensorScale(down);
     silu.rows = mid.first + stripe * mid.block_stride;
     silu.row_stride = mid.token_stride;
@@ -139,7 +139,7 @@ struct CpuExperts::GateUpFinish {
     const CpuExperts& experts = to.experts;
     const GemmShape& shape = experts.plan_.gate_up;
     const MidRows mid = experts.MidRowsOf(to.run, to.job);
-    experts.tiles_->scale[experts.sums_](&to.sides, first_token, tokens, first, second);
+    experts.tiles_->scale[experts.sums_[0]](&to.sides, first_token, tokens, first, second);
     alignas(64) float values[16 * kPanelRows];
     for (int64_t i = 0; i < to.count; ++i) {
       ActivateArguments& arguments = to.arguments[i];
@@ -188,7 +188,7 @@ void CpuExperts::StoreMid(const TileJob& down, int64_t stripe, int64_t first_tok
   if (plan_.tiles.codes) {
     tiles_->pack_nvfp4(values, MidTensorScale(down), tokens, tile, k);
   } else {
-    tiles_->pack_block(values, tokens, tile, k, tile_format_.shift, tile_format_.permuted);
+    tiles_->pack_block(values, tokens, tile, k, tile_formats_[1].shift, tile_formats_[1].permuted);
   }
 }
 
@@ -201,8 +201,8 @@ void CpuExperts::ClearMidPadding(const TileJob& down) const {
       uint8_t* tile = const_cast<uint8_t*>(down.tokens) +
                       TileTokenOffset(plan_.tiles.row_bytes[1], down.num_tokens, token) +
                       k / 32 * TileStepBytes(down.num_tokens);
-      tiles_->pack_block(kZeros, std::min(tokens, down.num_tokens - token), tile, k, tile_format_.shift,
-                         tile_format_.permuted);
+      tiles_->pack_block(kZeros, std::min(tokens, down.num_tokens - token), tile, k, tile_formats_[1].shift,
+                         tile_formats_[1].permuted);
     }
   }
 }
@@ -243,7 +243,7 @@ void CpuExperts::DownJobs(Run& run, const Crew& crew, const JobGroup& group) con
         TileGemm gemm{};
         gemm.begin = &DownFinish::Begin;
         gemm.begin_context = &finish;
-        gemm.finish = (wait ? tiles_->put : tiles_->add)[sums_];
+        gemm.finish = (wait ? gemm_tiles_[1]->put : gemm_tiles_[1]->add)[sums_[1]];
         gemm.finish_context = &finish.add;
         gemm.finish_tokens = 1;
         RunGemm(shape, jobs, num_jobs, first, end, scratch, gemm);

@@ -59,12 +59,34 @@ GemmShape MakeGemm(const MoeProblem& problem, std::optional<PanelFormat> narrow,
   return shape;
 }
 
+/// How tiles take the panels of a GEMM; none: they do not.
+std::optional<TileWeights> TileWeightsOf(const GemmShape& shape, const ActivationFormat& activation) {
+  const auto has = [&](TileWeights weights) { return FindTileFormat(shape.kernel, weights) != nullptr; };
+  const PanelFormat& panel = shape.panel;
+  const bool numbers = panel.zeros == PanelZero::kFloats;  // which take fp32
+  if (!activation.quantized()) {
+    // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it. Bytes in
+    // groups of 32 and more are exact as long as their zero points are codes: their sums are scaled.
+    for (const TileWeights weights : {kRoundedInF16, kExactWeights, kRoundedInF32}) {
+      if (has(weights) && (!numbers || weights == kRoundedInF32)) {
+        return weights;
+      }
+    }
+    return std::nullopt;
+  }
+  // Bytes take four bits without their zero points, and eight where zero is in the middle.
+  if (activation.element == DType::kI8 && has(kInt8Weights) && !numbers &&
+      !(panel.code == DType::kU8 && panel.has_zero_points())) {
+    return kInt8Weights;
+  }
+  return has(kExactWeights) && !numbers ? std::optional(kExactWeights) : std::nullopt;
+}
+
 /// Whether and how the matrix unit multiplies experts with many tokens.
 TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuPlan& plan,
                    const CostChoice& cost) {
   TilePlan tiles;
-  if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency) ||
-      plan.gate_up.panel.zeros == PanelZero::kFloats) {  // tiles subtract codes alone
+  if (plan.isa != Isa::kAmx || problem.mode == ModeName(Mode::kLatency)) {
     return tiles;
   }
   const bool forced = problem.mode == ModeName(Mode::kThroughput);
@@ -80,31 +102,28 @@ TilePlan PlanTiles(const MoeProblem& problem, const Machine& machine, const CpuP
   if (!tiles.codes && !problem.scheme.weight.quantized() && problem.config.dtype != DType::kBF16) {
     return tiles;  // bf16 tokens would lose bits that such a layer keeps
   }
-  // Bytes take four bits without their zero points, and eight where zero is in the middle.
-  tiles.int8 = activation.element == DType::kI8 &&
-               FindTileFormat(plan.gate_up.kernel, true, false) != nullptr &&
-               !(plan.gate_up.panel.code == DType::kU8 && plan.gate_up.panel.has_zero_points());
-  // Where activations are rounded to bf16 anyhow, so are weights whose scales do not fit in it.
-  tiles.rounded = !tiles.codes && FindTileFormat(plan.gate_up.kernel, false, true) != nullptr;
-  const TileFormat* format = FindTileFormat(plan.gate_up.kernel, tiles.int8, tiles.rounded);
-  if (format == nullptr) {
-    return tiles;
-  }
-  if (tiles.codes && activation.scale_dtype == DType::kF32 && !whole_rows) {
-    const bool fits = format->scale_group > 0 && group.row == 1 && (group.col == 64 || group.col == 128) &&
-                      group.col % format->scale_group == 0;
-    if (!fits || reordered) {
-      return tiles;
-    }
-    tiles.scale_group = group.col;
-  }
   tiles.weight_group = problem.scheme.weight.block.col % 128 == 0 && !reordered ? 128 : 64;
   const GemmShape* shapes[2] = {&plan.gate_up, &plan.down};
   for (int i = 0; i < 2; ++i) {
+    const std::optional<TileWeights> weights = TileWeightsOf(*shapes[i], activation);
+    if (!weights || (i == 1 && (*weights == kInt8Weights) != tiles.int8)) {
+      return tiles;
+    }
+    tiles.weights[i] = *weights;
+    tiles.int8 = *weights == kInt8Weights;
+    const TileFormat& format = *FindTileFormat(shapes[i]->kernel, *weights);
+    if (tiles.codes && activation.scale_dtype == DType::kF32 && !whole_rows) {
+      const bool fits = format.scale_group > 0 && group.row == 1 && (group.col == 64 || group.col == 128) &&
+                        group.col % format.scale_group == 0;
+      if (!fits || reordered) {
+        return tiles;
+      }
+      tiles.scale_group = group.col;
+    }
     const int64_t k = shapes[i]->padded_cols;
     tiles.row_bytes[i] = tiles.int8 ? k : 2 * k;
     const int64_t scales = tiles.scale_group > 0 ? CeilDiv(k, tiles.scale_group) : 1;
-    const int64_t sums = tiles.int8 ? 1 : format->sum_group > 0 ? k / format->sum_group : 0;
+    const int64_t sums = tiles.int8 ? 1 : format.sum_group > 0 ? k / format.sum_group : 0;
     tiles.sides[i] = scales + sums;
     tiles.num_sums[i] = sums;
   }
@@ -234,17 +253,13 @@ void PlanJobs(const MoeProblem& problem, const Machine& machine, CpuPlan& plan) 
   tiles.max_slot_sums = SlotSums(problem, machine, plan);
 }
 
-/// The GEMMs in the format of the layer.
-void PlanGemms(const MoeProblem& problem, CpuPlan& plan) {
+/// The GEMMs in the format of the layer; then each in the format that its matrices were stored in, where the
+/// vector kernels for both take the tiles that those of the layer's format take.
+void PlanGemms(const MoeProblem& problem, const Machine& machine, CpuPlan& plan) {
   const TileChoice choice = ChooseTile(problem, KernelFor(*PanelOf(problem)), plan.vector_isa);
   plan.rows = choice.rows;
   plan.gate_up = MakeGemm(problem, std::nullopt, choice.gate_up, /*down=*/false);
   plan.down = MakeGemm(problem, std::nullopt, choice.down, /*down=*/true);
-}
-
-/// Each GEMM in the format that its matrices were stored in, where the vector kernels for both take the tiles
-/// that those of the layer's format take. Tiles of the matrix unit have one format for both.
-void NarrowGemms(const MoeProblem& problem, CpuPlan& plan) {
   const auto narrow = [&](const StoredIntegers& stored) {
     std::optional<PanelFormat> panel = NarrowPanelOf(problem, stored);
     return panel && *panel != plan.gate_up.panel && CutAlike(plan, problem, KernelFor(*panel)) ? panel
@@ -252,8 +267,9 @@ void NarrowGemms(const MoeProblem& problem, CpuPlan& plan) {
   };
   const std::optional<PanelFormat> gate_up = narrow(problem.gate_up_stored),
                                    down = narrow(problem.down_stored);
-  plan.gate_up = MakeGemm(problem, gate_up, plan.gate_up.tile, /*down=*/false);
-  plan.down = MakeGemm(problem, down, plan.down.tile, /*down=*/true);
+  plan.gate_up = MakeGemm(problem, gate_up, choice.gate_up, /*down=*/false);
+  plan.down = MakeGemm(problem, down, choice.down, /*down=*/true);
+  FitVectorKernels(machine, plan);
 }
 
 }  // namespace
@@ -266,20 +282,11 @@ CpuPlan MakeCpuPlan(const MoeProblem& problem, const Machine& machine) {
   plan.products = BecomesProducts(problem.scheme.weight);
   plan.num_local_experts = config.num_local_experts;
   plan.top_k = config.top_k();
-  PlanGemms(problem, plan);
-  FitVectorKernels(machine, plan);
+  PlanGemms(problem, machine, plan);
 
-  const auto find_cost = [&] {
-    return FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, plan.gate_up.tile),
-                    plan.gate_up.kernel, plan.gate_up.tile, ActivationOf(problem).quantized());
-  };
-  CostChoice cost = find_cost();
+  const CostChoice cost = FindCost(problem.cpu_costs.get(), machine, IsaOfKernel(plan.isa, plan.gate_up.tile),
+                                   plan.gate_up.kernel, plan.gate_up.tile, ActivationOf(problem).quantized());
   plan.tiles = PlanTiles(problem, machine, plan, cost);
-  if (!plan.tiles.enabled) {
-    NarrowGemms(problem, plan);
-    FitVectorKernels(machine, plan);
-    cost = find_cost();
-  }
   plan.cost_source = cost.source;
   constexpr int64_t kLatencyTokens = 4;  // of kernels that nobody has measured
   plan.mode = ChooseMode(problem, problem.plan_tokens,

@@ -62,9 +62,9 @@ struct GemmShape {
 /// The matrix unit's part of a plan: experts with enough tokens.
 struct TilePlan {
   bool enabled = false;
-  bool int8 = false;          ///< tokens in int8 instead of bf16
-  bool codes = false;         ///< rows are quantized by the scheme; else rounded to bf16
-  bool rounded = false;       ///< weights times the scale of their group are rounded to bf16
+  bool int8 = false;   ///< tokens in int8 instead of bf16
+  bool codes = false;  ///< rows are quantized by the scheme; else rounded to bf16
+  TileWeights weights[2] = {kExactWeights, kExactWeights};  ///< of gate_up and down
   int64_t from_tokens = 0;    ///< of an expert, from which on tiles are faster than vectors
   int64_t scale_group = 0;    ///< k that share a scale of a token; 0: the row
   int64_t weight_group = 0;   ///< k that share a scale of a row of weights, where sums are scaled in groups
@@ -85,6 +85,11 @@ struct TilePlan {
   int64_t max_slot_sums = 0;
   int64_t max_rows = 0;     ///< padding included
   int64_t num_scratch = 0;  ///< threads that may be at work: those of the plan, or the cores if they are more
+  /// Weights times the scale of their group are rounded to bf16.
+  bool rounds_weights() const { return enabled && (Rounds(weights[0]) || Rounds(weights[1])); }
+
+ private:
+  static bool Rounds(TileWeights of) { return of == kRoundedInF16 || of == kRoundedInF32; }
 };
 inline constexpr int64_t kMaxTileScratch = 256;
 /// Threads that share too few jobs cut them as short as that: decoding weights for 128 tokens costs no more

@@ -38,28 +38,33 @@ Status CpuExperts::ChooseTiles() {
     tiles.weight_group = 64;
   }
   tiles_ = &HostTileKernels();
-  tile_format_ = FormatOf(*tiles_, plan_.gate_up.kernel, tiles.int8, tiles.rounded);
   if (tiles.codes) {
     activation_ = problem_.scheme.activation;
   }
-  const bool direct_codes = IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) &&
-                            tile_format_.shift == 96 && tile_format_.permuted;
-  direct_mid_ = plain_mid && tile_format_.sum_group == 0 && (!tiles.codes || direct_codes);
-  sums_ = tiles.int8 && tile_format_.scale_group == 0 ? kIntegerSums
-          : tiles.codes && tiles.scale_group == 0     ? kScaledSums
-                                                      : kPlainSums;
+  const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
+  for (int i = 0; i < 2; ++i) {
+    gemm_tiles_[i] = &HostTileKernels(tiles.weights[i]);
+    tile_formats_[i] = gemm_tiles_[i]->formats[tiles.weights[i]][shapes[i]->kernel];
+    sums_[i] = tiles.int8 && tile_formats_[i].scale_group == 0 ? kIntegerSums
+               : tiles.codes && tiles.scale_group == 0         ? kScaledSums
+                                                               : kPlainSums;
+  }
+  const TileFormat& mid = tile_formats_[1];
+  const bool direct_codes =
+      IsPlainNvfp4(activation_) && !NeedsDynamicTensorScale(activation_) && mid.shift == 96 && mid.permuted;
+  direct_mid_ = plain_mid && mid.sum_group == 0 && (!tiles.codes || direct_codes);
   const ActivationSpec& activation = problem_.config.activation;
   if (activation.kind == ActivationKind::kSilu && !(activation.limit > 0.0F)) {
-    silu_ = !direct_mid_ ? tiles_->silu_rows[sums_] : tiles.codes ? tiles_->silu_nvfp4 : tiles_->silu;
+    const TileKernels& finish = *gemm_tiles_[0];
+    silu_ = !direct_mid_ ? finish.silu_rows[sums_[0]] : tiles.codes ? finish.silu_nvfp4 : finish.silu;
   }
-  if (tile_format_.post != 1.0F) {
-    const GemmShape* shapes[2] = {&plan_.gate_up, &plan_.down};
+  if (tile_formats_[0].post != 1.0F || mid.post != 1.0F) {
     for (const ExpertPanels& expert : experts_) {
       for (int i = 0; i < 2; ++i) {
         const float* scales = i == 0 ? expert.gate_up_scale : expert.down_scale;
         std::transform(scales, scales + shapes[i]->parts * shapes[i]->padded_rows(),
                        std::back_inserter(tile_scales_),
-                       [&](float scale) { return scale * tile_format_.post; });
+                       [&](float scale) { return scale * tile_formats_[i].post; });
       }
     }
   }
@@ -230,6 +235,7 @@ void CpuExperts::QuantizeToValues(const GemmShape& shape, const PackTarget& targ
 void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputTransform& transform,
                             const PackTarget& target, float* buffer) const {
   const TilePlan& tiles = plan_.tiles;
+  const TileFormat& format = TileFormatOf(shape);
   const int64_t width = shape.padded_cols;
   if (transform.pre_quant_scale != nullptr) {  // never with codes: ExpertsTraits::takes_codes
     for (int64_t k = 0; k < shape.cols; ++k) {
@@ -240,8 +246,8 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
   pack.count = width;
   pack.token = target.token;
   pack.step_bytes = target.step_bytes;
-  pack.shift = tile_format_.shift;
-  pack.permuted = tile_format_.permuted;
+  pack.shift = format.shift;
+  pack.permuted = format.permuted;
   float* values = buffer;
   if (tiles.codes) {
     const float tensor_scale = TensorScale(run, transform);
@@ -256,7 +262,7 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     }
     pack.values = buffer;
     if (target.codes == nullptr && transform.columns == nullptr && shape.cols == width &&
-        tile_format_.sum_group == 0 && !tiles.int8 &&
+        format.sum_group == 0 && !tiles.int8 &&
         PackRoundedRow(*table_, *tiles_, activation_, pack, target.scales, target.stride)) {
       return;
     }
@@ -282,9 +288,9 @@ void CpuExperts::PackForJob(const Run& run, const GemmShape& shape, const InputT
     return;
   }
   pack.values = values;
-  if (tile_format_.sum_group > 0) {
+  if (format.sum_group > 0) {
     pack.sum = target.sums;
-    pack.sum_group = tile_format_.sum_group;
+    pack.sum_group = format.sum_group;
     pack.sum_stride = target.stride;
   }
   tiles_->pack(&pack);

@@ -16,11 +16,11 @@ extern const KernelTable kKernelTableAvx512Vnni;
 extern const KernelTable kPairKernelsAvx512Bf16;
 extern const KernelTable kPairKernelsAvx512Fp16;
 extern const KernelTable kPairKernelsEmulated;
-extern const TileKernels kTileKernelsAmx;
+extern const TileKernels kTileKernelsAmx, kTileKernelsF32Amx;
 #elif defined(__aarch64__)
 extern const KernelTable kKernelTableNeon;
 #endif
-extern const TileKernels kTileKernelsEmulated;
+extern const TileKernels kTileKernelsEmulated, kTileKernelsF32Emulated;
 
 namespace {
 
@@ -149,21 +149,18 @@ Isa VectorIsa(Isa isa, const Machine& machine) {
   return Isa::kAvx2;
 }
 
-const TileKernels& HostTileKernels() {
+const TileKernels& HostTileKernels(TileWeights weights) {
 #if defined(__x86_64__)
   if (HostMachine().Has(Isa::kAmx) && RequestAmxPermission().ok()) {
-    return kTileKernelsAmx;
+    return weights == kRoundedInF32 ? kTileKernelsF32Amx : kTileKernelsAmx;
   }
 #endif
-  return kTileKernelsEmulated;
+  return weights == kRoundedInF32 ? kTileKernelsF32Emulated : kTileKernelsEmulated;
 }
 
-const TileFormat& FormatOf(const TileKernels& kernels, WeightKernel kernel, bool int8, bool rounded) {
-  return (int8 ? kernels.int8 : rounded ? kernels.rounded : kernels.bf16)[kernel];
-}
-
-const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded) {
-  const TileFormat& format = FormatOf(kTileKernelsEmulated, kernel, int8, rounded);
+const TileFormat* FindTileFormat(WeightKernel kernel, TileWeights weights) {
+  const TileKernels& kernels = weights == kRoundedInF32 ? kTileKernelsF32Emulated : kTileKernelsEmulated;
+  const TileFormat& format = kernels.formats[weights][kernel];
   return format.gemm == nullptr ? nullptr : &format;
 }
 

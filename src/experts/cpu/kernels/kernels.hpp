@@ -27,13 +27,12 @@ Isa VectorIsa(Isa isa, const Machine& machine);
 /// others from avx512_vnni.
 Isa IsaOfKernel(Isa isa, TileKind tile);
 
-/// The kernels of the matrix unit of this host. Where it has none (a plan for a machine that was described),
-/// the emulation, which is slow and gives the same bits up to the order inside an instruction.
-const TileKernels& HostTileKernels();
-/// The kernel for tokens in int8, or for weights rounded to bf16 with the scales of their groups, or neither.
-const TileFormat& FormatOf(const TileKernels& kernels, WeightKernel kernel, bool int8, bool rounded);
-/// What does not depend on the host: null where no tile kernel reads such panels.
-const TileFormat* FindTileFormat(WeightKernel kernel, bool int8, bool rounded);
+/// The kernels of the matrix unit of this host, with the GEMMs of such weights. Where it has none (a plan for
+/// a machine that was described), the emulation, which is slow and gives the same bits up to the order inside
+/// an instruction.
+const TileKernels& HostTileKernels(TileWeights weights = kExactWeights);
+/// What does not depend on the host of a format of TileKernels: null where no tile kernel reads such panels.
+const TileFormat* FindTileFormat(WeightKernel kernel, TileWeights weights);
 
 /// The micro-kernel that reads such panels.
 WeightKernel KernelFor(const PanelFormat& format);

@@ -5,7 +5,7 @@
 namespace fusedmoe::cpu {
 
 extern const TileKernels kTileKernelsAmx;
-constexpr TileKernels kTable = amx::MakeTileKernels("amx");
+constexpr TileKernels kTable = amx::MakeTileKernels<false>("amx");
 const TileKernels kTileKernelsAmx = kTable;
 
 }  // namespace fusedmoe::cpu

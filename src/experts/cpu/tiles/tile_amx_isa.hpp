@@ -205,6 +205,35 @@ FMOE_INLINE Reals LoadF16Reals(const uint8_t* p) {
 FMOE_INLINE Reals LoadByteReals(const uint8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+FMOE_INLINE Reals LoadSignedByteReals(const uint8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+/// table[bits kBit to kBit + 3 of a double word]
+template <int kBit>
+FMOE_INLINE Reals LookUpBits(Words x, Reals table) {
+  return _mm512_permutexvar_ps(kBit == 0 ? x : _mm512_srli_epi32(x, kBit), table);
+}
+/// Byte kByte of each double word, which has no sign.
+template <int kByte>
+FMOE_INLINE Reals ByteReals(Words x) {
+  if constexpr (kByte == 0) {
+    return _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(255)));
+  } else if constexpr (kByte == 3) {
+    return _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 24));
+  } else {
+    constexpr int k = kByte;
+    const __m128i from =
+        _mm_setr_epi8(k, -1, -1, -1, k + 4, -1, -1, -1, k + 8, -1, -1, -1, k + 12, -1, -1, -1);
+    return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(from)));
+  }
+}
+/// Finite numbers to bf16, to nearest, ties away from zero: those of `first` in the low words. In integers,
+/// since vcvtne2ps2bf16 leaves them one behind the other.
+FMOE_INLINE Words RoundPairs(Reals first, Reals second) {
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32(_mm512_castps_si512(second), half));
+}
 FMOE_INLINE Words SpreadHalves(Reals x) {
   const __m512i words = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
   return _mm512_or_si512(words, _mm512_slli_epi32(words, 16));

@@ -15,10 +15,11 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Where things stand in a panel, and what becomes of them. kRounded: weights with scales of groups are
-/// rounded to bf16, scale included, instead of sums being scaled in fp32.
-template <WeightKernel kWeight, bool kRounded>
+/// Where things stand in a panel, and what becomes of them.
+template <WeightKernel kWeight, TileWeights kForm>
 struct TilePanel {
+  static constexpr bool kBytes = kForm == kInt8Weights;
+  static constexpr bool kRounded = kForm == kRoundedInF16 || kForm == kRoundedInF32;
   static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kWeight < kWeightU8;
   static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
   static constexpr bool kU8 = kWeight >= kWeightU8;
@@ -29,16 +30,22 @@ struct TilePanel {
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
   static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
-  static constexpr int kUnits = kGroup128 ? 2 : 1;  // of 64 k in a block
+  static constexpr bool kSuper = HasTwoLevels(kWeight);
+  static constexpr int kUnits = kGroup128 || kSuper ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
   static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
                                      : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
                                      : kWeight == kWeightE4m3Scaled                       ? 64
                                                                                           : 0;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
-  static constexpr int kBlockGroups = kGroup32 ? 2 : 1;  // GroupScales in a block
-  /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales.
-  static constexpr int kUsualBytes = kCodeBytes + (kGrouped ? kBlockGroups * 48 : kScaleBytes);
+  static constexpr int kUnitGroups = kGrouped ? 64 / CorrectionGroup(kWeight) : 1;  // of 64 k, or of a block
+  static constexpr int kBlockGroups = kUnitGroups * (kSuper ? 2 : 1);
+  /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales, and where zero
+  /// points may be numbers or minima, with these.
+  static constexpr int kUsualBytes = kCodeBytes + (!kGrouped                ? kScaleBytes
+                                                   : kSuper                 ? 64 + kBlockGroups * 32
+                                                   : kForm == kRoundedInF32 ? kBlockGroups * 128
+                                                                            : kBlockGroups * 48);
   /// Scales that bf16 cannot take into the weights without loss: sums are scaled in fp32 after this many k.
   static constexpr int kFlush = kRounded                  ? 0
                                 : kGroup32                ? 32
@@ -46,8 +53,13 @@ struct TilePanel {
                                 : kGrouped || kE4m3Scaled ? 64
                                                           : 0;
 
+  /// From a group to the next one, and of the units in front of all.
+  FMOE_INLINE int64_t GroupStride(GroupScales scales) {
+    return !kSuper ? GroupBytes(scales) : scales.zeros == kZeroNone ? 16 : 32;
+  }
+  FMOE_INLINE int64_t UnitsBytes(GroupScales scales) { return kSuper ? 2 * GroupStride(scales) : 0; }
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
-    return kGrouped ? kCodeBytes + kBlockGroups * GroupBytes(scales) : kUsualBytes;
+    return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kUsualBytes;
   }
   FMOE_INLINE int64_t HeaderBytes(int64_t blocks) { return kInFront ? (blocks * 4 + 63) / 64 * 64 : 0; }
 };
@@ -71,11 +83,12 @@ FMOE_INLINE void LoadScaleAndZero(const uint8_t* p, GroupScales type, float impl
   *zero = type.zeros == kZeroBytes ? LoadByteReals(p + GroupScaleBytes(type)) : SetReals(implied_zero);
 }
 
-/// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, with their scales at
-/// `scales`; units come in ascending order.
-template <WeightKernel kWeight, bool kBytes, bool kRounded>
+/// Decodes 8 k of 16 rows at a time. Unit<i>: k 8i .. 8i + 7 of the 64 at `codes`, which are number `index`
+/// of their block, whose scales stand at `scales`; units come in ascending order.
+template <WeightKernel kWeight, TileWeights kForm>
 struct TileDecoder {
-  using Panel = TilePanel<kWeight, kRounded>;
+  using Panel = TilePanel<kWeight, kForm>;
+  static constexpr bool kBytes = Panel::kBytes, kRounded = Panel::kRounded;
   static constexpr bool kHalves =
       kWeight == kWeightNvfp4 || kWeight == kWeightE4m3 || Panel::kE4m3Scaled || (Panel::kU8 && !kBytes);
   static constexpr bool kPermuted = !Panel::kBf16 && !kBytes;
@@ -124,7 +137,8 @@ struct TileDecoder {
   }
 
   template <int kUnit>
-  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, uint8_t* tiles) {
+  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int /*index*/,
+                        uint8_t* tiles) {
     if constexpr (kBytes && Panel::kU4) {
       BytesOfU4<kUnit>(d, codes, scales, tiles);
     } else if constexpr (kBytes) {

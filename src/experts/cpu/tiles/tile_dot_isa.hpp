@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "experts/cpu/tiles/tile_decode_f32_isa.hpp"
 #include "experts/cpu/tiles/tile_feed_isa.hpp"
 #include "experts/cpu/tiles/tile_group_pass_isa.hpp"
 #include "experts/cpu/tiles/tile_spread_silu_isa.hpp"
@@ -41,12 +42,13 @@ namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 /// kGroupSteps: as of TileSteps.
-template <WeightKernel kWeight, bool kBytes, bool kRounded,
-          int kGroupSteps = TilePanel<kWeight, kRounded>::kFlush / (kBytes ? 64 : 32)>
+template <WeightKernel kWeight, TileWeights kForm,
+          int kGroupSteps = TilePanel<kWeight, kForm>::kFlush / (kForm == kInt8Weights ? 64 : 32)>
 struct TileEngine {
-  using Panel = TilePanel<kWeight, kRounded>;
-  using Decoder = TileDecoder<kWeight, kBytes, kRounded>;
-  using Shape = TileSteps<kWeight, kBytes, kRounded, kGroupSteps>;
+  using Panel = TilePanel<kWeight, kForm>;
+  using Decoder = TileDecoder<kWeight, kForm>;
+  using Shape = TileSteps<kWeight, kForm, kGroupSteps>;
+  static constexpr bool kBytes = Panel::kBytes, kRounded = Panel::kRounded;
   using Walk = TileWalk<Shape>;
   using Feeder = TileFeeder<Shape, Decoder>;
   static constexpr int kStepsPerUnit = Shape::kStepsPerUnit, kStepK = Shape::kStepK;

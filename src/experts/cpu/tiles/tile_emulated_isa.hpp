@@ -277,6 +277,20 @@ FMOE_EMULATED Reals LoadF16Reals(const uint8_t* p) {
 FMOE_EMULATED Reals LoadByteReals(const uint8_t* p) {
   return EachReal([&](int i) { return (float)p[i]; });
 }
+FMOE_EMULATED Reals LoadSignedByteReals(const uint8_t* p) {
+  return EachReal([&](int i) { return (float)(int8_t)p[i]; });
+}
+template <int kBit>
+FMOE_EMULATED Reals LookUpBits(const Words& x, const Reals& table) {
+  return EachReal([&](int i) { return table.at[x.at[2 * i + kBit / 16] >> kBit % 16 & 15]; });
+}
+template <int kByte>
+FMOE_EMULATED Reals ByteReals(const Words& x) {
+  return EachReal([&](int i) { return (float)(x.at[2 * i + kByte / 2] >> 8 * (kByte % 2) & 255); });
+}
+FMOE_EMULATED Words RoundPairs(const Reals& first, const Reals& second) {
+  return EachWord([&](int i) { return (BitsOf((i % 2 == 0 ? first : second).at[i / 2]) + 0x8000) >> 16; });
+}
 FMOE_EMULATED void SplitScale(const Reals& scale, const Reals& zero, Words* mantissa, Words* offset,
                               Words* exponent) {
   for (int i = 0; i < 32; ++i) {

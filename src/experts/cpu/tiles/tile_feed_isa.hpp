@@ -124,7 +124,7 @@ struct TileFeeder {
       if constexpr ((Shape::kRounded || Shape::kBytes) && Panel::kUnits == 2) {
         scales += f.second ? 0 : Panel::kUnitBytes;
       }
-      Decoder::template Unit<kSlice>(d, codes, scales, f.out + kStripe * 1024);
+      Decoder::template Unit<kSlice>(d, codes, scales, f.second, f.out + kStripe * 1024);
     }
   }
 

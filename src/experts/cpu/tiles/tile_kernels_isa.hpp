@@ -10,30 +10,30 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-template <WeightKernel kWeight, bool kBytes, bool kRounded>
+template <WeightKernel kWeight, TileWeights kForm>
 void RunTileGemm(const TileGemm* gemm) {
-  if constexpr (TilePanel<kWeight, kRounded>::kE4m3Scaled && !kRounded) {
+  if constexpr (TilePanel<kWeight, kForm>::kE4m3Scaled && kForm == kExactWeights) {
     if (gemm->weight_group == 128 && gemm->scale_group % 128 == 0) {
-      TileEngine<kWeight, kBytes, kRounded, 4> engine(*gemm);
+      TileEngine<kWeight, kForm, 4> engine(*gemm);
       engine.Run();
       return;
     }
   }
-  TileEngine<kWeight, kBytes, kRounded> engine(*gemm);
+  TileEngine<kWeight, kForm> engine(*gemm);
   engine.Run();
 }
 
-template <WeightKernel kWeight, bool kBytes, bool kRounded = false>
-constexpr TileFormat MakeTileFormat() {
-  using Engine = TileEngine<kWeight, kBytes, kRounded>;
-  TileFormat format = {};
-  format.gemm = &RunTileGemm<kWeight, kBytes, kRounded>;
+template <WeightKernel kWeight, TileWeights kForm>
+constexpr void SetFormat(TileKernels& kernels) {
+  using Engine = TileEngine<kWeight, kForm>;
+  constexpr bool kBytes = kForm == kInt8Weights;
+  TileFormat& format = kernels.formats[kForm][kWeight];
+  format.gemm = &RunTileGemm<kWeight, kForm>;
   format.shift = kBytes ? 0 : Engine::Decoder::kShift;
   format.permuted = Engine::Decoder::kPermuted;
   format.post = kBytes ? 1.0F : Engine::Decoder::kPost;
   format.sum_group = Engine::kSums ? Engine::Panel::kFlush : 0;
   format.scale_group = Engine::Panel::kFlush;
-  return format;
 }
 
 template <TileSums kSums>
@@ -44,32 +44,50 @@ constexpr void SetFinishers(TileKernels& kernels) {
   kernels.silu_rows[kSums] = &SiluToRows<kSums>;
 }
 
+/// kInF32: GEMMs of kRoundedInF32; else those of all other weights. They are compiled apart, since each of
+/// them takes its time.
+template <bool kInF32>
 constexpr TileKernels MakeTileKernels(const char* name) {
   TileKernels kernels = {};
   kernels.name = name;
-  kernels.bf16[kWeightBf16] = MakeTileFormat<kWeightBf16, false>();
-  kernels.bf16[kWeightE4m3] = MakeTileFormat<kWeightE4m3, false>();
-  kernels.bf16[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false>();
-  kernels.bf16[kWeightE4m3Stripe] = MakeTileFormat<kWeightE4m3Stripe, false>();
-  kernels.bf16[kWeightMxfp8] = MakeTileFormat<kWeightMxfp8, false>();
-  kernels.bf16[kWeightNvfp4] = MakeTileFormat<kWeightNvfp4, false>();
-  kernels.bf16[kWeightMxfp4] = MakeTileFormat<kWeightMxfp4, false>();
-  kernels.bf16[kWeightU4] = MakeTileFormat<kWeightU4, false>();
-  kernels.bf16[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false>();
-  kernels.bf16[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false>();
-  kernels.bf16[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false>();
-  kernels.bf16[kWeightU8] = MakeTileFormat<kWeightU8, false>();
-  kernels.bf16[kWeightU8Group32] = MakeTileFormat<kWeightU8Group32, false>();
-  kernels.bf16[kWeightU8Group64] = MakeTileFormat<kWeightU8Group64, false>();
-  kernels.bf16[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, false>();
-  kernels.int8[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, true>();
-  kernels.int8[kWeightU8] = MakeTileFormat<kWeightU8, true>();
-  kernels.int8[kWeightU8Group128] = MakeTileFormat<kWeightU8Group128, true>();
-  kernels.rounded[kWeightU4Group32] = MakeTileFormat<kWeightU4Group32, false, true>();
-  kernels.rounded[kWeightU4Group64] = MakeTileFormat<kWeightU4Group64, false, true>();
-  kernels.rounded[kWeightU4Group128] = MakeTileFormat<kWeightU4Group128, false, true>();
-  kernels.rounded[kWeightE4m3Scaled] = MakeTileFormat<kWeightE4m3Scaled, false, true>();
-  kernels.rounded[kWeightE4m3Stripe] = MakeTileFormat<kWeightE4m3Stripe, false, true>();
+  if constexpr (kInF32) {
+    SetFormat<kWeightU4Group16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Group32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Group64, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Group128, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Super32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group64, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group128, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Super32, kRoundedInF32>(kernels);
+  } else {
+    SetFormat<kWeightBf16, kExactWeights>(kernels);
+    SetFormat<kWeightE4m3, kExactWeights>(kernels);
+    SetFormat<kWeightE4m3Scaled, kExactWeights>(kernels);
+    SetFormat<kWeightE4m3Stripe, kExactWeights>(kernels);
+    SetFormat<kWeightMxfp8, kExactWeights>(kernels);
+    SetFormat<kWeightNvfp4, kExactWeights>(kernels);
+    SetFormat<kWeightMxfp4, kExactWeights>(kernels);
+    SetFormat<kWeightU4, kExactWeights>(kernels);
+    SetFormat<kWeightU4Group32, kExactWeights>(kernels);
+    SetFormat<kWeightU4Group64, kExactWeights>(kernels);
+    SetFormat<kWeightU4Group128, kExactWeights>(kernels);
+    SetFormat<kWeightU8, kExactWeights>(kernels);
+    SetFormat<kWeightU8Group32, kExactWeights>(kernels);
+    SetFormat<kWeightU8Group64, kExactWeights>(kernels);
+    SetFormat<kWeightU8Group128, kExactWeights>(kernels);
+    SetFormat<kWeightU4Group128, kInt8Weights>(kernels);
+    SetFormat<kWeightU8, kInt8Weights>(kernels);
+    SetFormat<kWeightU8Group128, kInt8Weights>(kernels);
+    SetFormat<kWeightU4Group32, kRoundedInF16>(kernels);
+    SetFormat<kWeightU4Group64, kRoundedInF16>(kernels);
+    SetFormat<kWeightU4Group128, kRoundedInF16>(kernels);
+    SetFormat<kWeightE4m3Scaled, kRoundedInF16>(kernels);
+    SetFormat<kWeightE4m3Stripe, kRoundedInF16>(kernels);
+  }
   kernels.pack = &PackTile;
   kernels.pack_rounded = &PackTileRounded;
   kernels.pack_nvfp4 = &PackTileNvfp4;

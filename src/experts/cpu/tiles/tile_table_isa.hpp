@@ -235,6 +235,16 @@ struct TileSilu {
 typedef void (*TileGatherKernel)(const uint8_t* const* tokens, int64_t count, int64_t steps, uint8_t* tile,
                                  int64_t step_bytes);
 
+/// What becomes of weights on their way into tiles.
+enum TileWeights : int {
+  kExactWeights,  ///< bf16 without loss; scales that it does not hold act on the sums of their group
+  kInt8Weights,   ///< int8, for tokens in int8; scales likewise
+  /// Times the scale of their group, rounded to bf16: relative 2^-9, and no scaling of sums.
+  kRoundedInF16,  ///< by way of f16 numbers; zero points are codes
+  kRoundedInF32,  ///< by way of fp32 numbers: any zero points, groups of 16, scales of two levels
+  kNumTileWeights
+};
+
 /// The kernel of a weight format.
 struct TileFormat {
   TileGemmKernel gemm;  ///< null: none
@@ -245,12 +255,11 @@ struct TileFormat {
   int scale_group;  ///< smallest k of TileJob::scale; 0: only scales over all of K
 };
 
+/// The finishers of a GEMM are those of its own table: it tells by them what it can do between its tile
+/// instructions.
 struct TileKernels {
   const char* name;
-  TileFormat bf16[kNumWeightKernels];
-  TileFormat int8[kNumWeightKernels];  ///< tokens in int8
-  /// Weights with scales of groups, rounded to bf16: relative 2^-9, and no scaling of sums.
-  TileFormat rounded[kNumWeightKernels];
+  TileFormat formats[kNumTileWeights][kNumWeightKernels];
   TilePackKernel pack;
   TilePackRoundedKernel pack_rounded;
   TilePackBlockKernel pack_block;

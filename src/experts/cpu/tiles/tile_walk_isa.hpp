@@ -17,11 +17,11 @@ constexpr int64_t kTokenBytesInL2 = 1 << 20;
 
 /// What follows from the operands. kGroupSteps: of 64 bytes of K, after which sums are scaled in fp32; 0:
 /// they are not.
-template <WeightKernel kWeight, bool kInBytes, bool kRoundedWeights, int kStepsOfGroup>
+template <WeightKernel kWeight, TileWeights kForm, int kStepsOfGroup>
 struct TileSteps {
-  using Panel = TilePanel<kWeight, kRoundedWeights>;
-  static constexpr bool kBytes = kInBytes;
-  static constexpr bool kRounded = kRoundedWeights;
+  using Panel = TilePanel<kWeight, kForm>;
+  static constexpr bool kBytes = Panel::kBytes;
+  static constexpr bool kRounded = Panel::kRounded;
   static constexpr int kGroupSteps = kStepsOfGroup;
   static constexpr bool kFlush = kGroupSteps != 0;
   /// Whether pairs of groups may be scaled by rows: groups of 128 k, scales of weights in fp32.

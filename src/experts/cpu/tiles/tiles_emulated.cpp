@@ -8,7 +8,7 @@
 namespace fusedmoe::cpu {
 
 extern const TileKernels kTileKernelsEmulated;
-constexpr TileKernels kTable = amx_emulated::MakeTileKernels("amx_emulated");
+constexpr TileKernels kTable = amx_emulated::MakeTileKernels<false>("amx_emulated");
 const TileKernels kTileKernelsEmulated = kTable;
 
 }  // namespace fusedmoe::cpu

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/tiles/tile_decode_isa.hpp"
+
+/// Integers in groups whose weights are computed in fp32: scale * code - minimum, one operation that rounds
+/// once, and then to bf16. For what f16 numbers below the exponent of a scale (tile_decode_isa.hpp) do not
+/// hold: zero points that are any number, minima that lie far from their scale or have none beside them,
+/// units of two levels. Half as many weights an operation: some ten instructions for 32 of them instead of
+/// seven.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+template <WeightKernel kWeight>
+struct TileDecoder<kWeight, kRoundedInF32> {
+  using Panel = TilePanel<kWeight, kRoundedInF32>;
+  static constexpr bool kPermuted = true;
+  static constexpr int kShift = 0;
+  static constexpr float kPost = 1.0F;
+  static constexpr float kMiddle = Panel::kU4 ? 8.0F : 128.0F;  ///< zero, where none is stored
+
+  Reals numbers;  // of four bits
+  Reals scale, minimum;
+  GroupScales type;
+
+  FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
+    d.type = type;
+    alignas(64) float numbers[16];
+    for (int i = 0; i < 16; ++i) {
+      numbers[i] = (float)i;
+    }
+    d.numbers = d.scale = d.minimum = LoadReals(numbers);
+  }
+
+  template <int kUnit>
+  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int index,
+                        uint8_t* tiles) {
+    // The stripes take turns after every four units.
+    constexpr int kGroupUnits = CorrectionGroup(kWeight) == 16 ? 2 : 4;
+    if constexpr (kUnit % kGroupUnits == 0) {
+      const int group =
+          kUnit * 8 / CorrectionGroup(kWeight) + (Panel::kSuper ? index * Panel::kUnitGroups : 0);
+      LoadGroup(d, scales, Panel::UnitsBytes(d.type) + group * Panel::GroupStride(d.type));
+    }
+    if constexpr (Panel::kU4) {
+      const Words x = LoadWords(codes + kUnit * 64);
+      PutRow(tiles, kUnit * 4, Weights(d, LookUpBits<0>(x, d.numbers), LookUpBits<16>(x, d.numbers)));
+      PutRow(tiles, kUnit * 4 + 1, Weights(d, LookUpBits<8>(x, d.numbers), LookUpBits<24>(x, d.numbers)));
+      PutRow(tiles, kUnit * 4 + 2, Weights(d, LookUpBits<4>(x, d.numbers), LookUpBits<20>(x, d.numbers)));
+      PutRow(tiles, kUnit * 4 + 3, Weights(d, LookUpBits<12>(x, d.numbers), LookUpBits<28>(x, d.numbers)));
+    } else {
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        PutRow(tiles, kUnit * 4 + 2 * i, Weights(d, ByteReals<0>(x), ByteReals<2>(x)));
+        PutRow(tiles, kUnit * 4 + 2 * i + 1, Weights(d, ByteReals<1>(x), ByteReals<3>(x)));
+      });
+    }
+  }
+
+ private:
+  /// `sides`: of the block; the group stands `offset` bytes behind.
+  FMOE_INLINE void LoadGroup(TileDecoder& d, const uint8_t* sides, int64_t offset) {
+    const uint8_t* at = sides + offset;
+    if constexpr (Panel::kSuper) {
+      d.scale = MultiplyReals(LoadSignedByteReals(at), LoadF16Reals(sides));
+      d.minimum = d.type.zeros == kZeroNone
+                      ? MultiplyReals(d.scale, SetReals(kMiddle))
+                      : MultiplyReals(LoadSignedByteReals(at + 16), LoadF16Reals(sides + 32));
+    } else {
+      Reals zero;
+      LoadScaleAndZero(at, d.type, kMiddle, &d.scale, &zero);
+      if (d.type.zeros == kZeroFloats) {
+        zero = LoadReals((const float*)(at + GroupScaleBytes(d.type)));
+      }
+      d.minimum = MultiplyReals(d.scale, zero);
+    }
+  }
+
+  FMOE_INLINE Words Weights(const TileDecoder& d, Reals first, Reals second) {
+    return RoundPairs(MultiplySubtractReals(first, d.scale, d.minimum),
+                      MultiplySubtractReals(second, d.scale, d.minimum));
+  }
+};
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
