@@ -24,6 +24,10 @@ struct GroupShape {
 inline constexpr GroupShape kPerTensor{-1, -1};
 inline constexpr GroupShape kPerRow{1, -1};  ///< per token (activations) or per output channel (weights)
 
+/// Numbers that 4-bit codes stand for, where these are no numbers themselves: GGUF's IQ types have sixteen
+/// values or fewer (weights/codebook.hpp).
+enum class Codebook : uint8_t { kNone, kIq4, kIq3Xxs, kIq3S, kIq2, kIq1M, kE2m1 };
+
 /// How a weight matrix is encoded: real = (code - zero) * block_scale * channel_scale * tensor_scale, with
 /// the factors that exist. Decoding always multiplies (docs/scales.md).
 struct WeightFormat {
@@ -40,8 +44,13 @@ struct WeightFormat {
   /// Columns of a super-block, in which F32 scales of a row are integers of a byte in one unit, and minima,
   /// zero * scale, such integers in another (GGUF's K types: CanonicalMatrix::super_scale). 0: they are not.
   int64_t super_cols = 0;
+  /// Codes of kU4 that are indices of numbers. Layouts go to it from bytes (StoredIntegers::codebook); a
+  /// source of weights has the bytes.
+  Codebook codebook = Codebook::kNone;
   /// The code that means zero when no zero points are stored: 8 for kU4, 128 for kU8, else 0.
-  int implied_zero() const { return element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0; }
+  int implied_zero() const {
+    return codebook != Codebook::kNone ? 0 : element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0;
+  }
   bool has_block_scale() const { return !(block == kPerTensor); }
   bool quantized() const {
     return element != DType::kF32 && element != DType::kF16 && element != DType::kBF16;
@@ -49,17 +58,19 @@ struct WeightFormat {
   bool operator==(const WeightFormat&) const = default;
 };
 
-/// What the integers of a matrix need, where the matrix has the wider format of a layer whose matrices were
-/// stored in several types (GGUF: Q4_K beside Q6_K): bytes in the shortest groups, with zero points where one
-/// type has minima. A layout that has a format for each GEMM goes back to this, without loss
-/// (weights/narrow.hpp).
+/// What the integers of a matrix need, where the matrix has a wider format: that of a layer whose matrices
+/// were stored in several types (GGUF: Q4_K beside Q6_K), bytes in the shortest groups, with zero points where
+/// one type has minima; or bytes where the type has few values. A layout that has a format for each GEMM goes
+/// back to this, without loss (weights/narrow.hpp).
 struct StoredIntegers {
   int bits = 0;       ///< 4 or 8: they fit around the middle of a code, or below zero points; 0: unknown
   int64_t group = 0;  ///< columns of a scale
-  bool zero_points = false;         ///< they have some, F32; else `center` is zero in all groups
+  bool zero_points = false;  ///< they have some, F32; else `center`, or that of the codebook, is zero
   int center = 0;                   ///< of codes as they stand below zero points
   DType scale_dtype = DType::kF32;  ///< that holds the scales: F16 or F32
   int64_t super_cols = 0;           ///< as WeightFormat::super_cols; the matrix has the units
+  int super_exponent = 0;           ///< scales are integers of their units times two to the power of this
+  Codebook codebook = Codebook::kNone;  ///< all values are numbers of it, and `bits` are those of an index
   bool operator==(const StoredIntegers&) const = default;
 };
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "numerics/rows.hpp"
+#include "weights/codebook.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -46,6 +47,7 @@ RowDecoder::RowDecoder(const CanonicalMatrix& matrix)
       implied_zero_(static_cast<float>(matrix.format.implied_zero())),
       element_(matrix.format.element),
       scale_dtype_(matrix.format.block_scale_dtype),
+      codebook_(matrix.format.codebook),
       zeros_are_floats_(matrix.format.zero_point_dtype == DType::kF32) {
   const int wide_factors = (block_scale_ != nullptr && scale_dtype_ == DType::kF32 ? 1 : 0) +
                            (channel_scale_ != nullptr ? 1 : 0) + (matrix.tensor_scale.has_value() ? 1 : 0);
@@ -107,6 +109,11 @@ void RowDecoder::DecodeChunk(int64_t row, int64_t begin, int64_t end, T* out) co
   }
   const std::byte* codes = codes_ + row * codes_stride_;
   DecodeRow(element_, codes, begin, end - begin, values);
+  if (codebook_ != Codebook::kNone) {
+    const std::array<int8_t, 16>& numbers = CodebookOf(codebook_).values;
+    std::transform(values, values + (end - begin), values,
+                   [&](float index) { return numbers[static_cast<size_t>(index)]; });
+  }
   const float channel = channel_scale_ == nullptr ? 1.0F : channel_scale_[row];
   if (std::is_same_v<T, double> || two_wide_factors_) {
     ForEachSegment(row, begin, end, [&](const Segment& segment) {

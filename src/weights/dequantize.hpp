@@ -50,6 +50,7 @@ class RowDecoder {
   int64_t block_rows_, block_cols_, row_offset_, col_offset_, scale_cols_;
   float tensor_scale_, implied_zero_;
   DType element_, scale_dtype_;
+  Codebook codebook_;
   bool zeros_are_floats_;
   bool two_wide_factors_, plain_;
 };

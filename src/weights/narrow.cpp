@@ -1,12 +1,15 @@
 #include "weights/narrow.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstring>
 
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
 #include "numerics/codecs.hpp"
+#include "weights/codebook.hpp"
 #include "weights/super_scales.hpp"
 
 namespace fusedmoe {
@@ -53,8 +56,39 @@ Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end) {
   return codes;
 }
 
+/// Indices of bytes.
+Result<Tensor> Indices(const CanonicalMatrix& matrix, Codebook codebook) {
+  const std::array<uint8_t, 256>& indices = CodebookIndices(codebook);
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU4, Shape{matrix.rows, matrix.cols}));
+  auto* out = codes.mutable_view().as<uint8_t>();
+  for (int64_t row = 0; row < matrix.rows; ++row, out += CeilDiv(matrix.cols, 2)) {
+    const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
+    uint32_t all = 0;
+    for (int64_t pair = 0; pair < matrix.cols / 2; ++pair) {
+      const uint32_t low = indices[from[2 * pair]], high = indices[from[2 * pair + 1]];
+      all |= low | high;
+      out[pair] = static_cast<uint8_t>(low | high << 4);
+    }
+    if (matrix.cols % 2 != 0) {
+      const uint32_t last = indices[from[matrix.cols - 1]];
+      all |= last;
+      out[matrix.cols / 2] = static_cast<uint8_t>(last);
+    }
+    if ((all & kNoIndex) != 0) {
+      const auto* other = std::find_if(from, from + matrix.cols,
+                                       [&](uint8_t code) { return indices[code] == kNoIndex; });
+      return Status::BadInput(fmt::format("row {}, column {} has the code {}, whose value is none of {}", row,
+                                          other - from, *other, CodebookOf(codebook).name));
+    }
+  }
+  return codes;
+}
+
 /// One of each `ratio` numbers of a row, which have to be equal, as `dtype`, which has to hold it.
 Result<Tensor> FewerNumbers(const Tensor& numbers, int64_t ratio, DType dtype, const char* what) {
+  if (ratio == 1 && numbers.dtype() == dtype) {
+    return numbers;
+  }
   const int64_t rows = numbers.dim(0), cols = numbers.dim(1), count = CeilDiv(cols, ratio);
   FMOE_ASSIGN_OR_RETURN(Tensor fewer, Tensor::Allocate(dtype, Shape{rows, count}));
   std::byte* out = fewer.mutable_view().data();
@@ -88,18 +122,64 @@ Result<Tensor> FewerNumbers(const Tensor& numbers, int64_t ratio, DType dtype, c
   return fewer;
 }
 
-Status CheckZeros(const CanonicalMatrix& matrix) {
-  const auto center = static_cast<float>(matrix.stored.center);
+/// All are `center`, but for those beside scales of zero.
+Status CheckZeros(const CanonicalMatrix& matrix, float center) {
   for (int64_t row = 0; row < matrix.zero_point.dim(0); ++row) {
     const auto* zeros = reinterpret_cast<const float*>(StoredRow(matrix.zero_point, row));
-    const auto* end = zeros + matrix.zero_point.dim(1);
-    if (const auto* other = std::find_if(zeros, end, [&](float zero) { return zero != center; });
-        other != end) {
-      return Status::BadInput(fmt::format("zero_point of row {}, group {}, is {}; {} is that of its type",
-                                          row, other - zeros, *other, center));
+    const auto* scales = reinterpret_cast<const float*>(StoredRow(matrix.block_scale, row));
+    for (int64_t group = 0; group < matrix.zero_point.dim(1); ++group) {
+      if (zeros[group] != center && scales[group] != 0.0F) {
+        return Status::BadInput(fmt::format("zero_point of row {}, group {}, is {}; {} is that of its type",
+                                            row, group, zeros[group], center));
+      }
     }
   }
   return Status::Ok();
+}
+
+/// F32 numbers times a power of two.
+Result<Tensor> Shifted(const Tensor& numbers, int exponent) {
+  if (exponent == 0) {
+    return numbers;
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor shifted, Tensor::Allocate(DType::kF32, numbers.shape()));
+  auto* out = shifted.mutable_view().as<float>();
+  const float factor = std::ldexp(1.0F, exponent);
+  for (int64_t row = 0; row < numbers.dim(0); ++row, out += numbers.dim(1)) {
+    const auto* from = reinterpret_cast<const float*>(StoredRow(numbers, row));
+    std::transform(from, from + numbers.dim(1), out, [&](float number) { return number * factor; });
+  }
+  return shifted;
+}
+
+/// Codes become indices, and what a codebook and its scales leave out goes to the scale of the matrix.
+Status TakeCodebook(const CanonicalMatrix& matrix, CanonicalMatrix& narrow) {
+  const StoredIntegers& stored = matrix.stored;
+  const CodebookNumbers& numbers = CodebookOf(stored.codebook);
+  if (matrix.format.element == DType::kU8) {
+    FMOE_ASSIGN_OR_RETURN(narrow.codes, Indices(matrix, stored.codebook));
+  }
+  FMOE_ASSIGN_OR_RETURN(narrow.block_scale, Shifted(narrow.block_scale, -stored.super_exponent));
+  const float factor = std::ldexp(1.0F, stored.super_exponent) / static_cast<float>(numbers.factor);
+  if (factor != 1.0F) {
+    narrow.tensor_scale = matrix.tensor_scale.value_or(1.0F) * factor;
+  }
+  return Status::Ok();
+}
+
+/// Bytes, or what is a codebook's index already.
+bool HoldsStored(const CanonicalMatrix& matrix) {
+  const Codebook codebook = matrix.stored.codebook;
+  if (matrix.format.element == DType::kU4 && codebook != Codebook::kNone) {
+    const std::array<uint8_t, 256>& indices = CodebookIndices(codebook);
+    for (size_t code = 0; code < 16; ++code) {
+      if (indices[code] != code) {
+        return false;
+      }
+    }
+    return !matrix.zero_point.empty();
+  }
+  return matrix.format.element == DType::kU8;
 }
 
 }  // namespace
@@ -107,6 +187,10 @@ Status CheckZeros(const CanonicalMatrix& matrix) {
 WeightFormat NarrowFormat(const WeightFormat& format, const StoredIntegers& stored) {
   WeightFormat narrow = format;
   narrow.element = stored.bits == 4 ? DType::kU4 : DType::kU8;
+  narrow.codebook = stored.codebook;
+  if (stored.super_exponent != 0 || CodebookOf(stored.codebook).factor != 1) {
+    narrow.has_tensor_scale = true;
+  }
   narrow.block.col = stored.group;
   narrow.block_scale_dtype = stored.scale_dtype;
   narrow.zero_point_dtype = stored.zero_points ? DType::kF32 : DType::kU8;
@@ -118,9 +202,9 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
   const StoredIntegers& stored = matrix.stored;
   const WeightFormat& format = matrix.format;
   const bool has_zeros = !matrix.zero_point.empty();
-  if ((stored.bits != 4 && stored.bits != 8) || format.element != DType::kU8 || format.block.row != 1 ||
-      format.block.col <= 0 || stored.group % format.block.col != 0 ||
-      format.block_scale_dtype != DType::kF32 || !matrix.group_index.empty() ||
+  const bool scales = format.block_scale_dtype == DType::kF32 || format.block_scale_dtype == stored.scale_dtype;
+  if ((stored.bits != 4 && stored.bits != 8) || !HoldsStored(matrix) || format.block.row != 1 ||
+      format.block.col <= 0 || stored.group % format.block.col != 0 || !scales || !matrix.group_index.empty() ||
       (has_zeros && format.zero_point_dtype != DType::kF32) || (stored.zero_points && !has_zeros)) {
     return Status::BadInput(fmt::format("{} do not hold {} bits in groups of {}{}", Describe(format),
                                         stored.bits, stored.group,
@@ -129,9 +213,6 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
   CanonicalMatrix narrow = matrix;
   narrow.format = NarrowFormat(format, stored);
   narrow.stored = {};
-  const int own_zero = has_zeros ? stored.center : format.implied_zero();
-  const int shift = stored.zero_points ? 0 : narrow.format.implied_zero() - own_zero;
-  FMOE_ASSIGN_OR_RETURN(narrow.codes, MovedCodes(matrix, shift, 1 << stored.bits));
   const int64_t ratio = stored.group / format.block.col;
   FMOE_ASSIGN_OR_RETURN(narrow.block_scale,
                         FewerNumbers(matrix.block_scale, ratio, stored.scale_dtype, "scales"));
@@ -139,9 +220,18 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
     FMOE_ASSIGN_OR_RETURN(narrow.zero_point,
                           FewerNumbers(matrix.zero_point, ratio, DType::kF32, "zero points"));
   } else if (has_zeros) {
-    FMOE_RETURN_IF_ERROR(CheckZeros(matrix));
+    const bool numbers = stored.codebook == Codebook::kNone;
+    FMOE_RETURN_IF_ERROR(CheckZeros(
+        matrix, numbers ? static_cast<float>(stored.center) : CodebookOf(stored.codebook).zero));
     narrow.zero_point = {};
     narrow.super_minimum = {};
+  }
+  if (stored.codebook != Codebook::kNone) {
+    FMOE_RETURN_IF_ERROR(TakeCodebook(matrix, narrow));
+  } else {
+    const int own_zero = has_zeros ? stored.center : format.implied_zero();
+    const int shift = stored.zero_points ? 0 : narrow.format.implied_zero() - own_zero;
+    FMOE_ASSIGN_OR_RETURN(narrow.codes, MovedCodes(matrix, shift, 1 << stored.bits));
   }
   if (narrow.format.super_cols != format.super_cols) {
     FMOE_RETURN_IF_ERROR(CheckSuperScales(narrow));

@@ -8,6 +8,7 @@
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/codebook.hpp"
 #include "weights/super_scales.hpp"
 
 namespace fusedmoe {
@@ -374,10 +375,12 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blo
   float value = 0;
   if (format.code == DType::kF32) {
     value = std::bit_cast<float>(code);
+  } else if (format.codebook != Codebook::kNone) {
+    value = CodebookOf(format.codebook).values[code];
   } else {
     value = DecodeCode(format.code, code);
   }
-  auto zero = static_cast<float>(PanelZeroPoint(format.code));
+  auto zero = static_cast<float>(format.codebook == Codebook::kNone ? PanelZeroPoint(format.code) : 0);
   if (format.scale == PanelScale::kNone) {
     return value - zero;
   }

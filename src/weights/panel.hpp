@@ -21,7 +21,8 @@
 ///     levels  | 16 units of scales, 16 of minima | group 0: 16 scales, 16 minima | group 1 | ...
 ///     header  | 1 scale a group, filled up to 64 bytes |     in front of block 0, where stripes share scales
 ///
-///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
+///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; where the
+///             format has a codebook, the index of a number of it
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
 ///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
@@ -71,6 +72,7 @@ struct PanelFormat {
   int64_t group = 0;                   ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;          ///< k of a block
   PanelZero zeros = PanelZero::kNone;  ///< one for each scale, behind those of its group
+  Codebook codebook = Codebook::kNone;  ///< of kU4: codes are indices of numbers
   bool operator==(const PanelFormat&) const = default;
 
   int64_t code_bytes() const { return kPanelRows * block * DTypeBits(code) / 8; }
@@ -88,7 +90,8 @@ struct PanelFormat {
   /// zero points that fp32 holds as well, scales of stripes that rows may have, and zero points that need not
   /// be there.
   bool Holds(const PanelFormat& other) const;
-  /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)"
+  /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)",
+  /// "n16k128(IQ4, I8 per 32)"
   std::string ToString() const;
 };
 

@@ -7,6 +7,7 @@
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/codebook.hpp"
 #include "weights/panel.hpp"
 
 namespace fusedmoe {
@@ -44,9 +45,10 @@ std::optional<DType> PanelCodeOf(DType element) {
 /// k of a block with units: the longest that slices of super-blocks cut seldom.
 constexpr int64_t kSuperBlock = 128;
 
-/// Not of groups of 32 without minima (IQ4_XS): AMX tiles take these with F32 scales, which are 0.6 bits.
+/// Not of bytes in groups of 32 without minima (IQ4_XS): AMX tiles take these with F32 scales, 0.6 bits more.
+/// They do not take codebooks.
 bool IsSuperPanel(const WeightFormat& format, const PanelFormat& panel) {
-  const bool tiles = panel.group == 32 && panel.zeros == PanelZero::kNone;
+  const bool tiles = panel.group == 32 && panel.zeros == PanelZero::kNone && panel.codebook == Codebook::kNone;
   return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && panel.group <= 32 && !tiles &&
          panel.scale == PanelScale::kF32 && panel.zeros != PanelZero::kBytes;
 }
@@ -123,7 +125,8 @@ std::string PanelFormat::ToString() const {
           ? ""
           : fmt::format(", {}{} per {}{}", ScaleName(scale), kZeros[static_cast<int>(zeros)],
                         scale == PanelScale::kStripeF32 ? "16x" : "", group);
-  return fmt::format("n16k{}({}{})", block, DTypeName(code), scales);
+  const std::string_view codes = codebook == Codebook::kNone ? DTypeName(code) : CodebookOf(codebook).name;
+  return fmt::format("n16k{}({}{})", block, codes, scales);
 }
 
 int PanelZeroPoint(DType code) {
@@ -155,6 +158,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
     return Status::Unsupported(fmt::format("panels hold no {} weights", DTypeName(format.element)));
   }
   panel.code = *code;
+  panel.codebook = format.codebook;
   if (!format.has_block_scale()) {
     return panel;
   }

@@ -7,6 +7,7 @@
 #include "numerics/element_types.hpp"
 #include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
+#include "weights/codebook.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/super_scales.hpp"
 
@@ -169,6 +170,10 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   const WeightFormat& format = matrix.format;
   if (!IsNumeric(format.element)) {
     return Status::BadInput(fmt::format("codes of {} cannot be decoded", DTypeName(format.element)));
+  }
+  if (format.codebook != Codebook::kNone) {
+    return Status::BadInput(fmt::format("codes are indices of {}; the numbers themselves, as U8, are required",
+                                        CodebookOf(format.codebook).name));
   }
   FMOE_RETURN_IF_ERROR(CheckMatrix("codes", matrix.codes, format.element, matrix.rows, matrix.cols));
   if (format.has_block_scale() && !IsNumeric(format.block_scale_dtype)) {

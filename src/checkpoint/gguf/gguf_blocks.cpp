@@ -91,26 +91,26 @@ template <typename Type, int kBits>
 constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
                                    {".weight_scale", DType::kF16, 1, 2, HalfScale<Type>}};
 
-/// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both (kSuper).
-template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
+/// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both, where there are some.
+template <typename Type, int kBits, int64_t kGroup, bool kZeros>
 constexpr auto PartsOf() {
-  constexpr size_t kLevels = kZeros ? 2 : 1;
-  std::array<BlockPart, 1 + kLevels*(kSuper ? 2 : 1)> parts = {CodesOf<Type, kBits, kZeros>(),
-                                                               ScalesOf<Type, kGroup>()};
+  constexpr bool kOfMinima = kZeros && kIsSuper<Type>;
+  constexpr size_t kCount = (kZeros ? 3 : 2) + (kHasUnits<Type> ? 1 : 0) + (kOfMinima ? 1 : 0);
+  std::array<BlockPart, kCount> parts = {CodesOf<Type, kBits, kZeros>(), ScalesOf<Type, kGroup>()};
   size_t next = 2;
   if constexpr (kZeros) {
     parts[next++] = ZerosOf<Type, kGroup>();
   }
-  if constexpr (kSuper) {
+  if constexpr (kHasUnits<Type>) {
     parts[next++] = {".weight_super_scale", DType::kF16, 1, 2, SuperScale<Type>};
   }
-  if constexpr (kSuper && kZeros) {
+  if constexpr (kOfMinima) {
     parts[next++] = {".weight_super_minimum", DType::kF16, 1, 2, SuperMinimum<Type>};
   }
   return parts;
 }
-template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
-constexpr auto kGroupParts = PartsOf<Type, kBits, kGroup, kZeros, kSuper>();
+template <typename Type, int kBits, int64_t kGroup, bool kZeros>
+constexpr auto kGroupParts = PartsOf<Type, kBits, kGroup, kZeros>();
 
 template <typename Type>
 constexpr BlockPart kValues[] = {
@@ -118,28 +118,71 @@ constexpr BlockPart kValues[] = {
 
 // ---- the tables ----
 
+template <typename Type>
+constexpr bool kIsHalf = requires {
+  requires Type::kHalfScale;
+};
+template <typename Type>
+constexpr bool kHasCodebook = requires {
+  Type::kCodebook;
+};
+
+/// What its integers need.
+template <typename Type>
+constexpr StoredIntegers StoredAs() {
+  StoredIntegers stored;
+  stored.bits = Type::kBits <= 4 ? 4 : 8;
+  stored.group = Type::kGroup;
+  stored.zero_points = Type::kMinima;
+  stored.center = Type::kCenter;
+  stored.scale_dtype = kIsHalf<Type> ? DType::kF16 : DType::kF32;
+  stored.super_cols = kHasUnits<Type> ? Type::kElements : 0;
+  if constexpr (kForLayouts<Type>) {
+    stored.super_exponent = Type::kSuperExponent;
+  }
+  if constexpr (kHasCodebook<Type>) {
+    stored.bits = 4;
+    stored.zero_points = false;
+    stored.codebook = Type::kCodebook;
+  }
+  return stored;
+}
+
+/// The same of a type that is listed as itself: nothing where it is listed in as few bits.
+template <typename Type>
+constexpr StoredIntegers StoredAlone() {
+  return kHasCodebook<Type> ? StoredAs<Type>() : StoredIntegers{};
+}
+
 /// A type with a scale for each block, its codes in bytes.
 template <typename Type>
 constexpr BlockType InBlocks(uint32_t id, std::string_view name) {
-  return {id, name, Type::kElements, Type::kBytes, kWithHalf<Type, 8>, {8, Type::kGroup, false}};
+  return {id,
+          name,
+          Type::kElements,
+          Type::kBytes,
+          kWithHalf<Type, 8>,
+          {8, Type::kGroup, false},
+          StoredAlone<Type>()};
 }
 
 /// A type with scales of its own for each group, its codes in kBits.
-template <typename Type, int kBits, int64_t kGroup, bool kZeros, bool kSuper>
+template <typename Type, int kBits, int64_t kGroup, bool kZeros>
 constexpr BlockType Grouped(uint32_t id, std::string_view name) {
   return {id,
           name,
           Type::kElements,
           Type::kBytes,
-          kGroupParts<Type, kBits, kGroup, kZeros, kSuper>,
-          {kBits, kGroup, kZeros, kSuper ? Type::kElements : 0}};
+          kGroupParts<Type, kBits, kGroup, kZeros>,
+          {kBits, kGroup, kZeros, kIsSuper<Type> ? Type::kElements : 0},
+          StoredAlone<Type>()};
 }
 
 /// In the fewest bits that hold its codes.
 template <typename Type>
 constexpr BlockType InGroups(uint32_t id, std::string_view name) {
   constexpr int kBits = Type::kBits <= 4 ? 4 : 8;
-  return Grouped<Type, kBits, Type::kGroup, Type::kMinima, kIsSuper<Type>>(id, name);
+  return Grouped<Type, kBits, Type::kGroup, Type::kMinima>(id, name);
 }
 
 using Q4_0 = Old<false, false>;
@@ -186,22 +229,6 @@ constexpr BlockType kTypes[] = {
     InGroups<Q1_0>(41, "Q1_0"),
 };
 
-template <typename Type>
-constexpr bool kIsHalf = requires {
-  requires Type::kHalfScale;
-};
-
-/// What its integers need.
-template <typename Type>
-constexpr StoredIntegers StoredAs() {
-  return {Type::kBits <= 4 ? 4 : 8,
-          Type::kGroup,
-          Type::kMinima,
-          Type::kCenter,
-          kIsHalf<Type> ? DType::kF16 : DType::kF32,
-          kIsSuper<Type> ? Type::kElements : 0};
-}
-
 /// Other forms of types of integers. Their ids are none of a file: those of the type and of the form.
 struct Forms {
   uint32_t id;
@@ -216,7 +243,7 @@ constexpr BlockType Bytes(uint32_t id, std::string_view name) {
     return {id, name, Type::kElements, Type::kBytes, {}, {}};
   } else {
     constexpr int64_t kGroup = kSixteen ? 16 : Type::kGroup;
-    BlockType type = Grouped<Type, 8, kGroup, kZeros, kIsSuper<Type>>(id, name);
+    BlockType type = Grouped<Type, 8, kGroup, kZeros>(id, name);
     type.integers.super = kSuper ? Type::kElements : 0;
     type.stored = StoredAs<Type>();
     return type;

@@ -40,7 +40,7 @@ struct BlockType {
   /// Empty: a type that is known and not read.
   std::span<const BlockPart> parts;
   IntegerBlocks integers;
-  StoredIntegers stored;  ///< what a form of BytesType was
+  StoredIntegers stored;  ///< what a form of BytesType was, and a type that has a codebook is
 };
 
 /// Null for a number that no type has.

@@ -66,6 +66,9 @@ inline void Iq2NibbleScales(const std::byte* block, const std::byte* steps, floa
 /// For each 32 elements four numbers of points, a byte each, and a word: four times seven signs, and four
 /// bits of scale.
 struct Iq2Xxs : SuperBlock<66, 32, 8, 128, false> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = -3;
+  static constexpr Codebook kCodebook = Codebook::kIq2;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (const std::byte* at = block + 2; at < block + kBytes; at += 8) {
       const uint32_t signs = Word(at + 4);
@@ -84,6 +87,9 @@ struct Iq2Xxs : SuperBlock<66, 32, 8, 128, false> {
 
 /// For each 8 elements nine bits of number and seven signs; a nibble of scale for each 16.
 struct Iq2Xs : SuperBlock<74, 16, 8, 128, false> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = -3;
+  static constexpr Codebook kCodebook = Codebook::kIq2;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t point = 0; point < 32; ++point, codes += 8) {
       const uint32_t word = Word16(block + 2, point);
@@ -97,6 +103,9 @@ struct Iq2Xs : SuperBlock<74, 16, 8, 128, false> {
 
 /// Low bytes of the numbers, signs, two high bits of each number, a nibble of scale for each 16 elements.
 struct Iq2S : SuperBlock<82, 16, 8, 128, false> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = -3;
+  static constexpr Codebook kCodebook = Codebook::kIq2;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t point = 0; point < 32; ++point, codes += 8) {
       const uint32_t high = Byte(block, 66 + point / 4) >> (point % 4 * 2) & 3U;
@@ -110,6 +119,9 @@ struct Iq2S : SuperBlock<82, 16, 8, 128, false> {
 
 /// Numbers of points of four elements, then for each 32 elements a word as in IQ2_XXS.
 struct Iq3Xxs : SuperBlock<98, 32, 8, 128, false> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = -2;
+  static constexpr Codebook kCodebook = Codebook::kIq3Xxs;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t eight = 0; eight < 32; ++eight, codes += 8) {
       const uint32_t signs = EvenSigns(Word(block + 66 + eight / 4 * 4) >> (eight % 4 * 7));
@@ -128,6 +140,9 @@ struct Iq3Xxs : SuperBlock<98, 32, 8, 128, false> {
 /// Low bytes of the numbers, their ninth bits, signs, a nibble of scale for each 32 elements. Values are the
 /// odd numbers of -15 to 15: codes of four bits, doubled, less 15.
 struct Iq3S : SuperBlock<110, 32, 4, 0, true> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = 0;
+  static constexpr Codebook kCodebook = Codebook::kIq3S;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t point = 0; point < 64; ++point, codes += 4) {
       const uint32_t ninth = Byte(block, 66 + point / 8) >> (point % 8) & 1U;
@@ -171,6 +186,9 @@ struct Iq1S : SuperBlock<50, 32, 2, 0, true> {
 /// moved by an eighth; four words: three bits of scale for each 16 elements, and a nibble of the F16 scale of
 /// all. Codes are eighths.
 struct Iq1M : SuperBlock<56, 16, 8, 128, false> {
+  static constexpr int64_t kSuperAt = 48;
+  static constexpr int kSuperExponent = -3;
+  static constexpr Codebook kCodebook = Codebook::kIq1M;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t point = 0; point < 32; ++point, codes += 8) {
       const uint32_t high = Nibble(block + 32, point);
@@ -181,13 +199,15 @@ struct Iq1M : SuperBlock<56, 16, 8, 128, false> {
       }
     }
   }
-  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
+  static uint16_t SuperUnit(const std::byte* block) {
     uint32_t half = 0;
     for (int64_t word = 0; word < 4; ++word) {
-      half |= Word16(block + 48, word) >> 12 << (4 * word);
+      half |= Word16(block + kSuperAt, word) >> 12 << (4 * word);
     }
-    const std::byte bytes[2] = {static_cast<std::byte>(half & 255U), static_cast<std::byte>(half >> 8)};
-    const float scale = Half(bytes) * 0.125F;
+    return static_cast<uint16_t>(half);
+  }
+  static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
+    const float scale = DecodeFp16(SuperUnit(block)) * 0.125F;
     for (int64_t group = 0; group < 16; ++group) {
       const uint32_t step = Word16(block + 48, group / 4) >> (group % 4 * 3) & 7U;
       scales[group] = scale * static_cast<float>(2 * step + 1);

@@ -9,6 +9,7 @@
 
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
+#include "weights/codebook.hpp"
 #include "weights/super_scales.hpp"
 
 /// The block types of GGUF whose elements are integers below scales, and below minima where they have some:
@@ -18,7 +19,9 @@
 /// Each struct reads one block of kBytes bytes: `Codes` gives its kElements codes, `Scales` a scale and a
 /// minimum for each group. Products of a 16-bit scale and one of at most eight bits are exact in F32. Where a
 /// scale is such a product, kSuperAt is the place of the F16 factor that all of the block share, and
-/// kSuperMinimumAt that of the minima. Layouts and formulas: ggml's `block_*` and `dequantize_row_*`.
+/// kSuperMinimumAt that of the minima; kSuperExponent: of bytes times the factor times two to the power of it,
+/// which a narrow matrix alone has (StoredIntegers). kCodebook: the numbers of a type that has few, in codes
+/// around CodebookNumbers::zero. Layouts and formulas: ggml's `block_*` and `dequantize_row_*`.
 namespace fusedmoe::checkpoint::gguf_integers {
 
 constexpr int64_t kSuper = 256;  // elements of a block of the K types
@@ -206,16 +209,19 @@ struct Q6K {
   }
 };
 
-/// Values of IQ4_NL and IQ4_XS, around 128.
-inline constexpr uint8_t kIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+/// Nibbles of 32 elements to numbers of a codebook, around 128.
+inline void Numbers32(const std::byte* from, Codebook codebook, uint8_t* codes) {
+  uint8_t numbers[16];  // of its own: stores of codes could change others
+  std::memcpy(numbers, CodebookBytes(codebook), sizeof(numbers));
+  Nibbles32(from, codes);
+  std::transform(codes, codes + 32, codes, [&](uint8_t index) { return numbers[index]; });
+}
 
 struct Iq4Nl : OneScale {
   static constexpr int64_t kBytes = 18;
   static constexpr int kBits = 8, kCenter = 128;
-  static void Codes(const std::byte* block, uint8_t* codes) {
-    Nibbles32(block + 2, codes);
-    std::transform(codes, codes + 32, codes, [](uint8_t index) { return kIq4[index]; });
-  }
+  static constexpr Codebook kCodebook = Codebook::kIq4;
+  static void Codes(const std::byte* block, uint8_t* codes) { Numbers32(block + 2, kCodebook, codes); }
 };
 
 /// Eight groups with scales of six bits: the high two of each in a word, the low four in nibbles.
@@ -224,6 +230,7 @@ struct Iq4Xs {
   static constexpr int kBits = 8, kCenter = 128;
   static constexpr bool kMinima = false;
   static constexpr int64_t kSuperAt = 0;
+  static constexpr Codebook kCodebook = Codebook::kIq4;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t group = 0; group < 8; ++group) {
       Iq4Nl::Codes(block + 8 + group * 16 - 2, codes + group * 32);
@@ -244,12 +251,8 @@ struct Mxfp4 {
   static constexpr int64_t kElements = 32, kGroup = 32, kBytes = 17;
   static constexpr int kBits = 8, kCenter = 128;
   static constexpr bool kMinima = false;
-  static void Codes(const std::byte* block, uint8_t* codes) {
-    static constexpr uint8_t kHalves[16] = {128, 129, 130, 131, 132, 134, 136, 140,
-                                            128, 127, 126, 125, 124, 122, 120, 116};
-    Nibbles32(block + 1, codes);
-    std::transform(codes, codes + 32, codes, [](uint8_t code) { return kHalves[code]; });
-  }
+  static constexpr Codebook kCodebook = Codebook::kE2m1;
+  static void Codes(const std::byte* block, uint8_t* codes) { Numbers32(block + 1, kCodebook, codes); }
   static void Scales(const std::byte* block, float* scales, float* /*minima*/) {
     DecodeRow(DType::kF8E8M0, block, 0, 1, scales);
     scales[0] *= 0.5F;
@@ -357,17 +360,28 @@ void GroupZeros(const std::byte* blocks, int64_t count, std::byte* out) {
       [](GroupNumbers numbers) { return kCenter + numbers.zero; });
 }
 
-/// Types with two levels of scales.
+/// Types with two levels of scales, and those whose units are listed, if only for layouts.
 template <typename Type>
-constexpr bool kIsSuper = requires {
+constexpr bool kHasUnits = requires {
   Type::kSuperAt;
 };
+template <typename Type>
+constexpr bool kForLayouts = requires {
+  Type::kSuperExponent;
+};
+template <typename Type>
+constexpr bool kIsSuper = kHasUnits<Type> && !kForLayouts<Type>;
 
 /// The units of the scales.
 template <typename Type>
 void SuperScale(const std::byte* blocks, int64_t count, std::byte* out) {
   for (; count > 0; --count, blocks += Type::kBytes, out += 2) {
-    std::memcpy(out, blocks + Type::kSuperAt, 2);
+    if constexpr (requires { Type::SuperUnit(blocks); }) {
+      const uint16_t unit = Type::SuperUnit(blocks);
+      std::memcpy(out, &unit, sizeof(unit));
+    } else {
+      std::memcpy(out, blocks + Type::kSuperAt, 2);
+    }
   }
 }
 

@@ -178,7 +178,8 @@ QuantRules GgufRules(std::shared_ptr<const TensorStore> store) {
       if (type->integers.super > 0 || type->stored.super_cols > 0) {
         format.weight.super_cols = type->integers.super;
         format.super_scale = ".weight_super_scale";
-        format.super_minimum = type->integers.zeros ? ".weight_super_minimum" : "";
+        const BlockPart& last = type->parts.back();
+        format.super_minimum = last.suffix == ".weight_super_minimum" ? last.suffix : "";
       }
     } else if (type->id == kGgufMxfp4) {
       format.weight = Mx(DType::kF4E2M1);

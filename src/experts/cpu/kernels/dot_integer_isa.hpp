@@ -24,7 +24,8 @@ struct Sides {
 template <WeightKernel kWeight>
 struct IntegerPanel {
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
-  static constexpr bool kNibbles = kWeight < kWeightU8;
+  static constexpr bool kBook = HasCodebook(kWeight);
+  static constexpr bool kNibbles = kWeight < kWeightU8 || kBook;
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
   static constexpr bool kSuper = HasTwoLevels(kWeight);
   static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
@@ -33,7 +34,7 @@ struct IntegerPanel {
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles ? 15 : 255;
+  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles && !kBook ? 15 : 255;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
@@ -57,11 +58,23 @@ struct IntegerPanel {
     return {sides + groups, sides, type};
   }
 
+  /// By which nibbles become bytes, unsigned or less 128; else nothing.
+  FMOE_INLINE Ints TableOf(GroupScales scales) {
+    if constexpr (kBook) {
+      const Ints numbers = LoadNumbers(scales.numbers);
+      return kLess128 ? IntXor(numbers, IntSet((int32_t)0x80808080)) : numbers;
+    } else if constexpr (kE2m1) {
+      return E2m1Table();
+    } else {
+      return IntZero();
+    }
+  }
+
   /// 16 k as four vectors of unsigned bytes, or less 128.
   FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
-    if constexpr (kE2m1) {
-      DecodeE2m1(unit + step * 128, half, table, out);
-      DecodeE2m1(unit + step * 128 + 64, half, table, out + 2);
+    if constexpr (kE2m1 || kBook) {
+      DecodeByTable(unit + step * 128, half, table, out);
+      DecodeByTable(unit + step * 128 + 64, half, table, out + 2);
     } else if constexpr (kNibbles) {
       DecodeU4(unit + step * 128, half, out);
       DecodeU4(unit + step * 128 + 64, half, out + 2);
@@ -346,7 +359,8 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
 /// 5).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
-  return kHalves == 2 && !kHasByteDot && kHeight == 1 && kKind != kTileA24 && IntegerPanel<kWeight>::kNibbles;
+  return kHalves == 2 && !kHasByteDot && kHeight == 1 && kKind != kTileA24 &&
+         IntegerPanel<kWeight>::kLargestCode <= 24;
 }
 
 /// 16 k of one token: sums[half] += weights * codes, two planes as 128 * upper + lower.
@@ -360,7 +374,7 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       const uint8_t* codes = unit + step * 128 + vector * 64;
       if constexpr (Panel::kE2m1) {
-        DecodeE2m1(codes, half, table, weights[half]);
+        DecodeByTable(codes, half, table, weights[half]);
       } else {
         DecodeU4(codes, half, weights[half]);
       }
@@ -440,8 +454,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
-  const Ints table = Panel::kE2m1 ? E2m1Table() : IntZero();
   const GroupScales type = tile->group_scales;
+  const Ints table = Panel::TableOf(type);
   const int64_t block_bytes = Panel::BlockBytes(type);
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
     const int32_t* words = (const int32_t*)tile->codes;

@@ -68,7 +68,7 @@ struct PackedPair {
 
   /// With what is known when this is compiled.
   FMOE_INLINE GroupScales TypeOf(GroupScales type) {
-    return Panel::kSuper ? GroupScales{kRowF32, kHasZeros ? kZeroBytes : kZeroNone} : type;
+    return Panel::kSuper ? GroupScales{kRowF32, kHasZeros ? kZeroBytes : kZeroNone, 0} : type;
   }
   FMOE_INLINE Sides SidesOf(const PackedPair& pair, int stripe, GroupScales type) {
     const int64_t offset = stripe * pair.stride;
@@ -78,8 +78,8 @@ struct PackedPair {
   /// Eight k of a stripe as two vectors of bytes.
   FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
     const uint8_t* at = pair.codes + stripe * pair.stride;
-    if constexpr (Panel::kE2m1) {
-      DecodeE2m1(at + eight * 64, 0, pair.table, out);
+    if constexpr (Panel::kE2m1 || Panel::kBook) {
+      DecodeByTable(at + eight * 64, 0, pair.table, out);
     } else if constexpr (Panel::kNibbles) {
       DecodeU4(at + eight * 64, 0, out);
     } else {
@@ -99,11 +99,11 @@ struct PackedPair {
     if (Panel::kSuper) {
       load(TypeOf(type));
     } else if (!Panel::kGrouped || type.type == kRowBf16) {
-      load({kRowBf16, type.zeros});
+      load({kRowBf16, type.zeros, 0});
     } else if (type.type == kRowF16) {
-      load({kRowF16, type.zeros});
+      load({kRowF16, type.zeros, 0});
     } else {
-      load({kRowF32, type.zeros});
+      load({kRowF32, type.zeros, 0});
     }
   }
   /// The same of zero points.
@@ -118,9 +118,9 @@ struct PackedPair {
     if (Panel::kSuper) {
       load(TypeOf(type));
     } else if (type.zeros == kZeroBytes) {
-      load({type.type, kZeroBytes});
+      load({type.type, kZeroBytes, 0});
     } else {
-      load({kRowF32, kZeroFloats});
+      load({kRowF32, kZeroFloats, 0});
     }
   }
 };
@@ -333,7 +333,7 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
   using Pair = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   using Tokens = TallTokens<Pair, kKind, kTokens>;
-  Pair pair = {stripes, {}, stride, Panel::kE2m1 ? E2m1Table() : IntZero()};
+  Pair pair = {stripes, {}, stride, Panel::TableOf(tile.group_scales)};
   const GroupScales type = Pair::TypeOf(tile.group_scales);
   const int64_t block_bytes = Panel::BlockBytes(type);
   NextLines next = lines;
@@ -430,13 +430,14 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
   const int64_t units = blocks * Panel::kUnits;
   NextLines next = LinesOf(tiles[0], units * passes);
   const GroupScales type = Packed::TypeOf(tiles[0].group_scales);
+  const Ints table = Panel::TableOf(tiles[0].group_scales);
   for (int64_t first = 0, count = 0; first < units; first += count) {
     count = units - first < kSlabUnits ? units - first : kSlabUnits;
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* block = stripes + (first + i) / Panel::kUnits * Panel::BlockBytes(type);
       const int unit = (int)((first + i) % Panel::kUnits);
       const Packed packed = {block + unit * Panel::kUnitBytes, Panel::SidesOf(block, unit, type), stride,
-                             Panel::kE2m1 ? E2m1Table() : IntZero()};
+                             table};
       Pair::Decode(packed, &pairs[i]);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {

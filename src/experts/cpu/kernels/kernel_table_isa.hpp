@@ -33,6 +33,9 @@ enum WeightKernel : int {
   kWeightU8Group128,
   kWeightU8Super16,
   kWeightU8Super32,
+  kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
+  kWeightBookSuper16,
+  kWeightBookSuper32,
   kNumWeightKernels
 };
 
@@ -68,6 +71,7 @@ enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
 struct GroupScales {
   RowType type;
   ZeroType zeros;
+  const uint8_t* numbers;  ///< sixteen bytes, of which codes are indices (HasCodebook); else null
 };
 /// Bytes of the scales of one group, and of all that it has.
 static constexpr int GroupScaleBytes(GroupScales scales) {
@@ -131,7 +135,12 @@ struct Correction {
 /// Integers in groups whose scales are bytes in units of a block.
 static constexpr bool HasTwoLevels(WeightKernel kernel) {
   return kernel == kWeightU4Super16 || kernel == kWeightU4Super32 || kernel == kWeightU8Super16 ||
-         kernel == kWeightU8Super32;
+         kernel == kWeightU8Super32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+}
+
+/// Nibbles that become bytes by a table of the panel.
+static constexpr bool HasCodebook(WeightKernel kernel) {
+  return kernel == kWeightBookGroup32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
 }
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
@@ -147,12 +156,15 @@ static constexpr int CorrectionGroup(WeightKernel kernel) {
     case kWeightU8Group16:
     case kWeightU4Super16:
     case kWeightU8Super16:
+    case kWeightBookSuper16:
       return 16;
     case kWeightMxfp4:
     case kWeightU4Group32:
     case kWeightU8Group32:
     case kWeightU4Super32:
     case kWeightU8Super32:
+    case kWeightBookGroup32:
+    case kWeightBookSuper32:
       return 32;
     default:
       return kernel < kWeightNvfp4 ? 0 : 64;
@@ -224,7 +236,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, false, 0, 0, {kRowF32, kZeroNone}, 0, 0, 0, 0, false, false, kNoSlabs};
+  TileView view = {0, 0, 0, 0, 0, 0, false, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

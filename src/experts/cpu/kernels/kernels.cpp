@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "platform/cpu_features.hpp"
+#include "weights/codebook.hpp"
 
 namespace fusedmoe::cpu {
 
@@ -72,6 +73,7 @@ struct PanelKernel {
   PanelScale scale;
   int64_t group;
   WeightKernel kernel;
+  bool codebook = false;
 };
 
 constexpr PanelKernel kPanelKernels[] = {
@@ -99,6 +101,9 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kU8, PanelScale::kBF16, 128, kWeightU8Group128},
     {DType::kU8, PanelScale::kI8, 16, kWeightU8Super16},
     {DType::kU8, PanelScale::kI8, 32, kWeightU8Super32},
+    {DType::kU4, PanelScale::kBF16, 32, kWeightBookGroup32, true},
+    {DType::kU4, PanelScale::kI8, 16, kWeightBookSuper16, true},
+    {DType::kU4, PanelScale::kI8, 32, kWeightBookSuper32, true},
 };
 
 }  // namespace
@@ -177,8 +182,10 @@ WeightKernel KernelFor(const PanelFormat& format) {
   const bool integers = format.code == DType::kU4 || format.code == DType::kU8;
   const bool of_any_type = integers && format.group > 0 && format.scale != PanelScale::kI8;
   const PanelScale scale = of_any_type ? PanelScale::kBF16 : format.scale;
+  const bool codebook = format.codebook != Codebook::kNone;
   for (const PanelKernel& row : kPanelKernels) {
-    if (row.code == format.code && row.scale == scale && row.group == format.group) {
+    if (row.code == format.code && row.scale == scale && row.group == format.group &&
+        row.codebook == codebook) {
       return row.kernel;
     }
   }
@@ -191,7 +198,8 @@ GroupScales GroupScalesOf(const PanelFormat& format) {
                                              : kRowF32,
           format.zeros == PanelZero::kFloats ? kZeroFloats
           : format.has_zero_points()         ? kZeroBytes
-                                             : kZeroNone};
+                                             : kZeroNone,
+          format.codebook == Codebook::kNone ? nullptr : CodebookBytes(format.codebook)};
 }
 
 float KernelOutputScale(WeightKernel kernel) {

@@ -185,6 +185,10 @@ FMOE_INLINE Ints E2m1Table() {
   return _mm256_broadcastsi128_si256(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
+/// Sixteen bytes for each nibble of a lane.
+FMOE_INLINE Ints LoadNumbers(const uint8_t* numbers) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+}
 FMOE_INLINE Ints LowNibbles(Ints x) {
   return _mm256_and_si256(x, _mm256_set1_epi8(15));
 }
@@ -199,7 +203,7 @@ FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
   out[0] = LowNibbles(x);
   out[1] = HighNibbles(x);
 }
-FMOE_INLINE void DecodeE2m1(const uint8_t* p, int half, Ints table, Ints* out) {
+FMOE_INLINE void DecodeByTable(const uint8_t* p, int half, Ints table, Ints* out) {
   DecodeU4(p, half, out);
   out[0] = _mm256_shuffle_epi8(table, out[0]);
   out[1] = _mm256_shuffle_epi8(table, out[1]);

@@ -189,9 +189,13 @@ FMOE_INLINE Ints E2m1Table() {
   const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
   return _mm512_broadcast_i32x4(table);
 }
+/// Sixteen bytes for each nibble of a lane.
+FMOE_INLINE Ints LoadNumbers(const uint8_t* numbers) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
+}
 
 /// 64 bytes of nibbles: k 0-3 of 16 rows, then k 4-7.
-FMOE_INLINE void DecodeE2m1(const uint8_t* p, int, Ints table, Ints* out) {
+FMOE_INLINE void DecodeByTable(const uint8_t* p, int, Ints table, Ints* out) {
   const Ints x = _mm512_loadu_si512(p);
 #if defined(__AVX512VBMI__)
   out[0] = _mm512_permutexvar_epi8(x, table);

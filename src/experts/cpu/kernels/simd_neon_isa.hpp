@@ -223,6 +223,11 @@ FMOE_INLINE Ints E2m1Table() {
   const int32x4_t table = SignedOf(vld1q_u8(kTable));
   return {table, table};
 }
+/// Sixteen bytes for each nibble.
+FMOE_INLINE Ints LoadNumbers(const uint8_t* numbers) {
+  const int32x4_t table = SignedOf(vld1q_u8(numbers));
+  return {table, table};
+}
 FMOE_INLINE Ints LowNibbles(Ints x) {
   return IntAnd(x, IntSet(0x0f0f0f0f));
 }
@@ -237,7 +242,7 @@ FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
   out[0] = LowNibbles(x);
   out[1] = HighNibbles(x);
 }
-FMOE_INLINE void DecodeE2m1(const uint8_t* p, int half, Ints table, Ints* out) {
+FMOE_INLINE void DecodeByTable(const uint8_t* p, int half, Ints table, Ints* out) {
   DecodeU4(p, half, out);
   out[0] = LookUp16(BytesOf(table.low), out[0]);
   out[1] = LookUp16(BytesOf(table.low), out[1]);

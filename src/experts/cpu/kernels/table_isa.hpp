@@ -83,6 +83,9 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetInteger<kWeightU8Group128>(table);
   SetInteger<kWeightU8Super16>(table);
   SetInteger<kWeightU8Super32>(table);
+  SetInteger<kWeightBookGroup32>(table);
+  SetInteger<kWeightBookSuper16>(table);
+  SetInteger<kWeightBookSuper32>(table);
   table.pack[kTileF32] = &PackF32;
   table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;

@@ -1,0 +1,64 @@
+#include "weights/codebook.hpp"
+
+#include <cstddef>
+
+namespace fusedmoe {
+namespace {
+
+/// In the order of the enumerators. Where a type numbers its values, in that order.
+constexpr CodebookNumbers kNumbers[] = {
+    {"none", {}, 0.0F, 1},
+    {"IQ4", {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 128.0F, 1},
+    {"IQ3_XXS", {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62}, 128.0F, 1},
+    {"IQ3_S", {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15}, 7.5F, 2},
+    {"IQ2", {8, 25, 43, -8, -25, -43}, 128.0F, 1},
+    {"IQ1_M", {-9, -7, -1, 1, 7, 9}, 128.0F, 1},
+    {"E2M1", {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 128.0F, 1},
+};
+constexpr size_t kCount = std::size(kNumbers);
+
+struct Table {
+  std::array<uint8_t, 16> bytes;
+  std::array<uint8_t, 256> indices;
+};
+
+constexpr Table TableOf(const CodebookNumbers& numbers) {
+  Table table = {};
+  for (size_t index = 0; index < 16; ++index) {
+    table.bytes[index] = static_cast<uint8_t>(numbers.values[index] + 128);
+  }
+  for (size_t code = 0; code < 256; ++code) {
+    table.indices[code] = kNoIndex;
+    const float value = (static_cast<float>(code) - numbers.zero) * static_cast<float>(numbers.factor);
+    for (size_t index = 16; index > 0; --index) {  // the first one of equal values
+      if (static_cast<float>(numbers.values[index - 1]) == value) {
+        table.indices[code] = static_cast<uint8_t>(index - 1);
+      }
+    }
+  }
+  return table;
+}
+
+constexpr std::array<Table, kCount> kTables = [] {
+  std::array<Table, kCount> tables = {};
+  for (size_t i = 0; i < kCount; ++i) {
+    tables[i] = TableOf(kNumbers[i]);
+  }
+  return tables;
+}();
+
+}  // namespace
+
+const CodebookNumbers& CodebookOf(Codebook codebook) {
+  return kNumbers[static_cast<size_t>(codebook)];
+}
+
+const uint8_t* CodebookBytes(Codebook codebook) {
+  return kTables[static_cast<size_t>(codebook)].bytes.data();
+}
+
+const std::array<uint8_t, 256>& CodebookIndices(Codebook codebook) {
+  return kTables[static_cast<size_t>(codebook)].indices;
+}
+
+}  // namespace fusedmoe
