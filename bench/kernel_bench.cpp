@@ -53,6 +53,13 @@ const Named kKernels[] = {
     {"u8g32_numbers", kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats}},
     {"u8g16_super", kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128}},
     {"u8g32_super", kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128, PanelZero::kMinima}},
+    {"iq4g32", kWeightBookGroup32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kNone, Codebook::kIq4}},
+    {"iq2g16_super",
+     kWeightBookSuper16,
+     {DType::kU4, PanelScale::kI8, 16, 128, PanelZero::kNone, Codebook::kIq2}},
+    {"iq4g32_super",
+     kWeightBookSuper32,
+     {DType::kU4, PanelScale::kI8, 32, 128, PanelZero::kNone, Codebook::kIq4}},
     {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kBF16, 64}},
     {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kBF16, 128, 128}},
 };

@@ -59,13 +59,13 @@ struct WeightFormat {
 };
 
 /// What the integers of a matrix need, where the matrix has a wider format: that of a layer whose matrices
-/// were stored in several types (GGUF: Q4_K beside Q6_K), bytes in the shortest groups, with zero points where
-/// one type has minima; or bytes where the type has few values. A layout that has a format for each GEMM goes
-/// back to this, without loss (weights/narrow.hpp).
+/// were stored in several types (GGUF: Q4_K beside Q6_K), bytes in the shortest groups, with zero points
+/// where one type has minima; or bytes where the type has few values. A layout that has a format for each
+/// GEMM goes back to this, without loss (weights/narrow.hpp).
 struct StoredIntegers {
   int bits = 0;       ///< 4 or 8: they fit around the middle of a code, or below zero points; 0: unknown
   int64_t group = 0;  ///< columns of a scale
-  bool zero_points = false;  ///< they have some, F32; else `center`, or that of the codebook, is zero
+  bool zero_points = false;         ///< they have some, F32; else `center`, or that of the codebook, is zero
   int center = 0;                   ///< of codes as they stand below zero points
   DType scale_dtype = DType::kF32;  ///< that holds the scales: F16 or F32
   int64_t super_cols = 0;           ///< as WeightFormat::super_cols; the matrix has the units

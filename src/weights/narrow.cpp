@@ -75,8 +75,8 @@ Result<Tensor> Indices(const CanonicalMatrix& matrix, Codebook codebook) {
       out[matrix.cols / 2] = static_cast<uint8_t>(last);
     }
     if ((all & kNoIndex) != 0) {
-      const auto* other = std::find_if(from, from + matrix.cols,
-                                       [&](uint8_t code) { return indices[code] == kNoIndex; });
+      const auto* other =
+          std::find_if(from, from + matrix.cols, [&](uint8_t code) { return indices[code] == kNoIndex; });
       return Status::BadInput(fmt::format("row {}, column {} has the code {}, whose value is none of {}", row,
                                           other - from, *other, CodebookOf(codebook).name));
     }
@@ -202,10 +202,12 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
   const StoredIntegers& stored = matrix.stored;
   const WeightFormat& format = matrix.format;
   const bool has_zeros = !matrix.zero_point.empty();
-  const bool scales = format.block_scale_dtype == DType::kF32 || format.block_scale_dtype == stored.scale_dtype;
+  const bool scales =
+      format.block_scale_dtype == DType::kF32 || format.block_scale_dtype == stored.scale_dtype;
   if ((stored.bits != 4 && stored.bits != 8) || !HoldsStored(matrix) || format.block.row != 1 ||
-      format.block.col <= 0 || stored.group % format.block.col != 0 || !scales || !matrix.group_index.empty() ||
-      (has_zeros && format.zero_point_dtype != DType::kF32) || (stored.zero_points && !has_zeros)) {
+      format.block.col <= 0 || stored.group % format.block.col != 0 || !scales ||
+      !matrix.group_index.empty() || (has_zeros && format.zero_point_dtype != DType::kF32) ||
+      (stored.zero_points && !has_zeros)) {
     return Status::BadInput(fmt::format("{} do not hold {} bits in groups of {}{}", Describe(format),
                                         stored.bits, stored.group,
                                         stored.zero_points ? " with zero points" : ""));
@@ -221,8 +223,8 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
                           FewerNumbers(matrix.zero_point, ratio, DType::kF32, "zero points"));
   } else if (has_zeros) {
     const bool numbers = stored.codebook == Codebook::kNone;
-    FMOE_RETURN_IF_ERROR(CheckZeros(
-        matrix, numbers ? static_cast<float>(stored.center) : CodebookOf(stored.codebook).zero));
+    FMOE_RETURN_IF_ERROR(
+        CheckZeros(matrix, numbers ? static_cast<float>(stored.center) : CodebookOf(stored.codebook).zero));
     narrow.zero_point = {};
     narrow.super_minimum = {};
   }

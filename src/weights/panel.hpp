@@ -69,9 +69,9 @@ constexpr bool IsPanelInteger(DType code) {
 struct PanelFormat {
   DType code = DType::kBF16;  ///< kF4E2M1, kU4, kU8, kF8E4M3, kF8E5M2, kBF16, kF16, kF32
   PanelScale scale = PanelScale::kNone;
-  int64_t group = 0;                   ///< k of one group of scales: 16, 32, 64 or 128
-  int64_t block = kPanelUnit;          ///< k of a block
-  PanelZero zeros = PanelZero::kNone;  ///< one for each scale, behind those of its group
+  int64_t group = 0;                    ///< k of one group of scales: 16, 32, 64 or 128
+  int64_t block = kPanelUnit;           ///< k of a block
+  PanelZero zeros = PanelZero::kNone;   ///< one for each scale, behind those of its group
   Codebook codebook = Codebook::kNone;  ///< of kU4: codes are indices of numbers
   bool operator==(const PanelFormat&) const = default;
 

@@ -172,8 +172,9 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
     return Status::BadInput(fmt::format("codes of {} cannot be decoded", DTypeName(format.element)));
   }
   if (format.codebook != Codebook::kNone) {
-    return Status::BadInput(fmt::format("codes are indices of {}; the numbers themselves, as U8, are required",
-                                        CodebookOf(format.codebook).name));
+    return Status::BadInput(
+        fmt::format("codes are indices of {}; the numbers themselves, as U8, are required",
+                    CodebookOf(format.codebook).name));
   }
   FMOE_RETURN_IF_ERROR(CheckMatrix("codes", matrix.codes, format.element, matrix.rows, matrix.cols));
   if (format.has_block_scale() && !IsNumeric(format.block_scale_dtype)) {

@@ -19,6 +19,7 @@
 #include "checkpoint/raw_gguf.hpp"
 #include "experts/cpu/cpu_plan.hpp"
 #include "experts/cpu/cpu_weights.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "layer/kernel_builder.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/narrow.hpp"
@@ -69,6 +70,25 @@ constexpr Type kTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 0, -1, false, f
 /// K types and IQ4_XS.
 bool HasTwoLevels(const Type& type) {
   return (type.id >= 10 && type.id <= 14) || type.id == 23;
+}
+
+/// Of the IQ types whose panels hold indices.
+double BookBits(const Type& type) {
+  switch (type.id) {
+    case 20:  // IQ4_NL
+      return 4.5;
+    case 16:  // IQ2_XXS, IQ3_XXS, IQ3_S, IQ4_XS
+    case 18:
+    case 21:
+    case 23:
+      return 4.375;
+    case 17:  // IQ2_XS, IQ2_S, IQ1_M
+    case 22:
+    case 29:
+      return 4.625;
+    default:
+      return 0;
+  }
 }
 
 void PutHalf(std::string& block, int64_t at, uint16_t half) {
@@ -214,11 +234,11 @@ TEST(GgufBlocks, Q1_0_IsAScaleAndSigns) {
 }
 
 /// In the panels of CPUs scales of two levels are the integers and units of the file, and minima too:
-/// products and differences are those of decoding, bit by bit.
-void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
+/// products and differences are those of decoding, bit by bit. So are numbers of a codebook times the power
+/// of two that their matrix has.
+void ExpectPanels(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
   const PanelFormat format = *ChoosePanelFormat(integers.format, !integers.zero_point.empty());
-  const bool tiles = format.group == 32 && integers.zero_point.empty();  // take floats
-  EXPECT_EQ(format.scale, tiles ? PanelScale::kF32 : PanelScale::kI8);
+  const float factor = integers.tensor_scale.value_or(1.0F);
   const std::vector<int32_t> columns = PanelColumns(integers, format);
   std::vector<std::byte> stripe(columns.size() / static_cast<size_t>(format.block) *
                                 static_cast<size_t>(format.block_bytes()));
@@ -230,12 +250,21 @@ void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMat
     for (size_t k = 0; k < columns.size(); ++k) {
       if (columns[k] >= 0) {
         ASSERT_EQ(PanelValue(format, stripe.data(), static_cast<int64_t>(columns.size()) / format.block,
-                             row % kPanelRows, static_cast<int64_t>(k)),
+                             row % kPanelRows, static_cast<int64_t>(k)) *
+                      factor,
                   wanted[row * decoded.codes.view().stride_bytes(0) / 4 + columns[k]])
             << "row " << row << " column " << columns[k];
       }
     }
   }
+}
+
+void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
+  const PanelFormat format = *ChoosePanelFormat(integers.format, !integers.zero_point.empty());
+  const bool tiles =
+      format.group == 32 && integers.zero_point.empty() && format.codebook == Codebook::kNone;  // take floats
+  EXPECT_EQ(format.scale, tiles ? PanelScale::kF32 : PanelScale::kI8);
+  ExpectPanels(integers, decoded);
 }
 
 class GgufIntegers : public testing::TestWithParam<Type> {};
@@ -349,7 +378,9 @@ TEST_P(GgufIntegers, BesideOthers_NarrowToWhatTheyAreAlone) {
   const TemporaryDirectory folder;
   folder.Write("a.gguf", ModelOf(type, type).Bytes());
   const CanonicalExpert own = Load((folder.path() / "a.gguf").string(), false).expert;
-  EXPECT_EQ(own.up.stored, StoredIntegers());
+  EXPECT_EQ(own.up.stored.bits, BookBits(type) > 0 ? 4 : 0);
+  const Result<CanonicalMatrix> alone = BookBits(type) > 0 ? Narrow(own.up) : own.up;
+  ASSERT_TRUE(alone.ok()) << alone.status().ToString();
   for (const Type& down : kTypes) {
     if (down.id == type.id) {
       continue;
@@ -360,7 +391,7 @@ TEST_P(GgufIntegers, BesideOthers_NarrowToWhatTheyAreAlone) {
     ASSERT_GT(mixed.up.stored.bits, 0);
     const Result<CanonicalMatrix> narrow = Narrow(mixed.up);
     ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
-    ExpectSameMatrix(*narrow, own.up);
+    ExpectSameMatrix(*narrow, *alone);
   }
 }
 
@@ -446,6 +477,146 @@ TEST(GgufIntegers, TypesOfEachGemm_HavePanelsOfTheirOwn) {
   }
 }
 
+/// The CPU backend and the reference, in floats of a model.
+std::vector<float> OutputOf(const std::shared_ptr<const Checkpoint>& checkpoint, const char* backend,
+                            const std::string& isa) {
+  constexpr int64_t kTokens = 5;
+  std::mt19937 random(7);
+  std::uniform_real_distribution<float> uniform(-1.0F, 1.0F);
+  Tensor hidden = *Tensor::Allocate(DType::kF32, Shape{kTokens, kHidden});
+  std::generate_n(hidden.mutable_view().as<float>(), kTokens * kHidden, [&] { return uniform(random); });
+  LayerOptions options;
+  options.backend = backend;
+  options.isa = isa;
+  options.max_tokens = kTokens;
+  const auto layer = MoeLayer::Load(checkpoint, 0, options);
+  EXPECT_TRUE(layer.ok()) << layer.status().ToString();
+  auto workspace = (*layer)->CreateWorkspace();
+  Tensor logits = *Tensor::Allocate(DType::kF32, Shape{kTokens, kExperts});
+  std::fill_n(logits.mutable_view().as<float>(), kTokens * kExperts, 0.0F);
+  Tensor output = *Tensor::Allocate(DType::kF32, Shape{kTokens, kHidden});
+  const Status status = (*layer)->Forward(hidden.view(), logits.view(), output.mutable_view(), *workspace);
+  EXPECT_TRUE(status.ok()) << status.ToString();
+  const auto* values = output.view().as<float>();
+  return {values, values + kTokens * kHidden};
+}
+
+// Types of few values: nibbles in panels, the values of the file, outputs of the reference at every level.
+TEST_P(GgufIntegers, OfFewValues_TakeIndices) {
+  const Type& type = GetParam();
+  const TemporaryDirectory folder;
+  const std::string path = (folder.path() / "a.gguf").string();
+  folder.Write("a.gguf", ModelOf(type, type).Bytes());
+  const auto checkpoint = *Checkpoint::Open(path);
+  const MoeProblem problem = ProblemOf(*checkpoint);
+  const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
+  const double bits = BookBits(type);
+  EXPECT_EQ(plan.gate_up.panel.codebook == Codebook::kNone, bits == 0);
+  if (bits == 0) {
+    return;
+  }
+  EXPECT_EQ(static_cast<double>(plan.gate_up.panel.block_bytes()) * 8 /
+                static_cast<double>(kPanelRows * plan.gate_up.panel.block),
+            bits);
+  const CanonicalExpert expert = Load(path, false).expert, decoded = Load(path, true).expert;
+  const PreparedWeights prepared = *cpu::PrepareCpuWeights(plan, *checkpoint->Experts(0), {});
+  EXPECT_EQ(prepared.layout_key.find("U8"), std::string::npos) << prepared.layout_key;
+  for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
+    const Result<CanonicalMatrix> narrow = Narrow(expert.*matrix);
+    ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+    EXPECT_NE(ValidateCanonical(*narrow).message().find("indices"), std::string::npos);
+    ExpectPanels(*narrow, decoded.*matrix);
+    std::vector<float> row(static_cast<size_t>(narrow->cols));
+    for (int64_t r = 0; r < narrow->rows; ++r) {
+      DequantizeRow(*narrow, r, row.data());
+      const auto* wanted = (decoded.*matrix).codes.view().as<float>() + r * narrow->cols;
+      for (size_t c = 0; c < row.size(); ++c) {
+        ASSERT_EQ(row[c], wanted[c]) << r << " " << c;
+      }
+    }
+  }
+  // The fast packer, and back.
+  const CanonicalMatrix down = *Narrow(expert.down);
+  const std::vector<int32_t> columns = PanelColumns(down, plan.down.panel);
+  std::vector<std::byte> stripes(static_cast<size_t>(plan.down.expert_bytes()));
+  for (int64_t stripe = 0; stripe < plan.down.stripes; ++stripe) {
+    PackPanelStripe(down, plan.down.panel, columns, stripe, stripes.data() + stripe * plan.down.stripe_bytes);
+  }
+  EXPECT_EQ(std::memcmp(stripes.data(), prepared.Find("down")->view().data() + plan.down.expert_bytes(),
+                        stripes.size()),
+            0);
+  const int64_t row_bytes = down.cols / 2;
+  std::vector<std::byte> codes(static_cast<size_t>(down.rows * row_bytes));
+  UnpackPanelCodes(down.format, plan.down.panel, columns, stripes.data(), down.rows, codes.data(), row_bytes);
+  EXPECT_EQ(std::memcmp(codes.data(), down.codes.view().data(), codes.size()), 0);
+
+  const std::vector<float> wanted = OutputOf(checkpoint, "REFERENCE", "");
+  for (const Isa isa : cpu::BuiltIsas()) {
+    if (!HostMachine().Has(isa)) {
+      continue;
+    }
+    const std::vector<float> found = OutputOf(checkpoint, "CPU_FUSED", std::string(IsaName(isa)));
+    double error = 0, size = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      error += std::pow(found[i] - wanted[i], 2);
+      size += std::pow(wanted[i], 2);
+    }
+    EXPECT_GT(size, 0);
+    EXPECT_LT(std::sqrt(error / size), 0x1p-11) << IsaName(isa);  // 15 bits, as of TypesOfEachGemm
+  }
+}
+
+#if defined(__x86_64__)
+// Tiles of AMX have one format for both GEMMs, that of the layer.
+TEST(GgufIntegers, OfFewValues_AreBytesForTiles) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(kTypes[17], kTypes[17]).Bytes());  // IQ4_XS
+  MoeProblem problem = ProblemOf(**Checkpoint::Open((folder.path() / "a.gguf").string()));
+  problem.isa = "amx";
+  EXPECT_EQ(cpu::MakeCpuPlan(problem, HostMachine()).gate_up.panel.codebook, Codebook::kIq4);
+  problem.mode = "throughput";
+  const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
+  ASSERT_TRUE(plan.tiles.enabled);
+  EXPECT_EQ(plan.gate_up.panel.code, DType::kU8);
+}
+#endif
+
+// Alone, and down of such a type beside others: shares of ranks have the values of the whole matrix.
+TEST_P(GgufIntegers, OfFewValues_SharesOfRanksHoldTheSame) {
+  const Type& type = GetParam();
+  if (BookBits(type) == 0) {
+    return;
+  }
+  for (const Type* inputs : {&type, &kTypes[7], &kTypes[9]}) {
+    const TemporaryDirectory folder;
+    folder.Write("a.gguf", ModelOf(*inputs, type).Bytes());
+    CheckpointOptions options;
+    const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+    options.decode_blocks = true;
+    const auto floats = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+    const CanonicalExpert whole = *(*floats).Experts(0)->load(1);
+    for (const int ranks : {2, 3, 5, 16}) {
+      int64_t begin = 0;
+      for (int rank = 0; rank < ranks; ++rank) {
+        SCOPED_TRACE(fmt::format("{}, rank {} of {}", inputs->name, rank, ranks));
+        ParallelConfig parallel;
+        parallel.tp_size = ranks;
+        parallel.tp_rank = rank;
+        const auto expert = checkpoint->Experts(0, parallel)->load(1);
+        ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+        const Result<CanonicalMatrix> narrow = Narrow(expert->down);
+        ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+        ExpectPanels(*narrow, *SliceMatrix(whole.down, 0, kHidden, begin, narrow->cols));
+        const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(*checkpoint, parallel), HostMachine());
+        ASSERT_EQ(plan.down.panel, *ChoosePanelFormat(narrow->format, false));
+        EXPECT_LE(static_cast<int64_t>(PanelColumns(*narrow, plan.down.panel).size()), plan.down.padded_cols);
+        begin += narrow->cols;
+      }
+      EXPECT_EQ(begin, kInner);
+    }
+  }
+}
+
 // Shares of ranks know the groups of the layer; those of a type may be longer.
 TEST(GgufIntegers, SharesOfRanksBesideOthers_NarrowToTheSameValues) {
   for (const auto& [inputs, down] : {std::pair(9, 7), std::pair(7, 9), std::pair(4, 7), std::pair(6, 1)}) {
@@ -522,6 +693,20 @@ TEST(GgufIntegers, MatricesThatAreNotOfTheirType_AreRefused) {
       "zero_point of row 0, group 5, is 33; 32 is that");
   refused(
       expert.up, [](CanonicalMatrix& m) { m.stored = {}; }, "do not hold 0 bits");
+  folder.Write("b.gguf", ModelOf(kTypes[17], kTypes[15]).Bytes());  // IQ4_XS, IQ3_S
+  const CanonicalExpert few = Load((folder.path() / "b.gguf").string(), false).expert;
+  refused(
+      few.up, [](CanonicalMatrix& m) { m.codes.mutable_view().data()[2 * kHidden + 1] = std::byte{130}; },
+      "row 2, column 1 has the code 130, whose value is none of IQ4");
+  refused(
+      few.down, [](CanonicalMatrix& m) { m.codes.mutable_view().data()[3 * kInner] = std::byte{16}; },
+      "row 3, column 0 has the code 16, whose value is none of IQ3_S");
+  refused(
+      few.down, [](CanonicalMatrix& m) { m.zero_point.mutable_view().as<float>()[5] = 7.0F; },
+      "zero_point of row 0, group 5, is 7; 7.5 is that");
+  refused(
+      few.down, [](CanonicalMatrix& m) { m.block_scale.mutable_view().as<float>()[5] *= 1.25F; },
+      "does not divide its scales");
 }
 
 // The gate of shared experts and Arctic's norm are floats beside matrices of any type.

@@ -124,6 +124,7 @@ TEST(Kernel_GroupScales, AreExact) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
     for (const KernelWeights& weights : kIntegerWeights) {
       if (weights.panel.group == 0 || weights.panel.scale == PanelScale::kI8 ||
+          weights.panel.codebook != Codebook::kNone ||
           (weights.panel.code != DType::kU4 && weights.panel.code != DType::kU8)) {
         continue;
       }

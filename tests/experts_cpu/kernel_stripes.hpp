@@ -41,6 +41,9 @@ inline constexpr KernelWeights kIntegerWeights[] = {
     {cpu::kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128}},
     {cpu::kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128}},
     {cpu::kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128, PanelZero::kMinima}},
+    {cpu::kWeightBookGroup32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kNone, Codebook::kIq4}},
+    {cpu::kWeightBookSuper16, {DType::kU4, PanelScale::kI8, 16, 128, PanelZero::kNone, Codebook::kIq2}},
+    {cpu::kWeightBookSuper32, {DType::kU4, PanelScale::kI8, 32, 128, PanelZero::kNone, Codebook::kIq3S}},
 };
 
 inline constexpr KernelWeights kFloatWeights[] = {

@@ -91,7 +91,8 @@ template <typename Type, int kBits>
 constexpr BlockPart kWithHalf[] = {CodesOf<Type, kBits, false>(),
                                    {".weight_scale", DType::kF16, 1, 2, HalfScale<Type>}};
 
-/// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both, where there are some.
+/// Below F32 scales of kGroup elements, with zero points (kZeros) and the units of both, where there are
+/// some.
 template <typename Type, int kBits, int64_t kGroup, bool kZeros>
 constexpr auto PartsOf() {
   constexpr bool kOfMinima = kZeros && kIsSuper<Type>;

@@ -19,9 +19,9 @@
 /// Each struct reads one block of kBytes bytes: `Codes` gives its kElements codes, `Scales` a scale and a
 /// minimum for each group. Products of a 16-bit scale and one of at most eight bits are exact in F32. Where a
 /// scale is such a product, kSuperAt is the place of the F16 factor that all of the block share, and
-/// kSuperMinimumAt that of the minima; kSuperExponent: of bytes times the factor times two to the power of it,
-/// which a narrow matrix alone has (StoredIntegers). kCodebook: the numbers of a type that has few, in codes
-/// around CodebookNumbers::zero. Layouts and formulas: ggml's `block_*` and `dequantize_row_*`.
+/// kSuperMinimumAt that of the minima; kSuperExponent: of bytes times the factor times two to the power of
+/// it, which a narrow matrix alone has (StoredIntegers). kCodebook: the numbers of a type that has few, in
+/// codes around CodebookNumbers::zero. Layouts and formulas: ggml's `block_*` and `dequantize_row_*`.
 namespace fusedmoe::checkpoint::gguf_integers {
 
 constexpr int64_t kSuper = 256;  // elements of a block of the K types

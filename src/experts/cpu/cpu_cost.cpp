@@ -143,12 +143,33 @@ int64_t LatencyTokens(const CpuPathCost& vectors) {
 
 /// Where scales of FP8 blocks stand makes another kernel, and no other figures.
 std::string_view WeightKernelName(WeightKernel kernel) {
-  constexpr std::string_view kNames[kNumWeightKernels] = {
-      "f32",        "bf16",       "f16",         "e4m3",        "e4m3_scaled", "e4m3_scaled",
-      "mxfp8",      "e5m2",       "nvfp4",       "mxfp4",       "u4",          "u4_group16",
-      "u4_group32", "u4_group64", "u4_group128", "u4_super16",  "u4_super32",  "u8",
-      "u8_group16", "u8_group32", "u8_group64",  "u8_group128", "u8_super16",  "u8_super32",
-      "u4_book32",  "u4_book_super16", "u4_book_super32"};
+  constexpr std::string_view kNames[kNumWeightKernels] = {"f32",
+                                                          "bf16",
+                                                          "f16",
+                                                          "e4m3",
+                                                          "e4m3_scaled",
+                                                          "e4m3_scaled",
+                                                          "mxfp8",
+                                                          "e5m2",
+                                                          "nvfp4",
+                                                          "mxfp4",
+                                                          "u4",
+                                                          "u4_group16",
+                                                          "u4_group32",
+                                                          "u4_group64",
+                                                          "u4_group128",
+                                                          "u4_super16",
+                                                          "u4_super32",
+                                                          "u8",
+                                                          "u8_group16",
+                                                          "u8_group32",
+                                                          "u8_group64",
+                                                          "u8_group128",
+                                                          "u8_super16",
+                                                          "u8_super32",
+                                                          "u4_book32",
+                                                          "u4_book_super16",
+                                                          "u4_book_super32"};
   return kernel < kNumWeightKernels ? kNames[kernel] : "none";
 }
 
