@@ -567,8 +567,8 @@ TEST_P(GgufIntegers, OfFewValues_TakeIndices) {
 }
 
 #if defined(__x86_64__)
-// Tiles of AMX have one format for both GEMMs, that of the layer.
-TEST(GgufIntegers, OfFewValues_AreBytesForTiles) {
+// Also where tiles of AMX take them.
+TEST(GgufIntegers, OfFewValues_TakeIndicesForTiles) {
   const TemporaryDirectory folder;
   folder.Write("a.gguf", ModelOf(kTypes[17], kTypes[17]).Bytes());  // IQ4_XS
   MoeProblem problem = ProblemOf(**Checkpoint::Open((folder.path() / "a.gguf").string()));
@@ -577,7 +577,7 @@ TEST(GgufIntegers, OfFewValues_AreBytesForTiles) {
   problem.mode = "throughput";
   const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
   ASSERT_TRUE(plan.tiles.enabled);
-  EXPECT_EQ(plan.gate_up.panel.code, DType::kU8);
+  EXPECT_EQ(plan.gate_up.panel.codebook, Codebook::kIq4);
 }
 #endif
 

@@ -227,8 +227,13 @@ FMOE_INLINE Reals ByteReals(Words x) {
     return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(from)));
   }
 }
-/// Finite numbers to bf16, to nearest, ties away from zero: those of `first` in the low words. In integers,
-/// since vcvtne2ps2bf16 leaves them one behind the other.
+/// NaN of any payload as the usual one, which RoundPairs keeps.
+FMOE_INLINE Reals QuietReals(Reals x) {
+  const __m512 usual = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
+  return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), usual);
+}
+/// To bf16, to nearest, ties away from zero: numbers of `first` in the low words. In integers, since
+/// vcvtne2ps2bf16 leaves them one behind the other.
 FMOE_INLINE Words RoundPairs(Reals first, Reals second) {
   const __m512i half = _mm512_set1_epi32(0x8000);
   const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(first), half), 16);

@@ -8,7 +8,7 @@
 /// once, and then to bf16. For what f16 numbers below the exponent of a scale (tile_decode_isa.hpp) do not
 /// hold: zero points that are any number, minima that lie far from their scale or have none beside them,
 /// units of two levels. Half as many weights an operation: some ten instructions for 32 of them instead of
-/// seven.
+/// seven. Nibbles become numbers by a table, which may as well be that of a codebook.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -18,9 +18,10 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   static constexpr bool kPermuted = true;
   static constexpr int kShift = 0;
   static constexpr float kPost = 1.0F;
-  static constexpr float kMiddle = Panel::kU4 ? 8.0F : 128.0F;  ///< zero, where none is stored
+  static constexpr float kMiddle =
+      Panel::kU4 && !Panel::kBook ? 8.0F : 128.0F;  ///< zero, where none is stored
 
-  Reals numbers;  // of four bits
+  Reals numbers;  // of four bits, or of a codebook
   Reals scale, minimum;
   GroupScales type;
 
@@ -28,7 +29,7 @@ struct TileDecoder<kWeight, kRoundedInF32> {
     d.type = type;
     alignas(64) float numbers[16];
     for (int i = 0; i < 16; ++i) {
-      numbers[i] = (float)i;
+      numbers[i] = (float)(Panel::kBook ? type.numbers[i] : i);
     }
     d.numbers = d.scale = d.minimum = LoadReals(numbers);
   }
@@ -73,7 +74,8 @@ struct TileDecoder<kWeight, kRoundedInF32> {
       if (d.type.zeros == kZeroFloats) {
         zero = LoadReals((const float*)(at + GroupScaleBytes(d.type)));
       }
-      d.minimum = MultiplyReals(d.scale, zero);
+      d.scale = QuietReals(d.scale);
+      d.minimum = QuietReals(MultiplyReals(d.scale, zero));
     }
   }
 

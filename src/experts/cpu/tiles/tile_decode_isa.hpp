@@ -20,9 +20,10 @@ template <WeightKernel kWeight, TileWeights kForm>
 struct TilePanel {
   static constexpr bool kBytes = kForm == kInt8Weights;
   static constexpr bool kRounded = kForm == kRoundedInF16 || kForm == kRoundedInF32;
-  static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kWeight < kWeightU8;
-  static constexpr bool kU4 = kWeight >= kWeightU4 && kWeight < kWeightU8;
-  static constexpr bool kU8 = kWeight >= kWeightU8;
+  static constexpr bool kBook = HasCodebook(kWeight);
+  static constexpr bool kNibbles = (kWeight >= kWeightNvfp4 && kWeight < kWeightU8) || kBook;
+  static constexpr bool kU4 = (kWeight >= kWeightU4 && kWeight < kWeightU8) || kBook;
+  static constexpr bool kU8 = kWeight >= kWeightU8 && !kBook;
   static constexpr bool kBf16 = kWeight == kWeightBf16;
   /// Scales of FP8 in blocks: of rows, behind each unit, or of stripes, in front of them.
   static constexpr bool kInFront = kWeight == kWeightE4m3Stripe;

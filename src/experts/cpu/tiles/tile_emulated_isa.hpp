@@ -288,6 +288,9 @@ template <int kByte>
 FMOE_EMULATED Reals ByteReals(const Words& x) {
   return EachReal([&](int i) { return (float)(x.at[2 * i + kByte / 2] >> 8 * (kByte % 2) & 255); });
 }
+FMOE_EMULATED Reals QuietReals(const Reals& x) {
+  return EachReal([&](int i) { return x.at[i] == x.at[i] ? x.at[i] : __builtin_nanf(""); });
+}
 FMOE_EMULATED Words RoundPairs(const Reals& first, const Reals& second) {
   return EachWord([&](int i) { return (BitsOf((i % 2 == 0 ? first : second).at[i / 2]) + 0x8000) >> 16; });
 }
