@@ -21,8 +21,8 @@
 ///     levels  | 16 units of scales, 16 of minima | group 0: 16 scales, 16 minima | group 1 | ...
 ///     header  | 1 scale a group, filled up to 64 bytes |     in front of block 0, where stripes share scales
 ///
-///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; where the
-///             format has a codebook, the index of a number of it
+///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; of a
+///             codebook, where the format has one, the index of a number
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
 ///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
