@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <string_view>
 
 #include "experts/cpu/cpu_plan.hpp"
 #include "kernel_stripes.hpp"
@@ -24,7 +25,8 @@ TEST(Tiles_Integers, ZeroPoints_AreSubtracted) {
 
 TEST(Tiles_Integers, GroupScalesOfEveryType_AgreeWithFp64) {
   for (const LayerSpec& spec : GroupScaleSpecs()) {
-    ExpectClose(spec, {1, 21});
+    const bool vectors = spec.float_zeros && std::string_view(spec.scheme).ends_with(":g128");
+    ExpectClose(spec, {1, 21}, !vectors);
   }
 }
 
