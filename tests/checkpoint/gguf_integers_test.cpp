@@ -581,6 +581,39 @@ TEST(GgufIntegers, OfFewValues_TakeIndicesForTiles) {
 }
 #endif
 
+/// Shares of down, as ranks have them, for gate and up of `inputs`: `check(share, narrow, wanted)`, of the
+/// values that the same columns of the whole matrix have. The plan of each has room for the panels of its
+/// share.
+template <typename Check>
+void ForShares(const Type& inputs, const Type& down, const Check& check) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(inputs, down).Bytes());
+  CheckpointOptions options;
+  const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+  options.decode_blocks = true;
+  const auto floats = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
+  const CanonicalExpert whole = *(*floats).Experts(0)->load(1);
+  for (const int ranks : {2, 3, 5, 16}) {
+    int64_t begin = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      SCOPED_TRACE(fmt::format("{} and {}, rank {} of {}", inputs.name, down.name, rank, ranks));
+      ParallelConfig parallel;
+      parallel.tp_size = ranks;
+      parallel.tp_rank = rank;
+      const auto expert = checkpoint->Experts(0, parallel)->load(1);
+      ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+      const Result<CanonicalMatrix> narrow = Narrow(expert->down);
+      ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+      const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(*checkpoint, parallel), HostMachine());
+      ASSERT_EQ(plan.down.panel, *ChoosePanelFormat(narrow->format, !narrow->zero_point.empty()));
+      EXPECT_LE(static_cast<int64_t>(PanelColumns(*narrow, plan.down.panel).size()), plan.down.padded_cols);
+      check(expert->down, *narrow, *SliceMatrix(whole.down, 0, kHidden, begin, narrow->cols));
+      begin += narrow->cols;
+    }
+    EXPECT_EQ(begin, kInner);
+  }
+}
+
 // Alone, and down of such a type beside others: shares of ranks have the values of the whole matrix.
 TEST_P(GgufIntegers, OfFewValues_SharesOfRanksHoldTheSame) {
   const Type& type = GetParam();
@@ -588,76 +621,30 @@ TEST_P(GgufIntegers, OfFewValues_SharesOfRanksHoldTheSame) {
     return;
   }
   for (const Type* inputs : {&type, &kTypes[7], &kTypes[9]}) {
-    const TemporaryDirectory folder;
-    folder.Write("a.gguf", ModelOf(*inputs, type).Bytes());
-    CheckpointOptions options;
-    const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
-    options.decode_blocks = true;
-    const auto floats = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
-    const CanonicalExpert whole = *(*floats).Experts(0)->load(1);
-    for (const int ranks : {2, 3, 5, 16}) {
-      int64_t begin = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        SCOPED_TRACE(fmt::format("{}, rank {} of {}", inputs->name, rank, ranks));
-        ParallelConfig parallel;
-        parallel.tp_size = ranks;
-        parallel.tp_rank = rank;
-        const auto expert = checkpoint->Experts(0, parallel)->load(1);
-        ASSERT_TRUE(expert.ok()) << expert.status().ToString();
-        const Result<CanonicalMatrix> narrow = Narrow(expert->down);
-        ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
-        ExpectPanels(*narrow, *SliceMatrix(whole.down, 0, kHidden, begin, narrow->cols));
-        const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(*checkpoint, parallel), HostMachine());
-        ASSERT_EQ(plan.down.panel, *ChoosePanelFormat(narrow->format, false));
-        EXPECT_LE(static_cast<int64_t>(PanelColumns(*narrow, plan.down.panel).size()), plan.down.padded_cols);
-        begin += narrow->cols;
-      }
-      EXPECT_EQ(begin, kInner);
-    }
+    ForShares(*inputs, type,
+              [](const CanonicalMatrix& /*share*/, const CanonicalMatrix& narrow,
+                 const CanonicalMatrix& wanted) { ExpectPanels(narrow, wanted); });
   }
 }
 
 // Shares of ranks know the groups of the layer; those of a type may be longer.
 TEST(GgufIntegers, SharesOfRanksBesideOthers_NarrowToTheSameValues) {
   for (const auto& [inputs, down] : {std::pair(9, 7), std::pair(7, 9), std::pair(4, 7), std::pair(6, 1)}) {
-    const TemporaryDirectory folder;
-    folder.Write("a.gguf", ModelOf(kTypes[inputs], kTypes[down]).Bytes());
-    CheckpointOptions options;
-    const auto checkpoint = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
-    options.decode_blocks = true;
-    const auto floats = *Checkpoint::Open((folder.path() / "a.gguf").string(), options);
-    const CanonicalExpert whole = *(*floats).Experts(0)->load(1);
-    for (const int ranks : {2, 3, 5, 16}) {
-      int64_t begin = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        SCOPED_TRACE(
-            fmt::format("{} and {}, rank {} of {}", kTypes[inputs].name, kTypes[down].name, rank, ranks));
-        ParallelConfig parallel;
-        parallel.tp_size = ranks;
-        parallel.tp_rank = rank;
-        const auto expert = checkpoint->Experts(0, parallel)->load(1);
-        ASSERT_TRUE(expert.ok()) << expert.status().ToString();
-        const Result<CanonicalMatrix> narrow = Narrow(expert->down);
-        ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
-        const Status valid = ValidateCanonical(*narrow);
-        ASSERT_TRUE(valid.ok()) << valid.ToString();
-        const CanonicalMatrix wanted = *SliceMatrix(whole.down, 0, kHidden, begin, narrow->cols);
-        const auto found = DequantizeMatrix(*narrow), same = DequantizeMatrix(expert->down);
-        ASSERT_TRUE(found.ok() && same.ok());
-        // Codes less zero points are the same numbers, but where the zero point has left.
-        EXPECT_EQ(std::memcmp(found->view().data(), same->view().data(),
-                              static_cast<size_t>(found->view().total_bytes())),
-                  0);
-        const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(*checkpoint, parallel), HostMachine());
-        ASSERT_EQ(plan.down.panel, *ChoosePanelFormat(narrow->format, !narrow->zero_point.empty()));
-        EXPECT_LE(static_cast<int64_t>(PanelColumns(*narrow, plan.down.panel).size()), plan.down.padded_cols);
-        if (plan.down.panel.scale == PanelScale::kI8) {
-          ExpectPanelsOfTwoLevels(*narrow, wanted);
-        }
-        begin += narrow->cols;
-      }
-      EXPECT_EQ(begin, kInner);
-    }
+    ForShares(kTypes[inputs], kTypes[down],
+              [](const CanonicalMatrix& share, const CanonicalMatrix& narrow, const CanonicalMatrix& wanted) {
+                const Status valid = ValidateCanonical(narrow);
+                ASSERT_TRUE(valid.ok()) << valid.ToString();
+                const auto found = DequantizeMatrix(narrow), same = DequantizeMatrix(share);
+                ASSERT_TRUE(found.ok() && same.ok());
+                // Codes less zero points are the same numbers, but where the zero point has left.
+                EXPECT_EQ(std::memcmp(found->view().data(), same->view().data(),
+                                      static_cast<size_t>(found->view().total_bytes())),
+                          0);
+                const PanelFormat panel = *ChoosePanelFormat(narrow.format, !narrow.zero_point.empty());
+                if (panel.scale == PanelScale::kI8) {
+                  ExpectPanelsOfTwoLevels(narrow, wanted);
+                }
+              });
   }
 }
 
