@@ -4,6 +4,7 @@
 
 #include "experts/cpu/kernels/dot_prefetch_isa.hpp"
 #include "experts/cpu/kernels/float_units_isa.hpp"
+#include "experts/cpu/kernels/scale_layout_isa.hpp"
 
 /// Micro-kernels of weights that become floats: fp32, or two k in each 32-bit lane on units for 16-bit
 /// floats.
@@ -29,17 +30,16 @@ namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 template <WeightKernel kWeight, typename Unit>
-struct FloatPanel {
+struct FloatPanel : ScaleLayout<kWeight> {
+  using ScaleLayout<kWeight>::kUnits, ScaleLayout<kWeight>::kInFront;
   static constexpr bool kDirect = VectorK(kWeight) == Unit::kWordK;  // words stand in the panel
   static constexpr int kWords = 64 / Unit::kWordK;                   // of a unit
   static constexpr int kVectorWords = VectorK(kWeight) / Unit::kWordK;
   static constexpr int kVectors = 64 / VectorK(kWeight);
   static constexpr int kUnitBytes = kVectors * 64;
-  static constexpr int kUnits = kWeight == kWeightU4Group128 ? 2 : 1;  // of a block
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr bool kE8m0 = kWeight == kWeightMxfp8 || kWeight == kWeightMxfp4;
   static constexpr bool kInteger = kWeight > kWeightU4;  // in groups, with scales of bf16
-  static constexpr bool kInFront = kWeight == kWeightE4m3Stripe;
   static constexpr bool kScaled =
       kE8m0 || kInteger || kInFront || kWeight == kWeightNvfp4 || kWeight == kWeightE4m3Scaled;
   /// Of sums in a unit.
@@ -51,7 +51,6 @@ struct FloatPanel {
   static constexpr int kBlockBytes = kCodeBytes + kGroups * kGroupBytes;
   static constexpr int kScaleStride = kInFront ? 4 : kBlockBytes;  // from the scales of a block to the next
 
-  FMOE_INLINE int64_t HeaderBytes(int64_t blocks) { return kInFront ? (blocks * 4 + 63) / 64 * 64 : 0; }
   /// Of a block of a stripe.
   FMOE_INLINE const uint8_t* ScalesOf(const uint8_t* stripe, const uint8_t* block_codes, int64_t block) {
     return kInFront ? stripe + block * kScaleStride : block_codes + kCodeBytes;

@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 #include "experts/cpu/kernels/dot_prefetch_isa.hpp"
-#include "experts/cpu/kernels/kernel_table_isa.hpp"
+#include "experts/cpu/kernels/scale_layout_isa.hpp"
 
 /// Micro-kernels of formats that become bytes: e2m1, 4-bit and 8-bit integers (dot_isa.hpp).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -22,15 +22,14 @@ struct Sides {
 
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
-struct IntegerPanel {
+struct IntegerPanel : ScaleLayout<kWeight> {
+  using ScaleLayout<kWeight>::kSuper, ScaleLayout<kWeight>::kUnits;
+  using ScaleLayout<kWeight>::GroupStride, ScaleLayout<kWeight>::UnitsBytes;
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
   static constexpr bool kBook = HasCodebook(kWeight);
   static constexpr bool kNibbles = kWeight < kWeightU8 || kBook;
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
-  static constexpr bool kSuper = HasTwoLevels(kWeight);
-  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
   static constexpr int kGroup = CorrectionGroup(kWeight);
-  static constexpr int kUnits = kGroup128 || kSuper ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
@@ -43,11 +42,6 @@ struct IntegerPanel {
                                                    : kGrouped ? 32 * kBlockGroups
                                                               : 0);
 
-  /// From a group to the next one, and of the units in front of all.
-  FMOE_INLINE int64_t GroupStride(GroupScales scales) {
-    return !kSuper ? GroupBytes(scales) : scales.zeros == kZeroNone ? 16 : 32;
-  }
-  FMOE_INLINE int64_t UnitsBytes(GroupScales scales) { return kSuper ? 2 * GroupStride(scales) : 0; }
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
     return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kLeastBytes;
   }

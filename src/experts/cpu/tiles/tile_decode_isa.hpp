@@ -2,6 +2,7 @@
 
 #include <stdint.h>
 
+#include "experts/cpu/kernels/scale_layout_isa.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 #include "experts/cpu/tiles/tile_unit_isa.hpp"
 
@@ -17,7 +18,9 @@ namespace {
 
 /// Where things stand in a panel, and what becomes of them.
 template <WeightKernel kWeight, TileWeights kForm>
-struct TilePanel {
+struct TilePanel : ScaleLayout<kWeight> {
+  using ScaleLayout<kWeight>::kSuper, ScaleLayout<kWeight>::kGroup128, ScaleLayout<kWeight>::kUnits;
+  using ScaleLayout<kWeight>::kInFront, ScaleLayout<kWeight>::GroupStride, ScaleLayout<kWeight>::UnitsBytes;
   static constexpr bool kBytes = kForm == kInt8Weights;
   static constexpr bool kRounded = kForm == kRoundedInF16 || kForm == kRoundedInF32;
   static constexpr bool kBook = HasCodebook(kWeight);
@@ -25,14 +28,9 @@ struct TilePanel {
   static constexpr bool kU4 = (kWeight >= kWeightU4 && kWeight < kWeightU8) || kBook;
   static constexpr bool kU8 = kWeight >= kWeightU8 && !kBook;
   static constexpr bool kBf16 = kWeight == kWeightBf16;
-  /// Scales of FP8 in blocks: of rows, behind each unit, or of stripes, in front of them.
-  static constexpr bool kInFront = kWeight == kWeightE4m3Stripe;
   static constexpr bool kE4m3Scaled = kWeight == kWeightE4m3Scaled || kInFront;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
-  static constexpr bool kGroup128 = kWeight == kWeightU4Group128 || kWeight == kWeightU8Group128;
   static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
-  static constexpr bool kSuper = HasTwoLevels(kWeight);
-  static constexpr int kUnits = kGroup128 || kSuper ? 2 : 1;  // of 64 k in a block
   static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
   static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
                                      : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
@@ -54,15 +52,9 @@ struct TilePanel {
                                 : kGrouped || kE4m3Scaled ? 64
                                                           : 0;
 
-  /// From a group to the next one, and of the units in front of all.
-  FMOE_INLINE int64_t GroupStride(GroupScales scales) {
-    return !kSuper ? GroupBytes(scales) : scales.zeros == kZeroNone ? 16 : 32;
-  }
-  FMOE_INLINE int64_t UnitsBytes(GroupScales scales) { return kSuper ? 2 * GroupStride(scales) : 0; }
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
     return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kUsualBytes;
   }
-  FMOE_INLINE int64_t HeaderBytes(int64_t blocks) { return kInFront ? (blocks * 4 + 63) / 64 * 64 : 0; }
 };
 
 /// f16 bits as bf16, times 2^-112.
