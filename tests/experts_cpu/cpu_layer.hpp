@@ -179,6 +179,12 @@ struct Runner {
   Workspace workspace;
 };
 
+/// Whether this build has kernels of a level.
+inline bool IsBuilt(Isa isa) {
+  const std::vector<Isa> built = cpu::BuiltIsas();
+  return std::find(built.begin(), built.end(), isa) != built.end();
+}
+
 /// This machine with a matrix unit: where it has none, the kernels run on the emulation.
 inline Machine MachineWithTiles() {
   Machine machine = HostMachine();

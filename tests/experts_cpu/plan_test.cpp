@@ -67,6 +67,9 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
 
 /// Where two ports decode and multiply 8-bit floats in fp32.
 TEST(Plan_OfADescribedMachine, StagesFloatsOfEightBitsOnIntel) {
+  if (!cpu_test::IsBuilt(Isa::kAvx512Fp16)) {
+    GTEST_SKIP() << "this build has no levels of Intel";
+  }
   Layer layer = MakeLayer({.scheme = "fp8_w8a16:block128", .hidden = 128, .intermediate = 128});
   layer.problem.isa = "avx512_vnni";
   Machine machine = HostMachine();

@@ -221,8 +221,7 @@ TEST(Tiles_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
 /// Whole layers at every level, emulated where this machine has it not.
 TEST(Layer_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   std::vector<std::string> isas = cpu_test::HostIsas();
-  if (FindTileFormat(kWeightE4m3Stripe, kExactWeights) != nullptr &&
-      std::find(isas.begin(), isas.end(), "amx") == isas.end()) {
+  if (cpu_test::IsBuilt(Isa::kAmx) && std::find(isas.begin(), isas.end(), "amx") == isas.end()) {
     isas.emplace_back("amx");
   }
   for (const std::string& isa : isas) {
