@@ -1,0 +1,99 @@
+// GGUF types of few values: indices of a codebook in panels.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include <fusedmoe/machine.hpp>
+
+#include "checkpoint/gguf_types.hpp"
+#include "experts/cpu/cpu_plan.hpp"
+#include "experts/cpu/cpu_weights.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
+#include "weights/dequantize.hpp"
+#include "weights/narrow.hpp"
+#include "weights/panel.hpp"
+
+namespace fusedmoe {
+namespace {
+
+using namespace testing_support;
+
+class GgufCodebooks : public GgufOfType {};
+INSTANTIATE_TEST_SUITE_P(Types, GgufCodebooks, testing::ValuesIn(kGgufTypes), NameOfType);
+
+// Types of few values: nibbles in panels, the values of the file, outputs of the reference at every level.
+TEST_P(GgufCodebooks, TakeIndices) {
+  const GgufType& type = GetParam();
+  const TemporaryDirectory folder;
+  const std::string path = (folder.path() / "a.gguf").string();
+  folder.Write("a.gguf", ModelOf(type, type).Bytes());
+  const auto checkpoint = *Checkpoint::Open(path);
+  const MoeProblem problem = ProblemOf(*checkpoint);
+  const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
+  const double bits = BookBits(type);
+  EXPECT_EQ(plan.gate_up.panel.codebook == Codebook::kNone, bits == 0);
+  if (bits == 0) {
+    return;
+  }
+  EXPECT_EQ(static_cast<double>(plan.gate_up.panel.block_bytes()) * 8 /
+                static_cast<double>(kPanelRows * plan.gate_up.panel.block),
+            bits);
+  const CanonicalExpert expert = LoadExpert(path, false).expert, decoded = LoadExpert(path, true).expert;
+  const PreparedWeights prepared = *cpu::PrepareCpuWeights(plan, *checkpoint->Experts(0), {});
+  EXPECT_EQ(prepared.layout_key.find("U8"), std::string::npos) << prepared.layout_key;
+  for (const auto matrix : {&CanonicalExpert::gate, &CanonicalExpert::up, &CanonicalExpert::down}) {
+    const Result<CanonicalMatrix> narrow = Narrow(expert.*matrix);
+    ASSERT_TRUE(narrow.ok()) << narrow.status().ToString();
+    EXPECT_NE(ValidateCanonical(*narrow).message().find("indices"), std::string::npos);
+    ExpectPanels(*narrow, decoded.*matrix);
+    std::vector<float> row(static_cast<size_t>(narrow->cols));
+    for (int64_t r = 0; r < narrow->rows; ++r) {
+      DequantizeRow(*narrow, r, row.data());
+      const auto* wanted = (decoded.*matrix).codes.view().as<float>() + r * narrow->cols;
+      for (size_t c = 0; c < row.size(); ++c) {
+        ASSERT_EQ(row[c], wanted[c]) << r << " " << c;
+      }
+    }
+  }
+  // The fast packer, and back.
+  const CanonicalMatrix down = *Narrow(expert.down);
+  const std::vector<int32_t> columns = PanelColumns(down, plan.down.panel);
+  std::vector<std::byte> stripes(static_cast<size_t>(plan.down.expert_bytes()));
+  for (int64_t stripe = 0; stripe < plan.down.stripes; ++stripe) {
+    PackPanelStripe(down, plan.down.panel, columns, stripe, stripes.data() + stripe * plan.down.stripe_bytes);
+  }
+  EXPECT_EQ(std::memcmp(stripes.data(), prepared.Find("down")->view().data() + plan.down.expert_bytes(),
+                        stripes.size()),
+            0);
+  const int64_t row_bytes = down.cols / 2;
+  std::vector<std::byte> codes(static_cast<size_t>(down.rows * row_bytes));
+  UnpackPanelCodes(down.format, plan.down.panel, columns, stripes.data(), down.rows, codes.data(), row_bytes);
+  EXPECT_EQ(std::memcmp(codes.data(), down.codes.view().data(), codes.size()), 0);
+
+  const std::vector<float> wanted = OutputOf(checkpoint, "REFERENCE");
+  for (const Isa isa : cpu::BuiltIsas()) {
+    if (!HostMachine().Has(isa)) {
+      continue;
+    }
+    SCOPED_TRACE(IsaName(isa));
+    ExpectOutput(OutputOf(checkpoint, "CPU_FUSED", std::string(IsaName(isa))), wanted);
+  }
+}
+
+#if defined(__x86_64__)
+// Also where tiles of AMX take them.
+TEST(GgufCodebooks, TakeIndicesForTiles) {
+  const TemporaryDirectory folder;
+  folder.Write("a.gguf", ModelOf(TypeNamed("IQ4_XS"), TypeNamed("IQ4_XS")).Bytes());
+  MoeProblem problem = ProblemOf(**Checkpoint::Open((folder.path() / "a.gguf").string()));
+  problem.isa = "amx";
+  EXPECT_EQ(cpu::MakeCpuPlan(problem, HostMachine()).gate_up.panel.codebook, Codebook::kIq4);
+  problem.mode = "throughput";
+  const cpu::CpuPlan plan = cpu::MakeCpuPlan(problem, HostMachine());
+  ASSERT_TRUE(plan.tiles.enabled);
+  EXPECT_EQ(plan.gate_up.panel.codebook, Codebook::kIq4);
+}
+#endif
+
+}  // namespace
+}  // namespace fusedmoe
