@@ -50,6 +50,7 @@ enum class PanelScale : uint8_t {
 };
 /// Of one scale.
 int64_t PanelScaleBytes(PanelScale scale);
+DType PanelScaleDType(PanelScale scale);
 
 /// What stands behind the scales of a group of integers.
 enum class PanelZero : uint8_t {

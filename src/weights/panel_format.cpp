@@ -74,6 +74,23 @@ int64_t PanelScaleBytes(PanelScale scale) {
   return 0;
 }
 
+DType PanelScaleDType(PanelScale scale) {
+  switch (scale) {
+    case PanelScale::kE4M3:
+      return DType::kF8E4M3;
+    case PanelScale::kE8M0:
+      return DType::kF8E8M0;
+    case PanelScale::kBF16:
+      return DType::kBF16;
+    case PanelScale::kF16:
+      return DType::kF16;
+    case PanelScale::kI8:
+      return DType::kI8;
+    default:
+      return DType::kF32;
+  }
+}
+
 int64_t PanelZeroBytes(PanelZero zeros) {
   return zeros == PanelZero::kFloats ? 4 : zeros == PanelZero::kNone ? 0 : 1;
 }
