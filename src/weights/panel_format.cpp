@@ -45,12 +45,8 @@ std::optional<DType> PanelCodeOf(DType element) {
 /// k of a block with units: the longest that slices of super-blocks cut seldom.
 constexpr int64_t kSuperBlock = 128;
 
-/// Not of bytes in groups of 32 without minima (IQ4_XS): AMX tiles take these with F32 scales, 0.6 bits more.
-/// They do not take codebooks.
 bool IsSuperPanel(const WeightFormat& format, const PanelFormat& panel) {
-  const bool tiles =
-      panel.group == 32 && panel.zeros == PanelZero::kNone && panel.codebook == Codebook::kNone;
-  return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && panel.group <= 32 && !tiles &&
+  return format.super_cols > 0 && format.super_cols % kSuperBlock == 0 && panel.group <= 32 &&
          panel.scale == PanelScale::kF32 && panel.zeros != PanelZero::kBytes;
 }
 

@@ -164,9 +164,7 @@ void ExpectPanels(const CanonicalMatrix& integers, const CanonicalMatrix& decode
 
 void ExpectPanelsOfTwoLevels(const CanonicalMatrix& integers, const CanonicalMatrix& decoded) {
   const PanelFormat format = *ChoosePanelFormat(integers.format, !integers.zero_point.empty());
-  const bool tiles =
-      format.group == 32 && integers.zero_point.empty() && format.codebook == Codebook::kNone;  // take floats
-  EXPECT_EQ(format.scale, tiles ? PanelScale::kF32 : PanelScale::kI8);
+  EXPECT_EQ(format.scale, PanelScale::kI8);
   ExpectPanels(integers, decoded);
 }
 

@@ -61,7 +61,7 @@ TEST(PanelPacker_SuperBlocks, WritesTheBytesOfTheDefinition) {
       for (const auto& [col, cols] : {std::pair<int64_t, int64_t>{0, 1280}, {128, 1024}, {224, 96}}) {
         const CanonicalMatrix slice = *SliceMatrix(matrix, 0, 37, col, cols);
         const PanelFormat format = *ChoosePanelFormat(slice.format, minima);
-        ASSERT_EQ(format.scale, format.group == 16 || minima ? PanelScale::kI8 : PanelScale::kF32);
+        ASSERT_EQ(format.scale, PanelScale::kI8);
         ExpectBytesOfTheDefinition(slice, format, name);
       }
     }

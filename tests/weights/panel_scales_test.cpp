@@ -44,14 +44,10 @@ TEST(Panel_SuperBlocks, HoldIntegersAndUnits) {
       const auto expect_same = [&](const CanonicalMatrix& part) {
         const Panels panels = Pack(part);
         EXPECT_EQ(panels.format.zeros, minima ? PanelZero::kMinima : PanelZero::kNone);
-        if (panels.format.group == 32 && !minima) {
-          EXPECT_EQ(panels.format.scale, PanelScale::kF32);  // as tiles take them
-        } else {
-          EXPECT_EQ(panels.format.scale, PanelScale::kI8);
-          const int64_t codes = 128 * DTypeBits(panels.format.code) / 8;  // of a row of a block
-          EXPECT_EQ(panels.format.block_bytes() / 16,
-                    codes + (128 / panels.format.group + 2) * (minima ? 2 : 1));
-        }
+        EXPECT_EQ(panels.format.scale, PanelScale::kI8);
+        const int64_t codes = 128 * DTypeBits(panels.format.code) / 8;  // of a row of a block
+        EXPECT_EQ(panels.format.block_bytes() / 16,
+                  codes + (128 / panels.format.group + 2) * (minima ? 2 : 1));
         EXPECT_LE(static_cast<int64_t>(panels.columns.size()),
                   PanelColumnsBound(part.format, panels.format, part.cols, part.cols != 768));
         if (minima) {
