@@ -15,6 +15,7 @@
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/quant.hpp>
 #include <fusedmoe/status.hpp>
+#include <fusedmoe/weights.hpp>
 
 /// The oracle: which backend would run a layer, on this machine or on a described one, what it would cost,
 /// and why not the others. Everything here is a pure function of its arguments and thread-safe.
@@ -96,6 +97,7 @@ struct ExplainRequest {
   StoredIntegers gate_up_stored, down_stored;
   bool weights_have_group_index = false;
   bool weights_have_pre_quant_scale = false;  ///< factors that smooth the input of a projection
+  bool weights_cut_stripes = false;           ///< block scales change inside 16 rows of a matrix
   /// Of the projections around latent experts, where they are known; 0: two matrices of config.dtype.
   int64_t latent_bytes = 0;
   std::string isa;                            ///< forced by name; empty: free
@@ -112,9 +114,11 @@ struct ExplainRequest {
 /// What one forward of `tokens` costs one rank. Times are lower bounds at the stated rates.
 struct Costs {
   double active_experts = 0;  ///< local experts that at least one token visits, under uniform routing
-  int64_t weight_bytes = 0;   ///< routed experts of this rank in the scheme of the checkpoint
-  int64_t read_bytes = 0;     ///< weights of the active experts, hidden states in, output out
-  int64_t flops = 0;          ///< two per multiply-add, the routes of this rank
+  /// Routed experts of this rank as the chosen backend holds them; with none chosen, in the scheme of the
+  /// checkpoint.
+  int64_t weight_bytes = 0;
+  int64_t read_bytes = 0;  ///< weights of the active experts, hidden states in, output out
+  int64_t flops = 0;       ///< two per multiply-add, the routes of this rank
   int64_t workspace_bytes = 0;
   int64_t exchange_bytes = 0;  ///< rows sent to other ranks and back
   int64_t memory_bytes = 0;    ///< weights, workspace, input and output
@@ -137,6 +141,11 @@ struct Explanation {
   /// first.
   std::vector<std::string> alternatives;
 };
+
+/// What the weights themselves decide of a request: zero points, activation order, smoothing factors, biases,
+/// types of scales, what integers were stored as, blocks that end inside a stripe. `experts` are those of the
+/// rank that the request is about; of none of them it stays as it is. Errors: those of loading one expert.
+Status TakeWeights(const ExpertSource& experts, ExplainRequest& request);
 
 /// Asks the oracle. Errors: kUsage for unknown names (platform, backend, all2all) and bad switch values,
 /// kUnsupported for sizes that cannot be split. That no backend can run it is an answer: `selection.chosen`

@@ -187,24 +187,7 @@ Result<MoeProblem> MakeProblem(const MoeConfig& config, const ExpertSource& sour
   problem.num_threads = options.executor.num_threads;
   if (source.num_local_experts > 0) {
     FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, source.load(0));
-    problem.gate_up_stored = FeaturesOf(expert).gate_up.stored.value_or(StoredIntegers());
-    problem.down_stored = expert.down.stored;
-    for (const CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
-      problem.config.has_bias = problem.config.has_bias || !matrix->bias.empty();
-      problem.weights_have_zero_points = problem.weights_have_zero_points || !matrix->zero_point.empty();
-      if (!matrix->zero_point.empty() && matrix->format.zero_point_dtype == DType::kF32) {
-        problem.scheme.weight.zero_point_dtype = DType::kF32;
-      }
-      problem.weights_have_group_index = problem.weights_have_group_index || !matrix->group_index.empty();
-      problem.weights_have_pre_quant_scale =
-          problem.weights_have_pre_quant_scale || !matrix->pre_quant_scale.empty();
-      problem.weights_cut_stripes = problem.weights_cut_stripes || CutsStripes(*matrix);
-      if (!matrix->block_scale.empty()) {
-        const DType dtype = matrix->format.block_scale_dtype;
-        problem.weights_scale_dtype =
-            problem.weights_scale_dtype.value_or(dtype) == dtype ? dtype : DType::kF32;
-      }
-    }
+    TakeFeatures(expert, problem);
   }
   return problem;
 }

@@ -1,5 +1,8 @@
 #include "moe/backend.hpp"
 
+#include "weights/features.hpp"
+#include "weights/panel.hpp"
+
 namespace fusedmoe {
 namespace {
 
@@ -23,6 +26,24 @@ WeightFormat WeightsOf(const MoeProblem& problem) {
   WeightFormat format = problem.scheme.weight;
   format.block_scale_dtype = problem.weights_scale_dtype.value_or(format.block_scale_dtype);
   return format;
+}
+
+void TakeFeatures(const CanonicalExpert& expert, MoeProblem& problem) {
+  const ExpertFeatures features = FeaturesOf(expert);
+  problem.gate_up_stored = features.gate_up.stored.value_or(StoredIntegers());
+  problem.down_stored = expert.down.stored;
+  MatrixFeatures any = features.gate_up;
+  any.Join(features.down);
+  problem.config.has_bias = problem.config.has_bias || any.bias;
+  problem.weights_have_zero_points = any.zero_point;
+  if (any.zero_point_dtype == DType::kF32) {
+    problem.scheme.weight.zero_point_dtype = DType::kF32;
+  }
+  problem.weights_scale_dtype = any.scale_dtype;
+  problem.weights_have_group_index = any.group_index;
+  problem.weights_have_pre_quant_scale = any.pre_quant_scale;
+  problem.weights_cut_stripes =
+      CutsStripes(expert.gate) || CutsStripes(expert.up) || CutsStripes(expert.down);
 }
 
 const Tensor* PreparedWeights::Find(std::string_view name) const {

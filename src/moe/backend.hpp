@@ -49,6 +49,9 @@ ActivationFormat ActivationOf(const MoeProblem& problem);
 /// The format of the weights with the type that their block scales have.
 WeightFormat WeightsOf(const MoeProblem& problem);
 
+/// What the tensors of an expert decide of the problem; experts of a layer are alike.
+void TakeFeatures(const CanonicalExpert& expert, MoeProblem& problem);
+
 /// Weights in the layout of a backend: named tensors, the recipe that made them, and a key that says which
 /// layout this is, so that another backend's file is refused. Immutable; shared by all who run it.
 struct PreparedWeights {

@@ -25,6 +25,12 @@ int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format) {
          EncodedBytes(format, config.hidden, config.intermediate);
 }
 
+int64_t ExpertBytes(const MoeProblem& problem) {
+  WeightFormat format = WeightsOf(problem);
+  format.may_have_zero_point = problem.weights_have_zero_points;
+  return ExpertBytes(problem.config, format);
+}
+
 double ExpectedExperts(const MoeConfig& config, int64_t num_tokens) {
   if (config.num_experts == 0) {
     return 0.0;

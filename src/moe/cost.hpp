@@ -6,6 +6,8 @@
 #include <fusedmoe/plan.hpp>
 #include <fusedmoe/quant.hpp>
 
+#include "moe/backend.hpp"
+
 namespace fusedmoe {
 
 /// Bytes of an encoded matrix [rows, cols] with its scales (zero points: one byte a group), as the canonical
@@ -14,6 +16,9 @@ int64_t EncodedBytes(const WeightFormat& format, int64_t rows, int64_t cols);
 
 /// Bytes of one expert: gate and up (or up alone) and down.
 int64_t ExpertBytes(const MoeConfig& config, const WeightFormat& format);
+
+/// The same, with the zero points and the type of scales that the weights have.
+int64_t ExpertBytes(const MoeProblem& problem);
 
 /// Experts of this rank that `num_tokens` tokens are expected to touch, when each chooses top_k of
 /// num_experts uniformly: E_local * (1 - (1 - k / E)^M).

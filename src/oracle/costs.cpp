@@ -159,16 +159,20 @@ int64_t ExchangeBytes(const Question& question, int64_t tokens) {
 
 }  // namespace
 
-Costs EstimateCosts(const Question& question, int64_t tokens, ActivationMode activation,
-                    int64_t workspace_bytes) {
-  const MoeConfig& config = question.config;
+int64_t CanonicalBytes(const Question& question) {
   WeightFormat format = question.scheme.weight;
   format.may_have_zero_point = question.weights_have_zero_points;
-  const int64_t expert_bytes = ExpertBytes(config, format);
+  return question.config.num_local_experts * ExpertBytes(question.config, format);
+}
+
+Costs EstimateCosts(const Question& question, int64_t tokens, ActivationMode activation, int64_t weight_bytes,
+                    int64_t workspace_bytes) {
+  const MoeConfig& config = question.config;
+  const int64_t expert_bytes = weight_bytes / std::max<int64_t>(config.num_local_experts, 1);
   const int64_t seen = TokensSeen(config, tokens);
   Costs costs;
   costs.active_experts = ExpectedExperts(config, seen);
-  costs.weight_bytes = config.num_local_experts * expert_bytes;
+  costs.weight_bytes = weight_bytes;
   const int64_t row_bytes = PackedBytes(config.dtype, config.hidden);
   costs.read_bytes =
       static_cast<int64_t>(costs.active_experts * static_cast<double>(expert_bytes)) + 2 * tokens * row_bytes;

@@ -60,7 +60,9 @@ void CheckMemory(const Capability& kernel, const Question& question, int64_t tok
   for (const WorkspaceBook::Entry& entry : DescribedWorkspace(kernel, question, tokens)) {
     workspace += entry.slot.bytes;
   }
-  const int64_t needed = EstimateCosts(question, tokens, kernel.activation_mode, workspace).memory_bytes;
+  const int64_t needed =
+      EstimateCosts(question, tokens, kernel.activation_mode, CanonicalBytes(question), workspace)
+          .memory_bytes;
   if (question.platform.memory_bytes > 0 && needed > question.platform.memory_bytes) {
     objections.push_back(
         {Reason::kMemory, fmt::format("one layer needs more memory than {} has", question.platform.model),
@@ -124,8 +126,9 @@ Plan DescribedPlan(const DescribedBackend& row, const Capability& kernel, const 
   padded.intermediate = RoundUp(config.intermediate, kernel.pad_intermediate);
   Question prepared = question;
   prepared.config = padded;
-  plan.weight_bytes = EstimateCosts(prepared, tokens, plan.activation, 0).weight_bytes;
-  const Costs costs = EstimateCosts(question, tokens, plan.activation, plan.workspace_bytes);
+  plan.weight_bytes = CanonicalBytes(prepared);
+  const Costs costs =
+      EstimateCosts(question, tokens, plan.activation, CanonicalBytes(question), plan.workspace_bytes);
   plan.read_bytes = costs.read_bytes;
   plan.flops = costs.flops;
   return plan;

@@ -37,6 +37,7 @@ MoeProblem HostProblem(const Question& question, const ExplainRequest& request) 
   problem.down_stored = question.down_stored;
   problem.weights_have_group_index = question.weights_have_group_index;
   problem.weights_have_pre_quant_scale = question.weights_have_pre_quant_scale;
+  problem.weights_cut_stripes = question.weights_cut_stripes;
   problem.isa = request.isa;
   problem.device = request.device;
   problem.mode = request.mode;
@@ -124,6 +125,7 @@ Result<Question> MakeQuestion(const ExplainRequest& request) {
   question.down_stored = request.down_stored;
   question.weights_have_group_index = request.weights_have_group_index;
   question.weights_have_pre_quant_scale = request.weights_have_pre_quant_scale;
+  question.weights_cut_stripes = request.weights_cut_stripes;
   question.lora = request.selection.lora;
   question.on_card = request.device != "cpu";
   question.router_logits_dtype = request.selection.router_logits_dtype;
@@ -137,6 +139,26 @@ Result<Selection> SelectFor(const Question& question, const ExplainRequest& requ
     return SelectBackend(HostProblem(question, request), question.platform.machine, request.selection);
   }
   return SelectDescribed(question, request.selection, request.tokens);
+}
+
+Status TakeWeights(const ExpertSource& experts, ExplainRequest& request) {
+  if (experts.num_local_experts == 0) {
+    return Status::Ok();
+  }
+  FMOE_ASSIGN_OR_RETURN(const CanonicalExpert expert, experts.load(0));
+  MoeProblem problem;
+  problem.config.has_bias = request.config.has_bias;
+  problem.scheme = request.scheme;
+  TakeFeatures(expert, problem);
+  request.config.has_bias = problem.config.has_bias;
+  request.scheme.weight = WeightsOf(problem);
+  request.weights_have_zero_points = problem.weights_have_zero_points;
+  request.gate_up_stored = problem.gate_up_stored;
+  request.down_stored = problem.down_stored;
+  request.weights_have_group_index = problem.weights_have_group_index;
+  request.weights_have_pre_quant_scale = problem.weights_have_pre_quant_scale;
+  request.weights_cut_stripes = problem.weights_cut_stripes;
+  return Status::Ok();
 }
 
 Result<Explanation> Explain(const ExplainRequest& request) {
@@ -168,8 +190,9 @@ Result<Explanation> Explain(const ExplainRequest& request) {
     }
   }
   explanation.costs =
-      EstimateCosts(question, request.tokens, chosen ? chosen->activation : request.activation,
-                    chosen ? chosen->workspace_bytes : 0);
+      chosen ? EstimateCosts(question, request.tokens, chosen->activation, chosen->weight_bytes,
+                             chosen->workspace_bytes)
+             : EstimateCosts(question, request.tokens, request.activation, CanonicalBytes(question), 0);
   if (!chosen) {
     explanation.alternatives = Alternatives(request, explanation.selection);
   }

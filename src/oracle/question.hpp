@@ -25,6 +25,7 @@ struct Question {
   StoredIntegers gate_up_stored, down_stored;
   bool weights_have_group_index = false;
   bool weights_have_pre_quant_scale = false;
+  bool weights_cut_stripes = false;
   bool lora = false;
   bool on_card = false;  ///< of a host
   DType router_logits_dtype = DType::kF32;

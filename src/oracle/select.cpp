@@ -49,8 +49,7 @@ Result<Selection> SelectOnce(std::span<const HostBackend> table, const MoeProble
   if (switches.IsTrue("VLLM_BATCH_INVARIANT")) {
     problem.determinism = std::max(problem.determinism, Determinism::kBatchInvariant);
   }
-  const int64_t weight_bytes =
-      problem.config.num_local_experts * ExpertBytes(problem.config, problem.scheme.weight);
+  const int64_t weight_bytes = problem.config.num_local_experts * ExpertBytes(problem);
   std::vector<Asked> asked;
   for (const HostBackend& row : table) {
     Asked candidate{row.name, {}, {}, row.choice, row.backend != nullptr, {}};

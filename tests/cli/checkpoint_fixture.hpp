@@ -24,7 +24,11 @@ class SampleCheckpoint {
                    const std::vector<std::string>& more = {}) {
     std::vector<std::string> arguments = {"sample", "--family", family, "--scheme",
                                           scheme,   "--output", path()};
-    arguments.insert(arguments.end(), kTinySizes.begin(), kTinySizes.end());
+    for (size_t i = 0; i < kTinySizes.size(); i += 2) {
+      if (std::find(more.begin(), more.end(), kTinySizes[i]) == more.end()) {
+        arguments.insert(arguments.end(), {kTinySizes[i], kTinySizes[i + 1]});
+      }
+    }
     arguments.insert(arguments.end(), more.begin(), more.end());
     if (std::find(more.begin(), more.end(), "--top-k") == more.end()) {
       arguments.insert(arguments.end(), {"--top-k", "2"});

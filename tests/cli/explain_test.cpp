@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -30,6 +31,45 @@ TEST(Explain, Checkpoint_ListsEveryBackendWithItsVerdict) {
                            "MARLIN", "EMULATION", "REFERENCE"}) {
     EXPECT_NE(std::find(names.begin(), names.end(), name), names.end()) << name;
   }
+}
+
+nlohmann::json Explained(const std::vector<std::string>& question) {
+  std::vector<std::string> words = {"explain"};
+  words.insert(words.end(), question.begin(), question.end());
+  words.emplace_back("--json");
+  const ProcessResult result = RunCommand(words);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  return result.Json();
+}
+
+// Panels are not the codes and scales of the checkpoint: rows are padded, scales of rows stand beside them.
+TEST(Explain, Weights_TakeTheBytesThatTheLayerThenHas) {
+  for (const auto& [family, scheme] :
+       {std::pair("qwen3_moe", "nvfp4_w4a4"), std::pair("qwen3_moe", "int4_w4a16:g32"),
+        std::pair("qwen3_moe", "fp8_w8a8:block128"), std::pair("gpt_oss", "mxfp4_w4a16"),
+        std::pair("qwen3_moe", "unquantized")}) {
+    const SampleCheckpoint checkpoint(family, scheme);
+    const ProcessResult run = checkpoint.Run({"--backend", "CPU_FUSED", "--json"});
+    ASSERT_EQ(run.exit_code, 0) << run.err;
+    const nlohmann::json answer = Explained({checkpoint.path(), "--tokens", "5", "--backend", "CPU_FUSED"});
+    const int64_t bytes = run.Json().at("plan").at("weight_bytes");
+    EXPECT_EQ(answer.at("costs").at("weight_bytes"), bytes) << family << " " << scheme;
+    EXPECT_EQ(answer.at("chosen").at("weight_bytes"), bytes) << family << " " << scheme;
+  }
+}
+
+// Blocks of 128 rows: of 13 ranks the eighth has rows 120 to 135 of 200, in one stripe of its panels.
+TEST(Explain, BlocksThatEndInsideAStripe_KeepScalesOfRows) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "fp8_w8a8:block128", {"--intermediate", "200"});
+  const auto recipe = [&](const std::vector<std::string>& deployment) {
+    std::vector<std::string> question = {checkpoint.path(), "--backend", "CPU_FUSED"};
+    question.insert(question.end(), deployment.begin(), deployment.end());
+    return Explained(question).at("chosen").at("recipe").dump();
+  };
+  EXPECT_NE(recipe({}).find("F32 per 16x64"), std::string::npos) << recipe({});
+  EXPECT_NE(recipe({"--tp", "13", "--rank", "7"}).find("F32 per 16x64"), std::string::npos);
+  const std::string cut = recipe({"--tp", "13", "--rank", "8"});
+  EXPECT_NE(cut.find("F32 per 64"), std::string::npos) << cut;
 }
 
 TEST(Explain, NothingChosen_ExitsFourWithTheObject) {

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -77,13 +78,15 @@ TEST(LatentCommands, InspectAndExplain_TellBothWidths) {
   const ProcessResult explained = RunCommand({"explain", Golden("latent-orig"), "--layer", "1"});
   EXPECT_EQ(explained.exit_code, 0) << explained.err;
   EXPECT_NE(explained.out.find("hidden 32, latent 16"), std::string::npos) << explained.out;
-  // What is weighed are the experts on their own rows: 8 of 2 x 16 x 16 values in F32, here and elsewhere.
-  for (const char* platform : {"host", "sm90"}) {
+  // What is weighed are the experts on their own rows: 8 of 2 x 16 x 16 values in F32, here in panels of 64
+  // columns, beside them a factor for each row and three for activations.
+  for (const auto& [platform, bytes] :
+       {std::pair("host", 2 * 16 * 64 * 4 + (16 + 16 + 3) * 4), std::pair("sm90", 2 * 16 * 16 * 4)}) {
     const nlohmann::json costs =
         RunCommand({"explain", Golden("latent-orig"), "--layer", "1", "--platform", platform, "--json"})
             .Json()
             .at("costs");
-    EXPECT_EQ(costs.at("weight_bytes"), 8 * 2 * 16 * 16 * 4) << platform;
+    EXPECT_EQ(costs.at("weight_bytes"), 8 * bytes) << platform;
   }
   const nlohmann::json chosen =
       RunCommand({"explain", Golden("latent-orig"), "--layer", "1", "--json"}).Json().at("chosen");

@@ -54,8 +54,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
     plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
   }
   plan.intermediate_dtype = HoldsMidInBf16(cpu_plan) ? "BF16" : "F32";
-  DescribeCost(config, cpu_plan.gate_up.expert_bytes() + cpu_plan.down.expert_bytes(), problem.plan_tokens,
-               plan);
+  DescribeCost(config, cpu::PreparedExpertBytes(cpu_plan, config.has_bias), problem.plan_tokens, plan);
   const double slots = static_cast<double>(plan.tokens * config.top_k());
   const double experts = ExpectedExperts(config, plan.tokens);
   plan.arithmetic = std::string(ArithmeticOf(cpu_plan, slots / std::max(experts, 1.0)));

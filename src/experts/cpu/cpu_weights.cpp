@@ -88,6 +88,11 @@ RecipeText LayoutRecipe(const CpuPlan& plan) {
   return recipe;
 }
 
+int64_t PreparedExpertBytes(const CpuPlan& plan, bool has_bias) {
+  const int64_t rows = plan.gate_up.parts * plan.gate_up.padded_rows() + plan.down.padded_rows();
+  return plan.gate_up.expert_bytes() + plan.down.expert_bytes() + (rows * (has_bias ? 2 : 1) + 3) * 4;
+}
+
 Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source,
                                           const Executor& executor) {
   const int64_t experts = source.num_local_experts;

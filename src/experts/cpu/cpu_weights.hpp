@@ -32,6 +32,10 @@ struct ExpertPanels {
   InputTransform mid;
 };
 
+/// Of the panels of one expert and what always stands beside them: row scales, tensor scales of activations,
+/// biases where there are some.
+int64_t PreparedExpertBytes(const CpuPlan& plan, bool has_bias);
+
 /// Canonical experts to panels, one after the other, in parallel.
 Result<PreparedWeights> PrepareCpuWeights(const CpuPlan& plan, const ExpertSource& source,
                                           const Executor& executor);

@@ -51,7 +51,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& /*machine*/) {
   plan.activation = problem.activation;
   plan.recipe = {"cpu", "canonical"};
   plan.intermediate_dtype = "F32";
-  DescribeCost(problem.config, ExpertBytes(problem.config, problem.scheme.weight), problem.plan_tokens, plan);
+  DescribeCost(problem.config, ExpertBytes(problem), problem.plan_tokens, plan);
   return plan;
 }
 

@@ -195,7 +195,7 @@ Plan ContractPlan(const Contract& contract, const MoeProblem& problem) {
   plan.intermediate_dtype = contract.sixteen_bit
                                 ? DTypeName(problem.config.dtype == DType::kF16 ? DType::kF16 : DType::kBF16)
                                 : DTypeName(DType::kF32);
-  DescribeCost(problem.config, ExpertBytes(problem.config, problem.scheme.weight), problem.plan_tokens, plan);
+  DescribeCost(problem.config, ExpertBytes(problem), problem.plan_tokens, plan);
   return plan;
 }
 
