@@ -42,6 +42,9 @@ TEST(CpuExperts_ScalesThatThePlanDoesNotHold, AreRefused) {
 TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   Layer layer = MakeLayer({.scheme = "nvfp4_w4a16"});
   Machine machine = HostMachine();
+  if (cpu_test::IsBuilt(Isa::kAvx512Vnni)) {
+    layer.problem.isa = "avx512_vnni";
+  }
   machine.num_numa_nodes = 1;
   machine.cpu_name = "AMD EPYC 9755";
   const cpu::CpuPlan amd = cpu::MakeCpuPlan(layer.problem, machine);

@@ -39,7 +39,7 @@ TEST(Tiles, PanelsWithoutTiles_AreSaidToRunOnVectors) {
     const Plan plan = kCpuFusedBackend.plan(TileLayer({.weight_dtype = weights}).problem, MachineWithTiles());
     EXPECT_EQ(plan.isa, "amx");
     EXPECT_EQ(plan.tile_tokens, 0);
-    EXPECT_EQ(plan.arithmetic, "f32_fma");
+    EXPECT_NE(plan.arithmetic.find("f32_fma"), std::string::npos) << plan.arithmetic;  // of any width
     EXPECT_EQ(plan.intermediate_dtype, "F32");
     EXPECT_EQ(plan.layout_error, 0.0);
   }

@@ -104,9 +104,11 @@ bool WideSlabs(const Machine& machine, WeightKernel kernel, TileKind tile) {
 }
 
 /// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
-/// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD.
-int BatchTiles(const Machine& machine) {
-  return IsAmd(machine) ? kBatchTiles / 2 : kBatchTiles;
+/// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD at the levels
+/// of VNNI; where it lacks, all tiles share what is decoded (dot_slab_isa.hpp).
+int BatchTiles(const Machine& machine, Isa isa) {
+  const bool slabs = isa == Isa::kAvx2 || isa == Isa::kAvx512;
+  return IsAmd(machine) && !slabs ? kBatchTiles / 2 : kBatchTiles;
 }
 
 }  // namespace
@@ -208,7 +210,7 @@ void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
   plan.max_height_index = table == nullptr ? 0 : MaxHeightIndex(*table, kernel, tile);
   plan.tall =
       table != nullptr && table->batch[kernel][tile] != nullptr && !IsPairTile(tile) && tile != kTileF32;
-  plan.batch_tiles = BatchTiles(machine);
+  plan.batch_tiles = BatchTiles(machine, plan.vector_isa);
   plan.next_into_l2 = !IsAmd(machine);
   for (GemmShape* shape : {&plan.gate_up, &plan.down}) {
     shape->slab_tiles = SlabTiles(machine, shape->kernel);

@@ -86,7 +86,7 @@ class MatrixPacking {
     row_scale_ = targets.row_scale[target] + expert * side;
     bias_ = targets.bias[target] + expert * side;
     output_scale_ = KernelOutputScale(shape.kernel);
-    packer_.emplace(*matrix.canonical, shape.panel, columns_, *FindKernelTable(plan.isa));
+    packer_.emplace(*matrix.canonical, shape.panel, columns_, *FindKernelTable(plan.vector_isa));
     return Status::Ok();
   }
 

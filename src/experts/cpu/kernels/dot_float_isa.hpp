@@ -23,9 +23,10 @@
 /// a unit idle for most of its latency. With two planes they are the planes. The order is the same at every
 /// height and for any number of tiles.
 ///
-/// Tall tiles come together: a block of two stripes is decoded once into 8 or 16 KiB of L1 and meets all
-/// tokens of the expert, four at a time (16 sums in registers: an instruction takes 4 to 6 cycles, and two
-/// begin in each), before the next block. Totals stay in L1 beside it.
+/// Tall tiles come together: a block of two stripes (of one, where registers hold half of it) is decoded once
+/// into 4 to 16 KiB of L1 and meets all tokens of the expert, four at a time (16 sums in registers: an
+/// instruction takes 4 to 6 cycles, and two begin in each; AVX2 has 8, one chain after the other), before the
+/// next block. Totals stay in L1 beside it.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -179,6 +180,50 @@ constexpr bool IsSideBySide() {
                                                 : VectorK(kWeight) == 8 && Panel::kGroups == 1);
 }
 
+/// Whether both halves of a stripe are decoded together, where a register holds one.
+template <WeightKernel kWeight>
+constexpr bool DecodesRows() {
+  return kHasRowDecode && (kWeight == kWeightE4m3 || kWeight == kWeightE4m3Scaled ||
+                           kWeight == kWeightE4m3Stripe || kWeight == kWeightMxfp8);
+}
+
+/// One unit of a stripe for a short tile, both halves of the rows: the additions of ShortUnits in their
+/// order.
+template <WeightKernel kWeight, int kHeight>
+FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales, const int32_t* words,
+                               Floats (*totals)[kHeight]) {
+  using Panel = FloatPanel<kWeight, F32Unit>;
+  constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
+  Floats scaled[kHalves][kHeight];
+  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+    Floats sums[kHalves][1][kHeight][2];
+    Unroll<kHalves * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
+    for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
+      Floats weights[kHalves][4];
+      DecodeE4m3Rows(unit, weights);
+      Unroll<4>([&](auto word) FMOE_FLAT {
+        Unroll<kHalves>([&](auto half) FMOE_FLAT {
+          DotWord<kTileF32, 1, kHeight, kHeight>(word, weights[half] + word, words + word * kHeight,
+                                                 sums[half]);
+        });
+      });
+    }
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      Floats of_group[kHalves];
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        of_group[half] = F32Unit::Finish(sums[half][0][t][0], sums[half][0][t][1]);
+      });
+      RowsInOrder(of_group[0], of_group[1]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        scaled[half][t] = Panel::AddGroup(of_group[half], group_scales, group, half, scaled[half][t]);
+      });
+    });
+  });
+  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+    (&totals[0][0])[i] = AddUnit<kTileF32>((&totals[0][0])[i], (&scaled[0][0])[i], 0);
+  });
+}
+
 /// As many lines as stand in front of a stripe, ahead of it: blocks ask for as many as they have themselves.
 template <typename Panel>
 FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileView* tile) {
@@ -192,7 +237,8 @@ FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileV
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() ? 2 : 1;  // units
+  constexpr bool kRows = DecodesRows<kWeight>();
+  constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() && !kRows ? 2 : 1;  // units
   constexpr int kBlocks = kAtOnce > Panel::kUnits ? kAtOnce / Panel::kUnits : 1;
   constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kHeight;
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
@@ -210,10 +256,14 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
       const int64_t ahead =
           PrefetchBlock<kBlocks * Panel::kBlockBytes, kFirst>(stripes, kBlocks * Panel::kBlockBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
-        Unroll<kHalves>([&](auto half) FMOE_FLAT {
-          ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes, group_scales,
-                                                       ahead, half, words, scales, totals[half]);
-        });
+        if constexpr (kRows) {
+          ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, words, totals);
+        } else {
+          Unroll<kHalves>([&](auto half) FMOE_FLAT {
+            ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes, group_scales,
+                                                         ahead, half, words, scales, totals[half]);
+          });
+        }
         words += kAtOnce * kUnitWords;
         scales += kAtOnce * kHeight;
       }
@@ -236,47 +286,93 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
   }
 }
 
-/// Tokens of a tall tile that meet two stripes at a time.
+/// Tokens of a tall tile that meet two vectors of rows at a time: two stripes, or the halves of one.
 constexpr int kPairTokens = 4;
 
-/// Four tokens of a tall tile with one unit of kStripes stripes, into their totals. `from`: words that are
-/// decoded, or the unit itself.
-template <WeightKernel kWeight, TileKind kKind, int kStripes, bool kDecoded>
+/// sums[vector][token][chain] += a group of words from `first` on. `from`: words that are decoded, or the
+/// unit itself.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, bool kDecoded, typename Sums>
+FMOE_INLINE void TallGroup(const uint8_t* const* from, int first, const int32_t* words,
+                           Sums (*sums)[kPairTokens][2]) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kWordWords = Planes(kKind) * kMaxHeight, kGroupWords = Panel::kWords / Panel::kGroups;
+  for (int word = 0; word < kGroupWords; word += 2, words += 2 * kWordWords) {
+    typename Unit::Word both[kVectors][2];
+    if constexpr (!kDecoded) {
+      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+        Unit::template Decode<kWeight>(from[v] + (first + word) / 2 * 64, 0, both[v]);
+      });
+    }
+    Unroll<2>([&](auto i) FMOE_FLAT {
+      typename Unit::Word weights[kVectors];
+      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+        weights[v] = kDecoded ? Unit::LoadWord(from[v] + (first + word + i) * 64) : both[v][i];
+      });
+      DotWord<kKind, kVectors, kPairTokens, kMaxHeight>(i, weights, words + i * kWordWords, sums);
+    });
+  }
+}
+
+/// The same of one chain: sixteen registers hold the sums of no more than that.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, typename Sums>
+FMOE_INLINE void TallChain(const uint8_t* const* from, int first, const int32_t* words, int chain,
+                           Sums (*sums)[kPairTokens][2]) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words in one piece of text
+  static_assert(Planes(kKind) == 1, "planes are chains");
+  Sums of_chain[kVectors][kPairTokens];
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
+  for (int word = chain; word < kGroupWords; word += kStep) {
+    Unroll<kStep / 2>([&](auto i) FMOE_FLAT {
+      typename Unit::Word weights[kVectors];
+      Unroll<kVectors>([&](auto v)
+                           FMOE_FLAT { weights[v] = Unit::LoadWord(from[v] + (first + word + 2 * i) * 64); });
+      Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
+        const auto value = Unit::Broadcast(words + (word + 2 * i) * kMaxHeight + t);
+        Unroll<kVectors>([&](auto v)
+                             FMOE_FLAT { of_chain[v][t] = Unit::Dot(weights[v], value, of_chain[v][t]); });
+      });
+    });
+  }
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
+    sums[kVector][kToken][chain] = of_chain[kVector][kToken];
+  });
+}
+
+/// Four tokens of a tall tile with one unit of kVectors vectors of rows, into their totals.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, bool kDecoded>
 FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* group_scales,
                           const int32_t* words, const float* scales, float* out) {
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
-  constexpr int kWordWords = Planes(kKind) * kMaxHeight, kGroupWords = Panel::kWords / Panel::kGroups;
-  Floats scaled[kStripes][kPairTokens];
+  constexpr int kGroupWords = Panel::kWords / Panel::kGroups;
+  Floats scaled[kVectors][kPairTokens];
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-    typename Unit::Sums sums[kStripes][kPairTokens][2];
-    Unroll<kStripes * kPairTokens * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
-    for (int first = group * kGroupWords; first < (group + 1) * kGroupWords; first += 2) {
-      typename Unit::Word both[kStripes][2];
-      if constexpr (!kDecoded) {
-        Unroll<kStripes>(
-            [&](auto s) FMOE_FLAT { Unit::template Decode<kWeight>(from[s] + first / 2 * 64, 0, both[s]); });
-      }
-      Unroll<2>([&](auto word) FMOE_FLAT {
-        typename Unit::Word weights[kStripes];
-        Unroll<kStripes>([&](auto s) FMOE_FLAT {
-          weights[s] = kDecoded ? Unit::LoadWord(from[s] + (first + word) * 64) : both[s][word];
-        });
-        DotWord<kKind, kStripes, kPairTokens, kMaxHeight>(word, weights, words + word * kWordWords, sums);
-      });
-      words += 2 * kWordWords;
+    typename Unit::Sums sums[kVectors][kPairTokens][2];
+    if constexpr (kHalves == 1) {
+      Unroll<kVectors * kPairTokens * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
+      TallGroup<kWeight, kKind, kVectors, kDecoded>(from, group * kGroupWords, words, sums);
+    } else {
+      TallChain<kWeight, kKind, kVectors>(from, group * kGroupWords, words, 0, sums);
+      TallChain<kWeight, kKind, kVectors>(from, group * kGroupWords, words, 1, sums);
     }
-    Unroll<kStripes * kPairTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-      const auto& chains = sums[kStripe][kToken];
-      Floats& into = scaled[kStripe][kToken];
-      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales[kStripe], group, 0, into);
+    words += kGroupWords * Planes(kKind) * kMaxHeight;
+    Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
+      constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
+      const auto& chains = sums[kVector][kToken];
+      Floats& into = scaled[kVector][kToken];
+      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales[kVector], group,
+                             kHalves == 2 ? kVector : 0, into);
     });
   });
-  Unroll<kStripes * kPairTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kStripe = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-    float* total = out + (kStripe * kMaxHeight + kToken) * 16;
-    Store(total, AddUnit<kKind>(Load(total), scaled[kStripe][kToken], scales + kToken));
+  constexpr int kApart = kHalves == 2 ? kLanes : kMaxHeight * 16;  // from a vector's totals to the next ones
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
+    float* total = out + kVector * kApart + kToken * 16;
+    Store(total, AddUnit<kKind>(Load(total), scaled[kVector][kToken], scales + kToken));
   });
 }
 
@@ -286,9 +382,12 @@ template <WeightKernel kWeight, typename Unit>
 __attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
   using Panel = FloatPanel<kWeight, Unit>;
   for (int v = 0; v < Panel::kVectors; ++v, unit += 64) {
-    typename Unit::Word weights[Panel::kVectorWords];
-    Unit::template Decode<kWeight>(unit, 0, weights);
-    Unroll<Panel::kVectorWords>([&](auto i) FMOE_FLAT { Unit::StoreWord(words + 64 * i, weights[i]); });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      typename Unit::Word weights[Panel::kVectorWords];
+      Unit::template Decode<kWeight>(unit, half, weights);
+      Unroll<Panel::kVectorWords>([&](auto i)
+                                      FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
+    });
     words += 64 * Panel::kVectorWords;
   }
 }
@@ -300,25 +399,30 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
   using Panel = FloatPanel<kWeight, Unit>;
   constexpr bool kBuffered = kDecoded && !Panel::kDirect;
   constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kMaxHeight;
-  alignas(64) uint8_t buffer[2][kBuffered ? Panel::kWords * 64 : 64];
+  constexpr int kVectors = kStripes * kHalves;
+  alignas(64) uint8_t buffer[kStripes][kBuffered ? Panel::kWords * 64 : 64];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
-    for (int i = 0; i < kStripes * kMaxHeight; ++i) {
-      Store(out + tile * tile_sums + i * 16, Zero());
+    for (int i = 0; i < kVectors * kMaxHeight; ++i) {
+      Store(out + tile * tile_sums + i * kLanes, Zero());
     }
   }
   const int64_t units = blocks * Panel::kUnits;
   const int64_t lines_at_once = LinesOf(tiles[0], units).at_once;
   for (int64_t unit = 0; unit < units; ++unit) {
-    const uint8_t *group_scales[2], *from[2];
-    for (int s = 0; s < kStripes; ++s) {
+    const uint8_t *group_scales[kVectors], *from[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const int s = v / kHalves, half = v % kHalves;
       const uint8_t* stripe = stripes + s * stripe_stride;
       const uint8_t* block = stripe + Panel::HeaderBytes(blocks) + unit / Panel::kUnits * Panel::kBlockBytes;
-      group_scales[s] = Panel::ScalesOf(stripe, block, unit / Panel::kUnits);
-      from[s] = block + unit % Panel::kUnits * Panel::kUnitBytes;
+      group_scales[v] = Panel::ScalesOf(stripe, block, unit / Panel::kUnits);
+      from[v] = block + unit % Panel::kUnits * Panel::kUnitBytes;
       if constexpr (kBuffered) {
-        DecodeUnit<kWeight, Unit>(from[s], buffer[s]);
-        from[s] = buffer[s];
+        if (half == 0) {
+          DecodeUnit<kWeight, Unit>(from[v], buffer[s]);
+        }
+        from[v] = buffer[s];
       }
+      from[v] += 32 * half;
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       const int32_t* words = (const int32_t*)tiles[tile].codes + unit * kUnitWords;
@@ -327,7 +431,7 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
                         tiles[tile].next + tiles[tile].next_bytes, lines_at_once, tiles[tile].next_into_l2};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
-        TallUnit<kWeight, kKind, kStripes, kDecoded>(from, group_scales, words + first, scales + first,
+        TallUnit<kWeight, kKind, kVectors, kDecoded>(from, group_scales, words + first, scales + first,
                                                      out + tile * tile_sums + first * 16);
       }
     }
@@ -342,7 +446,7 @@ constexpr int kFewTiles = 1;
 template <WeightKernel kWeight, TileKind kKind, int kStripes>
 FMOE_INLINE void TallStripes(const uint8_t* stripes, int64_t stripe_stride, int64_t blocks,
                              const TileView* tiles, int64_t num_tiles, int64_t tile_sums, float* out) {
-  if constexpr (kKind == kTileF32 && VectorK(kWeight) == 2) {
+  if constexpr (kKind == kTileF32 && VectorK(kWeight) == 2 && kHalves == 1) {
     if (num_tiles <= kFewTiles) {
       TallTiles<kWeight, kKind, kStripes, false>(stripes, stripe_stride, blocks, tiles, num_tiles, tile_sums,
                                                  out);
@@ -357,10 +461,13 @@ void FloatBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stripe_stri
                 const TileView* tiles, int64_t num_tiles, float* out) {
   constexpr int kStripeSums = kMaxHeight * 16;
   const int64_t tile_sums = num_stripes * kStripeSums;
-  for (; num_stripes >= 2; num_stripes -= 2, stripes += 2 * stripe_stride, out += 2 * kStripeSums) {
-    TallStripes<kWeight, kKind, 2>(stripes, stripe_stride, blocks, tiles, num_tiles, tile_sums, out);
+  constexpr int kAtOnce = 2 / kHalves;
+  for (; num_stripes >= kAtOnce; num_stripes -= kAtOnce) {
+    TallStripes<kWeight, kKind, kAtOnce>(stripes, stripe_stride, blocks, tiles, num_tiles, tile_sums, out);
+    stripes += kAtOnce * stripe_stride;
+    out += kAtOnce * kStripeSums;
   }
-  if (num_stripes > 0) {
+  if (kAtOnce == 2 && num_stripes > 0) {
     TallStripes<kWeight, kKind, 1>(stripes, stripe_stride, blocks, tiles, num_tiles, tile_sums, out);
   }
 }
@@ -379,10 +486,8 @@ constexpr void SetFloatDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &FloatDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &FloatDot<kWeight, kKind, 2>;
   table.dot[kWeight][kKind][2] = &FloatDot<kWeight, kKind, 4>;
-  if constexpr (kHalves == 1) {  // eight tokens need the 32 registers of AVX-512
-    table.dot[kWeight][kKind][3] = &FloatDotTall<kWeight, kKind>;
-    table.batch[kWeight][kKind] = &FloatBatch<kWeight, kKind>;
-  }
+  table.dot[kWeight][kKind][3] = &FloatDotTall<kWeight, kKind>;
+  table.batch[kWeight][kKind] = &FloatBatch<kWeight, kKind>;
 }
 
 }  // namespace

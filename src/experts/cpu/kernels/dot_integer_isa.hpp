@@ -11,6 +11,8 @@ namespace {
 
 /// A level whose registers hold a stripe, and that multiplies bytes in one instruction.
 constexpr bool kHasWideDot = kHasByteDot && kHalves == 1;
+/// Levels of x86 that lack it (dot_slab_isa.hpp).
+constexpr bool kHasSlabs = !kHasByteDot;
 
 /// What stands beside the codes of 64 k: scales and zero points of its groups; and, of two levels, the units
 /// of both.
@@ -93,12 +95,17 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
     });
   } else if constexpr (kLargestCode <= 24) {
     // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
-    Unroll<kCount>([&](auto t) FMOE_FLAT {
-      Ints words16 = MultiplyAddPairs(weights[0], IntSet(words[t]));
-      Unroll<3>([&](auto q) FMOE_FLAT {
-        words16 = AddWords(words16, MultiplyAddPairs(weights[q + 1], IntSet(words[(q + 1) * height + t])));
+    Ints words16[kCount];
+    Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<kCount>([&](auto t) FMOE_FLAT {
+        const Ints products = MultiplyAddPairs(weights[q], IntSet(words[q * height + t]));
+        words16[t] = q == 0 ? products : AddWords(words16[t], products);
+        InPlace(words16[t]);
       });
-      sums[t] = IntAdd(sums[t], MultiplyAddWords(words16, 1));
+    });
+    Unroll<kCount>([&](auto t) FMOE_FLAT {
+      sums[t] = IntAdd(sums[t], MultiplyAddWords(words16[t], 1));
+      InPlace(sums[t]);
     });
   } else {
     // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
@@ -108,13 +115,19 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
       high[q] = HighNibbles(weights[q]);
     });
     Unroll<kCount>([&](auto t) FMOE_FLAT {
-      Ints sum_low = MultiplyAddPairs(low[0], IntSet(words[t]));
-      Ints sum_high = MultiplyAddPairs(high[0], IntSet(words[t]));
-      Unroll<3>([&](auto q) FMOE_FLAT {
-        sum_low = AddWords(sum_low, MultiplyAddPairs(low[q + 1], IntSet(words[(q + 1) * height + t])));
-        sum_high = AddWords(sum_high, MultiplyAddPairs(high[q + 1], IntSet(words[(q + 1) * height + t])));
+      Ints sum_low, sum_high;
+      Unroll<4>([&](auto q) FMOE_FLAT {
+        const Ints word = IntSet(words[q * height + t]);
+        const Ints of_low = MultiplyAddPairs(low[q], word), of_high = MultiplyAddPairs(high[q], word);
+        sum_low = q == 0 ? of_low : AddWords(sum_low, of_low);
+        sum_high = q == 0 ? of_high : AddWords(sum_high, of_high);
+        InPlace(sum_low);
+        InPlace(sum_high);
       });
-      sums[t] = IntAdd(sums[t], IntAdd(MultiplyAddWords(sum_low, 1), MultiplyAddWords(sum_high, 16)));
+      sums[t] = IntAdd(sums[t], MultiplyAddWords(sum_low, 1));
+      InPlace(sums[t]);
+      sums[t] = IntAdd(sums[t], MultiplyAddWords(sum_high, 16));
+      InPlace(sums[t]);
     });
   }
 }
@@ -380,6 +393,7 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
         const Ints products = MultiplyAddPairs(weights[half][kWord], word);
         words16[kPlane][half] =
             vector == 0 && kWord == 0 ? products : AddWords(words16[kPlane][half], products);
+        InPlace(words16[kPlane][half]);
       });
     });
   });
@@ -470,8 +484,10 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
             Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
-            IntegerUnit<kWeight, kKind, kHeight>(unit, sides, half, table, words, correction, scale, ahead,
-                                                 sums);
+            // GCC 12 would load all words for both halves in front of them, into memory.
+            const auto* own_words = (const int32_t*)InRegister((const uint8_t*)words);
+            IntegerUnit<kWeight, kKind, kHeight>(unit, sides, half, table, own_words, correction, scale,
+                                                 ahead, sums);
             Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
         }

@@ -15,6 +15,7 @@ using Ints = __m256i;
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = false;
+constexpr bool kHasRowDecode = true;  // DecodeE4m3Rows
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
@@ -235,6 +236,56 @@ FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
   ConvertPairs(_mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), mask),
                _mm256_and_si256(_mm256_srai_epi16(x, 1), mask), out);
 }
+/// Operations with a constant in memory.
+template <uint32_t kValue>
+alignas(32) constexpr uint32_t kLanesOf[8] = {kValue, kValue, kValue, kValue, kValue, kValue, kValue, kValue};
+template <uint32_t kValue>
+FMOE_INLINE Ints AndBytesOf(Ints x) {
+  asm("vpand %1, %0, %0" : "+x"(x) : "m"(kLanesOf<kValue>));
+  return x;
+}
+template <uint32_t kValue>
+FMOE_INLINE Ints AddBytesOf(Ints x) {
+  asm("vpaddb %1, %0, %0" : "+x"(x) : "m"(kLanesOf<kValue>));
+  return x;
+}
+
+/// The same of all 16 rows without conversions, of which a core of AMD begins one a cycle: the two bytes of a
+/// bf16, of which e4m3 is a part. out[0] has rows 0-3 and 8-11, out[1] the others: RowsInOrder.
+///
+///     s eeee mmm  ->  s | 56 + eee ,  e mmm 0000        the exponent 112 + eeee, so divided by 256
+///     s 0000 mmm  ->  both by tables of mmm             codes below 0x10; others look up zero
+///
+/// Bytes are shifted right by multiplications, which have ports that shuffles do not (Zen 3). Masks are
+/// operands in memory: GCC 12 gave them registers, and the sums none.
+FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Floats (*out)[4]) {
+  const auto table = [](__m128i x) FMOE_FLAT { return _mm256_broadcastsi128_si256(x); };
+  const Ints upper_of = table(_mm_setr_epi8(56, 57, 58, 59, 60, 61, 62, 63, (char)184, (char)185, (char)186,
+                                            (char)187, (char)188, (char)189, (char)190, (char)191));
+  const Ints small_upper = table(_mm_setr_epi8(0x38, 0xf, 0xf, 0xf, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+  const Ints small_lower =
+      table(_mm_setr_epi8(0, 0x10, (char)0xa0, (char)0xf0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
+  Unroll<2>([&](auto pair) FMOE_FLAT {
+    const Ints x = LoadInts(p + 32 * pair);
+    const Ints index = AddBytesOf<0x70707070>(AndBytesOf<0x7f7f7f7f>(x));
+    const Ints high = AndBytesOf<0x0f0f0f0f>(_mm256_mulhi_epu16(x, _mm256_set1_epi16(0x1000)));
+    const Ints low = AndBytesOf<0xf0f0f0f0>(_mm256_slli_epi16(x, 4));
+    const Ints upper =
+        _mm256_xor_si256(_mm256_shuffle_epi8(upper_of, high), _mm256_shuffle_epi8(small_upper, index));
+    const Ints lower = _mm256_xor_si256(low, _mm256_shuffle_epi8(small_lower, index));
+    const Ints words[2] = {_mm256_unpacklo_epi8(lower, upper), _mm256_unpackhi_epi8(lower, upper)};
+    Unroll<2>([&](auto half) FMOE_FLAT {
+      out[half][2 * pair] = FromBits(_mm256_slli_epi32(words[half], 16));
+      out[half][2 * pair + 1] = FromBits(_mm256_and_si256(words[half], _mm256_set1_epi32((int)0xffff0000)));
+    });
+  });
+}
+/// Rows 0-7 and 8-15 of what was multiplied with DecodeE4m3Rows.
+FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {
+  const Floats low = _mm256_permute2f128_ps(first, second, 0x20);
+  second = _mm256_permute2f128_ps(first, second, 0x31);
+  first = low;
+}
 FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
   const Ints x = LoadPairWords(p, half);
   ConvertPairs(_mm256_slli_epi16(x, 8), _mm256_and_si256(x, _mm256_set1_epi16((short)0xff00)), out);
@@ -248,6 +299,30 @@ FMOE_INLINE Ints AddWords(Ints a, Ints b) {
 }
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
   return _mm256_madd_epi16(a, _mm256_set1_epi16(factor));
+}
+FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints b) {
+  return _mm256_madd_epi16(a, b);
+}
+/// Keeps an addition where it stands: GCC 12 adds products up as a tree, for which there are no registers.
+FMOE_INLINE void InPlace(Ints& x) {
+  asm("" : "+x"(x));
+}
+/// Bytes 0 and 2 of each lane as words, and bytes 1 and 3.
+FMOE_INLINE Ints EvenBytes(Ints x) {
+  return _mm256_and_si256(x, _mm256_set1_epi16(0xff));
+}
+FMOE_INLINE Ints OddBytes(Ints x) {
+  return _mm256_srli_epi16(x, 8);
+}
+/// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
+FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
+  __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
+  if (low != 0) {
+    const __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)low));
+    x = _mm256_add_epi16(_mm256_slli_epi16(x, 7), lower);
+  }
+  x = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xd8), 0xd8);
+  _mm256_storeu_si256((__m256i*)out, x);
 }
 /// Sums of four bytes each, of values.
 FMOE_INLINE Ints SumsOfFours(Ints x) {

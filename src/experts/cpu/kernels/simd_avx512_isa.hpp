@@ -19,6 +19,7 @@ constexpr bool kHasByteDot = true;
 #else
 constexpr bool kHasByteDot = false;
 #endif
+constexpr bool kHasRowDecode = false;  // DecodeE4m3Rows
 constexpr bool kSignedWeights = false;
 
 FMOE_INLINE Floats Zero() {
@@ -263,6 +264,33 @@ FMOE_INLINE Ints AddWords(Ints a, Ints b) {
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
   return _mm512_madd_epi16(a, _mm512_set1_epi16(factor));
 }
+FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints b) {
+  return _mm512_madd_epi16(a, b);
+}
+/// Keeps an addition where it stands: GCC 12 adds products up as a tree, for which there are no registers.
+FMOE_INLINE void InPlace(Ints& x) {
+  asm("" : "+v"(x));
+}
+/// Bytes 0 and 2 of each lane as words, and bytes 1 and 3.
+FMOE_INLINE Ints EvenBytes(Ints x) {
+  return _mm512_and_si512(x, _mm512_set1_epi16(0xff));
+}
+FMOE_INLINE Ints OddBytes(Ints x) {
+  return _mm512_srli_epi16(x, 8);
+}
+/// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
+FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
+  __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
+  if (low != 0) {
+    const __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)low));
+    x = _mm256_add_epi16(_mm256_slli_epi16(x, 7), lower);
+  }
+  x = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xd8), 0xd8);
+  _mm256_storeu_si256((__m256i*)out, x);
+}
+/// Registers hold whole stripes here: nothing to do by halves (simd_avx2_isa.hpp).
+FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Floats (*)[4]) {}
+FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 /// Sums of four bytes each, of values.
 FMOE_INLINE Ints SumsOfFours(Ints x) {
   return MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), x), 1);

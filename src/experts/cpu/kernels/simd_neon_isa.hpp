@@ -21,6 +21,7 @@ constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
 /// sdot takes weights for signed: those of 8 bits come to it less 128 (dot_integer_isa.hpp).
+constexpr bool kHasRowDecode = false;  // DecodeE4m3Rows
 constexpr bool kSignedWeights = true;
 
 FMOE_INLINE uint8x16_t BytesOf(int32x4_t x) {
@@ -301,6 +302,9 @@ FMOE_INLINE Ints AddWords(Ints a, Ints) {
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
+FMOE_INLINE void InPlace(Ints&) {}
+FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Floats (*)[4]) {}
+FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {

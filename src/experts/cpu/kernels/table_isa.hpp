@@ -1,6 +1,9 @@
 #pragma once
 
 #include "experts/cpu/kernels/dot_isa.hpp"
+#if defined(__x86_64__)
+#include "experts/cpu/kernels/dot_slab_isa.hpp"
+#endif
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #endif
@@ -15,20 +18,16 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-/// Eight tokens need the 32 registers of AVX-512.
-constexpr bool kHasEight = kHalves == 1;
-
 template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
   if constexpr (kHasWideDot && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
+  } else if constexpr (kHasSlabs && kKind != kTileA24) {
+    table.batch[kWeight][kKind] = &SlabBatch<kWeight, kKind>;
   } else {
     table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
-    if constexpr (kHasEight && kKind != kTileA24) {
-      table.dot[kWeight][kKind][3] = &IntegerDot<kWeight, kKind, 8>;
-    }
   }
 }
 

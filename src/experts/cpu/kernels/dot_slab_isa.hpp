@@ -1,0 +1,321 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/dot_tall_isa.hpp"
+
+/// Tall tiles and integer weights at levels that lack `vpdpbusd` (AVX2, AVX-512 of before VNNI). Weights of
+/// two stripes are decoded into L1 once for all tiles, a slab of 4 or 8 units of 64 k at a time, and meet
+/// four tokens, 16 or 32 rows at a time:
+///
+///     bytes   codes up to 24 and one plane of activations: [k/4][2][rows][4 k]
+///             words  = vpmaddubsw(weights, 4 k) + ... four times    at most 8 * 24 * 127: no word overflows
+///             sums  += vpmaddwd(words, 1)                           10 multiplications for 2 x 8 x 16 k
+///     words   all others: [k/4][k 0 and 2; 1 and 3][2][rows][2 k]
+///             sums  += vpmaddwd(weights, 2 k)                       16 for as many, but of 15 bits
+///
+/// As bytes, codes above 24 would overflow words, and 15 bits are two planes: 20 multiplications. As words,
+/// both take 16, for which activations are made words too, once for both stripes (a fifteenth of the time).
+/// An instruction multiplies in one of two ports and adds in one of four (Zen 3), so what counts are these
+/// multiplications; registers hold 8 sums, 2 vectors of weights and a broadcast.
+///
+/// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// Vectors of rows that meet a word of activations together: halves of a stripe, or two stripes.
+constexpr int kSlabVectors = 2;
+/// Pairs of vectors in two stripes.
+constexpr int kSlabPairs = kHalves;
+/// 16 KiB of codes, beside the tokens of a tile.
+template <bool kWords>
+constexpr int kSlabUnitsOf = kWords ? 4 : 8;
+
+template <WeightKernel kWeight, TileKind kKind>
+constexpr bool HasWordSlabs() {
+  return IntegerPanel<kWeight>::kLargestCode > 24 || Planes(kKind) > 1;
+}
+
+/// Units of a pair of vectors as L1 holds them.
+template <WeightKernel kWeight, bool kHasZeros, bool kHasWords>
+struct alignas(64) SlabUnit {
+  using Panel = IntegerPanel<kWeight>;
+  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
+  static constexpr bool kWords = kHasWords;
+  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kZeros = kHasZeros;
+  static constexpr bool kMinima = kHasZeros && Panel::kSuper;  // in place of zero points
+  static constexpr int kVectorBytes = 4 * kLanes;
+
+  uint8_t codes[kWords ? 32 : 16][kSlabVectors][kVectorBytes];
+  float scales[kScales ? kGroups : 1][kSlabVectors][kLanes];
+  float zeros[kZeros ? kGroups : 1][kSlabVectors][kLanes];
+
+  /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
+  FMOE_INLINE void Decode(const uint8_t* unit, const Sides& sides, int half, Ints table, int at,
+                          SlabUnit* out) {
+    for (int step = 0; step < 4; ++step) {
+      Ints weights[4];
+      Panel::Decode(unit, step, half, table, weights);
+      Unroll<4>([&](auto q) FMOE_FLAT {
+        if constexpr (kWords) {
+          StoreInts(out->codes[(step * 4 + q) * 2][at], EvenBytes(weights[q]));
+          StoreInts(out->codes[(step * 4 + q) * 2 + 1][at], OddBytes(weights[q]));
+        } else {
+          StoreInts(out->codes[step * 4 + q][at], weights[q]);
+        }
+      });
+    }
+    if constexpr (kScales) {
+      Unroll<kGroups>([&](auto g)
+                          FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
+    }
+    if constexpr (kZeros) {
+      Unroll<kGroups>([&](auto g)
+                          FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
+    }
+  }
+};
+
+/// Activations of a tile as words, in the order of weights: [k/4][k 0 and 2; 1 and 3].
+constexpr int kSlabRow = kSlabUnitsOf<true> * 32;
+using SlabWords = int32_t[kMaxHeight][kSlabRow];
+
+/// Where four tokens or three have a word: rows of SlabWords, or tiles of one token each.
+template <bool kWords, int kTokens>
+struct SlabTokens {
+  const int32_t* at[kWords ? 1 : kTokens];
+
+  FMOE_INLINE Ints Broadcast(const SlabTokens& tokens, int token, int64_t word) {
+    return IntSet(kWords ? tokens.at[0][token * kSlabRow + word] : tokens.at[token][word]);
+  }
+};
+
+/// Those of one token, from the planes of its tile.
+template <TileKind kKind>
+FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t units, int32_t* out) {
+  constexpr int kPlanes = Planes(kKind);
+  const int8_t* codes = (const int8_t*)planes;
+  for (int64_t step = 0; step < units * 4; ++step, codes += 16 * kPlanes, out += 8) {
+    StoreWordPairs(out, codes, kPlanes > 1 ? codes + 16 : nullptr);
+  }
+}
+
+/// Vectors of four k whose products words can add up: 24 * 127 * 2 * 5 and 15 * 127 * 2 * 8 are below 2^15.
+template <class Slab>
+constexpr int kSlabFours = Slab::Panel::kLargestCode > 15 || Slab::kGroup == 16 ? 4 : 8;
+
+/// dots[vector][token] += products of a group.
+template <class Slab, int kTokens>
+FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kTokens>& tokens,
+                          Ints (*dots)[kTokens]) {
+  using Tokens = SlabTokens<Slab::kWords, kTokens>;
+  constexpr int kCodes = Slab::kGroup / (Slab::kWords ? 2 : 4);  // vectors of a group
+  constexpr int kStep = Slab::kWords ? 8 : kSlabFours<Slab>;
+  for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
+    Ints words16[2][kTokens];
+    Unroll<kStep>([&](auto i) FMOE_FLAT {
+      const Ints weights[2] = {LoadInts(slab.codes[first + i][0]), LoadInts(slab.codes[first + i][1])};
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        const Ints both = Tokens::Broadcast(tokens, t, first + i);
+        Unroll<2>([&](auto v) FMOE_FLAT {
+          if constexpr (Slab::kWords) {
+            dots[v][t] = IntAdd(dots[v][t], MultiplyAddWordPairs(weights[v], both));
+            InPlace(dots[v][t]);
+          } else {
+            const Ints products = MultiplyAddPairs(weights[v], both);
+            words16[v][t] = i == 0 ? products : AddWords(words16[v][t], products);
+            InPlace(words16[v][t]);
+          }
+        });
+      });
+    });
+    if constexpr (!Slab::kWords) {
+      Unroll<2 * kTokens>([&](auto j) FMOE_FLAT {
+        constexpr int v = decltype(j)() / kTokens, t = decltype(j)() % kTokens;
+        dots[v][t] = IntAdd(dots[v][t], MultiplyAddWords(words16[v][t], 1));
+      });
+    }
+  }
+}
+
+/// One unit of 64 k: sums[vector][token] += weights times tokens.
+template <class Slab, TileKind kKind, int kTokens>
+FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind, kTokens>& tokens,
+                                  const SlabTokens<Slab::kWords, kTokens>& words, Floats (*sums)[kTokens]) {
+  using Tokens = TallTokens<Slab, kKind, kTokens>;
+  constexpr int kGroups = Slab::kGroups;
+  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
+  Floats unit_sums[2][kTokens];
+  Unroll<kGroups>([&](auto group) FMOE_FLAT {
+    Ints dots[2][kTokens];
+    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      dots[0][t] = dots[1][t] = Slab::kZeros ? IntZero() : IntSet(Tokens::Correction(tokens, t)[group]);
+    });
+    SlabDots<Slab, kTokens>(slab, group, words, dots);
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
+      const Floats scale = Slab::kScales ? Load(slab.scales[group][v]) : Zero();
+      const Floats of_token =
+          Slab::kZeros ? Set(((const float*)Tokens::Correction(tokens, t))[group]) : Zero();
+      Floats sum = ToFloats(dots[v][t]);
+      if constexpr (Slab::kZeros && !Slab::kMinima) {
+        sum = NegativeMultiplyAdd(Load(slab.zeros[group][v]), of_token, sum);
+      }
+      Floats& unit_sum = unit_sums[v][t];
+      if constexpr (kKind == kTileA4) {
+        const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[group]));
+        sums[v][t] = MultiplyAdd(sum, both, sums[v][t]);
+      } else if constexpr (kUnitSums) {
+        unit_sum = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, unit_sum);
+        if constexpr (Slab::kMinima) {
+          unit_sum = NegativeMultiplyAdd(Load(slab.zeros[group][v]), of_token, unit_sum);
+        }
+      } else {
+        unit_sum = Slab::kScales ? Multiply(sum, scale) : sum;
+      }
+    });
+  });
+  if constexpr (kKind != kTileA4) {
+    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+      constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
+      sums[v][t] = MultiplyAdd(unit_sums[v][t], Set(*Tokens::Scale(tokens, t)), sums[v][t]);
+    });
+  }
+}
+
+/// `units` units of a pair of vectors with four tokens from `first` on, added to `out` or starting it.
+/// `apart`: floats from the sums of one vector to those of the other.
+template <class Slab, TileKind kKind, int kTokens>
+__attribute__((noinline)) void MultiplySlab(const Slab* slab, int64_t all_units, int64_t first_unit,
+                                            int64_t units, const TileView& tile, int first,
+                                            const SlabWords* expanded, int64_t apart, NextLines& lines,
+                                            float* out) {
+  using Tokens = TallTokens<Slab, kKind, kTokens>;
+  Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
+  NextLines next = lines;
+  Floats sums[2][kTokens];
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int v = decltype(i)() / kTokens, t = decltype(i)() % kTokens;
+    sums[v][t] = first_unit == 0 ? Zero() : Load(out + v * apart + t * 16);
+  });
+  for (int64_t unit = 0; unit < units; ++unit) {
+    PrefetchLines(next);
+    SlabTokens<Slab::kWords, kTokens> words;
+    if constexpr (Slab::kWords) {
+      words.at[0] = (*expanded)[first] + unit * 32;
+    } else {
+      Unroll<kTokens>([&](auto t) FMOE_FLAT { words.at[t] = Tokens::Words(tokens, t); });
+    }
+    MultiplySlabUnit<Slab, kKind, kTokens>(slab[unit], tokens, words, sums);
+    Tokens::Advance(tokens, 1);
+  }
+  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
+    constexpr int v = decltype(i)() / kTokens, t = decltype(i)() % kTokens;
+    Store(out + v * apart + t * 16, sums[v][t]);
+  });
+  lines = next;
+}
+
+/// Two stripes, or one where registers hold halves: out[tile][stripe][token][16].
+template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
+__attribute__((noinline)) void SlabStripes(const uint8_t* stripes, int num_stripes, int64_t stride,
+                                           int64_t blocks, const TileView* tiles, int64_t num_tiles,
+                                           int64_t tile_sums, float* out) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr bool kWords = HasWordSlabs<kWeight, kKind>();
+  constexpr int kUnits = kSlabUnitsOf<kWords>;
+  using Slab = SlabUnit<kWeight, kHasZeros, kWords>;
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;
+  Slab slabs[kSlabPairs][kUnits];
+  SlabWords expanded;
+  const int pairs = kHalves == 2 ? num_stripes : 1;
+  const int64_t units = blocks * Panel::kUnits;
+  const int64_t passes = kMaxHeight / 4 * pairs;
+  NextLines next = LinesOf(tiles[0], units * passes);
+  const GroupScales type = tiles[0].group_scales;
+  const Ints table = Panel::TableOf(type);
+  for (int64_t begin = 0, count = 0; begin < units; begin += count) {
+    count = units - begin < kUnits ? units - begin : kUnits;
+    for (int stripe = 0; stripe < num_stripes; ++stripe) {
+      for (int64_t i = 0; i < count; ++i) {
+        const uint8_t* block =
+            stripes + stripe * stride + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
+        const int unit = (int)((begin + i) % Panel::kUnits);
+        const Sides sides = Panel::SidesOf(block, unit, type);
+        for (int half = 0; half < kHalves; ++half) {
+          const int pair = kHalves == 2 ? stripe : 0, at = kHalves == 2 ? half : stripe;
+          Slab::Decode(block + unit * Panel::kUnitBytes, sides, half, table, at, &slabs[pair][i]);
+        }
+      }
+    }
+    for (int64_t index = 0; index < num_tiles; ++index) {
+      const TileView& tile = tiles[index];
+      next.at = tile.next + begin * passes * next.at_once * 64;
+      next.end = tile.next + tile.next_bytes;
+      const int last = tile.tokens - 1;
+      for (int token = 0; kWords && token < kMaxHeight && token < tile.tokens + 2; ++token) {
+        const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
+        ExpandWords<kKind>(row + begin * 16 * Planes(kKind), count, expanded[token]);
+      }
+      for (int pair = 0; pair < pairs; ++pair) {
+        for (int first = 0, taken = 0; first < tile.tokens; first += taken) {
+          float* place = out + index * tile_sums + pair * kStripeSums + first * 16;
+          taken = NextTokens<kTileA8>(tile.tokens - first);
+          if (taken == 3) {
+            MultiplySlab<Slab, kKind, 3>(slabs[pair], units, begin, count, tile, first, &expanded, kApart,
+                                         next, place);
+          } else {
+            MultiplySlab<Slab, kKind, 4>(slabs[pair], units, begin, count, tile, first, &expanded, kApart,
+                                         next, place);
+          }
+        }
+      }
+    }
+  }
+}
+
+/// A BatchKernel of weights that have zero points or have none.
+template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
+void AllSlabStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
+                    const TileView* tiles, int64_t num_tiles, float* out) {
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  const int64_t tile_sums = num_stripes * kStripeSums;
+  for (int64_t stripe = 0; stripe + 2 <= num_stripes; stripe += 2) {
+    SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 2, stride, blocks, tiles, num_tiles,
+                                           tile_sums, out + stripe * kStripeSums);
+  }
+  if (num_stripes % 2 == 0) {
+    return;
+  }
+  const int64_t stripe = num_stripes - 1;
+  if constexpr (kHalves == 2) {
+    SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 1, stride, blocks, tiles, num_tiles,
+                                           tile_sums, out + stripe * kStripeSums);
+  } else {  // a stripe without a partner meets itself
+    alignas(64) float twice[2 * kStripeSums];
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+      SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 2, 0, blocks, tiles + tile, 1, 0,
+                                             twice);
+      for (int64_t i = 0; i < kStripeSums; i += kLanes) {
+        Store(out + tile * tile_sums + stripe * kStripeSums + i, Load(twice + i));
+      }
+    }
+  }
+}
+
+/// A BatchKernel.
+template <WeightKernel kWeight, TileKind kKind>
+void SlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
+               const TileView* tiles, int64_t num_tiles, float* out) {
+  if constexpr (IntegerPanel<kWeight>::kGrouped) {
+    if (tiles[0].group_scales.zeros != kZeroNone) {
+      AllSlabStripes<kWeight, true, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
+      return;
+    }
+  }
+  AllSlabStripes<kWeight, false, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
