@@ -193,33 +193,34 @@ template <WeightKernel kWeight, int kHeight>
 FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales, const int32_t* words,
                                Floats (*totals)[kHeight]) {
   using Panel = FloatPanel<kWeight, F32Unit>;
+  constexpr int kBoth = 2;  // halves; where there are none, nobody calls this
   constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
-  Floats scaled[kHalves][kHeight];
+  Floats scaled[kBoth][kHeight];
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-    Floats sums[kHalves][1][kHeight][2];
-    Unroll<kHalves * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
+    Floats sums[kBoth][1][kHeight][2];
+    Unroll<kBoth * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
     for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
-      Floats weights[kHalves][4];
-      DecodeE4m3Rows(unit, weights);
+      Ints pairs[2][kBoth];
+      DecodeE4m3Rows(unit, pairs);
       Unroll<4>([&](auto word) FMOE_FLAT {
-        Unroll<kHalves>([&](auto half) FMOE_FLAT {
-          DotWord<kTileF32, 1, kHeight, kHeight>(word, weights[half] + word, words + word * kHeight,
-                                                 sums[half]);
+        Unroll<kBoth>([&](auto half) FMOE_FLAT {
+          const Floats weights = WordOfPair<word % 2>(pairs[word / 2][half]);
+          DotWord<kTileF32, 1, kHeight, kHeight>(word, &weights, words + word * kHeight, sums[half]);
         });
       });
     }
     Unroll<kHeight>([&](auto t) FMOE_FLAT {
-      Floats of_group[kHalves];
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Floats of_group[kBoth];
+      Unroll<kBoth>([&](auto half) FMOE_FLAT {
         of_group[half] = F32Unit::Finish(sums[half][0][t][0], sums[half][0][t][1]);
       });
       RowsInOrder(of_group[0], of_group[1]);
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kBoth>([&](auto half) FMOE_FLAT {
         scaled[half][t] = Panel::AddGroup(of_group[half], group_scales, group, half, scaled[half][t]);
       });
     });
   });
-  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+  Unroll<kBoth * kHeight>([&](auto i) FMOE_FLAT {
     (&totals[0][0])[i] = AddUnit<kTileF32>((&totals[0][0])[i], (&scaled[0][0])[i], 0);
   });
 }

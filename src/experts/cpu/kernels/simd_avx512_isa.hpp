@@ -289,7 +289,11 @@ FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* lo
   _mm256_storeu_si256((__m256i*)out, x);
 }
 /// Registers hold whole stripes here: nothing to do by halves (simd_avx2_isa.hpp).
-FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Floats (*)[4]) {}
+FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
+template <int kWord>
+FMOE_INLINE Floats WordOfPair(Ints pair) {
+  return FromBits(pair);
+}
 FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 /// Sums of four bytes each, of values.
 FMOE_INLINE Ints SumsOfFours(Ints x) {

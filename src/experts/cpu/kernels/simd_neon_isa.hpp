@@ -303,7 +303,11 @@ FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
 FMOE_INLINE void InPlace(Ints&) {}
-FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Floats (*)[4]) {}
+FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
+template <int kWord>
+FMOE_INLINE Floats WordOfPair(Ints pair) {
+  return FromBits(pair);
+}
 FMOE_INLINE void RowsInOrder(Floats&, Floats&) {}
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.
