@@ -231,8 +231,6 @@ __attribute__((noinline)) void SlabStripes(const uint8_t* stripes, int num_strip
   SlabWords expanded;
   const int pairs = kHalves == 2 ? num_stripes : 1;
   const int64_t units = blocks * Panel::kUnits;
-  const int64_t passes = kMaxHeight / 4 * pairs;
-  NextLines next = LinesOf(tiles[0], units * passes);
   const GroupScales type = tiles[0].group_scales;
   const Ints table = Panel::TableOf(type);
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
@@ -251,8 +249,9 @@ __attribute__((noinline)) void SlabStripes(const uint8_t* stripes, int num_strip
     }
     for (int64_t index = 0; index < num_tiles; ++index) {
       const TileView& tile = tiles[index];
-      next.at = tile.next + begin * passes * next.at_once * 64;
-      next.end = tile.next + tile.next_bytes;
+      const int64_t passes = NumPasses<kTileA8>(tile.tokens) * pairs;
+      NextLines next = LinesOf(tile, units * passes);
+      next.at += begin * passes * next.at_once * 64;
       const int last = tile.tokens - 1;
       for (int token = 0; kWords && token < kMaxHeight && token < tile.tokens + 2; ++token) {
         const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
