@@ -15,7 +15,7 @@
 ///             sums  += vpmaddwd(weights, 2 k)                       16 for as many, but of 15 bits
 ///
 /// As bytes, codes above 24 would overflow words, and 15 bits are two planes: 20 multiplications. As words,
-/// both take 16, for which activations are made words too, once for both stripes (a fifteenth of the time).
+/// both take 16, for which activations are made words too, once for both stripes (a twelfth of the time).
 /// An instruction multiplies in one of two ports and adds in one of four (Zen 3), so what counts are these
 /// multiplications; registers hold 8 sums, 2 vectors of weights and a broadcast.
 ///
@@ -36,23 +36,55 @@ constexpr bool HasWordSlabs() {
   return IntegerPanel<kWeight>::kLargestCode > 24 || Planes(kKind) > 1;
 }
 
-/// Units of a pair of vectors as L1 holds them.
-template <WeightKernel kWeight, bool kHasZeros, bool kHasWords>
-struct alignas(64) SlabUnit {
-  using Panel = IntegerPanel<kWeight>;
-  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
-  static constexpr bool kWords = kHasWords;
-  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kZeros = kHasZeros;
-  static constexpr bool kMinima = kHasZeros && Panel::kSuper;  // in place of zero points
-  static constexpr int kVectorBytes = 4 * kLanes;
+/// Vectors of four k whose products words can add up: 24 * 127 * 2 * 5 and 15 * 127 * 2 * 8 are below 2^15.
+template <WeightKernel kWeight>
+constexpr int SlabFours() {
+  return IntegerPanel<kWeight>::kLargestCode > 15 || IntegerPanel<kWeight>::kGroup == 16 ? 4 : 8;
+}
 
-  uint8_t codes[kWords ? 32 : 16][kSlabVectors][kVectorBytes];
+/// A unit of a pair of vectors as L1 holds it. Formats that look alike share it, and what multiplies it.
+/// kAdded: vectors of codes whose products are added up before sums take them.
+template <int kGroupK, bool kHasScales, bool kHasZeros, bool kHasMinima, bool kHasWords, int kAdds>
+struct alignas(64) SlabUnit {
+  static constexpr int kGroup = kGroupK, kGroups = 64 / kGroup;
+  static constexpr bool kScales = kHasScales, kZeros = kHasZeros, kMinima = kHasMinima, kWords = kHasWords;
+  static constexpr int kAdded = kAdds;
+
+  uint8_t codes[kWords ? 32 : 16][kSlabVectors][4 * kLanes];
   float scales[kScales ? kGroups : 1][kSlabVectors][kLanes];
   float zeros[kZeros ? kGroups : 1][kSlabVectors][kLanes];
+};
+
+/// The units of a slab, of one pair.
+template <class Slab>
+using SlabPair = Slab[kSlabUnitsOf<Slab::kWords>];
+
+template <WeightKernel kWeight, bool kHasZeros, bool kWords>
+struct SlabOf {
+  using Panel = IntegerPanel<kWeight>;
+  using Type = SlabUnit<Panel::kGroup, Panel::kE2m1 || Panel::kGrouped, kHasZeros, kHasZeros && Panel::kSuper,
+                        kWords, kWords ? 8 : SlabFours<kWeight>()>;
+
+  /// `count` units of a stripe from `begin` on. A function of its own, so that formats share all that is
+  /// behind it.
+  __attribute__((noinline)) static void Decode(const uint8_t* stripe, int64_t begin, int64_t count,
+                                               GroupScales type, int number, SlabPair<Type>* slabs) {
+    const Ints table = Panel::TableOf(type);
+    for (int64_t i = 0; i < count; ++i) {
+      const uint8_t* block = stripe + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
+      const int unit = (int)((begin + i) % Panel::kUnits);
+      const Sides sides = Panel::SidesOf(block, unit, type);
+      for (int half = 0; half < kHalves; ++half) {
+        Type* slab = slabs[kHalves == 2 ? number : 0] + i;
+        DecodeVector(block + unit * Panel::kUnitBytes, sides, half, table, kHalves == 2 ? half : number,
+                     slab);
+      }
+    }
+  }
 
   /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
-  FMOE_INLINE void Decode(const uint8_t* unit, const Sides& sides, int half, Ints table, int at,
-                          SlabUnit* out) {
+  FMOE_INLINE void DecodeVector(const uint8_t* unit, const Sides& sides, int half, Ints table, int at,
+                                Type* out) {
     for (int step = 0; step < 4; ++step) {
       Ints weights[4];
       Panel::Decode(unit, step, half, table, weights);
@@ -65,13 +97,13 @@ struct alignas(64) SlabUnit {
         }
       });
     }
-    if constexpr (kScales) {
-      Unroll<kGroups>([&](auto g)
-                          FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
+    if constexpr (Type::kScales) {
+      Unroll<Type::kGroups>(
+          [&](auto g) FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
     }
-    if constexpr (kZeros) {
-      Unroll<kGroups>([&](auto g)
-                          FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
+    if constexpr (kHasZeros) {
+      Unroll<Type::kGroups>(
+          [&](auto g) FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
     }
   }
 };
@@ -100,17 +132,13 @@ FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t units, int32_t* out)
   }
 }
 
-/// Vectors of four k whose products words can add up: 24 * 127 * 2 * 5 and 15 * 127 * 2 * 8 are below 2^15.
-template <class Slab>
-constexpr int kSlabFours = Slab::Panel::kLargestCode > 15 || Slab::kGroup == 16 ? 4 : 8;
-
 /// dots[vector][token] += products of a group.
 template <class Slab, int kTokens>
 FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kTokens>& tokens,
                           Ints (*dots)[kTokens]) {
   using Tokens = SlabTokens<Slab::kWords, kTokens>;
   constexpr int kCodes = Slab::kGroup / (Slab::kWords ? 2 : 4);  // vectors of a group
-  constexpr int kStep = Slab::kWords ? 8 : kSlabFours<Slab>;
+  constexpr int kStep = Slab::kAdded;
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
     Unroll<kStep>([&](auto i) FMOE_FLAT {
@@ -183,7 +211,7 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
   }
 }
 
-/// `units` units of a pair of vectors with four tokens from `first` on, added to `out` or starting it.
+/// `units` units of a pair of vectors with kTokens tokens from `first` on, added to `out` or starting it.
 /// `apart`: floats from the sums of one vector to those of the other.
 template <class Slab, TileKind kKind, int kTokens>
 __attribute__((noinline)) void MultiplySlab(const Slab* slab, int64_t all_units, int64_t first_unit,
@@ -216,36 +244,27 @@ __attribute__((noinline)) void MultiplySlab(const Slab* slab, int64_t all_units,
   lines = next;
 }
 
+/// How a stripe becomes slabs: SlabOf::Decode.
+template <class Slab>
+using DecodeSlabs = void (*)(const uint8_t* stripe, int64_t begin, int64_t count, GroupScales type,
+                             int number, SlabPair<Slab>* slabs);
+
 /// Two stripes, or one where registers hold halves: out[tile][stripe][token][16].
-template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
-__attribute__((noinline)) void SlabStripes(const uint8_t* stripes, int num_stripes, int64_t stride,
-                                           int64_t blocks, const TileView* tiles, int64_t num_tiles,
-                                           int64_t tile_sums, float* out) {
-  using Panel = IntegerPanel<kWeight>;
-  constexpr bool kWords = HasWordSlabs<kWeight, kKind>();
+template <class Slab, TileKind kKind>
+__attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8_t* stripes, int num_stripes,
+                                           int64_t stride, int64_t units, const TileView* tiles,
+                                           int64_t num_tiles, int64_t tile_sums, float* out) {
+  constexpr bool kWords = Slab::kWords;
   constexpr int kUnits = kSlabUnitsOf<kWords>;
-  using Slab = SlabUnit<kWeight, kHasZeros, kWords>;
   constexpr int64_t kStripeSums = kMaxHeight * 16;
   constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;
-  Slab slabs[kSlabPairs][kUnits];
+  SlabPair<Slab> slabs[kSlabPairs];
   SlabWords expanded;
   const int pairs = kHalves == 2 ? num_stripes : 1;
-  const int64_t units = blocks * Panel::kUnits;
-  const GroupScales type = tiles[0].group_scales;
-  const Ints table = Panel::TableOf(type);
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
     count = units - begin < kUnits ? units - begin : kUnits;
     for (int stripe = 0; stripe < num_stripes; ++stripe) {
-      for (int64_t i = 0; i < count; ++i) {
-        const uint8_t* block =
-            stripes + stripe * stride + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
-        const int unit = (int)((begin + i) % Panel::kUnits);
-        const Sides sides = Panel::SidesOf(block, unit, type);
-        for (int half = 0; half < kHalves; ++half) {
-          const int pair = kHalves == 2 ? stripe : 0, at = kHalves == 2 ? half : stripe;
-          Slab::Decode(block + unit * Panel::kUnitBytes, sides, half, table, at, &slabs[pair][i]);
-        }
-      }
+      decode(stripes + stripe * stride, begin, count, tiles[0].group_scales, stripe, slabs);
     }
     for (int64_t index = 0; index < num_tiles; ++index) {
       const TileView& tile = tiles[index];
@@ -278,24 +297,26 @@ __attribute__((noinline)) void SlabStripes(const uint8_t* stripes, int num_strip
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
 void AllSlabStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                     const TileView* tiles, int64_t num_tiles, float* out) {
+  using Of = SlabOf<kWeight, kHasZeros, HasWordSlabs<kWeight, kKind>()>;
   constexpr int64_t kStripeSums = kMaxHeight * 16;
-  const int64_t tile_sums = num_stripes * kStripeSums;
-  for (int64_t stripe = 0; stripe + 2 <= num_stripes; stripe += 2) {
-    SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 2, stride, blocks, tiles, num_tiles,
-                                           tile_sums, out + stripe * kStripeSums);
+  const int64_t tile_sums = num_stripes * kStripeSums, units = blocks * IntegerPanel<kWeight>::kUnits;
+  const auto multiply = [&](const uint8_t* first, int count, int64_t apart, const TileView* with,
+                            int64_t many, int64_t sums, float* to) {
+    SlabStripes<typename Of::Type, kKind>(&Of::Decode, first, count, apart, units, with, many, sums, to);
+  };
+  int64_t stripe = 0;
+  for (; stripe + 2 <= num_stripes; stripe += 2) {
+    multiply(stripes + stripe * stride, 2, stride, tiles, num_tiles, tile_sums, out + stripe * kStripeSums);
   }
-  if (num_stripes % 2 == 0) {
+  if (stripe == num_stripes) {
     return;
   }
-  const int64_t stripe = num_stripes - 1;
   if constexpr (kHalves == 2) {
-    SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 1, stride, blocks, tiles, num_tiles,
-                                           tile_sums, out + stripe * kStripeSums);
+    multiply(stripes + stripe * stride, 1, stride, tiles, num_tiles, tile_sums, out + stripe * kStripeSums);
   } else {  // a stripe without a partner meets itself
     alignas(64) float twice[2 * kStripeSums];
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      SlabStripes<kWeight, kHasZeros, kKind>(stripes + stripe * stride, 2, 0, blocks, tiles + tile, 1, 0,
-                                             twice);
+      multiply(stripes + stripe * stride, 2, 0, tiles + tile, 1, 0, twice);
       for (int64_t i = 0; i < kStripeSums; i += kLanes) {
         Store(out + tile * tile_sums + stripe * kStripeSums + i, Load(twice + i));
       }

@@ -302,6 +302,16 @@ FMOE_INLINE Ints AddWords(Ints a, Ints) {
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
+FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints) {
+  return a;
+}
+FMOE_INLINE Ints EvenBytes(Ints x) {
+  return x;
+}
+FMOE_INLINE Ints OddBytes(Ints x) {
+  return x;
+}
+FMOE_INLINE void StoreWordPairs(void*, const int8_t*, const int8_t*) {}
 FMOE_INLINE void InPlace(Ints&) {}
 FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
 template <int kWord>

@@ -1,9 +1,7 @@
 #pragma once
 
 #include "experts/cpu/kernels/dot_isa.hpp"
-#if defined(__x86_64__)
 #include "experts/cpu/kernels/dot_slab_isa.hpp"
-#endif
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #endif
