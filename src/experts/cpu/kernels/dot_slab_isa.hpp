@@ -122,16 +122,6 @@ struct SlabTokens {
   }
 };
 
-/// Those of one token, from the planes of its tile.
-template <TileKind kKind>
-FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t units, int32_t* out) {
-  constexpr int kPlanes = Planes(kKind);
-  const int8_t* codes = (const int8_t*)planes;
-  for (int64_t step = 0; step < units * 4; ++step, codes += 16 * kPlanes, out += 8) {
-    StoreWordPairs(out, codes, kPlanes > 1 ? codes + 16 : nullptr);
-  }
-}
-
 /// dots[vector][token] += products of a group.
 template <class Slab, int kTokens>
 FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kTokens>& tokens,
@@ -274,7 +264,7 @@ __attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8
       const int last = tile.tokens - 1;
       for (int token = 0; kWords && token < kMaxHeight && token < tile.tokens + 2; ++token) {
         const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
-        ExpandWords<kKind>(row + begin * 16 * Planes(kKind), count, expanded[token]);
+        ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
       }
       for (int pair = 0; pair < pairs; ++pair) {
         for (int first = 0, taken = 0; first < tile.tokens; first += taken) {
