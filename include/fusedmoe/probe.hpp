@@ -11,17 +11,17 @@
 
 /// The arithmetic units that kernels can be bound by, once: enumerator, name (as `bench` prints a bound), the
 /// ceiling it is measured as, the instruction-set level that has it, the instruction.
-#define FMOE_COMPUTE_UNIT_TABLE(X)                                                                        \
-  X(kVnniInt8, "vnni_int8", "int8_gops", kAvx512Vnni, "vpdpbusd, 512 bits")                               \
-  X(kF16Fma, "f16_fma", "f16_gflops", kAvx512Fp16, "vfmadd231ph, 512 bits")                               \
-  X(kBf16Dot, "bf16_dot", "avx512_bf16_gflops", kAvx512Bf16, "vdpbf16ps, 512 bits")                       \
-  X(kF32Fma, "f32_fma", "f32_gflops", kAvx512, "vfmadd231ps, 512 bits")                                   \
-  X(kAmxInt8, "amx_int8", "amx_int8_gops", kAmx, "tdpbssd")                                               \
-  X(kAmxBf16, "amx_bf16", "amx_bf16_gflops", kAmx, "tdpbf16ps")                                           \
-  X(kAvx512Int8, "avx512_int8", "avx512_int8_gops", kAvx512, "vpmaddubsw, vpmaddwd and vpaddd, 512 bits") \
-  X(kAvx2Fma, "avx2_f32_fma", "avx2_f32_gflops", kAvx2, "vfmadd231ps, 256 bits")                          \
-  X(kAvx2Int8, "avx2_int8", "avx2_int8_gops", kAvx2, "vpmaddubsw, vpmaddwd and vpaddd, 256 bits")         \
-  X(kNeonFma, "neon_f32_fma", "neon_f32_gflops", kNeon, "fmla, 128 bits")                                 \
+#define FMOE_COMPUTE_UNIT_TABLE(X)                                                              \
+  X(kVnniInt8, "vnni_int8", "int8_gops", kAvx512Vnni, "vpdpbusd, 512 bits")                     \
+  X(kF16Fma, "f16_fma", "f16_gflops", kAvx512Fp16, "vfmadd231ph, 512 bits")                     \
+  X(kBf16Dot, "bf16_dot", "avx512_bf16_gflops", kAvx512Bf16, "vdpbf16ps, 512 bits")             \
+  X(kF32Fma, "f32_fma", "f32_gflops", kAvx512, "vfmadd231ps, 512 bits")                         \
+  X(kAmxInt8, "amx_int8", "amx_int8_gops", kAmx, "tdpbssd")                                     \
+  X(kAmxBf16, "amx_bf16", "amx_bf16_gflops", kAmx, "tdpbf16ps")                                 \
+  X(kAvx512Int8, "avx512_int8", "avx512_int8_gops", kAvx512, "vpmaddubsw and vpaddw, 512 bits") \
+  X(kAvx2Fma, "avx2_f32_fma", "avx2_f32_gflops", kAvx2, "vfmadd231ps, 256 bits")                \
+  X(kAvx2Int8, "avx2_int8", "avx2_int8_gops", kAvx2, "vpmaddubsw and vpaddw, 256 bits")         \
+  X(kNeonFma, "neon_f32_fma", "neon_f32_gflops", kNeon, "fmla, 128 bits")                       \
   X(kNeonInt8, "neon_int8", "neon_int8_gops", kNeon, "sdot, 128 bits")
 
 namespace fusedmoe {
