@@ -528,8 +528,10 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
             Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
-            // GCC 12 would load all words for both halves in front of them, into memory.
-            const auto* own_words = (const int32_t*)InRegister((const uint8_t*)unit_words);
+            const int32_t* own_words = unit_words;
+            if constexpr (kHalves == 2) {  // GCC 12 would load all words in front of both, into memory
+              own_words = (const int32_t*)InRegister((const uint8_t*)unit_words);
+            }
             IntegerUnit<kWeight, kKind, kHeight>(unit, sides, half, table, own_words, correction, scale,
                                                  ahead, sums);
             Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
