@@ -35,7 +35,7 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   }
 
   template <int kUnit>
-  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int index,
+  FMOE_NESTED void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int index,
                         uint8_t* tiles) {
     // The stripes take turns after every four units.
     constexpr int kGroupUnits = CorrectionGroup(kWeight) == 16 ? 2 : 4;

@@ -130,7 +130,7 @@ struct TileDecoder {
   }
 
   template <int kUnit>
-  FMOE_INLINE void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int /*index*/,
+  FMOE_NESTED void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int /*index*/,
                         uint8_t* tiles) {
     if constexpr (kBytes && Panel::kU4) {
       BytesOfU4<kUnit>(d, codes, scales, tiles);

@@ -147,21 +147,21 @@ struct TileEngine {
 
   // ------------------------------------------------------------------------------------- inner loop
 
-  /// One step of 64 bytes of K, with kParts sixteenths of a unit of decoding between its instructions, and
-  /// also(place).
-  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, typename Also>
-  FMOE_INLINE void Step(Tiles& t, const typename Feeder::Feed& f, Decoder& d, const StepTiles& at,
-                        const SumChange& change, const Also& also) {
-    Unit::template Step<kTokenTiles, kFirst>(t, at, change, [&](auto place) FMOE_FLAT {
+  /// What stands at the places of a step: kParts sixteenths of a unit of decoding from kFirstPart on, and a
+  /// step of what is spread.
+  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst, int kSpreadStep = 0>
+  struct Places {
+    template <int kPlace, typename Spread>
+    FMOE_NESTED void At(Tiles& t, const typename Feeder::Feed& f, Decoder& d, Spread& spread,
+                        FinishWalk& left) {
       constexpr int kPlaces = Unit::template kPlaces<kTokenTiles>;
-      constexpr int kBegin = decltype(place){} * kParts / kPlaces;
-      constexpr int kEnd = (decltype(place){} + 1) * kParts / kPlaces;
+      constexpr int kBegin = kPlace * kParts / kPlaces, kEnd = (kPlace + 1) * kParts / kPlaces;
       Unroll<kEnd - kBegin>(
           [&](auto i) FMOE_FLAT { Feeder::template Part<kFirstPart + kBegin + decltype(i){}>(f, d); });
-      also(place);
+      Spread::template At<kSpreadStep, kPlace, kFirst>(spread, left);
       t.Space();
-    });
-  }
+    }
+  };
 
   /// What waits for finished sums, after a step.
   FMOE_INLINE void Beside(TileEngine& e) {
@@ -171,7 +171,7 @@ struct TileEngine {
   }
 
   template <int kTokenTiles, int kParts, typename Spread>
-  void RunPass(const TilePass& pass) {
+  FMOE_KERNEL void RunPass(const TilePass& pass) {
     Steps steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, feeder.ring, feeder.ring_end);
     const SumChange change = pass.change;
     typename Feeder::Feed f;
@@ -186,12 +186,11 @@ struct TileEngine {
       constexpr int kStepsPerFeed = 16 / kParts;
       const auto feed_unit = [&](auto first) FMOE_FLAT {
         Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
-          constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
-          Step<kTokenTiles, decltype(i){} * kParts, kParts, kFirst>(
-              tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
-                constexpr int kStep = decltype(i){} % Spread::kSteps;
-                Spread::template At<kStep, decltype(place){}, kFirst>(spread, left);
-              });
+          constexpr int kIndex = decltype(i){}, kSpreadStep = kIndex % Spread::kSteps;
+          constexpr bool kFirst = decltype(first){} != 0 && kIndex == 0;
+          using Work = Places<kTokenTiles, kIndex * kParts, kParts, kFirst, kSpreadStep>;
+          Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread,
+                                                         left);
           if constexpr (Spread::kTokens == 0) {
             Beside(*this);
           }
@@ -211,9 +210,8 @@ struct TileEngine {
     const auto few_steps = [&](auto first) FMOE_FLAT {
       Unroll<Spread::kSteps>([&](auto i) FMOE_FLAT {
         constexpr bool kFirst = decltype(first){} != 0 && decltype(i){} == 0;
-        Step<kTokenTiles, 0, 0, kFirst>(tiles, f, d, Steps::Take(steps), change, [&](auto place) FMOE_FLAT {
-          Spread::template At<decltype(i){}, decltype(place){}, kFirst>(spread, left);
-        });
+        using Work = Places<kTokenTiles, 0, 0, kFirst, decltype(i){}>;
+        Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread, left);
       });
       if constexpr (Spread::kTokens == 0) {
         Beside(*this);

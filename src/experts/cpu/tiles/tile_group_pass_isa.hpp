@@ -4,6 +4,7 @@
 
 #include "experts/cpu/tiles/tile_feed_isa.hpp"
 #include "experts/cpu/tiles/tile_groups_isa.hpp"
+#include "experts/cpu/tiles/tile_spread_isa.hpp"
 #include "experts/cpu/tiles/tile_step_isa.hpp"
 
 /// Passes over a block of tokens whose sums are scaled in fp32 after each group of k: the two groups of a
@@ -128,70 +129,86 @@ struct GroupPasses {
     }
   }
 
-  /// Four steps at a time, of even (0) or odd (1) place.
+  /// What a pass works on.
+  struct ChunkPass {
+    Steps steps;
+    typename Feeder::Feed feed;
+    Decoder decoder;
+    NoSpread none;
+    int64_t step;
+    bool fast, fastest;
+  };
+
+  template <int kTokenTiles, int kFirstPart, int kParts, bool kFirst>
+  FMOE_NESTED void OneStep(Engine& e, ChunkPass& p) {
+    using Work = typename Engine::template Places<kTokenTiles, kFirstPart, kParts, kFirst>;
+    Unit::template Step<kTokenTiles, kFirst, Work>(e.tiles, Steps::Take(p.steps),
+                                                   SumChange{nullptr, e.held, e.held_tiles, true}, p.feed,
+                                                   p.decoder, p.none, e.finish.left);
+  }
+
+  /// Of even (0) or odd (1) place.
+  template <int kTokenTiles, int kPlace, int kParts>
+  FMOE_NESTED void FourSteps(Engine& e, const TilePass& pass, ChunkPass& p) {
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      constexpr int kIndex = decltype(i){}, kStep = kPlace * 4 + kIndex;
+      OneStep<kTokenTiles, kIndex * kParts % 16, kParts, kStep % kGroupSteps == 0>(e, p);
+      if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
+        Feeder::EndUnit(e.feeder, p.feed);
+      }
+      ScaleChunks<kStep>(e);
+      if constexpr ((kStep + 1) % kGroupSteps == 0) {
+        EndGroup<kTokenTiles>(e, pass, p.step);
+      }
+      Engine::Beside(e);
+      ++p.step;
+    });
+  }
+
+  template <int kTokenTiles, int kPlace>
+  FMOE_NESTED void FourFedSteps(Engine& e, const TilePass& pass, ChunkPass& p) {
+    if constexpr (kBytes) {  // a step multiplies a unit
+      if (p.fastest && p.feed.due >= 4) {
+        FourSteps<kTokenTiles, kPlace, 16>(e, pass, p);
+        return;
+      }
+    }
+    if (p.fast && p.feed.due >= 2) {
+      FourSteps<kTokenTiles, kPlace, 8>(e, pass, p);
+    } else if (p.feed.due >= 1) {
+      FourSteps<kTokenTiles, kPlace, 4>(e, pass, p);
+    } else {
+      FourSteps<kTokenTiles, kPlace, 0>(e, pass, p);
+    }
+  }
+
   template <int kTokenTiles>
-  static void RunByChunks(Engine& e, const TilePass& pass) {
-    Steps steps =
-        Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, e.feeder.ring, e.feeder.ring_end);
-    typename Feeder::Feed f;
-    CopyFeed(e.feeder.feed, f);
-    Decoder d = e.feeder.decoder;
-    const bool fast = kBytes ? f.due * 4 >= pass.steps : f.due * 4 > pass.steps;
-    [[maybe_unused]] const bool fastest = f.due * 2 > pass.steps;
-    int64_t step = 0;
-    const auto one_step = [&](auto first_part, auto parts, auto first) FMOE_FLAT {
-      Engine::template Step<kTokenTiles, decltype(first_part){}, decltype(parts){}, decltype(first){} != 0>(
-          e.tiles, f, d, Steps::Take(steps), {nullptr, e.held, e.held_tiles, true}, [](auto) {});
-    };
-    const auto four_steps = [&](auto parts, auto place) FMOE_FLAT {
-      Unroll<4>([&](auto i) FMOE_FLAT {
-        constexpr int kParts = decltype(parts){}, kIndex = decltype(i){};
-        constexpr int kStep = decltype(place){} * 4 + kIndex;
-        one_step(Index<kIndex * kParts % 16>{}, parts, Index<kStep % kGroupSteps == 0>{});
-        if constexpr (kParts > 0 && (kIndex + 1) * kParts % 16 == 0) {
-          Feeder::EndUnit(e.feeder, f);
-        }
-        ScaleChunks<kStep>(e);
-        if constexpr ((kStep + 1) % kGroupSteps == 0) {
-          EndGroup<kTokenTiles>(e, pass, step);
-        }
-        Engine::Beside(e);
-        ++step;
-      });
-    };
-    const auto four_fed_steps = [&](auto place) FMOE_FLAT {
-      if constexpr (kBytes) {  // a step multiplies a unit
-        if (fastest && f.due >= 4) {
-          four_steps(Index<16>{}, place);
-          return;
-        }
-      }
-      if (fast && f.due >= 2) {
-        four_steps(Index<8>{}, place);
-      } else if (f.due >= 1) {
-        four_steps(Index<4>{}, place);
-      } else {
-        four_steps(Index<0>{}, place);
-      }
-    };
-    while (step + 4 <= pass.steps) {
-      four_fed_steps(Index<0>{});
-      if (step + 4 <= pass.steps) {
-        four_fed_steps(Index<1>{});
+  static FMOE_KERNEL void RunByChunks(Engine& e, const TilePass& pass) {
+    ChunkPass p;
+    p.steps = Steps::Of(pass, kTokenTiles == 2 ? 2048 : pass.token_step, e.feeder.ring, e.feeder.ring_end);
+    CopyFeed(e.feeder.feed, p.feed);
+    p.decoder = e.feeder.decoder;
+    p.fast = kBytes ? p.feed.due * 4 >= pass.steps : p.feed.due * 4 > pass.steps;
+    p.fastest = p.feed.due * 2 > pass.steps;
+    p.step = 0;
+    while (p.step + 4 <= pass.steps) {
+      FourFedSteps<kTokenTiles, 0>(e, pass, p);
+      if (p.step + 4 <= pass.steps) {
+        FourFedSteps<kTokenTiles, 1>(e, pass, p);
       }
     }
-    while (step < pass.steps) {
-      if (step % kGroupSteps == 0) {
-        one_step(Index<0>{}, Index<0>{}, Index<1>{});
+    while (p.step < pass.steps) {
+      if (p.step % kGroupSteps == 0) {
+        OneStep<kTokenTiles, 0, 0, true>(e, p);
       } else {
-        one_step(Index<0>{}, Index<0>{}, Index<0>{});
+        OneStep<kTokenTiles, 0, 0, false>(e, p);
       }
-      if ((step + 1) % kGroupSteps == 0 || step + 1 == pass.steps) {
-        EndGroup<kTokenTiles>(e, pass, step);
+      if ((p.step + 1) % kGroupSteps == 0 || p.step + 1 == pass.steps) {
+        EndGroup<kTokenTiles>(e, pass, p.step);
       }
-      ++step;
+      ++p.step;
     }
-    CopyFeed(f, e.feeder.feed);
+    CopyFeed(p.feed, e.feeder.feed);
   }
 
   // ---------------------------------------------------------------------------------------- by rows
@@ -205,60 +222,59 @@ struct GroupPasses {
   /// group of this pair do, the last tile behind place 38, into the place of what has been scaled until then.
   static constexpr int kFirstRowPlace = kPlaces / 8, kEndRowPlace = kPlaces / 2 + 7;
 
-  /// What stands at place kPlace of kPlaces.
-  template <int kDue, int kPlace>
-  FMOE_INLINE void AtPlace(Feeder& feeder, typename Feeder::Feed& f, Decoder& d, const RowScaler& rows,
-                           int64_t tile_tokens) {
-    if constexpr (kPlace >= kFirstRowPlace && kPlace < kEndRowPlace) {
-      constexpr int kAt = kPlace - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
-      constexpr int kRow = kAt * RowScaler::kRows / kRowPlaces;
-      constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
-      Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT {
-        // Most tiles have twelve rows or more; those beyond the last are not used.
-        constexpr int kOfTile = (kRow + decltype(i){}) % 16;
-        if (kOfTile < 12 || kOfTile < tile_tokens) {
-          RowScaler::Scale(rows, kRow + i);
+  /// What stands at the places of step kStep.
+  template <int kDue, int kStep>
+  struct RowPlaces {
+    template <int kPlace>
+    FMOE_NESTED void At(Tiles& t, Feeder& feeder, typename Feeder::Feed& f, Decoder& d, const RowScaler& rows,
+                        const int64_t& tile_tokens) {
+      constexpr int kThis = kStep * Unit::template kPlaces<2> + kPlace;
+      if constexpr (kThis >= kFirstRowPlace && kThis < kEndRowPlace) {
+        constexpr int kAt = kThis - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
+        constexpr int kRow = kAt * RowScaler::kRows / kRowPlaces;
+        constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
+        Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT {
+          // Most tiles have twelve rows or more; those beyond the last are not used.
+          constexpr int kOfTile = (kRow + decltype(i){}) % 16;
+          if (kOfTile < 12 || kOfTile < tile_tokens) {
+            RowScaler::Scale(rows, kRow + i);
+          }
+        });
+      }
+      // One unit may be the last one of this very pass, whose first tile the sixth step loads.
+      constexpr int kFed = kDue == 1 ? kPlaces * 5 / 8 : kPlaces, kParts = 16 * kDue;
+      constexpr int kPart = kThis < kFed ? kThis * kParts / kFed : kParts;
+      constexpr int kEnd = kThis < kFed ? (kThis + 1) * kParts / kFed : kParts;
+      Unroll<kEnd - kPart>([&](auto i) FMOE_FLAT {
+        constexpr int kOfUnit = (kPart + decltype(i){}) % 16;
+        Feeder::template Part<kOfUnit>(f, d);
+        if constexpr (kOfUnit == 15) {
+          Feeder::EndUnit(feeder, f);
         }
       });
-    }
-    // One unit may be the last one of this very pass, whose first tile the sixth step loads.
-    constexpr int kFed = kDue == 1 ? kPlaces * 5 / 8 : kPlaces, kParts = 16 * kDue;
-    constexpr int kPart = kPlace < kFed ? kPlace * kParts / kFed : kParts;
-    constexpr int kEnd = kPlace < kFed ? (kPlace + 1) * kParts / kFed : kParts;
-    Unroll<kEnd - kPart>([&](auto i) FMOE_FLAT {
-      constexpr int kOfUnit = (kPart + decltype(i){}) % 16;
-      Feeder::template Part<kOfUnit>(f, d);
-      if constexpr (kOfUnit == 15) {
-        Feeder::EndUnit(feeder, f);
+      if constexpr (kThis < kFirstRowPlace || kThis >= kEndRowPlace) {
+        t.Space();
       }
-    });
-  }
+    }
+  };
 
   template <int kDue>
-  static void RunByRows(Engine& e, const TilePass& pass) {
+  static FMOE_KERNEL void RunByRows(Engine& e, const TilePass& pass) {
     Steps steps = Steps::Of(pass, 2048, e.feeder.ring, e.feeder.ring_end);
     steps.left = kPairSteps;  // which the compiler then counts
     typename Feeder::Feed f;
     CopyFeed(e.feeder.feed, f);
     Decoder d = e.feeder.decoder;
     GroupPair& before = e.pairs[e.filling ^ 1];
-    // One by one: a struct that is filled in one piece stays in memory, and is loaded again at every place.
-    const float *const first = before.sums[0], *const second = before.sums[1];
-    const float* const factors = before.factors[0];
-    float* const results = before.results;
-    const bool fresh = before.first;
+    const RowScaler rows = {
+        {before.sums[0], before.sums[1]}, before.factors[0], before.results, before.first};
     const int64_t tile_tokens = before.tile_tokens;
     before.next = before.chunks;
     Unroll<kPairSteps>([&](auto s) FMOE_FLAT {
-      constexpr int kStep = decltype(s){}, kStepPlaces = Unit::template kPlaces<2>;
-      Unit::template Step<2, kStep % kGroupSteps == 0>(
-          e.tiles, Steps::Take(steps), {nullptr, e.held, 4, true}, [&](auto i) FMOE_FLAT {
-            constexpr int kPlace = kStep * kStepPlaces + decltype(i){};
-            AtPlace<kDue, kPlace>(e.feeder, f, d, {{first, second}, factors, results, fresh}, tile_tokens);
-            if constexpr (kPlace < kFirstRowPlace || kPlace >= kEndRowPlace) {
-              e.tiles.Space();
-            }
-          });
+      constexpr int kStep = decltype(s){};
+      Unit::template Step<2, kStep % kGroupSteps == 0, RowPlaces<kDue, kStep>>(
+          e.tiles, Steps::Take(steps), SumChange{nullptr, e.held, 4, true}, e.feeder, f, d, rows,
+          tile_tokens);
       if constexpr ((kStep + 1) % kGroupSteps == 0) {
         CloseGroup<2>(e, pass, kStep, kStep / kGroupSteps);
       }

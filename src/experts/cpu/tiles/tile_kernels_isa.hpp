@@ -45,7 +45,7 @@ constexpr void SetFinishers(TileKernels& kernels) {
 }
 
 /// kInF32: GEMMs of kRoundedInF32; else those of all other weights. They are compiled apart, since each of
-/// them takes its time: 20 to 40 s. Groups of 64 and 128, which no stored type has beside zero points that
+/// them takes its time: 5 to 15 s. Groups of 64 and 128, which no stored type has beside zero points that
 /// are numbers, are left to the vector kernels.
 template <bool kInF32>
 constexpr TileKernels MakeTileKernels(const char* name) {

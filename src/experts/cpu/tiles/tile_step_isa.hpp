@@ -125,9 +125,10 @@ struct TileUnit {
     t.template Stream<4>(tokens);
   }
 
-  /// beside(Index<place>{}) is what stands there. kFirst: of a pass, in which sums change.
-  template <int kTokenTiles, bool kFirst, typename Beside>
-  FMOE_INLINE void Step(Tiles& t, const StepTiles& at, const SumChange& change, const Beside& beside) {
+  /// Work::At<place>(t, with...) is what stands there: references instead of a closure, whose pointers the
+  /// compiler would load again behind every tile instruction. kFirst: of a pass, in which sums change.
+  template <int kTokenTiles, bool kFirst, typename Work, typename... With>
+  FMOE_NESTED void Step(Tiles& t, const StepTiles& at, const SumChange& change, With&... with) {
     const auto dot = [&](auto sum, auto tokens, auto weights) FMOE_FLAT {
       if constexpr (kFirst) {
         Exchange<decltype(sum){}>(t, change);
@@ -135,29 +136,29 @@ struct TileUnit {
       Dot<decltype(sum){}, decltype(tokens){}, decltype(weights){}>(t);
     };
     t.template Load<7>(at.weights[1]);
-    beside(Index<0>{});
+    Work::template At<0>(t, with...);
     dot(Index<0>{}, Index<4>{}, Index<6>{});
-    beside(Index<1>{});
+    Work::template At<1>(t, with...);
     if constexpr (kTokenTiles == 2) {
       t.template Stream<5>(at.tokens + 1024);
-      beside(Index<2>{});
+      Work::template At<2>(t, with...);
       dot(Index<1>{}, Index<4>{}, Index<7>{});
-      beside(Index<3>{});
+      Work::template At<3>(t, with...);
       t.template Stream<4>(at.next_tokens);
-      beside(Index<4>{});
+      Work::template At<4>(t, with...);
       dot(Index<2>{}, Index<5>{}, Index<6>{});
-      beside(Index<5>{});
+      Work::template At<5>(t, with...);
       t.template Load<6>(at.next_weights);
-      beside(Index<6>{});
+      Work::template At<6>(t, with...);
       dot(Index<3>{}, Index<5>{}, Index<7>{});
-      beside(Index<7>{});
+      Work::template At<7>(t, with...);
     } else {
       t.template Load<6>(at.next_weights);
-      beside(Index<2>{});
+      Work::template At<2>(t, with...);
       dot(Index<1>{}, Index<4>{}, Index<7>{});
-      beside(Index<3>{});
+      Work::template At<3>(t, with...);
       t.template Stream<4>(at.next_tokens);
-      beside(Index<4>{});
+      Work::template At<4>(t, with...);
       if constexpr (kFirst) {
         Leave<2>(t, change);
         Leave<3>(t, change);
