@@ -335,6 +335,38 @@ FMOE_INLINE Floats LoadGroupZero(const Sides& sides, int group, int half) {
   }
 }
 
+/// How the sum `x` of a group of k becomes part of the sum of a token: the same operations in the same order
+/// in every kernel, which is why a token has the same bits in all of them.
+///
+///     zero points             x    -= zero * sum of the token's codes
+///     kTileA4                 sum  += x * (scale * activation scale of the group)
+///     several groups a unit   unit += x * scale            of two levels, then: unit -= zero * sum of codes
+///                             sum  += unit * activation scale                   behind the last of them
+///     one                     sum  += x * scale * activation scale
+template <TileKind kKind, int kGroups, bool kScales, bool kSuper>
+struct GroupEnd {
+  static constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
+
+  /// `codes`: the sum of the token's codes, fp32.
+  FMOE_INLINE Floats LessZero(Floats x, Floats zero, const int32_t* codes) {
+    return NegativeMultiplyAdd(zero, Set(*(const float*)codes), x);
+  }
+  /// `first`: of a unit.
+  FMOE_INLINE void Add(Floats x, Floats scale, bool zeros, Floats zero, const int32_t* codes,
+                       const float* activation_scale, bool first, Floats& unit, Floats& sum) {
+    if constexpr (kKind == kTileA4) {
+      sum = MultiplyAdd(x, Multiply(scale, Set(*activation_scale)), sum);
+    } else if constexpr (kUnitSums) {
+      unit = first ? Multiply(x, scale) : MultiplyAdd(x, scale, unit);
+      if (kSuper && zeros) {
+        unit = LessZero(unit, zero, codes);
+      }
+    } else {
+      sum = MultiplyAdd(kScales ? Multiply(x, scale) : x, Set(*activation_scale), sum);
+    }
+  }
+};
+
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
 /// for (AsksBySteps).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
@@ -345,10 +377,9 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
   constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
-  constexpr bool kUnitSums =
-      kGroups > 1 && kKind != kTileA4;  // one activation scale for several weight groups
+  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
   Floats unit_sums[kHeight];
-  if constexpr (kUnitSums) {
+  if constexpr (End::kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
@@ -365,22 +396,11 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
         if (zero_points && !Panel::kSuper) {
-          sum = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), sum);
+          sum = End::LessZero(sum, zero, group_correction + t);
         }
-        if constexpr (kKind == kTileA4) {
-          const Floats both = Multiply(scale, Set(activation_scale[group * kHeight + t]));
-          accumulators[t] = MultiplyAdd(sum, both, accumulators[t]);
-        } else if constexpr (kUnitSums) {
-          unit_sums[t] = MultiplyAdd(sum, scale, unit_sums[t]);
-          if (zero_points && Panel::kSuper) {
-            unit_sums[t] = NegativeMultiplyAdd(zero, Set(((const float*)group_correction)[t]), unit_sums[t]);
-          }
-        } else {
-          if constexpr (Panel::kGrouped) {
-            sum = Multiply(sum, scale);
-          }
-          accumulators[t] = MultiplyAdd(sum, Set(activation_scale[t]), accumulators[t]);
-        }
+        End::Add(sum, scale, zero_points, zero, group_correction + t,
+                 activation_scale + (kKind == kTileA4 ? group * kHeight : 0) + t, false, unit_sums[t],
+                 accumulators[t]);
       });
     });
   };
@@ -391,7 +411,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
       one_group(group);
     }
   }
-  if constexpr (kUnitSums) {
+  if constexpr (End::kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT {
       accumulators[t] = MultiplyAdd(unit_sums[t], Set(activation_scale[t]), accumulators[t]);
     });
@@ -443,14 +463,14 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
   });
 }
 
-/// One unit of 64 k of one token, with the additions of IntegerUnit in their order.
+/// One unit of 64 k of one token.
 template <WeightKernel kWeight, TileKind kKind>
 FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
                                        const int32_t* words, const int32_t* correction,
                                        const float* activation_scale, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
-  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
+  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   Floats unit_sums[kHalves];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
@@ -465,27 +485,15 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
       Floats sum = ToFloats(sums[half]);
       const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
       const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
-      const Floats of_token = Set(((const float*)correction)[group]);
       if (zero_points && !Panel::kSuper) {
-        sum = NegativeMultiplyAdd(zero, of_token, sum);
+        sum = End::LessZero(sum, zero, correction + group);
       }
-      if constexpr (kKind == kTileA4) {
-        const Floats both = Multiply(scale, Set(activation_scale[group]));
-        accumulators[half] = MultiplyAdd(sum, both, accumulators[half]);
-      } else if constexpr (kUnitSums) {
-        unit_sums[half] = MultiplyAdd(sum, scale, group == 0 ? Zero() : unit_sums[half]);
-        if (zero_points && Panel::kSuper) {
-          unit_sums[half] = NegativeMultiplyAdd(zero, of_token, unit_sums[half]);
-        }
-      } else {
-        if constexpr (Panel::kGrouped) {
-          sum = Multiply(sum, scale);
-        }
-        accumulators[half] = MultiplyAdd(sum, Set(activation_scale[0]), accumulators[half]);
-      }
+      End::Add(sum, scale, zero_points, zero, correction + group,
+               activation_scale + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[half],
+               accumulators[half]);
     });
   });
-  if constexpr (kUnitSums) {
+  if constexpr (End::kUnitSums) {
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       accumulators[half] = MultiplyAdd(unit_sums[half], Set(activation_scale[0]), accumulators[half]);
     });

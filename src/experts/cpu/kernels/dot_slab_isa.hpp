@@ -19,7 +19,7 @@
 /// An instruction multiplies in one of two ports and adds in one of four (Zen 3), so what counts are these
 /// multiplications; registers hold 8 sums, 2 vectors of weights and a broadcast.
 ///
-/// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
+/// Groups end as in all kernels of integers (GroupEnd).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -161,10 +161,9 @@ template <class Slab, TileKind kKind, int kTokens>
 FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind, kTokens>& tokens,
                                   const SlabTokens<Slab::kWords, kTokens>& words, Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
-  constexpr int kGroups = Slab::kGroups;
-  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
+  using End = GroupEnd<kKind, Slab::kGroups, Slab::kScales, Slab::kMinima>;
   Floats unit_sums[2][kTokens];
-  Unroll<kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<Slab::kGroups>([&](auto group) FMOE_FLAT {
     Ints dots[2][kTokens];
     Unroll<kTokens>([&](auto t) FMOE_FLAT {
       dots[0][t] = dots[1][t] = Slab::kZeros ? IntZero() : IntSet(Tokens::Correction(tokens, t)[group]);
@@ -173,27 +172,18 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
     Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
       const Floats scale = Slab::kScales ? Load(slab.scales[group][v]) : Zero();
-      const Floats of_token =
-          Slab::kZeros ? Set(((const float*)Tokens::Correction(tokens, t))[group]) : Zero();
+      const Floats zero = Slab::kZeros ? Load(slab.zeros[group][v]) : Zero();
+      const int32_t* codes = Tokens::Correction(tokens, t) + group;
       Floats sum = ToFloats(dots[v][t]);
       if constexpr (Slab::kZeros && !Slab::kMinima) {
-        sum = NegativeMultiplyAdd(Load(slab.zeros[group][v]), of_token, sum);
+        sum = End::LessZero(sum, zero, codes);
       }
-      Floats& unit_sum = unit_sums[v][t];
-      if constexpr (kKind == kTileA4) {
-        const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[group]));
-        sums[v][t] = MultiplyAdd(sum, both, sums[v][t]);
-      } else if constexpr (kUnitSums) {
-        unit_sum = group == 0 ? Multiply(sum, scale) : MultiplyAdd(sum, scale, unit_sum);
-        if constexpr (Slab::kMinima) {
-          unit_sum = NegativeMultiplyAdd(Load(slab.zeros[group][v]), of_token, unit_sum);
-        }
-      } else {
-        unit_sum = Slab::kScales ? Multiply(sum, scale) : sum;
-      }
+      End::Add(sum, scale, Slab::kMinima, zero, codes,
+               Tokens::Scale(tokens, t) + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[v][t],
+               sums[v][t]);
     });
   });
-  if constexpr (kKind != kTileA4) {
+  if constexpr (End::kUnitSums) {
     Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
       sums[v][t] = MultiplyAdd(unit_sums[v][t], Set(*Tokens::Scale(tokens, t)), sums[v][t]);

@@ -22,7 +22,7 @@
 /// and what counts is the number of instructions beside `vpdpbusd`, since a core that is shared begins some
 /// three in a cycle.
 ///
-/// Every sum runs through the operations of IntegerUnit in their order: a token has the same bits in both.
+/// Groups end as in all kernels of integers (GroupEnd).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -225,7 +225,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
   constexpr int kAtOnce = kTokens > kTallTokens<kKind> ? 1 : 2;
   constexpr int kChains = kGroups == 1 ? kAtOnce : kGroups;  // pieces of k with integers of their own
   constexpr int kEights = 8 / kChains;
-  constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;  // one activation scale for several groups
+  using End = GroupEnd<kKind, kGroups, Pair::kScales, Pair::kMinima>;
   Floats unit_sums[2][kTokens];
   const auto add_groups = [&](auto first, auto count, Ints(*dots)[kPlanes][2][kTokens]) FMOE_FLAT {
     constexpr int kFirst = decltype(first)(), kCount = decltype(count)();
@@ -240,19 +240,15 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       sum[g][s][t] = ToFloats(whole);
     });
     Floats zeros[kCount][2];
-    const auto less_zeros = [&](auto i, Floats x) FMOE_FLAT {
-      constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
-                    t = decltype(i)() % kTokens;
-      const Floats of_token = Set(((const float*)Tokens::Correction(tokens, t))[kFirst + g]);
-      return NegativeMultiplyAdd(zeros[g][s], of_token, x);
-    };
     if constexpr (Pair::kZeros) {
       Pair::template LoadZeros<kCount>(pair, kFirst, zeros);
     }
     if constexpr (Pair::kZeros && !Pair::kMinima) {
       Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
-        Floats& x = (&sum[0][0][0])[i];
-        x = less_zeros(i, x);
+        constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
+                      t = decltype(i)() % kTokens;
+        const int32_t* codes = Tokens::Correction(tokens, t) + kFirst + g;
+        sum[g][s][t] = End::LessZero(sum[g][s][t], zeros[g][s], codes);
       });
     }
     Floats scales[kCount][2];
@@ -260,19 +256,10 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
     Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
                     t = decltype(i)() % kTokens;
-      const Floats x = sum[g][s][t], scale = scales[g][s];
-      if constexpr (kUnitSums) {
-        unit_sums[s][t] = kFirst + g == 0 ? Multiply(x, scale) : MultiplyAdd(x, scale, unit_sums[s][t]);
-        if constexpr (Pair::kMinima) {
-          unit_sums[s][t] = less_zeros(i, unit_sums[s][t]);
-        }
-      } else if constexpr (kKind == kTileA4) {
-        const Floats both = Multiply(scale, Set(Tokens::Scale(tokens, t)[kFirst + g]));
-        sums[s][t] = MultiplyAdd(x, both, sums[s][t]);
-      } else {
-        const Floats scaled = Pair::kScales ? Multiply(x, scale) : x;
-        sums[s][t] = MultiplyAdd(scaled, Set(*Tokens::Scale(tokens, t)), sums[s][t]);
-      }
+      constexpr int kGroup = kFirst + g;
+      End::Add(sum[g][s][t], scales[g][s], Pair::kMinima, zeros[g][s], Tokens::Correction(tokens, t) + kGroup,
+               Tokens::Scale(tokens, t) + (kKind == kTileA4 ? kGroup : 0), kGroup == 0, unit_sums[s][t],
+               sums[s][t]);
     });
   };
   Unroll<kChains / kAtOnce>([&](auto part) FMOE_FLAT {
@@ -317,7 +304,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       add_groups(Index<decltype(part)() * kAtOnce>(), Index<kAtOnce>(), dots);
     }
   });
-  if constexpr (kUnitSums) {
+  if constexpr (End::kUnitSums) {
     Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
       constexpr int kToken = decltype(i)() / 2, kStripe = decltype(i)() % 2;
       Floats& sum = sums[kStripe][kToken];
