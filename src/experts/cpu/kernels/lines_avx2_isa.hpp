@@ -46,12 +46,29 @@ FMOE_INLINE void LoadFourLines(const uint8_t* const* rows, int64_t at, Change ch
   });
 }
 
-/// 32 bytes of each row to eight lines.
+/// 32 bytes of each row to eight lines. Whole lines take rows one by one: in pairs they would cost two
+/// shuffles a register instead of three, but meet every line of memory twice as often (Zen 3, whole experts
+/// of INT4 g128, three turns: 51.1, 51.1, 48.9 instead of 48.5, 50.9, 48.6 ms for 256 MB).
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
-  Unroll<2>([&](auto four) FMOE_FLAT {
-    LoadFourLines<kSplit>(
-        rows, at + 16 * four, [](Ints x) FMOE_FLAT { return x; }, line + 8 * four);
+  if constexpr (kSplit) {
+    Unroll<2>([&](auto four) FMOE_FLAT {
+      LoadFourLines<true>(
+          rows, at + 16 * four, [](Ints x) FMOE_FLAT { return x; }, line + 8 * four);
+    });
+    return;
+  }
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    Ints x[8];
+    Unroll<8>([&](auto r) FMOE_FLAT { x[r] = LoadInts(rows[8 * half + r] + at); });
+    Unroll<2>([&](auto) FMOE_FLAT {
+      Interleave<4, 4>(x);
+      Interleave<4, 4>(x + 4);
+    });
+    Unroll<4>([&](auto i) FMOE_FLAT {
+      line[2 * i + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
+      line[2 * (i + 4) + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
+    });
   });
 }
 
