@@ -35,9 +35,9 @@ int64_t ScaleColumn(const CanonicalMatrix& matrix, int64_t col) {
 std::vector<int32_t> ColumnsByGroup(const Tensor& group_index) {
   const std::span<const int32_t> groups(group_index.view().as<int32_t>(),
                                         static_cast<size_t>(group_index.view().count()));
-  std::vector<int32_t> next, columns(groups.size());
+  const int32_t last = groups.empty() ? 0 : *std::max_element(groups.begin(), groups.end());
+  std::vector<int32_t> next(static_cast<size_t>(last) + 2, 0), columns(groups.size());
   for (const int32_t group : groups) {
-    next.resize(std::max(next.size(), static_cast<size_t>(group) + 2), 0);
     ++next[static_cast<size_t>(group) + 1];
   }
   std::partial_sum(next.begin(), next.end(), next.begin());
@@ -72,14 +72,16 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
     fill_to(format.block);
     return columns;
   }
-  int64_t current = -1;
-  for (const int32_t col : ColumnsByGroup(matrix.group_index)) {
-    const int64_t scale_col = format.group == 0 ? 0 : ScaleColumn(matrix, col);
-    if (scale_col != current && format.group != 0) {
-      fill_to(format.group);
-    }
-    current = scale_col;
-    columns.push_back(col);
+  std::vector<int32_t> by_group = ColumnsByGroup(matrix.group_index);
+  const auto* groups = matrix.group_index.view().as<int32_t>();
+  for (auto begin = by_group.begin(); begin != by_group.end();) {
+    const int32_t group = groups[*begin];
+    const auto end = format.group == 0
+                         ? by_group.end()
+                         : std::find_if(begin, by_group.end(), [&](int32_t c) { return groups[c] != group; });
+    fill_to(std::max<int64_t>(format.group, 1));
+    columns.insert(columns.end(), begin, end);
+    begin = end;
   }
   fill_to(format.block);
   return columns;

@@ -1,8 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -10,6 +7,7 @@
 #include <string>
 
 #include "cpu_layer.hpp"
+#include "guarded.hpp"
 
 // Counts allocations of the whole program while `counting` is set.
 namespace {
@@ -63,26 +61,6 @@ TEST(CpuExperts_Apply, AllocatesNothing) {
     }
   }
 }
-
-/// Bytes that end where an inaccessible page begins.
-class Guarded {
- public:
-  explicit Guarded(size_t bytes) : bytes_(bytes) {
-    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-    mapped_ = (bytes + page_ - 1) / page_ * page_ + page_;
-    memory_ = static_cast<std::byte*>(
-        mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    mprotect(memory_ + mapped_ - page_, page_, PROT_NONE);
-  }
-  ~Guarded() { munmap(memory_, mapped_); }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-  std::byte* data() const { return memory_ + mapped_ - page_ - bytes_; }
-
- private:
-  size_t bytes_, page_, mapped_;
-  std::byte* memory_;
-};
 
 TEST(CpuExperts_BuffersThatEndAtAGuardPage, AreNotOverrun) {
   for (const char* scheme : kOneOfEachKernel) {

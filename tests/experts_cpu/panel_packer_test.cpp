@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "cpu_layer.hpp"
+#include "guarded.hpp"
 #include "support/random_layer.hpp"
 #include "support/super_scales.hpp"
 #include "weights/block_products.hpp"
@@ -119,6 +121,36 @@ TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
           matrix.zero_point = Tensor();
           ExpectBytesOfTheDefinition(matrix, format, name);
         }
+      }
+    }
+  }
+}
+
+/// Any bits for codes, which end where an inaccessible page begins: every code in every place, and nothing is
+/// read behind a row. Widths that end inside a step, too.
+TEST(PanelPacker_AnyBitsBeforeAGuardPage, BecomeTheBytesOfTheDefinition) {
+  const char* const schemes[] = {"w_mxfp6_e3m2", "w_mxfp6_e2m3",   "mxfp8_w8a16",     "fp8_w8a16:channel",
+                                 "mxfp4_w4a16",  "int4_w4a16:g32", "int8_w8a16:g128", "unquantized"};
+  std::mt19937_64 random(17);
+  for (const char* name : schemes) {
+    for (const int64_t cols : {128, 384, 1152, 2944}) {
+      for (const bool shuffled : {false, true}) {
+        cpu_test::Layer layer;
+        layer.spec.scheme = name;
+        layer.scheme = *ParseScheme(name);
+        layer.scheme.weight.element =
+            layer.scheme.weight.quantized() ? layer.scheme.weight.element : layer.spec.weight_dtype;
+        std::mt19937 values(5);
+        CanonicalMatrix matrix = cpu_test::RandomMatrix(layer, 37, cols, values);
+        const auto bytes = static_cast<size_t>(matrix.codes.view().total_bytes());
+        const auto memory = std::make_shared<cpu_test::Guarded>(bytes);
+        std::generate_n(memory->data(), bytes, [&] { return static_cast<std::byte>(random()); });
+        matrix.codes =
+            Tensor::Borrow(TensorView(memory->data(), matrix.codes.dtype(), matrix.codes.shape()), memory);
+        if (shuffled && matrix.format.block.col > 0 && matrix.format.has_block_scale()) {
+          testing_support::ShuffleGroups(matrix, random);
+        }
+        ExpectBytesOfTheDefinition(matrix, *ChoosePanelFormat(matrix.format, false), name);
       }
     }
   }

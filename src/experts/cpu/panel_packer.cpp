@@ -99,14 +99,16 @@ void PanelPacker::PlaceColumns() {
   const int64_t turned_bytes = source_.blocks * source_.out_bytes;
   turned_.assign(static_cast<size_t>(turned_bytes + kPanelRows), 0);
   places_.resize(columns_.size());
+  const PanelTransform transform = transform_;  // a constant of the loop, which stores might else change
   std::transform(columns_.begin(), columns_.end(), places_.begin(), [&](int32_t column) {
-    return static_cast<int32_t>(column < 0 ? turned_bytes : TurnedColumn(transform_, column));
+    return static_cast<int32_t>(column < 0 ? turned_bytes : TurnedColumn(transform, column));
   });
   ordered_.turned = turned_.data();
   ordered_.columns = places_.data();
   ordered_.blocks = static_cast<int64_t>(columns_.size()) / format_.block;
   ordered_.units_per_block = format_.block / kPanelUnit;
   ordered_.side_bytes = format_.scale_bytes();
+  ordered_.row_bytes = CeilDiv(matrix_.cols * DTypeBits(matrix_.format.element), 8);
 }
 
 void PanelPacker::PointAtCodes(int64_t first_row, const uint8_t** rows) const {
@@ -154,6 +156,7 @@ void PanelPacker::PackCodes(int64_t first_row, int64_t rows, uint8_t* out) {
     codes_.side_bytes = format_.scale_bytes();
     ForEachBlock(first_row, rows, out, [&] { table_.pack_panel[transform_](&codes_); });
   } else {
+    std::copy(codes_.next, codes_.next + kPanelRows, ordered_.next);  // ForEachBlock may change them
     ForEachBlock(first_row, rows, turned_.data(), [&] { table_.turn_codes[transform_](&codes_); });
     ordered_.sides = sides_.lines();
     ordered_.out = out;
@@ -196,7 +199,7 @@ void PanelPacker::PackProducts(int64_t first_row, int64_t rows, uint8_t* out) {
 }
 
 void PanelPacker::AskPages(int64_t index) const {
-  if (transform_ == kNumPanelTransforms || !AsksByLines(transform_)) {
+  if (transform_ == kNumPanelTransforms || !table_.asks_by_lines[transform_]) {
     return;
   }
   const int64_t first_row = index * kPanelRows;

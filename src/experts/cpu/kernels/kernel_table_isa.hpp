@@ -403,12 +403,6 @@ enum PanelTransform : int {
   kNumPanelTransforms
 };
 
-/// Whether the codes of the next stripe are asked for line by line, in the order of memory, beside the lines
-/// that are packed (panel_isa.hpp): where packing takes longer than memory does.
-static constexpr bool AsksByLines(PanelTransform transform) {
-  return transform == kPanelNibbles || transform == kPanelSixBits;
-}
-
 /// `blocks` blocks of sixteen rows; each row holds all of their codes.
 struct PanelArguments {
   const uint8_t* rows[16];
@@ -450,6 +444,8 @@ struct ColumnsArguments {
   const uint8_t* sides;  ///< as PanelArguments has them
   int64_t side_bytes;
   uint8_t* out;
+  const uint8_t* next[16];  ///< rows that will be turned then, for what TurnCodes has not asked for
+  int64_t row_bytes;        ///< of each
 };
 typedef void (*PackColumnsKernel)(const ColumnsArguments* arguments);
 
@@ -495,6 +491,8 @@ struct KernelTable {
   PackColumnsKernel pack_columns[kNumPanelTransforms];
   PackSidesKernel pack_sides[kNumSideTransforms];
   MultiplyCodesKernel multiply_e2m1, multiply_e4m3;
+  /// Whether codes of the next stripe are asked for line by line, in the order of memory (panel_isa.hpp).
+  bool asks_by_lines[kNumPanelTransforms];
 };
 
 }  // namespace fusedmoe::cpu

@@ -75,7 +75,7 @@ void PackSides(const SidesArguments* a) {
   for (int64_t first = 0; first < a->columns; first += kColumns) {
     uint8_t* lines = in_place ? out + first * 16 * kBytes : turned;
     Ints line[8 * kHalves];
-    LoadTransposed(a->rows, first * kBytes, line);
+    LoadTransposed<kBytes == 2>(a->rows, first * kBytes, line);
     Unroll<8>([&](auto v) FMOE_FLAT {
       Ints* x = line + v * kHalves;
       Unroll<kHalves>([&](auto half) FMOE_FLAT {

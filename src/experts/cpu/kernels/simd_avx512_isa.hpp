@@ -330,6 +330,7 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
 
 /// Eight words of rows r and r + 8 share a register, so that an 8 x 8 transposition inside its halves leaves
 /// whole lines of sixteen rows.
+template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   Ints x[8], y[8];
   Unroll<8>([&](auto r) FMOE_FLAT {
@@ -420,6 +421,7 @@ FMOE_INLINE void LoadColumns(const uint8_t* columns, const int32_t* at, Ints* li
 }
 
 /// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+template <bool kSplit>
 FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
   const auto column = [&](int i) FMOE_FLAT { return _mm_loadu_si128((const __m128i*)(columns + at[i])); };
   Ints x = _mm512_castsi128_si512(column(0));

@@ -6,5 +6,5 @@
 #elif defined(__AVX512BW__)
 #include "experts/cpu/kernels/simd_avx512_isa.hpp"
 #else
-#include "experts/cpu/kernels/simd_avx2_isa.hpp"
+#include "experts/cpu/kernels/lines_avx2_isa.hpp"
 #endif

@@ -340,6 +340,7 @@ FMOE_INLINE void Transpose4(int32x4_t* x) {
 }
 
 /// Four words of eight rows at a time.
+template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   Unroll<4>([&](auto i) FMOE_FLAT {
     constexpr int kHalf = decltype(i)() / 2, kWords = decltype(i)() % 2 * 4;
@@ -433,6 +434,7 @@ FMOE_INLINE void LoadColumns(const uint8_t* columns, const int32_t* at, Ints* li
 }
 
 /// The way back: words of sixteen rows, a byte from each of four columns of sixteen.
+template <bool kSplit>
 FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints* line) {
   const uint8x16_t x[4] = {vld1q_u8(columns + at[0]), vld1q_u8(columns + at[1]), vld1q_u8(columns + at[2]),
                            vld1q_u8(columns + at[3])};

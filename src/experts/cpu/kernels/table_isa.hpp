@@ -104,6 +104,9 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetPanel<kPanelBytes>(table);
   SetPanel<kPanelHalfLanes>(table);
   SetPanel<kPanelSixBits>(table);
+  for (int transform = 0; transform < kNumPanelTransforms; ++transform) {
+    table.asks_by_lines[transform] = AsksByLines((PanelTransform)transform);
+  }
   table.pack_panel[kPanelWords] = &PackPanel<kPanelWords>;
   table.pack_panel[kPanelHalfWords] = &PackPanel<kPanelHalfWords>;
   table.pack_panel[kPanelFloats] = &PackPanel<kPanelFloats>;
