@@ -53,7 +53,7 @@ Result<std::unique_ptr<MoeLayer>> MakeLayer(const Widths& widths, const std::str
 }
 
 TEST(CudaLatent, Projections_AreThoseOfTheReference) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("unquantized");  // of the shared expert
   for (const Widths& widths : {Widths{2112, 256}, Widths{160, 544}}) {
     for (const std::string& scheme : BuiltSchemes({"unquantized", "nvfp4_w4a16"})) {
       for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
@@ -78,7 +78,7 @@ TEST(CudaLatent, Projections_AreThoseOfTheReference) {
 }
 
 TEST(CudaLatent, SumsBehindANorm_AreThoseOfTheReference) {
-  FMOE_SKIP_WITHOUT_CARD();
+  FMOE_SKIP_WITHOUT_KERNELS("unquantized");  // of the shared expert
   for (const std::string& scheme : BuiltSchemes({"unquantized", "mxfp4_w4a16", "fp8_w8a8:block128"})) {
     SCOPED_TRACE(scheme);
     const Widths widths{2112, 256};

@@ -1,9 +1,8 @@
 #pragma once
 
-#include <immintrin.h>
 #include <stdint.h>
 
-#include "experts/cpu/kernels/unroll_isa.hpp"
+#include "experts/cpu/kernels/simd_x86_isa.hpp"
 
 /// 256-bit registers: two of them hold the 16 rows of a stripe, rows 8h to 8h+7 in half h. Same names as in
 /// simd_avx512_isa.hpp, so that dot_isa.hpp and its like are written once.
@@ -157,9 +156,6 @@ FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
 FMOE_INLINE Floats LoadF16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 }
-FMOE_INLINE float FloatOfF16(uint16_t x) {
-  return _cvtsh_ss(x);
-}
 FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
   _mm_storeu_si128((__m128i*)p, PackWords(low_words));
 }
@@ -311,26 +307,12 @@ FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
 FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints b) {
   return _mm256_madd_epi16(a, b);
 }
-/// Keeps an addition where it stands: GCC 12 adds products up as a tree, for which there are no registers.
-FMOE_INLINE void InPlace(Ints& x) {
-  asm("" : "+x"(x));
-}
 /// Bytes 0 and 2 of each lane as words, and bytes 1 and 3.
 FMOE_INLINE Ints EvenBytes(Ints x) {
   return _mm256_and_si256(x, _mm256_set1_epi16(0xff));
 }
 FMOE_INLINE Ints OddBytes(Ints x) {
   return _mm256_srli_epi16(x, 8);
-}
-/// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
-FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
-  __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
-  if (low != 0) {
-    const __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)low));
-    x = _mm256_add_epi16(_mm256_slli_epi16(x, 7), lower);
-  }
-  x = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xd8), 0xd8);
-  _mm256_storeu_si256((__m256i*)out, x);
 }
 /// Sums of four bytes each, of values.
 FMOE_INLINE Ints SumsOfFours(Ints x) {
@@ -351,17 +333,6 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
   const Floats a = FromBits(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23));
   const Floats b = FromBits(_mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23));
   return _mm256_mul_ps(_mm256_mul_ps(x, a), b);
-}
-
-FMOE_INLINE void Prefetch(const uint8_t* p) {
-  _mm_prefetch((const char*)p, _MM_HINT_T0);
-}
-/// At this place among the operations that change `x`, whereas the compiler moves plain requests.
-FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
-  asm("prefetcht0 %1" : "+x"(x) : "m"(*p));
-}
-FMOE_INLINE void PrefetchFar(const uint8_t* p) {
-  _mm_prefetch((const char*)p, _MM_HINT_T1);
 }
 
 }  // namespace

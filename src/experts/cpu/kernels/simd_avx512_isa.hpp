@@ -2,8 +2,7 @@
 
 #include <stdint.h>
 
-#include "experts/cpu/kernels/intrinsics_isa.hpp"
-#include "experts/cpu/kernels/unroll_isa.hpp"
+#include "experts/cpu/kernels/simd_x86_isa.hpp"
 
 /// 512-bit registers: one register holds all 16 rows of a stripe. With VBMI a table look-up needs no masking,
 /// with VNNI four products are one instruction; without them AVX-512BW does the same work in more steps.
@@ -160,9 +159,6 @@ FMOE_INLINE Floats LoadBf16(const uint16_t* p) {
 FMOE_INLINE Floats LoadF16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 }
-FMOE_INLINE float FloatOfF16(uint16_t x) {
-  return _cvtsh_ss(x);
-}
 FMOE_INLINE void StoreWords(uint16_t* p, Ints low_words) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(low_words));
 }
@@ -267,26 +263,12 @@ FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t factor) {
 FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints b) {
   return _mm512_madd_epi16(a, b);
 }
-/// Keeps an addition where it stands: GCC 12 adds products up as a tree, for which there are no registers.
-FMOE_INLINE void InPlace(Ints& x) {
-  asm("" : "+v"(x));
-}
 /// Bytes 0 and 2 of each lane as words, and bytes 1 and 3.
 FMOE_INLINE Ints EvenBytes(Ints x) {
   return _mm512_and_si512(x, _mm512_set1_epi16(0xff));
 }
 FMOE_INLINE Ints OddBytes(Ints x) {
   return _mm512_srli_epi16(x, 8);
-}
-/// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
-FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
-  __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)codes));
-  if (low != 0) {
-    const __m256i lower = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)low));
-    x = _mm256_add_epi16(_mm256_slli_epi16(x, 7), lower);
-  }
-  x = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(x, 0xd8), 0xd8);
-  _mm256_storeu_si256((__m256i*)out, x);
 }
 /// Registers hold whole stripes here: nothing to do by halves (simd_avx2_isa.hpp).
 FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
@@ -446,23 +428,6 @@ FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
   });
   return found;
 #endif
-}
-
-FMOE_INLINE void Prefetch(const uint8_t* p) {
-  _mm_prefetch((const char*)p, _MM_HINT_T0);
-}
-/// At this place among the operations that change `x`, whereas the compiler moves plain requests.
-FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
-  asm("prefetcht0 %1" : "+v"(x) : "m"(*p));
-}
-FMOE_INLINE void PrefetchBeside(const uint8_t* p, Floats& x) {
-  asm("prefetcht0 %1" : "+v"(x) : "m"(*p));
-}
-FMOE_INLINE void PrefetchFar(const uint8_t* p) {
-  _mm_prefetch((const char*)p, _MM_HINT_T1);
-}
-FMOE_INLINE void PrefetchFarBeside(const uint8_t* p, Floats& x) {
-  asm("prefetcht1 %1" : "+v"(x) : "m"(*p));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 #pragma once
 
-/// The widest registers that the flags of this file allow.
+/// The widest registers that the flags of this file allow, with their way to the lines of a panel.
 #if defined(__aarch64__)
 #include "experts/cpu/kernels/simd_neon_isa.hpp"
 #elif defined(__AVX512BW__)
