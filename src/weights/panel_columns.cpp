@@ -72,7 +72,7 @@ std::vector<int32_t> PanelColumns(const CanonicalMatrix& matrix, const PanelForm
     fill_to(format.block);
     return columns;
   }
-  std::vector<int32_t> by_group = ColumnsByGroup(matrix.group_index);
+  const std::vector<int32_t> by_group = ColumnsByGroup(matrix.group_index);
   const auto* groups = matrix.group_index.view().as<int32_t>();
   for (auto begin = by_group.begin(); begin != by_group.end();) {
     const int32_t group = groups[*begin];

@@ -311,7 +311,7 @@ FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
 }
 
 /// Eight words of rows r and r + 8 share a register, so that an 8 x 8 transposition inside its halves leaves
-/// whole lines of sixteen rows.
+/// whole lines of sixteen rows. kSplit, here and in WordsOfColumns: left to StoreLine.
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   Ints x[8], y[8];

@@ -339,7 +339,7 @@ FMOE_INLINE void Transpose4(int32x4_t* x) {
   x[3] = vreinterpretq_s32_s64(vtrn2q_s64(odd[0], odd[1]));
 }
 
-/// Four words of eight rows at a time.
+/// Four words of eight rows at a time. kSplit, here and in WordsOfColumns: left to StoreLine.
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   Unroll<4>([&](auto i) FMOE_FLAT {
