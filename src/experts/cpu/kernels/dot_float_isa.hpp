@@ -225,6 +225,126 @@ FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales,
   });
 }
 
+/// Tokens of a tall tile that meet two vectors of rows at a time: two stripes, or the halves of one.
+constexpr int kPairTokens = 4;
+
+/// sums[vector][token][chain] += a group of words from `first` on. `from`: words that are decoded, or the
+/// unit itself.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, int kHeight, bool kDecoded, typename Sums>
+FMOE_INLINE void TallGroup(const uint8_t* const* from, int first, const int32_t* words,
+                           Sums (*sums)[kPairTokens][2]) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kWordWords = Planes(kKind) * kHeight, kGroupWords = Panel::kWords / Panel::kGroups;
+  for (int word = 0; word < kGroupWords; word += 2, words += 2 * kWordWords) {
+    typename Unit::Word both[kVectors][2];
+    if constexpr (!kDecoded) {
+      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+        Unit::template Decode<kWeight>(from[v] + (first + word) / 2 * 64, 0, both[v]);
+      });
+    }
+    Unroll<2>([&](auto i) FMOE_FLAT {
+      typename Unit::Word weights[kVectors];
+      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+        weights[v] = kDecoded ? Unit::LoadWord(from[v] + (first + word + i) * 64) : both[v][i];
+      });
+      DotWord<kKind, kVectors, kPairTokens, kHeight>(i, weights, words + i * kWordWords, sums);
+    });
+  }
+}
+
+/// The same of one chain: sixteen registers hold the sums of no more than that.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, int kHeight, typename Sums>
+FMOE_INLINE void TallChain(const uint8_t* const* from, int first, const int32_t* words, int chain,
+                           Sums (*sums)[kPairTokens][2]) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words in one piece of text
+  static_assert(Planes(kKind) == 1, "planes are chains");
+  Sums of_chain[kVectors][kPairTokens];
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
+  for (int word = chain; word < kGroupWords; word += kStep) {
+    Unroll<kStep / 2>([&](auto i) FMOE_FLAT {
+      typename Unit::Word weights[kVectors];
+      Unroll<kVectors>([&](auto v)
+                           FMOE_FLAT { weights[v] = Unit::LoadWord(from[v] + (first + word + 2 * i) * 64); });
+      Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
+        const auto value = Unit::Broadcast(words + (word + 2 * i) * kHeight + t);
+        Unroll<kVectors>([&](auto v)
+                             FMOE_FLAT { of_chain[v][t] = Unit::Dot(weights[v], value, of_chain[v][t]); });
+      });
+    });
+  }
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
+    sums[kVector][kToken][chain] = of_chain[kVector][kToken];
+  });
+}
+
+/// Four tokens of a tile of kHeight with one unit of kVectors vectors of rows, into their totals.
+template <WeightKernel kWeight, TileKind kKind, int kVectors, int kHeight, bool kDecoded>
+FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* group_scales,
+                          const int32_t* words, const float* scales, float* out) {
+  using Unit = typename FloatUnit<kKind>::Type;
+  using Panel = FloatPanel<kWeight, Unit>;
+  constexpr int kGroupWords = Panel::kWords / Panel::kGroups;
+  Floats scaled[kVectors][kPairTokens];
+  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+    typename Unit::Sums sums[kVectors][kPairTokens][2];
+    if constexpr (kHalves == 1) {
+      Unroll<kVectors * kPairTokens * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
+      TallGroup<kWeight, kKind, kVectors, kHeight, kDecoded>(from, group * kGroupWords, words, sums);
+    } else {
+      TallChain<kWeight, kKind, kVectors, kHeight>(from, group * kGroupWords, words, 0, sums);
+      TallChain<kWeight, kKind, kVectors, kHeight>(from, group * kGroupWords, words, 1, sums);
+    }
+    words += kGroupWords * Planes(kKind) * kHeight;
+    Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
+      Floats of_group[kVectors];
+      Unroll<kVectors>(
+          [&](auto v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
+      if constexpr (DecodesRows<kWeight>()) {
+        RowsInOrder(of_group[0], of_group[1]);
+      }
+      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+        scaled[v][t] =
+            Panel::AddGroup(of_group[v], group_scales[v], group, kHalves == 2 ? v : 0, scaled[v][t]);
+      });
+    });
+  });
+  constexpr int kApart = kHalves == 2 ? kLanes : kMaxHeight * 16;  // from a vector's totals to the next ones
+  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
+    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
+    float* total = out + kVector * kApart + kToken * 16;
+    Store(total, AddUnit<kKind>(Load(total), scaled[kVector][kToken], scales + kToken));
+  });
+}
+
+/// Words of a unit, where tall tiles load them. A function of its own: inlined, its tables and masks took the
+/// registers of the sums, at half of the speed.
+template <WeightKernel kWeight, typename Unit>
+__attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
+  using Panel = FloatPanel<kWeight, Unit>;
+  for (int v = 0; v < Panel::kVectors; ++v, unit += 64) {
+    if constexpr (DecodesRows<kWeight>()) {
+      Ints pairs[2][2];
+      DecodeE4m3Rows(unit, pairs);
+      Unroll<8>([&](auto i) FMOE_FLAT {
+        constexpr int kWord = decltype(i)() / 2, kHalf = decltype(i)() % 2;
+        Unit::StoreWord(words + 64 * kWord + 32 * kHalf, WordOfPair<kWord % 2>(pairs[kWord / 2][kHalf]));
+      });
+    } else {
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        typename Unit::Word weights[Panel::kVectorWords];
+        Unit::template Decode<kWeight>(unit, half, weights);
+        Unroll<Panel::kVectorWords>(
+            [&](auto i) FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
+      });
+    }
+    words += 64 * Panel::kVectorWords;
+  }
+}
+
 /// As many lines as stand in front of a stripe, ahead of it: blocks ask for as many as they have themselves.
 template <typename Panel>
 FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileView* tile) {
@@ -234,19 +354,39 @@ FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileV
   }
 }
 
+/// Whether four tokens meet words that are decoded once and stand in L1, as tall tiles have them: where
+/// decoding takes longer than four multiplications, whose sums leave it no registers (Zen 3, e4m3, weights in
+/// L2: 5.2 -> FIXME GB/s).
+template <WeightKernel kWeight, int kHeight>
+constexpr bool StoresWords() {
+  return kHeight == kPairTokens && DecodesRows<kWeight>();
+}
+
+template <int kHeight>
+FMOE_INLINE void StoreTotals(const Floats (*totals)[kHeight], float* out) {
+  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+    constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+    Store(out + kToken * 16 + kHalf * kLanes, totals[kHalf][kToken]);
+  });
+}
+
 /// Short tiles: stripes one after the other.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
-  constexpr bool kRows = DecodesRows<kWeight>();
+  constexpr bool kRows = DecodesRows<kWeight>(), kStored = StoresWords<kWeight, kHeight>();
   constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() && !kRows ? 2 : 1;  // units
   constexpr int kBlocks = kAtOnce > Panel::kUnits ? kAtOnce / Panel::kUnits : 1;
   constexpr int kUnitWords = Panel::kWords * Planes(kKind) * kHeight;
+  alignas(64) uint8_t stored[kStored ? Panel::kWords * 64 : 64];
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const int32_t* words = (const int32_t*)tile->codes;
     const float* scales = tile->scale;
     Floats totals[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
+    if constexpr (kStored) {
+      StoreTotals<kHeight>(totals, out);
+    }
     const uint8_t* const stripe_begin = stripes;
     AskForHeader<Panel>(stripes, blocks, tile);
     stripes += Panel::HeaderBytes(blocks);
@@ -257,7 +397,12 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
       const int64_t ahead =
           PrefetchBlock<kBlocks * Panel::kBlockBytes, kFirst>(stripes, kBlocks * Panel::kBlockBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
-        if constexpr (kRows) {
+        if constexpr (kStored) {
+          DecodeUnit<kWeight, F32Unit>(stripes + unit * Panel::kUnitBytes, stored);
+          const uint8_t* const from[kHalves] = {stored, stored + 32};
+          const uint8_t* const of_halves[kHalves] = {group_scales, group_scales};
+          TallUnit<kWeight, kKind, kHalves, kHeight, true>(from, of_halves, words, scales, out);
+        } else if constexpr (kRows) {
           ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, words, totals);
         } else {
           Unroll<kHalves>([&](auto half) FMOE_FLAT {
@@ -279,117 +424,10 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
       });
       stripes += Panel::kBlockBytes;
     }
-    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-      Store(out + kToken * 16 + kHalf * kLanes, totals[kHalf][kToken]);
-    });
+    if constexpr (!kStored) {
+      StoreTotals<kHeight>(totals, out);
+    }
     tile = tile->turn == 0 ? tile : tile->turn;
-  }
-}
-
-/// Tokens of a tall tile that meet two vectors of rows at a time: two stripes, or the halves of one.
-constexpr int kPairTokens = 4;
-
-/// sums[vector][token][chain] += a group of words from `first` on. `from`: words that are decoded, or the
-/// unit itself.
-template <WeightKernel kWeight, TileKind kKind, int kVectors, bool kDecoded, typename Sums>
-FMOE_INLINE void TallGroup(const uint8_t* const* from, int first, const int32_t* words,
-                           Sums (*sums)[kPairTokens][2]) {
-  using Unit = typename FloatUnit<kKind>::Type;
-  using Panel = FloatPanel<kWeight, Unit>;
-  constexpr int kWordWords = Planes(kKind) * kMaxHeight, kGroupWords = Panel::kWords / Panel::kGroups;
-  for (int word = 0; word < kGroupWords; word += 2, words += 2 * kWordWords) {
-    typename Unit::Word both[kVectors][2];
-    if constexpr (!kDecoded) {
-      Unroll<kVectors>([&](auto v) FMOE_FLAT {
-        Unit::template Decode<kWeight>(from[v] + (first + word) / 2 * 64, 0, both[v]);
-      });
-    }
-    Unroll<2>([&](auto i) FMOE_FLAT {
-      typename Unit::Word weights[kVectors];
-      Unroll<kVectors>([&](auto v) FMOE_FLAT {
-        weights[v] = kDecoded ? Unit::LoadWord(from[v] + (first + word + i) * 64) : both[v][i];
-      });
-      DotWord<kKind, kVectors, kPairTokens, kMaxHeight>(i, weights, words + i * kWordWords, sums);
-    });
-  }
-}
-
-/// The same of one chain: sixteen registers hold the sums of no more than that.
-template <WeightKernel kWeight, TileKind kKind, int kVectors, typename Sums>
-FMOE_INLINE void TallChain(const uint8_t* const* from, int first, const int32_t* words, int chain,
-                           Sums (*sums)[kPairTokens][2]) {
-  using Unit = typename FloatUnit<kKind>::Type;
-  using Panel = FloatPanel<kWeight, Unit>;
-  constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words in one piece of text
-  static_assert(Planes(kKind) == 1, "planes are chains");
-  Sums of_chain[kVectors][kPairTokens];
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
-  for (int word = chain; word < kGroupWords; word += kStep) {
-    Unroll<kStep / 2>([&](auto i) FMOE_FLAT {
-      typename Unit::Word weights[kVectors];
-      Unroll<kVectors>([&](auto v)
-                           FMOE_FLAT { weights[v] = Unit::LoadWord(from[v] + (first + word + 2 * i) * 64); });
-      Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
-        const auto value = Unit::Broadcast(words + (word + 2 * i) * kMaxHeight + t);
-        Unroll<kVectors>([&](auto v)
-                             FMOE_FLAT { of_chain[v][t] = Unit::Dot(weights[v], value, of_chain[v][t]); });
-      });
-    });
-  }
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-    sums[kVector][kToken][chain] = of_chain[kVector][kToken];
-  });
-}
-
-/// Four tokens of a tall tile with one unit of kVectors vectors of rows, into their totals.
-template <WeightKernel kWeight, TileKind kKind, int kVectors, bool kDecoded>
-FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* group_scales,
-                          const int32_t* words, const float* scales, float* out) {
-  using Unit = typename FloatUnit<kKind>::Type;
-  using Panel = FloatPanel<kWeight, Unit>;
-  constexpr int kGroupWords = Panel::kWords / Panel::kGroups;
-  Floats scaled[kVectors][kPairTokens];
-  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
-    typename Unit::Sums sums[kVectors][kPairTokens][2];
-    if constexpr (kHalves == 1) {
-      Unroll<kVectors * kPairTokens * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
-      TallGroup<kWeight, kKind, kVectors, kDecoded>(from, group * kGroupWords, words, sums);
-    } else {
-      TallChain<kWeight, kKind, kVectors>(from, group * kGroupWords, words, 0, sums);
-      TallChain<kWeight, kKind, kVectors>(from, group * kGroupWords, words, 1, sums);
-    }
-    words += kGroupWords * Planes(kKind) * kMaxHeight;
-    Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-      const auto& chains = sums[kVector][kToken];
-      Floats& into = scaled[kVector][kToken];
-      into = Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales[kVector], group,
-                             kHalves == 2 ? kVector : 0, into);
-    });
-  });
-  constexpr int kApart = kHalves == 2 ? kLanes : kMaxHeight * 16;  // from a vector's totals to the next ones
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-    float* total = out + kVector * kApart + kToken * 16;
-    Store(total, AddUnit<kKind>(Load(total), scaled[kVector][kToken], scales + kToken));
-  });
-}
-
-/// Words of a unit, where tall tiles load them. A function of its own: inlined, its tables and masks took the
-/// registers of the sums, at half of the speed.
-template <WeightKernel kWeight, typename Unit>
-__attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
-  using Panel = FloatPanel<kWeight, Unit>;
-  for (int v = 0; v < Panel::kVectors; ++v, unit += 64) {
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      typename Unit::Word weights[Panel::kVectorWords];
-      Unit::template Decode<kWeight>(unit, half, weights);
-      Unroll<Panel::kVectorWords>([&](auto i)
-                                      FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
-    });
-    words += 64 * Panel::kVectorWords;
   }
 }
 
@@ -432,8 +470,8 @@ FMOE_INLINE void TallTiles(const uint8_t* stripes, int64_t stripe_stride, int64_
                         tiles[tile].next + tiles[tile].next_bytes, lines_at_once, tiles[tile].next_into_l2};
       PrefetchLines(next);
       for (int first = 0; first < kMaxHeight; first += kPairTokens) {
-        TallUnit<kWeight, kKind, kVectors, kDecoded>(from, group_scales, words + first, scales + first,
-                                                     out + tile * tile_sums + first * 16);
+        TallUnit<kWeight, kKind, kVectors, kMaxHeight, kDecoded>(
+            from, group_scales, words + first, scales + first, out + tile * tile_sums + first * 16);
       }
     }
   }

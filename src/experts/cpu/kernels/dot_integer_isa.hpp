@@ -418,22 +418,22 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
   }
 }
 
-/// One token where a row of a stripe takes two registers: both halves meet a word of activations together, so
-/// that it is broadcast once. With the halves one after the other GCC kept all words of a block in memory,
-/// and one token was bound by that traffic: NVFP4 with 15 bits 24.6 -> 28.3 GB/s, weights from memory (Zen
-/// 5).
+/// One or two tokens where a row of a stripe takes two registers: both halves meet a word of activations
+/// together, so that it is broadcast once. With the halves one after the other GCC kept all words of a block
+/// in memory, and one token was bound by that traffic: NVFP4 with 15 bits 24.6 -> 28.3 GB/s, weights from
+/// memory (Zen 5).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
-  return kHalves == 2 && !kHasByteDot && kHeight == 1 && kKind != kTileA24 &&
+  return kHalves == 2 && !kHasByteDot && kHeight <= 2 && kKind != kTileA24 &&
          IntegerPanel<kWeight>::kLargestCode <= 24;
 }
 
-/// 16 k of one token: sums[half] += weights * codes, two planes as 128 * upper + lower.
-template <WeightKernel kWeight, int kPlanes>
+/// 16 k: sums[half][token] += weights * codes, two planes as 128 * upper + lower.
+template <WeightKernel kWeight, int kPlanes, int kHeight>
 FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, const int32_t* words,
-                                 Ints* sums) {
+                                 Ints (*sums)[kHeight]) {
   using Panel = IntegerPanel<kWeight>;
-  Ints words16[kPlanes][kHalves];  // the sum of eight products: at most 8 * 24 * 127 = 24384
+  Ints words16[kPlanes][kHeight][kHalves];  // the sum of eight products: at most 8 * 24 * 127 = 24384
   Unroll<2>([&](auto vector) FMOE_FLAT {
     Ints weights[kHalves][2];
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
@@ -444,58 +444,69 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
         DecodeU4(codes, half, weights[half]);
       }
     });
-    Unroll<2 * kPlanes>([&](auto i) FMOE_FLAT {
-      constexpr int kWord = decltype(i)() / kPlanes, kPlane = decltype(i)() % kPlanes;
-      const Ints word = IntSet(words[kPlane * 4 + 2 * vector + kWord]);
+    Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;
+      constexpr int kToken = decltype(i)() % kHeight;
+      const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        Ints& sum = words16[kPlane][kToken][half];
         const Ints products = MultiplyAddPairs(weights[half][kWord], word);
-        words16[kPlane][half] =
-            vector == 0 && kWord == 0 ? products : AddWords(words16[kPlane][half], products);
-        InPlace(words16[kPlane][half]);
+        sum = vector == 0 && kWord == 0 ? products : AddWords(sum, products);
+        InPlace(sum);
       });
     });
   });
-  Unroll<kHalves>([&](auto half) FMOE_FLAT {
+  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+    constexpr int kToken = decltype(i)() / kHalves, kHalf = decltype(i)() % kHalves;
+    Ints& sum = sums[kHalf][kToken];
     if constexpr (kPlanes == 2) {
-      sums[half] = IntAdd(sums[half], MultiplyAddWords(words16[0][half], 128));
+      sum = IntAdd(sum, MultiplyAddWords(words16[0][kToken][kHalf], 128));
     }
-    sums[half] = IntAdd(sums[half], MultiplyAddWords(words16[kPlanes - 1][half], 1));
+    sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][kToken][kHalf], 1));
   });
 }
 
-/// One unit of 64 k of one token.
-template <WeightKernel kWeight, TileKind kKind>
+/// One unit of 64 k.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
 FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
                                        const int32_t* words, const int32_t* correction,
-                                       const float* activation_scale, Floats* accumulators) {
+                                       const float* activation_scale, Floats (*accumulators)[kHeight]) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
   using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
-  Floats unit_sums[kHalves];
+  Floats unit_sums[kHalves][kHeight];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
-    Ints sums[kHalves];
-    const Ints start = Panel::kGrouped && zero_points ? IntZero() : IntSet(correction[group]);
-    Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half] = start; });
+    const int32_t* const group_correction = correction + group * kHeight;
+    Ints sums[kHalves][kHeight];
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      const Ints start = Panel::kGrouped && zero_points ? IntZero() : IntSet(group_correction[t]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half][t] = start; });
+    });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
-      Dot16BothHalves<kWeight, kPlanes>(unit, kStep, table, words + kStep * kPlanes * 4, sums);
+      Dot16BothHalves<kWeight, kPlanes, kHeight>(unit, kStep, table, words + kStep * kPlanes * 4 * kHeight,
+                                                 sums);
     });
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      Floats sum = ToFloats(sums[half]);
       const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
       const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
-      if (zero_points && !Panel::kSuper) {
-        sum = End::LessZero(sum, zero, correction + group);
-      }
-      End::Add(sum, scale, zero_points, zero, correction + group,
-               activation_scale + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[half],
-               accumulators[half]);
+      Unroll<kHeight>([&](auto t) FMOE_FLAT {
+        Floats sum = ToFloats(sums[half][t]);
+        if (zero_points && !Panel::kSuper) {
+          sum = End::LessZero(sum, zero, group_correction + t);
+        }
+        End::Add(sum, scale, zero_points, zero, group_correction + t,
+                 activation_scale + (kKind == kTileA4 ? group * kHeight : 0) + t, group == 0,
+                 unit_sums[half][t], accumulators[half][t]);
+      });
     });
   });
   if constexpr (End::kUnitSums) {
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      accumulators[half] = MultiplyAdd(unit_sums[half], Set(activation_scale[0]), accumulators[half]);
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      Floats& sum = accumulators[kHalf][kToken];
+      sum = MultiplyAdd(unit_sums[kHalf][kToken], Set(activation_scale[kToken]), sum);
     });
   }
 }
@@ -530,8 +541,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
           unit_words = expanded;
         }
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
-          IntegerUnitBothHalves<kWeight, kKind>(unit, sides, table, words, correction, scale,
-                                                &accumulators[0][0]);
+          IntegerUnitBothHalves<kWeight, kKind, kHeight>(unit, sides, table, words, correction, scale,
+                                                         accumulators);
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half

@@ -237,8 +237,9 @@ template <uint32_t kValue>
 alignas(32) constexpr uint32_t kLanesOf[8] = {kValue, kValue, kValue, kValue, kValue, kValue, kValue, kValue};
 template <uint32_t kValue>
 FMOE_INLINE Ints AndBytesOf(Ints x) {
-  asm("vpand %1, %0, %0" : "+x"(x) : "m"(kLanesOf<kValue>));
-  return x;
+  Ints out;
+  asm("vpand %2, %1, %0" : "=x"(out) : "x"(x), "m"(kLanesOf<kValue>));
+  return out;
 }
 
 /// The same of all 16 rows without conversions, of which a core of AMD begins one a cycle: the two bytes of a
@@ -282,7 +283,7 @@ FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Ints (*out)[2]) {
 template <int kWord>
 FMOE_INLINE Floats WordOfPair(Ints pair) {
   return FromBits(kWord == 0 ? _mm256_slli_epi32(pair, 16)
-                             : _mm256_and_si256(pair, _mm256_set1_epi32((int)0xffff0000)));
+                             : AndBytesOf<0xffff0000>(pair));
 }
 /// Rows 0-7 and 8-15 of what was multiplied with DecodeE4m3Rows.
 FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {
