@@ -203,6 +203,13 @@ constexpr bool AsksBySteps() {
   return !IntegerPanel<kWeight>::kE2m1 || (kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2);
 }
 
+/// Or a unit of a block at a time: 33 requests in a row are more than a core of Zen 3 takes (INT8 g128, one
+/// token, weights from memory: 14.9 -> 17.7 GB/s, `a8` 13.8 -> 18.7).
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool AsksByUnits() {
+  return IntegerPanel<kWeight>::kCodeBytes > 1024 && !AsksBySteps<kWeight, kKind, kHeight>();
+}
+
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 /// Integers in groups add their correction behind the products: chains that started at it or at zero, as
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
@@ -419,9 +426,10 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
 }
 
 /// One or two tokens where a row of a stripe takes two registers: both halves meet a word of activations
-/// together, so that it is broadcast once. With the halves one after the other GCC kept all words of a block
-/// in memory, and one token was bound by that traffic: NVFP4 with 15 bits 24.6 -> 28.3 GB/s, weights from
-/// memory (Zen 5).
+/// together, so that it is broadcast once, and two tokens share what is decoded. With the halves one after the
+/// other GCC kept all words of a block in memory, and one token was bound by that traffic: NVFP4 with 15 bits
+/// 24.6 -> 28.3 GB/s, weights from memory (Zen 5). Two tokens, weights in L2: NVFP4 11.2 -> 13.6, MXFP4 11.8
+/// -> 14.5, INT4 g128 12.4 -> 14.6, `a8` 16.3 -> 19.5, 17.9 -> 22.2, 18.2 -> 25 GB/s (Zen 3).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
   return kHalves == 2 && !kHasByteDot && kHeight <= 2 && kKind != kTileA24 &&
@@ -529,10 +537,15 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     Floats accumulators[kHalves][kHeight];
     Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
-      constexpr int kFirst = AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
+      constexpr bool kByUnits = AsksByUnits<kWeight, kKind, kHeight>();
+      constexpr int kFirst = kByUnits || AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
       const int64_t ahead = PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
+        if constexpr (kByUnits) {
+          const uint8_t* const asked = InRegister(unit + ahead);
+          Unroll<Panel::kUnitBytes / 64>([&](auto line) FMOE_FLAT { Prefetch(asked + 64 * line); });
+        }
         const Sides sides = Panel::SidesOf(stripes, index, type);
         const int32_t* unit_words = words;
         alignas(64) int32_t expanded[TakesWords<kWeight, kKind>() ? kUnitWords : 1];

@@ -53,6 +53,19 @@ struct alignas(64) SlabUnit {
   uint8_t codes[kWords ? 32 : 16][kSlabVectors][4 * kLanes];
   float scales[kScales ? kGroups : 1][kSlabVectors][kLanes];
   float zeros[kZeros ? kGroups : 1][kSlabVectors][kLanes];
+
+  FMOE_INLINE bool HasZeros(const SlabUnit&) { return kZeros; }
+  /// Codes `first` + kIndex of vector v. `first` is a multiple of kAdded.
+  template <int kIndex>
+  FMOE_INLINE Ints Codes(const SlabUnit& unit, int first, int v) {
+    return LoadInts(unit.codes[first + kIndex][v]);
+  }
+  FMOE_INLINE Floats Scale(const SlabUnit& unit, int group, int v) {
+    return kScales ? Load(unit.scales[group][v]) : Zero();
+  }
+  FMOE_INLINE Floats ZeroPoint(const SlabUnit& unit, int group, int v) {
+    return kZeros ? Load(unit.zeros[group][v]) : Zero();
+  }
 };
 
 /// The units of a slab, of one pair.
@@ -132,7 +145,7 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
     Unroll<kStep>([&](auto i) FMOE_FLAT {
-      const Ints weights[2] = {LoadInts(slab.codes[first + i][0]), LoadInts(slab.codes[first + i][1])};
+      const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0), Slab::template Codes<i>(slab, first, 1)};
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
         const Ints both = Tokens::Broadcast(tokens, t, first + i);
         Unroll<2>([&](auto v) FMOE_FLAT {
@@ -162,25 +175,26 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
                                   const SlabTokens<Slab::kWords, kTokens>& words, Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   using End = GroupEnd<kKind, Slab::kGroups, Slab::kScales, Slab::kMinima>;
+  const bool zeros = Slab::HasZeros(slab);
   Floats unit_sums[2][kTokens];
   Unroll<Slab::kGroups>([&](auto group) FMOE_FLAT {
     Ints dots[2][kTokens];
     Unroll<kTokens>([&](auto t) FMOE_FLAT {
-      dots[0][t] = dots[1][t] = Slab::kZeros ? IntZero() : IntSet(Tokens::Correction(tokens, t)[group]);
+      dots[0][t] = dots[1][t] = zeros ? IntZero() : IntSet(Tokens::Correction(tokens, t)[group]);
     });
     SlabDots<Slab, kTokens>(slab, group, words, dots);
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
-      const Floats scale = Slab::kScales ? Load(slab.scales[group][v]) : Zero();
-      const Floats zero = Slab::kZeros ? Load(slab.zeros[group][v]) : Zero();
-      const int32_t* codes = Tokens::Correction(tokens, t) + group;
-      Floats sum = ToFloats(dots[v][t]);
-      if constexpr (Slab::kZeros && !Slab::kMinima) {
-        sum = End::LessZero(sum, zero, codes);
-      }
-      End::Add(sum, scale, Slab::kMinima, zero, codes,
-               Tokens::Scale(tokens, t) + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[v][t],
-               sums[v][t]);
+    Unroll<2>([&](auto v) FMOE_FLAT {
+      const Floats scale = Slab::Scale(slab, group, v), zero = Slab::ZeroPoint(slab, group, v);
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        const int32_t* codes = Tokens::Correction(tokens, t) + group;
+        Floats sum = ToFloats(dots[v][t]);
+        if (zeros && !Slab::kMinima) {
+          sum = End::LessZero(sum, zero, codes);
+        }
+        End::Add(sum, scale, zeros && Slab::kMinima, zero, codes,
+                 Tokens::Scale(tokens, t) + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[v][t],
+                 sums[v][t]);
+      });
     });
   });
   if constexpr (End::kUnitSums) {
@@ -193,8 +207,8 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
 
 /// `units` units of a pair of vectors with kTokens tokens from `first` on, added to `out` or starting it.
 /// `apart`: floats from the sums of one vector to those of the other.
-template <class Slab, TileKind kKind, int kTokens>
-__attribute__((noinline)) void MultiplySlab(const Slab* slab, int64_t all_units, int64_t first_unit,
+template <class Slab, TileKind kKind, int kTokens, class Slabs>
+__attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit,
                                             int64_t units, const TileView& tile, int first,
                                             const SlabWords* expanded, int64_t apart, NextLines& lines,
                                             float* out) {
@@ -214,7 +228,7 @@ __attribute__((noinline)) void MultiplySlab(const Slab* slab, int64_t all_units,
     } else {
       Unroll<kTokens>([&](auto t) FMOE_FLAT { words.at[t] = Tokens::Words(tokens, t); });
     }
-    MultiplySlabUnit<Slab, kKind, kTokens>(slab[unit], tokens, words, sums);
+    MultiplySlabUnit<Slab, kKind, kTokens>(slabs[unit], tokens, words, sums);
     Tokens::Advance(tokens, 1);
   }
   Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
@@ -261,10 +275,10 @@ __attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8
           float* place = out + index * tile_sums + pair * kStripeSums + first * 16;
           taken = NextTokens<kTileA8>(tile.tokens - first);
           if (taken == 3) {
-            MultiplySlab<Slab, kKind, 3>(slabs[pair], units, begin, count, tile, first, &expanded, kApart,
+            MultiplySlab<Slab, kKind, 3>(&slabs[pair][0], units, begin, count, tile, first, &expanded, kApart,
                                          next, place);
           } else {
-            MultiplySlab<Slab, kKind, 4>(slabs[pair], units, begin, count, tile, first, &expanded, kApart,
+            MultiplySlab<Slab, kKind, 4>(&slabs[pair][0], units, begin, count, tile, first, &expanded, kApart,
                                          next, place);
           }
         }

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "experts/cpu/kernels/dot_isa.hpp"
-#include "experts/cpu/kernels/dot_slab_isa.hpp"
+#include "experts/cpu/kernels/dot_few_isa.hpp"
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #endif
@@ -23,7 +23,7 @@ constexpr void SetIntegerDots(KernelTable& table) {
   if constexpr (kHasWideDot && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
   } else if constexpr (kHasSlabs && kKind != kTileA24) {
-    table.batch[kWeight][kKind] = &SlabBatch<kWeight, kKind>;
+    table.batch[kWeight][kKind] = &FewOrSlabBatch<kWeight, kKind>;
   } else {
     table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
   }

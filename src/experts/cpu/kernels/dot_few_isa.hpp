@@ -1,0 +1,134 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/dot_slab_isa.hpp"
+
+/// Three or four tokens and integer weights at levels that lack `vpdpbusd`: an expert with no more of them.
+/// Slabs would be stored for one pass, which takes as long as two tokens; here weights are decoded in
+/// registers for it, and multiplied as slabs are. Four tokens, weights in L2, by slabs -> so, GMAC/s (Zen 3):
+/// NVFP4 40 -> 49, MXFP4 42 -> 51, INT4 g128 44 -> 54, INT8 g32 39 -> 49, `a8` 67 -> 79, 73 -> 89, 82 -> 95,
+/// 41 -> 50.
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+constexpr int kFewTokens = 4;
+
+/// A unit of a pair of vectors as the panel holds it, with the names of a SlabUnit.
+template <WeightKernel kWeight, bool kHasWords>
+struct PanelUnit {
+  using Panel = IntegerPanel<kWeight>;
+  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
+  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kMinima = Panel::kSuper;
+  static constexpr bool kWords = kHasWords;
+  static constexpr int kAdded = kWords ? 8 : SlabFours<kWeight>();
+
+  const uint8_t* codes;
+  Sides sides;
+  int64_t stride;  ///< from the stripe of one vector to that of the other
+  Ints table;
+
+  FMOE_INLINE bool HasZeros(const PanelUnit& unit) {
+    return Panel::kGrouped && unit.sides.type.zeros != kZeroNone;
+  }
+  template <int kIndex>
+  FMOE_INLINE Ints Codes(const PanelUnit& unit, int first, int v) {
+    constexpr int kFour = kWords ? kIndex / 2 : kIndex;  // of k, from those of `first` on
+    constexpr int kStepBytes = Panel::kUnitBytes / 4;    // 16 k
+    const int step = first / (kWords ? 8 : 4) + kFour / 4;
+    const Ints bytes = Four<kFour % 4>(unit, unit.codes + Offset(unit, v) + step * kStepBytes, HalfOf(v));
+    return !kWords ? bytes : kIndex % 2 == 0 ? EvenBytes(bytes) : OddBytes(bytes);
+  }
+  FMOE_INLINE Floats Scale(const PanelUnit& unit, int group, int v) {
+    return LoadGroupScale<kWeight>(SidesOf(unit, v), group, HalfOf(v));
+  }
+  FMOE_INLINE Floats ZeroPoint(const PanelUnit& unit, int group, int v) {
+    return HasZeros(unit) ? LoadGroupZero<kWeight>(SidesOf(unit, v), group, HalfOf(v)) : Zero();
+  }
+
+ private:
+  FMOE_INLINE int HalfOf(int v) { return kHalves == 2 ? v : 0; }
+  FMOE_INLINE int64_t Offset(const PanelUnit& unit, int v) { return kHalves == 2 ? 0 : v * unit.stride; }
+  FMOE_INLINE Sides SidesOf(const PanelUnit& unit, int v) {
+    const int64_t offset = Offset(unit, v);
+    return {unit.sides.groups + offset, unit.sides.units + offset, unit.sides.type};
+  }
+  /// Four k of 16, as bytes.
+  template <int kFour>
+  FMOE_INLINE Ints Four(const PanelUnit& unit, const uint8_t* step, int half) {
+    if constexpr (Panel::kNibbles) {
+      Ints both[2];
+      if constexpr (Panel::kE2m1 || Panel::kBook) {
+        DecodeByTable(step + kFour / 2 * 64, half, unit.table, both);
+      } else {
+        DecodeU4(step + kFour / 2 * 64, half, both);
+      }
+      return both[kFour % 2];
+    } else {
+      return LoadBytes(step + kFour * 64, half);
+    }
+  }
+};
+
+/// Those of a pair from `first` on.
+template <WeightKernel kWeight, bool kHasWords>
+struct PanelUnits {
+  using Panel = IntegerPanel<kWeight>;
+
+  const uint8_t* stripe;
+  int64_t stride, first;
+  GroupScales type;
+
+  FMOE_FLAT PanelUnit<kWeight, kHasWords> operator[](int64_t index) const {
+    const int64_t unit = first + index;
+    const uint8_t* block = stripe + unit / Panel::kUnits * Panel::BlockBytes(type);
+    const int in_block = (int)(unit % Panel::kUnits);
+    return {block + in_block * Panel::kUnitBytes, Panel::SidesOf(block, in_block, type), stride,
+            Panel::TableOf(type)};
+  }
+};
+
+/// As SlabStripes with one tile. Activations become words for both stripes at once.
+template <WeightKernel kWeight, TileKind kKind>
+__attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripes, int64_t stride,
+                                          int64_t units, const TileView& tile, float* out) {
+  constexpr bool kWords = HasWordSlabs<kWeight, kKind>();
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;
+  const int64_t at_once = kWords ? kSlabUnitsOf<true> : units;
+  SlabWords expanded;
+  const int pairs = kHalves == 2 ? num_stripes : 1;
+  NextLines next = LinesOf(tile, units * pairs);
+  for (int64_t begin = 0, count = 0; begin < units; begin += count) {
+    count = units - begin < at_once ? units - begin : at_once;
+    for (int token = 0; kWords && token < kFewTokens; ++token) {
+      const int32_t* row = (const int32_t*)tile.rows[token < tile.tokens ? token : tile.tokens - 1];
+      ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
+    }
+    for (int pair = 0; pair < pairs; ++pair) {
+      const PanelUnits<kWeight, kWords> from = {stripes + pair * stride, stride, begin, tile.group_scales};
+      MultiplySlab<PanelUnit<kWeight, kWords>, kKind, kFewTokens>(from, units, begin, count, tile, 0,
+                                                                  &expanded, kApart, next,
+                                                                  out + pair * kStripeSums);
+    }
+  }
+}
+
+/// A BatchKernel.
+template <WeightKernel kWeight, TileKind kKind>
+void FewOrSlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
+                    const TileView* tiles, int64_t num_tiles, float* out) {
+  constexpr int64_t kStripeSums = kMaxHeight * 16;
+  if (num_tiles == 1 && tiles[0].tokens <= kFewTokens) {
+    const int64_t units = blocks * IntegerPanel<kWeight>::kUnits;
+    for (; num_stripes >= 2; num_stripes -= 2, stripes += 2 * stride, out += 2 * kStripeSums) {
+      FewStripes<kWeight, kKind>(stripes, 2, stride, units, tiles[0], out);
+    }
+  }
+  if (num_stripes > 0) {
+    SlabBatch<kWeight, kKind>(stripes, num_stripes, stride, blocks, tiles, num_tiles, out);
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS
