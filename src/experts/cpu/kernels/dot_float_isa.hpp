@@ -305,8 +305,7 @@ FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* grou
     words += kGroupWords * Planes(kKind) * kHeight;
     Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
       Floats of_group[kVectors];
-      Unroll<kVectors>(
-          [&](auto v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
+      Unroll<kVectors>([&](auto v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
       if constexpr (DecodesRows<kWeight>()) {
         RowsInOrder(of_group[0], of_group[1]);
       }

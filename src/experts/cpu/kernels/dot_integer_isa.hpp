@@ -426,9 +426,10 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
 }
 
 /// One or two tokens where a row of a stripe takes two registers: both halves meet a word of activations
-/// together, so that it is broadcast once, and two tokens share what is decoded. With the halves one after the
-/// other GCC kept all words of a block in memory, and one token was bound by that traffic: NVFP4 with 15 bits
-/// 24.6 -> 28.3 GB/s, weights from memory (Zen 5). Two tokens, weights in L2: NVFP4 11.2 -> 13.6, MXFP4 11.8
+/// together, so that it is broadcast once, and two tokens share what is decoded. With the halves one after
+/// the other GCC kept all words of a block in memory, and one token was bound by that traffic: NVFP4 with 15
+/// bits 24.6 -> 28.3 GB/s, weights from memory (Zen 5). Two tokens, weights in L2: NVFP4 11.2 -> 13.6,
+/// MXFP4 11.8
 /// -> 14.5, INT4 g128 12.4 -> 14.6, `a8` 16.3 -> 19.5, 17.9 -> 22.2, 18.2 -> 25 GB/s (Zen 3).
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {

@@ -145,7 +145,8 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
     Unroll<kStep>([&](auto i) FMOE_FLAT {
-      const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0), Slab::template Codes<i>(slab, first, 1)};
+      const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0),
+                               Slab::template Codes<i>(slab, first, 1)};
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
         const Ints both = Tokens::Broadcast(tokens, t, first + i);
         Unroll<2>([&](auto v) FMOE_FLAT {
@@ -208,10 +209,9 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
 /// `units` units of a pair of vectors with kTokens tokens from `first` on, added to `out` or starting it.
 /// `apart`: floats from the sums of one vector to those of the other.
 template <class Slab, TileKind kKind, int kTokens, class Slabs>
-__attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit,
-                                            int64_t units, const TileView& tile, int first,
-                                            const SlabWords* expanded, int64_t apart, NextLines& lines,
-                                            float* out) {
+__attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit, int64_t units,
+                                            const TileView& tile, int first, const SlabWords* expanded,
+                                            int64_t apart, NextLines& lines, float* out) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
   NextLines next = lines;

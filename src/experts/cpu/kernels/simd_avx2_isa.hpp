@@ -282,8 +282,7 @@ FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Ints (*out)[2]) {
 }
 template <int kWord>
 FMOE_INLINE Floats WordOfPair(Ints pair) {
-  return FromBits(kWord == 0 ? _mm256_slli_epi32(pair, 16)
-                             : AndBytesOf<0xffff0000>(pair));
+  return FromBits(kWord == 0 ? _mm256_slli_epi32(pair, 16) : AndBytesOf<0xffff0000>(pair));
 }
 /// Rows 0-7 and 8-15 of what was multiplied with DecodeE4m3Rows.
 FMOE_INLINE void RowsInOrder(Floats& first, Floats& second) {

@@ -1,7 +1,7 @@
 #pragma once
 
-#include "experts/cpu/kernels/dot_isa.hpp"
 #include "experts/cpu/kernels/dot_few_isa.hpp"
+#include "experts/cpu/kernels/dot_isa.hpp"
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #endif
