@@ -44,12 +44,13 @@ struct Batch {
 TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   constexpr int64_t kK = 640;  // more than one slab, not a whole number of them
   constexpr int64_t kMostStripes = 4;
-  const Batch batches[] = {
-      {1, 1, 1, 8, false},      {2, 2, 2, 8, true},       {4, 3, 1, 8, false},      {2, 4, 1, 8, true},
-      {3, 5, 2, 8, true},       {4, 8, 1, 8, false},      {2, 1, 1, 4, true},       {3, 2, 2, 3, false},
-      {4, 1, 1, 7, false},      {1, 5, 1, 8, true},       {2, 4, 1, 5, true},       {2, 4, 1, 6, false},
-      {2, 5, 1, 7, true},       {2, 3, 1, 8, true, true}, {4, 2, 2, 7, true, true}, {2, 2, 1, 5, true, true},
-      {2, 2, 1, 4, true, true}, {2, 4, 1, 3, true, true}, {2, 16, 1, 8, true, true}};
+  const Batch batches[] = {{1, 1, 1, 8, false},       {2, 2, 2, 8, true},       {4, 3, 1, 8, false},
+                           {2, 4, 1, 8, true},        {3, 5, 2, 8, true},       {4, 8, 1, 8, false},
+                           {2, 1, 1, 4, true},        {3, 2, 2, 3, false},      {4, 1, 1, 7, false},
+                           {1, 5, 1, 8, true},        {2, 4, 1, 5, true},       {2, 4, 1, 6, false},
+                           {2, 5, 1, 7, true},        {2, 3, 1, 8, true, true}, {4, 2, 2, 7, true, true},
+                           {2, 2, 1, 5, true, true},  {2, 2, 1, 4, true, true}, {2, 4, 1, 3, true, true},
+                           {2, 16, 1, 8, true, true}, {4, 1, 1, 4, false},      {3, 1, 2, 3, false}};
   int64_t compared = 0;
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));

@@ -12,8 +12,6 @@
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
-constexpr int kFewTokens = 4;
-
 /// A unit of a pair of vectors as the panel holds it, with the names of a SlabUnit.
 template <WeightKernel kWeight, bool kHasWords>
 struct PanelUnit {
@@ -88,8 +86,8 @@ struct PanelUnits {
   }
 };
 
-/// As SlabStripes with one tile. Activations become words for both stripes at once.
-template <WeightKernel kWeight, TileKind kKind>
+/// As SlabStripes with one tile of kTokens. Activations become words for both stripes at once.
+template <WeightKernel kWeight, TileKind kKind, int kTokens>
 __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripes, int64_t stride,
                                           int64_t units, const TileView& tile, float* out) {
   constexpr bool kWords = HasWordSlabs<kWeight, kKind>();
@@ -101,13 +99,13 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
   NextLines next = LinesOf(tile, units * pairs);
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
     count = units - begin < at_once ? units - begin : at_once;
-    for (int token = 0; kWords && token < kFewTokens; ++token) {
-      const int32_t* row = (const int32_t*)tile.rows[token < tile.tokens ? token : tile.tokens - 1];
+    for (int token = 0; kWords && token < kTokens; ++token) {
+      const int32_t* row = (const int32_t*)tile.rows[token];
       ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
     }
     for (int pair = 0; pair < pairs; ++pair) {
       const PanelUnits<kWeight, kWords> from = {stripes + pair * stride, stride, begin, tile.group_scales};
-      MultiplySlab<PanelUnit<kWeight, kWords>, kKind, kFewTokens>(
+      MultiplySlab<PanelUnit<kWeight, kWords>, kKind, kTokens>(
           from, units, begin, count, tile, 0, &expanded, kApart, next, out + pair * kStripeSums);
     }
   }
@@ -118,10 +116,12 @@ template <WeightKernel kWeight, TileKind kKind>
 void FewOrSlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                     const TileView* tiles, int64_t num_tiles, float* out) {
   constexpr int64_t kStripeSums = kMaxHeight * 16;
-  if (num_tiles == 1 && tiles[0].tokens <= kFewTokens) {
+  const int tokens = num_tiles == 1 ? tiles[0].tokens : 0;
+  if (tokens == 3 || tokens == 4) {
+    const auto few = tokens == 3 ? &FewStripes<kWeight, kKind, 3> : &FewStripes<kWeight, kKind, 4>;
     const int64_t units = blocks * IntegerPanel<kWeight>::kUnits;
     for (; num_stripes >= 2; num_stripes -= 2, stripes += 2 * stride, out += 2 * kStripeSums) {
-      FewStripes<kWeight, kKind>(stripes, 2, stride, units, tiles[0], out);
+      few(stripes, 2, stride, units, tiles[0], out);
     }
   }
   if (num_stripes > 0) {
