@@ -19,7 +19,7 @@ KERNEL_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw"
                 "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16", "-mavx512fp16", "-mamx-tile", "-mamx-int8",
                 "-mamx-bf16", "-DFMOE_ISA_NS=header_check"]
 ARM_KERNEL_FLAGS = ["-march=armv8.2-a+dotprod", "-DFMOE_ISA_NS=header_check"]
-ARM_INTRINSICS = "<arm_neon.h>"
+ARM_HEADERS = "_neon_isa.hpp"  # how their names end
 GUARD = re.compile(r"^[ \t]*#[ \t]*(pragma once\b|ifndef \w+\s*\n[ \t]*#[ \t]*define )", re.M)
 
 
@@ -31,10 +31,10 @@ def _compiler():
     return None
 
 
-def _kernel_compiler(text, compiler):
+def _kernel_compiler(name, compiler):
     """Of a header of kernels; None: nothing here compiles it."""
     on_arm = os.uname().machine == "aarch64"
-    if ARM_INTRINSICS in text:
+    if name.endswith(ARM_HEADERS):
         return compiler if on_arm else shutil.which("aarch64-linux-gnu-g++")
     return None if on_arm else compiler
 
@@ -73,7 +73,7 @@ def _flags(root, name, text):
         shown = subprocess.run([mpicxx, "--showme:compile"], capture_output=True, text=True,
                                check=False) if mpicxx else None
         flags += shlex.split(shown.stdout) if shown and shown.returncode == 0 else []
-    if ARM_INTRINSICS in source_tree.read(root, name):
+    if name.endswith(ARM_HEADERS):
         flags += ARM_KERNEL_FLAGS
     elif name.endswith("_isa.hpp") or "<immintrin.h>" in text and os.uname().machine == "x86_64":
         flags += KERNEL_FLAGS
@@ -105,7 +105,7 @@ def check(root):
             return [f"{name}: does not start with #pragma once"]
         if name in tried and not name.endswith(".h"):
             return []
-        used = _kernel_compiler(text, compiler) if name.endswith("_isa.hpp") else compiler
+        used = _kernel_compiler(name, compiler) if name.endswith("_isa.hpp") else compiler
         if used is None:
             return []
         closure = _closure(root, name, memory)

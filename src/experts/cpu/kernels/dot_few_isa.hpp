@@ -105,8 +105,8 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
     }
     for (int pair = 0; pair < pairs; ++pair) {
       const PanelUnits<kWeight, kWords> from = {stripes + pair * stride, stride, begin, tile.group_scales};
-      MultiplySlab<PanelUnit<kWeight, kWords>, kKind, kTokens>(
-          from, units, begin, count, tile, 0, &expanded, kApart, next, out + pair * kStripeSums);
+      MultiplySlab<PanelUnit<kWeight, kWords>, kKind, kTokens>(from, units, begin, count, tile, 0, &expanded,
+                                                               kApart, next, out + pair * kStripeSums);
     }
   }
 }

@@ -2,7 +2,7 @@
 
 #include "experts/cpu/kernels/simd_avx2_isa.hpp"
 
-/// Sixteen rows to lines of a panel and back, in 256-bit registers. Same names as in simd_avx512_isa.hpp.
+/// Sixteen rows to lines of a panel and back, in 256-bit registers (lines_isa.hpp).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 

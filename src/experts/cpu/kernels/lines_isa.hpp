@@ -1,16 +1,37 @@
 #pragma once
 
-#include <stdint.h>
+/// Sixteen rows to lines of a panel and back, under the same names for each kind of registers:
+///
+///     LoadTransposed           words of sixteen rows as lines
+///     LoadSixBits              the same of codes of six bits, as bytes
+///     ShuffleNibbles           k 0 4 1 5 2 6 3 7 of a word
+///     StoreLine                a line; kSplit: the low words of all lanes, then the high ones
+///     LimitBytes               of every byte the bits of a mask, and so much at least
+///     TurnBytes, TurnHalves    four bytes of each row to a row of each byte, of sixteen rows or twice eight
+///     ExchangeNibbles          high nibbles of the first half for low ones of the second
+///     LoadColumns              eight columns of eight bytes; WordsOfColumns: the way back
+#if defined(__aarch64__)
+#include "experts/cpu/kernels/lines_neon_isa.hpp"
+#elif defined(__AVX512BW__)
+#include "experts/cpu/kernels/lines_avx512_isa.hpp"
+#else
+#include "experts/cpu/kernels/lines_avx2_isa.hpp"
+#endif
 
-#include "experts/cpu/kernels/simd_isa.hpp"
-
-/// What is the same for 512-bit registers and NEON of turning rows to lines of a panel; 256-bit registers
-/// have a way of their own (lines_avx2_isa.hpp).
+// What is the same for 512-bit registers and NEON; 256-bit registers have a way of their own.
 #if defined(__AVX512BW__) || defined(__aarch64__)
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
 constexpr bool kAsksAllByLines = false;  // panel_isa.hpp
+
+/// k 0..7 of a word of nibbles in the order 0 4 1 5 2 6 3 7: the low nibbles of the bytes are k 0-3.
+FMOE_INLINE Ints ShuffleNibbles(Ints x) {
+  Ints t = IntAnd(IntXor(x, ShiftRight<8>(x)), IntSet(0x0000ff00));
+  x = IntXor(x, IntXor(t, ShiftLeft<8>(t)));
+  t = IntAnd(IntXor(x, ShiftRight<4>(x)), IntSet(0x00f000f0));
+  return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
+}
 
 /// table[code] of the four 6-bit codes in the lower 24 bits of each lane, as its four bytes.
 FMOE_INLINE Ints LookUpSixBits(Ints x, const uint8_t* table) {

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
+#include "experts/cpu/kernels/lines_isa.hpp"
 #include "experts/cpu/kernels/unit_scale_isa.hpp"
 
 /// Values of one token into a tile of its own (layout: TileView), 64 at a time, and tiles of one token into

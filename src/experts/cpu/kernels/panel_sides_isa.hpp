@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
-#include "experts/cpu/kernels/simd_isa.hpp"
+#include "experts/cpu/kernels/lines_isa.hpp"
 
 /// Scales and zero points of sixteen rows to the lines that stand behind the codes of a block
 /// (weights/panel.hpp draws the layout).

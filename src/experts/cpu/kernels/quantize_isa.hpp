@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
+#include "experts/cpu/kernels/lines_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
-#include "experts/cpu/kernels/simd_isa.hpp"
 
 /// Activations to the grids of schemes, many at once, with the bits of QuantizeRow (quant/): the largest
 /// magnitudes, and the rounding. Scales of groups are few and stay with the scalar formulas, but for those of
