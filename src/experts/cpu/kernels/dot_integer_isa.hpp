@@ -3,85 +3,11 @@
 #include <stdint.h>
 
 #include "experts/cpu/kernels/dot_prefetch_isa.hpp"
-#include "experts/cpu/kernels/scale_layout_isa.hpp"
+#include "experts/cpu/kernels/integer_panel_isa.hpp"
 
-/// Micro-kernels of formats that become bytes: e2m1, 4-bit and 8-bit integers (dot_isa.hpp).
+/// Short tiles of formats that become bytes: e2m1, 4-bit and 8-bit integers (dot_isa.hpp).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
-
-/// A level whose registers hold a stripe, and that multiplies bytes in one instruction.
-constexpr bool kHasWideDot = kHasByteDot && kHalves == 1;
-/// Levels of x86 that lack it (dot_slab_isa.hpp).
-constexpr bool kHasSlabs = !kHasByteDot;
-
-/// What stands beside the codes of 64 k: scales and zero points of its groups; and, of two levels, the units
-/// of both.
-struct Sides {
-  const uint8_t* groups;
-  const uint8_t* units;
-  GroupScales type;
-};
-
-/// Where things stand in a block of an integer format.
-template <WeightKernel kWeight>
-struct IntegerPanel : ScaleLayout<kWeight> {
-  using ScaleLayout<kWeight>::kSuper, ScaleLayout<kWeight>::kUnits;
-  using ScaleLayout<kWeight>::GroupStride, ScaleLayout<kWeight>::UnitsBytes;
-  static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
-  static constexpr bool kBook = HasCodebook(kWeight);
-  static constexpr bool kNibbles = kWeight < kWeightU8 || kBook;
-  static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
-  static constexpr int kGroup = CorrectionGroup(kWeight);
-  static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
-  static constexpr int kCodeBytes = kUnits * kUnitBytes;
-  static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles && !kBook ? 15 : 255;
-  /// Codes are multiplied less 128, which makes them signed.
-  static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
-  /// The bytes of a block, at least.
-  static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
-                                                   : kSuper   ? 32 + 16 * kBlockGroups
-                                                   : kGrouped ? 32 * kBlockGroups
-                                                              : 0);
-
-  FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
-    return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kLeastBytes;
-  }
-  /// Of the unit of 64 k that is number `index` of its block.
-  FMOE_INLINE Sides SidesOf(const uint8_t* block, int index, GroupScales type) {
-    const uint8_t* sides = block + kCodeBytes;
-    const int64_t groups = kSuper ? UnitsBytes(type) + index * (64 / kGroup) * GroupStride(type) : 0;
-    return {sides + groups, sides, type};
-  }
-
-  /// By which nibbles become bytes, unsigned or less 128; else nothing.
-  FMOE_INLINE Ints TableOf(GroupScales scales) {
-    if constexpr (kBook) {
-      const Ints numbers = LoadNumbers(scales.numbers);
-      return kLess128 ? IntXor(numbers, IntSet((int32_t)0x80808080)) : numbers;
-    } else if constexpr (kE2m1) {
-      return E2m1Table();
-    } else {
-      return IntZero();
-    }
-  }
-
-  /// 16 k as four vectors of unsigned bytes, or less 128.
-  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
-    if constexpr (kE2m1 || kBook) {
-      DecodeByTable(unit + step * 128, half, table, out);
-      DecodeByTable(unit + step * 128 + 64, half, table, out + 2);
-    } else if constexpr (kNibbles) {
-      DecodeU4(unit + step * 128, half, out);
-      DecodeU4(unit + step * 128 + 64, half, out + 2);
-    } else {
-      Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
-      if constexpr (kLess128) {
-        Unroll<4>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
-      }
-    }
-  }
-};
 
 /// sums[t] += four vectors of weights times 16 k of token t, for kCount tokens `height` words apart.
 template <int kLargestCode, int kCount>
@@ -138,18 +64,6 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool TakesWords() {
   return kHasSlabs && kKind == kTileA16 && IntegerPanel<kWeight>::kLargestCode > 24;
-}
-
-/// Planes of `steps` times 16 k of kHeight tokens that stand side by side as words: [k/4][token][k 0 and 2; 1
-/// and 3].
-template <int kHeight, int kPlanes>
-FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t steps, int32_t* out) {
-  const int8_t* codes = (const int8_t*)planes;
-  for (int64_t step = 0; step < steps; ++step, codes += 16 * kHeight * kPlanes) {
-    for (int i = 0; i < kHeight; ++i, out += 8) {
-      StoreWordPairs(out, codes + 16 * i, kPlanes > 1 ? codes + 16 * (kHeight + i) : 0);
-    }
-  }
 }
 
 /// sums[t] += 16 k of weights times those of kCount tokens: words[q][t][k 0 and 2; 1 and 3].
@@ -295,84 +209,6 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     }
   });
 }
-
-/// A byte of each row times its unit, exactly.
-FMOE_INLINE Floats LoadInUnits(const uint8_t* bytes, const uint8_t* units, int half) {
-  return Multiply(ToFloats(LoadSignedByteLanes(bytes + half * kLanes)),
-                  LoadF16((const uint16_t*)units + half * kLanes));
-}
-
-/// The scale of a group; 1 where the panel has none.
-template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupScale(const Sides& sides, int group, int half) {
-  using Panel = IntegerPanel<kWeight>;
-  const uint8_t* at = sides.groups + (Panel::kE2m1 ? group * 16 : group * Panel::GroupStride(sides.type));
-  if constexpr (kWeight == kWeightNvfp4) {
-    return LoadE4m3Scales(at, half);
-  } else if constexpr (kWeight == kWeightMxfp4) {
-    return LoadE8m0Scales(at, half);
-  } else if constexpr (Panel::kSuper) {
-    return LoadInUnits(at, sides.units, half);
-  } else if constexpr (Panel::kGrouped) {
-    if (sides.type.type == kRowBf16) {
-      return LoadBf16((const uint16_t*)at + half * kLanes);
-    }
-    if (sides.type.type == kRowF16) {
-      return LoadF16((const uint16_t*)at + half * kLanes);
-    }
-    return Load((const float*)at + half * kLanes);
-  } else {
-    return Set(1.0F);
-  }
-}
-
-/// Its zero point, or its minimum (two levels), where the type has some.
-template <WeightKernel kWeight>
-FMOE_INLINE Floats LoadGroupZero(const Sides& sides, int group, int half) {
-  using Panel = IntegerPanel<kWeight>;
-  const uint8_t* at = sides.groups + group * Panel::GroupStride(sides.type);
-  if constexpr (Panel::kSuper) {
-    return LoadInUnits(at + 16, sides.units + 32, half);
-  } else {
-    at += GroupScaleBytes(sides.type);
-    if (sides.type.zeros == kZeroFloats) {
-      return Load((const float*)at + half * kLanes);
-    }
-    return ToFloats(LoadByteLanes(at + half * kLanes));
-  }
-}
-
-/// How the sum `x` of a group of k becomes part of the sum of a token: the same operations in the same order
-/// in every kernel, which is why a token has the same bits in all of them.
-///
-///     zero points             x    -= zero * sum of the token's codes
-///     kTileA4                 sum  += x * (scale * activation scale of the group)
-///     several groups a unit   unit += x * scale            of two levels, then: unit -= zero * sum of codes
-///                             sum  += unit * activation scale                   behind the last of them
-///     one                     sum  += x * scale * activation scale
-template <TileKind kKind, int kGroups, bool kScales, bool kSuper>
-struct GroupEnd {
-  static constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
-
-  /// `codes`: the sum of the token's codes, fp32.
-  FMOE_INLINE Floats LessZero(Floats x, Floats zero, const int32_t* codes) {
-    return NegativeMultiplyAdd(zero, Set(*(const float*)codes), x);
-  }
-  /// `first`: of a unit.
-  FMOE_INLINE void Add(Floats x, Floats scale, bool zeros, Floats zero, const int32_t* codes,
-                       const float* activation_scale, bool first, Floats& unit, Floats& sum) {
-    if constexpr (kKind == kTileA4) {
-      sum = MultiplyAdd(x, Multiply(scale, Set(*activation_scale)), sum);
-    } else if constexpr (kUnitSums) {
-      unit = first ? Multiply(x, scale) : MultiplyAdd(x, scale, unit);
-      if (kSuper && zeros) {
-        unit = LessZero(unit, zero, codes);
-      }
-    } else {
-      sum = MultiplyAdd(kScales ? Multiply(x, scale) : x, Set(*activation_scale), sum);
-    }
-  }
-};
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
 /// for (AsksBySteps).

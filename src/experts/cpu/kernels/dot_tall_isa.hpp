@@ -2,7 +2,8 @@
 
 #include <stdint.h>
 
-#include "experts/cpu/kernels/dot_integer_isa.hpp"
+#include "experts/cpu/kernels/dot_prefetch_isa.hpp"
+#include "experts/cpu/kernels/integer_panel_isa.hpp"
 
 /// Tall tiles and integer weights: two stripes meet four tokens or three (two of 15 bits) from the first k to
 /// the last.
