@@ -16,10 +16,9 @@ namespace {
 template <WeightKernel kWeight, bool kHasWords>
 struct PanelUnit {
   using Panel = IntegerPanel<kWeight>;
-  static constexpr int kGroup = Panel::kGroup, kGroups = 64 / kGroup;
-  static constexpr bool kScales = Panel::kE2m1 || Panel::kGrouped, kMinima = Panel::kSuper;
-  static constexpr bool kWords = kHasWords;
-  static constexpr int kAdded = kWords ? 8 : SlabFours<kWeight>();
+  using Slab = typename SlabOf<kWeight, false, kHasWords>::Type;
+  static constexpr int kGroup = Slab::kGroup, kGroups = Slab::kGroups, kAdded = Slab::kAdded;
+  static constexpr bool kScales = Slab::kScales, kMinima = Panel::kSuper, kWords = kHasWords;
 
   const uint8_t* codes;
   Sides sides;
@@ -31,11 +30,14 @@ struct PanelUnit {
   }
   template <int kIndex>
   FMOE_INLINE Ints Codes(const PanelUnit& unit, int first, int v) {
-    constexpr int kFour = kWords ? kIndex / 2 : kIndex;  // of k, from those of `first` on
-    constexpr int kStepBytes = Panel::kUnitBytes / 4;    // 16 k
-    const int step = first / (kWords ? 8 : 4) + kFour / 4;
-    const Ints bytes = Four<kFour % 4>(unit, unit.codes + Offset(unit, v) + step * kStepBytes, HalfOf(v));
-    return !kWords ? bytes : kIndex % 2 == 0 ? EvenBytes(bytes) : OddBytes(bytes);
+    constexpr int kPerFour = kWords ? 2 : 1;  // vectors of codes of four k
+    constexpr int kFour = kIndex / kPerFour;  // of k, from those of `first` on
+    const int eight = first / (2 * kPerFour) + kFour / 2;
+    Ints bytes[2];
+    Panel::DecodeEight(unit.codes + Offset(unit, v) + eight * Panel::kEightBytes, HalfOf(v), unit.table,
+                       bytes);
+    const Ints four = bytes[kFour % 2];
+    return !kWords ? four : kIndex % 2 == 0 ? EvenBytes(four) : OddBytes(four);
   }
   FMOE_INLINE Floats Scale(const PanelUnit& unit, int group, int v) {
     return LoadGroupScale<kWeight>(SidesOf(unit, v), group, HalfOf(v));
@@ -50,21 +52,6 @@ struct PanelUnit {
   FMOE_INLINE Sides SidesOf(const PanelUnit& unit, int v) {
     const int64_t offset = Offset(unit, v);
     return {unit.sides.groups + offset, unit.sides.units + offset, unit.sides.type};
-  }
-  /// Four k of 16, as bytes.
-  template <int kFour>
-  FMOE_INLINE Ints Four(const PanelUnit& unit, const uint8_t* step, int half) {
-    if constexpr (Panel::kNibbles) {
-      Ints both[2];
-      if constexpr (Panel::kE2m1 || Panel::kBook) {
-        DecodeByTable(step + kFour / 2 * 64, half, unit.table, both);
-      } else {
-        DecodeU4(step + kFour / 2 * 64, half, both);
-      }
-      return both[kFour % 2];
-    } else {
-      return LoadBytes(step + kFour * 64, half);
-    }
   }
 };
 
@@ -99,9 +86,8 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
   NextLines next = LinesOf(tile, units * pairs);
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
     count = units - begin < at_once ? units - begin : at_once;
-    for (int token = 0; kWords && token < kTokens; ++token) {
-      const int32_t* row = (const int32_t*)tile.rows[token];
-      ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
+    if constexpr (kWords) {
+      ExpandTokens<kKind>(tile, kTokens, begin, count, expanded);
     }
     for (int pair = 0; pair < pairs; ++pair) {
       const PanelUnits<kWeight, kWords> from = {stripes + pair * stride, stride, begin, tile.group_scales};

@@ -282,12 +282,7 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
   Unroll<2>([&](auto vector) FMOE_FLAT {
     Ints weights[kHalves][2];
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      const uint8_t* codes = unit + step * 128 + vector * 64;
-      if constexpr (Panel::kE2m1) {
-        DecodeByTable(codes, half, table, weights[half]);
-      } else {
-        DecodeU4(codes, half, weights[half]);
-      }
+      Panel::DecodeEight(unit + (2 * step + vector) * Panel::kEightBytes, half, table, weights[half]);
     });
     Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
       constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;

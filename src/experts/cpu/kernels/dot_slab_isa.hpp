@@ -125,6 +125,18 @@ struct SlabOf {
 constexpr int kSlabRow = kSlabUnitsOf<true> * 32;
 using SlabWords = int32_t[kMaxHeight][kSlabRow];
 
+/// `count` units of the first `tokens` of a tile, or as many as it can have. Tokens that do not exist repeat
+/// the last one.
+template <TileKind kKind>
+FMOE_INLINE void ExpandTokens(const TileView& tile, int tokens, int64_t begin, int64_t count,
+                              SlabWords& expanded) {
+  const int last = tile.tokens - 1;
+  for (int token = 0; token < kMaxHeight && token < tokens; ++token) {
+    const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
+    ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
+  }
+}
+
 /// Where four tokens or three have a word: rows of SlabWords, or tiles of one token each.
 template <bool kWords, int kTokens>
 struct SlabTokens {
@@ -265,10 +277,8 @@ __attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8
       const int64_t passes = NumPasses<kTileA8>(tile.tokens) * pairs;
       NextLines next = LinesOf(tile, units * passes);
       next.at += begin * passes * next.at_once * 64;
-      const int last = tile.tokens - 1;
-      for (int token = 0; kWords && token < kMaxHeight && token < tile.tokens + 2; ++token) {
-        const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
-        ExpandWords<1, Planes(kKind)>(row + begin * 16 * Planes(kKind), count * 4, expanded[token]);
+      if constexpr (kWords) {
+        ExpandTokens<kKind>(tile, tile.tokens + 2, begin, count, expanded);
       }
       for (int pair = 0; pair < pairs; ++pair) {
         for (int first = 0, taken = 0; first < tile.tokens; first += taken) {

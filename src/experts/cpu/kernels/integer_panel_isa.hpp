@@ -35,6 +35,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
   static constexpr int kGroup = CorrectionGroup(kWeight);
   static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
+  static constexpr int kEightBytes = kUnitBytes / 8;  // of eight k
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
   static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles && !kBook ? 15 : 255;
@@ -68,20 +69,23 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 
-  /// 16 k as four vectors of unsigned bytes, or less 128.
-  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
+  /// Eight k as two vectors of unsigned bytes, or less 128.
+  FMOE_INLINE void DecodeEight(const uint8_t* at, int half, Ints table, Ints* out) {
     if constexpr (kE2m1 || kBook) {
-      DecodeByTable(unit + step * 128, half, table, out);
-      DecodeByTable(unit + step * 128 + 64, half, table, out + 2);
+      DecodeByTable(at, half, table, out);
     } else if constexpr (kNibbles) {
-      DecodeU4(unit + step * 128, half, out);
-      DecodeU4(unit + step * 128 + 64, half, out + 2);
+      DecodeU4(at, half, out);
     } else {
-      Unroll<4>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + step * 256 + q * 64, half); });
+      Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(at + q * 64, half); });
       if constexpr (kLess128) {
-        Unroll<4>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
+        Unroll<2>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
       }
     }
+  }
+  /// 16 k as four of them.
+  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
+    Unroll<2>([&](auto i)
+                  FMOE_FLAT { DecodeEight(unit + (2 * step + i) * kEightBytes, half, table, out + 2 * i); });
   }
 };
 
