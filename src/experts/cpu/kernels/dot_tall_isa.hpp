@@ -78,8 +78,15 @@ struct PackedPair {
 
   /// Eight k of a stripe as two vectors of bytes.
   FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
-    const uint8_t* at = pair.codes + stripe * pair.stride + eight * Panel::kEightBytes;
-    Panel::DecodeEight(at, 0, pair.table, out);
+    const uint8_t* at = pair.codes + stripe * pair.stride;
+    if constexpr (Panel::kE2m1 || Panel::kBook) {
+      DecodeByTable(at + eight * 64, 0, pair.table, out);
+    } else if constexpr (Panel::kNibbles) {
+      DecodeU4(at + eight * 64, 0, out);
+    } else {
+      out[0] = LoadInts(at + eight * 128);
+      out[1] = LoadInts(at + eight * 128 + 64);
+    }
   }
   /// Those of kCount groups and both stripes, with one branch for their type.
   template <int kCount>
