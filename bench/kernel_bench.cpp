@@ -3,7 +3,7 @@
 // each multiply-add, `share` those of the peak of the unit that the kernel runs on, measured in the same run;
 // `bytes_per_second` are those of the weights.
 //
-//   kernel_bench [--benchmark_filter=nvfp4] [--isa=avx2] [--k=2048] [--ahead=7680]
+//   kernel_bench [--benchmark_filter=nvfp4] [--isa=avx2] [--k=2048] [--ahead=7680] [--far=9216]
 #include <benchmark/benchmark.h>
 
 #include <cstdlib>
@@ -73,6 +73,7 @@ struct Bench {
   const KernelTable* table = nullptr;
   int64_t k = 2048;
   int64_t ahead = 7680;  ///< bytes, of requests for weights
+  int64_t far = 0;       ///< of those into L2, where there are any
   Workspace memory;
   uint8_t* weights = nullptr;
   char* tile = nullptr;
@@ -110,6 +111,7 @@ void Dot(benchmark::State& state, const Bench& bench, const Named& named, TileKi
   const int height = kHeights[height_index];
   TileView view = ViewTile(bench.tile, named.kernel, kind, bench.k, height);
   view.prefetch = bench.ahead;
+  view.prefetch_far = bench.far;
   view.group_scales = GroupScalesOf(named.panel);
   const DotKernel dot = bench.table->dot[named.kernel][kind][height_index];
   alignas(64) static float out[2 * kMaxHeight * 16];
@@ -326,6 +328,8 @@ int Main(int argc, char** argv) {
       bench.k = std::max<int64_t>(128, std::atol(argv[i] + 4) / 128 * 128);
     } else if (word.starts_with("--ahead=")) {
       bench.ahead = std::max<int64_t>(0, std::atol(argv[i] + 8) / 64 * 64);
+    } else if (word.starts_with("--far=")) {
+      bench.far = std::max<int64_t>(0, std::atol(argv[i] + 6) / 64 * 64);
     }
   }
   bench.table = FindKernelTable(level);

@@ -57,7 +57,14 @@ TEST(Plan_OfADescribedMachine, FollowsItsNodesAndProcessor) {
   const cpu::CpuPlan intel = cpu::MakeCpuPlan(layer.problem, machine);
   EXPECT_EQ(intel.weight_nodes, 4);
   EXPECT_TRUE(intel.next_into_l2);
-  EXPECT_GT(intel.gate_up.prefetch[0], 4096);  // beyond the page that the core prefetches by itself
+  const bool vnni = cpu_test::IsBuilt(Isa::kAvx512Vnni);
+  EXPECT_EQ(amd.gate_up.prefetch_far, 0);
+  EXPECT_EQ(intel.gate_up.prefetch_far > 0, vnni);  // twice, into L2 and L1
+  if (vnni) {
+    EXPECT_LT(intel.gate_up.prefetch[0], intel.gate_up.prefetch_far);
+  } else {
+    EXPECT_GT(intel.gate_up.prefetch[0], 4096);  // beyond the page that the core prefetches by itself
+  }
   EXPECT_LT(intel.gate_up.slab_tiles, amd.gate_up.slab_tiles);  // fewer tiles pay for decoding once
   EXPECT_EQ(amd.batch_tiles, 8);
   EXPECT_EQ(intel.batch_tiles, 16);
@@ -78,12 +85,12 @@ TEST(Plan_OfADescribedMachine, StagesFloatsOfEightBitsOnIntel) {
   Machine machine = HostMachine();
   for (const bool amd : {false, true}) {
     machine.cpu_name = amd ? "AMD EPYC 9755" : "INTEL(R) XEON(R)";
-    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.staged, !amd);
+    EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.prefetch_far > 0, !amd);
   }
   machine.cpu_name = "INTEL(R) XEON(R)";
   layer.problem.isa = "avx512_fp16";
   layer.problem.activation = ActivationMode::kA8;
-  EXPECT_FALSE(cpu::MakeCpuPlan(layer.problem, machine).gate_up.staged);  // tiles in f16
+  EXPECT_EQ(cpu::MakeCpuPlan(layer.problem, machine).gate_up.prefetch_far, 0);  // tiles in f16
 }
 
 /// A system with one node refuses to spread pages over four, and weights are the same.

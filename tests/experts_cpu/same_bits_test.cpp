@@ -70,7 +70,7 @@ std::vector<int32_t> PackToken(const KernelTable& table, const cpu_test::KernelW
 }
 
 /// What a level makes of weights: tiles of one to four tokens, and their products.
-uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weights, bool staged) {
+uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weights, bool twice) {
   std::mt19937 random(11);
   const int64_t blocks = kK / weights.panel.block;
   const int64_t stripe_bytes = weights.panel.stripe_bytes(blocks);
@@ -100,7 +100,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       for (int t = 0; dot == nullptr && t < height; ++t) {
         TileView tile = ViewTile(tokens[static_cast<size_t>(t)].data(), weights.kernel, kind, kK, 1);
         tile.group_scales = GroupScalesOf(weights.panel);
-        tile.staged = staged;
+        tile.prefetch_far = twice ? 9216 : 0;
         std::vector<float> alone(kStripes * kPanelRows);
         table.dot[weights.kernel][kind][0](reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks,
                                            &tile, alone.data());
@@ -111,7 +111,7 @@ uint64_t DigestOf(const KernelTable& table, const cpu_test::KernelWeights& weigh
       if (dot != nullptr) {
         TileView tile = ViewTile(tall.data(), weights.kernel, kind, kK, height);
         tile.group_scales = GroupScalesOf(weights.panel);
-        tile.staged = staged;
+        tile.prefetch_far = twice ? 9216 : 0;
         dot(reinterpret_cast<const uint8_t*>(stripes.data()), kStripes, blocks, &tile, out.data());
       }
       EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float x) { return std::isfinite(x); }));
@@ -138,10 +138,10 @@ template <size_t kCount>
 void ExpectDigests(const std::string& isa, const cpu_test::KernelWeights (&all)[kCount],
                    const uint64_t (&digests)[kCount]) {
   for (size_t i = 0; i < kCount; ++i) {
-    for (const bool staged : {false, true}) {
-      const uint64_t digest = DigestOf(*FindKernelTable(*ParseIsa(isa)), all[i], staged);
+    for (const bool twice : {false, true}) {
+      const uint64_t digest = DigestOf(*FindKernelTable(*ParseIsa(isa)), all[i], twice);
       EXPECT_EQ(digest, digests[i]) << isa << " " << all[i].panel.ToString()
-                                    << fmt::format(" {:#018x} staged {}", digest, staged);
+                                    << fmt::format(" {:#018x} twice {}", digest, twice);
     }
   }
 }
@@ -165,17 +165,17 @@ TEST(Kernel_Staged, HasTheBitsOfOthers) {
         }
         for (const int index : {0, 1}) {
           std::vector<float> out[2];
-          for (const bool staged : {false, true}) {
+          for (const bool twice : {false, true}) {
             TileView tiles[2];
             for (int i = 0; i < 2; ++i) {
               tiles[i] =
                   ViewTile(tokens[i].data(), weights.kernel, kTileF32, blocks * kPanelUnit, kHeights[index]);
-              tiles[i].staged = staged;
+              tiles[i].prefetch_far = twice ? 9216 : 0;
               tiles[i].turn = &tiles[1 - i];
             }
-            out[staged].resize(static_cast<size_t>(kFour * kHeights[index] * kPanelRows));
+            out[twice].resize(static_cast<size_t>(kFour * kHeights[index] * kPanelRows));
             table.dot[weights.kernel][kTileF32][index](reinterpret_cast<const uint8_t*>(stripes.data()),
-                                                       kFour, blocks, &tiles[0], out[staged].data());
+                                                       kFour, blocks, &tiles[0], out[twice].data());
           }
           EXPECT_EQ(std::memcmp(out[0].data(), out[1].data(), out[0].size() * sizeof(float)), 0)
               << isa << " " << weights.panel.ToString() << " " << blocks << " " << kHeights[index];

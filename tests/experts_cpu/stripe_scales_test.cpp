@@ -59,7 +59,8 @@ Both MakeBoth(int64_t num_stripes, int64_t blocks, std::mt19937& random) {
   return both;
 }
 
-/// Short tiles through every kernel of a level, staged and not, two tiles in turns; tall ones together.
+/// Short tiles through every kernel of a level, asking twice and once, two tiles in turns; tall ones
+/// together.
 TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
   std::mt19937 random(21);
   int compared = 0;
@@ -100,9 +101,9 @@ TEST(Kernel_ScalesOfStripes, HaveTheBitsOfScalesOfRows) {
               view.scale[i] = 0.5F + static_cast<float>(random() & 255) / 256.0F;
             }
           }
-          for (const bool staged : {false, true}) {
+          for (const bool twice : {false, true}) {
             for (int i = 0; i < 2; ++i) {
-              views[i].staged = staged;
+              views[i].prefetch_far = twice ? 9216 : 0;
               views[i].turn = &views[1 - i];
             }
             std::vector<float> out[2];

@@ -53,21 +53,26 @@ bool IsAmd(const Machine& machine) {
 /// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less; 16 bits on Zen 3, which 5 KB serve worst of all (11.3 GB/s; 2 KB 14.2,
-/// 4 13.9, 7.5 13.6). Cores of Intel prefetch to the end of a page by themselves; what they lack begins
-/// behind it.
+/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where decoding or products leave L1's places for
+/// requests too little time; else once, beyond the page that they prefetch to its end by themselves.
 void SetPrefetch(const Machine& machine, const CpuPlan& plan, GemmShape& shape) {
   const int bits = DTypeBits(shape.panel.code);
+  const TileKind tile = plan.gate_up.tile;
   const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 4096;
   if (!IsAmd(machine)) {
     const bool wide = plan.vector_isa != Isa::kAvx2 && plan.vector_isa != Isa::kNeon;
-    shape.staged = wide && bits == 8 && plan.gate_up.tile == kTileF32;
-    shape.prefetch[0] = shape.prefetch[1] = shape.staged                       ? 9216
+    const bool staged = wide && bits == 8 && tile == kTileF32;
+    const bool integers = wide && plan.vector_isa != Isa::kAvx512 &&
+                          (tile == kTileA16 || tile == kTileA8 || tile == kTileA4);  // CanAskTwice
+    shape.prefetch_far = staged || integers ? 9216 : 0;
+    shape.prefetch[0] = shape.prefetch[1] = integers                           ? 2048
+                                            : staged                           ? 9216
                                             : IsPanelInteger(shape.panel.code) ? 7680
                                                                                : 4608;
     return;
   }
   for (const int tokens : {1, 2}) {
-    const int products = tokens * Planes(plan.gate_up.tile);  // of a weight
+    const int products = tokens * Planes(tile);  // of a weight
     shape.prefetch[tokens - 1] = bits == 4                        ? (products == 1   ? 7680
                                                                      : products == 2 ? 9216
                                                                                      : 12288)

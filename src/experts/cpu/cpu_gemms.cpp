@@ -90,7 +90,7 @@ void CpuExperts::View(const Run& run, const GemmShape& shape, int part, const Ti
   view.slab_tiles = shape.slab_tiles;
   view.wide_slabs = shape.wide_slabs;
   view.prefetch = shape.prefetch[std::min(tile.height_index, 1)];
-  view.staged = shape.staged;
+  view.prefetch_far = shape.prefetch_far;
   view.next_into_l2 = plan_.next_into_l2;
   view.stretch_end = stretch.end;
   view.stretch_jump = stretch.next == nullptr ? 0 : stretch.next - stretch.end;

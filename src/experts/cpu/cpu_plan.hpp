@@ -47,8 +47,8 @@ struct GemmShape {
   int64_t tile_row_bytes = 0;  ///< activations of one token
   /// How far ahead a short tile asks for weights, in bytes, of one token and of more.
   int64_t prefetch[2] = {};
-  /// TileView::staged.
-  bool staged = false;
+  /// TileView::prefetch_far.
+  int64_t prefetch_far = 0;
   /// From how many tall tiles on weights are decoded once for all of them (dot_tall_isa.hpp).
   int slab_tiles = kNoSlabs;
   /// Whether such weights meet all tokens of a tile at a time.

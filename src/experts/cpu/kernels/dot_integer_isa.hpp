@@ -124,19 +124,34 @@ constexpr bool AsksByUnits() {
   return IntegerPanel<kWeight>::kCodeBytes > 1024 && !AsksBySteps<kWeight, kKind, kHeight>();
 }
 
+/// Whether lines can be asked for twice, beside each step into L2 and later into L1 (TileView::prefetch_far):
+/// L1 of a core of Intel has 16 places for lines on their way from memory, L2 48. A function of its own,
+/// since others would have to ask at each step whether they do. 22 bits are bound by their products.
+template <TileKind kKind, int kHeight>
+constexpr bool CanAskTwice() {
+  return kHasWideDot && kHeight <= 2 && kKind != kTileA24;
+}
+
+/// From a unit to the lines that it asks for.
+struct Distances {
+  int64_t near;  ///< into L1
+  int64_t far;   ///< into L2, by those that ask twice
+};
+
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 /// Integers in groups add their correction behind the products: chains that started at it or at zero, as
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount>
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount, bool kTwice>
 FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
-                           const int32_t* correction, bool zero_points, int first, int64_t ahead,
+                           const int32_t* correction, bool zero_points, int first, Distances ahead,
                            Floats* sums) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
   constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
   constexpr int kChains = SumChains<kWeight, kKind, kCount>();
   constexpr bool kAsks = AsksBySteps<kWeight, kKind, kHeight>();
-  const uint8_t* asked = kAsks ? InRegister(unit + ahead) : nullptr;
+  const uint8_t* const near = kAsks ? InRegister(unit + ahead.near) : nullptr;
+  const uint8_t* const far = kTwice ? InRegister(unit + ahead.far) : nullptr;
   Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
   Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
     constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
@@ -149,13 +164,16 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    if constexpr (kAsks) {
-      constexpr int kStepBytes = Panel::kUnitBytes / 4;
-      Unroll<kStepBytes / 64>([&](auto line) FMOE_FLAT {
-        PrefetchBeside(asked + (group * kSteps + step) * kStepBytes + line * 64,
-                       sum[step % kChains][line % Planes(kKind)][0]);
-      });
-    }
+    Unroll<Panel::kUnitBytes / 256>([&](auto line) FMOE_FLAT {
+      [[maybe_unused]] Ints& beside = sum[step % kChains][line % Planes(kKind)][0];
+      [[maybe_unused]] const int at = (group * kSteps + step) * (Panel::kUnitBytes / 4) + line * 64;
+      if constexpr (kTwice) {
+        PrefetchFarBeside(far + at, beside);
+      }
+      if constexpr (kAsks) {
+        PrefetchBeside(near + at, beside);
+      }
+    });
     Ints weights[4];
     Panel::Decode(unit, group * kSteps + step, half, table, weights);
     if constexpr (TakesWords<kWeight, kKind>()) {
@@ -211,11 +229,11 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
-/// for (AsksBySteps).
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
+/// for (AsksBySteps, CanAskTwice).
+template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, Ints table,
                              const int32_t* words, const int32_t* correction, const float* activation_scale,
-                             int64_t ahead, Floats* accumulators) {
+                             Distances ahead, Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
@@ -233,8 +251,9 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
-      GroupSums<kWeight, kKind, kHeight, kCount>(unit, group, half, table, words + group * kGroupWords,
-                                                 group_correction, zero_points, kFirst, ahead, sums);
+      GroupSums<kWeight, kKind, kHeight, kCount, kTwice>(unit, group, half, table,
+                                                         words + group * kGroupWords, group_correction,
+                                                         zero_points, kFirst, ahead, sums);
       Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];
@@ -352,9 +371,9 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
 }
 
 /// Stripes one after the other.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
-                float* out) {
+template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
+__attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
+                                              const TileView* tile, float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
@@ -371,11 +390,12 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
       constexpr bool kByUnits = AsksByUnits<kWeight, kKind, kHeight>();
       constexpr int kFirst = kByUnits || AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
-      const int64_t ahead = PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile);
+      const Distances ahead = {PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile),
+                               kTwice ? PrefetchBlockFar<Panel::kCodeBytes>(stripes, block_bytes, tile) : 0};
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (kByUnits) {
-          const uint8_t* const asked = InRegister(unit + ahead);
+          const uint8_t* const asked = InRegister(unit + ahead.near);
           Unroll<Panel::kUnitBytes / 64>([&](auto line) FMOE_FLAT { Prefetch(asked + 64 * line); });
         }
         const Sides sides = Panel::SidesOf(stripes, index, type);
@@ -396,8 +416,8 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
             if constexpr (kHalves == 2) {  // GCC 12 would load all words in front of both, into memory
               own_words = (const int32_t*)InRegister((const uint8_t*)unit_words);
             }
-            IntegerUnit<kWeight, kKind, kHeight>(unit, sides, half, table, own_words, correction, scale,
-                                                 ahead, sums);
+            IntegerUnit<kWeight, kKind, kHeight, kTwice>(unit, sides, half, table, own_words, correction,
+                                                         scale, ahead, sums);
             Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
         }
@@ -413,6 +433,19 @@ void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, con
     out += kHeight * 16;
     tile = tile->turn == 0 ? tile : tile->turn;
   }
+}
+
+/// A DotKernel.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
+                float* out) {
+  if constexpr (CanAskTwice<kKind, kHeight>()) {
+    if (tile->prefetch_far != 0) {
+      IntegerStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
+      return;
+    }
+  }
+  IntegerStripes<kWeight, kKind, kHeight, false>(stripes, num_stripes, blocks, tile, out);
 }
 
 }  // namespace

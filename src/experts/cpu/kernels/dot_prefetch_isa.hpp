@@ -45,6 +45,17 @@ FMOE_INLINE int64_t PrefetchBlock(const uint8_t* block, int64_t bytes, const Til
   return ahead - block;
 }
 
+/// Of a block's lines into L2, those behind its first kFirst bytes, by the tile's distance for that, which is
+/// returned: kernels ask for the others beside their steps.
+template <int64_t kFirst>
+FMOE_INLINE int64_t PrefetchBlockFar(const uint8_t* block, int64_t bytes, const TileView* tile) {
+  const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
+  for (int64_t at = kFirst; at < bytes; at += 64) {
+    PrefetchFar(far + at);
+  }
+  return far - block;
+}
+
 /// Lines of the stripes that come next, asked for while a tall tile is multiplied: a few at each of its
 /// steps. With one tile after the other asking some KB ahead of itself, the first waited for memory and the
 /// others had nothing to wait for.

@@ -88,7 +88,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
                float* out) {
   using Panel = FloatPanel<kWeight, F32Unit>;
   constexpr int64_t kPair = Staging<kWeight>::kBytes;
-  if (!tile->staged || blocks < 2) {
+  if (tile->prefetch_far == 0 || blocks < 2) {
     FloatDot<kWeight, kTileF32, kHeight>(stripes, num_stripes, blocks, tile, out);
     return;
   }
@@ -106,11 +106,11 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
     const uint8_t* const stripe_begin = stripes;
     for (int64_t at = 0; at < header; at += 64) {
-      PrefetchFar(InStretch(stripes + tile->prefetch, tile) + at);
+      PrefetchFar(InStretch(stripes + tile->prefetch_far, tile) + at);
     }
     stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
-      const uint8_t* asked = InStretch(stripes + tile->prefetch, tile);
+      const uint8_t* asked = InStretch(stripes + tile->prefetch_far, tile);
       for (int64_t line = 2 * Panel::kVectors; line * 64 < kPair; ++line) {
         PrefetchFar(asked + line * 64);
       }
@@ -128,7 +128,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       stripes += kPair;
     }
     if (last > 0) {
-      const uint8_t* asked = InStretch(stripes + tile->prefetch, tile);
+      const uint8_t* asked = InStretch(stripes + tile->prefetch_far, tile);
       for (int64_t line = 0; line * 64 < last; ++line) {
         PrefetchFar(asked + line * 64);
       }

@@ -102,8 +102,9 @@ struct TileView {
   int tokens;  ///< the first ones of them that exist; others may be left out
   /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
   int64_t prefetch;
-  /// Short tiles of 8-bit floats in fp32: through L1, with requests into L2 (dot_staged_isa.hpp).
-  bool staged;
+  /// Not 0: lines are asked for into L2 first, so far ahead, and 8-bit floats in fp32 go through L1
+  /// (dot_staged_isa.hpp).
+  int64_t prefetch_far;
   /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
   /// beyond the end are asked for there (dot_prefetch_isa.hpp).
   const uint8_t* stretch_end;
@@ -236,8 +237,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0,     0,     false,   0, 0, {kRowF32, kZeroNone, 0},
-                   0, 0, 0, 0, false, false, kNoSlabs};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

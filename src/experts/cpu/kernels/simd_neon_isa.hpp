@@ -338,6 +338,9 @@ FMOE_INLINE void PrefetchBeside(const uint8_t* p, Ints& x) {
 FMOE_INLINE void PrefetchFar(const uint8_t* p) {
   __builtin_prefetch(p, 0, 2);
 }
+FMOE_INLINE void PrefetchFarBeside(const uint8_t* p, Ints& x) {
+  asm("prfm pldl2keep, %1" : "+w"(x.low) : "Q"(*p));
+}
 
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS
