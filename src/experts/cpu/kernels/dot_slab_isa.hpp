@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-#include "experts/cpu/kernels/dot_tall_isa.hpp"
+#include "experts/cpu/kernels/tall_units_isa.hpp"
 
 /// Tall tiles and integer weights at levels that lack `vpdpbusd` (AVX2, AVX-512 of before VNNI). Weights of
 /// two stripes are decoded into L1 once for all tiles, a slab of 4 or 8 units of 64 k at a time, and meet

@@ -20,7 +20,7 @@ struct Ints {
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
 constexpr bool kHasByteDot = true;
-/// sdot takes weights for signed: those of 8 bits come to it less 128 (dot_integer_isa.hpp).
+/// sdot takes weights for signed: those of 8 bits come to it less 128 (integer_units_isa.hpp).
 constexpr bool kHasRowDecode = false;  // DecodeE4m3Rows
 constexpr bool kSignedWeights = true;
 

@@ -1,0 +1,102 @@
+#pragma once
+
+#include <stdint.h>
+
+#include "experts/cpu/kernels/integer_panel_isa.hpp"
+
+/// A unit of 64 k for both halves of the rows of a stripe, where a row takes two registers and bytes have no
+/// dot product (dot_integer_isa.hpp).
+namespace fusedmoe::cpu::FMOE_ISA_NS {
+namespace {
+
+/// One or two tokens where a row of a stripe takes two registers: both halves meet a word of activations
+/// together, so that it is broadcast once, and two tokens share what is decoded. With the halves one after
+/// the other GCC kept all words of a block in memory, and one token was bound by that traffic: NVFP4 with 15
+/// bits 24.6 -> 28.3 GB/s, weights from memory (Zen 5). Two tokens, weights in L2: NVFP4 11.2 -> 13.6,
+/// MXFP4 11.8 -> 14.5, INT4 g128 12.4 -> 14.6, `a8` 16.3 -> 19.5, 17.9 -> 22.2, 18.2 -> 25 GB/s (Zen 3).
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+constexpr bool HasBothHalves() {
+  return kHalves == 2 && !kHasByteDot && kHeight <= 2 && kKind != kTileA24 &&
+         IntegerPanel<kWeight>::kLargestCode <= 24;
+}
+
+/// 16 k: sums[half][token] += weights * codes, two planes as 128 * upper + lower.
+template <WeightKernel kWeight, int kPlanes, int kHeight>
+FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, const int32_t* words,
+                                 Ints (*sums)[kHeight]) {
+  using Panel = IntegerPanel<kWeight>;
+  Ints words16[kPlanes][kHeight][kHalves];  // the sum of eight products: at most 8 * 24 * 127 = 24384
+  Unroll<2>([&](auto vector) FMOE_FLAT {
+    Ints weights[kHalves][2];
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Panel::DecodeEight(unit + (2 * step + vector) * Panel::kEightBytes, half, table, weights[half]);
+    });
+    Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;
+      constexpr int kToken = decltype(i)() % kHeight;
+      const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        Ints& sum = words16[kPlane][kToken][half];
+        const Ints products = MultiplyAddPairs(weights[half][kWord], word);
+        sum = vector == 0 && kWord == 0 ? products : AddWords(sum, products);
+        InPlace(sum);
+      });
+    });
+  });
+  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+    constexpr int kToken = decltype(i)() / kHalves, kHalf = decltype(i)() % kHalves;
+    Ints& sum = sums[kHalf][kToken];
+    if constexpr (kPlanes == 2) {
+      sum = IntAdd(sum, MultiplyAddWords(words16[0][kToken][kHalf], 128));
+    }
+    sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][kToken][kHalf], 1));
+  });
+}
+
+/// One unit of 64 k.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
+                                       const int32_t* words, const int32_t* correction,
+                                       const float* activation_scale, Floats (*accumulators)[kHeight]) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
+  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
+  const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
+  Floats unit_sums[kHalves][kHeight];
+  Unroll<kGroups>([&](auto group) FMOE_FLAT {
+    const int32_t* const group_correction = correction + group * kHeight;
+    Ints sums[kHalves][kHeight];
+    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      const Ints start = Panel::kGrouped && zero_points ? IntZero() : IntSet(group_correction[t]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half][t] = start; });
+    });
+    Unroll<kSteps>([&](auto step) FMOE_FLAT {
+      constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
+      Dot16BothHalves<kWeight, kPlanes, kHeight>(unit, kStep, table, words + kStep * kPlanes * 4 * kHeight,
+                                                 sums);
+    });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
+      const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
+      Unroll<kHeight>([&](auto t) FMOE_FLAT {
+        Floats sum = ToFloats(sums[half][t]);
+        if (zero_points && !Panel::kSuper) {
+          sum = End::LessZero(sum, zero, group_correction + t);
+        }
+        End::Add(sum, scale, zero_points, zero, group_correction + t,
+                 activation_scale + (kKind == kTileA4 ? group * kHeight : 0) + t, group == 0,
+                 unit_sums[half][t], accumulators[half][t]);
+      });
+    });
+  });
+  if constexpr (End::kUnitSums) {
+    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+      Floats& sum = accumulators[kHalf][kToken];
+      sum = MultiplyAdd(unit_sums[kHalf][kToken], Set(activation_scale[kToken]), sum);
+    });
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu::FMOE_ISA_NS

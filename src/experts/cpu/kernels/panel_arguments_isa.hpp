@@ -1,0 +1,88 @@
+#pragma once
+
+#include <stdint.h>
+
+/// What packs rows of codes and scales into panels (weights/panel.hpp draws them), in plain C terms: compiled
+/// once for each instruction set, so nothing here may have external linkage (kernel_table_isa.hpp).
+namespace fusedmoe::cpu {
+
+/// How rows of codes become lines of a panel.
+enum PanelTransform : int {
+  kPanelNibbles,    ///< 4-bit codes
+  kPanelBytes,      ///< int8
+  kPanelHalfLanes,  ///< fp8: the words of a lane stand apart
+  kPanelWords,      ///< bf16
+  kPanelHalfWords,  ///< f16: as fp8
+  kPanelFloats,     ///< f32
+  kPanelSixBits,    ///< 6-bit codes to those of fp8, by a table
+  kNumPanelTransforms
+};
+
+/// `blocks` blocks of sixteen rows; each row holds all of their codes.
+struct PanelArguments {
+  const uint8_t* rows[16];
+  int64_t blocks;
+  int64_t units_per_block;
+  int32_t flip;             ///< exclusive-or of codes
+  const uint8_t* table;     ///< kPanelSixBits: the byte of each of 64 codes
+  const uint8_t* next[16];  ///< rows that will be packed then: their beginnings are asked for
+  /// What goes behind the codes of each block, block after block; null: room is left for it.
+  const uint8_t* sides;
+  int64_t side_bytes;  ///< of one block, a multiple of 16
+  uint8_t* out;
+  uint32_t* nan_rows;  ///< kPanelHalfLanes: bit r is set where a code of row r is NaN in e4m3 (0x7f, 0xff)
+};
+typedef void (*PackPanelKernel)(const PanelArguments* arguments);
+
+/// Codes of a row times the scales of their columns, as bf16.
+struct ProductArguments {
+  const uint8_t* codes;
+  int64_t columns;
+  /// Of columns 0, 2, 4, ... and 1, 3, 5, ...: zeros behind the last one, up to the next kProductColumns.
+  const float* even_scales;
+  const float* odd_scales;
+  uint16_t* out;  ///< with room for as many
+};
+constexpr int64_t kProductColumns = 32;
+typedef void (*MultiplyCodesKernel)(const ProductArguments* arguments);
+
+/// How codes become columns: a code of each of sixteen rows, in 16 bytes (4 bits: in 8), column after column.
+/// As PanelArguments, with one unit a block and nothing behind it; null where no panel needs it.
+typedef void (*TurnCodesKernel)(const PanelArguments* arguments);
+
+/// Blocks of sixteen rows from such columns, in any order.
+struct ColumnsArguments {
+  const uint8_t* turned;
+  const int32_t* columns;  ///< of every k of the blocks: where its sixteen codes stand
+  int64_t blocks;
+  int64_t units_per_block;
+  const uint8_t* sides;  ///< as PanelArguments has them
+  int64_t side_bytes;
+  uint8_t* out;
+  const uint8_t* next[16];  ///< rows that will be turned then, for what TurnCodes has not asked for
+  int64_t row_bytes;        ///< of each
+};
+typedef void (*PackColumnsKernel)(const ColumnsArguments* arguments);
+
+/// How rows of scales or zero points become lines of a panel, sixteen rows of a column each.
+enum SideTransform : int {
+  kSideBytes,  ///< scales of one byte, zero points
+  kSideWords,  ///< bf16, f16
+  kSideFloats,
+  kSideBf16ToFloat,
+  kSideF16ToFloat,
+  kNumSideTransforms
+};
+
+/// A line for each group; groups that follow each other share a column.
+struct SidesArguments {
+  const uint8_t* rows[16];  ///< the first column of each; readable up to the next 32 bytes
+  int64_t columns, groups;
+  int64_t groups_per_column;
+  int32_t flip, mask, least;  ///< bytes become max((x ^ flip) & mask, least)
+  int64_t stride;             ///< from one line to the next
+  uint8_t* out;               ///< the line of the first group
+};
+typedef void (*PackSidesKernel)(const SidesArguments* arguments);
+
+}  // namespace fusedmoe::cpu

@@ -1,0 +1,244 @@
+#pragma once
+
+#include <stdint.h>
+
+/// Which weights kernels meet, and how tiles hold activations, in plain C terms: compiled once for each
+/// instruction set, so nothing here may have external linkage (kernel_table_isa.hpp).
+namespace fusedmoe::cpu {
+
+/// How the codes of a panel become numbers. One micro-kernel each; order as in kPanelKernels of kernels.cpp.
+enum WeightKernel : int {
+  kWeightF32,
+  kWeightBf16,
+  kWeightF16,
+  kWeightE4m3,
+  kWeightE4m3Scaled,  ///< fp32 scale per row and 64 k
+  kWeightE4m3Stripe,  ///< fp32 scale per stripe and 64 k, in front of the stripe
+  kWeightMxfp8,       ///< e4m3 with e8m0 per 32
+  kWeightE5m2,
+  kWeightNvfp4,  ///< e2m1 with e4m3 per 16
+  kWeightMxfp4,  ///< e2m1 with e8m0 per 32
+  kWeightU4,
+  kWeightU4Group16,  ///< scale and zero point per group: GroupScales
+  kWeightU4Group32,
+  kWeightU4Group64,
+  kWeightU4Group128,
+  kWeightU4Super16,  ///< scale and minimum per group in units of a block of 128: two levels
+  kWeightU4Super32,
+  kWeightU8,
+  kWeightU8Group16,
+  kWeightU8Group32,
+  kWeightU8Group64,
+  kWeightU8Group128,
+  kWeightU8Super16,
+  kWeightU8Super32,
+  kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
+  kWeightBookSuper16,
+  kWeightBookSuper32,
+  kNumWeightKernels
+};
+
+/// How a tile holds its activations.
+enum TileKind : int {
+  kTileF32,       ///< fp32 as they are: for weights that become fp32
+  kTileA24,       ///< three planes of int8, x = scale * (16384 h + 128 m + l): 22 bits, as good as fp32
+  kTileA16,       ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
+  kTileA8,        ///< one plane of int8, a scale per 64
+  kTileA4,        ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
+  kTileBf16,      ///< bf16 with a scale per 64: exact for bf16 rows, and for codes of schemes
+  kTileBf16Pair,  ///< two planes of bf16, x = h + l: 16 bits
+  kTileF16,       ///< f16 with a scale per 64, for sums in f16
+  kNumTileKinds
+};
+
+/// Tokens of a tile. A token has the same bits in each of them. Sixteen gained nothing over eight (NVFP4 736
+/// against 731 GOP/s on Zen 5) and doubled the time to compile.
+constexpr int kNumHeights = 4;
+constexpr int kHeights[kNumHeights] = {1, 2, 4, 8};
+constexpr int kMaxHeight = 8;
+
+enum RowType : int { kRowF32, kRowBf16, kRowF16, kNumRowTypes };
+
+/// Zero points of integers in groups: codes, or numbers beside scales of fp32. Minima of two levels are
+/// kZeroBytes: which kernel reads them says what they are.
+enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
+
+/// What stands behind the codes of integers in groups (weights/panel.hpp): sixteen scales in the type that
+/// the checkpoint has, and sixteen zero points, or none. Short tiles ask for it a group at a time, by a
+/// branch that always goes the same way, instead of a kernel for each of seven; tall ones for the type of
+/// scales a unit at a time.
+struct GroupScales {
+  RowType type;
+  ZeroType zeros;
+  const uint8_t* numbers;  ///< sixteen bytes, of which codes are indices (HasCodebook); else null
+};
+/// Bytes of the scales of one group, and of all that it has.
+static constexpr int GroupScaleBytes(GroupScales scales) {
+  return 16 * (scales.type == kRowF32 ? 4 : 2);
+}
+static constexpr int GroupBytes(GroupScales scales) {
+  return GroupScaleBytes(scales) + (scales.zeros == kZeroFloats ? 64 : scales.zeros == kZeroBytes ? 16 : 0);
+}
+
+/// Tiles and stripes of a call, at most (CpuPlan::batch_tiles). Tall tiles have kMaxHeight.
+constexpr int kBatchTiles = 16;
+constexpr int kBatchStripes = 4;
+/// Of TileView::slab_tiles: never.
+constexpr int kNoSlabs = kBatchTiles + 1;
+
+/// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
+///
+///   kTileF32   codes[k][token]                                          floats
+///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
+///              correction[k/correction group][which][token]             see CorrectionOf
+///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
+///              scale[k/64][token], kTileA4: scale[k/weight group][token]
+struct TileView {
+  void* codes;
+  int32_t* correction;
+  float* scale;
+  int height;
+  int tokens;  ///< the first ones of them that exist; others may be left out
+  /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
+  int64_t prefetch;
+  /// Not 0: lines are asked for into L2 first, so far ahead, and 8-bit floats in fp32 go through L1
+  /// (dot_staged_isa.hpp).
+  int64_t prefetch_far;
+  /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
+  /// beyond the end are asked for there (dot_prefetch_isa.hpp).
+  const uint8_t* stretch_end;
+  int64_t stretch_jump;
+  GroupScales group_scales;  ///< of the weights, where they are integers in groups
+  /// Short tiles: the tile that the next stripe meets, where stripes meet two in turns; null: this one.
+  const struct TileView* turn;
+  /// Tall tiles of integers: tiles of one token each, wherever they stand, instead of the pointers above.
+  void* const* rows;
+  /// Tall tiles: what to ask for while this one is multiplied.
+  const uint8_t* next;
+  int64_t next_bytes;
+  bool next_into_l2;
+  /// Whether weights that are decoded once meet all eight tokens of a tile at a time, or four of 15 bits,
+  /// instead of half of that (dot_tall_isa.hpp).
+  bool wide_slabs;
+  /// Tall tiles from which on weights are decoded once for all of them.
+  int slab_tiles;
+};
+
+/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
+/// zero the accumulator starts at minus that (int32, one value per group of `k`); with zero points of their
+/// own the kernel needs the sums themselves (fp32, exact integers).
+struct Correction {
+  int group;  ///< k; 0: none
+  int zero;   ///< the constant zero; 0: the sums are stored instead
+};
+
+/// Integers in groups whose scales are bytes in units of a block.
+static constexpr bool HasTwoLevels(WeightKernel kernel) {
+  return kernel == kWeightU4Super16 || kernel == kWeightU4Super32 || kernel == kWeightU8Super16 ||
+         kernel == kWeightU8Super32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+}
+
+/// Nibbles that become bytes by a table of the panel.
+static constexpr bool HasCodebook(WeightKernel kernel) {
+  return kernel == kWeightBookGroup32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+}
+
+/// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
+static constexpr bool IsPairTile(TileKind kind) {
+  return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
+}
+
+/// k that share a correction, in tiles of integers.
+static constexpr int CorrectionGroup(WeightKernel kernel) {
+  switch (kernel) {
+    case kWeightNvfp4:
+    case kWeightU4Group16:
+    case kWeightU8Group16:
+    case kWeightU4Super16:
+    case kWeightU8Super16:
+    case kWeightBookSuper16:
+      return 16;
+    case kWeightMxfp4:
+    case kWeightU4Group32:
+    case kWeightU8Group32:
+    case kWeightU4Super32:
+    case kWeightU8Super32:
+    case kWeightBookGroup32:
+    case kWeightBookSuper32:
+      return 32;
+    default:
+      return kernel < kWeightNvfp4 ? 0 : 64;
+  }
+}
+
+/// `zero_points`: of integers in groups (GroupScales).
+static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) {
+  const int group = CorrectionGroup(kernel);
+  if (kernel == kWeightNvfp4 || kernel == kWeightMxfp4) {
+    return {group, 12};  // codes of e2m1 are doubled and shifted to 0..24
+  }
+  const bool own_zeros = zero_points && kernel != kWeightU4 && kernel != kWeightU8;
+  return {group, group == 0 || own_zeros ? 0 : kernel < kWeightU8 ? 8 : 128};
+}
+
+/// The group of kTileA4 scales.
+static constexpr int WeightGroup(WeightKernel kernel) {
+  return kernel == kWeightNvfp4 ? 16 : 32;
+}
+
+/// k that share an activation scale.
+static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
+  return kind == kTileA4 ? WeightGroup(kernel) : 64;
+}
+
+static constexpr int Planes(TileKind kind) {
+  return kind == kTileA24 ? 3 : kind == kTileA16 || kind == kTileBf16Pair ? 2 : 1;
+}
+/// Bytes of the codes of one value.
+static constexpr int TileCodeBytes(TileKind kind) {
+  return kind == kTileF32 ? 4 : (IsPairTile(kind) ? 2 : 1) * Planes(kind);
+}
+/// Corrections of a token and group.
+static constexpr int Corrections(TileKind kind) {
+  return kind == kTileA24 ? 2 : 1;
+}
+
+/// Bytes of the corrections of a token.
+static constexpr int64_t CorrectionBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
+  const int64_t group = IsPairTile(kind) ? 0 : CorrectionGroup(kernel);
+  return group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
+}
+
+/// Bytes of a tile of one token; a tile of n tokens has n times as many, in the order codes, correction,
+/// scale.
+static constexpr int64_t TileRowBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
+  if (kind == kTileF32) {
+    return padded_k * 4;
+  }
+  return padded_k * TileCodeBytes(kind) + CorrectionBytes(kernel, kind, padded_k) +
+         padded_k / ActivationGroup(kernel, kind) * 4;
+}
+
+/// Field by field: a TileView that is returned and copied waits for its own stores, 4 % of prefill with 16
+/// tokens an expert.
+static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, TileKind kind,
+                             int64_t padded_k, int height) {
+  view->codes = memory;
+  view->correction = 0;
+  view->scale = 0;
+  view->height = view->tokens = height;
+  if (kind != kTileF32) {
+    char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
+    view->correction = (int32_t*)at;
+    view->scale = (float*)(at + CorrectionBytes(kernel, kind, padded_k) * height);
+  }
+}
+
+static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
+                                int height) {
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
+  PlaceTile(&view, memory, kernel, kind, padded_k, height);
+  return view;
+}
+
+}  // namespace fusedmoe::cpu
