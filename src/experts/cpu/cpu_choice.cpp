@@ -53,8 +53,8 @@ bool IsAmd(const Machine& machine) {
 /// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less; 16 bits on Zen 3, which 5 KB serve worst of all (11.3 GB/s; 2 KB 14.2,
-/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where decoding or products leave L1's places for
-/// requests too little time; else once, beyond the page that they prefetch to its end by themselves.
+/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice for integers, for 8-bit floats in fp32 into L2 alone,
+/// and once for others, beyond the page that they prefetch to its end by themselves.
 void SetPrefetch(const Machine& machine, const CpuPlan& plan, GemmShape& shape) {
   const int bits = DTypeBits(shape.panel.code);
   const TileKind tile = plan.gate_up.tile;
