@@ -105,15 +105,10 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     Floats totals[kHeight];
     Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
     const uint8_t* const stripe_begin = stripes;
-    for (int64_t at = 0; at < header; at += 64) {
-      PrefetchFar(InStretch(stripes + tile->prefetch_far, tile) + at);
-    }
+    PrefetchBlockFar<0>(stripes, header, tile);
     stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
-      const uint8_t* asked = InStretch(stripes + tile->prefetch_far, tile);
-      for (int64_t line = 2 * Panel::kVectors; line * 64 < kPair; ++line) {
-        PrefetchFar(asked + line * 64);
-      }
+      const uint8_t* asked = stripes + PrefetchBlockFar<2 * Panel::kVectors * 64>(stripes, kPair, tile);
       const bool ends = block + 4 > blocks;
       const uint8_t* scales = Panel::ScalesOf(stripe_begin, stripes, block);
       const uint8_t* next = stripes + kPair + (ends ? last + header : 0);
@@ -128,10 +123,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       stripes += kPair;
     }
     if (last > 0) {
-      const uint8_t* asked = InStretch(stripes + tile->prefetch_far, tile);
-      for (int64_t line = 0; line * 64 < last; ++line) {
-        PrefetchFar(asked + line * 64);
-      }
+      PrefetchBlockFar<0>(stripes, last, tile);
       ShortUnits<kWeight, kTileF32, kHeight, 1>(stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1),
                                                 0, 0, words, tile->scale, totals);
       stripes += last;

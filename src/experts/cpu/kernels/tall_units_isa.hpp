@@ -71,41 +71,45 @@ struct PackedPair {
       out[1] = LoadInts(at + eight * 128 + 64);
     }
   }
-  /// Those of kCount groups and both stripes, with one branch for their type.
+  /// Scales of kCount groups and both stripes, with one branch for their type.
   template <int kCount>
   FMOE_INLINE void LoadScales(const PackedPair& pair, int group, Floats (*out)[2]) {
-    const auto load = [&](GroupScales type) FMOE_FLAT {
-      Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-        out[i / 2][i % 2] = LoadGroupScale<kWeight>(SidesOf(pair, i % 2, type), group + i / 2, 0);
-      });
-    };
     const GroupScales type = pair.sides.type;
     if (Panel::kSuper) {
-      load(TypeOf(type));
+      LoadOfType<kCount, false>(pair, TypeOf(type), group, out);
     } else if (!Panel::kGrouped || type.type == kRowBf16) {
-      load({kRowBf16, type.zeros, 0});
+      LoadOfType<kCount, false>(pair, {kRowBf16, type.zeros, 0}, group, out);
     } else if (type.type == kRowF16) {
-      load({kRowF16, type.zeros, 0});
+      LoadOfType<kCount, false>(pair, {kRowF16, type.zeros, 0}, group, out);
     } else {
-      load({kRowF32, type.zeros, 0});
+      LoadOfType<kCount, false>(pair, {kRowF32, type.zeros, 0}, group, out);
     }
   }
   /// The same of zero points.
   template <int kCount>
   FMOE_INLINE void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
-    const auto load = [&](GroupScales type) FMOE_FLAT {
-      Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-        out[i / 2][i % 2] = LoadGroupZero<kWeight>(SidesOf(pair, i % 2, type), group + i / 2, 0);
-      });
-    };
     const GroupScales type = pair.sides.type;
     if (Panel::kSuper) {
-      load(TypeOf(type));
+      LoadOfType<kCount, true>(pair, TypeOf(type), group, out);
     } else if (type.zeros == kZeroBytes) {
-      load({type.type, kZeroBytes, 0});
+      LoadOfType<kCount, true>(pair, {type.type, kZeroBytes, 0}, group, out);
     } else {
-      load({kRowF32, kZeroFloats, 0});
+      LoadOfType<kCount, true>(pair, {kRowF32, kZeroFloats, 0}, group, out);
     }
+  }
+
+ private:
+  /// out[group][stripe] of scales or zero points of a type that is known here.
+  template <int kCount, bool kOfZeros>
+  FMOE_INLINE void LoadOfType(const PackedPair& pair, GroupScales type, int group, Floats (*out)[2]) {
+    Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
+      const Sides sides = SidesOf(pair, i % 2, type);
+      if constexpr (kOfZeros) {
+        out[i / 2][i % 2] = LoadGroupZero<kWeight>(sides, group + i / 2, 0);
+      } else {
+        out[i / 2][i % 2] = LoadGroupScale<kWeight>(sides, group + i / 2, 0);
+      }
+    });
   }
 };
 
