@@ -147,7 +147,7 @@ void ExpectDigests(const std::string& isa, const cpu_test::KernelWeights (&all)[
 }
 
 /// Stripes of few and odd numbers of blocks, and of two tiles in turns.
-TEST(Kernel_Staged, HasTheBitsOfOthers) {
+TEST(Kernel_AskedTwice, HasTheBitsOfOthers) {
   std::mt19937 random(13);
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));

@@ -53,22 +53,15 @@ bool IsAmd(const Machine& machine) {
 /// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less; 16 bits on Zen 3, which 5 KB serve worst of all (11.3 GB/s; 2 KB 14.2,
-/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice for integers, for 8-bit floats in fp32 into L2 alone,
-/// and once for others, beyond the page that they prefetch to its end by themselves.
-void SetPrefetch(const Machine& machine, const CpuPlan& plan, GemmShape& shape) {
+/// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where kernels can, and once by others, beyond the page
+/// that they prefetch to its end by themselves.
+void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile, GemmShape& shape) {
   const int bits = DTypeBits(shape.panel.code);
-  const TileKind tile = plan.gate_up.tile;
   const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 4096;
   if (!IsAmd(machine)) {
-    const bool wide = plan.vector_isa != Isa::kAvx2 && plan.vector_isa != Isa::kNeon;
-    const bool staged = wide && bits == 8 && tile == kTileF32;
-    const bool integers = wide && plan.vector_isa != Isa::kAvx512 &&
-                          (tile == kTileA16 || tile == kTileA8 || tile == kTileA4);  // CanAskTwice
-    shape.prefetch_far = staged || integers ? 9216 : 0;
-    shape.prefetch[0] = shape.prefetch[1] = integers                           ? 2048
-                                            : staged                           ? 9216
-                                            : IsPanelInteger(shape.panel.code) ? 7680
-                                                                               : 4608;
+    const bool twice = table != nullptr && table->asks_twice[shape.kernel][tile];
+    shape.prefetch_far = twice ? 9216 : 0;
+    shape.prefetch[0] = shape.prefetch[1] = twice ? 2048 : IsPanelInteger(shape.panel.code) ? 7680 : 4608;
     return;
   }
   for (const int tokens : {1, 2}) {
@@ -222,7 +215,7 @@ void FitVectorKernels(const Machine& machine, CpuPlan& plan) {
   for (GemmShape* shape : {&plan.gate_up, &plan.down}) {
     shape->slab_tiles = SlabTiles(machine, shape->kernel);
     shape->wide_slabs = WideSlabs(machine, shape->kernel, tile);
-    SetPrefetch(machine, plan, *shape);
+    SetPrefetch(machine, table, tile, *shape);
   }
 }
 

@@ -41,10 +41,17 @@ constexpr bool AsksByVectors() {
          (kScaledBytes || (VectorK(kWeight) == 8 && kHeight == 2));
 }
 
+/// Whether lines of 16-bit units are asked for twice (KernelTable::asks_twice). `vdpbf16ps` is not for cores
+/// of Intel, where it has half of the rate of fp32.
+template <TileKind kKind>
+constexpr bool AsksPairsTwice() {
+  return kKind == kTileF16;
+}
+
 /// kUnits adjacent units of a stripe for a short tile, decoded as they are met, one half of the rows. Units
 /// have sums of their own: side by side, their chains of additions overlap.
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kUnits>
-FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, int64_t ahead, int half,
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kUnits, bool kTwice>
+FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Distances ahead, int half,
                             const int32_t* words, const float* scales, Floats* totals) {
   using Unit = typename FloatUnit<kKind>::Type;
   using Panel = FloatPanel<kWeight, Unit>;
@@ -56,14 +63,20 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, in
   constexpr int kGroupVectors = Panel::kVectors / Panel::kGroups;
   constexpr int kWordWords = Planes(kKind) * kHeight;  // of a tile, for a word of weights
   constexpr bool kAsks = AsksByVectors<kWeight, kKind, kHeight>();
-  const uint8_t* asked = kAsks ? InRegister(unit + ahead) : nullptr;
+  const uint8_t* asked = kAsks ? InRegister(unit + ahead.near) : nullptr;
+  TwoRequests asked_twice = {};
+  if constexpr (kTwice) {
+    asked_twice = RequestsFrom(unit, ahead);
+  }
   Floats scaled[kUnits][kHeight];  // later units wait, so that additions keep their order
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
     typename Unit::Sums sums[kUnits][1][kHeight][2];
     Unroll<kUnits * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Unit::Start(); });
     const uint8_t* vectors = unit + group * kGroupVectors * 64;
     for (int v = 0; v < kGroupVectors; v += kStep, vectors += kStep * 64, words += kStepWords * kWordWords) {
-      if constexpr (kAsks) {
+      if constexpr (kTwice) {
+        Unroll<kStep * kUnits>([&](auto i) FMOE_FLAT { AskTwice(asked_twice, sums[i % kUnits][0][0][0]); });
+      } else if constexpr (kAsks) {
         Unroll<kUnits>([&](auto i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
         asked += kUnits * 64;
       }
@@ -176,8 +189,9 @@ FMOE_INLINE void StoreTotals(const Floats (*totals)[kHeight], float* out) {
 }
 
 /// Short tiles: stripes one after the other.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
-void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
+FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
+                              const TileView* tile, float* out) {
   using Panel = FloatPanel<kWeight, typename FloatUnit<kKind>::Type>;
   constexpr bool kRows = DecodesRows<kWeight>(), kStored = StoresWords<kWeight, kHeight>();
   constexpr int kAtOnce = IsSideBySide<kWeight, kKind, kHeight>() && !kRows ? 2 : 1;  // units
@@ -198,9 +212,10 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
-      constexpr int kFirst = AsksByVectors<kWeight, kKind, kHeight>() ? kBlocks * Panel::kCodeBytes : 0;
-      const int64_t ahead =
-          PrefetchBlock<kBlocks * Panel::kBlockBytes, kFirst>(stripes, kBlocks * Panel::kBlockBytes, tile);
+      constexpr bool kAsks = kTwice || AsksByVectors<kWeight, kKind, kHeight>();
+      constexpr int kBytes = kBlocks * Panel::kBlockBytes, kFirst = kAsks ? kBlocks * Panel::kCodeBytes : 0;
+      const Distances ahead = {PrefetchBlock<kBytes, kFirst>(stripes, kBytes, tile),
+                               kTwice ? PrefetchBlockFar<kFirst>(stripes, kBytes, tile) : 0};
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
         if constexpr (kStored) {
           DecodeUnit<kWeight, F32Unit>(stripes + unit * Panel::kUnitBytes, stored);
@@ -208,12 +223,12 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
           const uint8_t* const of_halves[kHalves] = {group_scales, group_scales};
           TallUnit<kWeight, kKind, kHalves, kHeight, true>(from, of_halves, words, scales, out);
         } else if constexpr (kRows) {
-          ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, ahead, words,
+          ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, ahead.near, words,
                                           totals);
         } else {
           Unroll<kHalves>([&](auto half) FMOE_FLAT {
-            ShortUnits<kWeight, kKind, kHeight, kAtOnce>(stripes + unit * Panel::kUnitBytes, group_scales,
-                                                         ahead, half, words, scales, totals[half]);
+            ShortUnits<kWeight, kKind, kHeight, kAtOnce, kTwice>(
+                stripes + unit * Panel::kUnitBytes, group_scales, ahead, half, words, scales, totals[half]);
           });
         }
         words += kAtOnce * kUnitWords;
@@ -222,11 +237,12 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
       stripes += kBlocks * Panel::kBlockBytes;
     }
     if (kBlocks > 1 && block < blocks) {
-      const int64_t ahead = InStretch(stripes + tile->prefetch, tile) - stripes;
+      const Distances ahead = {InStretch(stripes + tile->prefetch, tile) - stripes,
+                               InStretch(stripes + tile->prefetch_far, tile) - stripes};
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        ShortUnits<kWeight, kKind, kHeight, 1>(stripes, group_scales, ahead, half, words, scales,
-                                               totals[half]);
+        ShortUnits<kWeight, kKind, kHeight, 1, kTwice>(stripes, group_scales, ahead, half, words, scales,
+                                                       totals[half]);
       });
       stripes += Panel::kBlockBytes;
     }
@@ -237,6 +253,18 @@ void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const
   }
 }
 
+/// A DotKernel.
+template <WeightKernel kWeight, TileKind kKind, int kHeight>
+void FloatDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile, float* out) {
+  if constexpr (AsksPairsTwice<kKind>() && kHeight <= 2) {
+    if (tile->prefetch_far != 0) {
+      FloatStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
+      return;
+    }
+  }
+  FloatStripes<kWeight, kKind, kHeight, false>(stripes, num_stripes, blocks, tile, out);
+}
+
 template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetFloatDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &FloatDot<kWeight, kKind, 1>;
@@ -244,6 +272,7 @@ constexpr void SetFloatDots(KernelTable& table) {
   table.dot[kWeight][kKind][2] = &FloatDot<kWeight, kKind, 4>;
   table.dot[kWeight][kKind][3] = &FloatDotTall<kWeight, kKind>;
   table.batch[kWeight][kKind] = &FloatBatch<kWeight, kKind>;
+  table.asks_twice[kWeight][kKind] = AsksPairsTwice<kKind>();
 }
 
 }  // namespace

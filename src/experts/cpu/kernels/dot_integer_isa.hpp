@@ -17,15 +17,15 @@ constexpr bool AsksByUnits() {
   return IntegerPanel<kWeight>::kCodeBytes > 1024 && !AsksBySteps<kWeight, kKind, kHeight>();
 }
 
-/// Whether lines can be asked for twice, beside each step into L2 and later into L1 (TileView::prefetch_far):
-/// L1 of a core of Intel has 16 places for lines on their way from memory, L2 48. A function of its own,
-/// since others would have to ask at each step whether they do. 22 bits are bound by their products.
-template <TileKind kKind, int kHeight>
-constexpr bool CanAskTwice() {
-  return kHasWideDot && kHeight <= 2 && kKind != kTileA24;
+/// Whether lines can be asked for twice, beside each step into L2 and later into L1
+/// (KernelTable::asks_twice). 22 bits are bound by their products.
+template <TileKind kKind>
+constexpr bool AsksIntegersTwice() {
+  return kHasWideDot && kKind != kTileA24;
 }
 
-/// Stripes one after the other.
+/// Stripes one after the other. Whether lines are asked for twice is known here: else each step would have to
+/// ask.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
                                               const TileView* tile, float* out) {
@@ -94,7 +94,7 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                 float* out) {
-  if constexpr (CanAskTwice<kKind, kHeight>()) {
+  if constexpr (AsksIntegersTwice<kKind>() && kHeight <= 2) {
     if (tile->prefetch_far != 0) {
       IntegerStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
       return;

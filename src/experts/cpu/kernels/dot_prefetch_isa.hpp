@@ -45,8 +45,7 @@ FMOE_INLINE int64_t PrefetchBlock(const uint8_t* block, int64_t bytes, const Til
   return ahead - block;
 }
 
-/// Of a block's lines into L2, those behind its first kFirst bytes, by the tile's distance for that, which is
-/// returned: kernels ask for the others beside their steps.
+/// The same of lines into L2, by the tile's distance for that (TileView::prefetch_far).
 template <int64_t kFirst>
 FMOE_INLINE int64_t PrefetchBlockFar(const uint8_t* block, int64_t bytes, const TileView* tile) {
   const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
@@ -54,6 +53,38 @@ FMOE_INLINE int64_t PrefetchBlockFar(const uint8_t* block, int64_t bytes, const 
     PrefetchFar(far + at);
   }
   return far - block;
+}
+
+/// From what a kernel reads to the lines that it asks for.
+struct Distances {
+  int64_t near;  ///< into L1
+  int64_t far;   ///< into L2, by those that ask twice
+};
+
+/// Of a block whose lines are asked for twice, beside steps those of its first kFirst bytes.
+template <int64_t kLeastBytes, int64_t kFirst>
+FMOE_INLINE Distances PrefetchBlockTwice(const uint8_t* block, int64_t bytes, const TileView* tile) {
+  return {PrefetchBlock<kLeastBytes, kFirst>(block, bytes, tile),
+          PrefetchBlockFar<kFirst>(block, bytes, tile)};
+}
+
+/// The lines that a kernel asks for next, where it asks twice.
+struct TwoRequests {
+  const uint8_t* near;
+  const uint8_t* far;
+};
+
+FMOE_INLINE TwoRequests RequestsFrom(const uint8_t* read, Distances ahead) {
+  return {InRegister(read + ahead.near), InRegister(read + ahead.far)};
+}
+
+/// One line of each, in its place beside a vector.
+template <typename Vector>
+FMOE_INLINE void AskTwice(TwoRequests& asked, Vector& beside) {
+  PrefetchFarBeside(asked.far, beside);
+  PrefetchBeside(asked.near, beside);
+  asked.far += 64;
+  asked.near += 64;
 }
 
 /// Lines of the stripes that come next, asked for while a tall tile is multiplied: a few at each of its

@@ -8,12 +8,11 @@
 /// do all of it, and a conversion from f16 takes a cycle of both.
 ///
 ///     64 bytes = 4 k of 16 rows  ->  f16 | k 0 | k 2 |  and  | k 1 | k 3 |  ->  fp32 of k 0, 1, 2, 3
-///                                    shifts, masks: 5       halves apart: 2     conversions: 8
+///                                    products, masks: 4     halves apart: 2     conversions: 8
 ///
 /// Through L1 the halves need no shuffles. The two units that come next are staged there while two are
-/// multiplied, so that no load waits for a store. Lines that come later are asked for into L2, beside each
-/// vector: L1 has too few places for requests on their way from memory (16; L2 48). docs/kernels_cpu.md has
-/// the figures.
+/// multiplied, so that no load waits for a store. Lines that come later are asked for twice, beside each
+/// vector, as those of integers are (AskTwice). docs/kernels_cpu.md has the figures.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -40,20 +39,18 @@ struct Staging {
   }
 };
 
-/// The units at `staged` with a tile, while those at `next` go to `staging`, if there are any. Sums as
-/// ShortUnits has them.
+/// The units at `staged` with a tile, while those at `next` go to `staging`, if there are any, and lines are
+/// asked for. Sums as ShortUnits has them.
 template <WeightKernel kWeight, int kHeight, bool kNext>
 FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales, const uint8_t* next,
-                             uint8_t* staging, const uint8_t* asked, const int32_t* words, Floats* totals) {
+                             uint8_t* staging, TwoRequests asked, const int32_t* words, Floats* totals) {
   using Panel = FloatPanel<kWeight, F32Unit>;
-  asked = InRegister(asked);
   Floats scaled[2][kHeight];
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
     Floats sums[2][1][kHeight][2];
     Unroll<4 * kHeight>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
     for (int v = 0; v < Panel::kVectors / Panel::kGroups; ++v, staged += 128, words += 4 * kHeight) {
-      Unroll<2>([&](auto i) FMOE_FLAT { PrefetchFarBeside(asked + i * 64, sums[i][0][0][0]); });
-      asked += 128;
+      Unroll<2>([&](auto unit) FMOE_FLAT { AskTwice(asked, sums[unit][0][0][0]); });
       Floats weights[2][4];
       Unroll<2>([&](auto unit) FMOE_FLAT {
         Staging<kWeight>::Take(staged + unit * Staging<kWeight>::kUnitHalves, weights[unit]);
@@ -82,7 +79,7 @@ FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales,
   });
 }
 
-/// FloatDot where the tile says so.
+/// FloatDot where the tile says so. Lines are asked for at distances from the units that are staged.
 template <WeightKernel kWeight, int kHeight>
 void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                float* out) {
@@ -105,13 +102,15 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     Floats totals[kHeight];
     Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
     const uint8_t* const stripe_begin = stripes;
-    PrefetchBlockFar<0>(stripes, header, tile);
+    PrefetchBlockTwice<0, 0>(stripes + kPair, header, tile);
     stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
-      const uint8_t* asked = stripes + PrefetchBlockFar<2 * Panel::kVectors * 64>(stripes, kPair, tile);
+      const uint8_t* const read = stripes + kPair;
+      const TwoRequests asked =
+          RequestsFrom(read, PrefetchBlockTwice<kPair, 2 * Panel::kVectors * 64>(read, kPair, tile));
       const bool ends = block + 4 > blocks;
       const uint8_t* scales = Panel::ScalesOf(stripe_begin, stripes, block);
-      const uint8_t* next = stripes + kPair + (ends ? last + header : 0);
+      const uint8_t* next = read + (ends ? last + header : 0);
       if (!ends || stripe + 1 < num_stripes) {
         StagedUnits<kWeight, kHeight, true>(staged, scales, next, staging, asked, words, totals);
       } else {
@@ -123,9 +122,9 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       stripes += kPair;
     }
     if (last > 0) {
-      PrefetchBlockFar<0>(stripes, last, tile);
-      ShortUnits<kWeight, kTileF32, kHeight, 1>(stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1),
-                                                0, 0, words, tile->scale, totals);
+      PrefetchBlockTwice<0, 0>(stripes + kPair, last, tile);
+      ShortUnits<kWeight, kTileF32, kHeight, 1, false>(
+          stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1), {}, 0, words, tile->scale, totals);
       stripes += last;
     }
     Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16, totals[t]); });
@@ -137,6 +136,7 @@ template <WeightKernel kWeight>
 constexpr void SetStagedDots(KernelTable& table) {
   table.dot[kWeight][kTileF32][0] = &StagedDot<kWeight, 1>;
   table.dot[kWeight][kTileF32][1] = &StagedDot<kWeight, 2>;
+  table.asks_twice[kWeight][kTileF32] = true;
 }
 
 }  // namespace

@@ -118,12 +118,6 @@ constexpr bool AsksBySteps() {
   return !IntegerPanel<kWeight>::kE2m1 || (kWeight == kWeightNvfp4 && kKind == kTileA16 && kHeight == 2);
 }
 
-/// From a unit to the lines that it asks for.
-struct Distances {
-  int64_t near;  ///< into L1
-  int64_t far;   ///< into L2, by those that ask twice
-};
-
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 /// Integers in groups add their correction behind the products: chains that started at it or at zero, as
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
@@ -215,7 +209,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
 }
 
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
-/// for (AsksBySteps, CanAskTwice).
+/// for (AsksBySteps, AsksIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, Ints table,
                              const int32_t* words, const int32_t* correction, const float* activation_scale,

@@ -165,6 +165,9 @@ struct KernelTable {
   DotKernel dot[kNumWeightKernels][kNumTileKinds][kNumHeights];
   /// Of tall tiles; null where the registers do not hold them.
   BatchKernel batch[kNumWeightKernels][kNumTileKinds];
+  /// Whether tiles of one and two tokens can ask for weights twice (TileView::prefetch_far): L1 of a core of
+  /// Intel has 16 places for lines on their way from memory, L2 48.
+  bool asks_twice[kNumWeightKernels][kNumTileKinds];
   PackKernel pack[kNumTileKinds];  ///< null for kTileA4
   PackCodesKernel pack_codes;
   InterleaveKernel interleave;

@@ -62,6 +62,7 @@ KernelTable WithPairs(const Level& level) {
     table.pack[kind] = pairs.pack[kind];
     for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
       std::copy_n(pairs.dot[kernel][kind], kNumHeights, table.dot[kernel][kind]);
+      table.asks_twice[kernel][kind] = pairs.asks_twice[kernel][kind];
       table.batch[kernel][kind] = pairs.batch[kernel][kind];
     }
   }

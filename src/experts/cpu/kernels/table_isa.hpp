@@ -20,6 +20,7 @@ template <WeightKernel kWeight, TileKind kKind>
 constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
+  table.asks_twice[kWeight][kKind] = AsksIntegersTwice<kKind>();
   if constexpr (kHasWideDot && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
   } else if constexpr (kHasSlabs && kKind != kTileA24) {

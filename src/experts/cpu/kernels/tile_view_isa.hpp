@@ -101,8 +101,8 @@ struct TileView {
   int tokens;  ///< the first ones of them that exist; others may be left out
   /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
   int64_t prefetch;
-  /// Not 0: lines are asked for into L2 first, so far ahead, and 8-bit floats in fp32 go through L1
-  /// (dot_staged_isa.hpp).
+  /// Not 0: they are asked for twice, first into L2 and so far ahead, by kernels that can
+  /// (KernelTable::asks_twice), and 8-bit floats in fp32 go through L1 (dot_staged_isa.hpp).
   int64_t prefetch_far;
   /// Where the weights end that a task reads in one piece, and how far behind it reads on: lines that stand
   /// beyond the end are asked for there (dot_prefetch_isa.hpp).
