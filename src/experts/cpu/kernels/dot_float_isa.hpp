@@ -163,15 +163,6 @@ FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales,
   });
 }
 
-/// As many lines as stand in front of a stripe, ahead of it: blocks ask for as many as they have themselves.
-template <typename Panel>
-FMOE_INLINE void AskForHeader(const uint8_t* stripe, int64_t blocks, const TileView* tile) {
-  const uint8_t* ahead = InStretch(stripe + tile->prefetch, tile);
-  for (int64_t at = 0; at < Panel::HeaderBytes(blocks); at += 64) {
-    Prefetch(ahead + at);
-  }
-}
-
 /// Whether four tokens meet words that are decoded once and stand in L1, as tall tiles have them: where
 /// decoding takes longer than four multiplications, whose sums leave it no registers (Zen 3, e4m3, weights in
 /// L2: 5.6 -> 7.6 GB/s).
@@ -207,8 +198,13 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       StoreTotals<kHeight>(totals, out);
     }
     const uint8_t* const stripe_begin = stripes;
-    AskForHeader<Panel>(stripes, blocks, tile);
-    stripes += Panel::HeaderBytes(blocks);
+    const int64_t header =
+        Panel::HeaderBytes(blocks);  // blocks ask for as many lines as they have themselves
+    PrefetchBlock<0>(stripes, header, tile);
+    if constexpr (kTwice) {
+      PrefetchBlockFar<0>(stripes, header, tile);
+    }
+    stripes += header;
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
