@@ -50,7 +50,7 @@ bool IsAmd(const Machine& machine) {
   return machine.cpu_name.find("AMD") != std::string::npos;
 }
 
-/// With weights from memory, share of a plain read (docs/kernels_cpu.md). On cores of AMD, the longer a
+/// With weights from memory, share of a plain read (docs/kernels_reading.md). On cores of AMD, the longer a
 /// kernel computes on a block, the earlier it has to ask: 16 bits (95 % at 5 KB) and int8 that meets one
 /// plane do with less; 16 bits on Zen 3, which 5 KB serve worst of all (11.3 GB/s; 2 KB 14.2,
 /// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where kernels can, and once by others, beyond the page

@@ -35,7 +35,7 @@ struct TileChoice {
 };
 
 /// Units for 16-bit floats, where the level has one for such weights and the activations allow it
-/// (docs/kernels_cpu.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
+/// (docs/kernels_levels.md, "Units for 16-bit floats"). Layers with F32 hidden states stay in fp32.
 std::optional<TileChoice> ChoosePairTile(const MoeProblem& problem, WeightKernel kernel, Isa isa);
 
 /// The tiles of a level for a problem, whatever it is: units for 16-bit floats, fp32, or integers.

@@ -12,7 +12,7 @@
 ///
 /// Through L1 the halves need no shuffles. The two units that come next are staged there while two are
 /// multiplied, so that no load waits for a store. Lines that come later are asked for twice, beside each
-/// vector, as those of integers are (AskTwice). docs/kernels_cpu.md has the figures.
+/// vector, as those of integers are (AskTwice). docs/kernels_reading.md has the figures.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
