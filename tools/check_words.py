@@ -1,5 +1,5 @@
-"""The project speaks only of itself: no paths of somebody's machine, no words about how it was made; links lead
-somewhere, and sources that a page names are there."""
+"""The project speaks only of itself: no paths of somebody's machine, no words about how it was made; links, and pages
+that sources name, lead somewhere, down to the section; sources that a page names are there."""
 
 import re
 from pathlib import Path
@@ -10,19 +10,49 @@ MACHINE_PATHS = re.compile(r"(?<![\w.$}])/(?:work|root|home/\w+|Users|mnt|scratc
 MAKING = re.compile(r"\b(?:sessions?|helpers?|agents?|prompts?|claude|anthropic|chatgpt|copilot)\b", re.I)
 KEPT = re.compile(r"\bkept back\b|\bheld[- ]out tests?\b", re.I)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```", re.S | re.M)
+HEADING = re.compile(r"^#+ +(.*)$", re.M)
+# In comments, which may break anywhere: docs/page.md, or docs/page.md, "Section".
+PAGE = re.compile(r"\b(docs/[\w./-]+\.md)\b(?:,\s+(?:///? ?)?\"([^\"]+)\")?")
 SOURCE = re.compile(r"`([\w./-]+\.(?:cpp|hpp|inc|cu|cuh))`")
 BINARY = (".safetensors", ".bin", ".png", ".npz", ".npy", ".gz")
 # These hold the patterns, or examples of what they find.
 OWN = ("tools/check_words.py", "tools/check_names.py", "tests/tools/check_test.py")
 
 
+def _headings(page):
+    """The headings of a page, as they stand but for marks of code and links."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8", errors="replace"))
+    return [LINK.sub(lambda match: match.group(0)[1:].split("]")[0], heading).replace("`", "").strip()
+            for heading in HEADING.findall(text)]
+
+
+def _anchor(heading):
+    """What a link calls a heading: lower case, blanks as hyphens, nothing else but letters, digits and those."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def _links(root, name, text):
     for match in LINK.finditer(text):
-        target = match.group(1).split("#")[0]
-        if not target or re.match(r"[a-z]+:", target):
+        target, _, section = match.group(1).partition("#")
+        if re.match(r"[a-z]+:", target):
             continue
-        if not ((Path(root) / name).parent / target).exists():
-            yield f"{name}:{source_tree.line_of(text, match.start())}: link to '{target}', which does not exist"
+        page = (Path(root) / name).parent / target if target else Path(root) / name
+        line = source_tree.line_of(text, match.start())
+        if not page.exists():
+            yield f"{name}:{line}: link to '{target}', which does not exist"
+        elif section and page.suffix == ".md" and section not in map(_anchor, _headings(page)):
+            yield f"{name}:{line}: link to '{match.group(1)}', a section that does not exist"
+
+
+def _pages(root, name, text):
+    for match in PAGE.finditer(text):
+        page, line = Path(root) / match.group(1), source_tree.line_of(text, match.start())
+        section = re.sub(r"\s+(?:///? ?)?", " ", match.group(2) or "")
+        if not page.exists():
+            yield f"{name}:{line}: names '{match.group(1)}', which does not exist"
+        elif section and not any(heading.startswith(section) for heading in _headings(page)):
+            yield f"{name}:{line}: names '{match.group(1)}, \"{section}\"', a section that does not exist"
 
 
 def _sources(name, text, files):
@@ -49,4 +79,6 @@ def check(root):
         if name.endswith(".md"):
             found += _links(root, name, text)
             found += _sources(name, text, files)
+        elif name.endswith(source_tree.CPP_SUFFIXES):
+            found += _pages(root, name, text)
     return found

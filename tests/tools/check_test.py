@@ -288,9 +288,22 @@ class Sizes(CheckTest):
 
 class Words(CheckTest):
     def test_clean(self):
-        self.write("docs/a.md", "[b](b.md#part) and [web](https://example.org); build/mnt/x, $HOME/mnt/\n")
-        self.write("docs/b.md", "b\n")
+        self.write("docs/a.md", "[b](b.md#a-part-of-it) and [web](https://example.org); build/mnt/x, $HOME/mnt/\n")
+        self.write("docs/b.md", "# A `part`: [of](a.md) it\n\n[here](#a-part-of-it), [there](a.md)\n")
+        self.write("docs/c.md", "[b](b.md#a-part-of-it)\n\n```\n# no heading\n```\n")
+        self.write("src/core/a.cpp", '/// docs/b.md, "A part"; docs/c.md. (docs/b.md, "A\n/// part: of it")\n')
         self.expect_clean("words")
+
+    def test_sections(self):
+        self.write("docs/b.md", "# One\n\n```\n# Two\n```\n")
+        for link in ("b.md#two", "b.md#One", "#one"):
+            self.write("docs/a.md", f"[b]({link})\n")
+            self.expect("words", f"docs/a.md:1: link to '{link}', a section that does not exist")
+        self.write("docs/a.md", "[b](b.md#one)\n")
+        self.write("src/core/a.cpp", '\n// docs/b.md, "Two"\n')
+        self.expect("words", "src/core/a.cpp:2: names 'docs/b.md, \"Two\"', a section that does not exist")
+        self.write("src/core/a.cpp", "// docs/gone.md\n")
+        self.expect("words", "src/core/a.cpp:1: names 'docs/gone.md'")
 
     def test_paths_words_links(self):
         self.write("src/core/a.cpp", '// see /mnt/x/y\n')

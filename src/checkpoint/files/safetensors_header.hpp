@@ -28,8 +28,8 @@ struct SafetensorsHeader {
   SafetensorsMetadata metadata;
 };
 
-/// Reads and checks the header of an open file, without touching the data. Every rule of docs/checkpoints.md,
-/// "safetensors"; errors name the file and, where there is one, the tensor.
+/// Reads and checks the header of an open file, without touching the data, by what docs/checkpoints.md, "What
+/// is refused", says of safetensors; errors name the file and, where there is one, the tensor.
 Result<SafetensorsHeader> ReadSafetensorsHeader(const platform::InputFile& file);
 
 /// True for valid UTF-8.
