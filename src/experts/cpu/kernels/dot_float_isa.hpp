@@ -198,20 +198,16 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       StoreTotals<kHeight>(totals, out);
     }
     const uint8_t* const stripe_begin = stripes;
-    const int64_t header =
-        Panel::HeaderBytes(blocks);  // blocks ask for as many lines as they have themselves
-    PrefetchBlock<0>(stripes, header, tile);
-    if constexpr (kTwice) {
-      PrefetchBlockFar<0>(stripes, header, tile);
-    }
+    const int64_t header = Panel::HeaderBytes(blocks);
+    PrefetchBlock<kTwice, 0, 0>(stripes, header,
+                                tile);  // blocks ask for as many lines as they have themselves
     stripes += header;
     int64_t block = 0;
     for (; block + kBlocks <= blocks; block += kBlocks) {
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
       constexpr bool kAsks = kTwice || AsksByVectors<kWeight, kKind, kHeight>();
       constexpr int kBytes = kBlocks * Panel::kBlockBytes, kFirst = kAsks ? kBlocks * Panel::kCodeBytes : 0;
-      const Distances ahead = {PrefetchBlock<kBytes, kFirst>(stripes, kBytes, tile),
-                               kTwice ? PrefetchBlockFar<kFirst>(stripes, kBytes, tile) : 0};
+      const Distances ahead = PrefetchBlock<kTwice, kBytes, kFirst>(stripes, kBytes, tile);
       for (int unit = 0; unit < Panel::kUnits; unit += kAtOnce) {
         if constexpr (kStored) {
           DecodeUnit<kWeight, F32Unit>(stripes + unit * Panel::kUnitBytes, stored);
@@ -233,8 +229,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
       stripes += kBlocks * Panel::kBlockBytes;
     }
     if (kBlocks > 1 && block < blocks) {
-      const Distances ahead = {InStretch(stripes + tile->prefetch, tile) - stripes,
-                               InStretch(stripes + tile->prefetch_far, tile) - stripes};
+      const Distances ahead = PrefetchBlock<kTwice, 0, 0>(stripes, 0, tile);  // none but those beside vectors
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
         ShortUnits<kWeight, kKind, kHeight, 1, kTwice>(stripes, group_scales, ahead, half, words, scales,

@@ -45,8 +45,8 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
       constexpr bool kByUnits = AsksByUnits<kWeight, kKind, kHeight>();
       constexpr int kFirst = kByUnits || AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
-      const Distances ahead = {PrefetchBlock<Panel::kLeastBytes, kFirst>(stripes, block_bytes, tile),
-                               kTwice ? PrefetchBlockFar<Panel::kCodeBytes>(stripes, block_bytes, tile) : 0};
+      const Distances ahead =
+          PrefetchBlock<kTwice, Panel::kLeastBytes, kFirst, Panel::kCodeBytes>(stripes, block_bytes, tile);
       const uint8_t* unit = stripes;
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (kByUnits) {

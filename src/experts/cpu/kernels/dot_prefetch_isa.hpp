@@ -29,43 +29,34 @@ FMOE_INLINE const uint8_t* InRegister(const uint8_t* p) {
   return p;
 }
 
-/// Short tiles ask for the lines that follow a block by the distance of the tile (CpuPlan says which, and
-/// why). Blocks have kLeastBytes, or more where the type of their scales says so; the first kFirst are left
-/// to the kernel, which asks for them at the distance that is returned.
-template <int64_t kLeastBytes, int64_t kFirst = 0>
-FMOE_INLINE int64_t PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
-  constexpr int64_t kLines = (kLeastBytes + 63) / 64;
-  const uint8_t* ahead = InStretch(block + tile->prefetch, tile);
-  for (int64_t line = kFirst / 64; line < kLines; ++line) {
-    Prefetch(ahead + 64 * line);
-  }
-  for (int64_t line = kLines; line * 64 < bytes; ++line) {
-    Prefetch(ahead + 64 * line);
-  }
-  return ahead - block;
-}
-
-/// The same of lines into L2, by the tile's distance for that (TileView::prefetch_far).
-template <int64_t kFirst>
-FMOE_INLINE int64_t PrefetchBlockFar(const uint8_t* block, int64_t bytes, const TileView* tile) {
-  const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
-  for (int64_t at = kFirst; at < bytes; at += 64) {
-    PrefetchFar(far + at);
-  }
-  return far - block;
-}
-
 /// From what a kernel reads to the lines that it asks for.
 struct Distances {
   int64_t near;  ///< into L1
   int64_t far;   ///< into L2, by those that ask twice
 };
 
-/// Of a block whose lines are asked for twice, beside steps those of its first kFirst bytes.
-template <int64_t kLeastBytes, int64_t kFirst>
-FMOE_INLINE Distances PrefetchBlockTwice(const uint8_t* block, int64_t bytes, const TileView* tile) {
-  return {PrefetchBlock<kLeastBytes, kFirst>(block, bytes, tile),
-          PrefetchBlockFar<kFirst>(block, bytes, tile)};
+/// Short tiles ask for the lines that follow a block by the distances of the tile (CpuPlan says which, and
+/// why), where they ask twice (KernelTable::asks_twice) into L2 too. Blocks have kLeastBytes, or more where
+/// the type of their scales says so; the first kFirst, and kFirstFar of those into L2, are left to the
+/// kernel, which asks for them at the distances that are returned.
+template <bool kTwice, int64_t kLeastBytes, int64_t kFirst, int64_t kFirstFar = kFirst>
+FMOE_INLINE Distances PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
+  constexpr int64_t kLines = (kLeastBytes + 63) / 64;
+  const uint8_t* near = InStretch(block + tile->prefetch, tile);
+  for (int64_t line = kFirst / 64; line < kLines; ++line) {
+    Prefetch(near + 64 * line);
+  }
+  for (int64_t line = kLines; line * 64 < bytes; ++line) {
+    Prefetch(near + 64 * line);
+  }
+  if constexpr (!kTwice) {
+    return {near - block, 0};
+  }
+  const uint8_t* far = InStretch(block + tile->prefetch_far, tile);
+  for (int64_t at = kFirstFar; at < bytes; at += 64) {
+    PrefetchFar(far + at);
+  }
+  return {near - block, far - block};
 }
 
 /// The lines that a kernel asks for next, where it asks twice.

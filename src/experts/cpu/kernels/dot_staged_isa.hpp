@@ -102,12 +102,12 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
     Floats totals[kHeight];
     Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
     const uint8_t* const stripe_begin = stripes;
-    PrefetchBlockTwice<0, 0>(stripes + kPair, header, tile);
+    PrefetchBlock<true, 0, 0>(stripes + kPair, header, tile);
     stripes += header;
     for (int64_t block = 0; block + 2 <= blocks; block += 2, words += 2 * Panel::kWords * kHeight) {
       const uint8_t* const read = stripes + kPair;
       const TwoRequests asked =
-          RequestsFrom(read, PrefetchBlockTwice<kPair, 2 * Panel::kVectors * 64>(read, kPair, tile));
+          RequestsFrom(read, PrefetchBlock<true, kPair, 2 * Panel::kVectors * 64>(read, kPair, tile));
       const bool ends = block + 4 > blocks;
       const uint8_t* scales = Panel::ScalesOf(stripe_begin, stripes, block);
       const uint8_t* next = read + (ends ? last + header : 0);
@@ -122,7 +122,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
       stripes += kPair;
     }
     if (last > 0) {
-      PrefetchBlockTwice<0, 0>(stripes + kPair, last, tile);
+      PrefetchBlock<true, 0, 0>(stripes + kPair, last, tile);
       ShortUnits<kWeight, kTileF32, kHeight, 1, false>(
           stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1), {}, 0, words, tile->scale, totals);
       stripes += last;
