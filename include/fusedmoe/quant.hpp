@@ -47,9 +47,16 @@ struct WeightFormat {
   /// Codes of kU4 that are indices of numbers. Layouts go to it from bytes (StoredIntegers::codebook); a
   /// source of weights has the bytes.
   Codebook codebook = Codebook::kNone;
-  /// The code that means zero when no zero points are stored: 8 for kU4, 128 for kU8, else 0.
+  /// Codes of kU8 that fewer bits hold: 2, 3, 5 or 6; 0: all of them. Layouts go to them from wider codes
+  /// (StoredIntegers::bits), as they go to a codebook.
+  int code_bits = 0;
+  /// The code that means zero when no zero points are stored: the middle of all codes of integers, else 0.
   int implied_zero() const {
-    return codebook != Codebook::kNone ? 0 : element == DType::kU4 ? 8 : element == DType::kU8 ? 128 : 0;
+    return codebook != Codebook::kNone ? 0
+           : code_bits != 0            ? 1 << (code_bits - 1)
+           : element == DType::kU4     ? 8
+           : element == DType::kU8     ? 128
+                                       : 0;
   }
   bool has_block_scale() const { return !(block == kPerTensor); }
   bool quantized() const {
@@ -63,7 +70,7 @@ struct WeightFormat {
 /// where one type has minima; or bytes where the type has few values. A layout that has a format for each
 /// GEMM goes back to this, without loss (weights/narrow.hpp).
 struct StoredIntegers {
-  int bits = 0;       ///< 4 or 8: they fit around the middle of a code, or below zero points; 0: unknown
+  int bits = 0;       ///< 1 to 8: they fit around the middle of a code, or below zero points; 0: unknown
   int64_t group = 0;  ///< columns of a scale
   bool zero_points = false;         ///< they have some, F32; else `center`, or that of the codebook, is zero
   int center = 0;                   ///< of codes as they stand below zero points

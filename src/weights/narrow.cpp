@@ -25,15 +25,22 @@ const std::byte* StoredRow(const Tensor& tensor, int64_t row) {
   return tensor.view().data() + row * tensor.view().stride_bytes(0);
 }
 
-/// Codes plus `shift`, which have to be below `end`.
-Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end) {
-  const bool nibbles = end == 16;
-  FMOE_ASSIGN_OR_RETURN(Tensor codes,
-                        Tensor::Allocate(nibbles ? DType::kU4 : DType::kU8, Shape{matrix.rows, matrix.cols}));
+/// Codes plus `shift`, which have to be below `end`, as `element`.
+Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end, DType element) {
+  const bool nibbles = element == DType::kU4;
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(element, Shape{matrix.rows, matrix.cols}));
   const TensorView to = codes.mutable_view();
-  std::vector<uint8_t> moved(static_cast<size_t>(RoundUp(matrix.cols, 2)), 0);
+  const auto width = static_cast<size_t>(RoundUp(matrix.cols, 2));
+  std::vector<uint8_t> moved(width, 0), spread(matrix.format.element == DType::kU4 ? width : 0);
   for (int64_t row = 0; row < matrix.rows; ++row) {
     const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
+    if (!spread.empty()) {
+      for (int64_t pair = 0; pair < CeilDiv(matrix.cols, 2); ++pair) {
+        spread[static_cast<size_t>(2 * pair)] = from[pair] & 15;
+        spread[static_cast<size_t>(2 * pair + 1)] = from[pair] >> 4;
+      }
+      from = spread.data();
+    }
     uint8_t lowest = 255, highest = 0;  // bytes, so that the loop runs in vectors of them
     for (int64_t col = 0; col < matrix.cols; ++col) {
       lowest = std::min(lowest, from[col]);
@@ -167,10 +174,13 @@ Status TakeCodebook(const CanonicalMatrix& matrix, CanonicalMatrix& narrow) {
   return Status::Ok();
 }
 
-/// Bytes, or what is a codebook's index already.
+/// Bytes, codes that hold those of fewer bits, or what is a codebook's index already.
 bool HoldsStored(const CanonicalMatrix& matrix) {
   const Codebook codebook = matrix.stored.codebook;
-  if (matrix.format.element == DType::kU4 && codebook != Codebook::kNone) {
+  if (matrix.format.element == DType::kU4 && codebook == Codebook::kNone) {
+    return matrix.stored.bits < 4;
+  }
+  if (matrix.format.element == DType::kU4) {
     const std::array<uint8_t, 256>& indices = CodebookIndices(codebook);
     for (size_t code = 0; code < 16; ++code) {
       if (indices[code] != code) {
@@ -186,7 +196,9 @@ bool HoldsStored(const CanonicalMatrix& matrix) {
 
 WeightFormat NarrowFormat(const WeightFormat& format, const StoredIntegers& stored) {
   WeightFormat narrow = format;
-  narrow.element = stored.bits == 4 ? DType::kU4 : DType::kU8;
+  const int bits = PanelBits(stored);
+  narrow.element = bits == 4 ? DType::kU4 : DType::kU8;
+  narrow.code_bits = bits == 4 || bits == 8 ? 0 : bits;
   narrow.codebook = stored.codebook;
   if (stored.super_exponent != 0 || CodebookOf(stored.codebook).factor != 1) {
     narrow.has_tensor_scale = true;
@@ -204,7 +216,7 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
   const bool has_zeros = !matrix.zero_point.empty();
   const bool scales =
       format.block_scale_dtype == DType::kF32 || format.block_scale_dtype == stored.scale_dtype;
-  if ((stored.bits != 4 && stored.bits != 8) || !HoldsStored(matrix) || format.block.row != 1 ||
+  if (stored.bits < 1 || stored.bits > 8 || !HoldsStored(matrix) || format.block.row != 1 ||
       format.block.col <= 0 || stored.group % format.block.col != 0 || !scales ||
       !matrix.group_index.empty() || (has_zeros && format.zero_point_dtype != DType::kF32) ||
       (stored.zero_points && !has_zeros)) {
@@ -233,7 +245,8 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
   } else {
     const int own_zero = has_zeros ? stored.center : format.implied_zero();
     const int shift = stored.zero_points ? 0 : narrow.format.implied_zero() - own_zero;
-    FMOE_ASSIGN_OR_RETURN(narrow.codes, MovedCodes(matrix, shift, 1 << stored.bits));
+    FMOE_ASSIGN_OR_RETURN(narrow.codes,
+                          MovedCodes(matrix, shift, 1 << PanelBits(stored), narrow.format.element));
   }
   if (narrow.format.super_cols != format.super_cols) {
     FMOE_RETURN_IF_ERROR(CheckSuperScales(narrow));

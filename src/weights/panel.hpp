@@ -24,6 +24,10 @@
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; of a
 ///             codebook, where the format has one, the index of a number
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
+///     2 bit   vector v = 16 k: byte 4n+j holds k = 16v+j in its low two bits, then 16v+4+j, 16v+8+j, 16v+12+j
+///     3 bit   4 vectors of the low two bits of a unit of 64 k, then 2 of the third: 32 k each, in this order
+///     5 bit   8 vectors of the low nibbles of a unit, then 2 of the fifth bits
+///     6 bit   8 vectors of the low nibbles of a unit, then 4 of the upper two bits, as 2 bit
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
 ///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
 ///     f16     vector v = 2 k: word 16j+n holds k = 2v+j
@@ -74,9 +78,12 @@ struct PanelFormat {
   int64_t block = kPanelUnit;           ///< k of a block
   PanelZero zeros = PanelZero::kNone;   ///< one for each scale, behind those of its group
   Codebook codebook = Codebook::kNone;  ///< of kU4: codes are indices of numbers
+  int code_bits = 0;                    ///< of kU8: those that codes need, where these are 2, 3, 5 or 6
   bool operator==(const PanelFormat&) const = default;
 
-  int64_t code_bytes() const { return kPanelRows * block * DTypeBits(code) / 8; }
+  /// Of a code as it stands.
+  int bits() const { return code_bits != 0 ? code_bits : DTypeBits(code); }
+  int64_t code_bytes() const { return kPanelRows * block * bits() / 8; }
   bool has_zero_points() const { return zeros != PanelZero::kNone; }
   /// Of one group in a block: its scales and zero points.
   int64_t group_bytes() const;
@@ -92,7 +99,7 @@ struct PanelFormat {
   /// be there.
   bool Holds(const PanelFormat& other) const;
   /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)",
-  /// "n16k128(IQ4, I8 per 32)"
+  /// "n16k128(IQ4, I8 per 32)", "n16k128(U6, I8 per 16)"
   std::string ToString() const;
 };
 
@@ -107,8 +114,8 @@ Result<PanelFormat> ChoosePanelFormat(const CanonicalMatrix& matrix);
 bool CutsStripes(const CanonicalMatrix& matrix);
 /// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
 uint32_t PanelCode(DType source, uint32_t code);
-/// What a code of integers means that no zero point stands beside: 8, 128.
-int PanelZeroPoint(DType code);
+/// What a code of integers means that no zero point stands beside: the middle of all.
+int PanelZeroPoint(const PanelFormat& format);
 
 /// The position of every packed k in the source matrix; -1 is padding. Groups of scales start on multiples of
 /// the panel's group: activation order is undone here, and a slice that starts inside a group pads before it.

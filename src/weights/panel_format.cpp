@@ -139,12 +139,14 @@ std::string PanelFormat::ToString() const {
           ? ""
           : fmt::format(", {}{} per {}{}", ScaleName(scale), kZeros[static_cast<int>(zeros)],
                         scale == PanelScale::kStripeF32 ? "16x" : "", group);
-  const std::string_view codes = codebook == Codebook::kNone ? DTypeName(code) : CodebookOf(codebook).name;
+  const std::string codes = code_bits != 0               ? fmt::format("U{}", code_bits)
+                            : codebook == Codebook::kNone ? std::string(DTypeName(code))
+                                                          : std::string(CodebookOf(codebook).name);
   return fmt::format("n16k{}({}{})", block, codes, scales);
 }
 
-int PanelZeroPoint(DType code) {
-  return code == DType::kU4 ? 8 : code == DType::kU8 ? 128 : 0;
+int PanelZeroPoint(const PanelFormat& format) {
+  return IsPanelInteger(format.code) ? 1 << (format.bits() - 1) : 0;
 }
 
 bool CutsStripes(const CanonicalMatrix& matrix) {
@@ -173,6 +175,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
   }
   panel.code = *code;
   panel.codebook = format.codebook;
+  panel.code_bits = format.code_bits;
   if (!format.has_block_scale()) {
     return panel;
   }

@@ -5,6 +5,7 @@
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/code_planes.hpp"
 #include "weights/panel.hpp"
 
 /// Matrices to stripes: the codes; their scales are those of panel_scales.cpp.
@@ -72,6 +73,25 @@ void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> colum
   std::fill(out + matrix.cols, out + columns.size(), uint8_t{0});
 }
 
+/// One row of codes of a block, as planes of their bits.
+void ScatterPlanes(const PanelFormat& format, const uint8_t* codes, int64_t row, uint8_t* block) {
+  const CodePlanes planes = CodePlanesOf(format.bits());
+  for (int index = 0; index < planes.count; ++index) {
+    const CodePlane plane = planes.planes[index];
+    const int64_t word_k = 32 / plane.bits;
+    for (int64_t k = 0; k < format.block; k += word_k) {
+      uint32_t word = 0;
+      for (int64_t four = k; four < k + word_k; four += 4) {
+        uint32_t bytes = 0;
+        std::memcpy(&bytes, codes + four, 4);
+        word |= (bytes >> plane.first_bit & plane.Mask() * 0x01010101U) << plane.ShiftOf(four);
+      }
+      const int64_t unit = k / kPanelUnit * kPanelUnit * kPanelRows * format.bits() / 8;
+      std::memcpy(block + unit + plane.WordOf(row, k % kPanelUnit), &word, 4);
+    }
+  }
+}
+
 /// Spreads one row of codes over the blocks of its stripe.
 void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, int64_t row,
                 std::byte* stripe) {
@@ -79,18 +99,8 @@ void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, 
   for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
     const uint8_t* in = codes + first;
     auto* out = reinterpret_cast<uint8_t*>(stripe);
-    if (DTypeBits(format.code) == 4) {
-      for (int64_t v = 0; v < format.block / 8; ++v) {
-        uint32_t low = 0, high = 0;
-        std::memcpy(&low, in + 8 * v, 4);
-        std::memcpy(&high, in + 8 * v + 4, 4);
-        low |= high << 4;
-        std::memcpy(out + v * 64 + row * 4, &low, 4);
-      }
-    } else if (IsPanelInteger(format.code)) {
-      for (int64_t v = 0; v < format.block / 4; ++v) {
-        std::memcpy(out + v * 64 + row * 4, in + 4 * v, 4);
-      }
+    if (format.bits() == 4 || IsPanelInteger(format.code)) {
+      ScatterPlanes(format, in, row, out);
     } else {
       for (int64_t pair = 0; pair < format.block / 2; ++pair) {
         std::memcpy(out + pair * 32 + row * 2, in + 2 * pair, 2);

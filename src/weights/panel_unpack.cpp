@@ -4,6 +4,7 @@
 
 #include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
+#include "weights/code_planes.hpp"
 #include "weights/codebook.hpp"
 #include "weights/panel.hpp"
 
@@ -11,19 +12,34 @@
 namespace fusedmoe {
 namespace {
 
-/// Byte offset of the code of (row, k) in its block, k < block; for nibbles the byte that holds it.
-int64_t CodeOffset(DType code, int64_t row, int64_t k) {
+/// Byte offset of a float of (row, k) in its block, k < block.
+int64_t FloatOffset(DType code, int64_t row, int64_t k) {
   switch (DTypeBits(code)) {
-    case 4:
-      return k / 8 * 64 + row * 4 + k % 4;
     case 8:
-      return IsPanelInteger(code) ? k / 4 * 64 + row * 4 + k % 4
-                                  : k / 4 * 64 + k % 4 / 2 * 32 + row * 2 + k % 2;
+      return k / 4 * 64 + k % 4 / 2 * 32 + row * 2 + k % 2;
     case 16:
       return code == DType::kF16 ? k * 32 + row * 2 : k / 2 * 64 + row * 4 + k % 2 * 2;
     default:
       return k * 64 + row * 4;
   }
+}
+
+/// The code of (row, k) of a block, k < block.
+uint32_t CodeAt(const PanelFormat& format, const std::byte* block, int64_t row, int64_t k) {
+  uint32_t code = 0;
+  if (format.bits() != 4 && !IsPanelInteger(format.code)) {
+    std::memcpy(&code, block + FloatOffset(format.code, row, k), static_cast<size_t>(format.bits() / 8));
+    return code;
+  }
+  const CodePlanes planes = CodePlanesOf(format.bits());
+  const std::byte* unit = block + k / kPanelUnit * kPanelUnit * kPanelRows * format.bits() / 8;
+  for (int index = 0; index < planes.count; ++index) {
+    const CodePlane plane = planes.planes[index];
+    const int64_t in_unit = k % kPanelUnit;
+    const auto byte = std::to_integer<uint32_t>(unit[plane.WordOf(row, in_unit) + k % 4]);
+    code |= (byte >> plane.ShiftOf(in_unit) & plane.Mask()) << plane.first_bit;
+  }
+  return code;
 }
 
 }  // namespace
@@ -33,12 +49,7 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blo
   const std::byte* block =
       stripe + format.header_bytes(blocks) + packed_col / format.block * format.block_bytes();
   const int64_t k = packed_col % format.block;
-  const std::byte* at = block + CodeOffset(format.code, row, k);
-  uint32_t code = 0;
-  std::memcpy(&code, at, static_cast<size_t>(std::max(1, DTypeBits(format.code) / 8)));
-  if (DTypeBits(format.code) == 4) {
-    code = k / 4 % 2 == 0 ? code & 15U : code >> 4;
-  }
+  const uint32_t code = CodeAt(format, block, row, k);
   float value = 0;
   if (format.code == DType::kF32) {
     value = std::bit_cast<float>(code);
@@ -47,7 +58,7 @@ float PanelValue(const PanelFormat& format, const std::byte* stripe, int64_t blo
   } else {
     value = DecodeCode(format.code, code);
   }
-  auto zero = static_cast<float>(format.codebook == Codebook::kNone ? PanelZeroPoint(format.code) : 0);
+  auto zero = static_cast<float>(format.codebook == Codebook::kNone ? PanelZeroPoint(format) : 0);
   if (format.scale == PanelScale::kNone) {
     return value - zero;
   }
@@ -93,16 +104,12 @@ void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std
       if (col < 0) {
         continue;
       }
-      const std::byte* at = stripe + k / format.block * format.block_bytes() +
-                            CodeOffset(format.code, row % kPanelRows, k % format.block);
-      if (DTypeBits(format.code) > 8) {
-        std::memcpy(codes + row * row_bytes + col * DTypeBits(format.code) / 8, at,
-                    static_cast<size_t>(DTypeBits(format.code) / 8));
+      uint32_t code = CodeAt(format, stripe + k / format.block * format.block_bytes(), row % kPanelRows,
+                             k % format.block);
+      if (format.bits() > 8) {
+        std::memcpy(codes + row * row_bytes + col * format.bits() / 8, &code,
+                    static_cast<size_t>(format.bits() / 8));
         continue;
-      }
-      auto code = static_cast<uint32_t>(*at);
-      if (DTypeBits(format.code) == 4) {
-        code = k / 4 % 2 == 0 ? code & 15U : code >> 4;
       }
       const bool six = DTypeBits(weight.element) == 6;
       code = six ? EncodeCode(weight.element, DecodeE4m3(static_cast<uint8_t>(code)))

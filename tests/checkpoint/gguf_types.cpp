@@ -44,8 +44,20 @@ bool HasTwoLevels(const GgufType& type) {
   return (type.id >= 10 && type.id <= 14) || type.id == 23;
 }
 
-double BookBits(const GgufType& type) {
+double NarrowBits(const GgufType& type) {
   switch (type.id) {
+    case 6:  // Q5_0
+      return 5.5;
+    case 7:  // Q5_1: scales and minima in F32
+      return 7;
+    case 10:  // Q2_K
+      return 3.25;
+    case 11:  // Q3_K
+      return 3.625;
+    case 13:  // Q5_K
+      return 5.75;
+    case 14:  // Q6_K
+      return 6.625;
     case 20:  // IQ4_NL
       return 4.5;
     case 16:  // IQ2_XXS, IQ3_XXS, IQ3_S, IQ4_XS

@@ -57,8 +57,9 @@ inline constexpr GgufType kGgufTypes[] = {{2, "Q4_0", "int4_w4a16:g32", 32, 18, 
 const GgufType& TypeNamed(std::string_view name);
 /// K types and IQ4_XS.
 bool HasTwoLevels(const GgufType& type);
-/// Bits a weight in panels of indices, of the IQ types that have such; else 0.
-double BookBits(const GgufType& type);
+/// Bits a weight in panels, of types whose codes are narrower there than in the matrix: indices of IQ types,
+/// and codes of 2, 3, 5 and 6 bits. Else 0.
+double NarrowBits(const GgufType& type);
 
 /// Random bytes below scales of 2^-8 to 2^-5 and minima of 2^-9 to 2^-6, of either sign; every eighth scale
 /// is zero.

@@ -176,7 +176,7 @@ TEST(Kernel_GroupScales, AreExact) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
     for (const KernelWeights& weights : kIntegerWeights) {
       if (weights.panel.group == 0 || weights.panel.scale == PanelScale::kI8 ||
-          weights.panel.codebook != Codebook::kNone ||
+          weights.panel.codebook != Codebook::kNone || weights.panel.code_bits != 0 ||
           (weights.panel.code != DType::kU4 && weights.panel.code != DType::kU8)) {
         continue;
       }
@@ -192,7 +192,7 @@ TEST(Kernel_GroupScales, AreExact) {
                               : scale == PanelScale::kBF16 ? DType::kBF16
                                                            : DType::kF16;
           // Codes are one above their zero points in k = 0 and equal them elsewhere.
-          const int zero = panel.has_zero_points() ? 5 : PanelZeroPoint(panel.code);
+          const int zero = panel.has_zero_points() ? 5 : PanelZeroPoint(panel);
           std::memset(block, panel.code == DType::kU4 ? zero * 17 : zero, sizeof(block));
           for (int64_t row = 0; row < kPanelRows; ++row) {
             block[4 * row] =

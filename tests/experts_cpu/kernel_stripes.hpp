@@ -44,6 +44,12 @@ inline constexpr KernelWeights kIntegerWeights[] = {
     {cpu::kWeightBookGroup32, {DType::kU4, PanelScale::kF16, 32, 64, PanelZero::kNone, Codebook::kIq4}},
     {cpu::kWeightBookSuper16, {DType::kU4, PanelScale::kI8, 16, 128, PanelZero::kNone, Codebook::kIq2}},
     {cpu::kWeightBookSuper32, {DType::kU4, PanelScale::kI8, 32, 128, PanelZero::kNone, Codebook::kIq3S}},
+    {cpu::kWeightU2Super16, {DType::kU8, PanelScale::kI8, 16, 128, PanelZero::kMinima, Codebook::kNone, 2}},
+    {cpu::kWeightU3Super16, {DType::kU8, PanelScale::kI8, 16, 128, PanelZero::kNone, Codebook::kNone, 3}},
+    {cpu::kWeightU5Group32, {DType::kU8, PanelScale::kF16, 32, 64, PanelZero::kNone, Codebook::kNone, 5}},
+    {cpu::kWeightU5Group32, {DType::kU8, PanelScale::kF32, 32, 64, PanelZero::kFloats, Codebook::kNone, 5}},
+    {cpu::kWeightU5Super32, {DType::kU8, PanelScale::kI8, 32, 128, PanelZero::kMinima, Codebook::kNone, 5}},
+    {cpu::kWeightU6Super16, {DType::kU8, PanelScale::kI8, 16, 128, PanelZero::kNone, Codebook::kNone, 6}},
 };
 
 inline constexpr KernelWeights kFloatWeights[] = {

@@ -70,6 +70,34 @@ TEST(PanelPacker_SuperBlocks, WritesTheBytesOfTheDefinition) {
   }
 }
 
+/// Bytes whose codes have fewer bits, with scales of one level and of two.
+TEST(PanelPacker_CodesOfFewBits, WritesTheBytesOfTheDefinition) {
+  std::mt19937 random(8);
+  for (const int bits : {2, 3, 5, 6}) {
+    const char* name = bits == 5 ? "int8_w8a16:g32" : "int8_w8a16:g16";
+    for (const bool super : {false, true}) {
+      cpu_test::Layer layer;
+      layer.spec.scheme = name;
+      layer.scheme = *ParseScheme(name);
+      CanonicalMatrix matrix = cpu_test::RandomMatrix(layer, 37, 1280, random);
+      if (super) {
+        testing_support::MakeSuper(matrix, /*minima=*/true, random);
+      }
+      matrix.format.code_bits = bits;
+      auto* codes = matrix.codes.mutable_view().as<uint8_t>();
+      for (int64_t i = 0; i < matrix.rows * matrix.cols; ++i) {
+        codes[i] = static_cast<uint8_t>(codes[i] & ((1 << bits) - 1));
+      }
+      for (const auto& [col, cols] : {std::pair<int64_t, int64_t>{0, 1280}, {128, 1024}, {224, 96}}) {
+        const CanonicalMatrix slice = *SliceMatrix(matrix, 0, 37, col, cols);
+        const PanelFormat format = *ChoosePanelFormat(slice.format, super);
+        ASSERT_EQ(format.bits(), bits);
+        ExpectBytesOfTheDefinition(slice, format, name);
+      }
+    }
+  }
+}
+
 /// Every scheme and awkward sizes.
 TEST(PanelPacker_EveryFormat, WritesTheBytesOfTheDefinition) {
   const char* const schemes[] = {

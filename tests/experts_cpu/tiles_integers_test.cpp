@@ -61,8 +61,8 @@ TEST(Tiles_Integers, AreWhatTheirPanelSays) {
       }
       ++ways;
       // Of FillStripes: scales below 4.5, zero points below 64, minima of two levels below 2.
-      const bool nibbles = panel.code == DType::kU4 && panel.codebook == Codebook::kNone;
-      const double most = 4.5 * (nibbles ? 15 + 64 : 255 + 64);
+      const int bits = panel.codebook == Codebook::kNone ? panel.bits() : 8;
+      const double most = 4.5 * ((1 << bits) - 1 + 64);
       EXPECT_EQ(format.shift, 0);
       EXPECT_EQ(format.post, 1.0F);
       for (const int64_t k : {128, 640, 1152}) {

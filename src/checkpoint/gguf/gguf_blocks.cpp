@@ -6,6 +6,7 @@
 
 #include "checkpoint/gguf/gguf_grid_types.hpp"
 #include "checkpoint/gguf/gguf_integers.hpp"
+#include "weights/narrow.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -132,7 +133,7 @@ constexpr bool kHasCodebook = requires {
 template <typename Type>
 constexpr StoredIntegers StoredAs() {
   StoredIntegers stored;
-  stored.bits = Type::kBits <= 4 ? 4 : 8;
+  stored.bits = Type::kBits;
   stored.group = Type::kGroup;
   stored.zero_points = Type::kMinima;
   stored.center = Type::kCenter;
@@ -149,10 +150,12 @@ constexpr StoredIntegers StoredAs() {
   return stored;
 }
 
-/// The same of a type that is listed as itself: nothing where it is listed in as few bits.
+/// The same of a type that is listed as itself: nothing where panels hold it in as many bits.
 template <typename Type>
 constexpr StoredIntegers StoredAlone() {
-  return kHasCodebook<Type> ? StoredAs<Type>() : StoredIntegers{};
+  constexpr StoredIntegers kStored = StoredAs<Type>();
+  constexpr bool kListed = PanelBits(kStored) == (Type::kBits <= 4 ? 4 : 8);
+  return kHasCodebook<Type> || !kListed ? kStored : StoredIntegers{};
 }
 
 /// A type with a scale for each block, its codes in bytes.

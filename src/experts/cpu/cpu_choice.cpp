@@ -56,7 +56,7 @@ bool IsAmd(const Machine& machine) {
 /// 4 13.9, 7.5 13.6). Cores of Intel are asked twice where kernels can, and once by others, beyond the page
 /// that they prefetch to its end by themselves.
 void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile, GemmShape& shape) {
-  const int bits = DTypeBits(shape.panel.code);
+  const int bits = shape.panel.bits();
   const int64_t wide_ahead = machine.Has(Isa::kAvx512) ? 5120 : 4096;
   if (!IsAmd(machine)) {
     const bool twice = table != nullptr && table->asks_twice[shape.kernel][tile];
@@ -85,11 +85,12 @@ void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile
 /// and 9
 /// %, `a8` 2 and 22; INT8 4 and 6, `a8` 5 and 0).
 int SlabTiles(const Machine& machine, WeightKernel kernel) {
+  const bool planes = kernel >= kWeightU4 && CodeBits(kernel) != 4 && CodeBits(kernel) != 8;
   if (IsAmd(machine)) {
-    return kernel == kWeightNvfp4 || HasTwoLevels(kernel) ? 4 : kNoSlabs;
+    return kernel == kWeightNvfp4 || HasTwoLevels(kernel) || planes ? 4 : kNoSlabs;
   }
-  if (kernel == kWeightU8) {
-    return 4;
+  if (kernel == kWeightU8 || planes) {
+    return planes ? 2 : 4;
   }
   return kernel == kWeightNvfp4 || kernel > kWeightU8 ? 3 : 2;
 }
@@ -189,7 +190,9 @@ std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const Stored
   }
   const Result<PanelFormat> panel =
       ChoosePanelFormat(NarrowFormat(problem.scheme.weight, stored), stored.zero_points);
-  return panel.ok() && KernelFor(*panel) != kNumWeightKernels ? std::optional(*panel) : std::nullopt;
+  const bool has_kernels = panel.ok() && KernelFor(*panel) != kNumWeightKernels &&
+                           (panel->code_bits == 0 || !ActivationOf(problem).quantized());
+  return has_kernels ? std::optional(*panel) : std::nullopt;
 }
 
 bool CutAlike(const CpuPlan& plan, const MoeProblem& problem, WeightKernel kernel) {

@@ -169,7 +169,12 @@ std::string_view WeightKernelName(WeightKernel kernel) {
                                                           "u8_super32",
                                                           "u4_book32",
                                                           "u4_book_super16",
-                                                          "u4_book_super32"};
+                                                          "u4_book_super32",
+                                                          "u4_bits2_super16",
+                                                          "u4_bits3_super16",
+                                                          "u8_bits5_group32",
+                                                          "u8_bits5_super32",
+                                                          "u8_bits6_super16"};
   return kernel < kNumWeightKernels ? kNames[kernel] : "none";
 }
 

@@ -22,7 +22,11 @@ PanelTransform TransformOf(DType element, const PanelFormat& format) {
     case DType::kU4:
       return kPanelNibbles;
     case DType::kU8:
-      return kPanelBytes;
+      return format.code_bits == 2   ? kPanelU2
+             : format.code_bits == 3 ? kPanelU3
+             : format.code_bits == 5 ? kPanelU5
+             : format.code_bits == 6 ? kPanelU6
+                                     : kPanelBytes;
     case DType::kF8E4M3:
     case DType::kF8E5M2:
       return kPanelHalfLanes;

@@ -152,7 +152,7 @@ void PanelSides::Pack(int64_t first_row, int64_t rows) {
   table_.pack_sides[transform_](&scales_);
   if (format_.has_zero_points() && matrix_.zero_point.empty()) {
     for (int64_t group = 0; group < real_groups_; ++group) {
-      std::memset(zeros_.out + group * zeros_.stride, PanelZeroPoint(format_.code), kPanelRows);
+      std::memset(zeros_.out + group * zeros_.stride, PanelZeroPoint(format_), kPanelRows);
     }
   } else if (format_.has_zero_points()) {
     PointAt(zero_rows_, first_row, rows, zeros_.rows);

@@ -9,6 +9,7 @@
 /// registers for it, and multiplied as slabs are. Four tokens, weights in L2, by slabs -> so, GMAC/s (Zen 3):
 /// NVFP4 40 -> 49, MXFP4 42 -> 51, INT4 g128 44 -> 54, INT8 g32 39 -> 49, `a8` 67 -> 79, 73 -> 89, 82 -> 95,
 /// 41 -> 50.
+/// Codes in planes, for which this would take GCC as long again as all that they have, go as slabs.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -34,8 +35,7 @@ struct PanelUnit {
     constexpr int kFour = kIndex / kPerFour;  // of k, from those of `first` on
     const int eight = first / (2 * kPerFour) + kFour / 2;
     Ints bytes[2];
-    Panel::DecodeEight(unit.codes + Offset(unit, v) + eight * Panel::kEightBytes, HalfOf(v), unit.table,
-                       bytes);
+    Panel::template DecodeEight<0>(unit.codes + Offset(unit, v), eight, HalfOf(v), unit.table, bytes);
     const Ints four = bytes[kFour % 2];
     return !kWords ? four : kIndex % 2 == 0 ? EvenBytes(four) : OddBytes(four);
   }
@@ -101,13 +101,15 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
 template <WeightKernel kWeight, TileKind kKind>
 void FewOrSlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                     const TileView* tiles, int64_t num_tiles, float* out) {
-  constexpr int64_t kStripeSums = kMaxHeight * 16;
-  const int tokens = num_tiles == 1 ? tiles[0].tokens : 0;
-  if (tokens == 3 || tokens == 4) {
-    const auto few = tokens == 3 ? &FewStripes<kWeight, kKind, 3> : &FewStripes<kWeight, kKind, 4>;
-    const int64_t units = blocks * IntegerPanel<kWeight>::kUnits;
-    for (; num_stripes >= 2; num_stripes -= 2, stripes += 2 * stride, out += 2 * kStripeSums) {
-      few(stripes, 2, stride, units, tiles[0], out);
+  if constexpr (!IntegerPanel<kWeight>::kPlanes) {
+    const int tokens = num_tiles == 1 ? tiles[0].tokens : 0;
+    if (tokens == 3 || tokens == 4) {
+      constexpr int64_t kStripeSums = kMaxHeight * 16;
+      const auto few = tokens == 3 ? &FewStripes<kWeight, kKind, 3> : &FewStripes<kWeight, kKind, 4>;
+      const int64_t units = blocks * IntegerPanel<kWeight>::kUnits;
+      for (; num_stripes >= 2; num_stripes -= 2, stripes += 2 * stride, out += 2 * kStripeSums) {
+        few(stripes, 2, stride, units, tiles[0], out);
+      }
     }
   }
   if (num_stripes > 0) {

@@ -33,13 +33,15 @@ constexpr int kSlabUnitsOf = kWords ? 4 : 8;
 
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool HasWordSlabs() {
-  return IntegerPanel<kWeight>::kLargestCode > 24 || Planes(kKind) > 1;
+  return VectorsInWords(IntegerPanel<kWeight>::kLargestCode) == 0 || Planes(kKind) > 1;
 }
 
-/// Vectors of four k whose products words can add up: 24 * 127 * 2 * 5 and 15 * 127 * 2 * 8 are below 2^15.
+/// Vectors of four k whose products words add up: of a group at most.
 template <WeightKernel kWeight>
 constexpr int SlabFours() {
-  return IntegerPanel<kWeight>::kLargestCode > 15 || IntegerPanel<kWeight>::kGroup == 16 ? 4 : 8;
+  constexpr int kFours = IntegerPanel<kWeight>::kGroup / 4;
+  constexpr int kMost = VectorsInWords(IntegerPanel<kWeight>::kLargestCode);
+  return kFours < kMost ? kFours : kMost;
 }
 
 /// A unit of a pair of vectors as L1 holds it. Formats that look alike share it, and what multiplies it.
@@ -98,9 +100,9 @@ struct SlabOf {
   /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
   FMOE_INLINE void DecodeVector(const uint8_t* unit, const Sides& sides, int half, Ints table, int at,
                                 Type* out) {
-    for (int step = 0; step < 4; ++step) {
+    const auto decode = [&](auto step) FMOE_FLAT {
       Ints weights[4];
-      Panel::Decode(unit, step, half, table, weights);
+      Panel::template Decode<Panel::PhaseOf(2 * decltype(step)()) / 2>(unit, step, half, table, weights);
       Unroll<4>([&](auto q) FMOE_FLAT {
         if constexpr (kWords) {
           StoreInts(out->codes[(step * 4 + q) * 2][at], EvenBytes(weights[q]));
@@ -109,6 +111,13 @@ struct SlabOf {
           StoreInts(out->codes[step * 4 + q][at], weights[q]);
         }
       });
+    };
+    if constexpr (Panel::kPlanes) {
+      Unroll<4>(decode);
+    } else {
+      for (int step = 0; step < 4; ++step) {
+        decode(step);
+      }
     }
     if constexpr (Type::kScales) {
       Unroll<Type::kGroups>(

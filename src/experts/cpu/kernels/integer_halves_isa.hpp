@@ -17,32 +17,12 @@ namespace {
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
   return kHalves == 2 && !kHasByteDot && kHeight <= 2 && kKind != kTileA24 &&
-         IntegerPanel<kWeight>::kLargestCode <= 24;
+         VectorsInWords(IntegerPanel<kWeight>::kLargestCode) > 0;
 }
 
-/// 16 k: sums[half][token] += weights * codes, two planes as 128 * upper + lower.
-template <WeightKernel kWeight, int kPlanes, int kHeight>
-FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, const int32_t* words,
-                                 Ints (*sums)[kHeight]) {
-  using Panel = IntegerPanel<kWeight>;
-  Ints words16[kPlanes][kHeight][kHalves];  // the sum of eight products: at most 8 * 24 * 127 = 24384
-  Unroll<2>([&](auto vector) FMOE_FLAT {
-    Ints weights[kHalves][2];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      Panel::DecodeEight(unit + (2 * step + vector) * Panel::kEightBytes, half, table, weights[half]);
-    });
-    Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;
-      constexpr int kToken = decltype(i)() % kHeight;
-      const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        Ints& sum = words16[kPlane][kToken][half];
-        const Ints products = MultiplyAddPairs(weights[half][kWord], word);
-        sum = vector == 0 && kWord == 0 ? products : AddWords(sum, products);
-        InPlace(sum);
-      });
-    });
-  });
+/// sums[half][token] += words that have added products up, two planes as 128 * upper + lower.
+template <int kPlanes, int kHeight>
+FMOE_INLINE void AddWordSums(const Ints (*words16)[kHeight][kHalves], Ints (*sums)[kHeight]) {
   Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
     constexpr int kToken = decltype(i)() / kHalves, kHalf = decltype(i)() % kHalves;
     Ints& sum = sums[kHalf][kToken];
@@ -51,6 +31,37 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, int step, Ints table, cons
     }
     sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][kToken][kHalf], 1));
   });
+}
+
+/// 16 k: sums[half][token] += weights * codes.
+template <WeightKernel kWeight, int kPlanes, int kHeight, int kStep>
+FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t* words,
+                                 Ints (*sums)[kHeight]) {
+  using Panel = IntegerPanel<kWeight>;
+  constexpr bool kTwoVectors = VectorsInWords(Panel::kLargestCode) == 2;  // else all four
+  Ints words16[kPlanes][kHeight][kHalves];
+  Unroll<2>([&](auto vector) FMOE_FLAT {
+    Ints weights[kHalves][2];
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      constexpr int kEight = 2 * kStep + decltype(vector)();
+      Panel::template DecodeEight<Panel::PhaseOf(kEight)>(unit, kEight, half, table, weights[half]);
+    });
+    Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
+      constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;
+      constexpr int kToken = decltype(i)() % kHeight;
+      const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
+      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+        Ints& sum = words16[kPlane][kToken][half];
+        const Ints products = MultiplyAddPairs(weights[half][kWord], word);
+        sum = (kTwoVectors || vector == 0) && kWord == 0 ? products : AddWords(sum, products);
+        InPlace(sum);
+      });
+    });
+    if constexpr (kTwoVectors && vector == 0) {
+      AddWordSums<kPlanes, kHeight>(words16, sums);
+    }
+  });
+  AddWordSums<kPlanes, kHeight>(words16, sums);
 }
 
 /// One unit of 64 k.
@@ -72,8 +83,8 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
     });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
-      Dot16BothHalves<kWeight, kPlanes, kHeight>(unit, kStep, table, words + kStep * kPlanes * 4 * kHeight,
-                                                 sums);
+      Dot16BothHalves<kWeight, kPlanes, kHeight, kStep>(unit, table, words + kStep * kPlanes * 4 * kHeight,
+                                                        sums);
     });
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       const Floats scale = LoadGroupScale<kWeight>(sides, group, half);

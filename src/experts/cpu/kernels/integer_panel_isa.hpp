@@ -24,6 +24,40 @@ struct Sides {
   GroupScales type;
 };
 
+/// Bits [kAt, kAt + kPlaneBits) of two vectors of codes: those of eight k in a plane of a unit. A vector of
+/// the plane holds eight k several times, the first of them in its lowest bits. kPhase: of `eight`, modulo 4.
+template <int kPlaneBits, int kAt, int kPhase>
+FMOE_INLINE void LoadPlane(const uint8_t* plane, int eight, int half, Ints* out) {
+  constexpr int kEights = 4 / kPlaneBits, kFrom = kPhase % kEights * 2 * kPlaneBits;
+  const Ints x = LoadBytes(plane + eight / kEights * 64, half);
+  out[0] = MoveBits<kFrom, kAt, kPlaneBits>(x);
+  out[1] = MoveBits<kFrom + kPlaneBits, kAt, kPlaneBits>(x);
+}
+
+/// Eight k of codes of 2, 3, 5 or 6 bits (weights/panel.hpp), whose upper bits may stand in a plane of their
+/// own.
+template <int kBits, int kPhase>
+FMOE_INLINE void DecodePlanes(const uint8_t* unit, int eight, int half, Ints* out) {
+  constexpr int kLow = kBits < 4 ? 2 : 4;
+  if constexpr (kLow == 4) {
+    DecodeU4(unit + eight * 64, half, out);
+  } else {
+    LoadPlane<kLow, 0, kPhase>(unit, eight, half, out);
+  }
+  if constexpr (kBits > kLow) {
+    Ints upper[2];
+    LoadPlane<kBits - kLow, kLow, kPhase>(unit + 128 * kLow, eight, half, upper);
+    out[0] = IntOr(out[0], upper[0]);
+    out[1] = IntOr(out[1], upper[1]);
+  }
+}
+
+/// Vectors of codes whose products with bytes words can add up, two of each vector: 2 * 127 * 24 * 5, 15 * 8,
+/// 31 * 4 and 63 * 2 are below 2^15. 0: bytes, which words cannot.
+constexpr int VectorsInWords(int largest_code) {
+  return largest_code > 63 ? 0 : largest_code > 31 ? 2 : largest_code > 15 ? 4 : 8;
+}
+
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
 struct IntegerPanel : ScaleLayout<kWeight> {
@@ -31,14 +65,19 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   using ScaleLayout<kWeight>::GroupStride, ScaleLayout<kWeight>::UnitsBytes;
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
   static constexpr bool kBook = HasCodebook(kWeight);
-  static constexpr bool kNibbles = kWeight < kWeightU8 || kBook;
+  static constexpr int kBits = CodeBits(kWeight);
+  static constexpr bool kNibbles = kBits == 4;
+  static constexpr bool kPlanes = kBits < 4 || kBits == 5 || kBits == 6;
+  /// What decoding eight k has to know of their number: with fewer answers, fewer copies are compiled.
+  static constexpr int PhaseOf(int eight) { return kPlanes ? eight % 4 : 0; }
+  /// The same of a group.
+  static constexpr int PhaseOfGroup(int group) { return kPlanes && kGroup == 16 ? group % 2 : 0; }
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
   static constexpr int kGroup = CorrectionGroup(kWeight);
-  static constexpr int kUnitBytes = kNibbles ? 512 : 1024;
-  static constexpr int kEightBytes = kUnitBytes / 8;  // of eight k
+  static constexpr int kUnitBytes = 128 * kBits;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1 ? 24 : kNibbles && !kBook ? 15 : 255;
+  static constexpr int kLargestCode = kE2m1 ? 24 : kBook ? 255 : (1 << kBits) - 1;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
@@ -69,23 +108,29 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 
-  /// Eight k as two vectors of unsigned bytes, or less 128.
-  FMOE_INLINE void DecodeEight(const uint8_t* at, int half, Ints table, Ints* out) {
+  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kPlanes), `eight`
+  /// modulo 4.
+  template <int kPhase>
+  FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Ints table, Ints* out) {
     if constexpr (kE2m1 || kBook) {
-      DecodeByTable(at, half, table, out);
+      DecodeByTable(unit + eight * 64, half, table, out);
     } else if constexpr (kNibbles) {
-      DecodeU4(at, half, out);
+      DecodeU4(unit + eight * 64, half, out);
+    } else if constexpr (kPlanes) {
+      DecodePlanes<kBits, kPhase>(unit, eight, half, out);
     } else {
-      Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(at + q * 64, half); });
+      Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + eight * 128 + q * 64, half); });
       if constexpr (kLess128) {
         Unroll<2>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
       }
     }
   }
-  /// 16 k as four of them.
+  /// 16 k as four of them. kPhase: of `step`, modulo 2.
+  template <int kPhase>
   FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
-    Unroll<2>([&](auto i)
-                  FMOE_FLAT { DecodeEight(unit + (2 * step + i) * kEightBytes, half, table, out + 2 * i); });
+    Unroll<2>([&](auto i) FMOE_FLAT {
+      DecodeEight<PhaseOf(2 * kPhase + i)>(unit, 2 * step + i, half, table, out + 2 * i);
+    });
   }
 };
 

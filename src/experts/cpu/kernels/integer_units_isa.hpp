@@ -20,19 +20,19 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
       Unroll<kCount>(
           [&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
     });
-  } else if constexpr (kLargestCode <= 24) {
-    // Words hold the sum of eight products: 8 * 24 * 127 = 24384.
+  } else if constexpr (VectorsInWords(kLargestCode) > 0) {
+    constexpr int kAdded = VectorsInWords(kLargestCode) < 4 ? VectorsInWords(kLargestCode) : 4;
     Ints words16[kCount];
     Unroll<4>([&](auto q) FMOE_FLAT {
       Unroll<kCount>([&](auto t) FMOE_FLAT {
         const Ints products = MultiplyAddPairs(weights[q], IntSet(words[q * height + t]));
-        words16[t] = q == 0 ? products : AddWords(words16[t], products);
+        words16[t] = q % kAdded == 0 ? products : AddWords(words16[t], products);
         InPlace(words16[t]);
+        if constexpr (q % kAdded == kAdded - 1) {
+          sums[t] = IntAdd(sums[t], MultiplyAddWords(words16[t], 1));
+          InPlace(sums[t]);
+        }
       });
-    });
-    Unroll<kCount>([&](auto t) FMOE_FLAT {
-      sums[t] = IntAdd(sums[t], MultiplyAddWords(words16[t], 1));
-      InPlace(sums[t]);
     });
   } else {
     // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
@@ -59,12 +59,12 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   }
 }
 
-/// Whether 15-bit activations are made words of two k (SlabWords) before they meet weights: bytes above 24,
+/// Whether 15-bit activations are made words of two k (SlabWords) before they meet weights: bytes above 63,
 /// which would go as two nibbles in two planes, 13 operations for 32 weights instead of 6. INT8 in groups of
 /// 128 on Zen 3, weights in L2, one token and two: 18 -> 25 and 13 -> 19 GB/s.
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool TakesWords() {
-  return kHasSlabs && kKind == kTileA16 && IntegerPanel<kWeight>::kLargestCode > 24;
+  return kHasSlabs && kKind == kTileA16 && VectorsInWords(IntegerPanel<kWeight>::kLargestCode) == 0;
 }
 
 /// sums[t] += 16 k of weights times those of kCount tokens: words[q][t][k 0 and 2; 1 and 3].
@@ -121,7 +121,8 @@ constexpr bool AsksBySteps() {
 /// One group of k of one unit for tokens [first, first + kCount): integer sums as fp32, exact below 2^24.
 /// Integers in groups add their correction behind the products: chains that started at it or at zero, as
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
-template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount, bool kTwice>
+/// kPhase: PhaseOfGroup.
+template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount, bool kTwice, int kPhase>
 FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
                            const int32_t* correction, bool zero_points, int first, Distances ahead,
                            Floats* sums) {
@@ -144,7 +145,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    Unroll<Panel::kUnitBytes / 256>([&](auto line) FMOE_FLAT {
+    Unroll<(Panel::kUnitBytes + 255) / 256>([&](auto line) FMOE_FLAT {
       [[maybe_unused]] Ints& beside = sum[step % kChains][line % Planes(kKind)][0];
       [[maybe_unused]] const int at = (group * kSteps + step) * (Panel::kUnitBytes / 4) + line * 64;
       if constexpr (kTwice) {
@@ -155,7 +156,8 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
       }
     });
     Ints weights[4];
-    Panel::Decode(unit, group * kSteps + step, half, table, weights);
+    constexpr int kStepPhase = Panel::kPlanes ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
+    Panel::template Decode<kStepPhase>(unit, group * kSteps + step, half, table, weights);
     if constexpr (TakesWords<kWeight, kKind>()) {
       DotWords16<kCount>(sum[0][Planes(kKind) - 1], weights, words + step * kStepWords + 2 * first, kHeight);
     } else {
@@ -225,13 +227,14 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
   }
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   auto one_group = [&](auto group) FMOE_FLAT {
+    constexpr int kPhase = Panel::PhaseOfGroup(decltype(group)());
     const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
     const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
-      GroupSums<kWeight, kKind, kHeight, kCount, kTwice>(unit, group, half, table,
+      GroupSums<kWeight, kKind, kHeight, kCount, kTwice, kPhase>(unit, group, half, table,
                                                          words + group * kGroupWords, group_correction,
                                                          zero_points, kFirst, ahead, sums);
       Unroll<kCount>([&](auto i) FMOE_FLAT {
@@ -246,7 +249,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
       });
     });
   };
-  if constexpr (kHeight <= 2) {
+  if constexpr (kHeight <= 2 || Panel::kPlanes) {
     Unroll<kGroups>(one_group);
   } else {
     for (int group = 0; group < kGroups; ++group) {

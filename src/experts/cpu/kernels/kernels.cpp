@@ -75,6 +75,7 @@ struct PanelKernel {
   int64_t group;
   WeightKernel kernel;
   bool codebook = false;
+  int code_bits = 0;
 };
 
 constexpr PanelKernel kPanelKernels[] = {
@@ -105,6 +106,11 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kU4, PanelScale::kBF16, 32, kWeightBookGroup32, true},
     {DType::kU4, PanelScale::kI8, 16, kWeightBookSuper16, true},
     {DType::kU4, PanelScale::kI8, 32, kWeightBookSuper32, true},
+    {DType::kU8, PanelScale::kI8, 16, kWeightU2Super16, false, 2},
+    {DType::kU8, PanelScale::kI8, 16, kWeightU3Super16, false, 3},
+    {DType::kU8, PanelScale::kBF16, 32, kWeightU5Group32, false, 5},
+    {DType::kU8, PanelScale::kI8, 32, kWeightU5Super32, false, 5},
+    {DType::kU8, PanelScale::kI8, 16, kWeightU6Super16, false, 6},
 };
 
 }  // namespace
@@ -186,7 +192,7 @@ WeightKernel KernelFor(const PanelFormat& format) {
   const bool codebook = format.codebook != Codebook::kNone;
   for (const PanelKernel& row : kPanelKernels) {
     if (row.code == format.code && row.scale == scale && row.group == format.group &&
-        row.codebook == codebook) {
+        row.codebook == codebook && row.code_bits == format.code_bits) {
       return row.kernel;
     }
   }

@@ -15,6 +15,10 @@ enum PanelTransform : int {
   kPanelHalfWords,  ///< f16: as fp8
   kPanelFloats,     ///< f32
   kPanelSixBits,    ///< 6-bit codes to those of fp8, by a table
+  kPanelU2,         ///< bytes whose codes have fewer bits, to planes of these
+  kPanelU3,
+  kPanelU5,
+  kPanelU6,
   kNumPanelTransforms
 };
 

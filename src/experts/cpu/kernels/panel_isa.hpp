@@ -3,6 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "experts/cpu/kernels/integer_panel_isa.hpp"
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
 #include "experts/cpu/kernels/lines_isa.hpp"
 
@@ -35,6 +36,10 @@ constexpr int64_t UnitLines(PanelTransform transform) {
          : transform == kPanelWords || transform == kPanelHalfWords ? 32
          : transform == kPanelFloats                                ? 64
                                                                     : 16;
+}
+/// Bits of a code of bytes that become planes; else 0.
+constexpr int PlaneBits(PanelTransform transform) {
+  return transform == kPanelU2 ? 2 : transform == kPanelU3 ? 3 : transform == kPanelU5 ? 5 : transform == kPanelU6 ? 6 : 0;
 }
 constexpr bool SplitsLanes(PanelTransform transform) {
   return transform == kPanelHalfLanes || transform == kPanelHalfWords || transform == kPanelSixBits;
@@ -225,6 +230,32 @@ class NanRows {
   Ints found_[kHalves];
 };
 
+/// Lines of four k each to vectors of bits [kAt, kAt + kPlaneBits) of their codes.
+template <int kPlaneBits, int kAt>
+FMOE_INLINE void StorePlane(const Ints (*line)[kHalves], uint8_t* out) {
+  constexpr int kPerVector = 8 / kPlaneBits;
+  Unroll<8 / kPerVector>([&](auto v) FMOE_FLAT {
+    Ints joined[kHalves];
+    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kPerVector>([&](auto i) FMOE_FLAT {
+        const Ints bits = MoveBits<kAt, i * kPlaneBits, kPlaneBits>(line[v * kPerVector + i][half]);
+        joined[half] = i == 0 ? bits : IntOr(joined[half], bits);
+      });
+    });
+    StoreLine<false>(out + 64 * v, joined);
+  });
+}
+
+/// The eight lines of 32 k that begin at `k` of their unit.
+template <int kBits>
+FMOE_INLINE void StorePlanes(const Ints (*line)[kHalves], int64_t k, uint8_t* unit) {
+  constexpr int kLow = kBits < 4 ? 2 : 4;
+  StorePlane<kLow, 0>(line, unit + k * kLow * 2);
+  if constexpr (kBits > kLow) {
+    StorePlane<kBits - kLow, kLow>(line, unit + 128 * kLow + k * (kBits - kLow) * 2);
+  }
+}
+
 /// Blocks one after the other, so that the panel is written once, from its beginning to its end: scales that
 /// came after the codes of a whole stripe found their lines in L2 again.
 template <PanelTransform kTransform>
@@ -238,13 +269,24 @@ void PackPanel(const PanelArguments* a) {
   const uint8_t* sides = a->sides;
   int64_t at = 0;
   for (int64_t block = 0; block < a->blocks; ++block) {
-    for (int64_t step = 0; step < steps; ++step, at += kBytes, out += kLines * 64) {
+    for (int64_t step = 0; step < steps; ++step, at += kBytes) {
       ahead.template Step<kBytes>(at);
+      if constexpr (PlaneBits(kTransform) != 0) {
+        Ints lines[8][kHalves];
+        TransposeStep<kTransform, false>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
+          ahead.template Line<kBytes>(v, line[0]);
+          Unroll<kHalves>([&](auto half) FMOE_FLAT { lines[v][half] = line[half]; });
+        });
+        StorePlanes<PlaneBits(kTransform)>(lines, step % 2 * 32, out);
+        out += step % 2 * (128 * PlaneBits(kTransform));
+        continue;
+      }
       TransposeStep<kTransform, kSplit>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
         ahead.template Line<kBytes>(v, line[0]);
         nan_rows.Take(line);
         StoreLine<kSplit>(out + 64 * v, line);
       });
+      out += kLines * 64;
     }
     if (sides != 0) {
       CopySides(out, sides, a->side_bytes);

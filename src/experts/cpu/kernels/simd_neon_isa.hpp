@@ -131,6 +131,18 @@ template <int kBits>
 FMOE_INLINE Ints ShiftRight(Ints x) {
   return {SignedOf(vshrq_n_u32(WordsOf(x.low), kBits)), SignedOf(vshrq_n_u32(WordsOf(x.high), kBits))};
 }
+/// Bits [kFrom, kFrom + kCount) of every byte, at kTo.
+template <int kFrom, int kTo, int kCount>
+FMOE_INLINE Ints MoveBits(Ints x) {
+  constexpr int kMask = (int)(((1U << kCount) - 1) * 0x01010101U << kTo);
+  if constexpr (kFrom > kTo) {
+    return IntAnd(ShiftRight<kFrom - kTo>(x), IntSet(kMask));
+  } else if constexpr (kFrom < kTo) {
+    return IntAnd(ShiftLeft<kTo - kFrom>(x), IntSet(kMask));
+  } else {
+    return IntAnd(x, IntSet(kMask));
+  }
+}
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return ShiftRight<16>(x);
 }

@@ -37,6 +37,13 @@ constexpr void SetInteger(KernelTable& table) {
   SetIntegerDots<kWeight, kTileA8>(table);
 }
 
+/// Of what no scheme has whose activations are codes (NarrowPanelOf).
+template <WeightKernel kWeight>
+constexpr void SetWeightOnly(KernelTable& table) {
+  SetIntegerDots<kWeight, kTileA16>(table);
+  SetIntegerDots<kWeight, kTileA8>(table);
+}
+
 /// Codes of up to a byte may come in an order of their own.
 template <PanelTransform kTransform>
 constexpr void SetPanel(KernelTable& table) {
@@ -84,6 +91,11 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetInteger<kWeightBookGroup32>(table);
   SetInteger<kWeightBookSuper16>(table);
   SetInteger<kWeightBookSuper32>(table);
+  SetWeightOnly<kWeightU2Super16>(table);
+  SetWeightOnly<kWeightU3Super16>(table);
+  SetWeightOnly<kWeightU5Group32>(table);
+  SetWeightOnly<kWeightU5Super32>(table);
+  SetWeightOnly<kWeightU6Super16>(table);
   table.pack[kTileF32] = &PackF32;
   table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
@@ -108,6 +120,10 @@ constexpr KernelTable MakeTable(const char* isa) {
   for (int transform = 0; transform < kNumPanelTransforms; ++transform) {
     table.asks_by_lines[transform] = AsksByLines((PanelTransform)transform);
   }
+  table.pack_panel[kPanelU2] = &PackPanel<kPanelU2>;
+  table.pack_panel[kPanelU3] = &PackPanel<kPanelU3>;
+  table.pack_panel[kPanelU5] = &PackPanel<kPanelU5>;
+  table.pack_panel[kPanelU6] = &PackPanel<kPanelU6>;
   table.pack_panel[kPanelWords] = &PackPanel<kPanelWords>;
   table.pack_panel[kPanelHalfWords] = &PackPanel<kPanelHalfWords>;
   table.pack_panel[kPanelFloats] = &PackPanel<kPanelFloats>;

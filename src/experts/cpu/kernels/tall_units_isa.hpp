@@ -60,16 +60,10 @@ struct PackedPair {
   }
 
   /// Eight k of a stripe as two vectors of bytes.
+  static constexpr int PhaseOf(int eight) { return Panel::PhaseOf(eight); }
+  template <int kPhase>
   FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
-    const uint8_t* at = pair.codes + stripe * pair.stride;
-    if constexpr (Panel::kE2m1 || Panel::kBook) {
-      DecodeByTable(at + eight * 64, 0, pair.table, out);
-    } else if constexpr (Panel::kNibbles) {
-      DecodeU4(at + eight * 64, 0, out);
-    } else {
-      out[0] = LoadInts(at + eight * 128);
-      out[1] = LoadInts(at + eight * 128 + 64);
-    }
+    Panel::template DecodeEight<kPhase>(pair.codes + stripe * pair.stride, eight, 0, pair.table, out);
   }
   /// Scales of kCount groups and both stripes, with one branch for their type.
   template <int kCount>
@@ -123,6 +117,8 @@ struct alignas(64) DecodedPair {
   float scales[kGroups][2][16];
   float zeros[kZeros ? kGroups : 1][2][16];
 
+  static constexpr int PhaseOf(int) { return 0; }
+  template <int>
   FMOE_INLINE void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
     out[0] = LoadInts(pair.codes[eight][stripe]);
     out[1] = LoadInts(pair.codes[eight][stripe] + 64);
@@ -142,7 +138,7 @@ struct alignas(64) DecodedPair {
     Unroll<16>([&](auto i) FMOE_FLAT {
       constexpr int kEight = decltype(i)() / 2, kStripe = decltype(i)() % 2;
       Ints weights[2];
-      Packed::Load8(packed, kStripe, kEight, weights);
+      Packed::template Load8<Packed::PhaseOf(kEight)>(packed, kStripe, kEight, weights);
       StoreInts(out->codes[kEight][kStripe], weights[0]);
       StoreInts(out->codes[kEight][kStripe] + 64, weights[1]);
     });
@@ -265,7 +261,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       constexpr int kChain = decltype(i)() % kAtOnce;
       constexpr int kEight = (decltype(part)() * kAtOnce + kChain) * kEights + decltype(i)() / kAtOnce;
       Ints weights[2][2];
-      Unroll<2>([&](auto s) FMOE_FLAT { Pair::Load8(pair, s, kEight, weights[s]); });
+      Unroll<2>([&](auto s) FMOE_FLAT { Pair::template Load8<Pair::PhaseOf(kEight)>(pair, s, kEight, weights[s]); });
       Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
         constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
         constexpr int kToken = decltype(j)() % kTokens;

@@ -35,6 +35,11 @@ enum WeightKernel : int {
   kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
   kWeightBookSuper16,
   kWeightBookSuper32,
+  kWeightU2Super16,  ///< codes of 2, 3, 5 and 6 bits; else as the same of kWeightU8
+  kWeightU3Super16,
+  kWeightU5Group32,
+  kWeightU5Super32,
+  kWeightU6Super16,
   kNumWeightKernels
 };
 
@@ -134,13 +139,43 @@ struct Correction {
 
 /// Integers in groups whose scales are bytes in units of a block.
 static constexpr bool HasTwoLevels(WeightKernel kernel) {
-  return kernel == kWeightU4Super16 || kernel == kWeightU4Super32 || kernel == kWeightU8Super16 ||
-         kernel == kWeightU8Super32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+  switch (kernel) {
+    case kWeightU4Super16:
+    case kWeightU4Super32:
+    case kWeightU8Super16:
+    case kWeightU8Super32:
+    case kWeightBookSuper16:
+    case kWeightBookSuper32:
+    case kWeightU2Super16:
+    case kWeightU3Super16:
+    case kWeightU5Super32:
+    case kWeightU6Super16:
+      return true;
+    default:
+      return false;
+  }
 }
 
 /// Nibbles that become bytes by a table of the panel.
 static constexpr bool HasCodebook(WeightKernel kernel) {
   return kernel == kWeightBookGroup32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+}
+
+/// The bits of a code of e2m1 or integers, as panels hold it.
+static constexpr int CodeBits(WeightKernel kernel) {
+  switch (kernel) {
+    case kWeightU2Super16:
+      return 2;
+    case kWeightU3Super16:
+      return 3;
+    case kWeightU5Group32:
+    case kWeightU5Super32:
+      return 5;
+    case kWeightU6Super16:
+      return 6;
+    default:
+      return kernel < kWeightU8 || HasCodebook(kernel) ? 4 : 8;
+  }
 }
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
@@ -157,6 +192,9 @@ static constexpr int CorrectionGroup(WeightKernel kernel) {
     case kWeightU4Super16:
     case kWeightU8Super16:
     case kWeightBookSuper16:
+    case kWeightU2Super16:
+    case kWeightU3Super16:
+    case kWeightU6Super16:
       return 16;
     case kWeightMxfp4:
     case kWeightU4Group32:
@@ -165,6 +203,8 @@ static constexpr int CorrectionGroup(WeightKernel kernel) {
     case kWeightU8Super32:
     case kWeightBookGroup32:
     case kWeightBookSuper32:
+    case kWeightU5Group32:
+    case kWeightU5Super32:
       return 32;
     default:
       return kernel < kWeightNvfp4 ? 0 : 64;
@@ -178,7 +218,8 @@ static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) 
     return {group, 12};  // codes of e2m1 are doubled and shifted to 0..24
   }
   const bool own_zeros = zero_points && kernel != kWeightU4 && kernel != kWeightU8;
-  return {group, group == 0 || own_zeros ? 0 : kernel < kWeightU8 ? 8 : 128};
+  const int middle = HasCodebook(kernel) ? 128 : 1 << (CodeBits(kernel) - 1);
+  return {group, group == 0 || own_zeros ? 0 : middle};
 }
 
 /// The group of kTileA4 scales.

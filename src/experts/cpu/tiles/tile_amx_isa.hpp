@@ -103,6 +103,9 @@ FMOE_INLINE Words ShiftLeft(Words x) {
 FMOE_INLINE Words And(Words a, Words b) {
   return _mm512_and_si512(a, b);
 }
+FMOE_INLINE Words Or(Words a, Words b) {
+  return _mm512_or_si512(a, b);
+}
 FMOE_INLINE Words SubtractSaturated(Words a, Words b) {
   return _mm512_subs_epu16(a, b);
 }

@@ -18,8 +18,8 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   static constexpr bool kPermuted = true;
   static constexpr int kShift = 0;
   static constexpr float kPost = 1.0F;
-  static constexpr float kMiddle =
-      Panel::kU4 && !Panel::kBook ? 8.0F : 128.0F;  ///< zero, where none is stored
+  static constexpr float kMiddle =  ///< zero, where none is stored
+      Panel::kBook ? 128.0F : (float)(1 << (Panel::kBits - 1));
 
   Reals numbers;  // of four bits, or of a codebook
   Reals scale, minimum;
@@ -52,7 +52,7 @@ struct TileDecoder<kWeight, kRoundedInF32> {
       PutRow(tiles, kUnit * 4 + 3, Weights(d, LookUpBits<12>(x, d.numbers), LookUpBits<28>(x, d.numbers)));
     } else {
       Unroll<2>([&](auto i) FMOE_FLAT {
-        const Words x = LoadWords(codes + kUnit * 128 + i * 64);
+        const Words x = BytesOf<kUnit, i>(codes);
         PutRow(tiles, kUnit * 4 + 2 * i, Weights(d, ByteReals<0>(x), ByteReals<2>(x)));
         PutRow(tiles, kUnit * 4 + 2 * i + 1, Weights(d, ByteReals<1>(x), ByteReals<3>(x)));
       });
@@ -60,6 +60,33 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   }
 
  private:
+  /// Four k of a unit of eight, which may stand in planes (weights/panel.hpp).
+  template <int kUnit, int kFour>
+  FMOE_INLINE Words BytesOf(const uint8_t* codes) {
+    if constexpr (Panel::kBits == 8) {
+      return LoadWords(codes + kUnit * 128 + kFour * 64);
+    } else {
+      constexpr int kLow = Panel::kBits < 4 ? 2 : 4;
+      const Words low = PlaneOf<kLow, 0, kUnit * 2 + kFour>(codes);
+      if constexpr (Panel::kBits == kLow) {
+        return low;
+      } else {
+        return Or(low, PlaneOf<Panel::kBits - kLow, kLow, kUnit * 2 + kFour>(codes + 128 * kLow));
+      }
+    }
+  }
+  /// Bits [kAt, kAt + kPlaneBits) of the four k that are number kFour of their plane.
+  template <int kPlaneBits, int kAt, int kFour>
+  FMOE_INLINE Words PlaneOf(const uint8_t* plane) {
+    constexpr int kFours = 8 / kPlaneBits, kRight = kFour % kFours * kPlaneBits - kAt;
+    constexpr int kMask = ((1 << kPlaneBits) - 1) * 0x0101 << kAt;
+    const Words x = LoadWords(plane + kFour / kFours * 64);
+    if constexpr (kRight >= 0) {
+      return And(ShiftRight<kRight>(x), SetWords(kMask));
+    } else {
+      return And(ShiftLeft<-kRight>(x), SetWords(kMask));
+    }
+  }
   /// `sides`: of the block; the group stands `offset` bytes behind.
   FMOE_INLINE void LoadGroup(TileDecoder& d, const uint8_t* sides, int64_t offset) {
     const uint8_t* at = sides + offset;

@@ -24,14 +24,16 @@ struct TilePanel : ScaleLayout<kWeight> {
   static constexpr bool kBytes = kForm == kInt8Weights;
   static constexpr bool kRounded = kForm == kRoundedInF16 || kForm == kRoundedInF32;
   static constexpr bool kBook = HasCodebook(kWeight);
-  static constexpr bool kNibbles = (kWeight >= kWeightNvfp4 && kWeight < kWeightU8) || kBook;
-  static constexpr bool kU4 = (kWeight >= kWeightU4 && kWeight < kWeightU8) || kBook;
-  static constexpr bool kU8 = kWeight >= kWeightU8 && !kBook;
+  static constexpr bool kIntegers = kWeight >= kWeightU4;
+  static constexpr int kBits = CodeBits(kWeight);  // of e2m1 or integers
+  static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kBits == 4;
+  static constexpr bool kU4 = kIntegers && kBits == 4;
+  static constexpr bool kU8 = kIntegers && kBits == 8;
   static constexpr bool kBf16 = kWeight == kWeightBf16;
   static constexpr bool kE4m3Scaled = kWeight == kWeightE4m3Scaled || kInFront;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
-  static constexpr bool kGrouped = (kU4 && kWeight != kWeightU4) || (kU8 && kWeight != kWeightU8);
-  static constexpr int kUnitBytes = kNibbles ? 512 : kBf16 ? 2048 : 1024;
+  static constexpr bool kGrouped = kIntegers && kWeight != kWeightU4 && kWeight != kWeightU8;
+  static constexpr int kUnitBytes = kIntegers ? 128 * kBits : kNibbles ? 512 : kBf16 ? 2048 : 1024;
   static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
                                      : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
                                      : kWeight == kWeightE4m3Scaled                       ? 64

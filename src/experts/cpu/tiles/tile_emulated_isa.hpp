@@ -155,6 +155,9 @@ FMOE_EMULATED Words ShiftLeft(const Words& x) {
 FMOE_EMULATED Words And(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] & b.at[i]; });
 }
+FMOE_EMULATED Words Or(const Words& a, const Words& b) {
+  return EachWord([&](int i) { return a.at[i] | b.at[i]; });
+}
 FMOE_EMULATED Words SubtractSaturated(const Words& a, const Words& b) {
   return EachWord([&](int i) { return a.at[i] > b.at[i] ? a.at[i] - b.at[i] : 0; });
 }

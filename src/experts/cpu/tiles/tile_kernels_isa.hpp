@@ -63,6 +63,11 @@ constexpr TileKernels MakeTileKernels(const char* name) {
     SetFormat<kWeightBookGroup32, kRoundedInF32>(kernels);
     SetFormat<kWeightBookSuper16, kRoundedInF32>(kernels);
     SetFormat<kWeightBookSuper32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU2Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU3Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightU5Group32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU5Super32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU6Super16, kRoundedInF32>(kernels);
   } else {
     SetFormat<kWeightBf16, kExactWeights>(kernels);
     SetFormat<kWeightE4m3, kExactWeights>(kernels);

@@ -1,0 +1,246 @@
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <vector>
+
+#include "cpu_layer.hpp"
+#include "experts/cpu/cpu_cost.hpp"
+#include "kernel_stripes.hpp"
+#include "weights/codebook.hpp"
+
+/// Panels of codes of fewer bits, and of indices, beside panels of the bytes that these stand for: every
+/// kernel has the same bits.
+namespace fusedmoe::cpu {
+namespace {
+
+constexpr int64_t kK = 640;
+constexpr int64_t kStripes = 3;
+constexpr int64_t kBeyond = 64 << 10;  // requests go further than the stripes
+constexpr int kTokens = 2 * kMaxHeight;
+
+constexpr Codebook kCodebooks[] = {Codebook::kIq4, Codebook::kIq3Xxs, Codebook::kIq3S,
+                                   Codebook::kIq2, Codebook::kIq1M,   Codebook::kE2m1};
+
+struct Pair {
+  WeightKernel narrow, bytes;
+  PanelFormat panel;  ///< of the first
+};
+
+std::vector<Pair> Pairs() {
+  constexpr PanelZero kNone = PanelZero::kNone, kFloats = PanelZero::kFloats, kMinima = PanelZero::kMinima;
+  constexpr Codebook kPlain = Codebook::kNone;
+  std::vector<Pair> pairs = {
+      {kWeightU2Super16, kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128, kMinima, kPlain, 2}},
+      {kWeightU2Super16, kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128, kNone, kPlain, 2}},
+      {kWeightU3Super16, kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128, kNone, kPlain, 3}},
+      {kWeightU5Group32, kWeightU8Group32, {DType::kU8, PanelScale::kF16, 32, 64, kNone, kPlain, 5}},
+      {kWeightU5Group32, kWeightU8Group32, {DType::kU8, PanelScale::kF32, 32, 64, kFloats, kPlain, 5}},
+      {kWeightU5Super32, kWeightU8Super32, {DType::kU8, PanelScale::kI8, 32, 128, kMinima, kPlain, 5}},
+      {kWeightU6Super16, kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128, kNone, kPlain, 6}},
+      {kWeightU6Super16, kWeightU8Super16, {DType::kU8, PanelScale::kI8, 16, 128, kMinima, kPlain, 6}},
+  };
+  for (const Codebook codebook : kCodebooks) {
+    for (const PanelScale scale : {PanelScale::kF16, PanelScale::kF32}) {
+      pairs.push_back(
+          {kWeightBookGroup32, kWeightU8Group32, {DType::kU4, scale, 32, 64, kNone, codebook}});
+    }
+    pairs.push_back(
+        {kWeightBookSuper16, kWeightU8Super16, {DType::kU4, PanelScale::kI8, 16, 128, kNone, codebook}});
+    pairs.push_back(
+        {kWeightBookSuper32, kWeightU8Super32, {DType::kU4, PanelScale::kI8, 32, 128, kNone, codebook}});
+  }
+  return pairs;
+}
+
+/// As weights/panel.hpp draws it: bits [shift, shift + bits) of vectors of `bits` each, from `start` on.
+unsigned PlaneAt(const std::byte* unit, int64_t start, int bits, int64_t row, int64_t k) {
+  const int64_t vector_k = 32 / bits, at = start + k / vector_k * 64 + row * 4 + k % 4;
+  return std::to_integer<unsigned>(unit[at]) >> (k % vector_k / 4 * bits) & ((1U << bits) - 1);
+}
+
+/// The code of (row, k) of a unit of 64 k.
+unsigned CodeAt(int bits, const std::byte* unit, int64_t row, int64_t k) {
+  switch (bits) {
+    case 2:
+      return PlaneAt(unit, 0, 2, row, k);
+    case 3:
+      return PlaneAt(unit, 0, 2, row, k) | PlaneAt(unit, 256, 1, row, k) << 2;
+    case 5:
+      return PlaneAt(unit, 0, 4, row, k) | PlaneAt(unit, 512, 1, row, k) << 4;
+    case 6:
+      return PlaneAt(unit, 0, 4, row, k) | PlaneAt(unit, 512, 2, row, k) << 4;
+    default:
+      return PlaneAt(unit, 0, 4, row, k);
+  }
+}
+
+PanelFormat BytesOf(const PanelFormat& panel) {
+  PanelFormat wide = panel;
+  wide.code = DType::kU8;
+  wide.codebook = Codebook::kNone;
+  wide.code_bits = 0;
+  return wide;
+}
+
+/// The same stripes with a byte for each code: of the same number, zero points or zero in the middle of bytes.
+std::vector<std::byte> BytesOf(const std::vector<std::byte>& stripes, const PanelFormat& from,
+                               int64_t blocks) {
+  const PanelFormat to = BytesOf(from);
+  std::vector<std::byte> out(static_cast<size_t>(blocks * to.block_bytes() + kBeyond));
+  const bool indices = from.codebook != Codebook::kNone;
+  const uint8_t* numbers = indices ? CodebookBytes(from.codebook) : nullptr;
+  const int moved = from.has_zero_points() ? 0 : 128 - PanelZeroPoint(from);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const std::byte* in = stripes.data() + block * from.block_bytes();
+    std::byte* at = out.data() + block * to.block_bytes();
+    for (int64_t k = 0; k < from.block; ++k) {
+      const std::byte* unit = in + k / 64 * (64 * kPanelRows * from.bits() / 8);
+      for (int64_t row = 0; row < kPanelRows; ++row) {
+        const unsigned code = CodeAt(from.bits(), unit, row, k % 64);
+        at[k / 4 * 64 + row * 4 + k % 4] =
+            static_cast<std::byte>(indices ? numbers[code] : static_cast<int>(code) + moved);
+      }
+    }
+    std::memcpy(at + to.code_bytes(), in + from.code_bytes(), static_cast<size_t>(from.scale_bytes()));
+  }
+  return out;
+}
+
+/// A panel, and the tiles of kTokens tokens that it meets.
+struct Side {
+  WeightKernel kernel;
+  PanelFormat panel;
+  std::vector<std::byte> stripes;
+  std::vector<std::byte> tokens = {};
+
+  int64_t row_bytes(TileKind kind) const { return TileRowBytes(kernel, kind, kK); }
+  const uint8_t* weights() const { return reinterpret_cast<const uint8_t*>(stripes.data()); }
+
+  void Pack(const KernelTable& table, TileKind kind, const std::vector<float>& values) {
+    tokens.assign(static_cast<size_t>(kTokens * row_bytes(kind)), std::byte{0});
+    for (int64_t token = 0; token < kTokens; ++token) {
+      PackArguments pack{};
+      pack.tile = ViewTile(tokens.data() + token * row_bytes(kind), kernel, kind, kK, 1);
+      pack.correction = CorrectionOf(kernel, panel.has_zero_points());
+      pack.units = kK / 64;
+      pack.values = values.data() + token * kK;
+      table.pack[kind](&pack);
+    }
+  }
+
+  /// The first `height` tokens as one tile.
+  std::vector<float> Dot(const KernelTable& table, TileKind kind, int index) {
+    const int height = kHeights[index];
+    std::vector<std::byte> together(static_cast<size_t>(height * row_bytes(kind) + 4 * kTileWords * height));
+    tokens.resize(static_cast<size_t>(kTokens * row_bytes(kind) + 4 * kTileWords));
+    const int32_t* rows[kMaxHeight];
+    for (int64_t token = 0; token < height; ++token) {
+      rows[token] = reinterpret_cast<const int32_t*>(tokens.data() + token * row_bytes(kind));
+    }
+    table.interleave(rows, (row_bytes(kind) / 4 + kTileWords - 1) / kTileWords * kTileWords, height,
+                     reinterpret_cast<int32_t*>(together.data()));
+    TileView tile = ViewTile(together.data(), kernel, kind, kK, height);
+    tile.group_scales = GroupScalesOf(panel);
+    std::vector<float> out(static_cast<size_t>(kStripes * height * kPanelRows), -1.0F);
+    table.dot[kernel][kind][index](weights(), kStripes, kK / panel.block, &tile, out.data());
+    return out;
+  }
+
+  /// All of them as tall tiles.
+  std::vector<float> Batch(const KernelTable& table, TileKind kind, int tall, int slab_tiles) {
+    void* rows[kTokens];
+    for (int64_t token = 0; token < kTokens; ++token) {
+      rows[token] = tokens.data() + token * row_bytes(kind);
+    }
+    TileView tiles[2];
+    for (int tile = 0; tile < 2; ++tile) {
+      tiles[tile] = ViewTile(nullptr, kernel, kind, kK, kMaxHeight);
+      tiles[tile].tokens = tall;
+      tiles[tile].rows = rows + tile * kMaxHeight;
+      tiles[tile].group_scales = GroupScalesOf(panel);
+      tiles[tile].slab_tiles = slab_tiles;
+    }
+    const int64_t blocks = kK / panel.block, count = tall <= 4 ? 1 : 2;
+    std::vector<float> out(static_cast<size_t>(count * kStripes * kMaxHeight * kPanelRows), -1.0F);
+    table.batch[kernel][kind](weights(), kStripes, panel.stripe_bytes(blocks), blocks, tiles, count,
+                              out.data());
+    return out;
+  }
+};
+
+TEST(Kernel_NarrowCodes, HaveTheBitsOfTheirBytes) {
+  std::mt19937 random(17);
+  int64_t compared = 0;
+  std::vector<float> values(static_cast<size_t>(kTokens * kK));
+  for (float& value : values) {
+    value = static_cast<float>(static_cast<int>(random() % 4001) - 2000) / 512.0F;
+  }
+  for (const Pair& pair : Pairs()) {
+    ASSERT_EQ(KernelFor(pair.panel), pair.narrow);
+    ASSERT_EQ(KernelFor(BytesOf(pair.panel)), pair.bytes);
+    const int64_t blocks = kK / pair.panel.block;
+    Side narrow{pair.narrow, pair.panel,
+                std::vector<std::byte>(
+                    static_cast<size_t>(kStripes * pair.panel.stripe_bytes(blocks) + kBeyond))};
+    cpu_test::FillStripes(pair.panel, kStripes, blocks, random, narrow.stripes.data());
+    Side bytes{pair.bytes, BytesOf(pair.panel), BytesOf(narrow.stripes, pair.panel, kStripes * blocks)};
+    for (const std::string& isa : cpu_test::HostIsas()) {
+      const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
+      for (const TileKind kind : {kTileA24, kTileA16, kTileA8}) {
+        if (kind == kTileA24 && pair.panel.code_bits != 0) {
+          continue;  // no scheme has such activations beside codes of few bits
+        }
+        SCOPED_TRACE(isa + " " + pair.panel.ToString() + " " + std::string(TileKindName(kind)));
+        narrow.Pack(table, kind, values);
+        bytes.Pack(table, kind, values);
+        for (int index = 0; index < kNumHeights; ++index) {
+          const bool there = table.dot[pair.narrow][kind][index] != nullptr;
+          ASSERT_EQ(there, table.dot[pair.bytes][kind][index] != nullptr);
+          if (there) {
+            EXPECT_EQ(narrow.Dot(table, kind, index), bytes.Dot(table, kind, index)) << kHeights[index];
+            ++compared;
+          }
+        }
+        const bool tall = table.batch[pair.narrow][kind] != nullptr;
+        ASSERT_EQ(tall, table.batch[pair.bytes][kind] != nullptr);
+        for (const int tokens : {3, 4, 8}) {
+          for (const int slab_tiles : {kNoSlabs, 2}) {
+            if (tall) {
+              EXPECT_EQ(narrow.Batch(table, kind, tokens, slab_tiles),
+                        bytes.Batch(table, kind, tokens, slab_tiles))
+                  << tokens;
+              ++compared;
+            }
+          }
+        }
+      }
+    }
+  }
+  EXPECT_GT(compared, 0);
+}
+
+// The way from bytes to indices and back, over every byte.
+TEST(Codebooks, HaveAnIndexForEachOfTheirNumbersAndNoOther) {
+  for (const Codebook codebook : kCodebooks) {
+    const CodebookNumbers& numbers = CodebookOf(codebook);
+    int found = 0;
+    for (int code = 0; code < 256; ++code) {
+      const uint8_t index = CodebookIndices(codebook)[static_cast<size_t>(code)];
+      const float value = (static_cast<float>(code) - numbers.zero) * static_cast<float>(numbers.factor);
+      if (index != kNoIndex) {
+        ASSERT_LT(index, 16);
+        EXPECT_EQ(static_cast<float>(numbers.values[index]), value) << numbers.name << " " << code;
+        EXPECT_EQ(CodebookBytes(codebook)[index], numbers.values[index] + 128);
+        ++found;
+      } else {
+        for (const int8_t number : numbers.values) {
+          EXPECT_TRUE(number == 0 || static_cast<float>(number) != value) << numbers.name << " " << code;
+        }
+      }
+    }
+    EXPECT_GE(found, 6) << numbers.name;
+  }
+}
+
+}  // namespace
+}  // namespace fusedmoe::cpu
