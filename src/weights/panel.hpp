@@ -24,7 +24,7 @@
 ///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; of a
 ///             codebook, where the format has one, the index of a number
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
-///     2 bit   vector v = 16 k: byte 4n+j holds k = 16v+j in its low two bits, then 16v+4+j, 16v+8+j, 16v+12+j
+///     2 bit   vector v = 16 k: byte 4n+j holds k = 16v+j in its low two bits, then 16v+4+j, +8+j, +12+j
 ///     3 bit   4 vectors of the low two bits of a unit of 64 k, then 2 of the third: 32 k each, in this order
 ///     5 bit   8 vectors of the low nibbles of a unit, then 2 of the fifth bits
 ///     6 bit   8 vectors of the low nibbles of a unit, then 4 of the upper two bits, as 2 bit

@@ -139,7 +139,7 @@ std::string PanelFormat::ToString() const {
           ? ""
           : fmt::format(", {}{} per {}{}", ScaleName(scale), kZeros[static_cast<int>(zeros)],
                         scale == PanelScale::kStripeF32 ? "16x" : "", group);
-  const std::string codes = code_bits != 0               ? fmt::format("U{}", code_bits)
+  const std::string codes = code_bits != 0                ? fmt::format("U{}", code_bits)
                             : codebook == Codebook::kNone ? std::string(DTypeName(code))
                                                           : std::string(CodebookOf(codebook).name);
   return fmt::format("n16k{}({}{})", block, codes, scales);

@@ -62,8 +62,8 @@ void ZeroCodes(const CanonicalMatrix& matrix, const PanelFormat& format,
     } else if (floats) {
       std::memcpy(&codes[g], zeros + 4 * int64_t{col}, 4);
     } else {
-      const uint32_t zero = stored ? static_cast<uint32_t>(zeros[col]) ^ sign
-                                   : static_cast<uint32_t>(PanelZeroPoint(format));
+      const uint32_t zero =
+          stored ? static_cast<uint32_t>(zeros[col]) ^ sign : static_cast<uint32_t>(PanelZeroPoint(format));
       codes[g] =
           format.zeros == PanelZero::kFloats ? std::bit_cast<uint32_t>(static_cast<float>(zero)) : zero;
     }

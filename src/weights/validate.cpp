@@ -177,8 +177,8 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
                     CodebookOf(format.codebook).name));
   }
   if (format.code_bits != 0) {
-    return Status::BadInput(fmt::format("code_bits is {}; 0 is required, which layouts make less themselves",
-                                        format.code_bits));
+    return Status::BadInput(
+        fmt::format("code_bits is {}; 0 is required, which layouts make less themselves", format.code_bits));
   }
   FMOE_RETURN_IF_ERROR(CheckMatrix("codes", matrix.codes, format.element, matrix.rows, matrix.cols));
   if (format.has_block_scale() && !IsNumeric(format.block_scale_dtype)) {

@@ -41,8 +41,7 @@ std::vector<Pair> Pairs() {
   };
   for (const Codebook codebook : kCodebooks) {
     for (const PanelScale scale : {PanelScale::kF16, PanelScale::kF32}) {
-      pairs.push_back(
-          {kWeightBookGroup32, kWeightU8Group32, {DType::kU4, scale, 32, 64, kNone, codebook}});
+      pairs.push_back({kWeightBookGroup32, kWeightU8Group32, {DType::kU4, scale, 32, 64, kNone, codebook}});
     }
     pairs.push_back(
         {kWeightBookSuper16, kWeightU8Super16, {DType::kU4, PanelScale::kI8, 16, 128, kNone, codebook}});
@@ -82,7 +81,8 @@ PanelFormat BytesOf(const PanelFormat& panel) {
   return wide;
 }
 
-/// The same stripes with a byte for each code: of the same number, zero points or zero in the middle of bytes.
+/// The same stripes with a byte for each code: of the same number, zero points or zero in the middle of
+/// bytes.
 std::vector<std::byte> BytesOf(const std::vector<std::byte>& stripes, const PanelFormat& from,
                                int64_t blocks) {
   const PanelFormat to = BytesOf(from);
@@ -179,9 +179,9 @@ TEST(Kernel_NarrowCodes, HaveTheBitsOfTheirBytes) {
     ASSERT_EQ(KernelFor(pair.panel), pair.narrow);
     ASSERT_EQ(KernelFor(BytesOf(pair.panel)), pair.bytes);
     const int64_t blocks = kK / pair.panel.block;
-    Side narrow{pair.narrow, pair.panel,
-                std::vector<std::byte>(
-                    static_cast<size_t>(kStripes * pair.panel.stripe_bytes(blocks) + kBeyond))};
+    Side narrow{
+        pair.narrow, pair.panel,
+        std::vector<std::byte>(static_cast<size_t>(kStripes * pair.panel.stripe_bytes(blocks) + kBeyond))};
     cpu_test::FillStripes(pair.panel, kStripes, blocks, random, narrow.stripes.data());
     Side bytes{pair.bytes, BytesOf(pair.panel), BytesOf(narrow.stripes, pair.panel, kStripes * blocks)};
     for (const std::string& isa : cpu_test::HostIsas()) {

@@ -108,8 +108,8 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 
-  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kPlanes), `eight`
-  /// modulo 4.
+  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kPlanes),
+  /// `eight` modulo 4.
   template <int kPhase>
   FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Ints table, Ints* out) {
     if constexpr (kE2m1 || kBook) {

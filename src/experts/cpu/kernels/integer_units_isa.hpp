@@ -234,9 +234,9 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
       constexpr int kFirst = decltype(part)() * kCount;
       Floats sums[kCount];
-      GroupSums<kWeight, kKind, kHeight, kCount, kTwice, kPhase>(unit, group, half, table,
-                                                         words + group * kGroupWords, group_correction,
-                                                         zero_points, kFirst, ahead, sums);
+      GroupSums<kWeight, kKind, kHeight, kCount, kTwice, kPhase>(
+          unit, group, half, table, words + group * kGroupWords, group_correction, zero_points, kFirst, ahead,
+          sums);
       Unroll<kCount>([&](auto i) FMOE_FLAT {
         constexpr int t = kFirst + decltype(i)();
         Floats sum = sums[i];

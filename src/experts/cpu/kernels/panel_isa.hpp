@@ -39,7 +39,11 @@ constexpr int64_t UnitLines(PanelTransform transform) {
 }
 /// Bits of a code of bytes that become planes; else 0.
 constexpr int PlaneBits(PanelTransform transform) {
-  return transform == kPanelU2 ? 2 : transform == kPanelU3 ? 3 : transform == kPanelU5 ? 5 : transform == kPanelU6 ? 6 : 0;
+  return transform == kPanelU2   ? 2
+         : transform == kPanelU3 ? 3
+         : transform == kPanelU5 ? 5
+         : transform == kPanelU6 ? 6
+                                 : 0;
 }
 constexpr bool SplitsLanes(PanelTransform transform) {
   return transform == kPanelHalfLanes || transform == kPanelHalfWords || transform == kPanelSixBits;

@@ -261,7 +261,8 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
       constexpr int kChain = decltype(i)() % kAtOnce;
       constexpr int kEight = (decltype(part)() * kAtOnce + kChain) * kEights + decltype(i)() / kAtOnce;
       Ints weights[2][2];
-      Unroll<2>([&](auto s) FMOE_FLAT { Pair::template Load8<Pair::PhaseOf(kEight)>(pair, s, kEight, weights[s]); });
+      Unroll<2>([&](auto s)
+                    FMOE_FLAT { Pair::template Load8<Pair::PhaseOf(kEight)>(pair, s, kEight, weights[s]); });
       Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
         constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
         constexpr int kToken = decltype(j)() % kTokens;
