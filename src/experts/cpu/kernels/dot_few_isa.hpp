@@ -101,7 +101,7 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
 template <WeightKernel kWeight, TileKind kKind>
 void FewOrSlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                     const TileView* tiles, int64_t num_tiles, float* out) {
-  if constexpr (!IntegerPanel<kWeight>::kPlanes) {
+  if constexpr (!IntegerPanel<kWeight>::kInPlanes) {
     const int tokens = num_tiles == 1 ? tiles[0].tokens : 0;
     if (tokens == 3 || tokens == 4) {
       constexpr int64_t kStripeSums = kMaxHeight * 16;

@@ -112,7 +112,7 @@ struct SlabOf {
         }
       });
     };
-    if constexpr (Panel::kPlanes) {
+    if constexpr (Panel::kInPlanes) {
       Unroll<4>(decode);
     } else {
       for (int step = 0; step < 4; ++step) {

@@ -67,11 +67,11 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   static constexpr bool kBook = HasCodebook(kWeight);
   static constexpr int kBits = CodeBits(kWeight);
   static constexpr bool kNibbles = kBits == 4;
-  static constexpr bool kPlanes = kBits < 4 || kBits == 5 || kBits == 6;
+  static constexpr bool kInPlanes = HasPlanes(kWeight);
   /// What decoding eight k has to know of their number: with fewer answers, fewer copies are compiled.
-  static constexpr int PhaseOf(int eight) { return kPlanes ? eight % 4 : 0; }
+  static constexpr int PhaseOf(int eight) { return kInPlanes ? eight % 4 : 0; }
   /// The same of a group.
-  static constexpr int PhaseOfGroup(int group) { return kPlanes && kGroup == 16 ? group % 2 : 0; }
+  static constexpr int PhaseOfGroup(int group) { return kInPlanes && kGroup == 16 ? group % 2 : 0; }
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
   static constexpr int kGroup = CorrectionGroup(kWeight);
   static constexpr int kUnitBytes = 128 * kBits;
@@ -108,7 +108,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 
-  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kPlanes),
+  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kInPlanes),
   /// `eight` modulo 4.
   template <int kPhase>
   FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Ints table, Ints* out) {
@@ -116,7 +116,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
       DecodeByTable(unit + eight * 64, half, table, out);
     } else if constexpr (kNibbles) {
       DecodeU4(unit + eight * 64, half, out);
-    } else if constexpr (kPlanes) {
+    } else if constexpr (kInPlanes) {
       DecodePlanes<kBits, kPhase>(unit, eight, half, out);
     } else {
       Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + eight * 128 + q * 64, half); });

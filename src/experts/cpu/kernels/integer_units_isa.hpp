@@ -156,7 +156,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
       }
     });
     Ints weights[4];
-    constexpr int kStepPhase = Panel::kPlanes ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
+    constexpr int kStepPhase = Panel::kInPlanes ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
     Panel::template Decode<kStepPhase>(unit, group * kSteps + step, half, table, weights);
     if constexpr (TakesWords<kWeight, kKind>()) {
       DotWords16<kCount>(sum[0][Planes(kKind) - 1], weights, words + step * kStepWords + 2 * first, kHeight);
@@ -249,7 +249,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, 
       });
     });
   };
-  if constexpr (kHeight <= 2 || Panel::kPlanes) {
+  if constexpr (kHeight <= 2 || Panel::kInPlanes) {
     Unroll<kGroups>(one_group);
   } else {
     for (int group = 0; group < kGroups; ++group) {

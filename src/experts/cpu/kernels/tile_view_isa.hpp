@@ -161,7 +161,7 @@ static constexpr bool HasCodebook(WeightKernel kernel) {
   return kernel == kWeightBookGroup32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
 }
 
-/// The bits of a code of e2m1 or integers, as panels hold it.
+/// The bits of a code of e2m1 or integers, as panels hold it; of other floats 4.
 static constexpr int CodeBits(WeightKernel kernel) {
   switch (kernel) {
     case kWeightU2Super16:
@@ -176,6 +176,11 @@ static constexpr int CodeBits(WeightKernel kernel) {
     default:
       return kernel < kWeightU8 || HasCodebook(kernel) ? 4 : 8;
   }
+}
+
+/// Codes that stand in planes of their bits, not in nibbles or bytes (weights/panel.hpp).
+static constexpr bool HasPlanes(WeightKernel kernel) {
+  return CodeBits(kernel) != 4 && CodeBits(kernel) != 8;
 }
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
