@@ -38,6 +38,7 @@ const Named kKernels[] = {
     {"e5m2", kWeightE5m2, {DType::kF8E5M2}},
     {"nvfp4", kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {"mxfp4", kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
+    {"mxfp6", kWeightMxfp6, {DType::kF6E3M2, PanelScale::kE8M0, 32}},
     {"u4", kWeightU4, {DType::kU4}},
     {"u4g16", kWeightU4Group16, {DType::kU4, PanelScale::kF32, 16}},
     {"u4g32", kWeightU4Group32, {DType::kU4, PanelScale::kBF16, 32}},

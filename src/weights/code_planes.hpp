@@ -20,14 +20,19 @@ struct CodePlane {
   constexpr uint32_t Mask() const { return (1U << bits) - 1; }
 };
 
-/// Codes of up to 8 bits: in one plane, or the upper bits in a second one.
+/// Codes of up to 8 bits: in one plane, or in two, of which the first has the lower bits of integers, and the
+/// upper ones of floats.
 struct CodePlanes {
   CodePlane planes[2];
   int count;
 };
-constexpr CodePlanes CodePlanesOf(int bits) {
-  const int low = bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits;
-  return {{{low, 0, 0}, {bits - low, low, kPanelUnit * kPanelRows * low / 8}}, low == bits ? 1 : 2};
+inline CodePlanes CodePlanesOf(const PanelFormat& format) {
+  const int bits = format.bits();
+  const int first = bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits, second = bits - first;
+  const bool upper_first = IsPanelFloat6(format.code);
+  return {{{first, upper_first ? second : 0, 0},
+           {second, upper_first ? 0 : first, kPanelUnit * kPanelRows * first / 8}},
+          second == 0 ? 1 : 2};
 }
 
 }  // namespace fusedmoe

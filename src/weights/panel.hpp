@@ -27,7 +27,8 @@
 ///     2 bit   vector v = 16 k: byte 4n+j holds k = 16v+j in its low two bits, then 16v+4+j, +8+j, +12+j
 ///     3 bit   4 vectors of the low two bits of a unit of 64 k, then 2 of the third: 32 k each, in this order
 ///     5 bit   8 vectors of the low nibbles of a unit, then 2 of the fifth bits
-///     6 bit   8 vectors of the low nibbles of a unit, then 4 of the upper two bits, as 2 bit
+///     6 bit   8 vectors of the low nibbles of a unit, then 4 of the upper two bits, as 2 bit; of floats 8 of
+///             the upper four bits, then 4 of the low two
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
 ///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
 ///     f16     vector v = 2 k: word 16j+n holds k = 2v+j
@@ -66,13 +67,17 @@ enum class PanelZero : uint8_t {
 /// Of one zero point.
 int64_t PanelZeroBytes(PanelZero zeros);
 
+/// Floats of 6 bits.
+constexpr bool IsPanelFloat6(DType code) {
+  return code == DType::kF6E2M3 || code == DType::kF6E3M2;
+}
 /// Integers of 4 and 8 bits, which panels hold unsigned.
 constexpr bool IsPanelInteger(DType code) {
   return code == DType::kU4 || code == DType::kU8;
 }
 
 struct PanelFormat {
-  DType code = DType::kBF16;  ///< kF4E2M1, kU4, kU8, kF8E4M3, kF8E5M2, kBF16, kF16, kF32
+  DType code = DType::kBF16;  ///< kF4E2M1, kF6E2M3, kF6E3M2, kU4, kU8, kF8E4M3, kF8E5M2, kBF16, kF16, kF32
   PanelScale scale = PanelScale::kNone;
   int64_t group = 0;                    ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;           ///< k of a block
@@ -81,6 +86,8 @@ struct PanelFormat {
   int code_bits = 0;                    ///< of kU8: those that codes need, where these are 2, 3, 5 or 6
   bool operator==(const PanelFormat&) const = default;
 
+  /// Codes that stand as planes of their bits (weights/code_planes.hpp).
+  bool in_planes() const { return IsPanelInteger(code) || DTypeBits(code) < 8; }
   /// Of a code as it stands.
   int bits() const { return code_bits != 0 ? code_bits : DTypeBits(code); }
   int64_t code_bytes() const { return kPanelRows * block * bits() / 8; }
@@ -112,7 +119,7 @@ Result<PanelFormat> ChoosePanelFormat(const CanonicalMatrix& matrix);
 /// True where a stripe of the matrix has more than one row of block scales: blocks of fewer than 16 rows, or
 /// a slice that begins elsewhere in a block than on a stripe.
 bool CutsStripes(const CanonicalMatrix& matrix);
-/// The code of a source element as panels store it: integers unsigned, MXFP6 as the e4m3 of the same value.
+/// The code of a source element as panels store it: integers unsigned.
 uint32_t PanelCode(DType source, uint32_t code);
 /// What a code of integers means that no zero point stands beside: the middle of all.
 int PanelZeroPoint(const PanelFormat& format);

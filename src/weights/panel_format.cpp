@@ -18,7 +18,7 @@ const char* ScaleName(PanelScale scale) {
   return kNames[static_cast<int>(scale)];
 }
 
-/// The codes of a panel: 4-bit and 8-bit integers without a sign, 6-bit floats as the e4m3 of the same value.
+/// The codes of a panel: 4-bit and 8-bit integers without a sign.
 std::optional<DType> PanelCodeOf(DType element) {
   switch (element) {
     case DType::kF32:
@@ -26,11 +26,10 @@ std::optional<DType> PanelCodeOf(DType element) {
     case DType::kBF16:
     case DType::kF8E4M3:
     case DType::kF8E5M2:
-    case DType::kF4E2M1:
-      return element;
     case DType::kF6E2M3:
     case DType::kF6E3M2:
-      return DType::kF8E4M3;
+    case DType::kF4E2M1:
+      return element;
     case DType::kI4:
     case DType::kU4:
       return DType::kU4;
@@ -97,10 +96,6 @@ uint32_t PanelCode(DType source, uint32_t code) {
       return code ^ 8U;
     case DType::kI8:
       return code ^ 128U;
-    case DType::kF6E2M3:
-    case DType::kF6E3M2:  // every value of both has an exact e4m3 code: at most 3 mantissa bits, 2^-4 <= |x|
-                          // <= 28
-      return EncodeE4m3RneSaturating(DecodeCode(source, code));
     default:
       return code;
   }
@@ -187,7 +182,7 @@ Result<PanelFormat> ChoosePanelFormat(const WeightFormat& format, bool has_zero_
     panel.scale = PanelScale::kE4M3;
     panel.group = 16;
   } else if (format.block_scale_dtype == DType::kF8E8M0 && one_row && group > 0 && group % 32 == 0 &&
-             (panel.code == DType::kF4E2M1 || panel.code == DType::kF8E4M3)) {
+             (DTypeBits(panel.code) < 8 || panel.code == DType::kF8E4M3) && !IsPanelInteger(panel.code)) {
     panel.scale = PanelScale::kE8M0;
     panel.group = 32;
   } else if (IsPanelInteger(panel.code)) {

@@ -75,7 +75,7 @@ void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> colum
 
 /// One row of codes of a block, as planes of their bits.
 void ScatterPlanes(const PanelFormat& format, const uint8_t* codes, int64_t row, uint8_t* block) {
-  const CodePlanes planes = CodePlanesOf(format.bits());
+  const CodePlanes planes = CodePlanesOf(format);
   for (int index = 0; index < planes.count; ++index) {
     const CodePlane plane = planes.planes[index];
     const int64_t word_k = 32 / plane.bits;
@@ -99,7 +99,7 @@ void ScatterRow(const PanelFormat& format, const uint8_t* codes, int64_t count, 
   for (int64_t first = 0; first < count; first += format.block, stripe += block_bytes) {
     const uint8_t* in = codes + first;
     auto* out = reinterpret_cast<uint8_t*>(stripe);
-    if (format.bits() == 4 || IsPanelInteger(format.code)) {
+    if (format.in_planes()) {
       ScatterPlanes(format, in, row, out);
     } else {
       for (int64_t pair = 0; pair < format.block / 2; ++pair) {

@@ -27,11 +27,11 @@ int64_t FloatOffset(DType code, int64_t row, int64_t k) {
 /// The code of (row, k) of a block, k < block.
 uint32_t CodeAt(const PanelFormat& format, const std::byte* block, int64_t row, int64_t k) {
   uint32_t code = 0;
-  if (format.bits() != 4 && !IsPanelInteger(format.code)) {
+  if (!format.in_planes()) {
     std::memcpy(&code, block + FloatOffset(format.code, row, k), static_cast<size_t>(format.bits() / 8));
     return code;
   }
-  const CodePlanes planes = CodePlanesOf(format.bits());
+  const CodePlanes planes = CodePlanesOf(format);
   const std::byte* unit = block + k / kPanelUnit * kPanelUnit * kPanelRows * format.bits() / 8;
   for (int index = 0; index < planes.count; ++index) {
     const CodePlane plane = planes.planes[index];
@@ -111,10 +111,7 @@ void UnpackPanelCodes(const WeightFormat& weight, const PanelFormat& format, std
                     static_cast<size_t>(format.bits() / 8));
         continue;
       }
-      const bool six = DTypeBits(weight.element) == 6;
-      code = six ? EncodeCode(weight.element, DecodeE4m3(static_cast<uint8_t>(code)))
-                 : PanelCode(weight.element, code);
-      StoreCode(weight.element, codes + row * row_bytes, col, code);
+      StoreCode(weight.element, codes + row * row_bytes, col, PanelCode(weight.element, code));
     }
   }
 }

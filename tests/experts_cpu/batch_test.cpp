@@ -22,7 +22,7 @@ void FillTile(const KernelWeights& weights, TileKind kind, int64_t k, std::mt199
   const Correction correction = CorrectionOf(weights.kernel, weights.panel.has_zero_points());
   for (int64_t i = 0; i < k / correction.group; ++i) {
     view.correction[i] = static_cast<int32_t>(random() % 2000) - 1000;
-    if (correction.zero == 0) {
+    if (correction.sums) {
       const auto sum = static_cast<float>(view.correction[i]);
       std::memcpy(view.correction + i, &sum, 4);
     }

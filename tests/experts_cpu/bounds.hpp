@@ -73,7 +73,7 @@ inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   if (spec.mode == ActivationMode::kA8) {
     return kA8Bound;
   }
-  if (code == DType::kF4E2M1 || code == DType::kU4 || code == DType::kU8) {
+  if (DTypeBits(code) < 8 || code == DType::kU8) {
     return kA16Bound;
   }
   if (isa != "avx512_bf16" || code == DType::kF32 || code == DType::kF16 || spec.dtype == DType::kF32) {

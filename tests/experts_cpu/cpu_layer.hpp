@@ -239,7 +239,8 @@ inline std::vector<float> RunBatch(const Layer& layer, const Runner& runner, con
 
 /// A scheme of each kind of kernel.
 inline constexpr const char* kOneOfEachKernel[] = {"unquantized",        "nvfp4_w4a16",      "int4_w4a16:g32",
-                                                   "fp8_w8a16:block128", "fp8_w8a8:channel", "mxfp8_w8a8"};
+                                                   "fp8_w8a16:block128", "fp8_w8a8:channel", "mxfp8_w8a8",
+                                                   "w_mxfp6_e3m2"};
 
 /// Every panel format under activations that no scheme quantizes.
 inline constexpr const char* kWeightOnlySchemes[] = {

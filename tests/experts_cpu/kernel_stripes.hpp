@@ -21,6 +21,8 @@ struct KernelWeights {
 inline constexpr KernelWeights kIntegerWeights[] = {
     {cpu::kWeightNvfp4, {DType::kF4E2M1, PanelScale::kE4M3, 16}},
     {cpu::kWeightMxfp4, {DType::kF4E2M1, PanelScale::kE8M0, 32}},
+    {cpu::kWeightMxfp6, {DType::kF6E2M3, PanelScale::kE8M0, 32}},
+    {cpu::kWeightMxfp6, {DType::kF6E3M2, PanelScale::kE8M0, 32}},
     {cpu::kWeightU4, {DType::kU4}},
     {cpu::kWeightU4Group16, {DType::kU4, PanelScale::kF32, 16, 64, PanelZero::kFloats}},
     {cpu::kWeightU4Group16, {DType::kU4, PanelScale::kBF16, 16}},

@@ -153,6 +153,7 @@ std::string_view WeightKernelName(WeightKernel kernel) {
                                                           "e5m2",
                                                           "nvfp4",
                                                           "mxfp4",
+                                                          "mxfp6",
                                                           "u4",
                                                           "u4_group16",
                                                           "u4_group32",

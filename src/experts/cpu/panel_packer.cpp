@@ -13,11 +13,11 @@ namespace {
 /// Codes come from files and from the heap, whose pages are small.
 constexpr int64_t kPageBytes = 4096;
 
-PanelTransform TransformOf(DType element, const PanelFormat& format) {
-  if (DTypeBits(element) == 6) {
-    return kPanelSixBits;
-  }
+PanelTransform TransformOf(const PanelFormat& format) {
   switch (format.code) {
+    case DType::kF6E2M3:
+    case DType::kF6E3M2:
+      return kPanelSixBits;
     case DType::kF4E2M1:
     case DType::kU4:
       return kPanelNibbles;
@@ -60,7 +60,7 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
                          std::span<const int32_t> columns, const KernelTable& table)
     : matrix_(matrix), format_(format), columns_(columns), table_(table), sides_(matrix, format, table) {
   const DType element = matrix.format.element;
-  const PanelTransform transform = TransformOf(element, format);
+  const PanelTransform transform = TransformOf(format);
   const bool in_order = PanelColumnsAreIdentity(columns);
   if (!in_order && table.turn_codes[transform] == nullptr) {
     return;
@@ -83,12 +83,6 @@ PanelPacker::PanelPacker(const CanonicalMatrix& matrix, const PanelFormat& forma
   codes_.units_per_block = source_.columns / kPanelUnit;
   codes_.flip = static_cast<int32_t>(flip_ * 0x01010101U);
   codes_.nan_rows = &nan_rows_;
-  if (transform == kPanelSixBits) {
-    for (uint32_t code = 0; code < six_bits_.size(); ++code) {
-      six_bits_[code] = static_cast<uint8_t>(PanelCode(element, code));
-    }
-    codes_.table = six_bits_.data();
-  }
   if (!in_order) {
     PlaceColumns();
   }

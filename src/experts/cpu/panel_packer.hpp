@@ -62,9 +62,8 @@ class PanelPacker {
   /// Of the kernels; what is the same for all stripes is set once.
   PanelArguments codes_{};
   ColumnsArguments ordered_{};
-  std::array<uint8_t, 64> six_bits_{};  ///< their bytes in the panel
-  std::vector<uint8_t> turned_;         ///< columns of the present stripe; none: they are in order
-  std::vector<int32_t> places_;         ///< in turned_, of the columns of the panel
+  std::vector<uint8_t> turned_;  ///< columns of the present stripe; none: they are in order
+  std::vector<int32_t> places_;  ///< in turned_, of the columns of the panel
   /// Of weights that become products: sixteen rows of them, and the scales of the columns that they share.
   std::vector<uint16_t> products_;
   std::vector<float> even_scales_, odd_scales_;

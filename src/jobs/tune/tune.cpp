@@ -41,6 +41,9 @@ constexpr const char* kSchemes[] = {"nvfp4_w4a16",
                                     "fp8_w8a16:block128",
                                     "fp8_w8a8:block128",
                                     "mxfp8_w8a8",
+                                    "w_mxfp6_e3m2",
+                                    "w_mxfp6_e3m2:a8",
+                                    "w_mxfp6_e2m3_a_mxfp6_e2m3",
                                     "unquantized"};
 
 /// A common size of experts, and one small enough to tell what an expert costs by itself.

@@ -24,7 +24,7 @@ struct PanelUnit {
   const uint8_t* codes;
   Sides sides;
   int64_t stride;  ///< from the stripe of one vector to that of the other
-  Ints table;
+  typename Panel::Table table;
 
   FMOE_INLINE bool HasZeros(const PanelUnit& unit) {
     return Panel::kGrouped && unit.sides.type.zeros != kZeroNone;
@@ -81,7 +81,7 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
   constexpr int64_t kStripeSums = kMaxHeight * 16;
   constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;
   const int64_t at_once = kWords ? kSlabUnitsOf<true> : units;
-  SlabWords expanded;
+  SlabWords<kKind> expanded;
   const int pairs = kHalves == 2 ? num_stripes : 1;
   NextLines next = LinesOf(tile, units * pairs);
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {

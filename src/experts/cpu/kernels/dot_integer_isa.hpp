@@ -35,7 +35,7 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
   constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
   const GroupScales type = tile->group_scales;
-  const Ints table = Panel::TableOf(type);
+  const typename Panel::Table table = Panel::TableOf(type);
   const int64_t block_bytes = Panel::BlockBytes(type);
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe) {
     const int32_t* words = (const int32_t*)tile->codes;
@@ -56,9 +56,10 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
         }
         const Sides sides = Panel::SidesOf(stripes, index, type);
         const int32_t* unit_words = words;
-        alignas(64) int32_t expanded[TakesWords<kWeight, kKind>() ? kUnitWords : 1];
-        if constexpr (TakesWords<kWeight, kKind>()) {
-          ExpandWords<kHeight, 2>(words, 4, expanded);
+        constexpr bool kWords = TakesWords<kWeight, kKind>();
+        alignas(64) int32_t expanded[kWords ? 4 * StepWords<kWeight, kKind>() * kHeight : 1];
+        if constexpr (kWords) {
+          ExpandWords<kHeight, Planes(kKind)>(words, 4, expanded);
           unit_words = expanded;
         }
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {

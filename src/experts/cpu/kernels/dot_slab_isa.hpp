@@ -4,9 +4,9 @@
 
 #include "experts/cpu/kernels/tall_units_isa.hpp"
 
-/// Tall tiles and integer weights at levels that lack `vpdpbusd` (AVX2, AVX-512 of before VNNI). Weights of
-/// two stripes are decoded into L1 once for all tiles, a slab of 4 or 8 units of 64 k at a time, and meet
-/// four tokens, 16 or 32 rows at a time:
+/// Tall tiles and integer weights at levels that lack `vpdpbusd` (AVX2, AVX-512 of before VNNI), and weights
+/// that are words at all levels. Weights of two stripes are decoded into L1 once for all tiles, a slab of 4
+/// or 8 units of 64 k at a time, and meet four tokens, 16 or 32 rows at a time:
 ///
 ///     bytes   codes up to 24 and one plane of activations: [k/4][2][rows][4 k]
 ///             words  = vpmaddubsw(weights, 4 k) + ... four times    at most 8 * 24 * 127: no word overflows
@@ -33,7 +33,8 @@ constexpr int kSlabUnitsOf = kWords ? 4 : 8;
 
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool HasWordSlabs() {
-  return VectorsInWords(IntegerPanel<kWeight>::kLargestCode) == 0 || Planes(kKind) > 1;
+  using Panel = IntegerPanel<kWeight>;
+  return Panel::kProducts || VectorsInWords(Panel::kLargestCode) == 0 || Planes(kKind) > 1;
 }
 
 /// Vectors of four k whose products words add up: of a group at most.
@@ -77,14 +78,14 @@ using SlabPair = Slab[kSlabUnitsOf<Slab::kWords>];
 template <WeightKernel kWeight, bool kHasZeros, bool kWords>
 struct SlabOf {
   using Panel = IntegerPanel<kWeight>;
-  using Type = SlabUnit<Panel::kGroup, Panel::kE2m1 || Panel::kGrouped, kHasZeros, kHasZeros && Panel::kSuper,
-                        kWords, kWords ? 8 : SlabFours<kWeight>()>;
+  using Type = SlabUnit<Panel::kGroup, Panel::kSmallFloats || Panel::kGrouped, kHasZeros,
+                        kHasZeros && Panel::kSuper, kWords, kWords ? 8 : SlabFours<kWeight>()>;
 
   /// `count` units of a stripe from `begin` on. A function of its own, so that formats share all that is
   /// behind it.
   __attribute__((noinline)) static void Decode(const uint8_t* stripe, int64_t begin, int64_t count,
                                                GroupScales type, int number, SlabPair<Type>* slabs) {
-    const Ints table = Panel::TableOf(type);
+    const typename Panel::Table table = Panel::TableOf(type);
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* block = stripe + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
       const int unit = (int)((begin + i) % Panel::kUnits);
@@ -98,25 +99,25 @@ struct SlabOf {
   }
 
   /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
-  FMOE_INLINE void DecodeVector(const uint8_t* unit, const Sides& sides, int half, Ints table, int at,
-                                Type* out) {
-    const auto decode = [&](auto step) FMOE_FLAT {
-      Ints weights[4];
-      Panel::template Decode<Panel::PhaseOf(2 * decltype(step)()) / 2>(unit, step, half, table, weights);
-      Unroll<4>([&](auto q) FMOE_FLAT {
-        if constexpr (kWords) {
-          StoreInts(out->codes[(step * 4 + q) * 2][at], EvenBytes(weights[q]));
-          StoreInts(out->codes[(step * 4 + q) * 2 + 1][at], OddBytes(weights[q]));
-        } else {
-          StoreInts(out->codes[step * 4 + q][at], weights[q]);
-        }
-      });
+  FMOE_INLINE void DecodeVector(const uint8_t* unit, const Sides& sides, int half,
+                                typename Panel::Table table, int at, Type* out) {
+    const auto decode = [&](auto eight) FMOE_FLAT {
+      constexpr int kPhase = Panel::PhaseOf(decltype(eight)()), kVectors = kWords ? 4 : 2;
+      Ints weights[kVectors];
+      if constexpr (kWords) {
+        Panel::template DecodeWords<kPhase>(unit, eight, half, table, weights);
+      } else {
+        Panel::template DecodeEight<kPhase>(unit, eight, half, table, weights);
+      }
+      Unroll<kVectors>([&](auto v)
+                           FMOE_FLAT { StoreInts(out->codes[eight * kVectors + v][at], weights[v]); });
     };
     if constexpr (Panel::kInPlanes) {
-      Unroll<4>(decode);
+      Unroll<8>(decode);
     } else {
-      for (int step = 0; step < 4; ++step) {
-        decode(step);
+      for (int eight = 0; eight < 8; eight += 2) {
+        decode(eight);
+        decode(eight + 1);
       }
     }
     if constexpr (Type::kScales) {
@@ -130,15 +131,17 @@ struct SlabOf {
   }
 };
 
-/// Activations of a tile as words, in the order of weights: [k/4][k 0 and 2; 1 and 3].
-constexpr int kSlabRow = kSlabUnitsOf<true> * 32;
-using SlabWords = int32_t[kMaxHeight][kSlabRow];
+/// Activations of a tile as words, in the order of weights (ExpandWords).
+template <TileKind kKind>
+constexpr int kSlabRow = kSlabUnitsOf<true> * 32 * WordPlanes(kKind);
+template <TileKind kKind>
+using SlabWords = int32_t[kMaxHeight][kSlabRow<kKind>];
 
 /// `count` units of the first `tokens` of a tile, or as many as it can have. Tokens that do not exist repeat
 /// the last one.
 template <TileKind kKind>
 FMOE_INLINE void ExpandTokens(const TileView& tile, int tokens, int64_t begin, int64_t count,
-                              SlabWords& expanded) {
+                              SlabWords<kKind>& expanded) {
   const int last = tile.tokens - 1;
   for (int token = 0; token < kMaxHeight && token < tokens; ++token) {
     const int32_t* row = (const int32_t*)tile.rows[token < last ? token : last];
@@ -147,32 +150,32 @@ FMOE_INLINE void ExpandTokens(const TileView& tile, int tokens, int64_t begin, i
 }
 
 /// Where four tokens or three have a word: rows of SlabWords, or tiles of one token each.
-template <bool kWords, int kTokens>
+template <bool kWords, TileKind kKind, int kTokens>
 struct SlabTokens {
   const int32_t* at[kWords ? 1 : kTokens];
 
   FMOE_INLINE Ints Broadcast(const SlabTokens& tokens, int token, int64_t word) {
-    return IntSet(kWords ? tokens.at[0][token * kSlabRow + word] : tokens.at[token][word]);
+    return IntSet(kWords ? tokens.at[0][token * kSlabRow<kKind> + word] : tokens.at[token][word]);
   }
 };
 
-/// dots[vector][token] += products of a group.
-template <class Slab, int kTokens>
-FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kTokens>& tokens,
+/// dots[vector][token] += products of a group, with one of the planes of words.
+template <class Slab, TileKind kKind, int kPlane, int kTokens>
+FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kKind, kTokens>& tokens,
                           Ints (*dots)[kTokens]) {
-  using Tokens = SlabTokens<Slab::kWords, kTokens>;
+  using Tokens = SlabTokens<Slab::kWords, kKind, kTokens>;
   constexpr int kCodes = Slab::kGroup / (Slab::kWords ? 2 : 4);  // vectors of a group
-  constexpr int kStep = Slab::kAdded;
+  constexpr int kStep = Slab::kAdded;                            // of words those of 16 k, as in ExpandWords
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
     Unroll<kStep>([&](auto i) FMOE_FLAT {
       const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0),
                                Slab::template Codes<i>(slab, first, 1)};
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
-        const Ints both = Tokens::Broadcast(tokens, t, first + i);
+        const Ints both = Tokens::Broadcast(tokens, t, first * WordPlanes(kKind) + kPlane * kStep + i);
         Unroll<2>([&](auto v) FMOE_FLAT {
           if constexpr (Slab::kWords) {
-            dots[v][t] = IntAdd(dots[v][t], MultiplyAddWordPairs(weights[v], both));
+            dots[v][t] = WordDot(dots[v][t], weights[v], both);
             InPlace(dots[v][t]);
           } else {
             const Ints products = MultiplyAddPairs(weights[v], both);
@@ -194,22 +197,36 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
 /// One unit of 64 k: sums[vector][token] += weights times tokens.
 template <class Slab, TileKind kKind, int kTokens>
 FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind, kTokens>& tokens,
-                                  const SlabTokens<Slab::kWords, kTokens>& words, Floats (*sums)[kTokens]) {
+                                  const SlabTokens<Slab::kWords, kKind, kTokens>& words,
+                                  Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   using End = GroupEnd<kKind, Slab::kGroups, Slab::kScales, Slab::kMinima>;
   const bool zeros = Slab::HasZeros(slab);
   Floats unit_sums[2][kTokens];
   Unroll<Slab::kGroups>([&](auto group) FMOE_FLAT {
+    constexpr int kLowest = WordPlanes(kKind) - 1;
     Ints dots[2][kTokens];
-    Unroll<kTokens>([&](auto t) FMOE_FLAT {
-      dots[0][t] = dots[1][t] = zeros ? IntZero() : IntSet(Tokens::Correction(tokens, t)[group]);
-    });
-    SlabDots<Slab, kTokens>(slab, group, words, dots);
+    const auto dots_of = [&](auto plane) FMOE_FLAT {
+      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+        const int32_t* start = Tokens::Correction(tokens, t) + group * Corrections(kKind) + kLowest - plane;
+        dots[0][t] = dots[1][t] = zeros ? IntZero() : IntSet(*start);
+      });
+      SlabDots<Slab, kKind, plane, kTokens>(slab, group, words, dots);
+    };
+    Floats upper[2][kTokens];
+    if constexpr (kLowest > 0) {
+      dots_of(Index<0>());
+      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&upper[0][0])[i] = ToFloats((&dots[0][0])[i]); });
+    }
+    dots_of(Index<kLowest>());
     Unroll<2>([&](auto v) FMOE_FLAT {
       const Floats scale = Slab::Scale(slab, group, v), zero = Slab::ZeroPoint(slab, group, v);
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
-        const int32_t* codes = Tokens::Correction(tokens, t) + group;
+        const int32_t* codes = Tokens::Correction(tokens, t) + group * Corrections(kKind);
         Floats sum = ToFloats(dots[v][t]);
+        if constexpr (kLowest > 0) {
+          sum = MultiplyAdd(upper[v][t], Set(16384.0F), sum);
+        }
         if (zeros && !Slab::kMinima) {
           sum = End::LessZero(sum, zero, codes);
         }
@@ -231,7 +248,7 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
 /// `apart`: floats from the sums of one vector to those of the other.
 template <class Slab, TileKind kKind, int kTokens, class Slabs>
 __attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit, int64_t units,
-                                            const TileView& tile, int first, const SlabWords* expanded,
+                                            const TileView& tile, int first, const SlabWords<kKind>* expanded,
                                             int64_t apart, NextLines& lines, float* out) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
@@ -243,9 +260,9 @@ __attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int6
   });
   for (int64_t unit = 0; unit < units; ++unit) {
     PrefetchLines(next);
-    SlabTokens<Slab::kWords, kTokens> words;
+    SlabTokens<Slab::kWords, kKind, kTokens> words;
     if constexpr (Slab::kWords) {
-      words.at[0] = (*expanded)[first] + unit * 32;
+      words.at[0] = (*expanded)[first] + unit * (32 * WordPlanes(kKind));
     } else {
       Unroll<kTokens>([&](auto t) FMOE_FLAT { words.at[t] = Tokens::Words(tokens, t); });
     }
@@ -274,7 +291,7 @@ __attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8
   constexpr int64_t kStripeSums = kMaxHeight * 16;
   constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;
   SlabPair<Slab> slabs[kSlabPairs];
-  SlabWords expanded;
+  SlabWords<kKind> expanded;
   const int pairs = kHalves == 2 ? num_stripes : 1;
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
     count = units - begin < kUnits ? units - begin : kUnits;

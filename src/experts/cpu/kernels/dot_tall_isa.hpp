@@ -130,7 +130,7 @@ __attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride,
   const int64_t units = blocks * Panel::kUnits;
   NextLines next = LinesOf(tiles[0], units * passes);
   const GroupScales type = Packed::TypeOf(tiles[0].group_scales);
-  const Ints table = Panel::TableOf(tiles[0].group_scales);
+  const typename Panel::Table table = Panel::TableOf(tiles[0].group_scales);
   for (int64_t first = 0, count = 0; first < units; first += count) {
     count = units - first < kSlabUnits ? units - first : kSlabUnits;
     for (int64_t i = 0; i < count; ++i) {

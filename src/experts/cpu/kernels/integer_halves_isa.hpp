@@ -71,7 +71,7 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
                                        const float* activation_scale, Floats (*accumulators)[kHeight]) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
-  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
+  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kSmallFloats, Panel::kSuper>;
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   Floats unit_sums[kHalves][kHeight];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {

@@ -58,33 +58,50 @@ constexpr int VectorsInWords(int largest_code) {
   return largest_code > 63 ? 0 : largest_code > 31 ? 2 : largest_code > 15 ? 4 : 8;
 }
 
+/// By which codes become numbers: a table of bytes, where there is one, or two whose bytes are multiplied.
+struct FactorTables {
+  Ints first, second;
+};
+template <WeightKernel kWeight>
+struct CodeTable {
+  using Type = Ints;
+};
+template <>
+struct CodeTable<kWeightMxfp6> {
+  using Type = FactorTables;
+};
+
 /// Where things stand in a block of an integer format.
 template <WeightKernel kWeight>
 struct IntegerPanel : ScaleLayout<kWeight> {
   using ScaleLayout<kWeight>::kSuper, ScaleLayout<kWeight>::kUnits;
   using ScaleLayout<kWeight>::GroupStride, ScaleLayout<kWeight>::UnitsBytes;
+  using Table = typename CodeTable<kWeight>::Type;
   static constexpr bool kE2m1 = kWeight == kWeightNvfp4 || kWeight == kWeightMxfp4;
+  /// Codes that become words, products of two bytes: up to 448 for e3m2 in sixteenths.
+  static constexpr bool kProducts = kWeight == kWeightMxfp6;
+  static constexpr bool kSmallFloats = kE2m1 || kProducts;  // below scales of a byte
   static constexpr bool kBook = HasCodebook(kWeight);
-  static constexpr int kBits = CodeBits(kWeight);
+  static constexpr int kBits = kCodeTraits[kWeight].bits;
   static constexpr bool kNibbles = kBits == 4;
   static constexpr bool kInPlanes = HasPlanes(kWeight);
   /// What decoding eight k has to know of their number: with fewer answers, fewer copies are compiled.
   static constexpr int PhaseOf(int eight) { return kInPlanes ? eight % 4 : 0; }
   /// The same of a group.
   static constexpr int PhaseOfGroup(int group) { return kInPlanes && kGroup == 16 ? group % 2 : 0; }
-  static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kE2m1;
-  static constexpr int kGroup = CorrectionGroup(kWeight);
+  static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kSmallFloats;
+  static constexpr int kGroup = kCodeTraits[kWeight].group;
   static constexpr int kUnitBytes = 128 * kBits;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1 ? 24 : kBook ? 255 : (1 << kBits) - 1;
+  static constexpr int kLargestCode = kE2m1 ? 24 : kProducts ? 127 : kBook ? 255 : (1 << kBits) - 1;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
-  static constexpr int kLeastBytes = kCodeBytes + (kE2m1      ? 16 * 64 / kGroup
-                                                   : kSuper   ? 32 + 16 * kBlockGroups
-                                                   : kGrouped ? 32 * kBlockGroups
-                                                              : 0);
+  static constexpr int kLeastBytes = kCodeBytes + (kSmallFloats ? 16 * 64 / kGroup
+                                                   : kSuper     ? 32 + 16 * kBlockGroups
+                                                   : kGrouped   ? 32 * kBlockGroups
+                                                                : 0);
 
   FMOE_INLINE int64_t BlockBytes(GroupScales scales) {
     return kGrouped ? kCodeBytes + UnitsBytes(scales) + kBlockGroups * GroupStride(scales) : kLeastBytes;
@@ -97,8 +114,10 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   }
 
   /// By which nibbles become bytes, unsigned or less 128; else nothing.
-  FMOE_INLINE Ints TableOf(GroupScales scales) {
-    if constexpr (kBook) {
+  FMOE_INLINE Table TableOf(GroupScales scales) {
+    if constexpr (kProducts) {
+      return {LoadNumbers(scales.numbers), LoadNumbers(scales.numbers + 16)};
+    } else if constexpr (kBook) {
       const Ints numbers = LoadNumbers(scales.numbers);
       return kLess128 ? IntXor(numbers, IntSet((int32_t)0x80808080)) : numbers;
     } else if constexpr (kE2m1) {
@@ -111,7 +130,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kInPlanes),
   /// `eight` modulo 4.
   template <int kPhase>
-  FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Ints table, Ints* out) {
+  FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
     if constexpr (kE2m1 || kBook) {
       DecodeByTable(unit + eight * 64, half, table, out);
     } else if constexpr (kNibbles) {
@@ -127,10 +146,33 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   }
   /// 16 k as four of them. kPhase: of `step`, modulo 2.
   template <int kPhase>
-  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Ints table, Ints* out) {
+  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Table table, Ints* out) {
     Unroll<2>([&](auto i) FMOE_FLAT {
       DecodeEight<PhaseOf(2 * kPhase + i)>(unit, 2 * step + i, half, table, out + 2 * i);
     });
+  }
+  /// Eight k as words: [k/4][k 0 and 2; 1 and 3]. Small floats as (first[nibble] + low bits) * second[nibble]
+  /// (Float6Factors): of each pair of bytes one is left out, so that what adds products up gives one.
+  template <int kPhase>
+  FMOE_INLINE void DecodeWords(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
+    Ints bytes[2];
+    if constexpr (kProducts) {
+      Ints second[2], low[2];
+      DecodeByTable(unit + eight * 64, half, table.first, bytes);
+      DecodeByTable(unit + eight * 64, half, table.second, second);
+      LoadPlane<2, 0, kPhase>(unit + 512, eight, half, low);
+      Unroll<2>([&](auto q) FMOE_FLAT {
+        const Ints first = IntOr(bytes[q], low[q]);
+        out[2 * q] = MultiplyAddPairs(IntAnd(first, IntSet(0x00ff00ff)), second[q]);
+        out[2 * q + 1] = MultiplyAddPairs(IntAnd(first, IntSet((int32_t)0xff00ff00)), second[q]);
+      });
+    } else {
+      DecodeEight<kPhase>(unit, eight, half, table, bytes);
+      Unroll<2>([&](auto q) FMOE_FLAT {
+        out[2 * q] = EvenBytes(bytes[q]);
+        out[2 * q + 1] = OddBytes(bytes[q]);
+      });
+    }
   }
 };
 
@@ -144,10 +186,11 @@ FMOE_INLINE Floats LoadInUnits(const uint8_t* bytes, const uint8_t* units, int h
 template <WeightKernel kWeight>
 FMOE_INLINE Floats LoadGroupScale(const Sides& sides, int group, int half) {
   using Panel = IntegerPanel<kWeight>;
-  const uint8_t* at = sides.groups + (Panel::kE2m1 ? group * 16 : group * Panel::GroupStride(sides.type));
+  const uint8_t* at =
+      sides.groups + (Panel::kSmallFloats ? group * 16 : group * Panel::GroupStride(sides.type));
   if constexpr (kWeight == kWeightNvfp4) {
     return LoadE4m3Scales(at, half);
-  } else if constexpr (kWeight == kWeightMxfp4) {
+  } else if constexpr (kWeight == kWeightMxfp4 || kWeight == kWeightMxfp6) {
     return LoadE8m0Scales(at, half);
   } else if constexpr (Panel::kSuper) {
     return LoadInUnits(at, sides.units, half);
@@ -212,14 +255,21 @@ struct GroupEnd {
   }
 };
 
-/// Planes of `steps` times 16 k of kHeight tokens that stand side by side as words: [k/4][token][k 0 and 2; 1
-/// and 3].
+/// Planes of `steps` times 16 k of kHeight tokens that stand side by side as words: [k/16][word plane]
+/// [k/4][token][k 0 and 2; 1 and 3]. Words hold 15 bits; of 22 the uppermost stand in a plane of their own.
+constexpr int WordPlanes(TileKind kind) {
+  return kind == kTileA24 ? 2 : 1;
+}
 template <int kHeight, int kPlanes>
 FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t steps, int32_t* out) {
   const int8_t* codes = (const int8_t*)planes;
-  for (int64_t step = 0; step < steps; ++step, codes += 16 * kHeight * kPlanes) {
-    for (int i = 0; i < kHeight; ++i, out += 8) {
-      StoreWordPairs(out, codes + 16 * i, kPlanes > 1 ? codes + 16 * (kHeight + i) : 0);
+  constexpr int kPlane = 16 * kHeight, kApart = kPlanes == 3 ? kPlane : 0;
+  for (int64_t step = 0; step < steps; ++step, codes += kPlane * kPlanes) {
+    for (int i = 0; i < kApart; i += 16, out += 8) {
+      StoreWordPairs(out, codes + i, 0);
+    }
+    for (int i = kApart; i < kApart + kPlane; i += 16, out += 8) {
+      StoreWordPairs(out, codes + i, kPlanes > 1 ? codes + kPlane + i : 0);
     }
   }
 }

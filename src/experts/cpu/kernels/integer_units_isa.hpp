@@ -59,25 +59,31 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   }
 }
 
-/// Whether 15-bit activations are made words of two k (SlabWords) before they meet weights: bytes above 63,
-/// which would go as two nibbles in two planes, 13 operations for 32 weights instead of 6. INT8 in groups of
-/// 128 on Zen 3, weights in L2, one token and two: 18 -> 25 and 13 -> 19 GB/s.
+/// Whether activations are made words of two k (ExpandWords) before they meet weights: those that are words
+/// themselves; and, in 15 bits, bytes above 63, which would go as two nibbles in two planes, 13 operations
+/// for 32 weights instead of 6. INT8 in groups of 128 on Zen 3, weights in L2, one token and two: 18 -> 25
+/// and 13
+/// -> 19 GB/s.
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool TakesWords() {
-  return kHasSlabs && kKind == kTileA16 && VectorsInWords(IntegerPanel<kWeight>::kLargestCode) == 0;
+  using Panel = IntegerPanel<kWeight>;
+  return Panel::kProducts || (kHasSlabs && kKind == kTileA16 && VectorsInWords(Panel::kLargestCode) == 0);
 }
 
-/// sums[t] += 16 k of weights times those of kCount tokens: words[q][t][k 0 and 2; 1 and 3].
+/// Words of a tile that 16 k of weights meet, for each token.
+template <WeightKernel kWeight, TileKind kKind>
+constexpr int StepWords() {
+  return TakesWords<kWeight, kKind>() ? 8 * WordPlanes(kKind) : 4 * Planes(kKind);
+}
+
+/// sums[t] += eight k of weights (DecodeWords) times those of kCount tokens: words[q][t][k 0 and 2; 1 and 3].
 template <int kCount>
-FMOE_INLINE void DotWords16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
-  Unroll<4>([&](auto q) FMOE_FLAT {
-    const Ints of_pair[2] = {EvenBytes(weights[q]), OddBytes(weights[q])};
-    Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
-      constexpr int t = decltype(i)() / 2, kPair = decltype(i)() % 2;
-      sums[t] =
-          IntAdd(sums[t], MultiplyAddWordPairs(of_pair[kPair], IntSet(words[(q * height + t) * 2 + kPair])));
-      InPlace(sums[t]);
-    });
+FMOE_INLINE void DotWords8(Ints* sums, const Ints* weights, const int32_t* words, int height) {
+  Unroll<4 * kCount>([&](auto i) FMOE_FLAT {
+    constexpr int q = decltype(i)() / (2 * kCount), t = decltype(i)() / 2 % kCount;
+    constexpr int kPair = decltype(i)() % 2;
+    sums[t] = WordDot(sums[t], weights[2 * q + kPair], IntSet(words[(q * height + t) * 2 + kPair]));
+    InPlace(sums[t]);
   });
 }
 
@@ -123,12 +129,13 @@ constexpr bool AsksBySteps() {
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
 /// kPhase: PhaseOfGroup.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount, bool kTwice, int kPhase>
-FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table, const int32_t* words,
+FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
+                           typename IntegerPanel<kWeight>::Table table, const int32_t* words,
                            const int32_t* correction, bool zero_points, int first, Distances ahead,
                            Floats* sums) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kSteps = Panel::kGroup / 16;
-  constexpr int kStepWords = Planes(kKind) * 4 * kHeight;
+  constexpr int kStepWords = StepWords<kWeight, kKind>() * kHeight;
   constexpr int kChains = SumChains<kWeight, kKind, kCount>();
   constexpr bool kAsks = AsksBySteps<kWeight, kKind, kHeight>();
   const uint8_t* const near = kAsks ? InRegister(unit + ahead.near) : nullptr;
@@ -157,10 +164,19 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
     });
     Ints weights[4];
     constexpr int kStepPhase = Panel::kInPlanes ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
-    Panel::template Decode<kStepPhase>(unit, group * kSteps + step, half, table, weights);
     if constexpr (TakesWords<kWeight, kKind>()) {
-      DotWords16<kCount>(sum[0][Planes(kKind) - 1], weights, words + step * kStepWords + 2 * first, kHeight);
+      constexpr int kUpper = WordPlanes(kKind) - 1;
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        Panel::template DecodeWords<Panel::PhaseOf(2 * kStepPhase + i)>(unit, 2 * (group * kSteps + step) + i,
+                                                                        half, table, weights);
+        const int32_t* at = words + step * kStepWords + i * (4 * kHeight) + 2 * first;
+        DotWords8<kCount>(sum[0][Planes(kKind) - 1], weights, at + kUpper * (8 * kHeight), kHeight);
+        if constexpr (kUpper > 0) {
+          DotWords8<kCount>(sum[0][0], weights, at, kHeight);
+        }
+      });
     } else {
+      Panel::template Decode<kStepPhase>(unit, group * kSteps + step, half, table, weights);
       const int32_t* at = words + step * kStepWords + first;
       Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
         Dot16<Panel::kLargestCode, kCount>(sum[step % kChains][plane], weights, at + plane * 4 * kHeight,
@@ -213,14 +229,15 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half, Ints table,
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
 /// for (AsksBySteps, AsksIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half, Ints table,
-                             const int32_t* words, const int32_t* correction, const float* activation_scale,
-                             Distances ahead, Floats* accumulators) {
+FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
+                             typename IntegerPanel<kWeight>::Table table, const int32_t* words,
+                             const int32_t* correction, const float* activation_scale, Distances ahead,
+                             Floats* accumulators) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup;
   constexpr int kCount = TokensAtOnce<kKind, Panel::kGroup, kHeight>();
-  constexpr int kGroupWords = Panel::kGroup / 16 * Planes(kKind) * 4 * kHeight;
-  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kE2m1, Panel::kSuper>;
+  constexpr int kGroupWords = Panel::kGroup / 16 * StepWords<kWeight, kKind>() * kHeight;
+  using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kSmallFloats, Panel::kSuper>;
   Floats unit_sums[kHeight];
   if constexpr (End::kUnitSums) {
     Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });

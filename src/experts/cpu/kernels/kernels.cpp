@@ -7,6 +7,7 @@
 
 #include "platform/cpu_features.hpp"
 #include "weights/codebook.hpp"
+#include "weights/float6_factors.hpp"
 
 namespace fusedmoe::cpu {
 
@@ -89,6 +90,8 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kF8E5M2, PanelScale::kNone, 0, kWeightE5m2},
     {DType::kF4E2M1, PanelScale::kE4M3, 16, kWeightNvfp4},
     {DType::kF4E2M1, PanelScale::kE8M0, 32, kWeightMxfp4},
+    {DType::kF6E2M3, PanelScale::kE8M0, 32, kWeightMxfp6},
+    {DType::kF6E3M2, PanelScale::kE8M0, 32, kWeightMxfp6},
     {DType::kU4, PanelScale::kNone, 0, kWeightU4},
     {DType::kU4, PanelScale::kBF16, 16, kWeightU4Group16},
     {DType::kU4, PanelScale::kBF16, 32, kWeightU4Group32},
@@ -206,7 +209,9 @@ GroupScales GroupScalesOf(const PanelFormat& format) {
           format.zeros == PanelZero::kFloats ? kZeroFloats
           : format.has_zero_points()         ? kZeroBytes
                                              : kZeroNone,
-          format.codebook == Codebook::kNone ? nullptr : CodebookBytes(format.codebook)};
+          format.codebook != Codebook::kNone ? CodebookBytes(format.codebook)
+          : IsPanelFloat6(format.code)       ? Float6Factors(format.code)
+                                             : nullptr};
 }
 
 float KernelOutputScale(WeightKernel kernel) {
@@ -220,6 +225,8 @@ float KernelOutputScale(WeightKernel kernel) {
       return 128.0F;  // 2^8 of the e4m3 scale, halved for the doubled code
     case kWeightMxfp4:
       return 0.5F;
+    case kWeightMxfp6:
+      return 0.0625F;
     default:
       return 1.0F;
   }

@@ -155,34 +155,27 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   line[1] = _mm256_set_m128i(_mm_unpackhi_epi16(high[0], high[1]), _mm_unpacklo_epi16(high[0], high[1]));
 }
 
-/// Sixteen 6-bit codes in twelve bytes of each half, from byte kFrom on, to their bytes in the panel. Of the
-/// bytes b0 b1 b2 the words b0 b1 and b1 b2 hold two codes each. Some shifts are a multiplication or
-/// additions, for which Zen 3 has units beside the two that shuffle and shift.
+/// Sixteen 6-bit codes in twelve bytes of each half, from byte kFrom on, to a byte each. Of the bytes b0 b1
+/// b2 the words b0 b1 and b1 b2 hold two codes each. A shift is a multiplication, for which Zen 3 has units
+/// beside the two that shuffle and shift.
 template <int kFrom>
-FMOE_INLINE Ints BytesOfSixBits(Ints x, const uint8_t* table) {
+FMOE_INLINE Ints BytesOfSixBits(Ints x) {
   const auto broadcast = [](__m128i bytes) FMOE_FLAT { return _mm256_broadcastsi128_si256(bytes); };
   const __m128i words = _mm_setr_epi8(0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11);
   x = _mm256_shuffle_epi8(x, broadcast(_mm_add_epi8(words, _mm_set1_epi8(kFrom))));
   x = _mm256_blend_epi16(x, _mm256_mulhi_epu16(x, _mm256_set1_epi16(0x1000)), 0xaa);
-  x = IntOr(IntAnd(x, IntSet(0x003f003f)), IntAnd(ShiftLeft<2>(x), IntSet(0x3f003f00)));
-  // A look-up takes no notice of bits 4 to 6. Bit 4 says which of two, bit 5 is the sign.
-  const Ints low = _mm256_shuffle_epi8(broadcast(_mm_loadu_si128((const __m128i*)table)), x);
-  const Ints high = _mm256_shuffle_epi8(broadcast(_mm_loadu_si128((const __m128i*)(table + 16))), x);
-  const Ints twice = _mm256_add_epi8(x, x), four_times = _mm256_add_epi8(twice, twice);
-  return IntOr(_mm256_blendv_epi8(low, high, _mm256_add_epi8(four_times, four_times)),
-               IntAnd(four_times, IntSet((int32_t)0x80808080)));
+  return IntOr(IntAnd(x, IntSet(0x003f003f)), IntAnd(ShiftLeft<2>(x), IntSet(0x3f003f00)));
 }
 
 /// put(v, line) of the sixteen lines of 48 bytes of each row. Codes are spread while they stand in rows: the
 /// three words of sixteen codes, turned first, had to be joined again.
-template <bool kSplit, typename Put>
-FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, const uint8_t* table, Put put) {
+template <typename Put>
+FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, Put put) {
   Unroll<4>([&](auto four) FMOE_FLAT {
     constexpr int kFrom = four == 3 ? 4 : 0;  // nothing behind the row is read
     Ints line[8];
-    LoadFourLines<kSplit>(
-        rows, at + 12 * four - kFrom, [&](Ints x) FMOE_FLAT { return BytesOfSixBits<kFrom>(x, table); },
-        line);
+    LoadFourLines<false>(
+        rows, at + 12 * four - kFrom, [](Ints x) FMOE_FLAT { return BytesOfSixBits<kFrom>(x); }, line);
     Unroll<4>([&](auto v) FMOE_FLAT { put(Index<4 * four + v>{}, line + 2 * v); });
   });
 }

@@ -102,21 +102,5 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   line[0] = TurnFours(_mm512_permutexvar_epi32(lanes, x));
 }
 
-/// table[byte] of bytes below 64.
-FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
-#if defined(__AVX512VBMI__)
-  return _mm512_permutexvar_epi8(x, _mm512_loadu_si512(table));
-#else
-  Ints found = IntZero();
-  Unroll<4>([&](auto i) FMOE_FLAT {
-    // Bytes of this quarter become 0x70..0x7f, all others have their highest bit set, which looks up zero.
-    const Ints index = _mm512_add_epi8(IntXor(x, _mm512_set1_epi8(16 * i)), _mm512_set1_epi8(0x70));
-    const Ints quarter = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)(table + 16 * i)));
-    found = IntOr(found, _mm512_shuffle_epi8(quarter, index));
-  });
-  return found;
-#endif
-}
-
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

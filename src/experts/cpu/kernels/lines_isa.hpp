@@ -3,7 +3,7 @@
 /// Sixteen rows to lines of a panel and back, under the same names for each kind of registers:
 ///
 ///     LoadTransposed           words of sixteen rows as lines
-///     LoadSixBits              the same of codes of six bits, as bytes
+///     LoadSixBits              the same of codes of six bits, as bytes whose upper two bits are anything
 ///     ShuffleNibbles           k 0 4 1 5 2 6 3 7 of a word
 ///     StoreLine                a line; kSplit: the low words of all lanes, then the high ones
 ///     LimitBytes               of every byte the bits of a mask, and so much at least
@@ -33,27 +33,26 @@ FMOE_INLINE Ints ShuffleNibbles(Ints x) {
   return IntXor(x, IntXor(t, ShiftLeft<4>(t)));
 }
 
-/// table[code] of the four 6-bit codes in the lower 24 bits of each lane, as its four bytes.
-FMOE_INLINE Ints LookUpSixBits(Ints x, const uint8_t* table) {
+/// The four 6-bit codes in the lower 24 bits of each lane as its four bytes.
+FMOE_INLINE Ints BytesOfSixBits(Ints x) {
 #if defined(__AVX512VBMI__)
-  // Where the byte of each code begins. A look-up of 64 takes no notice of the two bits above a code.
-  const Ints begins = _mm512_set1_epi64(0x322c2620120c0600);
-  return LookUp64(_mm512_multishift_epi64_epi8(begins, x), table);
+  const Ints begins = _mm512_set1_epi64(0x322c2620120c0600);  // of each code
+  return _mm512_multishift_epi64_epi8(begins, x);
 #else
   const Ints low = IntOr(IntAnd(x, IntSet(0x3f)), IntAnd(ShiftLeft<2>(x), IntSet(0x3f00)));
   const Ints high =
       IntOr(IntAnd(ShiftLeft<4>(x), IntSet(0x3f0000)), IntAnd(ShiftLeft<6>(x), IntSet(0x3f000000)));
-  return LookUp64(IntOr(low, high), table);
+  return IntOr(low, high);
 #endif
 }
 
 /// put(v, line) of the sixteen lines of 48 bytes of each row: twelve words, sixteen codes in each three of
 /// them. Words 0 to 7, then 4 to 11, so that nothing behind the row is read.
-template <bool kSplit, typename Put>
-FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, const uint8_t* table, Put put) {
+template <typename Put>
+FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, Put put) {
   Unroll<2>([&](auto load) FMOE_FLAT {
     Ints line[8 * kHalves];  // [line][half of its rows]
-    LoadTransposed<kSplit>(rows, at + 16 * load, line);
+    LoadTransposed(rows, at + 16 * load, line);
     Unroll<2>([&](auto three) FMOE_FLAT {
       const Ints* words = line + (2 * load + 3 * three) * kHalves;
       Ints codes[4 * kHalves];
@@ -61,7 +60,7 @@ FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, const uint8
         const Ints w0 = words[half], w1 = words[kHalves + half], w2 = words[2 * kHalves + half];
         const Ints packed[4] = {w0, IntOr(ShiftRight<24>(w0), ShiftLeft<8>(w1)),
                                 IntOr(ShiftRight<16>(w1), ShiftLeft<16>(w2)), ShiftRight<8>(w2)};
-        Unroll<4>([&](auto i) FMOE_FLAT { codes[i * kHalves + half] = LookUpSixBits(packed[i], table); });
+        Unroll<4>([&](auto i) FMOE_FLAT { codes[i * kHalves + half] = BytesOfSixBits(packed[i]); });
       });
       Unroll<4>([&](auto i) FMOE_FLAT { put(Index<8 * load + 4 * three + i>{}, codes + i * kHalves); });
     });

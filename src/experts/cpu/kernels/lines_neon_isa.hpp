@@ -116,11 +116,5 @@ FMOE_INLINE void WordsOfColumns(const uint8_t* columns, const int32_t* at, Ints*
   line[1] = words(vzip2q_u8(x[0], x[1]), vzip2q_u8(x[2], x[3]));
 }
 
-/// table[byte] of bytes below 64.
-FMOE_INLINE Ints LookUp64(Ints x, const uint8_t* table) {
-  const uint8x16x4_t all = vld1q_u8_x4(table);
-  return {SignedOf(vqtbl4q_u8(all, BytesOf(x.low))), SignedOf(vqtbl4q_u8(all, BytesOf(x.high)))};
-}
-
 }  // namespace
 }  // namespace fusedmoe::cpu::FMOE_ISA_NS

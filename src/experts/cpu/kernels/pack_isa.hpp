@@ -64,11 +64,11 @@ FMOE_INLINE void StoreCorrections(Correction correction, const int32_t* sums16, 
     if ((i + 1) % group16 != 0) {
       continue;
     }
-    if (correction.zero != 0) {
-      *out = -correction.zero * sum;
-    } else {
+    if (correction.sums) {
       const float value = (float)sum;
       memcpy(out, &value, 4);
+    } else {
+      *out = -correction.zero * sum;
     }
     out += stride;
     sum = 0;
@@ -130,7 +130,7 @@ void PackIntegers(const PackArguments* a) {
   for (int64_t unit = 0; unit < a->units; ++unit, codes += 64 * kPlanes) {
     int32_t sums[4 * kPlanes], sums16[4], high_sums16[4];
     SumCodes<4 * kPlanes>(codes, sums);
-    const bool high_apart = kKind == kTileA24 && a->correction.zero != 0;
+    const bool high_apart = kKind == kTileA24 && !a->correction.sums;
     Unroll<4>([&](auto step) FMOE_FLAT {
       const int32_t* of = sums + step * kPlanes;
       sums16[step] = of[kPlanes - 1];

@@ -14,7 +14,7 @@ enum PanelTransform : int {
   kPanelWords,      ///< bf16
   kPanelHalfWords,  ///< f16: as fp8
   kPanelFloats,     ///< f32
-  kPanelSixBits,    ///< 6-bit codes to those of fp8, by a table
+  kPanelSixBits,    ///< codes of six bits, to planes: their lowest two bits are the second one
   kPanelU2,         ///< bytes whose codes have fewer bits, to planes of these
   kPanelU3,
   kPanelU5,
@@ -28,7 +28,6 @@ struct PanelArguments {
   int64_t blocks;
   int64_t units_per_block;
   int32_t flip;             ///< exclusive-or of codes
-  const uint8_t* table;     ///< kPanelSixBits: the byte of each of 64 codes
   const uint8_t* next[16];  ///< rows that will be packed then: their beginnings are asked for
   /// What goes behind the codes of each block, block after block; null: room is left for it.
   const uint8_t* sides;

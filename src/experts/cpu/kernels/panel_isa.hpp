@@ -9,8 +9,8 @@
 
 /// Rows of canonical codes to the lines of a stripe (weights/panel.hpp draws the layout). Every format is the
 /// same step: sixteen rows of eight 32-bit words become eight lines of sixteen words. Around it 4-bit codes
-/// exchange nibbles, 6-bit codes become bytes, and formats that are widened by f16 conversions part the two
-/// 16-bit words of a lane.
+/// exchange nibbles, codes of 2, 3, 5 and 6 bits become planes of their bits, and formats that are widened by
+/// f16 conversions part the two 16-bit words of a lane.
 ///
 ///     row 0   w00 w01 .. w07            line 0   w00 w10 w20 .. wf0
 ///     row 1   w10 w11 .. w17     ->     line 1   w01 w11 w21 .. wf1
@@ -37,16 +37,16 @@ constexpr int64_t UnitLines(PanelTransform transform) {
          : transform == kPanelFloats                                ? 64
                                                                     : 16;
 }
-/// Bits of a code of bytes that become planes; else 0.
+/// Bits of a code that becomes planes; else 0.
 constexpr int PlaneBits(PanelTransform transform) {
-  return transform == kPanelU2   ? 2
-         : transform == kPanelU3 ? 3
-         : transform == kPanelU5 ? 5
-         : transform == kPanelU6 ? 6
-                                 : 0;
+  return transform == kPanelU2                                 ? 2
+         : transform == kPanelU3                               ? 3
+         : transform == kPanelU5                               ? 5
+         : transform == kPanelU6 || transform == kPanelSixBits ? 6
+                                                               : 0;
 }
 constexpr bool SplitsLanes(PanelTransform transform) {
-  return transform == kPanelHalfLanes || transform == kPanelHalfWords || transform == kPanelSixBits;
+  return transform == kPanelHalfLanes || transform == kPanelHalfWords;
 }
 
 /// put(v, line) of the lines of a step, codes as the panel has them; kAsStored: but for the order of nibbles.
@@ -54,7 +54,7 @@ constexpr bool SplitsLanes(PanelTransform transform) {
 template <PanelTransform kTransform, bool kSplit, bool kAsStored = false, typename Put>
 FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
   if constexpr (kTransform == kPanelSixBits) {
-    LoadSixBits<kSplit>(a->rows, at, a->table, put);
+    LoadSixBits(a->rows, at, put);
   } else {
     Ints line[8 * kHalves];  // [line][half of its rows]
     const Ints flip = IntSet(a->flip);
@@ -88,10 +88,8 @@ constexpr bool AsksByLines(PanelTransform transform) {
 
 /// Whether of columns in an order of their own the first step asks for the first eight rows of the next
 /// stripe and the second step for the others, instead of the first for all (Zen 3, codes alone, INT8 84
-/// instead of 77 % of a copy, nibbles 74 instead of 70). The first step of 6-bit codes takes long enough.
-constexpr bool AsksInBothSteps(PanelTransform transform) {
-  return kAsksAllByLines && transform != kPanelSixBits;
-}
+/// instead of 77 % of a copy, nibbles 74 instead of 70).
+constexpr bool kAsksInBothSteps = kAsksAllByLines;
 
 /// Rows are read side by side, which hardware prefetchers follow badly, so they are asked for. Where packing
 /// takes longer than memory (AsksByLines): the next stripe, line after line in the order of memory, a request
@@ -234,11 +232,11 @@ class NanRows {
   Ints found_[kHalves];
 };
 
-/// Lines of four k each to vectors of bits [kAt, kAt + kPlaneBits) of their codes.
-template <int kPlaneBits, int kAt>
+/// kLines lines of four k each to vectors of bits [kAt, kAt + kPlaneBits) of their codes.
+template <int kLines, int kPlaneBits, int kAt>
 FMOE_INLINE void StorePlane(const Ints (*line)[kHalves], uint8_t* out) {
   constexpr int kPerVector = 8 / kPlaneBits;
-  Unroll<8 / kPerVector>([&](auto v) FMOE_FLAT {
+  Unroll<kLines / kPerVector>([&](auto v) FMOE_FLAT {
     Ints joined[kHalves];
     Unroll<kHalves>([&](auto half) FMOE_FLAT {
       Unroll<kPerVector>([&](auto i) FMOE_FLAT {
@@ -250,13 +248,20 @@ FMOE_INLINE void StorePlane(const Ints (*line)[kHalves], uint8_t* out) {
   });
 }
 
-/// The eight lines of 32 k that begin at `k` of their unit.
-template <int kBits>
+/// Lines that become planes together: at least one vector of each.
+template <PanelTransform kTransform>
+constexpr int kPlaneLines = kTransform == kPanelSixBits ? 4 : 8;
+
+/// Those that begin at `k` of their unit. The plane in front has the lower bits of a code, but of six bits
+/// as they come (weights/panel.hpp).
+template <PanelTransform kTransform>
 FMOE_INLINE void StorePlanes(const Ints (*line)[kHalves], int64_t k, uint8_t* unit) {
-  constexpr int kLow = kBits < 4 ? 2 : 4;
-  StorePlane<kLow, 0>(line, unit + k * kLow * 2);
-  if constexpr (kBits > kLow) {
-    StorePlane<kBits - kLow, kLow>(line, unit + 128 * kLow + k * (kBits - kLow) * 2);
+  constexpr int kLines = kPlaneLines<kTransform>, kBits = PlaneBits(kTransform);
+  constexpr int kFirst = kBits < 4 ? 2 : 4, kSecond = kBits - kFirst;
+  constexpr bool kUpperFirst = kTransform == kPanelSixBits;
+  StorePlane<kLines, kFirst, kUpperFirst ? kSecond : 0>(line, unit + k * kFirst * 2);
+  if constexpr (kSecond > 0) {
+    StorePlane<kLines, kSecond, kUpperFirst ? 0 : kFirst>(line, unit + 128 * kFirst + k * kSecond * 2);
   }
 }
 
@@ -276,13 +281,17 @@ void PackPanel(const PanelArguments* a) {
     for (int64_t step = 0; step < steps; ++step, at += kBytes) {
       ahead.template Step<kBytes>(at);
       if constexpr (PlaneBits(kTransform) != 0) {
-        Ints lines[8][kHalves];
+        constexpr int kAtOnce = kPlaneLines<kTransform>, kUnitSteps = 16 / kLines;
+        const int64_t in_unit = step % kUnitSteps;
+        Ints lines[kAtOnce][kHalves];
         TransposeStep<kTransform, false>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
           ahead.template Line<kBytes>(v, line[0]);
-          Unroll<kHalves>([&](auto half) FMOE_FLAT { lines[v][half] = line[half]; });
+          Unroll<kHalves>([&](auto half) FMOE_FLAT { lines[v % kAtOnce][half] = line[half]; });
+          if constexpr (v % kAtOnce + 1 == kAtOnce) {
+            StorePlanes<kTransform>(lines, (in_unit * kLines + v + 1 - kAtOnce) * 4, out);
+          }
         });
-        StorePlanes<PlaneBits(kTransform)>(lines, step % 2 * 32, out);
-        out += step % 2 * (128 * PlaneBits(kTransform));
+        out += in_unit + 1 == kUnitSteps ? 128 * PlaneBits(kTransform) : 0;
         continue;
       }
       TransposeStep<kTransform, kSplit>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
@@ -313,7 +322,7 @@ void TurnCodes(const PanelArguments* a) {
   for (int64_t step = 0; step < steps; ++step, out += kLines * 64) {
     ahead.template Step<kBytes>(step * kBytes);
     TransposeStep<kTransform, false, true>(a, step * kBytes, [&](auto v, Ints* line) FMOE_FLAT {
-      if (!AsksInBothSteps(kTransform) || v % 2 == 0) {
+      if (!kAsksInBothSteps || v % 2 == 0) {
         ahead.template Line<kBytes>(v, line[0]);
       }
       nan_rows.Take(line);
@@ -351,7 +360,7 @@ void PackColumns(const ColumnsArguments* a) {
         WordsOfColumns<kSplit>(turned, columns, line);
         columns += 4;
       }
-      if (AsksInBothSteps(kTransform) && i % 2 == 0) {
+      if (kAsksInBothSteps && i % 2 == 0) {
         ahead.Ask(line[0]);
       }
       StoreLine<kSplit>(out, line);

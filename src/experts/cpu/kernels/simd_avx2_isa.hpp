@@ -102,16 +102,6 @@ template <int kBits>
 FMOE_INLINE Ints ShiftRight(Ints x) {
   return _mm256_srli_epi32(x, kBits);
 }
-/// Bits [kFrom, kFrom + kCount) of every byte, at kTo. Without calls: this is compiled thousands of times.
-template <int kFrom, int kTo, int kCount>
-FMOE_INLINE Ints MoveBits(Ints x) {
-  constexpr int kMask = (int)(((1U << kCount) - 1) * 0x01010101U << kTo);
-  if constexpr (kFrom >= kTo) {
-    return _mm256_and_si256(_mm256_srli_epi32(x, kFrom - kTo), _mm256_set1_epi32(kMask));
-  } else {
-    return _mm256_and_si256(_mm256_slli_epi32(x, kTo - kFrom), _mm256_set1_epi32(kMask));
-  }
-}
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return _mm256_srli_epi32(x, 16);
 }

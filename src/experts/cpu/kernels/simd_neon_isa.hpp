@@ -131,18 +131,6 @@ template <int kBits>
 FMOE_INLINE Ints ShiftRight(Ints x) {
   return {SignedOf(vshrq_n_u32(WordsOf(x.low), kBits)), SignedOf(vshrq_n_u32(WordsOf(x.high), kBits))};
 }
-/// Bits [kFrom, kFrom + kCount) of every byte, at kTo.
-template <int kFrom, int kTo, int kCount>
-FMOE_INLINE Ints MoveBits(Ints x) {
-  constexpr int kMask = (int)(((1U << kCount) - 1) * 0x01010101U << kTo);
-  if constexpr (kFrom > kTo) {
-    return IntAnd(ShiftRight<kFrom - kTo>(x), IntSet(kMask));
-  } else if constexpr (kFrom < kTo) {
-    return IntAnd(ShiftLeft<kTo - kFrom>(x), IntSet(kMask));
-  } else {
-    return IntAnd(x, IntSet(kMask));
-  }
-}
 FMOE_INLINE Ints ShiftRight16(Ints x) {
   return ShiftRight<16>(x);
 }
@@ -304,26 +292,50 @@ FMOE_INLINE Ints ByteDotWord(Ints sum, Ints weights, const int32_t* word) {
 FMOE_INLINE Ints SumsOfFours(Ints x) {
   return ByteDot(IntZero(), x, IntSet(0x01010101));
 }
-// Steps of a dot product where there is none.
-FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints) {
-  return u;
+/// Words of two products each, of unsigned bytes with signed ones.
+FMOE_INLINE int32x4_t MultiplyAddPairs(int32x4_t u, int32x4_t s) {
+  const uint16x8_t unsigned_words = vreinterpretq_u16_s32(u);
+  const int16x8_t words = vreinterpretq_s16_s32(s);
+  const int16x8_t even = vmulq_s16(vreinterpretq_s16_u16(vandq_u16(unsigned_words, vdupq_n_u16(0xff))),
+                                   vshrq_n_s16(vshlq_n_s16(words, 8), 8));
+  const int16x8_t odd = vreinterpretq_s16_u16(vshrq_n_u16(unsigned_words, 8));
+  return vreinterpretq_s32_s16(vmlaq_s16(even, odd, vshrq_n_s16(words, 8)));
 }
+FMOE_INLINE Ints MultiplyAddPairs(Ints u, Ints s) {
+  return {MultiplyAddPairs(u.low, s.low), MultiplyAddPairs(u.high, s.high)};
+}
+FMOE_INLINE int32x4_t MultiplyAddWordPairs(int32x4_t a, int32x4_t b) {
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  return vpaddq_s32(vmull_s16(vget_low_s16(x), vget_low_s16(y)), vmull_high_s16(x, y));
+}
+FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints b) {
+  return {MultiplyAddWordPairs(a.low, b.low), MultiplyAddWordPairs(a.high, b.high)};
+}
+/// Bytes 0 and 2 of each lane as words, and bytes 1 and 3.
+FMOE_INLINE Ints EvenBytes(Ints x) {
+  return IntAnd(x, IntSet(0x00ff00ff));
+}
+FMOE_INLINE Ints OddBytes(Ints x) {
+  return EvenBytes(ShiftRight<8>(x));
+}
+/// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
+FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
+  const uint8x16_t order = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
+  Unroll<2>([&](auto half) FMOE_FLAT {
+    int16x8_t x = vmovl_s8(vld1_s8(codes + 8 * half));
+    if (low != 0) {
+      x = vaddq_s16(vshlq_n_s16(x, 7), vmovl_s8(vld1_s8(low + 8 * half)));
+    }
+    vst1q_u8((uint8_t*)out + 16 * half, vqtbl1q_u8(vreinterpretq_u8_s16(x), order));
+  });
+}
+// Steps of a dot product of bytes where there is none.
 FMOE_INLINE Ints AddWords(Ints a, Ints) {
   return a;
 }
 FMOE_INLINE Ints MultiplyAddWords(Ints a, int16_t) {
   return a;
 }
-FMOE_INLINE Ints MultiplyAddWordPairs(Ints a, Ints) {
-  return a;
-}
-FMOE_INLINE Ints EvenBytes(Ints x) {
-  return x;
-}
-FMOE_INLINE Ints OddBytes(Ints x) {
-  return x;
-}
-FMOE_INLINE void StoreWordPairs(void*, const int8_t*, const int8_t*) {}
 FMOE_INLINE void InPlace(Ints&) {}
 FMOE_INLINE void DecodeE4m3Rows(const uint8_t*, Ints (*)[2]) {}
 template <int kWord>

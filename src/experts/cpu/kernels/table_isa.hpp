@@ -21,7 +21,9 @@ constexpr void SetIntegerDots(KernelTable& table) {
   table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
   table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
   table.asks_twice[kWeight][kKind] = AsksIntegersTwice<kKind>();
-  if constexpr (kHasWideDot && kKind != kTileA24) {
+  if constexpr (IntegerPanel<kWeight>::kProducts) {
+    table.batch[kWeight][kKind] = &SlabBatch<kWeight, kKind>;
+  } else if constexpr (kHasWideDot && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
   } else if constexpr (kHasSlabs && kKind != kTileA24) {
     table.batch[kWeight][kKind] = &FewOrSlabBatch<kWeight, kKind>;
@@ -74,6 +76,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetInteger<kWeightMxfp4>(table);
   SetIntegerDots<kWeightNvfp4, kTileA4>(table);
   SetIntegerDots<kWeightMxfp4, kTileA4>(table);
+  SetInteger<kWeightMxfp6>(table);
   SetInteger<kWeightU4>(table);
   SetInteger<kWeightU4Group16>(table);
   SetInteger<kWeightU4Group32>(table);
@@ -116,10 +119,10 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetPanel<kPanelNibbles>(table);
   SetPanel<kPanelBytes>(table);
   SetPanel<kPanelHalfLanes>(table);
-  SetPanel<kPanelSixBits>(table);
   for (int transform = 0; transform < kNumPanelTransforms; ++transform) {
     table.asks_by_lines[transform] = AsksByLines((PanelTransform)transform);
   }
+  table.pack_panel[kPanelSixBits] = &PackPanel<kPanelSixBits>;
   table.pack_panel[kPanelU2] = &PackPanel<kPanelU2>;
   table.pack_panel[kPanelU3] = &PackPanel<kPanelU3>;
   table.pack_panel[kPanelU5] = &PackPanel<kPanelU5>;

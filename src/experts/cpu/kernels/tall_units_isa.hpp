@@ -48,7 +48,7 @@ struct PackedPair {
   const uint8_t* codes;
   Sides sides;
   int64_t stride;  ///< from the first stripe to the second
-  Ints table;
+  typename Panel::Table table;
 
   /// With what is known when this is compiled.
   FMOE_INLINE GroupScales TypeOf(GroupScales type) {
@@ -169,13 +169,13 @@ struct TallTokens {
     });
     at.words = 0;
     at.correction = units * (64 * Planes(kKind));
-    at.scale = at.correction + units * (4 * Pair::kGroups);
+    at.scale = at.correction + units * (4 * Pair::kGroups * Corrections(kKind));
     Advance(at, unit);
     return at;
   }
   FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
     at.words += units * (64 * Planes(kKind));
-    at.correction += units * (4 * Pair::kGroups);
+    at.correction += units * (4 * Pair::kGroups * Corrections(kKind));
     at.scale += units * (4 * (kKind == kTileA4 ? Pair::kGroups : 1));
   }
   FMOE_INLINE const int32_t* Words(const TallTokens& at, int token) {

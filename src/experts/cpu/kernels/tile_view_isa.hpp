@@ -18,6 +18,7 @@ enum WeightKernel : int {
   kWeightE5m2,
   kWeightNvfp4,  ///< e2m1 with e4m3 per 16
   kWeightMxfp4,  ///< e2m1 with e8m0 per 32
+  kWeightMxfp6,  ///< e2m3 or e3m2 with e8m0 per 32: products of two bytes (GroupScales::numbers)
   kWeightU4,
   kWeightU4Group16,  ///< scale and zero point per group: GroupScales
   kWeightU4Group32,
@@ -75,7 +76,8 @@ enum ZeroType : int { kZeroNone, kZeroBytes, kZeroFloats };
 struct GroupScales {
   RowType type;
   ZeroType zeros;
-  const uint8_t* numbers;  ///< sixteen bytes, of which codes are indices (HasCodebook); else null
+  /// Sixteen bytes, of which codes are indices (HasCodebook); of kWeightMxfp6 32 (Float6Factors); else null.
+  const uint8_t* numbers;
 };
 /// Bytes of the scales of one group, and of all that it has.
 static constexpr int GroupScaleBytes(GroupScales scales) {
@@ -95,7 +97,7 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 ///
 ///   kTileF32   codes[k][token]                                          floats
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
-///              correction[k/correction group][which][token]             see CorrectionOf
+///              correction[k/group of the weights][which][token]         see CorrectionOf
 ///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
 ///              scale[k/64][token], kTileA4: scale[k/weight group][token]
 struct TileView {
@@ -129,58 +131,63 @@ struct TileView {
   int slab_tiles;
 };
 
-/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
-/// zero the accumulator starts at minus that (int32, one value per group of `k`); with zero points of their
-/// own the kernel needs the sums themselves (fp32, exact integers).
-struct Correction {
-  int group;  ///< k; 0: none
-  int zero;   ///< the constant zero; 0: the sums are stored instead
+/// What kernels have to know of the codes of their weights.
+struct CodeTraits {
+  int bits;         ///< of a code in a panel (weights/panel.hpp)
+  int group;        ///< k that share a scale; of bytes that have none, k whose products are added up; else 0
+  int zero;         ///< what codes are too large by; 0: nothing, or what their zero points say
+  bool two_levels;  ///< scales are bytes in units of a block
+  bool codebook;    ///< nibbles become bytes by a table of the panel
+};
+
+/// In the order of WeightKernel. Codes of e2m1 are doubled and shifted to 0..24.
+static constexpr CodeTraits kCodeTraits[kNumWeightKernels] = {
+    {32, 0, 0, false, false},    // kWeightF32
+    {16, 0, 0, false, false},    // kWeightBf16
+    {16, 0, 0, false, false},    // kWeightF16
+    {8, 0, 0, false, false},     // kWeightE4m3
+    {8, 0, 0, false, false},     // kWeightE4m3Scaled
+    {8, 0, 0, false, false},     // kWeightE4m3Stripe
+    {8, 0, 0, false, false},     // kWeightMxfp8
+    {8, 0, 0, false, false},     // kWeightE5m2
+    {4, 16, 12, false, false},   // kWeightNvfp4
+    {4, 32, 12, false, false},   // kWeightMxfp4
+    {6, 32, 0, false, false},    // kWeightMxfp6
+    {4, 64, 8, false, false},    // kWeightU4
+    {4, 16, 8, false, false},    // kWeightU4Group16
+    {4, 32, 8, false, false},    // kWeightU4Group32
+    {4, 64, 8, false, false},    // kWeightU4Group64
+    {4, 64, 8, false, false},    // kWeightU4Group128
+    {4, 16, 8, true, false},     // kWeightU4Super16
+    {4, 32, 8, true, false},     // kWeightU4Super32
+    {8, 64, 128, false, false},  // kWeightU8
+    {8, 16, 128, false, false},  // kWeightU8Group16
+    {8, 32, 128, false, false},  // kWeightU8Group32
+    {8, 64, 128, false, false},  // kWeightU8Group64
+    {8, 64, 128, false, false},  // kWeightU8Group128
+    {8, 16, 128, true, false},   // kWeightU8Super16
+    {8, 32, 128, true, false},   // kWeightU8Super32
+    {4, 32, 128, false, true},   // kWeightBookGroup32
+    {4, 16, 128, true, true},    // kWeightBookSuper16
+    {4, 32, 128, true, true},    // kWeightBookSuper32
+    {2, 16, 2, true, false},     // kWeightU2Super16
+    {3, 16, 4, true, false},     // kWeightU3Super16
+    {5, 32, 16, false, false},   // kWeightU5Group32
+    {5, 32, 16, true, false},    // kWeightU5Super32
+    {6, 16, 32, true, false},    // kWeightU6Super16
 };
 
 /// Integers in groups whose scales are bytes in units of a block.
 static constexpr bool HasTwoLevels(WeightKernel kernel) {
-  switch (kernel) {
-    case kWeightU4Super16:
-    case kWeightU4Super32:
-    case kWeightU8Super16:
-    case kWeightU8Super32:
-    case kWeightBookSuper16:
-    case kWeightBookSuper32:
-    case kWeightU2Super16:
-    case kWeightU3Super16:
-    case kWeightU5Super32:
-    case kWeightU6Super16:
-      return true;
-    default:
-      return false;
-  }
+  return kCodeTraits[kernel].two_levels;
 }
-
 /// Nibbles that become bytes by a table of the panel.
 static constexpr bool HasCodebook(WeightKernel kernel) {
-  return kernel == kWeightBookGroup32 || kernel == kWeightBookSuper16 || kernel == kWeightBookSuper32;
+  return kCodeTraits[kernel].codebook;
 }
-
-/// The bits of a code of e2m1 or integers, as panels hold it; of other floats 4.
-static constexpr int CodeBits(WeightKernel kernel) {
-  switch (kernel) {
-    case kWeightU2Super16:
-      return 2;
-    case kWeightU3Super16:
-      return 3;
-    case kWeightU5Group32:
-    case kWeightU5Super32:
-      return 5;
-    case kWeightU6Super16:
-      return 6;
-    default:
-      return kernel < kWeightU8 || HasCodebook(kernel) ? 4 : 8;
-  }
-}
-
 /// Codes that stand in planes of their bits, not in nibbles or bytes (weights/panel.hpp).
 static constexpr bool HasPlanes(WeightKernel kernel) {
-  return CodeBits(kernel) != 4 && CodeBits(kernel) != 8;
+  return kCodeTraits[kernel].bits < 8 && kCodeTraits[kernel].bits != 4;
 }
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
@@ -188,43 +195,20 @@ static constexpr bool IsPairTile(TileKind kind) {
   return kind == kTileBf16 || kind == kTileBf16Pair || kind == kTileF16;
 }
 
-/// k that share a correction, in tiles of integers.
-static constexpr int CorrectionGroup(WeightKernel kernel) {
-  switch (kernel) {
-    case kWeightNvfp4:
-    case kWeightU4Group16:
-    case kWeightU8Group16:
-    case kWeightU4Super16:
-    case kWeightU8Super16:
-    case kWeightBookSuper16:
-    case kWeightU2Super16:
-    case kWeightU3Super16:
-    case kWeightU6Super16:
-      return 16;
-    case kWeightMxfp4:
-    case kWeightU4Group32:
-    case kWeightU8Group32:
-    case kWeightU4Super32:
-    case kWeightU8Super32:
-    case kWeightBookGroup32:
-    case kWeightBookSuper32:
-    case kWeightU5Group32:
-    case kWeightU5Super32:
-      return 32;
-    default:
-      return kernel < kWeightNvfp4 ? 0 : 64;
-  }
-}
+/// Codes are stored unsigned, so that a dot product is too large by zero * sum(activations). With a constant
+/// zero the accumulator starts at minus that (int32, one value per group of `k`); with zero points of their
+/// own the kernel needs the sums themselves (fp32, exact integers).
+struct Correction {
+  int group;  ///< k; 0: none
+  int zero;   ///< the constant zero
+  bool sums;  ///< the sums are stored instead
+};
 
 /// `zero_points`: of integers in groups (GroupScales).
 static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) {
-  const int group = CorrectionGroup(kernel);
-  if (kernel == kWeightNvfp4 || kernel == kWeightMxfp4) {
-    return {group, 12};  // codes of e2m1 are doubled and shifted to 0..24
-  }
-  const bool own_zeros = zero_points && kernel != kWeightU4 && kernel != kWeightU8;
-  const int middle = HasCodebook(kernel) ? 128 : 1 << (CodeBits(kernel) - 1);
-  return {group, group == 0 || own_zeros ? 0 : middle};
+  const CodeTraits& traits = kCodeTraits[kernel];
+  const bool in_groups = kernel > kWeightU4 && kernel != kWeightU8;
+  return {traits.group, traits.zero, zero_points && in_groups};
 }
 
 /// The group of kTileA4 scales.
@@ -251,7 +235,7 @@ static constexpr int Corrections(TileKind kind) {
 
 /// Bytes of the corrections of a token.
 static constexpr int64_t CorrectionBytes(WeightKernel kernel, TileKind kind, int64_t padded_k) {
-  const int64_t group = IsPairTile(kind) ? 0 : CorrectionGroup(kernel);
+  const int64_t group = IsPairTile(kind) ? 0 : kCodeTraits[kernel].group;
   return group > 0 ? padded_k / group * 4 * Corrections(kind) : 0;
 }
 

@@ -84,6 +84,10 @@ FMOE_INLINE void StoreWords(void* p, Words x) {
 FMOE_INLINE Words SetWords(uint16_t x) {
   return _mm512_set1_epi16((short)x);
 }
+/// first[index], or second[index - 32], of index mod 64
+FMOE_INLINE Words LookUpOfTwo(Words index, Words first, Words second) {
+  return _mm512_permutex2var_epi16(first, index, second);
+}
 /// table[index mod 32]
 FMOE_INLINE Words LookUp(Words index, Words table) {
   return _mm512_permutexvar_epi16(index, table);

@@ -38,10 +38,10 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   FMOE_NESTED void Unit(TileDecoder& d, const uint8_t* codes, const uint8_t* scales, int index,
                         uint8_t* tiles) {
     // The stripes take turns after every four units.
-    constexpr int kGroupUnits = CorrectionGroup(kWeight) == 16 ? 2 : 4;
+    constexpr int kGroupUnits = kCodeTraits[kWeight].group == 16 ? 2 : 4;
     if constexpr (kUnit % kGroupUnits == 0) {
       const int group =
-          kUnit * 8 / CorrectionGroup(kWeight) + (Panel::kSuper ? index * Panel::kUnitGroups : 0);
+          kUnit * 8 / kCodeTraits[kWeight].group + (Panel::kSuper ? index * Panel::kUnitGroups : 0);
       LoadGroup(d, scales, Panel::UnitsBytes(d.type) + group * Panel::GroupStride(d.type));
     }
     if constexpr (Panel::kU4) {
@@ -60,31 +60,13 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   }
 
  private:
-  /// Four k of a unit of eight, which may stand in planes (weights/panel.hpp).
+  /// Four k of a unit of eight.
   template <int kUnit, int kFour>
   FMOE_INLINE Words BytesOf(const uint8_t* codes) {
     if constexpr (Panel::kBits == 8) {
       return LoadWords(codes + kUnit * 128 + kFour * 64);
     } else {
-      constexpr int kLow = Panel::kBits < 4 ? 2 : 4;
-      const Words low = PlaneOf<kLow, 0, kUnit * 2 + kFour>(codes);
-      if constexpr (Panel::kBits == kLow) {
-        return low;
-      } else {
-        return Or(low, PlaneOf<Panel::kBits - kLow, kLow, kUnit * 2 + kFour>(codes + 128 * kLow));
-      }
-    }
-  }
-  /// Bits [kAt, kAt + kPlaneBits) of the four k that are number kFour of their plane.
-  template <int kPlaneBits, int kAt, int kFour>
-  FMOE_INLINE Words PlaneOf(const uint8_t* plane) {
-    constexpr int kFours = 8 / kPlaneBits, kRight = kFour % kFours * kPlaneBits - kAt;
-    constexpr int kMask = ((1 << kPlaneBits) - 1) * 0x0101 << kAt;
-    const Words x = LoadWords(plane + kFour / kFours * 64);
-    if constexpr (kRight >= 0) {
-      return And(ShiftRight<kRight>(x), SetWords(kMask));
-    } else {
-      return And(ShiftLeft<-kRight>(x), SetWords(kMask));
+      return BytesOfPlanes<Panel::kBits, kUnit * 2 + kFour>(codes);
     }
   }
   /// `sides`: of the block; the group stands `offset` bytes behind.

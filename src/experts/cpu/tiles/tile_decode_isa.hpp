@@ -25,21 +25,24 @@ struct TilePanel : ScaleLayout<kWeight> {
   static constexpr bool kRounded = kForm == kRoundedInF16 || kForm == kRoundedInF32;
   static constexpr bool kBook = HasCodebook(kWeight);
   static constexpr bool kIntegers = kWeight >= kWeightU4;
-  static constexpr int kBits = CodeBits(kWeight);  // of e2m1 or integers
+  static constexpr int kBits = kCodeTraits[kWeight].bits;
   static constexpr bool kNibbles = kWeight >= kWeightNvfp4 && kBits == 4;
   static constexpr bool kU4 = kIntegers && kBits == 4;
   static constexpr bool kU8 = kIntegers && kBits == 8;
   static constexpr bool kBf16 = kWeight == kWeightBf16;
+  static constexpr bool kFloat6 = kWeight == kWeightMxfp6;
   static constexpr bool kE4m3Scaled = kWeight == kWeightE4m3Scaled || kInFront;
   static constexpr bool kGroup32 = kWeight == kWeightU4Group32 || kWeight == kWeightU8Group32;
   static constexpr bool kGrouped = kIntegers && kWeight != kWeightU4 && kWeight != kWeightU8;
-  static constexpr int kUnitBytes = kIntegers ? 128 * kBits : kNibbles ? 512 : kBf16 ? 2048 : 1024;
-  static constexpr int kScaleBytes = kWeight == kWeightNvfp4                              ? 64
-                                     : kWeight == kWeightMxfp4 || kWeight == kWeightMxfp8 ? 32
-                                     : kWeight == kWeightE4m3Scaled                       ? 64
-                                                                                          : 0;
+  static constexpr int kUnitBytes = 128 * kBits;
+  static constexpr bool kE8m0 = kWeight == kWeightMxfp4 || kFloat6 || kWeight == kWeightMxfp8;
+  static constexpr int kScaleBytes = kWeight == kWeightNvfp4        ? 64
+                                     : kE8m0                        ? 32
+                                     : kWeight == kWeightE4m3Scaled ? 64
+                                                                    : 0;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
-  static constexpr int kUnitGroups = kGrouped ? 64 / CorrectionGroup(kWeight) : 1;  // of 64 k, or of a block
+  static constexpr int kUnitGroups =
+      kGrouped ? 64 / kCodeTraits[kWeight].group : 1;  // of 64 k, or of a block
   static constexpr int kBlockGroups = kUnitGroups * (kSuper ? 2 : 1);
   /// The bytes of a block; of integers in groups as many as they may have with 16-bit scales, and where zero
   /// points may be numbers or minima, with these.
@@ -62,6 +65,30 @@ struct TilePanel : ScaleLayout<kWeight> {
 /// f16 bits as bf16, times 2^-112.
 FMOE_INLINE Words HalvesToBf16(Words halves) {
   return And(ShiftRightArithmetic<3>(halves), SetWords(0x8fff));
+}
+
+/// Four k of codes that stand in planes (weights/panel.hpp), as bytes: number kFour of a unit, the bits of
+/// the second plane above those of the first.
+template <int kPlaneBits, int kAt, int kFour>
+FMOE_INLINE Words PlaneOf(const uint8_t* plane) {
+  constexpr int kFours = 8 / kPlaneBits, kRight = kFour % kFours * kPlaneBits - kAt;
+  constexpr int kMask = ((1 << kPlaneBits) - 1) * 0x0101 << kAt;
+  const Words x = LoadWords(plane + kFour / kFours * 64);
+  if constexpr (kRight >= 0) {
+    return And(ShiftRight<kRight>(x), SetWords(kMask));
+  } else {
+    return And(ShiftLeft<-kRight>(x), SetWords(kMask));
+  }
+}
+template <int kBits, int kFour>
+FMOE_INLINE Words BytesOfPlanes(const uint8_t* unit) {
+  constexpr int kFirst = kBits < 4 ? 2 : 4;
+  const Words first = PlaneOf<kFirst, 0, kFour>(unit);
+  if constexpr (kBits == kFirst) {
+    return first;
+  } else {
+    return Or(first, PlaneOf<kBits - kFirst, kFirst, kFour>(unit + 128 * kFirst));
+  }
 }
 
 /// Row `row` of the two tiles that hold 64 k: tiles of two stripes alternate.
@@ -95,10 +122,11 @@ struct TileDecoder {
                                  : kFloatScaled                                 ? 1.0F / (16 * 256)
                                  : kWeight == kWeightE4m3 || Panel::kE4m3Scaled ? 4096.0F / 256
                                  : kWeight == kWeightMxfp8                      ? 1.0F / 256
+                                 : Panel::kFloat6                               ? 16.0F
                                  : kHalves                                      ? 65536.0F
                                                                                 : 1.0F;
   Words table, scale;
-  Words offset, exponent;  // kRounded; kBytes: offset holds the zero points
+  Words offset, exponent;  // kRounded; kBytes: offset holds the zero points; kFloat6: the table goes on
   GroupScales type;
 
   FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
@@ -129,6 +157,9 @@ struct TileDecoder {
     }
     d.table = LoadWords(words);
     d.scale = d.offset = d.exponent = d.table;
+    if constexpr (Panel::kFloat6) {
+      Float6Table(type.numbers, &d.table, &d.offset);
+    }
   }
 
   template <int kUnit>
@@ -153,6 +184,13 @@ struct TileDecoder {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
         PutRow(tiles, kUnit * 4 + 2 * i, U8ToBf16(And(x, SetWords(0x00ff))));
         PutRow(tiles, kUnit * 4 + 2 * i + 1, U8ToBf16(ShiftRight<8>(x)));
+      });
+    } else if constexpr (Panel::kFloat6) {
+      LoadE8m0Scales<kUnit, 123, 131>(d, scales);
+      Unroll<2>([&](auto i) FMOE_FLAT {
+        const Words x = BytesOfPlanes<6, 2 * kUnit + i>(codes);
+        PutRow(tiles, kUnit * 4 + 2 * i, Float6ToBf16(d, x));
+        PutRow(tiles, kUnit * 4 + 2 * i + 1, Float6ToBf16(d, ShiftRight<8>(x)));
       });
     } else {
       LoadE4m3Scales<kUnit>(d, scales);
@@ -220,13 +258,42 @@ struct TileDecoder {
     return HalvesToBf16(halves);
   }
 
+  /// The 64 values as bf16: of the codes without and with the upper one of their lowest two bits, which
+  /// BytesOfPlanes leaves at the top.
+  FMOE_INLINE void Float6Table(const uint8_t* factors, Words* first, Words* second) {
+    alignas(64) uint16_t words[64];
+    for (int i = 0; i < 64; ++i) {
+      const int n = i & 15;
+      const float value = (float)((factors[n] | i >> 4) * (int8_t)factors[16 + n]) * 0.0625F;
+      uint32_t bits;
+      __builtin_memcpy(&bits, &value, 4);
+      words[i] = (uint16_t)(bits >> 16);
+    }
+    *first = LoadWords(words);
+    *second = LoadWords(words + 32);
+  }
+
+  /// The low six bits of every 16.
+  FMOE_INLINE Words Float6ToBf16(const TileDecoder& d, Words index) {
+    return AddToNonZero(LookUpOfTwo(index, d.table, d.offset), d.scale);
+  }
+
+  /// What goes to exponents, so that those that lie from kLeast to kMost stay normal, where a unit begins a
+  /// group.
+  template <int kUnit, int kLeast, int kMost>
+  FMOE_INLINE void LoadE8m0Scales(TileDecoder& d, const uint8_t* scales, uint16_t bias = 127) {
+    if constexpr (kUnit % 4 == 0) {
+      const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(bias));
+      d.scale = ShiftLeft<7>(
+          MinSigned(MaxSigned(exponent, SetWords((uint16_t)(1 - kLeast))), SetWords(254 - kMost)));
+    }
+  }
+
   /// Where a unit begins a group.
   template <int kUnit>
   FMOE_INLINE void LoadE4m3Scales(TileDecoder& d, const uint8_t* scales) {
-    if constexpr (kWeight == kWeightMxfp8 && kUnit % 4 == 0) {
-      // Exponents of the decoded values lie from 10 to 27 for 2^-9 to 448.
-      const Words exponent = SubtractWords(SpreadBytes(scales + kUnit / 4 * 16), SetWords(19));
-      d.scale = ShiftLeft<7>(MinSigned(MaxSigned(exponent, SetWords((uint16_t)-9)), SetWords(227)));
+    if constexpr (kWeight == kWeightMxfp8) {
+      LoadE8m0Scales<kUnit, 10, 27>(d, scales, 19);  // for 2^-9 to 448
     }
     if constexpr (kRounded && kUnit % 4 == 0) {
       const Reals scale = Panel::kInFront ? SetReals(*(const float*)scales) : LoadReals((const float*)scales);

@@ -140,6 +140,9 @@ FMOE_EMULATED Words SetWords(uint16_t x) {
 FMOE_EMULATED Words LookUp(const Words& index, const Words& table) {
   return EachWord([&](int i) { return table.at[index.at[i] & 31]; });
 }
+FMOE_EMULATED Words LookUpOfTwo(const Words& index, const Words& first, const Words& second) {
+  return EachWord([&](int i) { return (index.at[i] & 32 ? second : first).at[index.at[i] & 31]; });
+}
 template <int kBits>
 FMOE_EMULATED Words ShiftRight(const Words& x) {
   return EachWord([&](int i) { return x.at[i] >> kBits; });

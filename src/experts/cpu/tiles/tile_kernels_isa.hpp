@@ -76,6 +76,7 @@ constexpr TileKernels MakeTileKernels(const char* name) {
     SetFormat<kWeightMxfp8, kExactWeights>(kernels);
     SetFormat<kWeightNvfp4, kExactWeights>(kernels);
     SetFormat<kWeightMxfp4, kExactWeights>(kernels);
+    SetFormat<kWeightMxfp6, kExactWeights>(kernels);
     SetFormat<kWeightU4, kExactWeights>(kernels);
     SetFormat<kWeightU4Group32, kExactWeights>(kernels);
     SetFormat<kWeightU4Group64, kExactWeights>(kernels);
