@@ -77,7 +77,7 @@ const Named kKernels[] = {
     {"u8g64", kWeightU8Group64, {DType::kU8, PanelScale::kBF16, 64}},
     {"u8g128", kWeightU8Group128, {DType::kU8, PanelScale::kBF16, 128, 128}},
 };
-constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4", "bf16", "bf16_pair", "f16"};
+constexpr const char* kTiles[] = {"f32", "a24", "a16", "a8", "a4", "mx", "bf16", "bf16_pair", "f16"};
 
 constexpr int64_t kBytes = int64_t{512} << 20;  // of weights, more than caches hold
 constexpr int64_t kTileBytes = int64_t{4} << 20;
@@ -302,7 +302,8 @@ void Register(const Bench& bench) {
       }
       if (bench.table->batch[named.kernel][kind] != nullptr) {
         constexpr const char* kSlabs[] = {"/l2", "/l2/once", "/l2/once_wide"};
-        const bool integers = kind == kTileA16 || kind == kTileA8 || kind == kTileA4;
+        const bool integers =
+            kind == kTileA16 || kind == kTileA8 || HasGroupScales(static_cast<TileKind>(kind));
         for (int i = 0; i < (integers ? 6 : 2); ++i) {
           const int tiles = i % 2 == 0 ? 2 : 8;
           const auto slabs = static_cast<Slabs>(i / 2);

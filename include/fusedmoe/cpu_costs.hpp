@@ -18,8 +18,8 @@ struct CpuPathCost {
 };
 
 /// The paths of one kind of layer on one instruction set. `weights` and `activations` name the kernel
-/// ("nvfp4", "u4_group128"; "f32", "a24", "a16", "a8", "a4"); `codes`: rows enter as the scheme quantizes
-/// them.
+/// ("nvfp4", "u4_group128"; "f32", "a24", "a16", "a8", "a4", "mx"); `codes`: rows enter as the scheme
+/// quantizes them.
 struct CpuCostRow {
   std::string scheme;  ///< the scheme that was measured; the kernel serves others as well
   std::string isa;     ///< "amx"

@@ -55,7 +55,7 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   for (const std::string& isa : cpu_test::HostIsas()) {
     const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
     for (const KernelWeights& weights : kIntegerWeights) {
-      for (const TileKind kind : {kTileA16, kTileA8, kTileA4}) {
+      for (const TileKind kind : {kTileA24, kTileA16, kTileA8, kTileA4, kTileMx}) {
         if (table.batch[weights.kernel][kind] == nullptr) {
           continue;
         }
@@ -112,7 +112,8 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
   if (compared == 0) {
     GTEST_SKIP() << "no level has tall tiles of integers";
   }
-  const auto kinds = static_cast<int64_t>(2 * std::size(kIntegerWeights) + 2);  // two each, e2m1 one more
+  // Two each, e2m1 one more, MXFP4 another one, both of MXFP6 two.
+  const auto kinds = static_cast<int64_t>(2 * std::size(kIntegerWeights) + 2 + 1 + 4);
   EXPECT_EQ(compared % (kinds * static_cast<int64_t>(std::size(batches))), 0)
       << "all integer formats, with every kind that they have";
 }

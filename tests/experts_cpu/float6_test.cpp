@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <random>
 #include <vector>
 
 #include "cpu_layer.hpp"
@@ -73,7 +74,7 @@ TEST(Kernel_Float6, GivesTheValueOfEveryCode) {
     const std::vector<std::byte> block = BlockOf(panel);
     for (const std::string& isa : cpu_test::HostIsas()) {
       const KernelTable& table = *FindKernelTable(*ParseIsa(isa));
-      for (const TileKind kind : {kTileA24, kTileA16, kTileA8}) {
+      for (const TileKind kind : {kTileA24, kTileA16, kTileA8, kTileMx}) {
         for (int index = 0; index < kNumHeights; ++index) {
           if (table.dot[kWeightMxfp6][kind][index] == nullptr) {
             continue;
@@ -98,6 +99,39 @@ TEST(Kernel_Float6, GivesTheValueOfEveryCode) {
             }
           }
         }
+      }
+    }
+  }
+}
+
+/// Codes of six bits below powers of two are exact in a tile of them, whatever lies beside them.
+TEST(Kernel_Float6, RowsOfSixBitsAreExactInTheirTiles) {
+  std::mt19937 random(23);
+  for (const DType type : {DType::kF6E2M3, DType::kF6E3M2}) {
+    constexpr int64_t kValues = 4 * kPanelUnit;
+    std::vector<float> values(kValues);
+    for (int64_t group = 0; group < kValues / 32; ++group) {
+      const int exponent = static_cast<int>(random() % 180) - 90;
+      const uint32_t most = group % 3 == 0 ? 3 : 64;  // groups of small codes alone, too
+      for (int64_t k = 32 * group; k < 32 * (group + 1); ++k) {
+        values[static_cast<size_t>(k)] = std::ldexp(DecodeCode(type, random() % most), exponent);
+      }
+    }
+    for (const std::string& isa : cpu_test::HostIsas()) {
+      std::vector<std::byte> row(
+          static_cast<size_t>(TileRowBytes(kWeightMxfp6, kTileMx, kValues) + 4 * kTileWords));
+      PackArguments pack{};
+      pack.tile = ViewTile(row.data(), kWeightMxfp6, kTileMx, kValues, 1);
+      pack.correction = CorrectionOf(kWeightMxfp6, false);
+      pack.units = kValues / kPanelUnit;
+      pack.values = values.data();
+      FindKernelTable(*ParseIsa(isa))->pack[kTileMx](&pack);
+      const auto* codes = static_cast<const int8_t*>(pack.tile.codes);
+      for (int64_t k = 0; k < kValues; ++k) {
+        const int64_t at = k / 16 * 32 + k % 16;  // sixteen upper codes, then the lower ones
+        const int code = 128 * codes[at] + codes[at + 16];
+        ASSERT_EQ(static_cast<float>(code) * pack.tile.scale[k / 32], values[static_cast<size_t>(k)])
+            << isa << " " << DTypeName(type) << " k " << k;
       }
     }
   }

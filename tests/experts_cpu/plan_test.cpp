@@ -110,6 +110,24 @@ TEST(Weights_OfMoreNodesThanThereAre, AreTheSame) {
   }
 }
 
+/// Activations of six bits below one scale for 32 meet weights with such scales in a tile that holds them
+/// exactly; where a slice may cut the groups of both elsewhere, in one that is as good as fp32.
+TEST(Plan_ActivationsOfSixBits, HaveATileThatHoldsThem) {
+  const auto tile = [](const char* scheme, int64_t tp_size) {
+    Layer layer = MakeLayer({.scheme = scheme, .hidden = 256, .intermediate = 128});
+    layer.problem.isa = cpu::BuiltIsas().front() == Isa::kNeon ? "neon" : "avx2";
+    layer.problem.config.parallel.tp_size = tp_size;
+    return cpu::MakeCpuPlan(layer.problem, HostMachine()).gate_up.tile;
+  };
+  for (const char* scheme :
+       {"w_mxfp6_e2m3_a_mxfp6_e2m3", "w_mxfp6_e3m2_a_mxfp6_e3m2", "w_mxfp4_a_mxfp6_e3m2"}) {
+    EXPECT_EQ(tile(scheme, 1), cpu::kTileMx) << scheme;
+    EXPECT_EQ(tile(scheme, 2), cpu::kTileA24) << scheme;
+  }
+  EXPECT_EQ(tile("w_mxfp6_e3m2_a_fp8:dynamic", 1), cpu::kTileA24);
+  EXPECT_EQ(tile("w_mxfp6_e3m2", 1), cpu::kTileA16);
+}
+
 /// A described machine whose levels this build has no kernels for: an Arm machine on x86, and the other way
 /// round.
 TEST(CpuObjections, LevelsOfOtherProcessors_AreRefusedByName) {

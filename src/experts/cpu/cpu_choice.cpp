@@ -176,6 +176,13 @@ TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
   if (activation.element == DType::kI8 && (whole_rows || whole_units)) {
     return both(kTileA8, RowRule::kCodes);
   }
+  // Whose groups begin where those of the weights do: slices for ranks may begin elsewhere.
+  const bool mx_weights = kernel == kWeightMxfp4 || kernel == kWeightMxfp6;
+  const bool six_bits = activation.element == DType::kF6E2M3 || activation.element == DType::kF6E3M2;
+  if (six_bits && activation.scale_dtype == DType::kF8E8M0 && group == GroupShape{1, 32} && mx_weights &&
+      problem.config.parallel.tp_size == 1) {
+    return both(kTileMx, RowRule::kFakeQuantized);
+  }
   // Quantizing the intermediate again amplifies errors to whole steps of its codes: only sums as good as fp32
   // keep nearly all of them on the reference's side of a tie. 15 bits left 0.6 % in an NVFP4 layer.
   return both(kTileA24, RowRule::kFakeQuantized);

@@ -180,8 +180,8 @@ std::string_view WeightKernelName(WeightKernel kernel) {
 }
 
 std::string_view TileKindName(TileKind tile) {
-  constexpr std::string_view kNames[kNumTileKinds] = {"f32", "a24",  "a16",       "a8",
-                                                      "a4",  "bf16", "bf16_pair", "f16"};
+  constexpr std::string_view kNames[kNumTileKinds] = {"f32", "a24",  "a16",       "a8", "a4",
+                                                      "mx",  "bf16", "bf16_pair", "f16"};
   return kNames[tile];
 }
 

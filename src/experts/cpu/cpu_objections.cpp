@@ -81,9 +81,9 @@ std::vector<Verdict> CpuObjections(const MoeProblem& problem, const Machine& mac
   } else if (problem.activation == ActivationMode::kA8 && IsFloatKernel(KernelFor(*panel)) &&
              !ChoosePairTile(problem, KernelFor(*panel), VectorIsa(IsaOf(problem, machine), machine))) {
     verdicts.push_back(Objection(
-        Reason::kScheme, "8-bit activations need 4-bit or int8 weights, or a unit for 16-bit floats",
+        Reason::kScheme, "8-bit activations need weights of 4 or 6 bits or int8, or a unit for 16-bit floats",
         problem.scheme.name,
-        "NVFP4, MXFP4, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
+        "NVFP4, MXFP4, MXFP6, INT4 or INT8 weights; BF16 or FP8 on avx512_bf16, FP8 (e4m3) on avx512_fp16"));
   }
   CheckActivations(problem, verdicts);
   if (config.apply_router_weight_on_input && config.top_k() != 1) {

@@ -33,7 +33,7 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
-  constexpr int kUnitScales = (kKind == kTileA4 ? 64 / Panel::kGroup : 1) * kHeight;
+  constexpr int kUnitScales = (HasGroupScales(kKind) ? 64 / Panel::kGroup : 1) * kHeight;
   const GroupScales type = tile->group_scales;
   const typename Panel::Table table = Panel::TableOf(type);
   const int64_t block_bytes = Panel::BlockBytes(type);

@@ -231,7 +231,7 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
           sum = End::LessZero(sum, zero, codes);
         }
         End::Add(sum, scale, zeros && Slab::kMinima, zero, codes,
-                 Tokens::Scale(tokens, t) + (kKind == kTileA4 ? group : 0), group == 0, unit_sums[v][t],
+                 Tokens::Scale(tokens, t) + (HasGroupScales(kKind) ? group : 0), group == 0, unit_sums[v][t],
                  sums[v][t]);
       });
     });

@@ -95,7 +95,7 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
           sum = End::LessZero(sum, zero, group_correction + t);
         }
         End::Add(sum, scale, zero_points, zero, group_correction + t,
-                 activation_scale + (kKind == kTileA4 ? group * kHeight : 0) + t, group == 0,
+                 activation_scale + (HasGroupScales(kKind) ? group * kHeight : 0) + t, group == 0,
                  unit_sums[half][t], accumulators[half][t]);
       });
     });

@@ -227,13 +227,13 @@ FMOE_INLINE Floats LoadGroupZero(const Sides& sides, int group, int half) {
 /// in every kernel, which is why a token has the same bits in all of them.
 ///
 ///     zero points             x    -= zero * sum of the token's codes
-///     kTileA4                 sum  += x * (scale * activation scale of the group)
+///     scales of groups        sum  += x * (scale * activation scale of the group)
 ///     several groups a unit   unit += x * scale            of two levels, then: unit -= zero * sum of codes
 ///                             sum  += unit * activation scale                   behind the last of them
 ///     one                     sum  += x * scale * activation scale
 template <TileKind kKind, int kGroups, bool kScales, bool kSuper>
 struct GroupEnd {
-  static constexpr bool kUnitSums = kGroups > 1 && kKind != kTileA4;
+  static constexpr bool kUnitSums = kGroups > 1 && !HasGroupScales(kKind);
 
   /// `codes`: the sum of the token's codes, fp32.
   FMOE_INLINE Floats LessZero(Floats x, Floats zero, const int32_t* codes) {
@@ -242,7 +242,7 @@ struct GroupEnd {
   /// `first`: of a unit.
   FMOE_INLINE void Add(Floats x, Floats scale, bool zeros, Floats zero, const int32_t* codes,
                        const float* activation_scale, bool first, Floats& unit, Floats& sum) {
-    if constexpr (kKind == kTileA4) {
+    if constexpr (HasGroupScales(kKind)) {
       sum = MultiplyAdd(x, Multiply(scale, Set(*activation_scale)), sum);
     } else if constexpr (kUnitSums) {
       unit = first ? Multiply(x, scale) : MultiplyAdd(x, scale, unit);

@@ -261,7 +261,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
           sum = End::LessZero(sum, zero, group_correction + t);
         }
         End::Add(sum, scale, zero_points, zero, group_correction + t,
-                 activation_scale + (kKind == kTileA4 ? group * kHeight : 0) + t, false, unit_sums[t],
+                 activation_scale + (HasGroupScales(kKind) ? group * kHeight : 0) + t, false, unit_sums[t],
                  accumulators[t]);
       });
     });

@@ -111,19 +111,23 @@ void PackIntegers(const PackArguments* a) {
   for (int64_t unit = 0; unit < a->units; ++unit, codes += 64 * kPlanes) {
     Floats x[kUnitVectors];
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
-    const UnitScale scale = ScaleOf(LargestBits(x), kLargestCode);
-    const Floats multiplier = Set(scale.encode_multiplier);
-    const bool usable = scale.encode_multiplier > 0.0F;
+    constexpr int kScales = kKind == kTileMx ? 2 : 1, kVectors = kUnitVectors / kScales;
+    UnitScale scales[kScales];
+    Unroll<kScales>([&](auto i) FMOE_FLAT {
+      const uint32_t largest = LargestBits<kVectors>(x + i * kVectors);
+      scales[i] = kKind == kTileMx ? PowerScaleOf(largest) : ScaleOf(largest, kLargestCode);
+      a->tile.scale[unit * kScales + i] = scales[i].scale;
+    });
     Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
       constexpr int kStep = decltype(v)() * kLanes / 16;
-      const Ints code = usable ? ToIntsEven(Multiply(x[v], multiplier)) : IntZero();
+      const float multiplier = scales[v / kVectors].encode_multiplier;
+      const Ints code = multiplier > 0.0F ? ToIntsEven(Multiply(x[v], Set(multiplier))) : IntZero();
       Ints planes[kPlanes];
       SplitPlanes<kKind>(code, planes);
       Unroll<kPlanes>([&](auto p) FMOE_FLAT {
         StoreBytes(codes + (kStep * kPlanes + p) * 16 + v * kLanes % 16, planes[p]);
       });
     });
-    a->tile.scale[unit] = scale.scale;
   }
   // In a second pass, because wide loads of codes that were just stored in pieces would wait for them.
   codes = (int8_t*)a->tile.codes;

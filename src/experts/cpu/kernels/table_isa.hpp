@@ -77,6 +77,8 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetIntegerDots<kWeightNvfp4, kTileA4>(table);
   SetIntegerDots<kWeightMxfp4, kTileA4>(table);
   SetInteger<kWeightMxfp6>(table);
+  SetIntegerDots<kWeightMxfp4, kTileMx>(table);
+  SetIntegerDots<kWeightMxfp6, kTileMx>(table);
   SetInteger<kWeightU4>(table);
   SetInteger<kWeightU4Group16>(table);
   SetInteger<kWeightU4Group32>(table);
@@ -103,6 +105,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;
   table.pack[kTileA8] = &PackIntegers<kTileA8>;
+  table.pack[kTileMx] = &PackIntegers<kTileMx>;
   table.pack_codes = &PackCodes;
   table.interleave = &Interleave;
   table.amax = &Amax;

@@ -176,7 +176,7 @@ struct TallTokens {
   FMOE_INLINE void Advance(TallTokens& at, int64_t units) {
     at.words += units * (64 * Planes(kKind));
     at.correction += units * (4 * Pair::kGroups * Corrections(kKind));
-    at.scale += units * (4 * (kKind == kTileA4 ? Pair::kGroups : 1));
+    at.scale += units * (4 * (HasGroupScales(kKind) ? Pair::kGroups : 1));
   }
   FMOE_INLINE const int32_t* Words(const TallTokens& at, int token) {
     return (const int32_t*)(at.rows[token] + at.words);
@@ -242,7 +242,7 @@ FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kToken
                     t = decltype(i)() % kTokens;
       constexpr int kGroup = kFirst + g;
       End::Add(sum[g][s][t], scales[g][s], Pair::kMinima, zeros[g][s], Tokens::Correction(tokens, t) + kGroup,
-               Tokens::Scale(tokens, t) + (kKind == kTileA4 ? kGroup : 0), kGroup == 0, unit_sums[s][t],
+               Tokens::Scale(tokens, t) + (HasGroupScales(kKind) ? kGroup : 0), kGroup == 0, unit_sums[s][t],
                sums[s][t]);
     });
   };

@@ -51,6 +51,7 @@ enum TileKind : int {
   kTileA16,       ///< two planes of int8, x = scale * (128 h + l), a scale per 64: 15 bits
   kTileA8,        ///< one plane of int8, a scale per 64
   kTileA4,        ///< codes on the grid of e2m1, doubled, with a scale for each group of the weights
+  kTileMx,        ///< as kTileA16, with a power of two for each 32: exact for codes of six bits
   kTileBf16,      ///< bf16 with a scale per 64: exact for bf16 rows, and for codes of schemes
   kTileBf16Pair,  ///< two planes of bf16, x = h + l: 16 bits
   kTileF16,       ///< f16 with a scale per 64, for sums in f16
@@ -99,7 +100,7 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
 ///              correction[k/group of the weights][which][token]         see CorrectionOf
 ///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
-///              scale[k/64][token], kTileA4: scale[k/weight group][token]
+///              scale[k/64][token], kTileA4 and kTileMx: scale[k/weight group][token]
 struct TileView {
   void* codes;
   int32_t* correction;
@@ -211,18 +212,21 @@ static constexpr Correction CorrectionOf(WeightKernel kernel, bool zero_points) 
   return {traits.group, traits.zero, zero_points && in_groups};
 }
 
-/// The group of kTileA4 scales.
+/// Tiles that have a scale for each group of the weights.
+static constexpr bool HasGroupScales(TileKind kind) {
+  return kind == kTileA4 || kind == kTileMx;
+}
 static constexpr int WeightGroup(WeightKernel kernel) {
   return kernel == kWeightNvfp4 ? 16 : 32;
 }
 
 /// k that share an activation scale.
 static constexpr int ActivationGroup(WeightKernel kernel, TileKind kind) {
-  return kind == kTileA4 ? WeightGroup(kernel) : 64;
+  return HasGroupScales(kind) ? WeightGroup(kernel) : 64;
 }
 
 static constexpr int Planes(TileKind kind) {
-  return kind == kTileA24 ? 3 : kind == kTileA16 || kind == kTileBf16Pair ? 2 : 1;
+  return kind == kTileA24 ? 3 : kind == kTileA16 || kind == kTileMx || kind == kTileBf16Pair ? 2 : 1;
 }
 /// Bytes of the codes of one value.
 static constexpr int TileCodeBytes(TileKind kind) {

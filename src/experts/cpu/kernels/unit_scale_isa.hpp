@@ -12,9 +12,10 @@ namespace {
 constexpr int kUnitVectors = 64 / kLanes;
 
 /// |x| as integers: larger floats have larger bits, and NaN and infinity stand above all of them.
+template <int kVectors = kUnitVectors>
 FMOE_INLINE uint32_t LargestBits(const Floats* x) {
   Ints largest = IntZero();
-  Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
+  Unroll<kVectors>([&](auto v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
   return MaxUnsignedOf(largest);
 }
 
@@ -44,6 +45,16 @@ FMOE_INLINE UnitScale ScaleOf(uint32_t amax_bits, float largest_code) {
   }
   const float amax = FloatOfBits(amax_bits);
   return {amax / largest_code, largest_code / amax};
+}
+
+/// A power of two, by which the largest magnitude has thirteen bits: a code of six, in sixteenths at most 448
+/// times its lowest bit, and all smaller ones beside it stay whole.
+FMOE_INLINE UnitScale PowerScaleOf(uint32_t amax_bits) {
+  if (amax_bits >= kInfinityBits || amax_bits < kTinyBits) {
+    return ScaleOf(amax_bits, 1.0F);
+  }
+  const uint32_t exponent = amax_bits >> 23;  // at least that of kTinyBits, 17
+  return {FloatOfBits((exponent - 12) << 23), FloatOfBits((254 + 12 - exponent) << 23)};
 }
 
 /// To nearest even: adds half a unit less one, plus the last bit that stays. NaN becomes the quiet NaN
