@@ -60,10 +60,9 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
 }
 
 /// Whether activations are made words of two k (ExpandWords) before they meet weights: those that are words
-/// themselves; and, in 15 bits, bytes above 63, which would go as two nibbles in two planes, 13 operations
-/// for 32 weights instead of 6. INT8 in groups of 128 on Zen 3, weights in L2, one token and two: 18 -> 25
-/// and 13
-/// -> 19 GB/s.
+/// themselves, and, in 15 bits, bytes above 63. Those would go as two nibbles in two planes, 13 operations
+/// for 32 weights instead of 6: INT8 in groups of 128 on Zen 3, weights in L2, one token and two, 18 -> 25
+/// and 13 -> 19 GB/s.
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool TakesWords() {
   using Panel = IntegerPanel<kWeight>;
