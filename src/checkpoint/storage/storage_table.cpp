@@ -103,17 +103,18 @@ void Group(Json& json, GroupShape group, bool two_level) {
 }
 
 bool IsFloatElement(DType element) {
-  return element == DType::kF4E2M1 || element == DType::kF8E4M3;
+  return element == DType::kF4E2M1 || element == DType::kF6E2M3 || element == DType::kF8E4M3;
 }
 
 Json CompressedTensors(const Scheme& scheme, const StorageOptions& options) {
   const WeightFormat& weight = scheme.weight;
   const ActivationFormat& input = scheme.activation;
   const bool mx = weight.block_scale_dtype == DType::kF8E8M0;
-  const bool e2m1 = weight.element == DType::kF4E2M1;
+  const bool e2m1 = weight.element == DType::kF4E2M1, e2m3 = weight.element == DType::kF6E2M3;
   const bool is_float = IsFloatElement(weight.element);
   const bool packed = weight.element == DType::kU4 || weight.element == DType::kU8;
   const std::string_view format = e2m1       ? mx ? "mxfp4-pack-quantized" : "nvfp4-pack-quantized"
+                                  : e2m3     ? "mxfp6-pack-quantized"
                                   : packed   ? "pack-quantized"
                                   : mx       ? "mxfp8-quantized"
                                   : is_float ? "float-quantized"
@@ -177,8 +178,8 @@ constexpr Part kCompressedNvfp4A4[] = {{"weight_packed", Source::kCodes, DType::
                                        {"weight_global_scale", Source::kTensorScaleReciprocal, DType::kF32},
                                        {"input_global_scale", Source::kInputScaleReciprocal, DType::kF32}};
 constexpr std::span<const Part> kCompressedNvfp4A16 = std::span(kCompressedNvfp4A4).first(3);
-constexpr Part kCompressedMx4[] = {{"weight_packed", Source::kCodes, DType::kU8},
-                                   {"weight_scale", Source::kBlockScale, DType::kU8}};
+constexpr Part kCompressedMxPacked[] = {{"weight_packed", Source::kCodes, DType::kU8},
+                                        {"weight_scale", Source::kBlockScale, DType::kU8}};
 constexpr Part kModelOptFp8Tensor[] = {{"weight", Source::kCodes, DType::kF8E4M3},
                                        {"weight_scale", Source::kTensorScale, DType::kF32, true},
                                        {"input_scale", Source::kInputScale, DType::kF32, true}};
@@ -216,9 +217,11 @@ constexpr StorageRow kStorage[] = {
     {"nvfp4_w4a4", "compressed-tensors", kCompressedNvfp4A4, kCt, nullptr},
     {"nvfp4_w4a16", "modelopt", kModelOptNvfp4A16, Text<ModelOptNvfp4>, Text<ModelOptNvfp4SideFile>},
     {"nvfp4_w4a16", "compressed-tensors", kCompressedNvfp4A16, kCt, nullptr},
-    {"mxfp4_w4a4", "compressed-tensors", kCompressedMx4, kCt, nullptr},
-    {"mxfp4_w4a16", "compressed-tensors", kCompressedMx4, kCt, nullptr},
-    {"mxfp4_mxfp8", "compressed-tensors", kCompressedMx4, kCt, nullptr},
+    {"mxfp4_w4a4", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
+    {"mxfp4_w4a16", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
+    {"mxfp4_mxfp8", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
+    {"w_mxfp6_e2m3", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
+    {"w_mxfp6_e2m3_a_mxfp6_e2m3", "compressed-tensors", kCompressedMxPacked, kCt, nullptr},
     {"mxfp8_w8a8", "compressed-tensors", kMx8, kCt, nullptr},
     {"mxfp8_w8a8", "modelopt", kMx8, Text<ModelOptMxfp8>, Text<ModelOptMxfp8SideFile>},
     {"mxfp8_w8a16", "compressed-tensors", kMx8, kCt, nullptr},

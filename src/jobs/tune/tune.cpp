@@ -24,6 +24,7 @@ constexpr const char* kSchemes[] = {"nvfp4_w4a16",
                                     "mxfp4_w4a16:a8",
                                     "mxfp4_w4a4",
                                     "mxfp4_mxfp8",
+                                    "w_mxfp4_a_mxfp6_e3m2",
                                     "int4_w4a8:g128",
                                     "int4_w4a16:g128",
                                     "int4_w4a16:g128:a8",
@@ -44,6 +45,7 @@ constexpr const char* kSchemes[] = {"nvfp4_w4a16",
                                     "w_mxfp6_e3m2",
                                     "w_mxfp6_e3m2:a8",
                                     "w_mxfp6_e2m3_a_mxfp6_e2m3",
+                                    "w_mxfp6_e2m3_a_fp8:dynamic",
                                     "unquantized"};
 
 /// A common size of experts, and one small enough to tell what an expert costs by itself.
