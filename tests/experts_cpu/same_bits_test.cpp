@@ -187,6 +187,29 @@ TEST(Kernel_AskedTwice, HasTheBitsOfOthers) {
   }
 }
 
+/// The table of what kernels know of their codes, beside the panels that they read.
+TEST(Kernel_CodeTraits, AreThoseOfTheirPanels) {
+  const auto expect = [](const cpu_test::KernelWeights& weights, bool integers) {
+    SCOPED_TRACE(weights.panel.ToString());
+    const PanelFormat& panel = weights.panel;
+    const CodeTraits& traits = kCodeTraits[weights.kernel];
+    const bool codebook = panel.codebook != Codebook::kNone;
+    EXPECT_EQ(traits.bits, panel.bits());
+    EXPECT_EQ(traits.two_levels, panel.scale == PanelScale::kI8);
+    EXPECT_EQ(traits.codebook, codebook);
+    const int64_t group = panel.group == 0 ? kPanelUnit : std::min(panel.group, kPanelUnit);
+    EXPECT_EQ(traits.group, integers ? group : 0);
+    const int zero = panel.code == DType::kF4E2M1 ? 12 : codebook ? 128 : PanelZeroPoint(panel);
+    EXPECT_EQ(traits.zero, zero);
+  };
+  for (const cpu_test::KernelWeights& weights : cpu_test::kIntegerWeights) {
+    expect(weights, true);
+  }
+  for (const cpu_test::KernelWeights& weights : cpu_test::kFloatWeights) {
+    expect(weights, false);
+  }
+}
+
 TEST(Kernel_SameBits, OnEveryLevel) {
   for (const std::string& isa : cpu_test::HostIsas()) {
     ExpectDigests(isa, cpu_test::kIntegerWeights, kIntegerDigests);
