@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include "core/checked_math.hpp"
-#include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
 #include "weights/codebook.hpp"

@@ -2,7 +2,6 @@
 #include <cstring>
 
 #include "core/checked_math.hpp"
-#include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
 #include "weights/code_planes.hpp"

@@ -2,7 +2,6 @@
 #include <bit>
 #include <cstring>
 
-#include "numerics/codecs.hpp"
 #include "numerics/rows.hpp"
 #include "weights/code_planes.hpp"
 #include "weights/codebook.hpp"

@@ -176,11 +176,11 @@ TileChoice ChooseTile(const MoeProblem& problem, WeightKernel kernel, Isa isa) {
   if (activation.element == DType::kI8 && (whole_rows || whole_units)) {
     return both(kTileA8, RowRule::kCodes);
   }
-  // Whose groups begin where those of the weights do: slices for ranks may begin elsewhere.
-  const bool mx_weights = kernel == kWeightMxfp4 || kernel == kWeightMxfp6;
-  const bool six_bits = activation.element == DType::kF6E2M3 || activation.element == DType::kF6E3M2;
-  if (six_bits && activation.scale_dtype == DType::kF8E8M0 && group == GroupShape{1, 32} && mx_weights &&
-      problem.config.parallel.tp_size == 1) {
+  // Groups of activations and weights begin in the same places, but for slices for ranks.
+  const KernelTable* table = FindKernelTable(isa);
+  const bool has_mx = table != nullptr && table->dot[kernel][kTileMx][0] != nullptr;
+  if (has_mx && DTypeBits(*activation.element) == 6 && activation.scale_dtype == DType::kF8E8M0 &&
+      group == GroupShape{1, 32} && problem.config.parallel.tp_size == 1) {
     return both(kTileMx, RowRule::kFakeQuantized);
   }
   // Quantizing the intermediate again amplifies errors to whole steps of its codes: only sums as good as fp32
