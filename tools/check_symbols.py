@@ -10,7 +10,7 @@ from pathlib import Path
 
 import source_tree
 
-ISA_OBJECT = re.compile(r"kernels_(?:\w+_)?(?:avx2|avx512|avx512_vnni|avx512_bf16|avx512_fp16|amx|neon)\.cpp\.o$")
+ISA_OBJECT = re.compile(r"kernels_(?:\w+_)?(?:avx2|avx2_vnni|avx512|avx512_vnni|avx512_bf16|avx512_fp16|amx|neon)\.cpp\.o$")
 
 
 def check(root):

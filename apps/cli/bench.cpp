@@ -160,7 +160,8 @@ double RateOf(const BenchCeilings& ceilings, std::initializer_list<std::string_v
 Json CeilingsJson(const BenchCeilings& ceilings) {
   // The first four are always there; without the unit of that name the next best, or 0.
   Json json = {{"read_gbps", ceilings.read / 1e9},
-               {"int8_gops", RateOf(ceilings, {"vnni_int8", "avx512_int8", "avx2_int8", "neon_int8"})},
+               {"int8_gops",
+                RateOf(ceilings, {"vnni_int8", "avx512_int8", "avx2_vnni_int8", "avx2_int8", "neon_int8"})},
                {"f16_gflops", RateOf(ceilings, {"f16_fma"})},
                {"f32_gflops", RateOf(ceilings, {"f32_fma", "avx2_f32_fma", "neon_f32_fma"})}};
   for (const BenchCeilings::Peak& peak : ceilings.peaks) {

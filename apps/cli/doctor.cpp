@@ -29,8 +29,8 @@ std::vector<std::string> Warnings(const Machine& machine, int threads, double re
   std::vector<std::string> warnings;
   if (machine.isa_mask == 0) {
     warnings.push_back("no instruction set of the fast CPU kernels is present; only the reference runs here");
-  } else if (!machine.Has(Isa::kAvx512Vnni) && !machine.Has(Isa::kNeon)) {
-    warnings.push_back("no AVX-512 VNNI: the quantized kernels run their slower AVX2 or AVX-512 forms");
+  } else if (!machine.Has(Isa::kAvx512Vnni) && !machine.Has(Isa::kAvx2Vnni) && !machine.Has(Isa::kNeon)) {
+    warnings.push_back("no VNNI: the quantized kernels run their slower AVX2 or AVX-512 forms");
   }
   if (threads > machine.num_cores) {
     warnings.push_back(

@@ -9,6 +9,7 @@
 /// needs.
 #define FMOE_ISA_TABLE(X)                                                                   \
   X(kAvx2, "avx2", "AVX2, FMA, F16C")                                                       \
+  X(kAvx2Vnni, "avx2_vnni", "avx2 and AVX-VNNI")                                            \
   X(kAvx512, "avx512", "AVX-512 F, BW, DQ, VL")                                             \
   X(kAvx512Vnni, "avx512_vnni", "avx512 and VNNI, VBMI")                                    \
   X(kAvx512Bf16, "avx512_bf16", "avx512_vnni and AVX-512 BF16")                             \

@@ -21,6 +21,7 @@
   X(kAvx512Int8, "avx512_int8", "avx512_int8_gops", kAvx512, "vpmaddubsw and vpaddw, 512 bits") \
   X(kAvx2Fma, "avx2_f32_fma", "avx2_f32_gflops", kAvx2, "vfmadd231ps, 256 bits")                \
   X(kAvx2Int8, "avx2_int8", "avx2_int8_gops", kAvx2, "vpmaddubsw and vpaddw, 256 bits")         \
+  X(kAvx2VnniInt8, "avx2_vnni_int8", "avx2_vnni_int8_gops", kAvx2Vnni, "vpdpbusd, 256 bits")    \
   X(kNeonFma, "neon_f32_fma", "neon_f32_gflops", kNeon, "fmla, 128 bits")                       \
   X(kNeonInt8, "neon_int8", "neon_int8_gops", kNeon, "sdot, 128 bits")
 

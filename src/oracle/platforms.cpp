@@ -24,6 +24,9 @@ Machine MachineOf(PlatformId id, std::string_view model, int64_t memory_bytes) {
     case PlatformId::kCpuAvx2:
       machine.isa_mask = avx2;
       break;
+    case PlatformId::kCpuAvx2Vnni:
+      machine.isa_mask = avx2 | bit(Isa::kAvx2Vnni);
+      break;
     case PlatformId::kCpuAvx512:
       machine.isa_mask = avx512;
       break;

@@ -34,7 +34,7 @@ constexpr uint32_t kAvx512F = 1U << 16, kAvx512Dq = 1U << 17, kAvx512Bw = 1U << 
 // CPUID.7.0:ECX and EDX, CPUID.7.1:EAX
 constexpr uint32_t kVbmi = 1U << 1, kVnni = 1U << 11;
 constexpr uint32_t kAmxBf16 = 1U << 22, kAvx512Fp16Bit = 1U << 23, kAmxTile = 1U << 24, kAmxInt8 = 1U << 25;
-constexpr uint32_t kAvx512Bf16Bit = 1U << 5;
+constexpr uint32_t kAvxVnni = 1U << 4, kAvx512Bf16Bit = 1U << 5;
 // XCR0: which register files the system saves at a context switch.
 constexpr uint64_t kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
 
@@ -84,12 +84,16 @@ X86Features ReadX86Features() {
 }
 
 uint32_t IsaMask(const X86Features& f) {
-  // Each level contains the one before it, except that BF16 and FP16 are siblings above VNNI.
+  // Each level contains the one before it, except that BF16 and FP16 are siblings above VNNI, and that VNNI
+  // of 256 bits stands beside those of AVX-512: some processors have these alone, others both.
   if (!HasAll(f.leaf1_ecx, kFma | kOsXsave | kAvx | kF16c) || !HasAll(f.leaf7_ebx, kAvx2Bit | kBmi2) ||
       !HasAll(f.xcr0, kYmmState)) {
     return 0;
   }
   uint32_t mask = Bit(Isa::kAvx2);
+  if (HasAll(f.leaf7_1_eax, kAvxVnni)) {
+    mask |= Bit(Isa::kAvx2Vnni);
+  }
   if (!HasAll(f.leaf7_ebx, kAvx512F | kAvx512Dq | kAvx512Bw | kAvx512Vl) || !HasAll(f.xcr0, kZmmState)) {
     return mask;
   }

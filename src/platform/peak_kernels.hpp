@@ -13,6 +13,7 @@ inline constexpr int kAmxPeakTiles = 4;  ///< accumulators of the tile loops
 #if defined(__x86_64__)
 void SpinFmaAvx2(int64_t rounds);         ///< 16 operations an instruction
 void SpinInt8Avx2(int64_t rounds);        ///< 64 operations for each two instructions
+void SpinVnniAvx2Vnni(int64_t rounds);    ///< 64
 void SpinFmaAvx512(int64_t rounds);       ///< 32
 void SpinInt8Avx512(int64_t rounds);      ///< 128 for each two
 void SpinVnniAvx512Vnni(int64_t rounds);  ///< 128

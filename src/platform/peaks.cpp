@@ -47,6 +47,8 @@ Loop LoopOf(ComputeUnit unit) {
       return {&SpinFmaAvx2, 16.0 * kPeakChains, 1'200'000};
     case ComputeUnit::kAvx2Int8:
       return {&SpinInt8Avx2, 64.0 * kPeakChains, 400'000};
+    case ComputeUnit::kAvx2VnniInt8:
+      return {&SpinVnniAvx2Vnni, 64.0 * kPeakChains, 1'200'000};
     default:
       return {};
   }

@@ -108,10 +108,15 @@ TEST(Batch_OfTallTiles, HasTheBitsOfTokensAlone) {
         }
       }
     }
-    // Two kinds of each, e2m1 one more, MXFP4 another one, both of MXFP6 two; `neon` has those of MXFP6
-    // alone.
+    // Two kinds of each, e2m1 one more, MXFP4 another one, both of MXFP6 two; with VNNI also 22 bits; `neon`
+    // has those of MXFP6 alone.
     const auto formats = static_cast<int64_t>(std::size(kIntegerWeights));
-    const int64_t kinds = isa == "neon" ? 2 * 4 : 2 * formats + 2 + 1 + 2 * 2;
+    const auto of_22_bits = std::count_if(
+        std::begin(kIntegerWeights), std::end(kIntegerWeights), [](const KernelWeights& weights) {
+          return !IsWeightOnly(weights.kernel) && weights.kernel != kWeightMxfp6;
+        });
+    const bool vnni = isa != "avx2" && isa != "avx512";
+    const int64_t kinds = isa == "neon" ? 2 * 4 : 2 * formats + 2 + 1 + 2 * 2 + (vnni ? of_22_bits : 0);
     EXPECT_EQ(compared, kinds * static_cast<int64_t>(std::size(batches)))
         << isa << ": all integer formats, with every kind that they have";
   }

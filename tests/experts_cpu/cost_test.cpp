@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <random>
 
+#include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
@@ -141,9 +143,10 @@ TEST(CpuCost, FindCost_PrefersWhatWasMeasuredHere) {
 /// Every instruction set with kernels has figures, of kernels that exist, and none below zero.
 TEST(CpuCost, BuiltIn_FiguresAreOfKernels) {
   Machine machine;
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx2Vnni, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
     for (const WeightKernel kernel : {kWeightBf16, kWeightE4m3, kWeightNvfp4, kWeightU4Group128, kWeightU8}) {
-      EXPECT_NE(FindCost(nullptr, machine, isa, kernel, kTileA16, false).row, nullptr)
+      const TileKind tile = IsFloatKernel(kernel) ? kTileF32 : kTileA16;
+      EXPECT_NE(FindCost(nullptr, machine, IsaOfKernel(isa, tile), kernel, tile, false).row, nullptr)
           << IsaName(isa) << " " << WeightKernelName(kernel);
     }
   }

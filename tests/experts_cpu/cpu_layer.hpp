@@ -195,7 +195,8 @@ inline Machine MachineWithTiles() {
 /// This machine, with a level that is asked for and whose units the kernels emulate where they are missing.
 inline Machine MachineFor(const std::string& isa) {
   Machine machine = HostMachine();
-  if ((isa == "avx512_bf16" || isa == "avx512_fp16") && machine.Has(Isa::kAvx512Vnni)) {
+  if (((isa == "avx512_bf16" || isa == "avx512_fp16") && machine.Has(Isa::kAvx512Vnni)) ||
+      (isa == "avx2_vnni" && machine.Has(Isa::kAvx2))) {
     machine.isa_mask |= 1U << static_cast<int>(*ParseIsa(isa));
   }
   return machine;

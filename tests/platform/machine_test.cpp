@@ -26,6 +26,14 @@ constexpr uint32_t Mask(std::initializer_list<Isa> levels) {
 X86Features Haswell() {
   return {.leaf1_ecx = 0x7ffafbffU, .leaf7_ebx = 0x000027abU, .xcr0 = 0x7};
 }
+X86Features AlderLake() {
+  return {.leaf1_ecx = 0x7ffafbffU,
+          .leaf7_ebx = 0x239c27ebU,
+          .leaf7_ecx = 0x98c007bcU,
+          .leaf7_edx = 0xfc18c410U,
+          .leaf7_1_eax = 0x10,
+          .xcr0 = 0x207};
+}
 X86Features SapphireRapids() {
   return {.leaf1_ecx = 0x7ffefbffU,
           .leaf7_ebx = 0xf3bfbfebU,
@@ -52,8 +60,9 @@ TEST(IsaNames, RoundTripAndUnknownIsNothing) {
 TEST(IsaMaskOf, DescribedProcessorsHaveTheirLevels) {
   EXPECT_EQ(IsaMask({}), 0U);
   EXPECT_EQ(IsaMask(Haswell()), Mask({Isa::kAvx2}));
-  EXPECT_EQ(IsaMask(SapphireRapids()), Mask({Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16,
-                                             Isa::kAvx512Fp16, Isa::kAmx}));
+  EXPECT_EQ(IsaMask(AlderLake()), Mask({Isa::kAvx2, Isa::kAvx2Vnni}));
+  EXPECT_EQ(IsaMask(SapphireRapids()), Mask({Isa::kAvx2, Isa::kAvx2Vnni, Isa::kAvx512, Isa::kAvx512Vnni,
+                                             Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}));
 }
 
 TEST(IsaMaskOf, EachLevelNeedsTheStateThatTheSystemSaves) {
@@ -65,7 +74,7 @@ TEST(IsaMaskOf, EachLevelNeedsTheStateThatTheSystemSaves) {
   EXPECT_EQ(IsaMask(features) & Mask({Isa::kAmx}), 0U);
   EXPECT_NE(IsaMask(features) & Mask({Isa::kAvx512Fp16}), 0U);
   features.xcr0 = 0x7;  // no zmm
-  EXPECT_EQ(IsaMask(features), Mask({Isa::kAvx2}));
+  EXPECT_EQ(IsaMask(features), Mask({Isa::kAvx2, Isa::kAvx2Vnni}));
   features.xcr0 = 0x3;  // no ymm
   EXPECT_EQ(IsaMask(features), 0U);
 }
@@ -73,6 +82,7 @@ TEST(IsaMaskOf, EachLevelNeedsTheStateThatTheSystemSaves) {
 TEST(IsaMaskOf, VnniWithoutVbmiIsPlainAvx512) {
   X86Features cascade_lake = SapphireRapids();
   cascade_lake.leaf7_ecx = 1U << 11;
+  cascade_lake.leaf7_1_eax = 0;
   EXPECT_EQ(IsaMask(cascade_lake), Mask({Isa::kAvx2, Isa::kAvx512}));
 }
 
@@ -120,6 +130,7 @@ TEST(HostMachine_, AgreesWithTheFlagsOfTheKernel) {
   const bool avx512 = avx2 && all({"avx512f", "avx512bw", "avx512dq", "avx512vl"});
   const bool vnni = avx512 && all({"avx512_vnni", "avx512vbmi"});
   EXPECT_EQ(machine.Has(Isa::kAvx2), avx2);
+  EXPECT_EQ(machine.Has(Isa::kAvx2Vnni), avx2 && all({"avx_vnni"}));
   EXPECT_EQ(machine.Has(Isa::kAvx512), avx512);
   EXPECT_EQ(machine.Has(Isa::kAvx512Vnni), vnni);
   EXPECT_EQ(machine.Has(Isa::kAvx512Bf16), vnni && all({"avx512_bf16"}));

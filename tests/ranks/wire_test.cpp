@@ -126,8 +126,8 @@ TEST(Wire, StoredScales_TravelAsCodesOnlyWhereAllExpertsShareThem) {
 // fp32 multiply with it too.
 TEST(Wire, StoredScalesOfATensor_ReachTheKernelsOfEveryLevel) {
   for (const char* scheme : {"fp8_w8a8:tensor_static", "int8_w8a8:tensor_static", "mxfp4_w4a8:static"}) {
-    for (const Isa isa :
-         {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16, Isa::kAvx512Fp16, Isa::kAmx}) {
+    for (const Isa isa : {Isa::kAvx2, Isa::kAvx2Vnni, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAvx512Bf16,
+                          Isa::kAvx512Fp16, Isa::kAmx}) {
       if (!HostMachine().Has(isa)) {
         continue;
       }

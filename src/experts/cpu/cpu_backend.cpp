@@ -22,16 +22,24 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
     case cpu::kTileF16:
       return "f16_fma";
     case cpu::kTileF32:
-      return plan.vector_isa == Isa::kAvx2   ? "avx2_f32_fma"
-             : plan.vector_isa == Isa::kNeon ? "neon_f32_fma"
-                                             : "f32_fma";
+      return plan.vector_isa <= Isa::kAvx2Vnni ? "avx2_f32_fma"
+             : plan.vector_isa == Isa::kNeon   ? "neon_f32_fma"
+                                               : "f32_fma";
     default:
       break;
   }
-  return plan.vector_isa == Isa::kAvx2     ? "avx2_int8"
-         : plan.vector_isa == Isa::kAvx512 ? "avx512_int8"
-         : plan.vector_isa == Isa::kNeon   ? "neon_int8"
-                                           : "vnni_int8";
+  switch (plan.vector_isa) {
+    case Isa::kAvx2:
+      return "avx2_int8";
+    case Isa::kAvx2Vnni:
+      return "avx2_vnni_int8";
+    case Isa::kAvx512:
+      return "avx512_int8";
+    case Isa::kNeon:
+      return "neon_int8";
+    default:
+      return "vnni_int8";
+  }
 }
 
 /// Whether kernels round the values between the GEMMs, which no scheme quantizes, to BF16.

@@ -109,7 +109,7 @@ bool WideSlabs(const Machine& machine, WeightKernel kernel, TileKind tile) {
 /// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD at the levels
 /// of VNNI; where it lacks, all tiles share what is decoded (dot_slab_isa.hpp).
 int BatchTiles(const Machine& machine, Isa isa) {
-  const bool slabs = isa == Isa::kAvx2 || isa == Isa::kAvx512;
+  const bool slabs = isa <= Isa::kAvx512;
   return IsAmd(machine) && !slabs ? kBatchTiles / 2 : kBatchTiles;
 }
 
@@ -198,8 +198,9 @@ std::optional<PanelFormat> NarrowPanelOf(const MoeProblem& problem, const Stored
   }
   const Result<PanelFormat> panel =
       ChoosePanelFormat(NarrowFormat(problem.scheme.weight, stored), stored.zero_points);
-  const bool has_kernels = panel.ok() && KernelFor(*panel) != kNumWeightKernels &&
-                           (panel->code_bits == 0 || !ActivationOf(problem).quantized());
+  const WeightKernel kernel = panel.ok() ? KernelFor(*panel) : kNumWeightKernels;
+  const bool has_kernels =
+      kernel != kNumWeightKernels && !(IsWeightOnly(kernel) && ActivationOf(problem).quantized());
   return has_kernels ? std::optional(*panel) : std::nullopt;
 }
 

@@ -128,7 +128,7 @@ CpuCrossover CrossoverOf(const CpuCostRow& row) {
   constexpr int64_t kUnit = 64, kRows = 16;
   cpu::ExpertWork work;
   work.blocks = 3 * kSizes[0].hidden * kSizes[0].intermediate / (kUnit * kRows);
-  work.max_height = row.isa == IsaName(Isa::kAvx2) || row.isa == IsaName(Isa::kNeon) ? 4 : 8;
+  work.max_height = cpu::kMaxHeight;  // of the levels that have tiles beside their vectors
   CpuCrossover crossover;
   crossover.latency_tokens = cpu::LatencyTokens(row.vectors);
   const int64_t tiles = cpu::TileCrossover(row, work);

@@ -20,13 +20,14 @@ constexpr bool AsksByUnits() {
 
 /// Whether lines can be asked for twice, beside each step into L2 and later into L1
 /// (KernelTable::asks_twice). 22 bits are bound by their products.
-template <TileKind kKind>
+template <WeightKernel kWeight, TileKind kKind>
 constexpr bool AsksIntegersTwice() {
-  return kHasWideDot && kKind != kTileA24;
+  return kKind != kTileA24 && kHasByteDot && (kHasWideDot || HasBothHalves<kWeight, kKind, 1>());
 }
 
 /// Stripes one after the other. Whether lines are asked for twice is known here: else each step would have to
-/// ask.
+/// ask. (Halves of a stripe always ask twice where they can: all processors that lack wide registers and have
+/// a dot product are of Intel, where the plan has it so.)
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
                                               const TileView* tile, float* out) {
@@ -63,8 +64,8 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
           unit_words = expanded;
         }
         if constexpr (HasBothHalves<kWeight, kKind, kHeight>()) {
-          IntegerUnitBothHalves<kWeight, kKind, kHeight>(unit, sides, table, words, correction, scale,
-                                                         accumulators);
+          IntegerUnitBothHalves<kWeight, kKind, kHeight, kTwice>(unit, sides, table, words, correction, scale,
+                                                                 ahead, accumulators);
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
@@ -96,13 +97,14 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 void IntegerDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                 float* out) {
-  if constexpr (AsksIntegersTwice<kKind>() && kHeight <= 2) {
-    if (tile->prefetch_far != 0) {
-      IntegerStripes<kWeight, kKind, kHeight, true>(stripes, num_stripes, blocks, tile, out);
+  constexpr bool kTwice = AsksIntegersTwice<kWeight, kKind>() && kHeight <= 2;
+  if constexpr (kTwice && kHasWideDot) {
+    if (tile->prefetch_far == 0) {
+      IntegerStripes<kWeight, kKind, kHeight, false>(stripes, num_stripes, blocks, tile, out);
       return;
     }
   }
-  IntegerStripes<kWeight, kKind, kHeight, false>(stripes, num_stripes, blocks, tile, out);
+  IntegerStripes<kWeight, kKind, kHeight, kTwice>(stripes, num_stripes, blocks, tile, out);
 }
 
 }  // namespace

@@ -4,20 +4,23 @@
 
 #include "experts/cpu/kernels/tall_units_isa.hpp"
 
-/// Tall tiles and integer weights at levels that lack `vpdpbusd` (AVX2, AVX-512 of before VNNI), and weights
-/// that are words at all levels. Weights of two stripes are decoded into L1 once for all tiles, a slab of 4
-/// or 8 units of 64 k at a time, and meet four tokens, 16 or 32 rows at a time:
+/// Tall tiles and integer weights where registers hold half of a stripe or bytes have no dot product (AVX2
+/// with VNNI and without, AVX-512 of before VNNI), and weights that are words at all levels. Weights of two
+/// stripes are decoded into L1 once for all tiles, a slab of 4 or 8 units of 64 k at a time, and meet four
+/// tokens, 16 or 32 rows at a time:
 ///
-///     bytes   codes up to 24 and one plane of activations: [k/4][2][rows][4 k]
+///     bytes   [k/4][2][rows][4 k]
+///             sums  += vpdpbusd(weights, 4 k)                       8 instructions for 2 x 8 x 16 k
+///             where it lacks, of codes up to 24 and one plane of activations:
 ///             words  = vpmaddubsw(weights, 4 k) + ... four times    at most 8 * 24 * 127: no word overflows
-///             sums  += vpmaddwd(words, 1)                           10 multiplications for 2 x 8 x 16 k
+///             sums  += vpmaddwd(words, 1)                           10 multiplications for as many
 ///     words   all others: [k/4][k 0 and 2; 1 and 3][2][rows][2 k]
 ///             sums  += vpmaddwd(weights, 2 k)                       16 for as many, but of 15 bits
 ///
-/// As bytes, codes above 24 would overflow words, and 15 bits are two planes: 20 multiplications. As words,
-/// both take 16, for which activations are made words too, once for both stripes (a twelfth of the time).
-/// An instruction multiplies in one of two ports and adds in one of four (Zen 3), so what counts are these
-/// multiplications; registers hold 8 sums, 2 vectors of weights and a broadcast.
+/// Without VNNI codes above 24 would overflow words, and 15 bits are two planes: 20 multiplications. As
+/// words, both take 16, for which activations are made words too, once for both stripes (a twelfth of the
+/// time). An instruction multiplies in one of two ports and adds in one of four (Zen 3), so what counts are
+/// these multiplications; registers hold 8 sums, 2 vectors of weights and a broadcast.
 ///
 /// Groups end as in all kernels of integers (GroupEnd).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
@@ -34,14 +37,16 @@ constexpr int kSlabUnitsOf = kWords ? 4 : 8;
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool HasWordSlabs() {
   using Panel = IntegerPanel<kWeight>;
-  return Panel::kProducts || VectorsInWords(Panel::kLargestCode) == 0 || Planes(kKind) > 1;
+  return Panel::kProducts ||
+         (!kHasByteDot && (VectorsInWords(Panel::kLargestCode) == 0 || Planes(kKind) > 1));
 }
 
-/// Vectors of four k whose products words add up: of a group at most.
+/// Vectors of four k that follow each other without a loop, and whose products words add up where bytes have
+/// no dot product: of a group at most.
 template <WeightKernel kWeight>
 constexpr int SlabFours() {
   constexpr int kFours = IntegerPanel<kWeight>::kGroup / 4;
-  constexpr int kMost = VectorsInWords(IntegerPanel<kWeight>::kLargestCode);
+  constexpr int kMost = kHasByteDot ? 8 : VectorsInWords(IntegerPanel<kWeight>::kLargestCode);
   return kFours < kMost ? kFours : kMost;
 }
 
@@ -159,23 +164,35 @@ struct SlabTokens {
   }
 };
 
-/// dots[vector][token] += products of a group, with one of the planes of words.
+/// Planes of activations: of words or of bytes.
+template <class Slab>
+constexpr int SlabPlanes(TileKind kind) {
+  return Slab::kWords ? WordPlanes(kind) : Planes(kind);
+}
+
+/// dots[vector][token] += products of a group, with one of the planes.
 template <class Slab, TileKind kKind, int kPlane, int kTokens>
 FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kKind, kTokens>& tokens,
                           Ints (*dots)[kTokens]) {
   using Tokens = SlabTokens<Slab::kWords, kKind, kTokens>;
   constexpr int kCodes = Slab::kGroup / (Slab::kWords ? 2 : 4);  // vectors of a group
-  constexpr int kStep = Slab::kAdded;                            // of words those of 16 k, as in ExpandWords
+  constexpr int kSixteen = Slab::kWords ? 8 : 4;                 // of 16 k, behind which planes alternate
+  constexpr int kStep = Slab::kAdded, kPlanes = SlabPlanes<Slab>(kKind);
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
     Unroll<kStep>([&](auto i) FMOE_FLAT {
       const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0),
                                Slab::template Codes<i>(slab, first, 1)};
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
-        const Ints both = Tokens::Broadcast(tokens, t, first * WordPlanes(kKind) + kPlane * kStep + i);
+        const Ints both = Tokens::Broadcast(
+            tokens, t,
+            first * kPlanes + i / kSixteen * (kPlanes * kSixteen) + kPlane * kSixteen + i % kSixteen);
         Unroll<2>([&](auto v) FMOE_FLAT {
           if constexpr (Slab::kWords) {
             dots[v][t] = WordDot(dots[v][t], weights[v], both);
+            InPlace(dots[v][t]);
+          } else if constexpr (kHasByteDot) {
+            dots[v][t] = ByteDot(dots[v][t], weights[v], both);
             InPlace(dots[v][t]);
           } else {
             const Ints products = MultiplyAddPairs(weights[v], both);
@@ -185,7 +202,7 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
         });
       });
     });
-    if constexpr (!Slab::kWords) {
+    if constexpr (!Slab::kWords && !kHasByteDot) {
       Unroll<2 * kTokens>([&](auto j) FMOE_FLAT {
         constexpr int v = decltype(j)() / kTokens, t = decltype(j)() % kTokens;
         dots[v][t] = IntAdd(dots[v][t], MultiplyAddWords(words16[v][t], 1));
@@ -204,27 +221,34 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
   const bool zeros = Slab::HasZeros(slab);
   Floats unit_sums[2][kTokens];
   Unroll<Slab::kGroups>([&](auto group) FMOE_FLAT {
-    constexpr int kLowest = WordPlanes(kKind) - 1;
+    constexpr int kLowest = SlabPlanes<Slab>(kKind) - 1;
     Ints dots[2][kTokens];
-    const auto dots_of = [&](auto plane) FMOE_FLAT {
-      Unroll<kTokens>([&](auto t) FMOE_FLAT {
-        const int32_t* start = Tokens::Correction(tokens, t) + group * Corrections(kKind) + kLowest - plane;
-        dots[0][t] = dots[1][t] = zeros ? IntZero() : IntSet(*start);
+    // Planes from `first` to `last`, each of which counts 128 of the next one.
+    const auto dots_of = [&](auto first, auto last, int correction) FMOE_FLAT {
+      Unroll<last - first + 1>([&](auto i) FMOE_FLAT {
+        constexpr int kPlane = decltype(first)() + decltype(i)();
+        Unroll<kTokens>([&](auto t) FMOE_FLAT {
+          const int32_t* start = Tokens::Correction(tokens, t) + group * Corrections(kKind) + correction;
+          const Ints own = kPlane == last && !zeros ? IntSet(*start) : IntZero();
+          Unroll<2>([&](auto v)
+                        FMOE_FLAT { dots[v][t] = i == 0 ? own : IntAdd(ShiftLeft<7>(dots[v][t]), own); });
+        });
+        SlabDots<Slab, kKind, kPlane, kTokens>(slab, group, words, dots);
       });
-      SlabDots<Slab, kKind, plane, kTokens>(slab, group, words, dots);
     };
+    constexpr bool kApart = kKind == kTileA24;  // the highest: all in 32 bits would overflow
     Floats upper[2][kTokens];
-    if constexpr (kLowest > 0) {
-      dots_of(Index<0>());
+    if constexpr (kApart) {
+      dots_of(Index<0>(), Index<0>(), 1);
       Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&upper[0][0])[i] = ToFloats((&dots[0][0])[i]); });
     }
-    dots_of(Index<kLowest>());
+    dots_of(Index<kApart>(), Index<kLowest>(), 0);
     Unroll<2>([&](auto v) FMOE_FLAT {
       const Floats scale = Slab::Scale(slab, group, v), zero = Slab::ZeroPoint(slab, group, v);
       Unroll<kTokens>([&](auto t) FMOE_FLAT {
         const int32_t* codes = Tokens::Correction(tokens, t) + group * Corrections(kKind);
         Floats sum = ToFloats(dots[v][t]);
-        if constexpr (kLowest > 0) {
+        if constexpr (kApart) {
           sum = MultiplyAdd(upper[v][t], Set(16384.0F), sum);
         }
         if (zeros && !Slab::kMinima) {
@@ -347,7 +371,7 @@ void AllSlabStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride,
     alignas(64) float twice[2 * kStripeSums];
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
       multiply(stripes + stripe * stride, 2, 0, tiles + tile, 1, 0, twice);
-      for (int64_t i = 0; i < kStripeSums; i += kLanes) {
+      for (int64_t i = 0; i < tiles[tile].tokens * 16; i += kLanes) {
         Store(out + tile * tile_sums + stripe * kStripeSums + i, Load(twice + i));
       }
     }

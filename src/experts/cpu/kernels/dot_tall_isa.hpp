@@ -170,7 +170,7 @@ void TallStripes(const uint8_t* stripes, int64_t num_stripes, int64_t stride, in
       float* place = out + tile * tile_sums + stripe * kStripeSums;
       float* sums = alone ? twice : place;
       TallDot<kWeight, kHasZeros, kKind>(stripes, alone ? 0 : stride, blocks, tiles[tile], sums);
-      for (int64_t i = 0; alone && i < kStripeSums; i += 16) {
+      for (int64_t i = 0; alone && i < tiles[tile].tokens * 16; i += 16) {
         Store(place + i, Load(twice + i));
       }
     }

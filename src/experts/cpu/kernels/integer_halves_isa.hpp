@@ -2,10 +2,11 @@
 
 #include <stdint.h>
 
+#include "experts/cpu/kernels/dot_prefetch_isa.hpp"
 #include "experts/cpu/kernels/integer_panel_isa.hpp"
 
-/// A unit of 64 k for both halves of the rows of a stripe, where a row takes two registers and bytes have no
-/// dot product (dot_integer_isa.hpp).
+/// A unit of 64 k for both halves of the rows of a stripe, where these take two registers
+/// (dot_integer_isa.hpp).
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -18,13 +19,19 @@ namespace {
 /// 1.73 -> 1.38; two tokens gain 3 to 6 % over one after the other, though registers do not hold their sums.
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
-  return kHalves == 2 && !kHasByteDot && kHeight <= 2 &&
-         VectorsInWords(IntegerPanel<kWeight>::kLargestCode) > 0;
+  using Panel = IntegerPanel<kWeight>;
+  return kHalves == 2 && !Panel::kProducts && kHeight <= 2 &&
+         (kHasByteDot ? kHasUnsignedDot : VectorsInWords(Panel::kLargestCode) > 0);
 }
 
-/// Sums of 22 bits: the highest plane stands apart.
+/// Sums of a token, the highest plane first: one of each plane, or, where words are added up, one of the
+/// lowest two.
 constexpr int SumsOf(int planes) {
-  return planes == 3 ? 2 : 1;
+  return kHasByteDot ? planes : planes == 3 ? 2 : 1;
+}
+/// Which correction a sum starts at (TileView); of the middle one of three none.
+constexpr int CorrectionOfSum(int planes, int sum) {
+  return sum == SumsOf(planes) - 1 ? 0 : planes == 3 && sum == 0 ? 1 : -1;
 }
 
 /// sums[half][token] += words that have added products up, the lowest two planes as 128 * upper + lower.
@@ -33,13 +40,13 @@ FMOE_INLINE void AddWordSums(const Ints (*words16)[kHeight][kHalves],
                              Ints (*sums)[kHeight][SumsOf(kPlanes)]) {
   Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
     constexpr int kToken = decltype(i)() / kHalves, kHalf = decltype(i)() % kHalves;
-    Ints& sum = sums[kHalf][kToken][0];
+    Ints& sum = sums[kHalf][kToken][SumsOf(kPlanes) - 1];
     if constexpr (kPlanes > 1) {
       sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 2][kToken][kHalf], 128));
     }
     sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][kToken][kHalf], 1));
     if constexpr (kPlanes == 3) {
-      Ints& upper = sums[kHalf][kToken][1];
+      Ints& upper = sums[kHalf][kToken][0];
       upper = IntAdd(upper, MultiplyAddWords(words16[0][kToken][kHalf], 1));
     }
   });
@@ -63,40 +70,59 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t*
       constexpr int kToken = decltype(i)() % kHeight;
       const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
       Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        Ints& sum = words16[kPlane][kToken][half];
-        const Ints products = MultiplyAddPairs(weights[half][kWord], word);
-        sum = (kTwoVectors || vector == 0) && kWord == 0 ? products : AddWords(sum, products);
-        InPlace(sum);
+        if constexpr (kHasByteDot) {
+          Ints& sum = sums[half][kToken][kPlane];
+          sum = ByteDot(sum, weights[half][kWord], word);
+          InPlace(sum);
+        } else {
+          Ints& sum = words16[kPlane][kToken][half];
+          const Ints products = MultiplyAddPairs(weights[half][kWord], word);
+          sum = (kTwoVectors || vector == 0) && kWord == 0 ? products : AddWords(sum, products);
+          InPlace(sum);
+        }
       });
     });
-    if constexpr (kTwoVectors && vector == 0) {
+    if constexpr (!kHasByteDot && kTwoVectors && vector == 0) {
       AddWordSums<kPlanes, kHeight>(words16, sums);
     }
   });
-  AddWordSums<kPlanes, kHeight>(words16, sums);
+  if constexpr (!kHasByteDot) {
+    AddWordSums<kPlanes, kHeight>(words16, sums);
+  }
 }
 
-/// One unit of 64 k.
-template <WeightKernel kWeight, TileKind kKind, int kHeight>
+/// One unit of 64 k. What stands `ahead` of it is asked for into L2 (AsksIntegersTwice).
+template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
                                        const int32_t* words, const int32_t* correction,
-                                       const float* activation_scale, Floats (*accumulators)[kHeight]) {
+                                       const float* activation_scale, Distances ahead,
+                                       Floats (*accumulators)[kHeight]) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kGroups = 64 / Panel::kGroup, kSteps = Panel::kGroup / 16, kPlanes = Planes(kKind);
+  constexpr int kSums = SumsOf(kPlanes);
   using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kSmallFloats, Panel::kSuper>;
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
+  const uint8_t* const far = kTwice ? InRegister(unit + ahead.far) : nullptr;
   Floats unit_sums[kHalves][kHeight];
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     const int32_t* const group_correction = correction + group * Corrections(kKind) * kHeight;
-    Ints sums[kHalves][kHeight][SumsOf(kPlanes)];
-    Unroll<kHeight * SumsOf(kPlanes)>([&](auto i) FMOE_FLAT {
+    Ints sums[kHalves][kHeight][kSums];
+    Unroll<kHeight * kSums>([&](auto i) FMOE_FLAT {
       constexpr int t = decltype(i)() % kHeight, kSum = decltype(i)() / kHeight;
-      const Ints start =
-          Panel::kGrouped && zero_points ? IntZero() : IntSet(group_correction[kSum * kHeight + t]);
+      constexpr int kWhich = CorrectionOfSum(kPlanes, kSum);
+      Ints start = IntZero();
+      if constexpr (kWhich >= 0) {
+        start = Panel::kGrouped && zero_points ? start : IntSet(group_correction[kWhich * kHeight + t]);
+      }
       Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half][t][kSum] = start; });
     });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
       constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
+      if constexpr (kTwice) {
+        Unroll<(Panel::kUnitBytes + 255) / 256>([&](auto line) FMOE_FLAT {
+          PrefetchFarBeside(far + kStep * (Panel::kUnitBytes / 4) + line * 64, sums[0][0][0]);
+        });
+      }
       Dot16BothHalves<kWeight, kPlanes, kHeight, kStep>(unit, table, words + kStep * kPlanes * 4 * kHeight,
                                                         sums);
     });
@@ -104,9 +130,13 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
       const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
       const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
       Unroll<kHeight>([&](auto t) FMOE_FLAT {
-        Floats sum = ToFloats(sums[half][t][0]);
+        Ints low = sums[half][t][kSums - 1];
+        if constexpr (kHasByteDot && kPlanes > 1) {
+          low = IntAdd(ShiftLeft<7>(sums[half][t][kSums - 2]), low);
+        }
+        Floats sum = ToFloats(low);
         if constexpr (kPlanes == 3) {
-          sum = MultiplyAdd(ToFloats(sums[half][t][1]), Set(16384.0F), sum);
+          sum = MultiplyAdd(ToFloats(sums[half][t][0]), Set(16384.0F), sum);
         }
         if (zero_points && !Panel::kSuper) {
           sum = End::LessZero(sum, zero, group_correction + t);

@@ -13,8 +13,8 @@ namespace {
 
 /// A level whose registers hold a stripe, and that multiplies bytes in one instruction.
 constexpr bool kHasWideDot = kHasByteDot && kHalves == 1;
-/// Levels of x86 that lack it (dot_slab_isa.hpp).
-constexpr bool kHasSlabs = !kHasByteDot;
+/// A level whose dot product takes the bytes of all weights as they are.
+constexpr bool kHasUnsignedDot = kHasByteDot && !kSignedWeights;
 
 /// What stands beside the codes of 64 k: scales and zero points of its groups; and, of two levels, the units
 /// of both.

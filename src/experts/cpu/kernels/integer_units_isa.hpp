@@ -66,7 +66,7 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
 template <WeightKernel kWeight, TileKind kKind>
 constexpr bool TakesWords() {
   using Panel = IntegerPanel<kWeight>;
-  return Panel::kProducts || (kHasSlabs && kKind == kTileA16 && VectorsInWords(Panel::kLargestCode) == 0);
+  return Panel::kProducts || (!kHasByteDot && kKind == kTileA16 && VectorsInWords(Panel::kLargestCode) == 0);
 }
 
 /// Words of a tile that 16 k of weights meet, for each token.

@@ -15,6 +15,8 @@ namespace fusedmoe::cpu {
 extern const KernelTable kKernelTableAvx2;
 extern const KernelTable kKernelTableAvx512;
 extern const KernelTable kKernelTableAvx512Vnni;
+extern const KernelTable kIntegerKernelsAvx2Vnni;
+extern const KernelTable kIntegerKernelsEmulated;
 extern const KernelTable kPairKernelsAvx512Bf16;
 extern const KernelTable kPairKernelsAvx512Fp16;
 extern const KernelTable kPairKernelsEmulated;
@@ -26,12 +28,12 @@ extern const TileKernels kTileKernelsEmulated, kTileKernelsF32Emulated;
 
 namespace {
 
-/// Kernels for pairs of 16-bit floats replace some of a table, and the others stay.
+/// A level of its own, or what a level adds to the table of another one that it contains.
 struct Level {
   Isa isa;
   const KernelTable* table;
-  const KernelTable* pairs = nullptr;
-  const KernelTable* emulated_pairs = nullptr;
+  const KernelTable* added = nullptr;
+  const KernelTable* emulated = nullptr;  ///< the same without its instructions
 };
 
 #if defined(__x86_64__)
@@ -42,6 +44,7 @@ constexpr std::array kLevels = {
     Level{Isa::kAvx512Bf16, &kKernelTableAvx512Vnni, &kPairKernelsAvx512Bf16, &kPairKernelsEmulated},
     Level{Isa::kAvx512Vnni, &kKernelTableAvx512Vnni},
     Level{Isa::kAvx512, &kKernelTableAvx512},
+    Level{Isa::kAvx2Vnni, &kKernelTableAvx2, &kIntegerKernelsAvx2Vnni, &kIntegerKernelsEmulated},
     Level{Isa::kAvx2, &kKernelTableAvx2},
 };
 #elif defined(__aarch64__)
@@ -50,21 +53,27 @@ constexpr std::array kLevels = {Level{Isa::kNeon, &kKernelTableNeon}};
 constexpr std::array<Level, 0> kLevels{};
 #endif
 
-/// `base` with what `pairs` has. On a host without the unit (a plan for a machine that was described) the
-/// emulation takes the place of `pairs`.
-KernelTable WithPairs(const Level& level) {
-  const KernelTable& pairs = HostMachine().Has(level.isa) ? *level.pairs : *level.emulated_pairs;
+/// Whether `table` has kernels for such tiles.
+bool Multiplies(const KernelTable& table, TileKind tile) {
+  return std::any_of(std::begin(table.dot), std::end(table.dot),
+                     [tile](const auto& kinds) { return kinds[tile][0] != nullptr; });
+}
+
+/// The table of a level with what it adds. On a host without its instructions (a plan for a machine that was
+/// described) the emulation takes the place of that.
+KernelTable WithAdded(const Level& level) {
+  const KernelTable& added = HostMachine().Has(level.isa) ? *level.added : *level.emulated;
   KernelTable table = *level.table;
-  table.isa = level.pairs->isa;
-  for (int kind = 0; kind < kNumTileKinds; ++kind) {
-    if (!IsPairTile(static_cast<TileKind>(kind)) || level.pairs->pack[kind] == nullptr) {
+  table.isa = level.added->isa;
+  for (int tile = 0; tile < kNumTileKinds; ++tile) {
+    if (!Multiplies(*level.added, static_cast<TileKind>(tile))) {
       continue;
     }
-    table.pack[kind] = pairs.pack[kind];
+    table.pack[tile] = added.pack[tile] != nullptr ? added.pack[tile] : table.pack[tile];
     for (int kernel = 0; kernel < kNumWeightKernels; ++kernel) {
-      std::copy_n(pairs.dot[kernel][kind], kNumHeights, table.dot[kernel][kind]);
-      table.asks_twice[kernel][kind] = pairs.asks_twice[kernel][kind];
-      table.batch[kernel][kind] = pairs.batch[kernel][kind];
+      std::copy_n(added.dot[kernel][tile], kNumHeights, table.dot[kernel][tile]);
+      table.asks_twice[kernel][tile] = added.asks_twice[kernel][tile];
+      table.batch[kernel][tile] = added.batch[kernel][tile];
     }
   }
   return table;
@@ -122,7 +131,7 @@ const KernelTable* FindKernelTable(Isa isa) {
   static const std::vector<KernelTable> tables = [] {
     std::vector<KernelTable> all;
     for (const Level& level : kLevels) {
-      all.push_back(level.pairs == nullptr ? *level.table : WithPairs(level));
+      all.push_back(level.added == nullptr ? *level.table : WithAdded(level));
     }
     return all;
   }();
@@ -157,7 +166,7 @@ Isa VectorIsa(Isa isa, const Machine& machine) {
   }
   // Experts with few tokens are bound by reading: what units for pairs could add there, tiles do better.
   for (const Level& level : kLevels) {
-    if (level.isa != Isa::kAmx && level.pairs == nullptr && machine.Has(level.isa)) {
+    if (level.isa != Isa::kAmx && level.added == nullptr && machine.Has(level.isa)) {
       return level.isa;
     }
   }
@@ -180,12 +189,15 @@ const TileFormat* FindTileFormat(WeightKernel kernel, TileWeights weights) {
 }
 
 Isa IsaOfKernel(Isa isa, TileKind tile) {
-  for (const Level& level : kLevels) {
-    if (level.isa == isa && level.pairs != nullptr && !IsPairTile(tile)) {
-      return Isa::kAvx512Vnni;
-    }
+  const auto level =
+      std::find_if(kLevels.begin(), kLevels.end(), [isa](const Level& x) { return x.isa == isa; });
+  if (level == kLevels.end() || level->added == nullptr || Multiplies(*level->added, tile)) {
+    return isa;
   }
-  return isa;
+  const auto contained = std::find_if(level, kLevels.end(), [level](const Level& x) {
+    return x.added == nullptr && x.table == level->table;
+  });
+  return contained->isa;
 }
 
 WeightKernel KernelFor(const PanelFormat& format) {

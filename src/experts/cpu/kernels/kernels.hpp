@@ -23,8 +23,8 @@ std::optional<Isa> BestIsa(const Machine& machine);
 /// The level whose micro-kernels work beside the matrix unit of `isa`; `isa` itself where it has none.
 Isa VectorIsa(Isa isa, const Machine& machine);
 
-/// The level that the kernels for such tiles belong to: levels that only add units for 16-bit floats have the
-/// others from avx512_vnni.
+/// The level that the kernels for such tiles belong to: levels that only add some to those of another one
+/// have the others from there.
 Isa IsaOfKernel(Isa isa, TileKind tile);
 
 /// The kernels of the matrix unit of this host, with the GEMMs of such weights. Where it has none (a plan for

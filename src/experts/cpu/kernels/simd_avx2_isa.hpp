@@ -13,7 +13,11 @@ using Floats = __m256;
 using Ints = __m256i;
 constexpr int kLanes = 8;
 constexpr int kHalves = 2;
+#if defined(__AVXVNNI__) || defined(FMOE_EMULATES_BYTE_DOT)
+constexpr bool kHasByteDot = true;
+#else
 constexpr bool kHasByteDot = false;
+#endif
 constexpr bool kHasRowDecode = true;  // DecodeE4m3Rows
 constexpr bool kSignedWeights = false;
 
@@ -318,11 +322,25 @@ FMOE_INLINE Ints OddBytes(Ints x) {
 FMOE_INLINE Ints SumsOfFours(Ints x) {
   return MultiplyAddWords(MultiplyAddPairs(IntSet(0x01010101), x), 1);
 }
+/// sum + the products of four unsigned bytes with four signed ones.
+#if defined(FMOE_EMULATES_BYTE_DOT)
+/// A product at a time: two would not fit a word. Called, not inlined, for the time that it takes to compile.
+__attribute__((noinline)) Ints ByteDot(Ints sum, Ints weights, Ints values) {
+  const Ints even = MultiplyAddPairs(EvenBytes(weights), values);
+  const Ints odd = MultiplyAddPairs(IntXor(weights, EvenBytes(weights)), values);
+  return IntAdd(sum, IntAdd(MultiplyAddWords(even, 1), MultiplyAddWords(odd, 1)));
+}
+#elif defined(__AVXVNNI__)
+FMOE_INLINE Ints ByteDot(Ints sum, Ints weights, Ints values) {
+  return _mm256_dpbusd_avx_epi32(sum, weights, values);
+}
+#else
 FMOE_INLINE Ints ByteDot(Ints sum, Ints, Ints) {
   return sum;
 }
-FMOE_INLINE Ints ByteDotWord(Ints sum, Ints, const int32_t*) {
-  return sum;
+#endif
+FMOE_INLINE Ints ByteDotWord(Ints sum, Ints weights, const int32_t* word) {
+  return ByteDot(sum, weights, IntSet(*word));
 }
 
 /// n is split in two, so that 2^-126 and below come out as subnormals instead of garbage exponents.

@@ -29,6 +29,8 @@ FMOE_INLINE Ints MoveBits(Ints x) {
 FMOE_INLINE Ints WordDot(Ints sum, Ints a, Ints b) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpwssd_epi32(sum, a, b);
+#elif defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, a, b);
 #else
   return IntAdd(sum, MultiplyAddWordPairs(a, b));
 #endif

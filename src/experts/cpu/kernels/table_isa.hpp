@@ -1,50 +1,21 @@
 #pragma once
 
-#include "experts/cpu/kernels/dot_few_isa.hpp"
 #include "experts/cpu/kernels/dot_isa.hpp"
 #if defined(__AVX512BW__)
 #include "experts/cpu/kernels/dot_staged_isa.hpp"
 #endif
 #include "experts/cpu/kernels/epilogue_isa.hpp"
+#include "experts/cpu/kernels/integer_table_isa.hpp"
 #include "experts/cpu/kernels/pack_isa.hpp"
 #include "experts/cpu/kernels/panel_isa.hpp"
 #include "experts/cpu/kernels/panel_products_isa.hpp"
 #include "experts/cpu/kernels/panel_sides_isa.hpp"
 #include "experts/cpu/kernels/quantize_isa.hpp"
 
-/// The kernel table of one instruction set. Which weights meet which tiles is decided here and nowhere else.
+/// The kernel table of one instruction set. Which floats meet which tiles is decided here and nowhere else,
+/// which integers in integer_table_isa.hpp.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
-
-template <WeightKernel kWeight, TileKind kKind>
-constexpr void SetIntegerDots(KernelTable& table) {
-  table.dot[kWeight][kKind][0] = &IntegerDot<kWeight, kKind, 1>;
-  table.dot[kWeight][kKind][1] = &IntegerDot<kWeight, kKind, 2>;
-  table.asks_twice[kWeight][kKind] = AsksIntegersTwice<kKind>();
-  if constexpr (IntegerPanel<kWeight>::kProducts) {
-    table.batch[kWeight][kKind] = &SlabBatch<kWeight, kKind>;
-  } else if constexpr (kHasWideDot && kKind != kTileA24) {
-    table.batch[kWeight][kKind] = &TallBatch<kWeight, kKind>;
-  } else if constexpr (kHasSlabs && kKind != kTileA24) {
-    table.batch[kWeight][kKind] = &FewOrSlabBatch<kWeight, kKind>;
-  } else {
-    table.dot[kWeight][kKind][2] = &IntegerDot<kWeight, kKind, 4>;
-  }
-}
-
-template <WeightKernel kWeight>
-constexpr void SetInteger(KernelTable& table) {
-  SetIntegerDots<kWeight, kTileA24>(table);
-  SetIntegerDots<kWeight, kTileA16>(table);
-  SetIntegerDots<kWeight, kTileA8>(table);
-}
-
-/// Of what no scheme has whose activations are codes (NarrowPanelOf).
-template <WeightKernel kWeight>
-constexpr void SetWeightOnly(KernelTable& table) {
-  SetIntegerDots<kWeight, kTileA16>(table);
-  SetIntegerDots<kWeight, kTileA8>(table);
-}
 
 /// Codes of up to a byte may come in an order of their own.
 template <PanelTransform kTransform>
@@ -72,35 +43,7 @@ constexpr KernelTable MakeTable(const char* isa) {
   SetStagedDots<kWeightMxfp8>(table);
   SetStagedDots<kWeightE5m2>(table);
 #endif
-  SetInteger<kWeightNvfp4>(table);
-  SetInteger<kWeightMxfp4>(table);
-  SetIntegerDots<kWeightNvfp4, kTileA4>(table);
-  SetIntegerDots<kWeightMxfp4, kTileA4>(table);
-  SetInteger<kWeightMxfp6>(table);
-  SetIntegerDots<kWeightMxfp4, kTileMx>(table);
-  SetIntegerDots<kWeightMxfp6, kTileMx>(table);
-  SetInteger<kWeightU4>(table);
-  SetInteger<kWeightU4Group16>(table);
-  SetInteger<kWeightU4Group32>(table);
-  SetInteger<kWeightU4Group64>(table);
-  SetInteger<kWeightU4Group128>(table);
-  SetInteger<kWeightU4Super16>(table);
-  SetInteger<kWeightU4Super32>(table);
-  SetInteger<kWeightU8>(table);
-  SetInteger<kWeightU8Group16>(table);
-  SetInteger<kWeightU8Group32>(table);
-  SetInteger<kWeightU8Group64>(table);
-  SetInteger<kWeightU8Group128>(table);
-  SetInteger<kWeightU8Super16>(table);
-  SetInteger<kWeightU8Super32>(table);
-  SetInteger<kWeightBookGroup32>(table);
-  SetInteger<kWeightBookSuper16>(table);
-  SetInteger<kWeightBookSuper32>(table);
-  SetWeightOnly<kWeightU2Super16>(table);
-  SetWeightOnly<kWeightU3Super16>(table);
-  SetWeightOnly<kWeightU5Group32>(table);
-  SetWeightOnly<kWeightU5Super32>(table);
-  SetWeightOnly<kWeightU6Super16>(table);
+  SetIntegers(table);
   table.pack[kTileF32] = &PackF32;
   table.pack[kTileA24] = &PackIntegers<kTileA24>;
   table.pack[kTileA16] = &PackIntegers<kTileA16>;

@@ -190,6 +190,11 @@ static constexpr bool HasCodebook(WeightKernel kernel) {
 static constexpr bool HasPlanes(WeightKernel kernel) {
   return kCodeTraits[kernel].bits < 8 && kCodeTraits[kernel].bits != 4;
 }
+/// Types of GGUF files: no scheme has them beside activations that are codes (NarrowPanelOf), so they have no
+/// kernels for kTileA24.
+static constexpr bool IsWeightOnly(WeightKernel kernel) {
+  return HasTwoLevels(kernel) || HasCodebook(kernel) || (HasPlanes(kernel) && kernel != kWeightMxfp6);
+}
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).
 static constexpr bool IsPairTile(TileKind kind) {
