@@ -7,7 +7,6 @@
 
 #include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
-#include "experts/cpu/kernels/kernels.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
@@ -145,8 +144,10 @@ TEST(CpuCost, BuiltIn_FiguresAreOfKernels) {
   Machine machine;
   for (const Isa isa : {Isa::kAvx2, Isa::kAvx2Vnni, Isa::kAvx512, Isa::kAvx512Vnni, Isa::kAmx}) {
     for (const WeightKernel kernel : {kWeightBf16, kWeightE4m3, kWeightNvfp4, kWeightU4Group128, kWeightU8}) {
-      const TileKind tile = IsFloatKernel(kernel) ? kTileF32 : kTileA16;
-      EXPECT_NE(FindCost(nullptr, machine, IsaOfKernel(isa, tile), kernel, tile, false).row, nullptr)
+      if (isa == Isa::kAvx2Vnni && IsFloatKernel(kernel)) {
+        continue;  // those of avx2
+      }
+      EXPECT_NE(FindCost(nullptr, machine, isa, kernel, kTileA16, false).row, nullptr)
           << IsaName(isa) << " " << WeightKernelName(kernel);
     }
   }
