@@ -26,6 +26,7 @@ enum class Isa : uint8_t {
 };
 
 std::string_view IsaName(Isa isa);                   ///< "avx512_vnni"
+std::string_view IsaNeeds(Isa isa);                  ///< "avx512 and VNNI, VBMI"
 std::optional<Isa> ParseIsa(std::string_view name);  ///< nothing for another name
 /// "avx2, avx512, ...", for messages.
 std::string IsaNames();

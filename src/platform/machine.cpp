@@ -39,6 +39,17 @@ std::string_view IsaName(Isa isa) {
   return "unknown";
 }
 
+std::string_view IsaNeeds(Isa isa) {
+  switch (isa) {
+#define FMOE_ISA_CASE(id, name, needs) \
+  case Isa::id:                        \
+    return needs;
+    FMOE_ISA_TABLE(FMOE_ISA_CASE)
+#undef FMOE_ISA_CASE
+  }
+  return "unknown";
+}
+
 std::optional<Isa> ParseIsa(std::string_view name) {
 #define FMOE_ISA_MATCH(id, text, needs) \
   if (name == text) {                   \

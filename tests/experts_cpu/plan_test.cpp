@@ -153,5 +153,24 @@ TEST(CpuObjections, LevelsOfOtherProcessors_AreRefusedByName) {
   }
 }
 
+/// A level above those of the machine: the refusal says what is missing and what is there.
+TEST(CpuObjections, LevelsThatTheMachineLacks_AreRefusedWithWhatTheyNeed) {
+  if (!cpu_test::IsBuilt(Isa::kAvx2Vnni)) {
+    GTEST_SKIP() << "of x86";
+  }
+  Layer layer = MakeLayer({});
+  Machine machine;
+  machine.isa_mask = 1U << static_cast<int>(Isa::kAvx2);
+  layer.problem.isa = "avx2_vnni";
+  const std::vector<Verdict> verdicts = kCpuFusedBackend.supports(layer.problem, machine);
+  ASSERT_EQ(verdicts.size(), 1U);
+  EXPECT_EQ(verdicts[0].reason, Reason::kIsa);
+  EXPECT_EQ(
+      verdicts[0].sentence,
+      "this CPU cannot run avx2_vnni, which needs avx2 and AVX-VNNI; the best level that it has is avx2");
+  EXPECT_EQ(verdicts[0].actual, "avx2");
+  EXPECT_EQ(verdicts[0].required, "avx2_vnni");
+}
+
 }  // namespace
 }  // namespace fusedmoe::cpu_test

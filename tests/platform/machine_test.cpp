@@ -49,6 +49,7 @@ TEST(IsaNames, RoundTripAndUnknownIsNothing) {
 #define FMOE_CHECK_NAME(id, text, needs) \
   EXPECT_EQ(IsaName(Isa::id), text);     \
   EXPECT_EQ(ParseIsa(text), Isa::id);    \
+  EXPECT_EQ(IsaNeeds(Isa::id), needs);   \
   EXPECT_TRUE(names.insert(text).second);
   FMOE_ISA_TABLE(FMOE_CHECK_NAME)
 #undef FMOE_CHECK_NAME

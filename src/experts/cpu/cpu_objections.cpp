@@ -35,8 +35,12 @@ void CheckIsa(const MoeProblem& problem, const Machine& machine, std::vector<Ver
         problem.isa, BuiltIsaNames()));
   } else if (!machine.Has(*isa)) {
     const auto best = BestIsa(machine);
-    verdicts.push_back(Objection(Reason::kIsa, fmt::format("this CPU cannot run {}", problem.isa),
-                                 best ? std::string(IsaName(*best)) : "none", problem.isa));
+    const std::string has = best ? std::string(IsaName(*best)) : "none";
+    verdicts.push_back(
+        Objection(Reason::kIsa,
+                  fmt::format("this CPU cannot run {}, which needs {}; the best level that it has is {}",
+                              problem.isa, IsaNeeds(*isa), has),
+                  has, problem.isa));
   }
 }
 
