@@ -12,11 +12,14 @@ set(FUSEDMOE_ISA_FLAGS_amx ${FUSEDMOE_ISA_FLAGS_avx512_fp16} -mavx512bf16 -mamx-
 set(FUSEDMOE_ISA_FLAGS_neon -march=armv8.2-a+dotprod -fno-schedule-insns)
 
 # The levels of the processor that is built for; kernels of others are left out.
+set(FUSEDMOE_ISAS_X86 avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 avx512_fp16 amx)
+set(FUSEDMOE_ISAS_ARM neon)
+set(FUSEDMOE_ALL_ISAS ${FUSEDMOE_ISAS_X86} ${FUSEDMOE_ISAS_ARM})
 set(FUSEDMOE_ISAS "")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
-  set(FUSEDMOE_ISAS avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 avx512_fp16 amx)
+  set(FUSEDMOE_ISAS ${FUSEDMOE_ISAS_X86})
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(aarch64|arm64)$")
-  set(FUSEDMOE_ISAS neon)
+  set(FUSEDMOE_ISAS ${FUSEDMOE_ISAS_ARM})
 endif()
 
 # Takes the kernels out of the list `variable` of a module's sources and compiles them as fmoe_<module>_kernels, without
@@ -25,10 +28,11 @@ endif()
 # in their command lines, so that ccache hands over what `release` has compiled: a third of those presets' time.
 function(fusedmoe_take_kernels target variable)
   set(kernels "")
+  string(REPLACE ";" "|" isas "${FUSEDMOE_ALL_ISAS}")
   foreach(source IN LISTS ${variable})
     get_filename_component(stem "${source}" NAME_WE)
-    if(stem MATCHES "^kernels_.*_?(avx2|avx2_vnni|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx|neon)$")
-      string(REGEX REPLACE "^.*_(avx2|avx2_vnni|avx512_vnni|avx512_bf16|avx512_fp16|avx512|amx|neon)$" "\\1" isa "${stem}")
+    if(stem MATCHES "^kernels_(.*_)?(${isas})$")
+      set(isa "${CMAKE_MATCH_2}")
       if(NOT isa IN_LIST FUSEDMOE_ISAS)
         list(REMOVE_ITEM ${variable} "${source}")
         continue()

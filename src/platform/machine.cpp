@@ -1,5 +1,7 @@
 #include <fusedmoe/machine.hpp>
 
+#include <array>
+
 #include "platform/cpu_features.hpp"
 #include "platform/cuda/card.hpp"
 #include "platform/topology.hpp"
@@ -26,45 +28,45 @@ Machine Detect() {
   return machine;
 }
 
+struct IsaText {
+  std::string_view name, needs;
+};
+/// In the order of Isa.
+constexpr std::array kIsaTexts = {
+#define FMOE_ISA_TEXT(id, name, needs) IsaText{name, needs},
+    FMOE_ISA_TABLE(FMOE_ISA_TEXT)
+#undef FMOE_ISA_TEXT
+};
+
+IsaText TextOf(Isa isa) {
+  const auto index = static_cast<size_t>(isa);
+  return index < kIsaTexts.size() ? kIsaTexts[index] : IsaText{"unknown", "unknown"};
+}
+
 }  // namespace
 
 std::string_view IsaName(Isa isa) {
-  switch (isa) {
-#define FMOE_ISA_CASE(id, name, needs) \
-  case Isa::id:                        \
-    return name;
-    FMOE_ISA_TABLE(FMOE_ISA_CASE)
-#undef FMOE_ISA_CASE
-  }
-  return "unknown";
+  return TextOf(isa).name;
 }
 
 std::string_view IsaNeeds(Isa isa) {
-  switch (isa) {
-#define FMOE_ISA_CASE(id, name, needs) \
-  case Isa::id:                        \
-    return needs;
-    FMOE_ISA_TABLE(FMOE_ISA_CASE)
-#undef FMOE_ISA_CASE
-  }
-  return "unknown";
+  return TextOf(isa).needs;
 }
 
 std::optional<Isa> ParseIsa(std::string_view name) {
-#define FMOE_ISA_MATCH(id, text, needs) \
-  if (name == text) {                   \
-    return Isa::id;                     \
+  for (size_t index = 0; index < kIsaTexts.size(); ++index) {
+    if (kIsaTexts[index].name == name) {
+      return static_cast<Isa>(index);
+    }
   }
-  FMOE_ISA_TABLE(FMOE_ISA_MATCH)
-#undef FMOE_ISA_MATCH
   return std::nullopt;
 }
 
 std::string IsaNames() {
   std::string names;
-#define FMOE_ISA_LIST(id, text, needs) names += (names.empty() ? "" : ", ") + std::string(text);
-  FMOE_ISA_TABLE(FMOE_ISA_LIST)
-#undef FMOE_ISA_LIST
+  for (const IsaText& text : kIsaTexts) {
+    names += (names.empty() ? "" : ", ") + std::string(text.name);
+  }
   return names;
 }
 

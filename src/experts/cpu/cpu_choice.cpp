@@ -107,7 +107,7 @@ bool WideSlabs(const Machine& machine, WeightKernel kernel, TileKind tile) {
 
 /// Tall tiles that meet what is decoded together, at most. An expert with 64 tokens on average has nine tiles
 /// or more half of the time, and a second batch decodes once more. Not measured on cores of AMD at the levels
-/// of VNNI; where it lacks, all tiles share what is decoded (dot_slab_isa.hpp).
+/// of wide registers with VNNI; at those below, all tiles share what is decoded (dot_slab_isa.hpp).
 int BatchTiles(const Machine& machine, Isa isa) {
   const bool slabs = isa <= Isa::kAvx512;
   return IsAmd(machine) && !slabs ? kBatchTiles / 2 : kBatchTiles;
