@@ -24,9 +24,9 @@ struct GroupShape {
 inline constexpr GroupShape kPerTensor{-1, -1};
 inline constexpr GroupShape kPerRow{1, -1};  ///< per token (activations) or per output channel (weights)
 
-/// Numbers that 4-bit codes stand for, where these are no numbers themselves: GGUF's IQ types have sixteen
-/// values or fewer (weights/codebook.hpp).
-enum class Codebook : uint8_t { kNone, kIq4, kIq3Xxs, kIq3S, kIq2, kIq1M, kE2m1 };
+/// Numbers that codes of few bits stand for, where these are no numbers themselves: GGUF's IQ types have
+/// sixteen values or fewer (weights/codebook.hpp).
+enum class Codebook : uint8_t { kNone, kIq4, kIq3Xxs, kIq3S, kIq2, kIq1S, kIq1M, kE2m1 };
 
 /// How a weight matrix is encoded: real = (code - zero) * block_scale * channel_scale * tensor_scale, with
 /// the factors that exist. Decoding always multiplies (docs/scales.md).
@@ -44,8 +44,8 @@ struct WeightFormat {
   /// Columns of a super-block, in which F32 scales of a row are integers of a byte in one unit, and minima,
   /// zero * scale, such integers in another (GGUF's K types: CanonicalMatrix::super_scale). 0: they are not.
   int64_t super_cols = 0;
-  /// Codes of kU4 that are indices of numbers. Layouts go to it from bytes (StoredIntegers::codebook); a
-  /// source of weights has the bytes.
+  /// Codes that are indices of numbers: of kU4, or of kU8 in code_bits. Layouts go to it from bytes
+  /// (StoredIntegers::codebook); a source of weights has the bytes.
   Codebook codebook = Codebook::kNone;
   /// Codes of kU8 that fewer bits hold: 2, 3, 5 or 6; 0: all of them. Layouts go to them from wider codes
   /// (StoredIntegers::bits), as they go to a codebook.

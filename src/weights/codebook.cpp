@@ -5,34 +5,42 @@
 namespace fusedmoe {
 namespace {
 
+constexpr std::array<float, 2> kAround128 = {128.0F, 128.0F};
+
 /// In the order of the enumerators. Where a type numbers its values, in that order.
 constexpr CodebookNumbers kNumbers[] = {
-    {"none", {}, 0.0F, 1},
-    {"IQ4", {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, 128.0F, 1},
-    {"IQ3_XXS", {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62}, 128.0F, 1},
-    {"IQ3_S", {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15}, 7.5F, 2},
-    {"IQ2", {8, 25, 43, -8, -25, -43}, 128.0F, 1},
-    {"IQ1_M", {-9, -7, -1, 1, 7, 9}, 128.0F, 1},
-    {"E2M1", {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, 128.0F, 1},
+    {"none", {}, {0.0F, 0.0F}, 1},
+    {"IQ4", {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}, kAround128, 1},
+    {"IQ3_XXS", {4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62}, kAround128, 1},
+    {"IQ3_S", {-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15}, {7.5F, 7.5F}, 2},
+    {"IQ2", {8, 25, 43, -8, -25, -43}, kAround128, 1},
+    {"IQ1_S", {-9, -7, -1, 1, 7, 9}, {0.875F, 1.125F}, 8},
+    {"IQ1_M", {-9, -7, -1, 1, 7, 9}, kAround128, 1},
+    {"E2M1", {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}, kAround128, 1},
 };
 constexpr size_t kCount = std::size(kNumbers);
 
 struct Table {
-  std::array<uint8_t, 16> bytes;
-  std::array<uint8_t, 256> indices;
+  std::array<uint8_t, 16> bytes, bytes_of_three_bits;
+  std::array<uint8_t, 256> indices[2];
 };
 
 constexpr Table TableOf(const CodebookNumbers& numbers) {
   Table table = {};
   for (size_t index = 0; index < 16; ++index) {
     table.bytes[index] = static_cast<uint8_t>(numbers.values[index] + 128);
+    table.bytes_of_three_bits[index] = static_cast<uint8_t>(numbers.values[index] + 64);
   }
-  for (size_t code = 0; code < 256; ++code) {
-    table.indices[code] = kNoIndex;
-    const float value = (static_cast<float>(code) - numbers.zero) * static_cast<float>(numbers.factor);
-    for (size_t index = 16; index > 0; --index) {  // the first one of equal values
-      if (static_cast<float>(numbers.values[index - 1]) == value) {
-        table.indices[code] = static_cast<uint8_t>(index - 1);
+  for (size_t which = 0; which < 2; ++which) {
+    for (size_t code = 0; code < 256; ++code) {
+      uint8_t& found = table.indices[which][code];
+      found = kNoIndex;
+      const float value =
+          (static_cast<float>(code) - numbers.zeros[which]) * static_cast<float>(numbers.factor);
+      for (size_t index = 16; index > 0; --index) {  // the first one of equal values
+        if (static_cast<float>(numbers.values[index - 1]) == value) {
+          found = static_cast<uint8_t>(index - 1);
+        }
       }
     }
   }
@@ -53,12 +61,13 @@ const CodebookNumbers& CodebookOf(Codebook codebook) {
   return kNumbers[static_cast<size_t>(codebook)];
 }
 
-const uint8_t* CodebookBytes(Codebook codebook) {
-  return kTables[static_cast<size_t>(codebook)].bytes.data();
+const uint8_t* CodebookBytes(Codebook codebook, int bits) {
+  const Table& table = kTables[static_cast<size_t>(codebook)];
+  return bits == 3 ? table.bytes_of_three_bits.data() : table.bytes.data();
 }
 
-const std::array<uint8_t, 256>& CodebookIndices(Codebook codebook) {
-  return kTables[static_cast<size_t>(codebook)].indices;
+const std::array<uint8_t, 256>& CodebookIndices(Codebook codebook, size_t which) {
+  return kTables[static_cast<size_t>(codebook)].indices[which];
 }
 
 }  // namespace fusedmoe

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <string_view>
 
@@ -14,17 +15,24 @@ namespace fusedmoe {
 struct CodebookNumbers {
   std::string_view name;  ///< "IQ4"
   std::array<int8_t, 16> values;
-  /// What a canonical code is: value = (code - zero) * factor. The matrix then has scales for (code - zero).
-  float zero;
+  /// What a canonical code is: value = (code - zero) * factor. The matrix then has scales for (code - zero),
+  /// and zero points where groups differ in which of both zeros is theirs.
+  std::array<float, 2> zeros;
   int factor;
 };
 const CodebookNumbers& CodebookOf(Codebook codebook);
 
-/// The numbers plus 128, as kernels look them up.
-const uint8_t* CodebookBytes(Codebook codebook);
+/// Bits of an index in panels: three where six numbers are all that there are.
+constexpr int IndexBits(Codebook codebook) {
+  return codebook == Codebook::kIq2 || codebook == Codebook::kIq1S || codebook == Codebook::kIq1M ? 3 : 4;
+}
 
-/// The index of each canonical code; kNoIndex where the codebook lacks its value.
+/// The numbers as kernels look them up by indices of so many bits: plus 128, or of 3 bits plus 64, so that
+/// two products with a signed byte fit a word.
+const uint8_t* CodebookBytes(Codebook codebook, int bits);
+
+/// The index of each canonical code around zeros[which]; kNoIndex where the codebook lacks its value.
 inline constexpr uint8_t kNoIndex = 0x80;
-const std::array<uint8_t, 256>& CodebookIndices(Codebook codebook);
+const std::array<uint8_t, 256>& CodebookIndices(Codebook codebook, size_t which = 0);
 
 }  // namespace fusedmoe

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <string>
 
 #include <fmt/format.h>
 
@@ -25,22 +26,35 @@ const std::byte* StoredRow(const Tensor& tensor, int64_t row) {
   return tensor.view().data() + row * tensor.view().stride_bytes(0);
 }
 
+/// Bytes of nibbles, an even number of them, two in one.
+void PairNibbles(const std::vector<uint8_t>& nibbles, uint8_t* out) {
+  for (size_t pair = 0; pair < nibbles.size() / 2; ++pair) {
+    out[pair] = static_cast<uint8_t>(nibbles[2 * pair] | nibbles[2 * pair + 1] << 4);
+  }
+}
+
+/// Codes of a row as bytes, in `spread` where they are nibbles. It has room for whole pairs.
+const uint8_t* BytesOfRow(const CanonicalMatrix& matrix, int64_t row, std::vector<uint8_t>& spread) {
+  const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
+  if (matrix.format.element != DType::kU4) {
+    return from;
+  }
+  for (int64_t pair = 0; pair < CeilDiv(matrix.cols, 2); ++pair) {
+    spread[static_cast<size_t>(2 * pair)] = from[pair] & 15;
+    spread[static_cast<size_t>(2 * pair + 1)] = from[pair] >> 4;
+  }
+  return spread.data();
+}
+
 /// Codes plus `shift`, which have to be below `end`, as `element`.
 Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end, DType element) {
   const bool nibbles = element == DType::kU4;
   FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(element, Shape{matrix.rows, matrix.cols}));
   const TensorView to = codes.mutable_view();
   const auto width = static_cast<size_t>(RoundUp(matrix.cols, 2));
-  std::vector<uint8_t> moved(width, 0), spread(matrix.format.element == DType::kU4 ? width : 0);
+  std::vector<uint8_t> moved(width, 0), spread(width);
   for (int64_t row = 0; row < matrix.rows; ++row) {
-    const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
-    if (!spread.empty()) {
-      for (int64_t pair = 0; pair < CeilDiv(matrix.cols, 2); ++pair) {
-        spread[static_cast<size_t>(2 * pair)] = from[pair] & 15;
-        spread[static_cast<size_t>(2 * pair + 1)] = from[pair] >> 4;
-      }
-      from = spread.data();
-    }
+    const uint8_t* from = BytesOfRow(matrix, row, spread);
     uint8_t lowest = 255, highest = 0;  // bytes, so that the loop runs in vectors of them
     for (int64_t col = 0; col < matrix.cols; ++col) {
       lowest = std::min(lowest, from[col]);
@@ -56,37 +70,52 @@ Result<Tensor> MovedCodes(const CanonicalMatrix& matrix, int shift, int end, DTy
       std::copy_n(moved.begin(), matrix.cols, out);
       continue;
     }
-    for (size_t pair = 0; pair < moved.size() / 2; ++pair) {
-      out[pair] = static_cast<uint8_t>(moved[2 * pair] | moved[2 * pair + 1] << 4);
-    }
+    PairNibbles(moved, out);
   }
   return codes;
 }
 
-/// Indices of bytes.
-Result<Tensor> Indices(const CanonicalMatrix& matrix, Codebook codebook) {
-  const std::array<uint8_t, 256>& indices = CodebookIndices(codebook);
-  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(DType::kU4, Shape{matrix.rows, matrix.cols}));
-  auto* out = codes.mutable_view().as<uint8_t>();
-  for (int64_t row = 0; row < matrix.rows; ++row, out += CeilDiv(matrix.cols, 2)) {
-    const auto* from = reinterpret_cast<const uint8_t*>(StoredRow(matrix.codes, row));
+/// Which of both zeros of a codebook a group has (CheckZeros): the first where they are one.
+size_t ZeroOf(const CanonicalMatrix& matrix, const CodebookNumbers& numbers, int64_t row, int64_t group) {
+  if (matrix.zero_point.empty() || numbers.zeros[0] == numbers.zeros[1]) {
+    return 0;
+  }
+  const std::byte* zeros = StoredRow(matrix.zero_point, matrix.scale_row_offset + row);
+  return reinterpret_cast<const float*>(zeros)[group] == numbers.zeros[1] ? 1 : 0;
+}
+
+/// Indices of codes, as `element`.
+Result<Tensor> Indices(const CanonicalMatrix& matrix, Codebook codebook, DType element) {
+  const CodebookNumbers& numbers = CodebookOf(codebook);
+  FMOE_ASSIGN_OR_RETURN(Tensor codes, Tensor::Allocate(element, Shape{matrix.rows, matrix.cols}));
+  const TensorView to = codes.mutable_view();
+  const auto width = static_cast<size_t>(RoundUp(matrix.cols, 2));
+  std::vector<uint8_t> spread(width), found(width, 0);
+  const int64_t group_cols = matrix.format.block.col;
+  for (int64_t row = 0; row < matrix.rows; ++row) {
+    const uint8_t* from = BytesOfRow(matrix, row, spread);
     uint32_t all = 0;
-    for (int64_t pair = 0; pair < matrix.cols / 2; ++pair) {
-      const uint32_t low = indices[from[2 * pair]], high = indices[from[2 * pair + 1]];
-      all |= low | high;
-      out[pair] = static_cast<uint8_t>(low | high << 4);
-    }
-    if (matrix.cols % 2 != 0) {
-      const uint32_t last = indices[from[matrix.cols - 1]];
-      all |= last;
-      out[matrix.cols / 2] = static_cast<uint8_t>(last);
+    for (int64_t col = 0, group = matrix.scale_col_offset / group_cols; col < matrix.cols; ++group) {
+      const std::array<uint8_t, 256>& indices =
+          CodebookIndices(codebook, ZeroOf(matrix, numbers, row, group));
+      const int64_t end = std::min(matrix.cols, (group + 1) * group_cols - matrix.scale_col_offset);
+      for (; col < end; ++col) {
+        const uint8_t index = indices[from[col]];
+        all |= index;
+        found[static_cast<size_t>(col)] = index;
+      }
     }
     if ((all & kNoIndex) != 0) {
-      const auto* other =
-          std::find_if(from, from + matrix.cols, [&](uint8_t code) { return indices[code] == kNoIndex; });
+      const auto other = std::find(found.begin(), found.end(), kNoIndex) - found.begin();
       return Status::BadInput(fmt::format("row {}, column {} has the code {}, whose value is none of {}", row,
-                                          other - from, *other, CodebookOf(codebook).name));
+                                          other, from[other], numbers.name));
     }
+    auto* out = reinterpret_cast<uint8_t*>(const_cast<std::byte*>(to.data())) + row * to.stride_bytes(0);
+    if (element == DType::kU8) {
+      std::copy_n(found.begin(), matrix.cols, out);
+      continue;
+    }
+    PairNibbles(found, out);
   }
   return codes;
 }
@@ -129,15 +158,16 @@ Result<Tensor> FewerNumbers(const Tensor& numbers, int64_t ratio, DType dtype, c
   return fewer;
 }
 
-/// All are `center`, but for those beside scales of zero.
-Status CheckZeros(const CanonicalMatrix& matrix, float center) {
+/// All are one of `centers`, but for those beside scales of zero.
+Status CheckZeros(const CanonicalMatrix& matrix, std::array<float, 2> centers) {
   for (int64_t row = 0; row < matrix.zero_point.dim(0); ++row) {
     const auto* zeros = reinterpret_cast<const float*>(StoredRow(matrix.zero_point, row));
     const auto* scales = reinterpret_cast<const float*>(StoredRow(matrix.block_scale, row));
     for (int64_t group = 0; group < matrix.zero_point.dim(1); ++group) {
-      if (zeros[group] != center && scales[group] != 0.0F) {
-        return Status::BadInput(fmt::format("zero_point of row {}, group {}, is {}; {} is that of its type",
-                                            row, group, zeros[group], center));
+      if (zeros[group] != centers[0] && zeros[group] != centers[1] && scales[group] != 0.0F) {
+        const std::string other = centers[1] == centers[0] ? "" : fmt::format(" or {}", centers[1]);
+        return Status::BadInput(fmt::format("zero_point of row {}, group {}, is {}; {}{} is that of its type",
+                                            row, group, zeros[group], centers[0], other));
       }
     }
   }
@@ -163,8 +193,8 @@ Result<Tensor> Shifted(const Tensor& numbers, int exponent) {
 Status TakeCodebook(const CanonicalMatrix& matrix, CanonicalMatrix& narrow) {
   const StoredIntegers& stored = matrix.stored;
   const CodebookNumbers& numbers = CodebookOf(stored.codebook);
-  if (matrix.format.element == DType::kU8) {
-    FMOE_ASSIGN_OR_RETURN(narrow.codes, Indices(matrix, stored.codebook));
+  if (matrix.format.element == DType::kU8 || narrow.format.element == DType::kU8) {
+    FMOE_ASSIGN_OR_RETURN(narrow.codes, Indices(matrix, stored.codebook, narrow.format.element));
   }
   FMOE_ASSIGN_OR_RETURN(narrow.block_scale, Shifted(narrow.block_scale, -stored.super_exponent));
   const float factor = std::ldexp(1.0F, stored.super_exponent) / static_cast<float>(numbers.factor);
@@ -174,22 +204,31 @@ Status TakeCodebook(const CanonicalMatrix& matrix, CanonicalMatrix& narrow) {
   return Status::Ok();
 }
 
-/// Bytes, codes that hold those of fewer bits, or what is a codebook's index already.
+/// Bytes, or nibbles that hold codes of fewer bits. Of a codebook, codes whose zero is one of its zeros;
+/// nibbles become indices of fewer bits, or are indices already.
 bool HoldsStored(const CanonicalMatrix& matrix) {
-  const Codebook codebook = matrix.stored.codebook;
-  if (matrix.format.element == DType::kU4 && codebook == Codebook::kNone) {
-    return matrix.stored.bits < 4;
+  const StoredIntegers& stored = matrix.stored;
+  const bool nibbles = matrix.format.element == DType::kU4;
+  if (!nibbles && matrix.format.element != DType::kU8) {
+    return false;
   }
-  if (matrix.format.element == DType::kU4) {
-    const std::array<uint8_t, 256>& indices = CodebookIndices(codebook);
-    for (size_t code = 0; code < 16; ++code) {
-      if (indices[code] != code) {
-        return false;
-      }
+  if (stored.codebook == Codebook::kNone) {
+    return !nibbles || stored.bits < 4;
+  }
+  const auto implied = static_cast<float>(matrix.format.implied_zero());
+  if (matrix.zero_point.empty() && CodebookOf(stored.codebook).zeros[0] != implied) {
+    return false;
+  }
+  if (!nibbles || PanelBits(stored) < 4) {
+    return true;
+  }
+  const std::array<uint8_t, 256>& indices = CodebookIndices(stored.codebook);
+  for (size_t code = 0; code < 16; ++code) {
+    if (indices[code] != code) {
+      return false;
     }
-    return !matrix.zero_point.empty();
   }
-  return matrix.format.element == DType::kU8;
+  return true;
 }
 
 }  // namespace
@@ -234,9 +273,10 @@ Result<CanonicalMatrix> Narrow(const CanonicalMatrix& matrix) {
     FMOE_ASSIGN_OR_RETURN(narrow.zero_point,
                           FewerNumbers(matrix.zero_point, ratio, DType::kF32, "zero points"));
   } else if (has_zeros) {
-    const bool numbers = stored.codebook == Codebook::kNone;
-    FMOE_RETURN_IF_ERROR(
-        CheckZeros(matrix, numbers ? static_cast<float>(stored.center) : CodebookOf(stored.codebook).zero));
+    const auto center = static_cast<float>(stored.center);
+    FMOE_RETURN_IF_ERROR(CheckZeros(matrix, stored.codebook == Codebook::kNone
+                                                ? std::array<float, 2>{center, center}
+                                                : CodebookOf(stored.codebook).zeros));
     narrow.zero_point = {};
     narrow.super_minimum = {};
   }

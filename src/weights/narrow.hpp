@@ -5,19 +5,21 @@
 
 /// Back from the format of a layer whose matrices were stored in several types, in codes of few bits or in
 /// types with few values, to what one of them needs (StoredIntegers): a layout with a format for each GEMM
-/// then takes 4.75 bits a weight for Q4_K beside Q6_K, not 9.25, 6.625 for Q6_K, not 8.625, and 4.375 for
-/// IQ4_XS, not 9.
+/// then takes 4.75 bits a weight for Q4_K beside Q6_K, not 9.25, 6.625 for Q6_K, not 8.625, 4.375 for IQ4_XS,
+/// not 9, and 3.375 for IQ1_S, not 6.
 namespace fusedmoe {
 
 /// The bits of codes in panels of such a matrix: 2, 3 and 6 in groups of 16 with two levels of scales (Q2_K,
-/// Q3_K, Q6_K), 5 in groups of 32 (Q5_K, Q5_0, Q5_1), else 4 or 8.
+/// Q3_K, Q6_K), 5 in groups of 32 (Q5_K, Q5_0, Q5_1), 3 of indices with two levels (IQ1, IQ2), else 4 or 8.
 constexpr int PanelBits(const StoredIntegers& stored) {
-  const bool levels = stored.group == 16 && stored.super_cols > 0;
+  const bool levels = stored.super_cols > 0 && (stored.group == 16 || stored.group == 32);
+  if (stored.codebook != Codebook::kNone) {
+    return stored.bits == 3 && levels ? 3 : 4;
+  }
   const bool held = stored.bits == 2 || stored.bits == 3 || stored.bits == 6
-                        ? levels
+                        ? levels && stored.group == 16
                         : stored.bits == 5 && stored.group == 32;
-  const bool indices = stored.codebook != Codebook::kNone;
-  return held && !indices ? stored.bits : stored.bits <= 4 || indices ? 4 : 8;
+  return held ? stored.bits : stored.bits <= 4 ? 4 : 8;
 }
 
 /// The format of such a matrix; `format`: the one that it has in the layer.

@@ -21,18 +21,17 @@
 ///     levels  | 16 units of scales, 16 of minima | group 0: 16 scales, 16 minima | group 1 | ...
 ///     header  | 1 scale a group, filled up to 64 bytes |     in front of block 0, where stripes share scales
 ///
-///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble; of a
-///             codebook, where the format has one, the index of a number
 ///     int8    vector v = 4 k: byte 4n+j holds k = 4v+j
+///     4 bit   vector v = 8 k: byte 4n+j holds k = 8v+j in its low and k = 8v+4+j in its high nibble
 ///     2 bit   vector v = 16 k: byte 4n+j holds k = 16v+j in its low two bits, then 16v+4+j, +8+j, +12+j
-///     3 bit   4 vectors of the low two bits of a unit of 64 k, then 2 of the third: 32 k each, in this order
-///     5 bit   8 vectors of the low nibbles of a unit, then 2 of the fifth bits
-///     6 bit   8 vectors of the low nibbles of a unit, then 4 of the upper two bits, as 2 bit; of floats 8 of
-///             the upper four bits, then 4 of the low two
+///     3, 5, 6 bit   4 k of a vector of int8 each, which share vectors (weights/packed_bits.hpp)
+///     mxfp6   a unit of 64 k: 8 vectors of the upper four bits as 4 bit, then 4 of the low two as 2 bit
 ///     fp8     vector v = 4 k: byte 2n+j holds k = 4v+j, byte 32+2n+j holds k = 4v+2+j (for f16 units)
 ///     bf16    vector v = 2 k: word 2n+j holds k = 2v+j
 ///     f16     vector v = 2 k: word 16j+n holds k = 2v+j
 ///     32 bit  vector v = 1 k: float n
+///
+/// Codes of 3 and 4 bits are indices of numbers where the format has a codebook.
 ///
 /// A dot product instruction that adds four products a lane takes 4-bit (after one table look-up) and int8
 /// vectors as they are. The weights of a block also form the rows of an AMX tile.
@@ -82,11 +81,11 @@ struct PanelFormat {
   int64_t group = 0;                    ///< k of one group of scales: 16, 32, 64 or 128
   int64_t block = kPanelUnit;           ///< k of a block
   PanelZero zeros = PanelZero::kNone;   ///< one for each scale, behind those of its group
-  Codebook codebook = Codebook::kNone;  ///< of kU4: codes are indices of numbers
+  Codebook codebook = Codebook::kNone;  ///< of kU4, and of kU8 in 3 bits: codes are indices of numbers
   int code_bits = 0;                    ///< of kU8: those that codes need, where these are 2, 3, 5 or 6
   bool operator==(const PanelFormat&) const = default;
 
-  /// Codes that stand as planes of their bits (weights/code_planes.hpp).
+  /// Codes of up to eight bits but for floats of eight (weights/code_planes.hpp).
   bool in_planes() const { return IsPanelInteger(code) || DTypeBits(code) < 8; }
   /// Of a code as it stands.
   int bits() const { return code_bits != 0 ? code_bits : DTypeBits(code); }
@@ -106,7 +105,7 @@ struct PanelFormat {
   /// be there.
   bool Holds(const PanelFormat& other) const;
   /// "n16k64(F4, E4M3 per 16)", "n16k64(U4, BF16 and zero per 64)", "n16k64(F8, F32 per 16x64)",
-  /// "n16k128(IQ4, I8 per 32)", "n16k128(U6, I8 per 16)"
+  /// "n16k128(IQ4, I8 per 32)", "n16k128(6 bits, I8 per 16)", "n16k128(IQ2 in 3 bits, I8 per 32)"
   std::string ToString() const;
 };
 

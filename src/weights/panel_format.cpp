@@ -133,9 +133,11 @@ std::string PanelFormat::ToString() const {
           ? ""
           : fmt::format(", {}{} per {}{}", ScaleName(scale), kZeros[static_cast<int>(zeros)],
                         scale == PanelScale::kStripeF32 ? "16x" : "", group);
-  const std::string codes = code_bits != 0                ? fmt::format("U{}", code_bits)
-                            : codebook == Codebook::kNone ? std::string(DTypeName(code))
-                                                          : std::string(CodebookOf(codebook).name);
+  std::string codes(codebook == Codebook::kNone ? DTypeName(code) : CodebookOf(codebook).name);
+  if (code_bits != 0) {
+    codes = codebook == Codebook::kNone ? "" : codes + " in ";
+    codes += fmt::format("{} bits", code_bits);
+  }
   return fmt::format("n16k{}({}{})", block, codes, scales);
 }
 

@@ -72,21 +72,29 @@ void LoadByteCodes(const CanonicalMatrix& matrix, std::span<const int32_t> colum
   std::fill(out + matrix.cols, out + columns.size(), uint8_t{0});
 }
 
-/// One row of codes of a block, as planes of their bits.
+/// One row of codes of a block, by their bits.
 void ScatterPlanes(const PanelFormat& format, const uint8_t* codes, int64_t row, uint8_t* block) {
   const CodePlanes planes = CodePlanesOf(format);
+  const int64_t unit_bytes = kPanelUnit * kPanelRows * format.bits() / 8;
   for (int index = 0; index < planes.count; ++index) {
     const CodePlane plane = planes.planes[index];
-    const int64_t word_k = 32 / plane.bits;
-    for (int64_t k = 0; k < format.block; k += word_k) {
-      uint32_t word = 0;
-      for (int64_t four = k; four < k + word_k; four += 4) {
+    const PackedSet set = PackedSetOf(plane.bits);
+    for (int64_t k = 0; k < format.block; k += 4 * set.fours) {
+      uint32_t words[kMostPackedVectors] = {};
+      for (int four = 0; four < set.fours; ++four) {
         uint32_t bytes = 0;
-        std::memcpy(&bytes, codes + four, 4);
-        word |= (bytes >> plane.first_bit & plane.Mask() * 0x01010101U) << plane.ShiftOf(four);
+        std::memcpy(&bytes, codes + k + 4 * four, 4);
+        const PackedPieces pieces = PackedPiecesOf(plane.bits, four);
+        for (int i = 0; i < pieces.count; ++i) {
+          const PackedPiece& piece = pieces.of[i];
+          const uint32_t mask = ((1U << piece.count) - 1) * 0x01010101U;
+          words[piece.vector] |= (bytes >> (plane.first_bit + piece.at) & mask) << piece.from;
+        }
       }
-      const int64_t unit = k / kPanelUnit * kPanelUnit * kPanelRows * format.bits() / 8;
-      std::memcpy(block + unit + plane.WordOf(row, k % kPanelUnit), &word, 4);
+      uint8_t* at = block + k / kPanelUnit * unit_bytes + plane.SetOf(k % kPanelUnit) + row * 4;
+      for (int vector = 0; vector < set.vectors; ++vector) {
+        std::memcpy(at + vector * 64, &words[vector], 4);
+      }
     }
   }
 }

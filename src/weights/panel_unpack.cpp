@@ -34,9 +34,13 @@ uint32_t CodeAt(const PanelFormat& format, const std::byte* block, int64_t row, 
   const std::byte* unit = block + k / kPanelUnit * kPanelUnit * kPanelRows * format.bits() / 8;
   for (int index = 0; index < planes.count; ++index) {
     const CodePlane plane = planes.planes[index];
-    const int64_t in_unit = k % kPanelUnit;
-    const auto byte = std::to_integer<uint32_t>(unit[plane.WordOf(row, in_unit) + k % 4]);
-    code |= (byte >> plane.ShiftOf(in_unit) & plane.Mask()) << plane.first_bit;
+    const PackedPieces pieces = plane.PiecesOf(k % kPanelUnit);
+    for (int i = 0; i < pieces.count; ++i) {
+      const PackedPiece& piece = pieces.of[i];
+      const int64_t at = plane.SetOf(k % kPanelUnit) + piece.vector * 64 + row * 4 + k % 4;
+      const auto byte = std::to_integer<uint32_t>(unit[at]);
+      code |= (byte >> piece.from & ((1U << piece.count) - 1)) << (plane.first_bit + piece.at);
+    }
   }
   return code;
 }

@@ -171,6 +171,19 @@ TEST(GgufMixedTypes, MatricesThatAreNotOfTheirType_AreRefused) {
   refused(
       few.down, [](CanonicalMatrix& m) { m.block_scale.mutable_view().as<float>()[5] *= 1.25F; },
       "does not divide its scales");
+  for (const char* outputs : {"IQ1_S", "IQ2_XXS"}) {  // nibbles, bytes
+    SCOPED_TRACE(outputs);
+    folder.Write("c.gguf", ModelOf(TypeNamed("IQ1_S"), TypeNamed(outputs)).Bytes());
+    const CanonicalExpert ones = LoadExpert((folder.path() / "c.gguf").string(), false).expert;
+    refused(
+        ones.up, [](CanonicalMatrix& m) { m.codes.mutable_view().as<uint8_t>()[0] = 3; },
+        "row 0, column 0 has the code 3, whose value is none of IQ1_S");
+    refused(
+        ones.up, [](CanonicalMatrix& m) { m.zero_point.mutable_view().as<float>()[5] = 1.0F; },
+        "zero_point of row 0, group 5, is 1; 0.875 or 1.125 is that");
+    refused(
+        ones.up, [](CanonicalMatrix& m) { m.zero_point = {}; }, "do not hold 3 bits");
+  }
 }
 
 // The gate of shared experts and Arctic's norm are floats beside matrices of any type.

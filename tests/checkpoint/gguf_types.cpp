@@ -60,15 +60,17 @@ double NarrowBits(const GgufType& type) {
       return 6.625;
     case 20:  // IQ4_NL
       return 4.5;
-    case 16:  // IQ2_XXS, IQ3_XXS, IQ3_S, IQ4_XS
-    case 18:
+    case 18:  // IQ3_XXS, IQ3_S, IQ4_XS
     case 21:
     case 23:
       return 4.375;
+    case 16:  // IQ2_XXS, IQ1_S
+    case 19:
+      return 3.375;
     case 17:  // IQ2_XS, IQ2_S, IQ1_M
     case 22:
     case 29:
-      return 4.625;
+      return 3.625;
     default:
       return 0;
   }

@@ -1,7 +1,11 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <fmt/format.h>
@@ -21,8 +25,8 @@ constexpr int64_t kStripes = 3;
 constexpr int64_t kBeyond = 64 << 10;  // requests go further than the stripes
 constexpr int kTokens = 2 * kMaxHeight;
 
-constexpr Codebook kCodebooks[] = {Codebook::kIq4, Codebook::kIq3Xxs, Codebook::kIq3S,
-                                   Codebook::kIq2, Codebook::kIq1M,   Codebook::kE2m1};
+constexpr Codebook kCodebooks[] = {Codebook::kIq4,  Codebook::kIq3Xxs, Codebook::kIq3S, Codebook::kIq2,
+                                   Codebook::kIq1S, Codebook::kIq1M,   Codebook::kE2m1};
 
 struct Pair {
   WeightKernel narrow, bytes;
@@ -47,33 +51,54 @@ std::vector<Pair> Pairs() {
       pairs.push_back({kWeightBookGroup32, kWeightU8Group32, {DType::kU4, scale, 32, 64, kNone, codebook}});
     }
     pairs.push_back(
-        {kWeightBookSuper16, kWeightU8Super16, {DType::kU4, PanelScale::kI8, 16, 128, kNone, codebook}});
-    pairs.push_back(
         {kWeightBookSuper32, kWeightU8Super32, {DType::kU4, PanelScale::kI8, 32, 128, kNone, codebook}});
+    if (IndexBits(codebook) == 3) {
+      constexpr PanelScale kLevels = PanelScale::kI8;
+      pairs.push_back(
+          {kWeightBook3Super16, kWeightU8Super16, {DType::kU8, kLevels, 16, 128, kNone, codebook, 3}});
+      pairs.push_back(
+          {kWeightBook3Super32, kWeightU8Super32, {DType::kU8, kLevels, 32, 128, kNone, codebook, 3}});
+    }
   }
   return pairs;
 }
 
-/// As weights/panel.hpp draws it: bits [shift, shift + bits) of vectors of `bits` each, from `start` on.
-unsigned PlaneAt(const std::byte* unit, int64_t start, int bits, int64_t row, int64_t k) {
-  const int64_t vector_k = 32 / bits, at = start + k / vector_k * 64 + row * 4 + k % 4;
-  return std::to_integer<unsigned>(unit[at]) >> (k % vector_k / 4 * bits) & ((1U << bits) - 1);
-}
-
-/// The code of (row, k) of a unit of 64 k.
+/// The code of (row, k) of a unit of 64 k: of the drawing in weights/packed_bits.hpp, the places where a four
+/// has its bits.
 unsigned CodeAt(int bits, const std::byte* unit, int64_t row, int64_t k) {
-  switch (bits) {
-    case 2:
-      return PlaneAt(unit, 0, 2, row, k);
-    case 3:
-      return PlaneAt(unit, 0, 2, row, k) | PlaneAt(unit, 256, 1, row, k) << 2;
-    case 5:
-      return PlaneAt(unit, 0, 4, row, k) | PlaneAt(unit, 512, 1, row, k) << 4;
-    case 6:
-      return PlaneAt(unit, 0, 4, row, k) | PlaneAt(unit, 512, 2, row, k) << 4;
-    default:
-      return PlaneAt(unit, 0, 4, row, k);
+  struct Drawing {
+    int bits;
+    std::vector<std::string_view> vectors;
+  };
+  static const Drawing kDrawings[] = {
+      {2, {"00112233"}},
+      {3, {"00011166", "22233377", "44455567"}},
+      {4, {"00001111"}},
+      {5, {"00000555", "11111557", "22222666", "33333667", "44444777"}},
+      {6, {"00000033", "11111133", "22222233"}},
+  };
+  const auto* drawing = std::find_if(std::begin(kDrawings), std::end(kDrawings),
+                                     [&](const Drawing& one) { return one.bits == bits; });
+  const auto vectors = static_cast<int64_t>(drawing->vectors.size());
+  const int64_t fours = 8 * vectors / bits;
+  const auto four = static_cast<char>('0' + k / 4 % fours);
+  const std::byte* set = unit + k / 4 / fours * vectors * 64;
+  unsigned code = 0;
+  int found = 0;
+  const auto take = [&](int64_t vector, size_t bit) {
+    if (drawing->vectors[static_cast<size_t>(vector)][bit] == four) {
+      code |= (std::to_integer<unsigned>(set[vector * 64 + row * 4 + k % 4]) >> bit & 1U) << found++;
+    }
+  };
+  // Its lowest bits are those of the vector in which it has most.
+  const int64_t most = bits == 5 && four == '7' ? 4 : 0;
+  for (int64_t i = 0; i < vectors; ++i) {
+    for (size_t bit = 0; bit < 8; ++bit) {
+      take((most + i) % vectors, bit);
+    }
   }
+  EXPECT_EQ(found, bits);
+  return code;
 }
 
 PanelFormat BytesOf(const PanelFormat& panel) {
@@ -91,7 +116,7 @@ std::vector<std::byte> BytesOf(const std::vector<std::byte>& stripes, const Pane
   const PanelFormat to = BytesOf(from);
   std::vector<std::byte> out(static_cast<size_t>(blocks * to.block_bytes() + kBeyond));
   const bool indices = from.codebook != Codebook::kNone;
-  const uint8_t* numbers = indices ? CodebookBytes(from.codebook) : nullptr;
+  const std::array<int8_t, 16>& numbers = CodebookOf(from.codebook).values;
   const int moved = from.has_zero_points() ? 0 : 128 - PanelZeroPoint(from);
   for (int64_t block = 0; block < blocks; ++block) {
     const std::byte* in = stripes.data() + block * from.block_bytes();
@@ -101,7 +126,7 @@ std::vector<std::byte> BytesOf(const std::vector<std::byte>& stripes, const Pane
       for (int64_t row = 0; row < kPanelRows; ++row) {
         const unsigned code = CodeAt(from.bits(), unit, row, k % 64);
         at[k / 4 * 64 + row * 4 + k % 4] =
-            static_cast<std::byte>(indices ? numbers[code] : static_cast<int>(code) + moved);
+            static_cast<std::byte>(indices ? numbers[code] + 128 : static_cast<int>(code) + moved);
       }
     }
     std::memcpy(at + to.code_bytes(), in + from.code_bytes(), static_cast<size_t>(from.scale_bytes()));
@@ -242,22 +267,29 @@ TEST(Kernel_NarrowCodes, HaveTheBitsOfTheirBytes) {
 TEST(Codebooks, HaveAnIndexForEachOfTheirNumbersAndNoOther) {
   for (const Codebook codebook : kCodebooks) {
     const CodebookNumbers& numbers = CodebookOf(codebook);
-    int found = 0;
-    for (int code = 0; code < 256; ++code) {
-      const uint8_t index = CodebookIndices(codebook)[static_cast<size_t>(code)];
-      const float value = (static_cast<float>(code) - numbers.zero) * static_cast<float>(numbers.factor);
-      if (index != kNoIndex) {
-        ASSERT_LT(index, 16);
-        EXPECT_EQ(static_cast<float>(numbers.values[index]), value) << numbers.name << " " << code;
-        EXPECT_EQ(CodebookBytes(codebook)[index], numbers.values[index] + 128);
-        ++found;
-      } else {
-        for (const int8_t number : numbers.values) {
-          EXPECT_TRUE(number == 0 || static_cast<float>(number) != value) << numbers.name << " " << code;
+    std::set<int> found;
+    for (const size_t which : {0U, 1U}) {
+      for (int code = 0; code < 256; ++code) {
+        const uint8_t index = CodebookIndices(codebook, which)[static_cast<size_t>(code)];
+        const float value =
+            (static_cast<float>(code) - numbers.zeros[which]) * static_cast<float>(numbers.factor);
+        if (index != kNoIndex) {
+          ASSERT_LT(index, 1 << IndexBits(codebook));
+          EXPECT_EQ(static_cast<float>(numbers.values[index]), value) << numbers.name << " " << code;
+          EXPECT_EQ(CodebookBytes(codebook, 4)[index], numbers.values[index] + 128);
+          if (IndexBits(codebook) == 3) {
+            EXPECT_EQ(CodebookBytes(codebook, 3)[index], numbers.values[index] + 64);
+            EXPECT_LT(CodebookBytes(codebook, 3)[index], 128);
+          }
+          found.insert(index);
+        } else {
+          for (const int8_t number : numbers.values) {
+            EXPECT_TRUE(number == 0 || static_cast<float>(number) != value) << numbers.name << " " << code;
+          }
         }
       }
     }
-    EXPECT_GE(found, 6) << numbers.name;
+    EXPECT_GE(found.size(), 6U) << numbers.name;
   }
 }
 

@@ -143,7 +143,7 @@ constexpr StoredIntegers StoredAs() {
     stored.super_exponent = Type::kSuperExponent;
   }
   if constexpr (kHasCodebook<Type>) {
-    stored.bits = 4;
+    stored.bits = IndexBits(Type::kCodebook);
     stored.zero_points = false;
     stored.codebook = Type::kCodebook;
   }

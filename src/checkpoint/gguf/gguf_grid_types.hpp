@@ -166,6 +166,9 @@ struct Iq3S : SuperBlock<110, 32, 4, 0, true> {
 /// Low bytes of the numbers; for each 32 elements a word: three high bits of four numbers, three bits of
 /// scale, and which way all values are moved by an eighth.
 struct Iq1S : SuperBlock<50, 32, 2, 0, true> {
+  static constexpr int64_t kSuperAt = 0;
+  static constexpr int kSuperExponent = 0;
+  static constexpr Codebook kCodebook = Codebook::kIq1S;
   static void Codes(const std::byte* block, uint8_t* codes) {
     for (int64_t point = 0; point < 32; ++point, codes += 8) {
       const uint32_t high = Word16(block + 34, point / 4) >> (point % 4 * 3) & 7U;

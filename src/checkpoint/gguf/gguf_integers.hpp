@@ -212,7 +212,7 @@ struct Q6K {
 /// Nibbles of 32 elements to numbers of a codebook, around 128.
 inline void Numbers32(const std::byte* from, Codebook codebook, uint8_t* codes) {
   uint8_t numbers[16];  // of its own: stores of codes could change others
-  std::memcpy(numbers, CodebookBytes(codebook), sizeof(numbers));
+  std::memcpy(numbers, CodebookBytes(codebook, 4), sizeof(numbers));
   Nibbles32(from, codes);
   std::transform(codes, codes + 32, codes, [&](uint8_t index) { return numbers[index]; });
 }

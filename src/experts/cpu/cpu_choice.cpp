@@ -78,16 +78,16 @@ void SetPrefetch(const Machine& machine, const KernelTable* table, TileKind tile
 /// From how many tall tiles on weights are decoded into L1 for all of them, instead of for each in registers.
 /// Cores of Intel decode with the two ports that multiply: INT4 g128 gains 11 % with two tiles and 18 with
 /// three, MXFP4 in 15 bits 12 and 18; NVFP4 and groups of INT8 lose 2 to 5 % with two; bytes without scales,
-/// which need no decoding, lose 10 with two, nothing with three, and gain 12 with eight; codes in planes gain
-/// 20 to 75 with two (Sapphire Rapids, wide slabs). On Zen 5 what is decoded has to be stored, which costs as
-/// much (layers at 64 tokens an expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60 through L1), but
-/// for NVFP4 with its four scales a unit (56 and 59.5), and for scales of two levels (eight tiles alone,
-/// groups of 32 and 16: INT4 5 and 9 %, `a8` 2 and 22; INT8 4 and 6, `a8` 5 and 0).
+/// which need no decoding, lose 10 with two, nothing with three, and gain 12 with eight; codes that share
+/// bytes gain 20 to 75 with two (Sapphire Rapids, wide slabs). On Zen 5 what is decoded has to be stored,
+/// which costs as much (layers at 64 tokens an expert: MXFP4 61 to 62 % of the peak in registers, 58 to 60
+/// through L1), but for NVFP4 with its four scales a unit (56 and 59.5), and for scales of two levels (eight
+/// tiles alone, groups of 32 and 16: INT4 5 and 9 %, `a8` 2 and 22; INT8 4 and 6, `a8` 5 and 0).
 int SlabTiles(const Machine& machine, WeightKernel kernel) {
   if (IsAmd(machine)) {
-    return kernel == kWeightNvfp4 || HasTwoLevels(kernel) || HasPlanes(kernel) ? 4 : kNoSlabs;
+    return kernel == kWeightNvfp4 || HasTwoLevels(kernel) || IsPacked(kernel) ? 4 : kNoSlabs;
   }
-  if (HasPlanes(kernel)) {
+  if (IsPacked(kernel)) {
     return 2;
   }
   if (kernel == kWeightU8) {

@@ -9,7 +9,7 @@
 /// registers for it, and multiplied as slabs are. Four tokens, weights in L2, by slabs -> so, GMAC/s (Zen 3):
 /// NVFP4 40 -> 49, MXFP4 42 -> 51, INT4 g128 44 -> 54, INT8 g32 39 -> 49, `a8` 67 -> 79, 73 -> 89, 82 -> 95,
 /// 41 -> 50.
-/// Codes in planes, for which this would take GCC as long again as all that they have, go as slabs.
+/// Codes that share bytes, for which this would take GCC as long again as all that they have, go as slabs.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -101,7 +101,7 @@ __attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripe
 template <WeightKernel kWeight, TileKind kKind>
 void FewOrSlabBatch(const uint8_t* stripes, int64_t num_stripes, int64_t stride, int64_t blocks,
                     const TileView* tiles, int64_t num_tiles, float* out) {
-  if constexpr (!IntegerPanel<kWeight>::kInPlanes) {
+  if constexpr (!IntegerPanel<kWeight>::kPacked) {
     const int tokens = num_tiles == 1 ? tiles[0].tokens : 0;
     if (tokens == 3 || tokens == 4) {
       constexpr int64_t kStripeSums = kMaxHeight * 16;

@@ -20,7 +20,7 @@ namespace {
 template <WeightKernel kWeight, TileKind kKind, int kHeight>
 constexpr bool HasBothHalves() {
   using Panel = IntegerPanel<kWeight>;
-  return kHalves == 2 && !Panel::kProducts && kHeight <= 2 &&
+  return kHalves == 2 && !TakesWords<kWeight, kKind>() && kHeight <= 2 &&
          (kHasByteDot ? kHasUnsignedDot : VectorsInWords(Panel::kLargestCode) > 0);
 }
 
@@ -57,7 +57,7 @@ template <WeightKernel kWeight, int kPlanes, int kHeight, int kStep>
 FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t* words,
                                  Ints (*sums)[kHeight][SumsOf(kPlanes)]) {
   using Panel = IntegerPanel<kWeight>;
-  constexpr bool kTwoVectors = VectorsInWords(Panel::kLargestCode) == 2;  // else all four
+  constexpr int kMost = kHasByteDot ? 4 : VectorsInWords(Panel::kLargestCode), kAdded = kMost < 4 ? kMost : 4;
   Ints words16[kPlanes][kHeight][kHalves];
   Unroll<2>([&](auto vector) FMOE_FLAT {
     Ints weights[kHalves][2];
@@ -65,30 +65,29 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t*
       constexpr int kEight = 2 * kStep + decltype(vector)();
       Panel::template DecodeEight<Panel::PhaseOf(kEight)>(unit, kEight, half, table, weights[half]);
     });
-    Unroll<2 * kPlanes * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kWord = decltype(i)() / kHeight / kPlanes, kPlane = decltype(i)() / kHeight % kPlanes;
-      constexpr int kToken = decltype(i)() % kHeight;
-      const Ints word = IntSet(words[(kPlane * 4 + 2 * vector + kWord) * kHeight + kToken]);
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
-        if constexpr (kHasByteDot) {
-          Ints& sum = sums[half][kToken][kPlane];
-          sum = ByteDot(sum, weights[half][kWord], word);
-          InPlace(sum);
-        } else {
-          Ints& sum = words16[kPlane][kToken][half];
-          const Ints products = MultiplyAddPairs(weights[half][kWord], word);
-          sum = (kTwoVectors || vector == 0) && kWord == 0 ? products : AddWords(sum, products);
-          InPlace(sum);
-        }
+    Unroll<2>([&](auto word) FMOE_FLAT {
+      constexpr int kFour = 2 * decltype(vector)() + decltype(word)();
+      Unroll<kPlanes * kHeight>([&](auto i) FMOE_FLAT {
+        constexpr int kPlane = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
+        const Ints codes = IntSet(words[(kPlane * 4 + kFour) * kHeight + kToken]);
+        Unroll<kHalves>([&](auto half) FMOE_FLAT {
+          if constexpr (kHasByteDot) {
+            Ints& sum = sums[half][kToken][kPlane];
+            sum = ByteDot(sum, weights[half][kFour % 2], codes);
+            InPlace(sum);
+          } else {
+            Ints& sum = words16[kPlane][kToken][half];
+            const Ints products = MultiplyAddPairs(weights[half][kFour % 2], codes);
+            sum = kFour % kAdded == 0 ? products : AddWords(sum, products);
+            InPlace(sum);
+          }
+        });
       });
+      if constexpr (!kHasByteDot && (kFour + 1) % kAdded == 0) {
+        AddWordSums<kPlanes, kHeight>(words16, sums);
+      }
     });
-    if constexpr (!kHasByteDot && kTwoVectors && vector == 0) {
-      AddWordSums<kPlanes, kHeight>(words16, sums);
-    }
   });
-  if constexpr (!kHasByteDot) {
-    AddWordSums<kPlanes, kHeight>(words16, sums);
-  }
 }
 
 /// One unit of 64 k. What stands `ahead` of it is asked for into L2 (AsksIntegersTwice).

@@ -5,6 +5,7 @@
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
 #include "experts/cpu/kernels/scale_layout_isa.hpp"
 #include "experts/cpu/kernels/simd_isa.hpp"
+#include "weights/packed_bits.hpp"
 
 /// What short and tall tiles of formats that become bytes share: where things stand in a panel, how codes
 /// become bytes, and how groups of k end.
@@ -24,38 +25,27 @@ struct Sides {
   GroupScales type;
 };
 
-/// Bits [kAt, kAt + kPlaneBits) of two vectors of codes: those of eight k in a plane of a unit. A vector of
-/// the plane holds eight k several times, the first of them in its lowest bits. kPhase: of `eight`, modulo 4.
-template <int kPlaneBits, int kAt, int kPhase>
-FMOE_INLINE void LoadPlane(const uint8_t* plane, int eight, int half, Ints* out) {
-  constexpr int kEights = 4 / kPlaneBits, kFrom = kPhase % kEights * 2 * kPlaneBits;
-  const Ints x = LoadBytes(plane + eight / kEights * 64, half);
-  out[0] = MoveBits<kFrom, kAt, kPlaneBits>(x);
-  out[1] = MoveBits<kFrom + kPlaneBits, kAt, kPlaneBits>(x);
-}
-
-/// Eight k of codes of 2, 3, 5 or 6 bits (weights/panel.hpp), whose upper bits may stand in a plane of their
-/// own.
+/// Eight k of codes that share bytes (weights/packed_bits.hpp), number `eight` of those from `packed` on.
+/// kPhase: of `eight`, modulo 4.
 template <int kBits, int kPhase>
-FMOE_INLINE void DecodePlanes(const uint8_t* unit, int eight, int half, Ints* out) {
-  constexpr int kLow = kBits < 4 ? 2 : 4;
-  if constexpr (kLow == 4) {
-    DecodeU4(unit + eight * 64, half, out);
-  } else {
-    LoadPlane<kLow, 0, kPhase>(unit, eight, half, out);
-  }
-  if constexpr (kBits > kLow) {
-    Ints upper[2];
-    LoadPlane<kBits - kLow, kLow, kPhase>(unit + 128 * kLow, eight, half, upper);
-    out[0] = IntOr(out[0], upper[0]);
-    out[1] = IntOr(out[1], upper[1]);
-  }
+FMOE_INLINE void DecodePacked(const uint8_t* packed, int eight, int half, Ints* out) {
+  constexpr PackedSet kSet = PackedSetOf(kBits);
+  const uint8_t* set = packed + eight / (kSet.fours / 2) * (kSet.vectors * 64);
+  Unroll<2>([&](auto q) FMOE_FLAT {
+    constexpr int kFour = (2 * kPhase + decltype(q)()) % PackedSetOf(kBits).fours;
+    Unroll<PackedPiecesOf(kBits, kFour).count>([&](auto i) FMOE_FLAT {
+      constexpr PackedPiece kPiece = PackedPiecesOf(kBits, kFour).of[decltype(i)()];
+      const Ints piece =
+          MoveBits<kPiece.from, kPiece.at, kPiece.count>(LoadBytes(set + kPiece.vector * 64, half));
+      out[q] = i == 0 ? piece : IntOr(out[q], piece);
+    });
+  });
 }
 
 /// Vectors of codes whose products with bytes words can add up, two of each vector: 2 * 127 * 24 * 5, 15 * 8,
-/// 31 * 4 and 63 * 2 are below 2^15. 0: bytes, which words cannot.
+/// 31 * 4, 63 * 2 and 127 are below 2^15. 0: bytes, of which words do not hold two.
 constexpr int VectorsInWords(int largest_code) {
-  return largest_code > 63 ? 0 : largest_code > 31 ? 2 : largest_code > 15 ? 4 : 8;
+  return largest_code > 127 ? 0 : largest_code > 63 ? 1 : largest_code > 31 ? 2 : largest_code > 15 ? 4 : 8;
 }
 
 /// By which codes become numbers: a table of bytes, where there is one, or two whose bytes are multiplied.
@@ -84,17 +74,20 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   static constexpr bool kBook = HasCodebook(kWeight);
   static constexpr int kBits = kCodeTraits[kWeight].bits;
   static constexpr bool kNibbles = kBits == 4;
-  static constexpr bool kInPlanes = HasPlanes(kWeight);
+  static constexpr bool kPacked = IsPacked(kWeight);
   /// What decoding eight k has to know of their number: with fewer answers, fewer copies are compiled.
-  static constexpr int PhaseOf(int eight) { return kInPlanes ? eight % 4 : 0; }
+  static constexpr int PhaseOf(int eight) { return kPacked ? eight % 4 : 0; }
   /// The same of a group.
-  static constexpr int PhaseOfGroup(int group) { return kInPlanes && kGroup == 16 ? group % 2 : 0; }
+  static constexpr int PhaseOfGroup(int group) { return kPacked && kGroup == 16 ? group % 2 : 0; }
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kSmallFloats;
   static constexpr int kGroup = kCodeTraits[kWeight].group;
   static constexpr int kUnitBytes = 128 * kBits;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1 ? 24 : kProducts ? 127 : kBook ? 255 : (1 << kBits) - 1;
+  static constexpr int kLargestCode = kE2m1                             ? 24
+                                      : kProducts || (kBook && kPacked) ? 127
+                                      : kBook                           ? 255
+                                                                        : (1 << kBits) - 1;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.
@@ -113,7 +106,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     return {sides + groups, sides, type};
   }
 
-  /// By which nibbles become bytes, unsigned or less 128; else nothing.
+  /// By which codes become bytes, unsigned or less 128; else nothing.
   FMOE_INLINE Table TableOf(GroupScales scales) {
     if constexpr (kProducts) {
       return {LoadNumbers(scales.numbers), LoadNumbers(scales.numbers + 16)};
@@ -127,16 +120,19 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 
-  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes have planes (kInPlanes),
+  /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes share bytes (kPacked),
   /// `eight` modulo 4.
   template <int kPhase>
   FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
-    if constexpr (kE2m1 || kBook) {
+    if constexpr (kPacked) {
+      DecodePacked<kBits, kPhase>(unit, eight, half, out);
+      if constexpr (kBook) {
+        Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LookUpBytes(out[q], table); });
+      }
+    } else if constexpr (kE2m1 || kBook) {
       DecodeByTable(unit + eight * 64, half, table, out);
     } else if constexpr (kNibbles) {
       DecodeU4(unit + eight * 64, half, out);
-    } else if constexpr (kInPlanes) {
-      DecodePlanes<kBits, kPhase>(unit, eight, half, out);
     } else {
       Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + eight * 128 + q * 64, half); });
       if constexpr (kLess128) {
@@ -160,7 +156,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
       Ints second[2], low[2];
       DecodeByTable(unit + eight * 64, half, table.first, bytes);
       DecodeByTable(unit + eight * 64, half, table.second, second);
-      LoadPlane<2, 0, kPhase>(unit + 512, eight, half, low);
+      DecodePacked<2, kPhase>(unit + 512, eight, half, low);
       Unroll<2>([&](auto q) FMOE_FLAT {
         const Ints first = IntOr(bytes[q], low[q]);
         out[2 * q] = MultiplyAddPairs(IntAnd(first, IntSet(0x00ff00ff)), second[q]);
@@ -175,6 +171,16 @@ struct IntegerPanel : ScaleLayout<kWeight> {
     }
   }
 };
+
+/// Whether activations are made words of two k (ExpandWords) before they meet weights: those that are words
+/// themselves, and, in 15 bits, bytes above 63. Those would go as two nibbles in two planes, 13 operations
+/// for 32 weights instead of 6: INT8 in groups of 128 on Zen 3, weights in L2, one token and two, 18 -> 25
+/// and 13 -> 19 GB/s.
+template <WeightKernel kWeight, TileKind kKind>
+constexpr bool TakesWords() {
+  using Panel = IntegerPanel<kWeight>;
+  return Panel::kProducts || (!kHasByteDot && kKind == kTileA16 && VectorsInWords(Panel::kLargestCode) < 2);
+}
 
 /// A byte of each row times its unit, exactly.
 FMOE_INLINE Floats LoadInUnits(const uint8_t* bytes, const uint8_t* units, int half) {

@@ -59,16 +59,6 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   }
 }
 
-/// Whether activations are made words of two k (ExpandWords) before they meet weights: those that are words
-/// themselves, and, in 15 bits, bytes above 63. Those would go as two nibbles in two planes, 13 operations
-/// for 32 weights instead of 6: INT8 in groups of 128 on Zen 3, weights in L2, one token and two, 18 -> 25
-/// and 13 -> 19 GB/s.
-template <WeightKernel kWeight, TileKind kKind>
-constexpr bool TakesWords() {
-  using Panel = IntegerPanel<kWeight>;
-  return Panel::kProducts || (!kHasByteDot && kKind == kTileA16 && VectorsInWords(Panel::kLargestCode) == 0);
-}
-
 /// Words of a tile that 16 k of weights meet, for each token.
 template <WeightKernel kWeight, TileKind kKind>
 constexpr int StepWords() {
@@ -162,7 +152,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
       }
     });
     Ints weights[4];
-    constexpr int kStepPhase = Panel::kInPlanes ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
+    constexpr int kStepPhase = Panel::kPacked ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
     if constexpr (TakesWords<kWeight, kKind>()) {
       constexpr int kUpper = WordPlanes(kKind) - 1;
       Unroll<2>([&](auto i) FMOE_FLAT {
@@ -265,7 +255,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
       });
     });
   };
-  if constexpr (kHeight <= 2 || Panel::kInPlanes) {
+  if constexpr (kHeight <= 2 || Panel::kPacked) {
     Unroll<kGroups>(one_group);
   } else {
     for (int group = 0; group < kGroups; ++group) {

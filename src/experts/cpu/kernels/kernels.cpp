@@ -116,8 +116,9 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kU8, PanelScale::kI8, 16, kWeightU8Super16},
     {DType::kU8, PanelScale::kI8, 32, kWeightU8Super32},
     {DType::kU4, PanelScale::kBF16, 32, kWeightBookGroup32, true},
-    {DType::kU4, PanelScale::kI8, 16, kWeightBookSuper16, true},
     {DType::kU4, PanelScale::kI8, 32, kWeightBookSuper32, true},
+    {DType::kU8, PanelScale::kI8, 16, kWeightBook3Super16, true, 3},
+    {DType::kU8, PanelScale::kI8, 32, kWeightBook3Super32, true, 3},
     {DType::kU8, PanelScale::kI8, 16, kWeightU2Super16, false, 2},
     {DType::kU8, PanelScale::kI8, 16, kWeightU3Super16, false, 3},
     {DType::kU8, PanelScale::kBF16, 32, kWeightU5Group32, false, 5},
@@ -221,7 +222,7 @@ GroupScales GroupScalesOf(const PanelFormat& format) {
           format.zeros == PanelZero::kFloats ? kZeroFloats
           : format.has_zero_points()         ? kZeroBytes
                                              : kZeroNone,
-          format.codebook != Codebook::kNone ? CodebookBytes(format.codebook)
+          format.codebook != Codebook::kNone ? CodebookBytes(format.codebook, format.bits())
           : IsPanelFloat6(format.code)       ? Float6Factors(format.code)
                                              : nullptr};
 }

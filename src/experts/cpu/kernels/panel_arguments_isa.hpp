@@ -15,7 +15,7 @@ enum PanelTransform : int {
   kPanelHalfWords,  ///< f16: as fp8
   kPanelFloats,     ///< f32
   kPanelSixBits,    ///< codes of six bits, to planes: their lowest two bits are the second one
-  kPanelU2,         ///< bytes whose codes have fewer bits, to planes of these
+  kPanelU2,         ///< bytes whose codes have fewer bits, to vectors that they share
   kPanelU3,
   kPanelU5,
   kPanelU6,

@@ -6,11 +6,12 @@
 #include "experts/cpu/kernels/integer_panel_isa.hpp"
 #include "experts/cpu/kernels/kernel_table_isa.hpp"
 #include "experts/cpu/kernels/lines_isa.hpp"
+#include "weights/packed_bits.hpp"
 
 /// Rows of canonical codes to the lines of a stripe (weights/panel.hpp draws the layout). Every format is the
 /// same step: sixteen rows of eight 32-bit words become eight lines of sixteen words. Around it 4-bit codes
-/// exchange nibbles, codes of 2, 3, 5 and 6 bits become planes of their bits, and formats that are widened by
-/// f16 conversions part the two 16-bit words of a lane.
+/// exchange nibbles, codes of 2, 3, 5 and 6 bits come to share bytes, and formats that are widened by f16
+/// conversions part the two 16-bit words of a lane.
 ///
 ///     row 0   w00 w01 .. w07            line 0   w00 w10 w20 .. wf0
 ///     row 1   w10 w11 .. w17     ->     line 1   w01 w11 w21 .. wf1
@@ -37,8 +38,8 @@ constexpr int64_t UnitLines(PanelTransform transform) {
          : transform == kPanelFloats                                ? 64
                                                                     : 16;
 }
-/// Bits of a code that becomes planes; else 0.
-constexpr int PlaneBits(PanelTransform transform) {
+/// Bits of a code that shares bytes; else 0.
+constexpr int PackedBits(PanelTransform transform) {
   return transform == kPanelU2                                 ? 2
          : transform == kPanelU3                               ? 3
          : transform == kPanelU5                               ? 5
@@ -232,36 +233,49 @@ class NanRows {
   Ints found_[kHalves];
 };
 
-/// kLines lines of four k each to vectors of bits [kAt, kAt + kPlaneBits) of their codes.
-template <int kLines, int kPlaneBits, int kAt>
-FMOE_INLINE void StorePlane(const Ints (*line)[kHalves], uint8_t* out) {
-  constexpr int kPerVector = 8 / kPlaneBits;
-  Unroll<kLines / kPerVector>([&](auto v) FMOE_FLAT {
+/// Vector kVector of a set (weights/packed_bits.hpp): its pieces of bits [kAt, kAt + kBits) of the codes of a
+/// line for each four k.
+template <int kBits, int kAt, int kVector>
+FMOE_INLINE Ints JoinPieces(const Ints (*line)[kHalves], int half) {
+  constexpr int kMost = sizeof(PackedPieces::of) / sizeof(PackedPiece);
+  Ints joined = IntZero();
+  Unroll<PackedSetOf(kBits).fours * kMost>([&](auto i) FMOE_FLAT {
+    constexpr int kFour = decltype(i)() / kMost, kIndex = decltype(i)() % kMost;
+    constexpr PackedPieces kPieces = PackedPiecesOf(kBits, kFour);
+    if constexpr (kIndex < kPieces.count && kPieces.of[kIndex].vector == kVector) {
+      constexpr PackedPiece kPiece = kPieces.of[kIndex];
+      joined = IntOr(joined, MoveBits<kAt + kPiece.at, kPiece.from, kPiece.count>(line[kFour][half]));
+    }
+  });
+  return joined;
+}
+
+/// All vectors of kLines lines.
+template <int kLines, int kBits, int kAt>
+FMOE_INLINE void StorePacked(const Ints (*line)[kHalves], uint8_t* out) {
+  constexpr PackedSet kSet = PackedSetOf(kBits);
+  Unroll<kLines / kSet.fours * kSet.vectors>([&](auto v) FMOE_FLAT {
+    constexpr int kVector = decltype(v)() % PackedSetOf(kBits).vectors;
+    const Ints(*set)[kHalves] = line + v / kSet.vectors * kSet.fours;
     Ints joined[kHalves];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      Unroll<kPerVector>([&](auto i) FMOE_FLAT {
-        const Ints bits = MoveBits<kAt, i * kPlaneBits, kPlaneBits>(line[v * kPerVector + i][half]);
-        joined[half] = i == 0 ? bits : IntOr(joined[half], bits);
-      });
-    });
+    Unroll<kHalves>([&](auto half) FMOE_FLAT { joined[half] = JoinPieces<kBits, kAt, kVector>(set, half); });
     StoreLine<false>(out + 64 * v, joined);
   });
 }
 
-/// Lines that become planes together: at least one vector of each.
+/// Lines that are packed together: whole sets.
 template <PanelTransform kTransform>
-constexpr int kPlaneLines = kTransform == kPanelSixBits ? 4 : 8;
+constexpr int kPackedLines = kTransform == kPanelSixBits ? 4 : 8;
 
-/// Those that begin at `k` of their unit. The plane in front has the lower bits of a code, but of six bits
-/// as they come (weights/panel.hpp).
+/// Those that begin at `k` of their unit. Floats of six bits have their upper four bits in front.
 template <PanelTransform kTransform>
-FMOE_INLINE void StorePlanes(const Ints (*line)[kHalves], int64_t k, uint8_t* unit) {
-  constexpr int kLines = kPlaneLines<kTransform>, kBits = PlaneBits(kTransform);
-  constexpr int kFirst = kBits < 4 ? 2 : 4, kSecond = kBits - kFirst;
-  constexpr bool kUpperFirst = kTransform == kPanelSixBits;
-  StorePlane<kLines, kFirst, kUpperFirst ? kSecond : 0>(line, unit + k * kFirst * 2);
-  if constexpr (kSecond > 0) {
-    StorePlane<kLines, kSecond, kUpperFirst ? 0 : kFirst>(line, unit + 128 * kFirst + k * kSecond * 2);
+FMOE_INLINE void StoreCodes(const Ints (*line)[kHalves], int64_t k, uint8_t* unit) {
+  constexpr int kLines = kPackedLines<kTransform>, kBits = PackedBits(kTransform);
+  if constexpr (kTransform == kPanelSixBits) {
+    StorePacked<kLines, 4, 2>(line, unit + k * 8);
+    StorePacked<kLines, 2, 0>(line, unit + 512 + k * 4);
+  } else {
+    StorePacked<kLines, kBits, 0>(line, unit + k * kBits * 2);
   }
 }
 
@@ -280,18 +294,18 @@ void PackPanel(const PanelArguments* a) {
   for (int64_t block = 0; block < a->blocks; ++block) {
     for (int64_t step = 0; step < steps; ++step, at += kBytes) {
       ahead.template Step<kBytes>(at);
-      if constexpr (PlaneBits(kTransform) != 0) {
-        constexpr int kAtOnce = kPlaneLines<kTransform>, kUnitSteps = 16 / kLines;
+      if constexpr (PackedBits(kTransform) != 0) {
+        constexpr int kAtOnce = kPackedLines<kTransform>, kUnitSteps = 16 / kLines;
         const int64_t in_unit = step % kUnitSteps;
         Ints lines[kAtOnce][kHalves];
         TransposeStep<kTransform, false>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
           ahead.template Line<kBytes>(v, line[0]);
           Unroll<kHalves>([&](auto half) FMOE_FLAT { lines[v % kAtOnce][half] = line[half]; });
           if constexpr (v % kAtOnce + 1 == kAtOnce) {
-            StorePlanes<kTransform>(lines, (in_unit * kLines + v + 1 - kAtOnce) * 4, out);
+            StoreCodes<kTransform>(lines, (in_unit * kLines + v + 1 - kAtOnce) * 4, out);
           }
         });
-        out += in_unit + 1 == kUnitSteps ? 128 * PlaneBits(kTransform) : 0;
+        out += in_unit + 1 == kUnitSteps ? 128 * PackedBits(kTransform) : 0;
         continue;
       }
       TransposeStep<kTransform, kSplit>(a, at, [&](auto v, Ints* line) FMOE_FLAT {

@@ -204,10 +204,14 @@ FMOE_INLINE void DecodeU4(const uint8_t* p, int half, Ints* out) {
   out[0] = LowNibbles(x);
   out[1] = HighNibbles(x);
 }
+/// Bytes below 16, each to that byte of a table.
+FMOE_INLINE Ints LookUpBytes(Ints x, Ints table) {
+  return _mm256_shuffle_epi8(table, x);
+}
 FMOE_INLINE void DecodeByTable(const uint8_t* p, int half, Ints table, Ints* out) {
   DecodeU4(p, half, out);
-  out[0] = _mm256_shuffle_epi8(table, out[0]);
-  out[1] = _mm256_shuffle_epi8(table, out[1]);
+  out[0] = LookUpBytes(out[0], table);
+  out[1] = LookUpBytes(out[1], table);
 }
 
 FMOE_INLINE void DecodeBf16(const uint8_t* p, int half, Floats* out) {

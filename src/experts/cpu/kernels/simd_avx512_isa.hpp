@@ -192,6 +192,10 @@ FMOE_INLINE Ints LoadNumbers(const uint8_t* numbers) {
 }
 
 /// 64 bytes of nibbles: k 0-3 of 16 rows, then k 4-7.
+/// Bytes below 16, each to that byte of a table.
+FMOE_INLINE Ints LookUpBytes(Ints x, Ints table) {
+  return _mm512_shuffle_epi8(table, x);
+}
 FMOE_INLINE void DecodeByTable(const uint8_t* p, int, Ints table, Ints* out) {
   const Ints x = _mm512_loadu_si512(p);
 #if defined(__AVX512VBMI__)
@@ -199,8 +203,8 @@ FMOE_INLINE void DecodeByTable(const uint8_t* p, int, Ints table, Ints* out) {
   out[1] = _mm512_permutexvar_epi8(_mm512_srli_epi16(x, 4), table);
 #else
   const Ints mask = _mm512_set1_epi8(15);
-  out[0] = _mm512_shuffle_epi8(table, _mm512_and_si512(x, mask));
-  out[1] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(x, 4), mask));
+  out[0] = LookUpBytes(_mm512_and_si512(x, mask), table);
+  out[1] = LookUpBytes(_mm512_and_si512(_mm512_srli_epi16(x, 4), mask), table);
 #endif
 }
 

@@ -103,7 +103,7 @@ struct SlabOf {
       Unroll<kVectors>([&](auto v)
                            FMOE_FLAT { StoreInts(out->codes[eight * kVectors + v][at], weights[v]); });
     };
-    if constexpr (Panel::kInPlanes) {
+    if constexpr (Panel::kPacked) {
       Unroll<8>(decode);
     } else {
       for (int eight = 0; eight < 8; eight += 2) {

@@ -34,8 +34,9 @@ enum WeightKernel : int {
   kWeightU8Super16,
   kWeightU8Super32,
   kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
-  kWeightBookSuper16,
   kWeightBookSuper32,
+  kWeightBook3Super16,  ///< 3-bit indices
+  kWeightBook3Super32,
   kWeightU2Super16,  ///< codes of 2, 3, 5 and 6 bits; else as the same of kWeightU8
   kWeightU3Super16,
   kWeightU5Group32,
@@ -138,7 +139,7 @@ struct CodeTraits {
   int group;        ///< k that share a scale; of bytes that have none, k whose products are added up; else 0
   int zero;         ///< what codes are too large by; 0: nothing, or what their zero points say
   bool two_levels;  ///< scales are bytes in units of a block
-  bool codebook;    ///< nibbles become bytes by a table of the panel
+  bool codebook;    ///< codes become bytes by a table of the panel
 };
 
 /// In the order of WeightKernel. Codes of e2m1 are doubled and shifted to 0..24.
@@ -169,8 +170,9 @@ static constexpr CodeTraits kCodeTraits[kNumWeightKernels] = {
     {8, 16, 128, true, false},   // kWeightU8Super16
     {8, 32, 128, true, false},   // kWeightU8Super32
     {4, 32, 128, false, true},   // kWeightBookGroup32
-    {4, 16, 128, true, true},    // kWeightBookSuper16
     {4, 32, 128, true, true},    // kWeightBookSuper32
+    {3, 16, 64, true, true},     // kWeightBook3Super16
+    {3, 32, 64, true, true},     // kWeightBook3Super32
     {2, 16, 2, true, false},     // kWeightU2Super16
     {3, 16, 4, true, false},     // kWeightU3Super16
     {5, 32, 16, false, false},   // kWeightU5Group32
@@ -182,18 +184,18 @@ static constexpr CodeTraits kCodeTraits[kNumWeightKernels] = {
 static constexpr bool HasTwoLevels(WeightKernel kernel) {
   return kCodeTraits[kernel].two_levels;
 }
-/// Nibbles that become bytes by a table of the panel.
+/// Codes that become bytes by a table of the panel.
 static constexpr bool HasCodebook(WeightKernel kernel) {
   return kCodeTraits[kernel].codebook;
 }
-/// Codes that stand in planes of their bits, not in nibbles or bytes (weights/panel.hpp).
-static constexpr bool HasPlanes(WeightKernel kernel) {
+/// Codes that share bytes otherwise than as nibbles (weights/packed_bits.hpp).
+static constexpr bool IsPacked(WeightKernel kernel) {
   return kCodeTraits[kernel].bits < 8 && kCodeTraits[kernel].bits != 4;
 }
 /// Types of GGUF files: no scheme has them beside activations that are codes (NarrowPanelOf), so they have no
 /// kernels for kTileA24.
 static constexpr bool IsWeightOnly(WeightKernel kernel) {
-  return HasTwoLevels(kernel) || HasCodebook(kernel) || (HasPlanes(kernel) && kernel != kWeightMxfp6);
+  return HasTwoLevels(kernel) || HasCodebook(kernel) || (IsPacked(kernel) && kernel != kWeightMxfp6);
 }
 
 /// Tiles of two 16-bit floats a word (dot_float_isa.hpp).

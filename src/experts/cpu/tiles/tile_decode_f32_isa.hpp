@@ -8,7 +8,8 @@
 /// once, and then to bf16. For what f16 numbers below the exponent of a scale (tile_decode_isa.hpp) do not
 /// hold: zero points that are any number, minima that lie far from their scale or have none beside them,
 /// units of two levels. Half as many weights an operation: some ten instructions for 32 of them instead of
-/// seven. Nibbles become numbers by a table, which may as well be that of a codebook.
+/// seven. Nibbles become numbers by a table, which may as well be that of a codebook, as do codes of three
+/// bits.
 namespace fusedmoe::cpu::FMOE_ISA_NS {
 namespace {
 
@@ -18,8 +19,7 @@ struct TileDecoder<kWeight, kRoundedInF32> {
   static constexpr bool kPermuted = true;
   static constexpr int kShift = 0;
   static constexpr float kPost = 1.0F;
-  static constexpr float kMiddle =  ///< zero, where none is stored
-      Panel::kBook ? 128.0F : (float)(1 << (Panel::kBits - 1));
+  static constexpr float kMiddle = (float)kCodeTraits[kWeight].zero;  ///< zero, where none is stored
 
   Reals numbers;  // of four bits, or of a codebook
   Reals scale, minimum;
@@ -53,8 +53,8 @@ struct TileDecoder<kWeight, kRoundedInF32> {
     } else {
       Unroll<2>([&](auto i) FMOE_FLAT {
         const Words x = BytesOf<kUnit, i>(codes);
-        PutRow(tiles, kUnit * 4 + 2 * i, Weights(d, ByteReals<0>(x), ByteReals<2>(x)));
-        PutRow(tiles, kUnit * 4 + 2 * i + 1, Weights(d, ByteReals<1>(x), ByteReals<3>(x)));
+        PutRow(tiles, kUnit * 4 + 2 * i, Weights(d, Number<0>(d, x), Number<2>(d, x)));
+        PutRow(tiles, kUnit * 4 + 2 * i + 1, Weights(d, Number<1>(d, x), Number<3>(d, x)));
       });
     }
   }
@@ -66,7 +66,16 @@ struct TileDecoder<kWeight, kRoundedInF32> {
     if constexpr (Panel::kBits == 8) {
       return LoadWords(codes + kUnit * 128 + kFour * 64);
     } else {
-      return BytesOfPlanes<Panel::kBits, kUnit * 2 + kFour>(codes);
+      return BytesOfPacked<Panel::kBits, kUnit * 2 + kFour>(codes);
+    }
+  }
+  /// Of the code in byte kByte of each double word.
+  template <int kByte>
+  FMOE_INLINE Reals Number(const TileDecoder& d, Words x) {
+    if constexpr (Panel::kBook) {
+      return LookUpBits<8 * kByte>(x, d.numbers);
+    } else {
+      return ByteReals<kByte>(x);
     }
   }
   /// `sides`: of the block; the group stands `offset` bytes behind.

@@ -5,6 +5,7 @@
 #include "experts/cpu/kernels/scale_layout_isa.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 #include "experts/cpu/tiles/tile_unit_isa.hpp"
+#include "weights/packed_bits.hpp"
 
 /// Panels to the rows of weight tiles. A row of a tile holds a pair of k (bf16) or four k (int8) of all 16
 /// weight rows. Panels keep four k of a row in 32 bits, so that decoded words are the pairs (0, 2) and (1, 3)
@@ -67,28 +68,32 @@ FMOE_INLINE Words HalvesToBf16(Words halves) {
   return And(ShiftRightArithmetic<3>(halves), SetWords(0x8fff));
 }
 
-/// Four k of codes that stand in planes (weights/panel.hpp), as bytes: number kFour of a unit, the bits of
-/// the second plane above those of the first.
-template <int kPlaneBits, int kAt, int kFour>
-FMOE_INLINE Words PlaneOf(const uint8_t* plane) {
-  constexpr int kFours = 8 / kPlaneBits, kRight = kFour % kFours * kPlaneBits - kAt;
-  constexpr int kMask = ((1 << kPlaneBits) - 1) * 0x0101 << kAt;
-  const Words x = LoadWords(plane + kFour / kFours * 64);
-  if constexpr (kRight >= 0) {
-    return And(ShiftRight<kRight>(x), SetWords(kMask));
-  } else {
-    return And(ShiftLeft<-kRight>(x), SetWords(kMask));
-  }
+/// Four k of codes that share bytes (weights/packed_bits.hpp), number kFour of those from `packed` on: as
+/// bytes, from bit kAt on.
+template <int kBits, int kFour, int kAt = 0>
+FMOE_INLINE Words BytesOfPacked(const uint8_t* packed) {
+  constexpr PackedSet kSet = PackedSetOf(kBits);
+  constexpr int kInSet = kFour % kSet.fours;
+  const uint8_t* set = packed + kFour / kSet.fours * kSet.vectors * 64;
+  Words bytes;
+  Unroll<PackedPiecesOf(kBits, kInSet).count>([&](auto i) FMOE_FLAT {
+    constexpr PackedPiece kPiece = PackedPiecesOf(kBits, kInSet).of[decltype(i)()];
+    constexpr int kTo = kAt + kPiece.at, kMask = ((1 << kPiece.count) - 1) * 0x0101 << kTo;
+    Words x = LoadWords(set + kPiece.vector * 64);
+    if constexpr (kPiece.from > kTo) {
+      x = ShiftRight<kPiece.from - kTo>(x);
+    } else if constexpr (kPiece.from < kTo) {
+      x = ShiftLeft<kTo - kPiece.from>(x);
+    }
+    x = And(x, SetWords(kMask));
+    bytes = i == 0 ? x : Or(bytes, x);
+  });
+  return bytes;
 }
-template <int kBits, int kFour>
-FMOE_INLINE Words BytesOfPlanes(const uint8_t* unit) {
-  constexpr int kFirst = kBits < 4 ? 2 : 4;
-  const Words first = PlaneOf<kFirst, 0, kFour>(unit);
-  if constexpr (kBits == kFirst) {
-    return first;
-  } else {
-    return Or(first, PlaneOf<kBits - kFirst, kFirst, kFour>(unit + 128 * kFirst));
-  }
+/// The same of floats of six bits in a unit: the low two bits of a code above the others.
+template <int kFour>
+FMOE_INLINE Words BytesOfFloat6(const uint8_t* unit) {
+  return Or(BytesOfPacked<4, kFour>(unit), BytesOfPacked<2, kFour, 4>(unit + 512));
 }
 
 /// Row `row` of the two tiles that hold 64 k: tiles of two stripes alternate.
@@ -188,7 +193,7 @@ struct TileDecoder {
     } else if constexpr (Panel::kFloat6) {
       LoadE8m0Scales<kUnit, 123, 131>(d, scales);
       Unroll<2>([&](auto i) FMOE_FLAT {
-        const Words x = BytesOfPlanes<6, 2 * kUnit + i>(codes);
+        const Words x = BytesOfFloat6<2 * kUnit + i>(codes);
         PutRow(tiles, kUnit * 4 + 2 * i, Float6ToBf16(d, x));
         PutRow(tiles, kUnit * 4 + 2 * i + 1, Float6ToBf16(d, ShiftRight<8>(x)));
       });
@@ -259,7 +264,7 @@ struct TileDecoder {
   }
 
   /// The 64 values as bf16: of the codes without and with the upper one of their lowest two bits, which
-  /// BytesOfPlanes leaves at the top.
+  /// BytesOfFloat6 leaves at the top.
   FMOE_INLINE void Float6Table(const uint8_t* factors, Words* first, Words* second) {
     alignas(64) uint16_t words[64];
     for (int i = 0; i < 64; ++i) {
