@@ -25,11 +25,11 @@ struct Table {
   std::array<uint8_t, 256> indices[2];
 };
 
-constexpr Table TableOf(const CodebookNumbers& numbers) {
+constexpr Table TableOf(Codebook codebook, const CodebookNumbers& numbers) {
   Table table = {};
   for (size_t index = 0; index < 16; ++index) {
-    table.bytes[index] = static_cast<uint8_t>(numbers.values[index] + 128);
-    table.bytes_of_three_bits[index] = static_cast<uint8_t>(numbers.values[index] + 64);
+    table.bytes[index] = static_cast<uint8_t>(numbers.values[index] + NumbersZero(codebook, 4));
+    table.bytes_of_three_bits[index] = static_cast<uint8_t>(numbers.values[index] + NumbersZero(codebook, 3));
   }
   for (size_t which = 0; which < 2; ++which) {
     for (size_t code = 0; code < 256; ++code) {
@@ -50,7 +50,7 @@ constexpr Table TableOf(const CodebookNumbers& numbers) {
 constexpr std::array<Table, kCount> kTables = [] {
   std::array<Table, kCount> tables = {};
   for (size_t i = 0; i < kCount; ++i) {
-    tables[i] = TableOf(kNumbers[i]);
+    tables[i] = TableOf(static_cast<Codebook>(i), kNumbers[i]);
   }
   return tables;
 }();

@@ -22,13 +22,20 @@ struct CodebookNumbers {
 };
 const CodebookNumbers& CodebookOf(Codebook codebook);
 
+constexpr bool IsIq1(Codebook codebook) {
+  return codebook == Codebook::kIq1S || codebook == Codebook::kIq1M;
+}
 /// Bits of an index in panels: three where six numbers are all that there are.
 constexpr int IndexBits(Codebook codebook) {
-  return codebook == Codebook::kIq2 || codebook == Codebook::kIq1S || codebook == Codebook::kIq1M ? 3 : 4;
+  return codebook == Codebook::kIq2 || IsIq1(codebook) ? 3 : 4;
+}
+/// What kernels add to the numbers that indices of so many bits stand for, so that none is below zero: of
+/// three bits the largest of them, since fewer bits leave words room to add products up.
+constexpr int NumbersZero(Codebook codebook, int bits) {
+  return bits == 4 ? 128 : IsIq1(codebook) ? 9 : 43;
 }
 
-/// The numbers as kernels look them up by indices of so many bits: plus 128, or of 3 bits plus 64, so that
-/// two products with a signed byte fit a word.
+/// The numbers as kernels look them up by indices of so many bits: plus NumbersZero.
 const uint8_t* CodebookBytes(Codebook codebook, int bits);
 
 /// The index of each canonical code around zeros[which]; kNoIndex where the codebook lacks its value.

@@ -54,10 +54,13 @@ std::vector<Pair> Pairs() {
         {kWeightBookSuper32, kWeightU8Super32, {DType::kU4, PanelScale::kI8, 32, 128, kNone, codebook}});
     if (IndexBits(codebook) == 3) {
       constexpr PanelScale kLevels = PanelScale::kI8;
-      pairs.push_back(
-          {kWeightBook3Super16, kWeightU8Super16, {DType::kU8, kLevels, 16, 128, kNone, codebook, 3}});
-      pairs.push_back(
-          {kWeightBook3Super32, kWeightU8Super32, {DType::kU8, kLevels, 32, 128, kNone, codebook, 3}});
+      const bool is_iq1 = IsIq1(codebook);
+      pairs.push_back({is_iq1 ? kWeightIq1Super16 : kWeightIq2Super16,
+                       kWeightU8Super16,
+                       {DType::kU8, kLevels, 16, 128, kNone, codebook, 3}});
+      pairs.push_back({is_iq1 ? kWeightIq1Super32 : kWeightIq2Super32,
+                       kWeightU8Super32,
+                       {DType::kU8, kLevels, 32, 128, kNone, codebook, 3}});
     }
   }
   return pairs;
@@ -278,8 +281,8 @@ TEST(Codebooks, HaveAnIndexForEachOfTheirNumbersAndNoOther) {
           EXPECT_EQ(static_cast<float>(numbers.values[index]), value) << numbers.name << " " << code;
           EXPECT_EQ(CodebookBytes(codebook, 4)[index], numbers.values[index] + 128);
           if (IndexBits(codebook) == 3) {
-            EXPECT_EQ(CodebookBytes(codebook, 3)[index], numbers.values[index] + 64);
-            EXPECT_LT(CodebookBytes(codebook, 3)[index], 128);
+            EXPECT_EQ(CodebookBytes(codebook, 3)[index], numbers.values[index] + NumbersZero(codebook, 3));
+            EXPECT_LE(CodebookBytes(codebook, 3)[index], 2 * NumbersZero(codebook, 3));
           }
           found.insert(index);
         } else {

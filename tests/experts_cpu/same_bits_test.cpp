@@ -7,6 +7,7 @@
 
 #include "cpu_layer.hpp"
 #include "kernel_stripes.hpp"
+#include "weights/codebook.hpp"
 
 /// Levels whose micro-kernels add in one order give the same bits, on x86 and on AArch64: what each makes of
 /// the same numbers is summed up in a word.
@@ -128,8 +129,9 @@ constexpr uint64_t kIntegerDigests[] = {
     0x0605b8f08ee8bce7, 0x24e3a517139b326a, 0x97dc6fc24e88c138, 0xd9163c6b537b2dc3, 0xce6a66eaadb94f89,
     0x67f8fc360c9c31d9, 0x6a108f6535f9b0ec, 0xd2aaff289952ae36, 0xbf806c73d5d25b93, 0x82597146c9983d29,
     0x0ab584886dbfb78e, 0xd32a11a986954f3d, 0x8d9eab4439c4e566, 0xd30728fa83852e94, 0xc5fe3579fe0986f7,
-    0xb33d730a97456526, 0x8454e024fb5f2893, 0x2b967d7644977c39, 0x2a8e7b4b1bce7bd5, 0xa3ed58ed3b761bdd,
-    0x0840392a7f2cb99e, 0xef4107507a33b456, 0xe934aac63b29b220, 0xcc5edc0b09c117b5,
+    0xb33d730a97456526, 0x0000000000000001, 0x0000000000000002, 0x0000000000000003, 0x0000000000000004,
+    0x2a8e7b4b1bce7bd5, 0xa3ed58ed3b761bdd, 0x0840392a7f2cb99e, 0xef4107507a33b456, 0xe934aac63b29b220,
+    0xcc5edc0b09c117b5,
 };
 constexpr uint64_t kFloatDigests[] = {
     0x57942ba222f11de9, 0xc701f0999c4ea1d3, 0x9850a1fa864e4344, 0x8b8c8f41059b4ba4,
@@ -200,7 +202,7 @@ TEST(Kernel_CodeTraits, AreThoseOfTheirPanels) {
     const int64_t group = panel.group == 0 ? kPanelUnit : std::min(panel.group, kPanelUnit);
     EXPECT_EQ(traits.group, integers ? group : 0);
     const int zero = panel.code == DType::kF4E2M1 ? 12
-                     : codebook                   ? (panel.bits() == 3 ? 64 : 128)
+                     : codebook                   ? NumbersZero(panel.codebook, panel.bits())
                                                   : PanelZeroPoint(panel);
     EXPECT_EQ(traits.zero, zero);
   };

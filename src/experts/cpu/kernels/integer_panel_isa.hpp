@@ -84,10 +84,11 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   static constexpr int kUnitBytes = 128 * kBits;
   static constexpr int kCodeBytes = kUnits * kUnitBytes;
   static constexpr int kBlockGroups = 64 / kGroup * (kSuper ? 2 : 1);  // GroupScales in a block
-  static constexpr int kLargestCode = kE2m1                             ? 24
-                                      : kProducts || (kBook && kPacked) ? 127
-                                      : kBook                           ? 255
-                                                                        : (1 << kBits) - 1;
+  static constexpr int kLargestCode = kE2m1              ? 24
+                                      : kProducts        ? 127
+                                      : kBook && kPacked ? 2 * kCodeTraits[kWeight].zero
+                                      : kBook            ? 255
+                                                         : (1 << kBits) - 1;
   /// Codes are multiplied less 128, which makes them signed.
   static constexpr bool kLess128 = kSignedWeights && kLargestCode > 127;
   /// The bytes of a block, at least.

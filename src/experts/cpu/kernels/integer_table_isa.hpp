@@ -58,8 +58,10 @@ constexpr void SetIntegers(KernelTable& table) {
   SetInteger<kWeightU8Super32>(table);
   SetInteger<kWeightBookGroup32>(table);
   SetInteger<kWeightBookSuper32>(table);
-  SetInteger<kWeightBook3Super16>(table);
-  SetInteger<kWeightBook3Super32>(table);
+  SetInteger<kWeightIq1Super16>(table);
+  SetInteger<kWeightIq1Super32>(table);
+  SetInteger<kWeightIq2Super16>(table);
+  SetInteger<kWeightIq2Super32>(table);
   SetInteger<kWeightU2Super16>(table);
   SetInteger<kWeightU3Super16>(table);
   SetInteger<kWeightU5Group32>(table);

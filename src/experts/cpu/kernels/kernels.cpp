@@ -117,8 +117,10 @@ constexpr PanelKernel kPanelKernels[] = {
     {DType::kU8, PanelScale::kI8, 32, kWeightU8Super32},
     {DType::kU4, PanelScale::kBF16, 32, kWeightBookGroup32, true},
     {DType::kU4, PanelScale::kI8, 32, kWeightBookSuper32, true},
-    {DType::kU8, PanelScale::kI8, 16, kWeightBook3Super16, true, 3},
-    {DType::kU8, PanelScale::kI8, 32, kWeightBook3Super32, true, 3},
+    {DType::kU8, PanelScale::kI8, 16, kWeightIq1Super16, true, 3},
+    {DType::kU8, PanelScale::kI8, 32, kWeightIq1Super32, true, 3},
+    {DType::kU8, PanelScale::kI8, 16, kWeightIq2Super16, true, 3},
+    {DType::kU8, PanelScale::kI8, 32, kWeightIq2Super32, true, 3},
     {DType::kU8, PanelScale::kI8, 16, kWeightU2Super16, false, 2},
     {DType::kU8, PanelScale::kI8, 16, kWeightU3Super16, false, 3},
     {DType::kU8, PanelScale::kBF16, 32, kWeightU5Group32, false, 5},
@@ -207,8 +209,10 @@ WeightKernel KernelFor(const PanelFormat& format) {
   const PanelScale scale = of_any_type ? PanelScale::kBF16 : format.scale;
   const bool codebook = format.codebook != Codebook::kNone;
   for (const PanelKernel& row : kPanelKernels) {
+    const int zero = codebook ? NumbersZero(format.codebook, format.bits()) : kCodeTraits[row.kernel].zero;
     if (row.code == format.code && row.scale == scale && row.group == format.group &&
-        row.codebook == codebook && row.code_bits == format.code_bits) {
+        row.codebook == codebook && row.code_bits == format.code_bits &&
+        kCodeTraits[row.kernel].zero == zero) {
       return row.kernel;
     }
   }

@@ -35,8 +35,10 @@ enum WeightKernel : int {
   kWeightU8Super32,
   kWeightBookGroup32,  ///< 4-bit indices of bytes (GroupScales::numbers); else as kWeightU8Group32
   kWeightBookSuper32,
-  kWeightBook3Super16,  ///< 3-bit indices
-  kWeightBook3Super32,
+  kWeightIq1Super16,  ///< 3-bit indices of numbers up to 9, and up to 43
+  kWeightIq1Super32,
+  kWeightIq2Super16,
+  kWeightIq2Super32,
   kWeightU2Super16,  ///< codes of 2, 3, 5 and 6 bits; else as the same of kWeightU8
   kWeightU3Super16,
   kWeightU5Group32,
@@ -171,8 +173,10 @@ static constexpr CodeTraits kCodeTraits[kNumWeightKernels] = {
     {8, 32, 128, true, false},   // kWeightU8Super32
     {4, 32, 128, false, true},   // kWeightBookGroup32
     {4, 32, 128, true, true},    // kWeightBookSuper32
-    {3, 16, 64, true, true},     // kWeightBook3Super16
-    {3, 32, 64, true, true},     // kWeightBook3Super32
+    {3, 16, 9, true, true},      // kWeightIq1Super16
+    {3, 32, 9, true, true},      // kWeightIq1Super32
+    {3, 16, 43, true, true},     // kWeightIq2Super16
+    {3, 32, 43, true, true},     // kWeightIq2Super32
     {2, 16, 2, true, false},     // kWeightU2Super16
     {3, 16, 4, true, false},     // kWeightU3Super16
     {5, 32, 16, false, false},   // kWeightU5Group32

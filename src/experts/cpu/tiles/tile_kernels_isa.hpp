@@ -62,8 +62,10 @@ constexpr TileKernels MakeTileKernels(const char* name) {
     SetFormat<kWeightU8Super32, kRoundedInF32>(kernels);
     SetFormat<kWeightBookGroup32, kRoundedInF32>(kernels);
     SetFormat<kWeightBookSuper32, kRoundedInF32>(kernels);
-    SetFormat<kWeightBook3Super16, kRoundedInF32>(kernels);
-    SetFormat<kWeightBook3Super32, kRoundedInF32>(kernels);
+    SetFormat<kWeightIq1Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightIq1Super32, kRoundedInF32>(kernels);
+    SetFormat<kWeightIq2Super16, kRoundedInF32>(kernels);
+    SetFormat<kWeightIq2Super32, kRoundedInF32>(kernels);
     SetFormat<kWeightU2Super16, kRoundedInF32>(kernels);
     SetFormat<kWeightU3Super16, kRoundedInF32>(kernels);
     SetFormat<kWeightU5Group32, kRoundedInF32>(kernels);
