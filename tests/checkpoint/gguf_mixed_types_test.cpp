@@ -97,11 +97,11 @@ TEST(GgufMixedTypes, TypesOfEachGemm_HavePanelsOfTheirOwn) {
     folder.Write(name, ModelOf(inputs, down).Bytes());
     return *Checkpoint::Open((folder.path() / name).string(), CheckpointOptions());
   };
-  for (const auto& [inputs, outputs, bits] : {std::tuple("Q4_K", "Q6_K", 2 * 4.75 + 6.625),  // Q4_K_M
-                                              std::tuple("Q4_K", "Q5_0", 2 * 4.75 + 5.5),    // rows of 1408
-                                              std::tuple("IQ1_S", "IQ2_XXS", 3 * 3.375),      // UD-IQ1_S
-                                              std::tuple("IQ2_S", "Q2_K", 2 * 3.625 + 3.25),
-                                              std::tuple("Q4_0", "Q8_0", 2 * 4.5 + 8.5)}) {
+  for (const auto& [inputs, outputs, bits] :
+       {std::tuple("Q4_K", "Q6_K", 2 * 4.75 + 6.625),  // Q4_K_M
+        std::tuple("Q4_K", "Q5_0", 2 * 4.75 + 5.5),    // rows of 1408
+        std::tuple("IQ1_S", "IQ2_XXS", 3 * 3.375),     // UD-IQ1_S
+        std::tuple("IQ2_S", "Q2_K", 2 * 3.625 + 3.25), std::tuple("Q4_0", "Q8_0", 2 * 4.5 + 8.5)}) {
     SCOPED_TRACE(fmt::format("{} and {}", inputs, outputs));
     const auto prepare = [&](const Checkpoint& checkpoint) {
       const cpu::CpuPlan plan = cpu::MakeCpuPlan(ProblemOf(checkpoint), HostMachine());
