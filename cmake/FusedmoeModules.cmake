@@ -114,6 +114,9 @@ function(fusedmoe_add_modules table)
       fusedmoe_batch(${target} ${sources})
       if(module MATCHES "^(config|oracle|layer|jobs/(common|convert|verify|lint|tune|bench|simulate|calibrate|quantize))$")  # no loops over values
         set_target_properties(${target} PROPERTIES FMOE_QUICKLY_COMPILED ON)
+        if(NOT module MATCHES "^(oracle|layer)$")  # nor what each token goes through: three quarters of the time of -O3
+          target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
+        endif()
       endif()
       target_link_libraries(${target} PRIVATE fmoe_options)
       foreach(dependency IN LISTS dependencies)

@@ -29,15 +29,14 @@ struct PanelUnit {
   FMOE_INLINE bool HasZeros(const PanelUnit& unit) {
     return Panel::kGrouped && unit.sides.type.zeros != kZeroNone;
   }
-  template <int kIndex>
-  FMOE_INLINE Ints Codes(const PanelUnit& unit, int first, int v) {
+  FMOE_INLINE Ints Codes(const PanelUnit& unit, int first, int index, int v) {
     constexpr int kPerFour = kWords ? 2 : 1;  // vectors of codes of four k
-    constexpr int kFour = kIndex / kPerFour;  // of k, from those of `first` on
-    const int eight = first / (2 * kPerFour) + kFour / 2;
+    const int four_k = index / kPerFour;      // from those of `first` on
+    const int eight = first / (2 * kPerFour) + four_k / 2;
     Ints bytes[2];
     Panel::template DecodeEight<0>(unit.codes + Offset(unit, v), eight, HalfOf(v), unit.table, bytes);
-    const Ints four = bytes[kFour % 2];
-    return !kWords ? four : kIndex % 2 == 0 ? EvenBytes(four) : OddBytes(four);
+    const Ints four = bytes[four_k % 2];
+    return !kWords ? four : index % 2 == 0 ? EvenBytes(four) : OddBytes(four);
   }
   FMOE_INLINE Floats Scale(const PanelUnit& unit, int group, int v) {
     return LoadGroupScale<kWeight>(SidesOf(unit, v), group, HalfOf(v));
@@ -75,8 +74,8 @@ struct PanelUnits {
 
 /// As SlabStripes with one tile of kTokens. Activations become words for both stripes at once.
 template <WeightKernel kWeight, TileKind kKind, int kTokens>
-__attribute__((noinline)) void FewStripes(const uint8_t* stripes, int num_stripes, int64_t stride,
-                                          int64_t units, const TileView& tile, float* out) {
+FMOE_KERNEL void FewStripes(const uint8_t* stripes, int num_stripes, int64_t stride, int64_t units,
+                            const TileView& tile, float* out) {
   constexpr bool kWords = HasWordSlabs<kWeight, kKind>();
   constexpr int64_t kStripeSums = kMaxHeight * 16;
   constexpr int64_t kApart = kHalves == 2 ? kLanes : kStripeSums;

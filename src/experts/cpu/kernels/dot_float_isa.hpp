@@ -69,41 +69,40 @@ FMOE_INLINE void ShortUnits(const uint8_t* unit, const uint8_t* group_scales, Di
     asked_twice = RequestsFrom(unit, ahead);
   }
   Floats scaled[kUnits][kHeight];  // later units wait, so that additions keep their order
-  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<Panel::kGroups>([&](int group) FMOE_FLAT {
     typename Unit::Sums sums[kUnits][1][kHeight][2];
-    Unroll<kUnits * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Unit::Start(); });
+    Unroll<kUnits * kHeight * 2>([&](int i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Unit::Start(); });
     const uint8_t* vectors = unit + group * kGroupVectors * 64;
     for (int v = 0; v < kGroupVectors; v += kStep, vectors += kStep * 64, words += kStepWords * kWordWords) {
       if constexpr (kTwice) {
-        Unroll<kStep * kUnits>([&](auto i) FMOE_FLAT { AskTwice(asked_twice, sums[i % kUnits][0][0][0]); });
+        Unroll<kStep * kUnits>([&](int i) FMOE_FLAT { AskTwice(asked_twice, sums[i % kUnits][0][0][0]); });
       } else if constexpr (kAsks) {
-        Unroll<kUnits>([&](auto i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
+        Unroll<kUnits>([&](int i) FMOE_FLAT { PrefetchBeside(asked + i * 64, sums[i][0][0][0]); });
         asked += kUnits * 64;
       }
       typename Unit::Word weights[kUnits][kStepWords];
-      Unroll<kUnits>([&](auto b) FMOE_FLAT {
-        Unroll<kStep>([&](auto i) FMOE_FLAT {
+      Unroll<kUnits>([&](int b) FMOE_FLAT {
+        Unroll<kStep>([&](int i) FMOE_FLAT {
           Unit::template Decode<kWeight>(vectors + b * kStride + i * 64, half,
                                          weights[b] + i * Panel::kVectorWords);
         });
       });
-      Unroll<kStepWords * kUnits>([&](auto i) FMOE_FLAT {
-        constexpr int kWord = decltype(i)() / kUnits, kIndex = decltype(i)() % kUnits;
-        DotWord<kKind, 1, kHeight, kHeight>(kWord, weights[kIndex] + kWord,
-                                            words + (kIndex * Panel::kWords + kWord) * kWordWords,
-                                            sums[kIndex]);
+      Unroll<kStepWords * kUnits>([&](int i) FMOE_FLAT {
+        const int word = i / kUnits, index = i % kUnits;
+        DotWord<kKind, 1, kHeight, kHeight>(word, weights[index] + word,
+                                            words + (index * Panel::kWords + word) * kWordWords, sums[index]);
       });
     }
-    Unroll<kUnits * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kIndex = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-      const auto& chains = sums[kIndex][0][kToken];
-      scaled[kIndex][kToken] =
-          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales + kIndex * kScaleStride, group,
-                          half, scaled[kIndex][kToken]);
+    Unroll<kUnits * kHeight>([&](int i) FMOE_FLAT {
+      const int index = i / kHeight, token = i % kHeight;
+      const auto& chains = sums[index][0][token];
+      scaled[index][token] =
+          Panel::AddGroup(Unit::Finish(chains[0], chains[1]), group_scales + index * kScaleStride, group,
+                          half, scaled[index][token]);
     });
   });
-  Unroll<kUnits>([&](auto b) FMOE_FLAT {
-    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+  Unroll<kUnits>([&](int b) FMOE_FLAT {
+    Unroll<kHeight>([&](int t) FMOE_FLAT {
       totals[t] = AddUnit<kKind>(totals[t], scaled[b][t], scales + b * kHeight + t);
     });
   });
@@ -130,25 +129,25 @@ FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales,
   Floats scaled[kBoth][kHeight];
   Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
     Floats sums[kBoth][1][kHeight][2];
-    Unroll<kBoth * kHeight * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
+    Unroll<kBoth * kHeight * 2>([&](int i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
     for (int v = 0; v < kGroupVectors; ++v, unit += 64, words += 4 * kHeight) {
       Prefetch(unit + ahead);
       Ints pairs[2][kBoth];
       DecodeE4m3Rows(unit, pairs);
       Unroll<4>([&](auto word) FMOE_FLAT {
-        Unroll<kBoth>([&](auto half) FMOE_FLAT {
+        Unroll<kBoth>([&](int half) FMOE_FLAT {
           const Floats weights = WordOfPair<word % 2>(pairs[word / 2][half]);
           DotWord<kTileF32, 1, kHeight, kHeight>(word, &weights, words + word * kHeight, sums[half]);
         });
       });
     }
-    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+    Unroll<kHeight>([&](int t) FMOE_FLAT {
       Floats of_group[kBoth];
-      Unroll<kBoth>([&](auto half) FMOE_FLAT {
+      Unroll<kBoth>([&](int half) FMOE_FLAT {
         of_group[half] = F32Unit::Finish(sums[half][0][t][0], sums[half][0][t][1]);
       });
       RowsInOrder(of_group[0], of_group[1]);
-      Unroll<kBoth>([&](auto half) FMOE_FLAT {
+      Unroll<kBoth>([&](int half) FMOE_FLAT {
         scaled[half][t] = Panel::AddGroup(of_group[half], group_scales, group, half, scaled[half][t]);
         if constexpr (group + 1 < Panel::kGroups && kHeight == 2) {
           // Waits in memory: else GCC 12 keeps one of the eight sums of the next group there (MXFP8 of Zen 3,
@@ -158,7 +157,7 @@ FMOE_INLINE void ShortUnitRows(const uint8_t* unit, const uint8_t* group_scales,
       });
     });
   });
-  Unroll<kBoth * kHeight>([&](auto i) FMOE_FLAT {
+  Unroll<kBoth * kHeight>([&](int i) FMOE_FLAT {
     (&totals[0][0])[i] = AddUnit<kTileF32>((&totals[0][0])[i], (&scaled[0][0])[i], 0);
   });
 }
@@ -173,9 +172,9 @@ constexpr bool StoresWords() {
 
 template <int kHeight>
 FMOE_INLINE void StoreTotals(const Floats (*totals)[kHeight], float* out) {
-  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
-    constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-    Store(out + kToken * 16 + kHalf * kLanes, totals[kHalf][kToken]);
+  Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
+    const int half = i / kHeight, token = i % kHeight;
+    Store(out + token * 16 + half * kLanes, totals[half][token]);
   });
 }
 
@@ -193,7 +192,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     const int32_t* words = (const int32_t*)tile->codes;
     const float* scales = tile->scale;
     Floats totals[kHalves][kHeight];
-    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
+    Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT { (&totals[0][0])[i] = Zero(); });
     if constexpr (kStored) {
       StoreTotals<kHeight>(totals, out);
     }
@@ -218,7 +217,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
           ShortUnitRows<kWeight, kHeight>(stripes + unit * Panel::kUnitBytes, group_scales, ahead.near, words,
                                           totals);
         } else {
-          Unroll<kHalves>([&](auto half) FMOE_FLAT {
+          Unroll<kHalves>([&](int half) FMOE_FLAT {
             ShortUnits<kWeight, kKind, kHeight, kAtOnce, kTwice>(
                 stripes + unit * Panel::kUnitBytes, group_scales, ahead, half, words, scales, totals[half]);
           });
@@ -231,7 +230,7 @@ FMOE_INLINE void FloatStripes(const uint8_t* stripes, int64_t num_stripes, int64
     if (kBlocks > 1 && block < blocks) {
       const Distances ahead = PrefetchBlock<kTwice, 0, 0>(stripes, 0, tile);  // none but those beside vectors
       const uint8_t* const group_scales = Panel::ScalesOf(stripe_begin, stripes, block);
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         ShortUnits<kWeight, kKind, kHeight, 1, kTwice>(stripes, group_scales, ahead, half, words, scales,
                                                        totals[half]);
       });

@@ -25,13 +25,13 @@ FMOE_INLINE void TallGroup(const uint8_t* const* from, int first, const int32_t*
   for (int word = 0; word < kGroupWords; word += 2, words += 2 * kWordWords) {
     typename Unit::Word both[kVectors][2];
     if constexpr (!kDecoded) {
-      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+      Unroll<kVectors>([&](int v) FMOE_FLAT {
         Unit::template Decode<kWeight>(from[v] + (first + word) / 2 * 64, 0, both[v]);
       });
     }
-    Unroll<2>([&](auto i) FMOE_FLAT {
+    Unroll<2>([&](int i) FMOE_FLAT {
       typename Unit::Word weights[kVectors];
-      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+      Unroll<kVectors>([&](int v) FMOE_FLAT {
         weights[v] = kDecoded ? Unit::LoadWord(from[v] + (first + word + i) * 64) : both[v][i];
       });
       DotWord<kKind, kVectors, kPairTokens, kHeight>(i, weights, words + i * kWordWords, sums);
@@ -48,22 +48,22 @@ FMOE_INLINE void TallChain(const uint8_t* const* from, int first, const int32_t*
   constexpr int kGroupWords = Panel::kWords / Panel::kGroups, kStep = 8;  // words in one piece of text
   static_assert(Planes(kKind) == 1, "planes are chains");
   Sums of_chain[kVectors][kPairTokens];
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
+  Unroll<kVectors * kPairTokens>([&](int i) FMOE_FLAT { (&of_chain[0][0])[i] = Unit::Start(); });
   for (int word = chain; word < kGroupWords; word += kStep) {
-    Unroll<kStep / 2>([&](auto i) FMOE_FLAT {
+    Unroll<kStep / 2>([&](int i) FMOE_FLAT {
       typename Unit::Word weights[kVectors];
-      Unroll<kVectors>([&](auto v)
+      Unroll<kVectors>([&](int v)
                            FMOE_FLAT { weights[v] = Unit::LoadWord(from[v] + (first + word + 2 * i) * 64); });
-      Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
+      Unroll<kPairTokens>([&](int t) FMOE_FLAT {
         const auto value = Unit::Broadcast(words + (word + 2 * i) * kHeight + t);
-        Unroll<kVectors>([&](auto v)
+        Unroll<kVectors>([&](int v)
                              FMOE_FLAT { of_chain[v][t] = Unit::Dot(weights[v], value, of_chain[v][t]); });
       });
     });
   }
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-    sums[kVector][kToken][chain] = of_chain[kVector][kToken];
+  Unroll<kVectors * kPairTokens>([&](int i) FMOE_FLAT {
+    const int vector = i / kPairTokens, token = i % kPairTokens;
+    sums[vector][token][chain] = of_chain[vector][token];
   });
 }
 
@@ -75,33 +75,33 @@ FMOE_INLINE void TallUnit(const uint8_t* const* from, const uint8_t* const* grou
   using Panel = FloatPanel<kWeight, Unit>;
   constexpr int kGroupWords = Panel::kWords / Panel::kGroups;
   Floats scaled[kVectors][kPairTokens];
-  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<Panel::kGroups>([&](int group) FMOE_FLAT {
     typename Unit::Sums sums[kVectors][kPairTokens][2];
     if constexpr (kHalves == 1) {
-      Unroll<kVectors * kPairTokens * 2>([&](auto i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
+      Unroll<kVectors * kPairTokens * 2>([&](int i) FMOE_FLAT { (&sums[0][0][0])[i] = Unit::Start(); });
       TallGroup<kWeight, kKind, kVectors, kHeight, kDecoded>(from, group * kGroupWords, words, sums);
     } else {
       TallChain<kWeight, kKind, kVectors, kHeight>(from, group * kGroupWords, words, 0, sums);
       TallChain<kWeight, kKind, kVectors, kHeight>(from, group * kGroupWords, words, 1, sums);
     }
     words += kGroupWords * Planes(kKind) * kHeight;
-    Unroll<kPairTokens>([&](auto t) FMOE_FLAT {
+    Unroll<kPairTokens>([&](int t) FMOE_FLAT {
       Floats of_group[kVectors];
-      Unroll<kVectors>([&](auto v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
+      Unroll<kVectors>([&](int v) FMOE_FLAT { of_group[v] = Unit::Finish(sums[v][t][0], sums[v][t][1]); });
       if constexpr (DecodesRows<kWeight>()) {
         RowsInOrder(of_group[0], of_group[1]);
       }
-      Unroll<kVectors>([&](auto v) FMOE_FLAT {
+      Unroll<kVectors>([&](int v) FMOE_FLAT {
         scaled[v][t] =
             Panel::AddGroup(of_group[v], group_scales[v], group, kHalves == 2 ? v : 0, scaled[v][t]);
       });
     });
   });
   constexpr int kApart = kHalves == 2 ? kLanes : kMaxHeight * 16;  // from a vector's totals to the next ones
-  Unroll<kVectors * kPairTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kVector = decltype(i)() / kPairTokens, kToken = decltype(i)() % kPairTokens;
-    float* total = out + kVector * kApart + kToken * 16;
-    Store(total, AddUnit<kKind>(Load(total), scaled[kVector][kToken], scales + kToken));
+  Unroll<kVectors * kPairTokens>([&](int i) FMOE_FLAT {
+    const int vector = i / kPairTokens, token = i % kPairTokens;
+    float* total = out + vector * kApart + token * 16;
+    Store(total, AddUnit<kKind>(Load(total), scaled[vector][token], scales + token));
   });
 }
 
@@ -119,11 +119,11 @@ __attribute__((noinline)) void DecodeUnit(const uint8_t* unit, uint8_t* words) {
         Unit::StoreWord(words + 64 * kWord + 32 * kHalf, WordOfPair<kWord % 2>(pairs[kWord / 2][kHalf]));
       });
     } else {
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         typename Unit::Word weights[Panel::kVectorWords];
         Unit::template Decode<kWeight>(unit, half, weights);
         Unroll<Panel::kVectorWords>(
-            [&](auto i) FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
+            [&](int i) FMOE_FLAT { Unit::StoreWord(words + 64 * i + 32 * half, weights[i]); });
       });
     }
     words += 64 * Panel::kVectorWords;

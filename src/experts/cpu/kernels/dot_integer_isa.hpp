@@ -31,8 +31,8 @@ constexpr bool AsksIntegersTwice() {
 /// ask. (Halves of a stripe always ask twice where they can: all processors that lack wide registers and have
 /// a dot product are of Intel, where the plan has it so.)
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-__attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
-                                              const TileView* tile, float* out) {
+FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
+                                const TileView* tile, float* out) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kUnitWords = 4 * Planes(kKind) * 4 * kHeight;
   constexpr int kUnitCorrections = 64 / Panel::kGroup * Corrections(kKind) * kHeight;
@@ -45,7 +45,7 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
     const int32_t* correction = tile->correction;
     const float* scale = tile->scale;
     Floats accumulators[kHalves][kHeight];
-    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
+    Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT { (&accumulators[0][0])[i] = Zero(); });
     for (int64_t block = 0; block < blocks; ++block, stripes += block_bytes) {
       constexpr bool kByUnits = AsksByUnits<kWeight, kKind, kHeight>();
       constexpr int kFirst = kByUnits || AsksBySteps<kWeight, kKind, kHeight>() ? Panel::kCodeBytes : 0;
@@ -55,7 +55,7 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
       for (int index = 0; index < Panel::kUnits; ++index, unit += Panel::kUnitBytes) {
         if constexpr (kByUnits) {
           const uint8_t* const asked = InRegister(unit + ahead.near);
-          Unroll<Panel::kUnitBytes / 64>([&](auto line) FMOE_FLAT { Prefetch(asked + 64 * line); });
+          Unroll<Panel::kUnitBytes / 64>([&](int line) FMOE_FLAT { Prefetch(asked + 64 * line); });
         }
         const Sides sides = Panel::SidesOf(stripes, index, type);
         const int32_t* unit_words = words;
@@ -71,14 +71,14 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
         } else {
           for (int half = 0; half < kHalves; ++half) {
             Floats sums[kHeight];  // a copy, since registers cannot be indexed by a half
-            Unroll<kHeight>([&](auto t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
+            Unroll<kHeight>([&](int t) FMOE_FLAT { sums[t] = accumulators[half][t]; });
             const int32_t* own_words = unit_words;
             if constexpr (kHalves == 2) {  // GCC 12 would load all words in front of both, into memory
               own_words = (const int32_t*)InRegister((const uint8_t*)unit_words);
             }
             IntegerUnit<kWeight, kKind, kHeight, kTwice>(unit, sides, half, table, own_words, correction,
                                                          scale, ahead, sums);
-            Unroll<kHeight>([&](auto t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
+            Unroll<kHeight>([&](int t) FMOE_FLAT { accumulators[half][t] = sums[t]; });
           }
         }
         words += kUnitWords;
@@ -86,9 +86,9 @@ __attribute__((noinline)) void IntegerStripes(const uint8_t* stripes, int64_t nu
         scale += kUnitScales;
       }
     }
-    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-      Store(out + kToken * 16 + kHalf * kLanes, accumulators[kHalf][kToken]);
+    Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
+      const int half = i / kHeight, token = i % kHeight;
+      Store(out + token * 16 + half * kLanes, accumulators[half][token]);
     });
     out += kHeight * 16;
     tile = tile->turn == 0 ? tile : tile->turn;

@@ -33,23 +33,22 @@ constexpr int SlabPlanes(TileKind kind) {
 }
 
 /// dots[vector][token] += products of a group, with one of the planes.
-template <class Slab, TileKind kKind, int kPlane, int kTokens>
-FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kWords, kKind, kTokens>& tokens,
-                          Ints (*dots)[kTokens]) {
+template <class Slab, TileKind kKind, int kTokens>
+FMOE_NESTED void SlabDots(const Slab& slab, int group, int plane,
+                          const SlabTokens<Slab::kWords, kKind, kTokens>& tokens, Ints (*dots)[kTokens]) {
   using Tokens = SlabTokens<Slab::kWords, kKind, kTokens>;
   constexpr int kCodes = Slab::kGroup / (Slab::kWords ? 2 : 4);  // vectors of a group
   constexpr int kSixteen = Slab::kWords ? 8 : 4;                 // of 16 k, behind which planes alternate
   constexpr int kStep = Slab::kAdded, kPlanes = SlabPlanes<Slab>(kKind);
   for (int first = group * kCodes; first < (group + 1) * kCodes; first += kStep) {
     Ints words16[2][kTokens];
-    Unroll<kStep>([&](auto i) FMOE_FLAT {
-      const Ints weights[2] = {Slab::template Codes<i>(slab, first, 0),
-                               Slab::template Codes<i>(slab, first, 1)};
-      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+    Unroll<kStep>([&](int i) FMOE_FLAT {
+      const Ints weights[2] = {Slab::Codes(slab, first, i, 0), Slab::Codes(slab, first, i, 1)};
+      Unroll<kTokens>([&](int t) FMOE_FLAT {
         const Ints both = Tokens::Broadcast(
             tokens, t,
-            first * kPlanes + i / kSixteen * (kPlanes * kSixteen) + kPlane * kSixteen + i % kSixteen);
-        Unroll<2>([&](auto v) FMOE_FLAT {
+            first * kPlanes + i / kSixteen * (kPlanes * kSixteen) + plane * kSixteen + i % kSixteen);
+        Unroll<2>([&](int v) FMOE_FLAT {
           if constexpr (Slab::kWords) {
             dots[v][t] = WordDot(dots[v][t], weights[v], both);
             InPlace(dots[v][t]);
@@ -65,8 +64,8 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
       });
     });
     if constexpr (!Slab::kWords && !kHasByteDot) {
-      Unroll<2 * kTokens>([&](auto j) FMOE_FLAT {
-        constexpr int v = decltype(j)() / kTokens, t = decltype(j)() % kTokens;
+      Unroll<2 * kTokens>([&](int j) FMOE_FLAT {
+        const int v = j / kTokens, t = j % kTokens;
         dots[v][t] = IntAdd(dots[v][t], MultiplyAddWords(words16[v][t], 1));
       });
     }
@@ -75,39 +74,39 @@ FMOE_INLINE void SlabDots(const Slab& slab, int group, const SlabTokens<Slab::kW
 
 /// One unit of 64 k: sums[vector][token] += weights times tokens.
 template <class Slab, TileKind kKind, int kTokens>
-FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind, kTokens>& tokens,
+FMOE_NESTED void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind, kTokens>& tokens,
                                   const SlabTokens<Slab::kWords, kKind, kTokens>& words,
                                   Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   using End = GroupEnd<kKind, Slab::kGroups, Slab::kScales, Slab::kMinima>;
   const bool zeros = Slab::HasZeros(slab);
   Floats unit_sums[2][kTokens];
-  Unroll<Slab::kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<Slab::kGroups>([&](int group) FMOE_FLAT {
     constexpr int kLowest = SlabPlanes<Slab>(kKind) - 1;
     Ints dots[2][kTokens];
     // Planes from `first` to `last`, each of which counts 128 of the next one.
     const auto dots_of = [&](auto first, auto last, int correction) FMOE_FLAT {
-      Unroll<last - first + 1>([&](auto i) FMOE_FLAT {
-        constexpr int kPlane = decltype(first)() + decltype(i)();
-        Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      Unroll<last - first + 1>([&](int i) FMOE_FLAT {
+        const int plane = first + i;
+        Unroll<kTokens>([&](int t) FMOE_FLAT {
           const int32_t* start = Tokens::Correction(tokens, t) + group * Corrections(kKind) + correction;
-          const Ints own = kPlane == last && !zeros ? IntSet(*start) : IntZero();
-          Unroll<2>([&](auto v)
+          const Ints own = plane == last && !zeros ? IntSet(*start) : IntZero();
+          Unroll<2>([&](int v)
                         FMOE_FLAT { dots[v][t] = i == 0 ? own : IntAdd(ShiftLeft<7>(dots[v][t]), own); });
         });
-        SlabDots<Slab, kKind, kPlane, kTokens>(slab, group, words, dots);
+        SlabDots<Slab, kKind, kTokens>(slab, group, plane, words, dots);
       });
     };
     constexpr bool kApart = kKind == kTileA24;  // the highest: all in 32 bits would overflow
     Floats upper[2][kTokens];
     if constexpr (kApart) {
       dots_of(Index<0>(), Index<0>(), 1);
-      Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&upper[0][0])[i] = ToFloats((&dots[0][0])[i]); });
+      Unroll<2 * kTokens>([&](int i) FMOE_FLAT { (&upper[0][0])[i] = ToFloats((&dots[0][0])[i]); });
     }
     dots_of(Index<kApart>(), Index<kLowest>(), 0);
-    Unroll<2>([&](auto v) FMOE_FLAT {
+    Unroll<2>([&](int v) FMOE_FLAT {
       const Floats scale = Slab::Scale(slab, group, v), zero = Slab::ZeroPoint(slab, group, v);
-      Unroll<kTokens>([&](auto t) FMOE_FLAT {
+      Unroll<kTokens>([&](int t) FMOE_FLAT {
         const int32_t* codes = Tokens::Correction(tokens, t) + group * Corrections(kKind);
         Floats sum = ToFloats(dots[v][t]);
         if constexpr (kApart) {
@@ -123,8 +122,8 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
     });
   });
   if constexpr (End::kUnitSums) {
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int v = decltype(i)() % 2, t = decltype(i)() / 2;
+    Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+      const int v = i % 2, t = i / 2;
       sums[v][t] = MultiplyAdd(unit_sums[v][t], Set(*Tokens::Scale(tokens, t)), sums[v][t]);
     });
   }
@@ -133,15 +132,15 @@ FMOE_INLINE void MultiplySlabUnit(const Slab& slab, const TallTokens<Slab, kKind
 /// `units` units of a pair of vectors with kTokens tokens from `first` on, added to `out` or starting it.
 /// `apart`: floats from the sums of one vector to those of the other.
 template <class Slab, TileKind kKind, int kTokens, class Slabs>
-__attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit, int64_t units,
-                                            const TileView& tile, int first, const SlabWords<kKind>* expanded,
-                                            int64_t apart, NextLines& lines, float* out) {
+FMOE_KERNEL void MultiplySlab(Slabs slabs, int64_t all_units, int64_t first_unit, int64_t units,
+                              const TileView& tile, int first, const SlabWords<kKind>* expanded,
+                              int64_t apart, NextLines& lines, float* out) {
   using Tokens = TallTokens<Slab, kKind, kTokens>;
   Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
   NextLines next = lines;
   Floats sums[2][kTokens];
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-    constexpr int v = decltype(i)() / kTokens, t = decltype(i)() % kTokens;
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+    const int v = i / kTokens, t = i % kTokens;
     sums[v][t] = first_unit == 0 ? Zero() : Load(out + v * apart + t * 16);
   });
   for (int64_t unit = 0; unit < units; ++unit) {
@@ -150,13 +149,13 @@ __attribute__((noinline)) void MultiplySlab(Slabs slabs, int64_t all_units, int6
     if constexpr (Slab::kWords) {
       words.at[0] = (*expanded)[first] + unit * (32 * WordPlanes(kKind));
     } else {
-      Unroll<kTokens>([&](auto t) FMOE_FLAT { words.at[t] = Tokens::Words(tokens, t); });
+      Unroll<kTokens>([&](int t) FMOE_FLAT { words.at[t] = Tokens::Words(tokens, t); });
     }
     MultiplySlabUnit<Slab, kKind, kTokens>(slabs[unit], tokens, words, sums);
     Tokens::Advance(tokens, 1);
   }
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-    constexpr int v = decltype(i)() / kTokens, t = decltype(i)() % kTokens;
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+    const int v = i / kTokens, t = i % kTokens;
     Store(out + v * apart + t * 16, sums[v][t]);
   });
   lines = next;
@@ -169,9 +168,9 @@ using DecodeSlabs = void (*)(const uint8_t* stripe, int64_t begin, int64_t count
 
 /// Two stripes, or one where registers hold halves: out[tile][stripe][token][16].
 template <class Slab, TileKind kKind>
-__attribute__((noinline)) void SlabStripes(DecodeSlabs<Slab> decode, const uint8_t* stripes, int num_stripes,
-                                           int64_t stride, int64_t units, const TileView* tiles,
-                                           int64_t num_tiles, int64_t tile_sums, float* out) {
+FMOE_KERNEL void SlabStripes(DecodeSlabs<Slab> decode, const uint8_t* stripes, int num_stripes,
+                             int64_t stride, int64_t units, const TileView* tiles, int64_t num_tiles,
+                             int64_t tile_sums, float* out) {
   constexpr bool kWords = Slab::kWords;
   constexpr int kUnits = kSlabUnitsOf<kWords>;
   constexpr int64_t kStripeSums = kMaxHeight * 16;

@@ -25,7 +25,7 @@ struct Staging {
 
   /// A vector of both units, of kUnitBytes each at `out`.
   FMOE_INLINE void Put(const uint8_t* vector, uint8_t* out) {
-    Unroll<2>([&](auto unit) FMOE_FLAT {
+    Unroll<2>([&](int unit) FMOE_FLAT {
       Ints halves[2];
       DecodeHalves<kWeight == kWeightE5m2>(vector + unit * Panel::kBlockBytes, halves);
       StoreInts(out + unit * kUnitHalves, halves[0]);
@@ -46,13 +46,13 @@ FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales,
                              uint8_t* staging, TwoRequests asked, const int32_t* words, Floats* totals) {
   using Panel = FloatPanel<kWeight, F32Unit>;
   Floats scaled[2][kHeight];
-  Unroll<Panel::kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<Panel::kGroups>([&](int group) FMOE_FLAT {
     Floats sums[2][1][kHeight][2];
-    Unroll<4 * kHeight>([&](auto i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
+    Unroll<4 * kHeight>([&](int i) FMOE_FLAT { (&sums[0][0][0][0])[i] = Zero(); });
     for (int v = 0; v < Panel::kVectors / Panel::kGroups; ++v, staged += 128, words += 4 * kHeight) {
-      Unroll<2>([&](auto unit) FMOE_FLAT { AskTwice(asked, sums[unit][0][0][0]); });
+      Unroll<2>([&](int unit) FMOE_FLAT { AskTwice(asked, sums[unit][0][0][0]); });
       Floats weights[2][4];
-      Unroll<2>([&](auto unit) FMOE_FLAT {
+      Unroll<2>([&](int unit) FMOE_FLAT {
         Staging<kWeight>::Take(staged + unit * Staging<kWeight>::kUnitHalves, weights[unit]);
       });
       if constexpr (kNext) {
@@ -60,22 +60,22 @@ FMOE_INLINE void StagedUnits(const uint8_t* staged, const uint8_t* group_scales,
         next += 64;
         staging += 128;
       }
-      Unroll<8>([&](auto i) FMOE_FLAT {
-        constexpr int kWord = decltype(i){} / 2, kUnit = decltype(i){} % 2;
-        DotWord<kTileF32, 1, kHeight, kHeight>(
-            kWord, weights[kUnit] + kWord, words + (kUnit * Panel::kWords + kWord) * kHeight, sums[kUnit]);
+      Unroll<8>([&](int i) FMOE_FLAT {
+        const int word = i / 2, unit = i % 2;
+        DotWord<kTileF32, 1, kHeight, kHeight>(word, weights[unit] + word,
+                                               words + (unit * Panel::kWords + word) * kHeight, sums[unit]);
       });
     }
-    Unroll<2 * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kUnit = decltype(i){} / kHeight, kToken = decltype(i){} % kHeight;
-      const auto& chains = sums[kUnit][0][kToken];
-      scaled[kUnit][kToken] =
-          Panel::AddGroup(Add(chains[0], chains[1]), group_scales + kUnit * Panel::kScaleStride, group, 0,
-                          scaled[kUnit][kToken]);
+    Unroll<2 * kHeight>([&](int i) FMOE_FLAT {
+      const int unit = i / kHeight, token = i % kHeight;
+      const auto& chains = sums[unit][0][token];
+      scaled[unit][token] =
+          Panel::AddGroup(Add(chains[0], chains[1]), group_scales + unit * Panel::kScaleStride, group, 0,
+                          scaled[unit][token]);
     });
   });
-  Unroll<2>([&](auto unit) FMOE_FLAT {
-    Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[unit][t]); });
+  Unroll<2>([&](int unit) FMOE_FLAT {
+    Unroll<kHeight>([&](int t) FMOE_FLAT { totals[t] = Add(totals[t], scaled[unit][t]); });
   });
 }
 
@@ -100,7 +100,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
   for (int64_t stripe = 0; stripe < num_stripes; ++stripe, out += kHeight * 16) {
     const int32_t* words = (const int32_t*)tile->codes;
     Floats totals[kHeight];
-    Unroll<kHeight>([&](auto t) FMOE_FLAT { totals[t] = Zero(); });
+    Unroll<kHeight>([&](int t) FMOE_FLAT { totals[t] = Zero(); });
     const uint8_t* const stripe_begin = stripes;
     PrefetchBlock<true, 0, 0>(stripes + kPair, header, tile);
     stripes += header;
@@ -127,7 +127,7 @@ void StagedDot(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, cons
           stripes, Panel::ScalesOf(stripe_begin, stripes, blocks - 1), {}, 0, words, tile->scale, totals);
       stripes += last;
     }
-    Unroll<kHeight>([&](auto t) FMOE_FLAT { Store(out + t * 16, totals[t]); });
+    Unroll<kHeight>([&](int t) FMOE_FLAT { Store(out + t * 16, totals[t]); });
     tile = tile->turn == 0 ? tile : tile->turn;
   }
 }

@@ -28,8 +28,8 @@ namespace {
 
 /// out[stripe][token][16] of kTokens tokens of a tile from `first` on.
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind, int kTokens>
-__attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, int64_t blocks,
-                                        const TileView& tile, int first, NextLines& lines, float* out) {
+FMOE_KERNEL void TallPass(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile,
+                          int first, NextLines& lines, float* out) {
   using Pair = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   using Tokens = TallTokens<Pair, kKind, kTokens>;
@@ -39,7 +39,7 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
   NextLines next = lines;
   Tokens tokens = Tokens::At(tile, blocks * Panel::kUnits, 0, first);
   Floats sums[2][kTokens];
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT { (&sums[0][0])[i] = Zero(); });
   for (int64_t block = 0; block < blocks; ++block) {
     PrefetchLines(next);
     const uint8_t* first_k = stripes + block * block_bytes;
@@ -50,9 +50,9 @@ __attribute__((noinline)) void TallPass(const uint8_t* stripes, int64_t stride, 
       Tokens::Advance(tokens, 1);
     }
   }
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-    Store(out + (kStripe * kMaxHeight + first + kToken) * 16, sums[kStripe][kToken]);
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+    const int stripe = i / kTokens, token = i % kTokens;
+    Store(out + (stripe * kMaxHeight + first + token) * 16, sums[stripe][token]);
   });
   lines = next;
 }
@@ -93,35 +93,33 @@ constexpr int kSlabUnits = 8;
 
 /// `units` decoded units with those of kTokens tokens of a tile, added to `out` or starting it.
 template <class Pair, TileKind kKind, int kTokens>
-__attribute__((noinline)) void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_unit,
-                                        int64_t units, const TileView& tile, int first, NextLines& lines,
-                                        float* out) {
+FMOE_KERNEL void SlabPass(const Pair* pairs, int64_t all_units, int64_t first_unit, int64_t units,
+                          const TileView& tile, int first, NextLines& lines, float* out) {
   using Tokens = TallTokens<Pair, kKind, kTokens>;
   Tokens tokens = Tokens::At(tile, all_units, first_unit, first);
   NextLines next = lines;
   float* place = out + first * 16;
   Floats sums[2][kTokens];
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-    sums[kStripe][kToken] = first_unit == 0 ? Zero() : Load(place + (kStripe * kMaxHeight + kToken) * 16);
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+    const int stripe = i / kTokens, token = i % kTokens;
+    sums[stripe][token] = first_unit == 0 ? Zero() : Load(place + (stripe * kMaxHeight + token) * 16);
   });
   for (int64_t unit = 0; unit < units; ++unit) {
     PrefetchLines(next);
     TallUnit<Pair, kKind, kTokens>(pairs[unit], tokens, sums);
     Tokens::Advance(tokens, 1);
   }
-  Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-    constexpr int kStripe = decltype(i)() / kTokens, kToken = decltype(i)() % kTokens;
-    Store(place + (kStripe * kMaxHeight + kToken) * 16, sums[kStripe][kToken]);
+  Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+    const int stripe = i / kTokens, token = i % kTokens;
+    Store(place + (stripe * kMaxHeight + token) * 16, sums[stripe][token]);
   });
   lines = next;
 }
 
 /// Several tiles: out[tile][..] as of TallDot, `tile_sums` floats apart.
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
-__attribute__((noinline)) void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks,
-                                         const TileView* tiles, int64_t num_tiles, int64_t tile_sums,
-                                         float* out) {
+FMOE_KERNEL void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView* tiles,
+                           int64_t num_tiles, int64_t tile_sums, float* out) {
   using Packed = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros, Packed::kMinima>;

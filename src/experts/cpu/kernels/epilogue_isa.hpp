@@ -18,7 +18,7 @@ FMOE_INLINE Floats Exp(Floats x) {
   Floats r = NegativeMultiplyAdd(n, Set(kLn2High), x);
   r = NegativeMultiplyAdd(n, Set(kLn2Low), r);
   Floats p = Set(kExpTaylor[0]);
-  Unroll<kExpDegree>([&](auto i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
+  Unroll<kExpDegree>([&](int i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
   return ScaleByPowerOfTwo(p, n);
 }
 
@@ -79,7 +79,7 @@ FMOE_INLINE Floats Tanh(Floats x) {
   Floats r = NegativeMultiplyAdd(n, Set(kLn2High), x);
   r = NegativeMultiplyAdd(n, Set(kLn2Low), r);
   Floats p = Set(kExpTaylor[0]);
-  Unroll<kExpDegree - 1>([&](auto i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
+  Unroll<kExpDegree - 1>([&](int i) FMOE_FLAT { p = MultiplyAdd(p, r, Set(kExpTaylor[i + 1])); });
   const Floats power = ScaleByPowerOfTwo(Set(1.0F), n);
   const Floats less_one = MultiplyAdd(Multiply(p, r), power, Subtract(power, Set(1.0F)));
   return Divide(less_one, Add(less_one, Set(2.0F)));

@@ -73,12 +73,12 @@ FMOE_INLINE Floats AddUnit(Floats total, Floats sum, const float* token_scale) {
 template <TileKind kKind, int kStripes, int kTokens, int kHeight, typename Word, typename Sums>
 FMOE_INLINE void DotWord(int word, const Word* weights, const int32_t* words, Sums (*sums)[kTokens][2]) {
   using Unit = typename FloatUnit<kKind>::Type;
-  Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
+  Unroll<Planes(kKind)>([&](int plane) FMOE_FLAT {
     const int chain = Planes(kKind) == 2 ? (int)plane : word % 2;
-    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+    Unroll<kTokens>([&](int t) FMOE_FLAT {
       const Word value = Unit::Broadcast(words + plane * kHeight + t);
       Unroll<kStripes>(
-          [&](auto s) FMOE_FLAT { sums[s][t][chain] = Unit::Dot(weights[s], value, sums[s][t][chain]); });
+          [&](int s) FMOE_FLAT { sums[s][t][chain] = Unit::Dot(weights[s], value, sums[s][t][chain]); });
     });
   });
 }

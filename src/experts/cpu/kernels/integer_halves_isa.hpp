@@ -36,54 +36,54 @@ constexpr int CorrectionOfSum(int planes, int sum) {
 
 /// sums[half][token] += words that have added products up, the lowest two planes as 128 * upper + lower.
 template <int kPlanes, int kHeight>
-FMOE_INLINE void AddWordSums(const Ints (*words16)[kHeight][kHalves],
+FMOE_NESTED void AddWordSums(const Ints (*words16)[kHeight][kHalves],
                              Ints (*sums)[kHeight][SumsOf(kPlanes)]) {
-  Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
-    constexpr int kToken = decltype(i)() / kHalves, kHalf = decltype(i)() % kHalves;
-    Ints& sum = sums[kHalf][kToken][SumsOf(kPlanes) - 1];
+  Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
+    const int token = i / kHalves, half = i % kHalves;
+    Ints& sum = sums[half][token][SumsOf(kPlanes) - 1];
     if constexpr (kPlanes > 1) {
-      sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 2][kToken][kHalf], 128));
+      sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 2][token][half], 128));
     }
-    sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][kToken][kHalf], 1));
+    sum = IntAdd(sum, MultiplyAddWords(words16[kPlanes - 1][token][half], 1));
     if constexpr (kPlanes == 3) {
-      Ints& upper = sums[kHalf][kToken][0];
-      upper = IntAdd(upper, MultiplyAddWords(words16[0][kToken][kHalf], 1));
+      Ints& upper = sums[half][token][0];
+      upper = IntAdd(upper, MultiplyAddWords(words16[0][token][half], 1));
     }
   });
 }
 
-/// 16 k: sums[half][token] += weights * codes.
-template <WeightKernel kWeight, int kPlanes, int kHeight, int kStep>
-FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t* words,
+/// 16 k: sums[half][token] += weights * codes. kPhase: PhaseOfStep.
+template <WeightKernel kWeight, int kPlanes, int kHeight, int kPhase>
+FMOE_NESTED void Dot16BothHalves(const uint8_t* unit, int step, Ints table, const int32_t* words,
                                  Ints (*sums)[kHeight][SumsOf(kPlanes)]) {
   using Panel = IntegerPanel<kWeight>;
   constexpr int kMost = kHasByteDot ? 4 : VectorsInWords(Panel::kLargestCode), kAdded = kMost < 4 ? kMost : 4;
   Ints words16[kPlanes][kHeight][kHalves];
   Unroll<2>([&](auto vector) FMOE_FLAT {
     Ints weights[kHalves][2];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
-      constexpr int kEight = 2 * kStep + decltype(vector)();
-      Panel::template DecodeEight<Panel::PhaseOf(kEight)>(unit, kEight, half, table, weights[half]);
+    Unroll<kHalves>([&](int half) FMOE_FLAT {
+      Panel::template DecodeEight<Panel::PhaseOf(2 * kPhase + vector)>(unit, 2 * step + vector, half, table,
+                                                                       weights[half]);
     });
-    Unroll<2>([&](auto word) FMOE_FLAT {
-      constexpr int kFour = 2 * decltype(vector)() + decltype(word)();
-      Unroll<kPlanes * kHeight>([&](auto i) FMOE_FLAT {
-        constexpr int kPlane = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-        const Ints codes = IntSet(words[(kPlane * 4 + kFour) * kHeight + kToken]);
-        Unroll<kHalves>([&](auto half) FMOE_FLAT {
+    Unroll<2>([&](int word) FMOE_FLAT {
+      const int four = 2 * vector + word;
+      Unroll<kPlanes * kHeight>([&](int i) FMOE_FLAT {
+        const int plane = i / kHeight, token = i % kHeight;
+        const Ints codes = IntSet(words[(plane * 4 + four) * kHeight + token]);
+        Unroll<kHalves>([&](int half) FMOE_FLAT {
           if constexpr (kHasByteDot) {
-            Ints& sum = sums[half][kToken][kPlane];
-            sum = ByteDot(sum, weights[half][kFour % 2], codes);
+            Ints& sum = sums[half][token][plane];
+            sum = ByteDot(sum, weights[half][four % 2], codes);
             InPlace(sum);
           } else {
-            Ints& sum = words16[kPlane][kToken][half];
-            const Ints products = MultiplyAddPairs(weights[half][kFour % 2], codes);
-            sum = kFour % kAdded == 0 ? products : AddWords(sum, products);
+            Ints& sum = words16[plane][token][half];
+            const Ints products = MultiplyAddPairs(weights[half][four % 2], codes);
+            sum = four % kAdded == 0 ? products : AddWords(sum, products);
             InPlace(sum);
           }
         });
       });
-      if constexpr (!kHasByteDot && (kFour + 1) % kAdded == 0) {
+      if (!kHasByteDot && (four + 1) % kAdded == 0) {
         AddWordSums<kPlanes, kHeight>(words16, sums);
       }
     });
@@ -92,7 +92,7 @@ FMOE_INLINE void Dot16BothHalves(const uint8_t* unit, Ints table, const int32_t*
 
 /// One unit of 64 k. What stands `ahead` of it is asked for into L2 (AsksIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
+FMOE_NESTED void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, Ints table,
                                        const int32_t* words, const int32_t* correction,
                                        const float* activation_scale, Distances ahead,
                                        Floats (*accumulators)[kHeight]) {
@@ -106,29 +106,28 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
   Unroll<kGroups>([&](auto group) FMOE_FLAT {
     const int32_t* const group_correction = correction + group * Corrections(kKind) * kHeight;
     Ints sums[kHalves][kHeight][kSums];
-    Unroll<kHeight * kSums>([&](auto i) FMOE_FLAT {
-      constexpr int t = decltype(i)() % kHeight, kSum = decltype(i)() / kHeight;
-      constexpr int kWhich = CorrectionOfSum(kPlanes, kSum);
+    Unroll<kHeight * kSums>([&](int i) FMOE_FLAT {
+      const int t = i % kHeight, sum = i / kHeight, which = CorrectionOfSum(kPlanes, sum);
       Ints start = IntZero();
-      if constexpr (kWhich >= 0) {
-        start = Panel::kGrouped && zero_points ? start : IntSet(group_correction[kWhich * kHeight + t]);
+      if (which >= 0) {
+        start = Panel::kGrouped && zero_points ? start : IntSet(group_correction[which * kHeight + t]);
       }
-      Unroll<kHalves>([&](auto half) FMOE_FLAT { sums[half][t][kSum] = start; });
+      Unroll<kHalves>([&](int half) FMOE_FLAT { sums[half][t][sum] = start; });
     });
     Unroll<kSteps>([&](auto step) FMOE_FLAT {
-      constexpr int kStep = decltype(group)() * kSteps + decltype(step)();
+      constexpr int kStep = group * kSteps + step;
       if constexpr (kTwice) {
-        Unroll<(Panel::kUnitBytes + 255) / 256>([&](auto line) FMOE_FLAT {
+        Unroll<(Panel::kUnitBytes + 255) / 256>([&](int line) FMOE_FLAT {
           PrefetchFarBeside(far + kStep * (Panel::kUnitBytes / 4) + line * 64, sums[0][0][0]);
         });
       }
-      Dot16BothHalves<kWeight, kPlanes, kHeight, kStep>(unit, table, words + kStep * kPlanes * 4 * kHeight,
-                                                        sums);
+      Dot16BothHalves<kWeight, kPlanes, kHeight, Panel::PhaseOfStep(kStep)>(
+          unit, kStep, table, words + kStep * kPlanes * 4 * kHeight, sums);
     });
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+    Unroll<kHalves>([&](int half) FMOE_FLAT {
       const Floats scale = LoadGroupScale<kWeight>(sides, group, half);
       const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
-      Unroll<kHeight>([&](auto t) FMOE_FLAT {
+      Unroll<kHeight>([&](int t) FMOE_FLAT {
         Ints low = sums[half][t][kSums - 1];
         if constexpr (kHasByteDot && kPlanes > 1) {
           low = IntAdd(ShiftLeft<7>(sums[half][t][kSums - 2]), low);
@@ -147,10 +146,10 @@ FMOE_INLINE void IntegerUnitBothHalves(const uint8_t* unit, const Sides& sides, 
     });
   });
   if constexpr (End::kUnitSums) {
-    Unroll<kHalves * kHeight>([&](auto i) FMOE_FLAT {
-      constexpr int kHalf = decltype(i)() / kHeight, kToken = decltype(i)() % kHeight;
-      Floats& sum = accumulators[kHalf][kToken];
-      sum = MultiplyAdd(unit_sums[kHalf][kToken], Set(activation_scale[kToken]), sum);
+    Unroll<kHalves * kHeight>([&](int i) FMOE_FLAT {
+      const int half = i / kHeight, token = i % kHeight;
+      Floats& sum = accumulators[half][token];
+      sum = MultiplyAdd(unit_sums[half][token], Set(activation_scale[token]), sum);
     });
   }
 }

@@ -28,13 +28,13 @@ struct Sides {
 /// Eight k of codes that share bytes (weights/packed_bits.hpp), number `eight` of those from `packed` on.
 /// kPhase: of `eight`, modulo 4.
 template <int kBits, int kPhase>
-FMOE_INLINE void DecodePacked(const uint8_t* packed, int eight, int half, Ints* out) {
+FMOE_NESTED void DecodePacked(const uint8_t* packed, int eight, int half, Ints* out) {
   constexpr PackedSet kSet = PackedSetOf(kBits);
   const uint8_t* set = packed + eight / (kSet.fours / 2) * (kSet.vectors * 64);
   Unroll<2>([&](auto q) FMOE_FLAT {
-    constexpr int kFour = (2 * kPhase + decltype(q)()) % PackedSetOf(kBits).fours;
+    constexpr int kFour = (2 * kPhase + q) % PackedSetOf(kBits).fours;
     Unroll<PackedPiecesOf(kBits, kFour).count>([&](auto i) FMOE_FLAT {
-      constexpr PackedPiece kPiece = PackedPiecesOf(kBits, kFour).of[decltype(i)()];
+      constexpr PackedPiece kPiece = PackedPiecesOf(kBits, kFour).of[i];
       const Ints piece =
           MoveBits<kPiece.from, kPiece.at, kPiece.count>(LoadBytes(set + kPiece.vector * 64, half));
       out[q] = i == 0 ? piece : IntOr(out[q], piece);
@@ -77,6 +77,7 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   static constexpr bool kPacked = IsPacked(kWeight);
   /// What decoding eight k has to know of their number: with fewer answers, fewer copies are compiled.
   static constexpr int PhaseOf(int eight) { return kPacked ? eight % 4 : 0; }
+  static constexpr int PhaseOfStep(int step) { return kPacked ? step % 2 : 0; }
   /// The same of a group.
   static constexpr int PhaseOfGroup(int group) { return kPacked && kGroup == 16 ? group % 2 : 0; }
   static constexpr bool kGrouped = kWeight != kWeightU4 && kWeight != kWeightU8 && !kSmallFloats;
@@ -124,26 +125,26 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   /// Eight k as two vectors of unsigned bytes, or less 128. kPhase: where codes share bytes (kPacked),
   /// `eight` modulo 4.
   template <int kPhase>
-  FMOE_INLINE void DecodeEight(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
+  FMOE_NESTED void DecodeEight(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
     if constexpr (kPacked) {
       DecodePacked<kBits, kPhase>(unit, eight, half, out);
       if constexpr (kBook) {
-        Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LookUpBytes(out[q], table); });
+        Unroll<2>([&](int q) FMOE_FLAT { out[q] = LookUpBytes(out[q], table); });
       }
     } else if constexpr (kE2m1 || kBook) {
       DecodeByTable(unit + eight * 64, half, table, out);
     } else if constexpr (kNibbles) {
       DecodeU4(unit + eight * 64, half, out);
     } else {
-      Unroll<2>([&](auto q) FMOE_FLAT { out[q] = LoadBytes(unit + eight * 128 + q * 64, half); });
+      Unroll<2>([&](int q) FMOE_FLAT { out[q] = LoadBytes(unit + eight * 128 + q * 64, half); });
       if constexpr (kLess128) {
-        Unroll<2>([&](auto q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
+        Unroll<2>([&](int q) FMOE_FLAT { out[q] = IntXor(out[q], IntSet((int32_t)0x80808080)); });
       }
     }
   }
   /// 16 k as four of them. kPhase: of `step`, modulo 2.
   template <int kPhase>
-  FMOE_INLINE void Decode(const uint8_t* unit, int step, int half, Table table, Ints* out) {
+  FMOE_NESTED void Decode(const uint8_t* unit, int step, int half, Table table, Ints* out) {
     Unroll<2>([&](auto i) FMOE_FLAT {
       DecodeEight<PhaseOf(2 * kPhase + i)>(unit, 2 * step + i, half, table, out + 2 * i);
     });
@@ -151,21 +152,21 @@ struct IntegerPanel : ScaleLayout<kWeight> {
   /// Eight k as words: [k/4][k 0 and 2; 1 and 3]. Small floats as (first[nibble] + low bits) * second[nibble]
   /// (Float6Factors): of each pair of bytes one is left out, so that what adds products up gives one.
   template <int kPhase>
-  FMOE_INLINE void DecodeWords(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
+  FMOE_NESTED void DecodeWords(const uint8_t* unit, int eight, int half, Table table, Ints* out) {
     Ints bytes[2];
     if constexpr (kProducts) {
       Ints second[2], low[2];
       DecodeByTable(unit + eight * 64, half, table.first, bytes);
       DecodeByTable(unit + eight * 64, half, table.second, second);
       DecodePacked<2, kPhase>(unit + 512, eight, half, low);
-      Unroll<2>([&](auto q) FMOE_FLAT {
+      Unroll<2>([&](int q) FMOE_FLAT {
         const Ints first = IntOr(bytes[q], low[q]);
         out[2 * q] = MultiplyAddPairs(IntAnd(first, IntSet(0x00ff00ff)), second[q]);
         out[2 * q + 1] = MultiplyAddPairs(IntAnd(first, IntSet((int32_t)0xff00ff00)), second[q]);
       });
     } else {
       DecodeEight<kPhase>(unit, eight, half, table, bytes);
-      Unroll<2>([&](auto q) FMOE_FLAT {
+      Unroll<2>([&](int q) FMOE_FLAT {
         out[2 * q] = EvenBytes(bytes[q]);
         out[2 * q + 1] = OddBytes(bytes[q]);
       });
@@ -268,7 +269,7 @@ constexpr int WordPlanes(TileKind kind) {
   return kind == kTileA24 ? 2 : 1;
 }
 template <int kHeight, int kPlanes>
-FMOE_INLINE void ExpandWords(const int32_t* planes, int64_t steps, int32_t* out) {
+FMOE_NESTED void ExpandWords(const int32_t* planes, int64_t steps, int32_t* out) {
   const int8_t* codes = (const int8_t*)planes;
   constexpr int kPlane = 16 * kHeight, kApart = kPlanes == 3 ? kPlane : 0;
   for (int64_t step = 0; step < steps; ++step, codes += kPlane * kPlanes) {

@@ -12,23 +12,23 @@ namespace {
 
 /// sums[t] += four vectors of weights times 16 k of token t, for kCount tokens `height` words apart.
 template <int kLargestCode, int kCount>
-FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
+FMOE_NESTED void Dot16(Ints* sums, const Ints* weights, const int32_t* words, int height) {
   if constexpr (kHasByteDot) {
     // Chains of different tokens alternate: one chain after the other fills the scheduler with waiting
     // operations and ran at 60-90 % of this order (Emerald Rapids).
-    Unroll<4>([&](auto q) FMOE_FLAT {
+    Unroll<4>([&](int q) FMOE_FLAT {
       Unroll<kCount>(
-          [&](auto t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
+          [&](int t) FMOE_FLAT { sums[t] = ByteDot(sums[t], weights[q], IntSet(words[q * height + t])); });
     });
   } else if constexpr (VectorsInWords(kLargestCode) > 0) {
     constexpr int kAdded = VectorsInWords(kLargestCode) < 4 ? VectorsInWords(kLargestCode) : 4;
     Ints words16[kCount];
     Unroll<4>([&](auto q) FMOE_FLAT {
-      Unroll<kCount>([&](auto t) FMOE_FLAT {
+      Unroll<kCount>([&](int t) FMOE_FLAT {
         const Ints products = MultiplyAddPairs(weights[q], IntSet(words[q * height + t]));
         words16[t] = q % kAdded == 0 ? products : AddWords(words16[t], products);
         InPlace(words16[t]);
-        if constexpr (q % kAdded == kAdded - 1) {
+        if (q % kAdded == kAdded - 1) {
           sums[t] = IntAdd(sums[t], MultiplyAddWords(words16[t], 1));
           InPlace(sums[t]);
         }
@@ -37,13 +37,13 @@ FMOE_INLINE void Dot16(Ints* sums, const Ints* weights, const int32_t* words, in
   } else {
     // Bytes up to 255 would overflow words: their nibbles go separately, 8 * 15 * 127 = 15240 each.
     Ints low[4], high[4];
-    Unroll<4>([&](auto q) FMOE_FLAT {
+    Unroll<4>([&](int q) FMOE_FLAT {
       low[q] = LowNibbles(weights[q]);
       high[q] = HighNibbles(weights[q]);
     });
-    Unroll<kCount>([&](auto t) FMOE_FLAT {
+    Unroll<kCount>([&](int t) FMOE_FLAT {
       Ints sum_low, sum_high;
-      Unroll<4>([&](auto q) FMOE_FLAT {
+      Unroll<4>([&](int q) FMOE_FLAT {
         const Ints word = IntSet(words[q * height + t]);
         const Ints of_low = MultiplyAddPairs(low[q], word), of_high = MultiplyAddPairs(high[q], word);
         sum_low = q == 0 ? of_low : AddWords(sum_low, of_low);
@@ -67,11 +67,11 @@ constexpr int StepWords() {
 
 /// sums[t] += eight k of weights (DecodeWords) times those of kCount tokens: words[q][t][k 0 and 2; 1 and 3].
 template <int kCount>
-FMOE_INLINE void DotWords8(Ints* sums, const Ints* weights, const int32_t* words, int height) {
-  Unroll<4 * kCount>([&](auto i) FMOE_FLAT {
-    constexpr int q = decltype(i)() / (2 * kCount), t = decltype(i)() / 2 % kCount;
-    constexpr int kPair = decltype(i)() % 2;
-    sums[t] = WordDot(sums[t], weights[2 * q + kPair], IntSet(words[(q * height + t) * 2 + kPair]));
+FMOE_NESTED void DotWords8(Ints* sums, const Ints* weights, const int32_t* words, int height) {
+  Unroll<4 * kCount>([&](int i) FMOE_FLAT {
+    const int q = i / (2 * kCount), t = i / 2 % kCount;
+    const int pair = i % 2;
+    sums[t] = WordDot(sums[t], weights[2 * q + pair], IntSet(words[(q * height + t) * 2 + pair]));
     InPlace(sums[t]);
   });
 }
@@ -118,7 +118,7 @@ constexpr bool AsksBySteps() {
 /// there are zero points or not, cost one token 2 % of the read rate (INT4, Zen 5).
 /// kPhase: PhaseOfGroup.
 template <WeightKernel kWeight, TileKind kKind, int kHeight, int kCount, bool kTwice, int kPhase>
-FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
+FMOE_NESTED void GroupSums(const uint8_t* unit, int group, int half,
                            typename IntegerPanel<kWeight>::Table table, const int32_t* words,
                            const int32_t* correction, bool zero_points, int first, Distances ahead,
                            Floats* sums) {
@@ -130,10 +130,10 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
   const uint8_t* const near = kAsks ? InRegister(unit + ahead.near) : nullptr;
   const uint8_t* const far = kTwice ? InRegister(unit + ahead.far) : nullptr;
   Ints sum[kChains][Planes(kKind)][kCount];  // of each plane, the highest first
-  Unroll<kChains * kCount>([&](auto i) FMOE_FLAT {
-    constexpr int chain = decltype(i)() / kCount, t = decltype(i)() % kCount;
-    Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
-    if constexpr (!Panel::kGrouped && !Panel::kLess128 && chain == 0) {
+  Unroll<kChains * kCount>([&](int i) FMOE_FLAT {
+    const int chain = i / kCount, t = i % kCount;
+    Unroll<Planes(kKind)>([&](int plane) FMOE_FLAT { sum[chain][plane][t] = IntZero(); });
+    if (!Panel::kGrouped && !Panel::kLess128 && chain == 0) {
       sum[chain][Planes(kKind) - 1][t] = IntSet(correction[first + t]);
       if constexpr (kKind == kTileA24) {
         sum[chain][0][t] = IntSet(correction[kHeight + first + t]);
@@ -141,7 +141,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
     }
   });
   Unroll<kSteps>([&](auto step) FMOE_FLAT {
-    Unroll<(Panel::kUnitBytes + 255) / 256>([&](auto line) FMOE_FLAT {
+    Unroll<(Panel::kUnitBytes + 255) / 256>([&](int line) FMOE_FLAT {
       [[maybe_unused]] Ints& beside = sum[step % kChains][line % Planes(kKind)][0];
       [[maybe_unused]] const int at = (group * kSteps + step) * (Panel::kUnitBytes / 4) + line * 64;
       if constexpr (kTwice) {
@@ -152,7 +152,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
       }
     });
     Ints weights[4];
-    constexpr int kStepPhase = Panel::kPacked ? (kPhase * kSteps + decltype(step)()) % 2 : 0;
+    constexpr int kStepPhase = Panel::PhaseOfStep(kPhase * kSteps + step);
     if constexpr (TakesWords<kWeight, kKind>()) {
       constexpr int kUpper = WordPlanes(kKind) - 1;
       Unroll<2>([&](auto i) FMOE_FLAT {
@@ -167,22 +167,22 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
     } else {
       Panel::template Decode<kStepPhase>(unit, group * kSteps + step, half, table, weights);
       const int32_t* at = words + step * kStepWords + first;
-      Unroll<Planes(kKind)>([&](auto plane) FMOE_FLAT {
+      Unroll<Planes(kKind)>([&](int plane) FMOE_FLAT {
         Dot16<Panel::kLargestCode, kCount>(sum[step % kChains][plane], weights, at + plane * 4 * kHeight,
                                            kHeight);
       });
     }
   });
-  Unroll<(kChains - 1) * Planes(kKind) * kCount>([&](auto i) FMOE_FLAT {
-    constexpr int chain = 1 + decltype(i)() / (Planes(kKind) * kCount);
-    constexpr int plane = decltype(i)() / kCount % Planes(kKind), t = decltype(i)() % kCount;
+  Unroll<(kChains - 1) * Planes(kKind) * kCount>([&](int i) FMOE_FLAT {
+    const int chain = 1 + i / (Planes(kKind) * kCount);
+    const int plane = i / kCount % Planes(kKind), t = i % kCount;
     sum[0][plane][t] = IntAdd(sum[0][plane][t], sum[chain][plane][t]);
   });
   if constexpr (Panel::kLess128) {
     // The correction of codes without zero points of their own is 128 times the same sum, and is left out.
     if (zero_points) {
-      Unroll<Planes(kKind) * kCount>([&](auto i) FMOE_FLAT {
-        constexpr int plane = decltype(i)() / kCount, t = decltype(i)() % kCount;
+      Unroll<Planes(kKind) * kCount>([&](int i) FMOE_FLAT {
+        const int plane = i / kCount, t = i % kCount;
         Ints values = IntZero();
         for (int step = 0; step < kSteps; ++step) {
           const int32_t* at = words + step * kStepWords + plane * 4 * kHeight + first + t;
@@ -194,7 +194,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
       });
     }
   } else if (Panel::kGrouped && !zero_points) {
-    Unroll<kCount>([&](auto t) FMOE_FLAT {
+    Unroll<kCount>([&](int t) FMOE_FLAT {
       Ints& last = sum[0][Planes(kKind) - 1][t];
       last = IntAdd(last, IntSet(correction[first + t]));
       if constexpr (kKind == kTileA24) {
@@ -202,7 +202,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
       }
     });
   }
-  Unroll<kCount>([&](auto t) FMOE_FLAT {
+  Unroll<kCount>([&](int t) FMOE_FLAT {
     constexpr int kLast = Planes(kKind) - 1;
     Ints low = sum[0][kLast][t];
     if constexpr (kLast > 0) {
@@ -218,7 +218,7 @@ FMOE_INLINE void GroupSums(const uint8_t* unit, int group, int half,
 /// One unit of 64 k for one half of the rows: adds to accumulators[token]. What stands `ahead` of it is asked
 /// for (AsksBySteps, AsksIntegersTwice).
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
-FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
+FMOE_NESTED void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
                              typename IntegerPanel<kWeight>::Table table, const int32_t* words,
                              const int32_t* correction, const float* activation_scale, Distances ahead,
                              Floats* accumulators) {
@@ -229,7 +229,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
   using End = GroupEnd<kKind, kGroups, Panel::kGrouped || Panel::kSmallFloats, Panel::kSuper>;
   Floats unit_sums[kHeight];
   if constexpr (End::kUnitSums) {
-    Unroll<kHeight>([&](auto t) FMOE_FLAT { unit_sums[t] = Zero(); });
+    Unroll<kHeight>([&](int t) FMOE_FLAT { unit_sums[t] = Zero(); });
   }
   const bool zero_points = Panel::kGrouped && sides.type.zeros != kZeroNone;
   auto one_group = [&](auto group) FMOE_FLAT {
@@ -238,13 +238,13 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
     const Floats zero = zero_points ? LoadGroupZero<kWeight>(sides, group, half) : Zero();
     const int32_t* group_correction = correction + group * Corrections(kKind) * kHeight;
     Unroll<kHeight / kCount>([&](auto part) FMOE_FLAT {
-      constexpr int kFirst = decltype(part)() * kCount;
+      constexpr int kFirst = part * kCount;
       Floats sums[kCount];
       GroupSums<kWeight, kKind, kHeight, kCount, kTwice, kPhase>(
           unit, group, half, table, words + group * kGroupWords, group_correction, zero_points, kFirst, ahead,
           sums);
-      Unroll<kCount>([&](auto i) FMOE_FLAT {
-        constexpr int t = kFirst + decltype(i)();
+      Unroll<kCount>([&](int i) FMOE_FLAT {
+        const int t = kFirst + i;
         Floats sum = sums[i];
         if (zero_points && !Panel::kSuper) {
           sum = End::LessZero(sum, zero, group_correction + t);
@@ -263,7 +263,7 @@ FMOE_INLINE void IntegerUnit(const uint8_t* unit, const Sides& sides, int half,
     }
   }
   if constexpr (End::kUnitSums) {
-    Unroll<kHeight>([&](auto t) FMOE_FLAT {
+    Unroll<kHeight>([&](int t) FMOE_FLAT {
       accumulators[t] = MultiplyAdd(unit_sums[t], Set(activation_scale[t]), accumulators[t]);
     });
   }

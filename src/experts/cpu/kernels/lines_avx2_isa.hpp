@@ -13,12 +13,12 @@ constexpr bool kAsksAllByLines = true;  // panel_isa.hpp
 template <int kSize, int kCount>
 FMOE_INLINE void Interleave(Ints* x) {
   Ints y[kCount];
-  Unroll<kCount / 2>([&](auto i) FMOE_FLAT {
+  Unroll<kCount / 2>([&](int i) FMOE_FLAT {
     const Ints first = x[i], second = x[i + kCount / 2];
     y[2 * i] = kSize == 2 ? _mm256_unpacklo_epi16(first, second) : _mm256_unpacklo_epi32(first, second);
     y[2 * i + 1] = kSize == 2 ? _mm256_unpackhi_epi16(first, second) : _mm256_unpackhi_epi32(first, second);
   });
-  Unroll<kCount>([&](auto i) FMOE_FLAT { x[i] = y[i]; });
+  Unroll<kCount>([&](int i) FMOE_FLAT { x[i] = y[i]; });
 }
 
 /// Sixteen bytes of two rows. The second load takes no unit that shuffles.
@@ -32,17 +32,17 @@ FMOE_INLINE Ints LoadRowPair(const uint8_t* lower, const uint8_t* upper) {
 template <bool kSplit, typename Change>
 FMOE_INLINE void LoadFourLines(const uint8_t* const* rows, int64_t at, Change change, Ints* line) {
   if constexpr (kSplit) {
-    Unroll<8>([&](auto r) FMOE_FLAT { line[r] = change(LoadRowPair(rows[r] + at, rows[r + 8] + at)); });
+    Unroll<8>([&](int r) FMOE_FLAT { line[r] = change(LoadRowPair(rows[r] + at, rows[r + 8] + at)); });
     Unroll<3>([&](auto) FMOE_FLAT { Interleave<2, 8>(line); });
     return;
   }
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     Ints x[4];
-    Unroll<4>([&](auto r) FMOE_FLAT {
+    Unroll<4>([&](int r) FMOE_FLAT {
       x[r] = change(LoadRowPair(rows[8 * half + r] + at, rows[8 * half + r + 4] + at));
     });
     Unroll<2>([&](auto) FMOE_FLAT { Interleave<4, 4>(x); });
-    Unroll<4>([&](auto v) FMOE_FLAT { line[2 * v + half] = x[v]; });
+    Unroll<4>([&](int v) FMOE_FLAT { line[2 * v + half] = x[v]; });
   });
 }
 
@@ -52,20 +52,20 @@ FMOE_INLINE void LoadFourLines(const uint8_t* const* rows, int64_t at, Change ch
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   if constexpr (kSplit) {
-    Unroll<2>([&](auto four) FMOE_FLAT {
+    Unroll<2>([&](int four) FMOE_FLAT {
       LoadFourLines<true>(
           rows, at + 16 * four, [](Ints x) FMOE_FLAT { return x; }, line + 8 * four);
     });
     return;
   }
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     Ints x[8];
-    Unroll<8>([&](auto r) FMOE_FLAT { x[r] = LoadInts(rows[8 * half + r] + at); });
+    Unroll<8>([&](int r) FMOE_FLAT { x[r] = LoadInts(rows[8 * half + r] + at); });
     Unroll<2>([&](auto) FMOE_FLAT {
       Interleave<4, 4>(x);
       Interleave<4, 4>(x + 4);
     });
-    Unroll<4>([&](auto i) FMOE_FLAT {
+    Unroll<4>([&](int i) FMOE_FLAT {
       line[2 * i + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x20);
       line[2 * (i + 4) + half] = _mm256_permute2x128_si256(x[i], x[i + 4], 0x31);
     });
@@ -101,12 +101,12 @@ FMOE_INLINE Ints TurnFours(Ints x) {
 /// The same of eight rows in each half of a line, and the way back.
 FMOE_INLINE void TurnHalves(Ints* line) {
   const Ints lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  Unroll<2>([&](auto half)
+  Unroll<2>([&](int half)
                 FMOE_FLAT { line[half] = _mm256_permutevar8x32_epi32(TurnFours(line[half]), lanes); });
 }
 FMOE_INLINE void TurnHalvesBack(Ints* line) {
   const Ints lanes = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
-  Unroll<2>([&](auto half)
+  Unroll<2>([&](int half)
                 FMOE_FLAT { line[half] = TurnFours(_mm256_permutevar8x32_epi32(line[half], lanes)); });
 }
 
@@ -176,7 +176,7 @@ FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, Put put) {
     Ints line[8];
     LoadFourLines<false>(
         rows, at + 12 * four - kFrom, [](Ints x) FMOE_FLAT { return BytesOfSixBits<kFrom>(x); }, line);
-    Unroll<4>([&](auto v) FMOE_FLAT { put(Index<4 * four + v>{}, line + 2 * v); });
+    Unroll<4>([&](int v) FMOE_FLAT { put(4 * four + v, line + 2 * v); });
   });
 }
 

@@ -11,23 +11,23 @@ namespace {
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
   Ints x[8], y[8];
-  Unroll<8>([&](auto r) FMOE_FLAT {
+  Unroll<8>([&](int r) FMOE_FLAT {
     x[r] = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[r] + at))),
                               _mm256_loadu_si256((const __m256i*)(rows[r + 8] + at)), 1);
   });
-  Unroll<4>([&](auto i) FMOE_FLAT {
+  Unroll<4>([&](int i) FMOE_FLAT {
     y[2 * i] = _mm512_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
     y[2 * i + 1] = _mm512_unpackhi_epi32(x[2 * i], x[2 * i + 1]);
   });
-  Unroll<2>([&](auto i) FMOE_FLAT {
-    Unroll<2>([&](auto j) FMOE_FLAT {
+  Unroll<2>([&](int i) FMOE_FLAT {
+    Unroll<2>([&](int j) FMOE_FLAT {
       x[4 * i + 2 * j] = _mm512_unpacklo_epi64(y[4 * i + j], y[4 * i + j + 2]);
       x[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(y[4 * i + j], y[4 * i + j + 2]);
     });
   });
   const Ints low = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13);
   const Ints high = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-  Unroll<4>([&](auto i) FMOE_FLAT {
+  Unroll<4>([&](int i) FMOE_FLAT {
     line[i] = _mm512_permutex2var_epi64(x[i], low, x[i + 4]);
     line[i + 4] = _mm512_permutex2var_epi64(x[i], high, x[i + 4]);
   });

@@ -50,19 +50,19 @@ FMOE_INLINE Ints BytesOfSixBits(Ints x) {
 /// them. Words 0 to 7, then 4 to 11, so that nothing behind the row is read.
 template <typename Put>
 FMOE_INLINE void LoadSixBits(const uint8_t* const* rows, int64_t at, Put put) {
-  Unroll<2>([&](auto load) FMOE_FLAT {
+  Unroll<2>([&](int load) FMOE_FLAT {
     Ints line[8 * kHalves];  // [line][half of its rows]
     LoadTransposed(rows, at + 16 * load, line);
-    Unroll<2>([&](auto three) FMOE_FLAT {
+    Unroll<2>([&](int three) FMOE_FLAT {
       const Ints* words = line + (2 * load + 3 * three) * kHalves;
       Ints codes[4 * kHalves];
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         const Ints w0 = words[half], w1 = words[kHalves + half], w2 = words[2 * kHalves + half];
         const Ints packed[4] = {w0, IntOr(ShiftRight<24>(w0), ShiftLeft<8>(w1)),
                                 IntOr(ShiftRight<16>(w1), ShiftLeft<16>(w2)), ShiftRight<8>(w2)};
-        Unroll<4>([&](auto i) FMOE_FLAT { codes[i * kHalves + half] = BytesOfSixBits(packed[i]); });
+        Unroll<4>([&](int i) FMOE_FLAT { codes[i * kHalves + half] = BytesOfSixBits(packed[i]); });
       });
-      Unroll<4>([&](auto i) FMOE_FLAT { put(Index<8 * load + 4 * three + i>{}, codes + i * kHalves); });
+      Unroll<4>([&](int i) FMOE_FLAT { put(8 * load + 4 * three + i, codes + i * kHalves); });
     });
   });
 }

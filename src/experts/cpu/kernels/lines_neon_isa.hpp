@@ -20,23 +20,23 @@ FMOE_INLINE void Transpose4(int32x4_t* x) {
 /// Four words of eight rows at a time. kSplit, here and in WordsOfColumns: left to StoreLine.
 template <bool kSplit = false>
 FMOE_INLINE void LoadTransposed(const uint8_t* const* rows, int64_t at, Ints* line) {
-  Unroll<4>([&](auto i) FMOE_FLAT {
-    constexpr int kHalf = decltype(i)() / 2, kWords = decltype(i)() % 2 * 4;
+  Unroll<4>([&](int i) FMOE_FLAT {
+    const int half = i / 2, words = i % 2 * 4;
     int32x4_t low[4], high[4];
-    Unroll<4>([&](auto r) FMOE_FLAT {
-      low[r] = SignedOf(vld1q_u8(rows[8 * kHalf + r] + at + 4 * kWords));
-      high[r] = SignedOf(vld1q_u8(rows[8 * kHalf + 4 + r] + at + 4 * kWords));
+    Unroll<4>([&](int r) FMOE_FLAT {
+      low[r] = SignedOf(vld1q_u8(rows[8 * half + r] + at + 4 * words));
+      high[r] = SignedOf(vld1q_u8(rows[8 * half + 4 + r] + at + 4 * words));
     });
     Transpose4(low);
     Transpose4(high);
-    Unroll<4>([&](auto w) FMOE_FLAT { line[2 * (kWords + w) + kHalf] = {low[w], high[w]}; });
+    Unroll<4>([&](int w) FMOE_FLAT { line[2 * (words + w) + half] = {low[w], high[w]}; });
   });
 }
 
 /// kSplit: the low words of all lanes, then the high ones.
 template <bool kSplit>
 FMOE_INLINE void StoreLine(uint8_t* p, const Ints* line) {
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     if constexpr (kSplit) {
       StoreWords((uint16_t*)(p + 16 * half), line[half]);
       StoreWords((uint16_t*)(p + 32 + 16 * half), ShiftRight<16>(line[half]));
@@ -62,13 +62,13 @@ FMOE_INLINE Ints TurnFours(Ints x) {
 
 /// The same of eight rows in each half of a line, and the way back.
 FMOE_INLINE void TurnHalves(Ints* line) {
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     const Ints x = TurnFours(line[half]);
     line[half] = {vzip1q_s32(x.low, x.high), vzip2q_s32(x.low, x.high)};
   });
 }
 FMOE_INLINE void TurnHalvesBack(Ints* line) {
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     const Ints x = line[half];
     line[half] = TurnFours({vuzp1q_s32(x.low, x.high), vuzp2q_s32(x.low, x.high)});
   });

@@ -23,13 +23,13 @@ void InterleaveTokens(const int32_t* const* tokens, int64_t words, int32_t* out)
   alignas(64) int32_t lines[8 * 16];
   for (int64_t w = 0; w < words; w += 8 * kStretches, out += 8 * kStretches * kHeight) {
     const uint8_t* rows[16];
-    Unroll<16>([&](auto i)
+    Unroll<16>([&](int i)
                    FMOE_FLAT { rows[i] = (const uint8_t*)(tokens[i % kHeight] + w + 8 * (i / kHeight)); });
     Ints line[8 * kHalves];
     LoadTransposed(rows, 0, line);
-    Unroll<8>([&](auto v) FMOE_FLAT { StoreLine<false>((uint8_t*)(lines + 16 * v), line + v * kHalves); });
-    Unroll<8>([&](auto v) FMOE_FLAT {
-      Unroll<kStretches>([&](auto s) FMOE_FLAT {
+    Unroll<8>([&](int v) FMOE_FLAT { StoreLine<false>((uint8_t*)(lines + 16 * v), line + v * kHalves); });
+    Unroll<8>([&](int v) FMOE_FLAT {
+      Unroll<kStretches>([&](int s) FMOE_FLAT {
         memcpy(out + (8 * s + v) * kHeight, lines + 16 * v + s * kHeight, kHeight * sizeof(int32_t));
       });
     });
@@ -95,10 +95,10 @@ FMOE_INLINE void SplitPlanes(Ints code, Ints* planes) {
 template <int kPieces>
 FMOE_INLINE void SumCodes(const int8_t* codes, int32_t* sums) {
   int32_t fours[4 * kPieces];
-  Unroll<4 * kPieces / kLanes>([&](auto v) FMOE_FLAT {
+  Unroll<4 * kPieces / kLanes>([&](int v) FMOE_FLAT {
     StoreInts(fours + kLanes * v, SumOfQuads(SumsOfFours(LoadInts(codes + 4 * kLanes * v))));
   });
-  Unroll<kPieces>([&](auto i) FMOE_FLAT { sums[i] = fours[4 * i]; });
+  Unroll<kPieces>([&](int i) FMOE_FLAT { sums[i] = fours[4 * i]; });
 }
 
 template <TileKind kKind>
@@ -110,22 +110,22 @@ void PackIntegers(const PackArguments* a) {
   int8_t* codes = (int8_t*)a->tile.codes;
   for (int64_t unit = 0; unit < a->units; ++unit, codes += 64 * kPlanes) {
     Floats x[kUnitVectors];
-    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
+    Unroll<kUnitVectors>([&](int v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
     constexpr int kScales = kKind == kTileMx ? 2 : 1, kVectors = kUnitVectors / kScales;
     UnitScale scales[kScales];
-    Unroll<kScales>([&](auto i) FMOE_FLAT {
+    Unroll<kScales>([&](int i) FMOE_FLAT {
       const uint32_t largest = LargestBits<kVectors>(x + i * kVectors);
       scales[i] = kKind == kTileMx ? PowerScaleOf(largest) : ScaleOf(largest, kLargestCode);
       a->tile.scale[unit * kScales + i] = scales[i].scale;
     });
-    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
-      constexpr int kStep = decltype(v)() * kLanes / 16;
+    Unroll<kUnitVectors>([&](int v) FMOE_FLAT {
+      const int step = v * kLanes / 16;
       const float multiplier = scales[v / kVectors].encode_multiplier;
       const Ints code = multiplier > 0.0F ? ToIntsEven(Multiply(x[v], Set(multiplier))) : IntZero();
       Ints planes[kPlanes];
       SplitPlanes<kKind>(code, planes);
-      Unroll<kPlanes>([&](auto p) FMOE_FLAT {
-        StoreBytes(codes + (kStep * kPlanes + p) * 16 + v * kLanes % 16, planes[p]);
+      Unroll<kPlanes>([&](int p) FMOE_FLAT {
+        StoreBytes(codes + (step * kPlanes + p) * 16 + v * kLanes % 16, planes[p]);
       });
     });
   }
@@ -135,7 +135,7 @@ void PackIntegers(const PackArguments* a) {
     int32_t sums[4 * kPlanes], sums16[4], high_sums16[4];
     SumCodes<4 * kPlanes>(codes, sums);
     const bool high_apart = kKind == kTileA24 && !a->correction.sums;
-    Unroll<4>([&](auto step) FMOE_FLAT {
+    Unroll<4>([&](int step) FMOE_FLAT {
       const int32_t* of = sums + step * kPlanes;
       sums16[step] = of[kPlanes - 1];
       if constexpr (kPlanes > 1) {

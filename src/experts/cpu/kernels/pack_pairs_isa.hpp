@@ -47,7 +47,7 @@ void PackF16(const PackArguments* a) {
   uint16_t* out = (uint16_t*)a->tile.codes;
   for (int64_t unit = 0; unit < a->units; ++unit, out += 64) {
     Floats x[kUnitVectors];
-    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
+    Unroll<kUnitVectors>([&](int v) FMOE_FLAT { x[v] = Load(a->values + 64 * unit + v * kLanes); });
     float scale, multiplier = 1.0F;
     if (a->scales != nullptr) {
       scale = a->scales[unit];
@@ -61,7 +61,7 @@ void PackF16(const PackArguments* a) {
         multiplier = FloatOfBits((254 - exponent) << 23);
       }
     }
-    Unroll<kUnitVectors>([&](auto v) FMOE_FLAT {
+    Unroll<kUnitVectors>([&](int v) FMOE_FLAT {
       StoreF16(out + v * kLanes, multiplier > 0.0F ? Multiply(x[v], Set(multiplier)) : Zero());
     });
     a->tile.scale[unit] = scale;

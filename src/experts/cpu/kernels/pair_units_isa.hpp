@@ -102,7 +102,7 @@ struct Bf16Unit : PairUnit {
       pairs[0] = x;
     } else if constexpr (VectorK(kWeight) == 8) {
       const Ints table = LoadInts((kWeight < kWeightU4 ? kE2m1AsBf16 : kU4AsBf16).words);
-      Unroll<4>([&](auto p) FMOE_FLAT {
+      Unroll<4>([&](int p) FMOE_FLAT {
         pairs[p] = _mm512_permutexvar_epi16(p == 0 ? x : _mm512_srli_epi16(x, 4 * p), table);
       });
     } else {
@@ -160,7 +160,7 @@ struct F16Unit : PairUnit {
   template <WeightKernel kWeight>
   FMOE_INLINE void Decode(const uint8_t* vector, int, Ints* pairs) {
     const Ints mask = _mm512_set1_epi16((short)0xbf80);
-    Unroll<2>([&](auto half) FMOE_FLAT {
+    Unroll<2>([&](int half) FMOE_FLAT {
       const Ints wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(vector + 32 * half)));
       pairs[half] = IntAnd(_mm512_slli_epi16(wide, 7), mask);
     });

@@ -60,8 +60,8 @@ FMOE_INLINE void TransposeStep(const PanelArguments* a, int64_t at, Put put) {
     Ints line[8 * kHalves];  // [line][half of its rows]
     const Ints flip = IntSet(a->flip);
     LoadTransposed<kSplit>(a->rows, at, line);
-    Unroll<8>([&](auto v) FMOE_FLAT {
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+    Unroll<8>([&](int v) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         Ints& x = line[v * kHalves + half];
         x = IntXor(kTransform == kPanelNibbles && !kAsStored ? ShuffleNibbles(x) : x, flip);
       });
@@ -165,7 +165,7 @@ class PiecesAhead {
     if (lines_ == kBytes / 4) {
       const uint8_t* row = ahead_[row_] + offset_;
       row_ = (row_ + 1) % 16;
-      Unroll<kBytes / 4>([&](auto i) FMOE_FLAT { Prefetch(row + 64 * i); });
+      Unroll<kBytes / 4>([&](int i) FMOE_FLAT { Prefetch(row + 64 * i); });
       return;
     }
     for (int64_t i = 0; i < kBytes / 4; ++i) {
@@ -206,12 +206,12 @@ template <PanelTransform kTransform, bool kSplit>
 class NanRows {
  public:
   FMOE_FLAT NanRows() {
-    Unroll<kHalves>([&](auto half) FMOE_FLAT { found_[half] = IntZero(); });
+    Unroll<kHalves>([&](int half) FMOE_FLAT { found_[half] = IntZero(); });
   }
   /// A line holds a word of each row.
   FMOE_FLAT void Take(const Ints* line) {
     if constexpr (kAsked) {
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         const Ints magnitude = IntAnd(line[half], IntSet(0x7f7f7f7f));
         found_[half] = IntOr(found_[half], IntAdd(magnitude, IntSet(0x01010101)));
       });
@@ -258,7 +258,7 @@ FMOE_INLINE void StorePacked(const Ints (*line)[kHalves], uint8_t* out) {
     constexpr int kVector = decltype(v)() % PackedSetOf(kBits).vectors;
     const Ints(*set)[kHalves] = line + v / kSet.vectors * kSet.fours;
     Ints joined[kHalves];
-    Unroll<kHalves>([&](auto half) FMOE_FLAT { joined[half] = JoinPieces<kBits, kAt, kVector>(set, half); });
+    Unroll<kHalves>([&](int half) FMOE_FLAT { joined[half] = JoinPieces<kBits, kAt, kVector>(set, half); });
     StoreLine<false>(out + 64 * v, joined);
   });
 }
@@ -298,17 +298,17 @@ void PackPanel(const PanelArguments* a) {
         constexpr int kAtOnce = kPackedLines<kTransform>, kUnitSteps = 16 / kLines;
         const int64_t in_unit = step % kUnitSteps;
         Ints lines[kAtOnce][kHalves];
-        TransposeStep<kTransform, false>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
+        TransposeStep<kTransform, false>(a, at, [&](int v, Ints* line) FMOE_FLAT {
           ahead.template Line<kBytes>(v, line[0]);
-          Unroll<kHalves>([&](auto half) FMOE_FLAT { lines[v % kAtOnce][half] = line[half]; });
-          if constexpr (v % kAtOnce + 1 == kAtOnce) {
+          Unroll<kHalves>([&](int half) FMOE_FLAT { lines[v % kAtOnce][half] = line[half]; });
+          if (v % kAtOnce + 1 == kAtOnce) {
             StoreCodes<kTransform>(lines, (in_unit * kLines + v + 1 - kAtOnce) * 4, out);
           }
         });
         out += in_unit + 1 == kUnitSteps ? 128 * PackedBits(kTransform) : 0;
         continue;
       }
-      TransposeStep<kTransform, kSplit>(a, at, [&](auto v, Ints* line) FMOE_FLAT {
+      TransposeStep<kTransform, kSplit>(a, at, [&](int v, Ints* line) FMOE_FLAT {
         ahead.template Line<kBytes>(v, line[0]);
         nan_rows.Take(line);
         StoreLine<kSplit>(out + 64 * v, line);
@@ -335,7 +335,7 @@ void TurnCodes(const PanelArguments* a) {
   uint8_t* out = a->out;
   for (int64_t step = 0; step < steps; ++step, out += kLines * 64) {
     ahead.template Step<kBytes>(step * kBytes);
-    TransposeStep<kTransform, false, true>(a, step * kBytes, [&](auto v, Ints* line) FMOE_FLAT {
+    TransposeStep<kTransform, false, true>(a, step * kBytes, [&](int v, Ints* line) FMOE_FLAT {
       if (!kAsksInBothSteps || v % 2 == 0) {
         ahead.template Line<kBytes>(v, line[0]);
       }

@@ -15,7 +15,7 @@ namespace {
 template <SideTransform kTransform>
 FMOE_INLINE void PutLine(uint8_t* out, const uint8_t* line) {
   if constexpr (kTransform == kSideBf16ToFloat || kTransform == kSideF16ToFloat) {
-    Unroll<kHalves>([&](auto half) FMOE_FLAT {
+    Unroll<kHalves>([&](int half) FMOE_FLAT {
       const uint16_t* words = (const uint16_t*)line + half * kLanes;
       Store((float*)out + half * kLanes, kTransform == kSideBf16ToFloat ? LoadBf16(words) : LoadF16(words));
     });
@@ -76,9 +76,9 @@ void PackSides(const SidesArguments* a) {
     uint8_t* lines = in_place ? out + first * 16 * kBytes : turned;
     Ints line[8 * kHalves];
     LoadTransposed<kBytes == 2>(a->rows, first * kBytes, line);
-    Unroll<8>([&](auto v) FMOE_FLAT {
+    Unroll<8>([&](int v) FMOE_FLAT {
       Ints* x = line + v * kHalves;
-      Unroll<kHalves>([&](auto half) FMOE_FLAT {
+      Unroll<kHalves>([&](int half) FMOE_FLAT {
         x[half] = IntXor(x[half], flip);
         if constexpr (kBytes == 1) {
           x[half] = LimitBytes(x[half], a->mask, a->least);

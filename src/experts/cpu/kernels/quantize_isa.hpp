@@ -207,19 +207,19 @@ FMOE_INLINE Floats BlockScales(const TwoLevelArguments* a, Floats largest) {
 /// False where a magnitude is not finite, or where a quotient's residual could leave the normal numbers.
 FMOE_INLINE bool ScalesOfGroups(const TwoLevelArguments* a, const float* values, TwoLevelScales* scales) {
   const uint8_t* rows[16];
-  Unroll<16>([&](auto r) FMOE_FLAT { rows[r] = (const uint8_t*)(values + 16 * r); });
+  Unroll<16>([&](int r) FMOE_FLAT { rows[r] = (const uint8_t*)(values + 16 * r); });
   Ints magnitude[kHalves], worst = IntZero();
-  Unroll<kHalves>([&](auto h) FMOE_FLAT { magnitude[h] = IntZero(); });
-  Unroll<2>([&](auto i) FMOE_FLAT {
+  Unroll<kHalves>([&](int h) FMOE_FLAT { magnitude[h] = IntZero(); });
+  Unroll<2>([&](int i) FMOE_FLAT {
     Ints line[8 * kHalves];
     LoadTransposed(rows, 32 * i, line);
-    Unroll<8 * kHalves>([&](auto v) FMOE_FLAT {
-      constexpr int kHalf = v % kHalves;
-      magnitude[kHalf] = IntMaxUnsigned(magnitude[kHalf], IntAnd(line[v], IntSet(0x7fffffff)));
+    Unroll<8 * kHalves>([&](int v) FMOE_FLAT {
+      const int half = v % kHalves;
+      magnitude[half] = IntMaxUnsigned(magnitude[half], IntAnd(line[v], IntSet(0x7fffffff)));
     });
   });
   constexpr float kFarthest = 0x1p90F;
-  Unroll<kHalves>([&](auto h) FMOE_FLAT {
+  Unroll<kHalves>([&](int h) FMOE_FLAT {
     const Floats largest = FromBits(magnitude[h]);
     const Floats block = BlockScales(a, largest);
     const Floats divisor = Multiply(block, Set(a->tensor_scale));
@@ -261,7 +261,7 @@ FMOE_INLINE bool RoundTwoLevelBatch(const TwoLevelArguments* a, const float* val
   }
   for (int g = 0; g < 16; ++g) {
     const Floats divisor = Set(of.divisor[g]), inverse = Set(of.inverse[g]), block = Set(of.block[g]);
-    Unroll<16 / kLanes>([&](auto v) FMOE_FLAT {
+    Unroll<16 / kLanes>([&](int v) FMOE_FLAT {
       const int at = 16 * g + v * kLanes;
       const Floats x = Load(values + at);
       // A quotient beyond fp32 leaves no number, which counts as the largest one.

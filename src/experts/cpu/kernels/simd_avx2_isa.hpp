@@ -265,7 +265,7 @@ FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Ints (*out)[2]) {
                                             (char)187, (char)188, (char)189, (char)190, (char)191));
   const Ints x[2] = {LoadInts(p), LoadInts(p + 32)};
   Ints upper[2], lower[2];
-  Unroll<2>([&](auto pair) FMOE_FLAT {
+  Unroll<2>([&](int pair) FMOE_FLAT {
     const Ints high = _mm256_mulhi_epu16(x[pair], _mm256_set1_epi16(0x1000));
     upper[pair] = _mm256_shuffle_epi8(upper_of, AndBytesOf<0x0f0f0f0f>(high));
     lower[pair] = AndBytesOf<0xf0f0f0f0>(_mm256_slli_epi16(x[pair], 4));
@@ -276,14 +276,14 @@ FMOE_INLINE void DecodeE4m3Rows(const uint8_t* p, Ints (*out)[2]) {
     const Ints in_upper = table(_mm_setr_epi8(0x38, 0xf, 0xf, 0xf, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
     const Ints in_lower =
         table(_mm_setr_epi8(0, 0x10, (char)0xa0, (char)0xf0, 0x40, 0x70, 0x20, 0x10, 0, 0, 0, 0, 0, 0, 0, 0));
-    Unroll<2>([&](auto pair) FMOE_FLAT {
+    Unroll<2>([&](int pair) FMOE_FLAT {
       const Ints index =
           _mm256_add_epi8(_mm256_and_si256(x[pair], _mm256_set1_epi8(0x7f)), _mm256_set1_epi8(0x70));
       upper[pair] = IntXor(upper[pair], _mm256_shuffle_epi8(in_upper, index));
       lower[pair] = IntXor(lower[pair], _mm256_shuffle_epi8(in_lower, index));
     });
   }
-  Unroll<2>([&](auto pair) FMOE_FLAT {
+  Unroll<2>([&](int pair) FMOE_FLAT {
     out[pair][0] = _mm256_unpacklo_epi8(lower[pair], upper[pair]);
     out[pair][1] = _mm256_unpackhi_epi8(lower[pair], upper[pair]);
   });

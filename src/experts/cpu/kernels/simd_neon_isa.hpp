@@ -268,7 +268,7 @@ FMOE_INLINE uint16x8_t LoadPairWords(const uint8_t* p, int half, int pair) {
 }
 FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
   const uint16x8_t mask = vdupq_n_u16(0xbf80);
-  Unroll<2>([&](auto pair) FMOE_FLAT {
+  Unroll<2>([&](int pair) FMOE_FLAT {
     const int16x8_t x = vreinterpretq_s16_u16(LoadPairWords(p, half, pair));
     const int16x8_t even = vshrq_n_s16(vshlq_n_s16(x, 8), 1), odd = vshrq_n_s16(x, 1);
     out[2 * pair] = FloatsOfF16(vandq_u16(vreinterpretq_u16_s16(even), mask));
@@ -276,7 +276,7 @@ FMOE_INLINE void DecodeE4m3(const uint8_t* p, int half, Floats* out) {
   });
 }
 FMOE_INLINE void DecodeE5m2(const uint8_t* p, int half, Floats* out) {
-  Unroll<2>([&](auto pair) FMOE_FLAT {
+  Unroll<2>([&](int pair) FMOE_FLAT {
     const uint16x8_t x = LoadPairWords(p, half, pair);
     out[2 * pair] = FloatsOfF16(vshlq_n_u16(x, 8));
     out[2 * pair + 1] = FloatsOfF16(vandq_u16(x, vdupq_n_u16(0xff00)));
@@ -325,7 +325,7 @@ FMOE_INLINE Ints OddBytes(Ints x) {
 /// Sixteen codes, 128 * high + low where there are two planes, as words in the order 0 2 1 3 of each four.
 FMOE_INLINE void StoreWordPairs(void* out, const int8_t* codes, const int8_t* low) {
   const uint8x16_t order = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
-  Unroll<2>([&](auto half) FMOE_FLAT {
+  Unroll<2>([&](int half) FMOE_FLAT {
     int16x8_t x = vmovl_s8(vld1_s8(codes + 8 * half));
     if (low != 0) {
       x = vaddq_s16(vshlq_n_s16(x, 7), vmovl_s8(vld1_s8(low + 8 * half)));

@@ -49,10 +49,9 @@ struct alignas(64) SlabUnit {
   float zeros[kZeros ? kGroups : 1][kSlabVectors][kLanes];
 
   FMOE_INLINE bool HasZeros(const SlabUnit&) { return kZeros; }
-  /// Codes `first` + kIndex of vector v. `first` is a multiple of kAdded.
-  template <int kIndex>
-  FMOE_INLINE Ints Codes(const SlabUnit& unit, int first, int v) {
-    return LoadInts(unit.codes[first + kIndex][v]);
+  /// Codes `first` + index of vector v. `first` is a multiple of kAdded.
+  FMOE_INLINE Ints Codes(const SlabUnit& unit, int first, int index, int v) {
+    return LoadInts(unit.codes[first + index][v]);
   }
   FMOE_INLINE Floats Scale(const SlabUnit& unit, int group, int v) {
     return kScales ? Load(unit.scales[group][v]) : Zero();
@@ -74,8 +73,8 @@ struct SlabOf {
 
   /// `count` units of a stripe from `begin` on. A function of its own, so that formats share all that is
   /// behind it.
-  __attribute__((noinline)) static void Decode(const uint8_t* stripe, int64_t begin, int64_t count,
-                                               GroupScales type, int number, SlabPair<Type>* slabs) {
+  FMOE_KERNEL static void Decode(const uint8_t* stripe, int64_t begin, int64_t count, GroupScales type,
+                                 int number, SlabPair<Type>* slabs) {
     const typename Panel::Table table = Panel::TableOf(type);
     for (int64_t i = 0; i < count; ++i) {
       const uint8_t* block = stripe + (begin + i) / Panel::kUnits * Panel::BlockBytes(type);
@@ -90,7 +89,7 @@ struct SlabOf {
   }
 
   /// Rows of a unit of one stripe that a register holds: vector `at` of the pair.
-  FMOE_INLINE void DecodeVector(const uint8_t* unit, const Sides& sides, int half,
+  FMOE_NESTED void DecodeVector(const uint8_t* unit, const Sides& sides, int half,
                                 typename Panel::Table table, int at, Type* out) {
     const auto decode = [&](auto eight) FMOE_FLAT {
       constexpr int kPhase = Panel::PhaseOf(decltype(eight)()), kVectors = kWords ? 4 : 2;
@@ -100,8 +99,7 @@ struct SlabOf {
       } else {
         Panel::template DecodeEight<kPhase>(unit, eight, half, table, weights);
       }
-      Unroll<kVectors>([&](auto v)
-                           FMOE_FLAT { StoreInts(out->codes[eight * kVectors + v][at], weights[v]); });
+      Unroll<kVectors>([&](int v) FMOE_FLAT { StoreInts(out->codes[eight * kVectors + v][at], weights[v]); });
     };
     if constexpr (Panel::kPacked) {
       Unroll<8>(decode);
@@ -113,11 +111,11 @@ struct SlabOf {
     }
     if constexpr (Type::kScales) {
       Unroll<Type::kGroups>(
-          [&](auto g) FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
+          [&](int g) FMOE_FLAT { Store(out->scales[g][at], LoadGroupScale<kWeight>(sides, g, half)); });
     }
     if constexpr (kHasZeros) {
       Unroll<Type::kGroups>(
-          [&](auto g) FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
+          [&](int g) FMOE_FLAT { Store(out->zeros[g][at], LoadGroupZero<kWeight>(sides, g, half)); });
     }
   }
 };
@@ -131,7 +129,7 @@ using SlabWords = int32_t[kMaxHeight][kSlabRow<kKind>];
 /// `count` units of the first `tokens` of a tile, or as many as it can have. Tokens that do not exist repeat
 /// the last one.
 template <TileKind kKind>
-FMOE_INLINE void ExpandTokens(const TileView& tile, int tokens, int64_t begin, int64_t count,
+FMOE_NESTED void ExpandTokens(const TileView& tile, int tokens, int64_t begin, int64_t count,
                               SlabWords<kKind>& expanded) {
   const int last = tile.tokens - 1;
   for (int token = 0; token < kMaxHeight && token < tokens; ++token) {

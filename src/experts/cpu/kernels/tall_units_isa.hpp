@@ -62,12 +62,12 @@ struct PackedPair {
   /// Eight k of a stripe as two vectors of bytes.
   static constexpr int PhaseOf(int eight) { return Panel::PhaseOf(eight); }
   template <int kPhase>
-  FMOE_INLINE void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
+  FMOE_NESTED void Load8(const PackedPair& pair, int stripe, int eight, Ints* out) {
     Panel::template DecodeEight<kPhase>(pair.codes + stripe * pair.stride, eight, 0, pair.table, out);
   }
   /// Scales of kCount groups and both stripes, with one branch for their type.
   template <int kCount>
-  FMOE_INLINE void LoadScales(const PackedPair& pair, int group, Floats (*out)[2]) {
+  FMOE_NESTED void LoadScales(const PackedPair& pair, int group, Floats (*out)[2]) {
     const GroupScales type = pair.sides.type;
     if (Panel::kSuper) {
       LoadOfType<kCount, false>(pair, TypeOf(type), group, out);
@@ -81,7 +81,7 @@ struct PackedPair {
   }
   /// The same of zero points.
   template <int kCount>
-  FMOE_INLINE void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
+  FMOE_NESTED void LoadZeros(const PackedPair& pair, int group, Floats (*out)[2]) {
     const GroupScales type = pair.sides.type;
     if (Panel::kSuper) {
       LoadOfType<kCount, true>(pair, TypeOf(type), group, out);
@@ -95,8 +95,8 @@ struct PackedPair {
  private:
   /// out[group][stripe] of scales or zero points of a type that is known here.
   template <int kCount, bool kOfZeros>
-  FMOE_INLINE void LoadOfType(const PackedPair& pair, GroupScales type, int group, Floats (*out)[2]) {
-    Unroll<2 * kCount>([&](auto i) FMOE_FLAT {
+  FMOE_NESTED void LoadOfType(const PackedPair& pair, GroupScales type, int group, Floats (*out)[2]) {
+    Unroll<2 * kCount>([&](int i) FMOE_FLAT {
       const Sides sides = SidesOf(pair, i % 2, type);
       if constexpr (kOfZeros) {
         out[i / 2][i % 2] = LoadGroupZero<kWeight>(sides, group + i / 2, 0);
@@ -119,24 +119,23 @@ struct alignas(64) DecodedPair {
 
   static constexpr int PhaseOf(int) { return 0; }
   template <int>
-  FMOE_INLINE void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
+  FMOE_NESTED void Load8(const DecodedPair& pair, int stripe, int eight, Ints* out) {
     out[0] = LoadInts(pair.codes[eight][stripe]);
     out[1] = LoadInts(pair.codes[eight][stripe] + 64);
   }
   template <int kCount>
-  FMOE_INLINE void LoadScales(const DecodedPair& pair, int group, Floats (*out)[2]) {
-    Unroll<2 * kCount>([&](auto i)
-                           FMOE_FLAT { out[i / 2][i % 2] = Load(pair.scales[group + i / 2][i % 2]); });
+  FMOE_NESTED void LoadScales(const DecodedPair& pair, int group, Floats (*out)[2]) {
+    Unroll<2 * kCount>([&](int i) FMOE_FLAT { out[i / 2][i % 2] = Load(pair.scales[group + i / 2][i % 2]); });
   }
   template <int kCount>
-  FMOE_INLINE void LoadZeros(const DecodedPair& pair, int group, Floats (*out)[2]) {
-    Unroll<2 * kCount>([&](auto i) FMOE_FLAT { out[i / 2][i % 2] = Load(pair.zeros[group + i / 2][i % 2]); });
+  FMOE_NESTED void LoadZeros(const DecodedPair& pair, int group, Floats (*out)[2]) {
+    Unroll<2 * kCount>([&](int i) FMOE_FLAT { out[i / 2][i % 2] = Load(pair.zeros[group + i / 2][i % 2]); });
   }
 
   template <class Packed>
-  FMOE_INLINE void Decode(const Packed& packed, DecodedPair* out) {
+  FMOE_NESTED void Decode(const Packed& packed, DecodedPair* out) {
     Unroll<16>([&](auto i) FMOE_FLAT {
-      constexpr int kEight = decltype(i)() / 2, kStripe = decltype(i)() % 2;
+      constexpr int kEight = i / 2, kStripe = i % 2;
       Ints weights[2];
       Packed::template Load8<Packed::PhaseOf(kEight)>(packed, kStripe, kEight, weights);
       StoreInts(out->codes[kEight][kStripe], weights[0]);
@@ -145,12 +144,12 @@ struct alignas(64) DecodedPair {
     if constexpr (kScales) {
       Floats scales[kGroups][2];
       Packed::template LoadScales<kGroups>(packed, 0, scales);
-      Unroll<2 * kGroups>([&](auto i) FMOE_FLAT { Store(out->scales[i / 2][i % 2], scales[i / 2][i % 2]); });
+      Unroll<2 * kGroups>([&](int i) FMOE_FLAT { Store(out->scales[i / 2][i % 2], scales[i / 2][i % 2]); });
     }
     if constexpr (kZeros) {
       Floats zeros[kGroups][2];
       Packed::template LoadZeros<kGroups>(packed, 0, zeros);
-      Unroll<2 * kGroups>([&](auto i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], zeros[i / 2][i % 2]); });
+      Unroll<2 * kGroups>([&](int i) FMOE_FLAT { Store(out->zeros[i / 2][i % 2], zeros[i / 2][i % 2]); });
     }
   }
 };
@@ -163,7 +162,7 @@ struct TallTokens {
 
   FMOE_INLINE TallTokens At(const TileView& tile, int64_t units, int64_t unit, int first) {
     TallTokens at;
-    Unroll<kTokens>([&](auto t) FMOE_FLAT {
+    Unroll<kTokens>([&](int t) FMOE_FLAT {
       const int token = first + t < tile.tokens ? first + t : tile.tokens - 1;
       at.rows[t] = (const char*)tile.rows[token];
     });
@@ -196,104 +195,113 @@ constexpr bool DotsMemory(int token) {
   return kTokens > kTallTokens<kKind> && token % 2 == 0;
 }
 
+/// dots[plane][stripe][token] += eight k of weights times those of the tokens. kPhase: of `eight`
+/// (Pair::PhaseOf).
+template <class Pair, TileKind kKind, int kTokens, int kPhase>
+FMOE_NESTED void DotEight(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens, int eight,
+                          Ints (*dots)[2][kTokens]) {
+  constexpr int kPlanes = Planes(kKind);
+  Ints weights[2][2];
+  Unroll<2>([&](int s) FMOE_FLAT { Pair::template Load8<kPhase>(pair, s, eight, weights[s]); });
+  Unroll<2 * kPlanes * kTokens>([&](int i) FMOE_FLAT {
+    const int q = i / (kPlanes * kTokens), plane = i / kTokens % kPlanes, t = i % kTokens;
+    const int32_t* words = TallTokens<Pair, kKind, kTokens>::Words(tokens, t);
+    const int32_t* word = words + (eight / 2 * kPlanes + plane) * 4 + eight % 2 * 2 + q;
+    const Ints both = IntSet(*word);
+    Unroll<2>([&](int s) FMOE_FLAT {
+      Ints& sum = dots[plane][s][t];
+      if (DotsMemory<kKind, kTokens>(t)) {
+        sum = ByteDotWord(sum, weights[s][q], word);
+      } else {
+        sum = ByteDot(sum, weights[s][q], both);
+      }
+    });
+  });
+}
+
+/// Groups [first, first + kCount) of a unit end: dots[group][plane][stripe][token] become part of its sums,
+/// or of those of the tokens.
+template <class Pair, TileKind kKind, int kTokens, int kCount>
+FMOE_NESTED void EndGroups(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens, int first,
+                           const Ints (*dots)[Planes(kKind)][2][kTokens], Floats (*unit_sums)[kTokens],
+                           Floats (*sums)[kTokens]) {
+  using Tokens = TallTokens<Pair, kKind, kTokens>;
+  using End = GroupEnd<kKind, Pair::kGroups, Pair::kScales, Pair::kMinima>;
+  constexpr int kPlanes = Planes(kKind), kSums = kCount * 2 * kTokens;
+  Floats sum[kCount][2][kTokens];
+  Unroll<kSums>([&](int i) FMOE_FLAT {
+    const int g = i / (2 * kTokens), s = i / kTokens % 2, t = i % kTokens;
+    Ints whole = dots[g][kPlanes - 1][s][t];
+    if constexpr (kPlanes == 2) {
+      whole = IntAdd(ShiftLeft<7>(dots[g][0][s][t]), whole);
+    }
+    sum[g][s][t] = ToFloats(whole);
+  });
+  Floats zeros[kCount][2];
+  if constexpr (Pair::kZeros) {
+    Pair::template LoadZeros<kCount>(pair, first, zeros);
+  }
+  if constexpr (Pair::kZeros && !Pair::kMinima) {
+    Unroll<kSums>([&](int i) FMOE_FLAT {
+      const int g = i / (2 * kTokens), s = i / kTokens % 2, t = i % kTokens;
+      sum[g][s][t] = End::LessZero(sum[g][s][t], zeros[g][s], Tokens::Correction(tokens, t) + first + g);
+    });
+  }
+  Floats scales[kCount][2];
+  Pair::template LoadScales<kCount>(pair, first, scales);
+  Unroll<kSums>([&](int i) FMOE_FLAT {
+    const int g = i / (2 * kTokens), s = i / kTokens % 2, t = i % kTokens;
+    const int group = first + g;
+    End::Add(sum[g][s][t], scales[g][s], Pair::kMinima, zeros[g][s], Tokens::Correction(tokens, t) + group,
+             Tokens::Scale(tokens, t) + (HasGroupScales(kKind) ? group : 0), group == 0, unit_sums[s][t],
+             sums[s][t]);
+  });
+}
+
 /// One unit of 64 k: sums[stripe][token] += weights times tokens.
 ///
 /// Where tokens are few, two groups of k, or two halves of one, have integers of their own, so that sixteen
 /// chains of additions overlap: an instruction takes four cycles and two begin in each (INT4 per channel with
 /// eight chains: 82 % of the peak, with sixteen 88).
 template <class Pair, TileKind kKind, int kTokens>
-FMOE_INLINE void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens,
+FMOE_NESTED void TallUnit(const Pair& pair, const TallTokens<Pair, kKind, kTokens>& tokens,
                           Floats (*sums)[kTokens]) {
   using Tokens = TallTokens<Pair, kKind, kTokens>;
   constexpr int kPlanes = Planes(kKind), kGroups = Pair::kGroups;
   constexpr int kAtOnce = kTokens > kTallTokens<kKind> ? 1 : 2;
   constexpr int kChains = kGroups == 1 ? kAtOnce : kGroups;  // pieces of k with integers of their own
   constexpr int kEights = 8 / kChains;
-  using End = GroupEnd<kKind, kGroups, Pair::kScales, Pair::kMinima>;
   Floats unit_sums[2][kTokens];
-  const auto add_groups = [&](auto first, auto count, Ints(*dots)[kPlanes][2][kTokens]) FMOE_FLAT {
-    constexpr int kFirst = decltype(first)(), kCount = decltype(count)();
-    Floats sum[kCount][2][kTokens];
-    Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
-                    t = decltype(i)() % kTokens;
-      Ints whole = dots[g][kPlanes - 1][s][t];
-      if constexpr (kPlanes == 2) {
-        whole = IntAdd(ShiftLeft<7>(dots[g][0][s][t]), whole);
-      }
-      sum[g][s][t] = ToFloats(whole);
-    });
-    Floats zeros[kCount][2];
-    if constexpr (Pair::kZeros) {
-      Pair::template LoadZeros<kCount>(pair, kFirst, zeros);
-    }
-    if constexpr (Pair::kZeros && !Pair::kMinima) {
-      Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
-        constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
-                      t = decltype(i)() % kTokens;
-        const int32_t* codes = Tokens::Correction(tokens, t) + kFirst + g;
-        sum[g][s][t] = End::LessZero(sum[g][s][t], zeros[g][s], codes);
-      });
-    }
-    Floats scales[kCount][2];
-    Pair::template LoadScales<kCount>(pair, kFirst, scales);
-    Unroll<kCount * 2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int g = decltype(i)() / (2 * kTokens), s = decltype(i)() / kTokens % 2,
-                    t = decltype(i)() % kTokens;
-      constexpr int kGroup = kFirst + g;
-      End::Add(sum[g][s][t], scales[g][s], Pair::kMinima, zeros[g][s], Tokens::Correction(tokens, t) + kGroup,
-               Tokens::Scale(tokens, t) + (HasGroupScales(kKind) ? kGroup : 0), kGroup == 0, unit_sums[s][t],
-               sums[s][t]);
-    });
-  };
   Unroll<kChains / kAtOnce>([&](auto part) FMOE_FLAT {
     Ints dots[kAtOnce][kPlanes][2][kTokens];
-    Unroll<kAtOnce * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kChain = decltype(i)() / (kPlanes * kTokens), kPlane = decltype(i)() / kTokens % kPlanes;
-      constexpr int kToken = decltype(i)() % kTokens, kAt = decltype(part)() * kAtOnce + kChain;
+    Unroll<kAtOnce * kPlanes * kTokens>([&](int i) FMOE_FLAT {
+      const int chain = i / (kPlanes * kTokens), plane = i / kTokens % kPlanes, t = i % kTokens;
+      const int at = part * kAtOnce + chain;
       Ints start = IntZero();
-      if constexpr (kPlane + 1 == kPlanes && kAt < kGroups && !Pair::kZeros) {
-        start = IntSet(Tokens::Correction(tokens, kToken)[kAt]);
+      if (plane + 1 == kPlanes && at < kGroups && !Pair::kZeros) {
+        start = IntSet(Tokens::Correction(tokens, t)[at]);
       }
-      dots[kChain][kPlane][0][kToken] = dots[kChain][kPlane][1][kToken] = start;
+      dots[chain][plane][0][t] = dots[chain][plane][1][t] = start;
     });
     Unroll<kAtOnce * kEights>([&](auto i) FMOE_FLAT {
-      constexpr int kChain = decltype(i)() % kAtOnce;
-      constexpr int kEight = (decltype(part)() * kAtOnce + kChain) * kEights + decltype(i)() / kAtOnce;
-      Ints weights[2][2];
-      Unroll<2>([&](auto s)
-                    FMOE_FLAT { Pair::template Load8<Pair::PhaseOf(kEight)>(pair, s, kEight, weights[s]); });
-      Unroll<2 * kPlanes * kTokens>([&](auto j) FMOE_FLAT {
-        constexpr int q = decltype(j)() / (kPlanes * kTokens), kPlane = decltype(j)() / kTokens % kPlanes;
-        constexpr int kToken = decltype(j)() % kTokens;
-        constexpr int kWord = (kEight / 2 * kPlanes + kPlane) * 4 + kEight % 2 * 2 + q;
-        const int32_t* word = Tokens::Words(tokens, kToken) + kWord;
-        const Ints both = IntSet(*word);
-        Unroll<2>([&](auto s) FMOE_FLAT {
-          Ints& sum = dots[kChain][kPlane][s][kToken];
-          if constexpr (DotsMemory<kKind, kTokens>(kToken)) {
-            sum = ByteDotWord(sum, weights[s][q], word);
-          } else {
-            sum = ByteDot(sum, weights[s][q], both);
-          }
-        });
-      });
+      constexpr int kChain = i % kAtOnce, kEight = (part * kAtOnce + kChain) * kEights + i / kAtOnce;
+      DotEight<Pair, kKind, kTokens, Pair::PhaseOf(kEight)>(pair, tokens, kEight, dots[kChain]);
     });
     if constexpr (kGroups == 1 && kAtOnce == 2) {
-      Unroll<2 * kPlanes * kTokens>([&](auto i) FMOE_FLAT {
+      Unroll<2 * kPlanes * kTokens>([&](int i) FMOE_FLAT {
         Ints* first = &dots[0][0][0][0];
         first[i] = IntAdd(first[i], (&dots[1][0][0][0])[i]);
       });
-      add_groups(Index<0>(), Index<1>(), dots);
+      EndGroups<Pair, kKind, kTokens, 1>(pair, tokens, 0, dots, unit_sums, sums);
     } else {
-      add_groups(Index<decltype(part)() * kAtOnce>(), Index<kAtOnce>(), dots);
+      EndGroups<Pair, kKind, kTokens, kAtOnce>(pair, tokens, part * kAtOnce, dots, unit_sums, sums);
     }
   });
-  if constexpr (End::kUnitSums) {
-    Unroll<2 * kTokens>([&](auto i) FMOE_FLAT {
-      constexpr int kToken = decltype(i)() / 2, kStripe = decltype(i)() % 2;
-      Floats& sum = sums[kStripe][kToken];
-      sum = MultiplyAdd(unit_sums[kStripe][kToken], Set(*Tokens::Scale(tokens, kToken)), sum);
+  if constexpr (GroupEnd<kKind, kGroups, Pair::kScales, Pair::kMinima>::kUnitSums) {
+    Unroll<2 * kTokens>([&](int i) FMOE_FLAT {
+      const int token = i / 2, stripe = i % 2;
+      Floats& sum = sums[stripe][token];
+      sum = MultiplyAdd(unit_sums[stripe][token], Set(*Tokens::Scale(tokens, token)), sum);
     });
   }
 }

@@ -15,7 +15,7 @@ constexpr int kUnitVectors = 64 / kLanes;
 template <int kVectors = kUnitVectors>
 FMOE_INLINE uint32_t LargestBits(const Floats* x) {
   Ints largest = IntZero();
-  Unroll<kVectors>([&](auto v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
+  Unroll<kVectors>([&](int v) FMOE_FLAT { largest = IntMaxUnsigned(largest, Bits(Absolute(x[v]))); });
   return MaxUnsignedOf(largest);
 }
 

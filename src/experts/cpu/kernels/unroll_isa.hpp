@@ -11,10 +11,10 @@
 /// the other, each of them is copied and optimized once for every level above it, which was two thirds of the
 /// time that GCC 12 took. What they share goes by reference: closures between them would stay in memory.
 #ifdef __clang__  // flattens one level
-#define FMOE_KERNEL
+#define FMOE_KERNEL __attribute__((noinline))
 #define FMOE_NESTED FMOE_INLINE
 #else
-#define FMOE_KERNEL __attribute__((flatten, noclone))
+#define FMOE_KERNEL __attribute__((flatten, noclone, noinline))
 #define FMOE_NESTED static inline __attribute__((noclone))
 #endif
 #endif
@@ -37,8 +37,11 @@ struct Times<0, kIndices...> {
   }
 };
 
-/// Unroll<kCount>(body): body(Index<0>{}), ..., body(Index<kCount - 1>{}). One call deep: with a function
-/// that makes the indices and one that takes them, a fifth of the time to compile went into copying bodies.
+/// Unroll<kCount>(body): body(Index<0>{}), ..., body(Index<kCount - 1>{}). A body that takes an `int` is one
+/// function, whose copies see their index as a constant when they are inlined; one that takes `auto`, because
+/// it needs it where only constants may stand, is kCount functions, each with its own of all that is inside:
+/// with `auto` everywhere GCC 12 took twice as long. One call deep: with a function that makes the indices
+/// and one that takes them, a fifth of the time to compile went into copying bodies.
 template <int kCount>
 constexpr Times<kCount> Unroll = {};
 

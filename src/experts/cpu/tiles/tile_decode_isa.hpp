@@ -173,7 +173,7 @@ struct TileDecoder {
     if constexpr (kBytes && Panel::kU4) {
       BytesOfU4<kUnit>(d, codes, scales, tiles);
     } else if constexpr (kBytes) {
-      Unroll<2>([&](auto i) FMOE_FLAT {
+      Unroll<2>([&](int i) FMOE_FLAT {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
         PutRow(tiles, kUnit * 2 + i, SubtractBytes(x, SetWords(0x8080)));
       });
@@ -185,7 +185,7 @@ struct TileDecoder {
       PutRow(tiles, kUnit * 4 + 2, NibblesToBf16(d, ShiftRight<4>(x)));
       PutRow(tiles, kUnit * 4 + 3, NibblesToBf16(d, ShiftRight<12>(x)));
     } else if constexpr (Panel::kU8) {
-      Unroll<2>([&](auto i) FMOE_FLAT {
+      Unroll<2>([&](int i) FMOE_FLAT {
         const Words x = LoadWords(codes + kUnit * 128 + i * 64);
         PutRow(tiles, kUnit * 4 + 2 * i, U8ToBf16(And(x, SetWords(0x00ff))));
         PutRow(tiles, kUnit * 4 + 2 * i + 1, U8ToBf16(ShiftRight<8>(x)));
@@ -199,7 +199,7 @@ struct TileDecoder {
       });
     } else {
       LoadE4m3Scales<kUnit>(d, scales);
-      Unroll<2>([&](auto i) FMOE_FLAT {
+      Unroll<2>([&](int i) FMOE_FLAT {
         const Words x = LookUp(d.table, LoadWords(codes + kUnit * 128 + i * 64));
         PutRow(tiles, kUnit * 4 + 2 * i, E4m3ToBf16(d, ShiftLeft<8>(x)));
         PutRow(tiles, kUnit * 4 + 2 * i + 1, E4m3ToBf16(d, x));

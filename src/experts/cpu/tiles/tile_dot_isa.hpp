@@ -184,27 +184,24 @@ struct TileEngine {
     bool changes = pass.changes;
     if constexpr (kParts > 0) {
       constexpr int kStepsPerFeed = 16 / kParts;
-      const auto feed_unit = [&](auto first) FMOE_FLAT {
-        Unroll<kStepsPerFeed>([&](auto i) FMOE_FLAT {
-          constexpr int kIndex = decltype(i){}, kSpreadStep = kIndex % Spread::kSteps;
-          constexpr bool kFirst = decltype(first){} != 0 && kIndex == 0;
-          using Work = Places<kTokenTiles, kIndex * kParts, kParts, kFirst, kSpreadStep>;
-          Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread,
-                                                         left);
-          if constexpr (Spread::kTokens == 0) {
-            Beside(*this);
-          }
-        });
-        Feeder::EndUnit(feeder, f);
-        step += kStepsPerFeed;
+      const auto feed_step = [&](auto index, auto first) FMOE_FLAT {
+        constexpr bool kFirst = first != 0;
+        using Work = Places<kTokenTiles, index * kParts, kParts, kFirst, index % Spread::kSteps>;
+        Unit::template Step<kTokenTiles, kFirst, Work>(tiles, Steps::Take(steps), change, f, d, spread, left);
+        if constexpr (Spread::kTokens == 0) {
+          Beside(*this);
+        }
       };
-      const auto feeds = [&]() FMOE_FLAT { return step + kStepsPerFeed <= pass.steps && f.due > 0; };
-      if (changes && feeds()) {
-        feed_unit(Index<1>{});
-        changes = false;
-      }
-      while (feeds()) {
-        feed_unit(Index<0>{});
+      for (; step + kStepsPerFeed <= pass.steps && f.due > 0; step += kStepsPerFeed) {
+        // Only this step is there twice: whole units of both kinds were half as much code again.
+        if (changes) {
+          feed_step(Index<0>{}, Index<1>{});
+          changes = false;
+        } else {
+          feed_step(Index<0>{}, Index<0>{});
+        }
+        Unroll<kStepsPerFeed - 1>([&](auto i) FMOE_FLAT { feed_step(Index<i + 1>{}, Index<0>{}); });
+        Feeder::EndUnit(feeder, f);
       }
     }
     const auto few_steps = [&](auto first) FMOE_FLAT {

@@ -119,7 +119,7 @@ struct TileFeeder {
     constexpr int64_t kFirstLine = (kBytesAhead * kSlice / 8 + 63) / 64;
     constexpr int64_t kEndLine = (kBytesAhead * (kSlice + 1) / 8 + 63) / 64;
     Unroll<(int)(kEndLine - kFirstLine)>(
-        [&](auto line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
+        [&](int line) FMOE_FLAT { PrefetchToL2(f.ahead[kStripe] + (kFirstLine + line) * 64); });
     if constexpr (!Shape::kDirect) {
       const uint8_t* codes = f.codes[kStripe];
       const uint8_t* scales = Shape::kScalesApart ? f.scales[kStripe] : codes + Panel::kUnitBytes;

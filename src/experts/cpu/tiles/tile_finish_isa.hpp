@@ -169,7 +169,7 @@ struct ExpOfNegative {
   /// kCount of kExp2Degree.
   template <int kFirst, int kCount>
   FMOE_INLINE void Terms(ExpOfNegative& e) {
-    Unroll<kCount>([&](auto i)
+    Unroll<kCount>([&](int i)
                        FMOE_FLAT { e.p = MultiplyAddReals(e.p, e.f, SetReals(kExp2[kFirst + 1 + i])); });
   }
   FMOE_INLINE Reals AndOne(const ExpOfNegative& e) { return AddReals(ScaleReals(e.p, e.n), SetReals(1.0F)); }
@@ -213,7 +213,7 @@ FMOE_INLINE void Tick(TileSilu* a, int64_t first_token, int64_t tokens, const St
 template <typename Use>
 FMOE_INLINE void ForTokens(int64_t tokens, const Use& use) {
   if (tokens == kTickTokens) {
-    Unroll<kTickTokens>([&](auto i) FMOE_FLAT { use((int64_t)i); });
+    Unroll<kTickTokens>([&](int i) FMOE_FLAT { use((int64_t)i); });
   } else {
     for (int64_t i = 0; i < tokens; ++i) {
       use(i);

@@ -233,10 +233,10 @@ struct GroupPasses {
         constexpr int kAt = kThis - kFirstRowPlace, kRowPlaces = kEndRowPlace - kFirstRowPlace;
         constexpr int kRow = kAt * RowScaler::kRows / kRowPlaces;
         constexpr int kEnd = (kAt + 1) * RowScaler::kRows / kRowPlaces;
-        Unroll<kEnd - kRow>([&](auto i) FMOE_FLAT {
+        Unroll<kEnd - kRow>([&](int i) FMOE_FLAT {
           // Most tiles have twelve rows or more; those beyond the last are not used.
-          constexpr int kOfTile = (kRow + decltype(i){}) % 16;
-          if (kOfTile < 12 || kOfTile < tile_tokens) {
+          const int of_tile = (kRow + i) % 16;
+          if (of_tile < 12 || of_tile < tile_tokens) {
             RowScaler::Scale(rows, kRow + i);
           }
         });

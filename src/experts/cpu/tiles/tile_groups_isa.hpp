@@ -40,7 +40,7 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
   const int64_t tile = chunk / 2, row = chunk % 2 * kChunkTokens;
   const int64_t at = tile * 512 + row * 16, token = tile * p.tile_tokens + row;
   Reals scale[kGroups][2], zero[kGroups][2];
-  Unroll<2 * kGroups>([&](auto i) FMOE_FLAT {
+  Unroll<2 * kGroups>([&](int i) FMOE_FLAT {
     const uint8_t* scales = p.scales[i / 2][i % 2];
     if constexpr (Panel::kGrouped) {
       LoadScaleAndZero(scales, p.type, Panel::kU4 ? 8.0F : 128.0F, &scale[i / 2][i % 2], &zero[i / 2][i % 2]);
@@ -54,7 +54,7 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
   // and a tile takes 16 of them.
   Reals token_scale[kGroups], token_sum[kGroups];
   const float* sums[kGroups];
-  Unroll<kGroups>([&](auto group) FMOE_FLAT {
+  Unroll<kGroups>([&](int group) FMOE_FLAT {
     sums[group] = p.sums[group] + at;
     if constexpr (kTokenScale) {
       token_scale[group] = LoadEightReals(p.token_scale[group] + token);
@@ -66,7 +66,7 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
   float* const results = p.results + at;
   Unroll<kChunkTokens / 4>([&](auto four) FMOE_FLAT {
     Reals four_scales[kGroups], four_sums[kGroups];
-    Unroll<kGroups>([&](auto group) FMOE_FLAT {
+    Unroll<kGroups>([&](int group) FMOE_FLAT {
       if constexpr (kTokenScale) {
         four_scales[group] = Quarter<decltype(four){}>(token_scale[group]);
       }
@@ -82,7 +82,7 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
         total[0] = LoadReals(results + here);
         total[1] = LoadReals(results + here + 256);
       }
-      Unroll<kGroups>([&](auto group) FMOE_FLAT {
+      Unroll<kGroups>([&](int group) FMOE_FLAT {
         Reals own_scale, own_sum;
         if constexpr (kTokenScale) {
           own_scale = LaneOfQuarter<kToken>(four_scales[group]);
@@ -90,7 +90,7 @@ FMOE_INLINE void ScaleChunk(const GroupPair& p, int chunk) {
         if constexpr (kZeros) {
           own_sum = LaneOfQuarter<kToken>(four_sums[group]);
         }
-        Unroll<2>([&](auto stripe) FMOE_FLAT {
+        Unroll<2>([&](int stripe) FMOE_FLAT {
           const float* const from = sums[group] + here + stripe * 256;
           Reals x = kIntegers ? LoadIntegers(from) : LoadReals(from), factor = scale[group][stripe];
           if constexpr (kZeros) {

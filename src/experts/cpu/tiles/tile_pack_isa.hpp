@@ -39,7 +39,7 @@ void PackRoundedRow(const TilePack* p, const float* divisors, int64_t group) {
     const Reals divisor = SetReals(*divisors), limit = SetReals(*divisors * 448.0F);
     const Reals inverse = DivideReals(SetReals(1.0F), divisor);
     for (int64_t i = first; i < end; i += 32, out += p->step_bytes) {
-      Unroll<2>([&](auto half) FMOE_FLAT {
+      Unroll<2>([&](int half) FMOE_FLAT {
         const Reals x = LoadReals(p->values + i + half * 16);
         const Reals code = OnSmallGrid<3, -6>(DivideBy(MinReals(Magnitude(x), limit), divisor, inverse));
         StoreBf16<kPermuted>(out + half * 32, WithSign(MultiplyReals(code, factor), x), none, 1.0F);
