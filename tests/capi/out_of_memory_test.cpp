@@ -43,14 +43,8 @@ fmoe_code RunCheckpoint(const char* directory, const fmoe_executor& executor, co
   return code;
 }
 
-/// Every allocation of the beginning, then every seventh: there are thousands, alike for each expert. Under
-/// ASan, where they take ten times as long, every 29th.
-constexpr int64_t kTriedInARow = 64;
-#ifdef __SANITIZE_ADDRESS__
-constexpr int64_t kStep = 29;
-#else
-constexpr int64_t kStep = 7;
-#endif
+/// Every allocation of the beginning, then every seventh: there are thousands, alike for each expert.
+constexpr int64_t kTriedInARow = 64, kStep = 7;
 
 /// What the last failure of a thread keeps: its status, four texts in it, and the line of them all.
 constexpr int64_t kAllocationsOfAnError = 6;
