@@ -195,9 +195,9 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
   const double tokens_per_second = static_cast<double>(num_tokens) / seconds;
   answer.document["seconds"] = seconds;
   answer.document["tokens_per_second"] = tokens_per_second;
-  const std::string speed =
-      fmt::format("{} in {:.3f} ms on {}, {:.1f} tokens/s", CountText(num_tokens, "token"), seconds * 1e3,
-                  CountText(executor.num_threads, "thread"), tokens_per_second);
+  const std::string speed = fmt::format(
+      "{} in {:.3f} ms on {}, {:.1f} tokens/s", CountText(num_tokens, "token"), seconds * 1e3,
+      layer.on_device() ? "a card" : CountText(executor.num_threads, "thread"), tokens_per_second);
   if (ranks.size() > 1) {  // rank 0 does not know what the others read
     AddRanks(ranks, forward.eplb, answer);
     answer.text += fmt::format("{} on each of {} ranks\n", speed, ranks.size());
@@ -209,7 +209,8 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
   answer.document["weight_read_gbps"] = read_gbps;
   answer.text +=
       fmt::format("{}; {} of weights read at {:.1f} GB/s", speed, BytesText(bytes_read), read_gbps);
-  if (forward.seconds.size() > 1) {  // somebody measures
+  // Somebody measures. What a card reads is for bench to say.
+  if (forward.seconds.size() > 1 && !layer.on_device()) {
     const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
     answer.document["machine_read_gbps"] = machine_gbps;
     if (machine_gbps > 0) {

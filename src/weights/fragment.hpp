@@ -49,6 +49,7 @@ enum class FragmentScale : uint8_t {
   kE8M0,      ///< [k / 32][r][2] bytes; exponents relative to the largest of the matrix
   kHalf,      ///< [r][2] 16-bit scales (BF16 or F16: FragmentSpec.half_scale) a group
   kF32Zero,   ///< [group][r][2] words: fp32 rounded to 15 mantissa bits, zero point in the low 8 bits
+  kOffset,    ///< [group][r][2] words: BF16 scale, above it BF16 offset: fragment_offsets.hpp
   kF32Halves  ///< [2] fp32 a unit (rows 0-7 and 8-15 of its blocks), padded to 16 bytes, apart from codes
 };
 
@@ -58,7 +59,7 @@ inline constexpr int kIntegerExponent = -32;
 inline constexpr float kIntegerFactor = 0x1p-32F;
 
 /// kInt4: 0 to 15, the weight plus 8 or its zero point. kInt8: two's complement, the weight plus zero point
-/// minus 128.
+/// minus 128. Under kOffset they stand nearer to the middle of that range.
 enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
 
 /// Every format, once: enumerator, name, code, bits, scale, k of a group (0: none).
@@ -70,12 +71,16 @@ enum class FragmentCode : uint8_t { kE2M1, kInt4, kE4M3, kInt8, kBF16, kF16 };
   X(kInt4Zero128, "int4_g128_zero", kInt4, 4, kF32Zero, 128) \
   X(kInt4Zero64, "int4_g64_zero", kInt4, 4, kF32Zero, 64)    \
   X(kInt4Zero32, "int4_g32_zero", kInt4, 4, kF32Zero, 32)    \
+  X(kInt4Offset32, "int4_g32_offset", kInt4, 4, kOffset, 32) \
+  X(kInt4Offset16, "int4_g16_offset", kInt4, 4, kOffset, 16) \
   X(kFp8, "fp8", kE4M3, 8, kNone, 0)                         \
   X(kFp8Block, "fp8_block128", kE4M3, 8, kF32Halves, 128)    \
   X(kMxfp8, "mxfp8", kE4M3, 8, kE8M0, 32)                    \
   X(kInt8, "int8", kInt8, 8, kNone, 0)                       \
   X(kInt8Zero128, "int8_g128_zero", kInt8, 8, kF32Zero, 128) \
   X(kInt8Zero32, "int8_g32_zero", kInt8, 8, kF32Zero, 32)    \
+  X(kInt8Offset32, "int8_g32_offset", kInt8, 8, kOffset, 32) \
+  X(kInt8Offset16, "int8_g16_offset", kInt8, 8, kOffset, 16) \
   X(kBf16, "bf16", kBF16, 16, kNone, 0)                      \
   X(kF16, "f16", kF16, 16, kNone, 0)
 
@@ -114,6 +119,7 @@ struct FragmentTraits {
       case FragmentScale::kHalf:
         return groups * kFragmentRows * 2;
       case FragmentScale::kF32Zero:
+      case FragmentScale::kOffset:
         return groups * kFragmentRows * 4;
       case FragmentScale::kF32Halves:
         return 16;

@@ -92,6 +92,7 @@ FMOE_HOST_DEVICE constexpr int ScaleOffset(FragmentScale scale, int row, int gro
     case FragmentScale::kHalf:
       return r * 4 + half * 2;
     case FragmentScale::kF32Zero:
+    case FragmentScale::kOffset:
       return (group * 8 + r) * 8 + half * 4;
     case FragmentScale::kF32Halves:
       return half * 4;

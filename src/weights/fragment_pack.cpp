@@ -31,12 +31,28 @@ constexpr uint8_t E4m3OfE5m3(uint32_t code) {
                       : static_cast<uint8_t>((8 | mantissa) >> (1 - exponent));
 }
 
+// Where zero points are any numbers, or groups too short for scales beside the codes of a lane.
+std::optional<FragmentFormat> FormatOfOffsets(const WeightFormat& format) {
+  const bool four = DTypeBits(format.element) == 4;
+  const int64_t group = format.block.col;
+  if (format.block.row != 1 || group <= 0 || group % 16 != 0) {
+    return std::nullopt;
+  }
+  if (group % 32 == 0) {
+    return four ? FragmentFormat::kInt4Offset32 : FragmentFormat::kInt8Offset32;
+  }
+  return four ? FragmentFormat::kInt4Offset16 : FragmentFormat::kInt8Offset16;
+}
+
 // `plain`: no scales but those of rows and of the tensor, and no zero points.
 std::optional<FragmentFormat> FormatOfIntegers(const WeightFormat& format, bool plain, bool zero_points) {
   const bool four = DTypeBits(format.element) == 4;
   const int64_t group = format.block.col;
   if (plain) {
     return four ? FragmentFormat::kInt4 : FragmentFormat::kInt8;
+  }
+  if (zero_points && format.zero_point_dtype != DType::kU8) {
+    return FormatOfOffsets(format);
   }
   if (group <= 0 || group % 128 == 0) {
     const bool half =
@@ -51,7 +67,7 @@ std::optional<FragmentFormat> FormatOfIntegers(const WeightFormat& format, bool 
   if (group % 32 == 0) {
     return four ? FragmentFormat::kInt4Zero32 : FragmentFormat::kInt8Zero32;
   }
-  return std::nullopt;
+  return FormatOfOffsets(format);
 }
 
 std::optional<FragmentFormat> FormatOfFloats(const WeightFormat& format, bool plain) {
@@ -99,10 +115,6 @@ std::string FragmentSpec::ToString() const {
 }
 
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points) {
-  if (has_zero_points && format.zero_point_dtype != DType::kU8) {
-    return Status::Unsupported(fmt::format("no fragment layout holds zero points of {}; U8 is required",
-                                           DTypeName(format.zero_point_dtype)));
-  }
   const bool row_blocks = BlocksAreRows(format) && !has_zero_points;
   const bool plain = !format.has_block_scale() || row_blocks;
   const bool integers = IsIntegerCode(format.element);
@@ -299,6 +311,9 @@ Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& pack
   if (spec.products) {
     return Status::Unsupported("fragments hold products of codes and scales; neither can be had back");
   }
+  if (traits.scale == FragmentScale::kOffset) {
+    return Status::Unsupported("fragments hold offsets; which zero points they were made of is not known");
+  }
   for (const CanonicalMatrix* matrix : {&expert.up, &expert.down}) {
     if (matrix->codes.empty()) {
       return Status::Usage("unpacking needs matrices whose codes are allocated");
@@ -367,6 +382,8 @@ float FragmentValue(const FragmentSpec& spec, const uint8_t* block, const uint8_
       return value * DecodeCode(spec.half_scale, scale);
     case FragmentScale::kF32Zero:
       return value * std::bit_cast<float>(scale & ~0xffU);
+    case FragmentScale::kOffset:
+      return value * DecodeCode(DType::kBF16, scale & 0xffffU) + DecodeCode(DType::kBF16, scale >> 16);
     case FragmentScale::kF32Halves:
       return value * std::bit_cast<float>(scale);
   }

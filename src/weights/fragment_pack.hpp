@@ -23,7 +23,8 @@ struct FragmentSpec {
 };
 
 /// The spec that holds such weights without loss, or why there is none. `has_zero_points`: stored ones.
-/// Integer scales are held to 15 mantissa bits where a zero point stands beside them (16-bit scales exactly).
+/// Integer scales are held to 15 mantissa bits where a zero point stands beside them (16-bit scales exactly),
+/// to 8 where an offset does (fragment_offsets.hpp).
 Result<FragmentSpec> ChooseFragmentSpec(const WeightFormat& format, bool has_zero_points);
 
 /// Why this matrix cannot be packed by the spec: a slice that starts inside a group.
@@ -60,7 +61,7 @@ Status PackFragmentExpert(const CanonicalExpert& expert, const FragmentSpec& spe
 
 /// The inverse: codes and block scales (and zero points) of one expert back into matrices whose tensors are
 /// allocated and whose shapes are set, in the order of the layout. Codes of NVFP4 blocks with scale zero come
-/// back as zero. kUnsupported of products, which do not say what their factors were.
+/// back as zero. kUnsupported of products, which do not say what their factors were, and of offsets.
 Status UnpackFragmentExpert(const FragmentSpec& spec, const FragmentOutput& packed, CanonicalExpert& expert);
 
 /// What the kernels decode from a row block and the scales of its first unit (FragmentPlaces): the weight of

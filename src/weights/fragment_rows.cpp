@@ -8,6 +8,7 @@
 #include "core/checked_math.hpp"
 #include "numerics/rows.hpp"
 #include "weights/block_products.hpp"
+#include "weights/fragment_offsets.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -156,6 +157,18 @@ void FragmentRows::Codes(int64_t row, int64_t code_bytes, uint8_t* out) const {
   std::memset(out + filled, empty, static_cast<size_t>(code_bytes - filled));
 }
 
+/// The word of a group, whose codes it moves.
+uint32_t FragmentRows::Offset(int64_t scale_row, int64_t scale_col, int64_t count, uint8_t* codes) const {
+  const bool floats = !matrix_->zero_point.empty() && matrix_->zero_point.dtype() == DType::kF32;
+  float zero = 0;
+  if (floats) {
+    std::memcpy(&zero, RowAt(matrix_->zero_point, scale_row) + scale_col * 4, 4);
+  } else {
+    zero = static_cast<float>(Zero(scale_row, scale_col));
+  }
+  return MoveToMiddle(traits_.code, BlockScale(*matrix_, scale_row, scale_col), zero, count, codes);
+}
+
 /// In the form in which they are stored. Codes of NVFP4 groups whose scale is zero are cleared: the kernels'
 /// scale of the byte 0 is not zero.
 void FragmentRows::Scales(int64_t row, int64_t scale_bytes, uint8_t* out, uint8_t* codes) const {
@@ -164,7 +177,15 @@ void FragmentRows::Scales(int64_t row, int64_t scale_bytes, uint8_t* out, uint8_
                 there = row < matrix_->rows ? CeilDiv(matrix_->cols, traits_.group) : 0;
   if (there > 0) {
     const int64_t scale_row = FragmentScaleRow(*matrix_, row);
-    if (matrix_->format.block.col == traits_.group) {
+    if (traits_.scale == FragmentScale::kOffset) {
+      for (int64_t g = 0; g < there; ++g) {
+        const int64_t first = g * traits_.group;
+        const uint32_t word = Offset(scale_row, FragmentScaleColumn(*matrix_, first),
+                                     std::min<int64_t>(traits_.group, matrix_->cols - first),
+                                     codes + first * traits_.code_bits / 8);
+        std::memcpy(out + g * size, &word, static_cast<size_t>(size));
+      }
+    } else if (matrix_->format.block.col == traits_.group) {
       ScalesInOrder(scale_row, FragmentScaleColumn(*matrix_, 0), there, out);
     } else {
       for (int64_t g = 0; g < there; ++g) {

@@ -53,6 +53,7 @@ class FragmentRows {
   void Scales(int64_t row, int64_t scale_bytes, uint8_t* out, uint8_t* codes) const;
   void ScalesInOrder(int64_t scale_row, int64_t first, int64_t count, uint8_t* out) const;
   uint32_t Scale(int64_t scale_row, int64_t scale_col) const;
+  uint32_t Offset(int64_t scale_row, int64_t scale_col, int64_t count, uint8_t* codes) const;
   uint32_t ImpliedZero() const { return traits_.code == FragmentCode::kInt4 ? 8 : 128; }
   uint32_t Zero(int64_t scale_row, int64_t scale_col) const;
   /// From a stored zero point to the layout's: those of signed codes are signed.

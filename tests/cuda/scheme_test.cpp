@@ -8,6 +8,7 @@
 #include "conformance/drawn_case.hpp"
 #include "cuda/card.hpp"
 #include "cuda/layer_batch.hpp"
+#include "support/float_zeros.hpp"
 #include "support/relative_l2.hpp"
 #include "support/tensors.hpp"
 
@@ -19,6 +20,7 @@ using conformance::DrawnCase;
 using test::RelativeL2;
 using testing_support::MakeRandomLayer;
 using testing_support::MakeRandomRouting;
+using testing_support::MakeZerosFloats;
 using testing_support::RandomRows;
 using testing_support::ShuffleGroups;
 
@@ -177,6 +179,42 @@ TEST(CudaBlocksAlongTheOutputs, LayersOfTheirModels_WithinTheBound) {
       DrawnCase many = drawn;
       many.tokens = 900;  // tiles of 128
       EXPECT_TRUE(Check(many, ActivationFormatKind::kStandard, "throughput"));
+    }
+  }
+}
+
+/// As K and IQ types of GGUF come: zero points that are numbers, or none, in groups of 16 and 32; rows of the
+/// batch on both sides of the change of kernels, and tiles of 128.
+TEST(CudaOffsets, LayersOfGguf_WithinTheBound) {
+  FMOE_SKIP_WITHOUT_CARD();
+  for (const std::string& scheme :
+       BuiltSchemes({"int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "int8_w8a16:g32"})) {
+    for (const bool by_group : {false, true}) {
+      DrawnCase drawn = SmallLayer(scheme, 6, 3);
+      drawn.source.scheme.weight.zero_point_dtype = DType::kF32;
+      drawn.source.load = [load = drawn.source.load, by_group](int64_t index) -> Result<CanonicalExpert> {
+        FMOE_ASSIGN_OR_RETURN(CanonicalExpert expert, load(index));
+        std::mt19937 random(static_cast<unsigned>(index));
+        std::mt19937_64 order(99);
+        for (CanonicalMatrix* matrix : {&expert.gate, &expert.up, &expert.down}) {
+          MakeZerosFloats(*matrix, random);
+        }
+        if (by_group) {
+          ShuffleGroups(expert.up, order);
+          expert.gate.group_index = expert.up.group_index;
+          ShuffleGroups(expert.down, order);
+        }
+        return expert;
+      };
+      for (const int64_t tokens : {1, 21, 900}) {
+        drawn.tokens = tokens;
+        SCOPED_TRACE(testing::Message() << drawn << (by_group ? " in activation order" : ""));
+        for (const char* mode : {"latency", "throughput"}) {
+          EXPECT_TRUE(tokens == 900 && *mode == 'l' || Check(drawn, ActivationFormatKind::kStandard, mode))
+              << mode;
+        }
+        EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
+      }
     }
   }
 }

@@ -3,6 +3,7 @@
 #include "experts/cuda/cuda_plan.hpp"
 #include "experts/cuda/float32/float32.hpp"
 #include "experts/cuda/prefill/prefill.hpp"
+#include "weights/fragment_offsets.hpp"
 
 #include <algorithm>
 
@@ -181,32 +182,45 @@ TEST(CudaPlan, BatchInvariant_OneTileAndOneKindOfProductsForEveryCall) {
   }
 }
 
-// What GGUF's types of integers become: no fragments hold them, ordinary units multiply their values.
-TEST(CudaPlan, IntegersThatFragmentsDoNotHold_AreDecodedToF32) {
-  const auto expect = [](const MoeProblem& problem, bool decoded) {
+// What GGUF's types of integers become: groups of 16, and minima as zero points that are numbers.
+TEST(CudaPlan, ShortGroupsAndNumbersAsZeroPoints_OffsetsInFragments) {
+  const auto expect = [](const MoeProblem& problem, FragmentFormat format) {
     EXPECT_TRUE(Objections(problem, Hopper()).empty());
     const CudaPlan plan = MakeCudaPlan(problem, Hopper());
-    EXPECT_EQ(plan.decoded, decoded);
-    EXPECT_EQ(plan.float32, decoded);
-    if (decoded) {
-      EXPECT_EQ(CudaRecipe(plan), RecipeText{"decoded(F32)"});
-      const MoeConfig& config = problem.config;
-      EXPECT_EQ(DeviceWeightBytes(plan), config.num_experts * 3 * config.hidden * config.intermediate * 4);
-    }
+    EXPECT_FALSE(plan.float32);
+    EXPECT_EQ(plan.spec.format, format) << plan.spec.ToString();
+    const bool offsets = FragmentTraitsOf(format).scale == FragmentScale::kOffset;
+    EXPECT_EQ(FoldedScaleError(plan, problem.scheme.weight) == kOffsetError, offsets)
+        << "decode rounds weights too";
   };
-  for (const char* scheme : {"int4_w4a16:g16", "int8_w8a16:g16"}) {
-    expect(Problem(scheme), true);
-  }
-  for (const char* scheme : {"int4_w4a16:g32", "int8_w8a16:g32"}) {
+  expect(Problem("int4_w4a16:g16"), FragmentFormat::kInt4Offset16);
+  expect(Problem("int8_w8a16:g16"), FragmentFormat::kInt8Offset16);
+  const auto with_zeros = [](const char* scheme, DType dtype) {
     MoeProblem problem = Problem(scheme);
-    expect(problem, false);
     problem.weights_have_zero_points = true;
-    expect(problem, false);
-    problem.scheme.weight.zero_point_dtype = DType::kF32;
-    expect(problem, true);
-    problem.weights_have_pre_quant_scale = true;
-    EXPECT_FALSE(Objections(problem, Hopper()).empty());
-  }
+    problem.scheme.weight.zero_point_dtype = dtype;
+    return problem;
+  };
+  expect(with_zeros("int4_w4a16:g32", DType::kU8), FragmentFormat::kInt4Zero32);
+  expect(with_zeros("int4_w4a16:g32", DType::kF32), FragmentFormat::kInt4Offset32);
+  expect(with_zeros("int4_w4a16:g128", DType::kF32), FragmentFormat::kInt4Offset32);
+  expect(with_zeros("int8_w8a16:g32", DType::kF32), FragmentFormat::kInt8Offset32);
+  expect(with_zeros("int8_w8a16:g16", DType::kF32), FragmentFormat::kInt8Offset16);
+}
+
+// Groups that no layout has: ordinary units multiply the values of the weights.
+TEST(CudaPlan, IntegersThatFragmentsDoNotHold_AreDecodedToF32) {
+  MoeProblem problem = Problem("int4_w4a16:g32");
+  problem.scheme.weight.block.col = 24;
+  EXPECT_TRUE(Objections(problem, Hopper()).empty());
+  const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+  EXPECT_TRUE(plan.decoded);
+  EXPECT_TRUE(plan.float32);
+  EXPECT_EQ(CudaRecipe(plan), RecipeText{"decoded(F32)"});
+  const MoeConfig& config = problem.config;
+  EXPECT_EQ(DeviceWeightBytes(plan), config.num_experts * 3 * config.hidden * config.intermediate * 4);
+  problem.weights_have_pre_quant_scale = true;
+  EXPECT_FALSE(Objections(problem, Hopper()).empty());
 }
 
 TEST(CudaPlan, F32Weights_TheirOwnKernelsForEveryCall) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "canonical.hpp"
+#include "support/float_zeros.hpp"
 #include "weights/fragment_pack.hpp"
 
 /// Random experts of every fragment format, and memory for their packed form.
@@ -19,6 +20,7 @@ struct Case {
   FragmentFormat format;
   bool zero_points = false;
   DType scale = DType::kBF16;  ///< of integer groups
+  bool float_zeros = false;    ///< zero points as numbers
 };
 
 inline std::vector<Case> Cases() {
@@ -36,6 +38,13 @@ inline std::vector<Case> Cases() {
           {"int4_w4a16:g128", FragmentFormat::kInt4Zero128, true},
           {"int4_w4a16:g64", FragmentFormat::kInt4Zero64, true},
           {"int4_w4a16:g32", FragmentFormat::kInt4Zero32},
+          {"int4_w4a16:g16", FragmentFormat::kInt4Offset16, false, DType::kF32},
+          {"int4_w4a16:g16", FragmentFormat::kInt4Offset16, true, DType::kF32, true},
+          {"int4_w4a16:g32", FragmentFormat::kInt4Offset32, true, DType::kF32, true},
+          {"int4_w4a16:g64", FragmentFormat::kInt4Offset32, true, DType::kF16, true},
+          {"int8_w8a16:g16", FragmentFormat::kInt8Offset16},
+          {"int8_w8a16:g16", FragmentFormat::kInt8Offset16, true},
+          {"int8_w8a16:g32", FragmentFormat::kInt8Offset32, true, DType::kF32, true},
           {"int4_w4a16:channel", FragmentFormat::kInt4},
           {"int4_w4afp8:g128", FragmentFormat::kInt4Half128, false, DType::kF8E4M3},
           {"nvfp4_w4a16", FragmentFormat::kNvfp4},
@@ -54,6 +63,7 @@ inline WeightFormat FormatOf(const Case& c) {
   if (c.scheme.starts_with("int4") && format.has_block_scale()) {
     format.block_scale_dtype = c.scale;
   }
+  format.zero_point_dtype = c.float_zeros ? DType::kF32 : DType::kU8;
   return format;
 }
 
@@ -87,14 +97,20 @@ inline CanonicalExpert RandomExpert(const Case& c, int64_t hidden, int64_t inter
   MatrixOptions options;
   options.zero_points = c.zero_points;
   CanonicalExpert expert;
-  const WeightFormat format = FormatOf(c);
+  const auto random = [&](int64_t rows, int64_t cols) {
+    CanonicalMatrix matrix = RandomMatrix(rows, cols, FormatOf(c), generator, options);
+    if (c.float_zeros) {
+      testing_support::MakeZerosFloats(matrix, generator);
+    }
+    return matrix;
+  };
   if (gated) {
-    expert.gate = RandomMatrix(intermediate, hidden, format, generator, options);
+    expert.gate = random(intermediate, hidden);
     expert.gate.bias = RandomFloats(DType::kF32, Shape{intermediate}, generator, -1, 1);
   }
-  expert.up = RandomMatrix(intermediate, hidden, format, generator, options);
+  expert.up = random(intermediate, hidden);
   expert.up.bias = RandomFloats(DType::kF32, Shape{intermediate}, generator, -1, 1);
-  expert.down = RandomMatrix(hidden, intermediate, format, generator, options);
+  expert.down = random(hidden, intermediate);
   return expert;
 }
 

@@ -38,6 +38,9 @@ TEST(Fragment, ScaleOfNaN_MakesItsGroupNaNAndNoOther) {
       EXPECT_EQ(std::isnan(value), std::isnan(row[static_cast<size_t>(k)])) << c.scheme << " column " << k;
     }
     EXPECT_EQ(nans, 256 / columns) << c.scheme;
+    if (FragmentTraitsOf(spec.format).scale == FragmentScale::kOffset) {
+      continue;  // there is no way back
+    }
     CanonicalExpert back = RandomExpert(c, 256, 256, true, generator);
     ASSERT_TRUE(UnpackFragmentExpert(spec, packed.view(), back).ok());
     std::vector<float> again(256);

@@ -11,9 +11,23 @@
 
 #include "fragment_case.hpp"
 #include "weights/dequantize.hpp"
+#include "weights/fragment_codes.hpp"
 
 namespace fusedmoe::fragment_test {
 namespace {
+
+/// What the group of column k adds to its weights; 0 where groups have no offsets.
+float OffsetOf(const FragmentTraits& traits, const BlockView& block, int row, int64_t k) {
+  if (traits.scale != FragmentScale::kOffset) {
+    return 0.0F;
+  }
+  uint32_t word = 0;
+  const int group = static_cast<int>(k % kFragmentSlab / traits.group);
+  std::memcpy(
+      &word, block.scales + k / kFragmentSlab * traits.scale_stride() + ScaleOffset(traits.scale, row, group),
+      4);
+  return DecodeCode(DType::kBF16, word >> 16);
+}
 
 /// One weight of the packed form with all its scales; 0 and true for padding that decodes to zero.
 void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const BlockView& block, int row,
@@ -28,12 +42,18 @@ void ExpectRow(const CanonicalMatrix& matrix, const FragmentSpec& spec, const Bl
     ASSERT_EQ(bias, 0.0F) << what;
     row_scale = 1.0F;
   }
-  // Scales beside zero points keep 15 mantissa bits; otherwise only the order of two products differs.
-  const float bound = FragmentTraitsOf(spec.format).scale == FragmentScale::kF32Zero ? 1.6e-5F : 2.4e-7F;
+  // Scales beside zero points keep 15 mantissa bits, those beside offsets 8, as do these: both are rounded,
+  // and the product is what the weight leaves to the offset. Otherwise only the order of two products
+  // differs.
+  const FragmentTraits traits = FragmentTraitsOf(spec.format);
+  const float bound = traits.scale == FragmentScale::kF32Zero  ? 1.6e-5F
+                      : traits.scale == FragmentScale::kOffset ? 0x1.01p-8F
+                                                               : 2.4e-7F;
   for (int64_t k = 0; k < padded; ++k) {
     const float want = expected[static_cast<size_t>(k)];
     const float value = FragmentValue(spec, block.codes, block.scales, row, k) * row_scale * tensor;
-    ASSERT_LE(std::fabs(value - want), bound * std::fabs(want))
+    const float offset = OffsetOf(traits, block, row, k) * row_scale * tensor;
+    ASSERT_LE(std::fabs(value - want), bound * (std::fabs(want) + 2 * std::fabs(offset)))
         << what << " row " << matrix_row << " column " << k << ": " << value << " for " << want;
   }
 }
@@ -86,7 +106,7 @@ void CheckCase(const Case& c, int64_t hidden, int64_t intermediate, bool gated) 
   copy_scalars(expert.up, back.up);
   copy_scalars(expert.down, back.down);
   const Status unpacked = UnpackFragmentExpert(*spec, packed.view(), back);
-  if (spec->products) {
+  if (spec->products || FragmentTraitsOf(spec->format).scale == FragmentScale::kOffset) {
     EXPECT_EQ(unpacked.code(), StatusCode::kUnsupported) << what;
     return;
   }

@@ -14,6 +14,7 @@
 #include "numerics/element_types.hpp"
 #include "platform/cuda/card.hpp"
 #include "quant/activation_quantizer.hpp"
+#include "weights/fragment_offsets.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -61,16 +62,15 @@ void CheckMachine(const Machine& machine, std::vector<Verdict>& verdicts) {
   }
 }
 
-/// F32 weights, and integers that fragments do not hold, which are decoded to such: groups of 16, zero points
-/// that are no codes.
+/// F32 weights, and integers that fragments do not hold, which are decoded to such: groups that are no
+/// multiple of 16, zero points of channels that are no codes.
 bool IsFloat32(const MoeProblem& problem) {
   const WeightFormat weight = WeightsOf(problem);
   if (!weight.quantized()) {
     return weight.element == DType::kF32;
   }
-  const bool short_groups = weight.block.row == 1 && weight.block.col > 0 && weight.block.col % 32 != 0;
-  const bool other_zeros = problem.weights_have_zero_points && weight.zero_point_dtype != DType::kU8;
-  return IsIntegerCode(weight.element) && (short_groups || other_zeros) &&
+  return IsIntegerCode(weight.element) &&
+         !ChooseFragmentSpec(weight, problem.weights_have_zero_points).ok() &&
          !ActivationOf(problem).quantized() && !problem.weights_have_pre_quant_scale;
 }
 
@@ -306,6 +306,9 @@ bool MayRoundRows(const CudaPlan& plan) {
 
 double FoldedScaleError(const CudaPlan& plan, const WeightFormat& weight) {
   const FragmentScale scale = FragmentTraitsOf(plan.shape.format).scale;
+  if (!plan.float32 && scale == FragmentScale::kOffset) {
+    return kOffsetError;
+  }
   const bool real =
       scale == FragmentScale::kHalf || scale == FragmentScale::kF32Zero || scale == FragmentScale::kF32Halves;
   const bool on_sums = plan.mid != MidKind::kRounded && PromotesGroups(plan.shape.format);

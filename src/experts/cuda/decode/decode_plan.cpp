@@ -266,7 +266,8 @@ ExecutionMode ChooseMode(const LayerShape& shape, int64_t num_tokens, MidKind mi
   // Measured by bench/cuda/mode_bench: docs/kernels_cuda.md.
   const bool one_list = num_tokens <= std::min(decode.list_tokens, 8);
   const FragmentTraits traits = FragmentTraitsOf(shape.format);
-  const bool halves = traits.integer() && traits.group == 32 && !HasManyExperts(shape, limits);
+  const bool halves =
+      traits.scale == FragmentScale::kF32Zero && traits.group == 32 && !HasManyExperts(shape, limits);
   const int64_t most_mean = halves ? kMostMeanOfHalves : kMostMean;
   const bool few = 2 * routes <= std::min<int64_t>(2 * most_mean, decode.list_tokens) * experts;
   return one_list || few ? ExecutionMode::kDecode : ExecutionMode::kPrefill;

@@ -21,7 +21,8 @@
 ///          scales of 16 bits act on weights it brings the scale too, with one rounding. A nibble in bits 4
 ///          to 7 counts sixteen times, so that the four pairs of a word want one shift: 9 operations for 8
 ///          weights (15 with 128 + q, minus 136, times the scale: prefill 4 to 15 % longer). Two's complement
-///          becomes u by the mask's instruction. Values are times 2^-32 (kIntegerExponent).
+///          becomes u by the mask's instruction. Values are times 2^-32 (kIntegerExponent). A second
+///          multiply-add brings scale and offset, where groups have those (kOffset).
 ///          Decode of many weights adds (kAdds): 128 + q, times 2^-32, by mask and OR, then minus 128 and
 ///          the zero point. That is the same value in 11 operations, and yet the shorter way takes 1 to 4 %
 ///          longer there: docs/kernels_cuda.md.
@@ -37,7 +38,7 @@ __host__ __device__ constexpr uint32_t PowerPair(int exponent) {
 /// Where the scales of a group act.
 enum class ScalePlace : uint8_t {
   kNone,         ///< there are none
-  kFragment,     ///< on the weights; exact for FP4 and MX. Integer groups of 32: kHalves below
+  kFragment,     ///< on the weights; exact for FP4 and MX. Integer groups below 64: kOffset, kHalves
   kAccumulator,  ///< on the sums of a group, in fp32; prefill may fold 16-bit ones into the weights
 };
 
@@ -45,7 +46,7 @@ enum class ScalePlace : uint8_t {
 struct LaneScales {
   uint32_t pair[2] = {};  ///< on weights: BF16 twice
   float row[2] = {};      ///< kAccumulator
-  uint32_t zero[2] = {};  ///< integers: what their multiply-add adds, BF16 twice
+  uint32_t zero[2] = {};  ///< integers: what their (last) multiply-add adds, BF16 twice
 };
 
 template <FragmentFormat kFormat>
@@ -60,7 +61,8 @@ struct Fragments {
   static constexpr bool kF16 = kCode == FragmentCode::kF16;
   static constexpr bool kHasZero = kScale == FragmentScale::kF32Zero;
   static constexpr bool kInteger = kTraits.integer();
-  static constexpr bool kMayAdd = kCode == FragmentCode::kInt4;
+  static constexpr bool kHasOffset = kScale == FragmentScale::kOffset;
+  static constexpr bool kMayAdd = kCode == FragmentCode::kInt4 && !kHasOffset;
   /// k that share an accumulator scale, in slabs; a group of 32 is narrower than an MMA's mix of lanes.
   static constexpr ScalePlace kPlace = kScale == FragmentScale::kNone  ? ScalePlace::kNone
                                        : kTraits.group < kFragmentSlab ? ScalePlace::kFragment
@@ -111,8 +113,8 @@ struct Fragments {
       }
       if constexpr (kFold) {  // the multiply-adds bring scale and zero point at once
         const uint32_t both = half_is_f16 ? PackBf16x2(low, high) : word;
-        PutBoth(MulBf16x2(both, (Unit(0) & 0xffffU) | (Unit(1) & 0xffff0000U)), s.pair);
-        PutBoth(MulBf16x2(both, kImpliedZero), s.zero);
+        PutTwice(MulBf16x2(both, (Unit(0) & 0xffffU) | (Unit(1) & 0xffff0000U)), s.pair[0], s.pair[1]);
+        PutTwice(MulBf16x2(both, kImpliedZero), s.zero[0], s.zero[1]);
       } else {
         PutRows<false>(low, high, s);
       }
@@ -123,6 +125,11 @@ struct Fragments {
       s.zero[1] = ZeroPair<kAdds>(words.y & 0xffU);
       PutRows<kFold || kPlace == ScalePlace::kFragment>(__uint_as_float(words.x & 0xffffff00U),
                                                         __uint_as_float(words.y & 0xffffff00U), s);
+    } else if constexpr (kHasOffset) {
+      const int group = kTraits.group == 16 ? lane & 3 : lane >> 1 & 1;
+      const uint2 words = *reinterpret_cast<const uint2*>(at + (group * 8 + (lane >> 2)) * 8);
+      PutTwice(words.x, s.pair[0], s.zero[0]);
+      PutTwice(words.y, s.pair[1], s.zero[1]);
     } else if constexpr (kScale == FragmentScale::kF32Halves) {
       const float2 halves = *reinterpret_cast<const float2*>(at);
       PutRows<kFold>(halves.x, halves.y, s);
@@ -176,7 +183,9 @@ struct Fragments {
       for (int i = 0; i < 4; ++i) {
         const uint32_t factor = kByScale ? s.pair[i & 1] : Unit(i);
         a[i] = FmaBf16x2(Integers(codes, j, i), factor, kByScale || kHasZero ? s.zero[i & 1] : kImpliedZero);
-        if constexpr (kScaled && !kByScale) {
+        if constexpr (kScaled && kHasOffset) {
+          a[i] = FmaBf16x2(a[i], s.pair[i & 1], s.zero[i & 1]);
+        } else if constexpr (kScaled && !kByScale) {
           a[i] = MulBf16x2(a[i], s.pair[i & 1]);
         }
       }
@@ -240,10 +249,10 @@ struct Fragments {
       s.row[1] = high;
     }
   }
-  /// Values of rows r and r + 8, each twice.
-  __device__ __forceinline__ static void PutBoth(uint32_t both, uint32_t (&pair)[2]) {
-    pair[0] = __byte_perm(both, 0, 0x1010);
-    pair[1] = __byte_perm(both, 0, 0x3232);
+  /// The low and the high half of a word, each twice.
+  __device__ __forceinline__ static void PutTwice(uint32_t both, uint32_t& low, uint32_t& high) {
+    low = __byte_perm(both, 0, 0x1010);
+    high = __byte_perm(both, 0, 0x3232);
   }
   /// Minus a zero point, read like codes; kAdds: and minus 128.
   template <bool kAdds>

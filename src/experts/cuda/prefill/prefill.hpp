@@ -184,10 +184,12 @@ constexpr bool MayQuantizeInTile(FragmentFormat format, int tile_tokens) {
   return tile_tokens == 128 && (scale == FragmentScale::kE4M3 || scale == FragmentScale::kE8M0);
 }
 
-/// Formats that run in 128-token tiles: 8-bit codes with zero points need more registers than those leave.
+/// Formats that run in 128-token tiles: 8-bit codes with zero points or offsets need more registers than
+/// those leave.
 constexpr bool HasLargeTiles(FragmentFormat format) {
   const FragmentTraits traits = FragmentTraitsOf(format);
-  return traits.code_bits != 8 || traits.scale != FragmentScale::kF32Zero;
+  return traits.code_bits != 8 ||
+         (traits.scale != FragmentScale::kF32Zero && traits.scale != FragmentScale::kOffset);
 }
 
 /// Formats whose row blocks are operands of the 8-bit units as they stand.
