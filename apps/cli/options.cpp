@@ -245,6 +245,11 @@ void AddPlan(CLI::App& app, PlanFlags& flags) {
   AddTune(app, flags.tune);
 }
 
+void AddActivationRule(CLI::App& app, std::string& name) {
+  app.add_option("--activation-rule", name,
+                 "Quantize activations as another program does, by a rule of docs/numerics.md (vllm_nvfp4)");
+}
+
 void AddPackCache(CLI::App& app, std::string& directory) {
   app.add_option("--pack-cache", directory,
                  "Keep packed weights in this folder, and map them from there the next time");
@@ -300,6 +305,7 @@ Result<LayerOptions> Resolve(const PlanFlags& flags) {
   } else if (flags.activation != "as_checkpoint") {
     return UnknownName("activation", flags.activation, {"as_checkpoint", "a8"});
   }
+  options.activation_rule = flags.activation_rule;
   if (flags.activation_format == "batched") {
     options.activation_format = ActivationFormatKind::kBatchedExperts;
   } else if (!flags.activation_format.empty() && flags.activation_format != "standard") {

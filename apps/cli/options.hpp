@@ -78,11 +78,14 @@ struct PlanFlags {
   std::string mode;
   std::string determinism = "thread_invariant";
   std::string activation = "as_checkpoint";
+  std::string activation_rule;
   std::string activation_format = "standard";  ///< empty: not asked for
   std::string pack_cache;
   std::string tune;
 };
 void AddPlan(CLI::App& app, PlanFlags& flags);
+/// --activation-rule, of commands that compute layers.
+void AddActivationRule(CLI::App& app, std::string& name);
 /// --pack-cache, of commands that load weights.
 void AddPackCache(CLI::App& app, std::string& directory);
 /// --tune, of commands that plan layers.

@@ -286,6 +286,7 @@ Answer Describe(const RunFlags& flags, const Subject& subject, const RankGroup& 
 Result<CheckReport> Check(const Subject& subject, const MoeLayer& layer, const InputFile& input,
                           const Forward& forward, const RunFlags& flags, const Executor& executor) {
   CheckOptions options;
+  options.activation_rule = flags.plan.activation_rule;
   options.shared_experts = flags.shared_experts;
   options.executor = executor;
   const LayerLoader load = [&](const LayerOptions& other) { return subject.LoadCanonical(other); };
@@ -365,6 +366,7 @@ Action DefineRun(CLI::App& app) {
       ->required();
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
+  AddActivationRule(app, flags->plan.activation_rule);
   AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
   AddRanks(app, flags->ranks);

@@ -172,6 +172,7 @@ Action DefineVerify(CLI::App& app) {
   app.add_option("--worst", flags->worst, "Tokens to list")->check(CLI::Range(int64_t{0}, int64_t{1} << 20));
   flags->plan.activation_format.clear();
   AddPlan(app, flags->plan);
+  AddActivationRule(app, flags->plan.activation_rule);
   AddPackCache(app, flags->plan.pack_cache);
   AddThreads(app, flags->threads);
   app.add_flag_callback(

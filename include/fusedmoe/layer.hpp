@@ -44,6 +44,10 @@ struct LayerOptions {
   std::string mode;     ///< empty: chosen by the token count; "latency" or "throughput" forces one
   Determinism determinism = Determinism::kThreadInvariant;    ///< at least; the plan is refused without it
   ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
+  /// How activations that the scheme quantizes are rounded: a rule by the name of docs/numerics.md
+  /// ("vllm_nvfp4"), to compute as another program does. Empty: as the tool that wrote the checkpoint. kUsage
+  /// for other names, and where the scheme of the routed experts leaves activations as they are.
+  std::string activation_rule;
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   bool shared_experts = true;  ///< run those that the checkpoint has; false: the routed ones alone
   /// For layers with latent experts. False: the routed experts alone, on rows of the latent width

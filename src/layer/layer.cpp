@@ -12,6 +12,7 @@
 #include "layer/rank_plan.hpp"
 #include "moe/moe_kernel.hpp"
 #include "platform/cuda/card.hpp"
+#include "quant/activation_rules.hpp"
 
 namespace fusedmoe {
 namespace {
@@ -61,6 +62,14 @@ Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig
     return std::shared_ptr<const LatentProjections>();
   }
   return LatentProjections::Create(*weights, config, on_device);
+}
+
+/// The scheme with the rule of activations that a caller named.
+Result<Scheme> UnderRule(Scheme scheme, const std::string& rule) {
+  if (!rule.empty()) {
+    FMOE_ASSIGN_OR_RETURN(scheme.activation.rule, ActivationRuleByName(rule));
+  }
+  return scheme;
 }
 
 }  // namespace
@@ -113,13 +122,23 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::Create(const MoeConfig& config, cons
   return AgreeOn(create(), options);
 }
 
-Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(const MoeConfig& whole, const ExpertSource& experts,
-                                                        const RouterWeights& given_router,
-                                                        const LayerOptions& options,
-                                                        const SharedExpertWeights* shared,
-                                                        const LatentWeights* latent) {
+Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
+    const MoeConfig& whole, const ExpertSource& given_experts, const RouterWeights& given_router,
+    const LayerOptions& options, const SharedExpertWeights* shared, const LatentWeights* latent) {
   if (options.max_tokens < 1) {
     return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
+  }
+  if (!options.activation_rule.empty() && !given_experts.scheme.activation.quantized()) {
+    return Status::Usage(fmt::format("activation_rule '{}': the scheme {} leaves activations as they are",
+                                     options.activation_rule, given_experts.scheme.name));
+  }
+  ExpertSource experts = given_experts;
+  FMOE_ASSIGN_OR_RETURN(experts.scheme, UnderRule(experts.scheme, options.activation_rule));
+  SharedExpertWeights ruled;
+  if (shared != nullptr && shared->source.scheme.activation.quantized()) {
+    ruled = *shared;
+    FMOE_ASSIGN_OR_RETURN(ruled.source.scheme, UnderRule(ruled.source.scheme, options.activation_rule));
+    shared = &ruled;
   }
   MoeConfig config = whole;
   RouterWeights router = given_router;

@@ -117,13 +117,13 @@ uint64_t LayerFingerprint(const MoeConfig& whole, const Scheme& scheme, const La
                           std::string_view backend) {
   const ParallelConfig& parallel = options.parallel;
   const std::string text = fmt::format(
-      "{} {} {} {} {} {} {} {} | {} {} {} | tp {} pcp {} dp {} ep {} sp {} {} {} {} {} {} | {} {}",
+      "{} {} {} {} {} {} {} {} | {} {} {} | tp {} pcp {} dp {} ep {} sp {} {} {} {} {} {} | {} {} {}",
       whole.num_experts, whole.hidden, whole.latent, whole.intermediate, whole.top_k(),
       ActivationName(whole.activation.kind), whole.has_bias, whole.apply_router_weight_on_input, scheme.name,
       backend, DeterminismName(options.determinism), parallel.tp_size, parallel.pcp_size, parallel.dp_size,
       parallel.ep_size, parallel.sp_size, parallel.all2all, parallel.enable_eplb,
       parallel.num_redundant_experts, options.eplb.window_steps, options.eplb.interval_steps,
-      options.max_tokens, static_cast<int>(options.activation));
+      options.max_tokens, static_cast<int>(options.activation), options.activation_rule);
   return Fingerprint(text, options.fingerprint);
 }
 

@@ -182,6 +182,46 @@ TEST(CpuExperts_SixteenBitOutput, IsTheFp32SumRoundedOnce) {
   }
 }
 
+/// Rows of all experts are read as one list.
+TEST(CpuExperts_BatchedRowsWithGaps, AreRefused) {
+  LayerSpec spec = SpecOf("unquantized");
+  spec.dtype = DType::kF32;
+  Layer layer = MakeLayer(spec);
+  layer.problem.config.activation_format = ActivationFormatKind::kBatchedExperts;
+  const Runner runner = MakeRunner(layer);
+  const std::vector<int32_t> counts = {0, 2, 1, 0, 0, 2};
+  const Tensor rows = *Tensor::Allocate(DType::kF32, Shape{6, 4, spec.hidden});
+  Tensor output = *Tensor::Allocate(DType::kF32, Shape{6, 4, spec.hidden});
+  const auto halved = [&](const std::byte* data) {  // two of four rows of each expert
+    TensorView view(data, DType::kF32, Shape{6, 2, spec.hidden});
+    view.set_stride_bytes(0, 4 * spec.hidden * 4);
+    return view;
+  };
+  ExpertsInput input;
+  input.rows.values = halved(rows.view().data());
+  input.expert_num_tokens = counts.data();
+  const MutableTensorView dense(output.mutable_view().data(), DType::kF32, Shape{6, 2, spec.hidden});
+  const Status status = runner.experts->Apply(input, dense, runner.workspace, {});
+  EXPECT_EQ(status.code(), StatusCode::kUsage) << status.ToString();
+  EXPECT_NE(status.ToString().find("without gaps between experts"), std::string::npos) << status.ToString();
+}
+
+TEST(CpuExperts_PreparedWeightsOfOtherSizes, AreRefusedByName) {
+  const Layer layer = MakeLayer(SpecOf("nvfp4_w4a16"));
+  PreparedWeights weights = *kCpuFusedBackend.prepare(layer.problem, HostMachine(), layer.Source(), {});
+  for (auto& [name, tensor] : weights.tensors) {
+    if (name == "down_row_scale") {
+      tensor = *Tensor::Allocate(DType::kF32, Shape{3});
+    }
+  }
+  WorkspaceBook book;
+  const auto experts = kCpuFusedBackend.create(
+      layer.problem, HostMachine(), std::make_shared<const PreparedWeights>(std::move(weights)), book);
+  EXPECT_EQ(experts.status().code(), StatusCode::kBadInput);
+  EXPECT_NE(experts.status().ToString().find("'down_row_scale' has 3 elements"), std::string::npos)
+      << experts.status().ToString();
+}
+
 class EveryIsaBehaves : public testing::TestWithParam<std::string> {};
 
 TEST_P(EveryIsaBehaves, BatchedRows_EqualStandardOnesAndRespectTheCounts) {

@@ -56,7 +56,7 @@ inline PanelFormat PanelOf(const LayerSpec& spec) {
 inline double BoundOf(const LayerSpec& spec, const std::string& isa) {
   const Scheme scheme = *ParseScheme(spec.scheme);
   const bool fp8 = scheme.weight.element == DType::kF8E4M3;
-  if (scheme.activation.quantized()) {
+  if (scheme.activation.quantized() && spec.mode != ActivationMode::kWeightOnly) {
     return isa == "avx512_fp16" && fp8 ? kF16RequantizedBound : kRequantizedBound;
   }
   if (fp8 && spec.mode == ActivationMode::kA8) {

@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
+#include <string>
+#include <string_view>
 
 #include "experts/cpu/cpu_choice.hpp"
 #include "experts/cpu/cpu_cost_table.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
 #include "experts/cpu/tiles/tile_table_isa.hpp"
 
 namespace fusedmoe::cpu {
@@ -137,6 +141,43 @@ TEST(CpuCost, FindCost_PrefersWhatWasMeasuredHere) {
   ASSERT_NE(bytes.row, nullptr);
   EXPECT_EQ(bytes.row->weights + " " + bytes.row->activations, "u8_group32 a8");
   EXPECT_EQ(FindCost(nullptr, machine, Isa::kNeon, kWeightNvfp4, kTileA16, false).row, nullptr);
+}
+
+/// A kernel without a name would have the figures of none: experts of Q5_K and Q6_K never reached the tiles
+/// then.
+TEST(CpuCost, EveryKernel_HasANameAndFiguresOfItsCodes) {
+  std::map<std::string_view, int> kernels;
+  for (int i = 0; i < kNumWeightKernels; ++i) {
+    const auto kernel = static_cast<WeightKernel>(i);
+    const std::string_view name = WeightKernelName(kernel);
+    EXPECT_NE(name, "none") << "kernel " << i;
+    ++kernels[name];
+    const std::string group = std::to_string(kCodeTraits[kernel].group);
+    if (kernel != kWeightU4Group128 && kernel != kWeightU8Group128 && name.find('_') != name.npos &&
+        kCodeTraits[kernel].group > 0) {
+      EXPECT_TRUE(name.ends_with(group)) << name << " has groups of " << group;
+    }
+    const std::string_view codes = kCodeTraits[kernel].bits <= 4 ? "u4" : "u8";
+    if (IsWeightOnly(kernel)) {
+      EXPECT_TRUE(name.starts_with(codes)) << name;
+    }
+    bool has_tiles = false;
+    for (int weights = 0; weights < kNumTileWeights; ++weights) {
+      has_tiles = has_tiles || FindTileFormat(kernel, static_cast<TileWeights>(weights)) != nullptr;
+    }
+    if (!has_tiles) {
+      continue;
+    }
+    for (const TileKind tile : {kTileA16, kTileA8}) {
+      const CostChoice choice = FindCost(nullptr, Machine(), Isa::kAmx, kernel, tile, false);
+      ASSERT_NE(choice.row, nullptr) << name;
+      EXPECT_LE(TileCrossover(*choice.row, {4096, 8}), kMostCrossoverTokens)
+          << name << ": tiles are never reached";
+    }
+  }
+  for (const auto& [name, count] : kernels) {
+    EXPECT_EQ(count, name == "e4m3_scaled" ? 2 : 1) << name;
+  }
 }
 
 /// Every instruction set with kernels has figures, of kernels that exist, and none below zero.

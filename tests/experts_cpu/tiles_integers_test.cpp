@@ -40,9 +40,28 @@ TEST(Tiles_Integers, IntegersInGroupsWithInt8Activations_AgreeWithTheScheme) {
   ExpectClose({.scheme = "int4_w4a8:g128", .hidden = 768, .intermediate = 128, .experts = 2}, {9, 40});
 }
 
+/// Zero points of nibbles to those that nibbles have; FillStripes leaves any byte.
+void FoldZeros(const PanelFormat& panel, int64_t blocks, std::byte* stripes) {
+  if (panel.code != DType::kU4 || panel.zeros != PanelZero::kBytes) {
+    return;
+  }
+  for (int64_t block = 0; block < blocks; ++block) {
+    std::byte* const end = stripes + (block + 1) * panel.block_bytes();
+    for (std::byte* group = end - panel.block_bytes() + panel.code_bytes(); group < end;
+         group += panel.group_bytes()) {
+      for (std::byte* zero = group + panel.group_bytes() - kPanelRows; zero < group + panel.group_bytes();
+           ++zero) {
+        *zero &= std::byte{15};
+      }
+    }
+  }
+}
+
 /// Of one pair of stripes in each of their ways through the tiles, beside what their panel says. Every weight
 /// is rounded to bf16, by way of fp32 by at most 2^-8 of itself and 2^-22 of code and zero point, by way of
-/// f16 by three times 2^-12 of these besides; fp32 sums of n products by n * 2^-24 of their magnitudes.
+/// f16 by an eighth more of itself, bytes by three times 2^-12 of code and zero point besides, nibbles by
+/// 2^-11 of what zero points lie from 8, if scales have more than the 8 bits of BF16; fp32 sums of n products
+/// by n * 2^-24 of their magnitudes.
 TEST(Tiles_Integers, AreWhatTheirPanelSays) {
   using namespace cpu;
   std::mt19937 random(7);
@@ -63,12 +82,18 @@ TEST(Tiles_Integers, AreWhatTheirPanelSays) {
       // Of FillStripes: scales below 4.5, zero points below 64, minima of two levels below 2.
       const int bits = panel.codebook == Codebook::kNone ? panel.bits() : 8;
       const double most = 4.5 * ((1 << bits) - 1 + 64);
+      const bool nibbles_in_f16 = form == kRoundedInF16 && panel.code == DType::kU4;
+      const double of_itself = nibbles_in_f16 ? 0x1.2p-8 : 0x1p-8;
+      const double besides = nibbles_in_f16 ? (panel.scale == PanelScale::kBF16 ? 0.0 : 4.5 * 8 * 0x1p-11)
+                             : form == kRoundedInF16 ? most * 0x1.8p-11
+                                                     : most * 0x1p-22;
       EXPECT_EQ(format.shift, 0);
       EXPECT_EQ(format.post, 1.0F);
       for (const int64_t k : {128, 640, 1152}) {
         const int64_t blocks = k / panel.block, stripe_bytes = panel.stripe_bytes(blocks);
         std::vector<std::byte> stripes(static_cast<size_t>(2 * stripe_bytes + 8192));  // read ahead
         FillStripes(panel, 2, blocks, random, stripes.data());
+        FoldZeros(panel, 2 * blocks, stripes.data());
         for (const int64_t tokens : {3, 40}) {
           const int64_t rows = TileRows(tokens);
           const Workspace memory = *Workspace::Allocate(rows * 2 * k);
@@ -119,8 +144,7 @@ TEST(Tiles_Integers, AreWhatTheirPanelSays) {
               const std::byte* stripe = stripes.data() + row / 16 * stripe_bytes;
               const double value = static_cast<double>(PanelValue(panel, stripe, blocks, row % 16, i));
               weight[static_cast<size_t>(i)] = value;
-              error[static_cast<size_t>(i)] =
-                  std::fabs(value) * 0x1p-8 + most * (form == kRoundedInF16 ? 0x1.8p-11 : 0x1p-22);
+              error[static_cast<size_t>(i)] = std::fabs(value) * of_itself + besides;
             }
             for (int64_t token = 0; token < tokens; ++token) {
               double sum = 0, bound = 0, magnitude = 0;

@@ -59,6 +59,19 @@ TEST(Tiles, QuantizedActivations_AgreeWithTheScheme) {
   }
 }
 
+/// Stored input scales that differ, of activations that are left as they are: nobody multiplies with them, so
+/// gate and up read one input.
+TEST(Tiles, InputScalesThatNobodyUses_TakeNoTilesAway) {
+  for (const char* scheme : {"nvfp4_w4a4", "fp8_w8a8:tensor_static", "mxfp4_w4a8:static"}) {
+    ExpectClose({.scheme = scheme,
+                 .hidden = 128,
+                 .intermediate = 128,
+                 .different_scales = true,
+                 .mode = ActivationMode::kWeightOnly},
+                {6, 40});
+  }
+}
+
 TEST(Tiles, EveryActivation_AgreesWithFp64) {
   for (int kind = 0; kind <= static_cast<int>(ActivationKind::kRelu2NoMul); ++kind) {
     ExpectClose({.hidden = 70,

@@ -53,6 +53,7 @@ struct CheckOptions {
   /// Tokens compared, evenly spread; all, where the activation scale spans the whole batch.
   int64_t max_tokens = 16;
   bool shared_experts = true;
+  std::string activation_rule;  ///< LayerOptions of the layer that is judged
   Executor executor;
 };
 

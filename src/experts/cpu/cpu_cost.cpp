@@ -141,48 +141,112 @@ int64_t LatencyTokens(const CpuPathCost& vectors) {
   return static_cast<int64_t>(std::clamp(tokens, 1.0, static_cast<double>(kMostCrossoverTokens)));
 }
 
-/// Where scales of FP8 blocks stand makes another kernel, and no other figures.
+/// The kind of the codes, up to the first underscore, and at the end the k of a group: Distance compares
+/// both. Codes of few bits are decoded like nibbles or bytes, and indices of a codebook like nibbles. Where
+/// scales of FP8 blocks stand makes another kernel, and no other figures.
 std::string_view WeightKernelName(WeightKernel kernel) {
-  constexpr std::string_view kNames[kNumWeightKernels] = {"f32",
-                                                          "bf16",
-                                                          "f16",
-                                                          "e4m3",
-                                                          "e4m3_scaled",
-                                                          "e4m3_scaled",
-                                                          "mxfp8",
-                                                          "e5m2",
-                                                          "nvfp4",
-                                                          "mxfp4",
-                                                          "mxfp6",
-                                                          "u4",
-                                                          "u4_group16",
-                                                          "u4_group32",
-                                                          "u4_group64",
-                                                          "u4_group128",
-                                                          "u4_super16",
-                                                          "u4_super32",
-                                                          "u8",
-                                                          "u8_group16",
-                                                          "u8_group32",
-                                                          "u8_group64",
-                                                          "u8_group128",
-                                                          "u8_super16",
-                                                          "u8_super32",
-                                                          "u4_book32",
-                                                          "u4_book_super16",
-                                                          "u4_book_super32",
-                                                          "u4_bits2_super16",
-                                                          "u4_bits3_super16",
-                                                          "u8_bits5_group32",
-                                                          "u8_bits5_super32",
-                                                          "u8_bits6_super16"};
-  return kernel < kNumWeightKernels ? kNames[kernel] : "none";
+  switch (kernel) {
+    case kWeightF32:
+      return "f32";
+    case kWeightBf16:
+      return "bf16";
+    case kWeightF16:
+      return "f16";
+    case kWeightE4m3:
+      return "e4m3";
+    case kWeightE4m3Scaled:
+    case kWeightE4m3Stripe:
+      return "e4m3_scaled";
+    case kWeightMxfp8:
+      return "mxfp8";
+    case kWeightE5m2:
+      return "e5m2";
+    case kWeightNvfp4:
+      return "nvfp4";
+    case kWeightMxfp4:
+      return "mxfp4";
+    case kWeightMxfp6:
+      return "mxfp6";
+    case kWeightU4:
+      return "u4";
+    case kWeightU4Group16:
+      return "u4_group16";
+    case kWeightU4Group32:
+      return "u4_group32";
+    case kWeightU4Group64:
+      return "u4_group64";
+    case kWeightU4Group128:
+      return "u4_group128";
+    case kWeightU4Super16:
+      return "u4_super16";
+    case kWeightU4Super32:
+      return "u4_super32";
+    case kWeightU8:
+      return "u8";
+    case kWeightU8Group16:
+      return "u8_group16";
+    case kWeightU8Group32:
+      return "u8_group32";
+    case kWeightU8Group64:
+      return "u8_group64";
+    case kWeightU8Group128:
+      return "u8_group128";
+    case kWeightU8Super16:
+      return "u8_super16";
+    case kWeightU8Super32:
+      return "u8_super32";
+    case kWeightBookGroup32:
+      return "u4_book_group32";
+    case kWeightBookSuper32:
+      return "u4_book_super32";
+    case kWeightIq1Super16:
+      return "u4_iq1_super16";
+    case kWeightIq1Super32:
+      return "u4_iq1_super32";
+    case kWeightIq2Super16:
+      return "u4_iq2_super16";
+    case kWeightIq2Super32:
+      return "u4_iq2_super32";
+    case kWeightU2Super16:
+      return "u4_bits2_super16";
+    case kWeightU3Super16:
+      return "u4_bits3_super16";
+    case kWeightU5Group32:
+      return "u8_bits5_group32";
+    case kWeightU5Super32:
+      return "u8_bits5_super32";
+    case kWeightU6Super16:
+      return "u8_bits6_super16";
+    case kNumWeightKernels:
+      break;
+  }
+  return "none";
 }
 
 std::string_view TileKindName(TileKind tile) {
-  constexpr std::string_view kNames[kNumTileKinds] = {"f32", "a24",  "a16",       "a8", "a4",
-                                                      "mx",  "bf16", "bf16_pair", "f16"};
-  return kNames[tile];
+  switch (tile) {
+    case kTileF32:
+      return "f32";
+    case kTileA24:
+      return "a24";
+    case kTileA16:
+      return "a16";
+    case kTileA8:
+      return "a8";
+    case kTileA4:
+      return "a4";
+    case kTileMx:
+      return "mx";
+    case kTileBf16:
+      return "bf16";
+    case kTileBf16Pair:
+      return "bf16_pair";
+    case kTileF16:
+      return "f16";
+    case kNumTileKinds:
+      break;
+  }
+  return "none";
 }
 
 CostChoice FindCost(const CpuCosts* tuned, const Machine& machine, Isa isa, WeightKernel kernel,

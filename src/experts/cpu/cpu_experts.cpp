@@ -46,6 +46,13 @@ Result<std::unique_ptr<Experts>> CpuExperts::Create(const MoeProblem& problem, c
   if (experts->plan_.rows != RowRule::kAsTheyAre) {
     experts->activation_ = problem.scheme.activation;
   }
+  const bool quantized = experts->plan_.rows != RowRule::kAsTheyAre || experts->plan_.tiles.codes;
+  if (!quantized || !problem.scheme.activation.static_tensor_scale) {
+    // Inputs differ by scales that are used alone: others would cost tiles, and tokens that are packed once.
+    for (ExpertPanels& expert : experts->experts_) {
+      expert.input[0].tensor_scale = expert.input[1].tensor_scale = expert.mid.tensor_scale = 1.0F;
+    }
+  }
   for (const ExpertPanels& expert : experts->experts_) {
     experts->separate_inputs_ =
         experts->separate_inputs_ || !SameInput(experts->plan_.gate_up, expert.input[0], expert.input[1]);
@@ -108,6 +115,14 @@ Status CpuExperts::CheckInput(const ExpertsInput& input, const MutableTensorView
   }
   if (!batched && rows.dim(0) != input.num_tokens) {
     return Status::Usage(fmt::format("{} rows for {} tokens", rows.dim(0), input.num_tokens));
+  }
+  const auto one_behind_the_other = [](const TensorView& view) {
+    return view.empty() || view.dim(0) <= 1 || view.stride_bytes(0) == view.dim(1) * view.stride_bytes(1);
+  };
+  if (batched && !(one_behind_the_other(rows) && one_behind_the_other(output) &&
+                   one_behind_the_other(input.rows.block_scale))) {
+    return Status::Usage("batched rows of an expert must begin where those of the expert before end")
+        .WithHint("pass a tensor [experts, rows, hidden] without gaps between experts");
   }
   return Status::Ok();
 }

@@ -47,6 +47,8 @@ class CpuExperts final : public Experts {
   void TakeBatchedRows(const ExpertsInput& input, int64_t& expert, int64_t& row, Run& run) const;
   void MakeTiles(Run& run) const;
   void PackTiles(Run& run, const GemmShape& shape, int part) const;
+  static void NoteTokens(Run& run, int64_t first_slot, int64_t count);
+  static int64_t NumberTokens(Run& run);
   void PackTokens(Run& run, const GemmShape& shape, int part) const;
   void PackTile(Run& run, const GemmShape& shape, int part, bool shared, const Tile& tile,
                 int64_t task) const;

@@ -34,7 +34,7 @@ constexpr int64_t kSerialValues = 4 << 10;
 }  // namespace
 
 void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
-  if (NeedsDynamicTensorScale(activation_) && run.num_slots > 0) {
+  if (NeedsDynamicTensorScale(activation_) && run.num_slots > 0 && part != 1) {  // up has the scale of gate
     const float* given = part != 2 && run.coded ? run.input->rows.tensor_scale : nullptr;
     run.batch_scale = given != nullptr ? *given : BatchScale(run, shape);
   }
@@ -62,17 +62,33 @@ void CpuExperts::PackTiles(Run& run, const GemmShape& shape, int part) const {
   });
 }
 
-/// Every token that visits an expert here, once: tiles of one token.
-void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
-  std::fill_n(run.token_places, run.num_tokens, -1);
+/// Notes the tokens of some slots, for NumberTokens; token_places are -1 before the first.
+void CpuExperts::NoteTokens(Run& run, int64_t first_slot, int64_t count) {
+  for (int64_t slot = first_slot; slot < first_slot + count; ++slot) {
+    run.token_places[run.slot_rows[slot] - run.first_token] = static_cast<int32_t>(slot);
+  }
+}
+
+/// Numbers those that were noted, in ascending order: token_places, and place_slots the other way. How many.
+int64_t CpuExperts::NumberTokens(Run& run) {
   int32_t places = 0;
-  for (int64_t slot = 0; slot < run.num_slots; ++slot) {
-    int32_t& place = run.token_places[run.slot_rows[slot] - run.first_token];
-    if (place < 0) {
-      run.place_slots[places] = static_cast<int32_t>(slot);
+  for (int64_t token = 0; token < run.num_tokens; ++token) {
+    int32_t& place = run.token_places[token];
+    if (place >= 0) {
+      run.place_slots[places] = place;
       place = places++;
     }
   }
+  return places;
+}
+
+/// Every token that visits an expert of a tile, once: tiles of one token.
+void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
+  std::fill_n(run.token_places, run.num_tokens, -1);
+  for (const Tile* tile = run.tiles; tile != run.tiles + run.num_tiles; ++tile) {
+    NoteTokens(run, tile->first_slot, tile->count);
+  }
+  const int64_t places = NumberTokens(run);
   std::byte* tiles = run.TokenTiles(plan_, part);
   const int64_t tasks = std::min<int64_t>(kPackTasks, places);
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
@@ -86,17 +102,26 @@ void CpuExperts::PackTokens(Run& run, const GemmShape& shape, int part) const {
   });
 }
 
-/// The scale that the finite values of all rows ask for.
+/// The scale that the finite values of all rows ask for: of every token once, or of every slot.
 float CpuExperts::BatchScale(Run& run, const GemmShape& shape) const {
-  const int64_t tasks = std::min({kPackTasks, plan_.max_tiles, run.num_slots});
+  const bool tokens = &shape == &plan_.gate_up && !run.batched;
+  int64_t count = run.num_slots;
+  if (tokens) {
+    std::fill_n(run.token_places, run.num_tokens, -1);
+    NoteTokens(run, 0, run.num_slots);
+    count = NumberTokens(run);
+  }
+  const int64_t tasks = std::min({kPackTasks, plan_.max_tiles, count});
   const int64_t widest = std::max(plan_.gate_up.padded_cols, plan_.down.padded_cols);
   float largest[kPackTasks] = {};
   ParallelFor(*run.executor, tasks, [&](int64_t task) {
     float* row = run.row_buffers + task * 2 * widest;
-    for (int64_t slot = run.num_slots * task / tasks; slot < run.num_slots * (task + 1) / tasks; ++slot) {
-      LoadRow(run, shape, experts_[0].input[0], slot, row);
-      largest[task] = std::max(largest[task], FiniteAmaxOfRow(*table_, row, shape.cols));
+    float own = 0;  // neighbours write to the same line
+    for (int64_t i = count * task / tasks; i < count * (task + 1) / tasks; ++i) {
+      LoadRow(run, shape, experts_[0].input[0], tokens ? run.place_slots[i] : i, row);
+      own = std::max(own, FiniteAmaxOfRow(*table_, row, shape.cols));
     }
+    largest[task] = own;
   });
   return DynamicTensorScale(activation_, *std::max_element(largest, largest + kPackTasks));
 }

@@ -31,7 +31,7 @@ struct CpuExperts::Run {
   Tile* tiles;
   float* row_buffers;      // of the packing tasks
   std::byte* tile_rows;    // the same, tiles of one token
-  int32_t* token_places;   // number of each token among those that visit an expert here, or -1
+  int32_t* token_places;   // number of each token among those that are packed once (NumberTokens), or -1
   int32_t* place_slots;    // a slot of each of them
   std::byte* token_tiles;  // and its tile; where up sees another input, those of up follow
   int64_t first_token = 0, num_tokens = 0;
@@ -56,9 +56,8 @@ struct CpuExperts::Run {
   JobGroup* groups;   // of them
   std::byte* tokens;  // tiles of both
   float* sides;
-  std::byte* token_rows;  // tokens from first_token_row on, packed
+  std::byte* token_rows;  // packed, by their numbers
   float* token_sides;
-  int64_t first_token_row = 0;
   uint8_t* scratch;
   float* scratch_rows;
   std::atomic<uint8_t> scratch_taken[kMaxTileScratch] = {};

@@ -71,34 +71,35 @@ Status CpuExperts::ChooseTiles() {
   return Status::Ok();
 }
 
-/// Hidden states to tokens of tiles once each, in rows of their own; slots then copy lines instead of
-/// quantizing a token again for each of its experts.
+/// Hidden states that visit an expert of the jobs to tokens of tiles, once each, in rows of their own; slots
+/// then copy lines instead of quantizing a token again for each of its experts.
 void CpuExperts::PackJobTokens(Run& run, const Crew& crew) const {
   if (!shared_rows_) {
     return;
   }
   const TilePlan& tiles = plan_.tiles;
-  const int64_t first = *std::min_element(run.slot_rows, run.slot_rows + run.num_slots);
-  const int64_t last = *std::max_element(run.slot_rows, run.slot_rows + run.num_slots);
-  run.first_token_row = first;
-  const int64_t count = last - first + 1;
-  const int64_t tasks = std::min(kPackTasks, count);
+  std::fill_n(run.token_places, run.num_tokens, -1);
+  for (const TileJob* job = run.jobs; job != run.jobs + run.num_jobs; ++job) {
+    NoteTokens(run, job->first_slot, job->num_tokens);
+  }
+  const int64_t count = NumberTokens(run);
+  const int64_t tasks = std::min(kTasksPerThread * crew.threads(), count);
   crew.ForEach(run, plan_, tasks, [&](int64_t task, const TaskScratch& scratch) {
     float* buffer = scratch.rows();
-    for (int64_t token = count * task / tasks; token < count * (task + 1) / tasks; ++token) {
+    for (int64_t place = count * task / tasks; place < count * (task + 1) / tasks; ++place) {
+      const int64_t row = run.slot_rows[run.place_slots[place]];
       if (!run.coded) {
-        table_->to_float[run.row_type](run.rows + (first + token) * run.row_bytes, plan_.gate_up.cols,
-                                       buffer);
+        table_->to_float[run.row_type](run.rows + row * run.row_bytes, plan_.gate_up.cols, buffer);
       }
       PackTarget target{};
-      target.token = reinterpret_cast<uint8_t*>(run.token_rows) + token * tiles.row_bytes[0];
+      target.token = reinterpret_cast<uint8_t*>(run.token_rows) + place * tiles.row_bytes[0];
       target.step_bytes = 64;
-      target.scales = run.token_sides + token * tiles.sides[0];
+      target.scales = run.token_sides + place * tiles.sides[0];
       target.sums = target.scales + tiles.sides[0] - tiles.num_sums[0];
       target.stride = 1;
       if (run.coded) {
-        target.codes = run.rows + (first + token) * run.row_bytes;
-        target.code_scales = run.row_scales + (first + token) * run.row_scale_bytes;
+        target.codes = run.rows + row * run.row_bytes;
+        target.code_scales = run.row_scales + row * run.row_scale_bytes;
       }
       PackForJob(run, plan_.gate_up, experts_.front().input[0], target, buffer);
     }
@@ -117,7 +118,7 @@ void CpuExperts::PackJobs(Run& run, const Crew& crew, const JobGroup& group, int
   for (int64_t i = 0; i < group.end - group.begin; ++i) {
     total += tiles_of(jobs[i]);
   }
-  const int64_t tasks = std::min(kPackTasks, total);
+  const int64_t tasks = std::min(kTasksPerThread * crew.threads(), total);
   crew.ForEach(run, plan_, tasks, [&](int64_t task, const TaskScratch& scratch) {
     int64_t tile = total * task / tasks, left = total * (task + 1) / tasks - tile;
     const TileJob* job = jobs;
@@ -150,7 +151,7 @@ void CpuExperts::GatherJobTile(const Run& run, const TileJob& job, int64_t first
   const int64_t scales = tiles.sides[0] - num_sums;
   const uint8_t* rows[16];
   for (int64_t token = first; token < end; ++token) {
-    const int64_t row = run.slot_rows[job.first_slot + token] - run.first_token_row;
+    const int64_t row = run.token_places[run.slot_rows[job.first_slot + token] - run.first_token];
     rows[token - first] = reinterpret_cast<const uint8_t*>(run.token_rows) + row * row_bytes;
     const float* sides = run.token_sides + row * tiles.sides[0];
     for (int64_t g = 0; tiles.codes && g < scales; ++g) {

@@ -55,11 +55,37 @@ std::string PanelNames(const CpuPlan& plan, const char* between) {
   return gate_up == down ? gate_up : gate_up + between + down;
 }
 
-template <typename T>
-const T* FindData(const PreparedWeights& weights, std::string_view name) {
-  const Tensor* tensor = weights.Find(name);
-  return tensor == nullptr ? nullptr : tensor->view().as<T>();
-}
+/// Tensors of prepared weights by name and number of elements, and the first that is missing or has others.
+class Finder {
+ public:
+  explicit Finder(const PreparedWeights& weights) : weights_(weights) {}
+  const Status& status() const { return status_; }
+
+  template <typename T>
+  const T* Find(std::string_view name, int64_t count) {
+    const Tensor* tensor = weights_.Find(name);
+    if (tensor == nullptr) {
+      return nullptr;
+    }
+    if (tensor->view().count() != count && status_.ok()) {
+      status_ = Status::BadInput(fmt::format("prepared tensor '{}' has {} elements; this plan needs {}", name,
+                                             tensor->view().count(), count));
+    }
+    return tensor->view().as<T>();
+  }
+  template <typename T>
+  const T* FindNeeded(std::string_view name, int64_t count) {
+    const T* data = Find<T>(name, count);
+    if (data == nullptr && status_.ok()) {
+      status_ = Status::BadInput(fmt::format("prepared weights lack '{}'", name));
+    }
+    return data;
+  }
+
+ private:
+  const PreparedWeights& weights_;
+  Status status_ = Status::Ok();
+};
 
 }  // namespace
 
@@ -152,33 +178,32 @@ Result<std::vector<ExpertPanels>> ViewCpuWeights(const CpuPlan& plan, const Prep
     return Status::Unsupported(fmt::format("the weights are in layout '{}'; this backend needs '{}'",
                                            weights.layout_key, LayoutKey(plan)));
   }
-  const auto* gate_up = FindData<uint8_t>(weights, "gate_up");
-  const auto* down = FindData<uint8_t>(weights, "down");
-  const auto* gate_up_scale = FindData<float>(weights, "gate_up_row_scale");
-  const auto* down_scale = FindData<float>(weights, "down_row_scale");
-  const auto* tensor_scale = FindData<float>(weights, "input_tensor_scale");
-  if (gate_up == nullptr || down == nullptr || gate_up_scale == nullptr || down_scale == nullptr ||
-      tensor_scale == nullptr) {
-    return Status::BadInput(
-        "prepared weights lack one of gate_up, down, their row scales, input_tensor_scale");
-  }
-  const auto* gate_up_bias = FindData<float>(weights, "gate_up_bias");
-  const auto* down_bias = FindData<float>(weights, "down_bias");
-  const auto* input_columns = FindData<int32_t>(weights, "input_columns");
-  const auto* mid_columns = FindData<int32_t>(weights, "mid_columns");
-  const auto* input_factor = FindData<float>(weights, "input_pre_quant_scale");
-  const auto* mid_factor = FindData<float>(weights, "mid_pre_quant_scale");
+  const int64_t num = plan.num_local_experts;
+  const int64_t gate_up_side = plan.gate_up.parts * plan.gate_up.padded_rows();
+  const int64_t down_side = plan.down.padded_rows();
+  Finder finder(weights);
+  const auto* gate_up = finder.FindNeeded<uint8_t>("gate_up", num * plan.gate_up.expert_bytes());
+  const auto* down = finder.FindNeeded<uint8_t>("down", num * plan.down.expert_bytes());
+  const auto* gate_up_scale = finder.FindNeeded<float>("gate_up_row_scale", num * gate_up_side);
+  const auto* down_scale = finder.FindNeeded<float>("down_row_scale", num * down_side);
+  const auto* tensor_scale = finder.FindNeeded<float>("input_tensor_scale", num * 3);
+  const auto* gate_up_bias = finder.Find<float>("gate_up_bias", num * gate_up_side);
+  const auto* down_bias = finder.Find<float>("down_bias", num * down_side);
+  const auto* input_columns = finder.Find<int32_t>("input_columns", num * 2 * plan.gate_up.padded_cols);
+  const auto* mid_columns = finder.Find<int32_t>("mid_columns", num * plan.down.padded_cols);
+  const auto* input_factor = finder.Find<float>("input_pre_quant_scale", num * 2 * plan.gate_up.cols);
+  const auto* mid_factor = finder.Find<float>("mid_pre_quant_scale", num * plan.down.cols);
+  FMOE_RETURN_IF_ERROR(finder.status());
   const auto at = [](const auto* base, int64_t offset) { return base == nullptr ? base : base + offset; };
   std::vector<ExpertPanels> experts(static_cast<size_t>(plan.num_local_experts));
-  const int64_t gate_up_side = plan.gate_up.parts * plan.gate_up.padded_rows();
   for (int64_t e = 0; e < plan.num_local_experts; ++e) {
     ExpertPanels& expert = experts[static_cast<size_t>(e)];
     expert.gate_up = gate_up + e * plan.gate_up.expert_bytes();
     expert.down = down + e * plan.down.expert_bytes();
     expert.gate_up_scale = gate_up_scale + e * gate_up_side;
     expert.gate_up_bias = at(gate_up_bias, e * gate_up_side);
-    expert.down_scale = down_scale + e * plan.down.padded_rows();
-    expert.down_bias = at(down_bias, e * plan.down.padded_rows());
+    expert.down_scale = down_scale + e * down_side;
+    expert.down_bias = at(down_bias, e * down_side);
     for (int64_t part = 0; part < 2; ++part) {
       expert.input[part] = {at(input_columns, (2 * e + part) * plan.gate_up.padded_cols),
                             at(input_factor, (2 * e + part) * plan.gate_up.cols), tensor_scale[3 * e + part]};

@@ -59,6 +59,7 @@ Result<CheckReport> CheckAgainstReference(const LayerLoader& load, const MoeLaye
   // The reference follows the rule of the backend that it judges; a8 is judged by what it costs.
   const ActivationMode rule = layer.plan().activation;
   reference_options.activation = rule == ActivationMode::kA8 ? ActivationMode::kAsCheckpoint : rule;
+  reference_options.activation_rule = options.activation_rule;
   reference_options.shared_experts = options.shared_experts;
   reference_options.max_tokens = std::max<int64_t>(report.tokens, 1);
   reference_options.plan_tokens = reference_options.max_tokens;

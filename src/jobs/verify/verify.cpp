@@ -68,6 +68,7 @@ Result<VerifyReport> Compare(const Sides& sides, const VerifyOptions& options) {
   reference_options.executor = judged_options.executor;
   if (sides.same_weights) {
     reference_options.activation = judged.layer->plan().activation;
+    reference_options.activation_rule = judged_options.activation_rule;
   }
   FMOE_ASSIGN_OR_RETURN(const Runner reference, Runner::Load(sides.reference, reference_options));
   FMOE_RETURN_IF_ERROR(SameSizes(judged.layer->config(), reference.layer->config()));

@@ -28,8 +28,9 @@ constexpr bool AsksIntegersTwice() {
 }
 
 /// Stripes one after the other. Whether lines are asked for twice is known here: else each step would have to
-/// ask. (Halves of a stripe always ask twice where they can: all processors that lack wide registers and have
-/// a dot product are of Intel, where the plan has it so.)
+/// ask. (Halves of a stripe always ask twice where they can: processors with a dot product and no wide
+/// registers are of Intel, where the plan has it so. Elsewhere, `avx2_vnni` by name, the second request finds
+/// its line.)
 template <WeightKernel kWeight, TileKind kKind, int kHeight, bool kTwice>
 FMOE_KERNEL void IntegerStripes(const uint8_t* stripes, int64_t num_stripes, int64_t blocks,
                                 const TileView* tile, float* out) {

@@ -35,10 +35,10 @@ struct Distances {
   int64_t far;   ///< into L2, by those that ask twice
 };
 
-/// Short tiles ask for the lines that follow a block by the distances of the tile (CpuPlan says which, and
-/// why), where they ask twice (KernelTable::asks_twice) into L2 too. Blocks have kLeastBytes, or more where
-/// the type of their scales says so; the first kFirst, and kFirstFar of those into L2, are left to the
-/// kernel, which asks for them at the distances that are returned.
+/// Prefetches, beside a block, the lines that lie the tile's distance ahead (CpuPlan says how far, and why):
+/// into L1, and by kernels that ask twice (KernelTable::asks_twice) into L2 too. Blocks have kLeastBytes, or
+/// more by the type of their scales. Lines below kFirst (L1) and kFirstFar (L2) are skipped: the kernel asks
+/// for them between its multiplications, at the distances that are returned.
 template <bool kTwice, int64_t kLeastBytes, int64_t kFirst, int64_t kFirstFar = kFirst>
 FMOE_INLINE Distances PrefetchBlock(const uint8_t* block, int64_t bytes, const TileView* tile) {
   constexpr int64_t kLines = (kLeastBytes + 63) / 64;

@@ -178,6 +178,10 @@ FMOE_KERNEL void SlabStripes(DecodeSlabs<Slab> decode, const uint8_t* stripes, i
   SlabPair<Slab> slabs[kSlabPairs];
   SlabWords<kKind> expanded;
   const int pairs = kHalves == 2 ? num_stripes : 1;
+  NextLines lines[kBatchTiles];
+  for (int64_t index = 0; index < num_tiles; ++index) {
+    lines[index] = LinesOf(tiles[index], units * NumPasses<kTileA8>(tiles[index].tokens) * pairs);
+  }
   for (int64_t begin = 0, count = 0; begin < units; begin += count) {
     count = units - begin < kUnits ? units - begin : kUnits;
     for (int stripe = 0; stripe < num_stripes; ++stripe) {
@@ -185,9 +189,7 @@ FMOE_KERNEL void SlabStripes(DecodeSlabs<Slab> decode, const uint8_t* stripes, i
     }
     for (int64_t index = 0; index < num_tiles; ++index) {
       const TileView& tile = tiles[index];
-      const int64_t passes = NumPasses<kTileA8>(tile.tokens) * pairs;
-      NextLines next = LinesOf(tile, units * passes);
-      next.at += begin * passes * next.at_once * 64;
+      NextLines& next = lines[index];
       if constexpr (kWords) {
         ExpandTokens<kKind>(tile, tile.tokens + 2, begin, count, expanded);
       }

@@ -78,6 +78,14 @@ FMOE_INLINE void ForEachPass(const TileView& tile, Pass pass) {
   }
 }
 
+/// How often weights that are decoded once meet tokens of a tile.
+template <TileKind kKind>
+FMOE_INLINE int64_t SlabPasses(const TileView& tile) {
+  int64_t passes = 0;
+  ForEachPass<kKind, true>(tile, [&](int, auto) { ++passes; });
+  return passes;
+}
+
 /// One tile, stripes decoded for every pass again.
 template <WeightKernel kWeight, bool kHasZeros, TileKind kKind>
 void TallDot(const uint8_t* stripes, int64_t stride, int64_t blocks, const TileView& tile, float* out) {
@@ -123,10 +131,12 @@ FMOE_KERNEL void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t block
   using Packed = PackedPair<kWeight, kHasZeros>;
   using Panel = IntegerPanel<kWeight>;
   using Pair = DecodedPair<Packed::kGroup, Packed::kScales, Packed::kZeros, Packed::kMinima>;
-  const int64_t passes = kMaxHeight / (tiles[0].wide_slabs ? kWideTokens<kKind> : kTallTokens<kKind>);
   Pair pairs[kSlabUnits];
   const int64_t units = blocks * Panel::kUnits;
-  NextLines next = LinesOf(tiles[0], units * passes);
+  NextLines lines[kBatchTiles];  // a tile with fewer tokens makes fewer passes, and asks for more beside each
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    lines[tile] = LinesOf(tiles[tile], units * SlabPasses<kKind>(tiles[tile]));
+  }
   const GroupScales type = Packed::TypeOf(tiles[0].group_scales);
   const typename Panel::Table table = Panel::TableOf(tiles[0].group_scales);
   for (int64_t first = 0, count = 0; first < units; first += count) {
@@ -139,11 +149,9 @@ FMOE_KERNEL void TallSlabs(const uint8_t* stripes, int64_t stride, int64_t block
       Pair::Decode(packed, &pairs[i]);
     }
     for (int64_t tile = 0; tile < num_tiles; ++tile) {
-      next.at = tiles[tile].next + first * passes * next.at_once * 64;
-      next.end = tiles[tile].next + tiles[tile].next_bytes;
       ForEachPass<kKind, true>(tiles[tile], [&](int token, auto tokens) {
         constexpr int kTokens = decltype(tokens)();
-        SlabPass<Pair, kKind, kTokens>(pairs, units, first, count, tiles[tile], token, next,
+        SlabPass<Pair, kKind, kTokens>(pairs, units, first, count, tiles[tile], token, lines[tile],
                                        out + tile * tile_sums);
       });
     }

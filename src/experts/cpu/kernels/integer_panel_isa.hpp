@@ -42,8 +42,8 @@ FMOE_NESTED void DecodePacked(const uint8_t* packed, int eight, int half, Ints* 
   });
 }
 
-/// Vectors of codes whose products with bytes words can add up, two of each vector: 2 * 127 * 24 * 5, 15 * 8,
-/// 31 * 4, 63 * 2 and 127 are below 2^15. 0: bytes, of which words do not hold two.
+/// How many vectors of codes words can add up, two products with bytes (-128 at most) of each vector: 24 * 5,
+/// 15 * 8, 31 * 4, 63 * 2 and 127 times 2 * 128 are below 2^15. 0: larger codes, of which no two fit.
 constexpr int VectorsInWords(int largest_code) {
   return largest_code > 127 ? 0 : largest_code > 63 ? 1 : largest_code > 31 ? 2 : largest_code > 15 ? 4 : 8;
 }

@@ -11,7 +11,7 @@
 namespace fusedmoe::cpu {
 
 /// out[stripe][token][16] = rows of `num_stripes` consecutive stripes times the tokens of the tile, before
-/// row scales. Reads exactly num_stripes * blocks * block bytes, and prefetches beyond.
+/// row scales. Reads exactly num_stripes stripes (PanelFormat::stripe_bytes), and prefetches beyond.
 typedef void (*DotKernel)(const uint8_t* stripes, int64_t num_stripes, int64_t blocks, const TileView* tile,
                           float* out);
 
@@ -144,7 +144,7 @@ struct ActivateArguments {
 };
 typedef void (*ActivateKernel)(const ActivateArguments* arguments);
 
-/// rows[token][0..15] += weight[token] * (dot[token] * row_scale + bias); `first` writes instead of adding.
+/// rows[token][0..15] += weight[token] * (dot[token] * row_scale + bias)
 struct AccumulateArguments {
   const float* dot;  ///< [token][16]
   const float* row_scale;

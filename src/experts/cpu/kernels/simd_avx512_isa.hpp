@@ -191,11 +191,11 @@ FMOE_INLINE Ints LoadNumbers(const uint8_t* numbers) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)numbers));
 }
 
-/// 64 bytes of nibbles: k 0-3 of 16 rows, then k 4-7.
 /// Bytes below 16, each to that byte of a table.
 FMOE_INLINE Ints LookUpBytes(Ints x, Ints table) {
   return _mm512_shuffle_epi8(table, x);
 }
+/// 64 bytes of nibbles: k 0-3 of 16 rows, then k 4-7.
 FMOE_INLINE void DecodeByTable(const uint8_t* p, int, Ints table, Ints* out) {
   const Ints x = _mm512_loadu_si512(p);
 #if defined(__AVX512VBMI__)
@@ -315,7 +315,7 @@ FMOE_INLINE Ints ByteDotWord(Ints sum, Ints, const int32_t*) {
 }
 #endif
 
-/// 2^n for |n| <= 127, n an integer in fp32.
+/// x times 2^n, n an integer in fp32, -150 to 128.
 FMOE_INLINE Floats ScaleByPowerOfTwo(Floats x, Floats n) {
   return _mm512_scalef_ps(x, n);
 }

@@ -100,6 +100,7 @@ constexpr int kNoSlabs = kBatchTiles + 1;
 /// Activations of up to kMaxHeight tokens in the order in which the kernels broadcast them:
 ///
 ///   kTileF32   codes[k][token]                                          floats
+///   16 bits    codes[k/2][plane][token]                                 2 k of one token in a 32-bit word
 ///   int kinds  codes[k/16][plane][4][token]                             4 k of one token in a 32-bit word
 ///              correction[k/group of the weights][which][token]         see CorrectionOf
 ///                  kTileA24: which = 0 for the lower planes, 1 for the highest; else there is one
@@ -108,7 +109,6 @@ struct TileView {
   void* codes;
   int32_t* correction;
   float* scale;
-  int height;
   int tokens;  ///< the first ones of them that exist; others may be left out
   /// Short tiles: how far ahead of the stripe's blocks lines are asked for, in bytes.
   int64_t prefetch;
@@ -137,9 +137,10 @@ struct TileView {
 
 /// What kernels have to know of the codes of their weights.
 struct CodeTraits {
-  int bits;         ///< of a code in a panel (weights/panel.hpp)
-  int group;        ///< k that share a scale; of bytes that have none, k whose products are added up; else 0
-  int zero;         ///< what codes are too large by; 0: nothing, or what their zero points say
+  int bits;   ///< of a code in a panel (weights/panel.hpp)
+  int group;  ///< k that share a scale, 64 at most; of bytes that have none, k whose products are added up;
+              ///< else 0
+  int zero;   ///< what codes are too large by; 0: nothing, or what their zero points say
   bool two_levels;  ///< scales are bytes in units of a block
   bool codebook;    ///< codes become bytes by a table of the panel
 };
@@ -271,7 +272,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
   view->codes = memory;
   view->correction = 0;
   view->scale = 0;
-  view->height = view->tokens = height;
+  view->tokens = height;
   if (kind != kTileF32) {
     char* at = (char*)memory + padded_k * TileCodeBytes(kind) * height;
     view->correction = (int32_t*)at;
@@ -281,7 +282,7 @@ static inline void PlaceTile(TileView* view, void* memory, WeightKernel kernel, 
 
 static inline TileView ViewTile(void* memory, WeightKernel kernel, TileKind kind, int64_t padded_k,
                                 int height) {
-  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
+  TileView view = {0, 0, 0, 0, 0, 0, 0, 0, {kRowF32, kZeroNone, 0}, 0, 0, 0, 0, false, false, kNoSlabs};
   PlaceTile(&view, memory, kernel, kind, padded_k, height);
   return view;
 }

@@ -137,12 +137,10 @@ struct TileDecoder {
   FMOE_INLINE void Start(TileDecoder& d, GroupScales type) {
     d.type = type;
     alignas(64) uint16_t words[32] = {};
-    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..15 as f16 and (-8..7) as
-    // bf16.
+    // 2^8 e2m1 as f16; e2m1 as bf16 with an exponent 125 too large; the numbers 0..8 as f16, 0..15 as bf16.
     constexpr uint16_t kE2m1Halves[8] = {0, 0x5800, 0x5c00, 0x5e00, 0x6000, 0x6200, 0x6400, 0x6600};
     constexpr uint16_t kE2m1Bf16[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
-    constexpr uint16_t kHalves4[16] = {0,      0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700,
-                                       0x4800, 0x4880, 0x4900, 0x4980, 0x4a00, 0x4a80, 0x4b00, 0x4b80};
+    constexpr uint16_t kHalves4[9] = {0, 0x3c00, 0x4000, 0x4200, 0x4400, 0x4500, 0x4600, 0x4700, 0x4800};
     constexpr uint16_t kIntegers[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                         0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
     for (int i = 0; i < 32; ++i) {
@@ -151,11 +149,12 @@ struct TileDecoder {
         words[i] = (uint16_t)(kE2m1Halves[magnitude] | (magnitude == 0 ? 0 : sign));
       } else if constexpr (kWeight == kWeightMxfp4) {
         words[i] = magnitude == 0 ? 0 : (uint16_t)((kE2m1Bf16[magnitude] + (125 << 7)) | sign);
-      } else if constexpr (kWeight == kWeightU4) {
+      } else if constexpr (kWeight == kWeightU4 || (Panel::kU4 && kRounded)) {
         const int value = (i & 15) - 8;
-        words[i] = (uint16_t)(value < 0 ? kIntegers[-value] | 0x8000 : kIntegers[value]);
+        const uint16_t* of = kRounded ? kHalves4 : kIntegers;
+        words[i] = (uint16_t)(value < 0 ? of[-value] | 0x8000 : of[value]);
       } else if constexpr (Panel::kU4) {
-        words[i] = kRounded ? kHalves4[i & 15] : kIntegers[i & 15];
+        words[i] = kIntegers[i & 15];
       } else if constexpr (kWeight == kWeightE4m3 || Panel::kE4m3Scaled || kWeight == kWeightMxfp8) {
         words[i] = (uint16_t)(i / 2 + 16 * (i & 1));  // the first two k of a row beside its last two
       }
@@ -235,7 +234,9 @@ struct TileDecoder {
       const int64_t group = Panel::kGroup32 ? kUnit / 4 * GroupBytes(d.type) : 0;
       Reals scale, zero;
       LoadScaleAndZero(scales + group, d.type, 8.0F, &scale, &zero);
-      SplitScale(scale, zero, &d.scale, &d.offset, &d.exponent);
+      // From the middle of the codes, as the table has them: an offset of at most 8 scales of BF16 is exact
+      // in f16. Of zero points themselves it took up to 2^-7 of a scale off every weight of a group.
+      SplitScale(scale, SubtractReals(zero, SetReals(8.0F)), &d.scale, &d.offset, &d.exponent);
     }
   }
 

@@ -76,8 +76,8 @@ struct TileFeeder {
     Decoder::Start(decoder, gemm.group_scales);
   }
 
-  /// Units of a step that are decoded beside its own first pass: each is there a unit before its product,
-  /// where decoding takes twice as long as multiplying.
+  /// Units of a K block that its own first pass may still decode: decoding a unit takes as long as
+  /// multiplying two, so each of the last count / 2 - 1 is ready a unit before it is multiplied.
   static int64_t OwnUnits(const TileCursor& c) {
     const int64_t own = Shape::kDirect || c.blocks < 2 || c.count < 4 ? 0 : c.count / 2 - 1;
     return Shape::kBytes ? own & ~1 : own;  // which the first four steps decode

@@ -123,8 +123,8 @@ typedef void (*TilePackBlockKernel)(const float* values, int64_t tokens, uint8_t
 typedef void (*TilePackCodesKernel)(const int8_t* codes, int64_t units, uint8_t* token, int64_t step_bytes,
                                     int32_t* correction);
 
-/// The same for formats whose shift is 96, with values rounded to NVFP4 under `tensor_scale`, groups of 16;
-/// the tensor scale is left to the scale of the token. Room for a multiple of four tokens.
+/// TilePackBlockKernel for formats whose shift is 96, with values rounded to NVFP4 under `tensor_scale`,
+/// groups of 16; the tensor scale is left to the scale of the token. Room for a multiple of four tokens.
 typedef void (*TilePackNvfp4Kernel)(const float* values, float tensor_scale, int64_t tokens, uint8_t* tile,
                                     int64_t k);
 
