@@ -46,37 +46,7 @@ Json ToJson(const Machine& machine) {
 }
 
 Json ToJson(const Plan& plan) {
-  Json json = {{"backend", plan.backend}};
-  if (!plan.isa.empty()) {
-    json["isa"] = plan.isa;
-  }
-  json.update(Json{{"mode", plan.mode},
-                   {"activation_format", ActivationFormatName(plan.activation_format)},
-                   {"activation", ActivationModeName(plan.activation)},
-                   {"prepare_finalize", plan.prepare_finalize},
-                   {"recipe", plan.recipe},
-                   {"intermediate_dtype", plan.intermediate_dtype},
-                   {"rows_dtype", plan.rows_dtype.empty() ? "F32" : plan.rows_dtype},
-                   {"arithmetic", plan.arithmetic},
-                   {"tile_tokens", plan.tile_tokens},
-                   {"costs", plan.costs},
-                   {"workspace_bytes", plan.workspace_bytes},
-                   {"layout_error", plan.layout_error},
-                   {"weight_bytes", plan.weight_bytes},
-                   {"read_bytes", plan.read_bytes},
-                   {"flops", plan.flops},
-                   {"tokens", plan.tokens}});
-  if (plan.latent > 0) {
-    json.update(Json{
-        {"latent", plan.latent}, {"latent_bytes", plan.latent_bytes}, {"latent_flops", plan.latent_flops}});
-  }
-  if (!plan.communicator.empty()) {
-    json["communicator"] = plan.communicator;
-  }
-  if (plan.shared != nullptr) {
-    json["shared"] = ToJson(*plan.shared);
-  }
-  return json;
+  return Json::parse(JsonText(plan));
 }
 
 std::string PlanText(const Plan& plan) {

@@ -14,8 +14,8 @@ namespace {
 
 /// A name that is misspelt would else be passed over, and another router would decide in silence.
 Status CheckNames(const SafetensorsFile& file) {
-  const std::vector<std::string> known = {"hidden_states", "router_logits", "topk_ids", "topk_weights",
-                                          "input_ids"};
+  const std::vector<std::string> known = {"hidden_states", "router_logits", "topk_ids",
+                                          "topk_weights",  "input_ids",     "token_ids"};
   for (const NamedTensor& entry : file.tensors) {
     const std::string& name = entry.name;
     if (std::find(known.begin(), known.end(), name) == known.end() && !name.starts_with("expected_")) {
@@ -59,7 +59,14 @@ Status InputFile::Bind(const MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(Take("topk_ids", {num_tokens, config.top_k()}, ids, inputs_.topk_ids));
   FMOE_RETURN_IF_ERROR(
       Take("topk_weights", {num_tokens, config.top_k()}, {DType::kF32}, inputs_.topk_weights));
+  // Models call them input_ids, the interfaces of this library token_ids.
+  if (file_.Find("input_ids") != nullptr && file_.Find("token_ids") != nullptr) {
+    return Status::BadInput(
+               "input_ids and token_ids are two names of one input; one of them must be left out")
+        .WithTensor("token_ids");
+  }
   FMOE_RETURN_IF_ERROR(Take("input_ids", {num_tokens}, ids, inputs_.token_ids));
+  FMOE_RETURN_IF_ERROR(Take("token_ids", {num_tokens}, ids, inputs_.token_ids));
   if (inputs_.topk_ids.empty() != inputs_.topk_weights.empty()) {
     return Status::BadInput("topk_ids and topk_weights belong together; only one is there")
         .WithTensor(inputs_.topk_ids.empty() ? "topk_ids" : "topk_weights");

@@ -52,7 +52,9 @@ class HelpFormatter : public CLI::Formatter {
   std::string make_option_desc(const CLI::Option* option) const override {
     constexpr size_t kWidth = 80;
     std::string text = CLI::Formatter::make_option_desc(option);
-    if (const std::string value = option->get_default_str(); !value.empty() && value != "[]") {
+    // Of an option that must be given, the value that the parser holds is none that anybody gets.
+    if (const std::string value = option->get_default_str();
+        !value.empty() && value != "[]" && !option->get_required()) {
       text += " [" + value + "]";
     }
     for (size_t begin = 0; text.size() - begin > kWidth;) {

@@ -52,6 +52,12 @@ void AddNewCheckpoint(CLI::App& app, int64_t& max_shard_bytes, bool& overwrite);
 /// --seed.
 void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about);
 
+/// What stands behind the argument `checkpoint` in the help of commands that read one.
+inline constexpr const char* kCheckpointHelp =
+    "Directory with config.json and safetensors files, or a GGUF file";
+inline constexpr const char* kCheckpointOrPreparedHelp =
+    "Directory with config.json and safetensors files, a GGUF file, or a file that `prepare` wrote";
+
 struct CheckpointFlags {
   std::string directory;
   std::string io = "auto";
@@ -59,7 +65,7 @@ struct CheckpointFlags {
   bool allow_partial = false;
 };
 void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required,
-                   const std::string& about = "Directory with config.json and safetensors files");
+                   const std::string& about = kCheckpointHelp);
 Result<CheckpointOptions> Resolve(const CheckpointFlags& flags);
 /// The first of these options that is given, for commands whose subject is no checkpoint; empty for none.
 std::string IdleWithoutCheckpoint(const CheckpointFlags& flags);

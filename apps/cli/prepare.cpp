@@ -74,8 +74,7 @@ Status Prepare(const PrepareFlags& flags, Output& output) {
 
 Action DefinePrepare(CLI::App& app) {
   auto flags = std::make_shared<PrepareFlags>();
-  AddCheckpoint(app, flags->source, true,
-                "Directory with config.json and safetensors files; with --invert a prepared file");
+  AddCheckpoint(app, flags->source, true, std::string(kCheckpointHelp) + "; with --invert a prepared file");
   AddLayer(app, flags->layer);
   app.add_option("--backend", flags->backend,
                  fmt::format("Backend for whose layout to prepare ({}); with --invert the one that the file "

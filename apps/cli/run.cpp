@@ -353,14 +353,13 @@ Status Run(const RunFlags& flags, Output& output) {
 
 Action DefineRun(CLI::App& app) {
   auto flags = std::make_shared<RunFlags>();
-  AddCheckpoint(app, flags->checkpoint, true,
-                "Directory with config.json and safetensors files, or a file that `prepare` wrote");
+  AddCheckpoint(app, flags->checkpoint, true, kCheckpointOrPreparedHelp);
   AddLayer(app, flags->layer,
            "Decoder layer; may be left out when only one has experts, and with a prepared file");
   app.add_option(
          "--input", flags->input,
          "safetensors with hidden_states [tokens, hidden] and, where wanted, router_logits, topk_ids with "
-         "topk_weights, or input_ids")
+         "topk_weights, or input_ids (token_ids)")
       ->required();
   app.add_option("--output", flags->output, "safetensors to write: output, topk_ids, topk_weights")
       ->required();

@@ -153,8 +153,7 @@ Status Verify(const VerifyFlags& flags, Output& output) {
 
 Action DefineVerify(CLI::App& app) {
   auto flags = std::make_shared<VerifyFlags>();
-  AddCheckpoint(app, flags->checkpoint, true,
-                "Directory with config.json and safetensors files, or a file that `prepare` wrote");
+  AddCheckpoint(app, flags->checkpoint, true, kCheckpointOrPreparedHelp);
   AddLayer(app, flags->layer,
            "Decoder layer; may be left out when only one has experts, and with a prepared file");
   CLI::Option* input = app.add_option("--input", flags->input,

@@ -14,7 +14,11 @@ Status Run(const std::string& directory, const std::string& input) {
   if (checkpoint->moe_layers().empty()) {
     return Status::BadInput("no layer has routed experts").WithFile(directory);
   }
-  FMOE_ASSIGN_OR_RETURN(const auto layer, MoeLayer::Load(checkpoint, checkpoint->moe_layers().front()));
+  FMOE_ASSIGN_OR_RETURN(const auto pool, ThreadPool::Create(/*num_threads=*/0));  // one a core
+  LayerOptions options;
+  options.executor = pool->executor();  // without one, weights are prepared on one core
+  FMOE_ASSIGN_OR_RETURN(const auto layer,
+                        MoeLayer::Load(checkpoint, checkpoint->moe_layers().front(), options));
   std::cout << ToString(layer->plan());
 
   FMOE_ASSIGN_OR_RETURN(const SafetensorsFile file, ReadSafetensors(input));
@@ -24,7 +28,6 @@ Status Run(const std::string& directory, const std::string& input) {
   }
   FMOE_ASSIGN_OR_RETURN(Tensor output, Tensor::Allocate(DType::kF32, hidden->shape()));
   FMOE_ASSIGN_OR_RETURN(const Workspace workspace, layer->CreateWorkspace());
-  FMOE_ASSIGN_OR_RETURN(const auto pool, ThreadPool::Create(/*num_threads=*/0));  // one a core
   MoeLayer::Inputs inputs;
   inputs.hidden = hidden->view();  // neither logits nor ids: the router of the checkpoint decides
   MoeLayer::Outputs outputs;

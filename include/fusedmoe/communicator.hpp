@@ -35,7 +35,8 @@ struct RowExchange {
 /// the buffers of the call that failed, so they must stay where they are until Abort or the end of the
 /// process.
 ///
-/// One call at a time; not for use from several threads.
+/// One call at a time; not for use from several threads. Layers on several ranks share it, and with it a turn
+/// (TakeTurn): of forwards that run at the same time all but one are refused.
 ///
 /// A communicator of cards (NcclCommunicator) does all of this through the host communicator that it was made
 /// from, and has Enqueue and Finish beside it.
@@ -63,6 +64,12 @@ class Communicator {
   /// Start and Wait.
   Status Exchange(const RowExchange& exchange);
 
+  /// Claims the calls that follow for this thread; false, without waiting, where another has claimed them. A
+  /// forward of a layer that it joins takes a turn for as long as it runs.
+  bool TakeTurn() { return !taken_.exchange(true, std::memory_order_acquire); }
+  /// Ends a turn that was taken.
+  void EndTurn() { taken_.store(false, std::memory_order_release); }
+
   /// Whether rows on cards can be exchanged: Enqueue and Finish.
   virtual bool on_cards() const { return false; }
   /// Enqueues exchanges of rows on cards, all as one, in the order of `stream` (cudaStream_t) of this rank's
@@ -77,6 +84,9 @@ class Communicator {
   /// Gives up what is under way on this rank's card: it waits for rows that will not come, because a rank has
   /// failed behind an agreement. Everything afterwards is refused with `why`. Without cards nothing happens.
   virtual void GiveUp(const Status& why);
+
+ private:
+  std::atomic<bool> taken_{false};
 };
 
 struct CommunicatorOptions {

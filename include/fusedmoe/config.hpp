@@ -35,6 +35,8 @@ enum class ActivationKind : uint8_t {
 };
 
 std::string_view ActivationName(ActivationKind kind);  ///< as the table above spells it
+/// "silu, gelu, ...", for messages.
+std::string ActivationNames();
 /// Accepts the names of the table and the aliases "gelu_pytorch_tanh", "swigluoai_uninterleave", "swiglu".
 std::optional<ActivationKind> ParseActivation(std::string_view name);
 
@@ -54,7 +56,8 @@ constexpr bool IsGated(ActivationKind kind) {
 std::optional<ActivationKind> WithoutMul(ActivationKind kind);
 
 /// The non-linearity between the two GEMMs with its parameters. Everything in fp32, one rounding at most,
-/// when the result is requantized.
+/// when the result is requantized. The parameters given here are those of activations that have none:
+/// CanonicalActivation has each kind's own.
 struct ActivationSpec {
   ActivationKind kind = ActivationKind::kSilu;
   float alpha = 1.0F;  ///< kSwigluOai; kSitu, above zero
@@ -63,6 +66,21 @@ struct ActivationSpec {
   bool gated() const { return IsGated(kind); }
   bool operator==(const ActivationSpec&) const = default;
 };
+
+/// The activation with the parameters that its models have where nothing else is said: alpha 1.702, beta 1,
+/// limit 7 of gpt-oss, limit 7 of Step-3.5. Other kinds have alpha 1, beta 0 and no clamp.
+constexpr ActivationSpec CanonicalActivation(ActivationKind kind) {
+  ActivationSpec spec;
+  spec.kind = kind;
+  if (kind == ActivationKind::kSwigluOai) {
+    spec.alpha = 1.702F;
+    spec.beta = 1.0F;
+    spec.limit = 7.0F;
+  } else if (kind == ActivationKind::kSwigluStep) {
+    spec.limit = 7.0F;
+  }
+  return spec;
+}
 
 enum class ActivationFormatKind : uint8_t {
   kStandard,       ///< [M, H], experts by topk_ids
@@ -120,7 +138,8 @@ struct MoeConfig {
 MoeConfig RoutedConfig(const MoeConfig& layer);
 
 /// Checks sizes against each other and against what the library can index; errors (kBadInput) name the field,
-/// its value and the values that would do. A method kCustom may still be without its callback.
+/// its value and the values that would do. A method kCustom may still be without its callback. A swigluoai or
+/// swiglustep whose parameters make it silu(g) * u is refused: nobody has set them.
 Status Validate(const MoeConfig& config);
 
 /// The part of one rank: `whole` describes the layer on one rank, `parallel` the deployment. Splits experts

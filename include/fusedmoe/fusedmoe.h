@@ -8,8 +8,8 @@
  * null handles with "", 0 or null, where nothing else stands above them.
  *
  * Threads. All functions may be called from many threads at once, also with the same handles, except where a
- * comment says otherwise; a handle must not be released while another thread uses it, and a workspace serves
- * one forward at a time.
+ * comment says otherwise; a handle must not be released while another thread uses it, a workspace serves one
+ * forward at a time, and so does a communicator: of layers on several ranks, one thread at a time runs one.
  *
  * Handles are released by the function named after their type, in any order but that a thread pool outlives
  * what uses its executor; releasing null is allowed.
@@ -18,6 +18,14 @@
  * caller's header does not know keep their defaults, and a header that is newer than the library is refused.
  * The layout of all others is that of FMOE_ABI_VERSION: compare it with fmoe_abi_version() once, before
  * anything else.
+ *
+ * Names (of activations, routing methods, scores) are read whatever their case; one that does not exist is
+ * refused with those that do. Schemes are listed by `fusedmoe backends --schemes`, activations and routing
+ * methods in fmoe_layer_config.
+ *
+ * Only in C++: the jobs (quantize, convert, verify, bench, tune), figures of `fusedmoe tune` (cpu_costs), the
+ * questions of `explain`, single tensors of a checkpoint; and of held experts those that are shared or latent
+ * and those of several ranks.
  */
 #ifndef FUSEDMOE_FUSEDMOE_H
 #define FUSEDMOE_FUSEDMOE_H
@@ -124,7 +132,8 @@ fmoe_executor fmoe_thread_pool_executor(const fmoe_thread_pool* pool);
 
 /* ---------------------------------------------------------------------------------------------- ranks */
 
-/* The processes that run one layer together; one call at a time. */
+/* The processes that run one layer together; one call at a time. A forward that begins while another of a
+ * layer of the same communicator runs is refused with FMOE_USAGE. */
 typedef struct fmoe_communicator fmoe_communicator;
 
 /* The ranks that mpirun started this process among. `module` is the path of libfusedmoe_mpi.so; an exchange
@@ -157,6 +166,24 @@ typedef struct fmoe_checkpoint fmoe_checkpoint;
 /* Reads configuration and headers, no weights. FMOE_BAD_INPUT for files that are missing or malformed,
  * FMOE_UNSUPPORTED for models and formats that are known and not read; the error names file and tensor. */
 fmoe_code fmoe_checkpoint_open(const char* path, fmoe_checkpoint** checkpoint);
+
+/* How files are read; null names mean the defaults. */
+typedef struct fmoe_checkpoint_options {
+  size_t struct_size;
+  const char* io;            /* "auto", "mmap", "pread" */
+  const char* expert_layout; /* axes of fused experts where the family is not enough: "in_out", "out_in",
+                                followed by ",interleaved" or ",chunked" */
+  int32_t allow_partial;     /* accept an index that names tensors no shard holds; 0 */
+} fmoe_checkpoint_options;
+
+void fmoe_checkpoint_options_init_sized(fmoe_checkpoint_options* options, size_t struct_size);
+static inline void fmoe_checkpoint_options_init(fmoe_checkpoint_options* options) {
+  fmoe_checkpoint_options_init_sized(options, sizeof(fmoe_checkpoint_options));
+}
+
+/* The same with options; null: the defaults. */
+fmoe_code fmoe_checkpoint_open_with(const char* path, const fmoe_checkpoint_options* options,
+                                    fmoe_checkpoint** checkpoint);
 /* Layers that were loaded from it keep it alive. */
 void fmoe_checkpoint_release(fmoe_checkpoint* checkpoint);
 /* "qwen3_moe", and "modelopt" or the like; "none" where nothing is quantized. */
@@ -188,7 +215,8 @@ static inline void fmoe_layer_info_init(fmoe_layer_info* info) {
 }
 
 /* What a layer of the checkpoint is, without reading its weights. FMOE_USAGE for a layer that has no routed
- * experts. */
+ * experts, FMOE_BAD_INPUT, with file and tensor, where what belongs to it is missing or malformed,
+ * FMOE_UNSUPPORTED for what is known and not run. */
 fmoe_code fmoe_checkpoint_describe(const fmoe_checkpoint* checkpoint, int64_t layer, fmoe_layer_info* info);
 
 /* Names are those of the command line; a null one means its default. */
@@ -202,7 +230,7 @@ typedef struct fmoe_layer_options {
   const char* activation;  /* "as_checkpoint", "a8" */
   const char* pack_cache;  /* folder where packed weights are kept and mapped again; null: nowhere */
   int32_t shared_experts;  /* included in the output where the checkpoint has them; 1 */
-  int64_t max_tokens;      /* of one forward; 8192 */
+  int64_t max_tokens;      /* of one forward; 8192. Workspaces grow with it (info.workspace_bytes) */
   int64_t plan_tokens;     /* the token count that the costs of the plan are for; 1 */
   fmoe_executor executor;  /* threads that prepare the weights, at the end of steps again */
   /* Several ranks: the same on all of them. */
@@ -227,7 +255,7 @@ static inline void fmoe_layer_options_init(fmoe_layer_options* options) {
 }
 
 /* One layer of experts, loaded and planned. Immutable: any number of threads may call its forward, each with
- * a workspace of its own. */
+ * a workspace of its own; on several ranks one at a time. */
 typedef struct fmoe_layer fmoe_layer;
 
 /* Reads a layer, chooses a backend, prepares the weights for it. Null options: the defaults. FMOE_BAD_INPUT
@@ -242,6 +270,8 @@ fmoe_code fmoe_layer_get_info(const fmoe_layer* layer, fmoe_layer_info* info);
  * why. As a person reads them; valid as long as the layer. */
 const char* fmoe_layer_plan_text(const fmoe_layer* layer);
 const char* fmoe_layer_selection_text(const fmoe_layer* layer);
+/* The plan as one line of JSON: the object `plan` of docs/cli.md. Valid as long as the layer. */
+const char* fmoe_layer_plan_json(const fmoe_layer* layer);
 
 /* FMOE_USAGE for a scheme that is unknown. The element type of the weights of a scheme ("nvfp4_w4a16":
  * FMOE_F4_E2M1); of "unquantized" FMOE_BF16, where FMOE_F16 and FMOE_F32 do as well. */
@@ -290,10 +320,17 @@ typedef struct fmoe_layer_config {
   int64_t num_experts, top_k, hidden, intermediate;
   fmoe_dtype dtype;       /* of the hidden states; FMOE_BF16 */
   const char* scheme;     /* "unquantized" */
-  const char* activation; /* "silu" */
+  const char* activation; /* "silu"; gelu, gelu_tanh, swigluoai, swiglustep, relu2, situ; silu_no_mul,
+                             gelu_no_mul, gelu_tanh_no_mul, relu2_no_mul (without a gate) */
+  /* Its parameters, as init leaves them (NaN): its own, which are alpha 1.702, beta 1, limit 7 of swigluoai,
+   * limit 7 of swiglustep, else 1, 0, 0. alpha: slope of the sigmoid of swigluoai, bound of the gate of situ.
+   * beta: added to the up projection of swigluoai. limit: the clamp of silu, swigluoai, swiglustep and situ;
+   * 0: none. */
   float alpha, beta, limit;
   int32_t has_bias;
-  const char* routing;             /* "Renormalize" */
+  /* "Renormalize"; Default, DeepSeekV3, Llama4, RenormalizeNaive, TopK, SigmoidRenorm, MiniMax2, Sigmoid,
+   * GroupedTopK, SoftmaxBias, SparseMixer, DeepseekV4, Custom, Simulated, Unspecified (docs/routing.md) */
+  const char* routing;
   const char* score;               /* "softmax", "sigmoid", "sqrtsoftplus": for the methods that read it */
   int32_t renormalize;             /* 1 */
   int64_t num_groups, topk_groups; /* 1, 1; topk_groups -1: every group gives top_k / num_groups experts */
@@ -308,6 +345,17 @@ typedef struct fmoe_layer_config {
    */
   fmoe_routing custom_routing;
   void* routing_self;
+  float norm_epsilon;       /* added to the sum that renormalization divides by; 0 */
+  float logit_softcap;      /* logits become cap * tanh(logit / cap) first; 0: none */
+  float jitter;             /* half-width of the neighbourhood of SparseMixer; 0.01 */
+  int32_t select_on_logits; /* Default: top-k of the logits, not of their softmax; 0 */
+  int64_t num_zero_experts; /* experts that give back their input, with ids behind the others; the router has
+                               rows for them too. 0 */
+  /* Of hash routing ("DeepseekV4"): [vocabulary, top_k] I32 or I64, borrowed as the router is; absent: none.
+   * Forwards then bring token_ids. */
+  fmoe_tensor token_id_to_experts;
+  const char* simulation;   /* of "Simulated": "uniform_random" (null), "normal_routing" */
+  uint64_t simulation_seed; /* 0 */
 } fmoe_layer_config;
 
 void fmoe_layer_config_init_sized(fmoe_layer_config* config, size_t struct_size);
@@ -323,16 +371,22 @@ fmoe_code fmoe_layer_create(const fmoe_layer_config* config, const fmoe_expert_s
 
 /* ---------------------------------------------------------------------------------------------- forward */
 
-/* The memory of one forward at a time, on the device of the layer. */
+/* The memory of one forward at a time, on the device of the layer. On CPUs it serves every layer whose
+ * info.workspace_bytes is not larger than that of the layer it was made for: a model needs one a thread. On a
+ * card it keeps state between forwards: only layers of equal plans share one, in one stream. */
 typedef struct fmoe_workspace fmoe_workspace;
 
-/* FMOE_SYSTEM when there is no memory for it. */
+/* Of info.workspace_bytes, which grow with options.max_tokens. FMOE_SYSTEM when there is no memory for it. */
 fmoe_code fmoe_workspace_create(const fmoe_layer* layer, fmoe_workspace** workspace);
 void fmoe_workspace_release(fmoe_workspace* workspace);
 
 /* What one forward of M tokens brings, and where its results go. Zero-initialize it. Beside `hidden`: either
- * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. Rows may lie
- * apart, but not those of `hidden` and `output` on several cards. */
+ * router_logits, or topk_ids with topk_weights, or neither, and the router of the layer decides. On CPUs rows
+ * may lie apart; on cards those of `output` follow each other, on several cards those of `hidden` too.
+ *
+ * Rows of `hidden` may be of any of the three types, whatever info.dtype is. The router and layers that
+ * quantize activations read the values as they are; others round F16 and F32 to bf16 on cards (to F16 beside
+ * weights of F16, not beside F32), and may where info.dtype is BF16 and info.isa avx512_bf16 or amx. */
 typedef struct fmoe_forward {
   fmoe_tensor hidden;         /* [M, H] BF16, F16 or F32 */
   fmoe_tensor router_logits;  /* [M, E] BF16, F16 or F32 */
@@ -347,8 +401,9 @@ typedef struct fmoe_forward {
 /* Runs the layer; the same bits for any number of threads. Allocates nothing. On a card all tensors are
  * addresses of the card and the call only launches kernels on executor->stream. A null executor: the calling
  * thread. FMOE_USAGE for shapes and types that do not fit the layer, with both values, for ids out of range
- * (on a card they skip their slot), and for a workspace that is too small; FMOE_BAD_INPUT when a routing
- * callback fails; FMOE_SYSTEM when a card or a rank fails. On several ranks all call, in step. */
+ * (on a card they skip their slot), for a workspace that is too small, and while another forward uses the
+ * communicator; FMOE_BAD_INPUT when a routing callback fails, or a hash table or token id names what does not
+ * exist; FMOE_SYSTEM when a card or a rank fails. On several ranks all call, in step. */
 fmoe_code fmoe_layer_forward(const fmoe_layer* layer, const fmoe_forward* forward,
                              const fmoe_workspace* workspace, const fmoe_executor* executor);
 /* The same with all tensors in host memory, wherever the layer runs; returns when the results are there. */

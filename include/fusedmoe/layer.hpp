@@ -54,8 +54,10 @@ struct LayerOptions {
   /// that the caller projects: `hidden` is that width, logits or ids are given, and shared experts must be
   /// off.
   bool latent_projections = true;
-  int64_t max_tokens = 8192;  ///< largest M of one Forward on this rank; decides the workspace
-  int64_t plan_tokens = 1;    ///< the token count that the printed costs are for
+  /// Largest M of one Forward on this rank. Workspaces grow with it (Plan::workspace_bytes), by a factor
+  /// of 60 from 16 to 8192 tokens of Qwen3-30B-A3B: say what the engine needs.
+  int64_t max_tokens = 8192;
+  int64_t plan_tokens = 1;  ///< the token count that the printed costs are for
   /// Folder in which weights of a checkpoint are kept as the backend packs them, to be mapped the next time;
   /// made when it does not exist. Empty: nothing is kept. What was found there, written or refused stands in
   /// selection().notes.
@@ -77,6 +79,9 @@ struct LayerOptions {
 
 /// One layer of experts, loaded and planned: immutable (but for EndStep), callable from many threads at once,
 /// each with a workspace of its own. Forward does not allocate, log or decide.
+///
+/// On several ranks one thread at a time runs the layers of a communicator, in the same order on all ranks: a
+/// forward that begins while another uses it is refused (kUsage).
 class MoeLayer {
  public:
   /// Reads the layer from a checkpoint, asks the oracle, prepares the weights for the backend that it names.
@@ -105,13 +110,19 @@ class MoeLayer {
   /// True for a layer on a card.
   bool on_device() const;
 
-  /// Memory for one forward at a time of up to max_tokens tokens, on the device of the layer.
+  /// Memory for one forward at a time of up to max_tokens tokens, on the device of the layer. Which layers
+  /// may share it: workspace.hpp.
   Result<Workspace> CreateWorkspace() const;
 
   /// What one forward brings: `hidden` [M, H]; beside it router_logits [M, E], or topk_ids (I32 or I64; -1
   /// skips a slot) with topk_weights, both [M, k], or neither, and the router of the layer decides. All but
-  /// ids are BF16, F16 or F32. Rows may lie apart (not between cards), elements of a row follow each other.
+  /// ids are BF16, F16 or F32. Rows may lie apart (those of `hidden` not between cards), elements of a row
+  /// follow each other.
   struct Inputs {
+    /// In any of the three, whatever config().dtype is. The router and layers that quantize activations read
+    /// the values as they are. Other experts round F16 and F32 rows to bf16 on cards (to F16 beside weights
+    /// of F16, not beside F32), and may on CPUs where the dtype of the layer is BF16 and the level
+    /// avx512_bf16 or amx; elsewhere they keep 15 bits or more (docs/accuracy.md).
     TensorView hidden;
     TensorView router_logits;
     TensorView topk_ids;
@@ -120,7 +131,7 @@ class MoeLayer {
   };
 
   /// Where the results go. `output` [M, H] in the dtype of `hidden` or F32; it must not overlap `hidden`. The
-  /// others may be empty.
+  /// others may be empty. On CPUs rows may lie apart; on cards those of `output` follow each other.
   struct Outputs {
     MutableTensorView output;
     MutableTensorView topk_ids;      ///< I32 [M, k]
@@ -128,7 +139,11 @@ class MoeLayer {
   };
 
   /// Runs the layer. The same bits for any number of threads of the executor. Errors: kUsage when shapes or
-  /// dtypes do not fit the layer, with both values.
+  /// dtypes do not fit the layer, with both values, when ids are out of range, when the workspace is too
+  /// small or lies elsewhere, or while another forward uses the communicator; kBadInput when a routing
+  /// callback, a hash table or a token id names what does not exist; kSystem when a card or a rank fails. On
+  /// several ranks what one of them reports, all report, but for the errors of a workspace and of a
+  /// communicator in use.
   ///
   /// On a card all views are addresses of the card, and Forward only launches kernels in the order of
   /// executor.stream: it neither allocates nor waits, and a CUDA graph can capture it. Ids and token ids out

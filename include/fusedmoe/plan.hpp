@@ -121,6 +121,9 @@ struct Selection {
   std::vector<std::string> notes;  ///< switches without effect, fallbacks taken
 };
 
+/// The plan as the JSON of the command has it (docs/cli.md, `plan`), in one line.
+std::string JsonText(const Plan& plan);
+
 /// As a person reads it: the choice, then every candidate with its verdicts.
 std::string ToString(const Selection& selection);
 std::string ToString(const Plan& plan);

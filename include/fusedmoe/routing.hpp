@@ -47,6 +47,8 @@ enum class ScoreFunction : uint8_t { kSoftmax, kSigmoid, kSqrtSoftplus };
 /// "softmax", "sigmoid", "sqrtsoftplus", as configuration files spell them.
 std::string_view ScoreFunctionName(ScoreFunction score);
 std::optional<ScoreFunction> ParseScoreFunction(std::string_view name);  ///< nothing for another name
+/// "softmax, ...", for messages.
+std::string ScoreFunctionNames();
 
 /// vLLM's list of methods grew, and old numbers changed their meaning: which list is meant.
 enum class RoutingEra : uint8_t {

@@ -38,6 +38,11 @@ class WorkspaceBook {
 };
 
 /// The memory of one forward at a time. A thread that runs a layer brings its own.
+///
+/// On CPUs nothing in it outlives a forward: layers that run one after the other may share one, as long as it
+/// holds the bytes that each needs (Plan::workspace_bytes). A model needs one a thread, of its largest layer.
+/// On a card kernels leave counters in it that the next forward reads: there only layers of equal plans share
+/// one, in one stream.
 class Workspace {
  public:
   Workspace() = default;

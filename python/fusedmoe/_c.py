@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import os
-from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,10 @@ class Tensor(Structure):
 
 class Executor(Structure):
     _fields_ = [("self", c_void_p), ("num_threads", c_int32), ("parallel", c_void_p), ("stream", c_void_p)]
+
+
+class CheckpointOptions(Structure):
+    _fields_ = [("struct_size", c_size_t), ("io", c_char_p), ("expert_layout", c_char_p), ("allow_partial", c_int32)]
 
 
 class LayerInfo(Structure):
@@ -77,7 +81,10 @@ class LayerConfig(Structure):
                 ("routing", c_char_p), ("score", c_char_p), ("renormalize", c_int32), ("num_groups", c_int64),
                 ("topk_groups", c_int64), ("scaling_factor", c_float), ("apply_router_weight_on_input", c_int32),
                 ("router_weight", Tensor), ("router_bias", Tensor), ("correction_bias", Tensor),
-                ("custom_routing", c_void_p), ("routing_self", c_void_p)]
+                ("custom_routing", c_void_p), ("routing_self", c_void_p), ("norm_epsilon", c_float),
+                ("logit_softcap", c_float), ("jitter", c_float), ("select_on_logits", c_int32),
+                ("num_zero_experts", c_int64), ("token_id_to_experts", Tensor), ("simulation", c_char_p),
+                ("simulation_seed", c_uint64)]
 
 
 class Forward(Structure):
@@ -111,6 +118,8 @@ PROTOTYPES: list[tuple[str, Any, list[Any]]] = [
     ("fmoe_communicator_size", c_int64, [c_void_p]),
     ("fmoe_communicator_release", None, [c_void_p]),
     ("fmoe_checkpoint_open", ctypes.c_int, [c_char_p, POINTER(c_void_p)]),
+    ("fmoe_checkpoint_options_init_sized", None, [POINTER(CheckpointOptions), c_size_t]),
+    ("fmoe_checkpoint_open_with", ctypes.c_int, [c_char_p, POINTER(CheckpointOptions), POINTER(c_void_p)]),
     ("fmoe_checkpoint_release", None, [c_void_p]),
     ("fmoe_checkpoint_family", c_char_p, [c_void_p]),
     ("fmoe_checkpoint_producer", c_char_p, [c_void_p]),
@@ -123,6 +132,7 @@ PROTOTYPES: list[tuple[str, Any, list[Any]]] = [
     ("fmoe_layer_get_info", ctypes.c_int, [c_void_p, POINTER(LayerInfo)]),
     ("fmoe_layer_plan_text", c_char_p, [c_void_p]),
     ("fmoe_layer_selection_text", c_char_p, [c_void_p]),
+    ("fmoe_layer_plan_json", c_char_p, [c_void_p]),
     ("fmoe_scheme_element", ctypes.c_int, [c_char_p, POINTER(ctypes.c_int)]),
     ("fmoe_layer_config_init_sized", None, [POINTER(LayerConfig), c_size_t]),
     ("fmoe_layer_create", ctypes.c_int,
@@ -194,8 +204,9 @@ def check(code: int) -> None:
         raise Error.of(lib.fmoe_last_error().contents)
 
 
-_Struct = TypeVar("_Struct", LayerInfo, LayerOptions, LayerConfig, EplbStep, EplbShape)
+_Struct = TypeVar("_Struct", CheckpointOptions, LayerInfo, LayerOptions, LayerConfig, EplbStep, EplbShape)
 _INIT: dict[Any, Any] = {
+    CheckpointOptions: lib.fmoe_checkpoint_options_init_sized,
     LayerInfo: lib.fmoe_layer_info_init_sized, LayerOptions: lib.fmoe_layer_options_init_sized,
     LayerConfig: lib.fmoe_layer_config_init_sized, EplbStep: lib.fmoe_eplb_step_init_sized,
     EplbShape: lib.fmoe_eplb_shape_init_sized}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from ._handle import Handle
 from ._ranks import Communicator
 from ._tensors import Tensor
 from ._threads import Pool, current_pool
+from ._workspaces import Workspace, Workspaces
 
 # routing(hidden, router_logits, top_k) -> (topk_ids [M, k], topk_weights [M, k] in float32), of the caller's tensors.
 Routing = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
@@ -79,10 +81,20 @@ def _values(kind: Any, struct: Any) -> dict[str, Any]:
 
 
 class Checkpoint(Handle):
-    """A checkpoint in Hugging Face layout, or a GGUF file. Immutable; safe from many threads."""
+    """A checkpoint in Hugging Face layout, or a GGUF file. Immutable; safe from many threads.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(_c.made(_c.lib.fmoe_checkpoint_open, _c.encoded(path, "path")), _c.lib.fmoe_checkpoint_release)
+    `io`: how files are read, "auto", "mmap" or "pread". `expert_layout`: axes of fused expert tensors where the family is
+    not enough, "in_out" or "out_in", with ",interleaved" or ",chunked". `allow_partial`: accept an index that names
+    tensors no shard holds."""
+
+    def __init__(self, path: str | os.PathLike[str], *, io: str | None = None, expert_layout: str | None = None,
+                 allow_partial: bool = False) -> None:
+        options = _c.initialized(_c.CheckpointOptions)
+        options.io = None if io is None else _c.encoded(io, "io")
+        options.expert_layout = None if expert_layout is None else _c.encoded(expert_layout, "expert_layout")
+        options.allow_partial = _flag(allow_partial, "allow_partial")
+        super().__init__(_c.made(_c.lib.fmoe_checkpoint_open_with, _c.encoded(path, "path"), ctypes.byref(options)),
+                         _c.lib.fmoe_checkpoint_release)
         self._path = os.fsdecode(path)
 
     def __repr__(self) -> str:
@@ -110,10 +122,11 @@ class Checkpoint(Handle):
         return LayerInfo._of(info)
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
-        """A Layer. Options are those of `fusedmoe run`: device ("cpu", "cuda"), backend, isa, mode, determinism,
+        """A Layer. Options (docs/python.md has the table): device ("cpu", "cuda"), backend, isa, mode, determinism,
         activation ("a8"), activation_format ("batched"), pack_cache, shared_experts (True), latent_projections (True),
-        max_tokens (8192), plan_tokens (1); on several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
-        eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
+        max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on several ranks communicator,
+        tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window, eplb_interval. `routing` chooses the
+        experts where a forward brings router_logits."""
         c_options, alive = _options(options)
         loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
                                ctypes.byref(c_options)), routing)
@@ -132,6 +145,12 @@ _FLAGS = ("shared_experts", "latent_projections", "ep", "eplb")
 _WORDS = frozenset(field[0] for field in _c.LayerOptions._fields_ if field[1] is ctypes.c_char_p)
 
 
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, str):  # "no" would count as yes
+        raise TypeError(f"{name} is str, True or False is required")
+    return bool(value)
+
+
 def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
     """The struct of these options, and what it points at."""
     options = _c.initialized(_c.LayerOptions)
@@ -147,28 +166,23 @@ def _options(given: dict[str, Any]) -> tuple[_c.LayerOptions, list[Any]]:
             alive.append(value)
             options.communicator = value._handle
         elif name not in _OPTIONS:
-            raise TypeError(f"layers have no option '{name}'")
+            raise TypeError(f"layers have no option '{name}'; there are communicator, {', '.join(_OPTIONS)}")
         elif _OPTIONS[name] in _WORDS:
             alive.append(_c.encoded(value, name))
             setattr(options, _OPTIONS[name], alive[-1])
-        elif name in _FLAGS and isinstance(value, str):
-            raise TypeError(f"{name} is str, True or False is required")
         else:
-            setattr(options, _OPTIONS[name], bool(value) if name in _FLAGS else _c.integer(value, name))
+            setattr(options, _OPTIONS[name], _flag(value, name) if name in _FLAGS else _c.integer(value, name))
     return options, alive
 
 
 class Layer(Handle):
     """One layer of experts, loaded and planned: `Checkpoint.load_layer` or `Layer.create`. Immutable but for `end_step`;
-    any number of threads may call it."""
+    any number of threads may call it, on several ranks one at a time."""
 
     info: LayerInfo
 
     def __init__(self, handle: ctypes.c_void_p, routing: Routing | None = None) -> None:
         super().__init__(handle, _c.lib.fmoe_layer_release)
-        # The free ones. Without a lock, which a fork could leave closed: pop and append of a list are atomic.
-        self._workspaces = list[ctypes.c_void_p]()
-        self._release_workspace = _c.lib.fmoe_workspace_release
         self._alive: Any = None
         if routing is not None and not callable(routing):
             raise TypeError(f"routing is {type(routing).__name__}, a function of hidden, router_logits and top_k is required")
@@ -176,25 +190,26 @@ class Layer(Handle):
         info = _c.initialized(_c.LayerInfo)
         _c.check(_c.lib.fmoe_layer_get_info(self._handle, ctypes.byref(info)))
         self.info = LayerInfo._of(info)
+        # Kernels of cards keep counters in theirs from one forward to the next, so that layers do not share them; forwards
+        # of one stream follow each other there, and one workspace serves them all.
+        self._workspaces = Workspaces() if self.info.on_device else Workspaces.of_cpus()
 
     def __repr__(self) -> str:
         info = self.info
         return (f"Layer({info.scheme}, {info.num_experts} experts, top {info.top_k}, hidden {info.hidden}, "
                 f"{info.backend})")
 
-    def __del__(self) -> None:
-        workspaces = getattr(self, "_workspaces", [])
-        while workspaces:
-            self._release_workspace(workspaces.pop())
-        super().__del__()
-
     @classmethod
     def create(cls, experts: Sequence[Mapping[str, Any]], *, top_k: int, scheme: str = "unquantized",
-               activation: str = "silu", alpha: float = 1.0, beta: float = 0.0, limit: float = 0.0, dtype: str = "BF16",
-               apply_router_weight_on_input: bool = False, routing: Routing | str | None = None,
-               renormalize: bool = True, num_groups: int = 1, topk_groups: int = 1, scaling_factor: float = 1.0,
-               score: str | None = None, router_weight: Tensor | None = None, router_bias: Tensor | None = None,
-               correction_bias: Tensor | None = None, **options: Any) -> Layer:
+               activation: str = "silu", alpha: float | None = None, beta: float | None = None,
+               limit: float | None = None, dtype: str = "BF16", apply_router_weight_on_input: bool = False,
+               routing: Routing | str | None = None, renormalize: bool = True, num_groups: int = 1, topk_groups: int = 1,
+               scaling_factor: float = 1.0, score: str | None = None, norm_epsilon: float = 0.0,
+               logit_softcap: float = 0.0, num_zero_experts: int = 0, select_on_logits: bool = False,
+               jitter: float = 0.01, simulation: str | None = None, simulation_seed: int = 0,
+               router_weight: Tensor | None = None, router_bias: Tensor | None = None,
+               correction_bias: Tensor | None = None, token_id_to_experts: Tensor | None = None,
+               **options: Any) -> Layer:
         """A layer of weights that are in memory, on one rank.
 
         `experts`: one dict an expert with "gate" (absent where the activation is not gated), "up" and "down"; each the
@@ -203,8 +218,18 @@ class Layer(Handle):
         come as bytes. The layer has weights of its own afterwards, except in the reference backend, which reads
         these.
 
+        `activation`: "silu", "gelu", "gelu_tanh", "swigluoai", "swiglustep", "relu2", "situ", or, without a gate,
+        "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul". `alpha` (slope of the sigmoid of swigluoai, bound
+        of the gate of situ), `beta` (added to the up projection of swigluoai) and `limit` (the clamp of silu, swigluoai,
+        swiglustep and situ; 0: none) are the activation's own unless they are given: 1.702, 1, 7 of swigluoai, limit 7 of
+        swiglustep, else 1, 0, 0.
+
         `routing`, for forwards without ids: the name of a method (docs/routing.md; "Renormalize" by default), which the
-        arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses."""
+        arguments behind it describe and the tensors (in host memory) serve, or a function of the caller's that chooses.
+        `norm_epsilon` is added to the sum that renormalization divides by, `logit_softcap` bounds logits by a tanh,
+        `num_zero_experts` give back their input and have the ids behind the others, `jitter` is of "SparseMixer",
+        `select_on_logits` of "Default", `simulation` ("uniform_random", "normal_routing") and its seed of "Simulated",
+        `token_id_to_experts` [vocabulary, top_k] of "DeepseekV4", whose forwards bring token_ids."""
         if dtype not in _c.DTYPE:
             raise ValueError(f"dtype is {dtype!r}, it must be 'BF16', 'F16' or 'F32'")
         element = _element(scheme)
@@ -219,16 +244,24 @@ class Layer(Handle):
         config.intermediate, config.hidden = up.shape[0], up.shape[1]
         config.dtype, config.scheme = _c.DTYPE[dtype], _c.encoded(scheme, "scheme")
         config.activation = _c.encoded(activation, "activation")
-        config.alpha, config.beta, config.limit = alpha, beta, limit
+        for name, parameter in (("alpha", alpha), ("beta", beta), ("limit", limit)):
+            if parameter is not None:  # else the library knows
+                setattr(config, name, parameter)
         config.has_bias = bool(built[0][0].down.bias.data)
         config.apply_router_weight_on_input = apply_router_weight_on_input
         if isinstance(routing, str):
             config.routing = _c.encoded(routing, "routing")
         config.score = None if score is None else _c.encoded(score, "score")
         config.renormalize, config.scaling_factor = renormalize, scaling_factor
+        config.norm_epsilon, config.logit_softcap, config.jitter = norm_epsilon, logit_softcap, jitter
+        config.num_zero_experts = _c.integer(num_zero_experts, "num_zero_experts")
+        config.select_on_logits = _flag(select_on_logits, "select_on_logits")
+        config.simulation = None if simulation is None else _c.encoded(simulation, "simulation")
+        config.simulation_seed = _c.integer(simulation_seed, "simulation_seed")
         config.num_groups = _c.integer(num_groups, "num_groups")
         config.topk_groups = _c.integer(topk_groups, "topk_groups")
-        router = {"router_weight": router_weight, "router_bias": router_bias, "correction_bias": correction_bias}
+        router = {"router_weight": router_weight, "router_bias": router_bias, "correction_bias": correction_bias,
+                  "token_id_to_experts": token_id_to_experts}
         owners = []
         for name, tensor in router.items():
             window, owner = _tensors.window(tensor, name)
@@ -250,6 +283,11 @@ class Layer(Handle):
     def plan(self) -> str:
         """What runs, and what it is expected to cost."""
         return _c.text(_c.lib.fmoe_layer_plan_text, self._handle)
+
+    def plan_json(self) -> dict[str, Any]:
+        """The plan as a dict: the object `plan` of docs/cli.md."""
+        plan: dict[str, Any] = json.loads(_c.text(_c.lib.fmoe_layer_plan_json, self._handle))
+        return plan
 
     @property
     def selection(self) -> str:
@@ -314,19 +352,14 @@ class Layer(Handle):
         else:
             pool = current_pool()  # held until the call returns, whatever set_num_threads does meanwhile
             executor = pool.executor
-        workspace = self._take_workspace()
+        workspace = self._workspaces.take(self.info.workspace_bytes)
+        if workspace is None:
+            workspace = Workspace(self._handle, self.info.workspace_bytes)
         try:
-            _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace, ctypes.byref(executor)))
+            _c.check(_c.lib.fmoe_layer_forward(self._handle, ctypes.byref(forward), workspace.handle, ctypes.byref(executor)))
         finally:
-            self._workspaces.append(workspace)
+            self._workspaces.give_back(workspace)
         return (out, values["chosen_ids"], values["chosen_weights"]) if return_routing else out
-
-    def _take_workspace(self) -> ctypes.c_void_p:
-        # On a card forwards of one stream follow each other, so that one workspace serves them all.
-        try:
-            return self._workspaces.pop()
-        except IndexError:
-            return _c.made(_c.lib.fmoe_workspace_create, self._handle)
 
 
 def _element(scheme: str) -> str | None:

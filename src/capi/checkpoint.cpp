@@ -5,9 +5,15 @@ using namespace fusedmoe;
 using namespace fusedmoe::capi;
 
 fmoe_code fmoe_checkpoint_open(const char* path, fmoe_checkpoint** checkpoint) {
+  return fmoe_checkpoint_open_with(path, nullptr, checkpoint);
+}
+
+fmoe_code fmoe_checkpoint_open_with(const char* path, const fmoe_checkpoint_options* options,
+                                    fmoe_checkpoint** checkpoint) {
   return Make(checkpoint, "checkpoint", [&](fmoe_checkpoint& made) -> Status {
     FMOE_RETURN_IF_ERROR(NotNull(path, "path"));
-    FMOE_ASSIGN_OR_RETURN(made.checkpoint, Checkpoint::Open(path));
+    FMOE_ASSIGN_OR_RETURN(const CheckpointOptions taken, ToCheckpointOptions(options));
+    FMOE_ASSIGN_OR_RETURN(made.checkpoint, Checkpoint::Open(path, taken));
     return Status::Ok();
   });
 }

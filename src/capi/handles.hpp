@@ -31,7 +31,7 @@ struct fmoe_checkpoint {
 
 struct fmoe_layer {
   std::unique_ptr<fusedmoe::MoeLayer> layer;
-  std::string plan, selection;
+  std::string plan, plan_json, selection;
 };
 
 struct fmoe_workspace {
@@ -147,6 +147,10 @@ void RefuseRouting(int32_t code, int64_t num_ids, int32_t* ids);
 /// did.
 Status AfterRouting(Status status);
 
+/// kUsage for a name that is not among `known`.
+Status Unknown(std::string_view field, const char* name, std::string_view known);
+
+Result<CheckpointOptions> ToCheckpointOptions(const fmoe_checkpoint_options* options);
 Result<LayerOptions> ToOptions(const fmoe_layer_options* options);
 
 /// A layer of the experts that the caller holds.

@@ -12,6 +12,7 @@ fmoe_code Adopt(fmoe_layer** out, std::string_view name, const fmoe_layer_option
     FMOE_ASSIGN_OR_RETURN(const LayerOptions options, ToOptions(given));
     FMOE_ASSIGN_OR_RETURN(made.layer, make(options));
     made.plan = ToString(made.layer->plan());
+    made.plan_json = JsonText(made.layer->plan());
     made.selection = ToString(made.layer->selection());
     return Status::Ok();
   });
@@ -75,6 +76,10 @@ void fmoe_layer_release(fmoe_layer* layer) {
 
 const char* fmoe_layer_plan_text(const fmoe_layer* layer) {
   return layer == nullptr ? "" : layer->plan.c_str();
+}
+
+const char* fmoe_layer_plan_json(const fmoe_layer* layer) {
+  return layer == nullptr ? "" : layer->plan_json.c_str();
 }
 
 const char* fmoe_layer_selection_text(const fmoe_layer* layer) {

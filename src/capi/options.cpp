@@ -19,11 +19,6 @@ std::string Text(const char* text) {
   return text == nullptr ? std::string() : std::string(text);
 }
 
-Status Unknown(std::string_view field, const char* name, std::string_view known) {
-  return Status::Usage(
-      fmt::format("fmoe_layer_options.{} '{}' is unknown, known are: {}", field, name, known));
-}
-
 /// kUsage for a name that is given and not among `known`.
 Status CheckName(std::string_view field, const char* name, std::initializer_list<std::string_view> known) {
   return name == nullptr || std::find(known.begin(), known.end(), name) != known.end()
@@ -65,6 +60,23 @@ Status TakeRanks(const fmoe_layer_options& from, LayerOptions& options) {
 }
 
 }  // namespace
+
+// Without the name of a struct: callers in other languages have none.
+Status Unknown(std::string_view field, const char* name, std::string_view known) {
+  return Status::Usage(fmt::format("{} '{}' is unknown, known are: {}", field, name, known));
+}
+
+Result<CheckpointOptions> ToCheckpointOptions(const fmoe_checkpoint_options* given) {
+  FMOE_ASSIGN_OR_RETURN(const fmoe_checkpoint_options from,
+                        Whole(given, fmoe_checkpoint_options_init, "fmoe_checkpoint_options"));
+  FMOE_RETURN_IF_ERROR(CheckName("io", from.io, {"auto", "mmap", "pread"}));
+  CheckpointOptions options;
+  const std::string io = Text(from.io);
+  options.io = io == "mmap" ? IoMode::kMmap : io == "pread" ? IoMode::kPread : IoMode::kAuto;
+  options.expert_layout = Text(from.expert_layout);
+  options.allow_partial = from.allow_partial != 0;
+  return options;
+}
 
 Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
   FMOE_ASSIGN_OR_RETURN(const fmoe_layer_options from,
@@ -108,6 +120,10 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
 }
 
 }  // namespace fusedmoe::capi
+
+void fmoe_checkpoint_options_init_sized(fmoe_checkpoint_options* options, size_t struct_size) {
+  fusedmoe::capi::Init({}, options, struct_size);
+}
 
 void fmoe_layer_options_init_sized(fmoe_layer_options* options, size_t struct_size) {
   const fusedmoe::LayerOptions& defaults = fusedmoe::capi::kDefaults;

@@ -28,6 +28,14 @@ std::string_view ActivationName(ActivationKind kind) {
   return kActivationNames[static_cast<size_t>(kind)];
 }
 
+std::string ActivationNames() {
+  std::string names;
+  for (const std::string_view name : kActivationNames) {
+    names += (names.empty() ? "" : ", ") + std::string(name);
+  }
+  return names;
+}
+
 std::optional<ActivationKind> ParseActivation(std::string_view name) {
   for (size_t index = 0; index < std::size(kActivationNames); ++index) {
     if (kActivationNames[index] == name) {

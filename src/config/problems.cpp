@@ -125,8 +125,9 @@ Status ReadSizes(Fields& fields, Problem& problem) {
 Status ReadActivation(Fields& fields, MoeConfig& config) {
   std::string activation = "silu";
   FMOE_RETURN_IF_ERROR(fields.Text("activation", activation));
-  FMOE_RETURN_IF_ERROR(
-      ParseNamed("activation", activation, ParseActivation(activation), config.activation.kind));
+  ActivationKind kind = config.activation.kind;
+  FMOE_RETURN_IF_ERROR(ParseNamed("activation", activation, ParseActivation(activation), kind));
+  config.activation = CanonicalActivation(kind);
   FMOE_RETURN_IF_ERROR(fields.Float("alpha", config.activation.alpha));
   FMOE_RETURN_IF_ERROR(fields.Float("beta", config.activation.beta));
   FMOE_RETURN_IF_ERROR(fields.Float("limit", config.activation.limit));

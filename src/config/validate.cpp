@@ -1,4 +1,5 @@
 #include <cmath>
+#include <utility>
 
 #include <fmt/format.h>
 #include <fusedmoe/config.hpp>
@@ -104,6 +105,18 @@ Status CheckActivation(const ActivationSpec& activation) {
                     "limit at least 0 (0: none)",
                     ActivationName(activation.kind), activation.alpha, activation.beta, activation.limit));
   }
+  // With the parameters of a kind that has none these two are silu(g) * u: they were left unset. A model that
+  // means it says silu, and a reader of checkpoints writes that for it.
+  ActivationSpec unset;
+  unset.kind = activation.kind;
+  if (activation == unset && !(activation == CanonicalActivation(activation.kind))) {
+    const ActivationSpec own = CanonicalActivation(activation.kind);
+    return Status::BadInput(fmt::format("activation {} has alpha {}, beta {}, limit {}, which make it silu",
+                                        ActivationName(activation.kind), activation.alpha, activation.beta,
+                                        activation.limit))
+        .WithHint(
+            fmt::format("set alpha {}, beta {}, limit {}, or say silu", own.alpha, own.beta, own.limit));
+  }
   if (activation.limit > 0.0F && !HasClamp(activation.kind)) {
     return Status::BadInput(fmt::format(
         "activation {} has no clamp, but a limit of {} is set; silu, swigluoai, swiglustep and situ have one",
@@ -151,6 +164,11 @@ Status Validate(const MoeConfig& config) {
   FMOE_RETURN_IF_ERROR(CheckSizes(config));
   FMOE_RETURN_IF_ERROR(CheckParallel(config));
   FMOE_RETURN_IF_ERROR(CheckActivation(config.activation));
+  if (config.shared.activation) {
+    if (Status status = CheckActivation(*config.shared.activation); !status.ok()) {
+      return std::move(status).WithContext("shared experts");
+    }
+  }
   FMOE_RETURN_IF_ERROR(CheckRouting(config));
   if (config.dtype != DType::kF32 && config.dtype != DType::kF16 && config.dtype != DType::kBF16) {
     return Status::BadInput(

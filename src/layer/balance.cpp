@@ -229,6 +229,11 @@ Result<EplbStep> MoeLayer::EndStep() {
   if (!step.planned) {
     return step;
   }
+  const Turn turn(impl_->ranks.get());
+  if (Status status = turn.status(); !status.ok()) {
+    balance.state.Postpone();
+    return status;
+  }
   Rebalancing next(balance, step);
   FMOE_RETURN_IF_ERROR(next.Run(impl_->workspace_bytes, [&](WorkspaceBook& book) { impl_->Book(book); }));
   if (!next.accepted()) {

@@ -11,6 +11,7 @@
 
 #include "layer/layer_impl.hpp"
 #include "numerics/element_types.hpp"
+#include "routing/methods.hpp"
 #include "weights/dequantize.hpp"
 #include "weights/features.hpp"
 
@@ -144,7 +145,32 @@ Status CheckRouter(const RouterWeights& router, const MoeConfig& config, int64_t
                                        DTypeName(vector->dtype()), vector->shape().ToString(), num_logits));
     }
   }
+  const Tensor& table = router.token_id_to_experts;
+  if (!table.empty()) {
+    if (!RuleOf(config.routing).takes_hash) {
+      return Status::Usage(fmt::format("a token-id table is given, which routing method {} does not have",
+                                       RoutingMethodName(config.routing.method)));
+    }
+    if (table.shape().rank() != 2 || table.dim(1) != config.top_k() ||
+        (table.dtype() != DType::kI32 && table.dtype() != DType::kI64)) {
+      return Status::Usage(
+          fmt::format("token_id_to_experts is {} {}, the layer needs I32 or I64 of "
+                      "[vocabulary, {}]",
+                      DTypeName(table.dtype()), table.shape().ToString(), config.top_k()));
+    }
+  }
   return Status::Ok();
+}
+
+Status CheckOnCard(MutableTensorView output, int64_t hidden) {
+  const auto address = reinterpret_cast<uintptr_t>(output.data());
+  return hidden % 8 != 0 || address % 16 == 0
+             ? Status::Ok()
+             : Status::Usage(
+                   fmt::format("output begins {} bytes behind a multiple of 16; on a card rows of {} "
+                               "columns are written 16 bytes at a time",
+                               address % 16, hidden))
+                   .WithHint("begin at a row, or at a multiple of 8 columns in 16 bits");
 }
 
 Status TakeIds(TensorView source, int64_t num_experts, int32_t* ids) {
@@ -195,6 +221,9 @@ Status MoeLayer::Impl::CheckInputs(const Inputs& inputs, const Outputs& outputs)
   if (communicator != nullptr) {  // rows go to other cards as they lie
     FMOE_RETURN_IF_ERROR(CheckDense("hidden", inputs.hidden));
     FMOE_RETURN_IF_ERROR(CheckDense("output", outputs.output));
+  }
+  if (device_router != nullptr) {
+    FMOE_RETURN_IF_ERROR(CheckOnCard(outputs.output, config.hidden));
   }
   if (num_tokens > config.max_tokens) {
     return Status::Usage(

@@ -74,6 +74,16 @@ Result<Scheme> UnderRule(Scheme scheme, const std::string& rule) {
 
 }  // namespace
 
+Status Turn::status() const {
+  return taken_ ? Status::Ok()
+                : Status::Usage(fmt::format("another thread runs a layer on the communicator of these {} "
+                                            "ranks, which serves one at a time",
+                                            ranks_->size()))
+                      .WithHint(
+                          "run the layers of a communicator from one thread at a time, in the same order on "
+                          "all ranks");
+}
+
 MoeLayer::MoeLayer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 MoeLayer::~MoeLayer() = default;
 const MoeConfig& MoeLayer::config() const {
@@ -176,8 +186,9 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
   impl->wire = std::move(built.wire);
   impl->fingerprint = built.fingerprint;
   impl->selection = std::move(built.selection);
+  impl->ranks = IsSpread(options) ? options.communicator : nullptr;
   if (options.device == "cuda") {
-    impl->communicator = IsSpread(options) ? options.communicator : nullptr;
+    impl->communicator = impl->ranks;
     FMOE_ASSIGN_OR_RETURN(impl->device_router,
                           MakeDeviceRouter(router, impl->config, impl->num_logits(), options.max_tokens));
   }
@@ -208,30 +219,37 @@ Result<Workspace> MoeLayer::CreateWorkspace() const {
 
 Status MoeLayer::Forward(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
                          const Executor& executor) const {
-  const Impl& impl = *impl_;
-  if (workspace.bytes() < impl.workspace_bytes) {
+  const Turn turn(impl_->ranks.get());
+  FMOE_RETURN_IF_ERROR(turn.status());
+  return impl_->Run(inputs, outputs, workspace, executor);
+}
+
+Status MoeLayer::Impl::Run(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+                           const Executor& executor) const {
+  if (workspace.bytes() < workspace_bytes) {
     return Status::Usage(fmt::format("the workspace holds {} bytes, the layer needs {}", workspace.bytes(),
-                                     impl.workspace_bytes))
+                                     workspace_bytes))
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
-  const ForwardUnderWay under_way(impl.balance.get());
-  if (workspace.on_device() != on_device()) {
+  const ForwardUnderWay under_way(balance.get());
+  const bool on_card = device_router != nullptr;
+  if (workspace.on_device() != on_card) {
     return Status::Usage(fmt::format("the layer runs on {}, the workspace lies on {}",
-                                     on_device() ? "a card" : "the CPU",
+                                     on_card ? "a card" : "the CPU",
                                      workspace.on_device() ? "a card" : "the host"))
         .WithHint("MoeLayer::CreateWorkspace makes one");
   }
   RoutingInputs routing;
   KernelInput input;
-  Status ready = impl.CheckInputs(inputs, outputs);
+  Status ready = CheckInputs(inputs, outputs);
   if (ready.ok()) {
-    ready = impl.Choose(inputs, outputs, workspace, executor, routing, input);
+    ready = Choose(inputs, outputs, workspace, executor, routing, input);
   }
   if (!ready.ok()) {
-    return impl.kernel->Abandon(ready, workspace);
+    return kernel->Abandon(ready, workspace);
   }
-  input.routing = impl.kernel->experts().traits().monolithic ? &routing : nullptr;
-  return impl.kernel->Forward(input, outputs.output, workspace, executor);
+  input.routing = kernel->experts().traits().monolithic ? &routing : nullptr;
+  return kernel->Forward(input, outputs.output, workspace, executor);
 }
 
 Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
@@ -239,6 +257,8 @@ Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, c
   if (!on_device()) {
     return Forward(inputs, outputs, workspace, executor);
   }
+  const Turn turn(impl_->ranks.get());
+  FMOE_RETURN_IF_ERROR(turn.status());
   Status ready = impl_->CheckInputs(inputs, outputs);
   // Ids that the card would skip are refused here, where they can be seen.
   if (ready.ok() && !inputs.topk_ids.empty() && inputs.topk_ids.rank() == 2) {
@@ -251,7 +271,7 @@ Status MoeLayer::ForwardFromHost(const Inputs& inputs, const Outputs& outputs, c
   if (!twins.ok()) {
     return impl_->kernel->Abandon(twins.status(), workspace);
   }
-  FMOE_RETURN_IF_ERROR(Forward(twins->inputs(), twins->outputs(), workspace, executor));
+  FMOE_RETURN_IF_ERROR(impl_->Run(twins->inputs(), twins->outputs(), workspace, executor));
   if (impl_->communicator != nullptr) {
     FMOE_RETURN_IF_ERROR(impl_->communicator->Finish(executor.stream));  // other ranks may not come
   }

@@ -11,6 +11,26 @@
 
 namespace fusedmoe {
 
+/// The turn of a forward on the ranks of its layer; on one rank nobody takes turns. Who has none must not say
+/// so to the other ranks: it would use the communicator beside the forward that has it.
+class Turn {
+ public:
+  explicit Turn(Communicator* ranks) : ranks_(ranks), taken_(ranks == nullptr || ranks->TakeTurn()) {}
+  ~Turn() {
+    if (ranks_ != nullptr && taken_) {
+      ranks_->EndTurn();
+    }
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  /// kUsage where another thread has it.
+  Status status() const;
+
+ private:
+  Communicator* ranks_;
+  bool taken_;
+};
+
 /// What a layer holds once it is loaded; only EndStep changes any of it afterwards.
 struct MoeLayer::Impl {
   MoeConfig config;
@@ -24,6 +44,7 @@ struct MoeLayer::Impl {
   std::unique_ptr<LayerBalance> balance;              // null: experts stay where they are
   std::unique_ptr<cuda::DeviceRouter> device_router;  // of a layer on a card; null on the CPU
   std::shared_ptr<Communicator> communicator;         // of ranks on cards; null elsewhere
+  std::shared_ptr<Communicator> ranks;                // that the layer is spread over; null on one rank
   int64_t workspace_bytes = 0;
   uint64_t fingerprint = 0;  // of what must be equal on all ranks
   WorkspaceSlot logits, ids, weights;
@@ -33,6 +54,9 @@ struct MoeLayer::Impl {
   /// Books what the layer itself needs: the same slots each time.
   void Book(WorkspaceBook& book);
   Status CheckInputs(const Inputs& inputs, const Outputs& outputs) const;
+  /// Forward, whose turn it is on `ranks`.
+  Status Run(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,
+             const Executor& executor) const;
   /// Fills `input` with ids and weights, those of the caller or by routing, which are results too. `routing`
   /// keeps what experts on the CPU need that route for themselves; empty where the caller brings ids.
   Status Choose(const Inputs& inputs, const Outputs& outputs, const Workspace& workspace,

@@ -120,17 +120,17 @@ class Checker {
 
   void FixedParameters(const ActivationSpec& activation) {
     const auto differs = [](float value, float expected) { return !(std::fabs(value - expected) <= 1e-4F); };
-    constexpr float kLimit = 7.0F;
+    const ActivationSpec own = CanonicalActivation(activation.kind);
     if (activation.kind == ActivationKind::kSwigluOai &&
-        (differs(activation.alpha, 1.702F) || differs(activation.beta, 1.0F) ||
-         differs(activation.limit, kLimit))) {
+        (differs(activation.alpha, own.alpha) || differs(activation.beta, own.beta) ||
+         differs(activation.limit, own.limit))) {
       Object(Reason::kActivationParameters, "computes swigluoai with fixed constants only",
              fmt::format("alpha {}, beta {}, limit {}", activation.alpha, activation.beta, activation.limit),
-             "alpha 1.702, beta 1, limit 7");
+             fmt::format("alpha {}, beta {}, limit {}", own.alpha, own.beta, own.limit));
     }
-    if (activation.kind == ActivationKind::kSwigluStep && differs(activation.limit, kLimit)) {
+    if (activation.kind == ActivationKind::kSwigluStep && differs(activation.limit, own.limit)) {
       Object(Reason::kActivationParameters, "computes swiglustep with a fixed limit only",
-             fmt::format("limit {}", activation.limit), "limit 7");
+             fmt::format("limit {}", activation.limit), fmt::format("limit {}", own.limit));
     }
     if (activation.kind == ActivationKind::kSilu && activation.limit != 0.0F &&
         can_.parameters != Parameters::kSiluLimit) {

@@ -110,15 +110,12 @@ void OtherSizes(Reason reason, const ExplainRequest& request, Changes& out) {
 void OtherActivations(const ExplainRequest& request, Changes& out) {
   for (int index = 0; index <= static_cast<int>(ActivationKind::kRelu2NoMul); ++index) {
     const auto kind = static_cast<ActivationKind>(index);
-    ActivationSpec spec;
-    spec.kind = kind;
+    const ActivationSpec spec = CanonicalActivation(kind);
     std::string text = fmt::format("activation {}", ActivationName(kind));
     if (kind == ActivationKind::kSwigluOai) {
-      spec = {kind, 1.702F, 1.0F, 7.0F};
-      text += " with alpha 1.702, beta 1, limit 7";
+      text += fmt::format(" with alpha {}, beta {}, limit {}", spec.alpha, spec.beta, spec.limit);
     } else if (kind == ActivationKind::kSwigluStep) {
-      spec.limit = 7.0F;
-      text += " with limit 7";
+      text += fmt::format(" with limit {}", spec.limit);
     } else if (kind == ActivationKind::kSilu) {
       text += " without limit";
     }

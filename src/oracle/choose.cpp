@@ -194,10 +194,6 @@ void ReportSwitches(const Switches& switches, SchemeFamily family, bool named,
   for (const Switches::Given& given : switches.given()) {
     const SwitchInfo* info = FindSwitch(given.name);
     const std::string text = fmt::format("{}={}", given.name, given.value);
-    if (info == nullptr) {
-      selection.notes.push_back(fmt::format("{}: no switch of that name is known; no effect", text));
-      continue;
-    }
     if (info->families.empty()) {
       selection.notes.push_back(fmt::format("{}: no effect on the choice ({})", text, info->what));
       continue;

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <numeric>
+#include <utility>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -28,6 +31,35 @@ const SwitchRow* FindRow(std::string_view name) {
   const auto* found = std::find_if(std::begin(kSwitches), std::end(kSwitches),
                                    [name](const SwitchRow& row) { return row.info.name == name; });
   return found == std::end(kSwitches) ? nullptr : found;
+}
+
+/// Letters to insert, remove or replace to make one word of the other.
+size_t Distance(std::string_view from, std::string_view to) {
+  std::vector<size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= from.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i);
+    for (size_t j = 1; j <= to.size(); ++j) {
+      const size_t replaced = diagonal + (from[i - 1] == to[j - 1] ? 0 : 1);
+      diagonal = std::exchange(row[j], std::min({replaced, row[j] + 1, row[j - 1] + 1}));
+    }
+  }
+  return row.back();
+}
+
+/// The three names that take the fewest letters to write.
+std::vector<std::string_view> NearestSwitches(std::string_view name) {
+  std::vector<std::pair<size_t, std::string_view>> names;
+  for (const SwitchRow& row : kSwitches) {
+    names.emplace_back(Distance(name.substr(0, 100), row.info.name), row.info.name);
+  }
+  std::stable_sort(names.begin(), names.end(),
+                   [](const auto& one, const auto& other) { return one.first < other.first; });
+  std::vector<std::string_view> nearest;
+  for (size_t at = 0; at < 3; ++at) {
+    nearest.push_back(names[at].second);
+  }
+  return nearest;
 }
 
 /// Upstream reads int(value); the ROCm flags take "true" too. Both spellings are taken everywhere.
@@ -291,7 +323,12 @@ Result<Switches> Switches::Parse(std::span<const std::string> env) {
     const std::string name = text.substr(0, equals);
     const std::string value = text.substr(equals + 1);
     const SwitchRow* row = FindRow(name);
-    if (row != nullptr && row->kind == SwitchKind::kFlag && !ParseFlag(value)) {
+    if (row == nullptr) {  // misspelt, it would leave the question as it was
+      return Status::Usage(fmt::format("'{}' is no switch that is known; nearest are {}", name,
+                                       fmt::join(NearestSwitches(name), ", ")))
+          .WithHint("fusedmoe explain --help lists them all");
+    }
+    if (row->kind == SwitchKind::kFlag && !ParseFlag(value)) {
       return Status::Usage(fmt::format("{} is '{}'; it takes 0 or 1", name, value));
     }
     const auto same = [&name](const Given& given) { return given.name == name; };

@@ -17,8 +17,8 @@ namespace fusedmoe {
 class Switches {
  public:
   /// "NAME=VALUE" each; a later value of a name replaces the earlier one. Errors: kUsage for text without
-  /// '=', and for a value that a known flag cannot have. Unknown names are kept, so that they can be
-  /// reported.
+  /// '=', for a name that no switch has, with those that come nearest, and for a value that a flag cannot
+  /// have.
   static Result<Switches> Parse(std::span<const std::string> env);
 
   bool IsSet(std::string_view name) const;

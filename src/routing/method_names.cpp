@@ -1,4 +1,5 @@
 #include <iterator>
+#include <span>
 
 #include <fusedmoe/routing.hpp>
 
@@ -12,6 +13,15 @@ constexpr std::string_view kMethodNames[] = {
 };
 
 constexpr std::string_view kScoreNames[] = {"softmax", "sigmoid", "sqrtsoftplus"};
+
+std::string Listed(std::span<const std::string_view> names) {
+  std::string text;
+  for (const std::string_view name : names) {
+    text += text.empty() ? "" : ", ";
+    text += name;
+  }
+  return text;
+}
 
 constexpr int kNone = -1;
 
@@ -72,12 +82,7 @@ std::optional<RoutingMethod> ParseRoutingMethod(std::string_view name) {
 }
 
 std::string RoutingMethodNames() {
-  std::string names;
-  for (const std::string_view name : kMethodNames) {
-    names += names.empty() ? "" : ", ";
-    names += name;
-  }
-  return names;
+  return Listed(kMethodNames);
 }
 
 std::string_view ScoreFunctionName(ScoreFunction score) {
@@ -91,6 +96,10 @@ std::optional<ScoreFunction> ParseScoreFunction(std::string_view name) {
     }
   }
   return std::nullopt;
+}
+
+std::string ScoreFunctionNames() {
+  return Listed(kScoreNames);
 }
 
 std::optional<int> RoutingMethodValue(RoutingMethod method, RoutingEra era) {

@@ -2,7 +2,9 @@
 #include <fusedmoe/fusedmoe.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -264,6 +266,151 @@ TEST(CApi, RoutingOfTheCaller_ChoosesTheExperts) {
   EXPECT_EQ(fmoe_layer_forward(loaded.layer, &routed, loaded.workspace, nullptr), FMOE_BAD_INPUT);
   EXPECT_NE(LastText().find("custom_routing returned 7"), std::string::npos) << LastText();
   EXPECT_EQ(fmoe_layer_forward(loaded.layer, &forward, loaded.workspace, nullptr), FMOE_OK) << LastText();
+}
+
+// Left unset, they are those of the models: with 1, 0, 0 swigluoai would be silu.
+TEST(CApi, ParametersOfActivations_AreTheirOwnUnlessTheyAreSet) {
+  const float unset = std::numeric_limits<float>::quiet_NaN();
+  struct Case {
+    const char* name;
+    float alpha, beta, limit;
+    ActivationSpec expected;
+  };
+  for (const Case& c :
+       {Case{"swigluoai", unset, unset, unset, {ActivationKind::kSwigluOai, 1.702F, 1.0F, 7.0F}},
+        Case{"swigluoai", unset, 0.5F, 0.0F, {ActivationKind::kSwigluOai, 1.702F, 0.5F, 0.0F}},
+        Case{"swiglustep", unset, unset, unset, {ActivationKind::kSwigluStep, 1.0F, 0.0F, 7.0F}},
+        Case{"silu", unset, unset, 0.25F, {ActivationKind::kSilu, 1.0F, 0.0F, 0.25F}}}) {
+    MoeConfig expected = SmallConfig();
+    expected.activation = c.expected;
+    const RandomLayer random = MakeRandomLayer(expected, "unquantized", 5);
+    HeldExperts held(random);
+    const fmoe_expert_source source = held.Source();
+    fmoe_layer_config config = ToC(random.config, "unquantized");
+    EXPECT_TRUE(std::isnan(config.alpha) && std::isnan(config.beta) && std::isnan(config.limit));
+    config.activation = c.name, config.alpha = c.alpha, config.beta = c.beta, config.limit = c.limit;
+    Loaded loaded;
+    ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+    EXPECT_EQ(loaded.layer->layer->config().activation, c.expected) << c.name;
+    const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+    const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+    const auto cpp = MoeLayer::Create(random.config, random.source, RouterWeights{}, {});
+    ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+    EXPECT_EQ(loaded.Run(hidden, logits), RunCpp(**cpp, hidden, logits)) << c.name;
+  }
+}
+
+TEST(CApi, EveryFieldOfTheRouting_ReachesTheLayer) {
+  MoeConfig expected = SmallConfig();
+  RoutingConfig& routing = expected.routing;
+  routing.method = RoutingMethod::kDeepseekV4;
+  routing.norm_epsilon = 0.25F;
+  routing.logit_softcap = 2.0F;
+  routing.num_zero_experts = 2;
+  const RandomLayer random = MakeRandomLayer(expected, "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  fmoe_layer_config config = ToC(random.config, "unquantized");
+  config.routing = "DeepseekV4";
+  config.norm_epsilon = 0.25F, config.logit_softcap = 2.0F, config.num_zero_experts = 2;
+  config.jitter = 0.5F, config.select_on_logits = 1;
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts + 2, DType::kF32, 7);
+  {
+    Loaded loaded;
+    ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+    const RoutingConfig& taken = loaded.layer->layer->config().routing;
+    EXPECT_EQ(taken.jitter, 0.5F);
+    EXPECT_TRUE(taken.select_on_logits);
+    const auto cpp = MoeLayer::Create(random.config, random.source, RouterWeights{}, {});
+    ASSERT_TRUE(cpp.ok()) << cpp.status().ToString();
+    EXPECT_EQ(loaded.Run(hidden, logits), RunCpp(**cpp, hidden, logits));
+  }
+  // The table decides: token id 1 goes to the experts 4, 0, 5.
+  const int32_t table[] = {0, 1, 2, 4, 0, 5};
+  const int64_t ids[kTokens] = {1, 1, 0, 1, 0};
+  config.token_id_to_experts =
+      ToC(TensorView(reinterpret_cast<const std::byte*>(table), DType::kI32, {2, config.top_k}));
+  Loaded hashed;
+  ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &hashed.layer), FMOE_OK) << LastText();
+  ASSERT_EQ(fmoe_workspace_create(hashed.layer, &hashed.workspace), FMOE_OK) << LastText();
+  std::vector<float> output(static_cast<size_t>(kTokens * config.hidden));
+  std::vector<int32_t> chosen(static_cast<size_t>(kTokens * config.top_k));
+  fmoe_forward forward{};
+  forward.hidden = ToC(hidden.view());
+  forward.router_logits = ToC(logits.view());
+  forward.token_ids = ToC(TensorView(reinterpret_cast<const std::byte*>(ids), DType::kI64, {kTokens}));
+  forward.output = ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
+  forward.chosen_ids =
+      ToC(TensorView(reinterpret_cast<std::byte*>(chosen.data()), DType::kI32, {kTokens, config.top_k}));
+  ASSERT_EQ(fmoe_layer_forward(hashed.layer, &forward, hashed.workspace, nullptr), FMOE_OK) << LastText();
+  EXPECT_EQ(std::vector<int32_t>(chosen.begin(), chosen.begin() + 3), (std::vector<int32_t>{4, 0, 5}));
+  EXPECT_EQ(std::vector<int32_t>(chosen.begin() + 6, chosen.begin() + 9), (std::vector<int32_t>{0, 1, 2}));
+}
+
+TEST(CApi, SimulatedRouting_DrawsExperts) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  fmoe_layer_config config = ToC(random.config, "unquantized");
+  config.routing = "Simulated";
+  const Tensor hidden = RandomRows(kTokens, config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, config.num_experts, DType::kF32, 7);
+  std::vector<std::vector<float>> outputs;
+  for (const auto& [simulation, seed] : {std::pair<const char*, uint64_t>{nullptr, 0},
+                                         {"uniform_random", 0},
+                                         {"normal_routing", 0},
+                                         {"uniform_random", 1}}) {
+    config.simulation = simulation, config.simulation_seed = seed;
+    Loaded loaded;
+    ASSERT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+    outputs.push_back(loaded.Run(hidden, logits));
+  }
+  EXPECT_EQ(outputs[0], outputs[1]);
+  EXPECT_NE(outputs[0], outputs[2]);
+  EXPECT_NE(outputs[0], outputs[3]);
+  config.simulation = "dice";
+  fmoe_layer* refused = nullptr;
+  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &refused), FMOE_BAD_INPUT);
+  EXPECT_NE(LastText().find("uniform_random, normal_routing"), std::string::npos) << LastText();
+}
+
+TEST(CApi, PlanAsJson_SaysWhatTheLayerSays) {
+  const HeldLayer layer("nvfp4_w4a16");
+  const std::string json = fmoe_layer_plan_json(layer.loaded.layer);
+  fmoe_layer_info info;
+  fmoe_layer_info_init(&info);
+  ASSERT_EQ(fmoe_layer_get_info(layer.loaded.layer, &info), FMOE_OK) << LastText();
+  for (const std::string& part : {std::string("{\"backend\":\"") + info.backend + "\"",
+                                  std::string("\"activation_format\":\"standard\""),
+                                  "\"workspace_bytes\":" + std::to_string(info.workspace_bytes)}) {
+    EXPECT_NE(json.find(part), std::string::npos) << part << " in " << json;
+  }
+  EXPECT_STREQ(fmoe_layer_plan_json(nullptr), "");
+}
+
+// On CPUs nothing outlives a forward in it.
+TEST(CApi, WorkspaceOfTheLargestLayer_ServesTheOthers) {
+  const HeldLayer small("nvfp4_w4a16"), large("unquantized");
+  fmoe_layer_info infos[2];
+  fmoe_layer_info_init(&infos[0]);
+  fmoe_layer_info_init(&infos[1]);
+  ASSERT_EQ(fmoe_layer_get_info(small.loaded.layer, &infos[0]), FMOE_OK);
+  ASSERT_EQ(fmoe_layer_get_info(large.loaded.layer, &infos[1]), FMOE_OK);
+  const bool first = infos[0].workspace_bytes > infos[1].workspace_bytes;
+  const fmoe_workspace* shared = first ? small.loaded.workspace : large.loaded.workspace;
+  const Tensor hidden = RandomRows(kTokens, small.config.hidden, DType::kF32, 6);
+  const Tensor logits = RandomRows(kTokens, small.config.num_experts, DType::kF32, 7);
+  for (const HeldLayer* layer : {&small, &large, &small}) {
+    std::vector<float> output(static_cast<size_t>(hidden.view().count()));
+    fmoe_forward forward{};
+    forward.hidden = ToC(hidden.view());
+    forward.router_logits = ToC(logits.view());
+    forward.output =
+        ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
+    ASSERT_EQ(fmoe_layer_forward(layer->loaded.layer, &forward, shared, nullptr), FMOE_OK) << LastText();
+    EXPECT_EQ(output, RunCpp(*layer->loaded.layer->layer, hidden, logits));
+  }
 }
 
 TEST(CApi, InitOfAnOlderHeader_WritesNoMoreThanItKnows) {

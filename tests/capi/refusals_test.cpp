@@ -1,6 +1,9 @@
 // What the C interface says is wrong with what it is given.
 #include <fusedmoe/fusedmoe.h>
 
+#include <cctype>
+#include <fstream>
+#include <iterator>
 #include <string>
 #include <thread>
 
@@ -38,6 +41,74 @@ TEST(CApi, ExpertsThatDoNotFit_AreRefusedByName) {
   wider.hidden *= 2;
   held.cut_short = -1;
   EXPECT_EQ(fmoe_layer_create(&wider, &source, nullptr, &layer), FMOE_BAD_INPUT) << LastText();
+}
+
+TEST(CApi, NamesOfALayer_AreListedWhereOneIsUnknown) {
+  const RandomLayer random = MakeRandomLayer(SmallConfig(), "unquantized", 5);
+  HeldExperts held(random);
+  const fmoe_expert_source source = held.Source();
+  struct Wrong {
+    const char* fmoe_layer_config::*field;
+    const char* value;
+    const char* says;
+  };
+  for (const Wrong& wrong :
+       {Wrong{&fmoe_layer_config::activation, "tanh",
+              "activation 'tanh' is unknown, known are: silu, gelu, "},
+        Wrong{&fmoe_layer_config::routing, "Best", "routing 'Best' is unknown, known are: Default, Renorm"},
+        Wrong{&fmoe_layer_config::score, "max",
+              "score 'max' is unknown, known are: softmax, sigmoid, sqrt"}}) {
+    fmoe_layer_config config = ToC(random.config, "unquantized");
+    config.*wrong.field = wrong.value;
+    fmoe_layer* layer = nullptr;
+    EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &layer), FMOE_USAGE);
+    EXPECT_EQ(std::string(fmoe_last_error()->message).rfind(wrong.says, 0), 0U) << LastText();
+  }
+  fmoe_layer_config config = ToC(random.config, "unquantized");
+  config.activation = "SiLU", config.routing = "renormalizenaive", config.score = "SOFTMAX";
+  Loaded loaded;
+  EXPECT_EQ(fmoe_layer_create(&config, &source, nullptr, &loaded.layer), FMOE_OK) << LastText();
+}
+
+bool HasWord(const std::string& text, const std::string& word) {
+  const auto inside = [&](size_t at) {
+    return at < text.size() && (std::isalnum(static_cast<unsigned char>(text[at])) != 0 || text[at] == '_');
+  };
+  for (size_t at = text.find(word); at != std::string::npos; at = text.find(word, at + 1)) {
+    if (!inside(at - 1) && !inside(at + word.size())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The header says them, since nobody asks a function for what it may be given.
+TEST(CApi, Header_ListsEveryName) {
+  std::ifstream file(FMOE_GOLDEN_DIR "/../../include/fusedmoe/fusedmoe.h");
+  const std::string header((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  for (std::string names : {ActivationNames(), RoutingMethodNames(), ScoreFunctionNames()}) {
+    names += ", ";
+    for (size_t begin = 0, end = 0; (end = names.find(", ", begin)) != std::string::npos; begin = end + 2) {
+      EXPECT_TRUE(HasWord(header, names.substr(begin, end - begin))) << names.substr(begin, end - begin);
+    }
+  }
+}
+
+TEST(CApi, OptionsOfCheckpoints_AreTaken) {
+  fmoe_checkpoint_options options;
+  fmoe_checkpoint_options_init(&options);
+  fmoe_checkpoint* checkpoint = nullptr;
+  options.io = "mmap";
+  options.allow_partial = 1;
+  EXPECT_EQ(fmoe_checkpoint_open_with(kCheckpoint.c_str(), &options, &checkpoint), FMOE_OK) << LastText();
+  fmoe_checkpoint_release(checkpoint);
+  options.io = "tape";
+  EXPECT_EQ(fmoe_checkpoint_open_with(kCheckpoint.c_str(), &options, &checkpoint), FMOE_USAGE);
+  EXPECT_STREQ(fmoe_last_error()->message, "io 'tape' is unknown, known are: auto, mmap, pread");
+  options.io = nullptr;
+  options.expert_layout = "sideways";
+  EXPECT_NE(fmoe_checkpoint_open_with(kCheckpoint.c_str(), &options, &checkpoint), FMOE_OK);
+  EXPECT_NE(LastText().find("sideways"), std::string::npos) << LastText();
 }
 
 TEST(CApi, WrongArguments_AreRefusedByName) {
@@ -118,6 +189,8 @@ TEST(CApi, RouterThatDoesNotFit_IsRefusedByName) {
   refused(&fmoe_layer_config::router_weight, {experts, hidden}, DType::kI32, "router weight is I32");
   refused(&fmoe_layer_config::router_bias, {experts - 1}, DType::kF32, "router bias is F32 [5]");
   refused(&fmoe_layer_config::correction_bias, {experts}, DType::kI32, "correction bias is I32 [6]");
+  refused(&fmoe_layer_config::token_id_to_experts, {10, 3}, DType::kI32,
+          "a token-id table is given, which routing method Renormalize does not have");
 }
 
 TEST(CApi, RanksOnCardsThatCannotJoin_AreToldWhatIsMissing) {

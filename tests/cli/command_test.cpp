@@ -246,6 +246,25 @@ TEST(Command, Help_ShowsDefaults) {
   EXPECT_NE(help.find("Layers to write [1]\n"), std::string::npos) << help;
 }
 
+// What must be given has no default: the value that the parser holds is nobody's.
+TEST(Command, Help_ShowsNoDefaultOfWhatIsRequired) {
+  for (const char* command : {"simulate", "sample", "convert", "quantize"}) {
+    std::istringstream help(RunCommand({command, "--help"}).out);
+    bool required = false;
+    for (std::string line; std::getline(help, line);) {
+      required = (required && line.starts_with("      ")) || line.find("REQUIRED") != std::string::npos;
+      EXPECT_FALSE(required && line.ends_with("]")) << command << ": " << line;
+    }
+  }
+}
+
+TEST(Command, Help_SaysThatGgufFilesAreRead) {
+  for (const char* command :
+       {"run", "verify", "inspect", "lint", "quantize", "convert", "calibrate", "explain", "prepare"}) {
+    EXPECT_NE(RunCommand({command, "--help"}).out.find("GGUF file"), std::string::npos) << command;
+  }
+}
+
 // Minutes of measuring must not end in a file that cannot be written.
 TEST(Command, PlaceThatCannotBeWritten_IsFoundBeforeTheWork) {
   for (const std::vector<std::string>& arguments :

@@ -161,6 +161,16 @@ TEST(Explain, Diff_TakesPlatformsAndDeployments) {
   EXPECT_EQ(RunCommand(wrong).exit_code, 2);
 }
 
+TEST(Explain, UnknownSwitch_ExitsTwoWithTheNearest) {
+  const auto ask = [](const std::string& env) {
+    return RunCommand({"explain", "--problem", "qwen3-30b-a3b", "--platform", "sm90", "--env", env});
+  };
+  const ProcessResult misspelt = ask("VLLM_USE_DEEPGEMM=1");
+  EXPECT_EQ(misspelt.exit_code, 2) << misspelt.out;
+  EXPECT_NE(misspelt.err.find("nearest are VLLM_USE_DEEP_GEMM, "), std::string::npos) << misspelt.err;
+  EXPECT_EQ(ask("VLLM_FUSED_MOE_CHUNK_SIZE=32768").exit_code, 0);
+}
+
 TEST(Explain, Help_NamesEverySwitchAndThePagesWithTheWords) {
   const std::string help = RunCommand({"explain", "--help"}).out;
   for (const SwitchInfo& info : SwitchTable()) {

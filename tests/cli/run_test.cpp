@@ -1,6 +1,8 @@
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <ostream>
 #include <string>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "cli/checkpoint_fixture.hpp"
 #include "cli/process.hpp"
 #include "numerics/rows.hpp"
+#include "support/temporary_directory.hpp"
 
 namespace fusedmoe::test {
 namespace {
@@ -243,6 +246,45 @@ TEST(Run, GivenExperts_AreUsedAndReturned) {
   });
   ASSERT_EQ(checkpoint.Run({"--check"}).exit_code, 0);
   EXPECT_EQ(ReadFile(checkpoint.output()), routed);
+}
+
+TEST(Run, TokenIds_HaveTwoNames) {
+  const std::string model = std::string(FMOE_GOLDEN_DIR) + "/families/deepseek_v4-orig";
+  const TemporaryDirectory folder;
+  const auto run = [&](const std::function<void(std::vector<NamedTensor>&)>& change,
+                       const std::string& output) {
+    Result<SafetensorsFile> input = ReadSafetensors(model + "/io/m5.safetensors");
+    EXPECT_TRUE(input.ok()) << input.status().ToString();
+    change(input->tensors);
+    EXPECT_TRUE(WriteSafetensors(folder / "in.safetensors", input->tensors).ok());
+    return RunCommand({"run", model, "--input", folder / "in.safetensors", "--output", folder / output});
+  };
+  const auto rename = [](std::vector<NamedTensor>& tensors) {
+    for (NamedTensor& tensor : tensors) {
+      tensor.name = tensor.name == "input_ids" ? "token_ids" : tensor.name;
+    }
+  };
+  const ProcessResult as_models_do = run([](auto&) {}, "a.safetensors"),
+                      renamed = run(rename, "b.safetensors");
+  ASSERT_EQ(as_models_do.exit_code, 0) << as_models_do.err;
+  ASSERT_EQ(renamed.exit_code, 0) << renamed.err;
+  const auto one = ReadSafetensors(folder / "a.safetensors"),
+             other = ReadSafetensors(folder / "b.safetensors");
+  ASSERT_TRUE(one.ok() && other.ok());
+  const TensorView first = one->Find("output")->view(), second = other->Find("output")->view();
+  EXPECT_EQ(std::memcmp(first.data(), second.data(), static_cast<size_t>(first.total_bytes())), 0);
+  const ProcessResult both = run(
+      [](std::vector<NamedTensor>& tensors) {
+        for (size_t at = 0, count = tensors.size(); at < count; ++at) {
+          if (tensors[at].name == "input_ids") {
+            tensors.push_back({"token_ids", tensors[at].tensor});
+          }
+        }
+      },
+      "c.safetensors");
+  EXPECT_EQ(both.exit_code, 3) << both.err;
+  EXPECT_NE(both.err.find("input_ids and token_ids are two names of one input"), std::string::npos)
+      << both.err;
 }
 
 TEST(Run, Int8Activations_AreOptInAndNamed) {

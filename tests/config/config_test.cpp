@@ -63,6 +63,34 @@ TEST(MoeConfig_, EveryFieldOutOfRangeIsNamedWithItsValue) {
   names(Refusal([](auto& c) { c.routing.num_groups = 3; }), "3 groups");
 }
 
+// Without parameters swigluoai and swiglustep would be silu(g) * u, in silence.
+TEST(MoeConfig_, ActivationsWhoseParametersWereLeftUnset_AreRefused) {
+  for (const ActivationKind kind : {ActivationKind::kSwigluOai, ActivationKind::kSwigluStep}) {
+    MoeConfig config = Sound();
+    config.activation.kind = kind;
+    const Status status = Validate(config);
+    EXPECT_EQ(status.code(), StatusCode::kBadInput);
+    EXPECT_NE(status.message().find("alpha 1, beta 0, limit 0, which make it silu"), std::string::npos)
+        << status.ToString();
+    EXPECT_NE(status.hint().find("limit 7"), std::string::npos) << status.hint();
+    config.activation = CanonicalActivation(kind);
+    EXPECT_TRUE(Validate(config).ok()) << Validate(config).ToString();
+    config.shared.intermediate = 8;
+    config.shared.activation = ActivationSpec{.kind = kind};
+    EXPECT_EQ(Validate(config).message().rfind("shared experts", 0), 0U) << Validate(config).ToString();
+  }
+  // What models say of themselves: no clamp, a clamp alone, another alpha.
+  for (const ActivationSpec& own : {ActivationSpec{ActivationKind::kSwigluOai, 1.702F, 1.0F, 0.0F},
+                                    ActivationSpec{ActivationKind::kSwigluOai, 1.0F, 0.0F, 10.0F},
+                                    ActivationSpec{ActivationKind::kSwigluOai, 1.5F, 0.0F, 0.0F},
+                                    ActivationSpec{ActivationKind::kSwigluStep, 1.0F, 0.0F, 16.0F},
+                                    ActivationSpec{ActivationKind::kSilu, 1.0F, 0.0F, 0.0F}}) {
+    MoeConfig config = Sound();
+    config.activation = own;
+    EXPECT_TRUE(Validate(config).ok()) << Validate(config).ToString();
+  }
+}
+
 TEST(MoeConfig_, EveryRankOfEverySplitIsSoundAndThePartsAddUp) {
   for (const bool expert_parallel : {false, true}) {
     for (const int64_t tp : {1, 2, 4}) {
@@ -145,6 +173,7 @@ TEST(Names, OfActivationsAndDeterminismAreReadBack) {
 #undef FMOE_CHECK
   EXPECT_EQ(ParseActivation("gelu_pytorch_tanh"), ActivationKind::kGeluTanh);
   EXPECT_EQ(ParseActivation("swigluoai_uninterleave"), ActivationKind::kSwigluOai);
+  EXPECT_EQ(ActivationNames().rfind("silu, gelu, ", 0), 0U) << ActivationNames();
   EXPECT_FALSE(ParseActivation("SILU"));
   EXPECT_FALSE(ParseActivation(""));
   for (const Determinism level : {Determinism::kRunToRun, Determinism::kThreadInvariant,

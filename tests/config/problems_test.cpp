@@ -64,6 +64,15 @@ TEST(Problems, JsonText_IsReadWithItsDefaults) {
   EXPECT_EQ(problem->config.routing.method, RoutingMethod::kRenormalize);
 }
 
+TEST(Problems, ParametersOfActivations_AreTheirOwnUnlessTheyAreGiven) {
+  const std::string sizes = R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, )";
+  EXPECT_EQ(ParseProblem(sizes + R"("activation": "swigluoai"})")->config.activation,
+            CanonicalActivation(ActivationKind::kSwigluOai));
+  EXPECT_EQ(ParseProblem(sizes + R"("activation": "swigluoai", "beta": 0.5})")->config.activation,
+            (ActivationSpec{ActivationKind::kSwigluOai, 1.702F, 0.5F, 7.0F}));
+  EXPECT_EQ(ParseProblem(sizes + R"("activation": "swiglustep"})")->config.activation.limit, 7.0F);
+}
+
 TEST(Problems, LatentExperts_ReadShorterRows) {
   const std::string sizes = R"("num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96)";
   Result<Problem> problem = ParseProblem("{" + sizes + R"(, "latent": 32})");

@@ -123,11 +123,11 @@ TEST(Switches, ANamedBackend_OverridesThem) {
 TEST(Switches, WithoutEffect_AreReportedWithTheReason) {
   const Selection selection =
       With("nvfp4_w4a4", "sm90",
-           {"VLLM_USE_FLASHINFER_MOE_FP8=1", "VLLM_USE_DEEP_GEMM_E8M0=1", "VLLM_NO_SUCH=1",
+           {"VLLM_USE_FLASHINFER_MOE_FP8=1", "VLLM_USE_DEEP_GEMM_E8M0=1", "VLLM_FUSED_MOE_CHUNK_SIZE=64",
             "VLLM_FLASHINFER_MOE_BACKEND=latency", "VLLM_USE_FLASHINFER_MOE_FP4=0"});
   EXPECT_TRUE(AnyNote(selection, "VLLM_USE_FLASHINFER_MOE_FP8=1: no effect, it concerns FP8"));
   EXPECT_TRUE(AnyNote(selection, "VLLM_USE_DEEP_GEMM_E8M0=1: no effect on the choice"));
-  EXPECT_TRUE(AnyNote(selection, "VLLM_NO_SUCH=1: no switch of that name"));
+  EXPECT_TRUE(AnyNote(selection, "VLLM_FUSED_MOE_CHUNK_SIZE=64: no effect on the choice"));
   EXPECT_TRUE(AnyNote(selection, "VLLM_FLASHINFER_MOE_BACKEND=latency: no effect"));
   EXPECT_TRUE(AnyNote(selection, "VLLM_USE_FLASHINFER_MOE_FP4=0: changed verdicts, not the choice"));
   EXPECT_FALSE(
@@ -188,6 +188,17 @@ TEST(Switches, OrderOnHopperForBlockFp8_DependsOnExpertParallelism) {
   EXPECT_EQ(Chosen(Answer(request).selection), "TRITON");
   request.config.parallel = ExpertParallel(8, "allgather_reducescatter");
   EXPECT_EQ(Chosen(Answer(request).selection), "FLASHINFER_CUTLASS");
+}
+
+// Answered with what runs without it, a misspelt switch would look as if it had no effect.
+TEST(Switches, UnknownName_IsRefusedWithTheNearest) {
+  const Status status = Switches::Parse(std::vector<std::string>{"VLLM_USE_FLASHINFER_MOE_FP44=1"}).status();
+  EXPECT_EQ(status.code(), StatusCode::kUsage);
+  EXPECT_NE(status.message().find("'VLLM_USE_FLASHINFER_MOE_FP44' is no switch that is known; nearest are "
+                                  "VLLM_USE_FLASHINFER_MOE_FP4, VLLM_USE_FLASHINFER_MOE_"),
+            std::string::npos)
+      << status.ToString();
+  EXPECT_EQ(Switches::Parse(std::vector<std::string>{"NAME=1"}).status().code(), StatusCode::kUsage);
 }
 
 TEST(Switches, ValuesAreIntegersOrTruthWords) {

@@ -109,7 +109,7 @@ class Package(unittest.TestCase):
         self.assertEqual(caught.exception.code, "bad_input")
         with self.assertRaisesRegex(fusedmoe.Error, "FASTEST"):
             self.checkpoint.load_layer(self.number, backend="FASTEST")
-        with self.assertRaisesRegex(TypeError, "no option 'speed'"):
+        with self.assertRaisesRegex(TypeError, "no option 'speed'; there are communicator, device, "):
             self.checkpoint.load_layer(self.number, speed=1)
         with self.assertRaisesRegex(TypeError, "give out="):
             self.layer(self.hidden)
@@ -324,8 +324,102 @@ class Package(unittest.TestCase):
         layer(self.hidden, topk_ids=matrix(struct.pack("<5i", *[1] * 5), [5, 1], "i"),
               topk_weights=matrix(struct.pack("<5f", *[0.5] * 5), [5, 1]), out=given)
         self.assertEqual(bytes(routed), bytes(given))
-        with self.assertRaisesRegex(fusedmoe.Error, "'Best'"):
+        with self.assertRaisesRegex(fusedmoe.Error, "^routing 'Best' is unknown, known are: Default, Renormalize, "):
             fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}], top_k=1, routing="Best")
+        with self.assertRaisesRegex(fusedmoe.Error, "^activation 'tanh' is unknown, known are: silu, gelu, "):
+            fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}], top_k=1, activation="tanh")
+
+    def layer_of(self, **arguments):
+        """Of four experts of random weights in F32."""
+        width = self.layer.info.hidden
+        cells = [((i * 37) % 19 - 9) / 32 for i in range(32 * width)]
+        up, down = (matrix(struct.pack(f"<{len(cells)}f", *cells), shape) for shape in ([32, width], [width, 32]))
+        return fusedmoe.Layer.create([{"gate": up, "up": up, "down": down}] * 4, **{"top_k": 1, "dtype": "F32", **arguments})
+
+    def output_of(self, layer, **arguments):
+        out = matrix(bytes(self.hidden.nbytes), self.hidden.shape)
+        layer(self.hidden, out=out, **arguments)
+        return bytes(out)
+
+    def test_parameters_of_activations_are_their_own_unless_they_are_given(self):
+        given = {"topk_ids": matrix(struct.pack("<5i", *range(4), 0), [5, 1], "i"),
+                 "topk_weights": matrix(struct.pack("<5f", *[1] * 5), [5, 1])}
+        run = lambda **arguments: self.output_of(self.layer_of(max_tokens=8, **arguments), **given)  # noqa: E731
+        canonical = run(activation="swigluoai")
+        self.assertEqual(canonical, run(activation="SwigluOAI", alpha=1.702, beta=1.0, limit=7.0))
+        self.assertFalse(canonical == run(activation="swigluoai", limit=0.5))
+        self.assertFalse(canonical == run(activation="silu"))
+        step = run(activation="swiglustep")
+        self.assertEqual(step, run(activation="swiglustep", limit=7.0))
+        self.assertFalse(step == run(activation="swiglustep", limit=0.5))
+        for unset in ({"activation": "swigluoai", "alpha": 1, "beta": 0, "limit": 0}, {"activation": "swiglustep", "limit": 0}):
+            with self.assertRaisesRegex(fusedmoe.Error, "which make it silu"):
+                run(**unset)
+
+    def test_routing_takes_all_that_it_has(self):
+        logits = matrix(struct.pack("<20f", *([0, 0.5, -1, 0.25] * 5)), [5, 4])
+        run = lambda **arguments: self.output_of(self.layer_of(max_tokens=8, **arguments), router_logits=logits)  # noqa: E731
+        plain = run(routing="SigmoidRenorm")
+        self.assertFalse(plain == run(routing="sigmoidrenorm", norm_epsilon=0.5))
+        self.assertFalse(run(routing="TopK") == run(routing="TopK", logit_softcap=0.25))
+        self.assertEqual(run(routing="Simulated"), run(routing="Simulated", simulation="uniform_random"))
+        with self.assertRaisesRegex(fusedmoe.Error, "uniform_random, normal_routing"):
+            run(routing="Simulated", simulation="dice")
+        wider = matrix(struct.pack("<25f", *([0, 0.5, -1, 0.25, 3] * 5)), [5, 5])  # the fifth gives back its input
+        self.assertEqual(self.output_of(self.layer_of(max_tokens=8, num_zero_experts=1), router_logits=wider),
+                         bytes(self.hidden))
+        table = matrix(struct.pack("<2i", 3, 1), [2, 1], "i")
+        hashed = self.layer_of(max_tokens=8, routing="DeepseekV4", token_id_to_experts=table)
+        tokens = memoryview(bytearray(struct.pack("<5i", 0, 1, 0, 1, 1))).cast("i")
+        self.assertTrue(any(self.output_of(hashed, router_logits=logits, token_ids=tokens)))
+
+    def test_plan_as_json(self):
+        plan = self.layer.plan_json()
+        self.assertEqual((plan["backend"], plan["workspace_bytes"]), (self.layer.info.backend, self.layer.info.workspace_bytes))
+
+    def test_options_of_checkpoints(self):
+        checkpoint = fusedmoe.Checkpoint(CHECKPOINT, io="mmap", allow_partial=True)
+        self.assertEqual(checkpoint.moe_layers, self.checkpoint.moe_layers)
+        for arguments, kind, says in [({"io": "tape"}, fusedmoe.Error, "^io 'tape' is unknown, known are: auto, mmap, pread"),
+                                      ({"expert_layout": "sideways"}, fusedmoe.Error, "sideways"),
+                                      ({"allow_partial": "no"}, TypeError, "allow_partial is str")]:
+            with self.assertRaisesRegex(kind, says):
+                fusedmoe.Checkpoint(CHECKPOINT, **arguments)
+
+    def test_layers_share_their_workspaces(self):
+        from fusedmoe import _workspaces
+        given = {"topk_ids": matrix(struct.pack("<5i", *range(4), 0), [5, 1], "i"),
+                 "topk_weights": matrix(struct.pack("<5f", *[1] * 5), [5, 1])}
+        layers = [self.layer_of(max_tokens=tokens) for tokens in (8, 512, 8, 64)]
+        pool = layers[0]._workspaces
+        self.assertTrue(all(layer._workspaces is pool for layer in [*layers, self.layer]))
+        outputs = {self.output_of(layer, **given) for _ in range(2) for layer in layers}
+        self.assertEqual(len(outputs), 1)
+        self.assertEqual([workspace.size for workspace in pool._free], [max(layer.info.workspace_bytes for layer in layers)])
+        results = []
+        threads = [threading.Thread(target=lambda layer=layer: results.append(self.output_of(layer, **given)))
+                   for layer in layers * 4]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual((len(results), set(results)), (16, outputs))
+        self.assertLessEqual(len(pool._free), 16)
+        # They go with the last layer.
+        script = f"""if True:
+            import gc, sys
+            sys.path.insert(0, {str(ROOT / "python")!r})
+            import fusedmoe
+            from fusedmoe import _workspaces
+            layer = fusedmoe.Checkpoint({str(CHECKPOINT)!r}).load_layer({self.number}, max_tokens=16)
+            assert _workspaces._of_cpus() is layer._workspaces
+            del layer
+            gc.collect()
+            assert _workspaces._of_cpus() is None
+            """
+        job = subprocess.run([sys.executable, "-B", "-c", script], capture_output=True, text=True, timeout=60)
+        self.assertEqual(job.returncode, 0, job.stderr)
+        self.assertIsNotNone(_workspaces._of_cpus())
 
     def test_batched_rows_give_the_same_result(self):
         batched = self.checkpoint.load_layer(self.number, max_tokens=16, activation_format="batched", backend="REFERENCE")

@@ -9,25 +9,11 @@
 
 #include "checkpoint/files/safetensors_header.hpp"
 #include "core/checked_math.hpp"
+#include "core/json_text.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe {
 namespace {
-
-void AppendJsonString(std::string_view text, std::string* out) {
-  out->push_back('"');
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      out->push_back('\\');
-      out->push_back(c);
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      *out += fmt::format("\\u{:04x}", static_cast<unsigned>(c));
-    } else {
-      out->push_back(c);
-    }
-  }
-  out->push_back('"');
-}
 
 Status CheckSpec(const TensorSpec& spec) {
   const auto refuse = [&](std::string message) {

@@ -11,6 +11,7 @@
 
 #include "checkpoint/files/json_reader.hpp"
 #include "core/checked_math.hpp"
+#include "core/json_text.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -280,26 +281,11 @@ bool IsUtf8(std::string_view text) {
         continue;
       }
     }
-    if (*p < 0x80) {
-      ++p;
-      continue;
-    }
-    const int extra = *p >= 0xF0 ? 3 : *p >= 0xE0 ? 2 : 1;
-    if (*p < 0xC2 || *p > 0xF4 || end - p <= extra) {
+    const size_t length = Utf8Length({reinterpret_cast<const char*>(p), static_cast<size_t>(end - p)});
+    if (length == 0) {
       return false;
     }
-    // The second byte excludes overlong forms, surrogates and codes beyond U+10FFFF.
-    const unsigned char low = *p == 0xE0 ? 0xA0 : *p == 0xF0 ? 0x90 : 0x80;
-    const unsigned char high = *p == 0xED ? 0x9F : *p == 0xF4 ? 0x8F : 0xBF;
-    if (p[1] < low || p[1] > high) {
-      return false;
-    }
-    for (int i = 2; i <= extra; ++i) {
-      if (p[i] < 0x80 || p[i] > 0xBF) {
-        return false;
-      }
-    }
-    p += extra + 1;
+    p += length;
   }
   return true;
 }

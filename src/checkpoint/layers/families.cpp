@@ -34,9 +34,9 @@ constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
 constexpr FamilyRouting kSigmoidBiasByConfig = With(kSigmoidBias, Renormalize::kConfigTrue);
 constexpr FamilyActivation kSwigluOai{.kind = ActivationKind::kSwigluOai,
                                       .fixed = true,
-                                      .alpha = 1.702F,
-                                      .beta = 1.0F,
-                                      .limit = 7.0F,
+                                      .alpha = CanonicalActivation(ActivationKind::kSwigluOai).alpha,
+                                      .beta = CanonicalActivation(ActivationKind::kSwigluOai).beta,
+                                      .limit = CanonicalActivation(ActivationKind::kSwigluOai).limit,
                                       .has_limit = true};
 
 constexpr Family kFamilies[] = {

@@ -100,9 +100,11 @@ Status ReadSitu(const ModelConfig& config, ActivationSpec& spec) {
   return Status::Ok();
 }
 
-// A swiglustep that clamps nothing is silu.
+// A swiglustep that clamps nothing is silu, and so is a swigluoai whose configuration takes its parameters
+// away.
 ActivationSpec WithoutLimit(ActivationSpec spec) {
-  if (spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F) {
+  if ((spec.kind == ActivationKind::kSwigluStep && spec.limit == 0.0F) ||
+      spec == ActivationSpec{.kind = ActivationKind::kSwigluOai}) {
     spec.kind = ActivationKind::kSilu;
   }
   return spec;
@@ -171,7 +173,9 @@ Result<ActivationSpec> ResolveActivation(const ModelConfig& config, const Family
   spec.limit = row.limit;
   if (!row.fixed) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
-    spec.kind = kind.value_or(spec.kind);
+    if (kind && *kind != spec.kind) {
+      spec = CanonicalActivation(*kind);
+    }
   }
   // Of models whose experts have gates, a checkpoint without them has lost them, or spells them in a new way.
   if (!has_gate && !row.gated) {
@@ -236,7 +240,7 @@ Result<std::optional<ActivationSpec>> ResolveSharedActivation(const ModelConfig&
     own->limit = 0.0F;
   } else if (family.activation.shared_by_config) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<ActivationKind> kind, ConfiguredActivation(config));
-    own = ActivationSpec{.kind = kind.value_or(routed.kind)};
+    own = CanonicalActivation(kind.value_or(routed.kind));
   } else if (family.activation.has_limit) {
     FMOE_ASSIGN_OR_RETURN(const std::optional<double> limit,
                           ReadLimit(config, "swiglu_limits_shared share_expert_swiglu_limit_list", layer));
