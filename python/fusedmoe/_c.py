@@ -57,7 +57,8 @@ class LayerOptions(Structure):
                 ("prefill_context_parallel", c_int64), ("data_parallel", c_int64), ("sequence_parallel", c_int64),
                 ("expert_parallel", c_int32), ("all2all", c_char_p), ("activation_format", c_char_p),
                 ("load_balancing", c_int32), ("redundant_experts", c_int64), ("eplb_window_steps", c_int64),
-                ("eplb_interval_steps", c_int64), ("latent_projections", c_int32)]
+                ("eplb_interval_steps", c_int64), ("latent_projections", c_int32),
+                ("activation_rule", c_char_p)]
 
 
 class Matrix(Structure):

@@ -123,8 +123,8 @@ class Checkpoint(Handle):
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options (docs/python.md has the table): device ("cpu", "cuda"), backend, isa, mode, determinism,
-        activation ("a8"), activation_format ("batched"), pack_cache, shared_experts (True), latent_projections (True),
-        max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on several ranks communicator,
+        activation ("a8"), activation_rule ("vllm_nvfp4"), activation_format ("batched"), pack_cache,
+        shared_experts (True), latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on several ranks communicator,
         tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window, eplb_interval. `routing` chooses the
         experts where a forward brings router_logits."""
         c_options, alive = _options(options)
@@ -135,9 +135,9 @@ class Checkpoint(Handle):
 
 
 # Options as Python has them, and as the header calls them.
-_OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation", "activation_format",
-                                    "pack_cache", "shared_experts", "latent_projections", "max_tokens", "plan_tokens",
-                                    "all2all", "redundant_experts")}
+_OPTIONS = {name: name for name in ("device", "backend", "isa", "mode", "determinism", "activation", "activation_rule",
+                                    "activation_format", "pack_cache", "shared_experts", "latent_projections",
+                                    "max_tokens", "plan_tokens", "all2all", "redundant_experts")}
 _OPTIONS |= {"tp": "tensor_parallel", "pcp": "prefill_context_parallel", "dp": "data_parallel", "sp": "sequence_parallel",
              "ep": "expert_parallel", "eplb": "load_balancing", "eplb_window": "eplb_window_steps",
              "eplb_interval": "eplb_interval_steps"}

@@ -107,6 +107,7 @@ Result<LayerOptions> ToOptions(const fmoe_layer_options* given) {
   if (Text(from.activation) == a8) {
     options.activation = ActivationMode::kA8;
   }
+  options.activation_rule = Text(from.activation_rule);
   if (Text(from.activation_format) == "batched") {
     options.activation_format = ActivationFormatKind::kBatchedExperts;
   }

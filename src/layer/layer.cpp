@@ -138,12 +138,12 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
   if (options.max_tokens < 1) {
     return Status::Usage(fmt::format("max_tokens={} must be at least 1", options.max_tokens));
   }
-  if (!options.activation_rule.empty() && !given_experts.scheme.activation.quantized()) {
-    return Status::Usage(fmt::format("activation_rule '{}': the scheme {} leaves activations as they are",
-                                     options.activation_rule, given_experts.scheme.name));
-  }
   ExpertSource experts = given_experts;
   FMOE_ASSIGN_OR_RETURN(experts.scheme, UnderRule(experts.scheme, options.activation_rule));
+  if (!options.activation_rule.empty() && !experts.scheme.activation.quantized()) {
+    return Status::Usage(fmt::format("activation_rule '{}': the scheme {} leaves activations as they are",
+                                     options.activation_rule, experts.scheme.name));
+  }
   SharedExpertWeights ruled;
   if (shared != nullptr && shared->source.scheme.activation.quantized()) {
     ruled = *shared;

@@ -145,6 +145,7 @@ TEST(CApi, WrongArguments_AreRefusedByName) {
         Wrong{&fmoe_layer_options::isa, "sse9", "isa 'sse9' is unknown, known are: avx2, "},
         Wrong{&fmoe_layer_options::mode, "fast", "mode 'fast' is unknown"},
         Wrong{&fmoe_layer_options::activation_format, "striped", "activation_format 'striped' is unknown"},
+        Wrong{&fmoe_layer_options::activation_rule, "vllm_nvfp5", "unknown activation rule 'vllm_nvfp5'"},
         Wrong{&fmoe_layer_options::all2all, "carrier_pigeon", "all2all 'carrier_pigeon' is unknown"},
         Wrong{&fmoe_layer_options::backend, "FASTEST", "FASTEST"}}) {
     options.*wrong.field = wrong.value;

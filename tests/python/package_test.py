@@ -429,6 +429,8 @@ class Package(unittest.TestCase):
         standard(self.hidden, out=outputs[1])
         for one, other in zip(*(memoryview(bytes(out)).cast("f") for out in outputs)):
             self.assertAlmostEqual(one, other, delta=1e-5 * max(map(abs, memoryview(bytes(outputs[1])).cast("f"))))
+        with self.assertRaisesRegex(fusedmoe.Error, "unknown activation rule 'vllm'.*vllm_nvfp4"):
+            self.checkpoint.load_layer(self.number, activation_rule="vllm")
         with self.assertRaisesRegex(fusedmoe.Error, "activation_format 'sorted'"):
             self.checkpoint.load_layer(self.number, activation_format="sorted")
 
