@@ -51,9 +51,10 @@ Json ToJson(const Plan& plan) {
 
 std::string PlanText(const Plan& plan) {
   std::string text = fmt::format(
-      "plan: {}{}, {} mode, {} format, activations {}, {} between the GEMMs; weights {}, workspace {}\n",
+      "plan: {}{}, {} mode, {} format, activations {}{}{}, {} between the GEMMs; weights {}, workspace {}\n",
       plan.backend, plan.isa.empty() ? "" : " " + plan.isa, plan.mode,
       ActivationFormatName(plan.activation_format), ActivationModeName(plan.activation),
+      plan.input_dtype.empty() ? "" : " in ", plan.input_dtype,
       plan.intermediate_dtype.empty() ? "F32" : plan.intermediate_dtype, BytesText(plan.weight_bytes),
       BytesText(plan.workspace_bytes));
   if (plan.tile_tokens > 0) {

@@ -57,6 +57,9 @@ std::string JsonText(const Plan& plan) {
   members.Text("activation", ActivationModeName(plan.activation));
   members.Text("prepare_finalize", plan.prepare_finalize);
   members.Add("recipe", fmt::format("[{}]", fmt::join(recipe, ",")));
+  if (!plan.input_dtype.empty()) {
+    members.Text("input_dtype", plan.input_dtype);
+  }
   members.Text("intermediate_dtype", plan.intermediate_dtype);
   members.Text("rows_dtype", plan.rows_dtype.empty() ? "F32" : plan.rows_dtype);
   members.Text("arithmetic", plan.arithmetic);

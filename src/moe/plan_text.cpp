@@ -36,10 +36,10 @@ std::string CountText(int64_t count, std::string_view what) {
 }
 
 std::string ToString(const Plan& plan) {
-  std::string text =
-      fmt::format("{}{}{}, {} mode, {} rows, activations {}", plan.backend, plan.isa.empty() ? "" : " ",
-                  plan.isa, plan.mode.empty() ? "its only" : plan.mode, FormatName(plan.activation_format),
-                  ActivationModeName(plan.activation));
+  std::string text = fmt::format(
+      "{}{}{}, {} mode, {} rows, activations {}{}{}", plan.backend, plan.isa.empty() ? "" : " ", plan.isa,
+      plan.mode.empty() ? "its only" : plan.mode, FormatName(plan.activation_format),
+      ActivationModeName(plan.activation), plan.input_dtype.empty() ? "" : " in ", plan.input_dtype);
   if (!plan.prepare_finalize.empty()) {
     text += fmt::format(", prepare and finalize by {}", plan.prepare_finalize);
   }

@@ -107,6 +107,22 @@ TEST_P(EveryIsa, HiddenStatesOfEveryType_KeepTheirBits) {
   }
 }
 
+/// A scheme that leaves activations alone does not say what they are multiplied in; the plan does.
+TEST(CpuPlan_InputDtype, IsThatOfTheTiles) {
+  const auto input = [](LayerSpec spec, const char* isa, const char* mode = "") {
+    Layer layer = MakeLayer(spec);
+    layer.problem.isa = isa;
+    layer.problem.mode = mode;
+    return kCpuFusedBackend.plan(layer.problem, MachineWithTiles()).input_dtype;
+  };
+  EXPECT_EQ(input({.scheme = "nvfp4_w4a16"}, "avx2"), "I15");
+  EXPECT_EQ(input({.scheme = "nvfp4_w4a16", .mode = ActivationMode::kA8}, "avx2"), "I8");
+  EXPECT_EQ(input({.scheme = "fp8_w8a16:channel"}, "avx2"), "F32");
+  EXPECT_EQ(input({.scheme = "nvfp4_w4a4"}, "avx2"), "") << "codes";
+  EXPECT_EQ(input({.scheme = "nvfp4_w4a4", .mode = ActivationMode::kWeightOnly}, "avx2"), "I15");
+  EXPECT_EQ(input({.scheme = "nvfp4_w4a16"}, "amx", "throughput"), "I15, BF16 on tiles");
+}
+
 /// The bound of `--check` follows from what the plan says.
 TEST(CpuPlan_IntermediateDtype, IsThatOfTheKernels) {
   const auto mid = [](LayerSpec spec, const char* isa) {

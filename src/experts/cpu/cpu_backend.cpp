@@ -42,6 +42,33 @@ std::string_view ArithmeticOf(const cpu::CpuPlan& plan, double tokens_per_expert
   }
 }
 
+/// Plan::input_dtype.
+std::string InputsOf(const cpu::CpuPlan& plan) {
+  if (plan.rows != cpu::RowRule::kAsTheyAre || plan.tiles.codes) {
+    return "";
+  }
+  const auto vectors = [&]() -> std::string {
+    switch (plan.gate_up.tile) {
+      case cpu::kTileA24:
+        return "I22";
+      case cpu::kTileA16:
+        return "I15";
+      case cpu::kTileA8:
+        return "I8";
+      case cpu::kTileBf16:
+        return "BF16";
+      case cpu::kTileBf16Pair:
+        return "pairs of BF16";
+      case cpu::kTileF16:
+        return "F16";
+      default:
+        return "F32";
+    }
+  };
+  const std::string held = vectors();
+  return plan.tiles.enabled && held != "BF16" ? held + ", BF16 on tiles" : held;
+}
+
 /// Whether kernels round the values between the GEMMs, which no scheme quantizes, to BF16.
 bool HoldsMidInBf16(const cpu::CpuPlan& plan) {
   return (plan.tiles.enabled && !plan.tiles.codes) ||
@@ -61,6 +88,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   if (cpu_plan.tiles.rounds_weights()) {
     plan.layout_error = 0x1p-9;  // weights to bf16, with the scale of their group
   }
+  plan.input_dtype = InputsOf(cpu_plan);
   plan.intermediate_dtype = HoldsMidInBf16(cpu_plan) ? "BF16" : "F32";
   DescribeCost(config, cpu::PreparedExpertBytes(cpu_plan, config.has_bias), problem.plan_tokens, plan);
   const double slots = static_cast<double>(plan.tokens * config.top_k());

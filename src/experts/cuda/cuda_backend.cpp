@@ -23,6 +23,7 @@ Plan MakePlan(const MoeProblem& problem, const Machine& machine) {
   const bool quantized = cuda_plan.mid != cuda::MidKind::kRounded;
   plan.intermediate_dtype =
       quantized || cuda_plan.float32 ? "F32" : std::string(DTypeName(cuda_plan.element));
+  plan.input_dtype = quantized ? "" : cuda_plan.float32 ? "F32" : std::string(DTypeName(cuda_plan.element));
   plan.rows_dtype = cuda::MayRoundRows(cuda_plan) ? "BF16" : "F32";
   plan.layout_error = cuda::FoldedScaleError(cuda_plan, WeightsOf(problem));
   const bool codes = cuda::MayMultiplyCodes(cuda_plan);
