@@ -199,6 +199,11 @@ Action DefineExplain(CLI::App& app) {
   AddParallel(app, flags->parallel, flags->sequence_parallel);
   app.add_option("--rank", flags->rank, "The plan of this rank of the deployment; shares may be uneven");
   app.add_option("--env", flags->env, "An upstream switch as NAME=VALUE; may be given several times");
+  app.add_flag("--lora", flags->lora, "LoRA adapters will be added to the experts");
+  app.add_option("--logits-dtype", flags->logits_dtype, "Type of the router logits: F32, BF16 or F16");
+  app.add_option(
+      "--allow-vllm-cutlass", flags->allow_vllm_cutlass,
+      "on or off: whether vLLM's FP8 oracle may take its CUTLASS pair; without it as vLLM decides");
   app.add_option("--why-not", flags->why_not, "What would have to change for this backend to be chosen");
   app.add_option("--diff", flags->diff,
                  "Compare with the answer on this platform or deployment, or two with each other")

@@ -117,6 +117,19 @@ Result<ExplainRequest> RequestOf(const ExplainFlags& flags, AskedLayer& asked) {
   }
   request.selection.backend = plan.backend;
   request.selection.env = flags.env;
+  request.selection.lora = flags.lora;
+  const std::optional<DType> logits = ParseDType(flags.logits_dtype);
+  if (!logits || !(*logits == DType::kF32 || *logits == DType::kBF16 || *logits == DType::kF16)) {
+    return UnknownName("dtype of router logits", flags.logits_dtype, {"F32", "BF16", "F16"});
+  }
+  request.selection.router_logits_dtype = *logits;
+  if (flags.allow_vllm_cutlass != "" && flags.allow_vllm_cutlass != "on" &&
+      flags.allow_vllm_cutlass != "off") {
+    return UnknownName("value of --allow-vllm-cutlass", flags.allow_vllm_cutlass, {"on", "off"});
+  }
+  if (!flags.allow_vllm_cutlass.empty()) {
+    request.selection.allow_vllm_cutlass = flags.allow_vllm_cutlass == "on";
+  }
   return request;
 }
 

@@ -28,6 +28,9 @@ struct ExplainFlags {
   std::vector<std::string> diff;
   std::string why_not;
   std::vector<std::string> env;
+  bool lora = false;
+  std::string logits_dtype = "F32";
+  std::string allow_vllm_cutlass;  // empty: as vLLM has it
   int64_t tokens = 1;
   int threads = 0;
   bool threads_given = false;  // not by the environment

@@ -171,6 +171,41 @@ TEST(Explain, UnknownSwitch_ExitsTwoWithTheNearest) {
   EXPECT_EQ(ask("VLLM_FUSED_MOE_CHUNK_SIZE=32768").exit_code, 0);
 }
 
+TEST(Explain, WhatALayerDoesNotSay_IsAskedByOptions) {
+  const auto ask = [](std::vector<std::string> more) {
+    std::vector<std::string> words = {"explain", "--problem", "qwen3-30b-a3b", "--json"};
+    words.insert(words.end(), more.begin(), more.end());
+    return RunCommand(words);
+  };
+  const auto speaks = [&](const std::vector<std::string>& more, const std::string& backend,
+                          const std::string& code) {
+    for (const nlohmann::json& candidate : ask(more).Json().at("candidates")) {
+      for (const nlohmann::json& verdict : candidate.value("verdicts", nlohmann::json::array())) {
+        if (candidate.at("backend") == backend && verdict.at("code") == code) {
+          return true;
+        }
+      }
+    }
+    return false;
+  };
+  const std::vector<std::string> nvfp4 = {"--scheme", "nvfp4_w4a4", "--platform", "sm90"};
+  std::vector<std::string> lora = nvfp4;
+  lora.emplace_back("--lora");
+  EXPECT_TRUE(speaks(lora, "MARLIN", "lora"));
+  EXPECT_FALSE(speaks(nvfp4, "MARLIN", "lora"));
+  const std::vector<std::string> fp8 = {"--scheme", "fp8_w8a8:channel", "--platform", "sm90"};
+  std::vector<std::string> off = fp8;
+  off.insert(off.end(), {"--allow-vllm-cutlass", "off"});
+  EXPECT_TRUE(speaks(off, "VLLM_CUTLASS", "switch"));
+  EXPECT_FALSE(speaks(fp8, "VLLM_CUTLASS", "switch"));
+  for (const char* option : {"--logits-dtype", "--allow-vllm-cutlass"}) {
+    const ProcessResult refused = ask({option, "I8"});
+    EXPECT_EQ(refused.exit_code, 2) << option;
+    EXPECT_NE(refused.err.find("I8"), std::string::npos) << refused.err;
+  }
+  EXPECT_EQ(ask({"--logits-dtype", "BF16"}).exit_code, 0);
+}
+
 TEST(Explain, Help_NamesEverySwitchAndThePagesWithTheWords) {
   const std::string help = RunCommand({"explain", "--help"}).out;
   for (const SwitchInfo& info : SwitchTable()) {
