@@ -227,6 +227,11 @@ Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoi
   if (layer && std::find(layers.begin(), layers.end(), *layer) != layers.end()) {
     return *layer;
   }
+  // A layer whose tensors contradict config.json is not the caller's mistake.
+  if (const Status status = layer ? checkpoint.Describe(*layer).status() : Status::Ok();
+      status.code() == StatusCode::kBadInput) {
+    return status;
+  }
   const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
   return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))
                : Status::Usage(fmt::format("--layer is required; {}", have));

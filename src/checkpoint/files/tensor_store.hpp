@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -61,6 +62,8 @@ class TensorStore {
   /// Null when there is no tensor of that name.
   const TensorInfo* Find(std::string_view name) const;
   bool Has(std::string_view name) const { return Find(name) != nullptr; }
+  /// All names that begin with `prefix`, ascending.
+  std::span<const std::string_view> Below(std::string_view prefix) const;
 
   /// kBadInput when the tensor is missing or cannot be used.
   Result<Tensor> Load(std::string_view name, BlockParts* beside = nullptr) const;
@@ -126,6 +129,7 @@ class TensorStore {
   std::vector<AffineTensor> affine_;
   std::vector<std::shared_ptr<const platform::InputFile>> files_;
   std::unordered_map<std::string_view, size_t> by_name_;
+  std::vector<std::string_view> sorted_;  // the same names
   bool gguf_ = false;
 };
 

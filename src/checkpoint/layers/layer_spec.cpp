@@ -88,12 +88,11 @@ bool KeepsPlain(const TensorStore& store, std::string_view producer, const Linea
 // The tensors of a module, for a message that says what is there instead.
 std::string PresentOf(const TensorStore& store, const std::string& base) {
   std::string present;
-  for (const TensorInfo& info : store.tensors()) {
-    if (!info.name.starts_with(base) || info.name.size() == base.size() ||
-        (info.name[base.size()] != '.' && info.name[base.size()] != '_')) {
-      continue;
+  for (const std::string_view name : store.Below(base)) {
+    const std::string_view rest = name.substr(base.size());
+    if (!rest.empty() && (rest.front() == '.' || rest.front() == '_')) {
+      present += fmt::format("{}{}", present.empty() ? "" : ", ", rest);
     }
-    present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
   }
   return present;
 }
@@ -290,10 +289,15 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   const ModelConfig config = model.ForLayer(layer);
   std::optional<LayerNames> names = FindLayerNames(store, family, prefix);
   if (!names) {
-    if (config.SaysMoe(layer).value_or(false)) {
-      return store.Blame(Status::BadInput(fmt::format(
-                             "the experts of layer {} are missing, though config.json gives it some", layer)),
-                         BlockName(prefix, SplitWords(family.blocks)[0]) + "experts");
+    const std::string left = RemainsOfExperts(store, family, prefix);
+    const std::optional<bool> said = config.SaysMoe(layer);
+    if (said.value_or(!left.empty())) {
+      return store.Blame(
+          Status::BadInput(fmt::format("the experts of layer {} are missing{}{}", layer,
+                                       said ? ", though config.json gives it some" : "",
+                                       left.empty() ? "" : fmt::format("; '{}' is there", left)))
+              .WithHint("copy the checkpoint again, or leave all tensors of the layer's block away"),
+          BlockName(prefix, SplitWords(family.blocks)[0]) + "experts");
     }
     return Status::Usage(fmt::format("layer {} has no routed experts", layer)).WithFile(config.path());
   }
