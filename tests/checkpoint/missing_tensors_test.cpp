@@ -168,6 +168,18 @@ TEST(MissingExperts, OfADenseLayer_AreNotMissed) {
   EXPECT_EQ(WrittenModel(model).checkpoint->moe_layers(), std::vector<int64_t>{1});
 }
 
+// A bias of one projection alone would be lost on the way to another format.
+TEST(MissingTensor, BiasBesideAnotherProjectionsBias_IsAskedFor) {
+  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+    TinyModel model("bf16");
+    const int64_t rows = std::string_view(projection) == "down_proj" ? kHidden : kIntermediate;
+    model.tensors.push_back(
+        Bf16(fmt::format("model.layers.0.mlp.experts.1.{}.bias", projection), {rows}, 0.5F));
+    ExpectRefused(projection, model);
+    EXPECT_NE(LoadEverything(model).message().find("have biases"), std::string::npos) << projection;
+  }
+}
+
 // GPTQ in activation order: without g_idx, columns would be taken in the order of the file.
 TEST(MissingTensor, GroupIndexOfReorderedColumns_IsAskedFor) {
   TinyModel model("gptq");

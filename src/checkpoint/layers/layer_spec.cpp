@@ -275,8 +275,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
 // Any expert's, so that those of the others are missed by name.
 bool AnyBias(const TensorStore& store, const ExpertNames& experts, int64_t num_experts) {
   for (int64_t expert = 0; expert < (experts.per_expert() ? num_experts : 1); ++expert) {
-    for (const std::string& name : {experts.Up(expert), experts.Down(expert)}) {
-      if (store.Has(name + ".bias") || store.Has(name + "_bias")) {
+    for (const std::string& name : {experts.Gate(expert), experts.Up(expert), experts.Down(expert)}) {
+      if (!name.empty() && (store.Has(name + ".bias") || store.Has(name + "_bias"))) {
         return true;
       }
     }
