@@ -172,7 +172,15 @@ Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec&
                         ResolveSharedActivation(config, family, spec.layer, moe.activation));
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
                         config.Text("shared_expert_combination_strategy"));
-  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
+  const bool cohere = family.name == "cohere2_moe";
+  if (cohere && combination && *combination != "average" && *combination != "sum") {
+    return Status::Unsupported(
+               fmt::format("'shared_expert_combination_strategy' is '{}', which is not supported; "
+                           "average and sum are",
+                           *combination))
+        .WithFile(config.path());
+  }
+  const bool averages = cohere && combination.value_or("average") == "average";
   if (averages && !spec.names.shared_up.empty()) {
     moe.shared.weight = 0.5F;
     moe.routing.scaling_factor *= 0.5F;
