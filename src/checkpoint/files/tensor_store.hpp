@@ -21,6 +21,7 @@
 namespace fusedmoe::checkpoint {
 
 struct MlxGroups;
+struct MlxSettings;
 
 /// Experts of a GGUF file whose matrices have different types, by what their names have in common: the
 /// integers that hold all of them, or none.
@@ -111,7 +112,7 @@ class TensorStore {
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                      std::vector<bool>* hidden);
   Status FoldMlx(const MlxGroups& groups);
-  Status FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
+  Result<MlxSettings> FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
   /// Takes tensors out of the list.
   Status Hide(const std::vector<bool>& hidden);
   Result<Tensor> ReadBlocks(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
