@@ -235,7 +235,8 @@ Action DefineBackends(CLI::App& app) {
       app.add_flag("--schemes", flags->schemes, "The matrix of schemes, backends and activation formats");
   app.add_option("--platform", flags->platform, "host (the default), or a described platform");
   app.add_flag("--markdown", flags->markdown, "With --schemes: the page of docs/, for one described platform")
-      ->needs(schemes);
+      ->needs(schemes)
+      ->excludes(app.get_option("--json"));  // which has no pages
   return [flags](Output& output) {
     if (flags->platform.empty()) {
       flags->platform = flags->markdown ? kPagePlatform : "host";

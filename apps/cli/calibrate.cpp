@@ -45,7 +45,9 @@ Status RunCalibrate(const CalibrateFlags& flags, Output& output) {
   CalibrateOptions options = flags.options;
   options.executor = pool->executor();
   FMOE_ASSIGN_OR_RETURN(const ActivationStats seen, Calibrate(checkpoint, layer, input.tensors(), options));
-  FMOE_RETURN_IF_ERROR(stats.Merge(seen));
+  if (Status merged = stats.Merge(seen); !merged.ok()) {
+    return std::move(merged).WithFile(flags.output);
+  }
   FMOE_RETURN_IF_ERROR(WriteActivationStats(flags.output, stats));
   const LayerActivationStats& columns = stats.layers.at(layer);
   Json experts = Json::array();

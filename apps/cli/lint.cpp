@@ -82,10 +82,11 @@ Action DefineLint(CLI::App& app) {
   AddCheckpoint(app, flags->checkpoint, false);
   AddLayer(app, flags->layer, "Only this decoder layer");
   CLI::Option* codes = app.add_flag("--codes", flags->codes, "List every code that a finding may have");
-  for (const char* name : {"checkpoint", "--layer"}) {
+  AddThreads(app, flags->threads);
+  for (const char* name :
+       {"checkpoint", "--layer", "--threads", "--io", "--expert-layout", "--allow-partial"}) {
     app.get_option(name)->excludes(codes);
   }
-  AddThreads(app, flags->threads);
   return [flags](Output& output) { return RunLint(*flags, output); };
 }
 

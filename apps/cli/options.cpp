@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -142,8 +143,26 @@ Status CheckReplaced(const std::string& folder, const std::string& input) {
   return Status::Ok();
 }
 
+namespace {
+
+// CLI::Range takes a number beyond 64 bits for the largest one, and calls a word a value out of range.
+CLI::Validator WholeNumber(int64_t low, int64_t high) {
+  CLI::Validator check = CLI::Range(low, high);  // its words for --help
+  check.operation([low, high](std::string& text) {
+    int64_t value = 0;
+    const char* const end = text.data() + text.size();
+    const auto [parsed, error] = std::from_chars(text.data(), end, value);
+    return error == std::errc() && parsed == end && value >= low && value <= high
+               ? std::string()
+               : fmt::format("'{}' is no integer from {} to {}", text, low, high);
+  });
+  return check;
+}
+
+}  // namespace
+
 void AddThreads(CLI::App& app, int& threads) {
-  const CLI::Range range(0, kMaxThreads);
+  const CLI::Validator range = WholeNumber(0, kMaxThreads);
   const CLI::Option* option =
       app.add_option(
              "--threads", threads,
@@ -165,18 +184,18 @@ void AddThreads(CLI::App& app, int& threads) {
 }
 
 CLI::Option* AddLayer(CLI::App& app, std::optional<int64_t>& layer, const std::string& about) {
-  return app.add_option("--layer", layer, about)->check(CLI::Range(int64_t{0}, kMaxLayer));
+  return app.add_option("--layer", layer, about)->check(WholeNumber(0, kMaxLayer));
 }
 
 void AddNewCheckpoint(CLI::App& app, int64_t& max_shard_bytes, bool& overwrite) {
   app.add_option("--max-shard-bytes", max_shard_bytes, "Largest safetensors file")
-      ->check(CLI::Range(int64_t{1}, INT64_MAX));
+      ->check(WholeNumber(1, INT64_MAX));
   app.add_flag("--force", overwrite,
                "Replace a checkpoint that stands there: the whole folder, with all that is in it");
 }
 
 void AddSeed(CLI::App& app, uint64_t& seed, const std::string& about) {
-  app.add_option("--seed", seed, about)->check(CLI::Range(int64_t{0}, INT64_MAX));
+  app.add_option("--seed", seed, about)->check(WholeNumber(0, INT64_MAX));
 }
 
 void AddCheckpoint(CLI::App& app, CheckpointFlags& flags, bool required, const std::string& about) {
@@ -226,6 +245,11 @@ Result<int64_t> ResolveLayer(const std::optional<int64_t>& layer, const Checkpoi
   }
   if (layer && std::find(layers.begin(), layers.end(), *layer) != layers.end()) {
     return *layer;
+  }
+  // A layer whose tensors contradict config.json is not the caller's mistake.
+  if (const Status status = layer ? checkpoint.Describe(*layer).status() : Status::Ok();
+      status.code() == StatusCode::kBadInput) {
+    return status;
   }
   const std::string have = fmt::format("layers with experts: {}", fmt::join(layers, ", "));
   return layer ? Status::Usage(fmt::format("layer {} has no experts; {}", *layer, have))

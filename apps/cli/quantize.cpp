@@ -44,7 +44,12 @@ Status RunQuantize(const QuantizeFlags& flags, Output& output) {
   options.executor = pool->executor();
   options.progress = Progress("quantize");
   const auto start = std::chrono::steady_clock::now();
-  FMOE_ASSIGN_OR_RETURN(const QuantizeReport report, Quantize(checkpoint, options));
+  Result<QuantizeReport> made = Quantize(checkpoint, options);
+  if (!made.ok() && made.status().code() == StatusCode::kBadInput && made.status().file().empty()) {
+    return std::move(made).status().WithFile(
+        flags.statistics);  // all else of bad input names its file itself
+  }
+  FMOE_ASSIGN_OR_RETURN(const QuantizeReport report, std::move(made));
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!report.uncalibrated.empty()) {
     output.Log(fmt::format(

@@ -39,6 +39,7 @@ struct Checkpoint::Impl {
   Status OpenGguf();
   Result<std::shared_ptr<const LayerContext>> Context(int64_t layer) const;
   std::string Identity(const std::string& what, const std::string& prefix) const;
+  bool LostExperts(int64_t layer, const std::string& prefix) const;
 };
 
 namespace {
@@ -156,11 +157,19 @@ Result<std::shared_ptr<const Checkpoint>> Checkpoint::Open(const std::string& di
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> num_layers, impl->config.NumLayers());
   impl->num_layers = num_layers.value_or(impl->prefixes.empty() ? 0 : impl->prefixes.rbegin()->first + 1);
   for (const auto& [layer, prefix] : impl->prefixes) {
-    if (checkpoint::FindLayerNames(*impl->store, *impl->family, prefix)) {
+    if (checkpoint::HasExperts(*impl->store, *impl->family, prefix) ||
+        (!options.allow_partial && impl->LostExperts(layer, prefix))) {
       impl->moe_layers.push_back(layer);
     }
   }
   return std::shared_ptr<const Checkpoint>(new Checkpoint(std::move(impl)));
+}
+
+// Such a layer counts as one with experts, so that whoever asks for it is told what is missing. Of layers
+// that were cut away on purpose no tensor of the block is left.
+bool Checkpoint::Impl::LostExperts(int64_t layer, const std::string& prefix) const {
+  return !checkpoint::RemainsOfExperts(*store, *family, prefix).empty() &&
+         config.ForLayer(layer).SaysMoe(layer).value_or(true);
 }
 
 bool Checkpoint::IsFile(const std::string& path) {

@@ -17,6 +17,7 @@ constexpr std::pair<std::string_view, ActivationKind> kActivationAliases[] = {
     {"gelu_pytorch_tanh", ActivationKind::kGeluTanh},
     {"swigluoai_uninterleave", ActivationKind::kSwigluOai},
     {"swiglu", ActivationKind::kSilu},
+    {"swish", ActivationKind::kSilu},
 };
 
 constexpr std::string_view kDeterminismNames[] = {"run_to_run", "thread_invariant", "batch_invariant",

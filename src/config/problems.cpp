@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
+#include "config/scheme_sizes.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe {
@@ -157,6 +158,22 @@ Status ReadRouting(Fields& fields, MoeConfig& config) {
   return Status::Ok();
 }
 
+// What each field may be does not say whether a layer of all of them can be. Names of configurations are
+// those of fields, but for the routing's.
+Status CheckTogether(const Problem& problem) {
+  if (Status status = Validate(problem.config); !status.ok()) {
+    return std::move(status).WithContext("problem");
+  }
+  if (problem.scheme.empty()) {
+    return Status::Ok();
+  }
+  Result<Scheme> scheme = ParseSchemeFor(problem.config, problem.scheme);
+  if (!scheme.ok() && scheme.status().code() != StatusCode::kBadInput) {
+    return Status::BadInput(fmt::format("problem field 'scheme': {}", scheme.status().message()));
+  }
+  return scheme.ok() ? Status::Ok() : std::move(scheme).status().WithContext("problem");
+}
+
 Result<Problem> ParseText(std::string_view text) {
   const Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!object.is_object()) {
@@ -171,6 +188,7 @@ Result<Problem> ParseText(std::string_view text) {
   FMOE_RETURN_IF_ERROR(ReadActivation(fields, problem.config));
   FMOE_RETURN_IF_ERROR(ReadRouting(fields, problem.config));
   FMOE_RETURN_IF_ERROR(fields.NothingLeft());
+  FMOE_RETURN_IF_ERROR(CheckTogether(problem));
   return problem;
 }
 

@@ -3,6 +3,7 @@
 
 #include <fusedmoe/layer.hpp>
 
+#include "checkpoint/access.hpp"
 #include "layer/layer_impl.hpp"
 #include "layer/rank_plan.hpp"
 
@@ -49,6 +50,14 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::LoadAlone(std::shared_ptr<const Chec
   if (!description.routed_by_caller.empty()) {
     loaded->impl_->selection.notes.push_back("the caller routes; of the model's router: " +
                                              description.routed_by_caller);
+  }
+  if (options.shared_experts && !shared) {
+    FMOE_ASSIGN_OR_RETURN(const auto context, checkpoint::Access::Context(*checkpoint, layer));
+    if (context->spec.lacks_shared) {
+      loaded->impl_->selection.notes.emplace_back(
+          "config.json promises shared experts, and the layer has none: outputs are those of the routed "
+          "experts alone");
+    }
   }
   loaded->impl_->checkpoint = std::move(checkpoint);
   return loaded;

@@ -153,6 +153,37 @@ TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
              c["quantization_config"]["sparsity_config"] = {{"format", "sparse-24-bitmask"}};
            },
            StatusCode::kUnsupported},
+          {"sparse, as a word",
+           [](auto& c) { c["quantization_config"]["sparsity_config"] = "sparse-24-bitmask"; }},
+          {"sparse, as a number",
+           [](auto& c) {
+             c["quantization_config"]["sparsity_config"] = {{"format", 24}};
+           }},
+          {"transforms a word", [](auto& c) { c["quantization_config"]["transform_config"] = "hadamard"; }},
+          {"groups of transforms a list",
+           [&](auto& c) {
+             transform("input")(c);
+             auto& groups = c["quantization_config"]["transform_config"]["config_groups"];
+             groups = nlohmann::ordered_json::array({groups["u"]});
+           }},
+          {"a transform without a place",
+           [&](auto& c) {
+             transform("input")(c);
+             auto& groups = c["quantization_config"]["transform_config"]["config_groups"];
+             groups["u"]["apply"][1].erase("location");
+           }},
+          {"a group a list", [](auto& c) { c["quantization_config"]["config_groups"]["group_0"] = {1}; }},
+          {"format a number", [](auto& c) { c["quantization_config"]["format"] = 4; }},
+          {"outputs quantized",
+           [](auto& c) {
+             c["quantization_config"]["config_groups"]["group_0"]["output_activations"] = {
+                 {"num_bits", 8}, {"type", "float"}, {"strategy", "tensor"}};
+           },
+           StatusCode::kUnsupported},
+          {"activation order without an index", [&](auto& c) { weights(c)["actorder"] = "group"; }},
+          {"the same by its newer name", [&](auto& c) { weights(c)["actorder"] = "dynamic"; }},
+          {"the same as a flag", [&](auto& c) { weights(c)["actorder"] = true; }},
+          {"activation order unknown", [&](auto& c) { weights(c)["actorder"] = "random"; }},
           {"rotated outputs", transform("output"), StatusCode::kUnsupported},
           {"rotated inputs", transform("input"), StatusCode::kUnsupported},
       });
@@ -167,11 +198,76 @@ TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
             {"another group", [](auto& c) { c["quantization_config"]["group_size"] = 16; }},
         });
   }
-  RunConfigCases("gptq",
-                 {{"for a kernel", [](auto& c) { c["quantization_config"]["checkpoint_format"] = "marlin"; },
-                   StatusCode::kUnsupported}});
-  RunConfigCases("awq", {{"gemv", [](auto& c) { c["quantization_config"]["version"] = "gemv"; },
+  const auto put = [](const char* key, const nlohmann::ordered_json& value) {
+    return [=](auto& c) { c["quantization_config"][key] = value; };
+  };
+  for (const std::string format : {"gptq", "awq"}) {
+    RunConfigCases(format, {{"for a kernel", put("is_marlin_format", true), StatusCode::kUnsupported},
+                            {"words of 64 bits", put("pack_dtype", "int64"), StatusCode::kUnsupported},
+                            {"rotated", put("rotation", "hadamard"), StatusCode::kUnsupported},
+                            {"an adapter", put("adapter", {{"rank", 64}}), StatusCode::kUnsupported},
+                            {"layout a number", put("format", 2)}});
+  }
+  RunConfigCases("gptq", {{"for a kernel", put("checkpoint_format", "marlin"), StatusCode::kUnsupported},
+                          {"the two names of the layout differ", put("format", "gptq_v2")},
+                          {"for a kernel, by the other name",
+                           [&](auto& c) {
+                             c["quantization_config"].erase("checkpoint_format");
+                             put("format", "marlin")(c);
+                           },
+                           StatusCode::kUnsupported}});
+  RunConfigCases("awq", {{"gemv", put("version", "gemv"), StatusCode::kUnsupported},
+                         {"the two names of the layout differ", put("checkpoint_format", "gemv_fast")},
+                         {"llm-awq", put("backend", "llm-awq"), StatusCode::kUnsupported},
+                         {"gemv by the other name",
+                          [&](auto& c) {
+                            c["quantization_config"].erase("version");
+                            put("checkpoint_format", "gemv_fast")(c);
+                          },
                           StatusCode::kUnsupported}});
+  const auto of_all = [](const char* key, const nlohmann::ordered_json& value) {
+    return [=](auto& c) { c["quantization_config"]["global_quant_config"][key] = value; };
+  };
+  const nlohmann::ordered_json fp8 = {{"dtype", "fp8_e4m3"}, {"qscheme", "per_tensor"}, {"is_dynamic", true}};
+  RunConfigCases(
+      "quark_mxfp4",
+      {
+          {"outputs quantized", of_all("output_tensors", fp8), StatusCode::kUnsupported},
+          {"biases quantized", of_all("bias", fp8), StatusCode::kUnsupported},
+          {"asymmetric floats",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["symmetric"] = false; },
+           StatusCode::kUnsupported},
+          {"symmetric a word",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["symmetric"] = "no"; }},
+          {"dynamic a word",
+           [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["is_dynamic"] = "no"; }},
+          {"a rule of scales that is not known",
+           [](auto& c) {
+             auto& all = c["quantization_config"]["global_quant_config"];
+             all["input_tensors"] = all["weight"];
+             all["input_tensors"]["scale_calculation_mode"] = "nearest";
+           },
+           StatusCode::kUnsupported},
+          {"by class", put("layer_type_quant_config", {{"Linear", {{"weight", fp8}}}}),
+           StatusCode::kUnsupported},
+          {"by class, a list", put("layer_type_quant_config", {1})},
+          {"by name, a list", put("layer_quant_config", {1})},
+          {"rotated inputs", put("algo_config", {{{"name", "rotation"}, {"r1", true}}}),
+           StatusCode::kUnsupported},
+          {"rotated online",
+           put("algo_config", {{"name", "rotation"}, {"r4", false}, {"online_r1_rotation", true}}),
+           StatusCode::kUnsupported},
+          {"an algorithm that is not known", put("algo_config", {{{"name", "svdquant"}}}),
+           StatusCode::kUnsupported},
+          {"algorithm a word", put("algo_config", "awq")},
+          {"export a word", put("export", "real_quantized")},
+          {"weights that were rounded and are floats", put("export", {{"weight_format", "fake_quantized"}}),
+           StatusCode::kUnsupported},
+      });
+  RunConfigCases("fp8_block", {{"scales unknown", put("scale_fmt", "posit"), StatusCode::kUnsupported},
+                               {"scales a number", put("scale_fmt", 8)},
+                               {"experts of a type unknown", [](auto& c) { c["expert_dtype"] = "mxfp6"; },
+                                StatusCode::kUnsupported}});
   RunConfigCases(
       "quark_mxfp4",
       {
@@ -186,6 +282,56 @@ TEST(MalformedConfig, QuantizationMetadata_IsChecked) {
           {"group a word",
            [](auto& c) { c["quantization_config"]["global_quant_config"]["weight"]["group_size"] = "32"; }},
       });
+}
+
+// Beside what is refused: settings of the same keys that change nothing.
+TEST(MalformedConfig, SettingsThatChangeNothing_AreAccepted) {
+  const auto accept = [](const std::string& format, const nlohmann::ordered_json& settings) {
+    TinyModel model(format);
+    model.config["quantization_config"].update(settings);
+    EXPECT_EQ(LoadEverything(model).message(), "") << settings;
+  };
+  accept("gptq", {{"format", "GPTQ"}, {"pack_dtype", "int32"}, {"is_marlin_format", false}});
+  accept("gptq", {{"rotation", nullptr}, {"adapter", nullptr}});
+  accept("awq", {{"version", "GEMM"}, {"checkpoint_format", "gemm"}, {"format", "gemm"}});
+  accept("quark_mxfp4", {{"algo_config", {{{"name", "gptq"}}, {{"name", "rotation"}, {"r4", false}}}}});
+  accept("quark_mxfp4", {{"layer_type_quant_config", {{"Embedding", nlohmann::ordered_json::object()}}}});
+  accept("fp8_block", {{"scale_fmt", "float"}});
+  accept("ct_int4",
+         {{"sparsity_config", nlohmann::ordered_json::object()}, {"transform_config", {{"x", 1}}}});
+  TinyModel model("ct_int4");
+  auto& weights = model.config["quantization_config"]["config_groups"]["group_0"]["weights"];
+  for (const nlohmann::ordered_json order : {"weight", "static"}) {
+    weights["actorder"] = order;
+    EXPECT_EQ(LoadEverything(model).message(), "") << order;
+  }
+}
+
+// GPTQModel says the layout twice, older files in one place alone: zero points of v2 are not one too small.
+TEST(MalformedConfig, LayoutOfGptq_IsReadUnderBothNames) {
+  const auto first_zero = [](const char* key, const char* layout) {
+    TinyModel model("gptq");
+    model.config["quantization_config"].erase("checkpoint_format");
+    model.config["quantization_config"][key] = layout;
+    const WrittenModel written(model);
+    const auto expert = written.source->load(0);
+    return expert.ok() ? int{*expert->gate.zero_point.view().as<uint8_t>()} : -1;
+  };
+  EXPECT_EQ(first_zero("checkpoint_format", "gptq"), 8);
+  EXPECT_EQ(first_zero("format", "gptq"), 8);
+  EXPECT_EQ(first_zero("checkpoint_format", "gptq_v2"), 7);
+  EXPECT_EQ(first_zero("format", "gptq_v2"), 7);
+}
+
+// Rounded up to powers of two, whatever the case of the word.
+TEST(MalformedConfig, ScalesOfFp8_AreReadInAnyCase) {
+  for (const char* word : {"ue8m0", "UE8M0"}) {
+    TinyModel model("fp8_block");
+    model.config["quantization_config"]["scale_fmt"] = word;
+    const WrittenModel written(model);
+    ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+    EXPECT_TRUE(written.source->scheme.activation.rule.power_of_two_scale) << word;
+  }
 }
 
 TEST(MalformedConfig, ConfigurationFiles_AreRefused) {

@@ -306,6 +306,35 @@ TEST(MalformedIndex, IsRefusedAndNamed) {
   }
 }
 
+// Not that a file name is missing, or an object: the text ends.
+TEST(MalformedIndex, ThatIsTruncated_SaysSo) {
+  for (const char* text :
+       {R"({"weight_map": )", R"({"weight_map": {"a": )", R"({"weight_map": {"a": "b.safe)"}) {
+    const Status status = LoadSharded([&](auto& index, auto& folder) {
+      folder.Write("model.safetensors.index.json", text);
+      index = nullptr;
+    });
+    EXPECT_EQ(status.code(), StatusCode::kBadInput);
+    EXPECT_NE(status.message().find("the text ends"), std::string::npos) << status.ToString();
+  }
+}
+
+// Valid JSON that a header must not hold is not called invalid.
+TEST(MalformedContainer, ValuesOfAHeader_AreNotBlamedOnJson) {
+  for (const char* entry : {R"("shape":[-64],"data_offsets":[0,4])", R"("shape":["x"],"data_offsets":[0,4])",
+                            R"("shape":4,"data_offsets":[0,4])", R"("shape":[1],"data_offsets":{})"}) {
+    const TemporaryDirectory folder;
+    folder.Write("config.json", TinyModel("bf16").config.dump());
+    folder.Write("model.safetensors",
+                 Container(R"({"a":{"dtype":"F32",)" + std::string(entry) + "}}", "1234"));
+    const Status status = LoadEverything(folder.path());
+    EXPECT_EQ(status.code(), StatusCode::kBadInput);
+    EXPECT_EQ(status.tensor(), "a") << status.ToString();
+    EXPECT_EQ(status.message().find("JSON"), std::string::npos) << status.ToString();
+    EXPECT_NE(status.message().find("at byte"), std::string::npos) << status.ToString();
+  }
+}
+
 TEST(MalformedIndex, AllowPartial_GoesOnWithoutTheMissing) {
   const auto extra = [](nlohmann::ordered_json& index, const TemporaryDirectory&) {
     index["weight_map"]["model.extra"] = "model-00009-of-00009.safetensors";

@@ -5,6 +5,8 @@
 #include <filesystem>
 #include <regex>
 
+#include <fmt/format.h>
+
 #include "checkpoint/layers/families.hpp"
 #include "checkpoint/layers/model_config.hpp"
 #include "checkpoint/raw_checkpoint.hpp"
@@ -92,6 +94,91 @@ TEST_P(MissingTensors, OfEveryFamily_AreAskedForByName) {
 
 INSTANTIATE_TEST_SUITE_P(Golden, MissingTensors, testing::ValuesIn(test::FoldersIn(FamiliesRoot())),
                          test::NamedAfterText);
+
+// Two layers with experts.
+TinyModel TwoLayers() {
+  TinyModel model("bf16");
+  model.config["num_hidden_layers"] = 2;
+  const std::vector<RawTensor> first = model.tensors;
+  for (RawTensor tensor : first) {
+    tensor.name = Replaced(tensor.name, "layers.0.", "layers.1.");
+    if (tensor.name.find("layers.1.") != std::string::npos) {
+      model.tensors.push_back(std::move(tensor));
+    }
+  }
+  return model;
+}
+
+void DropAll(TinyModel& model, std::string_view part) {
+  std::erase_if(model.tensors,
+                [&](const RawTensor& tensor) { return tensor.name.find(part) != std::string::npos; });
+}
+
+// Experts by whose names a layer is known: without them it is still one, and says what is missing.
+TEST(MissingExperts, OfALayer_AreNotADenseLayer) {
+  TinyModel model = TwoLayers();
+  model.config["num_experts"] = 3;
+  for (const char* layer : {"0", "1"}) {
+    std::vector<RawTensor> third;
+    for (const RawTensor& tensor : model.tensors) {
+      if (tensor.name.find(fmt::format("layers.{}.mlp.experts.0.", layer)) != std::string::npos) {
+        third.push_back(tensor);
+        third.back().name = Replaced(tensor.name, "experts.0.", "experts.2.");
+      } else if (tensor.name == fmt::format("model.layers.{}.mlp.gate.weight", layer)) {
+        third.push_back(Bf16(tensor.name, {3, kHidden}, 0.5F));
+      }
+    }
+    model.Drop(fmt::format("model.layers.{}.mlp.gate.weight", layer));
+    std::move(third.begin(), third.end(), std::back_inserter(model.tensors));
+  }
+  EXPECT_TRUE(LoadEverything(model).ok()) << LoadEverything(model).ToString();
+  TinyModel some = model;
+  DropAll(some, "layers.0.mlp.experts.0.");
+  DropAll(some, "layers.0.mlp.experts.1.");
+  ExpectRefused("experts 0 and 1", some,
+                {StatusCode::kBadInput, "model.layers.0.mlp.experts.0.gate_proj.weight"});
+  TinyModel none = model;
+  DropAll(none, "layers.0.mlp.experts.");
+  ExpectRefused("all experts", none, {StatusCode::kBadInput, "model.layers.0.mlp.experts"});
+  const WrittenModel written(none);
+  EXPECT_EQ(written.checkpoint->moe_layers(), (std::vector<int64_t>{0, 1}));
+  CheckpointOptions partial;
+  partial.allow_partial = true;
+  const auto opened = Checkpoint::Open(written.folder.path().string(), partial);
+  ASSERT_TRUE(opened.ok());
+  EXPECT_EQ((*opened)->moe_layers(), std::vector<int64_t>{1});
+}
+
+// A folder with some layers of a model, its attention perhaps, is whole.
+TEST(MissingExperts, OfLayersThatWereCutAway_AreNotMissed) {
+  TinyModel model = TwoLayers();
+  model.config["decoder_sparse_step"] = 1;
+  DropAll(model, "layers.0.");
+  model.tensors.push_back(Bf16("model.layers.0.input_layernorm.weight", {kHidden}, 1.0F));
+  const WrittenModel written(model);
+  EXPECT_EQ(written.checkpoint->moe_layers(), std::vector<int64_t>{1});
+  EXPECT_TRUE(written.checkpoint->Describe(1).ok());
+}
+
+// The configuration decides where a dense layer has a tensor that is called like a router.
+TEST(MissingExperts, OfADenseLayer_AreNotMissed) {
+  TinyModel model = TwoLayers();
+  DropAll(model, "layers.0.mlp.experts.");
+  model.config["decoder_sparse_step"] = 2;
+  EXPECT_EQ(WrittenModel(model).checkpoint->moe_layers(), std::vector<int64_t>{1});
+}
+
+// A bias of one projection alone would be lost on the way to another format.
+TEST(MissingTensor, BiasBesideAnotherProjectionsBias_IsAskedFor) {
+  for (const char* projection : {"gate_proj", "up_proj", "down_proj"}) {
+    TinyModel model("bf16");
+    const int64_t rows = std::string_view(projection) == "down_proj" ? kHidden : kIntermediate;
+    model.tensors.push_back(
+        Bf16(fmt::format("model.layers.0.mlp.experts.1.{}.bias", projection), {rows}, 0.5F));
+    ExpectRefused(projection, model);
+    EXPECT_NE(LoadEverything(model).message().find("have biases"), std::string::npos) << projection;
+  }
+}
 
 // GPTQ in activation order: without g_idx, columns would be taken in the order of the file.
 TEST(MissingTensor, GroupIndexOfReorderedColumns_IsAskedFor) {

@@ -123,6 +123,18 @@ TEST(Mlx, FilesThatContradictThemselves_AreNamed) {
   narrow.config["quantization"]["model.layers.0.mlp.switch_mlp.down_proj"] = {{"group_size", 16},
                                                                               {"bits", 8}};
   expect(narrow, "[64, 32] is needed");
+  MlxModel bits;
+  bits.config["quantization"]["bits"] = 8;
+  expect(bits, "the tensors are affine of 4 bits in groups of 32, and 'quantization' says: affine of 8 bits");
+  MlxModel mode;
+  mode.config["quantization"]["mode"] = "mxfp4";
+  expect(mode, "says: mxfp4 of 4 bits in groups of 32");
+  MlxModel plain;
+  plain.config["quantization"]["model.layers.0.mlp.switch_mlp.down_proj"] = false;
+  expect(plain, "says: not quantized");
+  MlxModel unknown;
+  unknown.config["quantization"]["mode"] = "nf4";
+  ExpectRefused("an unknown mode", unknown, {StatusCode::kUnsupported, ""});
   for (const auto& [name, what] : {std::pair(scales, "the scale of"), std::pair(biases, "the bias of")}) {
     MlxModel infinite;
     infinite.Find(name) = Bf16(name, {kExperts, kHidden, 1}, INFINITY);

@@ -61,6 +61,14 @@ TEST(Pattern, PythonExpressions_MatchAsPythonDoes) {
       {"(?!(?=a)b)a", "ab", true},
       {"(?:a(?=b)b)+c", "ababc", true},
       {"(?:a(?=b|$)b?)*$", "abab", true},
+      {"a\\x2eb", "a.b", true},
+      {"a\\x2eb", "axb", false},
+      {"a\\u002Eb$", "a.b", true},
+      {"a\\U0000002eb", "axb", false},
+      {"[\\x30-\\x39]+$", "042", true},
+      {"[\\x30-\\x39]+$", "x", false},
+      {"a\\fb", "afb", false},
+      {"\\_\\-\\/", "_-/", true},
       {"(?:|a)*b", "aab", true},  // a group that may be empty
   };
   for (const Case& one : cases) {
@@ -75,6 +83,13 @@ TEST(Pattern, Mistakes_AreRefused) {
     ASSERT_FALSE(compiled.ok()) << pattern;
     EXPECT_TRUE(compiled.status().code() == StatusCode::kBadInput ||
                 compiled.status().code() == StatusCode::kUnsupported);
+  }
+  // Escapes that Python does not know either, or that would mean something else here.
+  for (const std::string pattern : {"a\\qb", "[\\q]", "\\x4", "\\xzz", "\\u12", "[a-\\d]", "\\N", "\\x-1"}) {
+    EXPECT_EQ(Pattern::Compile(pattern).status().code(), StatusCode::kBadInput) << pattern;
+  }
+  for (const std::string pattern : {"\\u00e9", "\\xe9", "\\012", "(?P=name)"}) {
+    EXPECT_EQ(Pattern::Compile(pattern).status().code(), StatusCode::kUnsupported) << pattern;
   }
   EXPECT_EQ(Pattern::Compile("(a)\\1").status().code(), StatusCode::kUnsupported);
   EXPECT_EQ(Pattern::Compile("(?<=a+)b").status().code(), StatusCode::kUnsupported);

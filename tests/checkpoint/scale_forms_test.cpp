@@ -1,4 +1,5 @@
 // Names, types and shapes of scales that tools write and no golden checkpoint shows.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "checkpoint/raw_checkpoint.hpp"
@@ -24,6 +25,30 @@ TEST(ScaleForms, ScaleOfASingleBlock_MayBeAScalar) {
   const auto described = written.checkpoint->Describe(0);
   ASSERT_TRUE(described.ok()) << described.status().ToString();
   EXPECT_EQ(described->scheme.name, "fp8_w8a16:block128");
+}
+
+// Groups of 32 and more: each scale becomes that of several groups of 16, so that the scales as stored must
+// be those of the groups that the metadata promise.
+TEST(ScaleForms, LargerGroupsOfNvfp4_MustFitTheScales) {
+  TinyModel model("modelopt_nvfp4");
+  auto& quantization = model.config["quantization_config"];
+  quantization["quant_algo"] = "W4A16_NVFP4";
+  std::erase_if(model.tensors, [](const RawTensor& tensor) { return tensor.name.ends_with(".input_scale"); });
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  for (const int64_t group : {32, 48, 64, 65536}) {
+    quantization["group_size"] = group;
+    ExpectRefused(fmt::format("groups of {}", group), model,
+                  {StatusCode::kBadInput, "model.layers.0.mlp.experts.0.gate_proj.weight_scale"});
+  }
+  quantization["group_size"] = 32;
+  for (RawTensor& tensor : model.tensors) {
+    if (tensor.name.ends_with(".weight_scale")) {
+      tensor = Bytes(tensor.name, "F8_E4M3", {tensor.shape[0], tensor.shape[1] / 2}, 1, 0x38);
+    }
+  }
+  EXPECT_EQ(LoadEverything(model).message(), "");
+  quantization["group_size"] = 16;
+  ExpectRefused("groups of 16 in a file of 32", model);
 }
 
 // The MXFP8 preset of compressed-tensors 0.20.

@@ -156,6 +156,81 @@ TEST(UpstreamQuirks, RoutedExpertsOfAnFp8ModelInNvfp4_AreReadAsThat) {
   EXPECT_EQ(LoadEverything(model).code(), StatusCode::kBadInput);
 }
 
+RoutingConfig RoutingOf(const TinyModel& model) {
+  const WrittenModel written(model);
+  EXPECT_TRUE(written.source.ok()) << written.source.status().ToString();
+  return written.source.ok() ? written.checkpoint->Describe(0)->config.routing : RoutingConfig();
+}
+
+// Keys that vLLM's models route by.
+TEST(UpstreamQuirks, RoutingKeysOfSingleFamilies_AreFollowedOrRefused) {
+  const std::string block = "model.layers.0.mlp.";
+  TinyModel minimax("bf16");
+  minimax.config["model_type"] = "minimax_m2";
+  minimax.tensors.push_back(Bf16(block + "e_score_correction_bias", {kExperts}, 0.5F));
+  EXPECT_EQ(RoutingOf(minimax).method, RoutingMethod::kMiniMax2);
+  minimax.config["scoring_func"] = "softmax";
+  EXPECT_EQ(RoutingOf(minimax).method, RoutingMethod::kSoftmaxBias);
+  minimax.config["use_routing_bias"] = true;
+  EXPECT_EQ(LoadEverything(minimax).message(), "");
+  minimax.config["use_routing_bias"] = false;
+  ExpectRefused("a bias that is denied", minimax, {StatusCode::kBadInput, block + "e_score_correction_bias"});
+  minimax.Drop(block + "e_score_correction_bias");
+  EXPECT_EQ(LoadEverything(minimax).message(), "");
+
+  TinyModel afmoe("bf16");
+  afmoe.config["model_type"] = "afmoe";
+  afmoe.config["route_norm"] = true;
+  afmoe.tensors.push_back(Bf16(block + "expert_bias", {kExperts}, 0.5F));
+  EXPECT_EQ(RoutingOf(afmoe).method, RoutingMethod::kDeepSeekV3);
+  afmoe.config["n_group"] = 2;
+  afmoe.config["topk_group"] = 1;
+  EXPECT_EQ(RoutingOf(afmoe).num_groups, 2);
+  afmoe.config["score_func"] = "softmax";
+  EXPECT_EQ(RoutingOf(afmoe).score, ScoreFunction::kSoftmax);
+  EXPECT_FALSE(RoutingOf(afmoe).renormalize) << "of sigmoid scores alone";
+  afmoe.config["score_func"] = "tanh";
+  ExpectRefused("scores of afmoe", afmoe, {StatusCode::kUnsupported, ""});
+
+  TinyModel kimi("bf16");
+  kimi.config["model_type"] = "kimi_linear";
+  kimi.config["num_expert_group"] = 2;
+  kimi.config["topk_group"] = 1;
+  kimi.tensors.push_back(Bf16(block + "gate.e_score_correction_bias", {kExperts}, 0.5F));
+  EXPECT_EQ(RoutingOf(kimi).num_groups, 2);
+  kimi.config["use_grouped_topk"] = false;
+  EXPECT_EQ(RoutingOf(kimi).num_groups, 1);
+
+  TinyModel hunyuan("bf16");
+  hunyuan.config["model_type"] = "hy_v3";
+  hunyuan.tensors.push_back(Bf16(block + "expert_bias", {kExperts}, 0.5F));
+  hunyuan.config["moe_router_use_sigmoid"] = true;
+  EXPECT_EQ(LoadEverything(hunyuan).message(), "");
+  hunyuan.config["moe_router_use_sigmoid"] = false;
+  ExpectRefused("scores of hy_v3", hunyuan, {StatusCode::kUnsupported, ""});
+
+  TinyModel cohere("bf16");
+  cohere.config["model_type"] = "cohere2_moe";
+  cohere.config["shared_expert_combination_strategy"] = "max";
+  ExpectRefused("shared experts of Cohere", cohere, {StatusCode::kUnsupported, ""});
+}
+
+TEST(UpstreamQuirks, ValuesOfTheConfiguration_AreNamedWhereTheyAreRefused) {
+  TinyModel model("bf16");
+  model.config["hidden_act"] = "swish";
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  EXPECT_EQ(written.checkpoint->Describe(0)->config.activation.kind, ActivationKind::kSilu);
+  model.config["hidden_act"] = "sine";
+  EXPECT_NE(LoadEverything(model).message().find("'hidden_act'"), std::string::npos);
+  EXPECT_NE(LoadEverything(model).message().find("gelu_tanh"), std::string::npos);
+  model.config["hidden_act"] = "silu";
+  model.config["routed_scaling_factor"] = 1e300;
+  ExpectRefused("more than F32 holds", model);
+  EXPECT_NE(LoadEverything(model).message().find("'routed_scaling_factor' is 1e+300"), std::string::npos)
+      << LoadEverything(model).ToString();
+}
+
 // InternS1-Pro's key, in the metadata of families that compute something else without it.
 TEST(UpstreamQuirks, ChoicesOfOtherFamilies_AreRefused) {
   TinyModel model("bf16");

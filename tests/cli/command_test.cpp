@@ -179,6 +179,9 @@ TEST(Command, OptionWithoutEffect_IsUsage) {
         {"verify", "x", "--input", "x", "--seed", "3"},
         {"lint", "--codes", "x"},
         {"lint", "--codes", "--layer", "3"},
+        {"lint", "--codes", "--threads", "1"},
+        {"lint", "--codes", "--io", "mmap"},
+        {"lint", "--codes", "--allow-partial"},
         {"backends", "--markdown"},
         {"doctor", "--no-probe", "--deadline", "3"},
         {"doctor", "--ranks", "--no-probe"},
@@ -222,11 +225,22 @@ TEST(Command, UnknownInstructionSet_ListsThoseThatExist) {
   }
 }
 
+TEST(Command, JsonOfAPage_IsUsage) {
+  const ProcessResult result = RunCommand({"backends", "--schemes", "--markdown", "--json"});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("--markdown"), std::string::npos) << result.err;
+}
+
 TEST(Command, NumberOutOfRange_IsQuotedAsGiven) {
   for (const std::vector<std::string>& arguments :
        {std::vector<std::string>{"run", "x", "--input", "x", "--output", "x", "--layer",
                                  "99999999999999999999"},
         {"bench", "--seed", "-1"},
+        {"bench", "--seed", "9223372036854775808"},
+        {"quantize", "x", "--scheme", "int8_w8a8", "--output", "y", "--max-shard-bytes",
+         "99999999999999999999"},
+        {"lint", "x", "--threads", "4.5"},
+        {"lint", "x", "--threads", "many"},
         {"bench", "--tokens", "1000000000"},
         {"bench", "--experts", "2049"},
         {"sample", "--family", "mixtral", "--scheme", "unquantized", "--output", "/nowhere/x", "--experts",

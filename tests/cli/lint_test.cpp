@@ -255,6 +255,29 @@ TEST(Lint, RowsInTheWrongOrder_AreSuspected) {
   }
 }
 
+// Beside the experts, where a family has no name for them.
+TEST(Lint, TensorsOfTheBlockThatNothingReads_AreReported) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "unquantized");
+  const std::string block = "model.layers.0.mlp.";
+  EXPECT_TRUE(Of(RunLint(checkpoint).Json(), "unused_tensor").empty());
+  const std::set<std::string> added = {block + "shared_mlp.up_proj.weight", block + "gate.per_expert_scale",
+                                       block + "router.weight", block + "bias"};
+  checkpoint.Rewrite("model.safetensors", [&](std::vector<NamedTensor>& tensors) {
+    for (const std::string& name : added) {
+      tensors.push_back({name, *Tensor::Allocate(DType::kF32, {8})});
+    }
+    tensors.push_back(
+        {"model.layers.0.post_attention_layernorm.bias", *Tensor::Allocate(DType::kF32, {128})});
+  });
+  const ProcessResult result = RunLint(checkpoint);
+  EXPECT_EQ(result.exit_code, 0);
+  std::set<std::string> found;
+  for (const auto& finding : Of(result.Json(), "unused_tensor")) {
+    found.insert(finding.at("tensor").get<std::string>());
+  }
+  EXPECT_EQ(found, added) << result.out;
+}
+
 TEST(Lint, Codes_AreListedOnceEach) {
   const ProcessResult result = RunCommand({"lint", "--codes", "--json"});
   ASSERT_EQ(result.exit_code, 0) << result.err;

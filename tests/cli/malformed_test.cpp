@@ -81,6 +81,13 @@ TEST(Malformed, NegativeBlockScale_IsRefused) {
   RefusedAfter([](auto& tensors) { Patch(tensors, kScale, "\xb0", 1); }, kScale);
 }
 
+// Of this command's own integers: auto-round's alone may be negative, which are known by what they lack.
+TEST(Malformed, NegativeScaleOfIntegers_IsRefused) {
+  const SampleCheckpoint checkpoint("qwen3_moe", "int4_w4a16:g32");
+  checkpoint.Rewrite("model.safetensors", [](auto& tensors) { Patch(tensors, kScale, "\x80\xbf", 2); });
+  ExpectRefused(checkpoint, "model.safetensors", kScale);
+}
+
 TEST(Malformed, ZeroNegativeOrNanTensorScale_IsRefused) {
   for (const float value : {0.0F, -1.0F, std::numeric_limits<float>::quiet_NaN()}) {
     RefusedAfter([value](auto& tensors) { Patch(tensors, kTensorScale, &value, sizeof value); },

@@ -340,13 +340,36 @@ TEST(Calibrate, StatisticsOfAnotherModel_AreNotMixedAndNotUsed) {
             0);
   const ProcessResult merged = RunCommand({"calibrate", other, "--layer", "0", "--input",
                                            other + "/io/input.safetensors", "--output", file, "--merge"});
-  EXPECT_EQ(merged.exit_code, 2) << merged.err;
+  EXPECT_EQ(merged.exit_code, 3) << merged.err;
+  EXPECT_NE(merged.err.find(file + ": "), std::string::npos) << merged.err;
   EXPECT_NE(merged.err.find("8 experts, hidden 192, intermediate 64"), std::string::npos) << merged.err;
   EXPECT_NE(ReadSafetensors(file)->Find("layers.0.sizes")->view().as<int64_t>()[0], 192)
       << "it stays as it was";
   const ProcessResult used = Quantize(other, "nvfp4_w4a4", directory / "out", {"--act-stats", file});
-  EXPECT_EQ(used.exit_code, 2) << used.err;
+  EXPECT_EQ(used.exit_code, 3) << used.err;
+  EXPECT_NE(used.err.find(file + ": "), std::string::npos) << used.err;
   EXPECT_NE(used.err.find("the layer has 8 experts, hidden 192"), std::string::npos) << used.err;
+}
+
+TEST(Calibrate, CountsThatWouldOverflow_AreRefused) {
+  const SampleCheckpoint source("qwen3_moe", "unquantized");
+  const TemporaryDirectory directory;
+  const std::string file = Calibrate(source, directory / "stats.safetensors");
+  auto contents = *ReadSafetensors(file);
+  for (NamedTensor& tensor : contents.tensors) {
+    if (tensor.name == "layers.0.tokens") {
+      Tensor counts = *Tensor::Allocate(DType::kI64, tensor.tensor.shape());
+      std::fill_n(counts.mutable_view().as<int64_t>(), 8, std::numeric_limits<int64_t>::max());
+      tensor.tensor = counts;
+    }
+  }
+  ASSERT_TRUE(WriteSafetensors(file, contents.tensors, contents.metadata).ok());
+  const std::string before = ReadFile(file);
+  const ProcessResult merged = RunCommand(
+      {"calibrate", source.path(), "--layer", "0", "--input", source.input(), "--output", file, "--merge"});
+  EXPECT_EQ(merged.exit_code, 3) << merged.err;
+  EXPECT_NE(merged.err.find(file + ": expert "), std::string::npos) << merged.err;
+  EXPECT_EQ(ReadFile(file), before);
 }
 
 }  // namespace

@@ -310,6 +310,22 @@ TEST(Run, SharedExperts_CountUnlessLeftOut) {
 
 // The layout of this backend changes the weights of the shared expert (one tensor scale for gate and up), not
 // those of the only routed one.
+TEST(Run, SharedExpertsThatAreMissing_StandInNotes) {
+  const SampleCheckpoint checkpoint("deepseek_v3", "unquantized");
+  const auto notes = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = {"--json"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return checkpoint.Run(arguments).Json().value("notes", nlohmann::json::array()).dump();
+  };
+  EXPECT_EQ(notes({}).find("shared experts"), std::string::npos);
+  checkpoint.Rewrite("model.safetensors", [](std::vector<NamedTensor>& tensors) {
+    std::erase_if(tensors,
+                  [](const NamedTensor& tensor) { return tensor.name.find("shared") != std::string::npos; });
+  });
+  EXPECT_NE(notes({}).find("promises shared experts"), std::string::npos) << notes({});
+  EXPECT_EQ(notes({"--no-shared-experts"}).find("promises"), std::string::npos);
+}
+
 TEST(Run, CheckOfALayer_KnowsWhatItsSharedExpertMayDiffer) {
   const TemporaryDirectory folder;
   const std::string path = folder.path() / "checkpoint";

@@ -95,6 +95,21 @@ TEST(Problems, MalformedText_IsRefusedWithTheField) {
       {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "routing": "Magic"})", "routing"},
       {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "limit": 1e300})", "limit"},
       {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "topk": 2})", "topk"},
+      // Each field is possible, the layer is not.
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 24, "intermediate": 96, "scheme": "nvfp4_w4a4"})",
+       "'hidden' is 24"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "latent": 24, "intermediate": 96, "scheme": "nvfp4_w4a4"})",
+       "'latent' is 24"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 100, "scheme": "mxfp4_w4a16"})",
+       "'intermediate' is 100"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "scheme": "fp3"})", "'scheme'"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "dtype": "I32"})", "dtype"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "norm_epsilon": -1})",
+       "norm_epsilon -1"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "limit": -1})", "limit -1"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "num_groups": 3})", "num_groups"},
+      {R"({"num_experts": 8, "top_k": 2, "hidden": 64, "intermediate": 96, "shared_gate": true})",
+       "shared.intermediate"},
   };
   for (const auto& [text, part] : cases) {
     Result<Problem> problem = ParseProblem(text);

@@ -30,7 +30,7 @@ bool JsonValue::Build(JsonReader& reader, JsonValue* value) {
       std::unordered_set<std::string> seen;
       for (std::string_view key; reader.NextKey(&key);) {
         if (!seen.emplace(key).second) {
-          return reader.Fail(fmt::format("the key '{}' occurs twice", key));
+          return reader.Refuse(fmt::format("the key '{}' occurs twice", key));
         }
         value->members_.emplace_back(std::string(key), JsonValue());
         if (!Build(reader, &value->members_.back().second)) {

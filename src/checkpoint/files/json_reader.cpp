@@ -16,6 +16,13 @@ bool JsonReader::Fail(std::string message) {
   return false;
 }
 
+bool JsonReader::Refuse(std::string message) {
+  if (error_.ok()) {
+    error_ = Status::BadInput(fmt::format("at byte {}: {}", position_, message));
+  }
+  return false;
+}
+
 bool JsonReader::At(std::string_view characters) const {
   return position_ < text_.size() && characters.find(text_[position_]) != std::string_view::npos;
 }

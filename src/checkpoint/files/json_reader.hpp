@@ -45,8 +45,10 @@ class JsonReader {
   bool ok() const { return error_.ok(); }
   const Status& status() const { return error_; }
   size_t position() const { return position_; }
-  /// Records a mistake of the caller's own at the current position.
+  /// Records that the text is no JSON at the current position.
   bool Fail(std::string message);
+  /// The same of text that is valid JSON, and not what belongs there.
+  bool Refuse(std::string message);
 
  private:
   void SkipSpace();

@@ -211,16 +211,16 @@ bool JsonReader::Number(double* value, std::optional<int64_t>* integer) {
 bool JsonReader::Integer(int64_t* value) {
   double number = 0.0;
   std::optional<int64_t> integer;
-  if (Peek() != Kind::kNumber) {
-    return Fail("an integer is expected");
+  if (const Kind kind = Peek(); kind != Kind::kNumber) {
+    return kind == Kind::kInvalid ? Fail("an integer is expected") : Refuse("an integer is expected");
   }
   const size_t begin = position_;
   if (!Number(&number, &integer)) {
     return false;
   }
   if (!integer) {
-    return Fail(fmt::format("{} is no integer of 64 bits",
-                            text_.substr(begin, std::min<size_t>(40, position_ - begin))));
+    return Refuse(fmt::format("{} is no integer of 64 bits",
+                              text_.substr(begin, std::min<size_t>(40, position_ - begin))));
   }
   *value = *integer;
   return true;

@@ -41,8 +41,17 @@ struct RawEntry {
   bool has_dtype = false, has_shape = false, has_offsets = false;
 };
 
+// True when a list begins; anything else of JSON is refused as such.
+bool EnterList(JsonReader& json, std::string_view key) {
+  const JsonReader::Kind kind = json.Peek();
+  if (kind != JsonReader::Kind::kArray && kind != JsonReader::Kind::kInvalid) {
+    return json.Refuse(fmt::format("'{}' is no list", key));
+  }
+  return json.EnterArray();
+}
+
 bool ReadShape(JsonReader& json, RawEntry* entry) {
-  if (!json.EnterArray()) {
+  if (!EnterList(json, "shape")) {
     return false;
   }
   while (json.NextElement()) {
@@ -51,10 +60,10 @@ bool ReadShape(JsonReader& json, RawEntry* entry) {
       return false;
     }
     if (dim < 0) {
-      return json.Fail(fmt::format("dimension {} is negative", dim));
+      return json.Refuse(fmt::format("dimension {} is negative", dim));
     }
     if (entry->dims.size() == kMaxFileRank) {
-      return json.Fail(fmt::format("more than {} dimensions", kMaxFileRank));
+      return json.Refuse(fmt::format("more than {} dimensions", kMaxFileRank));
     }
     entry->dims.push_back(dim);
   }
@@ -62,12 +71,12 @@ bool ReadShape(JsonReader& json, RawEntry* entry) {
 }
 
 bool ReadOffsets(JsonReader& json, RawEntry* entry) {
-  if (!json.EnterArray()) {
+  if (!EnterList(json, "data_offsets")) {
     return false;
   }
   if (!json.NextElement() || !json.Integer(&entry->begin) || !json.NextElement() ||
       !json.Integer(&entry->end) || json.NextElement()) {
-    return json.Fail("data_offsets needs two integers");
+    return json.Refuse("data_offsets needs two integers");
   }
   return json.ok();
 }
@@ -81,7 +90,7 @@ bool ReadEntry(JsonReader& json, RawEntry* entry) {
   for (std::string_view key; json.NextKey(&key);) {
     const auto once = [&](bool* seen) {
       if (*seen) {
-        return json.Fail(fmt::format("'{}' occurs twice in one entry", key));
+        return json.Refuse(fmt::format("'{}' occurs twice in one entry", key));
       }
       return *seen = true;
     };
@@ -108,9 +117,9 @@ bool ReadEntry(JsonReader& json, RawEntry* entry) {
     return false;
   }
   if (!entry->has_dtype || !entry->has_shape || !entry->has_offsets) {
-    return json.Fail(fmt::format("the entry lacks '{}'", !entry->has_dtype   ? "dtype"
-                                                         : !entry->has_shape ? "shape"
-                                                                             : "data_offsets"));
+    return json.Refuse(fmt::format("the entry lacks '{}'", !entry->has_dtype   ? "dtype"
+                                                           : !entry->has_shape ? "shape"
+                                                                               : "data_offsets"));
   }
   return true;
 }
@@ -167,7 +176,7 @@ bool ReadMetadata(JsonReader& json, SafetensorsMetadata* metadata) {
     return json.Null();  // MLX, of a file without metadata
   }
   if (json.Peek() != JsonReader::Kind::kObject) {
-    return json.Fail("__metadata__ must be an object of strings");
+    return json.Refuse("__metadata__ must be an object of strings");
   }
   if (!json.EnterObject()) {
     return false;
@@ -175,13 +184,13 @@ bool ReadMetadata(JsonReader& json, SafetensorsMetadata* metadata) {
   for (std::string_view key; json.NextKey(&key);) {
     std::string_view value;
     if (json.Peek() != JsonReader::Kind::kString) {
-      return json.Fail(fmt::format("__metadata__ '{}' must be a string", key));
+      return json.Refuse(fmt::format("__metadata__ '{}' must be a string", key));
     }
     if (!json.String(&value)) {
       return false;
     }
     if (!metadata->emplace(key, value).second) {
-      return json.Fail(fmt::format("__metadata__ '{}' occurs twice", key));
+      return json.Refuse(fmt::format("__metadata__ '{}' occurs twice", key));
     }
   }
   return json.ok();
@@ -246,7 +255,7 @@ Status ParseHeader(std::string_view text, int64_t data_bytes, SafetensorsHeader*
     raw.dims.clear();
     raw.has_dtype = raw.has_shape = raw.has_offsets = false;
     if (json.Peek() != JsonReader::Kind::kObject) {
-      json.Fail("the entry is no object");
+      json.Refuse("the entry is no object");
     }
     if (!json.ok() || !ReadEntry(json, &raw)) {
       return Status(json.status()).WithTensor(name);

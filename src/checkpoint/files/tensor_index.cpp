@@ -18,6 +18,12 @@ namespace fs = std::filesystem;
 
 constexpr int64_t kMaxIndexBytes = int64_t{1} << 30;
 
+// A download that broke off, as a rule.
+Status EndsEarly(JsonReader& json) {
+  json.Fail("the text ends where a value is expected");
+  return Status(json.status()).WithHint("the index is truncated: copy it again");
+}
+
 Status ParseIndex(TensorIndex* index) {
   if (!IsUtf8(index->text)) {
     return Status::BadInput("the index is not valid UTF-8");
@@ -38,15 +44,18 @@ Status ParseIndex(TensorIndex* index) {
     if (std::exchange(has_map, true)) {
       return Status::BadInput("'weight_map' occurs twice");
     }
-    if (json.Peek() != JsonReader::Kind::kObject) {
-      return Status::BadInput("'weight_map' is no object");
+    if (const JsonReader::Kind kind = json.Peek(); kind != JsonReader::Kind::kObject) {
+      return kind == JsonReader::Kind::kInvalid ? EndsEarly(json)
+                                                : Status::BadInput("'weight_map' is no object");
     }
     json.EnterObject();
     index->file_of.reserve(index->text.size() / 100);
     for (std::string_view tensor; json.NextKey(&tensor);) {
       std::string_view file;
-      if (json.Peek() != JsonReader::Kind::kString) {
-        return Status::BadInput("'weight_map' must give a file name").WithTensor(tensor);
+      if (const JsonReader::Kind kind = json.Peek(); kind != JsonReader::Kind::kString) {
+        return kind == JsonReader::Kind::kInvalid
+                   ? EndsEarly(json)
+                   : Status::BadInput("'weight_map' must give a file name").WithTensor(tensor);
       }
       if (!json.String(&file)) {
         break;

@@ -1,5 +1,6 @@
 #include "checkpoint/files/tensor_store.hpp"
 
+#include <algorithm>
 #include <filesystem>
 #include <utility>
 
@@ -75,6 +76,10 @@ Status TensorStore::IndexNames() {
         .WithFile(files_[static_cast<size_t>(places_[i].file)]->path())
         .WithTensor(tensors_[i].name);
   }
+  sorted_.assign(tensors_.size(), {});
+  std::transform(tensors_.begin(), tensors_.end(), sorted_.begin(),
+                 [](const TensorInfo& info) { return std::string_view(info.name); });
+  std::sort(sorted_.begin(), sorted_.end());
   return Status::Ok();
 }
 
@@ -191,6 +196,13 @@ Result<platform::FileBytes> TensorStore::ReadFourBitAt(const Place& place, int64
 const TensorInfo* TensorStore::Find(std::string_view name) const {
   const auto it = by_name_.find(name);
   return it == by_name_.end() ? nullptr : &tensors_[it->second];
+}
+
+std::span<const std::string_view> TensorStore::Below(std::string_view prefix) const {
+  const auto first = std::lower_bound(sorted_.begin(), sorted_.end(), prefix);
+  const auto end = std::partition_point(first, sorted_.end(),
+                                        [prefix](std::string_view name) { return name.starts_with(prefix); });
+  return {first, end};
 }
 
 Status TensorStore::Blame(Status status, std::string_view name) const {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -20,6 +21,7 @@
 namespace fusedmoe::checkpoint {
 
 struct MlxGroups;
+struct MlxSettings;
 
 /// Experts of a GGUF file whose matrices have different types, by what their names have in common: the
 /// integers that hold all of them, or none.
@@ -61,6 +63,8 @@ class TensorStore {
   /// Null when there is no tensor of that name.
   const TensorInfo* Find(std::string_view name) const;
   bool Has(std::string_view name) const { return Find(name) != nullptr; }
+  /// All names that begin with `prefix`, ascending.
+  std::span<const std::string_view> Below(std::string_view prefix) const;
 
   /// kBadInput when the tensor is missing or cannot be used.
   Result<Tensor> Load(std::string_view name, BlockParts* beside = nullptr) const;
@@ -108,7 +112,7 @@ class TensorStore {
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                      std::vector<bool>* hidden);
   Status FoldMlx(const MlxGroups& groups);
-  Status FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
+  Result<MlxSettings> FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
   /// Takes tensors out of the list.
   Status Hide(const std::vector<bool>& hidden);
   Result<Tensor> ReadBlocks(size_t index, int64_t offset, int64_t bytes, const Shape& shape,
@@ -126,6 +130,7 @@ class TensorStore {
   std::vector<AffineTensor> affine_;
   std::vector<std::shared_ptr<const platform::InputFile>> files_;
   std::unordered_map<std::string_view, size_t> by_name_;
+  std::vector<std::string_view> sorted_;  // the same names
   bool gguf_ = false;
 };
 

@@ -24,6 +24,7 @@ constexpr FamilyRouting kDeepSeek{.score = ScoreFunction::kSigmoid,
                                   .method = RoutingMethod::kDeepSeekV3,
                                   .norm_epsilon = 1e-20F,
                                   .corrected = true};
+constexpr FamilyRouting kDeepSeekOnlySigmoid = With(kDeepSeek, Renormalize::kOnlySigmoid);
 constexpr FamilyRouting kDeepSeekByConfig = With(kDeepSeek, Renormalize::kConfigFalse);
 constexpr FamilyRouting kSigmoidBias{.score = ScoreFunction::kSigmoid,
                                      .renormalize = Renormalize::kAlways,

@@ -24,6 +24,7 @@ enum class FusedLayout : uint8_t {
 enum class Renormalize : uint8_t {
   kAlways,
   kNever,
+  kOnlySigmoid,    ///< softmax never; sigmoid by the configuration, silent means yes
   kUnlessSigmoid,  ///< softmax is taken over the chosen; sigmoid by the configuration, silent means yes
   kConfigTrue,     ///< by the configuration; silent means yes
   kConfigFalse     ///< by the configuration; silent means no

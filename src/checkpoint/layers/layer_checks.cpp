@@ -28,13 +28,31 @@ Status CheckHalves(const TensorStore& store, const ModelConfig& config, const La
       spec.names.experts.Up(0) + ".qweight");
 }
 
+// Keys that say whether routers have a correction bias. Ernie's and K2's own are apart: there the model has
+// the tensor, and uses it, whatever they say.
+constexpr std::string_view kCorrectionKeys =
+    "use_expert_bias use_routing_bias moe_router_enable_expert_bias moe_router_use_expert_bias "
+    "use_moe_router_bias router_enable_expert_bias";
+constexpr std::string_view kLooseCorrectionKeys = "moe_use_aux_free moe_gate_bias";
+
+// A correction bias that the configuration denies is either left over or switched off by mistake.
+Status CheckNoCorrection(const TensorStore& store, const ModelConfig& config, const LayerNames& names) {
+  std::string_view key;
+  const JsonValue* used = config.Find(kCorrectionKeys, &key);
+  if (used == nullptr || used->boolean() || names.correction_bias.empty()) {
+    return Status::Ok();
+  }
+  return store.Blame(Status::BadInput(fmt::format("the router has this correction bias, but '{}' is {} in {}",
+                                                  key, used->ToString(), config.path()))
+                         .WithHint("say true there, or leave the tensor away"),
+                     names.correction_bias);
+}
+
 // Whether the configuration takes away the correction bias that layers of the family have.
 Result<bool> HasNoCorrection(const ModelConfig& config, const FamilyRouting& row) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> method, config.Text("topk_method"));
   FMOE_ASSIGN_OR_RETURN(const std::optional<bool> used,
-                        config.Boolean("use_expert_bias use_routing_bias moe_router_enable_expert_bias "
-                                       "moe_router_use_expert_bias use_moe_router_bias moe_use_aux_free "
-                                       "router_enable_expert_bias moe_gate_bias"));
+                        config.Boolean(fmt::format("{} {}", kCorrectionKeys, kLooseCorrectionKeys)));
   const bool said = method == "noaux_tc" || !row.corrected_when_said;
   return (method && method != "noaux_tc") || !used.value_or(said);
 }
@@ -140,6 +158,7 @@ Status CheckWhole(const TensorStore& store, const ModelConfig& config, const Lay
   if (!family.output_bias.empty() && names.output_bias.empty()) {
     return missing(first(family.output_bias), fmt::format("layers of {} have one", family.name));
   }
+  FMOE_RETURN_IF_ERROR(CheckNoCorrection(store, config, names));
   FMOE_ASSIGN_OR_RETURN(const bool no_correction, HasNoCorrection(config, family.routing));
   if (family.routing.corrected && names.correction_bias.empty() && !no_correction &&
       (family.routing.corrected_when_said || spec.config.routing.score == family.routing.score)) {
@@ -166,6 +185,10 @@ Status CheckSwitches(const ModelConfig& config, const Family& family) {
   if (const JsonValue* value = config.Find("moe_apply_router_weight_on_input");
       value != nullptr && value->boolean()) {
     return refuse("moe_apply_router_weight_on_input", "only Llama-4 weighs the input of its experts");
+  }
+  if (const JsonValue* value = config.Find("moe_router_use_sigmoid"); value != nullptr && !value->boolean()) {
+    return refuse("moe_router_use_sigmoid",
+                  fmt::format("what else routers of {} would score by is not known", family.name));
   }
   const JsonValue* norm = config.Find("ffn_config.moe_normalize_expert_weights");
   if (norm != nullptr && (!norm->is_number() || norm->number() != 1.0)) {

@@ -101,8 +101,42 @@ std::string Substitute(std::string name, int64_t expert) {
   return at == std::string::npos ? name : name.replace(at, 3, std::to_string(expert));
 }
 
+// The numbers of the first two experts below a list ("...experts."), by their names: in a whole layer 0 and
+// 1, of a layer that lost those, others, which must not make it one without experts.
+std::vector<int64_t> FirstExperts(const TensorStore& store, const std::string& list) {
+  std::vector<int64_t> experts;
+  for (const std::string_view name : store.Below(list)) {
+    int64_t expert = 0;
+    const char* const end = name.data() + name.size();
+    const auto parsed = std::from_chars(name.data() + list.size(), end, expert);
+    if (parsed.ec != std::errc() || (parsed.ptr != end && *parsed.ptr != '.') ||
+        (!experts.empty() && experts.back() == expert)) {
+      continue;
+    }
+    experts.push_back(expert);
+    if (experts.size() == 2) {
+      break;
+    }
+  }
+  return experts;
+}
+
 std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::string& block) {
+  if (store.Below(block).empty()) {
+    return std::nullopt;
+  }
   for (const PerExpertSpelling& spelling : kPerExpert) {
+    const auto list = [&](std::string_view word) {
+      return spelling.expert_last ? fmt::format("{}{}.{}.", block, spelling.list, word)
+                                  : fmt::format("{}{}.", block, spelling.list);
+    };
+    std::vector<int64_t> first = FirstExperts(store, list(spelling.up));
+    if (first.empty() && spelling.expert_last) {
+      first = FirstExperts(store, list(spelling.down));
+    }
+    if (first.empty()) {
+      continue;
+    }
     const auto name = [&](std::string_view word) {
       return spelling.expert_last ? fmt::format("{}{}.{}.{{e}}", block, spelling.list, word)
                                   : fmt::format("{}{}.{{e}}.{}", block, spelling.list, word);
@@ -112,11 +146,11 @@ std::optional<ExpertNames> FindExperts(const TensorStore& store, const std::stri
     names.gate = spelling.gate.empty() ? "" : name(spelling.gate);
     names.up = name(spelling.up);
     names.down = name(spelling.down);
-    // A lost tensor must not make the experts unrecognisable: any projection of the first two will do, but a
-    // gated spelling needs a gate, since ungated experts share the other names.
+    // A lost tensor must not make the experts unrecognisable: any projection of two will do, but a gated
+    // spelling needs a gate, since ungated experts share the other names.
     const bool gated = !names.gate.empty() || names.joins_gate_up();
     std::optional<std::string_view> suffix, gate_suffix;
-    for (const int64_t expert : {0, 1}) {
+    for (const int64_t expert : first) {
       if (!gate_suffix && gated) {
         gate_suffix = WeightSuffix(store, names.joins_gate_up() ? names.Up(expert) : names.Gate(expert));
       }
@@ -326,6 +360,46 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store) {
     }
   }
   return best == nullptr ? std::map<int64_t, std::string>() : best->layers;
+}
+
+std::string RemainsOfExperts(const TensorStore& store, const Family& family, const std::string& prefix) {
+  if (store.is_gguf()) {
+    return store.Has(prefix + "ffn_gate_inp.weight") ? prefix + "ffn_gate_inp.weight" : "";
+  }
+  for (const std::string_view list : {family.blocks, kCommonBlocks}) {
+    for (const std::string_view word : SplitWords(list)) {
+      const std::string block = BlockName(prefix, word);
+      // A dense layer's projections may be called gate, up and down: no router then.
+      if (store.Below(block).empty() || store.Has(block + "up.weight")) {
+        continue;
+      }
+      if (const auto below = store.Below(block + "experts."); !below.empty()) {
+        return std::string(below.front());
+      }
+      LayerNames names;
+      names.block = block;
+      FindRouter(store, family, &names);
+      if (const std::string& left = names.router.empty() ? names.correction_bias : names.router;
+          !left.empty()) {
+        return left;
+      }
+    }
+  }
+  return "";
+}
+
+bool HasExperts(const TensorStore& store, const Family& family, const std::string& prefix) {
+  if (store.is_gguf()) {
+    return FindGgufLayerNames(store, family, prefix).has_value();
+  }
+  for (const std::string_view list : {family.blocks, kCommonBlocks}) {
+    for (const std::string_view word : SplitWords(list)) {
+      if (FindExperts(store, BlockName(prefix, word))) {
+        return true;
+      }
+    }
+  }
+  return false;
 }
 
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,

@@ -72,5 +72,11 @@ std::map<int64_t, std::string> FindLayerPrefixes(const TensorStore& store);
 /// The names of a layer, or nothing when it has no routed experts.
 std::optional<LayerNames> FindLayerNames(const TensorStore& store, const Family& family,
                                          const std::string& prefix);
+/// Whether it would have names; far quicker.
+bool HasExperts(const TensorStore& store, const Family& family, const std::string& prefix);
+
+/// Of a layer without names: a tensor that only a layer with routed experts has (its router, its correction
+/// bias, one below "experts."), which says that they were lost; empty: a dense layer.
+std::string RemainsOfExperts(const TensorStore& store, const Family& family, const std::string& prefix);
 
 }  // namespace fusedmoe::checkpoint

@@ -14,7 +14,7 @@ constexpr std::string_view kTopKKeys =
     "ffn_config.moe_top_k";
 constexpr std::string_view kScoreKeys =
     "scoring_func score_function moe_router_activation_func moe_router_activation expert_selection_fn "
-    "moe_router_score_func router_score_func";
+    "moe_router_score_func router_score_func score_func";
 constexpr std::string_view kRenormalizeKeys = "norm_topk_prob moe_renormalize norm_expert_weight route_norm";
 constexpr std::string_view kScalingKeys =
     "routed_scaling_factor moe_router_scaling_factor route_scale router_scaling_factor "
@@ -73,12 +73,19 @@ RoutingMethod DeriveMethod(const RoutingConfig& routing, bool has_bias) {
 
 Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& config) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> word, config.Text(kActivationKeys));
-  if (!word) {
+  std::string_view key;
+  if (!word || config.Find(kActivationKeys, &key) == nullptr) {
     return std::optional<ActivationKind>();
   }
   const std::optional<ActivationKind> kind = ParseActivation(*word);
   if (!kind) {
-    return Status::Unsupported(fmt::format("the activation '{}' is not supported", *word))
+    std::string known;
+#define FMOE_KNOWN_ACTIVATION(id, name, gated, formula) \
+  known += fmt::format("{}{}", known.empty() ? "" : ", ", name);
+    FMOE_ACTIVATION_TABLE(FMOE_KNOWN_ACTIVATION)
+#undef FMOE_KNOWN_ACTIVATION
+    return Status::Unsupported(
+               fmt::format("the activation '{}' ('{}') is not supported; there are {}", *word, key, known))
         .WithFile(config.path());
   }
   return kind;
@@ -123,6 +130,8 @@ Result<bool> ResolveRenormalize(const ModelConfig& config, const FamilyRouting& 
       return true;
     case Renormalize::kNever:
       return false;
+    case Renormalize::kOnlySigmoid:
+      return score == ScoreFunction::kSigmoid && said.value_or(true);
     case Renormalize::kUnlessSigmoid:
       return score != ScoreFunction::kSigmoid || said.value_or(true);
     case Renormalize::kConfigTrue:
@@ -139,9 +148,10 @@ Status ResolveGroups(const ModelConfig& config, RoutingConfig& routing) {
   FMOE_ASSIGN_OR_RETURN(const std::optional<int64_t> kept,
                         config.Integer("topk_group", -1, 0, kMaxRoutedExperts));
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> how, config.Text("topk_method"));
+  FMOE_ASSIGN_OR_RETURN(const std::optional<bool> limited, config.Boolean("use_grouped_topk"));
   routing.num_groups = std::max<int64_t>(1, groups.value_or(1));
   routing.topk_groups = std::max<int64_t>(1, kept.value_or(1));
-  if (how == "greedy") {
+  if (how == "greedy" || !limited.value_or(true)) {
     routing.num_groups = routing.topk_groups = 1;
   }
   if (routing.topk_groups > routing.num_groups) {
@@ -292,10 +302,12 @@ Result<RoutingConfig> ResolveRouting(const ModelConfig& config, const Family& fa
   routing.num_zero_experts = zero_experts.value_or(0);
   routing.norm_epsilon = row.norm_epsilon;
   routing.method = row.method;
-  // Only a true group-limited choice needs the grouped method, and that of DeepSeek-V3 means sigmoid scores.
+  // Only a true group-limited choice needs the grouped method; those of DeepSeek-V3 and MiniMax-M2 mean
+  // sigmoid scores.
   if (row.method == RoutingMethod::kUnspecified ||
       (row.method == RoutingMethod::kGroupedTopK && routing.num_groups == 1) ||
-      (row.method == RoutingMethod::kDeepSeekV3 && routing.score != ScoreFunction::kSigmoid)) {
+      ((row.method == RoutingMethod::kDeepSeekV3 || row.method == RoutingMethod::kMiniMax2) &&
+       routing.score != ScoreFunction::kSigmoid)) {
     routing.method = DeriveMethod(routing, has_correction_bias);
   }
   if (row.groups_by_two && routing.num_groups > 1) {

@@ -88,12 +88,11 @@ bool KeepsPlain(const TensorStore& store, std::string_view producer, const Linea
 // The tensors of a module, for a message that says what is there instead.
 std::string PresentOf(const TensorStore& store, const std::string& base) {
   std::string present;
-  for (const TensorInfo& info : store.tensors()) {
-    if (!info.name.starts_with(base) || info.name.size() == base.size() ||
-        (info.name[base.size()] != '.' && info.name[base.size()] != '_')) {
-      continue;
+  for (const std::string_view name : store.Below(base)) {
+    const std::string_view rest = name.substr(base.size());
+    if (!rest.empty() && (rest.front() == '.' || rest.front() == '_')) {
+      present += fmt::format("{}{}", present.empty() ? "" : ", ", rest);
     }
-    present += fmt::format("{}{}", present.empty() ? "" : ", ", info.name.substr(base.size()));
   }
   return present;
 }
@@ -173,7 +172,15 @@ Status ResolveShared(const ModelConfig& config, const Family& family, LayerSpec&
                         ResolveSharedActivation(config, family, spec.layer, moe.activation));
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> combination,
                         config.Text("shared_expert_combination_strategy"));
-  const bool averages = family.name == "cohere2_moe" && combination.value_or("average") == "average";
+  const bool cohere = family.name == "cohere2_moe";
+  if (cohere && combination && *combination != "average" && *combination != "sum") {
+    return Status::Unsupported(
+               fmt::format("'shared_expert_combination_strategy' is '{}', which is not supported; "
+                           "average and sum are",
+                           *combination))
+        .WithFile(config.path());
+  }
+  const bool averages = cohere && combination.value_or("average") == "average";
   if (averages && !spec.names.shared_up.empty()) {
     moe.shared.weight = 0.5F;
     moe.routing.scaling_factor *= 0.5F;
@@ -276,8 +283,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
 // Any expert's, so that those of the others are missed by name.
 bool AnyBias(const TensorStore& store, const ExpertNames& experts, int64_t num_experts) {
   for (int64_t expert = 0; expert < (experts.per_expert() ? num_experts : 1); ++expert) {
-    for (const std::string& name : {experts.Up(expert), experts.Down(expert)}) {
-      if (store.Has(name + ".bias") || store.Has(name + "_bias")) {
+    for (const std::string& name : {experts.Gate(expert), experts.Up(expert), experts.Down(expert)}) {
+      if (!name.empty() && (store.Has(name + ".bias") || store.Has(name + "_bias"))) {
         return true;
       }
     }
@@ -290,10 +297,15 @@ Result<LayerSpec> ResolveLayer(const TensorStore& store, const ModelConfig& mode
   const ModelConfig config = model.ForLayer(layer);
   std::optional<LayerNames> names = FindLayerNames(store, family, prefix);
   if (!names) {
-    if (config.SaysMoe(layer).value_or(false)) {
-      return store.Blame(Status::BadInput(fmt::format(
-                             "the experts of layer {} are missing, though config.json gives it some", layer)),
-                         BlockName(prefix, SplitWords(family.blocks)[0]) + "experts");
+    const std::string left = RemainsOfExperts(store, family, prefix);
+    const std::optional<bool> said = config.SaysMoe(layer);
+    if (said.value_or(!left.empty())) {
+      return store.Blame(
+          Status::BadInput(fmt::format("the experts of layer {} are missing{}{}", layer,
+                                       said ? ", though config.json gives it some" : "",
+                                       left.empty() ? "" : fmt::format("; '{}' is there", left)))
+              .WithHint("copy the checkpoint again, or leave all tensors of the layer's block away"),
+          BlockName(prefix, SplitWords(family.blocks)[0]) + "experts");
     }
     return Status::Usage(fmt::format("layer {} has no routed experts", layer)).WithFile(config.path());
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -182,8 +183,9 @@ Result<std::optional<double>> ModelConfig::Number(std::string_view keys, int64_t
       return std::optional<double>();
     }
   }
-  if (!value->is_number() || !std::isfinite(value->number())) {
-    return Wrong(key, *value, "a finite number");
+  // What is computed with is F32.
+  if (!value->is_number() || !(std::abs(value->number()) <= std::numeric_limits<float>::max())) {
+    return Wrong(key, *value, "a finite number, of F32,");
   }
   return std::optional<double>(value->number());
 }

@@ -1,6 +1,7 @@
 #include "checkpoint/matrices/expert_places.hpp"
 
 #include <algorithm>
+#include <set>
 
 #include <fmt/format.h>
 
@@ -256,20 +257,15 @@ Result<Scheme> SharedScheme(const LayerContext& context) {
 
 int64_t ExpertBytes(const LayerContext& context) {
   const ExpertNames& names = context.spec.names.experts;
-  std::vector<std::string> stems;
-  for (const std::string& name : {names.gate, names.up, names.down}) {
-    if (!name.empty()) {
-      stems.push_back(name.substr(0, name.find("{e}")));
-    }
-  }
+  // The stems of per-expert names are one, and tensors count once.
+  std::set<std::string_view> counted;
   int64_t bytes = 0;
-  for (const TensorInfo& info : context.store->tensors()) {
-    if (!info.name.starts_with(context.spec.names.block)) {
+  for (const std::string& name : {names.gate, names.up, names.down}) {
+    if (name.empty()) {
       continue;
     }
-    if (std::any_of(stems.begin(), stems.end(),
-                    [&](const std::string& stem) { return info.name.starts_with(stem); })) {
-      bytes += info.bytes;
+    for (const std::string_view tensor : context.store->Below(name.substr(0, name.find("{e}")))) {
+      bytes += counted.insert(tensor).second ? context.store->Find(tensor)->bytes : 0;
     }
   }
   return bytes;

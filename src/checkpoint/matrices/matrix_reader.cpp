@@ -57,7 +57,11 @@ Result<Tensor> ReadUnits(const MatrixTensors& tensors, std::string_view suffix, 
 Status ReadBias(const MatrixTensors& tensors, CanonicalMatrix* matrix) {
   const std::string name = tensors.NameOf(".bias");
   if (!tensors.store.Has(name)) {
-    return tensors.place.needs_bias ? tensors.store.Load(name).status() : Status::Ok();
+    return tensors.place.needs_bias
+               ? tensors.store.Blame(
+                     Status::BadInput("the tensor is missing; other projections of the layer have biases"),
+                     name)
+               : Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(".bias"));
   if (!IsFloat(stored.dtype())) {

@@ -116,18 +116,22 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     stored = AsMatrix(stored, !tensors.place.in_out);
   }
   FMOE_ASSIGN_OR_RETURN(Tensor half, tensors.Part(std::move(stored), name, block_rows));
-  if (stored_rows > block_rows && tensors.place.parts == 1) {
-    FMOE_ASSIGN_OR_RETURN(half,
-                          RepeatRows(half, stored_rows / block_rows, CeilDiv(tensors.rows, block_rows)));
-  }
-  if (format.stored_block_cols > block_cols) {
-    FMOE_ASSIGN_OR_RETURN(
-        half, RepeatColumns(half, format.stored_block_cols / block_cols, CeilDiv(tensors.cols, block_cols)));
-  }
-  const int64_t want_rows = CeilDiv(RowOffset(tensors, block_rows) + tensors.rows, block_rows);
-  const int64_t want_cols = CeilDiv(tensors.cols, block_cols);
+  // Compared as they are stored: once repeated, the scales of smaller blocks would fill the matrix too.
+  const int64_t file_rows = tensors.place.parts == 1 ? stored_rows : block_rows;
+  const int64_t file_cols = std::max(format.stored_block_cols, block_cols);
+  const int64_t want_rows = CeilDiv(RowOffset(tensors, block_rows) + tensors.rows, file_rows);
+  const int64_t want_cols = CeilDiv(tensors.cols, file_cols);
   if (half.dim(0) != want_rows || half.dim(1) != want_cols) {
-    return tensors.Wrong(name, half, fmt::format("[{}, {}]", want_rows, want_cols));
+    const std::string blocks =
+        weight.has_block_scale() ? fmt::format(", for blocks of {} x {},", file_rows, file_cols) : "";
+    return tensors.Wrong(name, half, fmt::format("[{}, {}]{}", want_rows, want_cols, blocks));
+  }
+  if (file_rows > block_rows) {
+    FMOE_ASSIGN_OR_RETURN(half, RepeatRows(half, file_rows / block_rows, CeilDiv(tensors.rows, block_rows)));
+  }
+  if (file_cols > block_cols) {
+    FMOE_ASSIGN_OR_RETURN(half,
+                          RepeatColumns(half, file_cols / block_cols, CeilDiv(tensors.cols, block_cols)));
   }
   return half;
 }

@@ -12,7 +12,7 @@
 namespace fusedmoe::checkpoint {
 
 /// A copy of `rows` rows: each of the matrix `times` times, the last perhaps less often; elements of whole
-/// bytes. Fewer rows where the matrix has not enough.
+/// bytes. Fewer rows where the matrix has not enough: callers compare its shape first.
 Result<Tensor> RepeatRows(const Tensor& matrix, int64_t times, int64_t rows);
 /// The same of columns.
 Result<Tensor> RepeatColumns(const Tensor& matrix, int64_t times, int64_t columns);

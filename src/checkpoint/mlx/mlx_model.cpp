@@ -13,8 +13,22 @@ constexpr std::string_view kWeightSuffix = ".weight", kScales = ".scales", kBias
 // The second level of NVFP4: the largest magnitude of each matrix, or the factor 1 where the file has none.
 constexpr std::string_view kMatrixScale = ".global_scale", kUnitScale = ".unit_scale";
 
-Result<int64_t> Group(const JsonValue& spec, std::optional<int64_t> fallback, const std::string& path) {
-  return Size(spec, "group_size", 8, 1024, fallback, path);
+// Missing ones are those of `fallback`; a mode is not handed on: MLX takes a module's own settings whole.
+Result<MlxSettings> ReadSettings(const JsonValue& spec, const MlxSettings* fallback,
+                                 const std::string& path) {
+  const auto or_none = [&](int64_t MlxSettings::*field) {
+    return fallback == nullptr ? std::nullopt : std::optional<int64_t>(fallback->*field);
+  };
+  MlxSettings settings;
+  FMOE_ASSIGN_OR_RETURN(settings.group,
+                        Size(spec, "group_size", 8, 1024, or_none(&MlxSettings::group), path));
+  FMOE_ASSIGN_OR_RETURN(settings.bits, Size(spec, "bits", 2, 8, or_none(&MlxSettings::bits), path));
+  FMOE_ASSIGN_OR_RETURN(settings.mode, Word(spec, "mode", "affine", path));
+  if (settings.mode != "affine" && settings.mode != "mxfp4" && settings.mode != "mxfp8" &&
+      settings.mode != "nvfp4") {
+    return NotSupported("mode", *spec.Find("mode"), "affine, mxfp4, mxfp8 and nvfp4 are", path);
+  }
+  return settings;
 }
 
 /// Bits of a row's words that share a scale.
@@ -32,9 +46,8 @@ Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) 
   return words * 32 / num_groups;
 }
 
-/// Lists the words of the other modes as the bytes that they hold, in the order that words have them: 4 bits
-/// by 16 (NVFP4), 4 by 32 (MXFP4), 8 by 32 (MXFP8).
-Status ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
+/// Lists the words of the other modes as the bytes that they hold, in the order that words have them.
+Result<MlxSettings> ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
   FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, scales));
   if (scales.dtype != DType::kU8 || (bits_of_group != 64 && bits_of_group != 128 && bits_of_group != 256)) {
     return Status::BadInput(fmt::format("groups of {} bits with these scales are not known", bits_of_group));
@@ -42,12 +55,20 @@ Status ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
   matrix.dtype = bits_of_group == 256 ? DType::kF8E4M3 : DType::kU8;
   matrix.shape[matrix.shape.rank() - 1] *= 4;
   scales.dtype = bits_of_group == 64 ? DType::kF8E4M3 : DType::kU8;
-  return Status::Ok();
+  return MlxSettings{.mode = bits_of_group == 64    ? "nvfp4"
+                             : bits_of_group == 128 ? "mxfp4"
+                                                    : "mxfp8",
+                     .group = bits_of_group == 64 ? 16 : 32,
+                     .bits = bits_of_group == 256 ? 8 : 4};
 }
 
 }  // namespace
 
-int64_t MlxGroups::Of(std::string_view module) const {
+std::string MlxSettings::ToString() const {
+  return quantized ? fmt::format("{} of {} bits in groups of {}", mode, bits, group) : "not quantized";
+}
+
+const MlxSettings& MlxGroups::Of(std::string_view module) const {
   const auto own = of_module.find(module);
   return own == of_module.end() ? common : own->second;
 }
@@ -59,14 +80,12 @@ Result<std::optional<MlxGroups>> ReadMlxGroups(const ModelConfig& config) {
     return std::optional<MlxGroups>();
   }
   MlxGroups groups;
-  const JsonValue* mode = spec->Find("mode");
-  // The groups of the other modes follow from the tensors.
-  if (mode == nullptr || mode->string() == "affine") {
-    FMOE_ASSIGN_OR_RETURN(groups.common, Group(*spec, std::nullopt, config.path()));
-  }
+  FMOE_ASSIGN_OR_RETURN(groups.common, ReadSettings(*spec, nullptr, config.path()));
   for (const auto& [module, own] : spec->members()) {
     if (own.is_object()) {
-      FMOE_ASSIGN_OR_RETURN(groups.of_module[module], Group(own, groups.common, config.path()));
+      FMOE_ASSIGN_OR_RETURN(groups.of_module[module], ReadSettings(own, &groups.common, config.path()));
+    } else if (own.is_bool() && !own.boolean()) {
+      groups.of_module[module].quantized = false;
     }
   }
   return std::optional<MlxGroups>(std::move(groups));
@@ -87,12 +106,17 @@ Status TensorStore::FoldMlx(const MlxGroups& groups) {
       continue;
     }
     TensorInfo& matrix = tensors_[codes->second];
-    const Status listed = IsPlainFloat(scales.dtype)
-                              ? FoldAffine(groups.Of(module), codes->second, i, &hidden)
-                              : ListBlocks(matrix, scales);
-    if (!listed.ok()) {
-      matrix.problem = fmt::format("MLX: {}; '{}' is {} {}", listed.message(), scales.name,
-                                   DTypeName(scales.dtype), scales.shape.ToString());
+    const MlxSettings& said = groups.Of(module);
+    const std::string stored =
+        fmt::format("'{}' is {} {}", scales.name, DTypeName(scales.dtype), scales.shape.ToString());
+    const Result<MlxSettings> found = IsPlainFloat(scales.dtype)
+                                          ? FoldAffine(said.group, codes->second, i, &hidden)
+                                          : ListBlocks(matrix, scales);
+    if (!found.ok()) {
+      matrix.problem = fmt::format("MLX: {}; {}", found.status().message(), stored);
+    } else if (*found != said) {
+      matrix.problem = fmt::format("MLX: the tensors are {}, and 'quantization' says: {}; {}",
+                                   found->ToString(), said.ToString(), stored);
     } else if (scales.dtype == DType::kF8E4M3 && !Has(module + std::string(kMatrixScale))) {
       const BlockPart& one = UnitScalePart();
       const Shape shape = matrix.shape.rank() == 3 ? Shape{matrix.shape[0]} : Shape{1};
@@ -110,7 +134,8 @@ Status TensorStore::FoldMlx(const MlxGroups& groups) {
 }
 
 // An affine matrix is listed as the one that it decodes to, its scales and biases are not.
-Status TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden) {
+Result<MlxSettings> TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales,
+                                            std::vector<bool>* hidden) {
   TensorInfo& matrix = tensors_[codes];
   const DType type = tensors_[scales].dtype;
   const Shape& groups = tensors_[scales].shape;
@@ -133,7 +158,7 @@ Status TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales, std::
   const auto index = static_cast<int32_t>(affine_.size());
   affine_.push_back({affine, places_[codes], places_[scales], places_[biases->second]});
   places_[codes].affine = index;
-  return Status::Ok();
+  return MlxSettings{.group = group, .bits = bits};
 }
 
 Result<platform::FileBytes> TensorStore::ReadAffineAt(const Place& place, int64_t offset,

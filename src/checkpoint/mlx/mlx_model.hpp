@@ -16,11 +16,19 @@
 /// is shows in its tensors; the configuration says what these leave open.
 namespace fusedmoe::checkpoint {
 
-/// Elements that share a scale and a bias in affine matrices.
+/// What the configuration says of a matrix: elements that share a scale, and bits of each.
+struct MlxSettings {
+  bool quantized = true;
+  std::string mode = "affine";  ///< "mxfp4", "mxfp8" and "nvfp4" have scales of one byte and no biases
+  int64_t group = 64, bits = 4;
+  std::string ToString() const;
+  bool operator==(const MlxSettings&) const = default;
+};
+
 struct MlxGroups {
-  int64_t common = 64;
-  std::map<std::string, int64_t, std::less<>> of_module;  ///< where it differs
-  int64_t Of(std::string_view module) const;
+  MlxSettings common;
+  std::map<std::string, MlxSettings, std::less<>> of_module;  ///< where they differ
+  const MlxSettings& Of(std::string_view module) const;
 };
 
 /// "quantization" of config.json, which no other tool writes; nothing when there is none.

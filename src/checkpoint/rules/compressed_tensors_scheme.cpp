@@ -19,6 +19,7 @@ struct Args {
   bool dynamic = false;
   bool static_global = false;  // dynamic: "local": dynamic groups below a stored scale
   bool e8m0 = false;
+  bool reordered = false;  // columns lie in another order than their groups
 };
 
 // "group_size" and "strategy"; each says what the other is where that is missing.
@@ -60,6 +61,14 @@ Result<Args> ReadArgs(const JsonValue& spec, const std::string& path) {
       return Wrong("dynamic", dynamic, "true, false or \"local\"", path);
     }
     args.dynamic = args.static_global || dynamic->boolean();
+  }
+  // "weight", or "static": the order served while quantizing. "group", or "dynamic" and true: it stays.
+  if (const JsonValue* order = spec.Find("actorder"); order != nullptr) {
+    const std::string& word = order->string();
+    args.reordered = order->boolean() || word == "group" || word == "dynamic";
+    if (!args.reordered && !order->is_bool() && word != "weight" && word != "static") {
+      return Wrong("actorder", order, "\"group\", \"weight\", \"dynamic\" or \"static\"", path);
+    }
   }
   if (const JsonValue* scale = spec.Find("scale_dtype"); scale != nullptr) {
     args.e8m0 = scale->string() == "torch.uint8";
@@ -141,6 +150,7 @@ bool SetPacked(std::string_view name, const Args& args, LinearFormat& format) {
     format.weight = IntegerWeight(format.bits, groups ? args.group : -1);
     format.shape = ".weight_shape";
     format.group_index = ".weight_g_idx";
+    format.group_index_required = args.reordered && groups;
     format.zero_point = args.symmetric ? "" : ".weight_zero_point";
   } else {
     return false;
@@ -204,8 +214,7 @@ Result<LinearFormat> CompressedTensorsFormat(const JsonValue& group, std::string
     return LinearFormat{};
   }
   FMOE_ASSIGN_OR_RETURN(const Args weights, ReadArgs(*weights_spec, path));
-  const JsonValue* own = group.Find("format");
-  const std::string name(own != nullptr && own->is_string() ? std::string_view(own->string()) : outer_format);
+  FMOE_ASSIGN_OR_RETURN(const std::string name, Word(group, "format", outer_format, path));
   if (name == "dense") {
     return LinearFormat{};
   }
@@ -214,6 +223,13 @@ Result<LinearFormat> CompressedTensorsFormat(const JsonValue& group, std::string
     return Status::Unsupported(
                fmt::format("weights as {} in format '{}' are not supported", Words(weights), name))
         .WithFile(path);
+  }
+  if (weights.reordered && weights.strategy == "group" && !format.group_index_required) {
+    return NotSupported("actorder", *weights_spec->Find("actorder"),
+                        fmt::format("codes in format '{}' have no order of their own", name), path);
+  }
+  if (const JsonValue* outputs = group.Find("output_activations"); outputs != nullptr) {
+    return NotSupported("output_activations", *outputs, "inputs and weights alone are quantized here", path);
   }
   format.scale = ".weight_scale";
   if (const JsonValue* input_spec = group.Find("input_activations"); input_spec != nullptr) {

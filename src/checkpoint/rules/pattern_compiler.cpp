@@ -1,3 +1,4 @@
+#include <charconv>
 #include <optional>
 #include <string>
 #include <utility>
@@ -36,8 +37,15 @@ std::optional<std::bitset<256>> EscapedSet(char c) {
   }
 }
 
-char EscapedCharacter(char c) {
-  return c == 'n' ? '\n' : c == 't' ? '\t' : c == 'r' ? '\r' : c;
+// Control characters that have a letter; nothing for other letters.
+std::optional<char> ControlCharacter(char c) {
+  constexpr std::string_view kLetters = "ntrfva", kCodes = "\n\t\r\f\v\a";
+  const size_t at = kLetters.find(c);
+  return at == std::string_view::npos ? std::nullopt : std::optional<char>(kCodes[at]);
+}
+
+bool IsWord(char c) {
+  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
 }
 
 }  // namespace
@@ -242,8 +250,41 @@ class PatternCompiler {
     if (c >= '1' && c <= '9') {
       Fail("back references are not supported", true);
     }
-    const auto code = static_cast<unsigned char>(EscapedCharacter(c));
+    const auto code = static_cast<unsigned char>(Literal(c));
     return Class(Range(code, code));
+  }
+
+  // The character that `c` stands for behind a backslash. Letters that stand for none are refused, as in
+  // Python: they might mean something there one day.
+  char Literal(char c) {
+    if (const auto control = ControlCharacter(c)) {
+      return *control;
+    }
+    if (const size_t digits = c == 'x' ? 2 : c == 'u' ? 4 : c == 'U' ? 8 : 0; digits > 0) {
+      return Hexadecimal(digits);
+    }
+    if (IsWord(c)) {
+      --at_;
+      Fail(fmt::format("the escape '\\{}' is not known", c), c == '0');
+    }
+    return c;
+  }
+
+  // "\x2e" and "\u002e". Names are compared byte by byte, so that characters of several bytes have no place.
+  char Hexadecimal(size_t digits) {
+    uint32_t code = 0;
+    const std::string_view word = text_.substr(at_, digits);
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), code, 16);
+    if (word.size() != digits || error != std::errc() || end != word.data() + word.size()) {
+      Fail(fmt::format("{} hexadecimal digits are needed", digits));
+      return 0;
+    }
+    if (code > 0x7f) {
+      Fail(fmt::format("U+{:04X} is no character of ASCII; others are not supported in escapes", code), true);
+      return 0;
+    }
+    at_ += digits;
+    return static_cast<char>(code);
   }
 
   Code Group(int depth) {
@@ -254,6 +295,9 @@ class PatternCompiler {
       } else if (Take('<')) {
         return Behind(depth);
       } else if (Take('P')) {
+        if (!Take('<')) {
+          Fail("this kind of group is not supported", true);
+        }
         while (More() && text_[at_] != '>') {
           ++at_;
         }
@@ -316,14 +360,18 @@ class PatternCompiler {
           set |= *escaped;
           continue;
         }
-        c = EscapedCharacter(c);
+        c = c == 'b' ? '\b' : Literal(c);
       }
       char last = c;
       if (at_ + 1 < text_.size() && text_[at_] == '-' && text_[at_ + 1] != ']') {
         last = text_[at_ + 1];
         at_ += 2;
         if (last == '\\' && More()) {
-          last = EscapedCharacter(text_[at_++]);
+          last = text_[at_++];
+          if (EscapedSet(last)) {
+            Fail("a range that ends with a class");
+          }
+          last = ok() ? last == 'b' ? '\b' : Literal(last) : last;
         }
         if (static_cast<unsigned char>(last) < static_cast<unsigned char>(c)) {
           Fail("a range that runs backwards");

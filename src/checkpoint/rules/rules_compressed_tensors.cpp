@@ -74,8 +74,14 @@ bool AnyMatches(const std::vector<Target>& targets, const std::string& module) {
 Result<std::vector<OnlineTransform>> OnlineTransforms(const JsonValue& spec, const std::string& path) {
   std::vector<OnlineTransform> found;
   const JsonValue* config = spec.Find("transform_config");
+  if (config != nullptr && !config->is_object()) {
+    return Wrong("transform_config", config, "an object", path);
+  }
   const JsonValue* groups = config == nullptr ? nullptr : config->Find("config_groups");
-  if (groups == nullptr || !groups->is_object()) {
+  if (groups != nullptr && !groups->is_object()) {
+    return Wrong("transform_config.config_groups", groups, "an object", path);
+  }
+  if (groups == nullptr) {
     return found;
   }
   for (const auto& [name, group] : groups->members()) {
@@ -85,7 +91,10 @@ Result<std::vector<OnlineTransform>> OnlineTransforms(const JsonValue& spec, con
     }
     for (const JsonValue& application : applications->items()) {
       const JsonValue* location = application.Find("location");
-      if (location == nullptr || (location->string() != "input" && location->string() != "output")) {
+      if (location == nullptr || !location->is_string()) {
+        return Wrong("location", location, "a string", path);
+      }
+      if (location->string() != "input" && location->string() != "output") {
         continue;
       }
       OnlineTransform transform{.name = name, .location = std::string(location->string())};
@@ -109,9 +118,11 @@ struct CompressedTensorsRules {
 };
 
 Status CompressedTensorsRules::ReadGroups(const JsonValue& groups, const JsonValue& spec) {
-  const JsonValue* format = spec.Find("format");
-  const std::string outer = format != nullptr ? format->string() : "dense";
+  FMOE_ASSIGN_OR_RETURN(const std::string outer, Word(spec, "format", "dense", path));
   for (const auto& [name, group] : groups.members()) {
+    if (!group.is_object()) {
+      return Wrong(fmt::format("config_groups.{}", name), &group, "an object", path);
+    }
     FMOE_ASSIGN_OR_RETURN(std::vector<Target> found, Targets(group.Find("targets"), "targets", path));
     for (Target& target : found) {
       targets.push_back({std::move(target), formats.size()});
@@ -161,12 +172,19 @@ Result<LinearFormat> CompressedTensorsRules::FormatOf(const std::string& module)
 Result<QuantRules> ReadCompressedTensorsRules(const JsonValue& spec, const std::string& path) {
   const JsonValue* groups = spec.Find("config_groups");
   if (groups == nullptr || !groups->is_object() || groups->members().empty()) {
-    return Status::BadInput("compressed-tensors needs 'config_groups'").WithFile(path);
+    return Wrong("config_groups", groups, "an object of groups", path);
   }
-  if (const JsonValue* sparsity = spec.Find("sparsity_config"); sparsity != nullptr) {
-    const JsonValue* kind = sparsity->Find("format");
-    if (kind != nullptr && kind->string() != "dense") {
-      return Status::Unsupported(fmt::format("sparsity of format '{}' is not supported", kind->string()))
+  for (const char* key : {"sparsity_config", "moe_sparsity_config"}) {
+    const JsonValue* sparsity = spec.Find(key);
+    if (sparsity == nullptr) {
+      continue;
+    }
+    if (!sparsity->is_object()) {
+      return Wrong(key, sparsity, "an object", path);
+    }
+    FMOE_ASSIGN_OR_RETURN(const std::string kind, Word(*sparsity, "format", "dense", path));
+    if (kind != "dense") {
+      return Status::Unsupported(fmt::format("sparsity of format '{}' is not supported", kind))
           .WithFile(path);
     }
   }

@@ -1,6 +1,7 @@
 // GPTQ and AWQ, and what GPTQModel writes: its patterns for single modules, and FP8 of its own.
 #include <algorithm>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -180,6 +181,50 @@ Result<LinearFormat> ReadGptqModelFp8Format(const JsonValue& spec, const std::st
   return format;
 }
 
+// How codes are packed: GPTQModel says it as `checkpoint_format` and once more as `format`, AutoAWQ as
+// `version`. Lower case; `fallback` where nothing is said.
+Result<std::string> LayoutOf(const JsonValue& spec, std::initializer_list<const char*> keys,
+                             std::string_view fallback, const std::string& path) {
+  std::string layout, said_by;
+  for (const char* key : keys) {
+    FMOE_ASSIGN_OR_RETURN(std::string word, Word(spec, key, "", path));
+    std::transform(word.begin(), word.end(), word.begin(),
+                   [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+    if (word.empty()) {
+      continue;
+    }
+    if (!layout.empty() && word != layout) {
+      return Wrong(key, spec.Find(key), fmt::format("what '{}' says, '{}',", said_by, layout), path);
+    }
+    layout = std::move(word);
+    said_by = key;
+  }
+  return layout.empty() ? std::string(fallback) : layout;
+}
+
+// What other settings would make of the same tensors.
+Status CheckSettings(const JsonValue& spec, const std::string& path) {
+  FMOE_ASSIGN_OR_RETURN(const bool marlin, Flag(spec, "is_marlin_format", false, path));
+  if (marlin) {
+    return NotSupported("is_marlin_format", *spec.Find("is_marlin_format"),
+                        "codes are packed for a kernel; GPTQ's and AWQ's own order is read", path);
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::string words, Word(spec, "pack_dtype", "int32", path));
+  if (words != "int32") {
+    return NotSupported("pack_dtype", *spec.Find("pack_dtype"), "\"int32\" is", path);
+  }
+  for (const char* key : {"rotation", "adapter"}) {
+    if (const JsonValue* value = spec.Find(key); value != nullptr) {
+      return NotSupported(key, *value, "what it adds to the computation is not in the weights", path);
+    }
+  }
+  // Weights with quantized inputs (GPTQModel's W4A streams) would be a different computation.
+  if (const JsonValue* inputs = spec.Find("activation"); inputs != nullptr) {
+    return NotSupported("activation", *inputs, "weights alone are quantized here", path);
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Result<QuantRules> ReadGptqModelFp8Rules(const JsonValue& spec, const std::string& path) {
@@ -189,10 +234,13 @@ Result<QuantRules> ReadGptqModelFp8Rules(const JsonValue& spec, const std::strin
 }
 
 Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) {
-  const JsonValue* version = spec.Find("version");
-  std::string layout = version == nullptr ? "gemm" : version->string();
-  std::transform(layout.begin(), layout.end(), layout.begin(),
-                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  FMOE_RETURN_IF_ERROR(CheckSettings(spec, path));
+  FMOE_ASSIGN_OR_RETURN(const std::string layout,
+                        LayoutOf(spec, {"version", "checkpoint_format", "format"}, "gemm", path));
+  FMOE_ASSIGN_OR_RETURN(const std::string backend, Word(spec, "backend", "", path));
+  if (backend == "llm-awq") {
+    return NotSupported("backend", *spec.Find("backend"), "its order of codes is not AutoAWQ's", path);
+  }
   if (layout != "gemm") {
     return Status::Unsupported(fmt::format("AWQ of version '{}' is not supported; gemm is", layout))
         .WithFile(path);
@@ -208,18 +256,13 @@ Result<QuantRules> ReadAwqRules(const JsonValue& spec, const std::string& path) 
 }
 
 Result<QuantRules> ReadGptqRules(const JsonValue& spec, const std::string& path) {
-  const JsonValue* key = spec.Find("checkpoint_format");
-  const std::string layout = key == nullptr ? "gptq" : key->string();
+  FMOE_RETURN_IF_ERROR(CheckSettings(spec, path));
+  FMOE_ASSIGN_OR_RETURN(const std::string layout,
+                        LayoutOf(spec, {"checkpoint_format", "format"}, "gptq", path));
   if (layout != "gptq" && layout != "gptq_v2" && layout != "gptq_p") {
     return Status::Unsupported(
                fmt::format("GPTQ's checkpoint_format '{}' is not supported; gptq, gptq_v2 and gptq_p are",
                            layout))
-        .WithFile(path);
-  }
-  // GPTQModel's W4A streams; weights alone would be a different computation.
-  if (const JsonValue* inputs = spec.Find("activation"); inputs != nullptr) {
-    return Status::Unsupported(fmt::format("GPTQ with 'activation' {} is not supported; weights alone are",
-                                           inputs->ToString()))
         .WithFile(path);
   }
   FMOE_ASSIGN_OR_RETURN(LinearFormat format, ReadGptqFormat(spec, layout, path));

@@ -55,10 +55,8 @@ Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& 
       }
       level.group = *group->integer();
     }
-    const JsonValue* dynamic = object->Find("is_dynamic");
-    level.dynamic = dynamic != nullptr && dynamic->boolean();
-    const JsonValue* symmetric = object->Find("symmetric");
-    level.symmetric = symmetric == nullptr || symmetric->boolean();
+    FMOE_ASSIGN_OR_RETURN(level.dynamic, Flag(*object, "is_dynamic", false, path));
+    FMOE_ASSIGN_OR_RETURN(level.symmetric, Flag(*object, "symmetric", true, path));
     levels.push_back(std::move(level));
   }
   return levels;
@@ -67,8 +65,9 @@ Result<std::vector<Level>> ReadLevels(const JsonValue* spec, const std::string& 
 std::string Words(const std::vector<Level>& levels) {
   std::string out;
   for (const Level& level : levels) {
-    out += fmt::format("{}{} {}{}", out.empty() ? "" : " + ", level.dtype, level.qscheme,
-                       level.group > 0 ? fmt::format(" {}", level.group) : "");
+    out += fmt::format("{}{} {}{}{}", out.empty() ? "" : " + ", level.dtype, level.qscheme,
+                       level.group > 0 ? fmt::format(" {}", level.group) : "",
+                       level.symmetric ? "" : " (asymmetric)");
   }
   return out.empty() ? "none" : out;
 }
@@ -80,7 +79,7 @@ MxScaleRule RuleOf(const Level& level) {
 }
 
 std::optional<DType> MxElement(const Level& level) {
-  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32) {
+  if (level.scale_format != "e8m0" || level.qscheme != "per_group" || level.group != 32 || !level.symmetric) {
     return std::nullopt;
   }
   if (level.dtype == "fp4") {
@@ -99,8 +98,8 @@ std::optional<DType> MxElement(const Level& level) {
 }
 
 bool IsNvFp4(const std::vector<Level>& levels) {
-  return levels.size() == 2 && levels[0].dtype == "fp4" && levels[0].group == 16 &&
-         levels[1].dtype == "fp8_e4m3";
+  return levels.size() == 2 && levels[0].dtype == "fp4" && levels[0].group == 16 && levels[0].symmetric &&
+         levels[1].dtype == "fp8_e4m3" && levels[1].symmetric;
 }
 
 // The formats of one kind of weights each, with the inputs beside them (none: weight only); nothing where
@@ -131,7 +130,7 @@ std::optional<LinearFormat> MxFormat(DType element, const Level* input) {
     format->activation = MxInput(*input_element, RuleOf(*input));
     return format;
   }
-  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor") {
+  if (input->dtype != "fp8_e4m3" || input->qscheme != "per_tensor" || !input->symmetric) {
     return std::nullopt;
   }
   format->activation = StaticFp8();
@@ -195,8 +194,24 @@ std::optional<LinearFormat> EightBitFormat(const Level& weight, const Level* inp
 Result<LinearFormat> FormatOf(const JsonValue& spec, std::optional<bool> awq_order, const std::string& path) {
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> weight, ReadLevels(spec.Find("weight"), path));
   FMOE_ASSIGN_OR_RETURN(const std::vector<Level> input, ReadLevels(spec.Find("input_tensors"), path));
+  for (const char* key : {"output_tensors", "bias"}) {
+    if (const JsonValue* other = spec.Find(key); other != nullptr) {
+      return NotSupported(key, *other, "Quark's weights and inputs alone are quantized here", path);
+    }
+  }
   if (weight.empty()) {
     return LinearFormat{};
+  }
+  // How the scales of inputs are computed; those of weights are in the file.
+  for (const Level& level : input) {
+    if (const std::string& mode = level.scale_mode;
+        !mode.empty() && mode != "floor" && mode != "ceil" && mode != "even") {
+      return Status::Unsupported(
+                 fmt::format("'scale_calculation_mode' of Quark's inputs is \"{}\", which is not "
+                             "supported; floor, ceil and even are",
+                             mode))
+          .WithFile(path);
+    }
   }
   std::optional<LinearFormat> format;
   if (IsNvFp4(weight)) {
@@ -251,6 +266,66 @@ struct QuarkRules {
   std::vector<Selector> excluded;
 };
 
+// Algorithms that leave nothing behind but the weights that are stored. Of rotations that holds for those of
+// weights alone: R4 turns the inputs of the down projection while the model runs.
+Status CheckAlgorithm(const JsonValue& entry, const std::string& path) {
+  if (!entry.is_object()) {
+    return Wrong("algo_config", &entry, "an object, or a list of them,", path);
+  }
+  FMOE_ASSIGN_OR_RETURN(const std::string name, Word(entry, "name", "", path));
+  if (name == "rotation" || name == "quarot") {
+    FMOE_ASSIGN_OR_RETURN(const bool down, Flag(entry, "r4", true, path));
+    FMOE_ASSIGN_OR_RETURN(const bool online, Flag(entry, "online_r1_rotation", false, path));
+    if (down || online) {
+      return NotSupported("algo_config.name", *entry.Find("name"),
+                          "inputs of modules are rotated while the model runs", path);
+    }
+    return Status::Ok();
+  }
+  for (const std::string_view known :
+       {"awq", "gptq", "gptaq", "qronos", "smooth", "smoothquant", "autosmoothquant"}) {
+    if (name == known) {
+      return Status::Ok();
+    }
+  }
+  return NotSupported("algo_config.name", name.empty() ? entry : *entry.Find("name"),
+                      "what the algorithm changes beside the weights is not known", path);
+}
+
+// What concerns all modules, whatever their descriptions.
+Status CheckWhole(const JsonValue& spec, const std::string& path) {
+  if (const JsonValue* algorithms = spec.Find("algo_config"); algorithms != nullptr) {
+    for (const JsonValue& entry :
+         algorithms->is_array() ? algorithms->items() : std::vector<JsonValue>{*algorithms}) {
+      FMOE_RETURN_IF_ERROR(CheckAlgorithm(entry, path));
+    }
+  }
+  if (const JsonValue* types = spec.Find("layer_type_quant_config"); types != nullptr) {
+    if (!types->is_object()) {
+      return Wrong("layer_type_quant_config", types, "an object", path);
+    }
+    // Experts are linear modules, or a class of the model's own.
+    for (const auto& [type, own] : types->members()) {
+      if (type.find("Embedding") == std::string::npos && type.find("Conv") == std::string::npos) {
+        return NotSupported("layer_type_quant_config", *types,
+                            "descriptions by class are read of Embedding and Conv alone", path);
+      }
+    }
+  }
+  const JsonValue* exported = spec.Find("export");
+  if (exported == nullptr) {
+    return Status::Ok();
+  }
+  if (!exported->is_object()) {
+    return Wrong("export", exported, "an object", path);
+  }
+  if (const JsonValue* form = exported->Find("weight_format");
+      form != nullptr && form->string() != "real_quantized") {
+    return NotSupported("weight_format", *form, "\"real_quantized\" is", path);
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path) {
@@ -258,6 +333,7 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
   if (global == nullptr || !global->is_object()) {
     return Status::BadInput("Quark needs 'global_quant_config'").WithFile(path);
   }
+  FMOE_RETURN_IF_ERROR(CheckWhole(spec, path));
   std::optional<bool> awq_order = true;
   if (const JsonValue* exported = spec.Find("export"); exported != nullptr) {
     const JsonValue* method = exported->Find("pack_method");
@@ -273,6 +349,9 @@ Result<QuantRules> ReadQuarkRules(const JsonValue& spec, const std::string& path
     return rules->all.status();
   }
   if (const JsonValue* layers = spec.Find("layer_quant_config"); layers != nullptr) {
+    if (!layers->is_object()) {
+      return Wrong("layer_quant_config", layers, "an object", path);
+    }
     for (const auto& [name, own] : layers->members()) {
       Result<LinearFormat> format = FormatOf(own, awq_order, path);
       if (format.status().code() == StatusCode::kBadInput) {

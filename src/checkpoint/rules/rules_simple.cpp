@@ -1,5 +1,7 @@
 // The producers with one format for the whole model: block FP8 (DeepSeek and followers), gpt-oss MXFP4,
 // bitsandbytes.
+#include <algorithm>
+#include <cctype>
 #include <memory>
 
 #include <fmt/format.h>
@@ -23,6 +25,13 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   const std::string activation = scheme == nullptr ? "dynamic" : scheme->string();
   if (activation != "dynamic" && activation != "static") {
     return Wrong("activation_scheme", scheme, "\"dynamic\" or \"static\"", path);
+  }
+  FMOE_ASSIGN_OR_RETURN(std::string scales, Word(spec, "scale_fmt", "", path));
+  std::transform(scales.begin(), scales.end(), scales.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  const bool powers_of_two = scales == "ue8m0" || scales == "e8m0";
+  if (!powers_of_two && !scales.empty() && scales != "float" && scales != "float32" && scales != "fp32") {
+    return NotSupported("scale_fmt", *spec.Find("scale_fmt"), "\"ue8m0\" and \"float\" are", path);
   }
   const JsonValue* method = spec.Find("quant_method");
   const bool mx = method != nullptr && method->string() == "mxfp8";  // powers of two for 32 numbers, always
@@ -50,8 +59,7 @@ Result<LinearFormat> ReadFp8Format(const JsonValue& spec, const std::string& pat
   format.scale = ".weight_scale_inv";
   format.activation = BlockFp8(format.weight.block.col);
   // Rounded up to powers of two where the weights' scales are.
-  const JsonValue* scale = spec.Find("scale_fmt");
-  format.activation.rule.power_of_two_scale = mx || (scale != nullptr && scale->string() == "ue8m0");
+  format.activation.rule.power_of_two_scale = mx || powers_of_two;
   return format;
 }
 
@@ -69,6 +77,12 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
   // shorter names.
   FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
+  if (expert_dtype && *expert_dtype != "fp4" && *expert_dtype != "fp8") {
+    return Status::Unsupported(
+               fmt::format("'expert_dtype' is \"{}\", which is not supported; \"fp4\" and \"fp8\" are",
+                           *expert_dtype))
+        .WithFile(config.path());
+  }
   if (expert_dtype == "fp4") {
     own_experts = true;
     routed.weight = Mx(DType::kF4E2M1);

@@ -59,6 +59,22 @@ Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, co
   return value->boolean();
 }
 
+Result<std::string> Word(const JsonValue& spec, std::string_view key, std::string_view fallback,
+                         const std::string& path) {
+  const JsonValue* value = spec.Find(key);
+  if (value != nullptr && !value->is_string()) {
+    return Wrong(key, value, "a string", path);
+  }
+  return value == nullptr ? std::string(fallback) : value->string();
+}
+
+Status NotSupported(std::string_view key, const JsonValue& value, std::string_view why,
+                    const std::string& path) {
+  return Status::Unsupported(
+             fmt::format("'{}' is {}, which is not supported: {}", key, value.ToString(), why))
+      .WithFile(path);
+}
+
 bool IsE4m3(const JsonValue* name) {
   constexpr std::string_view kNames[] = {"e4m3", "e4m3fn", "float8_e4m3", "float8_e4m3fn"};
   return name == nullptr ||

@@ -28,6 +28,14 @@ Result<GroupShape> BlockSizes(std::string_view key, const JsonValue& block, cons
 
 Result<bool> Flag(const JsonValue& spec, std::string_view key, bool fallback, const std::string& path);
 
+/// A string, `fallback` where the key is missing; kBadInput otherwise.
+Result<std::string> Word(const JsonValue& spec, std::string_view key, std::string_view fallback,
+                         const std::string& path);
+
+/// kUnsupported: '<key>' is <value>, which is not supported; `why` says what is, or what it would mean.
+Status NotSupported(std::string_view key, const JsonValue& value, std::string_view why,
+                    const std::string& path);
+
 /// Whether a float of 8 bits is e4m3, by any of its names; nothing is said: it is.
 bool IsE4m3(const JsonValue* name);
 

@@ -154,7 +154,8 @@ Json CompressedTensors(const Scheme& scheme, const StorageOptions& options) {
           {"ignore", options.ignored},
           {"kv_cache_scheme", nullptr},
           {"quant_method", "compressed-tensors"},
-          {"quantization_status", "compressed"}};
+          {"quantization_status", "compressed"},
+          {"version", "0.20.0"}};  // without one, scales of integers may be negative (auto-round's export)
 }
 
 Json DeepSeekFp8(const Scheme&, const StorageOptions& options) {

@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include <fmt/format.h>
 
@@ -55,9 +56,17 @@ Status ActivationStats::Merge(const ActivationStats& other) {
       continue;
     }
     LayerActivationStats& to = at->second;
+    for (size_t expert = 0; to.sizes() == from.sizes() && expert < to.tokens.size(); ++expert) {
+      if (to.tokens[expert] > std::numeric_limits<int64_t>::max() - from.tokens[expert]) {
+        return Status::BadInput(
+            fmt::format("expert {} of layer {} has {} tokens; with {} more the count passes 64 "
+                        "bits",
+                        expert, layer, to.tokens[expert], from.tokens[expert]));
+      }
+    }
     if (to.sizes() != from.sizes()) {
-      return Status::Usage(fmt::format("the statistics of layer {} are of {}, those to add of {}", layer,
-                                       to.sizes().ToString(), from.sizes().ToString()))
+      return Status::BadInput(fmt::format("the statistics of layer {} are of {}, those to add of {}", layer,
+                                          to.sizes().ToString(), from.sizes().ToString()))
           .WithHint("one file holds the statistics of one model");
     }
     for (size_t expert = 0; expert < to.tokens.size(); ++expert) {

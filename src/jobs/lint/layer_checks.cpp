@@ -116,9 +116,89 @@ void LintShared(const Checkpoint& checkpoint, const LayerContext& context, int64
   }
 }
 
-void LintUnused(const Checkpoint& checkpoint, const LayerContext& context, Findings& findings) {
-  std::map<std::string, std::set<std::string>> used;  // module -> suffixes
-  std::set<std::string> known;
+namespace {
+
+using Modules = std::map<std::string, std::set<std::string>>;  // -> suffixes
+
+void AddUnused(const LayerContext& context, std::string_view name, std::string_view why, Findings& findings) {
+  const TensorInfo& info = *context.store->Find(name);
+  findings.Add(LintCode::kUnusedTensor, info.name,
+               fmt::format("{} {} {}", DTypeName(info.dtype), info.shape.ToString(), why));
+}
+
+// Below "experts." where each has tensors of its own. Parameters of fused modules have names of many forms.
+void LintUnusedOfExperts(const LayerContext& context, const Modules& used, Findings& findings) {
+  const checkpoint::ExpertNames& experts = context.spec.names.experts;
+  const size_t list = experts.up.find("experts.");
+  if (list == std::string::npos || !experts.per_expert()) {
+    return;
+  }
+  for (const std::string_view name : context.store->Below(experts.up.substr(0, list + 8))) {
+    if (name == context.spec.names.correction_bias) {
+      continue;
+    }
+    const size_t dot = name.rfind('.');
+    const auto module = used.find(std::string(name.substr(0, dot)));
+    if (module == used.end() || !module->second.contains(std::string(name.substr(dot)))) {
+      // Zero points of symmetric GPTQ and the like are read or implied; an act-order index of 0, 1, 2 ...
+      // too.
+      AddUnused(context, name, "is not part of this format", findings);
+    }
+  }
+}
+
+// Whether a linear module may have it beside its weight, in any of the formats.
+bool IsOfLinear(std::string_view rest) {
+  for (const std::string_view word : {"weight", "bias", "qweight", "qzeros", "scale", "g_idx", "input_",
+                                      "output_scale", "SCB", "pre_quant_scale", "qscale_"}) {
+    if (rest.starts_with(word)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// In the block, beside experts: a second router, shared experts under a name that the family does not have,
+// scales of experts. The model may compute with them; here nothing does.
+void LintUnusedOfBlock(const LayerContext& context, Findings& findings) {
+  const checkpoint::LayerNames& names = context.spec.names;
+  // A block that is the layer itself holds its attention too; routers that callers bring are not looked at.
+  if (names.block == names.prefix || !context.spec.family->routed_by_caller.empty()) {
+    return;
+  }
+  const std::set<std::string_view> single = {names.correction_bias, names.hash_table, names.output_bias,
+                                             names.router_bias};
+  std::vector<std::string> modules = {names.shared_gate_proj, names.shared_up, names.shared_down};
+  for (const std::string* weight :
+       {&names.router, &names.shared_gate, &names.to_latent, &names.from_latent, &names.latent_norm}) {
+    modules.push_back(weight->substr(0, std::min(weight->rfind(".weight"), weight->size())));
+  }
+  const checkpoint::ExpertNames& experts = names.experts;
+  std::vector<std::string> stems;
+  for (const std::string& name : {experts.gate, experts.up, experts.down}) {
+    const size_t list = experts.per_expert() ? name.find("experts.") : std::string::npos;
+    stems.push_back(list == std::string::npos ? name.substr(0, name.find("{e}")) : name.substr(0, list + 8));
+  }
+  for (const std::string_view name : context.store->Below(names.block)) {
+    const bool is_experts = std::any_of(stems.begin(), stems.end(), [&](const std::string& stem) {
+      return !stem.empty() && name.starts_with(stem);
+    });
+    const bool is_linear = std::any_of(modules.begin(), modules.end(), [&](const std::string& module) {
+      return !module.empty() && name.starts_with(module) &&
+             (name.size() == module.size() ||
+              (name[module.size()] == '.' && IsOfLinear(name.substr(module.size() + 1))));
+    });
+    const TensorInfo& info = *context.store->Find(name);
+    if (!is_experts && !is_linear && !single.contains(name) && info.shape.count() > 0) {
+      AddUnused(context, name, "is in the block of the experts, and nothing reads it here", findings);
+    }
+  }
+}
+
+}  // namespace
+
+void LintUnused(const LayerContext& context, Findings& findings) {
+  Modules used;
   for (int64_t expert = 0; expert < context.spec.config.num_experts; ++expert) {
     for (const Projection projection : Projections(context)) {
       const Located located = Locate(context, expert, projection);
@@ -140,25 +220,8 @@ void LintUnused(const Checkpoint& checkpoint, const LayerContext& context, Findi
       }
     }
   }
-  const std::string& up = context.spec.names.experts.up;
-  const std::string stem = up.substr(0, up.find("experts.") + 8);
-  if (up.find("experts.") == std::string::npos || !context.spec.names.experts.per_expert()) {
-    return;  // parameters of fused modules have names of many forms
-  }
-  for (const TensorInfo& info : checkpoint.tensors()) {
-    if (!info.name.starts_with(stem) || info.name == context.spec.names.correction_bias) {
-      continue;
-    }
-    const size_t dot = info.name.rfind('.');
-    const auto module = used.find(info.name.substr(0, dot));
-    if (module == used.end() || !module->second.contains(info.name.substr(dot))) {
-      // Zero points of symmetric GPTQ and the like are read or implied; an act-order index of 0, 1, 2 ...
-      // too.
-      findings.Add(
-          LintCode::kUnusedTensor, info.name,
-          fmt::format("{} {} is not part of this format", DTypeName(info.dtype), info.shape.ToString()));
-    }
-  }
+  LintUnusedOfExperts(context, used, findings);
+  LintUnusedOfBlock(context, findings);
 }
 
 }  // namespace fusedmoe::lint

@@ -25,7 +25,8 @@ void LintShards(const checkpoint::LayerContext& context, const Scheme& scheme,
 void LintShared(const Checkpoint& checkpoint, const checkpoint::LayerContext& context, int64_t layer,
                 Findings& findings);
 
-/// Tensors below the experts that belong to no projection, or have a suffix that the format does not know.
-void LintUnused(const Checkpoint& checkpoint, const checkpoint::LayerContext& context, Findings& findings);
+/// Tensors below the experts that belong to no projection, or have a suffix that the format does not know,
+/// and those of the block that nothing reads.
+void LintUnused(const checkpoint::LayerContext& context, Findings& findings);
 
 }  // namespace fusedmoe::lint

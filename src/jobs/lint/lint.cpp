@@ -54,7 +54,7 @@ void Linter::LintLayer(int64_t layer) {
   LintExperts(**context);
   LintScheme(**context, layer);
   lint::LintShared(checkpoint_, **context, layer, findings_);
-  lint::LintUnused(checkpoint_, **context, findings_);
+  lint::LintUnused(**context, findings_);
 }
 
 void Linter::LintExperts(const LayerContext& context) {

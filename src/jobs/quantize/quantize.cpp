@@ -108,7 +108,7 @@ Status Job::ResolveInputs() {
     const SourceLayer& layer = rewriter_.layers()[index];
     const auto found = options_.activation_stats->layers.find(layer.layer);
     if (found == options_.activation_stats->layers.end()) {
-      return Status::Usage(fmt::format("the activation statistics lack layer {}", layer.layer))
+      return Status::BadInput(fmt::format("the activation statistics lack layer {}", layer.layer))
           .WithHint("fusedmoe calibrate --merge adds a layer to a file");
     }
     const LayerActivationStats& stats = found->second;
@@ -116,13 +116,13 @@ Status Job::ResolveInputs() {
     const int64_t num_experts = config.num_experts;
     const ActivationStatsSizes expected{num_experts, config.expert_hidden(), config.intermediate};
     if (stats.sizes() != expected) {
-      return Status::Usage(fmt::format("the activation statistics of layer {} are of {}; the layer has {}",
-                                       layer.layer, stats.sizes().ToString(), expected.ToString()));
+      return Status::BadInput(fmt::format("the activation statistics of layer {} are of {}; the layer has {}",
+                                          layer.layer, stats.sizes().ToString(), expected.ToString()));
     }
     const float largest_in = *std::max_element(stats.gate_up_amax.begin(), stats.gate_up_amax.end());
     const float largest_mid = *std::max_element(stats.down_amax.begin(), stats.down_amax.end());
     if (!(largest_in > 0) || !(largest_mid > 0)) {
-      return Status::Usage(
+      return Status::BadInput(
           fmt::format("no expert of layer {} was calibrated: every amax is zero", layer.layer));
     }
     for (int64_t expert = 0; expert < num_experts; ++expert) {

@@ -8,6 +8,7 @@
 
 #include <fmt/format.h>
 
+#include "config/scheme_sizes.hpp"
 #include "moe/cost.hpp"
 #include "moe/latent_projections.hpp"
 #include "quant/activation_quantizer.hpp"
@@ -221,7 +222,7 @@ Result<SimulateReport> Simulate(const Problem& problem, const SimulateOptions& o
   const MoeConfig& config = problem.config;
   SimulateReport report;
   report.scheme = options.scheme.empty() ? problem.scheme : options.scheme;
-  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseScheme(report.scheme));
+  FMOE_ASSIGN_OR_RETURN(const Scheme scheme, ParseSchemeFor(config, report.scheme));
   FMOE_ASSIGN_OR_RETURN(int64_t dispatch_row, DispatchRowBytes(options, scheme, config.expert_hidden()));
   const WireProtocol protocol = WireProtocolOf(*backend);
   report.protocol = ProtocolName(protocol);
