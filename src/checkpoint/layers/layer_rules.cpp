@@ -79,13 +79,8 @@ Result<std::optional<ActivationKind>> ConfiguredActivation(const ModelConfig& co
   }
   const std::optional<ActivationKind> kind = ParseActivation(*word);
   if (!kind) {
-    std::string known;
-#define FMOE_KNOWN_ACTIVATION(id, name, gated, formula) \
-  known += fmt::format("{}{}", known.empty() ? "" : ", ", name);
-    FMOE_ACTIVATION_TABLE(FMOE_KNOWN_ACTIVATION)
-#undef FMOE_KNOWN_ACTIVATION
-    return Status::Unsupported(
-               fmt::format("the activation '{}' ('{}') is not supported; there are {}", *word, key, known))
+    return Status::Unsupported(fmt::format("the activation '{}' ('{}') is not supported; there are {}", *word,
+                                           key, ActivationNames()))
         .WithFile(config.path());
   }
   return kind;

@@ -3,6 +3,6 @@
 namespace fusedmoe::cuda {
 
 template Status LaunchDecodeKernel<FragmentFormat::kInt8Offset16>(const DecodeArguments&, const DecodePlan&,
-                                                                void*);
+                                                                  void*);
 
 }  // namespace fusedmoe::cuda
