@@ -16,9 +16,9 @@
 /// what the weight is worth, not to what its minimum is.
 namespace fusedmoe {
 
-/// Relative to the weights of a group, root mean square: scale, offset and product are rounded to BF16, each by
-/// 2^-9 of itself in the mean (2^-8 at most). Offset beside weights is largest where all 16 codes are used and
-/// zero lies between the lowest and the middle: sqrt(scale^2 + offset^2 + product^2) is 1.45 then.
+/// Relative to the weights of a group, root mean square: scale, offset and product are rounded to BF16, each
+/// by 2^-9 of itself in the mean (2^-8 at most). Offset beside weights is largest where all 16 codes are used
+/// and zero lies between the lowest and the middle: sqrt(scale^2 + offset^2 + product^2) is 1.45 then.
 inline constexpr double kOffsetError = 1.7320508075688772 * 0x1p-9;
 
 /// Moves the `count` codes of a group (a row's, as staged: nibbles, or bytes in two's complement) and gives
