@@ -209,8 +209,9 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
   answer.document["weight_read_gbps"] = read_gbps;
   answer.text +=
       fmt::format("{}; {} of weights read at {:.1f} GB/s", speed, BytesText(bytes_read), read_gbps);
-  // Somebody measures. What a card reads is for bench to say.
-  if (forward.seconds.size() > 1 && !layer.on_device()) {
+  if (forward.seconds.size() == 1) {
+    answer.text += " (the first call, which touches its memory; --repeat measures)";
+  } else if (!layer.on_device()) {  // what a card reads is for bench to say
     const double machine_gbps = MeasureReadBandwidth(executor) / 1e9;
     answer.document["machine_read_gbps"] = machine_gbps;
     if (machine_gbps > 0) {
@@ -218,8 +219,6 @@ void AddSpeed(const MoeLayer& layer, const Forward& forward, const RankGroup& ra
       answer.text += fmt::format(", {:.0f} % of the {:.1f} GB/s that this machine reads",
                                  100 * read_gbps / machine_gbps, machine_gbps);
     }
-  } else {
-    answer.text += " (the first call, which touches its memory; --repeat measures)";
   }
   answer.text += "\n";
 }

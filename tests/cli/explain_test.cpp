@@ -179,7 +179,8 @@ TEST(Explain, WhatALayerDoesNotSay_IsAskedByOptions) {
   };
   const auto speaks = [&](const std::vector<std::string>& more, const std::string& backend,
                           const std::string& code) {
-    for (const nlohmann::json& candidate : ask(more).Json().at("candidates")) {
+    const nlohmann::json answer = ask(more).Json();
+    for (const nlohmann::json& candidate : answer.at("candidates")) {
       for (const nlohmann::json& verdict : candidate.value("verdicts", nlohmann::json::array())) {
         if (candidate.at("backend") == backend && verdict.at("code") == code) {
           return true;
