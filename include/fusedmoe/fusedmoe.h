@@ -247,8 +247,8 @@ typedef struct fmoe_layer_options {
   /* Of a checkpoint's latent experts: 0 leaves the projections, and with them the router, to the caller,
    * whose rows have the latent width; then shared_experts must be 0. 1 */
   int32_t latent_projections;
-  /* How activations that the scheme quantizes are rounded: a rule of docs/numerics.md, "vllm_nvfp4"; null: as
-   * the tool does that wrote the checkpoint. */
+  /* How activations that the scheme quantizes are rounded: the name of a rule ("vllm_nvfp4"), which
+   * docs/numerics.md lists. Null: as the tool does that wrote the checkpoint. */
   const char* activation_rule;
 } fmoe_layer_options;
 

@@ -8,8 +8,10 @@
 /// as the fragment layout holds them (FragmentScale::kOffset):
 ///
 ///     weight = scale * (code - zero)                     code 0 to 15 or 255, in fp32
-///            = scale * (moved - middle) + offset         moved = code + step, middle 8 or 128; scale and offset
-///                                                        in BF16, offset = scale * (middle - step - zero)
+///            = scale * (moved - middle) + offset         moved = code + step, middle 8 or 128
+///                                                        offset = scale * (middle - step - zero)
+///
+/// with scale and offset in BF16.
 ///
 /// The step brings zero as near to the middle as the codes of the group leave room for: 5- and 6-bit codes in
 /// bytes all of it, so that |offset| is at most half a scale. Both multiply-adds of a kernel then round to
