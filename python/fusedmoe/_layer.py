@@ -123,10 +123,10 @@ class Checkpoint(Handle):
 
     def load_layer(self, layer: int, *, routing: Routing | None = None, **options: Any) -> Layer:
         """A Layer. Options (docs/python.md has the table): device ("cpu", "cuda"), backend, isa, mode, determinism,
-        activation ("a8"), activation_rule ("vllm_nvfp4"), activation_format ("batched"), pack_cache,
-        shared_experts (True), latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on several ranks communicator,
-        tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window, eplb_interval. `routing` chooses the
-        experts where a forward brings router_logits."""
+        activation ("a8"), activation_rule ("vllm_nvfp4"), activation_format ("batched"), pack_cache, shared_experts (True),
+        latent_projections (True), max_tokens (8192: of one call; memory of calls grows with it), plan_tokens (1); on
+        several ranks communicator, tp, pcp, dp, sp (sizes), ep, all2all, eplb, redundant_experts, eplb_window,
+        eplb_interval. `routing` chooses the experts where a forward brings router_logits."""
         c_options, alive = _options(options)
         loaded = Layer(_c.made(_c.lib.fmoe_layer_load, self._handle, _c.integer(layer, "layer"),
                                ctypes.byref(c_options)), routing)
