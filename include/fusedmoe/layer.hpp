@@ -46,7 +46,8 @@ struct LayerOptions {
   ActivationMode activation = ActivationMode::kAsCheckpoint;  ///< kA8 is the only one a caller may ask for
   /// How activations that the scheme quantizes are rounded: a rule by the name of docs/numerics.md
   /// ("vllm_nvfp4"), to compute as another program does. Empty: as the tool that wrote the checkpoint. kUsage
-  /// for other names, and where the scheme of the routed experts leaves activations as they are.
+  /// for other names, rules of other formats, and schemes that leave activations as they are. Shared experts
+  /// in a format that the rule is not of keep their own.
   std::string activation_rule;
   ActivationFormatKind activation_format = ActivationFormatKind::kStandard;
   bool shared_experts = true;  ///< run those that the checkpoint has; false: the routed ones alone

@@ -66,9 +66,15 @@ Result<std::shared_ptr<const LatentProjections>> MakeProjections(const MoeConfig
 
 /// The scheme with the rule of activations that a caller named.
 Result<Scheme> UnderRule(Scheme scheme, const std::string& rule) {
-  if (!rule.empty()) {
-    FMOE_ASSIGN_OR_RETURN(scheme.activation.rule, ActivationRuleByName(rule));
+  if (rule.empty()) {
+    return scheme;
   }
+  FMOE_RETURN_IF_ERROR(ActivationRuleByName(rule).status());
+  if (!scheme.activation.quantized()) {
+    return Status::Usage(
+        fmt::format("activation_rule '{}': the scheme {} leaves activations as they are", rule, scheme.name));
+  }
+  FMOE_ASSIGN_OR_RETURN(scheme.activation.rule, ActivationRuleFor(scheme.activation, rule));
   return scheme;
 }
 
@@ -140,14 +146,11 @@ Result<std::unique_ptr<MoeLayer>> MoeLayer::CreateAlone(
   }
   ExpertSource experts = given_experts;
   FMOE_ASSIGN_OR_RETURN(experts.scheme, UnderRule(experts.scheme, options.activation_rule));
-  if (!options.activation_rule.empty() && !experts.scheme.activation.quantized()) {
-    return Status::Usage(fmt::format("activation_rule '{}': the scheme {} leaves activations as they are",
-                                     options.activation_rule, experts.scheme.name));
-  }
   SharedExpertWeights ruled;
-  if (shared != nullptr && shared->source.scheme.activation.quantized()) {
+  if (shared != nullptr) {  // often in another format, which the rule is not of
     ruled = *shared;
-    FMOE_ASSIGN_OR_RETURN(ruled.source.scheme, UnderRule(ruled.source.scheme, options.activation_rule));
+    Result<Scheme> scheme = UnderRule(shared->source.scheme, options.activation_rule);
+    ruled.source.scheme = scheme.ok() ? *std::move(scheme) : shared->source.scheme;
     shared = &ruled;
   }
   MoeConfig config = whole;

@@ -63,6 +63,7 @@ std::vector<float> OutputOf(const RandomLayer& from, const std::string& backend,
 TEST(ActivationRule, Named_IsTheRuleOfTheScheme) {
   for (const auto& [scheme, rule] : {std::pair{"int8_w8a8:channel", "vllm_int8_group"},
                                      {"mxfp4_w4a4", "modelopt_mxfp4"},
+                                     {"mxfp8_w8a8", "modelopt_mxfp8"},
                                      {"fp8_w8a8:channel", "vllm_fp8_group_ue8m0"}}) {
     const RandomLayer plain = Layer(scheme);
     RandomLayer ruled = plain;
@@ -82,6 +83,11 @@ TEST(ActivationRule, UnknownOrIdle_IsRefused) {
   EXPECT_EQ(unknown.status().code(), StatusCode::kUsage);
   EXPECT_NE(unknown.status().ToString().find("vllm_int8_token"), std::string::npos)
       << unknown.status().ToString();
+  const auto other = Make(Layer("int8_w8a8:channel"), "", "vllm_nvfp4");
+  EXPECT_EQ(other.status().code(), StatusCode::kUsage);
+  EXPECT_NE(other.status().ToString().find("'vllm_nvfp4' is of NVFP4 activations; these are INT8"),
+            std::string::npos)
+      << other.status().ToString();
   const auto idle = Make(Layer("nvfp4_w4a16"), "", "vllm_nvfp4");
   EXPECT_EQ(idle.status().code(), StatusCode::kUsage);
   EXPECT_NE(idle.status().ToString().find("nvfp4_w4a16 leaves activations as they are"), std::string::npos)
