@@ -40,9 +40,9 @@ class Shape {
 
 /// A typed, non-owning window on memory: dtype, logical shape (in elements, also where elements are packed
 /// several to a byte) and the byte stride of every axis but the last. Along the last axis elements are always
-/// contiguous. Elements lie on multiples of their size (2 bytes of BF16), as in any array of theirs; more
-/// alignment is asked for nowhere on CPUs, and costs and gains nothing there. What cards make of it:
-/// docs/cuda.md. Trivially copyable. `Byte` is `std::byte` or `const std::byte`.
+/// contiguous. Elements lie on multiples of their size (2 bytes of BF16), as in any array of theirs. CPUs
+/// need no more alignment than that, and gain nothing by more; docs/cuda.md says what cards need. Trivially
+/// copyable. `Byte` is `std::byte` or `const std::byte`.
 template <typename Byte>
 class BasicTensorView {
  public:

@@ -402,14 +402,8 @@ TEST(CApi, WorkspaceOfTheLargestLayer_ServesTheOthers) {
   const Tensor hidden = RandomRows(kTokens, small.config.hidden, DType::kF32, 6);
   const Tensor logits = RandomRows(kTokens, small.config.num_experts, DType::kF32, 7);
   for (const HeldLayer* layer : {&small, &large, &small}) {
-    std::vector<float> output(static_cast<size_t>(hidden.view().count()));
-    fmoe_forward forward{};
-    forward.hidden = ToC(hidden.view());
-    forward.router_logits = ToC(logits.view());
-    forward.output =
-        ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
-    ASSERT_EQ(fmoe_layer_forward(layer->loaded.layer, &forward, shared, nullptr), FMOE_OK) << LastText();
-    EXPECT_EQ(output, RunCpp(*layer->loaded.layer->layer, hidden, logits));
+    EXPECT_EQ(layer->loaded.RunIn(shared, hidden, logits),
+              RunCpp(*layer->loaded.layer->layer, hidden, logits));
   }
 }
 

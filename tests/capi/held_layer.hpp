@@ -44,13 +44,18 @@ struct Loaded {
     if (workspace == nullptr) {
       EXPECT_EQ(fmoe_workspace_create(layer, &workspace), FMOE_OK) << LastText();
     }
+    return RunIn(workspace, hidden, logits, executor);
+  }
+  /// The same in any workspace that is large enough.
+  std::vector<float> RunIn(const fmoe_workspace* memory, const Tensor& hidden, const Tensor& logits,
+                           const fmoe_executor* executor = nullptr) const {
     std::vector<float> output(static_cast<size_t>(hidden.view().count()));
     fmoe_forward forward{};
     forward.hidden = ToC(hidden.view());
     forward.router_logits = ToC(logits.view());
     forward.output =
         ToC(TensorView(reinterpret_cast<std::byte*>(output.data()), DType::kF32, hidden.shape()));
-    EXPECT_EQ(fmoe_layer_forward(layer, &forward, workspace, executor), FMOE_OK) << LastText();
+    EXPECT_EQ(fmoe_layer_forward(layer, &forward, memory, executor), FMOE_OK) << LastText();
     return output;
   }
 };
