@@ -73,6 +73,39 @@ function(fusedmoe_batch target)
   endif()
 endfunction()
 
+# Headers of others, read once for all sources of a kind (library, tests) instead of in each, with GCC. What was read with
+# any optimization serves all levels of it, -O0 has its own. Own headers stay out, or a change of one would compile
+# everything; kernels have none, whose command lines are to be the same in all presets.
+set(FUSEDMOE_HEADERS_library <algorithm> <array> <cmath> <cstdint> <cstring> <functional> <map> <memory> <optional> <span>
+    <string> <string_view> <utility> <variant> <vector> <fmt/format.h>)
+set(FUSEDMOE_HEADERS_tests ${FUSEDMOE_HEADERS_library} <filesystem> <fstream> <random> <set> <gtest/gtest.h>)
+function(fusedmoe_precompile target kind)
+  if(NOT FMOE_BATCH OR NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    return()
+  endif()
+  get_target_property(quick ${target} FMOE_QUICKLY_COMPILED)
+  set(owner fmoe_headers_${kind})
+  if(quick AND (FMOE_SANITIZE OR kind STREQUAL "tests"))
+    string(APPEND owner "_o0")
+  endif()
+  if(NOT TARGET ${owner})
+    file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/generated/main.cpp" CONTENT "int main() {}\n")
+    if(kind STREQUAL "tests")  # a program: its code is position independent in another way than a library's
+      add_executable(${owner} EXCLUDE_FROM_ALL "${PROJECT_BINARY_DIR}/generated/main.cpp")
+      target_link_libraries(${owner} PRIVATE fmoe_options GTest::gtest)
+    else()
+      add_library(${owner} OBJECT EXCLUDE_FROM_ALL "${PROJECT_BINARY_DIR}/generated/main.cpp")
+      target_link_libraries(${owner} PRIVATE fmoe_options)
+    endif()
+    set_target_properties(${owner} PROPERTIES FMOE_QUICKLY_COMPILED "${quick}")
+    if(owner STREQUAL "fmoe_headers_tests_o0")
+      target_compile_options(${owner} PRIVATE $<$<CONFIG:Release>:-O0>)
+    endif()
+    target_precompile_headers(${owner} PRIVATE ${FUSEDMOE_HEADERS_${kind}})
+  endif()
+  target_precompile_headers(${target} REUSE_FROM ${owner})
+endfunction()
+
 # Device code fuses a multiplication and an addition only where its source says so, as CPU code does: routing and
 # quantization give the same bits on both. GEMMs are held to bounds, and there the compiler may.
 function(fusedmoe_set_device_flags)
@@ -119,6 +152,7 @@ function(fusedmoe_add_modules table)
         endif()
       endif()
       target_link_libraries(${target} PRIVATE fmoe_options)
+      fusedmoe_precompile(${target} library)
       foreach(dependency IN LISTS dependencies)
         string(REPLACE "/" "_" dependency_target "fmoe_${dependency}")
         target_link_libraries(${target} PRIVATE ${dependency_target})

@@ -19,9 +19,8 @@ Status TakeProblem(const ExplainFlags& flags, ExplainRequest& request) {
         fmt::format("{} has no effect on a described layer, which is read from no files", idle));
   }
   FMOE_ASSIGN_OR_RETURN(const Problem problem, ReadProblem(flags.problem));
-  const int64_t reductions[] = {problem.config.expert_hidden(), problem.config.intermediate};
   FMOE_ASSIGN_OR_RETURN(request.scheme,
-                        ParseScheme(flags.scheme.empty() ? problem.scheme : flags.scheme, reductions));
+                        ParseSchemeFor(problem.config, flags.scheme.empty() ? problem.scheme : flags.scheme));
   request.problem = problem.name;
   request.config = problem.config;
   return Status::Ok();

@@ -32,6 +32,10 @@ Result<Problem> ParseProblem(std::string_view name_or_json);
 /// A problem by its name, or from a file that holds such an object, which errors then name.
 Result<Problem> ReadProblem(const std::string& name_or_path);
 
+/// ParseScheme for experts of these sizes. Errors: those of ParseScheme; kBadInput where groups of the scheme
+/// do not divide what the experts multiply by, since partial groups are padded by nobody.
+Result<Scheme> ParseSchemeFor(const MoeConfig& config, std::string_view name);
+
 /// `config` of the whole layer with `parallel` applied, as the rank of `parallel` sees it: intermediate
 /// divided by tp_size, num_local_experts by ep_size (the first ranks take the remainder). Errors: kUsage when
 /// intermediate cannot be divided, with the sizes that could.

@@ -9,7 +9,6 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "config/scheme_sizes.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe {

@@ -1,8 +1,9 @@
-#include "config/scheme_sizes.hpp"
+#include <fusedmoe/problems.hpp>
 
 #include <fmt/format.h>
 
 namespace fusedmoe {
+namespace {
 
 Status CheckSchemeSizes(const MoeConfig& config, const Scheme& scheme) {
   const GroupShape& block = scheme.weight.block;
@@ -22,6 +23,8 @@ Status CheckSchemeSizes(const MoeConfig& config, const Scheme& scheme) {
   }
   return Status::Ok();
 }
+
+}  // namespace
 
 Result<Scheme> ParseSchemeFor(const MoeConfig& config, std::string_view name) {
   const int64_t reductions[] = {config.expert_hidden(), config.intermediate};

@@ -1,5 +1,4 @@
 #include "oracle/explain.hpp"
-#include "moe/latent_projections.hpp"
 
 #include <algorithm>
 
@@ -8,7 +7,7 @@
 #include <fusedmoe/problems.hpp>
 
 #include "core/checked_math.hpp"
-
+#include "moe/latent_projections.hpp"
 #include "oracle/alternatives.hpp"
 #include "oracle/costs.hpp"
 #include "oracle/described.hpp"

@@ -130,6 +130,15 @@ TEST(Explain, Problem_OnADescribedPlatform) {
   EXPECT_FALSE(result.Json().at("chosen").is_null());
 }
 
+TEST(Explain, ProblemWhoseSizesTheSchemeDoesNotDivide_IsRefused) {
+  const ProcessResult result =
+      RunCommand({"explain", "--problem", "gpt-oss-20b", "--scheme", "int4_w4a16:g128"});
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_NE(result.err.find("'hidden' is 2880; scheme int4_w4a16:g128 needs a multiple of its groups of 128"),
+            std::string::npos)
+      << result.err;
+}
+
 TEST(Explain, Diff_TakesPlatformsAndDeployments) {
   const std::vector<std::string> question = {"explain",    "--problem",  "deepseek-v3", "--scheme",
                                              "nvfp4_w4a4", "--platform", "sm100",       "--json"};

@@ -104,8 +104,8 @@ TEST(LatentCommands, Problems_AreDescribedMeasuredAndSimulated) {
       "problem.json",
       R"({"name": "tiny", "scheme": "nvfp4_w4a16", "num_experts": 8, "top_k": 2, "hidden": 128,
                           "latent": 64, "intermediate": 96, "activation": "relu2_no_mul"})");
-  const ProcessResult measured =
-      RunCommand({"bench", problem, "--tokens", "1,4", "--seconds", "0.01", "--json"});
+  const ProcessResult measured = RunCommand(
+      {"bench", problem, "--tokens", "1,4", "--seconds", "0.01", "--max-bytes", "1000000", "--json"});
   ASSERT_EQ(measured.exit_code, 0) << measured.err;
   EXPECT_EQ(measured.Json().at("results").size(), 2);
   const ProcessResult simulated =

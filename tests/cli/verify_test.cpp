@@ -60,7 +60,7 @@ TEST(Verify, OptionsWithoutEffect_AreNamedInNotes) {
       Verify(checkpoint, {"--pack-cache", cache, "--backend", "reference"}).Json();
   EXPECT_NE(canonical.at("notes").dump().find("nothing is kept"), std::string::npos);
   const ProcessResult tuned = RunCommand({"tune", "--scheme", "int8_w8a8", "--isa", kFirstIsa, "--seconds",
-                                          "0.1", "--threads", "1", "--out", figures});
+                                          "0", "--threads", "1", "--out", figures});
   ASSERT_EQ(tuned.exit_code, 0) << tuned.err;
   EXPECT_NE(Verify(checkpoint, {"--tune", figures}).Json().at("notes").dump().find("--tune has no effect"),
             std::string::npos);

@@ -81,7 +81,7 @@ TEST_P(PreparedDamage, Verify_NamesExpertAndTensor) {
   const std::string path = files.Prepare(*checkpoint, GetParam());
   VerifyOptions options;
   options.layer = Files::OptionsOf(GetParam());
-  options.tokens = 24;
+  options.tokens = 12;
   VerifyOptions against = options;
   against.against = checkpoint;
   {
@@ -116,7 +116,7 @@ TEST_P(PreparedDamage, DigestsMadeAfterTheDamage_AreContradictedByTheOriginal) {
   const std::string path = files.Prepare(*checkpoint, GetParam());
   VerifyOptions options;
   options.layer = Files::OptionsOf(GetParam());
-  options.tokens = 24;
+  options.tokens = 12;
   options.against = checkpoint;
   for (const Wound& wound : Wounds()) {
     const std::string broken = files / "broken.safetensors", sealed = files / "sealed.safetensors";

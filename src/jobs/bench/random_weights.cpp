@@ -19,6 +19,21 @@ namespace {
 
 constexpr int64_t kFewestScales = 61;  // rows of one scale each still differ
 
+constexpr int64_t kUnits = int64_t{1} << 14;  // of a table of codes
+constexpr int64_t kMostValues = 4;            // of a unit
+
+/// Drawn once: they take as long as the bytes of a layer of a megabyte.
+const std::vector<float>& NormalValues() {
+  static const std::vector<float> kValues = [] {
+    std::mt19937_64 random(7);
+    std::normal_distribution<float> normal(0.0F, 1.0F);
+    std::vector<float> values(static_cast<size_t>(kUnits * kMostValues));
+    std::generate(values.begin(), values.end(), [&] { return normal(random); });
+    return values;
+  }();
+  return kValues;
+}
+
 /// Codes of normal values, some to a unit of whole bytes, looked up by random bits: a byte of weights costs a
 /// nanosecond, where quantizing it would cost ten.
 class CodeTable {
@@ -27,10 +42,9 @@ class CodeTable {
       : element_(element),
         unit_bytes_(DTypeBits(element) == 6 ? 3 : std::max(1, DTypeBits(element) / 8)),
         unit_values_(unit_bytes_ * 8 / DTypeBits(element)) {
-    std::mt19937_64 random(7);
-    std::normal_distribution<float> normal(0.0F, deviation);
     std::vector<float> values(static_cast<size_t>(kUnits * unit_values_));
-    std::generate(values.begin(), values.end(), [&] { return normal(random) + offset; });
+    std::transform(values.begin(), values.end(), NormalValues().begin(), values.begin(),
+                   [&](float, float normal) { return normal * deviation + offset; });
     units_.resize(static_cast<size_t>(kUnits * unit_bytes_));
     EncodeRow(element, values.data(), static_cast<int64_t>(values.size()), units_.data());
   }
@@ -50,8 +64,6 @@ class CodeTable {
   }
 
  private:
-  static constexpr int64_t kUnits = int64_t{1} << 14;
-
   template <int kBytes>
   void FillUnits(uint64_t key, int64_t count, std::byte* row) const {
     const int64_t whole = count / unit_values_;

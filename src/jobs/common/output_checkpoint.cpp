@@ -7,7 +7,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "jobs/common/sha256.hpp"
+#include "core/sha256.hpp"
 #include "platform/file.hpp"
 
 namespace fusedmoe::jobs {

@@ -6,7 +6,7 @@
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
 
-#include "jobs/common/sha256.hpp"
+#include "core/sha256.hpp"
 #include "jobs/prepare/canonical_tensors.hpp"
 #include "jobs/prepare/description.hpp"
 
@@ -18,7 +18,7 @@ using Json = nlohmann::ordered_json;
 constexpr size_t kDigestLength = 32;  // hexadecimal digits kept: a checksum, not a signature
 
 std::string DigestOf(const std::byte* data, int64_t bytes) {
-  jobs::Sha256 hash;
+  Sha256 hash;
   hash.Add({data, static_cast<size_t>(bytes)});
   return hash.Finish().substr(0, kDigestLength);
 }
@@ -108,7 +108,7 @@ FusedShape ShapeOf(const LayerDescription& description) {
 }
 
 std::string MetadataDigest(const SafetensorsMetadata& metadata) {
-  jobs::Sha256 hash;
+  Sha256 hash;
   for (const auto& [key, value] : metadata) {
     if (key != "metadata_digest") {
       // Lengths first, so that no two lists of fields read alike.

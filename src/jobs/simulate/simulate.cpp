@@ -8,7 +8,8 @@
 
 #include <fmt/format.h>
 
-#include "config/scheme_sizes.hpp"
+#include <fusedmoe/problems.hpp>
+
 #include "moe/cost.hpp"
 #include "moe/latent_projections.hpp"
 #include "quant/activation_quantizer.hpp"

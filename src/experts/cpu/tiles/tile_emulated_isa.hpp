@@ -37,6 +37,54 @@ FMOE_INLINE float Bf16Operand(uint16_t word) {
   return (word & 0x7f80) == 0 ? 0.0F : FloatOf((uint32_t)word << 16);
 }
 
+/// The sixteen columns of a row of sums. Loops over k and columns, compiled without a vectorizer, were two
+/// thirds of the time of all tests of tiles.
+typedef float RealColumns __attribute__((vector_size(64)));
+typedef int32_t IntegerColumns __attribute__((vector_size(64)));
+
+/// Products of bf16 operands are exact in fp32, so that adding them rounds as the processor's fused
+/// multiplication does.
+FMOE_EMULATED void DotWords(const uint8_t* tokens, const uint8_t* weights, int64_t rows, uint8_t* sums) {
+  uint16_t word[16][32], column[16][32];
+  RealColumns even[16], odd[16];
+  memcpy(word, tokens, 1024);
+  memcpy(column, weights, 1024);
+  for (int k = 0; k < 16; ++k) {
+    for (int n = 0; n < 16; ++n) {
+      even[k][n] = Bf16Operand(column[k][2 * n]);
+      odd[k][n] = Bf16Operand(column[k][2 * n + 1]);
+    }
+  }
+  for (int m = 0; m < rows; ++m) {
+    RealColumns of_even = {}, of_odd = {}, sum;
+    for (int k = 0; k < 16; ++k) {
+      of_even += Bf16Operand(word[m][2 * k]) * even[k];
+      of_odd += Bf16Operand(word[m][2 * k + 1]) * odd[k];
+    }
+    memcpy(&sum, sums + m * 64, 64);
+    sum += of_even + of_odd;
+    memcpy(sums + m * 64, &sum, 64);
+  }
+}
+
+template <typename Weight>
+FMOE_EMULATED void DotBytes(const uint8_t* tokens, const uint8_t* weights, int64_t rows, uint8_t* sums) {
+  IntegerColumns column[64];
+  for (int k = 0; k < 64; ++k) {
+    for (int n = 0; n < 16; ++n) {
+      column[k][n] = (Weight)weights[k / 4 * 64 + 4 * n + k % 4];
+    }
+  }
+  for (int m = 0; m < rows; ++m) {
+    IntegerColumns sum;
+    memcpy(&sum, sums + m * 64, 64);
+    for (int k = 0; k < 64; ++k) {
+      sum += (int8_t)tokens[m * 64 + k] * column[k];
+    }
+    memcpy(sums + m * 64, &sum, 64);
+  }
+}
+
 struct Tiles {
   alignas(64) uint8_t at[8][1024];
   int64_t rows = 0;
@@ -67,45 +115,15 @@ struct Tiles {
   }
   template <int kSum, int kTokens, int kWeights>
   void DotBf16() {
-    uint16_t tokens[16][32], weights[16][32];
-    float sums[16][16];
-    memcpy(tokens, at[kTokens], 1024);
-    memcpy(weights, at[kWeights], 1024);
-    memcpy(sums, at[kSum], 1024);
-    for (int m = 0; m < rows; ++m) {
-      for (int n = 0; n < 16; ++n) {
-        float even = 0, odd = 0;
-        for (int k = 0; k < 16; ++k) {
-          even = fmaf(Bf16Operand(tokens[m][2 * k]), Bf16Operand(weights[k][2 * n]), even);
-          odd = fmaf(Bf16Operand(tokens[m][2 * k + 1]), Bf16Operand(weights[k][2 * n + 1]), odd);
-        }
-        sums[m][n] += even + odd;
-      }
-    }
-    memcpy(at[kSum], sums, 1024);
+    DotWords(at[kTokens], at[kWeights], rows, at[kSum]);
   }
   template <int kSum, int kTokens, int kWeights>
   void DotInt8() {
-    DotBytes<kSum, kTokens, uint8_t>(at[kWeights]);
+    DotBytes<uint8_t>(at[kTokens], at[kWeights], rows, at[kSum]);
   }
   template <int kSum, int kTokens, int kWeights>
   void DotSigned() {
-    DotBytes<kSum, kTokens, int8_t>(at[kWeights]);
-  }
-  template <int kSum, int kTokens, typename Weight>
-  void DotBytes(const uint8_t* weights) {
-    int8_t tokens[16][64];
-    int32_t sums[16][16];
-    memcpy(tokens, at[kTokens], 1024);
-    memcpy(sums, at[kSum], 1024);
-    for (int m = 0; m < rows; ++m) {
-      for (int n = 0; n < 16; ++n) {
-        for (int k = 0; k < 64; ++k) {
-          sums[m][n] += tokens[m][k] * (Weight)weights[k / 4 * 64 + 4 * n + k % 4];
-        }
-      }
-    }
-    memcpy(at[kSum], sums, 1024);
+    DotBytes<int8_t>(at[kTokens], at[kWeights], rows, at[kSum]);
   }
 };
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <string>
 
-namespace fusedmoe::jobs {
+namespace fusedmoe {
 
 /// SHA-256 (FIPS 180-4), for content hashes in reports.
 class Sha256 {
@@ -25,4 +25,4 @@ class Sha256 {
   uint64_t total_bytes_ = 0;
 };
 
-}  // namespace fusedmoe::jobs
+}  // namespace fusedmoe

@@ -1,11 +1,11 @@
-#include "jobs/common/sha256.hpp"
+#include "core/sha256.hpp"
 
 #include <algorithm>
 #include <cstring>
 
 #include <fmt/format.h>
 
-namespace fusedmoe::jobs {
+namespace fusedmoe {
 namespace {
 
 // The first 32 bits of the fractional parts of the cube roots of the first 64 primes.
@@ -91,4 +91,4 @@ std::string Sha256::Finish() {
   return text;
 }
 
-}  // namespace fusedmoe::jobs
+}  // namespace fusedmoe
