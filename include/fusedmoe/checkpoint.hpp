@@ -30,8 +30,9 @@ struct CheckpointOptions {
   /// experts), with ",interleaved" or ",chunked".
   std::string expert_layout;
   bool allow_partial = false;  ///< tolerate tensors that the index names and no shard holds
-  /// GGUF types that no checkpoint format stores (all integers but Q4_0 and Q8_0) are decoded to F32, for
-  /// those who write weights anew; else they keep their codes.
+  /// What no checkpoint format stores is decoded, for those who write weights anew: GGUF types (all integers
+  /// but Q4_0 and Q8_0) to F32, affine matrices of MLX to the type of their scales. Else routed experts keep
+  /// their codes.
   bool decode_blocks = false;
 };
 

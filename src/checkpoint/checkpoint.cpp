@@ -108,7 +108,7 @@ Status Checkpoint::Impl::OpenDirectory() {
   FMOE_ASSIGN_OR_RETURN(const std::optional<checkpoint::MlxGroups> mlx, checkpoint::ReadMlxGroups(config));
   if (mlx) {
     FMOE_ASSIGN_OR_RETURN(store, checkpoint::TensorStore::Open(directory, options, &*mlx));
-    rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::MlxRules(store));
+    rules = std::make_shared<const checkpoint::QuantRules>(checkpoint::MlxRules(store, *mlx));
     return Status::Ok();
   }
   FMOE_ASSIGN_OR_RETURN(checkpoint::QuantRules read, checkpoint::ReadQuantRules(directory, config));

@@ -43,6 +43,8 @@ struct LinearFormat {
   float scale_divisor = 1.0F;     ///< of stored scales of blocks and rows
   float second_scale_divisor = 1.0F;
   bool bytes_are_exponents = false;  ///< scales of type U8 are E8M0, where floats are expected otherwise
+  /// `zero_point` are floats like the scales, which are added: weights are code * scale + bias (MLX).
+  bool zero_point_is_bias = false;
   bool zero_point_optional = false;  ///< without the tensor, zero is the middle of the codes
   bool zero_plus_one = false;        ///< stored zero points are one too small (GPTQ v1)
   bool nibbles_in_order = false;     ///< kAwq without AWQ's order (Quark's pack_method "order")

@@ -204,7 +204,7 @@ Status TakeCodebook(const CanonicalMatrix& matrix, CanonicalMatrix& narrow) {
   return Status::Ok();
 }
 
-/// Bytes, or nibbles that hold codes of fewer bits. Of a codebook, codes whose zero is one of its zeros;
+/// Bytes, or nibbles of codes that four bits hold. Of a codebook, codes whose zero is one of its zeros;
 /// nibbles become indices of fewer bits, or are indices already.
 bool HoldsStored(const CanonicalMatrix& matrix) {
   const StoredIntegers& stored = matrix.stored;
@@ -213,7 +213,7 @@ bool HoldsStored(const CanonicalMatrix& matrix) {
     return false;
   }
   if (stored.codebook == Codebook::kNone) {
-    return !nibbles || stored.bits < 4;
+    return !nibbles || stored.bits <= 4;
   }
   const auto implied = static_cast<float>(matrix.format.implied_zero());
   if (matrix.zero_point.empty() && CodebookOf(stored.codebook).zeros[0] != implied) {

@@ -263,7 +263,8 @@ inline std::vector<LayerSpec> GroupScaleSpecs() {
       }
     }
   }
-  for (const char* scheme : {"int4_w4a16:g16", "int4_w4a16:g32", "int8_w8a16:g16", "int8_w8a16:g128"}) {
+  for (const char* scheme : {"int4_w4a16:g16", "int4_w4a16:g32", "int4_w4a16:g64", "int4_w4a16:g128",
+                             "int8_w8a16:g16", "int8_w8a16:g64", "int8_w8a16:g128"}) {
     for (const DType scale : {DType::kF32, DType::kF16}) {
       specs.push_back({.scheme = scheme,
                        .hidden = 256,

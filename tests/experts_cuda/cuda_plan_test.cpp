@@ -6,10 +6,14 @@
 #include "weights/fragment_offsets.hpp"
 
 #include <algorithm>
+#include <tuple>
 
 #include <gtest/gtest.h>
 
+#include <fusedmoe/checkpoint.hpp>
+
 #include "platform/cuda/card.hpp"
+#include "support/mlx_checkpoint.hpp"
 
 namespace fusedmoe::cuda {
 namespace {
@@ -54,6 +58,28 @@ TEST(CudaPlan, Objections_HopperAndASchemeOfTheTable_None) {
         "mxfp8_w8a8_out", "nvfp4_w4a8_out", "mxfp4_w4a8_out:out16_tensor"}) {
     EXPECT_TRUE(Objections(Problem(scheme), Hopper()).empty())
         << scheme << ": " << Objections(Problem(scheme), Hopper()).front().sentence;
+  }
+}
+
+/// As a layer of its checkpoint asks.
+TEST(CudaPlan, AffineExpertsOfMlx_AreFragmentsOfOffsets) {
+  using testing_support::MlxBits;
+  for (const auto& [gate_up, down, format] :
+       {std::tuple(MlxBits{4, 64}, MlxBits{4, 64}, FragmentFormat::kInt4Offset32),
+        std::tuple(MlxBits{3, 128}, MlxBits{2, 32}, FragmentFormat::kInt4Offset32),
+        std::tuple(MlxBits{8, 64}, MlxBits{8, 64}, FragmentFormat::kInt8Offset32),
+        std::tuple(MlxBits{4, 128}, MlxBits{6, 64}, FragmentFormat::kInt8Offset32)}) {
+    const testing_support::MlxCheckpoint written({.gate = gate_up, .up = gate_up, .down = down});
+    const auto checkpoint = Checkpoint::Open(written.path());
+    ASSERT_TRUE(checkpoint.ok()) << checkpoint.status().ToString();
+    const auto source = (*checkpoint)->Experts(0);
+    ASSERT_TRUE(source.ok()) << source.status().ToString();
+    MoeProblem problem = Problem(source->scheme.name.c_str());
+    TakeFeatures(*source->load(0), problem);
+    EXPECT_TRUE(Objections(problem, Hopper()).empty());
+    const CudaPlan plan = MakeCudaPlan(problem, Hopper());
+    EXPECT_EQ(plan.spec.format, format);
+    EXPECT_FALSE(plan.decoded);
   }
 }
 

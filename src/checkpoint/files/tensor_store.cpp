@@ -59,7 +59,7 @@ Result<std::unique_ptr<const TensorStore>> TensorStore::Open(const std::string& 
   }
   FMOE_RETURN_IF_ERROR(store->FoldFourBit());
   if (mlx != nullptr) {
-    FMOE_RETURN_IF_ERROR(store->FoldMlx(*mlx));
+    FMOE_RETURN_IF_ERROR(store->FoldMlx(*mlx, options.decode_blocks));
   }
   return std::unique_ptr<const TensorStore>(std::move(store));
 }

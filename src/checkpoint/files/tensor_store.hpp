@@ -43,8 +43,8 @@ struct BlockParts {
 class TensorStore {
  public:
   /// A 4-bit matrix of bitsandbytes is listed as the 16- or 32-bit one that it decodes to, without the
-  /// tensors that go with it; `mlx`: the affine ones of MLX too, and its other words as the bytes that they
-  /// hold.
+  /// tensors that go with it; `mlx`: the affine ones of MLX too, but for those of routed experts that keep
+  /// their codes (options.decode_blocks: none), and its other words as the bytes that they hold.
   static Result<std::unique_ptr<const TensorStore>> Open(const std::string& directory,
                                                          const CheckpointOptions& options,
                                                          const MlxGroups* mlx = nullptr);
@@ -111,8 +111,12 @@ class TensorStore {
   Status FoldFourBit();
   Status FoldFourBit(const TensorInfo& state, const Place& place, std::string_view weight,
                      std::vector<bool>* hidden);
-  Status FoldMlx(const MlxGroups& groups);
-  Result<MlxSettings> FoldAffine(int64_t group, size_t codes, size_t scales, std::vector<bool>* hidden);
+  /// `decode`: CheckpointOptions::decode_blocks.
+  Status FoldMlx(const MlxGroups& groups, bool decode);
+  struct AffineParts;
+  Result<MlxSettings> FindAffine(int64_t group, size_t codes, size_t scales,
+                                 std::vector<AffineParts>* affine) const;
+  void FoldAffine(const std::vector<AffineParts>& affine, bool decode, std::vector<bool>* hidden);
   /// Takes tensors out of the list.
   Status Hide(const std::vector<bool>& hidden);
   Result<Tensor> ReadBlocks(size_t index, int64_t offset, int64_t bytes, const Shape& shape,

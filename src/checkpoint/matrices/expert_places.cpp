@@ -70,8 +70,26 @@ std::vector<Projection> Projections(const LayerContext& context) {
 
 namespace {
 
+// Affine codes of MLX, whose groups may differ too: in the shortest of them, whose scales are repeated. What
+// the matrix had before is noted, and a layout with a format for each GEMM goes back to it.
+void WidenAffine(const WeightFormat& other, LinearFormat* format) {
+  const WeightFormat own = format->weight;
+  if (other.element == DType::kU8) {
+    format->weight.element = DType::kU8;
+  }
+  format->weight.block.col = std::min(own.block.col, other.block.col);
+  if (format->stored.bits == 0 && !(format->weight == own)) {
+    format->stored.bits = DTypeBits(own.element);
+    format->stored.group = own.block.col;
+    format->stored.zero_points = true;
+  }
+}
+
 // A layer has one scheme: integers of 4 bits beside some of 8 in the same groups are read as codes of 8 bits.
 void WidenBeside(const LinearFormat& other, LinearFormat* format) {
+  if (format->zero_point_is_bias && other.zero_point_is_bias) {
+    return WidenAffine(other.weight, format);
+  }
   WeightFormat wide = format->weight;
   wide.element = DType::kU8;
   const bool packed = format->packing != Packing::kDirect && other.packing != Packing::kDirect;
@@ -109,7 +127,7 @@ Result<LinearFormat> StoredFormat(const LayerContext& context, const Located& lo
 
 Result<LinearFormat> RoutedFormat(const LayerContext& context, const Located& located) {
   FMOE_ASSIGN_OR_RETURN(LinearFormat format, StoredFormat(context, located));
-  if (format.weight.element != DType::kU4) {
+  if (format.weight.element != DType::kU4 && !format.zero_point_is_bias) {
     return format;
   }
   for (const Projection projection : Projections(context)) {

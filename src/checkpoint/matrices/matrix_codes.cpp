@@ -55,7 +55,11 @@ std::optional<StoredAs> FindStoredAs(const LinearFormat& format, DType found) {
 Result<Tensor> ReadPacked(const MatrixTensors& tensors, const LinearFormat& format, const Tensor& stored,
                           const std::string& name) {
   const bool has_zero_points = !format.zero_point.empty() && tensors.Has(format.zero_point);
-  FMOE_ASSIGN_OR_RETURN(Tensor unpacked, UnpackCodes(format, stored, tensors.rows * tensors.place.parts,
+  Tensor words = stored;
+  if (format.zero_point_is_bias && stored.dtype() == DType::kU32) {  // MLX has the same words unsigned
+    words = Tensor::Borrow(TensorView(stored.view().data(), DType::kI32, stored.shape()), stored.owner());
+  }
+  FMOE_ASSIGN_OR_RETURN(Tensor unpacked, UnpackCodes(format, words, tensors.rows * tensors.place.parts,
                                                      tensors.cols, has_zero_points));
   return tensors.Part(std::move(unpacked), name, 1);
 }

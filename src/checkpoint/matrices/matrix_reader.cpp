@@ -17,6 +17,9 @@ namespace fusedmoe::checkpoint {
 namespace {
 
 Status ReadZeroPoints(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
+  if (format.zero_point_is_bias) {
+    return ReadBiasesOfGroups(tensors, format, matrix);
+  }
   const std::string name = tensors.NameOf(format.zero_point);
   if (format.zero_point_optional && !tensors.store.Has(name)) {
     return Status::Ok();

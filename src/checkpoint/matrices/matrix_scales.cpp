@@ -14,6 +14,7 @@
 #include "numerics/finite_rows.hpp"
 #include "numerics/rows.hpp"
 #include "quant/packing.hpp"
+#include "weights/super_scales.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
@@ -159,6 +160,16 @@ Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const s
   return Status::Ok();
 }
 
+// NumbersOf, of what nothing bounds beside its scale. Codes that a bias swallows in fp32 may as well be none;
+// a bias below which no step has room counts as zero, which it is beside weights of any use.
+GroupNumbers NumbersOfBias(float scale, float bias) {
+  const float size = std::fabs(bias);
+  if (size < 0x1p33F * std::fabs(scale)) {
+    return NumbersOf(scale, -bias);
+  }
+  return NumbersOf(0.0F, size < 0x1p-96F ? 0.0F : -bias);
+}
+
 }  // namespace
 
 Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
@@ -206,6 +217,27 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
   }
   matrix->block_scale = std::move(half);
   matrix->scale_row_offset = RowOffset(tensors, BlockRows(weight));
+  return Status::Ok();
+}
+
+Status ReadBiasesOfGroups(const MatrixTensors& tensors, const LinearFormat& format, CanonicalMatrix* matrix) {
+  const std::string name = tensors.NameOf(format.zero_point);
+  FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.zero_point));
+  FMOE_RETURN_IF_ERROR(CheckType(tensors, format.weight, name, stored));
+  FMOE_ASSIGN_OR_RETURN(stored, Arrange(tensors, format, name, std::move(stored)));
+  FMOE_ASSIGN_OR_RETURN(const Tensor biases, ToF32(stored));
+  FMOE_RETURN_IF_ERROR(CheckFinite(tensors.store, biases, name));
+  FMOE_RETURN_IF_ERROR(CheckFinite(tensors.store, matrix->block_scale, tensors.NameOf(format.scale)));
+  const Tensor scales = matrix->block_scale;
+  FMOE_ASSIGN_OR_RETURN(matrix->block_scale, Tensor::Allocate(DType::kF32, scales.shape()));
+  FMOE_ASSIGN_OR_RETURN(matrix->zero_point, Tensor::Allocate(DType::kF32, scales.shape()));
+  auto* const steps = matrix->block_scale.mutable_view().as<float>();
+  auto* const zeros = matrix->zero_point.mutable_view().as<float>();
+  for (int64_t i = 0; i < scales.shape().count(); ++i) {
+    const GroupNumbers numbers = NumbersOfBias(scales.view().as<float>()[i], biases.view().as<float>()[i]);
+    steps[i] = numbers.scale;
+    zeros[i] = numbers.zero;
+  }
   return Status::Ok();
 }
 

@@ -8,9 +8,9 @@
 
 #include "platform/file.hpp"
 
-/// The affine matrices of MLX: code * scale + bias, with 16- or 32-bit floats for each group of a row. No
-/// scheme has an offset that is no whole number of steps, so a reader sees the matrix that they decode to, in
-/// the type of the scales: computed in fp32, rounded once.
+/// The affine matrices of MLX from whose codes no layer runs (routers, shared experts, experts beside
+/// others): code * scale + bias, with 16- or 32-bit floats for each group of a row. A reader sees the matrix
+/// that they decode to, in the type of the scales: computed in fp32, rounded once.
 namespace fusedmoe::checkpoint {
 
 struct AffineMatrix {

@@ -4,14 +4,11 @@
 
 #include "checkpoint/formats.hpp"
 #include "checkpoint/rules/rules_support.hpp"
-#include "numerics/element_types.hpp"
 
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr std::string_view kWeightSuffix = ".weight", kScales = ".scales", kBiases = ".biases";
-// The second level of NVFP4: the largest magnitude of each matrix, or the factor 1 where the file has none.
-constexpr std::string_view kMatrixScale = ".global_scale", kUnitScale = ".unit_scale";
+using namespace mlx_suffixes;
 
 // Missing ones are those of `fallback`; a mode is not handed on: MLX takes a module's own settings whole.
 Result<MlxSettings> ReadSettings(const JsonValue& spec, const MlxSettings* fallback,
@@ -31,35 +28,26 @@ Result<MlxSettings> ReadSettings(const JsonValue& spec, const MlxSettings* fallb
   return settings;
 }
 
-/// Bits of a row's words that share a scale.
-Result<int64_t> BitsOfGroup(const TensorInfo& matrix, const TensorInfo& scales) {
-  const int rank = matrix.shape.rank();
-  bool same_rows = rank == scales.shape.rank() && (rank == 2 || rank == 3);
-  for (int axis = 0; same_rows && axis + 1 < rank; ++axis) {
-    same_rows = matrix.shape[axis] == scales.shape[axis];
+// Codes in words along the rows. Of five bits panels hold as many in groups of 32, which take fewer bytes
+// with scales repeated than codes of eight bits do in longer groups.
+LinearFormat AffineFormat(const MlxSettings& settings) {
+  LinearFormat format;
+  const bool repeated = settings.bits == 5;
+  format.bits = static_cast<int>(settings.bits);
+  format.packing = Packing::kBits;
+  format.weight = IntegerWeight(format.bits, repeated ? 32 : settings.group);
+  format.weight.block_scale_dtype = format.weight.zero_point_dtype = DType::kF32;
+  format.stored_block_cols = settings.group;
+  format.scale = kScales;
+  format.zero_point = kBiases;
+  format.zero_point_is_bias = true;
+  format.negative_scales = true;  // MLX counts from the end of a group that lies further from zero
+  if (repeated) {
+    format.stored.bits = format.bits;
+    format.stored.group = format.weight.block.col;
+    format.stored.zero_points = true;
   }
-  const int64_t words = same_rows ? matrix.shape[rank - 1] : 0;
-  const int64_t num_groups = same_rows ? scales.shape[rank - 1] : 0;
-  if (words < 1 || num_groups < 1 || words * 32 % num_groups != 0) {
-    return Status::BadInput(fmt::format("words {} do not fit scales", matrix.shape.ToString()));
-  }
-  return words * 32 / num_groups;
-}
-
-/// Lists the words of the other modes as the bytes that they hold, in the order that words have them.
-Result<MlxSettings> ListBlocks(TensorInfo& matrix, TensorInfo& scales) {
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, scales));
-  if (scales.dtype != DType::kU8 || (bits_of_group != 64 && bits_of_group != 128 && bits_of_group != 256)) {
-    return Status::BadInput(fmt::format("groups of {} bits with these scales are not known", bits_of_group));
-  }
-  matrix.dtype = bits_of_group == 256 ? DType::kF8E4M3 : DType::kU8;
-  matrix.shape[matrix.shape.rank() - 1] *= 4;
-  scales.dtype = bits_of_group == 64 ? DType::kF8E4M3 : DType::kU8;
-  return MlxSettings{.mode = bits_of_group == 64    ? "nvfp4"
-                             : bits_of_group == 128 ? "mxfp4"
-                                                    : "mxfp8",
-                     .group = bits_of_group == 64 ? 16 : 32,
-                     .bits = bits_of_group == 256 ? 8 : 4};
+  return format;
 }
 
 }  // namespace
@@ -91,100 +79,19 @@ Result<std::optional<MlxGroups>> ReadMlxGroups(const ModelConfig& config) {
   return std::optional<MlxGroups>(std::move(groups));
 }
 
-// Tensors of a matrix are found by its scales. Whatever is wrong with one spoils that matrix alone.
-Status TensorStore::FoldMlx(const MlxGroups& groups) {
-  std::vector<bool> hidden(tensors_.size());
-  std::vector<std::pair<TensorInfo, Place>> unit_scales;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    TensorInfo& scales = tensors_[i];
-    if (!scales.name.ends_with(kScales)) {
-      continue;
-    }
-    const std::string module = scales.name.substr(0, scales.name.size() - kScales.size());
-    const auto codes = by_name_.find(module + std::string(kWeightSuffix));
-    if (codes == by_name_.end() || tensors_[codes->second].dtype != DType::kU32) {
-      continue;
-    }
-    TensorInfo& matrix = tensors_[codes->second];
-    const MlxSettings& said = groups.Of(module);
-    const std::string stored =
-        fmt::format("'{}' is {} {}", scales.name, DTypeName(scales.dtype), scales.shape.ToString());
-    const Result<MlxSettings> found = IsPlainFloat(scales.dtype)
-                                          ? FoldAffine(said.group, codes->second, i, &hidden)
-                                          : ListBlocks(matrix, scales);
-    if (!found.ok()) {
-      matrix.problem = fmt::format("MLX: {}; {}", found.status().message(), stored);
-    } else if (*found != said) {
-      matrix.problem = fmt::format("MLX: the tensors are {}, and 'quantization' says: {}; {}",
-                                   found->ToString(), said.ToString(), stored);
-    } else if (scales.dtype == DType::kF8E4M3 && !Has(module + std::string(kMatrixScale))) {
-      const BlockPart& one = UnitScalePart();
-      const Shape shape = matrix.shape.rank() == 3 ? Shape{matrix.shape[0]} : Shape{1};
-      unit_scales.push_back(
-          {{module + std::string(kUnitScale), one.dtype, shape, matrix.file, shape.count() * one.bytes, ""},
-           {places_[i].file, 0, nullptr, &one}});
-    }
-  }
-  for (auto& [info, place] : unit_scales) {
-    tensors_.push_back(std::move(info));
-    places_.push_back(place);
-  }
-  hidden.resize(tensors_.size());
-  return Hide(hidden);
-}
-
-// An affine matrix is listed as the one that it decodes to, its scales and biases are not.
-Result<MlxSettings> TensorStore::FoldAffine(int64_t group, size_t codes, size_t scales,
-                                            std::vector<bool>* hidden) {
-  TensorInfo& matrix = tensors_[codes];
-  const DType type = tensors_[scales].dtype;
-  const Shape& groups = tensors_[scales].shape;
-  FMOE_ASSIGN_OR_RETURN(const int64_t bits_of_group, BitsOfGroup(matrix, tensors_[scales]));
-  const std::string& name = tensors_[scales].name;
-  const auto biases = by_name_.find(name.substr(0, name.size() - kScales.size()) + std::string(kBiases));
-  if (biases == by_name_.end() || tensors_[biases->second].dtype != type ||
-      !(tensors_[biases->second].shape == groups)) {
-    return Status::BadInput("biases like the scales are needed");
-  }
-  const int64_t bits = bits_of_group / group;
-  if (bits * group != bits_of_group || bits < 2 || bits > 8 || bits == 7) {
-    return Status::BadInput(fmt::format("groups of {} would have {} bits each", group, bits_of_group));
-  }
-  const AffineMatrix affine{type, static_cast<int>(bits), group, groups[groups.rank() - 1] * group};
-  (*hidden)[scales] = (*hidden)[biases->second] = true;
-  matrix.dtype = affine.dtype;
-  matrix.shape[matrix.shape.rank() - 1] = affine.cols;
-  matrix.bytes = matrix.shape.count() * (DTypeBits(affine.dtype) / 8);
-  const auto index = static_cast<int32_t>(affine_.size());
-  affine_.push_back({affine, places_[codes], places_[scales], places_[biases->second]});
-  places_[codes].affine = index;
-  return MlxSettings{.group = group, .bits = bits};
-}
-
-Result<platform::FileBytes> TensorStore::ReadAffineAt(const Place& place, int64_t offset,
-                                                      int64_t bytes) const {
-  const AffineTensor& tensor = affine_[static_cast<size_t>(place.affine)];
-  const auto read = [&](AffinePart part, int64_t first, int64_t count) {
-    const Place& from = part == AffinePart::kCodes    ? tensor.codes
-                        : part == AffinePart::kScales ? tensor.scales
-                                                      : tensor.biases;
-    const int64_t row = part == AffinePart::kCodes ? tensor.matrix.code_bytes() : tensor.matrix.side_bytes();
-    return files_[static_cast<size_t>(from.file)]->Read(from.begin + first * row, count * row);
-  };
-  // Callers read whole rows.
-  const int64_t row_bytes = tensor.matrix.row_bytes();
-  return ReadAffineRows(tensor.matrix, read, offset / row_bytes, bytes / row_bytes);
-}
-
-QuantRules MlxRules(std::shared_ptr<const TensorStore> store) {
+QuantRules MlxRules(std::shared_ptr<const TensorStore> store, MlxGroups groups) {
   QuantRules rules;
   rules.producer = "mlx";
-  rules.format_of = [store = std::move(store)](const std::string& module) -> Result<LinearFormat> {
+  rules.format_of = [store = std::move(store),
+                     groups = std::move(groups)](const std::string& module) -> Result<LinearFormat> {
     LinearFormat format;
-    const TensorInfo* codes = store->Find(module + std::string(kWeightSuffix));
+    const TensorInfo* codes = store->Find(module + std::string(kWeight));
     const TensorInfo* scales = store->Find(module + std::string(kScales));
-    if (codes == nullptr || scales == nullptr || codes->dtype == DType::kU32) {
+    if (codes == nullptr || scales == nullptr || !codes->problem.empty()) {
       return format;
+    }
+    if (codes->dtype == DType::kU32) {
+      return AffineFormat(groups.Of(module));
     }
     format.scale = kScales;
     if (scales->dtype == DType::kF8E4M3) {

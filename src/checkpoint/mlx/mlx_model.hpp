@@ -16,6 +16,12 @@
 /// is shows in its tensors; the configuration says what these leave open.
 namespace fusedmoe::checkpoint {
 
+namespace mlx_suffixes {
+inline constexpr std::string_view kWeight = ".weight", kScales = ".scales", kBiases = ".biases";
+/// The second level of NVFP4: the largest magnitude of each matrix, or the factor 1 where the file has none.
+inline constexpr std::string_view kMatrixScale = ".global_scale", kUnitScale = ".unit_scale";
+}  // namespace mlx_suffixes
+
 /// What the configuration says of a matrix: elements that share a scale, and bits of each.
 struct MlxSettings {
   bool quantized = true;
@@ -35,6 +41,6 @@ struct MlxGroups {
 Result<std::optional<MlxGroups>> ReadMlxGroups(const ModelConfig& config);
 
 /// The formats of modules, by the tensors that MLX's matrices are listed as (TensorStore::Open).
-QuantRules MlxRules(std::shared_ptr<const TensorStore> store);
+QuantRules MlxRules(std::shared_ptr<const TensorStore> store, MlxGroups groups);
 
 }  // namespace fusedmoe::checkpoint

@@ -45,8 +45,7 @@ constexpr void SetFinishers(TileKernels& kernels) {
 }
 
 /// kInF32: GEMMs of kRoundedInF32; else those of all other weights. They are compiled apart, since each of
-/// them takes its time: 5 to 15 s. Groups of 64 and 128, which no stored type has beside zero points that
-/// are numbers, are left to the vector kernels.
+/// them takes its time: 5 to 15 s.
 template <bool kInF32>
 constexpr TileKernels MakeTileKernels(const char* name) {
   TileKernels kernels = {};
@@ -54,10 +53,14 @@ constexpr TileKernels MakeTileKernels(const char* name) {
   if constexpr (kInF32) {
     SetFormat<kWeightU4Group16, kRoundedInF32>(kernels);
     SetFormat<kWeightU4Group32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Group64, kRoundedInF32>(kernels);
+    SetFormat<kWeightU4Group128, kRoundedInF32>(kernels);
     SetFormat<kWeightU4Super16, kRoundedInF32>(kernels);
     SetFormat<kWeightU4Super32, kRoundedInF32>(kernels);
     SetFormat<kWeightU8Group16, kRoundedInF32>(kernels);
     SetFormat<kWeightU8Group32, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group64, kRoundedInF32>(kernels);
+    SetFormat<kWeightU8Group128, kRoundedInF32>(kernels);
     SetFormat<kWeightU8Super16, kRoundedInF32>(kernels);
     SetFormat<kWeightU8Super32, kRoundedInF32>(kernels);
     SetFormat<kWeightBookGroup32, kRoundedInF32>(kernels);
