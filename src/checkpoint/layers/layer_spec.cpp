@@ -244,6 +244,8 @@ Result<LinearFormat> FormatAt(const TensorStore& store, const QuantRules& rules,
     if (!format.input_scale.empty()) {
       format.input_scale = first({".input_scale", ".activation_scale", ".qscale_act"}, format.input_scale);
     }
+    // Stacks of transformers are made of experts whose gate and up were quantized apart.
+    format.blocks_begin_at_up = weight_suffix.empty();
   }
   const TensorInfo* info = store.Find(base + weight_suffix);
   if (info != nullptr && format.quantized() && !has(format.scale) &&

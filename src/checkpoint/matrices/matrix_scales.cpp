@@ -83,14 +83,43 @@ int64_t BlockRows(const WeightFormat& weight) {
   return weight.has_block_scale() ? std::max<int64_t>(weight.block.row, 1) : 1;
 }
 
-// Rows of the first block that belong to the part before, where up begins inside of a block.
-int64_t RowOffset(const MatrixTensors& tensors, int64_t block_rows) {
-  const MatrixPlace& place = tensors.place;
-  return place.parts == 2 && !place.interleaved ? place.part * tensors.rows % block_rows : 0;
+bool HalvesFollow(const MatrixPlace& place) {
+  return place.parts == 2 && !place.interleaved;
+}
+
+// Whether the rows of blocks are those of gate and, from its first row on, those of up. Their number tells it
+// from blocks that go on through both; where both give as many, the writer does.
+bool HaveOwnBlocks(const MatrixTensors& tensors, const LinearFormat& format, int64_t block_rows,
+                   int64_t stored_rows) {
+  return HalvesFollow(tensors.place) && format.blocks_begin_at_up &&
+         stored_rows == 2 * CeilDiv(tensors.rows, block_rows);
+}
+
+// Scales of a part, and how many rows of the first block belong to the part before, where up begins inside of
+// a block.
+struct Blocks {
+  Tensor scales;
+  int64_t row_offset = 0;
+};
+
+// The half of a matrix of scales that belongs to this part.
+Result<Blocks> HalfOf(const MatrixTensors& tensors, const LinearFormat& format, const std::string& name,
+                      Tensor stored, int64_t block_rows) {
+  const int64_t stored_rows = stored.dim(tensors.place.in_out ? 1 : 0);
+  Blocks half;
+  if (HaveOwnBlocks(tensors, format, block_rows, stored_rows)) {
+    MatrixTensors blocks = tensors;
+    blocks.rows = stored_rows / 2;
+    FMOE_ASSIGN_OR_RETURN(half.scales, blocks.Part(std::move(stored), name, 1));
+    return half;
+  }
+  FMOE_ASSIGN_OR_RETURN(half.scales, tensors.Part(std::move(stored), name, block_rows));
+  half.row_offset = HalvesFollow(tensors.place) ? tensors.place.part * tensors.rows % block_rows : 0;
+  return half;
 }
 
 // The scales of this part, one for each block of its rows and columns, however the file lays them out.
-Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format, const std::string& name,
+Result<Blocks> Arrange(const MatrixTensors& tensors, const LinearFormat& format, const std::string& name,
                        Tensor stored) {
   const WeightFormat& weight = format.weight;
   const int64_t block_rows = BlockRows(weight);
@@ -107,20 +136,19 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     }
     stored = Tensor::Borrow(TensorView(stored.view().data(), stored.dtype(), blocks), stored.owner());
   }
-  if (format.scale_is_in_out) {
-    stored = AsMatrix(stored, false);
-    if (stored.shape().rank() != 2) {
-      return tensors.Wrong(name, stored, "a matrix");
-    }
-    FMOE_ASSIGN_OR_RETURN(stored, Transpose(stored.view()));
-  } else {
-    stored = AsMatrix(stored, !tensors.place.in_out);
+  stored = AsMatrix(stored, !format.scale_is_in_out && !tensors.place.in_out);
+  if (stored.shape().rank() != 2) {
+    return tensors.Wrong(name, stored, "a matrix");
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor half, tensors.Part(std::move(stored), name, block_rows));
+  if (format.scale_is_in_out) {
+    FMOE_ASSIGN_OR_RETURN(stored, Transpose(stored.view()));
+  }
+  FMOE_ASSIGN_OR_RETURN(Blocks part, HalfOf(tensors, format, name, std::move(stored), block_rows));
+  Tensor& half = part.scales;
   // Compared as they are stored: once repeated, the scales of smaller blocks would fill the matrix too.
   const int64_t file_rows = tensors.place.parts == 1 ? stored_rows : block_rows;
   const int64_t file_cols = std::max(format.stored_block_cols, block_cols);
-  const int64_t want_rows = CeilDiv(RowOffset(tensors, block_rows) + tensors.rows, file_rows);
+  const int64_t want_rows = CeilDiv(part.row_offset + tensors.rows, file_rows);
   const int64_t want_cols = CeilDiv(tensors.cols, file_cols);
   if (half.dim(0) != want_rows || half.dim(1) != want_cols) {
     const std::string blocks =
@@ -134,7 +162,7 @@ Result<Tensor> Arrange(const MatrixTensors& tensors, const LinearFormat& format,
     FMOE_ASSIGN_OR_RETURN(half,
                           RepeatColumns(half, file_cols / block_cols, CeilDiv(tensors.cols, block_cols)));
   }
-  return half;
+  return part;
 }
 
 Status RefuseNegative(const MatrixTensors& tensors, const Tensor& scale, const std::string& name) {
@@ -193,7 +221,8 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
     std::fill_n(matrix->channel_scale.mutable_view().as<float>(), tensors.rows, *one.view().as<float>());
     return Status::Ok();
   }
-  FMOE_ASSIGN_OR_RETURN(Tensor half, Arrange(tensors, format, name, std::move(stored)));
+  FMOE_ASSIGN_OR_RETURN(Blocks blocks, Arrange(tensors, format, name, std::move(stored)));
+  Tensor& half = blocks.scales;
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
       (ScalesAreFloats(weight) && found == DType::kF8E8M0) || format.scale_divisor != 1.0F ||
       format.reciprocal_scale) {
@@ -216,7 +245,7 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
     FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
   }
   matrix->block_scale = std::move(half);
-  matrix->scale_row_offset = RowOffset(tensors, BlockRows(weight));
+  matrix->scale_row_offset = blocks.row_offset;
   return Status::Ok();
 }
 

@@ -133,18 +133,16 @@ Result<Tensor> MatrixTensors::Part(Tensor tensor, const std::string& name, int64
 Result<float> MatrixTensors::LoadScale(std::string_view suffix) const {
   const std::string name = NameOf(suffix);
   FMOE_ASSIGN_OR_RETURN(Tensor stored, Load(suffix));
-  // [E, 2]: gate and up each have their own.
-  if (stored.shape().count() == 2 && place.parts == 2 && stored.shape().rank() == 1) {
-    FMOE_ASSIGN_OR_RETURN(const Tensor both, ToF32(stored));
-    return both.view().as<float>()[place.part];
-  }
+  // [E, 2], [E, 2, 1] (transformers): gate and up each have their own.
+  const bool own = place.parts == 2 && stored.shape().count() == 2 && stored.dim(0) == 2;
   const DType found = stored.dtype();
-  if (stored.shape().count() != 1 ||
+  if ((!own && stored.shape().count() != 1) ||
       (found != DType::kF32 && found != DType::kBF16 && found != DType::kF16)) {
     return Wrong(name, stored, "one F32, BF16 or F16");
   }
-  float value = 0.0F;
-  DecodeRow(found, stored.view().data(), 0, 1, &value);
+  float values[2] = {0.0F, 0.0F};
+  DecodeRow(found, stored.view().data(), 0, stored.shape().count(), values);
+  const float value = values[own ? place.part : 0];
   if (!std::isfinite(value) || value <= 0.0F) {
     return store.Blame(Status::BadInput(fmt::format("the scale is {}; finite and > 0 is required", value)),
                        name);

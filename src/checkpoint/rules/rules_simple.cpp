@@ -75,13 +75,15 @@ Result<QuantRules> ReadBlockFp8Rules(const JsonValue& spec, const std::string& p
   auto routed = format;
   bool own_experts = false;
   // DeepSeek-V4: the routed experts are FP4 with a power of two for each 32, the rest blocks of FP8 under
-  // shorter names.
-  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> expert_dtype, config.Text("expert_dtype"));
-  if (expert_dtype && *expert_dtype != "fp4" && *expert_dtype != "fp8") {
+  // shorter names. transformers moves the key into its quantization configuration.
+  FMOE_ASSIGN_OR_RETURN(const std::optional<std::string> of_model, config.Text("expert_dtype"));
+  FMOE_ASSIGN_OR_RETURN(const std::string expert_dtype,
+                        Word(spec, "expert_dtype", of_model.value_or("fp8"), path));
+  if (expert_dtype != "fp4" && expert_dtype != "fp8") {
     return Status::Unsupported(
                fmt::format("'expert_dtype' is \"{}\", which is not supported; \"fp4\" and \"fp8\" are",
-                           *expert_dtype))
-        .WithFile(config.path());
+                           expert_dtype))
+        .WithFile(path);
   }
   if (expert_dtype == "fp4") {
     own_experts = true;
