@@ -10,10 +10,9 @@ namespace fusedmoe {
 
 /// Checks one matrix before anything decodes it: shapes of codes and scales agree with rows, cols, format and
 /// offsets; block and channel scales are finite and >= 0 (no e4m3 sign bit or 0x7f, no e8m0 0xff; 16-bit
-/// scales of U4 and U8 groups may be negative); tensor,
-/// input and pre-quant scales are finite and > 0; zero points are codes of the element, or finite;
-/// group_index points at existing scale columns; biases are finite. kBadInput, with the field's name and the
-/// place. Codes are not read.
+/// scales of U4 and U8 groups, and those of I8 rows, may be negative); tensor, input and pre-quant scales are
+/// finite and > 0; zero points are codes of the element, or finite; group_index points at existing scale
+/// columns; biases are finite. kBadInput, with the field's name and the place. Codes are not read.
 Status ValidateCanonical(const CanonicalMatrix& matrix);
 
 /// Decodes rows of a canonical matrix into numbers, by the definition

@@ -31,11 +31,16 @@ Status CheckVector(const char* field, const Tensor& tensor, DType dtype, int64_t
   return fits ? Status::Ok() : WrongShape(field, tensor, dtype, Shape{count}.ToString());
 }
 
-Status CheckValues(const char* field, const float* values, int64_t count, bool zero_allowed) {
+enum class Range : uint8_t { kAny, kNotNegative, kPositive };
+
+Status CheckValues(const char* field, const float* values, int64_t count, Range range) {
   for (int64_t i = 0; i < count; ++i) {
-    if (!std::isfinite(values[i]) || values[i] < 0.0F || (!zero_allowed && values[i] == 0.0F)) {
-      return Status::BadInput(fmt::format("{}[{}] is {}; finite and {} 0 is required", field, i, values[i],
-                                          zero_allowed ? ">=" : ">"));
+    if (!std::isfinite(values[i]) || (range != Range::kAny && values[i] < 0.0F) ||
+        (range == Range::kPositive && values[i] == 0.0F)) {
+      return Status::BadInput(fmt::format("{}[{}] is {}; finite{} is required", field, i, values[i],
+                                          range == Range::kAny           ? ""
+                                          : range == Range::kNotNegative ? " and >= 0"
+                                                                         : " and > 0"));
     }
   }
   return Status::Ok();
@@ -205,8 +210,10 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   }
   if (format.has_channel_scale) {
     FMOE_RETURN_IF_ERROR(CheckVector("channel_scale", matrix.channel_scale, DType::kF32, matrix.rows));
-    FMOE_RETURN_IF_ERROR(CheckValues("channel_scale", matrix.channel_scale.view().as<float>(), matrix.rows,
-                                     /*zero_allowed=*/true));
+    // auto-round's INT8 rows take the sign of their largest weight, to use the code -128.
+    const Range range = format.element == DType::kI8 ? Range::kAny : Range::kNotNegative;
+    FMOE_RETURN_IF_ERROR(
+        CheckValues("channel_scale", matrix.channel_scale.view().as<float>(), matrix.rows, range));
   }
   if (format.has_tensor_scale != matrix.tensor_scale.has_value()) {
     return Status::BadInput(fmt::format("tensor_scale is {}, but the format {} one",
@@ -218,8 +225,7 @@ Status ValidateCanonical(const CanonicalMatrix& matrix) {
   if (!matrix.pre_quant_scale.empty()) {
     FMOE_RETURN_IF_ERROR(CheckVector("pre_quant_scale", matrix.pre_quant_scale, DType::kF32, matrix.cols));
     FMOE_RETURN_IF_ERROR(CheckValues("pre_quant_scale", matrix.pre_quant_scale.view().as<float>(),
-                                     matrix.cols,
-                                     /*zero_allowed=*/false));
+                                     matrix.cols, Range::kPositive));
   }
   if (!matrix.bias.empty()) {
     FMOE_RETURN_IF_ERROR(CheckVector("bias", matrix.bias, DType::kF32, matrix.rows));

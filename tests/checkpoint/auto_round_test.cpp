@@ -29,6 +29,22 @@ TEST(AutoRound, NegativeScalesWithoutAVersion_AreAutoRounds) {
   EXPECT_EQ(up->view().as<float>()[0], 0.5F) << "code 7, of the middle 8, times -0.5";
 }
 
+// Its INT8 by rows does the same with the code -128.
+TEST(AutoRound, NegativeScalesOfRows_AreAutoRoundsAlone) {
+  TinyModel model("ct_int8");
+  const std::string first = "model.layers.0.mlp.experts.0.gate_proj.weight_scale";
+  model.Find(first) = Bf16(first, {kIntermediate, 1}, -0.5F);
+  ExpectRefused("a sign that compressed-tensors does not write", model, {StatusCode::kBadInput, first});
+  model.config["quantization_config"].erase("version");
+  const WrittenModel written(model);
+  ASSERT_TRUE(written.source.ok()) << written.source.status().ToString();
+  const auto expert = written.source->load(0);
+  ASSERT_TRUE(expert.ok()) << expert.status().ToString();
+  const auto gate = DequantizeMatrix(expert->gate);
+  ASSERT_TRUE(gate.ok());
+  EXPECT_EQ(gate->view().as<float>()[0], -1.5F) << "code 3 times -0.5";
+}
+
 // auto-round 0.16 as auto_awq: symmetric, and yet with zero points, which the kernels of AutoAWQ and vLLM
 // use.
 TEST(AutoRound, ZeroPointsOfAwq_AreReadWhereverTheyAre) {

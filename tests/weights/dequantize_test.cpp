@@ -171,6 +171,9 @@ TEST(ValidateCanonical_OtherScales, MustBeFiniteAndPositive) {
     if (bad != 0.0F) {
       ExpectInvalid(matrix, "channel_scale[2]");
     }
+    matrix = Valid("int8_w8a8");  // auto-round's rows have signs
+    matrix.channel_scale.mutable_view().as<float>()[2] = bad;
+    EXPECT_EQ(ValidateCanonical(matrix).ok(), std::isfinite(bad)) << bad;
   }
 }
 

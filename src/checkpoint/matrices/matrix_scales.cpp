@@ -65,6 +65,11 @@ bool ScalesAreFloats(const WeightFormat& weight) {
   return weight.has_channel_scale || IsPlainFloat(weight.block_scale_dtype);
 }
 
+// Which scales may have signs in a canonical matrix, for the writers that use them.
+bool ScalesMayBeNegative(const WeightFormat& weight) {
+  return weight.may_have_zero_point || (weight.has_channel_scale && weight.element == DType::kI8);
+}
+
 Status CheckType(const MatrixTensors& tensors, const WeightFormat& weight, const std::string& name,
                  const Tensor& stored) {
   const DType wanted = weight.block_scale_dtype, found = stored.dtype();
@@ -223,6 +228,9 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
   }
   FMOE_ASSIGN_OR_RETURN(Blocks blocks, Arrange(tensors, format, name, std::move(stored)));
   Tensor& half = blocks.scales;
+  if (ScalesMayBeNegative(weight) && !format.negative_scales) {
+    FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
+  }
   if (weight.has_channel_scale || weight.block_scale_dtype == DType::kF32 ||
       (ScalesAreFloats(weight) && found == DType::kF8E8M0) || format.scale_divisor != 1.0F ||
       format.reciprocal_scale) {
@@ -240,9 +248,6 @@ Status ReadScale(const MatrixTensors& tensors, const LinearFormat& format, Canon
     view.set_stride_bytes(0, half.view().stride_bytes(0));
     half = Tensor::Borrow(view, half.owner());
     matrix->format.block_scale_dtype = as;
-  }
-  if (weight.may_have_zero_point && !format.negative_scales) {
-    FMOE_RETURN_IF_ERROR(RefuseNegative(tensors, half, name));
   }
   matrix->block_scale = std::move(half);
   matrix->scale_row_offset = blocks.row_offset;

@@ -132,7 +132,7 @@ Status CompressedTensorsRules::ReadGroups(const JsonValue& groups, const JsonVal
     formats.push_back(CompressedTensorsFormat(group, outer, path));
     // The library writes its version; auto-round, whose scales may be negative, writes none.
     if (Result<LinearFormat>& added = formats.back(); added.ok() && spec.Find("version") == nullptr) {
-      added->negative_scales = added->weight.may_have_zero_point;
+      added->negative_scales = added->weight.may_have_zero_point || added->weight.element == DType::kI8;
     }
     if (formats.back().status().code() == StatusCode::kBadInput) {
       return formats.back().status();

@@ -51,15 +51,17 @@ int64_t GroupOf(const CanonicalMatrix& matrix) {
   return matrix.format.block.col < 0 ? matrix.cols : matrix.format.block.col;
 }
 
-// auto-round gives a group a negative scale to use its code -8; no other tool reads that.
+// auto-round gives a group, or a row of INT8, a negative scale to use its code -8 or -128; no other tool
+// reads that.
 bool HasNegativeScale(const Tensor& scale) {
   if (scale.empty() || DTypeBits(scale.dtype()) < 16) {
     return false;
   }
-  std::vector<float> row(static_cast<size_t>(scale.dim(1)));
-  for (int64_t r = 0; r < scale.dim(0); ++r) {
-    DecodeRow(scale.dtype(), scale.view().data() + r * scale.view().stride_bytes(0), 0, scale.dim(1),
-              row.data());
+  const bool of_rows = scale.view().rank() == 1;
+  const int64_t lines = of_rows ? 1 : scale.dim(0), count = of_rows ? scale.dim(0) : scale.dim(1);
+  std::vector<float> row(static_cast<size_t>(count));
+  for (int64_t r = 0; r < lines; ++r) {
+    DecodeRow(scale.dtype(), scale.view().data() + r * scale.view().stride_bytes(0), 0, count, row.data());
     if (std::any_of(row.begin(), row.end(), [](float value) { return std::signbit(value); })) {
       return true;
     }
@@ -146,8 +148,9 @@ std::string WhyNotKept(const CanonicalMatrix& from, const Target& target) {
   if (from.scale_row_offset != 0 || from.scale_col_offset != 0) {
     return "its blocks start before its first row or column";
   }
-  if (!target.negative_scales && HasNegativeScale(from.block_scale)) {
-    return "groups have negative scales, as auto-round and GGUF use them, and the target reads none";
+  if (!target.negative_scales &&
+      (HasNegativeScale(from.block_scale) || HasNegativeScale(from.channel_scale))) {
+    return "groups or rows have negative scales, as auto-round and GGUF use them, and the target reads none";
   }
   if (!from.zero_point.empty() && from.format.zero_point_dtype != DType::kU8) {
     return "its zero points are no codes, and no target stores such";
