@@ -68,18 +68,21 @@ bool IsPlain(DType dtype) {
 
 // Whether a tool leaves such a matrix as it was and says so nowhere: transformers, in FP8, what 128 does not
 // divide; tools that quantize linear modules, a parameter for all experts that they did not take apart
-// (JetMoE, Longcat, Llama-4 by auto-round); bitsandbytes such parameters and the routers of some models. AWQ
-// and GPTQ files leave out any module, by parts of names ("layers.0.", "shared_exp") or without a word, and
-// vLLM goes by the tensors; where nothing at all has codes, the configuration is another model's.
+// (JetMoE, Longcat, Llama-4 by auto-round), which transformers may have taken apart when it saved the file of
+// llm-compressor; bitsandbytes such parameters and the routers of some models. AWQ and GPTQ files leave out
+// any module, by parts of names ("layers.0.", "shared_exp") or without a word, and vLLM goes by the tensors;
+// where nothing at all has codes, the configuration is another model's.
 bool KeepsPlain(const TensorStore& store, std::string_view producer, const LinearFormat& format,
                 const TensorInfo& info) {
   const bool plain = IsPlain(info.dtype);
   const bool joined = info.shape.rank() >= 3;
-  if (producer == "gptq" || producer == "awq") {
-    const auto has_codes = [&](const TensorInfo& other) { return other.name.ends_with(format.codes); };
+  if (producer == "gptq" || producer == "awq" || producer == "compressed-tensors") {
+    // Codes that are called as plain weights are told by their scales.
+    const std::string_view sign = format.codes == ".weight" ? format.scale : format.codes;
+    const auto has_codes = [&](const TensorInfo& other) { return other.name.ends_with(sign); };
     return plain && (joined || std::any_of(store.tensors().begin(), store.tensors().end(), has_codes));
   }
-  if (producer == "compressed-tensors" || producer == "quark" || producer == "auto-round") {
+  if (producer == "quark" || producer == "auto-round") {
     return plain && joined;
   }
   return (producer == "fp8" && plain) || (producer == "bitsandbytes" && IsFloat(info.dtype));
