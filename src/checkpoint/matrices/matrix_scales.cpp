@@ -258,8 +258,8 @@ Status ReadBiasesOfGroups(const MatrixTensors& tensors, const LinearFormat& form
   const std::string name = tensors.NameOf(format.zero_point);
   FMOE_ASSIGN_OR_RETURN(Tensor stored, tensors.Load(format.zero_point));
   FMOE_RETURN_IF_ERROR(CheckType(tensors, format.weight, name, stored));
-  FMOE_ASSIGN_OR_RETURN(stored, Arrange(tensors, format, name, std::move(stored)));
-  FMOE_ASSIGN_OR_RETURN(const Tensor biases, ToF32(stored));
+  FMOE_ASSIGN_OR_RETURN(const Blocks blocks, Arrange(tensors, format, name, std::move(stored)));
+  FMOE_ASSIGN_OR_RETURN(const Tensor biases, ToF32(blocks.scales));
   FMOE_RETURN_IF_ERROR(CheckFinite(tensors.store, biases, name));
   FMOE_RETURN_IF_ERROR(CheckFinite(tensors.store, matrix->block_scale, tensors.NameOf(format.scale)));
   const Tensor scales = matrix->block_scale;
