@@ -210,7 +210,7 @@ TEST(CudaOffsets, LayersOfGguf_WithinTheBound) {
         drawn.tokens = tokens;
         SCOPED_TRACE(testing::Message() << drawn << (by_group ? " in activation order" : ""));
         for (const char* mode : {"latency", "throughput"}) {
-          EXPECT_TRUE(tokens == 900 && *mode == 'l' || Check(drawn, ActivationFormatKind::kStandard, mode))
+          EXPECT_TRUE((tokens == 900 && *mode == 'l') || Check(drawn, ActivationFormatKind::kStandard, mode))
               << mode;
         }
         EXPECT_TRUE(Check(drawn, ActivationFormatKind::kBatchedExperts, ""));
