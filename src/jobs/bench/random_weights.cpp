@@ -5,6 +5,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <span>
 #include <vector>
 
 #include <fmt/format.h>
@@ -43,8 +44,9 @@ class CodeTable {
         unit_bytes_(DTypeBits(element) == 6 ? 3 : std::max(1, DTypeBits(element) / 8)),
         unit_values_(unit_bytes_ * 8 / DTypeBits(element)) {
     std::vector<float> values(static_cast<size_t>(kUnits * unit_values_));
-    std::transform(values.begin(), values.end(), NormalValues().begin(), values.begin(),
-                   [&](float, float normal) { return normal * deviation + offset; });
+    const auto normals = std::span(NormalValues()).first(values.size());
+    std::transform(normals.begin(), normals.end(), values.begin(),
+                   [&](float normal) { return normal * deviation + offset; });
     units_.resize(static_cast<size_t>(kUnits * unit_bytes_));
     EncodeRow(element, values.data(), static_cast<int64_t>(values.size()), units_.data());
   }
