@@ -16,18 +16,18 @@ std::span<const NamedActivationRule> ActivationRuleTable() {
   return kTable;
 }
 
-Result<ActivationRule> ActivationRuleByName(std::string_view name) {
+namespace {
+
+Result<NamedActivationRule> FindRule(std::string_view name) {
   std::string names;
   for (const NamedActivationRule& entry : ActivationRuleTable()) {
     if (entry.name == name) {
-      return entry.rule;
+      return entry;
     }
     names += fmt::format("{}{}", names.empty() ? "" : ", ", entry.name);
   }
   return Status::Usage(fmt::format("unknown activation rule '{}'", name)).WithHint("known are " + names);
 }
-
-namespace {
 
 ActivationFamily FamilyOf(const ActivationFormat& format) {
   if (format.element == DType::kI8) {
@@ -57,18 +57,20 @@ std::string_view FamilyName(ActivationFamily family) {
 
 }  // namespace
 
+Result<ActivationRule> ActivationRuleByName(std::string_view name) {
+  FMOE_ASSIGN_OR_RETURN(const NamedActivationRule entry, FindRule(name));
+  return entry.rule;
+}
+
 Result<ActivationRule> ActivationRuleFor(const ActivationFormat& format, std::string_view name) {
-  FMOE_ASSIGN_OR_RETURN(const ActivationRule rule, ActivationRuleByName(name));
+  FMOE_ASSIGN_OR_RETURN(const NamedActivationRule entry, FindRule(name));
   const ActivationFamily family = FamilyOf(format);
-  for (const NamedActivationRule& entry : ActivationRuleTable()) {
-    const bool fits = entry.family == ActivationFamily::kAny || entry.family == family;
-    if (entry.name == name && !fits) {
-      return Status::Usage(fmt::format("the activation rule '{}' is of {} activations; these are {}", name,
-                                       FamilyName(entry.family), FamilyName(family)))
-          .WithHint("docs/numerics.md lists the rules of each");
-    }
+  if (entry.family != ActivationFamily::kAny && entry.family != family) {
+    return Status::Usage(fmt::format("the activation rule '{}' is of {} activations; these are {}", name,
+                                     FamilyName(entry.family), FamilyName(family)))
+        .WithHint("docs/numerics.md lists the rules of each");
   }
-  return rule;
+  return entry.rule;
 }
 
 }  // namespace fusedmoe
